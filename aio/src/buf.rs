@@ -1,0 +1,125 @@
+//! Owned, aligned, stable-address bytes.
+//!
+//! A buffer either owns its allocation or is a slot of somebody's pool ([`BufHome`]). In both cases moving the
+//! `IoBuf` value does not move the bytes, which is what lets the kernel keep their address while a request is in
+//! flight. Dropping a pooled buffer hands the slot back to its home.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// Alignment of every [`IoBuf`], in bytes: enough for direct I/O on 512-byte and 4Kn drives.
+pub const BUF_ALIGN: usize = 4096;
+
+/// The pool that a buffer's memory returns to when the buffer is dropped.
+pub trait BufHome: Send + Sync {
+    /// Takes slot `slot` back. Called exactly once for every [`IoBuf::from_home`] call.
+    fn give_back(&self, slot: usize);
+}
+
+/// Owned bytes with a stable, [`BUF_ALIGN`]-aligned address.
+pub struct IoBuf {
+    ptr: NonNull<u8>,
+    len: usize,
+    capacity: usize,
+    owner: Owner,
+}
+
+enum Owner {
+    Allocation(Layout),
+    Home { home: Arc<dyn BufHome>, slot: usize },
+    Nothing,
+}
+
+// SAFETY: an IoBuf is the only handle to its bytes; nothing in it is tied to a thread.
+unsafe impl Send for IoBuf {}
+// SAFETY: `&IoBuf` only gives `&[u8]`.
+unsafe impl Sync for IoBuf {}
+
+impl IoBuf {
+    /// A zeroed buffer of `len` bytes with an allocation of its own.
+    pub fn zeroed(len: usize) -> Self {
+        if len == 0 {
+            return Self::empty();
+        }
+        let capacity = len.next_multiple_of(BUF_ALIGN);
+        let layout = Layout::from_size_align(capacity, BUF_ALIGN).expect("a buffer is smaller than isize::MAX");
+        // SAFETY: the layout has a non-zero size.
+        let raw = unsafe { alloc_zeroed(layout) };
+        let Some(ptr) = NonNull::new(raw) else { handle_alloc_error(layout) };
+        Self { ptr, len, capacity, owner: Owner::Allocation(layout) }
+    }
+
+    /// A buffer of no bytes.
+    pub fn empty() -> Self {
+        Self { ptr: NonNull::dangling(), len: 0, capacity: 0, owner: Owner::Nothing }
+    }
+
+    /// A buffer over pool memory: `home.give_back(slot)` runs when it is dropped.
+    ///
+    /// # Safety
+    /// `ptr` is [`BUF_ALIGN`]-aligned and valid for reads and writes of `capacity` initialized bytes until
+    /// `give_back(slot)` has been called, and nothing else touches those bytes before that.
+    pub unsafe fn from_home(ptr: NonNull<u8>, capacity: usize, home: Arc<dyn BufHome>, slot: usize) -> Self {
+        assert_eq!(ptr.as_ptr() as usize % BUF_ALIGN, 0, "pool memory is aligned for direct I/O");
+        Self { ptr, len: capacity, capacity, owner: Owner::Home { home, slot } }
+    }
+
+    /// Bytes in the buffer's memory; `len` can be set up to this.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Sets the length. The bytes that come into view are whatever the memory held before.
+    ///
+    /// # Panics
+    /// If `len` exceeds the capacity.
+    pub fn set_len(&mut self, len: usize) {
+        assert!(len <= self.capacity, "length {len} exceeds the capacity {}", self.capacity);
+        self.len = len;
+    }
+
+    /// The address of the first byte.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.ptr.as_ptr()
+    }
+
+    /// The address of the first byte, for writing.
+    pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+}
+
+impl Deref for IoBuf {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `ptr` is valid for `len <= capacity` initialized bytes and `&self` keeps writers away.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for IoBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`, and `&mut self` makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for IoBuf {
+    fn drop(&mut self) {
+        match &self.owner {
+            // SAFETY: the pointer came from `alloc_zeroed` with this layout.
+            Owner::Allocation(layout) => unsafe { dealloc(self.ptr.as_ptr(), *layout) },
+            Owner::Home { home, slot } => home.give_back(*slot),
+            Owner::Nothing => {}
+        }
+    }
+}
+
+impl fmt::Debug for IoBuf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IoBuf").field("ptr", &self.ptr).field("len", &self.len).finish_non_exhaustive()
+    }
+}

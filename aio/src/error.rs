@@ -1,0 +1,83 @@
+//! What can go wrong with a transfer, said so that a user can act on it.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What kind of failure an [`IoError`] is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum IoErrorKind {
+    /// No space left on the device, or a quota was reached.
+    NoSpace,
+    /// The file ended before the requested range did.
+    UnexpectedEof,
+    /// The path does not exist.
+    NotFound,
+    /// The path may not be opened or written: permissions or a read-only file system.
+    Denied,
+    /// The device failed (EIO and its relatives).
+    Device,
+    /// The engine was shut down before the request finished.
+    Closed,
+    /// The request itself is wrong (out of the buffer, unknown file).
+    Invalid,
+    /// Anything else the operating system reported.
+    Other,
+}
+
+/// A failed disk operation: what was being done, where, and what the operating system said.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{doing} {}{}: {detail}; {}", .path.display(), range_text(*.offset, *.len), advice(*.kind))]
+pub struct IoError {
+    /// The class of the failure.
+    pub kind: IoErrorKind,
+    /// The verb: "reading", "writing", "opening", "syncing".
+    pub doing: &'static str,
+    /// The file.
+    pub path: PathBuf,
+    /// Offset of the failed range in the file, in bytes.
+    pub offset: u64,
+    /// Length of the failed range, in bytes; 0 when the operation has no range.
+    pub len: u64,
+    /// What the operating system, or the engine, said.
+    pub detail: String,
+}
+
+impl IoError {
+    /// An error from an operating-system error.
+    pub fn from_os(doing: &'static str, path: &Path, offset: u64, len: u64, source: &io::Error) -> Self {
+        Self { kind: classify(source), doing, path: path.to_owned(), offset, len, detail: source.to_string() }
+    }
+
+    /// An error that the engine found itself.
+    pub fn new(kind: IoErrorKind, doing: &'static str, path: &Path, offset: u64, len: u64, detail: String) -> Self {
+        Self { kind, doing, path: path.to_owned(), offset, len, detail }
+    }
+}
+
+fn classify(source: &io::Error) -> IoErrorKind {
+    match source.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => IoErrorKind::NoSpace,
+        Some(libc::ENOENT | libc::ENOTDIR) => IoErrorKind::NotFound,
+        Some(libc::EACCES | libc::EPERM | libc::EROFS) => IoErrorKind::Denied,
+        Some(libc::EIO | libc::ENODEV | libc::ENXIO | libc::EREMOTEIO) => IoErrorKind::Device,
+        Some(libc::EINVAL | libc::EBADF) => IoErrorKind::Invalid,
+        _ => IoErrorKind::Other,
+    }
+}
+
+fn advice(kind: IoErrorKind) -> &'static str {
+    match kind {
+        IoErrorKind::NoSpace => "free space on that file system or choose another directory",
+        IoErrorKind::UnexpectedEof => "the file is shorter than expected: it was truncated or belongs to another run",
+        IoErrorKind::NotFound => "check the path",
+        IoErrorKind::Denied => "check the owner, the permissions and whether the file system is mounted read-only",
+        IoErrorKind::Device => "the drive reported a failure: look at the kernel log and the drive's health",
+        IoErrorKind::Closed => "the engine was shut down while the request was in flight",
+        IoErrorKind::Invalid | IoErrorKind::Other => "see the message above for the cause",
+    }
+}
+
+fn range_text(offset: u64, len: u64) -> String {
+    if len == 0 { String::new() } else { format!(" (offset {offset}, {len} bytes)") }
+}

@@ -1,0 +1,2 @@
+//! Library facade.
+#![forbid(unsafe_code)]

@@ -1,0 +1,2 @@
+//! The `terrace` command.
+fn main() {}
