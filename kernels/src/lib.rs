@@ -1,1 +1,18 @@
-//! stub
+//! Compute kernels: one small trait per operation, one [`KernelSet`] per backend.
+//!
+//! Operations take [`View`]s and [`ViewMut`]s of tensors in device memory and write their results to tensors;
+//! nothing is returned to the host, so that a backend may run them asynchronously on its compute stream.
+//! Backends: [`reference`] (plain loops, f64 accumulation, the yardstick of every test), [`cpu`] (blocked and
+//! threaded) and [`dry`] (does nothing but count FLOPs and bytes; planning runs on it).
+
+pub mod cpu;
+pub mod dry;
+mod ops;
+pub mod reference;
+mod tensor;
+
+pub use ops::{
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelError, KernelSet,
+    Matmul, MatmulSpec, Reduce, Result, RmsNorm, Rope, RopeDirection,
+};
+pub use tensor::{DType, Shape, Tensor, View, ViewMut};

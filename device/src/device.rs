@@ -1,0 +1,83 @@
+//! The seam that a backend fills: a device, its streams and its events.
+
+use crate::{Arena, Bytes, BytesMut, DeviceError};
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// What a stream is for; a backend may map several kinds to one queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StreamKind {
+    /// Kernels.
+    Compute,
+    /// Host to device copies.
+    Upload,
+    /// Device to host copies.
+    Download,
+}
+
+/// A device: memory and streams.
+pub trait Device: Send + Sync + Debug {
+    /// The device's name for reports.
+    fn name(&self) -> &str;
+
+    /// Whether device memory *is* host memory, so that uploads and downloads need no copy.
+    fn unified(&self) -> bool;
+
+    /// Allocates the device's arena; called once, when the plan is sealed.
+    ///
+    /// # Errors
+    /// Not enough memory.
+    fn arena(&self, bytes: usize) -> Result<Arena, DeviceError>;
+
+    /// A new stream.
+    ///
+    /// # Errors
+    /// The driver refused.
+    fn stream(&self, kind: StreamKind) -> Result<Arc<dyn Stream>, DeviceError>;
+}
+
+/// A queue of work that runs in order.
+pub trait Stream: Send + Sync + Debug {
+    /// Enqueues a copy of `src` to `dst`, between the host and the device in either direction.
+    ///
+    /// # Safety
+    /// Until an event recorded after this call has fired, `src` stays valid and unchanged, and `dst` stays valid and is
+    /// neither read nor written by anything that does not wait for that event. [`Upload`](crate::Upload) and
+    /// [`Download`](crate::Download) keep both promises for safe code.
+    ///
+    /// # Errors
+    /// The driver refused the copy.
+    unsafe fn copy(&self, src: Bytes<'_>, dst: BytesMut<'_>) -> Result<(), DeviceError>;
+
+    /// An event that fires when everything enqueued so far is done.
+    ///
+    /// # Errors
+    /// The driver refused.
+    fn record(&self) -> Result<Arc<dyn Event>, DeviceError>;
+
+    /// Makes work enqueued later on this stream wait for `event`.
+    ///
+    /// # Errors
+    /// The driver refused.
+    fn wait(&self, event: &dyn Event) -> Result<(), DeviceError>;
+
+    /// Blocks the calling thread until everything enqueued so far is done.
+    ///
+    /// # Errors
+    /// An earlier asynchronous operation failed.
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        self.record()?.synchronize()
+    }
+}
+
+/// A point in a stream.
+pub trait Event: Send + Sync + Debug {
+    /// Whether the point was reached. Never blocks.
+    fn is_done(&self) -> bool;
+
+    /// Blocks the calling thread until the point is reached.
+    ///
+    /// # Errors
+    /// An earlier asynchronous operation failed.
+    fn synchronize(&self) -> Result<(), DeviceError>;
+}

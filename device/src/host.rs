@@ -1,0 +1,186 @@
+//! The CPU as a device.
+//!
+//! In the default, *unified* mode device memory is host memory and nothing is copied. In *discrete* mode the CPU plays
+//! a card with memory of its own: a copy is deferred and its destination filled with [`POISON`] until the copy's event is
+//! waited for, and every region is poisoned when it is taken. A missing wait therefore reads NaNs, and a source that
+//! is recycled too early is copied with its new contents.
+
+use crate::{Arena, Bytes, BytesMut, Device, DeviceError, Event, Space, Stream, StreamKind};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::VecDeque;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The byte that marks memory nobody may read yet; as f32 or bf16 it is a NaN.
+pub const POISON: u8 = 0xFF;
+
+/// The CPU.
+#[derive(Debug, Clone)]
+pub struct HostDevice {
+    discrete: bool,
+}
+
+impl HostDevice {
+    /// Device memory is host memory.
+    pub fn unified() -> Self {
+        Self { discrete: false }
+    }
+
+    /// The CPU pretends to be a card with its own memory; for tests.
+    pub fn discrete() -> Self {
+        Self { discrete: true }
+    }
+}
+
+impl Device for HostDevice {
+    fn name(&self) -> &str {
+        if self.discrete { "cpu (discrete test mode)" } else { "cpu" }
+    }
+
+    fn unified(&self) -> bool {
+        !self.discrete
+    }
+
+    fn arena(&self, bytes: usize) -> Result<Arena, DeviceError> {
+        let memory = HostMemory::new(bytes)?;
+        let poison = self.discrete.then_some(POISON);
+        let base = memory.base;
+        // SAFETY: the memory is page-aligned, zeroed, `bytes` long and handed to the arena to keep.
+        Ok(unsafe { Arena::from_raw(base, bytes, Space::Host, poison, Box::new(memory)) })
+    }
+
+    fn stream(&self, _kind: StreamKind) -> Result<Arc<dyn Stream>, DeviceError> {
+        Ok(Arc::new(HostStream { discrete: self.discrete, queue: Arc::default() }))
+    }
+}
+
+/// Zeroed, page-aligned memory of the process. Untouched pages cost nothing until they are written.
+#[derive(Debug)]
+pub struct HostMemory {
+    base: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: the allocation has one owner and is not tied to a thread.
+unsafe impl Send for HostMemory {}
+// SAFETY: `&HostMemory` gives no access to the bytes.
+unsafe impl Sync for HostMemory {}
+
+impl HostMemory {
+    /// Allocates `bytes` (at least one page).
+    ///
+    /// # Errors
+    /// The operating system has no memory left.
+    pub fn new(bytes: usize) -> Result<Self, DeviceError> {
+        let refused = |detail: &str| DeviceError::OutOfMemory { what: "host", bytes, detail: detail.into() };
+        let layout = Layout::from_size_align(bytes.max(1).next_multiple_of(4096), 4096)
+            .map_err(|_| refused("larger than the address space"))?;
+        // SAFETY: the layout has a non-zero size.
+        let base =
+            NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(|| refused("the allocator refused"))?;
+        Ok(Self { base, layout })
+    }
+
+    /// The first byte.
+    pub fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    /// Bytes allocated.
+    pub fn bytes(&self) -> usize {
+        self.layout.size()
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this layout.
+        unsafe { dealloc(self.base.as_ptr(), self.layout) }
+    }
+}
+
+#[derive(Debug)]
+struct HostStream {
+    discrete: bool,
+    queue: Arc<Queue>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    state: Mutex<QueueState>,
+}
+
+#[derive(Debug, Default)]
+struct QueueState {
+    deferred: VecDeque<Deferred>,
+    /// Copies enqueued and copies run, ever.
+    enqueued: u64,
+    run: u64,
+}
+
+#[derive(Debug)]
+struct Deferred {
+    src: NonNull<u8>,
+    dst: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the caller of `Stream::copy` keeps both ranges valid until the event fires, on whatever thread.
+unsafe impl Send for Deferred {}
+
+#[derive(Debug)]
+struct HostEvent {
+    queue: Arc<Queue>,
+    /// Fires when this many copies have run.
+    at: u64,
+}
+
+impl Stream for HostStream {
+    unsafe fn copy(&self, src: Bytes<'_>, dst: BytesMut<'_>) -> Result<(), DeviceError> {
+        assert_eq!(src.len(), dst.len(), "a copy moves as many bytes as there is room for");
+        let (source, len) = (src.address(), src.len());
+        let dst = dst.into_host();
+        if self.discrete {
+            dst.fill(POISON);
+            let mut state = self.queue.lock();
+            state.deferred.push_back(Deferred { src: source, dst: NonNull::from(dst).cast(), len });
+            state.enqueued += 1;
+        } else {
+            dst.copy_from_slice(src.host());
+        }
+        Ok(())
+    }
+
+    fn record(&self) -> Result<Arc<dyn Event>, DeviceError> {
+        let at = self.queue.lock().enqueued;
+        Ok(Arc::new(HostEvent { queue: Arc::clone(&self.queue), at }))
+    }
+
+    fn wait(&self, event: &dyn Event) -> Result<(), DeviceError> {
+        event.synchronize()
+    }
+}
+
+impl Event for HostEvent {
+    fn is_done(&self) -> bool {
+        self.queue.lock().run >= self.at
+    }
+
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        let mut state = self.queue.lock();
+        while state.run < self.at {
+            let copy =
+                state.deferred.pop_front().expect("as many copies are queued as were enqueued and not run");
+            // SAFETY: the contract of `Stream::copy`: both ranges are valid and untouched until this event fires.
+            unsafe { std::ptr::copy_nonoverlapping(copy.src.as_ptr(), copy.dst.as_ptr(), copy.len) };
+            state.run += 1;
+        }
+        Ok(())
+    }
+}
+
+impl Queue {
+    fn lock(&self) -> std::sync::MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,147 @@
+//! Copies between host and device as values that own both ends.
+//!
+//! **Hazard (early reuse):** the source of a copy must not be recycled, nor its destination read, before the copy's
+//! event fires. An [`Upload`] or [`Download`] holds both; the only ways to get them back go through the event.
+
+use crate::{Bytes, BytesMut, DeviceError, Event, Region, Stream};
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+/// Host memory whose bytes stay where they are when the value is moved.
+///
+/// # Safety
+/// `deref` and `deref_mut` give the same address and length for the life of the value, wherever it is moved.
+pub unsafe trait StableBytes: Deref<Target = [u8]> + Send + 'static {}
+
+// SAFETY: a Vec's heap buffer does not move with the Vec, and it is not resized while a transfer owns it.
+unsafe impl StableBytes for Vec<u8> {}
+
+/// A host-to-device copy in flight.
+#[derive(Debug)]
+#[must_use = "the copy's memory is held until the event is waited for"]
+pub struct Upload<S: StableBytes> {
+    event: Arc<dyn Event>,
+    ends: Option<(S, Region)>,
+}
+
+/// A device-to-host copy in flight.
+#[derive(Debug)]
+#[must_use = "the copy's memory is held until the event is waited for"]
+pub struct Download<D: StableBytes + DerefMut> {
+    event: Arc<dyn Event>,
+    ends: Option<(Region, D)>,
+}
+
+impl<S: StableBytes> Upload<S> {
+    /// Enqueues the copy of all of `src` to the start of `dst`.
+    ///
+    /// # Errors
+    /// The driver refused.
+    ///
+    /// # Panics
+    /// If `dst` is smaller than `src`.
+    pub fn start(stream: &dyn Stream, src: S, mut dst: Region) -> Result<Self, DeviceError> {
+        let len = src.len();
+        // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
+        unsafe { stream.copy(Bytes::from_host(&src), dst.bytes_mut().slice(0, len))? };
+        let event = stream.record()?;
+        Ok(Self { event, ends: Some((src, dst)) })
+    }
+
+    /// Orders `compute` after the copy and gives the device memory; the source stays held in [`UploadSource`].
+    ///
+    /// # Errors
+    /// The driver refused.
+    pub fn ready_on(mut self, compute: &dyn Stream) -> Result<(Region, UploadSource<S>), DeviceError> {
+        compute.wait(&*self.event)?;
+        let (src, dst) = self.ends.take().expect("ends are taken once");
+        Ok((dst, UploadSource { event: Arc::clone(&self.event), src: Some(src) }))
+    }
+}
+
+/// The source of an upload whose destination is already handed out.
+#[derive(Debug)]
+pub struct UploadSource<S: StableBytes> {
+    event: Arc<dyn Event>,
+    src: Option<S>,
+}
+
+impl<S: StableBytes> UploadSource<S> {
+    /// Whether the copy is done, so that [`release`](Self::release) would not block.
+    pub fn is_done(&self) -> bool {
+        self.event.is_done()
+    }
+
+    /// Waits for the copy and gives the source back.
+    ///
+    /// # Errors
+    /// The copy failed.
+    pub fn release(mut self) -> Result<S, DeviceError> {
+        self.event.synchronize()?;
+        Ok(self.src.take().expect("the source is taken once"))
+    }
+}
+
+impl<D: StableBytes + DerefMut> Download<D> {
+    /// Enqueues the copy of the first `dst.len()` bytes of `src` on `stream`, after what `producer` has enqueued so far.
+    ///
+    /// # Errors
+    /// The driver refused.
+    ///
+    /// # Panics
+    /// If `src` is smaller than `dst`.
+    pub fn start(
+        stream: &dyn Stream,
+        producer: &dyn Stream,
+        src: Region,
+        mut dst: D,
+    ) -> Result<Self, DeviceError> {
+        stream.wait(&*producer.record()?)?;
+        let len = dst.len();
+        // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
+        unsafe { stream.copy(src.bytes().slice(0, len), BytesMut::from_host(&mut dst))? };
+        let event = stream.record()?;
+        Ok(Self { event, ends: Some((src, dst)) })
+    }
+
+    /// Whether the copy is done, so that [`wait`](Self::wait) would not block.
+    pub fn is_done(&self) -> bool {
+        self.event.is_done()
+    }
+
+    /// Waits for the copy and gives both ends back.
+    ///
+    /// # Errors
+    /// The copy failed.
+    pub fn wait(mut self) -> Result<(Region, D), DeviceError> {
+        self.event.synchronize()?;
+        Ok(self.ends.take().expect("ends are taken once"))
+    }
+}
+
+/// Waits for the event before the memory is freed; if even that fails, the memory is leaked rather than reused.
+fn settle<T>(event: &dyn Event, held: &mut Option<T>) {
+    if let Some(held) = held.take()
+        && event.synchronize().is_err()
+    {
+        std::mem::forget(held);
+    }
+}
+
+impl<S: StableBytes> Drop for Upload<S> {
+    fn drop(&mut self) {
+        settle(&*self.event, &mut self.ends);
+    }
+}
+
+impl<S: StableBytes> Drop for UploadSource<S> {
+    fn drop(&mut self) {
+        settle(&*self.event, &mut self.src);
+    }
+}
+
+impl<D: StableBytes + DerefMut> Drop for Download<D> {
+    fn drop(&mut self) {
+        settle(&*self.event, &mut self.ends);
+    }
+}

@@ -1,0 +1,279 @@
+//! The operations a backend provides.
+//!
+//! Legend for shapes: B sequences, S query positions, C capacity of a key/value row block, T = B·S tokens, D hidden size,
+//! H query heads, G key/value heads (H is a multiple of G), K head size, F feed-forward size, V vocabulary,
+//! M, N, L rows, columns and inner size of a product.
+//!
+//! Every operation is deterministic and gives the same bits for any number of threads: work is divided over
+//! outputs, and sums over rows are taken in a fixed block order. bf16 and f16 operands are widened to f32,
+//! sums are accumulated in f32 (f64 where said), and results are rounded to nearest even once at the end.
+//! Operands of one call may have different dtypes unless a method says otherwise.
+
+use crate::{View, ViewMut};
+use std::sync::Arc;
+
+/// A kernel that could not run.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("kernel {op}: {detail}")]
+pub struct KernelError {
+    /// The operation.
+    pub op: &'static str,
+    /// What went wrong.
+    pub detail: String,
+}
+
+/// Result of an operation.
+pub type Result<T = (), E = KernelError> = std::result::Result<T, E>;
+
+/// How a product reads its operands and writes its result.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MatmulSpec {
+    /// `a` is stored `[L, M]` instead of `[M, L]`.
+    pub trans_a: bool,
+    /// `b` is stored `[N, L]` instead of `[L, N]`.
+    pub trans_b: bool,
+    /// Add to `out` instead of overwriting it. `out` is then f32.
+    pub accumulate: bool,
+}
+
+impl MatmulSpec {
+    /// `out[M,N] = a[M,L] · b[N,L]ᵀ`: a linear layer's forward, with a weight stored `[out, in]`.
+    pub const NT: Self = Self { trans_a: false, trans_b: true, accumulate: false };
+    /// `out[M,N] = a[M,L] · b[L,N]`: the gradient of a linear layer's input.
+    pub const NN: Self = Self { trans_a: false, trans_b: false, accumulate: false };
+    /// `out[M,N] += a[L,M]ᵀ · b[L,N]`: the gradient of a weight, accumulated in f32.
+    pub const TN_ACCUMULATE: Self = Self { trans_a: true, trans_b: false, accumulate: true };
+}
+
+/// Matrix products.
+pub trait Matmul: Send + Sync {
+    /// `out[M,N] (+)= op(a)[M,L] · op(b)[L,N]`; operands f32, bf16 or f16, leading dimensions flattened to rows.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result;
+}
+
+/// Root-mean-square normalization (Zhang and Sennrich, arXiv 1910.07467).
+pub trait RmsNorm: Send + Sync {
+    /// `rstd[r] = 1/√(mean(x[r]²) + eps)`, `out[r] = x[r]·rstd[r]·weight`; x `[R, D]`, weight `[D]`, rstd f32 `[R]`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn forward(&self, x: View<'_>, weight: View<'_>, eps: f32, out: ViewMut<'_>, rstd: ViewMut<'_>)
+    -> Result;
+
+    /// Gradients: `dx (+)= …`, adding when `accumulate_dx`, and `dweight[D] f32 += Σ_r dout·x·rstd`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    fn backward(
+        &self,
+        dout: View<'_>,
+        x: View<'_>,
+        weight: View<'_>,
+        rstd: View<'_>,
+        dx: ViewMut<'_>,
+        accumulate_dx: bool,
+        dweight: ViewMut<'_>,
+    ) -> Result;
+}
+
+/// Which way to rotate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RopeDirection {
+    /// The rotation itself.
+    Forward,
+    /// Its transpose, for gradients.
+    Backward,
+}
+
+/// Rotary position embedding (Su et al., arXiv 2104.09864), in the half-split layout of Hugging Face.
+pub trait Rope: Send + Sync {
+    /// Rotates `x[T, heads, K]` in place. `positions` i32 `[T]`, `inv_freq` f32 `[K/2]`. Element pair `(i, i+K/2)` is
+    /// turned by `positions[t]·inv_freq[i]`; cosine and sine are multiplied by `scale`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn rotate(
+        &self,
+        x: ViewMut<'_>,
+        positions: View<'_>,
+        inv_freq: View<'_>,
+        scale: f32,
+        direction: RopeDirection,
+    ) -> Result;
+}
+
+/// Shape-independent settings of causal attention.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionSpec {
+    /// Multiplies the scores, usually `1/√K`.
+    pub scale: f32,
+    /// Sliding window: a query sees the last `window` positions including its own. `None`: all before it.
+    pub window: Option<usize>,
+}
+
+/// Causal attention with grouped keys and values, without an S×S matrix in memory (Dao et al., arXiv 2205.14135).
+pub trait Attention: Send + Sync {
+    /// q `[B,S,H,K]`, k and v `[B,C,G,K]`, out like q, lse f32 `[B,H,S]` (log-sum-exp of each row of scores).
+    ///
+    /// `starts` i32 `[B]`: the position of each sequence's first query. Query i of sequence b sits at position
+    /// `p = starts[b]+i` and sees keys `j ≤ p` (and `j > p − window`); C > every p. Key j is row j of k.
+    ///
+    /// # Errors
+    /// The backend failed.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    fn forward(
+        &self,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        starts: View<'_>,
+        out: ViewMut<'_>,
+        lse: ViewMut<'_>,
+        spec: AttentionSpec,
+    ) -> Result;
+
+    /// Gradients for training, where all starts are 0 and C = S: writes dq, dk, dv (shapes of q, k, v).
+    ///
+    /// # Errors
+    /// The backend failed.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    fn backward(
+        &self,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        lse: View<'_>,
+        dout: View<'_>,
+        dq: ViewMut<'_>,
+        dk: ViewMut<'_>,
+        dv: ViewMut<'_>,
+        spec: AttentionSpec,
+    ) -> Result;
+}
+
+/// Gated activations.
+pub trait Activation: Send + Sync {
+    /// SwiGLU (Shazeer, arXiv 2002.05202): `out = silu(gate)·up`, all `[T, F]`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn swiglu(&self, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result;
+
+    /// Gradients of SwiGLU: overwrites dgate and dup.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn swiglu_backward(
+        &self,
+        gate: View<'_>,
+        up: View<'_>,
+        dout: View<'_>,
+        dgate: ViewMut<'_>,
+        dup: ViewMut<'_>,
+    ) -> Result;
+}
+
+/// Table look-up.
+pub trait Embedding: Send + Sync {
+    /// `out[t] = table[ids[t]]`; ids i32 `[T]`, table `[V, D]`, out `[T, D]`. Ids are in range (the caller checked).
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn gather(&self, ids: View<'_>, table: View<'_>, out: ViewMut<'_>) -> Result;
+
+    /// `dtable[ids[t]] += dout[t]` in increasing t; dtable f32 `[V, D]`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn scatter_add(&self, ids: View<'_>, dout: View<'_>, dtable: ViewMut<'_>) -> Result;
+}
+
+/// Softmax cross-entropy over rows of logits.
+pub trait CrossEntropy: Send + Sync {
+    /// `loss[0] += Σ_r (lse(logits[r]) − logits[r, labels[r]])` over rows with `labels[r] ≥ 0`; logits `[R, V]`
+    /// (f32 or bf16), labels i32 `[R]` (negative: ignored), loss f64 `[1]`, rows added in order.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn loss(&self, logits: View<'_>, labels: View<'_>, loss: ViewMut<'_>) -> Result;
+
+    /// As [`loss`](Self::loss), and replaces logits by `scale·(softmax(logits) − onehot(label))`, zero in ignored rows.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn loss_and_gradient(
+        &self,
+        logits: ViewMut<'_>,
+        labels: View<'_>,
+        scale: f32,
+        loss: ViewMut<'_>,
+    ) -> Result;
+}
+
+/// Element by element. Shapes of all operands are equal unless said.
+pub trait Elementwise: Send + Sync {
+    /// `out = a + b`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn add(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>) -> Result;
+
+    /// `acc += x`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn add_assign(&self, acc: ViewMut<'_>, x: View<'_>) -> Result;
+
+    /// `x[r] += bias` for every row of x `[R, N]`; bias `[N]`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn add_bias(&self, x: ViewMut<'_>, bias: View<'_>) -> Result;
+
+    /// `out = x` with a change of dtype (f32, bf16, f16), rounding to nearest even; equal dtypes copy.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result;
+
+    /// Sets every byte to zero.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn zero(&self, out: ViewMut<'_>) -> Result;
+}
+
+/// Sums.
+pub trait Reduce: Send + Sync {
+    /// `out[N] f32 += Σ_r x[r]`; x `[R, N]`: the gradient of a bias.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn sum_rows(&self, x: View<'_>, out: ViewMut<'_>) -> Result;
+}
+
+/// One backend's implementation of every operation.
+#[derive(Clone)]
+#[expect(missing_docs, reason = "each field is its trait")]
+pub struct KernelSet {
+    pub matmul: Arc<dyn Matmul>,
+    pub rms_norm: Arc<dyn RmsNorm>,
+    pub rope: Arc<dyn Rope>,
+    pub attention: Arc<dyn Attention>,
+    pub activation: Arc<dyn Activation>,
+    pub embedding: Arc<dyn Embedding>,
+    pub cross_entropy: Arc<dyn CrossEntropy>,
+    pub elementwise: Arc<dyn Elementwise>,
+    pub reduce: Arc<dyn Reduce>,
+}
+
+impl std::fmt::Debug for KernelSet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("KernelSet")
+    }
+}
