@@ -1,2 +1,16 @@
-//! stub
+//! The engine: the only place that decides *when* bytes move and blocks run.
+//!
+//! A network is a list of [`Block`]s. The engine groups their parameters, plans memory, keeps the state where the plan
+//! says and drives every training, evaluation and generation step. A block never sees a tier: it gets borrowed
+//! views of its weights, its input and its output.
 #![forbid(unsafe_code)]
+
+mod batch;
+mod block;
+mod error;
+mod source;
+
+pub use batch::{HostTensor, MicroBatch};
+pub use block::{Block, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec, ParamSpec, Weights};
+pub use error::{EngineError, Result};
+pub use source::{WeightReader, WeightSource};

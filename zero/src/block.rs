@@ -1,0 +1,225 @@
+//! What a network supplies: blocks with an explicit forward and backward.
+//!
+//! Legend: B sequences, S positions, T = B·S.
+//!
+//! Blocks run in order forward and in reverse backward. Nothing but the output of a block is kept between the two:
+//! `backward` gets the block's input again and recomputes what it needs (activation checkpointing, Chen et al.,
+//! arXiv 1604.06174). All memory a block uses beside its operands comes from [`Context::arena`]; the engine runs
+//! every block once over virtual memory and [dry kernels](terrace_kernels::dry) to learn the exact peak, so a block
+//! must take the same memory for the same batch shape every time, and never read tensor contents on the host.
+
+use crate::Result;
+use std::fmt::Debug;
+use terrace_device::{Arena, BytesMut};
+use terrace_kernels::{DType, KernelSet, Tensor, View, ViewMut};
+
+/// One parameter tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParamSpec {
+    /// Its name in the model's files, for example `model.norm.weight`.
+    pub name: String,
+    /// Its dimensions.
+    pub dims: Vec<usize>,
+}
+
+impl ParamSpec {
+    /// A parameter of the given name and dimensions.
+    pub fn new(name: impl Into<String>, dims: &[usize]) -> Self {
+        Self { name: name.into(), dims: dims.to_vec() }
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.dims.iter().product()
+    }
+}
+
+/// What the engine is doing with a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// Forward without the last block, then backward through all.
+    Train,
+    /// Forward only; the last block adds its loss.
+    Evaluate,
+    /// Forward only over a key/value cache; the last block gives the logits of each sequence's last position.
+    Generate,
+}
+
+/// What a block's `forward` writes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OutputSpec {
+    /// Element type.
+    pub dtype: DType,
+    /// Dimensions.
+    pub dims: Vec<usize>,
+}
+
+/// The key/value cache a block wants for generation, per sequence and position.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvSpec {
+    /// Key/value heads, G.
+    pub heads: usize,
+    /// Head size, K.
+    pub head_size: usize,
+}
+
+/// A block's slice of the key/value cache during generation.
+#[derive(Debug)]
+pub struct KvSlot<'a> {
+    /// Keys `[B, C, G, K]`.
+    pub keys: ViewMut<'a>,
+    /// Values `[B, C, G, K]`.
+    pub values: ViewMut<'a>,
+    /// Positions already in the cache, per sequence; new rows go to `starts[b]..starts[b]+S`.
+    pub starts: &'a [usize],
+}
+
+/// Everything a block may use besides weights and signals.
+#[derive(Debug)]
+pub struct Context<'a> {
+    /// The operations.
+    pub kernels: &'a KernelSet,
+    /// Memory for intermediates.
+    pub arena: &'a Arena,
+    /// Element type of activations.
+    pub dtype: DType,
+    /// What is being done.
+    pub mode: Mode,
+    /// Number of sequences, B.
+    pub sequences: usize,
+    /// Positions per sequence, S.
+    pub length: usize,
+    /// The micro-batch's inputs on the device.
+    pub inputs: &'a [Tensor],
+    /// f64 `[1]`: the last block adds the sum of its loss terms.
+    pub loss: ViewMut<'a>,
+    /// Factor for the gradient of every loss term (one over the number of terms in the step).
+    pub loss_scale: f32,
+    /// The block's key/value cache in [`Mode::Generate`].
+    pub kv: Option<KvSlot<'a>>,
+}
+
+impl Context<'_> {
+    /// Tokens in the micro-batch, T.
+    pub fn tokens(&self) -> usize {
+        self.sequences * self.length
+    }
+
+    /// Input tensor `index` of the micro-batch.
+    ///
+    /// # Panics
+    /// If the batch has no such input: whoever built it and the blocks disagree.
+    pub fn input(&self, index: usize) -> View<'_> {
+        self.inputs[index].view()
+    }
+
+    /// Takes a tensor of the activation dtype.
+    ///
+    /// # Errors
+    /// The arena is exhausted.
+    pub fn tensor(&self, dims: &[usize]) -> Result<Tensor> {
+        Ok(Tensor::new(self.arena, self.dtype, dims)?)
+    }
+
+    /// Takes a tensor of the given dtype.
+    ///
+    /// # Errors
+    /// The arena is exhausted.
+    pub fn tensor_of(&self, dtype: DType, dims: &[usize]) -> Result<Tensor> {
+        Ok(Tensor::new(self.arena, dtype, dims)?)
+    }
+}
+
+/// A block's parameters: its own in the order of [`Block::params`], then the borrowed ones.
+#[derive(Debug)]
+pub struct Weights<'a> {
+    views: Vec<View<'a>>,
+}
+
+impl<'a> Weights<'a> {
+    /// Collects views in order.
+    pub fn new(views: Vec<View<'a>>) -> Self {
+        Self { views }
+    }
+
+    /// Parameter `index`.
+    ///
+    /// # Panics
+    /// If there is no such parameter.
+    pub fn get(&self, index: usize) -> View<'a> {
+        self.views[index]
+    }
+}
+
+/// The f32 gradient accumulators of a block's parameters, in the order of [`Weights`]. A block *adds* to them.
+#[derive(Debug)]
+pub struct Gradients<'a> {
+    slots: Vec<(BytesMut<'a>, Vec<usize>)>,
+}
+
+impl<'a> Gradients<'a> {
+    /// Collects accumulators and their dimensions in order.
+    pub fn new(slots: Vec<(BytesMut<'a>, Vec<usize>)>) -> Self {
+        Self { slots }
+    }
+
+    /// The accumulator of parameter `index`.
+    ///
+    /// # Panics
+    /// If there is no such parameter.
+    pub fn get(&mut self, index: usize) -> ViewMut<'_> {
+        let (bytes, dims) = &mut self.slots[index];
+        ViewMut::new(bytes.reborrow(), DType::F32, dims)
+    }
+}
+
+/// A piece of a network with parameters, a forward and a backward.
+pub trait Block: Send + Sync + Debug {
+    /// Name for traces and messages, for example `layers.3`.
+    fn name(&self) -> &str;
+
+    /// The parameters it owns; together they form one group that travels as one.
+    fn params(&self) -> &[ParamSpec];
+
+    /// Names of parameters that it uses but an earlier block owns (tied embeddings).
+    fn borrowed(&self) -> &[String] {
+        &[]
+    }
+
+    /// What `forward` writes for a batch of B sequences of S positions.
+    fn output(&self, sequences: usize, length: usize, dtype: DType, mode: Mode) -> OutputSpec;
+
+    /// The key/value cache it needs in [`Mode::Generate`].
+    fn kv(&self) -> Option<KvSpec> {
+        None
+    }
+
+    /// Computes `y` from `x` (`None` for the first block). In [`Mode::Train`] it is not called on the last block; in
+    /// [`Mode::Evaluate`] the last block adds to [`Context::loss`] instead of writing `y`, which is then empty.
+    ///
+    /// # Errors
+    /// A kernel or the device failed.
+    fn forward(
+        &self,
+        cx: &mut Context<'_>,
+        weights: &Weights<'_>,
+        x: Option<View<'_>>,
+        y: ViewMut<'_>,
+    ) -> Result;
+
+    /// Recomputes what it needs from `x`, adds the parameters' gradients to `gradients` and writes `dx` (`None` for the first
+    /// block). `dy` is `None` for the last block, which computes its loss here, adds it to [`Context::loss`] and scales the
+    /// gradient by [`Context::loss_scale`].
+    ///
+    /// # Errors
+    /// A kernel or the device failed.
+    fn backward(
+        &self,
+        cx: &mut Context<'_>,
+        weights: &Weights<'_>,
+        x: Option<View<'_>>,
+        dy: Option<View<'_>>,
+        dx: Option<ViewMut<'_>>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result;
+}

@@ -1,0 +1,38 @@
+//! What can go wrong in the engine.
+
+/// A failure of the engine, with what it was doing.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// A configuration that cannot work; the message says which knob to turn.
+    #[error("{0}")]
+    Config(String),
+    /// A model that the blocks do not fit: a missing or misshapen tensor, an unsupported option.
+    #[error("{0}")]
+    Model(String),
+    /// A kernel failed.
+    #[error(transparent)]
+    Kernel(#[from] terrace_kernels::KernelError),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] terrace_device::DeviceError),
+    /// The disk failed.
+    #[error(transparent)]
+    Io(#[from] terrace_aio::IoError),
+    /// A file outside the engine's own state could not be read or written.
+    #[error("{doing} {}: {source}", path.display())]
+    File {
+        /// The verb: "reading", "writing".
+        doing: &'static str,
+        /// The file.
+        path: std::path::PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// The run was interrupted by the user after the last step was committed.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+/// Result of an engine operation.
+pub type Result<T = (), E = EngineError> = std::result::Result<T, E>;
