@@ -163,6 +163,18 @@ impl<'a> BytesMut<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
     }
 
+    /// The first `middle` bytes and the rest.
+    ///
+    /// # Panics
+    /// If the range is out of bounds.
+    pub fn split_at(self, middle: usize) -> (Self, Self) {
+        assert!(middle <= self.len, "split at {middle} of {} bytes", self.len);
+        // SAFETY: as in `Bytes::slice`; the two halves are disjoint.
+        let rest = unsafe { offset(self.ptr, middle, self.space) };
+        let second = Self { ptr: rest, len: self.len - middle, space: self.space, borrow: PhantomData };
+        (Self { len: middle, ..self }, second)
+    }
+
     /// Bytes `start..end`.
     ///
     /// # Panics

@@ -124,6 +124,25 @@ impl Tensor {
         Ok(Self { region: arena.alloc(shape.elements() * dtype.size())?, dtype, shape })
     }
 
+    /// A tensor over memory that already holds its elements.
+    ///
+    /// # Panics
+    /// If the region has another size.
+    pub fn from_region(region: Region, dtype: DType, dims: &[usize]) -> Self {
+        let shape = Shape::new(dims);
+        assert_eq!(
+            region.len(),
+            shape.elements() * dtype.size(),
+            "bytes match the shape {shape:?} of {dtype}"
+        );
+        Self { region, dtype, shape }
+    }
+
+    /// The memory of the tensor.
+    pub fn into_region(self) -> Region {
+        self.region
+    }
+
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype

@@ -1,1 +1,25 @@
-//! stub
+//! Which bytes are where.
+//!
+//! A [`MemoryPlan`] lists every byte of every tier before anything is allocated. A [`Pool`] is a sealed set of host
+//! buffers that hands out [`Lease`]s. A [`DiskStore`] keeps blobs in preallocated, striped extents with two
+//! generations, per-chunk checksums and a two-slot manifest, so that the last committed step survives any crash.
+
+mod checksum;
+mod error;
+mod host;
+mod key;
+mod plan;
+mod pool;
+mod scratch;
+mod store;
+mod volume;
+
+pub use checksum::checksum;
+pub use error::{PlanRefusal, TierError};
+pub use host::{HostBlob, SharedBytes};
+pub use key::{BlobKey, BlobKind, BlobSpec, Generation, GroupSpec, StoreSpec};
+pub use plan::{ByteSize, MemoryPlan, PlanEntry, Tier};
+pub use pool::{Lease, Pool};
+pub use scratch::{Scratch, ScratchChunk};
+pub use store::{Committed, DiskStore, PendingRead};
+pub use volume::{STRIPE_BYTES, free_space};

@@ -1,0 +1,82 @@
+//! What can go wrong between tiers.
+
+use crate::plan::ByteSize;
+use std::path::PathBuf;
+
+/// A failure of a tier or its state on disk.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TierError {
+    /// A transfer failed.
+    #[error(transparent)]
+    Io(#[from] terrace_aio::IoError),
+    /// Memory for a pool could not be had.
+    #[error(transparent)]
+    Device(#[from] terrace_device::DeviceError),
+    /// The plan does not fit.
+    #[error(transparent)]
+    Plan(#[from] PlanRefusal),
+    /// Another process works in the directory.
+    #[error("{} is in use by another process (it holds {}); wait for it or choose another directory", dir.display(), lock.display())]
+    Locked {
+        /// The directory.
+        dir: PathBuf,
+        /// The lock file.
+        lock: PathBuf,
+    },
+    /// A file operation outside the engine failed.
+    #[error("{doing} {}: {source}; check the path, its owner and whether the file system is mounted read-only", path.display())]
+    File {
+        /// The verb: "creating", "locking".
+        doing: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// The file system has too little room for the state.
+    #[error(
+        "the training state needs {} on {} but only {} are free; free space, add another --disk path, or choose a smaller --state",
+        ByteSize(*needed), dir.display(), ByteSize(*free)
+    )]
+    DiskTooSmall {
+        /// The directory.
+        dir: PathBuf,
+        /// Bytes needed there.
+        needed: u64,
+        /// Bytes free there.
+        free: u64,
+    },
+    /// The directory holds no usable state.
+    #[error("{} holds no training state: {detail}", path.display())]
+    NoState {
+        /// The manifest.
+        path: PathBuf,
+        /// Why not.
+        detail: String,
+    },
+    /// The state on disk is damaged.
+    #[error("the training state in {} is damaged: {detail}; restore the directory from a copy or start again without --resume", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with the blob's name and position.
+        detail: String,
+    },
+}
+
+/// A budget that cannot work, with the numbers and the smallest change that would.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{what} of {} is too small: this run needs at least {}.\n{breakdown}Raise it to {}, or {alternatives}", ByteSize(*budget), ByteSize(*minimum), ByteSize(*minimum))]
+pub struct PlanRefusal {
+    /// Which budget, as the user names it, for example `--host-memory`.
+    pub what: &'static str,
+    /// What the user gave.
+    pub budget: u64,
+    /// The smallest total that works.
+    pub minimum: u64,
+    /// The terms of the smallest plan, a line each.
+    pub breakdown: String,
+    /// Other knobs that would shrink it.
+    pub alternatives: String,
+}

@@ -1,0 +1,159 @@
+//! Names of blobs and their place in the address space of a store.
+//!
+//! A *blob* is one kind of state of one parameter group: its weights, its first moments, … A blob is cut into *chunks*
+//! of the same number of elements for every kind, the unit of update, transfer and checksum.
+
+use serde::{Deserialize, Serialize};
+
+/// Alignment of every extent in a store, in bytes: direct I/O on any drive.
+pub(crate) const EXTENT_ALIGN: u64 = 4096;
+
+/// What a blob holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum BlobKind {
+    /// Weights in the dtype that compute uses.
+    Weight,
+    /// Single-precision master weights.
+    Master,
+    /// The part of the master weights that the weights do not hold.
+    MasterLow,
+    /// First moments.
+    Moment1,
+    /// Second moments.
+    Moment2,
+    /// Gradients between backward and update.
+    Grad,
+    /// Checkpointed activations.
+    Activation,
+    /// Key/value cache.
+    Kv,
+}
+
+/// One blob.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlobKey {
+    /// Index of the parameter group.
+    pub group: usize,
+    /// Kind.
+    pub kind: BlobKind,
+}
+
+/// A kind of blob in a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlobSpec {
+    /// Kind.
+    pub kind: BlobKind,
+    /// Bytes per element.
+    pub element_bytes: u64,
+}
+
+/// A parameter group in a store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupSpec {
+    /// Name for messages.
+    pub name: String,
+    /// Elements, padded so that every kind fills whole pages.
+    pub elements: u64,
+}
+
+/// Which of the two copies of a blob.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Generation {
+    /// The last committed one.
+    Live,
+    /// The one that the next commit makes live.
+    Next,
+}
+
+/// Everything that fixes the layout of a store. It is written once, at creation, and compared when it is opened.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreSpec {
+    /// Groups in order.
+    pub groups: Vec<GroupSpec>,
+    /// Kinds in order.
+    pub kinds: Vec<BlobSpec>,
+    /// Elements per chunk; the last chunk of a group may be shorter.
+    pub chunk_elements: u64,
+    /// Copies of every blob: 2 for state that changes, 1 for frozen weights.
+    pub generations: u64,
+    /// What the creator wants to compare on opening, opaque here.
+    pub identity: String,
+}
+
+impl StoreSpec {
+    /// Chunks of group `group`.
+    pub fn chunks(&self, group: usize) -> usize {
+        self.groups[group].elements.div_ceil(self.chunk_elements) as usize
+    }
+
+    /// Elements of chunk `chunk` of group `group`.
+    pub fn chunk_len(&self, group: usize, chunk: usize) -> usize {
+        let start = chunk as u64 * self.chunk_elements;
+        (self.groups[group].elements - start).min(self.chunk_elements) as usize
+    }
+
+    /// Bytes per element of `kind`.
+    ///
+    /// # Panics
+    /// If the store has no such kind.
+    pub fn element_bytes(&self, kind: BlobKind) -> u64 {
+        let spec = self.kinds.iter().find(|k| k.kind == kind);
+        spec.unwrap_or_else(|| panic!("the store keeps {kind:?}")).element_bytes
+    }
+
+    /// Bytes of the state area: every generation of every blob.
+    pub fn volume_bytes(&self) -> u64 {
+        self.generation_bytes() * self.generations
+    }
+
+    /// Chunks of all blobs of one generation: the length of the checksum table.
+    pub(crate) fn table_len(&self) -> usize {
+        (0..self.groups.len()).map(|g| self.chunks(g)).sum::<usize>() * self.kinds.len()
+    }
+
+    fn generation_bytes(&self) -> u64 {
+        self.groups.iter().map(|g| self.group_bytes(g.elements)).sum()
+    }
+
+    fn group_bytes(&self, elements: u64) -> u64 {
+        self.kinds.iter().map(|k| (elements * k.element_bytes).next_multiple_of(EXTENT_ALIGN)).sum()
+    }
+}
+
+/// Where every blob of a store begins, computed once from its [`StoreSpec`].
+#[derive(Debug)]
+pub(crate) struct AddressMap {
+    /// `[group][kind]` → address in generation 0.
+    blobs: Vec<Vec<u64>>,
+    /// `[group][kind]` → first entry in the checksum table.
+    table: Vec<Vec<usize>>,
+    generation_bytes: u64,
+}
+
+impl AddressMap {
+    pub(crate) fn new(spec: &StoreSpec) -> Self {
+        let (mut address, mut entry) = (0, 0);
+        let (mut blobs, mut table) = (Vec::new(), Vec::new());
+        for (index, group) in spec.groups.iter().enumerate() {
+            let (mut row, mut entries) = (Vec::new(), Vec::new());
+            for kind in &spec.kinds {
+                row.push(address);
+                entries.push(entry);
+                address += (group.elements * kind.element_bytes).next_multiple_of(EXTENT_ALIGN);
+                entry += spec.chunks(index);
+            }
+            blobs.push(row);
+            table.push(entries);
+        }
+        Self { blobs, table, generation_bytes: address }
+    }
+
+    pub(crate) fn address(&self, group: usize, kind: usize, generation: u64) -> u64 {
+        self.blobs[group][kind] + generation * self.generation_bytes
+    }
+
+    pub(crate) fn table_entry(&self, group: usize, kind: usize, chunk: usize) -> usize {
+        self.table[group][kind] + chunk
+    }
+}

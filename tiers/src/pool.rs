@@ -1,0 +1,198 @@
+//! Sealed pools of equal host buffers.
+//!
+//! A pool allocates all its slots at once and never grows. Taking a slot blocks while all are out, which is the
+//! engine's backpressure; a [`Lease`] gives its slot back when it is dropped, also from inside a finished or failed
+//! disk request.
+
+use crate::TierError;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use terrace_aio::{BUF_ALIGN, BufHome, IoBuf};
+use terrace_device::StableBytes;
+use terrace_device::host::HostMemory;
+
+/// A fixed number of equal buffers.
+#[derive(Debug, Clone)]
+pub struct Pool {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    name: &'static str,
+    memory: HostMemory,
+    slot_bytes: usize,
+    state: Mutex<State>,
+    returned: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    free: Vec<usize>,
+    out_peak: usize,
+    slots: usize,
+}
+
+/// Exclusive use of one slot; given back on drop.
+#[derive(Debug)]
+pub struct Lease {
+    buf: IoBuf,
+}
+
+// SAFETY: an IoBuf's bytes do not move with the value, and a Lease never changes the buffer's length once made.
+unsafe impl StableBytes for Lease {}
+
+impl Pool {
+    /// Allocates `slots` buffers of `slot_bytes` (rounded up to whole 4 KiB pages).
+    ///
+    /// # Errors
+    /// The operating system has no memory left.
+    pub fn new(name: &'static str, slots: usize, slot_bytes: usize) -> Result<Self, TierError> {
+        let slot_bytes = slot_bytes.next_multiple_of(BUF_ALIGN).max(BUF_ALIGN);
+        let memory = HostMemory::new(slots * slot_bytes)?;
+        // Lowest slots are handed out first, so that untouched ones never become resident.
+        let state = State { free: (0..slots).rev().collect(), out_peak: 0, slots };
+        Ok(Self {
+            shared: Arc::new(Shared {
+                name,
+                memory,
+                slot_bytes,
+                state: Mutex::new(state),
+                returned: Condvar::new(),
+            }),
+        })
+    }
+
+    /// Takes a slot, waiting until one is free. The lease is `len` bytes long.
+    ///
+    /// # Panics
+    /// If `len` exceeds the slot size or the pool has no slots at all.
+    pub fn acquire(&self, len: usize) -> Lease {
+        let mut state = self.shared.lock();
+        assert!(state.slots > 0, "pool {} has slots", self.shared.name);
+        loop {
+            if let Some(slot) = state.free.pop() {
+                return self.lease(state, slot, len);
+            }
+            state = self.shared.returned.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Takes a slot if one is free.
+    ///
+    /// # Panics
+    /// If `len` exceeds the slot size.
+    pub fn try_acquire(&self, len: usize) -> Option<Lease> {
+        let mut state = self.shared.lock();
+        let slot = state.free.pop()?;
+        Some(self.lease(state, slot, len))
+    }
+
+    fn lease(&self, mut state: std::sync::MutexGuard<'_, State>, slot: usize, len: usize) -> Lease {
+        let slot_bytes = self.shared.slot_bytes;
+        assert!(
+            len <= slot_bytes,
+            "{len} bytes fit a slot of pool {} ({slot_bytes} bytes)",
+            self.shared.name
+        );
+        state.out_peak = state.out_peak.max(state.slots - state.free.len());
+        drop(state);
+        // SAFETY: the slot lies within the pool's memory.
+        let ptr = unsafe { self.shared.memory.base().add(slot * slot_bytes) };
+        let home: Arc<dyn BufHome> = Arc::clone(&self.shared) as _;
+        // SAFETY: the slot is page-aligned, initialized (the memory was allocated zeroed), kept alive by `home`, and off
+        // the free list until `give_back`.
+        let mut buf = unsafe { IoBuf::from_home(ptr, slot_bytes, home, slot) };
+        buf.set_len(len);
+        Lease { buf }
+    }
+
+    /// Bytes of one slot.
+    pub fn slot_bytes(&self) -> usize {
+        self.shared.slot_bytes
+    }
+
+    /// Number of slots.
+    pub fn slots(&self) -> usize {
+        self.shared.lock().slots
+    }
+
+    /// The most slots that were ever out at once.
+    pub fn out_peak(&self) -> usize {
+        self.shared.lock().out_peak
+    }
+
+    /// Slots that are out now.
+    pub fn out(&self) -> usize {
+        let state = self.shared.lock();
+        state.slots - state.free.len()
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl BufHome for Shared {
+    fn give_back(&self, slot: usize) {
+        let mut state = self.lock();
+        assert!(!state.free.contains(&slot), "slot {slot} of pool {} is given back once", self.name);
+        state.free.push(slot);
+        drop(state);
+        self.returned.notify_one();
+    }
+}
+
+impl Lease {
+    /// A lease over a buffer that belongs to no pool; for sizes that occur once and are in the plan by themselves.
+    pub fn standalone(len: usize) -> Self {
+        Self { buf: IoBuf::zeroed(len) }
+    }
+
+    /// The buffer, to be handed to a disk request.
+    pub fn into_io(self) -> IoBuf {
+        self.buf
+    }
+
+    /// The lease whose buffer a disk request gave back.
+    pub fn from_io(buf: IoBuf) -> Self {
+        Self { buf }
+    }
+}
+
+impl Deref for Lease {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.buf
+    }
+}
+
+impl DerefMut for Lease {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.buf
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_pool_waits_for_a_lease_to_come_back() {
+        let pool = Pool::new("test", 2, 5000).unwrap();
+        assert_eq!(pool.slot_bytes(), 8192);
+        let (a, b) = (pool.acquire(5000), pool.acquire(1));
+        assert!(pool.try_acquire(1).is_none());
+        assert_eq!((a.len(), b.len(), pool.out()), (5000, 1, 2));
+        let waiter = std::thread::spawn({
+            let pool = pool.clone();
+            move || pool.acquire(10).len()
+        });
+        drop(a);
+        assert_eq!(waiter.join().unwrap(), 10);
+        drop(b);
+        assert_eq!((pool.out(), pool.out_peak()), (0, 2));
+    }
+}

@@ -1,0 +1,129 @@
+//! Disk space for bytes that do not outlive the process: parked gradients, spilled activations.
+//!
+//! A scratch volume is a separate file that is made anew at every start. Its checksums live in memory.
+
+use crate::pool::Lease;
+use crate::volume::{Volume, require_space};
+use crate::{TierError, checksum};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use terrace_aio::{IoEngine, OpKind, Ticket};
+
+const FILE_NAME: &str = "scratch.bin";
+
+/// A scratch volume with fixed chunks.
+#[derive(Debug)]
+pub struct Scratch {
+    volume: Volume,
+    chunks: Mutex<Vec<ChunkState>>,
+    chunk_stride: u64,
+}
+
+/// A fixed place in a scratch volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ScratchChunk(pub usize);
+
+/// Hazard (read before written): a chunk's bytes may only be read after its last write is done.
+#[derive(Debug)]
+enum ChunkState {
+    Empty,
+    Writing { ticket: Ticket, sum: u64, len: usize },
+    Written { sum: u64, len: usize },
+}
+
+impl Scratch {
+    /// Makes a volume of `count` chunks of up to `chunk_bytes`.
+    ///
+    /// # Errors
+    /// The directories have too little room or cannot be written.
+    pub fn create(
+        engine: &Arc<dyn IoEngine>,
+        dirs: &[PathBuf],
+        count: usize,
+        chunk_bytes: usize,
+        check_space: bool,
+    ) -> Result<Self, TierError> {
+        let chunk_stride = (chunk_bytes as u64).next_multiple_of(4096);
+        let bytes = chunk_stride * count as u64;
+        if check_space {
+            require_space(dirs, Volume::file_bytes(bytes, dirs.len()))?;
+        }
+        let volume = Volume::create(engine, dirs, FILE_NAME, bytes, 0)?;
+        let chunks = (0..count).map(|_| ChunkState::Empty).collect();
+        Ok(Self { volume, chunks: Mutex::new(chunks), chunk_stride })
+    }
+
+    /// Starts writing a chunk. The lease goes back to its pool when the write is done.
+    ///
+    /// # Errors
+    /// The chunk's previous write failed.
+    pub fn write(&self, chunk: ScratchChunk, lease: Lease) -> Result<(), TierError> {
+        let (sum, len) = (checksum(&lease), lease.len());
+        self.settle(chunk)?;
+        let request = self.volume.request(OpKind::Write, self.address(chunk), lease.into_io());
+        let ticket = self.volume.engine.submit(request);
+        self.lock()[chunk.0] = ChunkState::Writing { ticket, sum, len };
+        Ok(())
+    }
+
+    /// Starts reading a chunk into `lease`, which takes the length that was written. Waits for the chunk's write first.
+    ///
+    /// # Errors
+    /// The chunk's write failed.
+    ///
+    /// # Panics
+    /// If the chunk was never written or has another length.
+    pub fn read(&self, chunk: ScratchChunk, lease: Lease) -> Result<crate::PendingRead, TierError> {
+        self.settle(chunk)?;
+        let ChunkState::Written { sum, len } = self.lock()[chunk.0] else {
+            panic!("scratch chunk {} is written before it is read", chunk.0)
+        };
+        assert_eq!(lease.len(), len, "scratch chunk {} is read with the length it was written with", chunk.0);
+        let address = self.address(chunk);
+        let (path, offset) = self.volume.describe(address);
+        let label = format!("scratch chunk {} at offset {offset}", chunk.0);
+        let path = path.to_owned();
+        let ticket = self.volume.engine.submit(self.volume.request(OpKind::Read, address, lease.into_io()));
+        Ok(crate::PendingRead::new(ticket, vec![(0, len, sum)], path, label))
+    }
+
+    /// Waits for every write.
+    ///
+    /// # Errors
+    /// The first write that failed.
+    pub fn wait_writes(&self) -> Result<(), TierError> {
+        let count = self.lock().len();
+        (0..count).try_for_each(|index| self.settle(ScratchChunk(index)))
+    }
+
+    fn settle(&self, chunk: ScratchChunk) -> Result<(), TierError> {
+        let mut chunks = self.lock();
+        if let ChunkState::Writing { .. } = chunks[chunk.0] {
+            let ChunkState::Writing { ticket, sum, len } =
+                std::mem::replace(&mut chunks[chunk.0], ChunkState::Empty)
+            else {
+                unreachable!("just matched")
+            };
+            drop(chunks);
+            ticket.wait()?;
+            self.lock()[chunk.0] = ChunkState::Written { sum, len };
+        }
+        Ok(())
+    }
+
+    fn address(&self, chunk: ScratchChunk) -> u64 {
+        chunk.0 as u64 * self.chunk_stride
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<ChunkState>> {
+        self.chunks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Scratch files hold nothing worth keeping; one that cannot be removed is overwritten by the next run.
+        let _ = self.wait_writes();
+        let _ = self.volume.remove();
+    }
+}

@@ -1,0 +1,36 @@
+//! One process per directory.
+
+use crate::TierError;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::path::Path;
+
+const FILE_NAME: &str = "terrace.lock";
+
+/// An advisory lock on a directory, released when dropped or when the process ends.
+#[derive(Debug)]
+pub(super) struct DirLock {
+    _file: File,
+}
+
+impl DirLock {
+    /// Creates the directory if needed and locks it.
+    pub(super) fn acquire(dir: &Path) -> Result<Self, TierError> {
+        std::fs::create_dir_all(dir).map_err(|source| TierError::File {
+            doing: "creating",
+            path: dir.to_owned(),
+            source,
+        })?;
+        let path = dir.join(FILE_NAME);
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(&path)
+            .map_err(|source| TierError::File { doing: "opening", path: path.clone(), source })?;
+        match file.try_lock() {
+            Ok(()) => Ok(Self { _file: file }),
+            Err(TryLockError::WouldBlock) => Err(TierError::Locked { dir: dir.to_owned(), lock: path }),
+            Err(TryLockError::Error(source)) => Err(TierError::File { doing: "locking", path, source }),
+        }
+    }
+}

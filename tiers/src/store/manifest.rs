@@ -1,0 +1,218 @@
+//! The manifest: which generation is live, and the checksum of every chunk in it.
+//!
+//! ```text
+//! manifest.bin
+//! | header page (4 KiB)                          | spec (JSON), padded to 4 KiB | slot 0    | slot 1    |
+//! | magic 8 | version 4 | 0 4 | volume id 8 |
+//! | spec bytes 8 | slot bytes 8 | checksum of the spec 8 | checksum of this header 8 |
+//!
+//! slot, padded to 4 KiB
+//! | magic 8 | sequence 8 | step 8 | live generation 8 | table entries 8 | trainer bytes 8 | table 8·n | trainer | checksum 8 |
+//! ```
+//! A commit writes the slot that is *not* the newest one and then syncs: a torn write leaves the other slot valid. The
+//! valid slot with the higher sequence number is the state.
+
+use crate::{StoreSpec, TierError, checksum};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use terrace_aio::{FileId, IoBuf, IoEngine, OpenMode, Request};
+
+pub(super) const FILE_NAME: &str = "manifest.bin";
+const PAGE: usize = 4096;
+const MAGIC: [u8; 8] = *b"TRCMANIF";
+const SLOT_MAGIC: [u8; 8] = *b"TRCSLOT1";
+const VERSION: u32 = 1;
+const SLOT_HEADER: usize = 48;
+/// Room for the trainer's own words in every slot.
+pub(super) const TRAINER_BYTES_MAX: usize = 16 << 10;
+
+/// The contents of one slot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Slot {
+    pub(super) sequence: u64,
+    pub(super) step: u64,
+    pub(super) live: u64,
+    pub(super) table: Vec<u64>,
+    pub(super) trainer: Vec<u8>,
+}
+
+#[derive(Debug)]
+pub(super) struct Manifest {
+    engine: Arc<dyn IoEngine>,
+    file: FileId,
+    pub(super) path: PathBuf,
+    pub(super) id: u64,
+    slots_at: u64,
+    slot_bytes: usize,
+}
+
+impl Manifest {
+    pub(super) fn create(
+        engine: &Arc<dyn IoEngine>,
+        dir: &Path,
+        spec: &StoreSpec,
+        id: u64,
+    ) -> Result<Self, TierError> {
+        let path = dir.join(FILE_NAME);
+        if engine.exists(&path) {
+            engine.remove(&path)?;
+        }
+        let text = serde_json::to_vec(spec).expect("a store spec is plain data");
+        let slot_bytes = (SLOT_HEADER + spec.table_len() * 8 + TRAINER_BYTES_MAX + 8).next_multiple_of(PAGE);
+        let slots_at = (PAGE + text.len().next_multiple_of(PAGE)) as u64;
+        let file = engine.open(&path, OpenMode::CreateNew { len: slots_at + 2 * slot_bytes as u64 })?;
+
+        let mut head = IoBuf::zeroed(slots_at as usize);
+        head[PAGE..PAGE + text.len()].copy_from_slice(&text);
+        head[0..8].copy_from_slice(&MAGIC);
+        head[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        for (at, value) in [(16, id), (24, text.len() as u64), (32, slot_bytes as u64), (40, checksum(&text))]
+        {
+            head[at..at + 8].copy_from_slice(&value.to_le_bytes());
+        }
+        let sum = checksum(&head[..48]);
+        head[48..56].copy_from_slice(&sum.to_le_bytes());
+        engine.submit(Request::write(file, 0, head)).wait()?;
+        engine.sync(file).wait()?;
+        Ok(Self { engine: Arc::clone(engine), file, path, id, slots_at, slot_bytes })
+    }
+
+    /// Opens a manifest and gives its spec.
+    pub(super) fn open(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<(Self, StoreSpec), TierError> {
+        let path = dir.join(FILE_NAME);
+        let damaged = |detail: &str| TierError::Damaged { path: path.clone(), detail: detail.into() };
+        let file = match engine.open(&path, OpenMode::ReadWrite) {
+            Ok(file) => file,
+            Err(error) if crate::volume::is_missing(&error) => {
+                return Err(TierError::NoState { path: path.clone(), detail: "there is no manifest".into() });
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let len = engine.len(file)?;
+        if len < PAGE as u64 {
+            return Err(TierError::NoState {
+                path: path.clone(),
+                detail: "its manifest was never written".into(),
+            });
+        }
+        let head = engine.submit(Request::read(file, 0, IoBuf::zeroed(PAGE))).wait()?;
+        let word = |at: usize| u64::from_le_bytes(head[at..at + 8].try_into().expect("eight bytes"));
+        if head.iter().all(|&b| b == 0) {
+            return Err(TierError::NoState {
+                path: path.clone(),
+                detail: "its manifest was never written".into(),
+            });
+        }
+        if head[0..8] != MAGIC || word(48) != checksum(&head[..48]) {
+            return Err(damaged("the manifest's header is not one of ours"));
+        }
+        let version = u32::from_le_bytes(head[8..12].try_into().expect("four bytes"));
+        if version != VERSION {
+            return Err(damaged(&format!(
+                "it has format version {version}; this program reads version {VERSION}"
+            )));
+        }
+        let (id, spec_len, slot_bytes) = (word(16), word(24) as usize, word(32) as usize);
+        let slots_at = (PAGE + spec_len.next_multiple_of(PAGE)) as u64;
+        if slots_at + 2 * slot_bytes as u64 > len {
+            return Err(damaged("the manifest was truncated"));
+        }
+        let padded = IoBuf::zeroed(spec_len.next_multiple_of(PAGE));
+        let text = engine.submit(Request::read(file, PAGE as u64, padded)).wait()?;
+        let text = &text[..spec_len];
+        if checksum(text) != word(40) {
+            return Err(damaged("the manifest's layout has a wrong checksum"));
+        }
+        let spec =
+            serde_json::from_slice(text).map_err(|e| damaged(&format!("the layout cannot be read: {e}")))?;
+        Ok((Self { engine: Arc::clone(engine), file, path, id, slots_at, slot_bytes }, spec))
+    }
+
+    /// The newest valid slot, if any was ever committed.
+    pub(super) fn newest(&self, table_len: usize) -> Result<Option<Slot>, TierError> {
+        let mut best: Option<Slot> = None;
+        for index in 0..2 {
+            let at = self.slots_at + index * self.slot_bytes as u64;
+            let page =
+                self.engine.submit(Request::read(self.file, at, IoBuf::zeroed(self.slot_bytes))).wait()?;
+            if let Some(slot) = decode(&page, table_len)
+                && best.as_ref().is_none_or(|b| b.sequence < slot.sequence)
+            {
+                best = Some(slot);
+            }
+        }
+        Ok(best)
+    }
+
+    /// Writes a slot over the older one and makes it durable.
+    pub(super) fn write(&self, slot: &Slot) -> Result<(), TierError> {
+        assert!(slot.trainer.len() <= TRAINER_BYTES_MAX, "the trainer's words fit the slot");
+        let page = encode(slot, self.slot_bytes);
+        let at = self.slots_at + (slot.sequence % 2) * self.slot_bytes as u64;
+        self.engine.submit(Request::write(self.file, at, page)).wait()?;
+        self.engine.sync(self.file).wait()?;
+        Ok(())
+    }
+}
+
+impl Drop for Manifest {
+    fn drop(&mut self) {
+        // The engine may already be gone; there is nothing to lose, every commit was synced.
+        let _ = self.engine.close(self.file);
+    }
+}
+
+fn encode(slot: &Slot, slot_bytes: usize) -> IoBuf {
+    let mut page = IoBuf::zeroed(slot_bytes);
+    page[0..8].copy_from_slice(&SLOT_MAGIC);
+    let words = [slot.sequence, slot.step, slot.live, slot.table.len() as u64, slot.trainer.len() as u64];
+    let mut at = 8;
+    for word in words.iter().chain(&slot.table) {
+        page[at..at + 8].copy_from_slice(&word.to_le_bytes());
+        at += 8;
+    }
+    page[at..at + slot.trainer.len()].copy_from_slice(&slot.trainer);
+    at += slot.trainer.len();
+    let sum = checksum(&page[..at]);
+    page[at..at + 8].copy_from_slice(&sum.to_le_bytes());
+    page
+}
+
+fn decode(page: &[u8], table_len: usize) -> Option<Slot> {
+    let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
+    if page[0..8] != SLOT_MAGIC || word(32) != table_len as u64 || word(40) > TRAINER_BYTES_MAX as u64 {
+        return None;
+    }
+    let (table_at, trainer_len) = (SLOT_HEADER, word(40) as usize);
+    let trainer_at = table_at + table_len * 8;
+    let end = trainer_at + trainer_len;
+    if end + 8 > page.len() || word(end) != checksum(&page[..end]) {
+        return None;
+    }
+    Some(Slot {
+        sequence: word(8),
+        step: word(16),
+        live: word(24),
+        table: (0..table_len).map(|i| word(table_at + i * 8)).collect(),
+        trainer: page[trainer_at..end].to_vec(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_survives_encoding_and_no_flipped_bit_does() {
+        let slot = Slot { sequence: 7, step: 6, live: 1, table: vec![1, 2, 3], trainer: b"{}".to_vec() };
+        let mut page = encode(&slot, PAGE);
+        assert_eq!(decode(&page, 3), Some(slot));
+        assert_eq!(decode(&page, 4), None, "a table of another length belongs to another layout");
+        let used = SLOT_HEADER + 3 * 8 + 2 + 8;
+        for bit in 0..used * 8 {
+            page[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(decode(&page, 3), None, "bit {bit}");
+            page[bit / 8] ^= 1 << (bit % 8);
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! A byte address space striped over one file in each of several directories.
+//!
+//! ```text
+//! address   0 ......... S ......... 2S ........ 3S ........
+//! stripe    0           1           2           3            (S = STRIPE_BYTES)
+//! two paths dir0 #0     dir1 #0     dir0 #1     dir1 #1
+//!
+//! file      | header page (4 KiB) | stripe #0 | stripe #1 | …
+//! header    | magic 8 | version 4 | index 4 | count 4 | 0 4 | volume id 8 | bytes 8 | checksum 8 | zeros |
+//! ```
+//! The header ties the files of a volume together: a directory that belongs to another run, or directories given in
+//! another order, are recognised before anything is read.
+
+use crate::{TierError, checksum};
+use smallvec::SmallVec;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use terrace_aio::{FileId, IoBuf, IoEngine, IoError, IoErrorKind, OpKind, OpenMode, Request, Segment};
+
+/// Bytes of one stripe.
+pub const STRIPE_BYTES: u64 = 1 << 20;
+
+const HEADER_BYTES: u64 = 4096;
+const MAGIC: [u8; 8] = *b"TRCVOLUM";
+const VERSION: u32 = 1;
+
+#[derive(Debug)]
+pub(crate) struct Volume {
+    pub(crate) engine: Arc<dyn IoEngine>,
+    files: Vec<FileId>,
+    paths: Vec<PathBuf>,
+    bytes: u64,
+}
+
+impl Volume {
+    /// Bytes of each directory's file for a volume of `bytes`.
+    pub(crate) fn file_bytes(bytes: u64, dirs: usize) -> u64 {
+        HEADER_BYTES + bytes.div_ceil(STRIPE_BYTES).div_ceil(dirs as u64) * STRIPE_BYTES
+    }
+
+    pub(crate) fn create(
+        engine: &Arc<dyn IoEngine>,
+        dirs: &[PathBuf],
+        name: &str,
+        bytes: u64,
+        id: u64,
+    ) -> Result<Self, TierError> {
+        let paths: Vec<_> = dirs.iter().map(|d| d.join(name)).collect();
+        let len = Self::file_bytes(bytes, dirs.len());
+        let mut files = Vec::new();
+        for (index, path) in paths.iter().enumerate() {
+            if engine.exists(path) {
+                engine.remove(path)?;
+            }
+            let file = engine.open(path, OpenMode::CreateNew { len })?;
+            let header = header(index as u32, dirs.len() as u32, id, bytes);
+            engine.submit(Request::write(file, 0, header)).wait()?;
+            engine.sync(file).wait()?;
+            files.push(file);
+        }
+        Ok(Self { engine: Arc::clone(engine), files, paths, bytes })
+    }
+
+    pub(crate) fn open(
+        engine: &Arc<dyn IoEngine>,
+        dirs: &[PathBuf],
+        name: &str,
+        bytes: u64,
+        id: u64,
+    ) -> Result<Self, TierError> {
+        let paths: Vec<_> = dirs.iter().map(|d| d.join(name)).collect();
+        let mut files = Vec::new();
+        for (index, path) in paths.iter().enumerate() {
+            let file = engine.open(path, OpenMode::ReadWrite)?;
+            let found = engine.submit(Request::read(file, 0, IoBuf::zeroed(HEADER_BYTES as usize))).wait()?;
+            if found[..] != header(index as u32, dirs.len() as u32, id, bytes)[..] {
+                let detail = format!(
+                    "its header does not belong to path {} of {} of this run; give the --disk paths of the run in their \
+                     original order",
+                    index + 1,
+                    dirs.len()
+                );
+                return Err(TierError::Damaged { path: path.clone(), detail });
+            }
+            let len = engine.len(file)?;
+            let needed = Self::file_bytes(bytes, dirs.len());
+            if len < needed {
+                let detail = format!("the file has {len} bytes and needs {needed}: it was truncated");
+                return Err(TierError::Damaged { path: path.clone(), detail });
+            }
+            files.push(file);
+        }
+        Ok(Self { engine: Arc::clone(engine), files, paths, bytes })
+    }
+
+    /// A request for `buf.len()` bytes at `address`.
+    pub(crate) fn request(&self, kind: OpKind, address: u64, buf: IoBuf) -> Request {
+        let end = address + buf.len() as u64;
+        assert!(end <= self.bytes, "{address}..{end} lies within the volume of {} bytes", self.bytes);
+        let mut segments: SmallVec<[Segment; 4]> = SmallVec::new();
+        let (mut at, mut start) = (address, 0);
+        while at < end {
+            let (file, offset) = self.locate(at);
+            let len = (STRIPE_BYTES - at % STRIPE_BYTES).min(end - at) as usize;
+            match segments.last_mut() {
+                Some(last) if last.file == file && last.offset + last.len as u64 == offset => last.len += len,
+                _ => segments.push(Segment { file, offset, start, len }),
+            }
+            at += len as u64;
+            start += len;
+        }
+        Request { kind, buf, segments }
+    }
+
+    /// Makes every completed write durable.
+    pub(crate) fn sync(&self) -> Result<(), TierError> {
+        let tickets: Vec<_> = self.files.iter().map(|&f| self.engine.sync(f)).collect();
+        for ticket in tickets {
+            ticket.wait()?;
+        }
+        Ok(())
+    }
+
+    /// The file and offset of `address`, for messages.
+    pub(crate) fn describe(&self, address: u64) -> (&Path, u64) {
+        let (file, offset) = self.locate(address);
+        let index = self.files.iter().position(|&f| f == file).expect("located in one of the files");
+        (&self.paths[index], offset)
+    }
+
+    fn locate(&self, address: u64) -> (FileId, u64) {
+        let stripe = address / STRIPE_BYTES;
+        let count = self.files.len() as u64;
+        let offset = HEADER_BYTES + stripe / count * STRIPE_BYTES + address % STRIPE_BYTES;
+        (self.files[(stripe % count) as usize], offset)
+    }
+
+    /// Closes and deletes the files.
+    pub(crate) fn remove(&self) -> Result<(), IoError> {
+        for (&file, path) in self.files.iter().zip(&self.paths) {
+            self.engine.close(file)?;
+            self.engine.remove(path)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        for &file in &self.files {
+            // Already closed by `remove`, or the engine is gone: nothing left to do either way.
+            let _ = self.engine.close(file);
+        }
+    }
+}
+
+fn header(index: u32, count: u32, id: u64, bytes: u64) -> IoBuf {
+    let mut page = IoBuf::zeroed(HEADER_BYTES as usize);
+    page[0..8].copy_from_slice(&MAGIC);
+    page[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    page[12..16].copy_from_slice(&index.to_le_bytes());
+    page[16..20].copy_from_slice(&count.to_le_bytes());
+    page[24..32].copy_from_slice(&id.to_le_bytes());
+    page[32..40].copy_from_slice(&bytes.to_le_bytes());
+    let sum = checksum(&page[..40]);
+    page[40..48].copy_from_slice(&sum.to_le_bytes());
+    page
+}
+
+/// Bytes that an unprivileged process may still write on the file system of `dir`.
+///
+/// # Errors
+/// The directory cannot be examined.
+pub fn free_space(dir: &Path) -> Result<u64, TierError> {
+    let failed = |source| TierError::File { doing: "examining", path: dir.to_owned(), source };
+    let name = std::ffi::CString::new(dir.as_os_str().as_encoded_bytes())
+        .map_err(|_| failed(std::io::ErrorKind::InvalidInput.into()))?;
+    // SAFETY: an all-zero statvfs is a valid value of that plain C struct.
+    let mut stats: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: `name` is a C string and `stats` is valid for writing.
+    if unsafe { libc::statvfs(name.as_ptr(), &raw mut stats) } != 0 {
+        return Err(failed(std::io::Error::last_os_error()));
+    }
+    Ok(stats.f_bavail * stats.f_frsize)
+}
+
+/// Says so when the free space of any directory is too small for its share.
+pub(crate) fn require_space(dirs: &[PathBuf], bytes_each: u64) -> Result<(), TierError> {
+    for dir in dirs {
+        // Directories on one file system share its free space.
+        let sharing = dirs.iter().filter(|d| same_file_system(d, dir)).count() as u64;
+        let (needed, free) = (bytes_each * sharing, free_space(dir)?);
+        if needed > free {
+            return Err(TierError::DiskTooSmall { dir: dir.clone(), needed, free });
+        }
+    }
+    Ok(())
+}
+
+fn same_file_system(a: &Path, b: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    match (std::fs::metadata(a), std::fs::metadata(b)) {
+        (Ok(a), Ok(b)) => a.dev() == b.dev(),
+        _ => false,
+    }
+}
+
+/// Whether opening failed only because the file is not there.
+pub(crate) fn is_missing(error: &IoError) -> bool {
+    error.kind == IoErrorKind::NotFound
+}
