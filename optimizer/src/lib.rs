@@ -1,2 +1,44 @@
-//! stub
+//! Optimizer updates on borrowed slices.
+//!
+//! This crate turns a gradient and the bytes of a chunk's training state into the bytes of the next step. It never
+//! sees a disk, a tier or a device: the engine reads a chunk, calls [`Optimizer::update`] on it and writes it back.
+//! It is useful alone for the same reason.
+//!
+//! - [`AdamW`] with the semantics of `torch.optim.AdamW`, over the formats of [`StateFormat`];
+//! - [`update_threaded`], the same bits on many threads.
+//!
+//! # Example
+//!
+//! ```
+//! use terrace_optimizer::{AdamW, Gradient, StateFormat, StateLayout, WeightType, adamw};
+//!
+//! let layout = StateLayout::new(StateFormat::Fp32, WeightType::F32)?;
+//! let config = AdamW { weight_decay: 0.0, ..AdamW::default() };
+//! let optimizer = adamw(config, layout);
+//!
+//! // One slice of bytes for the weight and one for each moment; `f32` storage gives the alignment.
+//! let (mut weight, mut m, mut v) = ([0.0f32; 3], [0.0f32; 3], [0.0f32; 3]);
+//! {
+//!     let mut state = [&mut weight, &mut m, &mut v].map(|kind| bytemuck::cast_slice_mut(kind));
+//!     optimizer.initialize(&[1.0, 2.0, 3.0], &mut state)?;
+//!     let gradient = [0.5f32, -0.5, 0.0];
+//!     optimizer.update(&config.step(1, 0.1), Gradient::F32(&gradient), &mut state)?;
+//! }
+//! // The first step of Adam moves every parameter by the learning rate, against the gradient's sign.
+//! assert!((weight[0] - 0.9).abs() < 1e-6 && (weight[1] - 2.1).abs() < 1e-6);
+//! assert_eq!(weight[2], 3.0);
+//! # Ok::<(), terrace_optimizer::OptimizerError>(())
+//! ```
+
 #![forbid(unsafe_code)]
+
+mod adamw;
+mod error;
+mod layout;
+pub mod split;
+mod update;
+
+pub use adamw::{AdamW, adamw};
+pub use error::{OptimizerError, Result};
+pub use layout::{StateFormat, StateKind, StateLayout, WeightType};
+pub use update::{Gradient, Optimizer, StepArgs, THREAD_CHUNK, update_threaded};

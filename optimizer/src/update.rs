@@ -1,0 +1,134 @@
+//! What every optimizer looks like to the engine: a pure function from a gradient to new state bytes.
+
+use half::bf16;
+use rayon::prelude::*;
+
+use crate::error::Result;
+use crate::layout::StateLayout;
+
+/// Parameters per piece of [`update_threaded`]. Fixed, so that the pieces never depend on the thread count, and a
+/// multiple of any block that a block-scaled format may use.
+pub const THREAD_CHUNK: usize = 1 << 16;
+
+/// What changes from step to step or from parameter group to parameter group.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepArgs {
+    /// The number of this step; the first is 1.
+    pub step: u64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Multiplied into every gradient, in f32: the clip coefficient over the loss scale. 1 changes nothing.
+    pub grad_scale: f32,
+    /// Decoupled weight decay of this parameter group.
+    pub weight_decay: f64,
+}
+
+/// The gradient of a chunk as compute left it in host memory.
+#[derive(Debug, Clone, Copy)]
+pub enum Gradient<'a> {
+    /// As it crosses the link by default.
+    Bf16(&'a [bf16]),
+    /// For weights that compute uses in f32.
+    F32(&'a [f32]),
+}
+
+impl<'a> Gradient<'a> {
+    /// Parameters covered.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Bf16(values) => values.len(),
+            Self::F32(values) => values.len(),
+        }
+    }
+
+    /// Whether no parameter is covered.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The first `at` values and the rest.
+    ///
+    /// # Panics
+    /// When `at > self.len()`.
+    pub fn split_at(self, at: usize) -> (Self, Self) {
+        match self {
+            Self::Bf16(values) => {
+                let (head, tail) = values.split_at(at);
+                (Self::Bf16(head), Self::Bf16(tail))
+            }
+            Self::F32(values) => {
+                let (head, tail) = values.split_at(at);
+                (Self::F32(head), Self::F32(tail))
+            }
+        }
+    }
+
+    /// Consecutive pieces of `len` values; the last may be shorter.
+    pub fn chunks(self, len: usize) -> impl Iterator<Item = Gradient<'a>> {
+        let mut rest = self;
+        std::iter::from_fn(move || {
+            let (head, tail) = rest.split_at(len.min(rest.len()));
+            rest = tail;
+            (!head.is_empty()).then_some(head)
+        })
+    }
+}
+
+/// Updates the state of any run of parameters in place.
+///
+/// An update is element-wise: the bits of a parameter's new state depend on its own state, its own gradient and the
+/// [`StepArgs`] alone, so any division into chunks and any number of threads gives the same result.
+pub trait Optimizer: Send + Sync {
+    /// Which slices [`update`](Self::update) takes.
+    fn layout(&self) -> &StateLayout;
+
+    /// Updates one chunk in place on the calling thread.
+    ///
+    /// `state` holds the raw bytes of each kind, in the order of [`StateLayout::kinds`], exactly
+    /// `gradient.len()` parameters long and in the machine's byte order. Slices must be aligned for their elements
+    /// (4 bytes suffice; disk buffers have far more).
+    ///
+    /// # Errors
+    /// Slices that do not match the layout, and hyperparameters out of range; the state is then untouched.
+    fn update(&self, args: &StepArgs, gradient: Gradient<'_>, state: &mut [&mut [u8]]) -> Result<()>;
+
+    /// Fills the state of a chunk that has never been stepped: the master is `weights`, the moments are zero.
+    ///
+    /// # Errors
+    /// Slices that do not match the layout; the state is then untouched.
+    fn initialize(&self, weights: &[f32], state: &mut [&mut [u8]]) -> Result<()>;
+}
+
+/// [`Optimizer::update`] divided over the threads of `pool` in pieces of [`THREAD_CHUNK`] parameters.
+///
+/// Gives the same bits as one call on one thread.
+///
+/// # Errors
+/// Those of [`Optimizer::update`]; the state is then untouched.
+pub fn update_threaded(
+    optimizer: &dyn Optimizer,
+    pool: &rayon::ThreadPool,
+    args: &StepArgs,
+    gradient: Gradient<'_>,
+    state: &mut [&mut [u8]],
+) -> Result<()> {
+    let layout = optimizer.layout();
+    layout.check(gradient.len(), state)?;
+    if gradient.len() <= THREAD_CHUNK || pool.current_num_threads() == 1 {
+        return optimizer.update(args, gradient, state);
+    }
+    let mut kinds: Vec<_> = state
+        .iter_mut()
+        .zip(layout.kinds())
+        .map(|(slice, (_, bytes))| slice.chunks_mut(THREAD_CHUNK * bytes))
+        .collect();
+    let pieces: Vec<(Gradient<'_>, Vec<&mut [u8]>)> = gradient
+        .chunks(THREAD_CHUNK)
+        .map(|gradient| (gradient, kinds.iter_mut().filter_map(Iterator::next).collect()))
+        .collect();
+    pool.install(|| {
+        pieces
+            .into_par_iter()
+            .try_for_each(|(gradient, mut state)| optimizer.update(args, gradient, &mut state))
+    })
+}
