@@ -3,13 +3,11 @@
 //! A scratch volume is a separate file that is made anew at every start. Its checksums live in memory.
 
 use crate::pool::Lease;
-use crate::volume::{Volume, require_space};
+use crate::volume::{Volume, World, require_space};
 use crate::{TierError, checksum};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use terrace_aio::{IoEngine, OpKind, Ticket};
-
-const FILE_NAME: &str = "scratch.bin";
 
 /// A scratch volume with fixed chunks.
 #[derive(Debug)]
@@ -32,23 +30,32 @@ enum ChunkState {
 }
 
 impl Scratch {
-    /// Makes a volume of `count` chunks of up to `chunk_bytes`.
+    /// Makes a volume `name` of `count` chunks of up to `chunk_bytes`.
+    ///
+    /// The directories belong to the caller: no lock is taken here.
     ///
     /// # Errors
     /// The directories have too little room or cannot be written.
     pub fn create(
         engine: &Arc<dyn IoEngine>,
         dirs: &[PathBuf],
+        name: &str,
         count: usize,
         chunk_bytes: usize,
-        check_space: bool,
     ) -> Result<Self, TierError> {
         let chunk_stride = (chunk_bytes as u64).next_multiple_of(4096);
         let bytes = chunk_stride * count as u64;
-        if check_space {
+        if World::of(&**engine) == World::Real {
+            // A file that an earlier process left behind is replaced; its space counts as free.
+            for dir in dirs {
+                let old = dir.join(name);
+                if engine.exists(&old) {
+                    engine.remove(&old)?;
+                }
+            }
             require_space(dirs, Volume::file_bytes(bytes, dirs.len()))?;
         }
-        let volume = Volume::create(engine, dirs, FILE_NAME, bytes, 0)?;
+        let volume = Volume::create(engine, dirs, name, bytes, 0)?;
         let chunks = (0..count).map(|_| ChunkState::Empty).collect();
         Ok(Self { volume, chunks: Mutex::new(chunks), chunk_stride })
     }

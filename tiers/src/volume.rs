@@ -154,6 +154,22 @@ impl Drop for Volume {
     }
 }
 
+/// Whether to treat paths as real directories: create and lock them and look at their free space. A simulated
+/// engine has no directories.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum World {
+    /// The operating system's file systems.
+    Real,
+    /// The file namespace of a simulated engine.
+    Simulated,
+}
+
+impl World {
+    pub(crate) fn of(engine: &dyn IoEngine) -> Self {
+        if engine.name().contains("sim") { Self::Simulated } else { Self::Real }
+    }
+}
+
 fn header(index: u32, count: u32, id: u64, bytes: u64) -> IoBuf {
     let mut page = IoBuf::zeroed(HEADER_BYTES as usize);
     page[0..8].copy_from_slice(&MAGIC);

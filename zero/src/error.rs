@@ -19,6 +19,12 @@ pub enum EngineError {
     /// The disk failed.
     #[error(transparent)]
     Io(#[from] terrace_aio::IoError),
+    /// A tier failed: a plan that does not fit, damaged or missing state.
+    #[error(transparent)]
+    Tier(#[from] terrace_tiers::TierError),
+    /// The optimizer refused.
+    #[error(transparent)]
+    Optimizer(#[from] terrace_optimizer::OptimizerError),
     /// A file outside the engine's own state could not be read or written.
     #[error("{doing} {}: {source}", path.display())]
     File {

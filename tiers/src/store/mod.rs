@@ -15,7 +15,7 @@ mod manifest;
 
 use crate::key::AddressMap;
 use crate::pool::Lease;
-use crate::volume::{Volume, require_space};
+use crate::volume::{Volume, World, require_space};
 use crate::{BlobKey, BlobKind, Generation, StoreSpec, TierError, checksum};
 use lock::DirLock;
 use manifest::{Manifest, Slot};
@@ -69,22 +69,6 @@ pub struct PendingRead {
     checks: Vec<(usize, usize, u64)>,
     path: PathBuf,
     label: String,
-}
-
-/// Whether to treat paths as real directories: create and lock them and look at their free space. A simulated
-/// engine has no directories.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum World {
-    /// The operating system's file systems.
-    Real,
-    /// The file namespace of a simulated engine.
-    Simulated,
-}
-
-impl World {
-    fn of(engine: &dyn IoEngine) -> Self {
-        if engine.name().contains("sim") { Self::Simulated } else { Self::Real }
-    }
 }
 
 impl DiskStore {

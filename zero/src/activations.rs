@@ -1,0 +1,133 @@
+//! Signals between blocks: checkpointed block inputs and their gradients.
+//!
+//! With M micro-batches and L blocks, L−1 boundaries carry a signal each way. All live in leases of one pool, sized for
+//! the widest boundary:
+//! - *on host:* every boundary's signal of every micro-batch stays, `(L−1)·M + 1` slots; in backward a gradient takes the slot
+//!   that its boundary's checkpoint has left.
+//! - *on disk:* only the M signals of the current boundary (and one spare) stay; a copy of each goes to a scratch volume
+//!   through [`SPILL_SLOTS`] slots and is read back one micro-batch ahead.
+
+use crate::Result;
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use terrace_aio::IoEngine;
+use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk};
+
+/// Slots for signals on their way to or from disk: two writes or reads in flight and one in use.
+pub(crate) const SPILL_SLOTS: usize = 3;
+
+#[derive(Debug)]
+pub(crate) struct Activations {
+    pool: Pool,
+    boundaries: usize,
+    micro_batches: usize,
+    /// Checkpoints in memory, by boundary and micro-batch.
+    kept: HashMap<(usize, usize), Lease>,
+    spill: Option<Spill>,
+}
+
+#[derive(Debug)]
+struct Spill {
+    scratch: Scratch,
+    pool: Pool,
+    ahead: Option<((usize, usize), PendingRead)>,
+}
+
+impl Activations {
+    /// Slots of the signal pool for a step of `micro_batches` over `boundaries` boundaries.
+    pub(crate) fn slots(boundaries: usize, micro_batches: usize, on_disk: bool) -> usize {
+        if on_disk { micro_batches + 1 } else { boundaries * micro_batches + 1 }
+    }
+
+    pub(crate) fn new(
+        boundaries: usize,
+        micro_batches: usize,
+        signal_bytes: usize,
+        disk: Option<(&Arc<dyn IoEngine>, &[PathBuf])>,
+    ) -> Result<Self> {
+        let slots = Self::slots(boundaries, micro_batches, disk.is_some());
+        let spill = match disk {
+            None => None,
+            Some((engine, dirs)) => Some(Spill {
+                scratch: Scratch::create(engine, dirs, "activations.bin", boundaries * micro_batches, signal_bytes)?,
+                pool: Pool::new("spilled activations", SPILL_SLOTS, signal_bytes)?,
+                ahead: None,
+            }),
+        };
+        let pool = Pool::new("activations", slots, signal_bytes)?;
+        Ok(Self { pool, boundaries, micro_batches, kept: HashMap::new(), spill })
+    }
+
+    /// A slot for a signal of `bytes`.
+    pub(crate) fn slot(&self, bytes: usize) -> Lease {
+        self.pool.acquire(bytes)
+    }
+
+    /// Keeps the signal at `boundary` as the next block's input and as a checkpoint for backward.
+    pub(crate) fn keep(&mut self, boundary: usize, m: usize, signal: Lease) -> Result {
+        // The last boundary is used by backward at once; it need not be spilled.
+        if let Some(spill) = &self.spill
+            && boundary + 1 < self.boundaries
+        {
+            let mut copy = spill.pool.acquire(signal.len());
+            copy.copy_from_slice(&signal);
+            spill.scratch.write(chunk(boundary, m, self.micro_batches), copy)?;
+        }
+        self.kept.insert((boundary, m), signal);
+        Ok(())
+    }
+
+    /// Takes the input of the next block in forward; give it back with [`checkpoint`](Self::checkpoint).
+    pub(crate) fn take(&mut self, boundary: usize, m: usize) -> Lease {
+        self.kept.remove(&(boundary, m)).expect("a signal is kept before it is taken")
+    }
+
+    /// After its use in forward: stays in memory, or was spilled already and leaves.
+    pub(crate) fn checkpoint(&mut self, boundary: usize, m: usize, signal: Lease) {
+        if self.spill.is_none() {
+            self.kept.insert((boundary, m), signal);
+        }
+    }
+
+    /// Takes a checkpoint in backward, reading it back if it was spilled, and starts reading the one that follows.
+    pub(crate) fn recall(&mut self, boundary: usize, m: usize, bytes: usize) -> Result<Lease> {
+        if let Some(signal) = self.kept.remove(&(boundary, m)) {
+            self.read_ahead(boundary, m, bytes)?;
+            return Ok(signal);
+        }
+        let spill = self.spill.as_mut().expect("a checkpoint is in memory or spilled");
+        let read = match spill.ahead.take() {
+            Some((at, read)) if at == (boundary, m) => read,
+            _ => spill.scratch.read(chunk(boundary, m, self.micro_batches), spill.pool.acquire(bytes))?,
+        };
+        let signal = read.wait()?;
+        self.read_ahead(boundary, m, bytes)?;
+        Ok(signal)
+    }
+
+    /// Backward visits boundaries downwards and micro-batches upwards within each.
+    fn read_ahead(&mut self, boundary: usize, m: usize, bytes: usize) -> Result {
+        let following = if m + 1 < self.micro_batches { Some((boundary, m + 1)) } else { boundary.checked_sub(1).map(|b| (b, 0)) };
+        let Some(at) = following.filter(|at| !self.kept.contains_key(at)) else { return Ok(()) };
+        if let Some(spill) = &mut self.spill
+            && spill.ahead.is_none()
+            && let Some(lease) = spill.pool.try_acquire(bytes)
+        {
+            spill.ahead = Some((at, spill.scratch.read(chunk(at.0, at.1, self.micro_batches), lease)?));
+        }
+        Ok(())
+    }
+
+    /// Forgets everything of a step that failed or ended.
+    pub(crate) fn clear(&mut self) {
+        self.kept.clear();
+        if let Some(spill) = &mut self.spill {
+            spill.ahead = None;
+        }
+    }
+}
+
+fn chunk(boundary: usize, m: usize, micro_batches: usize) -> ScratchChunk {
+    ScratchChunk(boundary * micro_batches + m)
+}

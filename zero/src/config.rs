@@ -1,0 +1,91 @@
+//! What the embedder decides.
+
+use std::path::PathBuf;
+use terrace_kernels::DType;
+use terrace_optimizer::{AdamW, StateFormat};
+
+/// Where the training state lives between uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Placement {
+    /// On the device. On the CPU, device memory is host memory.
+    None,
+    /// In host memory; weights travel to the device as they are used.
+    Host,
+    /// On disk; only windows of it are in memory.
+    #[default]
+    Disk,
+}
+
+impl std::fmt::Display for Placement {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::None => "none",
+            Self::Host => "host",
+            Self::Disk => "disk",
+        })
+    }
+}
+
+/// How the state is updated; `None` in [`EngineConfig`] means frozen weights (evaluation, generation).
+#[derive(Debug, Clone)]
+pub struct TrainingConfig {
+    /// Format of master weights and moments.
+    pub state: StateFormat,
+    /// Hyperparameters of the optimizer.
+    pub optimizer: AdamW,
+    /// Largest global norm of the gradient; larger ones are scaled down to it.
+    pub clip: Option<f64>,
+}
+
+/// The largest batch that the plan has room for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchLimits {
+    /// Sequences per micro-batch, B.
+    pub sequences: usize,
+    /// Positions per sequence, S.
+    pub length: usize,
+    /// Micro-batches per optimizer step, M.
+    pub micro_batches: usize,
+    /// Positions that the key/value cache holds per sequence (generation), C.
+    pub cache_length: usize,
+}
+
+/// Windows that the planner otherwise chooses; for tests and experiments.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct WindowOverrides {
+    /// Weight slots per size class.
+    pub weight_slots: Option<usize>,
+    /// Elements per chunk of state.
+    pub chunk_elements: Option<usize>,
+    /// Chunks of optimizer state in memory.
+    pub update_slots: Option<usize>,
+    /// Park gradients on disk.
+    pub gradients_on_disk: Option<bool>,
+    /// Spill activations to disk.
+    pub activations_on_disk: Option<bool>,
+}
+
+/// Everything that fixes an engine, beside its blocks and backends.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// Element type of weights and activations: bf16 or f32.
+    pub dtype: DType,
+    /// How to train; `None` for frozen weights.
+    pub training: Option<TrainingConfig>,
+    /// Where the state lives.
+    pub placement: Placement,
+    /// Directories for state on disk, striped in this order.
+    pub disks: Vec<PathBuf>,
+    /// Most bytes of host memory that plan entries may take.
+    pub host_budget: u64,
+    /// Most bytes of device memory; unused on a unified device.
+    pub device_budget: u64,
+    /// Threads for the optimizer (kernels bring their own).
+    pub threads: usize,
+    /// The largest batch.
+    pub limits: BatchLimits,
+    /// Windows fixed by hand.
+    pub overrides: WindowOverrides,
+    /// Words that are stored with the state and must be equal on resuming, for example a description of the model and data.
+    pub identity: String,
+}

@@ -1,0 +1,190 @@
+//! Planning runs: the same sequence of device allocations as a real step, over virtual memory and dry kernels.
+//!
+//! What comes out is exact, holes of the arena included, because regions are placed first-fit in the same order.
+
+use crate::network::Network;
+use crate::{Context, Gradients, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights};
+use terrace_device::{Arena, Bytes, BytesMut, Region};
+use terrace_kernels::{DType, Tensor, View, ViewMut, dry};
+
+/// What a step needs and does.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct DryCost {
+    pub(crate) arena_bytes: usize,
+    pub(crate) flops: u64,
+}
+
+pub(crate) struct DryRun<'a> {
+    pub(crate) network: &'a Network,
+    pub(crate) dtype: DType,
+    pub(crate) unified: bool,
+    pub(crate) sample: &'a MicroBatch,
+    pub(crate) micro_batches: usize,
+    /// Elements of a chunk of gradient on its way down (devices with their own memory only).
+    pub(crate) chunk_elements: usize,
+    pub(crate) cache_length: usize,
+}
+
+impl DryRun<'_> {
+    /// Runs `mode` once and measures it.
+    pub(crate) fn measure(&self, mode: Mode) -> Result<DryCost> {
+        let arena = Arena::virtual_memory();
+        let (kernels, counter) = dry::kernel_set();
+        let mut caches = if mode == Mode::Generate { self.caches(&arena)? } else { Vec::new() };
+        let batches = if mode == Mode::Train { self.micro_batches } else { 1 };
+        let mut inputs = Vec::new();
+        for _ in 0..batches {
+            let tensors = self.sample.inputs.iter().map(|t| Tensor::new(&arena, t.dtype, &t.dims));
+            inputs.push(tensors.collect::<std::result::Result<Vec<_>, _>>()?);
+        }
+        let mut loss = Tensor::new(&arena, DType::F64, &[1])?;
+        let starts = vec![0; self.sample.sequences];
+        let last = self.network.last();
+        let forward_until = if mode == Mode::Train { last } else { last + 1 };
+        for block in 0..forward_until {
+            for m in 0..batches {
+                let mut cx = self.context(&kernels, &arena, mode, &inputs[m], &mut loss);
+                if let Some((keys, values)) = caches.get_mut(block).and_then(Option::as_mut) {
+                    cx.kv = Some(KvSlot { keys: keys.view_mut(), values: values.view_mut(), starts: &starts });
+                }
+                self.forward(block, mode, &arena, &mut cx)?;
+            }
+        }
+        if mode == Mode::Train {
+            for block in (0..=last).rev() {
+                self.backward(block, &kernels, &arena, &inputs, &mut loss)?;
+            }
+        }
+        let totals = counter.totals();
+        Ok(DryCost { arena_bytes: arena.peak(), flops: totals.matmul_flops + totals.attention_flops + totals.other_flops })
+    }
+
+    fn forward(&self, block: usize, mode: Mode, arena: &Arena, cx: &mut Context<'_>) -> Result {
+        let last = block == self.network.last();
+        let x = block.checked_sub(1).map(|b| self.signal(b, mode));
+        let y = self.signal(block, mode);
+        let _x = self.crossing(arena, x.as_ref())?;
+        // Logits always live in the arena; other outputs only where signals cross by copy.
+        let _y = if last { Some(arena.alloc(y.bytes())?) } else { self.crossing(arena, Some(&y))? };
+        let weights = self.weights(block);
+        let y = ViewMut::new(BytesMut::virtual_range(y.bytes()), y.dtype, &y.dims);
+        self.network.blocks[block].forward(cx, &weights, x.as_ref().map(virtual_view), y)
+    }
+
+    fn backward(
+        &self,
+        block: usize,
+        kernels: &terrace_kernels::KernelSet,
+        arena: &Arena,
+        inputs: &[Vec<Tensor>],
+        loss: &mut Tensor,
+    ) -> Result {
+        let network = self.network;
+        let groups = network.groups_of(block);
+        let accumulators: std::result::Result<Vec<Region>, _> =
+            groups.iter().map(|&g| arena.alloc(network.groups[g].elements * 4)).collect();
+        let _accumulators = accumulators?;
+        for inputs in inputs {
+            let x = block.checked_sub(1).map(|b| self.signal(b, Mode::Train));
+            let dy = (block < network.last()).then(|| self.signal(block, Mode::Train));
+            let _x = self.crossing(arena, x.as_ref())?;
+            let _dy = self.crossing(arena, dy.as_ref())?;
+            let _dx = self.crossing(arena, x.as_ref())?;
+            let mut cx = self.context(kernels, arena, Mode::Train, inputs, loss);
+            let specs = param_dims(network, block);
+            let slots = specs.into_iter().map(|dims| {
+                let bytes = dims.iter().product::<usize>() * 4;
+                (BytesMut::virtual_range(bytes), dims)
+            });
+            let mut gradients = Gradients::new(slots.collect());
+            let dx = x.as_ref().map(|x| ViewMut::new(BytesMut::virtual_range(x.bytes()), x.dtype, &x.dims));
+            network.blocks[block].backward(
+                &mut cx,
+                &self.weights(block),
+                x.as_ref().map(virtual_view),
+                dy.as_ref().map(virtual_view),
+                dx,
+                &mut gradients,
+            )?;
+        }
+        if !self.unified {
+            let _down = arena.alloc(self.chunk_elements.min(network.group_elements_max()) * 4)?;
+        }
+        Ok(())
+    }
+
+    /// The region that a signal takes where it crosses by copy.
+    fn crossing(&self, arena: &Arena, spec: Option<&OutputSpec>) -> Result<Option<Region>> {
+        match spec {
+            Some(spec) if !self.unified => Ok(Some(arena.alloc(spec.bytes())?)),
+            _ => Ok(None),
+        }
+    }
+
+    fn signal(&self, block: usize, mode: Mode) -> OutputSpec {
+        self.network.output(block, self.sample.sequences, self.sample.length, self.dtype, mode)
+    }
+
+    fn weights(&self, block: usize) -> Weights<'static> {
+        let views = param_dims(self.network, block).into_iter().map(|dims| {
+            let bytes = dims.iter().product::<usize>() * self.dtype.size();
+            View::new(Bytes::virtual_range(bytes), self.dtype, &dims)
+        });
+        Weights::new(views.collect())
+    }
+
+    fn context<'b>(
+        &self,
+        kernels: &'b terrace_kernels::KernelSet,
+        arena: &'b Arena,
+        mode: Mode,
+        inputs: &'b [Tensor],
+        loss: &'b mut Tensor,
+    ) -> Context<'b> {
+        Context {
+            kernels,
+            arena,
+            dtype: self.dtype,
+            mode,
+            sequences: self.sample.sequences,
+            length: self.sample.length,
+            inputs,
+            loss: loss.view_mut(),
+            loss_scale: 1.0,
+            kv: None,
+        }
+    }
+
+    fn caches(&self, arena: &Arena) -> Result<Vec<Option<(Tensor, Tensor)>>> {
+        allocate_caches(self.network, arena, self.dtype, self.sample.sequences, self.cache_length)
+    }
+}
+
+/// The key/value cache of every block that wants one: `[B, C, G, K]` each.
+pub(crate) fn allocate_caches(
+    network: &Network,
+    arena: &Arena,
+    dtype: DType,
+    sequences: usize,
+    length: usize,
+) -> Result<Vec<Option<(Tensor, Tensor)>>> {
+    let slots = network.blocks.iter().map(|block| {
+        block.kv().map_or(Ok(None), |kv| {
+            let dims = [sequences, length, kv.heads, kv.head_size];
+            Ok(Some((Tensor::new(arena, dtype, &dims)?, Tensor::new(arena, dtype, &dims)?)))
+        })
+    });
+    slots.collect()
+}
+
+/// Dimensions of a block's parameters, own ones first, then borrowed.
+pub(crate) fn param_dims(network: &Network, block: usize) -> Vec<Vec<usize>> {
+    let own = network.groups[block].params.iter().map(|p| p.spec.dims.clone());
+    let borrowed =
+        network.borrows[block].iter().map(|b| network.groups[b.group].params[b.param].spec.dims.clone());
+    own.chain(borrowed).collect()
+}
+
+fn virtual_view(spec: &OutputSpec) -> View<'static> {
+    View::new(Bytes::virtual_range(spec.bytes()), spec.dtype, &spec.dims)
+}

@@ -1,0 +1,393 @@
+//! Weights on their way to compute, in the exact order of the schedule.
+//!
+//! Two bounded windows run ahead of compute. *Disk to host:* a fetch thread walks the schedule, takes a slot of the
+//! group's size class, and keeps several reads in flight; the number of slots bounds it. *Host to device* (devices
+//! with memory of their own): up to [`UPLOAD_WINDOW`] uploads are started before their group is needed. On a unified
+//! device the second window vanishes: kernels read the slot that the disk engine filled.
+//!
+//! A group moves through [`Residency`]; the transitions are asserted.
+
+use crate::lane::Lane;
+use crate::network::Network;
+use crate::state::{StateHome, StateKinds};
+use crate::{EngineError, Result};
+use crossbeam::channel::{Receiver, Sender, bounded};
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+use terrace_device::{Bytes, Event, Region, Upload, UploadSource};
+use terrace_tiers::{BlobKey, BlobKind, DiskStore, Generation, Lease, PendingRead, Pool, SharedBytes};
+
+/// Uploads that may be in flight or waiting for their use.
+pub(crate) const UPLOAD_WINDOW: usize = 2;
+
+/// Where a group's weights are on their way to compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Residency {
+    /// Only at home: on disk or in resident host memory.
+    Home,
+    /// A read into a host slot is in flight.
+    Reading,
+    /// In a host slot.
+    Staged,
+    /// A copy to the device is in flight.
+    Uploading,
+    /// Ready for kernels.
+    Ready,
+    /// Its last use is over; its memory is being given back.
+    Releasing,
+}
+
+impl Residency {
+    /// Moves to `next`.
+    ///
+    /// # Panics
+    /// If that is not a legal transition: the schedule is broken.
+    pub fn advance(&mut self, next: Self) {
+        use Residency::{Home, Reading, Ready, Releasing, Staged, Uploading};
+        let legal = matches!(
+            (*self, next),
+            (Home, Reading | Staged)
+                | (Reading, Staged)
+                | (Staged, Uploading | Ready)
+                | (Uploading, Ready)
+                | (Ready, Releasing)
+                | (Releasing, Home)
+        );
+        assert!(legal, "a group goes from {self:?} to {next:?}");
+        *self = next;
+    }
+}
+
+/// Host slots of similar size, one pool per class of group sizes.
+#[derive(Debug)]
+pub(crate) struct SlotClasses {
+    pools: Vec<Pool>,
+    class_of_group: Vec<usize>,
+}
+
+/// One class of the plan: which groups share slots, and of what size.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SlotClass {
+    pub(crate) slot_bytes: usize,
+    pub(crate) slots: usize,
+    pub(crate) groups: Vec<usize>,
+}
+
+/// Groups whose sizes differ by less than a quarter share slots, so that one large embedding does not make every slot large.
+pub(crate) fn plan_classes(network: &Network, weight_bytes: usize, window: usize) -> Vec<SlotClass> {
+    let mut order: Vec<usize> = (0..network.groups.len()).filter(|&g| network.groups[g].elements > 0).collect();
+    order.sort_by_key(|&g| std::cmp::Reverse(network.groups[g].elements));
+    let mut classes: Vec<SlotClass> = Vec::new();
+    for group in order {
+        let bytes = network.groups[group].elements * weight_bytes;
+        match classes.last_mut() {
+            Some(class) if bytes * 4 > class.slot_bytes * 3 => class.groups.push(group),
+            _ => classes.push(SlotClass { slot_bytes: bytes, slots: 0, groups: vec![group] }),
+        }
+    }
+    for class in &mut classes {
+        // A block that uses several groups of one class at once needs a slot for each.
+        let together = (0..network.blocks.len())
+            .map(|b| network.groups_of(b).iter().filter(|g| class.groups.contains(g)).count())
+            .max()
+            .unwrap_or(1);
+        class.slots = window.max(together).min(class.groups.len());
+    }
+    classes
+}
+
+impl SlotClasses {
+    pub(crate) fn new(classes: &[SlotClass], groups: usize) -> Result<Self> {
+        let mut class_of_group = vec![usize::MAX; groups];
+        let mut pools = Vec::new();
+        for (index, class) in classes.iter().enumerate() {
+            pools.push(Pool::new("weights", class.slots, class.slot_bytes)?);
+            for &group in &class.groups {
+                class_of_group[group] = index;
+            }
+        }
+        Ok(Self { pools, class_of_group })
+    }
+
+    fn pool(&self, group: usize) -> &Pool {
+        &self.pools[self.class_of_group[group]]
+    }
+}
+
+type Staged = Result<(usize, SharedBytes)>;
+
+/// Gives a block its weights, in the order in which the schedule asks for them.
+#[derive(Debug)]
+pub(crate) struct Fetcher<'a> {
+    lane: &'a Lane,
+    source: Source<'a>,
+    /// Uploads started ahead of their use (devices with their own memory).
+    uploads: VecDeque<(usize, Upload<SharedBytes>)>,
+    upcoming: VecDeque<usize>,
+    regions: VecDeque<(Region, Option<Arc<dyn Event>>)>,
+    residency: Vec<Residency>,
+    /// Time compute waited for weights.
+    pub(crate) stalled: Duration,
+}
+
+#[derive(Debug)]
+enum Source<'a> {
+    Resident(&'a StateHome, &'a StateKinds),
+    Thread(Receiver<Staged>),
+}
+
+/// A group's weights, ready for kernels until dropped or given back through [`Fetcher::release`].
+#[derive(Debug)]
+pub(crate) struct Ready {
+    group: usize,
+    memory: ReadyMemory,
+}
+
+#[derive(Debug)]
+enum ReadyMemory {
+    Host(SharedBytes),
+    Device { region: Region, source: UploadSource<SharedBytes> },
+}
+
+impl Ready {
+    pub(crate) fn group(&self) -> usize {
+        self.group
+    }
+
+    pub(crate) fn bytes(&self) -> Bytes<'_> {
+        match &self.memory {
+            ReadyMemory::Host(bytes) => Bytes::from_host(bytes),
+            ReadyMemory::Device { region, .. } => region.bytes(),
+        }
+    }
+}
+
+impl<'a> Fetcher<'a> {
+    /// Starts fetching `items` (groups in order of use). `regions` are the device's weight slots.
+    pub(crate) fn start<'scope>(
+        scope: &'scope std::thread::Scope<'scope, 'a>,
+        lane: &'a Lane,
+        home: &'a StateHome,
+        kinds: &'a StateKinds,
+        slots: Option<&'a SlotClasses>,
+        items: Vec<usize>,
+        regions: VecDeque<Region>,
+    ) -> Self
+    where
+        'a: 'scope,
+    {
+        let groups = items.iter().max().map_or(0, |g| g + 1);
+        let upcoming = items.iter().copied().collect();
+        let source = match (home.disk(), slots) {
+            (Some(store), Some(slots)) => {
+                let (sender, receiver) = bounded(items.len().max(1));
+                let kind = kinds.weight;
+                let bytes = kinds.blobs[kind].element_bytes as usize;
+                std::thread::Builder::new()
+                    .name("terrace-fetch".into())
+                    .spawn_scoped(scope, move || FetchThread::new(store, slots, bytes, &sender).run(&items))
+                    .map_or_else(
+                        |error| {
+                            let (sender, receiver) = bounded(1);
+                            let message = format!("cannot start the fetch thread: {error}");
+                            let _ = sender.send(Err(EngineError::Config(message)));
+                            receiver
+                        },
+                        |_| receiver,
+                    )
+            }
+            _ => return Self::build(lane, Source::Resident(home, kinds), upcoming, regions, groups),
+        };
+        Self::build(lane, Source::Thread(source), upcoming, regions, groups)
+    }
+
+    fn build(
+        lane: &'a Lane,
+        source: Source<'a>,
+        upcoming: VecDeque<usize>,
+        regions: VecDeque<Region>,
+        groups: usize,
+    ) -> Self {
+        let regions = regions.into_iter().map(|r| (r, None)).collect();
+        let residency = vec![Residency::Home; groups];
+        Self { lane, source, uploads: VecDeque::new(), upcoming, regions, residency, stalled: Duration::ZERO }
+    }
+
+    /// Waits for the next group of the schedule.
+    pub(crate) fn next(&mut self) -> Result<Ready> {
+        let began = Instant::now();
+        let ready = if self.lane.unified {
+            let (group, bytes) = self.staged()?;
+            self.set(group, &[Residency::Staged, Residency::Ready]);
+            Ready { group, memory: ReadyMemory::Host(bytes) }
+        } else {
+            self.start_uploads()?;
+            let (group, upload) = self.uploads.pop_front().expect("at least one upload was started");
+            let (region, source) = upload.ready_on(&*self.lane.compute)?;
+            self.set(group, &[Residency::Ready]);
+            Ready { group, memory: ReadyMemory::Device { region, source } }
+        };
+        self.stalled += began.elapsed();
+        Ok(ready)
+    }
+
+    /// Gives a group's memory back after its use.
+    pub(crate) fn release(&mut self, ready: Ready) -> Result {
+        let group = ready.group;
+        self.set(group, &[Residency::Releasing]);
+        if let ReadyMemory::Device { region, source } = ready.memory {
+            drop(source.release()?);
+            // Hazard (upload over weights in use): the region is refilled only after compute has passed this point.
+            let event = self.lane.compute.record()?;
+            self.regions.push_back((region, Some(event)));
+        }
+        self.set(group, &[Residency::Home]);
+        Ok(())
+    }
+
+    /// Returns the device's weight slots after the last use.
+    pub(crate) fn finish(self) -> VecDeque<Region> {
+        self.regions.into_iter().map(|(region, _)| region).collect()
+    }
+
+    fn staged(&mut self) -> Result<(usize, SharedBytes)> {
+        let group = self.upcoming.pop_front().expect("the schedule asks for no more groups than it listed");
+        match &self.source {
+            Source::Resident(home, kinds) => {
+                let bytes = home.resident_weights(group, kinds).expect("resident state has every group's weights");
+                Ok((group, bytes))
+            }
+            Source::Thread(receiver) => {
+                let staged = receiver.recv().unwrap_or_else(|_| {
+                    Err(EngineError::Config("the fetch thread ended early".into()))
+                })?;
+                assert_eq!(staged.0, group, "groups arrive in the order of the schedule");
+                Ok(staged)
+            }
+        }
+    }
+
+    fn start_uploads(&mut self) -> Result {
+        while self.uploads.len() < UPLOAD_WINDOW && !self.upcoming.is_empty() && !self.regions.is_empty() {
+            let (group, bytes) = self.staged()?;
+            let (region, free) = self.regions.pop_front().expect("checked above");
+            if let Some(event) = free {
+                self.lane.up.wait(&*event)?;
+            }
+            let upload = Upload::start(&*self.lane.up, bytes, region)?;
+            // A group that is in use and fetched again keeps the state of its first use.
+            self.set(group, &[Residency::Staged, Residency::Uploading]);
+            self.uploads.push_back((group, upload));
+        }
+        Ok(())
+    }
+
+    /// Advances a group; a second copy of a group that is already on its way is not tracked separately.
+    fn set(&mut self, group: usize, steps: &[Residency]) {
+        let state = &mut self.residency[group];
+        for &next in steps {
+            let second_copy = match next {
+                Residency::Staged => *state != Residency::Home,
+                Residency::Releasing => *state != Residency::Ready,
+                Residency::Home => *state != Residency::Releasing,
+                Residency::Ready => *state == Residency::Ready,
+                _ => *state != Residency::Staged,
+            };
+            if !second_copy {
+                state.advance(next);
+            }
+        }
+    }
+}
+
+/// Reads ahead on its own thread.
+struct FetchThread<'a> {
+    store: &'a DiskStore,
+    slots: &'a SlotClasses,
+    weight_bytes: usize,
+    sender: &'a Sender<Staged>,
+    in_flight: VecDeque<(usize, InFlight)>,
+    /// Groups whose last lease may still be alive: used again soon, they need no second read.
+    recent: HashMap<usize, Weak<Lease>>,
+}
+
+enum InFlight {
+    Read(PendingRead),
+    Shared(Arc<Lease>),
+}
+
+impl<'a> FetchThread<'a> {
+    fn new(store: &'a DiskStore, slots: &'a SlotClasses, weight_bytes: usize, sender: &'a Sender<Staged>) -> Self {
+        Self { store, slots, weight_bytes, sender, in_flight: VecDeque::new(), recent: HashMap::new() }
+    }
+
+    fn run(mut self, items: &[usize]) {
+        for &group in items {
+            if !self.request(group) {
+                return;
+            }
+        }
+        while !self.in_flight.is_empty() {
+            if !self.deliver() {
+                return;
+            }
+        }
+    }
+
+    /// Starts the read of one group; false when compute has gone away.
+    fn request(&mut self, group: usize) -> bool {
+        // An earlier read of the same group that is still in flight is delivered first, so that it can be shared.
+        while self.in_flight.iter().any(|(g, _)| *g == group) {
+            if !self.deliver() {
+                return false;
+            }
+        }
+        if let Some(lease) = self.recent.get(&group).and_then(Weak::upgrade) {
+            self.in_flight.push_back((group, InFlight::Shared(lease)));
+            return true;
+        }
+        let elements = self.store.spec().groups[group].elements as usize;
+        let pool = self.slots.pool(group);
+        let len = elements * self.weight_bytes;
+        let lease = loop {
+            if let Some(lease) = pool.try_acquire(len) {
+                break lease;
+            }
+            // What is in flight holds slots that compute can only free once it has them.
+            if self.in_flight.is_empty() {
+                break pool.acquire(len);
+            }
+            if !self.deliver() {
+                return false;
+            }
+        };
+        let key = BlobKey { group, kind: BlobKind::Weight };
+        let chunks = 0..self.store.spec().chunks(group);
+        match self.store.read(key, chunks, Generation::Live, lease) {
+            Ok(read) => self.in_flight.push_back((group, InFlight::Read(read))),
+            Err(error) => {
+                let _ = self.sender.send(Err(error.into()));
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Hands the oldest group over; false when compute has gone away or the read failed.
+    fn deliver(&mut self) -> bool {
+        let (group, item) = self.in_flight.pop_front().expect("something is in flight");
+        let lease = match item {
+            InFlight::Shared(lease) => lease,
+            InFlight::Read(read) => match read.wait() {
+                Ok(lease) => Arc::new(lease),
+                Err(error) => {
+                    let _ = self.sender.send(Err(error.into()));
+                    return false;
+                }
+            },
+        };
+        self.recent.insert(group, Arc::downgrade(&lease));
+        self.sender.send(Ok((group, SharedBytes::Lease(lease)))).is_ok()
+    }
+}

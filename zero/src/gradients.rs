@@ -1,0 +1,192 @@
+//! Gradients between backward and update.
+//!
+//! A block's gradient is accumulated in f32 on the device over all micro-batches, then comes down once, chunk by chunk,
+//! in the dtype of the weights. Chunks are parked in host leases or on a scratch volume until the update takes them.
+//! A group that several blocks use (tied embeddings) comes down after each of its uses; the later use starts from what
+//! the earlier one parked.
+
+use crate::lane::{Lane, flat, flat_mut};
+use crate::{Backend, Result};
+use bytemuck::cast_slice;
+use std::path::PathBuf;
+use std::sync::Arc;
+use terrace_aio::IoEngine;
+use terrace_device::{Download, Region, Upload};
+use terrace_kernels::{DType, View, ViewMut};
+use terrace_optimizer::{Gradient, SumOfSquares};
+use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, StoreSpec};
+
+/// Chunks in memory when gradients are parked on disk: one being filled, two being written or read.
+pub(crate) const STAGING_SLOTS: usize = 4;
+
+#[derive(Debug)]
+pub(crate) struct GradientPark {
+    dtype: DType,
+    spec: StoreSpec,
+    pool: Pool,
+    scratch: Option<Scratch>,
+    /// First scratch chunk of every group.
+    first: Vec<usize>,
+    /// `[group][chunk]`
+    parked: Vec<Vec<Option<Parked>>>,
+    sums: Vec<SumOfSquares>,
+}
+
+#[derive(Debug)]
+enum Parked {
+    Host(Lease),
+    Disk(ScratchChunk),
+}
+
+/// A parked chunk on its way to the update.
+#[derive(Debug)]
+pub(crate) enum Arriving {
+    Here(Lease),
+    Reading(PendingRead),
+}
+
+impl Arriving {
+    pub(crate) fn wait(self) -> Result<Lease> {
+        match self {
+            Self::Here(lease) => Ok(lease),
+            Self::Reading(read) => Ok(read.wait()?),
+        }
+    }
+}
+
+impl GradientPark {
+    pub(crate) fn new(
+        dtype: DType,
+        spec: &StoreSpec,
+        host_chunks: usize,
+        disk: Option<(&Arc<dyn IoEngine>, &[PathBuf])>,
+    ) -> Result<Self> {
+        let groups = spec.groups.len();
+        let chunk_bytes = spec.chunk_elements as usize * dtype.size();
+        let mut first = Vec::new();
+        let mut total = 0;
+        for group in 0..groups {
+            first.push(total);
+            total += spec.chunks(group);
+        }
+        let scratch = match disk {
+            Some((engine, dirs)) => Some(Scratch::create(engine, dirs, "gradients.bin", total, chunk_bytes)?),
+            None => None,
+        };
+        let slots = if scratch.is_some() { STAGING_SLOTS } else { host_chunks };
+        Ok(Self {
+            dtype,
+            spec: spec.clone(),
+            pool: Pool::new("gradients", slots, chunk_bytes)?,
+            scratch,
+            first,
+            parked: (0..groups).map(|g| (0..spec.chunks(g)).map(|_| None).collect()).collect(),
+            sums: vec![SumOfSquares::new(); groups],
+        })
+    }
+
+    /// Fills a group's accumulator with zeros, or with what an earlier use of the group in this step parked.
+    pub(crate) fn begin(&mut self, backend: &Backend, lane: &Lane, group: usize, acc: &mut Region) -> Result {
+        let elements = acc.len() / 4;
+        let ops = &backend.kernels.elementwise;
+        ops.zero(ViewMut::new(acc.bytes_mut(), DType::F32, &[elements]))?;
+        for chunk in 0..self.spec.chunks(group) {
+            let Some(arriving) = self.take(group, chunk)? else { continue };
+            let lease = arriving.wait()?;
+            let (start, len) = self.range(group, chunk);
+            let out = ViewMut::new(acc.bytes_mut().slice(start * 4, (start + len) * 4), DType::F32, &[len]);
+            if lane.unified {
+                ops.cast(flat(&lease, self.dtype), out)?;
+            } else {
+                let region = lane.arena.alloc(lease.len())?;
+                let (region, source) = Upload::start(&*lane.up, lease, region)?.ready_on(&*lane.compute)?;
+                ops.cast(View::new(region.bytes(), self.dtype, &[len]), out)?;
+                source.release()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings a group's accumulated gradient down and parks it; its norm counts when this was the group's last use.
+    pub(crate) fn park(
+        &mut self,
+        backend: &Backend,
+        lane: &Lane,
+        group: usize,
+        acc: &Region,
+        last_use: bool,
+        pool: &rayon::ThreadPool,
+    ) -> Result {
+        self.sums[group] = SumOfSquares::new();
+        for chunk in 0..self.spec.chunks(group) {
+            let (start, len) = self.range(group, chunk);
+            let from = View::new(acc.bytes().slice(start * 4, (start + len) * 4), DType::F32, &[len]);
+            let mut lease = self.pool.acquire(len * self.dtype.size());
+            let ops = &backend.kernels.elementwise;
+            if lane.unified {
+                ops.cast(from, flat_mut(&mut lease, self.dtype))?;
+            } else {
+                let mut region = lane.arena.alloc(lease.len())?;
+                ops.cast(from, ViewMut::new(region.bytes_mut(), self.dtype, &[len]))?;
+                lease = Download::start(&*lane.down, &*lane.compute, region, lease)?.wait()?.1;
+            }
+            if last_use {
+                self.sums[group].add_threaded(pool, self.as_gradient(&lease));
+            }
+            let parked = match &self.scratch {
+                Some(scratch) => {
+                    let place = ScratchChunk(self.first[group] + chunk);
+                    scratch.write(place, lease)?;
+                    Parked::Disk(place)
+                }
+                None => Parked::Host(lease),
+            };
+            self.parked[group][chunk] = Some(parked);
+        }
+        Ok(())
+    }
+
+    /// Takes a parked chunk; `None` if there is none.
+    pub(crate) fn take(&mut self, group: usize, chunk: usize) -> Result<Option<Arriving>> {
+        let (_, len) = self.range(group, chunk);
+        Ok(match self.parked[group][chunk].take() {
+            None => None,
+            Some(Parked::Host(lease)) => Some(Arriving::Here(lease)),
+            Some(Parked::Disk(place)) => {
+                let scratch = self.scratch.as_ref().expect("parked on a scratch volume");
+                let lease = self.pool.acquire(len * self.dtype.size());
+                Some(Arriving::Reading(scratch.read(place, lease)?))
+            }
+        })
+    }
+
+    /// The sum of squares over all groups, added in their order.
+    pub(crate) fn norm_squared(&self) -> SumOfSquares {
+        let mut total = SumOfSquares::new();
+        self.sums.iter().for_each(|sum| total.merge(sum));
+        total
+    }
+
+    /// A chunk's bytes as the optimizer takes them.
+    pub(crate) fn as_gradient<'b>(&self, bytes: &'b [u8]) -> Gradient<'b> {
+        match self.dtype {
+            DType::F32 => Gradient::F32(cast_slice(bytes)),
+            _ => Gradient::Bf16(cast_slice(bytes)),
+        }
+    }
+
+    /// Forgets everything of a step that failed.
+    pub(crate) fn clear(&mut self) {
+        self.parked.iter_mut().flatten().for_each(|p| *p = None);
+    }
+
+    /// Chunks a reader may have in flight at once without starving itself.
+    pub(crate) fn reads_max(&self) -> usize {
+        if self.scratch.is_some() { STAGING_SLOTS - 1 } else { usize::MAX }
+    }
+
+    /// Element range of a chunk: start and length.
+    fn range(&self, group: usize, chunk: usize) -> (usize, usize) {
+        (chunk * self.spec.chunk_elements as usize, self.spec.chunk_len(group, chunk))
+    }
+}

@@ -1,0 +1,141 @@
+//! Blocks and their parameter groups: how flat parameters map to tensors.
+//!
+//! Every block owns one group (possibly empty). Inside a group each parameter starts at a multiple of [`PARAM_ALIGN`]
+//! elements; the group is padded to [`GROUP_ALIGN`] elements so that every kind of state fills whole pages. Padding
+//! stays zero: its gradients are zero, and so is its state.
+
+use crate::{Block, EngineError, OutputSpec, ParamSpec, Result};
+use std::collections::HashMap;
+
+/// Alignment of a parameter inside its group, in elements: a cache line of any dtype.
+const PARAM_ALIGN: usize = 64;
+/// Padding of a group, in elements: a 4 KiB page of one-byte state.
+const GROUP_ALIGN: usize = 4096;
+
+/// A parameter's place in its group.
+#[derive(Debug, Clone)]
+pub(crate) struct Placed {
+    pub(crate) spec: ParamSpec,
+    /// First element in the flat group.
+    pub(crate) offset: usize,
+}
+
+/// The flat parameters of one block.
+#[derive(Debug, Clone)]
+pub(crate) struct ParamGroup {
+    pub(crate) name: String,
+    pub(crate) params: Vec<Placed>,
+    /// Padded number of elements.
+    pub(crate) elements: usize,
+}
+
+/// A borrowed parameter: which group and which of its parameters.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Borrow {
+    pub(crate) group: usize,
+    pub(crate) param: usize,
+}
+
+/// A network: blocks, their groups and who borrows what.
+#[derive(Debug)]
+pub(crate) struct Network {
+    pub(crate) blocks: Vec<Box<dyn Block>>,
+    pub(crate) groups: Vec<ParamGroup>,
+    pub(crate) borrows: Vec<Vec<Borrow>>,
+}
+
+impl Network {
+    pub(crate) fn new(blocks: Vec<Box<dyn Block>>) -> Result<Self> {
+        if blocks.len() < 2 {
+            return Err(EngineError::Model("a network has at least two blocks, the last of which computes the loss".into()));
+        }
+        let mut owners: HashMap<String, Borrow> = HashMap::new();
+        let (mut groups, mut borrows) = (Vec::new(), Vec::new());
+        for (index, block) in blocks.iter().enumerate() {
+            let mut offset = 0;
+            let mut params = Vec::new();
+            for (param, spec) in block.params().iter().enumerate() {
+                if owners.insert(spec.name.clone(), Borrow { group: index, param }).is_some() {
+                    return Err(EngineError::Model(format!("parameter {} is owned by two blocks", spec.name)));
+                }
+                params.push(Placed { spec: spec.clone(), offset });
+                offset = (offset + spec.elements()).next_multiple_of(PARAM_ALIGN);
+            }
+            groups.push(ParamGroup {
+                name: block.name().to_owned(),
+                params,
+                elements: offset.next_multiple_of(GROUP_ALIGN),
+            });
+            let found: Result<Vec<_>> = block
+                .borrowed()
+                .iter()
+                .map(|name| {
+                    owners.get(name).copied().filter(|b| b.group < index).ok_or_else(|| {
+                        let block = block.name();
+                        EngineError::Model(format!("block {block} borrows {name}, which no earlier block owns"))
+                    })
+                })
+                .collect();
+            borrows.push(found?);
+        }
+        Ok(Self { blocks, groups, borrows })
+    }
+
+    /// Index of the last block.
+    pub(crate) fn last(&self) -> usize {
+        self.blocks.len() - 1
+    }
+
+    /// The groups that block `index` needs, its own first, without repetition or empty ones.
+    pub(crate) fn groups_of(&self, index: usize) -> Vec<usize> {
+        let mut groups = vec![index];
+        groups.extend(self.borrows[index].iter().map(|b| b.group));
+        groups.retain(|&g| self.groups[g].elements > 0);
+        let mut seen = Vec::new();
+        groups.retain(|g| {
+            let fresh = !seen.contains(g);
+            seen.push(*g);
+            fresh
+        });
+        groups
+    }
+
+    /// Number of parameters, without padding and counting shared ones once.
+    pub(crate) fn parameters(&self) -> u64 {
+        self.groups.iter().flat_map(|g| &g.params).map(|p| p.spec.elements() as u64).sum()
+    }
+
+    /// Padded elements of all groups.
+    pub(crate) fn elements(&self) -> u64 {
+        self.groups.iter().map(|g| g.elements as u64).sum()
+    }
+
+    /// Padded elements of the largest group.
+    pub(crate) fn group_elements_max(&self) -> usize {
+        self.groups.iter().map(|g| g.elements).max().unwrap_or(0)
+    }
+
+    /// Whether a later block uses group `group` too, so that its gradient comes in parts.
+    pub(crate) fn is_shared(&self, group: usize) -> bool {
+        self.borrows.iter().flatten().any(|b| b.group == group)
+    }
+
+    /// The signal that block `index` writes.
+    pub(crate) fn output(
+        &self,
+        index: usize,
+        sequences: usize,
+        length: usize,
+        dtype: terrace_kernels::DType,
+        mode: crate::Mode,
+    ) -> OutputSpec {
+        self.blocks[index].output(sequences, length, dtype, mode)
+    }
+}
+
+impl OutputSpec {
+    /// Bytes of the signal.
+    pub fn bytes(&self) -> usize {
+        self.dims.iter().product::<usize>() * self.dtype.size()
+    }
+}

@@ -1,0 +1,289 @@
+//! From budgets to windows: what fits, and the smallest change that would.
+//!
+//! Peak host memory of a training step on a unified device is the sum of these terms, each allocated once:
+//!
+//! | term | bytes |
+//! |---|---|
+//! | weights | Σ classes slots × slot (disk), or all groups (resident) |
+//! | optimizer state | update slots × chunk × bytes of all kinds (disk), or all of it (resident) |
+//! | gradients | parked chunks × chunk × weight bytes |
+//! | activations | signal slots × signal (+ spill slots) |
+//! | device arena | accumulators, inputs and block workspaces: the exact peak of a planning run |
+//! | kernel scratch, checksum tables, loading buffer | fixed |
+//!
+//! On a device with memory of its own the arena and the device's weight slots are device memory instead. The planner walks
+//! a fixed list of choices from roomy to tight and takes the first that fits.
+
+use crate::activations::{Activations, SPILL_SLOTS};
+use crate::dry::{DryCost, DryRun};
+use crate::fetch::{SlotClass, UPLOAD_WINDOW, plan_classes};
+use crate::gradients::STAGING_SLOTS;
+use crate::network::Network;
+use crate::state::{StateKinds, store_spec};
+use crate::{Backend, EngineConfig, MicroBatch, Mode, Placement, Result};
+use terrace_tiers::{ByteSize, DiskStore, MemoryPlan, PlanRefusal, StoreSpec, Tier, TierError};
+
+/// Elements of the buffer through which weights are loaded: a multiple of every chunk size is not needed, it is cut.
+const CHUNK_CHOICES: [usize; 4] = [1 << 20, 1 << 18, 1 << 16, 1 << 14];
+const WEIGHT_SLOT_CHOICES: [usize; 3] = [4, 2, 1];
+const UPDATE_SLOT_CHOICES: [usize; 3] = [6, 4, 2];
+
+/// The windows that a plan settled on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Windows {
+    pub(crate) chunk_elements: usize,
+    pub(crate) classes: Vec<SlotClass>,
+    pub(crate) update_slots: usize,
+    pub(crate) gradient_chunks: usize,
+    pub(crate) gradients_on_disk: bool,
+    pub(crate) activations_on_disk: bool,
+    pub(crate) signal_bytes: usize,
+    pub(crate) arena_bytes: usize,
+    pub(crate) device_weight_slots: usize,
+    pub(crate) flops_per_step: u64,
+}
+
+/// A finished plan.
+#[derive(Debug, Clone)]
+pub(crate) struct EnginePlan {
+    pub(crate) memory: MemoryPlan,
+    pub(crate) windows: Windows,
+    pub(crate) spec: StoreSpec,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Choice {
+    chunk_elements: usize,
+    weight_slots: usize,
+    update_slots: usize,
+    gradients_on_disk: bool,
+    activations_on_disk: bool,
+}
+
+pub(crate) struct Planner<'a> {
+    pub(crate) config: &'a EngineConfig,
+    pub(crate) backend: &'a Backend,
+    pub(crate) network: &'a Network,
+    pub(crate) kinds: &'a StateKinds,
+    pub(crate) sample: &'a MicroBatch,
+}
+
+impl Planner<'_> {
+    /// The first choice that fits every budget.
+    pub(crate) fn plan(&self) -> Result<EnginePlan> {
+        let mut smallest: Option<EnginePlan> = None;
+        for choice in self.choices() {
+            let plan = self.evaluate(choice)?;
+            if self.fits(&plan) {
+                return Ok(plan);
+            }
+            let bytes = |p: &EnginePlan| p.memory.total(Tier::Host) + p.memory.total(Tier::Device);
+            if smallest.as_ref().is_none_or(|s| bytes(&plan) < bytes(s)) {
+                smallest = Some(plan);
+            }
+        }
+        let smallest = smallest.expect("there is at least one choice");
+        Err(TierError::Plan(self.refusal(&smallest)).into())
+    }
+
+    fn fits(&self, plan: &EnginePlan) -> bool {
+        plan.memory.total(Tier::Host) <= self.config.host_budget
+            && plan.memory.total(Tier::Device) <= self.config.device_budget
+    }
+
+    fn choices(&self) -> Vec<Choice> {
+        let o = self.config.overrides;
+        let only = |fixed: Option<usize>, all: &[usize]| fixed.map_or_else(|| all.to_vec(), |f| vec![f]);
+        let on_disk = self.config.placement == Placement::Disk && self.config.training.is_some();
+        let places = |fixed: Option<bool>| match fixed {
+            Some(place) => vec![place],
+            None if on_disk => vec![false, true],
+            None => vec![false],
+        };
+        let mut choices = Vec::new();
+        for tight in [false, true] {
+            for &gradients_on_disk in &places(o.gradients_on_disk) {
+                for &activations_on_disk in &places(o.activations_on_disk) {
+                    for &chunk_elements in &only(o.chunk_elements, if tight { &CHUNK_CHOICES } else { &CHUNK_CHOICES[..2] }) {
+                        for &weight_slots in &only(o.weight_slots, if tight { &WEIGHT_SLOT_CHOICES } else { &WEIGHT_SLOT_CHOICES[..2] }) {
+                            for &update_slots in &only(o.update_slots, if tight { &UPDATE_SLOT_CHOICES } else { &UPDATE_SLOT_CHOICES[..2] }) {
+                                choices.push(Choice { chunk_elements, weight_slots, update_slots, gradients_on_disk, activations_on_disk });
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        choices
+    }
+
+    fn evaluate(&self, choice: Choice) -> Result<EnginePlan> {
+        let (config, network) = (self.config, self.network);
+        let windows = self.windows(choice)?;
+        let spec = store_spec(config, network, self.kinds, choice.chunk_elements);
+        let mut memory = MemoryPlan::default();
+        let weight_bytes = config.dtype.size() as u64;
+        let chunk = choice.chunk_elements as u64;
+        let elements = network.elements();
+        if config.placement == Placement::Disk {
+            for class in &windows.classes {
+                memory.add(Tier::Host, "weights in flight and in use", class.slots as u64, page(class.slot_bytes));
+            }
+            if config.training.is_some() {
+                for blob in &self.kinds.blobs {
+                    let what = format!("optimizer state in flight: {:?}", blob.kind);
+                    memory.add(Tier::Host, what, windows.update_slots as u64, chunk * blob.element_bytes);
+                }
+            } else {
+                memory.add(Tier::Host, "loading weights", 2, chunk * weight_bytes);
+            }
+            let dirs = config.disks.len();
+            memory.add(Tier::Disk, "training state, all generations", dirs as u64, DiskStore::bytes_per_dir(&spec, dirs));
+            if windows.gradients_on_disk {
+                memory.add(Tier::Disk, "parked gradients", 1, elements * weight_bytes);
+            }
+        } else {
+            for blob in &self.kinds.blobs {
+                memory.add(Tier::Host, format!("resident state: {:?}", blob.kind), elements, blob.element_bytes);
+            }
+            memory.add(Tier::Host, "saving and loading state", 2, chunk * self.kinds.element_bytes());
+        }
+        if config.training.is_some() {
+            memory.add(Tier::Host, "gradients", windows.gradient_chunks as u64, chunk * weight_bytes);
+        }
+        self.add_signals(&mut memory, &windows);
+        let arena_tier = if self.backend.device.unified() { Tier::Host } else { Tier::Device };
+        memory.add(arena_tier, "block workspaces and gradient accumulators", 1, windows.arena_bytes as u64);
+        let slot = network.group_elements_max() as u64 * weight_bytes;
+        memory.add(Tier::Device, "weights on the device", windows.device_weight_slots as u64, slot.next_multiple_of(256));
+        memory.add(Tier::Host, "kernel scratch", 1, self.backend.kernel_scratch_bytes);
+        memory.add(Tier::Host, "loading buffer", chunk, 4);
+        // The table of the live and the next generation, and a manifest slot on its way out.
+        let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
+        memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
+        Ok(EnginePlan { memory, windows, spec })
+    }
+
+    fn add_signals(&self, memory: &mut MemoryPlan, windows: &Windows) {
+        let slot = page(windows.signal_bytes);
+        if self.config.training.is_none() {
+            memory.add(Tier::Host, "signals between blocks", 2, slot);
+            return;
+        }
+        let (boundaries, m) = (self.network.last(), self.config.limits.micro_batches);
+        let slots = Activations::slots(boundaries, m, windows.activations_on_disk) as u64;
+        memory.add(Tier::Host, "activations and their gradients", slots, slot);
+        if windows.activations_on_disk {
+            memory.add(Tier::Host, "activations in flight", SPILL_SLOTS as u64, slot);
+            memory.add(Tier::Disk, "spilled activations", (boundaries * m) as u64, slot);
+        }
+    }
+
+    fn windows(&self, choice: Choice) -> Result<Windows> {
+        let (config, network) = (self.config, self.network);
+        let weight_bytes = config.dtype.size();
+        let training = config.training.as_ref();
+        let modes: &[Mode] = if training.is_some() {
+            &[Mode::Train, Mode::Evaluate]
+        } else if config.limits.cache_length > 0 {
+            &[Mode::Generate]
+        } else {
+            &[Mode::Evaluate]
+        };
+        let unified = self.backend.device.unified();
+        let mut cost = DryCost::default();
+        for &mode in modes {
+            let dry = DryRun {
+                network,
+                dtype: config.dtype,
+                unified,
+                sample: self.sample,
+                micro_batches: config.limits.micro_batches,
+                chunk_elements: choice.chunk_elements,
+                cache_length: config.limits.cache_length,
+            }
+            .measure(mode)?;
+            cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
+            cost.flops = cost.flops.max(dry.flops);
+        }
+        let (sequences, length) = (self.sample.sequences, self.sample.length);
+        let signal = |b: usize| network.output(b, sequences, length, config.dtype, Mode::Evaluate).bytes();
+        let together = (0..network.blocks.len()).map(|b| network.groups_of(b).len()).max().unwrap_or(1);
+        Ok(Windows {
+            chunk_elements: choice.chunk_elements,
+            classes: plan_classes(network, weight_bytes, choice.weight_slots),
+            update_slots: choice.update_slots,
+            gradient_chunks: self.gradient_chunks(choice),
+            gradients_on_disk: choice.gradients_on_disk,
+            activations_on_disk: choice.activations_on_disk,
+            signal_bytes: (0..network.last()).map(signal).max().unwrap_or(0),
+            arena_bytes: cost.arena_bytes.max(256),
+            device_weight_slots: if unified { 0 } else { UPLOAD_WINDOW + together },
+            flops_per_step: cost.flops,
+        })
+    }
+
+    /// Gradient chunks in host memory: all of them when clipping must see the norm first (or state is resident), else those of
+    /// the group in backward and of groups that come in parts.
+    fn gradient_chunks(&self, choice: Choice) -> usize {
+        if choice.gradients_on_disk {
+            return STAGING_SLOTS;
+        }
+        let chunks = |g: usize| self.network.groups[g].elements.div_ceil(choice.chunk_elements);
+        let all = 0..self.network.groups.len();
+        if self.config.training.as_ref().is_some_and(|t| t.clip.is_none()) && self.config.placement == Placement::Disk {
+            let shared: usize = all.clone().filter(|&g| self.network.is_shared(g)).map(chunks).sum();
+            return all.map(chunks).max().unwrap_or(0) + shared;
+        }
+        all.map(chunks).sum()
+    }
+
+    fn refusal(&self, smallest: &EnginePlan) -> PlanRefusal {
+        let host = smallest.memory.total(Tier::Host);
+        let (what, tier, budget) = if host > self.config.host_budget {
+            ("--host-memory", Tier::Host, self.config.host_budget)
+        } else {
+            ("--device-memory", Tier::Device, self.config.device_budget)
+        };
+        let mut knobs = Vec::new();
+        if self.config.placement != Placement::Disk {
+            knobs.push("use --offload disk".to_owned());
+        }
+        let limits = self.config.limits;
+        if limits.length > 1 {
+            knobs.push(format!("shorten --seq-len (now {})", limits.length));
+        }
+        if limits.sequences > 1 {
+            knobs.push(format!("lower --batch-size (now {}) and raise --grad-accum", limits.sequences));
+        }
+        PlanRefusal {
+            what,
+            budget,
+            minimum: smallest.memory.total(tier),
+            breakdown: smallest.memory.breakdown(tier),
+            alternatives: knobs.join(", or "),
+        }
+    }
+}
+
+impl EnginePlan {
+    /// One line that says what was chosen.
+    pub(crate) fn summary(&self) -> String {
+        let w = &self.windows;
+        let place = |on_disk| if on_disk { "disk" } else { "host" };
+        let slots: Vec<String> =
+            w.classes.iter().map(|c| format!("{} × {}", c.slots, ByteSize(c.slot_bytes as u64))).collect();
+        format!(
+            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}",
+            slots.join(" + "),
+            w.update_slots,
+            w.chunk_elements,
+            place(w.gradients_on_disk),
+            place(w.activations_on_disk)
+        )
+    }
+}
+
+fn page(bytes: usize) -> u64 {
+    (bytes as u64).next_multiple_of(4096)
+}

@@ -1,0 +1,119 @@
+//! Where the training state lives between uses, and the layout that all places share.
+
+use crate::network::Network;
+use crate::{EngineConfig, EngineError, Placement, Result};
+use std::sync::Arc;
+use terrace_kernels::DType;
+use terrace_optimizer::{Optimizer, StateKind, StateLayout, WeightType, adamw};
+use terrace_tiers::{BlobKind, BlobSpec, DiskStore, GroupSpec, HostBlob, SharedBytes, StoreSpec};
+
+/// The kinds of state, in the order in which the optimizer takes them.
+#[derive(Debug)]
+pub(crate) struct StateKinds {
+    pub(crate) blobs: Vec<BlobSpec>,
+    /// Index of the weights among them.
+    pub(crate) weight: usize,
+    /// Whether an update reads the old value of each kind (weights that have a full master are only written).
+    pub(crate) read_by_update: Vec<bool>,
+}
+
+/// The state between uses.
+#[derive(Debug)]
+pub(crate) enum StateHome {
+    /// `[group][kind]` in host memory.
+    Resident(Vec<Vec<Arc<HostBlob>>>),
+    /// In a store; only windows of it are in memory.
+    Disk(Box<DiskStore>),
+}
+
+impl StateKinds {
+    pub(crate) fn new(config: &EngineConfig) -> Result<(Self, Option<Box<dyn Optimizer>>)> {
+        let weight = match config.dtype {
+            DType::F32 => WeightType::F32,
+            DType::BF16 => WeightType::Bf16,
+            other => return Err(EngineError::Config(format!("weights of dtype {other} cannot be used: bf16 or fp32"))),
+        };
+        let Some(training) = &config.training else {
+            let element_bytes = config.dtype.size() as u64;
+            let blobs = vec![BlobSpec { kind: BlobKind::Weight, element_bytes }];
+            return Ok((Self { blobs, weight: 0, read_by_update: vec![false] }, None));
+        };
+        let describe = |e: terrace_optimizer::OptimizerError| EngineError::Config(e.to_string());
+        training.optimizer.validate().map_err(describe)?;
+        let layout = StateLayout::new(training.state, weight).map_err(describe)?;
+        let kinds = layout.kinds();
+        let has_master = kinds.iter().any(|(kind, _)| *kind == StateKind::Master);
+        let blobs = kinds
+            .iter()
+            .map(|&(kind, bytes)| BlobSpec { kind: blob_kind(kind), element_bytes: bytes as u64 })
+            .collect();
+        let read_by_update = kinds.iter().map(|&(kind, _)| kind != StateKind::Weight || !has_master).collect();
+        let weight = kinds.iter().position(|(kind, _)| *kind == StateKind::Weight);
+        let weight = weight.expect("every state layout has a weight");
+        Ok((Self { blobs, weight, read_by_update }, Some(adamw(training.optimizer, layout))))
+    }
+
+    /// Bytes of one element over all kinds.
+    pub(crate) fn element_bytes(&self) -> u64 {
+        self.blobs.iter().map(|b| b.element_bytes).sum()
+    }
+}
+
+impl StateHome {
+    /// Allocates resident state.
+    pub(crate) fn resident(network: &Network, kinds: &StateKinds) -> Result<Self> {
+        let groups = network.groups.iter().map(|group| {
+            let blobs = kinds.blobs.iter().map(|kind| {
+                HostBlob::new(group.elements * kind.element_bytes as usize).map(Arc::new)
+            });
+            blobs.collect::<std::result::Result<Vec<_>, _>>()
+        });
+        Ok(Self::Resident(groups.collect::<std::result::Result<Vec<_>, _>>()?))
+    }
+
+    /// The weights of a group, if they are resident.
+    pub(crate) fn resident_weights(&self, group: usize, kinds: &StateKinds) -> Option<SharedBytes> {
+        match self {
+            Self::Resident(groups) => Some(SharedBytes::Blob(Arc::clone(&groups[group][kinds.weight]))),
+            Self::Disk(_) => None,
+        }
+    }
+
+    pub(crate) fn disk(&self) -> Option<&DiskStore> {
+        match self {
+            Self::Resident(_) => None,
+            Self::Disk(store) => Some(store),
+        }
+    }
+}
+
+/// The layout of the state on disk.
+pub(crate) fn store_spec(config: &EngineConfig, network: &Network, kinds: &StateKinds, chunk_elements: usize) -> StoreSpec {
+    let group = |g: &crate::network::ParamGroup| GroupSpec { name: g.name.clone(), elements: g.elements as u64 };
+    StoreSpec {
+        groups: network.groups.iter().map(group).collect(),
+        kinds: kinds.blobs.clone(),
+        chunk_elements: chunk_elements as u64,
+        generations: if config.training.is_some() { 2 } else { 1 },
+        identity: config.identity.clone(),
+    }
+}
+
+/// Whether the state needs directories at all.
+pub(crate) fn needs_disk(config: &EngineConfig) -> Result {
+    if config.placement == Placement::Disk && config.disks.is_empty() {
+        let message = "state on disk needs a directory: give --disk PATH";
+        return Err(EngineError::Config(message.into()));
+    }
+    Ok(())
+}
+
+fn blob_kind(kind: StateKind) -> BlobKind {
+    match kind {
+        StateKind::Weight => BlobKind::Weight,
+        StateKind::Master => BlobKind::Master,
+        StateKind::MasterLow => BlobKind::MasterLow,
+        StateKind::Moment1 => BlobKind::Moment1,
+        StateKind::Moment2 => BlobKind::Moment2,
+    }
+}

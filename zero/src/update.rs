@@ -1,0 +1,169 @@
+//! The update: read chunk i+1 | step chunk i | write chunk i−1.
+//!
+//! State on disk passes through a fixed number of slots per kind. A slot is taken when a chunk's read starts and comes back
+//! when its write is done, so the slots alone bound reads, compute and writes in flight. New state goes to the next
+//! generation; the live one is never touched. Resident state is updated where it is.
+
+use crate::gradients::{Arriving, GradientPark};
+use crate::state::{StateHome, StateKinds};
+use crate::{EngineError, Result};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use terrace_optimizer::{Optimizer, StepArgs, update_threaded};
+use terrace_tiers::{BlobKey, DiskStore, Generation, Lease, PendingRead, Pool, StoreSpec};
+
+/// Slots for optimizer state on its way from disk through the update and back, one pool per kind.
+#[derive(Debug)]
+pub(crate) struct UpdateSlots {
+    pools: Vec<Pool>,
+}
+
+impl UpdateSlots {
+    pub(crate) fn new(kinds: &StateKinds, slots: usize, chunk_elements: usize) -> Result<Self> {
+        let pools = kinds.blobs.iter().map(|b| Pool::new("optimizer state", slots, chunk_elements * b.element_bytes as usize));
+        Ok(Self { pools: pools.collect::<std::result::Result<_, _>>()? })
+    }
+
+    /// One slot of every kind, waiting for them if need be.
+    pub(crate) fn acquire(&self, kinds: &StateKinds, elements: usize) -> Vec<Lease> {
+        let bytes = kinds.blobs.iter().map(|b| elements * b.element_bytes as usize);
+        self.pools.iter().zip(bytes).map(|(pool, len)| pool.acquire(len)).collect()
+    }
+
+    fn has_free(&self) -> bool {
+        self.pools.iter().all(|pool| pool.out() < pool.slots())
+    }
+}
+
+/// What an update works on.
+pub(crate) struct Updater<'a> {
+    pub(crate) optimizer: &'a dyn Optimizer,
+    pub(crate) args: StepArgs,
+    pub(crate) kinds: &'a StateKinds,
+    pub(crate) slots: Option<&'a UpdateSlots>,
+    pub(crate) spec: &'a StoreSpec,
+    pub(crate) pool: &'a rayon::ThreadPool,
+}
+
+/// A chunk whose state is on its way into memory.
+struct Chunk {
+    group: usize,
+    chunk: usize,
+    state: Vec<Incoming>,
+    gradient: Arriving,
+}
+
+enum Incoming {
+    Reading(PendingRead),
+    /// Only written by the update; its old value is not read.
+    Blank(Lease),
+}
+
+impl Updater<'_> {
+    /// Updates all chunks of `groups` with the parked gradients. Returns the time spent waiting for the disk.
+    pub(crate) fn run(
+        &self,
+        home: &mut StateHome,
+        park: &mut GradientPark,
+        groups: impl Iterator<Item = usize>,
+    ) -> Result<Duration> {
+        let items: VecDeque<_> = groups.flat_map(|g| (0..self.spec.chunks(g)).map(move |c| (g, c))).collect();
+        match home {
+            StateHome::Resident(blobs) => {
+                for (group, chunk) in items {
+                    self.update_resident(&mut blobs[group], park, group, chunk)?;
+                }
+                Ok(Duration::ZERO)
+            }
+            StateHome::Disk(store) => self.stream(store, park, items),
+        }
+    }
+
+    /// As [`run`](Self::run) for state on disk, from a shared store.
+    pub(crate) fn stream(
+        &self,
+        store: &DiskStore,
+        park: &mut GradientPark,
+        mut items: VecDeque<(usize, usize)>,
+    ) -> Result<Duration> {
+        let slots = self.slots.expect("state on disk has update slots");
+        let mut ahead: VecDeque<Chunk> = VecDeque::new();
+        let mut stalled = Duration::ZERO;
+        while !items.is_empty() || !ahead.is_empty() {
+            // Read as far ahead as slots allow; wait for a slot only when nothing else is left to do.
+            while let Some(&(group, chunk)) = items.front()
+                && ahead.len() < park.reads_max()
+                && (ahead.is_empty() || slots.has_free())
+            {
+                let began = Instant::now();
+                ahead.push_back(self.begin(store, slots, park, group, chunk)?);
+                stalled += began.elapsed();
+                items.pop_front();
+            }
+            let Some(next) = ahead.pop_front() else { break };
+            stalled += self.finish(store, park, next)?;
+        }
+        Ok(stalled)
+    }
+
+    fn begin(&self, store: &DiskStore, slots: &UpdateSlots, park: &mut GradientPark, group: usize, chunk: usize) -> Result<Chunk> {
+        let elements = self.spec.chunk_len(group, chunk);
+        let leases = slots.acquire(self.kinds, elements);
+        let mut state = Vec::with_capacity(leases.len());
+        for (index, lease) in leases.into_iter().enumerate() {
+            state.push(if self.kinds.read_by_update[index] {
+                let key = BlobKey { group, kind: self.kinds.blobs[index].kind };
+                Incoming::Reading(store.read(key, chunk..chunk + 1, Generation::Live, lease)?)
+            } else {
+                Incoming::Blank(lease)
+            });
+        }
+        Ok(Chunk { group, chunk, state, gradient: parked(park, group, chunk)? })
+    }
+
+    fn finish(&self, store: &DiskStore, park: &GradientPark, chunk: Chunk) -> Result<Duration> {
+        let began = Instant::now();
+        let gradient = chunk.gradient.wait()?;
+        let mut leases = Vec::with_capacity(chunk.state.len());
+        for incoming in chunk.state {
+            leases.push(match incoming {
+                Incoming::Reading(read) => read.wait()?,
+                Incoming::Blank(lease) => lease,
+            });
+        }
+        let stalled = began.elapsed();
+        let mut slices: Vec<&mut [u8]> = leases.iter_mut().map(|lease| &mut **lease).collect();
+        update_threaded(self.optimizer, self.pool, &self.args, park.as_gradient(&gradient), &mut slices)?;
+        drop(gradient);
+        for (blob, lease) in self.kinds.blobs.iter().zip(leases) {
+            store.write(BlobKey { group: chunk.group, kind: blob.kind }, chunk.chunk, lease)?;
+        }
+        Ok(stalled)
+    }
+
+    fn update_resident(
+        &self,
+        blobs: &mut [Arc<terrace_tiers::HostBlob>],
+        park: &mut GradientPark,
+        group: usize,
+        chunk: usize,
+    ) -> Result {
+        let gradient = parked(park, group, chunk)?.wait()?;
+        let start = chunk * self.spec.chunk_elements as usize;
+        let elements = self.spec.chunk_len(group, chunk);
+        let mut slices = Vec::with_capacity(blobs.len());
+        for (blob, kind) in blobs.iter_mut().zip(&self.kinds.blobs) {
+            let bytes = kind.element_bytes as usize;
+            let blob = Arc::get_mut(blob).expect("no upload or block holds a weight while it is updated");
+            slices.push(&mut blob[start * bytes..(start + elements) * bytes]);
+        }
+        update_threaded(self.optimizer, self.pool, &self.args, park.as_gradient(&gradient), &mut slices)?;
+        Ok(())
+    }
+}
+
+fn parked(park: &mut GradientPark, group: usize, chunk: usize) -> Result<Arriving> {
+    park.take(group, chunk)?
+        .ok_or_else(|| EngineError::Config(format!("group {group} has no gradient; every block must be used in a step")))
+}
