@@ -45,7 +45,8 @@ impl IoBuf {
             return Self::empty();
         }
         let capacity = len.next_multiple_of(BUF_ALIGN);
-        let layout = Layout::from_size_align(capacity, BUF_ALIGN).expect("a buffer is smaller than isize::MAX");
+        let layout =
+            Layout::from_size_align(capacity, BUF_ALIGN).expect("a buffer is smaller than isize::MAX");
         // SAFETY: the layout has a non-zero size.
         let raw = unsafe { alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw) else { handle_alloc_error(layout) };

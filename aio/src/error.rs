@@ -50,7 +50,14 @@ impl IoError {
     }
 
     /// An error that the engine found itself.
-    pub fn new(kind: IoErrorKind, doing: &'static str, path: &Path, offset: u64, len: u64, detail: String) -> Self {
+    pub fn new(
+        kind: IoErrorKind,
+        doing: &'static str,
+        path: &Path,
+        offset: u64,
+        len: u64,
+        detail: String,
+    ) -> Self {
         Self { kind, doing, path: path.to_owned(), offset, len, detail }
     }
 }
@@ -69,9 +76,13 @@ fn classify(source: &io::Error) -> IoErrorKind {
 fn advice(kind: IoErrorKind) -> &'static str {
     match kind {
         IoErrorKind::NoSpace => "free space on that file system or choose another directory",
-        IoErrorKind::UnexpectedEof => "the file is shorter than expected: it was truncated or belongs to another run",
+        IoErrorKind::UnexpectedEof => {
+            "the file is shorter than expected: it was truncated or belongs to another run"
+        }
         IoErrorKind::NotFound => "check the path",
-        IoErrorKind::Denied => "check the owner, the permissions and whether the file system is mounted read-only",
+        IoErrorKind::Denied => {
+            "check the owner, the permissions and whether the file system is mounted read-only"
+        }
         IoErrorKind::Device => "the drive reported a failure: look at the kernel log and the drive's health",
         IoErrorKind::Closed => "the engine was shut down while the request was in flight",
         IoErrorKind::Invalid | IoErrorKind::Other => "see the message above for the cause",
