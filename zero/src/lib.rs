@@ -5,10 +5,21 @@
 //! views of its weights, its input and its output.
 #![forbid(unsafe_code)]
 
+mod activations;
+mod backend;
 mod batch;
 mod block;
+mod config;
+mod dry;
 mod error;
+mod fetch;
+mod gradients;
+mod lane;
+mod network;
+mod plan;
 mod source;
+mod state;
+mod update;
 
 pub use batch::{HostTensor, MicroBatch};
 pub use block::{Block, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec, ParamSpec, Weights};

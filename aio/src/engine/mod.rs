@@ -6,6 +6,18 @@
 //! Offsets and lengths that are not multiples of the file's alignment are handled exactly, at the price of a
 //! bounce through an engine buffer.
 
+mod config;
+mod files;
+mod job;
+mod progress;
+mod split;
+mod threads;
+mod uring;
+
+pub use config::{EngineChoice, EngineConfig, QUEUE_DEPTH_MAX, TRANSFER_BYTES_MAX, open_default};
+pub use threads::ThreadsEngine;
+pub use uring::UringEngine;
+
 use crate::{IoBuf, IoError, Ticket};
 use smallvec::SmallVec;
 use std::fmt::Debug;

@@ -1,0 +1,81 @@
+//! The settings real engines share, and the choice among them.
+
+use super::{IoEngine, ThreadsEngine, UringEngine};
+use crate::IoError;
+use std::sync::Arc;
+
+/// The most bytes Linux moves in one read or write (`MAX_RW_COUNT`).
+pub const TRANSFER_BYTES_MAX: usize = 0x7fff_f000;
+
+/// Operations in flight at most, whatever the configuration asks for.
+pub const QUEUE_DEPTH_MAX: usize = 4096;
+
+/// Which engine [`open_default`] opens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum EngineChoice {
+    /// io_uring where the system allows it, else threads.
+    #[default]
+    Auto,
+    /// io_uring or an error.
+    Uring,
+    /// A pool of threads that call `pread` and `pwrite`.
+    Threads,
+}
+
+/// Settings of the engines that do real I/O.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineConfig {
+    /// Which engine to open.
+    pub choice: EngineChoice,
+    /// Requests are split into operations of at most this many bytes.
+    pub block_bytes: usize,
+    /// Operations in flight at once (io_uring) and requests that wait at once (both engines).
+    pub queue_depth: usize,
+    /// Threads of the `threads` engine.
+    pub threads: usize,
+    /// Bytes one system call may transfer. Tests lower it to force resubmission.
+    pub transfer_bytes_max: usize,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            choice: EngineChoice::Auto,
+            block_bytes: 1 << 20,
+            queue_depth: 32,
+            threads: 4,
+            transfer_bytes_max: TRANSFER_BYTES_MAX,
+        }
+    }
+}
+
+impl EngineConfig {
+    /// The same settings with every value inside its bounds.
+    pub(crate) fn clamped(&self) -> Self {
+        Self {
+            choice: self.choice,
+            block_bytes: self.block_bytes.clamp(1, 1 << 30),
+            queue_depth: self.queue_depth.clamp(1, QUEUE_DEPTH_MAX),
+            threads: self.threads.clamp(1, 256),
+            transfer_bytes_max: self.transfer_bytes_max.clamp(1, TRANSFER_BYTES_MAX),
+        }
+    }
+}
+
+/// Opens the engine that `config` asks for; `Auto` falls back to threads, with a warning, where io_uring is forbidden.
+///
+/// # Errors
+/// io_uring was asked for and is not available, or the engine's threads cannot be started.
+pub fn open_default(config: &EngineConfig) -> Result<Arc<dyn IoEngine>, IoError> {
+    match config.choice {
+        EngineChoice::Uring => Ok(Arc::new(UringEngine::new(config)?)),
+        EngineChoice::Threads => Ok(Arc::new(ThreadsEngine::new(config)?)),
+        EngineChoice::Auto => match UringEngine::new(config) {
+            Ok(engine) => Ok(Arc::new(engine)),
+            Err(error) => {
+                tracing::warn!(%error, "io_uring is not available: reading and writing with threads instead");
+                Ok(Arc::new(ThreadsEngine::new(config)?))
+            }
+        },
+    }
+}

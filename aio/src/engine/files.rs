@@ -1,0 +1,276 @@
+//! The files a real engine has open: how they are opened, what direct I/O on them needs, and when they may close.
+//!
+//! Each file has two descriptors of the same inode: one for direct I/O and one that goes through the page cache,
+//! for the edges (see [`split`](super::split)). Where the file system refuses `O_DIRECT` both are the cached one
+//! and the alignment is 1, so that nothing above needs to know.
+
+use super::{FileId, OpenMode, split::Alignment};
+use crate::{IoError, IoErrorKind};
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
+
+/// Smallest offset alignment used for direct I/O, in bytes: a page, so that an edge in the page cache never shares a
+/// page with a direct transfer, and what 4Kn drives need.
+const UNIT_MIN: usize = 4096;
+
+/// Memory alignment assumed where the kernel does not tell, in bytes.
+const MEMORY_ALIGN_ASSUMED: usize = 4096;
+
+/// The open files of one engine.
+#[derive(Debug, Default)]
+pub(crate) struct FileTable {
+    slots: RwLock<Slots>,
+}
+
+#[derive(Debug, Default)]
+struct Slots {
+    open: HashMap<FileId, Arc<OpenFile>>,
+    /// Ids are never used twice, so a stale id is an error and not another file.
+    next_id: u32,
+}
+
+/// One open file.
+#[derive(Debug)]
+pub(crate) struct OpenFile {
+    /// As it was opened.
+    pub path: PathBuf,
+    /// What direct transfers must be multiples of.
+    pub alignment: Alignment,
+    /// Whether writing is allowed.
+    pub writable: bool,
+    direct: Option<File>,
+    cached: File,
+    uses: Mutex<usize>,
+    idle: Condvar,
+}
+
+/// Keeps a file open, and its `close` waiting, while a request uses it.
+#[derive(Debug)]
+pub(crate) struct FileUse(Arc<OpenFile>);
+
+impl FileTable {
+    /// See [`IoEngine::open`](super::IoEngine::open).
+    pub fn open(&self, path: &Path, mode: OpenMode) -> Result<FileId, IoError> {
+        let file = OpenFile::open(path, mode)?;
+        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
+        let id = FileId(slots.next_id);
+        slots.next_id += 1;
+        slots.open.insert(id, Arc::new(file));
+        Ok(id)
+    }
+
+    /// Closes a file once the requests that use it are done.
+    pub fn close(&self, id: FileId) -> Result<(), IoError> {
+        let file = self.slots.write().unwrap_or_else(PoisonError::into_inner).open.remove(&id);
+        let file = file.ok_or_else(|| unknown("closing", id))?;
+        let mut uses = file.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        while *uses > 0 {
+            uses = file.idle.wait(uses).unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
+    }
+
+    /// Looks a file up and counts the caller as a user of it.
+    pub fn acquire(&self, doing: &'static str, id: FileId) -> Result<FileUse, IoError> {
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        let file = slots.open.get(&id).ok_or_else(|| unknown(doing, id))?;
+        *file.uses.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Ok(FileUse(Arc::clone(file)))
+    }
+
+    /// See [`IoEngine::path`](super::IoEngine::path).
+    pub fn path(&self, id: FileId) -> Option<PathBuf> {
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        slots.open.get(&id).map(|file| file.path.clone())
+    }
+
+    /// The file's length in bytes.
+    pub fn len(&self, id: FileId) -> Result<u64, IoError> {
+        let file = self.acquire("examining", id)?;
+        file.len_bytes().map_err(|e| IoError::from_os("examining", &file.path, 0, 0, &e))
+    }
+
+    /// Removes a file that is not open here.
+    pub fn remove(&self, path: &Path) -> Result<(), IoError> {
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        if slots.open.values().any(|file| file.path == path) {
+            return Err(still_open(path));
+        }
+        std::fs::remove_file(path).map_err(|e| IoError::from_os("removing", path, 0, 0, &e))
+    }
+}
+
+/// The error for an id that is not, or no longer, open.
+pub(crate) fn unknown(doing: &'static str, id: FileId) -> IoError {
+    let detail = format!("file id {} is not open in this engine", id.0);
+    IoError::new(IoErrorKind::Invalid, doing, Path::new(""), 0, 0, detail)
+}
+
+/// The error for removing an open file.
+pub(crate) fn still_open(path: &Path) -> IoError {
+    let detail = "the file is still open in this engine: close it first".to_owned();
+    IoError::new(IoErrorKind::Invalid, "removing", path, 0, 0, detail)
+}
+
+impl OpenFile {
+    fn open(path: &Path, mode: OpenMode) -> Result<Self, IoError> {
+        let doing = if matches!(mode, OpenMode::CreateNew { .. }) { "creating" } else { "opening" };
+        let failed = |e: io::Error| IoError::from_os(doing, path, 0, 0, &e);
+        let writable = mode != OpenMode::Read;
+        // The cached descriptor comes first: refusing O_DIRECT, Linux fails only after having created the file.
+        let mut options = OpenOptions::new();
+        options.read(true).write(writable);
+        let cached = match mode {
+            OpenMode::CreateNew { .. } => options.clone().create_new(true).open(path),
+            OpenMode::Read | OpenMode::ReadWrite => options.open(path),
+        }
+        .map_err(failed)?;
+        if let OpenMode::CreateNew { len } = mode
+            && let Err(e) = preallocate(&cached, len).and_then(|()| sync_parent(path))
+        {
+            // The error that matters is the one at hand; an unremovable file cannot be helped here.
+            let _ = std::fs::remove_file(path);
+            return Err(IoError::from_os("creating", path, 0, len, &e));
+        }
+        if !cached.metadata().map_err(failed)?.is_file() {
+            let detail = "not a regular file".to_owned();
+            return Err(IoError::new(IoErrorKind::Invalid, doing, path, 0, 0, detail));
+        }
+        let (direct, alignment) = match open_direct(path, &options, &cached) {
+            Ok((file, alignment)) => (Some(file), alignment),
+            Err(e) => {
+                warn_buffered_once(path, &e);
+                (None, Alignment::NONE)
+            }
+        };
+        advise_random(&cached);
+        let path = path.to_owned();
+        let uses = Mutex::new(0);
+        Ok(Self { path, alignment, writable, direct, cached, uses, idle: Condvar::new() })
+    }
+
+    /// The length in bytes.
+    pub fn len_bytes(&self) -> io::Result<u64> {
+        self.cached.metadata().map(|m| m.len())
+    }
+
+    /// The descriptor for direct I/O (the cached one where direct I/O is refused).
+    pub fn direct_fd(&self) -> RawFd {
+        self.direct.as_ref().unwrap_or(&self.cached).as_raw_fd()
+    }
+
+    /// The descriptor that goes through the page cache.
+    pub fn cached_fd(&self) -> RawFd {
+        self.cached.as_raw_fd()
+    }
+}
+
+impl std::ops::Deref for FileUse {
+    type Target = OpenFile;
+    fn deref(&self) -> &OpenFile {
+        &self.0
+    }
+}
+
+impl Drop for FileUse {
+    fn drop(&mut self) {
+        let mut uses = self.0.uses.lock().unwrap_or_else(PoisonError::into_inner);
+        *uses -= 1;
+        if *uses == 0 {
+            self.0.idle.notify_all();
+        }
+    }
+}
+
+/// Opens the second descriptor and finds out what it needs.
+fn open_direct(path: &Path, options: &OpenOptions, cached: &File) -> io::Result<(File, Alignment)> {
+    let alignment = direct_alignment(cached)?;
+    let file = options.clone().custom_flags(libc::O_DIRECT).open(path)?;
+    let (a, b) = (file.metadata()?, cached.metadata()?);
+    use std::os::unix::fs::MetadataExt;
+    if (a.dev(), a.ino()) != (b.dev(), b.ino()) {
+        return Err(io::Error::other("the path was replaced while it was being opened"));
+    }
+    Ok((file, alignment))
+}
+
+/// What `statx` says about direct I/O on a file; assumed values where the kernel does not say.
+fn direct_alignment(file: &File) -> io::Result<Alignment> {
+    let assumed = Alignment { offset: UNIT_MIN, memory: MEMORY_ALIGN_ASSUMED };
+    let mut stat = std::mem::MaybeUninit::<libc::statx>::zeroed();
+    // SAFETY: the path is a NUL-terminated string and `stat` is a writable statx structure.
+    let status = unsafe {
+        let (fd, flags) = (file.as_raw_fd(), libc::AT_EMPTY_PATH);
+        libc::statx(fd, c"".as_ptr(), flags, libc::STATX_DIOALIGN, stat.as_mut_ptr())
+    };
+    // SAFETY: the structure is plain integers, zeroed above and perhaps filled in by the kernel.
+    let stat = unsafe { stat.assume_init() };
+    if status != 0 || stat.stx_mask & libc::STATX_DIOALIGN == 0 {
+        return Ok(assumed);
+    }
+    let (offset, memory) = (stat.stx_dio_offset_align as usize, stat.stx_dio_mem_align as usize);
+    if offset == 0 || memory == 0 {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    if !offset.is_power_of_two() || !memory.is_power_of_two() {
+        return Ok(assumed);
+    }
+    Ok(Alignment { offset: offset.max(UNIT_MIN), memory })
+}
+
+/// Reserves `len` bytes that read as zeros.
+fn preallocate(file: &File, len: u64) -> io::Result<()> {
+    if len == 0 {
+        return Ok(());
+    }
+    let end = libc::off_t::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
+    loop {
+        // SAFETY: a system call on an open descriptor that touches no memory of ours.
+        if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, end) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EINTR) => {}
+            // Without fallocate only written zeros are really reserved: a sparse file would fail later, mid-run.
+            Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL) => return write_zeros(file, len),
+            _ => return Err(error),
+        }
+    }
+}
+
+fn write_zeros(mut file: &File, len: u64) -> io::Result<()> {
+    io::copy(&mut io::Read::take(io::repeat(0), len), &mut file)?;
+    file.sync_all()
+}
+
+/// Makes a new file's name durable, so that a crash cannot lose a file whose contents were synced.
+fn sync_parent(path: &Path) -> io::Result<()> {
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match File::open(parent)?.sync_all() {
+        // Some file systems cannot sync a directory; there the name is as durable as it can be.
+        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => Ok(()),
+        result => result,
+    }
+}
+
+/// Turns read-ahead off on the cached descriptor: edges must not pull their neighbours into the page cache.
+fn advise_random(file: &File) {
+    // SAFETY: a system call on an open descriptor that touches no memory of ours. It is advice: failure is harmless.
+    unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+}
+
+fn warn_buffered_once(path: &Path, error: &io::Error) {
+    static WARNED: std::sync::Once = std::sync::Once::new();
+    WARNED.call_once(|| {
+        tracing::warn!(
+            path = %path.display(), %error,
+            "the file system refuses direct I/O: going through the page cache, which costs memory and a copy"
+        );
+    });
+}

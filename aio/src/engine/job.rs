@@ -1,0 +1,281 @@
+//! One request inside a real engine: checked, resolved to open files, and shared by the operations that move it.
+//!
+//! A job owns the request's buffer until its last operation has finished, whatever happens to the ticket and to
+//! the other operations; only then is the ticket resolved. That is the rule that keeps kernel writes away from
+//! memory somebody else owns.
+
+use super::files::{FileTable, FileUse};
+use super::progress::Failure;
+use super::split::{Alignment, Cursor, Piece, Route};
+use super::{FileId, OpKind, Request, Segment};
+use crate::{Completer, IoBuf, IoError, IoErrorKind};
+use smallvec::SmallVec;
+use std::io;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A request in flight.
+#[derive(Debug)]
+pub(crate) struct Job {
+    /// `None` for an `fdatasync`.
+    kind: Option<OpKind>,
+    base: BasePtr,
+    segments: SmallVec<[Segment; 4]>,
+    files: SmallVec<[FileUse; 4]>,
+    alignments: SmallVec<[Alignment; 4]>,
+    block_bytes: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Taken when the last piece finishes.
+    owned: Option<(IoBuf, Completer)>,
+    error: Option<IoError>,
+    pieces_left: usize,
+}
+
+/// The address of the job's buffer, which the job owns until its last piece is finished.
+#[derive(Debug, Clone, Copy)]
+struct BasePtr(*mut u8);
+
+// SAFETY: the pointer is only an address; whoever dereferences it does so under the rules of `Job::address`.
+unsafe impl Send for BasePtr {}
+// SAFETY: as above.
+unsafe impl Sync for BasePtr {}
+
+impl Job {
+    /// Checks a request against the table. Gives the job and its pieces' cursor; `None` when there was nothing to
+    /// move or the request is refused, in which case the ticket is resolved.
+    pub fn transfer(
+        request: Request,
+        completer: Completer,
+        table: &FileTable,
+        block_bytes: usize,
+    ) -> Option<(Self, Cursor)> {
+        let Request { kind, mut buf, segments } = request;
+        let doing = doing(Some(kind));
+        let files = check_segments(doing, kind, buf.len(), &segments, |id| table.acquire(doing, id))
+            .and_then(|files: SmallVec<[FileUse; 4]>| {
+                check_writable(kind, &segments, &files).map(|()| files)
+            });
+        let files = match files {
+            Ok(files) => files,
+            Err(error) => {
+                completer.complete(Err(error));
+                return None;
+            }
+        };
+        let base = BasePtr(buf.as_mut_ptr());
+        let alignments = files.iter().map(|file| file.alignment).collect();
+        let mut state = State { owned: None, error: None, pieces_left: 0 };
+        let job = |state| Self {
+            kind: Some(kind),
+            base,
+            segments,
+            files,
+            alignments,
+            block_bytes,
+            state: Mutex::new(state),
+        };
+        state.owned = Some((buf, completer));
+        Self::start(job(state), Cursor::default())
+    }
+
+    /// A job that makes a file durable.
+    pub fn sync(file: FileId, completer: Completer, table: &FileTable) -> Option<(Self, Cursor)> {
+        let file_use = match table.acquire("syncing", file) {
+            Ok(file_use) => file_use,
+            Err(error) => {
+                completer.complete(Err(error));
+                return None;
+            }
+        };
+        let buf = IoBuf::empty();
+        let job = Self {
+            kind: None,
+            base: BasePtr(std::ptr::null_mut()),
+            segments: SmallVec::from_slice(&[Segment { file, offset: 0, start: 0, len: 0 }]),
+            alignments: SmallVec::from_slice(&[file_use.alignment]),
+            files: SmallVec::from_iter([file_use]),
+            block_bytes: 0,
+            state: Mutex::new(State { owned: Some((buf, completer)), error: None, pieces_left: 0 }),
+        };
+        Self::start(job, Cursor::default())
+    }
+
+    fn start(job: Self, cursor: Cursor) -> Option<(Self, Cursor)> {
+        let mut counter = cursor.clone();
+        let pieces = std::iter::from_fn(|| job.next_piece(&mut counter)).count();
+        job.lock().pieces_left = pieces;
+        if pieces == 0 {
+            job.lock().pieces_left = 1;
+            job.finish_piece(Ok(()));
+            return None;
+        }
+        Some((job, cursor))
+    }
+
+    /// Direction; `None` for an `fdatasync`.
+    pub fn kind(&self) -> Option<OpKind> {
+        self.kind
+    }
+
+    /// The next piece to move.
+    pub fn next_piece(&self, cursor: &mut Cursor) -> Option<Piece> {
+        if self.kind.is_none() {
+            return cursor.next_sync();
+        }
+        cursor.next(&self.segments, &self.alignments, self.base.0 as usize, self.block_bytes)
+    }
+
+    /// The file of a piece.
+    pub fn file(&self, piece: &Piece) -> &FileUse {
+        &self.files[piece.segment]
+    }
+
+    /// What a piece's transfers must be multiples of.
+    pub fn unit(&self, piece: &Piece) -> usize {
+        match piece.route {
+            Route::Direct | Route::Bounce => self.alignments[piece.segment].offset,
+            Route::Edge | Route::Sync => 1,
+        }
+    }
+
+    /// The address of a piece's first byte. It is valid for `piece.len` bytes until the piece is finished; nothing but
+    /// the operation that moves the piece may touch those bytes until then.
+    pub fn address(&self, piece: &Piece) -> *mut u8 {
+        // SAFETY: `check_segments` made sure that every segment lies inside the buffer.
+        unsafe { self.base.0.add(piece.start) }
+    }
+
+    /// Counts a piece as finished. The last one hands the buffer, or the first error, to the ticket.
+    pub fn finish_piece(&self, result: Result<(), IoError>) {
+        let mut state = self.lock();
+        if let Err(error) = result {
+            state.error.get_or_insert(error);
+        }
+        state.pieces_left -= 1;
+        if state.pieces_left > 0 {
+            return;
+        }
+        let error = state.error.take();
+        let owned = state.owned.take();
+        drop(state);
+        if let Some((buf, completer)) = owned {
+            let result = match error {
+                None => Ok(buf),
+                Some(error) => {
+                    // The buffer goes home before the error is seen, so that a retry finds it there.
+                    drop(buf);
+                    Err(error)
+                }
+            };
+            completer.complete(result);
+        }
+    }
+
+    /// Whether a piece has failed already, so that moving the rest is pointless.
+    pub fn is_failed(&self) -> bool {
+        self.lock().error.is_some()
+    }
+
+    /// Forgets the buffer and the ticket, for when the kernel may still be writing: a leak, and a `Closed` error.
+    pub fn leak(&self) {
+        if let Some((buf, completer)) = self.lock().owned.take() {
+            std::mem::forget(buf);
+            drop(completer);
+        }
+    }
+
+    /// The error for a piece that failed after `known` bytes. It names the whole segment, as the caller knows it.
+    pub fn error(&self, piece: &Piece, known: usize, failure: Failure) -> IoError {
+        let segment = &self.segments[piece.segment];
+        let file = &self.files[piece.segment];
+        // Pieces run at once, and one beyond the end may be the first to notice: ask for the real end.
+        let at = match failure {
+            Failure::Eof => file.len_bytes().unwrap_or(piece.offset + known as u64),
+            _ => piece.offset + known as u64,
+        };
+        transfer_error(self.kind, &file.path, segment, at, failure)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The error for a transfer that failed at file offset `at`.
+pub(crate) fn transfer_error(
+    kind: Option<OpKind>,
+    path: &Path,
+    segment: &Segment,
+    at: u64,
+    failure: Failure,
+) -> IoError {
+    let (doing, offset, len) = (doing(kind), segment.offset, segment.len as u64);
+    let (error_kind, detail) = match failure {
+        Failure::Errno(errno) => {
+            return IoError::from_os(doing, path, offset, len, &io::Error::from_raw_os_error(errno));
+        }
+        Failure::Eof => (IoErrorKind::UnexpectedEof, format!("the file ends at byte {at}")),
+        Failure::Stuck => (IoErrorKind::Device, format!("no byte was accepted at {at}, without an error")),
+        Failure::Overrun => (IoErrorKind::Device, format!("more bytes were reported than asked for at {at}")),
+    };
+    IoError::new(error_kind, doing, path, offset, len, detail)
+}
+
+/// The verb for an operation.
+pub(crate) fn doing(kind: Option<OpKind>) -> &'static str {
+    match kind {
+        Some(OpKind::Read) => "reading",
+        Some(OpKind::Write) => "writing",
+        None => "syncing",
+    }
+}
+
+/// Checks the ranges of a request and looks up its files.
+pub(crate) fn check_segments<F, C: FromIterator<F>>(
+    doing: &'static str,
+    kind: OpKind,
+    buf_len: usize,
+    segments: &[Segment],
+    mut acquire: impl FnMut(FileId) -> Result<F, IoError>,
+) -> Result<C, IoError> {
+    let invalid = |s: &Segment, detail: String| {
+        IoError::new(IoErrorKind::Invalid, doing, Path::new(""), s.offset, s.len as u64, detail)
+    };
+    for s in segments {
+        if s.start.checked_add(s.len).is_none_or(|end| end > buf_len) {
+            let detail = format!("bytes {}+{} are not inside the buffer of {buf_len} bytes", s.start, s.len);
+            return Err(invalid(s, detail));
+        }
+        if s.offset.checked_add(s.len as u64).is_none_or(|end| i64::try_from(end).is_err()) {
+            return Err(invalid(s, "the range ends beyond the largest file offset".to_owned()));
+        }
+    }
+    if kind == OpKind::Read && segments.len() > 1 {
+        let mut sorted: SmallVec<[&Segment; 8]> = segments.iter().filter(|s| s.len > 0).collect();
+        sorted.sort_unstable_by_key(|s| s.start);
+        if let Some(pair) = sorted.windows(2).find(|pair| pair[0].start + pair[0].len > pair[1].start) {
+            return Err(invalid(pair[1], "two segments of a read overlap in the buffer".to_owned()));
+        }
+    }
+    segments.iter().map(|s| acquire(s.file)).collect()
+}
+
+fn check_writable(kind: OpKind, segments: &[Segment], files: &[FileUse]) -> Result<(), IoError> {
+    if kind == OpKind::Read {
+        return Ok(());
+    }
+    match segments.iter().zip(files).find(|(_, file)| !file.writable) {
+        None => Ok(()),
+        Some((segment, file)) => Err(read_only(&file.path, segment)),
+    }
+}
+
+/// The error for writing to a file that was opened with [`OpenMode::Read`](super::OpenMode::Read).
+pub(crate) fn read_only(path: &Path, segment: &Segment) -> IoError {
+    let detail = "the file was opened for reading only".to_owned();
+    IoError::new(IoErrorKind::Denied, "writing", path, segment.offset, segment.len as u64, detail)
+}

@@ -1,0 +1,231 @@
+//! A pool of threads that call `pread` and `pwrite`: the engine where io_uring is forbidden.
+//!
+//! Requests wait in one bounded queue. A thread takes the next *piece* of the oldest request, moves it to the end
+//! with the shared progress machine and comes back, so one large request is moved by all threads at once.
+//! Dropping the engine finishes what was submitted.
+
+use super::config::EngineConfig;
+use super::files::FileTable;
+use super::job::Job;
+use super::progress::{Failure, Progress, Step};
+use super::split::{Cursor, Piece, Route};
+use super::{FileId, IoEngine, OpKind, OpenMode, Request};
+use crate::{IoBuf, IoError, Ticket};
+use std::collections::VecDeque;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+/// Reads and writes with a pool of threads.
+#[derive(Debug)]
+pub struct ThreadsEngine {
+    files: FileTable,
+    block_bytes: usize,
+    queue: Arc<Queue>,
+    workers: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Queue {
+    state: Mutex<QueueState>,
+    /// There is work, or the end.
+    work: Condvar,
+    /// There is room.
+    room: Condvar,
+    requests_max: usize,
+}
+
+#[derive(Debug, Default)]
+struct QueueState {
+    jobs: VecDeque<(Arc<Job>, Cursor)>,
+    closed: bool,
+}
+
+impl ThreadsEngine {
+    /// Starts the pool.
+    ///
+    /// # Errors
+    /// A thread cannot be started.
+    pub fn new(config: &EngineConfig) -> Result<Self, IoError> {
+        let config = config.clamped();
+        let queue = Arc::new(Queue {
+            state: Mutex::default(),
+            work: Condvar::new(),
+            room: Condvar::new(),
+            requests_max: config.queue_depth,
+        });
+        let mut engine =
+            Self { files: FileTable::default(), block_bytes: config.block_bytes, queue, workers: Vec::new() };
+        for index in 0..config.threads {
+            let queue = Arc::clone(&engine.queue);
+            let worker = std::thread::Builder::new()
+                .name(format!("aio-{index}"))
+                .spawn(move || queue.run(config.transfer_bytes_max))
+                .map_err(|e| IoError::from_os("starting a thread for", Path::new("disk I/O"), 0, 0, &e))?;
+            engine.workers.push(worker);
+        }
+        Ok(engine)
+    }
+
+    fn enqueue(&self, started: Option<(Job, Cursor)>) {
+        let Some((job, cursor)) = started else { return };
+        let mut state = self.queue.lock();
+        while state.jobs.len() >= self.queue.requests_max {
+            state = self.queue.room.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.jobs.push_back((Arc::new(job), cursor));
+        drop(state);
+        self.queue.work.notify_all();
+    }
+}
+
+impl IoEngine for ThreadsEngine {
+    fn name(&self) -> &str {
+        "threads"
+    }
+
+    fn open(&self, path: &Path, mode: OpenMode) -> Result<FileId, IoError> {
+        self.files.open(path, mode)
+    }
+
+    fn close(&self, file: FileId) -> Result<(), IoError> {
+        self.files.close(file)
+    }
+
+    fn path(&self, file: FileId) -> Option<PathBuf> {
+        self.files.path(file)
+    }
+
+    fn len(&self, file: FileId) -> Result<u64, IoError> {
+        self.files.len(file)
+    }
+
+    fn exists(&self, path: &Path) -> bool {
+        path.exists()
+    }
+
+    fn remove(&self, path: &Path) -> Result<(), IoError> {
+        self.files.remove(path)
+    }
+
+    fn submit(&self, request: Request) -> Ticket {
+        let (ticket, completer) = Ticket::new();
+        self.enqueue(Job::transfer(request, completer, &self.files, self.block_bytes));
+        ticket
+    }
+
+    fn sync(&self, file: FileId) -> Ticket {
+        let (ticket, completer) = Ticket::new();
+        self.enqueue(Job::sync(file, completer, &self.files));
+        ticket
+    }
+}
+
+impl Drop for ThreadsEngine {
+    fn drop(&mut self) {
+        self.queue.lock().closed = true;
+        self.queue.work.notify_all();
+        for worker in self.workers.drain(..) {
+            // A worker that panicked has dropped its job, whose ticket then reads `Closed`.
+            let _ = worker.join();
+        }
+    }
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, transfer_bytes_max: usize) {
+        let mut bounce = IoBuf::empty();
+        while let Some((job, piece)) = self.next() {
+            let result = if job.is_failed() {
+                Ok(())
+            } else {
+                move_piece(&job, &piece, transfer_bytes_max, &mut bounce)
+            };
+            job.finish_piece(result);
+        }
+    }
+
+    /// The next piece; `None` once the engine is closed and everything is taken.
+    fn next(&self) -> Option<(Arc<Job>, Piece)> {
+        let mut state = self.lock();
+        loop {
+            if let Some((job, cursor)) = state.jobs.front_mut() {
+                if let Some(piece) = job.next_piece(cursor) {
+                    return Some((Arc::clone(job), piece));
+                }
+                state.jobs.pop_front();
+                self.room.notify_one();
+                continue;
+            }
+            if state.closed {
+                return None;
+            }
+            state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// Moves one piece to its end.
+fn move_piece(job: &Job, piece: &Piece, transfer_max: usize, bounce: &mut IoBuf) -> Result<(), IoError> {
+    let Some(kind) = job.kind() else { return sync_file(job, piece) };
+    let address = job.address(piece);
+    let memory = match piece.route {
+        Route::Bounce => {
+            if bounce.capacity() < piece.len {
+                *bounce = IoBuf::zeroed(piece.len);
+            }
+            if kind == OpKind::Write {
+                // SAFETY: the piece's bytes are the job's until it is finished, and the bounce buffer is ours.
+                unsafe { std::ptr::copy_nonoverlapping(address, bounce.as_mut_ptr(), piece.len) };
+            }
+            bounce.as_mut_ptr()
+        }
+        _ => address,
+    };
+    let file = job.file(piece);
+    let fd = if piece.route == Route::Edge { file.cached_fd() } else { file.direct_fd() };
+    let mut progress = Progress::new(kind, piece.len, job.unit(piece), transfer_max);
+    loop {
+        let range = progress.next();
+        // The check of the segments made sure that the end of the range is an off_t.
+        let offset = (piece.offset + range.start as u64) as libc::off_t;
+        // SAFETY: `memory` is valid for `piece.len` bytes, which hold the range, and nothing else touches them.
+        let count = unsafe {
+            let start = memory.add(range.start).cast::<libc::c_void>();
+            match kind {
+                OpKind::Read => libc::pread(fd, start, range.len(), offset),
+                OpKind::Write => libc::pwrite(fd, start, range.len(), offset),
+            }
+        };
+        match progress.complete(usize::try_from(count).map_err(|_| last_errno())) {
+            Step::Done => break,
+            Step::Continue => {}
+            Step::Fail(failure) => return Err(job.error(piece, progress.known_bytes(), failure)),
+        }
+    }
+    if piece.route == Route::Bounce && kind == OpKind::Read {
+        // SAFETY: as for the copy above.
+        unsafe { std::ptr::copy_nonoverlapping(memory, address, piece.len) };
+    }
+    Ok(())
+}
+
+fn sync_file(job: &Job, piece: &Piece) -> Result<(), IoError> {
+    // SAFETY: a system call on an open descriptor that touches no memory of ours.
+    while unsafe { libc::fdatasync(job.file(piece).cached_fd()) } != 0 {
+        let errno = last_errno();
+        if errno != libc::EINTR {
+            return Err(job.error(piece, 0, Failure::Errno(errno)));
+        }
+    }
+    Ok(())
+}
+
+fn last_errno() -> i32 {
+    io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
+}
