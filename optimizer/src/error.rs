@@ -20,6 +20,9 @@ pub enum OptimizerError {
     /// The text names no state format.
     #[error("unknown state format `{0}`: use `fp32` or `split`")]
     UnknownFormat(String),
+    /// The text names no schedule.
+    #[error("unknown learning-rate schedule `{0}`: use `constant`, `linear` or `cosine`")]
+    UnknownSchedule(String),
     /// The caller passed a different number of slices than the layout has kinds.
     #[error(
         "the state layout has {expected} kinds but {found} slices were given: pass one slice per entry of \

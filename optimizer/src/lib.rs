@@ -5,7 +5,9 @@
 //! It is useful alone for the same reason.
 //!
 //! - [`AdamW`] with the semantics of `torch.optim.AdamW`, over the formats of [`StateFormat`];
-//! - [`update_threaded`], the same bits on many threads.
+//! - [`update_threaded`], the same bits on many threads;
+//! - [`SumOfSquares`] and [`clip_coefficient`]: the global gradient norm, with bits that do not depend on the cut;
+//! - [`Schedule`]: learning rates as transformers and DeepSpeed define them.
 //!
 //! # Example
 //!
@@ -35,10 +37,14 @@
 mod adamw;
 mod error;
 mod layout;
+mod norm;
+mod schedule;
 pub mod split;
 mod update;
 
 pub use adamw::{AdamW, adamw};
 pub use error::{OptimizerError, Result};
 pub use layout::{StateFormat, StateKind, StateLayout, WeightType};
+pub use norm::{NORM_BLOCK, SumOfSquares, clip_coefficient};
+pub use schedule::{Schedule, ScheduleKind, Warmup};
 pub use update::{Gradient, Optimizer, StepArgs, THREAD_CHUNK, update_threaded};
