@@ -1,1 +1,295 @@
-//! stub
+//! The backend that computes nothing: it checks shapes and counts work.
+//!
+//! Planning runs a step over virtual memory with this set to learn FLOPs and bytes. It never touches a byte, so
+//! views may be in any address space.
+
+use crate::check;
+use crate::{
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelSet, Matmul,
+    MatmulSpec, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
+};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// A kernel set that counts, and its counter.
+pub fn kernel_set() -> (KernelSet, Arc<Counter>) {
+    let counter = Arc::new(Counter::default());
+    let dry = Arc::new(Dry { counter: Arc::clone(&counter) });
+    let set = KernelSet {
+        matmul: dry.clone(),
+        rms_norm: dry.clone(),
+        rope: dry.clone(),
+        attention: dry.clone(),
+        activation: dry.clone(),
+        embedding: dry.clone(),
+        cross_entropy: dry.clone(),
+        elementwise: dry.clone(),
+        reduce: dry,
+    };
+    (set, counter)
+}
+
+/// Work done so far by a dry kernel set.
+#[derive(Debug, Default)]
+pub struct Counter {
+    matmul_flops: AtomicU64,
+    attention_flops: AtomicU64,
+    other_flops: AtomicU64,
+    bytes: AtomicU64,
+}
+
+/// What a [`Counter`] has counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// `2·M·N·L` per product.
+    pub matmul_flops: u64,
+    /// `4·K` per query head and visible key forward, `10·K` backward (recomputing the scores included).
+    pub attention_flops: u64,
+    /// Everything else; an estimate of a few per element.
+    pub other_flops: u64,
+    /// Bytes of all operands read and written, each counted once per operation.
+    pub bytes: u64,
+}
+
+impl Counter {
+    /// The counts so far.
+    pub fn totals(&self) -> Totals {
+        Totals {
+            matmul_flops: self.matmul_flops.load(Relaxed),
+            attention_flops: self.attention_flops.load(Relaxed),
+            other_flops: self.other_flops.load(Relaxed),
+            bytes: self.bytes.load(Relaxed),
+        }
+    }
+
+    /// Starts again from zero.
+    pub fn reset(&self) {
+        for count in [&self.matmul_flops, &self.attention_flops, &self.other_flops, &self.bytes] {
+            count.store(0, Relaxed);
+        }
+    }
+
+    fn bytes(&self, read: &[View<'_>], written: &[&ViewMut<'_>]) {
+        let read: usize = read.iter().map(|view| view.bytes().len()).sum();
+        let written: usize = written.iter().map(|view| view.view().bytes().len()).sum();
+        self.bytes.fetch_add((read + written) as u64, Relaxed);
+    }
+
+    fn other(&self, flops: usize) {
+        self.other_flops.fetch_add(flops as u64, Relaxed);
+    }
+
+    fn attention(&self, dims: &check::AttentionDims, flops_per_pair: usize, window: Option<usize>) {
+        let pairs = (dims.batch * dims.heads) as u64 * visible_pairs(dims.queries, dims.capacity, window);
+        self.attention_flops.fetch_add(pairs * (flops_per_pair * dims.head_size) as u64, Relaxed);
+    }
+}
+
+/// Pairs of a query and a key it sees when the queries are the last ones of `capacity` positions: exact for training
+/// (`capacity == queries`), an upper bound when the positions are only known at run time.
+fn visible_pairs(queries: usize, capacity: usize, window: Option<usize>) -> u64 {
+    let window = window.unwrap_or(usize::MAX);
+    (0..queries).map(|i| (capacity - queries + i + 1).min(window) as u64).sum()
+}
+
+#[derive(Debug)]
+struct Dry {
+    counter: Arc<Counter>,
+}
+
+impl Matmul for Dry {
+    fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result {
+        let dims = check::matmul(a, b, &out, spec);
+        self.counter.matmul_flops.fetch_add(2 * (dims.m * dims.n) as u64 * dims.l as u64, Relaxed);
+        self.counter.bytes(&[a, b], &[&out]);
+        if spec.accumulate {
+            self.counter.bytes(&[out.view()], &[]);
+        }
+        Ok(())
+    }
+}
+
+impl RmsNorm for Dry {
+    fn forward(&self, x: View<'_>, weight: View<'_>, _: f32, out: ViewMut<'_>, rstd: ViewMut<'_>) -> Result {
+        let dims = check::norm_forward(x, weight, &out, &rstd);
+        self.counter.other(4 * dims.rows * dims.width);
+        self.counter.bytes(&[x, weight], &[&out, &rstd]);
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        dout: View<'_>,
+        x: View<'_>,
+        weight: View<'_>,
+        rstd: View<'_>,
+        dx: ViewMut<'_>,
+        accumulate_dx: bool,
+        dweight: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::norm_backward(dout, x, weight, rstd, &dx, &dweight);
+        self.counter.other(11 * dims.rows * dims.width);
+        self.counter.bytes(&[dout, x, weight, rstd, dweight.view()], &[&dx, &dweight]);
+        if accumulate_dx {
+            self.counter.bytes(&[dx.view()], &[]);
+        }
+        Ok(())
+    }
+}
+
+impl Rope for Dry {
+    fn rotate(
+        &self,
+        x: ViewMut<'_>,
+        positions: View<'_>,
+        inv_freq: View<'_>,
+        _scale: f32,
+        _direction: RopeDirection,
+    ) -> Result {
+        let dims = check::rope(&x, positions, inv_freq);
+        self.counter.other(3 * dims.tokens * dims.heads * dims.head_size);
+        self.counter.bytes(&[x.view(), positions, inv_freq], &[&x]);
+        Ok(())
+    }
+}
+
+impl Attention for Dry {
+    fn forward(
+        &self,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        starts: View<'_>,
+        out: ViewMut<'_>,
+        lse: ViewMut<'_>,
+        spec: AttentionSpec,
+    ) -> Result {
+        let dims = check::attention_forward(q, k, v, starts, &out, &lse);
+        self.counter.attention(&dims, 4, spec.window);
+        self.counter.bytes(&[q, k, v, starts], &[&out, &lse]);
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        lse: View<'_>,
+        dout: View<'_>,
+        dq: ViewMut<'_>,
+        dk: ViewMut<'_>,
+        dv: ViewMut<'_>,
+        spec: AttentionSpec,
+    ) -> Result {
+        let dims = check::attention_backward(q, k, v, out, lse, dout, &dq, &dk, &dv);
+        self.counter.attention(&dims, 10, spec.window);
+        self.counter.bytes(&[q, k, v, out, lse, dout], &[&dq, &dk, &dv]);
+        Ok(())
+    }
+}
+
+impl Activation for Dry {
+    fn swiglu(&self, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result {
+        let operands = [check::read("gate", gate), check::read("up", up), check::write("out", &out)];
+        self.counter.other(5 * check::elementwise("swiglu", &operands));
+        self.counter.bytes(&[gate, up], &[&out]);
+        Ok(())
+    }
+
+    fn swiglu_backward(
+        &self,
+        gate: View<'_>,
+        up: View<'_>,
+        dout: View<'_>,
+        dgate: ViewMut<'_>,
+        dup: ViewMut<'_>,
+    ) -> Result {
+        let reads = [check::read("gate", gate), check::read("up", up), check::read("dout", dout)];
+        let writes = [check::write("dgate", &dgate), check::write("dup", &dup)];
+        let elements = check::elementwise("swiglu backward", &[&reads[..], &writes[..]].concat());
+        self.counter.other(11 * elements);
+        self.counter.bytes(&[gate, up, dout], &[&dgate, &dup]);
+        Ok(())
+    }
+}
+
+impl Embedding for Dry {
+    fn gather(&self, ids: View<'_>, table: View<'_>, out: ViewMut<'_>) -> Result {
+        check::gather(ids, table, &out);
+        // Only the rows looked up are read: as many elements as are written.
+        let read = out.shape().elements() * table.dtype().size();
+        self.counter.bytes.fetch_add(read as u64, Relaxed);
+        self.counter.bytes(&[ids], &[&out]);
+        Ok(())
+    }
+
+    fn scatter_add(&self, ids: View<'_>, dout: View<'_>, dtable: ViewMut<'_>) -> Result {
+        check::scatter_add(ids, dout, &dtable);
+        let touched = dout.shape().elements();
+        self.counter.other(touched);
+        self.counter.bytes.fetch_add(2 * (touched * dtable.dtype().size()) as u64, Relaxed);
+        self.counter.bytes(&[ids, dout], &[]);
+        Ok(())
+    }
+}
+
+impl CrossEntropy for Dry {
+    fn loss(&self, logits: View<'_>, labels: View<'_>, loss: ViewMut<'_>) -> Result {
+        let dims = check::cross_entropy(logits, labels, &loss);
+        self.counter.other(4 * dims.rows * dims.width);
+        self.counter.bytes(&[logits, labels], &[&loss]);
+        Ok(())
+    }
+
+    fn loss_and_gradient(&self, logits: ViewMut<'_>, labels: View<'_>, _: f32, loss: ViewMut<'_>) -> Result {
+        let dims = check::cross_entropy(logits.view(), labels, &loss);
+        self.counter.other(7 * dims.rows * dims.width);
+        self.counter.bytes(&[logits.view(), labels], &[&logits, &loss]);
+        Ok(())
+    }
+}
+
+impl Elementwise for Dry {
+    fn add(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>) -> Result {
+        let operands = [check::read("a", a), check::read("b", b), check::write("out", &out)];
+        self.counter.other(check::elementwise("add", &operands));
+        self.counter.bytes(&[a, b], &[&out]);
+        Ok(())
+    }
+
+    fn add_assign(&self, acc: ViewMut<'_>, x: View<'_>) -> Result {
+        self.counter
+            .other(check::elementwise("add_assign", &[check::write("acc", &acc), check::read("x", x)]));
+        self.counter.bytes(&[acc.view(), x], &[&acc]);
+        Ok(())
+    }
+
+    fn add_bias(&self, x: ViewMut<'_>, bias: View<'_>) -> Result {
+        let dims = check::add_bias(&x, bias);
+        self.counter.other(dims.rows * dims.width);
+        self.counter.bytes(&[x.view(), bias], &[&x]);
+        Ok(())
+    }
+
+    fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
+        check::elementwise("cast", &[check::read("x", x), check::write("out", &out)]);
+        self.counter.bytes(&[x], &[&out]);
+        Ok(())
+    }
+
+    fn zero(&self, out: ViewMut<'_>) -> Result {
+        self.counter.bytes(&[], &[&out]);
+        Ok(())
+    }
+}
+
+impl Reduce for Dry {
+    fn sum_rows(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
+        let dims = check::sum_rows(x, &out);
+        self.counter.other(dims.rows * dims.width);
+        self.counter.bytes(&[x, out.view()], &[&out]);
+        Ok(())
+    }
+}

@@ -5,6 +5,7 @@
 //! Backends: [`reference`] (plain loops, f64 accumulation, the yardstick of every test), [`cpu`] (blocked and
 //! threaded) and [`dry`] (does nothing but count FLOPs and bytes; planning runs on it).
 
+mod check;
 pub mod cpu;
 pub mod dry;
 mod ops;

@@ -1,0 +1,295 @@
+//! Shape and dtype checks shared by every backend.
+//!
+//! A wrong shape is a defect of the calling code, so these assert. They look at shapes and dtypes only and never at
+//! bytes, which is why a planning run over virtual memory makes the same checks as a real one.
+
+use crate::{DType, MatmulSpec, View, ViewMut};
+
+/// Sizes of a matrix product.
+#[derive(Debug, Clone, Copy)]
+pub struct ProductDims {
+    pub m: usize,
+    pub n: usize,
+    pub l: usize,
+}
+
+/// Sizes of a tensor seen as rows.
+#[derive(Debug, Clone, Copy)]
+pub struct RowDims {
+    pub rows: usize,
+    pub width: usize,
+}
+
+/// Sizes of a rotation.
+#[derive(Debug, Clone, Copy)]
+pub struct RopeDims {
+    pub tokens: usize,
+    pub heads: usize,
+    pub head_size: usize,
+}
+
+/// Sizes of an attention call.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionDims {
+    /// Sequences (B).
+    pub batch: usize,
+    /// Query positions per sequence (S).
+    pub queries: usize,
+    /// Rows of keys and values per sequence (C).
+    pub capacity: usize,
+    /// Query heads (H).
+    pub heads: usize,
+    /// Key and value heads (G).
+    pub kv_heads: usize,
+    /// Elements per head (K).
+    pub head_size: usize,
+}
+
+impl AttentionDims {
+    /// Query heads that share one key/value head.
+    pub fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+}
+
+pub fn matmul(a: View<'_>, b: View<'_>, out: &ViewMut<'_>, spec: MatmulSpec) -> ProductDims {
+    let (a_shape, b_shape, out_shape) = (a.shape(), b.shape(), out.shape());
+    let (m, l) = flip((a_shape.rows(), a_shape.last()), spec.trans_a);
+    let (l_b, n) = flip((b_shape.rows(), b_shape.last()), spec.trans_b);
+    assert_eq!(l, l_b, "matmul: inner sizes of {a_shape:?} and {b_shape:?} agree under {spec:?}");
+    assert_eq!(
+        (out_shape.rows(), out_shape.last()),
+        (m, n),
+        "matmul: the result of {a_shape:?} and {b_shape:?} under {spec:?} is [{m}, {n}]"
+    );
+    float("matmul", "a", a.dtype());
+    float("matmul", "b", b.dtype());
+    float("matmul", "out", out.dtype());
+    assert!(
+        !spec.accumulate || out.dtype() == DType::F32,
+        "matmul: only f32 accumulates, not {}",
+        out.dtype()
+    );
+    ProductDims { m, n, l }
+}
+
+pub fn norm_forward(x: View<'_>, weight: View<'_>, out: &ViewMut<'_>, rstd: &ViewMut<'_>) -> RowDims {
+    let dims = rows("rms_norm", x);
+    float("rms_norm", "weight", weight.dtype());
+    same("rms_norm", "out", x.shape().elements(), out.shape().elements());
+    float("rms_norm", "out", out.dtype());
+    same("rms_norm", "weight", dims.width, weight.shape().elements());
+    same("rms_norm", "rstd", dims.rows, rstd.shape().elements());
+    exact("rms_norm", "rstd", rstd.dtype(), DType::F32);
+    dims
+}
+
+pub fn norm_backward(
+    dout: View<'_>,
+    x: View<'_>,
+    weight: View<'_>,
+    rstd: View<'_>,
+    dx: &ViewMut<'_>,
+    dweight: &ViewMut<'_>,
+) -> RowDims {
+    let dims = rows("rms_norm backward", x);
+    for (name, dtype) in [("dout", dout.dtype()), ("weight", weight.dtype()), ("dx", dx.dtype())] {
+        float("rms_norm backward", name, dtype);
+    }
+    same("rms_norm backward", "dout", x.shape().elements(), dout.shape().elements());
+    same("rms_norm backward", "dx", x.shape().elements(), dx.shape().elements());
+    same("rms_norm backward", "weight", dims.width, weight.shape().elements());
+    same("rms_norm backward", "dweight", dims.width, dweight.shape().elements());
+    same("rms_norm backward", "rstd", dims.rows, rstd.shape().elements());
+    exact("rms_norm backward", "rstd", rstd.dtype(), DType::F32);
+    exact("rms_norm backward", "dweight", dweight.dtype(), DType::F32);
+    dims
+}
+
+pub fn rope(x: &ViewMut<'_>, positions: View<'_>, inv_freq: View<'_>) -> RopeDims {
+    let shape = x.shape();
+    let dims = shape.dims();
+    assert!(dims.len() >= 3, "rope: x is [tokens, heads, head size], not {shape:?}");
+    float("rope", "x", x.dtype());
+    let (heads, head_size) = (dims[dims.len() - 2], dims[dims.len() - 1]);
+    let tokens = dims[..dims.len() - 2].iter().product();
+    assert_eq!(head_size % 2, 0, "rope: the head size {head_size} is even");
+    same("rope", "positions", tokens, positions.shape().elements());
+    same("rope", "inv_freq", head_size / 2, inv_freq.shape().elements());
+    exact("rope", "positions", positions.dtype(), DType::I32);
+    exact("rope", "inv_freq", inv_freq.dtype(), DType::F32);
+    RopeDims { tokens, heads, head_size }
+}
+
+pub fn attention(q: View<'_>, k: View<'_>, v: View<'_>) -> AttentionDims {
+    let (q_shape, k_shape) = (q.shape(), k.shape());
+    let &[batch, queries, heads, head_size] = q_shape.dims() else {
+        panic!("attention: q is [B, S, H, K], not {q_shape:?}");
+    };
+    let &[batch_k, capacity, kv_heads, head_size_k] = k_shape.dims() else {
+        panic!("attention: k is [B, C, G, K], not {k_shape:?}");
+    };
+    assert_eq!(k_shape, v.shape(), "attention: k and v have one shape");
+    assert_eq!((batch, head_size), (batch_k, head_size_k), "attention: q {q_shape:?} matches k {k_shape:?}");
+    assert!(
+        kv_heads > 0 && heads.is_multiple_of(kv_heads),
+        "attention: {heads} query heads are a multiple of {kv_heads} key heads"
+    );
+    for (name, dtype) in [("q", q.dtype()), ("k", k.dtype()), ("v", v.dtype())] {
+        float("attention", name, dtype);
+    }
+    AttentionDims { batch, queries, capacity, heads, kv_heads, head_size }
+}
+
+pub fn attention_forward(
+    q: View<'_>,
+    k: View<'_>,
+    v: View<'_>,
+    starts: View<'_>,
+    out: &ViewMut<'_>,
+    lse: &ViewMut<'_>,
+) -> AttentionDims {
+    let dims = attention(q, k, v);
+    assert!(dims.capacity >= dims.queries, "attention: {dims:?} has room for every query's own key");
+    same("attention", "starts", dims.batch, starts.shape().elements());
+    exact("attention", "starts", starts.dtype(), DType::I32);
+    same("attention", "out", q.shape().elements(), out.shape().elements());
+    float("attention", "out", out.dtype());
+    same("attention", "lse", dims.batch * dims.heads * dims.queries, lse.shape().elements());
+    exact("attention", "lse", lse.dtype(), DType::F32);
+    dims
+}
+
+#[expect(clippy::too_many_arguments, reason = "the operands of the operation")]
+pub fn attention_backward(
+    q: View<'_>,
+    k: View<'_>,
+    v: View<'_>,
+    out: View<'_>,
+    lse: View<'_>,
+    dout: View<'_>,
+    dq: &ViewMut<'_>,
+    dk: &ViewMut<'_>,
+    dv: &ViewMut<'_>,
+) -> AttentionDims {
+    let dims = attention(q, k, v);
+    assert_eq!(
+        dims.capacity, dims.queries,
+        "attention backward: training sees every key of its own sequence"
+    );
+    let (of_q, of_k) = (q.shape().elements(), k.shape().elements());
+    let operands = [
+        ("out", out.shape(), out.dtype(), of_q),
+        ("dout", dout.shape(), dout.dtype(), of_q),
+        ("dq", dq.shape(), dq.dtype(), of_q),
+        ("dk", dk.shape(), dk.dtype(), of_k),
+        ("dv", dv.shape(), dv.dtype(), of_k),
+    ];
+    for (name, shape, dtype, elements) in operands {
+        same("attention backward", name, elements, shape.elements());
+        float("attention backward", name, dtype);
+    }
+    same("attention backward", "lse", dims.batch * dims.heads * dims.queries, lse.shape().elements());
+    exact("attention backward", "lse", lse.dtype(), DType::F32);
+    dims
+}
+
+/// Every position is within the keys; `starts` are the bytes a real backend sees.
+pub fn starts(dims: &AttentionDims, starts: &[i32]) {
+    for &start in starts {
+        assert!(
+            start >= 0 && start as usize + dims.queries <= dims.capacity,
+            "attention: {} queries from position {start} fit in {} keys",
+            dims.queries,
+            dims.capacity
+        );
+    }
+}
+
+pub fn gather(ids: View<'_>, table: View<'_>, out: &ViewMut<'_>) -> RowDims {
+    let (tokens, width) = (ids.shape().elements(), table.shape().last());
+    exact("gather", "ids", ids.dtype(), DType::I32);
+    float("gather", "table", table.dtype());
+    float("gather", "out", out.dtype());
+    same("gather", "out", tokens * width, out.shape().elements());
+    RowDims { rows: tokens, width }
+}
+
+pub fn scatter_add(ids: View<'_>, dout: View<'_>, dtable: &ViewMut<'_>) -> RowDims {
+    let (tokens, width) = (ids.shape().elements(), dtable.shape().last());
+    exact("scatter_add", "ids", ids.dtype(), DType::I32);
+    float("scatter_add", "dout", dout.dtype());
+    exact("scatter_add", "dtable", dtable.dtype(), DType::F32);
+    same("scatter_add", "dout", tokens * width, dout.shape().elements());
+    RowDims { rows: tokens, width }
+}
+
+pub fn cross_entropy(logits: View<'_>, labels: View<'_>, loss: &ViewMut<'_>) -> RowDims {
+    let dims = rows("cross_entropy", logits);
+    exact("cross_entropy", "labels", labels.dtype(), DType::I32);
+    exact("cross_entropy", "loss", loss.dtype(), DType::F64);
+    same("cross_entropy", "labels", dims.rows, labels.shape().elements());
+    same("cross_entropy", "loss", 1, loss.shape().elements());
+    dims
+}
+
+/// One operand of an operation that goes element by element: its name, number of elements and dtype.
+pub type Operand = (&'static str, usize, DType);
+
+/// All operands are float and have as many elements as the first; the number of elements.
+pub fn elementwise(op: &'static str, operands: &[Operand]) -> usize {
+    let elements = operands[0].1;
+    for &(name, count, dtype) in operands {
+        same(op, name, elements, count);
+        float(op, name, dtype);
+    }
+    elements
+}
+
+/// A view as an [`Operand`].
+pub fn read(name: &'static str, view: View<'_>) -> Operand {
+    (name, view.shape().elements(), view.dtype())
+}
+
+/// A mutable view as an [`Operand`].
+pub fn write(name: &'static str, view: &ViewMut<'_>) -> Operand {
+    (name, view.shape().elements(), view.dtype())
+}
+
+pub fn add_bias(x: &ViewMut<'_>, bias: View<'_>) -> RowDims {
+    let dims = rows("add_bias", x.view());
+    float("add_bias", "bias", bias.dtype());
+    same("add_bias", "bias", dims.width, bias.shape().elements());
+    dims
+}
+
+pub fn sum_rows(x: View<'_>, out: &ViewMut<'_>) -> RowDims {
+    let dims = rows("sum_rows", x);
+    exact("sum_rows", "out", out.dtype(), DType::F32);
+    same("sum_rows", "out", dims.width, out.shape().elements());
+    dims
+}
+
+fn rows(op: &str, x: View<'_>) -> RowDims {
+    float(op, "x", x.dtype());
+    RowDims { rows: x.shape().rows(), width: x.shape().last() }
+}
+
+fn flip(pair: (usize, usize), swap: bool) -> (usize, usize) {
+    if swap { (pair.1, pair.0) } else { pair }
+}
+
+fn same(op: &str, operand: &str, expected: usize, found: usize) {
+    assert_eq!(expected, found, "{op}: {operand} has {expected} elements, not {found}");
+}
+
+fn float(op: &str, operand: &str, dtype: DType) {
+    assert!(
+        matches!(dtype, DType::F32 | DType::BF16 | DType::F16),
+        "{op}: {operand} is f32, bf16 or f16, not {dtype}"
+    );
+}
+
+fn exact(op: &str, operand: &str, dtype: DType, expected: DType) {
+    assert_eq!(dtype, expected, "{op}: {operand} is {expected}, not {dtype}");
+}

@@ -1,0 +1,135 @@
+//! Attention as the textbook writes it, with every row of probabilities in memory.
+
+use super::rows::log_sum_exp;
+use super::{Reference, values};
+use crate::check::{self, AttentionDims};
+use crate::{Attention, AttentionSpec, Result, View, ViewMut};
+
+impl Attention for Reference {
+    /// `out = Σ_j p_j·v_j`, `p = softmax(scale·q·k_j)` over the visible keys j, ascending.
+    fn forward(
+        &self,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        starts: View<'_>,
+        out: ViewMut<'_>,
+        lse: ViewMut<'_>,
+        spec: AttentionSpec,
+    ) -> Result {
+        let dims = check::attention_forward(q, k, v, starts, &out, &lse);
+        let starts_b = values::ints(starts);
+        check::starts(&dims, starts_b);
+        let (q, k, v) = (values::read(q), values::read(k), values::read(v));
+        let mut out_bshk = vec![0.0; q.len()];
+        let mut lse_bhs = vec![0.0; dims.batch * dims.heads * dims.queries];
+        for row in rows(&dims) {
+            let keys = row.keys(starts_b[row.b] as usize, spec.window);
+            let query = &q[row.query(&dims)..][..dims.head_size];
+            let scores: Vec<f64> =
+                keys.clone().map(|j| f64::from(spec.scale) * dot(query, &k[row.key(&dims, j)..])).collect();
+            let lse = log_sum_exp(&scores);
+            lse_bhs[row.lse(&dims)] = lse;
+            for (score, j) in scores.iter().zip(keys) {
+                axpy(
+                    &mut out_bshk[row.query(&dims)..][..dims.head_size],
+                    (score - lse).exp(),
+                    &v[row.key(&dims, j)..],
+                );
+            }
+        }
+        values::write(out, &out_bshk);
+        values::write(lse, &lse_bhs);
+        Ok(())
+    }
+
+    /// Recomputes everything from q, k and v; `out` and `lse` are only checked for shape.
+    ///
+    /// `dp_j = dout·v_j`, `ds_j = p_j·(dp_j − Σ p·dp)·scale`, `dq = Σ ds_j·k_j`, `dk_j = Σ ds_j·q`, `dv_j = Σ p_j·dout`.
+    fn backward(
+        &self,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        lse: View<'_>,
+        dout: View<'_>,
+        dq: ViewMut<'_>,
+        dk: ViewMut<'_>,
+        dv: ViewMut<'_>,
+        spec: AttentionSpec,
+    ) -> Result {
+        let dims = check::attention_backward(q, k, v, out, lse, dout, &dq, &dk, &dv);
+        let (q, k, v, dout) = (values::read(q), values::read(k), values::read(v), values::read(dout));
+        let scale = f64::from(spec.scale);
+        let (mut of_q, mut of_k, mut of_v) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
+        for row in rows(&dims) {
+            let (at, width) = (row.query(&dims), dims.head_size);
+            let keys = row.keys(0, spec.window);
+            let scores: Vec<f64> =
+                keys.clone().map(|j| scale * dot(&q[at..at + width], &k[row.key(&dims, j)..])).collect();
+            let lse = log_sum_exp(&scores);
+            let p: Vec<f64> = scores.iter().map(|score| (score - lse).exp()).collect();
+            let dp: Vec<f64> =
+                keys.clone().map(|j| dot(&dout[at..at + width], &v[row.key(&dims, j)..])).collect();
+            let delta = dot(&p, &dp);
+            for ((p, dp), j) in p.iter().zip(&dp).zip(keys) {
+                let (ds, key) = (p * (dp - delta) * scale, row.key(&dims, j));
+                axpy(&mut of_q[at..at + width], ds, &k[key..]);
+                axpy(&mut of_k[key..key + width], ds, &q[at..]);
+                axpy(&mut of_v[key..key + width], *p, &dout[at..]);
+            }
+        }
+        values::write(dq, &of_q);
+        values::write(dk, &of_k);
+        values::write(dv, &of_v);
+        Ok(())
+    }
+}
+
+/// One query of one head.
+struct Row {
+    b: usize,
+    i: usize,
+    h: usize,
+}
+
+fn rows(dims: &AttentionDims) -> impl Iterator<Item = Row> + use<> {
+    let (queries, heads) = (dims.queries, dims.heads);
+    (0..dims.batch * queries * heads).map(move |at| Row {
+        b: at / (queries * heads),
+        i: at / heads % queries,
+        h: at % heads,
+    })
+}
+
+impl Row {
+    fn keys(&self, start: usize, window: Option<usize>) -> std::ops::Range<usize> {
+        let end = start + self.i + 1;
+        end.saturating_sub(window.unwrap_or(end))..end
+    }
+
+    fn query(&self, dims: &AttentionDims) -> usize {
+        ((self.b * dims.queries + self.i) * dims.heads + self.h) * dims.head_size
+    }
+
+    fn key(&self, dims: &AttentionDims, j: usize) -> usize {
+        ((self.b * dims.capacity + j) * dims.kv_heads + self.h / dims.group()) * dims.head_size
+    }
+
+    fn lse(&self, dims: &AttentionDims) -> usize {
+        (self.b * dims.heads + self.h) * dims.queries + self.i
+    }
+}
+
+/// Over as many elements as `a` has.
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// `acc += factor·x` over as many elements as `acc` has.
+fn axpy(acc: &mut [f64], factor: f64, x: &[f64]) {
+    for (acc, x) in acc.iter_mut().zip(x) {
+        *acc += factor * x;
+    }
+}

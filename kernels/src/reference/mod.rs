@@ -1,0 +1,56 @@
+//! The yardstick: every operation as plain loops over f64.
+//!
+//! Operands are widened to f64, sums are taken in f64 in the order of the formula, and each result is rounded to
+//! nearest even exactly once. It is slow and allocates freely; tests compare the other backends with it and prove it
+//! by finite differences. One thread.
+
+mod attention;
+mod pointwise;
+mod rows;
+mod values;
+
+use crate::check;
+use crate::{KernelSet, Matmul, MatmulSpec, Result, View, ViewMut};
+use std::sync::Arc;
+
+/// The reference backend.
+pub fn kernel_set() -> KernelSet {
+    let reference = Arc::new(Reference);
+    KernelSet {
+        matmul: reference.clone(),
+        rms_norm: reference.clone(),
+        rope: reference.clone(),
+        attention: reference.clone(),
+        activation: reference.clone(),
+        embedding: reference.clone(),
+        cross_entropy: reference.clone(),
+        elementwise: reference.clone(),
+        reduce: reference,
+    }
+}
+
+#[derive(Debug)]
+struct Reference;
+
+impl Matmul for Reference {
+    /// `out[m,n] = Σ_l a[m,l]·b[l,n]`, l ascending, plus the old value last.
+    fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result {
+        let dims = check::matmul(a, b, &out, spec);
+        let (a_ml, b_ln) = (values::read(a), values::read(b));
+        let a_strides = if spec.trans_a { (1, dims.m) } else { (dims.l, 1) };
+        let b_strides = if spec.trans_b { (1, dims.l) } else { (dims.n, 1) };
+        let mut result = if spec.accumulate { values::read(out.view()) } else { vec![0.0; dims.m * dims.n] };
+        for m in 0..dims.m {
+            for n in 0..dims.n {
+                let sum: f64 = (0..dims.l)
+                    .map(|l| {
+                        a_ml[m * a_strides.0 + l * a_strides.1] * b_ln[l * b_strides.0 + n * b_strides.1]
+                    })
+                    .sum();
+                result[m * dims.n + n] += sum;
+            }
+        }
+        values::write(out, &result);
+        Ok(())
+    }
+}
