@@ -1,0 +1,205 @@
+//! Rows of tokens to the inputs that the blocks read.
+//!
+//! Legend: B sequences, S positions, T = B·S, K head size.
+//!
+//! Every batch has the same six inputs in the same order, padded on the right to one length:
+//!
+//! ```text
+//!  0 IDS        i32 [T]     token ids, 0 in padding
+//!  1 LABELS     i32 [T]     the token that follows each position, -100 where it carries no loss
+//!  2 POSITIONS  i32 [T]     position of each token in its sequence
+//!  3 STARTS     i32 [B]     position of each sequence's first token in this batch (0 in training)
+//!  4 LAST       i32 [B]     row in 0..T of each sequence's last valid token
+//!  5 INV_FREQ   f32 [K/2]   angle per position of the rotary embedding
+//! ```
+
+use crate::{ModelConfig, ModelError, Result};
+use terrace_zero::{HostTensor, MicroBatch};
+
+/// Input with the token ids.
+pub const IDS: usize = 0;
+/// Input with the labels, already shifted: `LABELS[t]` is what follows `IDS[t]`.
+pub const LABELS: usize = 1;
+/// Input with the positions.
+pub const POSITIONS: usize = 2;
+/// Input with each sequence's first position.
+pub const STARTS: usize = 3;
+/// Input with the row of each sequence's last valid token.
+pub const LAST: usize = 4;
+/// Input with the rotary frequencies.
+pub const INV_FREQ: usize = 5;
+
+/// The label that carries no loss. Any negative label is treated like it.
+pub const IGNORED: i32 = -100;
+
+/// A training row: ids and, per id, whether and as what it is to be predicted. Labels are *not* shifted: `labels[t]` belongs
+/// to `ids[t]`, as in Hugging Face data.
+#[derive(Debug, Clone, Copy)]
+pub struct Row<'a> {
+    /// Token ids.
+    pub ids: &'a [u32],
+    /// One label per id.
+    pub labels: &'a [i32],
+}
+
+/// Builds micro-batches for one model.
+#[derive(Debug, Clone)]
+pub struct TokenBatch {
+    vocab: usize,
+    inv_freq: Vec<f32>,
+}
+
+impl TokenBatch {
+    /// A builder for models of this configuration.
+    pub fn new(config: &ModelConfig) -> Self {
+        Self { vocab: config.vocab, inv_freq: config.rope.inverse_frequencies(config.head_size) }
+    }
+
+    /// A batch of `sequences` rows of `length` positions. Shorter rows are padded, missing rows are all padding; padding
+    /// carries no loss.
+    ///
+    /// # Errors
+    /// More or longer rows than that, labels that do not match ids, or an id outside the vocabulary.
+    pub fn train(&self, rows: &[Row<'_>], sequences: usize, length: usize) -> Result<MicroBatch> {
+        if rows.len() > sequences {
+            return refuse(format!("{} rows for a batch of {sequences}", rows.len()));
+        }
+        let mut columns = Columns::new(sequences, length);
+        for (index, row) in rows.iter().enumerate() {
+            if row.labels.len() != row.ids.len() {
+                return refuse(format!("row {index} has {} ids, {} labels", row.ids.len(), row.labels.len()));
+            }
+            self.fill(&mut columns, index, row.ids, 0)?;
+            // The token at t predicts the one at t + 1; the last of a row predicts nothing.
+            for (t, &label) in row.labels.iter().enumerate().skip(1).filter(|(_, label)| **label >= 0) {
+                self.check(index, t, "label", i64::from(label))?;
+                columns.labels[index * length + t - 1] = label;
+            }
+        }
+        Ok(columns.finish(&self.inv_freq))
+    }
+
+    /// A batch for generation: `rows[b]` continues sequence b, of which `starts[b]` positions are in the cache. Rows are padded
+    /// to `length`; each has at least one id.
+    ///
+    /// # Errors
+    /// A row that is empty or longer than `length`, as many starts as rows missing, or an id outside the vocabulary.
+    pub fn generate(&self, rows: &[&[u32]], starts: &[usize], length: usize) -> Result<MicroBatch> {
+        if rows.len() != starts.len() {
+            return refuse(format!("{} rows, {} starts", rows.len(), starts.len()));
+        }
+        let mut columns = Columns::new(rows.len(), length);
+        for (index, (ids, &start)) in rows.iter().zip(starts).enumerate() {
+            if ids.is_empty() {
+                return refuse(format!(
+                    "prompt {index} has no tokens; give at least one, such as the BOS token"
+                ));
+            }
+            self.fill(&mut columns, index, ids, start)?;
+        }
+        Ok(columns.finish(&self.inv_freq))
+    }
+
+    /// The first batch of a generation: whole prompts, padded on the right to `length`.
+    ///
+    /// # Errors
+    /// As [`generate`](Self::generate).
+    pub fn prefill(&self, prompts: &[&[u32]], length: usize) -> Result<MicroBatch> {
+        self.generate(prompts, &vec![0; prompts.len()], length)
+    }
+
+    /// One more token per sequence; `lengths[b]` tokens of sequence b are in the cache.
+    ///
+    /// # Errors
+    /// As [`generate`](Self::generate).
+    pub fn decode(&self, ids: &[u32], lengths: &[usize]) -> Result<MicroBatch> {
+        let rows: Vec<&[u32]> = ids.iter().map(std::slice::from_ref).collect();
+        self.generate(&rows, lengths, 1)
+    }
+
+    /// A batch of padding: the shapes of a real one, for planning.
+    pub fn blank(&self, sequences: usize, length: usize) -> MicroBatch {
+        Columns::new(sequences, length).finish(&self.inv_freq)
+    }
+
+    /// Writes ids, positions, start and last row of sequence `index`.
+    fn fill(&self, columns: &mut Columns, index: usize, ids: &[u32], start: usize) -> Result {
+        let length = columns.length;
+        if ids.len() > length {
+            return refuse(format!("row {index} has {} tokens for a length of {length}", ids.len()));
+        }
+        let position = |offset: usize| i32::try_from(start + offset);
+        if position(length).is_err() {
+            return refuse(format!(
+                "row {index} starts at position {start}, beyond what positions can count"
+            ));
+        }
+        for (t, &id) in ids.iter().enumerate() {
+            self.check(index, t, "id", i64::from(id))?;
+            columns.ids[index * length + t] = id as i32;
+        }
+        for t in 0..length {
+            columns.positions[index * length + t] = (start + t) as i32;
+        }
+        columns.starts[index] = start as i32;
+        columns.last[index] = (index * length + ids.len().saturating_sub(1)) as i32;
+        Ok(())
+    }
+
+    fn check(&self, row: usize, t: usize, kind: &str, id: i64) -> Result {
+        if id < self.vocab as i64 {
+            return Ok(());
+        }
+        refuse(format!(
+            "{kind} {id} at position {t} of row {row} is outside the vocabulary of {} tokens; \
+             was the data made with another tokenizer?",
+            self.vocab
+        ))
+    }
+}
+
+/// The inputs while they are filled; starts out as all padding.
+#[derive(Debug)]
+struct Columns {
+    sequences: usize,
+    length: usize,
+    ids: Vec<i32>,
+    labels: Vec<i32>,
+    positions: Vec<i32>,
+    starts: Vec<i32>,
+    last: Vec<i32>,
+}
+
+impl Columns {
+    fn new(sequences: usize, length: usize) -> Self {
+        let tokens = sequences * length;
+        assert!(i32::try_from(tokens).is_ok(), "{tokens} tokens in a micro-batch fit 32-bit rows");
+        Self {
+            sequences,
+            length,
+            ids: vec![0; tokens],
+            labels: vec![IGNORED; tokens],
+            positions: (0..tokens).map(|t| (t % length) as i32).collect(),
+            starts: vec![0; sequences],
+            last: (0..sequences).map(|b| (b * length) as i32).collect(),
+        }
+    }
+
+    fn finish(self, inv_freq: &[f32]) -> MicroBatch {
+        let (sequences, length, tokens) = (self.sequences, self.length, self.ids.len());
+        let loss_terms = self.labels.iter().filter(|label| **label >= 0).count() as u64;
+        let inputs = vec![
+            HostTensor::from_i32(&[tokens], &self.ids),
+            HostTensor::from_i32(&[tokens], &self.labels),
+            HostTensor::from_i32(&[tokens], &self.positions),
+            HostTensor::from_i32(&[sequences], &self.starts),
+            HostTensor::from_i32(&[sequences], &self.last),
+            HostTensor::from_f32(&[inv_freq.len()], inv_freq),
+        ];
+        MicroBatch { sequences, length, inputs, loss_terms }
+    }
+}
+
+fn refuse<T>(detail: String) -> Result<T> {
+    Err(ModelError::Batch(detail))
+}

@@ -1,0 +1,343 @@
+//! The attention half of a decoder layer with its norm and residual: `y = x + o(attend(rope(qkv(norm(x)))))`.
+
+use super::TILE_ROWS;
+use super::layers::{Linear, Norm, Params, tiles};
+use crate::ModelConfig;
+use crate::batch::{INV_FREQ, POSITIONS, STARTS};
+use terrace_kernels::{AttentionSpec, DType, KernelError, RopeDirection, Tensor, View, ViewMut};
+use terrace_zero::{Context, Gradients, KvSpec, Result, Weights};
+
+/// Parameters of the attention half.
+#[derive(Debug)]
+pub(crate) struct Attention {
+    norm: Norm,
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    output: Linear,
+    /// Norms of each head of queries and keys.
+    head_norms: Option<(Norm, Norm)>,
+    spec: AttentionSpec,
+    hidden: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_size: usize,
+}
+
+/// What the projections give, before head norms and rotation: `[T, H·K]` and twice `[T, G·K]`.
+///
+/// Without head norms queries and keys are rotated in place, so that after [`Attention::attend`] they hold the rotated ones.
+#[derive(Debug)]
+pub(crate) struct Projected {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+}
+
+/// Queries and keys as attention sees them, apart from the projections because of the head norms.
+#[derive(Debug)]
+struct Heads {
+    q_BSHK: Tensor,
+    q_rstd: Tensor,
+    k_BSGK: Tensor,
+    k_rstd: Tensor,
+}
+
+/// The result of attention.
+#[derive(Debug)]
+pub(crate) struct Attended {
+    out_BSHK: Tensor,
+    lse_BHS: Tensor,
+}
+
+/// Gradients of queries, keys and values, in the shapes of [`Projected`].
+#[derive(Debug)]
+struct ProjectedGradients {
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+}
+
+impl Attention {
+    /// Takes its parameters from the layer's list.
+    pub(crate) fn new(config: &ModelConfig, layer: usize, params: &mut Params) -> Self {
+        let (hidden, head_size, eps) = (config.hidden, config.head_size, config.norm_eps);
+        let (queries, keys) = (config.query_width(), config.kv_width());
+        Self {
+            norm: params.norm("input_layernorm", hidden, eps),
+            query: params.linear("self_attn.q_proj", queries, hidden, config.qkv_bias),
+            key: params.linear("self_attn.k_proj", keys, hidden, config.qkv_bias),
+            value: params.linear("self_attn.v_proj", keys, hidden, config.qkv_bias),
+            output: params.linear("self_attn.o_proj", hidden, queries, config.output_bias),
+            head_norms: config.qk_norm.then(|| {
+                let query = params.norm("self_attn.q_norm", head_size, eps);
+                (query, params.norm("self_attn.k_norm", head_size, eps))
+            }),
+            spec: AttentionSpec { scale: (head_size as f32).sqrt().recip(), window: config.windows[layer] },
+            hidden,
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_size,
+        }
+    }
+
+    /// The cache it appends to in generation.
+    pub(crate) fn kv(&self) -> KvSpec {
+        KvSpec { heads: self.kv_heads, head_size: self.head_size }
+    }
+
+    /// Norm and the three projections of `x_TD`.
+    pub(crate) fn project(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        x_TD: View<'_>,
+    ) -> Result<Projected> {
+        let tokens = x_TD.shape().rows();
+        let kv_width = self.kv_heads * self.head_size;
+        let mut q = cx.tensor(&[tokens, self.heads * self.head_size])?;
+        let mut k = cx.tensor(&[tokens, kv_width])?;
+        let mut v = cx.tensor(&[tokens, kv_width])?;
+        for (start, end) in tiles(tokens, TILE_ROWS) {
+            let normed = self.norm.forward(cx, weights, x_TD.rows(start, end))?;
+            let h_RD = normed.out.view();
+            self.query.forward_into(cx, weights, h_RD, q.view_mut().rows(start, end))?;
+            self.key.forward_into(cx, weights, h_RD, k.view_mut().rows(start, end))?;
+            self.value.forward_into(cx, weights, h_RD, v.view_mut().rows(start, end))?;
+        }
+        Ok(Projected { q, k, v })
+    }
+
+    /// Head norms, rotation and attention over the sequence itself, or over the cache when there is one.
+    pub(crate) fn attend(
+        &self,
+        cx: &mut Context<'_>,
+        weights: &Weights<'_>,
+        projected: &mut Projected,
+    ) -> Result<Attended> {
+        let heads = self.rotated(cx, weights, projected)?;
+        let Projected { q, k, v } = projected;
+        let (q, k) = heads.as_ref().map_or((&*q, &*k), |heads| (&heads.q_BSHK, &heads.k_BSGK));
+        let dims_q = self.dims_q(cx);
+        let mut out_BSHK = cx.tensor(&dims_q)?;
+        let mut lse_BHS = cx.tensor_of(DType::F32, &[cx.sequences, self.heads, cx.length])?;
+        let (kernel, starts) = (&cx.kernels.attention, &cx.inputs[STARTS]);
+        let q_BSHK = q.view().reshape(&dims_q);
+        let (out, lse) = (out_BSHK.view_mut(), lse_BHS.view_mut());
+        if cx.kv.is_some() {
+            append(cx, k.view(), v.view())?;
+            let slot = cx.kv.as_ref().expect("checked above");
+            let (keys_BCGK, values_BCGK) = (slot.keys.view(), slot.values.view());
+            kernel.forward(q_BSHK, keys_BCGK, values_BCGK, starts.view(), out, lse, self.spec)?;
+        } else {
+            let dims_k = self.dims_k(cx);
+            let (k_BSGK, v_BSGK) = (k.view().reshape(&dims_k), v.view().reshape(&dims_k));
+            kernel.forward(q_BSHK, k_BSGK, v_BSGK, starts.view(), out, lse, self.spec)?;
+        }
+        Ok(Attended { out_BSHK, lse_BHS })
+    }
+
+    /// `y = x + o(attended)`.
+    pub(crate) fn residual(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        attended: &Attended,
+        x_TD: View<'_>,
+        mut y_TD: ViewMut<'_>,
+    ) -> Result {
+        self.output.forward_into(cx, weights, self.flat(&attended.out_BSHK), y_TD.reborrow())?;
+        Ok(cx.kernels.elementwise.add_assign(y_TD, x_TD)?)
+    }
+
+    /// On entry `dx` is the gradient of `y`; on return that of `x`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    pub(crate) fn backward(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        x_TD: View<'_>,
+        projected: Projected,
+        attended: Attended,
+        mut dx_TD: ViewMut<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        let dy_TD = dx_TD.view();
+        self.output.weight_gradient(cx, dy_TD, self.flat(&attended.out_BSHK), gradients)?;
+        let mut dout_BSHK = cx.tensor(&self.dims_q(cx))?;
+        let dout_TQ = dout_BSHK.view_mut().reshape(self.flat(&attended.out_BSHK).shape().dims());
+        self.output.input_gradient(cx, weights, dy_TD, dout_TQ, false)?;
+        let projected = self.attend_backward(cx, weights, projected, attended, dout_BSHK, gradients)?;
+        self.project_backward(cx, weights, x_TD, &projected, dx_TD.reborrow(), gradients)
+    }
+
+    /// From the gradient of attention's output to those of the projections.
+    fn attend_backward(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        mut projected: Projected,
+        attended: Attended,
+        dout_BSHK: Tensor,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<ProjectedGradients> {
+        // Without head norms the projections were rotated in place by `attend`; they must not be turned twice.
+        let heads = match self.head_norms {
+            Some(_) => self.rotated(cx, weights, &mut projected)?,
+            None => None,
+        };
+        let (dims_q, dims_k) = (self.dims_q(cx), self.dims_k(cx));
+        let mut dq = cx.tensor(&dims_q)?;
+        let mut dk = cx.tensor(&dims_k)?;
+        let mut dv = cx.tensor(&dims_k)?;
+        let (q, k) =
+            heads.as_ref().map_or((&projected.q, &projected.k), |heads| (&heads.q_BSHK, &heads.k_BSGK));
+        cx.kernels.attention.backward(
+            q.view().reshape(&dims_q),
+            k.view().reshape(&dims_k),
+            projected.v.view().reshape(&dims_k),
+            attended.out_BSHK.view(),
+            attended.lse_BHS.view(),
+            dout_BSHK.view(),
+            dq.view_mut(),
+            dk.view_mut(),
+            dv.view_mut(),
+            self.spec,
+        )?;
+        drop((attended, dout_BSHK));
+        self.rotate(cx, dq.view_mut(), self.heads, RopeDirection::Backward)?;
+        self.rotate(cx, dk.view_mut(), self.kv_heads, RopeDirection::Backward)?;
+        if let (Some((q_norm, k_norm)), Some(heads)) = (self.head_norms, heads) {
+            let Heads { q_BSHK, q_rstd, k_BSGK, k_rstd } = heads;
+            drop((q_BSHK, k_BSGK));
+            let (q, k) = (projected.q.view(), projected.k.view());
+            dq = self.head_norm_backward(cx, weights, q_norm, &dq, q, &q_rstd, gradients)?;
+            dk = self.head_norm_backward(cx, weights, k_norm, &dk, k, &k_rstd, gradients)?;
+        }
+        Ok(ProjectedGradients { dq, dk, dv })
+    }
+
+    /// From the gradients of the projections to that of the layer's input, which is added to `dx`.
+    fn project_backward(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        x_TD: View<'_>,
+        projected: &ProjectedGradients,
+        mut dx_TD: ViewMut<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        let branches = [
+            (self.query, self.flat(&projected.dq)),
+            (self.key, self.flat(&projected.dk)),
+            (self.value, self.flat(&projected.dv)),
+        ];
+        for (start, end) in tiles(x_TD.shape().rows(), TILE_ROWS) {
+            let x_RD = x_TD.rows(start, end);
+            let normed = self.norm.forward(cx, weights, x_RD)?;
+            for (linear, dout) in branches {
+                linear.weight_gradient(cx, dout.rows(start, end), normed.out.view(), gradients)?;
+            }
+            drop(normed.out);
+            let mut dh_RD = cx.tensor_of(DType::F32, &[end - start, self.hidden])?;
+            for (index, (linear, dout)) in branches.into_iter().enumerate() {
+                linear.input_gradient(cx, weights, dout.rows(start, end), dh_RD.view_mut(), index > 0)?;
+            }
+            let dx_RD = dx_TD.reborrow().rows(start, end);
+            self.norm.backward(
+                cx,
+                weights,
+                dh_RD.view(),
+                x_RD,
+                normed.rstd.view(),
+                dx_RD,
+                true,
+                gradients,
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Rotates queries and keys: in place without head norms (`None`), into new tensors with them.
+    fn rotated(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        projected: &mut Projected,
+    ) -> Result<Option<Heads>> {
+        let Some((q_norm, k_norm)) = self.head_norms else {
+            self.rotate(cx, projected.q.view_mut(), self.heads, RopeDirection::Forward)?;
+            self.rotate(cx, projected.k.view_mut(), self.kv_heads, RopeDirection::Forward)?;
+            return Ok(None);
+        };
+        let mut q = q_norm.forward(cx, weights, projected.q.view().reshape(&self.dims_q(cx)))?;
+        let mut k = k_norm.forward(cx, weights, projected.k.view().reshape(&self.dims_k(cx)))?;
+        self.rotate(cx, q.out.view_mut(), self.heads, RopeDirection::Forward)?;
+        self.rotate(cx, k.out.view_mut(), self.kv_heads, RopeDirection::Forward)?;
+        Ok(Some(Heads { q_BSHK: q.out, q_rstd: q.rstd, k_BSGK: k.out, k_rstd: k.rstd }))
+    }
+
+    fn rotate(&self, cx: &Context<'_>, x: ViewMut<'_>, heads: usize, direction: RopeDirection) -> Result {
+        let x = x.reshape(&[cx.tokens(), heads, self.head_size]);
+        Ok(cx.kernels.rope.rotate(x, cx.input(POSITIONS), cx.input(INV_FREQ), 1.0, direction)?)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    fn head_norm_backward(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        norm: Norm,
+        dout: &Tensor,
+        x: View<'_>,
+        rstd: &Tensor,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Tensor> {
+        let shape = dout.shape();
+        let mut dx = cx.tensor(shape.dims())?;
+        let x = x.reshape(shape.dims());
+        norm.backward(cx, weights, dout.view(), x, rstd.view(), dx.view_mut(), false, gradients)?;
+        Ok(dx)
+    }
+
+    /// `[B, S, heads, K]` as `[T, heads·K]`.
+    fn flat<'a>(&self, x: &'a Tensor) -> View<'a> {
+        let dims = x.shape();
+        let [sequences, length, heads, head_size] =
+            dims.dims().try_into().expect("attention tensors have four dimensions");
+        x.view().reshape(&[sequences * length, heads * head_size])
+    }
+
+    fn dims_q(&self, cx: &Context<'_>) -> [usize; 4] {
+        [cx.sequences, cx.length, self.heads, self.head_size]
+    }
+
+    fn dims_k(&self, cx: &Context<'_>) -> [usize; 4] {
+        [cx.sequences, cx.length, self.kv_heads, self.head_size]
+    }
+}
+
+/// Writes the new keys and values to rows `starts[b]..starts[b] + S` of the cache.
+///
+/// Rows of padded positions are written too: no query of a valid position sees them, and the next append starts over them.
+fn append(cx: &mut Context<'_>, k: View<'_>, v: View<'_>) -> Result {
+    let (kernels, length) = (cx.kernels, cx.length);
+    let slot = cx.kv.as_mut().expect("only called with a cache");
+    let shape = slot.keys.shape();
+    let [sequences, capacity, heads, head_size] =
+        shape.dims().try_into().expect("the cache has four dimensions");
+    let flat = [sequences * capacity, heads * head_size];
+    for (index, &start) in slot.starts.iter().enumerate() {
+        if start + length > capacity {
+            let detail = format!("positions {start}..{} exceed the capacity {capacity}", start + length);
+            return Err(KernelError { op: "key/value append", detail }.into());
+        }
+        let row = index * capacity + start;
+        for (new, cache) in [(k, slot.keys.reborrow()), (v, slot.values.reborrow())] {
+            let new = new.reshape(&[sequences * length, heads * head_size]);
+            let cache = cache.reshape(&flat).rows(row, row + length);
+            kernels.elementwise.cast(new.rows(index * length, (index + 1) * length), cache)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,147 @@
+//! Linear layers and norms as indices into a block's parameters, with their gradients.
+
+use terrace_kernels::{DType, MatmulSpec, Tensor, View, ViewMut};
+use terrace_zero::{Context, Gradients, ParamSpec, Result, Weights};
+
+/// Collects a block's parameters in order.
+#[derive(Debug, Default)]
+pub(crate) struct Params {
+    pub(crate) specs: Vec<ParamSpec>,
+    prefix: String,
+}
+
+impl Params {
+    /// Every name will start with `prefix`.
+    pub(crate) fn new(prefix: &str) -> Self {
+        Self { specs: Vec::new(), prefix: prefix.to_owned() }
+    }
+
+    /// A linear layer stored `[outputs, inputs]`.
+    pub(crate) fn linear(&mut self, name: &str, outputs: usize, inputs: usize, bias: bool) -> Linear {
+        let weight = self.push(&format!("{name}.weight"), &[outputs, inputs]);
+        let bias = bias.then(|| self.push(&format!("{name}.bias"), &[outputs]));
+        Linear { weight, bias, outputs }
+    }
+
+    /// A root-mean-square norm over rows of `width`.
+    pub(crate) fn norm(&mut self, name: &str, width: usize, eps: f32) -> Norm {
+        Norm { weight: self.push(&format!("{name}.weight"), &[width]), eps }
+    }
+
+    fn push(&mut self, name: &str, dims: &[usize]) -> usize {
+        self.specs.push(ParamSpec::new(format!("{}{name}", self.prefix), dims));
+        self.specs.len() - 1
+    }
+}
+
+/// `out = x · Wᵀ (+ bias)`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Linear {
+    weight: usize,
+    bias: Option<usize>,
+    outputs: usize,
+}
+
+impl Linear {
+    /// The output of `x` as a new tensor of the activation dtype.
+    pub(crate) fn forward(&self, cx: &Context<'_>, weights: &Weights<'_>, x: View<'_>) -> Result<Tensor> {
+        let mut out = cx.tensor(&[x.shape().rows(), self.outputs])?;
+        self.forward_into(cx, weights, x, out.view_mut())?;
+        Ok(out)
+    }
+
+    /// Overwrites `out`.
+    pub(crate) fn forward_into(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        x: View<'_>,
+        mut out: ViewMut<'_>,
+    ) -> Result {
+        cx.kernels.matmul.matmul(x, weights.get(self.weight), out.reborrow(), MatmulSpec::NT)?;
+        if let Some(bias) = self.bias {
+            cx.kernels.elementwise.add_bias(out, weights.get(bias))?;
+        }
+        Ok(())
+    }
+
+    /// `dx (+)= dout · W`; adding needs an f32 `dx`.
+    pub(crate) fn input_gradient(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        dout: View<'_>,
+        dx: ViewMut<'_>,
+        accumulate: bool,
+    ) -> Result {
+        let spec = MatmulSpec { accumulate, ..MatmulSpec::NN };
+        Ok(cx.kernels.matmul.matmul(dout, weights.get(self.weight), dx, spec)?)
+    }
+
+    /// `dW += doutᵀ · x`, `dbias += Σ_r dout[r]`.
+    pub(crate) fn weight_gradient(
+        &self,
+        cx: &Context<'_>,
+        dout: View<'_>,
+        x: View<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        let kernels = cx.kernels;
+        kernels.matmul.matmul(dout, x, gradients.get(self.weight), MatmulSpec::TN_ACCUMULATE)?;
+        if let Some(bias) = self.bias {
+            kernels.reduce.sum_rows(dout, gradients.get(bias))?;
+        }
+        Ok(())
+    }
+}
+
+/// Root-mean-square norm with a learned scale.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Norm {
+    weight: usize,
+    eps: f32,
+}
+
+/// A norm's output and what its backward needs.
+#[derive(Debug)]
+pub(crate) struct Normed {
+    /// Like the input.
+    pub(crate) out: Tensor,
+    /// f32 `[R]`.
+    pub(crate) rstd: Tensor,
+}
+
+impl Norm {
+    /// Normalizes rows of `x`, which is `[R, width]` under any leading dimensions.
+    pub(crate) fn forward(&self, cx: &Context<'_>, weights: &Weights<'_>, x: View<'_>) -> Result<Normed> {
+        let shape = x.shape();
+        let mut out = cx.tensor(shape.dims())?;
+        let mut rstd = cx.tensor_of(DType::F32, &[shape.rows()])?;
+        let weight = weights.get(self.weight);
+        cx.kernels.rms_norm.forward(x, weight, self.eps, out.view_mut(), rstd.view_mut())?;
+        Ok(Normed { out, rstd })
+    }
+
+    /// `dx (+)= …` and the scale's gradient.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    pub(crate) fn backward(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        dout: View<'_>,
+        x: View<'_>,
+        rstd: View<'_>,
+        dx: ViewMut<'_>,
+        accumulate_dx: bool,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        let weight = weights.get(self.weight);
+        let dweight = gradients.get(self.weight);
+        Ok(cx.kernels.rms_norm.backward(dout, x, weight, rstd, dx, accumulate_dx, dweight)?)
+    }
+}
+
+/// Consecutive row ranges of at most `size` rows that cover `rows`.
+pub(crate) fn tiles(rows: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..rows).step_by(size).map(move |start| (start, rows.min(start + size)))
+}

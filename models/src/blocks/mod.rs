@@ -1,0 +1,78 @@
+//! The blocks of a decoder-only transformer: embedding, decoder layers, head.
+//!
+//! Legend: B sequences, S positions, T = B·S tokens, D hidden, H query heads, G key/value heads, K head size, F feed-forward,
+//! V vocabulary, R rows of a tile, C capacity of the key/value cache.
+//!
+//! Hidden states travel between blocks as `[T, D]` in the activation dtype. Everything that works on rows alone (norms,
+//! projections, feed-forward, loss) runs over tiles of [`TILE_ROWS`] rows, so that its intermediates stay bounded
+//! however long the sequences are; tile limits depend on the batch shape only, hence results do not depend on placement.
+
+mod attention;
+mod decoder;
+mod embedding;
+mod head;
+mod layers;
+mod mlp;
+
+pub use decoder::DecoderBlock;
+pub use embedding::EmbeddingBlock;
+pub use head::HeadBlock;
+
+use crate::{ModelConfig, Result};
+use std::path::Path;
+use terrace_zero::Block;
+
+/// Rows of a tile. At 2048 a weight gradient does 512 operations per byte of accumulator traffic, beyond the balance
+/// point of any current device, so that larger tiles would cost memory and gain nothing.
+pub const TILE_ROWS: usize = 2048;
+
+/// Name of the embedding table, which tied models use as output projection too.
+pub const EMBEDDING_NAME: &str = "model.embed_tokens.weight";
+
+/// A configuration and the blocks it describes.
+#[derive(Debug)]
+pub struct Model {
+    /// What the blocks were built from.
+    pub config: ModelConfig,
+    /// Embedding, decoder layers, head, in the order they run.
+    pub blocks: Vec<Box<dyn Block>>,
+}
+
+impl Model {
+    /// The blocks of a configuration.
+    pub fn new(config: ModelConfig) -> Self {
+        let blocks = build(&config);
+        Self { config, blocks }
+    }
+
+    /// The blocks of a model folder's `config.json`.
+    ///
+    /// # Errors
+    /// The file cannot be read or describes something unsupported.
+    pub fn from_folder(folder: &Path) -> Result<Self> {
+        Ok(Self::new(ModelConfig::from_folder(folder)?))
+    }
+}
+
+/// The blocks of a configuration in the order they run.
+///
+/// # Panics
+/// If the configuration fails [`ModelConfig::check`].
+pub fn build(config: &ModelConfig) -> Vec<Box<dyn Block>> {
+    if let Err(error) = config.check() {
+        panic!("the configuration was checked when it was parsed: {error}");
+    }
+    let mut blocks: Vec<Box<dyn Block>> = vec![Box::new(EmbeddingBlock::new(config))];
+    for layer in 0..config.layers {
+        blocks.push(Box::new(DecoderBlock::new(config, layer)));
+    }
+    blocks.push(Box::new(HeadBlock::new(config)));
+    blocks
+}
+
+/// Number of parameters of a configuration; a tied table counts once.
+pub fn param_count(config: &ModelConfig) -> u64 {
+    let count = |block: &dyn Block| block.params().iter().map(|p| p.elements() as u64).sum::<u64>();
+    let layer = count(&DecoderBlock::new(config, 0));
+    count(&EmbeddingBlock::new(config)) + layer * config.layers as u64 + count(&HeadBlock::new(config))
+}

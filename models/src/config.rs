@@ -1,0 +1,262 @@
+//! The configuration of a Hugging Face model folder, checked and reduced to what the blocks need.
+//!
+//! Absent entries take the defaults of the family's configuration class in transformers, because `save_pretrained` may
+//! leave them out. Everything that would change the numbers and is not computed here is refused by name; dropout is the
+//! exception: it is not applied, and released checkpoints set it to 0.
+
+use crate::entries::Entries;
+use crate::rope::Rope;
+use crate::{ModelError, Result};
+use serde_json::Value;
+use std::path::Path;
+
+/// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
+const FAMILIES: [(Family, &str, &str); 4] = [
+    (Family::Llama, "LlamaForCausalLM", "llama"),
+    (Family::Mistral, "MistralForCausalLM", "mistral"),
+    (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
+    (Family::Qwen3, "Qwen3ForCausalLM", "qwen3"),
+];
+
+/// A line of models that share their structure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// Llama 2, 3, 3.1 and what follows their layout.
+    Llama,
+    /// Mistral: a sliding window over all layers.
+    Mistral,
+    /// Qwen 2 and 2.5: biased query, key and value projections.
+    Qwen2,
+    /// Qwen 3: queries and keys are normalized per head.
+    Qwen3,
+}
+
+/// What the blocks of a decoder-only model depend on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelConfig {
+    /// The line of models.
+    pub family: Family,
+    /// Vocabulary size, V.
+    pub vocab: usize,
+    /// Hidden size, D.
+    pub hidden: usize,
+    /// Feed-forward size, F.
+    pub feed_forward: usize,
+    /// Number of decoder layers.
+    pub layers: usize,
+    /// Query heads, H.
+    pub heads: usize,
+    /// Key/value heads, G.
+    pub kv_heads: usize,
+    /// Head size, K.
+    pub head_size: usize,
+    /// Added to the mean square in every normalization.
+    pub norm_eps: f32,
+    /// The output projection is the embedding table.
+    pub tied: bool,
+    /// The query, key and value projections have biases.
+    pub qkv_bias: bool,
+    /// The attention's output projection has a bias.
+    pub output_bias: bool,
+    /// The feed-forward projections have biases.
+    pub mlp_bias: bool,
+    /// Queries and keys are normalized per head.
+    pub qk_norm: bool,
+    /// Sliding window of each layer; `None` sees everything before it.
+    pub windows: Vec<Option<usize>>,
+    /// Rotary position embedding.
+    pub rope: Rope,
+    /// Positions the model was trained for.
+    pub positions_max: usize,
+    /// Standard deviation of freshly initialized weights.
+    pub initializer_std: f32,
+    /// Tokens that end a generation.
+    pub eos_ids: Vec<u32>,
+}
+
+impl ModelConfig {
+    /// Reads `config.json` of a model folder.
+    ///
+    /// # Errors
+    /// The file cannot be read or [`parse`](Self::parse) refuses it.
+    pub fn from_folder(folder: &Path) -> Result<Self> {
+        let path = folder.join("config.json");
+        let text = std::fs::read_to_string(&path).map_err(ModelError::file("reading", &path))?;
+        Self::parse(&text)
+    }
+
+    /// Reads the text of a `config.json`.
+    ///
+    /// # Errors
+    /// Not JSON, an unsupported architecture or option, or numbers that do not fit together.
+    pub fn parse(text: &str) -> Result<Self> {
+        let value: Value = serde_json::from_str(text).map_err(|e| ModelError::Config {
+            key: "(whole file)".into(),
+            detail: format!("is not JSON: {e}"),
+        })?;
+        let entries = Entries::new(&value)?;
+        let family = family(&entries)?;
+        refuse_unsupported(&entries)?;
+
+        let hidden = entries.size("hidden_size")?;
+        let heads = entries.size("num_attention_heads")?;
+        let layers = entries.size("num_hidden_layers")?;
+        let kv_heads = match (entries.optional_size("num_key_value_heads")?, family) {
+            (Some(kv_heads), _) => kv_heads,
+            (None, Family::Mistral) if !entries.has("num_key_value_heads") => 8,
+            (None, _) => heads,
+        };
+        let head_size = match entries.optional_size("head_dim")? {
+            Some(head_size) => head_size,
+            None if family == Family::Qwen3 => 128,
+            None => divided(hidden, heads)?,
+        };
+        let positions_max = entries.size_or("max_position_embeddings", 2048)?;
+        let attention_bias = entries.flag("attention_bias", false)?;
+        let config = Self {
+            family,
+            vocab: entries.size("vocab_size")?,
+            hidden,
+            feed_forward: entries.size("intermediate_size")?,
+            layers,
+            heads,
+            kv_heads,
+            head_size,
+            norm_eps: entries.number_or("rms_norm_eps", 1e-6)? as f32,
+            tied: entries.flag("tie_word_embeddings", false)?,
+            qkv_bias: match family {
+                Family::Qwen2 => true,
+                Family::Mistral => false,
+                Family::Llama | Family::Qwen3 => attention_bias,
+            },
+            output_bias: matches!(family, Family::Llama | Family::Qwen3) && attention_bias,
+            mlp_bias: family == Family::Llama && entries.flag("mlp_bias", false)?,
+            qk_norm: family == Family::Qwen3,
+            windows: windows(&entries, family, layers)?,
+            rope: Rope::parse(&entries, head_size, positions_max)?,
+            positions_max,
+            initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
+            eos_ids: entries.ids("eos_token_id")?,
+        };
+        config.check()?;
+        Ok(config)
+    }
+
+    /// Width of all query heads together, H·K.
+    pub fn query_width(&self) -> usize {
+        self.heads * self.head_size
+    }
+
+    /// Width of all key (or value) heads together, G·K.
+    pub fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_size
+    }
+
+    /// What a hand-made configuration must fulfil too.
+    ///
+    /// # Errors
+    /// Numbers that do not fit together.
+    pub fn check(&self) -> Result {
+        let refuse = |key: &str, detail: String| Err(ModelError::Config { key: key.into(), detail });
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            let detail =
+                format!("is {}, which does not divide num_attention_heads = {}", self.kv_heads, self.heads);
+            return refuse("num_key_value_heads", detail);
+        }
+        if !self.head_size.is_multiple_of(2) {
+            return refuse("head_dim", format!("is {}; rotary embedding needs an even size", self.head_size));
+        }
+        if self.vocab > i32::MAX as usize {
+            return refuse("vocab_size", format!("is {}; token ids are 32-bit", self.vocab));
+        }
+        if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
+            return refuse("rms_norm_eps", format!("is {}; it must be positive", self.norm_eps));
+        }
+        if self.windows.len() != self.layers {
+            let detail = format!("has {} entries for {} layers", self.windows.len(), self.layers);
+            return refuse("layer_types", detail);
+        }
+        Ok(())
+    }
+}
+
+fn family(entries: &Entries<'_>) -> Result<Family> {
+    let architecture = entries.first_string("architectures")?;
+    let model_type = entries.string("model_type")?;
+    let found = FAMILIES.iter().find(|(_, name, kind)| match architecture {
+        Some(architecture) => architecture == *name,
+        None => model_type == Some(*kind),
+    });
+    found.map(|(family, ..)| *family).ok_or_else(|| ModelError::Unsupported {
+        what: if architecture.is_some() { "architecture" } else { "model_type" }.into(),
+        found: architecture.or(model_type).map_or("(none)".into(), |name| format!("\"{name}\"")),
+        supported: FAMILIES.map(|(_, name, _)| name).join(", "),
+    })
+}
+
+fn refuse_unsupported(entries: &Entries<'_>) -> Result {
+    let activation = entries.string("hidden_act")?.unwrap_or("silu");
+    if !matches!(activation, "silu" | "swish") {
+        return Err(ModelError::Unsupported {
+            what: "hidden_act".into(),
+            found: format!("\"{activation}\""),
+            supported: "\"silu\"".into(),
+        });
+    }
+    if entries.has_value("quantization_config") {
+        return Err(ModelError::Unsupported {
+            what: "quantization_config".into(),
+            found: entries.string_at("quantization_config", "quant_method").unwrap_or("(unnamed)").into(),
+            supported: "unquantized f32, bf16 or f16 weights (convert the checkpoint first)".into(),
+        });
+    }
+    Ok(())
+}
+
+/// The sliding window of each layer, as the family's class in transformers derives it.
+fn windows(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
+    if family == Family::Llama {
+        return Ok(vec![None; layers]);
+    }
+    let window = match entries.optional_size("sliding_window")? {
+        None if !entries.has("sliding_window") => Some(4096),
+        window => window,
+    };
+    if family == Family::Mistral {
+        return Ok(vec![window; layers]);
+    }
+    let window = if entries.flag("use_sliding_window", false)? { window } else { None };
+    if let Some(kinds) = entries.strings("layer_types")? {
+        return kinds.iter().map(|kind| layer_window(kind, window)).collect();
+    }
+    let full_layers = entries.size_or_zero("max_window_layers", 28)?;
+    Ok((0..layers).map(|layer| window.filter(|_| layer >= full_layers)).collect())
+}
+
+fn layer_window(kind: &str, window: Option<usize>) -> Result<Option<usize>> {
+    match kind {
+        "full_attention" => Ok(None),
+        "sliding_attention" => window.map(Some).ok_or_else(|| ModelError::Config {
+            key: "layer_types".into(),
+            detail: "names sliding_attention layers, but use_sliding_window and sliding_window set no window"
+                .into(),
+        }),
+        other => Err(ModelError::Unsupported {
+            what: "layer_types entry".into(),
+            found: format!("\"{other}\""),
+            supported: "\"full_attention\", \"sliding_attention\"".into(),
+        }),
+    }
+}
+
+fn divided(hidden: usize, heads: usize) -> Result<usize> {
+    if hidden.is_multiple_of(heads) {
+        return Ok(hidden / heads);
+    }
+    Err(ModelError::Config {
+        key: "hidden_size".into(),
+        detail: format!(
+            "is {hidden}, not a multiple of num_attention_heads = {heads}, and head_dim is not given"
+        ),
+    })
+}

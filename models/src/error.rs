@@ -1,0 +1,131 @@
+//! What can be wrong with a model's files or with the tokens given to it.
+
+use std::path::PathBuf;
+use terrace_zero::EngineError;
+
+/// A model folder or a batch that cannot be used; the message says what to change.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModelError {
+    /// An architecture or option outside what the blocks compute.
+    #[error("config.json: {what} {found} is not supported; supported: {supported}")]
+    Unsupported {
+        /// The option, for example `hidden_act`.
+        what: String,
+        /// What the configuration asks for.
+        found: String,
+        /// What would work.
+        supported: String,
+    },
+    /// A missing, mistyped or inconsistent entry of config.json.
+    #[error("config.json: `{key}` {detail}")]
+    Config {
+        /// The entry.
+        key: String,
+        /// What is wrong with it.
+        detail: String,
+    },
+    /// A folder without weights that can be read.
+    #[error("{} has no {expected}{hint}", folder.display())]
+    NoWeights {
+        /// The folder.
+        folder: PathBuf,
+        /// What was looked for.
+        expected: String,
+        /// What to do instead, starting with a separator, or empty.
+        hint: &'static str,
+    },
+    /// A parameter that no weight file has.
+    #[error("{} has no tensor `{tensor}` (expected shape {expected:?}); does config.json belong to these weights?", folder.display())]
+    MissingTensor {
+        /// Where it was looked for.
+        folder: PathBuf,
+        /// The parameter.
+        tensor: String,
+        /// Its dimensions.
+        expected: Vec<usize>,
+    },
+    /// A tensor whose dimensions differ from what the configuration implies.
+    #[error(
+        "tensor `{tensor}` in {} has shape {found:?} where config.json implies {expected:?}",
+        path.display()
+    )]
+    WrongShape {
+        /// The file.
+        path: PathBuf,
+        /// The parameter.
+        tensor: String,
+        /// Dimensions that the configuration implies.
+        expected: Vec<usize>,
+        /// Dimensions in the file.
+        found: Vec<usize>,
+    },
+    /// A tensor of an element type that is not read.
+    #[error(
+        "tensor `{tensor}` in {} is stored as {found}; supported: F32, BF16, F16 \
+         (convert quantized checkpoints to bf16 first)",
+        path.display()
+    )]
+    WrongDtype {
+        /// The file.
+        path: PathBuf,
+        /// The parameter.
+        tensor: String,
+        /// Its element type.
+        found: String,
+    },
+    /// A safetensors file whose header makes no sense.
+    #[error("{} is not a usable safetensors file: {detail}; download it again", path.display())]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        detail: String,
+    },
+    /// A safetensors file that ends before its header says.
+    #[error(
+        "{} is truncated: its header describes {expected} bytes, the file has {found}; download it again",
+        path.display()
+    )]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// Bytes that the header describes, itself included.
+        expected: u64,
+        /// Bytes of the file.
+        found: u64,
+    },
+    /// Tokens that do not fit the model or the batch.
+    #[error("batch: {0}")]
+    Batch(String),
+    /// The operating system refused.
+    #[error("{doing} {}: {source}", path.display())]
+    File {
+        /// The verb: "reading", "writing".
+        doing: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+}
+
+/// Result of an operation on a model's files.
+pub type Result<T = (), E = ModelError> = std::result::Result<T, E>;
+
+impl From<ModelError> for EngineError {
+    fn from(error: ModelError) -> Self {
+        match error {
+            ModelError::File { doing, path, source } => Self::File { doing, path, source },
+            other => Self::Model(other.to_string()),
+        }
+    }
+}
+
+impl ModelError {
+    /// Wraps an operating system error, for `map_err`.
+    pub(crate) fn file(doing: &'static str, path: &std::path::Path) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::File { doing, path, source }
+    }
+}

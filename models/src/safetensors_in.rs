@@ -1,0 +1,277 @@
+//! Initial weights from a Hugging Face model folder, in small ranges.
+//!
+//! Files are read with positional reads into one bounded buffer; nothing is mapped and no tensor is ever whole in memory.
+//! Headers are parsed when the source is opened; offsets are checked against the files before any of them is used.
+
+use crate::{ModelError, Result};
+use half::{bf16, f16};
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
+use serde_json::Value;
+use std::collections::{BTreeSet, HashMap};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use terrace_zero::{ParamSpec, WeightSource};
+
+/// Largest header that is read; safetensors itself allows no more.
+const HEADER_BYTES_MAX: u64 = 100_000_000;
+
+/// Bytes read at a time.
+const BUFFER_BYTES: usize = 1 << 20;
+
+/// What causal models prepend to the names of their base model; checkpoints of base models lack it.
+const BASE_PREFIX: &str = "model.";
+
+/// A folder of safetensors, single or sharded.
+#[derive(Debug)]
+pub struct SafetensorsSource {
+    folder: PathBuf,
+    shards: Vec<Shard>,
+    tensors: HashMap<String, Stored>,
+    buffer: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    file: File,
+}
+
+/// Where a tensor lies.
+#[derive(Debug, Clone)]
+struct Stored {
+    shard: usize,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Of its first byte, from the start of the file.
+    offset: u64,
+}
+
+impl SafetensorsSource {
+    /// Opens a model folder: `model.safetensors`, else the shards of `model.safetensors.index.json`, else the folder's only
+    /// `*.safetensors` file. A path to one file works too.
+    ///
+    /// # Errors
+    /// No such files, a missing shard, a corrupt header, or a file shorter than its header says.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let mut source = Self {
+            folder: folder.to_owned(),
+            shards: Vec::new(),
+            tensors: HashMap::new(),
+            buffer: Vec::new(),
+        };
+        for path in weight_files(folder)? {
+            source.add(path)?;
+        }
+        Ok(source)
+    }
+
+    /// Checks that every parameter is there with the right shape and a readable element type; called before anything is
+    /// written anywhere. Tensors that no parameter asks for are ignored.
+    ///
+    /// # Errors
+    /// The first parameter that cannot be read.
+    pub fn validate(&self, params: &[ParamSpec]) -> Result {
+        params.iter().try_for_each(|param| self.find(param).map(|_| ()))
+    }
+
+    fn add(&mut self, path: PathBuf) -> Result {
+        let file = File::open(&path).map_err(ModelError::file("opening", &path))?;
+        let (data_start, file_bytes, metadata) = read_header(&file, &path)?;
+        let shard = self.shards.len();
+        for (name, info) in metadata.tensors() {
+            let corrupt = |detail: String| ModelError::Corrupt { path: path.clone(), detail };
+            let (start, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
+            let bits = info
+                .shape
+                .iter()
+                .try_fold(info.dtype.bitsize() as u64, |bits, &dim| bits.checked_mul(dim as u64));
+            if end < start || bits.is_none_or(|bits| bits.div_ceil(8) != end - start) {
+                let (shape, dtype) = (&info.shape, info.dtype);
+                return Err(corrupt(format!(
+                    "tensor `{name}` of shape {shape:?} and type {dtype} cannot occupy bytes {start}..{end}"
+                )));
+            }
+            let expected = data_start.checked_add(end).ok_or_else(|| corrupt("offsets overflow".into()))?;
+            if expected > file_bytes {
+                let expected = data_start.saturating_add(data_end(&metadata));
+                return Err(ModelError::Truncated { path, expected, found: file_bytes });
+            }
+            let stored =
+                Stored { shard, dtype: info.dtype, shape: info.shape.clone(), offset: data_start + start };
+            self.tensors.insert(name, stored);
+        }
+        self.shards.push(Shard { path, file });
+        Ok(())
+    }
+
+    fn find(&self, param: &ParamSpec) -> Result<&Stored> {
+        let stored = self
+            .tensors
+            .get(&param.name)
+            .or_else(|| self.tensors.get(param.name.strip_prefix(BASE_PREFIX)?))
+            .ok_or_else(|| ModelError::MissingTensor {
+                folder: self.folder.clone(),
+                tensor: param.name.clone(),
+                expected: param.dims.clone(),
+            })?;
+        let path = || self.shards[stored.shard].path.clone();
+        if stored.shape != param.dims {
+            return Err(ModelError::WrongShape {
+                path: path(),
+                tensor: param.name.clone(),
+                expected: param.dims.clone(),
+                found: stored.shape.clone(),
+            });
+        }
+        if !matches!(stored.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
+            let found = stored.dtype.to_string();
+            return Err(ModelError::WrongDtype { path: path(), tensor: param.name.clone(), found });
+        }
+        Ok(stored)
+    }
+}
+
+impl WeightSource for SafetensorsSource {
+    fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> terrace_zero::Result {
+        let Stored { shard, dtype, offset, .. } = *self.find(param)?;
+        assert!(start + out.len() <= param.elements(), "the range lies within `{}`", param.name);
+        let size = dtype.bitsize() / 8;
+        self.buffer.resize(BUFFER_BYTES, 0);
+        let mut at = offset + (start * size) as u64;
+        for values in out.chunks_mut(BUFFER_BYTES / size) {
+            let bytes = &mut self.buffer[..values.len() * size];
+            let Shard { path, file } = &self.shards[shard];
+            file.read_exact_at(bytes, at).map_err(ModelError::file("reading", path))?;
+            widen(dtype, bytes, values);
+            at += bytes.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
+    match dtype {
+        Dtype::F32 => {
+            for (bytes, out) in bytes.as_chunks::<4>().0.iter().zip(out) {
+                *out = f32::from_le_bytes(*bytes);
+            }
+        }
+        Dtype::BF16 => {
+            for (bytes, out) in bytes.as_chunks::<2>().0.iter().zip(out) {
+                *out = bf16::from_le_bytes(*bytes).to_f32();
+            }
+        }
+        Dtype::F16 => {
+            for (bytes, out) in bytes.as_chunks::<2>().0.iter().zip(out) {
+                *out = f16::from_le_bytes(*bytes).to_f32();
+            }
+        }
+        other => unreachable!("`find` lets no {other} through"),
+    }
+}
+
+/// Position of the first data byte, length of the file, and the header.
+fn read_header(file: &File, path: &Path) -> Result<(u64, u64, Metadata)> {
+    let corrupt = |detail: String| ModelError::Corrupt { path: path.to_owned(), detail };
+    let file_bytes = file.metadata().map_err(ModelError::file("reading", path))?.len();
+    if file_bytes < 8 {
+        return Err(corrupt(format!("it has only {file_bytes} bytes")));
+    }
+    let mut prefix = [0; 8];
+    file.read_exact_at(&mut prefix, 0).map_err(ModelError::file("reading", path))?;
+    let header_bytes = u64::from_le_bytes(prefix);
+    if header_bytes > HEADER_BYTES_MAX {
+        return Err(corrupt(format!("its header claims {header_bytes} bytes")));
+    }
+    let data_start = 8 + header_bytes;
+    if data_start > file_bytes {
+        return Err(ModelError::Truncated { path: path.to_owned(), expected: data_start, found: file_bytes });
+    }
+    let mut header = vec![0; header_bytes as usize];
+    file.read_exact_at(&mut header, 8).map_err(ModelError::file("reading", path))?;
+    let metadata = serde_json::from_slice(&header).map_err(|e| corrupt(format!("its header: {e}")))?;
+    Ok((data_start, file_bytes, metadata))
+}
+
+fn data_end(metadata: &Metadata) -> u64 {
+    metadata.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0)
+}
+
+/// The files that hold a folder's weights.
+fn weight_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    if folder.is_file() {
+        return Ok(vec![folder.to_owned()]);
+    }
+    let single = folder.join("model.safetensors");
+    if single.is_file() {
+        return Ok(vec![single]);
+    }
+    let index = folder.join("model.safetensors.index.json");
+    if index.is_file() {
+        return shards_of(folder, &index);
+    }
+    let entries = std::fs::read_dir(folder).map_err(ModelError::file("reading", folder))?;
+    let names: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    let with_extension = |extension: &str| -> Vec<PathBuf> {
+        names.iter().filter(|path| path.extension().is_some_and(|e| e == extension)).cloned().collect()
+    };
+    let found = with_extension("safetensors");
+    match found.len() {
+        1 => Ok(found),
+        0 => Err(ModelError::NoWeights {
+            folder: folder.to_owned(),
+            expected: "model.safetensors or model.safetensors.index.json".into(),
+            hint: if with_extension("bin").is_empty() {
+                ""
+            } else {
+                "; pickled .bin weights are not read: convert them to safetensors"
+            },
+        }),
+        _ => Err(ModelError::NoWeights {
+            folder: folder.to_owned(),
+            expected: "model.safetensors.index.json".into(),
+            hint: " to say how its several .safetensors files belong together",
+        }),
+    }
+}
+
+/// The files that an index names, each once.
+fn shards_of(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
+    let corrupt = |detail: String| ModelError::Corrupt { path: index.to_owned(), detail };
+    let text = std::fs::read_to_string(index).map_err(ModelError::file("reading", index))?;
+    let value: Value = serde_json::from_str(&text).map_err(|e| corrupt(e.to_string()))?;
+    let map = value
+        .get("weight_map")
+        .and_then(Value::as_object)
+        .ok_or_else(|| corrupt("it has no weight_map".into()))?;
+    let mut names = BTreeSet::new();
+    for (tensor, file) in map {
+        let name =
+            file.as_str().ok_or_else(|| corrupt(format!("weight_map of `{tensor}` is not a string")))?;
+        if Path::new(name).file_name().is_none_or(|plain| plain != name) {
+            return Err(corrupt(format!(
+                "weight_map of `{tensor}` names {name:?}, which is not a plain file name"
+            )));
+        }
+        names.insert(name);
+    }
+    if names.is_empty() {
+        return Err(corrupt("its weight_map is empty".into()));
+    }
+    names
+        .into_iter()
+        .map(|name| {
+            let path = folder.join(name);
+            if path.is_file() {
+                return Ok(path);
+            }
+            Err(ModelError::NoWeights {
+                folder: folder.to_owned(),
+                expected: name.to_owned(),
+                hint: ", which model.safetensors.index.json names; the download is incomplete",
+            })
+        })
+        .collect()
+}

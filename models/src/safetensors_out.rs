@@ -1,0 +1,285 @@
+//! A trained model as a Hugging Face folder.
+//!
+//! ```text
+//!  out/  model.safetensors                       when everything fits one shard, else
+//!        model-00001-of-0000N.safetensors …
+//!        model.safetensors.index.json
+//!        config.json                             with the dtype of the weights
+//!        tokenizer.json, generation_config.json, …   copied from the source folder
+//! ```
+//!
+//! Every file is written under a temporary name, synced and renamed, so that a final name never holds half a file. The
+//! index of an earlier export is removed before its shards are replaced and the new one comes last: a crash between leaves a
+//! folder that is refused, never a mixture of two models that loads.
+
+use crate::{ModelError, Result};
+use serde_json::{Map, Value, json};
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use terrace_kernels::DType;
+use terrace_zero::{ParamSpec, WeightReader};
+
+/// Bytes in memory at a time.
+const BUFFER_BYTES: usize = 4 << 20;
+
+/// What is copied from the source folder: everything a loader needs beside weights and config.json.
+const COPIED: [&str; 14] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "NOTICE",
+];
+
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Writes the current weights and everything around them to `out_dir`.
+///
+/// A shard holds at most `shard_bytes` of tensors, but at least one tensor. `config_json` is the text of the model's
+/// `config.json`; its `dtype` (or `torch_dtype`) is set to that of the weights.
+///
+/// # Errors
+/// A file cannot be written, the state cannot be read, or `config_json` is not a JSON object.
+pub fn export_folder(
+    reader: &mut dyn WeightReader,
+    source_dir: Option<&Path>,
+    out_dir: &Path,
+    shard_bytes: u64,
+    config_json: &str,
+) -> terrace_zero::Result {
+    std::fs::create_dir_all(out_dir).map_err(ModelError::file("creating", out_dir))?;
+    let dtype = reader.dtype();
+    let (tag, torch_name) = names(dtype)?;
+    let config = with_dtype(config_json, torch_name)?;
+    let shards = plan(&reader.params(), dtype, shard_bytes);
+
+    let mut staged = Vec::new();
+    for shard in &shards {
+        staged.push(write_shard(reader, shard, dtype, tag, out_dir)?);
+    }
+    let index = (shards.len() > 1)
+        .then(|| Staged::write(out_dir, INDEX, index_json(&shards, dtype).as_bytes()))
+        .transpose()?;
+    let mut around = vec![Staged::write(out_dir, "config.json", config.as_bytes())?];
+    for name in COPIED {
+        let source = source_dir.map(|dir| dir.join(name));
+        // An export over its own source keeps the files that are there.
+        if let Some(source) = source.filter(|source| source.is_file() && *source != out_dir.join(name)) {
+            around.push(Staged::copy(out_dir, name, &source)?);
+        }
+    }
+
+    remove_earlier(out_dir, |name| name == INDEX)?;
+    around.into_iter().chain(staged).try_for_each(Staged::publish)?;
+    let kept: Vec<&str> = shards.iter().map(|shard| shard.file.as_str()).collect();
+    remove_earlier(out_dir, |name| is_weight_file(name) && !kept.contains(&name))?;
+    if let Some(index) = index {
+        index.publish()?;
+    }
+    sync_folder(out_dir)?;
+    Ok(())
+}
+
+/// Some parameters that share a file.
+#[derive(Debug)]
+struct Shard {
+    file: String,
+    params: Vec<ParamSpec>,
+}
+
+/// Fills shards in the order of the blocks.
+fn plan(params: &[ParamSpec], dtype: DType, shard_bytes: u64) -> Vec<Shard> {
+    let mut groups: Vec<Vec<ParamSpec>> = vec![Vec::new()];
+    let mut used = 0;
+    for param in params {
+        let bytes = (param.elements() * dtype.size()) as u64;
+        let open = groups.last_mut().expect("starts with one group");
+        if !open.is_empty() && used + bytes > shard_bytes {
+            groups.push(vec![param.clone()]);
+            used = bytes;
+        } else {
+            open.push(param.clone());
+            used += bytes;
+        }
+    }
+    let count = groups.len();
+    let file = |index: usize| match count {
+        1 => "model.safetensors".to_owned(),
+        _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
+    };
+    groups.into_iter().enumerate().map(|(index, params)| Shard { file: file(index), params }).collect()
+}
+
+fn write_shard(
+    reader: &mut dyn WeightReader,
+    shard: &Shard,
+    dtype: DType,
+    tag: &str,
+    out_dir: &Path,
+) -> terrace_zero::Result<Staged> {
+    let mut staged = Staged::create(out_dir, &shard.file)?;
+    staged.append(&header(shard, dtype, tag))?;
+    let mut buffer = vec![0; BUFFER_BYTES];
+    for param in &shard.params {
+        let (mut start, elements) = (0, param.elements());
+        while start < elements {
+            let end = elements.min(start + BUFFER_BYTES / dtype.size());
+            let bytes = &mut buffer[..(end - start) * dtype.size()];
+            reader.read(param, start, bytes)?;
+            staged.append(bytes)?;
+            start = end;
+        }
+    }
+    staged.sync()?;
+    Ok(staged)
+}
+
+/// Length, JSON, and spaces up to a multiple of 8 so that the data is aligned.
+fn header(shard: &Shard, dtype: DType, tag: &str) -> Vec<u8> {
+    let mut tensors = Map::new();
+    // transformers refuses files that do not say which framework's layout they have.
+    tensors.insert("__metadata__".into(), json!({"format": "pt"}));
+    let mut start = 0;
+    for param in &shard.params {
+        let end = start + param.elements() * dtype.size();
+        let entry = json!({"dtype": tag, "shape": param.dims, "data_offsets": [start, end]});
+        tensors.insert(param.name.clone(), entry);
+        start = end;
+    }
+    let mut text = Value::Object(tensors).to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let mut header = (text.len() as u64).to_le_bytes().to_vec();
+    header.append(&mut text);
+    header
+}
+
+fn index_json(shards: &[Shard], dtype: DType) -> String {
+    let all = || shards.iter().flat_map(|shard| shard.params.iter().map(move |param| (shard, param)));
+    let total: usize = all().map(|(_, param)| param.elements() * dtype.size()).sum();
+    let map: Map<String, Value> =
+        all().map(|(shard, param)| (param.name.clone(), shard.file.clone().into())).collect();
+    format!("{:#}\n", json!({"metadata": {"total_size": total}, "weight_map": map}))
+}
+
+/// The configuration with the dtype of the weights, under the spelling it uses already.
+fn with_dtype(config_json: &str, dtype: &str) -> Result<String> {
+    let whole = |detail: String| ModelError::Config { key: "(whole file)".into(), detail };
+    let mut value: Value =
+        serde_json::from_str(config_json).map_err(|e| whole(format!("is not JSON: {e}")))?;
+    let config = value.as_object_mut().ok_or_else(|| whole("is not a JSON object".into()))?;
+    let keys: Vec<&str> =
+        ["dtype", "torch_dtype"].into_iter().filter(|key| config.contains_key(*key)).collect();
+    for key in if keys.is_empty() { vec!["torch_dtype"] } else { keys } {
+        config.insert(key.into(), dtype.into());
+    }
+    Ok(format!("{value:#}\n"))
+}
+
+/// How safetensors and torch call an element type.
+fn names(dtype: DType) -> Result<(&'static str, &'static str)> {
+    match dtype {
+        DType::F32 => Ok(("F32", "float32")),
+        DType::BF16 => Ok(("BF16", "bfloat16")),
+        DType::F16 => Ok(("F16", "float16")),
+        DType::F64 | DType::I32 => Err(ModelError::Unsupported {
+            what: "export dtype".into(),
+            found: dtype.to_string(),
+            supported: "f32, bf16, f16".into(),
+        }),
+    }
+}
+
+/// A complete file under a temporary name; removed again unless it is published.
+#[derive(Debug)]
+struct Staged {
+    file: File,
+    temporary: PathBuf,
+    path: PathBuf,
+    published: bool,
+}
+
+impl Staged {
+    fn create(folder: &Path, name: &str) -> Result<Self> {
+        let temporary = folder.join(format!(".{name}.partial"));
+        let file = File::create(&temporary).map_err(ModelError::file("creating", &temporary))?;
+        Ok(Self { file, temporary, path: folder.join(name), published: false })
+    }
+
+    fn write(folder: &Path, name: &str, bytes: &[u8]) -> Result<Self> {
+        let mut staged = Self::create(folder, name)?;
+        staged.append(bytes)?;
+        staged.sync()?;
+        Ok(staged)
+    }
+
+    fn copy(folder: &Path, name: &str, source: &Path) -> Result<Self> {
+        let mut staged = Self::create(folder, name)?;
+        let mut from = File::open(source).map_err(ModelError::file("opening", source))?;
+        std::io::copy(&mut from, &mut staged.file).map_err(ModelError::file("copying", source))?;
+        staged.sync()?;
+        Ok(staged)
+    }
+
+    fn append(&mut self, bytes: &[u8]) -> Result {
+        self.file.write_all(bytes).map_err(ModelError::file("writing", &self.temporary))
+    }
+
+    fn sync(&self) -> Result {
+        self.file.sync_all().map_err(ModelError::file("syncing", &self.temporary))
+    }
+
+    fn publish(mut self) -> Result {
+        std::fs::rename(&self.temporary, &self.path).map_err(ModelError::file("renaming to", &self.path))?;
+        self.published = true;
+        Ok(())
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        if !self.published {
+            // Already on the way out with an error; a leftover partial file harms nobody.
+            let _ = std::fs::remove_file(&self.temporary);
+        }
+    }
+}
+
+/// Whether an export could have written a weight file of this name.
+fn is_weight_file(name: &str) -> bool {
+    let Some(stem) = name.strip_prefix("model").and_then(|rest| rest.strip_suffix(".safetensors")) else {
+        return false;
+    };
+    let digits = |text: &str| text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit());
+    stem.is_empty()
+        || stem
+            .strip_prefix('-')
+            .and_then(|rest| rest.split_once("-of-"))
+            .is_some_and(|(index, count)| digits(index) && digits(count))
+}
+
+/// Removes files of an earlier export and makes that durable.
+fn remove_earlier(folder: &Path, doomed: impl Fn(&str) -> bool) -> Result {
+    let entries = std::fs::read_dir(folder).map_err(ModelError::file("reading", folder))?;
+    for entry in entries {
+        let entry = entry.map_err(ModelError::file("reading", folder))?;
+        if entry.file_name().to_str().is_some_and(&doomed) {
+            std::fs::remove_file(entry.path()).map_err(ModelError::file("removing", &entry.path()))?;
+        }
+    }
+    sync_folder(folder)
+}
+
+fn sync_folder(folder: &Path) -> Result {
+    let synced = File::open(folder).and_then(|folder| folder.sync_all());
+    synced.map_err(ModelError::file("syncing", folder))
+}
