@@ -1,2 +1,9 @@
-//! Library facade.
+//! Train and run language models that are larger than the memory of the machine.
+//!
+//! This crate is the facade over the engine's crates and the library behind the `terrace` command: configuration, data,
+//! sampling, progress. The engine itself is in [`terrace_zero`], the model families in [`terrace_models`].
 #![forbid(unsafe_code)]
+
+pub mod cli;
+pub mod config;
+pub mod error;

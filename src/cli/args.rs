@@ -1,0 +1,503 @@
+//! The command line, parsed. Flags only: what they mean together with a configuration file is
+//! [`TrainConfig`](crate::config::TrainConfig)'s business.
+
+use crate::config::ByteSize;
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use serde::Serialize;
+use std::num::{NonZeroU64, NonZeroUsize};
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// Train and run language models larger than memory.
+#[derive(Debug, Parser)]
+#[command(name = "terrace", version, about, propagate_version = true, max_term_width = 100)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+    /// Threads that compute [default: one per core]
+    #[arg(long, global = true, value_name = "N")]
+    pub threads: Option<NonZeroUsize>,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Fine-tune all parameters of a model
+    Finetune(Box<FinetuneArgs>),
+    /// Generate text
+    Generate(Box<GenerateArgs>),
+    /// Measure mean negative log-likelihood and perplexity on a data set
+    Eval(Box<EvalArgs>),
+    /// Make a small data set and model, train it, and generate from it
+    Demo(Box<DemoArgs>),
+    /// Show what Terrace finds on this machine
+    Report(ReportArgs),
+}
+
+/// `terrace finetune`.
+#[derive(Debug, Args)]
+pub struct FinetuneArgs {
+    /// Hugging Face model folder (config.json, safetensors, tokenizer.json)
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// Training data: .jsonl rows or a plain .txt
+    #[arg(long, value_name = "FILE")]
+    pub data: PathBuf,
+    /// Folder for the trained model and metrics.jsonl
+    #[arg(long, value_name = "DIR")]
+    pub output: PathBuf,
+    /// DeepSpeed configuration file; flags win over it
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+
+    /// Steps to train; wins over --epochs
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub steps: Option<u64>,
+    /// Passes over the data, fractions allowed [default: 1]
+    #[arg(long, value_name = "E", value_parser = positive_float, help_heading = "Training")]
+    pub epochs: Option<f64>,
+    /// Sequences per micro-batch [default: 1]
+    #[arg(long, value_name = "B", help_heading = "Training")]
+    pub batch_size: Option<NonZeroU64>,
+    /// Micro-batches per step [default: 1]
+    #[arg(long, value_name = "M", help_heading = "Training")]
+    pub grad_accum: Option<NonZeroU64>,
+    /// Tokens per sequence [default: 1024, at most what the model takes]
+    #[arg(long, value_name = "S", help_heading = "Training")]
+    pub seq_len: Option<NonZeroUsize>,
+    /// Learning rate [default: 1e-5]
+    #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
+    pub learning_rate: Option<f64>,
+    /// Decoupled weight decay [default: 0]
+    #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
+    pub weight_decay: Option<f64>,
+    /// Decay rates of Adam's moments [default: 0.9,0.999]
+    #[arg(long, value_name = "A,B", help_heading = "Training")]
+    pub betas: Option<Betas>,
+    /// Adam's epsilon [default: 1e-8]
+    #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
+    pub eps: Option<f64>,
+    /// Largest global gradient norm, 0 for none [default: 1.0]
+    #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
+    pub clip: Option<f64>,
+    /// Steps of linear warm-up [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub warmup_steps: Option<u64>,
+    /// How the learning rate moves after the warm-up [default: linear]
+    #[arg(long, value_name = "NAME", help_heading = "Training")]
+    pub scheduler: Option<SchedulerName>,
+    /// Seed of the data order
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]
+    pub seed: u64,
+    /// Take the rows in file order
+    #[arg(long, help_heading = "Training")]
+    pub no_shuffle: bool,
+    /// Pack rows of every kind into full sequences
+    #[arg(long, help_heading = "Training")]
+    pub pack: bool,
+    /// Number type of weights and activations [default: bf16]
+    #[arg(long, value_name = "TYPE", help_heading = "Training")]
+    pub dtype: Option<Dtype>,
+
+    /// How optimizer state is stored: 14, 12, 8 or 5.1 bytes per parameter
+    #[arg(long, value_name = "FORMAT", default_value = "split", help_heading = "Memory")]
+    pub state: StateFormat,
+    /// Where memory, offload and disk stand.
+    #[command(flatten)]
+    pub placement: PlacementArgs,
+
+    /// Continue from the last committed step
+    #[arg(long, help_heading = "Output")]
+    pub resume: bool,
+    /// Write a model folder every N steps
+    #[arg(long, value_name = "N", help_heading = "Output")]
+    pub save_every: Option<NonZeroU64>,
+    /// Largest safetensors file
+    #[arg(long, value_name = "SIZE", default_value = "5GB", help_heading = "Output")]
+    pub max_shard_size: ByteSize,
+    /// Write a timeline (Chrome trace format)
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub trace: Option<PathBuf>,
+    /// Print one JSON document to stdout at the end
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+}
+
+/// Where state lives and how much memory there is.
+#[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = "Memory")]
+pub struct PlacementArgs {
+    /// Slowest tier in use [default: disk]
+    #[arg(long, value_name = "TIER")]
+    pub offload: Option<Offload>,
+    /// Folder on a local drive for offloaded state; several are striped
+    #[arg(long, value_name = "PATH")]
+    pub disk: Vec<PathBuf>,
+    /// Host memory to use, for example 24GiB [default: what is free, less a reserve]
+    #[arg(long, value_name = "SIZE")]
+    pub host_memory: Option<ByteSize>,
+    /// Device memory to use [default: what is free, less a reserve]
+    #[arg(long, value_name = "SIZE")]
+    pub device_memory: Option<ByteSize>,
+    /// Where to compute: auto, cpu or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceName,
+    /// How disk operations are submitted
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub engine: DiskEngine,
+    /// Treat the CPU as a discrete device: copies are deferred and checked.
+    #[arg(long, hide = true)]
+    pub discrete: bool,
+    /// Blocks fetched ahead of the one that computes.
+    #[arg(long, value_name = "N", hide = true)]
+    pub window: Option<NonZeroUsize>,
+}
+
+/// `terrace generate`.
+#[derive(Debug, Args)]
+#[command(group(ArgGroup::new("input").required(true).args(["prompt", "prompt_ids", "prompts"])))]
+pub struct GenerateArgs {
+    /// Hugging Face model folder
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// Text to continue
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Option<String>,
+    /// Token ids to continue, separated by commas; needs no tokenizer
+    #[arg(long, value_name = "IDS", value_delimiter = ',', num_args = 1)]
+    pub prompt_ids: Option<Vec<u32>>,
+    /// Prompts to continue: lines of a .txt, or .jsonl rows {"prompt"} or {"prompt_ids"}
+    #[arg(long, value_name = "FILE")]
+    pub prompts: Option<PathBuf>,
+    /// Largest number of new tokens per prompt
+    #[arg(long, value_name = "N", default_value = "128", help_heading = "Sampling")]
+    pub max_new_tokens: NonZeroUsize,
+    /// Sampling temperature; 0 takes the most likely token
+    #[arg(long, value_name = "T", default_value = "0", value_parser = not_negative_float, help_heading = "Sampling")]
+    pub temperature: f64,
+    /// Sample from the smallest set of tokens whose probability reaches P
+    #[arg(long, value_name = "P", value_parser = probability, help_heading = "Sampling")]
+    pub top_p: Option<f64>,
+    /// Sample from the K most likely tokens
+    #[arg(long, value_name = "K", help_heading = "Sampling")]
+    pub top_k: Option<NonZeroUsize>,
+    /// Seed of the sampling
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
+    pub seed: u64,
+    /// Go on past the end-of-text token
+    #[arg(long, help_heading = "Sampling")]
+    pub ignore_eos: bool,
+    /// Prompts that run together [default: all]
+    #[arg(long, value_name = "B")]
+    pub batch_size: Option<NonZeroUsize>,
+    /// Number type of activations [default: bf16]
+    #[arg(long, value_name = "TYPE")]
+    pub dtype: Option<Dtype>,
+    /// Number type of the weights as they travel
+    #[arg(long, value_name = "TYPE", default_value = "bf16", help_heading = "Memory")]
+    pub weights: WeightFormat,
+    /// Where the key/value cache lives [default: as --offload asks]
+    #[arg(long, value_name = "TIER", help_heading = "Memory")]
+    pub kv: Option<KvTier>,
+    /// Where memory, offload and disk stand.
+    #[command(flatten)]
+    pub placement: PlacementArgs,
+    /// Print one JSON document to stdout at the end
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `terrace eval`.
+#[derive(Debug, Args)]
+pub struct EvalArgs {
+    /// Hugging Face model folder
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// Data: .jsonl rows or a plain .txt
+    #[arg(long, value_name = "FILE")]
+    pub data: PathBuf,
+    /// Tokens per sequence [default: 1024, at most what the model takes]
+    #[arg(long, value_name = "S")]
+    pub seq_len: Option<NonZeroUsize>,
+    /// Sequences that run together
+    #[arg(long, value_name = "B", default_value = "1")]
+    pub batch_size: NonZeroUsize,
+    /// Pack rows of every kind into full sequences
+    #[arg(long)]
+    pub pack: bool,
+    /// Number type of weights and activations [default: bf16]
+    #[arg(long, value_name = "TYPE")]
+    pub dtype: Option<Dtype>,
+    /// Where memory, offload and disk stand.
+    #[command(flatten)]
+    pub placement: PlacementArgs,
+    /// Print one JSON document to stdout at the end
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `terrace demo`.
+#[derive(Debug, Args)]
+pub struct DemoArgs {
+    /// Folder for everything the demo makes
+    #[arg(long, value_name = "DIR", default_value = "terrace-demo")]
+    pub output: PathBuf,
+    /// Steps to train
+    #[arg(long, value_name = "N", default_value = "200")]
+    pub steps: NonZeroU64,
+    /// Seed of corpus, weights and data order
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Where memory, offload and disk stand.
+    #[command(flatten)]
+    pub placement: PlacementArgs,
+    /// Print one JSON document to stdout at the end
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `terrace report`.
+#[derive(Debug, Args)]
+pub struct ReportArgs {
+    /// Print one JSON document to stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Learning-rate schedules by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SchedulerName {
+    /// The same rate throughout.
+    Constant,
+    /// A straight line to zero.
+    Linear,
+    /// Half a cosine to zero.
+    Cosine,
+}
+
+/// Number types of weights and activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// bfloat16.
+    #[default]
+    Bf16,
+    /// Single precision.
+    Fp32,
+}
+
+/// Formats of optimizer state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StateFormat {
+    /// fp32 master, fp32 moments (14 bytes per parameter).
+    Fp32,
+    /// The same numbers with the master split losslessly (12 bytes).
+    #[default]
+    Split,
+    /// Split master, bf16 moments (8 bytes).
+    Bf16,
+    /// 8-bit remainder and moments (5.1 bytes).
+    Compact,
+}
+
+/// The slowest tier in use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Offload {
+    /// Everything stays where it computes.
+    None,
+    /// Host memory.
+    Host,
+    /// Disk.
+    Disk,
+}
+
+/// Number types of weights in generation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WeightFormat {
+    /// bfloat16.
+    #[default]
+    Bf16,
+    /// 8-bit groups.
+    Int8,
+    /// 4-bit groups.
+    Int4,
+}
+
+/// Where the key/value cache lives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvTier {
+    /// Device memory.
+    Device,
+    /// Host memory.
+    Host,
+    /// Disk.
+    Disk,
+}
+
+/// How disk operations are submitted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DiskEngine {
+    /// io_uring where the kernel allows it, else threads.
+    #[default]
+    Auto,
+    /// io_uring.
+    Uring,
+    /// A pool of threads.
+    Threads,
+}
+
+/// Where to compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DeviceName {
+    /// The first GPU if there is one, else the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The GPU with this number.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceName {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => text
+                .strip_prefix("cuda:")
+                .and_then(|n| n.parse().ok())
+                .map(Self::Cuda)
+                .ok_or_else(|| "expected auto, cpu or cuda:N".into()),
+        }
+    }
+}
+
+impl std::fmt::Display for DeviceName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(n) => write!(f, "cuda:{n}"),
+        }
+    }
+}
+
+/// Decay rates of Adam's two moments, each at least 0 and below 1.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Betas(pub f64, pub f64);
+
+impl FromStr for Betas {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parse = |part: &str| part.trim().parse().ok().filter(|b| (0.0..1.0).contains(b));
+        text.split_once(',')
+            .and_then(|(a, b)| Some(Self(parse(a)?, parse(b)?)))
+            .ok_or_else(|| "expected two numbers of at least 0 and below 1, for example 0.9,0.999".into())
+    }
+}
+
+fn float(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|n: &f64| n.is_finite()).ok_or_else(|| "expected a finite number".into())
+}
+
+fn not_negative_float(text: &str) -> Result<f64, String> {
+    float(text).and_then(|n| if n >= 0.0 { Ok(n) } else { Err("must not be negative".into()) })
+}
+
+fn positive_float(text: &str) -> Result<f64, String> {
+    float(text).and_then(|n| if n > 0.0 { Ok(n) } else { Err("must be more than zero".into()) })
+}
+
+fn probability(text: &str) -> Result<f64, String> {
+    float(text)
+        .and_then(|n| if n > 0.0 && n <= 1.0 { Ok(n) } else { Err("must be above 0 and at most 1".into()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(std::iter::once("terrace").chain(line.split_whitespace()))
+    }
+
+    #[test]
+    fn definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn finetune_takes_the_whole_contract() {
+        let line = "finetune --model m --data d.jsonl --output o --config c.json --steps 3 --epochs 1.5 --batch-size 2 \
+            --grad-accum 4 --seq-len 128 --learning-rate 3e-4 --weight-decay 0.1 --betas 0.9,0.95 --eps 1e-6 --clip 0 \
+            --warmup-steps 10 --scheduler cosine --dtype fp32 --state compact --offload host --disk a --disk b \
+            --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 \
+            --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --threads 3";
+        let cli = parse(line).unwrap();
+        assert_eq!(cli.threads, NonZeroUsize::new(3));
+        let Command::Finetune(args) = cli.command else { panic!("another command") };
+        assert_eq!(args.betas, Some(Betas(0.9, 0.95)));
+        assert_eq!(args.placement.disk.len(), 2);
+        assert_eq!(args.placement.device, DeviceName::Cuda(1));
+        assert_eq!(args.placement.host_memory, Some(ByteSize(24 << 30)));
+        assert!(args.placement.discrete && args.resume && args.json && args.pack && args.no_shuffle);
+    }
+
+    #[test]
+    fn generate_wants_exactly_one_input() {
+        assert!(parse("generate --model m").is_err());
+        assert!(parse("generate --model m --prompt x --prompt-ids 1").is_err());
+        let Command::Generate(args) = parse("generate --model m --prompt-ids 1,2,3").unwrap().command else {
+            panic!("another command")
+        };
+        assert_eq!(args.prompt_ids, Some(vec![1, 2, 3]));
+        assert_eq!(args.temperature, 0.0);
+    }
+
+    #[test]
+    fn bad_values_are_usage_errors() {
+        let finetune = "finetune --model m --data d --output o";
+        for flag in [
+            "--batch-size 0",
+            "--grad-accum 0",
+            "--seq-len 0",
+            "--learning-rate -1",
+            "--learning-rate nan",
+            "--betas 0.9",
+            "--betas 0.9,1.0",
+            "--epochs 0",
+            "--clip -1",
+            "--host-memory 3parsecs",
+            "--device gpu",
+            "--state int8",
+            "--offload cloud",
+            "--unknown",
+            "--threads 0",
+            "--save-every 0",
+            "--dtype fp16",
+        ] {
+            let error = parse(&format!("{finetune} {flag}")).unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{flag}");
+        }
+        for line in [
+            "generate --model m --prompt x --top-p 0",
+            "generate --model m --prompt-ids 1,x",
+            "plan",
+            "calibrate",
+        ] {
+            assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
+        }
+    }
+}

@@ -1,0 +1,3 @@
+//! The command line: what can be asked, and the commands that need no engine.
+
+pub mod args;

@@ -1,0 +1,528 @@
+//! DeepSpeed configuration files: which keys are honoured, and what they mean here.
+//!
+//! The semantics are DeepSpeed 0.19's: `"auto"` is the default, unknown keys are refused in `zero_optimization`, its offload
+//! sections, `bf16` and `fp16` and are a warning elsewhere, and the batch sizes are a triple of which two give the third. Three
+//! things are deliberately stricter, because DeepSpeed fails on them later or ignores them silently: `nvme` without `nvme_path`,
+//! optimizers and schedulers that do not exist here, and options that would change the numbers.
+
+use super::hjson;
+use super::schedule::{Schedule, WarmupShape};
+use super::section::{Section, SectionError};
+use std::path::{Path, PathBuf};
+
+/// What a configuration file asks for. `None` means that it does not say.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct DsConfig {
+    /// Sequences per micro-batch.
+    pub micro_batch: Option<u64>,
+    /// Micro-batches per step.
+    pub grad_accum: Option<u64>,
+    /// The `optimizer` section.
+    pub optimizer: Option<DsOptimizer>,
+    /// The `scheduler` section.
+    pub schedule: Option<DsSchedule>,
+    /// Largest global gradient norm; 0 turns clipping off.
+    pub gradient_clipping: Option<f64>,
+    /// `bf16.enabled`.
+    pub bf16: Option<bool>,
+    /// ZeRO stage. Every stage is the same on one rank; the sections say what is offloaded.
+    pub stage: Option<u64>,
+    /// Where parameters are offloaded to.
+    pub offload_param: Option<DsOffload>,
+    /// Where optimizer state is offloaded to.
+    pub offload_optimizer: Option<DsOffload>,
+    /// Share of the optimizer that runs on the host, 0 to 1 (Twin-Flow).
+    pub offload_ratio: Option<f64>,
+    /// Bytes per disk operation.
+    pub aio_block_size: Option<u64>,
+    /// Disk operations in flight.
+    pub aio_queue_depth: Option<u64>,
+    /// What the user should know: keys without effect, deprecated forms.
+    pub warnings: Vec<String>,
+}
+
+/// The `optimizer` section.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct DsOptimizer {
+    /// Learning rate.
+    pub lr: Option<f64>,
+    /// Decay rates of the moments.
+    pub betas: Option<(f64, f64)>,
+    /// Added to the denominator.
+    pub eps: Option<f64>,
+    /// Decoupled weight decay.
+    pub weight_decay: Option<f64>,
+    /// `false` asks for classic Adam, whose decay is part of the gradient.
+    pub adam_w_mode: bool,
+}
+
+/// The `scheduler` section. The number of steps of the run stands in for an absent `total_num_steps`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum DsSchedule {
+    /// Complete.
+    Known(Schedule),
+    /// `WarmupDecayLR` or `WarmupCosineLR` whose end is `"auto"`: the end is filled in.
+    ToEndOfRun(Schedule),
+}
+
+/// Where a section offloads to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DsOffload {
+    /// Nowhere.
+    None,
+    /// Host memory.
+    Host,
+    /// The disk at this path.
+    Disk(PathBuf),
+}
+
+/// Why a configuration file is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum DsConfigError {
+    /// It could not be read.
+    #[error("reading {}: {source}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// It is not Hjson.
+    #[error("{}:{source}", path.display())]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: hjson::SyntaxError,
+    },
+    /// A key has a value that makes no sense.
+    #[error("{}:{source}", path.display())]
+    Value {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: SectionError,
+    },
+}
+
+/// DeepSpeed's keys that are about DeepSpeed's own machinery.
+const TOP_UNUSED: &[&str] = &[
+    "activation_checkpointing",
+    "autotuning",
+    "checkpoint",
+    "comms_logger",
+    "communication_data_type",
+    "compile",
+    "compression_training",
+    "csv_monitor",
+    "curriculum_learning",
+    "data_efficiency",
+    "data_types",
+    "disable_allgather",
+    "dump_state",
+    "eigenvalue",
+    "elasticity",
+    "flops_profiler",
+    "gradient_predivide_factor",
+    "graph_harvesting",
+    "memory_breakdown",
+    "nebula",
+    "pipeline",
+    "prescale_gradients",
+    "seq_parallel_communication_data_type",
+    "sparse_attention",
+    "sparse_gradients",
+    "steps_per_print",
+    "tensorboard",
+    "torch_autocast",
+    "use_data_before_expert_parallelism",
+    "wall_clock_breakdown",
+    "wandb",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+];
+const ZERO_UNUSED: &[&str] = &[
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "cpu_offload_use_pin_memory",
+    "contiguous_gradients",
+    "elastic_checkpoint",
+    "ignore_unused_parameters",
+    "gather_16bit_weights_on_model_save",
+    "legacy_stage1",
+    "load_from_fp32_weights",
+    "log_trace_cache_warnings",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "mics_hierarchical_params_gather",
+    "mics_shard_size",
+    "model_persistence_threshold",
+    "module_granularity_threshold",
+    "memory_efficient_linear",
+    "overlap_comm",
+    "override_module_apply",
+    "param_persistence_threshold",
+    "pipeline_loading_checkpoint",
+    "prefetch_bucket_size",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_all_reduce_for_fetch_params",
+    "use_multi_rank_bucket_allreduce",
+    "zero_hpz_partition_size",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights",
+    "zeropp_loco_param",
+    "zenflow",
+    "enable_sanity_checks",
+    "leaf_module",
+];
+const PARAM_UNUSED: &[&str] = &["buffer_count", "buffer_size", "max_in_cpu", "pin_memory"];
+const OPTIMIZER_UNUSED: &[&str] = &[
+    "buffer_count",
+    "fast_init",
+    "pin_memory",
+    "pipeline",
+    "pipeline_read",
+    "pipeline_write",
+    "super_offload",
+    "cpuadam_cores_perc",
+];
+const AIO_UNUSED: &[&str] =
+    &["intra_op_parallelism", "overlap_events", "single_submit", "thread_count", "use_gds"];
+const BF16_UNUSED: &[&str] = &[
+    "immediate_grad_update",
+    "check_grad_overflow",
+    "bf16_master_weights_and_grads",
+    "bf16_optimizer_states",
+];
+const FP16_UNUSED: &[&str] = &[
+    "auto_cast",
+    "consecutive_hysteresis",
+    "fp16_master_weights_and_grads",
+    "fp16_optimizer_states",
+    "hysteresis",
+    "initial_scale_power",
+    "loss_scale",
+    "loss_scale_window",
+    "min_loss_scale",
+];
+const ADAM_UNUSED: &[&str] = &["fp32_optimizer_states", "fused", "foreach", "set_grad_none", "torch_adam"];
+
+impl DsConfig {
+    /// Reads a configuration file.
+    ///
+    /// # Errors
+    /// The file cannot be read, is not Hjson, or asks for something that makes no sense.
+    pub fn load(path: &Path) -> Result<Self, DsConfigError> {
+        let owned = || path.to_path_buf();
+        let text =
+            std::fs::read_to_string(path).map_err(|source| DsConfigError::File { path: owned(), source })?;
+        let value = hjson::parse(&text).map_err(|source| DsConfigError::Syntax { path: owned(), source })?;
+        read(&value).map_err(|source| DsConfigError::Value { path: owned(), source })
+    }
+
+    /// Reads a configuration from text; `name` stands for the file in messages.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn parse(text: &str, name: &str) -> Result<Self, DsConfigError> {
+        let value =
+            hjson::parse(text).map_err(|source| DsConfigError::Syntax { path: name.into(), source })?;
+        read(&value).map_err(|source| DsConfigError::Value { path: name.into(), source })
+    }
+}
+
+type Result<T, E = SectionError> = std::result::Result<T, E>;
+
+/// What the warnings are made of.
+#[derive(Default)]
+struct Notes {
+    unused: Vec<String>,
+    unknown: Vec<String>,
+    other: Vec<String>,
+}
+
+fn read(value: &hjson::Value) -> Result<DsConfig> {
+    let root = Section::root(value)?;
+    let mut config = DsConfig::default();
+    let mut notes = Notes::default();
+    batch_triple(&root, &mut config)?;
+    if let Some(section) = root.section("optimizer")? {
+        config.optimizer = Some(optimizer(&section, &mut notes)?);
+    }
+    if let Some(section) = root.section("scheduler")? {
+        config.schedule = scheduler(&section, &mut notes)?;
+    }
+    config.gradient_clipping = root.not_negative("gradient_clipping")?;
+    config.bf16 = precision(&root, &mut notes)?;
+    if let Some(section) = root.section("zero_optimization")? {
+        zero(&section, &mut config, &mut notes)?;
+    }
+    if let Some(section) = root.section("aio")? {
+        config.aio_block_size = section.positive("block_size")?;
+        config.aio_queue_depth = section.positive("queue_depth")?;
+        notes.unused.extend(section.unused(AIO_UNUSED));
+        notes.unknown.extend(section.unknown());
+    }
+    notes.unused.extend(root.unused(TOP_UNUSED));
+    notes.unknown.extend(root.unknown());
+    config.warnings = notes.other;
+    if !notes.unused.is_empty() {
+        config.warnings.push(format!("without effect here: {}", notes.unused.join(", ")));
+    }
+    if !notes.unknown.is_empty() {
+        config.warnings.push(format!("unknown keys, ignored: {}", notes.unknown.join(", ")));
+    }
+    Ok(config)
+}
+
+/// `train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps` on one rank.
+fn batch_triple(root: &Section<'_>, config: &mut DsConfig) -> Result<()> {
+    let batch = root.positive("train_batch_size")?;
+    let micro = root.positive("train_micro_batch_size_per_gpu")?;
+    let accum = root.positive("gradient_accumulation_steps")?;
+    let divide = |total: u64, by: u64, key: &str| {
+        (total % by == 0).then_some(total / by).ok_or_else(|| {
+            root.error("train_batch_size", &format!("{total} is not a multiple of {key} {by}"))
+        })
+    };
+    (config.micro_batch, config.grad_accum) = match (batch, micro, accum) {
+        (Some(b), Some(m), Some(a)) if m.checked_mul(a) != Some(b) => {
+            let message = format!(
+                "{b} is not train_micro_batch_size_per_gpu {m} × gradient_accumulation_steps {a}; drop one of the three"
+            );
+            return Err(root.error("train_batch_size", &message));
+        }
+        (Some(b), Some(m), None) => (Some(m), Some(divide(b, m, "train_micro_batch_size_per_gpu")?)),
+        (Some(b), None, Some(a)) => (Some(divide(b, a, "gradient_accumulation_steps")?), Some(a)),
+        (Some(b), None, None) => (Some(b), Some(1)),
+        (_, micro, accum) => (micro, accum),
+    };
+    Ok(())
+}
+
+fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
+    let kind = section.string("type")?.unwrap_or("AdamW");
+    if !["adam", "adamw"].contains(&kind.to_ascii_lowercase().as_str()) {
+        return Err(section.error("type", &format!("\"{kind}\" is not available, use \"AdamW\"")));
+    }
+    let mut optimizer = DsOptimizer { adam_w_mode: true, ..DsOptimizer::default() };
+    if let Some(params) = section.section("params")? {
+        if params.has("max_grad_norm") {
+            return Err(params.error(
+                "max_grad_norm",
+                "not an optimizer parameter; set gradient_clipping at the top level",
+            ));
+        }
+        for (key, wanted) in [("amsgrad", false), ("bias_correction", true), ("maximize", false)] {
+            if params.boolean(key)?.is_some_and(|value| value != wanted) {
+                return Err(params.error(key, &format!("only {wanted} is available")));
+            }
+        }
+        optimizer.lr = params.not_negative("lr")?;
+        optimizer.betas = params.pair("betas")?;
+        if let Some((a, b)) = optimizer.betas
+            && !((0.0..1.0).contains(&a) && (0.0..1.0).contains(&b))
+        {
+            return Err(
+                params.error("betas", &format!("both must be at least 0 and below 1, found {a} and {b}"))
+            );
+        }
+        optimizer.eps = params.not_negative("eps")?;
+        optimizer.weight_decay = params.not_negative("weight_decay")?;
+        optimizer.adam_w_mode = params.boolean("adam_w_mode")?.unwrap_or(true);
+        if !optimizer.adam_w_mode && optimizer.weight_decay.is_some_and(|decay| decay > 0.0) {
+            let message = "false with weight_decay asks for Adam with L2 regularization, which is not available; only decoupled decay is";
+            return Err(params.error("adam_w_mode", message));
+        }
+        notes.unused.extend(params.unused(ADAM_UNUSED));
+        params.refuse_unknown()?;
+    }
+    notes.unused.extend(section.unused(&["legacy_fusion"]));
+    notes.unknown.extend(section.unknown());
+    Ok(optimizer)
+}
+
+fn scheduler(section: &Section<'_>, notes: &mut Notes) -> Result<Option<DsSchedule>> {
+    let Some(kind) = section.string("type")? else {
+        return Err(
+            section.error("type", "missing; use \"WarmupLR\", \"WarmupDecayLR\" or \"WarmupCosineLR\"")
+        );
+    };
+    let empty =
+        hjson::Value { at: hjson::Position { line: 1, column: 1 }, kind: hjson::Kind::Object(Vec::new()) };
+    let params = match section.section("params")? {
+        Some(params) => params,
+        None => Section::root(&empty)?,
+    };
+    let warmup_steps = params.integer("warmup_num_steps")?.unwrap_or(1000).max(2);
+    let shape = match params.string("warmup_type")? {
+        None | Some("log") => WarmupShape::Log,
+        Some("linear") => WarmupShape::Linear,
+        Some(other) => {
+            return Err(
+                params.error("warmup_type", &format!("expected \"log\" or \"linear\", found \"{other}\""))
+            );
+        }
+    };
+    let schedule = match kind {
+        "WarmupLR" | "WarmupDecayLR" => {
+            let min = params.not_negative("warmup_min_lr")?.unwrap_or(0.0);
+            let max = params.not_negative("warmup_max_lr")?.unwrap_or(0.001);
+            let decays = kind == "WarmupDecayLR";
+            let decay_steps = if decays { params.positive("total_num_steps")? } else { None };
+            let schedule = Schedule::Warmup { min, max, warmup_steps, shape, decay_steps };
+            if decays && decay_steps.is_none() {
+                DsSchedule::ToEndOfRun(schedule)
+            } else {
+                DsSchedule::Known(schedule)
+            }
+        }
+        "WarmupCosineLR" => {
+            let min_ratio = params.not_negative("warmup_min_ratio")?.unwrap_or(0.0);
+            let cos_min_ratio = params.not_negative("cos_min_ratio")?.unwrap_or(0.0001);
+            let end = params.positive("total_num_steps")?;
+            let total_steps = end.unwrap_or(u64::MAX);
+            let schedule =
+                Schedule::WarmupCosine { min_ratio, cos_min_ratio, warmup_steps, shape, total_steps };
+            if end.is_none() { DsSchedule::ToEndOfRun(schedule) } else { DsSchedule::Known(schedule) }
+        }
+        other => {
+            let message = format!(
+                "\"{other}\" is not available, use \"WarmupLR\", \"WarmupDecayLR\" or \"WarmupCosineLR\""
+            );
+            return Err(section.error("type", &message));
+        }
+    };
+    notes.unused.extend(params.unused(&["last_batch_iteration"]));
+    params.refuse_unknown()?;
+    notes.unknown.extend(section.unknown());
+    Ok(Some(schedule))
+}
+
+impl DsSchedule {
+    /// The schedule of a run of `total` steps.
+    pub fn for_run(self, total: u64) -> Schedule {
+        match self {
+            Self::Known(schedule) => schedule,
+            Self::ToEndOfRun(Schedule::Warmup { min, max, warmup_steps, shape, .. }) => {
+                Schedule::Warmup { min, max, warmup_steps, shape, decay_steps: Some(total) }
+            }
+            Self::ToEndOfRun(Schedule::WarmupCosine {
+                min_ratio,
+                cos_min_ratio,
+                warmup_steps,
+                shape,
+                ..
+            }) => {
+                Schedule::WarmupCosine { min_ratio, cos_min_ratio, warmup_steps, shape, total_steps: total }
+            }
+            Self::ToEndOfRun(schedule) => schedule,
+        }
+    }
+}
+
+/// The `bf16` (or `bfloat16`) and `fp16` sections: whether bf16 is on.
+fn precision(root: &Section<'_>, notes: &mut Notes) -> Result<Option<bool>> {
+    let (key, section) = match (root.section("bf16")?, root.section("bfloat16")?) {
+        (Some(_), Some(_)) => {
+            return Err(root.error("bfloat16", "an old name of bf16; both stand in the file"));
+        }
+        (Some(section), None) => ("bf16", Some(section)),
+        (None, section) => ("bfloat16", section),
+    };
+    let mut bf16 = None;
+    if let Some(section) = section {
+        bf16 = section.boolean("enabled")?;
+        notes.unused.extend(section.unused(BF16_UNUSED));
+        section.refuse_unknown()?;
+    }
+    let Some(section) = root.section("fp16")? else { return Ok(bf16) };
+    let fp16 = section.boolean("enabled")?;
+    section.unused(FP16_UNUSED);
+    section.refuse_unknown()?;
+    match (bf16, fp16) {
+        (Some(true), Some(true)) => {
+            Err(root.error("fp16", &format!("enabled together with {key}; choose one")))
+        }
+        (_, Some(true)) => {
+            Err(root.error("fp16", "training in fp16 is not available yet; enable bf16 or use --dtype fp32"))
+        }
+        (None, Some(false)) => Ok(Some(false)),
+        _ => Ok(bf16),
+    }
+}
+
+fn zero(section: &Section<'_>, config: &mut DsConfig, notes: &mut Notes) -> Result<()> {
+    config.stage = section.integer("stage")?;
+    if config.stage.is_some_and(|stage| stage > 3) {
+        return Err(section.error("stage", "must be 0, 1, 2 or 3"));
+    }
+    if let Some(param) = section.section("offload_param")? {
+        config.offload_param = Some(offload(&param)?);
+        notes.unused.extend(param.unused(PARAM_UNUSED));
+        param.refuse_unknown()?;
+    }
+    if let Some(optimizer) = section.section("offload_optimizer")? {
+        config.offload_optimizer = Some(offload(&optimizer)?);
+        config.offload_ratio = optimizer.not_negative("ratio")?;
+        if config.offload_ratio.is_some_and(|ratio| ratio > 1.0) {
+            return Err(optimizer.error("ratio", "must be between 0 and 1"));
+        }
+        notes.unused.extend(optimizer.unused(OPTIMIZER_UNUSED));
+        optimizer.refuse_unknown()?;
+    }
+    old_offload(section, "cpu_offload", "offload_optimizer", &mut config.offload_optimizer, notes)?;
+    for old in ["cpu_offload_param", "cpu_offload_params"] {
+        old_offload(section, old, "offload_param", &mut config.offload_param, notes)?;
+    }
+    notes.unused.extend(section.unused(ZERO_UNUSED));
+    section.refuse_unknown()
+}
+
+/// The deprecated `cpu_offload: true` and its like.
+fn old_offload(
+    section: &Section<'_>,
+    old: &'static str,
+    new: &str,
+    place: &mut Option<DsOffload>,
+    notes: &mut Notes,
+) -> Result<()> {
+    let Some(on) = section.boolean(old)? else { return Ok(()) };
+    if place.is_some() {
+        return Err(section.error(old, &format!("the old form of {new}; both stand in the file")));
+    }
+    notes.other.push(format!("{} is deprecated, write {new}: {{\"device\": \"cpu\"}}", section.name(old)));
+    if on {
+        *place = Some(DsOffload::Host);
+    }
+    Ok(())
+}
+
+fn offload(section: &Section<'_>) -> Result<DsOffload> {
+    let path = section.string("nvme_path")?;
+    match section.string("device")?.unwrap_or("none") {
+        "none" => Ok(DsOffload::None),
+        "cpu" => Ok(DsOffload::Host),
+        "nvme" => match path {
+            Some(path) => Ok(DsOffload::Disk(path.into())),
+            None => Err(section.error("nvme_path", "missing, but device is \"nvme\"")),
+        },
+        other => {
+            Err(section
+                .error("device", &format!("expected \"none\", \"cpu\" or \"nvme\", found \"{other}\"")))
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! One training run, resolved: flags over the configuration file over defaults.
+
+use super::ds_config::{DsConfig, DsOffload, DsSchedule};
+use super::schedule::Schedule;
+use super::size::ByteSize;
+use crate::cli::args::{DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, SchedulerName, StateFormat};
+use crate::error::CliError;
+use std::path::{Path, PathBuf};
+
+/// Sequence length when neither flag nor model says otherwise.
+pub const SEQ_LEN_DEFAULT: usize = 1024;
+
+/// How long to train.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Length {
+    /// This many optimizer steps.
+    Steps(u64),
+    /// This many passes over the data.
+    Epochs(f64),
+}
+
+/// Where the learning rate's schedule comes from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum ScheduleChoice {
+    /// Flags or defaults.
+    Own(Schedule),
+    /// A DeepSpeed scheduler.
+    DeepSpeed(DsSchedule),
+}
+
+/// Everything that determines a training run but the data itself.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainConfig {
+    /// Model folder.
+    pub model: PathBuf,
+    /// Training data.
+    pub data: PathBuf,
+    /// Folder for the result.
+    pub output: PathBuf,
+    /// How long to train; [`total_steps`](Self::total_steps) turns it into steps.
+    pub length: Length,
+    /// Sequences per micro-batch.
+    pub batch_size: usize,
+    /// Micro-batches per step.
+    pub grad_accum: usize,
+    /// Tokens per sequence.
+    pub seq_len: usize,
+    /// Base learning rate.
+    pub learning_rate: f64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// Decay rates of Adam's moments.
+    pub betas: (f64, f64),
+    /// Adam's epsilon.
+    pub eps: f64,
+    /// Largest global gradient norm; `None` does not clip.
+    pub clip: Option<f64>,
+    /// The learning rate's schedule; [`schedule`](Self::schedule) completes it.
+    pub schedule: ScheduleChoice,
+    /// Number type of weights and activations.
+    pub dtype: Dtype,
+    /// Format of optimizer state.
+    pub state: StateFormat,
+    /// Slowest tier in use.
+    pub offload: Offload,
+    /// Folders for state on disk; empty unless `offload` is [`Offload::Disk`].
+    pub disks: Vec<PathBuf>,
+    /// Host memory to use.
+    pub host_memory: Option<ByteSize>,
+    /// Device memory to use.
+    pub device_memory: Option<ByteSize>,
+    /// Where to compute.
+    pub device: DeviceName,
+    /// How disk operations are submitted.
+    pub engine: DiskEngine,
+    /// Bytes per disk operation, if the file says.
+    pub aio_block_size: Option<u64>,
+    /// Disk operations in flight, if the file says.
+    pub aio_queue_depth: Option<u64>,
+    /// Blocks fetched ahead.
+    pub window: Option<usize>,
+    /// Treat the CPU as a discrete device.
+    pub discrete: bool,
+    /// Seed of the data order.
+    pub seed: u64,
+    /// Shuffle every epoch.
+    pub shuffle: bool,
+    /// Pack rows of every kind.
+    pub pack: bool,
+    /// Continue from the last committed step.
+    pub resume: bool,
+    /// Write a model folder every so many steps.
+    pub save_every: Option<u64>,
+    /// Largest safetensors file.
+    pub max_shard_size: ByteSize,
+    /// Where to write a timeline.
+    pub trace: Option<PathBuf>,
+    /// Print JSON at the end.
+    pub json: bool,
+    /// What the user should know before the run.
+    pub warnings: Vec<String>,
+}
+
+impl TrainConfig {
+    /// Resolves a run. `positions_max` is the longest sequence the model takes, if its config says.
+    ///
+    /// # Errors
+    /// The configuration file is refused, or two settings contradict each other.
+    pub fn resolve(args: &FinetuneArgs, positions_max: Option<usize>) -> Result<Self, CliError> {
+        let file = match &args.config {
+            Some(path) => Some(DsConfig::load(path).map_err(|e| CliError::Usage(e.to_string()))?),
+            None => None,
+        };
+        Self::combine(args, file.as_ref(), positions_max)
+    }
+
+    /// Resolves a run from flags and a configuration that is already read.
+    ///
+    /// # Errors
+    /// Two settings contradict each other.
+    pub fn combine(
+        args: &FinetuneArgs,
+        file: Option<&DsConfig>,
+        positions_max: Option<usize>,
+    ) -> Result<Self, CliError> {
+        let none = DsConfig::default();
+        let given = file.unwrap_or(&none);
+        let adam = given.optimizer.unwrap_or_default();
+        let mut warnings = given.warnings.clone();
+        if file.is_some() && given.bf16.is_none() && args.dtype.is_none() {
+            warnings.push(
+                "the file enables neither bf16 nor fp16; training in bf16 (--dtype fp32 for the other)"
+                    .into(),
+            );
+        }
+        let weight_decay = args.weight_decay.or(adam.weight_decay).unwrap_or(0.0);
+        if given.optimizer.is_some_and(|o| !o.adam_w_mode) && weight_decay > 0.0 {
+            return usage(
+                "--weight-decay with optimizer.params.adam_w_mode false asks for L2 regularization; only decoupled decay is available",
+            );
+        }
+        let (offload, disks) = placement(args, given, &mut warnings)?;
+        let placed = &args.placement;
+        Ok(Self {
+            model: args.model.clone(),
+            data: args.data.clone(),
+            output: args.output.clone(),
+            length: args.steps.map_or(Length::Epochs(args.epochs.unwrap_or(1.0)), Length::Steps),
+            batch_size: count("--batch-size", args.batch_size.map(u64::from).or(given.micro_batch))?,
+            grad_accum: count("--grad-accum", args.grad_accum.map(u64::from).or(given.grad_accum))?,
+            seq_len: seq_len(args.seq_len.map(usize::from), positions_max)?,
+            learning_rate: args.learning_rate.or(adam.lr).unwrap_or(1e-5),
+            weight_decay,
+            betas: args.betas.map(|b| (b.0, b.1)).or(adam.betas).unwrap_or((0.9, 0.999)),
+            eps: args.eps.or(adam.eps).unwrap_or(1e-8),
+            clip: Some(args.clip.or(given.gradient_clipping).unwrap_or(1.0)).filter(|&norm| norm > 0.0),
+            schedule: schedule(args, given),
+            dtype: args.dtype.unwrap_or(if given.bf16 == Some(false) { Dtype::Fp32 } else { Dtype::Bf16 }),
+            state: args.state,
+            offload,
+            disks,
+            host_memory: placed.host_memory,
+            device_memory: placed.device_memory,
+            device: placed.device,
+            engine: placed.engine,
+            aio_block_size: given.aio_block_size,
+            aio_queue_depth: given.aio_queue_depth,
+            window: placed.window.map(usize::from),
+            discrete: placed.discrete,
+            seed: args.seed,
+            shuffle: !args.no_shuffle,
+            pack: args.pack,
+            resume: args.resume,
+            save_every: args.save_every.map(u64::from),
+            max_shard_size: args.max_shard_size,
+            trace: args.trace.clone(),
+            json: args.json,
+            warnings,
+        })
+    }
+
+    /// Samples per optimizer step.
+    pub fn samples_per_step(&self) -> usize {
+        self.batch_size * self.grad_accum
+    }
+
+    /// Optimizer steps of the run over `samples` samples. An epoch that does not fill its last step counts as a whole step,
+    /// which takes the missing samples from the next epoch.
+    pub fn total_steps(&self, samples: usize) -> u64 {
+        match self.length {
+            Length::Steps(steps) => steps,
+            Length::Epochs(epochs) => {
+                let per_step = self.samples_per_step() as f64;
+                // The tolerance keeps 0.1 × 30 samples at 3 samples.
+                ((epochs * samples as f64 / per_step - 1e-9).ceil() as u64).max(1)
+            }
+        }
+    }
+
+    /// The schedule of a run of `total` steps.
+    pub fn schedule(&self, total: u64) -> Schedule {
+        match self.schedule {
+            ScheduleChoice::Own(schedule) => schedule,
+            ScheduleChoice::DeepSpeed(schedule) => schedule.for_run(total),
+        }
+    }
+}
+
+/// The sequence length: `asked`, or the default capped by what the model takes.
+///
+/// # Errors
+/// More was asked for than the model takes.
+pub fn seq_len(asked: Option<usize>, positions_max: Option<usize>) -> Result<usize, CliError> {
+    match (asked, positions_max) {
+        (Some(asked), Some(max)) if asked > max => {
+            usage(format!("--seq-len {asked} is longer than the model's max_position_embeddings {max}"))
+        }
+        (Some(asked), _) => Ok(asked),
+        (None, max) => Ok(max.map_or(SEQ_LEN_DEFAULT, |max| max.min(SEQ_LEN_DEFAULT))),
+    }
+}
+
+/// The folder for state on disk when none is named.
+pub fn default_disk(output: &Path) -> PathBuf {
+    output.join(".terrace")
+}
+
+fn usage<T>(message: impl Into<String>) -> Result<T, CliError> {
+    Err(CliError::Usage(message.into()))
+}
+
+/// A batch dimension; u32 so that products of two never overflow.
+fn count(name: &str, value: Option<u64>) -> Result<usize, CliError> {
+    match u32::try_from(value.unwrap_or(1)) {
+        Ok(value) => Ok(value as usize),
+        Err(_) => usage(format!("{name} {} is beyond reason", value.unwrap_or(1))),
+    }
+}
+
+/// A flag about the schedule replaces the file's scheduler as a whole: mixing halves of two gives a third that nobody asked for.
+fn schedule(args: &FinetuneArgs, given: &DsConfig) -> ScheduleChoice {
+    if let (None, None, Some(schedule)) = (args.scheduler, args.warmup_steps, given.schedule) {
+        return ScheduleChoice::DeepSpeed(schedule);
+    }
+    let warmup_steps = args.warmup_steps.unwrap_or(0);
+    ScheduleChoice::Own(match args.scheduler.unwrap_or(SchedulerName::Linear) {
+        SchedulerName::Constant => Schedule::Constant { warmup_steps },
+        SchedulerName::Linear => Schedule::Linear { warmup_steps },
+        SchedulerName::Cosine => Schedule::Cosine { warmup_steps },
+    })
+}
+
+/// Terrace places every group itself, so the two sections of the file become one bound: the slower of both tiers.
+fn placement(
+    args: &FinetuneArgs,
+    given: &DsConfig,
+    warnings: &mut Vec<String>,
+) -> Result<(Offload, Vec<PathBuf>), CliError> {
+    let sections = [&given.offload_param, &given.offload_optimizer];
+    let tiers: Vec<Offload> = sections.iter().filter_map(|s| s.as_ref()).map(offload_tier).collect();
+    let from_file = tiers.iter().max().copied();
+    if args.placement.offload.is_none() && tiers.len() == 2 && tiers[0] != tiers[1] {
+        let slowest = if from_file == Some(Offload::Disk) { "disk" } else { "host" };
+        warnings.push(format!(
+            "offload_param and offload_optimizer name different devices; parameters and state both go as far as {slowest}"
+        ));
+    }
+    let offload = args.placement.offload.or(from_file).unwrap_or(Offload::Disk);
+    let mut disks = args.placement.disk.clone();
+    if offload != Offload::Disk {
+        if !disks.is_empty() && args.placement.offload.is_some() {
+            return usage("--disk is of no use with --offload none or host; drop one of the two");
+        }
+        if !disks.is_empty() {
+            return usage(
+                "--disk is given, but the configuration file offloads to memory only; add --offload disk",
+            );
+        }
+        return Ok((offload, disks));
+    }
+    if disks.is_empty() {
+        for section in sections.into_iter().flatten() {
+            if let DsOffload::Disk(path) = section
+                && !disks.contains(path)
+            {
+                disks.push(path.clone());
+            }
+        }
+    }
+    if disks.is_empty() {
+        disks.push(default_disk(&args.output));
+    }
+    let mut sorted = disks.clone();
+    sorted.sort();
+    if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        return usage(format!("--disk {} is given twice", twice[0].display()));
+    }
+    Ok((offload, disks))
+}
+
+fn offload_tier(section: &DsOffload) -> Offload {
+    match section {
+        DsOffload::None => Offload::None,
+        DsOffload::Host => Offload::Host,
+        DsOffload::Disk(_) => Offload::Disk,
+    }
+}

@@ -1,0 +1,53 @@
+//! How a command ends when it does not end well.
+
+use std::process::ExitCode;
+
+/// Why a command stopped. The variant decides the exit code, which scripts rely on.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// Flags or a configuration file that make no sense: exit code 2.
+    #[error("{0}")]
+    Usage(String),
+    /// Something went wrong on the way: exit code 1.
+    #[error("{0}")]
+    Failed(String),
+    /// The user stopped the run; the last step is committed: exit code 130.
+    #[error("interrupted; the last finished step is saved, --resume continues from it")]
+    Interrupted,
+}
+
+impl CliError {
+    /// Wraps any error as [`Failed`](Self::Failed), with its causes.
+    pub fn failed(error: impl std::error::Error) -> Self {
+        let mut message = error.to_string();
+        let mut cause = error.source();
+        while let Some(source) = cause {
+            let text = source.to_string();
+            // Many messages already end with their cause.
+            if !message.contains(&text) {
+                message = format!("{message}: {text}");
+            }
+            cause = source.source();
+        }
+        Self::Failed(message)
+    }
+
+    /// The exit code of the process.
+    pub fn exit_code(&self) -> ExitCode {
+        ExitCode::from(match self {
+            Self::Failed(_) => 1,
+            Self::Usage(_) => 2,
+            Self::Interrupted => 130,
+        })
+    }
+}
+
+impl From<terrace_zero::EngineError> for CliError {
+    fn from(error: terrace_zero::EngineError) -> Self {
+        match error {
+            terrace_zero::EngineError::Interrupted => Self::Interrupted,
+            terrace_zero::EngineError::Config(message) => Self::Usage(message),
+            other => Self::failed(other),
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! A training run resolved from flags, a configuration file and defaults.
+#![allow(missing_docs)]
+
+use clap::Parser;
+use std::path::PathBuf;
+use terrace::cli::args::{Cli, Command, Dtype, FinetuneArgs, Offload, StateFormat};
+use terrace::config::{DsConfig, Length, Schedule, TrainConfig};
+
+fn flags(line: &str) -> Box<FinetuneArgs> {
+    let words = "terrace finetune --model m --data d --output out".split(' ').chain(line.split_whitespace());
+    match Cli::try_parse_from(words).unwrap_or_else(|e| panic!("{e}")).command {
+        Command::Finetune(args) => args,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn resolve(line: &str, file: Option<&str>, positions_max: Option<usize>) -> Result<TrainConfig, String> {
+    let file = file.map(|text| DsConfig::parse(text, "ds.json").unwrap());
+    TrainConfig::combine(&flags(line), file.as_ref(), positions_max).map_err(|e| e.to_string())
+}
+
+#[test]
+fn defaults() {
+    let run = resolve("", None, None).unwrap();
+    assert_eq!((run.batch_size, run.grad_accum, run.seq_len), (1, 1, 1024));
+    assert_eq!((run.learning_rate, run.weight_decay, run.betas, run.eps), (1e-5, 0.0, (0.9, 0.999), 1e-8));
+    assert_eq!(run.clip, Some(1.0));
+    assert_eq!(run.length, Length::Epochs(1.0));
+    assert_eq!(run.schedule(9), Schedule::Linear { warmup_steps: 0 });
+    assert_eq!((run.dtype, run.state, run.offload), (Dtype::Bf16, StateFormat::Split, Offload::Disk));
+    assert_eq!(run.disks, [PathBuf::from("out/.terrace")]);
+    assert!(run.shuffle && run.warnings.is_empty());
+}
+
+#[test]
+fn flags_win_over_the_file() {
+    let file = r#"{
+        "train_batch_size": 12, "gradient_accumulation_steps": 3, "gradient_clipping": 0.3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.2, "betas": [0.7, 0.8]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+        "bf16": {"enabled": false},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}
+    }"#;
+    let plain = resolve("", Some(file), None).unwrap();
+    assert_eq!((plain.batch_size, plain.grad_accum, plain.clip), (4, 3, Some(0.3)));
+    assert_eq!((plain.learning_rate, plain.weight_decay, plain.betas), (1e-3, 0.2, (0.7, 0.8)));
+    assert_eq!((plain.dtype, plain.offload), (Dtype::Fp32, Offload::Disk));
+    assert_eq!(plain.disks, [PathBuf::from("/a")]);
+    assert!(matches!(plain.schedule(5), Schedule::Warmup { warmup_steps: 4, .. }));
+    let line = "--batch-size 2 --learning-rate 5e-5 --clip 0 --dtype bf16 --disk /b --scheduler cosine --warmup-steps 2";
+    let changed = resolve(line, Some(file), None).unwrap();
+    assert_eq!((changed.batch_size, changed.grad_accum, changed.clip), (2, 3, None));
+    assert_eq!((changed.learning_rate, changed.weight_decay), (5e-5, 0.2));
+    assert_eq!(changed.dtype, Dtype::Bf16);
+    assert_eq!(changed.disks, [PathBuf::from("/b")]);
+    assert_eq!(changed.schedule(5), Schedule::Cosine { warmup_steps: 2 });
+}
+
+#[test]
+fn a_file_alone_keeps_the_default_tier_and_says_what_it_assumes() {
+    let run = resolve("", Some("{}"), None).unwrap();
+    assert_eq!((run.clip, run.offload, run.dtype), (Some(1.0), Offload::Disk, Dtype::Bf16));
+    assert!(run.warnings[0].contains("neither bf16 nor fp16"));
+    let mixed = r#"{"bf16": {"enabled": true}, "zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {}}}"#;
+    let run = resolve("", Some(mixed), None).unwrap();
+    assert_eq!(run.offload, Offload::Host);
+    assert!(run.disks.is_empty());
+    assert!(run.warnings[0].contains("different devices"), "{:?}", run.warnings);
+}
+
+#[test]
+fn contradictions_are_refused() {
+    let memory_only =
+        r#"{"bf16": {"enabled": true}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}"#;
+    for (line, file, reason) in [
+        ("--seq-len 4096", None, "max_position_embeddings 2048"),
+        ("--offload host --disk /a", None, "--disk is of no use"),
+        ("--disk /a --disk /a", None, "given twice"),
+        ("--disk /a", Some(memory_only), "add --offload disk"),
+        ("--batch-size 99999999999", None, "beyond reason"),
+        ("--weight-decay 0.1", Some("{optimizer: {params: {adam_w_mode: false}}}"), "L2"),
+    ] {
+        let error = resolve(line, file, Some(2048)).expect_err(line);
+        assert!(error.contains(reason), "{error}");
+    }
+    assert_eq!(resolve("", None, Some(512)).unwrap().seq_len, 512);
+    assert_eq!(resolve("--seq-len 7", None, Some(512)).unwrap().seq_len, 7);
+}
+
+#[test]
+fn steps_from_epochs() {
+    for (line, samples, steps) in [
+        ("--steps 7 --epochs 3", 100, 7),
+        ("", 100, 100),
+        ("--batch-size 3", 10, 4),
+        ("--batch-size 2 --grad-accum 2 --epochs 2", 10, 5),
+        ("--epochs 0.1 --batch-size 3", 30, 1),
+        ("--epochs 0.001", 10, 1),
+        ("--epochs 3 --batch-size 7", 7, 3),
+    ] {
+        assert_eq!(resolve(line, None, None).unwrap().total_steps(samples), steps, "{line}");
+    }
+}
