@@ -50,7 +50,13 @@ impl Activations {
         let spill = match disk {
             None => None,
             Some((engine, dirs)) => Some(Spill {
-                scratch: Scratch::create(engine, dirs, "activations.bin", boundaries * micro_batches, signal_bytes)?,
+                scratch: Scratch::create(
+                    engine,
+                    dirs,
+                    "activations.bin",
+                    boundaries * micro_batches,
+                    signal_bytes,
+                )?,
                 pool: Pool::new("spilled activations", SPILL_SLOTS, signal_bytes)?,
                 ahead: None,
             }),
@@ -108,7 +114,11 @@ impl Activations {
 
     /// Backward visits boundaries downwards and micro-batches upwards within each.
     fn read_ahead(&mut self, boundary: usize, m: usize, bytes: usize) -> Result {
-        let following = if m + 1 < self.micro_batches { Some((boundary, m + 1)) } else { boundary.checked_sub(1).map(|b| (b, 0)) };
+        let following = if m + 1 < self.micro_batches {
+            Some((boundary, m + 1))
+        } else {
+            boundary.checked_sub(1).map(|b| (b, 0))
+        };
         let Some(at) = following.filter(|at| !self.kept.contains_key(at)) else { return Ok(()) };
         if let Some(spill) = &mut self.spill
             && spill.ahead.is_none()

@@ -45,7 +45,8 @@ impl DryRun<'_> {
             for m in 0..batches {
                 let mut cx = self.context(&kernels, &arena, mode, &inputs[m], &mut loss);
                 if let Some((keys, values)) = caches.get_mut(block).and_then(Option::as_mut) {
-                    cx.kv = Some(KvSlot { keys: keys.view_mut(), values: values.view_mut(), starts: &starts });
+                    cx.kv =
+                        Some(KvSlot { keys: keys.view_mut(), values: values.view_mut(), starts: &starts });
                 }
                 self.forward(block, mode, &arena, &mut cx)?;
             }
@@ -56,7 +57,10 @@ impl DryRun<'_> {
             }
         }
         let totals = counter.totals();
-        Ok(DryCost { arena_bytes: arena.peak(), flops: totals.matmul_flops + totals.attention_flops + totals.other_flops })
+        Ok(DryCost {
+            arena_bytes: arena.peak(),
+            flops: totals.matmul_flops + totals.attention_flops + totals.other_flops,
+        })
     }
 
     fn forward(&self, block: usize, mode: Mode, arena: &Arena, cx: &mut Context<'_>) -> Result {
@@ -84,6 +88,7 @@ impl DryRun<'_> {
         let accumulators: std::result::Result<Vec<Region>, _> =
             groups.iter().map(|&g| arena.alloc(network.groups[g].elements * 4)).collect();
         let _accumulators = accumulators?;
+        self.gradient_chunk(arena)?;
         for inputs in inputs {
             let x = block.checked_sub(1).map(|b| self.signal(b, Mode::Train));
             let dy = (block < network.last()).then(|| self.signal(block, Mode::Train));
@@ -107,8 +112,13 @@ impl DryRun<'_> {
                 &mut gradients,
             )?;
         }
+        self.gradient_chunk(arena)
+    }
+
+    /// A chunk of gradient on its way up or down.
+    fn gradient_chunk(&self, arena: &Arena) -> Result {
         if !self.unified {
-            let _down = arena.alloc(self.chunk_elements.min(network.group_elements_max()) * 4)?;
+            let _chunk = arena.alloc(self.chunk_elements.min(self.network.group_elements_max()) * 4)?;
         }
         Ok(())
     }

@@ -10,6 +10,9 @@ pub enum EngineError {
     /// A model that the blocks do not fit: a missing or misshapen tensor, an unsupported option.
     #[error("{0}")]
     Model(String),
+    /// The loss or the gradient is not finite.
+    #[error("{0}")]
+    Diverged(String),
     /// A kernel failed.
     #[error(transparent)]
     Kernel(#[from] terrace_kernels::KernelError),

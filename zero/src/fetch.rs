@@ -76,7 +76,8 @@ pub(crate) struct SlotClass {
 
 /// Groups whose sizes differ by less than a quarter share slots, so that one large embedding does not make every slot large.
 pub(crate) fn plan_classes(network: &Network, weight_bytes: usize, window: usize) -> Vec<SlotClass> {
-    let mut order: Vec<usize> = (0..network.groups.len()).filter(|&g| network.groups[g].elements > 0).collect();
+    let mut order: Vec<usize> =
+        (0..network.groups.len()).filter(|&g| network.groups[g].elements > 0).collect();
     order.sort_by_key(|&g| std::cmp::Reverse(network.groups[g].elements));
     let mut classes: Vec<SlotClass> = Vec::new();
     for group in order {
@@ -255,13 +256,14 @@ impl<'a> Fetcher<'a> {
         let group = self.upcoming.pop_front().expect("the schedule asks for no more groups than it listed");
         match &self.source {
             Source::Resident(home, kinds) => {
-                let bytes = home.resident_weights(group, kinds).expect("resident state has every group's weights");
+                let bytes =
+                    home.resident_weights(group, kinds).expect("resident state has every group's weights");
                 Ok((group, bytes))
             }
             Source::Thread(receiver) => {
-                let staged = receiver.recv().unwrap_or_else(|_| {
-                    Err(EngineError::Config("the fetch thread ended early".into()))
-                })?;
+                let staged = receiver
+                    .recv()
+                    .unwrap_or_else(|_| Err(EngineError::Config("the fetch thread ended early".into())))?;
                 assert_eq!(staged.0, group, "groups arrive in the order of the schedule");
                 Ok(staged)
             }
@@ -318,7 +320,12 @@ enum InFlight {
 }
 
 impl<'a> FetchThread<'a> {
-    fn new(store: &'a DiskStore, slots: &'a SlotClasses, weight_bytes: usize, sender: &'a Sender<Staged>) -> Self {
+    fn new(
+        store: &'a DiskStore,
+        slots: &'a SlotClasses,
+        weight_bytes: usize,
+        sender: &'a Sender<Staged>,
+    ) -> Self {
         Self { store, slots, weight_bytes, sender, in_flight: VecDeque::new(), recent: HashMap::new() }
     }
 

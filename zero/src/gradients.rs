@@ -131,7 +131,7 @@ impl GradientPark {
                 lease = Download::start(&*lane.down, &*lane.compute, region, lease)?.wait()?.1;
             }
             if last_use {
-                self.sums[group].add_threaded(pool, self.as_gradient(&lease));
+                self.sums[group].add_threaded(pool, as_gradient(&lease, self.dtype));
             }
             let parked = match &self.scratch {
                 Some(scratch) => {
@@ -169,10 +169,7 @@ impl GradientPark {
 
     /// A chunk's bytes as the optimizer takes them.
     pub(crate) fn as_gradient<'b>(&self, bytes: &'b [u8]) -> Gradient<'b> {
-        match self.dtype {
-            DType::F32 => Gradient::F32(cast_slice(bytes)),
-            _ => Gradient::Bf16(cast_slice(bytes)),
-        }
+        as_gradient(bytes, self.dtype)
     }
 
     /// Forgets everything of a step that failed.
@@ -188,5 +185,12 @@ impl GradientPark {
     /// Element range of a chunk: start and length.
     fn range(&self, group: usize, chunk: usize) -> (usize, usize) {
         (chunk * self.spec.chunk_elements as usize, self.spec.chunk_len(group, chunk))
+    }
+}
+
+fn as_gradient(bytes: &[u8], dtype: DType) -> Gradient<'_> {
+    match dtype {
+        DType::F32 => Gradient::F32(cast_slice(bytes)),
+        _ => Gradient::Bf16(cast_slice(bytes)),
     }
 }

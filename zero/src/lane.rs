@@ -67,9 +67,7 @@ impl Lane {
     pub(crate) fn store(&self, target: Target) -> Result<Lease> {
         match target.region {
             None => Ok(target.lease),
-            Some(region) => {
-                Ok(Download::start(&*self.down, &*self.compute, region, target.lease)?.wait()?.1)
-            }
+            Some(region) => Ok(Download::start(&*self.down, &*self.compute, region, target.lease)?.wait()?.1),
         }
     }
 

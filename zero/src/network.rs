@@ -47,7 +47,9 @@ pub(crate) struct Network {
 impl Network {
     pub(crate) fn new(blocks: Vec<Box<dyn Block>>) -> Result<Self> {
         if blocks.len() < 2 {
-            return Err(EngineError::Model("a network has at least two blocks, the last of which computes the loss".into()));
+            return Err(EngineError::Model(
+                "a network has at least two blocks, the last of which computes the loss".into(),
+            ));
         }
         let mut owners: HashMap<String, Borrow> = HashMap::new();
         let (mut groups, mut borrows) = (Vec::new(), Vec::new());
@@ -56,7 +58,10 @@ impl Network {
             let mut params = Vec::new();
             for (param, spec) in block.params().iter().enumerate() {
                 if owners.insert(spec.name.clone(), Borrow { group: index, param }).is_some() {
-                    return Err(EngineError::Model(format!("parameter {} is owned by two blocks", spec.name)));
+                    return Err(EngineError::Model(format!(
+                        "parameter {} is owned by two blocks",
+                        spec.name
+                    )));
                 }
                 params.push(Placed { spec: spec.clone(), offset });
                 offset = (offset + spec.elements()).next_multiple_of(PARAM_ALIGN);
@@ -72,7 +77,9 @@ impl Network {
                 .map(|name| {
                     owners.get(name).copied().filter(|b| b.group < index).ok_or_else(|| {
                         let block = block.name();
-                        EngineError::Model(format!("block {block} borrows {name}, which no earlier block owns"))
+                        EngineError::Model(format!(
+                            "block {block} borrows {name}, which no earlier block owns"
+                        ))
                     })
                 })
                 .collect();

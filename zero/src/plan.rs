@@ -104,10 +104,24 @@ impl Planner<'_> {
         for tight in [false, true] {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
                 for &activations_on_disk in &places(o.activations_on_disk) {
-                    for &chunk_elements in &only(o.chunk_elements, if tight { &CHUNK_CHOICES } else { &CHUNK_CHOICES[..2] }) {
-                        for &weight_slots in &only(o.weight_slots, if tight { &WEIGHT_SLOT_CHOICES } else { &WEIGHT_SLOT_CHOICES[..2] }) {
-                            for &update_slots in &only(o.update_slots, if tight { &UPDATE_SLOT_CHOICES } else { &UPDATE_SLOT_CHOICES[..2] }) {
-                                choices.push(Choice { chunk_elements, weight_slots, update_slots, gradients_on_disk, activations_on_disk });
+                    for &chunk_elements in
+                        &only(o.chunk_elements, if tight { &CHUNK_CHOICES } else { &CHUNK_CHOICES[..2] })
+                    {
+                        for &weight_slots in &only(
+                            o.weight_slots,
+                            if tight { &WEIGHT_SLOT_CHOICES } else { &WEIGHT_SLOT_CHOICES[..2] },
+                        ) {
+                            for &update_slots in &only(
+                                o.update_slots,
+                                if tight { &UPDATE_SLOT_CHOICES } else { &UPDATE_SLOT_CHOICES[..2] },
+                            ) {
+                                choices.push(Choice {
+                                    chunk_elements,
+                                    weight_slots,
+                                    update_slots,
+                                    gradients_on_disk,
+                                    activations_on_disk,
+                                });
                             }
                         }
                     }
@@ -127,7 +141,12 @@ impl Planner<'_> {
         let elements = network.elements();
         if config.placement == Placement::Disk {
             for class in &windows.classes {
-                memory.add(Tier::Host, "weights in flight and in use", class.slots as u64, page(class.slot_bytes));
+                memory.add(
+                    Tier::Host,
+                    "weights in flight and in use",
+                    class.slots as u64,
+                    page(class.slot_bytes),
+                );
             }
             if config.training.is_some() {
                 for blob in &self.kinds.blobs {
@@ -138,13 +157,23 @@ impl Planner<'_> {
                 memory.add(Tier::Host, "loading weights", 2, chunk * weight_bytes);
             }
             let dirs = config.disks.len();
-            memory.add(Tier::Disk, "training state, all generations", dirs as u64, DiskStore::bytes_per_dir(&spec, dirs));
+            memory.add(
+                Tier::Disk,
+                "training state, all generations",
+                dirs as u64,
+                DiskStore::bytes_per_dir(&spec, dirs),
+            );
             if windows.gradients_on_disk {
                 memory.add(Tier::Disk, "parked gradients", 1, elements * weight_bytes);
             }
         } else {
             for blob in &self.kinds.blobs {
-                memory.add(Tier::Host, format!("resident state: {:?}", blob.kind), elements, blob.element_bytes);
+                memory.add(
+                    Tier::Host,
+                    format!("resident state: {:?}", blob.kind),
+                    elements,
+                    blob.element_bytes,
+                );
             }
             memory.add(Tier::Host, "saving and loading state", 2, chunk * self.kinds.element_bytes());
         }
@@ -155,7 +184,12 @@ impl Planner<'_> {
         let arena_tier = if self.backend.device.unified() { Tier::Host } else { Tier::Device };
         memory.add(arena_tier, "block workspaces and gradient accumulators", 1, windows.arena_bytes as u64);
         let slot = network.group_elements_max() as u64 * weight_bytes;
-        memory.add(Tier::Device, "weights on the device", windows.device_weight_slots as u64, slot.next_multiple_of(256));
+        memory.add(
+            Tier::Device,
+            "weights on the device",
+            windows.device_weight_slots as u64,
+            slot.next_multiple_of(256),
+        );
         memory.add(Tier::Host, "kernel scratch", 1, self.backend.kernel_scratch_bytes);
         memory.add(Tier::Host, "loading buffer", chunk, 4);
         // The table of the live and the next generation, and a manifest slot on its way out.
@@ -231,7 +265,9 @@ impl Planner<'_> {
         }
         let chunks = |g: usize| self.network.groups[g].elements.div_ceil(choice.chunk_elements);
         let all = 0..self.network.groups.len();
-        if self.config.training.as_ref().is_some_and(|t| t.clip.is_none()) && self.config.placement == Placement::Disk {
+        if self.config.training.as_ref().is_some_and(|t| t.clip.is_none())
+            && self.config.placement == Placement::Disk
+        {
             let shared: usize = all.clone().filter(|&g| self.network.is_shared(g)).map(chunks).sum();
             return all.map(chunks).max().unwrap_or(0) + shared;
         }

@@ -31,7 +31,11 @@ impl StateKinds {
         let weight = match config.dtype {
             DType::F32 => WeightType::F32,
             DType::BF16 => WeightType::Bf16,
-            other => return Err(EngineError::Config(format!("weights of dtype {other} cannot be used: bf16 or fp32"))),
+            other => {
+                return Err(EngineError::Config(format!(
+                    "weights of dtype {other} cannot be used: bf16 or fp32"
+                )));
+            }
         };
         let Some(training) = &config.training else {
             let element_bytes = config.dtype.size() as u64;
@@ -47,7 +51,8 @@ impl StateKinds {
             .iter()
             .map(|&(kind, bytes)| BlobSpec { kind: blob_kind(kind), element_bytes: bytes as u64 })
             .collect();
-        let read_by_update = kinds.iter().map(|&(kind, _)| kind != StateKind::Weight || !has_master).collect();
+        let read_by_update =
+            kinds.iter().map(|&(kind, _)| kind != StateKind::Weight || !has_master).collect();
         let weight = kinds.iter().position(|(kind, _)| *kind == StateKind::Weight);
         let weight = weight.expect("every state layout has a weight");
         Ok((Self { blobs, weight, read_by_update }, Some(adamw(training.optimizer, layout))))
@@ -63,9 +68,10 @@ impl StateHome {
     /// Allocates resident state.
     pub(crate) fn resident(network: &Network, kinds: &StateKinds) -> Result<Self> {
         let groups = network.groups.iter().map(|group| {
-            let blobs = kinds.blobs.iter().map(|kind| {
-                HostBlob::new(group.elements * kind.element_bytes as usize).map(Arc::new)
-            });
+            let blobs = kinds
+                .blobs
+                .iter()
+                .map(|kind| HostBlob::new(group.elements * kind.element_bytes as usize).map(Arc::new));
             blobs.collect::<std::result::Result<Vec<_>, _>>()
         });
         Ok(Self::Resident(groups.collect::<std::result::Result<Vec<_>, _>>()?))
@@ -88,8 +94,14 @@ impl StateHome {
 }
 
 /// The layout of the state on disk.
-pub(crate) fn store_spec(config: &EngineConfig, network: &Network, kinds: &StateKinds, chunk_elements: usize) -> StoreSpec {
-    let group = |g: &crate::network::ParamGroup| GroupSpec { name: g.name.clone(), elements: g.elements as u64 };
+pub(crate) fn store_spec(
+    config: &EngineConfig,
+    network: &Network,
+    kinds: &StateKinds,
+    chunk_elements: usize,
+) -> StoreSpec {
+    let group =
+        |g: &crate::network::ParamGroup| GroupSpec { name: g.name.clone(), elements: g.elements as u64 };
     StoreSpec {
         groups: network.groups.iter().map(group).collect(),
         kinds: kinds.blobs.clone(),

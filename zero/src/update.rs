@@ -21,7 +21,10 @@ pub(crate) struct UpdateSlots {
 
 impl UpdateSlots {
     pub(crate) fn new(kinds: &StateKinds, slots: usize, chunk_elements: usize) -> Result<Self> {
-        let pools = kinds.blobs.iter().map(|b| Pool::new("optimizer state", slots, chunk_elements * b.element_bytes as usize));
+        let pools = kinds
+            .blobs
+            .iter()
+            .map(|b| Pool::new("optimizer state", slots, chunk_elements * b.element_bytes as usize));
         Ok(Self { pools: pools.collect::<std::result::Result<_, _>>()? })
     }
 
@@ -29,6 +32,11 @@ impl UpdateSlots {
     pub(crate) fn acquire(&self, kinds: &StateKinds, elements: usize) -> Vec<Lease> {
         let bytes = kinds.blobs.iter().map(|b| elements * b.element_bytes as usize);
         self.pools.iter().zip(bytes).map(|(pool, len)| pool.acquire(len)).collect()
+    }
+
+    /// One slot of one kind.
+    pub(crate) fn acquire_one(&self, kind: usize, bytes: usize) -> Lease {
+        self.pools[kind].acquire(bytes)
     }
 
     fn has_free(&self) -> bool {
@@ -107,7 +115,14 @@ impl Updater<'_> {
         Ok(stalled)
     }
 
-    fn begin(&self, store: &DiskStore, slots: &UpdateSlots, park: &mut GradientPark, group: usize, chunk: usize) -> Result<Chunk> {
+    fn begin(
+        &self,
+        store: &DiskStore,
+        slots: &UpdateSlots,
+        park: &mut GradientPark,
+        group: usize,
+        chunk: usize,
+    ) -> Result<Chunk> {
         let elements = self.spec.chunk_len(group, chunk);
         let leases = slots.acquire(self.kinds, elements);
         let mut state = Vec::with_capacity(leases.len());
@@ -164,6 +179,7 @@ impl Updater<'_> {
 }
 
 fn parked(park: &mut GradientPark, group: usize, chunk: usize) -> Result<Arriving> {
-    park.take(group, chunk)?
-        .ok_or_else(|| EngineError::Config(format!("group {group} has no gradient; every block must be used in a step")))
+    park.take(group, chunk)?.ok_or_else(|| {
+        EngineError::Config(format!("group {group} has no gradient; every block must be used in a step"))
+    })
 }

@@ -1,0 +1,241 @@
+//! State in and out: initial weights, resident state to and from a store, weights for export.
+
+use crate::engine::Engine;
+use crate::state::StateHome;
+use crate::{EngineError, ParamSpec, Result, WeightReader, WeightSource};
+use half::bf16;
+use std::sync::Arc;
+use terrace_kernels::DType;
+use terrace_tiers::{BlobKey, DiskStore, Generation, Lease, StoreSpec};
+
+/// Fills the state from a weight source, chunk by chunk.
+pub(crate) fn initialize(engine: &mut Engine, source: &mut dyn WeightSource) -> Result {
+    let spec = engine.plan.spec.clone();
+    let chunk_elements = spec.chunk_elements as usize;
+    let mut weights = vec![0f32; chunk_elements.min(engine.network.group_elements_max())];
+    for group in 0..spec.groups.len() {
+        for chunk in 0..spec.chunks(group) {
+            let elements = spec.chunk_len(group, chunk);
+            let weights = &mut weights[..elements];
+            read_chunk(engine, source, group, chunk * chunk_elements, weights)?;
+            let mut leases = engine.update_slots.acquire(&engine.kinds, elements);
+            let mut slices: Vec<&mut [u8]> = leases.iter_mut().map(|lease| &mut **lease).collect();
+            match &engine.optimizer {
+                Some(optimizer) => optimizer.initialize(weights, &mut slices)?,
+                None => narrow(weights, engine.config.dtype, slices[0]),
+            }
+            place(engine, group, chunk, leases)?;
+        }
+    }
+    if let StateHome::Disk(store) = &mut engine.home {
+        store.commit(0, &[])?;
+    }
+    Ok(())
+}
+
+/// Reads the weights of a chunk of a group; padding is zero.
+fn read_chunk(
+    engine: &Engine,
+    source: &mut dyn WeightSource,
+    group: usize,
+    start: usize,
+    out: &mut [f32],
+) -> Result {
+    out.fill(0.0);
+    let end = start + out.len();
+    for param in &engine.network.groups[group].params {
+        let (first, last) = (param.offset, param.offset + param.spec.elements());
+        let (from, to) = (first.max(start), last.min(end));
+        if from < to {
+            source.read(&param.spec, from - first, &mut out[from - start..to - start])?;
+        }
+    }
+    Ok(())
+}
+
+/// Puts a chunk of every kind where the state lives.
+fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec<Lease>) -> Result {
+    for (index, lease) in leases.into_iter().enumerate() {
+        let blob = engine.kinds.blobs[index];
+        match &mut engine.home {
+            StateHome::Disk(store) => store.write(BlobKey { group, kind: blob.kind }, chunk, lease)?,
+            StateHome::Resident(blobs) => {
+                let start = chunk * engine.plan.spec.chunk_elements as usize * blob.element_bytes as usize;
+                let blob =
+                    Arc::get_mut(&mut blobs[group][index]).expect("nobody reads state while it is loaded");
+                blob[start..start + lease.len()].copy_from_slice(&lease);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn narrow(weights: &[f32], dtype: DType, out: &mut [u8]) {
+    match dtype {
+        DType::F32 => out.copy_from_slice(bytemuck::cast_slice(weights)),
+        _ => {
+            let out: &mut [bf16] = bytemuck::cast_slice_mut(out);
+            for (out, weight) in out.iter_mut().zip(weights) {
+                *out = bf16::from_f32(*weight);
+            }
+        }
+    }
+}
+
+/// Refuses state that belongs to another model or run, and names what differs.
+pub(crate) fn compare(expected: &StoreSpec, found: &StoreSpec) -> Result {
+    if expected.identity != found.identity {
+        return Err(EngineError::Config(format!(
+            "the state on disk was made by another run: {}. Resume with the original settings, or choose another directory",
+            differences(&found.identity, &expected.identity)
+        )));
+    }
+    if expected.groups != found.groups
+        || expected.kinds != found.kinds
+        || expected.generations != found.generations
+    {
+        let message = "the state on disk belongs to a model with other parameters or another state format; resume with the \
+                       original model and --state, or choose another directory";
+        return Err(EngineError::Config(message.into()));
+    }
+    Ok(())
+}
+
+/// The keys in which two JSON objects differ, with both values.
+fn differences(stored: &str, given: &str) -> String {
+    let parse = |text: &str| serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(text);
+    let (Ok(stored), Ok(given)) = (parse(stored), parse(given)) else {
+        return "its description differs".into();
+    };
+    let mut keys: Vec<_> = stored.keys().chain(given.keys()).collect();
+    keys.sort();
+    keys.dedup();
+    let show =
+        |value: Option<&serde_json::Value>| value.map_or_else(|| "nothing".into(), ToString::to_string);
+    let parts: Vec<String> = keys
+        .into_iter()
+        .filter(|key| stored.get(*key) != given.get(*key))
+        .map(|key| format!("{key} was {} and is now {}", show(stored.get(key)), show(given.get(key))))
+        .collect();
+    parts.join(", ")
+}
+
+/// Fills resident state from a store.
+pub(crate) fn load_resident(engine: &mut Engine, store: &DiskStore) -> Result {
+    let spec = engine.plan.spec.clone();
+    for group in 0..spec.groups.len() {
+        for chunk in 0..spec.chunks(group) {
+            let leases = engine.update_slots.acquire(&engine.kinds, spec.chunk_len(group, chunk));
+            let mut reads = Vec::new();
+            for (blob, lease) in engine.kinds.blobs.iter().zip(leases) {
+                let key = BlobKey { group, kind: blob.kind };
+                reads.push(store.read(key, chunk..chunk + 1, Generation::Live, lease)?);
+            }
+            let leases = reads
+                .into_iter()
+                .map(terrace_tiers::PendingRead::wait)
+                .collect::<std::result::Result<_, _>>()?;
+            place(engine, group, chunk, leases)?;
+        }
+    }
+    Ok(())
+}
+
+impl Engine {
+    /// Makes the current step durable. State on disk already is after every step; resident state is written to the
+    /// configured directories, out of place, so that the previous save survives a crash during this one.
+    ///
+    /// # Errors
+    /// There is no directory, or it cannot be written.
+    pub fn save(&mut self) -> Result {
+        let StateHome::Resident(blobs) = &self.home else { return Ok(()) };
+        if self.config.disks.is_empty() {
+            return Err(EngineError::Config(
+                "saving needs a directory for the state: give --disk PATH".into(),
+            ));
+        }
+        let spec = &self.plan.spec;
+        if self.saved.is_none() {
+            self.saved = Some(DiskStore::create(&self.backend.io, &self.config.disks, spec.clone())?);
+        }
+        let store = self.saved.as_mut().expect("made just above");
+        for (group, blobs) in blobs.iter().enumerate() {
+            for chunk in 0..spec.chunks(group) {
+                let leases = self.update_slots.acquire(&self.kinds, spec.chunk_len(group, chunk));
+                for ((blob, kind), mut lease) in blobs.iter().zip(&self.kinds.blobs).zip(leases) {
+                    let start = chunk * (spec.chunk_elements * kind.element_bytes) as usize;
+                    let len = lease.len();
+                    lease.copy_from_slice(&blob[start..start + len]);
+                    store.write(BlobKey { group, kind: kind.kind }, chunk, lease)?;
+                }
+            }
+        }
+        Ok(store.commit(self.step, &[])?)
+    }
+
+    /// Reads the current weights, for export. Nothing else may use the engine meanwhile.
+    pub fn weights(&mut self) -> impl WeightReader + '_ {
+        Reader { engine: self, cached: None }
+    }
+}
+
+/// Reads weights through one chunk-sized buffer.
+struct Reader<'a> {
+    engine: &'a Engine,
+    cached: Option<(usize, usize, Lease)>,
+}
+
+impl WeightReader for Reader<'_> {
+    fn dtype(&self) -> DType {
+        self.engine.config.dtype
+    }
+
+    fn params(&self) -> Vec<ParamSpec> {
+        self.engine.network.groups.iter().flat_map(|g| &g.params).map(|p| p.spec.clone()).collect()
+    }
+
+    fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [u8]) -> Result {
+        let groups = &self.engine.network.groups;
+        let found = groups.iter().enumerate().find_map(|(index, group)| {
+            let placed = group.params.iter().find(|p| p.spec.name == param.name)?;
+            Some((index, placed.offset))
+        });
+        let (group, offset) = found
+            .ok_or_else(|| EngineError::Model(format!("the network has no parameter {}", param.name)))?;
+        let size = self.engine.config.dtype.size();
+        let first = (offset + start) * size;
+        if let Some(weights) = self.engine.home.resident_weights(group, &self.engine.kinds) {
+            out.copy_from_slice(&weights[first..first + out.len()]);
+            return Ok(());
+        }
+        let chunk_bytes = self.engine.plan.spec.chunk_elements as usize * size;
+        let mut done = 0;
+        while done < out.len() {
+            let at = first + done;
+            let chunk = at / chunk_bytes;
+            let bytes = self.chunk(group, chunk)?;
+            let from = at - chunk * chunk_bytes;
+            let len = (bytes.len() - from).min(out.len() - done);
+            out[done..done + len].copy_from_slice(&bytes[from..from + len]);
+            done += len;
+        }
+        Ok(())
+    }
+}
+
+impl Reader<'_> {
+    fn chunk(&mut self, group: usize, chunk: usize) -> Result<&[u8]> {
+        if !matches!(self.cached, Some((g, c, _)) if (g, c) == (group, chunk)) {
+            self.cached = None;
+            let engine = self.engine;
+            let store = engine.home.disk().expect("weights that are not resident are in a store");
+            let elements = engine.plan.spec.chunk_len(group, chunk);
+            let lease =
+                engine.update_slots.acquire_one(engine.kinds.weight, elements * engine.config.dtype.size());
+            let key = BlobKey { group, kind: engine.kinds.blobs[engine.kinds.weight].kind };
+            let lease = store.read(key, chunk..chunk + 1, Generation::Live, lease)?.wait()?;
+            self.cached = Some((group, chunk, lease));
+        }
+        Ok(&self.cached.as_ref().expect("filled above").2)
+    }
+}

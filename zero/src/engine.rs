@@ -1,0 +1,281 @@
+//! The engine as the embedder holds it: built from a plan, then driven step by step.
+
+use crate::activations::Activations;
+use crate::fetch::SlotClasses;
+use crate::gradients::GradientPark;
+use crate::lane::Lane;
+use crate::network::Network;
+use crate::plan::{EnginePlan, Planner};
+use crate::state::{StateHome, StateKinds, needs_disk};
+use crate::update::UpdateSlots;
+use crate::{
+    Backend, Block, EngineConfig, EngineError, MicroBatch, Placement, Result, WeightSource, checkpoint,
+};
+use std::collections::VecDeque;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use terrace_aio::IoEngine;
+use terrace_device::Region;
+use terrace_optimizer::Optimizer;
+use terrace_tiers::{DiskStore, MemoryPlan, Pool};
+
+/// A network under training, evaluation or generation.
+///
+/// An error leaves the last committed state intact on disk; the engine that returned it is not used further.
+pub struct Engine {
+    pub(crate) config: EngineConfig,
+    pub(crate) backend: Backend,
+    pub(crate) network: Network,
+    pub(crate) kinds: StateKinds,
+    pub(crate) optimizer: Option<Box<dyn Optimizer>>,
+    pub(crate) plan: EnginePlan,
+    pub(crate) lane: Lane,
+    pub(crate) home: StateHome,
+    pub(crate) weight_slots: Option<SlotClasses>,
+    pub(crate) weight_regions: VecDeque<Region>,
+    pub(crate) park: Option<GradientPark>,
+    pub(crate) signals: Signals,
+    pub(crate) update_slots: UpdateSlots,
+    pub(crate) pool: rayon::ThreadPool,
+    pub(crate) step: u64,
+    /// Where resident state is saved; opened at the first save.
+    pub(crate) saved: Option<DiskStore>,
+}
+
+/// Memory for signals between blocks.
+#[derive(Debug)]
+pub(crate) enum Signals {
+    Training(Activations),
+    ForwardOnly(Pool),
+}
+
+/// What a directory of training state says about itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoredState {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// The words it was created with.
+    pub identity: String,
+}
+
+impl Engine {
+    /// Plans, allocates and loads initial weights from `source`. With state on disk, this commits step 0.
+    ///
+    /// `sample` has the shape of the largest micro-batch.
+    ///
+    /// # Errors
+    /// The plan does not fit, the source lacks a tensor, or a tier failed. Nothing is written before the plan fits.
+    pub fn create(
+        config: EngineConfig,
+        backend: Backend,
+        blocks: Vec<Box<dyn Block>>,
+        sample: &MicroBatch,
+        source: &mut dyn WeightSource,
+    ) -> Result<Self> {
+        let parts = Parts::new(config, &backend, blocks, sample)?;
+        let home = match parts.config.placement {
+            Placement::Disk => {
+                let store = DiskStore::create(&backend.io, &parts.config.disks, parts.plan.spec.clone())?;
+                StateHome::Disk(Box::new(store))
+            }
+            Placement::None | Placement::Host => StateHome::resident(&parts.network, &parts.kinds)?,
+        };
+        let mut engine = Self::assemble(parts, backend, home)?;
+        checkpoint::initialize(&mut engine, source)?;
+        Ok(engine)
+    }
+
+    /// Plans, allocates and continues from the committed state in the configured directories.
+    ///
+    /// # Errors
+    /// There is no state, it belongs to another model or configuration, the plan does not fit, or a tier failed.
+    pub fn resume(
+        mut config: EngineConfig,
+        backend: Backend,
+        blocks: Vec<Box<dyn Block>>,
+        sample: &MicroBatch,
+    ) -> Result<Self> {
+        if config.disks.is_empty() {
+            return Err(EngineError::Config(
+                "resuming needs the directory of the state: give --disk PATH".into(),
+            ));
+        }
+        let store = DiskStore::open(&backend.io, &config.disks)?;
+        // The cut into chunks is a property of the files.
+        config.overrides.chunk_elements = Some(store.spec().chunk_elements as usize);
+        let parts = Parts::new(config, &backend, blocks, sample)?;
+        checkpoint::compare(&parts.plan.spec, store.spec())?;
+        let step = store.committed().step;
+        if parts.config.placement == Placement::Disk {
+            let mut engine = Self::assemble(parts, backend, StateHome::Disk(Box::new(store)))?;
+            engine.step = step;
+            return Ok(engine);
+        }
+        let home = StateHome::resident(&parts.network, &parts.kinds)?;
+        let mut engine = Self::assemble(parts, backend, home)?;
+        engine.step = step;
+        checkpoint::load_resident(&mut engine, &store)?;
+        engine.saved = Some(store);
+        Ok(engine)
+    }
+
+    /// What state the directories hold.
+    ///
+    /// # Errors
+    /// There is none, it is in use, or it is damaged.
+    pub fn stored(io: &Arc<dyn IoEngine>, disks: &[PathBuf]) -> Result<StoredState> {
+        let store = DiskStore::open(io, disks)?;
+        Ok(StoredState { step: store.committed().step, identity: store.spec().identity.clone() })
+    }
+
+    /// Plans without allocating: the bytes of every tier, or a refusal with the smallest change that would work.
+    ///
+    /// # Errors
+    /// The plan does not fit.
+    pub fn plan_only(
+        config: EngineConfig,
+        backend: &Backend,
+        blocks: Vec<Box<dyn Block>>,
+        sample: &MicroBatch,
+    ) -> Result<MemoryPlan> {
+        Ok(Parts::new(config, backend, blocks, sample)?.plan.memory)
+    }
+
+    fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
+        let Parts { config, network, kinds, optimizer, plan } = parts;
+        let windows = &plan.windows;
+        let lane = Lane::new(&backend, windows.arena_bytes)?;
+        let on_disk = home.disk().is_some();
+        let weight_slots =
+            if on_disk { Some(SlotClasses::new(&windows.classes, network.groups.len())?) } else { None };
+        let mut weight_regions = VecDeque::new();
+        if windows.device_weight_slots > 0 {
+            let bytes = (network.group_elements_max() * config.dtype.size()).next_multiple_of(256);
+            let arena = backend.device.arena(bytes * windows.device_weight_slots)?;
+            for _ in 0..windows.device_weight_slots {
+                weight_regions.push_back(arena.alloc(bytes)?);
+            }
+        }
+        let disks = |wanted: bool| wanted.then_some((&backend.io, config.disks.as_slice()));
+        let park = match config.training {
+            Some(_) => Some(GradientPark::new(
+                config.dtype,
+                &plan.spec,
+                windows.gradient_chunks,
+                disks(windows.gradients_on_disk),
+            )?),
+            None => None,
+        };
+        let signals = if config.training.is_some() {
+            Signals::Training(Activations::new(
+                network.last(),
+                config.limits.micro_batches,
+                windows.signal_bytes,
+                disks(windows.activations_on_disk),
+            )?)
+        } else {
+            Signals::ForwardOnly(Pool::new("signals", 2, windows.signal_bytes)?)
+        };
+        let slots = if config.training.is_some() && on_disk { windows.update_slots } else { 2 };
+        let update_slots = UpdateSlots::new(&kinds, slots, windows.chunk_elements)?;
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(config.threads)
+            .thread_name(|i| format!("terrace-update-{i}"))
+            .build()
+            .map_err(|e| EngineError::Config(format!("cannot start {} threads: {e}", config.threads)))?;
+        Ok(Self {
+            config,
+            backend,
+            network,
+            kinds,
+            optimizer,
+            plan,
+            lane,
+            home,
+            weight_slots,
+            weight_regions,
+            park,
+            signals,
+            update_slots,
+            pool,
+            step: 0,
+            saved: None,
+        })
+    }
+
+    /// Optimizer steps done.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// The bytes of every tier.
+    pub fn memory_plan(&self) -> &MemoryPlan {
+        &self.plan.memory
+    }
+
+    /// One line that says which windows the planner chose.
+    pub fn plan_summary(&self) -> String {
+        self.plan.summary()
+    }
+
+    /// Number of parameters, shared ones counted once.
+    pub fn parameters(&self) -> u64 {
+        self.network.parameters()
+    }
+
+    /// Floating-point operations of one step of the largest batch.
+    pub fn flops_per_step(&self) -> u64 {
+        self.plan.windows.flops_per_step
+    }
+
+    /// The configuration it was built with.
+    pub fn config(&self) -> &EngineConfig {
+        &self.config
+    }
+
+    /// Deletes the engine's files; for frozen weights that were only streamed from disk.
+    ///
+    /// # Errors
+    /// A file cannot be removed.
+    pub fn remove_state(self) -> Result {
+        match self.home {
+            StateHome::Disk(store) => Ok(store.remove()?),
+            StateHome::Resident(_) => Ok(()),
+        }
+    }
+}
+
+/// Everything that is known before the first allocation.
+struct Parts {
+    config: EngineConfig,
+    network: Network,
+    kinds: StateKinds,
+    optimizer: Option<Box<dyn Optimizer>>,
+    plan: EnginePlan,
+}
+
+impl Parts {
+    fn new(
+        config: EngineConfig,
+        backend: &Backend,
+        blocks: Vec<Box<dyn Block>>,
+        sample: &MicroBatch,
+    ) -> Result<Self> {
+        needs_disk(&config)?;
+        let network = Network::new(blocks)?;
+        let (kinds, optimizer) = StateKinds::new(&config)?;
+        let planner = Planner { config: &config, backend, network: &network, kinds: &kinds, sample };
+        let plan = planner.plan()?;
+        Ok(Self { config, network, kinds, optimizer, plan })
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine")
+            .field("step", &self.step)
+            .field("plan", &self.plan.summary())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,164 @@
+//! Forward only: evaluation and generation.
+
+use crate::dry::allocate_caches;
+use crate::engine::{Engine, Signals};
+use crate::fetch::Fetcher;
+use crate::train::{Pass, zero_loss};
+use crate::{EngineError, KvSlot, MicroBatch, Mode, Result};
+use terrace_kernels::{Tensor, ViewMut};
+use terrace_tiers::Lease;
+
+/// The sum of loss terms over a batch.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Evaluation {
+    /// Σ of the terms.
+    pub loss_sum: f64,
+    /// Number of terms.
+    pub loss_terms: u64,
+}
+
+/// Keys and values of all positions so far, per block.
+#[derive(Debug)]
+pub struct KvCache {
+    layers: Vec<Option<(Tensor, Tensor)>>,
+    lengths: Vec<usize>,
+    capacity: usize,
+}
+
+impl KvCache {
+    /// Positions in the cache, per sequence.
+    pub fn lengths(&self) -> &[usize] {
+        &self.lengths
+    }
+
+    /// Positions there is room for, per sequence.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+}
+
+impl Engine {
+    /// The loss of a batch under the current weights; changes nothing.
+    ///
+    /// # Errors
+    /// A shape that was not planned or a failing tier.
+    pub fn evaluate(&mut self, batch: &MicroBatch) -> Result<Evaluation> {
+        let (loss, _) = self.forward_only(batch, Mode::Evaluate, None)?;
+        let bytes = self.lane.read(loss)?;
+        let loss_sum = f64::from_le_bytes(bytes.try_into().expect("the loss is one f64"));
+        Ok(Evaluation { loss_sum, loss_terms: batch.loss_terms })
+    }
+
+    /// An empty cache for `sequences` sequences, as long as the plan has room for.
+    ///
+    /// # Errors
+    /// The engine was not planned for generation, or another cache is alive.
+    pub fn new_cache(&self, sequences: usize) -> Result<KvCache> {
+        let capacity = self.config.limits.cache_length;
+        if capacity == 0 || sequences > self.config.limits.sequences {
+            return Err(EngineError::Config(format!("a cache for {sequences} sequences was not planned")));
+        }
+        let layers =
+            allocate_caches(&self.network, &self.lane.arena, self.config.dtype, sequences, capacity)?;
+        Ok(KvCache { layers, lengths: vec![0; sequences], capacity })
+    }
+
+    /// Runs a batch over the cache and gives the logits `[B, V]` of each sequence's last valid position. `added[b]` positions of
+    /// sequence b are valid and stay in the cache.
+    ///
+    /// # Errors
+    /// The cache is full, a shape was not planned, or a tier failed.
+    pub fn logits(&mut self, batch: &MicroBatch, cache: &mut KvCache, added: &[usize]) -> Result<Vec<f32>> {
+        let longest = cache.lengths.iter().max().copied().unwrap_or(0) + batch.length;
+        if longest > cache.capacity {
+            let message = format!("{longest} positions do not fit the key/value cache of {}", cache.capacity);
+            return Err(EngineError::Config(message));
+        }
+        let (_, logits) = self.forward_only(batch, Mode::Generate, Some(cache))?;
+        let logits = logits.expect("the last block writes logits in generation");
+        cache.lengths.iter_mut().zip(added).for_each(|(len, added)| *len += added);
+        Ok(self
+            .lane
+            .read(logits)?
+            .chunks_exact(4)
+            .map(|b| f32::from_le_bytes(b.try_into().expect("four bytes")))
+            .collect())
+    }
+
+    fn forward_only(
+        &mut self,
+        batch: &MicroBatch,
+        mode: Mode,
+        mut cache: Option<&mut KvCache>,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let limits = self.config.limits;
+        if batch.sequences > limits.sequences || batch.length > limits.length {
+            return Err(EngineError::Config(format!(
+                "batches of up to {} × {} positions were planned, not {} × {}",
+                limits.sequences, limits.length, batch.sequences, batch.length
+            )));
+        }
+        let Self {
+            config, backend, network, kinds, lane, home, weight_slots, weight_regions, signals, ..
+        } = self;
+        let (network, lane, home, kinds) = (&*network, &*lane, &*home, &*kinds);
+        let inputs = batch.inputs.iter().map(|t| lane.tensor(t)).collect::<Result<Vec<Tensor>>>()?;
+        let mut loss = lane.tensor(&zero_loss())?;
+        let (sequences, length) = (batch.sequences, batch.length);
+        let pass = Pass { network, backend, lane, config, mode, sequences, length, loss_scale: 1.0 };
+        let items: Vec<usize> = (0..=network.last()).flat_map(|b| network.groups_of(b)).collect();
+        let regions = std::mem::take(weight_regions);
+        let slots = weight_slots.as_ref();
+        let (regions, logits) = std::thread::scope(|scope| -> Result<_> {
+            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, regions);
+            let mut signal: Option<Lease> = None;
+            let mut logits = None;
+            for block in 0..=network.last() {
+                let last = block == network.last();
+                let ready = pass.fetch(&mut fetcher, block)?;
+                let weights = pass.weights(block, &ready);
+                let x = match signal.take() {
+                    Some(lease) => Some(lane.load(lease, pass.signal(block - 1))?),
+                    None => None,
+                };
+                let x_view = x.as_ref().map(crate::lane::Loaded::view);
+                let spec = pass.signal(block);
+                let mut output =
+                    if last { Some(Tensor::new(&lane.arena, spec.dtype, &spec.dims)?) } else { None };
+                let mut target =
+                    if last { None } else { Some(lane.target(signals.slot(spec.bytes()), spec)?) };
+                let mut cx = pass.context(&inputs, &mut loss);
+                if let Some(cache) = cache.as_deref_mut() {
+                    let KvCache { layers, lengths, .. } = cache;
+                    cx.kv = layers[block].as_mut().map(|(keys, values)| KvSlot {
+                        keys: keys.view_mut(),
+                        values: values.view_mut(),
+                        starts: lengths,
+                    });
+                }
+                let y: ViewMut<'_> = match (&mut target, &mut output) {
+                    (Some(target), _) => target.view_mut(),
+                    (None, Some(output)) => output.view_mut(),
+                    (None, None) => unreachable!("one of the two was made"),
+                };
+                network.blocks[block].forward(&mut cx, &weights, x_view, y)?;
+                drop((weights, x));
+                signal = target.map(|t| lane.store(t)).transpose()?;
+                logits = output;
+                pass.release(&mut fetcher, ready)?;
+            }
+            Ok((fetcher.finish(), logits))
+        })?;
+        *weight_regions = regions;
+        Ok((loss, logits))
+    }
+}
+
+impl Signals {
+    fn slot(&self, bytes: usize) -> Lease {
+        match self {
+            Self::Training(activations) => activations.slot(bytes),
+            Self::ForwardOnly(pool) => pool.acquire(bytes),
+        }
+    }
+}

@@ -1,0 +1,458 @@
+//! One training step: forward, backward, update, commit.
+//!
+//! Accumulation is layer-major ("vertical", GreedySnake, arXiv 2512.17570): every micro-batch of the step runs through a block
+//! before the next block's weights are needed, so weights travel twice a step whatever the number of micro-batches.
+
+use crate::engine::{Engine, Signals};
+use crate::fetch::{Fetcher, Ready};
+use crate::gradients::GradientPark;
+use crate::lane::Lane;
+use crate::network::Network;
+use crate::state::StateHome;
+use crate::update::Updater;
+use crate::{
+    Activations, Backend, Context, EngineConfig, EngineError, Gradients, HostTensor, MicroBatch, Mode,
+    Result, Weights,
+};
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+use terrace_device::{BytesMut, Region};
+use terrace_kernels::{DType, Tensor, View};
+use terrace_optimizer::{StepArgs, clip_coefficient};
+use terrace_tiers::Lease;
+
+/// What a step did.
+#[derive(Debug, Clone, Default)]
+pub struct StepReport {
+    /// Number of the step; the first is 1.
+    pub step: u64,
+    /// Mean loss over all terms of the step.
+    pub loss: f64,
+    /// Global norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Terms in the loss.
+    pub loss_terms: u64,
+    /// Wall-clock seconds of the whole step.
+    pub seconds: f64,
+    /// Of these, forward and backward with everything they wait for.
+    pub compute_seconds: f64,
+    /// Of these, the optimizer after backward.
+    pub update_seconds: f64,
+    /// Of these, making the step durable.
+    pub commit_seconds: f64,
+    /// Seconds that compute waited for weights.
+    pub weights_stall_seconds: f64,
+    /// Seconds that the optimizer waited for its state or gradients.
+    pub state_stall_seconds: f64,
+}
+
+/// The engine's parts that a pass over the blocks uses.
+pub(crate) struct Pass<'a> {
+    pub(crate) network: &'a Network,
+    pub(crate) backend: &'a Backend,
+    pub(crate) lane: &'a Lane,
+    pub(crate) config: &'a EngineConfig,
+    pub(crate) mode: Mode,
+    pub(crate) sequences: usize,
+    pub(crate) length: usize,
+    pub(crate) loss_scale: f32,
+}
+
+/// What only training uses.
+struct Training<'a> {
+    pass: Pass<'a>,
+    inputs: &'a [Vec<Tensor>],
+    activations: &'a mut Activations,
+    park: &'a mut GradientPark,
+    pool: &'a rayon::ThreadPool,
+    step: u64,
+    loss_terms: u64,
+}
+
+impl Engine {
+    /// Runs one optimizer step over all micro-batches and, with state on disk, commits it.
+    ///
+    /// # Errors
+    /// A shape that was not planned, a loss or gradient that is not finite, or a failing tier. The last committed step
+    /// is then still intact.
+    pub fn train_step(&mut self, batches: &[MicroBatch], lr: f64) -> Result<StepReport> {
+        self.check_batches(batches)?;
+        let began = Instant::now();
+        let loss_terms: u64 = batches.iter().map(|b| b.loss_terms).sum();
+        if loss_terms == 0 {
+            let message =
+                format!("step {} has no target that carries loss: every label is masked", self.step + 1);
+            return Err(EngineError::Config(message));
+        }
+        let inputs = batches
+            .iter()
+            .map(|b| b.inputs.iter().map(|t| self.lane.tensor(t)).collect())
+            .collect::<Result<Vec<Vec<Tensor>>>>()?;
+        let mut report = StepReport { step: self.step + 1, loss_terms, ..StepReport::default() };
+        let result = self.forward_backward(batches, &inputs, lr, &mut report);
+        drop(inputs);
+        if let Err(error) = result {
+            self.abandon();
+            return Err(error);
+        }
+        report.compute_seconds = began.elapsed().as_secs_f64();
+        if let Err(error) = self.update(lr, &mut report) {
+            self.abandon();
+            return Err(error);
+        }
+        let committing = Instant::now();
+        if let StateHome::Disk(store) = &mut self.home {
+            store.commit(self.step + 1, &[])?;
+        }
+        self.step += 1;
+        report.commit_seconds = committing.elapsed().as_secs_f64();
+        report.seconds = began.elapsed().as_secs_f64();
+        Ok(report)
+    }
+
+    fn check_batches(&self, batches: &[MicroBatch]) -> Result {
+        let limits = self.config.limits;
+        if self.optimizer.is_none() {
+            return Err(EngineError::Config(
+                "this engine was built for frozen weights and cannot train".into(),
+            ));
+        }
+        if batches.len() != limits.micro_batches {
+            let message = format!(
+                "a step of {} micro-batches was planned, not {}",
+                limits.micro_batches,
+                batches.len()
+            );
+            return Err(EngineError::Config(message));
+        }
+        for batch in batches {
+            if (batch.sequences, batch.length) != (limits.sequences, limits.length) {
+                return Err(EngineError::Config(format!(
+                    "micro-batches of {} × {} positions were planned, not {} × {}",
+                    limits.sequences, limits.length, batch.sequences, batch.length
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn forward_backward(
+        &mut self,
+        batches: &[MicroBatch],
+        inputs: &[Vec<Tensor>],
+        lr: f64,
+        report: &mut StepReport,
+    ) -> Result {
+        let updater_args = self.step_args(lr, 1.0);
+        let Self {
+            config,
+            backend,
+            network,
+            kinds,
+            optimizer,
+            plan,
+            lane,
+            home,
+            weight_slots,
+            weight_regions,
+            park,
+            signals,
+            update_slots,
+            pool,
+            step,
+            ..
+        } = self;
+        let (home, network, lane, kinds) = (&*home, &*network, &*lane, &*kinds);
+        let Signals::Training(activations) = signals else { unreachable!("checked: this engine trains") };
+        let park = park.as_mut().expect("a training engine parks gradients");
+        let optimizer = optimizer.as_deref().expect("a training engine has an optimizer");
+        let spec = &plan.spec;
+        // Without clipping a group can be updated as soon as its gradient is complete.
+        let clip = config.training.as_ref().is_some_and(|t| t.clip.is_some());
+        let updater = Updater { optimizer, args: updater_args, kinds, slots: Some(update_slots), spec, pool };
+        let immediate = home.disk().filter(|_| !clip).map(|_| &updater);
+        let pass = Pass {
+            network,
+            backend,
+            lane,
+            config,
+            mode: Mode::Train,
+            sequences: batches[0].sequences,
+            length: batches[0].length,
+            loss_scale: (1.0 / report.loss_terms as f64) as f32,
+        };
+        let loss_terms = report.loss_terms;
+        let mut training = Training { pass, inputs, activations, park, pool, step: *step + 1, loss_terms };
+        let regions = std::mem::take(weight_regions);
+        let items = training_order(network);
+        let slots = weight_slots.as_ref();
+        let regions = std::thread::scope(|scope| -> Result<VecDeque<Region>> {
+            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, regions);
+            let mut loss = lane.tensor(&zero_loss())?;
+            training.forward(&mut fetcher, &mut loss)?;
+            report.loss =
+                training.backward(&mut fetcher, loss, home, immediate, &mut report.state_stall_seconds)?;
+            report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
+            Ok(fetcher.finish())
+        })?;
+        *weight_regions = regions;
+        Ok(())
+    }
+
+    fn update(&mut self, lr: f64, report: &mut StepReport) -> Result {
+        let began = Instant::now();
+        let training = self.config.training.as_ref().expect("a training engine");
+        let park = self.park.as_mut().expect("a training engine parks gradients");
+        report.grad_norm =
+            park.norm_squared().norm().map_err(|_| not_finite("gradient norm", self.step + 1))?;
+        let scale = training.clip.map_or(1.0, |max| clip_coefficient(report.grad_norm, max));
+        if training.clip.is_some() || self.home.disk().is_none() {
+            let args = self.step_args(lr, scale);
+            let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
+            let park = self.park.as_mut().expect("a training engine parks gradients");
+            let (kinds, spec, slots) = (&self.kinds, &self.plan.spec, Some(&self.update_slots));
+            let updater = Updater { optimizer, args, kinds, slots, spec, pool: &self.pool };
+            let stalled: Duration = updater.run(&mut self.home, park, 0..spec.groups.len())?;
+            report.state_stall_seconds += stalled.as_secs_f64();
+        }
+        report.update_seconds = began.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    fn step_args(&self, lr: f64, grad_scale: f32) -> StepArgs {
+        let weight_decay = self.config.training.as_ref().map_or(0.0, |t| t.optimizer.weight_decay);
+        StepArgs { step: self.step + 1, lr, grad_scale, weight_decay }
+    }
+
+    /// Gives up a step that failed: its writes are waited for and forgotten.
+    fn abandon(&mut self) {
+        if let StateHome::Disk(store) = &self.home {
+            store.abandon();
+        }
+        if let Some(park) = &mut self.park {
+            park.clear();
+        }
+        if let Signals::Training(activations) = &mut self.signals {
+            activations.clear();
+        }
+    }
+}
+
+impl Training<'_> {
+    /// Forward through all blocks but the last, whose forward is part of its backward.
+    fn forward(&mut self, fetcher: &mut Fetcher<'_>, loss: &mut Tensor) -> Result {
+        for block in 0..self.pass.network.last() {
+            let ready = self.pass.fetch(fetcher, block)?;
+            let weights = self.pass.weights(block, &ready);
+            for m in 0..self.inputs.len() {
+                let x = match block.checked_sub(1) {
+                    Some(b) => Some(self.pass.lane.load(self.activations.take(b, m), self.pass.signal(b))?),
+                    None => None,
+                };
+                let spec = self.pass.signal(block);
+                let mut y = self.pass.lane.target(self.activations.slot(spec.bytes()), spec)?;
+                let mut cx = self.pass.context(&self.inputs[m], loss);
+                let x_view = x.as_ref().map(crate::lane::Loaded::view);
+                self.pass.network.blocks[block].forward(&mut cx, &weights, x_view, y.view_mut())?;
+                let y = self.pass.lane.store(y)?;
+                if let (Some(b), Some(x)) = (block.checked_sub(1), x) {
+                    self.activations.checkpoint(b, m, x.into_lease());
+                }
+                self.activations.keep(block, m, y)?;
+            }
+            drop(weights);
+            self.pass.release(fetcher, ready)?;
+        }
+        Ok(())
+    }
+
+    /// Backward through all blocks. Gives the mean loss.
+    fn backward(
+        &mut self,
+        fetcher: &mut Fetcher<'_>,
+        loss: Tensor,
+        home: &StateHome,
+        immediate: Option<&Updater<'_>>,
+        stalled: &mut f64,
+    ) -> Result<f64> {
+        let network = self.pass.network;
+        let mut loss = Some(loss);
+        let mut mean = f64::NAN;
+        let mut signals: Vec<Option<Lease>> = self.inputs.iter().map(|_| None).collect();
+        for block in (0..=network.last()).rev() {
+            let groups = network.groups_of(block);
+            let mut accumulators = Vec::with_capacity(groups.len());
+            for &group in &groups {
+                accumulators.push(self.pass.lane.arena.alloc(network.groups[group].elements * 4)?);
+            }
+            for (&group, acc) in groups.iter().zip(&mut accumulators) {
+                self.park.begin(self.pass.backend, self.pass.lane, group, acc)?;
+            }
+            let ready = self.pass.fetch(fetcher, block)?;
+            let sum = loss.as_mut().expect("there is a loss tensor throughout");
+            self.block_backward(block, &ready, &groups, &mut accumulators, sum, &mut signals)?;
+            self.pass.release(fetcher, ready)?;
+            if block == network.last() {
+                // Before the first update of the step: a loss that is not finite must not reach the state.
+                mean = self.read_loss(loss.take().expect("taken once"))?;
+                loss = Some(self.pass.lane.tensor(&zero_loss())?);
+            }
+            for (&group, acc) in groups.iter().zip(&accumulators) {
+                self.park.park(self.pass.backend, self.pass.lane, group, acc, group == block, self.pool)?;
+            }
+            drop(accumulators);
+            if let (Some(updater), Some(store)) = (immediate, home.disk())
+                && groups.contains(&block)
+            {
+                let items = (0..store.spec().chunks(block)).map(|c| (block, c)).collect();
+                *stalled += updater.stream(store, self.park, items)?.as_secs_f64();
+            }
+        }
+        Ok(mean)
+    }
+
+    fn block_backward(
+        &mut self,
+        block: usize,
+        ready: &[Ready],
+        groups: &[usize],
+        accumulators: &mut [Region],
+        loss: &mut Tensor,
+        signals: &mut [Option<Lease>],
+    ) -> Result {
+        let (network, lane) = (self.pass.network, self.pass.lane);
+        let weights = self.pass.weights(block, ready);
+        for (m, signal) in signals.iter_mut().enumerate() {
+            let below = block.checked_sub(1).map(|b| self.pass.signal(b));
+            let x = match (block.checked_sub(1), &below) {
+                (Some(b), Some(spec)) => {
+                    Some(lane.load(self.activations.recall(b, m, spec.bytes())?, spec.clone())?)
+                }
+                _ => None,
+            };
+            let dy = match signal.take() {
+                Some(lease) => Some(lane.load(lease, self.pass.signal(block))?),
+                None => None,
+            };
+            let mut dx = match below {
+                Some(spec) => Some(lane.target(self.activations.slot(spec.bytes()), spec)?),
+                None => None,
+            };
+            let mut gradients = gradient_slots(network, block, groups, accumulators);
+            let mut cx = self.pass.context(&self.inputs[m], loss);
+            network.blocks[block].backward(
+                &mut cx,
+                &weights,
+                x.as_ref().map(crate::lane::Loaded::view),
+                dy.as_ref().map(crate::lane::Loaded::view),
+                dx.as_mut().map(crate::lane::Target::view_mut),
+                &mut gradients,
+            )?;
+            drop((x, dy));
+            if let Some(dx) = dx {
+                *signal = Some(lane.store(dx)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn read_loss(&self, loss: Tensor) -> Result<f64> {
+        let bytes = self.pass.lane.read(loss)?;
+        let sum = f64::from_le_bytes(bytes.try_into().expect("the loss is one f64"));
+        let mean = sum / self.loss_terms as f64;
+        if mean.is_finite() { Ok(mean) } else { Err(not_finite("loss", self.step)) }
+    }
+}
+
+impl Pass<'_> {
+    /// Waits for the groups of a block.
+    pub(crate) fn fetch(&self, fetcher: &mut Fetcher<'_>, block: usize) -> Result<Vec<Ready>> {
+        self.network.groups_of(block).iter().map(|_| fetcher.next()).collect()
+    }
+
+    pub(crate) fn release(&self, fetcher: &mut Fetcher<'_>, ready: Vec<Ready>) -> Result {
+        ready.into_iter().try_for_each(|r| fetcher.release(r))
+    }
+
+    /// Views of a block's parameters inside its groups.
+    pub(crate) fn weights<'r>(&self, block: usize, ready: &'r [Ready]) -> Weights<'r> {
+        let dtype = self.config.dtype;
+        let own = (0..self.network.groups[block].params.len()).map(|param| (block, param));
+        let borrowed = self.network.borrows[block].iter().map(|b| (b.group, b.param));
+        let views = own.chain(borrowed).map(|(group, param)| {
+            let placed = &self.network.groups[group].params[param];
+            let memory =
+                ready.iter().find(|r| r.group() == group).expect("every group of the block was fetched");
+            let start = placed.offset * dtype.size();
+            let end = start + placed.spec.elements() * dtype.size();
+            View::new(memory.bytes().slice(start, end), dtype, &placed.spec.dims)
+        });
+        Weights::new(views.collect())
+    }
+
+    pub(crate) fn signal(&self, block: usize) -> crate::OutputSpec {
+        self.network.output(block, self.sequences, self.length, self.config.dtype, self.mode)
+    }
+
+    pub(crate) fn context<'b>(&'b self, inputs: &'b [Tensor], loss: &'b mut Tensor) -> Context<'b> {
+        Context {
+            kernels: &self.backend.kernels,
+            arena: &self.lane.arena,
+            dtype: self.config.dtype,
+            mode: self.mode,
+            sequences: self.sequences,
+            length: self.length,
+            inputs,
+            loss: loss.view_mut(),
+            loss_scale: self.loss_scale,
+            kv: None,
+        }
+    }
+}
+
+/// The groups in the order in which a training step uses them.
+fn training_order(network: &Network) -> Vec<usize> {
+    let forward = 0..network.last();
+    let backward = (0..=network.last()).rev();
+    forward.chain(backward).flat_map(|block| network.groups_of(block)).collect()
+}
+
+pub(crate) fn zero_loss() -> HostTensor {
+    HostTensor { dtype: DType::F64, dims: vec![1], bytes: vec![0; 8] }
+}
+
+/// A block's gradient accumulators: pieces of its groups' accumulators, in the order of its parameters.
+fn gradient_slots<'r>(
+    network: &Network,
+    block: usize,
+    groups: &[usize],
+    accumulators: &'r mut [Region],
+) -> Gradients<'r> {
+    let own = (0..network.groups[block].params.len()).map(|param| (block, param));
+    let borrowed = network.borrows[block].iter().map(|b| (b.group, b.param));
+    let order: Vec<(usize, usize)> = own.chain(borrowed).collect();
+    let mut slots: Vec<Option<(BytesMut<'r>, Vec<usize>)>> = order.iter().map(|_| None).collect();
+    for (&group, region) in groups.iter().zip(accumulators) {
+        let mut wanted: Vec<(usize, usize)> =
+            order.iter().enumerate().filter(|(_, o)| o.0 == group).map(|(slot, o)| (o.1, slot)).collect();
+        wanted.sort_unstable();
+        let (mut rest, mut at) = (region.bytes_mut(), 0);
+        for (param, slot) in wanted {
+            let placed = &network.groups[group].params[param];
+            let (start, len) = (placed.offset * 4, placed.spec.elements() * 4);
+            let (mine, tail) = rest.split_at(start - at).1.split_at(len);
+            slots[slot] = Some((mine, placed.spec.dims.clone()));
+            (rest, at) = (tail, start + len);
+        }
+    }
+    let filled = slots.into_iter().map(|s| s.expect("every parameter lies in one of the block's groups"));
+    Gradients::new(filled.collect())
+}
+
+fn not_finite(what: &str, step: u64) -> EngineError {
+    EngineError::Diverged(format!(
+        "the {what} of step {step} is not finite; the state is still that of step {}. Lower the learning rate, clip \
+         gradients (--clip 1.0) or look for broken rows in the data",
+        step - 1
+    ))
+}
