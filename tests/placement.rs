@@ -1,0 +1,94 @@
+//! Placement never changes numbers: the same training gives the same bits wherever the state lives, whatever the windows,
+//! the disk engine, the device mode and the number of threads.
+
+mod support;
+
+use support::Setup;
+use terrace_aio::engine::EngineChoice;
+use terrace_kernels::DType;
+use terrace_optimizer::StateFormat;
+use terrace_zero::{Placement, WindowOverrides};
+
+const STEPS: u64 = 4;
+
+fn tiny_windows() -> WindowOverrides {
+    WindowOverrides {
+        weight_slots: Some(1),
+        chunk_elements: Some(1 << 14),
+        update_slots: Some(2),
+        gradients_on_disk: Some(true),
+        activations_on_disk: Some(true),
+    }
+}
+
+/// Every variant of a setup, named.
+fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
+    let disk = |name: &str, paths: usize| {
+        let disks = (0..paths).map(|i| dir.join(format!("{name}-{i}"))).collect();
+        Setup { placement: Placement::Disk, disks, ..base.clone() }
+    };
+    let mut all = vec![
+        ("host".to_owned(), Setup { placement: Placement::Host, ..base.clone() }),
+        ("none, two threads".to_owned(), Setup { threads: 2, ..base.clone() }),
+        ("host, discrete".to_owned(), Setup { placement: Placement::Host, discrete: true, ..base.clone() }),
+        ("one path".to_owned(), disk("one", 1)),
+        ("three paths".to_owned(), disk("three", 3)),
+        ("tiny windows".to_owned(), Setup { overrides: tiny_windows(), ..disk("tiny", 1) }),
+        ("tiny windows, discrete, two threads".to_owned(), Setup {
+            overrides: tiny_windows(),
+            discrete: true,
+            threads: 2,
+            ..disk("tiny-discrete", 2)
+        }),
+    ];
+    if terrace_aio::engine::UringEngine::probe().is_ok() {
+        let uring = Setup { choice: EngineChoice::Uring, overrides: tiny_windows(), ..disk("uring", 3) };
+        all.push(("io_uring, three paths, tiny windows".to_owned(), uring));
+    } else {
+        println!("io_uring is forbidden here: its variant was not run");
+    }
+    all
+}
+
+fn check(base: &Setup) {
+    let dir = tempfile::tempdir().unwrap();
+    let expected = base.run(STEPS);
+    assert!(expected.0[0].is_finite() && expected.0[3] < expected.0[0] + 1.0, "it trains: {:?}", expected.0);
+    for (name, setup) in variants(base, dir.path()) {
+        assert_eq!(setup.run(STEPS), expected, "{name}");
+    }
+}
+
+#[test]
+fn bf16_with_split_state_tied() {
+    check(&Setup::new(true));
+}
+
+#[test]
+fn bf16_with_split_state_untied_without_clipping() {
+    check(&Setup { clip: None, ..Setup::new(false) });
+}
+
+#[test]
+fn bf16_with_split_state_tied_without_clipping() {
+    check(&Setup { clip: None, ..Setup::new(true) });
+}
+
+#[test]
+fn f32() {
+    check(&Setup { dtype: DType::F32, state: StateFormat::Fp32, ..Setup::new(true) });
+}
+
+#[test]
+fn the_two_state_formats_give_the_same_bits() {
+    let split = Setup::new(false);
+    let fp32 = Setup { state: StateFormat::Fp32, ..Setup::new(false) };
+    assert_eq!(split.run(STEPS), fp32.run(STEPS));
+}
+
+/// The canary: a change in the data must change the hash, or the comparisons above prove nothing.
+#[test]
+fn another_gradient_gives_another_hash() {
+    let base = Setup::new(true);
+    assert_ne!(base.run(STEPS).1, Setup { clip: Some(0.4), ..base.clone() }.run(STEPS).1);
+}

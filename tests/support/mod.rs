@@ -1,0 +1,185 @@
+//! A small Llama and what it takes to train it, shared by the integration tests.
+#![allow(dead_code, reason = "each test uses its part")]
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use terrace_aio::IoEngine;
+use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, open_default};
+use terrace_device::Device;
+use terrace_device::host::HostDevice;
+use terrace_kernels::{DType, cpu};
+use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
+use terrace_optimizer::{AdamW, StateFormat};
+use terrace_tiers::checksum;
+use terrace_zero::{
+    Backend, BatchLimits, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig, WeightReader, WindowOverrides,
+};
+
+/// A Llama of some 100k parameters; tied when asked.
+pub fn small_llama(tied: bool) -> ModelConfig {
+    ModelConfig::parse(&format!(
+        r#"{{"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":97,"hidden_size":48,
+        "intermediate_size":112,"num_hidden_layers":3,"num_attention_heads":4,"num_key_value_heads":2,
+        "max_position_embeddings":64,"rms_norm_eps":1e-5,"rope_theta":10000.0,"hidden_act":"silu",
+        "tie_word_embeddings":{tied}}}"#
+    ))
+    .expect("a valid configuration")
+}
+
+/// One way to run the same training.
+#[derive(Clone)]
+pub struct Setup {
+    pub model: ModelConfig,
+    pub placement: Placement,
+    pub disks: Vec<PathBuf>,
+    pub dtype: DType,
+    pub state: StateFormat,
+    pub clip: Option<f64>,
+    pub choice: EngineChoice,
+    pub discrete: bool,
+    pub threads: usize,
+    pub micro_batches: usize,
+    pub overrides: WindowOverrides,
+    pub host_budget: u64,
+    pub io: Option<Arc<dyn IoEngine>>,
+    pub identity: String,
+}
+
+pub const SEQUENCES: usize = 2;
+pub const LENGTH: usize = 17;
+
+impl Setup {
+    pub fn new(tied: bool) -> Self {
+        Self {
+            model: small_llama(tied),
+            placement: Placement::None,
+            disks: Vec::new(),
+            dtype: DType::BF16,
+            state: StateFormat::Split,
+            clip: Some(0.5),
+            choice: EngineChoice::Threads,
+            discrete: false,
+            threads: 1,
+            micro_batches: 2,
+            overrides: WindowOverrides::default(),
+            host_budget: 1 << 30,
+            io: None,
+            identity: "{\"test\":1}".into(),
+        }
+    }
+
+    pub fn on_disk(tied: bool, disks: Vec<PathBuf>) -> Self {
+        Self { placement: Placement::Disk, disks, ..Self::new(tied) }
+    }
+
+    pub fn config(&self) -> EngineConfig {
+        EngineConfig {
+            dtype: self.dtype,
+            training: Some(TrainingConfig {
+                state: self.state,
+                optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
+                clip: self.clip,
+            }),
+            placement: self.placement,
+            disks: self.disks.clone(),
+            host_budget: self.host_budget,
+            device_budget: u64::MAX,
+            threads: self.threads,
+            limits: BatchLimits {
+                sequences: SEQUENCES,
+                length: LENGTH,
+                micro_batches: self.micro_batches,
+                cache_length: 0,
+            },
+            overrides: self.overrides,
+            identity: self.identity.clone(),
+        }
+    }
+
+    pub fn backend(&self) -> Backend {
+        let device: Arc<dyn Device> =
+            Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() });
+        let io = self.io.clone().unwrap_or_else(|| {
+            open_default(&IoConfig { choice: self.choice, ..IoConfig::default() }).expect("the disk engine starts")
+        });
+        let kernel_scratch_bytes = cpu::scratch_bytes(self.threads) as u64;
+        Backend { device, kernels: cpu::kernel_set(self.threads), kernel_scratch_bytes, io }
+    }
+
+    pub fn create(&self) -> Engine {
+        self.try_create().unwrap_or_else(|e| panic!("{e}"))
+    }
+
+    pub fn try_create(&self) -> terrace_zero::Result<Engine> {
+        let blocks = Model::new(self.model.clone()).blocks;
+        let mut source = RandomSource::for_config(&self.model, 7);
+        Engine::create(self.config(), self.backend(), blocks, &self.sample(), &mut source)
+    }
+
+    pub fn resume(&self) -> terrace_zero::Result<Engine> {
+        let blocks = Model::new(self.model.clone()).blocks;
+        Engine::resume(self.config(), self.backend(), blocks, &self.sample())
+    }
+
+    pub fn sample(&self) -> MicroBatch {
+        TokenBatch::new(&self.model).blank(SEQUENCES, LENGTH)
+    }
+
+    /// The micro-batches of step `step`; some rows are short, some labels masked.
+    pub fn batches(&self, step: u64) -> Vec<MicroBatch> {
+        let builder = TokenBatch::new(&self.model);
+        let vocab = self.model.vocab as u64;
+        let mut state = step.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0xabcd;
+        let mut next = move || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state
+        };
+        (0..self.micro_batches)
+            .map(|m| {
+                let rows: Vec<(Vec<u32>, Vec<i32>)> = (0..SEQUENCES)
+                    .map(|s| {
+                        let len = LENGTH - (m + s) % 3;
+                        let ids: Vec<u32> = (0..len).map(|_| (next() % vocab) as u32).collect();
+                        let labels =
+                            ids.iter().enumerate().map(|(t, &id)| if t % 5 == 1 { -100 } else { id as i32 }).collect();
+                        (ids, labels)
+                    })
+                    .collect();
+                let rows: Vec<Row<'_>> = rows.iter().map(|(ids, labels)| Row { ids, labels }).collect();
+                builder.train(&rows, SEQUENCES, LENGTH).expect("rows fit")
+            })
+            .collect()
+    }
+
+    /// Trains from scratch for `steps` and gives the losses and a hash of all weights.
+    pub fn run(&self, steps: u64) -> (Vec<f64>, u64) {
+        let mut engine = self.create();
+        let losses = self.continue_to(&mut engine, steps);
+        (losses, weights_hash(&mut engine))
+    }
+
+    pub fn continue_to(&self, engine: &mut Engine, steps: u64) -> Vec<f64> {
+        let mut losses = Vec::new();
+        while engine.step() < steps {
+            let report =
+                engine.train_step(&self.batches(engine.step()), 3e-3).unwrap_or_else(|e| panic!("step: {e}"));
+            losses.push(report.loss);
+        }
+        losses
+    }
+}
+
+/// A hash over every weight, in order.
+pub fn weights_hash(engine: &mut Engine) -> u64 {
+    let mut reader = engine.weights();
+    let size = reader.dtype().size();
+    let mut all = Vec::new();
+    for param in reader.params() {
+        let mut bytes = vec![0; param.elements() * size];
+        reader.read(&param, 0, &mut bytes).expect("weights can be read");
+        all.extend_from_slice(&bytes);
+    }
+    checksum(&all)
+}
