@@ -11,8 +11,8 @@
 //! ```
 //!
 //! This is `torch.optim.AdamW` operation for operation, including its scalars, which are computed in f64 and
-//! rounded once; parity is bit for bit against torch's kernels for machines without fused multiply-add and within
-//! 1e-6 of its faster ones.
+//! rounded once. Where torch's kernels do not fuse multiply and add, the moments agree bit for bit; the weights are
+//! within 1e-6, because torch takes its square root from a library that does not always round it correctly.
 //!
 //! There is deliberately no `mul_add`: without FMA hardware it is a library call, and its single rounding would make
 //! results depend on the instruction set. The loops are plain and element-wise, which LLVM vectorizes for the

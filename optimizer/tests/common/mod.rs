@@ -1,0 +1,127 @@
+//! Shared by the tests: owned state of one run of parameters, made data, and AdamW written once more in f64.
+
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use half::bf16;
+use terrace_optimizer::{AdamW, Optimizer, StateFormat, StateKind, StateLayout, StepArgs, WeightType, split};
+
+pub fn layout(format: StateFormat, weight: WeightType) -> StateLayout {
+    StateLayout::new(format, weight).expect("a supported pair")
+}
+
+/// Every layout there is.
+pub fn layouts() -> [StateLayout; 3] {
+    [
+        layout(StateFormat::Fp32, WeightType::F32),
+        layout(StateFormat::Fp32, WeightType::Bf16),
+        layout(StateFormat::Split, WeightType::Bf16),
+    ]
+}
+
+/// The state of a run of parameters, one aligned buffer per kind.
+#[derive(Clone, PartialEq, Debug)]
+pub struct State {
+    layout: StateLayout,
+    params: usize,
+    buffers: Vec<Vec<u64>>,
+}
+
+impl State {
+    pub fn zeroed(layout: StateLayout, params: usize) -> Self {
+        let buffer = |(_, bytes): &(StateKind, usize)| vec![0u64; (params * bytes).div_ceil(8)];
+        Self { layout, params, buffers: layout.kinds().iter().map(buffer).collect() }
+    }
+
+    pub fn initialized(optimizer: &dyn Optimizer, weights: &[f32]) -> Self {
+        let mut state = Self::zeroed(*optimizer.layout(), weights.len());
+        optimizer.initialize(weights, &mut state.slices()).expect("slices match the layout");
+        state
+    }
+
+    /// Exactly as long as the parameters need, in the order of the layout.
+    pub fn slices(&mut self) -> Vec<&mut [u8]> {
+        let kinds = self.layout.kinds();
+        let slices = self.buffers.iter_mut().zip(kinds);
+        slices
+            .map(|(words, (_, bytes))| &mut bytemuck::cast_slice_mut(words)[..self.params * bytes])
+            .collect()
+    }
+
+    pub fn set<T: bytemuck::Pod>(&mut self, kind: StateKind, values: &[T]) {
+        let index =
+            self.layout.kinds().iter().position(|(k, _)| *k == kind).expect("the layout has this kind");
+        self.slices()[index].copy_from_slice(bytemuck::cast_slice(values));
+    }
+
+    pub fn kind<T: bytemuck::Pod>(&self, kind: StateKind) -> &[T] {
+        let index =
+            self.layout.kinds().iter().position(|(k, _)| *k == kind).expect("the layout has this kind");
+        let bytes: &[u8] = bytemuck::cast_slice(&self.buffers[index]);
+        bytemuck::cast_slice(&bytes[..self.params * self.layout.kinds()[index].1])
+    }
+
+    /// The f32 master weights, whichever way they are stored.
+    pub fn master(&self) -> Vec<f32> {
+        match (self.layout.format(), self.layout.weight()) {
+            (StateFormat::Fp32, WeightType::F32) => self.kind(StateKind::Weight).to_vec(),
+            (StateFormat::Fp32, _) => self.kind(StateKind::Master).to_vec(),
+            _ => {
+                let (hi, low) = (self.kind(StateKind::Weight), self.kind(StateKind::MasterLow));
+                hi.iter().zip(low).map(|(hi, low)| split::join(*hi, *low)).collect()
+            }
+        }
+    }
+
+    /// The weight as compute sees it.
+    pub fn weight(&self) -> Vec<f32> {
+        match self.layout.weight() {
+            WeightType::F32 => self.kind(StateKind::Weight).to_vec(),
+            WeightType::Bf16 => self.kind::<bf16>(StateKind::Weight).iter().map(|w| w.to_f32()).collect(),
+        }
+    }
+
+    /// A hash of the numbers (masters and moments), the same for every format that stores the same ones.
+    pub fn hash(&self) -> u64 {
+        let mut bits: Vec<u32> = self.master().iter().map(|x| x.to_bits()).collect();
+        bits.extend(self.kind::<u32>(StateKind::Moment1));
+        bits.extend(self.kind::<u32>(StateKind::Moment2));
+        xxhash_rust::xxh3::xxh3_64(bytemuck::cast_slice(&bits))
+    }
+}
+
+/// The generator of `fixtures/make_fixtures.py`: multiples of 2^-23 in [-1, 1).
+pub fn noise(seed: u32, n: usize) -> Vec<f32> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+        ((state >> 8) as f32) / (1 << 23) as f32 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+/// AdamW as the paper writes it, in f64 throughout.
+#[derive(Clone, Debug)]
+pub struct Reference {
+    pub p: Vec<f64>,
+    pub m: Vec<f64>,
+    pub v: Vec<f64>,
+}
+
+impl Reference {
+    pub fn new(weights: &[f32]) -> Self {
+        let zeros = vec![0.0; weights.len()];
+        Self { p: weights.iter().map(|w| f64::from(*w)).collect(), m: zeros.clone(), v: zeros }
+    }
+
+    pub fn update(&mut self, config: &AdamW, args: &StepArgs, gradient: &[f32]) {
+        let t = args.step as f64;
+        let (bias1, bias2) = (1.0 - config.beta1.powf(t), 1.0 - config.beta2.powf(t));
+        for (((p, m), v), g) in self.p.iter_mut().zip(&mut self.m).zip(&mut self.v).zip(gradient) {
+            let g = f64::from(*g) * f64::from(args.grad_scale);
+            *p -= args.lr * args.weight_decay * *p;
+            *m = config.beta1 * *m + (1.0 - config.beta1) * g;
+            *v = config.beta2 * *v + (1.0 - config.beta2) * g * g;
+            *p -= args.lr * (*m / bias1) / ((*v / bias2).sqrt() + config.eps);
+        }
+    }
+}

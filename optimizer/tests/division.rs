@@ -1,0 +1,116 @@
+//! How the parameters are cut into chunks, and over how many threads, changes no bit; and what does not fit is
+//! refused before anything is written.
+
+mod common;
+
+use common::{State, layout, layouts, noise};
+use half::bf16;
+use terrace_optimizer::{
+    AdamW, Gradient, OptimizerError, StateFormat, StepArgs, THREAD_CHUNK, WeightType, adamw, update_threaded,
+};
+
+/// Odd, and more than two thread chunks.
+const PARAMS: usize = 2 * THREAD_CHUNK + 12_345;
+
+#[test]
+fn chunks_change_nothing() {
+    let gradient: Vec<bf16> = noise(5, 1000).iter().map(|x| bf16::from_f32(*x)).collect();
+    for layout in layouts() {
+        let optimizer = adamw(AdamW::default(), layout);
+        let start = State::initialized(optimizer.as_ref(), &noise(4, 1000));
+        let mut whole = start.clone();
+        let args = AdamW::default().step(1, 1e-3);
+        optimizer.update(&args, Gradient::Bf16(&gradient), &mut whole.slices()).unwrap();
+        // 1 to 9 cover every remainder of the vector widths; 997 leaves a short last chunk.
+        for chunk in (1..10).chain([64, 127, 997]) {
+            let mut cut = start.clone();
+            let mut slices = cut.slices();
+            let mut kinds: Vec<_> = slices
+                .iter_mut()
+                .zip(layout.kinds())
+                .map(|(slice, (_, bytes))| slice.chunks_mut(chunk * bytes))
+                .collect();
+            for piece in Gradient::Bf16(&gradient).chunks(chunk) {
+                let mut state: Vec<&mut [u8]> = kinds.iter_mut().filter_map(Iterator::next).collect();
+                optimizer.update(&args, piece, &mut state).unwrap();
+            }
+            drop(kinds);
+            drop(slices);
+            assert_eq!(cut, whole, "{layout:?} in chunks of {chunk}");
+        }
+    }
+}
+
+#[test]
+fn threads_change_nothing() {
+    let (weights, gradient) = (noise(4, PARAMS), noise(5, PARAMS));
+    for layout in layouts() {
+        let optimizer = adamw(AdamW::default(), layout);
+        let start = State::initialized(optimizer.as_ref(), &weights);
+        let mut serial = start.clone();
+        let args = AdamW::default().step(1, 1e-3);
+        optimizer.update(&args, Gradient::F32(&gradient), &mut serial.slices()).unwrap();
+        for threads in [1, 2, 3, 7] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let mut threaded = start.clone();
+            let slices = &mut threaded.slices();
+            update_threaded(optimizer.as_ref(), &pool, &args, Gradient::F32(&gradient), slices).unwrap();
+            assert_eq!(threaded, serial, "{layout:?} on {threads} threads");
+        }
+    }
+}
+
+#[test]
+fn an_empty_chunk_is_fine() {
+    for layout in layouts() {
+        let optimizer = adamw(AdamW::default(), layout);
+        let mut state = State::initialized(optimizer.as_ref(), &[]);
+        optimizer.update(&AdamW::default().step(1, 1.0), Gradient::F32(&[]), &mut state.slices()).unwrap();
+    }
+}
+
+#[test]
+fn slices_that_do_not_fit_are_refused() {
+    let optimizer = adamw(AdamW::default(), layout(StateFormat::Split, WeightType::Bf16));
+    let mut state = State::initialized(optimizer.as_ref(), &noise(1, 16));
+    let before = state.clone();
+    let args = AdamW::default().step(1, 1.0);
+    let gradient = noise(2, 17);
+
+    let error = optimizer.update(&args, Gradient::F32(&gradient), &mut state.slices()).unwrap_err();
+    assert!(matches!(error, OptimizerError::KindLength { params: 17, .. }), "{error}");
+    let error =
+        optimizer.update(&args, Gradient::F32(&gradient[..16]), &mut state.slices()[..3]).unwrap_err();
+    assert_eq!(error, OptimizerError::KindCount { expected: 4, found: 3 });
+    let mut slices = state.slices();
+    let mut shifted: Vec<&mut [u8]> = slices.iter_mut().map(|slice| &mut slice[1..]).collect();
+    assert!(optimizer.initialize(&gradient[..16], &mut shifted).is_err());
+    let lengths = [2, 2, 4, 4].map(|bytes| 8 * bytes);
+    let mut shifted: Vec<&mut [u8]> =
+        slices.iter_mut().zip(lengths).map(|(slice, length)| &mut slice[1..=length]).collect();
+    let error = optimizer.initialize(&gradient[..8], &mut shifted).unwrap_err();
+    assert!(matches!(error, OptimizerError::Misaligned { align: 2, .. }), "{error}");
+    assert_eq!(state, before);
+}
+
+#[test]
+fn hyperparameters_out_of_range_are_refused() {
+    let good = AdamW::default();
+    let step = good.step(1, 1e-3);
+    let cases = [
+        (AdamW { beta1: 1.0, ..good }, step, "beta1"),
+        (AdamW { beta2: -0.1, ..good }, step, "beta2"),
+        (AdamW { eps: f64::NAN, ..good }, step, "eps"),
+        (good, StepArgs { step: 0, ..step }, "step"),
+        (good, StepArgs { lr: f64::INFINITY, ..step }, "learning rate"),
+        (good, StepArgs { weight_decay: -1.0, ..step }, "weight_decay"),
+    ];
+    for (config, args, name) in cases {
+        let optimizer = adamw(config, layout(StateFormat::Split, WeightType::Bf16));
+        let mut state = State::initialized(optimizer.as_ref(), &[1.0]);
+        let before = state.clone();
+        let error = optimizer.update(&args, Gradient::F32(&[1.0]), &mut state.slices()).unwrap_err();
+        assert!(error.to_string().starts_with(name), "{error}");
+        assert_eq!(state, before);
+    }
+}

@@ -1,0 +1,86 @@
+//! Commands that are printed before they run.
+
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// A command that will run in the project root.
+pub struct Step {
+    program: String,
+    arguments: Vec<String>,
+    environment: Vec<(&'static str, &'static str)>,
+}
+
+impl Step {
+    /// The command written as one line; arguments are separated by spaces.
+    pub fn new(line: &str) -> Self {
+        let mut words = line.split_whitespace().map(str::to_owned);
+        let program = words.next().expect("a step names its program");
+        Self { program, arguments: words.collect(), environment: Vec::new() }
+    }
+
+    /// Adds arguments verbatim.
+    pub fn arguments<'a>(mut self, more: impl IntoIterator<Item = &'a str>) -> Self {
+        self.arguments.extend(more.into_iter().map(str::to_owned));
+        self
+    }
+
+    /// Sets a variable for the command.
+    pub fn environment(mut self, name: &'static str, value: &'static str) -> Self {
+        self.environment.push((name, value));
+        self
+    }
+
+    /// Runs it with the terminal's output.
+    ///
+    /// # Errors
+    /// When it cannot start or does not succeed.
+    pub fn run(&self, root: &Path) -> Result<(), String> {
+        eprintln!("$ {self}");
+        let status = self.command(root).status().map_err(|e| format!("cannot start `{self}`: {e}"))?;
+        if status.success() { Ok(()) } else { Err(format!("`{self}` failed: {status}")) }
+    }
+
+    /// Runs it, passing its standard output on and returning it too.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn run_and_read(&self, root: &Path) -> Result<String, String> {
+        eprintln!("$ {self}");
+        let start = self.command(root).stdout(Stdio::piped()).spawn();
+        let mut child = start.map_err(|e| format!("cannot start `{self}`: {e}"))?;
+        let output = child.stdout.take().expect("standard output is piped");
+        let mut text = String::new();
+        for line in BufReader::new(output).lines() {
+            let line = line.map_err(|e| format!("cannot read the output of `{self}`: {e}"))?;
+            println!("{line}");
+            text.push_str(&line);
+            text.push('\n');
+        }
+        let status = child.wait().map_err(|e| format!("`{self}`: {e}"))?;
+        if status.success() { Ok(text) } else { Err(format!("`{self}` failed: {status}")) }
+    }
+
+    /// Its standard output without printing anything, trimmed; None when it fails.
+    pub fn read_quietly(&self, root: &Path) -> Option<String> {
+        let output = self.command(root).stderr(Stdio::null()).output().ok()?;
+        let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        output.status.success().then_some(text)
+    }
+
+    fn command(&self, root: &Path) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(&self.arguments).envs(self.environment.iter().copied()).current_dir(root);
+        command
+    }
+}
+
+impl std::fmt::Display for Step {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (name, value) in &self.environment {
+            write!(f, "{name}={value:?} ")?;
+        }
+        write!(f, "{}", self.program)?;
+        self.arguments.iter().try_for_each(|argument| write!(f, " {argument}"))
+    }
+}
