@@ -95,13 +95,15 @@ impl FileTable {
         file.len_bytes().map_err(|e| IoError::from_os("examining", &file.path, 0, 0, &e))
     }
 
-    /// Removes a file that is not open here.
+    /// Removes a file that is not open here. The removal is durable when it returns.
     pub fn remove(&self, path: &Path) -> Result<(), IoError> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
         if slots.open.values().any(|file| file.path == path) {
             return Err(still_open(path));
         }
-        std::fs::remove_file(path).map_err(|e| IoError::from_os("removing", path, 0, 0, &e))
+        std::fs::remove_file(path)
+            .and_then(|()| sync_parent(path))
+            .map_err(|e| IoError::from_os("removing", path, 0, 0, &e))
     }
 }
 
@@ -249,7 +251,8 @@ fn write_zeros(mut file: &File, len: u64) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Makes a new file's name durable, so that a crash cannot lose a file whose contents were synced.
+/// Makes a directory's change durable: a crash must not lose a file whose contents were synced, nor bring a removed
+/// one back.
 fn sync_parent(path: &Path) -> io::Result<()> {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     match File::open(parent)?.sync_all() {
