@@ -10,6 +10,7 @@
 mod buf;
 pub mod engine;
 mod error;
+pub mod layer;
 mod random;
 mod ticket;
 

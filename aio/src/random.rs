@@ -24,6 +24,7 @@ impl Random {
 
     /// True once in `n` on average; never when `n` is 0.
     pub fn one_in(&mut self, n: u32) -> bool {
-        n > 0 && self.below(u64::from(n)) == 0
+        // Throws the die in any case: switching one chance off must not change what the others hit.
+        self.below(u64::from(n.max(1))) == 0 && n > 0
     }
 }
