@@ -10,9 +10,11 @@
 mod buf;
 pub mod engine;
 mod error;
+pub mod layer;
+mod random;
 mod ticket;
 
 pub use buf::{BUF_ALIGN, BufHome, IoBuf};
 pub use engine::{FileId, IoEngine, OpKind, OpenMode, Request, Segment};
 pub use error::{IoError, IoErrorKind};
-pub use ticket::{Completer, Ticket};
+pub use ticket::{Completer, Drive, Ticket};

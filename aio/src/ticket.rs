@@ -3,18 +3,25 @@
 //! A ticket is a one-shot slot shared with the engine through a [`Completer`]. Waiting blocks the thread; polling
 //! registers a waker, so a ticket works under any async runtime. Dropping a ticket does not cancel the transfer:
 //! the engine still owns the buffer and drops it when the completion arrives.
+//!
+//! Two hooks serve decorators and the simulation. An *observer* sees the result before the ticket's owner does; it
+//! runs where the completion is delivered, with no lock held, and must neither submit nor wait, so completions
+//! never nest. A *driver* is an engine without threads of its own: whoever waits for one of its tickets does its
+//! work, step by step.
 
-use crate::{IoBuf, IoError};
+use crate::{IoBuf, IoError, IoErrorKind};
+use std::fmt;
 use std::future::Future;
+use std::path::Path;
 use std::pin::Pin;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 /// The claim on one request in flight. Wait for it, await it, or drop it (the buffer is then parked).
 #[must_use = "a request's result is only seen through its ticket"]
-#[derive(Debug)]
 pub struct Ticket {
     shared: Arc<Shared>,
+    driver: Option<Arc<dyn Drive>>,
 }
 
 /// The engine's half of a [`Ticket`]. Completing it hands over the buffer or the error.
@@ -23,10 +30,22 @@ pub struct Completer {
     shared: Option<Arc<Shared>>,
 }
 
-#[derive(Debug)]
+/// An engine that only moves when it is told to, so that one thread and a seed determine everything.
+pub trait Drive: Send + Sync {
+    /// Does one step of work; `false` when there was none to do. Called with no lock of a ticket held.
+    fn advance(&self) -> bool;
+}
+
+type Observer = Box<dyn FnOnce(&Result<IoBuf, IoError>) + Send>;
+
 struct Shared {
-    state: Mutex<State>,
+    slot: Mutex<Slot>,
     done: Condvar,
+}
+
+struct Slot {
+    state: State,
+    observers: Vec<Observer>,
 }
 
 #[derive(Debug)]
@@ -41,8 +60,16 @@ enum State {
 impl Ticket {
     /// A ticket and the completer that resolves it.
     pub fn new() -> (Self, Completer) {
-        let shared = Arc::new(Shared { state: Mutex::new(State::Pending(None)), done: Condvar::new() });
-        (Self { shared: Arc::clone(&shared) }, Completer { shared: Some(shared) })
+        let slot = Mutex::new(Slot { state: State::Pending(None), observers: Vec::new() });
+        let shared = Arc::new(Shared { slot, done: Condvar::new() });
+        (Self { shared: Arc::clone(&shared), driver: None }, Completer { shared: Some(shared) })
+    }
+
+    /// A ticket of an engine that is driven by whoever waits. Dropping it unresolved drives it to its end.
+    pub fn driven(driver: Arc<dyn Drive>) -> (Self, Completer) {
+        let (mut ticket, completer) = Self::new();
+        ticket.driver = Some(driver);
+        (ticket, completer)
     }
 
     /// A ticket that is already resolved.
@@ -52,9 +79,35 @@ impl Ticket {
         ticket
     }
 
+    /// The same ticket, with `observer` called once on its result before the owner can see it: where the
+    /// completion is delivered, or right here if that has happened. It runs even if the ticket is dropped. It must
+    /// be short, must not panic, and must neither submit a request nor wait for one.
+    pub fn observed(self, observer: impl FnOnce(&Result<IoBuf, IoError>) + Send + 'static) -> Self {
+        let mut slot = self.shared.lock();
+        match std::mem::replace(&mut slot.state, State::Taken) {
+            State::Done(result) => {
+                // The completer is spent and the ticket is ours: nobody else can look at the slot meanwhile.
+                drop(slot);
+                observer(&result);
+                self.shared.lock().state = State::Done(result);
+            }
+            pending => {
+                slot.state = pending;
+                slot.observers.push(Box::new(observer));
+                drop(slot);
+            }
+        }
+        self
+    }
+
     /// Whether the result is there, so that [`wait`](Self::wait) would not block.
     pub fn is_done(&self) -> bool {
-        matches!(*self.shared.lock(), State::Done(_))
+        if self.shared.is_pending()
+            && let Some(driver) = &self.driver
+        {
+            driver.advance();
+        }
+        matches!(self.shared.lock().state, State::Done(_))
     }
 
     /// Blocks until the request is done and gives back its buffer.
@@ -62,13 +115,22 @@ impl Ticket {
     /// # Errors
     /// The transfer's [`IoError`]; the buffer has then gone back to its pool.
     pub fn wait(self) -> Result<IoBuf, IoError> {
-        let mut state = self.shared.lock();
+        self.drive();
+        let mut slot = self.shared.lock();
         loop {
-            match std::mem::replace(&mut *state, State::Taken) {
+            match std::mem::replace(&mut slot.state, State::Taken) {
                 State::Done(result) => return result,
-                pending => *state = pending,
+                pending => slot.state = pending,
             }
-            state = self.shared.done.wait(state).unwrap_or_else(PoisonError::into_inner);
+            slot = self.shared.done.wait(slot).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Does the driver's work until this ticket is resolved or nothing is left to do, in which case another thread
+    /// is about to resolve it.
+    fn drive(&self) {
+        if let Some(driver) = &self.driver {
+            while self.shared.is_pending() && driver.advance() {}
         }
     }
 }
@@ -76,25 +138,44 @@ impl Ticket {
 impl Future for Ticket {
     type Output = Result<IoBuf, IoError>;
 
+    /// # Panics
+    /// If it is polled again after it was ready.
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut state = self.shared.lock();
-        match std::mem::replace(&mut *state, State::Taken) {
+        let advanced = match &self.driver {
+            Some(driver) if self.shared.is_pending() => driver.advance(),
+            _ => false,
+        };
+        let mut slot = self.shared.lock();
+        match std::mem::replace(&mut slot.state, State::Taken) {
             State::Done(result) => Poll::Ready(result),
-            _ => {
-                *state = State::Pending(Some(cx.waker().clone()));
+            State::Pending(_) => {
+                slot.state = State::Pending(Some(cx.waker().clone()));
+                drop(slot);
+                if advanced {
+                    // There may be more to do, and only polling does it.
+                    cx.waker().wake_by_ref();
+                }
                 Poll::Pending
             }
+            State::Taken | State::Abandoned => panic!("a ticket is not polled after it was ready"),
         }
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
-        let last = std::mem::replace(&mut *state, State::Abandoned);
-        drop(state);
+        self.drive();
+        let mut slot = self.shared.lock();
+        let last = std::mem::replace(&mut slot.state, State::Abandoned);
+        drop(slot);
         // A finished but unclaimed buffer goes home here, outside the lock.
         drop(last);
+    }
+}
+
+impl fmt::Debug for Ticket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ticket").field("shared", &self.shared).finish_non_exhaustive()
     }
 }
 
@@ -111,41 +192,113 @@ impl Drop for Completer {
     /// A completer that is dropped unresolved (an engine that died) fails its ticket instead of hanging it.
     fn drop(&mut self) {
         if let Some(shared) = self.shared.take() {
-            let path = std::path::Path::new("");
-            shared.resolve(Err(IoError::new(
-                crate::IoErrorKind::Closed,
-                "waiting for",
-                path,
-                0,
-                0,
-                "the engine ended without completing the request".into(),
-            )));
+            let detail = "the engine ended without completing the request".to_owned();
+            let (kind, path) = (IoErrorKind::Closed, Path::new("a request"));
+            shared.resolve(Err(IoError::new(kind, "waiting for", path, 0, 0, detail)));
         }
     }
 }
 
 impl Shared {
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Slot> {
+        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_pending(&self) -> bool {
+        matches!(self.lock().state, State::Pending(_))
     }
 
     fn resolve(&self, result: Result<IoBuf, IoError>) {
-        let mut state = self.lock();
-        match &mut *state {
+        let mut slot = self.lock();
+        while !slot.observers.is_empty() {
+            let observers = std::mem::take(&mut slot.observers);
+            drop(slot);
+            for observer in observers {
+                observer(&result);
+            }
+            slot = self.lock();
+        }
+        match &mut slot.state {
             State::Pending(waker) => {
                 let waker = waker.take();
-                *state = State::Done(result);
-                drop(state);
+                slot.state = State::Done(result);
+                drop(slot);
                 self.done.notify_all();
                 if let Some(waker) = waker {
                     waker.wake();
                 }
             }
             State::Abandoned => {
-                drop(state);
+                drop(slot);
                 drop(result);
             }
             State::Done(_) | State::Taken => unreachable!("a completer resolves its ticket once"),
         }
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let slot = self.lock();
+        f.debug_struct("Shared")
+            .field("state", &slot.state)
+            .field("observers", &slot.observers.len())
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    fn failure() -> IoError {
+        IoError::new(IoErrorKind::Device, "reading", Path::new("x"), 0, 0, "made".to_owned())
+    }
+
+    #[test]
+    fn observers_run_before_the_owner_sees_the_result() {
+        let seen = Arc::new(AtomicUsize::new(0));
+        let count = |seen: &Arc<AtomicUsize>| {
+            let seen = Arc::clone(seen);
+            move |result: &Result<IoBuf, IoError>| {
+                assert!(result.is_err());
+                seen.fetch_add(1, Ordering::SeqCst);
+            }
+        };
+        let (ticket, completer) = Ticket::new();
+        let ticket = ticket.observed(count(&seen)).observed(count(&seen));
+        completer.complete(Err(failure()));
+        assert_eq!(seen.load(Ordering::SeqCst), 2);
+        let ticket = ticket.observed(count(&seen));
+        assert_eq!(seen.load(Ordering::SeqCst), 3);
+        assert_eq!(ticket.wait().unwrap_err().kind, IoErrorKind::Device);
+    }
+
+    #[test]
+    fn observers_of_a_dropped_ticket_run() {
+        let seen = Arc::new(AtomicUsize::new(0));
+        let also_seen = Arc::clone(&seen);
+        let (ticket, completer) = Ticket::new();
+        drop(ticket.observed(move |_| also_seen.store(1, Ordering::SeqCst)));
+        assert_eq!(seen.load(Ordering::SeqCst), 0);
+        completer.complete(Ok(IoBuf::empty()));
+        assert_eq!(seen.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn a_lost_completer_closes_the_ticket() {
+        let (ticket, completer) = Ticket::new();
+        drop(completer);
+        assert_eq!(ticket.wait().unwrap_err().kind, IoErrorKind::Closed);
+    }
+
+    #[test]
+    fn waiting_blocks_until_another_thread_completes() {
+        let (ticket, completer) = Ticket::new();
+        let waiter = std::thread::spawn(move || ticket.wait().map(|buf| buf.len()));
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        completer.complete(Ok(IoBuf::zeroed(7)));
+        assert_eq!(waiter.join().unwrap().unwrap(), 7);
     }
 }

@@ -33,6 +33,9 @@ pub struct EngineConfig {
     pub queue_depth: usize,
     /// Threads of the `threads` engine.
     pub threads: usize,
+    /// Whether files are opened for direct I/O where the file system can. Without it everything goes through the page
+    /// cache.
+    pub direct: bool,
     /// Bytes one system call may transfer. Tests lower it to force resubmission.
     pub transfer_bytes_max: usize,
 }
@@ -44,6 +47,7 @@ impl Default for EngineConfig {
             block_bytes: 1 << 20,
             queue_depth: 32,
             threads: 4,
+            direct: true,
             transfer_bytes_max: TRANSFER_BYTES_MAX,
         }
     }
@@ -54,6 +58,7 @@ impl EngineConfig {
     pub(crate) fn clamped(&self) -> Self {
         Self {
             choice: self.choice,
+            direct: self.direct,
             block_bytes: self.block_bytes.clamp(1, 1 << 30),
             queue_depth: self.queue_depth.clamp(1, QUEUE_DEPTH_MAX),
             threads: self.threads.clamp(1, 256),

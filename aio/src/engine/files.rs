@@ -22,8 +22,9 @@ const UNIT_MIN: usize = 4096;
 const MEMORY_ALIGN_ASSUMED: usize = 4096;
 
 /// The open files of one engine.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct FileTable {
+    direct: bool,
     slots: RwLock<Slots>,
 }
 
@@ -54,9 +55,14 @@ pub(crate) struct OpenFile {
 pub(crate) struct FileUse(Arc<OpenFile>);
 
 impl FileTable {
+    /// No files yet; `direct` is whether to try direct I/O at all.
+    pub fn new(direct: bool) -> Self {
+        Self { direct, slots: RwLock::default() }
+    }
+
     /// See [`IoEngine::open`](super::IoEngine::open).
     pub fn open(&self, path: &Path, mode: OpenMode) -> Result<FileId, IoError> {
-        let file = OpenFile::open(path, mode)?;
+        let file = OpenFile::open(path, mode, self.direct)?;
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
         let id = FileId(slots.next_id);
         slots.next_id += 1;
@@ -95,13 +101,15 @@ impl FileTable {
         file.len_bytes().map_err(|e| IoError::from_os("examining", &file.path, 0, 0, &e))
     }
 
-    /// Removes a file that is not open here.
+    /// Removes a file that is not open here. The removal is durable when it returns.
     pub fn remove(&self, path: &Path) -> Result<(), IoError> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
         if slots.open.values().any(|file| file.path == path) {
             return Err(still_open(path));
         }
-        std::fs::remove_file(path).map_err(|e| IoError::from_os("removing", path, 0, 0, &e))
+        std::fs::remove_file(path)
+            .and_then(|()| sync_parent(path))
+            .map_err(|e| IoError::from_os("removing", path, 0, 0, &e))
     }
 }
 
@@ -118,7 +126,7 @@ pub(crate) fn still_open(path: &Path) -> IoError {
 }
 
 impl OpenFile {
-    fn open(path: &Path, mode: OpenMode) -> Result<Self, IoError> {
+    fn open(path: &Path, mode: OpenMode, direct: bool) -> Result<Self, IoError> {
         let doing = if matches!(mode, OpenMode::CreateNew { .. }) { "creating" } else { "opening" };
         let failed = |e: io::Error| IoError::from_os(doing, path, 0, 0, &e);
         let writable = mode != OpenMode::Read;
@@ -141,14 +149,18 @@ impl OpenFile {
             let detail = "not a regular file".to_owned();
             return Err(IoError::new(IoErrorKind::Invalid, doing, path, 0, 0, detail));
         }
-        let (direct, alignment) = match open_direct(path, &options, &cached) {
-            Ok((file, alignment)) => (Some(file), alignment),
-            Err(e) => {
+        let opened = direct.then(|| open_direct(path, &options, &cached));
+        let (direct, alignment) = match opened {
+            Some(Ok((file, alignment))) => (Some(file), alignment),
+            Some(Err(e)) => {
                 warn_buffered_once(path, &e);
                 (None, Alignment::NONE)
             }
+            None => (None, Alignment::NONE),
         };
-        advise_random(&cached);
+        if direct.is_some() {
+            advise_random(&cached);
+        }
         let path = path.to_owned();
         let uses = Mutex::new(0);
         Ok(Self { path, alignment, writable, direct, cached, uses, idle: Condvar::new() })
@@ -249,7 +261,8 @@ fn write_zeros(mut file: &File, len: u64) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Makes a new file's name durable, so that a crash cannot lose a file whose contents were synced.
+/// Makes a directory's change durable: a crash must not lose a file whose contents were synced, nor bring a removed
+/// one back.
 fn sync_parent(path: &Path) -> io::Result<()> {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     match File::open(parent)?.sync_all() {

@@ -10,11 +10,13 @@ mod config;
 mod files;
 mod job;
 mod progress;
+mod sim;
 mod split;
 mod threads;
 mod uring;
 
 pub use config::{EngineChoice, EngineConfig, QUEUE_DEPTH_MAX, TRANSFER_BYTES_MAX, open_default};
+pub use sim::{SimConfig, SimEngine};
 pub use threads::ThreadsEngine;
 pub use uring::UringEngine;
 

@@ -55,8 +55,8 @@ impl ThreadsEngine {
             room: Condvar::new(),
             requests_max: config.queue_depth,
         });
-        let mut engine =
-            Self { files: FileTable::default(), block_bytes: config.block_bytes, queue, workers: Vec::new() };
+        let files = FileTable::new(config.direct);
+        let mut engine = Self { files, block_bytes: config.block_bytes, queue, workers: Vec::new() };
         for index in 0..config.threads {
             let queue = Arc::clone(&engine.queue);
             let worker = std::thread::Builder::new()
