@@ -105,9 +105,8 @@ fn optimizers() {
     let config = read(auto);
     assert_eq!(config.optimizer, Some(DsOptimizer { adam_w_mode: true, ..DsOptimizer::default() }));
     assert_eq!(config.warnings, ["without effect here: optimizer.params.torch_adam"]);
-    assert_eq!(
-        read("{optimizer: {type: \"Adam\", params: {adam_w_mode: false}}}").optimizer.unwrap().adam_w_mode,
-        false
+    assert!(
+        !read("{optimizer: {type: \"Adam\", params: {adam_w_mode: false}}}").optimizer.unwrap().adam_w_mode
     );
     let with = |params: &str| format!("{{optimizer: {{type: \"AdamW\", params: {{{params}}}}}}}");
     refused(&[

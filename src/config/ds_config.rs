@@ -294,7 +294,7 @@ fn batch_triple(root: &Section<'_>, config: &mut DsConfig) -> Result<()> {
     let micro = root.positive("train_micro_batch_size_per_gpu")?;
     let accum = root.positive("gradient_accumulation_steps")?;
     let divide = |total: u64, by: u64, key: &str| {
-        (total % by == 0).then_some(total / by).ok_or_else(|| {
+        total.is_multiple_of(by).then_some(total / by).ok_or_else(|| {
             root.error("train_batch_size", &format!("{total} is not a multiple of {key} {by}"))
         })
     };

@@ -1,0 +1,336 @@
+//! Chat templates: Jinja as Hugging Face's tokenizers run it, and which part of the text the assistant said.
+//!
+//! The environment is theirs: `trim_blocks`, `lstrip_blocks`, loop controls, Python's string methods, `raise_exception`, a
+//! `tojson` that does not escape HTML, and `{% generation %}` blocks.
+//!
+//! **What the assistant said.** If the template has `{% generation %}` blocks, they say it. Otherwise turn `i` is what
+//! rendering messages `..=i` adds to rendering `..i` with the generation prompt, which is exactly what the model has to produce
+//! at that point. This holds only while each rendering is a prefix of the next. A template that rewrites earlier turns (dropping
+//! their reasoning, say) breaks it; then the row is refused, because any guess would train on text the model never sees.
+//!
+//! **Dates.** `strftime_now` gives 26 Jul 2024, the date that templates fall back to, whatever the day: tokens must not depend
+//! on when the data was read, or a run could not be resumed tomorrow.
+
+use minijinja::value::{Kwargs, Rest};
+use minijinja::{Environment, Error, ErrorKind, Value, context};
+use serde::Serialize;
+use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+use std::fmt::Write as _;
+use std::io;
+use std::ops::Range;
+
+/// Noncharacters that mark a `{% generation %}` block in the rendered text; no text contains them.
+const GENERATION: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
+const TEMPLATE: &str = "chat_template";
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    bos: String,
+    eos: String,
+    marks_generation: bool,
+}
+
+/// A conversation as text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rendered {
+    /// The text.
+    pub text: String,
+    /// Byte ranges that the assistant said, in order.
+    pub assistant: Vec<Range<usize>>,
+}
+
+impl ChatTemplate {
+    /// Compiles a template. `bos` and `eos` are the special tokens' texts, empty if the model has none.
+    ///
+    /// # Errors
+    /// The template does not compile; the message says where.
+    pub fn new(source: &str, bos: &str, eos: &str) -> Result<Self, String> {
+        let (source, marks_generation) = rewrite_generation(source);
+        let mut environment = Environment::new();
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_filter("tojson", to_json);
+        environment
+            .add_filter("__generation", |text: String| format!("{}{text}{}", GENERATION[0], GENERATION[1]));
+        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        environment.add_function("strftime_now", |format: String| strftime(&format));
+        environment.add_template_owned(TEMPLATE, source).map_err(|e| describe(&e))?;
+        Ok(Self { environment, bos: bos.into(), eos: eos.into(), marks_generation })
+    }
+
+    /// Renders messages for generation: the text ends where the assistant is to speak.
+    ///
+    /// # Errors
+    /// The template refuses the messages.
+    pub fn prompt(&self, messages: &[serde_json::Value]) -> Result<String, String> {
+        Ok(self.run(messages, None, true)?.replace(GENERATION, ""))
+    }
+
+    /// Renders a whole conversation and finds what the assistant said.
+    ///
+    /// # Errors
+    /// The template refuses the messages, the assistant says nothing, or the template rewrites earlier turns.
+    pub fn conversation(
+        &self,
+        messages: &[serde_json::Value],
+        tools: Option<&serde_json::Value>,
+    ) -> Result<Rendered, String> {
+        let is_assistant = |message: &serde_json::Value| message["role"] == "assistant";
+        if !messages.iter().any(is_assistant) {
+            return Err("no message of the role \"assistant\": nothing to learn".into());
+        }
+        let full = self.run(messages, tools, false)?;
+        if self.marks_generation {
+            return split_marks(&full);
+        }
+        let mut assistant: Vec<Range<usize>> = Vec::new();
+        for (at, _) in messages.iter().enumerate().filter(|(_, m)| is_assistant(m)) {
+            let before = if at == 0 { String::new() } else { self.run(&messages[..at], tools, true)? };
+            let after = if at + 1 == messages.len() {
+                full.clone()
+            } else {
+                self.run(&messages[..=at], tools, false)?
+            };
+            if !(after.starts_with(&before) && full.starts_with(&after)) {
+                return Err(format!(
+                    "the chat template changes what was said before message {at} when messages follow, so the assistant's part \
+                     cannot be told apart; give every assistant turn a row of its own, or use a template with \
+                     {{% generation %}} blocks"
+                ));
+            }
+            assistant.push(before.len()..after.len());
+        }
+        Ok(Rendered { text: full, assistant })
+    }
+
+    fn run(
+        &self,
+        messages: &[serde_json::Value],
+        tools: Option<&serde_json::Value>,
+        add_generation_prompt: bool,
+    ) -> Result<String, String> {
+        let template = self.environment.get_template(TEMPLATE).map_err(|e| describe(&e))?;
+        let values = context! {
+            messages => Value::from_serialize(messages),
+            tools => tools.map(Value::from_serialize),
+            add_generation_prompt => add_generation_prompt,
+            bos_token => self.bos,
+            eos_token => self.eos,
+        };
+        template.render(values).map_err(|e| describe(&e))
+    }
+}
+
+fn describe(error: &Error) -> String {
+    let line = error.line().map(|line| format!(", line {line}")).unwrap_or_default();
+    format!("chat template{line}: {}", error.detail().map_or_else(|| error.kind().to_string(), str::to_owned))
+}
+
+/// `{% generation %}` becomes a filter block, which keeps every rule about white space around block tags.
+fn rewrite_generation(source: &str) -> (String, bool) {
+    let (mut text, mut rest, mut found) = (String::new(), source, false);
+    while let Some(open) = rest.find("{%") {
+        let Some(close) = rest[open..].find("%}").map(|at| open + at) else { break };
+        let tag = &rest[open + 2..close];
+        let word = match tag.trim_matches(['-', '+', ' ', '\t', '\r', '\n']) {
+            "generation" => Some(("generation", "filter __generation")),
+            "endgeneration" => Some(("endgeneration", "endfilter")),
+            _ => None,
+        };
+        text.push_str(&rest[..open + 2]);
+        match word {
+            Some((old, new)) => text.push_str(&tag.replace(old, new)),
+            None => text.push_str(tag),
+        }
+        found |= word.is_some();
+        rest = &rest[close..];
+    }
+    text.push_str(rest);
+    (text, found)
+}
+
+fn split_marks(marked: &str) -> Result<Rendered, String> {
+    let mut rendered = Rendered { text: String::with_capacity(marked.len()), assistant: Vec::new() };
+    let mut start = None;
+    for c in marked.chars() {
+        match c {
+            _ if c == GENERATION[0] => start = Some(rendered.text.len()),
+            _ if c == GENERATION[1] => {
+                rendered.assistant.extend(start.take().map(|s| s..rendered.text.len()))
+            }
+            c => rendered.text.push(c),
+        }
+    }
+    if rendered.assistant.iter().all(Range::is_empty) {
+        return Err("the chat template marks nothing as generated by the assistant".into());
+    }
+    Ok(rendered)
+}
+
+/// Python's `json.dumps(value, ensure_ascii=False, indent=indent)`.
+fn to_json(value: &Value, rest: Rest<Value>, options: Kwargs) -> Result<Value, Error> {
+    let fail = |e: serde_json::Error| Error::new(ErrorKind::BadSerialization, e.to_string());
+    let indent = options.get::<Option<usize>>("indent")?.or_else(|| rest.first()?.as_usize());
+    // The rest of json.dumps' options change nothing that templates rely on.
+    for name in ["ensure_ascii", "separators", "sort_keys"] {
+        options.get::<Option<Value>>(name)?;
+    }
+    options.assert_all_used()?;
+    let mut bytes = Vec::new();
+    if let Some(width) = indent {
+        let indent = " ".repeat(width);
+        let formatter = PrettyFormatter::with_indent(indent.as_bytes());
+        value.serialize(&mut Serializer::with_formatter(&mut bytes, formatter)).map_err(fail)?;
+    } else {
+        value.serialize(&mut Serializer::with_formatter(&mut bytes, PythonFormatter)).map_err(fail)?;
+    }
+    let text =
+        String::from_utf8(bytes).map_err(|e| Error::new(ErrorKind::BadSerialization, e.to_string()))?;
+    Ok(Value::from_safe_string(text))
+}
+
+/// A space after every comma and colon.
+struct PythonFormatter;
+
+impl Formatter for PythonFormatter {
+    fn begin_array_value<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+/// `strftime` of Friday, 26 July 2024, midnight.
+fn strftime(format: &str) -> String {
+    let mut text = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        let part = match (c, if c == '%' { chars.next() } else { None }) {
+            ('%', Some('Y')) => "2024",
+            ('%', Some('y')) => "24",
+            ('%', Some('m')) => "07",
+            ('%', Some('d' | 'e')) => "26",
+            ('%', Some('B')) => "July",
+            ('%', Some('b')) => "Jul",
+            ('%', Some('A')) => "Friday",
+            ('%', Some('a')) => "Fri",
+            ('%', Some('j')) => "208",
+            ('%', Some('H' | 'M' | 'S')) => "00",
+            ('%', Some('I')) => "12",
+            ('%', Some('p')) => "AM",
+            ('%', Some('F')) => "2024-07-26",
+            ('%', Some('T')) => "00:00:00",
+            ('%', Some('%')) => "%",
+            (c, Some(next)) => {
+                let _ = write!(text, "{c}{next}");
+                continue;
+            }
+            (c, None) => {
+                text.push(c);
+                continue;
+            }
+        };
+        text.push_str(part);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    const CHATML: &str = "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
+
+    fn talk() -> Vec<serde_json::Value> {
+        vec![
+            json!({"role": "system", "content": "Be brief."}),
+            json!({"role": "user", "content": "Hi"}),
+            json!({"role": "assistant", "content": "Hello"}),
+            json!({"role": "user", "content": "Bye"}),
+            json!({"role": "assistant", "content": "So long"}),
+        ]
+    }
+
+    fn said(rendered: &Rendered) -> Vec<&str> {
+        rendered.assistant.iter().map(|range| &rendered.text[range.clone()]).collect()
+    }
+
+    #[test]
+    fn prefixes_tell_what_the_assistant_said() {
+        let template = ChatTemplate::new(CHATML, "", "").unwrap();
+        let rendered = template.conversation(&talk(), None).unwrap();
+        assert_eq!(said(&rendered), ["Hello<|im_end|>\n", "So long<|im_end|>\n"]);
+        assert!(rendered.text.starts_with("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi"));
+        assert!(template.prompt(&talk()[..2]).unwrap().ends_with("<|im_end|>\n<|im_start|>assistant\n"));
+    }
+
+    #[test]
+    fn generation_blocks_tell_what_the_assistant_said() {
+        let template = "{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+A: {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+
+    {%- else %}
+U: {{ message.content | trim }}
+    {%- endif %}
+{%- endfor %}";
+        let template = ChatTemplate::new(template, "<s>", "</s>").unwrap();
+        let rendered = template.conversation(&talk(), None).unwrap();
+        assert_eq!(rendered.text, "<s>U: Be brief.U: HiA: Hello</s>U: ByeA: So long</s>");
+        assert_eq!(said(&rendered), ["Hello</s>", "So long</s>"]);
+    }
+
+    #[test]
+    fn what_real_templates_use() {
+        let source = r#"
+{%- set ns = namespace(seen=0) %}
+{%- if messages[0]['role'] == 'system' %}{%- set rest = messages[1:] %}{%- else %}{%- set rest = messages %}{%- endif %}
+{%- macro show(m) %}{{ m.content.strip().split(' ')[-1].upper() }}{%- endmacro %}
+{%- for m in rest %}
+  {%- if loop.index0 > 1 %}{% break %}{% endif %}
+  {%- set ns.seen = ns.seen + 1 %}
+  {{- show(m) ~ ns.seen }}
+{%- endfor %}
+{{- ' ' ~ strftime_now('%d %b %Y') }}
+{{- ' ' ~ ({'a': [1, "<é>"], 'b': none} | tojson) }}
+{%- if messages[-1].content is string and 'long' in messages[-1].content and not messages[-1].content.startswith('x') %} ok{% endif %}"#;
+        let template = ChatTemplate::new(source, "", "").unwrap();
+        let text = template.prompt(&talk()).unwrap();
+        assert_eq!(text, "HI1HELLO2 26 Jul 2024 {\"a\": [1, \"<é>\"], \"b\": null} ok");
+    }
+
+    #[test]
+    fn refusals_say_why() {
+        let template = ChatTemplate::new("{{ raise_exception('roles must alternate') }}", "", "").unwrap();
+        assert!(template.prompt(&talk()).unwrap_err().contains("roles must alternate"));
+        assert!(ChatTemplate::new("{% if %}", "", "").unwrap_err().contains("line 1"));
+        let chatml = ChatTemplate::new(CHATML, "", "").unwrap();
+        assert!(chatml.conversation(&talk()[..2], None).unwrap_err().contains("nothing to learn"));
+        let forgets = "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}{% endfor %}";
+        let forgets = ChatTemplate::new(forgets, "", "").unwrap();
+        assert!(forgets.conversation(&talk(), None).unwrap_err().contains("row of its own"));
+        assert_eq!(said(&forgets.conversation(&talk()[1..3], None).unwrap()), ["Hello"]);
+    }
+
+    #[test]
+    fn tojson_is_pythons() {
+        let template = ChatTemplate::new("{{ messages | tojson(indent=2) }}", "", "").unwrap();
+        assert_eq!(
+            template.prompt(&[json!({"z": 1, "a": []})]).unwrap(),
+            "[\n  {\n    \"z\": 1,\n    \"a\": []\n  }\n]"
+        );
+    }
+}

@@ -1,0 +1,267 @@
+//! A data file, tokenised: samples by number.
+
+use super::batch::loss_terms_of;
+use super::encode::{Encoded, Encoder};
+use super::store::{TokenStore, TokenWriter};
+use super::{DataError, Result, Sample, TextTokenizer};
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+/// Plain text is tokenised in pieces of about this size.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// How rows become samples.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DataConfig {
+    /// Longest sample, in tokens.
+    pub seq_len: usize,
+    /// Pack rows of every kind into full sequences, not only plain text.
+    pub pack: bool,
+    /// Number of token ids that the model knows.
+    pub vocab_size: usize,
+    /// Where the model's tokenizer is or would be, for messages: [`TextTokenizer::file_of`].
+    pub tokenizer_path: PathBuf,
+}
+
+/// What a data set holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Summary {
+    /// Rows of the file; a `.txt` is one.
+    pub rows: u64,
+    /// Tokens in all samples.
+    pub tokens: u64,
+    /// Tokens that carry loss.
+    pub loss_tokens: u64,
+    /// Rows that were longer than a sample may be.
+    pub truncated: u64,
+    /// Rows that carry no loss, by their labels or because of truncation. They stay samples, so that the order of rows is
+    /// that of the file.
+    pub without_loss: u64,
+}
+
+/// A tokenised data file.
+#[derive(Debug)]
+pub struct Dataset {
+    store: TokenStore,
+    summary: Summary,
+    fingerprint: u64,
+}
+
+impl Dataset {
+    /// Tokenises `path` into `work_dir/tokens.bin`. Plain text is packed into full sequences with the end token between
+    /// documents; the last sequence may be shorter. Any other row is one sample, cut at `seq_len`, unless `pack` is on.
+    ///
+    /// # Errors
+    /// A row is malformed (the message names file and line), there are no rows, the tokenizer is needed but absent, or a file
+    /// cannot be read or written.
+    ///
+    /// # Panics
+    /// If `seq_len` is zero.
+    pub fn build(
+        path: &Path,
+        tokenizer: Option<&TextTokenizer>,
+        config: &DataConfig,
+        work_dir: &Path,
+    ) -> Result<Self> {
+        assert!(config.seq_len > 0, "a sample has at least one token");
+        let extension = path.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
+        let lines = match extension.as_deref() {
+            Some("jsonl" | "json" | "ndjson") => false,
+            Some("txt" | "text") => true,
+            _ => return Err(DataError::Format { path: path.into() }),
+        };
+        let file = File::open(path).map_err(DataError::file("opening", path))?;
+        std::fs::create_dir_all(work_dir).map_err(DataError::file("creating", work_dir))?;
+        let mut builder = Builder {
+            encoder: Encoder {
+                tokenizer,
+                tokenizer_path: &config.tokenizer_path,
+                vocab_size: config.vocab_size,
+            },
+            writer: TokenWriter::create(&work_dir.join("tokens.bin"))?,
+            packed: Sample::default(),
+            summary: Summary::default(),
+            config,
+            path,
+        };
+        let mut reader = BufReader::with_capacity(1 << 18, file);
+        if lines {
+            builder.plain_file(&mut reader)?
+        } else {
+            builder.rows(&mut reader)?
+        }
+        builder.finish()
+    }
+
+    /// Number of samples, at least one.
+    #[expect(clippy::len_without_is_empty, reason = "an empty data set is refused")]
+    pub fn len(&self) -> usize {
+        self.store.len()
+    }
+
+    /// Sample `index`.
+    ///
+    /// # Errors
+    /// The token file cannot be read.
+    ///
+    /// # Panics
+    /// If there is no such sample.
+    pub fn sample(&self, index: usize) -> Result<Sample> {
+        self.store.sample(index)
+    }
+
+    /// Samples by number, in the order given.
+    ///
+    /// # Errors
+    /// The token file cannot be read.
+    pub fn samples(&self, indices: &[usize]) -> Result<Vec<Sample>> {
+        indices.iter().map(|&index| self.sample(index)).collect()
+    }
+
+    /// What the data set holds.
+    pub fn summary(&self) -> &Summary {
+        &self.summary
+    }
+
+    /// A hash of all ids and labels and of how they are cut into samples. A run may be resumed on data of the same fingerprint.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+}
+
+struct Builder<'a> {
+    encoder: Encoder<'a>,
+    writer: TokenWriter,
+    /// Tokens that do not fill a sequence yet.
+    packed: Sample,
+    summary: Summary,
+    config: &'a DataConfig,
+    path: &'a Path,
+}
+
+impl Builder<'_> {
+    fn rows(&mut self, reader: &mut impl BufRead) -> Result {
+        let mut line = Vec::new();
+        for number in 1.. {
+            line.clear();
+            if reader.read_until(b'\n', &mut line).map_err(DataError::file("reading", self.path))? == 0 {
+                break;
+            }
+            let text = std::str::from_utf8(&line)
+                .map_err(|_| self.row_error(number, "the line is not UTF-8".into()))?;
+            let text = if number == 1 { text.trim_start_matches('\u{feff}') } else { text };
+            if text.trim().is_empty() {
+                continue;
+            }
+            let row = self.encoder.row(text).map_err(|reason| self.row_error(number, reason))?;
+            self.summary.rows += 1;
+            self.row(row)?;
+        }
+        Ok(())
+    }
+
+    fn row(&mut self, row: Encoded) -> Result {
+        let Encoded { mut sample, plain } = row;
+        if plain || self.config.pack {
+            return self.pack(&sample);
+        }
+        if sample.ids.len() > self.config.seq_len {
+            self.summary.truncated += 1;
+            sample.ids.truncate(self.config.seq_len);
+            sample.labels.truncate(self.config.seq_len);
+        }
+        self.summary.without_loss += u64::from(loss_terms_of(&sample.labels) == 0);
+        self.write(&sample.ids, &sample.labels)
+    }
+
+    /// One document, read in pieces. A piece ends after a line break between two characters that are no white space, where
+    /// tokenizers split anyway, so that the tokens are those of the whole text; failing that, at any line break.
+    fn plain_file(&mut self, reader: &mut impl BufRead) -> Result {
+        let (mut piece, mut line, mut last) = (Vec::new(), Vec::new(), None);
+        let (mut number, mut first_line) = (0, 1);
+        loop {
+            line.clear();
+            let read = reader.read_until(b'\n', &mut line).map_err(DataError::file("reading", self.path))?;
+            let clean = line.first().is_some_and(|b| !b.is_ascii_whitespace())
+                && matches!(piece.as_slice(), [.., before, b'\n'] if !before.is_ascii_whitespace());
+            let full = piece.len() >= 2 * PIECE_BYTES || (piece.len() >= PIECE_BYTES && clean);
+            if (read == 0 || full) && !piece.is_empty() {
+                last = self.piece(&piece, first_line, last)?.or(last);
+                piece.clear();
+                first_line = number + 1;
+            }
+            if read == 0 {
+                break;
+            }
+            number += 1;
+            piece.extend_from_slice(&line);
+        }
+        if let Some(last) = last {
+            self.summary.rows = 1;
+            if let Some(eos) = self.encoder.end_of_document(Some(last)) {
+                self.pack(&Sample { ids: vec![eos], labels: vec![eos as i32] })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Packs one piece of a document and gives its last token. `last` is the document's last token so far.
+    fn piece(&mut self, piece: &[u8], first_line: usize, last: Option<u32>) -> Result<Option<u32>> {
+        let text = std::str::from_utf8(piece).map_err(|e| {
+            let line = first_line + piece[..e.valid_up_to()].iter().filter(|&&b| b == b'\n').count();
+            self.row_error(line, "the line is not UTF-8".into())
+        })?;
+        let text = if last.is_none() { text.trim_start_matches('\u{feff}') } else { text };
+        let sample =
+            self.encoder.text(text, last.is_none()).map_err(|reason| self.row_error(first_line, reason))?;
+        self.pack(&sample)?;
+        Ok(sample.ids.last().copied())
+    }
+
+    fn pack(&mut self, sample: &Sample) -> Result {
+        let length = self.config.seq_len;
+        let mut at = 0;
+        while at < sample.ids.len() {
+            let take = (length - self.packed.ids.len()).min(sample.ids.len() - at);
+            self.packed.ids.extend(&sample.ids[at..at + take]);
+            self.packed.labels.extend(&sample.labels[at..at + take]);
+            at += take;
+            if self.packed.ids.len() == length {
+                let full = std::mem::take(&mut self.packed);
+                self.write(&full.ids, &full.labels)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, ids: &[u32], labels: &[i32]) -> Result {
+        self.summary.tokens += ids.len() as u64;
+        self.summary.loss_tokens += loss_terms_of(labels);
+        self.writer.push(ids, labels)
+    }
+
+    fn finish(mut self) -> Result<Dataset> {
+        let rest = std::mem::take(&mut self.packed);
+        // A single left-over token predicts nothing, unless it is all there is.
+        if rest.ids.len() > 1 || (rest.ids.len() == 1 && self.summary.tokens == 0) {
+            self.write(&rest.ids, &rest.labels)?;
+        }
+        let (path, summary) = (self.path.to_path_buf(), self.summary);
+        let store = self.writer.finish()?;
+        if store.len() == 0 {
+            return Err(DataError::Empty { path });
+        }
+        if summary.loss_tokens == 0 {
+            let reason =
+                format!("no token of any row carries loss (rows are cut at {} tokens)", self.config.seq_len);
+            return Err(DataError::Row { path, line: 1, reason });
+        }
+        let fingerprint = store.fingerprint();
+        Ok(Dataset { store, summary, fingerprint })
+    }
+
+    fn row_error(&self, line: usize, reason: String) -> DataError {
+        DataError::Row { path: self.path.to_path_buf(), line, reason }
+    }
+}

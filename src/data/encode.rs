@@ -1,0 +1,241 @@
+//! From one row of a `.jsonl` file to ids and labels.
+//!
+//! | row | tokens | loss |
+//! |---|---|---|
+//! | `{"input_ids", "labels"?}` | as given | `labels`, by default every token |
+//! | `{"messages"}` | the chat template's text | what the assistant said |
+//! | `{"prompt", "completion"}` | both as one text, end token | completion and end token |
+//! | `{"text"}` | the text, end token | every token |
+//!
+//! The first of these that a row has counts; other keys are ignored. Prompt and completion are tokenised as one text, so that
+//! the ids are those of the text; a token that straddles the border belongs to the completion.
+
+use super::batch::loss_terms_of;
+use super::tokenizer::{TextTokenizer, TokenSpan};
+use super::{IGNORED, Sample};
+use serde_json::{Map, Value};
+use std::ops::Range;
+use std::path::Path;
+
+/// Turns rows into ids and labels.
+pub(super) struct Encoder<'a> {
+    pub(super) tokenizer: Option<&'a TextTokenizer>,
+    /// Where a tokenizer would be, for messages.
+    pub(super) tokenizer_path: &'a Path,
+    pub(super) vocab_size: usize,
+}
+
+/// A row as tokens.
+pub(super) struct Encoded {
+    pub(super) sample: Sample,
+    /// Plain text, which is packed with its neighbours.
+    pub(super) plain: bool,
+}
+
+type Result<T> = std::result::Result<T, String>;
+
+impl Encoder<'_> {
+    /// Encodes one row.
+    pub(super) fn row(&self, line: &str) -> Result<Encoded> {
+        let row: Value = serde_json::from_str(line).map_err(|e| format!("invalid JSON: {e}"))?;
+        let Value::Object(row) = row else {
+            return Err(format!("expected an object {{…}}, found {}", kind(&row)));
+        };
+        let plain =
+            !["input_ids", "messages", "prompt", "completion"].iter().any(|key| row.contains_key(*key));
+        let sample = if let Some(ids) = row.get("input_ids") {
+            pretokenized(ids, row.get("labels"))?
+        } else if let Some(messages) = row.get("messages") {
+            self.messages(messages, &row)?
+        } else if plain {
+            if !row.contains_key("text") {
+                return Err(
+                    "expected a key \"text\", \"prompt\" and \"completion\", \"messages\" or \"input_ids\""
+                        .into(),
+                );
+            }
+            self.document(string(&row, "text")?, true)?
+        } else {
+            self.completion(string(&row, "prompt")?, string(&row, "completion")?)?
+        };
+        self.check(&sample)?;
+        // Labels that the user wrote may mask a whole row; anything else without loss is a mistake.
+        let masked = row.get("labels").is_some_and(Value::is_array) && sample.ids.len() > 1;
+        if !plain && !masked && loss_terms_of(&sample.labels) == 0 {
+            return Err("nothing to learn: no token after the first carries loss".into());
+        }
+        Ok(Encoded { sample, plain })
+    }
+
+    /// A piece of plain text; the first one opens the document, [`end_of_document`](Self::end_of_document) closes it.
+    pub(super) fn text(&self, text: &str, first: bool) -> Result<Sample> {
+        let spans = self.tokenizer()?.encode(text, first).map_err(|e| e.to_string())?;
+        let sample = Sample::all(spans.iter().map(|span| span.id).collect());
+        self.check_range(&sample)?;
+        Ok(sample)
+    }
+
+    /// The end token, if the model has one and the document does not end with it already.
+    pub(super) fn end_of_document(&self, last: Option<u32>) -> Option<u32> {
+        self.tokenizer.and_then(TextTokenizer::eos).filter(|&eos| last != Some(eos))
+    }
+
+    fn document(&self, text: &str, first: bool) -> Result<Sample> {
+        if text.is_empty() {
+            return Err("\"text\" is empty".into());
+        }
+        let mut sample = self.text(text, first)?;
+        sample.close(self.end_of_document(sample.ids.last().copied()));
+        Ok(sample)
+    }
+
+    fn completion(&self, prompt: &str, completion: &str) -> Result<Sample> {
+        if completion.is_empty() {
+            return Err("\"completion\" is empty".into());
+        }
+        let text = format!("{prompt}{completion}");
+        let spans = self.tokenizer()?.encode(&text, true).map_err(|e| e.to_string())?;
+        let mut sample = Sample::masked(&spans, std::slice::from_ref(&(prompt.len()..text.len())));
+        match self.end_of_document(sample.ids.last().copied()) {
+            None => {
+                // The tokenizer closed the text itself, with a token that stands for no byte of the completion.
+                if let (Some(label), Some(&id)) = (sample.labels.last_mut(), sample.ids.last())
+                    && self.tokenizer.and_then(TextTokenizer::eos) == Some(id)
+                {
+                    *label = id as i32;
+                }
+            }
+            eos => sample.close(eos),
+        }
+        Ok(sample)
+    }
+
+    fn messages(&self, messages: &Value, row: &Map<String, Value>) -> Result<Sample> {
+        let Value::Array(messages) = messages else {
+            return Err(format!("\"messages\": expected an array, found {}", kind(messages)));
+        };
+        if messages.is_empty() {
+            return Err("\"messages\" is empty".into());
+        }
+        for (at, message) in messages.iter().enumerate() {
+            if !message["role"].is_string() {
+                return Err(format!(
+                    "\"messages\"[{at}]: expected {{\"role\": …, \"content\": …}} with a string as role"
+                ));
+            }
+            // Tool calls come without content, and some templates take a list of parts.
+            let has_calls = message.get("tool_calls").is_some();
+            if !(message["content"].is_string() || message["content"].is_array() || has_calls) {
+                let found = kind(&message["content"]);
+                return Err(format!("\"messages\"[{at}].content: expected a string, found {found}"));
+            }
+        }
+        let tokenizer = self.tokenizer()?;
+        let Some(chat) = tokenizer.chat() else {
+            return Err("\"messages\" need a chat template, and the model folder has neither chat_template.jinja nor a \
+                 \"chat_template\" in tokenizer_config.json"
+                .into());
+        };
+        let rendered = chat.conversation(messages, row.get("tools").filter(|tools| !tools.is_null()))?;
+        let spans = tokenizer.encode(&rendered.text, false).map_err(|e| e.to_string())?;
+        Ok(Sample::masked(&spans, &rendered.assistant))
+    }
+
+    fn tokenizer(&self) -> Result<&TextTokenizer> {
+        self.tokenizer.ok_or_else(|| {
+            format!(
+                "this row is text, and the model folder has no tokenizer ({} does not exist)",
+                self.tokenizer_path.display()
+            )
+        })
+    }
+
+    fn check(&self, sample: &Sample) -> Result<()> {
+        if sample.ids.is_empty() {
+            return Err("the row has no tokens".into());
+        }
+        self.check_range(sample)
+    }
+
+    fn check_range(&self, sample: &Sample) -> Result<()> {
+        let beyond = |id: &u32| *id as usize >= self.vocab_size;
+        if let Some(id) = sample.ids.iter().find(|id| beyond(id)) {
+            return Err(format!("token id {id} is outside the model's vocabulary of {}", self.vocab_size));
+        }
+        let wrong = |label: &&i32| **label != IGNORED && u32::try_from(**label).map_or(true, |l| beyond(&l));
+        if let Some(label) = sample.labels.iter().find(wrong) {
+            let vocab = self.vocab_size;
+            return Err(format!(
+                "label {label} is neither {IGNORED} nor within the model's vocabulary of {vocab}"
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl Sample {
+    /// Every token carries loss.
+    fn all(ids: Vec<u32>) -> Self {
+        let labels = ids.iter().map(|&id| id as i32).collect();
+        Self { ids, labels }
+    }
+
+    /// Tokens that touch one of `ranges`, which are in order, carry loss.
+    fn masked(spans: &[TokenSpan], ranges: &[Range<usize>]) -> Self {
+        let ids = spans.iter().map(|span| span.id).collect();
+        let touches = |span: &TokenSpan| {
+            let at = ranges.partition_point(|range| range.end <= span.start);
+            span.start < span.end && ranges.get(at).is_some_and(|range| range.start < span.end)
+        };
+        let labels = spans.iter().map(|span| if touches(span) { span.id as i32 } else { IGNORED }).collect();
+        Self { ids, labels }
+    }
+
+    fn close(&mut self, eos: Option<u32>) {
+        self.ids.extend(eos);
+        self.labels.extend(eos.map(|id| id as i32));
+    }
+}
+
+fn pretokenized(ids: &Value, labels: Option<&Value>) -> Result<Sample> {
+    let ids: Vec<u32> = integers(ids, "input_ids")?;
+    if ids.is_empty() {
+        return Err("\"input_ids\" is empty".into());
+    }
+    let Some(labels) = labels.filter(|labels| !labels.is_null()) else { return Ok(Sample::all(ids)) };
+    let labels: Vec<i32> = integers(labels, "labels")?;
+    if labels.len() != ids.len() {
+        return Err(format!("{} labels for {} input_ids; there must be one each", labels.len(), ids.len()));
+    }
+    Ok(Sample { ids, labels })
+}
+
+fn integers<T: TryFrom<i64>>(value: &Value, key: &str) -> Result<Vec<T>> {
+    let Value::Array(items) = value else {
+        return Err(format!("\"{key}\": expected an array of integers, found {}", kind(value)));
+    };
+    let convert = |(at, item): (usize, &Value)| {
+        let number = item.as_i64().and_then(|number| T::try_from(number).ok());
+        number.ok_or_else(|| format!("\"{key}\"[{at}]: expected a token id, found {item}"))
+    };
+    items.iter().enumerate().map(convert).collect()
+}
+
+fn string<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a str> {
+    match row.get(key) {
+        Some(Value::String(text)) => Ok(text),
+        Some(other) => Err(format!("\"{key}\": expected a string, found {}", kind(other))),
+        None => Err(format!("missing key \"{key}\"")),
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "nothing",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}

@@ -1,0 +1,60 @@
+//! What can be wrong with data.
+
+use std::path::{Path, PathBuf};
+
+/// Why data cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DataError {
+    /// A row is malformed.
+    #[error("{}:{line}: {reason}", path.display())]
+    Row {
+        /// The data file.
+        path: PathBuf,
+        /// The line, from one.
+        line: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// There is not a single row.
+    #[error("{}: no data: the file has no rows", path.display())]
+    Empty {
+        /// The data file.
+        path: PathBuf,
+    },
+    /// The file's name does not say what it holds.
+    #[error("{}: cannot tell the format; the name must end in .jsonl or .txt", path.display())]
+    Format {
+        /// The data file.
+        path: PathBuf,
+    },
+    /// A tokenizer or chat template cannot be used.
+    #[error("{}: {reason}", path.display())]
+    Tokenizer {
+        /// The file that is missing or wrong.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A file could not be read or written.
+    #[error("{doing} {}: {source}", path.display())]
+    File {
+        /// The verb: "reading", "writing".
+        doing: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+}
+
+impl DataError {
+    pub(crate) fn file(doing: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.to_path_buf();
+        move |source| Self::File { doing, path, source }
+    }
+
+    pub(crate) fn tokenizer(path: &Path, reason: impl ToString) -> Self {
+        Self::Tokenizer { path: path.to_path_buf(), reason: reason.to_string() }
+    }
+}

@@ -1,0 +1,161 @@
+//! A model's tokenizer, special tokens and chat template, as its folder holds them.
+
+use super::{ChatTemplate, DataError, Result};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use tokenizers::Tokenizer;
+
+/// A token and the bytes of the text it stands for. Tokens that the tokenizer adds of itself stand for nothing: `start == end`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenSpan {
+    /// The token's id.
+    pub id: u32,
+    /// First byte.
+    pub start: usize,
+    /// Byte after the last.
+    pub end: usize,
+}
+
+/// The tokenizer of a model folder.
+#[derive(Debug)]
+pub struct TextTokenizer {
+    path: PathBuf,
+    inner: Tokenizer,
+    eos: Option<u32>,
+    chat: Option<ChatTemplate>,
+}
+
+impl TextTokenizer {
+    /// The file that a model folder's tokenizer is read from.
+    pub fn file_of(model: &Path) -> PathBuf {
+        model.join("tokenizer.json")
+    }
+
+    /// Reads a model folder's tokenizer; `None` if it has none.
+    ///
+    /// # Errors
+    /// A file is there but cannot be used.
+    pub fn find(model: &Path) -> Result<Option<Self>> {
+        if Self::file_of(model).exists() { Self::load(model).map(Some) } else { Ok(None) }
+    }
+
+    /// Reads a model folder's tokenizer: `tokenizer.json`, special tokens and chat template from `tokenizer_config.json`,
+    /// `special_tokens_map.json`, `chat_template.jinja` and `config.json` as far as they exist.
+    ///
+    /// # Errors
+    /// `tokenizer.json` is missing, or a file is there but cannot be used.
+    pub fn load(model: &Path) -> Result<Self> {
+        let path = Self::file_of(model);
+        if !path.exists() {
+            return Err(DataError::tokenizer(
+                &path,
+                "this file does not exist, and text needs a tokenizer; a model without one takes pre-tokenized rows \
+                 {\"input_ids\": […]} and --prompt-ids",
+            ));
+        }
+        let mut inner = Tokenizer::from_file(&path).map_err(|e| DataError::tokenizer(&path, e))?;
+        // Some files carry the truncation and padding of whoever saved them; lengths are decided here.
+        inner.with_truncation(None).map_err(|e| DataError::tokenizer(&path, e))?;
+        inner.with_padding(None);
+        let settings_path = model.join("tokenizer_config.json");
+        let settings = read_json(&settings_path)?;
+        let map = read_json(&model.join("special_tokens_map.json"))?;
+        let config = read_json(&model.join("config.json"))?;
+        let special = |key: &str| {
+            let text = special_text(&settings[key]).or_else(|| special_text(&map[key]));
+            let id = text.as_ref().and_then(|text| inner.token_to_id(text));
+            let id = id.or_else(|| first_id(&config[&format!("{key}_id")]));
+            (text.or_else(|| inner.id_to_token(id?)), id)
+        };
+        let ((bos, _), (eos, eos_id)) = (special("bos_token"), special("eos_token"));
+        let chat = match chat_source(model, &settings)? {
+            None => None,
+            Some((path, source)) => {
+                let template = ChatTemplate::new(&source, &bos.unwrap_or_default(), &eos.unwrap_or_default());
+                Some(template.map_err(|reason| DataError::tokenizer(&path, reason))?)
+            }
+        };
+        Ok(Self { path, inner, eos: eos_id, chat })
+    }
+
+    /// The tokens of a text and where they stand in it. `special` adds the tokens that the model expects around a whole text.
+    ///
+    /// # Errors
+    /// The tokenizer refuses the text.
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<TokenSpan>> {
+        let encoding = self.inner.encode(text, special).map_err(|e| DataError::tokenizer(&self.path, e))?;
+        let spans = encoding.get_ids().iter().zip(encoding.get_offsets());
+        Ok(spans.map(|(&id, &(start, end))| TokenSpan { id, start, end }).collect())
+    }
+
+    /// The ids of a prompt, with the special tokens that the model expects around a whole text.
+    ///
+    /// # Errors
+    /// The tokenizer refuses the text.
+    pub fn prompt_ids(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, true).map_err(|e| DataError::tokenizer(&self.path, e))?;
+        let mut ids = encoding.get_ids().to_vec();
+        // A tokenizer that closes every text would end the prompt before it is continued.
+        if ids.len() > 1 && ids.last().copied() == self.eos {
+            ids.pop();
+        }
+        Ok(ids)
+    }
+
+    /// The text of ids, special tokens left out.
+    ///
+    /// # Errors
+    /// The tokenizer refuses the ids.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.inner.decode(ids, true).map_err(|e| DataError::tokenizer(&self.path, e))
+    }
+
+    /// The token that ends a text, if the model has one.
+    pub fn eos(&self) -> Option<u32> {
+        self.eos
+    }
+
+    /// The chat template, if the model has one.
+    pub fn chat(&self) -> Option<&ChatTemplate> {
+        self.chat.as_ref()
+    }
+
+    /// Number of tokens, added ones included.
+    pub fn vocab_size(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+}
+
+/// A JSON file; `null` if there is none.
+fn read_json(path: &Path) -> Result<Value> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => serde_json::from_str(&text).map_err(|e| DataError::tokenizer(path, e)),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
+        Err(e) => Err(DataError::file("reading", path)(e)),
+    }
+}
+
+/// A special token is written as its text or as an object that holds it.
+fn special_text(value: &Value) -> Option<String> {
+    value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
+}
+
+fn first_id(value: &Value) -> Option<u32> {
+    let value = value.as_array().and_then(|ids| ids.first()).unwrap_or(value);
+    value.as_u64().and_then(|id| u32::try_from(id).ok())
+}
+
+/// The chat template and its file: `chat_template.jinja`, or the key of `tokenizer_config.json`, whose named variants
+/// are searched for `default`.
+fn chat_source(model: &Path, settings: &Value) -> Result<Option<(PathBuf, String)>> {
+    let path = model.join("chat_template.jinja");
+    match std::fs::read_to_string(&path) {
+        Ok(source) => return Ok(Some((path, source))),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+        Err(e) => return Err(DataError::file("reading", &path)(e)),
+    }
+    let template = &settings["chat_template"];
+    let named = template.as_array().into_iter().flatten().find(|t| t["name"] == "default");
+    let source = template.as_str().or_else(|| named?["template"].as_str());
+    Ok(source.map(|source| (model.join("tokenizer_config.json"), source.to_owned())))
+}
