@@ -1,0 +1,143 @@
+//! Configurations of released models, old and new spellings, and what is refused.
+
+use crate::fixture::Fixture;
+use serde_json::{Value, json};
+use terrace_models::{Family, ModelConfig, RopeScaling, param_count};
+
+#[test]
+fn old_and_new_spellings_are_the_same_model() {
+    for name in ["llama31", "mistral"] {
+        let fixture = Fixture::new(name);
+        let old = ModelConfig::parse(&fixture.json("config_old.json").to_string()).unwrap();
+        assert_eq!(old, ModelConfig::from_folder(&fixture.folder).unwrap());
+    }
+}
+
+#[test]
+fn released_models_have_the_published_sizes() {
+    // Llama 3.1 8B: 8,030,261,248 parameters.
+    let llama = ModelConfig::parse(
+        r#"{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "bos_token_id": 128000,
+            "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096,
+            "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072,
+            "mlp_bias": false, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+            "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                             "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+            "rope_theta": 500000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+            "use_cache": true, "vocab_size": 128256}"#,
+    );
+    let llama = llama.unwrap();
+    assert_eq!(param_count(&llama), 8_030_261_248);
+    assert_eq!((llama.head_size, llama.eos_ids.len(), llama.rope.theta), (128, 3, 500_000.0));
+    assert!(matches!(llama.rope.scaling, RopeScaling::Llama3 { factor: 8.0, .. }));
+
+    // Qwen2.5 0.5B: 494,032,768 parameters, the table counted once.
+    let qwen = ModelConfig::parse(
+        r#"{"architectures": ["Qwen2ForCausalLM"], "eos_token_id": 151643, "hidden_act": "silu",
+            "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768,
+            "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+            "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": true,
+            "use_mrope": false, "use_sliding_window": false, "vocab_size": 151936}"#,
+    );
+    let qwen = qwen.unwrap();
+    assert_eq!((param_count(&qwen), qwen.qkv_bias), (494_032_768, true));
+    assert!(qwen.windows.iter().all(Option::is_none));
+
+    // Qwen3 0.6B: 596,049,920 parameters.
+    let qwen = ModelConfig::parse(
+        r#"{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+            "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+            "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
+            "tie_word_embeddings": true, "use_sliding_window": false, "vocab_size": 151936}"#,
+    );
+    assert_eq!(param_count(&qwen.unwrap()), 596_049_920);
+}
+
+#[test]
+fn windows_follow_the_family() {
+    let windows = |changes: Value| parse(changes).unwrap().windows;
+    assert_eq!(windows(json!({"sliding_window": 5})), [None, None], "Llama has none");
+    let mistral = json!("MistralForCausalLM");
+    assert_eq!(windows(json!({"architectures": [mistral], "sliding_window": 5})), [Some(5), Some(5)]);
+    assert_eq!(windows(json!({"architectures": [mistral], "sliding_window": null})), [None, None]);
+    assert_eq!(windows(json!({"architectures": [mistral]})), [Some(4096), Some(4096)]);
+    let mut qwen =
+        json!({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 5, "max_window_layers": 1});
+    assert_eq!(windows(qwen.clone()), [None, None], "off by default");
+    qwen["use_sliding_window"] = true.into();
+    assert_eq!(windows(qwen.clone()), [None, Some(5)]);
+    qwen["layer_types"] = json!(["sliding_attention", "full_attention"]);
+    assert_eq!(windows(qwen.clone()), [Some(5), None]);
+    qwen["layer_types"] = json!(["sliding_attention"]);
+    assert!(parse(qwen).unwrap_err().to_string().contains("1 entries for 2 layers"));
+}
+
+#[test]
+fn biases_follow_the_family() {
+    let biases = |architecture: &str| {
+        let config =
+            parse(json!({"architectures": [architecture], "attention_bias": true, "mlp_bias": true}));
+        let config = config.unwrap();
+        (config.qkv_bias, config.output_bias, config.mlp_bias)
+    };
+    assert_eq!(biases("LlamaForCausalLM"), (true, true, true));
+    assert_eq!(biases("MistralForCausalLM"), (false, false, false));
+    assert_eq!(biases("Qwen2ForCausalLM"), (true, false, false));
+    assert_eq!(biases("Qwen3ForCausalLM"), (true, true, false));
+    let unnamed = json!({"architectures": null, "model_type": "qwen3"});
+    assert_eq!(parse(unnamed).unwrap().family, Family::Qwen3);
+}
+
+#[test]
+fn what_is_not_computed_is_refused_by_name() {
+    let refused = [
+        (json!({"architectures": ["GPT2LMHeadModel"]}), vec!["GPT2LMHeadModel", "LlamaForCausalLM, Mistral"]),
+        (json!({"architectures": null}), vec!["model_type (none)"]),
+        (json!({"hidden_act": "gelu"}), vec!["hidden_act", "gelu", "silu"]),
+        (json!({"quantization_config": {"quant_method": "gptq"}}), vec!["quantization_config", "gptq"]),
+        (json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}), vec!["dynamic", "llama3"]),
+        (json!({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}), vec!["yarn", "linear"]),
+        (json!({"partial_rotary_factor": 0.5}), vec!["partial_rotary_factor", "0.5"]),
+        (json!({"rope_scaling": {"rope_type": "linear"}}), vec!["`rope_scaling.factor` is missing"]),
+        (json!({"rope_scaling": {"rope_type": "linear", "factor": -1}}), vec!["factor", "-1", "positive"]),
+        (json!({"hidden_size": null}), vec!["`hidden_size` is missing"]),
+        (json!({"hidden_size": 0}), vec!["hidden_size", "positive integer", "found 0"]),
+        (json!({"hidden_size": "64"}), vec!["hidden_size", "positive integer", "\"64\""]),
+        (json!({"hidden_size": 66}), vec!["66", "num_attention_heads = 4"]),
+        (json!({"num_key_value_heads": 3}), vec!["num_key_value_heads", "is 3", "num_attention_heads = 4"]),
+        (json!({"head_dim": 15}), vec!["head_dim", "15", "even"]),
+        (json!({"rms_norm_eps": 0}), vec!["rms_norm_eps", "positive"]),
+        (json!({"tie_word_embeddings": "yes"}), vec!["tie_word_embeddings", "true or false"]),
+        (json!({"eos_token_id": "</s>"}), vec!["eos_token_id", "token id"]),
+    ];
+    for (changes, parts) in refused {
+        let message = parse(changes.clone()).expect_err(&changes.to_string()).to_string();
+        for part in parts {
+            assert!(message.contains(part), "{changes}: {message:?} names {part:?}");
+        }
+    }
+    assert!(ModelConfig::parse("{").unwrap_err().to_string().contains("not JSON"));
+    assert!(ModelConfig::parse("[]").unwrap_err().to_string().contains("not a JSON object"));
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let message = ModelConfig::from_folder(folder.path()).unwrap_err().to_string();
+    assert!(message.contains("config.json"), "{message}");
+}
+
+/// A small Llama with some entries changed.
+fn parse(changes: Value) -> Result<ModelConfig, terrace_models::ModelError> {
+    let mut config = json!({
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    });
+    let Value::Object(changes) = changes else { panic!("changes are an object") };
+    config.as_object_mut().unwrap().extend(changes);
+    ModelConfig::parse(&config.to_string())
+}

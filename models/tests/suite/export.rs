@@ -1,0 +1,143 @@
+//! Writing folders: what was read comes back, and no half-written file has a final name.
+
+use crate::fixture::Fixture;
+use std::path::Path;
+use terrace_kernels::DType;
+use terrace_models::{Model, SafetensorsSource, export_folder};
+use terrace_zero::{EngineError, ParamSpec, WeightReader, WeightSource};
+
+/// Gives out what it reads, and fails at one parameter if asked to.
+struct Copying {
+    source: SafetensorsSource,
+    params: Vec<ParamSpec>,
+    dtype: DType,
+    broken: Option<String>,
+}
+
+impl Copying {
+    fn new(folder: &Path, dtype: DType) -> Self {
+        let model = Model::from_folder(folder).unwrap();
+        let params = model.blocks.iter().flat_map(|block| block.params().to_vec()).collect();
+        Self { source: SafetensorsSource::open(folder).unwrap(), params, dtype, broken: None }
+    }
+}
+
+impl WeightReader for Copying {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn params(&self) -> Vec<ParamSpec> {
+        self.params.clone()
+    }
+
+    fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [u8]) -> terrace_zero::Result {
+        if self.broken.as_ref() == Some(&param.name) {
+            return Err(EngineError::Model("the state cannot be read".into()));
+        }
+        let mut values = vec![0.0; out.len() / self.dtype.size()];
+        self.source.read(param, start, &mut values)?;
+        for (bytes, value) in out.chunks_mut(self.dtype.size()).zip(values) {
+            match self.dtype {
+                DType::BF16 => bytes.copy_from_slice(&half::bf16::from_f32(value).to_le_bytes()),
+                _ => bytes.copy_from_slice(&value.to_le_bytes()),
+            }
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn an_export_reads_back_whatever_the_shards() {
+    for fixture in Fixture::all() {
+        let out = tempfile::tempdir().unwrap();
+        let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
+        // Over each other: sharded, single, and sharded differently.
+        for shard_bytes in [20_000, u64::MAX, 40_000] {
+            let mut reader = Copying::new(&fixture.folder, DType::F32);
+            export_folder(&mut reader, Some(&fixture.folder), out.path(), shard_bytes, &config).unwrap();
+            assert_eq!(out.path().join("model.safetensors").exists(), shard_bytes == u64::MAX);
+            same_weights(&fixture.folder, out.path());
+        }
+        let names = names(out.path());
+        let shards = names.iter().filter(|name| name.starts_with("model-")).count();
+        let expected = format!("model-00001-of-{shards:05}.safetensors");
+        assert!(shards > 1 && names.contains(&expected), "{names:?}");
+        assert!(!names.iter().any(|name| name.contains("partial")), "{names:?}");
+    }
+}
+
+#[test]
+fn the_configuration_names_the_dtype_of_the_weights() {
+    let fixture = Fixture::new("llama31");
+    for (file, key) in [("config.json", "dtype"), ("config_old.json", "torch_dtype")] {
+        let out = tempfile::tempdir().unwrap();
+        let config = std::fs::read_to_string(fixture.folder.join(file)).unwrap();
+        let mut reader = Copying::new(&fixture.folder, DType::BF16);
+        export_folder(&mut reader, None, out.path(), u64::MAX, &config).unwrap();
+        let text = std::fs::read_to_string(out.path().join("config.json")).unwrap();
+        let written: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(written[key], "bfloat16");
+        assert_eq!(
+            Model::from_folder(out.path()).unwrap().config,
+            Model::from_folder(&fixture.folder).unwrap().config
+        );
+        SafetensorsSource::open(out.path()).unwrap().validate(&reader.params()).unwrap();
+    }
+}
+
+#[test]
+fn a_failed_export_leaves_the_earlier_one() {
+    let fixture = Fixture::new("qwen3");
+    let out = tempfile::tempdir().unwrap();
+    let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
+    let mut reader = Copying::new(&fixture.folder, DType::F32);
+    export_folder(&mut reader, Some(&fixture.folder), out.path(), 40_000, &config).unwrap();
+    let before = names(out.path());
+    reader.broken = Some("model.norm.weight".into());
+    let error = export_folder(&mut reader, None, out.path(), 20_000, &config).unwrap_err();
+    assert!(error.to_string().contains("cannot be read"));
+    assert_eq!(names(out.path()), before);
+    same_weights(&fixture.folder, out.path());
+}
+
+#[test]
+fn tokenizers_travel_along() {
+    let source = tempfile::tempdir().unwrap();
+    for name in ["tokenizer.json", "generation_config.json", "chat_template.jinja", "notes.txt"] {
+        std::fs::write(source.path().join(name), name).unwrap();
+    }
+    let fixture = Fixture::new("llama2");
+    let out = tempfile::tempdir().unwrap();
+    let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
+    let mut reader = Copying::new(&fixture.folder, DType::F32);
+    export_folder(&mut reader, Some(source.path()), out.path(), u64::MAX, &config).unwrap();
+    let expected = [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ];
+    assert_eq!(names(out.path()), expected);
+    assert_eq!(std::fs::read_to_string(out.path().join("tokenizer.json")).unwrap(), "tokenizer.json");
+}
+
+fn same_weights(expected: &Path, found: &Path) {
+    let params = Copying::new(expected, DType::F32).params;
+    let (mut expected, mut found) =
+        (SafetensorsSource::open(expected).unwrap(), SafetensorsSource::open(found).unwrap());
+    for param in params {
+        let (mut a, mut b) = (vec![0.0; param.elements()], vec![1.0; param.elements()]);
+        expected.read(&param, 0, &mut a).unwrap();
+        found.read(&param, 0, &mut b).unwrap();
+        assert_eq!(a, b, "{}", param.name);
+    }
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let mut names: Vec<String> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}

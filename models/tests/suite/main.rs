@@ -1,0 +1,14 @@
+//! Tests of the models against transformers and torch, without the engine.
+#![forbid(unsafe_code)]
+#![allow(non_snake_case, reason = "tensor names carry their shape as a suffix")]
+
+mod adamw;
+mod batches;
+mod configs;
+mod export;
+mod fixture;
+mod memory;
+mod parity;
+mod runner;
+mod tiling;
+mod weights;

@@ -1,0 +1,233 @@
+//! The numbers of transformers and torch, on every family and backend.
+
+use crate::adamw::{self, State};
+use crate::fixture::{Fixture, backends, numbers, steps};
+use crate::runner::Runner;
+use std::collections::HashMap;
+use terrace_kernels::{DType, KernelSet};
+use terrace_models::TokenBatch;
+use terrace_zero::MicroBatch;
+
+#[test]
+fn logits_of_every_position() {
+    for (fixture, (backend, kernels)) in cases() {
+        let arrays = fixture.arrays("logits.safetensors");
+        let (ids, expected) = (arrays["input_ids"].ids(), arrays["logits"].floats());
+        let [sequences, length, vocab] = arrays["logits"].shape[..] else { panic!("three dimensions") };
+        let mut runner = fixture.runner(kernels, DType::F32);
+        let batches = TokenBatch::new(&runner.model.config);
+        let mut worst = 0f32;
+        for end in 1..=length {
+            let rows: Vec<&[u32]> = ids.chunks(length).map(|row| &row[..end]).collect();
+            let batch = batches.prefill(&rows, length).unwrap();
+            let mut cache = runner.cache(sequences, length);
+            for (b, logits) in runner.generate(&batch, &mut cache).iter().enumerate() {
+                let row = (b * length + end - 1) * vocab;
+                worst = worst.max(furthest(logits, &expected[row..row + vocab]));
+            }
+        }
+        assert!(worst <= 1e-4, "{} on {backend}: logits are off by {worst}", fixture.name);
+    }
+}
+
+#[test]
+fn greedy_ids_through_the_cache() {
+    for (fixture, (backend, kernels)) in cases() {
+        let greedy = fixture.json("greedy.json");
+        let prompts: Vec<Vec<u32>> = numbers(&greedy["prompts"]);
+        let expected: Vec<Vec<u32>> = numbers(&greedy["outputs"]);
+        let mut runner = fixture.runner(kernels, DType::F32);
+        let batches = TokenBatch::new(&runner.model.config);
+
+        let rows: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
+        let longest = rows.iter().map(|row| row.len()).max().unwrap();
+        let mut cache = runner.cache(rows.len(), longest + expected[0].len());
+        let mut next = best(&runner.generate(&batches.prefill(&rows, longest + 2).unwrap(), &mut cache));
+        cache.lengths = rows.iter().map(|row| row.len()).collect();
+        let mut outputs: Vec<Vec<u32>> = next.iter().map(|id| vec![*id]).collect();
+        for _ in 1..expected[0].len() {
+            let batch = batches.decode(&next, &cache.lengths).unwrap();
+            next = best(&runner.generate(&batch, &mut cache));
+            cache.lengths.iter_mut().for_each(|length| *length += 1);
+            outputs.iter_mut().zip(&next).for_each(|(ids, id)| ids.push(*id));
+        }
+        assert_eq!(outputs, expected, "{} on {backend}", fixture.name);
+    }
+}
+
+#[test]
+fn greedy_ids_by_recomputing_everything() {
+    for (fixture, (backend, kernels)) in cases() {
+        let greedy = fixture.json("greedy.json");
+        let mut rows: Vec<Vec<u32>> = numbers(&greedy["prompts"]);
+        let expected: Vec<Vec<u32>> = numbers(&greedy["outputs"]);
+        let prompt_lengths: Vec<usize> = rows.iter().map(Vec::len).collect();
+        let mut runner = fixture.runner(kernels, DType::F32);
+        let batches = TokenBatch::new(&runner.model.config);
+        for _ in 0..expected[0].len() {
+            let views: Vec<&[u32]> = rows.iter().map(Vec::as_slice).collect();
+            let batch = batches.prefill(&views, 32).unwrap();
+            let mut cache = runner.cache(rows.len(), 32);
+            for (row, id) in rows.iter_mut().zip(best(&runner.generate(&batch, &mut cache))) {
+                row.push(id);
+            }
+        }
+        for ((row, prompt), expected) in rows.iter().zip(prompt_lengths).zip(expected) {
+            assert_eq!(row[prompt..], expected, "{} on {backend}", fixture.name);
+        }
+    }
+}
+
+#[test]
+fn a_prompt_in_two_parts_gives_the_logits_of_the_whole() {
+    for (fixture, (backend, kernels)) in cases() {
+        let ids = fixture.arrays("logits.safetensors")["input_ids"].ids();
+        let mut runner = fixture.runner(kernels, DType::F32);
+        let batches = TokenBatch::new(&runner.model.config);
+        let row = &ids[..20];
+        let mut cache = runner.cache(1, 24);
+        let whole = runner.generate(&batches.prefill(&[row], 20).unwrap(), &mut cache);
+        let mut cache = runner.cache(1, 24);
+        runner.generate(&batches.prefill(&[&row[..13]], 13).unwrap(), &mut cache);
+        cache.lengths = vec![13];
+        let batch = batches.generate(&[&row[13..]], &[13], 10).unwrap();
+        let parts = runner.generate(&batch, &mut cache);
+        let off = furthest(&whole[0], &parts[0]);
+        assert!(off <= 1e-5, "{} on {backend}: off by {off}", fixture.name);
+    }
+}
+
+#[test]
+fn gradients_of_the_first_step() {
+    for (fixture, (backend, kernels)) in cases() {
+        let mut runner = fixture.runner(kernels, DType::F32);
+        let batches = TokenBatch::new(&runner.model.config);
+        let step = steps(&fixture.json("train.json"), &batches).swap_remove(0);
+        let (_, gradients) = forward_backward(&mut runner, &step);
+        let expected = fixture.arrays("train.safetensors");
+        for param in runner.params() {
+            let expected = expected[&format!("grad.{}", param.name)].floats();
+            let found = &gradients[&param.name];
+            let off = furthest(found, &expected);
+            assert!(off <= 2e-5, "{} on {backend}: gradient of {} is off by {off}", fixture.name, param.name);
+            assert!(expected.iter().any(|g| *g != 0.0), "the gradient of {} is tested", param.name);
+        }
+    }
+}
+
+#[test]
+fn ten_steps_of_adamw() {
+    for (fixture, (backend, kernels)) in cases() {
+        let name = format!("{} on {backend}", fixture.name);
+        let train = fixture.json("train.json");
+        let trained = train_all(&fixture, kernels, DType::F32);
+        close(&name, "loss", &trained.losses, &numbers(&train["losses"]), 1e-4);
+        close(&name, "gradient norm", &trained.norms, &numbers(&train["grad_norms"]), 1e-3);
+        let expected = fixture.arrays("train.safetensors");
+        for (tensor, state) in trained.states {
+            let expected = expected[&format!("final.{tensor}")].floats();
+            let found: Vec<f32> = state.master.iter().map(|v| *v as f32).collect();
+            let off = furthest(&found, &expected);
+            assert!(off <= 1e-3, "{name}: final {tensor} is off by {off}");
+        }
+    }
+}
+
+/// Both sides round activations to bf16, but at different places; a step's loss agrees to about half a percent.
+#[test]
+fn ten_steps_in_bf16() {
+    for (fixture, (backend, kernels)) in cases() {
+        let name = format!("{} on {backend}", fixture.name);
+        let train = fixture.json("train.json");
+        let trained = train_all(&fixture, kernels, DType::BF16);
+        close(&name, "bf16 loss", &trained.losses, &numbers(&train["losses_bf16"]), 5e-3);
+        close(&name, "bf16 gradient norm", &trained.norms, &numbers(&train["grad_norms_bf16"]), 3e-2);
+    }
+}
+
+#[test]
+fn evaluation_sums_the_losses_of_training() {
+    for (fixture, (backend, kernels)) in cases() {
+        let mut runner = fixture.runner(kernels, DType::F32);
+        let batches = TokenBatch::new(&runner.model.config);
+        let step = steps(&fixture.json("train.json"), &batches).swap_remove(0);
+        for batch in &step {
+            let trained = runner.train(batch, 1.0, &mut HashMap::new());
+            let evaluated = runner.evaluate(batch);
+            assert_eq!(trained, evaluated, "{} on {backend}", fixture.name);
+        }
+    }
+}
+
+struct Trained {
+    losses: Vec<f64>,
+    norms: Vec<f64>,
+    states: HashMap<String, State>,
+}
+
+/// All steps of the fixture with masters in f64 and weights in `dtype`.
+fn train_all(fixture: &Fixture, kernels: KernelSet, dtype: DType) -> Trained {
+    let masters = fixture.runner(kernels.clone(), DType::F32);
+    let mut runner = fixture.runner(kernels, dtype);
+    let params = runner.params();
+    let mut states: HashMap<String, State> = HashMap::new();
+    for param in &params {
+        let bytes = masters.weight_bytes(&param.name).as_chunks::<4>().0;
+        let values: Vec<f32> = bytes.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        states.insert(param.name.clone(), State::new(&values));
+    }
+    let batches = TokenBatch::new(&runner.model.config);
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for (index, step) in steps(&fixture.json("train.json"), &batches).iter().enumerate() {
+        let (loss, gradients) = forward_backward(&mut runner, step);
+        let norm = adamw::norm(params.iter().map(|param| &gradients[&param.name]));
+        for param in &params {
+            let state = states.get_mut(&param.name).unwrap();
+            state.step(&gradients[&param.name], adamw::clip_factor(norm), index as i32 + 1);
+            let values: Vec<f32> = state.master.iter().map(|v| *v as f32).collect();
+            runner.set(param, &values);
+        }
+        losses.push(loss);
+        norms.push(norm);
+    }
+    Trained { losses, norms, states }
+}
+
+/// Mean loss and its gradients over a step's micro-batches.
+fn forward_backward(runner: &mut Runner, step: &[MicroBatch]) -> (f64, HashMap<String, Vec<f32>>) {
+    let terms: u64 = step.iter().map(|batch| batch.loss_terms).sum();
+    let mut gradients = HashMap::new();
+    let losses = step.iter().map(|batch| runner.train(batch, 1.0 / terms as f32, &mut gradients));
+    let loss: f64 = losses.sum();
+    (loss / terms as f64, gradients)
+}
+
+fn cases() -> impl Iterator<Item = (Fixture, (&'static str, KernelSet))> {
+    Fixture::all().flat_map(|fixture| {
+        let name = fixture.name;
+        backends().into_iter().map(move |backend| (Fixture::new(name), backend))
+    })
+}
+
+fn best(logits: &[Vec<f32>]) -> Vec<u32> {
+    let argmax = |row: &Vec<f32>| {
+        let best = row.iter().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b));
+        best.unwrap().0 as u32
+    };
+    logits.iter().map(argmax).collect()
+}
+
+/// Largest absolute difference; NaN counts as infinite.
+pub fn furthest(found: &[f32], expected: &[f32]) -> f32 {
+    assert_eq!(found.len(), expected.len());
+    let differences = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
+    differences.map(|d| if d.is_nan() { f32::INFINITY } else { d }).fold(0.0, f32::max)
+}
+
+fn close(name: &str, what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
+    assert_eq!(found.len(), expected.len(), "{name}: number of steps");
+    for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let off = (found - expected).abs() / expected.abs();
+        assert!(off <= tolerance, "{name}: {what} of step {step} is {found}, torch has {expected} ({off:e})");
+    }
+}

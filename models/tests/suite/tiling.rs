@@ -1,0 +1,54 @@
+//! Tiles change rounding at most: a batch that needs several tiles agrees with its sequences one by one.
+
+use crate::parity::furthest;
+use crate::runner::Runner;
+use std::collections::HashMap;
+use terrace_kernels::{DType, reference};
+use terrace_models::{Model, ModelConfig, RandomSource, Row, TILE_ROWS, TokenBatch};
+
+#[test]
+fn layers_beyond_one_tile() {
+    let config = config(16, 4, 8, TILE_ROWS);
+    compare(config, 4, TILE_ROWS / 3);
+}
+
+#[test]
+fn logits_beyond_one_tile() {
+    // At this vocabulary a tile has the minimum of 128 rows.
+    compare(config(70_000, 4, 8, 128), 3, 60);
+}
+
+fn config(vocab: usize, hidden: usize, feed_forward: usize, positions: usize) -> ModelConfig {
+    ModelConfig::parse(&format!(
+        r#"{{"architectures": ["Qwen3ForCausalLM"], "vocab_size": {vocab}, "hidden_size": {hidden},
+            "intermediate_size": {feed_forward}, "num_hidden_layers": 1, "num_attention_heads": 1,
+            "num_key_value_heads": 1, "head_dim": 2, "attention_bias": true, "initializer_range": 0.5,
+            "max_position_embeddings": {positions}}}"#
+    ))
+    .unwrap()
+}
+
+fn compare(config: ModelConfig, sequences: usize, length: usize) {
+    let batches = TokenBatch::new(&config);
+    let vocab = config.vocab;
+    let mut source = RandomSource::for_config(&config, 3);
+    let mut runner = Runner::new(Model::new(config), reference::kernel_set(), DType::F32, &mut source);
+    let ids: Vec<u32> = (0..sequences * length).map(|i| (i * 7919 % vocab) as u32).collect();
+    let labels: Vec<i32> = ids.iter().map(|id| *id as i32).collect();
+    let rows: Vec<Row<'_>> =
+        ids.chunks(length).zip(labels.chunks(length)).map(|(ids, labels)| Row { ids, labels }).collect();
+
+    let (mut together, mut apart) = (HashMap::new(), HashMap::new());
+    let batch = batches.train(&rows, sequences, length).unwrap();
+    let scale = 1.0 / batch.loss_terms as f32;
+    let loss = runner.train(&batch, scale, &mut together);
+    let mut sum = 0.0;
+    for row in rows {
+        sum += runner.train(&batches.train(&[row], 1, length).unwrap(), scale, &mut apart);
+    }
+    assert!((loss - sum).abs() <= 1e-6 * sum.abs(), "{loss} and {sum}");
+    for (name, gradient) in together {
+        let off = furthest(&gradient, &apart[&name]);
+        assert!(off <= 1e-6, "gradient of {name} is off by {off}");
+    }
+}

@@ -1,0 +1,132 @@
+//! Reading weights: ranges, element types, layouts, and every kind of damage.
+
+use crate::fixture::Fixture;
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use std::collections::HashMap;
+use std::path::Path;
+use terrace_models::{Model, ModelConfig, SafetensorsSource};
+use terrace_zero::{ParamSpec, WeightSource};
+
+#[test]
+fn every_fixture_validates_and_ranges_agree() {
+    for fixture in Fixture::all() {
+        let model = Model::from_folder(&fixture.folder).unwrap();
+        let mut source = SafetensorsSource::open(&fixture.folder).unwrap();
+        for block in &model.blocks {
+            source.validate(block.params()).unwrap();
+            for param in block.params() {
+                let mut whole = vec![f32::NAN; param.elements()];
+                source.read(param, 0, &mut whole).unwrap();
+                assert!(whole.iter().all(|v| v.is_finite()));
+                let (start, end) = (param.elements() / 3, param.elements() - 1);
+                let mut range = vec![f32::NAN; end - start];
+                source.read(param, start, &mut range).unwrap();
+                assert_eq!(range, whole[start..end]);
+            }
+        }
+    }
+}
+
+#[test]
+fn half_precision_widens_exactly() {
+    let values = [1.0f32, -0.5, 3.140625, 65504.0];
+    let bf16: Vec<u8> = values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect();
+    let f16: Vec<u8> = values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect();
+    let folder = tempfile::tempdir().unwrap();
+    let tensors = [("model.a", Dtype::BF16, &bf16), ("b", Dtype::F16, &f16)];
+    write(&folder.path().join("model.safetensors"), &tensors);
+    let mut source = SafetensorsSource::open(folder.path()).unwrap();
+    let mut out = [0.0; 4];
+    source.read(&ParamSpec::new("model.a", &[4]), 0, &mut out).unwrap();
+    assert_eq!(out, values.map(|v| half::bf16::from_f32(v).to_f32()));
+    // The base model's name of a parameter is found too.
+    source.read(&ParamSpec::new("model.b", &[4]), 0, &mut out).unwrap();
+    assert_eq!(out, values);
+}
+
+#[test]
+fn damage_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    write(&path, &[("a", Dtype::F32, &vec![0; 16]), ("b", Dtype::I32, &vec![0; 16])]);
+    let good = std::fs::read(&path).unwrap();
+    let source = SafetensorsSource::open(folder.path()).unwrap();
+
+    let message =
+        |name, dims: &[usize]| source.validate(&[ParamSpec::new(name, dims)]).unwrap_err().to_string();
+    let shape = message("a", &[2, 2]);
+    for part in ["`a`", "model.safetensors", "[4]", "[2, 2]"] {
+        assert!(shape.contains(part), "{shape}");
+    }
+    assert!(message("c", &[4]).contains("no tensor `c` (expected shape [4])"));
+    assert!(message("b", &[4]).contains("stored as I32"));
+
+    let reopened = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        SafetensorsSource::open(folder.path()).unwrap_err().to_string()
+    };
+    let truncated = reopened(&good[..good.len() - 1]);
+    let sizes = format!("describes {} bytes, the file has {}", good.len(), good.len() - 1);
+    assert!(truncated.contains(&sizes), "{truncated}");
+    assert!(reopened(&good[..20]).contains("truncated"));
+    assert!(reopened(&good[..5]).contains("only 5 bytes"));
+    let mut huge = good.clone();
+    huge[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    assert!(reopened(&huge).contains("header claims"));
+    let mut garbled = good.clone();
+    garbled[9] = b'!';
+    assert!(reopened(&garbled).contains("its header"));
+    let text = r#"{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,12]}}"#;
+    let mut wrong = (text.len() as u64).to_le_bytes().to_vec();
+    wrong.extend(text.bytes().chain([0; 16]));
+    assert!(reopened(&wrong).contains("`a`"), "{}", reopened(&wrong));
+}
+
+#[test]
+fn incomplete_folders_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let message = || SafetensorsSource::open(folder.path()).unwrap_err().to_string();
+    assert!(message().contains("no model.safetensors or model.safetensors.index.json"));
+    std::fs::write(folder.path().join("pytorch_model.bin"), "").unwrap();
+    assert!(message().contains("convert them to safetensors"));
+
+    let index = folder.path().join("model.safetensors.index.json");
+    let map = |file: &str| format!(r#"{{"weight_map": {{"a": "{file}"}}}}"#);
+    std::fs::write(&index, map("model-00001-of-00002.safetensors")).unwrap();
+    let missing = message();
+    assert!(missing.contains("no model-00001-of-00002.safetensors, which"), "{missing}");
+    std::fs::write(&index, map("../other.safetensors")).unwrap();
+    assert!(message().contains("not a plain file name"));
+    std::fs::write(&index, "{}").unwrap();
+    assert!(message().contains("no weight_map"));
+    std::fs::remove_file(&index).unwrap();
+
+    write(&folder.path().join("x.safetensors"), &[("a", Dtype::F32, &vec![0; 16])]);
+    SafetensorsSource::open(folder.path()).expect("a folder's only file needs no index");
+    SafetensorsSource::open(&folder.path().join("x.safetensors")).expect("nor does a path to a file");
+    write(&folder.path().join("y.safetensors"), &[("b", Dtype::F32, &vec![0; 16])]);
+    assert!(message().contains("belong together"));
+}
+
+#[test]
+fn tied_models_ignore_a_stored_head() {
+    let fixture = Fixture::new("llama31");
+    let config = ModelConfig::from_folder(&fixture.folder).unwrap();
+    assert!(config.tied);
+    let names: Vec<String> =
+        Model::new(config).blocks.iter().flat_map(|b| b.params().to_vec()).map(|p| p.name).collect();
+    assert!(!names.iter().any(|name| name.contains("lm_head")), "borrowed, not owned");
+}
+
+/// A file of vectors.
+fn write(path: &Path, tensors: &[(&str, Dtype, &Vec<u8>)]) {
+    let views: HashMap<&str, TensorView<'_>> = tensors
+        .iter()
+        .map(|(name, dtype, bytes)| {
+            let elements = bytes.len() * 8 / dtype.bitsize();
+            (*name, TensorView::new(*dtype, vec![elements], bytes).unwrap())
+        })
+        .collect();
+    std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
