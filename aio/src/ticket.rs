@@ -45,6 +45,8 @@ struct Shared {
 
 struct Slot {
     state: State,
+    /// The buffer goes home as soon as the request is done, whether or not anybody waits.
+    release_early: bool,
     observers: Vec<Observer>,
 }
 
@@ -60,7 +62,8 @@ enum State {
 impl Ticket {
     /// A ticket and the completer that resolves it.
     pub fn new() -> (Self, Completer) {
-        let slot = Mutex::new(Slot { state: State::Pending(None), observers: Vec::new() });
+        let slot =
+            Mutex::new(Slot { state: State::Pending(None), release_early: false, observers: Vec::new() });
         let shared = Arc::new(Shared { slot, done: Condvar::new() });
         (Self { shared: Arc::clone(&shared), driver: None }, Completer { shared: Some(shared) })
     }
@@ -70,6 +73,24 @@ impl Ticket {
         let (mut ticket, completer) = Self::new();
         ticket.driver = Some(driver);
         (ticket, completer)
+    }
+
+    /// The same claim without the buffer: it goes back to its pool as soon as the request is done, and
+    /// [`wait`](Self::wait) gives an empty one. For writes that are only waited for at a fence.
+    pub fn without_buffer(self) -> Self {
+        let mut slot = self.shared.lock();
+        slot.release_early = true;
+        let mut released = None;
+        if let State::Done(result) = std::mem::replace(&mut slot.state, State::Taken) {
+            let (result, buffer) = split_buffer(result);
+            slot.state = State::Done(result);
+            released = buffer;
+        } else {
+            slot.state = State::Pending(None);
+        }
+        drop(slot);
+        drop(released);
+        self
     }
 
     /// A ticket that is already resolved.
@@ -221,8 +242,11 @@ impl Shared {
         match &mut slot.state {
             State::Pending(waker) => {
                 let waker = waker.take();
+                let (result, released) =
+                    if slot.release_early { split_buffer(result) } else { (result, None) };
                 slot.state = State::Done(result);
                 drop(slot);
+                drop(released);
                 self.done.notify_all();
                 if let Some(waker) = waker {
                     waker.wake();
@@ -234,6 +258,14 @@ impl Shared {
             }
             State::Done(_) | State::Taken => unreachable!("a completer resolves its ticket once"),
         }
+    }
+}
+
+/// Takes the buffer out of a result, leaving an empty one.
+fn split_buffer(result: Result<IoBuf, IoError>) -> (Result<IoBuf, IoError>, Option<IoBuf>) {
+    match result {
+        Ok(buffer) => (Ok(IoBuf::empty()), Some(buffer)),
+        Err(error) => (Err(error), None),
     }
 }
 

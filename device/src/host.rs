@@ -6,7 +6,6 @@
 //! is recycled too early is copied with its new contents.
 
 use crate::{Arena, Bytes, BytesMut, Device, DeviceError, Event, Space, Stream, StreamKind};
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -54,31 +53,45 @@ impl Device for HostDevice {
     }
 }
 
-/// Zeroed, page-aligned memory of the process. Untouched pages cost nothing until they are written.
+/// Zeroed, page-aligned memory of the process.
+///
+/// It is mapped, not allocated: an aligned zeroed allocation would write every page at once, while a mapping's pages
+/// become resident only when they are first touched.
 #[derive(Debug)]
 pub struct HostMemory {
     base: NonNull<u8>,
-    layout: Layout,
+    bytes: usize,
 }
 
-// SAFETY: the allocation has one owner and is not tied to a thread.
+// SAFETY: the mapping has one owner and is not tied to a thread.
 unsafe impl Send for HostMemory {}
 // SAFETY: `&HostMemory` gives no access to the bytes.
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    /// Allocates `bytes` (at least one page).
+    /// Maps `bytes` (at least one page).
     ///
     /// # Errors
     /// The operating system has no memory left.
     pub fn new(bytes: usize) -> Result<Self, DeviceError> {
-        let refused = |detail: &str| DeviceError::OutOfMemory { what: "host", bytes, detail: detail.into() };
-        let layout = Layout::from_size_align(bytes.max(1).next_multiple_of(4096), 4096)
-            .map_err(|_| refused("larger than the address space"))?;
-        // SAFETY: the layout has a non-zero size.
-        let base =
-            NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(|| refused("the allocator refused"))?;
-        Ok(Self { base, layout })
+        let mapped = bytes.max(1).next_multiple_of(4096);
+        // SAFETY: a new private anonymous mapping touches no existing memory.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                mapped,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            let detail = std::io::Error::last_os_error().to_string();
+            return Err(DeviceError::OutOfMemory { what: "host", bytes, detail });
+        }
+        let base = NonNull::new(base.cast()).expect("a mapping is never at address zero");
+        Ok(Self { base, bytes: mapped })
     }
 
     /// The first byte.
@@ -86,16 +99,16 @@ impl HostMemory {
         self.base
     }
 
-    /// Bytes allocated.
+    /// Bytes mapped.
     pub fn bytes(&self) -> usize {
-        self.layout.size()
+        self.bytes
     }
 }
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout.
-        unsafe { dealloc(self.base.as_ptr(), self.layout) }
+        // SAFETY: mapped in `new` with this length, and no borrow of it is left.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
 

@@ -68,7 +68,7 @@ impl Scratch {
         let (sum, len) = (checksum(&lease), lease.len());
         self.settle(chunk)?;
         let request = self.volume.request(OpKind::Write, self.address(chunk), lease.into_io());
-        let ticket = self.volume.engine.submit(request);
+        let ticket = self.volume.engine.submit(request).without_buffer();
         self.lock()[chunk.0] = ChunkState::Writing { ticket, sum, len };
         Ok(())
     }

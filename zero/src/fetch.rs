@@ -11,7 +11,7 @@ use crate::lane::Lane;
 use crate::network::Network;
 use crate::state::{StateHome, StateKinds};
 use crate::{EngineError, Result};
-use crossbeam::channel::{Receiver, Sender, bounded};
+use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -148,7 +148,7 @@ pub(crate) struct Ready {
 #[derive(Debug)]
 enum ReadyMemory {
     Host(SharedBytes),
-    Device { region: Region, source: UploadSource<SharedBytes> },
+    Device { region: Region, source: Option<UploadSource<SharedBytes>> },
 }
 
 impl Ready {
@@ -219,7 +219,7 @@ impl<'a> Fetcher<'a> {
     pub(crate) fn next(&mut self) -> Result<Ready> {
         let began = Instant::now();
         let ready = if self.lane.unified {
-            let (group, bytes) = self.staged()?;
+            let (group, bytes) = self.staged(true)?.expect("waited for");
             self.set(group, &[Residency::Staged, Residency::Ready]);
             Ready { group, memory: ReadyMemory::Host(bytes) }
         } else {
@@ -227,6 +227,8 @@ impl<'a> Fetcher<'a> {
             let (group, upload) = self.uploads.pop_front().expect("at least one upload was started");
             let (region, source) = upload.ready_on(&*self.lane.compute)?;
             self.set(group, &[Residency::Ready]);
+            // The host slot is free for the next read as soon as its bytes have crossed.
+            let source = if source.is_done() { source.release().map(|_| None)? } else { Some(source) };
             Ready { group, memory: ReadyMemory::Device { region, source } }
         };
         self.stalled += began.elapsed();
@@ -238,7 +240,9 @@ impl<'a> Fetcher<'a> {
         let group = ready.group;
         self.set(group, &[Residency::Releasing]);
         if let ReadyMemory::Device { region, source } = ready.memory {
-            drop(source.release()?);
+            if let Some(source) = source {
+                drop(source.release()?);
+            }
             // Hazard (upload over weights in use): the region is refilled only after compute has passed this point.
             let event = self.lane.compute.record()?;
             self.regions.push_back((region, Some(event)));
@@ -252,33 +256,42 @@ impl<'a> Fetcher<'a> {
         self.regions.into_iter().map(|(region, _)| region).collect()
     }
 
-    fn staged(&mut self) -> Result<(usize, SharedBytes)> {
-        let group = self.upcoming.pop_front().expect("the schedule asks for no more groups than it listed");
-        match &self.source {
+    /// The next group in host memory; `None` if it is not there yet and `wait` is false.
+    fn staged(&mut self, wait: bool) -> Result<Option<(usize, SharedBytes)>> {
+        let &group = self.upcoming.front().expect("the schedule asks for no more groups than it listed");
+        let bytes = match &self.source {
             Source::Resident(home, kinds) => {
-                let bytes =
-                    home.resident_weights(group, kinds).expect("resident state has every group's weights");
-                Ok((group, bytes))
+                home.resident_weights(group, kinds).expect("resident state has every group's weights")
             }
             Source::Thread(receiver) => {
-                let staged = receiver
-                    .recv()
-                    .unwrap_or_else(|_| Err(EngineError::Config("the fetch thread ended early".into())))?;
+                let received = match receiver.try_recv() {
+                    Err(TryRecvError::Empty) if wait => receiver.recv().map_err(|_| TryRecvError::Disconnected),
+                    other => other,
+                };
+                let staged = match received {
+                    Ok(staged) => staged?,
+                    Err(TryRecvError::Empty) => return Ok(None),
+                    Err(TryRecvError::Disconnected) => {
+                        return Err(EngineError::Config("the fetch thread ended early".into()));
+                    }
+                };
                 assert_eq!(staged.0, group, "groups arrive in the order of the schedule");
-                Ok(staged)
+                staged.1
             }
-        }
+        };
+        self.upcoming.pop_front();
+        Ok(Some((group, bytes)))
     }
 
+    /// Fills the upload window; waits for the first upload only, since host slots may be held by groups in use.
     fn start_uploads(&mut self) -> Result {
         while self.uploads.len() < UPLOAD_WINDOW && !self.upcoming.is_empty() && !self.regions.is_empty() {
-            let (group, bytes) = self.staged()?;
+            let Some((group, bytes)) = self.staged(self.uploads.is_empty())? else { return Ok(()) };
             let (region, free) = self.regions.pop_front().expect("checked above");
             if let Some(event) = free {
                 self.lane.up.wait(&*event)?;
             }
             let upload = Upload::start(&*self.lane.up, bytes, region)?;
-            // A group that is in use and fetched again keeps the state of its first use.
             self.set(group, &[Residency::Staged, Residency::Uploading]);
             self.uploads.push_back((group, upload));
         }

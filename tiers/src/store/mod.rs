@@ -219,7 +219,8 @@ impl DiskStore {
         assert_eq!(lease.len(), len, "the lease is as long as chunk {chunk} of {key:?}");
         let sum = checksum(&lease);
         let address = self.address(key.group, kind, chunk, self.generation_index(Generation::Next));
-        let ticket = self.volume.engine.submit(self.volume.request(OpKind::Write, address, lease.into_io()));
+        let request = self.volume.request(OpKind::Write, address, lease.into_io());
+        let ticket = self.volume.engine.submit(request).without_buffer();
         let entry = self.map.table_entry(key.group, kind, chunk);
         let mut next = self.lock_next();
         next.table[entry] = sum;

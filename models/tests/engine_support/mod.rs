@@ -12,7 +12,8 @@ use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
 use terrace_optimizer::{AdamW, StateFormat};
 use terrace_tiers::checksum;
 use terrace_zero::{
-    Backend, BatchLimits, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig, WeightReader, WindowOverrides,
+    Backend, BatchLimits, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig, WeightReader,
+    WindowOverrides,
 };
 
 /// A Llama of some 100k parameters; tied when asked.
@@ -100,7 +101,8 @@ impl Setup {
         let device: Arc<dyn Device> =
             Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() });
         let io = self.io.clone().unwrap_or_else(|| {
-            open_default(&IoConfig { choice: self.choice, ..IoConfig::default() }).expect("the disk engine starts")
+            open_default(&IoConfig { choice: self.choice, ..IoConfig::default() })
+                .expect("the disk engine starts")
         });
         let kernel_scratch_bytes = cpu::scratch_bytes(self.threads) as u64;
         Backend { device, kernels: cpu::kernel_set(self.threads), kernel_scratch_bytes, io }
@@ -142,8 +144,11 @@ impl Setup {
                     .map(|s| {
                         let len = LENGTH - (m + s) % 3;
                         let ids: Vec<u32> = (0..len).map(|_| (next() % vocab) as u32).collect();
-                        let labels =
-                            ids.iter().enumerate().map(|(t, &id)| if t % 5 == 1 { -100 } else { id as i32 }).collect();
+                        let labels = ids
+                            .iter()
+                            .enumerate()
+                            .map(|(t, &id)| if t % 5 == 1 { -100 } else { id as i32 })
+                            .collect();
                         (ids, labels)
                     })
                     .collect();

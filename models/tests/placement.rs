@@ -1,6 +1,7 @@
 //! Placement never changes numbers: the same training gives the same bits wherever the state lives, whatever the windows,
 //! the disk engine, the device mode and the number of threads.
 
+#[path = "engine_support/mod.rs"]
 mod support;
 
 use support::Setup;
@@ -34,12 +35,10 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         ("one path".to_owned(), disk("one", 1)),
         ("three paths".to_owned(), disk("three", 3)),
         ("tiny windows".to_owned(), Setup { overrides: tiny_windows(), ..disk("tiny", 1) }),
-        ("tiny windows, discrete, two threads".to_owned(), Setup {
-            overrides: tiny_windows(),
-            discrete: true,
-            threads: 2,
-            ..disk("tiny-discrete", 2)
-        }),
+        (
+            "tiny windows, discrete, two threads".to_owned(),
+            Setup { overrides: tiny_windows(), discrete: true, threads: 2, ..disk("tiny-discrete", 2) },
+        ),
     ];
     if terrace_aio::engine::UringEngine::probe().is_ok() {
         let uring = Setup { choice: EngineChoice::Uring, overrides: tiny_windows(), ..disk("uring", 3) };
