@@ -1,0 +1,373 @@
+//! Causal attention without an S×S matrix (Dao, arXiv 2307.08691), forward.
+//!
+//! The query heads that share a key/value head are taken together: *row* `i·(H/G) + h` of a `(b, g)` pair is query i of
+//! the h-th such head, so that keys and values are packed once for all of them and never repeated in memory. A task takes
+//! [`ROWS`] rows and walks over the keys they see in blocks of [`KEYS`] that begin at multiples of it:
+//!
+//! ```text
+//! s = (scale·q)·kᵀ;  m' = max(m, max s);  p = exp(s − m');  l = l·exp(m − m') + Σp;  acc = acc·exp(m − m') + p·v
+//! out = acc / l;  lse = m + ln l
+//! ```
+//!
+//! All in f32. Hidden entries of a block are zeros in p, and a block that a row does not see at all leaves its state as it
+//! is, so that a row's result depends neither on its neighbours nor on the number of threads.
+//!
+//! Tolerance against f64: 1e-5 of the largest |v| for heads up to 128 and inputs of order one, before the rounding.
+
+use super::floats::{Floats, FloatsMut, floats_mut, ints};
+use super::gemm::{self, Panels, Target, packed_len};
+use super::threads::{Carver, SCRATCH_BYTES, SharedMut};
+use super::{Cpu, Isa, vector};
+use crate::check::{self, AttentionDims};
+use crate::{Attention, AttentionSpec, Result, View, ViewMut};
+use std::ops::Range;
+
+/// Rows per task and keys per block: whole micro tiles of every instruction set.
+pub const ROWS: usize = 96;
+pub const KEYS: usize = 96;
+/// Largest head size.
+pub const HEAD_MAX: usize = 512;
+/// Up to this many rows, dot products with unpacked keys are faster than packing them.
+const ROWS_THIN: usize = 8;
+
+/// The largest of a call's buffers: a block of rows or keys, packed either way.
+const BUFFER: usize = packed_len(HEAD_MAX, 48, ROWS) + 16;
+/// A block of scores, plain or packed.
+const SCORES: usize = packed_len(ROWS, 8, KEYS) + 16;
+
+const _: () = assert!(
+    4 * (9 * BUFFER + 4 * SCORES + 4 * (ROWS + HEAD_MAX)) <= SCRATCH_BYTES,
+    "the buffers of the backward pass fit the scratch"
+);
+
+impl Attention for Cpu {
+    fn forward(
+        &self,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        starts: View<'_>,
+        out: ViewMut<'_>,
+        lse: ViewMut<'_>,
+        spec: AttentionSpec,
+    ) -> Result {
+        let dims = check::attention_forward(q, k, v, starts, &out, &lse);
+        let starts_b = ints(starts);
+        check::starts(&dims, starts_b);
+        let geometry = Geometry::new(dims, spec);
+        let call = Forward {
+            cpu: self,
+            geometry,
+            q: Floats::new(q),
+            k: Floats::new(k),
+            v: Floats::new(v),
+            out: FloatsMut::new(out),
+            lse: SharedMut::new(floats_mut(lse)),
+        };
+        self.threads.run(geometry.row_tasks(), |task, scratch| {
+            let rows = geometry.row_block(task);
+            call.rows(rows, starts_b[rows.b] as usize, Carver::new(scratch));
+        });
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        lse: View<'_>,
+        dout: View<'_>,
+        dq: ViewMut<'_>,
+        dk: ViewMut<'_>,
+        dv: ViewMut<'_>,
+        spec: AttentionSpec,
+    ) -> Result {
+        let dims = check::attention_backward(q, k, v, out, lse, dout, &dq, &dk, &dv);
+        let geometry = Geometry::new(dims, spec);
+        let operands = super::attention_backward::Operands::new(self, geometry, (q, k, v), (out, lse, dout));
+        operands.query_gradient(dq);
+        operands.key_value_gradient(dk, dv);
+        Ok(())
+    }
+}
+
+/// Where the rows of a call lie and what they see.
+#[derive(Clone, Copy)]
+pub struct Geometry {
+    pub dims: AttentionDims,
+    pub spec: AttentionSpec,
+}
+
+/// Rows `first..first + rows` of key/value head `g` of sequence `b`.
+#[derive(Clone, Copy)]
+pub struct RowBlock {
+    pub b: usize,
+    pub g: usize,
+    pub first: usize,
+    pub rows: usize,
+}
+
+impl Geometry {
+    /// # Panics
+    /// If heads are larger than working memory is planned for.
+    pub fn new(dims: AttentionDims, spec: AttentionSpec) -> Self {
+        assert!(dims.head_size <= HEAD_MAX, "attention: heads of {} exceed {HEAD_MAX}", dims.head_size);
+        assert!(spec.window != Some(0), "attention: a window holds at least the query's own position");
+        Self { dims, spec }
+    }
+
+    pub fn row_count(&self) -> usize {
+        self.dims.queries * self.dims.group()
+    }
+
+    pub fn row_tasks(&self) -> usize {
+        self.dims.batch * self.dims.kv_heads * self.row_count().div_ceil(ROWS)
+    }
+
+    /// The rows of a task; the last rows of a sequence, which see most, come first.
+    pub fn row_block(&self, task: usize) -> RowBlock {
+        let pairs = self.dims.batch * self.dims.kv_heads;
+        let block = self.row_count().div_ceil(ROWS) - 1 - task / pairs;
+        let (b, g) = (task % pairs / self.dims.kv_heads, task % self.dims.kv_heads);
+        let first = block * ROWS;
+        RowBlock { b, g, first, rows: ROWS.min(self.row_count() - first) }
+    }
+
+    /// Query position within the call.
+    pub fn query(&self, row: usize) -> usize {
+        row / self.dims.group()
+    }
+
+    fn head(&self, g: usize, row: usize) -> usize {
+        g * self.dims.group() + row % self.dims.group()
+    }
+
+    /// First element of a row in q and out.
+    pub fn q_at(&self, b: usize, g: usize, row: usize) -> usize {
+        let dims = &self.dims;
+        ((b * dims.queries + self.query(row)) * dims.heads + self.head(g, row)) * dims.head_size
+    }
+
+    pub fn lse_at(&self, b: usize, g: usize, row: usize) -> usize {
+        (b * self.dims.heads + self.head(g, row)) * self.dims.queries + self.query(row)
+    }
+
+    /// First element of a key in k and v.
+    pub fn key_at(&self, b: usize, g: usize, key: usize) -> usize {
+        ((b * self.dims.capacity + key) * self.dims.kv_heads + g) * self.dims.head_size
+    }
+
+    /// Elements between consecutive keys of a head.
+    pub fn key_stride(&self) -> usize {
+        self.dims.kv_heads * self.dims.head_size
+    }
+
+    /// Keys that a row sees when the first query sits at position `start`.
+    pub fn keys(&self, start: usize, row: usize) -> Range<usize> {
+        let end = start + self.query(row) + 1;
+        end - self.spec.window.unwrap_or(end).min(end)..end
+    }
+
+    /// Keys that any of the rows sees.
+    pub fn keys_of(&self, start: usize, rows: RowBlock) -> Range<usize> {
+        self.keys(start, rows.first).start..self.keys(start, rows.first + rows.rows - 1).end
+    }
+
+    /// Keys (or values) `keys` as columns, the head's elements as the inner dimension.
+    pub fn keys_as_columns<'a>(
+        &self,
+        data: Floats<'a>,
+        b: usize,
+        g: usize,
+        keys: &Range<usize>,
+    ) -> Panels<'a> {
+        let at = self.key_at(b, g, keys.start);
+        Panels {
+            data: data.slice(at, data.len() - at),
+            outer: keys.len(),
+            depth: self.dims.head_size,
+            outer_stride: self.key_stride(),
+            depth_stride: 1,
+        }
+    }
+
+    /// Keys (or values) as the inner dimension, the head's elements as columns.
+    pub fn keys_as_depth<'a>(&self, data: Floats<'a>, b: usize, g: usize, keys: &Range<usize>) -> Panels<'a> {
+        let at = self.key_at(b, g, keys.start);
+        Panels {
+            data: data.slice(at, data.len() - at),
+            outer: self.dims.head_size,
+            depth: keys.len(),
+            outer_stride: 1,
+            depth_stride: self.key_stride(),
+        }
+    }
+
+    /// Copies rows of q or an operand of its shape to consecutive rows of `wide`, times `factor`.
+    pub fn widen_rows(&self, isa: Isa, data: Floats<'_>, rows: RowBlock, factor: f32, wide: &mut [f32]) {
+        let head_size = self.dims.head_size;
+        for (i, wide) in wide.chunks_exact_mut(head_size).take(rows.rows).enumerate() {
+            data.slice(self.q_at(rows.b, rows.g, rows.first + i), head_size).widen(isa, wide);
+        }
+        if factor != 1.0 {
+            vector::scale(isa, &mut wide[..rows.rows * head_size], factor);
+        }
+    }
+}
+
+/// The blocks of keys, beginning at multiples of [`KEYS`], that cover `keys`.
+pub fn key_blocks(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = keys.end;
+    (keys.start / KEYS * KEYS..end).step_by(KEYS).map(move |first| first..end.min(first + KEYS))
+}
+
+/// The part of `keys` within `block`, relative to its start.
+pub fn visible(keys: &Range<usize>, block: &Range<usize>) -> Range<usize> {
+    let start = keys.start.clamp(block.start, block.end) - block.start;
+    let end = keys.end.clamp(block.start, block.end) - block.start;
+    start..end.max(start)
+}
+
+/// A matrix of consecutive rows, `rows × depth`, as the left operand of a product.
+pub fn plain_rows(data: &[f32], rows: usize, depth: usize, stride: usize) -> Panels<'_> {
+    Panels { data: Floats::F32(data), outer: rows, depth, outer_stride: stride, depth_stride: 1 }
+}
+
+struct Forward<'a> {
+    cpu: &'a Cpu,
+    geometry: Geometry,
+    q: Floats<'a>,
+    k: Floats<'a>,
+    v: Floats<'a>,
+    out: FloatsMut<'a>,
+    lse: SharedMut<'a, f32>,
+}
+
+/// Running softmax of a block of rows.
+struct Rows<'s> {
+    /// Largest score so far, per row.
+    max: [f32; ROWS],
+    /// `Σ exp(score − max)`, per row.
+    sum: [f32; ROWS],
+    /// Sum of values weighted alike, `[rows, K]`.
+    acc: &'s mut [f32],
+    /// Scores, then probabilities of the current block, `[rows, KEYS]`.
+    scores: &'s mut [f32],
+}
+
+impl Forward<'_> {
+    fn rows(&self, rows: RowBlock, start: usize, mut carver: Carver<'_>) {
+        let (isa, geometry, head_size) =
+            (self.cpu.threads.isa(), self.geometry, self.geometry.dims.head_size);
+        let q_wide = carver.take(rows.rows * head_size);
+        geometry.widen_rows(isa, self.q, rows, geometry.spec.scale, q_wide);
+        let mut state = Rows {
+            max: [f32::NEG_INFINITY; ROWS],
+            sum: [0.0; ROWS],
+            acc: carver.take(rows.rows * head_size),
+            scores: carver.take(rows.rows * KEYS),
+        };
+        state.acc.fill(0.0);
+        if rows.rows <= ROWS_THIN {
+            self.walk_thin(rows, start, q_wide, &mut state, carver);
+        } else {
+            self.walk(rows, start, q_wide, &mut state, carver);
+        }
+        for i in 0..rows.rows {
+            let row = &mut state.acc[i * head_size..][..head_size];
+            vector::scale(isa, row, 1.0 / state.sum[i]);
+            // SAFETY: these rows of out and lse belong to this task.
+            unsafe { self.out.write(isa, geometry.q_at(rows.b, rows.g, rows.first + i), row) };
+            let at = geometry.lse_at(rows.b, rows.g, rows.first + i);
+            // SAFETY: as above.
+            unsafe { self.lse.set(at, state.max[i] + state.sum[i].ln()) };
+        }
+    }
+
+    /// Many rows: products of packed operands.
+    fn walk(
+        &self,
+        rows: RowBlock,
+        start: usize,
+        q_wide: &[f32],
+        state: &mut Rows<'_>,
+        mut carver: Carver<'_>,
+    ) {
+        let (isa, micro, geometry) = (self.cpu.threads.isa(), self.cpu.threads.micro(), self.geometry);
+        let head_size = geometry.dims.head_size;
+        let q_packed = carver.take(packed_len(rows.rows, micro.mr, head_size));
+        let p_packed = carver.take(packed_len(rows.rows, micro.mr, KEYS));
+        let k_packed = carver.take(packed_len(KEYS, micro.nr, head_size));
+        let v_packed = carver.take(packed_len(head_size, micro.nr, KEYS));
+        plain_rows(q_wide, rows.rows, head_size, head_size).pack(isa, micro.mr, q_packed);
+        for block in key_blocks(geometry.keys_of(start, rows)) {
+            let keys = block.len();
+            geometry.keys_as_columns(self.k, rows.b, rows.g, &block).pack(isa, micro.nr, k_packed);
+            let scores = Target { pointer: state.scores.as_mut_ptr(), stride: KEYS, add: false };
+            // SAFETY: the scores hold `rows` rows of KEYS floats of this thread's scratch.
+            unsafe { gemm::product(micro, (rows.rows, keys, head_size), q_packed, k_packed, scores) };
+            state.softmax(isa, geometry, start, rows, &block);
+            plain_rows(state.scores, rows.rows, keys, KEYS).pack(isa, micro.mr, p_packed);
+            geometry.keys_as_depth(self.v, rows.b, rows.g, &block).pack(isa, micro.nr, v_packed);
+            let acc = Target { pointer: state.acc.as_mut_ptr(), stride: head_size, add: true };
+            // SAFETY: the accumulator holds `rows` rows of `head_size` floats of this thread's scratch.
+            unsafe { gemm::product(micro, (rows.rows, head_size, keys), p_packed, v_packed, acc) };
+        }
+    }
+
+    /// Few rows, as in decoding: each key and value is widened once and used as it lies.
+    fn walk_thin(
+        &self,
+        rows: RowBlock,
+        start: usize,
+        q_wide: &[f32],
+        state: &mut Rows<'_>,
+        mut carver: Carver<'_>,
+    ) {
+        let (isa, geometry) = (self.cpu.threads.isa(), self.geometry);
+        let head_size = geometry.dims.head_size;
+        let wide = carver.take(KEYS * head_size);
+        for block in key_blocks(geometry.keys_of(start, rows)) {
+            let widen = |data: Floats<'_>, wide: &mut [f32]| {
+                for (key, wide) in block.clone().zip(wide.chunks_exact_mut(head_size)) {
+                    data.slice(geometry.key_at(rows.b, rows.g, key), head_size).widen(isa, wide);
+                }
+            };
+            widen(self.k, wide);
+            for (q, scores) in q_wide.chunks_exact(head_size).zip(state.scores.chunks_exact_mut(KEYS)) {
+                vector::dot_rows(isa, q, wide, &mut scores[..block.len()]);
+            }
+            state.softmax(isa, geometry, start, rows, &block);
+            widen(self.v, wide);
+            for (acc, p) in state.acc.chunks_exact_mut(head_size).zip(state.scores.chunks_exact(KEYS)) {
+                vector::add_weighted_rows(isa, acc, &p[..block.len()], wide);
+            }
+        }
+    }
+}
+
+impl Rows<'_> {
+    /// Turns a block's scores into probabilities relative to the new maximum and rescales what came before.
+    fn softmax(&mut self, isa: Isa, geometry: Geometry, start: usize, rows: RowBlock, block: &Range<usize>) {
+        let head_size = geometry.dims.head_size;
+        for i in 0..rows.rows {
+            let scores = &mut self.scores[i * KEYS..][..block.len()];
+            let seen = visible(&geometry.keys(start, rows.first + i), block);
+            scores[..seen.start].fill(0.0);
+            scores[seen.end..].fill(0.0);
+            if seen.is_empty() {
+                continue;
+            }
+            let scores = &mut scores[seen];
+            let max = self.max[i].max(vector::max(isa, scores));
+            let shrink = (self.max[i] - max).exp();
+            self.sum[i] = self.sum[i] * shrink + vector::exp_sum(isa, scores, max);
+            self.max[i] = max;
+            if shrink != 1.0 {
+                vector::scale(isa, &mut self.acc[i * head_size..][..head_size], shrink);
+            }
+        }
+    }
+}

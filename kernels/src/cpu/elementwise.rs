@@ -1,0 +1,111 @@
+//! Element-wise operations: one rounding per result, tasks of [`CHUNK`] elements.
+
+use super::Cpu;
+use super::floats::{BLOCK, CHUNK, Floats, FloatsMut};
+use super::threads::{SharedMut, Threads};
+use super::vector;
+use crate::check;
+use crate::{Elementwise, Result, View, ViewMut};
+
+/// Calls `work(at, len)` for every block of `elements`; blocks are divided among the threads.
+pub fn blocks(threads: &Threads, elements: usize, work: impl Fn(usize, usize) + Sync) {
+    threads.run_ranges(elements, CHUNK, |chunk, _| {
+        for at in chunk.clone().step_by(BLOCK) {
+            work(at, BLOCK.min(chunk.end - at));
+        }
+    });
+}
+
+impl Elementwise for Cpu {
+    fn add(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>) -> Result {
+        let elements =
+            check::elementwise("add", &[check::read("a", a), check::read("b", b), check::write("out", &out)]);
+        let (a, b, out, isa) = (Floats::new(a), Floats::new(b), FloatsMut::new(out), self.threads.isa());
+        blocks(&self.threads, elements, |at, len| {
+            let (mut of_a, mut of_b, mut sum) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+            let (a, b) = (a.read(isa, at, len, &mut of_a), b.read(isa, at, len, &mut of_b));
+            vector::add(isa, a, b, &mut sum[..len]);
+            // SAFETY: blocks are disjoint.
+            unsafe { out.write(isa, at, &sum[..len]) };
+        });
+        Ok(())
+    }
+
+    fn add_assign(&self, acc: ViewMut<'_>, x: View<'_>) -> Result {
+        let elements = check::elementwise("add_assign", &[check::write("acc", &acc), check::read("x", x)]);
+        let (x, acc, isa) = (Floats::new(x), FloatsMut::new(acc), self.threads.isa());
+        blocks(&self.threads, elements, |at, len| {
+            let (mut of_x, mut sum) = ([0.0; BLOCK], [0.0; BLOCK]);
+            // SAFETY: blocks are disjoint.
+            unsafe { acc.read(isa, at, &mut sum[..len]) };
+            vector::add_assign(isa, &mut sum[..len], x.read(isa, at, len, &mut of_x));
+            // SAFETY: as above.
+            unsafe { acc.write(isa, at, &sum[..len]) };
+        });
+        Ok(())
+    }
+
+    fn add_bias(&self, x: ViewMut<'_>, bias: View<'_>) -> Result {
+        let dims = check::add_bias(&x, bias);
+        if dims.width == 0 {
+            return Ok(());
+        }
+        let (bias, x, isa) = (Floats::new(bias), FloatsMut::new(x), self.threads.isa());
+        let task_rows = (CHUNK / dims.width).max(1);
+        self.threads.run_ranges(dims.rows, task_rows, |rows, _| {
+            let (mut of_bias, mut sum) = ([0.0; BLOCK], [0.0; BLOCK]);
+            for col in (0..dims.width).step_by(BLOCK) {
+                let len = BLOCK.min(dims.width - col);
+                let bias = bias.read(isa, col, len, &mut of_bias);
+                for r in rows.clone() {
+                    let at = r * dims.width + col;
+                    // SAFETY: these rows belong to this task.
+                    unsafe { x.read(isa, at, &mut sum[..len]) };
+                    vector::add_assign(isa, &mut sum[..len], bias);
+                    // SAFETY: as above.
+                    unsafe { x.write(isa, at, &sum[..len]) };
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
+        let elements = check::elementwise("cast", &[check::read("x", x), check::write("out", &out)]);
+        if x.dtype() == out.dtype() {
+            self.copy(x.bytes().host(), out.into_bytes().into_host());
+            return Ok(());
+        }
+        let (x, out, isa) = (Floats::new(x), FloatsMut::new(out), self.threads.isa());
+        blocks(&self.threads, elements, |at, len| {
+            let mut buffer = [0.0; BLOCK];
+            // SAFETY: blocks are disjoint.
+            unsafe { out.write(isa, at, x.read(isa, at, len, &mut buffer)) };
+        });
+        Ok(())
+    }
+
+    fn zero(&self, out: ViewMut<'_>) -> Result {
+        let out = out.into_bytes().into_host();
+        let len = out.len();
+        let out = SharedMut::new(out);
+        self.threads.run_ranges(len, BYTES, |range, _| {
+            // SAFETY: tasks' ranges are disjoint.
+            unsafe { out.slice(range.start, range.len()) }.fill(0);
+        });
+        Ok(())
+    }
+}
+
+/// Bytes per task when nothing is computed.
+const BYTES: usize = 256 << 10;
+
+impl Cpu {
+    fn copy(&self, from: &[u8], to: &mut [u8]) {
+        let to = SharedMut::new(to);
+        self.threads.run_ranges(from.len(), BYTES, |range, _| {
+            // SAFETY: tasks' ranges are disjoint.
+            unsafe { to.slice(range.start, range.len()) }.copy_from_slice(&from[range]);
+        });
+    }
+}

@@ -1,0 +1,83 @@
+//! The CPU backend: blocked, vectorized, threaded.
+//!
+//! One [`rayon`] pool of a fixed number of threads belongs to a kernel set; nothing runs in the global pool. Work is
+//! divided over outputs, and every sum over rows or over an inner size is cut at places that depend on shapes alone, so
+//! the bits of a result do not depend on the number of threads. They may differ between instruction sets (fused or
+//! separate multiply and add, other lane counts), which the type [`Isa`] names.
+//!
+//! Loops over slices are plain Rust compiled once per instruction set (`multiversion!` in [`isa`]) and vectorized by
+//! the compiler; only the innermost product and its packing ([`gemm`]) are written with intrinsics.
+//!
+//! Working memory is reserved when the set is made and never grows: [`scratch_bytes`] counts it.
+
+#[macro_use]
+mod isa;
+
+mod attention;
+mod attention_backward;
+mod columns;
+mod elementwise;
+mod embedding;
+mod floats;
+mod gemm;
+mod loss;
+mod matmul;
+mod norm;
+mod rope;
+mod swiglu;
+mod thin;
+mod threads;
+mod vector;
+
+pub use isa::Isa;
+
+use crate::KernelSet;
+use std::sync::Arc;
+use threads::Threads;
+
+/// How the CPU backend runs.
+#[derive(Debug, Clone, Copy)]
+pub struct CpuConfig {
+    /// Threads that compute.
+    pub threads: usize,
+    /// Instruction set; `None`: the best this machine has.
+    pub isa: Option<Isa>,
+}
+
+/// A kernel set that computes on `threads` threads with the best instructions of this machine.
+///
+/// # Panics
+/// If `threads` is zero or the system refuses to start them.
+pub fn kernel_set(threads: usize) -> KernelSet {
+    with_config(CpuConfig { threads, isa: None })
+}
+
+/// A kernel set as configured.
+///
+/// # Panics
+/// If the number of threads is zero or the system refuses to start them.
+pub fn with_config(config: CpuConfig) -> KernelSet {
+    let cpu = Arc::new(Cpu { threads: Threads::new(config) });
+    KernelSet {
+        matmul: cpu.clone(),
+        rms_norm: cpu.clone(),
+        rope: cpu.clone(),
+        attention: cpu.clone(),
+        activation: cpu.clone(),
+        embedding: cpu.clone(),
+        cross_entropy: cpu.clone(),
+        elementwise: cpu.clone(),
+        reduce: cpu,
+    }
+}
+
+/// Bytes of memory that a set of `threads` threads may touch besides its operands: working memory and stacks.
+/// A constant per thread plus a constant; no call needs more, whatever its shapes.
+pub const fn scratch_bytes(threads: usize) -> usize {
+    threads * (threads::SCRATCH_BYTES + threads::STACK_BYTES) + threads::SHARED_BYTES
+}
+
+#[derive(Debug)]
+struct Cpu {
+    threads: Threads,
+}

@@ -1,0 +1,147 @@
+//! Root-mean-square normalization (Zhang and Sennrich, arXiv 1910.07467).
+//!
+//! Rows go through small buffers block by block, so that neither their length nor their number matters. Sums over a row
+//! are f32 within a block of [`BLOCK`] and f64 over blocks; everything else is f32, rounded once at the end (Hugging Face
+//! rounds `x·rstd` to bf16 before it multiplies by the weight, which costs an extra half unit).
+//!
+//! Tolerance against f64: 4 units in the last place of f32 times the magnitude of the terms, before the rounding.
+
+use super::Cpu;
+use super::columns;
+use super::floats::{BLOCK, CHUNK, Floats, FloatsMut, floats, floats_mut};
+use super::threads::SharedMut;
+use super::{Isa, vector};
+use crate::check::{self, RowDims};
+use crate::{Result, RmsNorm, View, ViewMut};
+
+impl RmsNorm for Cpu {
+    fn forward(
+        &self,
+        x: View<'_>,
+        weight: View<'_>,
+        eps: f32,
+        out: ViewMut<'_>,
+        rstd: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::norm_forward(x, weight, &out, &rstd);
+        let (x, weight, out) = (Floats::new(x), Floats::new(weight), FloatsMut::new(out));
+        let (rstd_r, isa) = (SharedMut::new(floats_mut(rstd)), self.threads.isa());
+        let task_rows = rows_per_task(dims);
+        self.threads.run_ranges(dims.rows, task_rows, |rows, _| {
+            let first = rows.start;
+            // SAFETY: these rows belong to this task.
+            let rstd_r = unsafe { rstd_r.slice(first, rows.len()) };
+            let (mut of_x, mut of_weight, mut result) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+            for (i, rstd) in rstd_r.iter_mut().enumerate() {
+                let row = x.slice((first + i) * dims.width, dims.width);
+                *rstd = reciprocal_rms(isa, row, eps);
+            }
+            for col in (0..dims.width).step_by(BLOCK) {
+                let len = BLOCK.min(dims.width - col);
+                let weight = weight.read(isa, col, len, &mut of_weight);
+                for (i, rstd) in rstd_r.iter().enumerate() {
+                    let at = (first + i) * dims.width + col;
+                    vector::scale_by(isa, x.read(isa, at, len, &mut of_x), *rstd, weight, &mut result[..len]);
+                    // SAFETY: as above.
+                    unsafe { out.write(isa, at, &result[..len]) };
+                }
+            }
+        });
+        Ok(())
+    }
+
+    /// With `g = dout·weight` and `x̂ = x·rstd`: `dx (+)= rstd·(g − x̂·mean(g·x̂))`, `dweight += Σ_r dout·x̂`; the sum over
+    /// rows as [`columns`] describes.
+    fn backward(
+        &self,
+        dout: View<'_>,
+        x: View<'_>,
+        weight: View<'_>,
+        rstd: View<'_>,
+        dx: ViewMut<'_>,
+        accumulate_dx: bool,
+        dweight: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::norm_backward(dout, x, weight, rstd, &dx, &dweight);
+        let (dout, x, weight) = (Floats::new(dout), Floats::new(x), Floats::new(weight));
+        let (rstd_r, dx, isa) = (floats(rstd), FloatsMut::new(dx), self.threads.isa());
+        let row = RowGradient { dout, x, weight, dx, accumulate: accumulate_dx, width: dims.width };
+        let task_rows = rows_per_task(dims);
+        self.threads.run_ranges(dims.rows, task_rows, |rows, _| {
+            for r in rows {
+                // SAFETY: row r belongs to this task.
+                unsafe { row.run(isa, r, rstd_r[r]) };
+            }
+        });
+        columns::sum(&self.threads, dims, floats_mut(dweight), |block, sums| {
+            let (mut of_dout, mut of_x) = ([0.0; columns::COLS], [0.0; columns::COLS]);
+            for r in block.rows() {
+                let at = r * dims.width + block.first_col;
+                let dout = dout.read(isa, at, block.cols, &mut of_dout);
+                vector::multiply_add(isa, sums, dout, x.read(isa, at, block.cols, &mut of_x), rstd_r[r]);
+            }
+        });
+        Ok(())
+    }
+}
+
+fn rows_per_task(dims: RowDims) -> usize {
+    (CHUNK / dims.width.max(1)).max(1)
+}
+
+fn reciprocal_rms(isa: Isa, row: Floats<'_>, eps: f32) -> f32 {
+    let mut buffer = [0.0; BLOCK];
+    let mut sum = 0.0f64;
+    for col in (0..row.len()).step_by(BLOCK) {
+        let x = row.read(isa, col, BLOCK.min(row.len() - col), &mut buffer);
+        sum += f64::from(vector::dot(isa, x, x));
+    }
+    (1.0 / (sum / row.len() as f64 + f64::from(eps)).sqrt()) as f32
+}
+
+/// The gradient of x, row by row.
+struct RowGradient<'a> {
+    dout: Floats<'a>,
+    x: Floats<'a>,
+    weight: Floats<'a>,
+    dx: FloatsMut<'a>,
+    accumulate: bool,
+    width: usize,
+}
+
+impl RowGradient<'_> {
+    /// # Safety
+    /// No other task touches row `r` of dx.
+    unsafe fn run(&self, isa: Isa, r: usize, rstd: f32) {
+        let (mut of_dout, mut of_x, mut of_weight) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+        let mut result = [0.0; BLOCK];
+        let blocks = || (0..self.width).step_by(BLOCK).map(|col| (col, BLOCK.min(self.width - col)));
+        let mut sum = 0.0f64;
+        for (col, len) in blocks() {
+            let at = r * self.width + col;
+            let dout = self.dout.read(isa, at, len, &mut of_dout);
+            let x = self.x.read(isa, at, len, &mut of_x);
+            sum += f64::from(vector::dot3(isa, dout, x, self.weight.read(isa, col, len, &mut of_weight)));
+        }
+        let correction = (f64::from(rstd).powi(2) * sum / self.width as f64) as f32;
+        for (col, len) in blocks() {
+            let at = r * self.width + col;
+            result[..len].fill(0.0);
+            if self.accumulate {
+                // SAFETY: the caller's promise.
+                unsafe { self.dx.read(isa, at, &mut result[..len]) };
+            }
+            vector::norm_gradient(
+                isa,
+                self.dout.read(isa, at, len, &mut of_dout),
+                self.x.read(isa, at, len, &mut of_x),
+                self.weight.read(isa, col, len, &mut of_weight),
+                rstd,
+                correction,
+                &mut result[..len],
+            );
+            // SAFETY: the caller's promise.
+            unsafe { self.dx.write(isa, at, &result[..len]) };
+        }
+    }
+}

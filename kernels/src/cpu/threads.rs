@@ -1,0 +1,207 @@
+//! The threads of a kernel set and their working memory.
+
+use super::gemm::Micro;
+use super::{CpuConfig, Isa};
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use terrace_device::host::HostMemory;
+
+/// Working memory of one thread: packed panels and tiles of products and attention.
+pub const SCRATCH_BYTES: usize = 3 << 20;
+/// Working memory of one operation as a whole: widened activations of thin products, partial column sums.
+pub const SHARED_BYTES: usize = 1 << 20;
+/// Stack of one thread.
+pub const STACK_BYTES: usize = 512 << 10;
+
+/// A pool, its instruction set and its memory.
+pub struct Threads {
+    pool: rayon::ThreadPool,
+    count: usize,
+    isa: Isa,
+    micro: Micro,
+    scratch: Vec<Mutex<Scratch>>,
+    shared: Mutex<Scratch>,
+}
+
+impl Threads {
+    /// # Panics
+    /// If the number of threads is zero, or threads or memory are refused.
+    pub fn new(config: CpuConfig) -> Self {
+        assert!(config.threads > 0, "at least one thread computes");
+        let isa = config.isa.unwrap_or_else(Isa::best);
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(config.threads)
+            .stack_size(STACK_BYTES)
+            .thread_name(|index| format!("terrace-kernel-{index}"))
+            .build()
+            .unwrap_or_else(|error| panic!("cannot start {} compute threads: {error}", config.threads));
+        Self {
+            pool,
+            count: config.threads,
+            isa,
+            micro: Micro::of(isa),
+            scratch: (0..config.threads).map(|_| Mutex::new(Scratch::new(SCRATCH_BYTES))).collect(),
+            shared: Mutex::new(Scratch::new(SHARED_BYTES)),
+        }
+    }
+
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    pub fn micro(&self) -> Micro {
+        self.micro
+    }
+
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Runs `work(task, scratch)` for every task, handing tasks out in order to whichever thread is free. A single task
+    /// runs on the calling thread: waking the pool costs more than a decode step's small operations.
+    ///
+    /// `work` must not call `run` again: it holds its thread's scratch.
+    pub fn run(&self, tasks: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
+        if tasks <= 1 {
+            if tasks == 1 {
+                work(0, lock(&self.scratch[0]).floats());
+            }
+            return;
+        }
+        let next = AtomicUsize::new(0);
+        self.pool.broadcast(|thread| {
+            let mut scratch = lock(&self.scratch[thread.index()]);
+            loop {
+                let task = next.fetch_add(1, Relaxed);
+                if task >= tasks {
+                    return;
+                }
+                work(task, scratch.floats());
+            }
+        });
+    }
+
+    /// Runs `work(items, scratch)` for consecutive ranges of `each` items (the last may be shorter).
+    pub fn run_ranges(&self, items: usize, each: usize, work: impl Fn(Range<usize>, &mut [f32]) + Sync) {
+        self.run(items.div_ceil(each), |task, scratch| {
+            work(task * each..items.min((task + 1) * each), scratch);
+        });
+    }
+
+    /// The shared working memory, until the guard is dropped.
+    pub fn shared(&self) -> SharedScratch<'_> {
+        SharedScratch(lock(&self.shared))
+    }
+}
+
+impl fmt::Debug for Threads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Threads").field("count", &self.count).field("isa", &self.isa).finish_non_exhaustive()
+    }
+}
+
+/// Exclusive use of the shared working memory.
+pub struct SharedScratch<'a>(MutexGuard<'a, Scratch>);
+
+impl SharedScratch<'_> {
+    pub fn floats(&mut self) -> &mut [f32] {
+        self.0.floats()
+    }
+}
+
+/// Page-aligned floats; pages that no call has needed cost nothing.
+#[derive(Debug)]
+struct Scratch {
+    memory: HostMemory,
+}
+
+impl Scratch {
+    fn new(bytes: usize) -> Self {
+        let memory = HostMemory::new(bytes).unwrap_or_else(|error| panic!("compute working memory: {error}"));
+        Self { memory }
+    }
+
+    fn floats(&mut self) -> &mut [f32] {
+        let len = self.memory.bytes() / size_of::<f32>();
+        // SAFETY: zeroed at first, page-aligned, that long, and borrowed exclusively through `self`.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.base().as_ptr().cast(), len) }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Scratch has no invariant that a panic could have broken.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Cuts a scratch into buffers of its caller's sizes, each aligned to a cache line.
+pub struct Carver<'a> {
+    rest: &'a mut [f32],
+}
+
+impl<'a> Carver<'a> {
+    pub fn new(scratch: &'a mut [f32]) -> Self {
+        Self { rest: scratch }
+    }
+
+    /// The next `floats` of the scratch, with old contents.
+    pub fn take(&mut self, floats: usize) -> &'a mut [f32] {
+        let rest = std::mem::take(&mut self.rest);
+        let need = floats.next_multiple_of(16);
+        assert!(need <= rest.len(), "working memory of {} floats has room for {need}", rest.len());
+        let (taken, rest) = rest.split_at_mut(need);
+        self.rest = rest;
+        &mut taken[..floats]
+    }
+}
+
+/// A slice that several tasks write, each its own elements.
+#[derive(Clone, Copy)]
+pub struct SharedMut<'a, T> {
+    ptr: *mut T,
+    len: usize,
+    borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: it only gives access through `slice`, whose callers keep ranges disjoint.
+unsafe impl<T: Send> Send for SharedMut<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for SharedMut<'_, T> {}
+
+impl<'a, T> SharedMut<'a, T> {
+    pub fn new(slice: &'a mut [T]) -> Self {
+        Self { ptr: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
+    }
+
+    /// `len` elements from `at`.
+    ///
+    /// # Safety
+    /// No other live slice, of this task or another, overlaps the range.
+    #[expect(clippy::mut_from_ref, reason = "disjointness is the caller's promise")]
+    pub unsafe fn slice(&self, at: usize, len: usize) -> &mut [T] {
+        assert!(at <= self.len && len <= self.len - at, "{len} elements from {at} are within {}", self.len);
+        // SAFETY: in bounds, and exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.add(at), len) }
+    }
+
+    /// Overwrites element `at`.
+    ///
+    /// # Safety
+    /// As for [`slice`](Self::slice).
+    pub unsafe fn set(&self, at: usize, value: T)
+    where
+        T: Copy,
+    {
+        // SAFETY: the caller's promise.
+        unsafe { self.slice(at, 1) }.fill(value);
+    }
+
+    /// The address of element `at`, for strided writes to elements of this task alone.
+    pub fn pointer(&self, at: usize) -> *mut T {
+        assert!(at <= self.len, "element {at} is within {}", self.len);
+        // SAFETY: in bounds or one past.
+        unsafe { self.ptr.add(at) }
+    }
+}

@@ -1,0 +1,357 @@
+//! Loops over slices of f32 that the compiler vectorizes, compiled once per instruction set.
+//!
+//! Sums run in [`LANES`] accumulators (lane i takes elements i, i + LANES, …) that are added pairwise at the end, so
+//! their order depends on the length alone.
+
+use super::isa::fma;
+use half::{bf16, f16};
+
+/// Accumulators of a sum: one 512-bit or two 256-bit registers.
+pub const LANES: usize = 16;
+
+multiversion! {
+    /// Exact.
+    pub fn widen_bf16(src: &[bf16], dst: &mut [f32]) {
+        assert_eq!(src.len(), dst.len());
+        for (dst, src) in dst.iter_mut().zip(src) {
+            *dst = f32::from_bits(u32::from(src.to_bits()) << 16);
+        }
+    }
+}
+
+multiversion! {
+    /// To nearest even; NaNs stay NaNs (quiet), overflow gives infinity: the bits of `half::bf16::from_f32`.
+    pub fn narrow_bf16(src: &[f32], dst: &mut [bf16]) {
+        assert_eq!(src.len(), dst.len());
+        for (dst, src) in dst.iter_mut().zip(src) {
+            let bits = src.to_bits();
+            let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) >> 16;
+            let quiet = bits >> 16 | 0x40;
+            let nan = bits & 0x7FFF_FFFF > 0x7F80_0000;
+            *dst = bf16::from_bits(if nan { quiet } else { rounded } as u16);
+        }
+    }
+}
+
+multiversion! {
+    /// Exact.
+    pub fn widen_f16(src: &[f16], dst: &mut [f32]) {
+        half::slice::HalfFloatSliceExt::convert_to_f32_slice(src, dst);
+    }
+}
+
+multiversion! {
+    /// To nearest even.
+    pub fn narrow_f16(src: &[f32], dst: &mut [f16]) {
+        half::slice::HalfFloatSliceExt::convert_from_f32_slice(dst, src);
+    }
+}
+
+multiversion! {
+    /// `a += b`.
+    pub fn add_assign(a: &mut [f32], b: &[f32]) {
+        for (a, b) in a.iter_mut().zip(b) {
+            *a += b;
+        }
+    }
+}
+
+multiversion! {
+    /// `out = a + b`.
+    pub fn add(a: &[f32], b: &[f32], out: &mut [f32]) {
+        for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
+            *out = a + b;
+        }
+    }
+}
+
+multiversion! {
+    /// `a *= factor`.
+    pub fn scale(a: &mut [f32], factor: f32) {
+        for a in a {
+            *a *= factor;
+        }
+    }
+}
+
+multiversion! {
+    /// `Σ a·b`.
+    pub fn dot(a: &[f32], b: &[f32]) -> f32 {
+        reduce2(a, b, |acc, a, b| fma::<FMA>(a, b, acc))
+    }
+}
+
+multiversion! {
+    /// The largest element, `-∞` if there is none; NaNs are passed over.
+    pub fn max(x: &[f32]) -> f32 {
+        let mut lanes = [f32::NEG_INFINITY; LANES];
+        let (chunks, tail) = x.as_chunks::<LANES>();
+        for chunk in chunks {
+            for (lane, x) in lanes.iter_mut().zip(chunk) {
+                *lane = if *x > *lane { *x } else { *lane };
+            }
+        }
+        lanes.iter().chain(tail).fold(f32::NEG_INFINITY, |max, x| if *x > max { *x } else { max })
+    }
+}
+
+multiversion! {
+    /// `x = exp(x − shift)` in place; returns the sum of the results.
+    pub fn exp_sum(x: &mut [f32], shift: f32) -> f32 {
+        let mut lanes = [0.0f32; LANES];
+        let (chunks, tail) = x.as_chunks_mut::<LANES>();
+        for chunk in chunks {
+            for (lane, x) in lanes.iter_mut().zip(chunk) {
+                *x = exp::<FMA>(*x - shift);
+                *lane += *x;
+            }
+        }
+        for (lane, x) in lanes.iter_mut().zip(tail) {
+            *x = exp::<FMA>(*x - shift);
+            *lane += *x;
+        }
+        sum_lanes(lanes)
+    }
+}
+
+multiversion! {
+    /// `Σ exp(x − shift)`.
+    pub fn sum_exp(x: &[f32], shift: f32) -> f32 {
+        reduce2(x, x, |acc, x, _| acc + exp::<FMA>(x - shift))
+    }
+}
+
+multiversion! {
+    /// `x = exp(x − shift)·factor`.
+    pub fn softmax_gradient(x: &mut [f32], shift: f32, factor: f32) {
+        for x in x {
+            *x = exp::<FMA>(*x - shift) * factor;
+        }
+    }
+}
+
+multiversion! {
+    /// `scores = exp(scores − lse)·(dp − delta)`: the gradient of a row of scores. Leaves the probabilities in `dp`.
+    pub fn score_gradient(scores: &mut [f32], dp: &mut [f32], lse: f32, delta: f32) {
+        for (score, dp) in scores.iter_mut().zip(dp) {
+            let p = exp::<FMA>(*score - lse);
+            *score = p * (*dp - delta);
+            *dp = p;
+        }
+    }
+}
+
+multiversion! {
+    /// `out[j] = Σ_i x[i]·rows[j, i]`.
+    pub fn dot_rows(x: &[f32], rows: &[f32], out: &mut [f32]) {
+        for (out, row) in out.iter_mut().zip(rows.chunks_exact(x.len())) {
+            *out = reduce2(x, row, |acc, a, b| fma::<FMA>(a, b, acc));
+        }
+    }
+}
+
+multiversion! {
+    /// `acc[i] += Σ_j weights[j]·rows[j, i]`, j ascending.
+    pub fn add_weighted_rows(acc: &mut [f32], weights: &[f32], rows: &[f32]) {
+        for (weight, row) in weights.iter().zip(rows.chunks_exact(acc.len())) {
+            for (acc, x) in acc.iter_mut().zip(row) {
+                *acc = fma::<FMA>(*weight, *x, *acc);
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// `out = x·factor·weight`.
+    pub fn scale_by(x: &[f32], factor: f32, weight: &[f32], out: &mut [f32]) {
+        for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
+            *out = x * factor * weight;
+        }
+    }
+}
+
+multiversion! {
+    /// `Σ a·b·c`.
+    pub fn dot3(a: &[f32], b: &[f32], c: &[f32]) -> f32 {
+        let mut lanes = [0.0f32; LANES];
+        let ((a_chunks, a_tail), (b_chunks, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+        let (c_chunks, c_tail) = c.as_chunks::<LANES>();
+        for ((a, b), c) in a_chunks.iter().zip(b_chunks).zip(c_chunks) {
+            for i in 0..LANES {
+                lanes[i] = fma::<FMA>(a[i] * b[i], c[i], lanes[i]);
+            }
+        }
+        for (((lane, a), b), c) in lanes.iter_mut().zip(a_tail).zip(b_tail).zip(c_tail) {
+            *lane = fma::<FMA>(a * b, *c, *lane);
+        }
+        sum_lanes(lanes)
+    }
+}
+
+multiversion! {
+    /// `dx += rstd·(dout·weight − x·correction)`, the gradient of a normalized row.
+    pub fn norm_gradient(
+        dout: &[f32],
+        x: &[f32],
+        weight: &[f32],
+        rstd: f32,
+        correction: f32,
+        dx: &mut [f32],
+    ) {
+        for (((dx, dout), x), weight) in dx.iter_mut().zip(dout).zip(x).zip(weight) {
+            *dx += rstd * (dout * weight - x * correction);
+        }
+    }
+}
+
+multiversion! {
+    /// `acc += a·b·factor`.
+    pub fn multiply_add(acc: &mut [f32], a: &[f32], b: &[f32], factor: f32) {
+        for ((acc, a), b) in acc.iter_mut().zip(a).zip(b) {
+            *acc = fma::<FMA>(a * factor, *b, *acc);
+        }
+    }
+}
+
+multiversion! {
+    /// Turns the pair `(low, high)` by the angles whose cosines and sines are given.
+    pub fn rotate(low: &mut [f32], high: &mut [f32], cos: &[f32], sin: &[f32]) {
+        for (((low, high), cos), sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+            let (a, b) = (*low, *high);
+            *low = a * cos - b * sin;
+            *high = b * cos + a * sin;
+        }
+    }
+}
+
+multiversion! {
+    /// `out = gate·sigmoid(gate)·up`.
+    pub fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
+        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+            *out = gate * sigmoid::<FMA>(*gate) * up;
+        }
+    }
+}
+
+multiversion! {
+    /// See [`Activation::swiglu_backward`](crate::Activation::swiglu_backward).
+    pub fn swiglu_backward(gate: &[f32], up: &[f32], dout: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        for ((((gate, up), dout), dgate), dup) in gate.iter().zip(up).zip(dout).zip(dgate).zip(dup) {
+            let sigma = sigmoid::<FMA>(*gate);
+            *dgate = dout * up * sigma * fma::<FMA>(*gate, 1.0 - sigma, 1.0);
+            *dup = dout * gate * sigma;
+        }
+    }
+}
+
+/// Folds two slices of equal length in [`LANES`] accumulators.
+#[inline(always)]
+fn reduce2(a: &[f32], b: &[f32], step: impl Fn(f32, f32, f32) -> f32) -> f32 {
+    assert_eq!(a.len(), b.len());
+    let mut lanes = [0.0f32; LANES];
+    let ((a_chunks, a_tail), (b_chunks, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    for (a, b) in a_chunks.iter().zip(b_chunks) {
+        for i in 0..LANES {
+            lanes[i] = step(lanes[i], a[i], b[i]);
+        }
+    }
+    for ((lane, a), b) in lanes.iter_mut().zip(a_tail).zip(b_tail) {
+        *lane = step(*lane, *a, *b);
+    }
+    sum_lanes(lanes)
+}
+
+/// Adds lanes pairwise.
+#[inline(always)]
+pub fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// `1 / (1 + exp(−x))`.
+#[inline(always)]
+fn sigmoid<const FMA: bool>(x: f32) -> f32 {
+    1.0 / (1.0 + exp::<FMA>(-x))
+}
+
+/// `eˣ` within 2 units in the last place for results in the normal range; 0 below it, the largest power of two times
+/// the fraction above (x > 88.37 is taken as 88.37), NaN for NaN.
+///
+/// `x = n·ln 2 + r`, `|r| ≤ ln 2 / 2`; `eʳ` by Cephes' polynomial of degree 7 (`expf.c`), 2ⁿ through the exponent bits.
+#[inline(always)]
+fn exp<const FMA: bool>(x: f32) -> f32 {
+    /// Adding it leaves the integer part in the low bits of the sum.
+    const ROUND: f32 = 12_582_912.0;
+    const LN2_HIGH: f32 = 0.693_359_4;
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    const LOWEST: f32 = -87.336_54;
+    const HIGHEST: f32 = 88.37;
+
+    let clamped = if x > HIGHEST { HIGHEST } else { x };
+    let shifted = fma::<FMA>(clamped, std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = fma::<FMA>(n, -LN2_LOW, fma::<FMA>(n, -LN2_HIGH, clamped));
+    let mut p = 1.987_569_2e-4;
+    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+        p = fma::<FMA>(p, r, c);
+    }
+    let fraction = fma::<FMA>(p * r, r, r) + 1.0;
+    let power = (shifted.to_bits() << 23).wrapping_add(1.0f32.to_bits());
+    let result = fraction * f32::from_bits(power);
+    if x < LOWEST { 0.0 } else { result }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::Isa;
+
+    #[test]
+    fn exp_is_close_over_the_whole_range() {
+        let xs: Vec<f32> = (0..400_000).map(|i| -90.0 + i as f32 * 4.46e-4).collect();
+        for isa in Isa::available() {
+            let mut ys = xs.clone();
+            exp_sum(isa, &mut ys, 0.0);
+            for (x, y) in xs.iter().zip(&ys).filter(|(x, _)| **x > -87.0 && **x < 88.3) {
+                let exact = f64::from(*x).exp();
+                let error = (f64::from(*y) - exact).abs() / exact;
+                assert!(error < 2.4e-7, "{}: exp({x}) = {y}, {exact}", isa.name());
+            }
+        }
+    }
+
+    #[test]
+    fn exp_of_extremes() {
+        for isa in Isa::available() {
+            let mut x = [0.0, f32::NEG_INFINITY, -1e30, f32::NAN, f32::INFINITY];
+            exp_sum(isa, &mut x, 0.0);
+            assert_eq!(&x[..3], &[1.0, 0.0, 0.0]);
+            assert!(x[3].is_nan() && x[4] > 2e38);
+        }
+    }
+
+    #[test]
+    fn narrowing_gives_the_bits_of_half() {
+        let mut bits: Vec<u32> = (0..65_536u32)
+            .flat_map(|high| [0, 1, 0x7FFF, 0x8000, 0x8001].map(|low| high << 16 | low))
+            .collect();
+        bits.push(0x7F80_0001);
+        let values: Vec<f32> = bits.iter().map(|bits| f32::from_bits(*bits)).collect();
+        for isa in Isa::available() {
+            let mut narrow = vec![bf16::ZERO; values.len()];
+            narrow_bf16(isa, &values, &mut narrow);
+            let mut narrow_half = vec![f16::ZERO; values.len()];
+            narrow_f16(isa, &values, &mut narrow_half);
+            for ((x, a), b) in values.iter().zip(&narrow).zip(&narrow_half) {
+                assert_eq!(a.to_bits(), bf16::from_f32(*x).to_bits(), "{x} ({:#x})", x.to_bits());
+                assert!(b.to_bits() == f16::from_f32(*x).to_bits() || x.is_nan() && b.is_nan(), "{x}");
+            }
+        }
+    }
+}
