@@ -19,7 +19,8 @@ fn logits_of_every_position() {
 /// The canary: every option that a fixture is there for moves its logits far beyond the tolerance.
 #[test]
 fn logits_notice_every_option() {
-    let ignored: [(&'static str, fn(&mut ModelConfig)); 6] = [
+    type Change = fn(&mut ModelConfig);
+    let ignored: [(&'static str, Change); 6] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
