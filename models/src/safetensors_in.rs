@@ -1,13 +1,14 @@
 //! Initial weights from a Hugging Face model folder, in small ranges.
 //!
 //! Files are read with positional reads into one bounded buffer; nothing is mapped and no tensor is ever whole in memory.
-//! Headers are parsed when the source is opened; offsets are checked against the files before any of them is used.
+//! Headers are parsed and checked against the length of their files when the source is opened.
 
 use crate::{ModelError, Result};
 use half::{bf16, f16};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde_json::Value;
+use std::cmp::Ordering;
 use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -78,29 +79,11 @@ impl SafetensorsSource {
 
     fn add(&mut self, path: PathBuf) -> Result {
         let file = File::open(&path).map_err(ModelError::file("opening", &path))?;
-        let (data_start, file_bytes, metadata) = read_header(&file, &path)?;
+        let (data_start, metadata) = read_header(&file, &path)?;
         let shard = self.shards.len();
         for (name, info) in metadata.tensors() {
-            let corrupt = |detail: String| ModelError::Corrupt { path: path.clone(), detail };
-            let (start, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
-            let bits = info
-                .shape
-                .iter()
-                .try_fold(info.dtype.bitsize() as u64, |bits, &dim| bits.checked_mul(dim as u64));
-            if end < start || bits.is_none_or(|bits| bits.div_ceil(8) != end - start) {
-                let (shape, dtype) = (&info.shape, info.dtype);
-                return Err(corrupt(format!(
-                    "tensor `{name}` of shape {shape:?} and type {dtype} cannot occupy bytes {start}..{end}"
-                )));
-            }
-            let expected = data_start.checked_add(end).ok_or_else(|| corrupt("offsets overflow".into()))?;
-            if expected > file_bytes {
-                let expected = data_start.saturating_add(data_end(&metadata));
-                return Err(ModelError::Truncated { path, expected, found: file_bytes });
-            }
-            let stored =
-                Stored { shard, dtype: info.dtype, shape: info.shape.clone(), offset: data_start + start };
-            self.tensors.insert(name, stored);
+            let offset = data_start + info.data_offsets.0 as u64;
+            self.tensors.insert(name, Stored { shard, dtype: info.dtype, shape: info.shape.clone(), offset });
         }
         self.shards.push(Shard { path, file });
         Ok(())
@@ -172,12 +155,13 @@ fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Position of the first data byte, length of the file, and the header.
-fn read_header(file: &File, path: &Path) -> Result<(u64, u64, Metadata)> {
+/// Position of the first data byte, and the header. Parsing checks that tensors follow one another without a gap and
+/// occupy what their shapes and types need; here they are checked against the length of the file.
+fn read_header(file: &File, path: &Path) -> Result<(u64, Metadata)> {
     let corrupt = |detail: String| ModelError::Corrupt { path: path.to_owned(), detail };
-    let file_bytes = file.metadata().map_err(ModelError::file("reading", path))?.len();
-    if file_bytes < 8 {
-        return Err(corrupt(format!("it has only {file_bytes} bytes")));
+    let found = file.metadata().map_err(ModelError::file("reading", path))?.len();
+    if found < 8 {
+        return Err(corrupt(format!("it has only {found} bytes")));
     }
     let mut prefix = [0; 8];
     file.read_exact_at(&mut prefix, 0).map_err(ModelError::file("reading", path))?;
@@ -185,18 +169,24 @@ fn read_header(file: &File, path: &Path) -> Result<(u64, u64, Metadata)> {
     if header_bytes > HEADER_BYTES_MAX {
         return Err(corrupt(format!("its header claims {header_bytes} bytes")));
     }
+    let truncated = |expected| Err(ModelError::Truncated { path: path.to_owned(), expected, found });
     let data_start = 8 + header_bytes;
-    if data_start > file_bytes {
-        return Err(ModelError::Truncated { path: path.to_owned(), expected: data_start, found: file_bytes });
+    if data_start > found {
+        return truncated(data_start);
     }
     let mut header = vec![0; header_bytes as usize];
     file.read_exact_at(&mut header, 8).map_err(ModelError::file("reading", path))?;
-    let metadata = serde_json::from_slice(&header).map_err(|e| corrupt(format!("its header: {e}")))?;
-    Ok((data_start, file_bytes, metadata))
-}
-
-fn data_end(metadata: &Metadata) -> u64 {
-    metadata.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0)
+    let metadata: Metadata =
+        serde_json::from_slice(&header).map_err(|e| corrupt(format!("its header: {e}")))?;
+    let expected = data_start.saturating_add(metadata.data_len() as u64);
+    match found.cmp(&expected) {
+        Ordering::Less => truncated(expected),
+        Ordering::Equal => Ok((data_start, metadata)),
+        Ordering::Greater => {
+            let surplus = found - expected;
+            Err(corrupt(format!("it has {surplus} bytes more than the {expected} its header describes")))
+        }
+    }
 }
 
 /// The files that hold a folder's weights.

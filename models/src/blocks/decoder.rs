@@ -9,9 +9,10 @@ use terrace_zero::{Block, Context, Gradients, KvSpec, Mode, OutputSpec, ParamSpe
 
 /// A decoder layer.
 ///
-/// Memory beside operands, in elements of the activation dtype (norm statistics and log-sum-exp left out), with R the
-/// smaller of T and [`TILE_ROWS`](super::TILE_ROWS): forward max(T·(2H+2G)·K, R·(D+3F)); backward T·((2H+2G)·K+D) + R·(D+5F) while in
-/// the feed-forward, T·(4H+4G)·K while in attention, whichever is larger.
+/// Memory beside operands, in elements of the activation dtype (norms and statistics left out), with R the smaller of T
+/// and [`TILE_ROWS`](super::TILE_ROWS): forward the larger of T·(2H+2G)·K in attention and R·3F in the feed-forward; backward the
+/// larger of T·((2H+2G)·K + D) + R·(D+5F) in the feed-forward and T·(4H+4G)·K in attention. Head norms add T·(H+G)·K while
+/// in attention.
 #[derive(Debug)]
 pub struct DecoderBlock {
     name: String,

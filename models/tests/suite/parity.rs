@@ -4,29 +4,38 @@ use crate::adamw::{self, State};
 use crate::fixture::{Fixture, backends, numbers, steps};
 use crate::runner::Runner;
 use std::collections::HashMap;
-use terrace_kernels::{DType, KernelSet};
-use terrace_models::TokenBatch;
+use terrace_kernels::{DType, KernelSet, reference};
+use terrace_models::{Model, ModelConfig, RopeScaling, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
 #[test]
 fn logits_of_every_position() {
     for (fixture, (backend, kernels)) in cases() {
-        let arrays = fixture.arrays("logits.safetensors");
-        let (ids, expected) = (arrays["input_ids"].ids(), arrays["logits"].floats());
-        let [sequences, length, vocab] = arrays["logits"].shape[..] else { panic!("three dimensions") };
-        let mut runner = fixture.runner(kernels, DType::F32);
-        let batches = TokenBatch::new(&runner.model.config);
-        let mut worst = 0f32;
-        for end in 1..=length {
-            let rows: Vec<&[u32]> = ids.chunks(length).map(|row| &row[..end]).collect();
-            let batch = batches.prefill(&rows, length).unwrap();
-            let mut cache = runner.cache(sequences, length);
-            for (b, logits) in runner.generate(&batch, &mut cache).iter().enumerate() {
-                let row = (b * length + end - 1) * vocab;
-                worst = worst.max(furthest(logits, &expected[row..row + vocab]));
-            }
-        }
+        let worst = logits_error(&fixture, &mut fixture.runner(kernels, DType::F32));
         assert!(worst <= 1e-4, "{} on {backend}: logits are off by {worst}", fixture.name);
+    }
+}
+
+/// The canary: every option that a fixture is there for moves its logits far beyond the tolerance.
+#[test]
+fn logits_notice_every_option() {
+    type Change = fn(&mut ModelConfig);
+    let ignored: [(&'static str, Change); 6] = [
+        ("llama2", |config| config.norm_eps = 1e-1),
+        ("llama31", |config| config.rope.scaling = RopeScaling::Default),
+        ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
+        ("mistral", |config| config.windows = vec![None; config.layers]),
+        ("qwen2", |config| config.windows = vec![None; config.layers]),
+        ("qwen3", |config| config.rope.theta = 10_000.0),
+    ];
+    for (name, ignore) in ignored {
+        let fixture = Fixture::new(name);
+        let mut config = ModelConfig::from_folder(&fixture.folder).unwrap();
+        ignore(&mut config);
+        let mut source = SafetensorsSource::open(&fixture.folder).unwrap();
+        let mut runner = Runner::new(Model::new(config), reference::kernel_set(), DType::F32, &mut source);
+        let worst = logits_error(&fixture, &mut runner);
+        assert!(worst > 1e-2, "{name}: logits are off by only {worst}");
     }
 }
 
@@ -157,6 +166,25 @@ fn evaluation_sums_the_losses_of_training() {
             assert_eq!(trained, evaluated, "{} on {backend}", fixture.name);
         }
     }
+}
+
+/// Largest error of any logit at any position, each computed as the last of a prompt.
+fn logits_error(fixture: &Fixture, runner: &mut Runner) -> f32 {
+    let arrays = fixture.arrays("logits.safetensors");
+    let (ids, expected) = (arrays["input_ids"].ids(), arrays["logits"].floats());
+    let [sequences, length, vocab] = arrays["logits"].shape[..] else { panic!("three dimensions") };
+    let batches = TokenBatch::new(&runner.model.config);
+    let mut worst = 0f32;
+    for end in 1..=length {
+        let rows: Vec<&[u32]> = ids.chunks(length).map(|row| &row[..end]).collect();
+        let batch = batches.prefill(&rows, length).unwrap();
+        let mut cache = runner.cache(sequences, length);
+        for (b, logits) in runner.generate(&batch, &mut cache).iter().enumerate() {
+            let row = (b * length + end - 1) * vocab;
+            worst = worst.max(furthest(logits, &expected[row..row + vocab]));
+        }
+    }
+    worst
 }
 
 struct Trained {

@@ -12,8 +12,8 @@ use terrace_zero::{
     Block, Context, Gradients, HostTensor, KvSlot, MicroBatch, Mode, ParamSpec, WeightSource, Weights,
 };
 
-const STATE_BYTES: usize = 64 << 20;
-const SCRATCH_BYTES: usize = 64 << 20;
+/// Weights, signals and gradients.
+const STATE_BYTES: usize = 16 << 20;
 
 /// Peak of a block's intermediates: block, what it did, bytes.
 pub type Peak = (String, &'static str, usize);
@@ -22,6 +22,8 @@ pub struct Runner {
     pub model: Model,
     pub dtype: DType,
     pub peaks: Vec<Peak>,
+    /// Capacity of the arena that each block gets.
+    pub scratch_bytes: usize,
     kernels: KernelSet,
     state: Arena,
     weights: HashMap<String, Tensor>,
@@ -38,7 +40,7 @@ impl Runner {
     /// Weights from `source`, in `dtype`.
     pub fn new(model: Model, kernels: KernelSet, dtype: DType, source: &mut dyn WeightSource) -> Self {
         let state = HostDevice::discrete().arena(STATE_BYTES).unwrap();
-        let mut runner = Self { model, dtype, peaks: Vec::new(), kernels, state, weights: HashMap::new() };
+        let mut runner = Self::build(model, dtype, kernels, state);
         for param in runner.params() {
             let mut values = vec![0.0; param.elements()];
             source.read(&param, 0, &mut values).unwrap();
@@ -51,12 +53,17 @@ impl Runner {
     pub fn dry(model: Model, dtype: DType) -> Self {
         let (kernels, _) = terrace_kernels::dry::kernel_set();
         let state = Arena::virtual_memory();
-        let mut runner = Self { model, dtype, peaks: Vec::new(), kernels, state, weights: HashMap::new() };
+        let mut runner = Self::build(model, dtype, kernels, state);
         for param in runner.params() {
             let tensor = Tensor::new(&runner.state, dtype, &param.dims).unwrap();
             runner.weights.insert(param.name, tensor);
         }
         runner
+    }
+
+    fn build(model: Model, dtype: DType, kernels: KernelSet, state: Arena) -> Self {
+        let (peaks, weights) = (Vec::new(), HashMap::new());
+        Self { model, dtype, peaks, scratch_bytes: 1 << 20, kernels, state, weights }
     }
 
     pub fn params(&self) -> Vec<ParamSpec> {
@@ -163,6 +170,7 @@ struct Run<'a> {
     state: &'a Arena,
     weights: &'a HashMap<String, Tensor>,
     peaks: &'a mut Vec<Peak>,
+    scratch_bytes: usize,
     dtype: DType,
     mode: Mode,
     sequences: usize,
@@ -182,6 +190,7 @@ impl<'a> Run<'a> {
             state: &runner.state,
             weights: &runner.weights,
             peaks: &mut runner.peaks,
+            scratch_bytes: runner.scratch_bytes,
             dtype: runner.dtype,
             mode,
             sequences: batch.sequences,
@@ -263,7 +272,7 @@ impl<'a> Run<'a> {
     ) {
         let host = self.loss.view().bytes().space() == Space::Host;
         let arena = match host {
-            true => HostDevice::discrete().arena(SCRATCH_BYTES).unwrap(),
+            true => HostDevice::discrete().arena(self.scratch_bytes).unwrap(),
             false => Arena::virtual_memory(),
         };
         let mut context = Context {

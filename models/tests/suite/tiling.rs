@@ -33,6 +33,7 @@ fn compare(config: ModelConfig, sequences: usize, length: usize) {
     let vocab = config.vocab;
     let mut source = RandomSource::for_config(&config, 3);
     let mut runner = Runner::new(Model::new(config), reference::kernel_set(), DType::F32, &mut source);
+    runner.scratch_bytes = 64 << 20;
     let ids: Vec<u32> = (0..sequences * length).map(|i| (i * 7919 % vocab) as u32).collect();
     let labels: Vec<i32> = ids.iter().map(|id| *id as i32).collect();
     let rows: Vec<Row<'_>> =
