@@ -8,3 +8,7 @@ pub mod cli;
 pub mod config;
 pub mod data;
 pub mod error;
+pub mod generate;
+pub mod interrupt;
+pub mod metrics;
+pub mod progress;

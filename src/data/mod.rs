@@ -22,6 +22,7 @@ pub use chat::{ChatTemplate, Rendered};
 pub use dataset::{DataConfig, Dataset, Summary};
 pub use error::DataError;
 pub use sampler::Sampler;
+pub(crate) use sampler::mix;
 pub use store::Sample;
 pub use tokenizer::{TextTokenizer, TokenSpan};
 
