@@ -7,6 +7,7 @@
 pub mod cli;
 pub mod config;
 pub mod data;
+pub mod demo;
 pub mod error;
 pub mod generate;
 pub mod interrupt;
