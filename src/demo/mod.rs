@@ -13,9 +13,11 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 /// Stories to train on.
-const TRAIN_STORIES: u64 = 6000;
+const TRAIN_STORIES: usize = 6000;
 /// Stories to evaluate on; none of them is in the training data.
-const HELD_OUT_STORIES: u64 = 200;
+const HELD_OUT_STORIES: usize = 200;
+/// Stories that the tokenizer is trained on.
+const TOKENIZER_STORIES: usize = 2000;
 /// Sequence length that the demo trains with.
 pub const SEQ_LEN: usize = 256;
 
@@ -44,10 +46,10 @@ pub fn prepare(folder: &Path, seed: u64) -> Result<DemoFiles, DataError> {
         std::fs::create_dir_all(folder).map_err(DataError::file("creating", folder))?;
     }
     let (train, held_out) = (data.join("stories.jsonl"), data.join("held_out.jsonl"));
-    write_stories(&train, Stories::new(seed).take(TRAIN_STORIES as usize))?;
-    let unseen = Stories::new(seed).skip(TRAIN_STORIES as usize).take(HELD_OUT_STORIES as usize);
+    write_stories(&train, Stories::new(seed).take(TRAIN_STORIES))?;
+    let unseen = Stories::new(seed).skip(TRAIN_STORIES).take(HELD_OUT_STORIES);
     write_stories(&held_out, unseen)?;
-    let tokens = tokenizer::train(&model, Stories::new(seed).take(TRAIN_STORIES as usize))?;
+    let tokens = tokenizer::train(&model, Stories::new(seed).take(TOKENIZER_STORIES))?;
     let vocab_size = tokens.next_multiple_of(64);
     write_json(&model.join("config.json"), &llama(vocab_size))?;
     let generation = json!({ "bos_token_id": tokenizer::END_ID, "eos_token_id": tokenizer::END_ID });
