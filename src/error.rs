@@ -51,3 +51,10 @@ impl From<terrace_zero::EngineError> for CliError {
         }
     }
 }
+
+impl From<crate::data::DataError> for CliError {
+    fn from(error: crate::data::DataError) -> Self {
+        // Every message of a data error names its cause.
+        Self::Failed(error.to_string())
+    }
+}

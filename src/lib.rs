@@ -7,4 +7,9 @@
 pub mod cli;
 pub mod config;
 pub mod data;
+pub mod demo;
 pub mod error;
+pub mod generate;
+pub mod interrupt;
+pub mod metrics;
+pub mod progress;

@@ -102,3 +102,22 @@ fn steps_from_epochs() {
         assert_eq!(resolve(line, None, None).unwrap().total_steps(samples), steps, "{line}");
     }
 }
+
+#[test]
+fn inputs_of_a_model_without_tokenizer() {
+    use terrace::cli::inputs::FinetuneInputs;
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    std::fs::create_dir(path("m")).unwrap();
+    std::fs::write(path("m/config.json"), r#"{"vocab_size": 10, "max_position_embeddings": 4}"#).unwrap();
+    std::fs::write(path("d.jsonl"), "{\"input_ids\": [1, 2, 3, 4, 5]}\n".repeat(7)).unwrap();
+    let mut args = flags("--batch-size 2 --no-shuffle --epochs 2");
+    (args.model, args.data, args.output) = (path("m"), path("d.jsonl"), path("out"));
+    let inputs = FinetuneInputs::load(&args).unwrap();
+    assert_eq!((inputs.run.seq_len, inputs.steps, inputs.data.len()), (4, 7, 7));
+    assert_eq!(inputs.sampler.batch_indices(3), [6, 0]);
+    assert_eq!(inputs.data.sample(6).unwrap().ids, [1, 2, 3, 4]);
+    std::fs::remove_file(path("m/config.json")).unwrap();
+    let error = FinetuneInputs::load(&args).unwrap_err().to_string();
+    assert!(error.contains("m/config.json") && error.contains("--model"), "{error}");
+}

@@ -1,3 +1,42 @@
 //! The command line: what can be asked, and the commands that need no engine.
 
 pub mod args;
+pub mod inputs;
+pub mod report;
+
+use crate::error::CliError;
+use args::{Cli, Command, ReportArgs};
+use serde::Serialize;
+
+/// Runs a command.
+///
+/// # Errors
+/// The command failed; the error knows its exit code.
+pub fn run(cli: Cli) -> Result<(), CliError> {
+    match cli.command {
+        Command::Report(args) => report(&args),
+        Command::Finetune(_) | Command::Generate(_) | Command::Eval(_) | Command::Demo(_) => {
+            Err(CliError::Failed("this command needs the engine, which this build does not have".into()))
+        }
+    }
+}
+
+/// Prints the one JSON document of `--json` to stdout.
+///
+/// # Errors
+/// Standard output is closed.
+pub fn print_json(document: &impl Serialize) -> Result<(), CliError> {
+    let text = serde_json::to_string_pretty(document).map_err(CliError::failed)?;
+    print_text(&text)
+}
+
+fn print_text(text: &str) -> Result<(), CliError> {
+    use std::io::Write;
+    writeln!(std::io::stdout(), "{text}")
+        .map_err(|e| CliError::Failed(format!("writing to standard output: {e}")))
+}
+
+fn report(args: &ReportArgs) -> Result<(), CliError> {
+    let report = report::Report::collect(report::io_uring_allowed);
+    if args.json { print_json(&report) } else { print_text(report.to_string().trim_end()) }
+}

@@ -11,7 +11,7 @@
 //! **Dates.** `strftime_now` gives 26 Jul 2024, the date that templates fall back to, whatever the day: tokens must not depend
 //! on when the data was read, or a run could not be resumed tomorrow.
 
-use minijinja::value::{Kwargs, Rest};
+use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
@@ -161,7 +161,7 @@ fn split_marks(marked: &str) -> Result<Rendered, String> {
         match c {
             _ if c == GENERATION[0] => start = Some(rendered.text.len()),
             _ if c == GENERATION[1] => {
-                rendered.assistant.extend(start.take().map(|s| s..rendered.text.len()))
+                rendered.assistant.extend(start.take().map(|s| s..rendered.text.len()));
             }
             c => rendered.text.push(c),
         }
@@ -173,9 +173,10 @@ fn split_marks(marked: &str) -> Result<Rendered, String> {
 }
 
 /// Python's `json.dumps(value, ensure_ascii=False, indent=indent)`.
-fn to_json(value: &Value, rest: Rest<Value>, options: Kwargs) -> Result<Value, Error> {
+#[expect(clippy::needless_pass_by_value, reason = "the template engine hands keywords over by value")]
+fn to_json(value: &Value, indent: Option<usize>, options: Kwargs) -> Result<Value, Error> {
     let fail = |e: serde_json::Error| Error::new(ErrorKind::BadSerialization, e.to_string());
-    let indent = options.get::<Option<usize>>("indent")?.or_else(|| rest.first()?.as_usize());
+    let indent = options.get::<Option<usize>>("indent")?.or(indent);
     // The rest of json.dumps' options change nothing that templates rely on.
     for name in ["ensure_ascii", "separators", "sort_keys"] {
         options.get::<Option<Value>>(name)?;

@@ -4,12 +4,15 @@ use super::batch::loss_terms_of;
 use super::encode::{Encoded, Encoder};
 use super::store::{TokenStore, TokenWriter};
 use super::{DataError, Result, Sample, TextTokenizer};
+use rayon::prelude::*;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 /// Plain text is tokenised in pieces of about this size.
 const PIECE_BYTES: usize = 1 << 20;
+/// Rows are read and encoded this many bytes at a time.
+const ROWS_BYTES: usize = 4 << 20;
 
 /// How rows become samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -87,9 +90,9 @@ impl Dataset {
         };
         let mut reader = BufReader::with_capacity(1 << 18, file);
         if lines {
-            builder.plain_file(&mut reader)?
+            builder.plain_file(&mut reader)?;
         } else {
-            builder.rows(&mut reader)?
+            builder.rows(&mut reader)?;
         }
         builder.finish()
     }
@@ -141,24 +144,43 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
+    /// Rows are encoded in parallel, a few megabytes of them at a time, and written in order.
     fn rows(&mut self, reader: &mut impl BufRead) -> Result {
-        let mut line = Vec::new();
-        for number in 1.. {
-            line.clear();
-            if reader.read_until(b'\n', &mut line).map_err(DataError::file("reading", self.path))? == 0 {
-                break;
+        let (mut number, mut ended) = (0, false);
+        while !ended {
+            let mut lines = Vec::new();
+            let mut bytes = 0;
+            while bytes < ROWS_BYTES {
+                let mut line = Vec::new();
+                if reader.read_until(b'\n', &mut line).map_err(DataError::file("reading", self.path))? == 0 {
+                    ended = true;
+                    break;
+                }
+                number += 1;
+                bytes += line.len();
+                lines.push((number, line));
             }
-            let text = std::str::from_utf8(&line)
-                .map_err(|_| self.row_error(number, "the line is not UTF-8".into()))?;
-            let text = if number == 1 { text.trim_start_matches('\u{feff}') } else { text };
-            if text.trim().is_empty() {
-                continue;
+            let encoded: Vec<Result<Option<Encoded>>> =
+                lines.par_iter().map(|(number, line)| self.encode(*number, line)).collect();
+            for row in encoded {
+                if let Some(row) = row? {
+                    self.summary.rows += 1;
+                    self.row(row)?;
+                }
             }
-            let row = self.encoder.row(text).map_err(|reason| self.row_error(number, reason))?;
-            self.summary.rows += 1;
-            self.row(row)?;
         }
         Ok(())
+    }
+
+    /// One line; `None` if it is blank.
+    fn encode(&self, number: usize, line: &[u8]) -> Result<Option<Encoded>> {
+        let text =
+            std::str::from_utf8(line).map_err(|_| self.row_error(number, "the line is not UTF-8".into()))?;
+        let text = if number == 1 { text.trim_start_matches('\u{feff}') } else { text };
+        if text.trim().is_empty() {
+            return Ok(None);
+        }
+        self.encoder.row(text).map(Some).map_err(|reason| self.row_error(number, reason))
     }
 
     fn row(&mut self, row: Encoded) -> Result {

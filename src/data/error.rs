@@ -54,7 +54,7 @@ impl DataError {
         move |source| Self::File { doing, path, source }
     }
 
-    pub(crate) fn tokenizer(path: &Path, reason: impl ToString) -> Self {
-        Self::Tokenizer { path: path.to_path_buf(), reason: reason.to_string() }
+    pub(crate) fn tokenizer(path: &Path, reason: impl std::fmt::Display) -> Self {
+        Self::Tokenizer { path: path.to_path_buf(), reason: format!("{reason}") }
     }
 }

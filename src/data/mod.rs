@@ -1,7 +1,7 @@
 //! Training data: from rows of text to batches of tokens.
 //!
 //! A data file is read once, line by line, tokenised and written to a token file in the work directory; afterwards batches are
-//! read from there by position. Memory use is one row plus eight bytes per sample, whatever the size of the data.
+//! read from there by position. Memory use is a few megabytes of rows plus eight bytes per sample, whatever the size of the data.
 //!
 //! ```text
 //! file ─▶ rows ─▶ Encoder (TextTokenizer, ChatTemplate) ─▶ TokenWriter ─▶ tokens.bin ─▶ Dataset::sample
@@ -22,6 +22,7 @@ pub use chat::{ChatTemplate, Rendered};
 pub use dataset::{DataConfig, Dataset, Summary};
 pub use error::DataError;
 pub use sampler::Sampler;
+pub(crate) use sampler::mix;
 pub use store::Sample;
 pub use tokenizer::{TextTokenizer, TokenSpan};
 

@@ -1,0 +1,95 @@
+//! What the commands read before the engine starts: facts about the model, its tokenizer, the data.
+
+use crate::config::{TrainConfig, run};
+use crate::data::{DataConfig, DataError, Dataset, Sampler, TextTokenizer};
+use crate::error::CliError;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// What data and flags are checked against, from a model folder's `config.json`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ModelFacts {
+    /// Number of token ids.
+    pub vocab_size: usize,
+    /// Longest sequence, if the config says.
+    pub positions_max: Option<usize>,
+}
+
+impl ModelFacts {
+    /// Reads them.
+    ///
+    /// # Errors
+    /// There is no such folder, no `config.json` in it, or no `vocab_size` in that.
+    pub fn read(model: &Path) -> Result<Self, CliError> {
+        let path = model.join("config.json");
+        let text = std::fs::read_to_string(&path).map_err(|e| {
+            CliError::Usage(format!(
+                "reading {}: {e}; --model takes a Hugging Face model folder",
+                path.display()
+            ))
+        })?;
+        let config: Value = serde_json::from_str(&text)
+            .map_err(|e| CliError::Usage(format!("{}: invalid JSON: {e}", path.display())))?;
+        // A composite model keeps the language model's settings one level down; GPT-2 has names of its own.
+        let number = |names: &[&str]| {
+            let values = names.iter().flat_map(|name| [&config[name], &config["text_config"][name]]);
+            values.filter_map(Value::as_u64).next().map(|n| n as usize)
+        };
+        let vocab_size = number(&["vocab_size"]).filter(|&size| size > 0);
+        Ok(Self {
+            vocab_size: vocab_size
+                .ok_or_else(|| CliError::Usage(format!("{}: no vocab_size", path.display())))?,
+            positions_max: number(&["max_position_embeddings", "n_positions", "max_sequence_length"]),
+        })
+    }
+}
+
+/// Reads `data` for a model into `work_dir`.
+///
+/// # Errors
+/// As [`Dataset::build`] and [`TextTokenizer::find`].
+pub fn open_data(
+    model: &Path,
+    facts: ModelFacts,
+    data: &Path,
+    seq_len: usize,
+    pack: bool,
+    work_dir: &Path,
+) -> Result<Dataset, DataError> {
+    let tokenizer = TextTokenizer::find(model)?;
+    let tokenizer_path = TextTokenizer::file_of(model);
+    let config = DataConfig { seq_len, pack, vocab_size: facts.vocab_size, tokenizer_path };
+    Dataset::build(data, tokenizer.as_ref(), &config, work_dir)
+}
+
+/// Everything that `terrace finetune` knows before the engine is built.
+#[derive(Debug)]
+pub struct FinetuneInputs {
+    /// The run, resolved.
+    pub run: TrainConfig,
+    /// The data, tokenised.
+    pub data: Dataset,
+    /// Which samples a step takes.
+    pub sampler: Sampler,
+    /// Optimizer steps of the whole run.
+    pub steps: u64,
+    /// Where `metrics.jsonl` goes.
+    pub metrics: PathBuf,
+}
+
+impl FinetuneInputs {
+    /// Resolves the run and reads the data.
+    ///
+    /// # Errors
+    /// A setting, the model's config or the data is refused.
+    pub fn load(args: &super::args::FinetuneArgs) -> Result<Self, CliError> {
+        let facts = ModelFacts::read(&args.model)?;
+        let run = TrainConfig::resolve(args, facts.positions_max)?;
+        let work_dir = run::default_disk(&run.output);
+        let data = open_data(&run.model, facts, &run.data, run.seq_len, run.pack, &work_dir)?;
+        let sampler = Sampler::new(data.len(), run.samples_per_step(), run.seed, run.shuffle);
+        let steps = run.total_steps(data.len());
+        let metrics = run.output.join("metrics.jsonl");
+        Ok(Self { run, data, sampler, steps, metrics })
+    }
+}

@@ -1,0 +1,128 @@
+//! What to continue.
+
+use crate::data::{DataError, TextTokenizer};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// A prompt as given.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Prompt {
+    /// Text, which needs a tokenizer.
+    Text(String),
+    /// Token ids.
+    Ids(Vec<u32>),
+}
+
+impl Prompt {
+    /// The prompt's tokens. `model` is named in messages.
+    ///
+    /// # Errors
+    /// Text without a tokenizer, no tokens at all, or an id outside the model's vocabulary.
+    pub fn ids(
+        &self,
+        tokenizer: Option<&TextTokenizer>,
+        model: &Path,
+        vocab_size: usize,
+    ) -> Result<Vec<u32>, DataError> {
+        let path = TextTokenizer::file_of(model);
+        let wrong = |reason: String| DataError::Tokenizer { path: path.clone(), reason };
+        let ids = match (self, tokenizer) {
+            (Self::Ids(ids), _) => ids.clone(),
+            (Self::Text(text), Some(tokenizer)) => tokenizer.prompt_ids(text)?,
+            (Self::Text(_), None) => {
+                return Err(wrong(
+                    "this file does not exist, and a text prompt needs it; use --prompt-ids".into(),
+                ));
+            }
+        };
+        if ids.is_empty() {
+            return Err(wrong("a prompt has no tokens; there must be at least one to continue".into()));
+        }
+        match ids.iter().find(|&&id| id as usize >= vocab_size) {
+            Some(id) => {
+                Err(wrong(format!("prompt token {id} is outside the model's vocabulary of {vocab_size}")))
+            }
+            None => Ok(ids),
+        }
+    }
+}
+
+/// Reads prompts: the lines of a `.txt` that are not blank, or the rows `{"prompt": "…"}` or `{"prompt_ids": […]}` of a `.jsonl`.
+///
+/// # Errors
+/// The file cannot be read, a row is malformed, or there is none.
+pub fn read_prompts(path: &Path) -> Result<Vec<Prompt>, DataError> {
+    let owned = || -> PathBuf { path.into() };
+    let rows = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("jsonl"));
+    let text = std::fs::read_to_string(path).map_err(|source| DataError::File {
+        doing: "reading",
+        path: owned(),
+        source,
+    })?;
+    let mut prompts = Vec::new();
+    for (at, line) in text.trim_start_matches('\u{feff}').lines().enumerate() {
+        if line.trim().is_empty() {
+            continue;
+        }
+        if rows {
+            prompts.push(row(line).map_err(|reason| DataError::Row {
+                path: owned(),
+                line: at + 1,
+                reason,
+            })?);
+        } else {
+            prompts.push(Prompt::Text(line.into()));
+        }
+    }
+    if prompts.is_empty() { Err(DataError::Empty { path: owned() }) } else { Ok(prompts) }
+}
+
+fn row(line: &str) -> Result<Prompt, String> {
+    let row: Value = serde_json::from_str(line).map_err(|e| format!("invalid JSON: {e}"))?;
+    if let Some(text) = row["prompt"].as_str() {
+        return Ok(Prompt::Text(text.into()));
+    }
+    let wrong = || "expected {\"prompt\": \"…\"} or {\"prompt_ids\": [token ids]}".to_owned();
+    let ids = row["prompt_ids"].as_array().ok_or_else(wrong)?;
+    let ids: Option<Vec<u32>> = ids.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect();
+    Ok(Prompt::Ids(ids.ok_or_else(wrong)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(name: &str, text: &str) -> Result<Vec<Prompt>, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        read_prompts(&path).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn lines_and_rows() {
+        assert_eq!(
+            read("a.txt", "One \n\nTwo").unwrap(),
+            [Prompt::Text("One ".into()), Prompt::Text("Two".into())]
+        );
+        let rows = read("a.jsonl", "{\"prompt\": \"x\"}\n{\"prompt_ids\": [1, 2]}\n").unwrap();
+        assert_eq!(rows, [Prompt::Text("x".into()), Prompt::Ids(vec![1, 2])]);
+        assert!(
+            read("a.jsonl", "{\"prompt\": \"x\"}\n{\"prompt_ids\": [-1]}\n")
+                .unwrap_err()
+                .contains("a.jsonl:2: expected")
+        );
+        assert!(read("a.txt", "\n \n").unwrap_err().contains("no data"));
+    }
+
+    #[test]
+    fn tokens_are_checked() {
+        let ids =
+            |ids: &[u32]| Prompt::Ids(ids.to_vec()).ids(None, Path::new("m"), 10).map_err(|e| e.to_string());
+        assert_eq!(ids(&[9]).unwrap(), [9]);
+        assert!(ids(&[10]).unwrap_err().contains("outside the model's vocabulary of 10"));
+        assert!(ids(&[]).unwrap_err().contains("at least one"));
+        let text = Prompt::Text("x".into()).ids(None, Path::new("m"), 10).unwrap_err().to_string();
+        assert!(text.starts_with("m/tokenizer.json") && text.contains("--prompt-ids"), "{text}");
+    }
+}

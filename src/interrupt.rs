@@ -1,0 +1,37 @@
+//! Ctrl-C: the first asks the run to stop after the step that is running, the second ends the process at once.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Whether the user wants to stop.
+#[derive(Debug, Clone, Default)]
+pub struct Interrupt(Arc<AtomicBool>);
+
+impl Interrupt {
+    /// Listens for SIGINT, SIGTERM and SIGHUP. Where they cannot be caught, they end the process as ever; the state on disk
+    /// is consistent all the same.
+    pub fn listen() -> Self {
+        let interrupt = Self::default();
+        let flag = interrupt.clone();
+        let caught = ctrlc::set_handler(move || {
+            if flag.0.swap(true, Ordering::SeqCst) {
+                std::process::exit(130);
+            }
+            eprintln!("\nstopping after this step; once more to stop at once");
+        });
+        if let Err(error) = caught {
+            tracing::warn!(%error, "interrupts are not caught");
+        }
+        interrupt
+    }
+
+    /// Whether the user has asked to stop.
+    pub fn requested(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// The flag itself, for the engine.
+    pub fn flag(&self) -> Arc<AtomicBool> {
+        self.0.clone()
+    }
+}

@@ -1,0 +1,147 @@
+//! `metrics.jsonl`: one object a step.
+//!
+//! Lines are written whole and flushed, so that a run that is killed leaves at most one broken line at the end; resuming drops
+//! it together with the lines of steps that were never committed.
+
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Seek, SeekFrom, Write};
+use std::path::Path;
+
+/// What one step did. Sizes are bytes, times are seconds.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct StepMetrics {
+    /// Number of the step, from one.
+    pub step: u64,
+    /// Mean loss over the step's unmasked tokens; `null` if it is not a number.
+    pub loss: Option<f64>,
+    /// Global gradient norm before clipping; `null` if it was not computed.
+    pub grad_norm: Option<f64>,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Tokens without padding.
+    pub tokens: u64,
+    /// Wall time of the step.
+    pub step_seconds: f64,
+    /// `tokens` over `step_seconds`.
+    pub tokens_per_second: f64,
+    /// The time that the slowest resource needs at its measured best; `null` without a calibration.
+    pub floor_seconds: Option<f64>,
+    /// `floor_seconds` over `step_seconds`.
+    pub floor_fraction: Option<f64>,
+    /// The resource that the floor is made of.
+    pub bound_by: Option<String>,
+    /// Read from disk.
+    pub disk_read_bytes: u64,
+    /// Written to disk.
+    pub disk_write_bytes: u64,
+    /// Copied from host to device.
+    pub upload_bytes: u64,
+    /// Copied from device to host.
+    pub download_bytes: u64,
+    /// Largest use of host memory so far.
+    pub host_peak_bytes: u64,
+    /// Largest use of device memory so far.
+    pub device_peak_bytes: u64,
+    /// Time that computing waited, by what it waited for.
+    pub stall_seconds: BTreeMap<String, f64>,
+}
+
+/// Appends to `metrics.jsonl`.
+#[derive(Debug)]
+pub struct MetricsWriter {
+    file: File,
+}
+
+impl MetricsWriter {
+    /// Opens the file at `path` for the steps after `committed`, the last committed step, 0 at the start of a run. Lines of
+    /// later steps are dropped.
+    ///
+    /// # Errors
+    /// The file cannot be read or written.
+    pub fn open(path: &Path, committed: u64) -> io::Result<Self> {
+        let mut file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
+        let keep = if committed == 0 { 0 } else { committed_bytes(&mut file, committed)? };
+        file.set_len(keep)?;
+        file.seek(SeekFrom::End(0))?;
+        Ok(Self { file })
+    }
+
+    /// Appends one step.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn append(&mut self, metrics: &StepMetrics) -> io::Result<()> {
+        let mut line = serde_json::to_vec(metrics)?;
+        line.push(b'\n');
+        self.file.write_all(&line)?;
+        self.file.flush()
+    }
+}
+
+/// Length of the leading lines that belong to steps up to `committed`.
+fn committed_bytes(file: &mut File, committed: u64) -> io::Result<u64> {
+    #[derive(Deserialize)]
+    struct Line {
+        step: u64,
+    }
+    let mut reader = BufReader::new(file);
+    let (mut keep, mut line) = (0, Vec::new());
+    loop {
+        line.clear();
+        let read = reader.read_until(b'\n', &mut line)?;
+        let whole = line.ends_with(b"\n");
+        match serde_json::from_slice::<Line>(&line) {
+            Ok(found) if whole && found.step <= committed => keep += read as u64,
+            _ => return Ok(keep),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(step: u64) -> StepMetrics {
+        StepMetrics {
+            step,
+            loss: Some(f64::NAN),
+            stall_seconds: [("disk".into(), 0.5)].into(),
+            ..Default::default()
+        }
+    }
+
+    fn steps(path: &Path) -> Vec<u64> {
+        let text = std::fs::read_to_string(path).unwrap();
+        text.lines().map(|line| serde_json::from_str::<StepMetrics>(line).unwrap().step).collect()
+    }
+
+    #[test]
+    fn resuming_drops_what_was_not_committed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut writer = MetricsWriter::open(&path, 0).unwrap();
+        (1..=4).for_each(|s| writer.append(&step(s)).unwrap());
+        writer.file.write_all(b"{\"step\": 5, \"lo").unwrap();
+        let mut writer = MetricsWriter::open(&path, 3).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3]);
+        writer.append(&step(4)).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3, 4]);
+        MetricsWriter::open(&path, 9).unwrap().append(&step(10)).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3, 4, 10]);
+        MetricsWriter::open(&path, 0).unwrap();
+        assert_eq!(steps(&path), [0u64; 0]);
+    }
+
+    #[test]
+    fn the_fields_that_scripts_read() {
+        let value = serde_json::to_value(step(1)).unwrap();
+        let names: Vec<&str> = value.as_object().unwrap().keys().map(String::as_str).collect();
+        let contract = "step loss grad_norm lr tokens step_seconds tokens_per_second floor_seconds floor_fraction bound_by \
+            disk_read_bytes disk_write_bytes upload_bytes download_bytes host_peak_bytes device_peak_bytes stall_seconds";
+        assert_eq!(names.join(" "), contract);
+        assert!(value["loss"].is_null(), "NaN is null");
+        assert_eq!(value["stall_seconds"]["disk"], 0.5);
+    }
+}

@@ -1,0 +1,40 @@
+//! The binary from outside: exit codes, streams, `report`.
+#![allow(missing_docs)]
+
+use std::process::{Command, Output};
+
+fn terrace(words: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_terrace")).args(words).output().unwrap()
+}
+
+#[test]
+fn bad_usage_is_exit_code_2_on_stderr() {
+    for words in [&[][..], &["finetune"], &["plan"], &["report", "--nonsense"], &["generate", "--model", "m"]]
+    {
+        let output = terrace(words);
+        assert_eq!(output.status.code(), Some(2), "{words:?}");
+        assert!(output.stdout.is_empty() && !output.stderr.is_empty());
+    }
+}
+
+#[test]
+fn help_lists_what_exists() {
+    let output = terrace(&["--help"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    for command in ["finetune", "generate", "eval", "demo", "report"] {
+        assert!(text.contains(command), "{text}");
+    }
+    let text = String::from_utf8(terrace(&["finetune", "--help"]).stdout).unwrap();
+    assert!(text.contains("--max-shard-size") && !text.contains("--discrete"), "{text}");
+}
+
+#[test]
+fn report_in_both_forms() {
+    let text = terrace(&["report"]);
+    assert_eq!(text.status.code(), Some(0));
+    assert!(String::from_utf8(text.stdout).unwrap().contains("cpu features"));
+    let json = terrace(&["report", "--json"]);
+    let value: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(value["version"], env!("CARGO_PKG_VERSION"));
+}
