@@ -265,7 +265,9 @@ impl<'a> Fetcher<'a> {
             }
             Source::Thread(receiver) => {
                 let received = match receiver.try_recv() {
-                    Err(TryRecvError::Empty) if wait => receiver.recv().map_err(|_| TryRecvError::Disconnected),
+                    Err(TryRecvError::Empty) if wait => {
+                        receiver.recv().map_err(|_| TryRecvError::Disconnected)
+                    }
                     other => other,
                 };
                 let staged = match received {
