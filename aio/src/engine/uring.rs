@@ -57,7 +57,7 @@ impl UringEngine {
     pub fn new(config: &EngineConfig) -> Result<Self, IoError> {
         let config = config.clamped();
         let wake = Arc::new(eventfd().map_err(|e| unavailable(&e))?);
-        let block_bytes = config.block_bytes;
+        let (files, block_bytes) = (FileTable::new(config.direct), config.block_bytes);
         let (inbox, requests) = mpsc::sync_channel(config.queue_depth);
         let (ready, is_ready) = mpsc::channel();
         let driver_wake = Arc::clone(&wake);
@@ -78,7 +78,7 @@ impl UringEngine {
             Ok(Err(error)) => return Err(unavailable(&error)),
             Err(_) => return Err(unavailable(&io::Error::other("the ring's thread died at its start"))),
         }
-        Ok(Self { files: FileTable::default(), block_bytes, inbox: Some(inbox), wake, driver: Some(driver) })
+        Ok(Self { files, block_bytes, inbox: Some(inbox), wake, driver: Some(driver) })
     }
 
     fn enqueue(&self, started: Option<(Job, Cursor)>) {
