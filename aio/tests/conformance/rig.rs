@@ -1,6 +1,6 @@
 //! What the cases run on: an engine, a directory in its world, and a pool that tells when buffers come back.
 
-use crate::cases::CASES;
+use crate::cases::{CASES, Case};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::ptr::NonNull;
@@ -52,7 +52,7 @@ impl Rig {
 
 /// Runs every case, each on a rig of its own; names those that failed.
 pub fn failures(fixture: impl Fn() -> Rig) -> Vec<&'static str> {
-    let fails = |case: fn(Rig)| catch_unwind(AssertUnwindSafe(|| case(fixture()))).is_err();
+    let fails = |case: Case| catch_unwind(AssertUnwindSafe(|| case(fixture()))).is_err();
     CASES.iter().filter(|(_, case)| fails(*case)).map(|(name, _)| *name).collect()
 }
 

@@ -43,7 +43,7 @@ pub fn an_engine_may_be_dropped_with_requests_in_flight(rig: Rig) {
     let pool = Pool::new(COUNT, 200_000);
     let submit = |slot: usize| {
         let buf = pool.buf(slot);
-        rig.engine.submit(if slot % 2 == 0 {
+        rig.engine.submit(if slot.is_multiple_of(2) {
             Request::read(file, 0, buf)
         } else {
             Request::write(file, 0, buf)

@@ -1,4 +1,7 @@
 //! What every engine promises.
+//!
+//! A case owns its rig, for some cases drop the engine under their requests.
+#![expect(clippy::needless_pass_by_value, reason = "a case owns its rig")]
 
 mod errors;
 mod lifetimes;
@@ -11,8 +14,11 @@ macro_rules! cases {
     ($($module:ident :: $case:ident),* $(,)?) => { &[$((stringify!($case), $module::$case)),*] };
 }
 
+/// A case: panics when the engine breaks its promise.
+pub type Case = fn(Rig);
+
 /// Every case of the suite.
-pub const CASES: &[(&str, fn(Rig))] = cases![
+pub const CASES: &[(&str, Case)] = cases![
     transfers::odd_sizes_and_offsets,
     transfers::odd_memory_addresses,
     transfers::segments_over_several_files,
