@@ -5,8 +5,8 @@
 //!   SQE in the kernel; the submission queue has room for all slots and the wake read, so a push cannot fail.
 //! - A job's buffer, and a slot's bounce buffer, outlive the operation: the slot holds the job. On the way out the
 //!   driver waits for every operation before anything is freed; if it cannot, it leaks them.
-//! - The wake read is always in the kernel while the driver may sleep, so a request is never missed: callers send first
-//!   and add to the eventfd after.
+//! - The wake read is always in the kernel while the driver may sleep, and it sleeps only with an operation in the
+//!   kernel or after it saw the channel empty; callers send first and add to the eventfd after. So no request is missed.
 
 use super::super::config::EngineConfig;
 use super::super::job::Job;
@@ -104,10 +104,10 @@ impl Driver {
     /// Moves requests until the channel is closed and everything is done.
     pub fn run(mut self) {
         loop {
-            self.admit();
-            self.issue();
+            self.fill_slots();
             self.push_pending();
-            if self.inbox_is_closed && self.in_kernel == 0 {
+            if self.inbox_is_closed && self.free.len() == self.slots.len() {
+                // The wake read may still be armed, with its wake spent earlier: `drop` ends it.
                 return;
             }
             if !self.inbox_is_closed {
@@ -121,16 +121,30 @@ impl Driver {
         }
     }
 
+    /// Issues pieces until every slot is taken or the channel was seen empty. Only then may the driver sleep: the
+    /// first kind of state ends with a completion, the second with a wake. (Pieces of a request that has already failed
+    /// take no slot, so one round of admitting and issuing can leave slots free and the channel full.)
+    fn fill_slots(&mut self) {
+        loop {
+            let is_empty = self.admit();
+            self.issue();
+            if is_empty || self.free.is_empty() {
+                return;
+            }
+        }
+    }
+
     /// Takes requests from the channel, no more than can be issued soon: the rest wait in the channel and then in
-    /// `submit`.
-    fn admit(&mut self) {
+    /// `submit`. Returns whether the channel has nothing more.
+    fn admit(&mut self) -> bool {
         while !self.inbox_is_closed && self.queue.len() < self.slots.len() {
             match self.inbox.try_recv() {
                 Ok((job, cursor)) => self.queue.push_back((Arc::new(job), cursor)),
-                Err(TryRecvError::Empty) => return,
+                Err(TryRecvError::Empty) => return true,
                 Err(TryRecvError::Disconnected) => self.inbox_is_closed = true,
             }
         }
+        self.inbox_is_closed
     }
 
     /// Fills free slots with pieces of the oldest requests.

@@ -1,0 +1,124 @@
+//! One suite for every engine and every layer: a new one adds a fixture here and nothing else.
+//!
+//! A fixture makes a fresh [`Rig`]; `cases` holds what every engine promises. Each fixture is one test, which runs all
+//! cases and names those that failed. The canaries are engines broken on purpose: the suite must fail them.
+
+mod canary;
+mod cases;
+mod rig;
+
+use rig::{Rig, assert_conforms};
+use std::sync::Arc;
+use std::time::Duration;
+use terrace_aio::IoEngine;
+use terrace_aio::engine::{EngineConfig, SimConfig, SimEngine, ThreadsEngine, UringEngine};
+use terrace_aio::layer::{FaultConfig, FaultLayer, StatsLayer, ThrottleConfig, ThrottleLayer, TraceLayer};
+
+/// Settings under which every request takes many operations and every operation several system calls.
+fn shredded() -> EngineConfig {
+    EngineConfig { block_bytes: 20_000, queue_depth: 3, threads: 2, transfer_bytes_max: 5000, ..config() }
+}
+
+fn config() -> EngineConfig {
+    EngineConfig { block_bytes: 64 << 10, ..EngineConfig::default() }
+}
+
+fn threads() -> Arc<dyn IoEngine> {
+    Arc::new(ThreadsEngine::new(&config()).unwrap())
+}
+
+fn sim(config: SimConfig) -> Arc<dyn IoEngine> {
+    Arc::new(SimEngine::new(config))
+}
+
+/// Runs a fixture over io_uring, or says why not.
+fn with_uring(config: &EngineConfig) {
+    match UringEngine::probe() {
+        Ok(()) => assert_conforms(|| Rig::on_disk(Arc::new(UringEngine::new(config).unwrap()))),
+        Err(error) => println!("skipped: {error}"),
+    }
+}
+
+#[test]
+fn uring_conforms() {
+    with_uring(&config());
+}
+
+#[test]
+fn uring_conforms_with_short_transfers() {
+    with_uring(&shredded());
+}
+
+#[test]
+fn uring_conforms_through_the_page_cache() {
+    with_uring(&EngineConfig { direct: false, ..config() });
+}
+
+#[test]
+fn threads_conform() {
+    assert_conforms(|| Rig::on_disk(threads()));
+}
+
+#[test]
+fn threads_conform_with_short_transfers() {
+    assert_conforms(|| Rig::on_disk(Arc::new(ThreadsEngine::new(&shredded()).unwrap())));
+}
+
+#[test]
+fn threads_conform_through_the_page_cache() {
+    let config = EngineConfig { direct: false, ..shredded() };
+    assert_conforms(|| Rig::on_disk(Arc::new(ThreadsEngine::new(&config).unwrap())));
+}
+
+#[test]
+fn sim_conforms() {
+    for seed in 0..10 {
+        println!("seed {seed}");
+        assert_conforms(|| Rig::in_memory(sim(SimConfig { seed, ..SimConfig::default() })));
+    }
+}
+
+#[test]
+fn sim_conforms_when_it_behaves() {
+    let config =
+        SimConfig { short_one_in: 0, interrupt_one_in: 0, delay_ticks_max: 0, ..SimConfig::default() };
+    assert_conforms(|| Rig::in_memory(sim(config.clone())));
+}
+
+#[test]
+fn stats_conform() {
+    assert_conforms(|| Rig::in_memory(Arc::new(StatsLayer::new(sim(SimConfig::default())))));
+}
+
+#[test]
+fn trace_conforms() {
+    assert_conforms(|| Rig::on_disk(Arc::new(TraceLayer::new(threads(), 100))));
+}
+
+#[test]
+fn throttle_conforms() {
+    let config = ThrottleConfig {
+        read_bytes_per_second: 2e9,
+        write_bytes_per_second: 1e9,
+        is_shared: true,
+        ..ThrottleConfig::default()
+    };
+    assert_conforms(|| Rig::on_disk(Arc::new(ThrottleLayer::new(threads(), config))));
+}
+
+#[test]
+fn fault_conforms_with_delays() {
+    let config =
+        FaultConfig { delay_one_in: 3, delay_max: Duration::from_micros(100), ..FaultConfig::default() };
+    assert_conforms(|| Rig::in_memory(Arc::new(FaultLayer::new(sim(SimConfig::default()), config))));
+}
+
+#[test]
+fn layers_conform_together() {
+    assert_conforms(|| {
+        let throttled = ThrottleLayer::new(threads(), ThrottleConfig::default());
+        let faulty = FaultLayer::new(Arc::new(throttled), FaultConfig::default());
+        let traced = TraceLayer::new(Arc::new(faulty), 10);
+        Rig::on_disk(Arc::new(StatsLayer::new(Arc::new(traced))))
+    });
+}
