@@ -1,0 +1,180 @@
+//! The reference itself: every backward pass against central differences of its forward pass.
+//!
+//! A scalar `Σ out·c` with fixed random c has the gradient that the backward pass gives for `dout = c`. Operands and
+//! results are f32, whose rounding (6e-8 relative of sums up to ~10) divided by the step of 2e-2 leaves about 3e-5;
+//! the truncation error of order step² times a third derivative of order 1 leaves about 1e-4 to 1e-3. Allowed: 2e-3.
+
+use crate::support::Host;
+use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, RopeDirection, reference};
+
+const STEP: f64 = 2e-2;
+const TOLERANCE: f64 = 2e-3;
+
+fn f32s(dims: &[usize], seed: u64) -> Host {
+    Host::random(DType::F32, dims, 1.0, seed)
+}
+
+fn dot(a: &Host, b: &Host) -> f64 {
+    a.values().iter().zip(b.values()).map(|(a, b)| a * b).sum()
+}
+
+/// Compares `gradient` with differences of `scalar` in every element of `x`.
+fn check(what: &str, x: &Host, gradient: &Host, scalar: impl Fn(&Host) -> f64) {
+    for (i, (value, analytic)) in x.values().into_iter().zip(gradient.values()).enumerate() {
+        let at = |value| {
+            let mut moved = x.clone();
+            moved.set(i, value);
+            scalar(&moved)
+        };
+        let numeric = (at(value + STEP) - at(value - STEP)) / (2.0 * STEP);
+        let allowed = TOLERANCE * (1.0 + numeric.abs());
+        assert!((numeric - analytic).abs() <= allowed, "{what}[{i}]: {analytic}, differences give {numeric}");
+    }
+}
+
+#[test]
+fn matmul() {
+    let set = reference::kernel_set();
+    let (x, w, c) = (f32s(&[3, 5], 1), f32s(&[4, 5], 2), f32s(&[3, 4], 3));
+    let product = |a: &Host, b: &Host, dims: &[usize], spec| {
+        let mut out = Host::zeros(DType::F32, dims);
+        set.matmul.matmul(a.view(), b.view(), out.view_mut(), spec).unwrap();
+        out
+    };
+    let dx = product(&c, &w, &[3, 5], MatmulSpec::NN);
+    let dw = product(&c, &x, &[4, 5], MatmulSpec::TN_ACCUMULATE);
+    check("dx", &x, &dx, |x| dot(&product(x, &w, &[3, 4], MatmulSpec::NT), &c));
+    check("dw", &w, &dw, |w| dot(&product(&x, w, &[3, 4], MatmulSpec::NT), &c));
+}
+
+#[test]
+fn rms_norm() {
+    let set = reference::kernel_set();
+    let (x, weight, c) = (f32s(&[3, 6], 1), f32s(&[6], 2), f32s(&[3, 6], 3));
+    let forward = |x: &Host, weight: &Host| {
+        let (mut out, mut rstd) = (Host::zeros(DType::F32, &[3, 6]), Host::zeros(DType::F32, &[3]));
+        set.rms_norm.forward(x.view(), weight.view(), 0.1, out.view_mut(), rstd.view_mut()).unwrap();
+        (out, rstd)
+    };
+    let (mut dx, mut dweight) = (Host::zeros(DType::F32, &[3, 6]), Host::zeros(DType::F32, &[6]));
+    let rstd = forward(&x, &weight).1;
+    set.rms_norm
+        .backward(c.view(), x.view(), weight.view(), rstd.view(), dx.view_mut(), false, dweight.view_mut())
+        .unwrap();
+    check("dx", &x, &dx, |x| dot(&forward(x, &weight).0, &c));
+    check("dweight", &weight, &dweight, |weight| dot(&forward(&x, weight).0, &c));
+}
+
+#[test]
+fn rope() {
+    let set = reference::kernel_set();
+    let (x, c) = (f32s(&[3, 2, 4], 1), f32s(&[3, 2, 4], 2));
+    let positions = Host::of(DType::I32, &[3], [0.0, 1.0, 7.0]);
+    let inv_freq = Host::of(DType::F32, &[2], [1.0, 0.1]);
+    let turned = |x: &Host, direction| {
+        let mut x = x.clone();
+        set.rope.rotate(x.view_mut(), positions.view(), inv_freq.view(), 1.3, direction).unwrap();
+        x
+    };
+    let dx = turned(&c, RopeDirection::Backward);
+    check("dx", &x, &dx, |x| dot(&turned(x, RopeDirection::Forward), &c));
+}
+
+#[test]
+fn swiglu() {
+    let set = reference::kernel_set();
+    let (gate, up, c) = (f32s(&[2, 7], 1), f32s(&[2, 7], 2), f32s(&[2, 7], 3));
+    let forward = |gate: &Host, up: &Host| {
+        let mut out = Host::zeros(DType::F32, &[2, 7]);
+        set.activation.swiglu(gate.view(), up.view(), out.view_mut()).unwrap();
+        out
+    };
+    let (mut dgate, mut dup) = (Host::zeros(DType::F32, &[2, 7]), Host::zeros(DType::F32, &[2, 7]));
+    set.activation
+        .swiglu_backward(gate.view(), up.view(), c.view(), dgate.view_mut(), dup.view_mut())
+        .unwrap();
+    check("dgate", &gate, &dgate, |gate| dot(&forward(gate, &up), &c));
+    check("dup", &up, &dup, |up| dot(&forward(&gate, up), &c));
+}
+
+#[test]
+fn embedding() {
+    let set = reference::kernel_set();
+    let (table, c) = (f32s(&[4, 3], 1), f32s(&[6, 3], 2));
+    let ids = Host::of(DType::I32, &[6], [0.0, 3.0, 3.0, 1.0, 0.0, 3.0]);
+    let mut dtable = Host::zeros(DType::F32, &[4, 3]);
+    set.embedding.scatter_add(ids.view(), c.view(), dtable.view_mut()).unwrap();
+    check("dtable", &table, &dtable, |table| {
+        let mut out = Host::zeros(DType::F32, &[6, 3]);
+        set.embedding.gather(ids.view(), table.view(), out.view_mut()).unwrap();
+        dot(&out, &c)
+    });
+}
+
+#[test]
+fn cross_entropy() {
+    let set = reference::kernel_set();
+    let logits = f32s(&[4, 5], 1);
+    let labels = Host::of(DType::I32, &[4], [0.0, 4.0, -100.0, 2.0]);
+    let (mut gradient, mut loss) = (logits.clone(), Host::zeros(DType::F64, &[1]));
+    set.cross_entropy.loss_and_gradient(gradient.view_mut(), labels.view(), 0.7, loss.view_mut()).unwrap();
+    check("dlogits", &logits, &gradient, |logits| {
+        let mut loss = Host::zeros(DType::F64, &[1]);
+        set.cross_entropy.loss(logits.view(), labels.view(), loss.view_mut()).unwrap();
+        0.7 * loss.values()[0]
+    });
+}
+
+#[test]
+fn bias() {
+    let set = reference::kernel_set();
+    let (x, bias, c) = (f32s(&[3, 4], 1), f32s(&[4], 2), f32s(&[3, 4], 3));
+    let mut dbias = Host::zeros(DType::F32, &[4]);
+    set.reduce.sum_rows(c.view(), dbias.view_mut()).unwrap();
+    check("dbias", &bias, &dbias, |bias| {
+        let mut x = x.clone();
+        set.elementwise.add_bias(x.view_mut(), bias.view()).unwrap();
+        dot(&x, &c)
+    });
+}
+
+fn attention_out(set: &KernelSet, q: &Host, k: &Host, v: &Host, spec: AttentionSpec) -> [Host; 2] {
+    let mut out = Host::zeros(DType::F32, q.view().shape().dims());
+    let mut lse = Host::zeros(DType::F32, &[1, 4, 5]);
+    let starts = Host::zeros(DType::I32, &[1]);
+    set.attention
+        .forward(q.view(), k.view(), v.view(), starts.view(), out.view_mut(), lse.view_mut(), spec)
+        .unwrap();
+    [out, lse]
+}
+
+#[test]
+fn attention() {
+    let set = reference::kernel_set();
+    for window in [None, Some(2)] {
+        let spec = AttentionSpec { scale: 0.6, window };
+        let (q_dims, k_dims) = ([1, 5, 4, 3], [1, 5, 2, 3]);
+        let (q, k, v, c) = (f32s(&q_dims, 1), f32s(&k_dims, 2), f32s(&k_dims, 3), f32s(&q_dims, 4));
+        let [out, lse] = attention_out(&set, &q, &k, &v, spec);
+        let mut dq = Host::zeros(DType::F32, &q_dims);
+        let (mut dk, mut dv) = (Host::zeros(DType::F32, &k_dims), Host::zeros(DType::F32, &k_dims));
+        set.attention
+            .backward(
+                q.view(),
+                k.view(),
+                v.view(),
+                out.view(),
+                lse.view(),
+                c.view(),
+                dq.view_mut(),
+                dk.view_mut(),
+                dv.view_mut(),
+                spec,
+            )
+            .unwrap();
+        let value = |q: &Host, k: &Host, v: &Host| dot(&attention_out(&set, q, k, v, spec)[0], &c);
+        check("dq", &q, &dq, |q| value(q, &k, &v));
+        check("dk", &k, &dk, |k| value(&q, k, &v));
+        check("dv", &v, &dv, |v| value(&q, &k, v));
+    }
+}

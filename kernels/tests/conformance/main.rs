@@ -1,0 +1,19 @@
+//! One suite per operation, run over every backend and instruction set that this machine has, against the reference;
+//! and the reference's gradients against finite differences.
+//!
+//! Every comparison is with the reference's f32 result for the same (already rounded) operands. Allowed is one rounding to
+//! the result's dtype plus a tolerance for f32 accumulation that each suite states.
+
+mod activation;
+mod attention;
+mod canary;
+mod dry;
+mod elementwise;
+mod embedding;
+mod gradients;
+mod loss;
+mod matmul;
+mod norm;
+mod rope;
+mod support;
+mod threads;

@@ -1,0 +1,125 @@
+//! Tolerance: with a and b of deviation 1 the sum of |a·b| is about 0.64·L and f32 errors add like a random walk, so
+//! `√L · √L · 2⁻²⁴ · 4` covers the largest of a few thousand elements. (The proven bound grows with L·Σ|a·b|.)
+
+use crate::support::{Host, MIXES, Random, assert_close, backends};
+use proptest::prelude::*;
+use terrace_kernels::{DType, KernelSet, MatmulSpec, reference};
+
+fn tolerance(l: usize) -> f64 {
+    l as f64 * 2f64.powi(-22) + 1e-7
+}
+
+fn operands(m: usize, n: usize, l: usize, dtype: DType, spec: MatmulSpec) -> (Host, Host) {
+    let a_dims = if spec.trans_a { [l, m] } else { [m, l] };
+    let b_dims = if spec.trans_b { [n, l] } else { [l, n] };
+    (Host::random(dtype, &a_dims, 1.0, 1), Host::random(dtype, &b_dims, 1.0, 2))
+}
+
+fn compare(sets: &[(String, KernelSet)], size: (usize, usize, usize), mix: (DType, DType), spec: MatmulSpec) {
+    let (m, n, l) = size;
+    let (a, b) = operands(m, n, l, mix.0, spec);
+    let old = Host::random(DType::F32, &[m, n], 1.0, 3);
+    let mut expected = old.clone();
+    reference::kernel_set().matmul.matmul(a.view(), b.view(), expected.view_mut(), spec).unwrap();
+    for (name, set) in sets {
+        let mut out = old.cast(mix.1);
+        set.matmul.matmul(a.view(), b.view(), out.view_mut(), spec).unwrap();
+        assert_close(&format!("{name}: {size:?} {mix:?} {spec:?}"), &expected, &out, tolerance(l));
+    }
+}
+
+fn specs() -> impl Iterator<Item = MatmulSpec> {
+    (0..8).map(|bits| MatmulSpec {
+        trans_a: bits & 1 != 0,
+        trans_b: bits & 2 != 0,
+        accumulate: bits & 4 != 0,
+    })
+}
+
+#[test]
+fn every_layout_and_dtype() {
+    let sets = backends();
+    for spec in specs() {
+        for mix in MIXES {
+            if spec.accumulate && mix.1 != DType::F32 {
+                continue;
+            }
+            for size in [(1, 1, 1), (5, 7, 3), (13, 49, 300), (97, 101, 17)] {
+                compare(&sets, size, mix, spec);
+            }
+        }
+    }
+}
+
+/// Every remainder of a micro tile, and block boundaries of the inner size.
+#[test]
+fn every_odd_size() {
+    let sets = backends();
+    for m in 1..=17 {
+        compare(&sets, (m, 3 * m, 33), (DType::BF16, DType::F32), MatmulSpec::NT);
+        compare(&sets, (m, m + 40, 9), (DType::BF16, DType::F32), MatmulSpec::TN_ACCUMULATE);
+    }
+    for l in [1, 7, 8, 9, 15, 16, 17, 255, 256, 257, 511, 513] {
+        compare(&sets, (9, 20, l), (DType::BF16, DType::BF16), MatmulSpec::NT);
+        compare(&sets, (3, 50, l), (DType::BF16, DType::BF16), MatmulSpec::NT);
+        compare(&sets, (20, 9, l), (DType::F32, DType::F32), MatmulSpec::NN);
+    }
+}
+
+/// Several tiles in both directions.
+#[test]
+fn larger_than_a_tile() {
+    let sets = backends();
+    compare(&sets, (200, 500, 40), (DType::BF16, DType::BF16), MatmulSpec::NT);
+    compare(&sets, (410, 130, 70), (DType::BF16, DType::F32), MatmulSpec::TN_ACCUMULATE);
+}
+
+/// An empty sum is zero; an empty result is nothing.
+#[test]
+fn empty_sizes() {
+    for (name, set) in backends() {
+        for dtype in [DType::F32, DType::BF16] {
+            let (a, b) = (Host::zeros(dtype, &[3, 0]), Host::zeros(dtype, &[0, 4]));
+            let mut out = Host::random(dtype, &[3, 4], 1.0, 1);
+            set.matmul.matmul(a.view(), b.view(), out.view_mut(), MatmulSpec::NN).unwrap();
+            assert!(out.values().iter().all(|x| *x == 0.0), "{name}");
+            let (a, b) = (Host::zeros(dtype, &[0, 5]), Host::zeros(dtype, &[5, 4]));
+            set.matmul
+                .matmul(a.view(), b.view(), Host::zeros(dtype, &[0, 4]).view_mut(), MatmulSpec::NN)
+                .unwrap();
+        }
+    }
+}
+
+/// Operands of different dtypes in one product, and leading dimensions that are flattened.
+#[test]
+fn mixed_operands() {
+    let a = Host::random(DType::F32, &[2, 5, 24], 1.0, 1);
+    let b = Host::random(DType::BF16, &[10, 24], 1.0, 2);
+    let mut expected = Host::zeros(DType::F32, &[2, 5, 10]);
+    reference::kernel_set().matmul.matmul(a.view(), b.view(), expected.view_mut(), MatmulSpec::NT).unwrap();
+    for (name, set) in backends() {
+        let mut out = Host::zeros(DType::F32, &[10, 10]);
+        set.matmul.matmul(a.view(), b.view(), out.view_mut(), MatmulSpec::NT).unwrap();
+        assert_close(&name, &expected, &out, tolerance(24));
+    }
+}
+
+#[test]
+#[should_panic(expected = "inner sizes")]
+fn wrong_shapes_are_refused() {
+    let (a, b) = (Host::zeros(DType::F32, &[3, 4]), Host::zeros(DType::F32, &[5, 6]));
+    let mut out = Host::zeros(DType::F32, &[3, 5]);
+    let set = terrace_kernels::cpu::kernel_set(1);
+    let _ = set.matmul.matmul(a.view(), b.view(), out.view_mut(), MatmulSpec::NT);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn any_shape(m in 1usize..70, n in 1usize..130, l in 1usize..600, bits in 0usize..8, seed in 0u64..4) {
+        let spec = MatmulSpec { trans_a: bits & 1 != 0, trans_b: bits & 2 != 0, accumulate: bits & 4 != 0 };
+        let mix = if spec.accumulate { MIXES[seed as usize % 2] } else { MIXES[Random::new(seed).below(4)] };
+        compare(&backends(), (m, n, l), mix, spec);
+    }
+}

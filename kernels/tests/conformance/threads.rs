@@ -1,0 +1,108 @@
+//! The number of threads never changes a bit: results are compared by their bytes.
+
+use crate::support::{Host, Random};
+use std::hash::{DefaultHasher, Hasher};
+use terrace_kernels::cpu::{self, CpuConfig, Isa};
+use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, RopeDirection};
+
+fn same_for_every_thread_count(what: &str, run: impl Fn(&KernelSet) -> Vec<Host>) {
+    for isa in Isa::available() {
+        let hash = |threads| {
+            let mut hasher = DefaultHasher::new();
+            for tensor in run(&cpu::with_config(CpuConfig { threads, isa: Some(isa) })) {
+                hasher.write(tensor.bytes());
+            }
+            hasher.finish()
+        };
+        let one = hash(1);
+        for threads in [2, 3, 8] {
+            assert_eq!(one, hash(threads), "{what}: {} threads, {}", threads, isa.name());
+        }
+    }
+}
+
+#[test]
+fn matmul() {
+    for (m, n, l) in [(200, 500, 600), (1000, 64, 300), (3, 1000, 700)] {
+        for spec in [MatmulSpec::NT, MatmulSpec::NN, MatmulSpec::TN_ACCUMULATE] {
+            for dtype in [DType::F32, DType::BF16] {
+                let a = Host::random(dtype, &if spec.trans_a { [l, m] } else { [m, l] }, 1.0, 1);
+                let b = Host::random(dtype, &if spec.trans_b { [n, l] } else { [l, n] }, 1.0, 2);
+                same_for_every_thread_count(&format!("matmul {m} {n} {l} {spec:?} {dtype}"), |set| {
+                    let mut out = Host::zeros(if spec.accumulate { DType::F32 } else { dtype }, &[m, n]);
+                    set.matmul.matmul(a.view(), b.view(), out.view_mut(), spec).unwrap();
+                    vec![out]
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn attention() {
+    let (q_dims, k_dims) = ([2, 210, 6, 32], [2, 210, 2, 32]);
+    let [q, dout] = [1, 4].map(|seed| Host::random(DType::BF16, &q_dims, 1.0, seed));
+    let [k, v] = [2, 3].map(|seed| Host::random(DType::BF16, &k_dims, 1.0, seed));
+    let starts = Host::zeros(DType::I32, &[2]);
+    let spec = AttentionSpec { scale: 0.2, window: Some(150) };
+    same_for_every_thread_count("attention", |set| {
+        let mut out = Host::zeros(DType::BF16, &q_dims);
+        let mut lse = Host::zeros(DType::F32, &[2, 6, 210]);
+        let (mut dq, mut dk, mut dv) =
+            (out.clone(), Host::zeros(DType::BF16, &k_dims), Host::zeros(DType::BF16, &k_dims));
+        let attention = &set.attention;
+        attention
+            .forward(q.view(), k.view(), v.view(), starts.view(), out.view_mut(), lse.view_mut(), spec)
+            .unwrap();
+        attention
+            .backward(
+                q.view(),
+                k.view(),
+                v.view(),
+                out.view(),
+                lse.view(),
+                dout.view(),
+                dq.view_mut(),
+                dk.view_mut(),
+                dv.view_mut(),
+                spec,
+            )
+            .unwrap();
+        vec![out, lse, dq, dk, dv]
+    });
+}
+
+#[test]
+fn rows_and_elements() {
+    let (rows, width) = (700, 300);
+    let [x, y] = [1, 2].map(|seed| Host::random(DType::BF16, &[rows, width], 1.0, seed));
+    let weight = Host::random(DType::BF16, &[width], 1.0, 3);
+    let mut random = Random::new(4);
+    let ids = Host::of(DType::I32, &[rows], (0..rows).map(|_| random.below(width) as f64));
+    let inv_freq = Host::random(DType::F32, &[width / 4], 0.5, 5);
+    same_for_every_thread_count("rows and elements", |set| {
+        let zeros = |dtype| Host::zeros(dtype, &[rows, width]);
+        let (mut out, mut dx, mut gathered, mut rotated) =
+            (zeros(DType::BF16), zeros(DType::F32), zeros(DType::BF16), x.clone());
+        let (mut dgate, mut dup) = (zeros(DType::BF16), zeros(DType::BF16));
+        let mut rstd = Host::zeros(DType::F32, &[rows]);
+        let (mut dweight, mut sums) = (Host::zeros(DType::F32, &[width]), Host::zeros(DType::F32, &[width]));
+        let (mut dtable, mut loss) =
+            (Host::zeros(DType::F32, &[width, width]), Host::zeros(DType::F64, &[1]));
+        set.rms_norm.forward(x.view(), weight.view(), 1e-5, out.view_mut(), rstd.view_mut()).unwrap();
+        set.rms_norm
+            .backward(y.view(), x.view(), weight.view(), rstd.view(), dx.view_mut(), true, dweight.view_mut())
+            .unwrap();
+        set.embedding.gather(ids.view(), x.view(), gathered.view_mut()).unwrap();
+        set.embedding.scatter_add(ids.view(), y.view(), dtable.view_mut()).unwrap();
+        let heads = rotated.view_mut().reshape(&[rows, 2, width / 2]);
+        set.rope.rotate(heads, ids.view(), inv_freq.view(), 1.0, RopeDirection::Forward).unwrap();
+        set.activation
+            .swiglu_backward(x.view(), y.view(), x.view(), dgate.view_mut(), dup.view_mut())
+            .unwrap();
+        set.reduce.sum_rows(x.view(), sums.view_mut()).unwrap();
+        let mut logits = y.clone();
+        set.cross_entropy.loss_and_gradient(logits.view_mut(), ids.view(), 0.1, loss.view_mut()).unwrap();
+        vec![out, rstd, dx, dweight, gathered, dtable, rotated, dgate, dup, sums, logits, loss]
+    });
+}

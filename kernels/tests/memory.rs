@@ -1,0 +1,130 @@
+//! A kernel set never takes more memory than [`cpu::scratch_bytes`] says, whatever the shapes.
+//!
+//! An allocator that counts is the whole program's, which is why this test is a program of its own.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use terrace_device::Arena;
+use terrace_device::Device;
+use terrace_device::host::HostDevice;
+use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, RopeDirection, Tensor, cpu};
+
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: the system allocator, with counters beside it.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        PEAK.fetch_max(LIVE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        PEAK.fetch_max(LIVE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn working_memory_is_bounded() {
+    let arena = HostDevice::unified().arena(256 << 20).unwrap();
+    for threads in [1, 2, 5] {
+        let before = LIVE.load(Relaxed);
+        PEAK.store(before, Relaxed);
+        let set = cpu::kernel_set(threads);
+        products(&set, &arena);
+        attention(&set, &arena);
+        rows(&set, &arena);
+        let taken = PEAK.load(Relaxed) - before;
+        let planned = cpu::scratch_bytes(threads);
+        assert!(taken <= planned, "{threads} threads took {taken} bytes of {planned} planned");
+    }
+}
+
+/// All zeros: valid ids and positions too.
+fn tensor(arena: &Arena, dtype: DType, dims: &[usize]) -> Tensor {
+    let mut tensor = Tensor::new(arena, dtype, dims).unwrap();
+    tensor.view_mut().into_bytes().into_host().fill(0);
+    tensor
+}
+
+fn products(set: &KernelSet, arena: &Arena) {
+    for (m, n, l) in [(600, 1000, 700), (8, 300, 32_000), (20, 40, 50_000), (7, 40, 100_000)] {
+        let (a, b) = (tensor(arena, DType::BF16, &[m, l]), tensor(arena, DType::BF16, &[n, l]));
+        let mut out = tensor(arena, DType::BF16, &[m, n]);
+        set.matmul.matmul(a.view(), b.view(), out.view_mut(), MatmulSpec::NT).unwrap();
+    }
+}
+
+fn attention(set: &KernelSet, arena: &Arena) {
+    let spec = AttentionSpec { scale: 0.1, window: None };
+    for (batch, queries, heads, kv_heads, head_size) in
+        [(1, 200, 4, 2, 512), (2, 300, 8, 1, 64), (1, 1, 8, 1, 512)]
+    {
+        let of_q = || tensor(arena, DType::BF16, &[batch, queries, heads, head_size]);
+        let of_k = || tensor(arena, DType::BF16, &[batch, queries, kv_heads, head_size]);
+        let (q, k, v, dout) = (of_q(), of_k(), of_k(), of_q());
+        let (mut out, mut dq, mut dk, mut dv) = (of_q(), of_q(), of_k(), of_k());
+        let (starts, mut lse) =
+            (tensor(arena, DType::I32, &[batch]), tensor(arena, DType::F32, &[batch, heads, queries]));
+        set.attention
+            .forward(q.view(), k.view(), v.view(), starts.view(), out.view_mut(), lse.view_mut(), spec)
+            .unwrap();
+        set.attention
+            .backward(
+                q.view(),
+                k.view(),
+                v.view(),
+                out.view(),
+                lse.view(),
+                dout.view(),
+                dq.view_mut(),
+                dk.view_mut(),
+                dv.view_mut(),
+                spec,
+            )
+            .unwrap();
+    }
+}
+
+fn rows(set: &KernelSet, arena: &Arena) {
+    for (rows, width) in [(5000, 512), (300, 20_000)] {
+        let of_x = || tensor(arena, DType::BF16, &[rows, width]);
+        let (mut x, mut out, mut dx) = (of_x(), of_x(), of_x());
+        let weight = tensor(arena, DType::BF16, &[width]);
+        let (mut rstd, mut dweight) =
+            (tensor(arena, DType::F32, &[rows]), tensor(arena, DType::F32, &[width]));
+        let (ids, mut loss) = (tensor(arena, DType::I32, &[rows]), tensor(arena, DType::F64, &[1]));
+        let inv_freq = tensor(arena, DType::F32, &[width / 8]);
+        set.rms_norm.forward(x.view(), weight.view(), 1e-6, out.view_mut(), rstd.view_mut()).unwrap();
+        set.rms_norm
+            .backward(
+                out.view(),
+                x.view(),
+                weight.view(),
+                rstd.view(),
+                dx.view_mut(),
+                false,
+                dweight.view_mut(),
+            )
+            .unwrap();
+        set.reduce.sum_rows(x.view(), dweight.view_mut()).unwrap();
+        set.activation.swiglu(x.view(), out.view(), dx.view_mut()).unwrap();
+        set.cross_entropy.loss_and_gradient(out.view_mut(), ids.view(), 1.0, loss.view_mut()).unwrap();
+        let heads = x.view_mut().reshape(&[rows, 4, width / 4]);
+        set.rope.rotate(heads, ids.view(), inv_freq.view(), 1.0, RopeDirection::Forward).unwrap();
+    }
+}
