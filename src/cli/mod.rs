@@ -1,8 +1,14 @@
-//! The command line: what can be asked, and the commands that need no engine.
+//! The command line: what can be asked, and the commands.
 
 pub mod args;
+pub mod demo;
+pub mod eval;
+pub mod finetune;
+pub mod generate;
 pub mod inputs;
 pub mod report;
+pub mod session;
+mod trace;
 
 use crate::error::CliError;
 use args::{Cli, Command, ReportArgs};
@@ -15,9 +21,10 @@ use serde::Serialize;
 pub fn run(cli: Cli) -> Result<(), CliError> {
     match cli.command {
         Command::Report(args) => report(&args),
-        Command::Finetune(_) | Command::Generate(_) | Command::Eval(_) | Command::Demo(_) => {
-            Err(CliError::Failed("this command needs the engine, which this build does not have".into()))
-        }
+        Command::Finetune(args) => finetune::finetune(&args, cli.threads),
+        Command::Generate(args) => generate::generate(&args, cli.threads),
+        Command::Eval(args) => eval::eval(&args, cli.threads),
+        Command::Demo(args) => demo::demo(&args, cli.threads),
     }
 }
 
@@ -37,6 +44,8 @@ fn print_text(text: &str) -> Result<(), CliError> {
 }
 
 fn report(args: &ReportArgs) -> Result<(), CliError> {
-    let report = report::Report::collect(report::io_uring_allowed);
+    let report = report::Report::collect(|| {
+        terrace_aio::engine::UringEngine::probe().map(|_| ()).map_err(|e| e.to_string())
+    });
     if args.json { print_json(&report) } else { print_text(report.to_string().trim_end()) }
 }

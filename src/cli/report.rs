@@ -152,19 +152,6 @@ impl fmt::Display for Report {
         Ok(())
     }
 }
-
-/// What the kernel says about io_uring without a ring being set up.
-///
-/// # Errors
-/// It is switched off, or the kernel predates it.
-pub fn io_uring_allowed() -> Result<(), String> {
-    match read("/proc/sys/kernel/io_uring_disabled").as_deref().map(str::trim) {
-        Some("2") => Err("switched off (kernel.io_uring_disabled = 2)".into()),
-        Some("1") => Err("for privileged processes only (kernel.io_uring_disabled = 1)".into()),
-        _ => Ok(()),
-    }
-}
-
 fn read(path: &str) -> Option<String> {
     std::fs::read_to_string(path).ok()
 }

@@ -1,0 +1,82 @@
+//! `terrace eval`: the mean negative log-likelihood of a data set.
+
+use super::args::EvalArgs;
+use super::generate::{Frozen, frozen_config};
+use super::inputs::{ModelFacts, open_data};
+use super::session::{self, Session};
+use super::{print_json, print_text};
+use crate::config::run;
+use crate::error::CliError;
+use serde_json::json;
+use std::num::NonZeroUsize;
+use terrace_aio::engine::EngineConfig as IoConfig;
+use terrace_models::{ModelConfig, Row, TokenBatch};
+use terrace_zero::{BatchLimits, Evaluation};
+
+/// Runs the command.
+///
+/// # Errors
+/// A setting, the model, the data or a tier is refused.
+pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
+    let model = ModelConfig::from_folder(&args.model).map_err(CliError::failed)?;
+    let facts = ModelFacts::read(&args.model)?;
+    let seq_len = run::seq_len(args.seq_len.map(NonZeroUsize::get), facts.positions_max)?;
+    let work_dir = tempdir()?;
+    let data = open_data(&args.model, facts, &args.data, seq_len, args.pack, work_dir.path())?;
+    let batch = args.batch_size.get();
+    let builder = TokenBatch::new(&model);
+    let session = Session::open(&args.placement, IoConfig::default(), threads, false)?;
+    let limits = BatchLimits { sequences: batch, length: seq_len, micro_batches: 1, cache_length: 0 };
+    let config = frozen_config(
+        &args.placement,
+        session::dtype(args.dtype.unwrap_or_default()),
+        session.threads,
+        limits,
+    );
+    let mut frozen =
+        Frozen::open(config, &args.placement, &session, &args.model, &builder.blank(batch, seq_len))?;
+    let mut total = Evaluation::default();
+    for first in (0..data.len()).step_by(batch) {
+        let indices: Vec<usize> = (first..data.len().min(first + batch)).collect();
+        let samples = data.samples(&indices)?;
+        let rows: Vec<Row<'_>> = samples.iter().map(|s| Row { ids: &s.ids, labels: &s.labels }).collect();
+        let batch = builder.train(&rows, batch, seq_len).map_err(CliError::failed)?;
+        let part = frozen.engine().evaluate(&batch)?;
+        total.loss_sum += part.loss_sum;
+        total.loss_terms += part.loss_terms;
+    }
+    frozen.close()?;
+    if total.loss_terms == 0 {
+        return Err(CliError::Failed(format!("{}: no token carries loss", args.data.display())));
+    }
+    let nll = total.loss_sum / total.loss_terms as f64;
+    let document = json!({ "nll": nll, "perplexity": nll.exp(), "tokens": total.loss_terms });
+    if args.json {
+        print_json(&document)
+    } else {
+        print_text(&format!("nll {nll:.4} · perplexity {:.3} · {} tokens", nll.exp(), total.loss_terms))
+    }
+}
+
+/// A directory for the tokens of this run, removed when dropped.
+struct WorkDir(std::path::PathBuf);
+
+fn tempdir() -> Result<WorkDir, CliError> {
+    let path = std::env::temp_dir().join(format!("terrace-eval-{}", std::process::id()));
+    std::fs::create_dir_all(&path)
+        .map_err(|e| CliError::Failed(format!("creating {}: {e}", path.display())))?;
+    Ok(WorkDir(path))
+}
+
+impl WorkDir {
+    fn path(&self) -> &std::path::Path {
+        &self.0
+    }
+}
+
+impl Drop for WorkDir {
+    fn drop(&mut self) {
+        // Only tokens that this process made; a leftover in the temporary directory does no harm.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}

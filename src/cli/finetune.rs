@@ -1,0 +1,327 @@
+//! `terrace finetune`: data and model in, a trained Hugging Face folder out.
+
+use super::args::{FinetuneArgs, PlacementArgs, StateFormat as StateFlag};
+use super::inputs::FinetuneInputs;
+use super::session::{self, Session};
+use super::{print_json, trace};
+use crate::config::{ByteSize, Schedule, TrainConfig, run};
+use crate::error::CliError;
+use crate::interrupt::Interrupt;
+use crate::metrics::{MetricsWriter, StepMetrics};
+use crate::progress::{Progress, count, duration};
+use serde_json::json;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use terrace_aio::engine::EngineConfig as IoConfig;
+use terrace_aio::layer::Stats;
+use terrace_models::{Model, Row, SafetensorsSource, TokenBatch, export_folder};
+use terrace_optimizer::{AdamW, StateFormat};
+use terrace_tiers::checksum;
+use terrace_zero::{
+    BatchLimits, Block, Engine, EngineConfig, MicroBatch, ParamSpec, StepReport, TrainingConfig,
+    WeightSource, WindowOverrides,
+};
+
+/// Runs the command.
+///
+/// # Errors
+/// A setting, the model, the data or a tier is refused; the error knows its exit code.
+pub fn finetune(args: &FinetuneArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
+    let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
+    let mut source = SafetensorsSource::open(&args.model).map_err(CliError::failed)?;
+    source.validate(&all_params(&model.blocks)).map_err(CliError::failed)?;
+    let summary = train(args, threads, model, &mut source)?;
+    if args.json { print_json(&summary) } else { Ok(()) }
+}
+
+/// Trains and exports; gives the document of `--json`. The demo comes in here with fresh weights.
+///
+/// # Errors
+/// As [`finetune`].
+pub fn train(
+    args: &FinetuneArgs,
+    threads: Option<NonZeroUsize>,
+    model: Model,
+    source: &mut dyn WeightSource,
+) -> Result<serde_json::Value, CliError> {
+    std::fs::create_dir_all(&args.output)
+        .map_err(|e| CliError::Failed(format!("creating {}: {e}", args.output.display())))?;
+    let inputs = FinetuneInputs::load(args)?;
+    let FinetuneInputs { run, data, sampler, steps, metrics } = inputs;
+    run.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    let summary = data.summary();
+    eprintln!(
+        "data: {} samples, {} tokens, {} of them carry loss{}",
+        count(data.len() as f64),
+        count(summary.tokens as f64),
+        count(summary.loss_tokens as f64),
+        if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
+    );
+    let session = Session::open(&args.placement, io_config(&run), threads, run.trace.is_some())?;
+    let config_text = read_config(&run.model)?;
+    let identity = identity(&run, &config_text, data.fingerprint(), steps);
+    let config = engine_config(&run, &args.placement, session.threads, identity)?;
+    let builder = TokenBatch::new(&model.config);
+    let sample = builder.blank(run.batch_size, run.seq_len);
+
+    let loading = Instant::now();
+    let engine = if run.resume {
+        Engine::resume(config, session.backend.clone(), model.blocks, &sample)?
+    } else {
+        Engine::create(config, session.backend.clone(), model.blocks, &sample, source)?
+    };
+    eprintln!(
+        "{} parameters, state {} on {}, {} in {}",
+        count(engine.parameters() as f64),
+        run.state.name(),
+        place_name(&run),
+        if run.resume { format!("resumed at step {}", engine.step()) } else { "loaded".into() },
+        duration(loading.elapsed().as_secs_f64()),
+    );
+    eprintln!("{}", session::describe_plan(engine.memory_plan()));
+    let mut trainer = Trainer {
+        schedule: run.schedule(steps),
+        metrics: MetricsWriter::open(&metrics, engine.step())
+            .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?,
+        metrics_path: metrics,
+        progress: Progress::new(steps, engine.step()),
+        last: session.stats.snapshot(),
+        engine,
+        run: &run,
+        session: &session,
+        builder,
+        config_text,
+        finished: None,
+    };
+    let began = Instant::now();
+    let result = trainer.run(steps, |step| Ok(data.samples(&sampler.batch_indices(step))?));
+    trainer.progress.finish();
+    if let Some(path) = &run.trace {
+        trace::write(path, &session)?;
+    }
+    result?;
+    trainer.export(&run.output)?;
+    let seconds = began.elapsed().as_secs_f64();
+    let last = trainer.finished;
+    let state = state_dirs(&run);
+    eprintln!("the trained model is in {}", run.output.display());
+    if run.offload == super::args::Offload::Disk {
+        let dirs: Vec<_> = state.iter().map(|d| d.display().to_string()).collect();
+        eprintln!("its training state is in {} (for --resume; delete it to free the space)", dirs.join(", "));
+    }
+    Ok(json!({
+        "output": run.output,
+        "steps": trainer.engine.step(),
+        "parameters": trainer.engine.parameters(),
+        "loss": last.as_ref().map(|m| m.loss),
+        "tokens_per_second": last.as_ref().map(|m| m.tokens_per_second),
+        "seconds": seconds,
+        "host_peak_bytes": session::peak_resident_bytes(),
+        "state": state,
+    }))
+}
+
+/// A run in progress.
+struct Trainer<'a> {
+    engine: Engine,
+    run: &'a TrainConfig,
+    session: &'a Session,
+    schedule: Schedule,
+    builder: TokenBatch,
+    config_text: String,
+    metrics: MetricsWriter,
+    metrics_path: PathBuf,
+    progress: Progress,
+    last: Stats,
+    finished: Option<StepMetrics>,
+}
+
+impl Trainer<'_> {
+    /// Trains up to `steps`; the user may stop it after any step.
+    fn run(
+        &mut self,
+        steps: u64,
+        samples: impl Fn(u64) -> Result<Vec<crate::data::Sample>, CliError>,
+    ) -> Result<(), CliError> {
+        let interrupt = Interrupt::listen();
+        while self.engine.step() < steps {
+            let step = self.engine.step();
+            let samples = samples(step)?;
+            let batches = self.micro_batches(&samples)?;
+            let lr = self.schedule.rate(step, steps, self.run.learning_rate);
+            let report = self.engine.train_step(&batches, lr)?;
+            let tokens = samples.iter().map(|s| s.ids.len() as u64).sum();
+            self.record(&report, lr, tokens)?;
+            if self.run.save_every.is_some_and(|every| self.engine.step().is_multiple_of(every)) {
+                self.engine.save()?;
+                let folder = self.run.output.join(format!("checkpoint-{}", self.engine.step()));
+                self.export(&folder)?;
+                self.progress.note(&format!("saved {}", folder.display()));
+            }
+            if interrupt.requested() && self.engine.step() < steps {
+                self.engine.save()?;
+                return Err(CliError::Interrupted);
+            }
+        }
+        Ok(())
+    }
+
+    fn micro_batches(&self, samples: &[crate::data::Sample]) -> Result<Vec<MicroBatch>, CliError> {
+        let batches = samples.chunks(self.run.batch_size).map(|samples| {
+            let rows: Vec<Row<'_>> = samples.iter().map(|s| Row { ids: &s.ids, labels: &s.labels }).collect();
+            self.builder.train(&rows, self.run.batch_size, self.run.seq_len).map_err(CliError::failed)
+        });
+        batches.collect()
+    }
+
+    fn record(&mut self, report: &StepReport, lr: f64, tokens: u64) -> Result<(), CliError> {
+        let now = self.session.stats.snapshot();
+        let io = now.since(&self.last);
+        self.last = now;
+        let metrics = StepMetrics {
+            step: report.step,
+            loss: Some(report.loss),
+            grad_norm: Some(report.grad_norm),
+            lr,
+            tokens,
+            step_seconds: report.seconds,
+            tokens_per_second: tokens as f64 / report.seconds,
+            disk_read_bytes: io.read.bytes,
+            disk_write_bytes: io.write.bytes,
+            host_peak_bytes: session::peak_resident_bytes(),
+            stall_seconds: [
+                ("weights".to_owned(), report.weights_stall_seconds),
+                ("optimizer_state".to_owned(), report.state_stall_seconds),
+                ("commit".to_owned(), report.commit_seconds),
+            ]
+            .into(),
+            ..StepMetrics::default()
+        };
+        self.metrics
+            .append(&metrics)
+            .map_err(|e| CliError::Failed(format!("writing {}: {e}", self.metrics_path.display())))?;
+        self.progress.step(&metrics);
+        self.finished = Some(metrics);
+        Ok(())
+    }
+
+    fn export(&mut self, folder: &Path) -> Result<(), CliError> {
+        let mut weights = self.engine.weights();
+        let shard = self.run.max_shard_size.0;
+        export_folder(&mut weights, Some(&self.run.model), folder, shard, &self.config_text)?;
+        Ok(())
+    }
+}
+
+/// Every parameter of a model.
+pub(super) fn all_params(blocks: &[Box<dyn Block>]) -> Vec<ParamSpec> {
+    blocks.iter().flat_map(|b| b.params().iter().cloned()).collect()
+}
+
+pub(super) fn read_config(model: &Path) -> Result<String, CliError> {
+    let path = model.join("config.json");
+    std::fs::read_to_string(&path).map_err(|e| CliError::Failed(format!("reading {}: {e}", path.display())))
+}
+
+fn io_config(run: &TrainConfig) -> IoConfig {
+    let default = IoConfig::default();
+    IoConfig {
+        block_bytes: run.aio_block_size.map_or(default.block_bytes, |b| b as usize),
+        queue_depth: run.aio_queue_depth.map_or(default.queue_depth, |d| d as usize),
+        ..default
+    }
+}
+
+fn state_dirs(run: &TrainConfig) -> Vec<PathBuf> {
+    // State in memory is saved to the default directory, when it is saved at all.
+    if run.disks.is_empty() { vec![run::default_disk(&run.output)] } else { run.disks.clone() }
+}
+
+fn engine_config(
+    run: &TrainConfig,
+    placement: &PlacementArgs,
+    threads: usize,
+    identity: String,
+) -> Result<EngineConfig, CliError> {
+    let state = match run.state {
+        _ if run.dtype == super::args::Dtype::Fp32 => StateFormat::Fp32,
+        StateFlag::Fp32 => StateFormat::Fp32,
+        StateFlag::Split => StateFormat::Split,
+        other => {
+            let message = format!("--state {} is not available yet; use split or fp32", other.name());
+            return Err(CliError::Usage(message));
+        }
+    };
+    let (beta1, beta2) = run.betas;
+    let optimizer = AdamW { beta1, beta2, eps: run.eps, weight_decay: run.weight_decay };
+    Ok(EngineConfig {
+        dtype: session::dtype(run.dtype),
+        training: Some(TrainingConfig { state, optimizer, clip: run.clip }),
+        placement: session::placement(run.offload),
+        disks: state_dirs(run),
+        host_budget: session::host_budget(placement),
+        device_budget: session::device_budget(placement),
+        threads,
+        limits: BatchLimits {
+            sequences: run.batch_size,
+            length: run.seq_len,
+            micro_batches: run.grad_accum,
+            cache_length: 0,
+        },
+        overrides: WindowOverrides { weight_slots: run.window, ..WindowOverrides::default() },
+        identity,
+    })
+}
+
+/// What a resumed run must have in common with the one that wrote the state: everything that the numbers depend on.
+fn identity(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> String {
+    let schedule = run.schedule(steps);
+    json!({
+        "model": format!("{:016x}", checksum(config_text.as_bytes())),
+        "data": format!("{data:016x}"),
+        "--seq-len": run.seq_len,
+        "--batch-size": run.batch_size,
+        "--grad-accum": run.grad_accum,
+        "--seed": run.seed,
+        "shuffle": run.shuffle,
+        "--dtype": run.dtype,
+        "--state": run.state.name(),
+        "--learning-rate": run.learning_rate,
+        "--weight-decay": run.weight_decay,
+        "--betas": run.betas,
+        "--eps": run.eps,
+        "--clip": run.clip,
+        "schedule": schedule,
+        // A decaying rate depends on where the run ends.
+        "steps": if matches!(schedule, Schedule::Constant { .. }) { None } else { Some(steps) },
+    })
+    .to_string()
+}
+
+fn place_name(run: &TrainConfig) -> String {
+    match run.offload {
+        super::args::Offload::Disk => {
+            run.disks.iter().map(|d| d.display().to_string()).collect::<Vec<_>>().join(", ")
+        }
+        super::args::Offload::Host => "host memory".into(),
+        super::args::Offload::None => "the device (host memory on a CPU)".into(),
+    }
+}
+
+impl StateFlag {
+    /// The flag's value.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fp32 => "fp32",
+            Self::Split => "split",
+            Self::Bf16 => "bf16",
+            Self::Compact => "compact",
+        }
+    }
+}
+
+/// Bytes, for messages of this module's siblings.
+pub(super) fn size(bytes: u64) -> ByteSize {
+    ByteSize(bytes)
+}

@@ -1,0 +1,147 @@
+//! From flags to backends and budgets, shared by the commands that run the engine.
+
+use super::args::{DeviceName, DiskEngine, Dtype, Offload, PlacementArgs};
+use crate::error::CliError;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use terrace_aio::IoEngine;
+use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, open_default};
+use terrace_aio::layer::{StatsLayer, TraceLayer};
+use terrace_device::host::HostDevice;
+use terrace_kernels::{DType, cpu};
+use terrace_tiers::{MemoryPlan, Tier};
+use terrace_zero::{Backend, Placement};
+
+/// Disk operations that `--trace` remembers at most; later ones replace the earliest.
+const TRACE_EVENTS: usize = 1 << 20;
+/// The part of free memory that default budgets leave alone: an eighth, and at least this much.
+const RESERVE_BYTES_MIN: u64 = 512 << 20;
+
+/// The backends of a run and the layers that watch its disk.
+pub struct Session {
+    /// What the engine runs on.
+    pub backend: Backend,
+    /// Counts disk operations.
+    pub stats: Arc<StatsLayer>,
+    /// Remembers disk operations, if asked to.
+    pub trace: Option<Arc<TraceLayer>>,
+    /// Threads that compute.
+    pub threads: usize,
+}
+
+impl Session {
+    /// Opens the backends.
+    ///
+    /// # Errors
+    /// A GPU was asked for, or the disk engine cannot start.
+    pub fn open(
+        placement: &PlacementArgs,
+        aio: IoConfig,
+        threads: Option<NonZeroUsize>,
+        trace: bool,
+    ) -> Result<Self, CliError> {
+        if let DeviceName::Cuda(_) = placement.device {
+            let message = format!(
+                "--device {}: this version computes on the CPU only; use --device cpu or leave the flag out",
+                placement.device
+            );
+            return Err(CliError::Usage(message));
+        }
+        let threads =
+            threads.or_else(|| std::thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get);
+        let choice = match placement.engine {
+            DiskEngine::Auto => EngineChoice::Auto,
+            DiskEngine::Uring => EngineChoice::Uring,
+            DiskEngine::Threads => EngineChoice::Threads,
+        };
+        let base = open_default(&IoConfig { choice, ..aio }).map_err(CliError::failed)?;
+        let stats = Arc::new(StatsLayer::new(base));
+        let mut io: Arc<dyn IoEngine> = Arc::clone(&stats) as _;
+        let trace = trace.then(|| Arc::new(TraceLayer::new(Arc::clone(&io), TRACE_EVENTS)));
+        if let Some(trace) = &trace {
+            io = Arc::clone(trace) as _;
+        }
+        let device = if placement.discrete { HostDevice::discrete() } else { HostDevice::unified() };
+        let backend = Backend {
+            device: Arc::new(device),
+            kernels: cpu::kernel_set(threads),
+            kernel_scratch_bytes: cpu::scratch_bytes(threads) as u64,
+            io,
+        };
+        Ok(Self { backend, stats, trace, threads })
+    }
+}
+
+/// Bytes of host memory the plan may use: the flag, or what is free less a reserve.
+pub fn host_budget(placement: &PlacementArgs) -> u64 {
+    placement.host_memory.map_or_else(
+        || {
+            let free = meminfo("MemAvailable").unwrap_or(4 << 30);
+            free.saturating_sub((free / 8).max(RESERVE_BYTES_MIN))
+        },
+        |size| size.0,
+    )
+}
+
+/// Bytes of device memory the plan may use.
+pub fn device_budget(placement: &PlacementArgs) -> u64 {
+    placement.device_memory.map_or(u64::MAX, |size| size.0)
+}
+
+/// A line of /proc/meminfo, in bytes.
+fn meminfo(name: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    kilobytes(&text, name)
+}
+
+/// The largest resident size of this process so far, in bytes.
+pub fn peak_resident_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    kilobytes(&text, "VmHWM").unwrap_or(0)
+}
+
+fn kilobytes(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find(|line| line.split(':').next() == Some(name))?;
+    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib << 10)
+}
+
+/// The engine's element type.
+pub fn dtype(dtype: Dtype) -> DType {
+    match dtype {
+        Dtype::Bf16 => DType::BF16,
+        Dtype::Fp32 => DType::F32,
+    }
+}
+
+/// The engine's placement.
+pub fn placement(offload: Offload) -> Placement {
+    match offload {
+        Offload::None => Placement::None,
+        Offload::Host => Placement::Host,
+        Offload::Disk => Placement::Disk,
+    }
+}
+
+/// The plan in words, for the start of a run.
+pub fn describe_plan(plan: &MemoryPlan) -> String {
+    let mut text = String::new();
+    for (tier, name) in [(Tier::Device, "device"), (Tier::Host, "host memory"), (Tier::Disk, "disk")] {
+        let total = plan.total(tier);
+        if total > 0 {
+            text += &format!("{name}: {} planned\n{}", terrace_tiers::ByteSize(total), plan.breakdown(tier));
+        }
+    }
+    text.trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernel_tells_sizes_in_kilobytes() {
+        assert_eq!(kilobytes("MemTotal: 10 kB\nMemAvailable:    4 kB\n", "MemAvailable"), Some(4096));
+        assert_eq!(kilobytes("MemTotal: 10 kB\n", "MemFree"), None);
+        assert!(peak_resident_bytes() > 0);
+    }
+}
