@@ -2,7 +2,7 @@
 //!
 //! Operations take [`View`]s and [`ViewMut`]s of tensors in device memory and write their results to tensors;
 //! nothing is returned to the host, so that a backend may run them asynchronously on its compute stream.
-//! Backends: [`reference`] (plain loops, f64 accumulation, the yardstick of every test), [`cpu`] (blocked and
+//! Backends: [`mod@reference`] (plain loops, f64 accumulation, the yardstick of every test), [`cpu`] (blocked and
 //! threaded) and [`dry`] (does nothing but count FLOPs and bytes; planning runs on it).
 //!
 //! ```
