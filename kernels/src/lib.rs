@@ -2,8 +2,21 @@
 //!
 //! Operations take [`View`]s and [`ViewMut`]s of tensors in device memory and write their results to tensors;
 //! nothing is returned to the host, so that a backend may run them asynchronously on its compute stream.
-//! Backends: [`reference`] (plain loops, f64 accumulation, the yardstick of every test), [`cpu`] (blocked and
+//! Backends: [`mod@reference`] (plain loops, f64 accumulation, the yardstick of every test), [`cpu`] (blocked and
 //! threaded) and [`dry`] (does nothing but count FLOPs and bytes; planning runs on it).
+//!
+//! ```
+//! use terrace_device::{Device, host::HostDevice};
+//! use terrace_kernels::{DType, MatmulSpec, Tensor, cpu};
+//!
+//! let arena = HostDevice::unified().arena(1 << 20)?;
+//! let x = Tensor::new(&arena, DType::BF16, &[4, 64])?;
+//! let weight = Tensor::new(&arena, DType::BF16, &[32, 64])?;
+//! let mut y = Tensor::new(&arena, DType::BF16, &[4, 32])?;
+//! let kernels = cpu::kernel_set(2);
+//! kernels.matmul.matmul(x.view(), weight.view(), y.view_mut(), MatmulSpec::NT)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod check;
 pub mod cpu;

@@ -17,7 +17,7 @@
 use super::floats::{Floats, FloatsMut, floats_mut, ints};
 use super::gemm::{self, Panels, Target, packed_len};
 use super::threads::{Carver, SCRATCH_BYTES, SharedMut};
-use super::{Cpu, Isa, vector};
+use super::{Cpu, Isa, thin, vector};
 use crate::check::{self, AttentionDims};
 use crate::{Attention, AttentionSpec, Result, View, ViewMut};
 use std::ops::Range;
@@ -29,6 +29,8 @@ pub const KEYS: usize = 96;
 pub const HEAD_MAX: usize = 512;
 /// Up to this many rows, dot products with unpacked keys are faster than packing them.
 const ROWS_THIN: usize = 8;
+/// Keys between the one in use and the one asked for, in decoding.
+const AHEAD: usize = 8;
 
 /// The largest of a call's buffers: a block of rows or keys, packed either way.
 const BUFFER: usize = packed_len(HEAD_MAX, 48, ROWS) + 16;
@@ -257,7 +259,7 @@ struct Rows<'s> {
     scores: &'s mut [f32],
 }
 
-impl Forward<'_> {
+impl<'a> Forward<'a> {
     fn rows(&self, rows: RowBlock, start: usize, mut carver: Carver<'_>) {
         let (isa, geometry, head_size) =
             (self.cpu.threads.isa(), self.geometry, self.geometry.dims.head_size);
@@ -284,6 +286,11 @@ impl Forward<'_> {
             // SAFETY: as above.
             unsafe { self.lse.set(at, state.max[i] + state.sum[i].ln()) };
         }
+    }
+
+    /// The row of a key (or value) that the rows see.
+    fn row_of(&self, data: Floats<'a>, rows: RowBlock, key: usize) -> Floats<'a> {
+        data.slice(self.geometry.key_at(rows.b, rows.g, key), self.geometry.dims.head_size)
     }
 
     /// Many rows: products of packed operands.
@@ -317,7 +324,7 @@ impl Forward<'_> {
         }
     }
 
-    /// Few rows, as in decoding: each key and value is widened once and used as it lies.
+    /// Few rows, as in decoding: keys are used as they lie, values widened once for all rows.
     fn walk_thin(
         &self,
         rows: RowBlock,
@@ -329,18 +336,22 @@ impl Forward<'_> {
         let (isa, geometry) = (self.cpu.threads.isa(), self.geometry);
         let head_size = geometry.dims.head_size;
         let wide = carver.take(KEYS * head_size);
-        for block in key_blocks(geometry.keys_of(start, rows)) {
-            let widen = |data: Floats<'_>, wide: &mut [f32]| {
-                for (key, wide) in block.clone().zip(wide.chunks_exact_mut(head_size)) {
-                    data.slice(geometry.key_at(rows.b, rows.g, key), head_size).widen(isa, wide);
+        let keys = geometry.keys_of(start, rows);
+        for block in key_blocks(keys.clone()) {
+            for (j, key) in block.clone().enumerate() {
+                let row = self.row_of(self.k, rows, key);
+                self.row_of(self.k, rows, (key + AHEAD).min(keys.end - 1)).prefetch();
+                let mut scores = [0.0; ROWS_THIN];
+                thin::dots_with(isa, q_wide, row, wide, &mut scores[..rows.rows]);
+                for (i, score) in scores[..rows.rows].iter().enumerate() {
+                    state.scores[i * KEYS + j] = *score;
                 }
-            };
-            widen(self.k, wide);
-            for (q, scores) in q_wide.chunks_exact(head_size).zip(state.scores.chunks_exact_mut(KEYS)) {
-                vector::dot_rows(isa, q, wide, &mut scores[..block.len()]);
             }
             state.softmax(isa, geometry, start, rows, &block);
-            widen(self.v, wide);
+            for (key, wide) in block.clone().zip(wide.chunks_exact_mut(head_size)) {
+                self.row_of(self.v, rows, (key + AHEAD).min(keys.end - 1)).prefetch();
+                self.row_of(self.v, rows, key).widen(isa, wide);
+            }
             for (acc, p) in state.acc.chunks_exact_mut(head_size).zip(state.scores.chunks_exact(KEYS)) {
                 vector::add_weighted_rows(isa, acc, &p[..block.len()], wide);
             }

@@ -5,8 +5,8 @@
 //! the bits of a result do not depend on the number of threads. They may differ between instruction sets (fused or
 //! separate multiply and add, other lane counts), which the type [`Isa`] names.
 //!
-//! Loops over slices are plain Rust compiled once per instruction set (`multiversion!` in [`isa`]) and vectorized by
-//! the compiler; only the innermost product and its packing ([`gemm`]) are written with intrinsics.
+//! Loops over slices are plain Rust compiled once per instruction set (`multiversion!` in `isa`) and vectorized by
+//! the compiler; only the innermost product and its packing (`gemm`) are written with intrinsics.
 //!
 //! Working memory is reserved when the set is made and never grows: [`scratch_bytes`] counts it.
 

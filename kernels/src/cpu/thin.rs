@@ -1,8 +1,10 @@
 //! Products with few rows: a decoding step, bound by reading the weights.
 //!
 //! Weights are read once, in place, without packing. `out[m, n] = Σ_l a[m, l]·b[n, l]` in 16 f32 accumulators (lane i
-//! takes l = i, i + 16, …) added pairwise at the end; the order does not depend on M, N or the number of threads.
+//! takes l = i, i + 16, …, a last incomplete run first) added pairwise at the end; the order does not depend on M, N or the
+//! number of threads.
 
+use super::Isa;
 use super::floats::{Floats, FloatsMut};
 use super::isa::fma;
 use super::threads::{SHARED_BYTES, Threads};
@@ -41,14 +43,7 @@ pub fn matmul(
         for j in 0..cols {
             let row = b.slice((first + j) * dims.l, dims.l);
             let mut column = [0.0; ROWS];
-            match row {
-                Floats::F32(row) => dots_f32(isa, a_ml, row, &mut column[..dims.m]),
-                Floats::BF16(row) => dots_bf16(isa, a_ml, row, &mut column[..dims.m]),
-                Floats::F16(_) => {
-                    row.widen(isa, &mut scratch[..dims.l]);
-                    dots_f32(isa, a_ml, &scratch[..dims.l], &mut column[..dims.m]);
-                }
-            }
+            dots_with(isa, a_ml, row, scratch, &mut column[..dims.m]);
             for (m, sum) in column[..dims.m].iter().enumerate() {
                 sums_mn[m * COLS + j] = *sum;
             }
@@ -65,6 +60,19 @@ pub fn matmul(
             unsafe { out.write(isa, m * dims.n + first, sums) };
         }
     });
+}
+
+/// `sums[m] = Σ_l a[m, l]·row[l]`; `scratch` holds a row.
+pub fn dots_with(isa: Isa, a_ml: &[f32], row: Floats<'_>, scratch: &mut [f32], sums: &mut [f32]) {
+    match row {
+        Floats::F32(row) => dots_f32(isa, a_ml, row, sums),
+        Floats::BF16(row) => dots_bf16(isa, a_ml, row, sums),
+        Floats::F16(_) => {
+            let wide = &mut scratch[..row.len()];
+            row.widen(isa, wide);
+            dots_f32(isa, a_ml, wide, sums);
+        }
+    }
 }
 
 multiversion! {
@@ -93,45 +101,52 @@ fn dots<T: Copy, const FMA: bool>(
     let mut m = 0;
     while m < sums.len() {
         let left = sums.len() - m;
-        let a = &a_ml[m * l..];
+        let a = |r: usize| &a_ml[(m + r) * l..][..l];
         m += if left >= 4 {
-            sums[m..m + 4].copy_from_slice(&dots_of::<T, FMA, 4>(a, row, widen));
+            let [s0, s1, s2, s3] = four_dots::<T, FMA>([a(0), a(1), a(2), a(3)], row, widen);
+            sums[m..m + 4].copy_from_slice(&[s0, s1, s2, s3]);
             4
         } else if left >= 2 {
-            sums[m..m + 2].copy_from_slice(&dots_of::<T, FMA, 2>(a, row, widen));
+            sums[m..m + 2].copy_from_slice(&two_dots::<T, FMA>([a(0), a(1)], row, widen));
             2
         } else {
-            sums[m..=m].copy_from_slice(&dots_of::<T, FMA, 1>(a, row, widen));
+            [sums[m]] = one_dot::<T, FMA>([a(0)], row, widen);
             1
         };
     }
 }
 
-#[inline(always)]
-fn dots_of<T: Copy, const FMA: bool, const R: usize>(
-    a_ml: &[f32],
-    row: &[T],
-    widen: impl Fn(T) -> f32,
-) -> [f32; R] {
-    let l = row.len();
-    let a_rows: [&[f32]; R] = std::array::from_fn(|r| &a_ml[r * l..][..l]);
-    let mut lanes = [[0.0f32; LANES]; R];
-    let whole = l / LANES * LANES;
-    for start in (0..whole).step_by(LANES) {
-        let weights: &[T; LANES] = row[start..].first_chunk().expect("whole chunks lie within the row");
-        let weights = weights.map(&widen);
-        for (lanes, a) in lanes.iter_mut().zip(a_rows) {
-            let a: &[f32; LANES] = a[start..].first_chunk().expect("rows of a are as long");
-            for i in 0..LANES {
-                lanes[i] = fma::<FMA>(a[i], weights[i], lanes[i]);
+/// Defines a function that multiplies one row of weights with several rows of a. The accumulators are separate variables
+/// because the compiler leaves an array of arrays in memory.
+macro_rules! dots_of {
+    ($name:ident, $count:literal, $($sum:ident $a:ident),+) => {
+        #[inline(always)]
+        fn $name<T: Copy, const FMA: bool>(
+            rows: [&[f32]; $count],
+            weights: &[T],
+            widen: impl Fn(T) -> f32 + Copy,
+        ) -> [f32; $count] {
+            let [$($a),+] = rows;
+            $(let mut $sum = [0.0f32; LANES];)+
+            let (chunks, tail) = weights.as_chunks::<LANES>();
+            $(let (mut $a, last) = $a.as_chunks::<LANES>(); for (i, w) in tail.iter().enumerate() {
+                $sum[i] = last[i] * widen(*w);
+            })+
+            for chunk in chunks {
+                let wide = chunk.map(widen);
+                $(
+                    let (first, rest) = $a.split_first().expect("rows of a are as long as those of b");
+                    $a = rest;
+                    for i in 0..LANES {
+                        $sum[i] = fma::<FMA>(first[i], wide[i], $sum[i]);
+                    }
+                )+
             }
+            [$(sum_lanes($sum)),+]
         }
-    }
-    for at in whole..l {
-        let weight = widen(row[at]);
-        for (lanes, a) in lanes.iter_mut().zip(a_rows) {
-            lanes[at - whole] = fma::<FMA>(a[at], weight, lanes[at - whole]);
-        }
-    }
-    lanes.map(sum_lanes)
+    };
 }
+
+dots_of!(four_dots, 4, sum0 a0, sum1 a1, sum2 a2, sum3 a3);
+dots_of!(two_dots, 2, sum0 a0, sum1 a1);
+dots_of!(one_dot, 1, sum0 a0);

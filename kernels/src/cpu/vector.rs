@@ -142,19 +142,23 @@ multiversion! {
 }
 
 multiversion! {
-    /// `out[j] = Σ_i x[i]·rows[j, i]`.
-    pub fn dot_rows(x: &[f32], rows: &[f32], out: &mut [f32]) {
-        for (out, row) in out.iter_mut().zip(rows.chunks_exact(x.len())) {
-            *out = reduce2(x, row, |acc, a, b| fma::<FMA>(a, b, acc));
-        }
-    }
-}
-
-multiversion! {
-    /// `acc[i] += Σ_j weights[j]·rows[j, i]`, j ascending.
+    /// `acc[i] += Σ_j weights[j]·rows[j, i]`, j ascending. A few accumulators at a time stay in registers over all j.
     pub fn add_weighted_rows(acc: &mut [f32], weights: &[f32], rows: &[f32]) {
-        for (weight, row) in weights.iter().zip(rows.chunks_exact(acc.len())) {
-            for (acc, x) in acc.iter_mut().zip(row) {
+        let width = acc.len();
+        let (chunks, tail) = acc.as_chunks_mut::<LANES>();
+        for (chunk, acc) in chunks.iter_mut().enumerate() {
+            let mut sums = *acc;
+            for (weight, row) in weights.iter().zip(rows.chunks_exact(width)) {
+                let row = &row[chunk * LANES..][..LANES];
+                for i in 0..LANES {
+                    sums[i] = fma::<FMA>(*weight, row[i], sums[i]);
+                }
+            }
+            *acc = sums;
+        }
+        let first = width - tail.len();
+        for (weight, row) in weights.iter().zip(rows.chunks_exact(width)) {
+            for (acc, x) in tail.iter_mut().zip(&row[first..]) {
                 *acc = fma::<FMA>(*weight, *x, *acc);
             }
         }

@@ -28,12 +28,17 @@ impl Micro {
     /// The one for `isa`.
     pub fn of(isa: Isa) -> Self {
         match isa.level() {
-            Level::Generic => Self { mr: 4, nr: 8, run: generic },
+            Level::Generic => Self::generic::<4, 8>(),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => Self { mr: 6, nr: 16, run: x86::avx2 },
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => Self { mr: 8, nr: 48, run: x86::avx512 },
         }
+    }
+
+    /// One for any machine, of any size up to [`TILE_MAX`](super::TILE_MAX).
+    pub fn generic<const MR: usize, const NR: usize>() -> Self {
+        Self { mr: MR, nr: NR, run: generic::<MR, NR> }
     }
 
     /// `c[mr, nr] (+)= Σ_k a[k, mr]·b[k, nr]`, k ascending from zero, then added to `c` if asked.
@@ -57,9 +62,14 @@ impl Micro {
 
 /// # Safety
 /// See [`Micro::run`].
-unsafe fn generic(depth: usize, a: *const f32, b: *const f32, c: *mut f32, stride: usize, add: bool) {
-    const MR: usize = 4;
-    const NR: usize = 8;
+unsafe fn generic<const MR: usize, const NR: usize>(
+    depth: usize,
+    a: *const f32,
+    b: *const f32,
+    c: *mut f32,
+    stride: usize,
+    add: bool,
+) {
     let mut sums = [[0.0f32; NR]; MR];
     for k in 0..depth {
         // SAFETY: within the panels.

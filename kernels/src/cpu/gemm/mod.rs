@@ -7,6 +7,9 @@
 //! **Accumulation order of an element:** k is cut into blocks; within a block terms are added one after the other in
 //! a register, k ascending, starting from zero; the block's sum is then added to the element. The order does not
 //! depend on where a panel or tile begins, so tiles may be cut to suit the number of threads.
+//!
+//! Rejected: the `gemm` crate. It takes neither bf16 nor a caller's scratch, so operands would be copied twice (widened by
+//! us, packed by it into memory it allocates per call), and it is no faster on f32 (`benches/matmul.rs` has both).
 
 mod micro;
 mod pack;
@@ -74,6 +77,58 @@ unsafe fn copy_part(tile: &[f32], nr: usize, part: (usize, usize), target: Targe
         let row = unsafe { std::slice::from_raw_parts_mut(target.pointer.add(i * target.stride), part.1) };
         for (out, value) in row.iter_mut().zip(&tile[i * nr..]) {
             *out = if target.add { *out + value } else { *value };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::Isa;
+    use crate::cpu::floats::Floats;
+    use half::bf16;
+
+    /// Micro tiles of every instruction set's size, whether or not this machine has the instructions.
+    #[test]
+    fn any_micro_tile_gives_the_product() {
+        let tiles = [Micro::generic::<4, 8>(), Micro::generic::<6, 16>(), Micro::generic::<8, 48>()];
+        for isa in Isa::available() {
+            for micro in tiles {
+                for (rows, cols, depth) in [(1, 1, 1), (7, 49, 9), (13, 100, 24), (16, 96, 17)] {
+                    for contiguous in [false, true] {
+                        check(isa, micro, (rows, cols, depth), contiguous);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Small integers, so that every order of adding gives the same sum.
+    fn check(isa: Isa, micro: Micro, (rows, cols, depth): (usize, usize, usize), contiguous: bool) {
+        let value = |i: usize, k: usize| (i * 7 + k * 5) % 11;
+        let store = |outer: usize| -> Vec<bf16> {
+            let at = |i| if contiguous { (i / depth, i % depth) } else { (i % outer, i / outer) };
+            (0..outer * depth).map(at).map(|(i, k)| bf16::from_f32(value(i, k) as f32)).collect()
+        };
+        let pack = |outer: usize, width: usize| {
+            let (outer_stride, depth_stride) = if contiguous { (depth, 1) } else { (1, outer) };
+            let mut packed = vec![f32::NAN; packed_len(outer, width, depth)];
+            let data = store(outer);
+            Panels { data: Floats::BF16(&data), outer, depth, outer_stride, depth_stride }.pack(
+                isa,
+                width,
+                &mut packed,
+            );
+            packed
+        };
+        let (a, b) = (pack(rows, micro.mr), pack(cols, micro.nr));
+        let mut out = vec![1.0f32; rows * cols];
+        let target = Target { pointer: out.as_mut_ptr(), stride: cols, add: true };
+        // SAFETY: `out` holds rows of `cols` floats.
+        unsafe { product(micro, (rows, cols, depth), &a, &b, target) };
+        for (at, found) in out.iter().enumerate() {
+            let sum: usize = (0..depth).map(|k| value(at / cols, k) * value(at % cols, k)).sum();
+            assert_eq!(*found, 1.0 + sum as f32, "{} {}x{} at {at}", isa.name(), micro.mr, micro.nr);
         }
     }
 }
