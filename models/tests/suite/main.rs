@@ -1,10 +1,11 @@
-//! Tests of the models against transformers and torch, without the engine.
+//! Tests of the models against transformers and torch, with and without the engine.
 #![forbid(unsafe_code)]
 #![allow(non_snake_case, reason = "tensor names carry their shape as a suffix")]
 
 mod adamw;
 mod batches;
 mod configs;
+mod engine;
 mod export;
 mod fixture;
 mod memory;
