@@ -6,6 +6,23 @@
 //! `Future`, or drop it, in which case the buffer is parked until the completion arrives.
 //!
 //! *Where bytes go* is a [`Request`] of [`Segment`]s; *how they move* is an [`IoEngine`].
+//!
+//! ```
+//! use terrace_aio::engine::{EngineConfig, open_default};
+//! use terrace_aio::{IoBuf, OpenMode, Request};
+//!
+//! let engine = open_default(&EngineConfig::default())?;
+//! let path = std::env::temp_dir().join(format!("terrace-aio-{}", std::process::id()));
+//! let file = engine.open(&path, OpenMode::CreateNew { len: 1 << 20 })?;
+//! let mut buf = IoBuf::zeroed(1 << 20);
+//! buf.fill(7);
+//! let buf = engine.submit(Request::write(file, 0, buf)).wait()?;
+//! let read = engine.submit(Request::read(file, 0, buf)); // in flight; compute meanwhile
+//! assert!(read.wait()?.iter().all(|&byte| byte == 7));
+//! engine.close(file)?;
+//! engine.remove(&path)?;
+//! # Ok::<(), terrace_aio::IoError>(())
+//! ```
 
 mod buf;
 pub mod engine;

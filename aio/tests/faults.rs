@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use terrace_aio::engine::{EngineConfig, SimConfig, SimEngine, ThreadsEngine, UringEngine};
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer, StatsLayer, TraceLayer};
 use terrace_aio::{FileId, IoBuf, IoEngine, IoErrorKind, OpenMode, Request};
@@ -41,7 +42,14 @@ fn check_full_disk(engine: &dyn IoEngine, dir: &Path) {
     assert!(read.iter().all(|&byte| byte == 1), "a full disk damaged what was there");
     engine.close(file).unwrap();
     engine.remove(&path).unwrap();
-    let file = engine.open(&path, OpenMode::CreateNew { len: 512 << 10 }).unwrap();
+    // The kernel may let go of the removed file a moment after its last request: its space comes back then.
+    let deadline = Instant::now() + Duration::from_secs(5);
+    let file = loop {
+        match engine.open(&path, OpenMode::CreateNew { len: 512 << 10 }) {
+            Ok(file) => break file,
+            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+        }
+    };
     engine.close(file).unwrap();
     engine.remove(&path).unwrap();
 }

@@ -35,7 +35,7 @@ struct Slots {
     next_id: u32,
 }
 
-/// One open file.
+/// One open file. Requests share it; the last one to let go closes it.
 #[derive(Debug)]
 pub(crate) struct OpenFile {
     /// As it was opened.
@@ -46,13 +46,16 @@ pub(crate) struct OpenFile {
     pub writable: bool,
     direct: Option<File>,
     cached: File,
-    uses: Mutex<usize>,
-    idle: Condvar,
+    // Last, so that it tells of the end only after the descriptors above are closed.
+    end: EndSignal,
 }
 
 /// Keeps a file open, and its `close` waiting, while a request uses it.
-#[derive(Debug)]
-pub(crate) struct FileUse(Arc<OpenFile>);
+pub(crate) type FileUse = Arc<OpenFile>;
+
+/// Becomes true, for whoever holds the other end, when it is dropped.
+#[derive(Debug, Default)]
+struct EndSignal(Arc<(Mutex<bool>, Condvar)>);
 
 impl FileTable {
     /// No files yet; `direct` is whether to try direct I/O at all.
@@ -74,19 +77,20 @@ impl FileTable {
     pub fn close(&self, id: FileId) -> Result<(), IoError> {
         let file = self.slots.write().unwrap_or_else(PoisonError::into_inner).open.remove(&id);
         let file = file.ok_or_else(|| unknown("closing", id))?;
-        let mut uses = file.uses.lock().unwrap_or_else(PoisonError::into_inner);
-        while *uses > 0 {
-            uses = file.idle.wait(uses).unwrap_or_else(PoisonError::into_inner);
+        let end = Arc::clone(&file.end.0);
+        drop(file);
+        let (is_over, changed) = &*end;
+        let mut is_over = is_over.lock().unwrap_or_else(PoisonError::into_inner);
+        while !*is_over {
+            is_over = changed.wait(is_over).unwrap_or_else(PoisonError::into_inner);
         }
         Ok(())
     }
 
-    /// Looks a file up and counts the caller as a user of it.
+    /// Looks a file up; it stays open while the caller holds it.
     pub fn acquire(&self, doing: &'static str, id: FileId) -> Result<FileUse, IoError> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
-        let file = slots.open.get(&id).ok_or_else(|| unknown(doing, id))?;
-        *file.uses.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        Ok(FileUse(Arc::clone(file)))
+        slots.open.get(&id).cloned().ok_or_else(|| unknown(doing, id))
     }
 
     /// See [`IoEngine::path`](super::IoEngine::path).
@@ -162,8 +166,7 @@ impl OpenFile {
             advise_random(&cached);
         }
         let path = path.to_owned();
-        let uses = Mutex::new(0);
-        Ok(Self { path, alignment, writable, direct, cached, uses, idle: Condvar::new() })
+        Ok(Self { path, alignment, writable, direct, cached, end: EndSignal::default() })
     }
 
     /// The length in bytes.
@@ -182,20 +185,10 @@ impl OpenFile {
     }
 }
 
-impl std::ops::Deref for FileUse {
-    type Target = OpenFile;
-    fn deref(&self) -> &OpenFile {
-        &self.0
-    }
-}
-
-impl Drop for FileUse {
+impl Drop for EndSignal {
     fn drop(&mut self) {
-        let mut uses = self.0.uses.lock().unwrap_or_else(PoisonError::into_inner);
-        *uses -= 1;
-        if *uses == 0 {
-            self.0.idle.notify_all();
-        }
+        *self.0.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.0.1.notify_all();
     }
 }
 

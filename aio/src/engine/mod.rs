@@ -3,8 +3,10 @@
 //! Every engine promises the same: a request either transfers **every** byte of every segment, resubmitting after
 //! short transfers, or fails with an [`IoError`] that names the range. Requests may complete in any order; two
 //! requests that overlap and are in flight together have no defined order, so callers keep a fence.
-//! Offsets and lengths that are not multiples of the file's alignment are handled exactly, at the price of a
-//! bounce through an engine buffer.
+//! Offsets, lengths and addresses that are not multiples of the file's alignment are handled exactly, at the price
+//! of a copy: the ends of a range go through the page cache, unsuitable memory through an engine buffer.
+//!
+//! [`open_default`] chooses between [`UringEngine`] and [`ThreadsEngine`]; [`SimEngine`] is a disk in memory for tests.
 
 mod config;
 mod files;

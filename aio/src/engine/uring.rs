@@ -167,14 +167,14 @@ fn wake(fd: &OwnedFd) {
 }
 
 fn unavailable(error: &io::Error) -> IoError {
-    let (kind, why) = match error.raw_os_error() {
+    let why = match error.raw_os_error() {
         Some(libc::EPERM | libc::EACCES) => {
-            (IoErrorKind::Denied, "it is forbidden here (a seccomp filter or kernel.io_uring_disabled)")
+            "it is forbidden here (a seccomp filter or kernel.io_uring_disabled)"
         }
-        Some(libc::ENOSYS) => (IoErrorKind::Other, "this kernel does not have it"),
-        Some(libc::ENOMEM) => (IoErrorKind::Other, "the memlock limit (ulimit -l) is too low for it"),
-        _ => (IoErrorKind::Other, "it cannot be set up here"),
+        Some(libc::ENOSYS) => "this kernel does not have it",
+        Some(libc::ENOMEM) => "the memlock limit (ulimit -l) is too low for it",
+        _ => "it cannot be set up here",
     };
     let detail = format!("{error}: {why}; the threads engine works everywhere");
-    IoError::new(kind, "setting up", Path::new("io_uring"), 0, 0, detail)
+    IoError::new(IoErrorKind::Other, "setting up", Path::new("io_uring"), 0, 0, detail)
 }

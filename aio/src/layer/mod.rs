@@ -1,6 +1,6 @@
 //! Decorators: an engine over an engine, adding one behaviour each.
 //!
-//! They compose in any order, since all they need of the engine below is [`IoEngine`]. They see completions through
+//! They compose in any order, since all they need of the engine below is [`IoEngine`](crate::IoEngine). They see completions through
 //! [`Ticket::observed`](crate::Ticket::observed), so the caller waits for the same ticket that the engine
 //! resolves, without a thread or a copy in between. Only what must hold a completion back (the throttle, and
 //! delays among the faults) makes tickets of its own, which a relay thread resolves.
