@@ -68,8 +68,8 @@ fn ten_steps_on_disk_in_f32() {
         let dir = tempfile::tempdir().unwrap();
         let (mut engine, losses, norms) = train(&fixture, DType::F32, dir.path());
         let expected = fixture.json("train.json");
-        close(fixture.name, "the loss", &losses, &numbers::<Vec<f64>>(&expected["losses"]), 1e-4);
-        close(fixture.name, "the gradient norm", &norms, &numbers::<Vec<f64>>(&expected["grad_norms"]), 1e-3);
+        close(fixture.name, "the loss", &losses, &numbers::<f64>(&expected["losses"]), 1e-4);
+        close(fixture.name, "the gradient norm", &norms, &numbers::<f64>(&expected["grad_norms"]), 1e-3);
         // What the user gets: an exported folder, read back.
         let out = dir.path().join("out");
         let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
@@ -94,6 +94,6 @@ fn ten_steps_on_disk_in_bf16() {
         let dir = tempfile::tempdir().unwrap();
         let (_, losses, _) = train(&fixture, DType::BF16, dir.path());
         let expected = fixture.json("train.json");
-        close(fixture.name, "the bf16 loss", &losses, &numbers::<Vec<f64>>(&expected["losses_bf16"]), 2e-2);
+        close(fixture.name, "the bf16 loss", &losses, &numbers::<f64>(&expected["losses_bf16"]), 2e-2);
     }
 }
