@@ -89,3 +89,41 @@ pub struct EngineConfig {
     /// Words that are stored with the state and must be equal on resuming, for example a description of the model and data.
     pub identity: String,
 }
+
+impl Default for TrainingConfig {
+    /// AdamW with torch's hyperparameters, twelve bytes of state per bf16 parameter, gradients clipped to a norm of 1.
+    fn default() -> Self {
+        Self { state: StateFormat::default(), optimizer: AdamW::default(), clip: Some(1.0) }
+    }
+}
+
+impl EngineConfig {
+    /// Frozen weights that stay in memory, budgets without bound, a thread per core. The rest is set field by field:
+    ///
+    /// ```
+    /// use terrace_kernels::DType;
+    /// use terrace_zero::{BatchLimits, EngineConfig, TrainingConfig};
+    ///
+    /// let limits = BatchLimits { sequences: 2, length: 128, micro_batches: 4, cache_length: 0 };
+    /// let config = EngineConfig {
+    ///     training: Some(TrainingConfig::default()),
+    ///     host_budget: 4 << 30,
+    ///     ..EngineConfig::new(DType::BF16, limits)
+    /// };
+    /// assert!(config.disks.is_empty());
+    /// ```
+    pub fn new(dtype: DType, limits: BatchLimits) -> Self {
+        Self {
+            dtype,
+            training: None,
+            placement: Placement::None,
+            disks: Vec::new(),
+            host_budget: u64::MAX,
+            device_budget: u64::MAX,
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            limits,
+            overrides: WindowOverrides::default(),
+            identity: String::new(),
+        }
+    }
+}
