@@ -55,8 +55,22 @@ pub enum TierError {
         /// Why not.
         detail: String,
     },
+    /// A directory that new state was to be made in holds state that may still be wanted.
+    #[error("{} {detail}", path.display())]
+    StateExists {
+        /// The directory or file.
+        path: PathBuf,
+        /// What it holds and what to do.
+        detail: String,
+    },
+    /// A commit failed after it may have reached the disk; nothing can be built on it without looking.
+    #[error("an earlier commit to {} failed half-way, so it is unknown which step is live there; open the state again (--resume)", path.display())]
+    Uncertain {
+        /// The manifest.
+        path: PathBuf,
+    },
     /// The state on disk is damaged.
-    #[error("the training state in {} is damaged: {detail}; restore the directory from a copy or start again without --resume", path.display())]
+    #[error("the training state in {} is damaged: {detail}; restore the directories from a copy, or remove them and start again without --resume", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
