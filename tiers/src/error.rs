@@ -36,8 +36,8 @@ pub enum TierError {
     },
     /// The file system has too little room for the state.
     #[error(
-        "the training state needs {} on {} but only {} are free; free space, add another --disk path, or choose a smaller --state",
-        ByteSize(*needed), dir.display(), ByteSize(*free)
+        "the training state needs {} on {} but only {} are free, {} too little; free space, add another --disk path, or choose a smaller --state",
+        ByteSize(*needed), dir.display(), ByteSize(*free), ByteSize(needed.saturating_sub(*free))
     )]
     DiskTooSmall {
         /// The directory.
@@ -61,6 +61,14 @@ pub enum TierError {
         /// The directory or file.
         path: PathBuf,
         /// What it holds and what to do.
+        detail: String,
+    },
+    /// A file belongs to another run, or to another place in this one.
+    #[error("{} {detail}", path.display())]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// Which place it was looked for in.
         detail: String,
     },
     /// A commit failed after it may have reached the disk; nothing can be built on it without looking.

@@ -85,12 +85,11 @@ impl Volume {
             let found = engine.submit(Request::read(file.id, 0, header_page)).wait()?;
             if found[..] != header(index as u32, dirs.len() as u32, id, bytes)[..] {
                 let detail = format!(
-                    "its header does not belong to path {} of {} of this run; give the --disk paths of the run in their \
-                     original order",
+                    "does not belong to path {} of {} of this run; give the --disk paths of the run in their original order",
                     index + 1,
                     dirs.len()
                 );
-                return Err(TierError::Damaged { path: path.clone(), detail });
+                return Err(TierError::Foreign { path: path.clone(), detail });
             }
             let len = engine.len(file.id)?;
             let needed = Self::file_bytes(bytes, dirs.len());

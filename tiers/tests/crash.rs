@@ -190,7 +190,9 @@ impl Layout {
                 let image = seed.wrapping_mul(1009) + cut * 2 + image;
                 let survivor: Arc<dyn IoEngine> = Arc::new(disk.crash(image));
                 self.examine(&survivor, progress).map_err(|what| {
-                    format!("seed {seed}, cut after {cut} of {operations}, image {image}, {progress:?}: {what}")
+                    format!(
+                        "seed {seed}, cut after {cut} of {operations}, image {image}, {progress:?}: {what}"
+                    )
                 })?;
             }
         }

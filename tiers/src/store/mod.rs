@@ -139,7 +139,8 @@ impl DiskStore {
             });
         }
         let locks = lock_all(World::of(&**engine), dirs)?;
-        let (manifest, spec) = Manifest::open(engine, &dirs[0]).map_err(|e| hint_at_order(engine, dirs, e))?;
+        let (manifest, spec) =
+            Manifest::open(engine, &dirs[0]).map_err(|e| hint_at_order(engine, dirs, e))?;
         let Some(slot) = manifest.newest(spec.table_len())? else {
             let detail = "its creation never finished; start again without --resume".into();
             return Err(TierError::NoState { path: manifest.path.clone(), detail });
@@ -402,7 +403,8 @@ fn refuse_existing(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), T
         }
     }
     // The first file of a volume is made first and removed last: other parts of a creation that never committed have its id.
-    let first = Volume::part(engine, &dirs[0].join(DATA_FILE))?.map(|part| part.id);
+    let first =
+        Volume::part(engine, &dirs[0].join(DATA_FILE))?.filter(|part| part.index == 0).map(|part| part.id);
     for dir in dirs {
         let path = dir.join(DATA_FILE);
         if let Some(part) = Volume::part(engine, &path)?
