@@ -36,8 +36,8 @@ pub enum TierError {
     },
     /// The file system has too little room for the state.
     #[error(
-        "the training state needs {} on {} but only {} are free; free space, add another --disk path, or choose a smaller --state",
-        ByteSize(*needed), dir.display(), ByteSize(*free)
+        "the training state needs {} on {} but only {} are free, {} too little; free space, add another --disk path, or choose a smaller --state",
+        ByteSize(*needed), dir.display(), ByteSize(*free), ByteSize(needed.saturating_sub(*free))
     )]
     DiskTooSmall {
         /// The directory.
@@ -55,8 +55,30 @@ pub enum TierError {
         /// Why not.
         detail: String,
     },
+    /// A directory that new state was to be made in holds state that may still be wanted.
+    #[error("{} {detail}", path.display())]
+    StateExists {
+        /// The directory or file.
+        path: PathBuf,
+        /// What it holds and what to do.
+        detail: String,
+    },
+    /// A file belongs to another run, or to another place in this one.
+    #[error("{} {detail}", path.display())]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// Which place it was looked for in.
+        detail: String,
+    },
+    /// A commit failed after it may have reached the disk; nothing can be built on it without looking.
+    #[error("an earlier commit to {} failed half-way, so it is unknown which step is live there; open the state again (--resume)", path.display())]
+    Uncertain {
+        /// The manifest.
+        path: PathBuf,
+    },
     /// The state on disk is damaged.
-    #[error("the training state in {} is damaged: {detail}; restore the directory from a copy or start again without --resume", path.display())]
+    #[error("the training state in {} is damaged: {detail}; restore the directories from a copy, or remove them and start again without --resume", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,

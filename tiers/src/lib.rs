@@ -6,6 +6,7 @@
 
 mod checksum;
 mod error;
+mod file;
 mod host;
 mod key;
 mod plan;

@@ -3,6 +3,7 @@
 //! A scratch volume is a separate file that is made anew at every start. Its checksums live in memory.
 
 use crate::pool::Lease;
+use crate::store::Check;
 use crate::volume::{Volume, World, require_space};
 use crate::{TierError, checksum};
 use std::path::PathBuf;
@@ -87,11 +88,10 @@ impl Scratch {
         };
         assert_eq!(lease.len(), len, "scratch chunk {} is read with the length it was written with", chunk.0);
         let address = self.address(chunk);
-        let (path, offset) = self.volume.describe(address);
-        let label = format!("scratch chunk {} at offset {offset}", chunk.0);
-        let path = path.to_owned();
+        let (file, offset) = self.volume.locate(address);
+        let check = Check { start: 0, len, sum, chunk: chunk.0, file, offset };
         let ticket = self.volume.engine.submit(self.volume.request(OpKind::Read, address, lease.into_io()));
-        Ok(crate::PendingRead::new(ticket, vec![(0, len, sum)], path, label))
+        Ok(crate::PendingRead::new(ticket, vec![check], &self.volume, "scratch".into()))
     }
 
     /// Waits for every write.

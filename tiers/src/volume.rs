@@ -11,11 +11,12 @@
 //! The header ties the files of a volume together: a directory that belongs to another run, or directories given in
 //! another order, are recognised before anything is read.
 
+use crate::file::OpenFile;
 use crate::{TierError, checksum};
 use smallvec::SmallVec;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use terrace_aio::{FileId, IoBuf, IoEngine, IoError, IoErrorKind, OpKind, OpenMode, Request, Segment};
+use terrace_aio::{IoBuf, IoEngine, IoError, IoErrorKind, OpKind, OpenMode, Request, Segment, Ticket};
 
 /// Bytes of one stripe.
 pub const STRIPE_BYTES: u64 = 1 << 20;
@@ -27,9 +28,17 @@ const VERSION: u32 = 1;
 #[derive(Debug)]
 pub(crate) struct Volume {
     pub(crate) engine: Arc<dyn IoEngine>,
-    files: Vec<FileId>,
-    paths: Vec<PathBuf>,
+    files: Vec<OpenFile>,
+    pub(crate) paths: Arc<[PathBuf]>,
     bytes: u64,
+}
+
+/// What a file says about the volume that it is part of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub(crate) index: u32,
+    pub(crate) count: u32,
+    pub(crate) id: u64,
 }
 
 impl Volume {
@@ -45,17 +54,17 @@ impl Volume {
         bytes: u64,
         id: u64,
     ) -> Result<Self, TierError> {
-        let paths: Vec<_> = dirs.iter().map(|d| d.join(name)).collect();
+        let paths: Arc<[PathBuf]> = dirs.iter().map(|d| d.join(name)).collect();
         let len = Self::file_bytes(bytes, dirs.len());
         let mut files = Vec::new();
         for (index, path) in paths.iter().enumerate() {
             if engine.exists(path) {
                 engine.remove(path)?;
             }
-            let file = engine.open(path, OpenMode::CreateNew { len })?;
+            let file = OpenFile::open(engine, path, OpenMode::CreateNew { len })?;
             let header = header(index as u32, dirs.len() as u32, id, bytes);
-            engine.submit(Request::write(file, 0, header)).wait()?;
-            engine.sync(file).wait()?;
+            engine.submit(Request::write(file.id, 0, header)).wait()?;
+            engine.sync(file.id).wait()?;
             files.push(file);
         }
         Ok(Self { engine: Arc::clone(engine), files, paths, bytes })
@@ -68,21 +77,21 @@ impl Volume {
         bytes: u64,
         id: u64,
     ) -> Result<Self, TierError> {
-        let paths: Vec<_> = dirs.iter().map(|d| d.join(name)).collect();
+        let paths: Arc<[PathBuf]> = dirs.iter().map(|d| d.join(name)).collect();
         let mut files = Vec::new();
         for (index, path) in paths.iter().enumerate() {
-            let file = engine.open(path, OpenMode::ReadWrite)?;
-            let found = engine.submit(Request::read(file, 0, IoBuf::zeroed(HEADER_BYTES as usize))).wait()?;
+            let file = OpenFile::open(engine, path, OpenMode::ReadWrite)?;
+            let header_page = IoBuf::zeroed(HEADER_BYTES as usize);
+            let found = engine.submit(Request::read(file.id, 0, header_page)).wait()?;
             if found[..] != header(index as u32, dirs.len() as u32, id, bytes)[..] {
                 let detail = format!(
-                    "its header does not belong to path {} of {} of this run; give the --disk paths of the run in their \
-                     original order",
+                    "does not belong to path {} of {} of this run; give the --disk paths of the run in their original order",
                     index + 1,
                     dirs.len()
                 );
-                return Err(TierError::Damaged { path: path.clone(), detail });
+                return Err(TierError::Foreign { path: path.clone(), detail });
             }
-            let len = engine.len(file)?;
+            let len = engine.len(file.id)?;
             let needed = Self::file_bytes(bytes, dirs.len());
             if len < needed {
                 let detail = format!("the file has {len} bytes and needs {needed}: it was truncated");
@@ -93,6 +102,26 @@ impl Volume {
         Ok(Self { engine: Arc::clone(engine), files, paths, bytes })
     }
 
+    /// What the file at `path` is part of; `None` if there is no such file or it never got its header.
+    pub(crate) fn part(engine: &Arc<dyn IoEngine>, path: &Path) -> Result<Option<Part>, TierError> {
+        let file = match OpenFile::open(engine, path, OpenMode::Read) {
+            Ok(file) => file,
+            Err(error) if is_missing(&error) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        if engine.len(file.id)? < HEADER_BYTES {
+            return Ok(None);
+        }
+        let header_page = IoBuf::zeroed(HEADER_BYTES as usize);
+        let page = engine.submit(Request::read(file.id, 0, header_page)).wait()?;
+        let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
+        let half = |at: usize| u32::from_le_bytes(page[at..at + 4].try_into().expect("four bytes"));
+        if page[0..8] != MAGIC || word(40) != checksum(&page[..40]) {
+            return Ok(None);
+        }
+        Ok(Some(Part { index: half(12), count: half(16), id: word(24) }))
+    }
+
     /// A request for `buf.len()` bytes at `address`.
     pub(crate) fn request(&self, kind: OpKind, address: u64, buf: IoBuf) -> Request {
         let end = address + buf.len() as u64;
@@ -100,7 +129,8 @@ impl Volume {
         let mut segments: SmallVec<[Segment; 4]> = SmallVec::new();
         let (mut at, mut start) = (address, 0);
         while at < end {
-            let (file, offset) = self.locate(at);
+            let (index, offset) = self.locate(at);
+            let file = self.files[index].id;
             let len = (STRIPE_BYTES - at % STRIPE_BYTES).min(end - at) as usize;
             match segments.last_mut() {
                 Some(last) if last.file == file && last.offset + last.len as u64 == offset => last.len += len,
@@ -114,44 +144,38 @@ impl Volume {
 
     /// Makes every completed write durable.
     pub(crate) fn sync(&self) -> Result<(), TierError> {
-        let tickets: Vec<_> = self.files.iter().map(|&f| self.engine.sync(f)).collect();
-        for ticket in tickets {
-            ticket.wait()?;
-        }
-        Ok(())
+        let tickets: Vec<_> = self.files.iter().map(|f| self.engine.sync(f.id)).collect();
+        wait_all(tickets)
     }
 
-    /// The file and offset of `address`, for messages.
-    pub(crate) fn describe(&self, address: u64) -> (&Path, u64) {
-        let (file, offset) = self.locate(address);
-        let index = self.files.iter().position(|&f| f == file).expect("located in one of the files");
-        (&self.paths[index], offset)
-    }
-
-    fn locate(&self, address: u64) -> (FileId, u64) {
+    /// The file, as an index into `paths`, and the offset of `address`.
+    pub(crate) fn locate(&self, address: u64) -> (usize, u64) {
         let stripe = address / STRIPE_BYTES;
         let count = self.files.len() as u64;
         let offset = HEADER_BYTES + stripe / count * STRIPE_BYTES + address % STRIPE_BYTES;
-        (self.files[(stripe % count) as usize], offset)
+        ((stripe % count) as usize, offset)
     }
 
-    /// Closes and deletes the files.
+    /// Closes and deletes the files, the first one last: as long as others are left it tells whose they are.
     pub(crate) fn remove(&self) -> Result<(), IoError> {
-        for (&file, path) in self.files.iter().zip(&self.paths) {
-            self.engine.close(file)?;
+        for (file, path) in self.files.iter().zip(&*self.paths).rev() {
+            file.close()?;
             self.engine.remove(path)?;
         }
         Ok(())
     }
 }
 
-impl Drop for Volume {
-    fn drop(&mut self) {
-        for &file in &self.files {
-            // Already closed by `remove`, or the engine is gone: nothing left to do either way.
-            let _ = self.engine.close(file);
+/// Waits for every ticket, so that nothing is in flight afterwards, and gives the first error.
+pub(crate) fn wait_all(tickets: impl IntoIterator<Item = Ticket>) -> Result<(), TierError> {
+    let mut first = Ok(());
+    for ticket in tickets {
+        let result = ticket.wait();
+        if first.is_ok() {
+            first = result.map(drop);
         }
     }
+    Ok(first?)
 }
 
 /// Whether to treat paths as real directories: create and lock them and look at their free space. A simulated

@@ -6,7 +6,7 @@ use crate::{EngineError, ParamSpec, Result, WeightReader, WeightSource};
 use half::bf16;
 use std::sync::Arc;
 use terrace_kernels::DType;
-use terrace_tiers::{BlobKey, DiskStore, Generation, Lease, StoreSpec};
+use terrace_tiers::{BlobKey, DiskStore, Generation, GroupSpec, Lease, StoreSpec};
 
 /// Fills the state from a weight source, chunk by chunk.
 pub(crate) fn initialize(engine: &mut Engine, source: &mut dyn WeightSource) -> Result {
@@ -90,15 +90,45 @@ pub(crate) fn compare(expected: &StoreSpec, found: &StoreSpec) -> Result {
             differences(&found.identity, &expected.identity)
         )));
     }
-    if expected.groups != found.groups
-        || expected.kinds != found.kinds
-        || expected.generations != found.generations
-    {
-        let message = "the state on disk belongs to a model with other parameters or another state format; resume with the \
-                       original model and --state, or choose another directory";
-        return Err(EngineError::Config(message.into()));
+    if expected.kinds != found.kinds || expected.generations != found.generations {
+        return Err(EngineError::Config(format!(
+            "the state on disk has another format: it was {} and is now {}. Resume with the original --state and --dtype, or \
+             choose another directory",
+            format_words(found),
+            format_words(expected)
+        )));
+    }
+    if expected.groups != found.groups {
+        return Err(EngineError::Config(format!(
+            "the state on disk belongs to another model: {}. Resume with the original model, or choose another directory",
+            group_difference(&found.groups, &expected.groups)
+        )));
     }
     Ok(())
+}
+
+/// The kinds of a layout, for messages.
+fn format_words(spec: &StoreSpec) -> String {
+    let kinds = spec.kinds.iter().map(|k| format!("{:?} of {} bytes", k.kind, k.element_bytes));
+    let purpose = if spec.generations == 1 { "frozen: " } else { "" };
+    format!("{purpose}{}", kinds.collect::<Vec<_>>().join(" + "))
+}
+
+/// The first group in which two models differ.
+fn group_difference(stored: &[GroupSpec], given: &[GroupSpec]) -> String {
+    let show = |group: Option<&GroupSpec>| {
+        group.map_or_else(|| "nothing".into(), |g| format!("{} of {} elements", g.name, g.elements))
+    };
+    let longest = stored.len().max(given.len());
+    let index = (0..longest).find(|&i| stored.get(i) != given.get(i)).unwrap_or(0);
+    format!(
+        "of {} groups, the one at place {} was {}; now of {} groups it is {}",
+        stored.len(),
+        index + 1,
+        show(stored.get(index)),
+        given.len(),
+        show(given.get(index))
+    )
 }
 
 /// The keys in which two JSON objects differ, with both values.
@@ -146,9 +176,11 @@ impl Engine {
     /// configured directories, out of place, so that the previous save survives a crash during this one.
     ///
     /// # Errors
-    /// There is no directory, or it cannot be written.
+    /// There is no directory, or it cannot be written. The previous save is then intact, and saving may be tried again.
     pub fn save(&mut self) -> Result {
-        let StateHome::Resident(blobs) = &self.home else { return Ok(()) };
+        if self.home.disk().is_some() {
+            return Ok(());
+        }
         if self.config.disks.is_empty() {
             return Err(EngineError::Config(
                 "saving needs a directory for the state: give --disk PATH".into(),
@@ -158,7 +190,19 @@ impl Engine {
         if self.saved.is_none() {
             self.saved = Some(DiskStore::create(&self.backend.io, &self.config.disks, spec.clone())?);
         }
-        let store = self.saved.as_mut().expect("made just above");
+        let result = self.write_resident();
+        if result.is_err() {
+            // What the failed save left in flight must not meet a second one: close, then look which step is live.
+            self.saved = None;
+            self.saved = DiskStore::open(&self.backend.io, &self.config.disks).ok();
+        }
+        result
+    }
+
+    fn write_resident(&mut self) -> Result {
+        let StateHome::Resident(blobs) = &self.home else { return Ok(()) };
+        let spec = &self.plan.spec;
+        let store = self.saved.as_mut().expect("`save` opened it");
         for (group, blobs) in blobs.iter().enumerate() {
             for chunk in 0..spec.chunks(group) {
                 let leases = self.update_slots.acquire(&self.kinds, spec.chunk_len(group, chunk));

@@ -10,12 +10,17 @@
 //! | magic 8 | sequence 8 | step 8 | live generation 8 | table entries 8 | trainer bytes 8 | table 8·n | trainer | checksum 8 |
 //! ```
 //! A commit writes the slot that is *not* the newest one and then syncs: a torn write leaves the other slot valid. The
-//! valid slot with the higher sequence number is the state.
+//! valid slot with the higher sequence number is the state. Sequence numbers begin at 1, so slot 0 is first written when
+//! slot 1 is durable.
+//!
+//! Creation makes the spec durable before it writes the header, whose words lie in one sector: a manifest has either no
+//! header, and was never committed, or a whole one and its spec.
 
+use crate::file::OpenFile;
 use crate::{StoreSpec, TierError, checksum};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use terrace_aio::{FileId, IoBuf, IoEngine, OpenMode, Request};
+use terrace_aio::{IoBuf, IoEngine, OpenMode, Request};
 
 pub(super) const FILE_NAME: &str = "manifest.bin";
 const PAGE: usize = 4096;
@@ -39,7 +44,7 @@ pub(super) struct Slot {
 #[derive(Debug)]
 pub(super) struct Manifest {
     engine: Arc<dyn IoEngine>,
-    file: FileId,
+    file: OpenFile,
     pub(super) path: PathBuf,
     pub(super) id: u64,
     slots_at: u64,
@@ -60,10 +65,12 @@ impl Manifest {
         let text = serde_json::to_vec(spec).expect("a store spec is plain data");
         let slot_bytes = (SLOT_HEADER + spec.table_len() * 8 + TRAINER_BYTES_MAX + 8).next_multiple_of(PAGE);
         let slots_at = (PAGE + text.len().next_multiple_of(PAGE)) as u64;
-        let file = engine.open(&path, OpenMode::CreateNew { len: slots_at + 2 * slot_bytes as u64 })?;
+        let len = slots_at + 2 * slot_bytes as u64;
+        let file = OpenFile::open(engine, &path, OpenMode::CreateNew { len })?;
 
-        let mut head = IoBuf::zeroed(slots_at as usize);
-        head[PAGE..PAGE + text.len()].copy_from_slice(&text);
+        let mut padded = IoBuf::zeroed(slots_at as usize - PAGE);
+        padded[..text.len()].copy_from_slice(&text);
+        let mut head = IoBuf::zeroed(PAGE);
         head[0..8].copy_from_slice(&MAGIC);
         head[8..12].copy_from_slice(&VERSION.to_le_bytes());
         for (at, value) in [(16, id), (24, text.len() as u64), (32, slot_bytes as u64), (40, checksum(&text))]
@@ -72,8 +79,10 @@ impl Manifest {
         }
         let sum = checksum(&head[..48]);
         head[48..56].copy_from_slice(&sum.to_le_bytes());
-        engine.submit(Request::write(file, 0, head)).wait()?;
-        engine.sync(file).wait()?;
+        for (offset, page) in [(PAGE as u64, padded), (0, head)] {
+            engine.submit(Request::write(file.id, offset, page)).wait()?;
+            engine.sync(file.id).wait()?;
+        }
         Ok(Self { engine: Arc::clone(engine), file, path, id, slots_at, slot_bytes })
     }
 
@@ -81,21 +90,21 @@ impl Manifest {
     pub(super) fn open(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<(Self, StoreSpec), TierError> {
         let path = dir.join(FILE_NAME);
         let damaged = |detail: &str| TierError::Damaged { path: path.clone(), detail: detail.into() };
-        let file = match engine.open(&path, OpenMode::ReadWrite) {
+        let file = match OpenFile::open(engine, &path, OpenMode::ReadWrite) {
             Ok(file) => file,
             Err(error) if crate::volume::is_missing(&error) => {
                 return Err(TierError::NoState { path: path.clone(), detail: "there is no manifest".into() });
             }
             Err(error) => return Err(error.into()),
         };
-        let len = engine.len(file)?;
+        let len = engine.len(file.id)?;
         if len < PAGE as u64 {
             return Err(TierError::NoState {
                 path: path.clone(),
                 detail: "its manifest was never written".into(),
             });
         }
-        let head = engine.submit(Request::read(file, 0, IoBuf::zeroed(PAGE))).wait()?;
+        let head = engine.submit(Request::read(file.id, 0, IoBuf::zeroed(PAGE))).wait()?;
         let word = |at: usize| u64::from_le_bytes(head[at..at + 8].try_into().expect("eight bytes"));
         if head.iter().all(|&b| b == 0) {
             return Err(TierError::NoState {
@@ -118,7 +127,7 @@ impl Manifest {
             return Err(damaged("the manifest was truncated"));
         }
         let padded = IoBuf::zeroed(spec_len.next_multiple_of(PAGE));
-        let text = engine.submit(Request::read(file, PAGE as u64, padded)).wait()?;
+        let text = engine.submit(Request::read(file.id, PAGE as u64, padded)).wait()?;
         let text = &text[..spec_len];
         if checksum(text) != word(40) {
             return Err(damaged("the manifest's layout has a wrong checksum"));
@@ -130,18 +139,26 @@ impl Manifest {
 
     /// The newest valid slot, if any was ever committed.
     pub(super) fn newest(&self, table_len: usize) -> Result<Option<Slot>, TierError> {
-        let mut best: Option<Slot> = None;
-        for index in 0..2 {
-            let at = self.slots_at + index * self.slot_bytes as u64;
-            let page =
-                self.engine.submit(Request::read(self.file, at, IoBuf::zeroed(self.slot_bytes))).wait()?;
-            if let Some(slot) = decode(&page, table_len)
-                && best.as_ref().is_none_or(|b| b.sequence < slot.sequence)
-            {
-                best = Some(slot);
-            }
+        let pages = [self.slot_page(0)?, self.slot_page(1)?];
+        let slots = pages.iter().filter_map(|page| decode(page, table_len));
+        let newest = slots.max_by_key(|slot| slot.sequence);
+        // A torn first commit leaves slot 0 blank; anything in it means that there was a whole one.
+        if newest.is_none() && pages[0].iter().any(|&byte| byte != 0) {
+            let detail = "neither of the two slots of its manifest is whole".into();
+            return Err(TierError::Damaged { path: self.path.clone(), detail });
         }
-        Ok(best)
+        Ok(newest)
+    }
+
+    fn slot_page(&self, index: u64) -> Result<IoBuf, TierError> {
+        let at = self.slots_at + index * self.slot_bytes as u64;
+        Ok(self.engine.submit(Request::read(self.file.id, at, IoBuf::zeroed(self.slot_bytes))).wait()?)
+    }
+
+    /// Closes and deletes the file: the store is no more.
+    pub(super) fn remove(&self) -> Result<(), TierError> {
+        self.file.close()?;
+        Ok(self.engine.remove(&self.path)?)
     }
 
     /// Writes a slot over the older one and makes it durable.
@@ -149,16 +166,9 @@ impl Manifest {
         assert!(slot.trainer.len() <= TRAINER_BYTES_MAX, "the trainer's words fit the slot");
         let page = encode(slot, self.slot_bytes);
         let at = self.slots_at + (slot.sequence % 2) * self.slot_bytes as u64;
-        self.engine.submit(Request::write(self.file, at, page)).wait()?;
-        self.engine.sync(self.file).wait()?;
+        self.engine.submit(Request::write(self.file.id, at, page)).wait()?;
+        self.engine.sync(self.file.id).wait()?;
         Ok(())
-    }
-}
-
-impl Drop for Manifest {
-    fn drop(&mut self) {
-        // The engine may already be gone; there is nothing to lose, every commit was synced.
-        let _ = self.engine.close(self.file);
     }
 }
 

@@ -9,13 +9,15 @@
 //!   the blob's fence, the set of tickets of its writes.
 //! - *write after commit* (the new step overwrites the generation that the manifest in flight refers to): `commit` returns
 //!   only when the slot is durable, and takes `&mut self`.
+//! - *write after a failed commit* (a slot whose sync failed may be durable all the same, and refers to the generation that a
+//!   retry would overwrite): from then on the store refuses writes, until it is opened again.
 
 mod lock;
 mod manifest;
 
 use crate::key::AddressMap;
 use crate::pool::Lease;
-use crate::volume::{Volume, World, require_space};
+use crate::volume::{Volume, World, require_space, wait_all};
 use crate::{BlobKey, BlobKind, Generation, StoreSpec, TierError, checksum};
 use lock::DirLock;
 use manifest::{Manifest, Slot};
@@ -40,6 +42,8 @@ pub struct DiskStore {
     live: u64,
     live_table: Vec<u64>,
     next: Mutex<Next>,
+    /// Hazard (write after a failed commit).
+    is_uncertain: bool,
     _locks: Vec<DirLock>,
 }
 
@@ -65,10 +69,21 @@ struct Next {
 #[must_use = "the bytes are only trusted after `wait`"]
 pub struct PendingRead {
     ticket: Ticket,
-    /// `(start, len, checksum)` of every chunk in the buffer.
-    checks: Vec<(usize, usize, u64)>,
-    path: PathBuf,
+    checks: Vec<Check>,
+    paths: Arc<[PathBuf]>,
     label: String,
+}
+
+/// One chunk in the buffer of a read: where it is there, what it must be, and where it came from.
+#[derive(Debug)]
+pub(crate) struct Check {
+    pub(crate) start: usize,
+    pub(crate) len: usize,
+    pub(crate) sum: u64,
+    pub(crate) chunk: usize,
+    /// The file that it begins in.
+    pub(crate) file: usize,
+    pub(crate) offset: u64,
 }
 
 impl DiskStore {
@@ -81,21 +96,11 @@ impl DiskStore {
     /// that the next creation replaces.
     ///
     /// # Errors
-    /// A directory holds committed state, is in use, too small, or cannot be written.
+    /// A directory holds state of this or another run, is in use, too small, or cannot be written.
     pub fn create(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], spec: StoreSpec) -> Result<Self, TierError> {
         let world = World::of(&**engine);
         let locks = lock_all(world, dirs)?;
-        if let Some(step) = committed_step(engine, &dirs[0])? {
-            let detail = format!(
-                "it already holds training state, committed at step {step}; pass --resume to continue it, or remove the \
-                 directory to start over"
-            );
-            return Err(TierError::File {
-                doing: "creating state in",
-                path: dirs[0].clone(),
-                source: std::io::Error::new(std::io::ErrorKind::AlreadyExists, detail),
-            });
-        }
+        refuse_existing(engine, dirs)?;
         remove_leftovers(engine, dirs)?;
         if world == World::Real {
             require_space(dirs, Self::bytes_per_dir(&spec, dirs.len()))?;
@@ -117,6 +122,7 @@ impl DiskStore {
             sequence: 0,
             live,
             live_table: table,
+            is_uncertain: false,
             _locks: locks,
         })
     }
@@ -133,7 +139,8 @@ impl DiskStore {
             });
         }
         let locks = lock_all(World::of(&**engine), dirs)?;
-        let (manifest, spec) = Manifest::open(engine, &dirs[0])?;
+        let (manifest, spec) =
+            Manifest::open(engine, &dirs[0]).map_err(|e| hint_at_order(engine, dirs, e))?;
         let Some(slot) = manifest.newest(spec.table_len())? else {
             let detail = "its creation never finished; start again without --resume".into();
             return Err(TierError::NoState { path: manifest.path.clone(), detail });
@@ -149,6 +156,7 @@ impl DiskStore {
             sequence: slot.sequence,
             live: slot.live,
             live_table: slot.table,
+            is_uncertain: false,
             _locks: locks,
         })
     }
@@ -181,6 +189,7 @@ impl DiskStore {
         let element_bytes = self.spec.kinds[kind].element_bytes as usize;
         let mut checks = Vec::with_capacity(chunks.len());
         let mut start = 0;
+        let generation_index = self.generation_index(generation);
         let table = match generation {
             Generation::Live => None,
             Generation::Next => Some(self.fenced(key)?),
@@ -192,24 +201,22 @@ impl DiskStore {
                 assert!(next.written[entry], "chunk {chunk} of {key:?} is written before it is read");
                 next.table[entry]
             });
-            checks.push((start, len, sum));
+            let (file, offset) = self.volume.locate(self.address(key.group, kind, chunk, generation_index));
+            checks.push(Check { start, len, sum, chunk, file, offset });
             start += len;
         }
         drop(table);
         assert_eq!(lease.len(), start, "the lease is as long as chunks {chunks:?} of {key:?}");
-        let address = self.address(key.group, kind, chunks.start, self.generation_index(generation));
-        let (path, offset) = self.volume.describe(address);
-        let label =
-            format!("{:?} of group {} at offset {offset}", key.kind, self.spec.groups[key.group].name);
-        let path = path.to_owned();
+        let address = self.address(key.group, kind, chunks.start, generation_index);
+        let label = format!("{:?} of group {}", key.kind, self.spec.groups[key.group].name);
         let ticket = self.volume.engine.submit(self.volume.request(OpKind::Read, address, lease.into_io()));
-        Ok(PendingRead::new(ticket, checks, path, label))
+        Ok(PendingRead::new(ticket, checks, &self.volume, label))
     }
 
     /// Starts writing one chunk of the next generation. The lease goes back to its pool when the write is done.
     ///
     /// # Errors
-    /// An earlier write of the same blob failed.
+    /// An earlier write of the same blob, or an earlier commit, failed.
     ///
     /// # Panics
     /// If the lease is not exactly as long as the chunk.
@@ -217,6 +224,7 @@ impl DiskStore {
         let kind = self.kind_index(key.kind);
         let len = self.spec.chunk_len(key.group, chunk) * self.spec.kinds[kind].element_bytes as usize;
         assert_eq!(lease.len(), len, "the lease is as long as chunk {chunk} of {key:?}");
+        self.require_certain()?;
         let sum = checksum(&lease);
         let address = self.address(key.group, kind, chunk, self.generation_index(Generation::Next));
         let request = self.volume.request(OpKind::Write, address, lease.into_io());
@@ -241,7 +249,8 @@ impl DiskStore {
     /// Makes the next generation the live one, durably.
     ///
     /// # Errors
-    /// A write failed; the last committed step is then still intact.
+    /// A write or a sync failed; the last committed step is then still intact. If it was the manifest's, the new step may be the
+    /// one that is found on opening, and this store takes no more writes.
     ///
     /// # Panics
     /// If a chunk of the next generation was never written.
@@ -250,16 +259,17 @@ impl DiskStore {
             &mut *self.next.lock().unwrap_or_else(PoisonError::into_inner),
             Next::new(self.live_table.len()),
         );
-        for ticket in std::mem::take(&mut next.fences).into_values().flatten() {
-            ticket.wait()?;
-        }
+        self.require_certain()?;
+        wait_all(std::mem::take(&mut next.fences).into_values().flatten())?;
         let missing = next.written.iter().filter(|w| !**w).count();
         assert_eq!(missing, 0, "every chunk of the next generation is written before a commit");
         self.volume.sync()?;
         let live = self.generation_index(Generation::Next);
         let slot =
             Slot { sequence: self.sequence + 1, step, live, table: next.table, trainer: trainer.to_vec() };
+        self.is_uncertain = true;
         self.manifest.write(&slot)?;
+        self.is_uncertain = false;
         self.sequence = slot.sequence;
         self.live = live;
         self.live_table = slot.table;
@@ -270,10 +280,8 @@ impl DiskStore {
     /// Waits for all writes in flight and forgets them; the live generation stays what it was.
     pub fn abandon(&self) {
         let next = std::mem::replace(&mut *self.lock_next(), Next::new(self.live_table.len()));
-        for ticket in next.fences.into_values().flatten() {
-            // The generation is given up, so whether this write worked does not matter.
-            let _ = ticket.wait();
-        }
+        // The generation is given up, so whether its writes worked does not matter.
+        let _ = wait_all(next.fences.into_values().flatten());
     }
 
     /// Deletes the store's files. Used for stores of frozen weights that do not outlive the process.
@@ -282,10 +290,15 @@ impl DiskStore {
     /// A file cannot be removed.
     pub fn remove(self) -> Result<(), TierError> {
         self.abandon();
-        self.volume.remove()?;
-        let (engine, path) = (Arc::clone(&self.volume.engine), self.manifest.path.clone());
-        drop(self);
-        engine.remove(&path)?;
+        // Without its manifest the rest is a leftover that any creation may replace.
+        self.manifest.remove()?;
+        Ok(self.volume.remove()?)
+    }
+
+    fn require_certain(&self) -> Result<(), TierError> {
+        if self.is_uncertain {
+            return Err(TierError::Uncertain { path: self.manifest.path.clone() });
+        }
         Ok(())
     }
 
@@ -329,13 +342,8 @@ impl Next {
 }
 
 impl PendingRead {
-    pub(crate) fn new(
-        ticket: Ticket,
-        checks: Vec<(usize, usize, u64)>,
-        path: PathBuf,
-        label: String,
-    ) -> Self {
-        Self { ticket, checks, path, label }
+    pub(crate) fn new(ticket: Ticket, checks: Vec<Check>, volume: &Volume, label: String) -> Self {
+        Self { ticket, checks, paths: Arc::clone(&volume.paths), label }
     }
 
     /// Whether the transfer is done, so that [`wait`](Self::wait) would not block.
@@ -349,15 +357,15 @@ impl PendingRead {
     /// The transfer failed, or the bytes are not those that were written.
     pub fn wait(self) -> Result<Lease, TierError> {
         let lease = Lease::from_io(self.ticket.wait()?);
-        for (index, (start, len, expected)) in self.checks.into_iter().enumerate() {
+        for Check { start, len, sum, chunk, file, offset } in self.checks {
             let found = checksum(&lease[start..start + len]);
-            if found != expected {
+            if found != sum {
                 let label = self.label;
                 let detail = format!(
-                    "{label}, part {index}: checksum {found:016x} instead of {expected:016x}; the drive returned other bytes \
-                     than were written"
+                    "{label}, chunk {chunk} at offset {offset}, {len} bytes: checksum {found:016x} instead of {sum:016x}; the \
+                     drive returned other bytes than were written"
                 );
-                return Err(TierError::Damaged { path: self.path, detail });
+                return Err(TierError::Damaged { path: self.paths[file].clone(), detail });
             }
         }
         Ok(lease)
@@ -381,10 +389,59 @@ fn committed_step(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<Option<u64>,
     }
 }
 
-/// Removes what a creation that never committed left behind, so that its space counts as free.
-fn remove_leftovers(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), TierError> {
+/// Says so when a directory holds state that a creation there would destroy: committed state, also of a run that lists its
+/// directories in another order, or a further part of a run whose first directory is elsewhere.
+fn refuse_existing(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), TierError> {
+    let refused = |path: &Path, detail| Err(TierError::StateExists { path: path.to_owned(), detail });
     for dir in dirs {
-        for name in [DATA_FILE, manifest::FILE_NAME] {
+        if let Some(step) = committed_step(engine, dir)? {
+            let detail = format!(
+                "already holds training state, committed at step {step}; pass --resume to continue it, or remove the directory \
+                 to start over"
+            );
+            return refused(dir, detail);
+        }
+    }
+    // The first file of a volume is made first and removed last: other parts of a creation that never committed have its id.
+    let first =
+        Volume::part(engine, &dirs[0].join(DATA_FILE))?.filter(|part| part.index == 0).map(|part| part.id);
+    for dir in dirs {
+        let path = dir.join(DATA_FILE);
+        if let Some(part) = Volume::part(engine, &path)?
+            && part.index > 0
+            && Some(part.id) != first
+        {
+            let (index, count) = (part.index + 1, part.count);
+            let detail = format!(
+                "is path {index} of {count} of another run's training state; choose another directory, or remove the file if \
+                 that run is over"
+            );
+            return refused(&path, detail);
+        }
+    }
+    Ok(())
+}
+
+/// Turns "there is no manifest" into advice when another of the directories has one.
+fn hint_at_order(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], error: TierError) -> TierError {
+    let elsewhere = dirs[1..].iter().find(|dir| engine.exists(&dir.join(manifest::FILE_NAME)));
+    match (error, elsewhere) {
+        (TierError::NoState { path, .. }, Some(dir)) => {
+            let detail = format!(
+                "the manifest is in {}; give the --disk paths of the run in their original order",
+                dir.display()
+            );
+            TierError::NoState { path, detail }
+        }
+        (error, _) => error,
+    }
+}
+
+/// Removes what a creation that never committed left behind, so that its space counts as free. The first directory comes
+/// last, as in [`Volume::remove`].
+fn remove_leftovers(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), TierError> {
+    for dir in dirs.iter().rev() {
+        for name in [manifest::FILE_NAME, DATA_FILE] {
             let path = dir.join(name);
             if engine.exists(&path) {
                 engine.remove(&path)?;

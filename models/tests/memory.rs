@@ -1,0 +1,90 @@
+//! Host memory: a budget that cannot work is refused with the numbers, the smallest that works does work, and the process
+//! stays within it. One test in a process of its own, since it looks at the resident set of the whole process.
+
+#[path = "engine_support/mod.rs"]
+mod support;
+
+use support::{Setup, weights_hash};
+use terrace_models::ModelConfig;
+use terrace_tiers::{PlanRefusal, Tier, TierError};
+use terrace_zero::{EngineError, Placement};
+
+/// What the process may need beside the plan: stacks, code, the engine's queues, the allocator's slack.
+const UNPLANNED_BYTES: u64 = 16 << 20;
+
+#[test]
+fn the_smallest_budget_works_and_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, base) in [
+        ("resident", Setup::new(true)),
+        ("disk", Setup::on_disk(true, vec![dir.path().join("disk")])),
+        (
+            "disk without clipping",
+            Setup { clip: None, ..Setup::on_disk(false, vec![dir.path().join("no-clip")]) },
+        ),
+    ] {
+        smallest_budget(name, &base);
+    }
+    stays_within(&dir.path().join("large"));
+}
+
+fn smallest_budget(name: &str, base: &Setup) {
+    let refusal = refused(&Setup { host_budget: 1000, ..base.clone() });
+    println!("{name}: {refusal}");
+    let text = refusal.to_string();
+    for part in
+        ["--host-memory of 1000 B is too small", "needs at least", "Raise it to", "--seq-len", "--batch-size"]
+    {
+        assert!(text.contains(part), "{name}: {part:?} is in {text}");
+    }
+    assert_eq!(text.contains("--offload disk"), base.placement != Placement::Disk, "{name}: {text}");
+    assert!(base.disks.iter().all(|disk| !disk.exists()), "{name}: nothing is made before the plan fits");
+
+    let minimum = refusal.minimum;
+    assert_eq!(refused(&Setup { host_budget: minimum - 1, ..base.clone() }).minimum, minimum, "{name}");
+    let tight = Setup { host_budget: minimum, ..base.clone() };
+    let mut engine = tight.create();
+    assert_eq!(engine.memory_plan().total(Tier::Host), minimum, "{name}");
+    tight.continue_to(&mut engine, 2);
+    let roomy = Setup { placement: Placement::None, disks: Vec::new(), ..base.clone() };
+    assert_eq!(weights_hash(&mut engine), roomy.run(2).1, "{name}: the budget changes no number");
+}
+
+fn refused(setup: &Setup) -> PlanRefusal {
+    match setup.try_create() {
+        Err(EngineError::Tier(TierError::Plan(refusal))) => refusal,
+        Err(other) => panic!("another error: {other}"),
+        Ok(engine) => panic!("{} bytes are enough: {engine:?}", setup.host_budget),
+    }
+}
+
+/// A model whose state is several times the budget trains within the budget.
+fn stays_within(disk: &std::path::Path) {
+    let model = ModelConfig::parse(
+        r#"{"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":512,"hidden_size":384,
+        "intermediate_size":1024,"num_hidden_layers":6,"num_attention_heads":4,"num_key_value_heads":2,
+        "max_position_embeddings":64,"rms_norm_eps":1e-5,"rope_theta":10000.0,"hidden_act":"silu",
+        "tie_word_embeddings":true}"#,
+    )
+    .expect("a valid configuration");
+    let base = Setup { model, ..Setup::on_disk(true, vec![disk.to_owned()]) };
+    let minimum = refused(&Setup { host_budget: 1000, ..base.clone() }).minimum;
+    let setup = Setup { host_budget: minimum, ..base };
+
+    let before = resident_peak_bytes();
+    let mut engine = setup.create();
+    setup.continue_to(&mut engine, 2);
+    let grown = resident_peak_bytes().saturating_sub(before);
+    let state = engine.parameters() * 12;
+    println!("state {state}, plan {minimum}, grown {grown} bytes");
+    assert!(grown <= minimum + UNPLANNED_BYTES, "{grown} bytes became resident; {minimum} were planned");
+    assert!(state > 2 * (minimum + UNPLANNED_BYTES), "the model is large enough to show it: {state}");
+}
+
+/// The most bytes that the process ever had in memory.
+fn resident_peak_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").expect("this is Linux");
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("the kernel counts it");
+    let kib: u64 = line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number");
+    kib << 10
+}

@@ -1,0 +1,364 @@
+//! What a store refuses on real file systems, and what it says.
+
+use std::ffi::CString;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use terrace_aio::IoEngine;
+use terrace_aio::engine::{EngineChoice, EngineConfig, open_default};
+use terrace_tiers::{
+    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, StoreSpec, TierError, free_space,
+};
+
+const CHUNK: u64 = 1 << 17;
+/// Where the first stripe begins in a file.
+const HEADER_BYTES: u64 = 4096;
+
+fn engine() -> Arc<dyn IoEngine> {
+    open_default(&EngineConfig { choice: EngineChoice::Threads, ..EngineConfig::default() }).unwrap()
+}
+
+/// 6 bytes an element, and two generations: 2.6 MiB, so that three directories all hold data.
+fn spec(elements: u64) -> StoreSpec {
+    let kind = |(kind, element_bytes)| BlobSpec { kind, element_bytes };
+    StoreSpec {
+        groups: vec![
+            GroupSpec { name: "layers.0".into(), elements },
+            GroupSpec { name: "head".into(), elements: 1 << 16 },
+        ],
+        kinds: [(BlobKind::Weight, 2), (BlobKind::Moment1, 4)].map(kind).to_vec(),
+        chunk_elements: CHUNK,
+        generations: 2,
+        identity: "{}".into(),
+    }
+}
+
+fn small() -> StoreSpec {
+    spec(CHUNK + (1 << 15))
+}
+
+fn dirs(root: &Path, names: &[&str]) -> Vec<PathBuf> {
+    names.iter().map(|name| root.join(name)).collect()
+}
+
+fn step(store: &mut DiskStore, step: u64) -> Result<(), TierError> {
+    let spec = store.spec().clone();
+    for group in 0..spec.groups.len() {
+        for kind in &spec.kinds {
+            for chunk in 0..spec.chunks(group) {
+                let mut lease = Lease::standalone(spec.chunk_len(group, chunk) * kind.element_bytes as usize);
+                lease.fill(step as u8 + 1);
+                store.write(BlobKey { group, kind: kind.kind }, chunk, lease)?;
+            }
+        }
+    }
+    store.commit(step, &[])
+}
+
+/// Reads whole blobs and checks them.
+fn verify(store: &DiskStore) -> Result<(), TierError> {
+    let (spec, expected) = (store.spec(), store.committed().step as u8 + 1);
+    for group in 0..spec.groups.len() {
+        for kind in &spec.kinds {
+            let lease = Lease::standalone((spec.groups[group].elements * kind.element_bytes) as usize);
+            let key = BlobKey { group, kind: kind.kind };
+            let bytes = store.read(key, 0..spec.chunks(group), Generation::Live, lease)?.wait()?;
+            assert!(bytes.iter().all(|&b| b == expected), "{key:?}");
+        }
+    }
+    Ok(())
+}
+
+/// Makes a store with steps 0 and 1 and closes it.
+fn made(dirs: &[PathBuf]) {
+    let mut store = DiskStore::create(&engine(), dirs, small()).unwrap();
+    step(&mut store, 0).unwrap();
+    step(&mut store, 1).unwrap();
+}
+
+fn reopened(dirs: &[PathBuf]) -> Result<u64, TierError> {
+    let store = DiskStore::open(&engine(), dirs)?;
+    verify(&store)?;
+    Ok(store.committed().step)
+}
+
+fn created(dirs: &[PathBuf]) -> TierError {
+    DiskStore::create(&engine(), dirs, small()).map(drop).expect_err("refused")
+}
+
+/// The message of an error, which has all of `parts`.
+#[track_caller]
+fn says(error: &TierError, parts: &[&str]) {
+    let text = error.to_string();
+    println!("{text}");
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is in: {text}");
+    }
+}
+
+fn flip(path: &Path, offset: u64) {
+    let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, offset).unwrap();
+    file.write_all_at(&[byte[0] ^ 0x10], offset).unwrap();
+    file.sync_all().unwrap();
+}
+
+/// Offsets of the two manifest slots, from its header.
+fn slots(manifest: &Path) -> [u64; 2] {
+    let mut words = [0; 16];
+    File::open(manifest).unwrap().read_exact_at(&mut words, 24).unwrap();
+    let word = |at: usize| u64::from_le_bytes(words[at..at + 8].try_into().unwrap());
+    let first = 4096 + word(0).next_multiple_of(4096);
+    [first, first + word(8)]
+}
+
+#[test]
+fn a_second_handle_is_refused_until_the_first_is_gone() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = dirs(root.path(), &["a", "b"]);
+    let store = DiskStore::create(&engine(), &dirs, small()).unwrap();
+    for error in [created(&dirs), created(&dirs[1..]), reopened(&dirs).unwrap_err()] {
+        assert!(matches!(error, TierError::Locked { .. }), "{error}");
+        says(&error, &["in use", "terrace.lock"]);
+    }
+    drop(store);
+    made(&dirs);
+}
+
+#[test]
+fn a_second_process_is_refused() {
+    const DIR: &str = "TERRACE_TEST_REFUSALS_DIR";
+    if let Some(dir) = std::env::var_os(DIR) {
+        match DiskStore::open(&engine(), &[dir.into()]) {
+            Ok(_) => println!("opened"),
+            Err(error) => println!("refused: {error}"),
+        }
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    let dirs = dirs(root.path(), &["a"]);
+    made(&dirs);
+    let other = || {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "a_second_process_is_refused", "--nocapture"]).env(DIR, &dirs[0]);
+        String::from_utf8(command.output().unwrap().stdout).unwrap()
+    };
+    let store = DiskStore::open(&engine(), &dirs).unwrap();
+    let text = other();
+    assert!(text.contains("refused:") && text.contains("in use"), "{text}");
+    drop(store);
+    let text = other();
+    assert!(text.contains("opened"), "{text}");
+}
+
+#[test]
+fn state_is_not_overwritten_by_a_new_run() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = dirs(root.path(), &["a"]);
+    made(&dirs);
+    let error = created(&dirs);
+    assert!(matches!(error, TierError::StateExists { .. }));
+    says(&error, &["committed at step 1", "--resume", dirs[0].to_str().unwrap()]);
+    assert_eq!(reopened(&dirs).unwrap(), 1);
+}
+
+#[test]
+fn there_is_nothing_to_open() {
+    let root = tempfile::tempdir().unwrap();
+    let nowhere = dirs(root.path(), &["nowhere"]);
+    let error = reopened(&nowhere).unwrap_err();
+    assert!(matches!(error, TierError::NoState { .. }));
+    says(&error, &["nowhere", "no such directory"]);
+    assert!(!nowhere[0].exists(), "looking makes nothing");
+    let empty = [root.path().to_owned()];
+    let error = reopened(&empty).unwrap_err();
+    assert!(matches!(error, TierError::NoState { .. }));
+    says(&error, &["no manifest"]);
+    // A creation that never committed.
+    drop(DiskStore::create(&engine(), &empty, small()).unwrap());
+    let error = reopened(&empty).unwrap_err();
+    assert!(matches!(error, TierError::NoState { .. }));
+    says(&error, &["never finished", "without --resume"]);
+    made(&empty);
+}
+
+#[test]
+fn directories_in_another_order_are_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let right = dirs(root.path(), &["a", "b", "c"]);
+    made(&right);
+    says(
+        &reopened(&dirs(root.path(), &["a", "c", "b"])).unwrap_err(),
+        &["c/state.bin", "does not belong to path 2 of 3", "original order"],
+    );
+    let first_is_second = dirs(root.path(), &["b", "a", "c"]);
+    let error = reopened(&first_is_second).unwrap_err();
+    says(&error, &["manifest is in", "original order"]);
+    says(&created(&first_is_second), &["--resume", "committed at step 1"]);
+    says(&reopened(&right[..2]).unwrap_err(), &["path 1 of 2", "original order"]);
+    assert_eq!(reopened(&right).unwrap(), 1);
+}
+
+#[test]
+fn directories_of_another_run_are_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let (one, two) = (dirs(root.path(), &["a", "b"]), dirs(root.path(), &["c", "d"]));
+    made(&one);
+    made(&two);
+    says(&reopened(&dirs(root.path(), &["a", "d"])).unwrap_err(), &["d/state.bin", "does not belong"]);
+    // Creating there would destroy half of a run.
+    for names in [["new", "b"], ["b", "new"]] {
+        let error = created(&dirs(root.path(), &names));
+        assert!(matches!(error, TierError::StateExists { .. }), "{error}");
+        says(&error, &["b/state.bin", "path 2 of 2", "another run"]);
+    }
+    assert_eq!((reopened(&one).unwrap(), reopened(&two).unwrap()), (1, 1));
+}
+
+#[test]
+fn a_missing_or_truncated_file_is_named() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = dirs(root.path(), &["a", "b"]);
+    made(&dirs);
+    let path = dirs[1].join("state.bin");
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    let len = file.metadata().unwrap().len();
+    file.set_len(len - 1).unwrap();
+    let error = reopened(&dirs).unwrap_err();
+    assert!(matches!(error, TierError::Damaged { .. }));
+    let needed = len.to_string();
+    says(&error, &["b/state.bin", "truncated", &needed]);
+    file.set_len(100).unwrap();
+    says(&reopened(&dirs).unwrap_err(), &["b/state.bin", "truncated"]);
+    std::fs::remove_file(&path).unwrap();
+    says(&reopened(&dirs).unwrap_err(), &["b/state.bin", "No such file"]);
+    let manifest = dirs[0].join("manifest.bin");
+    OpenOptions::new().write(true).open(&manifest).unwrap().set_len(8192).unwrap();
+    says(&reopened(&dirs).unwrap_err(), &["manifest.bin", "truncated"]);
+}
+
+#[test]
+fn a_flipped_byte_in_a_chunk_is_named() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = dirs(root.path(), &["a", "b", "c"]);
+    made(&dirs);
+    // Step 1 lives in generation 1, which begins at 6·(163840 + 65536) = 1376256: in the second stripe, so in b. Its weights
+    // of layers.0 are followed by the moments at 1703936, whose second chunk is at 2228224: the third stripe, so c.
+    let offset = HEADER_BYTES + 2_228_224 - (2 << 20) + 77;
+    flip(&dirs[2].join("state.bin"), offset);
+    let error = reopened(&dirs).unwrap_err();
+    assert!(matches!(error, TierError::Damaged { .. }));
+    let chunk_at = format!("chunk 1 at offset {}", offset - 77);
+    says(&error, &["c/state.bin", "Moment1", "layers.0", &chunk_at, "checksum"]);
+    flip(&dirs[2].join("state.bin"), offset);
+    assert_eq!(reopened(&dirs).unwrap(), 1);
+}
+
+#[test]
+fn one_broken_slot_falls_back_and_two_are_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = dirs(root.path(), &["a"]);
+    made(&dirs);
+    let manifest = dirs[0].join("manifest.bin");
+    // Step 0 was commit 1 and went to slot 1; step 1 is in slot 0.
+    let [newer, older] = slots(&manifest);
+    flip(&manifest, newer + 60);
+    assert_eq!(reopened(&dirs).unwrap(), 0, "the older step is still whole");
+    flip(&manifest, older + 60);
+    let error = reopened(&dirs).unwrap_err();
+    assert!(matches!(error, TierError::Damaged { .. }));
+    says(&error, &["manifest.bin", "neither of the two slots"]);
+    assert!(matches!(created(&dirs), TierError::Damaged { .. }), "nor is it overwritten");
+    flip(&manifest, newer + 60);
+    assert_eq!(reopened(&dirs).unwrap(), 1);
+    flip(&manifest, 20);
+    says(&reopened(&dirs).unwrap_err(), &["manifest.bin", "header"]);
+    assert!(matches!(created(&dirs), TierError::Damaged { .. }));
+}
+
+#[test]
+fn a_state_larger_than_the_disk_is_refused_with_numbers() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = dirs(root.path(), &["a"]);
+    let error = DiskStore::create(&engine(), &dirs, spec(1 << 50)).unwrap_err();
+    let TierError::DiskTooSmall { needed, free, .. } = &error else { panic!("{error}") };
+    assert!(*needed > 12 << 50 && *free <= free_space(root.path()).unwrap() + (1 << 30));
+    says(&error, &["needs 12.0 PiB", "are free", "--disk", "--state"]);
+    assert!(!dirs[0].join("state.bin").exists());
+}
+
+#[test]
+fn a_full_disk_is_refused_before_or_while_creating() {
+    in_own_mounts(|| {
+        let root = tempfile::tempdir().unwrap();
+        let dirs = [root.path().to_owned()];
+        let each = DiskStore::bytes_per_dir(&small(), 1);
+        mount(root.path(), 0, &format!("size={}", each - 4096));
+        let error = created(&dirs);
+        assert!(matches!(error, TierError::DiskTooSmall { .. }), "{error}");
+        says(&error, &["3.00 MiB", "are free, 4.00 KiB too little"]);
+
+        // The data fit, and the manifest does not: the engine is the one to find out.
+        mount(root.path(), libc::MS_REMOUNT, &format!("size={}", each + 4096));
+        let engine = engine();
+        let error = DiskStore::create(&engine, &dirs, small()).unwrap_err();
+        says(&error, &["manifest.bin", "No space left", "free space on that file system"]);
+
+        // With room made, the same process can go on.
+        mount(root.path(), libc::MS_REMOUNT, &format!("size={}", each + (1 << 20)));
+        let mut store = DiskStore::create(&engine, &dirs, small()).unwrap();
+        step(&mut store, 0).unwrap();
+        drop(store);
+        assert_eq!(reopened(&dirs).unwrap(), 0);
+    });
+}
+
+#[test]
+fn a_read_only_file_system_is_refused() {
+    in_own_mounts(|| {
+        let root = tempfile::tempdir().unwrap();
+        mount(root.path(), 0, "size=16m");
+        let old = dirs(root.path(), &["old"]);
+        made(&old);
+        mount(root.path(), libc::MS_REMOUNT | libc::MS_RDONLY, "size=16m");
+        says(&reopened(&old).unwrap_err(), &["terrace.lock", "Read-only file system", "mounted read-only"]);
+        says(&created(&dirs(root.path(), &["new"])), &["creating", "new", "Read-only file system"]);
+        mount(root.path(), libc::MS_REMOUNT, "size=16m");
+        assert_eq!(reopened(&old).unwrap(), 1);
+    });
+}
+
+/// Runs a test where it may mount, on a thread with mounts of its own that vanish with it. Only root may; others skip.
+fn in_own_mounts(test: fn()) {
+    let thread = std::thread::spawn(move || {
+        // SAFETY: affects only the file system view of this thread and of those it starts.
+        if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0 || !try_mount(Path::new("/"), PRIVATE, "") {
+            println!("skipped, may not mount here: {}", std::io::Error::last_os_error());
+            return;
+        }
+        test();
+    });
+    if let Err(panic) = thread.join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+const PRIVATE: libc::c_ulong = libc::MS_REC | libc::MS_PRIVATE;
+
+#[track_caller]
+fn mount(at: &Path, flags: libc::c_ulong, options: &str) {
+    assert!(try_mount(at, flags, options), "{}", std::io::Error::last_os_error());
+}
+
+fn try_mount(at: &Path, flags: libc::c_ulong, options: &str) -> bool {
+    let at = CString::new(at.to_str().unwrap()).unwrap();
+    let options = CString::new(options).unwrap();
+    // SAFETY: every pointer is a C string that lives until the call returns.
+    let rc = unsafe {
+        libc::mount(c"tmpfs".as_ptr(), at.as_ptr(), c"tmpfs".as_ptr(), flags, options.as_ptr().cast())
+    };
+    rc == 0
+}
