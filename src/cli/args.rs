@@ -244,7 +244,7 @@ pub struct DemoArgs {
     #[arg(long, value_name = "DIR", default_value = "terrace-demo")]
     pub output: PathBuf,
     /// Steps to train
-    #[arg(long, value_name = "N", default_value = "200")]
+    #[arg(long, value_name = "N", default_value = "240")]
     pub steps: NonZeroU64,
     /// Seed of corpus, weights and data order
     #[arg(long, value_name = "N", default_value_t = 0)]

@@ -13,13 +13,13 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 /// Stories to train on.
-const TRAIN_STORIES: usize = 6000;
+const TRAIN_STORIES: usize = 4000;
 /// Stories to evaluate on; none of them is in the training data.
 const HELD_OUT_STORIES: usize = 200;
 /// Stories that the tokenizer is trained on.
 const TOKENIZER_STORIES: usize = 2000;
 /// Sequence length that the demo trains with.
-pub const SEQ_LEN: usize = 256;
+pub const SEQ_LEN: usize = 128;
 
 /// What the demo works with. All files exist except the weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
