@@ -1,13 +1,14 @@
-//! The learning rate as a pure function of the step.
+//! What a run says about its learning rate: the choice of a schedule, to be completed with the run's length and base rate.
+//! The formulas are the optimizer's.
 //!
 //! Two families: those of Hugging Face's trainer (`constant`, `linear`, `cosine`, all with a linear warm-up) and DeepSpeed's
 //! `WarmupLR`, `WarmupDecayLR` and `WarmupCosineLR`.
 //!
 //! DeepSpeed advances its schedulers *after* the optimizer, so the step with index `k` runs at the schedule's iteration
-//! `k − 1`, and step 0 at the minimum. That is kept: curves of both systems lie on top of each other.
+//! `k − 1`, and step 0 at the minimum (zero for the cosine). That is kept: curves of both systems lie on top of each other.
 
 use serde::Serialize;
-use std::f64::consts::PI;
+use terrace_optimizer::{self as optimizer, ScheduleKind, Warmup};
 
 /// How the learning rate moves over the steps.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -44,7 +45,7 @@ pub enum Schedule {
     },
     /// DeepSpeed's `WarmupCosineLR`: the base rate times a ratio.
     WarmupCosine {
-        /// Ratio of the first step.
+        /// Ratio at which the warm-up begins.
         min_ratio: f64,
         /// Ratio at the end.
         cos_min_ratio: f64,
@@ -70,56 +71,38 @@ pub enum WarmupShape {
 impl Schedule {
     /// The learning rate of the step with index `step` (from zero) of a run of `total` steps with base rate `base`.
     pub fn rate(&self, step: u64, total: u64, base: f64) -> f64 {
-        match *self {
-            Self::Constant { warmup_steps } => base * warmup(step, warmup_steps).unwrap_or(1.0),
-            Self::Linear { warmup_steps } => {
-                let decay =
-                    || total.saturating_sub(step) as f64 / total.saturating_sub(warmup_steps).max(1) as f64;
-                base * warmup(step, warmup_steps).unwrap_or_else(decay)
-            }
-            Self::Cosine { warmup_steps } => {
-                let span = total.saturating_sub(warmup_steps).max(1) as f64;
-                let decay =
-                    || (0.5 * (1.0 + (PI * step.saturating_sub(warmup_steps) as f64 / span).cos())).max(0.0);
-                base * warmup(step, warmup_steps).unwrap_or_else(decay)
-            }
+        self.complete(total, base).lr(step)
+    }
+
+    /// The optimizer's schedule for a run of `total` steps with base rate `base`.
+    fn complete(&self, total: u64, base: f64) -> optimizer::Schedule {
+        let (kind, warmup_steps, total_steps, base_lr, min_ratio) = match *self {
+            Self::Constant { warmup_steps } => (ScheduleKind::Constant, warmup_steps, total, base, 0.0),
+            Self::Linear { warmup_steps } => (ScheduleKind::Linear, warmup_steps, total, base, 0.0),
+            Self::Cosine { warmup_steps } => (ScheduleKind::Cosine, warmup_steps, total, base, 0.0),
             Self::Warmup { min, max, warmup_steps, shape, decay_steps } => {
-                let Some(iteration) = step.checked_sub(1) else { return min };
-                let gamma = shape.gamma(iteration, warmup_steps).unwrap_or_else(|| {
-                    decay_steps.map_or(1.0, |end| {
-                        end.saturating_sub(iteration) as f64 / end.saturating_sub(warmup_steps).max(1) as f64
-                    })
-                });
-                min + (max - min) * gamma
+                let (warmup, min_lr) = (shape.into(), min);
+                let kind = match decay_steps {
+                    None => ScheduleKind::WarmupLr { warmup, min_lr },
+                    Some(_) => ScheduleKind::WarmupDecayLr { warmup, min_lr },
+                };
+                (kind, warmup_steps, decay_steps.unwrap_or(total), max, 0.0)
             }
             Self::WarmupCosine { min_ratio, cos_min_ratio, warmup_steps, shape, total_steps } => {
-                let Some(iteration) = step.checked_sub(1) else { return base * min_ratio };
-                let ratio = shape.gamma(iteration, warmup_steps).map_or_else(
-                    || {
-                        let done = (iteration - warmup_steps + 1) as f64;
-                        let span = total_steps.saturating_sub(warmup_steps).max(1) as f64;
-                        let cosine = (1.0 + (PI * done / span).cos()) / 2.0;
-                        (cos_min_ratio + (1.0 - cos_min_ratio) * cosine).max(0.0)
-                    },
-                    |gamma| min_ratio + (1.0 - min_ratio) * gamma,
-                );
-                base * ratio
+                let kind = ScheduleKind::WarmupCosineLr { warmup: shape.into(), warmup_min_ratio: min_ratio };
+                (kind, warmup_steps, total_steps, base, cos_min_ratio)
             }
-        }
+        };
+        optimizer::Schedule { kind, warmup_steps, total_steps, base_lr, min_ratio }
     }
 }
 
-fn warmup(step: u64, warmup_steps: u64) -> Option<f64> {
-    (step < warmup_steps).then(|| step as f64 / warmup_steps as f64)
-}
-
-impl WarmupShape {
-    /// The fraction of the way up, `None` once the warm-up is over.
-    fn gamma(self, iteration: u64, warmup_steps: u64) -> Option<f64> {
-        (iteration < warmup_steps).then(|| match self {
-            Self::Log => ((iteration + 1) as f64).ln() / (warmup_steps.max(2) as f64).ln(),
-            Self::Linear => iteration as f64 / warmup_steps as f64,
-        })
+impl From<WarmupShape> for Warmup {
+    fn from(shape: WarmupShape) -> Self {
+        match shape {
+            WarmupShape::Log => Self::Log,
+            WarmupShape::Linear => Self::Linear,
+        }
     }
 }
 
@@ -164,6 +147,6 @@ mod tests {
             shape: WarmupShape::Linear,
             total_steps: 4,
         };
-        close(&rates(cosine, 5, 2.0), &[1.0, 1.0, 1.5, 1.0, 0.0]);
+        close(&rates(cosine, 5, 2.0), &[0.0, 1.0, 1.5, 1.0, 0.0]);
     }
 }
