@@ -259,13 +259,13 @@ fn state_of_another_run_is_refused_by_name() {
         (other_state, ["another format", "MasterLow of 2 bytes", "Master of 4 bytes"]),
         (other_dtype, ["another format", "Weight of 2 bytes", "Weight of 4 bytes"]),
     ] {
-        let text = other.resume().err().expect("refused").to_string();
+        let text = other.resume().map(drop).expect_err("refused").to_string();
         println!("{text}");
         for part in parts {
             assert!(text.contains(part), "{part:?} is in: {text}");
         }
     }
-    let text = setup.try_create().err().expect("refused").to_string();
+    let text = setup.try_create().map(drop).expect_err("refused").to_string();
     assert!(text.contains("--resume"), "{text}");
     assert_eq!(continued(&setup), expected(true), "none of them touched the state");
 }

@@ -11,7 +11,7 @@ use crate::lane::Lane;
 use crate::network::Network;
 use crate::state::{StateHome, StateKinds};
 use crate::{EngineError, Result};
-use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded};
+use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -182,7 +182,9 @@ impl<'a> Fetcher<'a> {
         let upcoming = items.iter().copied().collect();
         let source = match (home.disk(), slots) {
             (Some(store), Some(slots)) => {
-                let (sender, receiver) = bounded(items.len().max(1));
+                // Never more than `items.len()` messages. Unbounded, because dropping the receiver of a crossbeam `bounded` channel
+                // keeps the messages, and a fetch thread that waits for the slots in them would wait for ever.
+                let (sender, receiver) = unbounded();
                 let kind = kinds.weight;
                 let bytes = kinds.blobs[kind].element_bytes as usize;
                 std::thread::Builder::new()
