@@ -59,7 +59,7 @@ impl Arena {
     /// An arena over memory that `memory` keeps alive.
     ///
     /// # Safety
-    /// `base` is [`REGION_ALIGN`]-aligned, valid in `space` for `capacity` bytes (initialized, if host) while `memory` lives,
+    /// `base` is 256-byte aligned, valid in `space` for `capacity` bytes (initialized, if host) while `memory` lives,
     /// and used by nobody else.
     pub unsafe fn from_raw(
         base: NonNull<u8>,

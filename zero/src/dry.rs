@@ -42,8 +42,8 @@ impl DryRun<'_> {
         let last = self.network.last();
         let forward_until = if mode == Mode::Train { last } else { last + 1 };
         for block in 0..forward_until {
-            for m in 0..batches {
-                let mut cx = self.context(&kernels, &arena, mode, &inputs[m], &mut loss);
+            for inputs in &inputs {
+                let mut cx = self.context(&kernels, &arena, mode, inputs, &mut loss);
                 if let Some((keys, values)) = caches.get_mut(block).and_then(Option::as_mut) {
                     cx.kv =
                         Some(KvSlot { keys: keys.view_mut(), values: values.view_mut(), starts: &starts });

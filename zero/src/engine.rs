@@ -46,7 +46,7 @@ pub struct Engine {
 /// Memory for signals between blocks.
 #[derive(Debug)]
 pub(crate) enum Signals {
-    Training(Activations),
+    Training(Box<Activations>),
     ForwardOnly(Pool),
 }
 
@@ -168,12 +168,12 @@ impl Engine {
             None => None,
         };
         let signals = if config.training.is_some() {
-            Signals::Training(Activations::new(
+            Signals::Training(Box::new(Activations::new(
                 network.last(),
                 config.limits.micro_batches,
                 windows.signal_bytes,
                 disks(windows.activations_on_disk),
-            )?)
+            )?))
         } else {
             Signals::ForwardOnly(Pool::new("signals", 2, windows.signal_bytes)?)
         };
