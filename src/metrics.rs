@@ -1,7 +1,8 @@
 //! `metrics.jsonl`: one object a step.
 //!
 //! Lines are written whole and flushed, so that a run that is killed leaves at most one broken line at the end; resuming drops
-//! it together with the lines of steps that were never committed.
+//! it together with the lines of steps that were never committed. The line of a step is also committed with its state: a run
+//! that is killed after the commit and before the line gets it back on resuming.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -56,16 +57,23 @@ pub struct MetricsWriter {
 
 impl MetricsWriter {
     /// Opens the file at `path` for the steps after `committed`, the last committed step, 0 at the start of a run. Lines of
-    /// later steps are dropped.
+    /// later steps are dropped. `noted` is the line that was committed with that step, if any: it is appended where the
+    /// file lacks it.
     ///
     /// # Errors
     /// The file cannot be read or written.
-    pub fn open(path: &Path, committed: u64) -> io::Result<Self> {
+    pub fn open(path: &Path, committed: u64, noted: &[u8]) -> io::Result<Self> {
         let mut file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
-        let keep = if committed == 0 { 0 } else { committed_bytes(&mut file, committed)? };
+        let (keep, last) = if committed == 0 { (0, 0) } else { committed_bytes(&mut file, committed)? };
         file.set_len(keep)?;
         file.seek(SeekFrom::End(0))?;
-        Ok(Self { file })
+        let mut writer = Self { file };
+        if last < committed
+            && let Ok(metrics) = serde_json::from_slice(noted)
+        {
+            writer.append(&metrics)?;
+        }
+        Ok(writer)
     }
 
     /// Appends one step.
@@ -80,21 +88,24 @@ impl MetricsWriter {
     }
 }
 
-/// Length of the leading lines that belong to steps up to `committed`.
-fn committed_bytes(file: &mut File, committed: u64) -> io::Result<u64> {
+/// Length of the leading lines that belong to steps up to `committed`, and the step of the last of them.
+fn committed_bytes(file: &mut File, committed: u64) -> io::Result<(u64, u64)> {
     #[derive(Deserialize)]
     struct Line {
         step: u64,
     }
     let mut reader = BufReader::new(file);
-    let (mut keep, mut line) = (0, Vec::new());
+    let (mut keep, mut last, mut line) = (0, 0, Vec::new());
     loop {
         line.clear();
         let read = reader.read_until(b'\n', &mut line)?;
         let whole = line.ends_with(b"\n");
         match serde_json::from_slice::<Line>(&line) {
-            Ok(found) if whole && found.step <= committed => keep += read as u64,
-            _ => return Ok(keep),
+            Ok(found) if whole && found.step <= committed => {
+                keep += read as u64;
+                last = found.step;
+            }
+            _ => return Ok((keep, last)),
         }
     }
 }
@@ -121,16 +132,19 @@ mod tests {
     fn resuming_drops_what_was_not_committed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let mut writer = MetricsWriter::open(&path, 0).unwrap();
+        let mut writer = MetricsWriter::open(&path, 0, &[]).unwrap();
         (1..=4).for_each(|s| writer.append(&step(s)).unwrap());
         writer.file.write_all(b"{\"step\": 5, \"lo").unwrap();
-        let mut writer = MetricsWriter::open(&path, 3).unwrap();
+        let mut writer = MetricsWriter::open(&path, 3, &[]).unwrap();
         assert_eq!(steps(&path), [1, 2, 3]);
         writer.append(&step(4)).unwrap();
         assert_eq!(steps(&path), [1, 2, 3, 4]);
-        MetricsWriter::open(&path, 9).unwrap().append(&step(10)).unwrap();
-        assert_eq!(steps(&path), [1, 2, 3, 4, 10]);
-        MetricsWriter::open(&path, 0).unwrap();
+        let noted = serde_json::to_vec(&step(5)).unwrap();
+        MetricsWriter::open(&path, 5, &noted).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3, 4, 5], "killed between the commit and the line");
+        MetricsWriter::open(&path, 5, &noted).unwrap().append(&step(6)).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3, 4, 5, 6]);
+        MetricsWriter::open(&path, 0, &[]).unwrap();
         assert_eq!(steps(&path), [0u64; 0]);
     }
 

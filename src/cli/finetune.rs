@@ -17,10 +17,10 @@ use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::layer::Stats;
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch, export_folder};
 use terrace_optimizer::{AdamW, StateFormat};
-use terrace_tiers::checksum;
+use terrace_tiers::{TierError, checksum};
 use terrace_zero::{
-    BatchLimits, Block, Engine, EngineConfig, MicroBatch, ParamSpec, StepReport, TrainingConfig,
-    WeightSource, WindowOverrides,
+    BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, Placement, StepReport,
+    TrainingConfig, WeightSource, WindowOverrides,
 };
 
 /// Runs the command.
@@ -65,6 +65,9 @@ pub fn train(
     let builder = TokenBatch::new(&model.config);
     let sample = builder.blank(run.batch_size, run.seq_len);
 
+    if !run.resume && config.placement != Placement::Disk {
+        refuse_saved_state(&session, &config.disks)?;
+    }
     let loading = Instant::now();
     let engine = if run.resume {
         Engine::resume(config, session.backend.clone(), model.blocks, &sample)?
@@ -82,7 +85,7 @@ pub fn train(
     eprintln!("{}", session::describe_plan(engine.memory_plan()));
     let mut trainer = Trainer {
         schedule: run.schedule(steps),
-        metrics: MetricsWriter::open(&metrics, engine.step())
+        metrics: MetricsWriter::open(&metrics, engine.step(), engine.noted())
             .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?,
         metrics_path: metrics,
         progress: Progress::new(steps, engine.step()),
@@ -150,8 +153,13 @@ impl Trainer<'_> {
             let samples = samples(step)?;
             let batches = self.micro_batches(&samples)?;
             let lr = self.schedule.rate(step, steps, self.run.learning_rate);
-            let report = self.engine.train_step(&batches, lr)?;
             let tokens = samples.iter().map(|s| s.ids.len() as u64).sum();
+            let (stats, last) = (&self.session.stats, self.last);
+            let note = |report: &StepReport| {
+                let metrics = step_metrics(report, lr, tokens, &stats.snapshot().since(&last));
+                serde_json::to_vec(&metrics).expect("metrics are plain data")
+            };
+            let report = self.engine.train_step_noting(&batches, lr, note)?;
             self.record(&report, lr, tokens)?;
             if self.run.save_every.is_some_and(|every| self.engine.step().is_multiple_of(every)) {
                 self.engine.save()?;
@@ -179,25 +187,7 @@ impl Trainer<'_> {
         let now = self.session.stats.snapshot();
         let io = now.since(&self.last);
         self.last = now;
-        let metrics = StepMetrics {
-            step: report.step,
-            loss: Some(report.loss),
-            grad_norm: Some(report.grad_norm),
-            lr,
-            tokens,
-            step_seconds: report.seconds,
-            tokens_per_second: tokens as f64 / report.seconds,
-            disk_read_bytes: io.read.bytes,
-            disk_write_bytes: io.write.bytes,
-            host_peak_bytes: session::peak_resident_bytes(),
-            stall_seconds: [
-                ("weights".to_owned(), report.weights_stall_seconds),
-                ("optimizer_state".to_owned(), report.state_stall_seconds),
-                ("commit".to_owned(), report.commit_seconds),
-            ]
-            .into(),
-            ..StepMetrics::default()
-        };
+        let metrics = step_metrics(report, lr, tokens, &io);
         self.metrics
             .append(&metrics)
             .map_err(|e| CliError::Failed(format!("writing {}: {e}", self.metrics_path.display())))?;
@@ -211,6 +201,43 @@ impl Trainer<'_> {
         let shard = self.run.max_shard_size.0;
         export_folder(&mut weights, Some(&self.run.model), folder, shard, &self.config_text)?;
         Ok(())
+    }
+}
+
+/// What a step did, with the disk traffic since the step before it.
+fn step_metrics(report: &StepReport, lr: f64, tokens: u64, io: &Stats) -> StepMetrics {
+    StepMetrics {
+        step: report.step,
+        loss: Some(report.loss),
+        grad_norm: Some(report.grad_norm),
+        lr,
+        tokens,
+        step_seconds: report.seconds,
+        tokens_per_second: tokens as f64 / report.seconds,
+        disk_read_bytes: io.read.bytes,
+        disk_write_bytes: io.write.bytes,
+        host_peak_bytes: session::peak_resident_bytes(),
+        stall_seconds: [
+            ("weights".to_owned(), report.weights_stall_seconds),
+            ("optimizer_state".to_owned(), report.state_stall_seconds),
+            ("commit".to_owned(), report.commit_seconds),
+        ]
+        .into(),
+        ..StepMetrics::default()
+    }
+}
+
+/// State in memory is first saved when it is too late to say that its directory holds another run's.
+fn refuse_saved_state(session: &Session, disks: &[PathBuf]) -> Result<(), CliError> {
+    match Engine::stored(&session.backend.io, disks) {
+        Err(EngineError::Tier(TierError::NoState { .. })) => Ok(()),
+        Err(error) => Err(error.into()),
+        Ok(stored) => Err(CliError::Failed(format!(
+            "{} already holds training state, saved at step {}; pass --resume to continue it, or remove the directory to \
+             start over",
+            disks[0].display(),
+            stored.step
+        ))),
     }
 }
 

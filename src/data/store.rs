@@ -43,9 +43,13 @@ pub(super) struct TokenStore {
 
 impl TokenWriter {
     pub(super) fn create(path: &Path) -> Result<Self> {
+        // A new file takes over the name. Another run that reads the one before it, and that this process is about to be
+        // refused for, keeps what it has open.
+        let fresh = path.with_extension(std::process::id().to_string());
         let mut options = File::options();
-        let file = options.read(true).write(true).create(true).truncate(true).open(path);
-        let file = file.map_err(DataError::file("creating", path))?;
+        let file = options.read(true).write(true).create(true).truncate(true).open(&fresh);
+        let file = file.map_err(DataError::file("creating", &fresh))?;
+        std::fs::rename(&fresh, path).map_err(DataError::file("creating", path))?;
         Ok(Self {
             path: path.into(),
             file: BufWriter::with_capacity(1 << 18, file),

@@ -89,7 +89,7 @@ pub enum TierError {
 
 /// A budget that cannot work, with the numbers and the smallest change that would.
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("{what} of {} is too small: this run needs at least {}.\n{breakdown}Raise it to {}, or {alternatives}", ByteSize(*budget), ByteSize(*minimum), ByteSize(*minimum))]
+#[error("{what} of {} is too small: this run needs at least {}.\n{breakdown}Raise it to {}, or {alternatives}", ByteSize(*budget), ByteSize(*minimum).rounded_up(), ByteSize(*minimum).rounded_up())]
 pub struct PlanRefusal {
     /// Which budget, as the user names it, for example `--host-memory`.
     pub what: &'static str,

@@ -80,6 +80,25 @@ impl MemoryPlan {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ByteSize(pub u64);
 
+impl ByteSize {
+    /// The next size that prints without rounding: what is asked for in words must be enough when it is typed in.
+    #[must_use]
+    pub fn rounded_up(self) -> Self {
+        let (mut value, mut unit_bytes) = (self.0 as f64, 1.0);
+        while value >= 1024.0 {
+            value /= 1024.0;
+            unit_bytes *= 1024.0;
+        }
+        let scale = match value {
+            _ if self.0 < 1024 => return self,
+            v if v < 10.0 => 100.0,
+            v if v < 100.0 => 10.0,
+            _ => 1.0,
+        };
+        Self(((value * scale).ceil() / scale * unit_bytes).round() as u64)
+    }
+}
+
 impl fmt::Display for ByteSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -109,6 +128,17 @@ mod tests {
             [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (256 << 20, "256 MiB"), (3 << 39, "1.50 TiB")]
         {
             assert_eq!(ByteSize(bytes).to_string(), text);
+        }
+    }
+
+    #[test]
+    fn sizes_to_type_in_are_enough() {
+        for (bytes, text) in
+            [(1000, "1000 B"), (1025, "1.01 KiB"), (1 << 20, "1.00 MiB"), ((10 << 20) + 1, "10.1 MiB")]
+        {
+            let up = ByteSize(bytes).rounded_up();
+            assert_eq!(up.to_string(), text);
+            assert!(up.0 >= bytes, "{up}");
         }
     }
 

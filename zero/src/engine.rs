@@ -209,6 +209,11 @@ impl Engine {
         self.step
     }
 
+    /// The note that was committed with the last step; empty if there was none.
+    pub fn noted(&self) -> &[u8] {
+        self.home.disk().map_or(&[], |store| &store.committed().trainer)
+    }
+
     /// The bytes of every tier.
     pub fn memory_plan(&self) -> &MemoryPlan {
         &self.plan.memory

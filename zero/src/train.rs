@@ -76,6 +76,24 @@ impl Engine {
     /// A shape that was not planned, a loss or gradient that is not finite, or a failing tier. The last committed step
     /// is then still intact.
     pub fn train_step(&mut self, batches: &[MicroBatch], lr: f64) -> Result<StepReport> {
+        self.train_step_noting(batches, lr, |_| Vec::new())
+    }
+
+    /// As [`train_step`](Self::train_step); what `note` makes of the report (of everything but the commit) is committed with
+    /// the step, and [`noted`](Self::noted) gives it after a resume. What a trainer writes elsewhere after a step can be
+    /// lost when the process is killed between the two; this cannot. State that is not on disk keeps no notes.
+    ///
+    /// # Errors
+    /// As [`train_step`](Self::train_step).
+    ///
+    /// # Panics
+    /// If the note is longer than 16 KiB.
+    pub fn train_step_noting(
+        &mut self,
+        batches: &[MicroBatch],
+        lr: f64,
+        note: impl FnOnce(&StepReport) -> Vec<u8>,
+    ) -> Result<StepReport> {
         self.check_batches(batches)?;
         let began = Instant::now();
         let loss_terms: u64 = batches.iter().map(|b| b.loss_terms).sum();
@@ -100,9 +118,10 @@ impl Engine {
             self.abandon();
             return Err(error);
         }
+        report.seconds = began.elapsed().as_secs_f64();
         let committing = Instant::now();
         if let StateHome::Disk(store) = &mut self.home {
-            store.commit(self.step + 1, &[])?;
+            store.commit(self.step + 1, &note(&report))?;
         }
         self.step += 1;
         report.commit_seconds = committing.elapsed().as_secs_f64();

@@ -1,0 +1,304 @@
+//! What is wrong is said: every mistake has its exit code and a message that names it, and no state is harmed.
+#![allow(missing_docs)]
+
+mod support;
+
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+use support::{Bench, Shape, SmallDisk, cmd, files, write_rows};
+
+#[test]
+fn weights_that_cannot_be_used() {
+    let bench = Bench::tiny();
+    let weights = bench.path("model").join("model.safetensors");
+    let good = fs::read(&weights).unwrap();
+    let refused = |parts: &[&str]| {
+        bench.finetune("out").args(&["--steps", "1"]).fails(1, parts);
+        let model = bench.path("model");
+        cmd(&["generate", "--prompt-ids", "1"]).path("--model", &model).fails(1, parts);
+        assert!(files(&bench.path("out")).is_empty(), "something was written");
+    };
+    fs::remove_file(&weights).unwrap();
+    refused(&["has no model.safetensors or model.safetensors.index.json"]);
+    fs::write(&weights, &good[..good.len() - 100]).unwrap();
+    refused(&["model.safetensors is truncated: its header describes", "download it again"]);
+    fs::write(&weights, &good[..5]).unwrap();
+    refused(&["is not a usable safetensors file", "it has only 5 bytes"]);
+    let mut corrupt = good.clone();
+    corrupt[8..20].fill(b'x');
+    fs::write(&weights, &corrupt).unwrap();
+    refused(&["is not a usable safetensors file", "its header"]);
+    corrupt[..8].fill(0xff);
+    fs::write(&weights, &corrupt).unwrap();
+    refused(&["is not a usable safetensors file", "its header claims"]);
+    fs::write(&weights, &good).unwrap();
+    set(&bench, "intermediate_size", &json!(128));
+    refused(&["tensor `model.layers.0.mlp.gate_proj.weight`", "has shape [112, 48]", "[128, 48]"]);
+    set(&bench, "intermediate_size", &json!(112));
+    set(&bench, "num_hidden_layers", &json!(3));
+    refused(&["has no tensor `model.layers.2.input_layernorm.weight` (expected shape [48])"]);
+}
+
+#[test]
+fn a_missing_shard() {
+    let bench = Bench::with(&Shape { shard_bytes: 40_000, ..Shape::TINY });
+    let shards: Vec<_> = files(&bench.path("model"));
+    let shard = shards.iter().find(|(path, _)| path.to_string_lossy().contains("model-00002")).unwrap();
+    fs::remove_file(&shard.0).unwrap();
+    let name = shard.0.file_name().unwrap().to_str().unwrap();
+    bench.finetune("out").fails(1, &[name, "the download is incomplete"]);
+}
+
+#[test]
+fn models_that_are_not_supported() {
+    let bench = Bench::tiny();
+    let run = || bench.finetune("out").args(&["--steps", "1"]);
+    set(&bench, "architectures", &json!(["MambaForCausalLM"]));
+    run().fails(1, &["architecture \"MambaForCausalLM\" is not supported", "LlamaForCausalLM"]);
+    set(&bench, "architectures", &json!(["LlamaForCausalLM"]));
+    set(&bench, "hidden_act", &json!("gelu"));
+    run().fails(1, &["hidden_act", "gelu", "is not supported"]);
+    fs::write(bench.path("model").join("config.json"), "{").unwrap();
+    run().fails(1, &["config.json", "is not JSON"]);
+    fs::remove_file(bench.path("model").join("config.json")).unwrap();
+    run().fails(1, &["config.json", "No such file"]);
+}
+
+#[test]
+fn data_that_cannot_be_used() {
+    let bench = Bench::tiny();
+    let refused = |name: &str, text: &str, parts: &[&str]| {
+        let path = bench.path(name);
+        fs::write(&path, text).unwrap();
+        bench.finetune("out").path("--data", &path).fails(2, &["cannot be used multiple times"]);
+        let run = cmd(&["finetune", "--seq-len", "24"])
+            .path("--model", &bench.path("model"))
+            .path("--output", &bench.path("out"))
+            .path("--data", &path);
+        run.fails(1, parts);
+        assert!(!bench.path("out").join("metrics.jsonl").exists());
+    };
+    let row = "{\"input_ids\": [1, 2, 3]}\n";
+    refused("a.jsonl", &format!("{row}{{\"input_ids\": [1,\n"), &["a.jsonl:2: invalid JSON"]);
+    refused("b.jsonl", &format!("{row}\n[1]\n"), &["b.jsonl:3: expected an object"]);
+    refused("c.jsonl", "{\"words\": 1}\n", &["c.jsonl:1: expected a key \"text\""]);
+    refused(
+        "d.jsonl",
+        &format!("{row}{{\"input_ids\": [1, 96]}}\n"),
+        &["d.jsonl:2: token id 96 is outside the model's vocabulary of 96"],
+    );
+    refused("e.jsonl", "", &["e.jsonl: no data"]);
+    refused("f.jsonl", "{\"text\": \"words\"}\n", &["f.jsonl:1:", "the model folder has no tokenizer"]);
+    refused("g.txt", "words", &["tokenizer.json", "does not exist"]);
+    refused("h.csv", "a,b", &["h.csv: cannot tell the format"]);
+    let model = bench.path("model");
+    let generate = |words: &[&str]| cmd(&["generate"]).path("--model", &model).args(words);
+    generate(&["--prompt", "words"]).fails(1, &["tokenizer.json", "does not exist", "--prompt-ids"]);
+    generate(&["--prompt-ids", "1,96"])
+        .fails(1, &["prompt token 96 is outside the model's vocabulary of 96"]);
+    generate(&["--prompt-ids", "1", "--max-new-tokens", "64"]).fails(2, &["exceed the model's 64 positions"]);
+    cmd(&["eval"]).path("--model", &model).path("--data", &bench.path("e.jsonl")).fails(1, &["no data"]);
+    cmd(&["eval"])
+        .path("--model", &model)
+        .path("--data", &bench.path("none.jsonl"))
+        .fails(1, &["No such file"]);
+}
+
+#[test]
+fn configurations_that_make_no_sense() {
+    let bench = Bench::tiny();
+    for (text, parts) in [
+        ("{\"gradient_clipping\": \"much\"}", &["ds.json:1:", "gradient_clipping"][..]),
+        (
+            "{\n  zero_optimization: { stage: 3, offload_optimizer: { device: tape } }\n}",
+            &["ds.json:2:", "tape"],
+        ),
+        ("{\n  optimizer: { type: Lion }\n}", &["ds.json:2:", "Lion"]),
+        ("{ train_batch_size: 5, train_micro_batch_size_per_gpu: 2 }", &["ds.json:1:", "not a multiple"]),
+        (
+            "{train_batch_size: 8, train_micro_batch_size_per_gpu: 2, gradient_accumulation_steps: 2}",
+            &["ds.json:1:", "8 is not"],
+        ),
+        ("{ bf16: {", &["ds.json:1:"]),
+    ] {
+        fs::write(bench.path("ds.json"), text).unwrap();
+        bench.finetune("out").path("--config", &bench.path("ds.json")).fails(2, parts);
+    }
+    fs::remove_file(bench.path("ds.json")).unwrap();
+    bench.finetune("out").path("--config", &bench.path("ds.json")).fails(2, &["ds.json", "No such file"]);
+    let path = bench.path("disk");
+    let run = |words: &[&str]| bench.finetune("out").args(&["--steps", "1"]).args(words);
+    run(&["--device", "cuda:0"]).fails(2, &["--device cuda:0", "CPU only"]);
+    run(&["--state", "compact"]).fails(2, &["--state compact is not available yet", "split or fp32"]);
+    run(&["--offload", "none"]).path("--disk", &path).fails(2, &["--disk is of no use with --offload none"]);
+    run(&[]).path("--disk", &path).path("--disk", &path).fails(2, &["is given twice"]);
+    run(&["--betas", "0.9"]).fails(2, &["--betas"]);
+    let long = cmd(&["finetune", "--seq-len", "65"])
+        .path("--model", &bench.path("model"))
+        .path("--data", &bench.path("data.jsonl"))
+        .path("--output", &bench.path("out"));
+    long.fails(2, &["--seq-len 65", "max_position_embeddings 64"]);
+    assert!(files(&bench.path("out")).iter().all(|(path, _)| path.ends_with(".terrace/tokens.bin")));
+}
+
+#[test]
+fn a_budget_that_is_too_small() {
+    let bench = Bench::tiny();
+    for (number, words) in
+        [&["--offload", "disk"][..], &["--offload", "disk", "--clip", "0"], &["--offload", "none"]]
+            .iter()
+            .enumerate()
+    {
+        let output = format!("out-{number}");
+        let run = |budget: &str| {
+            bench.finetune(&output).args(&["--steps", "2", "--host-memory", budget]).args(words)
+        };
+        let refused =
+            run("10KiB").fails(1, &["--host-memory of 10.0 KiB is too small", "Raise it to", "--seq-len"]);
+        let minimum = refused.stderr.split("needs at least ").nth(1).unwrap().split(".\n").next().unwrap();
+        let bytes: terrace::config::ByteSize = minimum.parse().unwrap();
+        run(&(bytes.0 - bytes.0 / 50).to_string()).fails(1, &["is too small", minimum]);
+        assert!(!bench.path(&output).join(".terrace/state.bin").exists());
+        // As a person would type it.
+        run(&minimum.replace(' ', "")).ok();
+        assert_eq!(bench.steps(&output), [1, 2]);
+    }
+}
+
+#[test]
+fn a_disk_that_is_too_small() {
+    let bench = Bench::tiny();
+    let Some(disk) = SmallDisk::mount(400 << 10) else { return };
+    let run = || bench.finetune("out").args(&["--steps", "1"]).path("--disk", disk.path());
+    run().fails(1, &["the training state needs", "but only 400 KiB are free", "--disk"]);
+    let written: Vec<_> = files(disk.path()).into_iter().filter(|(_, bytes)| *bytes > 0).collect();
+    assert!(written.is_empty(), "{written:?}");
+    cmd(&["generate", "--prompt-ids", "1", "--offload", "disk"])
+        .path("--model", &bench.path("model"))
+        .path("--disk", &tiny_disk(&disk))
+        .fails(1, &["needs", "are free"]);
+    disk.resize(16 << 20);
+    run().ok();
+}
+
+/// Shrinks the disk until not even the weights fit.
+fn tiny_disk(disk: &SmallDisk) -> std::path::PathBuf {
+    disk.resize(64 << 10);
+    disk.path().to_owned()
+}
+
+#[test]
+fn a_disk_that_fills_up_while_training() {
+    let bench = Bench::tiny();
+    // Room for the tokens and some twenty lines of metrics. The state is elsewhere, and preallocated.
+    let Some(small) = SmallDisk::mount(20 << 10) else { return };
+    let run = |output: &Path| {
+        cmd(&["finetune", "--threads", "2", "--seq-len", "24", "--batch-size", "2", "--steps", "60"])
+            .path("--model", &bench.path("model"))
+            .path("--data", &bench.path("data.jsonl"))
+            .path("--output", output)
+    };
+    run(&bench.path("whole")).ok();
+    let output = small.path().join("out");
+    let on_small = || run(&output).path("--disk", &bench.path("state"));
+    on_small().fails(1, &["writing", "metrics.jsonl", "No space left"]);
+    small.resize(64 << 10);
+    let resumed = on_small().args(&["--resume"]).fails(1, &["resumed at step ", ".partial", "No space left"]);
+    let step = resumed.stderr.split("resumed at step ").nth(1).unwrap().split(' ').next().unwrap();
+    assert!((5..60).contains(&step.parse::<u32>().unwrap()), "{step}");
+    assert!(!output.join("model.safetensors").exists() && !output.join("config.json").exists());
+    small.resize(4 << 20);
+    on_small().args(&["--resume"]).ok();
+    assert!(fs::read(output.join("model.safetensors")).unwrap() == bench.weights("whole"));
+    let text = fs::read_to_string(output.join("metrics.jsonl")).unwrap();
+    let steps: Vec<_> =
+        text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["step"].clone()).collect();
+    assert_eq!(steps, (1..=60).map(Value::from).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_read_only_disk() {
+    let bench = Bench::tiny();
+    let Some(disk) = SmallDisk::mount(16 << 20) else { return };
+    let run = || bench.finetune("out").args(&["--steps", "1"]).path("--disk", disk.path());
+    disk.make_read_only();
+    run().fails(1, &["terrace.lock", "Read-only file system", "mounted read-only"]);
+    let output = disk.path().join("out");
+    cmd(&["finetune"])
+        .path("--model", &bench.path("model"))
+        .path("--data", &bench.path("data.jsonl"))
+        .path("--output", &output)
+        .fails(1, &["creating", "Read-only file system"]);
+}
+
+#[test]
+fn two_processes_on_one_directory() {
+    let bench = Bench::tiny();
+    let other = bench.path("other.jsonl");
+    write_rows(&other, 3, 5, Shape::TINY.vocab, 9);
+    let run = |output: &str| bench.finetune(output).args(&["--steps", "150"]);
+    run("whole").ok();
+    let first = run("shared").spawn();
+    assert!(first.wait_until(|| bench.steps_so_far("shared") >= 2));
+    // Not even another data set may disturb the run that is under way.
+    let second = cmd(&["finetune", "--steps", "5", "--seq-len", "24"])
+        .path("--model", &bench.path("model"))
+        .path("--output", &bench.path("shared"))
+        .path("--data", &other);
+    second.fails(1, &["is in use by another process", "terrace.lock"]);
+    second.args(&["--resume"]).fails(1, &["is in use by another process"]);
+    assert!(first.is_running(), "make the first run longer");
+    assert_eq!(first.wait().code(), Some(0));
+    assert!(bench.weights("shared") == bench.weights("whole"));
+}
+
+#[test]
+fn resuming_another_run() {
+    let bench = Bench::tiny();
+    let model = bench.path("model");
+    let other = bench.path("other.jsonl");
+    write_rows(&other, 40, 24, Shape::TINY.vocab, 6);
+    Shape { layers: 3, ..Shape::TINY }.write(&bench.path("deeper"));
+    let run = |words: &[&str], model: &Path, data: &Path| {
+        cmd(&["finetune", "--batch-size", "2", "--steps", "4"])
+            .path("--model", model)
+            .path("--data", data)
+            .path("--output", &bench.path("out"))
+            .args(words)
+    };
+    let data = bench.path("data.jsonl");
+    let usual = ["--seq-len", "24", "--learning-rate", "1e-3"];
+    run(&usual, &model, &data).args(&["--resume"]).fails(1, &["holds no training state"]);
+    run(&usual, &model, &data).ok();
+    let weights = bench.weights("out");
+    for (words, model, data, part) in [
+        (
+            &["--seq-len", "24", "--learning-rate", "2e-3"],
+            &model,
+            &data,
+            "--learning-rate was 0.001 and is now 0.002",
+        ),
+        (&usual, &model, &other, "data was \""),
+        (&usual, &bench.path("deeper"), &data, "model was \""),
+        (&["--seq-len", "16", "--learning-rate", "1e-3"], &model, &data, "--seq-len was 24 and is now 16"),
+    ] {
+        run(words, model, data)
+            .args(&["--resume"])
+            .fails(2, &[part, "made by another run", "original settings"]);
+    }
+    run(&usual, &model, &data).args(&["--resume", "--seed", "7"]).fails(2, &["--seed was 0 and is now 7"]);
+    run(&usual, &model, &data)
+        .args(&["--resume", "--no-shuffle"])
+        .fails(2, &["shuffle was true and is now false"]);
+    run(&usual, &model, &data).args(&["--resume"]).ok();
+    assert!(bench.weights("out") == weights, "the refused runs left the state alone");
+}
+
+/// Changes one entry of the model's configuration.
+fn set(bench: &Bench, key: &str, value: &Value) {
+    let path = bench.path("model").join("config.json");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    config[key] = value.clone();
+    fs::write(path, config.to_string()).unwrap();
+}

@@ -1,0 +1,187 @@
+//! Whatever ends a run, at whatever instant: the last committed step is intact, resuming continues it, and the result is
+//! that of a run that nothing ended.
+#![allow(missing_docs)]
+
+mod support;
+
+use std::time::Duration;
+use support::{Bench, Cmd, Ended, Random, seed};
+
+const STEPS: u64 = 40;
+/// Kills while the state is being made, before there may be anything to resume.
+const LOADING_KILLS: usize = 6;
+/// Kills while steps run, at least; there are more when the machine is slow.
+const TRAINING_KILLS: usize = 14;
+/// Kills while the trained model is being written.
+const EXPORT_KILLS: usize = 4;
+
+#[test]
+fn killed_at_any_instant_a_run_ends_the_same() {
+    let bench = Bench::tiny();
+    let mut random = Random::new(seed());
+    let run = |output: &str| steps(&bench, output, STEPS);
+    let whole = run("whole").ok();
+    let export = ["model.safetensors", "config.json", "metrics.jsonl"].map(|f| bench.path("whole").join(f));
+    assert!(export.iter().all(|path| path.exists()));
+    let resumed = run("whole").args(&["--resume"]).ok();
+    // What a process needs before its first step, and a step.
+    let (start, step) = (resumed.seconds, (whole.seconds - resumed.seconds).max(1e-3) / STEPS as f64);
+    println!("start {start:.3} s, step {step:.4} s");
+
+    let mut kills = 0;
+    for attempt in 0..LOADING_KILLS {
+        let output = format!("loading-{attempt}");
+        let ended = kill_after(&run(&output), random.unit() * start);
+        kills += usize::from(ended.signal() == Some(libc::SIGKILL));
+        finish_from_anything(&bench, &output);
+        assert!(bench.weights(&output) == bench.weights("whole"), "killed while loading, attempt {attempt}");
+        assert_eq!(bench.steps(&output), (1..=STEPS).collect::<Vec<_>>());
+    }
+
+    let mut command = run("killed");
+    let mut training_kills = 0;
+    for attempt in 0.. {
+        let delay = start * random.unit() + step * 7.0 * random.unit();
+        let ended = kill_after(&command, delay);
+        let done = bench.steps_so_far("killed");
+        println!("attempt {attempt}: {delay:.4} s, {done} steps, {:?}", ended.signal());
+        match ended.signal() {
+            Some(signal) => assert_eq!(signal, libc::SIGKILL),
+            None if ended.code() == Some(0) => break,
+            // Killed before the first commit, the time before.
+            None => {
+                assert_no_state(&ended);
+                command = run("killed");
+                continue;
+            }
+        }
+        training_kills += 1;
+        assert!(training_kills < 300, "the run makes no progress");
+        command = run("killed").args(&["--resume"]);
+        if done as u64 >= STEPS {
+            break;
+        }
+    }
+    println!("{kills} kills while loading, {training_kills} while training");
+    assert!(training_kills >= TRAINING_KILLS, "only {training_kills} kills hit; change the delays");
+
+    for _ in 0..EXPORT_KILLS {
+        // All steps are committed, so this run loads, exports and ends.
+        kill_after(&run("killed").args(&["--resume"]), start * (0.5 + 0.6 * random.unit()));
+    }
+    run("killed").args(&["--resume"]).ok();
+    assert!(bench.weights("killed") == bench.weights("whole"), "the weights differ");
+    assert_eq!(bench.steps("killed"), (1..=STEPS).collect::<Vec<_>>(), "one line a step");
+    let losses = |output: &str| bench.metrics(output).iter().map(|m| m["loss"].clone()).collect::<Vec<_>>();
+    assert_eq!(losses("killed"), losses("whole"));
+    let leftovers = std::fs::read_dir(bench.path("killed")).unwrap().map(|e| e.unwrap().file_name());
+    let mut names: Vec<_> = leftovers.map(|name| name.into_string().unwrap()).collect();
+    names.sort();
+    assert_eq!(names, [".terrace", "config.json", "metrics.jsonl", "model.safetensors"]);
+}
+
+#[test]
+fn killed_while_exporting_a_checkpoint_it_is_whole_or_absent() {
+    let bench = Bench::tiny();
+    let mut random = Random::new(seed());
+    let run = |output: &str| steps(&bench, output, 3).args(&["--save-every", "3"]);
+    run("whole").ok();
+    for attempt in 0..5 {
+        let output = format!("killed-{attempt}");
+        let running = run(&output).spawn();
+        let folder = bench.path(&output).join("checkpoint-3");
+        running.wait_until(|| folder.exists());
+        std::thread::sleep(Duration::from_micros(random.below(6000)));
+        running.signal(libc::SIGKILL);
+        running.wait();
+        let weights = folder.join("model.safetensors");
+        if weights.exists() {
+            assert!(std::fs::read(weights).unwrap() == bench.weights("whole"), "half an export has its name");
+        }
+        run(&output).args(&["--resume"]).ok();
+        assert!(bench.weights(&output) == bench.weights("whole"));
+    }
+}
+
+#[test]
+fn interrupted_on_disk_a_run_ends_the_same() {
+    interrupted(&["--offload", "disk"]);
+}
+
+#[test]
+fn interrupted_in_host_memory_a_run_ends_the_same() {
+    interrupted(&["--offload", "host"]);
+}
+
+#[test]
+fn interrupted_without_offload_a_run_ends_the_same() {
+    interrupted(&["--offload", "none"]);
+}
+
+#[test]
+fn state_is_not_overwritten() {
+    let bench = Bench::tiny();
+    for (offload, signal) in [("disk", None), ("host", Some(libc::SIGINT)), ("none", Some(libc::SIGTERM))] {
+        let run = || steps(&bench, offload, 200).args(&["--offload", offload]);
+        let running = run().spawn();
+        running.wait_until(|| bench.steps_so_far(offload) >= 2);
+        running.signal(signal.unwrap_or(libc::SIGKILL));
+        let ended = running.wait();
+        assert_eq!(ended.code(), signal.map(|_| 130));
+        let state = || {
+            let dir = bench.path(offload).join(".terrace");
+            ["state.bin", "manifest.bin"].map(|name| std::fs::read(dir.join(name)).unwrap())
+        };
+        let (before, metrics) = (state(), bench.metrics(offload));
+        run().fails(1, &["already holds training state", "at step ", "--resume", "remove the directory"]);
+        assert!(before == state(), "--offload {offload}: the refused run touched the state");
+        assert_eq!(metrics, bench.metrics(offload));
+    }
+}
+
+fn steps(bench: &Bench, output: &str, steps: u64) -> Cmd {
+    bench.finetune(output).args(&["--steps", &steps.to_string()])
+}
+
+fn kill_after(command: &Cmd, seconds: f64) -> Ended {
+    let running = command.spawn();
+    std::thread::sleep(Duration::from_secs_f64(seconds));
+    running.signal(libc::SIGKILL);
+    running.wait()
+}
+
+/// Resumes, or starts again where there is nothing to resume.
+fn finish_from_anything(bench: &Bench, output: &str) {
+    let resumed = steps(bench, output, STEPS).args(&["--resume"]).run();
+    if resumed.code() != Some(0) {
+        assert_no_state(&resumed);
+        steps(bench, output, STEPS).ok();
+    }
+}
+
+fn assert_no_state(ended: &Ended) {
+    assert_eq!(ended.code(), Some(1), "{}", ended.stderr);
+    assert!(ended.stderr.contains("holds no training state"), "{}", ended.stderr);
+}
+
+fn interrupted(placement: &[&str]) {
+    let bench = Bench::tiny();
+    let run = |output: &str| steps(&bench, output, 60).args(placement);
+    run("whole").ok();
+    let running = run("stopped").spawn();
+    assert!(running.wait_until(|| bench.steps_so_far("stopped") >= 3));
+    running.signal(libc::SIGINT);
+    let ended = running.wait();
+    assert_eq!(ended.code(), Some(130), "{}", ended.stderr);
+    for part in ["stopping after this step", "error: interrupted; the last finished step is saved, --resume"]
+    {
+        assert!(ended.stderr.contains(part), "{}", ended.stderr);
+    }
+    let done = bench.steps("stopped").len();
+    assert!((3..60).contains(&done), "{done}");
+    assert!(!bench.path("stopped").join("model.safetensors").exists());
+    let resumed = run("stopped").args(&["--resume"]).ok();
+    assert!(resumed.stderr.contains(&format!("resumed at step {done} ")), "{}", resumed.stderr);
+    assert!(bench.weights("stopped") == bench.weights("whole"), "{placement:?}: the weights differ");
+    assert_eq!(bench.steps("stopped"), (1..=60).collect::<Vec<_>>());
+}
