@@ -134,7 +134,7 @@ fn a_deepspeed_configuration_is_the_same_as_flags() {
             type: AdamW
             params: {{ lr: 2e-3, betas: [0.9, 0.95], eps: 1e-7, weight_decay: 0.1 }}
           }}
-          scheduler: {{ type: \"WarmupDecayLR\", params: {{ warmup_num_steps: 2, total_num_steps: \"auto\", warmup_type: \"linear\" }} }}
+          scheduler: {{ type: \"WarmupDecayLR\", params: {{ warmup_num_steps: 2, warmup_max_lr: 2e-3, total_num_steps: \"auto\", warmup_type: \"linear\" }} }}
           zero_optimization: {{
             stage: 3
             /* both on disk */
@@ -156,7 +156,9 @@ fn a_deepspeed_configuration_is_the_same_as_flags() {
     let metrics = bench.metrics("file");
     assert!(metrics.iter().all(|m| m["tokens"] == 4 * 24));
     let rates: Vec<f64> = metrics.iter().map(|m| m["lr"].as_f64().unwrap()).collect();
-    assert!(rates[1] > rates[0] && rates[4] < rates[2] && rates.iter().all(|r| *r <= 2e-3), "{rates:?}");
+    // DeepSpeed steps its scheduler after the optimizer: the first two rates are those of step 0.
+    assert_eq!(rates[..4], [0.0, 0.0, 1e-3, 2e-3]);
+    assert!(rates[4] > 0.0 && rates[4] < 2e-3, "{rates:?}");
     // A constant rate can be said with flags as well.
     let flat = fs::read_to_string(bench.path("ds.json")).unwrap().replace("WarmupDecayLR", "WarmupLR");
     fs::write(
@@ -256,9 +258,12 @@ fn evaluation_is_the_loss_of_training() {
         let keys: Vec<&str> = document.as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!(keys, ["nll", "perplexity", "tokens"]);
         assert_eq!(document["tokens"], 4 * 19);
-        let (nll, loss) = (&document["nll"], &bench.metrics(&output)[0]["loss"]);
-        assert_eq!(nll, loss, "{dtype}");
-        assert_eq!(document["perplexity"].as_f64().unwrap(), nll.as_f64().unwrap().exp());
+        let nll = document["nll"].as_f64().unwrap();
+        let loss = bench.metrics(&output)[0]["loss"].as_f64().unwrap();
+        // Micro-batches add to one sum where evaluation adds sums: the order of f64 additions differs.
+        let slack = if accum == "1" { 0.0 } else { 1e-12 };
+        assert!((nll - loss).abs() <= slack, "{dtype}: {nll} {loss}");
+        assert_eq!(document["perplexity"].as_f64().unwrap(), nll.exp());
         assert_eq!(eval(&bench.path(&output)), document, "a learning rate of 0 changes nothing");
     }
 }
