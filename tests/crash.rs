@@ -126,6 +126,23 @@ fn interrupted_without_offload_a_run_ends_the_same() {
 }
 
 #[test]
+fn state_in_memory_is_as_durable_as_its_last_save() {
+    let bench = Bench::tiny();
+    let run = |output: &str| steps(&bench, output, STEPS).args(&["--offload", "none", "--save-every", "5"]);
+    run("whole").ok();
+    let running = run("killed").spawn();
+    assert!(running.wait_until(|| bench.steps_so_far("killed") >= 12));
+    running.signal(libc::SIGKILL);
+    running.wait();
+    let resumed = run("killed").args(&["--resume"]).ok();
+    let step = resumed.stderr.split("resumed at step ").nth(1).unwrap().split(' ').next().unwrap();
+    let step: u64 = step.parse().unwrap();
+    assert!(step >= 10 && step.is_multiple_of(5), "{step}");
+    assert!(bench.weights("killed") == bench.weights("whole"));
+    assert_eq!(bench.steps("killed"), (1..=STEPS).collect::<Vec<_>>());
+}
+
+#[test]
 fn state_is_not_overwritten() {
     let bench = Bench::tiny();
     for (offload, signal) in [("disk", None), ("host", Some(libc::SIGINT)), ("none", Some(libc::SIGTERM))] {
