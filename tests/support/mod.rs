@@ -171,6 +171,13 @@ impl Bench {
         self.metrics(output).iter().map(|m| m["step"].as_u64().unwrap()).collect()
     }
 
+    /// The time of the last step in `metrics.jsonl`, if there is one.
+    pub fn last_step_seconds(&self, output: &str) -> Option<f64> {
+        let text = fs::read_to_string(self.path(output).join("metrics.jsonl")).ok()?;
+        let line: Value = serde_json::from_str(text.rsplit('\n').nth(1)?).ok()?;
+        line["step_seconds"].as_f64()
+    }
+
     /// Whole lines in `metrics.jsonl`, which may not exist yet.
     pub fn steps_so_far(&self, output: &str) -> usize {
         let bytes = fs::read(self.path(output).join("metrics.jsonl")).unwrap_or_default();

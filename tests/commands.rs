@@ -1,0 +1,327 @@
+//! What scripts rely on: the documents that commands print, the files they write, and that placement changes no number.
+#![allow(missing_docs)]
+
+mod support;
+
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+use support::{Bench, Cmd, Ended, Shape, cmd, write_rows};
+use terrace_models::ModelConfig;
+
+#[test]
+fn a_finetune_document_and_its_metrics() {
+    let bench = Bench::tiny();
+    let trace = bench.path("trace.json");
+    let run =
+        bench.finetune("out").args(&["--steps", "4", "--save-every", "2", "--json"]).path("--trace", &trace);
+    let document = run.ok().json();
+    let keys: Vec<&str> = document.as_object().unwrap().keys().map(String::as_str).collect();
+    assert_eq!(
+        keys.join(" "),
+        "output steps parameters loss tokens_per_second seconds host_peak_bytes state"
+    );
+    assert_eq!(document["steps"], 4);
+    assert_eq!(document["parameters"], Shape::TINY.parameters());
+    assert_eq!(document["output"], bench.path("out").to_str().unwrap());
+    let state = document["state"][0].as_str().unwrap();
+    assert!(Path::new(state).join("manifest.bin").exists());
+
+    let metrics = bench.metrics("out");
+    assert_eq!(bench.steps("out"), [1, 2, 3, 4]);
+    assert_eq!(metrics[3]["loss"], document["loss"]);
+    let contract = "step loss grad_norm lr tokens step_seconds tokens_per_second floor_seconds floor_fraction bound_by \
+        disk_read_bytes disk_write_bytes upload_bytes download_bytes host_peak_bytes device_peak_bytes stall_seconds";
+    for line in &metrics {
+        let keys: Vec<&str> = line.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(keys.join(" "), contract);
+        assert!(line["loss"].as_f64().unwrap() > 0.0 && line["grad_norm"].as_f64().unwrap() > 0.0, "{line}");
+        assert_eq!(line["tokens"], 48);
+        assert!(
+            line["step_seconds"].as_f64().unwrap() > 0.0 && line["tokens_per_second"].as_f64().unwrap() > 0.0
+        );
+        // Every step writes the whole state.
+        assert!(line["disk_write_bytes"].as_u64().unwrap() >= 12 * Shape::TINY.parameters(), "{line}");
+        assert!(line["disk_read_bytes"].as_u64().unwrap() >= 12 * Shape::TINY.parameters(), "{line}");
+        assert!(line["host_peak_bytes"].as_u64().unwrap() > 1 << 20, "{line}");
+        for part in ["weights", "optimizer_state", "commit"] {
+            assert!(line["stall_seconds"][part].as_f64().unwrap() >= 0.0, "{line}");
+        }
+    }
+
+    let events: Value = serde_json::from_str(&fs::read_to_string(&trace).unwrap()).unwrap();
+    let events = events.as_array().unwrap();
+    for lane in ["disk read", "disk write", "disk sync"] {
+        assert!(events.iter().any(|e| e["tid"] == lane), "no {lane} among {} events", events.len());
+    }
+    assert!(events.iter().all(|e| e["dur"].as_f64().unwrap() >= 0.0 && e["args"]["ok"] == true));
+
+    let ids = |model: &str| {
+        bench.generate(model).args(&["--prompt-ids", "3,4", "--max-new-tokens", "4"]).ok().json()[0]["ids"]
+            .clone()
+    };
+    let saved = ["out/checkpoint-2", "out/checkpoint-4"];
+    assert!(saved.iter().all(|model| !ids(model).as_array().unwrap().is_empty()));
+    assert!(
+        bench.weights(saved[1]) == bench.weights("out") && bench.weights(saved[0]) != bench.weights("out")
+    );
+}
+
+#[test]
+fn placement_changes_no_byte() {
+    let bench = Bench::tiny();
+    let train = |output: &str| bench.finetune(output).args(&["--steps", "5", "--grad-accum", "2"]);
+    train("reference").args(&["--offload", "none"]).ok();
+    let same = |output: &str, run: Cmd| {
+        run.ok();
+        assert!(bench.weights(output) == bench.weights("reference"), "{output}: the weights differ");
+        let losses = |o: &str| bench.metrics(o).iter().map(|m| m["loss"].clone()).collect::<Vec<_>>();
+        assert_eq!(losses(output), losses("reference"), "{output}");
+    };
+    same("host", train("host").args(&["--offload", "host"]));
+    let disks = |output: &str, count: usize| {
+        (0..count).fold(train(output), |run, n| run.path("--disk", &bench.path(&format!("{output}-{n}"))))
+    };
+    same("disk-1", disks("disk-1", 1));
+    same("disk-3", disks("disk-3", 3));
+    same("threads", disks("threads", 2).args(&["--engine", "threads"]));
+    let report = cmd(&["report", "--json"]).ok().json();
+    if report["io_uring"]["available"] == true {
+        same("uring", disks("uring", 2).args(&["--engine", "uring"]));
+    } else {
+        println!("skipped: io_uring, {}", report["io_uring"]["reason"]);
+        disks("uring", 1).args(&["--engine", "uring"]).fails(1, &["io_uring"]);
+    }
+    let minimum = disks("tight", 1).args(&["--host-memory", "1KiB"]).fails(1, &["needs at least "]).stderr;
+    let minimum = minimum.split("needs at least ").nth(1).unwrap().split(".\n").next().unwrap();
+    same("tight", disks("tight", 1).args(&["--host-memory", minimum]));
+    let one_thread = |words: &[&str]| {
+        cmd(&[
+            "finetune",
+            "--threads",
+            "1",
+            "--seq-len",
+            "24",
+            "--batch-size",
+            "2",
+            "--learning-rate",
+            "1e-3",
+        ])
+        .path("--model", &bench.path("model"))
+        .path("--data", &bench.path("data.jsonl"))
+        .args(&["--steps", "5", "--grad-accum", "2"])
+        .args(words)
+    };
+    same("one-thread", one_thread(&[]).path("--output", &bench.path("one-thread")));
+    same(
+        "one-thread-none",
+        one_thread(&["--offload", "none"]).path("--output", &bench.path("one-thread-none")),
+    );
+}
+
+#[test]
+fn a_deepspeed_configuration_is_the_same_as_flags() {
+    let bench = Bench::tiny();
+    let nvme = bench.path("nvme");
+    let config = format!(
+        "{{
+          # what the Trainer would be given
+          train_batch_size: 4            // two micro-batches of two
+          train_micro_batch_size_per_gpu: 2
+          gradient_clipping: 0.5
+          bf16: {{ enabled: true }}
+          optimizer: {{
+            type: AdamW
+            params: {{ lr: 2e-3, betas: [0.9, 0.95], eps: 1e-7, weight_decay: 0.1 }}
+          }}
+          scheduler: {{ type: \"WarmupDecayLR\", params: {{ warmup_num_steps: 2, warmup_max_lr: 2e-3, total_num_steps: \"auto\", warmup_type: \"linear\" }} }}
+          zero_optimization: {{
+            stage: 3
+            /* both on disk */
+            offload_optimizer: {{ device: \"nvme\", nvme_path: \"{0}\" }},
+            offload_param: {{ device: \"nvme\", nvme_path: \"{0}\" }}
+          }}
+        }}",
+        nvme.display()
+    );
+    fs::write(bench.path("ds.json"), config).unwrap();
+    let base = |output: &str| {
+        cmd(&["finetune", "--threads", "2", "--seq-len", "24", "--steps", "5"])
+            .path("--model", &bench.path("model"))
+            .path("--data", &bench.path("data.jsonl"))
+            .path("--output", &bench.path(output))
+    };
+    base("file").path("--config", &bench.path("ds.json")).ok();
+    assert!(nvme.join("state.bin").exists(), "the state is where the file says");
+    let metrics = bench.metrics("file");
+    assert!(metrics.iter().all(|m| m["tokens"] == 4 * 24));
+    let rates: Vec<f64> = metrics.iter().map(|m| m["lr"].as_f64().unwrap()).collect();
+    // DeepSpeed steps its scheduler after the optimizer: the first two rates are those of step 0.
+    assert_eq!(rates[..4], [0.0, 0.0, 1e-3, 2e-3]);
+    assert!(rates[4] > 0.0 && rates[4] < 2e-3, "{rates:?}");
+    // A constant rate can be said with flags as well.
+    let flat = fs::read_to_string(bench.path("ds.json")).unwrap().replace("WarmupDecayLR", "WarmupLR");
+    fs::write(
+        bench.path("flat.json"),
+        flat.replace("total_num_steps: \"auto\", ", "").replace("/nvme\"", "/flat\""),
+    )
+    .unwrap();
+    base("flat").path("--config", &bench.path("flat.json")).args(&["--scheduler", "constant"]).ok();
+    base("flags")
+        .args(&["--batch-size", "2", "--grad-accum", "2", "--clip", "0.5", "--learning-rate", "2e-3"])
+        .args(&["--betas", "0.9,0.95", "--eps", "1e-7", "--weight-decay", "0.1", "--scheduler", "constant"])
+        .ok();
+    assert!(bench.weights("flat") == bench.weights("flags"));
+    assert!(bench.weights("flat") != bench.weights("file"));
+}
+
+#[test]
+fn generation_documents_and_batches() {
+    let bench = Bench::tiny();
+    let rows = [&[5u32, 9, 80][..], &[17], &[3, 3, 61, 40, 2, 90, 11], &[44, 45]];
+    let text: String = rows.iter().map(|ids| json!({"prompt_ids": ids}).to_string() + "\n").collect();
+    fs::write(bench.path("prompts.jsonl"), text).unwrap();
+    let words = ["--max-new-tokens", "12", "--ignore-eos"];
+    let batch = |size: &[&str]| {
+        bench
+            .generate("model")
+            .args(&words)
+            .path("--prompts", &bench.path("prompts.jsonl"))
+            .args(size)
+            .ok()
+            .json()
+    };
+    let (all, pairs) = (batch(&[]), batch(&["--batch-size", "2"]));
+    assert_eq!(all.as_array().unwrap().len(), rows.len());
+    for (index, ids) in rows.iter().enumerate() {
+        let list = ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let single = bench.generate("model").args(&words).args(&["--prompt-ids", &list]).ok().json();
+        let keys: Vec<&str> = single[0].as_object().unwrap().keys().map(String::as_str).collect();
+        for key in ["prompt_ids", "ids", "seconds"] {
+            assert!(keys.contains(&key), "{keys:?}");
+        }
+        assert_eq!(single[0]["prompt_ids"], json!(ids));
+        assert_eq!(single[0]["ids"].as_array().unwrap().len(), 12);
+        assert!(single[0]["text"].is_null() && single[0]["seconds"].as_f64().unwrap() > 0.0);
+        for (name, other) in [("all", &all), ("pairs", &pairs)] {
+            assert_eq!(other[index]["ids"], single[0]["ids"], "prompt {index} in a batch of {name}");
+            assert_eq!(other[index]["prompt_ids"], json!(ids));
+        }
+    }
+    let sample = |seed: &str| {
+        let words = ["--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--seed", seed];
+        bench
+            .generate("model")
+            .args(&["--prompt-ids", "5"])
+            .args(&words)
+            .args(&["--max-new-tokens", "20"])
+            .ok()
+            .json()[0]["ids"]
+            .clone()
+    };
+    assert_eq!(sample("1"), sample("1"));
+    assert_ne!(sample("1"), sample("2"));
+}
+
+#[test]
+fn evaluation_is_the_loss_of_training() {
+    let bench = Bench::tiny();
+    let rows = bench.path("four.jsonl");
+    write_rows(&rows, 4, 20, Shape::TINY.vocab, 8);
+    for (dtype, batch, accum) in [("bf16", "4", "1"), ("fp32", "2", "2")] {
+        let output = format!("out-{dtype}");
+        cmd(&[
+            "finetune",
+            "--threads",
+            "2",
+            "--steps",
+            "1",
+            "--seq-len",
+            "24",
+            "--learning-rate",
+            "0",
+            "--no-shuffle",
+        ])
+        .path("--model", &bench.path("model"))
+        .path("--data", &rows)
+        .path("--output", &bench.path(&output))
+        .args(&["--dtype", dtype, "--batch-size", batch, "--grad-accum", accum])
+        .ok();
+        let eval = |model: &Path| {
+            let run = cmd(&["eval", "--json", "--threads", "2", "--seq-len", "24", "--dtype", dtype])
+                .path("--model", model)
+                .path("--data", &rows)
+                .args(&["--batch-size", batch]);
+            run.ok().json()
+        };
+        let document = eval(&bench.path("model"));
+        let keys: Vec<&str> = document.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(keys, ["nll", "perplexity", "tokens"]);
+        assert_eq!(document["tokens"], 4 * 19);
+        let nll = document["nll"].as_f64().unwrap();
+        let loss = bench.metrics(&output)[0]["loss"].as_f64().unwrap();
+        // Micro-batches add to one sum where evaluation adds sums: the order of f64 additions differs.
+        let slack = if accum == "1" { 0.0 } else { 1e-12 };
+        assert!((nll - loss).abs() <= slack, "{dtype}: {nll} {loss}");
+        assert_eq!(document["perplexity"].as_f64().unwrap(), nll.exp());
+        assert_eq!(eval(&bench.path(&output)), document, "a learning rate of 0 changes nothing");
+    }
+}
+
+#[test]
+fn a_report() {
+    let report = cmd(&["report", "--json"]).ok().json();
+    assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
+    assert!(report["cores"].as_u64().unwrap() >= 1 && report["io_uring"]["available"].is_boolean());
+    assert!(report["cpu_features"].is_object() && report["gpu_libraries"].is_object());
+    assert!(cmd(&["report"]).ok().stdout.contains("io_uring"));
+}
+
+#[test]
+fn text_with_a_tokenizer() {
+    let bench = Bench::empty();
+    let files = terrace::demo::prepare(&bench.path(""), 1).unwrap();
+    let shape = Shape { vocab: files.vocab_size, seed: 2, ..Shape::TINY };
+    let fresh = bench.path("fresh");
+    shape.write(&fresh);
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(fresh.join(name), files.model.join(name)).unwrap();
+    }
+    ModelConfig::from_folder(&files.model).unwrap();
+    let stories = fs::read_to_string(&files.train).unwrap();
+    let few: Vec<&str> = stories.lines().take(20).collect();
+    let rows = bench.path("rows.jsonl");
+    let words = |row: &str| serde_json::from_str::<Value>(row).unwrap()["text"].as_str().unwrap().to_owned();
+    let mut text = few.join("\n");
+    text += &format!("\n{}\n", json!({"prompt": words(few[0]), "completion": words(few[1])}));
+    fs::write(&rows, &text).unwrap();
+    let plain = bench.path("plain.txt");
+    fs::write(&plain, few.iter().map(|row| words(row) + "\n").collect::<String>()).unwrap();
+    for (output, data, more) in [("a", &rows, &[][..]), ("b", &rows, &["--pack"]), ("c", &plain, &[])] {
+        cmd(&["finetune", "--threads", "2", "--steps", "3", "--seq-len", "48", "--batch-size", "2"])
+            .path("--model", &files.model)
+            .path("--data", data)
+            .path("--output", &bench.path(output))
+            .args(more)
+            .ok();
+        assert_eq!(bench.steps(output), [1, 2, 3]);
+        let run = bench.generate(output).args(&["--prompt", "Once upon a time", "--max-new-tokens", "10"]);
+        assert_text(&run.ok());
+    }
+    fs::write(bench.path("prompts.txt"), "Once upon\n\nThe cat\n").unwrap();
+    let ended = bench
+        .generate("a")
+        .path("--prompts", &bench.path("prompts.txt"))
+        .args(&["--max-new-tokens", "3"])
+        .ok();
+    assert_eq!(ended.json().as_array().unwrap().len(), 2);
+    assert_text(&ended);
+}
+
+fn assert_text(ended: &Ended) {
+    for continuation in ended.json().as_array().unwrap() {
+        assert!(continuation["text"].is_string(), "{continuation}");
+        assert!(!continuation["prompt_ids"].as_array().unwrap().is_empty());
+        assert!(!continuation["ids"].as_array().unwrap().is_empty());
+    }
+}
