@@ -47,6 +47,9 @@ impl From<terrace_zero::EngineError> for CliError {
         match error {
             terrace_zero::EngineError::Interrupted => Self::Interrupted,
             terrace_zero::EngineError::Config(message) => Self::Usage(message),
+            terrace_zero::EngineError::Tier(terrace_tiers::TierError::Plan(refusal)) => {
+                Self::Usage(refusal.to_string())
+            }
             other => Self::failed(other),
         }
     }

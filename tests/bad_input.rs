@@ -157,10 +157,10 @@ fn a_budget_that_is_too_small() {
             bench.finetune(&output).args(&["--steps", "2", "--host-memory", budget]).args(words)
         };
         let refused =
-            run("10KiB").fails(1, &["--host-memory of 10.0 KiB is too small", "Raise it to", "--seq-len"]);
+            run("10KiB").fails(2, &["--host-memory of 10.0 KiB is too small", "Raise it to", "--seq-len"]);
         let minimum = refused.stderr.split("needs at least ").nth(1).unwrap().split(".\n").next().unwrap();
         let bytes: terrace::config::ByteSize = minimum.parse().unwrap();
-        run(&(bytes.0 - bytes.0 / 50).to_string()).fails(1, &["is too small", minimum]);
+        run(&(bytes.0 - bytes.0 / 50).to_string()).fails(2, &["is too small", minimum]);
         assert!(!bench.path(&output).join(".terrace/state.bin").exists());
         // As a person would type it.
         run(&minimum.replace(' ', "")).ok();

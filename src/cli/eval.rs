@@ -25,7 +25,7 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     let data = open_data(&args.model, facts, &args.data, seq_len, args.pack, work_dir.path())?;
     let batch = args.batch_size.get();
     let builder = TokenBatch::new(&model);
-    let session = Session::open(&args.placement, IoConfig::default(), threads, false)?;
+    let session = Session::open(&args.placement, &IoConfig::default(), threads, false)?;
     let limits = BatchLimits { sequences: batch, length: seq_len, micro_batches: 1, cache_length: 0 };
     let config = frozen_config(
         &args.placement,

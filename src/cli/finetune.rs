@@ -58,7 +58,7 @@ pub fn train(
         count(summary.loss_tokens as f64),
         if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
     );
-    let session = Session::open(&args.placement, io_config(&run), threads, run.trace.is_some())?;
+    let session = Session::open(&args.placement, &io_config(&run), threads, run.trace.is_some())?;
     let config_text = read_config(&run.model)?;
     let identity = identity(&run, &config_text, data.fingerprint(), steps);
     let config = engine_config(&run, &args.placement, session.threads, identity)?;

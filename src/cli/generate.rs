@@ -68,7 +68,7 @@ pub fn continue_prompts(
     let stop = if args.ignore_eos { Vec::new() } else { stop_ids(&args.model)? };
     let limits = BatchLimits { sequences: batch, length: longest, micro_batches: 1, cache_length: positions };
     let sample = builder.blank(batch, longest);
-    let session = Session::open(&args.placement, IoConfig::default(), threads, false)?;
+    let session = Session::open(&args.placement, &IoConfig::default(), threads, false)?;
     let config = frozen_config(
         &args.placement,
         session::dtype(args.dtype.unwrap_or_default()),

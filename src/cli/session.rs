@@ -36,7 +36,7 @@ impl Session {
     /// A GPU was asked for, or the disk engine cannot start.
     pub fn open(
         placement: &PlacementArgs,
-        aio: IoConfig,
+        aio: &IoConfig,
         threads: Option<NonZeroUsize>,
         trace: bool,
     ) -> Result<Self, CliError> {
@@ -54,7 +54,7 @@ impl Session {
             DiskEngine::Uring => EngineChoice::Uring,
             DiskEngine::Threads => EngineChoice::Threads,
         };
-        let base = open_default(&IoConfig { choice, ..aio }).map_err(CliError::failed)?;
+        let base = open_default(&IoConfig { choice, ..aio.clone() }).map_err(CliError::failed)?;
         let stats = Arc::new(StatsLayer::new(base));
         let mut io: Arc<dyn IoEngine> = Arc::clone(&stats) as _;
         let trace = trace.then(|| Arc::new(TraceLayer::new(Arc::clone(&io), TRACE_EVENTS)));
