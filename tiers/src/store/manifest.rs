@@ -80,6 +80,7 @@ impl Manifest {
     /// Opens a manifest and gives its spec.
     pub(super) fn open(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<(Self, StoreSpec), TierError> {
         let path = dir.join(FILE_NAME);
+        let damaged = |detail: &str| TierError::Damaged { path: path.clone(), detail: detail.into() };
         let file = match engine.open(&path, OpenMode::ReadWrite) {
             Ok(file) => file,
             Err(error) if crate::volume::is_missing(&error) => {
@@ -87,16 +88,6 @@ impl Manifest {
             }
             Err(error) => return Err(error.into()),
         };
-        let opened = Self::read(engine, file, path);
-        if opened.is_err() {
-            // An unfinished creation is replaced next, and an open file cannot be; the first error says more than this one.
-            let _ = engine.close(file);
-        }
-        opened
-    }
-
-    fn read(engine: &Arc<dyn IoEngine>, file: FileId, path: PathBuf) -> Result<(Self, StoreSpec), TierError> {
-        let damaged = |detail: &str| TierError::Damaged { path: path.clone(), detail: detail.into() };
         let len = engine.len(file)?;
         if len < PAGE as u64 {
             return Err(TierError::NoState {
