@@ -92,7 +92,7 @@ fn placement_changes_no_byte() {
         println!("skipped: io_uring, {}", report["io_uring"]["reason"]);
         disks("uring", 1).args(&["--engine", "uring"]).fails(1, &["io_uring"]);
     }
-    let minimum = disks("tight", 1).args(&["--host-memory", "1KiB"]).fails(1, &["needs at least "]).stderr;
+    let minimum = disks("tight", 1).args(&["--host-memory", "1KiB"]).fails(2, &["needs at least "]).stderr;
     let minimum = minimum.split("needs at least ").nth(1).unwrap().split(".\n").next().unwrap();
     same("tight", disks("tight", 1).args(&["--host-memory", minimum]));
     let one_thread = |words: &[&str]| {
