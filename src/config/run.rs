@@ -133,6 +133,9 @@ impl TrainConfig {
                     .into(),
             );
         }
+        if given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
+            warnings.push("offload_optimizer.ratio is not used: the whole optimizer runs on the CPU".into());
+        }
         let weight_decay = args.weight_decay.or(adam.weight_decay).unwrap_or(0.0);
         if given.optimizer.is_some_and(|o| !o.adam_w_mode) && weight_decay > 0.0 {
             return usage(

@@ -6,6 +6,7 @@ use std::path::Path;
 use tokenizers::models::bpe::{BPE, BpeTrainerBuilder};
 use tokenizers::normalizers::NFC;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, TokenizerBuilder};
 
 /// The token that ends a story.
@@ -20,11 +21,18 @@ pub(super) fn train(model: &Path, texts: impl Iterator<Item = String> + Send) ->
     let path = model.join("tokenizer.json");
     let wrong = |e: tokenizers::Error| DataError::tokenizer(&path, e);
     let byte_level = ByteLevel::new(false, true, true);
+    // Every text begins with the token that ended the one before, so that a prompt begins the way a story does.
+    let begin = TemplateProcessing::builder()
+        .try_single(format!("{END} $A"))
+        .map_err(|e| wrong(e.into()))?
+        .special_tokens(vec![(END, END_ID)])
+        .build()
+        .map_err(|e| wrong(e.into()))?;
     let mut tokenizer = TokenizerBuilder::new()
         .with_model(BPE::default())
         .with_normalizer(Some(NFC))
         .with_pre_tokenizer(Some(byte_level))
-        .with_post_processor(Some(ByteLevel::new(false, false, true)))
+        .with_post_processor(Some(begin))
         .with_decoder(Some(byte_level))
         .build()
         .map_err(wrong)?;
