@@ -15,7 +15,12 @@ pub fn run(root: &Path) -> Result<(), String> {
         // All targets: examples, tests and benches are compiled here too.
         Step::new("cargo clippy --workspace --all-targets -- -D warnings"),
         Step::new("cargo test --workspace --release"),
-        Step::new("cargo bench --workspace --no-run"),
+        // Benchmarks and examples run once, small.
+        Step::new("cargo bench --workspace -- --test"),
+        Step::new("cargo run --release --quiet -p terrace-aio --example async_read"),
+        Step::new("cargo run --release --quiet -p terrace-optimizer --example adamw_on_a_slice"),
+        Step::new("cargo run --release --quiet --example embed_your_own_block"),
+        Step::new("cargo run --release --quiet --example finetune_folder"),
         Step::new("cargo doc --workspace --no-deps").environment("RUSTDOCFLAGS", "-D warnings"),
     ];
     steps.iter().try_for_each(|step| step.run(root))
