@@ -1,14 +1,15 @@
 //! From flags to backends and budgets, shared by the commands that run the engine.
 
 use super::args::{DeviceName, DiskEngine, Dtype, Offload, PlacementArgs};
+use crate::cpu_backend;
 use crate::error::CliError;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
-use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, open_default};
+use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig};
 use terrace_aio::layer::{StatsLayer, TraceLayer};
 use terrace_device::host::HostDevice;
-use terrace_kernels::{DType, cpu};
+use terrace_kernels::DType;
 use terrace_tiers::{MemoryPlan, Tier};
 use terrace_zero::{Backend, Placement};
 
@@ -54,20 +55,17 @@ impl Session {
             DiskEngine::Uring => EngineChoice::Uring,
             DiskEngine::Threads => EngineChoice::Threads,
         };
-        let base = open_default(&IoConfig { choice, ..aio.clone() }).map_err(CliError::failed)?;
-        let stats = Arc::new(StatsLayer::new(base));
+        let mut backend = cpu_backend(threads, &IoConfig { choice, ..aio.clone() })?;
+        let stats = Arc::new(StatsLayer::new(Arc::clone(&backend.io)));
         let mut io: Arc<dyn IoEngine> = Arc::clone(&stats) as _;
         let trace = trace.then(|| Arc::new(TraceLayer::new(Arc::clone(&io), TRACE_EVENTS)));
         if let Some(trace) = &trace {
             io = Arc::clone(trace) as _;
         }
-        let device = if placement.discrete { HostDevice::discrete() } else { HostDevice::unified() };
-        let backend = Backend {
-            device: Arc::new(device),
-            kernels: cpu::kernel_set(threads),
-            kernel_scratch_bytes: cpu::scratch_bytes(threads) as u64,
-            io,
-        };
+        backend.io = io;
+        if placement.discrete {
+            backend.device = Arc::new(HostDevice::discrete());
+        }
         Ok(Self { backend, stats, trace, threads })
     }
 }
