@@ -28,10 +28,13 @@ mod buf;
 pub mod engine;
 mod error;
 pub mod layer;
+pub mod profile;
 mod random;
 mod ticket;
 
 pub use buf::{BUF_ALIGN, BufHome, IoBuf};
-pub use engine::{FileId, IoEngine, OpKind, OpenMode, Request, Segment};
+pub use engine::{
+    EngineFacts, FileFacts, FileId, IoEngine, OpKind, OpenMode, Registration, Request, Segment,
+};
 pub use error::{IoError, IoErrorKind};
 pub use ticket::{Completer, Drive, Ticket};

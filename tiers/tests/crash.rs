@@ -8,11 +8,11 @@
 //!
 //! Every failure names the seed. The canaries break the protocol on purpose and must be caught.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::engine::{SimConfig, SimEngine};
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
-use terrace_aio::{FileId, IoBuf, IoEngine, IoError, IoErrorKind, OpenMode, Request, Ticket};
+use terrace_aio::{FileId, IoBuf, IoEngine, IoError, IoErrorKind, Request, Ticket};
 use terrace_tiers::{
     BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, StoreSpec, TierError,
 };
@@ -308,33 +308,7 @@ struct LyingSync {
 }
 
 impl IoEngine for LyingSync {
-    fn name(&self) -> &str {
-        self.upstream.name()
-    }
-
-    fn open(&self, path: &Path, mode: OpenMode) -> Result<FileId, IoError> {
-        self.upstream.open(path, mode)
-    }
-
-    fn close(&self, file: FileId) -> Result<(), IoError> {
-        self.upstream.close(file)
-    }
-
-    fn path(&self, file: FileId) -> Option<PathBuf> {
-        self.upstream.path(file)
-    }
-
-    fn len(&self, file: FileId) -> Result<u64, IoError> {
-        self.upstream.len(file)
-    }
-
-    fn exists(&self, path: &Path) -> bool {
-        self.upstream.exists(path)
-    }
-
-    fn remove(&self, path: &Path) -> Result<(), IoError> {
-        self.upstream.remove(path)
-    }
+    terrace_aio::pass_files_on!(upstream);
 
     fn submit(&self, request: Request) -> Ticket {
         self.upstream.submit(request)

@@ -10,6 +10,12 @@ pub const TRANSFER_BYTES_MAX: usize = 0x7fff_f000;
 /// Operations in flight at most, whatever the configuration asks for.
 pub const QUEUE_DEPTH_MAX: usize = 4096;
 
+/// Requests accepted and not finished at most, whatever the configuration asks for.
+pub const REQUESTS_MAX: usize = 1 << 16;
+
+/// Rings at most, whatever the configuration asks for.
+pub const RINGS_MAX: usize = 64;
+
 /// Which engine [`open_default`] opens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EngineChoice {
@@ -29,10 +35,21 @@ pub struct EngineConfig {
     pub choice: EngineChoice,
     /// Requests are split into operations of at most this many bytes.
     pub block_bytes: usize,
-    /// Operations in flight at once (io_uring) and requests that wait at once (both engines).
+    /// Operations in flight at once on each device, per ring (io_uring).
     pub queue_depth: usize,
+    /// Requests that are accepted and not finished at once; [`submit`](super::IoEngine::submit) waits beyond that.
+    pub requests_max: usize,
+    /// Rings, each with a thread of its own (io_uring). One is enough for large blocks.
+    pub rings: usize,
     /// Threads of the `threads` engine.
     pub threads: usize,
+    /// Whether memory and files are registered with the kernel where it allows that (io_uring).
+    pub register: bool,
+    /// A kernel thread polls for submissions (`IORING_SETUP_SQPOLL`): no system calls, at the price of a busy core.
+    pub sq_poll: bool,
+    /// Completions are polled for (`IORING_SETUP_IOPOLL`), on drives with poll queues; used only after a real read has
+    /// shown that it works.
+    pub io_poll: bool,
     /// Whether files are opened for direct I/O where the file system can. Without it everything goes through the page
     /// cache.
     pub direct: bool,
@@ -46,7 +63,12 @@ impl Default for EngineConfig {
             choice: EngineChoice::Auto,
             block_bytes: 1 << 20,
             queue_depth: 32,
+            requests_max: 1024,
+            rings: 1,
             threads: 4,
+            register: true,
+            sq_poll: false,
+            io_poll: false,
             direct: true,
             transfer_bytes_max: TRANSFER_BYTES_MAX,
         }
@@ -61,7 +83,12 @@ impl EngineConfig {
             direct: self.direct,
             block_bytes: self.block_bytes.clamp(1, 1 << 30),
             queue_depth: self.queue_depth.clamp(1, QUEUE_DEPTH_MAX),
+            requests_max: self.requests_max.clamp(1, REQUESTS_MAX),
+            rings: self.rings.clamp(1, RINGS_MAX),
             threads: self.threads.clamp(1, 256),
+            register: self.register,
+            sq_poll: self.sq_poll,
+            io_poll: self.io_poll,
             transfer_bytes_max: self.transfer_bytes_max.clamp(1, TRANSFER_BYTES_MAX),
         }
     }

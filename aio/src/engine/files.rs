@@ -4,13 +4,13 @@
 //! for the edges (see [`split`](super::split)). Where the file system refuses `O_DIRECT` both are the cached one
 //! and the alignment is 1, so that nothing above needs to know.
 
-use super::{FileId, OpenMode, split::Alignment};
+use super::{FileFacts, FileId, OpenMode, split::Alignment};
 use crate::{IoError, IoErrorKind};
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 
@@ -46,6 +46,10 @@ pub(crate) struct OpenFile {
     pub writable: bool,
     direct: Option<File>,
     cached: File,
+    /// Why direct I/O was refused.
+    refusal: Option<String>,
+    /// The device that holds the file: files of one device share its queue.
+    pub device: u64,
     // Last, so that it tells of the end only after the descriptors above are closed.
     end: EndSignal,
 }
@@ -105,6 +109,48 @@ impl FileTable {
         file.len_bytes().map_err(|e| IoError::from_os("examining", &file.path, 0, 0, &e))
     }
 
+    /// See [`IoEngine::file_facts`](super::IoEngine::file_facts).
+    pub fn facts(&self, id: FileId) -> Result<FileFacts, IoError> {
+        let file = self.acquire("examining", id)?;
+        Ok(FileFacts {
+            is_direct: file.direct.is_some(),
+            offset_align: file.alignment.offset,
+            memory_align: file.alignment.memory,
+            refusal: file.refusal.clone(),
+        })
+    }
+
+    /// See [`IoEngine::punch_hole`](super::IoEngine::punch_hole).
+    pub fn punch_hole(&self, id: FileId, offset: u64, len: u64) -> Result<(), IoError> {
+        let doing = "releasing space of";
+        let file = self.acquire(doing, id)?;
+        let failed = |error: io::Error| IoError::from_os(doing, &file.path, offset, len, &error);
+        let too_large = |_| failed(io::Error::from_raw_os_error(libc::EFBIG));
+        let (start, bytes) = (
+            libc::off_t::try_from(offset).map_err(too_large)?,
+            libc::off_t::try_from(len).map_err(too_large)?,
+        );
+        if !file.writable {
+            return Err(failed(io::Error::from_raw_os_error(libc::EBADF)));
+        }
+        if len == 0 {
+            return Ok(());
+        }
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        loop {
+            // SAFETY: a system call on an open descriptor that touches no memory of ours.
+            if unsafe { libc::fallocate(file.cached.as_raw_fd(), mode, start, bytes) } == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EINTR) => {}
+                Some(libc::EOPNOTSUPP | libc::ENOSYS) => return Ok(()),
+                _ => return Err(failed(error)),
+            }
+        }
+    }
+
     /// Removes a file that is not open here. The removal is durable when it returns.
     pub fn remove(&self, path: &Path) -> Result<(), IoError> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
@@ -116,6 +162,48 @@ impl FileTable {
             .map_err(|e| IoError::from_os("removing", path, 0, 0, &e))
     }
 }
+
+/// The methods of [`IoEngine`](super::IoEngine) about files, for engines with a `files: FileTable`.
+macro_rules! serve_files {
+    () => {
+        fn open(
+            &self,
+            path: &std::path::Path,
+            mode: crate::OpenMode,
+        ) -> Result<crate::FileId, crate::IoError> {
+            self.files.open(path, mode)
+        }
+
+        fn close(&self, file: crate::FileId) -> Result<(), crate::IoError> {
+            self.files.close(file)
+        }
+
+        fn path(&self, file: crate::FileId) -> Option<std::path::PathBuf> {
+            self.files.path(file)
+        }
+
+        fn len(&self, file: crate::FileId) -> Result<u64, crate::IoError> {
+            self.files.len(file)
+        }
+
+        fn exists(&self, path: &std::path::Path) -> bool {
+            path.exists()
+        }
+
+        fn remove(&self, path: &std::path::Path) -> Result<(), crate::IoError> {
+            self.files.remove(path)
+        }
+
+        fn file_facts(&self, file: crate::FileId) -> Result<crate::FileFacts, crate::IoError> {
+            self.files.facts(file)
+        }
+
+        fn punch_hole(&self, file: crate::FileId, offset: u64, len: u64) -> Result<(), crate::IoError> {
+            self.files.punch_hole(file, offset, len)
+        }
+    };
+}
+pub(crate) use serve_files;
 
 /// The error for an id that is not, or no longer, open.
 pub(crate) fn unknown(doing: &'static str, id: FileId) -> IoError {
@@ -149,24 +237,26 @@ impl OpenFile {
             let _ = std::fs::remove_file(path);
             return Err(IoError::from_os("creating", path, 0, len, &e));
         }
-        if !cached.metadata().map_err(failed)?.is_file() {
+        let metadata = cached.metadata().map_err(failed)?;
+        let device = metadata.dev();
+        if !metadata.is_file() {
             let detail = "not a regular file".to_owned();
             return Err(IoError::new(IoErrorKind::Invalid, doing, path, 0, 0, detail));
         }
         let opened = direct.then(|| open_direct(path, &options, &cached));
-        let (direct, alignment) = match opened {
-            Some(Ok((file, alignment))) => (Some(file), alignment),
+        let (direct, alignment, refusal) = match opened {
+            Some(Ok((file, alignment))) => (Some(file), alignment, None),
             Some(Err(e)) => {
                 warn_buffered_once(path, &e);
-                (None, Alignment::NONE)
+                (None, Alignment::NONE, Some(e.to_string()))
             }
-            None => (None, Alignment::NONE),
+            None => (None, Alignment::NONE, None),
         };
         if direct.is_some() {
             advise_random(&cached);
         }
         let path = path.to_owned();
-        Ok(Self { path, alignment, writable, direct, cached, end: EndSignal::default() })
+        Ok(Self { path, alignment, writable, direct, cached, refusal, device, end: EndSignal::default() })
     }
 
     /// The length in bytes.
@@ -197,7 +287,6 @@ fn open_direct(path: &Path, options: &OpenOptions, cached: &File) -> io::Result<
     let alignment = direct_alignment(cached)?;
     let file = options.clone().custom_flags(libc::O_DIRECT).open(path)?;
     let (a, b) = (file.metadata()?, cached.metadata()?);
-    use std::os::unix::fs::MetadataExt;
     if (a.dev(), a.ino()) != (b.dev(), b.ino()) {
         return Err(io::Error::other("the path was replaced while it was being opened"));
     }

@@ -17,15 +17,18 @@ mod split;
 mod threads;
 mod uring;
 
-pub use config::{EngineChoice, EngineConfig, QUEUE_DEPTH_MAX, TRANSFER_BYTES_MAX, open_default};
+pub use config::{
+    EngineChoice, EngineConfig, QUEUE_DEPTH_MAX, REQUESTS_MAX, RINGS_MAX, TRANSFER_BYTES_MAX, open_default,
+};
 pub use sim::{SimConfig, SimEngine};
 pub use threads::ThreadsEngine;
 pub use uring::UringEngine;
 
 use crate::{IoBuf, IoError, Ticket};
 use smallvec::SmallVec;
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
 
 /// A file opened in one engine. Ids of different engines must not be mixed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -100,6 +103,66 @@ pub enum OpenMode {
     },
 }
 
+/// How one open file is read and written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FileFacts {
+    /// Whether transfers bypass the page cache.
+    pub is_direct: bool,
+    /// What offsets and lengths of direct transfers are multiples of, in bytes; 1 without direct I/O.
+    pub offset_align: usize,
+    /// What memory addresses of direct transfers are multiples of, in bytes; 1 without direct I/O.
+    pub memory_align: usize,
+    /// Why the file system refused direct I/O, if it did.
+    pub refusal: Option<String>,
+}
+
+/// What an engine found it can do here.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct EngineFacts {
+    /// What is in use, as the kernel names it: "defer_taskrun", "registered files", …
+    pub features: Vec<&'static str>,
+    /// Bytes of memory that are registered with the kernel at the moment.
+    pub registered_bytes: u64,
+    /// What was asked for and is not available, each with the reason.
+    pub fallbacks: Vec<String>,
+}
+
+/// Keeps memory registered with an engine; dropping it ends that. See [`IoEngine::register`].
+#[derive(Default)]
+#[must_use = "dropping a registration ends it"]
+pub struct Registration(Option<Box<dyn FnOnce() + Send + Sync>>);
+
+impl Registration {
+    /// A registration that `end` takes back.
+    pub fn new(end: impl FnOnce() + Send + Sync + 'static) -> Self {
+        Self(Some(Box::new(end)))
+    }
+
+    /// No registration: the engine uses the memory as it uses any other.
+    pub fn none() -> Self {
+        Self(None)
+    }
+
+    /// Whether anything is registered.
+    pub fn is_some(&self) -> bool {
+        self.0.is_some()
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        if let Some(end) = self.0.take() {
+            end();
+        }
+    }
+}
+
+impl fmt::Debug for Registration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Registration").field(&self.is_some()).finish()
+    }
+}
+
 /// Submits reads and writes and promises whole transfers. See the module documentation for the contract.
 pub trait IoEngine: Send + Sync + Debug {
     /// The engine's name as users see it: "uring", "threads", "sim", …
@@ -141,4 +204,33 @@ pub trait IoEngine: Send + Sync + Debug {
     /// Starts an `fdatasync`: when it resolves, every write of this file that had completed before the call is
     /// durable. Resolves to an empty buffer.
     fn sync(&self, file: FileId) -> Ticket;
+
+    /// How the file is read and written here.
+    ///
+    /// # Errors
+    /// The file is unknown.
+    fn file_facts(&self, file: FileId) -> Result<FileFacts, IoError>;
+
+    /// Gives the space of a range back to the file system; the range then reads as zeros. The file keeps its length.
+    /// Does nothing where the file system cannot.
+    ///
+    /// # Errors
+    /// The file is unknown or read-only, or what the operating system said.
+    fn punch_hole(&self, file: FileId, offset: u64, len: u64) -> Result<(), IoError>;
+
+    /// Tells the engine about memory that many requests will use, so that the kernel can keep its pages at hand
+    /// instead of looking them up for every transfer. An engine without such a thing, or that is refused (the memlock
+    /// limit of a user), gives [`Registration::none`] and uses the memory like any other.
+    ///
+    /// # Safety
+    /// The `len` bytes at `start` stay mapped, at this address and with these pages, until the registration is dropped.
+    unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Registration {
+        let _ = (start, len);
+        Registration::none()
+    }
+
+    /// What the engine found it can do here.
+    fn facts(&self) -> EngineFacts {
+        EngineFacts::default()
+    }
 }

@@ -29,9 +29,9 @@
 mod disk;
 mod world;
 
-use super::{FileId, IoEngine, OpKind, OpenMode, Request};
+use super::{FileFacts, FileId, IoEngine, OpKind, OpenMode, Request};
 use crate::ticket::Drive;
-use crate::{IoError, Ticket};
+use crate::{IoBuf, IoError, Ticket};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -204,6 +204,18 @@ impl IoEngine for SimEngine {
         let (result, finished) = self.shared.lock().remove(path);
         deliver(finished);
         result
+    }
+
+    fn file_facts(&self, file: FileId) -> Result<FileFacts, IoError> {
+        self.len(file)?;
+        Ok(FileFacts { is_direct: false, offset_align: 1, memory_align: 1, refusal: None })
+    }
+
+    /// As far as anyone can read it, a hole is zeros, as durable as any other write.
+    fn punch_hole(&self, file: FileId, offset: u64, len: u64) -> Result<(), IoError> {
+        let end = offset.saturating_add(len).min(self.len(file)?);
+        let zeros = IoBuf::zeroed(usize::try_from(end.saturating_sub(offset)).unwrap_or(usize::MAX));
+        self.submit(Request::write(file, offset, zeros)).wait().map(drop)
     }
 
     fn submit(&self, request: Request) -> Ticket {

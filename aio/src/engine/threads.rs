@@ -5,15 +5,15 @@
 //! Dropping the engine finishes what was submitted.
 
 use super::config::EngineConfig;
-use super::files::FileTable;
+use super::files::{FileTable, serve_files};
 use super::job::Job;
 use super::progress::{Failure, Progress, Step};
 use super::split::{Cursor, Piece, Route};
-use super::{FileId, IoEngine, OpKind, OpenMode, Request};
+use super::{FileId, IoEngine, OpKind, Request};
 use crate::{IoBuf, IoError, Ticket};
 use std::collections::VecDeque;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -85,29 +85,7 @@ impl IoEngine for ThreadsEngine {
         "threads"
     }
 
-    fn open(&self, path: &Path, mode: OpenMode) -> Result<FileId, IoError> {
-        self.files.open(path, mode)
-    }
-
-    fn close(&self, file: FileId) -> Result<(), IoError> {
-        self.files.close(file)
-    }
-
-    fn path(&self, file: FileId) -> Option<PathBuf> {
-        self.files.path(file)
-    }
-
-    fn len(&self, file: FileId) -> Result<u64, IoError> {
-        self.files.len(file)
-    }
-
-    fn exists(&self, path: &Path) -> bool {
-        path.exists()
-    }
-
-    fn remove(&self, path: &Path) -> Result<(), IoError> {
-        self.files.remove(path)
-    }
+    serve_files!();
 
     fn submit(&self, request: Request) -> Ticket {
         let (ticket, completer) = Ticket::new();

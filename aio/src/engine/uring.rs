@@ -16,15 +16,15 @@
 mod driver;
 
 use super::config::EngineConfig;
-use super::files::FileTable;
+use super::files::{FileTable, serve_files};
 use super::job::Job;
 use super::split::Cursor;
-use super::{FileId, IoEngine, OpenMode, Request};
+use super::{FileId, IoEngine, Request};
 use crate::{IoError, IoErrorKind, Ticket};
 use driver::Driver;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{self, SyncSender};
 use std::thread::JoinHandle;
@@ -95,29 +95,7 @@ impl IoEngine for UringEngine {
         "uring"
     }
 
-    fn open(&self, path: &Path, mode: OpenMode) -> Result<FileId, IoError> {
-        self.files.open(path, mode)
-    }
-
-    fn close(&self, file: FileId) -> Result<(), IoError> {
-        self.files.close(file)
-    }
-
-    fn path(&self, file: FileId) -> Option<PathBuf> {
-        self.files.path(file)
-    }
-
-    fn len(&self, file: FileId) -> Result<u64, IoError> {
-        self.files.len(file)
-    }
-
-    fn exists(&self, path: &Path) -> bool {
-        path.exists()
-    }
-
-    fn remove(&self, path: &Path) -> Result<(), IoError> {
-        self.files.remove(path)
-    }
+    serve_files!();
 
     fn submit(&self, request: Request) -> Ticket {
         let (ticket, completer) = Ticket::new();

@@ -126,7 +126,7 @@ impl FaultLayer {
 }
 
 impl IoEngine for FaultLayer {
-    pass_files_on!();
+    pass_files_on!(upstream);
 
     fn submit(&self, request: Request) -> Ticket {
         let action = Action::from(request.kind);

@@ -40,40 +40,58 @@ impl From<OpKind> for Action {
     }
 }
 
-/// The methods of [`IoEngine`](crate::IoEngine) about files, which every layer passes on to `self.upstream`.
+/// Inside an `impl IoEngine`: every method but `submit` and `sync`, passed on to the engine in the named field.
+#[macro_export]
 macro_rules! pass_files_on {
-    () => {
+    ($engine:ident) => {
         fn name(&self) -> &str {
-            self.upstream.name()
+            self.$engine.name()
         }
 
         fn open(
             &self,
             path: &std::path::Path,
-            mode: crate::OpenMode,
-        ) -> Result<crate::FileId, crate::IoError> {
-            self.upstream.open(path, mode)
+            mode: $crate::OpenMode,
+        ) -> Result<$crate::FileId, $crate::IoError> {
+            self.$engine.open(path, mode)
         }
 
-        fn close(&self, file: crate::FileId) -> Result<(), crate::IoError> {
-            self.upstream.close(file)
+        fn close(&self, file: $crate::FileId) -> Result<(), $crate::IoError> {
+            self.$engine.close(file)
         }
 
-        fn path(&self, file: crate::FileId) -> Option<std::path::PathBuf> {
-            self.upstream.path(file)
+        fn path(&self, file: $crate::FileId) -> Option<std::path::PathBuf> {
+            self.$engine.path(file)
         }
 
-        fn len(&self, file: crate::FileId) -> Result<u64, crate::IoError> {
-            self.upstream.len(file)
+        fn len(&self, file: $crate::FileId) -> Result<u64, $crate::IoError> {
+            self.$engine.len(file)
         }
 
         fn exists(&self, path: &std::path::Path) -> bool {
-            self.upstream.exists(path)
+            self.$engine.exists(path)
         }
 
-        fn remove(&self, path: &std::path::Path) -> Result<(), crate::IoError> {
-            self.upstream.remove(path)
+        fn remove(&self, path: &std::path::Path) -> Result<(), $crate::IoError> {
+            self.$engine.remove(path)
+        }
+
+        fn file_facts(&self, file: $crate::FileId) -> Result<$crate::FileFacts, $crate::IoError> {
+            self.$engine.file_facts(file)
+        }
+
+        fn punch_hole(&self, file: $crate::FileId, offset: u64, len: u64) -> Result<(), $crate::IoError> {
+            self.$engine.punch_hole(file, offset, len)
+        }
+
+        unsafe fn register(&self, start: std::ptr::NonNull<u8>, len: usize) -> $crate::Registration {
+            // SAFETY: the caller's promise is passed on.
+            unsafe { self.$engine.register(start, len) }
+        }
+
+        fn facts(&self) -> $crate::EngineFacts {
+            self.$engine.facts()
         }
     };
 }
-use pass_files_on;
+use crate::pass_files_on;

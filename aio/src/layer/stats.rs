@@ -87,7 +87,7 @@ impl StatsLayer {
 }
 
 impl IoEngine for StatsLayer {
-    pass_files_on!();
+    pass_files_on!(upstream);
 
     fn submit(&self, request: Request) -> Ticket {
         self.count(request.kind.into(), request.bytes(), || self.upstream.submit(request))

@@ -72,7 +72,7 @@ impl ThrottleLayer {
 }
 
 impl IoEngine for ThrottleLayer {
-    pass_files_on!();
+    pass_files_on!(upstream);
 
     fn submit(&self, request: Request) -> Ticket {
         let (lane, rate) = match request.kind {

@@ -88,7 +88,7 @@ impl TraceLayer {
 }
 
 impl IoEngine for TraceLayer {
-    pass_files_on!();
+    pass_files_on!(upstream);
 
     fn submit(&self, request: Request) -> Ticket {
         let segments = request.segments.clone();

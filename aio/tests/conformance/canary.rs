@@ -1,10 +1,9 @@
 //! Engines broken on purpose. If the suite lets one of them pass, the suite is broken.
 
 use crate::rig::{Rig, failures};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use terrace_aio::engine::{SimConfig, SimEngine};
-use terrace_aio::{FileId, IoBuf, IoEngine, IoError, OpKind, OpenMode, Request, Ticket};
+use terrace_aio::{FileId, IoBuf, IoEngine, OpKind, Request, Ticket};
 
 /// What is wrong with an engine.
 #[derive(Debug, Clone, Copy)]
@@ -28,33 +27,7 @@ struct Broken {
 }
 
 impl IoEngine for Broken {
-    fn name(&self) -> &str {
-        "broken"
-    }
-
-    fn open(&self, path: &Path, mode: OpenMode) -> Result<FileId, IoError> {
-        self.inner.open(path, mode)
-    }
-
-    fn close(&self, file: FileId) -> Result<(), IoError> {
-        self.inner.close(file)
-    }
-
-    fn path(&self, file: FileId) -> Option<PathBuf> {
-        self.inner.path(file)
-    }
-
-    fn len(&self, file: FileId) -> Result<u64, IoError> {
-        self.inner.len(file)
-    }
-
-    fn exists(&self, path: &Path) -> bool {
-        self.inner.exists(path)
-    }
-
-    fn remove(&self, path: &Path) -> Result<(), IoError> {
-        self.inner.remove(path)
-    }
+    terrace_aio::pass_files_on!(inner);
 
     fn submit(&self, mut request: Request) -> Ticket {
         let len = request.buf.len();
