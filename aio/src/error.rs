@@ -19,6 +19,8 @@ pub enum IoErrorKind {
     Device,
     /// The engine was shut down before the request finished.
     Closed,
+    /// The owner of the ticket asked for an early end.
+    Cancelled,
     /// The request itself is wrong (out of the buffer, unknown file).
     Invalid,
     /// Anything else the operating system reported.
@@ -85,6 +87,7 @@ fn advice(kind: IoErrorKind) -> &'static str {
         }
         IoErrorKind::Device => "the drive reported a failure: look at the kernel log and the drive's health",
         IoErrorKind::Closed => "the engine was shut down while the request was in flight",
+        IoErrorKind::Cancelled => "submit it again if it is still wanted",
         IoErrorKind::Invalid | IoErrorKind::Other => "see the message above for the cause",
     }
 }

@@ -2,7 +2,10 @@
 //!
 //! A ticket is a one-shot slot shared with the engine through a [`Completer`]. Waiting blocks the thread; polling
 //! registers a waker, so a ticket works under any async runtime. Dropping a ticket does not cancel the transfer:
-//! the engine still owns the buffer and drops it when the completion arrives.
+//! the engine still owns the buffer and drops it when the completion arrives. [`Ticket::cancel`] asks for an early end.
+//!
+//! Tickets are made for every request, so their shared slots are used again: the half that is done last hands the slot
+//! to a bounded free list.
 //!
 //! Two hooks serve decorators and the simulation. An *observer* sees the result before the ticket's owner does; it
 //! runs where the completion is delivered, with no lock held, and must neither submit nor wait, so completions
@@ -10,6 +13,7 @@
 //! work, step by step.
 
 use crate::{IoBuf, IoError, IoErrorKind};
+use smallvec::SmallVec;
 use std::fmt;
 use std::future::Future;
 use std::path::Path;
@@ -20,7 +24,8 @@ use std::task::{Context, Poll, Waker};
 /// The claim on one request in flight. Wait for it, await it, or drop it (the buffer is then parked).
 #[must_use = "a request's result is only seen through its ticket"]
 pub struct Ticket {
-    shared: Arc<Shared>,
+    /// `None` only while it is being taken apart.
+    shared: Option<Arc<Shared>>,
     driver: Option<Arc<dyn Drive>>,
 }
 
@@ -45,10 +50,21 @@ struct Shared {
 
 struct Slot {
     state: State,
+    /// The ticket and the completer, while they exist.
+    halves: u8,
+    /// A thread sleeps in `wait`: only then is there somebody to notify.
+    is_waited_for: bool,
+    is_cancelled: bool,
     /// The buffer goes home as soon as the request is done, whether or not anybody waits.
     release_early: bool,
-    observers: Vec<Observer>,
+    observers: SmallVec<[Observer; 2]>,
 }
+
+/// Slots whose two halves are gone, for the next tickets.
+static SPARE: Mutex<Vec<Arc<Shared>>> = Mutex::new(Vec::new());
+
+/// Spare slots kept at most.
+const SPARE_MAX: usize = 1024;
 
 #[derive(Debug)]
 enum State {
@@ -62,10 +78,10 @@ enum State {
 impl Ticket {
     /// A ticket and the completer that resolves it.
     pub fn new() -> (Self, Completer) {
-        let slot =
-            Mutex::new(Slot { state: State::Pending(None), release_early: false, observers: Vec::new() });
-        let shared = Arc::new(Shared { slot, done: Condvar::new() });
-        (Self { shared: Arc::clone(&shared), driver: None }, Completer { shared: Some(shared) })
+        let spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let shared =
+            spare.unwrap_or_else(|| Arc::new(Shared { slot: Mutex::new(Slot::new()), done: Condvar::new() }));
+        (Self { shared: Some(Arc::clone(&shared)), driver: None }, Completer { shared: Some(shared) })
     }
 
     /// A ticket of an engine that is driven by whoever waits. Dropping it unresolved drives it to its end.
@@ -78,7 +94,7 @@ impl Ticket {
     /// The same claim without the buffer: it goes back to its pool as soon as the request is done, and
     /// [`wait`](Self::wait) gives an empty one. For writes that are only waited for at a fence.
     pub fn without_buffer(self) -> Self {
-        let mut slot = self.shared.lock();
+        let mut slot = self.shared().lock();
         slot.release_early = true;
         let mut released = None;
         if let State::Done(result) = std::mem::replace(&mut slot.state, State::Taken) {
@@ -104,13 +120,13 @@ impl Ticket {
     /// completion is delivered, or right here if that has happened. It runs even if the ticket is dropped. It must
     /// be short, must not panic, and must neither submit a request nor wait for one.
     pub fn observed(self, observer: impl FnOnce(&Result<IoBuf, IoError>) + Send + 'static) -> Self {
-        let mut slot = self.shared.lock();
+        let mut slot = self.shared().lock();
         match std::mem::replace(&mut slot.state, State::Taken) {
             State::Done(result) => {
                 // The completer is spent and the ticket is ours: nobody else can look at the slot meanwhile.
                 drop(slot);
                 observer(&result);
-                self.shared.lock().state = State::Done(result);
+                self.shared().lock().state = State::Done(result);
             }
             pending => {
                 slot.state = pending;
@@ -121,14 +137,26 @@ impl Ticket {
         self
     }
 
+    /// Asks for an early end: what the engine has not started yet it leaves out, and the request then fails with
+    /// [`IoErrorKind::Cancelled`]; bytes of a read's buffer and of a write's range are then partly transferred. A request
+    /// that is wholly under way or done is not affected. Either way the ticket resolves, and the buffer stays with the
+    /// engine until then.
+    pub fn cancel(&self) {
+        self.shared().lock().is_cancelled = true;
+    }
+
+    fn shared(&self) -> &Shared {
+        self.shared.as_ref().expect("a ticket has its slot until it is dropped")
+    }
+
     /// Whether the result is there, so that [`wait`](Self::wait) would not block.
     pub fn is_done(&self) -> bool {
-        if self.shared.is_pending()
+        if self.shared().is_pending()
             && let Some(driver) = &self.driver
         {
             driver.advance();
         }
-        matches!(self.shared.lock().state, State::Done(_))
+        matches!(self.shared().lock().state, State::Done(_))
     }
 
     /// Blocks until the request is done and gives back its buffer.
@@ -137,13 +165,15 @@ impl Ticket {
     /// The transfer's [`IoError`]; the buffer has then gone back to its pool.
     pub fn wait(self) -> Result<IoBuf, IoError> {
         self.drive();
-        let mut slot = self.shared.lock();
+        let shared = self.shared();
+        let mut slot = shared.lock();
         loop {
             match std::mem::replace(&mut slot.state, State::Taken) {
                 State::Done(result) => return result,
                 pending => slot.state = pending,
             }
-            slot = self.shared.done.wait(slot).unwrap_or_else(PoisonError::into_inner);
+            slot.is_waited_for = true;
+            slot = shared.done.wait(slot).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -151,7 +181,7 @@ impl Ticket {
     /// is about to resolve it.
     fn drive(&self) {
         if let Some(driver) = &self.driver {
-            while self.shared.is_pending() && driver.advance() {}
+            while self.shared().is_pending() && driver.advance() {}
         }
     }
 }
@@ -163,10 +193,10 @@ impl Future for Ticket {
     /// If it is polled again after it was ready.
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let advanced = match &self.driver {
-            Some(driver) if self.shared.is_pending() => driver.advance(),
+            Some(driver) if self.shared().is_pending() => driver.advance(),
             _ => false,
         };
-        let mut slot = self.shared.lock();
+        let mut slot = self.shared().lock();
         match std::mem::replace(&mut slot.state, State::Taken) {
             State::Done(result) => Poll::Ready(result),
             State::Pending(_) => {
@@ -186,9 +216,14 @@ impl Future for Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         self.drive();
-        let mut slot = self.shared.lock();
+        let Some(shared) = self.shared.take() else { return };
+        let mut slot = shared.lock();
         let last = std::mem::replace(&mut slot.state, State::Abandoned);
+        let is_over = slot.let_go();
         drop(slot);
+        if is_over {
+            keep_spare(shared);
+        }
         // A finished but unclaimed buffer goes home here, outside the lock.
         drop(last);
     }
@@ -204,8 +239,13 @@ impl Completer {
     /// Resolves the ticket. If the ticket was dropped, the result is dropped here.
     pub fn complete(mut self, result: Result<IoBuf, IoError>) {
         if let Some(shared) = self.shared.take() {
-            shared.resolve(result);
+            resolve(shared, result);
         }
+    }
+
+    /// Whether the ticket's owner has asked for an early end.
+    pub fn is_cancelled(&self) -> bool {
+        self.shared.as_ref().is_some_and(|shared| shared.lock().is_cancelled)
     }
 }
 
@@ -215,7 +255,7 @@ impl Drop for Completer {
         if let Some(shared) = self.shared.take() {
             let detail = "the engine ended without completing the request".to_owned();
             let (kind, path) = (IoErrorKind::Closed, Path::new("a request"));
-            shared.resolve(Err(IoError::new(kind, "waiting for", path, 0, 0, detail)));
+            resolve(shared, Err(IoError::new(kind, "waiting for", path, 0, 0, detail)));
         }
     }
 }
@@ -228,37 +268,75 @@ impl Shared {
     fn is_pending(&self) -> bool {
         matches!(self.lock().state, State::Pending(_))
     }
+}
 
-    fn resolve(&self, result: Result<IoBuf, IoError>) {
-        let mut slot = self.lock();
-        while !slot.observers.is_empty() {
-            let observers = std::mem::take(&mut slot.observers);
-            drop(slot);
-            for observer in observers {
-                observer(&result);
-            }
-            slot = self.lock();
-        }
-        match &mut slot.state {
-            State::Pending(waker) => {
-                let waker = waker.take();
-                let (result, released) =
-                    if slot.release_early { split_buffer(result) } else { (result, None) };
-                slot.state = State::Done(result);
-                drop(slot);
-                drop(released);
-                self.done.notify_all();
-                if let Some(waker) = waker {
-                    waker.wake();
-                }
-            }
-            State::Abandoned => {
-                drop(slot);
-                drop(result);
-            }
-            State::Done(_) | State::Taken => unreachable!("a completer resolves its ticket once"),
+impl Slot {
+    fn new() -> Self {
+        Self {
+            state: State::Pending(None),
+            halves: 2,
+            is_waited_for: false,
+            is_cancelled: false,
+            release_early: false,
+            observers: SmallVec::new(),
         }
     }
+
+    /// One half is done with the slot; true, with the slot as new, when it was the second. Its state must be
+    /// nothing that has to be dropped outside the lock.
+    fn let_go(&mut self) -> bool {
+        self.halves -= 1;
+        if self.halves == 0 {
+            *self = Self::new();
+            return true;
+        }
+        false
+    }
+}
+
+/// Takes back a slot that nobody will touch again. (The other half may still be about to drop its reference.)
+fn keep_spare(shared: Arc<Shared>) {
+    let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
+    if spare.len() < SPARE_MAX {
+        spare.push(shared);
+    }
+}
+
+/// Gives a ticket its result and lets go of the slot.
+fn resolve(shared: Arc<Shared>, result: Result<IoBuf, IoError>) {
+    let mut slot = shared.lock();
+    while !slot.observers.is_empty() {
+        let observers = std::mem::take(&mut slot.observers);
+        drop(slot);
+        for observer in observers {
+            observer(&result);
+        }
+        slot = shared.lock();
+    }
+    if let State::Pending(waker) = &mut slot.state {
+        let waker = waker.take();
+        let (result, released) = if slot.release_early { split_buffer(result) } else { (result, None) };
+        slot.state = State::Done(result);
+        let is_waited_for = slot.is_waited_for;
+        // The ticket is still there, so this is never the second half.
+        slot.let_go();
+        drop(slot);
+        drop(released);
+        if is_waited_for {
+            shared.done.notify_all();
+        }
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        return;
+    }
+    debug_assert!(matches!(slot.state, State::Abandoned), "a completer resolves its ticket once");
+    let is_over = slot.let_go();
+    drop(slot);
+    if is_over {
+        keep_spare(shared);
+    }
+    drop(result);
 }
 
 /// Takes the buffer out of a result, leaving an empty one.

@@ -38,6 +38,7 @@ struct Slots {
 /// One open file. Requests share it; the last one to let go closes it.
 #[derive(Debug)]
 pub(crate) struct OpenFile {
+    pub id: FileId,
     /// As it was opened.
     pub path: PathBuf,
     /// What direct transfers must be multiples of.
@@ -69,10 +70,11 @@ impl FileTable {
 
     /// See [`IoEngine::open`](super::IoEngine::open).
     pub fn open(&self, path: &Path, mode: OpenMode) -> Result<FileId, IoError> {
-        let file = OpenFile::open(path, mode, self.direct)?;
+        let mut file = OpenFile::open(path, mode, self.direct)?;
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
         let id = FileId(slots.next_id);
         slots.next_id += 1;
+        file.id = id;
         slots.open.insert(id, Arc::new(file));
         Ok(id)
     }
@@ -164,6 +166,8 @@ impl FileTable {
 }
 
 /// The methods of [`IoEngine`](super::IoEngine) about files, for engines with a `files: FileTable`.
+///
+/// Closing is up to the engine: it may hold on to files of its own.
 macro_rules! serve_files {
     () => {
         fn open(
@@ -172,10 +176,6 @@ macro_rules! serve_files {
             mode: crate::OpenMode,
         ) -> Result<crate::FileId, crate::IoError> {
             self.files.open(path, mode)
-        }
-
-        fn close(&self, file: crate::FileId) -> Result<(), crate::IoError> {
-            self.files.close(file)
         }
 
         fn path(&self, file: crate::FileId) -> Option<std::path::PathBuf> {
@@ -256,7 +256,9 @@ impl OpenFile {
             advise_random(&cached);
         }
         let path = path.to_owned();
-        Ok(Self { path, alignment, writable, direct, cached, refusal, device, end: EndSignal::default() })
+        let end = EndSignal::default();
+        // The table gives the file its number.
+        Ok(Self { id: FileId(u32::MAX), path, alignment, writable, direct, cached, refusal, device, end })
     }
 
     /// The length in bytes.

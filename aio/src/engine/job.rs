@@ -2,7 +2,7 @@
 //!
 //! A job owns the request's buffer until its last operation has finished, whatever happens to the ticket and to
 //! the other operations; only then is the ticket resolved. That is the rule that keeps kernel writes away from
-//! memory somebody else owns.
+//! memory somebody else owns. Finished jobs are used again, so that a request in steady state allocates nothing.
 
 use super::files::{FileTable, FileUse};
 use super::progress::Failure;
@@ -12,7 +12,7 @@ use crate::{Completer, IoBuf, IoError, IoErrorKind};
 use smallvec::SmallVec;
 use std::io;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A request in flight.
 #[derive(Debug)]
@@ -44,15 +44,55 @@ unsafe impl Send for BasePtr {}
 // SAFETY: as above.
 unsafe impl Sync for BasePtr {}
 
-impl Job {
-    /// Checks a request against the table. Gives the job and its pieces' cursor; `None` when there was nothing to
-    /// move or the request is refused, in which case the ticket is resolved.
+/// Finished jobs, for the next requests.
+#[derive(Debug, Default)]
+pub(crate) struct JobPool(Mutex<Vec<Arc<Job>>>);
+
+/// Finished jobs kept at most.
+const SPARE_MAX: usize = 1024;
+
+/// What a finished request's ticket is to be told.
+#[derive(Debug)]
+#[must_use = "the ticket waits for it"]
+struct Outcome {
+    completer: Completer,
+    result: Result<IoBuf, IoError>,
+}
+
+impl JobPool {
+    /// A job that nobody else has.
+    fn take(&self) -> Arc<Job> {
+        let spare = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        spare.unwrap_or_else(|| Arc::new(Job::idle()))
+    }
+
+    /// Counts a piece as finished. The last one hands the buffer, or the first error, to the ticket; before that the
+    /// job's files are let go, so that whoever waits for the ticket can close them. Returns whether it was the last.
+    pub fn finish_piece(&self, mut job: Arc<Job>, result: Result<(), IoError>) -> bool {
+        let Some(outcome) = job.finish_piece(result) else { return false };
+        // Where several threads move pieces, another may still be letting go of its reference.
+        if let Some(unshared) = Arc::get_mut(&mut job) {
+            unshared.clear();
+            let mut spare = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            if spare.len() < SPARE_MAX {
+                spare.push(job);
+            }
+        } else {
+            drop(job);
+        }
+        outcome.completer.complete(outcome.result);
+        true
+    }
+
+    /// Checks a request against the table; `None` when there was nothing to move or the request is refused, in which
+    /// case the ticket is resolved.
     pub fn transfer(
+        &self,
         request: Request,
         completer: Completer,
         table: &FileTable,
         block_bytes: usize,
-    ) -> Option<(Self, Cursor)> {
+    ) -> Option<Arc<Job>> {
         let Request { kind, mut buf, segments } = request;
         let doing = doing(Some(kind));
         let files = check_segments(doing, kind, buf.len(), &segments, |id| table.acquire(doing, id))
@@ -66,24 +106,16 @@ impl Job {
                 return None;
             }
         };
-        let base = BasePtr(buf.as_mut_ptr());
-        let alignments = files.iter().map(|file| file.alignment).collect();
-        let mut state = State { owned: None, error: None, pieces_left: 0 };
-        let job = |state| Self {
-            kind: Some(kind),
-            base,
-            segments,
-            files,
-            alignments,
-            block_bytes,
-            state: Mutex::new(state),
-        };
-        state.owned = Some((buf, completer));
-        Self::start(job(state), Cursor::default())
+        let mut job = self.take();
+        let fresh = Arc::get_mut(&mut job).expect("nobody else has an idle job");
+        fresh.kind = Some(kind);
+        fresh.base = BasePtr(buf.as_mut_ptr());
+        fresh.block_bytes = block_bytes;
+        self.start(job, segments, files, (buf, completer))
     }
 
     /// A job that makes a file durable.
-    pub fn sync(file: FileId, completer: Completer, table: &FileTable) -> Option<(Self, Cursor)> {
+    pub fn sync(&self, file: FileId, completer: Completer, table: &FileTable) -> Option<Arc<Job>> {
         let file_use = match table.acquire("syncing", file) {
             Ok(file_use) => file_use,
             Err(error) => {
@@ -91,29 +123,62 @@ impl Job {
                 return None;
             }
         };
-        let buf = IoBuf::empty();
-        let job = Self {
-            kind: None,
-            base: BasePtr(std::ptr::null_mut()),
-            segments: SmallVec::from_slice(&[Segment { file, offset: 0, start: 0, len: 0 }]),
-            alignments: SmallVec::from_slice(&[file_use.alignment]),
-            files: SmallVec::from_iter([file_use]),
-            block_bytes: 0,
-            state: Mutex::new(State { owned: Some((buf, completer)), error: None, pieces_left: 0 }),
-        };
-        Self::start(job, Cursor::default())
+        let segment = Segment { file, offset: 0, start: 0, len: 0 };
+        let files = SmallVec::from_iter([file_use]);
+        self.start(self.take(), SmallVec::from_slice(&[segment]), files, (IoBuf::empty(), completer))
     }
 
-    fn start(job: Self, cursor: Cursor) -> Option<(Self, Cursor)> {
-        let mut counter = cursor.clone();
-        let pieces = std::iter::from_fn(|| job.next_piece(&mut counter)).count();
-        job.lock().pieces_left = pieces;
+    fn start(
+        &self,
+        mut job: Arc<Job>,
+        segments: SmallVec<[Segment; 4]>,
+        files: SmallVec<[FileUse; 4]>,
+        owned: (IoBuf, Completer),
+    ) -> Option<Arc<Job>> {
+        let fresh = Arc::get_mut(&mut job).expect("nobody else has an idle job");
+        fresh.alignments.extend(files.iter().map(|file| file.alignment));
+        fresh.segments = segments;
+        fresh.files = files;
+        let mut counter = Cursor::default();
+        let pieces = std::iter::from_fn(|| fresh.next_piece(&mut counter)).count();
+        let state = fresh.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        state.owned = Some(owned);
+        state.pieces_left = pieces.max(1);
         if pieces == 0 {
-            job.lock().pieces_left = 1;
-            job.finish_piece(Ok(()));
+            self.finish_piece(job, Ok(()));
             return None;
         }
-        Some((job, cursor))
+        Some(job)
+    }
+}
+
+impl Job {
+    fn idle() -> Self {
+        Self {
+            kind: None,
+            base: BasePtr(std::ptr::null_mut()),
+            segments: SmallVec::new(),
+            files: SmallVec::new(),
+            alignments: SmallVec::new(),
+            block_bytes: 0,
+            state: Mutex::new(State { owned: None, error: None, pieces_left: 0 }),
+        }
+    }
+
+    fn clear(&mut self) {
+        self.kind = None;
+        self.base = BasePtr(std::ptr::null_mut());
+        self.segments.clear();
+        self.files.clear();
+        self.alignments.clear();
+    }
+
+    /// The devices that the request touches, each once.
+    pub fn devices(&self) -> SmallVec<[u64; 4]> {
+        let mut devices: SmallVec<[u64; 4]> = self.files.iter().map(|file| file.device).collect();
+        devices.sort_unstable();
+        devices.dedup();
+        devices
     }
 
     /// Direction; `None` for an `fdatasync`.
@@ -126,7 +191,9 @@ impl Job {
         if self.kind.is_none() {
             return cursor.next_sync();
         }
-        cursor.next(&self.segments, &self.alignments, self.base.0 as usize, self.block_bytes)
+        let device = cursor.device();
+        let included = |segment: usize| device.is_none_or(|device| self.files[segment].device == device);
+        cursor.next(&self.segments, &self.alignments, included, self.base.0 as usize, self.block_bytes)
     }
 
     /// The file of a piece.
@@ -149,35 +216,44 @@ impl Job {
         unsafe { self.base.0.add(piece.start) }
     }
 
-    /// Counts a piece as finished. The last one hands the buffer, or the first error, to the ticket.
-    pub fn finish_piece(&self, result: Result<(), IoError>) {
+    fn finish_piece(&self, result: Result<(), IoError>) -> Option<Outcome> {
         let mut state = self.lock();
         if let Err(error) = result {
             state.error.get_or_insert(error);
         }
         state.pieces_left -= 1;
         if state.pieces_left > 0 {
-            return;
+            return None;
         }
         let error = state.error.take();
-        let owned = state.owned.take();
+        let (buf, completer) = state.owned.take()?;
         drop(state);
-        if let Some((buf, completer)) = owned {
-            let result = match error {
-                None => Ok(buf),
-                Some(error) => {
-                    // The buffer goes home before the error is seen, so that a retry finds it there.
-                    drop(buf);
-                    Err(error)
-                }
-            };
-            completer.complete(result);
-        }
+        let result = match error {
+            None => Ok(buf),
+            Some(error) => {
+                // The buffer goes home before the error is seen, so that a retry finds it there.
+                drop(buf);
+                Err(error)
+            }
+        };
+        Some(Outcome { completer, result })
     }
 
-    /// Whether a piece has failed already, so that moving the rest is pointless.
-    pub fn is_failed(&self) -> bool {
-        self.lock().error.is_some()
+    /// Whether moving the rest is pointless: a piece has failed, or the owner has cancelled the request.
+    pub fn is_over(&self) -> bool {
+        let mut state = self.lock();
+        if state.error.is_some() {
+            return true;
+        }
+        if !state.owned.as_ref().is_some_and(|(_, completer)| completer.is_cancelled()) {
+            return false;
+        }
+        let segment = &self.segments[0];
+        let detail = "the request was cancelled before all of it was started".to_owned();
+        let (path, bytes) = (&self.files[0].path, segment.len as u64);
+        let (kind, doing) = (IoErrorKind::Cancelled, doing(self.kind));
+        state.error = Some(IoError::new(kind, doing, path, segment.offset, bytes, detail));
+        true
     }
 
     /// Forgets the buffer and the ticket, for when the kernel may still be writing: a leak, and a `Closed` error.

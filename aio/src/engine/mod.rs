@@ -11,6 +11,7 @@
 mod config;
 mod files;
 mod job;
+mod lanes;
 mod progress;
 mod sim;
 mod split;

@@ -61,14 +61,26 @@ pub(crate) struct Piece {
     pub route: Route,
 }
 
-/// Walks the pieces of a request in order.
+/// Walks the pieces of a request in order, all of them or those on one device.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Cursor {
+    /// Only segments on this device.
+    device: Option<u64>,
     segment: usize,
     moved: usize,
 }
 
 impl Cursor {
+    /// Walks the pieces on one device.
+    pub fn on(device: u64) -> Self {
+        Self { device: Some(device), ..Self::default() }
+    }
+
+    /// The device that it keeps to.
+    pub fn device(&self) -> Option<u64> {
+        self.device
+    }
+
     /// The one piece of an `fdatasync`.
     pub fn next_sync(&mut self) -> Option<Piece> {
         if self.segment > 0 {
@@ -78,15 +90,17 @@ impl Cursor {
         Some(Piece { segment: 0, offset: 0, start: 0, len: 0, route: Route::Sync })
     }
 
-    /// The next piece. `alignments[i]` belongs to `segments[i]`; `base` is the address of the buffer.
+    /// The next piece. `alignments[i]` belongs to `segments[i]`, segments that are not `included` are passed over;
+    /// `base` is the address of the buffer.
     pub fn next(
         &mut self,
         segments: &[Segment],
         alignments: &[Alignment],
+        included: impl Fn(usize) -> bool,
         base: usize,
         block_bytes: usize,
     ) -> Option<Piece> {
-        while segments.get(self.segment)?.len == self.moved {
+        while segments.get(self.segment)?.len == self.moved || !included(self.segment) {
             self.segment += 1;
             self.moved = 0;
         }
@@ -119,7 +133,7 @@ mod tests {
     fn pieces(segments: &[Segment], align: Alignment, base: usize, block: usize) -> Vec<Piece> {
         let alignments = vec![align; segments.len()];
         let mut cursor = Cursor::default();
-        std::iter::from_fn(|| cursor.next(segments, &alignments, base, block)).collect()
+        std::iter::from_fn(|| cursor.next(segments, &alignments, |_| true, base, block)).collect()
     }
 
     fn segment(offset: u64, start: usize, len: usize) -> Segment {

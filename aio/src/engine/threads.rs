@@ -1,17 +1,18 @@
 //! A pool of threads that call `pread` and `pwrite`: the engine where io_uring is forbidden.
 //!
-//! Requests wait in one bounded queue. A thread takes the next *piece* of the oldest request, moves it to the end
-//! with the shared progress machine and comes back, so one large request is moved by all threads at once.
+//! Requests wait in bounded queues, one per device. A thread takes the next *piece* for the least busy device, moves it
+//! to the end with the shared progress machine and comes back, so one large request is moved by all threads at once and
+//! a slow device does not occupy them all while another has work.
 //! Dropping the engine finishes what was submitted.
 
 use super::config::EngineConfig;
 use super::files::{FileTable, serve_files};
-use super::job::Job;
+use super::job::{Job, JobPool};
+use super::lanes::{Lanes, Taken};
 use super::progress::{Failure, Progress, Step};
-use super::split::{Cursor, Piece, Route};
+use super::split::{Piece, Route};
 use super::{FileId, IoEngine, OpKind, Request};
 use crate::{IoBuf, IoError, Ticket};
-use std::collections::VecDeque;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -34,11 +35,16 @@ struct Queue {
     /// There is room.
     room: Condvar,
     requests_max: usize,
+    jobs: JobPool,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct QueueState {
-    jobs: VecDeque<(Arc<Job>, Cursor)>,
+    lanes: Lanes,
+    /// Requests accepted and not finished.
+    requests: usize,
+    /// Threads that sleep until there is work.
+    idle: usize,
     closed: bool,
 }
 
@@ -50,10 +56,16 @@ impl ThreadsEngine {
     pub fn new(config: &EngineConfig) -> Result<Self, IoError> {
         let config = config.clamped();
         let queue = Arc::new(Queue {
-            state: Mutex::default(),
+            state: Mutex::new(QueueState {
+                lanes: Lanes::new(config.threads),
+                requests: 0,
+                idle: 0,
+                closed: false,
+            }),
             work: Condvar::new(),
             room: Condvar::new(),
-            requests_max: config.queue_depth,
+            requests_max: config.requests_max,
+            jobs: JobPool::default(),
         });
         let files = FileTable::new(config.direct);
         let mut engine = Self { files, block_bytes: config.block_bytes, queue, workers: Vec::new() };
@@ -68,15 +80,19 @@ impl ThreadsEngine {
         Ok(engine)
     }
 
-    fn enqueue(&self, started: Option<(Job, Cursor)>) {
-        let Some((job, cursor)) = started else { return };
+    fn enqueue(&self, job: Option<Arc<Job>>) {
+        let Some(job) = job else { return };
         let mut state = self.queue.lock();
-        while state.jobs.len() >= self.queue.requests_max {
+        while state.requests >= self.queue.requests_max {
             state = self.queue.room.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        state.jobs.push_back((Arc::new(job), cursor));
+        state.requests += 1;
+        state.lanes.admit(job);
+        let is_someone_idle = state.idle > 0;
         drop(state);
-        self.queue.work.notify_all();
+        if is_someone_idle {
+            self.queue.work.notify_all();
+        }
     }
 }
 
@@ -87,15 +103,19 @@ impl IoEngine for ThreadsEngine {
 
     serve_files!();
 
+    fn close(&self, file: FileId) -> Result<(), IoError> {
+        self.files.close(file)
+    }
+
     fn submit(&self, request: Request) -> Ticket {
         let (ticket, completer) = Ticket::new();
-        self.enqueue(Job::transfer(request, completer, &self.files, self.block_bytes));
+        self.enqueue(self.queue.jobs.transfer(request, completer, &self.files, self.block_bytes));
         ticket
     }
 
     fn sync(&self, file: FileId) -> Ticket {
         let (ticket, completer) = Ticket::new();
-        self.enqueue(Job::sync(file, completer, &self.files));
+        self.enqueue(self.queue.jobs.sync(file, completer, &self.files));
         ticket
     }
 }
@@ -118,32 +138,36 @@ impl Queue {
 
     fn run(&self, transfer_bytes_max: usize) {
         let mut bounce = IoBuf::empty();
-        while let Some((job, piece)) = self.next() {
-            let result = if job.is_failed() {
+        while let Some(Taken { lane, job, piece }) = self.next() {
+            let result = if job.is_over() {
                 Ok(())
             } else {
                 move_piece(&job, &piece, transfer_bytes_max, &mut bounce)
             };
-            job.finish_piece(result);
+            let is_last = self.jobs.finish_piece(job, result);
+            let mut state = self.lock();
+            state.lanes.done(lane);
+            if is_last {
+                state.requests -= 1;
+                drop(state);
+                self.room.notify_one();
+            }
         }
     }
 
     /// The next piece; `None` once the engine is closed and everything is taken.
-    fn next(&self) -> Option<(Arc<Job>, Piece)> {
+    fn next(&self) -> Option<Taken> {
         let mut state = self.lock();
         loop {
-            if let Some((job, cursor)) = state.jobs.front_mut() {
-                if let Some(piece) = job.next_piece(cursor) {
-                    return Some((Arc::clone(job), piece));
-                }
-                state.jobs.pop_front();
-                self.room.notify_one();
-                continue;
+            if let Some(taken) = state.lanes.take() {
+                return Some(taken);
             }
-            if state.closed {
+            if state.closed && state.lanes.is_empty() {
                 return None;
             }
+            state.idle += 1;
             state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.idle -= 1;
         }
     }
 }

@@ -291,7 +291,7 @@ impl World {
                 active.segments.iter().map(|_| Alignment::NONE).collect();
             let block_bytes = self.config.block_bytes.max(1);
             let next = |cursor: &mut Cursor| match active.kind {
-                Some(_) => cursor.next(&active.segments, &alignments, 0, block_bytes),
+                Some(_) => cursor.next(&active.segments, &alignments, |_| true, 0, block_bytes),
                 None => cursor.next_sync(),
             };
             let piece = next(&mut active.cursor).expect("a request leaves the list with its last piece");

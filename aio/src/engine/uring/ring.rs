@@ -1,0 +1,107 @@
+//! Setting a ring up with what this kernel has, and waiting on it.
+
+use io_uring::{IoUring, Probe, opcode};
+use std::io;
+
+/// How a ring is to be set up.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Wish {
+    /// Submissions that can wait to be entered.
+    pub entries: u32,
+    /// Completions that can wait to be reaped without the kernel keeping them aside.
+    pub completions: u32,
+    pub sq_poll: bool,
+    pub io_poll: bool,
+}
+
+/// How long SQPOLL's kernel thread spins before it sleeps, in milliseconds.
+const SQ_POLL_IDLE_MS: u32 = 50;
+
+/// A ring, and by the kernel's names what it was set up with.
+pub(super) fn set_up(wish: Wish) -> io::Result<(IoUring, Vec<&'static str>)> {
+    // The best first. Kernels refuse flags that they do not know with EINVAL: DEFER_TASKRUN came with 6.1,
+    // SINGLE_ISSUER with 6.0, COOP_TASKRUN with 5.19. SQPOLL may be forbidden to users before 5.11.
+    let attempts: &[&[&'static str]] = if wish.sq_poll {
+        &[&["sqpoll", "single_issuer"], &["sqpoll"]]
+    } else {
+        &[&["single_issuer", "defer_taskrun"], &["coop_taskrun"], &[]]
+    };
+    let mut last = io::Error::from_raw_os_error(libc::EINVAL);
+    for flags in attempts {
+        match build(wish, flags) {
+            Ok(ring) => {
+                check_operations(&ring)?;
+                return Ok((ring, flags.to_vec()));
+            }
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => last = e,
+            Err(e) => return Err(e),
+        }
+    }
+    Err(last)
+}
+
+fn build(wish: Wish, flags: &[&str]) -> io::Result<IoUring> {
+    let mut builder = IoUring::builder();
+    builder.setup_clamp().setup_cqsize(wish.completions.max(wish.entries));
+    if wish.io_poll {
+        builder.setup_iopoll();
+    }
+    for flag in flags {
+        match *flag {
+            "sqpoll" => builder.setup_sqpoll(SQ_POLL_IDLE_MS),
+            "single_issuer" => builder.setup_single_issuer(),
+            "defer_taskrun" => builder.setup_defer_taskrun(),
+            "coop_taskrun" => builder.setup_coop_taskrun(),
+            other => unreachable!("{other} is not among the attempts"),
+        };
+    }
+    builder.build(wish.entries)
+}
+
+fn check_operations(ring: &IoUring) -> io::Result<()> {
+    let mut probe = Probe::new();
+    ring.submitter().register_probe(&mut probe)?;
+    let needed = [
+        opcode::Read::CODE,
+        opcode::Write::CODE,
+        opcode::ReadFixed::CODE,
+        opcode::WriteFixed::CODE,
+        opcode::Fsync::CODE,
+    ];
+    if needed.iter().all(|&code| probe.is_supported(code)) {
+        Ok(())
+    } else {
+        Err(io::Error::from_raw_os_error(libc::ENOSYS))
+    }
+}
+
+/// `struct io_uring_getevents_arg` with the minimum wait that Linux 6.12 added (see `io_uring_enter(2)`).
+#[repr(C)]
+struct WaitArgument {
+    sigmask: u64,
+    sigmask_bytes: u32,
+    min_wait_us: u32,
+    timeout: u64,
+}
+
+const ENTER_GETEVENTS: u32 = 1;
+const ENTER_SQ_WAKEUP: u32 = 1 << 1;
+const ENTER_EXT_ARG: u32 = 1 << 3;
+
+/// Submits, and sleeps until `want` completions are there or, once `min_wait_us` is over, at least one.
+/// The kernel must have `IORING_FEAT_MIN_TIMEOUT`.
+pub(super) fn submit_and_gather(ring: &mut IoUring, want: u32, min_wait_us: u32) -> io::Result<()> {
+    let mut submissions = ring.submission();
+    submissions.sync();
+    let (to_submit, needs_wakeup) = (submissions.len(), submissions.need_wakeup());
+    drop(submissions);
+    let to_submit = u32::try_from(to_submit).map_err(io::Error::other)?;
+    let mut flags = ENTER_GETEVENTS | ENTER_EXT_ARG;
+    if needs_wakeup {
+        flags |= ENTER_SQ_WAKEUP;
+    }
+    let argument = WaitArgument { sigmask: 0, sigmask_bytes: 0, min_wait_us, timeout: 0 };
+    // SAFETY: the argument has the layout the flag promises and outlives the call; the entries that are submitted keep
+    // the promises made when they were pushed.
+    unsafe { ring.submitter().enter(to_submit, want, flags, Some(&argument)) }.map(drop)
+}
