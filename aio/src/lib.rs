@@ -25,6 +25,7 @@
 //! ```
 
 mod buf;
+mod completions;
 pub mod engine;
 mod error;
 pub mod layer;
@@ -33,6 +34,7 @@ mod random;
 mod ticket;
 
 pub use buf::{BUF_ALIGN, BufHome, IoBuf};
+pub use completions::CompletionQueue;
 pub use engine::{
     EngineFacts, FileFacts, FileId, IoEngine, OpKind, OpenMode, Registration, Request, Segment,
 };

@@ -12,12 +12,14 @@
 //! never nest. A *driver* is an engine without threads of its own: whoever waits for one of its tickets does its
 //! work, step by step.
 
+use crate::completions::Tags;
 use crate::{IoBuf, IoError, IoErrorKind};
 use smallvec::SmallVec;
 use std::fmt;
 use std::future::Future;
 use std::path::Path;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
@@ -41,11 +43,16 @@ pub trait Drive: Send + Sync {
     fn advance(&self) -> bool;
 }
 
-type Observer = Box<dyn FnOnce(&Result<IoBuf, IoError>) + Send>;
+/// Who learns of a result before the ticket's owner.
+enum Observer {
+    Call(Box<dyn FnOnce(&Result<IoBuf, IoError>) + Send>),
+    Report { tags: Arc<Tags>, tag: usize },
+}
 
 struct Shared {
     slot: Mutex<Slot>,
     done: Condvar,
+    is_cancelled: AtomicBool,
 }
 
 struct Slot {
@@ -54,7 +61,6 @@ struct Slot {
     halves: u8,
     /// A thread sleeps in `wait`: only then is there somebody to notify.
     is_waited_for: bool,
-    is_cancelled: bool,
     /// The buffer goes home as soon as the request is done, whether or not anybody waits.
     release_early: bool,
     observers: SmallVec<[Observer; 2]>,
@@ -79,8 +85,7 @@ impl Ticket {
     /// A ticket and the completer that resolves it.
     pub fn new() -> (Self, Completer) {
         let spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let shared =
-            spare.unwrap_or_else(|| Arc::new(Shared { slot: Mutex::new(Slot::new()), done: Condvar::new() }));
+        let shared = spare.unwrap_or_else(|| Arc::new(Shared::new()));
         (Self { shared: Some(Arc::clone(&shared)), driver: None }, Completer { shared: Some(shared) })
     }
 
@@ -120,17 +125,26 @@ impl Ticket {
     /// completion is delivered, or right here if that has happened. It runs even if the ticket is dropped. It must
     /// be short, must not panic, and must neither submit a request nor wait for one.
     pub fn observed(self, observer: impl FnOnce(&Result<IoBuf, IoError>) + Send + 'static) -> Self {
+        self.seen_by(Observer::Call(Box::new(observer)))
+    }
+
+    /// See [`CompletionQueue::track`](crate::CompletionQueue::track).
+    pub(crate) fn tracked(self, tags: Arc<Tags>, tag: usize) -> Self {
+        self.seen_by(Observer::Report { tags, tag })
+    }
+
+    fn seen_by(self, observer: Observer) -> Self {
         let mut slot = self.shared().lock();
         match std::mem::replace(&mut slot.state, State::Taken) {
             State::Done(result) => {
                 // The completer is spent and the ticket is ours: nobody else can look at the slot meanwhile.
                 drop(slot);
-                observer(&result);
+                observer.see(&result);
                 self.shared().lock().state = State::Done(result);
             }
             pending => {
                 slot.state = pending;
-                slot.observers.push(Box::new(observer));
+                slot.observers.push(observer);
                 drop(slot);
             }
         }
@@ -142,7 +156,7 @@ impl Ticket {
     /// that is wholly under way or done is not affected. Either way the ticket resolves, and the buffer stays with the
     /// engine until then.
     pub fn cancel(&self) {
-        self.shared().lock().is_cancelled = true;
+        self.shared().is_cancelled.store(true, Ordering::Release);
     }
 
     fn shared(&self) -> &Shared {
@@ -245,7 +259,7 @@ impl Completer {
 
     /// Whether the ticket's owner has asked for an early end.
     pub fn is_cancelled(&self) -> bool {
-        self.shared.as_ref().is_some_and(|shared| shared.lock().is_cancelled)
+        self.shared.as_ref().is_some_and(|shared| shared.is_cancelled.load(Ordering::Acquire))
     }
 }
 
@@ -261,6 +275,11 @@ impl Drop for Completer {
 }
 
 impl Shared {
+    fn new() -> Self {
+        let is_cancelled = AtomicBool::new(false);
+        Self { slot: Mutex::new(Slot::new()), done: Condvar::new(), is_cancelled }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Slot> {
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -270,13 +289,21 @@ impl Shared {
     }
 }
 
+impl Observer {
+    fn see(self, result: &Result<IoBuf, IoError>) {
+        match self {
+            Self::Call(call) => call(result),
+            Self::Report { tags, tag } => tags.report(tag),
+        }
+    }
+}
+
 impl Slot {
     fn new() -> Self {
         Self {
             state: State::Pending(None),
             halves: 2,
             is_waited_for: false,
-            is_cancelled: false,
             release_early: false,
             observers: SmallVec::new(),
         }
@@ -296,6 +323,7 @@ impl Slot {
 
 /// Takes back a slot that nobody will touch again. (The other half may still be about to drop its reference.)
 fn keep_spare(shared: Arc<Shared>) {
+    shared.is_cancelled.store(false, Ordering::Release);
     let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
     if spare.len() < SPARE_MAX {
         spare.push(shared);
@@ -309,7 +337,7 @@ fn resolve(shared: Arc<Shared>, result: Result<IoBuf, IoError>) {
         let observers = std::mem::take(&mut slot.observers);
         drop(slot);
         for observer in observers {
-            observer(&result);
+            observer.see(&result);
         }
         slot = shared.lock();
     }
@@ -360,7 +388,7 @@ impl fmt::Debug for Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
 
     fn failure() -> IoError {
         IoError::new(IoErrorKind::Device, "reading", Path::new("x"), 0, 0, "made".to_owned())

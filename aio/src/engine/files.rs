@@ -6,7 +6,6 @@
 
 use super::{FileFacts, FileId, OpenMode, split::Alignment};
 use crate::{IoError, IoErrorKind};
-use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -30,9 +29,14 @@ pub(crate) struct FileTable {
 
 #[derive(Debug, Default)]
 struct Slots {
-    open: HashMap<FileId, Arc<OpenFile>>,
-    /// Ids are never used twice, so a stale id is an error and not another file.
-    next_id: u32,
+    /// By id. Ids are never used twice, so a stale id is an error and not another file.
+    files: Vec<Option<Arc<OpenFile>>>,
+}
+
+impl Slots {
+    fn get(&self, id: FileId) -> Option<&Arc<OpenFile>> {
+        self.files.get(id.0 as usize)?.as_ref()
+    }
 }
 
 /// One open file. Requests share it; the last one to let go closes it.
@@ -72,16 +76,21 @@ impl FileTable {
     pub fn open(&self, path: &Path, mode: OpenMode) -> Result<FileId, IoError> {
         let mut file = OpenFile::open(path, mode, self.direct)?;
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
-        let id = FileId(slots.next_id);
-        slots.next_id += 1;
-        file.id = id;
-        slots.open.insert(id, Arc::new(file));
+        let too_many = |_| {
+            let detail = "more files were opened than ids can tell apart".to_owned();
+            IoError::new(IoErrorKind::Other, "opening", path, 0, 0, detail)
+        };
+        file.id = FileId(u32::try_from(slots.files.len()).map_err(too_many)?);
+        let id = file.id;
+        slots.files.push(Some(Arc::new(file)));
         Ok(id)
     }
 
     /// Closes a file once the requests that use it are done.
     pub fn close(&self, id: FileId) -> Result<(), IoError> {
-        let file = self.slots.write().unwrap_or_else(PoisonError::into_inner).open.remove(&id);
+        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
+        let file = slots.files.get_mut(id.0 as usize).and_then(Option::take);
+        drop(slots);
         let file = file.ok_or_else(|| unknown("closing", id))?;
         let end = Arc::clone(&file.end.0);
         drop(file);
@@ -96,13 +105,13 @@ impl FileTable {
     /// Looks a file up; it stays open while the caller holds it.
     pub fn acquire(&self, doing: &'static str, id: FileId) -> Result<FileUse, IoError> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
-        slots.open.get(&id).cloned().ok_or_else(|| unknown(doing, id))
+        slots.get(id).cloned().ok_or_else(|| unknown(doing, id))
     }
 
     /// See [`IoEngine::path`](super::IoEngine::path).
     pub fn path(&self, id: FileId) -> Option<PathBuf> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
-        slots.open.get(&id).map(|file| file.path.clone())
+        slots.get(id).map(|file| file.path.clone())
     }
 
     /// The file's length in bytes.
@@ -156,7 +165,7 @@ impl FileTable {
     /// Removes a file that is not open here. The removal is durable when it returns.
     pub fn remove(&self, path: &Path) -> Result<(), IoError> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
-        if slots.open.values().any(|file| file.path == path) {
+        if slots.files.iter().flatten().any(|file| file.path == path) {
             return Err(still_open(path));
         }
         std::fs::remove_file(path)

@@ -34,6 +34,9 @@ use std::time::Instant;
 /// `user_data` of the eventfd's read; slots count from zero.
 const WAKE: u64 = u64::MAX;
 
+/// Entries that go to the kernel at once, so that the drive works on the first while the next are prepared.
+const SUBMIT_BATCH: usize = 4;
+
 /// Gathering waits for this share of what is in flight.
 const GATHER_SHARE: usize = 8;
 
@@ -288,13 +291,19 @@ impl Driver {
     }
 
     fn submit_pending(&mut self) {
-        while let Some(slot) = self.pending.pop() {
+        let mut pending = std::mem::take(&mut self.pending);
+        for (index, slot) in pending.drain(..).enumerate() {
+            if index > 0 && index % SUBMIT_BATCH == 0 {
+                // Should it fail, so does the `enter` that follows, which tells.
+                let _ = self.main.submit();
+            }
             let op = self.slots[slot].as_mut().expect("a pending slot holds its operation");
             let port = if op.is_polled { self.polled.as_mut() } else { None }.unwrap_or(&mut self.main);
             let entry = op.entry(port).user_data(slot as u64);
             // SAFETY: the slot keeps descriptor and memory alive until the completion.
             unsafe { port.push(&entry) };
         }
+        self.pending = pending;
     }
 
     fn arm_wake(&mut self) {

@@ -1,0 +1,142 @@
+//! Which of many requests are done, in the order in which they finish.
+
+use crate::Ticket;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// Collects the completions of many tickets, for a loop that keeps a window of requests in flight.
+///
+/// Tracking a ticket allocates nothing, and a thread that waits for several completions is woken once.
+///
+/// ```
+/// use terrace_aio::engine::{EngineConfig, open_default};
+/// use terrace_aio::{CompletionQueue, IoBuf, OpenMode, Request};
+///
+/// let engine = open_default(&EngineConfig::default())?;
+/// let path = std::env::temp_dir().join(format!("terrace-aio-queue-{}", std::process::id()));
+/// let file = engine.open(&path, OpenMode::CreateNew { len: 1 << 20 })?;
+/// let queue = CompletionQueue::new(4);
+/// let read = |tag| engine.submit(Request::read(file, tag as u64 * 4096, IoBuf::zeroed(4096)));
+/// let mut tickets: Vec<_> = (0..4).map(|tag| Some(queue.track(read(tag), tag))).collect();
+/// let mut done = Vec::new();
+/// queue.wait(4, &mut done);
+/// for tag in done {
+///     let ticket = tickets[tag].take().expect("each tag comes once");
+///     assert_eq!(ticket.wait()?.len(), 4096);
+/// }
+/// engine.close(file)?;
+/// engine.remove(&path)?;
+/// # Ok::<(), terrace_aio::IoError>(())
+/// ```
+#[derive(Debug)]
+pub struct CompletionQueue {
+    shared: Arc<Tags>,
+}
+
+/// The part that tickets hold on to.
+#[derive(Debug)]
+pub(crate) struct Tags {
+    state: Mutex<State>,
+    enough: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    done: Vec<usize>,
+    /// A thread sleeps until this many are done; 0 when none does.
+    wanted: usize,
+}
+
+impl CompletionQueue {
+    /// A queue with room for `capacity` completions that were not taken yet; more make it grow.
+    pub fn new(capacity: usize) -> Self {
+        let state = State { done: Vec::with_capacity(capacity), wanted: 0 };
+        Self { shared: Arc::new(Tags { state: Mutex::new(state), enough: Condvar::new() }) }
+    }
+
+    /// The same ticket; its completion is reported here as `tag`, also if the ticket is dropped. When the tag
+    /// is reported, [`Ticket::wait`] does not block for long.
+    pub fn track(&self, ticket: Ticket, tag: usize) -> Ticket {
+        ticket.tracked(Arc::clone(&self.shared), tag)
+    }
+
+    /// Appends the tags of what is done to `done`, after waiting until there are at least `at_least`. One thread waits at
+    /// a time. Tickets that nobody's thread moves (the simulation's) are to be waited for themselves.
+    pub fn wait(&self, at_least: usize, done: &mut Vec<usize>) {
+        let mut state = self.shared.lock();
+        while state.done.len() < at_least {
+            state.wanted = at_least;
+            state = self.shared.enough.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.wanted = 0;
+        done.append(&mut state.done);
+    }
+}
+
+impl Tags {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn report(&self, tag: usize) {
+        let mut state = self.lock();
+        state.done.push(tag);
+        let is_enough = state.wanted > 0 && state.done.len() >= state.wanted;
+        if is_enough {
+            state.wanted = 0;
+        }
+        drop(state);
+        if is_enough {
+            self.enough.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::IoBuf;
+
+    #[test]
+    fn tags_come_in_the_order_of_completion() {
+        let queue = CompletionQueue::new(2);
+        let (first, completes_first) = Ticket::new();
+        let (second, completes_second) = Ticket::new();
+        let (first, second) = (queue.track(first, 1), queue.track(second, 2));
+        completes_second.complete(Ok(IoBuf::empty()));
+        completes_first.complete(Ok(IoBuf::empty()));
+        let mut done = Vec::new();
+        queue.wait(1, &mut done);
+        assert_eq!(done, [2, 1]);
+        assert!(first.is_done() && second.is_done());
+    }
+
+    #[test]
+    fn a_finished_ticket_is_reported_at_once_and_a_dropped_one_too() {
+        let queue = CompletionQueue::new(2);
+        drop(queue.track(Ticket::ready(Ok(IoBuf::empty())), 7));
+        let (dropped, completer) = Ticket::new();
+        drop(queue.track(dropped, 8));
+        drop(completer);
+        let mut done = Vec::new();
+        queue.wait(2, &mut done);
+        assert_eq!(done, [7, 8]);
+    }
+
+    #[test]
+    fn waiting_ends_when_enough_are_done() {
+        let queue = CompletionQueue::new(2);
+        let completers: Vec<_> = (0..3)
+            .map(|tag| {
+                let (ticket, completer) = Ticket::new();
+                drop(queue.track(ticket, tag));
+                completer
+            })
+            .collect();
+        let finisher = std::thread::spawn(move || drop(completers));
+        let mut done = Vec::new();
+        queue.wait(3, &mut done);
+        finisher.join().unwrap();
+        done.sort_unstable();
+        assert_eq!(done, [0, 1, 2]);
+    }
+}
