@@ -43,9 +43,11 @@ pub trait Drive: Send + Sync {
     fn advance(&self) -> bool;
 }
 
+type Call = Box<dyn FnOnce(&Result<IoBuf, IoError>) + Send>;
+
 /// Who learns of a result before the ticket's owner.
 enum Observer {
-    Call(Box<dyn FnOnce(&Result<IoBuf, IoError>) + Send>),
+    Call(Call),
     Report { tags: Arc<Tags>, tag: usize },
 }
 

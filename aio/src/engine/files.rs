@@ -162,6 +162,14 @@ impl FileTable {
         }
     }
 
+    /// Makes a file look as if it were on another device.
+    #[cfg(test)]
+    pub fn pretend_device(&self, id: FileId, device: u64) {
+        let mut slots = self.slots.write().unwrap();
+        let file = slots.files[id.0 as usize].as_mut().unwrap();
+        Arc::get_mut(file).unwrap().device = device;
+    }
+
     /// Removes a file that is not open here. The removal is durable when it returns.
     pub fn remove(&self, path: &Path) -> Result<(), IoError> {
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);

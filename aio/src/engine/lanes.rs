@@ -49,12 +49,12 @@ impl Lanes {
     }
 
     /// Enqueues a request on every device that it touches.
-    pub fn admit(&mut self, job: Arc<Job>) {
+    pub fn admit(&mut self, job: &Arc<Job>) {
         let devices = job.devices();
         for &device in &devices {
             let mut cursor = Cursor::on(device);
             let Some(next) = job.next_piece(&mut cursor) else { continue };
-            let waiting = Waiting { job: Arc::clone(&job), cursor, next };
+            let waiting = Waiting { job: Arc::clone(job), cursor, next };
             self.lane(device).queue.push_back(waiting);
         }
     }
@@ -75,7 +75,7 @@ impl Lanes {
             .lanes
             .iter_mut()
             .enumerate()
-            .filter(|(_, lane)| ready(&lane))
+            .filter(|(_, lane)| ready(lane))
             .min_by_key(|(_, l)| l.in_flight)?;
         lane.in_flight += 1;
         self.in_flight += 1;
@@ -115,5 +115,107 @@ impl Lanes {
     pub fn busy_are_full(&self) -> bool {
         self.in_flight > 0
             && self.lanes.iter().all(|lane| lane.in_flight == 0 || lane.in_flight >= self.depth)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::files::FileTable;
+    use super::super::job::JobPool;
+    use super::super::{FileId, OpKind, OpenMode, Request, Segment};
+    use super::*;
+    use crate::{IoBuf, Ticket};
+
+    const BLOCK: usize = 4096;
+
+    struct Rig {
+        table: FileTable,
+        jobs: JobPool,
+        files: Vec<FileId>,
+        _dir: tempfile::TempDir,
+    }
+
+    /// Files on as many devices, numbered from zero.
+    fn rig(devices: u64) -> Rig {
+        let dir = tempfile::tempdir().unwrap();
+        let table = FileTable::new(false);
+        let open = |device| {
+            let path = dir.path().join(format!("{device}"));
+            let file = table.open(&path, OpenMode::CreateNew { len: 100 * BLOCK as u64 }).unwrap();
+            table.pretend_device(file, device);
+            file
+        };
+        let files = (0..devices).map(open).collect();
+        Rig { table, jobs: JobPool::default(), files, _dir: dir }
+    }
+
+    impl Rig {
+        /// A read of `blocks` blocks from each of some files.
+        fn job(&self, files: &[usize], blocks: usize) -> (Arc<Job>, Ticket) {
+            let part = |(index, &file): (usize, &usize)| Segment {
+                file: self.files[file],
+                offset: 0,
+                start: index * blocks * BLOCK,
+                len: blocks * BLOCK,
+            };
+            let segments = files.iter().enumerate().map(part).collect();
+            let buf = IoBuf::zeroed(files.len() * blocks * BLOCK);
+            let (ticket, completer) = Ticket::new();
+            let request = Request { kind: OpKind::Read, buf, segments };
+            (self.jobs.transfer(request, completer, &self.table, BLOCK).unwrap(), ticket)
+        }
+    }
+
+    #[test]
+    fn a_slow_device_fills_its_own_queue_only() {
+        let rig = rig(2);
+        let mut lanes = Lanes::new(3);
+        let ((slow, slow_ticket), (fast, fast_ticket)) = (rig.job(&[0], 50), rig.job(&[1], 20));
+        lanes.admit(&slow);
+        let mut stuck = Vec::new();
+        while let Some(taken) = lanes.take() {
+            stuck.push(taken);
+        }
+        assert_eq!((stuck.len(), lanes.in_flight()), (3, 3));
+        assert!(lanes.is_full() && lanes.busy_are_full());
+        // Nothing of the slow device ever ends, and the fast one is served to the end.
+        lanes.admit(&fast);
+        drop(fast);
+        for _ in 0..20 {
+            let taken = lanes.take().expect("the fast device has room");
+            assert_eq!(taken.job.file(&taken.piece).device, 1);
+            lanes.done(taken.lane);
+            rig.jobs.finish_piece(taken.job, Ok(()));
+        }
+        assert!(lanes.take().is_none() && !lanes.is_empty());
+        assert_eq!(fast_ticket.wait().unwrap().len(), 20 * BLOCK);
+        assert!(!slow_ticket.is_done());
+    }
+
+    #[test]
+    fn one_request_keeps_every_device_busy() {
+        let rig = rig(3);
+        let mut lanes = Lanes::new(2);
+        let (job, ticket) = rig.job(&[0, 1, 2], 4);
+        lanes.admit(&job);
+        drop(job);
+        let first: Vec<Taken> = std::iter::from_fn(|| lanes.take()).collect();
+        let mut devices: Vec<u64> = first.iter().map(|t| t.job.file(&t.piece).device).collect();
+        // The least busy device is next, so the first three pieces go to three devices.
+        devices[..3].sort_unstable();
+        assert_eq!(devices[..3], [0, 1, 2]);
+        assert_eq!(devices.len(), 6);
+        let mut starts = Vec::new();
+        let mut waiting = first;
+        while let Some(taken) = waiting.pop() {
+            starts.push(taken.piece.start);
+            lanes.done(taken.lane);
+            rig.jobs.finish_piece(taken.job, Ok(()));
+            waiting.extend(lanes.take());
+        }
+        starts.sort_unstable();
+        assert!(starts.into_iter().eq((0..12).map(|index| index * BLOCK)), "every block once");
+        assert!(lanes.is_empty() && lanes.in_flight() == 0);
+        ticket.wait().unwrap();
     }
 }

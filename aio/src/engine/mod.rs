@@ -14,6 +14,7 @@ mod job;
 mod lanes;
 mod progress;
 mod sim;
+mod slice;
 mod split;
 mod threads;
 mod uring;

@@ -10,6 +10,7 @@ use super::files::{FileTable, serve_files};
 use super::job::{Job, JobPool};
 use super::lanes::{Lanes, Taken};
 use super::progress::{Failure, Progress, Step};
+use super::slice::ask_for_short_slices;
 use super::split::{Piece, Route};
 use super::{FileId, IoEngine, OpKind, Request};
 use crate::{IoBuf, IoError, Ticket};
@@ -87,7 +88,7 @@ impl ThreadsEngine {
             state = self.queue.room.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.requests += 1;
-        state.lanes.admit(job);
+        state.lanes.admit(&job);
         let is_someone_idle = state.idle > 0;
         drop(state);
         if is_someone_idle {
@@ -137,6 +138,7 @@ impl Queue {
     }
 
     fn run(&self, transfer_bytes_max: usize) {
+        ask_for_short_slices();
         let mut bounce = IoBuf::empty();
         while let Some(Taken { lane, job, piece }) = self.next() {
             let result = if job.is_over() {

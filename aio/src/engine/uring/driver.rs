@@ -18,6 +18,7 @@ use super::super::config::{EngineConfig, QUEUE_DEPTH_MAX};
 use super::super::job::{Job, JobPool};
 use super::super::lanes::{Lanes, Taken};
 use super::super::progress::{Failure, Progress, Step, from_kernel};
+use super::super::slice::ask_for_short_slices;
 use super::super::split::{Piece, Route};
 use super::port::Port;
 use super::ring::Wish;
@@ -143,6 +144,7 @@ impl Driver {
 
     /// Moves requests until the channel is closed and everything is done.
     pub fn run(mut self) {
+        ask_for_short_slices();
         loop {
             self.carry_out_orders();
             self.fill_slots();
@@ -222,7 +224,7 @@ impl Driver {
                     // What was ordered before the request was sent is carried out before it starts.
                     self.carry_out_orders();
                     self.requests += 1;
-                    self.lanes.admit(job);
+                    self.lanes.admit(&job);
                 }
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => self.inbox_is_closed = true,
