@@ -357,7 +357,9 @@ impl Driver {
         let polling = &mut self.polling[op.lane];
         if *polling == Polling::Tried {
             *polling = if result >= 0 { Polling::Works } else { Polling::Fails };
-            if result < 0 {
+            if result >= 0 {
+                self.publish_facts();
+            } else {
                 let path = op.job.file(&op.piece).path.display();
                 let error = io::Error::from_raw_os_error(-result);
                 self.main.note(format!("polled completions on {path}: {error}"));
@@ -384,8 +386,8 @@ impl Driver {
     fn publish_facts(&mut self) {
         let mut facts = self.link.facts();
         facts.features = self.main.features();
-        if self.polled.is_some() {
-            facts.features.push("iopoll where it works");
+        if self.polling.contains(&Polling::Works) {
+            facts.features.push("iopoll");
         }
         facts.registered_bytes = self.main.registered_bytes();
         for refusal in self.main.take_news() {
