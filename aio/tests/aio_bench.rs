@@ -1,0 +1,1 @@
+//! The tool `aio-bench`, driven as its users drive it.
