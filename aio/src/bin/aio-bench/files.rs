@@ -131,7 +131,12 @@ impl FilePlan {
 impl DataFile {
     /// The path through which engines open this file, whether or not it still has a name.
     pub fn open_path(&self) -> PathBuf {
-        PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd()))
+        PathBuf::from(format!("/proc/self/fd/{}", self.descriptor()))
+    }
+
+    /// The number of the open descriptor, through which other processes of this user reach the file.
+    pub fn descriptor(&self) -> i32 {
+        self.file.as_raw_fd()
     }
 
     /// Whether the file stays.

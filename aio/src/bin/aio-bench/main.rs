@@ -4,10 +4,12 @@
 //! runs fio beside it. All of them make their files in [`files`], put a load on them in [`load`] and say what the
 //! figures mean in [`diagnosis`].
 
+mod compare;
 mod cpu;
 mod diagnosis;
 mod failure;
 mod files;
+mod fio;
 mod histogram;
 mod html;
 mod interrupt;
@@ -22,11 +24,13 @@ mod report;
 mod run;
 mod space;
 mod sustained;
+mod sweep;
+mod tune;
 mod units;
 
 use clap::Parser;
 use interrupt::Interrupt;
-use options::Cli;
+use options::{Cli, Command};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -34,7 +38,9 @@ fn main() -> ExitCode {
     let interrupt = Interrupt::listen();
     let outcome = match &cli.command {
         None => run::run(&cli.run, interrupt),
-        Some(_) => Ok(0),
+        Some(Command::Sweep(options)) => sweep::run(options, interrupt),
+        Some(Command::Tune(options)) => tune::run(options, interrupt),
+        Some(Command::Compare(options)) => compare::run(options, interrupt),
     };
     match outcome {
         Ok(code) => ExitCode::from(code),

@@ -7,6 +7,7 @@ use crate::measure::Measured;
 use crate::units;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 /// Everything a run has to say.
@@ -109,6 +110,12 @@ impl Report {
         }
         text
     }
+}
+
+/// Prints; a reader that went away is no error.
+pub fn print(text: &str) {
+    let mut stdout = std::io::stdout().lock();
+    let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
 }
 
 /// Writes a report's file, naming it when that fails.
@@ -267,7 +274,8 @@ fn mismatch_json(mismatch: &Mismatch) -> Value {
     json!({ "file": mismatch.path, "offset": mismatch.offset })
 }
 
-fn csv_result(result: &Measured) -> String {
+/// One result's row.
+pub fn csv_result(result: &Measured) -> String {
     let (settings, latency) = (&result.settings, result.latency());
     let us = |ns: u64| format!("{:.1}", ns as f64 / 1e3);
     let mut cells = vec![

@@ -171,9 +171,9 @@ impl Report {
 
 fn publish(options: &Run, report: &Report) -> Result<(), Failure> {
     if options.output.json {
-        println!("{:#}", report.json());
+        report::print(&format!("{:#}\n", report.json()));
     } else {
-        print!("{}", report.text());
+        report::print(&report.text());
     }
     if let Some(path) = &options.output.csv {
         report::write_file(path, &report.csv())?;
