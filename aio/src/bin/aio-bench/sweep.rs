@@ -126,10 +126,13 @@ impl Grid {
         let (block, depth) = (best.settings.block_bytes, best.settings.queue_depth);
         // A variant that needs a shallower queue starts one step lower; what lies below is dominated.
         let from = self.depths.iter().position(|d| *d >= depth).unwrap_or(0).saturating_sub(1);
-        for variant in &self.variants[1..] {
+        // Where nothing can be registered, asking for it or not is the same.
+        let registers = points.all.iter().any(|point| point.is_registered);
+        for variant in self.variants[1..].iter().filter(|variant| variant.register || registers) {
             self.climb(variant, block, &self.depths[from..], (direction, &mut *files), points, meter)?;
-            points.skipped += (self.blocks.len() - 1) * self.depths.len() + from;
         }
+        let tried = points.all.iter().filter(|point| point.workload.direction == direction).count();
+        points.skipped += self.variants.len() * self.blocks.len() * self.depths.len() - tried;
         Ok(())
     }
 
@@ -143,14 +146,10 @@ impl Grid {
         meter: &mut Meter,
     ) -> Result<(), Failure> {
         let mut climb = Climb::default();
-        for (index, depth) in depths.iter().enumerate() {
+        for depth in depths {
             let settings = Settings { block_bytes: block, queue_depth: *depth, ..variant.clone() };
             let too_deep = files.iter().any(|file| file.data_bytes / block < *depth as u64);
-            if meter.interrupt.requested() {
-                return Ok(());
-            }
-            if too_deep {
-                points.skipped += depths.len() - index;
+            if meter.interrupt.requested() || too_deep {
                 return Ok(());
             }
             let measured = self.measure(&settings, direction, files, meter)?;
@@ -160,7 +159,6 @@ impl Grid {
             let goes_on = climb.goes_on(measured.gigabytes_per_second());
             points.all.push(measured);
             if !goes_on {
-                points.skipped += depths.len() - index - 1;
                 return Ok(());
             }
         }
@@ -222,7 +220,10 @@ impl Points {
                 );
             }
         }
-        text += &format!("{} points left out because they could not win\n", self.skipped);
+        text += &format!(
+            "{} points of the grid left out because they could not win or did not fit\n",
+            self.skipped
+        );
         self.notes.iter().for_each(|note| text += &format!("note: {note}\n"));
         text
     }
