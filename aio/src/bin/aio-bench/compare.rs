@@ -32,8 +32,11 @@ pub struct Comparison {
     settings: Value,
 }
 
-/// The figures, with how they are shown.
-const COLUMNS: [(&str, fn(&Figures) -> f64); 4] = [
+/// One of the figures.
+type Figure = fn(&Figures) -> f64;
+
+/// The figures, with their names.
+const COLUMNS: [(&str, Figure); 4] = [
     ("gigabytes_per_second", |f| f.gigabytes_per_second),
     ("iops", |f| f.iops),
     ("latency_us_p99", |f| f.latency_us_p99),
@@ -205,7 +208,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 impl Pairs {
     /// Median of ours and of fio's.
-    pub fn medians(&self, figure: fn(&Figures) -> f64) -> [f64; 2] {
+    pub fn medians(&self, figure: Figure) -> [f64; 2] {
         [0, 1].map(|who| median(self.pairs.iter().map(|pair| figure(&pair[who])).collect()))
     }
 
@@ -251,9 +254,8 @@ impl Pairs {
         };
         let pair = |pair: &[Figures; 2]| json!({ "aio_bench": object(&pair[0]), "fio": object(&pair[1]) });
         let medians = |who: usize| {
-            let median = |(name, figure): &(&str, fn(&Figures) -> f64)| {
-                ((*name).to_owned(), json!(self.medians(*figure)[who]))
-            };
+            let median =
+                |(name, figure): &(&str, Figure)| ((*name).to_owned(), json!(self.medians(*figure)[who]));
             COLUMNS.iter().map(median).collect::<serde_json::Map<_, _>>()
         };
         let ratios =

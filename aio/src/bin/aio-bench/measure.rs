@@ -238,7 +238,7 @@ fn pass(
 ) -> Result<Measured, Failure> {
     let settings = Settings {
         engine: EngineChoice::Auto,
-        block_bytes: block_for(files.iter().map(|file| file.data_bytes)),
+        block_bytes: block_for(files),
         queue_depth: FILL_DEPTH,
         rings: 1,
         threads: None,
@@ -253,9 +253,9 @@ fn pass(
 }
 
 /// The largest block up to 1 MiB that divides every length.
-fn block_for(lengths: impl Iterator<Item = u64> + Clone) -> u64 {
+fn block_for(files: &[DataFile]) -> u64 {
     let mut block = 1 << 20;
-    while block > PAGE_BYTES as u64 && !lengths.clone().all(|len| len.is_multiple_of(block)) {
+    while block > PAGE_BYTES as u64 && !files.iter().all(|file| file.data_bytes.is_multiple_of(block)) {
         block /= 2;
     }
     block
