@@ -374,3 +374,16 @@ fn comparing_with_fio_pairs_the_figures() {
     assert!((ratio - of("aio_bench") / of("fio")).abs() < 1e-9);
     assert!(names(dir.path()).is_empty());
 }
+
+#[test]
+fn output_that_cannot_be_written_is_said() {
+    let dir = TempDir::new().unwrap();
+    let message = refusal(&short(dir.path(), &["--read", "--csv", "/nonexistent-folder/x.csv"]), 2);
+    assert!(message.contains("x.csv"), "{message}");
+    let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aio-bench"));
+    command
+        .args(["--read", "--file-size", "4MiB", "--seconds", "0.05", "--reserve", "0", "--dir"])
+        .arg(dir.path());
+    assert!(refusal(&command.stdout(full).output().unwrap(), 1).contains("standard output"));
+}

@@ -30,6 +30,7 @@ pub struct Comparison {
     pub directions: Vec<Pairs>,
     pub notes: Vec<String>,
     settings: Value,
+    interrupted: bool,
 }
 
 /// One of the figures.
@@ -65,7 +66,7 @@ pub fn run(options: &Compare, interrupt: Interrupt) -> Result<u8, Failure> {
         Ok(fio) => fio,
         Err(failure) => {
             if options.output.json {
-                report::print(&format!("{:#}\n", json!({ "skipped": failure.to_string() })));
+                report::print(&format!("{:#}\n", json!({ "skipped": failure.to_string() })))?;
             }
             return Err(failure);
         }
@@ -80,13 +81,14 @@ pub fn run(options: &Compare, interrupt: Interrupt) -> Result<u8, Failure> {
     let outcome = bench.compare(&mut comparison);
     let finished = outcome.and_then(|()| run::finish(&mut bench.ours, &bench.settings, &mut bench.meter));
     bench.meter.clear();
+    comparison.interrupted = bench.meter.interrupt.requested();
     publish(options, &comparison)?;
     finished.map(|()| if bench.meter.interrupt.requested() { 130 } else { 0 })
 }
 
 impl Bench<'_> {
     fn compare(&mut self, comparison: &mut Comparison) -> Result<(), Failure> {
-        self.meter.start("writing the files", 0.0);
+        self.meter.start_pass("writing the files");
         let buffered = !self.settings.direct;
         measure::stamp(&mut self.ours, buffered, &mut self.meter)?;
         measure::stamp(&mut self.theirs, buffered, &mut self.meter)?;
@@ -143,7 +145,7 @@ impl Bench<'_> {
         session.measure(&mut self.ours, workload, Timing::of(warm_up, seconds), &mut self.meter)
     }
 
-    fn run_fio(&self, direction: Direction) -> Result<Option<Figures>, Failure> {
+    fn run_fio(&mut self, direction: Direction) -> Result<Option<Figures>, Failure> {
         let (seconds, warm_up) = self.options.load.times(5.0);
         self.meter.start(&format!("{} fio", direction.name()), seconds);
         let blocks = self.ours.iter().map(|file| file.data_bytes / self.settings.block_bytes).min();
@@ -280,6 +282,9 @@ impl Comparison {
         let mut rows = vec![["", "GB/s", "IOPS", "p99 us", "CPU s/GB"].map(str::to_owned).to_vec()];
         rows.extend(self.measured().flat_map(Pairs::rows));
         let mut text = report::table(&rows);
+        if self.interrupted {
+            text += "interrupted: these are the pairs that were complete\n";
+        }
         text += "ratio: aio-bench / fio of the medians; above 1 is better for GB/s and IOPS, below 1 for p99 and CPU\n";
         self.notes.iter().for_each(|note| text += &format!("note: {note}\n"));
         text
@@ -289,6 +294,7 @@ impl Comparison {
         json!({
             "settings": self.settings,
             "directions": self.measured().map(Pairs::json).collect::<Vec<_>>(),
+            "interrupted": self.interrupted,
             "notes": self.notes,
         })
     }
@@ -316,9 +322,9 @@ impl Comparison {
 
 fn publish(options: &Compare, comparison: &Comparison) -> Result<(), Failure> {
     if options.output.json {
-        report::print(&format!("{:#}\n", comparison.json()));
+        report::print(&format!("{:#}\n", comparison.json()))?;
     } else {
-        report::print(&comparison.text());
+        report::print(&comparison.text())?;
     }
     if let Some(path) = &options.output.csv {
         report::write_file(path, &comparison.csv())?;

@@ -10,7 +10,10 @@ use std::io::Read;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// How long fio may take to end its jobs.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What both programs report.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -115,6 +118,14 @@ pub fn run(fio: &PathBuf, arguments: &[String], interrupt: &Interrupt) -> Result
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .process_group(0);
+    // SAFETY: between fork and exec only one system call is made, which touches no memory.
+    unsafe {
+        command.pre_exec(|| {
+            // Should we be killed, fio is to end too.
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
+            Ok(())
+        });
+    }
     let mut child = command.spawn().map_err(|e| Failure::io("starting", fio, &e))?;
     let output = reader(child.stdout.take());
     let errors = reader(child.stderr.take());
@@ -132,13 +143,21 @@ pub fn run(fio: &PathBuf, arguments: &[String], interrupt: &Interrupt) -> Result
 }
 
 fn wait(child: &mut Child, interrupt: &Interrupt) -> std::io::Result<std::process::ExitStatus> {
+    let mut asked: Option<Instant> = None;
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(status);
         }
         if interrupt.requested() {
-            child.kill()?;
-            return child.wait();
+            let asked = asked.get_or_insert_with(|| {
+                // Its jobs are processes of their own that only fio itself ends.
+                // SAFETY: a system call on a child that is not waited for yet.
+                unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGTERM) };
+                Instant::now()
+            });
+            if asked.elapsed() > PATIENCE {
+                child.kill()?;
+            }
         }
         std::thread::sleep(Duration::from_millis(20));
     }

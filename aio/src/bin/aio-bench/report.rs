@@ -113,9 +113,14 @@ impl Report {
 }
 
 /// Prints; a reader that went away is no error.
-pub fn print(text: &str) {
+pub fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = std::io::stdout().lock();
-    let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(Failure::io("writing to", Path::new("standard output"), &e))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Writes a report's file, naming it when that fails.

@@ -54,7 +54,7 @@ fn measure_all(
     report: &mut Report,
     meter: &mut Meter,
 ) -> Result<(), Failure> {
-    meter.start("writing the files", 0.0);
+    meter.start_pass("writing the files");
     measure::stamp(files, !settings.direct, meter)?;
     let session = Session::open(settings, files)?;
     report.notes.extend(notes(&session, files));
@@ -74,7 +74,7 @@ fn measure_all(
             report.results.push(measured);
         }
         if options.validate && direction.writes() && !meter.interrupt.requested() {
-            meter.start("reading back", 0.0);
+            meter.start_pass("reading back");
             report.add_mismatches(&measure::verify(files, !settings.direct, meter)?);
         }
     }
@@ -152,7 +152,7 @@ pub fn notes(session: &Session, files: &[DataFile]) -> Vec<String> {
 /// Leaves kept files with content that a later run can check.
 pub fn finish(files: &mut [DataFile], settings: &Settings, meter: &mut Meter) -> Result<(), Failure> {
     if files.iter().any(DataFile::is_kept) && !meter.interrupt.requested() {
-        meter.start("restoring the files", 0.0);
+        meter.start_pass("restoring the files");
         measure::stamp(files, !settings.direct, meter)?;
     }
     Ok(())
@@ -171,9 +171,9 @@ impl Report {
 
 fn publish(options: &Run, report: &Report) -> Result<(), Failure> {
     if options.output.json {
-        report::print(&format!("{:#}\n", report.json()));
+        report::print(&format!("{:#}\n", report.json()))?;
     } else {
-        report::print(&report.text());
+        report::print(&report.text())?;
     }
     if let Some(path) = &options.output.csv {
         report::write_file(path, &report.csv())?;

@@ -265,9 +265,9 @@ pub fn run(options: &Sweep, interrupt: Interrupt) -> Result<u8, Failure> {
     meter.clear();
     let interrupted = meter.interrupt.requested();
     if options.output.json {
-        report::print(&format!("{:#}\n", points.json(interrupted)));
+        report::print(&format!("{:#}\n", points.json(interrupted)))?;
     } else {
-        report::print(&points.text());
+        report::print(&points.text())?;
     }
     if let Some(path) = &options.output.csv {
         report::write_file(path, &points.csv())?;
@@ -285,7 +285,7 @@ pub fn prepare(
     points: &mut Points,
     meter: &mut Meter,
 ) -> Result<(), Failure> {
-    meter.start("writing the files", 0.0);
+    meter.start_pass("writing the files");
     let first = &grid.variants[0];
     measure::stamp(files, !first.direct, meter)?;
     points.notes = run::notes(&Session::open(first, files)?, files);

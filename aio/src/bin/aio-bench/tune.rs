@@ -41,13 +41,13 @@ pub fn run(options: &Tune, interrupt: Interrupt) -> Result<u8, Failure> {
     for target in targets {
         target.write(&sections)?;
         if !options.json {
-            report::print(&format!("wrote {}\n", target.path.display()));
+            report::print(&format!("wrote {}\n", target.path.display()))?;
         }
     }
     if options.json {
-        report::print(&format!("{:#}\n", Value::Object(sections)));
+        report::print(&format!("{:#}\n", Value::Object(sections)))?;
     } else {
-        report::print(&summary(&measured, &points.notes));
+        report::print(&summary(&measured, &points.notes))?;
     }
     Ok(0)
 }
