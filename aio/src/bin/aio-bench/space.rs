@@ -14,6 +14,9 @@ const RESERVE_BYTES_MIN: u64 = 1 << 30;
 /// The same as a share of the file system: one in this many bytes.
 const RESERVE_ONE_IN: u64 = 20;
 
+/// From the kernel's `magic.h`; libc lacks it.
+const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
+
 /// Refuses when a file of `bytes` in each of `dirs` would leave less than the reserve.
 pub fn check(dirs: &[PathBuf], bytes: u64, reserve: Option<u64>) -> Result<(), Failure> {
     let mut by_device: BTreeMap<u64, Vec<&PathBuf>> = BTreeMap::new();
@@ -23,6 +26,10 @@ pub fn check(dirs: &[PathBuf], bytes: u64, reserve: Option<u64>) -> Result<(), F
     }
     for sharing in by_device.values() {
         let (total, free) = space_of(sharing[0]).map_err(|e| Failure::io("examining", sharing[0], &e))?;
+        if total == 0 {
+            // A file system that does not count its space.
+            continue;
+        }
         let reserve = reserve.unwrap_or_else(|| (total / RESERVE_ONE_IN).max(RESERVE_BYTES_MIN));
         let needed = bytes.saturating_mul(sharing.len() as u64);
         if needed.saturating_add(reserve) > free {
@@ -64,5 +71,6 @@ pub fn is_in_memory(dir: &Path) -> bool {
     // SAFETY: the path ends with NUL and the structure is writable.
     let status = unsafe { libc::statfs(path.as_ptr(), stat.as_mut_ptr()) };
     // SAFETY: plain numbers, zeroed above and perhaps filled in.
-    status == 0 && unsafe { stat.assume_init() }.f_type == libc::TMPFS_MAGIC
+    let kind = unsafe { stat.assume_init() }.f_type;
+    status == 0 && (kind == libc::TMPFS_MAGIC || kind == RAMFS_MAGIC)
 }
