@@ -1,0 +1,478 @@
+//! The measuring loop: a fixed number of blocks in flight per directory, driven by one thread.
+//!
+//! **What is in the timed region.** Between `begin` and `end` of a [`Tally`] this thread does, per batch of completions:
+//! one lock to take the batch (sleeping only when it is empty) and one clock reading; per operation: claim the ticket,
+//! record one latency and a few sums in memory that exists, pick the next block, submit it. Nothing is allocated by this
+//! module per operation: buffers come from one mapping, wakers and the lists of completed slots are made before. The
+//! engine allocates what its tickets need. With `validate` the content is made and checked in here too, and counts.
+//!
+//! **Why wakers and not observers or a channel.** A ticket is a future, and polling it with a waker that exists already
+//! allocates nothing; the waker only appends a slot number to a list and wakes this thread when it sleeps, so under load
+//! many completions are taken with one lock and no system call.
+//!
+//! **What is counted.** The rate is that of the steady state: operations that complete from the end of the warm-up to
+//! the deadline. What is in flight at the deadline is waited for outside the timed region, as what is in flight when the
+//! warm-up ends is counted inside. Through the page cache that would flatter, so there the interval ends with the
+//! `fdatasync` and everything counts. A run of a fixed number of operations ends with the last of them.
+
+use crate::cpu::CpuTime;
+use crate::histogram::Histogram;
+use crate::mix::{Op, Schedule};
+use crate::pattern::{Key, PAGE_BYTES};
+use std::future::Future;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+use terrace_aio::{FileId, IoBuf, IoEngine, IoError, OpKind, Request, Ticket};
+
+/// The longest this thread sleeps before it looks at the clock and at an interrupt.
+const NAP: Duration = Duration::from_millis(50);
+
+/// Windows of a time series at most; beyond, two become one.
+const WINDOWS_MAX: usize = 1024;
+
+/// Mismatches that are remembered with their place.
+const MISMATCHES_KEPT: usize = 16;
+
+/// One directory's share of the load.
+#[derive(Debug)]
+pub struct Lane {
+    pub file: FileId,
+    pub path: PathBuf,
+    pub key: Key,
+    pub schedule: Schedule,
+    /// Operations left to submit; `None` for as long as the clock says.
+    pub left: Option<u64>,
+}
+
+/// When to measure.
+#[derive(Debug, Clone, Copy)]
+pub struct Timing {
+    /// Run before anything is counted.
+    pub warm_up: Duration,
+    /// Measure this long; `None` runs until every lane's operations are done.
+    pub length: Option<Duration>,
+    /// One window of the time series.
+    pub window: Duration,
+}
+
+/// How the loop behaves.
+#[derive(Debug, Clone, Copy)]
+pub struct Manner {
+    /// Make and check the content of every block.
+    pub validate: bool,
+    /// The measured interval ends with the `fdatasync`, and what is in flight at the deadline counts.
+    pub count_sync: bool,
+}
+
+/// What is told while it runs, and asked.
+pub trait Watch {
+    /// Called about as often as a window ends.
+    fn progress(&mut self, measured: Duration, bytes: u64);
+    /// Whether to stop early.
+    fn stop_flag(&self) -> &AtomicBool;
+}
+
+/// A block whose content is not what was written there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mismatch {
+    pub path: PathBuf,
+    pub offset: u64,
+}
+
+/// One kind's operations.
+#[derive(Debug, Clone)]
+pub struct Side {
+    pub bytes: u64,
+    pub ops: u64,
+    pub latency: Histogram,
+}
+
+/// Everything that was counted.
+#[derive(Debug)]
+pub struct Tally {
+    pub read: Side,
+    pub write: Side,
+    /// Bytes read and written per lane.
+    pub lanes: Vec<[u64; 2]>,
+    /// Bytes read and written per window.
+    pub series: Vec<[u64; 2]>,
+    pub window: Duration,
+    pub seconds: f64,
+    /// The `fdatasync` after the last write, part of `seconds` only with [`Manner::count_sync`].
+    pub sync_seconds: f64,
+    pub cpu: CpuTime,
+    pub interrupted: bool,
+    pub mismatches: Vec<Mismatch>,
+    pub mismatches_count: u64,
+    began_ns: u64,
+}
+
+/// The loop's state.
+pub struct Load<'a> {
+    engine: &'a dyn IoEngine,
+    lanes: Vec<Lane>,
+    slots: Vec<Slot>,
+    completions: Arc<Completions>,
+    block_bytes: usize,
+    manner: Manner,
+    in_flight: usize,
+    clock: Instant,
+    tally: Tally,
+    error: Option<IoError>,
+}
+
+/// One place in a lane's window.
+struct Slot {
+    lane: usize,
+    state: SlotState,
+    op: Op,
+    submitted_ns: u64,
+    waker: Waker,
+}
+
+enum SlotState {
+    Idle(IoBuf),
+    InFlight(Ticket),
+    /// Its buffer went back with an error.
+    Lost,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    WarmUp,
+    Measuring,
+    Draining,
+}
+
+/// Slots whose tickets may be done.
+#[derive(Debug)]
+struct Completions {
+    list: Mutex<List>,
+    thread: Thread,
+}
+
+#[derive(Debug)]
+struct List {
+    done: Vec<u32>,
+    sleeping: bool,
+}
+
+struct SlotWaker {
+    slot: u32,
+    completions: Arc<Completions>,
+}
+
+impl<'a> Load<'a> {
+    /// Makes everything the loop needs. Each lane gets the same number of the buffers.
+    pub fn new(engine: &'a dyn IoEngine, lanes: Vec<Lane>, buffers: Vec<IoBuf>, manner: Manner) -> Self {
+        let block_bytes = buffers.first().map_or(PAGE_BYTES, |buffer| buffer.len());
+        let depth = buffers.len() / lanes.len().max(1);
+        let list = List { done: Vec::with_capacity(2 * buffers.len()), sleeping: false };
+        let completions = Arc::new(Completions { list: Mutex::new(list), thread: std::thread::current() });
+        let slot = |(index, buffer)| Slot {
+            lane: index / depth.max(1),
+            state: SlotState::Idle(buffer),
+            op: Op { kind: OpKind::Read, block: 0 },
+            submitted_ns: 0,
+            waker: Waker::from(Arc::new(SlotWaker { slot: index as u32, completions: completions.clone() })),
+        };
+        let slots = buffers.into_iter().take(depth * lanes.len()).enumerate().map(slot).collect();
+        let (clock, tally) = (Instant::now(), Tally::new(lanes.len()));
+        Self {
+            engine,
+            lanes,
+            slots,
+            completions,
+            block_bytes,
+            manner,
+            in_flight: 0,
+            clock,
+            tally,
+            error: None,
+        }
+    }
+
+    /// Runs until the time is over, the operations are done or the watch says stop; nothing is in flight afterwards.
+    ///
+    /// # Errors
+    /// The first transfer that failed.
+    pub fn run(mut self, timing: Timing, watch: &mut dyn Watch) -> Result<Tally, IoError> {
+        self.tally.window = timing.window;
+        self.clock = Instant::now();
+        let mut phase = Phase::WarmUp;
+        if timing.warm_up.is_zero() {
+            phase = self.begin(0);
+        }
+        let mut batch: Vec<u32> = Vec::with_capacity(2 * self.slots.len());
+        (0..self.slots.len()).for_each(|slot| self.submit_next(slot, self.now()));
+        let mut window_seen = 0;
+        while self.in_flight > 0 {
+            self.completions.take(&mut batch);
+            let now = self.now();
+            let is_over = self.error.is_some() || self.is_over(timing, phase, now, watch);
+            for slot in batch.drain(..) {
+                self.complete(slot as usize, now, phase);
+                if !is_over && phase != Phase::Draining {
+                    self.submit_next(slot as usize, now);
+                }
+            }
+            phase = self.next_phase(phase, timing, now, is_over);
+            let window = self.tally.window_at(now);
+            if phase == Phase::Measuring && window != window_seen {
+                window_seen = window;
+                watch.progress(self.tally.elapsed(now), self.tally.bytes());
+            }
+        }
+        self.finish(phase)
+    }
+
+    fn is_over(&self, timing: Timing, phase: Phase, now: u64, watch: &dyn Watch) -> bool {
+        let measured_enough =
+            |length: Duration| phase == Phase::Measuring && self.tally.elapsed(now) >= length;
+        timing.length.is_some_and(measured_enough) || watch.stop_flag().load(Ordering::Relaxed)
+    }
+
+    /// The phase after a batch that was counted in `phase`.
+    fn next_phase(&mut self, phase: Phase, timing: Timing, now: u64, is_over: bool) -> Phase {
+        match phase {
+            Phase::WarmUp if is_over => {
+                self.tally.interrupted = true;
+                Phase::Draining
+            }
+            Phase::WarmUp if now >= timing.warm_up.as_nanos() as u64 => self.begin(now),
+            Phase::Measuring if is_over => {
+                self.tally.interrupted = timing.length.is_none_or(|length| self.tally.elapsed(now) < length);
+                if !self.manner.count_sync {
+                    self.tally.end(now);
+                }
+                Phase::Draining
+            }
+            phase => phase,
+        }
+    }
+
+    fn begin(&mut self, now: u64) -> Phase {
+        self.tally.clear();
+        self.tally.began_ns = now;
+        self.tally.cpu = CpuTime::now();
+        Phase::Measuring
+    }
+
+    fn finish(mut self, phase: Phase) -> Result<Tally, IoError> {
+        if let Some(error) = self.error.take() {
+            return Err(error);
+        }
+        if phase == Phase::Measuring && !self.manner.count_sync {
+            self.tally.end(self.now());
+        }
+        let before = self.now();
+        let files = self.lanes.iter().map(|lane| lane.file);
+        let syncs: Vec<Ticket> = files.map(|file| self.engine.sync(file)).collect();
+        syncs.into_iter().try_for_each(|ticket| ticket.wait().map(drop))?;
+        let now = self.now();
+        self.tally.sync_seconds = (now - before) as f64 / 1e9;
+        if self.manner.count_sync {
+            self.tally.end(now);
+        }
+        Ok(self.tally)
+    }
+
+    /// Claims a slot's ticket if it is done, and counts it if this is being measured.
+    fn complete(&mut self, index: usize, now: u64, phase: Phase) {
+        let slot = &mut self.slots[index];
+        let SlotState::InFlight(ticket) = &mut slot.state else { return };
+        let Poll::Ready(result) = Pin::new(ticket).poll(&mut Context::from_waker(&slot.waker)) else {
+            return;
+        };
+        self.in_flight -= 1;
+        let counts = phase == Phase::Measuring || (phase == Phase::Draining && self.manner.count_sync);
+        match result {
+            Ok(buffer) => {
+                if counts {
+                    let latency = now.saturating_sub(slot.submitted_ns);
+                    self.tally.count(slot.lane, slot.op.kind, self.block_bytes as u64, latency, now);
+                }
+                if self.manner.validate && slot.op.kind == OpKind::Read {
+                    self.tally.check(&self.lanes[slot.lane], slot.op, &buffer);
+                }
+                slot.state = SlotState::Idle(buffer);
+            }
+            Err(error) => {
+                slot.state = SlotState::Lost;
+                self.error.get_or_insert(error);
+            }
+        }
+    }
+
+    /// Submits a slot's next operation, if the slot is idle and its lane has one left.
+    fn submit_next(&mut self, index: usize, now: u64) {
+        let slot = &mut self.slots[index];
+        let lane = &mut self.lanes[slot.lane];
+        if lane.left == Some(0) || !matches!(slot.state, SlotState::Idle(_)) {
+            return;
+        }
+        let SlotState::Idle(mut buffer) = std::mem::replace(&mut slot.state, SlotState::Lost) else { return };
+        lane.left = lane.left.map(|left| left - 1);
+        slot.op = lane.schedule.next();
+        slot.submitted_ns = now;
+        let offset = slot.op.block * self.block_bytes as u64;
+        let request = match slot.op.kind {
+            OpKind::Read => Request::read(lane.file, offset, buffer),
+            OpKind::Write => {
+                if self.manner.validate {
+                    lane.key.fill(&mut buffer, offset / PAGE_BYTES as u64);
+                    slot.submitted_ns = self.clock.elapsed().as_nanos() as u64;
+                }
+                Request::write(lane.file, offset, buffer)
+            }
+        };
+        let mut ticket = self.engine.submit(request);
+        self.in_flight += 1;
+        match Pin::new(&mut ticket).poll(&mut Context::from_waker(&slot.waker)) {
+            Poll::Pending => slot.state = SlotState::InFlight(ticket),
+            // Done already: back through the list, so that it is counted like any other.
+            Poll::Ready(result) => {
+                slot.state = SlotState::InFlight(Ticket::ready(result));
+                slot.waker.wake_by_ref();
+            }
+        }
+    }
+
+    fn now(&self) -> u64 {
+        self.clock.elapsed().as_nanos() as u64
+    }
+}
+
+impl Tally {
+    fn new(lanes: usize) -> Self {
+        let side = || Side { bytes: 0, ops: 0, latency: Histogram::new() };
+        Self {
+            read: side(),
+            write: side(),
+            lanes: vec![[0; 2]; lanes],
+            series: Vec::with_capacity(WINDOWS_MAX),
+            window: NAP,
+            seconds: 0.0,
+            sync_seconds: 0.0,
+            cpu: CpuTime::default(),
+            interrupted: false,
+            mismatches: Vec::with_capacity(MISMATCHES_KEPT),
+            mismatches_count: 0,
+            began_ns: 0,
+        }
+    }
+
+    /// Bytes moved in both directions.
+    pub fn bytes(&self) -> u64 {
+        self.read.bytes + self.write.bytes
+    }
+
+    /// Operations in both directions.
+    pub fn ops(&self) -> u64 {
+        self.read.ops + self.write.ops
+    }
+
+    fn clear(&mut self) {
+        for side in [&mut self.read, &mut self.write] {
+            (side.bytes, side.ops) = (0, 0);
+            side.latency.clear();
+        }
+        self.lanes.fill([0; 2]);
+        self.series.clear();
+    }
+
+    fn end(&mut self, now: u64) {
+        self.cpu = self.cpu.until_now();
+        self.seconds = self.elapsed(now).as_secs_f64();
+    }
+
+    fn elapsed(&self, now: u64) -> Duration {
+        Duration::from_nanos(now.saturating_sub(self.began_ns))
+    }
+
+    fn window_at(&self, now: u64) -> usize {
+        (now.saturating_sub(self.began_ns) / (self.window.as_nanos() as u64).max(1)) as usize
+    }
+
+    fn count(&mut self, lane: usize, kind: OpKind, bytes: u64, latency_ns: u64, now: u64) {
+        let side = if kind == OpKind::Read { &mut self.read } else { &mut self.write };
+        side.bytes += bytes;
+        side.ops += 1;
+        side.latency.record(latency_ns);
+        let which = usize::from(kind == OpKind::Write);
+        self.lanes[lane][which] += bytes;
+        let mut window = self.window_at(now);
+        while window >= WINDOWS_MAX {
+            self.halve_windows();
+            window = self.window_at(now);
+        }
+        if window >= self.series.len() {
+            self.series.resize(window + 1, [0; 2]);
+        }
+        self.series[window][which] += bytes;
+    }
+
+    /// Two windows become one, so that a run of any length fits.
+    fn halve_windows(&mut self) {
+        let len = self.series.len().div_ceil(2);
+        for index in 0..len {
+            let mut sum = self.series[2 * index];
+            if let Some(second) = self.series.get(2 * index + 1) {
+                sum = [sum[0] + second[0], sum[1] + second[1]];
+            }
+            self.series[index] = sum;
+        }
+        self.series.truncate(len);
+        self.window *= 2;
+    }
+
+    fn check(&mut self, lane: &Lane, op: Op, bytes: &[u8]) {
+        let start = op.block * bytes.len() as u64;
+        let Some(at) = lane.key.mismatch(bytes, start / PAGE_BYTES as u64) else { return };
+        let mismatch = Mismatch { path: lane.path.clone(), offset: start + at as u64 };
+        self.mismatches_count += 1;
+        if self.mismatches.len() < MISMATCHES_KEPT && !self.mismatches.contains(&mismatch) {
+            self.mismatches.push(mismatch);
+        }
+    }
+}
+
+impl Completions {
+    fn lock(&self) -> MutexGuard<'_, List> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes what is there, in exchange for the empty `batch`; sleeps up to a nap when there is nothing.
+    fn take(&self, batch: &mut Vec<u32>) {
+        let mut list = self.lock();
+        if list.done.is_empty() {
+            list.sleeping = true;
+            drop(list);
+            std::thread::park_timeout(NAP);
+            list = self.lock();
+            list.sleeping = false;
+        }
+        std::mem::swap(&mut list.done, batch);
+    }
+}
+
+impl Wake for SlotWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        let mut list = self.completions.lock();
+        list.done.push(self.slot);
+        let sleeps = std::mem::take(&mut list.sleeping);
+        drop(list);
+        if sleeps {
+            self.completions.thread.unpark();
+        }
+    }
+}

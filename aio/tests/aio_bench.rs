@@ -1,0 +1,389 @@
+//! The tool `aio-bench`, driven as its users drive it. Nothing here depends on how fast anything is.
+
+use serde_json::Value;
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use terrace_aio::profile::DiskProfile;
+
+fn bench(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_aio-bench")).args(arguments).output().unwrap()
+}
+
+/// A short run in `dir` on a small file, with `arguments` besides.
+fn short(dir: &Path, arguments: &[&str]) -> Output {
+    let dir = dir.to_str().unwrap();
+    let common = ["--dir", dir, "--file-size", "4MiB", "--seconds", "0.05", "--reserve", "0"];
+    bench(&[arguments, &common].concat())
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+fn json(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// The message of a run that must fail with `code`: one line, no panic.
+fn refusal(output: &Output, code: i32) -> String {
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{message}");
+    assert!(!message.contains("panicked"), "{message}");
+    assert_eq!(message.trim().lines().count(), 1, "{message}");
+    message
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn every_direction_is_measured_and_nothing_is_left() {
+    let dir = TempDir::new().unwrap();
+    let document =
+        json(&short(dir.path(), &["--json", "--block-size", "64K", "--queue-depth", "4", "--no-probe"]));
+    let results = document["results"].as_array().unwrap();
+    let directions: Vec<&str> = results.iter().map(|r| r["direction"].as_str().unwrap()).collect();
+    assert_eq!(directions, ["read", "write", "mixed"]);
+    for result in results {
+        let (bytes, seconds) = (result["bytes"].as_f64().unwrap(), result["seconds"].as_f64().unwrap());
+        let rate = result["gigabytes_per_second"].as_f64().unwrap();
+        assert!((rate - bytes / 1e9 / seconds).abs() <= rate * 1e-9);
+        assert!((result["iops"].as_f64().unwrap() - bytes / 65536.0 / seconds).abs() < 1e-3);
+        assert!(result["latency_us_p50"].as_f64() <= result["latency_us_max"].as_f64());
+        assert!(!result["evidence"].as_str().unwrap().is_empty());
+    }
+    assert_eq!(results[2]["mix"], "1:1");
+    assert!(names(dir.path()).is_empty());
+}
+
+#[test]
+fn a_mix_holds_in_bytes() {
+    let dir = TempDir::new().unwrap();
+    let arguments = ["--json", "--mixed", "--mix", "10:12", "--random", "--block-size", "4K", "--loops", "2"];
+    let common = ["--dir", dir.path().to_str().unwrap(), "--file-size", "4MiB", "--reserve", "0"];
+    let document = json(&bench(&[&arguments[..], &common].concat()));
+    let result = &document["results"][0];
+    let blocks = 2 * (4 << 20) / 4096;
+    assert_eq!(result["operations"], blocks);
+    assert_eq!(result["read"]["bytes"], blocks * 10 / 22 * 4096);
+    assert_eq!(result["write"]["bytes"], (blocks - blocks * 10 / 22) * 4096);
+}
+
+#[test]
+fn every_engine_and_setting_validates() {
+    let dir = TempDir::new().unwrap();
+    let settings: [&[&str]; 4] = [
+        &["--engine", "threads", "--threads", "2"],
+        &["--buffered"],
+        &["--rings", "2", "--unregistered"],
+        &[],
+    ];
+    for setting in settings {
+        let document = json(&short(dir.path(), &[&["--json", "--validate", "--random"], setting].concat()));
+        assert_eq!(document["mismatches_count"], 0, "{setting:?}");
+        assert_eq!(document["validated"], true);
+        if setting == ["--buffered"] {
+            assert_eq!(document["direct"], false);
+        }
+    }
+}
+
+#[test]
+fn several_directories_are_reported_one_by_one() {
+    let (a, b) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    let document = json(&short(a.path(), &["--json", "--read", "--dir", b.path().to_str().unwrap()]));
+    let dirs = document["results"][0]["dirs"].as_array().unwrap();
+    assert_eq!(dirs.len(), 2);
+    let sum: f64 = dirs.iter().map(|dir| dir["gigabytes_per_second"].as_f64().unwrap()).sum();
+    let total = document["results"][0]["gigabytes_per_second"].as_f64().unwrap();
+    assert!((sum - total).abs() <= total * 1e-9);
+}
+
+#[test]
+fn the_files_of_a_report_agree() {
+    let dir = TempDir::new().unwrap();
+    let (csv, html) = (dir.path().join("r.csv"), dir.path().join("r.html"));
+    let files = ["--csv", csv.to_str().unwrap(), "--html", html.to_str().unwrap()];
+    let document = json(&short(dir.path(), &[&["--json", "--sustained"], &files[..]].concat()));
+    let rows: Vec<String> = fs::read_to_string(&csv).unwrap().lines().map(str::to_owned).collect();
+    let columns = rows[0].split(',').count();
+    assert!(rows.iter().all(|row| row.split(',').count() == columns), "{rows:#?}");
+    let column = |name: &str| rows[0].split(',').position(|column| column == name).unwrap();
+    let totals = || rows.iter().filter(|row| row.starts_with("total,"));
+    assert_eq!(totals().count(), 3);
+    assert!(
+        rows.iter().any(|row| row.starts_with("window,")) && rows.iter().any(|row| row.starts_with("dir,"))
+    );
+    let page = fs::read_to_string(&html).unwrap();
+    for (row, result) in totals().zip(document["results"].as_array().unwrap()) {
+        let cell = row.split(',').nth(column("bytes")).unwrap();
+        assert_eq!(cell, result["bytes"].to_string());
+        let rate = result["gigabytes_per_second"].as_f64().unwrap();
+        assert!(page.contains(&format!("{rate:.3}")), "{rate}");
+    }
+    check_page(&page);
+}
+
+/// Self-contained, and every element that is opened is closed.
+fn check_page(page: &str) {
+    assert!(!page.contains("http") && !page.contains("<script") && page.contains("<svg"));
+    assert!(page.contains("prefers-color-scheme: dark"));
+    let mut open: Vec<&str> = Vec::new();
+    for tag in page.split('<').skip(1).map(|rest| rest.split('>').next().unwrap()) {
+        let name = tag.trim_start_matches('/').split([' ', '/']).next().unwrap();
+        if tag.starts_with('/') {
+            assert_eq!(open.pop(), Some(name));
+        } else if !tag.ends_with('/') && !["meta", "!DOCTYPE"].contains(&name) {
+            open.push(name);
+        }
+    }
+    assert!(open.is_empty(), "{open:?}");
+}
+
+#[test]
+fn a_corrupted_block_is_found() {
+    let dir = TempDir::new().unwrap();
+    assert!(short(dir.path(), &["--write", "--keep"]).status.success());
+    assert_eq!(names(dir.path()), ["aio-bench-0.dat"]);
+    let reuse = ["--reuse", "--validate", "--read"];
+    assert!(short(dir.path(), &reuse).status.success(), "what unchecked writes left was restored");
+    let path = dir.path().join("aio-bench-0.dat");
+    let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, 1_234_567).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], 1_234_567).unwrap();
+    file.sync_all().unwrap();
+    let output = short(dir.path(), &reuse);
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains("aio-bench-0.dat") && message.contains("offset 1234567"), "{message}");
+    assert_eq!(names(dir.path()), ["aio-bench-0.dat"]);
+}
+
+#[test]
+fn files_of_others_are_never_touched() {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("aio-bench-0.dat");
+    for content in [&b"mine"[..], &vec![7; 8 << 20]] {
+        fs::write(&path, content).unwrap();
+        for flag in ["--keep", "--reuse"] {
+            let message = refusal(&short(dir.path(), &[flag]), 1);
+            assert!(
+                message.contains("aio-bench-0.dat") && message.contains("not made by aio-bench"),
+                "{message}"
+            );
+        }
+        assert!(short(dir.path(), &["--read"]).status.success(), "files that are not kept have other names");
+        assert_eq!(fs::read(&path).unwrap(), content);
+    }
+}
+
+#[test]
+fn kept_files_are_reused_only_on_demand_and_when_large_enough() {
+    let dir = TempDir::new().unwrap();
+    assert!(short(dir.path(), &["--read", "--keep"]).status.success());
+    assert!(refusal(&short(dir.path(), &["--read", "--keep"]), 1).contains("--reuse"));
+    let path = dir.path().to_str().unwrap();
+    let larger =
+        bench(&["--dir", path, "--file-size", "8MiB", "--seconds", "0", "--reserve", "0", "--reuse"]);
+    assert!(refusal(&larger, 1).contains("--file-size"));
+}
+
+#[test]
+fn it_refuses_to_fill_the_disk() {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().to_str().unwrap();
+    let message = refusal(&bench(&["--dir", path, "--file-size", "4000TiB"]), 1);
+    for word in ["4000.0 TiB needed", "free", "reserved", path] {
+        assert!(message.contains(word), "{message}");
+    }
+    let reserve = bench(&["--dir", path, "--file-size", "4MiB", "--reserve", "4000TiB"]);
+    assert!(refusal(&reserve, 1).contains("4000.0 TiB of it reserved"));
+    assert!(names(dir.path()).is_empty());
+}
+
+#[test]
+fn bad_directories_are_named() {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("file");
+    fs::write(&file, "x").unwrap();
+    assert!(refusal(&short(&file, &[]), 2).contains("not a directory"));
+    assert!(refusal(&short(&dir.path().join("none"), &[]), 2).contains("does not exist"));
+    assert!(refusal(&short(dir.path(), &["--block-size", "1000"]), 2).contains("multiple of 4096"));
+    assert!(refusal(&short(dir.path(), &["--block-size", "8MiB"]), 2).contains("--file-size"));
+}
+
+#[test]
+fn an_interrupt_prints_what_there_is() {
+    let dir = TempDir::new().unwrap();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_aio-bench"))
+        .args([
+            "--file-size",
+            "4MiB",
+            "--reserve",
+            "0",
+            "--seconds",
+            "600",
+            "--warm-up",
+            "0",
+            "--json",
+            "--dir",
+        ])
+        .arg(dir.path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    std::thread::sleep(Duration::from_millis(1500));
+    // SAFETY: a system call on the process just started, which is not waited for yet.
+    unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGINT) };
+    let asked = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if asked.elapsed() > Duration::from_secs(60) {
+            child.kill().unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(document["interrupted"], true);
+    assert!(document["results"][0]["bytes"].as_u64().unwrap() > 0);
+    assert!(names(dir.path()).is_empty());
+}
+
+#[test]
+fn a_sweep_reports_its_points() {
+    let dir = TempDir::new().unwrap();
+    let html = dir.path().join("sweep.html");
+    let path = dir.path().to_str().unwrap();
+    let arguments =
+        ["sweep", "--dir", path, "--file-size", "4MiB", "--reserve", "0", "--seconds", "0.02", "--json"];
+    let grid =
+        ["--block-sizes", "64K,1M", "--queue-depths", "1,2", "--html", html.to_str().unwrap(), "--mixed"];
+    let document = json(&bench(&[&arguments[..], &grid].concat()));
+    let points = document["points"].as_array().unwrap();
+    assert!(points.len() >= 4, "{points:?}");
+    let rate = |point: &Value| point["gigabytes_per_second"].as_f64().unwrap();
+    let best = points.iter().map(rate).fold(0.0, f64::max);
+    assert!(rate(&document["best"]["mixed"]) >= 0.98 * best);
+    check_page(&fs::read_to_string(html).unwrap());
+}
+
+fn tune(dir: &Path, output: &Path) -> Output {
+    let arguments =
+        ["tune", "--file-size", "4MiB", "--reserve", "0", "--seconds", "0.03", "--registered", "yes"];
+    let grid = ["--block-sizes", "256K", "--queue-depths", "2", "--rings", "1", "--engines", "threads"];
+    let places = ["--dir", dir.to_str().unwrap(), "--output", output.to_str().unwrap()];
+    bench(&[&arguments[..], &grid, &places].concat())
+}
+
+#[test]
+fn a_tuned_profile_can_be_loaded() {
+    let dir = TempDir::new().unwrap();
+    let output = dir.path().join("tuned");
+    let done = tune(dir.path(), &output);
+    assert!(done.status.success(), "{}", text(&done.stderr));
+    let profile = DiskProfile::from_json(&fs::read_to_string(output.join("profile.json")).unwrap()).unwrap();
+    assert_eq!(
+        (profile.engine.as_str(), profile.block_bytes, profile.queue_depth),
+        ("threads", 256 << 10, 2)
+    );
+    assert_eq!(profile.paths[0].path, dir.path().canonicalize().unwrap());
+    let aio: Value = serde_json::from_str(&fs::read_to_string(output.join("aio.json")).unwrap()).unwrap();
+    let section = aio["aio"].as_object().unwrap();
+    let keys: Vec<&str> = section.keys().map(String::as_str).collect();
+    assert_eq!(
+        keys,
+        ["block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events"]
+    );
+    assert!(section.values().all(|value| value.is_u64() || value.is_boolean()));
+    assert!(tune(dir.path(), &output).status.success(), "its own files are replaced");
+}
+
+#[test]
+fn tuning_keeps_other_sections_and_refuses_other_files() {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("both.json");
+    assert!(tune(dir.path(), &file).status.success());
+    let mut document: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    document["device"] = 1.into();
+    fs::write(&file, document.to_string()).unwrap();
+    assert!(tune(dir.path(), &file).status.success());
+    let document: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    assert_eq!(document["device"], 1);
+    assert!(document["aio"].is_object() && document["disk"].is_object());
+    for content in ["{}", "precious"] {
+        fs::write(&file, content).unwrap();
+        assert!(refusal(&tune(dir.path(), &file), 1).contains("both.json"));
+        assert_eq!(fs::read_to_string(&file).unwrap(), content);
+    }
+}
+
+#[test]
+fn options_of_ds_io_mean_the_same_or_are_explained() {
+    let dir = TempDir::new().unwrap();
+    let common = ["--folder", dir.path().to_str().unwrap(), "--io_size", "4M", "--reserve", "0", "--read"];
+    let same = ["--block_size", "64K", "--queue_depth", "4", "--io_parallel", "2", "--loops", "3", "--json"];
+    let document = json(&bench(&[&common[..], &same].concat()));
+    assert_eq!(document["file_bytes"], 4 << 20);
+    assert_eq!((&document["rings"], &document["queue_depth"]), (&2.into(), &8.into()));
+    assert_eq!(document["results"][0]["bytes"], 3 * (4 << 20));
+    for flag in ["--single_submit", "--sequential_requests", "--gpu", "--use_gds", "--handle"] {
+        let message = refusal(&bench(&[&common[..], &[flag]].concat()), 2);
+        assert!(message.contains(flag) && message.contains("ds_io"), "{message}");
+    }
+}
+
+#[test]
+fn comparing_without_fio_explains_itself() {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().to_str().unwrap();
+    let program = env!("CARGO_BIN_EXE_aio-bench");
+    let output = Command::new(program).args(["compare", "--dir", path]).env("PATH", "").output().unwrap();
+    let message = refusal(&output, 1);
+    assert!(message.contains("fio is not in PATH") && message.contains("install"), "{message}");
+}
+
+#[test]
+fn comparing_with_fio_pairs_the_figures() {
+    let is_there = Command::new("fio").arg("--version").stdout(Stdio::null()).status().is_ok();
+    let has_ring = terrace_aio::engine::UringEngine::probe().is_ok();
+    if !is_there || !has_ring {
+        eprintln!("skipped: needs fio and io_uring");
+        return;
+    }
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().to_str().unwrap();
+    let arguments = ["compare", "--dir", path, "--file-size", "4MiB", "--reserve", "0", "--seconds", "0.1"];
+    let document =
+        json(&bench(&[&arguments[..], &["--pairs", "2", "--mixed", "--unregistered", "--json"]].concat()));
+    let mixed = &document["directions"][0];
+    assert_eq!(mixed["pairs"].as_array().unwrap().len(), 2);
+    let of = |who: &str| mixed["median"][who]["gigabytes_per_second"].as_f64().unwrap();
+    let ratio = mixed["ratio"]["gigabytes_per_second"].as_f64().unwrap();
+    assert!((ratio - of("aio_bench") / of("fio")).abs() < 1e-9);
+    assert!(names(dir.path()).is_empty());
+}
+
+#[test]
+fn output_that_cannot_be_written_is_said() {
+    let dir = TempDir::new().unwrap();
+    let message = refusal(&short(dir.path(), &["--read", "--csv", "/nonexistent-folder/x.csv"]), 2);
+    assert!(message.contains("x.csv"), "{message}");
+    let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aio-bench"));
+    command
+        .args(["--read", "--file-size", "4MiB", "--seconds", "0.05", "--reserve", "0", "--dir"])
+        .arg(dir.path());
+    assert!(refusal(&command.stdout(full).output().unwrap(), 1).contains("standard output"));
+}
