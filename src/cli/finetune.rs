@@ -287,6 +287,7 @@ fn engine_config(
         training: Some(TrainingConfig { state, optimizer, clip: run.clip }),
         placement: session::placement(run.offload),
         disks: state_dirs(run),
+        disk_weights: None,
         host_budget: session::host_budget(placement),
         device_budget: session::device_budget(placement),
         threads,

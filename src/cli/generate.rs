@@ -166,6 +166,7 @@ pub(super) fn frozen_config(
         training: None,
         placement: placement.offload.map_or(Placement::None, session::placement),
         disks: Vec::new(),
+        disk_weights: None,
         host_budget: session::host_budget(placement),
         device_budget: session::device_budget(placement),
         threads,

@@ -14,7 +14,7 @@ use terrace_aio::engine::{SimConfig, SimEngine};
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
 use terrace_aio::{FileId, IoBuf, IoEngine, IoError, IoErrorKind, Request, Ticket};
 use terrace_tiers::{
-    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, StoreSpec, TierError,
+    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, StoreSpec, Striping, TierError,
 };
 
 /// Steps after the initial one, whose number is 0.
@@ -129,7 +129,7 @@ impl Layout {
     }
 
     fn create_and_step(&self, engine: &Arc<dyn IoEngine>, progress: &mut Progress) -> Result<(), TierError> {
-        let mut store = DiskStore::create(engine, &self.dirs, self.spec.clone())?;
+        let mut store = DiskStore::create(engine, &Striping::equal(&self.dirs), self.spec.clone())?;
         (0..=STEPS).try_for_each(|step| self.step(&mut store, step, progress))
     }
 
@@ -272,7 +272,7 @@ fn a_failed_commit_is_not_built_upon() {
                 faults.fail_nth(action, nth, IoErrorKind::Device);
                 let mut progress = Progress::default();
                 let engine: Arc<dyn IoEngine> = Arc::clone(&faults) as _;
-                let created = DiskStore::create(&engine, &layout.dirs, layout.spec.clone());
+                let created = DiskStore::create(&engine, &Striping::equal(&layout.dirs), layout.spec.clone());
                 if let Ok(mut store) = created {
                     for step in 0..=STEPS {
                         match layout.step(&mut store, step, &mut progress) {
