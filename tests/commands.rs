@@ -67,6 +67,57 @@ fn a_finetune_document_and_its_metrics() {
     );
 }
 
+fn write_profile(path: &std::path::Path, disks: &[(&std::path::Path, f64)]) {
+    let paths: Vec<_> = disks
+        .iter()
+        .map(|(path, rate)| {
+            serde_json::json!({
+                "path": path, "read_bytes_per_second": rate, "write_bytes_per_second": rate,
+                "mixed_bytes_per_second": rate,
+            })
+        })
+        .collect();
+    let disk = serde_json::json!({
+        "engine": "threads", "block_bytes": 1 << 18, "queue_depth": 8, "rings": 1, "register": true, "threads": 2,
+        "paths": paths,
+    });
+    std::fs::write(path, serde_json::json!({ "version": 1, "disk": disk }).to_string()).unwrap();
+}
+
+/// The state is shared as measured when it is made, and stays so; what the profile lacks or has wrong is said.
+#[test]
+fn a_profile_shares_the_state_among_the_disks() {
+    let bench = Bench::tiny();
+    let disks = [bench.path("fast"), bench.path("slow")];
+    let profile = bench.path("profile.json");
+    let train = |output: &str| bench.finetune(output).args(&["--steps", "2"]);
+    let on_disks = || train("out").path("--disk", &disks[0]).path("--disk", &disks[1]);
+    let measured = || on_disks().path("--profile", &profile);
+    measured().fails(2, &["--profile", "profile.json", "No such file", "aio-bench tune"]);
+    std::fs::write(&profile, "{}").unwrap();
+    measured().fails(2, &["profile.json", "version", "aio-bench tune"]);
+
+    write_profile(&profile, &[(&disks[0], 1e9)]);
+    let ended = train("half").path("--disk", &bench.path("fast/half")).path("--disk", &disks[1]);
+    let ended = ended.path("--profile", &profile).ok();
+    assert!(ended.stderr.contains("no measurement of") && ended.stderr.contains("slow"), "{}", ended.stderr);
+    disks.iter().for_each(|dir| std::fs::remove_dir_all(dir).unwrap());
+
+    write_profile(&profile, &[(&disks[0], 3e9), (&disks[1], 1e9)]);
+    measured().ok();
+    // The cycle of 3 : 1 in the header, in both files.
+    let cycles = || {
+        disks.each_ref().map(|dir| {
+            let file = std::fs::read(dir.join("state.bin")).unwrap();
+            file[48..48 + usize::from(file[20])].to_vec()
+        })
+    };
+    assert_eq!(cycles(), [[0, 0, 1, 0]; 2]);
+    write_profile(&profile, &[(&disks[0], 1e9), (&disks[1], 1e9)]);
+    measured().args(&["--resume"]).ok();
+    assert_eq!(cycles(), [[0, 0, 1, 0]; 2], "the parts were changed on resuming");
+}
+
 #[test]
 fn placement_changes_no_byte() {
     let bench = Bench::tiny();
@@ -84,6 +135,9 @@ fn placement_changes_no_byte() {
     };
     same("disk-1", disks("disk-1", 1));
     same("disk-3", disks("disk-3", 3));
+    let profile = bench.path("profile.json");
+    write_profile(&profile, &[(&bench.path("measured-0"), 3e9), (&bench.path("measured-1"), 1e9)]);
+    same("measured", disks("measured", 2).path("--profile", &profile));
     same("threads", disks("threads", 2).args(&["--engine", "threads"]));
     let report = cmd(&["report", "--json"]).ok().json();
     if report["io_uring"]["available"] == true {

@@ -13,6 +13,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The byte that marks memory nobody may read yet; as f32 or bf16 it is a NaN.
 pub const POISON: u8 = 0xFF;
 
+/// Mappings of this size ask for huge pages.
+const HUGE_BYTES_MIN: usize = 4 << 20;
+
 /// The CPU.
 #[derive(Debug, Clone)]
 pub struct HostDevice {
@@ -56,7 +59,9 @@ impl Device for HostDevice {
 /// Zeroed, page-aligned memory of the process.
 ///
 /// It is mapped, not allocated: an aligned zeroed allocation would write every page at once, while a mapping's pages
-/// become resident only when they are first touched.
+/// become resident only when they are first touched. From 4 MiB on it asks for huge pages, which need fewer entries in page
+/// tables and in the lists of a direct transfer; up to 2 MiB around a touched byte may then be resident, never more than the
+/// mapping.
 #[derive(Debug)]
 pub struct HostMemory {
     base: NonNull<u8>,
@@ -90,7 +95,12 @@ impl HostMemory {
             let detail = std::io::Error::last_os_error().to_string();
             return Err(DeviceError::OutOfMemory { what: "host", bytes, detail });
         }
-        let base = NonNull::new(base.cast()).expect("a mapping is never at address zero");
+        let base: NonNull<u8> = NonNull::new(base.cast()).expect("a mapping is never at address zero");
+        if mapped >= HUGE_BYTES_MIN {
+            // Advice: where it is not taken the memory is the same in small pages.
+            // SAFETY: the range is the mapping just made, and the advice changes no byte of it.
+            unsafe { libc::madvise(base.as_ptr().cast(), mapped, libc::MADV_HUGEPAGE) };
+        }
         Ok(Self { base, bytes: mapped })
     }
 

@@ -34,6 +34,14 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         ("host, discrete".to_owned(), Setup { placement: Placement::Host, discrete: true, ..base.clone() }),
         ("one path".to_owned(), disk("one", 1)),
         ("three paths".to_owned(), disk("three", 3)),
+        (
+            "three paths of different speed".to_owned(),
+            Setup {
+                overrides: tiny_windows(),
+                disk_weights: Some(vec![3.0, 1.0, 1.5]),
+                ..disk("weighted", 3)
+            },
+        ),
         ("tiny windows".to_owned(), Setup { overrides: tiny_windows(), ..disk("tiny", 1) }),
         (
             "tiny windows, discrete, two threads".to_owned(),

@@ -134,6 +134,10 @@ pub struct PlacementArgs {
     /// Folder on a local drive for offloaded state; several are striped
     #[arg(long, value_name = "PATH")]
     pub disk: Vec<PathBuf>,
+    /// What the disks were measured to do, written by `aio-bench tune`: settings of the disk engine, and how much each --disk
+    /// takes
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
     /// Host memory to use, for example 24GiB [default: what is free, less a reserve]
     #[arg(long, value_name = "SIZE")]
     pub host_memory: Option<ByteSize>,

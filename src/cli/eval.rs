@@ -9,7 +9,6 @@ use crate::config::run;
 use crate::error::CliError;
 use serde_json::json;
 use std::num::NonZeroUsize;
-use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_models::{ModelConfig, Row, TokenBatch};
 use terrace_zero::{BatchLimits, Evaluation};
 
@@ -25,7 +24,8 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     let data = open_data(&args.model, facts, &args.data, seq_len, args.pack, work_dir.path())?;
     let batch = args.batch_size.get();
     let builder = TokenBatch::new(&model);
-    let session = Session::open(&args.placement, &IoConfig::default(), threads, false)?;
+    let profile = session::disk_profile(&args.placement)?;
+    let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
     let limits = BatchLimits { sequences: batch, length: seq_len, micro_batches: 1, cache_length: 0 };
     let config = frozen_config(
         &args.placement,
@@ -33,8 +33,14 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
         session.threads,
         limits,
     );
-    let mut frozen =
-        Frozen::open(config, &args.placement, &session, &args.model, &builder.blank(batch, seq_len))?;
+    let mut frozen = Frozen::open(
+        config,
+        &args.placement,
+        profile.as_ref(),
+        &session,
+        &args.model,
+        &builder.blank(batch, seq_len),
+    )?;
     let mut total = Evaluation::default();
     for first in (0..data.len()).step_by(batch) {
         let indices: Vec<usize> = (first..data.len().min(first + batch)).collect();

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::layer::Stats;
+use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch, export_folder};
 use terrace_optimizer::{AdamW, StateFormat};
 use terrace_tiers::{TierError, checksum};
@@ -47,6 +48,7 @@ pub fn train(
 ) -> Result<serde_json::Value, CliError> {
     std::fs::create_dir_all(&args.output)
         .map_err(|e| CliError::Failed(format!("creating {}: {e}", args.output.display())))?;
+    let profile = session::disk_profile(&args.placement)?;
     let inputs = FinetuneInputs::load(args)?;
     let FinetuneInputs { run, data, sampler, steps, metrics } = inputs;
     run.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
@@ -58,10 +60,12 @@ pub fn train(
         count(summary.loss_tokens as f64),
         if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
     );
-    let session = Session::open(&args.placement, &io_config(&run), threads, run.trace.is_some())?;
+    let session =
+        Session::open(&args.placement, &io_config(&run, profile.as_ref()), threads, run.trace.is_some())?;
     let config_text = read_config(&run.model)?;
     let identity = identity(&run, &config_text, data.fingerprint(), steps);
-    let config = engine_config(&run, &args.placement, session.threads, identity)?;
+    let mut config = engine_config(&run, &args.placement, session.threads, identity)?;
+    config.disk_weights = session::disk_weights(profile.as_ref(), &config.disks);
     let builder = TokenBatch::new(&model.config);
     let sample = builder.blank(run.batch_size, run.seq_len);
 
@@ -251,12 +255,13 @@ pub(super) fn read_config(model: &Path) -> Result<String, CliError> {
     std::fs::read_to_string(&path).map_err(|e| CliError::Failed(format!("reading {}: {e}", path.display())))
 }
 
-fn io_config(run: &TrainConfig) -> IoConfig {
-    let default = IoConfig::default();
+/// The configuration file's `aio` section over the profile over the defaults.
+fn io_config(run: &TrainConfig, profile: Option<&DiskProfile>) -> IoConfig {
+    let measured = session::io_config(profile);
     IoConfig {
-        block_bytes: run.aio_block_size.map_or(default.block_bytes, |b| b as usize),
-        queue_depth: run.aio_queue_depth.map_or(default.queue_depth, |d| d as usize),
-        ..default
+        block_bytes: run.aio_block_size.map_or(measured.block_bytes, |b| b as usize),
+        queue_depth: run.aio_queue_depth.map_or(measured.queue_depth, |d| d as usize),
+        ..measured
     }
 }
 
@@ -287,6 +292,7 @@ fn engine_config(
         training: Some(TrainingConfig { state, optimizer, clip: run.clip }),
         placement: session::placement(run.offload),
         disks: state_dirs(run),
+        disk_weights: None,
         host_budget: session::host_budget(placement),
         device_budget: session::device_budget(placement),
         threads,

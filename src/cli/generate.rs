@@ -11,7 +11,7 @@ use crate::generate::{Continuation, Prompt, SamplingConfig, TokenSampler, read_p
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Instant;
-use terrace_aio::engine::EngineConfig as IoConfig;
+use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, SafetensorsSource, TokenBatch};
 use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, MicroBatch, Placement, WindowOverrides};
 
@@ -68,14 +68,15 @@ pub fn continue_prompts(
     let stop = if args.ignore_eos { Vec::new() } else { stop_ids(&args.model)? };
     let limits = BatchLimits { sequences: batch, length: longest, micro_batches: 1, cache_length: positions };
     let sample = builder.blank(batch, longest);
-    let session = Session::open(&args.placement, &IoConfig::default(), threads, false)?;
+    let profile = session::disk_profile(&args.placement)?;
+    let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
     let config = frozen_config(
         &args.placement,
         session::dtype(args.dtype.unwrap_or_default()),
         session.threads,
         limits,
     );
-    let mut frozen = Frozen::open(config, &args.placement, &session, &args.model, &sample)?;
+    let mut frozen = Frozen::open(config, &args.placement, profile.as_ref(), &session, &args.model, &sample)?;
     let vocab = model.config.vocab;
     let mut run = Run { engine: frozen.engine(), builder: &builder, args, stop: &stop, vocab };
     let mut all = Vec::with_capacity(prompts.len());
@@ -166,6 +167,7 @@ pub(super) fn frozen_config(
         training: None,
         placement: placement.offload.map_or(Placement::None, session::placement),
         disks: Vec::new(),
+        disk_weights: None,
         host_budget: session::host_budget(placement),
         device_budget: session::device_budget(placement),
         threads,
@@ -189,6 +191,7 @@ impl Frozen {
     pub(super) fn open(
         mut config: EngineConfig,
         placement: &PlacementArgs,
+        profile: Option<&DiskProfile>,
         session: &Session,
         folder: &std::path::Path,
         sample: &MicroBatch,
@@ -218,6 +221,7 @@ impl Frozen {
             }
         }
         config.placement = Placement::Disk;
+        config.disk_weights = session::disk_weights(profile, &dirs);
         config.disks.clone_from(&dirs);
         frozen.dirs = dirs;
         frozen.engine = Some(open(config)?);

@@ -4,10 +4,12 @@ use super::args::{DeviceName, DiskEngine, Dtype, Offload, PlacementArgs};
 use crate::cpu_backend;
 use crate::error::CliError;
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig};
 use terrace_aio::layer::{StatsLayer, TraceLayer};
+use terrace_aio::profile::DiskProfile;
 use terrace_device::host::HostDevice;
 use terrace_kernels::DType;
 use terrace_tiers::{MemoryPlan, Tier};
@@ -51,7 +53,7 @@ impl Session {
         let threads =
             threads.or_else(|| std::thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get);
         let choice = match placement.engine {
-            DiskEngine::Auto => EngineChoice::Auto,
+            DiskEngine::Auto => aio.choice,
             DiskEngine::Uring => EngineChoice::Uring,
             DiskEngine::Threads => EngineChoice::Threads,
         };
@@ -68,6 +70,45 @@ impl Session {
         }
         Ok(Self { backend, stats, trace, threads })
     }
+}
+
+/// The measurements that `--profile` names.
+///
+/// # Errors
+/// There is no such file, or it is no profile.
+pub fn disk_profile(placement: &PlacementArgs) -> Result<Option<DiskProfile>, CliError> {
+    let Some(path) = &placement.profile else { return Ok(None) };
+    let refused = |what: String| {
+        let path = path.display();
+        CliError::Usage(format!("--profile {path}: {what}; it takes a file that `aio-bench tune` wrote"))
+    };
+    let text = std::fs::read_to_string(path).map_err(|e| refused(e.to_string()))?;
+    DiskProfile::from_json(&text).map(Some).map_err(refused)
+}
+
+/// Settings of the disk engine: those of the profile, else the defaults.
+pub fn io_config(profile: Option<&DiskProfile>) -> IoConfig {
+    profile.map_or_else(IoConfig::default, DiskProfile::engine_config)
+}
+
+/// How much each of several directories takes, by their measured rates. `None` for equal parts: without a profile, with one
+/// directory, or, with a warning, if some directory was not measured.
+pub fn disk_weights(profile: Option<&DiskProfile>, dirs: &[PathBuf]) -> Option<Vec<f64>> {
+    let profile = profile.filter(|_| dirs.len() > 1)?;
+    // The profile's paths are absolute. A directory that does not exist yet has no canonical path.
+    let whole: Vec<PathBuf> =
+        dirs.iter().map(|dir| std::path::absolute(dir).unwrap_or_else(|_| dir.clone())).collect();
+    let weights = profile.weights(&whole);
+    if weights.is_none() {
+        let missing = whole.iter().filter(|dir| profile.rate_of(dir).is_none());
+        let missing: Vec<_> = missing.map(|dir| dir.display().to_string()).collect();
+        eprintln!(
+            "warning: the profile has no measurement of {}; every disk takes the same part (measure all of them with `aio-bench \
+             tune`)",
+            missing.join(", ")
+        );
+    }
+    weights
 }
 
 /// Bytes of host memory the plan may use: the flag, or what is free less a reserve.

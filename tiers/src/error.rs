@@ -47,6 +47,12 @@ pub enum TierError {
         /// Bytes free there.
         free: u64,
     },
+    /// The paths of a volume and their weights do not go together.
+    #[error("the paths for state on disk cannot be striped: {detail}")]
+    Striping {
+        /// What is wrong with them.
+        detail: String,
+    },
     /// The directory holds no usable state.
     #[error("{} holds no training state: {detail}", path.display())]
     NoState {

@@ -13,6 +13,7 @@ mod plan;
 mod pool;
 mod scratch;
 mod store;
+mod stripe;
 mod volume;
 
 pub use checksum::checksum;
@@ -23,4 +24,5 @@ pub use plan::{ByteSize, MemoryPlan, PlanEntry, Tier};
 pub use pool::{Lease, Pool};
 pub use scratch::{Scratch, ScratchChunk};
 pub use store::{Committed, DiskStore, PendingRead};
+pub use stripe::Striping;
 pub use volume::{STRIPE_BYTES, free_space};

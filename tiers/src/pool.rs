@@ -3,13 +3,19 @@
 //! A pool allocates all its slots at once and never grows. Taking a slot blocks while all are out, which is the
 //! engine's backpressure; a [`Lease`] gives its slot back when it is dropped, also from inside a finished or failed
 //! disk request.
+//!
+//! A pool whose buffers go to disk may be registered with the disk engine ([`Pool::new_registered`]), which spares the
+//! kernel looking up the pages of every transfer. Registered memory is resident as a whole from then on.
 
 use crate::TierError;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use terrace_aio::{BUF_ALIGN, BufHome, IoBuf};
+use terrace_aio::{BUF_ALIGN, BufHome, IoBuf, IoEngine, Registration};
 use terrace_device::StableBytes;
 use terrace_device::host::HostMemory;
+
+/// Bytes of one registration at most: the kernel's limit for a buffer.
+const REGISTRATION_BYTES_MAX: usize = 1 << 30;
 
 /// A fixed number of equal buffers.
 #[derive(Debug, Clone)]
@@ -20,6 +26,9 @@ pub struct Pool {
 #[derive(Debug)]
 struct Shared {
     name: &'static str,
+    /// Hazard (unmapped while registered): fields are dropped in the order of their declaration, so these end before the
+    /// memory does.
+    registrations: Vec<Registration>,
     memory: HostMemory,
     slot_bytes: usize,
     state: Mutex<State>,
@@ -50,17 +59,51 @@ impl Pool {
     pub fn new(name: &'static str, slots: usize, slot_bytes: usize) -> Result<Self, TierError> {
         let slot_bytes = slot_bytes.next_multiple_of(BUF_ALIGN).max(BUF_ALIGN);
         let memory = HostMemory::new(slots * slot_bytes)?;
+        Ok(Self::over(name, slots, slot_bytes, memory, Vec::new()))
+    }
+
+    /// As [`new`](Self::new), and tells `engine` about the memory, in parts that no slot straddles. Where the engine is refused
+    /// the registration (or has none) the pool works all the same.
+    ///
+    /// # Errors
+    /// The operating system has no memory left.
+    pub fn new_registered(
+        name: &'static str,
+        slots: usize,
+        slot_bytes: usize,
+        engine: &Arc<dyn IoEngine>,
+    ) -> Result<Self, TierError> {
+        let slot_bytes = slot_bytes.next_multiple_of(BUF_ALIGN).max(BUF_ALIGN);
+        let memory = HostMemory::new(slots * slot_bytes)?;
+        let registrations = parts(slots, slot_bytes).map(|(start, len)| {
+            // SAFETY: the part lies within the pool's memory.
+            let start = unsafe { memory.base().add(start) };
+            // SAFETY: the mapping is private and anonymous, never remapped or advised away, and is unmapped when the pool's
+            // `Shared` drops it, which is after it dropped the registrations: they are declared first. Every buffer that is
+            // out holds the `Shared`, so requests in flight keep both.
+            unsafe { engine.register(start, len) }
+        });
+        let registrations = registrations.collect();
+        Ok(Self::over(name, slots, slot_bytes, memory, registrations))
+    }
+
+    fn over(
+        name: &'static str,
+        slots: usize,
+        slot_bytes: usize,
+        memory: HostMemory,
+        registrations: Vec<Registration>,
+    ) -> Self {
         // Lowest slots are handed out first, so that untouched ones never become resident.
         let state = State { free: (0..slots).rev().collect(), out_peak: 0, slots };
-        Ok(Self {
-            shared: Arc::new(Shared {
-                name,
-                memory,
-                slot_bytes,
-                state: Mutex::new(state),
-                returned: Condvar::new(),
-            }),
-        })
+        let (state, returned) = (Mutex::new(state), Condvar::new());
+        Self { shared: Arc::new(Shared { name, registrations, memory, slot_bytes, state, returned }) }
+    }
+
+    /// Whether the engine took the whole pool.
+    pub fn is_registered(&self) -> bool {
+        let registrations = &self.shared.registrations;
+        !registrations.is_empty() && registrations.iter().all(Registration::is_some)
     }
 
     /// Takes a slot, waiting until one is free. The lease is `len` bytes long.
@@ -127,6 +170,15 @@ impl Pool {
         let state = self.shared.lock();
         state.slots - state.free.len()
     }
+}
+
+/// Start and length of the parts to register; none if a slot is larger than a part may be.
+fn parts(slots: usize, slot_bytes: usize) -> impl Iterator<Item = (usize, usize)> {
+    let together = REGISTRATION_BYTES_MAX / slot_bytes;
+    let slots = if together == 0 { 0 } else { slots };
+    (0..slots)
+        .step_by(together.max(1))
+        .map(move |first| (first * slot_bytes, together.min(slots - first) * slot_bytes))
 }
 
 impl Shared {

@@ -5,8 +5,7 @@
 use crate::pool::Lease;
 use crate::store::Check;
 use crate::volume::{Volume, World, require_space};
-use crate::{TierError, checksum};
-use std::path::PathBuf;
+use crate::{Striping, TierError, checksum};
 use std::sync::{Arc, Mutex, PoisonError};
 use terrace_aio::{IoEngine, OpKind, Ticket};
 
@@ -31,6 +30,11 @@ enum ChunkState {
 }
 
 impl Scratch {
+    /// Bytes that a volume of `count` chunks of up to `chunk_bytes` needs in each directory.
+    pub fn bytes_per_dir(striping: &Striping, count: usize, chunk_bytes: usize) -> Vec<u64> {
+        Volume::file_bytes(stride(chunk_bytes) * count as u64, striping)
+    }
+
     /// Makes a volume `name` of `count` chunks of up to `chunk_bytes`.
     ///
     /// The directories belong to the caller: no lock is taken here.
@@ -39,24 +43,23 @@ impl Scratch {
     /// The directories have too little room or cannot be written.
     pub fn create(
         engine: &Arc<dyn IoEngine>,
-        dirs: &[PathBuf],
+        striping: &Striping,
         name: &str,
         count: usize,
         chunk_bytes: usize,
     ) -> Result<Self, TierError> {
-        let chunk_stride = (chunk_bytes as u64).next_multiple_of(4096);
-        let bytes = chunk_stride * count as u64;
+        let (chunk_stride, bytes) = (stride(chunk_bytes), stride(chunk_bytes) * count as u64);
         if World::of(&**engine) == World::Real {
             // A file that an earlier process left behind is replaced; its space counts as free.
-            for dir in dirs {
+            for dir in striping.dirs() {
                 let old = dir.join(name);
                 if engine.exists(&old) {
                     engine.remove(&old)?;
                 }
             }
-            require_space(dirs, Volume::file_bytes(bytes, dirs.len()))?;
+            require_space(striping.dirs(), &Volume::file_bytes(bytes, striping))?;
         }
-        let volume = Volume::create(engine, dirs, name, bytes, 0)?;
+        let volume = Volume::create(engine, striping, name, bytes, 0)?;
         let chunks = (0..count).map(|_| ChunkState::Empty).collect();
         Ok(Self { volume, chunks: Mutex::new(chunks), chunk_stride })
     }
@@ -103,6 +106,17 @@ impl Scratch {
         (0..count).try_for_each(|index| self.settle(ScratchChunk(index)))
     }
 
+    /// Gives the space of a chunk that will not be used again back to the file system, after its write is done. A chunk that
+    /// is reused every step is not given back: its space was reserved when the volume was made, and must stay so.
+    ///
+    /// # Errors
+    /// The chunk's write failed, or the file system refused.
+    pub fn give_up(&self, chunk: ScratchChunk) -> Result<(), TierError> {
+        self.settle(chunk)?;
+        self.lock()[chunk.0] = ChunkState::Empty;
+        self.volume.punch(self.address(chunk), self.chunk_stride)
+    }
+
     fn settle(&self, chunk: ScratchChunk) -> Result<(), TierError> {
         let mut chunks = self.lock();
         if let ChunkState::Writing { .. } = chunks[chunk.0] {
@@ -125,6 +139,11 @@ impl Scratch {
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<ChunkState>> {
         self.chunks.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Chunks begin at whole pages.
+fn stride(chunk_bytes: usize) -> u64 {
+    (chunk_bytes as u64).next_multiple_of(4096)
 }
 
 impl Drop for Scratch {

@@ -1,18 +1,27 @@
 //! A byte address space striped over one file in each of several directories.
 //!
 //! ```text
-//! address   0 ......... S ......... 2S ........ 3S ........
-//! stripe    0           1           2           3            (S = STRIPE_BYTES)
-//! two paths dir0 #0     dir1 #0     dir0 #1     dir1 #1
+//! address     0 ......... S ......... 2S ........ 3S ........ 4S ........
+//! stripe      0           1           2           3           4          (S = STRIPE_BYTES)
+//! two paths   dir0 #0     dir1 #0     dir0 #1     dir1 #1     dir0 #2
+//! 3 : 1       dir0 #0     dir0 #1     dir1 #0     dir0 #2     dir0 #3    cycle 0 0 1 0
 //!
-//! file      | header page (4 KiB) | stripe #0 | stripe #1 | …
-//! header    | magic 8 | version 4 | index 4 | count 4 | 0 4 | volume id 8 | bytes 8 | checksum 8 | zeros |
+//! file        | header page (4 KiB) | stripe #0 | stripe #1 | … as many as the path has
+//!
+//! header, version 2
+//!  0 | magic 8 | version 4 | index 4 | count 4 | cycle entries 4 | volume id 8 | bytes 8 |
+//! 40 | checksum of this page without these 8 | cycle 1·n: the path of each entry | zeros |
 //! ```
+//! Which path a stripe lies on is said by the cycle ([`crate::stripe`]), which follows the speed of the paths when a volume is
+//! made and is a property of its files from then on. Version 1 had zeros instead of a cycle and a checksum of the first 40
+//! bytes; its paths take turns, which is the cycle 0 1 … count−1.
+//!
 //! The header ties the files of a volume together: a directory that belongs to another run, or directories given in
 //! another order, are recognised before anything is read.
 
 use crate::file::OpenFile;
-use crate::{TierError, checksum};
+use crate::stripe::{CYCLE_MAX, Cycle, PATHS_MAX};
+use crate::{Striping, TierError, checksum};
 use smallvec::SmallVec;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,53 +32,73 @@ pub const STRIPE_BYTES: u64 = 1 << 20;
 
 const HEADER_BYTES: u64 = 4096;
 const MAGIC: [u8; 8] = *b"TRCVOLUM";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+const CYCLE_AT: usize = 48;
+
+const _: () = assert!(CYCLE_AT + PATHS_MAX <= HEADER_BYTES as usize && CYCLE_MAX <= PATHS_MAX);
 
 #[derive(Debug)]
 pub(crate) struct Volume {
     pub(crate) engine: Arc<dyn IoEngine>,
     files: Vec<OpenFile>,
     pub(crate) paths: Arc<[PathBuf]>,
+    striping: Striping,
     bytes: u64,
 }
 
 /// What a file says about the volume that it is part of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Part {
     pub(crate) index: u32,
     pub(crate) count: u32,
     pub(crate) id: u64,
+    bytes: u64,
+    cycle: Cycle,
+}
+
+/// What the first page of a file is.
+#[derive(Debug, PartialEq, Eq)]
+enum Header {
+    /// Not a whole header.
+    None,
+    /// One of a version that this program does not know.
+    Unknown(u32),
+    Part(Part),
 }
 
 impl Volume {
     /// Bytes of each directory's file for a volume of `bytes`.
-    pub(crate) fn file_bytes(bytes: u64, dirs: usize) -> u64 {
-        HEADER_BYTES + bytes.div_ceil(STRIPE_BYTES).div_ceil(dirs as u64) * STRIPE_BYTES
+    pub(crate) fn file_bytes(bytes: u64, striping: &Striping) -> Vec<u64> {
+        let cycle = striping.cycle();
+        (0..cycle.paths()).map(|path| file_bytes(bytes, cycle, path)).collect()
     }
 
     pub(crate) fn create(
         engine: &Arc<dyn IoEngine>,
-        dirs: &[PathBuf],
+        striping: &Striping,
         name: &str,
         bytes: u64,
         id: u64,
     ) -> Result<Self, TierError> {
-        let paths: Arc<[PathBuf]> = dirs.iter().map(|d| d.join(name)).collect();
-        let len = Self::file_bytes(bytes, dirs.len());
+        let paths: Arc<[PathBuf]> = striping.dirs().iter().map(|d| d.join(name)).collect();
         let mut files = Vec::new();
         for (index, path) in paths.iter().enumerate() {
             if engine.exists(path) {
                 engine.remove(path)?;
             }
+            let cycle = striping.cycle();
+            let len = file_bytes(bytes, cycle, index);
             let file = OpenFile::open(engine, path, OpenMode::CreateNew { len })?;
-            let header = header(index as u32, dirs.len() as u32, id, bytes);
-            engine.submit(Request::write(file.id, 0, header)).wait()?;
+            let part =
+                Part { index: index as u32, count: paths.len() as u32, id, bytes, cycle: cycle.clone() };
+            engine.submit(Request::write(file.id, 0, part.encode())).wait()?;
             engine.sync(file.id).wait()?;
             files.push(file);
         }
-        Ok(Self { engine: Arc::clone(engine), files, paths, bytes })
+        Ok(Self { engine: Arc::clone(engine), files, paths, striping: striping.clone(), bytes })
     }
 
+    /// Opens a volume with the striping that it was made with.
     pub(crate) fn open(
         engine: &Arc<dyn IoEngine>,
         dirs: &[PathBuf],
@@ -79,27 +108,41 @@ impl Volume {
     ) -> Result<Self, TierError> {
         let paths: Arc<[PathBuf]> = dirs.iter().map(|d| d.join(name)).collect();
         let mut files = Vec::new();
+        let mut cycle: Option<Cycle> = None;
         for (index, path) in paths.iter().enumerate() {
             let file = OpenFile::open(engine, path, OpenMode::ReadWrite)?;
             let header_page = IoBuf::zeroed(HEADER_BYTES as usize);
-            let found = engine.submit(Request::read(file.id, 0, header_page)).wait()?;
-            if found[..] != header(index as u32, dirs.len() as u32, id, bytes)[..] {
-                let detail = format!(
-                    "does not belong to path {} of {} of this run; give the --disk paths of the run in their original order",
-                    index + 1,
-                    dirs.len()
-                );
-                return Err(TierError::Foreign { path: path.clone(), detail });
+            let page = engine.submit(Request::read(file.id, 0, header_page)).wait()?;
+            let foreign = |detail| TierError::Foreign { path: path.clone(), detail };
+            let place = (index as u32, paths.len() as u32, id, bytes);
+            let part = match Header::decode(&page) {
+                Header::Part(part) if (part.index, part.count, part.id, part.bytes) == place => part,
+                Header::Unknown(version) => {
+                    return Err(foreign(format!(
+                        "has format version {version}; this program reads versions 1 to {VERSION}"
+                    )));
+                }
+                Header::Part(_) | Header::None => {
+                    return Err(foreign(format!(
+                        "does not belong to path {} of {} of this run; give the --disk paths of the run in their original order",
+                        index + 1,
+                        paths.len()
+                    )));
+                }
+            };
+            let damaged = |detail| Err(TierError::Damaged { path: path.clone(), detail });
+            let cycle = cycle.get_or_insert_with(|| part.cycle.clone());
+            if *cycle != part.cycle {
+                return damaged(format!("it shares stripes in another way than {}", paths[0].display()));
             }
-            let len = engine.len(file.id)?;
-            let needed = Self::file_bytes(bytes, dirs.len());
+            let (len, needed) = (engine.len(file.id)?, file_bytes(bytes, cycle, index));
             if len < needed {
-                let detail = format!("the file has {len} bytes and needs {needed}: it was truncated");
-                return Err(TierError::Damaged { path: path.clone(), detail });
+                return damaged(format!("the file has {len} bytes and needs {needed}: it was truncated"));
             }
             files.push(file);
         }
-        Ok(Self { engine: Arc::clone(engine), files, paths, bytes })
+        let striping = Striping::with_cycle(dirs, cycle.expect("a volume has at least one path"));
+        Ok(Self { engine: Arc::clone(engine), files, paths, striping, bytes })
     }
 
     /// What the file at `path` is part of; `None` if there is no such file or it never got its header.
@@ -114,12 +157,22 @@ impl Volume {
         }
         let header_page = IoBuf::zeroed(HEADER_BYTES as usize);
         let page = engine.submit(Request::read(file.id, 0, header_page)).wait()?;
-        let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
-        let half = |at: usize| u32::from_le_bytes(page[at..at + 4].try_into().expect("four bytes"));
-        if page[0..8] != MAGIC || word(40) != checksum(&page[..40]) {
-            return Ok(None);
+        match Header::decode(&page) {
+            Header::Part(part) => Ok(Some(part)),
+            Header::None => Ok(None),
+            Header::Unknown(version) => {
+                let detail = format!(
+                    "is part of training state of format version {version}, which this program does not know; choose another \
+                     directory"
+                );
+                Err(TierError::StateExists { path: path.to_owned(), detail })
+            }
         }
-        Ok(Some(Part { index: half(12), count: half(16), id: word(24) }))
+    }
+
+    /// How the volume was striped when it was made.
+    pub(crate) fn striping(&self) -> &Striping {
+        &self.striping
     }
 
     /// A request for `buf.len()` bytes at `address`.
@@ -142,6 +195,20 @@ impl Volume {
         Request { kind, buf, segments }
     }
 
+    /// Gives the space of a range back to the file systems. Nothing may be in flight there.
+    pub(crate) fn punch(&self, address: u64, len: u64) -> Result<(), TierError> {
+        let end = address + len;
+        assert!(end <= self.bytes, "{address}..{end} lies within the volume of {} bytes", self.bytes);
+        let mut at = address;
+        while at < end {
+            let (index, offset) = self.locate(at);
+            let len = (STRIPE_BYTES - at % STRIPE_BYTES).min(end - at);
+            self.engine.punch_hole(self.files[index].id, offset, len)?;
+            at += len;
+        }
+        Ok(())
+    }
+
     /// Makes every completed write durable.
     pub(crate) fn sync(&self) -> Result<(), TierError> {
         let tickets: Vec<_> = self.files.iter().map(|f| self.engine.sync(f.id)).collect();
@@ -150,10 +217,8 @@ impl Volume {
 
     /// The file, as an index into `paths`, and the offset of `address`.
     pub(crate) fn locate(&self, address: u64) -> (usize, u64) {
-        let stripe = address / STRIPE_BYTES;
-        let count = self.files.len() as u64;
-        let offset = HEADER_BYTES + stripe / count * STRIPE_BYTES + address % STRIPE_BYTES;
-        ((stripe % count) as usize, offset)
+        let (path, place) = self.striping.cycle().locate(address / STRIPE_BYTES);
+        (path, HEADER_BYTES + place * STRIPE_BYTES + address % STRIPE_BYTES)
     }
 
     /// Closes and deletes the files, the first one last: as long as others are left it tells whose they are.
@@ -194,17 +259,48 @@ impl World {
     }
 }
 
-fn header(index: u32, count: u32, id: u64, bytes: u64) -> IoBuf {
-    let mut page = IoBuf::zeroed(HEADER_BYTES as usize);
-    page[0..8].copy_from_slice(&MAGIC);
-    page[8..12].copy_from_slice(&VERSION.to_le_bytes());
-    page[12..16].copy_from_slice(&index.to_le_bytes());
-    page[16..20].copy_from_slice(&count.to_le_bytes());
-    page[24..32].copy_from_slice(&id.to_le_bytes());
-    page[32..40].copy_from_slice(&bytes.to_le_bytes());
-    let sum = checksum(&page[..40]);
-    page[40..48].copy_from_slice(&sum.to_le_bytes());
-    page
+fn file_bytes(bytes: u64, cycle: &Cycle, path: usize) -> u64 {
+    HEADER_BYTES + cycle.stripes_on(path, bytes.div_ceil(STRIPE_BYTES)) * STRIPE_BYTES
+}
+
+impl Part {
+    fn encode(&self) -> IoBuf {
+        let table = self.cycle.table();
+        let mut page = IoBuf::zeroed(HEADER_BYTES as usize);
+        page[0..8].copy_from_slice(&MAGIC);
+        for (at, half) in [(8, VERSION), (12, self.index), (16, self.count), (20, table.len() as u32)] {
+            page[at..at + 4].copy_from_slice(&half.to_le_bytes());
+        }
+        page[24..32].copy_from_slice(&self.id.to_le_bytes());
+        page[32..40].copy_from_slice(&self.bytes.to_le_bytes());
+        page[CYCLE_AT..CYCLE_AT + table.len()].copy_from_slice(table);
+        let sum = checksum(&page);
+        page[40..48].copy_from_slice(&sum.to_le_bytes());
+        page
+    }
+}
+
+impl Header {
+    fn decode(page: &[u8]) -> Self {
+        let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
+        let half = |at: usize| u32::from_le_bytes(page[at..at + 4].try_into().expect("four bytes"));
+        let (version, count) = (half(8), half(16));
+        let is_sound = |sum: u64| word(40) == sum && (1..=PATHS_MAX as u32).contains(&count);
+        let cycle = match version {
+            _ if page[0..8] != MAGIC => None,
+            1 => is_sound(checksum(&page[..40])).then(|| Cycle::equal(count as usize)),
+            VERSION => {
+                let mut blank = page.to_vec();
+                blank[40..48].fill(0);
+                let end = CYCLE_AT + (half(20) as usize).min(PATHS_MAX);
+                let is_sound = is_sound(checksum(&blank));
+                is_sound.then(|| Cycle::from_table(&page[CYCLE_AT..end], count as usize)).flatten()
+            }
+            other => return Self::Unknown(other),
+        };
+        let part = |cycle| Part { index: half(12), count, id: word(24), bytes: word(32), cycle };
+        cycle.map_or(Self::None, |cycle| Self::Part(part(cycle)))
+    }
 }
 
 /// Bytes that an unprivileged process may still write on the file system of `dir`.
@@ -224,12 +320,12 @@ pub fn free_space(dir: &Path) -> Result<u64, TierError> {
     Ok(stats.f_bavail * stats.f_frsize)
 }
 
-/// Says so when the free space of any directory is too small for its share.
-pub(crate) fn require_space(dirs: &[PathBuf], bytes_each: u64) -> Result<(), TierError> {
+/// Says so when the free space of any directory is too small for its share; `bytes` has a share for each.
+pub(crate) fn require_space(dirs: &[PathBuf], bytes: &[u64]) -> Result<(), TierError> {
     for dir in dirs {
         // Directories on one file system share its free space.
-        let sharing = dirs.iter().filter(|d| same_file_system(d, dir)).count() as u64;
-        let (needed, free) = (bytes_each * sharing, free_space(dir)?);
+        let sharing = dirs.iter().zip(bytes).filter(|(other, _)| same_file_system(other, dir));
+        let (needed, free) = (sharing.map(|(_, bytes)| bytes).sum(), free_space(dir)?);
         if needed > free {
             return Err(TierError::DiskTooSmall { dir: dir.clone(), needed, free });
         }

@@ -14,7 +14,7 @@ use terrace_aio::engine::{SimConfig, SimEngine};
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
 use terrace_aio::{FileId, IoBuf, IoEngine, IoError, IoErrorKind, Request, Ticket};
 use terrace_tiers::{
-    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, StoreSpec, TierError,
+    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, StoreSpec, Striping, TierError,
 };
 
 /// Steps after the initial one, whose number is 0.
@@ -24,6 +24,7 @@ const STEPS: u64 = 2;
 struct Layout {
     spec: StoreSpec,
     dirs: Vec<PathBuf>,
+    weights: Vec<f64>,
     block_bytes: usize,
 }
 
@@ -65,7 +66,16 @@ impl Layout {
             generations: 2,
             identity: "{\"run\":\"crash\"}".into(),
         };
-        Self { spec, dirs: (0..dirs).map(|i| PathBuf::from(format!("/disk{i}"))).collect(), block_bytes }
+        Self {
+            spec,
+            dirs: (0..dirs).map(|i| PathBuf::from(format!("/disk{i}"))).collect(),
+            weights: vec![1.0; dirs],
+            block_bytes,
+        }
+    }
+
+    fn striping(&self) -> Striping {
+        Striping::weighted(&self.dirs, &self.weights).expect("the weights are sound")
     }
 
     fn disk(&self, seed: u64) -> Arc<SimEngine> {
@@ -129,7 +139,7 @@ impl Layout {
     }
 
     fn create_and_step(&self, engine: &Arc<dyn IoEngine>, progress: &mut Progress) -> Result<(), TierError> {
-        let mut store = DiskStore::create(engine, &self.dirs, self.spec.clone())?;
+        let mut store = DiskStore::create(engine, &self.striping(), self.spec.clone())?;
         (0..=STEPS).try_for_each(|step| self.step(&mut store, step, progress))
     }
 
@@ -225,6 +235,12 @@ fn three_directories_survive_a_cut_at_every_operation() {
     }
 }
 
+#[test]
+fn directories_of_different_speed_survive_a_cut_at_every_operation() {
+    let layout = Layout { weights: vec![1.0, 2.0, 1.0], ..Layout::striped() };
+    layout.cut_everywhere(110, bare).unwrap_or_else(|what| panic!("{what}"));
+}
+
 /// A second cut while the first one is being recovered from.
 #[test]
 fn a_cut_during_recovery_changes_nothing() {
@@ -272,7 +288,7 @@ fn a_failed_commit_is_not_built_upon() {
                 faults.fail_nth(action, nth, IoErrorKind::Device);
                 let mut progress = Progress::default();
                 let engine: Arc<dyn IoEngine> = Arc::clone(&faults) as _;
-                let created = DiskStore::create(&engine, &layout.dirs, layout.spec.clone());
+                let created = DiskStore::create(&engine, &layout.striping(), layout.spec.clone());
                 if let Ok(mut store) = created {
                     for step in 0..=STEPS {
                         match layout.step(&mut store, step, &mut progress) {

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_aio::engine::{EngineChoice, EngineConfig, open_default};
 use terrace_tiers::{
-    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, StoreSpec, TierError, free_space,
+    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, StoreSpec, Striping, TierError,
+    free_space,
 };
 
 const CHUNK: u64 = 1 << 17;
@@ -73,7 +74,7 @@ fn verify(store: &DiskStore) -> Result<(), TierError> {
 
 /// Makes a store with steps 0 and 1 and closes it.
 fn made(dirs: &[PathBuf]) {
-    let mut store = DiskStore::create(&engine(), dirs, small()).unwrap();
+    let mut store = DiskStore::create(&engine(), &Striping::equal(dirs), small()).unwrap();
     step(&mut store, 0).unwrap();
     step(&mut store, 1).unwrap();
 }
@@ -85,7 +86,7 @@ fn reopened(dirs: &[PathBuf]) -> Result<u64, TierError> {
 }
 
 fn created(dirs: &[PathBuf]) -> TierError {
-    DiskStore::create(&engine(), dirs, small()).map(drop).expect_err("refused")
+    DiskStore::create(&engine(), &Striping::equal(dirs), small()).map(drop).expect_err("refused")
 }
 
 /// The message of an error, which has all of `parts`.
@@ -119,7 +120,7 @@ fn slots(manifest: &Path) -> [u64; 2] {
 fn a_second_handle_is_refused_until_the_first_is_gone() {
     let root = tempfile::tempdir().unwrap();
     let dirs = dirs(root.path(), &["a", "b"]);
-    let store = DiskStore::create(&engine(), &dirs, small()).unwrap();
+    let store = DiskStore::create(&engine(), &Striping::equal(&dirs), small()).unwrap();
     for error in [created(&dirs), created(&dirs[1..]), reopened(&dirs).unwrap_err()] {
         assert!(matches!(error, TierError::Locked { .. }), "{error}");
         says(&error, &["in use", "terrace.lock"]);
@@ -178,7 +179,7 @@ fn there_is_nothing_to_open() {
     assert!(matches!(error, TierError::NoState { .. }));
     says(&error, &["no manifest"]);
     // A creation that never committed.
-    drop(DiskStore::create(&engine(), &empty, small()).unwrap());
+    drop(DiskStore::create(&engine(), &Striping::equal(&empty), small()).unwrap());
     let error = reopened(&empty).unwrap_err();
     assert!(matches!(error, TierError::NoState { .. }));
     says(&error, &["never finished", "without --resume"]);
@@ -283,7 +284,7 @@ fn one_broken_slot_falls_back_and_two_are_refused() {
 fn a_state_larger_than_the_disk_is_refused_with_numbers() {
     let root = tempfile::tempdir().unwrap();
     let dirs = dirs(root.path(), &["a"]);
-    let error = DiskStore::create(&engine(), &dirs, spec(1 << 50)).unwrap_err();
+    let error = DiskStore::create(&engine(), &Striping::equal(&dirs), spec(1 << 50)).unwrap_err();
     let TierError::DiskTooSmall { needed, free, .. } = &error else { panic!("{error}") };
     assert!(*needed > 12 << 50 && *free <= free_space(root.path()).unwrap() + (1 << 30));
     says(&error, &["needs 12.0 PiB", "are free", "--disk", "--state"]);
@@ -295,7 +296,7 @@ fn a_full_disk_is_refused_before_or_while_creating() {
     in_own_mounts(|| {
         let root = tempfile::tempdir().unwrap();
         let dirs = [root.path().to_owned()];
-        let each = DiskStore::bytes_per_dir(&small(), 1);
+        let each = DiskStore::bytes_per_dir(&small(), &Striping::equal(&dirs))[0];
         mount(root.path(), 0, &format!("size={}", each - 4096));
         let error = created(&dirs);
         assert!(matches!(error, TierError::DiskTooSmall { .. }), "{error}");
@@ -304,12 +305,12 @@ fn a_full_disk_is_refused_before_or_while_creating() {
         // The data fit, and the manifest does not: the engine is the one to find out.
         mount(root.path(), libc::MS_REMOUNT, &format!("size={}", each + 4096));
         let engine = engine();
-        let error = DiskStore::create(&engine, &dirs, small()).unwrap_err();
+        let error = DiskStore::create(&engine, &Striping::equal(&dirs), small()).unwrap_err();
         says(&error, &["manifest.bin", "No space left", "free space on that file system"]);
 
         // With room made, the same process can go on.
         mount(root.path(), libc::MS_REMOUNT, &format!("size={}", each + (1 << 20)));
-        let mut store = DiskStore::create(&engine, &dirs, small()).unwrap();
+        let mut store = DiskStore::create(&engine, &Striping::equal(&dirs), small()).unwrap();
         step(&mut store, 0).unwrap();
         drop(store);
         assert_eq!(reopened(&dirs).unwrap(), 0);

@@ -9,10 +9,9 @@
 
 use crate::Result;
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
-use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk};
+use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, Striping};
 
 /// Slots for signals on their way to or from disk: two writes or reads in flight and one in use.
 pub(crate) const SPILL_SLOTS: usize = 3;
@@ -44,20 +43,20 @@ impl Activations {
         boundaries: usize,
         micro_batches: usize,
         signal_bytes: usize,
-        disk: Option<(&Arc<dyn IoEngine>, &[PathBuf])>,
+        disk: Option<(&Arc<dyn IoEngine>, &Striping)>,
     ) -> Result<Self> {
         let slots = Self::slots(boundaries, micro_batches, disk.is_some());
         let spill = match disk {
             None => None,
-            Some((engine, dirs)) => Some(Spill {
+            Some((engine, striping)) => Some(Spill {
                 scratch: Scratch::create(
                     engine,
-                    dirs,
+                    striping,
                     "activations.bin",
                     boundaries * micro_batches,
                     signal_bytes,
                 )?,
-                pool: Pool::new("spilled activations", SPILL_SLOTS, signal_bytes)?,
+                pool: Pool::new_registered("spilled activations", SPILL_SLOTS, signal_bytes, engine)?,
                 ahead: None,
             }),
         };

@@ -58,10 +58,17 @@ impl EngineBuilder {
         self
     }
 
-    /// Keeps the state on disk, striped over these directories in this order.
+    /// Keeps the state on disk, striped over these directories in this order, in equal parts.
     pub fn disks(mut self, paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
         self.config.disks = paths.into_iter().map(Into::into).collect();
+        self.config.disk_weights = None;
         self.config.placement = Placement::Disk;
+        self
+    }
+
+    /// Shares the state among the directories in proportion to these numbers, one each, for example their bytes per second.
+    pub fn disk_weights(mut self, weights: impl IntoIterator<Item = f64>) -> Self {
+        self.config.disk_weights = Some(weights.into_iter().collect());
         self
     }
 

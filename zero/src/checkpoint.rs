@@ -188,7 +188,8 @@ impl Engine {
         }
         let spec = &self.plan.spec;
         if self.saved.is_none() {
-            self.saved = Some(DiskStore::create(&self.backend.io, &self.config.disks, spec.clone())?);
+            let striping = self.config.striping()?;
+            self.saved = Some(DiskStore::create(&self.backend.io, &striping, spec.clone())?);
         }
         let result = self.write_resident();
         if result.is_err() {

@@ -1,8 +1,10 @@
 //! What the embedder decides.
 
+use crate::Result;
 use std::path::PathBuf;
 use terrace_kernels::DType;
 use terrace_optimizer::{AdamW, StateFormat};
+use terrace_tiers::Striping;
 
 /// Where the training state lives between uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -76,6 +78,9 @@ pub struct EngineConfig {
     pub placement: Placement,
     /// Directories for state on disk, striped in this order.
     pub disks: Vec<PathBuf>,
+    /// How much of the state each of `disks` takes in proportion to the others, for example its bytes per second; `None` for
+    /// equal parts. State that exists already keeps the parts it was made with.
+    pub disk_weights: Option<Vec<f64>>,
     /// Most bytes of host memory that plan entries may take.
     pub host_budget: u64,
     /// Most bytes of device memory; unused on a unified device.
@@ -118,6 +123,7 @@ impl EngineConfig {
             training: None,
             placement: Placement::None,
             disks: Vec::new(),
+            disk_weights: None,
             host_budget: u64::MAX,
             device_budget: u64::MAX,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
@@ -125,5 +131,12 @@ impl EngineConfig {
             overrides: WindowOverrides::default(),
             identity: String::new(),
         }
+    }
+
+    /// The directories and their parts of what is newly made there.
+    pub(crate) fn striping(&self) -> Result<Striping> {
+        let equal = || vec![1.0; self.disks.len()];
+        let weights = self.disk_weights.clone().unwrap_or_else(equal);
+        Ok(Striping::weighted(&self.disks, &weights)?)
     }
 }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_device::Region;
 use terrace_optimizer::Optimizer;
-use terrace_tiers::{DiskStore, MemoryPlan, Pool};
+use terrace_tiers::{DiskStore, MemoryPlan, Pool, Striping};
 
 /// A network under training, evaluation or generation.
 ///
@@ -73,10 +73,11 @@ impl Engine {
         sample: &MicroBatch,
         source: &mut dyn WeightSource,
     ) -> Result<Self> {
-        let parts = Parts::new(config, &backend, blocks, sample)?;
+        let parts = Parts::new(config, &backend, blocks, sample, None)?;
         let home = match parts.config.placement {
             Placement::Disk => {
-                let store = DiskStore::create(&backend.io, &parts.config.disks, parts.plan.spec.clone())?;
+                let striping = parts.config.striping()?;
+                let store = DiskStore::create(&backend.io, &striping, parts.plan.spec.clone())?;
                 StateHome::Disk(Box::new(store))
             }
             Placement::None | Placement::Host => StateHome::resident(&parts.network, &parts.kinds)?,
@@ -104,7 +105,16 @@ impl Engine {
         let store = DiskStore::open(&backend.io, &config.disks)?;
         // The cut into chunks is a property of the files.
         config.overrides.chunk_elements = Some(store.spec().chunk_elements as usize);
-        let parts = Parts::new(config, &backend, blocks, sample)?;
+        let wanted = config.striping()?;
+        if wanted != *store.striping() {
+            let (stored, wanted) = (store.striping().shares(), wanted.shares());
+            tracing::debug!(
+                ?stored,
+                ?wanted,
+                "the state keeps the parts per directory that it was made with"
+            );
+        }
+        let parts = Parts::new(config, &backend, blocks, sample, Some(store.striping()))?;
         checkpoint::compare(&parts.plan.spec, store.spec())?;
         let step = store.committed().step;
         if parts.config.placement == Placement::Disk {
@@ -139,7 +149,7 @@ impl Engine {
         blocks: Vec<Box<dyn Block>>,
         sample: &MicroBatch,
     ) -> Result<MemoryPlan> {
-        Ok(Parts::new(config, backend, blocks, sample)?.plan.memory)
+        Ok(Parts::new(config, backend, blocks, sample, None)?.plan.memory)
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
@@ -147,8 +157,11 @@ impl Engine {
         let windows = &plan.windows;
         let lane = Lane::new(&backend, windows.arena_bytes)?;
         let on_disk = home.disk().is_some();
-        let weight_slots =
-            if on_disk { Some(SlotClasses::new(&windows.classes, network.groups.len())?) } else { None };
+        let slot_io = on_disk.then_some(&backend.io);
+        let weight_slots = match slot_io {
+            Some(io) => Some(SlotClasses::new(&windows.classes, network.groups.len(), io)?),
+            None => None,
+        };
         let mut weight_regions = VecDeque::new();
         if windows.device_weight_slots > 0 {
             let bytes = (network.group_elements_max() * config.dtype.size()).next_multiple_of(256);
@@ -157,7 +170,10 @@ impl Engine {
                 weight_regions.push_back(arena.alloc(bytes)?);
             }
         }
-        let disks = |wanted: bool| wanted.then_some((&backend.io, config.disks.as_slice()));
+        let spills = windows.gradients_on_disk || windows.activations_on_disk;
+        let striping = if spills { Some(config.striping()?) } else { None };
+        let disks =
+            |wanted: bool| striping.as_ref().filter(|_| wanted).map(|striping| (&backend.io, striping));
         let park = match config.training {
             Some(_) => Some(GradientPark::new(
                 config.dtype,
@@ -178,7 +194,7 @@ impl Engine {
             Signals::ForwardOnly(Pool::new("signals", 2, windows.signal_bytes)?)
         };
         let slots = if config.training.is_some() && on_disk { windows.update_slots } else { 2 };
-        let update_slots = UpdateSlots::new(&kinds, slots, windows.chunk_elements)?;
+        let update_slots = UpdateSlots::new(&kinds, slots, windows.slot_elements, slot_io)?;
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(config.threads)
             .thread_name(|i| format!("terrace-update-{i}"))
@@ -266,11 +282,12 @@ impl Parts {
         backend: &Backend,
         blocks: Vec<Box<dyn Block>>,
         sample: &MicroBatch,
+        stored: Option<&Striping>,
     ) -> Result<Self> {
         needs_disk(&config)?;
         let network = Network::new(blocks)?;
         let (kinds, optimizer) = StateKinds::new(&config)?;
-        let planner = Planner { config: &config, backend, network: &network, kinds: &kinds, sample };
+        let planner = Planner { config: &config, backend, network: &network, kinds: &kinds, sample, stored };
         let plan = planner.plan()?;
         Ok(Self { config, network, kinds, optimizer, plan })
     }

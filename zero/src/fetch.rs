@@ -15,6 +15,7 @@ use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
+use terrace_aio::IoEngine;
 use terrace_device::{Bytes, Event, Region, Upload, UploadSource};
 use terrace_tiers::{BlobKey, BlobKind, DiskStore, Generation, Lease, PendingRead, Pool, SharedBytes};
 
@@ -99,11 +100,11 @@ pub(crate) fn plan_classes(network: &Network, weight_bytes: usize, window: usize
 }
 
 impl SlotClasses {
-    pub(crate) fn new(classes: &[SlotClass], groups: usize) -> Result<Self> {
+    pub(crate) fn new(classes: &[SlotClass], groups: usize, io: &Arc<dyn IoEngine>) -> Result<Self> {
         let mut class_of_group = vec![usize::MAX; groups];
         let mut pools = Vec::new();
         for (index, class) in classes.iter().enumerate() {
-            pools.push(Pool::new("weights", class.slots, class.slot_bytes)?);
+            pools.push(Pool::new_registered("weights", class.slots, class.slot_bytes, io)?);
             for &group in &class.groups {
                 class_of_group[group] = index;
             }

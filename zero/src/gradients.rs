@@ -8,13 +8,12 @@
 use crate::lane::{Lane, flat, flat_mut};
 use crate::{Backend, Result};
 use bytemuck::cast_slice;
-use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_device::{Download, Region, Upload};
 use terrace_kernels::{DType, View, ViewMut};
 use terrace_optimizer::{Gradient, SumOfSquares};
-use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, StoreSpec};
+use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, StoreSpec, Striping};
 
 /// Chunks in memory when gradients are parked on disk: one being filled, two being written or read.
 pub(crate) const STAGING_SLOTS: usize = 4;
@@ -59,25 +58,28 @@ impl GradientPark {
         dtype: DType,
         spec: &StoreSpec,
         host_chunks: usize,
-        disk: Option<(&Arc<dyn IoEngine>, &[PathBuf])>,
+        disk: Option<(&Arc<dyn IoEngine>, &Striping)>,
     ) -> Result<Self> {
         let groups = spec.groups.len();
-        let chunk_bytes = spec.chunk_elements as usize * dtype.size();
+        let longest = (0..groups).map(|g| spec.chunk_len(g, 0)).max().unwrap_or(0);
+        let chunk_bytes = longest * dtype.size();
         let mut first = Vec::new();
         let mut total = 0;
         for group in 0..groups {
             first.push(total);
             total += spec.chunks(group);
         }
-        let scratch = match disk {
-            Some((engine, dirs)) => Some(Scratch::create(engine, dirs, "gradients.bin", total, chunk_bytes)?),
-            None => None,
+        let (scratch, pool) = match disk {
+            Some((engine, striping)) => (
+                Some(Scratch::create(engine, striping, "gradients.bin", total, chunk_bytes)?),
+                Pool::new_registered("gradients", STAGING_SLOTS, chunk_bytes, engine)?,
+            ),
+            None => (None, Pool::new("gradients", host_chunks, chunk_bytes)?),
         };
-        let slots = if scratch.is_some() { STAGING_SLOTS } else { host_chunks };
         Ok(Self {
             dtype,
             spec: spec.clone(),
-            pool: Pool::new("gradients", slots, chunk_bytes)?,
+            pool,
             scratch,
             first,
             parked: (0..groups).map(|g| (0..spec.chunks(g)).map(|_| None).collect()).collect(),

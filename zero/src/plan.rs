@@ -21,7 +21,9 @@ use crate::gradients::STAGING_SLOTS;
 use crate::network::Network;
 use crate::state::{StateKinds, store_spec};
 use crate::{Backend, EngineConfig, MicroBatch, Mode, Placement, Result};
-use terrace_tiers::{ByteSize, DiskStore, MemoryPlan, PlanRefusal, StoreSpec, Tier, TierError};
+use terrace_tiers::{
+    ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
+};
 
 /// Elements of the buffer through which weights are loaded: a multiple of every chunk size is not needed, it is cut.
 const CHUNK_CHOICES: [usize; 4] = [1 << 20, 1 << 18, 1 << 16, 1 << 14];
@@ -32,6 +34,8 @@ const UPDATE_SLOT_CHOICES: [usize; 3] = [6, 4, 2];
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Windows {
     pub(crate) chunk_elements: usize,
+    /// Elements of the longest chunk there is: no group may fill a chunk.
+    pub(crate) slot_elements: usize,
     pub(crate) classes: Vec<SlotClass>,
     pub(crate) update_slots: usize,
     pub(crate) gradient_chunks: usize,
@@ -66,6 +70,8 @@ pub(crate) struct Planner<'a> {
     pub(crate) network: &'a Network,
     pub(crate) kinds: &'a StateKinds,
     pub(crate) sample: &'a MicroBatch,
+    /// How the state is shared among the directories, if it exists already.
+    pub(crate) stored: Option<&'a Striping>,
 }
 
 impl Planner<'_> {
@@ -137,7 +143,7 @@ impl Planner<'_> {
         let spec = store_spec(config, network, self.kinds, choice.chunk_elements);
         let mut memory = MemoryPlan::default();
         let weight_bytes = config.dtype.size() as u64;
-        let chunk = choice.chunk_elements as u64;
+        let chunk = windows.slot_elements as u64;
         let elements = network.elements();
         if config.placement == Placement::Disk {
             for class in &windows.classes {
@@ -156,15 +162,20 @@ impl Planner<'_> {
             } else {
                 memory.add(Tier::Host, "loading weights", 2, chunk * weight_bytes);
             }
-            let dirs = config.disks.len();
-            memory.add(
-                Tier::Disk,
-                "training state, all generations",
-                dirs as u64,
-                DiskStore::bytes_per_dir(&spec, dirs),
-            );
+            let new = config.striping()?;
+            let striping = self.stored.unwrap_or(&new);
+            let state = DiskStore::bytes_per_dir(&spec, striping);
+            add_disk(&mut memory, "training state, all generations", striping, &state);
             if windows.gradients_on_disk {
-                memory.add(Tier::Disk, "parked gradients", 1, elements * weight_bytes);
+                let chunks = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum();
+                let chunk_bytes = windows.slot_elements * config.dtype.size();
+                let gradients = Scratch::bytes_per_dir(&new, chunks, chunk_bytes);
+                add_disk(&mut memory, "parked gradients", &new, &gradients);
+            }
+            if windows.activations_on_disk {
+                let signals = network.last() * config.limits.micro_batches;
+                let activations = Scratch::bytes_per_dir(&new, signals, windows.signal_bytes);
+                add_disk(&mut memory, "spilled activations", &new, &activations);
             }
         } else {
             for blob in &self.kinds.blobs {
@@ -209,7 +220,6 @@ impl Planner<'_> {
         memory.add(Tier::Host, "activations and their gradients", slots, slot);
         if windows.activations_on_disk {
             memory.add(Tier::Host, "activations in flight", SPILL_SLOTS as u64, slot);
-            memory.add(Tier::Disk, "spilled activations", (boundaries * m) as u64, slot);
         }
     }
 
@@ -245,6 +255,7 @@ impl Planner<'_> {
         let together = (0..network.blocks.len()).map(|b| network.groups_of(b).len()).max().unwrap_or(1);
         Ok(Windows {
             chunk_elements: choice.chunk_elements,
+            slot_elements: choice.chunk_elements.min(network.group_elements_max()),
             classes: plan_classes(network, weight_bytes, choice.weight_slots),
             update_slots: choice.update_slots,
             gradient_chunks: self.gradient_chunks(choice),
@@ -317,6 +328,16 @@ impl EnginePlan {
             place(w.gradients_on_disk),
             place(w.activations_on_disk)
         )
+    }
+}
+
+/// One term if the directories take turns, else one for each.
+fn add_disk(memory: &mut MemoryPlan, what: &str, striping: &Striping, bytes: &[u64]) {
+    if striping.shares().iter().all(|&share| share == 1) {
+        return memory.add(Tier::Disk, what, 1, bytes.iter().sum());
+    }
+    for (dir, &bytes) in striping.dirs().iter().zip(bytes) {
+        memory.add(Tier::Disk, format!("{what}, in {}", dir.display()), 1, bytes);
     }
 }
 

@@ -10,6 +10,7 @@ use crate::{EngineError, Result};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use terrace_aio::IoEngine;
 use terrace_optimizer::{Optimizer, StepArgs, update_threaded};
 use terrace_tiers::{BlobKey, DiskStore, Generation, Lease, PendingRead, Pool, StoreSpec};
 
@@ -20,11 +21,21 @@ pub(crate) struct UpdateSlots {
 }
 
 impl UpdateSlots {
-    pub(crate) fn new(kinds: &StateKinds, slots: usize, chunk_elements: usize) -> Result<Self> {
-        let pools = kinds
-            .blobs
-            .iter()
-            .map(|b| Pool::new("optimizer state", slots, chunk_elements * b.element_bytes as usize));
+    /// `disk` is the engine that reads and writes the slots in every step, if one does.
+    pub(crate) fn new(
+        kinds: &StateKinds,
+        slots: usize,
+        elements: usize,
+        disk: Option<&Arc<dyn IoEngine>>,
+    ) -> Result<Self> {
+        const NAME: &str = "optimizer state";
+        let pools = kinds.blobs.iter().map(|blob| {
+            let bytes = elements * blob.element_bytes as usize;
+            match disk {
+                Some(io) => Pool::new_registered(NAME, slots, bytes, io),
+                None => Pool::new(NAME, slots, bytes),
+            }
+        });
         Ok(Self { pools: pools.collect::<std::result::Result<_, _>>()? })
     }
 

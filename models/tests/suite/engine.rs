@@ -27,6 +27,7 @@ fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Ve
         }),
         placement: Placement::Disk,
         disks: vec![disk.to_owned()],
+        disk_weights: None,
         host_budget: 1 << 30,
         device_budget: u64::MAX,
         threads: 2,

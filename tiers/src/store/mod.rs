@@ -18,7 +18,7 @@ mod manifest;
 use crate::key::AddressMap;
 use crate::pool::Lease;
 use crate::volume::{Volume, World, require_space, wait_all};
-use crate::{BlobKey, BlobKind, Generation, StoreSpec, TierError, checksum};
+use crate::{BlobKey, BlobKind, Generation, StoreSpec, Striping, TierError, checksum};
 use lock::DirLock;
 use manifest::{Manifest, Slot};
 use std::collections::{HashMap, VecDeque};
@@ -87,9 +87,9 @@ pub(crate) struct Check {
 }
 
 impl DiskStore {
-    /// Bytes that a store needs in each of `dirs` directories.
-    pub fn bytes_per_dir(spec: &StoreSpec, dirs: usize) -> u64 {
-        Volume::file_bytes(spec.volume_bytes(), dirs)
+    /// Bytes that a store needs in each directory.
+    pub fn bytes_per_dir(spec: &StoreSpec, striping: &Striping) -> Vec<u64> {
+        Volume::file_bytes(spec.volume_bytes(), striping)
     }
 
     /// Makes a store. Nothing is live until the first [`commit`](Self::commit); a creation that never got there leaves files
@@ -97,17 +97,22 @@ impl DiskStore {
     ///
     /// # Errors
     /// A directory holds state of this or another run, is in use, too small, or cannot be written.
-    pub fn create(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], spec: StoreSpec) -> Result<Self, TierError> {
+    pub fn create(
+        engine: &Arc<dyn IoEngine>,
+        striping: &Striping,
+        spec: StoreSpec,
+    ) -> Result<Self, TierError> {
+        let dirs = striping.dirs();
         let world = World::of(&**engine);
         let locks = lock_all(world, dirs)?;
         refuse_existing(engine, dirs)?;
         remove_leftovers(engine, dirs)?;
         if world == World::Real {
-            require_space(dirs, Self::bytes_per_dir(&spec, dirs.len()))?;
+            require_space(dirs, &Self::bytes_per_dir(&spec, striping))?;
         }
         let id = RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()));
-        let volume = Volume::create(engine, dirs, DATA_FILE, spec.volume_bytes(), id)?;
-        let manifest = Manifest::create(engine, &dirs[0], &spec, id)?;
+        let volume = Volume::create(engine, striping, DATA_FILE, spec.volume_bytes(), id)?;
+        let manifest = Manifest::create(engine, striping.first(), &spec, id)?;
         let table = vec![0; spec.table_len()];
         // With two generations the first commit makes generation 0 live.
         let live = spec.generations - 1;
@@ -127,7 +132,7 @@ impl DiskStore {
         })
     }
 
-    /// Opens a store at its last committed step.
+    /// Opens a store at its last committed step. The directories share the state as they did when it was made.
     ///
     /// # Errors
     /// There is none, it is in use, or it is damaged.
@@ -164,6 +169,11 @@ impl DiskStore {
     /// The layout.
     pub fn spec(&self) -> &StoreSpec {
         &self.spec
+    }
+
+    /// The directories, and how the state was shared among them when it was made.
+    pub fn striping(&self) -> &Striping {
+        self.volume.striping()
     }
 
     /// What the last commit said.
