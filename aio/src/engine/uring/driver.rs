@@ -93,12 +93,16 @@ enum Polling {
     Fails,
 }
 
-/// How often completions come.
+/// How often completions come, on average: they come in bursts, so a window is many of them long.
 struct Pace {
-    last: Instant,
-    /// Microseconds between completions, smoothed.
+    window_began: Instant,
+    in_window: usize,
+    /// Microseconds between completions in the last whole window.
     interval_us: f64,
 }
+
+/// Completions in a window.
+const PACE_WINDOW: usize = 64;
 
 impl Driver {
     pub fn new(
@@ -130,7 +134,7 @@ impl Driver {
             pending: Vec::with_capacity(depth),
             bounces: Vec::new(),
             transfer_bytes_max: config.transfer_bytes_max,
-            pace: Pace { last: Instant::now(), interval_us: 0.0 },
+            pace: Pace { window_began: Instant::now(), in_window: 0, interval_us: 0.0 },
         };
         if config.io_poll {
             match Port::open(Wish { io_poll: true, ..wish }, config.register) {
@@ -464,21 +468,21 @@ impl Op {
 }
 
 impl Pace {
-    /// `count` completions have come since the last call.
+    /// `count` more completions have come.
     fn note(&mut self, count: usize) {
-        if count == 0 {
-            return;
+        self.in_window += count;
+        if self.in_window >= PACE_WINDOW {
+            let now = Instant::now();
+            self.interval_us =
+                now.duration_since(self.window_began).as_secs_f64() * 1e6 / self.in_window as f64;
+            (self.window_began, self.in_window) = (now, 0);
         }
-        let now = Instant::now();
-        let interval_us = now.duration_since(self.last).as_secs_f64() * 1e6 / count as f64;
-        self.last = now;
-        self.interval_us += (interval_us.min(GATHER_US.1) - self.interval_us) / 8.0;
     }
 
     /// How long to wait for `want` completions: about as long as they should take.
     fn gather_us(&self, want: usize) -> u32 {
         // Clamped to a small positive number.
-        (self.interval_us * want as f64 * 1.5).clamp(GATHER_US.0, GATHER_US.1) as u32
+        (self.interval_us * want as f64).clamp(GATHER_US.0, GATHER_US.1) as u32
     }
 }
 
