@@ -2,6 +2,7 @@
 
 use crate::Ticket;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Collects the completions of many tickets, for a loop that keeps a window of requests in flight.
 ///
@@ -72,6 +73,29 @@ impl CompletionQueue {
     }
 }
 
+impl CompletionQueue {
+    /// As [`wait`](Self::wait), for no longer than `timeout`; returns whether there were enough.
+    pub fn wait_timeout(&self, at_least: usize, timeout: Duration, done: &mut Vec<usize>) -> bool {
+        let mut state = self.shared.lock();
+        if state.done.len() < at_least {
+            let deadline = Instant::now() + timeout;
+            while state.done.len() < at_least {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                state.wanted = at_least;
+                let waited = self.shared.enough.wait_timeout(state, left);
+                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+        state.wanted = 0;
+        let is_enough = state.done.len() >= at_least;
+        done.append(&mut state.done);
+        is_enough
+    }
+}
+
 impl Tags {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -120,6 +144,19 @@ mod tests {
         let mut done = Vec::new();
         queue.wait(2, &mut done);
         assert_eq!(done, [7, 8]);
+    }
+
+    #[test]
+    fn waiting_ends_with_the_time_too() {
+        let queue = CompletionQueue::new(2);
+        let (ticket, completer) = Ticket::new();
+        let ticket = queue.track(ticket, 3);
+        let mut done = Vec::new();
+        assert!(!queue.wait_timeout(1, Duration::from_millis(1), &mut done));
+        assert!(done.is_empty());
+        completer.complete(Ok(IoBuf::empty()));
+        assert!(queue.wait_timeout(1, Duration::ZERO, &mut done));
+        assert_eq!((done, ticket.is_done()), (vec![3], true));
     }
 
     #[test]

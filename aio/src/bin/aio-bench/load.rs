@@ -1,14 +1,9 @@
 //! The measuring loop: a fixed number of blocks in flight per directory, driven by one thread.
 //!
 //! **What is in the timed region.** Between `begin` and `end` of a [`Tally`] this thread does, per batch of completions:
-//! one lock to take the batch (sleeping only when it is empty) and one clock reading; per operation: claim the ticket,
-//! record one latency and a few sums in memory that exists, pick the next block, submit it. Nothing is allocated by this
-//! module per operation: buffers come from one mapping, wakers and the lists of completed slots are made before. The
-//! engine allocates what its tickets need. With `validate` the content is made and checked in here too, and counts.
-//!
-//! **Why wakers and not observers or a channel.** A ticket is a future, and polling it with a waker that exists already
-//! allocates nothing; the waker only appends a slot number to a list and wakes this thread when it sleeps, so under load
-//! many completions are taken with one lock and no system call.
+//! one lock to take the batch from the completion queue (sleeping only when it is empty) and one clock reading; per
+//! operation: claim the ticket, record one latency and a few sums in memory that exists, pick the next block, submit it.
+//! Nothing is allocated per operation: buffers come from one mapping, the lists of completed slots are made before. With `validate` the content is made and checked in here too, and counts.
 //!
 //! **What is counted.** The rate is that of the steady state: operations that complete from the end of the warm-up to
 //! the deadline. What is in flight at the deadline is waited for outside the timed region, as what is in flight when the
@@ -19,15 +14,10 @@ use crate::cpu::CpuTime;
 use crate::histogram::Histogram;
 use crate::mix::{Op, Schedule};
 use crate::pattern::{Key, PAGE_BYTES};
-use std::future::Future;
 use std::path::PathBuf;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::Thread;
 use std::time::{Duration, Instant};
-use terrace_aio::{FileId, IoBuf, IoEngine, IoError, OpKind, Request, Ticket};
+use terrace_aio::{CompletionQueue, FileId, IoBuf, IoEngine, IoError, OpKind, Request, Ticket};
 
 /// The longest this thread sleeps before it looks at the clock and at an interrupt.
 const NAP: Duration = Duration::from_millis(50);
@@ -117,7 +107,7 @@ pub struct Load<'a> {
     engine: &'a dyn IoEngine,
     lanes: Vec<Lane>,
     slots: Vec<Slot>,
-    completions: Arc<Completions>,
+    completions: CompletionQueue,
     block_bytes: usize,
     manner: Manner,
     in_flight: usize,
@@ -132,7 +122,6 @@ struct Slot {
     state: SlotState,
     op: Op,
     submitted_ns: u64,
-    waker: Waker,
 }
 
 enum SlotState {
@@ -149,37 +138,17 @@ enum Phase {
     Draining,
 }
 
-/// Slots whose tickets may be done.
-#[derive(Debug)]
-struct Completions {
-    list: Mutex<List>,
-    thread: Thread,
-}
-
-#[derive(Debug)]
-struct List {
-    done: Vec<u32>,
-    sleeping: bool,
-}
-
-struct SlotWaker {
-    slot: u32,
-    completions: Arc<Completions>,
-}
-
 impl<'a> Load<'a> {
     /// Makes everything the loop needs. Each lane gets the same number of the buffers.
     pub fn new(engine: &'a dyn IoEngine, lanes: Vec<Lane>, buffers: Vec<IoBuf>, manner: Manner) -> Self {
         let block_bytes = buffers.first().map_or(PAGE_BYTES, |buffer| buffer.len());
         let depth = buffers.len() / lanes.len().max(1);
-        let list = List { done: Vec::with_capacity(2 * buffers.len()), sleeping: false };
-        let completions = Arc::new(Completions { list: Mutex::new(list), thread: std::thread::current() });
+        let completions = CompletionQueue::new(buffers.len());
         let slot = |(index, buffer)| Slot {
             lane: index / depth.max(1),
             state: SlotState::Idle(buffer),
             op: Op { kind: OpKind::Read, block: 0 },
             submitted_ns: 0,
-            waker: Waker::from(Arc::new(SlotWaker { slot: index as u32, completions: completions.clone() })),
         };
         let slots = buffers.into_iter().take(depth * lanes.len()).enumerate().map(slot).collect();
         let (clock, tally) = (Instant::now(), Tally::new(lanes.len()));
@@ -208,17 +177,17 @@ impl<'a> Load<'a> {
         if timing.warm_up.is_zero() {
             phase = self.begin(0);
         }
-        let mut batch: Vec<u32> = Vec::with_capacity(2 * self.slots.len());
+        let mut batch: Vec<usize> = Vec::with_capacity(self.slots.len());
         (0..self.slots.len()).for_each(|slot| self.submit_next(slot, self.now()));
         let mut window_seen = 0;
         while self.in_flight > 0 {
-            self.completions.take(&mut batch);
+            self.completions.wait_timeout(1, NAP, &mut batch);
             let now = self.now();
             let is_over = self.error.is_some() || self.is_over(timing, phase, now, watch);
             for slot in batch.drain(..) {
-                self.complete(slot as usize, now, phase);
+                self.complete(slot, now, phase);
                 if !is_over && phase != Phase::Draining {
-                    self.submit_next(slot as usize, now);
+                    self.submit_next(slot, now);
                 }
             }
             phase = self.next_phase(phase, timing, now, is_over);
@@ -285,10 +254,9 @@ impl<'a> Load<'a> {
     /// Claims a slot's ticket if it is done, and counts it if this is being measured.
     fn complete(&mut self, index: usize, now: u64, phase: Phase) {
         let slot = &mut self.slots[index];
-        let SlotState::InFlight(ticket) = &mut slot.state else { return };
-        let Poll::Ready(result) = Pin::new(ticket).poll(&mut Context::from_waker(&slot.waker)) else {
-            return;
-        };
+        let SlotState::InFlight(ticket) = std::mem::replace(&mut slot.state, SlotState::Lost) else { return };
+        // Reported as done: this does not block.
+        let result = ticket.wait();
         self.in_flight -= 1;
         let counts = phase == Phase::Measuring || (phase == Phase::Draining && self.manner.count_sync);
         match result {
@@ -303,7 +271,6 @@ impl<'a> Load<'a> {
                 slot.state = SlotState::Idle(buffer);
             }
             Err(error) => {
-                slot.state = SlotState::Lost;
                 self.error.get_or_insert(error);
             }
         }
@@ -331,16 +298,8 @@ impl<'a> Load<'a> {
                 Request::write(lane.file, offset, buffer)
             }
         };
-        let mut ticket = self.engine.submit(request);
+        slot.state = SlotState::InFlight(self.completions.track(self.engine.submit(request), index));
         self.in_flight += 1;
-        match Pin::new(&mut ticket).poll(&mut Context::from_waker(&slot.waker)) {
-            Poll::Pending => slot.state = SlotState::InFlight(ticket),
-            // Done already: back through the list, so that it is counted like any other.
-            Poll::Ready(result) => {
-                slot.state = SlotState::InFlight(Ticket::ready(result));
-                slot.waker.wake_by_ref();
-            }
-        }
     }
 
     fn now(&self) -> u64 {
@@ -438,41 +397,6 @@ impl Tally {
         self.mismatches_count += 1;
         if self.mismatches.len() < MISMATCHES_KEPT && !self.mismatches.contains(&mismatch) {
             self.mismatches.push(mismatch);
-        }
-    }
-}
-
-impl Completions {
-    fn lock(&self) -> MutexGuard<'_, List> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Takes what is there, in exchange for the empty `batch`; sleeps up to a nap when there is nothing.
-    fn take(&self, batch: &mut Vec<u32>) {
-        let mut list = self.lock();
-        if list.done.is_empty() {
-            list.sleeping = true;
-            drop(list);
-            std::thread::park_timeout(NAP);
-            list = self.lock();
-            list.sleeping = false;
-        }
-        std::mem::swap(&mut list.done, batch);
-    }
-}
-
-impl Wake for SlotWaker {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        let mut list = self.completions.lock();
-        list.done.push(self.slot);
-        let sleeps = std::mem::take(&mut list.sleeping);
-        drop(list);
-        if sleeps {
-            self.completions.thread.unpark();
         }
     }
 }
