@@ -16,6 +16,7 @@ use tempfile::TempDir;
 pub struct LoopDisk {
     /// Holds the image and the mount point.
     home: TempDir,
+    is_mounted: bool,
 }
 
 impl LoopDisk {
@@ -39,7 +40,7 @@ impl LoopDisk {
         mount_device(&device.0, &mount).map_err(|e| format!("mounting {}: {e}", device.0.display()))?;
         // Detaching a mounted device makes it go away with the mount.
         drop(device);
-        Ok(Self { home })
+        Ok(Self { home, is_mounted: true })
     }
 
     /// Where it is mounted.
@@ -52,7 +53,7 @@ impl LoopDisk {
         self.home.path().join("image")
     }
 
-    /// Makes the mounted file system refuse writes.
+    /// Makes the mounted file system refuse writes. No file may be open for writing.
     ///
     /// # Errors
     /// What the operating system said.
@@ -60,14 +61,31 @@ impl LoopDisk {
         let flags = libc::MS_REMOUNT | libc::MS_RDONLY;
         mount(None, &self.path(), None, flags, None)
     }
+
+    /// Has the file system do what it does when it finds itself damaged: refuse writes, whatever is open.
+    ///
+    /// # Errors
+    /// What the operating system said.
+    pub fn fail_file_system(&self) -> io::Result<()> {
+        mount(None, &self.path(), None, libc::MS_REMOUNT, Some("abort"))
+    }
+
+    /// Takes the file system out of the directory tree, as `umount --lazy` does: what is open stays usable.
+    ///
+    /// # Errors
+    /// What the operating system said.
+    pub fn unmount(&mut self) -> io::Result<()> {
+        self.is_mounted = false;
+        unmount(&self.path())
+    }
 }
 
 impl Drop for LoopDisk {
     fn drop(&mut self) {
-        let mount = c_path(&self.path());
-        // SAFETY: a system call on a NUL-terminated string.
-        if unsafe { libc::umount2(mount.as_ptr(), libc::MNT_DETACH) } != 0 {
-            println!("{} stays mounted: {}", self.path().display(), io::Error::last_os_error());
+        if self.is_mounted
+            && let Err(error) = unmount(&self.path())
+        {
+            println!("{} stays mounted: {error}", self.path().display());
         }
     }
 }
@@ -102,6 +120,20 @@ pub fn own_mounts() -> io::Result<()> {
 pub fn mount_tmpfs(at: &Path, bytes: u64) -> io::Result<()> {
     own_mounts()?;
     mount(Some(Path::new("tmpfs")), at, Some(c"tmpfs"), 0, Some(&format!("size={bytes}")))
+}
+
+/// Takes a mount out of the tree; it ends with its last open file.
+///
+/// # Errors
+/// What the operating system said.
+pub fn unmount(at: &Path) -> io::Result<()> {
+    let at = c_path(at);
+    // SAFETY: a system call on a NUL-terminated string.
+    if unsafe { libc::umount2(at.as_ptr(), libc::MNT_DETACH) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// In memory where possible: the file systems are what is tested, not the drive below.
