@@ -26,6 +26,11 @@ fn on_every_engine(sector_bytes: u32, check: fn(&dyn IoEngine, &mut LoopDisk)) {
             Ok(engine) => engines.push(Arc::new(engine)),
             Err(error) => println!("skipped: {error}"),
         }
+        #[cfg(feature = "tokio_uring")]
+        match terrace_aio::engine::TokioUringEngine::new(&config) {
+            Ok(engine) => engines.push(Arc::new(engine)),
+            Err(error) => println!("skipped: {error}"),
+        }
         for engine in engines {
             let mut disk = match LoopDisk::new(DISK_BYTES, sector_bytes) {
                 Ok(disk) => disk,

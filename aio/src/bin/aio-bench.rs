@@ -52,6 +52,8 @@ enum Engine {
     Auto,
     Uring,
     Threads,
+    #[cfg(feature = "tokio_uring")]
+    TokioUring,
 }
 
 /// One direction's figures.
@@ -135,6 +137,8 @@ impl Bench {
             Engine::Auto => EngineChoice::Auto,
             Engine::Uring => EngineChoice::Uring,
             Engine::Threads => EngineChoice::Threads,
+            #[cfg(feature = "tokio_uring")]
+            Engine::TokioUring => EngineChoice::TokioUring,
         };
         let engine = open_default(&EngineConfig {
             choice,

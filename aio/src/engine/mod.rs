@@ -15,6 +15,8 @@ mod progress;
 mod sim;
 mod split;
 mod threads;
+#[cfg(feature = "tokio_uring")]
+mod tokio_uring;
 mod uring;
 
 pub use config::{
@@ -22,6 +24,8 @@ pub use config::{
 };
 pub use sim::{SimConfig, SimEngine};
 pub use threads::ThreadsEngine;
+#[cfg(feature = "tokio_uring")]
+pub use tokio_uring::TokioUringEngine;
 pub use uring::UringEngine;
 
 use crate::{IoBuf, IoError, Ticket};

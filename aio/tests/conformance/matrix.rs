@@ -103,7 +103,11 @@ fn combinations(engine: &'static str, drive: Drive) -> Vec<Combination> {
     }
     if drive == Drive::Host {
         // A journal that commits with every file made is slow, and the loop drives cover what does not depend on it.
-        all.retain(|c| c.paths == 1 && c.transfers != Transfers::Faulty);
+        all.retain(|c| {
+            let is_usual = c.direct && c.register && c.transfers == Transfers::Whole;
+            let is_worst = !c.direct && !c.register && c.transfers == Transfers::Short;
+            c.paths == 1 && (is_usual || is_worst)
+        });
     }
     all
 }
