@@ -30,6 +30,7 @@ mod error;
 pub mod layer;
 pub mod profile;
 mod random;
+mod sync;
 mod ticket;
 
 pub use buf::{BUF_ALIGN, BufHome, IoBuf};

@@ -20,6 +20,9 @@ pub fn run(root: &Path) -> Result<(), String> {
         Step::new(
             "cargo test -p terrace-aio --release --features tokio_uring --test conformance --test real_disk",
         ),
+        // Every interleaving of a ticket's two halves. The switch rebuilds everything, hence a folder of its own.
+        Step::new("cargo test -p terrace-aio --release --test loom_ticket --target-dir target/loom")
+            .environment("RUSTFLAGS", "--cfg terrace_loom"),
         // Benchmarks and examples run once, small.
         Step::new("cargo bench --workspace -- --test"),
         Step::new("cargo run --release --quiet -p terrace-aio --example async_read"),
