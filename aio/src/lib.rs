@@ -27,6 +27,8 @@
 mod buf;
 pub mod engine;
 mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod layer;
 pub mod profile;
 mod random;

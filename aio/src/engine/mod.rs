@@ -28,6 +28,9 @@ pub use threads::ThreadsEngine;
 pub use tokio_uring::TokioUringEngine;
 pub use uring::UringEngine;
 
+pub(crate) use job::check_segments;
+pub(crate) use split::{Alignment, Cursor, Route};
+
 use crate::{IoBuf, IoError, Ticket};
 use smallvec::SmallVec;
 use std::fmt::{self, Debug};
