@@ -42,6 +42,17 @@ fn sim_conforms() {
 }
 
 #[test]
+fn sim_conforms_with_sectors() {
+    for sector_bytes in [512, 4096] {
+        for seed in 0..3 {
+            println!("sectors of {sector_bytes} bytes, seed {seed}");
+            let config = SimConfig { seed, sector_bytes, transfer_bytes_max: 20_000, ..SimConfig::default() };
+            assert_conforms(|| Rig::in_memory(sim(config.clone())));
+        }
+    }
+}
+
+#[test]
 fn sim_conforms_when_it_behaves() {
     let config =
         SimConfig { short_one_in: 0, interrupt_one_in: 0, delay_ticks_max: 0, ..SimConfig::default() };
