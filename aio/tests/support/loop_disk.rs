@@ -9,6 +9,7 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// An ext4 file system on a loop device, mounted where only this thread sees it.
@@ -53,13 +54,21 @@ impl LoopDisk {
         self.home.path().join("image")
     }
 
-    /// Makes the mounted file system refuse writes. No file may be open for writing.
+    /// Makes the mounted file system refuse writes. No file may be open for writing, but a descriptor that was closed may
+    /// be in use for a moment longer: by a completion of the kernel, or by a child that is about to run its program.
     ///
     /// # Errors
-    /// What the operating system said.
+    /// What the operating system said, for ten seconds.
     pub fn make_read_only(&self) -> io::Result<()> {
-        let flags = libc::MS_REMOUNT | libc::MS_RDONLY;
-        mount(None, &self.path(), None, flags, None)
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            match mount(None, &self.path(), None, libc::MS_REMOUNT | libc::MS_RDONLY, None) {
+                Err(e) if e.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
+                    std::thread::yield_now();
+                }
+                result => return result,
+            }
+        }
     }
 
     /// Has the file system do what it does when it finds itself damaged: refuse writes, whatever is open.
