@@ -113,12 +113,19 @@ fn restricted_process() {
 }
 
 fn as_user(place: &Path) {
-    for choice in [EngineChoice::Auto, EngineChoice::Uring, EngineChoice::Threads] {
+    let choices = [
+        (EngineChoice::Auto, "uring"),
+        (EngineChoice::Uring, "uring"),
+        (EngineChoice::Threads, "threads"),
+        #[cfg(feature = "tokio_uring")]
+        (EngineChoice::TokioUring, "tokio_uring"),
+    ];
+    for (choice, name) in choices {
         for register in [true, false] {
             let config = EngineConfig { choice, register, ..EngineConfig::default() };
             let engine = open_default(&config).unwrap();
             println!("{choice:?} opened {}", engine.name());
-            assert_eq!(engine.name(), if choice == EngineChoice::Threads { "threads" } else { "uring" });
+            assert_eq!(engine.name(), name);
             check_exact(&*engine, place);
             check_registered(&*engine, place);
         }
@@ -136,10 +143,20 @@ fn as_lockless(place: &Path) {
 
 fn without_uring(place: &Path, why: &str) {
     let open = |choice| open_default(&EngineConfig { choice, ..EngineConfig::default() });
-    let error = open(EngineChoice::Uring).unwrap_err().to_string();
-    println!("{error}");
-    assert!(error.contains(why) && error.contains("io_uring"), "{error}");
-    assert!(error.contains("the threads engine works everywhere"), "the message says what to do: {error}");
+    let choices = [
+        EngineChoice::Uring,
+        #[cfg(feature = "tokio_uring")]
+        EngineChoice::TokioUring,
+    ];
+    for choice in choices {
+        let error = open(choice).unwrap_err().to_string();
+        println!("{choice:?}: {error}");
+        assert!(error.contains(why) && error.contains("io_uring"), "{error}");
+        assert!(
+            error.contains("the threads engine works everywhere"),
+            "the message says what to do: {error}"
+        );
+    }
     let engine = open(EngineChoice::Auto).unwrap();
     assert_eq!(engine.name(), "threads");
     check_exact(&*engine, place);

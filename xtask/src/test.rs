@@ -18,7 +18,7 @@ pub fn run(root: &Path) -> Result<(), String> {
         Step::new("cargo test --workspace --release"),
         // The engine behind a feature, in the suites that every engine runs.
         Step::new(
-            "cargo test -p terrace-aio --release --features tokio_uring --test conformance --test real_disk",
+            "cargo test -p terrace-aio --release --features tokio_uring --test conformance --test real_disk --test unprivileged",
         ),
         // Every interleaving of a ticket's two halves. The switch rebuilds everything, hence a folder of its own.
         Step::new("cargo test -p terrace-aio --release --test loom_ticket --target-dir target/loom")
