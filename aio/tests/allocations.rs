@@ -50,9 +50,10 @@ const BLOCK: usize = 64 << 10;
 const REQUEST: usize = 3 * BLOCK;
 const FILE: u64 = 2 * (WINDOW * REQUEST) as u64;
 
-/// Slots that never leave, and are lent without allocating.
+/// Slots that are lent without allocating.
 struct Slots {
     start: NonNull<u8>,
+    _memory: IoBuf,
     is_lent: [AtomicBool; WINDOW],
 }
 
@@ -63,15 +64,15 @@ unsafe impl Sync for Slots {}
 
 impl Slots {
     fn new() -> Arc<Self> {
-        let memory = Box::leak(Box::new(IoBuf::zeroed(WINDOW * REQUEST)));
+        let mut memory = IoBuf::zeroed(WINDOW * REQUEST);
         let start = NonNull::new(memory.as_mut_ptr()).unwrap();
-        Arc::new(Self { start, is_lent: Default::default() })
+        Arc::new(Self { start, _memory: memory, is_lent: Default::default() })
     }
 
     fn take(self: &Arc<Self>, slot: usize) -> IoBuf {
         const { assert!(REQUEST.is_multiple_of(BUF_ALIGN)) };
         assert!(!self.is_lent[slot].swap(true, Ordering::SeqCst), "slot {slot} is in use");
-        // SAFETY: the memory is leaked, aligned and initialized, and the flag makes the buffer its only user.
+        // SAFETY: the memory is as alive as its home, aligned and initialized, and the flag makes the buffer its only user.
         unsafe {
             let start = self.start.add(slot * REQUEST);
             IoBuf::from_home(start, REQUEST, Arc::clone(self) as Arc<dyn BufHome>, slot)

@@ -183,19 +183,28 @@ fn check_exact(engine: &dyn IoEngine, place: &Path) {
     engine.remove(&path).unwrap();
 }
 
-/// Memory that outlives every engine.
-struct Leaked;
+/// Memory that lives as long as any buffer of it.
+struct Memory {
+    start: NonNull<u8>,
+    _owner: IoBuf,
+}
 
-impl BufHome for Leaked {
+// SAFETY: the pointer is only used to make buffers, each of its own part.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl BufHome for Memory {
     fn give_back(&self, _: usize) {}
 }
 
 /// Registers more than most users may lock: granted or not, the memory works.
 fn check_registered(engine: &dyn IoEngine, place: &Path) {
     const PART: usize = 1 << 20;
-    let memory: &'static mut IoBuf = Box::leak(Box::new(IoBuf::zeroed(REGISTERED_BYTES)));
-    let start = NonNull::new(memory.as_mut_ptr()).unwrap();
-    // SAFETY: the memory is never freed.
+    let mut owner = IoBuf::zeroed(REGISTERED_BYTES);
+    let start = NonNull::new(owner.as_mut_ptr()).unwrap();
+    let home = Arc::new(Memory { start, _owner: owner });
+    // SAFETY: `home` outlives the registration.
     let registration = unsafe { engine.register(start, REGISTERED_BYTES) };
     let facts = engine.facts();
     println!("registered: {}, {facts:?}", registration.is_some());
@@ -205,10 +214,10 @@ fn check_registered(engine: &dyn IoEngine, place: &Path) {
         assert!(facts.registered_bytes <= limit, "{} registered of {limit}", facts.registered_bytes);
     }
     assert_eq!(registration.is_some(), facts.registered_bytes > 0);
-    let home: Arc<dyn BufHome> = Arc::new(Leaked);
     let part = |index: usize| {
-        // SAFETY: the part is aligned and initialized, never freed, and used by one buffer at a time.
-        unsafe { IoBuf::from_home(start.add(index * PART), PART, Arc::clone(&home), index) }
+        let home = Arc::clone(&home);
+        // SAFETY: the part is aligned and initialized, as alive as its home, and used by one buffer at a time.
+        unsafe { IoBuf::from_home(home.start.add(index * PART), PART, home, index) }
     };
     let path = place.join("registered");
     let bytes = pattern(8 * PART);
