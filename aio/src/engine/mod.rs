@@ -7,6 +7,7 @@
 //! of a copy: the ends of a range go through the page cache, unsuitable memory through an engine buffer.
 //!
 //! [`open_default`] chooses between [`UringEngine`] and [`ThreadsEngine`]; [`SimEngine`] is a disk in memory for tests.
+//! The feature `tokio_uring` adds an engine over the crate of that name, for comparison.
 
 mod config;
 mod files;
