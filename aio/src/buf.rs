@@ -124,3 +124,66 @@ impl fmt::Debug for IoBuf {
         f.debug_struct("IoBuf").field("ptr", &self.ptr).field("len", &self.len).finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    #[derive(Default)]
+    struct Home(Mutex<Vec<usize>>);
+
+    impl BufHome for Home {
+        fn give_back(&self, slot: usize) {
+            self.0.lock().unwrap().push(slot);
+        }
+    }
+
+    #[test]
+    fn a_buffer_is_aligned_zeroed_and_stays_where_it_is() {
+        for len in [1, 4095, 4096, 4097] {
+            let mut buf = IoBuf::zeroed(len);
+            assert!(buf.iter().all(|&byte| byte == 0) && buf.len() == len);
+            assert!(buf.as_ptr().addr().is_multiple_of(BUF_ALIGN));
+            buf[len - 1] = 7;
+            let address = buf.as_ptr();
+            let mut moved = Box::new(buf);
+            assert_eq!((moved.as_ptr(), moved[len - 1]), (address, 7));
+            moved.set_len(moved.capacity());
+            moved.fill(1);
+            moved.set_len(0);
+            assert!(moved.is_empty());
+        }
+        assert_eq!(IoBuf::zeroed(0).capacity(), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "exceeds the capacity")]
+    fn a_buffer_does_not_outgrow_its_memory() {
+        IoBuf::zeroed(10).set_len(BUF_ALIGN + 1);
+    }
+
+    #[test]
+    fn a_slot_goes_home_once_with_its_bytes() {
+        let mut memory = IoBuf::zeroed(2 * BUF_ALIGN);
+        let start = NonNull::new(memory.as_mut_ptr()).unwrap();
+        let home = Arc::new(Home::default());
+        let slot = |index: usize| {
+            // SAFETY: each slot is a page of `memory`, which is not touched until both are home.
+            unsafe {
+                let page = start.add(index * BUF_ALIGN);
+                IoBuf::from_home(page, BUF_ALIGN, Arc::clone(&home) as Arc<dyn BufHome>, index)
+            }
+        };
+        let (mut first, mut second) = (slot(0), slot(1));
+        second.fill(2);
+        first.fill(1);
+        let other_thread = std::thread::spawn(move || drop(second));
+        other_thread.join().unwrap();
+        assert_eq!(*home.0.lock().unwrap(), [1]);
+        drop(first);
+        assert_eq!(*home.0.lock().unwrap(), [1, 0]);
+        assert!(memory[..BUF_ALIGN].iter().all(|&byte| byte == 1));
+        assert!(memory[BUF_ALIGN..].iter().all(|&byte| byte == 2));
+    }
+}

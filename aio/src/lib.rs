@@ -28,9 +28,12 @@ mod buf;
 mod completions;
 pub mod engine;
 mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod layer;
 pub mod profile;
 mod random;
+mod sync;
 mod ticket;
 
 pub use buf::{BUF_ALIGN, BufHome, IoBuf};

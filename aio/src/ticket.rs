@@ -13,14 +13,15 @@
 //! work, step by step.
 
 use crate::completions::Tags;
+use crate::sync::{Arc, Condvar, Mutex, MutexGuard};
 use crate::{IoBuf, IoError, IoErrorKind};
 use smallvec::SmallVec;
 use std::fmt;
 use std::future::Future;
 use std::path::Path;
 use std::pin::Pin;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 /// The claim on one request in flight. Wait for it, await it, or drop it (the buffer is then parked).
@@ -28,7 +29,7 @@ use std::task::{Context, Poll, Waker};
 pub struct Ticket {
     /// `None` only while it is being taken apart.
     shared: Option<Arc<Shared>>,
-    driver: Option<Arc<dyn Drive>>,
+    driver: Option<std::sync::Arc<dyn Drive>>,
 }
 
 /// The engine's half of a [`Ticket`]. Completing it hands over the buffer or the error.
@@ -48,7 +49,7 @@ type Call = Box<dyn FnOnce(&Result<IoBuf, IoError>) + Send>;
 /// Who learns of a result before the ticket's owner.
 enum Observer {
     Call(Call),
-    Report { tags: Arc<Tags>, tag: usize },
+    Report { tags: std::sync::Arc<Tags>, tag: usize },
 }
 
 struct Shared {
@@ -68,10 +69,12 @@ struct Slot {
     observers: SmallVec<[Observer; 2]>,
 }
 
-/// Slots whose two halves are gone, for the next tickets.
+/// Slots whose two halves are gone, for the next tickets. (Loom's mutexes are not made outside its models.)
+#[cfg(not(terrace_loom))]
 static SPARE: Mutex<Vec<Arc<Shared>>> = Mutex::new(Vec::new());
 
 /// Spare slots kept at most.
+#[cfg(not(terrace_loom))]
 const SPARE_MAX: usize = 1024;
 
 #[derive(Debug)]
@@ -86,13 +89,12 @@ enum State {
 impl Ticket {
     /// A ticket and the completer that resolves it.
     pub fn new() -> (Self, Completer) {
-        let spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let shared = spare.unwrap_or_else(|| Arc::new(Shared::new()));
+        let shared = spare().unwrap_or_else(|| Arc::new(Shared::new()));
         (Self { shared: Some(Arc::clone(&shared)), driver: None }, Completer { shared: Some(shared) })
     }
 
     /// A ticket of an engine that is driven by whoever waits. Dropping it unresolved drives it to its end.
-    pub fn driven(driver: Arc<dyn Drive>) -> (Self, Completer) {
+    pub fn driven(driver: std::sync::Arc<dyn Drive>) -> (Self, Completer) {
         let (mut ticket, completer) = Self::new();
         ticket.driver = Some(driver);
         (ticket, completer)
@@ -131,7 +133,7 @@ impl Ticket {
     }
 
     /// See [`CompletionQueue::track`](crate::CompletionQueue::track).
-    pub(crate) fn tracked(self, tags: Arc<Tags>, tag: usize) -> Self {
+    pub(crate) fn tracked(self, tags: std::sync::Arc<Tags>, tag: usize) -> Self {
         self.seen_by(Observer::Report { tags, tag })
     }
 
@@ -323,7 +325,14 @@ impl Slot {
     }
 }
 
+/// A slot that is as new.
+#[cfg(not(terrace_loom))]
+fn spare() -> Option<Arc<Shared>> {
+    SPARE.lock().unwrap_or_else(PoisonError::into_inner).pop()
+}
+
 /// Takes back a slot that nobody will touch again. (The other half may still be about to drop its reference.)
+#[cfg(not(terrace_loom))]
 fn keep_spare(shared: Arc<Shared>) {
     shared.is_cancelled.store(false, Ordering::Release);
     let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -332,26 +341,45 @@ fn keep_spare(shared: Arc<Shared>) {
     }
 }
 
+#[cfg(terrace_loom)]
+fn spare() -> Option<Arc<Shared>> {
+    None
+}
+
+#[cfg(terrace_loom)]
+fn keep_spare(shared: Arc<Shared>) {
+    drop(shared);
+}
+
 /// Gives a ticket its result and lets go of the slot.
-fn resolve(shared: Arc<Shared>, result: Result<IoBuf, IoError>) {
+fn resolve(shared: Arc<Shared>, mut result: Result<IoBuf, IoError>) {
     let mut slot = shared.lock();
-    while !slot.observers.is_empty() {
-        let observers = std::mem::take(&mut slot.observers);
-        drop(slot);
-        for observer in observers {
-            observer.see(&result);
+    let mut is_released = false;
+    loop {
+        if !slot.observers.is_empty() {
+            let observers = std::mem::take(&mut slot.observers);
+            drop(slot);
+            for observer in observers {
+                observer.see(&result);
+            }
+        } else if slot.release_early && !is_released {
+            // Home before the owner sees the result, so that a fence's end means a free slot.
+            drop(slot);
+            let (rest, released) = split_buffer(result);
+            drop(released);
+            (result, is_released) = (rest, true);
+        } else {
+            break;
         }
         slot = shared.lock();
     }
     if let State::Pending(waker) = &mut slot.state {
         let waker = waker.take();
-        let (result, released) = if slot.release_early { split_buffer(result) } else { (result, None) };
         slot.state = State::Done(result);
         let is_waited_for = slot.is_waited_for;
         // The ticket is still there, so this is never the second half.
         slot.let_go();
         drop(slot);
-        drop(released);
         if is_waited_for {
             shared.done.notify_all();
         }
@@ -387,7 +415,7 @@ impl fmt::Debug for Shared {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(terrace_loom)))]
 mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;

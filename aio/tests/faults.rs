@@ -1,5 +1,9 @@
 //! Full disks and failing drives, real and simulated: the error names what failed, and nothing else is harmed.
 
+#[path = "support/loop_disk.rs"]
+#[allow(dead_code, reason = "other tests use the rest")]
+mod loop_disk;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -65,33 +69,16 @@ fn a_full_simulated_disk() {
 
 #[test]
 fn a_full_real_file_system() {
-    // A mount namespace belongs to a thread, so the mount goes away with this one.
-    let checked = std::thread::spawn(|| {
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        if let Err(error) = mount_small_tmpfs(dir.path()) {
-            println!("skipped: no small file system can be mounted here: {error}");
-            return;
-        }
-        for engine in real_engines() {
-            println!("{}", engine.name());
-            check_full_disk(&*engine, dir.path());
-        }
-    });
-    checked.join().unwrap();
-}
-
-/// Mounts a tmpfs of 1 MiB that only this thread sees.
-fn mount_small_tmpfs(at: &Path) -> std::io::Result<()> {
-    let target = std::ffi::CString::new(at.to_str().unwrap()).unwrap();
-    let ok = |status: i32| if status == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) };
-    // SAFETY: system calls on NUL-terminated strings; they concern the namespace of this thread alone, once it has one.
-    unsafe {
-        ok(libc::unshare(libc::CLONE_NEWNS))?;
-        let private = libc::MS_REC | libc::MS_PRIVATE;
-        ok(libc::mount(std::ptr::null(), c"/".as_ptr(), std::ptr::null(), private, std::ptr::null()))?;
-        let tmpfs = c"tmpfs".as_ptr();
-        ok(libc::mount(tmpfs, target.as_ptr(), tmpfs, 0, c"size=1m".as_ptr().cast()))
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    if let Err(error) = loop_disk::mount_tmpfs(dir.path(), 1 << 20) {
+        println!("skipped: no small file system can be mounted here: {error}");
+        return;
     }
+    for engine in real_engines() {
+        println!("{}", engine.name());
+        check_full_disk(&*engine, dir.path());
+    }
+    loop_disk::unmount(dir.path()).unwrap();
 }
 
 #[test]

@@ -23,6 +23,8 @@ pub use key::{BlobKey, BlobKind, BlobSpec, Generation, GroupSpec, StoreSpec};
 pub use plan::{ByteSize, MemoryPlan, PlanEntry, Tier};
 pub use pool::{Lease, Pool};
 pub use scratch::{Scratch, ScratchChunk};
+#[doc(hidden)]
+pub use store::fuzzing;
 pub use store::{Committed, DiskStore, PendingRead};
 pub use stripe::Striping;
 pub use volume::{STRIPE_BYTES, free_space};

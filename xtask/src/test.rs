@@ -14,10 +14,19 @@ pub fn run(root: &Path) -> Result<(), String> {
         Step::new("cargo fmt --all -- --check"),
         // All targets: examples, tests and benches are compiled here too.
         Step::new("cargo clippy --workspace --all-targets -- -D warnings"),
+        Step::new("cargo clippy -p terrace-aio --all-targets --features tokio_uring -- -D warnings"),
         Step::new("cargo test --workspace --release"),
+        // The engine behind a feature, in the suites that every engine runs.
+        Step::new(
+            "cargo test -p terrace-aio --release --features tokio_uring --test conformance --test real_disk --test unprivileged",
+        ),
+        // Every interleaving of a ticket's two halves. The switch rebuilds everything, hence a folder of its own.
+        Step::new("cargo test -p terrace-aio --release --test loom_ticket --target-dir target/loom")
+            .environment("RUSTFLAGS", "--cfg terrace_loom"),
         // Benchmarks and examples run once, small.
         Step::new("cargo bench --workspace -- --test"),
         Step::new("cargo run --release --quiet -p terrace-aio --example async_read"),
+        Step::new("cargo run --release --quiet -p terrace-aio --example tokio"),
         Step::new("cargo run --release --quiet -p terrace-optimizer --example adamw_on_a_slice"),
         Step::new("cargo run --release --quiet --example embed_your_own_block"),
         Step::new("cargo run --release --quiet --example finetune_folder"),

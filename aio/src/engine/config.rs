@@ -1,5 +1,7 @@
 //! The settings real engines share, and the choice among them.
 
+#[cfg(feature = "tokio_uring")]
+use super::TokioUringEngine;
 use super::{IoEngine, ThreadsEngine, UringEngine};
 use crate::IoError;
 use std::sync::Arc;
@@ -26,6 +28,9 @@ pub enum EngineChoice {
     Uring,
     /// A pool of threads that call `pread` and `pwrite`.
     Threads,
+    /// io_uring through the tokio-uring crate or an error.
+    #[cfg(feature = "tokio_uring")]
+    TokioUring,
 }
 
 /// Settings of the engines that do real I/O.
@@ -102,6 +107,8 @@ pub fn open_default(config: &EngineConfig) -> Result<Arc<dyn IoEngine>, IoError>
     match config.choice {
         EngineChoice::Uring => Ok(Arc::new(UringEngine::new(config)?)),
         EngineChoice::Threads => Ok(Arc::new(ThreadsEngine::new(config)?)),
+        #[cfg(feature = "tokio_uring")]
+        EngineChoice::TokioUring => Ok(Arc::new(TokioUringEngine::new(config)?)),
         EngineChoice::Auto => match UringEngine::new(config) {
             Ok(engine) => Ok(Arc::new(engine)),
             Err(error) => {

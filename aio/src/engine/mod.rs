@@ -7,6 +7,7 @@
 //! of a copy: the ends of a range go through the page cache, unsuitable memory through an engine buffer.
 //!
 //! [`open_default`] chooses between [`UringEngine`] and [`ThreadsEngine`]; [`SimEngine`] is a disk in memory for tests.
+//! The feature `tokio_uring` adds an engine over the crate of that name, for comparison.
 
 mod config;
 mod files;
@@ -17,6 +18,8 @@ mod sim;
 mod slice;
 mod split;
 mod threads;
+#[cfg(feature = "tokio_uring")]
+mod tokio_uring;
 mod uring;
 
 pub use config::{
@@ -24,7 +27,12 @@ pub use config::{
 };
 pub use sim::{SimConfig, SimEngine};
 pub use threads::ThreadsEngine;
+#[cfg(feature = "tokio_uring")]
+pub use tokio_uring::TokioUringEngine;
 pub use uring::UringEngine;
+
+pub(crate) use job::check_segments;
+pub(crate) use split::{Alignment, Cursor, Route};
 
 use crate::{IoBuf, IoError, Ticket};
 use smallvec::SmallVec;

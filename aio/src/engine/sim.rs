@@ -56,6 +56,9 @@ pub struct SimConfig {
     pub delay_ticks_max: u64,
     /// Bytes that all files together may have.
     pub capacity_bytes: u64,
+    /// Sectors of the drive: direct operations that are not whole ones fail with EINVAL, and ranges are cut so that
+    /// there are none, as the real engines do. 1 for a drive that takes anything.
+    pub sector_bytes: usize,
 }
 
 impl Default for SimConfig {
@@ -69,6 +72,7 @@ impl Default for SimConfig {
             interrupt_one_in: 16,
             delay_ticks_max: 16,
             capacity_bytes: u64::MAX,
+            sector_bytes: 1,
         }
     }
 }
@@ -208,7 +212,8 @@ impl IoEngine for SimEngine {
 
     fn file_facts(&self, file: FileId) -> Result<FileFacts, IoError> {
         self.len(file)?;
-        Ok(FileFacts { is_direct: false, offset_align: 1, memory_align: 1, refusal: None })
+        let offset_align = self.shared.lock().config.sector_bytes.max(1);
+        Ok(FileFacts { is_direct: offset_align > 1, offset_align, memory_align: 1, refusal: None })
     }
 
     /// As far as anyone can read it, a hole is zeros, as durable as any other write.

@@ -301,7 +301,8 @@ fn wake(fd: &OwnedFd) {
     }
 }
 
-fn unavailable(error: &io::Error) -> IoError {
+/// The error for an io_uring that cannot be set up.
+pub(super) fn unavailable(error: &io::Error) -> IoError {
     let why = match error.raw_os_error() {
         Some(libc::EPERM | libc::EACCES) => {
             "it is forbidden here (a seccomp filter or kernel.io_uring_disabled)"

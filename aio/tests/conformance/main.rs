@@ -1,73 +1,36 @@
 //! One suite for every engine and every layer: a new one adds a fixture here and nothing else.
 //!
 //! A fixture makes a fresh [`Rig`]; `cases` holds what every engine promises. Each fixture is one test, which runs all
-//! cases and names those that failed. The canaries are engines broken on purpose: the suite must fail them.
+//! cases and names those that failed. Engines that do real I/O are declared in `matrix`. The canaries are engines
+//! broken on purpose: the suite must fail them.
 
 mod canary;
 mod cases;
+#[path = "../support/loop_disk.rs"]
+#[allow(dead_code, reason = "other tests use the rest")]
+mod loop_disk;
+mod matrix;
+mod pool;
 mod rig;
 
-use rig::{Rig, assert_conforms};
+use rig::{Rig, assert_conforms, host_place};
 use std::sync::Arc;
 use std::time::Duration;
 use terrace_aio::IoEngine;
-use terrace_aio::engine::{EngineConfig, SimConfig, SimEngine, ThreadsEngine, UringEngine};
+use terrace_aio::engine::{EngineConfig, SimConfig, SimEngine, ThreadsEngine};
 use terrace_aio::layer::{FaultConfig, FaultLayer, StatsLayer, ThrottleConfig, ThrottleLayer, TraceLayer};
 
-/// Settings under which every request takes many operations and every operation several system calls.
-fn shredded() -> EngineConfig {
-    EngineConfig { block_bytes: 20_000, queue_depth: 3, threads: 2, transfer_bytes_max: 5000, ..config() }
-}
-
-fn config() -> EngineConfig {
-    EngineConfig { block_bytes: 64 << 10, ..EngineConfig::default() }
-}
-
 fn threads() -> Arc<dyn IoEngine> {
-    Arc::new(ThreadsEngine::new(&config()).unwrap())
+    let config = EngineConfig { block_bytes: 64 << 10, ..EngineConfig::default() };
+    Arc::new(ThreadsEngine::new(&config).unwrap())
+}
+
+fn on_disk(engine: Arc<dyn IoEngine>) -> Rig {
+    Rig::on_disk(engine, &[host_place()])
 }
 
 fn sim(config: SimConfig) -> Arc<dyn IoEngine> {
     Arc::new(SimEngine::new(config))
-}
-
-/// Runs a fixture over io_uring, or says why not.
-fn with_uring(config: &EngineConfig) {
-    match UringEngine::probe() {
-        Ok(()) => assert_conforms(|| Rig::on_disk(Arc::new(UringEngine::new(config).unwrap()))),
-        Err(error) => println!("skipped: {error}"),
-    }
-}
-
-#[test]
-fn uring_conforms() {
-    with_uring(&config());
-}
-
-#[test]
-fn uring_conforms_with_short_transfers() {
-    with_uring(&shredded());
-}
-
-#[test]
-fn uring_conforms_through_the_page_cache() {
-    with_uring(&EngineConfig { direct: false, ..config() });
-}
-
-#[test]
-fn threads_conform() {
-    assert_conforms(|| Rig::on_disk(threads()));
-}
-
-#[test]
-fn threads_conform_with_short_transfers() {
-    assert_conforms(|| Rig::on_disk(Arc::new(ThreadsEngine::new(&shredded()).unwrap())));
-}
-
-#[test]
-fn threads_conform_through_the_page_cache() {
-    let config = EngineConfig { direct: false, ..shredded() };
-    assert_conforms(|| Rig::on_disk(Arc::new(ThreadsEngine::new(&config).unwrap())));
 }
 
 #[test]
@@ -75,6 +38,17 @@ fn sim_conforms() {
     for seed in 0..10 {
         println!("seed {seed}");
         assert_conforms(|| Rig::in_memory(sim(SimConfig { seed, ..SimConfig::default() })));
+    }
+}
+
+#[test]
+fn sim_conforms_with_sectors() {
+    for sector_bytes in [512, 4096] {
+        for seed in 0..3 {
+            println!("sectors of {sector_bytes} bytes, seed {seed}");
+            let config = SimConfig { seed, sector_bytes, transfer_bytes_max: 20_000, ..SimConfig::default() };
+            assert_conforms(|| Rig::in_memory(sim(config.clone())));
+        }
     }
 }
 
@@ -92,7 +66,7 @@ fn stats_conform() {
 
 #[test]
 fn trace_conforms() {
-    assert_conforms(|| Rig::on_disk(Arc::new(TraceLayer::new(threads(), 100))));
+    assert_conforms(|| on_disk(Arc::new(TraceLayer::new(threads(), 100))));
 }
 
 #[test]
@@ -103,7 +77,7 @@ fn throttle_conforms() {
         is_shared: true,
         ..ThrottleConfig::default()
     };
-    assert_conforms(|| Rig::on_disk(Arc::new(ThrottleLayer::new(threads(), config))));
+    assert_conforms(|| on_disk(Arc::new(ThrottleLayer::new(threads(), config))));
 }
 
 #[test]
@@ -119,6 +93,6 @@ fn layers_conform_together() {
         let throttled = ThrottleLayer::new(threads(), ThrottleConfig::default());
         let faulty = FaultLayer::new(Arc::new(throttled), FaultConfig::default());
         let traced = TraceLayer::new(Arc::new(faulty), 10);
-        Rig::on_disk(Arc::new(StatsLayer::new(Arc::new(traced))))
+        on_disk(Arc::new(StatsLayer::new(Arc::new(traced))))
     });
 }

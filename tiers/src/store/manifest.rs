@@ -24,9 +24,9 @@ use terrace_aio::{IoBuf, IoEngine, OpenMode, Request};
 
 pub(super) const FILE_NAME: &str = "manifest.bin";
 const PAGE: usize = 4096;
-const MAGIC: [u8; 8] = *b"TRCMANIF";
+pub(super) const MAGIC: [u8; 8] = *b"TRCMANIF";
 const SLOT_MAGIC: [u8; 8] = *b"TRCSLOT1";
-const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 1;
 const SLOT_HEADER: usize = 48;
 /// Room for the trainer's own words in every slot.
 pub(super) const TRAINER_BYTES_MAX: usize = 16 << 10;
@@ -121,11 +121,15 @@ impl Manifest {
                 "it has format version {version}; this program reads version {VERSION}"
             )));
         }
-        let (id, spec_len, slot_bytes) = (word(16), word(24) as usize, word(32) as usize);
-        let slots_at = (PAGE + spec_len.next_multiple_of(PAGE)) as u64;
-        if slots_at + 2 * slot_bytes as u64 > len {
+        let (id, spec_len, slot_bytes) = (word(16), word(24), word(32));
+        let slots_at =
+            spec_len.checked_next_multiple_of(PAGE as u64).and_then(|bytes| bytes.checked_add(PAGE as u64));
+        let end = slots_at.and_then(|at| at.checked_add(slot_bytes.checked_mul(2)?));
+        let (Some(slots_at), true) = (slots_at, end.is_some_and(|end| end <= len)) else {
             return Err(damaged("the manifest was truncated"));
-        }
+        };
+        // Both are less than the file's length, and slots are read whole.
+        let (spec_len, slot_bytes) = (spec_len as usize, slot_bytes as usize);
         let padded = IoBuf::zeroed(spec_len.next_multiple_of(PAGE));
         let text = engine.submit(Request::read(file.id, PAGE as u64, padded)).wait()?;
         let text = &text[..spec_len];
@@ -172,7 +176,7 @@ impl Manifest {
     }
 }
 
-fn encode(slot: &Slot, slot_bytes: usize) -> IoBuf {
+pub(super) fn encode(slot: &Slot, slot_bytes: usize) -> IoBuf {
     let mut page = IoBuf::zeroed(slot_bytes);
     page[0..8].copy_from_slice(&SLOT_MAGIC);
     let words = [slot.sequence, slot.step, slot.live, slot.table.len() as u64, slot.trainer.len() as u64];
@@ -188,15 +192,18 @@ fn encode(slot: &Slot, slot_bytes: usize) -> IoBuf {
     page
 }
 
-fn decode(page: &[u8], table_len: usize) -> Option<Slot> {
+pub(super) fn decode(page: &[u8], table_len: usize) -> Option<Slot> {
     let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
-    if page[0..8] != SLOT_MAGIC || word(32) != table_len as u64 || word(40) > TRAINER_BYTES_MAX as u64 {
+    if page.len() < SLOT_HEADER || page[0..8] != SLOT_MAGIC {
+        return None;
+    }
+    if word(32) != table_len as u64 || word(40) > TRAINER_BYTES_MAX as u64 {
         return None;
     }
     let (table_at, trainer_len) = (SLOT_HEADER, word(40) as usize);
-    let trainer_at = table_at + table_len * 8;
-    let end = trainer_at + trainer_len;
-    if end + 8 > page.len() || word(end) != checksum(&page[..end]) {
+    let trainer_at = table_len.checked_mul(8)?.checked_add(table_at)?;
+    let end = trainer_at.checked_add(trainer_len)?;
+    if end > page.len().checked_sub(8)? || word(end) != checksum(&page[..end]) {
         return None;
     }
     Some(Slot {

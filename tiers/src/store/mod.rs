@@ -12,6 +12,8 @@
 //! - *write after a failed commit* (a slot whose sync failed may be durable all the same, and refers to the generation that a
 //!   retry would overwrite): from then on the store refuses writes, until it is opened again.
 
+#[doc(hidden)]
+pub mod fuzzing;
 mod lock;
 mod manifest;
 

@@ -58,7 +58,7 @@ struct Bench<'a> {
 pub fn run(options: &Compare, interrupt: Interrupt) -> Result<u8, Failure> {
     report::check_outputs([&options.output.csv, &options.output.html])?;
     let settings = options.engine.settings(&options.load, options.place.dirs.len())?;
-    if settings.engine == EngineChoice::Threads {
+    if !matches!(settings.engine, EngineChoice::Auto | EngineChoice::Uring) {
         return Err(Failure::usage("compare measures io_uring on both sides: use --engine auto or uring"));
     }
     let settings = Settings { engine: EngineChoice::Uring, ..settings };

@@ -273,6 +273,9 @@ pub enum Engine {
     Uring,
     /// A pool of threads that call pread and pwrite.
     Threads,
+    /// The tokio-uring crate, for comparison.
+    #[cfg(feature = "tokio_uring")]
+    TokioUring,
 }
 
 /// Which of the two kinds of memory a sweep tries.
@@ -290,6 +293,8 @@ impl Engine {
             Self::Auto => EngineChoice::Auto,
             Self::Uring => EngineChoice::Uring,
             Self::Threads => EngineChoice::Threads,
+            #[cfg(feature = "tokio_uring")]
+            Self::TokioUring => EngineChoice::TokioUring,
         }
     }
 }

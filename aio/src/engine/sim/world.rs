@@ -7,7 +7,7 @@ use super::{OpKind, SimConfig};
 use crate::engine::files::{still_open, unknown};
 use crate::engine::job::{check_segments, doing, read_only, transfer_error};
 use crate::engine::progress::{Failure, Progress, Step};
-use crate::engine::split::{Alignment, Cursor, Piece};
+use crate::engine::split::{Alignment, Cursor, Piece, Route};
 use crate::engine::{FileId, OpenMode, Request, Segment};
 use crate::random::Random;
 use crate::{Completer, IoBuf, IoError, IoErrorKind};
@@ -287,8 +287,8 @@ impl World {
         while self.waiting.len() < self.config.queue_depth.max(1) {
             let Some(&id) = self.unissued.front() else { return };
             let active = self.requests.get_mut(&id).expect("an unissued request is in flight");
-            let alignments: SmallVec<[Alignment; 4]> =
-                active.segments.iter().map(|_| Alignment::NONE).collect();
+            let sector = Alignment { offset: self.config.sector_bytes.max(1), memory: 1 };
+            let alignments: SmallVec<[Alignment; 4]> = active.segments.iter().map(|_| sector).collect();
             let block_bytes = self.config.block_bytes.max(1);
             let next = |cursor: &mut Cursor| match active.kind {
                 Some(_) => cursor.next(&active.segments, &alignments, |_| true, 0, block_bytes),
@@ -297,8 +297,9 @@ impl World {
             let piece = next(&mut active.cursor).expect("a request leaves the list with its last piece");
             active.all_issued = next(&mut active.cursor.clone()).is_none();
             active.waiting_pieces += 1;
+            let unit = if piece.route == Route::Edge { 1 } else { sector.offset };
             let progress =
-                active.kind.map(|kind| Progress::new(kind, piece.len, 1, self.config.transfer_bytes_max));
+                active.kind.map(|kind| Progress::new(kind, piece.len, unit, self.config.transfer_bytes_max));
             if active.all_issued {
                 self.unissued.pop_front();
             }
@@ -349,9 +350,19 @@ impl World {
             return progress.complete(Err(libc::EINTR));
         }
         let range = progress.next();
+        let sector = self.config.sector_bytes.max(1);
+        let is_whole = (op.piece.offset + range.start as u64).is_multiple_of(sector as u64)
+            && range.len().is_multiple_of(sector);
+        if op.piece.route != Route::Edge && !is_whole {
+            return progress.complete(Err(libc::EINVAL));
+        }
         let mut len = range.len();
         if self.random.one_in(self.config.short_one_in) {
             len = 1 + self.random.below(len as u64) as usize;
+            if op.piece.route != Route::Edge {
+                // A drive stops between sectors.
+                len = len.next_multiple_of(sector);
+            }
         }
         let offset = op.piece.offset + range.start as u64;
         if file.is_bad(&(offset..offset + len as u64)) {

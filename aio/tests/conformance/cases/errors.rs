@@ -5,7 +5,7 @@ use smallvec::smallvec;
 use terrace_aio::{FileId, IoBuf, IoError, IoErrorKind, OpKind, OpenMode, Request, Segment};
 
 fn read_error(rig: &Rig, file: FileId, offset: u64, len: usize) -> IoError {
-    rig.engine.submit(Request::read(file, offset, IoBuf::zeroed(len))).wait().unwrap_err()
+    rig.engine.submit(Request::read(file, offset, rig.zeroed(len))).wait().unwrap_err()
 }
 
 pub fn reading_past_the_end_names_the_range(rig: Rig) {
@@ -55,7 +55,7 @@ pub fn read_only_files_are_not_written(rig: Rig) {
     let file = rig.create("a", 8192);
     rig.engine.close(file).unwrap();
     let file = rig.engine.open(&rig.path("a"), OpenMode::Read).unwrap();
-    let mut buf = IoBuf::zeroed(4096);
+    let mut buf = rig.zeroed(4096);
     buf.fill(1);
     let error = rig.engine.submit(Request::write(file, 0, buf)).wait().unwrap_err();
     assert_eq!(error.kind, IoErrorKind::Denied, "{error}");
@@ -73,7 +73,7 @@ pub fn bad_ranges_are_refused(rig: Rig) {
     ];
     for segments in bad {
         for kind in [OpKind::Read, OpKind::Write] {
-            let request = Request { kind, buf: IoBuf::zeroed(100), segments: segments.into() };
+            let request = Request { kind, buf: rig.zeroed(100), segments: segments.into() };
             assert_eq!(
                 rig.engine.submit(request).wait().unwrap_err().kind,
                 IoErrorKind::Invalid,
@@ -82,15 +82,15 @@ pub fn bad_ranges_are_refused(rig: Rig) {
         }
     }
     let overlapping = smallvec![segment(file, 0, 50, 50), segment(file, 4096, 0, 51)];
-    let request = Request { kind: OpKind::Read, buf: IoBuf::zeroed(100), segments: overlapping.clone() };
+    let request = Request { kind: OpKind::Read, buf: rig.zeroed(100), segments: overlapping.clone() };
     assert_eq!(rig.engine.submit(request).wait().unwrap_err().kind, IoErrorKind::Invalid);
-    let request = Request { kind: OpKind::Write, buf: IoBuf::zeroed(100), segments: overlapping };
+    let request = Request { kind: OpKind::Write, buf: rig.zeroed(100), segments: overlapping };
     rig.engine.submit(request).wait().unwrap();
 }
 
 pub fn empty_requests_succeed(rig: Rig) {
     let file = rig.create("a", 10);
-    let none = Request { kind: OpKind::Read, buf: IoBuf::zeroed(10), segments: smallvec![] };
+    let none = Request { kind: OpKind::Read, buf: rig.zeroed(10), segments: smallvec![] };
     assert_eq!(rig.engine.submit(none).wait().unwrap().len(), 10);
     for offset in [0, 10, 1000] {
         assert_eq!(rig.engine.submit(Request::read(file, offset, IoBuf::empty())).wait().unwrap().len(), 0);
@@ -104,8 +104,8 @@ pub fn an_error_leaves_the_engine_usable(rig: Rig) {
     let file = rig.create("a", bytes.len() as u64);
     rig.write(file, 0, &bytes);
     for _ in 0..20 {
-        let bad = rig.engine.submit(Request::read(file, 50_000, IoBuf::zeroed(200_000)));
-        let good = rig.engine.submit(Request::read(file, 0, IoBuf::zeroed(100_000)));
+        let bad = rig.engine.submit(Request::read(file, 50_000, rig.zeroed(200_000)));
+        let good = rig.engine.submit(Request::read(file, 0, rig.zeroed(100_000)));
         assert!(bad.wait().is_err());
         assert!(good.wait().unwrap()[..] == bytes[..]);
     }

@@ -1,17 +1,17 @@
 //! Who owns a buffer when, and that every ticket resolves.
 
-use crate::rig::{Pool, Rig, buf_of, pattern};
+use crate::rig::{Rig, pattern};
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
-use terrace_aio::{IoBuf, IoErrorKind, Request, Ticket};
+use terrace_aio::{IoErrorKind, Request, Ticket};
 
 pub fn dropped_tickets_park_their_buffers(rig: Rig) {
     const COUNT: usize = 40;
     const LEN: usize = 50_001;
     let file = rig.create("a", (COUNT * LEN) as u64);
-    let pool = Pool::new(2 * COUNT, LEN);
+    let pool = rig.pool(2 * COUNT, LEN);
     let bytes = pattern(COUNT * LEN, 5);
     for (slot, part) in bytes.chunks(LEN).enumerate() {
         let mut buf = pool.buf(slot);
@@ -28,7 +28,7 @@ pub fn dropped_tickets_park_their_buffers(rig: Rig) {
 
 pub fn failed_requests_give_their_buffers_back(rig: Rig) {
     let file = rig.create("a", 1000);
-    let pool = Pool::new(3, 4096);
+    let pool = rig.pool(3, 4096);
     let read = Request::read(file, 0, pool.buf(0));
     assert!(rig.engine.submit(read).wait().is_err());
     rig.engine.close(file).unwrap();
@@ -40,7 +40,7 @@ pub fn failed_requests_give_their_buffers_back(rig: Rig) {
 pub fn an_engine_may_be_dropped_with_requests_in_flight(rig: Rig) {
     const COUNT: usize = 30;
     let file = rig.create("a", 200_000);
-    let pool = Pool::new(COUNT, 200_000);
+    let pool = rig.pool(COUNT, 200_000);
     let submit = |slot: usize| {
         let buf = pool.buf(slot);
         rig.engine.submit(if slot.is_multiple_of(2) {
@@ -68,7 +68,7 @@ pub fn closing_waits_for_requests(rig: Rig) {
     let tickets: Vec<Ticket> = bytes
         .chunks(10_000)
         .enumerate()
-        .map(|(i, part)| rig.engine.submit(Request::write(file, i as u64 * 10_000, buf_of(part))))
+        .map(|(i, part)| rig.engine.submit(Request::write(file, i as u64 * 10_000, rig.buf_of(part))))
         .collect();
     rig.engine.close(file).unwrap();
     tickets.into_iter().for_each(|ticket| drop(ticket.wait().unwrap()));
@@ -87,8 +87,8 @@ pub fn syncing_resolves_to_nothing(rig: Rig) {
 pub fn tickets_are_futures(rig: Rig) {
     let bytes = pattern(100_000, 7);
     let file = rig.create("a", bytes.len() as u64);
-    block_on(rig.engine.submit(Request::write(file, 0, buf_of(&bytes)))).unwrap();
-    let read = |i: usize| rig.engine.submit(Request::read(file, i as u64 * 100, IoBuf::zeroed(50_000)));
+    block_on(rig.engine.submit(Request::write(file, 0, rig.buf_of(&bytes)))).unwrap();
+    let read = |i: usize| rig.engine.submit(Request::read(file, i as u64 * 100, rig.zeroed(50_000)));
     let mut tickets: Vec<Option<Ticket>> = (0..20).map(|i| Some(read(i))).collect();
     // All are polled together, so that each has a waker before any is done.
     let all = std::future::poll_fn(|cx| {
@@ -110,11 +110,10 @@ pub fn observers_run_once_and_first(rig: Rig) {
     let seen = Arc::new(AtomicUsize::new(0));
     for round in 1..=20 {
         let also_seen = Arc::clone(&seen);
-        let ticket =
-            rig.engine.submit(Request::read(file, 0, IoBuf::zeroed(100_000))).observed(move |result| {
-                assert_eq!(result.as_ref().unwrap().len(), 100_000);
-                also_seen.fetch_add(1, Ordering::SeqCst);
-            });
+        let ticket = rig.engine.submit(Request::read(file, 0, rig.zeroed(100_000))).observed(move |result| {
+            assert_eq!(result.as_ref().unwrap().len(), 100_000);
+            also_seen.fetch_add(1, Ordering::SeqCst);
+        });
         ticket.wait().unwrap();
         assert_eq!(seen.load(Ordering::SeqCst), round);
     }

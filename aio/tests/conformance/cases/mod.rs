@@ -4,6 +4,7 @@
 #![expect(clippy::needless_pass_by_value, reason = "a case owns its rig")]
 
 mod errors;
+mod faults;
 mod lifetimes;
 mod transfers;
 
@@ -22,6 +23,8 @@ pub const CASES: &[(&str, Case)] = cases![
     transfers::odd_sizes_and_offsets,
     transfers::odd_memory_addresses,
     transfers::segments_over_several_files,
+    transfers::one_request_over_three_files_in_pieces,
+    transfers::files_in_several_places_at_once,
     transfers::more_blocks_than_the_queue_holds,
     transfers::adjacent_small_writes_keep_their_neighbours,
     transfers::several_threads_at_once,
@@ -44,4 +47,12 @@ pub const CASES: &[(&str, Case)] = cases![
     lifetimes::syncing_resolves_to_nothing,
     lifetimes::tickets_are_futures,
     lifetimes::observers_run_once_and_first,
+];
+
+/// The cases for an engine under a layer that injects faults.
+pub const FAULT_CASES: &[(&str, Case)] = cases![
+    faults::failed_writes_leave_their_neighbours_alone,
+    faults::failed_reads_fail_alone,
+    faults::failed_syncs_can_be_repeated,
+    faults::real_and_injected_errors_mix,
 ];

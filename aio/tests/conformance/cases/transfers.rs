@@ -1,8 +1,8 @@
 //! Bytes arrive where they should, and nowhere else.
 
-use crate::rig::{Rig, buf_of, pattern, segment};
+use crate::rig::{Rig, pattern, segment};
 use smallvec::smallvec;
-use terrace_aio::{IoBuf, OpKind, OpenMode, Request, Ticket};
+use terrace_aio::{OpKind, OpenMode, Request, Ticket};
 
 const SIZES: [usize; 12] = [1, 2, 511, 512, 513, 4095, 4096, 4097, 8191, 12_288, 65_537, 100_003];
 const OFFSETS: [u64; 8] = [0, 1, 511, 512, 4095, 4096, 4097, 70_001];
@@ -33,13 +33,13 @@ pub fn odd_memory_addresses(rig: Rig) {
     let file = rig.create("a", 100_000);
     for (salt, start) in [1usize, 3, 4, 511, 512, 4095].into_iter().enumerate() {
         let bytes = pattern(70_000, salt as u64);
-        let mut buf = IoBuf::zeroed(80_000);
+        let mut buf = rig.zeroed(80_000);
         buf[start..start + bytes.len()].copy_from_slice(&bytes);
         let offset = 4096 * salt as u64 + salt as u64 % 3;
         let segments = smallvec![segment(file, offset, start, bytes.len())];
         rig.engine.submit(Request { kind: OpKind::Write, buf, segments: segments.clone() }).wait().unwrap();
         assert!(rig.read(file, offset, bytes.len()) == bytes, "written from start {start}");
-        let mut buf = IoBuf::zeroed(80_000);
+        let mut buf = rig.zeroed(80_000);
         buf.fill(0xaa);
         let buf = rig.engine.submit(Request { kind: OpKind::Read, buf, segments }).wait().unwrap();
         assert!(buf[start..start + bytes.len()] == bytes, "read to start {start}");
@@ -58,8 +58,8 @@ pub fn segments_over_several_files(rig: Rig) {
         segment(files[0], 20_000, 22_289, 0),
         segment(files[1], 30_001, 22_289, 7711),
     ];
-    let write = Request { kind: OpKind::Write, buf: buf_of(&bytes), segments };
-    let read = Request { kind: OpKind::Read, buf: IoBuf::zeroed(30_000), segments: write.segments.clone() };
+    let write = Request { kind: OpKind::Write, buf: rig.buf_of(&bytes), segments };
+    let read = Request { kind: OpKind::Read, buf: rig.zeroed(30_000), segments: write.segments.clone() };
     assert_eq!(write.bytes(), 30_000);
     let returned = rig.engine.submit(write).wait().unwrap();
     assert!(returned[..] == bytes[..], "a write gives its buffer back unchanged");
@@ -70,13 +70,56 @@ pub fn segments_over_several_files(rig: Rig) {
     assert_eq!(rig.read(files[0], 0, 4096), [0; 4096]);
 }
 
+/// Many segments in no order, on three files: in a rig with three directories each file is in one of its own.
+pub fn one_request_over_three_files_in_pieces(rig: Rig) {
+    const PIECES: usize = 24;
+    const LEN: usize = 7001;
+    let names = ["a", "b", "c"];
+    let files = names.map(|name| rig.create(name, (PIECES * LEN) as u64));
+    let bytes = pattern(PIECES * LEN, 10);
+    // 7 and 24 have no common divisor, so every position occurs once.
+    let place = |i: usize| (i * 7 % PIECES * LEN) as u64;
+    let segments: smallvec::SmallVec<_> =
+        (0..PIECES).map(|i| segment(files[i % 3], place(i), i * LEN, LEN)).collect();
+    let write = Request { kind: OpKind::Write, buf: rig.buf_of(&bytes), segments: segments.clone() };
+    rig.engine.submit(write).wait().unwrap();
+    let read = Request { kind: OpKind::Read, buf: rig.zeroed(bytes.len()), segments };
+    assert!(rig.engine.submit(read).wait().unwrap()[..] == bytes[..]);
+    for (which, file) in files.into_iter().enumerate() {
+        let got = rig.read(file, 0, PIECES * LEN);
+        for i in 0..PIECES {
+            let at = place(i) as usize;
+            let range = &got[at..at + LEN];
+            let is_written = i % 3 == which;
+            let want = if is_written { &bytes[i * LEN..(i + 1) * LEN] } else { &[0; LEN][..] };
+            assert!(range == want, "piece {i} in {}", names[which]);
+        }
+    }
+}
+
+pub fn files_in_several_places_at_once(rig: Rig) {
+    let names = ["a", "b", "c", "d", "e", "f"];
+    let files = names.map(|name| rig.create(name, 100_000));
+    let contents: Vec<Vec<u8>> = (0..6).map(|i| pattern(100_000, 20 + i)).collect();
+    let part = |file: usize, i: usize| &contents[file][i * 10_000..(i + 1) * 10_000];
+    let writes: Vec<Ticket> = (0..60)
+        .map(|i| (i % 6, i / 6))
+        .map(|(f, i)| rig.engine.submit(Request::write(files[f], i as u64 * 10_000, rig.buf_of(part(f, i)))))
+        .collect();
+    writes.into_iter().for_each(|ticket| drop(ticket.wait().unwrap()));
+    files.iter().for_each(|&file| drop(rig.engine.sync(file).wait().unwrap()));
+    for (i, file) in files.into_iter().enumerate() {
+        assert!(rig.read(file, 0, 100_000) == contents[i], "{}", names[i]);
+    }
+}
+
 pub fn more_blocks_than_the_queue_holds(rig: Rig) {
     let bytes = pattern(4_000_000, 4);
     let file = rig.create("a", 4 * bytes.len() as u64);
-    let write = |i: usize| Request::write(file, (i * bytes.len()) as u64, buf_of(&bytes));
+    let write = |i: usize| Request::write(file, (i * bytes.len()) as u64, rig.buf_of(&bytes));
     let tickets: Vec<Ticket> = (0..4).map(|i| rig.engine.submit(write(i))).collect();
     tickets.into_iter().for_each(|ticket| drop(ticket.wait().unwrap()));
-    let read = |i: usize| Request::read(file, (i * bytes.len()) as u64, IoBuf::zeroed(bytes.len()));
+    let read = |i: usize| Request::read(file, (i * bytes.len()) as u64, rig.zeroed(bytes.len()));
     let tickets: Vec<Ticket> = (0..4).map(|i| rig.engine.submit(read(i))).collect();
     for ticket in tickets {
         assert!(ticket.wait().unwrap()[..] == bytes[..]);
@@ -87,7 +130,7 @@ pub fn adjacent_small_writes_keep_their_neighbours(rig: Rig) {
     let bytes = pattern(20_100, 2);
     let file = rig.create("a", bytes.len() as u64);
     let write =
-        |(i, part): (usize, &[u8])| rig.engine.submit(Request::write(file, i as u64 * 100, buf_of(part)));
+        |(i, part): (usize, &[u8])| rig.engine.submit(Request::write(file, i as u64 * 100, rig.buf_of(part)));
     let tickets: Vec<Ticket> = bytes.chunks(100).enumerate().map(write).collect();
     tickets.into_iter().for_each(|ticket| drop(ticket.wait().unwrap()));
     assert!(rig.read(file, 0, bytes.len()) == bytes, "a small write lost its neighbour's bytes");
@@ -104,7 +147,7 @@ pub fn several_threads_at_once(rig: Rig) {
                 for round in 0..8u64 {
                     let bytes = pattern(SHARE, thread as u64 * 100 + round);
                     let write = |(i, part): (usize, &[u8])| {
-                        rig.engine.submit(Request::write(file, base + i as u64 * 12_345, buf_of(part)))
+                        rig.engine.submit(Request::write(file, base + i as u64 * 12_345, rig.buf_of(part)))
                     };
                     let tickets: Vec<Ticket> = bytes.chunks(12_345).enumerate().map(write).collect();
                     tickets.into_iter().for_each(|ticket| drop(ticket.wait().unwrap()));
@@ -146,7 +189,7 @@ pub fn large_and_small_writes_extend_together(rig: Rig) {
         let file = rig.create(&format!("{round}"), 1000);
         let cuts = [0usize, 1000, 1100, 4096, 20_480, 20_500, 40_000];
         let write = |pair: &[usize]| {
-            rig.engine.submit(Request::write(file, pair[0] as u64, buf_of(&bytes[pair[0]..pair[1]])))
+            rig.engine.submit(Request::write(file, pair[0] as u64, rig.buf_of(&bytes[pair[0]..pair[1]])))
         };
         let tickets: Vec<Ticket> = cuts.windows(2).map(write).collect();
         tickets.into_iter().for_each(|ticket| drop(ticket.wait().unwrap()));

@@ -1,0 +1,286 @@
+//! The tokio-uring crate as an engine, for comparison with [`UringEngine`](super::UringEngine).
+//!
+//! One thread runs its runtime. A request becomes a task for every piece, no more than the queue's depth at once:
+//!
+//! ```text
+//! callers --submit--> channel (bounded) --> admit --permit--> task: read_at / write_at until the piece is whole
+//!         --notify-----------^                                  '--> tickets resolve
+//! ```
+//!
+//! **Why not the default:** the crate had its last release in May 2024 and pins an older io-uring. Its `File` must own
+//! its descriptor, so every piece duplicates one and closes it again; completions are found through epoll, one more
+//! system call; and every operation allocates. It knows neither `DEFER_TASKRUN` nor files registered in advance.
+//!
+//! **Rejected:** the channel of tokio. Its blocking `send` panics inside a runtime, and `submit` may be called there.
+//!
+//! Dropping the engine finishes everything that was submitted.
+
+use super::config::EngineConfig;
+use super::files::{FileTable, serve_files};
+use super::job::{Job, JobPool};
+use super::progress::{Failure, Progress, Step};
+use super::split::{Cursor, Piece, Route};
+use super::{FileId, IoEngine, OpKind, Request, uring};
+use crate::{IoBuf, IoError, Ticket};
+use std::fs::File as StdFile;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, SyncSender, TryRecvError};
+use std::thread::JoinHandle;
+use tokio::sync::{Notify, Semaphore};
+use tokio_uring::fs::File;
+
+/// Reads and writes with the tokio-uring crate.
+#[derive(Debug)]
+pub struct TokioUringEngine {
+    files: FileTable,
+    block_bytes: usize,
+    /// `None` only while the engine is being dropped.
+    inbox: Option<SyncSender<Arc<Job>>>,
+    jobs: Arc<JobPool>,
+    wake: Arc<Notify>,
+    runner: Option<JoinHandle<()>>,
+}
+
+impl TokioUringEngine {
+    /// Starts the thread and its runtime.
+    ///
+    /// # Errors
+    /// io_uring is not available, or the thread cannot be started.
+    pub fn new(config: &EngineConfig) -> Result<Self, IoError> {
+        let config = config.clamped();
+        let (files, block_bytes) = (FileTable::new(config.direct), config.block_bytes);
+        let (inbox, requests) = mpsc::sync_channel(config.queue_depth);
+        let (ready, is_ready) = mpsc::channel();
+        let wake = Arc::new(Notify::new());
+        let jobs = Arc::<JobPool>::default();
+        let (runner_wake, runner_jobs) = (Arc::clone(&wake), Arc::clone(&jobs));
+        // The runtime belongs to its thread.
+        let runner = std::thread::Builder::new()
+            .name("aio-tokio-uring".to_owned())
+            .spawn(move || match start_runtime(config.queue_depth) {
+                Ok(runtime) => {
+                    // The receiver is waiting just below.
+                    let _ = ready.send(Ok(()));
+                    runtime.block_on(run(&config, &requests, &runner_wake, &runner_jobs));
+                }
+                Err(error) => drop(ready.send(Err(error))),
+            })
+            .map_err(|e| IoError::from_os("starting a thread for", Path::new("disk I/O"), 0, 0, &e))?;
+        match is_ready.recv() {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => return Err(uring::unavailable(&error)),
+            Err(_) => return Err(uring::unavailable(&io::Error::other("the runtime died at its start"))),
+        }
+        Ok(Self { files, block_bytes, inbox: Some(inbox), jobs, wake, runner: Some(runner) })
+    }
+
+    fn enqueue(&self, job: Option<Arc<Job>>) {
+        let (Some(job), Some(inbox)) = (job, &self.inbox) else { return };
+        // If the thread is gone the job comes back in the error and is dropped, which resolves the ticket as Closed.
+        if inbox.send(job).is_ok() {
+            self.wake.notify_one();
+        }
+    }
+}
+
+impl IoEngine for TokioUringEngine {
+    fn name(&self) -> &str {
+        "tokio_uring"
+    }
+
+    serve_files!();
+
+    fn close(&self, file: FileId) -> Result<(), IoError> {
+        self.files.close(file)
+    }
+
+    fn submit(&self, request: Request) -> Ticket {
+        let (ticket, completer) = Ticket::new();
+        self.enqueue(self.jobs.transfer(request, completer, &self.files, self.block_bytes));
+        ticket
+    }
+
+    fn sync(&self, file: FileId) -> Ticket {
+        let (ticket, completer) = Ticket::new();
+        self.enqueue(self.jobs.sync(file, completer, &self.files));
+        ticket
+    }
+}
+
+impl Drop for TokioUringEngine {
+    fn drop(&mut self) {
+        // A closed channel tells the thread to finish; the wake makes it look.
+        self.inbox = None;
+        self.wake.notify_one();
+        if let Some(runner) = self.runner.take() {
+            // A thread that panicked has dropped its jobs, whose tickets then read `Closed`.
+            let _ = runner.join();
+        }
+    }
+}
+
+fn start_runtime(queue_depth: usize) -> io::Result<tokio_uring::Runtime> {
+    let entries = u32::try_from(queue_depth).map_err(io::Error::other)?;
+    tokio_uring::Runtime::new(tokio_uring::builder().entries(entries))
+}
+
+/// Takes requests from the channel until it is closed, and waits for what is in flight.
+async fn run(config: &EngineConfig, inbox: &Receiver<Arc<Job>>, wake: &Notify, jobs: &Arc<JobPool>) {
+    let depth = u32::try_from(config.queue_depth).expect("the depth is bounded by QUEUE_DEPTH_MAX");
+    let free = Arc::new(Semaphore::new(config.queue_depth));
+    loop {
+        match inbox.try_recv() {
+            Ok(job) => issue(job, jobs, &free, config.transfer_bytes_max).await,
+            // Callers send first and notify after, and a notification without a waiter is kept: none is missed.
+            Err(TryRecvError::Empty) => wake.notified().await,
+            Err(TryRecvError::Disconnected) => break,
+        }
+    }
+    // Every task has its permit until the end.
+    let _all = free.acquire_many(depth).await;
+}
+
+/// Starts a task for every piece, each when the queue has room.
+async fn issue(job: Arc<Job>, jobs: &Arc<JobPool>, free: &Arc<Semaphore>, transfer_bytes_max: usize) {
+    let mut cursor = Cursor::default();
+    while let Some(piece) = job.next_piece(&mut cursor) {
+        let permit = Arc::clone(free).acquire_owned().await.expect("the semaphore is never closed");
+        let (job, jobs) = (Arc::clone(&job), Arc::clone(jobs));
+        if job.is_over() {
+            jobs.finish_piece(job, Ok(()));
+            continue;
+        }
+        tokio_uring::spawn(async move {
+            let result = match job.kind() {
+                Some(kind) => move_piece(&job, kind, &piece, transfer_bytes_max).await,
+                None => sync_file(&job, &piece).await,
+            };
+            // Lets go of the job, so that its files may close, and then the engine.
+            jobs.finish_piece(job, result);
+            drop(permit);
+        });
+    }
+}
+
+/// Moves one piece to its end.
+async fn move_piece(
+    job: &Arc<Job>,
+    kind: OpKind,
+    piece: &Piece,
+    transfer_bytes_max: usize,
+) -> Result<(), IoError> {
+    let failed = |known: usize, errno| job.error(piece, known, Failure::Errno(errno));
+    let file = own_file(job, piece).map_err(|e| failed(0, errno(&e)))?;
+    let mut memory = Memory::new(job, kind, piece);
+    let mut progress = Progress::new(kind, piece.len, job.unit(piece), transfer_bytes_max);
+    loop {
+        memory.range = progress.next();
+        let offset = piece.offset + memory.range.start as u64;
+        let (result, returned) = match kind {
+            OpKind::Read => file.read_at(memory, offset).await,
+            OpKind::Write => file.write_at(memory, offset).submit().await,
+        };
+        memory = returned;
+        match progress.complete(result.map_err(|e| errno(&e))) {
+            Step::Done => break,
+            Step::Continue => {}
+            Step::Fail(failure) => return Err(job.error(piece, progress.known_bytes(), failure)),
+        }
+    }
+    if let (Some(bounce), OpKind::Read) = (&memory.bounce, kind) {
+        // SAFETY: the piece's bytes are the job's until it is finished; the kernel is done with both.
+        unsafe { std::ptr::copy_nonoverlapping(bounce.as_ptr(), job.address(piece), piece.len) };
+    }
+    Ok(())
+}
+
+async fn sync_file(job: &Job, piece: &Piece) -> Result<(), IoError> {
+    let synced = match own_file(job, piece) {
+        Ok(file) => loop {
+            match file.sync_data().await {
+                Err(e) if matches!(errno(&e), libc::EINTR | libc::EAGAIN) => {}
+                result => break result,
+            }
+        },
+        Err(error) => Err(error),
+    };
+    synced.map_err(|e| job.error(piece, 0, Failure::Errno(errno(&e))))
+}
+
+/// A descriptor of the piece's file that the crate may own, and close.
+fn own_file(job: &Job, piece: &Piece) -> io::Result<File> {
+    let file = job.file(piece);
+    let fd = match piece.route {
+        Route::Direct | Route::Bounce => file.direct_fd(),
+        Route::Edge | Route::Sync => file.cached_fd(),
+    };
+    // SAFETY: the job keeps its files open.
+    let owned: OwnedFd = unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned()?;
+    Ok(File::from_std(StdFile::from(owned)))
+}
+
+fn errno(error: &io::Error) -> i32 {
+    error.raw_os_error().unwrap_or(libc::EIO)
+}
+
+/// The memory of a piece, lent to one operation after the other.
+///
+/// An operation owns it, and with it a share of the job (or the bounce buffer), until its completion has arrived:
+/// should the task be dropped before, the crate keeps the operation's data until then. So the memory outlives the
+/// kernel's use of it whatever happens to the task.
+struct Memory {
+    /// Only held: it owns the memory that `start` points to unless there is a bounce buffer.
+    _job: Arc<Job>,
+    bounce: Option<IoBuf>,
+    /// Where the piece's bytes are.
+    start: *mut u8,
+    /// What of the piece moves next.
+    range: Range<usize>,
+}
+
+impl Memory {
+    fn new(job: &Arc<Job>, kind: OpKind, piece: &Piece) -> Self {
+        let address = job.address(piece);
+        let mut bounce = (piece.route == Route::Bounce).then(|| IoBuf::zeroed(piece.len));
+        if let (Some(buf), OpKind::Write) = (&mut bounce, kind) {
+            // SAFETY: the piece's bytes are the job's until it is finished, and the bounce buffer is ours.
+            unsafe { std::ptr::copy_nonoverlapping(address, buf.as_mut_ptr(), piece.len) };
+        }
+        let start = bounce.as_mut().map_or(address, IoBuf::as_mut_ptr);
+        Self { _job: Arc::clone(job), bounce, start, range: 0..0 }
+    }
+}
+
+// SAFETY: the address does not depend on where this value is, and stays valid as long as the value exists: the bounce
+// buffer is part of it, and the job keeps its buffer until the piece is finished or the job is dropped, which this share
+// of it delays. All bytes are initialized, and no other operation has the piece.
+unsafe impl tokio_uring::buf::IoBuf for Memory {
+    fn stable_ptr(&self) -> *const u8 {
+        // SAFETY: the range lies inside the piece.
+        unsafe { self.start.add(self.range.start) }
+    }
+
+    fn bytes_init(&self) -> usize {
+        self.range.len()
+    }
+
+    fn bytes_total(&self) -> usize {
+        self.range.len()
+    }
+}
+
+// SAFETY: as above; the memory is writable, for it is a request's or an engine's buffer.
+unsafe impl tokio_uring::buf::IoBufMut for Memory {
+    fn stable_mut_ptr(&mut self) -> *mut u8 {
+        // SAFETY: the range lies inside the piece.
+        unsafe { self.start.add(self.range.start) }
+    }
+
+    unsafe fn set_init(&mut self, _: usize) {
+        // All of it is initialized already.
+    }
+}
