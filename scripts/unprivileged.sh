@@ -19,7 +19,7 @@ chmod 755 "$place"
 chmod 1777 "$CARGO_TARGET_DIR/tmp"
 mapfile -t programs < <(grep -o '"executable":"[^"]*"' "$place/build.json" | cut -d'"' -f4 | sort -u)
 for program in "${programs[@]}"; do
-    case "$program" in */aio-bench-* | */aio-bench) continue ;; esac
+    case "$program" in */aio-bench) continue ;; esac
     echo "$program" >&2
     (cd "$CARGO_TARGET_DIR/tmp" && prlimit --memlock=$((8 << 20)) \
         setpriv --reuid=65534 --regid=65534 --clear-groups "$program" "$@")

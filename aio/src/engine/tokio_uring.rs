@@ -20,7 +20,7 @@ use super::files::{FileTable, serve_files};
 use super::job::{Job, JobPool};
 use super::progress::{Failure, Progress, Step};
 use super::split::{Cursor, Piece, Route};
-use super::{FileId, IoEngine, OpKind, Request, uring};
+use super::{FileId, IoEngine, OpKind, Request, UringEngine, uring};
 use crate::{IoBuf, IoError, Ticket};
 use std::fs::File as StdFile;
 use std::io;
@@ -51,6 +51,8 @@ impl TokioUringEngine {
     /// # Errors
     /// io_uring is not available, or the thread cannot be started.
     pub fn new(config: &EngineConfig) -> Result<Self, IoError> {
+        // Where the ring cannot be made, the crate leaks the runtime it has made before it.
+        UringEngine::probe()?;
         let config = config.clamped();
         let (files, block_bytes) = (FileTable::new(config.direct), config.block_bytes);
         let (inbox, requests) = mpsc::sync_channel(config.queue_depth);
