@@ -1,6 +1,7 @@
 //! Which of many requests are done, in the order in which they finish.
 
 use crate::Ticket;
+use std::cell::RefCell;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -54,8 +55,8 @@ impl CompletionQueue {
         Self { shared: Arc::new(Tags { state: Mutex::new(state), enough: Condvar::new() }) }
     }
 
-    /// The same ticket; its completion is reported here as `tag`, also if the ticket is dropped. When the tag
-    /// is reported, [`Ticket::wait`] does not block for long.
+    /// The same ticket; its completion is reported here as `tag`, also if the ticket is dropped. Once the tag
+    /// is reported, [`Ticket::wait`] does not block.
     pub fn track(&self, ticket: Ticket, tag: usize) -> Ticket {
         ticket.tracked(Arc::clone(&self.shared), tag)
     }
@@ -101,7 +102,7 @@ impl Tags {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn report(&self, tag: usize) {
+    pub(crate) fn report(self: Arc<Self>, tag: usize) {
         let mut state = self.lock();
         state.done.push(tag);
         let is_enough = state.wanted > 0 && state.done.len() >= state.wanted;
@@ -110,8 +111,55 @@ impl Tags {
         }
         drop(state);
         if is_enough {
-            self.enough.notify_one();
+            wake_later_or_now(self);
         }
+    }
+}
+
+thread_local! {
+    /// Queues whose sleeper is to be woken when this thread has reported all that it has; `None` when it is to be woken
+    /// at once.
+    static TO_WAKE: RefCell<Option<Vec<Arc<Tags>>>> = const { RefCell::new(None) };
+}
+
+/// Between its making and its end, threads that wait for completions which this thread reports are not woken: once for
+/// the whole batch is enough, and on one core a thread that is woken early only gets in the way.
+pub(crate) struct Batch;
+
+impl Batch {
+    pub fn begin() -> Self {
+        TO_WAKE.with_borrow_mut(|to_wake| {
+            to_wake.get_or_insert_default();
+        });
+        Self
+    }
+
+    /// Wakes whoever is waiting; the batch goes on.
+    pub fn wake(&self) {
+        // Taken out one by one: waking runs nothing of ours, but the list is kept for its allocation.
+        while let Some(tags) = TO_WAKE.with_borrow_mut(|to_wake| to_wake.as_mut().and_then(Vec::pop)) {
+            tags.enough.notify_one();
+        }
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        self.wake();
+        TO_WAKE.with_borrow_mut(|to_wake| *to_wake = None);
+    }
+}
+
+fn wake_later_or_now(tags: Arc<Tags>) {
+    let now = TO_WAKE.with_borrow_mut(|to_wake| match to_wake {
+        Some(list) => {
+            list.push(tags);
+            None
+        }
+        None => Some(tags),
+    });
+    if let Some(tags) = now {
+        tags.enough.notify_one();
     }
 }
 

@@ -44,13 +44,10 @@ pub trait Drive: Send + Sync {
     fn advance(&self) -> bool;
 }
 
-type Call = Box<dyn FnOnce(&Result<IoBuf, IoError>) + Send>;
+type Observer = Box<dyn FnOnce(&Result<IoBuf, IoError>) + Send>;
 
-/// Who learns of a result before the ticket's owner.
-enum Observer {
-    Call(Call),
-    Report { tags: std::sync::Arc<Tags>, tag: usize },
-}
+/// Where a completion is reported once the result is there.
+type Report = (std::sync::Arc<Tags>, usize);
 
 struct Shared {
     slot: Mutex<Slot>,
@@ -67,6 +64,7 @@ struct Slot {
     /// The buffer goes home as soon as the request is done, whether or not anybody waits.
     release_early: bool,
     observers: SmallVec<[Observer; 2]>,
+    reports: SmallVec<[Report; 1]>,
 }
 
 /// Slots whose two halves are gone, for the next tickets. (Loom's mutexes are not made outside its models.)
@@ -129,28 +127,32 @@ impl Ticket {
     /// completion is delivered, or right here if that has happened. It runs even if the ticket is dropped. It must
     /// be short, must not panic, and must neither submit a request nor wait for one.
     pub fn observed(self, observer: impl FnOnce(&Result<IoBuf, IoError>) + Send + 'static) -> Self {
-        self.seen_by(Observer::Call(Box::new(observer)))
-    }
-
-    /// See [`CompletionQueue::track`](crate::CompletionQueue::track).
-    pub(crate) fn tracked(self, tags: std::sync::Arc<Tags>, tag: usize) -> Self {
-        self.seen_by(Observer::Report { tags, tag })
-    }
-
-    fn seen_by(self, observer: Observer) -> Self {
         let mut slot = self.shared().lock();
         match std::mem::replace(&mut slot.state, State::Taken) {
             State::Done(result) => {
                 // The completer is spent and the ticket is ours: nobody else can look at the slot meanwhile.
                 drop(slot);
-                observer.see(&result);
+                observer(&result);
                 self.shared().lock().state = State::Done(result);
             }
             pending => {
                 slot.state = pending;
-                slot.observers.push(observer);
+                slot.observers.push(Box::new(observer));
                 drop(slot);
             }
+        }
+        self
+    }
+
+    /// See [`CompletionQueue::track`](crate::CompletionQueue::track).
+    pub(crate) fn tracked(self, tags: std::sync::Arc<Tags>, tag: usize) -> Self {
+        let mut slot = self.shared().lock();
+        if matches!(slot.state, State::Pending(_)) {
+            slot.reports.push((tags, tag));
+            drop(slot);
+        } else {
+            drop(slot);
+            tags.report(tag);
         }
         self
     }
@@ -293,15 +295,6 @@ impl Shared {
     }
 }
 
-impl Observer {
-    fn see(self, result: &Result<IoBuf, IoError>) {
-        match self {
-            Self::Call(call) => call(result),
-            Self::Report { tags, tag } => tags.report(tag),
-        }
-    }
-}
-
 impl Slot {
     fn new() -> Self {
         Self {
@@ -310,6 +303,7 @@ impl Slot {
             is_waited_for: false,
             release_early: false,
             observers: SmallVec::new(),
+            reports: SmallVec::new(),
         }
     }
 
@@ -360,7 +354,7 @@ fn resolve(shared: Arc<Shared>, mut result: Result<IoBuf, IoError>) {
             let observers = std::mem::take(&mut slot.observers);
             drop(slot);
             for observer in observers {
-                observer.see(&result);
+                observer(&result);
             }
         } else if slot.release_early && !is_released {
             // Home before the owner sees the result, so that a fence's end means a free slot.
@@ -373,6 +367,7 @@ fn resolve(shared: Arc<Shared>, mut result: Result<IoBuf, IoError>) {
         }
         slot = shared.lock();
     }
+    let reports = std::mem::take(&mut slot.reports);
     if let State::Pending(waker) = &mut slot.state {
         let waker = waker.take();
         slot.state = State::Done(result);
@@ -386,15 +381,16 @@ fn resolve(shared: Arc<Shared>, mut result: Result<IoBuf, IoError>) {
         if let Some(waker) = waker {
             waker.wake();
         }
-        return;
+    } else {
+        debug_assert!(matches!(slot.state, State::Abandoned), "a completer resolves its ticket once");
+        let is_over = slot.let_go();
+        drop(slot);
+        if is_over {
+            keep_spare(shared);
+        }
+        drop(result);
     }
-    debug_assert!(matches!(slot.state, State::Abandoned), "a completer resolves its ticket once");
-    let is_over = slot.let_go();
-    drop(slot);
-    if is_over {
-        keep_spare(shared);
-    }
-    drop(result);
+    reports.into_iter().for_each(|(tags, tag)| tags.report(tag));
 }
 
 /// Takes the buffer out of a result, leaving an empty one.

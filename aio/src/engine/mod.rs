@@ -211,6 +211,12 @@ pub trait IoEngine: Send + Sync + Debug {
     /// Starts a request. Blocks when the engine's queue is full (backpressure), never for the transfer itself.
     fn submit(&self, request: Request) -> Ticket;
 
+    /// Starts requests, in order, taking them out of `requests` and appending their tickets: as many
+    /// [`submit`](Self::submit) calls, but the engine is woken once for all of them.
+    fn submit_all(&self, requests: &mut Vec<Request>, tickets: &mut Vec<Ticket>) {
+        tickets.extend(requests.drain(..).map(|request| self.submit(request)));
+    }
+
     /// Starts an `fdatasync`: when it resolves, every write of this file that had completed before the call is
     /// durable. Resolves to an empty buffer.
     fn sync(&self, file: FileId) -> Ticket;

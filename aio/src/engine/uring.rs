@@ -36,7 +36,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
-use std::sync::mpsc::{self, Sender, SyncSender};
+use std::sync::mpsc::{self, Sender, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -119,9 +119,15 @@ impl UringEngine {
 
     fn enqueue(&self, job: Option<Arc<Job>>) {
         let Some(job) = job else { return };
+        let ring = self.next_ring();
+        ring.send(job);
+        ring.link.wake_if_wanted();
+    }
+
+    fn next_ring(&self) -> &Ring {
         let rings = &self.rings.0;
         let turn = if rings.len() == 1 { 0 } else { self.turn.fetch_add(1, Ordering::Relaxed) % rings.len() };
-        rings[turn].send(job);
+        &rings[turn]
     }
 }
 
@@ -157,11 +163,13 @@ impl Ring {
         }
     }
 
+    /// Puts a job into the channel; the driver is woken only to make room. If the driver is gone the job is dropped,
+    /// which resolves the ticket as Closed.
     fn send(&self, job: Arc<Job>) {
         let Some(inbox) = &self.inbox else { return };
-        // If the driver is gone the job comes back in the error and is dropped, which resolves the ticket as Closed.
-        if inbox.send(job).is_ok() {
+        if let Err(TrySendError::Full(job)) = inbox.try_send(job) {
             self.link.wake_if_wanted();
+            let _ = inbox.send(job);
         }
     }
 }
@@ -236,6 +244,17 @@ impl IoEngine for UringEngine {
         let (ticket, completer) = Ticket::new();
         self.enqueue(self.jobs.transfer(request, completer, &self.files, self.block_bytes));
         ticket
+    }
+
+    fn submit_all(&self, requests: &mut Vec<Request>, tickets: &mut Vec<Ticket>) {
+        for request in requests.drain(..) {
+            let (ticket, completer) = Ticket::new();
+            if let Some(job) = self.jobs.transfer(request, completer, &self.files, self.block_bytes) {
+                self.next_ring().send(job);
+            }
+            tickets.push(ticket);
+        }
+        self.rings.0.iter().for_each(|ring| ring.link.wake_if_wanted());
     }
 
     fn sync(&self, file: FileId) -> Ticket {

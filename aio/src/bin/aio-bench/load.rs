@@ -22,6 +22,9 @@ use terrace_aio::{CompletionQueue, FileId, IoBuf, IoEngine, IoError, OpKind, Req
 /// The longest this thread sleeps before it looks at the clock and at an interrupt.
 const NAP: Duration = Duration::from_millis(50);
 
+/// The loop sleeps until this share of what is in flight is done: one wake for many completions.
+const ENOUGH_SHARE: usize = 8;
+
 /// Windows of a time series at most; beyond, two become one.
 const WINDOWS_MAX: usize = 1024;
 
@@ -108,6 +111,10 @@ pub struct Load<'a> {
     lanes: Vec<Lane>,
     slots: Vec<Slot>,
     completions: CompletionQueue,
+    /// Prepared and not submitted, with their slots; and their tickets, for a moment.
+    requests: Vec<Request>,
+    requesting: Vec<usize>,
+    tickets: Vec<Ticket>,
     block_bytes: usize,
     manner: Manner,
     in_flight: usize,
@@ -143,7 +150,8 @@ impl<'a> Load<'a> {
     pub fn new(engine: &'a dyn IoEngine, lanes: Vec<Lane>, buffers: Vec<IoBuf>, manner: Manner) -> Self {
         let block_bytes = buffers.first().map_or(PAGE_BYTES, |buffer| buffer.len());
         let depth = buffers.len() / lanes.len().max(1);
-        let completions = CompletionQueue::new(buffers.len());
+        let slots_count = buffers.len();
+        let completions = CompletionQueue::new(slots_count);
         let slot = |(index, buffer)| Slot {
             lane: index / depth.max(1),
             state: SlotState::Idle(buffer),
@@ -157,6 +165,9 @@ impl<'a> Load<'a> {
             lanes,
             slots,
             completions,
+            requests: Vec::with_capacity(slots_count),
+            requesting: Vec::with_capacity(slots_count),
+            tickets: Vec::with_capacity(slots_count),
             block_bytes,
             manner,
             in_flight: 0,
@@ -178,18 +189,21 @@ impl<'a> Load<'a> {
             phase = self.begin(0);
         }
         let mut batch: Vec<usize> = Vec::with_capacity(self.slots.len());
-        (0..self.slots.len()).for_each(|slot| self.submit_next(slot, self.now()));
+        (0..self.slots.len()).for_each(|slot| self.prepare_next(slot, self.now()));
+        self.submit_prepared();
         let mut window_seen = 0;
         while self.in_flight > 0 {
-            self.completions.wait_timeout(1, NAP, &mut batch);
+            let enough = (self.in_flight / ENOUGH_SHARE).max(1);
+            self.completions.wait_timeout(enough, NAP, &mut batch);
             let now = self.now();
             let is_over = self.error.is_some() || self.is_over(timing, phase, now, watch);
             for slot in batch.drain(..) {
                 self.complete(slot, now, phase);
                 if !is_over && phase != Phase::Draining {
-                    self.submit_next(slot, now);
+                    self.prepare_next(slot, now);
                 }
             }
+            self.submit_prepared();
             phase = self.next_phase(phase, timing, now, is_over);
             let window = self.tally.window_at(now);
             if phase == Phase::Measuring && window != window_seen {
@@ -276,8 +290,8 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// Submits a slot's next operation, if the slot is idle and its lane has one left.
-    fn submit_next(&mut self, index: usize, now: u64) {
+    /// Prepares a slot's next operation, if the slot is idle and its lane has one left.
+    fn prepare_next(&mut self, index: usize, now: u64) {
         let slot = &mut self.slots[index];
         let lane = &mut self.lanes[slot.lane];
         if lane.left == Some(0) || !matches!(slot.state, SlotState::Idle(_)) {
@@ -298,8 +312,17 @@ impl<'a> Load<'a> {
                 Request::write(lane.file, offset, buffer)
             }
         };
-        slot.state = SlotState::InFlight(self.completions.track(self.engine.submit(request), index));
-        self.in_flight += 1;
+        self.requests.push(request);
+        self.requesting.push(index);
+    }
+
+    /// Submits what was prepared, at once.
+    fn submit_prepared(&mut self) {
+        self.engine.submit_all(&mut self.requests, &mut self.tickets);
+        self.in_flight += self.requesting.len();
+        for (index, ticket) in self.requesting.drain(..).zip(self.tickets.drain(..)) {
+            self.slots[index].state = SlotState::InFlight(self.completions.track(ticket, index));
+        }
     }
 
     fn now(&self) -> u64 {

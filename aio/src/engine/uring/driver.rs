@@ -23,6 +23,7 @@ use super::super::split::{Piece, Route};
 use super::port::Port;
 use super::ring::Wish;
 use super::{Link, Order};
+use crate::completions::Batch;
 use crate::{IoBuf, OpKind};
 use io_uring::{opcode, squeue, types};
 use std::io;
@@ -149,10 +150,12 @@ impl Driver {
     /// Moves requests until the channel is closed and everything is done.
     pub fn run(mut self) {
         ask_for_short_slices();
+        let reports = Batch::begin();
         loop {
             self.carry_out_orders();
             self.fill_slots();
             self.submit_pending();
+            reports.wake();
             if self.inbox_is_closed && self.requests == 0 {
                 // The wake read may still be armed, with its wake spent earlier: `drop` ends it.
                 return;
