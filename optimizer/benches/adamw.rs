@@ -48,7 +48,7 @@ struct State(Vec<Vec<u64>>);
 impl State {
     fn new(optimizer: &dyn Optimizer, params: usize) -> Self {
         let kinds = optimizer.layout().kinds();
-        let mut state = Self(kinds.iter().map(|(_, bytes)| vec![0; params * bytes / 8]).collect());
+        let mut state = Self(kinds.iter().map(|kind| vec![0; kind.bytes_for(params).div_ceil(8)]).collect());
         optimizer.initialize(&vec![0.5; params], &mut state.slices()).expect("fits");
         state
     }

@@ -14,7 +14,7 @@ const STEPS: u64 = 500;
 
 fn main() -> terrace_optimizer::Result<()> {
     let layout = StateLayout::new(StateFormat::Split, WeightType::Bf16)?;
-    println!("{} bytes per parameter: {:?}", layout.bytes_per_param(), layout.kinds());
+    println!("{} bytes per parameter: {:?}", layout.bytes_for(1), layout.kinds());
     let config = AdamW { weight_decay: 0.0, ..AdamW::default() };
     let optimizer = adamw(config, layout);
     let schedule = Schedule {

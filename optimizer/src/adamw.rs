@@ -115,7 +115,9 @@ impl Optimizer for Adam {
                 }
                 moments.iter_mut().for_each(|moment| moment.fill(0));
             }
-            _ => unreachable!("StateLayout::check accepted the number of slices"),
+            _ => {
+                unreachable!("`adamw` refuses other formats, and StateLayout::check other numbers of slices")
+            }
         }
         Ok(())
     }

@@ -18,6 +18,10 @@ pub enum StateFormat {
     /// bit-identical to [`StateFormat::Fp32`] for two bytes per parameter less.
     #[default]
     Split,
+    /// The split master weight, and both moments in bf16.
+    Bf16,
+    /// The bf16 weight with an 8-bit remainder, and both moments as 8-bit codes with a scale per block.
+    Compact,
 }
 
 /// The type in which compute uses a weight.
@@ -38,11 +42,60 @@ pub enum StateKind {
     Master,
     /// The signed 16-bit remainder that turns the bf16 weight into the f32 master.
     MasterLow,
+    /// The signed 8-bit remainder that brings the bf16 weight within a 256th of its spacing of the master.
+    MasterLow8,
     /// The running mean of the gradient (`exp_avg` in torch).
     Moment1,
     /// The running mean of the squared gradient (`exp_avg_sq` in torch).
     Moment2,
 }
+
+/// Which moments an algorithm keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Moments {
+    /// A running mean of the gradient: momentum, Lion.
+    First,
+    /// A running sum or mean of the squared gradient: Adagrad.
+    Second,
+    /// Both: Adam and AdamW.
+    #[default]
+    Both,
+}
+
+/// How one kind of state is stored: `bytes` for every `params` parameters, the last such block always whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct KindLayout {
+    /// The kind.
+    pub kind: StateKind,
+    /// Bytes of one block.
+    pub bytes: usize,
+    /// Parameters of one block: 1 for plain arrays.
+    pub params: usize,
+}
+
+impl KindLayout {
+    const fn plain(kind: StateKind, bytes: usize) -> Self {
+        Self { kind, bytes, params: 1 }
+    }
+
+    /// A block of 8-bit codes, followed by its bf16 scale.
+    const fn scaled(kind: StateKind) -> Self {
+        Self { kind, bytes: COMPACT_BLOCK + 2, params: COMPACT_BLOCK }
+    }
+
+    /// Bytes of `params` parameters from the start of a block.
+    pub const fn bytes_for(&self, params: usize) -> usize {
+        params.div_ceil(self.params) * self.bytes
+    }
+
+    /// What the address of a slice must be a multiple of, in bytes.
+    pub const fn align(&self) -> usize {
+        if self.params == 1 { self.bytes } else { 1 }
+    }
+}
+
+/// Parameters that share a scale in [`StateFormat::Compact`].
+pub const COMPACT_BLOCK: usize = 32;
 
 /// The kinds of state that one [`StateFormat`] keeps for one [`WeightType`].
 ///
@@ -50,26 +103,34 @@ pub enum StateKind {
 /// use terrace_optimizer::{StateFormat, StateLayout, WeightType};
 ///
 /// let layout = StateLayout::new(StateFormat::Split, WeightType::Bf16)?;
-/// assert_eq!(layout.bytes_per_param(), 12);
+/// assert_eq!(layout.bytes_for(100), 1200);
 /// # Ok::<(), terrace_optimizer::OptimizerError>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateLayout {
     format: StateFormat,
     weight: WeightType,
+    moments: Moments,
 }
 
 impl StateLayout {
-    /// The layout of `format` for weights that compute uses as `weight`.
+    /// The layout of `format` with both moments, for weights that compute uses as `weight`.
     ///
     /// # Errors
-    /// [`OptimizerError::UnsupportedLayout`] for [`StateFormat::Split`] with f32 weights: there is nothing to split.
+    /// [`OptimizerError::UnsupportedLayout`] for every format but [`StateFormat::Fp32`] with f32 weights: their masters
+    /// start from the bf16 weight.
     pub fn new(format: StateFormat, weight: WeightType) -> Result<Self> {
+        Self::with_moments(format, weight, Moments::Both)
+    }
+
+    /// As [`new`](Self::new) for an algorithm that keeps only some of the moments.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
+    pub fn with_moments(format: StateFormat, weight: WeightType, moments: Moments) -> Result<Self> {
         match (format, weight) {
-            (StateFormat::Split, WeightType::F32) => {
-                Err(OptimizerError::UnsupportedLayout { format, weight })
-            }
-            _ => Ok(Self { format, weight }),
+            (StateFormat::Fp32, _) | (_, WeightType::Bf16) => Ok(Self { format, weight, moments }),
+            (_, WeightType::F32) => Err(OptimizerError::UnsupportedLayout { format, weight }),
         }
     }
 
@@ -83,20 +144,53 @@ impl StateLayout {
         self.weight
     }
 
-    /// Every kind with its bytes per parameter, in the order in which an update takes the slices.
-    /// [`StateKind::Weight`] always comes first.
-    pub fn kinds(&self) -> &'static [(StateKind, usize)] {
-        use StateKind::{Master, MasterLow, Moment1, Moment2, Weight};
+    /// The moments that are kept.
+    pub fn moments(&self) -> Moments {
+        self.moments
+    }
+
+    /// Every kind, in the order in which an update takes the slices. [`StateKind::Weight`] always comes first, the
+    /// moments last.
+    pub fn kinds(&self) -> &'static [KindLayout] {
+        use StateKind::{Master, MasterLow, MasterLow8, Moment1, Moment2, Weight};
+        const fn plain(kind: StateKind, bytes: usize) -> KindLayout {
+            KindLayout::plain(kind, bytes)
+        }
+        const fn scaled(kind: StateKind) -> KindLayout {
+            KindLayout::scaled(kind)
+        }
+        /// The weights with the first, the second and both of the two moments.
+        macro_rules! kinds {
+            ([$($weight:expr),*], $first:expr, $second:expr) => {
+                match self.moments {
+                    Moments::First => const { &[$($weight,)* $first] },
+                    Moments::Second => const { &[$($weight,)* $second] },
+                    Moments::Both => const { &[$($weight,)* $first, $second] },
+                }
+            };
+        }
         match (self.format, self.weight) {
-            (StateFormat::Fp32, WeightType::F32) => &[(Weight, 4), (Moment1, 4), (Moment2, 4)],
-            (StateFormat::Fp32, WeightType::Bf16) => &[(Weight, 2), (Master, 4), (Moment1, 4), (Moment2, 4)],
-            (StateFormat::Split, _) => &[(Weight, 2), (MasterLow, 2), (Moment1, 4), (Moment2, 4)],
+            (StateFormat::Fp32, WeightType::F32) => {
+                kinds!([plain(Weight, 4)], plain(Moment1, 4), plain(Moment2, 4))
+            }
+            (StateFormat::Fp32, WeightType::Bf16) => {
+                kinds!([plain(Weight, 2), plain(Master, 4)], plain(Moment1, 4), plain(Moment2, 4))
+            }
+            (StateFormat::Split, _) => {
+                kinds!([plain(Weight, 2), plain(MasterLow, 2)], plain(Moment1, 4), plain(Moment2, 4))
+            }
+            (StateFormat::Bf16, _) => {
+                kinds!([plain(Weight, 2), plain(MasterLow, 2)], plain(Moment1, 2), plain(Moment2, 2))
+            }
+            (StateFormat::Compact, _) => {
+                kinds!([plain(Weight, 2), plain(MasterLow8, 1)], scaled(Moment1), scaled(Moment2))
+            }
         }
     }
 
-    /// Bytes of all kinds together, per parameter.
-    pub fn bytes_per_param(&self) -> usize {
-        self.kinds().iter().map(|(_, bytes)| bytes).sum()
+    /// Bytes of all kinds together for `params` parameters.
+    pub fn bytes_for(&self, params: usize) -> usize {
+        self.kinds().iter().map(|kind| kind.bytes_for(params)).sum()
     }
 
     /// Refuses slices that are not exactly `params` parameters of this layout.
@@ -105,15 +199,15 @@ impl StateLayout {
         if state.len() != kinds.len() {
             return Err(OptimizerError::KindCount { expected: kinds.len(), found: state.len() });
         }
-        for (&(kind, bytes), slice) in kinds.iter().zip(state) {
-            let expected_bytes = params * bytes;
-            if slice.len() != expected_bytes {
-                let found_bytes = slice.len();
+        for (kind, slice) in kinds.iter().zip(state) {
+            let expected_bytes = kind.bytes_for(params);
+            let (found_bytes, align) = (slice.len(), kind.align());
+            let kind = kind.kind;
+            if found_bytes != expected_bytes {
                 return Err(OptimizerError::KindLength { kind, params, expected_bytes, found_bytes });
             }
-            // Every kind so far is an array of scalars as wide as its bytes per parameter.
-            if !slice.as_ptr().addr().is_multiple_of(bytes) {
-                return Err(OptimizerError::Misaligned { kind, align: bytes });
+            if !slice.as_ptr().addr().is_multiple_of(align) {
+                return Err(OptimizerError::Misaligned { kind, align });
             }
         }
         Ok(())
@@ -125,6 +219,8 @@ impl fmt::Display for StateFormat {
         f.pad(match self {
             Self::Fp32 => "fp32",
             Self::Split => "split",
+            Self::Bf16 => "bf16",
+            Self::Compact => "compact",
         })
     }
 }
@@ -136,6 +232,8 @@ impl FromStr for StateFormat {
         match text {
             "fp32" => Ok(Self::Fp32),
             "split" => Ok(Self::Split),
+            "bf16" => Ok(Self::Bf16),
+            "compact" => Ok(Self::Compact),
             _ => Err(OptimizerError::UnknownFormat(text.to_owned())),
         }
     }
@@ -156,6 +254,7 @@ impl fmt::Display for StateKind {
             Self::Weight => "weight",
             Self::Master => "master",
             Self::MasterLow => "master_low",
+            Self::MasterLow8 => "master_low8",
             Self::Moment1 => "moment1",
             Self::Moment2 => "moment2",
         })
@@ -168,10 +267,19 @@ mod tests {
 
     #[test]
     fn bytes_per_parameter() {
-        let bytes = |format, weight| StateLayout::new(format, weight).map(|l| l.bytes_per_param());
-        assert_eq!(bytes(StateFormat::Fp32, WeightType::F32), Ok(12));
-        assert_eq!(bytes(StateFormat::Fp32, WeightType::Bf16), Ok(14));
-        assert_eq!(bytes(StateFormat::Split, WeightType::Bf16), Ok(12));
+        let bytes = |format, weight| StateLayout::new(format, weight).map(|l| l.bytes_for(64));
+        assert_eq!(bytes(StateFormat::Fp32, WeightType::F32), Ok(12 * 64));
+        assert_eq!(bytes(StateFormat::Fp32, WeightType::Bf16), Ok(14 * 64));
+        assert_eq!(bytes(StateFormat::Split, WeightType::Bf16), Ok(12 * 64));
+        assert_eq!(bytes(StateFormat::Bf16, WeightType::Bf16), Ok(8 * 64));
+        assert_eq!(bytes(StateFormat::Compact, WeightType::Bf16), Ok(5 * 64 + 2 * 2 * 2));
+    }
+
+    #[test]
+    fn a_short_block_is_stored_whole() {
+        let layout = StateLayout::with_moments(StateFormat::Compact, WeightType::Bf16, Moments::First);
+        let kinds = layout.unwrap().kinds();
+        assert_eq!(kinds.iter().map(|k| k.bytes_for(33)).collect::<Vec<_>>(), [66, 33, 68]);
     }
 
     #[test]
@@ -182,7 +290,7 @@ mod tests {
 
     #[test]
     fn format_names_round_trip() {
-        for format in [StateFormat::Fp32, StateFormat::Split] {
+        for format in [StateFormat::Fp32, StateFormat::Split, StateFormat::Bf16, StateFormat::Compact] {
             assert_eq!(format.to_string().parse(), Ok(format));
         }
         assert!("fp8".parse::<StateFormat>().is_err());

@@ -44,7 +44,7 @@ mod update;
 
 pub use adamw::{AdamW, adamw};
 pub use error::{OptimizerError, Result};
-pub use layout::{StateFormat, StateKind, StateLayout, WeightType};
+pub use layout::{COMPACT_BLOCK, KindLayout, Moments, StateFormat, StateKind, StateLayout, WeightType};
 pub use norm::{NORM_BLOCK, SumOfSquares, clip_coefficient};
 pub use schedule::{Schedule, ScheduleKind, Warmup};
 pub use update::{Gradient, Optimizer, StepArgs, THREAD_CHUNK, update_threaded};

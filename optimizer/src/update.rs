@@ -120,7 +120,7 @@ pub fn update_threaded(
     let mut kinds: Vec<_> = state
         .iter_mut()
         .zip(layout.kinds())
-        .map(|(slice, (_, bytes))| slice.chunks_mut(THREAD_CHUNK * bytes))
+        .map(|(slice, kind)| slice.chunks_mut(kind.bytes_for(THREAD_CHUNK)))
         .collect();
     let pieces: Vec<(Gradient<'_>, Vec<&mut [u8]>)> = gradient
         .chunks(THREAD_CHUNK)

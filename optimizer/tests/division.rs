@@ -28,7 +28,7 @@ fn chunks_change_nothing() {
             let mut kinds: Vec<_> = slices
                 .iter_mut()
                 .zip(layout.kinds())
-                .map(|(slice, (_, bytes))| slice.chunks_mut(chunk * bytes))
+                .map(|(slice, kind)| slice.chunks_mut(kind.bytes_for(chunk)))
                 .collect();
             for piece in Gradient::Bf16(&gradient).chunks(chunk) {
                 let mut state: Vec<&mut [u8]> = kinds.iter_mut().filter_map(Iterator::next).collect();

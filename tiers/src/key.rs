@@ -18,6 +18,8 @@ pub enum BlobKind {
     Master,
     /// The part of the master weights that the weights do not hold.
     MasterLow,
+    /// The same in eight bits, rounded.
+    MasterLow8,
     /// First moments.
     Moment1,
     /// Second moments.
@@ -44,8 +46,22 @@ pub struct BlobKey {
 pub struct BlobSpec {
     /// Kind.
     pub kind: BlobKind,
-    /// Bytes per element.
-    pub element_bytes: u64,
+    /// Elements that are stored together: 1 for plain arrays, more where they share a scale.
+    pub block_elements: u64,
+    /// Bytes of one such block. A blob's last block is whole even if its elements are fewer.
+    pub block_bytes: u64,
+}
+
+impl BlobSpec {
+    /// A plain array.
+    pub fn plain(kind: BlobKind, element_bytes: u64) -> Self {
+        Self { kind, block_elements: 1, block_bytes: element_bytes }
+    }
+
+    /// Bytes of `elements` elements from the start of a block.
+    pub fn bytes(&self, elements: u64) -> u64 {
+        elements.div_ceil(self.block_elements) * self.block_bytes
+    }
 }
 
 /// A parameter group in a store.
@@ -73,7 +89,7 @@ pub struct StoreSpec {
     pub groups: Vec<GroupSpec>,
     /// Kinds in order.
     pub kinds: Vec<BlobSpec>,
-    /// Elements per chunk; the last chunk of a group may be shorter.
+    /// Elements per chunk, a multiple of every kind's block; the last chunk of a group may be shorter.
     pub chunk_elements: u64,
     /// Copies of every blob: 2 for state that changes, 1 for frozen weights.
     pub generations: u64,
@@ -93,13 +109,14 @@ impl StoreSpec {
         (self.groups[group].elements - start).min(self.chunk_elements) as usize
     }
 
-    /// Bytes per element of `kind`.
+    /// Bytes of one chunk of a blob.
     ///
     /// # Panics
     /// If the store has no such kind.
-    pub fn element_bytes(&self, kind: BlobKind) -> u64 {
-        let spec = self.kinds.iter().find(|k| k.kind == kind);
-        spec.unwrap_or_else(|| panic!("the store keeps {kind:?}")).element_bytes
+    pub fn chunk_bytes(&self, key: BlobKey, chunk: usize) -> usize {
+        let spec = self.kinds.iter().find(|spec| spec.kind == key.kind);
+        let spec = spec.unwrap_or_else(|| panic!("the store keeps {:?}", key.kind));
+        spec.bytes(self.chunk_len(key.group, chunk) as u64) as usize
     }
 
     /// Bytes of the state area: every generation of every blob.
@@ -117,7 +134,7 @@ impl StoreSpec {
     }
 
     fn group_bytes(&self, elements: u64) -> u64 {
-        self.kinds.iter().map(|k| (elements * k.element_bytes).next_multiple_of(EXTENT_ALIGN)).sum()
+        self.kinds.iter().map(|k| k.bytes(elements).next_multiple_of(EXTENT_ALIGN)).sum()
     }
 }
 
@@ -140,7 +157,7 @@ impl AddressMap {
             for kind in &spec.kinds {
                 row.push(address);
                 entries.push(entry);
-                address += (group.elements * kind.element_bytes).next_multiple_of(EXTENT_ALIGN);
+                address += kind.bytes(group.elements).next_multiple_of(EXTENT_ALIGN);
                 entry += spec.chunks(index);
             }
             blobs.push(row);

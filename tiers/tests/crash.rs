@@ -58,7 +58,7 @@ impl Layout {
         block_bytes: usize,
     ) -> Self {
         let group = |&(name, elements): &(&str, u64)| GroupSpec { name: name.into(), elements };
-        let kind = |&(kind, element_bytes): &(BlobKind, u64)| BlobSpec { kind, element_bytes };
+        let kind = |&(kind, element_bytes): &(BlobKind, u64)| BlobSpec::plain(kind, element_bytes);
         let spec = StoreSpec {
             groups: groups.iter().map(group).collect(),
             kinds: kinds.iter().map(kind).collect(),
@@ -92,7 +92,7 @@ impl Layout {
 
     /// What a chunk holds after a step.
     fn contents(&self, step: u64, key: BlobKey, chunk: usize) -> Lease {
-        let len = self.spec.chunk_len(key.group, chunk) * self.spec.element_bytes(key.kind) as usize;
+        let len = self.spec.chunk_bytes(key, chunk);
         let mut lease = Lease::standalone(len);
         let mut state = (step << 32 | (key.group as u64) << 16 | (key.kind as u64) << 8 | chunk as u64) + 1;
         for word in lease.chunks_exact_mut(8) {
@@ -127,7 +127,7 @@ impl Layout {
         chunk: usize,
         generation: Generation,
     ) -> Result<Lease, TierError> {
-        let len = self.spec.chunk_len(key.group, chunk) * self.spec.element_bytes(key.kind) as usize;
+        let len = self.spec.chunk_bytes(key, chunk);
         store.read(key, chunk..chunk + 1, generation, Lease::standalone(len))?.wait()
     }
 

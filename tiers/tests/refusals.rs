@@ -23,7 +23,7 @@ fn engine() -> Arc<dyn IoEngine> {
 
 /// 6 bytes an element, and two generations: 2.6 MiB, so that three directories all hold data.
 fn spec(elements: u64) -> StoreSpec {
-    let kind = |(kind, element_bytes)| BlobSpec { kind, element_bytes };
+    let kind = |(kind, element_bytes)| BlobSpec::plain(kind, element_bytes);
     StoreSpec {
         groups: vec![
             GroupSpec { name: "layers.0".into(), elements },
@@ -49,7 +49,7 @@ fn step(store: &mut DiskStore, step: u64) -> Result<(), TierError> {
     for group in 0..spec.groups.len() {
         for kind in &spec.kinds {
             for chunk in 0..spec.chunks(group) {
-                let mut lease = Lease::standalone(spec.chunk_len(group, chunk) * kind.element_bytes as usize);
+                let mut lease = Lease::standalone(kind.bytes(spec.chunk_len(group, chunk) as u64) as usize);
                 lease.fill(step as u8 + 1);
                 store.write(BlobKey { group, kind: kind.kind }, chunk, lease)?;
             }
@@ -63,7 +63,7 @@ fn verify(store: &DiskStore) -> Result<(), TierError> {
     let (spec, expected) = (store.spec(), store.committed().step as u8 + 1);
     for group in 0..spec.groups.len() {
         for kind in &spec.kinds {
-            let lease = Lease::standalone((spec.groups[group].elements * kind.element_bytes) as usize);
+            let lease = Lease::standalone(kind.bytes(spec.groups[group].elements) as usize);
             let key = BlobKey { group, kind: kind.kind };
             let bytes = store.read(key, 0..spec.chunks(group), Generation::Live, lease)?.wait()?;
             assert!(bytes.iter().all(|&b| b == expected), "{key:?}");

@@ -17,7 +17,7 @@ const HEADER_BYTES: u64 = 4096;
 fn spec(elements: u64) -> StoreSpec {
     StoreSpec {
         groups: vec![GroupSpec { name: "layers.0".into(), elements }],
-        kinds: vec![BlobSpec { kind: BlobKind::Master, element_bytes: 4 }],
+        kinds: vec![BlobSpec::plain(BlobKind::Master, 4)],
         chunk_elements: 300 << 10,
         generations: 2,
         identity: "{}".into(),

@@ -60,7 +60,7 @@ fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec<Lease>) ->
         match &mut engine.home {
             StateHome::Disk(store) => store.write(BlobKey { group, kind: blob.kind }, chunk, lease)?,
             StateHome::Resident(blobs) => {
-                let start = chunk * engine.plan.spec.chunk_elements as usize * blob.element_bytes as usize;
+                let start = blob.bytes(chunk as u64 * engine.plan.spec.chunk_elements) as usize;
                 let blob =
                     Arc::get_mut(&mut blobs[group][index]).expect("nobody reads state while it is loaded");
                 blob[start..start + lease.len()].copy_from_slice(&lease);
@@ -109,7 +109,7 @@ pub(crate) fn compare(expected: &StoreSpec, found: &StoreSpec) -> Result {
 
 /// The kinds of a layout, for messages.
 fn format_words(spec: &StoreSpec) -> String {
-    let kinds = spec.kinds.iter().map(|k| format!("{:?} of {} bytes", k.kind, k.element_bytes));
+    let kinds = spec.kinds.iter().map(|k| format!("{:?} of {} bytes", k.kind, k.block_bytes));
     let purpose = if spec.generations == 1 { "frozen: " } else { "" };
     format!("{purpose}{}", kinds.collect::<Vec<_>>().join(" + "))
 }
@@ -208,7 +208,7 @@ impl Engine {
             for chunk in 0..spec.chunks(group) {
                 let leases = self.update_slots.acquire(&self.kinds, spec.chunk_len(group, chunk));
                 for ((blob, kind), mut lease) in blobs.iter().zip(&self.kinds.blobs).zip(leases) {
-                    let start = chunk * (spec.chunk_elements * kind.element_bytes) as usize;
+                    let start = kind.bytes(chunk as u64 * spec.chunk_elements) as usize;
                     let len = lease.len();
                     lease.copy_from_slice(&blob[start..start + len]);
                     store.write(BlobKey { group, kind: kind.kind }, chunk, lease)?;

@@ -187,7 +187,7 @@ impl<'a> Fetcher<'a> {
                 // keeps the messages, and a fetch thread that waits for the slots in them would wait for ever.
                 let (sender, receiver) = unbounded();
                 let kind = kinds.weight;
-                let bytes = kinds.blobs[kind].element_bytes as usize;
+                let bytes = kinds.blobs[kind].bytes(1) as usize;
                 std::thread::Builder::new()
                     .name("terrace-fetch".into())
                     .spawn_scoped(scope, move || FetchThread::new(store, slots, bytes, &sender).run(&items))

@@ -157,7 +157,7 @@ impl Planner<'_> {
             if config.training.is_some() {
                 for blob in &self.kinds.blobs {
                     let what = format!("optimizer state in flight: {:?}", blob.kind);
-                    memory.add(Tier::Host, what, windows.update_slots as u64, chunk * blob.element_bytes);
+                    memory.add(Tier::Host, what, windows.update_slots as u64, blob.bytes(chunk));
                 }
             } else {
                 memory.add(Tier::Host, "loading weights", 2, chunk * weight_bytes);
@@ -179,14 +179,9 @@ impl Planner<'_> {
             }
         } else {
             for blob in &self.kinds.blobs {
-                memory.add(
-                    Tier::Host,
-                    format!("resident state: {:?}", blob.kind),
-                    elements,
-                    blob.element_bytes,
-                );
+                memory.add(Tier::Host, format!("resident state: {:?}", blob.kind), 1, blob.bytes(elements));
             }
-            memory.add(Tier::Host, "saving and loading state", 2, chunk * self.kinds.element_bytes());
+            memory.add(Tier::Host, "saving and loading state", 2, self.kinds.bytes(chunk));
         }
         if config.training.is_some() {
             memory.add(Tier::Host, "gradients", windows.gradient_chunks as u64, chunk * weight_bytes);

@@ -39,28 +39,31 @@ impl StateKinds {
         };
         let Some(training) = &config.training else {
             let element_bytes = config.dtype.size() as u64;
-            let blobs = vec![BlobSpec { kind: BlobKind::Weight, element_bytes }];
+            let blobs = vec![BlobSpec::plain(BlobKind::Weight, element_bytes)];
             return Ok((Self { blobs, weight: 0, read_by_update: vec![false] }, None));
         };
         let describe = |e: terrace_optimizer::OptimizerError| EngineError::Config(e.to_string());
         training.optimizer.validate().map_err(describe)?;
         let layout = StateLayout::new(training.state, weight).map_err(describe)?;
         let kinds = layout.kinds();
-        let has_master = kinds.iter().any(|(kind, _)| *kind == StateKind::Master);
+        let has_master = kinds.iter().any(|k| k.kind == StateKind::Master);
         let blobs = kinds
             .iter()
-            .map(|&(kind, bytes)| BlobSpec { kind: blob_kind(kind), element_bytes: bytes as u64 })
+            .map(|k| BlobSpec {
+                kind: blob_kind(k.kind),
+                block_elements: k.params as u64,
+                block_bytes: k.bytes as u64,
+            })
             .collect();
-        let read_by_update =
-            kinds.iter().map(|&(kind, _)| kind != StateKind::Weight || !has_master).collect();
-        let weight = kinds.iter().position(|(kind, _)| *kind == StateKind::Weight);
+        let read_by_update = kinds.iter().map(|k| k.kind != StateKind::Weight || !has_master).collect();
+        let weight = kinds.iter().position(|k| k.kind == StateKind::Weight);
         let weight = weight.expect("every state layout has a weight");
         Ok((Self { blobs, weight, read_by_update }, Some(adamw(training.optimizer, layout))))
     }
 
-    /// Bytes of one element over all kinds.
-    pub(crate) fn element_bytes(&self) -> u64 {
-        self.blobs.iter().map(|b| b.element_bytes).sum()
+    /// Bytes of a run of elements over all kinds.
+    pub(crate) fn bytes(&self, elements: u64) -> u64 {
+        self.blobs.iter().map(|b| b.bytes(elements)).sum()
     }
 }
 
@@ -71,7 +74,7 @@ impl StateHome {
             let blobs = kinds
                 .blobs
                 .iter()
-                .map(|kind| HostBlob::new(group.elements * kind.element_bytes as usize).map(Arc::new));
+                .map(|kind| HostBlob::new(kind.bytes(group.elements as u64) as usize).map(Arc::new));
             blobs.collect::<std::result::Result<Vec<_>, _>>()
         });
         Ok(Self::Resident(groups.collect::<std::result::Result<Vec<_>, _>>()?))
@@ -125,6 +128,7 @@ fn blob_kind(kind: StateKind) -> BlobKind {
         StateKind::Weight => BlobKind::Weight,
         StateKind::Master => BlobKind::Master,
         StateKind::MasterLow => BlobKind::MasterLow,
+        StateKind::MasterLow8 => BlobKind::MasterLow8,
         StateKind::Moment1 => BlobKind::Moment1,
         StateKind::Moment2 => BlobKind::Moment2,
     }

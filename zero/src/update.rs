@@ -30,7 +30,7 @@ impl UpdateSlots {
     ) -> Result<Self> {
         const NAME: &str = "optimizer state";
         let pools = kinds.blobs.iter().map(|blob| {
-            let bytes = elements * blob.element_bytes as usize;
+            let bytes = blob.bytes(elements as u64) as usize;
             match disk {
                 Some(io) => Pool::new_registered(NAME, slots, bytes, io),
                 None => Pool::new(NAME, slots, bytes),
@@ -41,7 +41,7 @@ impl UpdateSlots {
 
     /// One slot of every kind, waiting for them if need be.
     pub(crate) fn acquire(&self, kinds: &StateKinds, elements: usize) -> Vec<Lease> {
-        let bytes = kinds.blobs.iter().map(|b| elements * b.element_bytes as usize);
+        let bytes = kinds.blobs.iter().map(|b| b.bytes(elements as u64) as usize);
         self.pools.iter().zip(bytes).map(|(pool, len)| pool.acquire(len)).collect()
     }
 
@@ -180,9 +180,9 @@ impl Updater<'_> {
         let elements = self.spec.chunk_len(group, chunk);
         let mut slices = Vec::with_capacity(blobs.len());
         for (blob, kind) in blobs.iter_mut().zip(&self.kinds.blobs) {
-            let bytes = kind.element_bytes as usize;
             let blob = Arc::get_mut(blob).expect("no upload or block holds a weight while it is updated");
-            slices.push(&mut blob[start * bytes..(start + elements) * bytes]);
+            let from = kind.bytes(start as u64) as usize;
+            slices.push(&mut blob[from..from + kind.bytes(elements as u64) as usize]);
         }
         update_threaded(self.optimizer, self.pool, &self.args, park.as_gradient(&gradient), &mut slices)?;
         Ok(())

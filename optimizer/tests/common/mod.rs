@@ -3,7 +3,9 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 use half::bf16;
-use terrace_optimizer::{AdamW, Optimizer, StateFormat, StateKind, StateLayout, StepArgs, WeightType, split};
+use terrace_optimizer::{
+    AdamW, KindLayout, Optimizer, StateFormat, StateKind, StateLayout, StepArgs, WeightType, split,
+};
 
 pub fn layout(format: StateFormat, weight: WeightType) -> StateLayout {
     StateLayout::new(format, weight).expect("a supported pair")
@@ -28,7 +30,7 @@ pub struct State {
 
 impl State {
     pub fn zeroed(layout: StateLayout, params: usize) -> Self {
-        let buffer = |(_, bytes): &(StateKind, usize)| vec![0u64; (params * bytes).div_ceil(8)];
+        let buffer = |kind: &KindLayout| vec![0u64; kind.bytes_for(params).div_ceil(8)];
         Self { layout, params, buffers: layout.kinds().iter().map(buffer).collect() }
     }
 
@@ -43,21 +45,21 @@ impl State {
         let kinds = self.layout.kinds();
         let slices = self.buffers.iter_mut().zip(kinds);
         slices
-            .map(|(words, (_, bytes))| &mut bytemuck::cast_slice_mut(words)[..self.params * bytes])
+            .map(|(words, kind)| &mut bytemuck::cast_slice_mut(words)[..kind.bytes_for(self.params)])
             .collect()
     }
 
     pub fn set<T: bytemuck::Pod>(&mut self, kind: StateKind, values: &[T]) {
         let index =
-            self.layout.kinds().iter().position(|(k, _)| *k == kind).expect("the layout has this kind");
+            self.layout.kinds().iter().position(|k| k.kind == kind).expect("the layout has this kind");
         self.slices()[index].copy_from_slice(bytemuck::cast_slice(values));
     }
 
     pub fn kind<T: bytemuck::Pod>(&self, kind: StateKind) -> &[T] {
         let index =
-            self.layout.kinds().iter().position(|(k, _)| *k == kind).expect("the layout has this kind");
+            self.layout.kinds().iter().position(|k| k.kind == kind).expect("the layout has this kind");
         let bytes: &[u8] = bytemuck::cast_slice(&self.buffers[index]);
-        bytemuck::cast_slice(&bytes[..self.params * self.layout.kinds()[index].1])
+        bytemuck::cast_slice(&bytes[..self.layout.kinds()[index].bytes_for(self.params)])
     }
 
     /// The f32 master weights, whichever way they are stored.

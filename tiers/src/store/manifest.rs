@@ -26,7 +26,7 @@ pub(super) const FILE_NAME: &str = "manifest.bin";
 const PAGE: usize = 4096;
 pub(super) const MAGIC: [u8; 8] = *b"TRCMANIF";
 const SLOT_MAGIC: [u8; 8] = *b"TRCSLOT1";
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 const SLOT_HEADER: usize = 48;
 /// Room for the trainer's own words in every slot.
 pub(super) const TRAINER_BYTES_MAX: usize = 16 << 10;

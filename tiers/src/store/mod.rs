@@ -198,7 +198,6 @@ impl DiskStore {
         lease: Lease,
     ) -> Result<PendingRead, TierError> {
         let kind = self.kind_index(key.kind);
-        let element_bytes = self.spec.kinds[kind].element_bytes as usize;
         let mut checks = Vec::with_capacity(chunks.len());
         let mut start = 0;
         let generation_index = self.generation_index(generation);
@@ -207,7 +206,7 @@ impl DiskStore {
             Generation::Next => Some(self.fenced(key)?),
         };
         for chunk in chunks.clone() {
-            let len = self.spec.chunk_len(key.group, chunk) * element_bytes;
+            let len = self.spec.chunk_bytes(key, chunk);
             let entry = self.map.table_entry(key.group, kind, chunk);
             let sum = table.as_ref().map_or(self.live_table[entry], |next| {
                 assert!(next.written[entry], "chunk {chunk} of {key:?} is written before it is read");
@@ -234,7 +233,7 @@ impl DiskStore {
     /// If the lease is not exactly as long as the chunk.
     pub fn write(&self, key: BlobKey, chunk: usize, lease: Lease) -> Result<(), TierError> {
         let kind = self.kind_index(key.kind);
-        let len = self.spec.chunk_len(key.group, chunk) * self.spec.kinds[kind].element_bytes as usize;
+        let len = self.spec.chunk_bytes(key, chunk);
         assert_eq!(lease.len(), len, "the lease is as long as chunk {chunk} of {key:?}");
         self.require_certain()?;
         let sum = checksum(&lease);
@@ -326,7 +325,7 @@ impl DiskStore {
     }
 
     fn address(&self, group: usize, kind: usize, chunk: usize, generation: u64) -> u64 {
-        let offset = chunk as u64 * self.spec.chunk_elements * self.spec.kinds[kind].element_bytes;
+        let offset = self.spec.kinds[kind].bytes(chunk as u64 * self.spec.chunk_elements);
         self.map.address(group, kind, generation) + offset
     }
 
