@@ -22,8 +22,8 @@ use terrace_aio::engine::QUEUE_DEPTH_MAX;
 const GAIN_MIN: f64 = 1.03;
 /// Flat steps in a row that end a climb.
 const FLAT_STEPS: u32 = 2;
-/// Points this close to the best rate count as equal; the one that needs the least memory in flight wins.
-const EQUAL: f64 = 0.98;
+/// Points this close to the best rate count as equal; the one that takes the least processor time wins.
+const EQUAL: f64 = 0.97;
 
 /// Decides when deeper queues no longer pay.
 #[derive(Debug, Default)]
@@ -189,7 +189,7 @@ impl Points {
         let of_direction = || self.all.iter().filter(|point| point.workload.direction == direction);
         let best = of_direction().map(Measured::gigabytes_per_second).fold(0.0, f64::max);
         let equal = of_direction().filter(|point| point.gigabytes_per_second() >= EQUAL * best);
-        equal.min_by_key(|point| point.settings.block_bytes * point.settings.queue_depth as u64)
+        equal.min_by(|a, b| a.cpu_seconds_per_gigabyte().total_cmp(&b.cpu_seconds_per_gigabyte()))
     }
 
     /// The directions in the order they were measured.
