@@ -5,6 +5,7 @@
 //! It is useful alone for the same reason.
 //!
 //! - [`AdamW`] with the semantics of `torch.optim.AdamW`, over the formats of [`StateFormat`];
+//! - [`Algorithm`] and [`optimizer`]: AdamW and, with the same guarantees, [`Adam`], [`Adagrad`], [`Lion`] and [`Sgd`];
 //! - [`update_threaded`], the same bits on many threads;
 //! - [`SumOfSquares`] and [`clip_coefficient`]: the global gradient norm, with bits that do not depend on the cut;
 //! - [`Schedule`]: learning rates as transformers and DeepSpeed define them.
@@ -35,6 +36,7 @@
 #![forbid(unsafe_code)]
 
 mod adamw;
+mod algorithm;
 mod error;
 mod layout;
 mod norm;
@@ -43,6 +45,7 @@ pub mod split;
 mod update;
 
 pub use adamw::{AdamW, adamw};
+pub use algorithm::{Adagrad, Adam, Algorithm, Lion, Sgd, optimizer};
 pub use error::{OptimizerError, Result};
 pub use layout::{COMPACT_BLOCK, KindLayout, Moments, StateFormat, StateKind, StateLayout, WeightType};
 pub use norm::{NORM_BLOCK, SumOfSquares, clip_coefficient};
