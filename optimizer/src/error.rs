@@ -96,6 +96,12 @@ pub enum OptimizerError {
         /// The range in words.
         expected: &'static str,
     },
+    /// A gradient overflowed and the dynamic loss scale cannot go down.
+    #[error(
+        "a gradient overflowed although the loss scale is at its minimum, {0}: lower the learning rate, use bf16, or \
+         look for a bad sample"
+    )]
+    LossScaleAtMinimum(f64),
     /// The global gradient norm is infinite or not a number.
     #[error(
         "the global gradient norm is {0}: some gradient is infinite or not a number; skip the step, lower the \

@@ -8,6 +8,7 @@
 //! - [`Algorithm`] and [`optimizer`]: AdamW and, with the same guarantees, [`Adam`], [`Adagrad`], [`Lion`] and [`Sgd`];
 //! - [`update_threaded`], the same bits on many threads;
 //! - [`SumOfSquares`] and [`clip_coefficient`]: the global gradient norm, with bits that do not depend on the cut;
+//! - [`LossScaler`]: the static or dynamic loss scale of fp16 training, step for step as in DeepSpeed;
 //! - [`Schedule`]: learning rates as transformers and DeepSpeed define them.
 //!
 //! # Example
@@ -39,6 +40,7 @@ mod adamw;
 mod algorithm;
 mod error;
 mod layout;
+mod loss_scale;
 mod norm;
 mod schedule;
 pub mod split;
@@ -48,6 +50,7 @@ pub use adamw::{AdamW, adamw};
 pub use algorithm::{Adagrad, Adam, Algorithm, Lion, Sgd, optimizer};
 pub use error::{OptimizerError, Result};
 pub use layout::{COMPACT_BLOCK, KindLayout, Moments, StateFormat, StateKind, StateLayout, WeightType};
+pub use loss_scale::{LossScaleConfig, LossScaler, LossScalerState};
 pub use norm::{NORM_BLOCK, SumOfSquares, clip_coefficient};
 pub use schedule::{Schedule, ScheduleKind, Warmup};
 pub use update::{Gradient, Optimizer, StepArgs, THREAD_CHUNK, update_threaded};
