@@ -51,7 +51,10 @@ pub enum OptimizerError {
         format: StateFormat,
     },
     /// The text names no schedule.
-    #[error("unknown learning-rate schedule `{0}`: use `constant`, `linear` or `cosine`")]
+    #[error(
+        "unknown learning-rate schedule `{0}`: use `constant`, `linear`, `cosine`, `cosine_with_restarts`, \
+         `polynomial` or `inverse_sqrt`"
+    )]
     UnknownSchedule(String),
     /// The caller passed a different number of slices than the layout has kinds.
     #[error(

@@ -52,5 +52,5 @@ pub use error::{OptimizerError, Result};
 pub use layout::{COMPACT_BLOCK, KindLayout, Moments, StateFormat, StateKind, StateLayout, WeightType};
 pub use loss_scale::{LossScaleConfig, LossScaler, LossScalerState};
 pub use norm::{NORM_BLOCK, SumOfSquares, clip_coefficient};
-pub use schedule::{Schedule, ScheduleKind, Warmup};
+pub use schedule::{MomentumCycle, OneCycle, Schedule, ScheduleKind, Warmup};
 pub use update::{Gradient, Optimizer, StepArgs, THREAD_CHUNK, update_threaded};

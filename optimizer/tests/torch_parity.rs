@@ -1,4 +1,4 @@
-//! AdamW, clipping and schedules give the numbers of torch, transformers and DeepSpeed.
+//! AdamW and clipping give the numbers of torch.
 //!
 //! The fixtures come from `fixtures/make_fixtures.py`.
 
@@ -8,8 +8,7 @@ use common::fixtures::{Path, array, bits, fixture, floats, number};
 use common::{Reference, State, layouts, noise};
 use serde_json::Value;
 use terrace_optimizer::{
-    AdamW, Gradient, Schedule, ScheduleKind, StateFormat, StateKind, StateLayout, StepArgs, Warmup,
-    WeightType, adamw, clip_coefficient,
+    AdamW, Gradient, StateFormat, StateKind, StateLayout, StepArgs, WeightType, adamw, clip_coefficient,
 };
 
 const STEPS: u64 = 100;
@@ -71,34 +70,6 @@ fn clips_like_clip_grad_norm() {
         let ours = clip_coefficient(number(&case["norm"]), number(&case["max_norm"]));
         let torch = number(&case["coefficient"]);
         assert!((f64::from(ours) - torch).abs() <= 3e-7 * torch, "{case}: {ours}");
-    }
-}
-
-#[test]
-fn schedules_match_transformers_and_deepspeed() {
-    for case in array(&fixture("schedules.json")) {
-        let name = case["name"].as_str().unwrap();
-        let (base, warmup_name) = name.split_once('_').unwrap_or((name, ""));
-        let warmup = if warmup_name == "linear" { Warmup::Linear } else { Warmup::Log };
-        let (kind, min_ratio) = match base {
-            "constant" => (ScheduleKind::Constant, 0.0),
-            "linear" => (ScheduleKind::Linear, 0.0),
-            "cosine" => (ScheduleKind::Cosine, if warmup_name == "min" { 0.1 } else { 0.0 }),
-            "WarmupLR" => (ScheduleKind::WarmupLr { warmup, min_lr: 0.01 }, 0.0),
-            "WarmupDecayLR" => (ScheduleKind::WarmupDecayLr { warmup, min_lr: 0.01 }, 0.0),
-            "WarmupCosineLR" => (ScheduleKind::WarmupCosineLr { warmup, warmup_min_ratio: 0.05 }, 0.1),
-            _ => panic!("unknown schedule {name} in the fixture"),
-        };
-        let [warmup_steps, total_steps] =
-            ["warmup_steps", "total_steps"].map(|key| case[key].as_u64().unwrap());
-        let schedule = Schedule { kind, warmup_steps, total_steps, base_lr: 0.5, min_ratio };
-        for (done, expected) in array(&case["lr"]).iter().enumerate() {
-            let (ours, expected) = (schedule.lr(done as u64), number(expected));
-            assert!(
-                (ours - expected).abs() < 1e-12,
-                "{name} {warmup_steps}/{total_steps} at {done}: {ours} {expected}"
-            );
-        }
     }
 }
 

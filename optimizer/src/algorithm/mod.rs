@@ -84,7 +84,7 @@ impl Algorithm {
     }
 
     /// The same algorithm with the betas that a schedule asks for at some step
-    /// (some schedules move them).
+    /// ([`Schedule::betas`](crate::Schedule::betas)).
     ///
     /// Algorithms without betas come back unchanged, as in DeepSpeed, which then cycles the rate alone. Making an
     /// optimizer costs nothing, so one per step is fine; the state does not depend on it.
