@@ -1,6 +1,6 @@
 //! The one error type of the crate.
 
-use crate::{StateFormat, StateKind, WeightType};
+use crate::{Moments, StateFormat, StateKind, WeightType};
 
 /// Why an update, a layout or a norm was refused.
 ///
@@ -20,8 +20,41 @@ pub enum OptimizerError {
     /// The text names no state format.
     #[error("unknown state format `{0}`: use `fp32` or `split`")]
     UnknownFormat(String),
+    /// The text names no algorithm.
+    #[error("unknown optimizer `{0}`: use `adamw`, `adam`, `adagrad`, `lion` or `sgd`")]
+    UnknownAlgorithm(String),
+    /// The algorithm cannot be computed element by element.
+    #[error(
+        "{0} works on whole matrices, but state is updated in chunks that begin and end anywhere in a matrix: use \
+         `adamw` or `lion`"
+    )]
+    WholeMatrices(String),
+    /// The layout keeps other moments than the algorithm.
+    #[error(
+        "{algorithm} keeps the moments {needed:?}, but the state layout has {found:?}: make the layout with \
+         StateLayout::with_moments and Algorithm::moments"
+    )]
+    WrongMoments {
+        /// Name of the algorithm.
+        algorithm: String,
+        /// What the algorithm keeps.
+        needed: Moments,
+        /// What the layout has.
+        found: Moments,
+    },
+    /// The algorithm has no loop for the format.
+    #[error("{algorithm} cannot update state in the format `{format}`: use `fp32` or `split`")]
+    UnsupportedFormat {
+        /// Name of the algorithm.
+        algorithm: String,
+        /// The format that was asked for.
+        format: StateFormat,
+    },
     /// The text names no schedule.
-    #[error("unknown learning-rate schedule `{0}`: use `constant`, `linear` or `cosine`")]
+    #[error(
+        "unknown learning-rate schedule `{0}`: use `constant`, `linear`, `cosine`, `cosine_with_restarts`, \
+         `polynomial` or `inverse_sqrt`"
+    )]
     UnknownSchedule(String),
     /// The caller passed a different number of slices than the layout has kinds.
     #[error(
@@ -66,6 +99,12 @@ pub enum OptimizerError {
         /// The range in words.
         expected: &'static str,
     },
+    /// A gradient overflowed and the dynamic loss scale cannot go down.
+    #[error(
+        "a gradient overflowed although the loss scale is at its minimum, {0}: lower the learning rate, use bf16, or \
+         look for a bad sample"
+    )]
+    LossScaleAtMinimum(f64),
     /// The global gradient norm is infinite or not a number.
     #[error(
         "the global gradient norm is {0}: some gradient is infinite or not a number; skip the step, lower the \

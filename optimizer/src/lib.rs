@@ -5,8 +5,10 @@
 //! It is useful alone for the same reason.
 //!
 //! - [`AdamW`] with the semantics of `torch.optim.AdamW`, over the formats of [`StateFormat`];
+//! - [`Algorithm`] and [`optimizer`]: AdamW and, with the same guarantees, [`Adam`], [`Adagrad`], [`Lion`] and [`Sgd`];
 //! - [`update_threaded`], the same bits on many threads;
 //! - [`SumOfSquares`] and [`clip_coefficient`]: the global gradient norm, with bits that do not depend on the cut;
+//! - [`LossScaler`]: the static or dynamic loss scale of fp16 training, step for step as in DeepSpeed;
 //! - [`Schedule`]: learning rates as transformers and DeepSpeed define them.
 //!
 //! # Example
@@ -35,16 +37,20 @@
 #![forbid(unsafe_code)]
 
 mod adamw;
+mod algorithm;
 mod error;
 mod layout;
+mod loss_scale;
 mod norm;
 mod schedule;
 pub mod split;
 mod update;
 
 pub use adamw::{AdamW, adamw};
+pub use algorithm::{Adagrad, Adam, Algorithm, Lion, Sgd, optimizer};
 pub use error::{OptimizerError, Result};
 pub use layout::{COMPACT_BLOCK, KindLayout, Moments, StateFormat, StateKind, StateLayout, WeightType};
+pub use loss_scale::{LossScaleConfig, LossScaler, LossScalerState};
 pub use norm::{NORM_BLOCK, SumOfSquares, clip_coefficient};
-pub use schedule::{Schedule, ScheduleKind, Warmup};
+pub use schedule::{MomentumCycle, OneCycle, Schedule, ScheduleKind, Warmup};
 pub use update::{Gradient, Optimizer, StepArgs, THREAD_CHUNK, update_threaded};

@@ -1,14 +1,14 @@
-//! AdamW, clipping and schedules give the numbers of torch, transformers and DeepSpeed.
+//! AdamW and clipping give the numbers of torch.
 //!
 //! The fixtures come from `fixtures/make_fixtures.py`.
 
 mod common;
 
+use common::fixtures::{Path, array, bits, fixture, floats, number};
 use common::{Reference, State, layouts, noise};
 use serde_json::Value;
 use terrace_optimizer::{
-    AdamW, Gradient, Schedule, ScheduleKind, StateFormat, StateKind, StateLayout, StepArgs, Warmup,
-    WeightType, adamw, clip_coefficient,
+    AdamW, Gradient, StateFormat, StateKind, StateLayout, StepArgs, WeightType, adamw, clip_coefficient,
 };
 
 const STEPS: u64 = 100;
@@ -73,34 +73,6 @@ fn clips_like_clip_grad_norm() {
     }
 }
 
-#[test]
-fn schedules_match_transformers_and_deepspeed() {
-    for case in array(&fixture("schedules.json")) {
-        let name = case["name"].as_str().unwrap();
-        let (base, warmup_name) = name.split_once('_').unwrap_or((name, ""));
-        let warmup = if warmup_name == "linear" { Warmup::Linear } else { Warmup::Log };
-        let (kind, min_ratio) = match base {
-            "constant" => (ScheduleKind::Constant, 0.0),
-            "linear" => (ScheduleKind::Linear, 0.0),
-            "cosine" => (ScheduleKind::Cosine, if warmup_name == "min" { 0.1 } else { 0.0 }),
-            "WarmupLR" => (ScheduleKind::WarmupLr { warmup, min_lr: 0.01 }, 0.0),
-            "WarmupDecayLR" => (ScheduleKind::WarmupDecayLr { warmup, min_lr: 0.01 }, 0.0),
-            "WarmupCosineLR" => (ScheduleKind::WarmupCosineLr { warmup, warmup_min_ratio: 0.05 }, 0.1),
-            _ => panic!("unknown schedule {name} in the fixture"),
-        };
-        let [warmup_steps, total_steps] =
-            ["warmup_steps", "total_steps"].map(|key| case[key].as_u64().unwrap());
-        let schedule = Schedule { kind, warmup_steps, total_steps, base_lr: 0.5, min_ratio };
-        for (done, expected) in array(&case["lr"]).iter().enumerate() {
-            let (ours, expected) = (schedule.lr(done as u64), number(expected));
-            assert!(
-                (ours - expected).abs() < 1e-12,
-                "{name} {warmup_steps}/{total_steps} at {done}: {ours} {expected}"
-            );
-        }
-    }
-}
-
 /// One recorded trajectory: its configuration and the state after `step` steps.
 struct Case {
     name: String,
@@ -161,54 +133,4 @@ struct Trajectory {
     weight: Path,
     moment1: Path,
     moment2: Path,
-}
-
-/// Where an array went: its last values, and the largest magnitude each element ever had, which is what rounding
-/// errors on the way were relative to.
-#[derive(Default)]
-struct Path {
-    last: Vec<f32>,
-    largest: Vec<f32>,
-}
-
-impl Path {
-    fn push(&mut self, values: &[f32]) {
-        self.last = values.to_vec();
-        self.largest.resize(values.len(), 0.0);
-        self.largest.iter_mut().zip(values).for_each(|(largest, x)| *largest = largest.max(x.abs()));
-    }
-
-    fn close(&self, torch: &[f32], name: &str) {
-        assert_eq!(self.last.len(), torch.len());
-        for ((ours, torch), largest) in self.last.iter().zip(torch).zip(&self.largest) {
-            let error = (ours - torch).abs() / largest;
-            assert!(error <= 1e-6, "{name}: {ours} is not {torch}, error {error:e}");
-        }
-    }
-}
-
-fn fixture(name: &str) -> Value {
-    let path = format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));
-    let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{path}: {e}"));
-    serde_json::from_str(&text).unwrap_or_else(|e| panic!("{path}: {e}"))
-}
-
-fn array(value: &Value) -> &[Value] {
-    value.as_array().expect("an array in the fixture")
-}
-
-fn number(value: &Value) -> f64 {
-    value.as_f64().expect("a number in the fixture")
-}
-
-/// Little-endian f32s as hexadecimal text.
-fn floats(value: &Value) -> Vec<f32> {
-    let hex = value.as_str().expect("hexadecimal text in the fixture");
-    let word =
-        |at: usize| u32::from_str_radix(&hex[at..at + 8], 16).expect("hexadecimal text in the fixture");
-    (0..hex.len()).step_by(8).map(|at| f32::from_bits(word(at).swap_bytes())).collect()
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|x| x.to_bits()).collect()
 }

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+pub mod fixtures;
+
 use half::bf16;
 use terrace_optimizer::{
     AdamW, KindLayout, Optimizer, StateFormat, StateKind, StateLayout, StepArgs, WeightType, split,

@@ -1,0 +1,104 @@
+//! Adam with weight decay added to the gradient (Kingma and Ba, <https://arxiv.org/abs/1412.6980>).
+//!
+//! For each parameter `p` with gradient `g` (already multiplied by `grad_scale`), in this order and with every
+//! intermediate rounded to f32:
+//!
+//! ```text
+//! g ← g + λ·p                            when λ ≠ 0
+//! m ← lerp(m, g, 1 − β₁)
+//! v ← β₂·v + ((1 − β₂)·g)·g
+//! p ← p + (−lr/(1 − β₁ᵗ) · m) / (√v / √(1 − β₂ᵗ) + ε)
+//! ```
+//!
+//! This is `torch.optim.Adam` operation for operation. Without decay it is [`AdamW`](crate::AdamW) without decay, bit for
+//! bit. With decay the gradient contains the weight, and torch's weights carry an inexact square root, so the
+//! moments agree within 1e-6 and not in every bit.
+
+use super::{Elementwise, Rule, add_decay, check_args, check_beta, check_non_negative};
+use crate::error::Result;
+use crate::split::canonical;
+use crate::update::StepArgs;
+
+/// The hyperparameters of Adam with L2 regularisation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Adam {
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the denominator, outside the square root and after bias correction.
+    pub eps: f64,
+    /// Multiplied with the weight and added to its gradient.
+    pub weight_decay: f64,
+}
+
+impl Adam {
+    /// Refuses values for which the update is undefined, with torch's ranges.
+    ///
+    /// # Errors
+    /// [`OptimizerError::Hyperparameter`](crate::OptimizerError::Hyperparameter) names the first offending value.
+    pub fn validate(&self) -> Result<()> {
+        check_beta("beta1", self.beta1)?;
+        check_beta("beta2", self.beta2)?;
+        check_non_negative("eps", self.eps)?;
+        check_non_negative("weight_decay", self.weight_decay)
+    }
+}
+
+impl Default for Adam {
+    /// The defaults of `torch.optim.Adam`.
+    fn default() -> Self {
+        Self { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 }
+    }
+}
+
+impl Elementwise<2> for Adam {
+    type Scalars = Scalars;
+
+    fn scalars(&self, args: &StepArgs) -> Result<Scalars> {
+        self.validate()?;
+        check_args(args)?;
+        let step = args.step as f64;
+        let lerp = (1.0 - self.beta1) as f32;
+        let lerp_from_gradient = lerp >= 0.5;
+        Ok(Scalars {
+            grad_scale: args.grad_scale,
+            decay: args.weight_decay as f32,
+            lerp: if lerp_from_gradient { lerp - 1.0 } else { lerp },
+            lerp_from_gradient,
+            beta2: self.beta2 as f32,
+            beta2_rest: (1.0 - self.beta2) as f32,
+            bias2_sqrt: (1.0 - self.beta2.powf(step)).sqrt() as f32,
+            eps: self.eps as f32,
+            step_size_negative: -(args.lr / (1.0 - self.beta1.powf(step))) as f32,
+        })
+    }
+}
+
+/// The scalars of a step.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scalars {
+    grad_scale: f32,
+    decay: f32,
+    /// 1 − β₁ when below a half, else −β₁: torch's `lerp` starts from the nearer end.
+    lerp: f32,
+    lerp_from_gradient: bool,
+    beta2: f32,
+    beta2_rest: f32,
+    bias2_sqrt: f32,
+    eps: f32,
+    step_size_negative: f32,
+}
+
+impl Rule<2> for Scalars {
+    #[inline(always)]
+    fn apply(&self, gradient: f32, master: f32, [m, v]: [f32; 2]) -> (f32, [f32; 2]) {
+        let gradient = add_decay(gradient * self.grad_scale, self.decay, master);
+        let start = if self.lerp_from_gradient { gradient } else { m };
+        let m = start + self.lerp * (gradient - m);
+        let v = v * self.beta2 + self.beta2_rest * gradient * gradient;
+        let denominator = v.sqrt() / self.bias2_sqrt + self.eps;
+        let master = master + self.step_size_negative * m / denominator;
+        (canonical(master), [canonical(m), canonical(v)])
+    }
+}

@@ -1,0 +1,303 @@
+//! Adam with L2, Adagrad, Lion and SGD give torch's numbers in every format with a loop, however they are cut up.
+//!
+//! The fixture comes from `fixtures/make_algorithms.py`. What is bit-identical there, with torch's kernels for CPUs without
+//! fused multiply-add: everything of Lion and SGD; the moments of Adam and Adagrad without decay. Their weights, and their
+//! moments with decay (which contain the weight), are within 1e-6, because of torch's square root.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use common::fixtures::{Path, array, bits, fixture, floats, number};
+use common::{State, noise};
+use half::bf16;
+use serde_json::Value;
+use terrace_optimizer::{
+    Adagrad, Adam, AdamW, Algorithm, Gradient, Lion, Moments, Optimizer, OptimizerError, Sgd, StateFormat,
+    StateKind, StateLayout, StepArgs, THREAD_CHUNK, WeightType, adamw, optimizer, update_threaded,
+};
+
+/// Of this size the fixture holds every [`STRIDE`]th element.
+const STRIDED: usize = 1024;
+const STRIDE: usize = 17;
+
+#[test]
+fn bits_of_torch_on_baseline_cpus() {
+    let fixture = fixture("algorithms.json");
+    let (mut exact, mut checked) = (0, 0);
+    for case in array(&fixture["baseline"]) {
+        let case = Case::new(&fixture, case);
+        for layout in layouts(&case.algorithm) {
+            let ours = case.run(layout);
+            for (kind, theirs) in &case.recorded {
+                let path = &ours[kind];
+                path.close(theirs, &format!("{} {kind}", case.name));
+                if case.is_exact(*kind) {
+                    assert_eq!(bits(&path.last), bits(theirs), "{} {kind}", case.name);
+                    exact += 1;
+                }
+                checked += 1;
+            }
+        }
+    }
+    let per_configuration = 4 * 2 * 3; // sizes × recorded steps × layouts
+    let arrays = 2 * 3 + 2 * 2 + 2 * 2 + 1 + 3 * 2; // Adam, Adagrad, Lion, SGD without and with momentum
+    assert_eq!(checked, arrays * per_configuration);
+    assert_eq!(exact, (2 + 1 + 2 * 2 + 1 + 3 * 2) * per_configuration);
+}
+
+#[test]
+fn within_1e_6_of_torch_on_modern_cpus() {
+    let fixture = fixture("algorithms.json");
+    for case in array(&fixture["native"]) {
+        let case = Case::new(&fixture, case);
+        let [layout, ..] = layouts(&case.algorithm);
+        let ours = case.run(layout);
+        for (kind, theirs) in &case.recorded {
+            ours[kind].close(theirs, &format!("{} {kind}", case.name));
+        }
+    }
+}
+
+#[test]
+fn adam_without_decay_is_adamw_without_decay() {
+    let layout = StateLayout::new(StateFormat::Split, WeightType::Bf16).unwrap();
+    let config = AdamW { weight_decay: 0.0, ..AdamW::default() };
+    let optimizers = [
+        adamw(config, layout),
+        optimizer(Algorithm::AdamW(config), layout).unwrap(),
+        optimizer(Algorithm::Adam(Adam::default()), layout).unwrap(),
+    ];
+    let [plain, chosen, adam] = optimizers.map(|optimizer| {
+        let mut state = State::initialized(optimizer.as_ref(), &noise(3, 1001));
+        for step in 1..=20 {
+            let gradient = noise(step as u32, 1001);
+            optimizer
+                .update(&config.step(step, 1e-2), Gradient::F32(&gradient), &mut state.slices())
+                .unwrap();
+        }
+        state
+    });
+    assert_eq!(plain, chosen);
+    assert_eq!(plain, adam);
+}
+
+#[test]
+fn chunks_and_threads_change_nothing() {
+    const PARAMS: usize = 2 * THREAD_CHUNK + 777;
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+    let gradient: Vec<bf16> = noise(5, PARAMS).iter().map(|x| bf16::from_f32(*x)).collect();
+    for algorithm in algorithms() {
+        for layout in layouts(&algorithm) {
+            let optimizer = optimizer(algorithm, layout).unwrap();
+            let mut whole = State::initialized(optimizer.as_ref(), &noise(4, PARAMS));
+            let (mut threaded, mut cut) = (whole.clone(), whole.clone());
+            let args = algorithm.step(1, 1e-3);
+            optimizer.update(&args, Gradient::Bf16(&gradient), &mut whole.slices()).unwrap();
+            let slices = &mut threaded.slices();
+            update_threaded(optimizer.as_ref(), &pool, &args, Gradient::Bf16(&gradient), slices).unwrap();
+            assert_eq!(threaded, whole, "{algorithm} {layout:?} on threads");
+            update_in_chunks(optimizer.as_ref(), &args, &gradient, &mut cut);
+            assert_eq!(cut, whole, "{algorithm} {layout:?} in chunks");
+        }
+    }
+}
+
+#[test]
+fn adagrad_starts_from_its_initial_value() {
+    let algorithm = Algorithm::Adagrad(Adagrad { initial_accumulator_value: 0.25, ..Adagrad::default() });
+    for layout in layouts(&algorithm) {
+        let state = State::initialized(optimizer(algorithm, layout).unwrap().as_ref(), &noise(1, 9));
+        assert_eq!(state.kind::<f32>(StateKind::Moment2), [0.25; 9]);
+    }
+}
+
+#[test]
+fn sgd_without_momentum_forgets_an_infinite_gradient_in_the_buffer() {
+    let algorithm = Algorithm::Sgd(Sgd::default());
+    let [layout, ..] = layouts(&algorithm);
+    let optimizer = optimizer(algorithm, layout).unwrap();
+    let mut state = State::initialized(optimizer.as_ref(), &[1.0]);
+    state.set(StateKind::Moment1, &[f32::INFINITY]);
+    optimizer.update(&algorithm.step(2, 0.5), Gradient::F32(&[1.0]), &mut state.slices()).unwrap();
+    assert_eq!(state.master(), [0.5]);
+}
+
+#[test]
+fn hyperparameters_out_of_range_are_refused_by_name() {
+    let (adam, adagrad, lion) = (Adam::default(), Adagrad::default(), Lion::default());
+    let cases = [
+        (Algorithm::AdamW(AdamW { beta1: 1.0, ..AdamW::default() }), "beta1"),
+        (Algorithm::Adam(Adam { beta1: -0.1, ..adam }), "beta1"),
+        (Algorithm::Adam(Adam { beta2: 1.0, ..adam }), "beta2"),
+        (Algorithm::Adam(Adam { eps: -1.0, ..adam }), "eps"),
+        (Algorithm::Adam(Adam { weight_decay: f64::NAN, ..adam }), "weight_decay"),
+        (Algorithm::Adagrad(Adagrad { eps: f64::INFINITY, ..adagrad }), "eps"),
+        (Algorithm::Adagrad(Adagrad { lr_decay: -1.0, ..adagrad }), "lr_decay"),
+        (
+            Algorithm::Adagrad(Adagrad { initial_accumulator_value: -1.0, ..adagrad }),
+            "initial_accumulator_value",
+        ),
+        (Algorithm::Adagrad(Adagrad { weight_decay: -1.0, ..adagrad }), "weight_decay"),
+        (Algorithm::Lion(Lion { beta1: f64::NAN, ..lion }), "beta1"),
+        (Algorithm::Lion(Lion { beta2: 1.0, ..lion }), "beta2"),
+        (Algorithm::Lion(Lion { weight_decay: -1.0, ..lion }), "weight_decay"),
+        (Algorithm::Sgd(Sgd { momentum: -0.5, ..Sgd::default() }), "momentum"),
+        (Algorithm::Sgd(Sgd { nesterov: true, ..Sgd::default() }), "momentum"),
+        (Algorithm::Sgd(Sgd { weight_decay: -1.0, ..Sgd::default() }), "weight_decay"),
+    ];
+    for (algorithm, name) in cases {
+        let [layout, ..] = layouts(&algorithm);
+        let Err(error) = optimizer(algorithm, layout) else { panic!("{algorithm:?} was accepted") };
+        assert!(matches!(error, OptimizerError::Hyperparameter { name: n, .. } if n == name), "{error}");
+    }
+}
+
+#[test]
+fn arguments_out_of_range_leave_the_state_alone() {
+    for algorithm in algorithms() {
+        let [layout, ..] = layouts(&algorithm);
+        let optimizer = optimizer(algorithm, layout).unwrap();
+        let mut state = State::initialized(optimizer.as_ref(), &[1.0, 2.0]);
+        let (before, good) = (state.clone(), algorithm.step(1, 1e-3));
+        let cases = [
+            (StepArgs { step: 0, ..good }, "step"),
+            (StepArgs { lr: -1.0, ..good }, "learning rate"),
+            (StepArgs { weight_decay: f64::INFINITY, ..good }, "weight_decay"),
+        ];
+        for (args, name) in cases {
+            let gradient = Gradient::F32(&[1.0, 1.0]);
+            let error = optimizer.update(&args, gradient, &mut state.slices()).unwrap_err();
+            assert!(error.to_string().starts_with(name), "{algorithm}: {error}");
+        }
+        let short = optimizer.update(&good, Gradient::F32(&[1.0]), &mut state.slices()).unwrap_err();
+        assert!(matches!(short, OptimizerError::KindLength { params: 1, .. }), "{algorithm}: {short}");
+        assert_eq!(state, before);
+    }
+}
+
+/// One of each, with everything switched on.
+fn algorithms() -> [Algorithm; 4] {
+    [
+        Algorithm::Adam(Adam { weight_decay: 0.1, ..Adam::default() }),
+        Algorithm::Adagrad(Adagrad { weight_decay: 0.1, ..Adagrad::default() }),
+        Algorithm::Lion(Lion { weight_decay: 0.1, ..Lion::default() }),
+        Algorithm::Sgd(Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.1 }),
+    ]
+}
+
+/// Every layout that has loops.
+fn layouts(algorithm: &Algorithm) -> [StateLayout; 3] {
+    [
+        (StateFormat::Fp32, WeightType::F32),
+        (StateFormat::Fp32, WeightType::Bf16),
+        (StateFormat::Split, WeightType::Bf16),
+    ]
+    .map(|(format, weight)| StateLayout::with_moments(format, weight, algorithm.moments()).unwrap())
+}
+
+fn update_in_chunks(optimizer: &dyn Optimizer, args: &StepArgs, gradient: &[bf16], state: &mut State) {
+    const CHUNK: usize = 997;
+    let mut slices = state.slices();
+    let kinds = optimizer.layout().kinds();
+    let mut rest: Vec<_> =
+        slices.iter_mut().zip(kinds).map(|(slice, kind)| slice.chunks_mut(kind.bytes_for(CHUNK))).collect();
+    for piece in Gradient::Bf16(gradient).chunks(CHUNK) {
+        let mut piece_state: Vec<&mut [u8]> = rest.iter_mut().filter_map(Iterator::next).collect();
+        optimizer.update(args, piece, &mut piece_state).unwrap();
+    }
+}
+
+/// One recorded trajectory: its configuration and the state after `step` steps.
+struct Case {
+    name: String,
+    algorithm: Algorithm,
+    lr: f64,
+    grad_scale: f32,
+    size: usize,
+    step: u64,
+    recorded: Vec<(StateKind, Vec<f32>)>,
+}
+
+/// The names in the fixture; `weight` is the f32 master.
+const RECORDED: [(&str, StateKind); 3] =
+    [("weight", StateKind::Weight), ("moment1", StateKind::Moment1), ("moment2", StateKind::Moment2)];
+
+impl Case {
+    fn new(fixture: &Value, case: &Value) -> Self {
+        let of_config = |c: &&Value| c["name"] == case["config"];
+        let config =
+            array(&fixture["configs"]).iter().find(of_config).expect("every case names a configuration");
+        let (size, step) = (case["size"].as_u64().unwrap() as usize, case["step"].as_u64().unwrap());
+        let recorded = RECORDED.iter().filter(|(name, _)| !case[*name].is_null());
+        Self {
+            name: format!("{} size {size} step {step}", config["name"]),
+            algorithm: algorithm_of(config),
+            lr: number(&config["lr"]),
+            grad_scale: number(&config["grad_scale"]) as f32,
+            size,
+            step,
+            recorded: recorded.map(|(name, kind)| (*kind, floats(&case[*name]))).collect(),
+        }
+    }
+
+    fn is_exact(&self, kind: StateKind) -> bool {
+        match self.algorithm {
+            Algorithm::Lion(_) | Algorithm::Sgd(_) => true,
+            _ => kind != StateKind::Weight && self.algorithm.weight_decay() == 0.0,
+        }
+    }
+
+    fn run(&self, layout: StateLayout) -> BTreeMap<StateKind, Path> {
+        let optimizer = optimizer(self.algorithm, layout).unwrap();
+        let mut state = State::initialized(optimizer.as_ref(), &noise(self.size as u32, self.size));
+        let stride = if self.size == STRIDED { STRIDE } else { 1 };
+        let picked = |values: &[f32]| values.iter().copied().step_by(stride).collect::<Vec<_>>();
+        let mut paths = BTreeMap::<StateKind, Path>::new();
+        paths.entry(StateKind::Weight).or_default().push(&picked(&state.master()));
+        for step in 1..=self.step {
+            let gradient = noise(1000 * step as u32 + self.size as u32, self.size);
+            let args = StepArgs { grad_scale: self.grad_scale, ..self.algorithm.step(step, self.lr) };
+            optimizer.update(&args, Gradient::F32(&gradient), &mut state.slices()).unwrap();
+            paths.entry(StateKind::Weight).or_default().push(&picked(&state.master()));
+            for kind in moments(&self.algorithm) {
+                paths.entry(*kind).or_default().push(&picked(state.kind(*kind)));
+            }
+        }
+        paths
+    }
+}
+
+fn moments(algorithm: &Algorithm) -> &'static [StateKind] {
+    match algorithm.moments() {
+        Moments::First => &[StateKind::Moment1],
+        Moments::Second => &[StateKind::Moment2],
+        Moments::Both => &[StateKind::Moment1, StateKind::Moment2],
+    }
+}
+
+fn algorithm_of(config: &Value) -> Algorithm {
+    let field = |name: &str| number(&config[name]);
+    let weight_decay = field("weight_decay");
+    match config["algorithm"].as_str().unwrap() {
+        "adam" => {
+            let [beta1, beta2, eps] = ["beta1", "beta2", "eps"].map(field);
+            Algorithm::Adam(Adam { beta1, beta2, eps, weight_decay })
+        }
+        "adagrad" => Algorithm::Adagrad(Adagrad {
+            eps: field("eps"),
+            lr_decay: field("lr_decay"),
+            initial_accumulator_value: field("initial_accumulator_value"),
+            weight_decay,
+        }),
+        "lion" => {
+            let [beta1, beta2] = ["beta1", "beta2"].map(field);
+            Algorithm::Lion(Lion { beta1, beta2, weight_decay })
+        }
+        "sgd" => {
+            let nesterov = config["nesterov"].as_bool().unwrap();
+            Algorithm::Sgd(Sgd { momentum: field("momentum"), nesterov, weight_decay })
+        }
+        other => panic!("unknown algorithm {other} in the fixture"),
+    }
+}
