@@ -1,6 +1,7 @@
 //! DeepSpeed configuration files: what is honoured, refused and warned about.
 #![allow(missing_docs)]
 
+use terrace::cli::args::OptimizerName;
 use terrace::config::ds_config::DsOptimizer;
 use terrace::config::{DsConfig, DsOffload, DsSchedule, Schedule, WarmupShape};
 
@@ -94,20 +95,30 @@ fn numbers_and_booleans() {
 fn optimizers() {
     let text = r#"{"optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.99], "eps": "1e-6", "weight_decay": 0.1}}}"#;
     let expected = DsOptimizer {
+        name: Some(OptimizerName::Adamw),
         lr: Some(3e-4),
         betas: Some((0.8, 0.99)),
         eps: Some(1e-6),
         weight_decay: Some(0.1),
-        adam_w_mode: true,
+        ..DsOptimizer::default()
     };
     assert_eq!(read(text).optimizer, Some(expected));
     let auto = r#"{"optimizer": {"type": "adamw", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": true}}}"#;
     let config = read(auto);
-    assert_eq!(config.optimizer, Some(DsOptimizer { adam_w_mode: true, ..DsOptimizer::default() }));
-    assert_eq!(config.warnings, ["without effect here: optimizer.params.torch_adam"]);
-    assert!(
-        !read("{optimizer: {type: \"Adam\", params: {adam_w_mode: false}}}").optimizer.unwrap().adam_w_mode
+    assert_eq!(
+        config.optimizer,
+        Some(DsOptimizer { name: Some(OptimizerName::Adamw), ..DsOptimizer::default() })
     );
+    assert_eq!(config.warnings, ["without effect here: optimizer.params.torch_adam"]);
+    let name = |text: &str| read(text).optimizer.unwrap().name.unwrap();
+    assert_eq!(
+        name("{optimizer: {type: \"Adam\", params: {adam_w_mode: false, weight_decay: 0.1}}}"),
+        OptimizerName::Adam
+    );
+    assert_eq!(name("{optimizer: {type: \"Lion\"}}"), OptimizerName::Lion);
+    let sgd =
+        read("{optimizer: {type: \"SGD\", params: {momentum: 0.8, nesterov: true}}}").optimizer.unwrap();
+    assert_eq!((sgd.name, sgd.momentum, sgd.nesterov), (Some(OptimizerName::Sgd), Some(0.8), Some(true)));
     let with = |params: &str| format!("{{optimizer: {{type: \"AdamW\", params: {{{params}}}}}}}");
     refused(&[
         ("{optimizer: {type: \"Lamb\"}}", "\"Lamb\" is not available"),

@@ -5,6 +5,11 @@ use clap::Parser;
 use std::path::PathBuf;
 use terrace::cli::args::{Cli, Command, Dtype, FinetuneArgs, Offload, StateFormat};
 use terrace::config::{DsConfig, Length, Schedule, TrainConfig};
+use terrace_optimizer::{AdamW, Algorithm};
+
+fn adamw(beta1: f64, beta2: f64, weight_decay: f64) -> Algorithm {
+    AdamW { beta1, beta2, eps: 1e-8, weight_decay }.into()
+}
 
 fn flags(line: &str) -> Box<FinetuneArgs> {
     let words = "terrace finetune --model m --data d --output out".split(' ').chain(line.split_whitespace());
@@ -23,7 +28,7 @@ fn resolve(line: &str, file: Option<&str>, positions_max: Option<usize>) -> Resu
 fn defaults() {
     let run = resolve("", None, None).unwrap();
     assert_eq!((run.batch_size, run.grad_accum, run.seq_len), (1, 1, 1024));
-    assert_eq!((run.learning_rate, run.weight_decay, run.betas, run.eps), (1e-5, 0.0, (0.9, 0.999), 1e-8));
+    assert_eq!((run.learning_rate, run.optimizer), (1e-5, adamw(0.9, 0.999, 0.0)));
     assert_eq!(run.clip, Some(1.0));
     assert_eq!(run.length, Length::Epochs(1.0));
     assert_eq!(run.schedule(9), Schedule::Linear { warmup_steps: 0 });
@@ -44,14 +49,14 @@ fn flags_win_over_the_file() {
     }"#;
     let plain = resolve("", Some(file), None).unwrap();
     assert_eq!((plain.batch_size, plain.grad_accum, plain.clip), (4, 3, Some(0.3)));
-    assert_eq!((plain.learning_rate, plain.weight_decay, plain.betas), (1e-3, 0.2, (0.7, 0.8)));
+    assert_eq!((plain.learning_rate, plain.optimizer), (1e-3, adamw(0.7, 0.8, 0.2)));
     assert_eq!((plain.dtype, plain.offload), (Dtype::Fp32, Offload::Disk));
     assert_eq!(plain.disks, [PathBuf::from("/a")]);
     assert!(matches!(plain.schedule(5), Schedule::Warmup { warmup_steps: 4, .. }));
     let line = "--batch-size 2 --learning-rate 5e-5 --clip 0 --dtype bf16 --disk /b --scheduler cosine --warmup-steps 2";
     let changed = resolve(line, Some(file), None).unwrap();
     assert_eq!((changed.batch_size, changed.grad_accum, changed.clip), (2, 3, None));
-    assert_eq!((changed.learning_rate, changed.weight_decay), (5e-5, 0.2));
+    assert_eq!((changed.learning_rate, changed.optimizer.weight_decay()), (5e-5, 0.2));
     assert_eq!(changed.dtype, Dtype::Bf16);
     assert_eq!(changed.disks, [PathBuf::from("/b")]);
     assert_eq!(changed.schedule(5), Schedule::Cosine { warmup_steps: 2 });
@@ -120,4 +125,25 @@ fn inputs_of_a_model_without_tokenizer() {
     std::fs::remove_file(path("m/config.json")).unwrap();
     let error = FinetuneInputs::load(&args).unwrap_err().to_string();
     assert!(error.contains("m/config.json") && error.contains("--model"), "{error}");
+}
+
+#[test]
+fn algorithms() {
+    use terrace_optimizer::{Adagrad, Adam, Lion, Sgd};
+    let named = |line: &str, file: Option<&str>| resolve(line, file, None).map(|run| run.optimizer);
+    let lion = Lion { beta1: 0.9, beta2: 0.99, weight_decay: 0.3 };
+    assert_eq!(named("--optimizer lion --weight-decay 0.3", None), Ok(Algorithm::Lion(lion)));
+    assert_eq!(named("--optimizer adagrad", None), Ok(Algorithm::Adagrad(Adagrad::default())));
+    let sgd = Sgd { momentum: 0.5, nesterov: false, weight_decay: 0.0 };
+    assert_eq!(named("--optimizer sgd --momentum 0.5", None), Ok(Algorithm::Sgd(sgd)));
+    // A flag wins over the file, whose other values stay.
+    let file = r#"{"optimizer": {"type": "Adam", "params": {"adam_w_mode": false, "weight_decay": 0.1, "eps": 1e-6}}}"#;
+    let adam = Adam { eps: 1e-6, weight_decay: 0.1, ..Adam::default() };
+    assert_eq!(named("", Some(file)), Ok(Algorithm::Adam(adam)));
+    let adamw = AdamW { eps: 1e-6, weight_decay: 0.1, ..AdamW::default() };
+    assert_eq!(named("--optimizer adamw", Some(file)), Ok(Algorithm::AdamW(adamw)));
+    for line in ["--optimizer sgd --betas 0.9,0.95", "--optimizer lion --eps 1e-6", "--momentum 0.9"] {
+        let message = named(line, None).unwrap_err();
+        assert!(message.contains("means nothing"), "{message}");
+    }
 }

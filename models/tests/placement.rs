@@ -7,7 +7,7 @@ mod support;
 use support::Setup;
 use terrace_aio::engine::EngineChoice;
 use terrace_kernels::DType;
-use terrace_optimizer::StateFormat;
+use terrace_optimizer::{Algorithm, StateFormat};
 use terrace_zero::{Placement, WindowOverrides};
 
 const STEPS: u64 = 4;
@@ -84,6 +84,15 @@ fn bf16_with_split_state_tied_without_clipping() {
 #[test]
 fn f32() {
     check(&Setup { dtype: DType::F32, state: StateFormat::Fp32, ..Setup::new(true) });
+}
+
+#[test]
+fn every_algorithm() {
+    for name in ["adam", "adagrad", "lion", "sgd"] {
+        println!("{name}");
+        let optimizer: Algorithm = name.parse().unwrap();
+        check(&Setup { optimizer, ..Setup::new(true) });
+    }
 }
 
 #[test]

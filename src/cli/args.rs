@@ -69,13 +69,19 @@ pub struct FinetuneArgs {
     /// Learning rate [default: 1e-5]
     #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
     pub learning_rate: Option<f64>,
-    /// Decoupled weight decay [default: 0]
+    /// Optimization algorithm [default: adamw]
+    #[arg(long, value_name = "NAME", help_heading = "Training")]
+    pub optimizer: Option<OptimizerName>,
+    /// Weight decay; decoupled from the gradient for adamw and lion [default: 0]
     #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
     pub weight_decay: Option<f64>,
-    /// Decay rates of Adam's moments [default: 0.9,0.999]
+    /// Decay rates of the moments [default: 0.9,0.999; lion: 0.9,0.99]
     #[arg(long, value_name = "A,B", help_heading = "Training")]
     pub betas: Option<Betas>,
-    /// Adam's epsilon [default: 1e-8]
+    /// Momentum of sgd [default: 0.9]
+    #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
+    pub momentum: Option<f64>,
+    /// Epsilon of the adaptive algorithms [default: 1e-8; adagrad: 1e-10]
     #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
     pub eps: Option<f64>,
     /// Largest global gradient norm, 0 for none [default: 1.0]
@@ -100,7 +106,7 @@ pub struct FinetuneArgs {
     #[arg(long, value_name = "TYPE", help_heading = "Training")]
     pub dtype: Option<Dtype>,
 
-    /// How optimizer state is stored: 14, 12, 8 or 5.1 bytes per parameter
+    /// How training state is stored: with Adam 14, 12, 8 or 5.1 bytes per parameter
     #[arg(long, value_name = "FORMAT", default_value = "split", help_heading = "Memory")]
     pub state: StateFormat,
     /// Where memory, offload and disk stand.
@@ -290,6 +296,23 @@ pub enum Dtype {
     Bf16,
     /// Single precision.
     Fp32,
+}
+
+/// Optimization algorithms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerName {
+    /// Adam with decoupled weight decay.
+    #[default]
+    Adamw,
+    /// Adam with weight decay in the gradient.
+    Adam,
+    /// Adagrad.
+    Adagrad,
+    /// Lion: one moment, and only the sign of the update.
+    Lion,
+    /// Stochastic gradient descent with momentum.
+    Sgd,
 }
 
 /// Formats of optimizer state.

@@ -17,7 +17,7 @@ use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::layer::Stats;
 use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch, export_folder};
-use terrace_optimizer::{AdamW, StateFormat};
+use terrace_optimizer::StateFormat;
 use terrace_tiers::{TierError, checksum};
 use terrace_zero::{
     BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, Placement, StepReport,
@@ -280,13 +280,10 @@ fn engine_config(
         _ if run.dtype == super::args::Dtype::Fp32 => StateFormat::Fp32,
         StateFlag::Fp32 => StateFormat::Fp32,
         StateFlag::Split => StateFormat::Split,
-        other => {
-            let message = format!("--state {} is not available yet; use split or fp32", other.name());
-            return Err(CliError::Usage(message));
-        }
+        StateFlag::Bf16 => StateFormat::Bf16,
+        StateFlag::Compact => StateFormat::Compact,
     };
-    let (beta1, beta2) = run.betas;
-    let optimizer = AdamW { beta1, beta2, eps: run.eps, weight_decay: run.weight_decay };
+    let optimizer = run.optimizer;
     Ok(EngineConfig {
         dtype: session::dtype(run.dtype),
         training: Some(TrainingConfig { state, optimizer, clip: run.clip }),
@@ -321,9 +318,7 @@ fn identity(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> Stri
         "--dtype": run.dtype,
         "--state": run.state.name(),
         "--learning-rate": run.learning_rate,
-        "--weight-decay": run.weight_decay,
-        "--betas": run.betas,
-        "--eps": run.eps,
+        "optimizer": format!("{:?}", run.optimizer),
         "--clip": run.clip,
         "schedule": schedule,
         // A decaying rate depends on where the run ends.

@@ -8,6 +8,7 @@
 use super::hjson;
 use super::schedule::{Schedule, WarmupShape};
 use super::section::{Section, SectionError};
+use crate::cli::args::OptimizerName;
 use std::path::{Path, PathBuf};
 
 /// What a configuration file asks for. `None` means that it does not say.
@@ -44,16 +45,20 @@ pub struct DsConfig {
 /// The `optimizer` section.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct DsOptimizer {
+    /// The algorithm.
+    pub name: Option<OptimizerName>,
     /// Learning rate.
     pub lr: Option<f64>,
     /// Decay rates of the moments.
     pub betas: Option<(f64, f64)>,
     /// Added to the denominator.
     pub eps: Option<f64>,
-    /// Decoupled weight decay.
+    /// Weight decay.
     pub weight_decay: Option<f64>,
-    /// `false` asks for classic Adam, whose decay is part of the gradient.
-    pub adam_w_mode: bool,
+    /// Momentum of SGD.
+    pub momentum: Option<f64>,
+    /// Nesterov's form of momentum.
+    pub nesterov: Option<bool>,
 }
 
 /// The `scheduler` section. The number of steps of the run stands in for an absent `total_num_steps`.
@@ -315,10 +320,17 @@ fn batch_triple(root: &Section<'_>, config: &mut DsConfig) -> Result<()> {
 
 fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
     let kind = section.string("type")?.unwrap_or("AdamW");
-    if !["adam", "adamw"].contains(&kind.to_ascii_lowercase().as_str()) {
-        return Err(section.error("type", &format!("\"{kind}\" is not available, use \"AdamW\"")));
-    }
-    let mut optimizer = DsOptimizer { adam_w_mode: true, ..DsOptimizer::default() };
+    let mut name = match kind.to_ascii_lowercase().as_str() {
+        "adam" | "adamw" => OptimizerName::Adamw,
+        "adagrad" => OptimizerName::Adagrad,
+        "lion" => OptimizerName::Lion,
+        "sgd" => OptimizerName::Sgd,
+        _ => {
+            let message = format!("\"{kind}\" is not available; use AdamW, Adam, Adagrad, Lion or SGD");
+            return Err(section.error("type", &message));
+        }
+    };
+    let mut optimizer = DsOptimizer::default();
     if let Some(params) = section.section("params")? {
         if params.has("max_grad_norm") {
             return Err(params.error(
@@ -342,16 +354,20 @@ fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
         }
         optimizer.eps = params.not_negative("eps")?;
         optimizer.weight_decay = params.not_negative("weight_decay")?;
-        optimizer.adam_w_mode = params.boolean("adam_w_mode")?.unwrap_or(true);
-        if !optimizer.adam_w_mode && optimizer.weight_decay.is_some_and(|decay| decay > 0.0) {
-            let message = "false with weight_decay asks for Adam with L2 regularization, which is not available; only decoupled decay is";
-            return Err(params.error("adam_w_mode", message));
+        // DeepSpeed's "Adam" decouples the decay as well, unless told not to.
+        if name == OptimizerName::Adamw && params.boolean("adam_w_mode")? == Some(false) {
+            name = OptimizerName::Adam;
+        }
+        if name == OptimizerName::Sgd {
+            optimizer.momentum = params.not_negative("momentum")?;
+            optimizer.nesterov = params.boolean("nesterov")?;
         }
         notes.unused.extend(params.unused(ADAM_UNUSED));
         params.refuse_unknown()?;
     }
     notes.unused.extend(section.unused(&["legacy_fusion"]));
     notes.unknown.extend(section.unknown());
+    optimizer.name = Some(name);
     Ok(optimizer)
 }
 

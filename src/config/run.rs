@@ -1,11 +1,14 @@
 //! One training run, resolved: flags over the configuration file over defaults.
 
-use super::ds_config::{DsConfig, DsOffload, DsSchedule};
+use super::ds_config::{DsConfig, DsOffload, DsOptimizer, DsSchedule};
 use super::schedule::Schedule;
 use super::size::ByteSize;
-use crate::cli::args::{DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, SchedulerName, StateFormat};
+use crate::cli::args::{
+    DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, SchedulerName, StateFormat,
+};
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
+use terrace_optimizer::{Adagrad, Adam, AdamW, Algorithm, Lion, Sgd};
 
 /// Sequence length when neither flag nor model says otherwise.
 pub const SEQ_LEN_DEFAULT: usize = 1024;
@@ -47,12 +50,8 @@ pub struct TrainConfig {
     pub seq_len: usize,
     /// Base learning rate.
     pub learning_rate: f64,
-    /// Decoupled weight decay.
-    pub weight_decay: f64,
-    /// Decay rates of Adam's moments.
-    pub betas: (f64, f64),
-    /// Adam's epsilon.
-    pub eps: f64,
+    /// The optimization algorithm and its hyperparameters.
+    pub optimizer: Algorithm,
     /// Largest global gradient norm; `None` does not clip.
     pub clip: Option<f64>,
     /// The learning rate's schedule; [`schedule`](Self::schedule) completes it.
@@ -136,12 +135,6 @@ impl TrainConfig {
         if given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
             warnings.push("offload_optimizer.ratio is not used: the whole optimizer runs on the CPU".into());
         }
-        let weight_decay = args.weight_decay.or(adam.weight_decay).unwrap_or(0.0);
-        if given.optimizer.is_some_and(|o| !o.adam_w_mode) && weight_decay > 0.0 {
-            return usage(
-                "--weight-decay with optimizer.params.adam_w_mode false asks for L2 regularization; only decoupled decay is available",
-            );
-        }
         let (offload, disks) = placement(args, given, &mut warnings)?;
         let placed = &args.placement;
         Ok(Self {
@@ -153,9 +146,7 @@ impl TrainConfig {
             grad_accum: count("--grad-accum", args.grad_accum.map(u64::from).or(given.grad_accum))?,
             seq_len: seq_len(args.seq_len.map(usize::from), positions_max)?,
             learning_rate: args.learning_rate.or(adam.lr).unwrap_or(1e-5),
-            weight_decay,
-            betas: args.betas.map(|b| (b.0, b.1)).or(adam.betas).unwrap_or((0.9, 0.999)),
-            eps: args.eps.or(adam.eps).unwrap_or(1e-8),
+            optimizer: algorithm(args, &adam)?,
             clip: Some(args.clip.or(given.gradient_clipping).unwrap_or(1.0)).filter(|&norm| norm > 0.0),
             schedule: schedule(args, given),
             dtype: args.dtype.unwrap_or(if given.bf16 == Some(false) { Dtype::Fp32 } else { Dtype::Bf16 }),
@@ -307,4 +298,42 @@ fn offload_tier(section: &DsOffload) -> Offload {
         DsOffload::Host => Offload::Host,
         DsOffload::Disk(_) => Offload::Disk,
     }
+}
+
+/// The algorithm: what the flags say, else the file, else the algorithm's own defaults (without weight decay).
+fn algorithm(args: &FinetuneArgs, given: &DsOptimizer) -> Result<Algorithm, CliError> {
+    let name = args.optimizer.or(given.name).unwrap_or_default();
+    let weight_decay = args.weight_decay.or(given.weight_decay).unwrap_or(0.0);
+    let betas = args.betas.map(|b| (b.0, b.1)).or(given.betas);
+    let eps = args.eps.or(given.eps);
+    let momentum = args.momentum.or(given.momentum);
+    let has = |flag: &str, found: bool| {
+        if found {
+            return usage(format!(
+                "{flag} means nothing to --optimizer {}: leave it out",
+                format!("{name:?}").to_lowercase()
+            ));
+        }
+        Ok(())
+    };
+    let is_adam = matches!(name, OptimizerName::Adamw | OptimizerName::Adam);
+    has("--betas", args.betas.is_some() && !is_adam && name != OptimizerName::Lion)?;
+    has("--eps", args.eps.is_some() && matches!(name, OptimizerName::Lion | OptimizerName::Sgd))?;
+    has("--momentum", args.momentum.is_some() && name != OptimizerName::Sgd)?;
+    let (beta1, beta2) = betas.unwrap_or((0.9, if is_adam { 0.999 } else { 0.99 }));
+    Ok(match name {
+        OptimizerName::Adamw => {
+            Algorithm::AdamW(AdamW { beta1, beta2, eps: eps.unwrap_or(1e-8), weight_decay })
+        }
+        OptimizerName::Adam => Algorithm::Adam(Adam { beta1, beta2, eps: eps.unwrap_or(1e-8), weight_decay }),
+        OptimizerName::Adagrad => {
+            Algorithm::Adagrad(Adagrad { eps: eps.unwrap_or(1e-10), weight_decay, ..Adagrad::default() })
+        }
+        OptimizerName::Lion => Algorithm::Lion(Lion { beta1, beta2, weight_decay }),
+        OptimizerName::Sgd => Algorithm::Sgd(Sgd {
+            momentum: momentum.unwrap_or(0.9),
+            nesterov: given.nesterov.unwrap_or(false),
+            weight_decay,
+        }),
+    })
 }

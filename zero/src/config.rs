@@ -3,7 +3,7 @@
 use crate::Result;
 use std::path::PathBuf;
 use terrace_kernels::DType;
-use terrace_optimizer::{AdamW, StateFormat};
+use terrace_optimizer::{AdamW, Algorithm, StateFormat};
 use terrace_tiers::Striping;
 
 /// Where the training state lives between uses.
@@ -33,8 +33,8 @@ impl std::fmt::Display for Placement {
 pub struct TrainingConfig {
     /// Format of master weights and moments.
     pub state: StateFormat,
-    /// Hyperparameters of the optimizer.
-    pub optimizer: AdamW,
+    /// The optimization algorithm and its hyperparameters.
+    pub optimizer: Algorithm,
     /// Largest global norm of the gradient; larger ones are scaled down to it.
     pub clip: Option<f64>,
 }
@@ -98,7 +98,7 @@ pub struct EngineConfig {
 impl Default for TrainingConfig {
     /// AdamW with torch's hyperparameters, twelve bytes of state per bf16 parameter, gradients clipped to a norm of 1.
     fn default() -> Self {
-        Self { state: StateFormat::default(), optimizer: AdamW::default(), clip: Some(1.0) }
+        Self { state: StateFormat::default(), optimizer: AdamW::default().into(), clip: Some(1.0) }
     }
 }
 

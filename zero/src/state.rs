@@ -4,7 +4,7 @@ use crate::network::Network;
 use crate::{EngineConfig, EngineError, Placement, Result};
 use std::sync::Arc;
 use terrace_kernels::DType;
-use terrace_optimizer::{Optimizer, StateKind, StateLayout, WeightType, adamw};
+use terrace_optimizer::{Optimizer, StateKind, StateLayout, WeightType, optimizer};
 use terrace_tiers::{BlobKind, BlobSpec, DiskStore, GroupSpec, HostBlob, SharedBytes, StoreSpec};
 
 /// The kinds of state, in the order in which the optimizer takes them.
@@ -43,8 +43,10 @@ impl StateKinds {
             return Ok((Self { blobs, weight: 0, read_by_update: vec![false] }, None));
         };
         let describe = |e: terrace_optimizer::OptimizerError| EngineError::Config(e.to_string());
-        training.optimizer.validate().map_err(describe)?;
-        let layout = StateLayout::new(training.state, weight).map_err(describe)?;
+        let algorithm = training.optimizer;
+        let layout =
+            StateLayout::with_moments(training.state, weight, algorithm.moments()).map_err(describe)?;
+        let update = optimizer(algorithm, layout).map_err(describe)?;
         let kinds = layout.kinds();
         let has_master = kinds.iter().any(|k| k.kind == StateKind::Master);
         let blobs = kinds
@@ -58,7 +60,7 @@ impl StateKinds {
         let read_by_update = kinds.iter().map(|k| k.kind != StateKind::Weight || !has_master).collect();
         let weight = kinds.iter().position(|k| k.kind == StateKind::Weight);
         let weight = weight.expect("every state layout has a weight");
-        Ok((Self { blobs, weight, read_by_update }, Some(adamw(training.optimizer, layout))))
+        Ok((Self { blobs, weight, read_by_update }, Some(update)))
     }
 
     /// Bytes of a run of elements over all kinds.

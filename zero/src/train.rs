@@ -239,7 +239,7 @@ impl Engine {
     }
 
     fn step_args(&self, lr: f64, grad_scale: f32) -> StepArgs {
-        let weight_decay = self.config.training.as_ref().map_or(0.0, |t| t.optimizer.weight_decay);
+        let weight_decay = self.config.training.as_ref().map_or(0.0, |t| t.optimizer.weight_decay());
         StepArgs { step: self.step + 1, lr, grad_scale, weight_decay }
     }
 

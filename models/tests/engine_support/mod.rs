@@ -9,7 +9,7 @@ use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, cpu};
 use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
-use terrace_optimizer::{AdamW, StateFormat};
+use terrace_optimizer::{AdamW, Algorithm, StateFormat};
 use terrace_tiers::checksum;
 use terrace_zero::{
     Backend, BatchLimits, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig, WeightReader,
@@ -36,6 +36,7 @@ pub struct Setup {
     pub disk_weights: Option<Vec<f64>>,
     pub dtype: DType,
     pub state: StateFormat,
+    pub optimizer: Algorithm,
     pub clip: Option<f64>,
     pub choice: EngineChoice,
     pub discrete: bool,
@@ -59,6 +60,7 @@ impl Setup {
             disk_weights: None,
             dtype: DType::BF16,
             state: StateFormat::Split,
+            optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }.into(),
             clip: Some(0.5),
             choice: EngineChoice::Threads,
             discrete: false,
@@ -78,11 +80,7 @@ impl Setup {
     pub fn config(&self) -> EngineConfig {
         EngineConfig {
             dtype: self.dtype,
-            training: Some(TrainingConfig {
-                state: self.state,
-                optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
-                clip: self.clip,
-            }),
+            training: Some(TrainingConfig { state: self.state, optimizer: self.optimizer, clip: self.clip }),
             placement: self.placement,
             disks: self.disks.clone(),
             disk_weights: self.disk_weights.clone(),

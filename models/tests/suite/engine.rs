@@ -22,7 +22,7 @@ fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Ve
         dtype,
         training: Some(TrainingConfig {
             state,
-            optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
+            optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }.into(),
             clip: Some(1.0),
         }),
         placement: Placement::Disk,

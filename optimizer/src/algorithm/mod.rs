@@ -157,6 +157,12 @@ pub(crate) trait Rule<const N: usize>: Copy + Send + Sync {
     fn apply(&self, gradient: f32, master: f32, moments: [f32; N]) -> (f32, [f32; N]);
 }
 
+impl From<AdamW> for Algorithm {
+    fn from(config: AdamW) -> Self {
+        Self::AdamW(config)
+    }
+}
+
 impl fmt::Display for Algorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
