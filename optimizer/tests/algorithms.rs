@@ -1,8 +1,9 @@
 //! Adam with L2, Adagrad, Lion and SGD give torch's numbers in every format with a loop, however they are cut up.
 //!
-//! The fixtures come from `fixtures/make_algorithms.py` and `fixtures/make_lion.py`. What is bit-identical in the first, with torch's kernels for CPUs without
-//! fused multiply-add: everything of Lion and SGD; the moments of Adam and Adagrad without decay. Their weights, and their
-//! moments with decay (which contain the weight), are within 1e-6, because of torch's square root.
+//! The fixtures come from `fixtures/make_algorithms.py` and `fixtures/make_lion.py`. What is bit-identical in the first, with
+//! torch's kernels for CPUs without fused multiply-add: everything of Lion and SGD; the moments of Adam and Adagrad without
+//! decay. Their weights, and their moments with decay (which contain the weight), are within 1e-6, because of torch's square
+//! root.
 
 mod common;
 
