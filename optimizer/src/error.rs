@@ -99,6 +99,9 @@ pub enum OptimizerError {
         /// The range in words.
         expected: &'static str,
     },
+    /// The pattern of a parameter-group rule matches no parameter.
+    #[error("the parameter-group pattern `{0}` matches no parameter of the model: correct or remove it")]
+    UnmatchedPattern(String),
     /// A gradient overflowed and the dynamic loss scale cannot go down.
     #[error(
         "a gradient overflowed although the loss scale is at its minimum, {0}: lower the learning rate, use bf16, or \

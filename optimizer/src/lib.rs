@@ -9,7 +9,8 @@
 //! - [`update_threaded`], the same bits on many threads;
 //! - [`SumOfSquares`] and [`clip_coefficient`]: the global gradient norm, with bits that do not depend on the cut;
 //! - [`LossScaler`]: the static or dynamic loss scale of fp16 training, step for step as in DeepSpeed;
-//! - [`Schedule`]: learning rates as transformers and DeepSpeed define them.
+//! - [`Schedule`]: learning rates as transformers and DeepSpeed define them;
+//! - [`ParamGroups`]: learning rates and weight decay by parameter name.
 //!
 //! # Example
 //!
@@ -39,6 +40,7 @@
 mod adamw;
 mod algorithm;
 mod error;
+mod groups;
 mod layout;
 mod loss_scale;
 mod norm;
@@ -49,6 +51,7 @@ mod update;
 pub use adamw::{AdamW, adamw};
 pub use algorithm::{Adagrad, Adam, Algorithm, Lion, Sgd, optimizer};
 pub use error::{OptimizerError, Result};
+pub use groups::{GroupLr, GroupRule, ParamGroups, ResolvedGroup};
 pub use layout::{COMPACT_BLOCK, KindLayout, Moments, StateFormat, StateKind, StateLayout, WeightType};
 pub use loss_scale::{LossScaleConfig, LossScaler, LossScalerState};
 pub use norm::{NORM_BLOCK, SumOfSquares, clip_coefficient};

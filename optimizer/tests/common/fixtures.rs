@@ -17,11 +17,15 @@ impl Path {
         self.largest.iter_mut().zip(values).for_each(|(largest, x)| *largest = largest.max(x.abs()));
     }
 
-    pub fn close(&self, torch: &[f32], name: &str) {
-        assert_eq!(self.last.len(), torch.len());
-        for ((ours, torch), largest) in self.last.iter().zip(torch).zip(&self.largest) {
-            let error = (ours - torch).abs() / largest;
-            assert!(error <= 1e-6, "{name}: {ours} is not {torch}, error {error:e}");
+    pub fn close(&self, theirs: &[f32], name: &str) {
+        self.within(1e-6, theirs, name);
+    }
+
+    pub fn within(&self, tolerance: f32, theirs: &[f32], name: &str) {
+        assert_eq!(self.last.len(), theirs.len());
+        for ((ours, theirs), largest) in self.last.iter().zip(theirs).zip(&self.largest) {
+            let error = (ours - theirs).abs() / largest;
+            assert!(error <= tolerance, "{name}: {ours} is not {theirs}, error {error:e}");
         }
     }
 }
