@@ -130,7 +130,6 @@ fn optimizers() {
         (&with("betas: [0.9, 1]"), "below 1"),
         (&with("momentum: 0.9"), "optimizer.params.momentum: unknown key"),
         (&with("amsgrad: true"), "only false is available"),
-        (&with("adam_w_mode: false, weight_decay: 0.1"), "L2"),
     ]);
 }
 

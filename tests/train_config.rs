@@ -84,7 +84,6 @@ fn contradictions_are_refused() {
         ("--disk /a --disk /a", None, "given twice"),
         ("--disk /a", Some(memory_only), "add --offload disk"),
         ("--batch-size 99999999999", None, "beyond reason"),
-        ("--weight-decay 0.1", Some("{optimizer: {params: {adam_w_mode: false}}}"), "L2"),
     ] {
         let error = resolve(line, file, Some(2048)).expect_err(line);
         assert!(error.contains(reason), "{error}");
