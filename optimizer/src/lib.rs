@@ -35,15 +35,21 @@
 #![forbid(unsafe_code)]
 
 mod adamw;
+mod compact;
 mod error;
+mod isa;
 mod layout;
+mod noise;
 mod norm;
 mod schedule;
 pub mod split;
+mod store;
 mod update;
+mod widen;
 
-pub use adamw::{AdamW, adamw};
+pub use adamw::{AdamW, adamw, adamw_on};
 pub use error::{OptimizerError, Result};
+pub use isa::Isa;
 pub use layout::{COMPACT_BLOCK, KindLayout, Moments, StateFormat, StateKind, StateLayout, WeightType};
 pub use norm::{NORM_BLOCK, SumOfSquares, clip_coefficient};
 pub use schedule::{Schedule, ScheduleKind, Warmup};
