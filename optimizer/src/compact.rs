@@ -66,36 +66,42 @@ impl Master for Compact8 {
     }
 }
 
-/// Codes and scale.
-type Block = [u8; TILE + 2];
+/// The codes of a block.
+type Codes = [u8; TILE];
 
 /// A first moment: sign, 3 bits of exponent, 4 of mantissa.
 pub(crate) struct Scaled1;
 
 impl Moment for Scaled1 {
-    type Stored = Block;
+    type Stored = Codes;
     /// When loading the scale, when storing its inverse.
     type Scale = f32;
+    const SCALE_BYTES: usize = 2;
 
     #[inline(always)]
-    fn scale(stored: &Block) -> f32 {
-        scale(stored)
+    fn scale(bytes: &[u8]) -> f32 {
+        scale(bytes)
     }
 
     #[inline(always)]
-    fn load(stored: &Block, scale: f32, i: usize) -> f32 {
+    fn load(stored: &Codes, scale: f32, i: usize) -> f32 {
         let code = u32::from(stored[i]);
         let magnitude = decode::<7>(code & 0x7f) * scale;
         f32::from_bits(magnitude.to_bits() | (code & 0x80) << 24)
     }
 
     #[inline(always)]
-    fn rescale(stored: &mut Block, values: &[f32; TILE]) -> f32 {
-        rescale(stored, values)
+    fn extent(value: f32) -> u32 {
+        magnitude(value)
     }
 
     #[inline(always)]
-    fn store(stored: &mut Block, inverse: f32, i: usize, value: f32, noise: Noise) {
+    fn rescale(bytes: &mut [u8], extent: u32) -> f32 {
+        rescale(bytes, extent)
+    }
+
+    #[inline(always)]
+    fn store(stored: &mut Codes, inverse: f32, i: usize, value: f32, noise: Noise) {
         let code = encode::<7>(magnitude(value), inverse, noise.first());
         stored[i] = (code | value.to_bits() >> 24 & 0x80) as u8;
     }
@@ -105,27 +111,33 @@ impl Moment for Scaled1 {
 pub(crate) struct Scaled2;
 
 impl Moment for Scaled2 {
-    type Stored = Block;
+    type Stored = Codes;
     /// When loading the scale, when storing its inverse.
     type Scale = f32;
+    const SCALE_BYTES: usize = 2;
 
     #[inline(always)]
-    fn scale(stored: &Block) -> f32 {
-        scale(stored)
+    fn scale(bytes: &[u8]) -> f32 {
+        scale(bytes)
     }
 
     #[inline(always)]
-    fn load(stored: &Block, scale: f32, i: usize) -> f32 {
+    fn load(stored: &Codes, scale: f32, i: usize) -> f32 {
         decode::<15>(u32::from(stored[i])) * scale
     }
 
     #[inline(always)]
-    fn rescale(stored: &mut Block, values: &[f32; TILE]) -> f32 {
-        rescale(stored, values)
+    fn extent(value: f32) -> u32 {
+        magnitude(value)
     }
 
     #[inline(always)]
-    fn store(stored: &mut Block, inverse: f32, i: usize, value: f32, noise: Noise) {
+    fn rescale(bytes: &mut [u8], extent: u32) -> f32 {
+        rescale(bytes, extent)
+    }
+
+    #[inline(always)]
+    fn store(stored: &mut Codes, inverse: f32, i: usize, value: f32, noise: Noise) {
         let magnitude = magnitude(value);
         let code = encode::<15>(magnitude, inverse, noise.second());
         stored[i] = code.max(u32::from(magnitude != 0)) as u8;
@@ -143,21 +155,16 @@ fn magnitude(x: f32) -> u32 {
 }
 
 #[inline(always)]
-fn scale(stored: &Block) -> f32 {
-    f32::from_bits(u32::from(u16::from_ne_bytes([stored[TILE], stored[TILE + 1]])) << 16)
+fn scale(bytes: &[u8]) -> f32 {
+    f32::from_bits(u32::from(u16::from_ne_bytes([bytes[0], bytes[1]])) << 16)
 }
 
-/// Stores the scale of `values`; returns its inverse, which is exact.
+/// Stores the scale for values up to the magnitude `largest`; returns its inverse, which is exact.
 #[inline(always)]
-fn rescale(stored: &mut Block, values: &[f32; TILE]) -> f32 {
-    let mut largest = 0;
-    for value in values {
-        largest = magnitude(*value).max(largest);
-    }
+fn rescale(bytes: &mut [u8], largest: u32) -> f32 {
     // From 31/16 of a power of two on, the next one: rounding up must not leave the codes.
     let exponent = ((largest + (1 << 19)) >> 23).max(1);
-    let scale = ((exponent << 7) as u16).to_ne_bytes();
-    (stored[TILE], stored[TILE + 1]) = (scale[0], scale[1]);
+    bytes.copy_from_slice(&((exponent << 7) as u16).to_ne_bytes());
     f32::from_bits((254 - exponent) << 23)
 }
 
@@ -174,7 +181,7 @@ fn decode<const TOP: u32>(code: u32) -> f32 {
 #[inline(always)]
 fn encode<const TOP: u32>(magnitude: u32, inverse: f32, random: u32) -> u32 {
     /// Adding it rounds a small float to an integer and leaves that in the low bits.
-    const TO_INTEGER: f32 = (1 << 23) as f32;
+    const TO_INTEGER: f32 = (3 << 22) as f32;
     let x = f32::from_bits(magnitude) * inverse;
     let random = random << 3 | 4;
     let normal = (x.to_bits().wrapping_add(random) >> 19).wrapping_sub((127 - TOP) << 4);

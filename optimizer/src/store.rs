@@ -8,7 +8,7 @@
 //!
 //! A [`Master`] or [`Moment`] is one way of storing. Those that keep fewer bits than f32 round with [`noise`].
 
-use bytemuck::{Pod, Zeroable, bytes_of, bytes_of_mut, pod_read_unaligned};
+use bytemuck::{Pod, Zeroable, bytes_of, bytes_of_mut, from_bytes};
 use half::{bf16, f16};
 
 use crate::compact::{Compact8, Scaled1, Scaled2};
@@ -48,18 +48,23 @@ pub(crate) trait Master {
 
 /// How a moment is stored.
 pub(crate) trait Moment {
-    /// A tile.
+    /// The codes of a tile.
     type Stored: Pod;
     /// What the values of a tile share.
     type Scale: Copy;
+    /// Bytes of the stored scale, which follows the codes.
+    const SCALE_BYTES: usize = 0;
 
-    /// The scale of a stored tile.
-    fn scale(stored: &Self::Stored) -> Self::Scale;
+    /// The scale of a tile from its bytes.
+    fn scale(bytes: &[u8]) -> Self::Scale;
 
     fn load(stored: &Self::Stored, scale: Self::Scale, i: usize) -> f32;
 
-    /// Sets and returns the scale with which [`canonical`] `values` are to be stored.
-    fn rescale(stored: &mut Self::Stored, values: &[f32; TILE]) -> Self::Scale;
+    /// What the largest of over the values of a tile determines its scale.
+    fn extent(value: f32) -> u32;
+
+    /// The scale with which to store [`canonical`] values of this largest extent, and its bytes.
+    fn rescale(bytes: &mut [u8], extent: u32) -> Self::Scale;
 
     /// Stores a [`canonical`] value.
     fn store(stored: &mut Self::Stored, scale: Self::Scale, i: usize, value: f32, noise: Noise);
@@ -172,34 +177,37 @@ impl<R: Rule, G: Widen, P: Master, M: Moment, V: Moment> pulp::NullaryFnOnce for
     fn call(self) {
         let Self { rule, seed, gradient, slices, .. } = self;
         let (tiles, tail) = gradient.as_chunks::<TILE>();
+        let (m_bytes, v_bytes) =
+            (size_of::<M::Stored>() + M::SCALE_BYTES, size_of::<V::Stored>() + V::SCALE_BYTES);
         for (at, gradient) in tiles.iter().enumerate() {
-            let mut tile = Tile::<P, M, V> {
-                weights: read(slices.weights, at),
-                rests: read(slices.rests, at),
-                m: read(slices.m, at),
-                v: read(slices.v, at),
-            };
-            tile.update(&rule, seed, gradient);
+            let m = &mut slices.m[at * m_bytes..][..m_bytes];
+            let v = &mut slices.v[at * v_bytes..][..v_bytes];
+            let (m, m_scale) = m.split_at_mut(size_of::<M::Stored>());
+            let (v, v_scale) = v.split_at_mut(size_of::<V::Stored>());
+            let old = (read(slices.weights, at), read(slices.rests, at), read(m, 0), read(v, 0));
+            let tile = Tile::<P, M, V>::updated(&rule, seed, gradient, old, m_scale, v_scale);
             write(slices.weights, at, &tile.weights);
             write(slices.rests, at, &tile.rests);
-            write(slices.m, at, &tile.m);
-            write(slices.v, at, &tile.v);
+            write(m, 0, &tile.m);
+            write(v, 0, &tile.v);
         }
         if !tail.is_empty() {
             let at = tiles.len();
+            let (m, v) = (&mut slices.m[at * m_bytes..], &mut slices.v[at * v_bytes..]);
+            // Where there are scales, the last block is whole.
+            let (m_codes, v_codes) = (m.len() - M::SCALE_BYTES, v.len() - V::SCALE_BYTES);
             let mut gradient = [G::default(); TILE];
             gradient[..tail.len()].copy_from_slice(tail);
-            let mut tile = Tile::<P, M, V> {
-                weights: read_short(slices.weights, at),
-                rests: read_short(slices.rests, at),
-                m: read_short(slices.m, at),
-                v: read_short(slices.v, at),
-            };
-            tile.update(&rule, seed, &gradient);
+            let (m, m_scale) = m.split_at_mut(m_codes);
+            let (v, v_scale) = v.split_at_mut(v_codes);
+            let weights = read_short(slices.weights, at);
+            let rests = read_short(slices.rests, at);
+            let old = (&weights, &rests, &read_short(m, 0), &read_short(v, 0));
+            let tile = Tile::<P, M, V>::updated(&rule, seed, &gradient, old, m_scale, v_scale);
             write_short(slices.weights, at, &tile.weights);
             write_short(slices.rests, at, &tile.rests);
-            write_short(slices.m, at, &tile.m);
-            write_short(slices.v, at, &tile.v);
+            write_short(m, 0, &tile.m);
+            write_short(v, 0, &tile.v);
         }
     }
 }
@@ -213,26 +221,43 @@ struct Tile<P: Master, M: Moment, V: Moment> {
 
 impl<P: Master, M: Moment, V: Moment> Tile<P, M, V> {
     #[inline(always)]
-    fn update<R: Rule, G: Widen>(&mut self, rule: &R, seed: u32, gradient: &[G; TILE]) {
-        let (m_scale, v_scale) = (M::scale(&self.m), V::scale(&self.v));
+    fn updated<R: Rule, G: Widen>(
+        rule: &R,
+        seed: u32,
+        gradient: &[G; TILE],
+        (weights, rests, m_old, v_old): (&P::Weights, &P::Rests, &M::Stored, &V::Stored),
+        m_scale_bytes: &mut [u8],
+        v_scale_bytes: &mut [u8],
+    ) -> Self {
+        let (m_scale, v_scale) = (M::scale(m_scale_bytes), V::scale(v_scale_bytes));
         let (mut masters, mut ms, mut vs) = ([0f32; TILE], [0f32; TILE], [0f32; TILE]);
         let mut noises = [Noise::default(); TILE];
+        let (mut m_extent, mut v_extent) = (0, 0);
         for i in 0..TILE {
             let gradient = gradient[i].widen();
-            let master = P::load(&self.weights, &self.rests, i);
-            let (m, v) = (M::load(&self.m, m_scale, i), V::load(&self.v, v_scale, i));
+            let master = P::load(weights, rests, i);
+            let (m, v) = (M::load(m_old, m_scale, i), V::load(v_old, v_scale, i));
             noises[i] = Noise::new(seed, gradient, master, m, v);
             let (master, m, v) = rule.apply(gradient, master, m, v);
             masters[i] = canonical(master);
             ms[i] = canonical(m);
             vs[i] = canonical(v);
+            m_extent = M::extent(ms[i]).max(m_extent);
+            v_extent = V::extent(vs[i]).max(v_extent);
         }
-        let (m_scale, v_scale) = (M::rescale(&mut self.m, &ms), V::rescale(&mut self.v, &vs));
+        let (m_scale, v_scale) = (M::rescale(m_scale_bytes, m_extent), V::rescale(v_scale_bytes, v_extent));
+        let mut tile = Self {
+            weights: P::Weights::zeroed(),
+            rests: P::Rests::zeroed(),
+            m: M::Stored::zeroed(),
+            v: V::Stored::zeroed(),
+        };
         for i in 0..TILE {
-            P::store(&mut self.weights, &mut self.rests, i, masters[i], noises[i]);
-            M::store(&mut self.m, m_scale, i, ms[i], noises[i]);
-            V::store(&mut self.v, v_scale, i, vs[i], noises[i]);
+            P::store(&mut tile.weights, &mut tile.rests, i, masters[i], noises[i]);
+            M::store(&mut tile.m, m_scale, i, ms[i], noises[i]);
+            V::store(&mut tile.v, v_scale, i, vs[i], noises[i]);
         }
+        tile
     }
 }
 
@@ -248,8 +273,8 @@ fn initialize_as<P: Master>(values: &[f32], weights: &mut [u8], rests: &mut [u8]
 }
 
 #[inline(always)]
-fn read<S: Pod>(bytes: &[u8], at: usize) -> S {
-    pod_read_unaligned(&bytes[at * size_of::<S>()..][..size_of::<S>()])
+fn read<S: Pod>(bytes: &[u8], at: usize) -> &S {
+    from_bytes(&bytes[at * size_of::<S>()..][..size_of::<S>()])
 }
 
 #[inline(always)]
@@ -338,7 +363,7 @@ impl Moment for Full {
     type Scale = ();
 
     #[inline(always)]
-    fn scale(_: &Self::Stored) {}
+    fn scale(_: &[u8]) {}
 
     #[inline(always)]
     fn load(stored: &Self::Stored, (): (), i: usize) -> f32 {
@@ -346,7 +371,12 @@ impl Moment for Full {
     }
 
     #[inline(always)]
-    fn rescale(_: &mut Self::Stored, _: &[f32; TILE]) {}
+    fn extent(_: f32) -> u32 {
+        0
+    }
+
+    #[inline(always)]
+    fn rescale(_: &mut [u8], _: u32) {}
 
     #[inline(always)]
     fn store(stored: &mut Self::Stored, (): (), i: usize, value: f32, _: Noise) {
@@ -363,7 +393,7 @@ impl<const SECOND: bool> Moment for Bf16Moment<SECOND> {
     type Scale = ();
 
     #[inline(always)]
-    fn scale(_: &Self::Stored) {}
+    fn scale(_: &[u8]) {}
 
     #[inline(always)]
     fn load(stored: &Self::Stored, (): (), i: usize) -> f32 {
@@ -371,7 +401,12 @@ impl<const SECOND: bool> Moment for Bf16Moment<SECOND> {
     }
 
     #[inline(always)]
-    fn rescale(_: &mut Self::Stored, _: &[f32; TILE]) {}
+    fn extent(_: f32) -> u32 {
+        0
+    }
+
+    #[inline(always)]
+    fn rescale(_: &mut [u8], _: u32) {}
 
     #[inline(always)]
     fn store(stored: &mut Self::Stored, (): (), i: usize, value: f32, noise: Noise) {
@@ -388,7 +423,7 @@ impl Moment for Absent {
     type Scale = ();
 
     #[inline(always)]
-    fn scale(_: &Self::Stored) {}
+    fn scale(_: &[u8]) {}
 
     #[inline(always)]
     fn load(_: &Self::Stored, (): (), _: usize) -> f32 {
@@ -396,7 +431,12 @@ impl Moment for Absent {
     }
 
     #[inline(always)]
-    fn rescale(_: &mut Self::Stored, _: &[f32; TILE]) {}
+    fn extent(_: f32) -> u32 {
+        0
+    }
+
+    #[inline(always)]
+    fn rescale(_: &mut [u8], _: u32) {}
 
     #[inline(always)]
     fn store(_: &mut Self::Stored, (): (), _: usize, _: f32, _: Noise) {}
