@@ -91,8 +91,10 @@ impl Moment for Scaled1 {
     }
 
     #[inline(always)]
-    fn extent(value: f32) -> u32 {
-        magnitude(value)
+    fn storable(value: f32) -> f32 {
+        // A zero from a NaN is positive: nothing promises the sign of a NaN.
+        let magnitude = magnitude(value);
+        f32::from_bits(if magnitude == 0 { 0 } else { magnitude | value.to_bits() & SIGN })
     }
 
     #[inline(always)]
@@ -102,8 +104,9 @@ impl Moment for Scaled1 {
 
     #[inline(always)]
     fn store(stored: &mut Codes, inverse: f32, i: usize, value: f32, noise: Noise) {
-        let code = encode::<7>(magnitude(value), inverse, noise.first());
-        stored[i] = (code | value.to_bits() >> 24 & 0x80) as u8;
+        let bits = value.to_bits();
+        let code = encode::<7>(bits & !SIGN, inverse, noise.first());
+        stored[i] = (code | bits >> 24 & 0x80) as u8;
     }
 }
 
@@ -127,8 +130,8 @@ impl Moment for Scaled2 {
     }
 
     #[inline(always)]
-    fn extent(value: f32) -> u32 {
-        magnitude(value)
+    fn storable(value: f32) -> f32 {
+        f32::from_bits(magnitude(value))
     }
 
     #[inline(always)]
@@ -138,11 +141,12 @@ impl Moment for Scaled2 {
 
     #[inline(always)]
     fn store(stored: &mut Codes, inverse: f32, i: usize, value: f32, noise: Noise) {
-        let magnitude = magnitude(value);
-        let code = encode::<15>(magnitude, inverse, noise.second());
-        stored[i] = code.max(u32::from(magnitude != 0)) as u8;
+        let code = encode::<15>(value.to_bits(), inverse, noise.second());
+        stored[i] = code.max(u32::from(value.to_bits() != 0)) as u8;
     }
 }
+
+const SIGN: u32 = 1 << 31;
 
 /// The bits of the largest magnitude there is a code for: above it, rounding up could leave the codes.
 const LARGEST: u32 = 253 << 23 | 0x77_ffff;

@@ -17,7 +17,7 @@ pub(crate) struct Noise(u32);
 
 impl Noise {
     /// Not random: [`master`](Self::master) is a half, which makes the rounding of masters one to nearest.
-    pub(crate) const NEAREST: Self = Self(0x8000_0000);
+    pub(crate) const NEAREST: Self = Self(0x0080_0000);
 
     /// What a step contributes.
     pub(crate) fn seed(step: u64) -> u32 {
@@ -50,10 +50,10 @@ impl Noise {
         self.0 >> 16
     }
 
-    /// 8 bits for the master, mixed from all.
+    /// 8 bits for the master: the low ones of the second moment's, where they hardly count.
     #[inline(always)]
     pub(crate) fn master(self) -> u32 {
-        self.0.wrapping_mul(0x2c1b_3c6d) >> 24
+        self.0 >> 16 & 0xff
     }
 }
 

@@ -60,13 +60,16 @@ pub(crate) trait Moment {
 
     fn load(stored: &Self::Stored, scale: Self::Scale, i: usize) -> f32;
 
-    /// What the largest of over the values of a tile determines its scale.
-    fn extent(value: f32) -> u32;
+    /// `value` as it can be stored: [`canonical`], or without what there are no codes for.
+    #[inline(always)]
+    fn storable(value: f32) -> f32 {
+        canonical(value)
+    }
 
-    /// The scale with which to store [`canonical`] values of this largest extent, and its bytes.
+    /// The scale with which to store values of which this is the largest magnitude, in bits; and its bytes.
     fn rescale(bytes: &mut [u8], extent: u32) -> Self::Scale;
 
-    /// Stores a [`canonical`] value.
+    /// Stores a [`storable`](Self::storable) value.
     fn store(stored: &mut Self::Stored, scale: Self::Scale, i: usize, value: f32, noise: Noise);
 }
 
@@ -230,36 +233,46 @@ impl<P: Master, M: Moment, V: Moment> Tile<P, M, V> {
         v_scale_bytes: &mut [u8],
     ) -> Self {
         let (m_scale, v_scale) = (M::scale(m_scale_bytes), V::scale(v_scale_bytes));
-        let (mut masters, mut ms, mut vs) = ([0f32; TILE], [0f32; TILE], [0f32; TILE]);
-        let mut noises = [Noise::default(); TILE];
-        let (mut m_extent, mut v_extent) = (0, 0);
-        for i in 0..TILE {
-            let gradient = gradient[i].widen();
-            let master = P::load(weights, rests, i);
-            let (m, v) = (M::load(m_old, m_scale, i), V::load(v_old, v_scale, i));
-            noises[i] = Noise::new(seed, gradient, master, m, v);
-            let (master, m, v) = rule.apply(gradient, master, m, v);
-            masters[i] = canonical(master);
-            ms[i] = canonical(m);
-            vs[i] = canonical(v);
-            m_extent = M::extent(ms[i]).max(m_extent);
-            v_extent = V::extent(vs[i]).max(v_extent);
-        }
-        let (m_scale, v_scale) = (M::rescale(m_scale_bytes, m_extent), V::rescale(v_scale_bytes, v_extent));
         let mut tile = Self {
             weights: P::Weights::zeroed(),
             rests: P::Rests::zeroed(),
             m: M::Stored::zeroed(),
             v: V::Stored::zeroed(),
         };
+        let (mut ms, mut vs) = ([0f32; TILE], [0f32; TILE]);
+        let mut noises = [Noise::default(); TILE];
+        let (mut m_largest, mut v_largest) = (0, 0);
         for i in 0..TILE {
-            P::store(&mut tile.weights, &mut tile.rests, i, masters[i], noises[i]);
+            let gradient = gradient[i].widen();
+            let master = P::load(weights, rests, i);
+            let (m, v) = (M::load(m_old, m_scale, i), V::load(v_old, v_scale, i));
+            let noise = Noise::new(seed, gradient, master, m, v);
+            let (master, m, v) = rule.apply(gradient, master, m, v);
+            let (m, v) = (M::storable(m), V::storable(v));
+            P::store(&mut tile.weights, &mut tile.rests, i, canonical(master), noise);
+            if const { M::SCALE_BYTES + V::SCALE_BYTES == 0 } {
+                M::store(&mut tile.m, M::rescale(&mut [], 0), i, m, noise);
+                V::store(&mut tile.v, V::rescale(&mut [], 0), i, v, noise);
+            } else {
+                (ms[i], vs[i], noises[i]) = (m, v, noise);
+                m_largest = (m.to_bits() & MAGNITUDE).max(m_largest);
+                v_largest = (v.to_bits() & MAGNITUDE).max(v_largest);
+            }
+        }
+        if const { M::SCALE_BYTES + V::SCALE_BYTES == 0 } {
+            return tile;
+        }
+        let (m_scale, v_scale) = (M::rescale(m_scale_bytes, m_largest), V::rescale(v_scale_bytes, v_largest));
+        for i in 0..TILE {
             M::store(&mut tile.m, m_scale, i, ms[i], noises[i]);
             V::store(&mut tile.v, v_scale, i, vs[i], noises[i]);
         }
         tile
     }
 }
+
+/// All bits of an f32 but its sign.
+const MAGNITUDE: u32 = 0x7fff_ffff;
 
 fn initialize_as<P: Master>(values: &[f32], weights: &mut [u8], rests: &mut [u8]) {
     for (at, values) in values.chunks(TILE).enumerate() {
@@ -371,11 +384,6 @@ impl Moment for Full {
     }
 
     #[inline(always)]
-    fn extent(_: f32) -> u32 {
-        0
-    }
-
-    #[inline(always)]
     fn rescale(_: &mut [u8], _: u32) {}
 
     #[inline(always)]
@@ -401,11 +409,6 @@ impl<const SECOND: bool> Moment for Bf16Moment<SECOND> {
     }
 
     #[inline(always)]
-    fn extent(_: f32) -> u32 {
-        0
-    }
-
-    #[inline(always)]
     fn rescale(_: &mut [u8], _: u32) {}
 
     #[inline(always)]
@@ -428,11 +431,6 @@ impl Moment for Absent {
     #[inline(always)]
     fn load(_: &Self::Stored, (): (), _: usize) -> f32 {
         0.0
-    }
-
-    #[inline(always)]
-    fn extent(_: f32) -> u32 {
-        0
     }
 
     #[inline(always)]
