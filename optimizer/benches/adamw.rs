@@ -1,6 +1,6 @@
-//! Parameters updated per second, per state format, gradient type, instruction set and number of threads, and beside each
-//! the loop that bounds it: `bandwidth` reads the gradient and reads and writes the state through as many
-//! streams, and computes next to nothing.
+//! Parameters updated per second, per state format, gradient type, instruction set and number of threads, and
+//! beside each the loop that bounds it: `bandwidth` reads the gradient and reads and writes the state through as
+//! many streams, and computes next to nothing.
 //!
 //! ```text
 //! cargo bench -p terrace-optimizer                 all of it

@@ -11,12 +11,13 @@
 //! ```
 //!
 //! This is `torch.optim.AdamW` operation for operation, including its scalars, which are computed in f64 and
-//! rounded once, except that torch divides by √(1 − β₂ᵗ): a second division per parameter would cost a fifth of the
-//! speed in cache. Where torch's kernels do not fuse multiply and add, the moments agree bit for bit; the weights are
-//! within 1e-6, because torch takes its square root from a library that does not always round it correctly.
+//! rounded once, except that torch divides by √(1 − β₂ᵗ): a second division per parameter would cost a fifth of
+//! the speed in cache. Where torch's kernels do not fuse multiply and add, the moments agree bit for bit; the
+//! weights are within 1e-6, because torch takes its square root from a library that does not always round it
+//! correctly.
 //!
-//! There is deliberately no `mul_add`: without FMA hardware it is a library call, and its single rounding would make
-//! results depend on the instruction set.
+//! There is deliberately no `mul_add`: without FMA hardware it is a library call, and its single rounding would
+//! make results depend on the instruction set.
 
 use crate::error::{OptimizerError, Result};
 use crate::isa::Isa;

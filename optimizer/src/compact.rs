@@ -11,36 +11,38 @@
 //!
 //! # Masters
 //!
-//! 16 significant bits: neighbours are 2⁻¹⁵ to 2⁻¹⁶ of the value apart. A step of size lr is smaller than that for weights above
-//! 2¹⁵·lr, so masters are rounded stochastically, without bias, and no step is too small to count. The error of one
-//! rounding is below 2⁻¹⁵ of the master.
+//! 16 significant bits: neighbours are 2⁻¹⁵ to 2⁻¹⁶ of the value apart. A step of size lr is smaller than that
+//! for weights above 2¹⁵·lr, so masters are rounded stochastically, without bias, and no step that f32 can
+//! add is too small to count. The error of one rounding is below 2⁻¹⁵ of the master.
 //!
 //! # Moments
 //!
-//! The codes are logarithmic in pieces: sixteen steps in every power of two, equal steps in the lowest. With `S` the scale, one rounding is
-//! wrong by less than
+//! The codes are logarithmic in pieces: sixteen steps in every power of two, equal steps in the lowest. With `S`
+//! the scale, one rounding is wrong by less than
 //!
 //! ```text
 //!  m:  max(|m|·2⁻⁴, S·2⁻¹⁰)        v:  max(v·2⁻⁴, S·2⁻¹⁸)
 //! ```
 //!
-//! and, because a code is linear between neighbours, adding random bits below the last one kept and truncating is unbiased,
-//! which rounding on a curve (a square root, a power) is not.
+//! and, because a code is linear between neighbours, adding random bits below the last one kept and truncating is
+//! unbiased, which rounding on a curve (a square root, a power) is not. v then fluctuates about its mean by up to
+//! a fifth of it (a twentieth in [`StateFormat::Bf16`](crate::StateFormat::Bf16)), and √v by half as much.
 //!
-//! The scale is a power of two, the largest not above 32/31 of the largest magnitude. Then a value's neighbours do not depend on the scale: a
-//! value that does not change is stored as it was, although its block's maximum moves every step. With the maximum itself as the scale, every step
-//! would round every value anew, and that noise, summed over the 1/(1 − β₂) steps that v remembers, would
-//! be several times v.
+//! The scale is a power of two, the largest not above 32/31 of the largest magnitude. Then a value's neighbours
+//! do not depend on the scale: a value that does not change is stored as it was, although its block's maximum
+//! moves every step. With the maximum itself as the scale, every step would round every value anew, and that
+//! noise, summed over the 1/(1 − β₂) steps that v remembers, would be several times v.
 //!
 //! A positive v is never stored as zero but as the smallest code: m / (√0 + ε) would be a leap. The smallest √v is
 //! 2⁻⁹·√S, next to 2⁻¹⁰·S for m, so that the noise of tiny entries moves a weight by about lr, not more.
 //!
 //! # What is not finite
 //!
-//! There are no codes for it. A NaN moment is stored as zero; it comes from a gradient or weight that was NaN or infinite, and the
-//! NaN is in the weight, where the next loss shows it. Magnitudes of 1.6·10³⁸ and above, infinity among them, are stored as that;
-//! an overflow of v stops its block where it would stop a parameter in other formats. A block of zeros has the smallest scale, 2⁻¹²⁶, or,
-//! when it has never been stored, the scale 0; f32 subnormals below the smallest code's reach are rounded as everything else.
+//! There are no codes for it. A NaN moment is stored as zero; it comes from a gradient or weight that was NaN or
+//! infinite, and the NaN is in the weight, where the next loss shows it. Magnitudes of 1.6·10³⁸ and above,
+//! infinity among them, are stored as that; an overflow of v stops its block where it would stop a parameter in
+//! other formats. A block of zeros has the smallest scale, 2⁻¹²⁶, or, when it has never been stored, the scale 0;
+//! f32 subnormals below the smallest code's reach are rounded as everything else.
 
 use crate::noise::Noise;
 use crate::split::round_bf16;

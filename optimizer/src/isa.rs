@@ -1,7 +1,7 @@
 //! Which instruction set the update loops run on.
 //!
-//! The loops are plain Rust with `#[inline(always)]` bodies; `pulp` instantiates them once per instruction set and keeps
-//! the one `unsafe` fact, that the processor has it, behind a token. Nothing is contracted into fused
+//! The loops are plain Rust with `#[inline(always)]` bodies; `pulp` instantiates them once per instruction set
+//! and keeps the one `unsafe` fact, that the processor has it, behind a token. Nothing is contracted into fused
 //! multiply-adds, so that every instruction set gives the same bits.
 
 use std::fmt;

@@ -5,7 +5,7 @@
 //! It is useful alone for the same reason.
 //!
 //! - [`AdamW`] with the semantics of `torch.optim.AdamW`, over the formats of [`StateFormat`];
-//! - [`update_threaded`], the same bits on many threads;
+//! - [`update_threaded`], the same bits on many threads, and [`Isa`], the same bits on every instruction set;
 //! - [`SumOfSquares`] and [`clip_coefficient`]: the global gradient norm, with bits that do not depend on the cut;
 //! - [`Schedule`]: learning rates as transformers and DeepSpeed define them.
 //!

@@ -1,14 +1,15 @@
 //! Random bits for stochastic rounding, and the rounding to bf16 that uses them.
 //!
-//! Rounding up with the probability that the discarded bits say is unbiased: its mean is the value itself. Rounding
-//! to nearest is not, and state needs it not to be: a running mean with decay β moves by `(1 − β)·(x − mean)` a
-//! step, which for β₂ = 0.999 is a small fraction of the spacing of bf16 (2⁻⁷ to 2⁻⁸ of the value), so a mean rounded to nearest
-//! would stay where it is for ever. For m with β₁ = 0.9 nearest would stop within 5 half spacings of the true mean, and for
-//! larger β₁ sooner; stochastic rounding costs one spacing of noise that averages out, so both moments use it.
+//! Rounding up with the probability that the discarded bits say is unbiased: its mean is the value itself.
+//! Rounding to nearest is not, and state needs it not to be: a running mean with decay β moves by `(1 − β)·(x −
+//! mean)` a step, which for β₂ = 0.999 is a small fraction of the spacing of bf16 (2⁻⁷ to 2⁻⁸ of the value), so a
+//! mean rounded to nearest would stay where it is for ever. For m with β₁ = 0.9 nearest would stop within 5 half
+//! spacings of the true mean, and for larger β₁ sooner; stochastic rounding costs one spacing of noise that
+//! averages out, so both moments use it.
 //!
 //! The bits are a hash of the parameter's own gradient, old state and the step, so that an update stays a pure
-//! function of one parameter: no generator to carry along, no index, and the same result for any cut and any number of
-//! threads. Two parameters whose gradients and states are all equal are rounded alike.
+//! function of one parameter: no generator to carry along, no index, and the same result for any cut and any
+//! number of threads. Two parameters whose gradients and states are all equal are rounded alike.
 
 /// 32 random bits of one parameter in one step.
 #[derive(Debug, Clone, Copy, Default)]

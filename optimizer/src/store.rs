@@ -1,12 +1,12 @@
 //! Master weights and moments as f32, whichever way they are stored, and the one loop that updates them.
 //!
-//! An algorithm is a [`Rule`] over four floats. [`update`] applies it to a run of parameters in tiles of [`TILE`]: load
-//! a tile, compute, store it. Tiles are arrays of fixed size that are read whole before anything is written, so
-//! that LLVM vectorizes without asking whether slices overlap; the last tile of a run is padded with zeros. The tile
-//! is the block of [`StateFormat::Compact`], the only format in which the bits of one parameter depend on its
-//! neighbours.
+//! An algorithm is a [`Rule`] over four floats. [`update`] applies it to a run of parameters in tiles of
+//! [`TILE`]: load a tile, compute, store it. Tiles are arrays of fixed size that are read whole before anything
+//! is written, so that LLVM vectorizes without asking whether slices overlap; the last tile of a run is padded
+//! with zeros. The tile is the block of [`StateFormat::Compact`], the only format in which the bits of one
+//! parameter depend on its neighbours.
 //!
-//! A [`Master`] or [`Moment`] is one way of storing. Those that keep fewer bits than f32 round with [`noise`].
+//! A [`Master`] or [`Moment`] is one way of storing. Those that keep fewer bits than f32 round with [`Noise`].
 
 use bytemuck::{Pod, Zeroable, bytes_of, bytes_of_mut, from_bytes};
 use half::{bf16, f16};
@@ -392,8 +392,8 @@ impl Moment for Full {
     }
 }
 
-/// A moment in bf16, rounded stochastically: see [`stochastic_bf16`]. `SECOND` says which half of the noise it uses, so
-/// that two moments of a parameter are rounded independently.
+/// A moment in bf16, rounded stochastically: see [`stochastic_bf16`]. `SECOND` says which half of the noise it
+/// uses, so that two moments of a parameter are rounded independently.
 pub(crate) struct Bf16Moment<const SECOND: bool>;
 
 impl<const SECOND: bool> Moment for Bf16Moment<SECOND> {

@@ -25,8 +25,8 @@ impl Widen for bf16 {
 }
 
 impl Widen for f16 {
-    /// Exponent and mantissa move to their places in f32 and the exponent is rebased: by addition for normal numbers
-    /// and infinities, by a subtraction of floats, which is exact, for zeros and subnormals.
+    /// Exponent and mantissa move to their places in f32 and the exponent is rebased: by addition for normal
+    /// numbers and infinities, by a subtraction of floats, which is exact, for zeros and subnormals.
     #[inline(always)]
     fn widen(self) -> f32 {
         const REBASE: u32 = (127 - 15) << 23;

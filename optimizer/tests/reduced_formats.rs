@@ -1,4 +1,5 @@
-//! The formats that round: `bf16` and `compact` stay within their documented errors, and their rounding is unbiased.
+//! The formats that round: `bf16` and `compact` stay within their documented errors, and their rounding is
+//! unbiased.
 
 mod common;
 
@@ -59,8 +60,8 @@ fn within_one_rounding(format: StateFormat, state: &State, exact: &Reference) {
     }
 }
 
-/// A step moves a weight by about lr, and its direction errs by the noise of the moments, which is independent from step to
-/// step: the drift grows as a random walk, not as a line.
+/// A step moves a weight by about lr, and its direction errs by the noise of the moments, which is independent
+/// from step to step: the drift grows as a random walk, not as a line.
 #[test]
 fn weights_drift_as_a_random_walk() {
     const STEPS: u64 = 200;
