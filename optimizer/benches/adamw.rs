@@ -213,10 +213,10 @@ impl<'a> Case<'a> {
     }
 }
 
-/// Goes through the streams together, 4 KiB of the longest at a time, adding one word of the gradient to the state.
+/// Goes through the streams together, 512 bytes of the longest at a time, adding one word of the gradient to the state.
 fn stream_piece(gradient: &[u8], state: &mut [&mut [u64]]) {
     let longest = state.iter().map(|words| words.len()).max().unwrap_or(0);
-    let turns = longest.div_ceil(512).max(1);
+    let turns = longest.div_ceil(64).max(1);
     let mut kinds: Vec<_> = state
         .iter_mut()
         .map(|words| {
