@@ -87,6 +87,15 @@ fn f32() {
 }
 
 #[test]
+fn reduced_state_formats() {
+    for state in [StateFormat::Bf16, StateFormat::Compact] {
+        println!("{state}");
+        check(&Setup { state, ..Setup::new(true) });
+        check(&Setup { state, clip: None, ..Setup::new(false) });
+    }
+}
+
+#[test]
 fn every_algorithm() {
     for name in ["adam", "adagrad", "lion", "sgd"] {
         println!("{name}");

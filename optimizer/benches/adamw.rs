@@ -1,62 +1,248 @@
-//! Parameters updated per second, per state format and gradient type, on one thread and on all.
+//! Parameters updated per second, per state format, gradient type, instruction set and number of threads, and
+//! beside each the loop that bounds it: `bandwidth` reads the gradient and reads and writes the state through as
+//! many streams, and computes next to nothing.
+//!
+//! ```text
+//! cargo bench -p terrace-optimizer                 all of it
+//! cargo bench -p terrace-optimizer -- '2 threads'   some of it
+//! TERRACE_BENCH_PARAMS=100000000 cargo bench -p terrace-optimizer -- table
+//! ```
+//!
+//! Ends with a table: parameters per second, bytes per second, and the share of the bandwidth loop, from
+//! runs of the two in turn.
 
 use std::hint::black_box;
+use std::time::Instant;
 
-use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use half::bf16;
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group};
+use half::{bf16, f16};
+use rayon::prelude::*;
 use terrace_optimizer::{
-    AdamW, Gradient, Optimizer, StateFormat, StateLayout, WeightType, adamw, update_threaded,
+    AdamW, Gradient, Isa, Optimizer, StateFormat, StateLayout, StepArgs, THREAD_CHUNK, WeightType, adamw_on,
+    update_threaded,
 };
 
 /// Far beyond the caches, as a chunk from disk is.
-const PARAMS: usize = 1 << 24;
+const PARAMS_DEFAULT: usize = 20_000_000;
+
+const LAYOUTS: [(StateFormat, WeightType); 5] = [
+    (StateFormat::Fp32, WeightType::F32),
+    (StateFormat::Fp32, WeightType::Bf16),
+    (StateFormat::Split, WeightType::Bf16),
+    (StateFormat::Bf16, WeightType::Bf16),
+    (StateFormat::Compact, WeightType::Bf16),
+];
+
+fn main() {
+    updates();
+    let mut filters = std::env::args().skip(1).filter(|argument| !argument.starts_with('-'));
+    if filters.next().is_none_or(|filter| filter == "table") {
+        shares_of_bandwidth();
+    }
+}
 
 fn update(c: &mut Criterion) {
-    let mut group = c.benchmark_group("adamw");
-    group.throughput(Throughput::Elements(PARAMS as u64)).sample_size(10);
-    let pool = rayon::ThreadPoolBuilder::new().build().expect("threads can be started");
-    let narrow = vec![bf16::from_f32(1e-3); PARAMS];
-    let wide = vec![1e-3f32; PARAMS];
-    let cases = [
-        (StateFormat::Fp32, WeightType::F32, Gradient::F32(&wide)),
-        (StateFormat::Fp32, WeightType::Bf16, Gradient::Bf16(&narrow)),
-        (StateFormat::Split, WeightType::Bf16, Gradient::Bf16(&narrow)),
-    ];
-    for (format, weight, gradient) in cases {
+    let gradients = Gradients::new(params());
+    for (format, weight) in LAYOUTS {
         let layout = StateLayout::new(format, weight).expect("a supported pair");
-        let optimizer = adamw(AdamW::default(), layout);
-        let mut state = State::new(optimizer.as_ref(), PARAMS);
-        let args = AdamW::default().step(10, 1e-4);
-        let name = format!("{format}-{weight}");
-        group.bench_function(BenchmarkId::new(&name, "1 thread"), |b| {
-            b.iter(|| optimizer.update(black_box(&args), gradient, &mut state.slices()).expect("fits"));
-        });
-        let threads = format!("{} threads", pool.current_num_threads());
-        group.bench_function(BenchmarkId::new(&name, threads), |b| {
-            b.iter(|| {
-                let slices = &mut state.slices();
-                update_threaded(optimizer.as_ref(), &pool, black_box(&args), gradient, slices).expect("fits");
-            });
-        });
-    }
-    group.finish();
-}
-
-/// Owned state of one chunk, in 8-byte words for alignment.
-struct State(Vec<Vec<u64>>);
-
-impl State {
-    fn new(optimizer: &dyn Optimizer, params: usize) -> Self {
-        let kinds = optimizer.layout().kinds();
-        let mut state = Self(kinds.iter().map(|kind| vec![0; kind.bytes_for(params).div_ceil(8)]).collect());
-        optimizer.initialize(&vec![0.5; params], &mut state.slices()).expect("fits");
-        state
-    }
-
-    fn slices(&mut self) -> Vec<&mut [u8]> {
-        self.0.iter_mut().map(|words| bytemuck::cast_slice_mut(words)).collect()
+        for (gradient_type, gradient) in gradients.all() {
+            let mut group = c.benchmark_group(format!("{format}-{weight}/{gradient_type} gradient"));
+            group.throughput(Throughput::Elements(gradient.len() as u64)).sample_size(10);
+            for isa in Isa::available() {
+                let mut case = Case::new(isa, layout, gradient);
+                for threads in [1, 2] {
+                    let pool = pool(threads);
+                    group.bench_function(
+                        BenchmarkId::new(isa.to_string(), format!("{threads} threads")),
+                        |b| {
+                            b.iter(|| case.update(&pool));
+                        },
+                    );
+                }
+            }
+            for threads in [1, 2] {
+                let pool = pool(threads);
+                let mut case = Case::new(Isa::best(), layout, gradient);
+                group.bench_function(BenchmarkId::new("bandwidth", format!("{threads} threads")), |b| {
+                    b.iter(|| case.stream(&pool));
+                });
+            }
+        }
     }
 }
 
-criterion_group!(benches, update);
-criterion_main!(benches);
+/// The update on the best instruction set against its bandwidth loop, by the fastest of interleaved runs.
+fn shares_of_bandwidth() {
+    const RUNS: usize = 7;
+    println!(
+        "\n{:<14} {:>4} {:>7} {:>10} {:>8} {:>10} {:>6}",
+        "state", "grad", "threads", "params/s", "GB/s", "loop GB/s", "share"
+    );
+    let gradients = Gradients::new(params());
+    for (format, weight) in LAYOUTS {
+        let layout = StateLayout::new(format, weight).expect("a supported pair");
+        for (gradient_type, gradient) in gradients.all() {
+            let mut case = Case::new(Isa::best(), layout, gradient);
+            for threads in [1, 2] {
+                let pool = pool(threads);
+                let (mut update, mut stream) = (f64::INFINITY, f64::INFINITY);
+                for _ in 0..RUNS {
+                    update = update.min(seconds(|| case.update(&pool)));
+                    stream = stream.min(seconds(|| case.stream(&pool)));
+                }
+                let (bytes, params) = (case.traffic_bytes() as f64, gradient.len() as f64);
+                println!(
+                    "{:<14} {gradient_type:>4} {threads:>7} {:>8.3} G {:>8.2} {:>10.2} {:>6.2}",
+                    format!("{format}-{weight}"),
+                    params / update / 1e9,
+                    bytes / update / 1e9,
+                    bytes / stream / 1e9,
+                    stream / update
+                );
+            }
+        }
+    }
+}
+
+fn seconds(work: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    work();
+    start.elapsed().as_secs_f64()
+}
+
+fn params() -> usize {
+    let text = std::env::var("TERRACE_BENCH_PARAMS");
+    text.map_or(PARAMS_DEFAULT, |text| text.parse().expect("TERRACE_BENCH_PARAMS is a number"))
+}
+
+fn pool(threads: usize) -> rayon::ThreadPool {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads can be started")
+}
+
+/// One made gradient in every type.
+struct Gradients {
+    bf16: Vec<bf16>,
+    f16: Vec<f16>,
+    f32: Vec<f32>,
+}
+
+impl Gradients {
+    fn new(params: usize) -> Self {
+        let mut bits = 1u32;
+        let mut next = || {
+            bits = bits.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+            ((bits >> 8) as f32 / (1 << 23) as f32 - 1.0) * 1e-2
+        };
+        let f32: Vec<f32> = (0..params).map(|_| next()).collect();
+        let bf16 = f32.iter().map(|x| bf16::from_f32(*x)).collect();
+        let f16 = f32.iter().map(|x| f16::from_f32(*x)).collect();
+        Self { bf16, f16, f32 }
+    }
+
+    fn all(&self) -> [(&'static str, Gradient<'_>); 3] {
+        [
+            ("bf16", Gradient::Bf16(&self.bf16)),
+            ("f16", Gradient::F16(&self.f16)),
+            ("f32", Gradient::F32(&self.f32)),
+        ]
+    }
+}
+
+/// A state to update.
+struct Case<'a> {
+    optimizer: Box<dyn Optimizer>,
+    gradient: Gradient<'a>,
+    args: StepArgs,
+    /// In 8-byte words for alignment.
+    state: Vec<Vec<u64>>,
+}
+
+impl<'a> Case<'a> {
+    fn new(isa: Isa, layout: StateLayout, gradient: Gradient<'a>) -> Self {
+        let optimizer = adamw_on(isa, AdamW::default(), layout);
+        let words = |bytes: usize| vec![0; bytes.div_ceil(8)];
+        let state = layout.kinds().iter().map(|kind| words(kind.bytes_for(gradient.len()))).collect();
+        let mut case = Self { optimizer, gradient, args: AdamW::default().step(10, 1e-4), state };
+        let initial = vec![0.5; gradient.len()];
+        let (optimizer, mut slices) = (&case.optimizer, slices(&mut case.state, layout, gradient.len()));
+        optimizer.initialize(&initial, &mut slices).expect("the state fits");
+        case
+    }
+
+    fn update(&mut self, pool: &rayon::ThreadPool) {
+        let layout = *self.optimizer.layout();
+        let mut slices = slices(&mut self.state, layout, self.gradient.len());
+        self.args.step += 1;
+        update_threaded(self.optimizer.as_ref(), pool, black_box(&self.args), self.gradient, &mut slices)
+            .expect("the state fits");
+    }
+
+    /// Reads the gradient, reads and writes the state: the same streams in the same pieces.
+    fn stream(&mut self, pool: &rayon::ThreadPool) {
+        let gradient = self.gradient;
+        let pieces = gradient.len().div_ceil(THREAD_CHUNK);
+        let mut kinds: Vec<_> = self
+            .state
+            .iter_mut()
+            .map(|words| {
+                let len = words.len().div_ceil(pieces);
+                words.chunks_mut(len)
+            })
+            .collect();
+        let pieces: Vec<(Gradient<'_>, Vec<&mut [u64]>)> = gradient
+            .chunks(THREAD_CHUNK)
+            .map(|gradient| (gradient, kinds.iter_mut().filter_map(Iterator::next).collect()))
+            .collect();
+        pool.install(|| {
+            pieces
+                .into_par_iter()
+                .for_each(|(gradient, mut state)| stream_piece(bytes_of(gradient), &mut state));
+        });
+    }
+
+    /// The bytes that an update reads and writes.
+    fn traffic_bytes(&self) -> usize {
+        let params = self.gradient.len();
+        let written = self.optimizer.layout().bytes_for(params);
+        // The master is what is read of an fp32 state with bf16 weights, not the weight rounded from it.
+        let derived = match (self.optimizer.layout().format(), self.optimizer.layout().weight()) {
+            (StateFormat::Fp32, WeightType::Bf16) => 2 * params,
+            _ => 0,
+        };
+        bytes_of(self.gradient).len() + 2 * written - derived
+    }
+}
+
+/// Goes through the streams together, 512 bytes of the longest at a time, adding one word of the gradient to the state.
+fn stream_piece(gradient: &[u8], state: &mut [&mut [u64]]) {
+    let longest = state.iter().map(|words| words.len()).max().unwrap_or(0);
+    let turns = longest.div_ceil(64).max(1);
+    let mut kinds: Vec<_> = state
+        .iter_mut()
+        .map(|words| {
+            let len = words.len().div_ceil(turns);
+            words.chunks_mut(len)
+        })
+        .collect();
+    for gradient in gradient.chunks(gradient.len().div_ceil(turns)) {
+        let sum = gradient.iter().fold(0u8, |sum, byte| sum ^ byte);
+        for words in kinds.iter_mut().filter_map(Iterator::next) {
+            words.iter_mut().for_each(|word| *word = word.wrapping_add(u64::from(sum)));
+        }
+    }
+}
+
+fn bytes_of(gradient: Gradient<'_>) -> &[u8] {
+    match gradient {
+        Gradient::Bf16(values) => bytemuck::cast_slice(values),
+        Gradient::F16(values) => bytemuck::cast_slice(values),
+        Gradient::F32(values) => bytemuck::cast_slice(values),
+    }
+}
+
+fn slices(state: &mut [Vec<u64>], layout: StateLayout, params: usize) -> Vec<&mut [u8]> {
+    let kinds = state.iter_mut().zip(layout.kinds());
+    kinds.map(|(words, kind)| &mut bytemuck::cast_slice_mut(words)[..kind.bytes_for(params)]).collect()
+}
+
+criterion_group!(updates, update);

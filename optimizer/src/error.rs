@@ -18,7 +18,7 @@ pub enum OptimizerError {
         weight: WeightType,
     },
     /// The text names no state format.
-    #[error("unknown state format `{0}`: use `fp32` or `split`")]
+    #[error("unknown state format `{0}`: use `fp32`, `split`, `bf16` or `compact`")]
     UnknownFormat(String),
     /// The text names no algorithm.
     #[error("unknown optimizer `{0}`: use `adamw`, `adam`, `adagrad`, `lion` or `sgd`")]

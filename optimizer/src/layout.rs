@@ -18,9 +18,13 @@ pub enum StateFormat {
     /// bit-identical to [`StateFormat::Fp32`] for two bytes per parameter less.
     #[default]
     Split,
-    /// The split master weight, and both moments in bf16.
+    /// The split master weight, and both moments in bf16, rounded stochastically: 8 bytes per parameter. One rounding
+    /// of a moment is wrong by less than 2⁻⁷ of it, and right in the mean.
     Bf16,
-    /// The bf16 weight with an 8-bit remainder, and both moments as 8-bit codes with a scale per block.
+    /// The bf16 weight with an 8-bit remainder, and both moments as 8-bit codes with a scale per block of
+    /// [`COMPACT_BLOCK`]: 5.125 bytes per parameter. One rounding is right in the mean, and wrong by less than 2⁻¹⁵ of
+    /// a master and 2⁻⁴ of a moment, or, for moments far below the largest M of their block, by less than M·2⁻⁹ (first)
+    /// and M·2⁻¹⁷ (second).
     Compact,
 }
 

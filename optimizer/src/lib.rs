@@ -6,7 +6,7 @@
 //!
 //! - [`AdamW`] with the semantics of `torch.optim.AdamW`, over the formats of [`StateFormat`];
 //! - [`Algorithm`] and [`optimizer`]: AdamW and, with the same guarantees, [`Adam`], [`Adagrad`], [`Lion`] and [`Sgd`];
-//! - [`update_threaded`], the same bits on many threads;
+//! - [`update_threaded`], the same bits on many threads, and [`Isa`], the same bits on every instruction set;
 //! - [`SumOfSquares`] and [`clip_coefficient`]: the global gradient norm, with bits that do not depend on the cut;
 //! - [`LossScaler`]: the static or dynamic loss scale of fp16 training, step for step as in DeepSpeed;
 //! - [`Schedule`]: learning rates as transformers and DeepSpeed define them;
@@ -39,19 +39,25 @@
 
 mod adamw;
 mod algorithm;
+mod compact;
 mod error;
 mod groups;
+mod isa;
 mod layout;
 mod loss_scale;
+mod noise;
 mod norm;
 mod schedule;
 pub mod split;
+mod store;
 mod update;
+mod widen;
 
-pub use adamw::{AdamW, adamw};
+pub use adamw::{AdamW, adamw, adamw_on};
 pub use algorithm::{Adagrad, Adam, Algorithm, Lion, Sgd, optimizer};
 pub use error::{OptimizerError, Result};
 pub use groups::{GroupLr, GroupRule, ParamGroups, ResolvedGroup};
+pub use isa::Isa;
 pub use layout::{COMPACT_BLOCK, KindLayout, Moments, StateFormat, StateKind, StateLayout, WeightType};
 pub use loss_scale::{LossScaleConfig, LossScaler, LossScalerState};
 pub use norm::{NORM_BLOCK, SumOfSquares, clip_coefficient};

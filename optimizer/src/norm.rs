@@ -8,12 +8,12 @@
 //! Squares of f32 values are exact enough and cannot overflow in f64: a norm that is not finite means that some
 //! gradient is not.
 
-use half::bf16;
+use half::{bf16, f16};
 use rayon::prelude::*;
 
-use crate::adamw::Widen;
 use crate::error::{OptimizerError, Result};
 use crate::update::Gradient;
+use crate::widen::Widen;
 
 /// Values per block of the sum. Chunks of a gradient must begin at multiples of it.
 pub const NORM_BLOCK: usize = 16384;
@@ -119,6 +119,7 @@ pub fn clip_coefficient(norm: f64, max_norm: f64) -> f32 {
 fn block_sum(block: Gradient<'_>) -> f64 {
     match block {
         Gradient::Bf16(values) => block_sum_of::<bf16>(values),
+        Gradient::F16(values) => block_sum_of::<f16>(values),
         Gradient::F32(values) => block_sum_of::<f32>(values),
     }
 }

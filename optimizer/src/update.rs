@@ -1,6 +1,6 @@
 //! What every optimizer looks like to the engine: a pure function from a gradient to new state bytes.
 
-use half::bf16;
+use half::{bf16, f16};
 use rayon::prelude::*;
 
 use crate::error::Result;
@@ -28,6 +28,8 @@ pub struct StepArgs {
 pub enum Gradient<'a> {
     /// As it crosses the link by default.
     Bf16(&'a [bf16]),
+    /// From compute in f16, which needs its loss scaled; [`StepArgs::grad_scale`] takes the scale out again.
+    F16(&'a [f16]),
     /// For weights that compute uses in f32.
     F32(&'a [f32]),
 }
@@ -37,6 +39,7 @@ impl<'a> Gradient<'a> {
     pub fn len(&self) -> usize {
         match self {
             Self::Bf16(values) => values.len(),
+            Self::F16(values) => values.len(),
             Self::F32(values) => values.len(),
         }
     }
@@ -55,6 +58,10 @@ impl<'a> Gradient<'a> {
             Self::Bf16(values) => {
                 let (head, tail) = values.split_at(at);
                 (Self::Bf16(head), Self::Bf16(tail))
+            }
+            Self::F16(values) => {
+                let (head, tail) = values.split_at(at);
+                (Self::F16(head), Self::F16(tail))
             }
             Self::F32(values) => {
                 let (head, tail) = values.split_at(at);
@@ -77,7 +84,9 @@ impl<'a> Gradient<'a> {
 /// Updates the state of any run of parameters in place.
 ///
 /// An update is element-wise: the bits of a parameter's new state depend on its own state, its own gradient and the
-/// [`StepArgs`] alone, so any division into chunks and any number of threads gives the same result.
+/// [`StepArgs`] alone, so any division into chunks and any number of threads gives the same result. In
+/// [`StateFormat::Compact`](crate::StateFormat::Compact) this holds for blocks of
+/// [`COMPACT_BLOCK`](crate::COMPACT_BLOCK) parameters: a chunk begins where a block does.
 pub trait Optimizer: Send + Sync {
     /// Which slices [`update`](Self::update) takes.
     fn layout(&self) -> &StateLayout;

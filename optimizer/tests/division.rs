@@ -6,7 +6,8 @@ mod common;
 use common::{State, layout, layouts, noise};
 use half::bf16;
 use terrace_optimizer::{
-    AdamW, Gradient, OptimizerError, StateFormat, StepArgs, THREAD_CHUNK, WeightType, adamw, update_threaded,
+    AdamW, COMPACT_BLOCK, Gradient, OptimizerError, StateFormat, StepArgs, THREAD_CHUNK, WeightType, adamw,
+    update_threaded,
 };
 
 /// Odd, and more than two thread chunks.
@@ -17,12 +18,16 @@ fn chunks_change_nothing() {
     let gradient: Vec<bf16> = noise(5, 1000).iter().map(|x| bf16::from_f32(*x)).collect();
     for layout in layouts() {
         let optimizer = adamw(AdamW::default(), layout);
-        let start = State::initialized(optimizer.as_ref(), &noise(4, 1000));
-        let mut whole = start.clone();
+        let mut start = State::initialized(optimizer.as_ref(), &noise(4, 1000));
         let args = AdamW::default().step(1, 1e-3);
+        optimizer.update(&args, Gradient::Bf16(&gradient), &mut start.slices()).unwrap();
+        let mut whole = start.clone();
+        let args = AdamW::default().step(2, 1e-3);
         optimizer.update(&args, Gradient::Bf16(&gradient), &mut whole.slices()).unwrap();
         // 1 to 9 cover every remainder of the vector widths; 997 leaves a short last chunk.
         for chunk in (1..10).chain([64, 127, 997]) {
+            // A compact block is not divided.
+            let chunk = if layout.format() == StateFormat::Compact { chunk * COMPACT_BLOCK } else { chunk };
             let mut cut = start.clone();
             let mut slices = cut.slices();
             let mut kinds: Vec<_> = slices
@@ -56,6 +61,32 @@ fn threads_change_nothing() {
             let slices = &mut threaded.slices();
             update_threaded(optimizer.as_ref(), &pool, &args, Gradient::F32(&gradient), slices).unwrap();
             assert_eq!(threaded, serial, "{layout:?} on {threads} threads");
+        }
+    }
+}
+
+#[test]
+fn where_a_slice_starts_changes_nothing() {
+    for layout in layouts() {
+        let optimizer = adamw(AdamW::default(), layout);
+        for params in [1, 22, 31, 33, 100, 1024] {
+            let (weights, gradient) = (noise(4, params + 1), noise(5, params + 1));
+            let args = AdamW::default().step(1, 1e-3);
+            let mut aligned = State::initialized(optimizer.as_ref(), &weights[1..]);
+            optimizer.update(&args, Gradient::F32(&gradient[1..]), &mut aligned.slices()).unwrap();
+            // Four bytes past a multiple of eight, with a mark on either side.
+            let lengths: Vec<_> = layout.kinds().iter().map(|kind| kind.bytes_for(params)).collect();
+            let mut buffers: Vec<Vec<u64>> = lengths.iter().map(|n| vec![u64::MAX; n / 8 + 3]).collect();
+            let bytes = buffers.iter_mut().map(|words| bytemuck::cast_slice_mut::<u64, u8>(words));
+            let mut shifted: Vec<_> = bytes.zip(&lengths).map(|(bytes, n)| &mut bytes[4..4 + n]).collect();
+            optimizer.initialize(&weights[1..], &mut shifted).unwrap();
+            optimizer.update(&args, Gradient::F32(&gradient[1..]), &mut shifted).unwrap();
+            assert!(shifted.concat() == aligned.bytes(), "{layout:?} {params}");
+            for (words, n) in buffers.iter().zip(lengths) {
+                let bytes: &[u8] = bytemuck::cast_slice(words);
+                let around = bytes[..4].iter().chain(&bytes[4 + n..]);
+                assert!(around.into_iter().all(|byte| *byte == 0xff), "{layout:?} {params} wrote outside");
+            }
         }
     }
 }

@@ -3,11 +3,11 @@
 use bytemuck::cast_slice_mut;
 
 use super::{Elementwise, Rule};
-use crate::adamw::Widen;
 use crate::error::Result;
 use crate::layout::{StateFormat, StateLayout, WeightType};
 use crate::split::{canonical, join, remainder, round_bf16};
 use crate::update::{Gradient, Optimizer, StepArgs};
+use crate::widen::Widen;
 
 /// An element-wise algorithm with `N` moments over one layout.
 pub(super) struct Loops<A, const N: usize> {
@@ -50,6 +50,7 @@ impl<A: Elementwise<N>, const N: usize> Optimizer for Loops<A, N> {
         self.layout.check(gradient.len(), state)?;
         match gradient {
             Gradient::Bf16(values) => self.update_from(&rule, values, state),
+            Gradient::F16(values) => self.update_from(&rule, values, state),
             Gradient::F32(values) => self.update_from(&rule, values, state),
         }
         Ok(())

@@ -125,7 +125,8 @@ pub fn optimizer(algorithm: Algorithm, layout: StateLayout) -> Result<Box<dyn Op
         return Err(OptimizerError::WrongMoments { algorithm: algorithm.to_string(), needed, found });
     }
     let format = layout.format();
-    if !matches!(format, StateFormat::Fp32 | StateFormat::Split) {
+    let is_lossless = matches!(format, StateFormat::Fp32 | StateFormat::Split);
+    if !is_lossless && !matches!(algorithm, Algorithm::AdamW(_)) {
         return Err(OptimizerError::UnsupportedFormat { algorithm: algorithm.to_string(), format });
     }
     Ok(match algorithm {

@@ -6,7 +6,8 @@ pub mod fixtures;
 
 use half::bf16;
 use terrace_optimizer::{
-    AdamW, KindLayout, Optimizer, StateFormat, StateKind, StateLayout, StepArgs, WeightType, split,
+    AdamW, COMPACT_BLOCK, KindLayout, Optimizer, StateFormat, StateKind, StateLayout, StepArgs, WeightType,
+    split,
 };
 
 pub fn layout(format: StateFormat, weight: WeightType) -> StateLayout {
@@ -14,7 +15,14 @@ pub fn layout(format: StateFormat, weight: WeightType) -> StateLayout {
 }
 
 /// Every layout there is.
-pub fn layouts() -> [StateLayout; 3] {
+pub fn layouts() -> [StateLayout; 5] {
+    let [wide, full, split] = lossless_layouts();
+    let reduced = [StateFormat::Bf16, StateFormat::Compact].map(|format| layout(format, WeightType::Bf16));
+    [wide, full, split, reduced[0], reduced[1]]
+}
+
+/// The layouts that keep every bit of masters and moments.
+pub fn lossless_layouts() -> [StateLayout; 3] {
     [
         layout(StateFormat::Fp32, WeightType::F32),
         layout(StateFormat::Fp32, WeightType::Bf16),
@@ -69,11 +77,38 @@ impl State {
         match (self.layout.format(), self.layout.weight()) {
             (StateFormat::Fp32, WeightType::F32) => self.kind(StateKind::Weight).to_vec(),
             (StateFormat::Fp32, _) => self.kind(StateKind::Master).to_vec(),
+            (StateFormat::Compact, _) => {
+                let (hi, low) = (self.kind::<u16>(StateKind::Weight), self.kind::<i8>(StateKind::MasterLow8));
+                let bits = |hi: u16, low: i8| (i64::from(hi) << 16) + (i64::from(low) << 8);
+                hi.iter().zip(low).map(|(hi, low)| f32::from_bits(bits(*hi, *low) as u32)).collect()
+            }
             _ => {
                 let (hi, low) = (self.kind(StateKind::Weight), self.kind(StateKind::MasterLow));
                 hi.iter().zip(low).map(|(hi, low)| split::join(*hi, *low)).collect()
             }
         }
+    }
+
+    /// A moment, whichever way it is stored; the codes of the compact format decoded as its documentation says.
+    pub fn moment(&self, kind: StateKind) -> Vec<f64> {
+        match self.layout.format() {
+            StateFormat::Bf16 => self.kind::<bf16>(kind).iter().map(|x| x.to_f64()).collect(),
+            StateFormat::Compact => {
+                let blocks = self.kind::<u8>(kind).chunks(COMPACT_BLOCK + 2);
+                let values = blocks.flat_map(|block| {
+                    let (codes, scale) = block.split_at(COMPACT_BLOCK);
+                    let scale = bf16::from_ne_bytes([scale[0], scale[1]]).to_f64();
+                    codes.iter().map(move |code| scale * decoded(kind, *code))
+                });
+                values.take(self.params).collect()
+            }
+            _ => self.kind::<f32>(kind).iter().map(|x| f64::from(*x)).collect(),
+        }
+    }
+
+    /// Every byte of the state.
+    pub fn bytes(&mut self) -> Vec<u8> {
+        self.slices().concat()
     }
 
     /// The weight as compute sees it.
@@ -91,6 +126,21 @@ impl State {
         bits.extend(self.kind::<u32>(StateKind::Moment2));
         xxhash_rust::xxh3::xxh3_64(bytemuck::cast_slice(&bits))
     }
+}
+
+/// The value of a compact code with scale 1.
+fn decoded(kind: StateKind, code: u8) -> f64 {
+    let (sign, code, top) = match kind {
+        StateKind::Moment1 => (if code & 0x80 == 0 { 1.0 } else { -1.0 }, code & 0x7f, 7),
+        _ => (1.0, code, 15),
+    };
+    let (exponent, mantissa) = (i32::from(code >> 4), f64::from(code & 15) / 16.0);
+    let magnitude = if exponent == 0 {
+        mantissa * 2f64.powi(1 - top)
+    } else {
+        (1.0 + mantissa) * 2f64.powi(exponent - top)
+    };
+    sign * magnitude
 }
 
 /// The generator of `fixtures/make_fixtures.py`: multiples of 2^-23 in [-1, 1).
