@@ -11,8 +11,8 @@
 //! ```
 //!
 //! This is `torch.optim.AdamW` operation for operation, including its scalars, which are computed in f64 and
-//! rounded once, except that torch divides by √(1 − β₂ᵗ): a second division per parameter would cost a fifth of
-//! the speed in cache. Where torch's kernels do not fuse multiply and add, the moments agree bit for bit; the
+//! rounded once, except that torch divides by √(1 − β₂ᵗ): division and square root
+//! are what bounds the loop in cache. Where torch's kernels do not fuse multiply and add, the moments agree bit for bit; the
 //! weights are within 1e-6, because torch takes its square root from a library that does not always round it
 //! correctly.
 //!

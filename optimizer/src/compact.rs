@@ -31,7 +31,7 @@
 //! The scale is a power of two, the largest not above 32/31 of the largest magnitude. Then a value's neighbours
 //! do not depend on the scale: a value that does not change is stored as it was, although its block's maximum
 //! moves every step. With the maximum itself as the scale, every step would round every value anew, and that
-//! noise, summed over the 1/(1 − β₂) steps that v remembers, would be several times v.
+//! noise, summed over the 1/(1 − β₂) steps that v remembers, would come to about half of v.
 //!
 //! A positive v is never stored as zero but as the smallest code: m / (√0 + ε) would be a leap. The smallest √v is
 //! 2⁻⁹·√S, next to 2⁻¹⁰·S for m, so that the noise of tiny entries moves a weight by about lr, not more.
