@@ -7,7 +7,7 @@
 //! g ← g + λ·p                            when λ ≠ 0
 //! m ← lerp(m, g, 1 − β₁)
 //! v ← β₂·v + ((1 − β₂)·g)·g
-//! p ← p + (−lr/(1 − β₁ᵗ) · m) / (√v / √(1 − β₂ᵗ) + ε)
+//! p ← p + (−lr/(1 − β₁ᵗ) · m) / (√v · 1/√(1 − β₂ᵗ) + ε)
 //! ```
 //!
 //! This is `torch.optim.Adam` operation for operation. Without decay it is [`AdamW`](crate::AdamW) without decay, bit for
@@ -68,7 +68,7 @@ impl Elementwise<2> for Adam {
             lerp_from_gradient,
             beta2: self.beta2 as f32,
             beta2_rest: (1.0 - self.beta2) as f32,
-            bias2_sqrt: (1.0 - self.beta2.powf(step)).sqrt() as f32,
+            bias2_sqrt_inverse: (1.0 / (1.0 - self.beta2.powf(step)).sqrt()) as f32,
             eps: self.eps as f32,
             step_size_negative: -(args.lr / (1.0 - self.beta1.powf(step))) as f32,
         })
@@ -85,7 +85,7 @@ pub(crate) struct Scalars {
     lerp_from_gradient: bool,
     beta2: f32,
     beta2_rest: f32,
-    bias2_sqrt: f32,
+    bias2_sqrt_inverse: f32,
     eps: f32,
     step_size_negative: f32,
 }
@@ -97,7 +97,7 @@ impl Rule<2> for Scalars {
         let start = if self.lerp_from_gradient { gradient } else { m };
         let m = start + self.lerp * (gradient - m);
         let v = v * self.beta2 + self.beta2_rest * gradient * gradient;
-        let denominator = v.sqrt() / self.bias2_sqrt + self.eps;
+        let denominator = v.sqrt() * self.bias2_sqrt_inverse + self.eps;
         let master = master + self.step_size_negative * m / denominator;
         (canonical(master), [canonical(m), canonical(v)])
     }
