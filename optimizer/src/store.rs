@@ -89,11 +89,16 @@ pub(crate) fn update<R: Rule>(
     }
 }
 
-/// Stores `weights` as masters, and zeros as moments. `state` has passed `layout`'s check.
-pub(crate) fn initialize(layout: &StateLayout, weights: &[f32], state: &mut [&mut [u8]]) {
+/// Stores `weights` as masters, and `moment` as every moment. `state` has passed `layout`'s check.
+pub(crate) fn initialize(layout: &StateLayout, weights: &[f32], moment: f32, state: &mut [&mut [u8]]) {
     let slices = Slices::new(layout, state);
-    for moment in [slices.m, slices.v] {
-        moment.fill(0);
+    for bytes in [slices.m, slices.v] {
+        match layout.format() {
+            StateFormat::Fp32 | StateFormat::Split => fill::<Full>(bytes, moment),
+            StateFormat::Bf16 => fill::<Bf16Moment<true>>(bytes, moment),
+            // No moment begins below zero, so codes without a sign serve both.
+            StateFormat::Compact => fill::<Scaled2>(bytes, moment),
+        }
     }
     let (high, low) = (slices.weights, slices.rests);
     match (layout.format(), layout.weight()) {
@@ -274,6 +279,21 @@ impl<P: Master, M: Moment, V: Moment> Tile<P, M, V> {
 /// All bits of an f32 but its sign.
 const MAGNITUDE: u32 = 0x7fff_ffff;
 
+/// Stores `value` as every moment of `bytes`.
+fn fill<M: Moment>(bytes: &mut [u8], value: f32) {
+    if value == 0.0 {
+        return bytes.fill(0);
+    }
+    let value = M::storable(value);
+    for block in bytes.chunks_mut(size_of::<M::Stored>() + M::SCALE_BYTES) {
+        let (codes, scale) = block.split_at_mut(block.len() - M::SCALE_BYTES);
+        let scale = M::rescale(scale, value.to_bits() & MAGNITUDE);
+        let mut tile = M::Stored::zeroed();
+        (0..TILE).for_each(|i| M::store(&mut tile, scale, i, value, Noise::NEAREST));
+        write_short(codes, 0, &tile);
+    }
+}
+
 fn initialize_as<P: Master>(values: &[f32], weights: &mut [u8], rests: &mut [u8]) {
     for (at, values) in values.chunks(TILE).enumerate() {
         let (mut high, mut low) = (P::Weights::zeroed(), P::Rests::zeroed());
@@ -418,7 +438,6 @@ impl<const SECOND: bool> Moment for Bf16Moment<SECOND> {
 }
 
 /// A moment that the algorithm does not keep.
-#[allow(dead_code, reason = "for algorithms with fewer moments than Adam")]
 pub(crate) struct Absent;
 
 impl Moment for Absent {
