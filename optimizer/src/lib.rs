@@ -53,7 +53,7 @@ mod store;
 mod update;
 mod widen;
 
-pub use algorithm::{Adagrad, Adam, AdamW, Algorithm, Lion, Sgd, adamw, adamw_on, optimizer};
+pub use algorithm::{Adagrad, Adam, AdamW, Algorithm, Lion, Sgd, adamw, adamw_on, optimizer, optimizer_on};
 pub use error::{OptimizerError, Result};
 pub use groups::{GroupLr, GroupRule, ParamGroups, ResolvedGroup};
 pub use isa::Isa;

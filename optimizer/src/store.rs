@@ -17,7 +17,7 @@ use crate::layout::{COMPACT_BLOCK, StateFormat, StateLayout, WeightType};
 use crate::noise::{Noise, stochastic_bf16};
 use crate::split::{canonical, join, remainder, round_bf16};
 use crate::update::Gradient;
-use crate::widen::Widen;
+use crate::widen::{Narrow, Widen};
 
 /// Parameters that one pass of the loop works on.
 pub(crate) const TILE: usize = COMPACT_BLOCK;
@@ -103,7 +103,8 @@ pub(crate) fn initialize(layout: &StateLayout, weights: &[f32], moment: f32, sta
     let (high, low) = (slices.weights, slices.rests);
     match (layout.format(), layout.weight()) {
         (StateFormat::Fp32, WeightType::F32) => initialize_as::<WeightIsMaster>(weights, high, low),
-        (StateFormat::Fp32, WeightType::Bf16) => initialize_as::<FullMaster>(weights, high, low),
+        (StateFormat::Fp32, WeightType::Bf16) => initialize_as::<FullMaster<bf16>>(weights, high, low),
+        (StateFormat::Fp32, WeightType::F16) => initialize_as::<FullMaster<f16>>(weights, high, low),
         (StateFormat::Split | StateFormat::Bf16, _) => initialize_as::<Split16>(weights, high, low),
         (StateFormat::Compact, _) => initialize_as::<Compact8>(weights, high, low),
     }
@@ -133,7 +134,8 @@ fn update_from<R: Rule, G: Widen>(
     }
     match (layout.format(), layout.weight()) {
         (StateFormat::Fp32, WeightType::F32) => pass!(WeightIsMaster, Full, Full),
-        (StateFormat::Fp32, WeightType::Bf16) => pass!(FullMaster, Full, Full),
+        (StateFormat::Fp32, WeightType::Bf16) => pass!(FullMaster<bf16>, Full, Full),
+        (StateFormat::Fp32, WeightType::F16) => pass!(FullMaster<f16>, Full, Full),
         (StateFormat::Split, _) => pass!(Split16, Full, Full),
         (StateFormat::Bf16, _) => pass!(Split16, Bf16Moment<false>, Bf16Moment<true>),
         (StateFormat::Compact, _) => pass!(Compact8, Scaled1, Scaled2),
@@ -350,10 +352,10 @@ impl Master for WeightIsMaster {
     }
 }
 
-/// An f32 master, and the bf16 weight rounded from it.
-struct FullMaster;
+/// An f32 master, and the weight rounded from it.
+struct FullMaster<W>(std::marker::PhantomData<W>);
 
-impl Master for FullMaster {
+impl<W: Narrow> Master for FullMaster<W> {
     type Weights = [u16; TILE];
     type Rests = [f32; TILE];
 
@@ -364,7 +366,7 @@ impl Master for FullMaster {
 
     #[inline(always)]
     fn store(weights: &mut Self::Weights, rests: &mut Self::Rests, i: usize, value: f32, _: Noise) {
-        weights[i] = round_bf16(value);
+        weights[i] = W::narrow(value);
         rests[i] = value;
     }
 }

@@ -28,7 +28,7 @@ pub use sgd::Sgd;
 
 use crate::error::{OptimizerError, Result};
 use crate::isa::Isa;
-use crate::layout::{Moments, StateFormat, StateLayout};
+use crate::layout::{Moments, StateLayout};
 use crate::store::Rule;
 use crate::update::{Optimizer, StepArgs};
 use loops::Loops;
@@ -116,23 +116,24 @@ impl Algorithm {
     }
 }
 
-/// `algorithm` over state stored as `layout`.
+/// `algorithm` over state stored as `layout`, on the widest instruction set of this processor.
 ///
 /// # Errors
-/// Hyperparameters out of range, a layout with other moments than [`Algorithm::moments`], and state formats that
-/// have no loop.
+/// Hyperparameters out of range, and a layout with other moments than [`Algorithm::moments`].
 pub fn optimizer(algorithm: Algorithm, layout: StateLayout) -> Result<Box<dyn Optimizer>> {
+    optimizer_on(Isa::best(), algorithm, layout)
+}
+
+/// `algorithm` over state stored as `layout`, on an instruction set of choice: the bits are the same on all.
+///
+/// # Errors
+/// As [`optimizer`].
+pub fn optimizer_on(isa: Isa, algorithm: Algorithm, layout: StateLayout) -> Result<Box<dyn Optimizer>> {
     algorithm.validate()?;
     let (needed, found) = (algorithm.moments(), layout.moments());
     if needed != found {
         return Err(OptimizerError::WrongMoments { algorithm: algorithm.to_string(), needed, found });
     }
-    let format = layout.format();
-    let is_lossless = matches!(format, StateFormat::Fp32 | StateFormat::Split);
-    if !is_lossless && !matches!(algorithm, Algorithm::AdamW(_)) {
-        return Err(OptimizerError::UnsupportedFormat { algorithm: algorithm.to_string(), format });
-    }
-    let isa = Isa::best();
     Ok(match algorithm {
         Algorithm::AdamW(algorithm) => Box::new(Loops { isa, algorithm, layout }),
         Algorithm::Adam(algorithm) => Box::new(Loops { isa, algorithm, layout }),
@@ -201,7 +202,7 @@ fn add_decay(gradient: f32, decay: f32, master: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::WeightType;
+    use crate::{StateFormat, WeightType};
 
     const NAMES: [&str; 5] = ["adamw", "adam", "adagrad", "lion", "sgd"];
 
@@ -223,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn layouts_must_have_the_moments_and_a_format_with_a_loop() {
+    fn layouts_must_have_the_moments() {
         for name in NAMES {
             let algorithm: Algorithm = name.parse().unwrap();
             for moments in [Moments::First, Moments::Second, Moments::Both] {
