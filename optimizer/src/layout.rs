@@ -22,7 +22,7 @@ pub enum StateFormat {
     /// of a moment is wrong by less than 2⁻⁷ of it, and right in the mean.
     Bf16,
     /// The bf16 weight with an 8-bit remainder, and both moments as 8-bit codes with a scale per block of
-    /// [`COMPACT_BLOCK`]: 5.125 bytes per parameter. One rounding is right in the mean, and wrong by less than 2⁻¹⁵ of
+    /// [`COMPACT_BLOCK`]: 5.0625 bytes per parameter. One rounding is right in the mean, and wrong by less than 2⁻¹⁵ of
     /// a master and 2⁻⁴ of a moment, or, for moments far below the largest M of their block, by less than M·2⁻⁹ (first)
     /// and M·2⁻¹⁷ (second).
     Compact,
@@ -84,6 +84,11 @@ impl KindLayout {
         Self { kind, bytes, params: 1 }
     }
 
+    /// A block of 8-bit elements.
+    const fn block(kind: StateKind) -> Self {
+        Self { kind, bytes: COMPACT_BLOCK, params: COMPACT_BLOCK }
+    }
+
     /// A block of 8-bit codes, followed by its bf16 scale.
     const fn scaled(kind: StateKind) -> Self {
         Self { kind, bytes: COMPACT_BLOCK + 2, params: COMPACT_BLOCK }
@@ -100,8 +105,8 @@ impl KindLayout {
     }
 }
 
-/// Parameters that share a scale in [`StateFormat::Compact`].
-pub const COMPACT_BLOCK: usize = 32;
+/// Parameters that share a scale in [`StateFormat::Compact`], and whose bytes are stored in an order of its own.
+pub const COMPACT_BLOCK: usize = 64;
 
 /// The kinds of state that one [`StateFormat`] keeps for one [`WeightType`].
 ///
@@ -164,6 +169,9 @@ impl StateLayout {
         const fn plain(kind: StateKind, bytes: usize) -> KindLayout {
             KindLayout::plain(kind, bytes)
         }
+        const fn block(kind: StateKind) -> KindLayout {
+            KindLayout::block(kind)
+        }
         const fn scaled(kind: StateKind) -> KindLayout {
             KindLayout::scaled(kind)
         }
@@ -191,7 +199,7 @@ impl StateLayout {
                 kinds!([plain(Weight, 2), plain(MasterLow, 2)], plain(Moment1, 2), plain(Moment2, 2))
             }
             (StateFormat::Compact, _) => {
-                kinds!([plain(Weight, 2), plain(MasterLow8, 1)], scaled(Moment1), scaled(Moment2))
+                kinds!([plain(Weight, 2), block(MasterLow8)], scaled(Moment1), scaled(Moment2))
             }
         }
     }
@@ -282,14 +290,14 @@ mod tests {
         assert_eq!(bytes(StateFormat::Fp32, WeightType::F16), Ok(14 * 64));
         assert_eq!(bytes(StateFormat::Split, WeightType::Bf16), Ok(12 * 64));
         assert_eq!(bytes(StateFormat::Bf16, WeightType::Bf16), Ok(8 * 64));
-        assert_eq!(bytes(StateFormat::Compact, WeightType::Bf16), Ok(5 * 64 + 2 * 2 * 2));
+        assert_eq!(bytes(StateFormat::Compact, WeightType::Bf16), Ok(5 * 64 + 2 * 2));
     }
 
     #[test]
     fn a_short_block_is_stored_whole() {
         let layout = StateLayout::with_moments(StateFormat::Compact, WeightType::Bf16, Moments::First);
         let kinds = layout.unwrap().kinds();
-        assert_eq!(kinds.iter().map(|k| k.bytes_for(33)).collect::<Vec<_>>(), [66, 33, 68]);
+        assert_eq!(kinds.iter().map(|k| k.bytes_for(65)).collect::<Vec<_>>(), [130, 128, 132]);
     }
 
     #[test]

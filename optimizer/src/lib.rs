@@ -38,20 +38,17 @@
 #![forbid(unsafe_code)]
 
 mod algorithm;
-mod compact;
 mod error;
 mod groups;
 mod isa;
 mod layout;
 mod loss_scale;
-mod noise;
 mod norm;
 mod ranges;
 mod schedule;
 pub mod split;
 mod store;
 mod update;
-mod widen;
 
 pub use algorithm::{Adagrad, Adam, AdamW, Algorithm, Lion, Sgd, adamw, adamw_on, optimizer, optimizer_on};
 pub use error::{OptimizerError, Result};

@@ -12,8 +12,8 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use crate::error::{OptimizerError, Result};
+use crate::store::Widen;
 use crate::update::Gradient;
-use crate::widen::Widen;
 
 /// Values per block of the sum. Chunks of a gradient must begin at multiples of it.
 pub const NORM_BLOCK: usize = 16384;

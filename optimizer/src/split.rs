@@ -30,11 +30,10 @@
 pub const CANONICAL_NAN: u32 = 0x7fc0_0000;
 
 /// `x` with every NaN replaced by [`CANONICAL_NAN`].
-// On the bits, because a float comparison and select could be folded back into `x`.
+// Selects bits, because a selection among floats could be folded back into `x`.
 #[inline(always)]
 pub fn canonical(x: f32) -> f32 {
-    let bits = x.to_bits();
-    f32::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { CANONICAL_NAN } else { bits })
+    f32::from_bits(if x.is_nan() { CANONICAL_NAN } else { x.to_bits() })
 }
 
 /// The bf16 bits of a [`canonical`] value: nearest, ties away from zero.

@@ -85,8 +85,9 @@ impl<'a> Gradient<'a> {
 ///
 /// An update is element-wise: the bits of a parameter's new state depend on its own state, its own gradient and the
 /// [`StepArgs`] alone, so any division into chunks and any number of threads gives the same result. In
-/// [`StateFormat::Compact`](crate::StateFormat::Compact) this holds for blocks of
-/// [`COMPACT_BLOCK`](crate::COMPACT_BLOCK) parameters: a chunk begins where a block does.
+/// [`StateFormat::Bf16`](crate::StateFormat::Bf16) this holds for pairs of parameters, and in
+/// [`StateFormat::Compact`](crate::StateFormat::Compact) for blocks of [`COMPACT_BLOCK`](crate::COMPACT_BLOCK): a chunk
+/// begins where a pair or block does.
 pub trait Optimizer: Send + Sync {
     /// Which slices [`update`](Self::update) takes.
     fn layout(&self) -> &StateLayout;

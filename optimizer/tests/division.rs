@@ -26,8 +26,12 @@ fn chunks_change_nothing() {
         optimizer.update(&args, Gradient::Bf16(&gradient), &mut whole.slices()).unwrap();
         // 1 to 9 cover every remainder of the vector widths; 997 leaves a short last chunk.
         for chunk in (1..10).chain([64, 127, 997]) {
-            // A compact block is not divided.
-            let chunk = if layout.format() == StateFormat::Compact { chunk * COMPACT_BLOCK } else { chunk };
+            // Pairs and blocks are not divided.
+            let chunk = match layout.format() {
+                StateFormat::Compact => chunk * COMPACT_BLOCK,
+                StateFormat::Bf16 => 2 * chunk,
+                _ => chunk,
+            };
             let mut cut = start.clone();
             let mut slices = cut.slices();
             let mut kinds: Vec<_> = slices

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use super::noise::Noise;
 use super::widen::Narrow;
-use super::{Halves, LANES, Master, Order, Sequence, TILE, Words};
+use super::{Halves, LANES, Master, Order, Pair, Sequence, TILE, Words};
 use crate::split::{join, remainder, round_bf16};
 
 /// f32 weights: the weight is the master.
@@ -24,8 +24,8 @@ impl Master for WeightIsMaster {
         weights: &mut Self::Weights,
         _: &mut Self::Rests,
         lane: usize,
-        values: [f32; 2],
-        _: [Noise; 2],
+        values: Pair<f32>,
+        _: Noise,
     ) {
         in_sequence::<_, PAIR>(weights, lane, values);
     }
@@ -48,8 +48,8 @@ impl<W: Narrow> Master for FullMaster<W> {
         weights: &mut Self::Weights,
         rests: &mut Self::Rests,
         lane: usize,
-        values: [f32; 2],
-        _: [Noise; 2],
+        values: Pair<f32>,
+        _: Noise,
     ) {
         in_sequence::<_, PAIR>(weights, lane, values.map(W::narrow));
         in_sequence::<_, PAIR>(rests, lane, values);
@@ -74,8 +74,8 @@ impl Master for Split16<Sequence> {
         weights: &mut Self::Weights,
         rests: &mut Self::Rests,
         lane: usize,
-        values: [f32; 2],
-        _: [Noise; 2],
+        values: Pair<f32>,
+        _: Noise,
     ) {
         in_sequence::<_, PAIR>(weights, lane, values.map(round_bf16));
         in_sequence::<_, PAIR>(rests, lane, values.map(remainder));
@@ -93,12 +93,17 @@ impl Master for Split16<Words> {
     }
 
     #[inline(always)]
+    fn random_bits<const PAIR: usize>(_: &Halves, rests: &Halves, lane: usize) -> u32 {
+        Words::word::<PAIR>(rests, lane)
+    }
+
+    #[inline(always)]
     fn store<const PAIR: usize>(
         weights: &mut Halves,
         rests: &mut Halves,
         lane: usize,
-        values: [f32; 2],
-        _: [Noise; 2],
+        values: Pair<f32>,
+        _: Noise,
     ) {
         let bits = values.map(f32::to_bits);
         Words::put_high::<PAIR>(weights, lane, bits.map(|bits| bits.wrapping_add(0x8000)));
@@ -108,7 +113,7 @@ impl Master for Split16<Words> {
 
 /// Puts the values of a pair where [`Sequence`] has them.
 #[inline(always)]
-pub(super) fn in_sequence<T, const PAIR: usize>(tile: &mut [T; TILE], lane: usize, [a, b]: [T; 2]) {
+pub(super) fn in_sequence<T, const PAIR: usize>(tile: &mut [T; TILE], lane: usize, Pair(a, b): Pair<T>) {
     tile[2 * PAIR * LANES + lane] = a;
     tile[(2 * PAIR + 1) * LANES + lane] = b;
 }

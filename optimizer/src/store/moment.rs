@@ -2,7 +2,7 @@
 
 use super::master::in_sequence;
 use super::noise::Noise;
-use super::{Halves, Moment, Order, Sequence, TILE, Words};
+use super::{Halves, Moment, Order, Pair, Sequence, TILE, Words};
 use crate::split::canonical;
 
 /// An f32 moment.
@@ -24,23 +24,16 @@ impl Moment for Full {
     fn rescale(_: &mut [u8], _: u32) {}
 
     #[inline(always)]
-    fn store<const PAIR: usize>(
-        stored: &mut Self::Stored,
-        (): (),
-        lane: usize,
-        values: [f32; 2],
-        _: [Noise; 2],
-    ) {
+    fn store<const PAIR: usize>(stored: &mut Self::Stored, (): (), lane: usize, values: Pair<f32>, _: Noise) {
         in_sequence::<_, PAIR>(stored, lane, values.map(canonical));
     }
 }
 
 /// A moment in bf16, rounded stochastically: away from zero with the probability that the discarded 16 bits say.
-/// Exact values, infinities, zeros and the NaN stay what they are. `SECOND` says which half of the noise it uses, so
-/// that two moments of a parameter are rounded independently.
-pub(crate) struct Bf16Moment<const SECOND: bool>;
+/// Exact values, infinities, zeros and the NaN stay what they are.
+pub(crate) struct Bf16Moment;
 
-impl<const SECOND: bool> Moment for Bf16Moment<SECOND> {
+impl Moment for Bf16Moment {
     type Stored = Halves;
     type Scale = ();
 
@@ -56,16 +49,9 @@ impl<const SECOND: bool> Moment for Bf16Moment<SECOND> {
     fn rescale(_: &mut [u8], _: u32) {}
 
     #[inline(always)]
-    fn store<const PAIR: usize>(
-        stored: &mut Halves,
-        (): (),
-        lane: usize,
-        values: [f32; 2],
-        noise: [Noise; 2],
-    ) {
-        let random = noise.map(|noise| if SECOND { noise.high16() } else { noise.low16() });
-        let bits = values.map(|value| canonical(value).to_bits());
-        let rounded = std::array::from_fn(|q| bits[q].wrapping_add(random[q]));
+    fn store<const PAIR: usize>(stored: &mut Halves, (): (), lane: usize, values: Pair<f32>, noise: Noise) {
+        let rounded =
+            values.zip(noise.bits16()).map(|(value, random)| canonical(value).to_bits().wrapping_add(random));
         Words::put_high::<PAIR>(stored, lane, rounded);
     }
 }
@@ -89,5 +75,5 @@ impl Moment for Absent {
     fn rescale(_: &mut [u8], _: u32) {}
 
     #[inline(always)]
-    fn store<const PAIR: usize>(_: &mut Self::Stored, (): (), _: usize, _: [f32; 2], _: [Noise; 2]) {}
+    fn store<const PAIR: usize>(_: &mut Self::Stored, (): (), _: usize, _: Pair<f32>, _: Noise) {}
 }

@@ -7,7 +7,7 @@ use bytemuck::{Pod, Zeroable, bytes_of, bytes_of_mut, from_bytes_mut};
 
 use super::noise::Noise;
 use super::widen::Widen;
-use super::{LANES, Master, Moment, Order, Rule, Slices, TILE};
+use super::{LANES, Master, Moment, Order, Pair, Rule, Slices, TILE};
 use crate::split::canonical;
 
 /// One update of a run, to be instantiated for an instruction set.
@@ -74,15 +74,6 @@ struct Tile<'a, P: Master, M: Moment, V: Moment> {
     v_scale: &'a mut [u8],
 }
 
-/// A parameter after the update, before it is rounded.
-#[derive(Clone, Copy)]
-struct New {
-    master: f32,
-    m: f32,
-    v: f32,
-    noise: Noise,
-}
-
 impl<P: Master, M: Moment, V: Moment> Tile<'_, P, M, V> {
     #[inline(always)]
     fn update<R: Rule, G: Widen, O: Order>(&mut self, rule: &R, seed: u32, gradient: &[G; TILE]) {
@@ -124,31 +115,30 @@ fn first_half<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment>(
 ) -> (u32, u32) {
     let (mut m_largest, mut v_largest) = (0, 0);
     for lane in 0..LANES {
-        /// The update of parameter `Q` of the lane.
-        macro_rules! new {
-            ($q:literal) => {{
-                let gradient = G::load::<O, $q>(gradient, lane);
-                let master = P::load::<$q>(weights, rests, lane);
-                let (m, v) = (M::load::<$q>(m, scales.0, lane), V::load::<$q>(v, scales.1, lane));
-                let noise = Noise::new(seed, gradient, master);
-                let (master, m, v) = rule.apply(gradient, master, m, v);
-                New { master: canonical(master), m, v, noise }
-            }};
-        }
         /// The update of a pair.
         macro_rules! pair {
             ($pair:literal, $even:literal, $odd:literal) => {
-                let news = [new!($even), new!($odd)];
-                let noise = news.map(|new| new.noise);
-                P::store::<$pair>(weights, rests, lane, news.map(|new| new.master), noise);
-                let (m_new, v_new) = (news.map(|new| new.m), news.map(|new| new.v));
+                let gradients = Pair(G::load::<O, $even>(gradient, lane), G::load::<O, $odd>(gradient, lane));
+                let masters =
+                    Pair(P::load::<$even>(weights, rests, lane), P::load::<$odd>(weights, rests, lane));
+                let ms = Pair(M::load::<$even>(m, scales.0, lane), M::load::<$odd>(m, scales.0, lane));
+                let vs = Pair(V::load::<$even>(v, scales.1, lane), V::load::<$odd>(v, scales.1, lane));
+                let noise = Noise::new(
+                    seed,
+                    G::random_bits::<$pair>(gradient, lane, gradients),
+                    P::random_bits::<$pair>(weights, rests, lane),
+                );
+                let even = rule.apply(gradients.0, masters.0, ms.0, vs.0);
+                let odd = rule.apply(gradients.1, masters.1, ms.1, vs.1);
+                P::store::<$pair>(weights, rests, lane, Pair(even.0, odd.0).map(canonical), noise);
+                let (ms, vs) = (Pair(even.1, odd.1), Pair(even.2, odd.2));
                 if const { M::SCALE_BYTES + V::SCALE_BYTES == 0 } {
-                    M::store::<$pair>(m, M::rescale(&mut [], 0), lane, m_new, noise);
-                    V::store::<$pair>(v, V::rescale(&mut [], 0), lane, v_new, noise);
+                    M::store::<$pair>(m, M::rescale(&mut [], 0), lane, ms, noise);
+                    V::store::<$pair>(v, V::rescale(&mut [], 0), lane, vs, noise);
                 } else {
-                    waiting.pairs[$pair].put(lane, m_new, v_new, noise);
-                    m_largest = m_new.map(magnitude).into_iter().fold(m_largest, u32::max);
-                    v_largest = v_new.map(magnitude).into_iter().fold(v_largest, u32::max);
+                    waiting.pairs[$pair].put(lane, ms, vs, noise);
+                    m_largest = m_largest.max(magnitude(ms.0)).max(magnitude(ms.1));
+                    v_largest = v_largest.max(magnitude(vs.0)).max(magnitude(vs.1));
                 }
             };
         }
@@ -186,23 +176,21 @@ struct Waiting {
 struct WaitingPair {
     m: [[f32; LANES]; 2],
     v: [[f32; LANES]; 2],
-    noise: [[Noise; LANES]; 2],
+    noise: [Noise; LANES],
 }
 
 impl WaitingPair {
     #[inline(always)]
-    fn put(&mut self, lane: usize, m: [f32; 2], v: [f32; 2], noise: [Noise; 2]) {
-        for q in 0..2 {
-            self.m[q][lane] = m[q];
-            self.v[q][lane] = v[q];
-            self.noise[q][lane] = noise[q];
-        }
+    fn put(&mut self, lane: usize, m: Pair<f32>, v: Pair<f32>, noise: Noise) {
+        (self.m[0][lane], self.m[1][lane]) = (m.0, m.1);
+        (self.v[0][lane], self.v[1][lane]) = (v.0, v.1);
+        self.noise[lane] = noise;
     }
 
     #[inline(always)]
-    fn at(&self, lane: usize) -> ([f32; 2], [f32; 2], [Noise; 2]) {
+    fn at(&self, lane: usize) -> (Pair<f32>, Pair<f32>, Noise) {
         let (m, v, noise) = (&self.m, &self.v, &self.noise);
-        ([m[0][lane], m[1][lane]], [v[0][lane], v[1][lane]], [noise[0][lane], noise[1][lane]])
+        (Pair(m[0][lane], m[1][lane]), Pair(v[0][lane], v[1][lane]), noise[lane])
     }
 }
 
@@ -241,8 +229,8 @@ pub(super) fn fill<M: Moment>(bytes: &mut [u8], value: f32) {
         let scale = M::rescale(scale, magnitude(value));
         let mut tile = M::Stored::zeroed();
         for lane in 0..LANES {
-            M::store::<0>(&mut tile, scale, lane, [value; 2], [Noise::NEAREST; 2]);
-            M::store::<1>(&mut tile, scale, lane, [value; 2], [Noise::NEAREST; 2]);
+            M::store::<0>(&mut tile, scale, lane, Pair(value, value), Noise::NEAREST);
+            M::store::<1>(&mut tile, scale, lane, Pair(value, value), Noise::NEAREST);
         }
         write_short(codes, 0, &tile);
     }
@@ -254,8 +242,10 @@ pub(super) fn masters<O: Order, P: Master>(values: &[f32], weights: &mut [u8], r
         let (mut high, mut low) = (P::Weights::zeroed(), P::Rests::zeroed());
         let value = |place| canonical(values.get(place).copied().unwrap_or(0.0));
         for lane in 0..LANES {
-            let places = [O::place::<0>(lane), O::place::<1>(lane), O::place::<2>(lane), O::place::<3>(lane)];
-            P::store(&mut high, &mut low, lane, places.map(value), [Noise::NEAREST; 4]);
+            let pair = Pair(O::place::<0>(lane), O::place::<1>(lane));
+            P::store::<0>(&mut high, &mut low, lane, pair.map(value), Noise::NEAREST);
+            let pair = Pair(O::place::<2>(lane), O::place::<3>(lane));
+            P::store::<1>(&mut high, &mut low, lane, pair.map(value), Noise::NEAREST);
         }
         write_short(weights, at, &high);
         write_short(rests, at, &low);

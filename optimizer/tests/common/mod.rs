@@ -85,7 +85,8 @@ impl State {
             (StateFormat::Compact, _) => {
                 let (hi, low) = (self.kind::<u16>(StateKind::Weight), self.kind::<i8>(StateKind::MasterLow8));
                 let bits = |hi: u16, low: i8| (i64::from(hi) << 16) + (i64::from(low) << 8);
-                hi.iter().zip(low).map(|(hi, low)| f32::from_bits(bits(*hi, *low) as u32)).collect()
+                let byte = |i: usize| low[i / COMPACT_BLOCK * COMPACT_BLOCK + byte_of(i % COMPACT_BLOCK)];
+                (0..self.params).map(|i| f32::from_bits(bits(hi[i], byte(i)) as u32)).collect()
             }
             _ => {
                 let (hi, low) = (self.kind(StateKind::Weight), self.kind(StateKind::MasterLow));
@@ -103,7 +104,7 @@ impl State {
                 let values = blocks.flat_map(|block| {
                     let (codes, scale) = block.split_at(COMPACT_BLOCK);
                     let scale = bf16::from_ne_bytes([scale[0], scale[1]]).to_f64();
-                    codes.iter().map(move |code| scale * decoded(kind, *code))
+                    (0..COMPACT_BLOCK).map(move |i| scale * decoded(kind, codes[byte_of(i)]))
                 });
                 values.take(self.params).collect()
             }
@@ -132,6 +133,11 @@ impl State {
         bits.extend(self.kind::<u32>(StateKind::Moment2));
         xxhash_rust::xxh3::xxh3_64(bytemuck::cast_slice(&bits))
     }
+}
+
+/// Where the byte of parameter `i` of a compact block lies.
+fn byte_of(i: usize) -> usize {
+    i % 32 / 2 * 4 + i / 32 * 2 + i % 2
 }
 
 /// The value of a compact code with scale 1.

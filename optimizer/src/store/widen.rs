@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use super::{Order, Pair, TILE, Words};
 use crate::split::round_bf16;
 
 /// A gradient element that widens to f32 without rounding.
@@ -10,6 +11,18 @@ use crate::split::round_bf16;
 /// [`canonical`](crate::split::canonical), and a NaN stays a NaN.
 pub(crate) trait Widen: Copy + Default + bytemuck::Pod + Send + Sync {
     fn widen(self) -> f32;
+
+    /// Parameter `Q` of a lane.
+    #[inline(always)]
+    fn load<O: Order, const Q: usize>(tile: &[Self; TILE], lane: usize) -> f32 {
+        tile[O::place::<Q>(lane)].widen()
+    }
+
+    /// The upper 16 bits of the two gradients of a pair, widened.
+    #[inline(always)]
+    fn random_bits<const PAIR: usize>(_: &[Self; TILE], _lane: usize, widened: Pair<f32>) -> u32 {
+        widened.0.to_bits() >> 16 | widened.1.to_bits() & 0xffff_0000
+    }
 }
 
 impl Widen for f32 {
@@ -23,6 +36,17 @@ impl Widen for bf16 {
     #[inline(always)]
     fn widen(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+
+    #[inline(always)]
+    fn load<O: Order, const Q: usize>(tile: &[Self; TILE], lane: usize) -> f32 {
+        f32::from_bits(O::high::<Q>(bytemuck::cast_ref(tile), lane))
+    }
+
+    // The same bits as above, without taking them apart. Only formats in words use them.
+    #[inline(always)]
+    fn random_bits<const PAIR: usize>(tile: &[Self; TILE], lane: usize, _: Pair<f32>) -> u32 {
+        Words::word::<PAIR>(bytemuck::cast_ref(tile), lane)
     }
 }
 
