@@ -127,6 +127,17 @@ fn inputs_of_a_model_without_tokenizer() {
 }
 
 #[test]
+fn parameter_groups() {
+    let line = "--no-decay *norm* --param-group *embed*,lr=1e-6 --no-decay *.bias --param-group *.0.*,frozen";
+    let groups = resolve(line, None, None).unwrap().groups;
+    let words: Vec<_> = groups.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        words,
+        ["*embed*,lr=0.000001", "*.0.*,frozen", "*norm*,weight-decay=0", "*.bias,weight-decay=0"]
+    );
+}
+
+#[test]
 fn algorithms() {
     use terrace_optimizer::{Adagrad, Adam, Lion, Sgd};
     let named = |line: &str, file: Option<&str>| resolve(line, file, None).map(|run| run.optimizer);

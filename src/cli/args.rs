@@ -1,7 +1,7 @@
 //! The command line, parsed. Flags only: what they mean together with a configuration file is
 //! [`TrainConfig`](crate::config::TrainConfig)'s business.
 
-use crate::config::ByteSize;
+use crate::config::{ByteSize, GroupFlag};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 use std::num::{NonZeroU64, NonZeroUsize};
@@ -75,6 +75,13 @@ pub struct FinetuneArgs {
     /// Weight decay; decoupled from the gradient for adamw and lion [default: 0]
     #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
     pub weight_decay: Option<f64>,
+    /// No weight decay for parameters whose names match; * stands for any characters, as in '*norm*'
+    #[arg(long, value_name = "PATTERN", help_heading = "Training")]
+    pub no_decay: Vec<String>,
+    /// What parameters whose names match get: after the pattern lr=X or lr-scale=X, weight-decay=X, or frozen, as in
+    /// '*embed*,lr=1e-6'. The first pattern that matches decides; those of --no-decay come last
+    #[arg(long, value_name = "PATTERN,…", help_heading = "Training")]
+    pub param_group: Vec<GroupFlag>,
     /// Decay rates of the moments [default: 0.9,0.999; lion: 0.9,0.99]
     #[arg(long, value_name = "A,B", help_heading = "Training")]
     pub betas: Option<Betas>,
@@ -471,11 +478,13 @@ mod tests {
             --grad-accum 4 --seq-len 128 --learning-rate 3e-4 --weight-decay 0.1 --betas 0.9,0.95 --eps 1e-6 --clip 0 \
             --warmup-steps 10 --scheduler cosine --dtype fp32 --state compact --offload host --disk a --disk b \
             --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 \
+            --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 \
             --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --threads 3";
         let cli = parse(line).unwrap();
         assert_eq!(cli.threads, NonZeroUsize::new(3));
         let Command::Finetune(args) = cli.command else { panic!("another command") };
         assert_eq!(args.betas, Some(Betas(0.9, 0.95)));
+        assert_eq!((args.no_decay.len(), args.param_group.len()), (2, 1));
         assert_eq!(args.placement.disk.len(), 2);
         assert_eq!(args.placement.device, DeviceName::Cuda(1));
         assert_eq!(args.placement.host_memory, Some(ByteSize(24 << 30)));
@@ -514,6 +523,8 @@ mod tests {
             "--threads 0",
             "--save-every 0",
             "--dtype fp16",
+            "--param-group *,lr=fast",
+            "--param-group lr=1",
         ] {
             let error = parse(&format!("{finetune} {flag}")).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{flag}");

@@ -4,7 +4,7 @@ use super::args::{FinetuneArgs, PlacementArgs, StateFormat as StateFlag};
 use super::inputs::FinetuneInputs;
 use super::session::{self, Session};
 use super::{print_json, trace};
-use crate::config::{ByteSize, Schedule, TrainConfig, run};
+use crate::config::{ByteSize, GroupFlag, Schedule, TrainConfig, run};
 use crate::error::CliError;
 use crate::interrupt::Interrupt;
 use crate::metrics::{MetricsWriter, StepMetrics};
@@ -60,6 +60,7 @@ pub fn train(
         count(summary.loss_tokens as f64),
         if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
     );
+    check_groups(args, &run, &model.blocks)?;
     let session =
         Session::open(&args.placement, &io_config(&run, profile.as_ref()), threads, run.trace.is_some())?;
     let config_text = read_config(&run.model)?;
@@ -231,6 +232,20 @@ fn step_metrics(report: &StepReport, lr: f64, tokens: u64, io: &Stats) -> StepMe
     }
 }
 
+/// Says which flag names parameters that the model does not have.
+fn check_groups(args: &FinetuneArgs, run: &TrainConfig, blocks: &[Box<dyn Block>]) -> Result<(), CliError> {
+    let params = all_params(blocks);
+    let matches = |group: &&GroupFlag| params.iter().any(|param| group.0.matches(&param.name));
+    let Some(index) = run.groups.iter().position(|group| !matches(&group)) else { return Ok(()) };
+    let flag = if index < args.param_group.len() { "--param-group" } else { "--no-decay" };
+    let names: Vec<&str> = params.iter().rev().take(3).map(|param| param.name.as_str()).collect();
+    Err(CliError::Usage(format!(
+        "{flag} {}: no parameter of the model has such a name; names are like {}, and * stands for any characters",
+        run.groups[index].0.pattern,
+        names.join(", ")
+    )))
+}
+
 /// State in memory is first saved when it is too late to say that its directory holds another run's.
 fn refuse_saved_state(session: &Session, disks: &[PathBuf]) -> Result<(), CliError> {
     match Engine::stored(&session.backend.io, disks) {
@@ -283,10 +298,11 @@ fn engine_config(
         StateFlag::Bf16 => StateFormat::Bf16,
         StateFlag::Compact => StateFormat::Compact,
     };
-    let optimizer = run.optimizer;
+    let groups = run.groups.iter().map(|group| group.0.clone()).collect();
+    let (optimizer, base_lr) = (run.optimizer, run.learning_rate);
     Ok(EngineConfig {
         dtype: session::dtype(run.dtype),
-        training: Some(TrainingConfig { state, optimizer, clip: run.clip }),
+        training: Some(TrainingConfig { state, optimizer, clip: run.clip, groups, base_lr }),
         placement: session::placement(run.offload),
         disks: state_dirs(run),
         disk_weights: None,
@@ -307,6 +323,7 @@ fn engine_config(
 /// What a resumed run must have in common with the one that wrote the state: everything that the numbers depend on.
 fn identity(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> String {
     let schedule = run.schedule(steps);
+    let groups: Vec<String> = run.groups.iter().map(ToString::to_string).collect();
     json!({
         "model": format!("{:016x}", checksum(config_text.as_bytes())),
         "data": format!("{data:016x}"),
@@ -320,6 +337,7 @@ fn identity(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> Stri
         "--learning-rate": run.learning_rate,
         "optimizer": format!("{:?}", run.optimizer),
         "--clip": run.clip,
+        "--param-group and --no-decay": groups,
         "schedule": schedule,
         // A decaying rate depends on where the run ends.
         "steps": if matches!(schedule, Schedule::Constant { .. }) { None } else { Some(steps) },

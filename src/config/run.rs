@@ -1,6 +1,7 @@
 //! One training run, resolved: flags over the configuration file over defaults.
 
 use super::ds_config::{DsConfig, DsOffload, DsOptimizer, DsSchedule};
+use super::groups::GroupFlag;
 use super::schedule::Schedule;
 use super::size::ByteSize;
 use crate::cli::args::{
@@ -52,6 +53,8 @@ pub struct TrainConfig {
     pub learning_rate: f64,
     /// The optimization algorithm and its hyperparameters.
     pub optimizer: Algorithm,
+    /// Parameters with another learning rate or weight decay, in the order in which the patterns are tried.
+    pub groups: Vec<GroupFlag>,
     /// Largest global gradient norm; `None` does not clip.
     pub clip: Option<f64>,
     /// The learning rate's schedule; [`schedule`](Self::schedule) completes it.
@@ -147,6 +150,7 @@ impl TrainConfig {
             seq_len: seq_len(args.seq_len.map(usize::from), positions_max)?,
             learning_rate: args.learning_rate.or(adam.lr).unwrap_or(1e-5),
             optimizer: algorithm(args, &adam)?,
+            groups: groups(args),
             clip: Some(args.clip.or(given.gradient_clipping).unwrap_or(1.0)).filter(|&norm| norm > 0.0),
             schedule: schedule(args, given),
             dtype: args.dtype.unwrap_or(if given.bf16 == Some(false) { Dtype::Fp32 } else { Dtype::Bf16 }),
@@ -229,6 +233,11 @@ fn count(name: &str, value: Option<u64>) -> Result<usize, CliError> {
         Ok(value) => Ok(value as usize),
         Err(_) => usage(format!("{name} {} is beyond reason", value.unwrap_or(1))),
     }
+}
+
+fn groups(args: &FinetuneArgs) -> Vec<GroupFlag> {
+    let no_decay = args.no_decay.iter().map(|pattern| GroupFlag::no_decay(pattern));
+    args.param_group.iter().cloned().chain(no_decay).collect()
 }
 
 /// A flag about the schedule replaces the file's scheduler as a whole: mixing halves of two gives a third that nobody asked for.

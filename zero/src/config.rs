@@ -3,7 +3,7 @@
 use crate::Result;
 use std::path::PathBuf;
 use terrace_kernels::DType;
-use terrace_optimizer::{AdamW, Algorithm, StateFormat};
+use terrace_optimizer::{AdamW, Algorithm, GroupRule, StateFormat};
 use terrace_tiers::Striping;
 
 /// Where the training state lives between uses.
@@ -37,6 +37,13 @@ pub struct TrainingConfig {
     pub optimizer: Algorithm,
     /// Largest global norm of the gradient; larger ones are scaled down to it.
     pub clip: Option<f64>,
+    /// Parameters that get another learning rate or weight decay than the rest, by name: the first rule whose pattern matches
+    /// decides. A frozen parameter keeps its place in the state, and its gradient does not count in the norm. Every pattern
+    /// must match some parameter.
+    pub groups: Vec<GroupRule>,
+    /// The rate that the run's schedule is made of, which rules with a [rate of their own](terrace_optimizer::GroupLr::Own) are
+    /// measured against; nothing else looks at it.
+    pub base_lr: f64,
 }
 
 /// The largest batch that the plan has room for.
@@ -98,7 +105,13 @@ pub struct EngineConfig {
 impl Default for TrainingConfig {
     /// AdamW with torch's hyperparameters, twelve bytes of state per bf16 parameter, gradients clipped to a norm of 1.
     fn default() -> Self {
-        Self { state: StateFormat::default(), optimizer: AdamW::default().into(), clip: Some(1.0) }
+        Self {
+            state: StateFormat::default(),
+            optimizer: AdamW::default().into(),
+            clip: Some(1.0),
+            groups: Vec::new(),
+            base_lr: 0.0,
+        }
     }
 }
 

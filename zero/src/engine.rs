@@ -6,6 +6,7 @@ use crate::gradients::GradientPark;
 use crate::lane::Lane;
 use crate::network::Network;
 use crate::plan::{EnginePlan, Planner};
+use crate::runs::Runs;
 use crate::state::{StateHome, StateKinds, needs_disk};
 use crate::update::UpdateSlots;
 use crate::{
@@ -28,6 +29,7 @@ pub struct Engine {
     pub(crate) backend: Backend,
     pub(crate) network: Network,
     pub(crate) kinds: StateKinds,
+    pub(crate) runs: Runs,
     pub(crate) optimizer: Option<Box<dyn Optimizer>>,
     pub(crate) plan: EnginePlan,
     pub(crate) lane: Lane,
@@ -153,7 +155,7 @@ impl Engine {
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
-        let Parts { config, network, kinds, optimizer, plan } = parts;
+        let Parts { config, network, kinds, runs, optimizer, plan } = parts;
         let windows = &plan.windows;
         let lane = Lane::new(&backend, windows.arena_bytes)?;
         let on_disk = home.disk().is_some();
@@ -205,6 +207,7 @@ impl Engine {
             backend,
             network,
             kinds,
+            runs,
             optimizer,
             plan,
             lane,
@@ -272,6 +275,7 @@ struct Parts {
     config: EngineConfig,
     network: Network,
     kinds: StateKinds,
+    runs: Runs,
     optimizer: Option<Box<dyn Optimizer>>,
     plan: EnginePlan,
 }
@@ -286,10 +290,18 @@ impl Parts {
     ) -> Result<Self> {
         needs_disk(&config)?;
         let network = Network::new(blocks)?;
-        let (kinds, optimizer) = StateKinds::new(&config)?;
+        let (mut kinds, optimizer) = StateKinds::new(&config)?;
+        let runs = match &config.training {
+            Some(training) => Runs::new(&network, training)?,
+            None => Runs::default(),
+        };
+        if runs.any_frozen() {
+            // What an update leaves alone is written to the next generation as it was read.
+            kinds.read_by_update.fill(true);
+        }
         let planner = Planner { config: &config, backend, network: &network, kinds: &kinds, sample, stored };
         let plan = planner.plan()?;
-        Ok(Self { config, network, kinds, optimizer, plan })
+        Ok(Self { config, network, kinds, runs, optimizer, plan })
     }
 }
 

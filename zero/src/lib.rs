@@ -21,6 +21,7 @@ mod infer;
 mod lane;
 mod network;
 mod plan;
+mod runs;
 mod source;
 mod state;
 mod train;

@@ -8,6 +8,7 @@ use crate::fetch::{Fetcher, Ready};
 use crate::gradients::GradientPark;
 use crate::lane::Lane;
 use crate::network::Network;
+use crate::runs::Runs;
 use crate::state::StateHome;
 use crate::update::Updater;
 use crate::{
@@ -15,9 +16,10 @@ use crate::{
     Result, Weights,
 };
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 use terrace_device::{BytesMut, Region};
-use terrace_kernels::{DType, Tensor, View};
+use terrace_kernels::{DType, Tensor, View, ViewMut};
 use terrace_optimizer::{StepArgs, clip_coefficient};
 use terrace_tiers::Lease;
 
@@ -64,6 +66,7 @@ struct Training<'a> {
     inputs: &'a [Vec<Tensor>],
     activations: &'a mut Activations,
     park: &'a mut GradientPark,
+    runs: &'a Runs,
     pool: &'a rayon::ThreadPool,
     step: u64,
     loss_terms: u64,
@@ -168,6 +171,7 @@ impl Engine {
             backend,
             network,
             kinds,
+            runs,
             optimizer,
             plan,
             lane,
@@ -181,14 +185,15 @@ impl Engine {
             step,
             ..
         } = self;
-        let (home, network, lane, kinds) = (&*home, &*network, &*lane, &*kinds);
+        let (home, network, lane, kinds, runs) = (&*home, &*network, &*lane, &*kinds, &*runs);
         let Signals::Training(activations) = signals else { unreachable!("checked: this engine trains") };
         let park = park.as_mut().expect("a training engine parks gradients");
         let optimizer = optimizer.as_deref().expect("a training engine has an optimizer");
         let spec = &plan.spec;
         // Without clipping a group can be updated as soon as its gradient is complete.
         let clip = config.training.as_ref().is_some_and(|t| t.clip.is_some());
-        let updater = Updater { optimizer, args: updater_args, kinds, slots: Some(update_slots), spec, pool };
+        let slots = Some(&*update_slots);
+        let updater = Updater { optimizer, args: updater_args, runs, kinds, slots, spec, pool };
         let immediate = home.disk().filter(|_| !clip).map(|_| &updater);
         let pass = Pass {
             network,
@@ -201,7 +206,8 @@ impl Engine {
             loss_scale: (1.0 / report.loss_terms as f64) as f32,
         };
         let loss_terms = report.loss_terms;
-        let mut training = Training { pass, inputs, activations, park, pool, step: *step + 1, loss_terms };
+        let mut training =
+            Training { pass, inputs, activations, park, runs, pool, step: *step + 1, loss_terms };
         let regions = std::mem::take(weight_regions);
         let items = training_order(network);
         let slots = weight_slots.as_ref();
@@ -229,8 +235,9 @@ impl Engine {
             let args = self.step_args(lr, scale);
             let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
             let park = self.park.as_mut().expect("a training engine parks gradients");
-            let (kinds, spec, slots) = (&self.kinds, &self.plan.spec, Some(&self.update_slots));
-            let updater = Updater { optimizer, args, kinds, slots, spec, pool: &self.pool };
+            let (runs, kinds, spec) = (&self.runs, &self.kinds, &self.plan.spec);
+            let slots = Some(&self.update_slots);
+            let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool: &self.pool };
             let stalled: Duration = updater.run(&mut self.home, park, 0..spec.groups.len())?;
             report.state_stall_seconds += stalled.as_secs_f64();
         }
@@ -316,7 +323,8 @@ impl Training<'_> {
                 mean = self.read_loss(loss.take().expect("taken once"))?;
                 loss = Some(self.pass.lane.tensor(&zero_loss())?);
             }
-            for (&group, acc) in groups.iter().zip(&accumulators) {
+            for (&group, acc) in groups.iter().zip(&mut accumulators) {
+                self.forget_frozen(group, acc)?;
                 self.park.park(self.pass.backend, self.pass.lane, group, acc, group == block, self.pool)?;
             }
             drop(accumulators);
@@ -371,6 +379,16 @@ impl Training<'_> {
             if let Some(dx) = dx {
                 *signal = Some(lane.store(dx)?);
             }
+        }
+        Ok(())
+    }
+
+    /// Frozen parameters have no gradient, so that the norm is that of what is trained.
+    fn forget_frozen(&self, group: usize, acc: &mut Region) -> Result {
+        for Range { start, end } in self.runs.frozen(group) {
+            let frozen = acc.bytes_mut().slice(start * 4, end * 4);
+            let frozen = ViewMut::new(frozen, DType::F32, &[end - start]);
+            self.pass.backend.kernels.elementwise.zero(frozen)?;
         }
         Ok(())
     }

@@ -5,13 +5,14 @@
 //! generation; the live one is never touched. Resident state is updated where it is.
 
 use crate::gradients::{Arriving, GradientPark};
-use crate::state::{StateHome, StateKinds};
+use crate::runs::Runs;
+use crate::state::{KINDS_MAX, StateHome, StateKinds};
 use crate::{EngineError, Result};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use terrace_aio::IoEngine;
-use terrace_optimizer::{Optimizer, StepArgs, update_threaded};
+use terrace_optimizer::{Gradient, Optimizer, StepArgs, update_threaded};
 use terrace_tiers::{BlobKey, DiskStore, Generation, Lease, PendingRead, Pool, StoreSpec};
 
 /// Slots for optimizer state on its way from disk through the update and back, one pool per kind.
@@ -59,6 +60,7 @@ impl UpdateSlots {
 pub(crate) struct Updater<'a> {
     pub(crate) optimizer: &'a dyn Optimizer,
     pub(crate) args: StepArgs,
+    pub(crate) runs: &'a Runs,
     pub(crate) kinds: &'a StateKinds,
     pub(crate) slots: Option<&'a UpdateSlots>,
     pub(crate) spec: &'a StoreSpec,
@@ -159,8 +161,8 @@ impl Updater<'_> {
             });
         }
         let stalled = began.elapsed();
-        let mut slices: Vec<&mut [u8]> = leases.iter_mut().map(|lease| &mut **lease).collect();
-        update_threaded(self.optimizer, self.pool, &self.args, park.as_gradient(&gradient), &mut slices)?;
+        let slices = leases.iter_mut().map(|lease| &mut **lease);
+        self.apply(chunk.group, chunk.chunk, park.as_gradient(&gradient), slices)?;
         drop(gradient);
         for (blob, lease) in self.kinds.blobs.iter().zip(leases) {
             store.write(BlobKey { group: chunk.group, kind: blob.kind }, chunk.chunk, lease)?;
@@ -178,13 +180,39 @@ impl Updater<'_> {
         let gradient = parked(park, group, chunk)?.wait()?;
         let start = chunk * self.spec.chunk_elements as usize;
         let elements = self.spec.chunk_len(group, chunk);
-        let mut slices = Vec::with_capacity(blobs.len());
-        for (blob, kind) in blobs.iter_mut().zip(&self.kinds.blobs) {
+        let slices = blobs.iter_mut().zip(&self.kinds.blobs).map(|(blob, kind)| {
             let blob = Arc::get_mut(blob).expect("no upload or block holds a weight while it is updated");
             let from = kind.bytes(start as u64) as usize;
-            slices.push(&mut blob[from..from + kind.bytes(elements as u64) as usize]);
+            &mut blob[from..from + kind.bytes(elements as u64) as usize]
+        });
+        self.apply(group, chunk, park.as_gradient(&gradient), slices)
+    }
+
+    /// Steps the runs of a chunk one after the other. `state` is the chunk's bytes of every kind.
+    fn apply<'s>(
+        &self,
+        group: usize,
+        chunk: usize,
+        gradient: Gradient<'_>,
+        state: impl Iterator<Item = &'s mut [u8]>,
+    ) -> Result {
+        let kinds = &self.kinds.blobs;
+        let mut state_left: [&mut [u8]; KINDS_MAX] = Default::default();
+        state_left.iter_mut().zip(state).for_each(|(left, slice)| *left = slice);
+        let mut gradient_left = gradient;
+        let start = chunk * self.spec.chunk_elements as usize;
+        for (elements, rates) in self.runs.within(group, start..start + gradient.len()) {
+            let mut state: [&mut [u8]; KINDS_MAX] = Default::default();
+            for ((state, left), kind) in state.iter_mut().zip(&mut state_left).zip(kinds) {
+                (*state, *left) = std::mem::take(left).split_at_mut(kind.bytes(elements as u64) as usize);
+            }
+            let gradient;
+            (gradient, gradient_left) = gradient_left.split_at(elements);
+            if !rates.frozen {
+                let args = rates.args(&self.args);
+                update_threaded(self.optimizer, self.pool, &args, gradient, &mut state[..kinds.len()])?;
+            }
         }
-        update_threaded(self.optimizer, self.pool, &self.args, park.as_gradient(&gradient), &mut slices)?;
         Ok(())
     }
 }
