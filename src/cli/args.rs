@@ -1,7 +1,7 @@
 //! The command line, parsed. Flags only: what they mean together with a configuration file is
 //! [`TrainConfig`](crate::config::TrainConfig)'s business.
 
-use crate::config::{ByteSize, GroupFlag};
+use crate::config::{ByteSize, GroupFlag, SchedulerFlag};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 use std::num::{NonZeroU64, NonZeroUsize};
@@ -94,12 +94,14 @@ pub struct FinetuneArgs {
     /// Largest global gradient norm, 0 for none [default: 1.0]
     #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
     pub clip: Option<f64>,
-    /// Steps of linear warm-up [default: 0]
+    /// Steps of warm-up [default: 0; DeepSpeed's schedules: 1000]
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub warmup_steps: Option<u64>,
-    /// How the learning rate moves after the warm-up [default: linear]
-    #[arg(long, value_name = "NAME", help_heading = "Training")]
-    pub scheduler: Option<SchedulerName>,
+    /// How the learning rate moves [default: linear]: constant, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt,
+    /// or DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest. Parameters follow the name, as in
+    /// OneCycle,cycle_min_lr=1e-5,cycle_max_lr=1e-4
+    #[arg(long, value_name = "NAME[,KEY=VALUE…]", help_heading = "Training")]
+    pub scheduler: Option<SchedulerFlag>,
     /// Seed of the data order
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]
     pub seed: u64,
@@ -280,18 +282,6 @@ pub struct ReportArgs {
     /// Print one JSON document to stdout
     #[arg(long)]
     pub json: bool,
-}
-
-/// Learning-rate schedules by name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum SchedulerName {
-    /// The same rate throughout.
-    Constant,
-    /// A straight line to zero.
-    Linear,
-    /// Half a cosine to zero.
-    Cosine,
 }
 
 /// Number types of weights and activations.
@@ -525,6 +515,8 @@ mod tests {
             "--dtype fp16",
             "--param-group *,lr=fast",
             "--param-group lr=1",
+            "--scheduler exponential",
+            "--scheduler OneCycle",
         ] {
             let error = parse(&format!("{finetune} {flag}")).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{flag}");

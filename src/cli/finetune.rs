@@ -4,7 +4,7 @@ use super::args::{FinetuneArgs, PlacementArgs, StateFormat as StateFlag};
 use super::inputs::FinetuneInputs;
 use super::session::{self, Session};
 use super::{print_json, trace};
-use crate::config::{ByteSize, GroupFlag, Schedule, TrainConfig, run};
+use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
 use crate::error::CliError;
 use crate::interrupt::Interrupt;
 use crate::metrics::{MetricsWriter, StepMetrics};
@@ -17,11 +17,11 @@ use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::layer::Stats;
 use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch, export_folder};
-use terrace_optimizer::StateFormat;
+use terrace_optimizer::{Schedule, StateFormat};
 use terrace_tiers::{TierError, checksum};
 use terrace_zero::{
-    BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, Placement, StepReport,
-    TrainingConfig, WeightSource, WindowOverrides,
+    BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, Placement, StepRates,
+    StepReport, TrainingConfig, WeightSource, WindowOverrides,
 };
 
 /// Runs the command.
@@ -157,14 +157,14 @@ impl Trainer<'_> {
             let step = self.engine.step();
             let samples = samples(step)?;
             let batches = self.micro_batches(&samples)?;
-            let lr = self.schedule.rate(step, steps, self.run.learning_rate);
+            let (lr, betas) = (self.schedule.lr(step), self.schedule.betas(step));
             let tokens = samples.iter().map(|s| s.ids.len() as u64).sum();
             let (stats, last) = (&self.session.stats, self.last);
             let note = |report: &StepReport| {
                 let metrics = step_metrics(report, lr, tokens, &stats.snapshot().since(&last));
                 serde_json::to_vec(&metrics).expect("metrics are plain data")
             };
-            let report = self.engine.train_step_noting(&batches, lr, note)?;
+            let report = self.engine.train_step_noting(&batches, StepRates { lr, betas }, note)?;
             self.record(&report, lr, tokens)?;
             if self.run.save_every.is_some_and(|every| self.engine.step().is_multiple_of(every)) {
                 self.engine.save()?;
@@ -299,7 +299,8 @@ fn engine_config(
         StateFlag::Compact => StateFormat::Compact,
     };
     let groups = run.groups.iter().map(|group| group.0.clone()).collect();
-    let (optimizer, base_lr) = (run.optimizer, run.learning_rate);
+    // Every schedule has the same top, whatever the length of the run.
+    let (optimizer, base_lr) = (run.optimizer, schedule::base_lr(&run.schedule(1)));
     Ok(EngineConfig {
         dtype: session::dtype(run.dtype),
         training: Some(TrainingConfig { state, optimizer, clip: run.clip, groups, base_lr }),
@@ -322,7 +323,6 @@ fn engine_config(
 
 /// What a resumed run must have in common with the one that wrote the state: everything that the numbers depend on.
 fn identity(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> String {
-    let schedule = run.schedule(steps);
     let groups: Vec<String> = run.groups.iter().map(ToString::to_string).collect();
     json!({
         "model": format!("{:016x}", checksum(config_text.as_bytes())),
@@ -338,9 +338,8 @@ fn identity(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> Stri
         "optimizer": format!("{:?}", run.optimizer),
         "--clip": run.clip,
         "--param-group and --no-decay": groups,
-        "schedule": schedule,
-        // A decaying rate depends on where the run ends.
-        "steps": if matches!(schedule, Schedule::Constant { .. }) { None } else { Some(steps) },
+        "--scheduler": format!("{:?}", run.schedule),
+        "steps": run.schedule.depends_on_length().then_some(steps),
     })
     .to_string()
 }

@@ -6,7 +6,7 @@
 //! optimizers and schedulers that do not exist here, and options that would change the numbers.
 
 use super::hjson;
-use super::schedule::{Schedule, WarmupShape};
+use super::schedule::{SCHEDULERS, ScheduleChoice};
 use super::section::{Section, SectionError};
 use crate::cli::args::OptimizerName;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ pub struct DsConfig {
     /// The `optimizer` section.
     pub optimizer: Option<DsOptimizer>,
     /// The `scheduler` section.
-    pub schedule: Option<DsSchedule>,
+    pub schedule: Option<ScheduleChoice>,
     /// Largest global gradient norm; 0 turns clipping off.
     pub gradient_clipping: Option<f64>,
     /// `bf16.enabled`.
@@ -59,15 +59,6 @@ pub struct DsOptimizer {
     pub momentum: Option<f64>,
     /// Nesterov's form of momentum.
     pub nesterov: Option<bool>,
-}
-
-/// The `scheduler` section. The number of steps of the run stands in for an absent `total_num_steps`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum DsSchedule {
-    /// Complete.
-    Known(Schedule),
-    /// `WarmupDecayLR` or `WarmupCosineLR` whose end is `"auto"`: the end is filled in.
-    ToEndOfRun(Schedule),
 }
 
 /// Where a section offloads to.
@@ -268,7 +259,7 @@ fn read(value: &hjson::Value) -> Result<DsConfig> {
         config.optimizer = Some(optimizer(&section, &mut notes)?);
     }
     if let Some(section) = root.section("scheduler")? {
-        config.schedule = scheduler(&section, &mut notes)?;
+        config.schedule = Some(scheduler(&section, &mut notes)?);
     }
     config.gradient_clipping = root.not_negative("gradient_clipping")?;
     config.bf16 = precision(&root, &mut notes)?;
@@ -371,11 +362,9 @@ fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
     Ok(optimizer)
 }
 
-fn scheduler(section: &Section<'_>, notes: &mut Notes) -> Result<Option<DsSchedule>> {
-    let Some(kind) = section.string("type")? else {
-        return Err(
-            section.error("type", "missing; use \"WarmupLR\", \"WarmupDecayLR\" or \"WarmupCosineLR\"")
-        );
+fn scheduler(section: &Section<'_>, notes: &mut Notes) -> Result<ScheduleChoice> {
+    let Some(name) = section.string("type")? else {
+        return Err(section.error("type", &format!("missing; use {SCHEDULERS}")));
     };
     let empty =
         hjson::Value { at: hjson::Position { line: 1, column: 1 }, kind: hjson::Kind::Object(Vec::new()) };
@@ -383,71 +372,12 @@ fn scheduler(section: &Section<'_>, notes: &mut Notes) -> Result<Option<DsSchedu
         Some(params) => params,
         None => Section::root(&empty)?,
     };
-    let warmup_steps = params.integer("warmup_num_steps")?.unwrap_or(1000).max(2);
-    let shape = match params.string("warmup_type")? {
-        None | Some("log") => WarmupShape::Log,
-        Some("linear") => WarmupShape::Linear,
-        Some(other) => {
-            return Err(
-                params.error("warmup_type", &format!("expected \"log\" or \"linear\", found \"{other}\""))
-            );
-        }
-    };
-    let schedule = match kind {
-        "WarmupLR" | "WarmupDecayLR" => {
-            let min = params.not_negative("warmup_min_lr")?.unwrap_or(0.0);
-            let max = params.not_negative("warmup_max_lr")?.unwrap_or(0.001);
-            let decays = kind == "WarmupDecayLR";
-            let decay_steps = if decays { params.positive("total_num_steps")? } else { None };
-            let schedule = Schedule::Warmup { min, max, warmup_steps, shape, decay_steps };
-            if decays && decay_steps.is_none() {
-                DsSchedule::ToEndOfRun(schedule)
-            } else {
-                DsSchedule::Known(schedule)
-            }
-        }
-        "WarmupCosineLR" => {
-            let min_ratio = params.not_negative("warmup_min_ratio")?.unwrap_or(0.0);
-            let cos_min_ratio = params.not_negative("cos_min_ratio")?.unwrap_or(0.0001);
-            let end = params.positive("total_num_steps")?;
-            let total_steps = end.unwrap_or(u64::MAX);
-            let schedule =
-                Schedule::WarmupCosine { min_ratio, cos_min_ratio, warmup_steps, shape, total_steps };
-            if end.is_none() { DsSchedule::ToEndOfRun(schedule) } else { DsSchedule::Known(schedule) }
-        }
-        other => {
-            let message = format!(
-                "\"{other}\" is not available, use \"WarmupLR\", \"WarmupDecayLR\" or \"WarmupCosineLR\""
-            );
-            return Err(section.error("type", &message));
-        }
-    };
     notes.unused.extend(params.unused(&["last_batch_iteration"]));
-    params.refuse_unknown()?;
+    let Some(choice) = ScheduleChoice::read(name, &params)? else {
+        return Err(section.error("type", &format!("\"{name}\" is not available; use {SCHEDULERS}")));
+    };
     notes.unknown.extend(section.unknown());
-    Ok(Some(schedule))
-}
-
-impl DsSchedule {
-    /// The schedule of a run of `total` steps.
-    pub fn for_run(self, total: u64) -> Schedule {
-        match self {
-            Self::Known(schedule) => schedule,
-            Self::ToEndOfRun(Schedule::Warmup { min, max, warmup_steps, shape, .. }) => {
-                Schedule::Warmup { min, max, warmup_steps, shape, decay_steps: Some(total) }
-            }
-            Self::ToEndOfRun(Schedule::WarmupCosine {
-                min_ratio,
-                cos_min_ratio,
-                warmup_steps,
-                shape,
-                ..
-            }) => {
-                Schedule::WarmupCosine { min_ratio, cos_min_ratio, warmup_steps, shape, total_steps: total }
-            }
-            Self::ToEndOfRun(schedule) => schedule,
-        }
-    }
+    Ok(choice)
 }
 
 /// The `bf16` (or `bfloat16`) and `fp16` sections: whether bf16 is on.

@@ -8,8 +8,8 @@ pub mod schedule;
 pub mod section;
 pub mod size;
 
-pub use ds_config::{DsConfig, DsConfigError, DsOffload, DsSchedule};
+pub use ds_config::{DsConfig, DsConfigError, DsOffload};
 pub use groups::GroupFlag;
 pub use run::{Length, TrainConfig};
-pub use schedule::{Schedule, WarmupShape};
+pub use schedule::{ScheduleChoice, SchedulerFlag};
 pub use size::ByteSize;

@@ -1,15 +1,13 @@
 //! One training run, resolved: flags over the configuration file over defaults.
 
-use super::ds_config::{DsConfig, DsOffload, DsOptimizer, DsSchedule};
+use super::ds_config::{DsConfig, DsOffload, DsOptimizer};
 use super::groups::GroupFlag;
-use super::schedule::Schedule;
+use super::schedule::ScheduleChoice;
 use super::size::ByteSize;
-use crate::cli::args::{
-    DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, SchedulerName, StateFormat,
-};
+use crate::cli::args::{DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, StateFormat};
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
-use terrace_optimizer::{Adagrad, Adam, AdamW, Algorithm, Lion, Sgd};
+use terrace_optimizer::{Adagrad, Adam, AdamW, Algorithm, Lion, Schedule, ScheduleKind, Sgd};
 
 /// Sequence length when neither flag nor model says otherwise.
 pub const SEQ_LEN_DEFAULT: usize = 1024;
@@ -21,15 +19,6 @@ pub enum Length {
     Steps(u64),
     /// This many passes over the data.
     Epochs(f64),
-}
-
-/// Where the learning rate's schedule comes from.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum ScheduleChoice {
-    /// Flags or defaults.
-    Own(Schedule),
-    /// A DeepSpeed scheduler.
-    DeepSpeed(DsSchedule),
 }
 
 /// Everything that determines a training run but the data itself.
@@ -139,6 +128,14 @@ impl TrainConfig {
             warnings.push("offload_optimizer.ratio is not used: the whole optimizer runs on the CPU".into());
         }
         let (offload, disks) = placement(args, given, &mut warnings)?;
+        let learning_rate = args.learning_rate.or(adam.lr).unwrap_or(1e-5);
+        let optimizer = algorithm(args, &adam)?;
+        let schedule = schedule(args, given, learning_rate)?;
+        if schedule.complete(1, learning_rate).betas(0).is_some()
+            && optimizer.with_betas(0.5, 0.5) == optimizer
+        {
+            warnings.push(format!("{optimizer} has no betas: OneCycle moves the learning rate alone"));
+        }
         let placed = &args.placement;
         Ok(Self {
             model: args.model.clone(),
@@ -148,11 +145,11 @@ impl TrainConfig {
             batch_size: count("--batch-size", args.batch_size.map(u64::from).or(given.micro_batch))?,
             grad_accum: count("--grad-accum", args.grad_accum.map(u64::from).or(given.grad_accum))?,
             seq_len: seq_len(args.seq_len.map(usize::from), positions_max)?,
-            learning_rate: args.learning_rate.or(adam.lr).unwrap_or(1e-5),
-            optimizer: algorithm(args, &adam)?,
+            learning_rate,
+            optimizer,
             groups: groups(args),
             clip: Some(args.clip.or(given.gradient_clipping).unwrap_or(1.0)).filter(|&norm| norm > 0.0),
-            schedule: schedule(args, given),
+            schedule,
             dtype: args.dtype.unwrap_or(if given.bf16 == Some(false) { Dtype::Fp32 } else { Dtype::Bf16 }),
             state: args.state,
             offload,
@@ -197,10 +194,7 @@ impl TrainConfig {
 
     /// The schedule of a run of `total` steps.
     pub fn schedule(&self, total: u64) -> Schedule {
-        match self.schedule {
-            ScheduleChoice::Own(schedule) => schedule,
-            ScheduleChoice::DeepSpeed(schedule) => schedule.for_run(total),
-        }
+        self.schedule.complete(total, self.learning_rate)
     }
 }
 
@@ -241,16 +235,24 @@ fn groups(args: &FinetuneArgs) -> Vec<GroupFlag> {
 }
 
 /// A flag about the schedule replaces the file's scheduler as a whole: mixing halves of two gives a third that nobody asked for.
-fn schedule(args: &FinetuneArgs, given: &DsConfig) -> ScheduleChoice {
-    if let (None, None, Some(schedule)) = (args.scheduler, args.warmup_steps, given.schedule) {
-        return ScheduleChoice::DeepSpeed(schedule);
+fn schedule(args: &FinetuneArgs, given: &DsConfig, base_lr: f64) -> Result<ScheduleChoice, CliError> {
+    let from_file = given.schedule.filter(|_| args.scheduler.is_none() && args.warmup_steps.is_none());
+    let source = if from_file.is_some() { "scheduler" } else { "--scheduler" };
+    let own = args.scheduler.map_or(ScheduleChoice::new(ScheduleKind::Linear), |flag| flag.0);
+    let mut choice = from_file.unwrap_or(own);
+    if let Some(steps) = args.warmup_steps {
+        if !choice.warms_up() {
+            return usage(format!(
+                "--warmup-steps means nothing to --scheduler {}: leave it out",
+                choice.kind
+            ));
+        }
+        choice.warmup_steps = steps;
     }
-    let warmup_steps = args.warmup_steps.unwrap_or(0);
-    ScheduleChoice::Own(match args.scheduler.unwrap_or(SchedulerName::Linear) {
-        SchedulerName::Constant => Schedule::Constant { warmup_steps },
-        SchedulerName::Linear => Schedule::Linear { warmup_steps },
-        SchedulerName::Cosine => Schedule::Cosine { warmup_steps },
-    })
+    match choice.complete(1, base_lr).validate() {
+        Ok(()) => Ok(choice),
+        Err(error) => usage(format!("{source} {}: {error}", choice.kind)),
+    }
 }
 
 /// Terrace places every group itself, so the two sections of the file become one bound: the slower of both tiers.

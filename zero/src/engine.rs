@@ -31,6 +31,8 @@ pub struct Engine {
     pub(crate) kinds: StateKinds,
     pub(crate) runs: Runs,
     pub(crate) optimizer: Option<Box<dyn Optimizer>>,
+    /// The betas of `optimizer`, unless they are the configured ones.
+    pub(crate) betas: Option<(f64, f64)>,
     pub(crate) plan: EnginePlan,
     pub(crate) lane: Lane,
     pub(crate) home: StateHome,
@@ -209,6 +211,7 @@ impl Engine {
             kinds,
             runs,
             optimizer,
+            betas: None,
             plan,
             lane,
             home,

@@ -38,4 +38,4 @@ pub use error::{EngineError, Result};
 pub use fetch::Residency;
 pub use infer::{Evaluation, KvCache};
 pub use source::{WeightReader, WeightSource};
-pub use train::StepReport;
+pub use train::{StepRates, StepReport};

@@ -20,8 +20,25 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 use terrace_device::{BytesMut, Region};
 use terrace_kernels::{DType, Tensor, View, ViewMut};
-use terrace_optimizer::{StepArgs, clip_coefficient};
+use terrace_optimizer::{StepArgs, clip_coefficient, optimizer};
 use terrace_tiers::Lease;
+
+/// What a schedule says about one step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepRates {
+    /// The learning rate.
+    pub lr: f64,
+    /// The decay rates of the moments instead of the configured ones, for a schedule that moves them; algorithms without betas
+    /// ignore them.
+    pub betas: Option<(f64, f64)>,
+}
+
+impl From<f64> for StepRates {
+    /// This learning rate with the configured betas.
+    fn from(lr: f64) -> Self {
+        Self { lr, betas: None }
+    }
+}
 
 /// What a step did.
 #[derive(Debug, Clone, Default)]
@@ -73,13 +90,14 @@ struct Training<'a> {
 }
 
 impl Engine {
-    /// Runs one optimizer step over all micro-batches and, with state on disk, commits it.
+    /// Runs one optimizer step over all micro-batches and, with state on disk, commits it. `rates` is a learning rate, or
+    /// [`StepRates`].
     ///
     /// # Errors
     /// A shape that was not planned, a loss or gradient that is not finite, or a failing tier. The last committed step
     /// is then still intact.
-    pub fn train_step(&mut self, batches: &[MicroBatch], lr: f64) -> Result<StepReport> {
-        self.train_step_noting(batches, lr, |_| Vec::new())
+    pub fn train_step(&mut self, batches: &[MicroBatch], rates: impl Into<StepRates>) -> Result<StepReport> {
+        self.train_step_noting(batches, rates, |_| Vec::new())
     }
 
     /// As [`train_step`](Self::train_step); what `note` makes of the report (of everything but the commit) is committed with
@@ -94,10 +112,12 @@ impl Engine {
     pub fn train_step_noting(
         &mut self,
         batches: &[MicroBatch],
-        lr: f64,
+        rates: impl Into<StepRates>,
         note: impl FnOnce(&StepReport) -> Vec<u8>,
     ) -> Result<StepReport> {
         self.check_batches(batches)?;
+        let StepRates { lr, betas } = rates.into();
+        self.set_betas(betas)?;
         let began = Instant::now();
         let loss_terms: u64 = batches.iter().map(|b| b.loss_terms).sum();
         if loss_terms == 0 {
@@ -242,6 +262,19 @@ impl Engine {
             report.state_stall_seconds += stalled.as_secs_f64();
         }
         report.update_seconds = began.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// Makes the optimizer one with these betas, or the configured ones.
+    fn set_betas(&mut self, betas: Option<(f64, f64)>) -> Result {
+        if betas == self.betas {
+            return Ok(());
+        }
+        let (Some(training), Some(current)) = (&self.config.training, &self.optimizer) else { return Ok(()) };
+        let configured = training.optimizer;
+        let algorithm = betas.map_or(configured, |(beta1, beta2)| configured.with_betas(beta1, beta2));
+        self.optimizer = Some(optimizer(algorithm, *current.layout())?);
+        self.betas = betas;
         Ok(())
     }
 
