@@ -1,9 +1,10 @@
 //! What the embedder decides.
 
-use crate::Result;
+use crate::network::PARAM_ALIGN;
+use crate::{EngineError, Result};
 use std::path::PathBuf;
 use terrace_kernels::DType;
-use terrace_optimizer::{AdamW, Algorithm, GroupRule, StateFormat};
+use terrace_optimizer::{AdamW, Algorithm, GroupRule, NORM_BLOCK, StateFormat};
 use terrace_tiers::Striping;
 
 /// Where the training state lives between uses.
@@ -64,7 +65,8 @@ pub struct BatchLimits {
 pub struct WindowOverrides {
     /// Weight slots per size class.
     pub weight_slots: Option<usize>,
-    /// Elements per chunk of state.
+    /// Elements per chunk of state: a multiple of [`NORM_BLOCK`](terrace_optimizer::NORM_BLOCK) in training, which is one of
+    /// every state format's blocks too; else of 64.
     pub chunk_elements: Option<usize>,
     /// Chunks of optimizer state in memory.
     pub update_slots: Option<usize>,
@@ -144,6 +146,29 @@ impl EngineConfig {
             overrides: WindowOverrides::default(),
             identity: String::new(),
         }
+    }
+
+    /// Refuses windows with which no step can work. The gradient's norm is summed in blocks that no chunk may cut.
+    pub(crate) fn check_overrides(&self) -> Result {
+        let WindowOverrides { weight_slots, chunk_elements, update_slots, .. } = self.overrides;
+        let unit = if self.training.is_some() { NORM_BLOCK } else { PARAM_ALIGN };
+        if let Some(elements) = chunk_elements
+            && (elements == 0 || !elements.is_multiple_of(unit))
+        {
+            let nearest = elements.checked_next_multiple_of(unit).unwrap_or(unit).max(unit);
+            return Err(EngineError::Config(format!(
+                "chunks of {elements} elements cannot be used: WindowOverrides::chunk_elements must be a multiple of {unit}, for \
+                 example {nearest}"
+            )));
+        }
+        for (name, slots) in [("weight_slots", weight_slots), ("update_slots", update_slots)] {
+            if slots == Some(0) {
+                return Err(EngineError::Config(format!(
+                    "WindowOverrides::{name} is 0 and must be at least 1"
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// The directories and their parts of what is newly made there.

@@ -292,6 +292,7 @@ impl Parts {
         stored: Option<&Striping>,
     ) -> Result<Self> {
         needs_disk(&config)?;
+        config.check_overrides()?;
         let network = Network::new(blocks)?;
         let (mut kinds, optimizer) = StateKinds::new(&config)?;
         let runs = match &config.training {
