@@ -13,7 +13,7 @@ use terrace_aio::IoEngine;
 use terrace_device::{Download, Region, Upload};
 use terrace_kernels::{DType, View, ViewMut};
 use terrace_optimizer::{Gradient, SumOfSquares};
-use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, StoreSpec, Striping};
+use terrace_tiers::{Arrived, Lease, PendingRead, Pool, Scratch, ScratchChunk, StoreSpec, Striping};
 
 /// Chunks in memory when gradients are parked on disk: one being filled, two being written or read.
 pub(crate) const STAGING_SLOTS: usize = 4;
@@ -37,18 +37,39 @@ enum Parked {
     Disk(ScratchChunk),
 }
 
-/// A parked chunk on its way to the update.
+/// A chunk on its way to the update.
 #[derive(Debug)]
 pub(crate) enum Arriving {
     Here(Lease),
     Reading(PendingRead),
 }
 
+/// A chunk that is in memory, but may not be what was written.
+#[derive(Debug)]
+pub(crate) enum Landed {
+    Here(Lease),
+    Unverified(Arrived),
+}
+
 impl Arriving {
     pub(crate) fn wait(self) -> Result<Lease> {
+        self.land()?.verify()
+    }
+
+    /// Waits for the transfer, and does nothing else.
+    pub(crate) fn land(self) -> Result<Landed> {
+        Ok(match self {
+            Self::Here(lease) => Landed::Here(lease),
+            Self::Reading(read) => Landed::Unverified(read.arrive()?),
+        })
+    }
+}
+
+impl Landed {
+    pub(crate) fn verify(self) -> Result<Lease> {
         match self {
             Self::Here(lease) => Ok(lease),
-            Self::Reading(read) => Ok(read.wait()?),
+            Self::Unverified(arrived) => Ok(arrived.verify()?),
         }
     }
 }

@@ -4,16 +4,17 @@
 //! when its write is done, so the slots alone bound reads, compute and writes in flight. New state goes to the next
 //! generation; the live one is never touched. Resident state is updated where it is.
 
-use crate::gradients::{Arriving, GradientPark};
+use crate::gradients::{Arriving, GradientPark, Landed};
 use crate::runs::Runs;
 use crate::state::{KINDS_MAX, StateHome, StateKinds};
 use crate::{EngineError, Result};
+use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use terrace_aio::IoEngine;
 use terrace_optimizer::{Gradient, Optimizer, StepArgs, update_threaded};
-use terrace_tiers::{BlobKey, DiskStore, Generation, Lease, PendingRead, Pool, StoreSpec};
+use terrace_tiers::{BlobKey, DiskStore, Generation, Lease, Pool, Sealed, StoreSpec};
 
 /// Slots for optimizer state on its way from disk through the update and back, one pool per kind.
 #[derive(Debug)]
@@ -71,15 +72,13 @@ pub(crate) struct Updater<'a> {
 struct Chunk {
     group: usize,
     chunk: usize,
-    state: Vec<Incoming>,
+    /// Of every kind; what the update only writes is here from the start.
+    state: Vec<Arriving>,
     gradient: Arriving,
 }
 
-enum Incoming {
-    Reading(PendingRead),
-    /// Only written by the update; its old value is not read.
-    Blank(Lease),
-}
+/// Bytes of a chunk below which one thread sums them sooner than others wake up.
+const SHARED_BYTES_MIN: usize = 128 << 10;
 
 impl Updater<'_> {
     /// Updates all chunks of `groups` with the parked gradients. Returns the time spent waiting for the disk.
@@ -142,9 +141,9 @@ impl Updater<'_> {
         for (index, lease) in leases.into_iter().enumerate() {
             state.push(if self.kinds.read_by_update[index] {
                 let key = BlobKey { group, kind: self.kinds.blobs[index].kind };
-                Incoming::Reading(store.read(key, chunk..chunk + 1, Generation::Live, lease)?)
+                Arriving::Reading(store.read(key, chunk..chunk + 1, Generation::Live, lease)?)
             } else {
-                Incoming::Blank(lease)
+                Arriving::Here(lease)
             });
         }
         Ok(Chunk { group, chunk, state, gradient: parked(park, group, chunk)? })
@@ -152,22 +151,33 @@ impl Updater<'_> {
 
     fn finish(&self, store: &DiskStore, park: &GradientPark, chunk: Chunk) -> Result<Duration> {
         let began = Instant::now();
-        let gradient = chunk.gradient.wait()?;
-        let mut leases = Vec::with_capacity(chunk.state.len());
-        for incoming in chunk.state {
-            leases.push(match incoming {
-                Incoming::Reading(read) => read.wait()?,
-                Incoming::Blank(lease) => lease,
-            });
+        let mut landed = Vec::with_capacity(chunk.state.len() + 1);
+        for arriving in chunk.state.into_iter().chain([chunk.gradient]) {
+            landed.push(arriving.land()?);
         }
         let stalled = began.elapsed();
+        let elements = self.spec.chunk_len(chunk.group, chunk.chunk);
+        let verified = self.share(elements, landed, Landed::verify);
+        let mut leases = verified.into_iter().collect::<Result<Vec<Lease>>>()?;
+        let gradient = leases.pop().expect("the gradient came last");
         let slices = leases.iter_mut().map(|lease| &mut **lease);
         self.apply(chunk.group, chunk.chunk, park.as_gradient(&gradient), slices)?;
         drop(gradient);
-        for (blob, lease) in self.kinds.blobs.iter().zip(leases) {
-            store.write(BlobKey { group: chunk.group, kind: blob.kind }, chunk.chunk, lease)?;
+        let sealed = self.share(elements, leases, Sealed::new);
+        for (blob, sealed) in self.kinds.blobs.iter().zip(sealed) {
+            store.write_sealed(BlobKey { group: chunk.group, kind: blob.kind }, chunk.chunk, sealed)?;
         }
         Ok(stalled)
+    }
+
+    /// Does `work` on each buffer of a chunk of so many elements, on several threads if they are worth waking: the
+    /// checksums go through as many bytes as the update.
+    fn share<T: Send, U: Send>(&self, elements: usize, buffers: Vec<T>, work: fn(T) -> U) -> Vec<U> {
+        if self.pool.current_num_threads() == 1 || self.kinds.bytes(elements as u64) < SHARED_BYTES_MIN as u64
+        {
+            return buffers.into_iter().map(work).collect();
+        }
+        self.pool.install(|| buffers.into_par_iter().map(work).collect())
     }
 
     fn update_resident(

@@ -76,6 +76,24 @@ pub struct PendingRead {
     label: String,
 }
 
+/// Bytes that a read brought, not yet compared with what was written.
+#[derive(Debug)]
+#[must_use = "the bytes are only trusted after `verify`"]
+pub struct Arrived {
+    lease: Lease,
+    checks: Vec<Check>,
+    paths: Arc<[PathBuf]>,
+    label: String,
+}
+
+/// A chunk with its checksum, which is fixed from here on: what [`DiskStore::write_sealed`] takes.
+#[derive(Debug)]
+#[must_use = "a sealed chunk is not written yet"]
+pub struct Sealed {
+    lease: Lease,
+    sum: u64,
+}
+
 /// One chunk in the buffer of a read: where it is there, what it must be, and where it came from.
 #[derive(Debug)]
 pub(crate) struct Check {
@@ -232,11 +250,22 @@ impl DiskStore {
     /// # Panics
     /// If the lease is not exactly as long as the chunk.
     pub fn write(&self, key: BlobKey, chunk: usize, lease: Lease) -> Result<(), TierError> {
+        self.write_sealed(key, chunk, Sealed::new(lease))
+    }
+
+    /// As [`write`](Self::write) of a chunk whose checksum is known, so that a caller can sum several at once.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    ///
+    /// # Panics
+    /// As [`write`](Self::write).
+    pub fn write_sealed(&self, key: BlobKey, chunk: usize, sealed: Sealed) -> Result<(), TierError> {
+        let Sealed { lease, sum } = sealed;
         let kind = self.kind_index(key.kind);
         let len = self.spec.chunk_bytes(key, chunk);
         assert_eq!(lease.len(), len, "the lease is as long as chunk {chunk} of {key:?}");
         self.require_certain()?;
-        let sum = checksum(&lease);
         let address = self.address(key.group, kind, chunk, self.generation_index(Generation::Next));
         let request = self.volume.request(OpKind::Write, address, lease.into_io());
         let ticket = self.volume.engine.submit(request).without_buffer();
@@ -367,7 +396,35 @@ impl PendingRead {
     /// # Errors
     /// The transfer failed, or the bytes are not those that were written.
     pub fn wait(self) -> Result<Lease, TierError> {
-        let lease = Lease::from_io(self.ticket.wait()?);
+        self.arrive()?.verify()
+    }
+
+    /// Waits for the bytes alone: the first half of [`wait`](Self::wait), which is all waiting.
+    ///
+    /// # Errors
+    /// The transfer failed.
+    pub fn arrive(self) -> Result<Arrived, TierError> {
+        let Self { ticket, checks, paths, label } = self;
+        Ok(Arrived { lease: Lease::from_io(ticket.wait()?), checks, paths, label })
+    }
+}
+
+impl Sealed {
+    /// Sums a chunk, on the calling thread.
+    pub fn new(lease: Lease) -> Self {
+        let sum = checksum(&lease);
+        Self { lease, sum }
+    }
+}
+
+impl Arrived {
+    /// Verifies the checksum of every chunk, on the calling thread: the second half of [`PendingRead::wait`], which is all
+    /// work.
+    ///
+    /// # Errors
+    /// The bytes are not those that were written.
+    pub fn verify(self) -> Result<Lease, TierError> {
+        let lease = self.lease;
         for Check { start, len, sum, chunk, file, offset } in self.checks {
             let found = checksum(&lease[start..start + len]);
             if found != sum {
