@@ -132,7 +132,6 @@ fn configurations_that_make_no_sense() {
     let path = bench.path("disk");
     let run = |words: &[&str]| bench.finetune("out").args(&["--steps", "1"]).args(words);
     run(&["--device", "cuda:0"]).fails(2, &["--device cuda:0", "CPU only"]);
-    run(&["--state", "compact", "--optimizer", "lion"]).fails(2, &["lion", "`fp32` or `split`"]);
     run(&["--offload", "none"]).path("--disk", &path).fails(2, &["--disk is of no use with --offload none"]);
     run(&[]).path("--disk", &path).path("--disk", &path).fails(2, &["is given twice"]);
     run(&["--betas", "0.9"]).fails(2, &["--betas"]);

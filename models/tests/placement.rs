@@ -100,7 +100,9 @@ fn every_algorithm() {
     for name in ["adam", "adagrad", "lion", "sgd"] {
         println!("{name}");
         let optimizer: Algorithm = name.parse().unwrap();
-        check(&Setup { optimizer, ..Setup::new(true) });
+        for state in [StateFormat::Split, StateFormat::Compact] {
+            check(&Setup { optimizer, state, ..Setup::new(true) });
+        }
     }
 }
 

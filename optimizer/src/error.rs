@@ -42,14 +42,6 @@ pub enum OptimizerError {
         /// What the layout has.
         found: Moments,
     },
-    /// The algorithm has no loop for the format.
-    #[error("{algorithm} cannot update state in the format `{format}`: use `fp32` or `split`")]
-    UnsupportedFormat {
-        /// Name of the algorithm.
-        algorithm: String,
-        /// The format that was asked for.
-        format: StateFormat,
-    },
     /// The text names no schedule.
     #[error(
         "unknown learning-rate schedule `{0}`: use `constant`, `linear`, `cosine`, `cosine_with_restarts`, \

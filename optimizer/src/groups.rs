@@ -5,6 +5,7 @@
 //! every process of a run and every resumed run come to the same groups.
 
 use crate::error::{OptimizerError, Result};
+use crate::ranges::{check, check_non_negative};
 
 /// Rules for parameters by name.
 ///
@@ -121,18 +122,19 @@ impl ParamGroups {
             Some(rule) => (rule.lr, rule.weight_decay, rule.frozen),
         };
         let lr_scale = match lr {
-            GroupLr::Scale(scale) => non_negative("learning-rate scale of a parameter group", scale)?,
+            GroupLr::Scale(scale) => {
+                check_non_negative("learning-rate scale of a parameter group", scale)?;
+                scale
+            }
             GroupLr::Own(own) => {
-                let own = non_negative("learning rate of a parameter group", own)?;
-                let (name, expected) = ("learning rate", "finite and positive beside a group with its own");
-                if !(base_lr.is_finite() && base_lr > 0.0) {
-                    return Err(OptimizerError::Hyperparameter { name, value: base_lr, expected });
-                }
+                check_non_negative("learning rate of a parameter group", own)?;
+                let expected = "finite and positive beside a group with its own";
+                check("learning rate", base_lr, expected, base_lr.is_finite() && base_lr > 0.0)?;
                 own / base_lr
             }
         };
-        let weight_decay =
-            non_negative("weight_decay of a parameter group", decay.unwrap_or(self.weight_decay))?;
+        let weight_decay = decay.unwrap_or(self.weight_decay);
+        check_non_negative("weight_decay of a parameter group", weight_decay)?;
         Ok(ResolvedGroup { lr_scale, weight_decay, frozen, rule })
     }
 
@@ -152,13 +154,6 @@ impl ParamGroups {
             Some(rule) => Err(OptimizerError::UnmatchedPattern(rule.pattern.clone())),
         }
     }
-}
-
-fn non_negative(name: &'static str, value: f64) -> Result<f64> {
-    if value.is_finite() && value >= 0.0 {
-        return Ok(value);
-    }
-    Err(OptimizerError::Hyperparameter { name, value, expected: "finite and not negative" })
 }
 
 /// Whether all of `name` matches `pattern`, in at most `pattern.len() · name.len()` steps: on a mismatch the last `*`

@@ -35,6 +35,8 @@ pub enum WeightType {
     F32,
     /// bfloat16: every update also produces the rounded weight.
     Bf16,
+    /// IEEE half precision, likewise. Its gradients need a [loss scale](crate::LossScaler).
+    F16,
 }
 
 /// One array of a parameter's state.
@@ -121,7 +123,7 @@ impl StateLayout {
     /// The layout of `format` with both moments, for weights that compute uses as `weight`.
     ///
     /// # Errors
-    /// [`OptimizerError::UnsupportedLayout`] for every format but [`StateFormat::Fp32`] with f32 weights: their masters
+    /// [`OptimizerError::UnsupportedLayout`] for every format but [`StateFormat::Fp32`] with f32 or f16 weights: their masters
     /// start from the bf16 weight.
     pub fn new(format: StateFormat, weight: WeightType) -> Result<Self> {
         Self::with_moments(format, weight, Moments::Both)
@@ -134,7 +136,9 @@ impl StateLayout {
     pub fn with_moments(format: StateFormat, weight: WeightType, moments: Moments) -> Result<Self> {
         match (format, weight) {
             (StateFormat::Fp32, _) | (_, WeightType::Bf16) => Ok(Self { format, weight, moments }),
-            (_, WeightType::F32) => Err(OptimizerError::UnsupportedLayout { format, weight }),
+            (_, WeightType::F32 | WeightType::F16) => {
+                Err(OptimizerError::UnsupportedLayout { format, weight })
+            }
         }
     }
 
@@ -177,7 +181,7 @@ impl StateLayout {
             (StateFormat::Fp32, WeightType::F32) => {
                 kinds!([plain(Weight, 4)], plain(Moment1, 4), plain(Moment2, 4))
             }
-            (StateFormat::Fp32, WeightType::Bf16) => {
+            (StateFormat::Fp32, WeightType::Bf16 | WeightType::F16) => {
                 kinds!([plain(Weight, 2), plain(Master, 4)], plain(Moment1, 4), plain(Moment2, 4))
             }
             (StateFormat::Split, _) => {
@@ -248,6 +252,7 @@ impl fmt::Display for WeightType {
         f.pad(match self {
             Self::F32 => "f32",
             Self::Bf16 => "bf16",
+            Self::F16 => "f16",
         })
     }
 }
@@ -274,6 +279,7 @@ mod tests {
         let bytes = |format, weight| StateLayout::new(format, weight).map(|l| l.bytes_for(64));
         assert_eq!(bytes(StateFormat::Fp32, WeightType::F32), Ok(12 * 64));
         assert_eq!(bytes(StateFormat::Fp32, WeightType::Bf16), Ok(14 * 64));
+        assert_eq!(bytes(StateFormat::Fp32, WeightType::F16), Ok(14 * 64));
         assert_eq!(bytes(StateFormat::Split, WeightType::Bf16), Ok(12 * 64));
         assert_eq!(bytes(StateFormat::Bf16, WeightType::Bf16), Ok(8 * 64));
         assert_eq!(bytes(StateFormat::Compact, WeightType::Bf16), Ok(5 * 64 + 2 * 2 * 2));
@@ -287,9 +293,11 @@ mod tests {
     }
 
     #[test]
-    fn split_of_f32_is_refused_with_the_way_out() {
-        let error = StateLayout::new(StateFormat::Split, WeightType::F32).unwrap_err();
-        assert!(error.to_string().contains("use `fp32`"), "{error}");
+    fn split_of_other_weights_is_refused_with_the_way_out() {
+        for weight in [WeightType::F32, WeightType::F16] {
+            let error = StateLayout::new(StateFormat::Split, weight).unwrap_err();
+            assert!(error.to_string().contains("use `fp32`"), "{error}");
+        }
     }
 
     #[test]

@@ -37,7 +37,6 @@
 
 #![forbid(unsafe_code)]
 
-mod adamw;
 mod algorithm;
 mod compact;
 mod error;
@@ -47,14 +46,14 @@ mod layout;
 mod loss_scale;
 mod noise;
 mod norm;
+mod ranges;
 mod schedule;
 pub mod split;
 mod store;
 mod update;
 mod widen;
 
-pub use adamw::{AdamW, adamw, adamw_on};
-pub use algorithm::{Adagrad, Adam, Algorithm, Lion, Sgd, optimizer};
+pub use algorithm::{Adagrad, Adam, AdamW, Algorithm, Lion, Sgd, adamw, adamw_on, optimizer, optimizer_on};
 pub use error::{OptimizerError, Result};
 pub use groups::{GroupLr, GroupRule, ParamGroups, ResolvedGroup};
 pub use isa::Isa;

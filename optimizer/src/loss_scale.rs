@@ -19,6 +19,7 @@
 //! tells whether there was an overflow.
 
 use crate::error::{OptimizerError, Result};
+use crate::ranges::check;
 
 /// The `fp16` section of a DeepSpeed configuration, with its defaults.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -64,9 +65,6 @@ impl LossScaleConfig {
     /// # Errors
     /// [`OptimizerError::Hyperparameter`] names the first offending value.
     pub fn validate(&self) -> Result<()> {
-        let check = |name, value, expected, holds| {
-            if holds { Ok(()) } else { Err(OptimizerError::Hyperparameter { name, value, expected }) }
-        };
         let (scale, min) = (self.loss_scale, self.min_loss_scale);
         let expected = "finite and not negative (0 for a dynamic scale)";
         check("loss_scale", scale, expected, scale.is_finite() && scale >= 0.0)?;
@@ -137,13 +135,11 @@ impl LossScaler {
     pub fn resume(config: LossScaleConfig, state: LossScalerState) -> Result<Self> {
         config.validate()?;
         let scale = if config.is_dynamic() { state.scale } else { config.loss_scale };
-        if !(scale.is_finite() && scale > 0.0) {
-            let (name, expected) = ("scale of the saved loss scaler", "finite and positive");
-            return Err(OptimizerError::Hyperparameter { name, value: scale, expected });
-        }
-        if let Some(last) = state.last_overflow.filter(|last| *last >= state.iteration) {
-            let (name, expected) = ("last overflow of the saved loss scaler", "before its iteration");
-            return Err(OptimizerError::Hyperparameter { name, value: last as f64, expected });
+        let is_scale = scale.is_finite() && scale > 0.0;
+        check("scale of the saved loss scaler", scale, "finite and positive", is_scale)?;
+        if let Some(last) = state.last_overflow {
+            let is_past = last < state.iteration;
+            check("last overflow of the saved loss scaler", last as f64, "before its iteration", is_past)?;
         }
         let hysteresis = state.hysteresis.clamp(1, config.hysteresis.max(1));
         Ok(Self { config, state: LossScalerState { scale, hysteresis, ..state } })

@@ -17,8 +17,8 @@
 pub(crate) struct Noise(u32);
 
 impl Noise {
-    /// Not random: [`master`](Self::master) is a half, which makes the rounding of masters one to nearest.
-    pub(crate) const NEAREST: Self = Self(0x0080_0000);
+    /// Not random: a half, or next to it, for everything, which makes rounding one to nearest.
+    pub(crate) const NEAREST: Self = Self(0x8080_8000);
 
     /// What a step contributes.
     pub(crate) fn seed(step: u64) -> u32 {

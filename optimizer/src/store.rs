@@ -17,7 +17,7 @@ use crate::layout::{COMPACT_BLOCK, StateFormat, StateLayout, WeightType};
 use crate::noise::{Noise, stochastic_bf16};
 use crate::split::{canonical, join, remainder, round_bf16};
 use crate::update::Gradient;
-use crate::widen::Widen;
+use crate::widen::{Narrow, Widen};
 
 /// Parameters that one pass of the loop works on.
 pub(crate) const TILE: usize = COMPACT_BLOCK;
@@ -89,16 +89,22 @@ pub(crate) fn update<R: Rule>(
     }
 }
 
-/// Stores `weights` as masters, and zeros as moments. `state` has passed `layout`'s check.
-pub(crate) fn initialize(layout: &StateLayout, weights: &[f32], state: &mut [&mut [u8]]) {
+/// Stores `weights` as masters, and `moment` as every moment. `state` has passed `layout`'s check.
+pub(crate) fn initialize(layout: &StateLayout, weights: &[f32], moment: f32, state: &mut [&mut [u8]]) {
     let slices = Slices::new(layout, state);
-    for moment in [slices.m, slices.v] {
-        moment.fill(0);
+    for bytes in [slices.m, slices.v] {
+        match layout.format() {
+            StateFormat::Fp32 | StateFormat::Split => fill::<Full>(bytes, moment),
+            StateFormat::Bf16 => fill::<Bf16Moment<true>>(bytes, moment),
+            // No moment begins below zero, so codes without a sign serve both.
+            StateFormat::Compact => fill::<Scaled2>(bytes, moment),
+        }
     }
     let (high, low) = (slices.weights, slices.rests);
     match (layout.format(), layout.weight()) {
         (StateFormat::Fp32, WeightType::F32) => initialize_as::<WeightIsMaster>(weights, high, low),
-        (StateFormat::Fp32, WeightType::Bf16) => initialize_as::<FullMaster>(weights, high, low),
+        (StateFormat::Fp32, WeightType::Bf16) => initialize_as::<FullMaster<bf16>>(weights, high, low),
+        (StateFormat::Fp32, WeightType::F16) => initialize_as::<FullMaster<f16>>(weights, high, low),
         (StateFormat::Split | StateFormat::Bf16, _) => initialize_as::<Split16>(weights, high, low),
         (StateFormat::Compact, _) => initialize_as::<Compact8>(weights, high, low),
     }
@@ -128,7 +134,8 @@ fn update_from<R: Rule, G: Widen>(
     }
     match (layout.format(), layout.weight()) {
         (StateFormat::Fp32, WeightType::F32) => pass!(WeightIsMaster, Full, Full),
-        (StateFormat::Fp32, WeightType::Bf16) => pass!(FullMaster, Full, Full),
+        (StateFormat::Fp32, WeightType::Bf16) => pass!(FullMaster<bf16>, Full, Full),
+        (StateFormat::Fp32, WeightType::F16) => pass!(FullMaster<f16>, Full, Full),
         (StateFormat::Split, _) => pass!(Split16, Full, Full),
         (StateFormat::Bf16, _) => pass!(Split16, Bf16Moment<false>, Bf16Moment<true>),
         (StateFormat::Compact, _) => pass!(Compact8, Scaled1, Scaled2),
@@ -274,6 +281,21 @@ impl<P: Master, M: Moment, V: Moment> Tile<P, M, V> {
 /// All bits of an f32 but its sign.
 const MAGNITUDE: u32 = 0x7fff_ffff;
 
+/// Stores `value` as every moment of `bytes`.
+fn fill<M: Moment>(bytes: &mut [u8], value: f32) {
+    if value == 0.0 {
+        return bytes.fill(0);
+    }
+    let value = M::storable(value);
+    for block in bytes.chunks_mut(size_of::<M::Stored>() + M::SCALE_BYTES) {
+        let (codes, scale) = block.split_at_mut(block.len() - M::SCALE_BYTES);
+        let scale = M::rescale(scale, value.to_bits() & MAGNITUDE);
+        let mut tile = M::Stored::zeroed();
+        (0..TILE).for_each(|i| M::store(&mut tile, scale, i, value, Noise::NEAREST));
+        write_short(codes, 0, &tile);
+    }
+}
+
 fn initialize_as<P: Master>(values: &[f32], weights: &mut [u8], rests: &mut [u8]) {
     for (at, values) in values.chunks(TILE).enumerate() {
         let (mut high, mut low) = (P::Weights::zeroed(), P::Rests::zeroed());
@@ -330,10 +352,10 @@ impl Master for WeightIsMaster {
     }
 }
 
-/// An f32 master, and the bf16 weight rounded from it.
-struct FullMaster;
+/// An f32 master, and the weight rounded from it.
+struct FullMaster<W>(std::marker::PhantomData<W>);
 
-impl Master for FullMaster {
+impl<W: Narrow> Master for FullMaster<W> {
     type Weights = [u16; TILE];
     type Rests = [f32; TILE];
 
@@ -344,7 +366,7 @@ impl Master for FullMaster {
 
     #[inline(always)]
     fn store(weights: &mut Self::Weights, rests: &mut Self::Rests, i: usize, value: f32, _: Noise) {
-        weights[i] = round_bf16(value);
+        weights[i] = W::narrow(value);
         rests[i] = value;
     }
 }
@@ -418,7 +440,6 @@ impl<const SECOND: bool> Moment for Bf16Moment<SECOND> {
 }
 
 /// A moment that the algorithm does not keep.
-#[allow(dead_code, reason = "for algorithms with fewer moments than Adam")]
 pub(crate) struct Absent;
 
 impl Moment for Absent {

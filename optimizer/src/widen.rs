@@ -1,6 +1,8 @@
-//! Gradient elements in f32.
+//! Between f32 and the types of gradients and weights.
 
 use half::{bf16, f16};
+
+use crate::split::round_bf16;
 
 /// A gradient element that widens to f32 without rounding.
 ///
@@ -41,9 +43,53 @@ impl Widen for f16 {
     }
 }
 
+/// A weight that is rounded from its f32 master.
+pub(crate) trait Narrow {
+    /// The bits of a [canonical](crate::split::canonical) value.
+    fn narrow(master: f32) -> u16;
+}
+
+impl Narrow for bf16 {
+    #[inline(always)]
+    fn narrow(master: f32) -> u16 {
+        round_bf16(master)
+    }
+}
+
+impl Narrow for f16 {
+    /// To nearest even; what is too large becomes infinity.
+    #[inline(always)]
+    fn narrow(master: f32) -> u16 {
+        const INFINITE: u32 = (127 + 16) << 23;
+        const SMALLEST_NORMAL: u32 = (127 - 14) << 23;
+        let bits = master.to_bits();
+        let magnitude = bits & 0x7fff_ffff;
+        let nan = if magnitude > 0x7f80_0000 { 0x200 } else { 0 };
+        let finite = magnitude.min(INFINITE);
+        let normal = ((finite + 0xfff + (finite >> 13 & 1)) >> 13).wrapping_sub((127 - 15) << 10);
+        // The spacing of f32 at a half is that of the subnormals of f16.
+        let small = (f32::from_bits(finite) + 0.5).to_bits() - 0.5f32.to_bits();
+        let rounded = if finite < SMALLEST_NORMAL { small } else { normal };
+        (rounded | nan | bits >> 16 & 0x8000) as u16
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn narrowing_to_f16_is_to_nearest_even() {
+        // Every pattern of the upper bits around a tie of every kind, subnormals and overflow among them.
+        for high in 0..=u32::from(u16::MAX) {
+            for low in [0, 1, 0xfff, 0x1000, 0x1001, 0x1fff, 0x2000, 0x3000, 0x5000, 0x7000, 0x9000, 0xf000] {
+                let x = f32::from_bits(high << 16 | low);
+                let (ours, half) = (f16::from_bits(f16::narrow(x)), f16::from_f32_const(x));
+                assert_eq!(ours.is_nan(), half.is_nan(), "{x:e}");
+                assert!(ours.is_nan() || ours.to_bits() == half.to_bits(), "{x:e}: {ours} {half}");
+            }
+        }
+    }
 
     #[test]
     fn every_f16_widens_exactly() {

@@ -10,12 +10,13 @@ mod common;
 use std::collections::BTreeMap;
 
 use common::fixtures::{Path, array, bits, fixture, floats, number};
-use common::{State, noise};
+use common::{LAYOUTS, State, noise};
 use half::bf16;
 use serde_json::Value;
 use terrace_optimizer::{
-    Adagrad, Adam, AdamW, Algorithm, Gradient, Lion, Moments, Optimizer, OptimizerError, Sgd, StateFormat,
-    StateKind, StateLayout, StepArgs, THREAD_CHUNK, WeightType, adamw, optimizer, split, update_threaded,
+    Adagrad, Adam, AdamW, Algorithm, COMPACT_BLOCK, Gradient, Isa, Lion, Moments, Optimizer, OptimizerError,
+    Sgd, StateFormat, StateKind, StateLayout, StepArgs, THREAD_CHUNK, WeightType, adamw, optimizer,
+    optimizer_on, split, update_threaded,
 };
 
 /// Of this size the fixture holds every [`STRIDE`]th element.
@@ -41,7 +42,7 @@ fn bits_of_torch_on_baseline_cpus() {
             }
         }
     }
-    let per_configuration = 4 * 2 * 3; // sizes × recorded steps × layouts
+    let per_configuration = 4 * 2 * 4; // sizes × recorded steps × layouts
     let arrays = 2 * 3 + 2 * 2 + 2 * 2 + 1 + 3 * 2; // Adam, Adagrad, Lion, SGD without and with momentum
     assert_eq!(checked, arrays * per_configuration);
     assert_eq!(exact, (2 + 1 + 2 * 2 + 1 + 3 * 2) * per_configuration);
@@ -107,7 +108,7 @@ fn chunks_and_threads_change_nothing() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
     let gradient: Vec<bf16> = noise(5, PARAMS).iter().map(|x| bf16::from_f32(*x)).collect();
     for algorithm in algorithms() {
-        for layout in layouts(&algorithm) {
+        for layout in every_layout(&algorithm) {
             let optimizer = optimizer(algorithm, layout).unwrap();
             let mut whole = State::initialized(optimizer.as_ref(), &noise(4, PARAMS));
             let (mut threaded, mut cut) = (whole.clone(), whole.clone());
@@ -155,12 +156,70 @@ fn formats_agree_on_any_bits_at_all() {
     }
 }
 
+/// The formats that round follow the one that does not: their errors are small beside the way that a weight goes,
+/// and cancel over the parameters.
+#[test]
+fn reduced_formats_follow_the_lossless_one() {
+    const PARAMS: usize = 4096;
+    const STEPS: u64 = 100;
+    let weights = noise(7, PARAMS);
+    for algorithm in algorithms() {
+        let run = |layout| {
+            let optimizer = optimizer(algorithm, layout).unwrap();
+            let mut state = State::initialized(optimizer.as_ref(), &weights);
+            for step in 1..=STEPS {
+                // A gradient with a mean, so that there is a way to go.
+                let gradient: Vec<f32> = noise(step as u32, PARAMS).iter().map(|x| x + 0.5).collect();
+                let args = algorithm.step(step, 1e-3);
+                optimizer.update(&args, Gradient::F32(&gradient), &mut state.slices()).unwrap();
+            }
+            state.master()
+        };
+        let [exact, _, _, _, bf16, compact] = every_layout(&algorithm).map(run);
+        let way: Vec<f64> = exact.iter().zip(&weights).map(|(x, start)| f64::from(x - start)).collect();
+        for (format, found, most) in [("bf16", bf16, 0.01), ("compact", compact, 0.06)] {
+            let errors: Vec<f64> = found.iter().zip(&exact).map(|(x, exact)| f64::from(x - exact)).collect();
+            let (error, way) = (rms(&errors), rms(&way));
+            let mean = errors.iter().sum::<f64>() / PARAMS as f64;
+            println!("{algorithm} {format}: rms error {:.4} of the way, mean {:.5}", error / way, mean / way);
+            assert!(error <= most * way, "{algorithm} {format}: {error:e} of {way:e}");
+            assert!(mean.abs() <= 0.005 * way, "{algorithm} {format}: the mean error is {mean:e} of {way:e}");
+        }
+    }
+}
+
+fn rms(values: &[f64]) -> f64 {
+    (values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64).sqrt()
+}
+
+#[test]
+fn instruction_sets_agree() {
+    const PARAMS: usize = 1027;
+    let (weights, gradient) = (any_floats(1, PARAMS), any_floats(4, PARAMS));
+    for algorithm in algorithms() {
+        for layout in every_layout(&algorithm) {
+            let run = |isa| {
+                let optimizer = optimizer_on(isa, algorithm, layout).unwrap();
+                let mut state = State::initialized(optimizer.as_ref(), &weights);
+                for step in 1..=3 {
+                    let args = algorithm.step(step, 1e-2);
+                    optimizer.update(&args, Gradient::F32(&gradient), &mut state.slices()).unwrap();
+                }
+                state
+            };
+            let mut states = Isa::available().map(run);
+            let baseline = states.next().unwrap();
+            assert!(states.all(|state| state == baseline), "{algorithm} {layout:?}");
+        }
+    }
+}
+
 #[test]
 fn adagrad_starts_from_its_initial_value() {
     let algorithm = Algorithm::Adagrad(Adagrad { initial_accumulator_value: 0.25, ..Adagrad::default() });
-    for layout in layouts(&algorithm) {
-        let state = State::initialized(optimizer(algorithm, layout).unwrap().as_ref(), &noise(1, 9));
-        assert_eq!(state.kind::<f32>(StateKind::Moment2), [0.25; 9]);
+    for layout in every_layout(&algorithm) {
+        let state = State::initialized(optimizer(algorithm, layout).unwrap().as_ref(), &noise(1, 69));
+        assert_eq!(state.moment(StateKind::Moment2), [0.25; 69], "{layout:?}");
     }
 }
 
@@ -244,18 +303,19 @@ fn algorithms() -> [Algorithm; 4] {
     ]
 }
 
-/// Every layout that has loops.
-fn layouts(algorithm: &Algorithm) -> [StateLayout; 3] {
-    [
-        (StateFormat::Fp32, WeightType::F32),
-        (StateFormat::Fp32, WeightType::Bf16),
-        (StateFormat::Split, WeightType::Bf16),
-    ]
-    .map(|(format, weight)| StateLayout::with_moments(format, weight, algorithm.moments()).unwrap())
+/// Every layout for the algorithm.
+fn every_layout(algorithm: &Algorithm) -> [StateLayout; 6] {
+    LAYOUTS.map(|(format, weight)| StateLayout::with_moments(format, weight, algorithm.moments()).unwrap())
+}
+
+/// Those that keep every bit.
+fn layouts(algorithm: &Algorithm) -> [StateLayout; 4] {
+    let [a, b, c, d, ..] = every_layout(algorithm);
+    [a, b, c, d]
 }
 
 fn update_in_chunks(optimizer: &dyn Optimizer, args: &StepArgs, gradient: &[bf16], state: &mut State) {
-    const CHUNK: usize = 997;
+    const CHUNK: usize = 31 * COMPACT_BLOCK;
     let mut slices = state.slices();
     let kinds = optimizer.layout().kinds();
     let mut rest: Vec<_> =

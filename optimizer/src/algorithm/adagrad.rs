@@ -12,9 +12,10 @@
 //! This is `torch.optim.Adagrad` operation for operation. The sums agree bit for bit without decay; weights (and with
 //! decay the sums) within 1e-6, for torch's square root is not always the nearest.
 
-use super::{Elementwise, Rule, add_decay, check_args, check_non_negative};
+use super::{Elementwise, add_decay};
 use crate::error::Result;
-use crate::split::canonical;
+use crate::ranges::{check_args, check_non_negative};
+use crate::store::{Absent, Moment, Rule};
 use crate::update::StepArgs;
 
 /// The hyperparameters of Adagrad. Its sum of squares is kept as the second moment.
@@ -50,10 +51,10 @@ impl Default for Adagrad {
     }
 }
 
-impl Elementwise<1> for Adagrad {
-    type Scalars = Scalars;
+impl Elementwise for Adagrad {
+    type Rule = Scalars;
 
-    fn scalars(&self, args: &StepArgs) -> Result<Scalars> {
+    fn rule(&self, args: &StepArgs) -> Result<Scalars> {
         self.validate()?;
         check_args(args)?;
         let before = (args.step - 1) as f64;
@@ -79,12 +80,15 @@ pub(crate) struct Scalars {
     step_size_negative: f32,
 }
 
-impl Rule<1> for Scalars {
+impl Rule for Scalars {
+    type First<S: Moment> = Absent;
+    type Second<S: Moment> = S;
+
     #[inline(always)]
-    fn apply(&self, gradient: f32, master: f32, [sum]: [f32; 1]) -> (f32, [f32; 1]) {
+    fn apply(&self, gradient: f32, master: f32, m: f32, sum: f32) -> (f32, f32, f32) {
         let gradient = add_decay(gradient * self.grad_scale, self.decay, master);
         let sum = sum + gradient * gradient;
         let master = master + self.step_size_negative * gradient / (sum.sqrt() + self.eps);
-        (canonical(master), [canonical(sum)])
+        (master, m, sum)
     }
 }

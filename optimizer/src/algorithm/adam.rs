@@ -14,9 +14,10 @@
 //! bit. With decay the gradient contains the weight, and torch's weights carry an inexact square root, so the
 //! moments agree within 1e-6 and not in every bit.
 
-use super::{Elementwise, Rule, add_decay, check_args, check_beta, check_non_negative};
+use super::{Elementwise, add_decay};
 use crate::error::Result;
-use crate::split::canonical;
+use crate::ranges::{check_args, check_beta, check_non_negative};
+use crate::store::{Moment, Rule};
 use crate::update::StepArgs;
 
 /// The hyperparameters of Adam with L2 regularisation.
@@ -52,33 +53,20 @@ impl Default for Adam {
     }
 }
 
-impl Elementwise<2> for Adam {
-    type Scalars = Scalars;
+impl Elementwise for Adam {
+    type Rule = Scalars<false>;
 
-    fn scalars(&self, args: &StepArgs) -> Result<Scalars> {
+    fn rule(&self, args: &StepArgs) -> Result<Self::Rule> {
         self.validate()?;
-        check_args(args)?;
-        let step = args.step as f64;
-        let lerp = (1.0 - self.beta1) as f32;
-        let lerp_from_gradient = lerp >= 0.5;
-        Ok(Scalars {
-            grad_scale: args.grad_scale,
-            decay: args.weight_decay as f32,
-            lerp: if lerp_from_gradient { lerp - 1.0 } else { lerp },
-            lerp_from_gradient,
-            beta2: self.beta2 as f32,
-            beta2_rest: (1.0 - self.beta2) as f32,
-            bias2_sqrt_inverse: (1.0 / (1.0 - self.beta2.powf(step)).sqrt()) as f32,
-            eps: self.eps as f32,
-            step_size_negative: -(args.lr / (1.0 - self.beta1.powf(step))) as f32,
-        })
+        Scalars::new(self.beta1, self.beta2, self.eps, args)
     }
 }
 
-/// The scalars of a step.
+/// The scalars of a step of Adam, and of AdamW when `DECOUPLED`: computed in f64, rounded to f32 once.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Scalars {
+pub(crate) struct Scalars<const DECOUPLED: bool> {
     grad_scale: f32,
+    /// What the weight is multiplied with when `DECOUPLED`, else what of it is added to the gradient.
     decay: f32,
     /// 1 − β₁ when below a half, else −β₁: torch's `lerp` starts from the nearer end.
     lerp: f32,
@@ -90,15 +78,44 @@ pub(crate) struct Scalars {
     step_size_negative: f32,
 }
 
-impl Rule<2> for Scalars {
+impl<const DECOUPLED: bool> Scalars<DECOUPLED> {
+    pub(super) fn new(beta1: f64, beta2: f64, eps: f64, args: &StepArgs) -> Result<Self> {
+        check_args(args)?;
+        let step = args.step as f64;
+        let decay = if DECOUPLED { 1.0 - args.lr * args.weight_decay } else { args.weight_decay };
+        let lerp = (1.0 - beta1) as f32;
+        let lerp_from_gradient = lerp >= 0.5;
+        Ok(Self {
+            grad_scale: args.grad_scale,
+            decay: decay as f32,
+            lerp: if lerp_from_gradient { lerp - 1.0 } else { lerp },
+            lerp_from_gradient,
+            beta2: beta2 as f32,
+            beta2_rest: (1.0 - beta2) as f32,
+            bias2_sqrt_inverse: (1.0 / (1.0 - beta2.powf(step)).sqrt()) as f32,
+            eps: eps as f32,
+            step_size_negative: -(args.lr / (1.0 - beta1.powf(step))) as f32,
+        })
+    }
+}
+
+impl<const DECOUPLED: bool> Rule for Scalars<DECOUPLED> {
+    type First<S: Moment> = S;
+    type Second<S: Moment> = S;
+
     #[inline(always)]
-    fn apply(&self, gradient: f32, master: f32, [m, v]: [f32; 2]) -> (f32, [f32; 2]) {
-        let gradient = add_decay(gradient * self.grad_scale, self.decay, master);
+    fn apply(&self, gradient: f32, master: f32, m: f32, v: f32) -> (f32, f32, f32) {
+        let gradient = gradient * self.grad_scale;
+        let (gradient, master) = if DECOUPLED {
+            (gradient, master * self.decay)
+        } else {
+            (add_decay(gradient, self.decay, master), master)
+        };
         let start = if self.lerp_from_gradient { gradient } else { m };
         let m = start + self.lerp * (gradient - m);
         let v = v * self.beta2 + self.beta2_rest * gradient * gradient;
         let denominator = v.sqrt() * self.bias2_sqrt_inverse + self.eps;
         let master = master + self.step_size_negative * m / denominator;
-        (canonical(master), [canonical(m), canonical(v)])
+        (master, m, v)
     }
 }

@@ -14,9 +14,10 @@
 //! that has no gradient and no momentum (an embedding row that was never looked up) by the learning rate. Here, as in the
 //! paper, such a weight only decays. A `c` that is not a number makes the weight not a number: a sign would hide it.
 
-use super::{Elementwise, Rule, check_args, check_beta, check_non_negative};
+use super::Elementwise;
 use crate::error::Result;
-use crate::split::canonical;
+use crate::ranges::{check_args, check_beta, check_non_negative};
+use crate::store::{Absent, Moment, Rule};
 use crate::update::StepArgs;
 
 /// The hyperparameters of Lion. Its momentum is kept as the first moment.
@@ -49,10 +50,10 @@ impl Default for Lion {
     }
 }
 
-impl Elementwise<1> for Lion {
-    type Scalars = Scalars;
+impl Elementwise for Lion {
+    type Rule = Scalars;
 
-    fn scalars(&self, args: &StepArgs) -> Result<Scalars> {
+    fn rule(&self, args: &StepArgs) -> Result<Scalars> {
         self.validate()?;
         check_args(args)?;
         Ok(Scalars {
@@ -79,16 +80,19 @@ pub(crate) struct Scalars {
     lr: f32,
 }
 
-impl Rule<1> for Scalars {
+impl Rule for Scalars {
+    type First<S: Moment> = S;
+    type Second<S: Moment> = Absent;
+
     #[inline(always)]
-    fn apply(&self, gradient: f32, master: f32, [m]: [f32; 1]) -> (f32, [f32; 1]) {
+    fn apply(&self, gradient: f32, master: f32, m: f32, v: f32) -> (f32, f32, f32) {
         let gradient = gradient * self.grad_scale;
         let direction = m * self.beta1 + gradient * self.beta1_rest;
         // Zero and NaN stand for their own step.
         let step = if direction.abs() > 0.0 { self.lr.copysign(direction) } else { direction };
         let master = master * self.decay - step;
         let m = m * self.beta2 + gradient * self.beta2_rest;
-        (canonical(master), [canonical(m)])
+        (master, m, v)
     }
 }
 
@@ -96,9 +100,10 @@ impl Rule<1> for Scalars {
 mod tests {
     use super::*;
 
-    fn apply(gradient: f32, master: f32, m: f32) -> (f32, [f32; 1]) {
+    fn apply(gradient: f32, master: f32, m: f32) -> (f32, f32) {
         let args = StepArgs { step: 1, lr: 0.25, grad_scale: 1.0, weight_decay: 0.0 };
-        Lion::default().scalars(&args).unwrap().apply(gradient, master, [m])
+        let (master, m, _) = Lion::default().rule(&args).unwrap().apply(gradient, master, m, 0.0);
+        (master, m)
     }
 
     #[test]
@@ -111,7 +116,7 @@ mod tests {
 
     #[test]
     fn not_a_number_is_not_hidden_by_the_sign() {
-        let (master, [m]) = apply(f32::NAN, 1.0, 0.0);
+        let (master, m) = apply(f32::NAN, 1.0, 0.0);
         assert!(master.is_nan() && m.is_nan());
     }
 }

@@ -1,8 +1,8 @@
 //! The choice of an algorithm, and the loops of those that are one formula per parameter.
 //!
-//! An algorithm is a configuration, scalars that are computed once per step in f64 and rounded to f32 ([`Elementwise`]),
-//! and one inlined function over f32 values ([`Rule`]). How masters and moments are stored is the loops' business
-//! alone, so every algorithm has the same bits in every lossless format.
+//! An algorithm is a configuration ([`Elementwise`]) that makes one inlined function over f32 values ([`Rule`]), whose
+//! scalars are computed once per step in f64 and rounded to f32. How masters and moments are stored is the business of
+//! [`store`](crate::store) alone, so every algorithm has the same bits in every lossless format.
 //!
 //! # What is not here
 //!
@@ -12,6 +12,7 @@
 
 mod adagrad;
 mod adam;
+mod adamw;
 mod lion;
 mod loops;
 mod sgd;
@@ -21,12 +22,14 @@ use std::str::FromStr;
 
 pub use adagrad::Adagrad;
 pub use adam::Adam;
+pub use adamw::{AdamW, adamw, adamw_on};
 pub use lion::Lion;
 pub use sgd::Sgd;
 
-use crate::adamw::{AdamW, adamw};
 use crate::error::{OptimizerError, Result};
-use crate::layout::{Moments, StateFormat, StateLayout};
+use crate::isa::Isa;
+use crate::layout::{Moments, StateLayout};
+use crate::store::Rule;
 use crate::update::{Optimizer, StepArgs};
 use loops::Loops;
 
@@ -113,49 +116,45 @@ impl Algorithm {
     }
 }
 
-/// `algorithm` over state stored as `layout`.
+/// `algorithm` over state stored as `layout`, on the widest instruction set of this processor.
 ///
 /// # Errors
-/// Hyperparameters out of range, a layout with other moments than [`Algorithm::moments`], and state formats that
-/// have no loop.
+/// Hyperparameters out of range, and a layout with other moments than [`Algorithm::moments`].
 pub fn optimizer(algorithm: Algorithm, layout: StateLayout) -> Result<Box<dyn Optimizer>> {
+    optimizer_on(Isa::best(), algorithm, layout)
+}
+
+/// `algorithm` over state stored as `layout`, on an instruction set of choice: the bits are the same on all.
+///
+/// # Errors
+/// As [`optimizer`].
+pub fn optimizer_on(isa: Isa, algorithm: Algorithm, layout: StateLayout) -> Result<Box<dyn Optimizer>> {
     algorithm.validate()?;
     let (needed, found) = (algorithm.moments(), layout.moments());
     if needed != found {
         return Err(OptimizerError::WrongMoments { algorithm: algorithm.to_string(), needed, found });
     }
-    let format = layout.format();
-    let is_lossless = matches!(format, StateFormat::Fp32 | StateFormat::Split);
-    if !is_lossless && !matches!(algorithm, Algorithm::AdamW(_)) {
-        return Err(OptimizerError::UnsupportedFormat { algorithm: algorithm.to_string(), format });
-    }
     Ok(match algorithm {
-        Algorithm::AdamW(config) => adamw(config, layout),
-        Algorithm::Adam(config) => Box::new(Loops::new(config, layout)),
-        Algorithm::Adagrad(config) => Box::new(Loops::new(config, layout)),
-        Algorithm::Lion(config) => Box::new(Loops::new(config, layout)),
-        Algorithm::Sgd(config) => Box::new(Loops::new(config, layout)),
+        Algorithm::AdamW(algorithm) => Box::new(Loops { isa, algorithm, layout }),
+        Algorithm::Adam(algorithm) => Box::new(Loops { isa, algorithm, layout }),
+        Algorithm::Adagrad(algorithm) => Box::new(Loops { isa, algorithm, layout }),
+        Algorithm::Lion(algorithm) => Box::new(Loops { isa, algorithm, layout }),
+        Algorithm::Sgd(algorithm) => Box::new(Loops { isa, algorithm, layout }),
     })
 }
 
-/// An algorithm that is one formula per parameter with `N` moments.
-pub(crate) trait Elementwise<const N: usize>: Copy + Send + Sync {
-    /// What is the same for every parameter of a step.
-    type Scalars: Rule<N>;
+/// An algorithm that is one formula per parameter.
+pub(crate) trait Elementwise: Copy + Send + Sync {
+    /// The formula, with what is the same for every parameter of a step.
+    type Rule: Rule;
 
-    /// Computes the scalars, in f64 until the last rounding; refuses what is out of range.
-    fn scalars(&self, args: &StepArgs) -> Result<Self::Scalars>;
+    /// The formula of a step, its scalars in f64 until the last rounding; refuses what is out of range.
+    fn rule(&self, args: &StepArgs) -> Result<Self::Rule>;
 
     /// What every moment of a parameter that was never stepped holds.
     fn initial_moment(&self) -> f32 {
         0.0
     }
-}
-
-/// The update of one parameter.
-pub(crate) trait Rule<const N: usize>: Copy + Send + Sync {
-    /// The new `(master, moments)`, with every NaN in its [canonical](crate::split::canonical) form.
-    fn apply(&self, gradient: f32, master: f32, moments: [f32; N]) -> (f32, [f32; N]);
 }
 
 impl From<AdamW> for Algorithm {
@@ -193,28 +192,6 @@ impl FromStr for Algorithm {
     }
 }
 
-const NON_NEGATIVE: &str = "finite and not negative";
-const BETA: &str = "at least 0 and below 1";
-
-fn check(name: &'static str, value: f64, expected: &'static str, holds: bool) -> Result<()> {
-    if holds { Ok(()) } else { Err(OptimizerError::Hyperparameter { name, value, expected }) }
-}
-
-fn check_beta(name: &'static str, value: f64) -> Result<()> {
-    check(name, value, BETA, (0.0..1.0).contains(&value))
-}
-
-fn check_non_negative(name: &'static str, value: f64) -> Result<()> {
-    check(name, value, NON_NEGATIVE, value.is_finite() && value >= 0.0)
-}
-
-/// The arguments that every algorithm has.
-fn check_args(args: &StepArgs) -> Result<()> {
-    check("step", args.step as f64, "at least 1", args.step >= 1)?;
-    check_non_negative("learning rate", args.lr)?;
-    check_non_negative("weight_decay", args.weight_decay)
-}
-
 /// Weight decay as torch adds it to the gradient: not at all when it is zero, so that it cannot turn −0 into 0 or
 /// an infinite weight into NaN.
 #[inline(always)]
@@ -225,7 +202,7 @@ fn add_decay(gradient: f32, decay: f32, master: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::WeightType;
+    use crate::{StateFormat, WeightType};
 
     const NAMES: [&str; 5] = ["adamw", "adam", "adagrad", "lion", "sgd"];
 
@@ -247,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn layouts_must_have_the_moments_and_a_format_with_a_loop() {
+    fn layouts_must_have_the_moments() {
         for name in NAMES {
             let algorithm: Algorithm = name.parse().unwrap();
             for moments in [Moments::First, Moments::Second, Moments::Both] {

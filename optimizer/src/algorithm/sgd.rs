@@ -14,9 +14,10 @@
 //! which differs in the sign of a zero alone. Without momentum the buffer holds the last gradient and nobody reads it:
 //! state without moments has no layout.
 
-use super::{Elementwise, Rule, add_decay, check, check_args, check_non_negative};
+use super::{Elementwise, add_decay};
 use crate::error::Result;
-use crate::split::canonical;
+use crate::ranges::{check, check_args, check_non_negative};
+use crate::store::{Absent, Moment, Rule};
 use crate::update::StepArgs;
 
 /// The hyperparameters of SGD. Its momentum buffer is kept as the first moment.
@@ -43,10 +44,10 @@ impl Sgd {
     }
 }
 
-impl Elementwise<1> for Sgd {
-    type Scalars = Scalars;
+impl Elementwise for Sgd {
+    type Rule = Scalars;
 
-    fn scalars(&self, args: &StepArgs) -> Result<Scalars> {
+    fn rule(&self, args: &StepArgs) -> Result<Scalars> {
         self.validate()?;
         check_args(args)?;
         Ok(Scalars {
@@ -69,15 +70,18 @@ pub(crate) struct Scalars {
     lr_negative: f32,
 }
 
-impl Rule<1> for Scalars {
+impl Rule for Scalars {
+    type First<S: Moment> = S;
+    type Second<S: Moment> = Absent;
+
     #[inline(always)]
-    fn apply(&self, gradient: f32, master: f32, [buffer]: [f32; 1]) -> (f32, [f32; 1]) {
+    fn apply(&self, gradient: f32, master: f32, buffer: f32, v: f32) -> (f32, f32, f32) {
         let gradient = add_decay(gradient * self.grad_scale, self.decay, master);
         // A zero momentum must not turn an infinite buffer into NaN.
         let kept = if self.momentum == 0.0 { 0.0 } else { buffer * self.momentum };
         let buffer = kept + gradient;
         let step = if self.nesterov { gradient + self.momentum * buffer } else { buffer };
         let master = master + self.lr_negative * step;
-        (canonical(master), [canonical(buffer)])
+        (master, buffer, v)
     }
 }

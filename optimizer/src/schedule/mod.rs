@@ -15,6 +15,7 @@ use std::str::FromStr;
 pub use one_cycle::{MomentumCycle, OneCycle};
 
 use crate::error::{OptimizerError, Result};
+use crate::ranges::check;
 
 /// A learning-rate schedule.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -178,22 +179,22 @@ impl Schedule {
     /// [`OptimizerError::Hyperparameter`] names the first offending value.
     pub fn validate(&self) -> Result<()> {
         let non_negative = |name, value: f64| {
-            in_range(name, value, "finite and not negative", value.is_finite() && value >= 0.0)
+            check(name, value, "finite and not negative", value.is_finite() && value >= 0.0)
         };
         non_negative("learning rate", self.base_lr)?;
-        in_range("min_ratio", self.min_ratio, "between 0 and 1", (0.0..=1.0).contains(&self.min_ratio))?;
+        check("min_ratio", self.min_ratio, "between 0 and 1", (0.0..=1.0).contains(&self.min_ratio))?;
         match self.kind {
             ScheduleKind::Constant | ScheduleKind::Linear | ScheduleKind::Cosine => Ok(()),
             ScheduleKind::CosineWithRestarts { cycles } => {
-                in_range("num_cycles", f64::from(cycles), "at least 1", cycles >= 1)
+                check("num_cycles", f64::from(cycles), "at least 1", cycles >= 1)
             }
             ScheduleKind::Polynomial { power, end_lr } => {
-                in_range("power", power, "finite and positive", power.is_finite() && power > 0.0)?;
+                check("power", power, "finite and positive", power.is_finite() && power > 0.0)?;
                 non_negative("lr_end", end_lr)?;
-                in_range("lr_end", end_lr, "below the learning rate", end_lr < self.base_lr)
+                check("lr_end", end_lr, "below the learning rate", end_lr < self.base_lr)
             }
             ScheduleKind::InverseSqrt { timescale } => {
-                in_range("timescale", 0.0, "at least 1", timescale != Some(0))
+                check("timescale", 0.0, "at least 1", timescale != Some(0))
             }
             ScheduleKind::WarmupLr { min_lr, .. } | ScheduleKind::WarmupDecayLr { min_lr, .. } => {
                 non_negative("warmup_min_lr", min_lr)
@@ -206,18 +207,17 @@ impl Schedule {
                 non_negative("cycle_max_lr", cycle.cycle_max_lr)?;
                 non_negative("decay_lr_rate", cycle.decay_lr_rate)?;
                 let first = cycle.cycle_first_step_size;
-                in_range("cycle_first_step_size", first as f64, "at least 1", first >= 1)?;
+                check("cycle_first_step_size", first as f64, "at least 1", first >= 1)?;
                 let Some(momentum) = cycle.momentum else { return Ok(()) };
-                let beta = |name, value| {
-                    in_range(name, value, "at least 0 and below 1", (0.0..1.0).contains(&value))
-                };
+                let beta =
+                    |name, value| check(name, value, "at least 0 and below 1", (0.0..1.0).contains(&value));
                 beta("cycle_min_mom", momentum.cycle_min_mom)?;
                 beta("cycle_max_mom", momentum.cycle_max_mom)?;
                 non_negative("decay_mom_rate", momentum.decay_mom_rate)
             }
             ScheduleKind::LrRangeTest { step_size, step_rate, .. } => {
                 let (size, name) = (step_size as f64, "lr_range_test_step_size");
-                in_range(name, size, "at least 1", step_size >= 1)?;
+                check(name, size, "at least 1", step_size >= 1)?;
                 non_negative("lr_range_test_step_rate", step_rate)
             }
         }
@@ -324,10 +324,6 @@ const INVERSE_SQRT_TIMESCALE: u64 = 10_000;
 
 /// The second beta that DeepSpeed's `OneCycle` sets.
 const ONE_CYCLE_BETA2: f64 = 0.99;
-
-fn in_range(name: &'static str, value: f64, expected: &'static str, holds: bool) -> Result<()> {
-    if holds { Ok(()) } else { Err(OptimizerError::Hyperparameter { name, value, expected }) }
-}
 
 #[cfg(test)]
 mod tests {

@@ -4,7 +4,7 @@
 
 pub mod fixtures;
 
-use half::bf16;
+use half::{bf16, f16};
 use terrace_optimizer::{
     AdamW, COMPACT_BLOCK, KindLayout, Optimizer, StateFormat, StateKind, StateLayout, StepArgs, WeightType,
     split,
@@ -14,20 +14,25 @@ pub fn layout(format: StateFormat, weight: WeightType) -> StateLayout {
     StateLayout::new(format, weight).expect("a supported pair")
 }
 
-/// Every layout there is.
-pub fn layouts() -> [StateLayout; 5] {
-    let [wide, full, split] = lossless_layouts();
-    let reduced = [StateFormat::Bf16, StateFormat::Compact].map(|format| layout(format, WeightType::Bf16));
-    [wide, full, split, reduced[0], reduced[1]]
+/// Every format with every type of weight that it can have, the lossless ones first.
+pub const LAYOUTS: [(StateFormat, WeightType); 6] = [
+    (StateFormat::Fp32, WeightType::F32),
+    (StateFormat::Fp32, WeightType::Bf16),
+    (StateFormat::Fp32, WeightType::F16),
+    (StateFormat::Split, WeightType::Bf16),
+    (StateFormat::Bf16, WeightType::Bf16),
+    (StateFormat::Compact, WeightType::Bf16),
+];
+
+/// Every layout with both moments.
+pub fn layouts() -> [StateLayout; 6] {
+    LAYOUTS.map(|(format, weight)| layout(format, weight))
 }
 
 /// The layouts that keep every bit of masters and moments.
-pub fn lossless_layouts() -> [StateLayout; 3] {
-    [
-        layout(StateFormat::Fp32, WeightType::F32),
-        layout(StateFormat::Fp32, WeightType::Bf16),
-        layout(StateFormat::Split, WeightType::Bf16),
-    ]
+pub fn lossless_layouts() -> [StateLayout; 4] {
+    let [a, b, c, d, ..] = layouts();
+    [a, b, c, d]
 }
 
 /// The state of a run of parameters, one aligned buffer per kind.
@@ -116,6 +121,7 @@ impl State {
         match self.layout.weight() {
             WeightType::F32 => self.kind(StateKind::Weight).to_vec(),
             WeightType::Bf16 => self.kind::<bf16>(StateKind::Weight).iter().map(|w| w.to_f32()).collect(),
+            WeightType::F16 => self.kind::<f16>(StateKind::Weight).iter().map(|w| w.to_f32()).collect(),
         }
     }
 
