@@ -62,6 +62,14 @@ fn killed_with_other_state_or_another_optimizer_a_run_ends_the_same() {
     let mut random = Random::new(seed());
     let cycle = "OneCycle,cycle_min_lr=1e-4,cycle_max_lr=1e-3,cycle_first_step_size=5,decay_step_size=2,decay_lr_rate=1";
     let groups = ["--weight-decay", "0.1", "--no-decay", "*norm*", "--param-group", "*.0.mlp.*,frozen"];
+    // The scale comes down from far above what f16 holds, and goes up again until it overflows: many steps are skipped.
+    let file = bench.path("fp16.json");
+    std::fs::write(
+        &file,
+        "{fp16: {enabled: true, initial_scale_power: 30, hysteresis: 1, loss_scale_window: 1}}",
+    )
+    .unwrap();
+    let fp16 = ["--config", file.to_str().unwrap()];
     for (name, words) in [
         ("fp32", &["--state", "fp32"][..]),
         ("bf16", &["--state", "bf16"]),
@@ -69,6 +77,7 @@ fn killed_with_other_state_or_another_optimizer_a_run_ends_the_same() {
         ("f32-weights", &["--dtype", "fp32"]),
         ("lion", &["--optimizer", "lion", "--scheduler", cycle]),
         ("groups", &groups),
+        ("fp16", &fp16),
     ] {
         let whole = format!("{name}-whole");
         let run = |output: &str| steps(&bench, output, STEPS).args(words);

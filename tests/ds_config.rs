@@ -4,7 +4,7 @@
 use terrace::cli::args::OptimizerName;
 use terrace::config::ds_config::DsOptimizer;
 use terrace::config::{DsConfig, DsOffload, ScheduleChoice};
-use terrace_optimizer::{MomentumCycle, OneCycle, ScheduleKind, Warmup};
+use terrace_optimizer::{LossScaleConfig, MomentumCycle, OneCycle, ScheduleKind, Warmup};
 
 fn read(text: &str) -> DsConfig {
     DsConfig::parse(text, "ds.json").unwrap_or_else(|e| panic!("{text}\n{e}"))
@@ -183,11 +183,35 @@ fn precision() {
     assert_eq!(read("{}").bf16, None);
     assert_eq!(read("{bfloat16: {enabled: true}}").bf16, Some(true));
     assert_eq!(read("{fp16: {enabled: false, loss_scale: 0}, bf16: {enabled: true}}").bf16, Some(true));
-    assert_eq!(read("{fp16: {enabled: false}}").bf16, Some(false));
-    assert_eq!(read("{fp16: {enabled: \"auto\"}}").bf16, None);
+    assert_eq!(read("{fp16: {enabled: false}}").fp16, Some(false));
+    let auto = read("{fp16: {enabled: \"auto\"}}");
+    assert_eq!((auto.bf16, auto.fp16, auto.loss_scale), (None, None, Some(LossScaleConfig::default())));
+    let full = "{fp16: {enabled: true, auto_cast: false, loss_scale: 0, initial_scale_power: 20, loss_scale_window: 50, hysteresis: 3, \
+        consecutive_hysteresis: true, min_loss_scale: 2}}";
+    let expected = LossScaleConfig {
+        loss_scale: 0.0,
+        initial_scale_power: 20,
+        loss_scale_window: 50,
+        hysteresis: 3,
+        consecutive_hysteresis: true,
+        min_loss_scale: 2.0,
+    };
+    let full = read(full);
+    assert_eq!((full.fp16, full.loss_scale), (Some(true), Some(expected)));
+    assert_eq!(full.warnings, ["without effect here: fp16.auto_cast"]);
+    let fixed = read("{fp16: {enabled: true, loss_scale: 128}}").loss_scale.unwrap();
+    assert_eq!((fixed.loss_scale, fixed.is_dynamic()), (128.0, false));
     refused(&[
         ("{fp16: {enabled: true}, bf16: {enabled: true}}", "choose one"),
-        ("{fp16: {enabled: true}}", "use --dtype fp32"),
+        ("{fp16: {enabled: true, loss_scale: true}}", "fp16.loss_scale: expected a finite number"),
+        ("{fp16: {enabled: true, loss_scale: -1}}", "must not be negative"),
+        (
+            "{fp16: {enabled: true, initial_scale_power: 127}}",
+            "fp16.initial_scale_power: must be at most 126",
+        ),
+        ("{fp16: {enabled: true, hysteresis: 0}}", "fp16.hysteresis: must be at least 1, found 0"),
+        ("{fp16: {enabled: true, loss_scale_window: 0}}", "fp16.loss_scale_window: must be at least 1"),
+        ("{fp16: {enabled: true, min_loss_scale: 0}}", "fp16.min_loss_scale: must be finite and positive"),
         ("{bf16: {enable: true}}", "bf16.enable: unknown key"),
         ("{fp16: {enabled: false, loss: 1}}", "fp16.loss: unknown key"),
         ("{bf16: {}, bfloat16: {}}", "both stand"),

@@ -132,6 +132,26 @@ fn inputs_of_a_model_without_tokenizer() {
 }
 
 #[test]
+fn number_types() {
+    let of = |line: &str, file: Option<&str>| {
+        resolve(line, file, None)
+            .map(|run| (run.dtype, run.state, run.loss_scale.map(|s| s.initial_scale_power)))
+    };
+    let (fp16, fp32) = (Some("{fp16: {enabled: true, initial_scale_power: 9}}"), StateFormat::Fp32);
+    assert_eq!(of("", fp16), Ok((Dtype::Fp16, fp32, Some(9))));
+    assert_eq!(of("--dtype fp16", None), Ok((Dtype::Fp16, fp32, Some(16))));
+    assert_eq!(of("--dtype fp16 --state fp32", fp16), Ok((Dtype::Fp16, fp32, Some(9))));
+    assert_eq!(of("--dtype bf16", fp16), Ok((Dtype::Bf16, StateFormat::Split, None)));
+    assert_eq!(of("", Some("{fp16: {enabled: false}}")), Ok((Dtype::Fp32, fp32, None)));
+    let bf16 = Some("{fp16: {enabled: false}, bf16: {enabled: true}}");
+    assert_eq!(of("--state compact", bf16), Ok((Dtype::Bf16, StateFormat::Compact, None)));
+    for dtype in ["fp16", "fp32"] {
+        let error = of(&format!("--dtype {dtype} --state split"), None).unwrap_err();
+        assert!(error.contains("--state split is for --dtype bf16"), "{error}");
+    }
+}
+
+#[test]
 fn schedules() {
     let cycle = "OneCycle,cycle_min_lr=1e-5,cycle_max_lr=1e-3,cycle_first_step_size=4";
     let run = resolve(&format!("--scheduler {cycle}"), None, None).unwrap();

@@ -115,9 +115,9 @@ pub struct FinetuneArgs {
     #[arg(long, value_name = "TYPE", help_heading = "Training")]
     pub dtype: Option<Dtype>,
 
-    /// How training state is stored: with Adam 14, 12, 8 or 5.1 bytes per parameter
-    #[arg(long, value_name = "FORMAT", default_value = "split", help_heading = "Memory")]
-    pub state: StateFormat,
+    /// How training state is stored: with Adam 14, 12, 8 or 5.1 bytes per parameter [default: split; fp32 unless --dtype bf16]
+    #[arg(long, value_name = "FORMAT", help_heading = "Memory")]
+    pub state: Option<StateFormat>,
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
@@ -291,6 +291,8 @@ pub enum Dtype {
     /// bfloat16.
     #[default]
     Bf16,
+    /// Half precision, in training with a loss scale.
+    Fp16,
     /// Single precision.
     Fp32,
 }
@@ -512,7 +514,7 @@ mod tests {
             "--unknown",
             "--threads 0",
             "--save-every 0",
-            "--dtype fp16",
+            "--dtype fp8",
             "--param-group *,lr=fast",
             "--param-group lr=1",
             "--scheduler exponential",

@@ -157,7 +157,9 @@ impl Trainer<'_> {
             let step = self.engine.step();
             let samples = samples(step)?;
             let batches = self.micro_batches(&samples)?;
-            let (lr, betas) = (self.schedule.lr(step), self.schedule.betas(step));
+            // A skipped step leaves the schedule where it was, as in DeepSpeed.
+            let updates = self.engine.updates();
+            let (lr, betas) = (self.schedule.lr(updates), self.schedule.betas(updates));
             let tokens = samples.iter().map(|s| s.ids.len() as u64).sum();
             let (stats, last) = (&self.session.stats, self.last);
             let note = |report: &StepReport| {
@@ -215,6 +217,8 @@ fn step_metrics(report: &StepReport, lr: f64, tokens: u64, io: &Stats) -> StepMe
         step: report.step,
         loss: Some(report.loss),
         grad_norm: Some(report.grad_norm),
+        loss_scale: report.loss_scale,
+        skipped: report.loss_scale.map(|_| report.skipped),
         lr,
         tokens,
         step_seconds: report.seconds,
@@ -292,7 +296,6 @@ fn engine_config(
     identity: String,
 ) -> Result<EngineConfig, CliError> {
     let state = match run.state {
-        _ if run.dtype == super::args::Dtype::Fp32 => StateFormat::Fp32,
         StateFlag::Fp32 => StateFormat::Fp32,
         StateFlag::Split => StateFormat::Split,
         StateFlag::Bf16 => StateFormat::Bf16,
@@ -303,7 +306,14 @@ fn engine_config(
     let (optimizer, base_lr) = (run.optimizer, schedule::base_lr(&run.schedule(1)));
     Ok(EngineConfig {
         dtype: session::dtype(run.dtype),
-        training: Some(TrainingConfig { state, optimizer, clip: run.clip, groups, base_lr }),
+        training: Some(TrainingConfig {
+            state,
+            optimizer,
+            clip: run.clip,
+            loss_scale: run.loss_scale,
+            groups,
+            base_lr,
+        }),
         placement: session::placement(run.offload),
         disks: state_dirs(run),
         disk_weights: None,
@@ -337,6 +347,7 @@ fn identity(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> Stri
         "--learning-rate": run.learning_rate,
         "optimizer": format!("{:?}", run.optimizer),
         "--clip": run.clip,
+        "fp16": run.loss_scale.map(|scale| format!("{scale:?}")),
         "--param-group and --no-decay": groups,
         "--scheduler": format!("{:?}", run.schedule),
         "steps": run.schedule.depends_on_length().then_some(steps),

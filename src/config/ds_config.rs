@@ -10,6 +10,7 @@ use super::schedule::{SCHEDULERS, ScheduleChoice};
 use super::section::{Section, SectionError};
 use crate::cli::args::OptimizerName;
 use std::path::{Path, PathBuf};
+use terrace_optimizer::{LossScaleConfig, OptimizerError};
 
 /// What a configuration file asks for. `None` means that it does not say.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -26,6 +27,10 @@ pub struct DsConfig {
     pub gradient_clipping: Option<f64>,
     /// `bf16.enabled`.
     pub bf16: Option<bool>,
+    /// `fp16.enabled`.
+    pub fp16: Option<bool>,
+    /// The loss scale that the `fp16` section describes.
+    pub loss_scale: Option<LossScaleConfig>,
     /// ZeRO stage. Every stage is the same on one rank; the sections say what is offloaded.
     pub stage: Option<u64>,
     /// Where parameters are offloaded to.
@@ -203,17 +208,7 @@ const BF16_UNUSED: &[&str] = &[
     "bf16_master_weights_and_grads",
     "bf16_optimizer_states",
 ];
-const FP16_UNUSED: &[&str] = &[
-    "auto_cast",
-    "consecutive_hysteresis",
-    "fp16_master_weights_and_grads",
-    "fp16_optimizer_states",
-    "hysteresis",
-    "initial_scale_power",
-    "loss_scale",
-    "loss_scale_window",
-    "min_loss_scale",
-];
+const FP16_UNUSED: &[&str] = &["auto_cast", "fp16_master_weights_and_grads", "fp16_optimizer_states"];
 const ADAM_UNUSED: &[&str] = &["fp32_optimizer_states", "fused", "foreach", "set_grad_none", "torch_adam"];
 
 impl DsConfig {
@@ -262,7 +257,7 @@ fn read(value: &hjson::Value) -> Result<DsConfig> {
         config.schedule = Some(scheduler(&section, &mut notes)?);
     }
     config.gradient_clipping = root.not_negative("gradient_clipping")?;
-    config.bf16 = precision(&root, &mut notes)?;
+    precision(&root, &mut config, &mut notes)?;
     if let Some(section) = root.section("zero_optimization")? {
         zero(&section, &mut config, &mut notes)?;
     }
@@ -380,8 +375,8 @@ fn scheduler(section: &Section<'_>, notes: &mut Notes) -> Result<ScheduleChoice>
     Ok(choice)
 }
 
-/// The `bf16` (or `bfloat16`) and `fp16` sections: whether bf16 is on.
-fn precision(root: &Section<'_>, notes: &mut Notes) -> Result<Option<bool>> {
+/// The `bf16` (or `bfloat16`) and `fp16` sections.
+fn precision(root: &Section<'_>, config: &mut DsConfig, notes: &mut Notes) -> Result<()> {
     let (key, section) = match (root.section("bf16")?, root.section("bfloat16")?) {
         (Some(_), Some(_)) => {
             return Err(root.error("bfloat16", "an old name of bf16; both stand in the file"));
@@ -389,25 +384,46 @@ fn precision(root: &Section<'_>, notes: &mut Notes) -> Result<Option<bool>> {
         (Some(section), None) => ("bf16", Some(section)),
         (None, section) => ("bfloat16", section),
     };
-    let mut bf16 = None;
     if let Some(section) = section {
-        bf16 = section.boolean("enabled")?;
+        config.bf16 = section.boolean("enabled")?;
         notes.unused.extend(section.unused(BF16_UNUSED));
         section.refuse_unknown()?;
     }
-    let Some(section) = root.section("fp16")? else { return Ok(bf16) };
-    let fp16 = section.boolean("enabled")?;
-    section.unused(FP16_UNUSED);
+    let Some(section) = root.section("fp16")? else { return Ok(()) };
+    config.fp16 = section.boolean("enabled")?;
+    config.loss_scale = Some(loss_scale(&section)?);
+    let unused = section.unused(FP16_UNUSED);
     section.refuse_unknown()?;
-    match (bf16, fp16) {
-        (Some(true), Some(true)) => {
-            Err(root.error("fp16", &format!("enabled together with {key}; choose one")))
+    if config.fp16 == Some(true) {
+        notes.unused.extend(unused);
+        if config.bf16 == Some(true) {
+            return Err(root.error("fp16", &format!("enabled together with {key}; choose one")));
         }
-        (_, Some(true)) => {
-            Err(root.error("fp16", "training in fp16 is not available yet; enable bf16 or use --dtype fp32"))
+    }
+    Ok(())
+}
+
+fn loss_scale(section: &Section<'_>) -> Result<LossScaleConfig> {
+    let default = LossScaleConfig::default();
+    // What is beyond u32 is beyond every bound as well.
+    let small = |key| Ok(section.integer(key)?.map(|value| u32::try_from(value).unwrap_or(u32::MAX)));
+    let power = small("initial_scale_power")?.unwrap_or(default.initial_scale_power);
+    let window = section.integer("loss_scale_window")?.unwrap_or(default.loss_scale_window);
+    let consecutive = section.boolean("consecutive_hysteresis")?;
+    let scale = LossScaleConfig {
+        loss_scale: section.not_negative("loss_scale")?.unwrap_or(default.loss_scale),
+        initial_scale_power: power,
+        loss_scale_window: window,
+        hysteresis: small("hysteresis")?.unwrap_or(default.hysteresis),
+        consecutive_hysteresis: consecutive.unwrap_or(default.consecutive_hysteresis),
+        min_loss_scale: section.not_negative("min_loss_scale")?.unwrap_or(default.min_loss_scale),
+    };
+    match scale.validate() {
+        Ok(()) => Ok(scale),
+        Err(OptimizerError::Hyperparameter { name, value, expected }) => {
+            Err(section.error(name, &format!("must be {expected}, found {value}")))
         }
-        (None, Some(false)) => Ok(Some(false)),
-        _ => Ok(bf16),
+        Err(error) => Err(section.error("loss_scale", &error.to_string())),
     }
 }
 

@@ -7,7 +7,9 @@ use super::size::ByteSize;
 use crate::cli::args::{DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, StateFormat};
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
-use terrace_optimizer::{Adagrad, Adam, AdamW, Algorithm, Lion, Schedule, ScheduleKind, Sgd};
+use terrace_optimizer::{
+    Adagrad, Adam, AdamW, Algorithm, Lion, LossScaleConfig, Schedule, ScheduleKind, Sgd,
+};
 
 /// Sequence length when neither flag nor model says otherwise.
 pub const SEQ_LEN_DEFAULT: usize = 1024;
@@ -50,6 +52,8 @@ pub struct TrainConfig {
     pub schedule: ScheduleChoice,
     /// Number type of weights and activations.
     pub dtype: Dtype,
+    /// The loss scale, in fp16.
+    pub loss_scale: Option<LossScaleConfig>,
     /// Format of optimizer state.
     pub state: StateFormat,
     /// Slowest tier in use.
@@ -118,7 +122,7 @@ impl TrainConfig {
         let given = file.unwrap_or(&none);
         let adam = given.optimizer.unwrap_or_default();
         let mut warnings = given.warnings.clone();
-        if file.is_some() && given.bf16.is_none() && args.dtype.is_none() {
+        if file.is_some() && given.bf16.is_none() && given.fp16.is_none() && args.dtype.is_none() {
             warnings.push(
                 "the file enables neither bf16 nor fp16; training in bf16 (--dtype fp32 for the other)"
                     .into(),
@@ -127,6 +131,12 @@ impl TrainConfig {
         if given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
             warnings.push("offload_optimizer.ratio is not used: the whole optimizer runs on the CPU".into());
         }
+        let from_file = match (given.fp16, given.bf16) {
+            (Some(true), _) => Dtype::Fp16,
+            (Some(false), None) | (_, Some(false)) => Dtype::Fp32,
+            _ => Dtype::Bf16,
+        };
+        let dtype = args.dtype.unwrap_or(from_file);
         let (offload, disks) = placement(args, given, &mut warnings)?;
         let learning_rate = args.learning_rate.or(adam.lr).unwrap_or(1e-5);
         let optimizer = algorithm(args, &adam)?;
@@ -150,8 +160,9 @@ impl TrainConfig {
             groups: groups(args),
             clip: Some(args.clip.or(given.gradient_clipping).unwrap_or(1.0)).filter(|&norm| norm > 0.0),
             schedule,
-            dtype: args.dtype.unwrap_or(if given.bf16 == Some(false) { Dtype::Fp32 } else { Dtype::Bf16 }),
-            state: args.state,
+            dtype,
+            loss_scale: (dtype == Dtype::Fp16).then(|| given.loss_scale.unwrap_or_default()),
+            state: state(args.state, dtype)?,
             offload,
             disks,
             host_memory: placed.host_memory,
@@ -226,6 +237,18 @@ fn count(name: &str, value: Option<u64>) -> Result<usize, CliError> {
     match u32::try_from(value.unwrap_or(1)) {
         Ok(value) => Ok(value as usize),
         Err(_) => usage(format!("{name} {} is beyond reason", value.unwrap_or(1))),
+    }
+}
+
+/// Formats that need no f32 master are made for bf16 weights.
+fn state(asked: Option<StateFormat>, dtype: Dtype) -> Result<StateFormat, CliError> {
+    match (asked, dtype) {
+        (asked, Dtype::Bf16) => Ok(asked.unwrap_or_default()),
+        (None | Some(StateFormat::Fp32), _) => Ok(StateFormat::Fp32),
+        (Some(other), _) => usage(format!(
+            "--state {} is for --dtype bf16; leave it out, other types keep their state as fp32",
+            other.name()
+        )),
     }
 }
 

@@ -4,7 +4,7 @@ use crate::network::PARAM_ALIGN;
 use crate::{EngineError, Result};
 use std::path::PathBuf;
 use terrace_kernels::DType;
-use terrace_optimizer::{AdamW, Algorithm, GroupRule, NORM_BLOCK, StateFormat};
+use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, NORM_BLOCK, StateFormat};
 use terrace_tiers::Striping;
 
 /// Where the training state lives between uses.
@@ -38,6 +38,9 @@ pub struct TrainingConfig {
     pub optimizer: Algorithm,
     /// Largest global norm of the gradient; larger ones are scaled down to it.
     pub clip: Option<f64>,
+    /// The loss scale of fp16: a step whose gradient overflows is skipped, and the scale moves. `None` is for types with a
+    /// range that needs none; an overflow is then an error.
+    pub loss_scale: Option<LossScaleConfig>,
     /// Parameters that get another learning rate or weight decay than the rest, by name: the first rule whose pattern matches
     /// decides. A frozen parameter keeps its place in the state, and its gradient does not count in the norm. Every pattern
     /// must match some parameter.
@@ -79,7 +82,7 @@ pub struct WindowOverrides {
 /// Everything that fixes an engine, beside its blocks and backends.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// Element type of weights and activations: bf16 or f32.
+    /// Element type of weights and activations: bf16, f16 or f32.
     pub dtype: DType,
     /// How to train; `None` for frozen weights.
     pub training: Option<TrainingConfig>,
@@ -111,9 +114,17 @@ impl Default for TrainingConfig {
             state: StateFormat::default(),
             optimizer: AdamW::default().into(),
             clip: Some(1.0),
+            loss_scale: None,
             groups: Vec::new(),
             base_lr: 0.0,
         }
+    }
+}
+
+impl TrainingConfig {
+    /// Whether an update needs the norm of the whole gradient: to clip it, or to know that nothing overflowed.
+    pub(crate) fn waits_for_norm(&self) -> bool {
+        self.clip.is_some() || self.loss_scale.is_some()
     }
 }
 

@@ -7,6 +7,7 @@ use crate::lane::Lane;
 use crate::network::Network;
 use crate::plan::{EnginePlan, Planner};
 use crate::runs::Runs;
+use crate::scale::{self, LossScale};
 use crate::state::{StateHome, StateKinds, needs_disk};
 use crate::update::UpdateSlots;
 use crate::{
@@ -43,6 +44,8 @@ pub struct Engine {
     pub(crate) update_slots: UpdateSlots,
     pub(crate) pool: rayon::ThreadPool,
     pub(crate) step: u64,
+    /// The loss scale of the next step.
+    pub(crate) loss_scale: Option<LossScale>,
     /// Where resident state is saved; opened at the first save.
     pub(crate) saved: Option<DiskStore>,
 }
@@ -118,9 +121,15 @@ impl Engine {
                 "the state keeps the parts per directory that it was made with"
             );
         }
-        let parts = Parts::new(config, &backend, blocks, sample, Some(store.striping()))?;
+        let mut parts = Parts::new(config, &backend, blocks, sample, Some(store.striping()))?;
         checkpoint::compare(&parts.plan.spec, store.spec())?;
         let step = store.committed().step;
+        if let Some(config) = parts.config.training.as_ref().and_then(|t| t.loss_scale) {
+            // Step 0 is committed before there is a scale.
+            let committed = &store.committed().trainer;
+            parts.loss_scale =
+                Some(if step == 0 { LossScale::new(config)? } else { LossScale::resume(config, committed)? });
+        }
         if parts.config.placement == Placement::Disk {
             let mut engine = Self::assemble(parts, backend, StateHome::Disk(Box::new(store)))?;
             engine.step = step;
@@ -157,7 +166,7 @@ impl Engine {
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
-        let Parts { config, network, kinds, runs, optimizer, plan } = parts;
+        let Parts { config, network, kinds, runs, optimizer, plan, loss_scale } = parts;
         let windows = &plan.windows;
         let lane = Lane::new(&backend, windows.arena_bytes)?;
         let on_disk = home.disk().is_some();
@@ -222,18 +231,24 @@ impl Engine {
             update_slots,
             pool,
             step: 0,
+            loss_scale,
             saved: None,
         })
     }
 
-    /// Optimizer steps done.
+    /// Steps done, those among them that a loss scale skipped included.
     pub fn step(&self) -> u64 {
         self.step
     }
 
+    /// Updates of the weights done: what a schedule counts. Fewer than [`step`](Self::step) where a loss scale skipped some.
+    pub fn updates(&self) -> u64 {
+        self.step - self.loss_scale.map_or(0, |scale| scale.skipped.min(self.step))
+    }
+
     /// The note that was committed with the last step; empty if there was none.
     pub fn noted(&self) -> &[u8] {
-        self.home.disk().map_or(&[], |store| &store.committed().trainer)
+        self.home.disk().map_or(&[], |store| scale::note(&store.committed().trainer))
     }
 
     /// The bytes of every tier.
@@ -281,6 +296,7 @@ struct Parts {
     runs: Runs,
     optimizer: Option<Box<dyn Optimizer>>,
     plan: EnginePlan,
+    loss_scale: Option<LossScale>,
 }
 
 impl Parts {
@@ -305,7 +321,9 @@ impl Parts {
         }
         let planner = Planner { config: &config, backend, network: &network, kinds: &kinds, sample, stored };
         let plan = planner.plan()?;
-        Ok(Self { config, network, kinds, runs, optimizer, plan })
+        let scaling = config.training.as_ref().and_then(|t| t.loss_scale);
+        let loss_scale = scaling.map(LossScale::new).transpose()?;
+        Ok(Self { config, network, kinds, runs, optimizer, plan, loss_scale })
     }
 }
 

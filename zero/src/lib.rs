@@ -22,8 +22,10 @@ mod lane;
 mod network;
 mod plan;
 mod runs;
+mod scale;
 mod source;
 mod state;
+mod step;
 mod train;
 mod update;
 
@@ -38,4 +40,4 @@ pub use error::{EngineError, Result};
 pub use fetch::Residency;
 pub use infer::{Evaluation, KvCache};
 pub use source::{WeightReader, WeightSource};
-pub use train::{StepRates, StepReport};
+pub use step::{StepRates, StepReport};

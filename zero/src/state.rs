@@ -34,9 +34,10 @@ impl StateKinds {
         let weight = match config.dtype {
             DType::F32 => WeightType::F32,
             DType::BF16 => WeightType::Bf16,
+            DType::F16 => WeightType::F16,
             other => {
                 return Err(EngineError::Config(format!(
-                    "weights of dtype {other} cannot be used: bf16 or fp32"
+                    "weights of dtype {other} cannot be used: bf16, fp16 or fp32"
                 )));
             }
         };

@@ -9,7 +9,7 @@ use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, cpu};
 use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
-use terrace_optimizer::{AdamW, Algorithm, GroupRule, StateFormat};
+use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateFormat};
 use terrace_tiers::checksum;
 use terrace_zero::{
     Backend, BatchLimits, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig, WeightReader,
@@ -38,6 +38,7 @@ pub struct Setup {
     pub state: StateFormat,
     pub optimizer: Algorithm,
     pub clip: Option<f64>,
+    pub loss_scale: Option<LossScaleConfig>,
     pub groups: Vec<GroupRule>,
     pub choice: EngineChoice,
     pub discrete: bool,
@@ -65,6 +66,7 @@ impl Setup {
             state: StateFormat::Split,
             optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }.into(),
             clip: Some(0.5),
+            loss_scale: None,
             groups: Vec::new(),
             choice: EngineChoice::Threads,
             discrete: false,
@@ -88,6 +90,7 @@ impl Setup {
                 state: self.state,
                 optimizer: self.optimizer,
                 clip: self.clip,
+                loss_scale: self.loss_scale,
                 groups: self.groups.clone(),
                 base_lr: LR,
             }),
