@@ -28,7 +28,7 @@ pub struct Arrived {
     label: String,
 }
 
-/// A chunk with its checksum, which is fixed from here on: what [`DiskStore::write_sealed`] takes.
+/// A chunk with its checksum, which is fixed from here on: what [`write_sealed`](crate::DiskStore::write_sealed) takes.
 #[derive(Debug)]
 #[must_use = "a sealed chunk is not written yet"]
 pub struct Sealed {
