@@ -29,6 +29,8 @@ mod completions;
 pub mod engine;
 mod error;
 #[doc(hidden)]
+pub mod fallocate;
+#[doc(hidden)]
 pub mod fuzzing;
 pub mod layer;
 pub mod profile;

@@ -223,6 +223,16 @@ fn bad_directories_are_named() {
 }
 
 #[test]
+fn a_negative_time_is_a_wrong_value_and_no_unknown_flag() {
+    for flag in ["--seconds", "--warm-up"] {
+        let output = bench(&["--dir", "any", flag, "-1"]);
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{message}");
+        assert!(message.contains(flag) && message.contains("from 0 to 86400"), "{message}");
+    }
+}
+
+#[test]
 fn an_interrupt_prints_what_there_is() {
     let dir = TempDir::new().unwrap();
     let mut child = Command::new(env!("CARGO_BIN_EXE_aio-bench"))

@@ -10,7 +10,7 @@ mod loop_disk;
 use loop_disk::LoopDisk;
 use std::fs::OpenOptions;
 use std::os::fd::AsRawFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use terrace_aio::engine::{EngineConfig, ThreadsEngine, UringEngine};
 use terrace_aio::{FileId, IoBuf, IoEngine, IoError, IoErrorKind, OpenMode, Request};
@@ -67,6 +67,13 @@ fn filled(engine: &dyn IoEngine, path: &Path, bytes: &[u8]) -> FileId {
     write(engine, file, 0, bytes).unwrap();
     engine.sync(file).wait().unwrap();
     file
+}
+
+/// The file `a` on a disk, with a pattern in it.
+fn file_a(engine: &dyn IoEngine, disk: &LoopDisk, len: usize, salt: usize) -> (PathBuf, Vec<u8>, FileId) {
+    let (path, bytes) = (disk.path().join("a"), pattern(len, salt));
+    let file = filled(engine, &path, &bytes);
+    (path, bytes, file)
 }
 
 /// Empties the page cache of a file: what it holds would be read from there.
@@ -144,9 +151,7 @@ fn a_file_removed_by_somebody_else_stays_usable() {
 #[test]
 fn a_file_system_that_was_unmounted_stays_usable_through_open_files() {
     on_every_engine(512, |engine, disk| {
-        let path = disk.path().join("a");
-        let bytes = pattern(300_001, 5);
-        let file = filled(engine, &path, &bytes);
+        let (path, bytes, file) = file_a(engine, disk, 300_001, 5);
         disk.unmount().unwrap();
         assert!(read(engine, file, 0, bytes.len()).unwrap() == bytes);
         write(engine, file, 1, &bytes[1..]).unwrap();
@@ -159,9 +164,7 @@ fn a_file_system_that_was_unmounted_stays_usable_through_open_files() {
 #[test]
 fn a_file_truncated_by_somebody_else_ends_where_it_ends() {
     on_every_engine(512, |engine, disk| {
-        let path = disk.path().join("a");
-        let bytes = pattern(500_000, 6);
-        let file = filled(engine, &path, &bytes);
+        let (path, bytes, file) = file_a(engine, disk, 500_000, 6);
         for end in [400_001, 131_072, 65_537, 4096, 4095, 0] {
             OpenOptions::new().write(true).open(&path).unwrap().set_len(end).unwrap();
             for (offset, len) in [(0, 500_000), (end.saturating_sub(1), 2), (0, end as usize + 1)] {
@@ -182,9 +185,7 @@ fn a_file_truncated_by_somebody_else_ends_where_it_ends() {
 #[test]
 fn a_read_only_file_system_is_read_but_not_written() {
     on_every_engine(4096, |engine, disk| {
-        let path = disk.path().join("a");
-        let bytes = pattern(200_001, 7);
-        let file = filled(engine, &path, &bytes);
+        let (path, bytes, file) = file_a(engine, disk, 200_001, 7);
         let other = disk.path().join("b");
         let empty = engine.open(&other, OpenMode::CreateNew { len: 0 }).unwrap();
         [file, empty].into_iter().for_each(|file| engine.close(file).unwrap());
@@ -205,9 +206,7 @@ fn a_read_only_file_system_is_read_but_not_written() {
 #[test]
 fn a_file_system_that_turns_read_only_fails_writes_and_goes_on_reading() {
     on_every_engine(512, |engine, disk| {
-        let path = disk.path().join("a");
-        let bytes = pattern(200_001, 8);
-        let file = filled(engine, &path, &bytes);
+        let (path, bytes, file) = file_a(engine, disk, 200_001, 8);
         disk.fail_file_system().unwrap();
         let error = write(engine, file, 4096, &pattern(100_000, 9)).unwrap_err();
         let named = (error.kind, error.offset, error.len, &error.path);
@@ -220,8 +219,7 @@ fn a_file_system_that_turns_read_only_fails_writes_and_goes_on_reading() {
 #[test]
 fn a_drive_with_4096_byte_sectors_is_exact_at_every_offset() {
     on_every_engine(4096, |engine, disk| {
-        let mut shadow = pattern(150_001, 10);
-        let file = filled(engine, &disk.path().join("a"), &shadow);
+        let (_, mut shadow, file) = file_a(engine, disk, 150_001, 10);
         let facts = engine.file_facts(file).unwrap();
         if facts.is_direct {
             assert_eq!(facts.offset_align, 4096);
@@ -243,9 +241,7 @@ fn a_drive_with_4096_byte_sectors_is_exact_at_every_offset() {
 fn a_drive_that_lost_its_sectors_fails_what_touches_them() {
     const PART: usize = 256 << 10;
     on_every_engine(512, |engine, disk| {
-        let bytes = pattern(40 * PART, 11);
-        let file = filled(engine, &disk.path().join("a"), &bytes);
-        let path = disk.path().join("a");
+        let (path, bytes, file) = file_a(engine, disk, 40 * PART, 11);
         forget_cached(&path);
         let image = OpenOptions::new().write(true).open(disk.image()).unwrap();
         image.set_len(DISK_BYTES / 2).unwrap();

@@ -5,7 +5,7 @@
 //! and the alignment is 1, so that nothing above needs to know.
 
 use super::{FileFacts, FileId, OpenMode, split::Alignment};
-use crate::{IoError, IoErrorKind};
+use crate::{IoError, IoErrorKind, fallocate};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -136,30 +136,11 @@ impl FileTable {
         let doing = "releasing space of";
         let file = self.acquire(doing, id)?;
         let failed = |error: io::Error| IoError::from_os(doing, &file.path, offset, len, &error);
-        let too_large = |_| failed(io::Error::from_raw_os_error(libc::EFBIG));
-        let (start, bytes) = (
-            libc::off_t::try_from(offset).map_err(too_large)?,
-            libc::off_t::try_from(len).map_err(too_large)?,
-        );
         if !file.writable {
             return Err(failed(io::Error::from_raw_os_error(libc::EBADF)));
         }
-        if len == 0 {
-            return Ok(());
-        }
-        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        loop {
-            // SAFETY: a system call on an open descriptor that touches no memory of ours.
-            if unsafe { libc::fallocate(file.cached.as_raw_fd(), mode, start, bytes) } == 0 {
-                return Ok(());
-            }
-            let error = io::Error::last_os_error();
-            match error.raw_os_error() {
-                Some(libc::EINTR) => {}
-                Some(libc::EOPNOTSUPP | libc::ENOSYS) => return Ok(()),
-                _ => return Err(failed(error)),
-            }
-        }
+        // Where holes cannot be made the space is kept.
+        fallocate::punch_hole(&file.cached, offset, len).map(drop).map_err(failed)
     }
 
     /// Makes a file look as if it were on another device.
@@ -338,23 +319,8 @@ fn direct_alignment(file: &File) -> io::Result<Alignment> {
 
 /// Reserves `len` bytes that read as zeros.
 fn preallocate(file: &File, len: u64) -> io::Result<()> {
-    if len == 0 {
-        return Ok(());
-    }
-    let end = libc::off_t::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
-    loop {
-        // SAFETY: a system call on an open descriptor that touches no memory of ours.
-        if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, end) } == 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            Some(libc::EINTR) => {}
-            // Without fallocate only written zeros are really reserved: a sparse file would fail later, mid-run.
-            Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL) => return write_zeros(file, len),
-            _ => return Err(error),
-        }
-    }
+    // Without fallocate only written zeros are really reserved: a sparse file would fail later, mid-run.
+    if fallocate::reserve(file, len)? { Ok(()) } else { write_zeros(file, len) }
 }
 
 fn write_zeros(mut file: &File, len: u64) -> io::Result<()> {

@@ -8,7 +8,7 @@ use super::files::{FileTable, FileUse};
 use super::progress::Failure;
 use super::split::{Alignment, Cursor, Piece, Route};
 use super::{FileId, OpKind, Request, Segment};
-use crate::{Completer, IoBuf, IoError, IoErrorKind};
+use crate::{Completer, IoBuf, IoError, IoErrorKind, Ticket};
 use smallvec::SmallVec;
 use std::io;
 use std::path::Path;
@@ -84,48 +84,48 @@ impl JobPool {
         true
     }
 
-    /// Checks a request against the table; `None` when there was nothing to move or the request is refused, in which
-    /// case the ticket is resolved.
+    /// Checks a request against the table and gives its job to `enqueue`. Where there is nothing to move, or the request
+    /// is refused, there is no job: the ticket is resolved already.
     pub fn transfer(
         &self,
         request: Request,
-        completer: Completer,
         table: &FileTable,
         block_bytes: usize,
-    ) -> Option<Arc<Job>> {
+        enqueue: impl FnOnce(Arc<Job>),
+    ) -> Ticket {
+        let (ticket, completer) = Ticket::new();
         let Request { kind, mut buf, segments } = request;
         let doing = doing(Some(kind));
         let files = check_segments(doing, kind, buf.len(), &segments, |id| table.acquire(doing, id))
             .and_then(|files: SmallVec<[FileUse; 4]>| {
                 check_writable(kind, &segments, &files).map(|()| files)
             });
-        let files = match files {
-            Ok(files) => files,
-            Err(error) => {
-                completer.complete(Err(error));
-                return None;
+        match files {
+            Ok(files) => {
+                let mut job = self.take();
+                let fresh = Arc::get_mut(&mut job).expect("nobody else has an idle job");
+                fresh.kind = Some(kind);
+                fresh.base = BasePtr(buf.as_mut_ptr());
+                fresh.block_bytes = block_bytes;
+                self.start(job, segments, files, (buf, completer), enqueue);
             }
-        };
-        let mut job = self.take();
-        let fresh = Arc::get_mut(&mut job).expect("nobody else has an idle job");
-        fresh.kind = Some(kind);
-        fresh.base = BasePtr(buf.as_mut_ptr());
-        fresh.block_bytes = block_bytes;
-        self.start(job, segments, files, (buf, completer))
+            Err(error) => completer.complete(Err(error)),
+        }
+        ticket
     }
 
-    /// A job that makes a file durable.
-    pub fn sync(&self, file: FileId, completer: Completer, table: &FileTable) -> Option<Arc<Job>> {
-        let file_use = match table.acquire("syncing", file) {
-            Ok(file_use) => file_use,
-            Err(error) => {
-                completer.complete(Err(error));
-                return None;
+    /// As [`transfer`](Self::transfer), with a job that makes a file durable.
+    pub fn sync(&self, file: FileId, table: &FileTable, enqueue: impl FnOnce(Arc<Job>)) -> Ticket {
+        let (ticket, completer) = Ticket::new();
+        match table.acquire("syncing", file) {
+            Ok(file_use) => {
+                let segments = SmallVec::from_slice(&[Segment { file, offset: 0, start: 0, len: 0 }]);
+                let files = SmallVec::from_iter([file_use]);
+                self.start(self.take(), segments, files, (IoBuf::empty(), completer), enqueue);
             }
-        };
-        let segment = Segment { file, offset: 0, start: 0, len: 0 };
-        let files = SmallVec::from_iter([file_use]);
-        self.start(self.take(), SmallVec::from_slice(&[segment]), files, (IoBuf::empty(), completer))
+            Err(error) => completer.complete(Err(error)),
+        }
+        ticket
     }
 
     fn start(
@@ -134,7 +134,8 @@ impl JobPool {
         segments: SmallVec<[Segment; 4]>,
         files: SmallVec<[FileUse; 4]>,
         owned: (IoBuf, Completer),
-    ) -> Option<Arc<Job>> {
+        enqueue: impl FnOnce(Arc<Job>),
+    ) {
         let fresh = Arc::get_mut(&mut job).expect("nobody else has an idle job");
         fresh.alignments.extend(files.iter().map(|file| file.alignment));
         fresh.segments = segments;
@@ -146,9 +147,9 @@ impl JobPool {
         state.pieces_left = pieces.max(1);
         if pieces == 0 {
             self.finish_piece(job, Ok(()));
-            return None;
+        } else {
+            enqueue(job);
         }
-        Some(job)
     }
 }
 

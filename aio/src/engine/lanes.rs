@@ -160,9 +160,10 @@ mod tests {
             };
             let segments = files.iter().enumerate().map(part).collect();
             let buf = IoBuf::zeroed(files.len() * blocks * BLOCK);
-            let (ticket, completer) = Ticket::new();
             let request = Request { kind: OpKind::Read, buf, segments };
-            (self.jobs.transfer(request, completer, &self.table, BLOCK).unwrap(), ticket)
+            let mut job = None;
+            let ticket = self.jobs.transfer(request, &self.table, BLOCK, |made| job = Some(made));
+            (job.unwrap(), ticket)
         }
     }
 

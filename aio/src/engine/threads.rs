@@ -81,14 +81,13 @@ impl ThreadsEngine {
         Ok(engine)
     }
 
-    fn enqueue(&self, job: Option<Arc<Job>>) {
-        let Some(job) = job else { return };
+    fn enqueue(&self, job: &Arc<Job>) {
         let mut state = self.queue.lock();
         while state.requests >= self.queue.requests_max {
             state = self.queue.room.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.requests += 1;
-        state.lanes.admit(&job);
+        state.lanes.admit(job);
         let is_someone_idle = state.idle > 0;
         drop(state);
         if is_someone_idle {
@@ -109,15 +108,11 @@ impl IoEngine for ThreadsEngine {
     }
 
     fn submit(&self, request: Request) -> Ticket {
-        let (ticket, completer) = Ticket::new();
-        self.enqueue(self.queue.jobs.transfer(request, completer, &self.files, self.block_bytes));
-        ticket
+        self.queue.jobs.transfer(request, &self.files, self.block_bytes, |job| self.enqueue(&job))
     }
 
     fn sync(&self, file: FileId) -> Ticket {
-        let (ticket, completer) = Ticket::new();
-        self.enqueue(self.queue.jobs.sync(file, completer, &self.files));
-        ticket
+        self.queue.jobs.sync(file, &self.files, |job| self.enqueue(&job))
     }
 }
 

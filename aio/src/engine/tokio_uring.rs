@@ -80,8 +80,8 @@ impl TokioUringEngine {
         Ok(Self { files, block_bytes, inbox: Some(inbox), jobs, wake, runner: Some(runner) })
     }
 
-    fn enqueue(&self, job: Option<Arc<Job>>) {
-        let (Some(job), Some(inbox)) = (job, &self.inbox) else { return };
+    fn enqueue(&self, job: Arc<Job>) {
+        let Some(inbox) = &self.inbox else { return };
         // If the thread is gone the job comes back in the error and is dropped, which resolves the ticket as Closed.
         if inbox.send(job).is_ok() {
             self.wake.notify_one();
@@ -101,15 +101,11 @@ impl IoEngine for TokioUringEngine {
     }
 
     fn submit(&self, request: Request) -> Ticket {
-        let (ticket, completer) = Ticket::new();
-        self.enqueue(self.jobs.transfer(request, completer, &self.files, self.block_bytes));
-        ticket
+        self.jobs.transfer(request, &self.files, self.block_bytes, |job| self.enqueue(job))
     }
 
     fn sync(&self, file: FileId) -> Ticket {
-        let (ticket, completer) = Ticket::new();
-        self.enqueue(self.jobs.sync(file, completer, &self.files));
-        ticket
+        self.jobs.sync(file, &self.files, |job| self.enqueue(job))
     }
 }
 

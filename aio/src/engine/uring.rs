@@ -117,8 +117,7 @@ impl UringEngine {
         })
     }
 
-    fn enqueue(&self, job: Option<Arc<Job>>) {
-        let Some(job) = job else { return };
+    fn enqueue(&self, job: Arc<Job>) {
         let ring = self.next_ring();
         ring.send(job);
         ring.link.wake_if_wanted();
@@ -241,26 +240,19 @@ impl IoEngine for UringEngine {
     }
 
     fn submit(&self, request: Request) -> Ticket {
-        let (ticket, completer) = Ticket::new();
-        self.enqueue(self.jobs.transfer(request, completer, &self.files, self.block_bytes));
-        ticket
+        self.jobs.transfer(request, &self.files, self.block_bytes, |job| self.enqueue(job))
     }
 
     fn submit_all(&self, requests: &mut Vec<Request>, tickets: &mut Vec<Ticket>) {
         for request in requests.drain(..) {
-            let (ticket, completer) = Ticket::new();
-            if let Some(job) = self.jobs.transfer(request, completer, &self.files, self.block_bytes) {
-                self.next_ring().send(job);
-            }
-            tickets.push(ticket);
+            let send = |job| self.next_ring().send(job);
+            tickets.push(self.jobs.transfer(request, &self.files, self.block_bytes, send));
         }
         self.rings.0.iter().for_each(|ring| ring.link.wake_if_wanted());
     }
 
     fn sync(&self, file: FileId) -> Ticket {
-        let (ticket, completer) = Ticket::new();
-        self.enqueue(self.jobs.sync(file, completer, &self.files));
-        ticket
+        self.jobs.sync(file, &self.files, |job| self.enqueue(job))
     }
 
     /// Registers in chunks of at most 1 GiB; a buffer that lies across two chunks is used unregistered.

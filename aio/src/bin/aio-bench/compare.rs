@@ -10,7 +10,7 @@ use crate::measure::{self, Measured, Session, Settings, Workload};
 use crate::mix::Direction;
 use crate::options::Compare;
 use crate::progress::Meter;
-use crate::report;
+use crate::report::{self, Findings};
 use crate::run;
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -56,7 +56,7 @@ struct Bench<'a> {
 
 /// Compares and reports. Gives the exit code.
 pub fn run(options: &Compare, interrupt: Interrupt) -> Result<u8, Failure> {
-    report::check_outputs([&options.output.csv, &options.output.html])?;
+    report::check_output(&options.output)?;
     let settings = options.engine.settings(&options.load, options.place.dirs.len())?;
     if !matches!(settings.engine, EngineChoice::Auto | EngineChoice::Uring) {
         return Err(Failure::usage("compare measures io_uring on both sides: use --engine auto or uring"));
@@ -82,7 +82,7 @@ pub fn run(options: &Compare, interrupt: Interrupt) -> Result<u8, Failure> {
     let finished = outcome.and_then(|()| run::finish(&mut bench.ours, &bench.settings, &mut bench.meter));
     bench.meter.clear();
     comparison.interrupted = bench.meter.interrupt.requested();
-    publish(options, &comparison)?;
+    report::publish(&options.output, &comparison)?;
     finished.map(|()| if bench.meter.interrupt.requested() { 130 } else { 0 })
 }
 
@@ -277,7 +277,7 @@ fn ratio([ours, theirs]: [f64; 2]) -> Option<f64> {
     (theirs > 0.0).then(|| ours / theirs)
 }
 
-impl Comparison {
+impl Findings for Comparison {
     fn text(&self) -> String {
         let mut rows = vec![["", "GB/s", "IOPS", "p99 us", "CPU s/GB"].map(str::to_owned).to_vec()];
         rows.extend(self.measured().flat_map(Pairs::rows));
@@ -314,31 +314,17 @@ impl Comparison {
         text
     }
 
+    fn html(&self) -> String {
+        html::table_page("aio-bench beside fio", &self.text(), &self.bars())
+    }
+}
+
+impl Comparison {
     /// The directions with at least one pair.
     fn measured(&self) -> impl Iterator<Item = &Pairs> {
         self.directions.iter().filter(|pairs| !pairs.pairs.is_empty())
     }
-}
 
-fn publish(options: &Compare, comparison: &Comparison) -> Result<(), Failure> {
-    if options.output.json {
-        report::print(&format!("{:#}\n", comparison.json()))?;
-    } else {
-        report::print(&comparison.text())?;
-    }
-    if let Some(path) = &options.output.csv {
-        report::write_file(path, &comparison.csv())?;
-    }
-    if let Some(path) = &options.output.html {
-        report::write_file(
-            path,
-            &html::table_page("aio-bench beside fio", &comparison.text(), &comparison.bars()),
-        )?;
-    }
-    Ok(())
-}
-
-impl Comparison {
     /// Every direction's median rates, for a chart.
     fn bars(&self) -> Vec<(String, f64)> {
         let bars = |pairs: &Pairs| {

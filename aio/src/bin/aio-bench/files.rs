@@ -19,6 +19,7 @@ use std::io::{self, ErrorKind};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use terrace_aio::fallocate;
 
 const MAGIC: &str = "a file of aio-bench; safe to delete when it does not run\n";
 const LABEL_BYTES: u64 = PAGE_BYTES as u64;
@@ -220,19 +221,7 @@ fn create(path: &Path, len: u64) -> Result<File, Failure> {
 
 /// Gives the file its length, with space behind it where the file system can promise that.
 fn reserve(file: &File, len: u64) -> io::Result<()> {
-    let end = libc::off_t::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
-    loop {
-        // SAFETY: a system call on an open descriptor that touches no memory of ours.
-        if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, end) } == 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            Some(libc::EINTR) => {}
-            Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL) => return file.set_len(len),
-            _ => return Err(error),
-        }
-    }
+    if fallocate::reserve(file, len)? { Ok(()) } else { file.set_len(len) }
 }
 
 fn read_label(file: &File) -> Option<Label> {

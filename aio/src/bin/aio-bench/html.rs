@@ -1,7 +1,7 @@
 //! A page with charts that needs nothing else: inline SVG, no script, light and dark by the reader's setting.
 
 use crate::measure::Measured;
-use crate::report::{QUANTILES, Report};
+use crate::report::{Findings, QUANTILES, Report};
 use crate::sweep::Points;
 use crate::units;
 use std::fmt::Write as _;

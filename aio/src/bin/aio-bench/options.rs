@@ -5,7 +5,7 @@ use crate::files::FilePlan;
 use crate::measure::Settings;
 use crate::mix::{Direction, Mix};
 use crate::pattern::PAGE_BYTES;
-use crate::units::parse_size;
+use crate::units::{self, parse_size};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use terrace_aio::engine::{EngineChoice, QUEUE_DEPTH_MAX, RINGS_MAX};
@@ -146,10 +146,10 @@ pub struct LoadArgs {
     #[arg(long, alias = "queue_depth", value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub queue_depth: u32,
     /// How long to measure each direction [default: 5].
-    #[arg(long, value_name = "S", value_parser = parse_seconds)]
+    #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = parse_seconds)]
     pub seconds: Option<f64>,
     /// How long to run before that [default: a tenth of --seconds, at most 1].
-    #[arg(long, value_name = "S", value_parser = parse_seconds)]
+    #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = parse_seconds)]
     pub warm_up: Option<f64>,
 }
 
@@ -224,7 +224,7 @@ pub struct GridArgs {
     #[arg(long, value_enum, default_value_t = Register::Both)]
     pub registered: Register,
     /// How long to measure each point.
-    #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = parse_seconds)]
+    #[arg(long, value_name = "S", allow_negative_numbers = true, default_value_t = 1.0, value_parser = parse_seconds)]
     pub seconds: f64,
     /// Go through the page cache.
     #[arg(long)]
@@ -305,8 +305,9 @@ impl Place {
         check_block(block)?;
         let data_bytes = self.file_size / block * block;
         if data_bytes < blocks_min * block {
+            let block = units::size(block);
             return Err(Failure::usage(format!(
-                "--file-size must be at least {blocks_min} block(s) of {block} bytes"
+                "--file-size must be at least {blocks_min} block(s) of {block}: raise it or lower --block-size"
             )));
         }
         Ok(FilePlan {

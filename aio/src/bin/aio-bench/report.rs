@@ -2,13 +2,27 @@
 
 use crate::failure::Failure;
 use crate::histogram::Histogram;
+use crate::html;
 use crate::load::{Mismatch, Side};
 use crate::measure::Measured;
+use crate::options::Output;
 use crate::units;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+/// What a command found, in every form that [`Output`] can ask for.
+pub trait Findings {
+    /// The table.
+    fn text(&self) -> String;
+    /// One document.
+    fn json(&self) -> Value;
+    /// Rows under a header.
+    fn csv(&self) -> String;
+    /// A page with charts.
+    fn html(&self) -> String;
+}
 
 /// Everything a run has to say.
 #[derive(Debug, Default)]
@@ -31,9 +45,8 @@ pub const CSV_HEADER: &str = "record,direction,dir,engine,block_bytes,queue_dept
                               seconds,bytes,gigabytes_per_second,iops,latency_us_p50,latency_us_p95,latency_us_p99,\
                               latency_us_p99_9,latency_us_max,cpu_seconds_per_gigabyte,limited_by";
 
-impl Report {
-    /// The table.
-    pub fn text(&self) -> String {
+impl Findings for Report {
+    fn text(&self) -> String {
         let mut text = String::new();
         if let Some(first) = self.results.first() {
             text += &heading(first, self.file_bytes);
@@ -63,8 +76,7 @@ impl Report {
         text
     }
 
-    /// One document.
-    pub fn json(&self) -> Value {
+    fn json(&self) -> Value {
         let first = self.results.first();
         let setting = |value: &dyn Fn(&Measured) -> Value| first.map_or(Value::Null, value);
         json!({
@@ -90,7 +102,7 @@ impl Report {
     }
 
     /// One row per result, per directory and per window of time.
-    pub fn csv(&self) -> String {
+    fn csv(&self) -> String {
         let mut text = format!("{CSV_HEADER}\n");
         for result in &self.results {
             text += &csv_result(result);
@@ -110,6 +122,26 @@ impl Report {
         }
         text
     }
+
+    fn html(&self) -> String {
+        html::run_page(self)
+    }
+}
+
+/// Prints the table or the document, and writes the files that were asked for.
+pub fn publish(output: &Output, findings: &impl Findings) -> Result<(), Failure> {
+    if output.json {
+        print(&format!("{:#}\n", findings.json()))?;
+    } else {
+        print(&findings.text())?;
+    }
+    if let Some(path) = &output.csv {
+        write_file(path, &findings.csv())?;
+    }
+    if let Some(path) = &output.html {
+        write_file(path, &findings.html())?;
+    }
+    Ok(())
 }
 
 /// Prints; a reader that went away is no error.
@@ -314,19 +346,20 @@ pub fn csv_quoted(text: &str) -> String {
     }
 }
 
-/// The paths that a user gave for reports, refused early if they cannot be written.
-pub fn check_outputs<'a>(paths: impl IntoIterator<Item = &'a Option<PathBuf>>) -> Result<(), Failure> {
-    for path in paths.into_iter().flatten() {
-        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        if !parent.is_dir() {
-            return Err(Failure::usage(format!(
-                "{}: there is no such folder to write it to",
-                path.display()
-            )));
-        }
-        if path.is_dir() {
-            return Err(Failure::usage(format!("{} is a folder: name a file", path.display())));
-        }
+/// Refuses early what [`publish`] could not write.
+pub fn check_output(output: &Output) -> Result<(), Failure> {
+    [&output.csv, &output.html].into_iter().flatten().try_for_each(|path| check_file(path))
+}
+
+/// Refuses a path that a user gave for a file and that cannot be one.
+pub fn check_file(path: &Path) -> Result<(), Failure> {
+    let shown = path.display();
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !parent.is_dir() {
+        return Err(Failure::usage(format!("{shown}: there is no such folder to write it to")));
+    }
+    if path.is_dir() {
+        return Err(Failure::usage(format!("{shown} is a folder: name a file")));
     }
     Ok(())
 }

@@ -2,7 +2,6 @@
 
 use crate::failure::Failure;
 use crate::files::DataFile;
-use crate::html;
 use crate::interrupt::Interrupt;
 use crate::load::{Tally, Timing};
 use crate::measure::{self, Measured, Session, Settings, Workload};
@@ -18,7 +17,7 @@ const PROBE_DEPTH_MAX: usize = 512;
 /// Measures and reports. Gives the exit code.
 pub fn run(options: &Run, interrupt: Interrupt) -> Result<u8, Failure> {
     options.foreign.check()?;
-    report::check_outputs([&options.output.csv, &options.output.html])?;
+    report::check_output(&options.output)?;
     let (settings, notes) = settings(options)?;
     let plan = options.place.files(settings.block_bytes, options.shape.blocks_min(), 1)?;
     let mut files = plan.open()?;
@@ -170,17 +169,7 @@ impl Report {
 }
 
 fn publish(options: &Run, report: &Report) -> Result<(), Failure> {
-    if options.output.json {
-        report::print(&format!("{:#}\n", report.json()))?;
-    } else {
-        report::print(&report.text())?;
-    }
-    if let Some(path) = &options.output.csv {
-        report::write_file(path, &report.csv())?;
-    }
-    if let Some(path) = &options.output.html {
-        report::write_file(path, &html::run_page(report))?;
-    }
+    report::publish(&options.output, report)?;
     for mismatch in &report.mismatches {
         let (path, offset) = (mismatch.path.display(), mismatch.offset);
         eprintln!("aio-bench: {path} does not hold what was written to it at offset {offset}");

@@ -12,7 +12,7 @@ use crate::measure::{self, Measured, Session, Settings, Workload};
 use crate::mix::Direction;
 use crate::options::{self, GridArgs, Register, Sweep};
 use crate::progress::Meter;
-use crate::report;
+use crate::report::{self, Findings};
 use crate::run;
 use crate::units;
 use serde_json::{Value, json};
@@ -39,6 +39,7 @@ pub struct Points {
     pub notes: Vec<String>,
     /// Points of the grid that were left out.
     pub skipped: usize,
+    interrupted: bool,
 }
 
 /// The settings to try.
@@ -198,9 +199,11 @@ impl Points {
         directions.dedup();
         directions
     }
+}
 
+impl Findings for Points {
     /// The table and the best of each direction.
-    pub fn text(&self) -> String {
+    fn text(&self) -> String {
         let header =
             ["", "engine", "block", "depth", "rings", "registered", "GB/s", "IOPS", "p99", "CPU s/GB"];
         let mut rows = vec![header.map(str::to_owned).to_vec()];
@@ -228,7 +231,7 @@ impl Points {
         text
     }
 
-    fn json(&self, interrupted: bool) -> Value {
+    fn json(&self) -> Value {
         let best = self
             .directions()
             .into_iter()
@@ -237,7 +240,7 @@ impl Points {
             "best": best.collect::<serde_json::Map<_, _>>(),
             "points": self.all.iter().map(point_json).collect::<Vec<_>>(),
             "skipped": self.skipped,
-            "interrupted": interrupted,
+            "interrupted": self.interrupted,
             "notes": self.notes,
         })
     }
@@ -246,11 +249,15 @@ impl Points {
         let rows: String = self.all.iter().map(report::csv_result).collect();
         format!("{}\n{rows}", report::CSV_HEADER)
     }
+
+    fn html(&self) -> String {
+        html::sweep_page(self)
+    }
 }
 
 /// Sweeps and reports. Gives the exit code.
 pub fn run(options: &Sweep, interrupt: Interrupt) -> Result<u8, Failure> {
-    report::check_outputs([&options.output.csv, &options.output.html])?;
+    report::check_output(&options.output)?;
     let place = &options.place;
     let grid = Grid::new(&options.grid, options.shape.random, place.seed, place.dirs.len())?;
     let plan = place.files(grid.block_max(), options.shape.blocks_min(), 1)?;
@@ -263,19 +270,9 @@ pub fn run(options: &Sweep, interrupt: Interrupt) -> Result<u8, Failure> {
     });
     let finished = outcome.and_then(|()| run::finish(&mut files, &grid.variants[0], &mut meter));
     meter.clear();
-    let interrupted = meter.interrupt.requested();
-    if options.output.json {
-        report::print(&format!("{:#}\n", points.json(interrupted)))?;
-    } else {
-        report::print(&points.text())?;
-    }
-    if let Some(path) = &options.output.csv {
-        report::write_file(path, &points.csv())?;
-    }
-    if let Some(path) = &options.output.html {
-        report::write_file(path, &html::sweep_page(&points))?;
-    }
-    finished.map(|()| if interrupted { 130 } else { 0 })
+    points.interrupted = meter.interrupt.requested();
+    report::publish(&options.output, &points)?;
+    finished.map(|()| if points.interrupted { 130 } else { 0 })
 }
 
 /// Fills the files and notes what a reader must know about them.

@@ -127,7 +127,7 @@ fn summary(measured: &[Measured], notes: &[String]) -> String {
 /// The files to write, refused before anything is measured if they are not of our kind.
 fn targets(output: &Path) -> Result<Vec<Target>, Failure> {
     if output.extension().is_some_and(|extension| extension == "json") && !output.is_dir() {
-        report::check_outputs([&Some(output.to_owned())])?;
+        report::check_file(output)?;
         return Ok(vec![Target::open(output.to_owned(), &["version", "disk", "aio"])?]);
     }
     if output.exists() && !output.is_dir() {
