@@ -47,6 +47,12 @@ pub struct StepMetrics {
     pub device_peak_bytes: u64,
     /// Time that computing waited, by what it waited for.
     pub stall_seconds: BTreeMap<String, f64>,
+    /// What the loss was multiplied with before backward; only in fp16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
+    /// Whether the gradient overflowed and the step changed nothing but the loss scale; only in fp16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<bool>,
 }
 
 /// Appends to `metrics.jsonl`.

@@ -135,6 +135,10 @@ fn configurations_that_make_no_sense() {
     run(&["--offload", "none"]).path("--disk", &path).fails(2, &["--disk is of no use with --offload none"]);
     run(&[]).path("--disk", &path).path("--disk", &path).fails(2, &["is given twice"]);
     run(&["--betas", "0.9"]).fails(2, &["--betas"]);
+    run(&["--param-group", "*,lr=fast"]).fails(2, &["--param-group", "lr=fast: expected"]);
+    run(&["--no-decay", "*norms*"]).fails(2, &["--no-decay *norms*: no parameter", "names are like model."]);
+    let groups = ["--no-decay", "*norm*", "--param-group", "*attn,frozen"];
+    run(&groups).fails(2, &["--param-group *attn: no parameter"]);
     let long = cmd(&["finetune", "--seq-len", "65"])
         .path("--model", &bench.path("model"))
         .path("--data", &bench.path("data.jsonl"))
@@ -292,6 +296,9 @@ fn resuming_another_run() {
     run(&usual, &model, &data)
         .args(&["--resume", "--no-shuffle"])
         .fails(2, &["shuffle was true and is now false"]);
+    run(&usual, &model, &data)
+        .args(&["--resume", "--no-decay", "*norm*"])
+        .fails(2, &["--no-decay was [] and is now [\"*norm*,weight-decay=0\"]"]);
     run(&usual, &model, &data).args(&["--resume"]).ok();
     assert!(bench.weights("out") == weights, "the refused runs left the state alone");
 }

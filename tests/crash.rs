@@ -37,38 +37,7 @@ fn killed_at_any_instant_a_run_ends_the_same() {
         assert_eq!(bench.steps(&output), (1..=STEPS).collect::<Vec<_>>());
     }
 
-    let mut command = run("killed");
-    let (mut training_kills, mut done) = (0, 0);
-    for attempt in 0.. {
-        // What a run has got to decides when it dies, so that a busy machine changes little.
-        let running = command.spawn();
-        let more = random.below(4) as usize;
-        if more > 0 {
-            running.wait_until(|| bench.steps_so_far("killed") >= done + more);
-        }
-        let seconds = bench.last_step_seconds("killed").filter(|_| more > 0).unwrap_or(start);
-        std::thread::sleep(Duration::from_secs_f64(1.2 * seconds * random.unit()));
-        running.signal(libc::SIGKILL);
-        let ended = running.wait();
-        let before = std::mem::replace(&mut done, bench.steps_so_far("killed"));
-        println!("attempt {attempt}: {more} more after {before}, {done} steps, {:?}", ended.signal());
-        match ended.signal() {
-            Some(signal) => assert_eq!(signal, libc::SIGKILL),
-            None if ended.code() == Some(0) => break,
-            // Killed before the first commit, the time before.
-            None => {
-                assert_no_state(&ended);
-                command = run("killed");
-                continue;
-            }
-        }
-        training_kills += 1;
-        assert!(training_kills < 300, "the run makes no progress");
-        command = run("killed").args(&["--resume"]);
-        if done as u64 >= STEPS {
-            break;
-        }
-    }
+    let training_kills = kill_while_training(&bench, &mut random, "killed", &run("killed"), start, STEPS);
     println!("{kills} kills while loading, {training_kills} while training");
     assert!(training_kills >= TRAINING_KILLS, "only {training_kills} kills hit; change the delays");
 
@@ -78,13 +47,49 @@ fn killed_at_any_instant_a_run_ends_the_same() {
     }
     run("killed").args(&["--resume"]).ok();
     assert!(bench.weights("killed") == bench.weights("whole"), "the weights differ");
-    assert_eq!(bench.steps("killed"), (1..=STEPS).collect::<Vec<_>>(), "one line a step");
-    let losses = |output: &str| bench.metrics(output).iter().map(|m| m["loss"].clone()).collect::<Vec<_>>();
-    assert_eq!(losses("killed"), losses("whole"));
+    assert_same_losses(&bench, "killed", "whole", STEPS);
     let leftovers = std::fs::read_dir(bench.path("killed")).unwrap().map(|e| e.unwrap().file_name());
     let mut names: Vec<_> = leftovers.map(|name| name.into_string().unwrap()).collect();
     names.sort();
     assert_eq!(names, [".terrace", "config.json", "metrics.jsonl", "model.safetensors"]);
+}
+
+/// Every way to store state that the test above does not have, and what a step takes from its number alone.
+#[test]
+fn killed_with_other_state_or_another_optimizer_a_run_ends_the_same() {
+    const STEPS: u64 = 16;
+    let bench = Bench::tiny();
+    let mut random = Random::new(seed());
+    let cycle = "OneCycle,cycle_min_lr=1e-4,cycle_max_lr=1e-3,cycle_first_step_size=5,decay_step_size=2,decay_lr_rate=1";
+    let groups = ["--weight-decay", "0.1", "--no-decay", "*norm*", "--param-group", "*.0.mlp.*,frozen"];
+    // The scale comes down from far above what f16 holds, and goes up again until it overflows: many steps are skipped.
+    let file = bench.path("fp16.json");
+    std::fs::write(
+        &file,
+        "{fp16: {enabled: true, initial_scale_power: 30, hysteresis: 1, loss_scale_window: 1}}",
+    )
+    .unwrap();
+    let fp16 = ["--config", file.to_str().unwrap()];
+    for (name, words) in [
+        ("fp32", &["--state", "fp32"][..]),
+        ("bf16", &["--state", "bf16"]),
+        ("compact", &["--state", "compact"]),
+        ("f32-weights", &["--dtype", "fp32"]),
+        ("lion", &["--optimizer", "lion", "--scheduler", cycle]),
+        ("groups", &groups),
+        ("fp16", &fp16),
+    ] {
+        let whole = format!("{name}-whole");
+        let run = |output: &str| steps(&bench, output, STEPS).args(words);
+        run(&whole).ok();
+        let start = run(&whole).args(&["--resume"]).ok().seconds;
+        let kills = kill_while_training(&bench, &mut random, name, &run(name), start, STEPS);
+        println!("{name}: {kills} kills");
+        assert!(kills >= 3, "only {kills} kills hit; change the delays");
+        run(name).args(&["--resume"]).ok();
+        assert!(bench.weights(name) == bench.weights(&whole), "{name}: the weights differ");
+        assert_same_losses(&bench, name, &whole, STEPS);
+    }
 }
 
 #[test]
@@ -165,6 +170,56 @@ fn state_is_not_overwritten() {
 
 fn steps(bench: &Bench, output: &str, steps: u64) -> Cmd {
     bench.finetune(output).args(&["--steps", &steps.to_string()])
+}
+
+/// Kills `command`, and what resumes it, at random instants until all steps are done. Gives the number of kills.
+fn kill_while_training(
+    bench: &Bench,
+    random: &mut Random,
+    output: &str,
+    fresh: &Cmd,
+    start: f64,
+    steps: u64,
+) -> usize {
+    let mut command = fresh.clone();
+    let (mut kills, mut done) = (0, 0);
+    for attempt in 0.. {
+        // What a run has got to decides when it dies, so that a busy machine changes little.
+        let running = command.spawn();
+        let more = random.below(4) as usize;
+        if more > 0 {
+            running.wait_until(|| bench.steps_so_far(output) >= done + more);
+        }
+        let seconds = bench.last_step_seconds(output).filter(|_| more > 0).unwrap_or(start);
+        std::thread::sleep(Duration::from_secs_f64(1.2 * seconds * random.unit()));
+        running.signal(libc::SIGKILL);
+        let ended = running.wait();
+        let before = std::mem::replace(&mut done, bench.steps_so_far(output));
+        println!("attempt {attempt}: {more} more after {before}, {done} steps, {:?}", ended.signal());
+        match ended.signal() {
+            Some(signal) => assert_eq!(signal, libc::SIGKILL),
+            None if ended.code() == Some(0) => break,
+            // Killed before the first commit, the time before.
+            None => {
+                assert_no_state(&ended);
+                command = fresh.clone();
+                continue;
+            }
+        }
+        kills += 1;
+        assert!(kills < 300, "the run makes no progress");
+        command = fresh.clone().args(&["--resume"]);
+        if done as u64 >= steps {
+            break;
+        }
+    }
+    kills
+}
+
+fn assert_same_losses(bench: &Bench, output: &str, whole: &str, steps: u64) {
+    let losses = |output: &str| bench.metrics(output).iter().map(|m| m["loss"].clone()).collect::<Vec<_>>();
+    assert_eq!(bench.steps(output), (1..=steps).collect::<Vec<_>>(), "one line a step");
+    assert_eq!(losses(output), losses(whole));
 }
 
 fn kill_after(command: &Cmd, seconds: f64) -> Ended {

@@ -3,7 +3,8 @@
 
 use terrace::cli::args::OptimizerName;
 use terrace::config::ds_config::DsOptimizer;
-use terrace::config::{DsConfig, DsOffload, DsSchedule, Schedule, WarmupShape};
+use terrace::config::{DsConfig, DsOffload, ScheduleChoice};
+use terrace_optimizer::{LossScaleConfig, MomentumCycle, OneCycle, ScheduleKind, Warmup};
 
 fn read(text: &str) -> DsConfig {
     DsConfig::parse(text, "ds.json").unwrap_or_else(|e| panic!("{text}\n{e}"))
@@ -136,32 +137,41 @@ fn optimizers() {
 #[test]
 fn schedulers() {
     let of = |kind: &str, params: &str| {
-        read(&format!("{{scheduler: {{type: \"{kind}\", params: {{{params}}}}}}}")).schedule
+        let text = format!("{{scheduler: {{type: \"{kind}\", params: {{{params}}}}}}}");
+        read(&text).schedule.unwrap()
     };
-    let warmup = |min, max, warmup_steps, shape, decay_steps| Schedule::Warmup {
-        min,
-        max,
-        warmup_steps,
-        shape,
-        decay_steps,
-    };
-    assert_eq!(of("WarmupLR", ""), Some(DsSchedule::Known(warmup(0.0, 0.001, 1000, WarmupShape::Log, None))));
-    assert_eq!(
-        of(
-            "WarmupDecayLR",
-            "total_num_steps: 9, warmup_num_steps: 0, warmup_max_lr: 1, warmup_type: \"linear\""
-        ),
-        Some(DsSchedule::Known(warmup(0.0, 1.0, 2, WarmupShape::Linear, Some(9))))
-    );
-    let open = of("WarmupDecayLR", "total_num_steps: \"auto\", warmup_num_steps: 5").unwrap();
-    assert_eq!(open.for_run(77), warmup(0.0, 0.001, 5, WarmupShape::Log, Some(77)));
-    let Some(DsSchedule::Known(Schedule::WarmupCosine { total_steps: 50, cos_min_ratio: 0.25, .. })) =
-        of("WarmupCosineLR", "total_num_steps: 50, cos_min_ratio: 0.25")
-    else {
-        panic!("not the cosine schedule")
-    };
+    let warmup = |warmup, min_lr| ScheduleKind::WarmupLr { warmup, min_lr };
+    let lr = ScheduleChoice::new(warmup(Warmup::Log, 0.0));
+    let lr = ScheduleChoice { warmup_steps: 1000, base_lr: Some(0.001), ..lr };
+    assert_eq!(of("WarmupLR", ""), lr);
+    assert_eq!(of("WarmupLR", "warmup_min_lr: 1e-5").kind, warmup(Warmup::Log, 1e-5));
+    let params = "total_num_steps: 9, warmup_num_steps: 0, warmup_max_lr: 1, warmup_type: \"linear\", last_batch_iteration: -1";
+    let kind = ScheduleKind::WarmupDecayLr { warmup: Warmup::Linear, min_lr: 0.0 };
+    let decay = ScheduleChoice { total_steps: Some(9), base_lr: Some(1.0), ..ScheduleChoice::new(kind) };
+    assert_eq!(of("WarmupDecayLR", params), decay);
+    let open = of("WarmupDecayLR", "total_num_steps: \"auto\", warmup_num_steps: 5");
+    assert_eq!((open.total_steps, open.complete(77, 9.0).total_steps, open.warmup_steps), (None, 77, 5));
+    let cosine = of("WarmupCosineLR", "total_num_steps: 50, cos_min_ratio: 0.25");
+    assert_eq!((cosine.total_steps, cosine.min_ratio, cosine.base_lr), (Some(50), 0.25, None));
+    let cycle = OneCycle { cycle_second_step_size: Some(7), decay_lr_rate: 0.5, ..OneCycle::new(1e-5, 1e-3) };
+    let params = "cycle_min_lr: 1e-5, cycle_max_lr: 1e-3, cycle_second_step_size: 7, decay_lr_rate: 0.5";
+    assert_eq!(of("OneCycle", params).kind, ScheduleKind::OneCycle(cycle));
+    let fixed = format!("{params}, cycle_momentum: false, cycle_min_mom: 0.7");
+    assert_eq!(of("OneCycle", &fixed).kind, ScheduleKind::OneCycle(OneCycle { momentum: None, ..cycle }));
+    let moved = Some(MomentumCycle { cycle_min_mom: 0.7, ..MomentumCycle::default() });
+    let params = format!("{params}, cycle_min_mom: 0.7");
+    assert_eq!(of("OneCycle", &params).kind, ScheduleKind::OneCycle(OneCycle { momentum: moved, ..cycle }));
+    let range = ScheduleKind::LrRangeTest { step_size: 5, step_rate: 1.0, staircase: true };
+    let range = ScheduleChoice { base_lr: Some(0.001), ..ScheduleChoice::new(range) };
+    let params = "lr_range_test_step_size: 5, lr_range_test_staircase: true";
+    assert_eq!(of("LRRangeTest", params), range);
     refused(&[
-        ("{scheduler: {type: \"OneCycle\"}}", "\"OneCycle\" is not available"),
+        ("{scheduler: {type: \"StepLR\"}}", "\"StepLR\" is not available; use constant"),
+        ("{scheduler: {type: \"OneCycle\"}}", "cycle_min_lr: missing"),
+        (
+            "{scheduler: {type: \"OneCycle\", params: {cycle_min_lr: 1}}}",
+            "scheduler.params.cycle_max_lr: missing",
+        ),
         ("{scheduler: {}}", "scheduler.type: missing"),
         ("{scheduler: {type: \"WarmupLR\", params: {warmup_type: \"cubic\"}}}", "cubic"),
         ("{scheduler: {type: \"WarmupLR\", params: {total_num_steps: 3}}}", "unknown key"),
@@ -173,11 +183,35 @@ fn precision() {
     assert_eq!(read("{}").bf16, None);
     assert_eq!(read("{bfloat16: {enabled: true}}").bf16, Some(true));
     assert_eq!(read("{fp16: {enabled: false, loss_scale: 0}, bf16: {enabled: true}}").bf16, Some(true));
-    assert_eq!(read("{fp16: {enabled: false}}").bf16, Some(false));
-    assert_eq!(read("{fp16: {enabled: \"auto\"}}").bf16, None);
+    assert_eq!(read("{fp16: {enabled: false}}").fp16, Some(false));
+    let auto = read("{fp16: {enabled: \"auto\"}}");
+    assert_eq!((auto.bf16, auto.fp16, auto.loss_scale), (None, None, Some(LossScaleConfig::default())));
+    let full = "{fp16: {enabled: true, auto_cast: false, loss_scale: 0, initial_scale_power: 20, loss_scale_window: 50, hysteresis: 3, \
+        consecutive_hysteresis: true, min_loss_scale: 2}}";
+    let expected = LossScaleConfig {
+        loss_scale: 0.0,
+        initial_scale_power: 20,
+        loss_scale_window: 50,
+        hysteresis: 3,
+        consecutive_hysteresis: true,
+        min_loss_scale: 2.0,
+    };
+    let full = read(full);
+    assert_eq!((full.fp16, full.loss_scale), (Some(true), Some(expected)));
+    assert_eq!(full.warnings, ["without effect here: fp16.auto_cast"]);
+    let fixed = read("{fp16: {enabled: true, loss_scale: 128}}").loss_scale.unwrap();
+    assert_eq!((fixed.loss_scale, fixed.is_dynamic()), (128.0, false));
     refused(&[
         ("{fp16: {enabled: true}, bf16: {enabled: true}}", "choose one"),
-        ("{fp16: {enabled: true}}", "use --dtype fp32"),
+        ("{fp16: {enabled: true, loss_scale: true}}", "fp16.loss_scale: expected a finite number"),
+        ("{fp16: {enabled: true, loss_scale: -1}}", "must not be negative"),
+        (
+            "{fp16: {enabled: true, initial_scale_power: 127}}",
+            "fp16.initial_scale_power: must be at most 126",
+        ),
+        ("{fp16: {enabled: true, hysteresis: 0}}", "fp16.hysteresis: must be at least 1, found 0"),
+        ("{fp16: {enabled: true, loss_scale_window: 0}}", "fp16.loss_scale_window: must be at least 1"),
+        ("{fp16: {enabled: true, min_loss_scale: 0}}", "fp16.min_loss_scale: must be finite and positive"),
         ("{bf16: {enable: true}}", "bf16.enable: unknown key"),
         ("{fp16: {enabled: false, loss: 1}}", "fp16.loss: unknown key"),
         ("{bf16: {}, bfloat16: {}}", "both stand"),

@@ -4,8 +4,8 @@
 use clap::Parser;
 use std::path::PathBuf;
 use terrace::cli::args::{Cli, Command, Dtype, FinetuneArgs, Offload, StateFormat};
-use terrace::config::{DsConfig, Length, Schedule, TrainConfig};
-use terrace_optimizer::{AdamW, Algorithm};
+use terrace::config::{DsConfig, Length, TrainConfig};
+use terrace_optimizer::{AdamW, Algorithm, Schedule, ScheduleKind};
 
 fn adamw(beta1: f64, beta2: f64, weight_decay: f64) -> Algorithm {
     AdamW { beta1, beta2, eps: 1e-8, weight_decay }.into()
@@ -31,7 +31,8 @@ fn defaults() {
     assert_eq!((run.learning_rate, run.optimizer), (1e-5, adamw(0.9, 0.999, 0.0)));
     assert_eq!(run.clip, Some(1.0));
     assert_eq!(run.length, Length::Epochs(1.0));
-    assert_eq!(run.schedule(9), Schedule::Linear { warmup_steps: 0 });
+    let linear = Schedule { kind: ScheduleKind::Linear, total_steps: 9, ..Schedule::constant(1e-5) };
+    assert_eq!(run.schedule(9), linear);
     assert_eq!((run.dtype, run.state, run.offload), (Dtype::Bf16, StateFormat::Split, Offload::Disk));
     assert_eq!(run.disks, [PathBuf::from("out/.terrace")]);
     assert!(run.shuffle && run.warnings.is_empty());
@@ -52,14 +53,18 @@ fn flags_win_over_the_file() {
     assert_eq!((plain.learning_rate, plain.optimizer), (1e-3, adamw(0.7, 0.8, 0.2)));
     assert_eq!((plain.dtype, plain.offload), (Dtype::Fp32, Offload::Disk));
     assert_eq!(plain.disks, [PathBuf::from("/a")]);
-    assert!(matches!(plain.schedule(5), Schedule::Warmup { warmup_steps: 4, .. }));
+    let schedule = plain.schedule(5);
+    assert!(matches!(schedule.kind, ScheduleKind::WarmupLr { .. }));
+    assert_eq!((schedule.warmup_steps, schedule.base_lr), (4, 0.001));
     let line = "--batch-size 2 --learning-rate 5e-5 --clip 0 --dtype bf16 --disk /b --scheduler cosine --warmup-steps 2";
     let changed = resolve(line, Some(file), None).unwrap();
     assert_eq!((changed.batch_size, changed.grad_accum, changed.clip), (2, 3, None));
     assert_eq!((changed.learning_rate, changed.optimizer.weight_decay()), (5e-5, 0.2));
     assert_eq!(changed.dtype, Dtype::Bf16);
     assert_eq!(changed.disks, [PathBuf::from("/b")]);
-    assert_eq!(changed.schedule(5), Schedule::Cosine { warmup_steps: 2 });
+    let cosine =
+        Schedule { kind: ScheduleKind::Cosine, warmup_steps: 2, total_steps: 5, ..Schedule::constant(5e-5) };
+    assert_eq!(changed.schedule(5), cosine);
 }
 
 #[test]
@@ -124,6 +129,69 @@ fn inputs_of_a_model_without_tokenizer() {
     std::fs::remove_file(path("m/config.json")).unwrap();
     let error = FinetuneInputs::load(&args).unwrap_err().to_string();
     assert!(error.contains("m/config.json") && error.contains("--model"), "{error}");
+}
+
+#[test]
+fn number_types() {
+    let of = |line: &str, file: Option<&str>| {
+        resolve(line, file, None)
+            .map(|run| (run.dtype, run.state, run.loss_scale.map(|s| s.initial_scale_power)))
+    };
+    let (fp16, fp32) = (Some("{fp16: {enabled: true, initial_scale_power: 9}}"), StateFormat::Fp32);
+    assert_eq!(of("", fp16), Ok((Dtype::Fp16, fp32, Some(9))));
+    assert_eq!(of("--dtype fp16", None), Ok((Dtype::Fp16, fp32, Some(16))));
+    assert_eq!(of("--dtype fp16 --state fp32", fp16), Ok((Dtype::Fp16, fp32, Some(9))));
+    assert_eq!(of("--dtype bf16", fp16), Ok((Dtype::Bf16, StateFormat::Split, None)));
+    assert_eq!(of("", Some("{fp16: {enabled: false}}")), Ok((Dtype::Fp32, fp32, None)));
+    let bf16 = Some("{fp16: {enabled: false}, bf16: {enabled: true}}");
+    assert_eq!(of("--state compact", bf16), Ok((Dtype::Bf16, StateFormat::Compact, None)));
+    for dtype in ["fp16", "fp32"] {
+        let error = of(&format!("--dtype {dtype} --state split"), None).unwrap_err();
+        assert!(error.contains("--state split is for --dtype bf16"), "{error}");
+    }
+}
+
+#[test]
+fn schedules() {
+    let cycle = "OneCycle,cycle_min_lr=1e-5,cycle_max_lr=1e-3,cycle_first_step_size=4";
+    let run = resolve(&format!("--scheduler {cycle}"), None, None).unwrap();
+    let schedule = run.schedule(9);
+    assert_eq!((schedule.lr(4), schedule.betas(4)), (1e-3, Some((0.8, 0.99))));
+    assert!(run.warnings.is_empty());
+    let run = resolve(&format!("--scheduler {cycle} --optimizer sgd"), None, None).unwrap();
+    assert_eq!(run.warnings, ["sgd has no betas: OneCycle moves the learning rate alone"]);
+    let schedule = |line: &str| resolve(line, None, None).map(|run| run.schedule(9));
+    assert_eq!(schedule("--scheduler WarmupLR --warmup-steps 7").unwrap().warmup_steps, 7);
+    let constant = Schedule { total_steps: 9, ..Schedule::constant(1e-5) };
+    assert_eq!(schedule("--scheduler constant").unwrap(), constant);
+    for (line, reason) in [
+        (
+            format!("--scheduler {cycle} --warmup-steps 7"),
+            "--warmup-steps means nothing to --scheduler OneCycle",
+        ),
+        (format!("--scheduler {cycle},cycle_max_mom=1"), "--scheduler OneCycle: cycle_max_mom is 1"),
+        ("--scheduler linear,min_lr_rate=2".into(), "--scheduler linear: min_ratio is 2"),
+    ] {
+        let error = schedule(&line).unwrap_err();
+        assert!(error.contains(reason), "{error}");
+    }
+    let file =
+        format!("{{scheduler: {{type: \"OneCycle\", params: {{{}}}}}}}", cycle[9..].replace('=', ": "));
+    let run = resolve("", Some(&file), None).unwrap();
+    assert_eq!(run.schedule(9).lr(4), 1e-3);
+    let run = resolve("--warmup-steps 3", Some(&file), None).unwrap();
+    assert_eq!(run.schedule(9).kind, ScheduleKind::Linear, "flags replace the file's scheduler as a whole");
+}
+
+#[test]
+fn parameter_groups() {
+    let line = "--no-decay *norm* --param-group *embed*,lr=1e-6 --no-decay *.bias --param-group *.0.*,frozen";
+    let groups = resolve(line, None, None).unwrap().groups;
+    let words: Vec<_> = groups.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        words,
+        ["*embed*,lr=0.000001", "*.0.*,frozen", "*norm*,weight-decay=0", "*.bias,weight-decay=0"]
+    );
 }
 
 #[test]

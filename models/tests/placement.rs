@@ -7,7 +7,7 @@ mod support;
 use support::Setup;
 use terrace_aio::engine::EngineChoice;
 use terrace_kernels::DType;
-use terrace_optimizer::{Algorithm, StateFormat};
+use terrace_optimizer::{Algorithm, GroupLr, GroupRule, StateFormat};
 use terrace_zero::{Placement, WindowOverrides};
 
 const STEPS: u64 = 4;
@@ -104,6 +104,24 @@ fn every_algorithm() {
             check(&Setup { optimizer, state, ..Setup::new(true) });
         }
     }
+}
+
+#[test]
+fn parameter_groups() {
+    // Runs of one and of several parameters, in the middle and at the ends of groups, one of them frozen.
+    let groups = vec![
+        GroupRule::new("*.1.self_attn.k_proj*").frozen(),
+        GroupRule::new("*norm*").weight_decay(0.0),
+        GroupRule::new("*embed*").lr(GroupLr::Own(1e-3)).weight_decay(0.0),
+        GroupRule::new("*.up_proj*").lr(GroupLr::Scale(2.0)),
+    ];
+    for state in [StateFormat::Split, StateFormat::Fp32, StateFormat::Bf16, StateFormat::Compact] {
+        println!("{state}");
+        check(&Setup { state, groups: groups.clone(), ..Setup::new(true) });
+    }
+    check(&Setup { clip: None, groups: groups.clone(), ..Setup::new(true) });
+    let optimizer = "lion".parse().unwrap();
+    check(&Setup { optimizer, groups, ..Setup::new(false) });
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The command line, parsed. Flags only: what they mean together with a configuration file is
 //! [`TrainConfig`](crate::config::TrainConfig)'s business.
 
-use crate::config::ByteSize;
+use crate::config::{ByteSize, GroupFlag, SchedulerFlag};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 use std::num::{NonZeroU64, NonZeroUsize};
@@ -75,6 +75,13 @@ pub struct FinetuneArgs {
     /// Weight decay; decoupled from the gradient for adamw and lion [default: 0]
     #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
     pub weight_decay: Option<f64>,
+    /// No weight decay for parameters whose names match; * stands for any characters, as in '*norm*'
+    #[arg(long, value_name = "PATTERN", help_heading = "Training")]
+    pub no_decay: Vec<String>,
+    /// What parameters whose names match get: after the pattern lr=X or lr-scale=X, weight-decay=X, or frozen, as in
+    /// '*embed*,lr=1e-6'. The first pattern that matches decides; those of --no-decay come last
+    #[arg(long, value_name = "PATTERN,…", help_heading = "Training")]
+    pub param_group: Vec<GroupFlag>,
     /// Decay rates of the moments [default: 0.9,0.999; lion: 0.9,0.99]
     #[arg(long, value_name = "A,B", help_heading = "Training")]
     pub betas: Option<Betas>,
@@ -87,12 +94,14 @@ pub struct FinetuneArgs {
     /// Largest global gradient norm, 0 for none [default: 1.0]
     #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
     pub clip: Option<f64>,
-    /// Steps of linear warm-up [default: 0]
+    /// Steps of warm-up [default: 0; DeepSpeed's schedules: 1000]
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub warmup_steps: Option<u64>,
-    /// How the learning rate moves after the warm-up [default: linear]
-    #[arg(long, value_name = "NAME", help_heading = "Training")]
-    pub scheduler: Option<SchedulerName>,
+    /// How the learning rate moves [default: linear]: constant, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt,
+    /// or DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest. Parameters follow the name, as in
+    /// OneCycle,cycle_min_lr=1e-5,cycle_max_lr=1e-4
+    #[arg(long, value_name = "NAME[,KEY=VALUE…]", help_heading = "Training")]
+    pub scheduler: Option<SchedulerFlag>,
     /// Seed of the data order
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]
     pub seed: u64,
@@ -106,9 +115,9 @@ pub struct FinetuneArgs {
     #[arg(long, value_name = "TYPE", help_heading = "Training")]
     pub dtype: Option<Dtype>,
 
-    /// How training state is stored: with Adam 14, 12, 8 or 5.1 bytes per parameter
-    #[arg(long, value_name = "FORMAT", default_value = "split", help_heading = "Memory")]
-    pub state: StateFormat,
+    /// How training state is stored: with Adam 14, 12, 8 or 5.1 bytes per parameter [default: split; fp32 unless --dtype bf16]
+    #[arg(long, value_name = "FORMAT", help_heading = "Memory")]
+    pub state: Option<StateFormat>,
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
@@ -275,18 +284,6 @@ pub struct ReportArgs {
     pub json: bool,
 }
 
-/// Learning-rate schedules by name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum SchedulerName {
-    /// The same rate throughout.
-    Constant,
-    /// A straight line to zero.
-    Linear,
-    /// Half a cosine to zero.
-    Cosine,
-}
-
 /// Number types of weights and activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -294,6 +291,8 @@ pub enum Dtype {
     /// bfloat16.
     #[default]
     Bf16,
+    /// Half precision, in training with a loss scale.
+    Fp16,
     /// Single precision.
     Fp32,
 }
@@ -471,11 +470,13 @@ mod tests {
             --grad-accum 4 --seq-len 128 --learning-rate 3e-4 --weight-decay 0.1 --betas 0.9,0.95 --eps 1e-6 --clip 0 \
             --warmup-steps 10 --scheduler cosine --dtype fp32 --state compact --offload host --disk a --disk b \
             --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 \
+            --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 \
             --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --threads 3";
         let cli = parse(line).unwrap();
         assert_eq!(cli.threads, NonZeroUsize::new(3));
         let Command::Finetune(args) = cli.command else { panic!("another command") };
         assert_eq!(args.betas, Some(Betas(0.9, 0.95)));
+        assert_eq!((args.no_decay.len(), args.param_group.len()), (2, 1));
         assert_eq!(args.placement.disk.len(), 2);
         assert_eq!(args.placement.device, DeviceName::Cuda(1));
         assert_eq!(args.placement.host_memory, Some(ByteSize(24 << 30)));
@@ -513,7 +514,11 @@ mod tests {
             "--unknown",
             "--threads 0",
             "--save-every 0",
-            "--dtype fp16",
+            "--dtype fp8",
+            "--param-group *,lr=fast",
+            "--param-group lr=1",
+            "--scheduler exponential",
+            "--scheduler OneCycle",
         ] {
             let error = parse(&format!("{finetune} {flag}")).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{flag}");

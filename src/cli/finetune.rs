@@ -4,7 +4,7 @@ use super::args::{FinetuneArgs, PlacementArgs, StateFormat as StateFlag};
 use super::inputs::FinetuneInputs;
 use super::session::{self, Session};
 use super::{print_json, trace};
-use crate::config::{ByteSize, Schedule, TrainConfig, run};
+use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
 use crate::error::CliError;
 use crate::interrupt::Interrupt;
 use crate::metrics::{MetricsWriter, StepMetrics};
@@ -17,11 +17,11 @@ use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::layer::Stats;
 use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch, export_folder};
-use terrace_optimizer::StateFormat;
+use terrace_optimizer::{Schedule, StateFormat};
 use terrace_tiers::{TierError, checksum};
 use terrace_zero::{
-    BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, Placement, StepReport,
-    TrainingConfig, WeightSource, WindowOverrides,
+    BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, Placement, StepRates,
+    StepReport, TrainingConfig, WeightSource, WindowOverrides,
 };
 
 /// Runs the command.
@@ -60,6 +60,7 @@ pub fn train(
         count(summary.loss_tokens as f64),
         if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
     );
+    check_groups(args, &run, &model.blocks)?;
     let session =
         Session::open(&args.placement, &io_config(&run, profile.as_ref()), threads, run.trace.is_some())?;
     let config_text = read_config(&run.model)?;
@@ -156,14 +157,16 @@ impl Trainer<'_> {
             let step = self.engine.step();
             let samples = samples(step)?;
             let batches = self.micro_batches(&samples)?;
-            let lr = self.schedule.rate(step, steps, self.run.learning_rate);
+            // A skipped step leaves the schedule where it was, as in DeepSpeed.
+            let updates = self.engine.updates();
+            let (lr, betas) = (self.schedule.lr(updates), self.schedule.betas(updates));
             let tokens = samples.iter().map(|s| s.ids.len() as u64).sum();
             let (stats, last) = (&self.session.stats, self.last);
             let note = |report: &StepReport| {
                 let metrics = step_metrics(report, lr, tokens, &stats.snapshot().since(&last));
                 serde_json::to_vec(&metrics).expect("metrics are plain data")
             };
-            let report = self.engine.train_step_noting(&batches, lr, note)?;
+            let report = self.engine.train_step_noting(&batches, StepRates { lr, betas }, note)?;
             self.record(&report, lr, tokens)?;
             if self.run.save_every.is_some_and(|every| self.engine.step().is_multiple_of(every)) {
                 self.engine.save()?;
@@ -214,6 +217,8 @@ fn step_metrics(report: &StepReport, lr: f64, tokens: u64, io: &Stats) -> StepMe
         step: report.step,
         loss: Some(report.loss),
         grad_norm: Some(report.grad_norm),
+        loss_scale: report.loss_scale,
+        skipped: report.loss_scale.map(|_| report.skipped),
         lr,
         tokens,
         step_seconds: report.seconds,
@@ -229,6 +234,20 @@ fn step_metrics(report: &StepReport, lr: f64, tokens: u64, io: &Stats) -> StepMe
         .into(),
         ..StepMetrics::default()
     }
+}
+
+/// Says which flag names parameters that the model does not have.
+fn check_groups(args: &FinetuneArgs, run: &TrainConfig, blocks: &[Box<dyn Block>]) -> Result<(), CliError> {
+    let params = all_params(blocks);
+    let matches = |group: &&GroupFlag| params.iter().any(|param| group.0.matches(&param.name));
+    let Some(index) = run.groups.iter().position(|group| !matches(&group)) else { return Ok(()) };
+    let flag = if index < args.param_group.len() { "--param-group" } else { "--no-decay" };
+    let names: Vec<&str> = params.iter().rev().take(3).map(|param| param.name.as_str()).collect();
+    Err(CliError::Usage(format!(
+        "{flag} {}: no parameter of the model has such a name; names are like {}, and * stands for any characters",
+        run.groups[index].0.pattern,
+        names.join(", ")
+    )))
 }
 
 /// State in memory is first saved when it is too late to say that its directory holds another run's.
@@ -277,16 +296,24 @@ fn engine_config(
     identity: String,
 ) -> Result<EngineConfig, CliError> {
     let state = match run.state {
-        _ if run.dtype == super::args::Dtype::Fp32 => StateFormat::Fp32,
         StateFlag::Fp32 => StateFormat::Fp32,
         StateFlag::Split => StateFormat::Split,
         StateFlag::Bf16 => StateFormat::Bf16,
         StateFlag::Compact => StateFormat::Compact,
     };
-    let optimizer = run.optimizer;
+    let groups = run.groups.iter().map(|group| group.0.clone()).collect();
+    // Every schedule has the same top, whatever the length of the run.
+    let (optimizer, base_lr) = (run.optimizer, schedule::base_lr(&run.schedule(1)));
     Ok(EngineConfig {
         dtype: session::dtype(run.dtype),
-        training: Some(TrainingConfig { state, optimizer, clip: run.clip }),
+        training: Some(TrainingConfig {
+            state,
+            optimizer,
+            clip: run.clip,
+            loss_scale: run.loss_scale,
+            groups,
+            base_lr,
+        }),
         placement: session::placement(run.offload),
         disks: state_dirs(run),
         disk_weights: None,
@@ -306,7 +333,7 @@ fn engine_config(
 
 /// What a resumed run must have in common with the one that wrote the state: everything that the numbers depend on.
 fn identity(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> String {
-    let schedule = run.schedule(steps);
+    let groups: Vec<String> = run.groups.iter().map(ToString::to_string).collect();
     json!({
         "model": format!("{:016x}", checksum(config_text.as_bytes())),
         "data": format!("{data:016x}"),
@@ -320,9 +347,10 @@ fn identity(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> Stri
         "--learning-rate": run.learning_rate,
         "optimizer": format!("{:?}", run.optimizer),
         "--clip": run.clip,
-        "schedule": schedule,
-        // A decaying rate depends on where the run ends.
-        "steps": if matches!(schedule, Schedule::Constant { .. }) { None } else { Some(steps) },
+        "fp16": run.loss_scale.map(|scale| format!("{scale:?}")),
+        "--param-group and --no-decay": groups,
+        "--scheduler": format!("{:?}", run.schedule),
+        "steps": run.schedule.depends_on_length().then_some(steps),
     })
     .to_string()
 }

@@ -148,6 +148,7 @@ fn kilobytes(text: &str, name: &str) -> Option<u64> {
 pub fn dtype(dtype: Dtype) -> DType {
     match dtype {
         Dtype::Bf16 => DType::BF16,
+        Dtype::Fp16 => DType::F16,
         Dtype::Fp32 => DType::F32,
     }
 }

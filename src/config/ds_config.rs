@@ -6,10 +6,11 @@
 //! optimizers and schedulers that do not exist here, and options that would change the numbers.
 
 use super::hjson;
-use super::schedule::{Schedule, WarmupShape};
+use super::schedule::{SCHEDULERS, ScheduleChoice};
 use super::section::{Section, SectionError};
 use crate::cli::args::OptimizerName;
 use std::path::{Path, PathBuf};
+use terrace_optimizer::{LossScaleConfig, OptimizerError};
 
 /// What a configuration file asks for. `None` means that it does not say.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -21,11 +22,15 @@ pub struct DsConfig {
     /// The `optimizer` section.
     pub optimizer: Option<DsOptimizer>,
     /// The `scheduler` section.
-    pub schedule: Option<DsSchedule>,
+    pub schedule: Option<ScheduleChoice>,
     /// Largest global gradient norm; 0 turns clipping off.
     pub gradient_clipping: Option<f64>,
     /// `bf16.enabled`.
     pub bf16: Option<bool>,
+    /// `fp16.enabled`.
+    pub fp16: Option<bool>,
+    /// The loss scale that the `fp16` section describes.
+    pub loss_scale: Option<LossScaleConfig>,
     /// ZeRO stage. Every stage is the same on one rank; the sections say what is offloaded.
     pub stage: Option<u64>,
     /// Where parameters are offloaded to.
@@ -59,15 +64,6 @@ pub struct DsOptimizer {
     pub momentum: Option<f64>,
     /// Nesterov's form of momentum.
     pub nesterov: Option<bool>,
-}
-
-/// The `scheduler` section. The number of steps of the run stands in for an absent `total_num_steps`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum DsSchedule {
-    /// Complete.
-    Known(Schedule),
-    /// `WarmupDecayLR` or `WarmupCosineLR` whose end is `"auto"`: the end is filled in.
-    ToEndOfRun(Schedule),
 }
 
 /// Where a section offloads to.
@@ -212,17 +208,7 @@ const BF16_UNUSED: &[&str] = &[
     "bf16_master_weights_and_grads",
     "bf16_optimizer_states",
 ];
-const FP16_UNUSED: &[&str] = &[
-    "auto_cast",
-    "consecutive_hysteresis",
-    "fp16_master_weights_and_grads",
-    "fp16_optimizer_states",
-    "hysteresis",
-    "initial_scale_power",
-    "loss_scale",
-    "loss_scale_window",
-    "min_loss_scale",
-];
+const FP16_UNUSED: &[&str] = &["auto_cast", "fp16_master_weights_and_grads", "fp16_optimizer_states"];
 const ADAM_UNUSED: &[&str] = &["fp32_optimizer_states", "fused", "foreach", "set_grad_none", "torch_adam"];
 
 impl DsConfig {
@@ -268,10 +254,10 @@ fn read(value: &hjson::Value) -> Result<DsConfig> {
         config.optimizer = Some(optimizer(&section, &mut notes)?);
     }
     if let Some(section) = root.section("scheduler")? {
-        config.schedule = scheduler(&section, &mut notes)?;
+        config.schedule = Some(scheduler(&section, &mut notes)?);
     }
     config.gradient_clipping = root.not_negative("gradient_clipping")?;
-    config.bf16 = precision(&root, &mut notes)?;
+    precision(&root, &mut config, &mut notes)?;
     if let Some(section) = root.section("zero_optimization")? {
         zero(&section, &mut config, &mut notes)?;
     }
@@ -371,11 +357,9 @@ fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
     Ok(optimizer)
 }
 
-fn scheduler(section: &Section<'_>, notes: &mut Notes) -> Result<Option<DsSchedule>> {
-    let Some(kind) = section.string("type")? else {
-        return Err(
-            section.error("type", "missing; use \"WarmupLR\", \"WarmupDecayLR\" or \"WarmupCosineLR\"")
-        );
+fn scheduler(section: &Section<'_>, notes: &mut Notes) -> Result<ScheduleChoice> {
+    let Some(name) = section.string("type")? else {
+        return Err(section.error("type", &format!("missing; use {SCHEDULERS}")));
     };
     let empty =
         hjson::Value { at: hjson::Position { line: 1, column: 1 }, kind: hjson::Kind::Object(Vec::new()) };
@@ -383,75 +367,16 @@ fn scheduler(section: &Section<'_>, notes: &mut Notes) -> Result<Option<DsSchedu
         Some(params) => params,
         None => Section::root(&empty)?,
     };
-    let warmup_steps = params.integer("warmup_num_steps")?.unwrap_or(1000).max(2);
-    let shape = match params.string("warmup_type")? {
-        None | Some("log") => WarmupShape::Log,
-        Some("linear") => WarmupShape::Linear,
-        Some(other) => {
-            return Err(
-                params.error("warmup_type", &format!("expected \"log\" or \"linear\", found \"{other}\""))
-            );
-        }
-    };
-    let schedule = match kind {
-        "WarmupLR" | "WarmupDecayLR" => {
-            let min = params.not_negative("warmup_min_lr")?.unwrap_or(0.0);
-            let max = params.not_negative("warmup_max_lr")?.unwrap_or(0.001);
-            let decays = kind == "WarmupDecayLR";
-            let decay_steps = if decays { params.positive("total_num_steps")? } else { None };
-            let schedule = Schedule::Warmup { min, max, warmup_steps, shape, decay_steps };
-            if decays && decay_steps.is_none() {
-                DsSchedule::ToEndOfRun(schedule)
-            } else {
-                DsSchedule::Known(schedule)
-            }
-        }
-        "WarmupCosineLR" => {
-            let min_ratio = params.not_negative("warmup_min_ratio")?.unwrap_or(0.0);
-            let cos_min_ratio = params.not_negative("cos_min_ratio")?.unwrap_or(0.0001);
-            let end = params.positive("total_num_steps")?;
-            let total_steps = end.unwrap_or(u64::MAX);
-            let schedule =
-                Schedule::WarmupCosine { min_ratio, cos_min_ratio, warmup_steps, shape, total_steps };
-            if end.is_none() { DsSchedule::ToEndOfRun(schedule) } else { DsSchedule::Known(schedule) }
-        }
-        other => {
-            let message = format!(
-                "\"{other}\" is not available, use \"WarmupLR\", \"WarmupDecayLR\" or \"WarmupCosineLR\""
-            );
-            return Err(section.error("type", &message));
-        }
-    };
     notes.unused.extend(params.unused(&["last_batch_iteration"]));
-    params.refuse_unknown()?;
+    let Some(choice) = ScheduleChoice::read(name, &params)? else {
+        return Err(section.error("type", &format!("\"{name}\" is not available; use {SCHEDULERS}")));
+    };
     notes.unknown.extend(section.unknown());
-    Ok(Some(schedule))
+    Ok(choice)
 }
 
-impl DsSchedule {
-    /// The schedule of a run of `total` steps.
-    pub fn for_run(self, total: u64) -> Schedule {
-        match self {
-            Self::Known(schedule) => schedule,
-            Self::ToEndOfRun(Schedule::Warmup { min, max, warmup_steps, shape, .. }) => {
-                Schedule::Warmup { min, max, warmup_steps, shape, decay_steps: Some(total) }
-            }
-            Self::ToEndOfRun(Schedule::WarmupCosine {
-                min_ratio,
-                cos_min_ratio,
-                warmup_steps,
-                shape,
-                ..
-            }) => {
-                Schedule::WarmupCosine { min_ratio, cos_min_ratio, warmup_steps, shape, total_steps: total }
-            }
-            Self::ToEndOfRun(schedule) => schedule,
-        }
-    }
-}
-
-/// The `bf16` (or `bfloat16`) and `fp16` sections: whether bf16 is on.
-fn precision(root: &Section<'_>, notes: &mut Notes) -> Result<Option<bool>> {
+/// The `bf16` (or `bfloat16`) and `fp16` sections.
+fn precision(root: &Section<'_>, config: &mut DsConfig, notes: &mut Notes) -> Result<()> {
     let (key, section) = match (root.section("bf16")?, root.section("bfloat16")?) {
         (Some(_), Some(_)) => {
             return Err(root.error("bfloat16", "an old name of bf16; both stand in the file"));
@@ -459,25 +384,46 @@ fn precision(root: &Section<'_>, notes: &mut Notes) -> Result<Option<bool>> {
         (Some(section), None) => ("bf16", Some(section)),
         (None, section) => ("bfloat16", section),
     };
-    let mut bf16 = None;
     if let Some(section) = section {
-        bf16 = section.boolean("enabled")?;
+        config.bf16 = section.boolean("enabled")?;
         notes.unused.extend(section.unused(BF16_UNUSED));
         section.refuse_unknown()?;
     }
-    let Some(section) = root.section("fp16")? else { return Ok(bf16) };
-    let fp16 = section.boolean("enabled")?;
-    section.unused(FP16_UNUSED);
+    let Some(section) = root.section("fp16")? else { return Ok(()) };
+    config.fp16 = section.boolean("enabled")?;
+    config.loss_scale = Some(loss_scale(&section)?);
+    let unused = section.unused(FP16_UNUSED);
     section.refuse_unknown()?;
-    match (bf16, fp16) {
-        (Some(true), Some(true)) => {
-            Err(root.error("fp16", &format!("enabled together with {key}; choose one")))
+    if config.fp16 == Some(true) {
+        notes.unused.extend(unused);
+        if config.bf16 == Some(true) {
+            return Err(root.error("fp16", &format!("enabled together with {key}; choose one")));
         }
-        (_, Some(true)) => {
-            Err(root.error("fp16", "training in fp16 is not available yet; enable bf16 or use --dtype fp32"))
+    }
+    Ok(())
+}
+
+fn loss_scale(section: &Section<'_>) -> Result<LossScaleConfig> {
+    let default = LossScaleConfig::default();
+    // What is beyond u32 is beyond every bound as well.
+    let small = |key| Ok(section.integer(key)?.map(|value| u32::try_from(value).unwrap_or(u32::MAX)));
+    let power = small("initial_scale_power")?.unwrap_or(default.initial_scale_power);
+    let window = section.integer("loss_scale_window")?.unwrap_or(default.loss_scale_window);
+    let consecutive = section.boolean("consecutive_hysteresis")?;
+    let scale = LossScaleConfig {
+        loss_scale: section.not_negative("loss_scale")?.unwrap_or(default.loss_scale),
+        initial_scale_power: power,
+        loss_scale_window: window,
+        hysteresis: small("hysteresis")?.unwrap_or(default.hysteresis),
+        consecutive_hysteresis: consecutive.unwrap_or(default.consecutive_hysteresis),
+        min_loss_scale: section.not_negative("min_loss_scale")?.unwrap_or(default.min_loss_scale),
+    };
+    match scale.validate() {
+        Ok(()) => Ok(scale),
+        Err(OptimizerError::Hyperparameter { name, value, expected }) => {
+            Err(section.error(name, &format!("must be {expected}, found {value}")))
         }
-        (None, Some(false)) => Ok(Some(false)),
-        _ => Ok(bf16),
+        Err(error) => Err(section.error("loss_scale", &error.to_string())),
     }
 }
 

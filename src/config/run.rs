@@ -1,14 +1,15 @@
 //! One training run, resolved: flags over the configuration file over defaults.
 
-use super::ds_config::{DsConfig, DsOffload, DsOptimizer, DsSchedule};
-use super::schedule::Schedule;
+use super::ds_config::{DsConfig, DsOffload, DsOptimizer};
+use super::groups::GroupFlag;
+use super::schedule::ScheduleChoice;
 use super::size::ByteSize;
-use crate::cli::args::{
-    DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, SchedulerName, StateFormat,
-};
+use crate::cli::args::{DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, StateFormat};
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
-use terrace_optimizer::{Adagrad, Adam, AdamW, Algorithm, Lion, Sgd};
+use terrace_optimizer::{
+    Adagrad, Adam, AdamW, Algorithm, Lion, LossScaleConfig, Schedule, ScheduleKind, Sgd,
+};
 
 /// Sequence length when neither flag nor model says otherwise.
 pub const SEQ_LEN_DEFAULT: usize = 1024;
@@ -20,15 +21,6 @@ pub enum Length {
     Steps(u64),
     /// This many passes over the data.
     Epochs(f64),
-}
-
-/// Where the learning rate's schedule comes from.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum ScheduleChoice {
-    /// Flags or defaults.
-    Own(Schedule),
-    /// A DeepSpeed scheduler.
-    DeepSpeed(DsSchedule),
 }
 
 /// Everything that determines a training run but the data itself.
@@ -52,12 +44,16 @@ pub struct TrainConfig {
     pub learning_rate: f64,
     /// The optimization algorithm and its hyperparameters.
     pub optimizer: Algorithm,
+    /// Parameters with another learning rate or weight decay, in the order in which the patterns are tried.
+    pub groups: Vec<GroupFlag>,
     /// Largest global gradient norm; `None` does not clip.
     pub clip: Option<f64>,
     /// The learning rate's schedule; [`schedule`](Self::schedule) completes it.
     pub schedule: ScheduleChoice,
     /// Number type of weights and activations.
     pub dtype: Dtype,
+    /// The loss scale, in fp16.
+    pub loss_scale: Option<LossScaleConfig>,
     /// Format of optimizer state.
     pub state: StateFormat,
     /// Slowest tier in use.
@@ -126,7 +122,7 @@ impl TrainConfig {
         let given = file.unwrap_or(&none);
         let adam = given.optimizer.unwrap_or_default();
         let mut warnings = given.warnings.clone();
-        if file.is_some() && given.bf16.is_none() && args.dtype.is_none() {
+        if file.is_some() && given.bf16.is_none() && given.fp16.is_none() && args.dtype.is_none() {
             warnings.push(
                 "the file enables neither bf16 nor fp16; training in bf16 (--dtype fp32 for the other)"
                     .into(),
@@ -135,7 +131,21 @@ impl TrainConfig {
         if given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
             warnings.push("offload_optimizer.ratio is not used: the whole optimizer runs on the CPU".into());
         }
+        let from_file = match (given.fp16, given.bf16) {
+            (Some(true), _) => Dtype::Fp16,
+            (Some(false), None) | (_, Some(false)) => Dtype::Fp32,
+            _ => Dtype::Bf16,
+        };
+        let dtype = args.dtype.unwrap_or(from_file);
         let (offload, disks) = placement(args, given, &mut warnings)?;
+        let learning_rate = args.learning_rate.or(adam.lr).unwrap_or(1e-5);
+        let optimizer = algorithm(args, &adam)?;
+        let schedule = schedule(args, given, learning_rate)?;
+        if schedule.complete(1, learning_rate).betas(0).is_some()
+            && optimizer.with_betas(0.5, 0.5) == optimizer
+        {
+            warnings.push(format!("{optimizer} has no betas: OneCycle moves the learning rate alone"));
+        }
         let placed = &args.placement;
         Ok(Self {
             model: args.model.clone(),
@@ -145,12 +155,14 @@ impl TrainConfig {
             batch_size: count("--batch-size", args.batch_size.map(u64::from).or(given.micro_batch))?,
             grad_accum: count("--grad-accum", args.grad_accum.map(u64::from).or(given.grad_accum))?,
             seq_len: seq_len(args.seq_len.map(usize::from), positions_max)?,
-            learning_rate: args.learning_rate.or(adam.lr).unwrap_or(1e-5),
-            optimizer: algorithm(args, &adam)?,
+            learning_rate,
+            optimizer,
+            groups: groups(args),
             clip: Some(args.clip.or(given.gradient_clipping).unwrap_or(1.0)).filter(|&norm| norm > 0.0),
-            schedule: schedule(args, given),
-            dtype: args.dtype.unwrap_or(if given.bf16 == Some(false) { Dtype::Fp32 } else { Dtype::Bf16 }),
-            state: args.state,
+            schedule,
+            dtype,
+            loss_scale: (dtype == Dtype::Fp16).then(|| given.loss_scale.unwrap_or_default()),
+            state: state(args.state, dtype)?,
             offload,
             disks,
             host_memory: placed.host_memory,
@@ -193,10 +205,7 @@ impl TrainConfig {
 
     /// The schedule of a run of `total` steps.
     pub fn schedule(&self, total: u64) -> Schedule {
-        match self.schedule {
-            ScheduleChoice::Own(schedule) => schedule,
-            ScheduleChoice::DeepSpeed(schedule) => schedule.for_run(total),
-        }
+        self.schedule.complete(total, self.learning_rate)
     }
 }
 
@@ -231,17 +240,42 @@ fn count(name: &str, value: Option<u64>) -> Result<usize, CliError> {
     }
 }
 
-/// A flag about the schedule replaces the file's scheduler as a whole: mixing halves of two gives a third that nobody asked for.
-fn schedule(args: &FinetuneArgs, given: &DsConfig) -> ScheduleChoice {
-    if let (None, None, Some(schedule)) = (args.scheduler, args.warmup_steps, given.schedule) {
-        return ScheduleChoice::DeepSpeed(schedule);
+/// Formats that need no f32 master are made for bf16 weights.
+fn state(asked: Option<StateFormat>, dtype: Dtype) -> Result<StateFormat, CliError> {
+    match (asked, dtype) {
+        (asked, Dtype::Bf16) => Ok(asked.unwrap_or_default()),
+        (None | Some(StateFormat::Fp32), _) => Ok(StateFormat::Fp32),
+        (Some(other), _) => usage(format!(
+            "--state {} is for --dtype bf16; leave it out, other types keep their state as fp32",
+            other.name()
+        )),
     }
-    let warmup_steps = args.warmup_steps.unwrap_or(0);
-    ScheduleChoice::Own(match args.scheduler.unwrap_or(SchedulerName::Linear) {
-        SchedulerName::Constant => Schedule::Constant { warmup_steps },
-        SchedulerName::Linear => Schedule::Linear { warmup_steps },
-        SchedulerName::Cosine => Schedule::Cosine { warmup_steps },
-    })
+}
+
+fn groups(args: &FinetuneArgs) -> Vec<GroupFlag> {
+    let no_decay = args.no_decay.iter().map(|pattern| GroupFlag::no_decay(pattern));
+    args.param_group.iter().cloned().chain(no_decay).collect()
+}
+
+/// A flag about the schedule replaces the file's scheduler as a whole: mixing halves of two gives a third that nobody asked for.
+fn schedule(args: &FinetuneArgs, given: &DsConfig, base_lr: f64) -> Result<ScheduleChoice, CliError> {
+    let from_file = given.schedule.filter(|_| args.scheduler.is_none() && args.warmup_steps.is_none());
+    let source = if from_file.is_some() { "scheduler" } else { "--scheduler" };
+    let own = args.scheduler.map_or(ScheduleChoice::new(ScheduleKind::Linear), |flag| flag.0);
+    let mut choice = from_file.unwrap_or(own);
+    if let Some(steps) = args.warmup_steps {
+        if !choice.warms_up() {
+            return usage(format!(
+                "--warmup-steps means nothing to --scheduler {}: leave it out",
+                choice.kind
+            ));
+        }
+        choice.warmup_steps = steps;
+    }
+    match choice.complete(1, base_lr).validate() {
+        Ok(()) => Ok(choice),
+        Err(error) => usage(format!("{source} {}: {error}", choice.kind)),
+    }
 }
 
 /// Terrace places every group itself, so the two sections of the file become one bound: the slower of both tiers.

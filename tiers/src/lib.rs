@@ -25,6 +25,6 @@ pub use pool::{Lease, Pool};
 pub use scratch::{Scratch, ScratchChunk};
 #[doc(hidden)]
 pub use store::fuzzing;
-pub use store::{Committed, DiskStore, PendingRead};
+pub use store::{Arrived, Committed, DiskStore, PendingRead, Sealed};
 pub use stripe::Striping;
 pub use volume::{STRIPE_BYTES, free_space};

@@ -3,7 +3,7 @@
 use crate::engine::Engine;
 use crate::state::StateHome;
 use crate::{EngineError, ParamSpec, Result, WeightReader, WeightSource};
-use half::bf16;
+use half::{bf16, f16};
 use std::sync::Arc;
 use terrace_kernels::DType;
 use terrace_tiers::{BlobKey, DiskStore, Generation, GroupSpec, Lease, StoreSpec};
@@ -73,6 +73,12 @@ fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec<Lease>) ->
 fn narrow(weights: &[f32], dtype: DType, out: &mut [u8]) {
     match dtype {
         DType::F32 => out.copy_from_slice(bytemuck::cast_slice(weights)),
+        DType::F16 => {
+            let out: &mut [f16] = bytemuck::cast_slice_mut(out);
+            for (out, weight) in out.iter_mut().zip(weights) {
+                *out = f16::from_f32(*weight);
+            }
+        }
         _ => {
             let out: &mut [bf16] = bytemuck::cast_slice_mut(out);
             for (out, weight) in out.iter_mut().zip(weights) {
@@ -215,7 +221,8 @@ impl Engine {
                 }
             }
         }
-        Ok(store.commit(self.step, &[])?)
+        let words = self.loss_scale.map_or_else(Vec::new, |scale| scale.words(&[]));
+        Ok(store.commit(self.step, &words)?)
     }
 
     /// Reads the current weights, for export. Nothing else may use the engine meanwhile.

@@ -1,9 +1,10 @@
 //! What the embedder decides.
 
-use crate::Result;
+use crate::network::PARAM_ALIGN;
+use crate::{EngineError, Result};
 use std::path::PathBuf;
 use terrace_kernels::DType;
-use terrace_optimizer::{AdamW, Algorithm, StateFormat};
+use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, NORM_BLOCK, StateFormat};
 use terrace_tiers::Striping;
 
 /// Where the training state lives between uses.
@@ -37,6 +38,16 @@ pub struct TrainingConfig {
     pub optimizer: Algorithm,
     /// Largest global norm of the gradient; larger ones are scaled down to it.
     pub clip: Option<f64>,
+    /// The loss scale of fp16: a step whose gradient overflows is skipped, and the scale moves. `None` is for types with a
+    /// range that needs none; an overflow is then an error.
+    pub loss_scale: Option<LossScaleConfig>,
+    /// Parameters that get another learning rate or weight decay than the rest, by name: the first rule whose pattern matches
+    /// decides. A frozen parameter keeps its place in the state, and its gradient does not count in the norm. Every pattern
+    /// must match some parameter.
+    pub groups: Vec<GroupRule>,
+    /// The rate that the run's schedule is made of, which rules with a [rate of their own](terrace_optimizer::GroupLr::Own) are
+    /// measured against; nothing else looks at it.
+    pub base_lr: f64,
 }
 
 /// The largest batch that the plan has room for.
@@ -57,7 +68,8 @@ pub struct BatchLimits {
 pub struct WindowOverrides {
     /// Weight slots per size class.
     pub weight_slots: Option<usize>,
-    /// Elements per chunk of state.
+    /// Elements per chunk of state: a multiple of [`NORM_BLOCK`](terrace_optimizer::NORM_BLOCK) in training, which is one of
+    /// every state format's blocks too; else of 64.
     pub chunk_elements: Option<usize>,
     /// Chunks of optimizer state in memory.
     pub update_slots: Option<usize>,
@@ -70,7 +82,7 @@ pub struct WindowOverrides {
 /// Everything that fixes an engine, beside its blocks and backends.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// Element type of weights and activations: bf16 or f32.
+    /// Element type of weights and activations: bf16, f16 or f32.
     pub dtype: DType,
     /// How to train; `None` for frozen weights.
     pub training: Option<TrainingConfig>,
@@ -98,7 +110,21 @@ pub struct EngineConfig {
 impl Default for TrainingConfig {
     /// AdamW with torch's hyperparameters, twelve bytes of state per bf16 parameter, gradients clipped to a norm of 1.
     fn default() -> Self {
-        Self { state: StateFormat::default(), optimizer: AdamW::default().into(), clip: Some(1.0) }
+        Self {
+            state: StateFormat::default(),
+            optimizer: AdamW::default().into(),
+            clip: Some(1.0),
+            loss_scale: None,
+            groups: Vec::new(),
+            base_lr: 0.0,
+        }
+    }
+}
+
+impl TrainingConfig {
+    /// Whether an update needs the norm of the whole gradient: to clip it, or to know that nothing overflowed.
+    pub(crate) fn waits_for_norm(&self) -> bool {
+        self.clip.is_some() || self.loss_scale.is_some()
     }
 }
 
@@ -131,6 +157,29 @@ impl EngineConfig {
             overrides: WindowOverrides::default(),
             identity: String::new(),
         }
+    }
+
+    /// Refuses windows with which no step can work. The gradient's norm is summed in blocks that no chunk may cut.
+    pub(crate) fn check_overrides(&self) -> Result {
+        let WindowOverrides { weight_slots, chunk_elements, update_slots, .. } = self.overrides;
+        let unit = if self.training.is_some() { NORM_BLOCK } else { PARAM_ALIGN };
+        if let Some(elements) = chunk_elements
+            && (elements == 0 || !elements.is_multiple_of(unit))
+        {
+            let nearest = elements.checked_next_multiple_of(unit).unwrap_or(unit).max(unit);
+            return Err(EngineError::Config(format!(
+                "chunks of {elements} elements cannot be used: WindowOverrides::chunk_elements must be a multiple of {unit}, for \
+                 example {nearest}"
+            )));
+        }
+        for (name, slots) in [("weight_slots", weight_slots), ("update_slots", update_slots)] {
+            if slots == Some(0) {
+                return Err(EngineError::Config(format!(
+                    "WindowOverrides::{name} is 0 and must be at least 1"
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// The directories and their parts of what is newly made there.

@@ -6,6 +6,8 @@ use crate::gradients::GradientPark;
 use crate::lane::Lane;
 use crate::network::Network;
 use crate::plan::{EnginePlan, Planner};
+use crate::runs::Runs;
+use crate::scale::{self, LossScale};
 use crate::state::{StateHome, StateKinds, needs_disk};
 use crate::update::UpdateSlots;
 use crate::{
@@ -28,7 +30,10 @@ pub struct Engine {
     pub(crate) backend: Backend,
     pub(crate) network: Network,
     pub(crate) kinds: StateKinds,
+    pub(crate) runs: Runs,
     pub(crate) optimizer: Option<Box<dyn Optimizer>>,
+    /// The betas of `optimizer`, unless they are the configured ones.
+    pub(crate) betas: Option<(f64, f64)>,
     pub(crate) plan: EnginePlan,
     pub(crate) lane: Lane,
     pub(crate) home: StateHome,
@@ -39,6 +44,8 @@ pub struct Engine {
     pub(crate) update_slots: UpdateSlots,
     pub(crate) pool: rayon::ThreadPool,
     pub(crate) step: u64,
+    /// The loss scale of the next step.
+    pub(crate) loss_scale: Option<LossScale>,
     /// Where resident state is saved; opened at the first save.
     pub(crate) saved: Option<DiskStore>,
 }
@@ -114,9 +121,15 @@ impl Engine {
                 "the state keeps the parts per directory that it was made with"
             );
         }
-        let parts = Parts::new(config, &backend, blocks, sample, Some(store.striping()))?;
+        let mut parts = Parts::new(config, &backend, blocks, sample, Some(store.striping()))?;
         checkpoint::compare(&parts.plan.spec, store.spec())?;
         let step = store.committed().step;
+        if let Some(config) = parts.config.training.as_ref().and_then(|t| t.loss_scale) {
+            // Step 0 is committed before there is a scale.
+            let committed = &store.committed().trainer;
+            parts.loss_scale =
+                Some(if step == 0 { LossScale::new(config)? } else { LossScale::resume(config, committed)? });
+        }
         if parts.config.placement == Placement::Disk {
             let mut engine = Self::assemble(parts, backend, StateHome::Disk(Box::new(store)))?;
             engine.step = step;
@@ -153,7 +166,7 @@ impl Engine {
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
-        let Parts { config, network, kinds, optimizer, plan } = parts;
+        let Parts { config, network, kinds, runs, optimizer, plan, loss_scale } = parts;
         let windows = &plan.windows;
         let lane = Lane::new(&backend, windows.arena_bytes)?;
         let on_disk = home.disk().is_some();
@@ -205,7 +218,9 @@ impl Engine {
             backend,
             network,
             kinds,
+            runs,
             optimizer,
+            betas: None,
             plan,
             lane,
             home,
@@ -216,18 +231,24 @@ impl Engine {
             update_slots,
             pool,
             step: 0,
+            loss_scale,
             saved: None,
         })
     }
 
-    /// Optimizer steps done.
+    /// Steps done, those among them that a loss scale skipped included.
     pub fn step(&self) -> u64 {
         self.step
     }
 
+    /// Updates of the weights done: what a schedule counts. Fewer than [`step`](Self::step) where a loss scale skipped some.
+    pub fn updates(&self) -> u64 {
+        self.step - self.loss_scale.map_or(0, |scale| scale.skipped.min(self.step))
+    }
+
     /// The note that was committed with the last step; empty if there was none.
     pub fn noted(&self) -> &[u8] {
-        self.home.disk().map_or(&[], |store| &store.committed().trainer)
+        self.home.disk().map_or(&[], |store| scale::note(&store.committed().trainer))
     }
 
     /// The bytes of every tier.
@@ -272,8 +293,10 @@ struct Parts {
     config: EngineConfig,
     network: Network,
     kinds: StateKinds,
+    runs: Runs,
     optimizer: Option<Box<dyn Optimizer>>,
     plan: EnginePlan,
+    loss_scale: Option<LossScale>,
 }
 
 impl Parts {
@@ -285,11 +308,22 @@ impl Parts {
         stored: Option<&Striping>,
     ) -> Result<Self> {
         needs_disk(&config)?;
+        config.check_overrides()?;
         let network = Network::new(blocks)?;
-        let (kinds, optimizer) = StateKinds::new(&config)?;
+        let (mut kinds, optimizer) = StateKinds::new(&config)?;
+        let runs = match &config.training {
+            Some(training) => Runs::new(&network, training)?,
+            None => Runs::default(),
+        };
+        if runs.any_frozen() {
+            // What an update leaves alone is written to the next generation as it was read.
+            kinds.read_by_update.fill(true);
+        }
         let planner = Planner { config: &config, backend, network: &network, kinds: &kinds, sample, stored };
         let plan = planner.plan()?;
-        Ok(Self { config, network, kinds, optimizer, plan })
+        let scaling = config.training.as_ref().and_then(|t| t.loss_scale);
+        let loss_scale = scaling.map(LossScale::new).transpose()?;
+        Ok(Self { config, network, kinds, runs, optimizer, plan, loss_scale })
     }
 }
 

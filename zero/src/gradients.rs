@@ -6,14 +6,15 @@
 //! the earlier one parked.
 
 use crate::lane::{Lane, flat, flat_mut};
-use crate::{Backend, Result};
+use crate::network::Network;
+use crate::{Backend, Gradients, Result};
 use bytemuck::cast_slice;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
-use terrace_device::{Download, Region, Upload};
+use terrace_device::{BytesMut, Download, Region, Upload};
 use terrace_kernels::{DType, View, ViewMut};
 use terrace_optimizer::{Gradient, SumOfSquares};
-use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, StoreSpec, Striping};
+use terrace_tiers::{Arrived, Lease, PendingRead, Pool, Scratch, ScratchChunk, StoreSpec, Striping};
 
 /// Chunks in memory when gradients are parked on disk: one being filled, two being written or read.
 pub(crate) const STAGING_SLOTS: usize = 4;
@@ -37,18 +38,39 @@ enum Parked {
     Disk(ScratchChunk),
 }
 
-/// A parked chunk on its way to the update.
+/// A chunk on its way to the update.
 #[derive(Debug)]
 pub(crate) enum Arriving {
     Here(Lease),
     Reading(PendingRead),
 }
 
+/// A chunk that is in memory, but may not be what was written.
+#[derive(Debug)]
+pub(crate) enum Landed {
+    Here(Lease),
+    Unverified(Arrived),
+}
+
 impl Arriving {
     pub(crate) fn wait(self) -> Result<Lease> {
+        self.land()?.verify()
+    }
+
+    /// Waits for the transfer, and does nothing else.
+    pub(crate) fn land(self) -> Result<Landed> {
+        Ok(match self {
+            Self::Here(lease) => Landed::Here(lease),
+            Self::Reading(read) => Landed::Unverified(read.arrive()?),
+        })
+    }
+}
+
+impl Landed {
+    pub(crate) fn verify(self) -> Result<Lease> {
         match self {
             Self::Here(lease) => Ok(lease),
-            Self::Reading(read) => Ok(read.wait()?),
+            Self::Unverified(arrived) => Ok(arrived.verify()?),
         }
     }
 }
@@ -190,9 +212,38 @@ impl GradientPark {
     }
 }
 
+/// A block's gradient accumulators: pieces of its groups' accumulators, in the order of its parameters.
+pub(crate) fn gradient_slots<'r>(
+    network: &Network,
+    block: usize,
+    groups: &[usize],
+    accumulators: &'r mut [Region],
+) -> Gradients<'r> {
+    let own = (0..network.groups[block].params.len()).map(|param| (block, param));
+    let borrowed = network.borrows[block].iter().map(|b| (b.group, b.param));
+    let order: Vec<(usize, usize)> = own.chain(borrowed).collect();
+    let mut slots: Vec<Option<(BytesMut<'r>, Vec<usize>)>> = order.iter().map(|_| None).collect();
+    for (&group, region) in groups.iter().zip(accumulators) {
+        let mut wanted: Vec<(usize, usize)> =
+            order.iter().enumerate().filter(|(_, o)| o.0 == group).map(|(slot, o)| (o.1, slot)).collect();
+        wanted.sort_unstable();
+        let (mut rest, mut at) = (region.bytes_mut(), 0);
+        for (param, slot) in wanted {
+            let placed = &network.groups[group].params[param];
+            let (start, len) = (placed.offset * 4, placed.spec.elements() * 4);
+            let (mine, tail) = rest.split_at(start - at).1.split_at(len);
+            slots[slot] = Some((mine, placed.spec.dims.clone()));
+            (rest, at) = (tail, start + len);
+        }
+    }
+    let filled = slots.into_iter().map(|s| s.expect("every parameter lies in one of the block's groups"));
+    Gradients::new(filled.collect())
+}
+
 fn as_gradient(bytes: &[u8], dtype: DType) -> Gradient<'_> {
     match dtype {
         DType::F32 => Gradient::F32(cast_slice(bytes)),
+        DType::F16 => Gradient::F16(cast_slice(bytes)),
         _ => Gradient::Bf16(cast_slice(bytes)),
     }
 }

@@ -21,8 +21,11 @@ mod infer;
 mod lane;
 mod network;
 mod plan;
+mod runs;
+mod scale;
 mod source;
 mod state;
+mod step;
 mod train;
 mod update;
 
@@ -37,4 +40,4 @@ pub use error::{EngineError, Result};
 pub use fetch::Residency;
 pub use infer::{Evaluation, KvCache};
 pub use source::{WeightReader, WeightSource};
-pub use train::StepReport;
+pub use step::{StepRates, StepReport};

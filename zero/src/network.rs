@@ -8,7 +8,7 @@ use crate::{Block, EngineError, OutputSpec, ParamSpec, Result};
 use std::collections::HashMap;
 
 /// Alignment of a parameter inside its group, in elements: a cache line of any dtype.
-const PARAM_ALIGN: usize = 64;
+pub(crate) const PARAM_ALIGN: usize = 64;
 /// Padding of a group, in elements: a 4 KiB page of one-byte state.
 const GROUP_ALIGN: usize = 4096;
 

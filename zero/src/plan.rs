@@ -271,7 +271,7 @@ impl Planner<'_> {
         }
         let chunks = |g: usize| self.network.groups[g].elements.div_ceil(choice.chunk_elements);
         let all = 0..self.network.groups.len();
-        if self.config.training.as_ref().is_some_and(|t| t.clip.is_none())
+        if self.config.training.as_ref().is_some_and(|t| !t.waits_for_norm())
             && self.config.placement == Placement::Disk
         {
             let shared: usize = all.clone().filter(|&g| self.network.is_shared(g)).map(chunks).sum();

@@ -7,6 +7,9 @@ use terrace_kernels::DType;
 use terrace_optimizer::{Optimizer, StateKind, StateLayout, WeightType, optimizer};
 use terrace_tiers::{BlobKind, BlobSpec, DiskStore, GroupSpec, HostBlob, SharedBytes, StoreSpec};
 
+/// Most kinds of state that any format has.
+pub(crate) const KINDS_MAX: usize = 4;
+
 /// The kinds of state, in the order in which the optimizer takes them.
 #[derive(Debug)]
 pub(crate) struct StateKinds {
@@ -31,9 +34,10 @@ impl StateKinds {
         let weight = match config.dtype {
             DType::F32 => WeightType::F32,
             DType::BF16 => WeightType::Bf16,
+            DType::F16 => WeightType::F16,
             other => {
                 return Err(EngineError::Config(format!(
-                    "weights of dtype {other} cannot be used: bf16 or fp32"
+                    "weights of dtype {other} cannot be used: bf16, fp16 or fp32"
                 )));
             }
         };
@@ -48,6 +52,7 @@ impl StateKinds {
             StateLayout::with_moments(training.state, weight, algorithm.moments()).map_err(describe)?;
         let update = optimizer(algorithm, layout).map_err(describe)?;
         let kinds = layout.kinds();
+        assert!(kinds.len() <= KINDS_MAX, "a weight, the rest of its master, and two moments");
         let has_master = kinds.iter().any(|k| k.kind == StateKind::Master);
         let blobs = kinds
             .iter()

@@ -5,46 +5,24 @@
 
 use crate::engine::{Engine, Signals};
 use crate::fetch::{Fetcher, Ready};
-use crate::gradients::GradientPark;
+use crate::gradients::{GradientPark, gradient_slots};
 use crate::lane::Lane;
 use crate::network::Network;
+use crate::runs::Runs;
+use crate::scale::LossScale;
 use crate::state::StateHome;
 use crate::update::Updater;
 use crate::{
-    Activations, Backend, Context, EngineConfig, EngineError, Gradients, HostTensor, MicroBatch, Mode,
-    Result, Weights,
+    Activations, Backend, Context, EngineConfig, EngineError, HostTensor, MicroBatch, Mode, Result,
+    StepRates, StepReport, TrainingConfig, Weights,
 };
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::time::{Duration, Instant};
-use terrace_device::{BytesMut, Region};
-use terrace_kernels::{DType, Tensor, View};
-use terrace_optimizer::{StepArgs, clip_coefficient};
+use terrace_device::Region;
+use terrace_kernels::{DType, Tensor, View, ViewMut};
+use terrace_optimizer::{OptimizerError, StepArgs, clip_coefficient, optimizer};
 use terrace_tiers::Lease;
-
-/// What a step did.
-#[derive(Debug, Clone, Default)]
-pub struct StepReport {
-    /// Number of the step; the first is 1.
-    pub step: u64,
-    /// Mean loss over all terms of the step.
-    pub loss: f64,
-    /// Global norm of the gradient before clipping.
-    pub grad_norm: f64,
-    /// Terms in the loss.
-    pub loss_terms: u64,
-    /// Wall-clock seconds of the whole step.
-    pub seconds: f64,
-    /// Of these, forward and backward with everything they wait for.
-    pub compute_seconds: f64,
-    /// Of these, the optimizer after backward.
-    pub update_seconds: f64,
-    /// Of these, making the step durable.
-    pub commit_seconds: f64,
-    /// Seconds that compute waited for weights.
-    pub weights_stall_seconds: f64,
-    /// Seconds that the optimizer waited for its state or gradients.
-    pub state_stall_seconds: f64,
-}
 
 /// The engine's parts that a pass over the blocks uses.
 pub(crate) struct Pass<'a> {
@@ -64,19 +42,23 @@ struct Training<'a> {
     inputs: &'a [Vec<Tensor>],
     activations: &'a mut Activations,
     park: &'a mut GradientPark,
+    runs: &'a Runs,
     pool: &'a rayon::ThreadPool,
     step: u64,
     loss_terms: u64,
+    /// A loss that is not finite has a gradient that is not, which a loss scale takes for an overflow.
+    may_overflow: bool,
 }
 
 impl Engine {
-    /// Runs one optimizer step over all micro-batches and, with state on disk, commits it.
+    /// Runs one optimizer step over all micro-batches and, with state on disk, commits it. `rates` is a learning rate, or
+    /// [`StepRates`].
     ///
     /// # Errors
     /// A shape that was not planned, a loss or gradient that is not finite, or a failing tier. The last committed step
     /// is then still intact.
-    pub fn train_step(&mut self, batches: &[MicroBatch], lr: f64) -> Result<StepReport> {
-        self.train_step_noting(batches, lr, |_| Vec::new())
+    pub fn train_step(&mut self, batches: &[MicroBatch], rates: impl Into<StepRates>) -> Result<StepReport> {
+        self.train_step_noting(batches, rates, |_| Vec::new())
     }
 
     /// As [`train_step`](Self::train_step); what `note` makes of the report (of everything but the commit) is committed with
@@ -87,14 +69,16 @@ impl Engine {
     /// As [`train_step`](Self::train_step).
     ///
     /// # Panics
-    /// If the note is longer than 16 KiB.
+    /// If the note is longer than 16 000 bytes.
     pub fn train_step_noting(
         &mut self,
         batches: &[MicroBatch],
-        lr: f64,
+        rates: impl Into<StepRates>,
         note: impl FnOnce(&StepReport) -> Vec<u8>,
     ) -> Result<StepReport> {
         self.check_batches(batches)?;
+        let StepRates { lr, betas } = rates.into();
+        self.set_betas(betas)?;
         let began = Instant::now();
         let loss_terms: u64 = batches.iter().map(|b| b.loss_terms).sum();
         if loss_terms == 0 {
@@ -106,7 +90,8 @@ impl Engine {
             .iter()
             .map(|b| b.inputs.iter().map(|t| self.lane.tensor(t)).collect())
             .collect::<Result<Vec<Vec<Tensor>>>>()?;
-        let mut report = StepReport { step: self.step + 1, loss_terms, ..StepReport::default() };
+        let loss_scale = self.loss_scale.map(|scale| scale.scale());
+        let mut report = StepReport { step: self.step + 1, loss_terms, loss_scale, ..StepReport::default() };
         let result = self.forward_backward(batches, &inputs, lr, &mut report);
         drop(inputs);
         if let Err(error) = result {
@@ -114,15 +99,28 @@ impl Engine {
             return Err(error);
         }
         report.compute_seconds = began.elapsed().as_secs_f64();
-        if let Err(error) = self.update(lr, &mut report) {
-            self.abandon();
-            return Err(error);
-        }
+        let scale = match self.update(lr, &mut report) {
+            Ok(scale) => scale,
+            Err(error) => {
+                self.abandon();
+                return Err(error);
+            }
+        };
         report.seconds = began.elapsed().as_secs_f64();
         let committing = Instant::now();
         if let StateHome::Disk(store) = &mut self.home {
-            store.commit(self.step + 1, &note(&report))?;
+            let note = note(&report);
+            let words = match &scale {
+                Some(scale) => scale.words(&note),
+                None => note,
+            };
+            if report.skipped {
+                store.commit_unchanged(self.step + 1, &words)?;
+            } else {
+                store.commit(self.step + 1, &words)?;
+            }
         }
+        self.loss_scale = scale;
         self.step += 1;
         report.commit_seconds = committing.elapsed().as_secs_f64();
         report.seconds = began.elapsed().as_secs_f64();
@@ -168,6 +166,7 @@ impl Engine {
             backend,
             network,
             kinds,
+            runs,
             optimizer,
             plan,
             lane,
@@ -179,17 +178,19 @@ impl Engine {
             update_slots,
             pool,
             step,
+            loss_scale,
             ..
         } = self;
-        let (home, network, lane, kinds) = (&*home, &*network, &*lane, &*kinds);
+        let (home, network, lane, kinds, runs) = (&*home, &*network, &*lane, &*kinds, &*runs);
         let Signals::Training(activations) = signals else { unreachable!("checked: this engine trains") };
         let park = park.as_mut().expect("a training engine parks gradients");
         let optimizer = optimizer.as_deref().expect("a training engine has an optimizer");
         let spec = &plan.spec;
-        // Without clipping a group can be updated as soon as its gradient is complete.
-        let clip = config.training.as_ref().is_some_and(|t| t.clip.is_some());
-        let updater = Updater { optimizer, args: updater_args, kinds, slots: Some(update_slots), spec, pool };
-        let immediate = home.disk().filter(|_| !clip).map(|_| &updater);
+        // Where nothing depends on the norm a group can be updated as soon as its gradient is complete.
+        let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
+        let slots = Some(&*update_slots);
+        let updater = Updater { optimizer, args: updater_args, runs, kinds, slots, spec, pool };
+        let immediate = home.disk().filter(|_| !waits).map(|_| &updater);
         let pass = Pass {
             network,
             backend,
@@ -198,10 +199,12 @@ impl Engine {
             mode: Mode::Train,
             sequences: batches[0].sequences,
             length: batches[0].length,
-            loss_scale: (1.0 / report.loss_terms as f64) as f32,
+            loss_scale: (report.loss_scale.unwrap_or(1.0) / report.loss_terms as f64) as f32,
         };
         let loss_terms = report.loss_terms;
-        let mut training = Training { pass, inputs, activations, park, pool, step: *step + 1, loss_terms };
+        let (step, may_overflow) = (*step + 1, loss_scale.is_some());
+        let mut training =
+            Training { pass, inputs, activations, park, runs, pool, step, loss_terms, may_overflow };
         let regions = std::mem::take(weight_regions);
         let items = training_order(network);
         let slots = weight_slots.as_ref();
@@ -218,29 +221,57 @@ impl Engine {
         Ok(())
     }
 
-    fn update(&mut self, lr: f64, report: &mut StepReport) -> Result {
+    /// Updates what backward has not, or skips the step if its scaled gradient overflowed. Gives the loss scale after it.
+    fn update(&mut self, lr: f64, report: &mut StepReport) -> Result<Option<LossScale>> {
         let began = Instant::now();
         let training = self.config.training.as_ref().expect("a training engine");
         let park = self.park.as_mut().expect("a training engine parks gradients");
-        report.grad_norm =
-            park.norm_squared().norm().map_err(|_| not_finite("gradient norm", self.step + 1))?;
-        let scale = training.clip.map_or(1.0, |max| clip_coefficient(report.grad_norm, max));
-        if training.clip.is_some() || self.home.disk().is_none() {
-            let args = self.step_args(lr, scale);
+        let norm = park.norm_squared().norm();
+        let scale = match self.loss_scale {
+            Some(scale) => Some(scale.after(norm.is_err()).map_err(|e| overflowed(&e, self.step + 1))?),
+            None => None,
+        };
+        report.grad_norm = match (norm, self.loss_scale) {
+            (Ok(norm), current) => norm / current.map_or(1.0, |current| current.scale()),
+            (Err(_), None) => return Err(not_finite("gradient norm", self.step + 1)),
+            (Err(_), Some(_)) => {
+                park.clear();
+                report.skipped = true;
+                report.grad_norm = f64::NAN;
+                return Ok(scale);
+            }
+        };
+        if training.waits_for_norm() || self.home.disk().is_none() {
+            let clip = training.clip.map_or(1.0, |max| clip_coefficient(report.grad_norm, max));
+            let args = self.step_args(lr, clip * self.loss_scale.map_or(1.0, |current| current.inverse()));
             let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
             let park = self.park.as_mut().expect("a training engine parks gradients");
-            let (kinds, spec, slots) = (&self.kinds, &self.plan.spec, Some(&self.update_slots));
-            let updater = Updater { optimizer, args, kinds, slots, spec, pool: &self.pool };
+            let (runs, kinds, spec) = (&self.runs, &self.kinds, &self.plan.spec);
+            let slots = Some(&self.update_slots);
+            let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool: &self.pool };
             let stalled: Duration = updater.run(&mut self.home, park, 0..spec.groups.len())?;
             report.state_stall_seconds += stalled.as_secs_f64();
         }
         report.update_seconds = began.elapsed().as_secs_f64();
+        Ok(scale)
+    }
+
+    /// Makes the optimizer one with these betas, or the configured ones.
+    fn set_betas(&mut self, betas: Option<(f64, f64)>) -> Result {
+        if betas == self.betas {
+            return Ok(());
+        }
+        let (Some(training), Some(current)) = (&self.config.training, &self.optimizer) else { return Ok(()) };
+        let configured = training.optimizer;
+        let algorithm = betas.map_or(configured, |(beta1, beta2)| configured.with_betas(beta1, beta2));
+        self.optimizer = Some(optimizer(algorithm, *current.layout())?);
+        self.betas = betas;
         Ok(())
     }
 
     fn step_args(&self, lr: f64, grad_scale: f32) -> StepArgs {
         let weight_decay = self.config.training.as_ref().map_or(0.0, |t| t.optimizer.weight_decay());
-        StepArgs { step: self.step + 1, lr, grad_scale, weight_decay }
+        StepArgs { step: self.updates() + 1, lr, grad_scale, weight_decay }
     }
 
     /// Gives up a step that failed: its writes are waited for and forgotten.
@@ -316,7 +347,8 @@ impl Training<'_> {
                 mean = self.read_loss(loss.take().expect("taken once"))?;
                 loss = Some(self.pass.lane.tensor(&zero_loss())?);
             }
-            for (&group, acc) in groups.iter().zip(&accumulators) {
+            for (&group, acc) in groups.iter().zip(&mut accumulators) {
+                self.forget_frozen(group, acc)?;
                 self.park.park(self.pass.backend, self.pass.lane, group, acc, group == block, self.pool)?;
             }
             drop(accumulators);
@@ -375,11 +407,21 @@ impl Training<'_> {
         Ok(())
     }
 
+    /// Frozen parameters have no gradient, so that the norm is that of what is trained.
+    fn forget_frozen(&self, group: usize, acc: &mut Region) -> Result {
+        for Range { start, end } in self.runs.frozen(group) {
+            let frozen = acc.bytes_mut().slice(start * 4, end * 4);
+            let frozen = ViewMut::new(frozen, DType::F32, &[end - start]);
+            self.pass.backend.kernels.elementwise.zero(frozen)?;
+        }
+        Ok(())
+    }
+
     fn read_loss(&self, loss: Tensor) -> Result<f64> {
         let bytes = self.pass.lane.read(loss)?;
         let sum = f64::from_le_bytes(bytes.try_into().expect("the loss is one f64"));
         let mean = sum / self.loss_terms as f64;
-        if mean.is_finite() { Ok(mean) } else { Err(not_finite("loss", self.step)) }
+        if mean.is_finite() || self.may_overflow { Ok(mean) } else { Err(not_finite("loss", self.step)) }
     }
 }
 
@@ -440,32 +482,8 @@ pub(crate) fn zero_loss() -> HostTensor {
     HostTensor { dtype: DType::F64, dims: vec![1], bytes: vec![0; 8] }
 }
 
-/// A block's gradient accumulators: pieces of its groups' accumulators, in the order of its parameters.
-fn gradient_slots<'r>(
-    network: &Network,
-    block: usize,
-    groups: &[usize],
-    accumulators: &'r mut [Region],
-) -> Gradients<'r> {
-    let own = (0..network.groups[block].params.len()).map(|param| (block, param));
-    let borrowed = network.borrows[block].iter().map(|b| (b.group, b.param));
-    let order: Vec<(usize, usize)> = own.chain(borrowed).collect();
-    let mut slots: Vec<Option<(BytesMut<'r>, Vec<usize>)>> = order.iter().map(|_| None).collect();
-    for (&group, region) in groups.iter().zip(accumulators) {
-        let mut wanted: Vec<(usize, usize)> =
-            order.iter().enumerate().filter(|(_, o)| o.0 == group).map(|(slot, o)| (o.1, slot)).collect();
-        wanted.sort_unstable();
-        let (mut rest, mut at) = (region.bytes_mut(), 0);
-        for (param, slot) in wanted {
-            let placed = &network.groups[group].params[param];
-            let (start, len) = (placed.offset * 4, placed.spec.elements() * 4);
-            let (mine, tail) = rest.split_at(start - at).1.split_at(len);
-            slots[slot] = Some((mine, placed.spec.dims.clone()));
-            (rest, at) = (tail, start + len);
-        }
-    }
-    let filled = slots.into_iter().map(|s| s.expect("every parameter lies in one of the block's groups"));
-    Gradients::new(filled.collect())
+fn overflowed(error: &OptimizerError, step: u64) -> EngineError {
+    EngineError::Diverged(format!("step {step}: {error}; the state is still that of step {}", step - 1))
 }
 
 fn not_finite(what: &str, step: u64) -> EngineError {

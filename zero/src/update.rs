@@ -4,15 +4,17 @@
 //! when its write is done, so the slots alone bound reads, compute and writes in flight. New state goes to the next
 //! generation; the live one is never touched. Resident state is updated where it is.
 
-use crate::gradients::{Arriving, GradientPark};
-use crate::state::{StateHome, StateKinds};
+use crate::gradients::{Arriving, GradientPark, Landed};
+use crate::runs::Runs;
+use crate::state::{KINDS_MAX, StateHome, StateKinds};
 use crate::{EngineError, Result};
+use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use terrace_aio::IoEngine;
-use terrace_optimizer::{Optimizer, StepArgs, update_threaded};
-use terrace_tiers::{BlobKey, DiskStore, Generation, Lease, PendingRead, Pool, StoreSpec};
+use terrace_optimizer::{Gradient, Optimizer, StepArgs, update_threaded};
+use terrace_tiers::{BlobKey, DiskStore, Generation, Lease, Pool, Sealed, StoreSpec};
 
 /// Slots for optimizer state on its way from disk through the update and back, one pool per kind.
 #[derive(Debug)]
@@ -59,6 +61,7 @@ impl UpdateSlots {
 pub(crate) struct Updater<'a> {
     pub(crate) optimizer: &'a dyn Optimizer,
     pub(crate) args: StepArgs,
+    pub(crate) runs: &'a Runs,
     pub(crate) kinds: &'a StateKinds,
     pub(crate) slots: Option<&'a UpdateSlots>,
     pub(crate) spec: &'a StoreSpec,
@@ -69,15 +72,13 @@ pub(crate) struct Updater<'a> {
 struct Chunk {
     group: usize,
     chunk: usize,
-    state: Vec<Incoming>,
+    /// Of every kind; what the update only writes is here from the start.
+    state: Vec<Arriving>,
     gradient: Arriving,
 }
 
-enum Incoming {
-    Reading(PendingRead),
-    /// Only written by the update; its old value is not read.
-    Blank(Lease),
-}
+/// Bytes of a chunk below which one thread sums them sooner than others wake up.
+const SHARED_BYTES_MIN: usize = 128 << 10;
 
 impl Updater<'_> {
     /// Updates all chunks of `groups` with the parked gradients. Returns the time spent waiting for the disk.
@@ -140,9 +141,9 @@ impl Updater<'_> {
         for (index, lease) in leases.into_iter().enumerate() {
             state.push(if self.kinds.read_by_update[index] {
                 let key = BlobKey { group, kind: self.kinds.blobs[index].kind };
-                Incoming::Reading(store.read(key, chunk..chunk + 1, Generation::Live, lease)?)
+                Arriving::Reading(store.read(key, chunk..chunk + 1, Generation::Live, lease)?)
             } else {
-                Incoming::Blank(lease)
+                Arriving::Here(lease)
             });
         }
         Ok(Chunk { group, chunk, state, gradient: parked(park, group, chunk)? })
@@ -150,22 +151,33 @@ impl Updater<'_> {
 
     fn finish(&self, store: &DiskStore, park: &GradientPark, chunk: Chunk) -> Result<Duration> {
         let began = Instant::now();
-        let gradient = chunk.gradient.wait()?;
-        let mut leases = Vec::with_capacity(chunk.state.len());
-        for incoming in chunk.state {
-            leases.push(match incoming {
-                Incoming::Reading(read) => read.wait()?,
-                Incoming::Blank(lease) => lease,
-            });
+        let mut landed = Vec::with_capacity(chunk.state.len() + 1);
+        for arriving in chunk.state.into_iter().chain([chunk.gradient]) {
+            landed.push(arriving.land()?);
         }
         let stalled = began.elapsed();
-        let mut slices: Vec<&mut [u8]> = leases.iter_mut().map(|lease| &mut **lease).collect();
-        update_threaded(self.optimizer, self.pool, &self.args, park.as_gradient(&gradient), &mut slices)?;
+        let elements = self.spec.chunk_len(chunk.group, chunk.chunk);
+        let verified = self.share(elements, landed, Landed::verify);
+        let mut leases = verified.into_iter().collect::<Result<Vec<Lease>>>()?;
+        let gradient = leases.pop().expect("the gradient came last");
+        let slices = leases.iter_mut().map(|lease| &mut **lease);
+        self.apply(chunk.group, chunk.chunk, park.as_gradient(&gradient), slices)?;
         drop(gradient);
-        for (blob, lease) in self.kinds.blobs.iter().zip(leases) {
-            store.write(BlobKey { group: chunk.group, kind: blob.kind }, chunk.chunk, lease)?;
+        let sealed = self.share(elements, leases, Sealed::new);
+        for (blob, sealed) in self.kinds.blobs.iter().zip(sealed) {
+            store.write_sealed(BlobKey { group: chunk.group, kind: blob.kind }, chunk.chunk, sealed)?;
         }
         Ok(stalled)
+    }
+
+    /// Does `work` on each buffer of a chunk of so many elements, on several threads if they are worth waking: the
+    /// checksums go through as many bytes as the update.
+    fn share<T: Send, U: Send>(&self, elements: usize, buffers: Vec<T>, work: fn(T) -> U) -> Vec<U> {
+        if self.pool.current_num_threads() == 1 || self.kinds.bytes(elements as u64) < SHARED_BYTES_MIN as u64
+        {
+            return buffers.into_iter().map(work).collect();
+        }
+        self.pool.install(|| buffers.into_par_iter().map(work).collect())
     }
 
     fn update_resident(
@@ -178,13 +190,39 @@ impl Updater<'_> {
         let gradient = parked(park, group, chunk)?.wait()?;
         let start = chunk * self.spec.chunk_elements as usize;
         let elements = self.spec.chunk_len(group, chunk);
-        let mut slices = Vec::with_capacity(blobs.len());
-        for (blob, kind) in blobs.iter_mut().zip(&self.kinds.blobs) {
+        let slices = blobs.iter_mut().zip(&self.kinds.blobs).map(|(blob, kind)| {
             let blob = Arc::get_mut(blob).expect("no upload or block holds a weight while it is updated");
             let from = kind.bytes(start as u64) as usize;
-            slices.push(&mut blob[from..from + kind.bytes(elements as u64) as usize]);
+            &mut blob[from..from + kind.bytes(elements as u64) as usize]
+        });
+        self.apply(group, chunk, park.as_gradient(&gradient), slices)
+    }
+
+    /// Steps the runs of a chunk one after the other. `state` is the chunk's bytes of every kind.
+    fn apply<'s>(
+        &self,
+        group: usize,
+        chunk: usize,
+        gradient: Gradient<'_>,
+        state: impl Iterator<Item = &'s mut [u8]>,
+    ) -> Result {
+        let kinds = &self.kinds.blobs;
+        let mut state_left: [&mut [u8]; KINDS_MAX] = Default::default();
+        state_left.iter_mut().zip(state).for_each(|(left, slice)| *left = slice);
+        let mut gradient_left = gradient;
+        let start = chunk * self.spec.chunk_elements as usize;
+        for (elements, rates) in self.runs.within(group, start..start + gradient.len()) {
+            let mut state: [&mut [u8]; KINDS_MAX] = Default::default();
+            for ((state, left), kind) in state.iter_mut().zip(&mut state_left).zip(kinds) {
+                (*state, *left) = std::mem::take(left).split_at_mut(kind.bytes(elements as u64) as usize);
+            }
+            let gradient;
+            (gradient, gradient_left) = gradient_left.split_at(elements);
+            if !rates.frozen {
+                let args = rates.args(&self.args);
+                update_threaded(self.optimizer, self.pool, &args, gradient, &mut state[..kinds.len()])?;
+            }
         }
-        update_threaded(self.optimizer, self.pool, &self.args, park.as_gradient(&gradient), &mut slices)?;
         Ok(())
     }
 }

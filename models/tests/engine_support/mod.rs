@@ -9,7 +9,7 @@ use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, cpu};
 use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
-use terrace_optimizer::{AdamW, Algorithm, StateFormat};
+use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateFormat};
 use terrace_tiers::checksum;
 use terrace_zero::{
     Backend, BatchLimits, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig, WeightReader,
@@ -38,6 +38,8 @@ pub struct Setup {
     pub state: StateFormat,
     pub optimizer: Algorithm,
     pub clip: Option<f64>,
+    pub loss_scale: Option<LossScaleConfig>,
+    pub groups: Vec<GroupRule>,
     pub choice: EngineChoice,
     pub discrete: bool,
     pub threads: usize,
@@ -50,6 +52,8 @@ pub struct Setup {
 
 pub const SEQUENCES: usize = 2;
 pub const LENGTH: usize = 17;
+/// The rate of every step.
+pub const LR: f64 = 3e-3;
 
 impl Setup {
     pub fn new(tied: bool) -> Self {
@@ -62,6 +66,8 @@ impl Setup {
             state: StateFormat::Split,
             optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }.into(),
             clip: Some(0.5),
+            loss_scale: None,
+            groups: Vec::new(),
             choice: EngineChoice::Threads,
             discrete: false,
             threads: 1,
@@ -80,7 +86,14 @@ impl Setup {
     pub fn config(&self) -> EngineConfig {
         EngineConfig {
             dtype: self.dtype,
-            training: Some(TrainingConfig { state: self.state, optimizer: self.optimizer, clip: self.clip }),
+            training: Some(TrainingConfig {
+                state: self.state,
+                optimizer: self.optimizer,
+                clip: self.clip,
+                loss_scale: self.loss_scale,
+                groups: self.groups.clone(),
+                base_lr: LR,
+            }),
             placement: self.placement,
             disks: self.disks.clone(),
             disk_weights: self.disk_weights.clone(),
@@ -170,7 +183,7 @@ impl Setup {
         let mut losses = Vec::new();
         while engine.step() < steps {
             let report =
-                engine.train_step(&self.batches(engine.step()), 3e-3).unwrap_or_else(|e| panic!("step: {e}"));
+                engine.train_step(&self.batches(engine.step()), LR).unwrap_or_else(|e| panic!("step: {e}"));
             losses.push(report.loss);
         }
         losses
@@ -179,13 +192,19 @@ impl Setup {
 
 /// A hash over every weight, in order.
 pub fn weights_hash(engine: &mut Engine) -> u64 {
+    let all: Vec<u8> = weights(engine).into_iter().flat_map(|(_, bytes)| bytes).collect();
+    checksum(&all)
+}
+
+/// Every weight by name, in order.
+pub fn weights(engine: &mut Engine) -> Vec<(String, Vec<u8>)> {
     let mut reader = engine.weights();
     let size = reader.dtype().size();
     let mut all = Vec::new();
     for param in reader.params() {
         let mut bytes = vec![0; param.elements() * size];
         reader.read(&param, 0, &mut bytes).expect("weights can be read");
-        all.extend_from_slice(&bytes);
+        all.push((param.name, bytes));
     }
-    checksum(&all)
+    all
 }

@@ -24,6 +24,7 @@ fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Ve
             state,
             optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }.into(),
             clip: Some(1.0),
+            ..TrainingConfig::default()
         }),
         placement: Placement::Disk,
         disks: vec![disk.to_owned()],

@@ -16,11 +16,12 @@
 pub mod fuzzing;
 mod lock;
 mod manifest;
+mod transfer;
 
 use crate::key::AddressMap;
 use crate::pool::Lease;
 use crate::volume::{Volume, World, require_space, wait_all};
-use crate::{BlobKey, BlobKind, Generation, StoreSpec, Striping, TierError, checksum};
+use crate::{BlobKey, BlobKind, Generation, StoreSpec, Striping, TierError};
 use lock::DirLock;
 use manifest::{Manifest, Slot};
 use std::collections::{HashMap, VecDeque};
@@ -29,6 +30,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use terrace_aio::{IoEngine, OpKind, Ticket};
+pub(crate) use transfer::Check;
+pub use transfer::{Arrived, PendingRead, Sealed};
 
 const DATA_FILE: &str = "state.bin";
 
@@ -64,28 +67,6 @@ struct Next {
     table: Vec<u64>,
     written: Vec<bool>,
     fences: HashMap<BlobKey, VecDeque<Ticket>>,
-}
-
-/// A read in flight, verified when it is waited for.
-#[derive(Debug)]
-#[must_use = "the bytes are only trusted after `wait`"]
-pub struct PendingRead {
-    ticket: Ticket,
-    checks: Vec<Check>,
-    paths: Arc<[PathBuf]>,
-    label: String,
-}
-
-/// One chunk in the buffer of a read: where it is there, what it must be, and where it came from.
-#[derive(Debug)]
-pub(crate) struct Check {
-    pub(crate) start: usize,
-    pub(crate) len: usize,
-    pub(crate) sum: u64,
-    pub(crate) chunk: usize,
-    /// The file that it begins in.
-    pub(crate) file: usize,
-    pub(crate) offset: u64,
 }
 
 impl DiskStore {
@@ -232,11 +213,22 @@ impl DiskStore {
     /// # Panics
     /// If the lease is not exactly as long as the chunk.
     pub fn write(&self, key: BlobKey, chunk: usize, lease: Lease) -> Result<(), TierError> {
+        self.write_sealed(key, chunk, Sealed::new(lease))
+    }
+
+    /// As [`write`](Self::write) of a chunk whose checksum is known, so that a caller can sum several at once.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    ///
+    /// # Panics
+    /// As [`write`](Self::write).
+    pub fn write_sealed(&self, key: BlobKey, chunk: usize, sealed: Sealed) -> Result<(), TierError> {
+        let Sealed { lease, sum } = sealed;
         let kind = self.kind_index(key.kind);
         let len = self.spec.chunk_bytes(key, chunk);
         assert_eq!(lease.len(), len, "the lease is as long as chunk {chunk} of {key:?}");
         self.require_certain()?;
-        let sum = checksum(&lease);
         let address = self.address(key.group, kind, chunk, self.generation_index(Generation::Next));
         let request = self.volume.request(OpKind::Write, address, lease.into_io());
         let ticket = self.volume.engine.submit(request).without_buffer();
@@ -276,15 +268,39 @@ impl DiskStore {
         assert_eq!(missing, 0, "every chunk of the next generation is written before a commit");
         self.volume.sync()?;
         let live = self.generation_index(Generation::Next);
-        let slot =
-            Slot { sequence: self.sequence + 1, step, live, table: next.table, trainer: trainer.to_vec() };
+        self.publish(Slot {
+            sequence: self.sequence + 1,
+            step,
+            live,
+            table: next.table,
+            trainer: trainer.to_vec(),
+        })
+    }
+
+    /// Commits the live generation once more under another number: a step that changed nothing. What was written for the next
+    /// generation is forgotten.
+    ///
+    /// # Errors
+    /// As [`commit`](Self::commit).
+    ///
+    /// # Panics
+    /// If nothing was ever committed.
+    pub fn commit_unchanged(&mut self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
+        assert!(self.sequence > 0, "there is a live generation");
+        self.abandon();
+        self.require_certain()?;
+        let (live, table) = (self.live, self.live_table.clone());
+        self.publish(Slot { sequence: self.sequence + 1, step, live, table, trainer: trainer.to_vec() })
+    }
+
+    fn publish(&mut self, slot: Slot) -> Result<(), TierError> {
         self.is_uncertain = true;
         self.manifest.write(&slot)?;
         self.is_uncertain = false;
         self.sequence = slot.sequence;
-        self.live = live;
+        self.live = slot.live;
         self.live_table = slot.table;
-        self.committed = Committed { step, trainer: slot.trainer };
+        self.committed = Committed { step: slot.step, trainer: slot.trainer };
         Ok(())
     }
 
@@ -349,37 +365,6 @@ impl DiskStore {
 impl Next {
     fn new(entries: usize) -> Self {
         Self { table: vec![0; entries], written: vec![false; entries], fences: HashMap::new() }
-    }
-}
-
-impl PendingRead {
-    pub(crate) fn new(ticket: Ticket, checks: Vec<Check>, volume: &Volume, label: String) -> Self {
-        Self { ticket, checks, paths: Arc::clone(&volume.paths), label }
-    }
-
-    /// Whether the transfer is done, so that [`wait`](Self::wait) would not block.
-    pub fn is_done(&self) -> bool {
-        self.ticket.is_done()
-    }
-
-    /// Waits for the bytes and verifies the checksum of every chunk.
-    ///
-    /// # Errors
-    /// The transfer failed, or the bytes are not those that were written.
-    pub fn wait(self) -> Result<Lease, TierError> {
-        let lease = Lease::from_io(self.ticket.wait()?);
-        for Check { start, len, sum, chunk, file, offset } in self.checks {
-            let found = checksum(&lease[start..start + len]);
-            if found != sum {
-                let label = self.label;
-                let detail = format!(
-                    "{label}, chunk {chunk} at offset {offset}, {len} bytes: checksum {found:016x} instead of {sum:016x}; the \
-                     drive returned other bytes than were written"
-                );
-                return Err(TierError::Damaged { path: self.paths[file].clone(), detail });
-            }
-        }
-        Ok(lease)
     }
 }
 
