@@ -85,10 +85,15 @@ impl Rule for Scalars {
     type Second<S: Moment> = S;
 
     #[inline(always)]
-    fn apply(&self, gradient: f32, master: f32, m: f32, sum: f32) -> (f32, f32, f32) {
+    fn second(&self, gradient: f32, master: f32, sum: f32) -> (f32, f32) {
         let gradient = add_decay(gradient * self.grad_scale, self.decay, master);
         let sum = sum + gradient * gradient;
-        let master = master + self.step_size_negative * gradient / (sum.sqrt() + self.eps);
-        (master, m, sum)
+        (sum, sum.sqrt() + self.eps)
+    }
+
+    #[inline(always)]
+    fn first(&self, gradient: f32, master: f32, m: f32, divisor: f32) -> (f32, f32) {
+        let gradient = add_decay(gradient * self.grad_scale, self.decay, master);
+        (master + self.step_size_negative * gradient / divisor, m)
     }
 }

@@ -99,23 +99,32 @@ impl<const DECOUPLED: bool> Scalars<DECOUPLED> {
     }
 }
 
+impl<const DECOUPLED: bool> Scalars<DECOUPLED> {
+    /// The gradient as the moments see it.
+    #[inline(always)]
+    fn gradient(&self, gradient: f32, master: f32) -> f32 {
+        let gradient = gradient * self.grad_scale;
+        if DECOUPLED { gradient } else { add_decay(gradient, self.decay, master) }
+    }
+}
+
 impl<const DECOUPLED: bool> Rule for Scalars<DECOUPLED> {
     type First<S: Moment> = S;
     type Second<S: Moment> = S;
 
     #[inline(always)]
-    fn apply(&self, gradient: f32, master: f32, m: f32, v: f32) -> (f32, f32, f32) {
-        let gradient = gradient * self.grad_scale;
-        let (gradient, master) = if DECOUPLED {
-            (gradient, master * self.decay)
-        } else {
-            (add_decay(gradient, self.decay, master), master)
-        };
+    fn second(&self, gradient: f32, master: f32, v: f32) -> (f32, f32) {
+        let gradient = self.gradient(gradient, master);
+        let v = v * self.beta2 + self.beta2_rest * gradient * gradient;
+        (v, v.sqrt() * self.bias2_sqrt_inverse + self.eps)
+    }
+
+    #[inline(always)]
+    fn first(&self, gradient: f32, master: f32, m: f32, divisor: f32) -> (f32, f32) {
+        let gradient = self.gradient(gradient, master);
+        let master = if DECOUPLED { master * self.decay } else { master };
         let start = if self.lerp_from_gradient { gradient } else { m };
         let m = start + self.lerp * (gradient - m);
-        let v = v * self.beta2 + self.beta2_rest * gradient * gradient;
-        let denominator = v.sqrt() * self.bias2_sqrt_inverse + self.eps;
-        let master = master + self.step_size_negative * m / denominator;
-        (master, m, v)
+        (master + self.step_size_negative * m / divisor, m)
     }
 }

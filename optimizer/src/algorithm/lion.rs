@@ -85,14 +85,19 @@ impl Rule for Scalars {
     type Second<S: Moment> = Absent;
 
     #[inline(always)]
-    fn apply(&self, gradient: f32, master: f32, m: f32, v: f32) -> (f32, f32, f32) {
+    fn second(&self, _: f32, _: f32, v: f32) -> (f32, f32) {
+        (v, 1.0)
+    }
+
+    #[inline(always)]
+    fn first(&self, gradient: f32, master: f32, m: f32, _: f32) -> (f32, f32) {
         let gradient = gradient * self.grad_scale;
         let direction = m * self.beta1 + gradient * self.beta1_rest;
         // Zero and NaN stand for their own step.
         let step = if direction.abs() > 0.0 { self.lr.copysign(direction) } else { direction };
         let master = master * self.decay - step;
         let m = m * self.beta2 + gradient * self.beta2_rest;
-        (master, m, v)
+        (master, m)
     }
 }
 
@@ -102,8 +107,7 @@ mod tests {
 
     fn apply(gradient: f32, master: f32, m: f32) -> (f32, f32) {
         let args = StepArgs { step: 1, lr: 0.25, grad_scale: 1.0, weight_decay: 0.0 };
-        let (master, m, _) = Lion::default().rule(&args).unwrap().apply(gradient, master, m, 0.0);
-        (master, m)
+        Lion::default().rule(&args).unwrap().first(gradient, master, m, 1.0)
     }
 
     #[test]

@@ -75,13 +75,18 @@ impl Rule for Scalars {
     type Second<S: Moment> = Absent;
 
     #[inline(always)]
-    fn apply(&self, gradient: f32, master: f32, buffer: f32, v: f32) -> (f32, f32, f32) {
+    fn second(&self, _: f32, _: f32, v: f32) -> (f32, f32) {
+        (v, 1.0)
+    }
+
+    #[inline(always)]
+    fn first(&self, gradient: f32, master: f32, buffer: f32, _: f32) -> (f32, f32) {
         let gradient = add_decay(gradient * self.grad_scale, self.decay, master);
         // A zero momentum must not turn an infinite buffer into NaN.
         let kept = if self.momentum == 0.0 { 0.0 } else { buffer * self.momentum };
         let buffer = kept + gradient;
         let step = if self.nesterov { gradient + self.momentum * buffer } else { buffer };
         let master = master + self.lr_negative * step;
-        (master, buffer, v)
+        (master, buffer)
     }
 }

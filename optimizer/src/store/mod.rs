@@ -47,8 +47,12 @@ pub(crate) trait Rule: Copy + Send + Sync {
     /// How the second moment is stored when the format stores it as `S`: `S`, or [`Absent`].
     type Second<S: Moment>: Moment;
 
-    /// The new `(master, m, v)`. An absent moment is given as zero, and what is returned for it is dropped.
-    fn apply(&self, gradient: f32, master: f32, m: f32, v: f32) -> (f32, f32, f32);
+    /// The new second moment, and what it divides the step by. An absent moment is given as zero, and what is returned
+    /// for it is dropped.
+    fn second(&self, gradient: f32, master: f32, v: f32) -> (f32, f32);
+
+    /// The new master and first moment, which may be absent likewise.
+    fn first(&self, gradient: f32, master: f32, m: f32, divisor: f32) -> (f32, f32);
 }
 
 /// Which parameters of a tile are the four of a lane.

@@ -30,13 +30,14 @@ impl<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment> pulp::Nullary
         let (tiles, tail) = gradient.as_chunks::<TILE>();
         let (m_bytes, v_bytes) =
             (size_of::<M::Stored>() + M::SCALE_BYTES, size_of::<V::Stored>() + V::SCALE_BYTES);
+        let mut waiting = Waiting::default();
         for (at, gradient) in tiles.iter().enumerate() {
             let (m, m_scale) = split_scale::<M>(&mut slices.m[at * m_bytes..][..m_bytes]);
             let (v, v_scale) = split_scale::<V>(&mut slices.v[at * v_bytes..][..v_bytes]);
             let (weights, rests) = (tile_of(slices.weights, at), tile_of(slices.rests, at));
             let mut tile =
                 Tile::<P, M, V> { weights, rests, m: tile_of(m, 0), v: tile_of(v, 0), m_scale, v_scale };
-            tile.update::<R, G, O>(&rule, seed, gradient);
+            tile.update::<R, G, O>(&rule, seed, gradient, &mut waiting);
         }
         if !tail.is_empty() {
             let at = tiles.len();
@@ -55,7 +56,7 @@ impl<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment> pulp::Nullary
                 m_scale,
                 v_scale,
             };
-            tile.update::<R, G, O>(&rule, seed, &gradient);
+            tile.update::<R, G, O>(&rule, seed, &gradient, &mut waiting);
             write_short(slices.weights, at, &weights);
             write_short(slices.rests, at, &rests);
             write_short(m, 0, &m_codes);
@@ -76,33 +77,46 @@ struct Tile<'a, P: Master, M: Moment, V: Moment> {
 
 impl<P: Master, M: Moment, V: Moment> Tile<'_, P, M, V> {
     #[inline(always)]
-    fn update<R: Rule, G: Widen, O: Order>(&mut self, rule: &R, seed: u32, gradient: &[G; TILE]) {
+    fn update<R: Rule, G: Widen, O: Order>(
+        &mut self,
+        rule: &R,
+        seed: u32,
+        gradient: &[G; TILE],
+        waiting: &mut Waiting,
+    ) {
         let Self { weights, rests, m, v, m_scale, v_scale } = self;
-        let scales = (M::scale(m_scale), V::scale(v_scale));
-        let mut waiting = Waiting::default();
-        let (m_largest, v_largest) =
-            first_half::<R, G, O, P, M, V>(rule, seed, gradient, weights, rests, m, v, scales, &mut waiting);
         if const { M::SCALE_BYTES + V::SCALE_BYTES == 0 } {
+            in_place::<R, G, O, P, M, V>(rule, seed, gradient, weights, rests, m, v);
             return;
         }
-        let (m_largest, v_largest) = if m_largest > M::LARGEST || v_largest > V::LARGEST {
-            waiting.tame::<M, V>()
+        let v_largest = waiting.second::<R, G, O, P, V>(rule, gradient, weights, rests, v, V::scale(v_scale));
+        let m_largest = waiting.first::<R, G, O, P, M>(rule, gradient, weights, rests, m, M::scale(m_scale));
+        waiting.randomize::<G, P>(seed, gradient, weights, rests);
+        let (m_scale, v_scale) = if m_largest > M::LARGEST || v_largest > V::LARGEST {
+            (M::rescale(m_scale, tame::<M>(&mut waiting.m)), V::rescale(v_scale, tame::<V>(&mut waiting.v)))
         } else {
-            (m_largest, v_largest)
+            (M::rescale(m_scale, m_largest), V::rescale(v_scale, v_largest))
         };
-        let scales = (M::rescale(m_scale, m_largest), V::rescale(v_scale, v_largest));
-        second_half::<M, V>(&waiting, scales, m, v);
+        // A loop for each array: two that are written in one would have to be proved apart for every tile.
+        let Waiting { master, m: m_new, v: v_new, noise: [noise0, noise1], .. } = &*waiting;
+        for lane in 0..LANES {
+            P::store::<0>(weights, rests, lane, pair::<0>(master, lane), noise0[lane]);
+            P::store::<1>(weights, rests, lane, pair::<1>(master, lane), noise1[lane]);
+        }
+        for lane in 0..LANES {
+            M::store::<0>(m, m_scale, lane, pair::<0>(m_new, lane), noise0[lane]);
+            M::store::<1>(m, m_scale, lane, pair::<1>(m_new, lane), noise1[lane]);
+        }
+        for lane in 0..LANES {
+            V::store::<0>(v, v_scale, lane, pair::<0>(v_new, lane), noise0[lane]);
+            V::store::<1>(v, v_scale, lane, pair::<1>(v_new, lane), noise1[lane]);
+        }
     }
 }
 
-/// Updates masters, and moments that need no scale; leaves those that do in `waiting`, and returns the bits of the
-/// largest magnitudes.
+/// Updates a tile whose moments have no scale.
 #[inline(always)]
-#[expect(
-    clippy::too_many_arguments,
-    reason = "each is a slice of its own, which is what lets the loop be vectorized"
-)]
-fn first_half<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment>(
+fn in_place<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment>(
     rule: &R,
     seed: u32,
     gradient: &[G; TILE],
@@ -110,107 +124,141 @@ fn first_half<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment>(
     rests: &mut P::Rests,
     m: &mut M::Stored,
     v: &mut V::Stored,
-    scales: (M::Scale, V::Scale),
-    waiting: &mut Waiting,
-) -> (u32, u32) {
-    let (mut m_largest, mut v_largest) = (0, 0);
+) {
+    let scales = (M::rescale(&mut [], 0), V::rescale(&mut [], 0));
     for lane in 0..LANES {
+        /// The update of one of the four: its master and moments.
+        macro_rules! one {
+            ($q:literal) => {{
+                let gradient = G::load::<O, $q>(gradient, lane);
+                let master = P::load::<$q>(weights, rests, lane);
+                let (m, v) = (M::load::<$q>(m, scales.0, lane), V::load::<$q>(v, scales.1, lane));
+                let (v, divisor) = rule.second(gradient, master, v);
+                let (master, m) = rule.first(gradient, master, m, divisor);
+                (canonical(master), m, v)
+            }};
+        }
         /// The update of a pair.
         macro_rules! pair {
             ($pair:literal, $even:literal, $odd:literal) => {
-                let gradients = Pair(G::load::<O, $even>(gradient, lane), G::load::<O, $odd>(gradient, lane));
-                let masters =
-                    Pair(P::load::<$even>(weights, rests, lane), P::load::<$odd>(weights, rests, lane));
-                let ms = Pair(M::load::<$even>(m, scales.0, lane), M::load::<$odd>(m, scales.0, lane));
-                let vs = Pair(V::load::<$even>(v, scales.1, lane), V::load::<$odd>(v, scales.1, lane));
-                let noise = Noise::new(
-                    seed,
-                    G::random_bits::<$pair>(gradient, lane, gradients),
-                    P::random_bits::<$pair>(weights, rests, lane),
-                );
-                let even = rule.apply(gradients.0, masters.0, ms.0, vs.0);
-                let odd = rule.apply(gradients.1, masters.1, ms.1, vs.1);
-                P::store::<$pair>(weights, rests, lane, Pair(even.0, odd.0).map(canonical), noise);
-                let (ms, vs) = (Pair(even.1, odd.1), Pair(even.2, odd.2));
-                if const { M::SCALE_BYTES + V::SCALE_BYTES == 0 } {
-                    M::store::<$pair>(m, M::rescale(&mut [], 0), lane, ms, noise);
-                    V::store::<$pair>(v, V::rescale(&mut [], 0), lane, vs, noise);
-                } else {
-                    waiting.pairs[$pair].put(lane, ms, vs, noise);
-                    m_largest = m_largest.max(magnitude(ms.0)).max(magnitude(ms.1));
-                    v_largest = v_largest.max(magnitude(vs.0)).max(magnitude(vs.1));
-                }
+                let gradients = G::random_bits::<$pair>(gradient, lane);
+                let noise = Noise::new(seed, gradients, P::random_bits::<$pair>(weights, rests, lane));
+                let (even, odd) = (one!($even), one!($odd));
+                P::store::<$pair>(weights, rests, lane, Pair(even.0, odd.0), noise);
+                M::store::<$pair>(m, scales.0, lane, Pair(even.1, odd.1), noise);
+                V::store::<$pair>(v, scales.1, lane, Pair(even.2, odd.2), noise);
             };
         }
         pair!(0, 0, 1);
         pair!(1, 2, 3);
     }
-    (m_largest, v_largest)
 }
 
-/// Stores the moments that waited for their scale.
-#[inline(always)]
-fn second_half<M: Moment, V: Moment>(
-    waiting: &Waiting,
-    scales: (M::Scale, V::Scale),
-    m: &mut M::Stored,
-    v: &mut V::Stored,
-) {
-    for lane in 0..LANES {
-        let (m_new, v_new, noise) = waiting.pairs[0].at(lane);
-        M::store::<0>(m, scales.0, lane, m_new, noise);
-        V::store::<0>(v, scales.1, lane, v_new, noise);
-        let (m_new, v_new, noise) = waiting.pairs[1].at(lane);
-        M::store::<1>(m, scales.0, lane, m_new, noise);
-        V::store::<1>(v, scales.1, lane, v_new, noise);
-    }
-}
-
-/// Moments until the scale of their tile is known.
+/// A tile until the scales of its moments are known.
 #[derive(Default)]
 struct Waiting {
-    pairs: [WaitingPair; 2],
+    master: [[f32; LANES]; 4],
+    m: [[f32; LANES]; 4],
+    v: [[f32; LANES]; 4],
+    divisor: [[f32; LANES]; 4],
+    noise: [[Noise; LANES]; 2],
 }
 
-#[derive(Default)]
-struct WaitingPair {
-    m: [[f32; LANES]; 2],
-    v: [[f32; LANES]; 2],
-    noise: [Noise; LANES],
-}
-
-impl WaitingPair {
-    #[inline(always)]
-    fn put(&mut self, lane: usize, m: Pair<f32>, v: Pair<f32>, noise: Noise) {
-        (self.m[0][lane], self.m[1][lane]) = (m.0, m.1);
-        (self.v[0][lane], self.v[1][lane]) = (v.0, v.1);
-        self.noise[lane] = noise;
-    }
-
-    #[inline(always)]
-    fn at(&self, lane: usize) -> (Pair<f32>, Pair<f32>, Noise) {
-        let (m, v, noise) = (&self.m, &self.v, &self.noise);
-        (Pair(m[0][lane], m[1][lane]), Pair(v[0][lane], v[1][lane]), noise[lane])
-    }
-}
-
+/// In loops that are short enough for a processor to work on several turns at once: square roots and divisions take long.
 impl Waiting {
-    /// Replaces what cannot be stored. The new largest magnitudes.
-    #[cold]
-    fn tame<M: Moment, V: Moment>(&mut self) -> (u32, u32) {
-        let mut largest = (0, 0);
-        for pair in &mut self.pairs {
-            for m in pair.m.as_flattened_mut() {
-                *m = M::tamed(*m);
-                largest.0 = largest.0.max(magnitude(*m));
+    /// Computes the second moments. Returns the bits of the largest magnitude.
+    #[inline(always)]
+    fn second<R: Rule, G: Widen, O: Order, P: Master, V: Moment>(
+        &mut self,
+        rule: &R,
+        gradient: &[G; TILE],
+        weights: &P::Weights,
+        rests: &P::Rests,
+        v: &V::Stored,
+        scale: V::Scale,
+    ) -> u32 {
+        let mut largest = 0;
+        for lane in 0..LANES {
+            /// The update of one of the four.
+            macro_rules! one {
+                ($q:literal) => {
+                    let gradient = G::load::<O, $q>(gradient, lane);
+                    let master = P::load::<$q>(weights, rests, lane);
+                    let (v, divisor) = rule.second(gradient, master, V::load::<$q>(v, scale, lane));
+                    (self.v[$q][lane], self.divisor[$q][lane]) = (v, divisor);
+                    largest = magnitude(v).max(largest);
+                };
             }
-            for v in pair.v.as_flattened_mut() {
-                *v = V::tamed(*v);
-                largest.1 = largest.1.max(magnitude(*v));
-            }
+            one!(0);
+            one!(1);
+            one!(2);
+            one!(3);
         }
         largest
     }
+
+    /// Computes the first moments and the masters. Returns the bits of the largest magnitude of the moments.
+    #[inline(always)]
+    fn first<R: Rule, G: Widen, O: Order, P: Master, M: Moment>(
+        &mut self,
+        rule: &R,
+        gradient: &[G; TILE],
+        weights: &P::Weights,
+        rests: &P::Rests,
+        m: &M::Stored,
+        scale: M::Scale,
+    ) -> u32 {
+        let mut largest = 0;
+        for lane in 0..LANES {
+            /// The update of one of the four.
+            macro_rules! one {
+                ($q:literal) => {
+                    let gradient = G::load::<O, $q>(gradient, lane);
+                    let master = P::load::<$q>(weights, rests, lane);
+                    let m = M::load::<$q>(m, scale, lane);
+                    let (master, m) = rule.first(gradient, master, m, self.divisor[$q][lane]);
+                    (self.master[$q][lane], self.m[$q][lane]) = (canonical(master), m);
+                    largest = magnitude(m).max(largest);
+                };
+            }
+            one!(0);
+            one!(1);
+            one!(2);
+            one!(3);
+        }
+        largest
+    }
+
+    /// Computes the random bits.
+    #[inline(always)]
+    fn randomize<G: Widen, P: Master>(
+        &mut self,
+        seed: u32,
+        gradient: &[G; TILE],
+        weights: &P::Weights,
+        rests: &P::Rests,
+    ) {
+        for lane in 0..LANES {
+            let gradients = [G::random_bits::<0>(gradient, lane), G::random_bits::<1>(gradient, lane)];
+            let masters =
+                [P::random_bits::<0>(weights, rests, lane), P::random_bits::<1>(weights, rests, lane)];
+            self.noise[0][lane] = Noise::new(seed, gradients[0], masters[0]);
+            self.noise[1][lane] = Noise::new(seed, gradients[1], masters[1]);
+        }
+    }
+}
+
+#[inline(always)]
+fn pair<const PAIR: usize>(values: &[[f32; LANES]; 4], lane: usize) -> Pair<f32> {
+    Pair(values[2 * PAIR][lane], values[2 * PAIR + 1][lane])
+}
+
+/// Replaces what cannot be stored. The new largest magnitude.
+#[cold]
+fn tame<M: Moment>(values: &mut [[f32; LANES]; 4]) -> u32 {
+    let values = values.as_flattened_mut();
+    values.iter_mut().for_each(|value| *value = M::tamed(*value));
+    values.iter().map(|value| magnitude(*value)).fold(0, u32::max)
 }
 
 /// The bits of |x|.

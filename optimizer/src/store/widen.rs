@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::{Order, Pair, TILE, Words};
+use super::{LANES, Order, TILE, Words};
 use crate::split::round_bf16;
 
 /// A gradient element that widens to f32 without rounding.
@@ -18,10 +18,11 @@ pub(crate) trait Widen: Copy + Default + bytemuck::Pod + Send + Sync {
         tile[O::place::<Q>(lane)].widen()
     }
 
-    /// The upper 16 bits of the two gradients of a pair, widened.
+    /// The upper 16 bits of the two gradients of a pair in [`Words`], widened.
     #[inline(always)]
-    fn random_bits<const PAIR: usize>(_: &[Self; TILE], _lane: usize, widened: Pair<f32>) -> u32 {
-        widened.0.to_bits() >> 16 | widened.1.to_bits() & 0xffff_0000
+    fn random_bits<const PAIR: usize>(tile: &[Self; TILE], lane: usize) -> u32 {
+        let even = 2 * (PAIR * LANES + lane);
+        tile[even].widen().to_bits() >> 16 | tile[even + 1].widen().to_bits() & 0xffff_0000
     }
 }
 
@@ -43,9 +44,9 @@ impl Widen for bf16 {
         f32::from_bits(O::high::<Q>(bytemuck::cast_ref(tile), lane))
     }
 
-    // The same bits as above, without taking them apart. Only formats in words use them.
+    // The same bits as above, without taking them apart.
     #[inline(always)]
-    fn random_bits<const PAIR: usize>(tile: &[Self; TILE], lane: usize, _: Pair<f32>) -> u32 {
+    fn random_bits<const PAIR: usize>(tile: &[Self; TILE], lane: usize) -> u32 {
         Words::word::<PAIR>(bytemuck::cast_ref(tile), lane)
     }
 }
