@@ -106,7 +106,9 @@ fn main() {
             (m, x, Tensor::new(&arena, DType::BF16, &[m, N]).expect("the arena is large enough"))
         })
         .collect();
-    for (name, format) in [("bf16", None), ("int8", Some(QuantFormat::Int8)), ("int4", Some(QuantFormat::Int4))] {
+    for (name, format) in
+        [("bf16", None), ("int8", Some(QuantFormat::Int8)), ("int4", Some(QuantFormat::Int4))]
+    {
         let bytes = format.map_or(2 * N * L, |format| format.bytes(&[N, L]));
         let mut memory = arena.alloc(bytes).expect("the arena is large enough");
         // Any bits are codes; as scales and bf16 these are small numbers.

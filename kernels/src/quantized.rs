@@ -342,7 +342,8 @@ mod tests {
         for format in FORMATS {
             let (lowest, highest) = if format == QuantFormat::Int8 { (-127, 127) } else { (-8, 7) };
             for scale in [0.5, -0.5, 1.5] {
-                let q = (0..GROUP as i32).map(|e| if e == 0 { lowest } else { lowest + e * 7 % (highest - lowest) });
+                let q = (0..GROUP as i32)
+                    .map(|e| if e == 0 { lowest } else { lowest + e * 7 % (highest - lowest) });
                 let row: Vec<f32> = q.map(|q| scale * q as f32).collect();
                 assert_eq!(there_and_back(format, &row), row, "{format}");
             }

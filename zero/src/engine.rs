@@ -164,7 +164,7 @@ impl Engine {
         };
         let mut weight_regions = VecDeque::new();
         if windows.device_weight_slots > 0 {
-            let bytes = (network.group_elements_max() * config.dtype.size()).next_multiple_of(256);
+            let bytes = (network.group_elements_max() * network.element_bytes).next_multiple_of(256);
             let arena = backend.device.arena(bytes * windows.device_weight_slots)?;
             for _ in 0..windows.device_weight_slots {
                 weight_regions.push_back(arena.alloc(bytes)?);
@@ -285,8 +285,8 @@ impl Parts {
         stored: Option<&Striping>,
     ) -> Result<Self> {
         needs_disk(&config)?;
-        let network = Network::new(blocks)?;
-        let (kinds, optimizer) = StateKinds::new(&config)?;
+        let network = Network::new(blocks, config.dtype)?;
+        let (kinds, optimizer) = StateKinds::new(&config, &network)?;
         let planner = Planner { config: &config, backend, network: &network, kinds: &kinds, sample, stored };
         let plan = planner.plan()?;
         Ok(Self { config, network, kinds, optimizer, plan })

@@ -153,7 +153,10 @@ impl Lanes for Generic {
 pub use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
-#[allow(clippy::undocumented_unsafe_blocks, reason = "every block is the method's promise: the instructions exist, memory is there")]
+#[allow(
+    clippy::undocumented_unsafe_blocks,
+    reason = "every block is the method's promise: the instructions exist, memory is there"
+)]
 mod x86 {
     use super::{LANES, Lanes};
     use std::arch::x86_64::*;
@@ -191,9 +194,8 @@ mod x86 {
         #[inline(always)]
         unsafe fn load_i8(at: *const u8) -> Self {
             unsafe {
-                let eight = |at: *const u8| {
-                    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(at.cast())))
-                };
+                let eight =
+                    |at: *const u8| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(at.cast())));
                 Self(eight(at), eight(at.add(LANES / 2)))
             }
         }

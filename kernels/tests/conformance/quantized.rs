@@ -72,9 +72,7 @@ fn the_reference_is_the_dense_one() {
         let b = Quantized::random(format, 7, 150, 2);
         let set = reference::kernel_set();
         let (mut dense, mut quantized) = (Host::zeros(DType::F32, &[3, 7]), Host::zeros(DType::F32, &[3, 7]));
-        set.matmul
-            .matmul(a.view(), b.dequantized().view(), dense.view_mut(), MatmulSpec::NT)
-            .unwrap();
+        set.matmul.matmul(a.view(), b.dequantized().view(), dense.view_mut(), MatmulSpec::NT).unwrap();
         set.quantized_matmul.matmul_nt(a.view(), b.view(), quantized.view_mut()).unwrap();
         assert_eq!(dense.bytes(), quantized.bytes(), "{format}");
     }
@@ -119,7 +117,8 @@ fn empty_sizes() {
 fn the_bits_of_the_dense_product() {
     for isa in Isa::available() {
         let set = cpu::with_config(CpuConfig { threads: 2, isa: Some(isa) });
-        for (m, n, l) in [(1, 70, 496), (2, 33, 128), (3, 9, 64), (8, 40, 144), (9, 40, 144), (100, 90, 530)] {
+        for (m, n, l) in [(1, 70, 496), (2, 33, 128), (3, 9, 64), (8, 40, 144), (9, 40, 144), (100, 90, 530)]
+        {
             let a = Host::random(DType::BF16, &[m, l], 1.0, 1);
             for format in FORMATS {
                 let b = Quantized::random(format, n, l, 2);

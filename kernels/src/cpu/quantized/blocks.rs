@@ -1,11 +1,11 @@
 //! Blocks of codes to weights, and weights times activations, over [`Lanes`].
 
+use crate::QuantFormat;
 use crate::cpu::Isa;
 use crate::cpu::isa::Level;
 use crate::cpu::lanes::{self, Lanes};
 use crate::cpu::vector::{LANES, sum_lanes};
 use crate::quantized::{BLOCK, GROUP, GROUPS, SCALE_BYTES};
-use crate::QuantFormat;
 
 const _: () = assert!(GROUP == 2 * LANES && GROUPS == 4, "a group is two runs of lanes");
 
