@@ -40,8 +40,8 @@ fn tokens_do_not_depend_on_the_placement() {
             ("disk, one slot", run().args(&["--offload", "disk", "--window", "1"]).path("--disk", &disk)),
             ("host, discrete", run().args(&["--offload", "host", "--discrete"])),
             ("disk, discrete", run().args(&["--offload", "disk", "--discrete"]).path("--disk", &disk)),
-            ("one thread", run().args(&["--threads", "1"])),
-            ("three threads", run().args(&["--threads", "3"])),
+            ("one thread", continued_on(&bench, weights, "1")),
+            ("three threads", continued_on(&bench, weights, "3")),
         ] {
             assert_eq!(ids(&other), expected, "{weights}: {name}");
         }

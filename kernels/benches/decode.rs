@@ -1,17 +1,17 @@
 //! Decoding: how near products of one or a few rows come to the rate at which the same threads only read the weights.
 //!
 //! Every round takes each measurement once, in turn, so that whatever else the machine does meets all of them; the medians
-//! over the rounds are compared. `THREADS` (default 2) and `ROUNDS` (default 15) are read from the environment.
-//! Matrices are larger than a last-level cache.
+//! over the rounds are compared. `THREADS` (default 2), `ROUNDS` (default 15) and the inner size `L` (default 4096) are read from
+//! the environment; with `BEST` set, the shortest times are compared instead of the medians. Matrices are larger than a
+//! last-level cache.
 
 use std::time::Instant;
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, cpu};
 
-/// Columns and inner size: 72 MiB of int4, 136 of int8, 256 of bf16.
-const N: usize = 16_384;
-const L: usize = 8192;
+/// Weights of a matrix: 72 MiB of int4, 136 of int8, 256 of bf16.
+const WEIGHTS: usize = 1 << 27;
 
 fn setting(name: &str, default: usize) -> usize {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
@@ -46,6 +46,7 @@ struct Case<'a> {
     weights: &'a [u8],
     set: &'a KernelSet,
     threads: usize,
+    dims: [usize; 2],
 }
 
 impl Case<'_> {
@@ -53,11 +54,11 @@ impl Case<'_> {
         let bytes = terrace_device::Bytes::from_host(self.weights);
         let result = match self.format {
             Some(format) => {
-                let b = QuantizedView::new(bytes, format, &[N, L]);
+                let b = QuantizedView::new(bytes, format, &self.dims);
                 self.set.quantized_matmul.matmul_nt(x.view(), b, out.view_mut())
             }
             None => {
-                let b = terrace_kernels::View::new(bytes, DType::BF16, &[N, L]);
+                let b = terrace_kernels::View::new(bytes, DType::BF16, &self.dims);
                 self.set.matmul.matmul(x.view(), b, out.view_mut(), MatmulSpec::NT)
             }
         };
@@ -94,26 +95,27 @@ impl Case<'_> {
 }
 
 fn main() {
-    let (threads, rounds) = (setting("THREADS", 2), setting("ROUNDS", 15));
+    let (threads, rounds, l) = (setting("THREADS", 2), setting("ROUNDS", 15), setting("L", 4096));
+    let n = WEIGHTS / l;
     let arena = HostDevice::unified().arena(1 << 30).expect("a gigabyte of address space");
     let set = cpu::kernel_set(threads);
     let mut inputs: Vec<_> = [1, 2, 4, 8, 16]
         .into_iter()
         .map(|m| {
-            let mut x = Tensor::new(&arena, DType::BF16, &[m, L]).expect("the arena is large enough");
+            let mut x = Tensor::new(&arena, DType::BF16, &[m, l]).expect("the arena is large enough");
             let values: &mut [half::bf16] = bytemuck::cast_slice_mut(x.view_mut().into_bytes().into_host());
             values.fill(half::bf16::ONE);
-            (m, x, Tensor::new(&arena, DType::BF16, &[m, N]).expect("the arena is large enough"))
+            (m, x, Tensor::new(&arena, DType::BF16, &[m, n]).expect("the arena is large enough"))
         })
         .collect();
     for (name, format) in
         [("bf16", None), ("int8", Some(QuantFormat::Int8)), ("int4", Some(QuantFormat::Int4))]
     {
-        let bytes = format.map_or(2 * N * L, |format| format.bytes(&[N, L]));
+        let bytes = format.map_or(2 * n * l, |format| format.bytes(&[n, l]));
         let mut memory = arena.alloc(bytes).expect("the arena is large enough");
         // Any bits are codes; as scales and bf16 these are small numbers.
         memory.bytes_mut().into_host().fill(0x3A);
         let weights = memory.bytes().host();
-        Case { name, format, weights, set: &set, threads }.report(rounds, &mut inputs);
+        Case { name, format, weights, set: &set, threads, dims: [n, l] }.report(rounds, &mut inputs);
     }
 }

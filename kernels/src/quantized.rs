@@ -22,7 +22,7 @@
 //! ```
 //!
 //! A register of words thus gives sixteen consecutive weights per mask, and no code has to cross a lane. The mask leaves
-//! `16ᵍ·(q + 8)` in group g's lanes, which `s·16⁻ᵍ` and `−8·s` turn into the weight in one fused operation, exactly.
+//! `16ᵍ·(q + 8)`, exact as f32.
 //!
 //! | format | bytes per weight | error of one weight, m the largest magnitude of its group | r.m.s. error, normal weights |
 //! |---|---|---|---|
@@ -31,8 +31,8 @@
 //!
 //! Groups whose largest magnitude is below 2⁻¹⁰⁰ become zeros. The scale is bf16 because that widens with a shift on every
 //! machine and covers the range of f32; its eight bits cost less than a hundredth of the error. `s·q` has at most fifteen
-//! significant bits, so every weight is exact in f32, and a product with a quantized matrix is the product with the
-//! dequantized one.
+//! significant bits, so every weight is exact in f32, and a product with a quantized matrix is that with the dequantized one
+//! but for the rounding of sums.
 //!
 //! **Groups of 32.** With 64, int8 loses 10 % and int4 11 % accuracy to save 3 and 6 % of the bytes.
 //! **No minimum per group in int4.** Weights are nearly symmetric: at equal bytes (groups of 64 with scale and minimum) the

@@ -48,6 +48,10 @@ pub trait Lanes: Copy {
     /// The aligned pair of them that it belongs to is readable; see [`zero`](Self::zero).
     unsafe fn splat_bf16(at: *const u8, index: usize) -> Self;
 
+    /// Asks for what lies at an address, which need not be readable.
+    #[inline(always)]
+    fn prefetch(_at: *const u8) {}
+
     /// Product.
     ///
     /// # Safety
@@ -169,6 +173,11 @@ mod x86 {
         type Words = (__m256i, __m256i);
 
         #[inline(always)]
+        fn prefetch(at: *const u8) {
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+        }
+
+        #[inline(always)]
         unsafe fn zero() -> Self {
             unsafe { Self(_mm256_setzero_ps(), _mm256_setzero_ps()) }
         }
@@ -251,6 +260,11 @@ mod x86 {
 
     impl Lanes for Avx512 {
         type Words = __m512i;
+
+        #[inline(always)]
+        fn prefetch(at: *const u8) {
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+        }
 
         #[inline(always)]
         unsafe fn zero() -> Self {

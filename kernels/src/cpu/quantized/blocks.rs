@@ -4,15 +4,19 @@ use crate::QuantFormat;
 use crate::cpu::Isa;
 use crate::cpu::isa::Level;
 use crate::cpu::lanes::{self, Lanes};
-use crate::cpu::vector::{LANES, sum_lanes};
+use crate::cpu::vector::LANES;
 use crate::quantized::{BLOCK, GROUP, GROUPS, SCALE_BYTES};
 
 const _: () = assert!(GROUP == 2 * LANES && GROUPS == 4, "a group is two runs of lanes");
 
-/// How a block's weights are unpacked, run by run of sixteen.
+/// How a block's codes become floats, run by run of sixteen.
 pub trait Codes {
     /// Bytes of a block.
     const BYTES: usize;
+    /// What is to be added to a code `c` of group g, after a multiplication by `SHIFTS[g]`, for the weight divided by its scale.
+    const OFFSET: f32;
+    /// See [`OFFSET`](Self::OFFSET).
+    const SHIFTS: [f32; GROUPS];
     /// What is read of a block once.
     type Opened<V: Lanes>: Copy;
 
@@ -22,7 +26,7 @@ pub trait Codes {
     /// It is readable; the processor has the instruction set of `V`.
     unsafe fn open<V: Lanes>(block: *const u8) -> Self::Opened<V>;
 
-    /// Weights `32·group + 16·half ..` of it, exactly.
+    /// Codes `32·group + 16·half ..` of it.
     ///
     /// # Safety
     /// As for [`open`](Self::open), of the same block.
@@ -34,6 +38,8 @@ pub struct Int8;
 
 impl Codes for Int8 {
     const BYTES: usize = QuantFormat::Int8.block_bytes();
+    const OFFSET: f32 = 0.0;
+    const SHIFTS: [f32; GROUPS] = [1.0; GROUPS];
     type Opened<V: Lanes> = *const u8;
 
     #[inline(always)]
@@ -44,10 +50,7 @@ impl Codes for Int8 {
     #[inline(always)]
     unsafe fn run<V: Lanes>(block: *const u8, group: usize, half: usize) -> V {
         // SAFETY: within the block.
-        unsafe {
-            let codes = V::load_i8(block.add(SCALE_BYTES + GROUP * group + LANES * half));
-            codes.mul(V::splat_bf16(block, group))
-        }
+        unsafe { V::load_i8(block.add(SCALE_BYTES + GROUP * group + LANES * half)) }
     }
 }
 
@@ -56,57 +59,62 @@ pub struct Int4;
 
 impl Codes for Int4 {
     const BYTES: usize = QuantFormat::Int4.block_bytes();
-    type Opened<V: Lanes> = (*const u8, [V::Words; 2]);
+    const OFFSET: f32 = -8.0;
+    // The mask leaves the codes of group g multiplied by 16ᵍ.
+    const SHIFTS: [f32; GROUPS] = [1.0, 1.0 / 16.0, 1.0 / 256.0, 1.0 / 4096.0];
+    type Opened<V: Lanes> = [V::Words; 2];
 
     #[inline(always)]
     unsafe fn open<V: Lanes>(block: *const u8) -> Self::Opened<V> {
         // SAFETY: within the block.
         unsafe {
             let words = V::load_words(block.add(SCALE_BYTES));
-            (block, [words, V::upper(words)])
+            [words, V::upper(words)]
         }
     }
 
     #[inline(always)]
-    unsafe fn run<V: Lanes>((block, words): Self::Opened<V>, group: usize, half: usize) -> V {
-        /// `16⁻ᵍ`, since the mask leaves the codes of group g multiplied by `16ᵍ`.
-        const SHIFTS: [f32; GROUPS] = [1.0, 1.0 / 16.0, 1.0 / 256.0, 1.0 / 4096.0];
-        // SAFETY: within the block.
-        unsafe {
-            let scale = V::splat_bf16(block, group);
-            let (factor, offset) = (scale.mul(V::splat(SHIFTS[group])), scale.mul(V::splat(-8.0)));
-            V::masked(words[half], 0xF << (4 * group)).fma(factor, offset)
-        }
+    unsafe fn run<V: Lanes>(words: Self::Opened<V>, group: usize, half: usize) -> V {
+        // SAFETY: the processor has the instructions.
+        unsafe { V::masked(words[half], 0xF << (4 * group)) }
     }
 }
 
-/// Rows of blocks.
-#[derive(Clone, Copy)]
-pub struct Strided<'a> {
-    pub blocks: &'a [u8],
-    pub row_bytes: usize,
+/// Floats that a row of a takes once it is prepared for `width` columns, whole blocks.
+pub const fn prepared_len(width: usize) -> usize {
+    width + width / 2
 }
 
-/// `sums[r][m] = Σ_l a[m, l]·b[r, l]` for the first `R` rows of b and `M` of a, which are filled up with zeros to `width`.
-pub fn dots<C: Codes, const R: usize, const M: usize>(
-    isa: Isa,
-    a_ml: &[f32],
-    width: usize,
-    b: Strided<'_>,
-) -> [[f32; M]; R] {
-    let blocks = width / BLOCK;
-    assert!(width.is_multiple_of(BLOCK) && a_ml.len() >= M * width, "{M} rows of {width} floats");
-    assert!(b.row_bytes == blocks * C::BYTES && b.blocks.len() >= R * b.row_bytes, "{R} rows of blocks");
-    let (a, b, row_bytes) = (a_ml.as_ptr(), b.blocks.as_ptr(), b.row_bytes);
+/// Makes a row of a, of which the first `width` floats are there, ready for codes: elements are multiplied by the shift of their
+/// group, which is exact, and what the offset adds to a group's sum follows, lane by lane.
+pub fn prepare<C: Codes>(row: &mut [f32], width: usize) {
+    let (a, offsets) = row.split_at_mut(width);
+    let groups = a.as_chunks_mut::<GROUP>().0.iter_mut().zip(offsets.as_chunks_mut::<LANES>().0);
+    for (index, (group, offsets)) in groups.enumerate() {
+        let shift = C::SHIFTS[index % GROUPS];
+        for i in 0..LANES {
+            offsets[i] = C::OFFSET * (group[i] + group[i + LANES]);
+        }
+        group.iter_mut().for_each(|a| *a *= shift);
+    }
+}
+
+/// How far ahead, in bytes, codes are asked for: what memory delivers in its latency. At the end of a row that is the next one.
+const AHEAD: usize = 2048;
+
+/// `Σ_l a[m, l]·b[l]` of a row of blocks, lanes apart, with the first `M` prepared rows of `width` columns.
+pub fn dots<C: Codes, const M: usize>(isa: Isa, a: &[f32], width: usize, b: &[u8]) -> [[f32; LANES]; M] {
+    assert!(width.is_multiple_of(BLOCK) && a.len() >= M * prepared_len(width), "{M} rows of {width} floats");
+    assert_eq!(b.len(), width / BLOCK * C::BYTES, "the blocks of a row");
     match isa.level() {
-        // SAFETY: the operands are long enough (asserted); no instructions are needed.
-        Level::Generic => unsafe { dots_of::<lanes::Generic, C, R, M>(blocks, a, b, row_bytes) },
+        // SAFETY: rows of a and b are equally long (asserted); no instructions are needed.
+        Level::Generic => unsafe { dots_of::<lanes::Generic, C, M>(a.as_ptr(), width, b) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the operands are long enough (asserted); an `Isa` exists only when the processor has its instructions.
-        Level::Avx2 => unsafe { x86::dots_avx2::<C, R, M>(blocks, a, b, row_bytes) },
+        // SAFETY: rows of a and b are equally long (asserted); an `Isa` exists only when the processor has its instructions.
+        Level::Avx2 => unsafe { x86::dots_avx2::<C, M>(a.as_ptr(), width, b) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Level::Avx512 => unsafe { x86::dots_avx512::<C, R, M>(blocks, a, b, row_bytes) },
+        Level::Avx512 => unsafe { x86::dots_avx512::<C, M>(a.as_ptr(), width, b) },
     }
 }
 
@@ -137,67 +145,47 @@ fn unpack_whole<C: Codes>(isa: Isa, blocks: &[u8], out: &mut [[f32; BLOCK]]) {
 }
 
 /// # Safety
-/// `a` holds `M` rows and `b` `R` rows of `blocks` blocks; the processor has the instruction set of `V`.
+/// `a` holds `M` prepared rows of `width` columns, as many as `b` has; the processor has the instruction set of `V`.
 #[inline(always)]
-unsafe fn dots_of<V: Lanes, C: Codes, const R: usize, const M: usize>(
-    blocks: usize,
-    a: *const f32,
-    b: *const u8,
-    row_bytes: usize,
-) -> [[f32; M]; R] {
-    // SAFETY: the caller's promise.
-    let mut sums = [[unsafe { V::zero() }; M]; R];
-    for block in 0..blocks {
-        let (a, b) = (a.wrapping_add(block * BLOCK), b.wrapping_add(block * C::BYTES));
-        let row = |r: usize| b.wrapping_add(r * row_bytes);
-        // Not a loop: the compiler would leave it one and the sums in memory.
-        // SAFETY: block `block < blocks` of rows below `R` and `M`.
-        unsafe {
-            add_block::<V, C, M>(&mut sums[0], a, blocks * BLOCK, row(0));
-            if R > 1 {
-                add_block::<V, C, M>(&mut sums[1], a, blocks * BLOCK, row(1));
-            }
-            if R > 2 {
-                add_block::<V, C, M>(&mut sums[2], a, blocks * BLOCK, row(2));
-                add_block::<V, C, M>(&mut sums[3], a, blocks * BLOCK, row(3));
-            }
-        }
-    }
-    sums.map(|sums| {
-        sums.map(|sum| {
-            let mut lanes = [0.0; LANES];
-            // SAFETY: sixteen floats.
-            unsafe { sum.store(lanes.as_mut_ptr()) };
-            sum_lanes(lanes)
-        })
-    })
-}
-
-/// Adds the products with one block.
-///
-/// # Safety
-/// A block is readable from `b` and, `width` apart, as many floats of `M` rows from `a`; the processor has the instruction set.
-#[inline(always)]
-unsafe fn add_block<V: Lanes, C: Codes, const M: usize>(
-    sums: &mut [V; M],
+unsafe fn dots_of<V: Lanes, C: Codes, const M: usize>(
     a: *const f32,
     width: usize,
-    b: *const u8,
-) {
-    // SAFETY: the block is readable.
-    let opened = unsafe { C::open::<V>(b) };
-    for group in 0..GROUPS {
-        for half in 0..2 {
-            // SAFETY: a block has these runs, in codes and in floats.
+    b: &[u8],
+) -> [[f32; LANES]; M] {
+    // SAFETY: the processor has the instructions.
+    let mut sums = [unsafe { V::zero() }; M];
+    for (block, codes) in b.chunks_exact(C::BYTES).enumerate() {
+        let at = codes.as_ptr();
+        V::prefetch(at.wrapping_add(AHEAD));
+        // SAFETY: a whole block.
+        let opened = unsafe { C::open::<V>(at) };
+        for group in 0..GROUPS {
+            // SAFETY: the block has this group, and the rows of a the elements and offsets that belong to it.
             unsafe {
-                let weights = C::run::<V>(opened, group, half);
-                let a = a.add(group * GROUP + half * LANES);
-                for (m, sum) in sums.iter_mut().enumerate() {
-                    *sum = V::load(a.add(m * width)).fma(weights, *sum);
+                let (low, high) = (C::run::<V>(opened, group, 0), C::run::<V>(opened, group, 1));
+                let scale = V::splat_bf16(at, group);
+                for m in 0..M {
+                    let row = a.add(m * prepared_len(width));
+                    let elements = row.add(block * BLOCK + group * GROUP);
+                    let offset = if C::OFFSET == 0.0 {
+                        V::zero()
+                    } else {
+                        V::load(row.add(width + (block * GROUPS + group) * LANES))
+                    };
+                    let part = V::load(elements).fma(low, offset);
+                    let part = V::load(elements.add(LANES)).fma(high, part);
+                    sums[m] = part.fma(scale, sums[m]);
                 }
             }
         }
     }
+    // No closures here: they would not be compiled for the instruction set.
+    let mut lanes = [[0.0; LANES]; M];
+    for m in 0..M {
+        // SAFETY: sixteen floats.
+        unsafe { sums[m].store(lanes[m].as_mut_ptr()) };
+    }
+    lanes
 }
 
 /// # Safety
@@ -206,12 +194,19 @@ unsafe fn add_block<V: Lanes, C: Codes, const M: usize>(
 unsafe fn unpack_of<V: Lanes, C: Codes>(blocks: *const u8, out: &mut [[f32; BLOCK]]) {
     for (index, out) in out.iter_mut().enumerate() {
         // SAFETY: there are as many blocks as in `out`.
-        let opened = unsafe { C::open::<V>(blocks.add(index * C::BYTES)) };
+        let (at, opened) =
+            unsafe { (blocks.add(index * C::BYTES), C::open::<V>(blocks.add(index * C::BYTES))) };
         for group in 0..GROUPS {
             for half in 0..2 {
                 let out = &mut out[group * GROUP + half * LANES..][..LANES];
                 // SAFETY: a block has these runs; sixteen floats are writable.
-                unsafe { C::run::<V>(opened, group, half).store(out.as_mut_ptr()) };
+                unsafe {
+                    let scale = V::splat_bf16(at, group);
+                    let factor = scale.mul(V::splat(C::SHIFTS[group]));
+                    let weights =
+                        C::run::<V>(opened, group, half).fma(factor, scale.mul(V::splat(C::OFFSET)));
+                    weights.store(out.as_mut_ptr());
+                }
             }
         }
     }
@@ -219,7 +214,7 @@ unsafe fn unpack_of<V: Lanes, C: Codes>(blocks: *const u8, out: &mut [[f32; BLOC
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{BLOCK, Codes, dots_of, unpack_of};
+    use super::{BLOCK, Codes, LANES, dots_of, unpack_of};
     use crate::cpu::lanes::{Avx2, Avx512};
 
     macro_rules! compiled_for {
@@ -227,14 +222,13 @@ mod x86 {
             /// # Safety
             /// See [`dots_of`].
             #[target_feature(enable = $features)]
-            pub unsafe fn $dots<C: Codes, const R: usize, const M: usize>(
-                blocks: usize,
+            pub unsafe fn $dots<C: Codes, const M: usize>(
                 a: *const f32,
-                b: *const u8,
-                row_bytes: usize,
-            ) -> [[f32; M]; R] {
+                width: usize,
+                b: &[u8],
+            ) -> [[f32; LANES]; M] {
                 // SAFETY: the caller's promise.
-                unsafe { dots_of::<$lanes, C, R, M>(blocks, a, b, row_bytes) }
+                unsafe { dots_of::<$lanes, C, M>(a, width, b) }
             }
 
             /// # Safety

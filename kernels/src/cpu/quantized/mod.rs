@@ -1,23 +1,36 @@
 //! Products with quantized matrices.
 //!
-//! Weights are dequantized exactly, in registers or on their way into a packed panel, so that the result has the bits of
-//! the product with the dequantized f32 matrix (for an inner size that is a multiple of 16; a last incomplete run is
-//! added first there and last here). The order of additions is that of [`thin`](super::thin) for few rows and of
-//! [`gemm`](super::gemm) for many, and does not depend on the number of threads.
+//! Sums are f32; activations are not quantized. The order of additions depends on the inner size alone.
 //!
-//! **Few rows.** A decoding step is bound by reading the weights, which a core must unpack as fast as memory gives them; int4
-//! has four bits for each mask, conversion, scaling and multiply-add. Several rows of b at once keep enough sums independent.
+//! **Few rows.** A decoding step is bound by reading the weights, which a core must unpack as fast as memory gives them. Codes
+//! are multiplied as they are, and only the sums of a group by its scale: int4 needs a mask, a conversion and a
+//! multiply-add for every four bytes, nothing more. Its mask leaves codes `16ᵍ·(q + 8)`; the powers of two go to the
+//! activations, once for all rows of b, and so does `−8·Σa`, with which the sum of a group begins:
+//!
+//! `out[m, n] = Σ_groups s·(−8·Σ_g a + Σ_g (q + 8)·a)`, sixteen lanes added pairwise at the end.
+//!
+//! Rows of b are read one after the other, in the order of memory. Two rows at a time would halve what is loaded of a, which
+//! exceeds the first-level cache from about 5000 columns on, and the same columns of many rows would keep it there; but the
+//! first was scheduled badly by the compiler, and the second reads memory in pieces too short for prefetching. Both were slower
+//! or no faster.
+//!
+//! Beside the error of any f32 sum this has that of codes up to 15 instead of 8 in magnitude. Dequantizing in registers would
+//! have the bits of the dense product, at five operations instead of three; it was two thirds as fast.
+//!
+//! **Many rows.** Weights are dequantized, exactly, into panels on their way to [`gemm`](super::gemm): the result has the bits of
+//! the product with the dequantized f32 matrix.
 
 mod blocks;
 
 use super::floats::{Floats, FloatsMut};
 use super::gemm::Panels;
 use super::threads::{SHARED_BYTES, Threads};
+use super::vector::sum_lanes;
 use super::{Cpu, Isa, matmul};
 use crate::check::{self, ProductDims};
 use crate::quantized::BLOCK;
 use crate::{MatmulSpec, QuantFormat, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
-use blocks::{Codes, Int4, Int8, Strided, dots, unpack};
+use blocks::{Codes, Int4, Int8, dots, prepare, prepared_len, unpack};
 use std::ops::Range;
 
 /// Most rows of a that are multiplied without packing.
@@ -32,9 +45,12 @@ impl QuantizedMatmul for Cpu {
             return Ok(());
         }
         let (a, b, out) = (Floats::new(a), Rows::new(b), FloatsMut::new(out));
-        let a_bytes = dims.m * dims.l.next_multiple_of(BLOCK) * size_of::<f32>();
+        let a_bytes = dims.m * prepared_len(dims.l.next_multiple_of(BLOCK)) * size_of::<f32>();
         if dims.m <= ROWS && dims.l > 0 && a_bytes <= SHARED_BYTES {
-            few(&self.threads, a, b, out, dims);
+            match b.format {
+                QuantFormat::Int8 => few::<Int8>(&self.threads, a, b, out, dims),
+                QuantFormat::Int4 => few::<Int4>(&self.threads, a, b, out, dims),
+            }
         } else {
             self.product(a, matmul::Right::Quantized(b), out, dims, MatmulSpec::NT);
         }
@@ -101,22 +117,27 @@ impl<'a> Rows<'a> {
 }
 
 /// `out[M, N] = a[M, L]·b[N, L]ᵀ` for few rows.
-fn few(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMut<'_>, dims: ProductDims) {
+fn few<C: Codes>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMut<'_>, dims: ProductDims) {
     let isa = threads.isa();
     let mut shared = threads.shared();
     let width = dims.l.next_multiple_of(BLOCK);
-    let a_ml = &mut shared.floats()[..dims.m * width];
-    for (m, row) in a_ml.chunks_exact_mut(width).enumerate() {
-        let (row, padding) = row.split_at_mut(dims.l);
-        a.slice(m * dims.l, dims.l).widen(isa, row);
+    let a_ml = &mut shared.floats()[..dims.m * prepared_len(width)];
+    for (m, row) in a_ml.chunks_exact_mut(prepared_len(width)).enumerate() {
+        let (elements, padding) = row[..width].split_at_mut(dims.l);
+        a.slice(m * dims.l, dims.l).widen(isa, elements);
         padding.fill(0.0);
+        prepare::<C>(row, width);
     }
     let a_ml = &*a_ml;
     threads.run_ranges(dims.n, COLS, |cols, _| {
         let mut sums_mn = [[0.0; COLS]; ROWS];
-        match b.format {
-            QuantFormat::Int8 => columns::<Int8>(isa, a_ml, dims.m, b, cols.clone(), &mut sums_mn),
-            QuantFormat::Int4 => columns::<Int4>(isa, a_ml, dims.m, b, cols.clone(), &mut sums_mn),
+        for m in (0..dims.m).step_by(2) {
+            let (a_ml, sums) = (&a_ml[m * prepared_len(width)..], &mut sums_mn[m..]);
+            if m + 1 < dims.m {
+                columns::<C, 2>(isa, a_ml, width, b, cols.clone(), sums);
+            } else {
+                columns::<C, 1>(isa, a_ml, width, b, cols.clone(), sums);
+            }
         }
         for (m, sums) in sums_mn[..dims.m].iter().enumerate() {
             // SAFETY: these columns belong to this task.
@@ -125,50 +146,18 @@ fn few(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMut<'_>, dims: 
     });
 }
 
-/// `sums[m][j] = Σ_l a[m, l]·b[cols.start + j, l]`.
-fn columns<C: Codes>(
-    isa: Isa,
-    a_ml: &[f32],
-    m: usize,
-    b: Rows<'_>,
-    cols: Range<usize>,
-    sums: &mut [[f32; COLS]; ROWS],
-) {
-    let width = a_ml.len() / m;
-    let mut first = 0;
-    while first < m {
-        let a_ml = &a_ml[first * width..];
-        let sums = &mut sums[first..];
-        first += match m - first {
-            1 => block_of::<C, 4, 1>(isa, a_ml, width, b, cols.clone(), sums),
-            2..4 => block_of::<C, 2, 2>(isa, a_ml, width, b, cols.clone(), sums),
-            _ => block_of::<C, 1, 4>(isa, a_ml, width, b, cols.clone(), sums),
-        };
-    }
-}
-
-/// The first `M` rows of a with all columns, `R` at a time. Returns `M`.
-fn block_of<C: Codes, const R: usize, const M: usize>(
+/// `sums[m][j] = Σ_l a[m, l]·b[cols.start + j, l]` for the first `M` prepared rows.
+fn columns<C: Codes, const M: usize>(
     isa: Isa,
     a_ml: &[f32],
     width: usize,
     b: Rows<'_>,
     cols: Range<usize>,
     sums: &mut [[f32; COLS]],
-) -> usize {
-    let mut done = 0;
-    while done < cols.len() {
-        let rows = Strided { blocks: &b.bytes[(cols.start + done) * b.row_bytes..], row_bytes: b.row_bytes };
-        if cols.len() - done >= R {
-            for (r, found) in dots::<C, R, M>(isa, a_ml, width, rows).iter().enumerate() {
-                (0..M).for_each(|m| sums[m][done + r] = found[m]);
-            }
-            done += R;
-        } else {
-            let [found] = dots::<C, 1, M>(isa, a_ml, width, rows);
-            (0..M).for_each(|m| sums[m][done] = found[m]);
-            done += 1;
+) {
+    for (j, n) in cols.enumerate() {
+        for (sums, lanes) in sums.iter_mut().zip(dots::<C, M>(isa, a_ml, width, b.row(n))) {
+            sums[j] = sum_lanes(lanes);
         }
     }
-    M
 }
