@@ -10,7 +10,11 @@ use support::{Bench, Cmd, Shape, cmd};
 const WIDE: Shape = Shape { vocab: 96, hidden: 256, intermediate: 768, layers: 6, ..Shape::TINY };
 
 fn continued(bench: &Bench, weights: &str) -> Cmd {
-    bench.generate("model").args(&[
+    continued_on(bench, weights, "2")
+}
+
+fn continued_on(bench: &Bench, weights: &str, threads: &str) -> Cmd {
+    cmd(&["generate", "--json", "--threads", threads]).path("--model", &bench.path("model")).args(&[
         "--prompt-ids",
         "5,9,80",
         "--max-new-tokens",

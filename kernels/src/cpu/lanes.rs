@@ -157,10 +157,6 @@ impl Lanes for Generic {
 pub use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
-#[allow(
-    clippy::undocumented_unsafe_blocks,
-    reason = "every block is the method's promise: the instructions exist, memory is there"
-)]
 mod x86 {
     use super::{LANES, Lanes};
     use std::arch::x86_64::*;
@@ -174,26 +170,31 @@ mod x86 {
 
         #[inline(always)]
         fn prefetch(at: *const u8) {
+            // SAFETY: a prefetch reads nothing.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
         }
 
         #[inline(always)]
         unsafe fn zero() -> Self {
+            // SAFETY: the caller's promise.
             unsafe { Self(_mm256_setzero_ps(), _mm256_setzero_ps()) }
         }
 
         #[inline(always)]
         unsafe fn splat(value: f32) -> Self {
+            // SAFETY: the caller's promise.
             unsafe { Self(_mm256_set1_ps(value), _mm256_set1_ps(value)) }
         }
 
         #[inline(always)]
         unsafe fn load(at: *const f32) -> Self {
+            // SAFETY: the caller's promise.
             unsafe { Self(_mm256_loadu_ps(at), _mm256_loadu_ps(at.add(LANES / 2))) }
         }
 
         #[inline(always)]
         unsafe fn store(self, at: *mut f32) {
+            // SAFETY: the caller's promise.
             unsafe {
                 _mm256_storeu_ps(at, self.0);
                 _mm256_storeu_ps(at.add(LANES / 2), self.1);
@@ -202,6 +203,7 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn load_i8(at: *const u8) -> Self {
+            // SAFETY: the caller's promise.
             unsafe {
                 let eight =
                     |at: *const u8| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(at.cast())));
@@ -211,9 +213,10 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn splat_bf16(at: *const u8, index: usize) -> Self {
+            // SAFETY: the caller's promise.
             unsafe {
                 let pair = _mm256_set1_epi32(at.add(index / 2 * 4).cast::<i32>().read_unaligned());
-                let bits = if index % 2 == 0 {
+                let bits = if index.is_multiple_of(2) {
                     _mm256_slli_epi32::<16>(pair)
                 } else {
                     _mm256_and_si256(pair, _mm256_set1_epi32(0xFFFF_0000u32 as i32))
@@ -224,11 +227,13 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn mul(self, other: Self) -> Self {
+            // SAFETY: the caller's promise.
             unsafe { Self(_mm256_mul_ps(self.0, other.0), _mm256_mul_ps(self.1, other.1)) }
         }
 
         #[inline(always)]
         unsafe fn fma(self, factor: Self, term: Self) -> Self {
+            // SAFETY: the caller's promise.
             unsafe {
                 Self(_mm256_fmadd_ps(self.0, factor.0, term.0), _mm256_fmadd_ps(self.1, factor.1, term.1))
             }
@@ -236,16 +241,19 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn load_words(at: *const u8) -> Self::Words {
+            // SAFETY: the caller's promise.
             unsafe { (_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(2 * LANES).cast())) }
         }
 
         #[inline(always)]
         unsafe fn upper(words: Self::Words) -> Self::Words {
+            // SAFETY: the caller's promise.
             unsafe { (_mm256_srli_epi32::<16>(words.0), _mm256_srli_epi32::<16>(words.1)) }
         }
 
         #[inline(always)]
         unsafe fn masked(words: Self::Words, mask: i32) -> Self {
+            // SAFETY: the caller's promise.
             unsafe {
                 let mask = _mm256_set1_epi32(mask);
                 let eight = |words| _mm256_cvtepi32_ps(_mm256_and_si256(words, mask));
@@ -263,39 +271,46 @@ mod x86 {
 
         #[inline(always)]
         fn prefetch(at: *const u8) {
+            // SAFETY: a prefetch reads nothing.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
         }
 
         #[inline(always)]
         unsafe fn zero() -> Self {
+            // SAFETY: the caller's promise.
             unsafe { Self(_mm512_setzero_ps()) }
         }
 
         #[inline(always)]
         unsafe fn splat(value: f32) -> Self {
+            // SAFETY: the caller's promise.
             unsafe { Self(_mm512_set1_ps(value)) }
         }
 
         #[inline(always)]
         unsafe fn load(at: *const f32) -> Self {
+            // SAFETY: the caller's promise.
             unsafe { Self(_mm512_loadu_ps(at)) }
         }
 
         #[inline(always)]
         unsafe fn store(self, at: *mut f32) {
+            // SAFETY: the caller's promise.
             unsafe { _mm512_storeu_ps(at, self.0) };
         }
 
         #[inline(always)]
         unsafe fn load_i8(at: *const u8) -> Self {
+            // SAFETY: the caller's promise.
             unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at.cast())))) }
         }
 
         #[inline(always)]
         unsafe fn splat_bf16(at: *const u8, index: usize) -> Self {
+            // SAFETY: the caller's promise.
             unsafe {
                 let pair = _mm512_set1_epi32(at.add(index / 2 * 4).cast::<i32>().read_unaligned());
-                let bits = if index % 2 == 0 {
+                let bits = if index.is_multiple_of(2) {
                     _mm512_slli_epi32::<16>(pair)
                 } else {
                     _mm512_and_si512(pair, _mm512_set1_epi32(0xFFFF_0000u32 as i32))
@@ -306,26 +321,31 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn mul(self, other: Self) -> Self {
+            // SAFETY: the caller's promise.
             unsafe { Self(_mm512_mul_ps(self.0, other.0)) }
         }
 
         #[inline(always)]
         unsafe fn fma(self, factor: Self, term: Self) -> Self {
+            // SAFETY: the caller's promise.
             unsafe { Self(_mm512_fmadd_ps(self.0, factor.0, term.0)) }
         }
 
         #[inline(always)]
         unsafe fn load_words(at: *const u8) -> Self::Words {
+            // SAFETY: the caller's promise.
             unsafe { _mm512_loadu_si512(at.cast()) }
         }
 
         #[inline(always)]
         unsafe fn upper(words: Self::Words) -> Self::Words {
+            // SAFETY: the caller's promise.
             unsafe { _mm512_srli_epi32::<16>(words) }
         }
 
         #[inline(always)]
         unsafe fn masked(words: Self::Words, mask: i32) -> Self {
+            // SAFETY: the caller's promise.
             unsafe { Self(_mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(mask)))) }
         }
     }

@@ -100,10 +100,11 @@ impl Linear {
 
 /// `out = x · Wᵀ`.
 pub(crate) fn product(cx: &Context<'_>, x: View<'_>, weight: Weight<'_>, out: ViewMut<'_>) -> Result {
-    Ok(match weight {
+    match weight {
         Weight::Plain(weight) => cx.kernels.matmul.matmul(x, weight, out, MatmulSpec::NT)?,
         Weight::Quantized(weight) => cx.kernels.quantized_matmul.matmul_nt(x, weight, out)?,
-    })
+    }
+    Ok(())
 }
 
 /// Root-mean-square norm with a learned scale.

@@ -232,7 +232,10 @@ fn the_plan_counts_codes() {
         };
         let of = |plan: &terrace_tiers::MemoryPlan, tier, purpose: &str| -> u64 {
             let entries = plan.entries().iter();
-            entries.filter(|e| e.tier == tier && e.purpose.starts_with(purpose)).map(|e| e.bytes()).sum()
+            entries
+                .filter(|e| e.tier == tier && e.purpose.starts_with(purpose))
+                .map(terrace_tiers::PlanEntry::bytes)
+                .sum()
         };
         assert_eq!(of(&plan(Placement::Host), Tier::Host, "resident state"), groups.iter().sum::<u64>());
         let on_disk = plan(Placement::Disk);

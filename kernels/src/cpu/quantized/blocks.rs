@@ -164,7 +164,7 @@ unsafe fn dots_of<V: Lanes, C: Codes, const M: usize>(
             unsafe {
                 let (low, high) = (C::run::<V>(opened, group, 0), C::run::<V>(opened, group, 1));
                 let scale = V::splat_bf16(at, group);
-                for m in 0..M {
+                for (m, sum) in sums.iter_mut().enumerate() {
                     let row = a.add(m * prepared_len(width));
                     let elements = row.add(block * BLOCK + group * GROUP);
                     let offset = if C::OFFSET == 0.0 {
@@ -174,16 +174,16 @@ unsafe fn dots_of<V: Lanes, C: Codes, const M: usize>(
                     };
                     let part = V::load(elements).fma(low, offset);
                     let part = V::load(elements.add(LANES)).fma(high, part);
-                    sums[m] = part.fma(scale, sums[m]);
+                    *sum = part.fma(scale, *sum);
                 }
             }
         }
     }
     // No closures here: they would not be compiled for the instruction set.
     let mut lanes = [[0.0; LANES]; M];
-    for m in 0..M {
+    for (sum, lanes) in sums.into_iter().zip(&mut lanes) {
         // SAFETY: sixteen floats.
-        unsafe { sums[m].store(lanes[m].as_mut_ptr()) };
+        unsafe { sum.store(lanes.as_mut_ptr()) };
     }
     lanes
 }
