@@ -17,6 +17,8 @@ pub trait Codes {
     const OFFSET: f32;
     /// See [`OFFSET`](Self::OFFSET).
     const SHIFTS: [f32; GROUPS];
+    /// Whether two rows of a share what is unpacked: not if masks and halves of words already fill sixteen registers.
+    const PAIRS: bool;
     /// What is read of a block once.
     type Opened<V: Lanes>: Copy;
 
@@ -40,6 +42,7 @@ impl Codes for Int8 {
     const BYTES: usize = QuantFormat::Int8.block_bytes();
     const OFFSET: f32 = 0.0;
     const SHIFTS: [f32; GROUPS] = [1.0; GROUPS];
+    const PAIRS: bool = true;
     type Opened<V: Lanes> = *const u8;
 
     #[inline(always)]
@@ -62,6 +65,7 @@ impl Codes for Int4 {
     const OFFSET: f32 = -8.0;
     // The mask leaves the codes of group g multiplied by 16ᵍ.
     const SHIFTS: [f32; GROUPS] = [1.0, 1.0 / 16.0, 1.0 / 256.0, 1.0 / 4096.0];
+    const PAIRS: bool = false;
     type Opened<V: Lanes> = [V::Words; 2];
 
     #[inline(always)]

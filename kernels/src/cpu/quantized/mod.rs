@@ -131,13 +131,14 @@ fn few<C: Codes>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMut<'
     let a_ml = &*a_ml;
     threads.run_ranges(dims.n, COLS, |cols, _| {
         let mut sums_mn = [[0.0; COLS]; ROWS];
-        for m in (0..dims.m).step_by(2) {
+        let mut m = 0;
+        while m < dims.m {
             let (a_ml, sums) = (&a_ml[m * prepared_len(width)..], &mut sums_mn[m..]);
-            if m + 1 < dims.m {
-                columns::<C, 2>(isa, a_ml, width, b, cols.clone(), sums);
+            m += if C::PAIRS && m + 1 < dims.m {
+                columns::<C, 2>(isa, a_ml, width, b, cols.clone(), sums)
             } else {
-                columns::<C, 1>(isa, a_ml, width, b, cols.clone(), sums);
-            }
+                columns::<C, 1>(isa, a_ml, width, b, cols.clone(), sums)
+            };
         }
         for (m, sums) in sums_mn[..dims.m].iter().enumerate() {
             // SAFETY: these columns belong to this task.
@@ -146,7 +147,7 @@ fn few<C: Codes>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMut<'
     });
 }
 
-/// `sums[m][j] = Σ_l a[m, l]·b[cols.start + j, l]` for the first `M` prepared rows.
+/// `sums[m][j] = Σ_l a[m, l]·b[cols.start + j, l]` for the first `M` prepared rows. Returns `M`.
 fn columns<C: Codes, const M: usize>(
     isa: Isa,
     a_ml: &[f32],
@@ -154,10 +155,11 @@ fn columns<C: Codes, const M: usize>(
     b: Rows<'_>,
     cols: Range<usize>,
     sums: &mut [[f32; COLS]],
-) {
+) -> usize {
     for (j, n) in cols.enumerate() {
         for (sums, lanes) in sums.iter_mut().zip(dots::<C, M>(isa, a_ml, width, b.row(n))) {
             sums[j] = sum_lanes(lanes);
         }
     }
+    M
 }
