@@ -66,7 +66,7 @@ pub use terrace_aio::engine::EngineConfig as IoConfig;
 pub use terrace_device as device;
 pub use terrace_device::Device;
 pub use terrace_kernels as kernels;
-pub use terrace_kernels::{DType, KernelSet, MatmulSpec, Tensor, View, ViewMut};
+pub use terrace_kernels::{DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, View, ViewMut};
 pub use terrace_models as models;
 pub use terrace_optimizer as optimizer;
 pub use terrace_optimizer::{AdamW, StateFormat};
@@ -75,5 +75,6 @@ pub use terrace_tiers::{MemoryPlan, Tier};
 pub use terrace_zero::{
     Backend, BatchLimits, Block, Context, Engine, EngineBuilder, EngineConfig, EngineError, Evaluation,
     Gradients, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode, OutputSpec, ParamSpec, Placement,
-    Result, StepReport, StoredState, TrainingConfig, WeightReader, WeightSource, Weights, WindowOverrides,
+    Result, StepReport, StoredState, TrainingConfig, Weight, WeightReader, WeightSource, Weights,
+    WindowOverrides,
 };

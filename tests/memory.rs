@@ -85,6 +85,22 @@ fn weights_larger_than_the_budget_stream_through_generation() {
     generate(&small).fails(2, &["--host-memory of 12.0 MiB is too small", "--offload disk"]);
 }
 
+/// Loading quantizes piece by piece: at no time is the model there in bf16.
+#[test]
+fn quantized_weights_are_all_that_is_in_memory() {
+    let bench = large();
+    let budget = 21 * MIB;
+    assert!(LARGE.parameters() * 2 > budget + 6 * MIB, "in bf16 the model would not fit");
+    let ended = bench
+        .generate("model")
+        .args(&["--prompt-ids", "5,17,80,2", "--max-new-tokens", "8", "--ignore-eos", "--offload", "host"])
+        .args(&["--weights", "int4", "--host-memory", &budget.to_string()])
+        .ok();
+    within(&ended, budget);
+    let in_bf16 = LARGE.parameters() * 2;
+    assert!(ended.peak_bytes < in_bf16, "{} bytes resident, the bf16 model has {in_bf16}", ended.peak_bytes);
+}
+
 #[test]
 fn evaluation_within_the_budget() {
     let bench = large();

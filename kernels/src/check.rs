@@ -3,7 +3,7 @@
 //! A wrong shape is a defect of the calling code, so these assert. They look at shapes and dtypes only and never at
 //! bytes, which is why a planning run over virtual memory makes the same checks as a real one.
 
-use crate::{DType, MatmulSpec, View, ViewMut};
+use crate::{DType, MatmulSpec, QuantizedView, View, ViewMut};
 
 /// Sizes of a matrix product.
 #[derive(Debug, Clone, Copy)]
@@ -70,6 +70,20 @@ pub fn matmul(a: View<'_>, b: View<'_>, out: &ViewMut<'_>, spec: MatmulSpec) -> 
         "matmul: only f32 accumulates, not {}",
         out.dtype()
     );
+    ProductDims { m, n, l }
+}
+
+pub fn quantized_matmul(a: View<'_>, b: QuantizedView<'_>, out: &ViewMut<'_>) -> ProductDims {
+    let (a_shape, b_shape, out_shape) = (a.shape(), b.shape(), out.shape());
+    let (m, n, l) = (a_shape.rows(), b_shape.rows(), a_shape.last());
+    assert_eq!(l, b_shape.last(), "quantized matmul: inner sizes of {a_shape:?} and {b_shape:?} agree");
+    assert_eq!(
+        (out_shape.rows(), out_shape.last()),
+        (m, n),
+        "quantized matmul: the result of {a_shape:?} and {b_shape:?} is [{m}, {n}]"
+    );
+    float("quantized matmul", "a", a.dtype());
+    float("quantized matmul", "out", out.dtype());
     ProductDims { m, n, l }
 }
 

@@ -6,7 +6,7 @@
 use crate::check;
 use crate::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelSet, Matmul,
-    MatmulSpec, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
+    MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -17,6 +17,7 @@ pub fn kernel_set() -> (KernelSet, Arc<Counter>) {
     let dry = Arc::new(Dry { counter: Arc::clone(&counter) });
     let set = KernelSet {
         matmul: dry.clone(),
+        quantized_matmul: dry.clone(),
         rms_norm: dry.clone(),
         rope: dry.clone(),
         attention: dry.clone(),
@@ -105,6 +106,16 @@ impl Matmul for Dry {
         if spec.accumulate {
             self.counter.bytes(&[out.view()], &[]);
         }
+        Ok(())
+    }
+}
+
+impl QuantizedMatmul for Dry {
+    fn matmul_nt(&self, a: View<'_>, b: QuantizedView<'_>, out: ViewMut<'_>) -> Result {
+        let dims = check::quantized_matmul(a, b, &out);
+        self.counter.matmul_flops.fetch_add(2 * (dims.m * dims.n) as u64 * dims.l as u64, Relaxed);
+        self.counter.bytes.fetch_add(b.bytes().len() as u64, Relaxed);
+        self.counter.bytes(&[a], &[&out]);
         Ok(())
     }
 }

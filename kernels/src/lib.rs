@@ -22,11 +22,13 @@ mod check;
 pub mod cpu;
 pub mod dry;
 mod ops;
+pub mod quantized;
 pub mod reference;
 mod tensor;
 
 pub use ops::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelError, KernelSet,
-    Matmul, MatmulSpec, Reduce, Result, RmsNorm, Rope, RopeDirection,
+    Matmul, MatmulSpec, QuantizedMatmul, Reduce, Result, RmsNorm, Rope, RopeDirection,
 };
+pub use quantized::{QuantFormat, QuantizedView};
 pub use tensor::{DType, Shape, Tensor, View, ViewMut};

@@ -9,7 +9,7 @@
 //! sums are accumulated in f32 (f64 where said), and results are rounded to nearest even once at the end.
 //! Operands of one call may have different dtypes unless a method says otherwise.
 
-use crate::{View, ViewMut};
+use crate::{QuantizedView, View, ViewMut};
 use std::sync::Arc;
 
 /// A kernel that could not run.
@@ -52,6 +52,17 @@ pub trait Matmul: Send + Sync {
     /// # Errors
     /// The backend failed.
     fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result;
+}
+
+/// Matrix products with a quantized right side.
+pub trait QuantizedMatmul: Send + Sync {
+    /// `out[M,N] = a[M,L] · b[N,L]ᵀ`; a and out f32, bf16 or f16, leading dimensions flattened to rows.
+    ///
+    /// The result is that of the product with the dequantized b, whose elements are exact in f32: activations are not quantized.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn matmul_nt(&self, a: View<'_>, b: QuantizedView<'_>, out: ViewMut<'_>) -> Result;
 }
 
 /// Root-mean-square normalization (Zhang and Sennrich, arXiv 1910.07467).
@@ -262,6 +273,7 @@ pub trait Reduce: Send + Sync {
 #[expect(missing_docs, reason = "each field is its trait")]
 pub struct KernelSet {
     pub matmul: Arc<dyn Matmul>,
+    pub quantized_matmul: Arc<dyn QuantizedMatmul>,
     pub rms_norm: Arc<dyn RmsNorm>,
     pub rope: Arc<dyn Rope>,
     pub attention: Arc<dyn Attention>,

@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use terrace_device::Arena;
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
-use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, RopeDirection, Tensor, cpu};
+use terrace_kernels::{
+    AttentionSpec, DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, RopeDirection, Tensor, cpu,
+};
 
 struct Counting;
 
@@ -46,6 +48,7 @@ fn working_memory_is_bounded() {
         PEAK.store(before, Relaxed);
         let set = cpu::kernel_set(threads);
         products(&set, &arena);
+        quantized(&set, &arena);
         attention(&set, &arena);
         rows(&set, &arena);
         let taken = PEAK.load(Relaxed) - before;
@@ -66,6 +69,21 @@ fn products(set: &KernelSet, arena: &Arena) {
         let (a, b) = (tensor(arena, DType::BF16, &[m, l]), tensor(arena, DType::BF16, &[n, l]));
         let mut out = tensor(arena, DType::BF16, &[m, n]);
         set.matmul.matmul(a.view(), b.view(), out.view_mut(), MatmulSpec::NT).unwrap();
+    }
+}
+
+fn quantized(set: &KernelSet, arena: &Arena) {
+    for format in [QuantFormat::Int8, QuantFormat::Int4] {
+        for (m, n, l) in
+            [(600, 1000, 700), (8, 300, 20_000), (20, 40, 50_000), (7, 40, 100_000), (1, 9, 200_000)]
+        {
+            let a = tensor(arena, DType::BF16, &[m, l]);
+            let mut out = tensor(arena, DType::BF16, &[m, n]);
+            let mut codes = arena.alloc(format.bytes(&[n, l])).unwrap();
+            codes.bytes_mut().into_host().fill(0);
+            let b = QuantizedView::new(codes.bytes(), format, &[n, l]);
+            set.quantized_matmul.matmul_nt(a.view(), b, out.view_mut()).unwrap();
+        }
     }
 }
 

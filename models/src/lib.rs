@@ -32,7 +32,8 @@ mod safetensors_out;
 
 pub use batch::{Row, TokenBatch};
 pub use blocks::{
-    DecoderBlock, EMBEDDING_NAME, EmbeddingBlock, HeadBlock, Model, TILE_ROWS, build, param_count,
+    DecoderBlock, EMBEDDING_NAME, EmbeddingBlock, HeadBlock, Model, TILE_ROWS, build, build_quantized,
+    param_count,
 };
 pub use config::{Family, ModelConfig};
 pub use error::{ModelError, Result};

@@ -5,11 +5,12 @@
 //! ```text
 //! cargo bench -p terrace-optimizer                 all of it
 //! cargo bench -p terrace-optimizer -- '2 threads'   some of it
-//! TERRACE_BENCH_PARAMS=100000000 cargo bench -p terrace-optimizer -- table
+//! TERRACE_BENCH_PARAMS=100000000 cargo bench -p terrace-optimizer -- table          only the table
+//! TERRACE_BENCH_PARAMS=100000000 cargo bench -p terrace-optimizer -- table ' bf16 2'   some rows of it
 //! ```
 //!
-//! Ends with a table: parameters per second, bytes per second, and the share of the bandwidth loop, from
-//! runs of the two in turn.
+//! Ends with a table: parameters per second, bytes per parameter and per second, and the share of the bandwidth loop,
+//! from runs of the two in turn.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -18,8 +19,8 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use terrace_optimizer::{
-    AdamW, Gradient, Isa, Optimizer, StateFormat, StateLayout, StepArgs, THREAD_CHUNK, WeightType, adamw_on,
-    update_threaded,
+    AdamW, Algorithm, Gradient, Isa, Optimizer, StateFormat, StateLayout, StepArgs, THREAD_CHUNK, WeightType,
+    adamw_on, optimizer, update_threaded,
 };
 
 /// Far beyond the caches, as a chunk from disk is.
@@ -37,7 +38,7 @@ fn main() {
     updates();
     let mut filters = std::env::args().skip(1).filter(|argument| !argument.starts_with('-'));
     if filters.next().is_none_or(|filter| filter == "table") {
-        shares_of_bandwidth();
+        shares_of_bandwidth(&filters.next().unwrap_or_default());
     }
 }
 
@@ -71,12 +72,32 @@ fn update(c: &mut Criterion) {
     }
 }
 
-/// The update on the best instruction set against its bandwidth loop, by the fastest of interleaved runs.
-fn shares_of_bandwidth() {
+/// The other algorithms, on the best instruction set.
+fn algorithms(c: &mut Criterion) {
+    let gradients = Gradients::new(params());
+    let gradient = Gradient::Bf16(&gradients.bf16);
+    let pool = pool(2);
+    for name in ["adam", "adagrad", "lion", "sgd"] {
+        let algorithm: Algorithm = name.parse().expect("an algorithm");
+        let mut group = c.benchmark_group(format!("{name}/bf16 gradient"));
+        group.throughput(Throughput::Elements(gradient.len() as u64)).sample_size(10);
+        for (format, weight) in LAYOUTS {
+            let layout = StateLayout::with_moments(format, weight, algorithm.moments()).expect("a pair");
+            let mut case = Case::of(optimizer(algorithm, layout).expect("valid"), gradient);
+            group.bench_function(BenchmarkId::new(format!("{format}-{weight}"), "2 threads"), |b| {
+                b.iter(|| case.update(&pool));
+            });
+        }
+    }
+}
+
+/// The update on the best instruction set against its bandwidth loop, by the fastest of interleaved runs. `filter` is a part
+/// of the names of the rows to measure.
+fn shares_of_bandwidth(filter: &str) {
     const RUNS: usize = 7;
     println!(
-        "\n{:<14} {:>4} {:>7} {:>10} {:>8} {:>10} {:>6}",
-        "state", "grad", "threads", "params/s", "GB/s", "loop GB/s", "share"
+        "\n{:<14} {:>4} {:>7} {:>10} {:>8} {:>8} {:>10} {:>6}",
+        "state", "grad", "threads", "params/s", "B/param", "GB/s", "loop GB/s", "share"
     );
     let gradients = Gradients::new(params());
     for (format, weight) in LAYOUTS {
@@ -84,6 +105,9 @@ fn shares_of_bandwidth() {
         for (gradient_type, gradient) in gradients.all() {
             let mut case = Case::new(Isa::best(), layout, gradient);
             for threads in [1, 2] {
+                if !format!("{format}-{weight} {gradient_type} {threads} threads").contains(filter) {
+                    continue;
+                }
                 let pool = pool(threads);
                 let (mut update, mut stream) = (f64::INFINITY, f64::INFINITY);
                 for _ in 0..RUNS {
@@ -92,9 +116,10 @@ fn shares_of_bandwidth() {
                 }
                 let (bytes, params) = (case.traffic_bytes() as f64, gradient.len() as f64);
                 println!(
-                    "{:<14} {gradient_type:>4} {threads:>7} {:>8.3} G {:>8.2} {:>10.2} {:>6.2}",
+                    "{:<14} {gradient_type:>4} {threads:>7} {:>8.3} G {:>8.2} {:>8.2} {:>10.2} {:>6.2}",
                     format!("{format}-{weight}"),
                     params / update / 1e9,
+                    bytes / params,
                     bytes / update / 1e9,
                     bytes / stream / 1e9,
                     stream / update
@@ -159,7 +184,11 @@ struct Case<'a> {
 
 impl<'a> Case<'a> {
     fn new(isa: Isa, layout: StateLayout, gradient: Gradient<'a>) -> Self {
-        let optimizer = adamw_on(isa, AdamW::default(), layout);
+        Self::of(adamw_on(isa, AdamW::default(), layout), gradient)
+    }
+
+    fn of(optimizer: Box<dyn Optimizer>, gradient: Gradient<'a>) -> Self {
+        let layout = *optimizer.layout();
         let words = |bytes: usize| vec![0; bytes.div_ceil(8)];
         let state = layout.kinds().iter().map(|kind| words(kind.bytes_for(gradient.len()))).collect();
         let mut case = Self { optimizer, gradient, args: AdamW::default().step(10, 1e-4), state };
@@ -245,4 +274,4 @@ fn slices(state: &mut [Vec<u64>], layout: StateLayout, params: usize) -> Vec<&mu
     kinds.map(|(words, kind)| &mut bytemuck::cast_slice_mut(words)[..kind.bytes_for(params)]).collect()
 }
 
-criterion_group!(updates, update);
+criterion_group!(updates, update, algorithms);

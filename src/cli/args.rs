@@ -213,7 +213,7 @@ pub struct GenerateArgs {
     /// Number type of activations [default: bf16]
     #[arg(long, value_name = "TYPE")]
     pub dtype: Option<Dtype>,
-    /// Number type of the weights as they travel
+    /// Number type of linear layers as they are kept and travel; bf16 means that of --dtype
     #[arg(long, value_name = "TYPE", default_value = "bf16", help_heading = "Memory")]
     pub weights: WeightFormat,
     /// Where the key/value cache lives [default: as --offload asks]
@@ -248,6 +248,9 @@ pub struct EvalArgs {
     /// Number type of weights and activations [default: bf16]
     #[arg(long, value_name = "TYPE")]
     pub dtype: Option<Dtype>,
+    /// Number type of linear layers as they are kept and travel; bf16 means that of --dtype
+    #[arg(long, value_name = "TYPE", default_value = "bf16", help_heading = "Memory")]
+    pub weights: WeightFormat,
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,

@@ -38,7 +38,7 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
         &args.placement,
         profile.as_ref(),
         &session,
-        &args.model,
+        (&args.model, session::quant_format(args.weights)),
         &builder.blank(batch, seq_len),
     )?;
     let mut total = Evaluation::default();

@@ -1,6 +1,6 @@
 //! `terrace generate`: continues prompts with a model whose weights are resident or stream from disk.
 
-use super::args::{GenerateArgs, KvTier, Offload, PlacementArgs, WeightFormat};
+use super::args::{GenerateArgs, KvTier, Offload, PlacementArgs};
 use super::finetune::all_params;
 use super::inputs::ModelFacts;
 use super::session::{self, Session};
@@ -12,7 +12,8 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Instant;
 use terrace_aio::profile::DiskProfile;
-use terrace_models::{Model, SafetensorsSource, TokenBatch};
+use terrace_kernels::QuantFormat;
+use terrace_models::{Model, ModelConfig, SafetensorsSource, TokenBatch};
 use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, MicroBatch, Placement, WindowOverrides};
 
 /// Runs the command.
@@ -42,6 +43,7 @@ pub fn continue_prompts(
     threads: Option<NonZeroUsize>,
 ) -> Result<Vec<Continuation>, CliError> {
     refuse_unavailable(args)?;
+    let weights = session::quant_format(args.weights);
     let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
     let facts = ModelFacts::read(&args.model)?;
     let tokenizer = TextTokenizer::find(&args.model)?;
@@ -76,7 +78,8 @@ pub fn continue_prompts(
         session.threads,
         limits,
     );
-    let mut frozen = Frozen::open(config, &args.placement, profile.as_ref(), &session, &args.model, &sample)?;
+    let mut frozen =
+        Frozen::open(config, &args.placement, profile.as_ref(), &session, (&args.model, weights), &sample)?;
     let vocab = model.config.vocab;
     let mut run = Run { engine: frozen.engine(), builder: &builder, args, stop: &stop, vocab };
     let mut all = Vec::with_capacity(prompts.len());
@@ -94,10 +97,6 @@ pub fn continue_prompts(
 }
 
 fn refuse_unavailable(args: &GenerateArgs) -> Result<(), CliError> {
-    if args.weights != WeightFormat::Bf16 {
-        let message = "--weights int8 and int4 are not available yet; leave the flag out";
-        return Err(CliError::Usage(message.into()));
-    }
     if args.kv == Some(KvTier::Disk) {
         let message = "--kv disk is not available yet: the key/value cache is kept in memory";
         return Err(CliError::Usage(message.into()));
@@ -187,13 +186,13 @@ pub(super) struct Frozen {
 }
 
 impl Frozen {
-    /// Loads a model's weights into memory if they fit, else onto the disks given.
+    /// Loads a model's weights, quantized if there is a format, into memory if they fit, else onto the disks given.
     pub(super) fn open(
         mut config: EngineConfig,
         placement: &PlacementArgs,
         profile: Option<&DiskProfile>,
         session: &Session,
-        folder: &std::path::Path,
+        (folder, weights): (&std::path::Path, Option<QuantFormat>),
         sample: &MicroBatch,
     ) -> Result<Self, CliError> {
         // A directory of its own per process, so that training state beside it is never touched.
@@ -205,7 +204,7 @@ impl Frozen {
             return Err(CliError::Usage(message.into()));
         }
         let open = |config: EngineConfig| -> Result<Engine, EngineError> {
-            let model = Model::from_folder(folder)?;
+            let model = Model::stored_as(ModelConfig::from_folder(folder)?, weights);
             let mut source = SafetensorsSource::open(folder)?;
             source.validate(&all_params(&model.blocks))?;
             Engine::create(config, session.backend.clone(), model.blocks, sample, &mut source)

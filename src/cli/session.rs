@@ -1,6 +1,6 @@
 //! From flags to backends and budgets, shared by the commands that run the engine.
 
-use super::args::{DeviceName, DiskEngine, Dtype, Offload, PlacementArgs};
+use super::args::{DeviceName, DiskEngine, Dtype, Offload, PlacementArgs, WeightFormat};
 use crate::cpu_backend;
 use crate::error::CliError;
 use std::num::NonZeroUsize;
@@ -11,7 +11,7 @@ use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig};
 use terrace_aio::layer::{StatsLayer, TraceLayer};
 use terrace_aio::profile::DiskProfile;
 use terrace_device::host::HostDevice;
-use terrace_kernels::DType;
+use terrace_kernels::{DType, QuantFormat};
 use terrace_tiers::{MemoryPlan, Tier};
 use terrace_zero::{Backend, Placement};
 
@@ -150,6 +150,15 @@ pub fn dtype(dtype: Dtype) -> DType {
         Dtype::Bf16 => DType::BF16,
         Dtype::Fp16 => DType::F16,
         Dtype::Fp32 => DType::F32,
+    }
+}
+
+/// How the weights of linear layers are stored; `None` for the engine's element type.
+pub fn quant_format(weights: WeightFormat) -> Option<QuantFormat> {
+    match weights {
+        WeightFormat::Bf16 => None,
+        WeightFormat::Int8 => Some(QuantFormat::Int8),
+        WeightFormat::Int4 => Some(QuantFormat::Int4),
     }
 }
 

@@ -11,7 +11,7 @@
 use crate::Result;
 use std::fmt::Debug;
 use terrace_device::{Arena, BytesMut};
-use terrace_kernels::{DType, KernelSet, Tensor, View, ViewMut};
+use terrace_kernels::{DType, KernelSet, QuantFormat, QuantizedView, Tensor, View, ViewMut};
 
 /// One parameter tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,17 +20,30 @@ pub struct ParamSpec {
     pub name: String,
     /// Its dimensions.
     pub dims: Vec<usize>,
+    /// How it is quantized; `None` for the dtype of the engine. Only frozen weights can be.
+    pub quantized: Option<QuantFormat>,
 }
 
 impl ParamSpec {
     /// A parameter of the given name and dimensions.
     pub fn new(name: impl Into<String>, dims: &[usize]) -> Self {
-        Self { name: name.into(), dims: dims.to_vec() }
+        Self { name: name.into(), dims: dims.to_vec(), quantized: None }
+    }
+
+    /// The same, stored as `format` says; its rows are the last dimension.
+    #[must_use]
+    pub fn stored_as(self, format: Option<QuantFormat>) -> Self {
+        Self { quantized: format, ..self }
     }
 
     /// Number of elements.
     pub fn elements(&self) -> usize {
         self.dims.iter().product()
+    }
+
+    /// Bytes, unless quantized of elements of `dtype`.
+    pub fn bytes(&self, dtype: DType) -> usize {
+        self.quantized.map_or(self.elements() * dtype.size(), |format| format.bytes(&self.dims))
     }
 }
 
@@ -133,20 +146,45 @@ impl Context<'_> {
 /// A block's parameters: its own in the order of [`Block::params`], then the borrowed ones.
 #[derive(Debug)]
 pub struct Weights<'a> {
-    views: Vec<View<'a>>,
+    views: Vec<Weight<'a>>,
+}
+
+/// One parameter as a block sees it.
+#[derive(Debug, Clone, Copy)]
+pub enum Weight<'a> {
+    /// In the dtype of the engine.
+    Plain(View<'a>),
+    /// In the format that its [`ParamSpec::quantized`] names.
+    Quantized(QuantizedView<'a>),
 }
 
 impl<'a> Weights<'a> {
     /// Collects views in order.
     pub fn new(views: Vec<View<'a>>) -> Self {
+        Self { views: views.into_iter().map(Weight::Plain).collect() }
+    }
+
+    /// Collects parameters in order, some of which may be quantized.
+    pub fn mixed(views: Vec<Weight<'a>>) -> Self {
         Self { views }
     }
 
-    /// Parameter `index`.
+    /// Parameter `index`, which is not quantized.
+    ///
+    /// # Panics
+    /// If there is no such parameter, or it is quantized: the block asked for that and calls [`weight`](Self::weight).
+    pub fn get(&self, index: usize) -> View<'a> {
+        match self.views[index] {
+            Weight::Plain(view) => view,
+            Weight::Quantized(view) => panic!("parameter {index} is stored in {}", view.format()),
+        }
+    }
+
+    /// Parameter `index`, quantized or not.
     ///
     /// # Panics
     /// If there is no such parameter.
-    pub fn get(&self, index: usize) -> View<'a> {
+    pub fn weight(&self, index: usize) -> Weight<'a> {
         self.views[index]
     }
 }

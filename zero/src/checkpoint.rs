@@ -10,6 +10,18 @@ use terrace_tiers::{BlobKey, DiskStore, Generation, GroupSpec, Lease, StoreSpec}
 
 /// Fills the state from a weight source, chunk by chunk.
 pub(crate) fn initialize(engine: &mut Engine, source: &mut dyn WeightSource) -> Result {
+    if engine.network.quantized().is_some() {
+        crate::quantize::load(engine, source)?;
+    } else {
+        load(engine, source)?;
+    }
+    if let StateHome::Disk(store) = &mut engine.home {
+        store.commit(0, &[])?;
+    }
+    Ok(())
+}
+
+fn load(engine: &mut Engine, source: &mut dyn WeightSource) -> Result {
     let spec = engine.plan.spec.clone();
     let chunk_elements = spec.chunk_elements as usize;
     let mut weights = vec![0f32; chunk_elements.min(engine.network.group_elements_max())];
@@ -26,9 +38,6 @@ pub(crate) fn initialize(engine: &mut Engine, source: &mut dyn WeightSource) -> 
             }
             place(engine, group, chunk, leases)?;
         }
-    }
-    if let StateHome::Disk(store) = &mut engine.home {
-        store.commit(0, &[])?;
     }
     Ok(())
 }
@@ -54,7 +63,7 @@ fn read_chunk(
 }
 
 /// Puts a chunk of every kind where the state lives.
-fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec<Lease>) -> Result {
+pub(crate) fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec<Lease>) -> Result {
     for (index, lease) in leases.into_iter().enumerate() {
         let blob = engine.kinds.blobs[index];
         match &mut engine.home {
@@ -247,6 +256,10 @@ impl WeightReader for Reader<'_> {
     }
 
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [u8]) -> Result {
+        if let Some(format) = self.engine.network.quantized().and_then(|spec| spec.quantized) {
+            let message = format!("weights in {format} are for generation and cannot be exported");
+            return Err(EngineError::Config(message));
+        }
         let groups = &self.engine.network.groups;
         let found = groups.iter().enumerate().find_map(|(index, group)| {
             let placed = group.params.iter().find(|p| p.spec.name == param.name)?;

@@ -136,11 +136,12 @@ impl DryRun<'_> {
     }
 
     fn weights(&self, block: usize) -> Weights<'static> {
-        let views = param_dims(self.network, block).into_iter().map(|dims| {
-            let bytes = dims.iter().product::<usize>() * self.dtype.size();
-            View::new(Bytes::virtual_range(bytes), self.dtype, &dims)
+        let groups = &self.network.groups;
+        let views = self.network.params_of(block).map(|(group, param)| {
+            let bytes = groups[group].elements * self.network.element_bytes;
+            self.network.weight(group, param, Bytes::virtual_range(bytes))
         });
-        Weights::new(views.collect())
+        Weights::mixed(views.collect())
     }
 
     fn context<'b>(

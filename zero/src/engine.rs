@@ -177,7 +177,7 @@ impl Engine {
         };
         let mut weight_regions = VecDeque::new();
         if windows.device_weight_slots > 0 {
-            let bytes = (network.group_elements_max() * config.dtype.size()).next_multiple_of(256);
+            let bytes = (network.group_elements_max() * network.element_bytes).next_multiple_of(256);
             let arena = backend.device.arena(bytes * windows.device_weight_slots)?;
             for _ in 0..windows.device_weight_slots {
                 weight_regions.push_back(arena.alloc(bytes)?);
@@ -309,8 +309,8 @@ impl Parts {
     ) -> Result<Self> {
         needs_disk(&config)?;
         config.check_overrides()?;
-        let network = Network::new(blocks)?;
-        let (mut kinds, optimizer) = StateKinds::new(&config)?;
+        let network = Network::new(blocks, config.dtype)?;
+        let (mut kinds, optimizer) = StateKinds::new(&config, &network)?;
         let runs = match &config.training {
             Some(training) => Runs::new(&network, training)?,
             None => Runs::default(),

@@ -3,9 +3,14 @@
 //! Every block owns one group (possibly empty). Inside a group each parameter starts at a multiple of [`PARAM_ALIGN`]
 //! elements; the group is padded to [`GROUP_ALIGN`] elements so that every kind of state fills whole pages. Padding
 //! stays zero: its gradients are zero, and so is its state.
+//!
+//! If any parameter is quantized, all groups are laid out in bytes instead: an *element* of a group is then one byte, plain
+//! parameters lie between quantized ones, and whatever moves or stores groups need not know the difference.
 
-use crate::{Block, EngineError, OutputSpec, ParamSpec, Result};
+use crate::{Block, EngineError, OutputSpec, ParamSpec, Result, Weight};
 use std::collections::HashMap;
+use terrace_device::Bytes;
+use terrace_kernels::{DType, QuantizedView, View};
 
 /// Alignment of a parameter inside its group, in elements: a cache line of any dtype.
 pub(crate) const PARAM_ALIGN: usize = 64;
@@ -16,7 +21,7 @@ const GROUP_ALIGN: usize = 4096;
 #[derive(Debug, Clone)]
 pub(crate) struct Placed {
     pub(crate) spec: ParamSpec,
-    /// First element in the flat group.
+    /// First element of the flat group that it takes.
     pub(crate) offset: usize,
 }
 
@@ -42,10 +47,14 @@ pub(crate) struct Network {
     pub(crate) blocks: Vec<Box<dyn Block>>,
     pub(crate) groups: Vec<ParamGroup>,
     pub(crate) borrows: Vec<Vec<Borrow>>,
+    /// Of parameters that are not quantized.
+    pub(crate) dtype: DType,
+    /// Bytes of a group's element: those of the dtype, or 1 if parameters are quantized.
+    pub(crate) element_bytes: usize,
 }
 
 impl Network {
-    pub(crate) fn new(blocks: Vec<Box<dyn Block>>) -> Result<Self> {
+    pub(crate) fn new(blocks: Vec<Box<dyn Block>>, dtype: DType) -> Result<Self> {
         if blocks.len() < 2 {
             return Err(EngineError::Model(
                 "a network has at least two blocks, the last of which computes the loss".into(),
@@ -53,6 +62,8 @@ impl Network {
         }
         let mut owners: HashMap<String, Borrow> = HashMap::new();
         let (mut groups, mut borrows) = (Vec::new(), Vec::new());
+        let quantized = blocks.iter().any(|block| block.params().iter().any(|p| p.quantized.is_some()));
+        let element_bytes = if quantized { 1 } else { dtype.size() };
         for (index, block) in blocks.iter().enumerate() {
             let mut offset = 0;
             let mut params = Vec::new();
@@ -64,7 +75,7 @@ impl Network {
                     )));
                 }
                 params.push(Placed { spec: spec.clone(), offset });
-                offset = (offset + spec.elements()).next_multiple_of(PARAM_ALIGN);
+                offset = (offset + spec.bytes(dtype) / element_bytes).next_multiple_of(PARAM_ALIGN);
             }
             groups.push(ParamGroup {
                 name: block.name().to_owned(),
@@ -85,7 +96,29 @@ impl Network {
                 .collect();
             borrows.push(found?);
         }
-        Ok(Self { blocks, groups, borrows })
+        Ok(Self { blocks, groups, borrows, dtype, element_bytes })
+    }
+
+    /// The first quantized parameter, if there is one.
+    pub(crate) fn quantized(&self) -> Option<&ParamSpec> {
+        self.groups.iter().flat_map(|g| &g.params).map(|p| &p.spec).find(|spec| spec.quantized.is_some())
+    }
+
+    /// A parameter of a group whose weights are `bytes`.
+    pub(crate) fn weight<'a>(&self, group: usize, param: usize, bytes: Bytes<'a>) -> Weight<'a> {
+        let Placed { spec, offset } = &self.groups[group].params[param];
+        let start = offset * self.element_bytes;
+        let bytes = bytes.slice(start, start + spec.bytes(self.dtype));
+        match spec.quantized {
+            Some(format) => Weight::Quantized(QuantizedView::new(bytes, format, &spec.dims)),
+            None => Weight::Plain(View::new(bytes, self.dtype, &spec.dims)),
+        }
+    }
+
+    /// Group and index of a block's parameters, own ones first, then borrowed.
+    pub(crate) fn params_of(&self, block: usize) -> impl Iterator<Item = (usize, usize)> {
+        let own = (0..self.groups[block].params.len()).map(move |param| (block, param));
+        own.chain(self.borrows[block].iter().map(|b| (b.group, b.param)))
     }
 
     /// Index of the last block.
@@ -133,7 +166,7 @@ impl Network {
         index: usize,
         sequences: usize,
         length: usize,
-        dtype: terrace_kernels::DType,
+        dtype: DType,
         mode: crate::Mode,
     ) -> OutputSpec {
         self.blocks[index].output(sequences, length, dtype, mode)

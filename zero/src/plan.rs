@@ -142,7 +142,7 @@ impl Planner<'_> {
         let windows = self.windows(choice)?;
         let spec = store_spec(config, network, self.kinds, choice.chunk_elements);
         let mut memory = MemoryPlan::default();
-        let weight_bytes = config.dtype.size() as u64;
+        let weight_bytes = network.element_bytes as u64;
         let chunk = windows.slot_elements as u64;
         let elements = network.elements();
         if config.placement == Placement::Disk {
@@ -220,7 +220,7 @@ impl Planner<'_> {
 
     fn windows(&self, choice: Choice) -> Result<Windows> {
         let (config, network) = (self.config, self.network);
-        let weight_bytes = config.dtype.size();
+        let weight_bytes = network.element_bytes;
         let training = config.training.as_ref();
         let modes: &[Mode] = if training.is_some() {
             &[Mode::Train, Mode::Evaluate]

@@ -30,7 +30,10 @@ pub(crate) enum StateHome {
 }
 
 impl StateKinds {
-    pub(crate) fn new(config: &EngineConfig) -> Result<(Self, Option<Box<dyn Optimizer>>)> {
+    pub(crate) fn new(
+        config: &EngineConfig,
+        network: &Network,
+    ) -> Result<(Self, Option<Box<dyn Optimizer>>)> {
         let weight = match config.dtype {
             DType::F32 => WeightType::F32,
             DType::BF16 => WeightType::Bf16,
@@ -42,10 +45,15 @@ impl StateKinds {
             }
         };
         let Some(training) = &config.training else {
-            let element_bytes = config.dtype.size() as u64;
-            let blobs = vec![BlobSpec::plain(BlobKind::Weight, element_bytes)];
+            let blobs = vec![BlobSpec::plain(BlobKind::Weight, network.element_bytes as u64)];
             return Ok((Self { blobs, weight: 0, read_by_update: vec![false] }, None));
         };
+        if let Some((name, format)) = network.quantized().and_then(|spec| Some((&spec.name, spec.quantized?)))
+        {
+            return Err(EngineError::Config(format!(
+                "{name} is stored in {format}, and quantized weights cannot be trained: train in bf16 or fp32"
+            )));
+        }
         let describe = |e: terrace_optimizer::OptimizerError| EngineError::Config(e.to_string());
         let algorithm = training.optimizer;
         let layout =

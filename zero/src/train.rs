@@ -20,7 +20,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 use terrace_device::Region;
-use terrace_kernels::{DType, Tensor, View, ViewMut};
+use terrace_kernels::{DType, Tensor, ViewMut};
 use terrace_optimizer::{OptimizerError, StepArgs, clip_coefficient, optimizer};
 use terrace_tiers::Lease;
 
@@ -437,18 +437,12 @@ impl Pass<'_> {
 
     /// Views of a block's parameters inside its groups.
     pub(crate) fn weights<'r>(&self, block: usize, ready: &'r [Ready]) -> Weights<'r> {
-        let dtype = self.config.dtype;
-        let own = (0..self.network.groups[block].params.len()).map(|param| (block, param));
-        let borrowed = self.network.borrows[block].iter().map(|b| (b.group, b.param));
-        let views = own.chain(borrowed).map(|(group, param)| {
-            let placed = &self.network.groups[group].params[param];
+        let views = self.network.params_of(block).map(|(group, param)| {
             let memory =
                 ready.iter().find(|r| r.group() == group).expect("every group of the block was fetched");
-            let start = placed.offset * dtype.size();
-            let end = start + placed.spec.elements() * dtype.size();
-            View::new(memory.bytes().slice(start, end), dtype, &placed.spec.dims)
+            self.network.weight(group, param, memory.bytes())
         });
-        Weights::new(views.collect())
+        Weights::mixed(views.collect())
     }
 
     pub(crate) fn signal(&self, block: usize) -> crate::OutputSpec {

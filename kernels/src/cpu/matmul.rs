@@ -10,6 +10,7 @@
 use super::Cpu;
 use super::floats::{Floats, FloatsMut};
 use super::gemm::{self, Panels, Target, packed_len};
+use super::quantized::Rows;
 use super::thin;
 use super::threads::{Carver, SCRATCH_BYTES};
 use crate::check::{self, ProductDims};
@@ -23,9 +24,15 @@ const TILE_COLS: usize = 480;
 /// Smallest tile worth handing out.
 const TILE_ROWS_MIN: usize = 48;
 const TILE_COLS_MIN: usize = 96;
+/// Columns of the widest panel of b.
+const PANEL_COLS_MAX: usize = 48;
 
 const _: () = assert!(
-    4 * (packed_len(TILE_ROWS, 8, DEPTH) + packed_len(TILE_COLS, 48, DEPTH) + TILE_ROWS * TILE_COLS + 48)
+    4 * (packed_len(TILE_ROWS, 8, DEPTH)
+        + packed_len(TILE_COLS, 48, DEPTH)
+        + PANEL_COLS_MAX * DEPTH
+        + TILE_ROWS * TILE_COLS
+        + 64)
         <= SCRATCH_BYTES,
     "a tile fits the scratch"
 );
@@ -41,17 +48,17 @@ impl Matmul for Cpu {
             thin::matmul(&self.threads, a, b, out, dims, spec.accumulate);
             return Ok(());
         }
-        let (mr, nr) = (self.threads.micro().mr, self.threads.micro().nr);
-        let (tile_rows, tile_cols) = tile_size(dims, self.threads.count(), mr, nr);
-        let across = dims.n.div_ceil(tile_cols);
-        self.threads.run(dims.m.div_ceil(tile_rows) * across, |task, scratch| {
-            let (row, col) = (task / across * tile_rows, task % across * tile_cols);
-            let tile =
-                Tile { row, col, rows: tile_rows.min(dims.m - row), cols: tile_cols.min(dims.n - col) };
-            self.tile(a, b, out, dims, spec, tile, scratch);
-        });
+        self.product(a, Right::Floats(b), out, dims, spec);
         Ok(())
     }
+}
+
+/// The right side of a product.
+#[derive(Clone, Copy)]
+pub enum Right<'a> {
+    Floats(Floats<'a>),
+    /// Its rows are columns of the product.
+    Quantized(Rows<'a>),
 }
 
 /// A rectangle of the result.
@@ -64,11 +71,31 @@ struct Tile {
 }
 
 impl Cpu {
+    /// `out (+)= op(a)·op(b)`, tile by tile.
+    pub(super) fn product(
+        &self,
+        a: Floats<'_>,
+        b: Right<'_>,
+        out: FloatsMut<'_>,
+        dims: ProductDims,
+        spec: MatmulSpec,
+    ) {
+        let (mr, nr) = (self.threads.micro().mr, self.threads.micro().nr);
+        let (tile_rows, tile_cols) = tile_size(dims, self.threads.count(), mr, nr);
+        let across = dims.n.div_ceil(tile_cols);
+        self.threads.run(dims.m.div_ceil(tile_rows) * across, |task, scratch| {
+            let (row, col) = (task / across * tile_rows, task % across * tile_cols);
+            let tile =
+                Tile { row, col, rows: tile_rows.min(dims.m - row), cols: tile_cols.min(dims.n - col) };
+            self.tile(a, b, out, dims, spec, tile, scratch);
+        });
+    }
+
     #[expect(clippy::too_many_arguments, reason = "the operands of the operation")]
     fn tile(
         &self,
         a: Floats<'_>,
-        b: Floats<'_>,
+        b: Right<'_>,
         out: FloatsMut<'_>,
         dims: ProductDims,
         spec: MatmulSpec,
@@ -79,6 +106,7 @@ impl Cpu {
         let mut carver = Carver::new(scratch);
         let a_packed = carver.take(packed_len(tile.rows, micro.mr, DEPTH));
         let b_packed = carver.take(packed_len(tile.cols, micro.nr, DEPTH));
+        let wide = carver.take(if matches!(b, Right::Quantized(_)) { micro.nr * DEPTH } else { 0 });
         let (pointer, stride, sums) = if let FloatsMut::F32(out) = out {
             (out.pointer(tile.row * dims.n + tile.col), dims.n, None)
         } else {
@@ -90,8 +118,13 @@ impl Cpu {
             let depth = DEPTH.min(dims.l - start);
             operand(a, (tile.row, tile.rows), (start, depth), dims.m, dims.l, !spec.trans_a)
                 .pack(isa, micro.mr, a_packed);
-            operand(b, (tile.col, tile.cols), (start, depth), dims.n, dims.l, spec.trans_b)
-                .pack(isa, micro.nr, b_packed);
+            let (cols, block) = ((tile.col, tile.cols), (start, depth));
+            match b {
+                Right::Floats(b) => {
+                    operand(b, cols, block, dims.n, dims.l, spec.trans_b).pack(isa, micro.nr, b_packed);
+                }
+                Right::Quantized(b) => b.pack(isa, micro.nr, cols, block, wide, b_packed),
+            }
             let target = Target { pointer, stride, add: spec.accumulate || start > 0 };
             // SAFETY: the tile lies in the result or in this thread's scratch, and tiles do not overlap.
             unsafe { gemm::product(micro, (tile.rows, tile.cols, depth), a_packed, b_packed, target) };

@@ -20,9 +20,11 @@ mod elementwise;
 mod embedding;
 mod floats;
 mod gemm;
+mod lanes;
 mod loss;
 mod matmul;
 mod norm;
+mod quantized;
 mod rope;
 mod swiglu;
 mod thin;
@@ -60,6 +62,7 @@ pub fn with_config(config: CpuConfig) -> KernelSet {
     let cpu = Arc::new(Cpu { threads: Threads::new(config) });
     KernelSet {
         matmul: cpu.clone(),
+        quantized_matmul: cpu.clone(),
         rms_norm: cpu.clone(),
         rope: cpu.clone(),
         attention: cpu.clone(),

@@ -10,7 +10,7 @@ mod rows;
 mod values;
 
 use crate::check;
-use crate::{KernelSet, Matmul, MatmulSpec, Result, View, ViewMut};
+use crate::{KernelSet, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
 use std::sync::Arc;
 
 /// The reference backend.
@@ -18,6 +18,7 @@ pub fn kernel_set() -> KernelSet {
     let reference = Arc::new(Reference);
     KernelSet {
         matmul: reference.clone(),
+        quantized_matmul: reference.clone(),
         rms_norm: reference.clone(),
         rope: reference.clone(),
         attention: reference.clone(),
@@ -48,6 +49,26 @@ impl Matmul for Reference {
                     })
                     .sum();
                 result[m * dims.n + n] += sum;
+            }
+        }
+        values::write(out, &result);
+        Ok(())
+    }
+}
+
+impl QuantizedMatmul for Reference {
+    /// `out[m,n] = Σ_l a[m,l]·b[n,l]`, l ascending.
+    fn matmul_nt(&self, a: View<'_>, b: QuantizedView<'_>, out: ViewMut<'_>) -> Result {
+        let dims = check::quantized_matmul(a, b, &out);
+        let row_bytes = b.format().row_bytes(dims.l);
+        let mut row_l = vec![0.0f32; dims.l];
+        let a_ml = values::read(a);
+        let mut result = vec![0.0; dims.m * dims.n];
+        for n in 0..dims.n {
+            b.format().dequantize(&b.bytes().host()[n * row_bytes..][..row_bytes], &mut row_l);
+            for m in 0..dims.m {
+                let terms = a_ml[m * dims.l..][..dims.l].iter().zip(&row_l);
+                result[m * dims.n + n] = terms.map(|(a, b)| a * f64::from(*b)).sum();
             }
         }
         values::write(out, &result);

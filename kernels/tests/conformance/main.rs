@@ -14,6 +14,7 @@ mod gradients;
 mod loss;
 mod matmul;
 mod norm;
+mod quantized;
 mod rope;
 mod support;
 mod threads;

@@ -4,7 +4,7 @@ use super::attention::Attention;
 use super::layers::Params;
 use super::mlp::Mlp;
 use crate::ModelConfig;
-use terrace_kernels::{DType, View, ViewMut};
+use terrace_kernels::{DType, QuantFormat, View, ViewMut};
 use terrace_zero::{Block, Context, Gradients, KvSpec, Mode, OutputSpec, ParamSpec, Result, Weights};
 
 /// A decoder layer.
@@ -25,7 +25,12 @@ pub struct DecoderBlock {
 impl DecoderBlock {
     /// Layer `layer` of a model.
     pub fn new(config: &ModelConfig, layer: usize) -> Self {
-        let mut params = Params::new(&format!("model.layers.{layer}."));
+        Self::stored_as(config, layer, None)
+    }
+
+    /// The same with the weights of its linear layers in `format`.
+    pub(crate) fn stored_as(config: &ModelConfig, layer: usize, format: Option<QuantFormat>) -> Self {
+        let mut params = Params::new(&format!("model.layers.{layer}."), format);
         let attention = Attention::new(config, layer, &mut params);
         let mlp = Mlp::new(config, &mut params);
         let name = format!("layers.{layer}");

@@ -1,10 +1,10 @@
 //! The last block: final norm, output projection and cross-entropy.
 
 use super::EMBEDDING_NAME;
-use super::layers::{Norm, Normed, Params, tiles};
+use super::layers::{Norm, Normed, Params, product, tiles};
 use crate::ModelConfig;
 use crate::batch::{LABELS, LAST};
-use terrace_kernels::{DType, MatmulSpec, Tensor, View, ViewMut};
+use terrace_kernels::{DType, MatmulSpec, QuantFormat, Tensor, View, ViewMut};
 use terrace_zero::{Block, Context, Gradients, Mode, OutputSpec, ParamSpec, Result, Weights};
 
 /// Upper limit of a tile of f32 logits, unless that would be less than [`ROWS_MIN`] rows.
@@ -33,7 +33,12 @@ pub struct HeadBlock {
 impl HeadBlock {
     /// The head of a model; a tied one borrows the embedding table.
     pub fn new(config: &ModelConfig) -> Self {
-        let mut params = Params::new("");
+        Self::stored_as(config, None)
+    }
+
+    /// The same with a projection of its own in `format`. A borrowed table stays as it is, since ids are looked up in it.
+    pub(crate) fn stored_as(config: &ModelConfig, format: Option<QuantFormat>) -> Self {
+        let mut params = Params::new("", format);
         let norm = params.norm("model.norm", config.hidden, config.norm_eps);
         let mut borrowed = Vec::new();
         if config.tied {
@@ -51,7 +56,7 @@ impl HeadBlock {
 
     fn logits(&self, cx: &Context<'_>, weights: &Weights<'_>, h_RD: View<'_>) -> Result<Tensor> {
         let mut logits_RV = cx.tensor_of(DType::F32, &[h_RD.shape().rows(), self.vocab])?;
-        cx.kernels.matmul.matmul(h_RD, weights.get(TABLE), logits_RV.view_mut(), MatmulSpec::NT)?;
+        product(cx, h_RD, weights.weight(TABLE), logits_RV.view_mut())?;
         Ok(logits_RV)
     }
 
@@ -72,7 +77,7 @@ impl HeadBlock {
         cx.kernels.embedding.gather(cx.input(LAST), x_TD, last_BD.view_mut())?;
         let normed = self.norm.forward(cx, weights, last_BD.view())?;
         drop(last_BD);
-        Ok(cx.kernels.matmul.matmul(normed.out.view(), weights.get(TABLE), y_BV, MatmulSpec::NT)?)
+        product(cx, normed.out.view(), weights.weight(TABLE), y_BV)
     }
 
     /// Replaces logits by their gradient, in the activation dtype so that the products that follow run at its speed.

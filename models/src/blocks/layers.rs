@@ -1,24 +1,27 @@
 //! Linear layers and norms as indices into a block's parameters, with their gradients.
 
-use terrace_kernels::{DType, MatmulSpec, Tensor, View, ViewMut};
-use terrace_zero::{Context, Gradients, ParamSpec, Result, Weights};
+use terrace_kernels::{DType, MatmulSpec, QuantFormat, Tensor, View, ViewMut};
+use terrace_zero::{Context, Gradients, ParamSpec, Result, Weight, Weights};
 
 /// Collects a block's parameters in order.
 #[derive(Debug, Default)]
 pub(crate) struct Params {
     pub(crate) specs: Vec<ParamSpec>,
     prefix: String,
+    /// How the weights of linear layers are stored.
+    format: Option<QuantFormat>,
 }
 
 impl Params {
-    /// Every name will start with `prefix`.
-    pub(crate) fn new(prefix: &str) -> Self {
-        Self { specs: Vec::new(), prefix: prefix.to_owned() }
+    /// Every name will start with `prefix`; weights of linear layers are stored in `format`, if any.
+    pub(crate) fn new(prefix: &str, format: Option<QuantFormat>) -> Self {
+        Self { specs: Vec::new(), prefix: prefix.to_owned(), format }
     }
 
     /// A linear layer stored `[outputs, inputs]`.
     pub(crate) fn linear(&mut self, name: &str, outputs: usize, inputs: usize, bias: bool) -> Linear {
         let weight = self.push(&format!("{name}.weight"), &[outputs, inputs]);
+        self.specs[weight].quantized = self.format;
         let bias = bias.then(|| self.push(&format!("{name}.bias"), &[outputs]));
         Linear { weight, bias, outputs }
     }
@@ -58,7 +61,7 @@ impl Linear {
         x: View<'_>,
         mut out: ViewMut<'_>,
     ) -> Result {
-        cx.kernels.matmul.matmul(x, weights.get(self.weight), out.reborrow(), MatmulSpec::NT)?;
+        product(cx, x, weights.weight(self.weight), out.reborrow())?;
         if let Some(bias) = self.bias {
             cx.kernels.elementwise.add_bias(out, weights.get(bias))?;
         }
@@ -93,6 +96,15 @@ impl Linear {
         }
         Ok(())
     }
+}
+
+/// `out = x · Wᵀ`.
+pub(crate) fn product(cx: &Context<'_>, x: View<'_>, weight: Weight<'_>, out: ViewMut<'_>) -> Result {
+    match weight {
+        Weight::Plain(weight) => cx.kernels.matmul.matmul(x, weight, out, MatmulSpec::NT)?,
+        Weight::Quantized(weight) => cx.kernels.quantized_matmul.matmul_nt(x, weight, out)?,
+    }
+    Ok(())
 }
 
 /// Root-mean-square norm with a learned scale.

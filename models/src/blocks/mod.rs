@@ -20,6 +20,7 @@ pub use head::HeadBlock;
 
 use crate::{ModelConfig, Result};
 use std::path::Path;
+use terrace_kernels::QuantFormat;
 use terrace_zero::Block;
 
 /// Rows of a tile. At 2048 a weight gradient does 512 operations per byte of accumulator traffic, beyond the balance
@@ -41,7 +42,12 @@ pub struct Model {
 impl Model {
     /// The blocks of a configuration.
     pub fn new(config: ModelConfig) -> Self {
-        let blocks = build(&config);
+        Self::stored_as(config, None)
+    }
+
+    /// The blocks of a configuration, with weights quantized as in [`build_quantized`] if there is a format.
+    pub fn stored_as(config: ModelConfig, format: Option<QuantFormat>) -> Self {
+        let blocks = blocks_of(&config, format);
         Self { config, blocks }
     }
 
@@ -59,14 +65,29 @@ impl Model {
 /// # Panics
 /// If the configuration fails [`ModelConfig::check`].
 pub fn build(config: &ModelConfig) -> Vec<Box<dyn Block>> {
+    blocks_of(config, None)
+}
+
+/// As [`build`], with the weights of all linear layers in `format`, for generation and evaluation.
+///
+/// Norms and biases stay in the engine's dtype: they are small. So does the embedding table, in which ids are looked up, also
+/// where a tied head projects with it; a head of its own is quantized.
+///
+/// # Panics
+/// As [`build`].
+pub fn build_quantized(config: &ModelConfig, format: QuantFormat) -> Vec<Box<dyn Block>> {
+    blocks_of(config, Some(format))
+}
+
+fn blocks_of(config: &ModelConfig, format: Option<QuantFormat>) -> Vec<Box<dyn Block>> {
     if let Err(error) = config.check() {
         panic!("the configuration was checked when it was parsed: {error}");
     }
     let mut blocks: Vec<Box<dyn Block>> = vec![Box::new(EmbeddingBlock::new(config))];
     for layer in 0..config.layers {
-        blocks.push(Box::new(DecoderBlock::new(config, layer)));
+        blocks.push(Box::new(DecoderBlock::stored_as(config, layer, format)));
     }
-    blocks.push(Box::new(HeadBlock::new(config)));
+    blocks.push(Box::new(HeadBlock::stored_as(config, format)));
     blocks
 }
 

@@ -10,6 +10,7 @@ mod export;
 mod fixture;
 mod memory;
 mod parity;
+mod quantized;
 mod runner;
 mod tiling;
 mod weights;

@@ -1,7 +1,17 @@
 //! The loop over the tiles of a run.
 //!
-//! A tile is read whole before anything is written, so that LLVM vectorizes without asking whether slices overlap; the
-//! last tile of a run is padded with zeros.
+//! # What does not help
+//!
+//! *Non-temporal stores*: an update writes the lines that it has just read, so there is no read for ownership to
+//! save, and the lines would be evicted on the way. (The weights of `fp32` are only written, 2 of 28 bytes.) *Software prefetch*: five to nine sequential streams in each
+//! direction are what hardware prefetchers are for; the formats that memory bounds run at the speed of a loop that only
+//! reads, adds and writes (`benches/adamw.rs` has both). *NUMA placement* is left to the caller: an update touches
+//! what it is given, on the threads of the pool it is given.
+//!
+//! # Tiles
+//!
+//! A tile is updated in place, through arrays of fixed size that are borrowed apart; the last tile of a run is padded with
+//! zeros. Where moments have a scale, which is known only when all of a block are, what is new waits on the stack.
 
 use bytemuck::{Pod, Zeroable, bytes_of, bytes_of_mut, from_bytes_mut};
 

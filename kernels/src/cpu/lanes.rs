@@ -1,0 +1,352 @@
+//! Sixteen lanes of f32, one type per instruction set, for loops that the compiler does not vectorize by itself.
+//!
+//! An algorithm over [`Lanes`] is written once; what the lanes hold is the same on every instruction set but for the rounding
+//! of [`Lanes::fma`], which the generic one does not fuse.
+//!
+//! Methods are inlined into a caller that is compiled for the instruction set, which is what makes calling them sound.
+
+use super::vector::LANES;
+
+/// Sixteen lanes.
+pub trait Lanes: Copy {
+    /// As many 32-bit words.
+    type Words: Copy;
+
+    /// Zeros.
+    ///
+    /// # Safety
+    /// The processor has the instruction set. This goes for every method.
+    unsafe fn zero() -> Self;
+
+    /// The same value in all lanes.
+    ///
+    /// # Safety
+    /// See [`zero`](Self::zero).
+    unsafe fn splat(value: f32) -> Self;
+
+    /// Sixteen floats.
+    ///
+    /// # Safety
+    /// They are readable; see [`zero`](Self::zero).
+    unsafe fn load(at: *const f32) -> Self;
+
+    /// Writes sixteen floats.
+    ///
+    /// # Safety
+    /// They are writable; see [`zero`](Self::zero).
+    unsafe fn store(self, at: *mut f32);
+
+    /// Sixteen signed bytes as floats.
+    ///
+    /// # Safety
+    /// They are readable; see [`zero`](Self::zero).
+    unsafe fn load_i8(at: *const u8) -> Self;
+
+    /// The little-endian bf16 `index` of several, in all lanes.
+    ///
+    /// # Safety
+    /// The aligned pair of them that it belongs to is readable; see [`zero`](Self::zero).
+    unsafe fn splat_bf16(at: *const u8, index: usize) -> Self;
+
+    /// Asks for what lies at an address, which need not be readable.
+    #[inline(always)]
+    fn prefetch(_at: *const u8) {}
+
+    /// Product.
+    ///
+    /// # Safety
+    /// See [`zero`](Self::zero).
+    unsafe fn mul(self, other: Self) -> Self;
+
+    /// `self·factor + term`.
+    ///
+    /// # Safety
+    /// See [`zero`](Self::zero).
+    unsafe fn fma(self, factor: Self, term: Self) -> Self;
+
+    /// Sixteen little-endian words.
+    ///
+    /// # Safety
+    /// They are readable; see [`zero`](Self::zero).
+    unsafe fn load_words(at: *const u8) -> Self::Words;
+
+    /// The upper halves of the words.
+    ///
+    /// # Safety
+    /// See [`zero`](Self::zero).
+    unsafe fn upper(words: Self::Words) -> Self::Words;
+
+    /// The bits of the words that are in the mask, which leaves the sign out, as an integer.
+    ///
+    /// # Safety
+    /// See [`zero`](Self::zero).
+    unsafe fn masked(words: Self::Words, mask: i32) -> Self;
+}
+
+/// For any machine.
+#[derive(Clone, Copy)]
+pub struct Generic([f32; LANES]);
+
+impl Lanes for Generic {
+    type Words = [u32; LANES];
+
+    #[inline(always)]
+    unsafe fn zero() -> Self {
+        Self([0.0; LANES])
+    }
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> Self {
+        Self([value; LANES])
+    }
+
+    #[inline(always)]
+    unsafe fn load(at: *const f32) -> Self {
+        // SAFETY: readable by the caller's promise.
+        Self(unsafe { at.cast::<[f32; LANES]>().read_unaligned() })
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, at: *mut f32) {
+        // SAFETY: writable by the caller's promise.
+        unsafe { at.cast::<[f32; LANES]>().write_unaligned(self.0) };
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(at: *const u8) -> Self {
+        // SAFETY: readable by the caller's promise.
+        let bytes = unsafe { at.cast::<[i8; LANES]>().read_unaligned() };
+        Self(bytes.map(f32::from))
+    }
+
+    #[inline(always)]
+    unsafe fn splat_bf16(at: *const u8, index: usize) -> Self {
+        // SAFETY: readable by the caller's promise.
+        let bytes = unsafe { at.add(2 * index).cast::<[u8; 2]>().read() };
+        Self([half::bf16::from_le_bytes(bytes).to_f32(); LANES])
+    }
+
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i] * other.0[i]))
+    }
+
+    #[inline(always)]
+    unsafe fn fma(self, factor: Self, term: Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i] * factor.0[i] + term.0[i]))
+    }
+
+    #[inline(always)]
+    unsafe fn load_words(at: *const u8) -> [u32; LANES] {
+        // SAFETY: readable by the caller's promise.
+        unsafe { at.cast::<[u32; LANES]>().read_unaligned() }.map(u32::from_le)
+    }
+
+    #[inline(always)]
+    unsafe fn upper(words: [u32; LANES]) -> [u32; LANES] {
+        words.map(|word| word >> 16)
+    }
+
+    #[inline(always)]
+    unsafe fn masked(words: [u32; LANES], mask: i32) -> Self {
+        Self(words.map(|word| (word as i32 & mask) as f32))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{LANES, Lanes};
+    use std::arch::x86_64::*;
+
+    /// Two registers of eight.
+    #[derive(Clone, Copy)]
+    pub struct Avx2(__m256, __m256);
+
+    impl Lanes for Avx2 {
+        type Words = (__m256i, __m256i);
+
+        #[inline(always)]
+        fn prefetch(at: *const u8) {
+            // SAFETY: a prefetch reads nothing.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+        }
+
+        #[inline(always)]
+        unsafe fn zero() -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm256_setzero_ps(), _mm256_setzero_ps()) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(value: f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm256_set1_ps(value), _mm256_set1_ps(value)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(at: *const f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm256_loadu_ps(at), _mm256_loadu_ps(at.add(LANES / 2))) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, at: *mut f32) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                _mm256_storeu_ps(at, self.0);
+                _mm256_storeu_ps(at.add(LANES / 2), self.1);
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_i8(at: *const u8) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let eight =
+                    |at: *const u8| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(at.cast())));
+                Self(eight(at), eight(at.add(LANES / 2)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn splat_bf16(at: *const u8, index: usize) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let pair = _mm256_set1_epi32(at.add(index / 2 * 4).cast::<i32>().read_unaligned());
+                let bits = if index.is_multiple_of(2) {
+                    _mm256_slli_epi32::<16>(pair)
+                } else {
+                    _mm256_and_si256(pair, _mm256_set1_epi32(0xFFFF_0000u32 as i32))
+                };
+                Self(_mm256_castsi256_ps(bits), _mm256_castsi256_ps(bits))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn mul(self, other: Self) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm256_mul_ps(self.0, other.0), _mm256_mul_ps(self.1, other.1)) }
+        }
+
+        #[inline(always)]
+        unsafe fn fma(self, factor: Self, term: Self) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe {
+                Self(_mm256_fmadd_ps(self.0, factor.0, term.0), _mm256_fmadd_ps(self.1, factor.1, term.1))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_words(at: *const u8) -> Self::Words {
+            // SAFETY: the caller's promise.
+            unsafe { (_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(2 * LANES).cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn upper(words: Self::Words) -> Self::Words {
+            // SAFETY: the caller's promise.
+            unsafe { (_mm256_srli_epi32::<16>(words.0), _mm256_srli_epi32::<16>(words.1)) }
+        }
+
+        #[inline(always)]
+        unsafe fn masked(words: Self::Words, mask: i32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let mask = _mm256_set1_epi32(mask);
+                let eight = |words| _mm256_cvtepi32_ps(_mm256_and_si256(words, mask));
+                Self(eight(words.0), eight(words.1))
+            }
+        }
+    }
+
+    /// One register.
+    #[derive(Clone, Copy)]
+    pub struct Avx512(__m512);
+
+    impl Lanes for Avx512 {
+        type Words = __m512i;
+
+        #[inline(always)]
+        fn prefetch(at: *const u8) {
+            // SAFETY: a prefetch reads nothing.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+        }
+
+        #[inline(always)]
+        unsafe fn zero() -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm512_setzero_ps()) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(value: f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm512_set1_ps(value)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(at: *const f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm512_loadu_ps(at)) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, at: *mut f32) {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_storeu_ps(at, self.0) };
+        }
+
+        #[inline(always)]
+        unsafe fn load_i8(at: *const u8) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at.cast())))) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat_bf16(at: *const u8, index: usize) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let pair = _mm512_set1_epi32(at.add(index / 2 * 4).cast::<i32>().read_unaligned());
+                let bits = if index.is_multiple_of(2) {
+                    _mm512_slli_epi32::<16>(pair)
+                } else {
+                    _mm512_and_si512(pair, _mm512_set1_epi32(0xFFFF_0000u32 as i32))
+                };
+                Self(_mm512_castsi512_ps(bits))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn mul(self, other: Self) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm512_mul_ps(self.0, other.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn fma(self, factor: Self, term: Self) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm512_fmadd_ps(self.0, factor.0, term.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_words(at: *const u8) -> Self::Words {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_loadu_si512(at.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn upper(words: Self::Words) -> Self::Words {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_srli_epi32::<16>(words) }
+        }
+
+        #[inline(always)]
+        unsafe fn masked(words: Self::Words, mask: i32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(mask)))) }
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! Products with quantized weights against the reference (f64 sums over the dequantized weights), and for many rows against the
+//! product with the dequantized f32 matrix, whose bits they must have.
+//!
+//! Tolerance: as for [`matmul`](crate::matmul), since the weights are of deviation one too.
+
+use crate::support::{Host, assert_close, backends};
+use proptest::prelude::*;
+use terrace_device::Bytes;
+use terrace_kernels::cpu::{self, CpuConfig, Isa};
+use terrace_kernels::{DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, dry, reference};
+
+const FORMATS: [QuantFormat; 2] = [QuantFormat::Int8, QuantFormat::Int4];
+
+fn tolerance(l: usize) -> f64 {
+    l as f64 * 2f64.powi(-22) + 1e-7
+}
+
+/// A matrix of deviation one and its codes.
+struct Quantized {
+    format: QuantFormat,
+    dims: [usize; 2],
+    bytes: Vec<u8>,
+}
+
+impl Quantized {
+    fn random(format: QuantFormat, n: usize, l: usize, seed: u64) -> Self {
+        let weights: Vec<f32> =
+            Host::random(DType::F32, &[n, l], 1.0, seed).values().iter().map(|w| *w as f32).collect();
+        let mut bytes = vec![0; format.bytes(&[n, l])];
+        for (row, out) in weights.chunks(l.max(1)).zip(bytes.chunks_mut(format.row_bytes(l).max(1))) {
+            format.quantize(row, out).unwrap();
+        }
+        Self { format, dims: [n, l], bytes }
+    }
+
+    fn view(&self) -> QuantizedView<'_> {
+        QuantizedView::new(Bytes::from_host(&self.bytes), self.format, &self.dims)
+    }
+
+    fn dequantized(&self) -> Host {
+        let [n, l] = self.dims;
+        let mut values = vec![0.0; n * l];
+        for (out, row) in values.chunks_mut(l).zip(self.bytes.chunks(self.format.row_bytes(l))) {
+            self.format.dequantize(row, out);
+        }
+        Host::of(DType::F32, &self.dims, values.into_iter().map(f64::from))
+    }
+}
+
+fn compare(sets: &[(String, KernelSet)], size: (usize, usize, usize), a_dtype: DType, out_dtype: DType) {
+    let (m, n, l) = size;
+    let a = Host::random(a_dtype, &[m, l], 1.0, 1);
+    for format in FORMATS {
+        let b = Quantized::random(format, n, l, 2);
+        let mut expected = Host::zeros(DType::F32, &[m, n]);
+        let reference = reference::kernel_set().quantized_matmul;
+        reference.matmul_nt(a.view(), b.view(), expected.view_mut()).unwrap();
+        for (name, set) in sets {
+            let mut out = Host::random(out_dtype, &[m, n], 1.0, 3);
+            set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
+            let what = format!("{name}: {format} {size:?} {a_dtype} {out_dtype}");
+            assert_close(&what, &expected, &out, tolerance(l));
+        }
+    }
+}
+
+/// The reference is the dense reference on the dequantized weights.
+#[test]
+fn the_reference_is_the_dense_one() {
+    let a = Host::random(DType::F32, &[3, 150], 1.0, 1);
+    for format in FORMATS {
+        let b = Quantized::random(format, 7, 150, 2);
+        let set = reference::kernel_set();
+        let (mut dense, mut quantized) = (Host::zeros(DType::F32, &[3, 7]), Host::zeros(DType::F32, &[3, 7]));
+        set.matmul.matmul(a.view(), b.dequantized().view(), dense.view_mut(), MatmulSpec::NT).unwrap();
+        set.quantized_matmul.matmul_nt(a.view(), b.view(), quantized.view_mut()).unwrap();
+        assert_eq!(dense.bytes(), quantized.bytes(), "{format}");
+    }
+}
+
+#[test]
+fn every_odd_size() {
+    let sets = backends();
+    for m in [1, 2, 3, 4, 5, 7, 8, 9, 13, 17] {
+        compare(&sets, (m, 3 * m + 2, 133), DType::BF16, DType::F32);
+    }
+    for l in [1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 257, 640] {
+        compare(&sets, (1, 37, l), DType::BF16, DType::BF16);
+        compare(&sets, (3, 5, l), DType::F32, DType::F32);
+        compare(&sets, (19, 50, l), DType::F16, DType::F16);
+    }
+}
+
+/// Several tiles in both directions.
+#[test]
+fn larger_than_a_tile() {
+    compare(&backends(), (200, 500, 300), DType::BF16, DType::BF16);
+}
+
+#[test]
+fn empty_sizes() {
+    for (name, set) in backends() {
+        for format in FORMATS {
+            let (a, b) = (Host::zeros(DType::F32, &[3, 0]), Quantized::random(format, 4, 0, 1));
+            let mut out = Host::random(DType::F32, &[3, 4], 1.0, 1);
+            set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
+            assert!(out.values().iter().all(|x| *x == 0.0), "{name}");
+            let (a, b) = (Host::zeros(DType::F32, &[0, 5]), Quantized::random(format, 4, 5, 1));
+            let mut none = Host::zeros(DType::F32, &[0, 4]);
+            set.quantized_matmul.matmul_nt(a.view(), b.view(), none.view_mut()).unwrap();
+        }
+    }
+}
+
+/// Many rows: weights are exact in f32 and added in the order of the dense product, so not a bit differs.
+#[test]
+fn the_bits_of_the_dense_product() {
+    for isa in Isa::available() {
+        let set = cpu::with_config(CpuConfig { threads: 2, isa: Some(isa) });
+        for (m, n, l) in [(9, 40, 144), (20, 33, 128), (100, 90, 530)] {
+            let a = Host::random(DType::BF16, &[m, l], 1.0, 1);
+            for format in FORMATS {
+                let b = Quantized::random(format, n, l, 2);
+                let (mut dense, mut quantized) =
+                    (Host::zeros(DType::F32, &[m, n]), Host::zeros(DType::F32, &[m, n]));
+                set.matmul
+                    .matmul(a.view(), b.dequantized().view(), dense.view_mut(), MatmulSpec::NT)
+                    .unwrap();
+                set.quantized_matmul.matmul_nt(a.view(), b.view(), quantized.view_mut()).unwrap();
+                assert_eq!(dense.bytes(), quantized.bytes(), "{}: {format} {m} {n} {l}", isa.name());
+            }
+        }
+    }
+}
+
+/// Few rows: what the other rows of a are changes nothing.
+#[test]
+fn a_row_does_not_depend_on_its_batch() {
+    for isa in Isa::available() {
+        let set = cpu::with_config(CpuConfig { threads: 2, isa: Some(isa) });
+        let a = Host::random(DType::F32, &[7, 300], 1.0, 1);
+        for format in FORMATS {
+            let b = Quantized::random(format, 20, 300, 2);
+            let mut all = Host::zeros(DType::F32, &[7, 20]);
+            set.quantized_matmul.matmul_nt(a.view(), b.view(), all.view_mut()).unwrap();
+            for row in 0..7 {
+                let mut one = Host::zeros(DType::F32, &[1, 20]);
+                set.quantized_matmul
+                    .matmul_nt(a.view().rows(row, row + 1), b.view(), one.view_mut())
+                    .unwrap();
+                assert_eq!(one.bytes(), &all.bytes()[row * 80..][..80], "{}: {format} row {row}", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn the_number_of_threads_changes_nothing() {
+    for isa in Isa::available() {
+        for (m, n, l) in [(1, 1000, 700), (5, 300, 260), (40, 500, 300)] {
+            let a = Host::random(DType::BF16, &[m, l], 1.0, 1);
+            for format in FORMATS {
+                let b = Quantized::random(format, n, l, 2);
+                let run = |threads| {
+                    let set = cpu::with_config(CpuConfig { threads, isa: Some(isa) });
+                    let mut out = Host::zeros(DType::F32, &[m, n]);
+                    set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
+                    out
+                };
+                let one = run(1);
+                for threads in [2, 3, 8] {
+                    assert_eq!(one.bytes(), run(threads).bytes(), "{} {format} {threads}", isa.name());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_dry_backend_counts_the_bytes_of_the_codes() {
+    let (set, counter) = dry::kernel_set();
+    let arena = terrace_device::Arena::virtual_memory();
+    let a = terrace_kernels::Tensor::new(&arena, DType::BF16, &[2, 130]).unwrap();
+    let mut out = terrace_kernels::Tensor::new(&arena, DType::F32, &[2, 7]).unwrap();
+    for (format, bytes) in [(QuantFormat::Int8, 7 * 2 * 136), (QuantFormat::Int4, 7 * 2 * 72)] {
+        counter.reset();
+        let b = QuantizedView::new(Bytes::virtual_range(bytes), format, &[7, 130]);
+        set.quantized_matmul.matmul_nt(a.view(), b, out.view_mut()).unwrap();
+        let totals = counter.totals();
+        assert_eq!(totals.matmul_flops, 2 * 2 * 7 * 130);
+        assert_eq!(totals.bytes as usize, bytes + 2 * 2 * 130 + 4 * 2 * 7, "{format}");
+    }
+}
+
+#[test]
+#[should_panic(expected = "inner sizes")]
+fn wrong_shapes_are_refused() {
+    let b = Quantized::random(QuantFormat::Int8, 5, 6, 1);
+    let mut out = Host::zeros(DType::F32, &[3, 5]);
+    let set = cpu::kernel_set(1);
+    let _ = set.quantized_matmul.matmul_nt(Host::zeros(DType::F32, &[3, 4]).view(), b.view(), out.view_mut());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn any_shape(m in 1usize..30, n in 1usize..130, l in 1usize..600) {
+        compare(&backends(), (m, n, l), DType::BF16, DType::F32);
+    }
+}
