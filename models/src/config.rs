@@ -82,7 +82,7 @@ impl ModelConfig {
     pub fn from_folder(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
         let text = std::fs::read_to_string(&path).map_err(ModelError::file("reading", &path))?;
-        Self::parse(&text)
+        Self::read(&text).map_err(ModelError::config_file(&path))
     }
 
     /// Reads the text of a `config.json`.
@@ -90,10 +90,12 @@ impl ModelConfig {
     /// # Errors
     /// Not JSON, an unsupported architecture or option, or numbers that do not fit together.
     pub fn parse(text: &str) -> Result<Self> {
-        let value: Value = serde_json::from_str(text).map_err(|e| ModelError::Config {
-            key: "(whole file)".into(),
-            detail: format!("is not JSON: {e}"),
-        })?;
+        Self::read(text).map_err(ModelError::config_file(Path::new("config.json")))
+    }
+
+    fn read(text: &str) -> Result<Self> {
+        let not_json = |e| ModelError::NoObject { detail: format!("is not JSON: {e}") };
+        let value: Value = serde_json::from_str(text).map_err(not_json)?;
         let entries = Entries::new(&value)?;
         let family = family(&entries)?;
         refuse_unsupported(&entries)?;
