@@ -253,7 +253,7 @@ fn a_flipped_byte_in_a_chunk_is_named() {
     let error = reopened(&dirs).unwrap_err();
     assert!(matches!(error, TierError::Damaged { .. }));
     let chunk_at = format!("chunk 1 at offset {}", offset - 77);
-    says(&error, &["c/state.bin", "Moment1", "layers.0", &chunk_at, "checksum"]);
+    says(&error, &["c/state.bin", "first moments of group", "layers.0", &chunk_at, "checksum"]);
     flip(&dirs[2].join("state.bin"), offset);
     assert_eq!(reopened(&dirs).unwrap(), 1);
 }
