@@ -4,7 +4,7 @@ use super::args::{GenerateArgs, KvTier, Offload, PlacementArgs, WeightFormat};
 use super::finetune::all_params;
 use super::inputs::ModelFacts;
 use super::session::{self, Session};
-use super::{print_json, print_text};
+use super::{checks, print_json, print_text};
 use crate::data::TextTokenizer;
 use crate::error::CliError;
 use crate::generate::{Continuation, Prompt, SamplingConfig, TokenSampler, read_prompts, stop_ids};
@@ -42,6 +42,9 @@ pub fn continue_prompts(
     threads: Option<NonZeroUsize>,
 ) -> Result<Vec<Continuation>, CliError> {
     refuse_unavailable(args)?;
+    checks::device(&args.placement)?;
+    checks::disks(&args.placement.disk)?;
+    checks::model(&args.model)?;
     let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
     let facts = ModelFacts::read(&args.model)?;
     let tokenizer = TextTokenizer::find(&args.model)?;

@@ -187,6 +187,16 @@ fn there_is_nothing_to_open() {
 }
 
 #[test]
+fn a_file_in_the_place_of_a_directory_is_named() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    for dir in [file.clone(), file.join("state")] {
+        says(&created(&[dir]), &["creating ", "file is not a directory", "another path"]);
+    }
+}
+
+#[test]
 fn directories_in_another_order_are_refused() {
     let root = tempfile::tempdir().unwrap();
     let right = dirs(root.path(), &["a", "b", "c"]);
