@@ -295,14 +295,21 @@ impl Planner<'_> {
         };
         let mut knobs = Vec::new();
         if self.config.placement != Placement::Disk {
-            knobs.push("use --offload disk".to_owned());
+            let place = if self.config.training.is_some() { "" } else { " with --disk PATH" };
+            knobs.push(format!("use --offload disk{place}"));
         }
         let limits = self.config.limits;
-        if limits.length > 1 {
+        if limits.cache_length > 0 {
+            knobs.push(format!(
+                "shorten the prompt or lower --max-new-tokens (now {} together)",
+                limits.cache_length
+            ));
+        } else if limits.length > 1 {
             knobs.push(format!("shorten --seq-len (now {})", limits.length));
         }
         if limits.sequences > 1 {
-            knobs.push(format!("lower --batch-size (now {}) and raise --grad-accum", limits.sequences));
+            let instead = if self.config.training.is_some() { " and raise --grad-accum" } else { "" };
+            knobs.push(format!("lower --batch-size (now {}){instead}", limits.sequences));
         }
         PlanRefusal {
             what,
