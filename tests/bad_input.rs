@@ -90,6 +90,11 @@ fn data_that_cannot_be_used() {
     };
     let row = "{\"input_ids\": [1, 2, 3]}\n";
     refused("a.jsonl", &format!("{row}{{\"input_ids\": [1,\n"), &["a.jsonl:2: invalid JSON"]);
+    refused(
+        "open.json",
+        "{\n  \"text\": 1\n}\n",
+        &["open.json:1: invalid JSON", "every line must be a whole"],
+    );
     refused("b.jsonl", &format!("{row}\n[1]\n"), &["b.jsonl:3: expected an object"]);
     refused("c.jsonl", "{\"words\": 1}\n", &["c.jsonl:1: expected a key \"text\""]);
     refused(
@@ -106,7 +111,13 @@ fn data_that_cannot_be_used() {
     generate(&["--prompt", "words"]).fails(1, &["tokenizer.json", "does not exist", "--prompt-ids"]);
     generate(&["--prompt-ids", "1,96"])
         .fails(1, &["prompt token 96 is outside the model's vocabulary of 96"]);
-    generate(&["--prompt-ids", "1", "--max-new-tokens", "64"]).fails(2, &["exceed the model's 64 positions"]);
+    for tokens in ["64", &usize::MAX.to_string()] {
+        let run = generate(&["--prompt-ids", "1", "--max-new-tokens", tokens]);
+        run.fails(2, &["exceed the model's 64 positions"]);
+    }
+    generate(&["--prompt", "-words"]).fails(1, &["tokenizer.json", "does not exist"]);
+    let small = generate(&["--prompt-ids", "1,2", "--max-new-tokens", "4", "--host-memory", "1KiB"]);
+    small.fails(2, &["--offload disk with --disk PATH", "lower --max-new-tokens (now 6 together)"]);
     cmd(&["eval"]).path("--model", &model).path("--data", &bench.path("e.jsonl")).fails(1, &["no data"]);
 }
 
@@ -200,6 +211,11 @@ fn configurations_that_make_no_sense() {
     run(&["--device", "cuda:0"]).fails(2, &["--device cuda:0", "CPU only"]);
     run(&["--offload", "none"]).path("--disk", &path).fails(2, &["--disk is of no use with --offload none"]);
     run(&[]).path("--disk", &path).path("--disk", &path).fails(2, &["is given twice"]);
+    let huge = cmd(&["finetune", "--batch-size", "4294967295"])
+        .path("--model", &bench.path("model"))
+        .path("--data", &bench.path("data.jsonl"))
+        .path("--output", &bench.path("out"));
+    huge.fails(2, &["--batch-size 4294967295 of --seq-len 64 is more tokens than a micro-batch can have"]);
     run(&["--betas", "0.9"]).fails(2, &["--betas"]);
     run(&["--param-group", "*,lr=fast"]).fails(2, &["--param-group", "lr=fast: expected"]);
     run(&["--no-decay", "*norms*"]).fails(2, &["--no-decay *norms*: no parameter", "names are like model."]);
@@ -226,6 +242,7 @@ fn values_of_flags_that_make_no_sense() {
         ("--grad-accum", "-3", "must be at least 1"),
         ("--save-every", "0", "must be at least 1"),
         ("--threads", "0", "must be at least 1"),
+        ("--threads", "100000", "must be at most 1024"),
         ("--steps", "-1", "must not be negative"),
         ("--steps", "many", "expected a whole number"),
         ("--seed", "99999999999999999999", "more than a 64-bit number can hold"),

@@ -2,7 +2,7 @@
 //! [`TrainConfig`](crate::config::TrainConfig)'s business.
 
 pub use super::values::{Betas, DeviceName};
-use super::values::{count, not_negative_float, positive_float, probability, token_id, whole};
+use super::values::{count, not_negative_float, positive_float, probability, threads, token_id, whole};
 use crate::config::{ByteSize, GroupFlag, SchedulerFlag};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
@@ -17,7 +17,7 @@ pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
     /// Threads that compute [default: one per core]
-    #[arg(long, global = true, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>)]
+    #[arg(long, global = true, value_name = "N", allow_negative_numbers = true, value_parser = threads)]
     pub threads: Option<NonZeroUsize>,
 }
 
@@ -188,7 +188,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// Text to continue
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub prompt: Option<String>,
     /// Token ids to continue, separated by commas; needs no tokenizer
     #[arg(long, value_name = "IDS", value_delimiter = ',', num_args = 1, value_parser = token_id, allow_hyphen_values = true)]

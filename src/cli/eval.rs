@@ -25,7 +25,8 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     let seq_len = run::seq_len(args.seq_len.map(NonZeroUsize::get), facts.positions_max)?;
     let work_dir = tempdir()?;
     let data = open_data(&args.model, facts, &args.data, seq_len, args.pack, work_dir.path())?;
-    let batch = args.batch_size.get();
+    let batch = args.batch_size.get().min(data.len());
+    run::micro_batch(batch, seq_len)?;
     let builder = TokenBatch::new(&model);
     let profile = session::disk_profile(&args.placement)?;
     let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;

@@ -59,7 +59,7 @@ pub fn continue_prompts(
         .map(|p| p.ids(tokenizer.as_ref(), &args.model, facts.vocab_size))
         .collect::<Result<Vec<_>, _>>()?;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(1);
-    let positions = longest + args.max_new_tokens.get();
+    let positions = longest.saturating_add(args.max_new_tokens.get());
     if positions > model.config.positions_max {
         return Err(CliError::Usage(format!(
             "a prompt of {longest} tokens and --max-new-tokens {} exceed the model's {} positions",

@@ -1,7 +1,10 @@
 //! Values of flags: what is not one is said in words, with what is expected instead.
 
-use std::num::NonZeroU64;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::str::FromStr;
+
+/// More than the processors of any machine this is for. Every thread has a workspace, and far more would take minutes to start.
+const THREADS_MAX: usize = 1024;
 
 /// Where to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -74,6 +77,12 @@ pub(super) fn count<T: TryFrom<NonZeroU64>>(text: &str) -> Result<T, String> {
     };
     let too_large = || format!("{number} is more than this machine can count");
     NonZeroU64::new(number).and_then(|number| T::try_from(number).ok()).ok_or_else(too_large)
+}
+
+/// A number of threads.
+pub(super) fn threads(text: &str) -> Result<NonZeroUsize, String> {
+    let number: NonZeroUsize = count(text)?;
+    if number.get() > THREADS_MAX { Err(format!("must be at most {THREADS_MAX}")) } else { Ok(number) }
 }
 
 /// One of the ids of `--prompt-ids`.

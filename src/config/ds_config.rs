@@ -9,6 +9,7 @@ use super::hjson;
 use super::schedule::{SCHEDULERS, ScheduleChoice};
 use super::section::{Section, SectionError};
 use crate::cli::args::OptimizerName;
+use crate::error::advice;
 use std::path::{Path, PathBuf};
 use terrace_aio::engine::{BLOCK_BYTES_MAX, QUEUE_DEPTH_MAX};
 use terrace_optimizer::{LossScaleConfig, OptimizerError};
@@ -82,7 +83,7 @@ pub enum DsOffload {
 #[derive(Debug, thiserror::Error)]
 pub enum DsConfigError {
     /// It could not be read.
-    #[error("reading {}: {source}", path.display())]
+    #[error("--config {}: {source}; {}", path.display(), advice(source))]
     File {
         /// The file.
         path: PathBuf,
