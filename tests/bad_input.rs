@@ -149,6 +149,23 @@ fn paths_that_lead_nowhere() {
 }
 
 #[test]
+fn files_beside_the_weights_that_are_broken() {
+    let bench = Bench::tiny();
+    let model = bench.path("model");
+    let generate =
+        || cmd(&["generate", "--prompt-ids", "1", "--max-new-tokens", "2"]).path("--model", &model);
+    for (name, parts) in [
+        ("generation_config.json", ["generation_config.json: the file is not JSON", "download it again"]),
+        ("tokenizer.json", ["tokenizer.json: not a usable tokenizer", "download it again"]),
+    ] {
+        fs::write(model.join(name), "{").unwrap();
+        generate().fails(1, &parts);
+    }
+    set(&bench, "num_hidden_layers", &json!(4_000_000_000_u64));
+    generate().fails(1, &["config.json: `num_hidden_layers` is 4000000000"]);
+}
+
+#[test]
 fn the_model_is_not_overwritten() {
     let bench = Bench::tiny();
     let before = bench.weights("model");

@@ -18,6 +18,9 @@ const FAMILIES: [(Family, &str, &str); 4] = [
     (Family::Qwen3, "Qwen3ForCausalLM", "qwen3"),
 ];
 
+/// Far more layers than any model has; a broken number must not become an allocation.
+const LAYERS_MAX: usize = 1 << 16;
+
 /// A line of models that share their structure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
@@ -103,6 +106,10 @@ impl ModelConfig {
         let hidden = entries.size("hidden_size")?;
         let heads = entries.size("num_attention_heads")?;
         let layers = entries.size("num_hidden_layers")?;
+        if layers > LAYERS_MAX {
+            let detail = format!("is {layers}; more than {LAYERS_MAX} layers are not supported");
+            return Err(entries.error("num_hidden_layers", detail));
+        }
         let kv_heads = match (entries.optional_size("num_key_value_heads")?, family) {
             (Some(kv_heads), _) => kv_heads,
             (None, Family::Mistral) if !entries.has("num_key_value_heads") => 8,

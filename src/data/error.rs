@@ -67,6 +67,11 @@ impl DataError {
         if metadata.is_dir() { Err(Self::Directory { path: path.into() }) } else { Ok(()) }
     }
 
+    /// A file of the model's folder that should be JSON.
+    pub(crate) fn not_json(path: &Path, error: &serde_json::Error) -> Self {
+        Self::tokenizer(path, format!("the file is not JSON: {error}; correct it or download it again"))
+    }
+
     pub(crate) fn tokenizer(path: &Path, reason: impl std::fmt::Display) -> Self {
         Self::Tokenizer { path: path.to_path_buf(), reason: format!("{reason}") }
     }
