@@ -1,5 +1,6 @@
 //! How a command ends when it does not end well.
 
+use std::io::ErrorKind;
 use std::process::ExitCode;
 
 /// Why a command stopped. The variant decides the exit code, which scripts rely on.
@@ -59,5 +60,19 @@ impl From<crate::data::DataError> for CliError {
     fn from(error: crate::data::DataError) -> Self {
         // Every message of a data error names its cause.
         Self::Failed(error.to_string())
+    }
+}
+
+/// What to do about an error of the operating system with a path that the user gave.
+pub(crate) fn advice(error: &std::io::Error) -> &'static str {
+    match error.kind() {
+        ErrorKind::NotFound => "check the path",
+        ErrorKind::PermissionDenied => "check the owner and the permissions of the path",
+        ErrorKind::ReadOnlyFilesystem => "the file system is mounted read-only; choose another place",
+        ErrorKind::NotADirectory => "a part of the path is a file",
+        ErrorKind::IsADirectory => "give the name of a file",
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free space or choose another place",
+        ErrorKind::InvalidData => "the file is not text in UTF-8",
+        _ => "check the path and the file system that it is on",
     }
 }

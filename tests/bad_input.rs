@@ -62,9 +62,16 @@ fn models_that_are_not_supported() {
     set(&bench, "hidden_act", &json!("gelu"));
     run().fails(1, &["hidden_act", "gelu", "is not supported"]);
     fs::write(bench.path("model").join("config.json"), "{").unwrap();
-    run().fails(1, &["config.json", "is not JSON"]);
+    let model = bench.path("model");
+    let config = model.join("config.json").display().to_string();
+    let broken = format!("{config}: the file is not JSON: EOF");
+    run().fails(1, &[&broken, "correct it or download it again"]);
+    let generate = cmd(&["generate", "--prompt-ids", "1"]).path("--model", &model);
+    generate.fails(1, &[&broken]);
+    fs::write(&config, "[]").unwrap();
+    run().fails(1, &[&format!("{config}: the file is not a JSON object")]);
     fs::remove_file(bench.path("model").join("config.json")).unwrap();
-    run().fails(1, &["config.json", "No such file"]);
+    run().fails(1, &["--model ", "the folder has no config.json"]);
 }
 
 #[test]
@@ -83,6 +90,11 @@ fn data_that_cannot_be_used() {
     };
     let row = "{\"input_ids\": [1, 2, 3]}\n";
     refused("a.jsonl", &format!("{row}{{\"input_ids\": [1,\n"), &["a.jsonl:2: invalid JSON"]);
+    refused(
+        "open.json",
+        "{\n  \"text\": 1\n}\n",
+        &["open.json:1: invalid JSON", "every line must be a whole"],
+    );
     refused("b.jsonl", &format!("{row}\n[1]\n"), &["b.jsonl:3: expected an object"]);
     refused("c.jsonl", "{\"words\": 1}\n", &["c.jsonl:1: expected a key \"text\""]);
     refused(
@@ -99,12 +111,86 @@ fn data_that_cannot_be_used() {
     generate(&["--prompt", "words"]).fails(1, &["tokenizer.json", "does not exist", "--prompt-ids"]);
     generate(&["--prompt-ids", "1,96"])
         .fails(1, &["prompt token 96 is outside the model's vocabulary of 96"]);
-    generate(&["--prompt-ids", "1", "--max-new-tokens", "64"]).fails(2, &["exceed the model's 64 positions"]);
+    for tokens in ["64", &usize::MAX.to_string()] {
+        let run = generate(&["--prompt-ids", "1", "--max-new-tokens", tokens]);
+        run.fails(2, &["exceed the model's 64 positions"]);
+    }
+    generate(&["--prompt", "-words"]).fails(1, &["tokenizer.json", "does not exist"]);
+    let small = generate(&["--prompt-ids", "1,2", "--max-new-tokens", "4", "--host-memory", "1KiB"]);
+    small.fails(2, &["--offload disk with --disk PATH", "lower --max-new-tokens (now 6 together)"]);
     cmd(&["eval"]).path("--model", &model).path("--data", &bench.path("e.jsonl")).fails(1, &["no data"]);
-    cmd(&["eval"])
-        .path("--model", &model)
-        .path("--data", &bench.path("none.jsonl"))
-        .fails(1, &["No such file"]);
+}
+
+#[test]
+fn paths_that_lead_nowhere() {
+    let bench = Bench::tiny();
+    let (model, data) = (bench.path("model"), bench.path("data.jsonl"));
+    let eval = |model: &Path, data: &Path| cmd(&["eval"]).path("--model", model).path("--data", data);
+    eval(&model, &bench.path("none.jsonl")).fails(1, &["none.jsonl: No such file", "check the path"]);
+    // Not about a format that nobody can tell.
+    eval(&model, &bench.path("none")).fails(1, &["none: No such file", "check the path"]);
+    eval(&model, &model).fails(1, &["model: this is a directory; give one file"]);
+    let prompts = cmd(&["generate"]).path("--model", &model).path("--prompts", &model);
+    prompts.fails(1, &["model: this is a directory"]);
+    eval(&bench.path("none"), &data).fails(1, &["--model ", "none: there is no such folder", "Hugging Face"]);
+    eval(&data, &data).fails(1, &["--model ", "data.jsonl: this is a file; give the folder"]);
+    let finetune = |output: &Path| {
+        cmd(&["finetune", "--steps", "1"])
+            .path("--model", &model)
+            .path("--data", &data)
+            .path("--output", output)
+    };
+    finetune(&data).fails(1, &["--output ", "data.jsonl: this is not a directory; give a folder"]);
+    let parts = ["--output ", "data.jsonl is not a directory"];
+    finetune(&data.join("out")).fails(1, &parts);
+    let run = || bench.finetune("out");
+    run().path("--trace", &model).fails(1, &["--trace ", "model: this is a directory"]);
+    run().path("--trace", &bench.path("no/t.json")).fails(1, &["--trace ", "No such file", "check the path"]);
+}
+
+#[test]
+fn files_beside_the_weights_that_are_broken() {
+    let bench = Bench::tiny();
+    let model = bench.path("model");
+    let generate =
+        || cmd(&["generate", "--prompt-ids", "1", "--max-new-tokens", "2"]).path("--model", &model);
+    for (name, parts) in [
+        ("generation_config.json", ["generation_config.json: the file is not JSON", "download it again"]),
+        ("tokenizer.json", ["tokenizer.json: not a usable tokenizer", "download it again"]),
+    ] {
+        fs::write(model.join(name), "{").unwrap();
+        generate().fails(1, &parts);
+    }
+    set(&bench, "num_hidden_layers", &json!(4_000_000_000_u64));
+    generate().fails(1, &["config.json: `num_hidden_layers` is 4000000000"]);
+}
+
+#[test]
+fn the_model_is_not_overwritten() {
+    let bench = Bench::tiny();
+    let before = bench.weights("model");
+    std::os::unix::fs::symlink(bench.path("model"), bench.path("link")).unwrap();
+    for output in ["model", "link", "model/../model"] {
+        bench.finetune(output).args(&["--steps", "1"]).fails(2, &["--output ", "is the folder of --model"]);
+    }
+    assert!(bench.weights("model") == before);
+    assert_eq!(files(&bench.path("model")).len(), 2);
+}
+
+#[test]
+fn what_needs_no_data_is_refused_before_data_is_read() {
+    let bench = Bench::tiny();
+    let (model, broken) = (bench.path("model"), bench.path("broken.jsonl"));
+    fs::write(&broken, "{\n").unwrap();
+    let finetune = cmd(&["finetune"]).path("--output", &bench.path("out"));
+    let eval = cmd(&["eval"]);
+    for command in [finetune, eval] {
+        let run = || command.clone().path("--model", &model).path("--data", &broken);
+        run().fails(1, &["broken.jsonl:1"]);
+        run().args(&["--device", "cuda:0"]).fails(2, &["--device cuda:0", "CPU only"]);
+        run().path("--disk", &broken).fails(1, &["--disk ", "broken.jsonl: this is not a directory"]);
+        run().path("--disk", &broken.join("a/b")).fails(1, &["--disk ", "broken.jsonl is not a directory"]);
+    }
 }
 
 #[test]
@@ -123,6 +209,14 @@ fn configurations_that_make_no_sense() {
             &["ds.json:1:", "8 is not"],
         ),
         ("{ bf16: {", &["ds.json:1:"]),
+        (
+            "{\n  aio: {\n queue_depth: 100000000 } }",
+            &["ds.json:3:", "aio.queue_depth: must be at most 4096, found 100000000"],
+        ),
+        (
+            "{ aio: { block_size: 1073741825 } }",
+            &["ds.json:1:", "aio.block_size: must be at most 1073741824"],
+        ),
     ] {
         fs::write(bench.path("ds.json"), text).unwrap();
         bench.finetune("out").path("--config", &bench.path("ds.json")).fails(2, parts);
@@ -134,6 +228,11 @@ fn configurations_that_make_no_sense() {
     run(&["--device", "cuda:0"]).fails(2, &["--device cuda:0", "CPU only"]);
     run(&["--offload", "none"]).path("--disk", &path).fails(2, &["--disk is of no use with --offload none"]);
     run(&[]).path("--disk", &path).path("--disk", &path).fails(2, &["is given twice"]);
+    let huge = cmd(&["finetune", "--batch-size", "4294967295"])
+        .path("--model", &bench.path("model"))
+        .path("--data", &bench.path("data.jsonl"))
+        .path("--output", &bench.path("out"));
+    huge.fails(2, &["--batch-size 4294967295 of --seq-len 64 is more tokens than a micro-batch can have"]);
     run(&["--betas", "0.9"]).fails(2, &["--betas"]);
     run(&["--param-group", "*,lr=fast"]).fails(2, &["--param-group", "lr=fast: expected"]);
     run(&["--no-decay", "*norms*"]).fails(2, &["--no-decay *norms*: no parameter", "names are like model."]);
@@ -145,6 +244,45 @@ fn configurations_that_make_no_sense() {
         .path("--output", &bench.path("out"));
     long.fails(2, &["--seq-len 65", "max_position_embeddings 64"]);
     assert!(files(&bench.path("out")).iter().all(|(path, _)| path.ends_with(".terrace/tokens.bin")));
+}
+
+#[test]
+fn values_of_flags_that_make_no_sense() {
+    let bench = Bench::tiny();
+    let finetune = [
+        ("--learning-rate", "-1", "must not be negative"),
+        ("--weight-decay", "-0.5", "must not be negative"),
+        ("--learning-rate", "fast", "expected a finite number"),
+        ("--epochs", "-2", "must be more than zero"),
+        ("--betas", "-1,0.9", "expected two numbers of at least 0 and below 1"),
+        ("--batch-size", "0", "must be at least 1"),
+        ("--grad-accum", "-3", "must be at least 1"),
+        ("--save-every", "0", "must be at least 1"),
+        ("--threads", "0", "must be at least 1"),
+        ("--threads", "100000", "must be at most 1024"),
+        ("--steps", "-1", "must not be negative"),
+        ("--steps", "many", "expected a whole number"),
+        ("--seed", "99999999999999999999", "more than a 64-bit number can hold"),
+        ("--host-memory", "-1", "is not a size"),
+    ];
+    let run = |command: &str, flag: &str, value: &str, part: &str| {
+        let ended =
+            cmd(&[command, flag, value]).path("--model", &bench.path("model")).fails(2, &[flag, part]);
+        assert!(ended.stderr.contains(&format!("invalid value '{value}'")), "{}", ended.stderr);
+    };
+    finetune.iter().for_each(|(flag, value, part)| run("finetune", flag, value, part));
+    for (flag, value, part) in [
+        ("--temperature", "-1", "must not be negative"),
+        ("--top-p", "-1", "must be above 0 and at most 1"),
+        ("--top-k", "0", "must be at least 1"),
+        ("--max-new-tokens", "0", "must be at least 1"),
+    ] {
+        run("generate", flag, value, part);
+    }
+    for (ids, part) in [("1,x", "\"x\" is not a token id"), ("-1,2", "\"-1\" is not a token id")] {
+        let parts = ["--prompt-ids", part, "whole numbers such as 1,2,3"];
+        cmd(&["generate", "--prompt-ids", ids]).path("--model", &bench.path("model")).fails(2, &parts);
+    }
 }
 
 #[test]
@@ -161,6 +299,13 @@ fn a_budget_that_is_too_small() {
         };
         let refused =
             run("10KiB").fails(2, &["--host-memory of 10.0 KiB is too small", "Raise it to", "--seq-len"]);
+        assert!(refused.stderr.contains(": low half of the master weights ("), "{}", refused.stderr);
+        if words[1] == "disk" {
+            // A line for each class of sizes, and no two of them the same.
+            let classes: Vec<&str> =
+                refused.stderr.lines().filter_map(|line| line.split("of groups up to ").nth(1)).collect();
+            assert!(classes.len() > 1 && classes[0] != classes[1], "{}", refused.stderr);
+        }
         let minimum = refused.stderr.split("needs at least ").nth(1).unwrap().split(".\n").next().unwrap();
         let bytes: terrace::config::ByteSize = minimum.parse().unwrap();
         run(&(bytes.0 - bytes.0 / 50).to_string()).fails(2, &["is too small", minimum]);
@@ -228,13 +373,13 @@ fn a_read_only_disk() {
     let Some(disk) = SmallDisk::mount(16 << 20) else { return };
     let run = || bench.finetune("out").args(&["--steps", "1"]).path("--disk", disk.path());
     disk.make_read_only();
-    run().fails(1, &["terrace.lock", "Read-only file system", "mounted read-only"]);
+    run().fails(1, &["--disk ", "Read-only file system", "mounted read-only"]);
     let output = disk.path().join("out");
     cmd(&["finetune"])
         .path("--model", &bench.path("model"))
         .path("--data", &bench.path("data.jsonl"))
         .path("--output", &output)
-        .fails(1, &["creating", "Read-only file system"]);
+        .fails(1, &["--output ", "Read-only file system", "mounted read-only"]);
 }
 
 #[test]

@@ -66,6 +66,17 @@ fn a_scale_that_cannot_go_down_ends_the_run() {
 }
 
 #[test]
+fn a_scale_that_never_fits_ends_the_run() {
+    let bench = Bench::tiny();
+    let run = || overflowing(&bench, "out", "loss_scale: 1e30").args(&["--steps", "300"]);
+    let parts =
+        ["step 100: a gradient overflowed", "100 steps in a row", "fp16.loss_scale", "state is still that"];
+    run().fails(1, &parts);
+    assert_eq!(bench.steps("out"), (1..=99).collect::<Vec<_>>());
+    run().args(&["--resume"]).fails(1, &["resumed at step 99", "step 199: a gradient overflowed"]);
+}
+
+#[test]
 fn only_fp16_has_a_loss_scale() {
     let bench = Bench::tiny();
     bench.finetune("bf16").args(&["--steps", "1"]).ok();

@@ -18,6 +18,9 @@ const FAMILIES: [(Family, &str, &str); 4] = [
     (Family::Qwen3, "Qwen3ForCausalLM", "qwen3"),
 ];
 
+/// Far more layers than any model has; a broken number must not become an allocation.
+const LAYERS_MAX: usize = 1 << 16;
+
 /// A line of models that share their structure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
@@ -82,7 +85,7 @@ impl ModelConfig {
     pub fn from_folder(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
         let text = std::fs::read_to_string(&path).map_err(ModelError::file("reading", &path))?;
-        Self::parse(&text)
+        Self::read(&text).map_err(ModelError::config_file(&path))
     }
 
     /// Reads the text of a `config.json`.
@@ -90,10 +93,12 @@ impl ModelConfig {
     /// # Errors
     /// Not JSON, an unsupported architecture or option, or numbers that do not fit together.
     pub fn parse(text: &str) -> Result<Self> {
-        let value: Value = serde_json::from_str(text).map_err(|e| ModelError::Config {
-            key: "(whole file)".into(),
-            detail: format!("is not JSON: {e}"),
-        })?;
+        Self::read(text).map_err(ModelError::config_file(Path::new("config.json")))
+    }
+
+    fn read(text: &str) -> Result<Self> {
+        let not_json = |e| ModelError::NoObject { detail: format!("is not JSON: {e}") };
+        let value: Value = serde_json::from_str(text).map_err(not_json)?;
         let entries = Entries::new(&value)?;
         let family = family(&entries)?;
         refuse_unsupported(&entries)?;
@@ -101,6 +106,10 @@ impl ModelConfig {
         let hidden = entries.size("hidden_size")?;
         let heads = entries.size("num_attention_heads")?;
         let layers = entries.size("num_hidden_layers")?;
+        if layers > LAYERS_MAX {
+            let detail = format!("is {layers}; more than {LAYERS_MAX} layers are not supported");
+            return Err(entries.error("num_hidden_layers", detail));
+        }
         let kv_heads = match (entries.optional_size("num_key_value_heads")?, family) {
             (Some(kv_heads), _) => kv_heads,
             (None, Family::Mistral) if !entries.has("num_key_value_heads") => 8,

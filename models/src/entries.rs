@@ -12,10 +12,9 @@ pub(crate) struct Entries<'a> {
 
 impl<'a> Entries<'a> {
     pub(crate) fn new(value: &'a Value) -> Result<Self> {
-        let map = value.as_object().ok_or_else(|| ModelError::Config {
-            key: "(whole file)".into(),
-            detail: "is not a JSON object".into(),
-        })?;
+        let map = value
+            .as_object()
+            .ok_or_else(|| ModelError::NoObject { detail: "is not a JSON object {…}".into() })?;
         Ok(Self { map, prefix: String::new() })
     }
 

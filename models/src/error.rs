@@ -8,7 +8,7 @@ use terrace_zero::EngineError;
 #[non_exhaustive]
 pub enum ModelError {
     /// An architecture or option outside what the blocks compute.
-    #[error("config.json: {what} {found} is not supported; supported: {supported}")]
+    #[error("{what} {found} is not supported; supported: {supported}")]
     Unsupported {
         /// The option, for example `hidden_act`.
         what: String,
@@ -18,12 +18,26 @@ pub enum ModelError {
         supported: String,
     },
     /// A missing, mistyped or inconsistent entry of config.json.
-    #[error("config.json: `{key}` {detail}")]
+    #[error("`{key}` {detail}")]
     Config {
         /// The entry.
         key: String,
         /// What is wrong with it.
         detail: String,
+    },
+    /// Text that is no JSON object.
+    #[error("the file {detail}; correct it or download it again")]
+    NoObject {
+        /// What it is instead.
+        detail: String,
+    },
+    /// A configuration that is refused, and where it stands.
+    #[error("{}: {reason}", path.display())]
+    ConfigFile {
+        /// The file; `config.json` where only its text was given.
+        path: PathBuf,
+        /// Why.
+        reason: Box<ModelError>,
     },
     /// A folder without weights that can be read.
     #[error("{} has no {expected}{hint}", folder.display())]
@@ -123,6 +137,12 @@ impl From<ModelError> for EngineError {
 }
 
 impl ModelError {
+    /// Names the file that a refused configuration stands in.
+    pub(crate) fn config_file(path: &std::path::Path) -> impl FnOnce(Self) -> Self {
+        let path = path.to_owned();
+        move |reason| Self::ConfigFile { path, reason: Box::new(reason) }
+    }
+
     /// Wraps an operating system error, for `map_err`.
     pub(crate) fn file(doing: &'static str, path: &std::path::Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_owned();

@@ -173,10 +173,11 @@ fn index_json(shards: &[Shard], dtype: DType) -> String {
 
 /// The configuration with the dtype of the weights, under the spelling it uses already.
 fn with_dtype(config_json: &str, dtype: &str) -> Result<String> {
-    let whole = |detail: String| ModelError::Config { key: "(whole file)".into(), detail };
+    let refused =
+        |detail: String| ModelError::config_file(Path::new("config.json"))(ModelError::NoObject { detail });
     let mut value: Value =
-        serde_json::from_str(config_json).map_err(|e| whole(format!("is not JSON: {e}")))?;
-    let config = value.as_object_mut().ok_or_else(|| whole("is not a JSON object".into()))?;
+        serde_json::from_str(config_json).map_err(|e| refused(format!("is not JSON: {e}")))?;
+    let config = value.as_object_mut().ok_or_else(|| refused("is not a JSON object".into()))?;
     let keys: Vec<&str> =
         ["dtype", "torch_dtype"].into_iter().filter(|key| config.contains_key(*key)).collect();
     for key in if keys.is_empty() { vec!["torch_dtype"] } else { keys } {

@@ -256,8 +256,11 @@ fn state_of_another_run_is_refused_by_name() {
     for (other, parts) in [
         (other_model, ["another model", "head", "elements"]),
         (other_run, ["another run", "test was 1 and is now 2", "data was nothing and is now \"b.jsonl\""]),
-        (other_state, ["another format", "MasterLow of 2 bytes", "Master of 4 bytes"]),
-        (other_dtype, ["another format", "Weight of 2 bytes", "Weight of 4 bytes"]),
+        (
+            other_state,
+            ["another format", "low half of the master weights (2 bytes", "+ master weights (4 bytes each)"],
+        ),
+        (other_dtype, ["another format", "weights (2 bytes each)", "weights (4 bytes each)"]),
     ] {
         let text = other.resume().map(drop).expect_err("refused").to_string();
         println!("{text}");

@@ -1,12 +1,13 @@
 //! The command line, parsed. Flags only: what they mean together with a configuration file is
 //! [`TrainConfig`](crate::config::TrainConfig)'s business.
 
+pub use super::values::{Betas, DeviceName};
+use super::values::{count, not_negative_float, positive_float, probability, threads, token_id, whole};
 use crate::config::{ByteSize, GroupFlag, SchedulerFlag};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
-use std::str::FromStr;
 
 /// Train and run language models larger than memory.
 #[derive(Debug, Parser)]
@@ -16,7 +17,7 @@ pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
     /// Threads that compute [default: one per core]
-    #[arg(long, global = true, value_name = "N")]
+    #[arg(long, global = true, value_name = "N", allow_negative_numbers = true, value_parser = threads)]
     pub threads: Option<NonZeroUsize>,
 }
 
@@ -52,28 +53,28 @@ pub struct FinetuneArgs {
     pub config: Option<PathBuf>,
 
     /// Steps to train; wins over --epochs
-    #[arg(long, value_name = "N", help_heading = "Training")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole, help_heading = "Training")]
     pub steps: Option<u64>,
     /// Passes over the data, fractions allowed [default: 1]
-    #[arg(long, value_name = "E", value_parser = positive_float, help_heading = "Training")]
+    #[arg(long, value_name = "E", allow_negative_numbers = true, value_parser = positive_float, help_heading = "Training")]
     pub epochs: Option<f64>,
     /// Sequences per micro-batch [default: 1]
-    #[arg(long, value_name = "B", help_heading = "Training")]
+    #[arg(long, value_name = "B", allow_negative_numbers = true, value_parser = count::<NonZeroU64>, help_heading = "Training")]
     pub batch_size: Option<NonZeroU64>,
     /// Micro-batches per step [default: 1]
-    #[arg(long, value_name = "M", help_heading = "Training")]
+    #[arg(long, value_name = "M", allow_negative_numbers = true, value_parser = count::<NonZeroU64>, help_heading = "Training")]
     pub grad_accum: Option<NonZeroU64>,
     /// Tokens per sequence [default: 1024, at most what the model takes]
-    #[arg(long, value_name = "S", help_heading = "Training")]
+    #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, help_heading = "Training")]
     pub seq_len: Option<NonZeroUsize>,
     /// Learning rate [default: 1e-5]
-    #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = not_negative_float, help_heading = "Training")]
     pub learning_rate: Option<f64>,
     /// Optimization algorithm [default: adamw]
     #[arg(long, value_name = "NAME", help_heading = "Training")]
     pub optimizer: Option<OptimizerName>,
     /// Weight decay; decoupled from the gradient for adamw and lion [default: 0]
-    #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = not_negative_float, help_heading = "Training")]
     pub weight_decay: Option<f64>,
     /// No weight decay for parameters whose names match; * stands for any characters, as in '*norm*'
     #[arg(long, value_name = "PATTERN", help_heading = "Training")]
@@ -83,19 +84,19 @@ pub struct FinetuneArgs {
     #[arg(long, value_name = "PATTERN,…", help_heading = "Training")]
     pub param_group: Vec<GroupFlag>,
     /// Decay rates of the moments [default: 0.9,0.999; lion: 0.9,0.99]
-    #[arg(long, value_name = "A,B", help_heading = "Training")]
+    #[arg(long, value_name = "A,B", allow_hyphen_values = true, help_heading = "Training")]
     pub betas: Option<Betas>,
     /// Momentum of sgd [default: 0.9]
-    #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = not_negative_float, help_heading = "Training")]
     pub momentum: Option<f64>,
     /// Epsilon of the adaptive algorithms [default: 1e-8; adagrad: 1e-10]
-    #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = not_negative_float, help_heading = "Training")]
     pub eps: Option<f64>,
     /// Largest global gradient norm, 0 for none [default: 1.0]
-    #[arg(long, value_name = "X", value_parser = not_negative_float, help_heading = "Training")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = not_negative_float, help_heading = "Training")]
     pub clip: Option<f64>,
     /// Steps of warm-up [default: 0; DeepSpeed's schedules: 1000]
-    #[arg(long, value_name = "N", help_heading = "Training")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole, help_heading = "Training")]
     pub warmup_steps: Option<u64>,
     /// How the learning rate moves [default: linear]: constant, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt,
     /// or DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest. Parameters follow the name, as in
@@ -103,7 +104,7 @@ pub struct FinetuneArgs {
     #[arg(long, value_name = "NAME[,KEY=VALUE…]", help_heading = "Training")]
     pub scheduler: Option<SchedulerFlag>,
     /// Seed of the data order
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole, default_value_t = 0, help_heading = "Training")]
     pub seed: u64,
     /// Take the rows in file order
     #[arg(long, help_heading = "Training")]
@@ -126,10 +127,16 @@ pub struct FinetuneArgs {
     #[arg(long, help_heading = "Output")]
     pub resume: bool,
     /// Write a model folder every N steps
-    #[arg(long, value_name = "N", help_heading = "Output")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroU64>, help_heading = "Output")]
     pub save_every: Option<NonZeroU64>,
     /// Largest safetensors file
-    #[arg(long, value_name = "SIZE", default_value = "5GB", help_heading = "Output")]
+    #[arg(
+        long,
+        value_name = "SIZE",
+        allow_negative_numbers = true,
+        default_value = "5GB",
+        help_heading = "Output"
+    )]
     pub max_shard_size: ByteSize,
     /// Write a timeline (Chrome trace format)
     #[arg(long, value_name = "FILE", help_heading = "Output")]
@@ -154,12 +161,12 @@ pub struct PlacementArgs {
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
     /// Host memory to use, for example 24GiB [default: what is free, less a reserve]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub host_memory: Option<ByteSize>,
     /// Device memory to use [default: what is free, less a reserve]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub device_memory: Option<ByteSize>,
-    /// Where to compute: auto, cpu or cuda:N
+    /// Where to compute: auto or cpu; cuda:N is for a version with a GPU backend and refused by this one
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceName,
     /// How disk operations are submitted
@@ -169,7 +176,7 @@ pub struct PlacementArgs {
     #[arg(long, hide = true)]
     pub discrete: bool,
     /// Blocks fetched ahead of the one that computes.
-    #[arg(long, value_name = "N", hide = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, hide = true)]
     pub window: Option<NonZeroUsize>,
 }
 
@@ -181,34 +188,34 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// Text to continue
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub prompt: Option<String>,
     /// Token ids to continue, separated by commas; needs no tokenizer
-    #[arg(long, value_name = "IDS", value_delimiter = ',', num_args = 1)]
+    #[arg(long, value_name = "IDS", value_delimiter = ',', num_args = 1, value_parser = token_id, allow_hyphen_values = true)]
     pub prompt_ids: Option<Vec<u32>>,
     /// Prompts to continue: lines of a .txt, or .jsonl rows {"prompt"} or {"prompt_ids"}
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
     /// Largest number of new tokens per prompt
-    #[arg(long, value_name = "N", default_value = "128", help_heading = "Sampling")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "128", help_heading = "Sampling")]
     pub max_new_tokens: NonZeroUsize,
     /// Sampling temperature; 0 takes the most likely token
-    #[arg(long, value_name = "T", default_value = "0", value_parser = not_negative_float, help_heading = "Sampling")]
+    #[arg(long, value_name = "T", allow_negative_numbers = true, default_value = "0", value_parser = not_negative_float, help_heading = "Sampling")]
     pub temperature: f64,
     /// Sample from the smallest set of tokens whose probability reaches P
-    #[arg(long, value_name = "P", value_parser = probability, help_heading = "Sampling")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = probability, help_heading = "Sampling")]
     pub top_p: Option<f64>,
     /// Sample from the K most likely tokens
-    #[arg(long, value_name = "K", help_heading = "Sampling")]
+    #[arg(long, value_name = "K", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, help_heading = "Sampling")]
     pub top_k: Option<NonZeroUsize>,
     /// Seed of the sampling
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole, default_value_t = 0, help_heading = "Sampling")]
     pub seed: u64,
     /// Go on past the end-of-text token
     #[arg(long, help_heading = "Sampling")]
     pub ignore_eos: bool,
     /// Prompts that run together [default: all]
-    #[arg(long, value_name = "B")]
+    #[arg(long, value_name = "B", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>)]
     pub batch_size: Option<NonZeroUsize>,
     /// Number type of activations [default: bf16]
     #[arg(long, value_name = "TYPE")]
@@ -237,10 +244,10 @@ pub struct EvalArgs {
     #[arg(long, value_name = "FILE")]
     pub data: PathBuf,
     /// Tokens per sequence [default: 1024, at most what the model takes]
-    #[arg(long, value_name = "S")]
+    #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>)]
     pub seq_len: Option<NonZeroUsize>,
     /// Sequences that run together
-    #[arg(long, value_name = "B", default_value = "1")]
+    #[arg(long, value_name = "B", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "1")]
     pub batch_size: NonZeroUsize,
     /// Pack rows of every kind into full sequences
     #[arg(long)]
@@ -266,10 +273,10 @@ pub struct DemoArgs {
     #[arg(long, value_name = "DIR", default_value = "terrace-demo")]
     pub output: PathBuf,
     /// Steps to train
-    #[arg(long, value_name = "N", default_value = "240")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroU64>, default_value = "240")]
     pub steps: NonZeroU64,
     /// Seed of corpus, weights and data order
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole, default_value_t = 0)]
     pub seed: u64,
     /// Where memory, offload and disk stand.
     #[command(flatten)]
@@ -380,77 +387,6 @@ pub enum DiskEngine {
     Uring,
     /// A pool of threads.
     Threads,
-}
-
-/// Where to compute.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum DeviceName {
-    /// The first GPU if there is one, else the CPU.
-    #[default]
-    Auto,
-    /// The CPU.
-    Cpu,
-    /// The GPU with this number.
-    Cuda(usize),
-}
-
-impl FromStr for DeviceName {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda(0)),
-            _ => text
-                .strip_prefix("cuda:")
-                .and_then(|n| n.parse().ok())
-                .map(Self::Cuda)
-                .ok_or_else(|| "expected auto, cpu or cuda:N".into()),
-        }
-    }
-}
-
-impl std::fmt::Display for DeviceName {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Auto => f.write_str("auto"),
-            Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(n) => write!(f, "cuda:{n}"),
-        }
-    }
-}
-
-/// Decay rates of Adam's two moments, each at least 0 and below 1.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Betas(pub f64, pub f64);
-
-impl FromStr for Betas {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let parse = |part: &str| part.trim().parse().ok().filter(|b| (0.0..1.0).contains(b));
-        text.split_once(',')
-            .and_then(|(a, b)| Some(Self(parse(a)?, parse(b)?)))
-            .ok_or_else(|| "expected two numbers of at least 0 and below 1, for example 0.9,0.999".into())
-    }
-}
-
-fn float(text: &str) -> Result<f64, String> {
-    text.parse().ok().filter(|n: &f64| n.is_finite()).ok_or_else(|| "expected a finite number".into())
-}
-
-fn not_negative_float(text: &str) -> Result<f64, String> {
-    float(text).and_then(|n| if n >= 0.0 { Ok(n) } else { Err("must not be negative".into()) })
-}
-
-fn positive_float(text: &str) -> Result<f64, String> {
-    float(text).and_then(|n| if n > 0.0 { Ok(n) } else { Err("must be more than zero".into()) })
-}
-
-fn probability(text: &str) -> Result<f64, String> {
-    float(text)
-        .and_then(|n| if n > 0.0 && n <= 1.0 { Ok(n) } else { Err("must be above 0 and at most 1".into()) })
 }
 
 #[cfg(test)]

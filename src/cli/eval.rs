@@ -4,7 +4,7 @@ use super::args::EvalArgs;
 use super::generate::{Frozen, frozen_config};
 use super::inputs::{ModelFacts, open_data};
 use super::session::{self, Session};
-use super::{print_json, print_text};
+use super::{checks, print_json, print_text};
 use crate::config::run;
 use crate::error::CliError;
 use serde_json::json;
@@ -17,12 +17,16 @@ use terrace_zero::{BatchLimits, Evaluation};
 /// # Errors
 /// A setting, the model, the data or a tier is refused.
 pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
+    checks::device(&args.placement)?;
+    checks::disks(&args.placement.disk)?;
+    checks::model(&args.model)?;
     let model = ModelConfig::from_folder(&args.model).map_err(CliError::failed)?;
     let facts = ModelFacts::read(&args.model)?;
     let seq_len = run::seq_len(args.seq_len.map(NonZeroUsize::get), facts.positions_max)?;
     let work_dir = tempdir()?;
     let data = open_data(&args.model, facts, &args.data, seq_len, args.pack, work_dir.path())?;
-    let batch = args.batch_size.get();
+    let batch = args.batch_size.get().min(data.len());
+    run::micro_batch(batch, seq_len)?;
     let builder = TokenBatch::new(&model);
     let profile = session::disk_profile(&args.placement)?;
     let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;

@@ -3,7 +3,7 @@
 use super::args::{FinetuneArgs, PlacementArgs, StateFormat as StateFlag};
 use super::inputs::FinetuneInputs;
 use super::session::{self, Session};
-use super::{print_json, trace};
+use super::{checks, print_json, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
 use crate::error::CliError;
 use crate::interrupt::Interrupt;
@@ -29,6 +29,7 @@ use terrace_zero::{
 /// # Errors
 /// A setting, the model, the data or a tier is refused; the error knows its exit code.
 pub fn finetune(args: &FinetuneArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
+    checks::model(&args.model)?;
     let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
     let mut source = SafetensorsSource::open(&args.model).map_err(CliError::failed)?;
     source.validate(&all_params(&model.blocks)).map_err(CliError::failed)?;
@@ -46,8 +47,8 @@ pub fn train(
     model: Model,
     source: &mut dyn WeightSource,
 ) -> Result<serde_json::Value, CliError> {
-    std::fs::create_dir_all(&args.output)
-        .map_err(|e| CliError::Failed(format!("creating {}: {e}", args.output.display())))?;
+    checks::device(&args.placement)?;
+    checks::output(&args.output, &args.model)?;
     let profile = session::disk_profile(&args.placement)?;
     let inputs = FinetuneInputs::load(args)?;
     let FinetuneInputs { run, data, sampler, steps, metrics } = inputs;
@@ -105,11 +106,11 @@ pub fn train(
     let began = Instant::now();
     let result = trainer.run(steps, |step| Ok(data.samples(&sampler.batch_indices(step))?));
     trainer.progress.finish();
-    if let Some(path) = &run.trace {
-        trace::write(path, &session)?;
-    }
+    // Neither the error nor the model may be lost to a timeline that cannot be written.
+    let traced = run.trace.as_ref().map_or(Ok(()), |path| trace::write(path, &session));
     result?;
     trainer.export(&run.output)?;
+    traced?;
     let seconds = began.elapsed().as_secs_f64();
     let last = trainer.finished;
     let state = state_dirs(&run);

@@ -4,7 +4,7 @@ use super::args::{GenerateArgs, KvTier, Offload, PlacementArgs};
 use super::finetune::all_params;
 use super::inputs::ModelFacts;
 use super::session::{self, Session};
-use super::{print_json, print_text};
+use super::{checks, print_json, print_text};
 use crate::data::TextTokenizer;
 use crate::error::CliError;
 use crate::generate::{Continuation, Prompt, SamplingConfig, TokenSampler, read_prompts, stop_ids};
@@ -43,6 +43,9 @@ pub fn continue_prompts(
     threads: Option<NonZeroUsize>,
 ) -> Result<Vec<Continuation>, CliError> {
     refuse_unavailable(args)?;
+    checks::device(&args.placement)?;
+    checks::disks(&args.placement.disk)?;
+    checks::model(&args.model)?;
     let weights = session::quant_format(args.weights);
     let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
     let facts = ModelFacts::read(&args.model)?;
@@ -58,7 +61,7 @@ pub fn continue_prompts(
         .map(|p| p.ids(tokenizer.as_ref(), &args.model, facts.vocab_size))
         .collect::<Result<Vec<_>, _>>()?;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(1);
-    let positions = longest + args.max_new_tokens.get();
+    let positions = longest.saturating_add(args.max_new_tokens.get());
     if positions > model.config.positions_max {
         return Err(CliError::Usage(format!(
             "a prompt of {longest} tokens and --max-new-tokens {} exceed the model's {} positions",

@@ -1,5 +1,6 @@
 //! What the commands read before the engine starts: facts about the model, its tokenizer, the data.
 
+use super::checks;
 use crate::config::{TrainConfig, run};
 use crate::data::{DataConfig, DataError, Dataset, Sampler, TextTokenizer};
 use crate::error::CliError;
@@ -28,8 +29,12 @@ impl ModelFacts {
                 path.display()
             ))
         })?;
-        let config: Value = serde_json::from_str(&text)
-            .map_err(|e| CliError::Usage(format!("{}: invalid JSON: {e}", path.display())))?;
+        let config: Value = serde_json::from_str(&text).map_err(|e| {
+            CliError::Usage(format!(
+                "{}: the file is not JSON: {e}; correct it or download it again",
+                path.display()
+            ))
+        })?;
         // A composite model keeps the language model's settings one level down; GPT-2 has names of its own.
         let number = |names: &[&str]| {
             let values = names.iter().flat_map(|name| [&config[name], &config["text_config"][name]]);
@@ -37,8 +42,12 @@ impl ModelFacts {
         };
         let vocab_size = number(&["vocab_size"]).filter(|&size| size > 0);
         Ok(Self {
-            vocab_size: vocab_size
-                .ok_or_else(|| CliError::Usage(format!("{}: no vocab_size", path.display())))?,
+            vocab_size: vocab_size.ok_or_else(|| {
+                CliError::Usage(format!(
+                    "{}: `vocab_size` is missing; does the folder hold a language model?",
+                    path.display()
+                ))
+            })?,
             positions_max: number(&["max_position_embeddings", "n_positions", "max_sequence_length"]),
         })
     }
@@ -85,6 +94,10 @@ impl FinetuneInputs {
     pub fn load(args: &super::args::FinetuneArgs) -> Result<Self, CliError> {
         let facts = ModelFacts::read(&args.model)?;
         let run = TrainConfig::resolve(args, facts.positions_max)?;
+        checks::disks(&run.disks)?;
+        if let Some(path) = &run.trace {
+            checks::file("--trace", path)?;
+        }
         let work_dir = run::default_disk(&run.output);
         let data = open_data(&run.model, facts, &run.data, run.seq_len, run.pack, &work_dir)?;
         let sampler = Sampler::new(data.len(), run.samples_per_step(), run.seed, run.shuffle);

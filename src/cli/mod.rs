@@ -1,6 +1,7 @@
 //! The command line: what can be asked, and the commands.
 
 pub mod args;
+mod checks;
 pub mod demo;
 pub mod eval;
 pub mod finetune;
@@ -9,6 +10,7 @@ pub mod inputs;
 pub mod report;
 pub mod session;
 mod trace;
+mod values;
 
 use crate::error::CliError;
 use args::{Cli, Command, ReportArgs};

@@ -1,6 +1,7 @@
 //! From flags to backends and budgets, shared by the commands that run the engine.
 
-use super::args::{DeviceName, DiskEngine, Dtype, Offload, PlacementArgs, WeightFormat};
+use super::args::{DiskEngine, Dtype, Offload, PlacementArgs, WeightFormat};
+use super::checks;
 use crate::cpu_backend;
 use crate::error::CliError;
 use std::num::NonZeroUsize;
@@ -43,13 +44,7 @@ impl Session {
         threads: Option<NonZeroUsize>,
         trace: bool,
     ) -> Result<Self, CliError> {
-        if let DeviceName::Cuda(_) = placement.device {
-            let message = format!(
-                "--device {}: this version computes on the CPU only; use --device cpu or leave the flag out",
-                placement.device
-            );
-            return Err(CliError::Usage(message));
-        }
+        checks::device(placement)?;
         let threads =
             threads.or_else(|| std::thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get);
         let choice = match placement.engine {

@@ -9,7 +9,9 @@ use super::hjson;
 use super::schedule::{SCHEDULERS, ScheduleChoice};
 use super::section::{Section, SectionError};
 use crate::cli::args::OptimizerName;
+use crate::error::advice;
 use std::path::{Path, PathBuf};
+use terrace_aio::engine::{BLOCK_BYTES_MAX, QUEUE_DEPTH_MAX};
 use terrace_optimizer::{LossScaleConfig, OptimizerError};
 
 /// What a configuration file asks for. `None` means that it does not say.
@@ -81,7 +83,7 @@ pub enum DsOffload {
 #[derive(Debug, thiserror::Error)]
 pub enum DsConfigError {
     /// It could not be read.
-    #[error("reading {}: {source}", path.display())]
+    #[error("--config {}: {source}; {}", path.display(), advice(source))]
     File {
         /// The file.
         path: PathBuf,
@@ -262,8 +264,8 @@ fn read(value: &hjson::Value) -> Result<DsConfig> {
         zero(&section, &mut config, &mut notes)?;
     }
     if let Some(section) = root.section("aio")? {
-        config.aio_block_size = section.positive("block_size")?;
-        config.aio_queue_depth = section.positive("queue_depth")?;
+        config.aio_block_size = section.at_most("block_size", BLOCK_BYTES_MAX as u64)?;
+        config.aio_queue_depth = section.at_most("queue_depth", QUEUE_DEPTH_MAX as u64)?;
         notes.unused.extend(section.unused(AIO_UNUSED));
         notes.unknown.extend(section.unknown());
     }

@@ -106,7 +106,9 @@ impl TrainConfig {
             Some(path) => Some(DsConfig::load(path).map_err(|e| CliError::Usage(e.to_string()))?),
             None => None,
         };
-        Self::combine(args, file.as_ref(), positions_max)
+        let run = Self::combine(args, file.as_ref(), positions_max)?;
+        micro_batch(run.batch_size, run.seq_len)?;
+        Ok(run)
     }
 
     /// Resolves a run from flags and a configuration that is already read.
@@ -237,6 +239,21 @@ fn count(name: &str, value: Option<u64>) -> Result<usize, CliError> {
     match u32::try_from(value.unwrap_or(1)) {
         Ok(value) => Ok(value as usize),
         Err(_) => usage(format!("{name} {} is beyond reason", value.unwrap_or(1))),
+    }
+}
+
+/// Refuses a micro-batch whose positions cannot be numbered.
+///
+/// # Errors
+/// It has more than 2³¹ of them.
+pub fn micro_batch(batch_size: usize, seq_len: usize) -> Result<(), CliError> {
+    match batch_size.checked_mul(seq_len).filter(|&tokens| i32::try_from(tokens).is_ok()) {
+        Some(_) => Ok(()),
+        None => usage(format!(
+            "--batch-size {batch_size} of --seq-len {seq_len} is more tokens than a micro-batch can have ({}); lower \
+             --batch-size and raise --grad-accum",
+            i32::MAX
+        )),
     }
 }
 

@@ -123,6 +123,19 @@ impl<'a> Section<'a> {
         }
     }
 
+    /// A whole number of at least one and at most `max`.
+    ///
+    /// # Errors
+    /// The value is nothing of the kind.
+    pub fn at_most(&self, key: &'static str, max: u64) -> Result<Option<u64>> {
+        match self.positive(key)? {
+            Some(number) if number > max => {
+                Err(self.error(key, &format!("must be at most {max}, found {number}")))
+            }
+            number => Ok(number),
+        }
+    }
+
     /// A finite number, or a string that holds one.
     ///
     /// # Errors
@@ -152,13 +165,17 @@ impl<'a> Section<'a> {
     /// The value is nothing of the kind.
     pub fn pair(&self, key: &'static str) -> Result<Option<(f64, f64)>> {
         let Some(value) = self.find(key) else { return Ok(None) };
-        if let Kind::Array(items) = &value.kind
-            && let [a, b] = items.as_slice()
-            && let (Some(a), Some(b)) = (parse_float(a), parse_float(b))
-        {
-            return Ok(Some((a, b)));
+        let expected = "an array of two numbers";
+        let Kind::Array(items) = &value.kind else { return self.wrong(key, value, expected) };
+        let [first, second] = items.as_slice() else {
+            let message = format!("{}: expected {expected}, found {} in it", self.name(key), items.len());
+            return Err(SectionError { at: value.at, message });
+        };
+        match (parse_float(first), parse_float(second)) {
+            (Some(first), Some(second)) => Ok(Some((first, second))),
+            (None, _) => self.wrong(key, first, expected),
+            (_, None) => self.wrong(key, second, expected),
         }
-        self.wrong(key, value, "an array of two numbers")
     }
 
     /// A boolean: `true`, `1`, or a word such as `"true"`, `"yes"`, `"on"` and their opposites.

@@ -68,6 +68,7 @@ impl Dataset {
         work_dir: &Path,
     ) -> Result<Self> {
         assert!(config.seq_len > 0, "a sample has at least one token");
+        DataError::check_file(path)?;
         let extension = path.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
         let lines = match extension.as_deref() {
             Some("jsonl" | "json" | "ndjson") => false,

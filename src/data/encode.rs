@@ -37,9 +37,12 @@ type Result<T> = std::result::Result<T, String>;
 impl Encoder<'_> {
     /// Encodes one row.
     pub(super) fn row(&self, line: &str) -> Result<Encoded> {
-        let row: Value = serde_json::from_str(line).map_err(|e| format!("invalid JSON: {e}"))?;
+        let row: Value = serde_json::from_str(line).map_err(|e| match e.is_eof() {
+            true => format!("invalid JSON: {e}; every line must be a whole object {{…}}"),
+            false => format!("invalid JSON: {e}"),
+        })?;
         let Value::Object(row) = row else {
-            return Err(format!("expected an object {{…}}, found {}", kind(&row)));
+            return Err(format!("expected an object {{…}} in every line, found {}", kind(&row)));
         };
         let plain =
             !["input_ids", "messages", "prompt", "completion"].iter().any(|key| row.contains_key(*key));

@@ -1,5 +1,6 @@
 //! What can be wrong with data.
 
+use crate::error::advice;
 use std::path::{Path, PathBuf};
 
 /// Why data cannot be used.
@@ -22,6 +23,12 @@ pub enum DataError {
         /// The data file.
         path: PathBuf,
     },
+    /// A directory stands where a file of rows is wanted.
+    #[error("{}: this is a directory; give one file, .jsonl or .txt", path.display())]
+    Directory {
+        /// The directory.
+        path: PathBuf,
+    },
     /// The file's name does not say what it holds.
     #[error("{}: cannot tell the format; the name must end in .jsonl or .txt", path.display())]
     Format {
@@ -37,7 +44,7 @@ pub enum DataError {
         reason: String,
     },
     /// A file could not be read or written.
-    #[error("{doing} {}: {source}", path.display())]
+    #[error("{doing} {}: {source}; {}", path.display(), advice(source))]
     File {
         /// The verb: "reading", "writing".
         doing: &'static str,
@@ -52,6 +59,17 @@ impl DataError {
     pub(crate) fn file(doing: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| Self::File { doing, path, source }
+    }
+
+    /// Says that there is no such file, or that it is a directory, before anything else is said about its name.
+    pub(crate) fn check_file(path: &Path) -> Result<(), Self> {
+        let metadata = std::fs::metadata(path).map_err(Self::file("opening", path))?;
+        if metadata.is_dir() { Err(Self::Directory { path: path.into() }) } else { Ok(()) }
+    }
+
+    /// A file of the model's folder that should be JSON.
+    pub(crate) fn not_json(path: &Path, error: &serde_json::Error) -> Self {
+        Self::tokenizer(path, format!("the file is not JSON: {error}; correct it or download it again"))
     }
 
     pub(crate) fn tokenizer(path: &Path, reason: impl std::fmt::Display) -> Self {

@@ -53,7 +53,9 @@ impl TextTokenizer {
                  {\"input_ids\": […]} and --prompt-ids",
             ));
         }
-        let mut inner = Tokenizer::from_file(&path).map_err(|e| DataError::tokenizer(&path, e))?;
+        let mut inner = Tokenizer::from_file(&path).map_err(|e| {
+            DataError::tokenizer(&path, format!("not a usable tokenizer: {e}; download it again"))
+        })?;
         // Some files carry the truncation and padding of whoever saved them; lengths are decided here.
         inner.with_truncation(None).map_err(|e| DataError::tokenizer(&path, e))?;
         inner.with_padding(None);
@@ -129,7 +131,7 @@ impl TextTokenizer {
 /// A JSON file; `null` if there is none.
 fn read_json(path: &Path) -> Result<Value> {
     match std::fs::read_to_string(path) {
-        Ok(text) => serde_json::from_str(&text).map_err(|e| DataError::tokenizer(path, e)),
+        Ok(text) => serde_json::from_str(&text).map_err(|e| DataError::not_json(path, &e)),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
         Err(e) => Err(DataError::file("reading", path)(e)),
     }

@@ -53,6 +53,7 @@ impl Prompt {
 /// The file cannot be read, a row is malformed, or there is none.
 pub fn read_prompts(path: &Path) -> Result<Vec<Prompt>, DataError> {
     let owned = || -> PathBuf { path.into() };
+    DataError::check_file(path)?;
     let rows = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("jsonl"));
     let text = std::fs::read_to_string(path).map_err(|source| DataError::File {
         doing: "reading",

@@ -18,7 +18,7 @@ pub fn stop_ids(model: &Path) -> Result<Vec<u32>, DataError> {
             Err(source) => return Err(DataError::File { doing: "reading", path, source }),
         };
         let wrong = |reason: String| DataError::Tokenizer { path: path.clone(), reason };
-        let config: Value = serde_json::from_str(&text).map_err(|e| wrong(e.to_string()))?;
+        let config: Value = serde_json::from_str(&text).map_err(|e| DataError::not_json(&path, &e))?;
         // A composite model keeps the language model's settings one level down.
         let found = [&config["eos_token_id"], &config["text_config"]["eos_token_id"]];
         let Some(ids) = found.into_iter().find(|ids| !ids.is_null()) else { continue };

@@ -1,6 +1,7 @@
 //! What can go wrong between tiers.
 
 use crate::plan::ByteSize;
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
 /// A failure of a tier or its state on disk.
@@ -25,7 +26,7 @@ pub enum TierError {
         lock: PathBuf,
     },
     /// A file operation outside the engine failed.
-    #[error("{doing} {}: {source}; check the path, its owner and whether the file system is mounted read-only", path.display())]
+    #[error("{doing} {}: {source}; {}", path.display(), advice(source))]
     File {
         /// The verb: "creating", "locking".
         doing: &'static str,
@@ -91,6 +92,13 @@ pub enum TierError {
         /// What is wrong, with the blob's name and position.
         detail: String,
     },
+}
+
+fn advice(source: &std::io::Error) -> &'static str {
+    match source.kind() {
+        ErrorKind::NotADirectory => "choose another path, or remove the file if nothing needs it",
+        _ => "check the path, its owner and whether the file system is mounted read-only",
+    }
 }
 
 /// A budget that cannot work, with the numbers and the smallest change that would.

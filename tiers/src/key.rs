@@ -32,6 +32,23 @@ pub enum BlobKind {
     Kv,
 }
 
+impl BlobKind {
+    /// What it holds, in words a user understands.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::Weight => "weights",
+            Self::Master => "master weights",
+            Self::MasterLow => "low half of the master weights",
+            Self::MasterLow8 => "low 8 bits of the master weights",
+            Self::Moment1 => "first moments",
+            Self::Moment2 => "second moments",
+            Self::Grad => "gradients",
+            Self::Activation => "activations",
+            Self::Kv => "key/value cache",
+        }
+    }
+}
+
 /// One blob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlobKey {

@@ -187,6 +187,16 @@ fn there_is_nothing_to_open() {
 }
 
 #[test]
+fn a_file_in_the_place_of_a_directory_is_named() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    for dir in [file.clone(), file.join("state")] {
+        says(&created(&[dir]), &["creating ", "file is not a directory", "another path"]);
+    }
+}
+
+#[test]
 fn directories_in_another_order_are_refused() {
     let root = tempfile::tempdir().unwrap();
     let right = dirs(root.path(), &["a", "b", "c"]);
@@ -253,7 +263,7 @@ fn a_flipped_byte_in_a_chunk_is_named() {
     let error = reopened(&dirs).unwrap_err();
     assert!(matches!(error, TierError::Damaged { .. }));
     let chunk_at = format!("chunk 1 at offset {}", offset - 77);
-    says(&error, &["c/state.bin", "Moment1", "layers.0", &chunk_at, "checksum"]);
+    says(&error, &["c/state.bin", "first moments of group", "layers.0", &chunk_at, "checksum"]);
     flip(&dirs[2].join("state.bin"), offset);
     assert_eq!(reopened(&dirs).unwrap(), 1);
 }

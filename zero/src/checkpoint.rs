@@ -124,7 +124,10 @@ pub(crate) fn compare(expected: &StoreSpec, found: &StoreSpec) -> Result {
 
 /// The kinds of a layout, for messages.
 fn format_words(spec: &StoreSpec) -> String {
-    let kinds = spec.kinds.iter().map(|k| format!("{:?} of {} bytes", k.kind, k.block_bytes));
+    let kinds = spec.kinds.iter().map(|k| match k.block_elements {
+        1 => format!("{} ({} bytes each)", k.kind.words(), k.block_bytes),
+        elements => format!("{} ({} bytes for every {elements})", k.kind.words(), k.block_bytes),
+    });
     let purpose = if spec.generations == 1 { "frozen: " } else { "" };
     format!("{purpose}{}", kinds.collect::<Vec<_>>().join(" + "))
 }

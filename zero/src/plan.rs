@@ -147,16 +147,17 @@ impl Planner<'_> {
         let elements = network.elements();
         if config.placement == Placement::Disk {
             for class in &windows.classes {
+                let size = ByteSize(class.slot_bytes as u64);
                 memory.add(
                     Tier::Host,
-                    "weights in flight and in use",
+                    format!("weights in flight and in use, of groups up to {size}"),
                     class.slots as u64,
                     page(class.slot_bytes),
                 );
             }
             if config.training.is_some() {
                 for blob in &self.kinds.blobs {
-                    let what = format!("optimizer state in flight: {:?}", blob.kind);
+                    let what = format!("optimizer state in flight: {}", blob.kind.words());
                     memory.add(Tier::Host, what, windows.update_slots as u64, blob.bytes(chunk));
                 }
             } else {
@@ -179,7 +180,12 @@ impl Planner<'_> {
             }
         } else {
             for blob in &self.kinds.blobs {
-                memory.add(Tier::Host, format!("resident state: {:?}", blob.kind), 1, blob.bytes(elements));
+                memory.add(
+                    Tier::Host,
+                    format!("resident state: {}", blob.kind.words()),
+                    1,
+                    blob.bytes(elements),
+                );
             }
             memory.add(Tier::Host, "saving and loading state", 2, self.kinds.bytes(chunk));
         }
@@ -289,14 +295,21 @@ impl Planner<'_> {
         };
         let mut knobs = Vec::new();
         if self.config.placement != Placement::Disk {
-            knobs.push("use --offload disk".to_owned());
+            let place = if self.config.training.is_some() { "" } else { " with --disk PATH" };
+            knobs.push(format!("use --offload disk{place}"));
         }
         let limits = self.config.limits;
-        if limits.length > 1 {
+        if limits.cache_length > 0 {
+            knobs.push(format!(
+                "shorten the prompt or lower --max-new-tokens (now {} together)",
+                limits.cache_length
+            ));
+        } else if limits.length > 1 {
             knobs.push(format!("shorten --seq-len (now {})", limits.length));
         }
         if limits.sequences > 1 {
-            knobs.push(format!("lower --batch-size (now {}) and raise --grad-accum", limits.sequences));
+            let instead = if self.config.training.is_some() { " and raise --grad-accum" } else { "" };
+            knobs.push(format!("lower --batch-size (now {}){instead}", limits.sequences));
         }
         PlanRefusal {
             what,

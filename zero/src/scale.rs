@@ -16,17 +16,23 @@ use terrace_optimizer::{LossScaleConfig, LossScaler, LossScalerState};
 const HEADER_BYTES: usize = 48;
 const MAGIC: [u8; 8] = *b"TRCSCALE";
 
+/// Steps skipped in a row at one scale, after which no step is expected to succeed. A dynamic scale moves long before, unless its
+/// hysteresis is larger.
+const STUCK_STEPS: u32 = 100;
+
 /// The scaler, and how many steps it has skipped.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct LossScale {
     scaler: LossScaler,
     pub(crate) skipped: u64,
+    /// Steps skipped in a row at the scale of now. It is not committed: whoever resumes gets as many tries again.
+    stuck: u32,
 }
 
 impl LossScale {
     pub(crate) fn new(config: LossScaleConfig) -> Result<Self> {
         let scaler = LossScaler::new(config).map_err(|e| refused(&e))?;
-        Ok(Self { scaler, skipped: 0 })
+        Ok(Self { scaler, skipped: 0, stuck: 0 })
     }
 
     /// The scale that was committed with these words.
@@ -52,7 +58,7 @@ impl LossScale {
             hysteresis: u32::try_from(hysteresis).unwrap_or(u32::MAX),
         };
         let scaler = LossScaler::resume(config, state).map_err(|e| refused(&e))?;
-        Ok(Self { scaler, skipped })
+        Ok(Self { scaler, skipped, stuck: 0 })
     }
 
     /// What the loss of the next step is multiplied with.
@@ -66,10 +72,27 @@ impl LossScale {
     }
 
     /// The scale after a step.
-    pub(crate) fn after(&self, overflow: bool) -> Result<Self, terrace_optimizer::OptimizerError> {
+    ///
+    /// # Errors
+    /// The scale cannot go down any further, or has stayed the same for [`STUCK_STEPS`] skipped steps.
+    pub(crate) fn after(&self, step: u64, overflow: bool) -> Result<Self> {
+        let diverged = |reason: String| {
+            EngineError::Diverged(format!(
+                "step {step}: {reason}; the state is still that of step {}",
+                step - 1
+            ))
+        };
         let mut next = *self;
-        next.scaler.update(overflow)?;
+        next.scaler.update(overflow).map_err(|e| diverged(e.to_string()))?;
         next.skipped += u64::from(overflow);
+        next.stuck = if overflow && next.scale() == self.scale() { self.stuck + 1 } else { 0 };
+        if next.stuck >= STUCK_STEPS {
+            return Err(diverged(format!(
+                "a gradient overflowed fp16 in {STUCK_STEPS} steps in a row at the loss scale {}: start over with a lower \
+                 fp16.loss_scale, or 0 for one that adapts itself, or use bf16",
+                self.scale()
+            )));
+        }
         Ok(next)
     }
 
@@ -105,11 +128,34 @@ mod tests {
         for overflow in [false, true, true, false, false, false, true] {
             let words = scale.words(b"{\"loss\":1}");
             assert_eq!(words.len(), HEADER_BYTES + 10);
-            assert_eq!(LossScale::resume(config, &words).unwrap(), scale);
+            let resumed = LossScale::resume(config, &words).unwrap();
+            assert_eq!((resumed.scaler, resumed.skipped), (scale.scaler, scale.skipped));
             assert_eq!(note(&words), b"{\"loss\":1}");
-            scale = scale.after(overflow).unwrap();
+            scale = scale.after(1, overflow).unwrap();
         }
         assert_eq!((scale.skipped, scale.scale()), (3, 65536.0));
+    }
+
+    #[test]
+    fn a_scale_that_never_helps_is_an_error() {
+        let fixed = LossScaleConfig { loss_scale: 1e30, ..LossScaleConfig::default() };
+        let slow = LossScaleConfig { hysteresis: u32::MAX, ..LossScaleConfig::default() };
+        for config in [fixed, slow] {
+            let mut scale = LossScale::new(config).unwrap();
+            // One clean step starts the count anew.
+            for overflow in [true, false].into_iter().chain([true; STUCK_STEPS as usize - 1]) {
+                scale = scale.after(1, overflow).unwrap();
+            }
+            let error = scale.after(102, true).unwrap_err().to_string();
+            for part in ["step 102: a gradient", "100 steps in a row", "bf16", "still that of step 101"] {
+                assert!(error.contains(part), "{part:?} is in: {error}");
+            }
+        }
+        let config = LossScaleConfig { initial_scale_power: 126, ..LossScaleConfig::default() };
+        let mut falling = LossScale::new(config).unwrap();
+        for _ in 0..=STUCK_STEPS {
+            falling = falling.after(1, true).unwrap();
+        }
     }
 
     #[test]

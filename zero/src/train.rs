@@ -21,7 +21,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
-use terrace_optimizer::{OptimizerError, StepArgs, clip_coefficient, optimizer};
+use terrace_optimizer::{StepArgs, clip_coefficient, optimizer};
 use terrace_tiers::Lease;
 
 /// The engine's parts that a pass over the blocks uses.
@@ -228,7 +228,7 @@ impl Engine {
         let park = self.park.as_mut().expect("a training engine parks gradients");
         let norm = park.norm_squared().norm();
         let scale = match self.loss_scale {
-            Some(scale) => Some(scale.after(norm.is_err()).map_err(|e| overflowed(&e, self.step + 1))?),
+            Some(scale) => Some(scale.after(self.step + 1, norm.is_err())?),
             None => None,
         };
         report.grad_norm = match (norm, self.loss_scale) {
@@ -474,10 +474,6 @@ fn training_order(network: &Network) -> Vec<usize> {
 
 pub(crate) fn zero_loss() -> HostTensor {
     HostTensor { dtype: DType::F64, dims: vec![1], bytes: vec![0; 8] }
-}
-
-fn overflowed(error: &OptimizerError, step: u64) -> EngineError {
-    EngineError::Diverged(format!("step {step}: {error}; the state is still that of step {}", step - 1))
 }
 
 fn not_finite(what: &str, step: u64) -> EngineError {

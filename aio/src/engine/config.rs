@@ -9,6 +9,9 @@ use std::sync::Arc;
 /// The most bytes Linux moves in one read or write (`MAX_RW_COUNT`).
 pub const TRANSFER_BYTES_MAX: usize = 0x7fff_f000;
 
+/// Bytes of one operation at most, whatever the configuration asks for.
+pub const BLOCK_BYTES_MAX: usize = 1 << 30;
+
 /// Operations in flight at most, whatever the configuration asks for.
 pub const QUEUE_DEPTH_MAX: usize = 4096;
 
@@ -86,7 +89,7 @@ impl EngineConfig {
         Self {
             choice: self.choice,
             direct: self.direct,
-            block_bytes: self.block_bytes.clamp(1, 1 << 30),
+            block_bytes: self.block_bytes.clamp(1, BLOCK_BYTES_MAX),
             queue_depth: self.queue_depth.clamp(1, QUEUE_DEPTH_MAX),
             requests_max: self.requests_max.clamp(1, REQUESTS_MAX),
             rings: self.rings.clamp(1, RINGS_MAX),

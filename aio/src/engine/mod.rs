@@ -23,7 +23,8 @@ mod tokio_uring;
 mod uring;
 
 pub use config::{
-    EngineChoice, EngineConfig, QUEUE_DEPTH_MAX, REQUESTS_MAX, RINGS_MAX, TRANSFER_BYTES_MAX, open_default,
+    BLOCK_BYTES_MAX, EngineChoice, EngineConfig, QUEUE_DEPTH_MAX, REQUESTS_MAX, RINGS_MAX,
+    TRANSFER_BYTES_MAX, open_default,
 };
 pub use sim::{SimConfig, SimEngine};
 pub use threads::ThreadsEngine;

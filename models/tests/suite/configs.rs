@@ -107,6 +107,10 @@ fn what_is_not_computed_is_refused_by_name() {
         (json!({"hidden_size": null}), vec!["`hidden_size` is missing"]),
         (json!({"hidden_size": 0}), vec!["hidden_size", "positive integer", "found 0"]),
         (json!({"hidden_size": "64"}), vec!["hidden_size", "positive integer", "\"64\""]),
+        (
+            json!({"num_hidden_layers": 4_000_000_000_u64}),
+            vec!["num_hidden_layers", "4000000000", "65536 layers"],
+        ),
         (json!({"hidden_size": 66}), vec!["66", "num_attention_heads = 4"]),
         (json!({"num_key_value_heads": 3}), vec!["num_key_value_heads", "is 3", "num_attention_heads = 4"]),
         (json!({"head_dim": 15}), vec!["head_dim", "15", "even"]),

@@ -2,7 +2,7 @@
 
 use crate::TierError;
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::ErrorKind;
+use std::io::{Error, ErrorKind};
 use std::path::Path;
 
 const FILE_NAME: &str = "terrace.lock";
@@ -41,6 +41,9 @@ fn create_durably(dir: &Path) -> std::io::Result<()> {
     if dir.is_dir() {
         return Ok(());
     }
+    if dir.exists() {
+        return Err(not_a_directory(dir));
+    }
     let parent = match dir.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
@@ -51,4 +54,8 @@ fn create_durably(dir: &Path) -> std::io::Result<()> {
         result => result,
     }?;
     File::open(parent)?.sync_all()
+}
+
+fn not_a_directory(path: &Path) -> Error {
+    Error::new(ErrorKind::NotADirectory, format!("{} is not a directory", path.display()))
 }

@@ -200,7 +200,7 @@ impl DiskStore {
         drop(table);
         assert_eq!(lease.len(), start, "the lease is as long as chunks {chunks:?} of {key:?}");
         let address = self.address(key.group, kind, chunks.start, generation_index);
-        let label = format!("{:?} of group {}", key.kind, self.spec.groups[key.group].name);
+        let label = format!("{} of group {}", key.kind.words(), self.spec.groups[key.group].name);
         let ticket = self.volume.engine.submit(self.volume.request(OpKind::Read, address, lease.into_io()));
         Ok(PendingRead::new(ticket, checks, &self.volume, label))
     }

@@ -1,0 +1,109 @@
+//! What is refused before anything is read or written that takes time: a mistake in a path or a device is no reason to
+//! tokenise a data set first.
+
+use super::args::{DeviceName, PlacementArgs};
+use crate::error::{CliError, advice};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+/// The flag `--model` names a folder with a `config.json`.
+///
+/// # Errors
+/// It does not.
+pub fn model(folder: &Path) -> Result<(), CliError> {
+    let shown = folder.display();
+    let detail = match std::fs::metadata(folder) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            "there is no such folder; give a Hugging Face model folder on this machine (nothing is downloaded)".into()
+        }
+        Err(error) => format!("{error}; {}", advice(&error)),
+        Ok(found) if !found.is_dir() => {
+            "this is a file; give the folder that holds config.json and the weights".into()
+        }
+        Ok(_) if !folder.join("config.json").exists() => {
+            "the folder has no config.json; give a Hugging Face model folder (config.json, safetensors, tokenizer.json)"
+                .into()
+        }
+        Ok(_) => return Ok(()),
+    };
+    Err(CliError::Failed(format!("--model {shown}: {detail}")))
+}
+
+/// Creates the folder that `--output` names; `model` is the folder that is read.
+///
+/// # Errors
+/// Both are the same, which would replace the model by what is made of it, or the folder cannot be written.
+pub fn output(output: &Path, model: &Path) -> Result<(), CliError> {
+    let same =
+        |a: std::io::Result<PathBuf>, b: std::io::Result<PathBuf>| matches!((a, b), (Ok(a), Ok(b)) if a == b);
+    if same(output.canonicalize(), model.canonicalize()) {
+        return Err(CliError::Usage(format!(
+            "--output {} is the folder of --model: the trained weights would replace the model; give another folder",
+            output.display()
+        )));
+    }
+    writable("--output", output)?;
+    std::fs::create_dir_all(output).map_err(|e| {
+        CliError::Failed(format!("--output {}: creating the folder: {e}; {}", output.display(), advice(&e)))
+    })
+}
+
+/// The directories for state on disk can be made and written to. Making them is left to the store, which makes them durably.
+///
+/// # Errors
+/// One cannot.
+pub fn disks(dirs: &[PathBuf]) -> Result<(), CliError> {
+    dirs.iter().try_for_each(|dir| writable("--disk", dir))
+}
+
+/// A device that this version has.
+///
+/// # Errors
+/// It has none like that.
+pub fn device(placement: &PlacementArgs) -> Result<(), CliError> {
+    match placement.device {
+        DeviceName::Auto | DeviceName::Cpu => Ok(()),
+        DeviceName::Cuda(_) => Err(CliError::Usage(format!(
+            "--device {}: this version computes on the CPU only; use --device cpu or leave the flag out",
+            placement.device
+        ))),
+    }
+}
+
+/// A file that is written at the end of a run can be written.
+///
+/// # Errors
+/// It cannot.
+pub fn file(flag: &str, path: &Path) -> Result<(), CliError> {
+    let refused = |detail: String| Err(CliError::Failed(format!("{flag} {}: {detail}", path.display())));
+    if path.is_dir() {
+        return refused("this is a directory; give the name of a file".into());
+    }
+    match File::options().append(true).create(true).open(path) {
+        Ok(_) => Ok(()),
+        Err(error) => refused(format!("{error}; {}", advice(&error))),
+    }
+}
+
+/// Tries to write where `dir` is, or in the closest directory above it that exists.
+fn writable(flag: &str, dir: &Path) -> Result<(), CliError> {
+    let refused = |detail: String| Err(CliError::Failed(format!("{flag} {}: {detail}", dir.display())));
+    let whole = match std::path::absolute(dir) {
+        Ok(whole) => whole,
+        Err(_) => return refused("the path is empty; give a folder".into()),
+    };
+    let existing = whole.ancestors().find(|path| path.symlink_metadata().is_ok()).unwrap_or(&whole);
+    if !existing.is_dir() {
+        let subject = if existing == whole { "this".into() } else { existing.display().to_string() };
+        return refused(format!("{subject} is not a directory; give a folder, or a name that is free"));
+    }
+    let probe = existing.join(format!(".terrace-probe-{}", std::process::id()));
+    match File::create_new(&probe) {
+        Ok(_) => {
+            // An empty file that cannot be removed again does no harm.
+            let _ = std::fs::remove_file(&probe);
+            Ok(())
+        }
+        Err(error) => refused(format!("writing in {}: {error}; {}", existing.display(), advice(&error))),
+    }
+}
