@@ -5,8 +5,8 @@
 //! ```text
 //! cargo bench -p terrace-optimizer                 all of it
 //! cargo bench -p terrace-optimizer -- '2 threads'   some of it
-//! TERRACE_BENCH_PARAMS=100000000 cargo bench -p terrace-optimizer -- table          only the table
-//! TERRACE_BENCH_PARAMS=100000000 cargo bench -p terrace-optimizer -- table ' bf16 2'   some rows of it
+//! TERRACE_BENCH_PARAMS=100000000 cargo bench -p terrace-optimizer -- table    only the table
+//! TERRACE_BENCH_ROWS=' bf16 2' cargo bench -p terrace-optimizer -- table       some rows of it
 //! ```
 //!
 //! Ends with a table: parameters per second, bytes per parameter and per second, and the share of the bandwidth loop,
@@ -17,6 +17,7 @@ use std::time::Instant;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group};
 use half::{bf16, f16};
+use memmap2::MmapMut;
 use rayon::prelude::*;
 use terrace_optimizer::{
     AdamW, Algorithm, Gradient, Isa, Optimizer, StateFormat, StateLayout, StepArgs, THREAD_CHUNK, WeightType,
@@ -38,7 +39,7 @@ fn main() {
     updates();
     let mut filters = std::env::args().skip(1).filter(|argument| !argument.starts_with('-'));
     if filters.next().is_none_or(|filter| filter == "table") {
-        shares_of_bandwidth(&filters.next().unwrap_or_default());
+        shares_of_bandwidth(&std::env::var("TERRACE_BENCH_ROWS").unwrap_or_default());
     }
 }
 
@@ -75,7 +76,7 @@ fn update(c: &mut Criterion) {
 /// The other algorithms, on the best instruction set.
 fn algorithms(c: &mut Criterion) {
     let gradients = Gradients::new(params());
-    let gradient = Gradient::Bf16(&gradients.bf16);
+    let gradient = Gradient::Bf16(bytemuck::cast_slice(&gradients.bf16));
     let pool = pool(2);
     for name in ["adam", "adagrad", "lion", "sgd"] {
         let algorithm: Algorithm = name.parse().expect("an algorithm");
@@ -91,7 +92,7 @@ fn algorithms(c: &mut Criterion) {
     }
 }
 
-/// The update on the best instruction set against its bandwidth loop, by the fastest of interleaved runs. `filter` is a part
+/// The update on the best instruction set against its bandwidth loop, by the medians of interleaved runs. `filter` is a part
 /// of the names of the rows to measure.
 fn shares_of_bandwidth(filter: &str) {
     const RUNS: usize = 7;
@@ -109,11 +110,12 @@ fn shares_of_bandwidth(filter: &str) {
                     continue;
                 }
                 let pool = pool(threads);
-                let (mut update, mut stream) = (f64::INFINITY, f64::INFINITY);
-                for _ in 0..RUNS {
-                    update = update.min(seconds(|| case.update(&pool)));
-                    stream = stream.min(seconds(|| case.stream(&pool)));
+                let (mut updates, mut streams) = ([0.0; RUNS], [0.0; RUNS]);
+                for run in 0..RUNS {
+                    updates[run] = seconds(|| case.update(&pool));
+                    streams[run] = seconds(|| case.stream(&pool));
                 }
+                let (update, stream) = (median(updates), median(streams));
                 let (bytes, params) = (case.traffic_bytes() as f64, gradient.len() as f64);
                 println!(
                     "{:<14} {gradient_type:>4} {threads:>7} {:>8.3} G {:>8.2} {:>8.2} {:>10.2} {:>6.2}",
@@ -127,6 +129,11 @@ fn shares_of_bandwidth(filter: &str) {
             }
         }
     }
+}
+
+fn median<const N: usize>(mut values: [f64; N]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[N / 2]
 }
 
 fn seconds(work: impl FnOnce()) -> f64 {
@@ -144,11 +151,20 @@ fn pool(threads: usize) -> rayon::ThreadPool {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads can be started")
 }
 
+/// Memory of zeros on huge pages where the system has them, as the engine's own.
+fn huge(bytes: usize) -> MmapMut {
+    let memory = MmapMut::map_anon(bytes.max(1)).expect("memory");
+    #[cfg(target_os = "linux")]
+    // Small pages do, too.
+    let _ = memory.advise(memmap2::Advice::HugePage);
+    memory
+}
+
 /// One made gradient in every type.
 struct Gradients {
-    bf16: Vec<bf16>,
-    f16: Vec<f16>,
-    f32: Vec<f32>,
+    bf16: MmapMut,
+    f16: MmapMut,
+    f32: MmapMut,
 }
 
 impl Gradients {
@@ -158,17 +174,24 @@ impl Gradients {
             bits = bits.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
             ((bits >> 8) as f32 / (1 << 23) as f32 - 1.0) * 1e-2
         };
-        let f32: Vec<f32> = (0..params).map(|_| next()).collect();
-        let bf16 = f32.iter().map(|x| bf16::from_f32(*x)).collect();
-        let f16 = f32.iter().map(|x| f16::from_f32(*x)).collect();
-        Self { bf16, f16, f32 }
+        let mut made = Self { bf16: huge(2 * params), f16: huge(2 * params), f32: huge(4 * params) };
+        let (narrow, half, wide) = (
+            bytemuck::cast_slice_mut::<_, bf16>(&mut made.bf16),
+            bytemuck::cast_slice_mut::<_, f16>(&mut made.f16),
+            bytemuck::cast_slice_mut::<_, f32>(&mut made.f32),
+        );
+        for ((narrow, half), wide) in narrow.iter_mut().zip(half).zip(wide) {
+            *wide = next();
+            (*narrow, *half) = (bf16::from_f32(*wide), f16::from_f32(*wide));
+        }
+        made
     }
 
     fn all(&self) -> [(&'static str, Gradient<'_>); 3] {
         [
-            ("bf16", Gradient::Bf16(&self.bf16)),
-            ("f16", Gradient::F16(&self.f16)),
-            ("f32", Gradient::F32(&self.f32)),
+            ("bf16", Gradient::Bf16(bytemuck::cast_slice(&self.bf16))),
+            ("f16", Gradient::F16(bytemuck::cast_slice(&self.f16))),
+            ("f32", Gradient::F32(bytemuck::cast_slice(&self.f32))),
         ]
     }
 }
@@ -178,8 +201,7 @@ struct Case<'a> {
     optimizer: Box<dyn Optimizer>,
     gradient: Gradient<'a>,
     args: StepArgs,
-    /// In 8-byte words for alignment.
-    state: Vec<Vec<u64>>,
+    state: Vec<MmapMut>,
 }
 
 impl<'a> Case<'a> {
@@ -189,8 +211,7 @@ impl<'a> Case<'a> {
 
     fn of(optimizer: Box<dyn Optimizer>, gradient: Gradient<'a>) -> Self {
         let layout = *optimizer.layout();
-        let words = |bytes: usize| vec![0; bytes.div_ceil(8)];
-        let state = layout.kinds().iter().map(|kind| words(kind.bytes_for(gradient.len()))).collect();
+        let state = layout.kinds().iter().map(|kind| huge(kind.bytes_for(gradient.len()))).collect();
         let mut case = Self { optimizer, gradient, args: AdamW::default().step(10, 1e-4), state };
         let initial = vec![0.5; gradient.len()];
         let (optimizer, mut slices) = (&case.optimizer, slices(&mut case.state, layout, gradient.len()));
@@ -213,7 +234,9 @@ impl<'a> Case<'a> {
         let mut kinds: Vec<_> = self
             .state
             .iter_mut()
-            .map(|words| {
+            .map(|memory| {
+                let words = memory.len() / 8 * 8;
+                let words: &mut [u64] = bytemuck::cast_slice_mut(&mut memory[..words]);
                 let len = words.len().div_ceil(pieces);
                 words.chunks_mut(len)
             })
@@ -269,9 +292,8 @@ fn bytes_of(gradient: Gradient<'_>) -> &[u8] {
     }
 }
 
-fn slices(state: &mut [Vec<u64>], layout: StateLayout, params: usize) -> Vec<&mut [u8]> {
-    let kinds = state.iter_mut().zip(layout.kinds());
-    kinds.map(|(words, kind)| &mut bytemuck::cast_slice_mut(words)[..kind.bytes_for(params)]).collect()
+fn slices(state: &mut [MmapMut], layout: StateLayout, params: usize) -> Vec<&mut [u8]> {
+    state.iter_mut().zip(layout.kinds()).map(|(memory, kind)| &mut memory[..kind.bytes_for(params)]).collect()
 }
 
 criterion_group!(updates, update, algorithms);
