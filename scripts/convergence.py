@@ -149,7 +149,7 @@ def picture(results):
         x0 = left + index * (width + 70)
         curves = {state: smooth(losses) for (r, state), (losses, _) in results.items() if r == regime}
         steps = len(next(iter(curves.values())))
-        parts.append(f'<text x="{x0}" y="24" font-size="15">{regime}</text>')
+        parts.append(f'<text x="{x0}" y="16" font-size="15">{regime}</text>')
         highest = max(curve[steps // 50] for curve in curves.values())
         lowest = min(min(curve) for curve in curves.values())
         parts += panel(curves, x0, top, width, 260, lowest - 0.05, highest, "loss, mean of 50 steps", "{:.1f}")
