@@ -111,43 +111,50 @@ impl Scale {
         Self(exponent)
     }
 
-    /// The bits of 2^−`TOP` times the scale.
+    /// The bits of 2^−`top` times the scale.
     #[inline(always)]
-    fn base<const TOP: u32>(self) -> u32 {
-        (self.0 - TOP) << 23
+    fn base(self, top: u32) -> u32 {
+        (self.0 - top) << 23
     }
 
-    /// 2^(1−`TOP`) times the scale: the smallest value with an exponent of its own.
+    /// 2^(1−`top`) times the scale: the smallest value with an exponent of its own.
     #[inline(always)]
-    fn knee<const TOP: u32>(self) -> f32 {
-        f32::from_bits((self.0 + 1 - TOP) << 23)
+    fn knee(self, top: u32) -> f32 {
+        f32::from_bits((self.0 + 1 - top) << 23)
     }
 
-    /// The value of a code, given in bits 19 and up; `TOP` is the largest exponent.
+    /// The value of a code, given in bits 19 and up; `top` is the largest exponent of a code.
     ///
     /// Read as the exponent and mantissa of a float, it is the value from the knee on. Below the knee k the float f goes
     /// from k/2 to k where the value goes from 0 to k, and 2f − k is smaller than f there and larger elsewhere.
     #[inline(always)]
-    fn decode<const TOP: u32>(self, code: u32) -> f32 {
-        let float = f32::from_bits(code + self.base::<TOP>());
-        let small = float + float - self.knee::<TOP>();
+    fn decode(self, code: u32, top: u32) -> f32 {
+        let float = f32::from_bits(code + self.base(top));
+        let small = float + float - self.knee(top);
         if small < float { small } else { float }
     }
 
     /// The code of a magnitude in bits 19 and up, rounded up with the probability that what is discarded says, and
     /// below that what was discarded.
     #[inline(always)]
-    fn encode<const TOP: u32>(self, magnitude: f32, random: u32) -> u32 {
-        let small = (magnitude + self.knee::<TOP>()) * 0.5;
+    fn encode(self, magnitude: f32, random: u32, top: u32) -> u32 {
+        let small = (magnitude + self.knee(top)) * 0.5;
         let float = if small > magnitude { small } else { magnitude };
-        float.to_bits() - self.base::<TOP>() + random
+        float.to_bits() - self.base(top) + random
     }
 }
 
-/// A first moment: sign, 3 bits of exponent, 4 of mantissa.
-pub(super) struct Scaled1;
+/// A moment in codes: `SIGNED` with a sign, 3 bits of exponent and 4 of mantissa, otherwise with 4 and 4.
+pub(super) struct Scaled<const SIGNED: bool>;
 
-impl Moment for Scaled1 {
+impl<const SIGNED: bool> Scaled<SIGNED> {
+    /// The largest exponent.
+    const TOP: u32 = if SIGNED { 7 } else { 15 };
+    /// The bits of exponent and mantissa, from bit 19.
+    const MAGNITUDE: u32 = (if SIGNED { 0x7f } else { 0xff }) << 19;
+}
+
+impl<const SIGNED: bool> Moment for Scaled<SIGNED> {
     type Stored = Codes;
     type Scale = Scale;
     const SCALE_BYTES: usize = 2;
@@ -161,14 +168,13 @@ impl Moment for Scaled1 {
     #[inline(always)]
     fn load<const Q: usize>(stored: &Codes, scale: Scale, lane: usize) -> f32 {
         let code = top::<Q>(stored, lane);
-        let magnitude = scale.decode::<7>(code >> 5 & 0x7f << 19);
-        f32::from_bits(magnitude.to_bits() | code & SIGN)
+        let magnitude = scale.decode(code >> 5 & Self::MAGNITUDE, Self::TOP);
+        if SIGNED { f32::from_bits(magnitude.to_bits() | code & SIGN) } else { magnitude }
     }
 
-    #[inline(always)]
     fn tamed(value: f32) -> f32 {
         // A zero from a NaN is positive: nothing promises the sign of a NaN.
-        if value.is_nan() { 0.0 } else { tamed(value).copysign(value) }
+        if value.is_nan() { 0.0 } else { value.abs().min(f32::from_bits(LARGEST)).copysign(value) }
     }
 
     #[inline(always)]
@@ -184,52 +190,11 @@ impl Moment for Scaled1 {
         values: Pair<f32>,
         noise: Noise,
     ) {
-        let codes = values
-            .zip(noise.bits19())
-            .map(|(value, random)| scale.encode::<7>(value.abs(), random) | value.to_bits() >> 5 & 1 << 26);
-        put::<19, PAIR>(stored, lane, codes);
-    }
-}
-
-/// A second moment: 4 bits of exponent, 4 of mantissa.
-pub(super) struct Scaled2;
-
-impl Moment for Scaled2 {
-    type Stored = Codes;
-    type Scale = Scale;
-    const SCALE_BYTES: usize = 2;
-    const LARGEST: u32 = LARGEST;
-
-    #[inline(always)]
-    fn scale(bytes: &[u8]) -> Scale {
-        Scale::load(bytes)
-    }
-
-    #[inline(always)]
-    fn load<const Q: usize>(stored: &Codes, scale: Scale, lane: usize) -> f32 {
-        scale.decode::<15>(top::<Q>(stored, lane) >> 5 & 0xff << 19)
-    }
-
-    #[inline(always)]
-    fn tamed(value: f32) -> f32 {
-        tamed(value)
-    }
-
-    #[inline(always)]
-    fn rescale(bytes: &mut [u8], largest: u32) -> Scale {
-        Scale::store(bytes, largest)
-    }
-
-    #[inline(always)]
-    fn store<const PAIR: usize>(
-        stored: &mut Codes,
-        scale: Scale,
-        lane: usize,
-        values: Pair<f32>,
-        noise: Noise,
-    ) {
-        let codes =
-            values.zip(noise.bits19()).map(|(value, random)| scale.encode::<15>(value, random).max(1 << 19));
+        let codes = values.zip(noise.bits19()).map(|(value, random)| {
+            let magnitude = if SIGNED { value.abs() } else { value };
+            let code = scale.encode(magnitude, random, Self::TOP);
+            if SIGNED { code | value.to_bits() >> 5 & 1 << 26 } else { code.max(1 << 19) }
+        });
         put::<19, PAIR>(stored, lane, codes);
     }
 }
@@ -238,11 +203,6 @@ const SIGN: u32 = 1 << 31;
 
 /// The bits of the largest magnitude there is a code for: above it, rounding up could leave the codes.
 const LARGEST: u32 = 253 << 23 | 0x77_ffff;
-
-/// |x|; zero for NaN, at most [`LARGEST`].
-fn tamed(x: f32) -> f32 {
-    if x.is_nan() { 0.0 } else { x.abs().min(f32::from_bits(LARGEST)) }
-}
 
 /// The 8 bits of parameter `Q` of a lane as the top ones of a word; those of parameters before it follow.
 #[inline(always)]

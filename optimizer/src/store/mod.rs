@@ -27,7 +27,7 @@ use half::{bf16, f16};
 use crate::isa::Isa;
 use crate::layout::{COMPACT_BLOCK, StateFormat, StateLayout, WeightType};
 use crate::update::Gradient;
-use compact::{Compact8, Scaled1, Scaled2};
+use compact::{Compact8, Scaled};
 use master::{FullMaster, Split16, WeightIsMaster};
 use moment::{Bf16Moment, Full};
 use noise::Noise;
@@ -230,7 +230,7 @@ pub(crate) fn initialize(layout: &StateLayout, weights: &[f32], moment: f32, sta
             StateFormat::Fp32 | StateFormat::Split => pass::fill::<Full>(bytes, moment),
             StateFormat::Bf16 => pass::fill::<Bf16Moment>(bytes, moment),
             // No moment begins below zero, so codes without a sign serve both.
-            StateFormat::Compact => pass::fill::<Scaled2>(bytes, moment),
+            StateFormat::Compact => pass::fill::<Scaled<false>>(bytes, moment),
         }
     }
     let (high, low) = (slices.weights, slices.rests);
@@ -277,7 +277,7 @@ fn update_from<R: Rule, G: Widen>(
         (StateFormat::Fp32, WeightType::F16) => pass!(Sequence, FullMaster<f16>, Full, Full),
         (StateFormat::Split, _) => pass!(Sequence, Split16<Sequence>, Full, Full),
         (StateFormat::Bf16, _) => pass!(Words, Split16<Words>, Bf16Moment, Bf16Moment),
-        (StateFormat::Compact, _) => pass!(Words, Compact8, Scaled1, Scaled2),
+        (StateFormat::Compact, _) => pass!(Words, Compact8, Scaled<true>, Scaled<false>),
     }
 }
 
