@@ -3,8 +3,8 @@
 #
 #     scripts/emulate-avx512.sh [CRATE]...        default: terrace-optimizer terrace-kernels
 #
-# Builds the crates' tests in release mode, boots a Debian kernel under Bochs with nothing but them, and prints their output. A
-# minute to boot, then some hundred times slower than the machine itself. Debian packages that it needs:
+# Builds the crates' tests in release mode, boots a Debian kernel under Bochs with nothing but them, and prints their output. It
+# is slow. Debian packages that it needs:
 #
 #     apt-get install bochs bochsbios vgabios grub-pc-bin grub-common xorriso mtools cpio busybox-static
 #

@@ -80,20 +80,6 @@ pub struct KindLayout {
 }
 
 impl KindLayout {
-    const fn plain(kind: StateKind, bytes: usize) -> Self {
-        Self { kind, bytes, params: 1 }
-    }
-
-    /// A block of 8-bit elements.
-    const fn block(kind: StateKind) -> Self {
-        Self { kind, bytes: COMPACT_BLOCK, params: COMPACT_BLOCK }
-    }
-
-    /// A block of 8-bit codes, followed by its bf16 scale.
-    const fn scaled(kind: StateKind) -> Self {
-        Self { kind, bytes: COMPACT_BLOCK + 2, params: COMPACT_BLOCK }
-    }
-
     /// Bytes of `params` parameters from the start of a block.
     pub const fn bytes_for(&self, params: usize) -> usize {
         params.div_ceil(self.params) * self.bytes
@@ -103,6 +89,21 @@ impl KindLayout {
     pub const fn align(&self) -> usize {
         if self.params == 1 { self.bytes } else { 1 }
     }
+}
+
+/// An array with an element for every parameter.
+const fn plain(kind: StateKind, bytes: usize) -> KindLayout {
+    KindLayout { kind, bytes, params: 1 }
+}
+
+/// A block of 8-bit elements.
+const fn block(kind: StateKind) -> KindLayout {
+    KindLayout { kind, bytes: COMPACT_BLOCK, params: COMPACT_BLOCK }
+}
+
+/// A block of 8-bit codes, followed by its bf16 scale.
+const fn scaled(kind: StateKind) -> KindLayout {
+    KindLayout { kind, bytes: COMPACT_BLOCK + 2, params: COMPACT_BLOCK }
 }
 
 /// Parameters that share a scale in [`StateFormat::Compact`], and whose bytes are stored in an order of its own.
@@ -166,15 +167,6 @@ impl StateLayout {
     /// moments last.
     pub fn kinds(&self) -> &'static [KindLayout] {
         use StateKind::{Master, MasterLow, MasterLow8, Moment1, Moment2, Weight};
-        const fn plain(kind: StateKind, bytes: usize) -> KindLayout {
-            KindLayout::plain(kind, bytes)
-        }
-        const fn block(kind: StateKind) -> KindLayout {
-            KindLayout::block(kind)
-        }
-        const fn scaled(kind: StateKind) -> KindLayout {
-            KindLayout::scaled(kind)
-        }
         /// The weights with the first, the second and both of the two moments.
         macro_rules! kinds {
             ([$($weight:expr),*], $first:expr, $second:expr) => {

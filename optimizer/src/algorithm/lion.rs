@@ -85,11 +85,6 @@ impl Rule for Scalars {
     type Second<S: Moment> = Absent;
 
     #[inline(always)]
-    fn second(&self, _: f32, _: f32, v: f32) -> (f32, f32) {
-        (v, 1.0)
-    }
-
-    #[inline(always)]
     fn first(&self, gradient: f32, master: f32, m: f32, _: f32) -> (f32, f32) {
         let gradient = gradient * self.grad_scale;
         let direction = m * self.beta1 + gradient * self.beta1_rest;

@@ -75,11 +75,6 @@ impl Rule for Scalars {
     type Second<S: Moment> = Absent;
 
     #[inline(always)]
-    fn second(&self, _: f32, _: f32, v: f32) -> (f32, f32) {
-        (v, 1.0)
-    }
-
-    #[inline(always)]
     fn first(&self, gradient: f32, master: f32, buffer: f32, _: f32) -> (f32, f32) {
         let gradient = add_decay(gradient * self.grad_scale, self.decay, master);
         // A zero momentum must not turn an infinite buffer into NaN.

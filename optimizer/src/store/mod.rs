@@ -47,11 +47,13 @@ pub(crate) trait Rule: Copy + Send + Sync {
     /// How the second moment is stored when the format stores it as `S`: `S`, or [`Absent`].
     type Second<S: Moment>: Moment;
 
-    /// The new second moment, and what it divides the step by. An absent moment is given as zero, and what is returned
-    /// for it is dropped.
-    fn second(&self, gradient: f32, master: f32, v: f32) -> (f32, f32);
+    /// The new second moment, and what it divides the step by: without one, nothing.
+    #[inline(always)]
+    fn second(&self, _gradient: f32, _master: f32, v: f32) -> (f32, f32) {
+        (v, 1.0)
+    }
 
-    /// The new master and first moment, which may be absent likewise.
+    /// The new master and first moment. An absent moment is given as zero, and what is returned for it is dropped.
     fn first(&self, gradient: f32, master: f32, m: f32, divisor: f32) -> (f32, f32);
 }
 

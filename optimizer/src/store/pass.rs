@@ -283,7 +283,7 @@ pub(super) fn fill<M: Moment>(bytes: &mut [u8], value: f32) {
         return bytes.fill(0);
     }
     for block in bytes.chunks_mut(size_of::<M::Stored>() + M::SCALE_BYTES) {
-        let (codes, scale) = block.split_at_mut(block.len() - M::SCALE_BYTES);
+        let (codes, scale) = split_scale::<M>(block);
         let scale = M::rescale(scale, magnitude(value));
         let mut tile = M::Stored::zeroed();
         for lane in 0..LANES {
