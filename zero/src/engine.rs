@@ -168,7 +168,7 @@ impl Engine {
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
         let Parts { config, network, kinds, runs, optimizer, plan, loss_scale } = parts;
         let windows = &plan.windows;
-        let lane = Lane::new(&backend, windows.arena_bytes)?;
+        let lane = Lane::new(&backend, windows.arena_bytes, windows.signals_stay)?;
         let on_disk = home.disk().is_some();
         let slot_io = on_disk.then_some(&backend.io);
         let weight_slots = match slot_io {

@@ -175,7 +175,7 @@ impl<'a> Fetcher<'a> {
         slots: Option<&'a SlotClasses>,
         items: Vec<usize>,
         regions: VecDeque<Region>,
-    ) -> Self
+    ) -> Result<Self>
     where
         'a: 'scope,
     {
@@ -212,10 +212,13 @@ impl<'a> Fetcher<'a> {
         upcoming: VecDeque<usize>,
         regions: VecDeque<Region>,
         groups: usize,
-    ) -> Self {
-        let regions = regions.into_iter().map(|r| (r, None)).collect();
+    ) -> Result<Self> {
+        // Hazard (upload over weights in use): by the schedule of before.
+        let passed = if regions.is_empty() { None } else { Some(lane.compute.record()?) };
+        let regions = regions.into_iter().map(|region| (region, passed.clone())).collect();
         let residency = vec![Residency::Home; groups];
-        Self { lane, source, uploads: VecDeque::new(), upcoming, regions, residency, stalled: Duration::ZERO }
+        let (uploads, stalled) = (VecDeque::new(), Duration::ZERO);
+        Ok(Self { lane, source, uploads, upcoming, regions, residency, stalled })
     }
 
     /// Waits for the next group of the schedule.

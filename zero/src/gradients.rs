@@ -11,7 +11,7 @@ use crate::{Backend, Gradients, Result};
 use bytemuck::cast_slice;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
-use terrace_device::{BytesMut, Download, Region, Upload};
+use terrace_device::{BytesMut, Download, Region};
 use terrace_kernels::{DType, View, ViewMut};
 use terrace_optimizer::{Gradient, SumOfSquares};
 use terrace_tiers::{Arrived, Lease, PendingRead, Pool, Scratch, ScratchChunk, StoreSpec, Striping};
@@ -123,7 +123,7 @@ impl GradientPark {
                 ops.cast(flat(&lease, self.dtype), out)?;
             } else {
                 let region = lane.arena.alloc(lease.len())?;
-                let (region, source) = Upload::start(&*lane.up, lease, region)?.ready_on(&*lane.compute)?;
+                let (region, source) = lane.upload(lease, region)?;
                 ops.cast(View::new(region.bytes(), self.dtype, &[len]), out)?;
                 source.release()?;
             }

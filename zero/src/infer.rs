@@ -3,6 +3,7 @@
 use crate::dry::allocate_caches;
 use crate::engine::{Engine, Signals};
 use crate::fetch::Fetcher;
+use crate::lane::Signal;
 use crate::train::{Pass, zero_loss};
 use crate::{EngineError, KvSlot, MicroBatch, Mode, Result};
 use terrace_kernels::{Tensor, ViewMut};
@@ -110,15 +111,15 @@ impl Engine {
         let regions = std::mem::take(weight_regions);
         let slots = weight_slots.as_ref();
         let (regions, logits) = std::thread::scope(|scope| -> Result<_> {
-            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, regions);
-            let mut signal: Option<Lease> = None;
+            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, regions)?;
+            let mut signal: Option<Signal> = None;
             let mut logits = None;
             for block in 0..=network.last() {
                 let last = block == network.last();
                 let ready = pass.fetch(&mut fetcher, block)?;
                 let weights = pass.weights(block, &ready);
                 let x = match signal.take() {
-                    Some(lease) => Some(lane.load(lease, pass.signal(block - 1))?),
+                    Some(signal) => Some(lane.load(signal, pass.signal(block - 1))?),
                     None => None,
                 };
                 let x_view = x.as_ref().map(crate::lane::Loaded::view);
@@ -143,7 +144,7 @@ impl Engine {
                 };
                 network.blocks[block].forward(&mut cx, &weights, x_view, y)?;
                 drop((weights, x));
-                signal = target.map(|t| lane.store(t)).transpose()?;
+                signal = target.map(|t| lane.pass(t)).transpose()?;
                 logits = output;
                 pass.release(&mut fetcher, ready)?;
             }

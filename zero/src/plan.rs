@@ -41,6 +41,7 @@ pub(crate) struct Windows {
     pub(crate) gradient_chunks: usize,
     pub(crate) gradients_on_disk: bool,
     pub(crate) activations_on_disk: bool,
+    pub(crate) signals_stay: bool,
     pub(crate) signal_bytes: usize,
     pub(crate) arena_bytes: usize,
     pub(crate) device_weight_slots: usize,
@@ -62,6 +63,8 @@ struct Choice {
     update_slots: usize,
     gradients_on_disk: bool,
     activations_on_disk: bool,
+    /// On a device with its own memory: signals stay there from one block to the next.
+    signals_stay: bool,
 }
 
 pub(crate) struct Planner<'a> {
@@ -107,7 +110,8 @@ impl Planner<'_> {
             None => vec![false],
         };
         let mut choices = Vec::new();
-        for tight in [false, true] {
+        let stays: &[bool] = if self.backend.device.unified() { &[false] } else { &[true, false] };
+        for (&signals_stay, tight) in stays.iter().flat_map(|stay| [(stay, false), (stay, true)]) {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
                 for &activations_on_disk in &places(o.activations_on_disk) {
                     for &chunk_elements in
@@ -127,6 +131,7 @@ impl Planner<'_> {
                                     update_slots,
                                     gradients_on_disk,
                                     activations_on_disk,
+                                    signals_stay,
                                 });
                             }
                         }
@@ -242,6 +247,7 @@ impl Planner<'_> {
                 network,
                 dtype: config.dtype,
                 unified,
+                signals_stay: choice.signals_stay,
                 sample: self.sample,
                 micro_batches: config.limits.micro_batches,
                 chunk_elements: choice.chunk_elements,
@@ -262,6 +268,7 @@ impl Planner<'_> {
             gradient_chunks: self.gradient_chunks(choice),
             gradients_on_disk: choice.gradients_on_disk,
             activations_on_disk: choice.activations_on_disk,
+            signals_stay: choice.signals_stay,
             signal_bytes: (0..network.last()).map(signal).max().unwrap_or(0),
             arena_bytes: cost.arena_bytes.max(256),
             device_weight_slots: if unified { 0 } else { UPLOAD_WINDOW + together },

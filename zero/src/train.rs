@@ -6,7 +6,7 @@
 use crate::engine::{Engine, Signals};
 use crate::fetch::{Fetcher, Ready};
 use crate::gradients::{GradientPark, gradient_slots};
-use crate::lane::Lane;
+use crate::lane::{Lane, Signal};
 use crate::network::Network;
 use crate::runs::Runs;
 use crate::scale::LossScale;
@@ -22,7 +22,6 @@ use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
 use terrace_optimizer::{StepArgs, clip_coefficient, optimizer};
-use terrace_tiers::Lease;
 
 /// The engine's parts that a pass over the blocks uses.
 pub(crate) struct Pass<'a> {
@@ -209,7 +208,7 @@ impl Engine {
         let items = training_order(network);
         let slots = weight_slots.as_ref();
         let regions = std::thread::scope(|scope| -> Result<VecDeque<Region>> {
-            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, regions);
+            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, regions)?;
             let mut loss = lane.tensor(&zero_loss())?;
             training.forward(&mut fetcher, &mut loss)?;
             report.loss =
@@ -304,9 +303,9 @@ impl Training<'_> {
                 let mut cx = self.pass.context(&self.inputs[m], loss);
                 let x_view = x.as_ref().map(crate::lane::Loaded::view);
                 self.pass.network.blocks[block].forward(&mut cx, &weights, x_view, y.view_mut())?;
-                let y = self.pass.lane.store(y)?;
+                let y = self.pass.lane.pass_and_keep(y)?;
                 if let (Some(b), Some(x)) = (block.checked_sub(1), x) {
-                    self.activations.checkpoint(b, m, x.into_lease());
+                    self.activations.checkpoint(b, m, x.into_host()?);
                 }
                 self.activations.keep(block, m, y)?;
             }
@@ -328,7 +327,7 @@ impl Training<'_> {
         let network = self.pass.network;
         let mut loss = Some(loss);
         let mut mean = f64::NAN;
-        let mut signals: Vec<Option<Lease>> = self.inputs.iter().map(|_| None).collect();
+        let mut signals: Vec<Option<Signal>> = self.inputs.iter().map(|_| None).collect();
         for block in (0..=network.last()).rev() {
             let groups = network.groups_of(block);
             let mut accumulators = Vec::with_capacity(groups.len());
@@ -369,7 +368,7 @@ impl Training<'_> {
         groups: &[usize],
         accumulators: &mut [Region],
         loss: &mut Tensor,
-        signals: &mut [Option<Lease>],
+        signals: &mut [Option<Signal>],
     ) -> Result {
         let (network, lane) = (self.pass.network, self.pass.lane);
         let weights = self.pass.weights(block, ready);
@@ -382,7 +381,7 @@ impl Training<'_> {
                 _ => None,
             };
             let dy = match signal.take() {
-                Some(lease) => Some(lane.load(lease, self.pass.signal(block))?),
+                Some(signal) => Some(lane.load(signal, self.pass.signal(block))?),
                 None => None,
             };
             let mut dx = match below {
@@ -401,7 +400,7 @@ impl Training<'_> {
             )?;
             drop((x, dy));
             if let Some(dx) = dx {
-                *signal = Some(lane.store(dx)?);
+                *signal = Some(lane.pass(dx)?);
             }
         }
         Ok(())
