@@ -110,7 +110,11 @@ impl Planner<'_> {
             None => vec![false],
         };
         let mut choices = Vec::new();
-        let stays: &[bool] = if self.backend.device.unified() { &[false] } else { &[true, false] };
+        let stays = match o.signals_stay {
+            _ if self.backend.device.unified() => vec![false],
+            Some(stay) => vec![stay],
+            None => vec![true, false],
+        };
         for (&signals_stay, tight) in stays.iter().flat_map(|stay| [(stay, false), (stay, true)]) {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
                 for &activations_on_disk in &places(o.activations_on_disk) {
