@@ -12,6 +12,7 @@ use crate::lane::Signal;
 use std::collections::HashMap;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
+use terrace_device::Device;
 use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, Striping};
 
 /// Slots for signals on their way to or from disk: two writes or reads in flight and one in use.
@@ -44,6 +45,7 @@ impl Activations {
         boundaries: usize,
         micro_batches: usize,
         signal_bytes: usize,
+        device: &dyn Device,
         disk: Option<(&Arc<dyn IoEngine>, &Striping)>,
     ) -> Result<Self> {
         let slots = Self::slots(boundaries, micro_batches, disk.is_some());
@@ -57,11 +59,12 @@ impl Activations {
                     boundaries * micro_batches,
                     signal_bytes,
                 )?,
-                pool: Pool::new_registered("spilled activations", SPILL_SLOTS, signal_bytes, engine)?,
+                pool: Pool::new_registered("spilled activations", SPILL_SLOTS, signal_bytes, engine)?
+                    .pinned_for(device),
                 ahead: None,
             }),
         };
-        let pool = Pool::new("activations", slots, signal_bytes)?;
+        let pool = Pool::new("activations", slots, signal_bytes)?.pinned_for(device);
         Ok(Self { pool, boundaries, micro_batches, kept: HashMap::new(), spill })
     }
 

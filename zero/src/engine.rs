@@ -87,7 +87,9 @@ impl Engine {
                 let store = DiskStore::create(&backend.io, &striping, parts.plan.spec.clone())?;
                 StateHome::Disk(Box::new(store))
             }
-            Placement::None | Placement::Host => StateHome::resident(&parts.network, &parts.kinds)?,
+            Placement::None | Placement::Host => {
+                StateHome::resident(&parts.network, &parts.kinds, &*backend.device)?
+            }
         };
         let mut engine = Self::assemble(parts, backend, home)?;
         checkpoint::initialize(&mut engine, source)?;
@@ -135,7 +137,7 @@ impl Engine {
             engine.step = step;
             return Ok(engine);
         }
-        let home = StateHome::resident(&parts.network, &parts.kinds)?;
+        let home = StateHome::resident(&parts.network, &parts.kinds, &*backend.device)?;
         let mut engine = Self::assemble(parts, backend, home)?;
         engine.step = step;
         checkpoint::load_resident(&mut engine, &store)?;
@@ -172,7 +174,7 @@ impl Engine {
         let on_disk = home.disk().is_some();
         let slot_io = on_disk.then_some(&backend.io);
         let weight_slots = match slot_io {
-            Some(io) => Some(SlotClasses::new(&windows.classes, network.groups.len(), io)?),
+            Some(_) => Some(SlotClasses::new(&windows.classes, network.groups.len(), &backend)?),
             None => None,
         };
         let mut weight_regions = VecDeque::new();
@@ -192,6 +194,7 @@ impl Engine {
                 config.dtype,
                 &plan.spec,
                 windows.gradient_chunks,
+                &*backend.device,
                 disks(windows.gradients_on_disk),
             )?),
             None => None,
@@ -201,10 +204,11 @@ impl Engine {
                 network.last(),
                 config.limits.micro_batches,
                 windows.signal_bytes,
+                &*backend.device,
                 disks(windows.activations_on_disk),
             )?))
         } else {
-            Signals::ForwardOnly(Pool::new("signals", 2, windows.signal_bytes)?)
+            Signals::ForwardOnly(Pool::new("signals", 2, windows.signal_bytes)?.pinned_for(&*backend.device))
         };
         let slots = if config.training.is_some() && on_disk { windows.update_slots } else { 2 };
         let update_slots = UpdateSlots::new(&kinds, slots, windows.slot_elements, slot_io)?;

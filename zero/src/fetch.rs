@@ -10,12 +10,11 @@
 use crate::lane::Lane;
 use crate::network::Network;
 use crate::state::{StateHome, StateKinds};
-use crate::{EngineError, Result};
+use crate::{Backend, EngineError, Result};
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
-use terrace_aio::IoEngine;
 use terrace_device::{Bytes, Event, Region, Upload, UploadSource};
 use terrace_tiers::{BlobKey, BlobKind, DiskStore, Generation, Lease, PendingRead, Pool, SharedBytes};
 
@@ -100,11 +99,12 @@ pub(crate) fn plan_classes(network: &Network, weight_bytes: usize, window: usize
 }
 
 impl SlotClasses {
-    pub(crate) fn new(classes: &[SlotClass], groups: usize, io: &Arc<dyn IoEngine>) -> Result<Self> {
+    pub(crate) fn new(classes: &[SlotClass], groups: usize, backend: &Backend) -> Result<Self> {
         let mut class_of_group = vec![usize::MAX; groups];
         let mut pools = Vec::new();
         for (index, class) in classes.iter().enumerate() {
-            pools.push(Pool::new_registered("weights", class.slots, class.slot_bytes, io)?);
+            let pool = Pool::new_registered("weights", class.slots, class.slot_bytes, &backend.io)?;
+            pools.push(pool.pinned_for(&*backend.device));
             for &group in &class.groups {
                 class_of_group[group] = index;
             }
