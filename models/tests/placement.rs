@@ -32,6 +32,7 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     let mut all = vec![
         ("host".to_owned(), Setup { placement: Placement::Host, ..base.clone() }),
         ("none, two threads".to_owned(), Setup { threads: 2, ..base.clone() }),
+        ("none, discrete".to_owned(), Setup { discrete: true, ..base.clone() }),
         ("host, discrete".to_owned(), Setup { placement: Placement::Host, discrete: true, ..base.clone() }),
         ("one path".to_owned(), disk("one", 1)),
         ("three paths".to_owned(), disk("three", 3)),

@@ -1,6 +1,7 @@
 //! The engine as the embedder holds it: built from a plan, then driven step by step.
 
 use crate::activations::Activations;
+use crate::device_weights::DeviceWeights;
 use crate::fetch::SlotClasses;
 use crate::gradients::GradientPark;
 use crate::lane::Lane;
@@ -13,12 +14,10 @@ use crate::update::UpdateSlots;
 use crate::{
     Backend, Block, EngineConfig, EngineError, MicroBatch, Placement, Result, WeightSource, checkpoint,
 };
-use std::collections::VecDeque;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
-use terrace_device::Region;
 use terrace_optimizer::Optimizer;
 use terrace_tiers::{DiskStore, MemoryPlan, Pool, Striping};
 
@@ -38,7 +37,7 @@ pub struct Engine {
     pub(crate) lane: Lane,
     pub(crate) home: StateHome,
     pub(crate) weight_slots: Option<SlotClasses>,
-    pub(crate) weight_regions: VecDeque<Region>,
+    pub(crate) device_weights: DeviceWeights,
     pub(crate) park: Option<GradientPark>,
     pub(crate) signals: Signals,
     pub(crate) update_slots: UpdateSlots,
@@ -177,14 +176,7 @@ impl Engine {
             Some(_) => Some(SlotClasses::new(&windows.classes, network.groups.len(), &backend)?),
             None => None,
         };
-        let mut weight_regions = VecDeque::new();
-        if windows.device_weight_slots > 0 {
-            let bytes = (network.group_elements_max() * network.element_bytes).next_multiple_of(256);
-            let arena = backend.device.arena(bytes * windows.device_weight_slots)?;
-            for _ in 0..windows.device_weight_slots {
-                weight_regions.push_back(arena.alloc(bytes)?);
-            }
-        }
+        let device_weights = DeviceWeights::new(&backend, &network, windows.device_room)?;
         let spills = windows.gradients_on_disk || windows.activations_on_disk;
         let striping = if spills { Some(config.striping()?) } else { None };
         let disks =
@@ -229,7 +221,7 @@ impl Engine {
             lane,
             home,
             weight_slots,
-            weight_regions,
+            device_weights,
             park,
             signals,
             update_slots,

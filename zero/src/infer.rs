@@ -100,7 +100,7 @@ impl Engine {
             )));
         }
         let Self {
-            config, backend, network, kinds, lane, home, weight_slots, weight_regions, signals, ..
+            config, backend, network, kinds, lane, home, weight_slots, device_weights, signals, ..
         } = self;
         let (network, lane, home, kinds) = (&*network, &*lane, &*home, &*kinds);
         let inputs = batch.inputs.iter().map(|t| lane.tensor(t)).collect::<Result<Vec<Tensor>>>()?;
@@ -108,10 +108,10 @@ impl Engine {
         let (sequences, length) = (batch.sequences, batch.length);
         let pass = Pass { network, backend, lane, config, mode, sequences, length, loss_scale: 1.0 };
         let items: Vec<usize> = (0..=network.last()).flat_map(|b| network.groups_of(b)).collect();
-        let regions = std::mem::take(weight_regions);
+        let room = std::mem::take(device_weights);
         let slots = weight_slots.as_ref();
-        let (regions, logits) = std::thread::scope(|scope| -> Result<_> {
-            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, regions)?;
+        let (room, logits) = std::thread::scope(|scope| -> Result<_> {
+            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, room)?;
             let mut signal: Option<Signal> = None;
             let mut logits = None;
             for block in 0..=network.last() {
@@ -150,7 +150,7 @@ impl Engine {
             }
             Ok((fetcher.finish(), logits))
         })?;
-        *weight_regions = regions;
+        *device_weights = room;
         Ok((loss, logits))
     }
 }

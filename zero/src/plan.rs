@@ -15,6 +15,7 @@
 //! a fixed list of choices from roomy to tight and takes the first that fits.
 
 use crate::activations::{Activations, SPILL_SLOTS};
+use crate::device_weights::DeviceRoom;
 use crate::dry::{DryCost, DryRun};
 use crate::fetch::{SlotClass, UPLOAD_WINDOW, plan_classes};
 use crate::gradients::STAGING_SLOTS;
@@ -44,7 +45,7 @@ pub(crate) struct Windows {
     pub(crate) signals_stay: bool,
     pub(crate) signal_bytes: usize,
     pub(crate) arena_bytes: usize,
-    pub(crate) device_weight_slots: usize,
+    pub(crate) device_room: DeviceRoom,
     pub(crate) flops_per_step: u64,
 }
 
@@ -204,14 +205,9 @@ impl Planner<'_> {
         self.add_signals(&mut memory, &windows);
         let arena_tier = if self.backend.device.unified() { Tier::Host } else { Tier::Device };
         memory.add(arena_tier, "block workspaces and gradient accumulators", 1, windows.arena_bytes as u64);
-        let slot = network.group_elements_max() as u64 * weight_bytes;
-        memory.add(
-            Tier::Device,
-            "weights on the device",
-            windows.device_weight_slots as u64,
-            slot.next_multiple_of(256),
-        );
-        memory.add(Tier::Host, "kernel scratch", 1, self.backend.kernel_scratch_bytes);
+        let (pieces, bytes) = windows.device_room.bytes(network);
+        memory.add(Tier::Device, "weights on the device", pieces, bytes);
+        memory.add(arena_tier, "kernel scratch", 1, self.backend.kernel_scratch_bytes);
         memory.add(Tier::Host, "loading buffer", chunk, 4);
         // The table of the live and the next generation, and a manifest slot on its way out.
         let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
@@ -275,7 +271,7 @@ impl Planner<'_> {
             signals_stay: choice.signals_stay,
             signal_bytes: (0..network.last()).map(signal).max().unwrap_or(0),
             arena_bytes: cost.arena_bytes.max(256),
-            device_weight_slots: if unified { 0 } else { UPLOAD_WINDOW + together },
+            device_room: DeviceRoom::of(self.backend, config.placement, UPLOAD_WINDOW + together),
             flops_per_step: cost.flops,
         })
     }
@@ -307,7 +303,9 @@ impl Planner<'_> {
         let mut knobs = Vec::new();
         if self.config.placement != Placement::Disk {
             let place = if self.config.training.is_some() { "" } else { " with --disk PATH" };
-            knobs.push(format!("use --offload disk{place}"));
+            let stays = tier == Tier::Device && self.config.placement == Placement::None;
+            let host = if stays { "--offload host or " } else { "" };
+            knobs.push(format!("use {host}--offload disk{place}"));
         }
         let limits = self.config.limits;
         if limits.cache_length > 0 {

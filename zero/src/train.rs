@@ -3,6 +3,7 @@
 //! Accumulation is layer-major ("vertical", GreedySnake, arXiv 2512.17570): every micro-batch of the step runs through a block
 //! before the next block's weights are needed, so weights travel twice a step whatever the number of micro-batches.
 
+use crate::device_weights::DeviceWeights;
 use crate::engine::{Engine, Signals};
 use crate::fetch::{Fetcher, Ready};
 use crate::gradients::{GradientPark, gradient_slots};
@@ -16,7 +17,6 @@ use crate::{
     Activations, Backend, Context, EngineConfig, EngineError, HostTensor, MicroBatch, Mode, Result,
     StepRates, StepReport, TrainingConfig, Weights,
 };
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 use terrace_device::Region;
@@ -171,7 +171,7 @@ impl Engine {
             lane,
             home,
             weight_slots,
-            weight_regions,
+            device_weights,
             park,
             signals,
             update_slots,
@@ -204,11 +204,11 @@ impl Engine {
         let (step, may_overflow) = (*step + 1, loss_scale.is_some());
         let mut training =
             Training { pass, inputs, activations, park, runs, pool, step, loss_terms, may_overflow };
-        let regions = std::mem::take(weight_regions);
+        let room = std::mem::take(device_weights);
         let items = training_order(network);
         let slots = weight_slots.as_ref();
-        let regions = std::thread::scope(|scope| -> Result<VecDeque<Region>> {
-            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, regions)?;
+        *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
+            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, room)?;
             let mut loss = lane.tensor(&zero_loss())?;
             training.forward(&mut fetcher, &mut loss)?;
             report.loss =
@@ -216,7 +216,6 @@ impl Engine {
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
             Ok(fetcher.finish())
         })?;
-        *weight_regions = regions;
         Ok(())
     }
 
@@ -251,6 +250,7 @@ impl Engine {
             let stalled: Duration = updater.run(&mut self.home, park, 0..spec.groups.len())?;
             report.state_stall_seconds += stalled.as_secs_f64();
         }
+        self.device_weights.outdate();
         report.update_seconds = began.elapsed().as_secs_f64();
         Ok(scale)
     }
