@@ -12,6 +12,7 @@ usage: cargo xtask <task>
   test                    everything a change must pass: format, clippy, tests, benches, docs
   bench [--host NAME] [-p CRATE]... [-- CRITERION ARGS]
                           run the benchmarks and append the result to benches/record/<date>-<host>.md
+  cuda-shim               build the CUDA kernels as a library that runs them on the CPU (needs g++)
 ";
 
 fn main() -> ExitCode {
@@ -22,6 +23,7 @@ fn main() -> ExitCode {
         ["tidy"] => xtask::tidy::run(&root),
         ["tidy", "--shrink"] => xtask::tidy::shrink(&root),
         ["test"] => xtask::test::run(&root),
+        ["cuda-shim"] => xtask::cuda_shim::build(&root).map(|library| eprintln!("{}", library.display())),
         ["bench", rest @ ..] => xtask::bench::run(&root, rest),
         ["help" | "--help" | "-h"] => {
             print!("{USAGE}");
