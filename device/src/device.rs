@@ -1,7 +1,9 @@
 //! The seam that a backend fills: a device, its streams and its events.
 
-use crate::{Arena, Bytes, BytesMut, DeviceError};
+use crate::{Arena, Bytes, BytesMut, DeviceError, Pinned};
+use std::any::Any;
 use std::fmt::Debug;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 /// What a stream is for; a backend may map several kinds to one queue.
@@ -34,6 +36,20 @@ pub trait Device: Send + Sync + Debug {
     /// # Errors
     /// The driver refused.
     fn stream(&self, kind: StreamKind) -> Result<Arc<dyn Stream>, DeviceError>;
+
+    /// Tells the device about host memory that copies will use, so that it reads and writes it directly. Copies work
+    /// without, but slower and not beside everything else. Here nothing is done; the same pages may be registered with a
+    /// disk engine as well.
+    ///
+    /// # Safety
+    /// The range stays mapped until the returned value is dropped.
+    ///
+    /// # Errors
+    /// The system can pin no more memory, or part of the range is pinned already.
+    unsafe fn pin(&self, start: NonNull<u8>, len: usize) -> Result<Pinned, DeviceError> {
+        let _ = (start, len);
+        Ok(Pinned::none())
+    }
 }
 
 /// A queue of work that runs in order.
@@ -70,8 +86,8 @@ pub trait Stream: Send + Sync + Debug {
     }
 }
 
-/// A point in a stream.
-pub trait Event: Send + Sync + Debug {
+/// A point in a stream. A stream recognizes events of its own kind by their type, hence `Any`.
+pub trait Event: Any + Send + Sync + Debug {
     /// Whether the point was reached. Never blocks.
     fn is_done(&self) -> bool;
 

@@ -29,12 +29,69 @@ pub enum DeviceError {
         /// Largest free range.
         largest_hole: usize,
     },
+    /// There is no driver that could be used.
+    #[error("no CUDA driver: {detail}; install NVIDIA's driver, or compute on the CPU with `--device cpu`")]
+    NoDriver {
+        /// Where it was looked for, or what it said.
+        detail: String,
+    },
+    /// The driver knows no device of this number.
+    #[error(
+        "there is no CUDA device {ordinal}: the driver shows {count} (CUDA_VISIBLE_DEVICES limits them); \
+         `terrace report` lists them"
+    )]
+    NoSuchDevice {
+        /// The number asked for.
+        ordinal: u32,
+        /// How many there are, numbered from 0.
+        count: u32,
+    },
+    /// The device lacks what the kernels need.
+    #[error("{device} cannot be used: {detail}")]
+    Unsupported {
+        /// The device's name.
+        device: String,
+        /// What it lacks.
+        detail: String,
+    },
     /// The driver reported an error.
     #[error("device error while {doing}: {detail}")]
     Driver {
         /// What was being done.
-        doing: &'static str,
+        doing: String,
         /// What the driver said.
         detail: String,
+    },
+    /// An operation on the device failed in a way that ends its context: everything on it is lost, every later call fails.
+    #[error(
+        "the device was lost while {doing}: {detail}. Nothing more can run on it in this process: start the command \
+         again; the last committed step is safe"
+    )]
+    Lost {
+        /// What was being done; the cause is often an earlier operation.
+        doing: String,
+        /// What the driver said.
+        detail: String,
+    },
+    /// There is nothing to compile kernels with.
+    #[error(
+        "cannot compile the kernel source {source_name}: {detail}; install it with `pip install nvidia-cuda-nvrtc` or \
+         the CUDA toolkit, and put its folder on LD_LIBRARY_PATH if it is in none of these places"
+    )]
+    NoCompiler {
+        /// Name of the source.
+        source_name: String,
+        /// Where the compiler was looked for.
+        detail: String,
+    },
+    /// A kernel source does not compile, or its image does not load.
+    #[error("the kernel source {source_name} was refused ({detail}):\n{log}")]
+    Compile {
+        /// Name of the source.
+        source_name: String,
+        /// What the compiler's call returned.
+        detail: String,
+        /// What the compiler wrote.
+        log: String,
     },
 }

@@ -44,8 +44,8 @@ impl<S: StableBytes> Upload<S> {
         let len = src.len();
         // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
         unsafe { stream.copy(Bytes::from_host(&src), dst.bytes_mut().slice(0, len))? };
-        let event = stream.record()?;
-        Ok(Self { event, ends: Some((src, dst)) })
+        let (event, ends) = record(stream, (src, dst))?;
+        Ok(Self { event, ends: Some(ends) })
     }
 
     /// Orders `compute` after the copy and gives the device memory; the source stays held in [`UploadSource`].
@@ -100,8 +100,8 @@ impl<D: StableBytes + DerefMut> Download<D> {
         let len = dst.len();
         // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
         unsafe { stream.copy(src.bytes().slice(0, len), BytesMut::from_host(&mut dst))? };
-        let event = stream.record()?;
-        Ok(Self { event, ends: Some((src, dst)) })
+        let (event, ends) = record(stream, (src, dst))?;
+        Ok(Self { event, ends: Some(ends) })
     }
 
     /// Whether the copy is done, so that [`wait`](Self::wait) would not block.
@@ -116,6 +116,17 @@ impl<D: StableBytes + DerefMut> Download<D> {
     pub fn wait(mut self) -> Result<(Region, D), DeviceError> {
         self.event.synchronize()?;
         Ok(self.ends.take().expect("ends are taken once"))
+    }
+}
+
+/// Records the event of a copy between `ends`. Without one nobody can tell when the copy is done, so then they are leaked.
+fn record<T>(stream: &dyn Stream, ends: T) -> Result<(Arc<dyn Event>, T), DeviceError> {
+    match stream.record() {
+        Ok(event) => Ok((event, ends)),
+        Err(error) => {
+            std::mem::forget(ends);
+            Err(error)
+        }
     }
 }
 

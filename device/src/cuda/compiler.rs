@@ -1,0 +1,317 @@
+//! Kernel sources compiled for the very card, at run time.
+//!
+//! The binary ships sources, not cubins: there is one per generation of cards, and the CUDA compiler is not needed to build
+//! Terrace. NVRTC, CUDA's compiler as a library, takes seconds for all kernels, so images are kept in a folder
+//! (`cache.rs`). Where there is no NVRTC, a source may bring PTX that was compiled earlier; the driver turns it into
+//! machine code.
+
+use super::cache::Cache;
+use super::device::{Capability, CudaDevice};
+use super::library::Library;
+use crate::DeviceError;
+use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::path::{Path, PathBuf};
+
+/// What is to be compiled.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Source<'a> {
+    /// The file's name, for messages and the cache.
+    pub name: &'a str,
+    /// CUDA C++.
+    pub text: &'a str,
+    /// Files that it includes, by the name that it includes them by.
+    pub headers: &'a [(&'a str, &'a str)],
+    /// Options of NVRTC; the architecture is added.
+    pub options: &'a [&'a str],
+    /// PTX of this source, used where there is no compiler.
+    pub prebuilt_ptx: Option<&'a [u8]>,
+}
+
+/// Compiled kernels, ready to be loaded.
+#[derive(Debug, Clone)]
+pub struct Image {
+    /// Name of the source.
+    pub source_name: String,
+    /// Cubin or PTX.
+    pub bytes: Vec<u8>,
+    /// How it came about.
+    pub origin: Origin,
+}
+
+/// How an image came about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Origin {
+    /// Compiled now.
+    Compiled,
+    /// Found in the folder of compiled images.
+    Cached,
+    /// Brought by the source.
+    Prebuilt,
+}
+
+/// Compiles for one generation of cards.
+#[derive(Debug, Clone)]
+pub struct Compiler {
+    capability: Capability,
+    cache: Option<PathBuf>,
+}
+
+/// What NVRTC is told to produce.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Target {
+    /// Machine code of this very card, with the features that only its generation has (`sm_90a`).
+    Cubin(Capability),
+    /// For a card that is newer than the compiler: code of the newest generation it knows, which the driver translates.
+    Ptx(u32),
+}
+
+impl Compiler {
+    /// A compiler for this device, which keeps its images in [`default_cache`](Self::default_cache).
+    pub fn new(device: &CudaDevice) -> Self {
+        Self { capability: device.properties().capability, cache: Self::default_cache() }
+    }
+
+    /// Keeps images in `folder`, or nowhere.
+    #[must_use]
+    pub fn with_cache(self, folder: Option<PathBuf>) -> Self {
+        Self { cache: folder, ..self }
+    }
+
+    /// `$XDG_CACHE_HOME/terrace/kernels`, else `~/.cache/terrace/kernels`.
+    pub fn default_cache() -> Option<PathBuf> {
+        let absolute =
+            |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let root = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
+        Some(root.join("terrace/kernels"))
+    }
+
+    /// The source's image: from the cache, else compiled, else what the source brings.
+    ///
+    /// A cache that cannot be read or written costs time only; a damaged entry is compiled anew and replaced.
+    ///
+    /// # Errors
+    /// The source does not compile (with the compiler's messages), or there is no compiler.
+    pub fn compile(&self, source: &Source<'_>) -> Result<Image, DeviceError> {
+        let image = |bytes, origin| Image { source_name: source.name.to_owned(), bytes, origin };
+        let nvrtc = match Nvrtc::open(source.name) {
+            Ok(nvrtc) => nvrtc,
+            Err(missing) => {
+                let prebuilt = source.prebuilt_ptx.ok_or(missing)?;
+                return Ok(image(prebuilt.to_vec(), Origin::Prebuilt));
+            }
+        };
+        let target = nvrtc.target(self.capability);
+        let options = nvrtc.options(target, source.options);
+        let cache = self.cache.as_deref().map(|folder| Cache::new(folder, source, &options, nvrtc.version));
+        if let Some(bytes) = cache.as_ref().and_then(Cache::read) {
+            return Ok(image(bytes, Origin::Cached));
+        }
+        let bytes = nvrtc.compile(source, &options, target)?;
+        if let Some(cache) = cache {
+            cache.write(&bytes);
+        }
+        Ok(image(bytes, Origin::Compiled))
+    }
+}
+
+/// The compiler's library, found and asked for its version.
+#[derive(Debug)]
+struct Nvrtc {
+    path: &'static Path,
+    version: (i32, i32),
+}
+
+impl Nvrtc {
+    fn open(source_name: &str) -> Result<Self, DeviceError> {
+        let search = Library::Nvrtc.open();
+        let refusal = |detail| DeviceError::NoCompiler { source_name: source_name.to_owned(), detail };
+        let Some(path) = &search.found else {
+            let looked_in = search.looked_in.join(", ");
+            return Err(refusal(format!("NVRTC (libnvrtc.so) was looked for in {looked_in}")));
+        };
+        let version = version().ok_or_else(|| refusal(format!("{} gives no version", path.display())))?;
+        Ok(Self { path, version })
+    }
+
+    fn target(&self, capability: Capability) -> Target {
+        let known = architectures();
+        let number = capability.number();
+        // An empty list, of a compiler that cannot say, is taken for one that knows the card.
+        if known.is_empty() || known.contains(&number) {
+            return Target::Cubin(capability);
+        }
+        let newest = known.iter().copied().filter(|&known| known < number).max();
+        newest.map_or(Target::Cubin(capability), Target::Ptx)
+    }
+
+    fn options(&self, target: Target, own: &[&str]) -> Vec<String> {
+        let mut options = vec![target.option()];
+        options.extend(own.iter().map(|&option| option.to_owned()));
+        // CUDA's own headers (cuda_bf16.h) lie beside the library, in a toolkit as in a wheel.
+        let beside = self
+            .path
+            .parent()
+            .into_iter()
+            .flat_map(|folder| ["../include", "../../../include"].map(|i| folder.join(i)));
+        let headers = beside.filter(|folder| folder.join("cuda_fp16.h").exists()).take(1);
+        options.extend(headers.map(|folder| format!("--include-path={}", folder.display())));
+        options
+    }
+
+    fn compile(
+        &self,
+        source: &Source<'_>,
+        options: &[String],
+        target: Target,
+    ) -> Result<Vec<u8>, DeviceError> {
+        let refusal = |detail: String, log| DeviceError::Compile {
+            source_name: source.name.to_owned(),
+            detail: format!("NVRTC {}.{}: {detail}", self.version.0, self.version.1),
+            log,
+        };
+        let program = Program::new(source).map_err(|detail| refusal(detail, String::new()))?;
+        let options: Result<Vec<CString>, _> =
+            options.iter().map(|option| CString::new(option.as_str())).collect();
+        let options =
+            options.map_err(|_| refusal("an option holds a zero byte".to_owned(), String::new()))?;
+        let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        let count = c_int::try_from(pointers.len()).expect("options are few");
+        // SAFETY: the program is alive; as many strings as are counted, which live until the call returns.
+        let result = unsafe { sys::nvrtcCompileProgram(program.raw, count, pointers.as_ptr()) };
+        if result != nvrtcResult::NVRTC_SUCCESS {
+            return Err(refusal(describe(result), program.log()));
+        }
+        program.image(target).map_err(|detail| refusal(detail, program.log()))
+    }
+}
+
+impl Target {
+    fn option(self) -> String {
+        match self {
+            // From Hopper on there are features that only code for one generation may use.
+            Self::Cubin(capability) if capability.major >= 9 => {
+                format!("--gpu-architecture=sm_{}a", capability.number())
+            }
+            Self::Cubin(capability) => format!("--gpu-architecture=sm_{}", capability.number()),
+            Self::Ptx(number) => format!("--gpu-architecture=compute_{number}"),
+        }
+    }
+}
+
+/// The version of a loaded NVRTC.
+pub(super) fn version() -> Option<(i32, i32)> {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the library was found, and every version has this function; both are writable.
+    let result = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
+    (result == nvrtcResult::NVRTC_SUCCESS).then_some((major, minor))
+}
+
+/// Generations that a loaded NVRTC knows, as 90 for 9.0; empty if it does not say.
+fn architectures() -> Vec<u32> {
+    let mut count = 0;
+    // SAFETY: the library was found; `count` is writable.
+    let result = unsafe { sys::nvrtcGetNumSupportedArchs(&raw mut count) };
+    if result != nvrtcResult::NVRTC_SUCCESS {
+        return Vec::new();
+    }
+    let mut numbers: Vec<c_int> = vec![0; usize::try_from(count).unwrap_or(0)];
+    // SAFETY: room for as many numbers as the library said it has.
+    let result = unsafe { sys::nvrtcGetSupportedArchs(numbers.as_mut_ptr()) };
+    if result != nvrtcResult::NVRTC_SUCCESS {
+        return Vec::new();
+    }
+    numbers.into_iter().map(c_int::unsigned_abs).collect()
+}
+
+fn describe(result: nvrtcResult) -> String {
+    // SAFETY: the library gave the result; it answers with a constant.
+    let text = unsafe { sys::nvrtcGetErrorString(result) };
+    if text.is_null() {
+        return format!("{result:?}");
+    }
+    // SAFETY: a constant of the library, which stays loaded.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// A source in NVRTC's hands.
+#[derive(Debug)]
+struct Program {
+    raw: nvrtcProgram,
+}
+
+impl Program {
+    fn new(source: &Source<'_>) -> Result<Self, String> {
+        let c = |text: &str| CString::new(text).map_err(|_| "the source holds a zero byte".to_owned());
+        let (text, name) = (c(source.text)?, c(source.name)?);
+        let headers = source.headers.iter().map(|(name, text)| Ok((c(name)?, c(text)?)));
+        let headers: Vec<(CString, CString)> = headers.collect::<Result<_, String>>()?;
+        let names: Vec<*const c_char> = headers.iter().map(|(name, _)| name.as_ptr()).collect();
+        let texts: Vec<*const c_char> = headers.iter().map(|(_, text)| text.as_ptr()).collect();
+        let count = c_int::try_from(headers.len()).expect("headers are few");
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: strings that end in zeros and arrays of as many as are counted, all alive; NVRTC copies them.
+        let result = unsafe {
+            sys::nvrtcCreateProgram(
+                &raw mut raw,
+                text.as_ptr(),
+                name.as_ptr(),
+                count,
+                texts.as_ptr(),
+                names.as_ptr(),
+            )
+        };
+        if result == nvrtcResult::NVRTC_SUCCESS { Ok(Self { raw }) } else { Err(describe(result)) }
+    }
+
+    fn log(&self) -> String {
+        // SAFETY: the program is alive; sizes and buffers are as NVRTC says (`read`).
+        let log = self.read(
+            |size| unsafe { sys::nvrtcGetProgramLogSize(self.raw, size) },
+            // SAFETY: as above.
+            |at| unsafe { sys::nvrtcGetProgramLog(self.raw, at) },
+        );
+        let log = log.unwrap_or_else(|detail| {
+            format!("(the compiler's messages cannot be read: {detail})").into_bytes()
+        });
+        String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned()
+    }
+
+    fn image(&self, target: Target) -> Result<Vec<u8>, String> {
+        match target {
+            // SAFETY: the program is alive and compiled; sizes and buffers are as NVRTC says (`read`).
+            Target::Cubin(_) => self.read(
+                |size| unsafe { sys::nvrtcGetCUBINSize(self.raw, size) },
+                // SAFETY: as above.
+                |at| unsafe { sys::nvrtcGetCUBIN(self.raw, at) },
+            ),
+            // SAFETY: as above.
+            Target::Ptx(_) => self.read(
+                |size| unsafe { sys::nvrtcGetPTXSize(self.raw, size) },
+                // SAFETY: as above.
+                |at| unsafe { sys::nvrtcGetPTX(self.raw, at) },
+            ),
+        }
+    }
+
+    /// Reads one of a program's results: asks for its size, then has it written to a buffer of that size.
+    fn read(
+        &self,
+        size: impl FnOnce(*mut usize) -> nvrtcResult,
+        write: impl FnOnce(*mut c_char) -> nvrtcResult,
+    ) -> Result<Vec<u8>, String> {
+        let mut bytes = 0;
+        let ok = |result| if result == nvrtcResult::NVRTC_SUCCESS { Ok(()) } else { Err(describe(result)) };
+        ok(size(&raw mut bytes))?;
+        let mut buffer = vec![0u8; bytes];
+        ok(write(buffer.as_mut_ptr().cast()))?;
+        Ok(buffer)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: created in `new`, destroyed once.
+        let _ = unsafe { sys::nvrtcDestroyProgram(&raw mut self.raw) };
+    }
+}

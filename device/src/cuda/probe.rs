@@ -1,0 +1,136 @@
+//! What there is of CUDA on this machine, for reports. Nothing here fails or panics: what is missing is said.
+
+use super::compiler;
+use super::device::{Properties, device_count};
+use super::driver;
+use super::library::{Library, Search};
+use crate::DeviceError;
+use std::fs;
+use std::path::Path;
+use std::str::FromStr;
+
+/// What there is of CUDA.
+#[derive(Debug, Clone)]
+pub struct Probe {
+    /// Every library that the backend may use.
+    pub libraries: Vec<LibraryReport>,
+    /// The newest CUDA that the driver supports, as major and minor.
+    pub driver_version: Option<(u32, u32)>,
+    /// Devices, also those that are too old.
+    pub devices: Vec<CardReport>,
+    /// Why there are no devices, if there are none.
+    pub problem: Option<String>,
+}
+
+/// A library that the backend may use.
+#[derive(Debug, Clone)]
+pub struct LibraryReport {
+    /// Its file's name.
+    pub name: &'static str,
+    /// Where it is, or where it was looked for.
+    pub search: Search,
+    /// Its version, if it was found and says.
+    pub version: Option<String>,
+}
+
+/// A device and how it is connected.
+#[derive(Debug, Clone)]
+pub struct CardReport {
+    /// What the device is.
+    pub properties: Properties,
+    /// The memory node of the host that it is attached to.
+    pub numa_node: Option<u32>,
+    /// The link as it is now; idle cards slow theirs down.
+    pub link: Option<Link>,
+    /// The link at its best.
+    pub link_max: Option<Link>,
+}
+
+/// A PCI Express link.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Link {
+    /// Lanes.
+    pub width: u32,
+    /// Per lane, in the kernel's words: `16.0 GT/s PCIe`.
+    pub speed: String,
+}
+
+/// Looks for libraries and devices. Libraries that are found stay loaded.
+pub fn probe() -> Probe {
+    let libraries = Library::ALL.map(|library| LibraryReport {
+        name: library.name(),
+        search: library.open().clone(),
+        version: library.is_found().then(|| version(library)).flatten(),
+    });
+    let (devices, problem) = match devices() {
+        Ok(devices) if devices.is_empty() => {
+            (devices, Some("the driver shows no device (CUDA_VISIBLE_DEVICES limits them)".to_owned()))
+        }
+        Ok(devices) => (devices, None),
+        Err(error) => (Vec::new(), Some(error.to_string())),
+    };
+    let driver_version = driver::start().and_then(|()| driver::version()).ok();
+    Probe { libraries: libraries.into(), driver_version, devices, problem }
+}
+
+fn devices() -> Result<Vec<CardReport>, DeviceError> {
+    driver::start()?;
+    (0..device_count()?).map(|ordinal| Ok(card(Properties::read(ordinal)?.1))).collect()
+}
+
+fn card(properties: Properties) -> CardReport {
+    let folder = Path::new("/sys/bus/pci/devices").join(&properties.bus_id);
+    let link = |which: &str| {
+        Some(Link {
+            width: read(&folder, &format!("{which}_link_width"))?,
+            speed: read(&folder, &format!("{which}_link_speed"))?,
+        })
+    };
+    // Where memory has one node the kernel says -1.
+    let numa_node = read::<i32>(&folder, "numa_node").and_then(|node| u32::try_from(node).ok());
+    CardReport { numa_node, link: link("current"), link_max: link("max"), properties }
+}
+
+fn read<T: FromStr>(folder: &Path, name: &str) -> Option<T> {
+    fs::read_to_string(folder.join(name)).ok()?.trim().parse().ok()
+}
+
+fn version(library: Library) -> Option<String> {
+    match library {
+        Library::Driver => {
+            let (major, minor) = driver::start().and_then(|()| driver::version()).ok()?;
+            Some(format!("CUDA {major}.{minor}"))
+        }
+        Library::Nvrtc => compiler::version().map(|(major, minor)| format!("{major}.{minor}")),
+        Library::CublasLt => {
+            // SAFETY: the library was found with this function in it.
+            let version = unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() };
+            // 130001 is 13.0.1, as 120803 is 12.8.3.
+            Some(format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::CudaDevice;
+
+    #[test]
+    fn what_is_missing_is_said() {
+        let probe = probe();
+        assert_eq!(probe.libraries.len(), 3);
+        for library in &probe.libraries {
+            assert!(library.search.found.is_some() || library.search.looked_in.len() > 1, "{library:?}");
+        }
+        assert_eq!(probe.devices.is_empty(), probe.problem.is_some(), "{probe:?}");
+        if probe.libraries[0].search.found.is_none() {
+            let message = CudaDevice::open(0).unwrap_err().to_string();
+            assert!(
+                message.contains("libcuda.so.1 was looked for in") && message.contains("--device cpu"),
+                "{message}"
+            );
+            assert_eq!(probe.problem, Some(message));
+        }
+    }
+}
