@@ -115,6 +115,7 @@ struct Worker {
     unsigned char *stacks;
     unsigned threads;
     unsigned done, waiting;
+    int votes;
     uint3 block;
     dim3 block_dim, grid_dim;
     Context scheduler;
@@ -292,6 +293,7 @@ inline void release_barrier(Worker &here) {
 inline void run_block(WorkerHome &home, bool random) {
     Worker &here = home.here;
     here.done = here.waiting = 0;
+    here.votes = 0;
     std::memset(here.lanes_waiting, 0, sizeof here.lanes_waiting);
     for (unsigned i = 0; i < here.threads; i++) {
         Fiber &fiber = here.fibers[i];
@@ -432,6 +434,18 @@ inline void ballot_lanes(unsigned mask, const void *const in[32], void *const ou
 #define warpSize 32
 
 inline void __syncthreads(int line = __builtin_LINE()) { terrace_shim::barrier(line); }
+// The condition of any thread of the block, for all that have not returned.
+inline int __syncthreads_or(int predicate, int line = __builtin_LINE()) {
+    terrace_shim::Worker &here = *terrace_shim::worker;
+    here.votes |= predicate != 0;
+    terrace_shim::barrier(line);
+    int any = here.votes;
+    // Nobody votes again before everybody has read and the votes are gone.
+    terrace_shim::barrier(line);
+    here.votes = 0;
+    terrace_shim::barrier(line);
+    return any;
+}
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, int line = __builtin_LINE()) {
     terrace_shim::collective(terrace_shim::no_exchange, mask, nullptr, nullptr, line);
 }

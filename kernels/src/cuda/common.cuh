@@ -128,6 +128,16 @@ __device__ __forceinline__ void load8_or_less(const void *from, int dtype, i64 i
     for (int j = 0; j < 8; j++) x[j] = j < count ? load(from, dtype, i + j) : 0.0f;
 }
 
+__device__ __forceinline__ void store8_or_less(void *to, int dtype, i64 i, int count, bool vector, const float x[8]) {
+    if (vector && count >= 8) {
+        store8(to, dtype, i, x);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        if (j < count) store(to, dtype, i + j, x[j]);
+}
+
 // ---- sums over threads, always in the same order --------------------------------------------------------------------
 
 template <typename T> __device__ __forceinline__ T warp_sum(T x) {
@@ -148,6 +158,30 @@ template <typename T> __device__ __forceinline__ T block_sum(T x, T *warps) {
     }
     __syncthreads();
     return warps[32];
+}
+
+// out[c] += Σ_r term(r, r·width + c), for a block of 1024 threads and a grid over 32 columns each.
+//
+// Thread (y, x) adds rows y, y + 32, … of column x; the 32 sums of a column are then added in the order of y, and last the
+// old value. A row gives 32 neighbouring elements at a time, which is whole sectors of memory for every dtype. Cutting
+// the rows over blocks as well would need memory for partial sums; without it width/32 blocks are busy.
+template <typename Term> __device__ __forceinline__ void sum_columns(i64 rows, i64 width, float *out, Term term) {
+    __shared__ float sums[32][33];
+    int x = threadIdx.x % 32, y = threadIdx.x / 32;
+    for (i64 first = (i64)blockIdx.x * 32; first < width; first += (i64)gridDim.x * 32) {
+        i64 column = first + x;
+        float sum = 0.0f;
+        if (column < width)
+            for (i64 row = y; row < rows; row += 32) sum += term(row, row * width + column);
+        sums[y][x] = sum;
+        __syncthreads();
+        if (y == 0 && column < width) {
+            float total = sums[0][x];
+            for (int i = 1; i < 32; i++) total += sums[i][x];
+            out[column] += total;
+        }
+        __syncthreads();
+    }
 }
 
 // ---- products of tiles ----------------------------------------------------------------------------------------------
