@@ -13,6 +13,7 @@ usage: cargo xtask <task>
   cuda-mock [-p CRATE]... build the driver of device/mock/ with g++ and run the tests of CUDA code on it
   bench [--host NAME] [-p CRATE]... [-- CRITERION ARGS]
                           run the benchmarks and append the result to benches/record/<date>-<host>.md
+  cuda-shim               build the CUDA kernels as a library that runs them on the CPU (needs g++)
 ";
 
 fn main() -> ExitCode {
@@ -24,6 +25,7 @@ fn main() -> ExitCode {
         ["tidy", "--shrink"] => xtask::tidy::shrink(&root),
         ["test"] => xtask::test::run(&root),
         ["cuda-mock", rest @ ..] => xtask::cuda_mock::run(&root, rest),
+        ["cuda-shim"] => xtask::cuda_shim::build(&root).map(|library| eprintln!("{}", library.display())),
         ["bench", rest @ ..] => xtask::bench::run(&root, rest),
         ["help" | "--help" | "-h"] => {
             print!("{USAGE}");
