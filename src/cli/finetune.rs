@@ -47,7 +47,6 @@ pub fn train(
     model: Model,
     source: &mut dyn WeightSource,
 ) -> Result<serde_json::Value, CliError> {
-    checks::device(&args.placement)?;
     checks::output(&args.output, &args.model)?;
     let profile = session::disk_profile(&args.placement)?;
     let mut session = None;
@@ -72,7 +71,7 @@ pub fn train(
     check_groups(args, &run, &model.blocks)?;
     let config_text = read_config(&run.model)?;
     let identity = identity(&run, &config_text, data.fingerprint(), steps);
-    let mut config = engine_config(&run, &args.placement, session.threads, identity)?;
+    let mut config = engine_config(&run, &args.placement, &session, identity)?;
     config.disk_weights = session::disk_weights(profile.as_ref(), &config.disks);
     let builder = TokenBatch::new(&model.config);
     let sample = builder.blank(run.batch_size, run.seq_len);
@@ -298,7 +297,7 @@ fn state_dirs(run: &TrainConfig) -> Vec<PathBuf> {
 fn engine_config(
     run: &TrainConfig,
     placement: &PlacementArgs,
-    threads: usize,
+    session: &Session,
     identity: String,
 ) -> Result<EngineConfig, CliError> {
     let state = match run.state {
@@ -324,8 +323,8 @@ fn engine_config(
         disks: state_dirs(run),
         disk_weights: None,
         host_budget: session::host_budget(placement),
-        device_budget: session::device_budget(placement),
-        threads,
+        device_budget: session.device_budget(placement),
+        threads: session.threads,
         limits: BatchLimits {
             sequences: run.batch_size,
             length: run.seq_len,
