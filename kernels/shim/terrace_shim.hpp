@@ -127,8 +127,8 @@ struct Worker {
     unsigned char lanes_waiting[THREADS_MAX / 32];
 };
 
-inline thread_local Fiber *current = nullptr;
-inline thread_local Worker *worker = nullptr;
+__constinit inline thread_local Fiber *current = nullptr;
+__constinit inline thread_local Worker *worker = nullptr;
 
 [[noreturn]] inline void fail(const char *what, const Fiber *at) {
     std::fprintf(stderr, "terrace_shim: %s (block %u,%u,%u thread %u,%u,%u line %d)\n", what, worker->block.x,

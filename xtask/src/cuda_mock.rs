@@ -1,11 +1,12 @@
 //! `cargo xtask cuda-mock`: the tests of CUDA code on a driver that plays a card, for machines without one.
 //!
-//! The driver and the compiler are built from `device/mock/` with g++; each package's `cuda_mock` tests find them by
+//! The driver and the compiler are built from `device/mock/` with g++; the tests of each package find them by
 //! `LD_LIBRARY_PATH` and bring their kernels as a library of their own.
 
 use std::path::{Path, PathBuf};
 
 use crate::command::Step;
+use crate::cuda_shim;
 
 /// A shared library, by its file's name, and its sources.
 type Library = (&'static str, &'static [&'static str]);
@@ -16,9 +17,30 @@ const LIBRARIES: [Library; 2] = [
     ("libnvrtc.so.13", &["device/mock/nvrtc.cpp"]),
 ];
 
-/// Packages with a test target `cuda_mock`, and the library with their kernels.
-const PACKAGES: [(&str, Library); 1] =
-    [("terrace-device", ("libterrace_device_kernels.so", &["device/mock/test_kernels.cpp"]))];
+/// Tests that need a card.
+struct Suite {
+    package: &'static str,
+    /// Which tests, in Cargo's words.
+    tests: &'static str,
+    /// Builds the library with their kernels, in the folder if it is theirs alone.
+    kernels: fn(&Path, &Path) -> Result<PathBuf, String>,
+}
+
+const SUITES: [Suite; 2] = [
+    Suite {
+        package: "terrace-device",
+        tests: "--test cuda_mock -- --ignored",
+        kernels: |root, folder| {
+            build(root, folder, &("libterrace_device_kernels.so", &["device/mock/test_kernels.cpp"]))
+        },
+    },
+    // The suites that every backend passes: the library's name makes them run on the card.
+    Suite {
+        package: "terrace-kernels",
+        tests: "--test conformance -- --include-ignored",
+        kernels: |root, _| cuda_shim::build(root),
+    },
+];
 
 const COMPILER: &str =
     "g++ -std=c++17 -O1 -g -Wall -Wextra -Werror -fPIC -shared -pthread -fvisibility=hidden";
@@ -30,19 +52,19 @@ const COMPILER: &str =
 pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
     let mut chosen = Vec::new();
     for pair in arguments.chunks(2) {
-        let known = |name: &str| PACKAGES.iter().find(|(package, _)| *package == name);
+        let known = |name: &str| SUITES.iter().find(|suite| suite.package == name);
         match pair {
-            ["-p", name] => chosen.push(known(name).ok_or(format!("`{name}` has no `cuda_mock` tests"))?),
+            ["-p", name] => chosen.push(known(name).ok_or(format!("`{name}` has no tests for a card"))?),
             _ => return Err(format!("unknown argument `{}`: see `cargo xtask help`", pair[0])),
         }
     }
     if chosen.is_empty() {
-        chosen.extend(&PACKAGES);
+        chosen.extend(&SUITES);
     }
     if !has_compiler(root) {
         return Err("g++ not found: it builds the mock driver".to_owned());
     }
-    let folder = folder(root)?;
+    let folder = crate::target_folder(root, "cuda-mock")?;
     LIBRARIES.iter().try_for_each(|library| build(root, &folder, library).map(drop))?;
     // The loader asks for the plain names first, which on a machine with a card would find the real ones.
     for (name, _) in LIBRARIES {
@@ -51,11 +73,13 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
         std::os::unix::fs::symlink(name, &plain)
             .map_err(|e| format!("cannot link {}: {e}", plain.display()))?;
     }
-    for (package, kernels) in chosen {
-        let kernels = build(root, &folder, kernels)?;
-        Step::new(&format!("cargo test --release -p {package} --test cuda_mock -- --ignored"))
+    for Suite { package, tests, kernels } in chosen {
+        let kernels = kernels(root, &folder)?;
+        Step::new(&format!("cargo test --release -p {package} {tests}"))
             .environment("LD_LIBRARY_PATH", search_path(&folder))
             .environment("TERRACE_SHIM_LIBRARY", kernels.display().to_string())
+            // What the mock compiler makes must not be taken for a real compiler's.
+            .environment("XDG_CACHE_HOME", folder.join("cache").display().to_string())
             .run(root)?;
     }
     Ok(())
@@ -75,15 +99,6 @@ fn build(root: &Path, folder: &Path, (name, sources): &Library) -> Result<PathBu
         .arguments([&*format!("-Wl,-soname,{name}"), "-ldl", "-o", &*output.to_string_lossy()])
         .run(root)?;
     Ok(output)
-}
-
-/// `cuda-mock` in the folder that Cargo builds in.
-fn folder(root: &Path) -> Result<PathBuf, String> {
-    let target =
-        std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir));
-    let folder = target.join("cuda-mock");
-    std::fs::create_dir_all(&folder).map_err(|e| format!("cannot make {}: {e}", folder.display()))?;
-    Ok(folder)
 }
 
 fn search_path(folder: &Path) -> String {
