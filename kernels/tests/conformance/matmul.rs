@@ -2,7 +2,7 @@
 //! `√L · √L · 2⁻²⁴ · 4` covers the largest of a few thousand elements. (The proven bound grows with L·Σ|a·b|.) Products of bf16 by
 //! pairs round as often, and are held to the same.
 
-use crate::support::{Host, MIXES, Random, assert_close, backends_and_pairs, isas_and_pairs};
+use crate::support::{Host, MIXES, Random, assert_close, backends, backends_and_pairs, isas_and_pairs};
 use proptest::prelude::*;
 use terrace_kernels::cpu::{self, CpuConfig};
 use terrace_kernels::{DType, KernelSet, MatmulSpec, reference};
@@ -65,6 +65,27 @@ fn every_odd_size() {
         compare(&sets, (9, 20, l), (DType::BF16, DType::BF16), MatmulSpec::NT);
         compare(&sets, (3, 50, l), (DType::BF16, DType::BF16), MatmulSpec::NT);
         compare(&sets, (20, 9, l), (DType::F32, DType::F32), MatmulSpec::NN);
+    }
+}
+
+/// Few rows: what the other rows of a are changes nothing.
+#[test]
+fn a_row_does_not_depend_on_its_batch() {
+    for (name, set) in backends() {
+        for (dtype, l) in
+            [(DType::F32, 300), (DType::BF16, 777), (DType::BF16, 512), (DType::F16, 40), (DType::F32, 7)]
+        {
+            let (n, mut ones) = (75, Vec::new());
+            let (a, b) = operands(8, n, l, dtype, MatmulSpec::NT);
+            for m in 1..=8 {
+                let mut all = Host::zeros(DType::F32, &[m, n]);
+                set.matmul.matmul(a.view().rows(0, m), b.view(), all.view_mut(), MatmulSpec::NT).unwrap();
+                let mut one = Host::zeros(DType::F32, &[1, n]);
+                set.matmul.matmul(a.view().rows(m - 1, m), b.view(), one.view_mut(), MatmulSpec::NT).unwrap();
+                ones.extend_from_slice(one.bytes());
+                assert!(all.bytes() == ones, "{name}: {dtype} {m} rows of {l}");
+            }
+        }
     }
 }
 
