@@ -69,6 +69,10 @@ pub trait Lanes: Copy {
     #[inline(always)]
     fn prefetch(_at: *const u8) {}
 
+    /// As [`prefetch`](Self::prefetch), into a second-level cache.
+    #[inline(always)]
+    fn prefetch_far(_at: *const u8) {}
+
     /// Product.
     ///
     /// # Safety
@@ -209,6 +213,12 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn prefetch_far(at: *const u8) {
+            // SAFETY: as above.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
+        }
+
+        #[inline(always)]
         unsafe fn zero() -> Self {
             // SAFETY: the caller's promise.
             unsafe { Self(_mm256_setzero_ps()) }
@@ -312,6 +322,11 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn prefetch_far(at: *const u8) {
+            Avx2Half::prefetch_far(at);
+        }
+
+        #[inline(always)]
         unsafe fn zero() -> Self {
             // SAFETY: the caller's promise.
             unsafe { Self(Avx2Half::zero(), Avx2Half::zero()) }
@@ -406,6 +421,12 @@ mod x86 {
         fn prefetch(at: *const u8) {
             // SAFETY: a prefetch reads nothing.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+        }
+
+        #[inline(always)]
+        fn prefetch_far(at: *const u8) {
+            // SAFETY: as above.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
         }
 
         #[inline(always)]

@@ -101,10 +101,10 @@ pub fn prepare<C: Codes>(block: &mut [f32; PREPARED]) {
 pub const ROWS: usize = 8;
 /// Rows of weights that take turns.
 pub const COLS: usize = 16;
-/// Blocks of the inner size that stay in the first-level cache with eight rows of a: 12 KiB.
+/// Blocks of the inner size that stay in the first-level cache with eight rows of a: 12 KiB. With fewer rows it is more blocks.
 const PIECE: usize = 2;
 
-/// How far ahead, in bytes, codes are asked for: beyond what the processor fetches by itself, and little enough to leave a in the
+/// How far ahead, in bytes, codes are asked for with one row of a: beyond what the processor fetches by itself, and little enough to leave a in the
 /// first-level cache (2048 took a quarter more cycles in int8). At the end of a row that is the next one.
 const AHEAD: usize = 512;
 
@@ -180,6 +180,16 @@ unsafe fn dots_of<V: Lanes, C: Codes>(a: *const f32, b: *const u8, size: Size, s
     while first < size.blocks {
         let count = size.piece.min(size.blocks - first);
         for (j, sums) in sums.iter_mut().enumerate().take(size.rows) {
+            if size.m > 1 {
+                // The next turn's rows, in the order of memory, while this one's take turns.
+                let next = size.rows * size.blocks + first * size.rows + j * count;
+                let at = b.wrapping_add(next * C::BYTES);
+                let mut byte = 0;
+                while byte < count * C::BYTES {
+                    V::prefetch_far(at.wrapping_add(byte));
+                    byte += 64;
+                }
+            }
             let mut r = 0;
             while r < size.m {
                 // SAFETY: this row's blocks from the first of the piece; row `r` of a; sums of as many rows.
@@ -224,7 +234,9 @@ unsafe fn piece<V: Lanes, C: Codes, const R: usize>(
             }
             for block in 0..count {
                 let at = codes.add(block * C::BYTES);
-                V::prefetch(at.wrapping_add(AHEAD));
+                if R == 1 {
+                    V::prefetch(at.wrapping_add(AHEAD));
+                }
                 let opened = C::open::<V>(at, part);
                 for group in 0..GROUPS {
                     let (low, high) = (C::run::<V>(opened, group, 0), C::run::<V>(opened, group, 1));
