@@ -84,11 +84,10 @@ impl Codes for Int4 {
 /// Floats that a block of a takes once it is prepared: its elements, and for each group what the offset adds.
 pub const PREPARED: usize = BLOCK + GROUPS * LANES;
 
-/// Makes a block of a ready for codes, of which the elements are there: they are multiplied by the shift of their group, which is
-/// exact, and what the offset adds to a group's sum follows, lane by lane.
-pub fn prepare<C: Codes>(block: &mut [f32; PREPARED]) {
-    let (a, offsets) = block.split_at_mut(BLOCK);
-    let groups = a.as_chunks_mut::<GROUP>().0.iter_mut().zip(offsets.as_chunks_mut::<LANES>().0);
+/// Makes a block of a ready for codes: its elements are multiplied by the shift of their group, which is exact, and what the offset
+/// adds to a group's sum goes to `offsets`, lane by lane.
+pub fn prepare<C: Codes>(elements: &mut [f32], offsets: &mut [f32]) {
+    let groups = elements.as_chunks_mut::<GROUP>().0.iter_mut().zip(offsets.as_chunks_mut::<LANES>().0);
     for ((group, offsets), shift) in groups.zip(C::SHIFTS) {
         for i in 0..LANES {
             offsets[i] = C::OFFSET * (group[i] + group[i + LANES]);
@@ -111,30 +110,32 @@ const AHEAD: usize = 512;
 /// Sums of [`COLS`] rows of weights, lane by lane: of row j with row m of a.
 pub type Sums = [[[f32; LANES]; ROWS]; COLS];
 
-/// `Σ_l a[m, l]·b[j, l]` of up to [`COLS`] rows of blocks, lanes apart, with `m` rows of prepared blocks: of each block all rows,
-/// side by side.
-pub fn dots<C: Codes>(isa: Isa, a: &[f32], m: usize, b: &[u8]) -> Sums {
+/// `Σ_l a[m, l]·b[j, l]` of up to [`COLS`] rows of blocks, lanes apart, with `m` rows of prepared blocks: of each block all rows, side
+/// by side, and of each row the elements and then the offsets. A single row has all its elements first. Other sums are left as
+/// they are.
+pub fn dots<C: Codes>(isa: Isa, a: &[f32], m: usize, b: &[u8], sums: &mut Sums) {
     let blocks = a.len() / (m * PREPARED);
     assert!(m > 0 && m <= ROWS && a.len() == blocks * m * PREPARED, "{m} rows of blocks");
     let rows = b.len() / (blocks * C::BYTES);
     assert!(rows <= COLS && b.len() == rows * blocks * C::BYTES, "rows of {blocks} blocks");
     let size = Size { m, rows, blocks, piece: if m == 1 { blocks } else { PIECE * ROWS / m } };
-    let mut sums = [[[0.0; LANES]; ROWS]; COLS];
+    for sums in &mut sums[..rows] {
+        sums[..m].fill([0.0; LANES]);
+    }
     let (a, b) = (a.as_ptr(), b.as_ptr());
     match isa.level() {
         // SAFETY: rows of a and b have as many blocks (asserted); no instructions are needed.
-        Level::Generic => unsafe { dots_of::<lanes::Generic, C>(a, b, size, &mut sums) },
+        Level::Generic => unsafe { dots_of::<lanes::Generic, C>(a, b, size, sums) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above; an `Isa` exists only when the processor has its instructions.
-        Level::Avx2 if m == 1 => unsafe { x86::dots_avx2::<C>(a, b, size, &mut sums) },
+        Level::Avx2 if m == 1 => unsafe { x86::dots_avx2::<C>(a, b, size, sums) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Level::Avx2 => unsafe { x86::dots_avx2_by_halves::<C>(a, b, size, &mut sums) },
+        Level::Avx2 => unsafe { x86::dots_avx2_by_halves::<C>(a, b, size, sums) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Level::Avx512 => unsafe { x86::dots_avx512::<C>(a, b, size, &mut sums) },
+        Level::Avx512 => unsafe { x86::dots_avx512::<C>(a, b, size, sums) },
     }
-    sums
 }
 
 /// Rows of a and of weights, blocks in each, and how many of them at a time.
@@ -195,13 +196,20 @@ unsafe fn dots_of<V: Lanes, C: Codes>(a: *const f32, b: *const u8, size: Size, s
                 // SAFETY: this row's blocks from the first of the piece; row `r` of a; sums of as many rows.
                 unsafe {
                     let codes = b.add((j * size.blocks + first) * C::BYTES);
-                    let a = a.add((first * size.m + r) * PREPARED);
+                    let a = if size.m == 1 {
+                        let offsets = a.add(size.blocks * BLOCK + first * GROUPS * LANES);
+                        Prepared { elements: a.add(first * BLOCK), offsets, strides: [BLOCK, GROUPS * LANES] }
+                    } else {
+                        let elements = a.add((first * size.m + r) * PREPARED);
+                        let offsets = elements.add(BLOCK);
+                        Prepared { elements, offsets, strides: [size.m * PREPARED; 2] }
+                    };
                     let sums = sums.as_mut_ptr().add(r);
                     match size.m - r {
-                        1 => piece::<V, C, 1>(a, size.m, codes, count, sums),
-                        2 => piece::<V, C, 2>(a, size.m, codes, count, sums),
-                        3 => piece::<V, C, 3>(a, size.m, codes, count, sums),
-                        _ => piece::<V, C, 4>(a, size.m, codes, count, sums),
+                        1 => piece::<V, C, 1>(a, codes, count, sums),
+                        2 => piece::<V, C, 2>(a, codes, count, sums),
+                        3 => piece::<V, C, 3>(a, codes, count, sums),
+                        _ => piece::<V, C, 4>(a, codes, count, sums),
                     }
                 }
                 r += 4;
@@ -211,15 +219,22 @@ unsafe fn dots_of<V: Lanes, C: Codes>(a: *const f32, b: *const u8, size: Size, s
     }
 }
 
+/// Where rows of prepared blocks begin, and how far it is to their next blocks. Rows are [`PREPARED`] floats apart.
+#[derive(Clone, Copy)]
+struct Prepared {
+    elements: *const f32,
+    offsets: *const f32,
+    strides: [usize; 2],
+}
+
 /// Adds to `R` sums what `count` blocks of a row of weights bring.
 ///
 /// # Safety
-/// They are readable, as are `R` rows of as many prepared blocks, `m` apart; there are `R` sums; the processor has the instruction
+/// They are readable, as are `R` rows of as many prepared blocks; there are `R` sums; the processor has the instruction
 /// set of `V`.
 #[inline(always)]
 unsafe fn piece<V: Lanes, C: Codes, const R: usize>(
-    a: *const f32,
-    m: usize,
+    a: Prepared,
     codes: *const u8,
     count: usize,
     sums: *mut [f32; LANES],
@@ -232,8 +247,8 @@ unsafe fn piece<V: Lanes, C: Codes, const R: usize>(
             for (r, register) in registers.iter_mut().enumerate() {
                 *register = V::load(sums.add(r).cast::<f32>().add(part));
             }
-            for block in 0..count {
-                let at = codes.add(block * C::BYTES);
+            let (mut elements, mut offsets, mut at) = (a.elements.add(part), a.offsets.add(part), codes);
+            for _ in 0..count {
                 if R == 1 {
                     V::prefetch(at.wrapping_add(AHEAD));
                 }
@@ -242,18 +257,20 @@ unsafe fn piece<V: Lanes, C: Codes, const R: usize>(
                     let (low, high) = (C::run::<V>(opened, group, 0), C::run::<V>(opened, group, 1));
                     let scale = V::splat_bf16(at, group);
                     for (r, register) in registers.iter_mut().enumerate() {
-                        let row = a.add((block * m + r) * PREPARED + part);
-                        let elements = row.add(group * GROUP);
+                        let run = elements.add(r * PREPARED + group * GROUP);
                         let offset = if C::OFFSET == 0.0 {
                             V::zero()
                         } else {
-                            V::load(row.add(BLOCK + group * LANES))
+                            V::load(offsets.add(r * PREPARED + group * LANES))
                         };
-                        let sum = V::load(elements).fma(low, offset);
-                        let sum = V::load(elements.add(LANES)).fma(high, sum);
+                        let sum = V::load(run).fma(low, offset);
+                        let sum = V::load(run.add(LANES)).fma(high, sum);
                         *register = sum.fma(scale, *register);
                     }
                 }
+                at = at.add(C::BYTES);
+                elements = elements.wrapping_add(a.strides[0]);
+                offsets = offsets.wrapping_add(a.strides[1]);
             }
             for (r, register) in registers.into_iter().enumerate() {
                 register.store(sums.add(r).cast::<f32>().add(part));

@@ -25,12 +25,12 @@ mod blocks;
 use super::floats::{Floats, FloatsMut};
 use super::gemm::Panels;
 use super::threads::{SHARED_BYTES, Threads};
-use super::vector::sum_lanes;
+use super::vector::{LANES, sum_lanes};
 use super::{Cpu, Isa, matmul};
 use crate::check::{self, ProductDims};
 use crate::quantized::BLOCK;
 use crate::{MatmulSpec, QuantFormat, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
-use blocks::{COLS, Codes, Int4, Int8, PREPARED, ROWS, dots, prepare, unpack};
+use blocks::{COLS, Codes, Int4, Int8, PREPARED, ROWS, dots, unpack};
 
 /// Columns of the result per task: two turns of rows of weights.
 const TASK: usize = 2 * COLS;
@@ -118,19 +118,30 @@ fn few<C: Codes>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMut<'
     let isa = threads.isa();
     let mut shared = threads.shared();
     let a_packed = &mut shared.floats()[..dims.m * dims.l.div_ceil(BLOCK) * PREPARED];
-    for (index, block) in a_packed.as_chunks_mut::<PREPARED>().0.iter_mut().enumerate() {
+    let prepare = |index: usize, elements: &mut [f32], offsets: &mut [f32]| {
         let (row, first) = (index % dims.m, index / dims.m * BLOCK);
         let count = BLOCK.min(dims.l - first);
-        a.slice(row * dims.l + first, count).widen(isa, &mut block[..count]);
-        block[count..BLOCK].fill(0.0);
-        prepare::<C>(block);
+        a.slice(row * dims.l + first, count).widen(isa, &mut elements[..count]);
+        elements[count..].fill(0.0);
+        blocks::prepare::<C>(elements, offsets);
+    };
+    if dims.m == 1 {
+        let (elements, offsets) = a_packed.split_at_mut(dims.l.next_multiple_of(BLOCK));
+        let pairs = elements.chunks_exact_mut(BLOCK).zip(offsets.chunks_exact_mut(PREPARED - BLOCK));
+        pairs.enumerate().for_each(|(index, (elements, offsets))| prepare(index, elements, offsets));
+    } else {
+        for (index, block) in a_packed.chunks_exact_mut(PREPARED).enumerate() {
+            let (elements, offsets) = block.split_at_mut(BLOCK);
+            prepare(index, elements, offsets);
+        }
     }
     let a_packed = &*a_packed;
     threads.run_ranges(dims.n, TASK, |cols, _| {
         let mut sums_mn = [[0.0; TASK]; ROWS];
+        let mut lanes = [[[0.0; LANES]; ROWS]; COLS];
         for first in cols.clone().step_by(COLS) {
             let count = COLS.min(cols.end - first);
-            let lanes = dots::<C>(isa, a_packed, dims.m, b.rows(first, count));
+            dots::<C>(isa, a_packed, dims.m, b.rows(first, count), &mut lanes);
             for (j, lanes) in lanes[..count].iter().enumerate() {
                 for (sums, lanes) in sums_mn[..dims.m].iter_mut().zip(lanes) {
                     sums[first - cols.start + j] = sum_lanes(*lanes);
