@@ -74,6 +74,8 @@ while read -r name directory; do
     echo "EMULATED $name exit $?"
 done < /tests.list
 echo EMULATED end
+# What was written to the serial line takes a while to leave.
+/bin/busybox sleep 5
 /bin/busybox poweroff -f
 INIT
 sed -i "s/ FILTER\$/ $filter/" "$root/init"
