@@ -1,12 +1,16 @@
 //! The number of threads never changes a bit: results are compared by their bytes.
 
-use crate::support::{Host, Random};
+use crate::support::{Host, Random, isas_and_pairs};
 use std::hash::{DefaultHasher, Hasher};
 use terrace_kernels::cpu::{self, CpuConfig, Isa};
 use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, RopeDirection};
 
 fn same_for_every_thread_count(what: &str, run: impl Fn(&KernelSet) -> Vec<Host>) {
-    for isa in Isa::available() {
+    same_on(Isa::available(), what, run);
+}
+
+fn same_on(isas: Vec<Isa>, what: &str, run: impl Fn(&KernelSet) -> Vec<Host>) {
+    for isa in isas {
         let hash = |threads| {
             let mut hasher = DefaultHasher::new();
             for tensor in run(&cpu::with_config(CpuConfig { threads, isa: Some(isa) })) {
@@ -28,7 +32,8 @@ fn matmul() {
             for dtype in [DType::F32, DType::BF16] {
                 let a = Host::random(dtype, &if spec.trans_a { [l, m] } else { [m, l] }, 1.0, 1);
                 let b = Host::random(dtype, &if spec.trans_b { [n, l] } else { [l, n] }, 1.0, 2);
-                same_for_every_thread_count(&format!("matmul {m} {n} {l} {spec:?} {dtype}"), |set| {
+                let what = format!("matmul {m} {n} {l} {spec:?} {dtype}");
+                same_on(isas_and_pairs(), &what, |set| {
                     let mut out = Host::zeros(if spec.accumulate { DType::F32 } else { dtype }, &[m, n]);
                     set.matmul.matmul(a.view(), b.view(), out.view_mut(), spec).unwrap();
                     vec![out]
