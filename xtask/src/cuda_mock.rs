@@ -12,9 +12,10 @@ use crate::cuda_shim;
 type Library = (&'static str, &'static [&'static str]);
 
 /// Found by every package.
-const LIBRARIES: [Library; 2] = [
+const LIBRARIES: [Library; 3] = [
     ("libcuda.so.1", &["device/mock/driver.cpp", "device/mock/machine.cpp"]),
     ("libnvrtc.so.13", &["device/mock/nvrtc.cpp"]),
+    ("libcublasLt.so.13", &["kernels/shim/cublaslt.cpp"]),
 ];
 
 /// Tests that need a card.
@@ -45,8 +46,8 @@ const SUITES: [Suite; 2] = [
     },
 ];
 
-const COMPILER: &str =
-    "g++ -std=c++17 -O1 -g -Wall -Wextra -Werror -fPIC -shared -pthread -fvisibility=hidden";
+const COMPILER: &str = "g++ -std=c++17 -O1 -g -Wall -Wextra -Werror -Wno-unknown-pragmas \
+                        -Wno-unused-function -fno-extern-tls-init -fPIC -shared -pthread -fvisibility=hidden";
 
 /// Builds the libraries and runs the tests of the packages that `arguments` name (`-p NAME`; all without any).
 ///
