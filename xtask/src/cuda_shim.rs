@@ -35,7 +35,7 @@ pub fn build(root: &Path) -> Result<PathBuf, String> {
     let sources = sources(root)?;
     let folder = crate::target_folder(root, "cuda-shim")?;
     let library = folder.join(LIBRARY);
-    let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned());
+    let compiler = compiler();
     let shared = newest(root, &["kernels/shim", "kernels/src/cuda/common.cuh", "xtask/src/cuda_shim.rs"]);
     let mut objects = Vec::new();
     let mut changed = !library.exists();
@@ -55,6 +55,19 @@ pub fn build(root: &Path) -> Result<PathBuf, String> {
             .run(root)?;
     }
     Ok(library)
+}
+
+/// Whether the library can be believed: builds and runs the shim's own test.
+///
+/// # Errors
+/// There is no C++ compiler, or the shim misses what it must catch.
+pub fn selftest(root: &Path) -> Result<(), String> {
+    let program = crate::target_folder(root, "cuda-shim")?.join("selftest").display().to_string();
+    Step::new(&compiler())
+        .arguments(FLAGS.split_whitespace())
+        .arguments(["kernels/shim/selftest.cpp", "-o", &program])
+        .run(root)?;
+    Step::new(&program).run(root)
 }
 
 /// The kernels' sources by name.
@@ -149,6 +162,10 @@ fn compile(
         .arguments(["-c", &file.display().to_string(), "-o", &object.display().to_string()])
         .run(root)?;
     Ok(true)
+}
+
+fn compiler() -> String {
+    std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned())
 }
 
 fn write(path: &Path, text: &str) -> Result<PathBuf, String> {

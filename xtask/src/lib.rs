@@ -6,6 +6,7 @@
 
 pub mod bench;
 pub mod command;
+pub mod cuda_check;
 pub mod cuda_mock;
 pub mod cuda_shim;
 pub mod test;

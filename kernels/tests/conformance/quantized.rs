@@ -91,10 +91,11 @@ fn every_odd_size() {
     }
 }
 
-/// Several tiles in both directions.
+/// Several tiles in both directions, and rows of several stretches.
 #[test]
 fn larger_than_a_tile() {
     compare(&backends(), (200, 500, 300), DType::BF16, DType::BF16);
+    compare(&backends(), (3, 20, 2500), DType::BF16, DType::F32);
 }
 
 #[test]
