@@ -129,7 +129,9 @@ EXPORT int cublasLtMatmul(void *, const Description *description, const float *a
     const void *operands[4] = {a, b, c, d};
     for (int i = 0; i < 4; i++)
         if (reinterpret_cast<uintptr_t>(operands[i]) % alignments[i] != 0) return INVALID_VALUE;
-    auto wait = reinterpret_cast<int (*)(void *)>(dlsym(RTLD_DEFAULT, "cuStreamSynchronize"));
+    // The driver is loaded already, but its names are its own.
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    auto wait = driver ? reinterpret_cast<int (*)(void *)>(dlsym(driver, "cuStreamSynchronize")) : nullptr;
     if (!wait || wait(stream) != 0) return INVALID_VALUE;
     for (uint64_t column = 0; column < of.n; column++)
         for (uint64_t row = 0; row < of.m; row++) {
