@@ -208,7 +208,9 @@ impl<'a> Fetcher<'a> {
                 let bytes = kinds.blobs[kind].bytes(1) as usize;
                 std::thread::Builder::new()
                     .name("terrace-fetch".into())
-                    .spawn_scoped(scope, move || FetchThread::new(store, slots, bytes, gate, &sender).run(&items))
+                    .spawn_scoped(scope, move || {
+                        FetchThread::new(store, slots, bytes, gate, &sender).run(&items)
+                    })
                     .map_or_else(
                         |error| {
                             let (sender, receiver) = bounded(1);

@@ -70,8 +70,7 @@ impl Gate {
     /// Waits until a group is updated; false if it never will be.
     pub(crate) fn wait(&self, group: usize) -> bool {
         let waiting = |progress: &mut Progress| progress.done <= group && !progress.ended;
-        let progress =
-            self.moved.wait_while(self.lock(), waiting).unwrap_or_else(PoisonError::into_inner);
+        let progress = self.moved.wait_while(self.lock(), waiting).unwrap_or_else(PoisonError::into_inner);
         progress.done > group
     }
 
