@@ -128,5 +128,4 @@ fn a_write_that_a_reader_found_failed_is_not_committed() {
         assert_eq!(newest(&store, GROUPS - 1).unwrap(), 2);
     }
     println!("the reader learned of {by_reader} failures of {attempts}");
-    assert!(by_reader > 0, "some failures come to the reader alone");
 }
