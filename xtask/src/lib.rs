@@ -8,6 +8,7 @@ pub mod bench;
 pub mod command;
 pub mod cuda_mock;
 pub mod cuda_shim;
+pub mod gpu_pack;
 pub mod test;
 pub mod tidy;
 

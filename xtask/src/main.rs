@@ -14,6 +14,7 @@ usage: cargo xtask <task>
   bench [--host NAME] [-p CRATE]... [-- CRITERION ARGS]
                           run the benchmarks and append the result to benches/record/<date>-<host>.md
   cuda-shim               build the CUDA kernels as a library that runs them on the CPU (needs g++)
+  gpu-pack [--output DIR] make a folder that proves and measures the CUDA backend on a machine with a card (CONTRIBUTING.md)
 ";
 
 fn main() -> ExitCode {
@@ -26,6 +27,7 @@ fn main() -> ExitCode {
         ["test"] => xtask::test::run(&root),
         ["cuda-mock", rest @ ..] => xtask::cuda_mock::run(&root, rest),
         ["cuda-shim"] => xtask::cuda_shim::build(&root).map(|library| eprintln!("{}", library.display())),
+        ["gpu-pack", rest @ ..] => xtask::gpu_pack::run(&root, rest),
         ["bench", rest @ ..] => xtask::bench::run(&root, rest),
         ["help" | "--help" | "-h"] => {
             print!("{USAGE}");
