@@ -40,7 +40,8 @@ def measurements(lines):
             order.append(key)
         of_name = rates.setdefault(key, {}).setdefault((line["source"], line["variant"]), [])
         of_name.append((line["value"], line["unit"]))
-    order.sort(key=lambda key: [k[0] for k in order].index(key[0]))
+    parts = [part for part, _ in order]
+    order.sort(key=lambda key: parts.index(key[0]))
     rows = []
     for part, name in order:
         values = {who: (median([v for v, _ in all_]), all_[0][1]) for who, all_ in rates[part, name].items()}

@@ -15,7 +15,7 @@ stages, all without any; each has a time limit, and what fails in one does not k
   end-to-end  training and generation with the command, and DeepSpeed with --peer
 
   --output DIR    results: results.jsonl, table.txt, a log a stage [default: $OUT, else results]
-  --scratch DIR   models and state, on a local drive [default: scratch]
+  --scratch DIR   for models, state and compiled kernels, on a local drive [default: scratch beside this script]
   --budget N      seconds for everything [default: 590]
   --tests NAMES   of the engine's test programs, separated by commas [default: all]
   --filter TEXT   only tests of the stages kernels and engine whose name contains it
@@ -52,8 +52,11 @@ done
 mkdir -p "$output" "$scratch" || exit 2
 output=$(cd "$output" && pwd)
 scratch=$(cd "$scratch" && pwd)
+work=$(mktemp -d "$scratch/run.XXXXXX") || exit 2
+trap 'rm -rf "$work" "$here/tmp"' EXIT
 # Tests look for their fixtures below the folder they run in.
 cd "$here" || exit 2
+find bin tests -name '*.gz' -exec gunzip -f {} +
 
 python=${PYTHON:-python3}
 # The libraries' search knows the environment that torch's own CUDA libraries are in by this.
@@ -64,8 +67,9 @@ export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export TERRACE_TEST_DEVICE=${TERRACE_TEST_DEVICE:-cuda:0}
 # Makes the kernels' suites run on the card; a driver that plays one finds its kernels by it.
 export TERRACE_SHIM_LIBRARY=${TERRACE_SHIM_LIBRARY:-card}
-# State of tests is written with direct I/O, which not every /tmp takes; compiled kernels are kept for later stages.
-export TMPDIR=$scratch XDG_CACHE_HOME=$scratch/cache
+# State of tests is written with direct I/O, which not every /tmp takes; compiled kernels are kept for later runs.
+export TMPDIR=$work XDG_CACHE_HOME=$scratch/cache
+ln -sfn "$work" tmp
 
 lines=$output/results.jsonl
 : >"$lines"
@@ -107,7 +111,7 @@ run_tests() {
         passed=$((passed + ${counts%% *}+0)) failed=$((failed + ${counts##* }+0))
         # No count: it ran out of time, or the process ended.
         if [[ -z $counts ]]; then
-            ((status == 124)) || failed=$((failed + 1))
+            ((status == 124 || status == 137)) || failed=$((failed + 1))
             unfinished+=("$(basename "$program")")
         fi
     done
@@ -134,7 +138,7 @@ engine() {
     run_tests --include-ignored -- "${programs[@]}"
 }
 
-# Tool and tests: racecheck is slow, and only kernels with shared memory can race.
+# Racecheck is slow, and only kernels with shared memory can race.
 sanitizer() {
     local tool
     tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
@@ -143,24 +147,26 @@ sanitizer() {
         detail="compute-sanitizer not found"
         return 77
     fi
-    local program failed=0 late=0 clean=0 check test seconds
-    program=$(ls tests/kernels-conformance)
-    local -A chosen=([memcheck]="matmul quantized attention norm loss rope embedding activation elementwise"
-        [racecheck]="norm loss attention matmul quantized")
-    for check in memcheck racecheck; do
-        for test in ${chosen[$check]}; do
-            seconds=$((deadline - SECONDS))
-            ((seconds < 25)) || seconds=25
-            if ((seconds < 2)); then late=$((late + 1)); continue; fi
-            echo "== $check $test"
-            timeout -k 5 "$seconds" "$tool" --tool "$check" --error-exitcode 99 "$program" "$test::" \
-                --include-ignored --test-threads=1 2>&1
-            case $? in
-            0) clean=$((clean + 1)) ;;
-            124 | 137) late=$((late + 1)); echo "-- not finished" ;;
-            *) failed=$((failed + 1)); echo "-- FAILED" ;;
-            esac
-        done
+    local failed=0 late=0 clean=0 pair text seconds
+    for pair in {memcheck,racecheck}:attention {memcheck,racecheck}:matmul {memcheck,racecheck}:quantized \
+        {memcheck,racecheck}:norm {memcheck,racecheck}:loss memcheck:{embedding,rope,activation,elementwise}; do
+        seconds=$((deadline - SECONDS))
+        ((seconds < 25)) || seconds=25
+        if ((seconds < 2)); then late=$((late + 1)); continue; fi
+        echo "== $pair"
+        text=$(timeout -k 5 "$seconds" "$tool" --tool "${pair%:*}" --error-exitcode 99 tests/kernels-conformance \
+            "${pair#*:}::" --include-ignored --test-threads=1 2>&1)
+        local status=$?
+        echo "$text"
+        if [[ $text == *"Device not supported"* ]]; then
+            detail="compute-sanitizer does not support this machine's device"
+            return 77
+        fi
+        case $status in
+        0) clean=$((clean + 1)) ;;
+        124 | 137) late=$((late + 1)); echo "-- not finished" ;;
+        *) failed=$((failed + 1)); echo "-- FAILED" ;;
+        esac
     done
     detail="$clean clean, $failed failed, $late not finished"
     if ((failed)); then return 1; fi
@@ -188,7 +194,7 @@ bench() {
 }
 
 end_to_end() {
-    "$python" end_to_end.py --terrace "$here/bin/terrace" --device "$TERRACE_TEST_DEVICE" --scratch "$scratch" \
+    "$python" end_to_end.py --terrace "$here/bin/terrace" --device "$TERRACE_TEST_DEVICE" --scratch "$work" \
         --sizes "$sizes" --budget $((deadline - SECONDS)) ${peer:+--peer "$peer"} | tee -a "$lines"
 }
 
@@ -235,6 +241,5 @@ for stage in "${stages[@]}"; do
     printf '{"stage":"%s","status":"%s","seconds":%d,"limit":%d,"detail":"%s"}\n' \
         "$stage" "$verdict" $((SECONDS - stage_began)) "$limit" "$detail" >>"$lines"
 done
-rm -rf "$scratch"
 "$python" results.py "$lines" | tee "$output/table.txt"
 exit "$worst"

@@ -52,7 +52,7 @@ const LEFT_OUT: [&str; 3] = [WRAPPER, "make_fixtures.py", "__pycache__"];
 /// Makes the folder that `arguments` name (`--output DIR`; `gpu-pack` where Cargo builds without).
 ///
 /// # Errors
-/// Something does not build, `strip` is missing, or the folder is too large.
+/// Something does not build, `strip` or `gzip` is missing, or the folder is too large.
 pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
     let folder = match arguments {
         [] => crate::target_folder(root, "gpu-pack")?,
@@ -71,7 +71,7 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
     for programs in &PROGRAMS {
         for (name, file) in build(root, programs.command)? {
             if let Some(place) = place(programs.places, &name) {
-                strip(root, &file, &folder.join(place))?;
+                squeeze(root, &file, &folder.join(place))?;
             }
         }
     }
@@ -124,10 +124,12 @@ fn place(places: &[(&str, &str)], name: &str) -> Option<String> {
     Some(place.replace('*', name))
 }
 
-fn strip(root: &Path, from: &Path, to: &Path) -> Result<(), String> {
+/// Copies a program without symbols and compressed; `run.sh` unpacks it.
+fn squeeze(root: &Path, from: &Path, to: &Path) -> Result<(), String> {
     make_parent(to)?;
     let paths = [from, to].map(|path| path.display().to_string());
-    Step::new("strip -o").arguments([&*paths[1], &*paths[0]]).run(root)
+    Step::new("strip -o").arguments([&*paths[1], &*paths[0]]).run(root)?;
+    Step::new("gzip -9").arguments([&*paths[1]]).run(root)
 }
 
 /// Copies the files of a folder, and of those in it.
