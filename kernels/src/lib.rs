@@ -20,6 +20,7 @@
 
 mod check;
 pub mod cpu;
+pub mod cuda;
 pub mod dry;
 mod ops;
 pub mod quantized;

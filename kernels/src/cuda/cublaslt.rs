@@ -1,0 +1,309 @@
+//! Products by cuBLASLt, which is loaded at run time where it is found.
+//!
+//! cuBLASLt is column-major: `out[M,N] = op(a)·op(b)` row by row is `outᵀ = op(b)ᵀ·op(a)ᵀ` column by column, so b goes
+//! first and no operand is moved. Sums are f32 (no TF32). Which of its kernels computes a product is asked once for a
+//! [`Case`] and kept, so the same shapes always get the same bits; kernels that would add partial sums rounded to the
+//! result's dtype are left out. The alignment of the operands is part of a case: it follows from the layout of a group's
+//! weights, not from where the group lies, since regions of memory begin at multiples of 256.
+
+use super::failed;
+use crate::check::ProductDims;
+use crate::{DType, MatmulSpec, Result, View, ViewMut};
+use cudarc::cublaslt::sys::{
+    self, cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
+    cublasLtMatmulDescAttributes_t as DescAttribute, cublasLtMatmulPreference_t,
+    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cublasStatus_t, cudaDataType,
+};
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, PoisonError};
+use terrace_device::cuda::{CudaDevice, CudaStream, Library};
+use terrace_device::{Bytes, DeviceError};
+
+/// What NVIDIA recommends for Hopper and later; less would shut out fast kernels.
+pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// `CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE`: parts of a sum are added in f32, in the workspace.
+const ADD_IN_COMPUTE_TYPE: u32 = 2;
+
+/// The library's handle and what was found for each case.
+#[derive(Debug)]
+pub(super) struct Products {
+    handle: Handle,
+    device: Arc<CudaDevice>,
+    stream: Arc<CudaStream>,
+    plans: Mutex<HashMap<Case, Option<Arc<Plan>>>>,
+}
+
+/// All that decides which kernel computes a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Case {
+    dims: (usize, usize, usize),
+    trans: (bool, bool),
+    operands: DType,
+    out: DType,
+    /// Of b, a and out: bytes, 16 at most.
+    alignments: [u32; 3],
+}
+
+impl Products {
+    /// `None` if the library is not found.
+    pub(super) fn new(
+        device: &Arc<CudaDevice>,
+        stream: &Arc<CudaStream>,
+    ) -> Result<Option<Self>, DeviceError> {
+        if !Library::CublasLt.is_found() {
+            return Ok(None);
+        }
+        let _current = device.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the library was found; `raw` is writable and the device's context current.
+        check(unsafe { sys::cublasLtCreate(&raw mut raw) }, "starting cuBLASLt")?;
+        let handle = Handle(raw);
+        let (device, stream) = (Arc::clone(device), Arc::clone(stream));
+        Ok(Some(Self { handle, device, stream, plans: Mutex::default() }))
+    }
+
+    /// Enqueues the product; `false` if the library has no kernel for it.
+    pub(super) fn run(
+        &self,
+        a: View<'_>,
+        b: View<'_>,
+        out: &ViewMut<'_>,
+        spec: MatmulSpec,
+        dims: ProductDims,
+        workspace: Bytes<'_>,
+    ) -> Result<bool> {
+        const OP: &str = "matmul";
+        let Some(case) = Case::of(a, b, out, spec, dims) else { return Ok(false) };
+        let _current = self.device.enter().map_err(|error| failed(OP, &error))?;
+        let Some(plan) = self.plan(case).map_err(|error| failed(OP, &error))? else { return Ok(false) };
+        let alpha = 1.0f32;
+        let beta = if spec.accumulate { 1.0f32 } else { 0.0 };
+        let pointer = |bytes: Bytes<'_>| bytes.address().as_ptr().cast::<c_void>();
+        let at_out = pointer(out.view().bytes());
+        assert!(workspace.len() >= WORKSPACE_BYTES, "the workspace was planned");
+        // SAFETY: handle, descriptions and algorithm are alive and of this case; operands have the sizes that the
+        // descriptions give, which `check` compared; one stream uses the workspace. The numbers live until the call
+        // returns, which is when the library has read them.
+        let status = unsafe {
+            sys::cublasLtMatmul(
+                self.handle.0,
+                plan.description.0,
+                (&raw const alpha).cast(),
+                pointer(b.bytes()),
+                plan.b.0,
+                pointer(a.bytes()),
+                plan.a.0,
+                (&raw const beta).cast(),
+                at_out,
+                plan.out.0,
+                at_out,
+                plan.out.0,
+                &raw const plan.algorithm,
+                pointer(workspace),
+                WORKSPACE_BYTES,
+                self.stream.raw().cast(),
+            )
+        };
+        check(status, "enqueueing a product").map_err(|error| failed(OP, &error))?;
+        Ok(true)
+    }
+
+    fn plan(&self, case: Case) -> Result<Option<Arc<Plan>>, DeviceError> {
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(plan) = plans.get(&case) {
+            return Ok(plan.clone());
+        }
+        let plan = Plan::find(&self.handle, case)?.map(Arc::new);
+        plans.insert(case, plan.clone());
+        Ok(plan)
+    }
+}
+
+impl Case {
+    /// `None` for dtypes that the library does not mix.
+    fn of(a: View<'_>, b: View<'_>, out: &ViewMut<'_>, spec: MatmulSpec, dims: ProductDims) -> Option<Self> {
+        let mixes = a.dtype() == b.dtype() && (out.dtype() == a.dtype() || out.dtype() == DType::F32);
+        let alignment = |bytes: Bytes<'_>| 1 << (bytes.address().as_ptr() as usize).trailing_zeros().min(4);
+        mixes.then(|| Self {
+            dims: (dims.m, dims.n, dims.l),
+            trans: (spec.trans_a, spec.trans_b),
+            operands: a.dtype(),
+            out: out.dtype(),
+            alignments: [b.bytes(), a.bytes(), out.view().bytes()].map(alignment),
+        })
+    }
+}
+
+/// How to compute the products of one case.
+#[derive(Debug)]
+struct Plan {
+    description: Description,
+    a: Layout,
+    b: Layout,
+    out: Layout,
+    algorithm: cublasLtMatmulAlgo_t,
+}
+
+// SAFETY: the descriptions are only read once they are made.
+unsafe impl Send for Plan {}
+// SAFETY: as above.
+unsafe impl Sync for Plan {}
+
+impl Plan {
+    /// `None` if the library has no kernel for the case.
+    fn find(handle: &Handle, case: Case) -> Result<Option<Self>, DeviceError> {
+        let (m, n, l) = case.dims;
+        let description = Description::new()?;
+        description.transpose(DescAttribute::CUBLASLT_MATMUL_DESC_TRANSA, case.trans.1)?;
+        description.transpose(DescAttribute::CUBLASLT_MATMUL_DESC_TRANSB, case.trans.0)?;
+        // Rows and columns as they lie in memory, column-major.
+        let stored =
+            |across: usize, down: usize, flip: bool| if flip { (down, across) } else { (across, down) };
+        let b = Layout::new(case.operands, stored(n, l, case.trans.1))?;
+        let a = Layout::new(case.operands, stored(l, m, case.trans.0))?;
+        let out = Layout::new(case.out, (n, m))?;
+        let wishes = Wishes::new()?;
+        wishes.set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &(WORKSPACE_BYTES as u64))?;
+        wishes.set(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &ADD_IN_COMPUTE_TYPE)?;
+        let [of_b, of_a, of_out] = case.alignments;
+        wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &of_b)?;
+        wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &of_a)?;
+        wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_out)?;
+        wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &of_out)?;
+        // SAFETY: plain numbers, for which zero is a value.
+        let mut best: sys::cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
+        let mut found = 0;
+        // SAFETY: all descriptions are alive; there is room for the one result that is asked for.
+        let status = unsafe {
+            sys::cublasLtMatmulAlgoGetHeuristic(
+                handle.0,
+                description.0,
+                b.0,
+                a.0,
+                out.0,
+                out.0,
+                wishes.0,
+                1,
+                &raw mut best,
+                &raw mut found,
+            )
+        };
+        if status == cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED || status as u32 == 0 && found == 0 {
+            return Ok(None);
+        }
+        check(status, "choosing a kernel for a product")?;
+        Ok(Some(Self { description, a, b, out, algorithm: best.algo }))
+    }
+}
+
+#[derive(Debug)]
+struct Handle(cublasLtHandle_t);
+
+// SAFETY: the library's handle may be used from any thread.
+unsafe impl Send for Handle {}
+// SAFETY: as above; calls do not change what it points to but under locks of the library's own.
+unsafe impl Sync for Handle {}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // SAFETY: made once; no call with it is running.
+        let _ = unsafe { sys::cublasLtDestroy(self.0) };
+    }
+}
+
+/// What is to be computed: f32 sums, and which operand is transposed.
+#[derive(Debug)]
+struct Description(cublasLtMatmulDesc_t);
+
+impl Description {
+    fn new() -> Result<Self, DeviceError> {
+        let (compute, scale) = (cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is writable.
+        let status = unsafe { sys::cublasLtMatmulDescCreate(&raw mut raw, compute, scale) };
+        check(status, "describing a product")?;
+        Ok(Self(raw))
+    }
+
+    fn transpose(&self, which: DescAttribute, transpose: bool) -> Result<(), DeviceError> {
+        // CUBLAS_OP_T and CUBLAS_OP_N, which the bindings leave to another library's header.
+        let value = u32::from(transpose);
+        // SAFETY: the description is alive; the attribute is a 32-bit number.
+        let status =
+            unsafe { sys::cublasLtMatmulDescSetAttribute(self.0, which, (&raw const value).cast(), 4) };
+        check(status, "describing a product")
+    }
+}
+
+impl Drop for Description {
+    fn drop(&mut self) {
+        // SAFETY: made once.
+        let _ = unsafe { sys::cublasLtMatmulDescDestroy(self.0) };
+    }
+}
+
+/// A dense column-major matrix.
+#[derive(Debug)]
+struct Layout(cublasLtMatrixLayout_t);
+
+impl Layout {
+    fn new(dtype: DType, (rows, columns): (usize, usize)) -> Result<Self, DeviceError> {
+        let data = match dtype {
+            DType::F32 => cudaDataType::CUDA_R_32F,
+            DType::BF16 => cudaDataType::CUDA_R_16BF,
+            DType::F16 => cudaDataType::CUDA_R_16F,
+            DType::F64 | DType::I32 => unreachable!("products are of floats"),
+        };
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is writable.
+        let status = unsafe {
+            sys::cublasLtMatrixLayoutCreate(&raw mut raw, data, rows as u64, columns as u64, rows as i64)
+        };
+        check(status, "describing a matrix")?;
+        Ok(Self(raw))
+    }
+}
+
+impl Drop for Layout {
+    fn drop(&mut self) {
+        // SAFETY: made once.
+        let _ = unsafe { sys::cublasLtMatrixLayoutDestroy(self.0) };
+    }
+}
+
+/// What a kernel must respect.
+#[derive(Debug)]
+struct Wishes(cublasLtMatmulPreference_t);
+
+impl Wishes {
+    fn new() -> Result<Self, DeviceError> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is writable.
+        check(unsafe { sys::cublasLtMatmulPreferenceCreate(&raw mut raw) }, "describing a product")?;
+        Ok(Self(raw))
+    }
+
+    fn set<T: Copy>(&self, which: Preference, value: &T) -> Result<(), DeviceError> {
+        let at = std::ptr::from_ref(value).cast();
+        // SAFETY: the preferences are alive; the value has the size of the attribute's type, which callers know.
+        let status =
+            unsafe { sys::cublasLtMatmulPreferenceSetAttribute(self.0, which, at, std::mem::size_of::<T>()) };
+        check(status, "describing a product")
+    }
+}
+
+impl Drop for Wishes {
+    fn drop(&mut self) {
+        // SAFETY: made once.
+        let _ = unsafe { sys::cublasLtMatmulPreferenceDestroy(self.0) };
+    }
+}
+
+fn check(status: cublasStatus_t, doing: &str) -> Result<(), DeviceError> {
+    match status {
+        cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
+        other => Err(DeviceError::Driver { doing: doing.to_owned(), detail: format!("cuBLASLt: {other:?}") }),
+    }
+}

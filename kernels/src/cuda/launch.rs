@@ -1,0 +1,173 @@
+//! Launching kernels by name.
+
+use super::operand;
+use super::sources::SOURCES;
+use crate::{View, ViewMut};
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::fmt::Debug;
+use std::sync::Arc;
+use terrace_device::cuda::{Compiler, CudaDevice, CudaStream, Function, Module};
+use terrace_device::{Bytes, DeviceError, Space};
+
+/// Most parameters of a kernel.
+const PARAMETERS_MAX: usize = 32;
+
+/// Where kernels run: a stream of a card, or in tests the CPU.
+pub trait Launcher: Debug + Send + Sync {
+    /// Enqueues a kernel.
+    ///
+    /// # Safety
+    /// As [`Function::launch`], for the kernel of this name.
+    ///
+    /// # Errors
+    /// The launch was refused, or an earlier asynchronous operation failed.
+    unsafe fn launch(
+        &self,
+        kernel: &'static str,
+        grid: [u32; 3],
+        threads: u32,
+        shared_bytes: u32,
+        arguments: &mut Arguments,
+    ) -> Result<(), DeviceError>;
+
+    /// The memory that kernels reach.
+    fn space(&self) -> Space;
+
+    /// How many blocks run side by side, at least.
+    fn multiprocessors(&self) -> u32;
+}
+
+/// The values of a kernel's parameters, in order.
+#[derive(Debug, Clone)]
+pub struct Arguments {
+    /// A value's bytes come first, whatever the order of bytes.
+    words: [[u8; 8]; PARAMETERS_MAX],
+    bytes: [u32; PARAMETERS_MAX],
+    count: usize,
+    space: Space,
+}
+
+impl Arguments {
+    pub(super) fn new(space: Space) -> Self {
+        Self { words: [[0; 8]; PARAMETERS_MAX], bytes: [0; PARAMETERS_MAX], count: 0, space }
+    }
+
+    /// The size of every argument.
+    pub fn sizes(&self) -> &[u32] {
+        &self.bytes[..self.count]
+    }
+
+    /// The address of every argument, valid while `self` is borrowed.
+    pub fn addresses(&mut self) -> Vec<*mut c_void> {
+        self.words[..self.count].iter_mut().map(|word| word.as_mut_ptr().cast()).collect()
+    }
+
+    /// An operand that is read: its address and dtype.
+    #[must_use]
+    pub(super) fn read(self, view: View<'_>) -> Self {
+        self.bytes(view.bytes()).int(operand::code(view.dtype()))
+    }
+
+    /// An operand that is written, or read and written.
+    #[must_use]
+    pub(super) fn write(self, view: &ViewMut<'_>) -> Self {
+        self.read(view.view())
+    }
+
+    /// An operand of the one dtype that the kernel knows.
+    #[must_use]
+    pub(super) fn only(self, view: View<'_>) -> Self {
+        self.bytes(view.bytes())
+    }
+
+    /// An address.
+    #[must_use]
+    pub(super) fn bytes(self, bytes: Bytes<'_>) -> Self {
+        assert_eq!(bytes.space(), self.space, "operands are memory that the kernels reach");
+        self.push(&(bytes.address().as_ptr() as u64).to_ne_bytes())
+    }
+
+    /// A 64-bit number.
+    #[must_use]
+    pub(super) fn long(self, value: usize) -> Self {
+        self.push(&(value as i64).to_ne_bytes())
+    }
+
+    /// A 32-bit number.
+    #[must_use]
+    pub(super) fn int(self, value: i32) -> Self {
+        self.push(&value.to_ne_bytes())
+    }
+
+    /// A size of an operand that exists in memory, and so is far from 2³¹ along one dimension.
+    #[must_use]
+    pub(super) fn size(self, value: usize) -> Self {
+        self.int(i32::try_from(value).expect("a dimension has fewer than 2³¹ elements"))
+    }
+
+    /// A flag.
+    #[must_use]
+    pub(super) fn flag(self, value: bool) -> Self {
+        self.int(i32::from(value))
+    }
+
+    /// A 32-bit float.
+    #[must_use]
+    pub(super) fn float(self, value: f32) -> Self {
+        self.push(&value.to_ne_bytes())
+    }
+
+    fn push(mut self, value: &[u8]) -> Self {
+        self.words[self.count][..value.len()].copy_from_slice(value);
+        self.bytes[self.count] = value.len() as u32;
+        self.count += 1;
+        self
+    }
+}
+
+/// The kernels, loaded on a card.
+#[derive(Debug)]
+pub(super) struct OnCard {
+    functions: HashMap<&'static str, Function>,
+    stream: Arc<CudaStream>,
+    device: Arc<CudaDevice>,
+}
+
+impl OnCard {
+    pub(super) fn new(device: &Arc<CudaDevice>, stream: &Arc<CudaStream>) -> Result<Self, DeviceError> {
+        let compiler = Compiler::new(device);
+        let mut functions = HashMap::new();
+        for source in &SOURCES {
+            let module = Module::load_image(device, &compiler.compile(&source.compiled())?)?;
+            for &kernel in source.kernels {
+                functions.insert(kernel, module.function(kernel)?);
+            }
+        }
+        Ok(Self { functions, stream: Arc::clone(stream), device: Arc::clone(device) })
+    }
+}
+
+impl Launcher for OnCard {
+    unsafe fn launch(
+        &self,
+        kernel: &'static str,
+        grid: [u32; 3],
+        threads: u32,
+        shared_bytes: u32,
+        arguments: &mut Arguments,
+    ) -> Result<(), DeviceError> {
+        let function = self.functions.get(kernel).expect("every kernel is in the list of sources");
+        let mut addresses = arguments.addresses();
+        // SAFETY: the caller's promise is the same.
+        unsafe { function.launch(&self.stream, grid, [threads, 1, 1], shared_bytes, &mut addresses) }
+    }
+
+    fn space(&self) -> Space {
+        Space::Device(self.device.properties().ordinal)
+    }
+
+    fn multiprocessors(&self) -> u32 {
+        self.device.properties().multiprocessors
+    }
+}

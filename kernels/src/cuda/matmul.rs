@@ -1,0 +1,72 @@
+//! Products: by cuBLASLt where it can, else by the kernels of `matmul.cu` and `quantized.cu`.
+
+use super::{Cuda, THREADS, operand, too_large};
+use crate::check::{self, ProductDims};
+use crate::{Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
+
+/// Rows and columns of a tile.
+const TILE: usize = 64;
+/// Bytes of two slabs of a tile's operands, by their depth.
+const fn slab_bytes(depth: u32) -> u32 {
+    4 * 2 * depth * 68
+}
+/// Rows that `quantized_thin` takes, and columns of a that it keeps of each.
+const THIN_ROWS: usize = 8;
+const THIN_COLUMNS: usize = 1024;
+
+impl Matmul for Cuda {
+    fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result {
+        const OP: &str = "matmul";
+        let dims = check::matmul(a, b, &out, spec);
+        if dims.m * dims.n == 0 || dims.l == 0 && spec.accumulate {
+            return Ok(());
+        }
+        if let Some(products) = self.products.as_ref().filter(|_| dims.l > 0)
+            && products.run(a, b, &out, spec, dims, self.scratch.bytes())?
+        {
+            return Ok(());
+        }
+        let mut arguments =
+            self.arguments().read(a).flag(spec.trans_a).read(b).flag(spec.trans_b).write(&out);
+        arguments = arguments.flag(spec.accumulate).long(dims.m).long(dims.n).long(dims.l);
+        self.launch(OP, "matmul_plain", tiles(OP, dims)?, THREADS, slab_bytes(16), &mut arguments)
+    }
+}
+
+impl QuantizedMatmul for Cuda {
+    fn matmul_nt(&self, a: View<'_>, b: QuantizedView<'_>, out: ViewMut<'_>) -> Result {
+        const OP: &str = "quantized matmul";
+        let dims = check::quantized_matmul(a, b, &out);
+        if dims.m * dims.n == 0 {
+            return Ok(());
+        }
+        let operands =
+            self.arguments().read(a).bytes(b.bytes()).int(operand::format_code(b.format())).write(&out);
+        if dims.m > THIN_ROWS {
+            let mut arguments = operands.long(dims.m).long(dims.n).long(dims.l);
+            return self.launch(
+                OP,
+                "quantized_tile",
+                tiles(OP, dims)?,
+                THREADS,
+                slab_bytes(32),
+                &mut arguments,
+            );
+        }
+        let mut arguments = operands.size(dims.m).long(dims.n).long(dims.l);
+        // A warp for every column.
+        let columns = dims.n.div_ceil(THREADS as usize / 32);
+        let blocks = u32::try_from(columns).map_err(|_| too_large(OP, "columns", dims.n))?;
+        let shared = 4 * dims.m.next_power_of_two() * THIN_COLUMNS;
+        let shared = u32::try_from(shared).expect("eight rows at most");
+        self.launch(OP, "quantized_thin", [blocks, 1, 1], THREADS, shared, &mut arguments)
+    }
+}
+
+fn tiles(op: &'static str, dims: ProductDims) -> Result<[u32; 3]> {
+    let tiles = dims.m.div_ceil(TILE) * dims.n.div_ceil(TILE);
+    match i32::try_from(tiles) {
+        Ok(count) => Ok([count.unsigned_abs(), 1, 1]),
+        Err(_) => Err(too_large(op, "tiles", tiles)),
+    }
+}

@@ -1,0 +1,164 @@
+//! The CUDA backend: one `.cu` file per operation, compiled for the very card when the kernel set is made.
+//!
+//! The files say what each kernel computes, in which order and at what cost; `common.cuh` is put in front of all of them.
+//! This side checks operands as every backend does, chooses grids, and launches on one stream: operands are device
+//! memory, nothing is waited for. Products go to cuBLASLt where it is found ([`CudaConfig`]), else to the kernels of
+//! `matmul.cu`.
+//!
+//! Every result depends on operands and shapes alone, on one card and one version of the libraries. Working memory is
+//! taken when the set is made and never grows: [`SCRATCH_BYTES`].
+//!
+//! The kernels were compiled for every generation from Ampere to Blackwell (`cargo xtask cuda-check`) and pass the
+//! conformance suites emulated on a CPU (`kernels/shim`). They have not been run on hardware.
+
+mod attention;
+mod cublaslt;
+mod launch;
+mod matmul;
+mod operand;
+mod pointwise;
+mod rows;
+mod sources;
+
+pub use launch::{Arguments, Launcher};
+
+use crate::{KernelError, KernelSet, Result};
+use launch::OnCard;
+use std::sync::Arc;
+use terrace_device::cuda::{CudaDevice, CudaStream};
+use terrace_device::{Bytes, Device, DeviceError, Region};
+
+/// Device memory that a kernel set keeps besides its operands.
+pub const SCRATCH_BYTES: usize = cublaslt::WORKSPACE_BYTES + rows::LOSS_BYTES;
+
+/// How the CUDA backend runs.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct CudaConfig {
+    /// Do not use cuBLASLt even where it is found.
+    pub own_products: bool,
+}
+
+/// A kernel set that runs on `stream`, with cuBLASLt if it is found.
+///
+/// # Errors
+/// As [`with_config`].
+pub fn kernel_set(device: &Arc<CudaDevice>, stream: &Arc<CudaStream>) -> Result<KernelSet, DeviceError> {
+    with_config(device, stream, CudaConfig::default())
+}
+
+/// A kernel set as configured.
+///
+/// # Errors
+/// There is no compiler, a kernel does not compile or load, or the device has not [`SCRATCH_BYTES`] left.
+pub fn with_config(
+    device: &Arc<CudaDevice>,
+    stream: &Arc<CudaStream>,
+    config: CudaConfig,
+) -> Result<KernelSet, DeviceError> {
+    let launcher = Arc::new(OnCard::new(device, stream)?);
+    let scratch = device.arena(SCRATCH_BYTES)?.alloc(SCRATCH_BYTES)?;
+    let products = if config.own_products { None } else { cublaslt::Products::new(device, stream)? };
+    Ok(set(Cuda { launcher, products, scratch }))
+}
+
+/// The kernels through any launcher, which is how they are tested without a card. `scratch` is memory that the launcher's
+/// kernels reach, of [`SCRATCH_BYTES`].
+///
+/// # Panics
+/// If `scratch` is smaller.
+pub fn with_launcher(launcher: Arc<dyn Launcher>, scratch: Region) -> KernelSet {
+    assert!(scratch.len() >= SCRATCH_BYTES, "a kernel set keeps {SCRATCH_BYTES} bytes");
+    set(Cuda { launcher, products: None, scratch })
+}
+
+fn set(cuda: Cuda) -> KernelSet {
+    let cuda = Arc::new(cuda);
+    KernelSet {
+        matmul: cuda.clone(),
+        quantized_matmul: cuda.clone(),
+        rms_norm: cuda.clone(),
+        rope: cuda.clone(),
+        attention: cuda.clone(),
+        activation: cuda.clone(),
+        embedding: cuda.clone(),
+        cross_entropy: cuda.clone(),
+        elementwise: cuda.clone(),
+        reduce: cuda,
+    }
+}
+
+#[derive(Debug)]
+struct Cuda {
+    launcher: Arc<dyn Launcher>,
+    products: Option<cublaslt::Products>,
+    /// cuBLASLt's workspace, then the losses of rows. One stream uses it, so uses never overlap.
+    scratch: Region,
+}
+
+impl Cuda {
+    /// Launches a kernel of `threads` threads a block.
+    fn launch(
+        &self,
+        op: &'static str,
+        kernel: &'static str,
+        grid: [u32; 3],
+        threads: u32,
+        shared_bytes: u32,
+        arguments: &mut Arguments,
+    ) -> Result {
+        // SAFETY: whoever builds the arguments does so by the kernel's parameters, from views whose memory the caller of
+        // the operation keeps valid and ordered by the stream.
+        let launched = unsafe { self.launcher.launch(kernel, grid, threads, shared_bytes, arguments) };
+        launched.map_err(|error| failed(op, &error))
+    }
+
+    /// A launch over elements or vectors of them, which strides over what the grid does not cover.
+    fn launch_flat(
+        &self,
+        op: &'static str,
+        kernel: &'static str,
+        threads_wanted: usize,
+        arguments: &mut Arguments,
+    ) -> Result {
+        let blocks = threads_wanted.div_ceil(THREADS as usize);
+        self.launch(op, kernel, [self.blocks(blocks), 1, 1], THREADS, 0, arguments)
+    }
+
+    /// As many blocks as there is work for, up to a few for every multiprocessor; kernels stride over the rest.
+    fn blocks(&self, wanted: usize) -> u32 {
+        let most = self.launcher.multiprocessors().max(1) * 16;
+        u32::try_from(wanted).map_or(most, |wanted| wanted.clamp(1, most))
+    }
+
+    /// Empty arguments for operands that this set's kernels reach.
+    fn arguments(&self) -> Arguments {
+        Arguments::new(self.launcher.space())
+    }
+
+    fn losses(&self) -> Bytes<'_> {
+        self.scratch.bytes().slice(cublaslt::WORKSPACE_BYTES, SCRATCH_BYTES)
+    }
+}
+
+/// Threads of a block where nothing else decides.
+const THREADS: u32 = 256;
+
+/// Elements that a thread moves at once.
+const VECTOR: usize = 8;
+
+/// Threads of a block that works on a row: eight elements each, in whole warps.
+fn row_threads(width: usize) -> u32 {
+    let wanted = width.div_ceil(VECTOR).next_power_of_two().clamp(32, 1024);
+    u32::try_from(wanted).expect("at most 1024")
+}
+
+fn failed(op: &'static str, error: &DeviceError) -> KernelError {
+    KernelError { op, detail: error.to_string() }
+}
+
+fn too_large(op: &'static str, what: &str, value: usize) -> KernelError {
+    KernelError {
+        op,
+        detail: format!("{value} {what} are more than a launch can count; use smaller batches"),
+    }
+}

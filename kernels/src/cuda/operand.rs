@@ -1,0 +1,22 @@
+//! What kernels call the dtypes.
+
+use crate::DType;
+use crate::quantized::QuantFormat;
+
+/// The code of a dtype in `common.cuh`. Operations check dtypes before they launch.
+pub(super) fn code(dtype: DType) -> i32 {
+    match dtype {
+        DType::F32 => 0,
+        DType::BF16 => 1,
+        DType::F16 => 2,
+        DType::F64 | DType::I32 => unreachable!("no kernel takes {dtype} where the dtype is open"),
+    }
+}
+
+/// The code of a format in `quantized.cu`.
+pub(super) fn format_code(format: QuantFormat) -> i32 {
+    match format {
+        QuantFormat::Int8 => 0,
+        QuantFormat::Int4 => 1,
+    }
+}

@@ -1,0 +1,92 @@
+//! Operations that work element by element.
+
+use super::{Cuda, VECTOR};
+use crate::{Activation, Elementwise, Result, View, ViewMut, check};
+
+impl Activation for Cuda {
+    fn swiglu(&self, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result {
+        let operands = [check::read("gate", gate), check::read("up", up), check::write("out", &out)];
+        let n = check::elementwise("swiglu", &operands);
+        if n == 0 {
+            return Ok(());
+        }
+        let mut arguments = self.arguments().read(gate).read(up).write(&out).long(n);
+        self.launch_flat("swiglu", "swiglu_forward", n.div_ceil(VECTOR), &mut arguments)
+    }
+
+    fn swiglu_backward(
+        &self,
+        gate: View<'_>,
+        up: View<'_>,
+        dout: View<'_>,
+        dgate: ViewMut<'_>,
+        dup: ViewMut<'_>,
+    ) -> Result {
+        let operands = [
+            check::read("gate", gate),
+            check::read("up", up),
+            check::read("dout", dout),
+            check::write("dgate", &dgate),
+            check::write("dup", &dup),
+        ];
+        let n = check::elementwise("swiglu backward", &operands);
+        if n == 0 {
+            return Ok(());
+        }
+        let mut arguments = self.arguments().read(gate).read(up).read(dout).write(&dgate).write(&dup).long(n);
+        self.launch_flat("swiglu backward", "swiglu_backward", n.div_ceil(VECTOR), &mut arguments)
+    }
+}
+
+impl Cuda {
+    /// `out = a + b`, where a may be out.
+    fn sum(&self, op: &'static str, a: View<'_>, b: View<'_>, out: View<'_>) -> Result {
+        let n = out.shape().elements();
+        if n == 0 {
+            return Ok(());
+        }
+        let mut arguments = self.arguments().read(a).read(b).read(out).long(n);
+        self.launch_flat(op, "elementwise_add", n.div_ceil(VECTOR), &mut arguments)
+    }
+}
+
+impl Elementwise for Cuda {
+    fn add(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>) -> Result {
+        check::elementwise("add", &[check::read("a", a), check::read("b", b), check::write("out", &out)]);
+        self.sum("add", a, b, out.view())
+    }
+
+    fn add_assign(&self, acc: ViewMut<'_>, x: View<'_>) -> Result {
+        check::elementwise("add_assign", &[check::write("acc", &acc), check::read("x", x)]);
+        self.sum("add_assign", acc.view(), x, acc.view())
+    }
+
+    fn add_bias(&self, x: ViewMut<'_>, bias: View<'_>) -> Result {
+        let dims = check::add_bias(&x, bias);
+        if dims.rows * dims.width == 0 {
+            return Ok(());
+        }
+        let mut arguments = self.arguments().write(&x).read(bias).long(dims.rows).long(dims.width);
+        let threads = super::row_threads(dims.width).min(super::THREADS);
+        let grid = [self.blocks(dims.rows), 1, 1];
+        self.launch("add_bias", "elementwise_add_bias", grid, threads, 0, &mut arguments)
+    }
+
+    fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
+        let n = check::elementwise("cast", &[check::read("x", x), check::write("out", &out)]);
+        if n == 0 {
+            return Ok(());
+        }
+        let mut arguments = self.arguments().read(x).write(&out).long(n);
+        self.launch_flat("cast", "elementwise_cast", n.div_ceil(VECTOR), &mut arguments)
+    }
+
+    fn zero(&self, out: ViewMut<'_>) -> Result {
+        let bytes = out.into_bytes();
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let mut arguments = self.arguments().bytes(bytes.as_bytes()).long(bytes.len());
+        self.launch_flat("zero", "elementwise_zero", bytes.len().div_ceil(16), &mut arguments)
+    }
+}

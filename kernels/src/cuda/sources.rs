@@ -1,0 +1,95 @@
+//! The kernels' sources, which are part of the binary.
+
+use terrace_device::cuda::Source;
+
+/// One `.cu` file.
+#[derive(Debug)]
+pub(super) struct KernelSource {
+    name: &'static str,
+    /// With `common.cuh` in front.
+    text: &'static str,
+    /// The kernels in it.
+    pub kernels: &'static [&'static str],
+}
+
+impl KernelSource {
+    /// For the compiler. Multiplications and additions may be fused; nothing else is approximate.
+    pub(super) fn compiled(&self) -> Source<'static> {
+        Source { name: self.name, text: self.text, options: &["--std=c++17"], ..Source::default() }
+    }
+}
+
+macro_rules! source {
+    ($name:literal, $($kernel:literal),+) => {
+        KernelSource {
+            name: $name,
+            text: concat!(
+                "#line 1 \"common.cuh\"\n",
+                include_str!("common.cuh"),
+                "\n#line 1 \"",
+                $name,
+                "\"\n",
+                include_str!($name)
+            ),
+            kernels: &[$($kernel),+],
+        }
+    };
+}
+
+pub(super) static SOURCES: [KernelSource; 10] = [
+    source!(
+        "elementwise.cu",
+        "elementwise_add",
+        "elementwise_add_bias",
+        "elementwise_cast",
+        "elementwise_zero"
+    ),
+    source!("swiglu.cu", "swiglu_forward", "swiglu_backward"),
+    source!("rms_norm.cu", "rms_norm_forward", "rms_norm_dx", "rms_norm_dweight"),
+    source!("reduce.cu", "reduce_sum_rows"),
+    source!("rope.cu", "rope_rotate"),
+    source!("embedding.cu", "embedding_gather", "embedding_scatter_add"),
+    source!("cross_entropy.cu", "cross_entropy_rows", "cross_entropy_add"),
+    source!("matmul.cu", "matmul_plain"),
+    source!("quantized.cu", "quantized_thin", "quantized_tile"),
+    source!(
+        "attention.cu",
+        "attention_forward_64",
+        "attention_forward_128",
+        "attention_forward_256",
+        "attention_dq_64",
+        "attention_dq_128",
+        "attention_dkv_64",
+        "attention_dkv_128"
+    ),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_is_listed_where_it_is() {
+        for source in &SOURCES {
+            let defined = source.text.matches("extern \"C\" __global__").count();
+            assert_eq!(defined, source.kernels.len(), "{}", source.name);
+            for kernel in source.kernels {
+                assert!(source.text.contains(&format!("{kernel}(")), "{}: {kernel}", source.name);
+            }
+        }
+    }
+
+    #[test]
+    fn every_file_is_a_source() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda");
+        let mut files: Vec<String> = std::fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name.ends_with(".cu"))
+            .collect();
+        files.sort();
+        let mut names: Vec<&str> = SOURCES.iter().map(|source| source.name).collect();
+        names.sort_unstable();
+        assert_eq!(files, names);
+    }
+}
