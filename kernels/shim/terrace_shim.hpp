@@ -17,6 +17,7 @@
 // its kernels (`extern "C" __global__ void NAME(`) and links them all into one library with this interface:
 //
 //   const terrace_kernel *terrace_shim_find(const char *name);      null when there is no such kernel
+//   void terrace_shim_order(const char *seed);                      for this thread instead of the variable below
 //
 // `run` executes a launch before it returns. `args[i]` points to parameter i, of `parameter_bytes[i]` bytes.
 //
@@ -127,8 +128,11 @@ struct Worker {
     unsigned char lanes_waiting[THREADS_MAX / 32];
 };
 
-inline thread_local Fiber *current = nullptr;
-inline thread_local Worker *worker = nullptr;
+__constinit inline thread_local Fiber *current = nullptr;
+__constinit inline thread_local Worker *worker = nullptr;
+
+// What this thread uses instead of TERRACE_SHIM_ORDER; it must live as long.
+__constinit inline thread_local const char *order = nullptr;
 
 [[noreturn]] inline void fail(const char *what, const Fiber *at) {
     std::fprintf(stderr, "terrace_shim: %s (block %u,%u,%u thread %u,%u,%u line %d)\n", what, worker->block.x,
@@ -337,7 +341,7 @@ inline void run_grid(void (*call)(void **), unsigned char *dynamic_shared, void 
                      grid[1], grid[2], block[0], block[1], block[2], shared_bytes);
         std::abort();
     }
-    const char *seed = std::getenv("TERRACE_SHIM_ORDER");
+    const char *seed = order ? order : std::getenv("TERRACE_SHIM_ORDER");
     bool random = seed && *seed;
     if (random) here.random = std::strtoull(seed, nullptr, 10) * 0x9E3779B97F4A7C15u + here.launches;
     home.order.resize(here.threads);
