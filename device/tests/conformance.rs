@@ -1,35 +1,18 @@
 //! One suite for every device; a backend adds a fixture.
 
-use terrace_device::host::{HostDevice, POISON};
-use terrace_device::{Bytes, BytesMut, Device, Download, StreamKind, Upload};
+mod suite;
 
-fn round_trip(device: &dyn Device) {
-    let arena = device.arena(1 << 20).unwrap();
-    let (compute, up, down) = (
-        device.stream(StreamKind::Compute).unwrap(),
-        device.stream(StreamKind::Upload).unwrap(),
-        device.stream(StreamKind::Download).unwrap(),
-    );
-    for len in [1, 255, 256, 4097, 100_000] {
-        let data: Vec<u8> = (0..len).map(|i| (i * 7 % 251) as u8).collect();
-        let upload = Upload::start(&*up, data.clone(), arena.alloc(len).unwrap()).unwrap();
-        let (region, source) = upload.ready_on(&*compute).unwrap();
-        assert_eq!(source.release().unwrap(), data);
-        let download = Download::start(&*down, &*compute, region, vec![0u8; len]).unwrap();
-        let (_region, back) = download.wait().unwrap();
-        assert_eq!(back, data);
-    }
-    assert_eq!(arena.used(), 0, "every region came back");
-}
+use terrace_device::host::{HostDevice, POISON};
+use terrace_device::{Bytes, BytesMut, Device, StreamKind};
 
 #[test]
 fn host_unified() {
-    round_trip(&HostDevice::unified());
+    suite::all(&HostDevice::unified());
 }
 
 #[test]
 fn host_discrete() {
-    round_trip(&HostDevice::discrete());
+    suite::all(&HostDevice::discrete());
 }
 
 /// The canary: code that skips the wait must see poison, or discrete mode proves nothing.

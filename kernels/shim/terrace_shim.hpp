@@ -7,8 +7,8 @@
 // after the other. `__shared__` variables are thread_local, so launches may run in several threads at once.
 //
 //   __shared__ float x[N];                                        static shared memory: keeps what the last block left
-//   extern __shared__ __align__(16) unsigned char dynamic_shared[];  dynamic: exactly this name and type; 0xFF (NaN) in
-//                                                                 every new block; a write beyond its end aborts
+//   extern __shared__ __align__(16) unsigned char dynamic_shared[];  dynamic: exactly this (common.cuh has it); 0xFF (NaN)
+//                                                                 in every new block; a write beyond its end aborts
 //   __syncthreads()      all threads that have not returned; aborts if they wait at different lines
 //   __syncwarp, __shfl_*_sync, __ballot_sync …   all lanes of the mask must come, or the program aborts
 //   terrace_shim::collective   any other operation of a whole warp; tensor.hpp has mma and ldmatrix

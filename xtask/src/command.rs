@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 pub struct Step {
     program: String,
     arguments: Vec<String>,
-    environment: Vec<(&'static str, &'static str)>,
+    environment: Vec<(&'static str, String)>,
 }
 
 impl Step {
@@ -26,8 +26,8 @@ impl Step {
     }
 
     /// Sets a variable for the command.
-    pub fn environment(mut self, name: &'static str, value: &'static str) -> Self {
-        self.environment.push((name, value));
+    pub fn environment(mut self, name: &'static str, value: impl Into<String>) -> Self {
+        self.environment.push((name, value.into()));
         self
     }
 
@@ -70,7 +70,10 @@ impl Step {
 
     fn command(&self, root: &Path) -> Command {
         let mut command = Command::new(&self.program);
-        command.args(&self.arguments).envs(self.environment.iter().copied()).current_dir(root);
+        command
+            .args(&self.arguments)
+            .envs(self.environment.iter().map(|(name, value)| (name, value)))
+            .current_dir(root);
         command
     }
 }

@@ -9,10 +9,11 @@ use std::time::SystemTime;
 
 use crate::command::Step;
 
-/// The library, below the project's root.
-const LIBRARY: &str = "target/cuda-shim/libterrace_shim.so";
+/// The library's file.
+const LIBRARY: &str = "libterrace_shim.so";
 
-/// Denormals, NaNs and the order of sums are kept as written.
+/// Denormals, NaNs and the order of sums are kept as written. Shared memory is thread-local and declared `extern`, which
+/// g++ would reach through an initializer that nobody defines.
 const FLAGS: &str = "-std=c++17 -O2 -g -fPIC -fvisibility=hidden -fno-strict-aliasing -fno-extern-tls-init -ffp-contract=off -Wall -Wextra \
                      -Werror -Wno-unknown-pragmas -Wno-unused-function -Wno-unused-parameter";
 
@@ -36,9 +37,8 @@ pub struct Source {
 pub fn build(root: &Path) -> Result<PathBuf, String> {
     let mut sources = sources(root)?;
     sources.push(source(root.join(SELF_TEST))?);
-    let library = root.join(LIBRARY);
-    let folder = library.parent().expect("the library lies in a folder");
-    fs::create_dir_all(folder).map_err(|e| format!("cannot make {}: {e}", folder.display()))?;
+    let folder = crate::target_folder(root, "cuda-shim")?;
+    let library = folder.join(LIBRARY);
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned());
     let shared = newest(
         root,
@@ -61,7 +61,7 @@ pub fn build(root: &Path) -> Result<PathBuf, String> {
         compile(root, &compiler, &registry, newest(root, &["kernels/src/cuda"]).max(shared), &mut objects)?;
     if changed {
         Step::new(&compiler)
-            .arguments(["-shared", "-o"])
+            .arguments(["-shared", "-Wl,--no-undefined", "-o"])
             .arguments([library.display().to_string().as_str()])
             .arguments(objects.iter().map(String::as_str))
             .run(root)?;

@@ -6,6 +6,8 @@
 
 pub mod bench;
 pub mod command;
+pub mod cuda_check;
+pub mod cuda_mock;
 pub mod cuda_shim;
 pub mod test;
 pub mod tidy;
@@ -16,4 +18,16 @@ use std::path::{Path, PathBuf};
 pub fn project_root() -> PathBuf {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
     manifest.parent().expect("xtask/ lies in the project root").to_path_buf()
+}
+
+/// A folder of this name where Cargo builds, made if it is missing.
+///
+/// # Errors
+/// It cannot be made.
+pub fn target_folder(root: &Path, name: &str) -> Result<PathBuf, String> {
+    let target =
+        std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir));
+    let folder = target.join(name);
+    std::fs::create_dir_all(&folder).map_err(|e| format!("cannot make {}: {e}", folder.display()))?;
+    Ok(folder)
 }

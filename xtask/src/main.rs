@@ -10,9 +10,11 @@ usage: cargo xtask <task>
   tidy [--shrink]         check what the compiler does not: file and function lengths, banned calls and words, dead
                           files, dependency direction; --shrink lowers the ratchet to what is left
   test                    everything a change must pass: format, clippy, tests, benches, docs
+  cuda-mock [-p CRATE]... build the driver of device/mock/ with g++ and run the tests of CUDA code on it
+  cuda-shim               build the CUDA kernels as a library that runs them on the CPU (needs g++)
+  cuda-check              compile the CUDA kernels for every generation of cards (needs Python, to get NVRTC)
   bench [--host NAME] [-p CRATE]... [-- CRITERION ARGS]
                           run the benchmarks and append the result to benches/record/<date>-<host>.md
-  cuda-shim               build the CUDA kernels as a library that runs them on the CPU (needs g++)
 ";
 
 fn main() -> ExitCode {
@@ -23,7 +25,9 @@ fn main() -> ExitCode {
         ["tidy"] => xtask::tidy::run(&root),
         ["tidy", "--shrink"] => xtask::tidy::shrink(&root),
         ["test"] => xtask::test::run(&root),
+        ["cuda-check"] => xtask::cuda_check::run(&root),
         ["cuda-shim"] => xtask::cuda_shim::build(&root).map(|library| eprintln!("{}", library.display())),
+        ["cuda-mock", rest @ ..] => xtask::cuda_mock::run(&root, rest),
         ["bench", rest @ ..] => xtask::bench::run(&root, rest),
         ["help" | "--help" | "-h"] => {
             print!("{USAGE}");

@@ -32,5 +32,11 @@ pub fn run(root: &Path) -> Result<(), String> {
         Step::new("cargo run --release --quiet --example finetune_folder"),
         Step::new("cargo doc --workspace --no-deps").environment("RUSTDOCFLAGS", "-D warnings"),
     ];
-    steps.iter().try_for_each(|step| step.run(root))
+    steps.iter().try_for_each(|step| step.run(root))?;
+    if crate::cuda_mock::has_compiler(root) {
+        crate::cuda_mock::run(root, &[])
+    } else {
+        eprintln!("cuda-mock: not run: g++ not found");
+        Ok(())
+    }
 }

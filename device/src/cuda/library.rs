@@ -106,7 +106,9 @@ impl Library {
         }
         // SAFETY: dladdr filled in the path of a library that stays loaded.
         let path = unsafe { CStr::from_ptr(info.dli_fname) };
-        Some(PathBuf::from(std::ffi::OsStr::from_bytes(path.to_bytes())))
+        let path = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes()));
+        // Names are links to the file with the full version.
+        Some(path.canonicalize().unwrap_or_else(|_| path.to_path_buf()))
     }
 }
 

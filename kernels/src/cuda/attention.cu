@@ -179,7 +179,6 @@ __device__ __forceinline__ bool sees(int position, int key, int window) {
 template <int SQUARES>
 __device__ __forceinline__ void forward(const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype,
                                         const int *starts, void *out, int out_dtype, float *lse, const Shape &shape) {
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
     float *pieces = (float *)dynamic_shared, *weights = pieces + 2 * PIECE * TILE_STRIDE;
     int y = threadIdx.x / 16, x = threadIdx.x % 16;
     int b = blockIdx.y / shape.kv_heads, kv_head = blockIdx.y % shape.kv_heads, group = shape.heads / shape.kv_heads;
@@ -270,7 +269,6 @@ template <int SQUARES>
 __device__ __forceinline__ void backward_dq(const void *q, int q_dtype, const void *k, int k_dtype, const void *v,
                                             int v_dtype, const void *out, int out_dtype, const float *lse,
                                             const void *dout, int dout_dtype, void *dq, int dq_dtype, const Shape &shape) {
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
     float *pieces = (float *)dynamic_shared, *weights = pieces + 2 * PIECE * TILE_STRIDE;
     int y = threadIdx.x / 16, x = threadIdx.x % 16;
     int b = blockIdx.y / shape.kv_heads, kv_head = blockIdx.y % shape.kv_heads, group = shape.heads / shape.kv_heads;
@@ -314,7 +312,6 @@ __device__ __forceinline__ void backward_dkv(const void *q, int q_dtype, const v
                                              int v_dtype, const void *out, int out_dtype, const float *lse,
                                              const void *dout, int dout_dtype, void *dk, int dk_dtype, void *dv,
                                              int dv_dtype, const Shape &shape) {
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
     float *pieces = (float *)dynamic_shared, *weights = pieces + 2 * PIECE * TILE_STRIDE;
     float *tile_deltas = weights + TILE * TILE_STRIDE, *tile_lses = tile_deltas + TILE;
     int y = threadIdx.x / 16, x = threadIdx.x % 16;
@@ -389,11 +386,11 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
 attention_dq_128(BACKWARD_PARAMETERS, void *dq, int dq_dtype, SHAPE_PARAMETERS) {
     backward_dq<2>(BACKWARD_ARGUMENTS, dq, dq_dtype, SHAPE);
 }
-extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, 1)
 attention_dkv_64(BACKWARD_PARAMETERS, void *dk, int dk_dtype, void *dv, int dv_dtype, SHAPE_PARAMETERS) {
     backward_dkv<1>(BACKWARD_ARGUMENTS, dk, dk_dtype, dv, dv_dtype, SHAPE);
 }
-extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, 1)
 attention_dkv_128(BACKWARD_PARAMETERS, void *dk, int dk_dtype, void *dv, int dv_dtype, SHAPE_PARAMETERS) {
     backward_dkv<2>(BACKWARD_ARGUMENTS, dk, dk_dtype, dv, dv_dtype, SHAPE);
 }

@@ -63,7 +63,7 @@ impl Attention for Cuda {
             _ => ("attention_dq_128", "attention_dkv_128", 128),
         };
         let operands = self.arguments().read(q).read(k).read(v).read(out).only(lse).read(dout);
-        let with_shape = |arguments: super::Arguments| {
+        let with_shape = |arguments: super::launch::Arguments| {
             let arguments = arguments.size(dims.queries).size(dims.heads).size(dims.kv_heads);
             arguments.size(dims.head_size).int(window(spec)).float(spec.scale)
         };

@@ -89,7 +89,7 @@ __device__ __forceinline__ void copy_rows(u16 *tiles, const u16 *const from[TILE
     for (int above = 0; above < ROWS; above += THREADS / CHUNKS) {
         int r = above + threadIdx.x / CHUNKS;
         bool valid = first + r < rows.end;
-        i64 offset = (valid ? rows.offset(first + r) : rows.origin) + chunk * 8;
+        i64 offset = rows.offset(min(first + r, rows.end - 1)) + chunk * 8;
 #pragma unroll
         for (int i = 0; i < TILES; i++)
             cp_async_16(tiles + i * ROWS * HEAD + swizzled<HEAD>(r, chunk), from[i] + offset, valid);
@@ -171,20 +171,37 @@ __device__ __forceinline__ void store_rows(void *to, int dtype, const Rows &rows
         }
 }
 
+// Exponents of keys that a row does not see become -inf; rows as in store_rows, keys from `key` on. A pass of its own, which
+// most tiles do without; rows beyond the end see nothing.
+template <int HEAD, int STACK, int COLUMNS>
+__device__ __forceinline__ void hide(float exponents[STACK][COLUMNS][4], const QueryRows<HEAD> &rows, int first, int start,
+                                     int key, int window) {
+#pragma unroll
+    for (int i = 0; i < STACK; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int r = first + i * 16 + half * 8 + threadIdx.x % 32 / 4, position = r < rows.end ? start + r / rows.group : -1;
+#pragma unroll
+            for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+                for (int j = 2 * half; j < 2 * half + 2; j++)
+                    if (!sees(position, key + 8 * n + threadIdx.x % 4 * 2 + j % 2, window))
+                        exponents[i][n][j] = MINUS_INFINITY;
+        }
+}
+
 // ---- forward --------------------------------------------------------------------------------------------------------
 
 // What a warp knows of its rows while it steps over keys. Scores are in units of a power of two.
 template <int STACK> struct Softmax {
-    int positions[STACK][2];
     float most[STACK][2];
     // Of this lane's columns.
     float totals[STACK][2];
 };
 
-// Scores of a tile of keys from `key` on become probabilities times 2^most; `sums` are rescaled. `whole`: all are visible.
+// Exponents of a tile become probabilities over 2^most; `sums` are rescaled.
 template <int STACK, int COLUMNS, int SUMS>
-__device__ __forceinline__ void soften(float scores[STACK][COLUMNS][4], float sums[STACK][SUMS][4],
-                                       Softmax<STACK> &rows, int key, float scale_log2, int window, bool whole) {
+__device__ __forceinline__ void soften(float scores[STACK][COLUMNS][4], float sums[STACK][SUMS][4], Softmax<STACK> &rows) {
 #pragma unroll
     for (int i = 0; i < STACK; i++)
 #pragma unroll
@@ -193,12 +210,7 @@ __device__ __forceinline__ void soften(float scores[STACK][COLUMNS][4], float su
 #pragma unroll
             for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
-                for (int j = 2 * half; j < 2 * half + 2; j++) {
-                    int column = key + 8 * n + threadIdx.x % 4 * 2 + j % 2;
-                    bool visible = whole || sees(rows.positions[i][half], column, window);
-                    scores[i][n][j] = visible ? scores[i][n][j] * scale_log2 : MINUS_INFINITY;
-                    highest = fmaxf(highest, scores[i][n][j]);
-                }
+                for (int j = 2 * half; j < 2 * half + 2; j++) highest = fmaxf(highest, scores[i][n][j]);
             highest = quad_max(highest);
             // A row that has seen no key yet: everything stays zero.
             float shift = highest == MINUS_INFINITY ? 0.0f : highest, sum = 0.0f;
@@ -224,7 +236,6 @@ template <int DTYPE, int HEAD, int STACK, int STEP>
 __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v, const int *starts, void *out, int out_dtype,
                                         float *lse, const Shape &shape) {
     constexpr int ROWS = WARPS * 16 * STACK;
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
     u16 *q_tile = (u16 *)dynamic_shared, *keys = q_tile + ROWS * HEAD;
     int b = blockIdx.y / shape.kv_heads, kv_head = blockIdx.y % shape.kv_heads, lane = threadIdx.x % 32;
     QueryRows<HEAD> q_rows(shape, b, kv_head);
@@ -248,7 +259,6 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
     for (int i = 0; i < STACK; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            rows.positions[i][half] = start + (warp_row + i * 16 + half * 8 + lane / 4) / q_rows.group;
             rows.most[i][half] = MINUS_INFINITY, rows.totals[i][half] = 0.0f;
         }
     for (int key = key_first, stage = 0; key < key_end; key += STEP, stage ^= 1) {
@@ -261,8 +271,15 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
         if (!any_row || key > high || key + STEP - 1 <= low - shape.window) continue;
         float scores[STACK][STEP / 8][4];
         row_products<DTYPE, HEAD, STACK, STEP / 8>(scores, q_tile + (warp_row - row) * HEAD, tile);
-        bool whole = key + STEP - 1 <= low && key > high - shape.window;
-        soften<STACK, STEP / 8, HEAD / 8>(scores, sums, rows, key, shape.scale * LOG2_E, shape.window, whole);
+#pragma unroll
+        for (int i = 0; i < STACK; i++)
+#pragma unroll
+            for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) scores[i][n][j] *= shape.scale * LOG2_E;
+        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key > high - shape.window;
+        if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, start, key, shape.window);
+        soften<STACK, STEP / 8, HEAD / 8>(scores, sums, rows);
         add_weighted<DTYPE, HEAD, STACK, STEP / 8>(sums, scores, tile + STEP * HEAD);
     }
     float inverse[STACK][2];
@@ -305,7 +322,6 @@ template <int DTYPE, int HEAD, int STACK, int STEP>
 __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u16 *v, const u16 *out, const float *lse,
                                             const u16 *dout, void *dq, int dq_dtype, const Shape &shape) {
     constexpr int ROWS = WARPS * 16 * STACK;
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
     u16 *q_tile = (u16 *)dynamic_shared, *dout_tile = q_tile + ROWS * HEAD, *keys = dout_tile + ROWS * HEAD;
     int b = blockIdx.y / shape.kv_heads, kv_head = blockIdx.y % shape.kv_heads, lane = threadIdx.x % 32;
     QueryRows<HEAD> q_rows(shape, b, kv_head);
@@ -320,7 +336,6 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
     cp_async_commit();
     int low = warp_row / q_rows.group, high = min(warp_row + 16 * STACK - 1, q_rows.end - 1) / q_rows.group;
     bool any_row = warp_row < q_rows.end;
-    int positions[STACK][2];
     float lses[STACK][2], deltas[STACK][2], sums[STACK][HEAD / 8][4] = {};
 #pragma unroll
     for (int i = 0; i < STACK; i++)
@@ -328,8 +343,6 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
         for (int half = 0; half < 2; half++) {
             int r = warp_row + i * 16 + half * 8 + lane / 4;
             bool valid = r < q_rows.end;
-            // Rows beyond the end see nothing.
-            positions[i][half] = valid ? r / q_rows.group : -1;
             lses[i][half] = valid ? row_lse(lse, shape, q_rows, b, kv_head, r) * LOG2_E : 0.0f;
             i64 at = valid ? q_rows.offset(r) : q_rows.origin;
             float delta = 0.0f;
@@ -349,19 +362,22 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
         float scores[STACK][STEP / 8][4], gradients[STACK][STEP / 8][4];
         row_products<DTYPE, HEAD, STACK, STEP / 8>(scores, q_tile + (warp_row - row) * HEAD, tile);
         row_products<DTYPE, HEAD, STACK, STEP / 8>(gradients, dout_tile + (warp_row - row) * HEAD, tile + STEP * HEAD);
-        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key > high - shape.window;
 #pragma unroll
         for (int i = 0; i < STACK; i++)
 #pragma unroll
             for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    int column = key + 8 * n + lane % 4 * 2 + j % 2;
-                    bool visible = whole || sees(positions[i][j / 2], column, shape.window);
-                    float exponent = scores[i][n][j] * (shape.scale * LOG2_E) - lses[i][j / 2];
-                    float p = visible ? exp2_approximate(exponent) : 0.0f;
-                    scores[i][n][j] = visible ? p * (gradients[i][n][j] - deltas[i][j / 2]) : 0.0f;
-                }
+                for (int j = 0; j < 4; j++)
+                    scores[i][n][j] = scores[i][n][j] * (shape.scale * LOG2_E) - lses[i][j / 2];
+        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key > high - shape.window;
+        if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, 0, key, shape.window);
+#pragma unroll
+        for (int i = 0; i < STACK; i++)
+#pragma unroll
+            for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    scores[i][n][j] = exp2_approximate(scores[i][n][j]) * (gradients[i][n][j] - deltas[i][j / 2]);
         add_weighted<DTYPE, HEAD, STACK, STEP / 8>(sums, scores, tile);
     }
     float scales[STACK][2];
@@ -398,43 +414,57 @@ __device__ __forceinline__ void find_facts(RowFacts<STEP> &facts, const u16 *dou
     }
 }
 
-// A warp's part of one tile: keys from warp_key on, rows with `facts`.
-template <int DTYPE, int HEAD, int STACK, int STEP>
-__device__ __forceinline__ void add_dkv(float of_k[STACK][HEAD / 8][4], float of_v[STACK][HEAD / 8][4], const u16 *k_tile,
-                                        const u16 *v_tile, const u16 *rows_tile, const RowFacts<STEP> &facts, int warp_key,
-                                        const Shape &shape, bool whole) {
-    const u16 *q_tile = rows_tile, *dout_tile = rows_tile + STEP * HEAD;
+// As `hide`, of rows with `facts` and keys that lie as rows in store_rows.
+template <int STACK, int STEP>
+__device__ __forceinline__ void hide_rows(float exponents[STACK][STEP / 8][4], const RowFacts<STEP> &facts, int warp_key,
+                                          int window) {
     int lane = threadIdx.x % 32;
-    float scores[STACK][STEP / 8][4], gradients[STACK][STEP / 8][4];
-    row_products<DTYPE, HEAD, STACK, STEP / 8>(scores, k_tile, q_tile);
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
-            int r = 8 * n + lane % 4 * 2 + parity, position = facts.positions[r];
-            float lse = facts.lses[r];
+            int position = facts.positions[8 * n + lane % 4 * 2 + parity];
 #pragma unroll
             for (int i = 0; i < STACK; i++)
 #pragma unroll
                 for (int j = parity; j < 4; j += 2) {
                     int key = warp_key + i * 16 + lane / 4 + j / 2 * 8;
-                    bool visible = whole || sees(position, key, shape.window);
-                    float exponent = scores[i][n][j] * (shape.scale * LOG2_E) - lse;
-                    scores[i][n][j] = visible ? exp2_approximate(exponent) : 0.0f;
+                    if (!sees(position, key, window)) exponents[i][n][j] = MINUS_INFINITY;
                 }
         }
+}
+
+// A warp's part of one tile: keys from warp_key on, rows with `facts`. `whole`: every row sees every key.
+template <int DTYPE, int HEAD, int STACK, int STEP>
+__device__ __forceinline__ void add_dkv(float of_k[STACK][HEAD / 8][4], float of_v[STACK][HEAD / 8][4], const u16 *k_tile,
+                                        const u16 *v_tile, const u16 *rows_tile, const RowFacts<STEP> &facts, int warp_key,
+                                        const Shape &shape, bool whole) {
+    const u16 *q_tile = rows_tile, *dout_tile = rows_tile + STEP * HEAD;
+    int column = threadIdx.x % 4 * 2;
+    float scores[STACK][STEP / 8][4], gradients[STACK][STEP / 8][4];
+    row_products<DTYPE, HEAD, STACK, STEP / 8>(scores, k_tile, q_tile);
+#pragma unroll
+    for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+        for (int i = 0; i < STACK; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                scores[i][n][j] = scores[i][n][j] * (shape.scale * LOG2_E) - facts.lses[8 * n + column + j % 2];
+    if (!whole) hide_rows<STACK, STEP>(scores, facts, warp_key, shape.window);
+#pragma unroll
+    for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+        for (int i = 0; i < STACK; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) scores[i][n][j] = exp2_approximate(scores[i][n][j]);
     add_weighted<DTYPE, HEAD, STACK, STEP / 8>(of_v, scores, dout_tile);
     row_products<DTYPE, HEAD, STACK, STEP / 8>(gradients, v_tile, dout_tile);
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
-        for (int parity = 0; parity < 2; parity++) {
-            float delta = facts.deltas[8 * n + lane % 4 * 2 + parity];
+        for (int i = 0; i < STACK; i++)
 #pragma unroll
-            for (int i = 0; i < STACK; i++)
-#pragma unroll
-                for (int j = parity; j < 4; j += 2) scores[i][n][j] *= gradients[i][n][j] - delta;
-        }
+            for (int j = 0; j < 4; j++) scores[i][n][j] *= gradients[i][n][j] - facts.deltas[8 * n + column + j % 2];
     add_weighted<DTYPE, HEAD, STACK, STEP / 8>(of_k, scores, q_tile);
 }
 
@@ -443,7 +473,6 @@ __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u
                                              const u16 *dout, void *dk, int dk_dtype, void *dv, int dv_dtype,
                                              const Shape &shape) {
     constexpr int KEYS = WARPS * 16 * STACK;
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
     u16 *k_tile = (u16 *)dynamic_shared, *v_tile = k_tile + KEYS * HEAD, *tiles = v_tile + KEYS * HEAD;
     RowFacts<STEP> &facts = *(RowFacts<STEP> *)(tiles + 2 * 3 * STEP * HEAD);
     int b = blockIdx.y / shape.kv_heads, kv_head = blockIdx.y % shape.kv_heads;

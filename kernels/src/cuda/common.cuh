@@ -22,6 +22,9 @@ enum { F32 = 0, BF16 = 1, F16 = 2 };
 
 #define ALL_LANES 0xFFFFFFFFu
 
+// As many bytes as the launch asks for; the shim knows it by this name and type.
+extern __shared__ __align__(16) unsigned char dynamic_shared[];
+
 // ---- 16-bit floats --------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }

@@ -5,7 +5,6 @@ use super::sources::SOURCES;
 use crate::{View, ViewMut};
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::fmt::Debug;
 use std::sync::Arc;
 use terrace_device::cuda::{Compiler, CudaDevice, CudaStream, Function, Module};
 use terrace_device::{Bytes, DeviceError, Space};
@@ -13,53 +12,22 @@ use terrace_device::{Bytes, DeviceError, Space};
 /// Most parameters of a kernel.
 const PARAMETERS_MAX: usize = 32;
 
-/// Where kernels run: a stream of a card, or in tests the CPU.
-pub trait Launcher: Debug + Send + Sync {
-    /// Enqueues a kernel.
-    ///
-    /// # Safety
-    /// As [`Function::launch`], for the kernel of this name.
-    ///
-    /// # Errors
-    /// The launch was refused, or an earlier asynchronous operation failed.
-    unsafe fn launch(
-        &self,
-        kernel: &'static str,
-        grid: [u32; 3],
-        threads: u32,
-        shared_bytes: u32,
-        arguments: &mut Arguments,
-    ) -> Result<(), DeviceError>;
-
-    /// The memory that kernels reach.
-    fn space(&self) -> Space;
-
-    /// How many blocks run side by side, at least.
-    fn multiprocessors(&self) -> u32;
-}
-
 /// The values of a kernel's parameters, in order.
 #[derive(Debug, Clone)]
-pub struct Arguments {
+pub(super) struct Arguments {
     /// A value's bytes come first, whatever the order of bytes.
     words: [[u8; 8]; PARAMETERS_MAX],
-    bytes: [u32; PARAMETERS_MAX],
     count: usize,
     space: Space,
 }
 
 impl Arguments {
     pub(super) fn new(space: Space) -> Self {
-        Self { words: [[0; 8]; PARAMETERS_MAX], bytes: [0; PARAMETERS_MAX], count: 0, space }
-    }
-
-    /// The size of every argument.
-    pub fn sizes(&self) -> &[u32] {
-        &self.bytes[..self.count]
+        Self { words: [[0; 8]; PARAMETERS_MAX], count: 0, space }
     }
 
     /// The address of every argument, valid while `self` is borrowed.
-    pub fn addresses(&mut self) -> Vec<*mut c_void> {
+    fn addresses(&mut self) -> Vec<*mut c_void> {
         self.words[..self.count].iter_mut().map(|word| word.as_mut_ptr().cast()).collect()
     }
 
@@ -120,7 +88,6 @@ impl Arguments {
 
     fn push(mut self, value: &[u8]) -> Self {
         self.words[self.count][..value.len()].copy_from_slice(value);
-        self.bytes[self.count] = value.len() as u32;
         self.count += 1;
         self
     }
@@ -148,8 +115,15 @@ impl OnCard {
     }
 }
 
-impl Launcher for OnCard {
-    unsafe fn launch(
+impl OnCard {
+    /// Enqueues a kernel.
+    ///
+    /// # Safety
+    /// As [`Function::launch`], for the kernel of this name.
+    ///
+    /// # Errors
+    /// The launch was refused, or an earlier asynchronous operation failed.
+    pub(super) unsafe fn launch(
         &self,
         kernel: &'static str,
         grid: [u32; 3],
@@ -163,11 +137,12 @@ impl Launcher for OnCard {
         unsafe { function.launch(&self.stream, grid, [threads, 1, 1], shared_bytes, &mut addresses) }
     }
 
-    fn space(&self) -> Space {
+    /// The memory that kernels reach.
+    pub(super) fn space(&self) -> Space {
         Space::Device(self.device.properties().ordinal)
     }
 
-    fn multiprocessors(&self) -> u32 {
+    pub(super) fn multiprocessors(&self) -> u32 {
         self.device.properties().multiprocessors
     }
 }

@@ -37,7 +37,6 @@ __device__ __forceinline__ void load_slab(float *to, const void *from, int dtype
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
 matmul_plain(const void *a, int a_dtype, int trans_a, const void *b, int b_dtype, int trans_b, void *out, int out_dtype,
              int accumulate, i64 m, i64 n, i64 l) {
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
     float *a_slab = (float *)dynamic_shared, *b_slab = a_slab + SLAB * TILE_STRIDE;
     i64 across = (n + TILE - 1) / TILE;
     i64 row = blockIdx.x / across * TILE, column = blockIdx.x % across * TILE;

@@ -106,7 +106,6 @@ __device__ __forceinline__ void find_tile(i64 m, i64 n, i64 &row, i64 &column) {
 
 template <int DTYPE, bool A_INNER_LAST, bool B_INNER_LAST>
 __device__ __forceinline__ void product(const Operand &a, const Operand &b, void *out, int out_dtype, bool accumulate) {
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
     u16 *slabs = (u16 *)dynamic_shared;
     i64 row, column;
     find_tile(a.outers, b.outers, row, column);

@@ -20,11 +20,9 @@ mod pointwise;
 mod rows;
 mod sources;
 
-pub use launch::{Arguments, Launcher};
-
 use crate::{KernelError, KernelSet, Result};
-use launch::OnCard;
-use std::sync::Arc;
+use launch::{Arguments, OnCard};
+use std::sync::{Arc, Mutex};
 use terrace_device::cuda::{CudaDevice, CudaStream};
 use terrace_device::{Bytes, Device, DeviceError, Region};
 
@@ -55,25 +53,11 @@ pub fn with_config(
     stream: &Arc<CudaStream>,
     config: CudaConfig,
 ) -> Result<KernelSet, DeviceError> {
-    let launcher = Arc::new(OnCard::new(device, stream)?);
+    let card = OnCard::new(device, stream)?;
     let scratch = device.arena(SCRATCH_BYTES)?.alloc(SCRATCH_BYTES)?;
     let products = if config.own_products { None } else { cublaslt::Products::new(device, stream)? };
-    Ok(set(Cuda { launcher, products, scratch }))
-}
-
-/// The kernels through any launcher, which is how they are tested without a card. `scratch` is memory that the launcher's
-/// kernels reach, of [`SCRATCH_BYTES`].
-///
-/// # Panics
-/// If `scratch` is smaller.
-pub fn with_launcher(launcher: Arc<dyn Launcher>, scratch: Region) -> KernelSet {
-    assert!(scratch.len() >= SCRATCH_BYTES, "a kernel set keeps {SCRATCH_BYTES} bytes");
-    set(Cuda { launcher, products: None, scratch })
-}
-
-fn set(cuda: Cuda) -> KernelSet {
-    let cuda = Arc::new(cuda);
-    KernelSet {
+    let cuda = Arc::new(Cuda { card, products, scratch, losses: Mutex::default() });
+    Ok(KernelSet {
         matmul: cuda.clone(),
         quantized_matmul: cuda.clone(),
         rms_norm: cuda.clone(),
@@ -84,15 +68,17 @@ fn set(cuda: Cuda) -> KernelSet {
         cross_entropy: cuda.clone(),
         elementwise: cuda.clone(),
         reduce: cuda,
-    }
+    })
 }
 
 #[derive(Debug)]
 struct Cuda {
-    launcher: Arc<dyn Launcher>,
+    card: OnCard,
     products: Option<cublaslt::Products>,
-    /// cuBLASLt's workspace, then the losses of rows. One stream uses it, so uses never overlap.
+    /// cuBLASLt's workspace, then the losses of rows. One stream uses it, so that uses of it have an order.
     scratch: Region,
+    /// Held from the launch that writes losses to the one that adds them.
+    losses: Mutex<()>,
 }
 
 impl Cuda {
@@ -108,7 +94,7 @@ impl Cuda {
     ) -> Result {
         // SAFETY: whoever builds the arguments does so by the kernel's parameters, from views whose memory the caller of
         // the operation keeps valid and ordered by the stream.
-        let launched = unsafe { self.launcher.launch(kernel, grid, threads, shared_bytes, arguments) };
+        let launched = unsafe { self.card.launch(kernel, grid, threads, shared_bytes, arguments) };
         launched.map_err(|error| failed(op, &error))
     }
 
@@ -126,13 +112,13 @@ impl Cuda {
 
     /// As many blocks as there is work for, up to a few for every multiprocessor; kernels stride over the rest.
     fn blocks(&self, wanted: usize) -> u32 {
-        let most = self.launcher.multiprocessors().max(1) * 16;
+        let most = self.card.multiprocessors().max(1) * 16;
         u32::try_from(wanted).map_or(most, |wanted| wanted.clamp(1, most))
     }
 
     /// Empty arguments for operands that this set's kernels reach.
     fn arguments(&self) -> Arguments {
-        Arguments::new(self.launcher.space())
+        Arguments::new(self.card.space())
     }
 
     fn losses(&self) -> Bytes<'_> {

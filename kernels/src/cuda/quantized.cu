@@ -62,7 +62,6 @@ __device__ __forceinline__ float one_weight(const u8 *row, int format, i64 l) {
 template <int ROWS>
 __device__ __forceinline__ void thin(const void *a, int a_dtype, const u8 *w, int format, void *out, int out_dtype, int m,
                                      i64 n, i64 l) {
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
     float *columns = (float *)dynamic_shared;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     i64 blocks = (l + BLOCK - 1) / BLOCK;
@@ -102,7 +101,7 @@ __device__ __forceinline__ void thin(const void *a, int a_dtype, const u8 *w, in
 }
 
 // 256 threads; grid: 8 columns a block; shared: THIN_COLUMNS floats for 1, 2, 4 or 8 rows, whichever m needs.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 1)
 quantized_thin(const void *a, int a_dtype, const u8 *w, int format, void *out, int out_dtype, int m, i64 n, i64 l) {
     if (m <= 1) {
         thin<1>(a, a_dtype, w, format, out, out_dtype, m, n, l);
@@ -120,7 +119,6 @@ quantized_thin(const void *a, int a_dtype, const u8 *w, int format, void *out, i
 // One block a tile of 64 × 64, 256 threads; a slab is one group of weights deep, so that it has one scale a row.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
 quantized_tile(const void *a, int a_dtype, const u8 *w, int format, void *out, int out_dtype, i64 m, i64 n, i64 l) {
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
     float *a_slab = (float *)dynamic_shared, *w_slab = a_slab + SLAB * TILE_STRIDE;
     i64 across = (n + TILE - 1) / TILE, row_bytes = (l + BLOCK - 1) / BLOCK * block_bytes(format);
     i64 row = blockIdx.x / across * TILE, column = blockIdx.x % across * TILE;

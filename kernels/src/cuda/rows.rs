@@ -2,6 +2,7 @@
 
 use super::{Cuda, THREADS, row_threads};
 use crate::{CrossEntropy, Embedding, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut, check};
+use std::sync::PoisonError;
 
 /// Memory for the losses of rows, until they are added in order. More rows are taken in stretches.
 pub(super) const LOSS_BYTES: usize = 1 << 20;
@@ -112,6 +113,7 @@ impl Cuda {
     ) -> Result {
         let dims = check::cross_entropy(logits, labels, loss);
         let (losses, labels) = (self.losses(), labels.reshape(&[dims.rows, 1]));
+        let _others_wait = self.losses.lock().unwrap_or_else(PoisonError::into_inner);
         for start in (0..dims.rows).step_by(LOSS_BYTES / 8) {
             let end = dims.rows.min(start + LOSS_BYTES / 8);
             let mut each = self.arguments().read(logits.rows(start, end)).only(labels.rows(start, end));

@@ -1,0 +1,64 @@
+// Calls that are counted, and fail when TERRACE_MOCK_FAIL says so.
+#pragma once
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <string>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace mock {
+
+inline long number(const char *name, long otherwise) {
+    const char *text = std::getenv(name);
+    if (!text || !*text) return otherwise;
+    char *unit;
+    long value = std::strtol(text, &unit, 10);
+    const std::string suffix = unit;
+    return suffix == "KiB" ? value << 10 : suffix == "MiB" ? value << 20 : suffix == "GiB" ? value << 30 : value;
+}
+
+class Calls {
+  public:
+    // Counts a call; the error it is to fail with, or 0.
+    int enter(const std::string &name) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const long nth = ++counts_[name];
+        const auto failure = failures_.find({name, nth});
+        return failure == failures_.end() ? 0 : failure->second;
+    }
+
+    long count(const std::string &name) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = counts_.find(name);
+        return found == counts_.end() ? 0 : found->second;
+    }
+
+    // Never destroyed: threads of streams may outlive main.
+    static Calls &all() {
+        static Calls *calls = new Calls;
+        return *calls;
+    }
+
+  private:
+    Calls() {
+        const char *text = std::getenv("TERRACE_MOCK_FAIL");
+        std::istringstream list(text ? text : "");
+        for (std::string item; std::getline(list, item, ',');) {
+            std::istringstream parts(item);
+            std::string name, nth, error;
+            std::getline(parts, name, ':');
+            std::getline(parts, nth, ':');
+            std::getline(parts, error, ':');
+            const int code = error.empty() ? 304 : std::atoi(error.c_str());
+            failures_[{name, std::atol(nth.c_str())}] = code;
+        }
+    }
+
+    std::mutex mutex_;
+    std::map<std::string, long> counts_;
+    std::map<std::pair<std::string, long>, int> failures_;
+};
+
+}  // namespace mock

@@ -1,0 +1,126 @@
+//! Compiling kernel sources, and the folder of compiled ones.
+
+use crate::{calls, scene};
+use std::path::PathBuf;
+use terrace_device::cuda::{Compiler, CudaDevice, Library, Module, Origin, Source};
+
+const SOURCE: Source<'_> = Source {
+    name: "add_one.cu",
+    text: "extern \"C\" __global__ void add_one(int *x, unsigned n) {}\n",
+    headers: &[("types.cuh", "typedef unsigned u32;")],
+    options: &["--std=c++17"],
+    prebuilt_ptx: None,
+};
+
+fn folder(name: &str) -> PathBuf {
+    let folder = std::env::temp_dir().join(format!("terrace-{name}-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&folder);
+    folder
+}
+
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn images_are_kept() {
+    scene("compiler::images_are_kept", &[], || {
+        let device = CudaDevice::open(0).unwrap();
+        let folder = folder("kept");
+        let compiler = Compiler::new(&device).with_cache(Some(folder.join("a/b")));
+        let first = compiler.compile(&SOURCE).unwrap();
+        assert_eq!(first.origin, Origin::Compiled);
+        let again = compiler.compile(&SOURCE).unwrap();
+        assert_eq!((again.origin, again.bytes), (Origin::Cached, first.bytes.clone()));
+        Module::load(&device, &first.bytes).unwrap();
+        let entries: Vec<_> =
+            std::fs::read_dir(folder.join("a/b")).unwrap().map(|e| e.unwrap().path()).collect();
+        assert_eq!(entries.len(), 1);
+        let mut damaged = std::fs::read(&entries[0]).unwrap();
+        *damaged.last_mut().unwrap() ^= 1;
+        std::fs::write(&entries[0], damaged).unwrap();
+        let mended = compiler.compile(&SOURCE).unwrap();
+        assert_eq!((mended.origin, mended.bytes), (Origin::Compiled, first.bytes));
+        assert_eq!(compiler.compile(&SOURCE).unwrap().origin, Origin::Cached);
+        let other = Source { options: &["--std=c++20"], ..SOURCE };
+        assert_eq!(compiler.compile(&other).unwrap().origin, Origin::Compiled);
+        std::fs::remove_dir_all(&folder).unwrap();
+        // Where nothing can be kept it compiles all the same.
+        let nowhere = Compiler::new(&device).with_cache(Some(PathBuf::from("/proc/terrace")));
+        assert_eq!(nowhere.compile(&SOURCE).unwrap().origin, Origin::Compiled);
+        assert!(calls("cuModuleLoadDataEx") == 1);
+    });
+}
+
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn the_compilers_messages_are_in_the_error() {
+    scene("compiler::the_compilers_messages_are_in_the_error", &[], || {
+        let device = CudaDevice::open(0).unwrap();
+        let source = Source { text: "int x;\n#error too small\n", ..SOURCE };
+        let message = Compiler::new(&device).with_cache(None).compile(&source).unwrap_err().to_string();
+        for part in [
+            "add_one.cu was refused",
+            "NVRTC 13.0",
+            "NVRTC_ERROR_COMPILATION",
+            "add_one.cu(2): error",
+            "too small",
+        ] {
+            assert!(message.contains(part), "{part} in: {message}");
+        }
+        let option = Source { options: &["oops"], ..SOURCE };
+        let message = Compiler::new(&device).with_cache(None).compile(&option).unwrap_err().to_string();
+        assert!(message.contains("INVALID_OPTION"), "{message}");
+    });
+}
+
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn code_is_for_the_very_card() {
+    for (sm, architecture) in
+        [("80", "sm_80"), ("89", "sm_89"), ("90", "sm_90a"), ("120", "sm_120a"), ("130", "compute_121")]
+    {
+        scene(
+            "compiler::code_is_for_the_very_card",
+            &[("TERRACE_MOCK_SM", sm), ("WANTED", architecture)],
+            || {
+                let wanted = std::env::var("WANTED").unwrap();
+                let device = CudaDevice::open(0).unwrap();
+                let image = Compiler::new(&device).with_cache(None).compile(&SOURCE).unwrap();
+                let text = String::from_utf8(image.bytes.clone()).unwrap();
+                assert_eq!(text.lines().next(), Some(format!("TERRACE-MOCK-IMAGE {wanted}").as_str()));
+                Module::load_image(&device, &image).unwrap().function("add_one").unwrap();
+            },
+        );
+    }
+}
+
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn without_a_compiler_there_is_advice_or_prebuilt_code() {
+    // A folder with the driver alone.
+    let folder = folder("driver-only");
+    std::fs::create_dir_all(&folder).unwrap();
+    let own = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+    let driver =
+        own.split(':').map(|path| PathBuf::from(path).join("libcuda.so.1")).find(|path| path.exists());
+    std::os::unix::fs::symlink(driver.expect("the mock driver is on the path"), folder.join("libcuda.so.1"))
+        .unwrap();
+    let settings = [("LD_LIBRARY_PATH", folder.to_str().unwrap())];
+    scene("compiler::without_a_compiler_there_is_advice_or_prebuilt_code", &settings, || {
+        if let Some(path) = &Library::Nvrtc.open().found {
+            println!("not tested: this machine has {}", path.display());
+            return;
+        }
+        let device = CudaDevice::open(0).unwrap();
+        let compiler = Compiler::new(&device).with_cache(None);
+        let message = compiler.compile(&SOURCE).unwrap_err().to_string();
+        for part in
+            ["add_one.cu", "libnvrtc", "LD_LIBRARY_PATH", "pip install nvidia-cuda-nvrtc", "CUDA toolkit"]
+        {
+            assert!(message.contains(part), "{part} in: {message}");
+        }
+        let ptx = Source { prebuilt_ptx: Some(b".version 9.0\n.target sm_80\n"), ..SOURCE };
+        let image = compiler.compile(&ptx).unwrap();
+        assert_eq!(image.origin, Origin::Prebuilt);
+        Module::load_image(&device, &image).unwrap().function("add_one").unwrap();
+    });
+    std::fs::remove_dir_all(&folder).unwrap();
+}

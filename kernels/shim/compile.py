@@ -1,0 +1,68 @@
+"""Compiles kernels with NVRTC for many cards; run by `cargo xtask cuda-check`, which says what it needs.
+
+    compile.py LIBNVRTC COMMON FILE.cu... -- OPTION... -- ARCHITECTURE...
+
+One line a kernel: registers and bytes spilled on every architecture, from what ptxas says. Ends with status 1 if
+anything does not compile or is warned about.
+"""
+
+import ctypes
+import pathlib
+import re
+import sys
+
+USED = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers",
+    re.S,
+)
+
+
+def compile_file(nvrtc, name, text, options):
+    """The status and the log."""
+    program = ctypes.c_void_p()
+    status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
+    if status != 0:
+        return status, "the program could not be made"
+    arguments = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+    status = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    if status == 0:
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        if size.value == 0:
+            status = -1
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return status, log.value.decode()
+
+
+def main():
+    library, common, *rest = sys.argv[1:]
+    first, second = (i for i, word in enumerate(rest) if word == "--")
+    files, options, architectures = rest[:first], rest[first + 1 : second], rest[second + 1 :]
+    # NVRTC asks the loader for this one by name, which finds it once it is loaded.
+    for builtins in sorted(pathlib.Path(library).parent.glob("libnvrtc-builtins.so.*")):
+        ctypes.CDLL(str(builtins))
+    nvrtc = ctypes.CDLL(library)
+    common = pathlib.Path(common).read_text()
+    failed = False
+    print(f"{'registers / bytes spilled':40}" + "".join(f"{architecture:>13}" for architecture in architectures))
+    for file in map(pathlib.Path, files):
+        text = f'#line 1 "common.cuh"\n{common}\n#line 1 "{file.name}"\n{file.read_text()}'
+        table = {}
+        for architecture in architectures:
+            flags = [f"--gpu-architecture={architecture}", "--ptxas-options=-v", *options]
+            status, log = compile_file(nvrtc, file.name, text, flags)
+            if status != 0 or "warning" in log:
+                failed = True
+                print(f"{file.name} for {architecture}: status {status}\n{log}")
+            for kernel, _, stores, _, registers in USED.findall(log):
+                table.setdefault(kernel, {})[architecture] = f"{registers} / {stores}"
+        for kernel, row in table.items():
+            print(f"{kernel:40}" + "".join(f"{row.get(architecture, '?'):>13}" for architecture in architectures))
+    sys.exit(1 if failed else 0)
+
+
+main()

@@ -1,0 +1,322 @@
+//! The CUDA backend as a fixture: every operation on host tensors, by way of device memory.
+//!
+//! An operand is copied into a region of the card with guards around it, the operation runs, and what it may write is
+//! copied back. Operands that it may only read, and all guards, must have kept their bytes. In the second variant operands
+//! begin at odd places, so that no kernel may load 16 bytes at once.
+//!
+//! `cargo xtask cuda-mock` runs all suites on it, over a driver that plays a card, with the kernels compiled for the CPU.
+
+use std::sync::Arc;
+use terrace_device::cuda::{CudaDevice, CudaStream};
+use terrace_device::{Arena, Bytes, BytesMut, Device, Region, Stream};
+use terrace_kernels::{
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelSet, Matmul,
+    MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
+    cuda,
+};
+
+/// Set by `cargo xtask cuda-mock`: the kernels' library.
+const VARIABLE: &str = "TERRACE_SHIM_LIBRARY";
+
+/// Both variants, if there is a driver to run them on.
+pub fn backends() -> Option<Vec<(String, KernelSet)>> {
+    std::env::var_os(VARIABLE)?;
+    let device = CudaDevice::open(0).expect("the driver that was asked for");
+    let stream = Arc::clone(device.compute_stream());
+    let set = cuda::kernel_set(&device, &stream).expect("kernels that compile");
+    let variant = |misplaced: usize| {
+        let arena = device.arena(64 << 20).expect("memory for operands");
+        let stream = Arc::clone(&stream);
+        let card = Arc::new(OnDevice { set: set.clone(), arena, stream, misplaced });
+        KernelSet {
+            matmul: card.clone(),
+            quantized_matmul: card.clone(),
+            rms_norm: card.clone(),
+            rope: card.clone(),
+            attention: card.clone(),
+            activation: card.clone(),
+            embedding: card.clone(),
+            cross_entropy: card.clone(),
+            elementwise: card.clone(),
+            reduce: card,
+        }
+    };
+    Some(vec![("cuda".to_owned(), variant(0)), ("cuda, operands at odd places".to_owned(), variant(1))])
+}
+
+/// Runs a set on operands in host memory.
+struct OnDevice {
+    set: KernelSet,
+    arena: Arena,
+    stream: Arc<CudaStream>,
+    /// Elements that operands begin after a multiple of 256 bytes.
+    misplaced: usize,
+}
+
+const GUARD: usize = 256;
+const GUARD_BYTE: u8 = 0xA5;
+
+/// A copy of an operand on the card.
+struct Copied {
+    region: Region,
+    start: usize,
+    before: Vec<u8>,
+}
+
+impl OnDevice {
+    fn copy(&self, bytes: Bytes<'_>, element: usize) -> Copied {
+        let start = GUARD + self.misplaced * element;
+        let mut before = vec![GUARD_BYTE; start + bytes.len() + GUARD];
+        before[start..start + bytes.len()].copy_from_slice(bytes.host());
+        let mut region = self.arena.alloc(before.len()).expect("operands that fit");
+        // SAFETY: both ends live until the stream has done the copy.
+        unsafe { self.stream.copy(Bytes::from_host(&before), region.bytes_mut()) }.unwrap();
+        self.stream.synchronize().unwrap();
+        Copied { region, start, before }
+    }
+
+    fn view(&self, view: View<'_>) -> Copied {
+        self.copy(view.bytes(), view.dtype().size())
+    }
+
+    /// What the card holds now, guards included.
+    fn now(&self, copied: &Copied) -> Vec<u8> {
+        let mut now = vec![0; copied.before.len()];
+        // SAFETY: as in `copy`.
+        unsafe { self.stream.copy(copied.region.bytes(), BytesMut::from_host(&mut now)) }.unwrap();
+        self.stream.synchronize().unwrap();
+        now
+    }
+
+    fn unchanged(&self, what: &str, operands: &[&Copied]) {
+        for (i, operand) in operands.iter().enumerate() {
+            assert!(
+                self.now(operand) == operand.before,
+                "{what} changed operand {i}, which it may only read"
+            );
+        }
+    }
+
+    /// Copies a result back.
+    fn result(&self, what: &str, copied: &Copied, out: ViewMut<'_>) {
+        let (now, out) = (self.now(copied), out.into_bytes().into_host());
+        let end = copied.start + out.len();
+        let guards = now[..copied.start].iter().chain(&now[end..]);
+        assert!(guards.copied().all(|byte| byte == GUARD_BYTE), "{what} wrote beyond its result");
+        out.copy_from_slice(&now[copied.start..end]);
+    }
+}
+
+impl Copied {
+    fn bytes(&self) -> Bytes<'_> {
+        self.region.bytes().slice(self.start, self.before.len() - GUARD)
+    }
+
+    fn of<'a>(&'a self, view: View<'_>) -> View<'a> {
+        View::new(self.bytes(), view.dtype(), view.shape().dims())
+    }
+
+    fn of_mut<'a>(&'a mut self, view: &ViewMut<'_>) -> ViewMut<'a> {
+        let end = self.before.len() - GUARD;
+        ViewMut::new(self.region.bytes_mut().slice(self.start, end), view.dtype(), view.shape().dims())
+    }
+}
+
+/// Runs `$call` on copies of the operands: names of views that are read, then of views that are written.
+macro_rules! on_device {
+    ($self:ident, [$($read:ident),*], [$($write:ident),+], $call:expr) => {{
+        let what = stringify!($call).split('(').next().unwrap_or_default();
+        // The sources' bytes, and their copies under the sources' names.
+        $(let $read = ($self.view($read), $read);)*
+        $(let mut $write = ($self.view($write.view()), $write);)+
+        {
+            $(let $read = $read.0.of($read.1);)*
+            $(let $write = $write.0.of_mut(&$write.1);)+
+            $call?;
+        }
+        $self.unchanged(what, &[$(&$read.0),*]);
+        $($self.result(what, &$write.0, $write.1);)+
+        Ok(())
+    }};
+}
+
+impl Matmul for OnDevice {
+    fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result {
+        on_device!(self, [a, b], [out], self.set.matmul.matmul(a, b, out, spec))
+    }
+}
+
+impl QuantizedMatmul for OnDevice {
+    fn matmul_nt(&self, a: View<'_>, b: QuantizedView<'_>, out: ViewMut<'_>) -> Result {
+        let codes = self.copy(b.bytes(), 1);
+        let b = QuantizedView::new(codes.bytes(), b.format(), b.shape().dims());
+        let done = on_device!(self, [a], [out], self.set.quantized_matmul.matmul_nt(a, b, out));
+        self.unchanged("matmul_nt", &[&codes]);
+        done
+    }
+}
+
+impl RmsNorm for OnDevice {
+    fn forward(
+        &self,
+        x: View<'_>,
+        weight: View<'_>,
+        eps: f32,
+        out: ViewMut<'_>,
+        rstd: ViewMut<'_>,
+    ) -> Result {
+        on_device!(self, [x, weight], [out, rstd], self.set.rms_norm.forward(x, weight, eps, out, rstd))
+    }
+
+    fn backward(
+        &self,
+        dout: View<'_>,
+        x: View<'_>,
+        weight: View<'_>,
+        rstd: View<'_>,
+        dx: ViewMut<'_>,
+        accumulate_dx: bool,
+        dweight: ViewMut<'_>,
+    ) -> Result {
+        on_device!(
+            self,
+            [dout, x, weight, rstd],
+            [dx, dweight],
+            self.set.rms_norm.backward(dout, x, weight, rstd, dx, accumulate_dx, dweight)
+        )
+    }
+}
+
+impl Rope for OnDevice {
+    fn rotate(
+        &self,
+        x: ViewMut<'_>,
+        positions: View<'_>,
+        inv_freq: View<'_>,
+        scale: f32,
+        direction: RopeDirection,
+    ) -> Result {
+        let rope = &self.set.rope;
+        on_device!(self, [positions, inv_freq], [x], rope.rotate(x, positions, inv_freq, scale, direction))
+    }
+}
+
+impl Attention for OnDevice {
+    fn forward(
+        &self,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        starts: View<'_>,
+        out: ViewMut<'_>,
+        lse: ViewMut<'_>,
+        spec: AttentionSpec,
+    ) -> Result {
+        let attention = &self.set.attention;
+        on_device!(self, [q, k, v, starts], [out, lse], attention.forward(q, k, v, starts, out, lse, spec))
+    }
+
+    fn backward(
+        &self,
+        q: View<'_>,
+        k: View<'_>,
+        v: View<'_>,
+        out: View<'_>,
+        lse: View<'_>,
+        dout: View<'_>,
+        dq: ViewMut<'_>,
+        dk: ViewMut<'_>,
+        dv: ViewMut<'_>,
+        spec: AttentionSpec,
+    ) -> Result {
+        on_device!(
+            self,
+            [q, k, v, out, lse, dout],
+            [dq, dk, dv],
+            self.set.attention.backward(q, k, v, out, lse, dout, dq, dk, dv, spec)
+        )
+    }
+}
+
+impl Activation for OnDevice {
+    fn swiglu(&self, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result {
+        on_device!(self, [gate, up], [out], self.set.activation.swiglu(gate, up, out))
+    }
+
+    fn swiglu_backward(
+        &self,
+        gate: View<'_>,
+        up: View<'_>,
+        dout: View<'_>,
+        dgate: ViewMut<'_>,
+        dup: ViewMut<'_>,
+    ) -> Result {
+        let activation = &self.set.activation;
+        on_device!(
+            self,
+            [gate, up, dout],
+            [dgate, dup],
+            activation.swiglu_backward(gate, up, dout, dgate, dup)
+        )
+    }
+}
+
+impl Embedding for OnDevice {
+    fn gather(&self, ids: View<'_>, table: View<'_>, out: ViewMut<'_>) -> Result {
+        on_device!(self, [ids, table], [out], self.set.embedding.gather(ids, table, out))
+    }
+
+    fn scatter_add(&self, ids: View<'_>, dout: View<'_>, dtable: ViewMut<'_>) -> Result {
+        on_device!(self, [ids, dout], [dtable], self.set.embedding.scatter_add(ids, dout, dtable))
+    }
+}
+
+impl CrossEntropy for OnDevice {
+    fn loss(&self, logits: View<'_>, labels: View<'_>, loss: ViewMut<'_>) -> Result {
+        on_device!(self, [logits, labels], [loss], self.set.cross_entropy.loss(logits, labels, loss))
+    }
+
+    fn loss_and_gradient(
+        &self,
+        logits: ViewMut<'_>,
+        labels: View<'_>,
+        scale: f32,
+        loss: ViewMut<'_>,
+    ) -> Result {
+        let cross_entropy = &self.set.cross_entropy;
+        on_device!(
+            self,
+            [labels],
+            [logits, loss],
+            cross_entropy.loss_and_gradient(logits, labels, scale, loss)
+        )
+    }
+}
+
+impl Elementwise for OnDevice {
+    fn add(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>) -> Result {
+        on_device!(self, [a, b], [out], self.set.elementwise.add(a, b, out))
+    }
+
+    fn add_assign(&self, acc: ViewMut<'_>, x: View<'_>) -> Result {
+        on_device!(self, [x], [acc], self.set.elementwise.add_assign(acc, x))
+    }
+
+    fn add_bias(&self, x: ViewMut<'_>, bias: View<'_>) -> Result {
+        on_device!(self, [bias], [x], self.set.elementwise.add_bias(x, bias))
+    }
+
+    fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
+        on_device!(self, [x], [out], self.set.elementwise.cast(x, out))
+    }
+
+    fn zero(&self, out: ViewMut<'_>) -> Result {
+        on_device!(self, [], [out], self.set.elementwise.zero(out))
+    }
+}
+
+impl Reduce for OnDevice {
+    fn sum_rows(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
+        on_device!(self, [x], [out], self.set.reduce.sum_rows(x, out))
+    }
+}

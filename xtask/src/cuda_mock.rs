@@ -1,0 +1,108 @@
+//! `cargo xtask cuda-mock`: the tests of CUDA code on a driver that plays a card, for machines without one.
+//!
+//! The driver and the compiler are built from `device/mock/` with g++; the tests of each package find them by
+//! `LD_LIBRARY_PATH` and bring their kernels as a library of their own.
+
+use std::path::{Path, PathBuf};
+
+use crate::command::Step;
+use crate::cuda_shim;
+
+/// A shared library, by its file's name, and its sources.
+type Library = (&'static str, &'static [&'static str]);
+
+/// Found by every package.
+const LIBRARIES: [Library; 2] = [
+    ("libcuda.so.1", &["device/mock/driver.cpp", "device/mock/machine.cpp"]),
+    ("libnvrtc.so.13", &["device/mock/nvrtc.cpp"]),
+];
+
+/// Tests that need a card.
+struct Suite {
+    package: &'static str,
+    /// Which tests, in Cargo's words.
+    tests: &'static str,
+    /// Builds the library with their kernels, in the folder if it is theirs alone.
+    kernels: fn(&Path, &Path) -> Result<PathBuf, String>,
+}
+
+const SUITES: [Suite; 2] = [
+    Suite {
+        package: "terrace-device",
+        tests: "--test cuda_mock -- --ignored",
+        kernels: |root, folder| {
+            build(root, folder, &("libterrace_device_kernels.so", &["device/mock/test_kernels.cpp"]))
+        },
+    },
+    // The suites that every backend passes: the library's name makes them run on the card.
+    Suite {
+        package: "terrace-kernels",
+        tests: "--test conformance -- --include-ignored",
+        kernels: |root, _| cuda_shim::build(root),
+    },
+];
+
+const COMPILER: &str =
+    "g++ -std=c++17 -O1 -g -Wall -Wextra -Werror -fPIC -shared -pthread -fvisibility=hidden";
+
+/// Builds the libraries and runs the tests of the packages that `arguments` name (`-p NAME`; all without any).
+///
+/// # Errors
+/// There is no g++, a package has no such tests, or something failed.
+pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
+    let mut chosen = Vec::new();
+    for pair in arguments.chunks(2) {
+        let known = |name: &str| SUITES.iter().find(|suite| suite.package == name);
+        match pair {
+            ["-p", name] => chosen.push(known(name).ok_or(format!("`{name}` has no tests for a card"))?),
+            _ => return Err(format!("unknown argument `{}`: see `cargo xtask help`", pair[0])),
+        }
+    }
+    if chosen.is_empty() {
+        chosen.extend(&SUITES);
+    }
+    if !has_compiler(root) {
+        return Err("g++ not found: it builds the mock driver".to_owned());
+    }
+    let folder = crate::target_folder(root, "cuda-mock")?;
+    LIBRARIES.iter().try_for_each(|library| build(root, &folder, library).map(drop))?;
+    // The loader asks for the plain names first, which on a machine with a card would find the real ones.
+    for (name, _) in LIBRARIES {
+        let plain = folder.join(name.split_inclusive(".so").next().expect("a name is not empty"));
+        let _ = std::fs::remove_file(&plain);
+        std::os::unix::fs::symlink(name, &plain)
+            .map_err(|e| format!("cannot link {}: {e}", plain.display()))?;
+    }
+    for Suite { package, tests, kernels } in chosen {
+        let kernels = kernels(root, &folder)?;
+        Step::new(&format!("cargo test --release -p {package} {tests}"))
+            .environment("LD_LIBRARY_PATH", search_path(&folder))
+            .environment("TERRACE_SHIM_LIBRARY", kernels.display().to_string())
+            // What the mock compiler makes must not be taken for a real compiler's.
+            .environment("XDG_CACHE_HOME", folder.join("cache").display().to_string())
+            .run(root)?;
+    }
+    Ok(())
+}
+
+/// Whether [`run`] can build anything.
+pub fn has_compiler(root: &Path) -> bool {
+    Step::new("g++ --version").read_quietly(root).is_some()
+}
+
+fn build(root: &Path, folder: &Path, (name, sources): &Library) -> Result<PathBuf, String> {
+    let output = folder.join(name);
+    // A process that has the old file mapped keeps it.
+    let _ = std::fs::remove_file(&output);
+    Step::new(COMPILER)
+        .arguments(sources.iter().copied())
+        .arguments([&*format!("-Wl,-soname,{name}"), "-ldl", "-o", &*output.to_string_lossy()])
+        .run(root)?;
+    Ok(output)
+}
+
+fn search_path(folder: &Path) -> String {
+    let others = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+    let separator = if others.is_empty() { "" } else { ":" };
+    format!("{}{separator}{others}", folder.display())
+}
