@@ -37,8 +37,11 @@ const SUITES: [Suite; 2] = [
     // The suites that every backend passes: the library's name makes them run on the card.
     Suite {
         package: "terrace-kernels",
-        tests: "--test conformance -- --include-ignored",
-        kernels: |root, _| cuda_shim::build(root),
+        tests: "--test conformance --test tensor_cores -- --include-ignored",
+        kernels: |root, _| {
+            cuda_shim::selftest(root)?;
+            cuda_shim::build(root)
+        },
     },
 ];
 
@@ -78,6 +81,8 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
         Step::new(&format!("cargo test --release -p {package} {tests}"))
             .environment("LD_LIBRARY_PATH", search_path(&folder))
             .environment("TERRACE_SHIM_LIBRARY", kernels.display().to_string())
+            // Threads of a block in another order at every launch; a seed that is set decides which.
+            .environment("TERRACE_SHIM_ORDER", std::env::var("TERRACE_SHIM_ORDER").unwrap_or("1".to_owned()))
             // What the mock compiler makes must not be taken for a real compiler's.
             .environment("XDG_CACHE_HOME", folder.join("cache").display().to_string())
             .run(root)?;

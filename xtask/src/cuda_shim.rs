@@ -39,16 +39,9 @@ pub fn build(root: &Path) -> Result<PathBuf, String> {
     sources.push(source(root.join(SELF_TEST))?);
     let folder = crate::target_folder(root, "cuda-shim")?;
     let library = folder.join(LIBRARY);
-    let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned());
-    let shared = newest(
-        root,
-        &[
-            "kernels/shim",
-            "kernels/src/cuda/common.cuh",
-            "kernels/src/cuda/mma.cuh",
-            "xtask/src/cuda_shim.rs",
-        ],
-    );
+    let compiler = compiler();
+    let headers = ["kernels/src/cuda/common.cuh", "kernels/src/cuda/mma.cuh"];
+    let shared = newest(root, &["kernels/shim", headers[0], headers[1], "xtask/src/cuda_shim.rs"]);
     let mut objects = Vec::new();
     let mut changed = !library.exists();
     for source in &sources {
@@ -67,6 +60,19 @@ pub fn build(root: &Path) -> Result<PathBuf, String> {
             .run(root)?;
     }
     Ok(library)
+}
+
+/// Whether the library can be believed: builds and runs the shim's own test.
+///
+/// # Errors
+/// There is no C++ compiler, or the shim misses what it must catch.
+pub fn selftest(root: &Path) -> Result<(), String> {
+    let program = crate::target_folder(root, "cuda-shim")?.join("selftest").display().to_string();
+    Step::new(&compiler())
+        .arguments(FLAGS.split_whitespace())
+        .arguments(["kernels/shim/selftest.cpp", "-o", &program])
+        .run(root)?;
+    Step::new(&program).run(root)
 }
 
 /// The kernels' sources by name.
@@ -172,6 +178,10 @@ fn compile(
         .arguments(["-c", &file.display().to_string(), "-o", &object.display().to_string()])
         .run(root)?;
     Ok(true)
+}
+
+fn compiler() -> String {
+    std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned())
 }
 
 fn write(path: &Path, text: &str) -> Result<PathBuf, String> {

@@ -22,7 +22,7 @@
 //   dkv      128       1      64    32    2·16 Ki + 2·24 Ki + 384 =  82304
 //
 // All are below the 99 KiB of sm_86 and sm_89; two blocks of each, except the last, fit on sm_80. Registers: at most 255 of
-// 65536/(2·128), without spills (benches/record has what ptxas says).
+// 65536/(2·128), without spills (`cargo xtask cuda-check` prints them).
 //
 // Numbers. Scores, sums and rescaling are f32; exponentials are powers of two of scaled scores, within 2 units in the last
 // place. Other than in attention.cu, probabilities and their gradients are rounded to the operands' dtype before they are

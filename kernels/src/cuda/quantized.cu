@@ -58,6 +58,29 @@ __device__ __forceinline__ float one_weight(const u8 *row, int format, i64 l) {
     return scale * (float)((int)code - 8);
 }
 
+// Weights d .. d + 8 of the group that begins at `l`, d a multiple of 8.
+__device__ __forceinline__ void eight_weights(const u8 *row, int format, i64 l, int d, bool aligned, float w[8]) {
+    if (!aligned) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) w[j] = one_weight(row, format, l + d + j);
+        return;
+    }
+    const u8 *block = row + l / BLOCK * block_bytes(format);
+    int group = (int)(l % BLOCK) / 32;
+    float scale = bf16_to_float(((const u16 *)block)[group]);
+    if (format == INT8) {
+        const u32 *words = (const u32 *)(block + SCALE_BYTES + 32 * group + d);
+#pragma unroll
+        for (int j = 0; j < 8; j++) w[j] = scale * (float)(signed char)(words[j / 4] >> (8 * (j % 4)) & 0xFFu);
+    } else {
+        // Eight words, one half of each: weight d + j is in word (d + j) % 16.
+        const u32 *words = (const u32 *)(block + SCALE_BYTES) + d % 16;
+        int shift = 4 * group + d / 16 * 16;
+#pragma unroll
+        for (int j = 0; j < 8; j++) w[j] = scale * (float)((int)(words[j] >> shift & 0xFu) - 8);
+    }
+}
+
 // ROWS is a number that the loops over rows unroll to; rows beyond m are zeros.
 template <int ROWS>
 __device__ __forceinline__ void thin(const void *a, int a_dtype, const u8 *w, int format, void *out, int out_dtype, int m,
@@ -87,10 +110,20 @@ __device__ __forceinline__ void thin(const void *a, int a_dtype, const u8 *w, in
                 for (int j = 0; j < 4; j++) weights[j] = one_weight(row, format, first + at + lane_weight(format, lane, j));
             }
 #pragma unroll
-            for (int r = 0; r < ROWS; r++)
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    sums[r] += columns[r * THIN_COLUMNS + at + lane_weight(format, lane, j)] * weights[j];
+            for (int r = 0; r < ROWS; r++) {
+                const float *x = columns + r * THIN_COLUMNS + at;
+                float4 four;
+                if (format == INT8) {
+                    four = *(const float4 *)(x + 4 * lane);
+                } else {
+                    x += lane / 2 + 16 * (lane % 2);
+                    four = make_float4(x[0], x[32], x[64], x[96]);
+                }
+                sums[r] += four.x * weights[0];
+                sums[r] += four.y * weights[1];
+                sums[r] += four.z * weights[2];
+                sums[r] += four.w * weights[3];
+            }
         }
     }
 #pragma unroll
@@ -125,17 +158,19 @@ quantized_tile(const void *a, int a_dtype, const u8 *w, int format, void *out, i
     bool vector = aligned16(a) && l % 8 == 0;
     // A thread loads eight inner indices of one row of each operand.
     int r = threadIdx.x / 4, d = threadIdx.x % 4 * 8;
-    const u8 *weights = w + min(column + r, n - 1) * row_bytes;
+    const u8 *w_row = w + min(column + r, n - 1) * row_bytes;
+    bool words = ((u64)w & 3) == 0;
     float sums[4][4] = {};
     for (i64 inner = 0; inner < l; inner += SLAB) {
-        float x[8];
+        float x[8], weights[8];
         i64 left = row + r < m ? l - inner - d : 0;
         load8_or_less(a, a_dtype, (row + r) * l + inner + d, (int)max(min(left, (i64)8), (i64)0), vector, x);
+        // Rows are filled up to a whole block, so this never reads beyond one.
+        eight_weights(w_row, format, inner, d, words, weights);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             a_slab[(d + j) * TILE_STRIDE + r] = x[j];
-            // Rows are filled up to a whole block, so this never reads beyond one.
-            w_slab[(d + j) * TILE_STRIDE + r] = one_weight(weights, format, inner + d + j);
+            w_slab[(d + j) * TILE_STRIDE + r] = weights[j];
         }
         __syncthreads();
         tile_product(sums, a_slab, w_slab, SLAB);

@@ -45,7 +45,6 @@ impl RmsNorm for Cuda {
         if dims.rows * dims.width == 0 {
             return Ok(());
         }
-        // The sums of columns come first: dx may be the memory of dout.
         let mut sums = self.arguments().read(dout).read(x).only(rstd).only(dweight.view());
         sums = sums.long(dims.rows).long(dims.width);
         let columns = [self.blocks(dims.width.div_ceil(SUM_COLUMNS)), 1, 1];

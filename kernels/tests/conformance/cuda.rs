@@ -12,18 +12,23 @@ use terrace_device::{Arena, Bytes, BytesMut, Device, Region, Stream};
 use terrace_kernels::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelSet, Matmul,
     MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
-    cuda,
+    cuda::{self, CudaConfig},
 };
 
 /// Set by `cargo xtask cuda-mock`: the kernels' library.
 const VARIABLE: &str = "TERRACE_SHIM_LIBRARY";
 
-/// Both variants, if there is a driver to run them on.
+/// Both variants with the plain kernels, if there is a driver to run them on.
 pub fn backends() -> Option<Vec<(String, KernelSet)>> {
+    variants(CudaConfig { plain_kernels: true, ..CudaConfig::default() })
+}
+
+/// Both variants as configured; operands that begin at even places come first.
+pub fn variants(config: CudaConfig) -> Option<Vec<(String, KernelSet)>> {
     std::env::var_os(VARIABLE)?;
     let device = CudaDevice::open(0).expect("the driver that was asked for");
     let stream = Arc::clone(device.compute_stream());
-    let set = cuda::kernel_set(&device, &stream).expect("kernels that compile");
+    let set = cuda::with_config(&device, &stream, config).expect("kernels that compile");
     let variant = |misplaced: usize| {
         let arena = device.arena(64 << 20).expect("memory for operands");
         let stream = Arc::clone(&stream);

@@ -1,4 +1,5 @@
-//! The number of threads never changes a bit: results are compared by their bytes.
+//! The number of threads never changes a bit: results are compared by their bytes. Nor does, on a card, the order in which
+//! threads run (a new one at every launch if TERRACE_SHIM_ORDER is set), nor where operands lie.
 
 use crate::support::{Host, Random};
 use std::hash::{DefaultHasher, Hasher};
@@ -6,19 +7,23 @@ use terrace_kernels::cpu::{self, CpuConfig, Isa};
 use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, RopeDirection};
 
 fn same_for_every_thread_count(what: &str, run: impl Fn(&KernelSet) -> Vec<Host>) {
+    let hash = |set: &KernelSet| {
+        let mut hasher = DefaultHasher::new();
+        for tensor in run(set) {
+            hasher.write(tensor.bytes());
+        }
+        hasher.finish()
+    };
     for isa in Isa::available() {
-        let hash = |threads| {
-            let mut hasher = DefaultHasher::new();
-            for tensor in run(&cpu::with_config(CpuConfig { threads, isa: Some(isa) })) {
-                hasher.write(tensor.bytes());
-            }
-            hasher.finish()
-        };
-        let one = hash(1);
+        let with = |threads| hash(&cpu::with_config(CpuConfig { threads, isa: Some(isa) }));
+        let one = with(1);
         for threads in [2, 3, 8] {
-            assert_eq!(one, hash(threads), "{what}: {} threads, {}", threads, isa.name());
+            assert_eq!(one, with(threads), "{what}: {} threads, {}", threads, isa.name());
         }
     }
+    let cuda = crate::cuda::backends().unwrap_or_default();
+    let hashes: Vec<_> = [&cuda, &cuda].into_iter().flatten().map(|(name, set)| (name, hash(set))).collect();
+    assert!(hashes.windows(2).all(|pair| pair[0].1 == pair[1].1), "{what}: {hashes:?}");
 }
 
 #[test]
