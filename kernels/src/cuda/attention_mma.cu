@@ -83,9 +83,10 @@ template <int HEAD> struct KeyRows {
 // the end.
 template <int HEAD, int ROWS, int TILES, typename Rows>
 __device__ __forceinline__ void copy_rows(u16 *tiles, const u16 *const from[TILES], const Rows &rows, int first) {
-    constexpr int CHUNKS = HEAD / 8;
+    // Addresses that are computed at once: what is left of 255 registers has room for them on every generation.
+    constexpr int CHUNKS = HEAD / 8, AT_ONCE = TILES == 3 ? ROWS * CHUNKS / THREADS : 2;
     int chunk = threadIdx.x % CHUNKS;
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int above = 0; above < ROWS; above += THREADS / CHUNKS) {
         int r = above + threadIdx.x / CHUNKS;
         bool valid = first + r < rows.end;
