@@ -21,8 +21,8 @@
 //   dkv      64        1      64    64    2·8 Ki + 2·24 Ki + 768  =  66304
 //   dkv      128       1      64    32    2·16 Ki + 2·24 Ki + 384 =  82304
 //
-// All are below the 99 KiB of sm_86 and sm_89; two blocks of each, except the last, fit on sm_80. Registers: at most 255 of
-// 65536/(2·128), without spills (`cargo xtask cuda-check` prints them).
+// All are below the 99 KiB of sm_86 and sm_89; two blocks of each fit on sm_80. Registers: at most 255 of 65536/(2·128),
+// without spills (`cargo xtask cuda-check` prints them).
 //
 // Numbers. Scores, sums and rescaling are f32; exponentials are powers of two of scaled scores, within 2 units in the last
 // place. Other than in attention.cu, probabilities and their gradients are rounded to the operands' dtype before they are
@@ -84,7 +84,8 @@ template <int HEAD> struct KeyRows {
 template <int HEAD, int ROWS, int TILES, typename Rows>
 __device__ __forceinline__ void copy_rows(u16 *tiles, const u16 *const from[TILES], const Rows &rows, int first) {
     // Addresses that are computed at once: what is left of 255 registers has room for them on every generation.
-    constexpr int CHUNKS = HEAD / 8, AT_ONCE = TILES == 3 ? ROWS * CHUNKS / THREADS : 2;
+    constexpr int CHUNKS = HEAD / 8;
+    [[maybe_unused]] constexpr int AT_ONCE = TILES == 3 ? ROWS * CHUNKS / THREADS : 2;
     int chunk = threadIdx.x % CHUNKS;
 #pragma unroll AT_ONCE
     for (int above = 0; above < ROWS; above += THREADS / CHUNKS) {
