@@ -42,13 +42,15 @@ def main():
     parser.add_argument("--rate", default="1e-3")
     parser.add_argument("--formats", default="fp32,split,bf16,compact")
     parser.add_argument("--regimes", default=",".join(REGIMES))
+    parser.add_argument("--seeds", default="1", help="orders of the rows; the picture shows the first")
     parser.add_argument("--threads", default="2")
     args = parser.parse_args()
     train, held_out = write_data(args)
     results = {}
     for regime in args.regimes.split(","):
-        for state in args.formats.split(","):
-            results[regime, state] = run(args, regime, state, train, held_out)
+        for seed in args.seeds.split(","):
+            for state in args.formats.split(","):
+                results[regime, seed, state] = run(args, regime, seed, state, train, held_out)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "convergence.svg").write_text(picture(results))
     (args.output / "convergence.md").write_text(page(args, results))
@@ -92,14 +94,14 @@ def write_weights(path):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def run(args, regime, state, train, held_out):
+def run(args, regime, seed, state, train, held_out):
     """The loss of every step, and the loss on the held-out rows."""
-    folder = args.work / f"{regime.replace(' ', '-')}-{args.steps}-{state}"
+    folder = args.work / f"{regime.replace(' ', '-')}-{args.steps}-seed{seed}-{state}"
     metrics, evaluation = folder / "metrics.jsonl", folder / "held_out.json"
     if not evaluation.exists():
         command = [args.terrace, "finetune", "--model", args.work / "model", "--data", train, "--output", folder]
         command += ["--steps", args.steps, "--seq-len", SEQ_LEN, "--batch-size", BATCH, "--learning-rate", args.rate]
-        command += [*REGIMES[regime], args.steps // 20, "--seed", 1, "--state", state, "--threads", args.threads]
+        command += [*REGIMES[regime], args.steps // 20, "--seed", seed, "--state", state, "--threads", args.threads]
         command += ["--resume"] if (folder / ".terrace").exists() else []
         subprocess.run([str(word) for word in command], check=True)
         command = [args.terrace, "eval", "--model", folder, "--data", held_out, "--seq-len", SEQ_LEN, "--json"]
@@ -120,17 +122,18 @@ def page(args, results):
         "",
         f"A Llama of {parameters() / 1e6:.1f} million parameters on the bytes of `{args.text.name}`, {args.steps} steps of "
         f"{BATCH} × {SEQ_LEN} tokens, weights and gradients in bf16, AdamW with a rate of {args.rate}, gradients clipped to 1. All",
-        "runs start from the same weights and see the same rows in the same order. `scripts/convergence.py` made this page.",
+        "runs start from the same weights; those of one seed see the same rows in the same order. `scripts/convergence.py`",
+        "made the table and the picture, which shows the first seed.",
         "",
         "![Loss by step](convergence.svg)",
         "",
-        "| | state | mean loss of the last tenth | beside `fp32` | loss on held-out text | beside `fp32` |",
-        "|---|---|---|---|---|---|",
+        "| | seed | state | mean loss of the last tenth | beside `fp32` | loss on held-out text | beside `fp32` |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for (regime, state), (losses, held_out) in results.items():
-        reference = results[regime, "fp32"]
+    for (regime, seed, state), (losses, held_out) in results.items():
+        reference = results[regime, seed, "fp32"]
         relative = [f"{100 * (a / b - 1):+.2f} %" for a, b in ((final(losses), final(reference[0])), (held_out, reference[1]))]
-        lines.append(f"| {regime} | `{state}` | {final(losses):.4f} | {relative[0]} | {held_out:.4f} | {relative[1]} |")
+        lines.append(f"| {regime} | {seed} | `{state}` | {final(losses):.4f} | {relative[0]} | {held_out:.4f} | {relative[1]} |")
     return "\n".join(lines) + "\n"
 
 
@@ -142,12 +145,13 @@ def parameters():
 
 def picture(results):
     """One panel for each regime: smoothed losses above, differences to fp32 below."""
-    regimes = list(dict.fromkeys(regime for regime, _ in results))
+    regimes = list(dict.fromkeys(regime for regime, _, _ in results))
+    first = next(iter(results))[1]
     width, left, top = 460, 56, 40
     parts = []
     for index, regime in enumerate(regimes):
         x0 = left + index * (width + 70)
-        curves = {state: smooth(losses) for (r, state), (losses, _) in results.items() if r == regime}
+        curves = {state: smooth(losses) for (r, seed, state), (losses, _) in results.items() if (r, seed) == (regime, first)}
         steps = len(next(iter(curves.values())))
         parts.append(f'<text x="{x0}" y="16" font-size="15">{regime}</text>')
         highest = max(curve[steps // 50] for curve in curves.values())

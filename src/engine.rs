@@ -3,8 +3,9 @@
 use crate::{Backend, EngineError, Result};
 use std::sync::Arc;
 use terrace_aio::engine::{EngineConfig as IoConfig, open_default};
+use terrace_device::cuda::CudaDevice;
 use terrace_device::host::HostDevice;
-use terrace_kernels::cpu;
+use terrace_kernels::{cpu, cuda};
 
 /// The CPU as the device, its kernels on `threads` threads with the best instructions of this machine, and the disk engine that
 /// `io` asks for.
@@ -22,6 +23,20 @@ pub fn cpu_backend(threads: usize, io: &IoConfig) -> Result<Backend> {
         device: Arc::new(HostDevice::unified()),
         kernels: cpu::kernel_set(threads),
         kernel_scratch_bytes: cpu::scratch_bytes(threads) as u64,
+        io: open_default(io)?,
+    })
+}
+
+/// An NVIDIA card as the device, its kernels, compiled for it when they are not in the cache yet, and the disk engine that
+/// `io` asks for.
+///
+/// # Errors
+/// A kernel cannot be compiled or loaded, the card has no memory left for working memory, or the disk engine cannot be started.
+pub fn cuda_backend(device: &Arc<CudaDevice>, io: &IoConfig) -> Result<Backend> {
+    Ok(Backend {
+        device: Arc::clone(device) as _,
+        kernels: cuda::kernel_set(device, device.compute_stream())?,
+        kernel_scratch_bytes: cuda::SCRATCH_BYTES as u64,
         io: open_default(io)?,
     })
 }

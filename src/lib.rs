@@ -59,7 +59,7 @@ pub mod interrupt;
 pub mod metrics;
 pub mod progress;
 
-pub use engine::cpu_backend;
+pub use engine::{cpu_backend, cuda_backend};
 pub use terrace_aio as aio;
 pub use terrace_aio::IoEngine;
 pub use terrace_aio::engine::EngineConfig as IoConfig;

@@ -14,6 +14,11 @@ enum Result { SUCCESS = 0, INVALID_INPUT = 3, INVALID_PROGRAM = 4, INVALID_OPTIO
 const int ARCHITECTURES[] = {75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121};
 
 struct Program {
+    // As the real one may, it keeps what the caller gave by address, and reads it when it compiles.
+    const char *source;
+    int header_count;
+    const char *const *headers;
+    const char *const *header_names;
     std::string name;
     std::string text;
     std::string log;
@@ -67,11 +72,11 @@ EXPORT int nvrtcGetSupportedArchs(int *numbers) {
     return SUCCESS;
 }
 
-EXPORT int nvrtcCreateProgram(Program **program, const char *text, const char *name, int headers, const char *const *,
+EXPORT int nvrtcCreateProgram(Program **program, const char *text, const char *name, int count, const char *const *headers,
                               const char *const *names) {
     ENTER();
-    if (!text || (headers > 0 && !names)) return INVALID_INPUT;
-    *program = new Program{name ? name : "default_program", text, "", ""};
+    if (!text || (count > 0 && (!headers || !names))) return INVALID_INPUT;
+    *program = new Program{text, count, headers, names, name ? name : "default_program", "", "", ""};
     return SUCCESS;
 }
 
@@ -83,6 +88,9 @@ EXPORT int nvrtcDestroyProgram(Program **program) {
 
 EXPORT int nvrtcCompileProgram(Program *program, int count, const char *const *options) {
     ENTER();
+    program->text = program->source;
+    for (int i = 0; i < program->header_count; ++i)
+        program->text += std::string("\n// ") + program->header_names[i] + "\n" + program->headers[i];
     const std::string wanted = "--gpu-architecture=";
     std::string architecture;
     for (int i = 0; i < count; ++i) {

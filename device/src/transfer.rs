@@ -104,6 +104,11 @@ impl<D: StableBytes + DerefMut> Download<D> {
         Ok(Self { event, ends: Some(ends) })
     }
 
+    /// The device memory that comes down; kernels may go on reading it.
+    pub fn source(&self) -> &Region {
+        &self.ends.as_ref().expect("ends are taken once, by `wait`").0
+    }
+
     /// Whether the copy is done, so that [`wait`](Self::wait) would not block.
     pub fn is_done(&self) -> bool {
         self.event.is_done()

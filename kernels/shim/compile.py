@@ -2,8 +2,9 @@
 
     compile.py LIBNVRTC FOLDER FILE.cu... -- OPTION... -- ARCHITECTURE...
 
-In front of each file go common.cuh and, if its name ends in _mma, mma.cuh, both from FOLDER. One line a kernel: registers and bytes spilled on every architecture, from what ptxas says. Ends with status 1 if
-anything does not compile or is warned about.
+In front of each file go common.cuh and, if its name ends in _mma, mma.cuh, both from FOLDER. One line a kernel: registers
+and bytes spilled on every architecture, from what ptxas says. Ends with status 1 if anything does not compile or is warned
+about.
 """
 
 import ctypes

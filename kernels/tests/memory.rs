@@ -43,17 +43,22 @@ static ALLOCATOR: Counting = Counting;
 #[test]
 fn working_memory_is_bounded() {
     let arena = HostDevice::unified().arena(256 << 20).unwrap();
-    for threads in [1, 2, 5] {
+    let isas = [cpu::Isa::best(), cpu::Isa::best().with_emulated_pairs()];
+    for (threads, isa) in [1, 2, 5].into_iter().flat_map(|threads| isas.map(|isa| (threads, isa))) {
         let before = LIVE.load(Relaxed);
         PEAK.store(before, Relaxed);
-        let set = cpu::kernel_set(threads);
+        let set = cpu::with_config(cpu::CpuConfig { threads, isa: Some(isa) });
         products(&set, &arena);
         quantized(&set, &arena);
         attention(&set, &arena);
         rows(&set, &arena);
         let taken = PEAK.load(Relaxed) - before;
         let planned = cpu::scratch_bytes(threads);
-        assert!(taken <= planned, "{threads} threads took {taken} bytes of {planned} planned");
+        assert!(
+            taken <= planned,
+            "{} with {threads} threads took {taken} bytes of {planned} planned",
+            isa.name()
+        );
     }
 }
 

@@ -27,6 +27,7 @@ fn tiny_windows() -> WindowOverrides {
         update_slots: Some(2),
         gradients_on_disk: Some(true),
         activations_on_disk: Some(true),
+        ..WindowOverrides::default()
     }
 }
 

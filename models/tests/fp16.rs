@@ -120,6 +120,7 @@ fn placement_changes_nothing() {
         update_slots: Some(2),
         gradients_on_disk: Some(true),
         activations_on_disk: Some(true),
+        ..WindowOverrides::default()
     };
     for (number, clip) in [Some(0.5), None].into_iter().enumerate() {
         let base = Setup { clip, ..f16(overflowing()) };

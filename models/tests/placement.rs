@@ -19,6 +19,7 @@ fn tiny_windows() -> WindowOverrides {
         update_slots: Some(2),
         gradients_on_disk: Some(true),
         activations_on_disk: Some(true),
+        ..WindowOverrides::default()
     }
 }
 
@@ -31,6 +32,7 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     let mut all = vec![
         ("host".to_owned(), Setup { placement: Placement::Host, ..base.clone() }),
         ("none, two threads".to_owned(), Setup { threads: 2, ..base.clone() }),
+        ("none, discrete".to_owned(), Setup { discrete: true, ..base.clone() }),
         ("host, discrete".to_owned(), Setup { placement: Placement::Host, discrete: true, ..base.clone() }),
         ("one path".to_owned(), disk("one", 1)),
         ("three paths".to_owned(), disk("three", 3)),
@@ -46,6 +48,14 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         (
             "tiny windows, discrete, two threads".to_owned(),
             Setup { overrides: tiny_windows(), discrete: true, threads: 2, ..disk("tiny-discrete", 2) },
+        ),
+        (
+            "tiny windows, discrete, signals go down and up again".to_owned(),
+            Setup {
+                overrides: WindowOverrides { signals_stay: Some(false), ..tiny_windows() },
+                discrete: true,
+                ..disk("crossing", 1)
+            },
         ),
     ];
     if terrace_aio::engine::UringEngine::probe().is_ok() {

@@ -166,7 +166,7 @@ pub struct PlacementArgs {
     /// Device memory to use [default: what is free, less a reserve]
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub device_memory: Option<ByteSize>,
-    /// Where to compute: auto or cpu; cuda:N is for a version with a GPU backend and refused by this one
+    /// Where to compute: cpu, cuda:N, or auto: the first NVIDIA card if there is one that can be used, else the CPU
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceName,
     /// How disk operations are submitted

@@ -1,7 +1,6 @@
-//! What is refused before anything is read or written that takes time: a mistake in a path or a device is no reason to
+//! What is refused before anything is read or written that takes time: a mistake in a path is no reason to
 //! tokenise a data set first.
 
-use super::args::{DeviceName, PlacementArgs};
 use crate::error::{CliError, advice};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -54,20 +53,6 @@ pub fn output(output: &Path, model: &Path) -> Result<(), CliError> {
 /// One cannot.
 pub fn disks(dirs: &[PathBuf]) -> Result<(), CliError> {
     dirs.iter().try_for_each(|dir| writable("--disk", dir))
-}
-
-/// A device that this version has.
-///
-/// # Errors
-/// It has none like that.
-pub fn device(placement: &PlacementArgs) -> Result<(), CliError> {
-    match placement.device {
-        DeviceName::Auto | DeviceName::Cpu => Ok(()),
-        DeviceName::Cuda(_) => Err(CliError::Usage(format!(
-            "--device {}: this version computes on the CPU only; use --device cpu or leave the flag out",
-            placement.device
-        ))),
-    }
 }
 
 /// A file that is written at the end of a run can be written.

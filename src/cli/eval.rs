@@ -17,10 +17,11 @@ use terrace_zero::{BatchLimits, Evaluation};
 /// # Errors
 /// A setting, the model, the data or a tier is refused.
 pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
-    checks::device(&args.placement)?;
     checks::disks(&args.placement.disk)?;
     checks::model(&args.model)?;
     let model = ModelConfig::from_folder(&args.model).map_err(CliError::failed)?;
+    let profile = session::disk_profile(&args.placement)?;
+    let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
     let facts = ModelFacts::read(&args.model)?;
     let seq_len = run::seq_len(args.seq_len.map(NonZeroUsize::get), facts.positions_max)?;
     let work_dir = tempdir()?;
@@ -28,15 +29,9 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     let batch = args.batch_size.get().min(data.len());
     run::micro_batch(batch, seq_len)?;
     let builder = TokenBatch::new(&model);
-    let profile = session::disk_profile(&args.placement)?;
-    let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
     let limits = BatchLimits { sequences: batch, length: seq_len, micro_batches: 1, cache_length: 0 };
-    let config = frozen_config(
-        &args.placement,
-        session::dtype(args.dtype.unwrap_or_default()),
-        session.threads,
-        limits,
-    );
+    let config =
+        frozen_config(&args.placement, session::dtype(args.dtype.unwrap_or_default()), &session, limits);
     let mut frozen = Frozen::open(
         config,
         &args.placement,

@@ -20,8 +20,8 @@ use terrace_models::{Model, Row, SafetensorsSource, TokenBatch, export_folder};
 use terrace_optimizer::{Schedule, StateFormat};
 use terrace_tiers::{TierError, checksum};
 use terrace_zero::{
-    BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, Placement, StepRates,
-    StepReport, TrainingConfig, WeightSource, WindowOverrides,
+    BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, StepRates, StepReport,
+    TrainingConfig, WeightSource, WindowOverrides,
 };
 
 /// Runs the command.
@@ -47,10 +47,17 @@ pub fn train(
     model: Model,
     source: &mut dyn WeightSource,
 ) -> Result<serde_json::Value, CliError> {
-    checks::device(&args.placement)?;
     checks::output(&args.output, &args.model)?;
     let profile = session::disk_profile(&args.placement)?;
-    let inputs = FinetuneInputs::load(args)?;
+    let mut session = None;
+    let inputs = FinetuneInputs::load_after(args, |run| {
+        let io = io_config(run, profile.as_ref());
+        let opened = Session::open(&args.placement, &io, threads, run.trace.is_some())?;
+        check_saved_state(&opened, run)?;
+        session = Some(opened);
+        Ok(())
+    })?;
+    let session = session.expect("opened when the run was resolved");
     let FinetuneInputs { run, data, sampler, steps, metrics } = inputs;
     run.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
     let summary = data.summary();
@@ -62,18 +69,13 @@ pub fn train(
         if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
     );
     check_groups(args, &run, &model.blocks)?;
-    let session =
-        Session::open(&args.placement, &io_config(&run, profile.as_ref()), threads, run.trace.is_some())?;
     let config_text = read_config(&run.model)?;
     let identity = identity(&run, &config_text, data.fingerprint(), steps);
-    let mut config = engine_config(&run, &args.placement, session.threads, identity)?;
+    let mut config = engine_config(&run, &args.placement, &session, identity)?;
     config.disk_weights = session::disk_weights(profile.as_ref(), &config.disks);
     let builder = TokenBatch::new(&model.config);
     let sample = builder.blank(run.batch_size, run.seq_len);
 
-    if !run.resume && config.placement != Placement::Disk {
-        refuse_saved_state(&session, &config.disks)?;
-    }
     let loading = Instant::now();
     let engine = if run.resume {
         Engine::resume(config, session.backend.clone(), model.blocks, &sample)?
@@ -251,11 +253,13 @@ fn check_groups(args: &FinetuneArgs, run: &TrainConfig, blocks: &[Box<dyn Block>
     )))
 }
 
-/// State in memory is first saved when it is too late to say that its directory holds another run's.
-fn refuse_saved_state(session: &Session, disks: &[PathBuf]) -> Result<(), CliError> {
-    match Engine::stored(&session.backend.io, disks) {
-        Err(EngineError::Tier(TierError::NoState { .. })) => Ok(()),
+/// Says before the data is read whether there is state to resume, or in the way of a new run.
+fn check_saved_state(session: &Session, run: &TrainConfig) -> Result<(), CliError> {
+    let disks = state_dirs(run);
+    match Engine::stored(&session.backend.io, &disks) {
+        Err(EngineError::Tier(TierError::NoState { .. })) if !run.resume => Ok(()),
         Err(error) => Err(error.into()),
+        Ok(_) if run.resume => Ok(()),
         Ok(stored) => Err(CliError::Failed(format!(
             "{} already holds training state, saved at step {}; pass --resume to continue it, or remove the directory to \
              start over",
@@ -293,7 +297,7 @@ fn state_dirs(run: &TrainConfig) -> Vec<PathBuf> {
 fn engine_config(
     run: &TrainConfig,
     placement: &PlacementArgs,
-    threads: usize,
+    session: &Session,
     identity: String,
 ) -> Result<EngineConfig, CliError> {
     let state = match run.state {
@@ -319,8 +323,8 @@ fn engine_config(
         disks: state_dirs(run),
         disk_weights: None,
         host_budget: session::host_budget(placement),
-        device_budget: session::device_budget(placement),
-        threads,
+        device_budget: session.device_budget(placement),
+        threads: session.threads,
         limits: BatchLimits {
             sequences: run.batch_size,
             length: run.seq_len,
@@ -336,8 +340,8 @@ fn engine_config(
 fn identity(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> String {
     let groups: Vec<String> = run.groups.iter().map(ToString::to_string).collect();
     json!({
-        "model": format!("{:016x}", checksum(config_text.as_bytes())),
-        "data": format!("{data:016x}"),
+        "the model's config.json": format!("checksum {:016x}", checksum(config_text.as_bytes())),
+        "the rows of --data": format!("checksum {data:016x}"),
         "--seq-len": run.seq_len,
         "--batch-size": run.batch_size,
         "--grad-accum": run.grad_accum,

@@ -43,12 +43,13 @@ pub fn continue_prompts(
     threads: Option<NonZeroUsize>,
 ) -> Result<Vec<Continuation>, CliError> {
     refuse_unavailable(args)?;
-    checks::device(&args.placement)?;
     checks::disks(&args.placement.disk)?;
     checks::model(&args.model)?;
     let weights = session::quant_format(args.weights);
     let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
     let facts = ModelFacts::read(&args.model)?;
+    let profile = session::disk_profile(&args.placement)?;
+    let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
     let tokenizer = TextTokenizer::find(&args.model)?;
     let prompts = match (&args.prompt, &args.prompt_ids, &args.prompts) {
         (Some(text), _, _) => vec![Prompt::Text(text.clone())],
@@ -73,14 +74,8 @@ pub fn continue_prompts(
     let stop = if args.ignore_eos { Vec::new() } else { stop_ids(&args.model)? };
     let limits = BatchLimits { sequences: batch, length: longest, micro_batches: 1, cache_length: positions };
     let sample = builder.blank(batch, longest);
-    let profile = session::disk_profile(&args.placement)?;
-    let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
-    let config = frozen_config(
-        &args.placement,
-        session::dtype(args.dtype.unwrap_or_default()),
-        session.threads,
-        limits,
-    );
+    let config =
+        frozen_config(&args.placement, session::dtype(args.dtype.unwrap_or_default()), &session, limits);
     let mut frozen =
         Frozen::open(config, &args.placement, profile.as_ref(), &session, (&args.model, weights), &sample)?;
     let vocab = model.config.vocab;
@@ -161,7 +156,7 @@ impl Run<'_> {
 pub(super) fn frozen_config(
     placement: &PlacementArgs,
     dtype: terrace_kernels::DType,
-    threads: usize,
+    session: &Session,
     limits: BatchLimits,
 ) -> EngineConfig {
     EngineConfig {
@@ -171,8 +166,8 @@ pub(super) fn frozen_config(
         disks: Vec::new(),
         disk_weights: None,
         host_budget: session::host_budget(placement),
-        device_budget: session::device_budget(placement),
-        threads,
+        device_budget: session.device_budget(placement),
+        threads: session.threads,
         limits,
         overrides: WindowOverrides {
             weight_slots: placement.window.map(NonZeroUsize::get),
@@ -213,12 +208,17 @@ impl Frozen {
             Engine::create(config, session.backend.clone(), model.blocks, sample, &mut source)
         };
         let mut frozen = Self { engine: None, dirs: Vec::new() };
-        if !wants_disk {
+        // Without a tier asked for, weights that do not fit a card stream from memory, and from a disk if there is one.
+        let mut tries = vec![config.placement];
+        if placement.offload.is_none() && session.on_card() {
+            tries.push(Placement::Host);
+        }
+        for (index, &place) in tries.iter().enumerate().filter(|_| !wants_disk) {
+            config.placement = place;
+            let may_go_on = index + 1 < tries.len() || (placement.offload.is_none() && !dirs.is_empty());
             match open(config.clone()) {
                 Ok(engine) => return Ok(Self { engine: Some(engine), dirs: Vec::new() }),
-                // With a disk at hand and no tier asked for, weights that do not fit stream instead.
-                Err(EngineError::Tier(terrace_tiers::TierError::Plan(_)))
-                    if placement.offload.is_none() && !dirs.is_empty() => {}
+                Err(EngineError::Tier(terrace_tiers::TierError::Plan(_))) if may_go_on => {}
                 Err(error) => return Err(error.into()),
             }
         }

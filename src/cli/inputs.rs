@@ -92,12 +92,24 @@ impl FinetuneInputs {
     /// # Errors
     /// A setting, the model's config or the data is refused.
     pub fn load(args: &super::args::FinetuneArgs) -> Result<Self, CliError> {
+        Self::load_after(args, |_| Ok(()))
+    }
+
+    /// As [`load`](Self::load), with a last word on the run before its data is read, which may take long.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load), or what `check` refuses.
+    pub fn load_after(
+        args: &super::args::FinetuneArgs,
+        check: impl FnOnce(&TrainConfig) -> Result<(), CliError>,
+    ) -> Result<Self, CliError> {
         let facts = ModelFacts::read(&args.model)?;
         let run = TrainConfig::resolve(args, facts.positions_max)?;
         checks::disks(&run.disks)?;
         if let Some(path) = &run.trace {
             checks::file("--trace", path)?;
         }
+        check(&run)?;
         let work_dir = run::default_disk(&run.output);
         let data = open_data(&run.model, facts, &run.data, run.seq_len, run.pack, &work_dir)?;
         let sampler = Sampler::new(data.len(), run.samples_per_step(), run.seed, run.shuffle);

@@ -1,10 +1,11 @@
-//! `terrace report`: what this machine offers. Nothing is loaded or changed; GPU libraries are looked for by name.
+//! `terrace report`: what this machine offers. Nothing is changed; GPU libraries that are found are loaded and asked.
 
 use crate::config::ByteSize;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use terrace_device::cuda::{self, CAPABILITY_MIN, CardReport, LibraryReport};
 
 /// What `terrace report` prints.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -35,8 +36,46 @@ pub struct Report {
     pub io_uring: IoUring,
     /// Version of the NVIDIA kernel driver, if it is loaded.
     pub nvidia_driver: Option<String>,
+    /// The newest CUDA that the driver's library supports.
+    pub cuda_driver: Option<String>,
     /// GPU libraries and where they are.
-    pub gpu_libraries: BTreeMap<&'static str, Option<PathBuf>>,
+    pub gpu_libraries: BTreeMap<&'static str, GpuLibrary>,
+    /// Cards, also those that are too old to be used.
+    pub gpus: Vec<Gpu>,
+    /// Why no card can be used, if there is none.
+    pub gpu_problem: Option<String>,
+}
+
+/// A library that is loaded at run time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct GpuLibrary {
+    /// The file, if it was found.
+    pub path: Option<PathBuf>,
+    /// What it says its version is.
+    pub version: Option<String>,
+    /// Where it was looked for.
+    pub looked_in: Vec<String>,
+}
+
+/// A card.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Gpu {
+    /// What `--device` calls it.
+    pub device: String,
+    /// Its name.
+    pub name: String,
+    /// Its generation, as `9.0`.
+    pub compute_capability: String,
+    /// Whether it is new enough.
+    pub usable: bool,
+    /// Its memory.
+    pub memory: ByteSize,
+    /// Its address on the bus.
+    pub bus_id: String,
+    /// The memory node of the host that it is attached to.
+    pub numa_node: Option<u32>,
+    /// Its link at its best, as `16 × 32.0 GT/s PCIe`.
+    pub link: Option<String>,
 }
 
 /// How much memory may be locked.
@@ -60,24 +99,6 @@ pub struct IoUring {
     pub reason: Option<String>,
 }
 
-/// GPU libraries by the name that is loaded at run time.
-const GPU_LIBRARIES: [&str; 5] =
-    ["libcuda.so.1", "libcublasLt.so", "libnvrtc.so", "libnccl.so", "libcufile.so"];
-const LIBRARY_FOLDERS: &[&str] = &[
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/lib/x86_64-linux-gnu",
-    "/usr/lib64",
-    "/usr/lib",
-    "/usr/local/cuda/lib64",
-    "/usr/local/cuda/targets/x86_64-linux/lib",
-    "/opt/cuda/lib64",
-    "/usr/local/nvidia/lib64",
-    "/usr/lib/wsl/lib",
-    "/run/opengl-driver/lib",
-    "/usr/local/lib",
-];
-
 impl Report {
     /// Looks around. `io_uring` tries to set up a ring and says why it cannot.
     pub fn collect(io_uring: impl FnOnce() -> Result<(), String>) -> Self {
@@ -85,6 +106,7 @@ impl Report {
         let memory = meminfo_bytes(&meminfo, "MemTotal");
         let limit = read("/sys/fs/cgroup/memory.max").and_then(|text| text.trim().parse().ok()).map(ByteSize);
         let io_uring = io_uring();
+        let cuda = cuda::probe();
         Self {
             version: env!("CARGO_PKG_VERSION"),
             target: target(),
@@ -99,7 +121,10 @@ impl Report {
             memlock_limit: read("/proc/self/limits").map_or(Memlock::Unknown, |text| memlock(&text)),
             io_uring: IoUring { available: io_uring.is_ok(), reason: io_uring.err() },
             nvidia_driver: read("/proc/driver/nvidia/version").and_then(|text| driver_version(&text)),
-            gpu_libraries: GPU_LIBRARIES.map(|name| (name, find_library(name, &library_folders()))).into(),
+            cuda_driver: cuda.driver_version.map(|(major, minor)| format!("{major}.{minor}")),
+            gpu_libraries: cuda.libraries.into_iter().map(|found| (found.name, library(found))).collect(),
+            gpus: cuda.devices.iter().map(gpu).collect(),
+            gpu_problem: cuda.problem,
         }
     }
 }
@@ -143,15 +168,49 @@ impl fmt::Display for Report {
             },
         )?;
         line("nvidia driver", self.nvidia_driver.as_deref().unwrap_or("not loaded"))?;
-        for (name, path) in &self.gpu_libraries {
-            line(
-                &format!("  {name}"),
-                &path.as_ref().map_or("not found".into(), |path| path.display().to_string()),
-            )?;
+        for (name, library) in &self.gpu_libraries {
+            let text = match (&library.path, &library.version) {
+                (Some(path), Some(version)) => format!("{} ({version})", path.display()),
+                (Some(path), None) => path.display().to_string(),
+                (None, _) => format!("not found in {}", library.looked_in.join(", ")),
+            };
+            line(&format!("  {name}"), &text)?;
+        }
+        for gpu in &self.gpus {
+            let (link, node) = (gpu.link.as_deref().unwrap_or("link unknown"), gpu.numa_node);
+            let node = node.map_or(String::new(), |node| format!(", memory node {node}"));
+            let usable = if gpu.usable { "" } else { ", too old to be used" };
+            let Gpu { name, compute_capability, memory, bus_id, .. } = gpu;
+            let text = format!(
+                "{name}, compute capability {compute_capability}, {memory}, {bus_id}, {link}{node}{usable}"
+            );
+            line(&gpu.device, &text)?;
+        }
+        if let Some(problem) = &self.gpu_problem {
+            line("no gpu", problem)?;
         }
         Ok(())
     }
 }
+
+fn library(found: LibraryReport) -> GpuLibrary {
+    GpuLibrary { path: found.search.found, version: found.version, looked_in: found.search.looked_in }
+}
+
+fn gpu(card: &CardReport) -> Gpu {
+    let properties = &card.properties;
+    Gpu {
+        device: format!("cuda:{}", properties.ordinal),
+        name: properties.name.clone(),
+        compute_capability: properties.capability.to_string(),
+        usable: properties.capability >= CAPABILITY_MIN,
+        memory: ByteSize(properties.memory_bytes),
+        bus_id: properties.bus_id.clone(),
+        numa_node: card.numa_node,
+        link: card.link_max.as_ref().map(|link| format!("{} × {}", link.width, link.speed)),
+    }
+}
+
 fn read(path: &str) -> Option<String> {
     std::fs::read_to_string(path).ok()
 }
@@ -213,32 +272,6 @@ fn driver_version(text: &str) -> Option<String> {
     text.lines().next()?.split_whitespace().find(is_version).map(str::to_owned)
 }
 
-fn library_folders() -> Vec<PathBuf> {
-    let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    let given = std::env::split_paths(&path).filter(|path| !path.as_os_str().is_empty());
-    given.chain(LIBRARY_FOLDERS.iter().map(PathBuf::from)).collect()
-}
-
-/// The first file whose name is `name` or `name` with a version behind it.
-fn find_library(name: &str, folders: &[PathBuf]) -> Option<PathBuf> {
-    folders.iter().find_map(|folder| {
-        let plain = folder.join(name);
-        if plain.exists() {
-            return Some(plain);
-        }
-        versions(folder, name).into_iter().next()
-    })
-}
-
-fn versions(folder: &Path, name: &str) -> Vec<PathBuf> {
-    let prefix = format!("{name}.");
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let named = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
-    let mut found: Vec<PathBuf> = named.map(|entry| entry.path()).collect();
-    found.sort();
-    found
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -254,16 +287,6 @@ mod tests {
         let driver =
             "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\nGCC version: 13.2.0";
         assert_eq!(driver_version(driver), Some("570.86.15".into()));
-    }
-
-    #[test]
-    fn libraries_are_found_by_name_or_version() {
-        let folder = tempfile::tempdir().unwrap();
-        let folders = [folder.path().to_path_buf()];
-        assert_eq!(find_library("libnccl.so", &folders), None);
-        std::fs::write(folder.path().join("libnccl.so.2"), "").unwrap();
-        std::fs::write(folder.path().join("libncclx.so"), "").unwrap();
-        assert_eq!(find_library("libnccl.so", &folders), Some(folder.path().join("libnccl.so.2")));
     }
 
     #[test]

@@ -1,9 +1,8 @@
 //! From flags to backends and budgets, shared by the commands that run the engine.
 
-use super::args::{DiskEngine, Dtype, Offload, PlacementArgs, WeightFormat};
-use super::checks;
-use crate::cpu_backend;
+use super::args::{DeviceName, DiskEngine, Dtype, Offload, PlacementArgs, WeightFormat};
 use crate::error::CliError;
+use crate::{cpu_backend, cuda_backend};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,10 +10,12 @@ use terrace_aio::IoEngine;
 use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig};
 use terrace_aio::layer::{StatsLayer, TraceLayer};
 use terrace_aio::profile::DiskProfile;
+use terrace_device::DeviceError;
+use terrace_device::cuda::CudaDevice;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, QuantFormat};
 use terrace_tiers::{MemoryPlan, Tier};
-use terrace_zero::{Backend, Placement};
+use terrace_zero::{Backend, EngineError, Placement};
 
 /// Disk operations that `--trace` remembers at most; later ones replace the earliest.
 const TRACE_EVENTS: usize = 1 << 20;
@@ -31,6 +32,8 @@ pub struct Session {
     pub trace: Option<Arc<TraceLayer>>,
     /// Threads that compute.
     pub threads: usize,
+    /// Bytes of the card's memory that were free when it was opened; `None` on the CPU.
+    device_free: Option<u64>,
 }
 
 impl Session {
@@ -44,7 +47,6 @@ impl Session {
         threads: Option<NonZeroUsize>,
         trace: bool,
     ) -> Result<Self, CliError> {
-        checks::device(placement)?;
         let threads =
             threads.or_else(|| std::thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get);
         let choice = match placement.engine {
@@ -52,7 +54,8 @@ impl Session {
             DiskEngine::Uring => EngineChoice::Uring,
             DiskEngine::Threads => EngineChoice::Threads,
         };
-        let mut backend = cpu_backend(threads, &IoConfig { choice, ..aio.clone() })?;
+        let (mut backend, device_free) =
+            open_backend(placement.device, threads, &IoConfig { choice, ..aio.clone() })?;
         let stats = Arc::new(StatsLayer::new(Arc::clone(&backend.io)));
         let mut io: Arc<dyn IoEngine> = Arc::clone(&stats) as _;
         let trace = trace.then(|| Arc::new(TraceLayer::new(Arc::clone(&io), TRACE_EVENTS)));
@@ -63,8 +66,56 @@ impl Session {
         if placement.discrete {
             backend.device = Arc::new(HostDevice::discrete());
         }
-        Ok(Self { backend, stats, trace, threads })
+        Ok(Self { backend, stats, trace, threads, device_free })
     }
+
+    /// Whether kernels run on a card.
+    pub fn on_card(&self) -> bool {
+        self.device_free.is_some()
+    }
+
+    /// Bytes of device memory the plan may use: the flag, or what is free less a reserve.
+    pub fn device_budget(&self, placement: &PlacementArgs) -> u64 {
+        let free = || self.device_free.map(|free| free.saturating_sub((free / 20).max(RESERVE_BYTES_MIN)));
+        placement.device_memory.map_or_else(|| free().unwrap_or(u64::MAX), |size| size.0)
+    }
+}
+
+/// The backend that `--device` names, and the free bytes of the card if it is one.
+fn open_backend(
+    device: DeviceName,
+    threads: usize,
+    io: &IoConfig,
+) -> Result<(Backend, Option<u64>), CliError> {
+    let on_card = |ordinal: u32| -> Result<(Backend, Option<u64>), EngineError> {
+        let card = CudaDevice::open(ordinal)?;
+        let (free, _) = card.memory()?;
+        Ok((cuda_backend(&card, io)?, Some(free as u64)))
+    };
+    let refused = |error: EngineError| {
+        let message = format!("--device {device}: {error}");
+        match error {
+            EngineError::Device(
+                DeviceError::NoDriver { .. }
+                | DeviceError::NoSuchDevice { .. }
+                | DeviceError::Unsupported { .. },
+            ) => CliError::Usage(message),
+            _ => CliError::Failed(message),
+        }
+    };
+    match device {
+        DeviceName::Cuda(ordinal) => return on_card(ordinal).map_err(refused),
+        DeviceName::Auto => match on_card(0) {
+            Ok(backend) => return Ok(backend),
+            Err(EngineError::Device(DeviceError::NoDriver { .. } | DeviceError::NoSuchDevice { .. })) => {}
+            Err(EngineError::Device(error)) => {
+                eprintln!("warning: computing on the CPU, because the card cannot be used: {error}");
+            }
+            Err(error) => return Err(error.into()),
+        },
+        DeviceName::Cpu => {}
+    }
+    Ok((cpu_backend(threads, io)?, None))
 }
 
 /// The measurements that `--profile` names.
@@ -115,11 +166,6 @@ pub fn host_budget(placement: &PlacementArgs) -> u64 {
         },
         |size| size.0,
     )
-}
-
-/// Bytes of device memory the plan may use.
-pub fn device_budget(placement: &PlacementArgs) -> u64 {
-    placement.device_memory.map_or(u64::MAX, |size| size.0)
 }
 
 /// A line of /proc/meminfo, in bytes.

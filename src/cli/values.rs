@@ -9,13 +9,13 @@ const THREADS_MAX: usize = 1024;
 /// Where to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceName {
-    /// The best there is: in this version the CPU.
+    /// The first card that can be used, else the CPU.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
     /// The GPU with this number.
-    Cuda(usize),
+    Cuda(u32),
 }
 
 impl FromStr for DeviceName {

@@ -189,10 +189,11 @@ impl Bench {
 #[derive(Clone)]
 pub struct Cmd {
     args: Vec<OsString>,
+    environment: Vec<(&'static str, String)>,
 }
 
 pub fn cmd(args: &[&str]) -> Cmd {
-    Cmd { args: Vec::new() }.args(args)
+    Cmd { args: Vec::new(), environment: Vec::new() }.args(args)
 }
 
 impl Cmd {
@@ -209,8 +210,16 @@ impl Cmd {
         self
     }
 
+    /// Sets a variable of the environment.
+    #[must_use]
+    pub fn environment(mut self, name: &'static str, value: &str) -> Self {
+        self.environment.push((name, value.to_owned()));
+        self
+    }
+
     pub fn spawn(&self) -> Running {
         let mut command = Command::new(env!("CARGO_BIN_EXE_terrace"));
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.args(&self.args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         Running { child: command.spawn().expect("the binary starts"), began: Instant::now() }
     }

@@ -11,8 +11,8 @@ use crate::TierError;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use terrace_aio::{BUF_ALIGN, BufHome, IoBuf, IoEngine, Registration};
-use terrace_device::StableBytes;
 use terrace_device::host::HostMemory;
+use terrace_device::{Device, Pinned, StableBytes};
 
 /// Bytes of one registration at most: the kernel's limit for a buffer.
 const REGISTRATION_BYTES_MAX: usize = 1 << 30;
@@ -29,6 +29,7 @@ struct Shared {
     /// Hazard (unmapped while registered): fields are dropped in the order of their declaration, so these end before the
     /// memory does.
     registrations: Vec<Registration>,
+    pinned: Pinned,
     memory: HostMemory,
     slot_bytes: usize,
     state: Mutex<State>,
@@ -97,7 +98,22 @@ impl Pool {
         // Lowest slots are handed out first, so that untouched ones never become resident.
         let state = State { free: (0..slots).rev().collect(), out_peak: 0, slots };
         let (state, returned) = (Mutex::new(state), Condvar::new());
-        Self { shared: Arc::new(Shared { name, registrations, memory, slot_bytes, state, returned }) }
+        let pinned = Pinned::none();
+        Self { shared: Arc::new(Shared { name, registrations, pinned, memory, slot_bytes, state, returned }) }
+    }
+
+    /// Pins the pool's memory for the copies of `device`. Where the device is refused that, or needs none, the pool works all
+    /// the same.
+    ///
+    /// # Panics
+    /// If a buffer is out.
+    #[must_use]
+    pub fn pinned_for(mut self, device: &dyn Device) -> Self {
+        let shared = Arc::get_mut(&mut self.shared).expect("a pool is pinned before it is used");
+        let memory = &shared.memory;
+        // SAFETY: the mapping is unmapped when `Shared` drops it, which is after it dropped `pinned`, declared before it.
+        shared.pinned = unsafe { device.pin(memory.base(), memory.bytes()) }.unwrap_or_default();
+        self
     }
 
     /// Whether the engine took the whole pool.

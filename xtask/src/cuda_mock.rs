@@ -12,9 +12,10 @@ use crate::cuda_shim;
 type Library = (&'static str, &'static [&'static str]);
 
 /// Found by every package.
-const LIBRARIES: [Library; 2] = [
+const LIBRARIES: [Library; 3] = [
     ("libcuda.so.1", &["device/mock/driver.cpp", "device/mock/machine.cpp"]),
     ("libnvrtc.so.13", &["device/mock/nvrtc.cpp"]),
+    ("libcublasLt.so.13", &["kernels/shim/cublaslt.cpp"]),
 ];
 
 /// Tests that need a card.
@@ -26,7 +27,7 @@ struct Suite {
     kernels: fn(&Path, &Path) -> Result<PathBuf, String>,
 }
 
-const SUITES: [Suite; 2] = [
+const SUITES: [Suite; 4] = [
     Suite {
         package: "terrace-device",
         tests: "--test cuda_mock -- --ignored",
@@ -43,10 +44,22 @@ const SUITES: [Suite; 2] = [
             cuda_shim::build(root)
         },
     },
+    // Parity with torch and placement on the card, which the variable below selects.
+    Suite {
+        package: "terrace-models",
+        tests: "--test suite --test placement --test fp16 -- engine:: quantized::placement quantized::logits \
+                bf16_with_split_state_untied_without_clipping f32 placement_changes_nothing",
+        kernels: |root, _| cuda_shim::build(root),
+    },
+    Suite {
+        package: "terrace",
+        tests: "--test cuda_mock -- --ignored",
+        kernels: |root, _| cuda_shim::build(root),
+    },
 ];
 
-const COMPILER: &str =
-    "g++ -std=c++17 -O1 -g -Wall -Wextra -Werror -fPIC -shared -pthread -fvisibility=hidden";
+const COMPILER: &str = "g++ -std=c++17 -O1 -g -Wall -Wextra -Werror -Wno-unknown-pragmas \
+                        -Wno-unused-function -fno-extern-tls-init -fPIC -shared -pthread -fvisibility=hidden";
 
 /// Builds the libraries and runs the tests of the packages that `arguments` name (`-p NAME`; all without any).
 ///
@@ -83,6 +96,7 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
             .environment("TERRACE_SHIM_LIBRARY", kernels.display().to_string())
             // Threads of a block in another order at every launch; a seed that is set decides which.
             .environment("TERRACE_SHIM_ORDER", std::env::var("TERRACE_SHIM_ORDER").unwrap_or("1".to_owned()))
+            .environment("TERRACE_TEST_DEVICE", "cuda:0".to_owned())
             // What the mock compiler makes must not be taken for a real compiler's.
             .environment("XDG_CACHE_HOME", folder.join("cache").display().to_string())
             .run(root)?;

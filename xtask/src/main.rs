@@ -26,8 +26,8 @@ fn main() -> ExitCode {
         ["tidy", "--shrink"] => xtask::tidy::shrink(&root),
         ["test"] => xtask::test::run(&root),
         ["cuda-check"] => xtask::cuda_check::run(&root),
-        ["cuda-shim"] => xtask::cuda_shim::build(&root).map(|library| eprintln!("{}", library.display())),
         ["cuda-mock", rest @ ..] => xtask::cuda_mock::run(&root, rest),
+        ["cuda-shim"] => xtask::cuda_shim::build(&root).map(|library| eprintln!("{}", library.display())),
         ["bench", rest @ ..] => xtask::bench::run(&root, rest),
         ["help" | "--help" | "-h"] => {
             print!("{USAGE}");

@@ -8,9 +8,11 @@
 //!   through [`SPILL_SLOTS`] slots and is read back one micro-batch ahead.
 
 use crate::Result;
+use crate::lane::Signal;
 use std::collections::HashMap;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
+use terrace_device::Device;
 use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, Striping};
 
 /// Slots for signals on their way to or from disk: two writes or reads in flight and one in use.
@@ -22,7 +24,7 @@ pub(crate) struct Activations {
     boundaries: usize,
     micro_batches: usize,
     /// Checkpoints in memory, by boundary and micro-batch.
-    kept: HashMap<(usize, usize), Lease>,
+    kept: HashMap<(usize, usize), Signal>,
     spill: Option<Spill>,
 }
 
@@ -43,6 +45,7 @@ impl Activations {
         boundaries: usize,
         micro_batches: usize,
         signal_bytes: usize,
+        device: &dyn Device,
         disk: Option<(&Arc<dyn IoEngine>, &Striping)>,
     ) -> Result<Self> {
         let slots = Self::slots(boundaries, micro_batches, disk.is_some());
@@ -56,11 +59,12 @@ impl Activations {
                     boundaries * micro_batches,
                     signal_bytes,
                 )?,
-                pool: Pool::new_registered("spilled activations", SPILL_SLOTS, signal_bytes, engine)?,
+                pool: Pool::new_registered("spilled activations", SPILL_SLOTS, signal_bytes, engine)?
+                    .pinned_for(device),
                 ahead: None,
             }),
         };
-        let pool = Pool::new("activations", slots, signal_bytes)?;
+        let pool = Pool::new("activations", slots, signal_bytes)?.pinned_for(device);
         Ok(Self { pool, boundaries, micro_batches, kept: HashMap::new(), spill })
     }
 
@@ -70,33 +74,35 @@ impl Activations {
     }
 
     /// Keeps the signal at `boundary` as the next block's input and as a checkpoint for backward.
-    pub(crate) fn keep(&mut self, boundary: usize, m: usize, signal: Lease) -> Result {
+    pub(crate) fn keep(&mut self, boundary: usize, m: usize, mut signal: Signal) -> Result {
         // The last boundary is used by backward at once; it need not be spilled.
         if let Some(spill) = &self.spill
             && boundary + 1 < self.boundaries
         {
-            let mut copy = spill.pool.acquire(signal.len());
-            copy.copy_from_slice(&signal);
+            let lease = signal.into_host()?;
+            let mut copy = spill.pool.acquire(lease.len());
+            copy.copy_from_slice(&lease);
             spill.scratch.write(chunk(boundary, m, self.micro_batches), copy)?;
+            signal = Signal::Host(lease);
         }
         self.kept.insert((boundary, m), signal);
         Ok(())
     }
 
     /// Takes the input of the next block in forward; give it back with [`checkpoint`](Self::checkpoint).
-    pub(crate) fn take(&mut self, boundary: usize, m: usize) -> Lease {
+    pub(crate) fn take(&mut self, boundary: usize, m: usize) -> Signal {
         self.kept.remove(&(boundary, m)).expect("a signal is kept before it is taken")
     }
 
     /// After its use in forward: stays in memory, or was spilled already and leaves.
     pub(crate) fn checkpoint(&mut self, boundary: usize, m: usize, signal: Lease) {
         if self.spill.is_none() {
-            self.kept.insert((boundary, m), signal);
+            self.kept.insert((boundary, m), Signal::Host(signal));
         }
     }
 
     /// Takes a checkpoint in backward, reading it back if it was spilled, and starts reading the one that follows.
-    pub(crate) fn recall(&mut self, boundary: usize, m: usize, bytes: usize) -> Result<Lease> {
+    pub(crate) fn recall(&mut self, boundary: usize, m: usize, bytes: usize) -> Result<Signal> {
         if let Some(signal) = self.kept.remove(&(boundary, m)) {
             self.read_ahead(boundary, m, bytes)?;
             return Ok(signal);
@@ -108,7 +114,7 @@ impl Activations {
         };
         let signal = read.wait()?;
         self.read_ahead(boundary, m, bytes)?;
-        Ok(signal)
+        Ok(Signal::Host(signal))
     }
 
     /// Backward visits boundaries downwards and micro-batches upwards within each.

@@ -77,6 +77,8 @@ pub struct WindowOverrides {
     pub gradients_on_disk: Option<bool>,
     /// Spill activations to disk.
     pub activations_on_disk: Option<bool>,
+    /// Leave signals on a device with its own memory from one block to the next.
+    pub signals_stay: Option<bool>,
 }
 
 /// Everything that fixes an engine, beside its blocks and backends.

@@ -18,6 +18,8 @@ pub(crate) struct DryRun<'a> {
     pub(crate) network: &'a Network,
     pub(crate) dtype: DType,
     pub(crate) unified: bool,
+    /// Signals stay on the device from one block to the next (devices with their own memory only).
+    pub(crate) signals_stay: bool,
     pub(crate) sample: &'a MicroBatch,
     pub(crate) micro_batches: usize,
     /// Elements of a chunk of gradient on its way down (devices with their own memory only).
@@ -41,19 +43,21 @@ impl DryRun<'_> {
         let starts = vec![0; self.sample.sequences];
         let last = self.network.last();
         let forward_until = if mode == Mode::Train { last } else { last + 1 };
+        // What stays on the device of every micro-batch, between two blocks.
+        let mut staying: Vec<Option<Region>> = inputs.iter().map(|_| None).collect();
         for block in 0..forward_until {
-            for inputs in &inputs {
+            for (inputs, staying) in inputs.iter().zip(&mut staying) {
                 let mut cx = self.context(&kernels, &arena, mode, inputs, &mut loss);
                 if let Some((keys, values)) = caches.get_mut(block).and_then(Option::as_mut) {
                     cx.kv =
                         Some(KvSlot { keys: keys.view_mut(), values: values.view_mut(), starts: &starts });
                 }
-                self.forward(block, mode, &arena, &mut cx)?;
+                self.forward(block, mode, &arena, &mut cx, staying)?;
             }
         }
         if mode == Mode::Train {
             for block in (0..=last).rev() {
-                self.backward(block, &kernels, &arena, &inputs, &mut loss)?;
+                self.backward(block, &kernels, &arena, &inputs, &mut staying, &mut loss)?;
             }
         }
         let totals = counter.totals();
@@ -63,16 +67,26 @@ impl DryRun<'_> {
         })
     }
 
-    fn forward(&self, block: usize, mode: Mode, arena: &Arena, cx: &mut Context<'_>) -> Result {
+    fn forward(
+        &self,
+        block: usize,
+        mode: Mode,
+        arena: &Arena,
+        cx: &mut Context<'_>,
+        staying: &mut Option<Region>,
+    ) -> Result {
         let last = block == self.network.last();
         let x = block.checked_sub(1).map(|b| self.signal(b, mode));
         let y = self.signal(block, mode);
-        let _x = self.crossing(arena, x.as_ref())?;
+        let _x = self.crossing(arena, x.as_ref(), staying)?;
         // Logits always live in the arena; other outputs only where signals cross by copy.
-        let _y = if last { Some(arena.alloc(y.bytes())?) } else { self.crossing(arena, Some(&y))? };
+        let y_region =
+            if last { Some(arena.alloc(y.bytes())?) } else { self.crossing(arena, Some(&y), &mut None)? };
         let weights = self.weights(block);
         let y = ViewMut::new(BytesMut::virtual_range(y.bytes()), y.dtype, &y.dims);
-        self.network.blocks[block].forward(cx, &weights, x.as_ref().map(virtual_view), y)
+        self.network.blocks[block].forward(cx, &weights, x.as_ref().map(virtual_view), y)?;
+        *staying = y_region.filter(|_| self.signals_stay && !last);
+        Ok(())
     }
 
     fn backward(
@@ -81,6 +95,7 @@ impl DryRun<'_> {
         kernels: &terrace_kernels::KernelSet,
         arena: &Arena,
         inputs: &[Vec<Tensor>],
+        staying: &mut [Option<Region>],
         loss: &mut Tensor,
     ) -> Result {
         let network = self.network;
@@ -89,12 +104,15 @@ impl DryRun<'_> {
             groups.iter().map(|&g| arena.alloc(network.groups[g].elements * 4)).collect();
         let _accumulators = accumulators?;
         self.gradient_chunk(arena)?;
-        for inputs in inputs {
+        for (inputs, staying) in inputs.iter().zip(staying) {
             let x = block.checked_sub(1).map(|b| self.signal(b, Mode::Train));
             let dy = (block < network.last()).then(|| self.signal(block, Mode::Train));
-            let _x = self.crossing(arena, x.as_ref())?;
-            let _dy = self.crossing(arena, dy.as_ref())?;
-            let _dx = self.crossing(arena, x.as_ref())?;
+            // What stayed is the input of the last block, and what comes into every other from above.
+            let (mut of_x, mut of_dy) =
+                if dy.is_none() { (staying.take(), None) } else { (None, staying.take()) };
+            let _x = self.crossing(arena, x.as_ref(), &mut of_x)?;
+            let _dy = self.crossing(arena, dy.as_ref(), &mut of_dy)?;
+            let dx_region = self.crossing(arena, x.as_ref(), &mut None)?;
             let mut cx = self.context(kernels, arena, Mode::Train, inputs, loss);
             let specs = param_dims(network, block);
             let slots = specs.into_iter().map(|dims| {
@@ -111,6 +129,7 @@ impl DryRun<'_> {
                 dx,
                 &mut gradients,
             )?;
+            *staying = dx_region.filter(|_| self.signals_stay);
         }
         self.gradient_chunk(arena)
     }
@@ -123,9 +142,15 @@ impl DryRun<'_> {
         Ok(())
     }
 
-    /// The region that a signal takes where it crosses by copy.
-    fn crossing(&self, arena: &Arena, spec: Option<&OutputSpec>) -> Result<Option<Region>> {
+    /// The region of a signal on a device with its own memory: the one in which it stayed, or a new one.
+    fn crossing(
+        &self,
+        arena: &Arena,
+        spec: Option<&OutputSpec>,
+        staying: &mut Option<Region>,
+    ) -> Result<Option<Region>> {
         match spec {
+            Some(_) if staying.is_some() => Ok(staying.take()),
             Some(spec) if !self.unified => Ok(Some(arena.alloc(spec.bytes())?)),
             _ => Ok(None),
         }

@@ -1,6 +1,7 @@
 //! The engine as the embedder holds it: built from a plan, then driven step by step.
 
 use crate::activations::Activations;
+use crate::device_weights::DeviceWeights;
 use crate::fetch::SlotClasses;
 use crate::gradients::GradientPark;
 use crate::lane::Lane;
@@ -13,12 +14,10 @@ use crate::update::UpdateSlots;
 use crate::{
     Backend, Block, EngineConfig, EngineError, MicroBatch, Placement, Result, WeightSource, checkpoint,
 };
-use std::collections::VecDeque;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
-use terrace_device::Region;
 use terrace_optimizer::Optimizer;
 use terrace_tiers::{DiskStore, MemoryPlan, Pool, Striping};
 
@@ -38,7 +37,7 @@ pub struct Engine {
     pub(crate) lane: Lane,
     pub(crate) home: StateHome,
     pub(crate) weight_slots: Option<SlotClasses>,
-    pub(crate) weight_regions: VecDeque<Region>,
+    pub(crate) device_weights: DeviceWeights,
     pub(crate) park: Option<GradientPark>,
     pub(crate) signals: Signals,
     pub(crate) update_slots: UpdateSlots,
@@ -87,7 +86,9 @@ impl Engine {
                 let store = DiskStore::create(&backend.io, &striping, parts.plan.spec.clone())?;
                 StateHome::Disk(Box::new(store))
             }
-            Placement::None | Placement::Host => StateHome::resident(&parts.network, &parts.kinds)?,
+            Placement::None | Placement::Host => {
+                StateHome::resident(&parts.network, &parts.kinds, &*backend.device)?
+            }
         };
         let mut engine = Self::assemble(parts, backend, home)?;
         checkpoint::initialize(&mut engine, source)?;
@@ -135,7 +136,7 @@ impl Engine {
             engine.step = step;
             return Ok(engine);
         }
-        let home = StateHome::resident(&parts.network, &parts.kinds)?;
+        let home = StateHome::resident(&parts.network, &parts.kinds, &*backend.device)?;
         let mut engine = Self::assemble(parts, backend, home)?;
         engine.step = step;
         checkpoint::load_resident(&mut engine, &store)?;
@@ -168,21 +169,14 @@ impl Engine {
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
         let Parts { config, network, kinds, runs, optimizer, plan, loss_scale } = parts;
         let windows = &plan.windows;
-        let lane = Lane::new(&backend, windows.arena_bytes)?;
+        let lane = Lane::new(&backend, windows.arena_bytes, windows.signals_stay)?;
         let on_disk = home.disk().is_some();
         let slot_io = on_disk.then_some(&backend.io);
         let weight_slots = match slot_io {
-            Some(io) => Some(SlotClasses::new(&windows.classes, network.groups.len(), io)?),
+            Some(_) => Some(SlotClasses::new(&windows.classes, network.groups.len(), &backend)?),
             None => None,
         };
-        let mut weight_regions = VecDeque::new();
-        if windows.device_weight_slots > 0 {
-            let bytes = (network.group_elements_max() * network.element_bytes).next_multiple_of(256);
-            let arena = backend.device.arena(bytes * windows.device_weight_slots)?;
-            for _ in 0..windows.device_weight_slots {
-                weight_regions.push_back(arena.alloc(bytes)?);
-            }
-        }
+        let device_weights = DeviceWeights::new(&backend, &network, windows.device_room)?;
         let spills = windows.gradients_on_disk || windows.activations_on_disk;
         let striping = if spills { Some(config.striping()?) } else { None };
         let disks =
@@ -192,6 +186,7 @@ impl Engine {
                 config.dtype,
                 &plan.spec,
                 windows.gradient_chunks,
+                &*backend.device,
                 disks(windows.gradients_on_disk),
             )?),
             None => None,
@@ -201,10 +196,11 @@ impl Engine {
                 network.last(),
                 config.limits.micro_batches,
                 windows.signal_bytes,
+                &*backend.device,
                 disks(windows.activations_on_disk),
             )?))
         } else {
-            Signals::ForwardOnly(Pool::new("signals", 2, windows.signal_bytes)?)
+            Signals::ForwardOnly(Pool::new("signals", 2, windows.signal_bytes)?.pinned_for(&*backend.device))
         };
         let slots = if config.training.is_some() && on_disk { windows.update_slots } else { 2 };
         let update_slots = UpdateSlots::new(&kinds, slots, windows.slot_elements, slot_io)?;
@@ -225,7 +221,7 @@ impl Engine {
             lane,
             home,
             weight_slots,
-            weight_regions,
+            device_weights,
             park,
             signals,
             update_slots,

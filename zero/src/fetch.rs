@@ -7,15 +7,15 @@
 //!
 //! A group moves through [`Residency`]; the transitions are asserted.
 
+use crate::device_weights::{DeviceWeights, Place};
 use crate::lane::Lane;
 use crate::network::Network;
 use crate::state::{StateHome, StateKinds};
-use crate::{EngineError, Result};
+use crate::{Backend, EngineError, Result};
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
-use terrace_aio::IoEngine;
 use terrace_device::{Bytes, Event, Region, Upload, UploadSource};
 use terrace_tiers::{BlobKey, BlobKind, DiskStore, Generation, Lease, PendingRead, Pool, SharedBytes};
 
@@ -100,11 +100,12 @@ pub(crate) fn plan_classes(network: &Network, weight_bytes: usize, window: usize
 }
 
 impl SlotClasses {
-    pub(crate) fn new(classes: &[SlotClass], groups: usize, io: &Arc<dyn IoEngine>) -> Result<Self> {
+    pub(crate) fn new(classes: &[SlotClass], groups: usize, backend: &Backend) -> Result<Self> {
         let mut class_of_group = vec![usize::MAX; groups];
         let mut pools = Vec::new();
         for (index, class) in classes.iter().enumerate() {
-            pools.push(Pool::new_registered("weights", class.slots, class.slot_bytes, io)?);
+            let pool = Pool::new_registered("weights", class.slots, class.slot_bytes, &backend.io)?;
+            pools.push(pool.pinned_for(&*backend.device));
             for &group in &class.groups {
                 class_of_group[group] = index;
             }
@@ -128,6 +129,10 @@ pub(crate) struct Fetcher<'a> {
     uploads: VecDeque<(usize, Upload<SharedBytes>)>,
     upcoming: VecDeque<usize>,
     regions: VecDeque<(Region, Option<Arc<dyn Event>>)>,
+    /// Places of groups whose weights stay on the device, instead of `regions`.
+    places: Option<Vec<Place>>,
+    /// What fills places, until the end of the schedule.
+    filling: Vec<UploadSource<SharedBytes>>,
     residency: Vec<Residency>,
     /// Time compute waited for weights.
     pub(crate) stalled: Duration,
@@ -150,6 +155,7 @@ pub(crate) struct Ready {
 enum ReadyMemory {
     Host(SharedBytes),
     Device { region: Region, source: Option<UploadSource<SharedBytes>> },
+    Resident(Arc<Region>),
 }
 
 impl Ready {
@@ -161,12 +167,13 @@ impl Ready {
         match &self.memory {
             ReadyMemory::Host(bytes) => Bytes::from_host(bytes),
             ReadyMemory::Device { region, .. } => region.bytes(),
+            ReadyMemory::Resident(region) => region.bytes(),
         }
     }
 }
 
 impl<'a> Fetcher<'a> {
-    /// Starts fetching `items` (groups in order of use). `regions` are the device's weight slots.
+    /// Starts fetching `items` (groups in order of use) into the `room` there is on the device.
     pub(crate) fn start<'scope>(
         scope: &'scope std::thread::Scope<'scope, 'a>,
         lane: &'a Lane,
@@ -174,8 +181,8 @@ impl<'a> Fetcher<'a> {
         kinds: &'a StateKinds,
         slots: Option<&'a SlotClasses>,
         items: Vec<usize>,
-        regions: VecDeque<Region>,
-    ) -> Self
+        room: DeviceWeights,
+    ) -> Result<Self>
     where
         'a: 'scope,
     {
@@ -201,21 +208,38 @@ impl<'a> Fetcher<'a> {
                         |_| receiver,
                     )
             }
-            _ => return Self::build(lane, Source::Resident(home, kinds), upcoming, regions, groups),
+            _ => return Self::build(lane, Source::Resident(home, kinds), upcoming, room, groups),
         };
-        Self::build(lane, Source::Thread(source), upcoming, regions, groups)
+        Self::build(lane, Source::Thread(source), upcoming, room, groups)
     }
 
     fn build(
         lane: &'a Lane,
         source: Source<'a>,
         upcoming: VecDeque<usize>,
-        regions: VecDeque<Region>,
+        room: DeviceWeights,
         groups: usize,
-    ) -> Self {
-        let regions = regions.into_iter().map(|r| (r, None)).collect();
+    ) -> Result<Self> {
+        // Hazard (upload over weights in use): by the schedule of before.
+        let passed = if lane.unified { None } else { Some(lane.compute.record()?) };
+        let (regions, places) = match room {
+            DeviceWeights::Unified => (VecDeque::new(), None),
+            DeviceWeights::Slots(slots) => {
+                (slots.into_iter().map(|region| (region, passed.clone())).collect(), None)
+            }
+            DeviceWeights::Resident(places) => {
+                if let Some(passed) = &passed {
+                    lane.up.wait(&**passed)?;
+                }
+                (VecDeque::new(), Some(places))
+            }
+        };
         let residency = vec![Residency::Home; groups];
-        Self { lane, source, uploads: VecDeque::new(), upcoming, regions, residency, stalled: Duration::ZERO }
+        let (uploads, stalled, filling) = (VecDeque::new(), Duration::ZERO, Vec::new());
+        let mut fetcher =
+            Self { lane, source, uploads, upcoming, regions, places, filling, residency, stalled };
+        fetcher.fill_places()?;
+        Ok(fetcher)
     }
 
     /// Waits for the next group of the schedule.
@@ -225,6 +249,8 @@ impl<'a> Fetcher<'a> {
             let (group, bytes) = self.staged(true)?.expect("waited for");
             self.set(group, &[Residency::Staged, Residency::Ready]);
             Ready { group, memory: ReadyMemory::Host(bytes) }
+        } else if self.places.is_some() {
+            self.next_resident()?
         } else {
             self.start_uploads()?;
             let (group, upload) = self.uploads.pop_front().expect("at least one upload was started");
@@ -254,9 +280,48 @@ impl<'a> Fetcher<'a> {
         Ok(())
     }
 
-    /// Returns the device's weight slots after the last use.
-    pub(crate) fn finish(self) -> VecDeque<Region> {
-        self.regions.into_iter().map(|(region, _)| region).collect()
+    /// Gives back the device's room for weights after the last use.
+    pub(crate) fn finish(self) -> DeviceWeights {
+        match self.places {
+            Some(places) => DeviceWeights::Resident(places),
+            None if self.lane.unified => DeviceWeights::Unified,
+            None => DeviceWeights::Slots(self.regions.into_iter().map(|(region, _)| region).collect()),
+        }
+    }
+
+    /// Starts the uploads of all groups that are stale on the device, in the order of their use.
+    fn fill_places(&mut self) -> Result {
+        let (Some(places), Source::Resident(home, kinds)) = (&mut self.places, &self.source) else {
+            return Ok(());
+        };
+        for &group in &self.upcoming {
+            if let Place::Stale(_) = places[group] {
+                let Place::Stale(region) = std::mem::replace(&mut places[group], Place::Moving) else {
+                    unreachable!("just looked at")
+                };
+                let weights =
+                    home.resident_weights(group, kinds).expect("resident state has every group's weights");
+                places[group] = Place::Coming(Upload::start(&*self.lane.up, weights, region)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn next_resident(&mut self) -> Result<Ready> {
+        let group = self.upcoming.pop_front().expect("the schedule asks for no more groups than it listed");
+        self.set(group, &[Residency::Staged, Residency::Ready]);
+        let places = self.places.as_mut().expect("weights that stay have places");
+        let region = match std::mem::replace(&mut places[group], Place::Moving) {
+            Place::Coming(upload) => {
+                let (region, source) = upload.ready_on(&*self.lane.compute)?;
+                self.filling.push(source);
+                Arc::new(region)
+            }
+            Place::Here(region) => region,
+            Place::Stale(_) | Place::Moving => unreachable!("a group of the schedule is filled at its start"),
+        };
+        places[group] = Place::Here(Arc::clone(&region));
+        Ok(Ready { group, memory: ReadyMemory::Resident(region) })
     }
 
     /// The next group in host memory; `None` if it is not there yet and `wait` is false.

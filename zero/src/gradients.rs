@@ -11,7 +11,7 @@ use crate::{Backend, Gradients, Result};
 use bytemuck::cast_slice;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
-use terrace_device::{BytesMut, Download, Region, Upload};
+use terrace_device::{BytesMut, Device, Download, Region};
 use terrace_kernels::{DType, View, ViewMut};
 use terrace_optimizer::{Gradient, SumOfSquares};
 use terrace_tiers::{Arrived, Lease, PendingRead, Pool, Scratch, ScratchChunk, StoreSpec, Striping};
@@ -80,6 +80,7 @@ impl GradientPark {
         dtype: DType,
         spec: &StoreSpec,
         host_chunks: usize,
+        device: &dyn Device,
         disk: Option<(&Arc<dyn IoEngine>, &Striping)>,
     ) -> Result<Self> {
         let groups = spec.groups.len();
@@ -101,7 +102,7 @@ impl GradientPark {
         Ok(Self {
             dtype,
             spec: spec.clone(),
-            pool,
+            pool: pool.pinned_for(device),
             scratch,
             first,
             parked: (0..groups).map(|g| (0..spec.chunks(g)).map(|_| None).collect()).collect(),
@@ -123,7 +124,7 @@ impl GradientPark {
                 ops.cast(flat(&lease, self.dtype), out)?;
             } else {
                 let region = lane.arena.alloc(lease.len())?;
-                let (region, source) = Upload::start(&*lane.up, lease, region)?.ready_on(&*lane.compute)?;
+                let (region, source) = lane.upload(lease, region)?;
                 ops.cast(View::new(region.bytes(), self.dtype, &[len]), out)?;
                 source.release()?;
             }

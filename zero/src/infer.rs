@@ -3,6 +3,7 @@
 use crate::dry::allocate_caches;
 use crate::engine::{Engine, Signals};
 use crate::fetch::Fetcher;
+use crate::lane::Signal;
 use crate::train::{Pass, zero_loss};
 use crate::{EngineError, KvSlot, MicroBatch, Mode, Result};
 use terrace_kernels::{Tensor, ViewMut};
@@ -99,7 +100,7 @@ impl Engine {
             )));
         }
         let Self {
-            config, backend, network, kinds, lane, home, weight_slots, weight_regions, signals, ..
+            config, backend, network, kinds, lane, home, weight_slots, device_weights, signals, ..
         } = self;
         let (network, lane, home, kinds) = (&*network, &*lane, &*home, &*kinds);
         let inputs = batch.inputs.iter().map(|t| lane.tensor(t)).collect::<Result<Vec<Tensor>>>()?;
@@ -107,18 +108,18 @@ impl Engine {
         let (sequences, length) = (batch.sequences, batch.length);
         let pass = Pass { network, backend, lane, config, mode, sequences, length, loss_scale: 1.0 };
         let items: Vec<usize> = (0..=network.last()).flat_map(|b| network.groups_of(b)).collect();
-        let regions = std::mem::take(weight_regions);
+        let room = std::mem::take(device_weights);
         let slots = weight_slots.as_ref();
-        let (regions, logits) = std::thread::scope(|scope| -> Result<_> {
-            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, regions);
-            let mut signal: Option<Lease> = None;
+        let (room, logits) = std::thread::scope(|scope| -> Result<_> {
+            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, room)?;
+            let mut signal: Option<Signal> = None;
             let mut logits = None;
             for block in 0..=network.last() {
                 let last = block == network.last();
                 let ready = pass.fetch(&mut fetcher, block)?;
                 let weights = pass.weights(block, &ready);
                 let x = match signal.take() {
-                    Some(lease) => Some(lane.load(lease, pass.signal(block - 1))?),
+                    Some(signal) => Some(lane.load(signal, pass.signal(block - 1))?),
                     None => None,
                 };
                 let x_view = x.as_ref().map(crate::lane::Loaded::view);
@@ -143,13 +144,13 @@ impl Engine {
                 };
                 network.blocks[block].forward(&mut cx, &weights, x_view, y)?;
                 drop((weights, x));
-                signal = target.map(|t| lane.store(t)).transpose()?;
+                signal = target.map(|t| lane.pass(t)).transpose()?;
                 logits = output;
                 pass.release(&mut fetcher, ready)?;
             }
             Ok((fetcher.finish(), logits))
         })?;
-        *weight_regions = regions;
+        *device_weights = room;
         Ok((loss, logits))
     }
 }

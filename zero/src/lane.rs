@@ -5,7 +5,9 @@
 
 use crate::{Backend, HostTensor, OutputSpec, Result};
 use std::sync::Arc;
-use terrace_device::{Arena, Bytes, BytesMut, Download, Region, Stream, StreamKind, Upload};
+use terrace_device::{
+    Arena, Bytes, BytesMut, Download, Region, StableBytes, Stream, StreamKind, Upload, UploadSource,
+};
 use terrace_kernels::{DType, Tensor, View, ViewMut};
 use terrace_tiers::Lease;
 
@@ -13,18 +15,39 @@ use terrace_tiers::Lease;
 #[derive(Debug)]
 pub(crate) struct Lane {
     pub(crate) unified: bool,
+    /// Signals stay on the device from one block to the next.
+    pub(crate) signals_stay: bool,
     pub(crate) compute: Arc<dyn Stream>,
+    /// Weights, into memory that events guard.
     pub(crate) up: Arc<dyn Stream>,
+    /// All else that goes up, see [`Lane::upload`].
+    side: Arc<dyn Stream>,
     pub(crate) down: Arc<dyn Stream>,
     pub(crate) arena: Arena,
+}
+
+/// A signal between two blocks.
+#[derive(Debug)]
+pub(crate) enum Signal {
+    /// In host memory.
+    Host(Lease),
+    /// On the device, and on its way to host memory.
+    Both(Download<Lease>),
+    /// On the device.
+    Device(Region),
 }
 
 /// A signal that kernels can read.
 #[derive(Debug)]
 pub(crate) struct Loaded {
-    lease: Lease,
-    region: Option<Region>,
+    memory: LoadedMemory,
     spec: OutputSpec,
+}
+
+#[derive(Debug)]
+enum LoadedMemory {
+    Signal(Signal),
+    Uploaded(Region, UploadSource<Lease>),
 }
 
 /// A signal that kernels can write.
@@ -36,25 +59,39 @@ pub(crate) struct Target {
 }
 
 impl Lane {
-    pub(crate) fn new(backend: &Backend, arena_bytes: usize) -> Result<Self> {
+    pub(crate) fn new(backend: &Backend, arena_bytes: usize, signals_stay: bool) -> Result<Self> {
         let device = &backend.device;
         Ok(Self {
             unified: device.unified(),
+            signals_stay,
             compute: device.stream(StreamKind::Compute)?,
             up: device.stream(StreamKind::Upload)?,
+            side: device.stream(StreamKind::Upload)?,
             down: device.stream(StreamKind::Download)?,
             arena: device.arena(arena_bytes)?,
         })
     }
 
+    /// Starts a copy into memory of the arena.
+    ///
+    /// Hazard (upload over memory in use): the arena's memory may have been given back while kernels that were enqueued
+    /// before still read it. Compute waits for compute anyway; an upload must be told to.
+    pub(crate) fn upload<S: StableBytes>(&self, src: S, region: Region) -> Result<(Region, UploadSource<S>)> {
+        self.side.wait(&*self.compute.record()?)?;
+        Ok(Upload::start(&*self.side, src, region)?.ready_on(&*self.compute)?)
+    }
+
     /// Makes a signal readable by kernels.
-    pub(crate) fn load(&self, lease: Lease, spec: OutputSpec) -> Result<Loaded> {
-        if self.unified {
-            return Ok(Loaded { lease, region: None, spec });
-        }
-        let region = self.arena.alloc(lease.len())?;
-        let (region, source) = Upload::start(&*self.up, lease, region)?.ready_on(&*self.compute)?;
-        Ok(Loaded { lease: source.release()?, region: Some(region), spec })
+    pub(crate) fn load(&self, signal: Signal, spec: OutputSpec) -> Result<Loaded> {
+        let memory = match signal {
+            Signal::Host(lease) if !self.unified => {
+                let region = self.arena.alloc(lease.len())?;
+                let (region, source) = self.upload(lease, region)?;
+                LoadedMemory::Uploaded(region, source)
+            }
+            signal => LoadedMemory::Signal(signal),
+        };
+        Ok(Loaded { memory, spec })
     }
 
     /// Prepares a signal that kernels write.
@@ -63,19 +100,35 @@ impl Lane {
         Ok(Target { lease, region, spec })
     }
 
-    /// Brings a written signal back to its lease.
-    pub(crate) fn store(&self, target: Target) -> Result<Lease> {
+    /// Hands a written signal to its next and only use.
+    pub(crate) fn pass(&self, target: Target) -> Result<Signal> {
         match target.region {
-            None => Ok(target.lease),
-            Some(region) => Ok(Download::start(&*self.down, &*self.compute, region, target.lease)?.wait()?.1),
+            Some(region) if self.signals_stay => Ok(Signal::Device(region)),
+            region => self.bring_down(target.lease, region),
         }
+    }
+
+    /// Hands a written signal to its next use, and host memory a copy for a later one.
+    pub(crate) fn pass_and_keep(&self, target: Target) -> Result<Signal> {
+        match target.region {
+            Some(region) if self.signals_stay => {
+                Ok(Signal::Both(Download::start(&*self.down, &*self.compute, region, target.lease)?))
+            }
+            region => self.bring_down(target.lease, region),
+        }
+    }
+
+    fn bring_down(&self, lease: Lease, region: Option<Region>) -> Result<Signal> {
+        Ok(Signal::Host(match region {
+            None => lease,
+            Some(region) => Download::start(&*self.down, &*self.compute, region, lease)?.wait()?.1,
+        }))
     }
 
     /// Copies a small host tensor to the device.
     pub(crate) fn tensor(&self, host: &HostTensor) -> Result<Tensor> {
         let region = self.arena.alloc(host.bytes.len())?;
-        let upload = Upload::start(&*self.up, host.bytes.clone(), region)?;
-        let (region, source) = upload.ready_on(&*self.compute)?;
+        let (region, source) = self.upload(host.bytes.clone(), region)?;
         source.release()?;
         Ok(Tensor::from_region(region, host.dtype, &host.dims))
     }
@@ -87,14 +140,38 @@ impl Lane {
     }
 }
 
+impl Signal {
+    /// The copy in host memory.
+    ///
+    /// # Panics
+    /// If there is none and will be none.
+    pub(crate) fn into_host(self) -> Result<Lease> {
+        match self {
+            Self::Host(lease) => Ok(lease),
+            Self::Both(download) => Ok(download.wait()?.1),
+            Self::Device(_) => unreachable!("a signal that was passed on without a copy is used once"),
+        }
+    }
+}
+
 impl Loaded {
     pub(crate) fn view(&self) -> View<'_> {
-        let bytes = self.region.as_ref().map_or_else(|| Bytes::from_host(&self.lease), Region::bytes);
+        let bytes = match &self.memory {
+            LoadedMemory::Signal(Signal::Host(lease)) => Bytes::from_host(lease),
+            LoadedMemory::Signal(Signal::Both(download)) => download.source().bytes(),
+            LoadedMemory::Signal(Signal::Device(region)) | LoadedMemory::Uploaded(region, _) => {
+                region.bytes()
+            }
+        };
         View::new(bytes, self.spec.dtype, &self.spec.dims)
     }
 
-    pub(crate) fn into_lease(self) -> Lease {
-        self.lease
+    /// The copy in host memory, when kernels have been given all that reads the one on the device.
+    pub(crate) fn into_host(self) -> Result<Lease> {
+        match self.memory {
+            LoadedMemory::Signal(signal) => signal.into_host(),
+            LoadedMemory::Uploaded(_, source) => Ok(source.release()?),
+        }
     }
 }
 

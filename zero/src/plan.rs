@@ -15,6 +15,7 @@
 //! a fixed list of choices from roomy to tight and takes the first that fits.
 
 use crate::activations::{Activations, SPILL_SLOTS};
+use crate::device_weights::DeviceRoom;
 use crate::dry::{DryCost, DryRun};
 use crate::fetch::{SlotClass, UPLOAD_WINDOW, plan_classes};
 use crate::gradients::STAGING_SLOTS;
@@ -41,9 +42,10 @@ pub(crate) struct Windows {
     pub(crate) gradient_chunks: usize,
     pub(crate) gradients_on_disk: bool,
     pub(crate) activations_on_disk: bool,
+    pub(crate) signals_stay: bool,
     pub(crate) signal_bytes: usize,
     pub(crate) arena_bytes: usize,
-    pub(crate) device_weight_slots: usize,
+    pub(crate) device_room: DeviceRoom,
     pub(crate) flops_per_step: u64,
 }
 
@@ -62,6 +64,8 @@ struct Choice {
     update_slots: usize,
     gradients_on_disk: bool,
     activations_on_disk: bool,
+    /// On a device with its own memory: signals stay there from one block to the next.
+    signals_stay: bool,
 }
 
 pub(crate) struct Planner<'a> {
@@ -107,7 +111,12 @@ impl Planner<'_> {
             None => vec![false],
         };
         let mut choices = Vec::new();
-        for tight in [false, true] {
+        let stays = match o.signals_stay {
+            _ if self.backend.device.unified() => vec![false],
+            Some(stay) => vec![stay],
+            None => vec![true, false],
+        };
+        for (&signals_stay, tight) in stays.iter().flat_map(|stay| [(stay, false), (stay, true)]) {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
                 for &activations_on_disk in &places(o.activations_on_disk) {
                     for &chunk_elements in
@@ -127,6 +136,7 @@ impl Planner<'_> {
                                     update_slots,
                                     gradients_on_disk,
                                     activations_on_disk,
+                                    signals_stay,
                                 });
                             }
                         }
@@ -195,14 +205,9 @@ impl Planner<'_> {
         self.add_signals(&mut memory, &windows);
         let arena_tier = if self.backend.device.unified() { Tier::Host } else { Tier::Device };
         memory.add(arena_tier, "block workspaces and gradient accumulators", 1, windows.arena_bytes as u64);
-        let slot = network.group_elements_max() as u64 * weight_bytes;
-        memory.add(
-            Tier::Device,
-            "weights on the device",
-            windows.device_weight_slots as u64,
-            slot.next_multiple_of(256),
-        );
-        memory.add(Tier::Host, "kernel scratch", 1, self.backend.kernel_scratch_bytes);
+        let (pieces, bytes) = windows.device_room.bytes(network);
+        memory.add(Tier::Device, "weights on the device", pieces, bytes);
+        memory.add(arena_tier, "kernel scratch", 1, self.backend.kernel_scratch_bytes);
         memory.add(Tier::Host, "loading buffer", chunk, 4);
         // The table of the live and the next generation, and a manifest slot on its way out.
         let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
@@ -242,6 +247,7 @@ impl Planner<'_> {
                 network,
                 dtype: config.dtype,
                 unified,
+                signals_stay: choice.signals_stay,
                 sample: self.sample,
                 micro_batches: config.limits.micro_batches,
                 chunk_elements: choice.chunk_elements,
@@ -262,9 +268,10 @@ impl Planner<'_> {
             gradient_chunks: self.gradient_chunks(choice),
             gradients_on_disk: choice.gradients_on_disk,
             activations_on_disk: choice.activations_on_disk,
+            signals_stay: choice.signals_stay,
             signal_bytes: (0..network.last()).map(signal).max().unwrap_or(0),
             arena_bytes: cost.arena_bytes.max(256),
-            device_weight_slots: if unified { 0 } else { UPLOAD_WINDOW + together },
+            device_room: DeviceRoom::of(self.backend, config.placement, UPLOAD_WINDOW + together),
             flops_per_step: cost.flops,
         })
     }
@@ -296,7 +303,9 @@ impl Planner<'_> {
         let mut knobs = Vec::new();
         if self.config.placement != Placement::Disk {
             let place = if self.config.training.is_some() { "" } else { " with --disk PATH" };
-            knobs.push(format!("use --offload disk{place}"));
+            let stays = tier == Tier::Device && self.config.placement == Placement::None;
+            let host = if stays { "--offload host or " } else { "" };
+            knobs.push(format!("use {host}--offload disk{place}"));
         }
         let limits = self.config.limits;
         if limits.cache_length > 0 {

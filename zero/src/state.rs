@@ -3,9 +3,10 @@
 use crate::network::Network;
 use crate::{EngineConfig, EngineError, Placement, Result};
 use std::sync::Arc;
+use terrace_device::Device;
 use terrace_kernels::DType;
 use terrace_optimizer::{Optimizer, StateKind, StateLayout, WeightType, optimizer};
-use terrace_tiers::{BlobKind, BlobSpec, DiskStore, GroupSpec, HostBlob, SharedBytes, StoreSpec};
+use terrace_tiers::{BlobKind, BlobSpec, DiskStore, GroupSpec, HostBlob, SharedBytes, StoreSpec, TierError};
 
 /// Most kinds of state that any format has.
 pub(crate) const KINDS_MAX: usize = 4;
@@ -83,14 +84,17 @@ impl StateKinds {
 }
 
 impl StateHome {
-    /// Allocates resident state.
-    pub(crate) fn resident(network: &Network, kinds: &StateKinds) -> Result<Self> {
+    /// Allocates resident state; `device` will read the weights.
+    pub(crate) fn resident(network: &Network, kinds: &StateKinds, device: &dyn Device) -> Result<Self> {
         let groups = network.groups.iter().map(|group| {
-            let blobs = kinds
-                .blobs
-                .iter()
-                .map(|kind| HostBlob::new(kind.bytes(group.elements as u64) as usize).map(Arc::new));
-            blobs.collect::<std::result::Result<Vec<_>, _>>()
+            let blobs = kinds.blobs.iter().enumerate().map(|(index, kind)| {
+                let mut blob = HostBlob::new(kind.bytes(group.elements as u64) as usize)?;
+                if index == kinds.weight {
+                    blob.pin_for(device);
+                }
+                Ok(Arc::new(blob))
+            });
+            blobs.collect::<std::result::Result<Vec<_>, TierError>>()
         });
         Ok(Self::Resident(groups.collect::<std::result::Result<Vec<_>, _>>()?))
     }

@@ -3,10 +3,11 @@
 //! Accumulation is layer-major ("vertical", GreedySnake, arXiv 2512.17570): every micro-batch of the step runs through a block
 //! before the next block's weights are needed, so weights travel twice a step whatever the number of micro-batches.
 
+use crate::device_weights::DeviceWeights;
 use crate::engine::{Engine, Signals};
 use crate::fetch::{Fetcher, Ready};
 use crate::gradients::{GradientPark, gradient_slots};
-use crate::lane::Lane;
+use crate::lane::{Lane, Signal};
 use crate::network::Network;
 use crate::runs::Runs;
 use crate::scale::LossScale;
@@ -16,13 +17,11 @@ use crate::{
     Activations, Backend, Context, EngineConfig, EngineError, HostTensor, MicroBatch, Mode, Result,
     StepRates, StepReport, TrainingConfig, Weights,
 };
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
 use terrace_optimizer::{StepArgs, clip_coefficient, optimizer};
-use terrace_tiers::Lease;
 
 /// The engine's parts that a pass over the blocks uses.
 pub(crate) struct Pass<'a> {
@@ -172,7 +171,7 @@ impl Engine {
             lane,
             home,
             weight_slots,
-            weight_regions,
+            device_weights,
             park,
             signals,
             update_slots,
@@ -205,11 +204,11 @@ impl Engine {
         let (step, may_overflow) = (*step + 1, loss_scale.is_some());
         let mut training =
             Training { pass, inputs, activations, park, runs, pool, step, loss_terms, may_overflow };
-        let regions = std::mem::take(weight_regions);
+        let room = std::mem::take(device_weights);
         let items = training_order(network);
         let slots = weight_slots.as_ref();
-        let regions = std::thread::scope(|scope| -> Result<VecDeque<Region>> {
-            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, regions);
+        *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
+            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, room)?;
             let mut loss = lane.tensor(&zero_loss())?;
             training.forward(&mut fetcher, &mut loss)?;
             report.loss =
@@ -217,7 +216,6 @@ impl Engine {
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
             Ok(fetcher.finish())
         })?;
-        *weight_regions = regions;
         Ok(())
     }
 
@@ -252,6 +250,7 @@ impl Engine {
             let stalled: Duration = updater.run(&mut self.home, park, 0..spec.groups.len())?;
             report.state_stall_seconds += stalled.as_secs_f64();
         }
+        self.device_weights.outdate();
         report.update_seconds = began.elapsed().as_secs_f64();
         Ok(scale)
     }
@@ -304,9 +303,9 @@ impl Training<'_> {
                 let mut cx = self.pass.context(&self.inputs[m], loss);
                 let x_view = x.as_ref().map(crate::lane::Loaded::view);
                 self.pass.network.blocks[block].forward(&mut cx, &weights, x_view, y.view_mut())?;
-                let y = self.pass.lane.store(y)?;
+                let y = self.pass.lane.pass_and_keep(y)?;
                 if let (Some(b), Some(x)) = (block.checked_sub(1), x) {
-                    self.activations.checkpoint(b, m, x.into_lease());
+                    self.activations.checkpoint(b, m, x.into_host()?);
                 }
                 self.activations.keep(block, m, y)?;
             }
@@ -328,7 +327,7 @@ impl Training<'_> {
         let network = self.pass.network;
         let mut loss = Some(loss);
         let mut mean = f64::NAN;
-        let mut signals: Vec<Option<Lease>> = self.inputs.iter().map(|_| None).collect();
+        let mut signals: Vec<Option<Signal>> = self.inputs.iter().map(|_| None).collect();
         for block in (0..=network.last()).rev() {
             let groups = network.groups_of(block);
             let mut accumulators = Vec::with_capacity(groups.len());
@@ -369,7 +368,7 @@ impl Training<'_> {
         groups: &[usize],
         accumulators: &mut [Region],
         loss: &mut Tensor,
-        signals: &mut [Option<Lease>],
+        signals: &mut [Option<Signal>],
     ) -> Result {
         let (network, lane) = (self.pass.network, self.pass.lane);
         let weights = self.pass.weights(block, ready);
@@ -382,7 +381,7 @@ impl Training<'_> {
                 _ => None,
             };
             let dy = match signal.take() {
-                Some(lease) => Some(lane.load(lease, self.pass.signal(block))?),
+                Some(signal) => Some(lane.load(signal, self.pass.signal(block))?),
                 None => None,
             };
             let mut dx = match below {
@@ -401,7 +400,7 @@ impl Training<'_> {
             )?;
             drop((x, dy));
             if let Some(dx) = dx {
-                *signal = Some(lane.store(dx)?);
+                *signal = Some(lane.pass(dx)?);
             }
         }
         Ok(())

@@ -238,30 +238,39 @@ fn describe(result: nvrtcResult) -> String {
 #[derive(Debug)]
 struct Program {
     raw: nvrtcProgram,
+    /// Text, name and headers, and the arrays of their addresses: the program may refer to them while it lives.
+    _strings: Vec<CString>,
+    _addresses: [Vec<*const c_char>; 2],
 }
 
 impl Program {
     fn new(source: &Source<'_>) -> Result<Self, String> {
         let c = |text: &str| CString::new(text).map_err(|_| "the source holds a zero byte".to_owned());
-        let (text, name) = (c(source.text)?, c(source.name)?);
-        let headers = source.headers.iter().map(|(name, text)| Ok((c(name)?, c(text)?)));
-        let headers: Vec<(CString, CString)> = headers.collect::<Result<_, String>>()?;
-        let names: Vec<*const c_char> = headers.iter().map(|(name, _)| name.as_ptr()).collect();
-        let texts: Vec<*const c_char> = headers.iter().map(|(_, text)| text.as_ptr()).collect();
-        let count = c_int::try_from(headers.len()).expect("headers are few");
+        let mut strings = vec![c(source.text)?, c(source.name)?];
+        for (name, text) in source.headers {
+            strings.extend([c(name)?, c(text)?]);
+        }
+        let pointer = |string: &CString| string.as_ptr();
+        let names: Vec<*const c_char> = strings[2..].iter().step_by(2).map(pointer).collect();
+        let texts: Vec<*const c_char> = strings[2..].iter().skip(1).step_by(2).map(pointer).collect();
+        let count = c_int::try_from(source.headers.len()).expect("headers are few");
         let mut raw = std::ptr::null_mut();
-        // SAFETY: strings that end in zeros and arrays of as many as are counted, all alive; NVRTC copies them.
+        // SAFETY: strings that end in zeros, and arrays of as many as are counted, all of which the value keeps as long as the program.
         let result = unsafe {
             sys::nvrtcCreateProgram(
                 &raw mut raw,
-                text.as_ptr(),
-                name.as_ptr(),
+                strings[0].as_ptr(),
+                strings[1].as_ptr(),
                 count,
                 texts.as_ptr(),
                 names.as_ptr(),
             )
         };
-        if result == nvrtcResult::NVRTC_SUCCESS { Ok(Self { raw }) } else { Err(describe(result)) }
+        if result == nvrtcResult::NVRTC_SUCCESS {
+            Ok(Self { raw, _strings: strings, _addresses: [names, texts] })
+        } else {
+            Err(describe(result))
+        }
     }
 
     fn log(&self) -> String {

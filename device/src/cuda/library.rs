@@ -4,9 +4,10 @@
 //! succeeded. A library outside the loader's search path (a toolkit, a Python wheel) is loaded here by its full path; the
 //! loader then finds it again by its name, which is how cudarc asks.
 
-use std::ffi::{CStr, CString};
+use std::ffi::{CStr, CString, OsStr, c_void};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 /// A library of CUDA's.
@@ -78,8 +79,11 @@ impl Library {
         for folder in folders(self) {
             looked_in.push(folder.display().to_string());
             let files = names.iter().map(|name| folder.join(name)).filter(|file| file.exists());
-            // The name it gives itself must be one that cudarc asks for.
             let loaded = files.filter_map(|file| self.load(&file)).next();
+            if loaded.is_some() && self == Self::Nvrtc {
+                load_builtins(&folder);
+            }
+            // The name it gives itself must be one that cudarc asks for.
             if loaded.is_some() && names.iter().any(|name| self.load(Path::new(name)).is_some()) {
                 return Search { found: loaded, looked_in };
             }
@@ -89,13 +93,7 @@ impl Library {
 
     /// Loads a file and says which one it really was. It stays loaded.
     fn load(self, file: &Path) -> Option<PathBuf> {
-        let file = CString::new(file.as_os_str().as_bytes()).ok()?;
-        // SAFETY: a path that ends in a zero. Loading runs the library's initializers; these are NVIDIA's, or whatever the
-        // user's search path puts in their place.
-        let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-        if handle.is_null() {
-            return None;
-        }
+        let handle = load(file)?.as_ptr();
         // SAFETY: the handle was just opened and is never closed.
         let landmark = unsafe { libc::dlsym(handle, self.landmark().as_ptr()) };
         // SAFETY: `Dl_info` is plain pointers, for which zero is a value.
@@ -106,9 +104,26 @@ impl Library {
         }
         // SAFETY: dladdr filled in the path of a library that stays loaded.
         let path = unsafe { CStr::from_ptr(info.dli_fname) };
-        let path = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes()));
+        let path = Path::new(OsStr::from_bytes(path.to_bytes()));
         // Names are links to the file with the full version.
         Some(path.canonicalize().unwrap_or_else(|_| path.to_path_buf()))
+    }
+}
+
+/// Loads a file for good.
+fn load(file: &Path) -> Option<NonNull<c_void>> {
+    let file = CString::new(file.as_os_str().as_bytes()).ok()?;
+    // SAFETY: a path that ends in a zero. Loading runs the library's initializers; these are NVIDIA's, or whatever the user's
+    // search path puts in their place.
+    NonNull::new(unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) })
+}
+
+/// Loads what NVRTC asks the loader for by name when it compiles, and would not find in its own folder.
+fn load_builtins(folder: &Path) {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let is_builtins = |name: &OsStr| name.as_bytes().starts_with(b"libnvrtc-builtins.so");
+    for entry in entries.filter(|entry| is_builtins(&entry.file_name())) {
+        let _ = load(&entry.path());
     }
 }
 

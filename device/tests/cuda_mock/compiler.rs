@@ -30,6 +30,8 @@ fn images_are_kept() {
         let again = compiler.compile(&SOURCE).unwrap();
         assert_eq!((again.origin, again.bytes), (Origin::Cached, first.bytes.clone()));
         Module::load(&device, &first.bytes).unwrap();
+        let text = String::from_utf8_lossy(&first.bytes);
+        assert!(text.contains("// types.cuh\ntypedef unsigned u32;"), "headers are seen: {text}");
         let entries: Vec<_> =
             std::fs::read_dir(folder.join("a/b")).unwrap().map(|e| e.unwrap().path()).collect();
         assert_eq!(entries.len(), 1);

@@ -3,7 +3,10 @@
 /// An instruction set that this machine has. A value is only made after asking the processor, which is what makes
 /// calling code compiled for it sound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Isa(Level);
+pub struct Isa {
+    level: Level,
+    pairs: Option<Pairs>,
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Level {
@@ -14,9 +17,23 @@ pub(super) enum Level {
     Avx512,
 }
 
+/// What multiplies pairs of bf16, in products of two bf16 matrices. Nothing else asks for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Pairs {
+    /// The instruction's definition, operation by operation.
+    Emulated,
+    /// `vdpbf16ps` on 512-bit registers.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+}
+
 impl Isa {
     /// What every machine of this architecture has.
-    pub const GENERIC: Self = Self(Level::Generic);
+    pub const GENERIC: Self = Self::of(Level::Generic);
+
+    const fn of(level: Level) -> Self {
+        Self { level, pairs: None }
+    }
 
     /// All that this machine has, best last.
     pub fn available() -> Vec<Self> {
@@ -25,9 +42,12 @@ impl Isa {
         {
             use std::arch::is_x86_feature_detected as has;
             if has!("avx2") && has!("fma") && has!("f16c") {
-                all.push(Self(Level::Avx2));
+                all.push(Self::of(Level::Avx2));
                 if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") {
-                    all.push(Self(Level::Avx512));
+                    all.push(Self::of(Level::Avx512));
+                    if has!("avx512bf16") {
+                        all.push(Self { level: Level::Avx512, pairs: Some(Pairs::Avx512Bf16) });
+                    }
                 }
             }
         }
@@ -39,19 +59,37 @@ impl Isa {
         Self::available().pop().unwrap_or(Self::GENERIC)
     }
 
-    /// Its name: `generic`, `avx2` or `avx512`.
+    /// This one with products of bf16 as [`best`](Self::best) has them where the processor multiplies pairs of bf16, but without
+    /// the instruction: slow, and for tests of all that is around it.
+    #[doc(hidden)]
+    pub fn with_emulated_pairs(self) -> Self {
+        Self { pairs: Some(Pairs::Emulated), ..self }
+    }
+
+    /// Its name: `generic`, `avx2`, `avx512` or `avx512bf16`; pairs that are emulated are named after it.
     pub fn name(self) -> &'static str {
-        match self.0 {
-            Level::Generic => "generic",
+        match (self.level, self.pairs) {
+            (Level::Generic, None) => "generic",
+            (Level::Generic, Some(_)) => "generic+pairs",
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => "avx2",
+            (Level::Avx2, None) => "avx2",
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => "avx512",
+            (Level::Avx2, Some(_)) => "avx2+pairs",
+            #[cfg(target_arch = "x86_64")]
+            (Level::Avx512, None) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            (Level::Avx512, Some(Pairs::Emulated)) => "avx512+pairs",
+            #[cfg(target_arch = "x86_64")]
+            (Level::Avx512, Some(Pairs::Avx512Bf16)) => "avx512bf16",
         }
     }
 
     pub(super) fn level(self) -> Level {
-        self.0
+        self.level
+    }
+
+    pub(super) fn pairs(self) -> Option<Pairs> {
+        self.pairs
     }
 }
 

@@ -1,14 +1,19 @@
 //! Sixteen lanes of f32, one type per instruction set, for loops that the compiler does not vectorize by itself.
 //!
 //! An algorithm over [`Lanes`] is written once; what the lanes hold is the same on every instruction set but for the rounding
-//! of [`Lanes::fma`], which the generic one does not fuse.
+//! of [`Lanes::fma`], which the generic one does not fuse. Where sixteen lanes are two registers and an algorithm needs more of them
+//! than there are, it takes the lanes eight by eight: [`Avx2Half`].
 //!
 //! Methods are inlined into a caller that is compiled for the instruction set, which is what makes calling them sound.
 
 use super::vector::LANES;
+use half::{bf16, f16};
 
-/// Sixteen lanes.
+/// Sixteen lanes, or a part of them.
 pub trait Lanes: Copy {
+    /// How many.
+    const WIDTH: usize;
+
     /// As many 32-bit words.
     type Words: Copy;
 
@@ -24,23 +29,35 @@ pub trait Lanes: Copy {
     /// See [`zero`](Self::zero).
     unsafe fn splat(value: f32) -> Self;
 
-    /// Sixteen floats.
+    /// As many floats.
     ///
     /// # Safety
     /// They are readable; see [`zero`](Self::zero).
     unsafe fn load(at: *const f32) -> Self;
 
-    /// Writes sixteen floats.
+    /// Writes as many floats.
     ///
     /// # Safety
     /// They are writable; see [`zero`](Self::zero).
     unsafe fn store(self, at: *mut f32);
 
-    /// Sixteen signed bytes as floats.
+    /// As many signed bytes as floats.
     ///
     /// # Safety
     /// They are readable; see [`zero`](Self::zero).
     unsafe fn load_i8(at: *const u8) -> Self;
+
+    /// As many bf16 as floats.
+    ///
+    /// # Safety
+    /// They are readable; see [`zero`](Self::zero).
+    unsafe fn load_bf16(at: *const bf16) -> Self;
+
+    /// As many f16 as floats.
+    ///
+    /// # Safety
+    /// They are readable; see [`zero`](Self::zero).
+    unsafe fn load_f16(at: *const f16) -> Self;
 
     /// The little-endian bf16 `index` of several, in all lanes.
     ///
@@ -51,6 +68,10 @@ pub trait Lanes: Copy {
     /// Asks for what lies at an address, which need not be readable.
     #[inline(always)]
     fn prefetch(_at: *const u8) {}
+
+    /// As [`prefetch`](Self::prefetch), into a second-level cache.
+    #[inline(always)]
+    fn prefetch_far(_at: *const u8) {}
 
     /// Product.
     ///
@@ -64,7 +85,7 @@ pub trait Lanes: Copy {
     /// See [`zero`](Self::zero).
     unsafe fn fma(self, factor: Self, term: Self) -> Self;
 
-    /// Sixteen little-endian words.
+    /// As many little-endian words.
     ///
     /// # Safety
     /// They are readable; see [`zero`](Self::zero).
@@ -88,6 +109,7 @@ pub trait Lanes: Copy {
 pub struct Generic([f32; LANES]);
 
 impl Lanes for Generic {
+    const WIDTH: usize = LANES;
     type Words = [u32; LANES];
 
     #[inline(always)]
@@ -117,6 +139,20 @@ impl Lanes for Generic {
         // SAFETY: readable by the caller's promise.
         let bytes = unsafe { at.cast::<[i8; LANES]>().read_unaligned() };
         Self(bytes.map(f32::from))
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(at: *const bf16) -> Self {
+        // SAFETY: readable by the caller's promise.
+        let narrow = unsafe { at.cast::<[bf16; LANES]>().read_unaligned() };
+        Self(narrow.map(|x| f32::from_bits(u32::from(x.to_bits()) << 16)))
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(at: *const f16) -> Self {
+        // SAFETY: readable by the caller's promise.
+        let narrow = unsafe { at.cast::<[f16; LANES]>().read_unaligned() };
+        Self(narrow.map(f16::to_f32))
     }
 
     #[inline(always)]
@@ -154,19 +190,21 @@ impl Lanes for Generic {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub use x86::{Avx2, Avx512};
+pub use x86::{Avx2, Avx2Half, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{LANES, Lanes};
+    use half::{bf16, f16};
     use std::arch::x86_64::*;
 
-    /// Two registers of eight.
+    /// One register of eight.
     #[derive(Clone, Copy)]
-    pub struct Avx2(__m256, __m256);
+    pub struct Avx2Half(__m256);
 
-    impl Lanes for Avx2 {
-        type Words = (__m256i, __m256i);
+    impl Lanes for Avx2Half {
+        const WIDTH: usize = LANES / 2;
+        type Words = __m256i;
 
         #[inline(always)]
         fn prefetch(at: *const u8) {
@@ -175,40 +213,54 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn prefetch_far(at: *const u8) {
+            // SAFETY: as above.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
+        }
+
+        #[inline(always)]
         unsafe fn zero() -> Self {
             // SAFETY: the caller's promise.
-            unsafe { Self(_mm256_setzero_ps(), _mm256_setzero_ps()) }
+            unsafe { Self(_mm256_setzero_ps()) }
         }
 
         #[inline(always)]
         unsafe fn splat(value: f32) -> Self {
             // SAFETY: the caller's promise.
-            unsafe { Self(_mm256_set1_ps(value), _mm256_set1_ps(value)) }
+            unsafe { Self(_mm256_set1_ps(value)) }
         }
 
         #[inline(always)]
         unsafe fn load(at: *const f32) -> Self {
             // SAFETY: the caller's promise.
-            unsafe { Self(_mm256_loadu_ps(at), _mm256_loadu_ps(at.add(LANES / 2))) }
+            unsafe { Self(_mm256_loadu_ps(at)) }
         }
 
         #[inline(always)]
         unsafe fn store(self, at: *mut f32) {
             // SAFETY: the caller's promise.
-            unsafe {
-                _mm256_storeu_ps(at, self.0);
-                _mm256_storeu_ps(at.add(LANES / 2), self.1);
-            }
+            unsafe { _mm256_storeu_ps(at, self.0) };
         }
 
         #[inline(always)]
         unsafe fn load_i8(at: *const u8) -> Self {
             // SAFETY: the caller's promise.
+            unsafe { Self(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(at.cast())))) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bf16(at: *const bf16) -> Self {
+            // SAFETY: the caller's promise.
             unsafe {
-                let eight =
-                    |at: *const u8| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(at.cast())));
-                Self(eight(at), eight(at.add(LANES / 2)))
+                let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()));
+                Self(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits)))
             }
+        }
+
+        #[inline(always)]
+        unsafe fn load_f16(at: *const f16) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm256_cvtph_ps(_mm_loadu_si128(at.cast()))) }
         }
 
         #[inline(always)]
@@ -221,44 +273,139 @@ mod x86 {
                 } else {
                     _mm256_and_si256(pair, _mm256_set1_epi32(0xFFFF_0000u32 as i32))
                 };
-                Self(_mm256_castsi256_ps(bits), _mm256_castsi256_ps(bits))
+                Self(_mm256_castsi256_ps(bits))
             }
         }
 
         #[inline(always)]
         unsafe fn mul(self, other: Self) -> Self {
             // SAFETY: the caller's promise.
-            unsafe { Self(_mm256_mul_ps(self.0, other.0), _mm256_mul_ps(self.1, other.1)) }
+            unsafe { Self(_mm256_mul_ps(self.0, other.0)) }
         }
 
         #[inline(always)]
         unsafe fn fma(self, factor: Self, term: Self) -> Self {
             // SAFETY: the caller's promise.
+            unsafe { Self(_mm256_fmadd_ps(self.0, factor.0, term.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_words(at: *const u8) -> __m256i {
+            // SAFETY: the caller's promise.
+            unsafe { _mm256_loadu_si256(at.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn upper(words: __m256i) -> __m256i {
+            // SAFETY: the caller's promise.
+            unsafe { _mm256_srli_epi32::<16>(words) }
+        }
+
+        #[inline(always)]
+        unsafe fn masked(words: __m256i, mask: i32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(mask)))) }
+        }
+    }
+
+    /// Two registers of eight.
+    #[derive(Clone, Copy)]
+    pub struct Avx2(Avx2Half, Avx2Half);
+
+    impl Lanes for Avx2 {
+        const WIDTH: usize = LANES;
+        type Words = (__m256i, __m256i);
+
+        #[inline(always)]
+        fn prefetch(at: *const u8) {
+            Avx2Half::prefetch(at);
+        }
+
+        #[inline(always)]
+        fn prefetch_far(at: *const u8) {
+            Avx2Half::prefetch_far(at);
+        }
+
+        #[inline(always)]
+        unsafe fn zero() -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(Avx2Half::zero(), Avx2Half::zero()) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(value: f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(Avx2Half::splat(value), Avx2Half::splat(value)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(at: *const f32) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(Avx2Half::load(at), Avx2Half::load(at.add(LANES / 2))) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, at: *mut f32) {
+            // SAFETY: the caller's promise.
             unsafe {
-                Self(_mm256_fmadd_ps(self.0, factor.0, term.0), _mm256_fmadd_ps(self.1, factor.1, term.1))
+                self.0.store(at);
+                self.1.store(at.add(LANES / 2));
             }
+        }
+
+        #[inline(always)]
+        unsafe fn load_i8(at: *const u8) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(Avx2Half::load_i8(at), Avx2Half::load_i8(at.add(LANES / 2))) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bf16(at: *const bf16) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(Avx2Half::load_bf16(at), Avx2Half::load_bf16(at.add(LANES / 2))) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_f16(at: *const f16) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(Avx2Half::load_f16(at), Avx2Half::load_f16(at.add(LANES / 2))) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat_bf16(at: *const u8, index: usize) -> Self {
+            // SAFETY: the caller's promise.
+            let half = unsafe { Avx2Half::splat_bf16(at, index) };
+            Self(half, half)
+        }
+
+        #[inline(always)]
+        unsafe fn mul(self, other: Self) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(self.0.mul(other.0), self.1.mul(other.1)) }
+        }
+
+        #[inline(always)]
+        unsafe fn fma(self, factor: Self, term: Self) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(self.0.fma(factor.0, term.0), self.1.fma(factor.1, term.1)) }
         }
 
         #[inline(always)]
         unsafe fn load_words(at: *const u8) -> Self::Words {
             // SAFETY: the caller's promise.
-            unsafe { (_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(2 * LANES).cast())) }
+            unsafe { (Avx2Half::load_words(at), Avx2Half::load_words(at.add(2 * LANES))) }
         }
 
         #[inline(always)]
         unsafe fn upper(words: Self::Words) -> Self::Words {
             // SAFETY: the caller's promise.
-            unsafe { (_mm256_srli_epi32::<16>(words.0), _mm256_srli_epi32::<16>(words.1)) }
+            unsafe { (Avx2Half::upper(words.0), Avx2Half::upper(words.1)) }
         }
 
         #[inline(always)]
         unsafe fn masked(words: Self::Words, mask: i32) -> Self {
             // SAFETY: the caller's promise.
-            unsafe {
-                let mask = _mm256_set1_epi32(mask);
-                let eight = |words| _mm256_cvtepi32_ps(_mm256_and_si256(words, mask));
-                Self(eight(words.0), eight(words.1))
-            }
+            unsafe { Self(Avx2Half::masked(words.0, mask), Avx2Half::masked(words.1, mask)) }
         }
     }
 
@@ -267,12 +414,19 @@ mod x86 {
     pub struct Avx512(__m512);
 
     impl Lanes for Avx512 {
+        const WIDTH: usize = LANES;
         type Words = __m512i;
 
         #[inline(always)]
         fn prefetch(at: *const u8) {
             // SAFETY: a prefetch reads nothing.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+        }
+
+        #[inline(always)]
+        fn prefetch_far(at: *const u8) {
+            // SAFETY: as above.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
         }
 
         #[inline(always)]
@@ -303,6 +457,21 @@ mod x86 {
         unsafe fn load_i8(at: *const u8) -> Self {
             // SAFETY: the caller's promise.
             unsafe { Self(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at.cast())))) }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bf16(at: *const bf16) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast()));
+                Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_f16(at: *const f16) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm512_cvtph_ps(_mm256_loadu_si256(at.cast()))) }
         }
 
         #[inline(always)]

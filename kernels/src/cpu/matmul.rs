@@ -1,40 +1,65 @@
 //! Matrix products.
 //!
-//! The result is cut into tiles; a task packs the operands of its tile block by block of [`DEPTH`] and accumulates in
-//! f32, in place when the result is f32 and in scratch otherwise. Packing twice what a shared panel would pack once
-//! costs about `1/rows + 1/cols` of a tile's work and needs no barrier between threads.
+//! The result is cut into tiles; a task packs the operands of its tile block by block of the inner size and accumulates in
+//! f32, in place when the result is f32 and in scratch otherwise. Two ways of packing share this: [`Widened`] to f32, for any
+//! operands, and [`Paired`], for two bf16 operands on a processor that multiplies them as they are (`gemm/pairs.rs`).
+//!
+//! **No panel is shared between threads.** A tile of R × C packs `1/R + 1/C` elements per multiplication, each at some 3 to 5
+//! elements a cycle. Widened, R × C = 192 × 480 and 16 multiplications a cycle make that 3 % of the work. `vdpbf16ps` makes 32 or
+//! 64 a cycle; the same tile would pack for 8 to 16 % of the time, one of 384 × 960, whose pairs take no more scratch, packs
+//! half as much. Panels of b shared by all row tiles would save at most half of that again, for a barrier per block and
+//! a second kind of scratch, and only where tiles remain large: many threads have no use for few large tiles.
 //!
 //! Tolerance against f64: `|error| ≤ L·ε·Σ|a·b|` with ε = 2⁻²⁴ in the worst case, about `√L·ε` of that in practice; plus
-//! half a unit of the result's dtype.
+//! half a unit of the result's dtype. Pairs round as often, and take denormal operands for zeros.
 
-use super::Cpu;
 use super::floats::{Floats, FloatsMut};
-use super::gemm::{self, Panels, Target, packed_len};
+use super::gemm::{self, Micro, Pair, Panels, Target, packed_len};
 use super::quantized::Rows;
-use super::thin;
-use super::threads::{Carver, SCRATCH_BYTES};
+use super::threads::{Carver, SCRATCH_BYTES, Threads};
+use super::{Cpu, Isa, thin};
 use crate::check::{self, ProductDims};
 use crate::{Matmul, MatmulSpec, Result, View, ViewMut};
 
-/// Inner elements per block: a micro panel of b (16 columns) is 16 KiB and stays in the first-level cache.
-const DEPTH: usize = 256;
-/// Largest tile: its packed a (192 KiB) stays in a second-level cache.
-const TILE_ROWS: usize = 192;
-const TILE_COLS: usize = 480;
+/// Columns of the widest panel of b.
+const PANEL_COLS_MAX: usize = 48;
 /// Smallest tile worth handing out.
 const TILE_ROWS_MIN: usize = 48;
 const TILE_COLS_MIN: usize = 96;
-/// Columns of the widest panel of b.
-const PANEL_COLS_MAX: usize = 48;
+
+/// The largest tile, and how much of the inner size is packed at a time.
+#[derive(Clone, Copy)]
+struct Blocks {
+    rows: usize,
+    cols: usize,
+    depth: usize,
+}
+
+/// With AVX2 a micro panel of b is 16 KiB and stays in the first-level cache; the packed a (192 KiB) stays in a second-level
+/// cache.
+const WIDENED: Blocks = Blocks { rows: 192, cols: 480, depth: 256 };
+
+/// A micro panel of b is 48 KiB and comes from the second-level cache, where the packed a (384 KiB) is too: 8 to 16 bytes a
+/// cycle. In return the result is read and written half as often.
+const PAIRED: Blocks = Blocks { rows: 384, cols: 960, depth: 512 };
 
 const _: () = assert!(
-    4 * (packed_len(TILE_ROWS, 8, DEPTH)
-        + packed_len(TILE_COLS, 48, DEPTH)
-        + PANEL_COLS_MAX * DEPTH
-        + TILE_ROWS * TILE_COLS
+    4 * (packed_len(WIDENED.rows, 8, WIDENED.depth)
+        + packed_len(WIDENED.cols, 48, WIDENED.depth)
+        + PANEL_COLS_MAX * WIDENED.depth
+        + WIDENED.rows * WIDENED.cols
         + 64)
         <= SCRATCH_BYTES,
     "a tile fits the scratch"
+);
+
+const _: () = assert!(
+    4 * (packed_len(PAIRED.rows, 8, Pair::count(PAIRED.depth))
+        + packed_len(PAIRED.cols, 48, Pair::count(PAIRED.depth))
+        + PAIRED.rows * PAIRED.cols
+        + 64)
+        <= SCRATCH_BYTES,
+    "a tile of pairs fits the scratch"
 );
 
 impl Matmul for Cpu {
@@ -61,6 +86,9 @@ pub enum Right<'a> {
     Quantized(Rows<'a>),
 }
 
+/// Where along a dimension, and how much of it.
+type Span = (usize, usize);
+
 /// A rectangle of the result.
 #[derive(Clone, Copy)]
 struct Tile {
@@ -68,6 +96,101 @@ struct Tile {
     col: usize,
     rows: usize,
     cols: usize,
+}
+
+/// The operands of a product, and how they are packed.
+trait Operands: Copy + Sync {
+    /// What a packed panel consists of.
+    type Word: bytemuck::Pod;
+
+    const BLOCKS: Blocks;
+
+    fn micro(self) -> Micro<Self::Word>;
+
+    /// Words along a block of `depth`.
+    fn words(depth: usize) -> usize;
+
+    /// Floats of scratch that [`pack_b`](Self::pack_b) takes.
+    fn wide_len(self) -> usize {
+        0
+    }
+
+    fn pack_a(self, isa: Isa, rows: Span, block: Span, packed: &mut [Self::Word]);
+
+    fn pack_b(self, isa: Isa, cols: Span, block: Span, wide: &mut [f32], packed: &mut [Self::Word]);
+}
+
+/// Any operands, as f32.
+#[derive(Clone, Copy)]
+struct Widened<'a> {
+    micro: Micro,
+    a: Floats<'a>,
+    b: Right<'a>,
+    dims: ProductDims,
+    spec: MatmulSpec,
+}
+
+impl Operands for Widened<'_> {
+    type Word = f32;
+
+    const BLOCKS: Blocks = WIDENED;
+
+    fn micro(self) -> Micro {
+        self.micro
+    }
+
+    fn words(depth: usize) -> usize {
+        depth
+    }
+
+    fn wide_len(self) -> usize {
+        if matches!(self.b, Right::Quantized(_)) { self.micro.nr * WIDENED.depth } else { 0 }
+    }
+
+    fn pack_a(self, isa: Isa, rows: Span, block: Span, packed: &mut [f32]) {
+        left(self.a, rows, block, self.dims, self.spec).pack(isa, self.micro.mr, packed);
+    }
+
+    fn pack_b(self, isa: Isa, cols: Span, block: Span, wide: &mut [f32], packed: &mut [f32]) {
+        match self.b {
+            Right::Floats(b) => {
+                right(b, cols, block, self.dims, self.spec).pack(isa, self.micro.nr, packed);
+            }
+            Right::Quantized(b) => b.pack(isa, self.micro.nr, cols, block, wide, packed),
+        }
+    }
+}
+
+/// Two operands of bf16, as pairs.
+#[derive(Clone, Copy)]
+struct Paired<'a> {
+    micro: Micro<Pair>,
+    a: Floats<'a>,
+    b: Floats<'a>,
+    dims: ProductDims,
+    spec: MatmulSpec,
+}
+
+impl Operands for Paired<'_> {
+    type Word = Pair;
+
+    const BLOCKS: Blocks = PAIRED;
+
+    fn micro(self) -> Micro<Pair> {
+        self.micro
+    }
+
+    fn words(depth: usize) -> usize {
+        Pair::count(depth)
+    }
+
+    fn pack_a(self, isa: Isa, rows: Span, block: Span, packed: &mut [Pair]) {
+        left(self.a, rows, block, self.dims, self.spec).pack_pairs(isa, self.micro.mr, packed);
+    }
+
+    fn pack_b(self, isa: Isa, cols: Span, block: Span, _wide: &mut [f32], packed: &mut [Pair]) {
+        right(self.b, cols, block, self.dims, self.spec).pack_pairs(isa, self.micro.nr, packed);
+    }
 }
 
 impl Cpu {
@@ -80,70 +203,89 @@ impl Cpu {
         dims: ProductDims,
         spec: MatmulSpec,
     ) {
-        let (mr, nr) = (self.threads.micro().mr, self.threads.micro().nr);
-        let (tile_rows, tile_cols) = tile_size(dims, self.threads.count(), mr, nr);
-        let across = dims.n.div_ceil(tile_cols);
-        self.threads.run(dims.m.div_ceil(tile_rows) * across, |task, scratch| {
-            let (row, col) = (task / across * tile_rows, task % across * tile_cols);
-            let tile =
-                Tile { row, col, rows: tile_rows.min(dims.m - row), cols: tile_cols.min(dims.n - col) };
-            self.tile(a, b, out, dims, spec, tile, scratch);
-        });
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the operands of the operation")]
-    fn tile(
-        &self,
-        a: Floats<'_>,
-        b: Right<'_>,
-        out: FloatsMut<'_>,
-        dims: ProductDims,
-        spec: MatmulSpec,
-        tile: Tile,
-        scratch: &mut [f32],
-    ) {
-        let (isa, micro) = (self.threads.isa(), self.threads.micro());
-        let mut carver = Carver::new(scratch);
-        let a_packed = carver.take(packed_len(tile.rows, micro.mr, DEPTH));
-        let b_packed = carver.take(packed_len(tile.cols, micro.nr, DEPTH));
-        let wide = carver.take(if matches!(b, Right::Quantized(_)) { micro.nr * DEPTH } else { 0 });
-        let (pointer, stride, sums) = if let FloatsMut::F32(out) = out {
-            (out.pointer(tile.row * dims.n + tile.col), dims.n, None)
+        let pairs = self.threads.pair_micro();
+        if let (Some(micro), Floats::BF16(_), Right::Floats(b @ Floats::BF16(_))) = (pairs, a, b) {
+            tiles(&self.threads, Paired { micro, a, b, dims, spec }, out, dims, spec);
         } else {
-            let sums = carver.take(tile.rows * tile.cols);
-            (sums.as_mut_ptr(), tile.cols, Some(sums))
-        };
-        // An empty inner size still writes zeros.
-        for start in (0..dims.l.max(1)).step_by(DEPTH) {
-            let depth = DEPTH.min(dims.l - start);
-            operand(a, (tile.row, tile.rows), (start, depth), dims.m, dims.l, !spec.trans_a)
-                .pack(isa, micro.mr, a_packed);
-            let (cols, block) = ((tile.col, tile.cols), (start, depth));
-            match b {
-                Right::Floats(b) => {
-                    operand(b, cols, block, dims.n, dims.l, spec.trans_b).pack(isa, micro.nr, b_packed);
-                }
-                Right::Quantized(b) => b.pack(isa, micro.nr, cols, block, wide, b_packed),
-            }
-            let target = Target { pointer, stride, add: spec.accumulate || start > 0 };
-            // SAFETY: the tile lies in the result or in this thread's scratch, and tiles do not overlap.
-            unsafe { gemm::product(micro, (tile.rows, tile.cols, depth), a_packed, b_packed, target) };
-        }
-        if let Some(sums) = sums {
-            for (i, row) in sums.chunks_exact(tile.cols).enumerate() {
-                // SAFETY: elements of this tile.
-                unsafe { out.write(isa, (tile.row + i) * dims.n + tile.col, row) };
-            }
+            let micro = self.threads.micro();
+            tiles(&self.threads, Widened { micro, a, b, dims, spec }, out, dims, spec);
         }
     }
+}
+
+fn tiles<O: Operands>(
+    threads: &Threads,
+    operands: O,
+    out: FloatsMut<'_>,
+    dims: ProductDims,
+    spec: MatmulSpec,
+) {
+    let micro = operands.micro();
+    let (tile_rows, tile_cols) = tile_size(dims, threads.count(), O::BLOCKS, micro.mr, micro.nr);
+    let across = dims.n.div_ceil(tile_cols);
+    threads.run(dims.m.div_ceil(tile_rows) * across, |task, scratch| {
+        let (row, col) = (task / across * tile_rows, task % across * tile_cols);
+        let tile = Tile { row, col, rows: tile_rows.min(dims.m - row), cols: tile_cols.min(dims.n - col) };
+        compute(threads.isa(), operands, out, dims, spec, tile, scratch);
+    });
+}
+
+fn compute<O: Operands>(
+    isa: Isa,
+    operands: O,
+    out: FloatsMut<'_>,
+    dims: ProductDims,
+    spec: MatmulSpec,
+    tile: Tile,
+    scratch: &mut [f32],
+) {
+    let (micro, words) = (operands.micro(), O::words(O::BLOCKS.depth));
+    let mut carver = Carver::new(scratch);
+    let a_packed: &mut [O::Word] =
+        bytemuck::cast_slice_mut(carver.take(packed_len(tile.rows, micro.mr, words)));
+    let b_packed: &mut [O::Word] =
+        bytemuck::cast_slice_mut(carver.take(packed_len(tile.cols, micro.nr, words)));
+    let wide = carver.take(operands.wide_len());
+    let (pointer, stride, sums) = if let FloatsMut::F32(out) = out {
+        (out.pointer(tile.row * dims.n + tile.col), dims.n, None)
+    } else {
+        let sums = carver.take(tile.rows * tile.cols);
+        (sums.as_mut_ptr(), tile.cols, Some(sums))
+    };
+    // An empty inner size still writes zeros.
+    for start in (0..dims.l.max(1)).step_by(O::BLOCKS.depth) {
+        let block = (start, O::BLOCKS.depth.min(dims.l - start));
+        operands.pack_a(isa, (tile.row, tile.rows), block, a_packed);
+        operands.pack_b(isa, (tile.col, tile.cols), block, wide, b_packed);
+        let size = (tile.rows, tile.cols, O::words(block.1));
+        let target = Target { pointer, stride, add: spec.accumulate || start > 0 };
+        // SAFETY: the tile lies in the result or in this thread's scratch, and tiles do not overlap.
+        unsafe { gemm::product(micro, size, a_packed, b_packed, target) };
+    }
+    if let Some(sums) = sums {
+        for (i, row) in sums.chunks_exact(tile.cols).enumerate() {
+            // SAFETY: elements of this tile.
+            unsafe { out.write(isa, (tile.row + i) * dims.n + tile.col, row) };
+        }
+    }
+}
+
+/// Rows of the result and a block of the inner size, of the left operand.
+fn left(a: Floats<'_>, rows: Span, block: Span, dims: ProductDims, spec: MatmulSpec) -> Panels<'_> {
+    operand(a, rows, block, dims.m, dims.l, !spec.trans_a)
+}
+
+/// Columns of the result and a block of the inner size, of the right operand.
+fn right(b: Floats<'_>, cols: Span, block: Span, dims: ProductDims, spec: MatmulSpec) -> Panels<'_> {
+    operand(b, cols, block, dims.n, dims.l, spec.trans_b)
 }
 
 /// Rows `first.0..+first.1` of the outer dimension and `block.0..+block.1` of the inner one; `inner_contiguous` tells
 /// which of the two is stored last.
 fn operand(
     data: Floats<'_>,
-    (first, outer): (usize, usize),
-    (start, depth): (usize, usize),
+    (first, outer): Span,
+    (start, depth): Span,
     outer_size: usize,
     inner_size: usize,
     inner_contiguous: bool,
@@ -155,11 +297,11 @@ fn operand(
 
 /// Tiles of nearly equal size, whole micro tiles, enough of them to keep every thread busy. The bits of the result do
 /// not depend on the choice (see [`gemm`]), which is why the number of threads may take part in it.
-fn tile_size(dims: ProductDims, threads: usize, mr: usize, nr: usize) -> (usize, usize) {
+fn tile_size(dims: ProductDims, threads: usize, blocks: Blocks, mr: usize, nr: usize) -> (usize, usize) {
     let even = |size: usize, most: usize, unit: usize| {
         size.div_ceil(size.div_ceil(most)).next_multiple_of(unit).min(most)
     };
-    let (mut rows_most, mut cols_most) = (TILE_ROWS, TILE_COLS);
+    let (mut rows_most, mut cols_most) = (blocks.rows, blocks.cols);
     loop {
         let (rows, cols) = (even(dims.m, rows_most, mr), even(dims.n, cols_most, nr));
         let tiles = dims.m.div_ceil(rows) * dims.n.div_ceil(cols);

@@ -1,8 +1,10 @@
 //! Products with few rows: a decoding step, bound by reading the weights.
 //!
-//! Weights are read once, in place, without packing. `out[m, n] = Σ_l a[m, l]·b[n, l]` in 16 f32 accumulators (lane i
+//! Weights are read once, in place, without packing ([`columns`] for several rows). `out[m, n] = Σ_l a[m, l]·b[n, l]` in 16 f32 accumulators (lane i
 //! takes l = i, i + 16, …, a last incomplete run first) added pairwise at the end; the order does not depend on M, N or the
 //! number of threads.
+
+mod columns;
 
 use super::Isa;
 use super::floats::{Floats, FloatsMut};
@@ -35,21 +37,26 @@ pub fn matmul(
 ) {
     let isa = threads.isa();
     let mut shared = threads.shared();
-    let a_ml = a.read(isa, 0, dims.m * dims.l, shared.floats());
+    let a_ml = if dims.m == 1 {
+        a.read(isa, 0, dims.l, shared.floats())
+    } else {
+        columns::prepare(isa, a, (dims.m, dims.l), shared.floats())
+    };
     threads.run(dims.n.div_ceil(COLS), |task, scratch| {
         let first = task * COLS;
         let cols = COLS.min(dims.n - first);
-        let mut sums_mn = [0.0; ROWS * COLS];
-        for j in 0..cols {
-            let row = b.slice((first + j) * dims.l, dims.l);
-            let mut column = [0.0; ROWS];
-            dots_with(isa, a_ml, row, scratch, &mut column[..dims.m]);
-            for (m, sum) in column[..dims.m].iter().enumerate() {
-                sums_mn[m * COLS + j] = *sum;
+        let mut sums_mn = [[0.0; COLS]; ROWS];
+        let sums_mn = &mut sums_mn[..dims.m];
+        if dims.m == 1 {
+            for (j, sum) in sums_mn[0][..cols].iter_mut().enumerate() {
+                let row = b.slice((first + j) * dims.l, dims.l);
+                dots_with(isa, a_ml, row, scratch, std::slice::from_mut(sum));
             }
+        } else {
+            columns::all(isa, a_ml, b.slice(first * dims.l, cols * dims.l), dims.l, sums_mn);
         }
-        for m in 0..dims.m {
-            let sums = &mut sums_mn[m * COLS..][..cols];
+        for (m, sums) in sums_mn.iter_mut().enumerate() {
+            let sums = &mut sums[..cols];
             if accumulate {
                 let mut old = [0.0; COLS];
                 // SAFETY: these columns belong to this task.

@@ -1,6 +1,6 @@
 //! The threads of a kernel set and their working memory.
 
-use super::gemm::Micro;
+use super::gemm::{Micro, Pair};
 use super::{CpuConfig, Isa};
 use std::fmt;
 use std::marker::PhantomData;
@@ -22,6 +22,7 @@ pub struct Threads {
     count: usize,
     isa: Isa,
     micro: Micro,
+    pair_micro: Option<Micro<Pair>>,
     scratch: Vec<Mutex<Scratch>>,
     shared: Mutex<Scratch>,
 }
@@ -43,6 +44,7 @@ impl Threads {
             count: config.threads,
             isa,
             micro: Micro::of(isa),
+            pair_micro: Micro::of_pairs(isa),
             scratch: (0..config.threads).map(|_| Mutex::new(Scratch::new(SCRATCH_BYTES))).collect(),
             shared: Mutex::new(Scratch::new(SHARED_BYTES)),
         }
@@ -54,6 +56,11 @@ impl Threads {
 
     pub fn micro(&self) -> Micro {
         self.micro
+    }
+
+    /// The innermost product of bf16, if the instruction set has one.
+    pub fn pair_micro(&self) -> Option<Micro<Pair>> {
+        self.pair_micro
     }
 
     pub fn count(&self) -> usize {

@@ -125,16 +125,14 @@ __device__ __forceinline__ void add_weighted(float sums[SQUARES][4][4], const fl
     __syncthreads();
 }
 
-// weights[4x + j][4y + i] = values[i][j]: the first index is the one that is summed over next. Threads of one y write and
-// read the same part, and they are in one warp.
+// weights[4x + j][4y + i] = values[i][j]: the first index is the one that is summed over next. The barriers that
+// `row_products` and `add_weighted` begin and end with stand before and after.
 __device__ __forceinline__ void put_weights(float *weights, const float values[4][4]) {
     int y = threadIdx.x / 16, x = threadIdx.x % 16;
-    __syncwarp();
 #pragma unroll
     for (int j = 0; j < 4; j++)
         *(float4 *)(weights + (4 * x + j) * TILE_STRIDE + 4 * y) =
             make_float4(values[0][j], values[1][j], values[2][j], values[3][j]);
-    __syncwarp();
 }
 
 template <int SQUARES>

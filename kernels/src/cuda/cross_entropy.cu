@@ -25,23 +25,24 @@ __device__ __forceinline__ Softmax merged(Softmax a, Softmax b) {
     return {most, a.sum * (double)expf(a.most - most) + b.sum * (double)expf(b.most - most)};
 }
 
-// For every thread; `warps` has 33 elements. The order is fixed: lanes pairwise, then warps pairwise.
-__device__ __forceinline__ Softmax block_merged(Softmax x, Softmax *warps) {
-    for (int round = 0; round < 2; round++) {
+// Pairs of lanes, the lower one's first, so that all lanes get the same bits.
+__device__ __forceinline__ Softmax warp_merged(Softmax x) {
 #pragma unroll
-        for (int lanes = 1; lanes < 32; lanes *= 2) {
-            Softmax other = {__shfl_xor_sync(ALL_LANES, x.most, lanes), __shfl_xor_sync(ALL_LANES, x.sum, lanes)};
-            // The lower lane's first, so that both halves of a pair get the same bits.
-            x = threadIdx.x & lanes ? merged(other, x) : merged(x, other);
-        }
-        __syncthreads();
-        if (round == 0) {
-            if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-            __syncthreads();
-            unsigned warp = threadIdx.x % 32;
-            x = warp < blockDim.x / 32 ? warps[warp] : Softmax{NOTHING_YET, 0.0};
-        }
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        Softmax other = {__shfl_xor_sync(ALL_LANES, x.most, lanes), __shfl_xor_sync(ALL_LANES, x.sum, lanes)};
+        x = threadIdx.x & lanes ? merged(other, x) : merged(x, other);
     }
+    return x;
+}
+
+// For every thread, by lanes and then by warps. `warps` has 32 elements; a call may follow another at once.
+__device__ __forceinline__ Softmax block_merged(Softmax x, Softmax *warps) {
+    x = warp_merged(x);
+    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) warps[warp] = x;
+    __syncthreads();
+    x = warp_merged(lane < blockDim.x / 32 ? warps[lane] : Softmax{NOTHING_YET, 0.0});
+    __syncthreads();
     return x;
 }
 
@@ -67,7 +68,7 @@ __device__ __forceinline__ Softmax row_softmax(const void *logits, int dtype, i6
 extern "C" __global__ void __launch_bounds__(1024)
 cross_entropy_rows(void *logits, int dtype, const int *labels, int gradient, float scale, double *losses, i64 rows,
                    i64 classes) {
-    __shared__ Softmax warps[33];
+    __shared__ Softmax warps[32];
     bool vector = classes % 8 == 0 && aligned16(logits);
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         i64 at = row * classes;

@@ -4,7 +4,8 @@
 //! first and no operand is moved. Sums are f32 (no TF32). Which of its kernels computes a product is asked once for a
 //! [`Case`] and kept, so the same shapes always get the same bits; kernels that would add partial sums rounded to the
 //! result's dtype are left out. The alignment of the operands is part of a case: it follows from the layout of a group's
-//! weights, not from where the group lies, since regions of memory begin at multiples of 256.
+//! weights, not from where the group lies, since regions of memory begin at multiples of 256. So are the sizes: the bits of
+//! a row may depend on how many rows there are. They may differ between versions of the library and between cards, too.
 
 use super::failed;
 use crate::check::ProductDims;

@@ -49,13 +49,13 @@ embedding_scatter_add(const int *ids, const void *dout, int dout_dtype, float *d
             }
             if (mine) found[before + __popc(votes & ((1u << lane) - 1))] = threadIdx.x;
             __syncthreads();
+            // What follows reads `found` alone, which is not written before all have come to the next barrier.
             if (total == 0) continue;
             for (i64 c = threadIdx.x; c < width; c += 256) {
                 float sum = row[c];
                 for (int i = 0; i < total; i++) sum += load(dout, dout_dtype, (start + found[i]) * width + c);
                 row[c] = sum;
             }
-            __syncthreads();
         }
     }
 }

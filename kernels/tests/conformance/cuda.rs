@@ -2,51 +2,57 @@
 //!
 //! An operand is copied into a region of the card with guards around it, the operation runs, and what it may write is
 //! copied back. Operands that it may only read, and all guards, must have kept their bytes. In the second variant operands
-//! begin at odd places, so that no kernel may load 16 bytes at once.
+//! begin at odd places, so that no kernel may load 16 bytes at once; in the third products go to cuBLASLt.
 //!
 //! `cargo xtask cuda-mock` runs all suites on it, over a driver that plays a card, with the kernels compiled for the CPU.
 
+use crate::support::Host;
 use std::sync::Arc;
 use terrace_device::cuda::{CudaDevice, CudaStream};
 use terrace_device::{Arena, Bytes, BytesMut, Device, Region, Stream};
+use terrace_kernels::cuda::{self, CudaConfig};
 use terrace_kernels::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelSet, Matmul,
     MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
-    cuda::{self, CudaConfig},
 };
+use terrace_kernels::{DType, reference};
 
 /// Set by `cargo xtask cuda-mock`: the kernels' library.
 const VARIABLE: &str = "TERRACE_SHIM_LIBRARY";
 
-/// Both variants with the plain kernels, if there is a driver to run them on.
+/// All variants with the plain kernels, if there is a driver to run them on.
 pub fn backends() -> Option<Vec<(String, KernelSet)>> {
-    variants(CudaConfig { plain_kernels: true, ..CudaConfig::default() })
+    let variant = |name: &str, misplaced, own_products| {
+        let config = CudaConfig { own_products, plain_kernels: true };
+        Some((name.to_owned(), on_device(misplaced, config)?))
+    };
+    Some(vec![
+        variant("cuda", 0, true)?,
+        variant("cuda, operands at odd places", 1, true)?,
+        variant("cuda, cuBLASLt", 0, false)?,
+    ])
 }
 
-/// Both variants as configured; operands that begin at even places come first.
-pub fn variants(config: CudaConfig) -> Option<Vec<(String, KernelSet)>> {
+/// A set for operands that begin `misplaced` elements after even places.
+pub fn on_device(misplaced: usize, config: CudaConfig) -> Option<KernelSet> {
     std::env::var_os(VARIABLE)?;
     let device = CudaDevice::open(0).expect("the driver that was asked for");
     let stream = Arc::clone(device.compute_stream());
     let set = cuda::with_config(&device, &stream, config).expect("kernels that compile");
-    let variant = |misplaced: usize| {
-        let arena = device.arena(64 << 20).expect("memory for operands");
-        let stream = Arc::clone(&stream);
-        let card = Arc::new(OnDevice { set: set.clone(), arena, stream, misplaced });
-        KernelSet {
-            matmul: card.clone(),
-            quantized_matmul: card.clone(),
-            rms_norm: card.clone(),
-            rope: card.clone(),
-            attention: card.clone(),
-            activation: card.clone(),
-            embedding: card.clone(),
-            cross_entropy: card.clone(),
-            elementwise: card.clone(),
-            reduce: card,
-        }
-    };
-    Some(vec![("cuda".to_owned(), variant(0)), ("cuda, operands at odd places".to_owned(), variant(1))])
+    let arena = device.arena(64 << 20).expect("memory for operands");
+    let card = Arc::new(OnDevice { set, arena, stream, misplaced });
+    Some(KernelSet {
+        matmul: card.clone(),
+        quantized_matmul: card.clone(),
+        rms_norm: card.clone(),
+        rope: card.clone(),
+        attention: card.clone(),
+        activation: card.clone(),
+        embedding: card.clone(),
+        cross_entropy: card.clone(),
+        elementwise: card.clone(),
+        reduce: card,
+    })
 }
 
 /// Runs a set on operands in host memory.
@@ -324,4 +330,42 @@ impl Reduce for OnDevice {
     fn sum_rows(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
         on_device!(self, [x], [out], self.set.reduce.sum_rows(x, out))
     }
+}
+
+const REASON: &str = "the mock driver is on the library path";
+
+/// The suites were run on the card that was asked for, and it does products in two ways.
+#[test]
+#[ignore = "needs a driver: `cargo xtask cuda-mock`"]
+fn the_card_is_there() {
+    assert_eq!(backends().expect(REASON).len(), 3);
+    assert!(terrace_device::cuda::Library::CublasLt.is_found());
+}
+
+/// Operands that the card cannot reach are a defect of the caller.
+#[test]
+#[ignore = "needs a driver: `cargo xtask cuda-mock`"]
+#[should_panic(expected = "operands are memory that the kernels reach")]
+fn host_operands_are_refused() {
+    let device = CudaDevice::open(0).expect(REASON);
+    let set = cuda::kernel_set(&device, device.compute_stream()).expect(REASON);
+    let x = Host::zeros(DType::F32, &[8]);
+    let _ = set.elementwise.cast(x.view(), Host::zeros(DType::BF16, &[8]).view_mut());
+}
+
+/// More rows than there is memory for their losses are added in stretches, still in order.
+#[test]
+#[ignore = "needs a driver: `cargo xtask cuda-mock`"]
+fn losses_of_many_rows() {
+    let rows = 131_072 + 70;
+    let logits = Host::random(DType::F32, &[rows, 3], 2.0, 1);
+    let labels = Host::of(DType::I32, &[rows], (0..rows).map(|r| (r % 4) as f64 - 1.0));
+    let loss_of = |set: &KernelSet| {
+        let mut loss = Host::zeros(DType::F64, &[1]);
+        set.cross_entropy.loss(logits.view(), labels.view(), loss.view_mut()).unwrap();
+        loss.values()[0]
+    };
+    let expected = loss_of(&reference::kernel_set());
+    let found = loss_of(&backends().expect(REASON)[0].1);
+    assert!((found - expected).abs() < 1e-6 * expected, "{found} instead of {expected}");
 }

@@ -1,8 +1,10 @@
 //! Tolerance: with a and b of deviation 1 the sum of |a·b| is about 0.64·L and f32 errors add like a random walk, so
-//! `√L · √L · 2⁻²⁴ · 4` covers the largest of a few thousand elements. (The proven bound grows with L·Σ|a·b|.)
+//! `√L · √L · 2⁻²⁴ · 4` covers the largest of a few thousand elements. (The proven bound grows with L·Σ|a·b|.) Products of bf16 by
+//! pairs round as often, and are held to the same.
 
-use crate::support::{Host, MIXES, Random, assert_close, backends};
+use crate::support::{Host, MIXES, Random, assert_close, backends, backends_and_pairs, isas_and_pairs};
 use proptest::prelude::*;
+use terrace_kernels::cpu::{self, CpuConfig};
 use terrace_kernels::{DType, KernelSet, MatmulSpec, reference};
 
 fn tolerance(l: usize) -> f64 {
@@ -38,7 +40,7 @@ fn specs() -> impl Iterator<Item = MatmulSpec> {
 
 #[test]
 fn every_layout_and_dtype() {
-    let sets = backends();
+    let sets = backends_and_pairs();
     for spec in specs() {
         for mix in MIXES {
             if spec.accumulate && mix.1 != DType::F32 {
@@ -54,30 +56,52 @@ fn every_layout_and_dtype() {
 /// Every remainder of a micro tile, and block boundaries of the inner size.
 #[test]
 fn every_odd_size() {
-    let sets = backends();
+    let sets = backends_and_pairs();
     for m in 1..=17 {
         compare(&sets, (m, 3 * m, 33), (DType::BF16, DType::F32), MatmulSpec::NT);
         compare(&sets, (m, m + 40, 9), (DType::BF16, DType::F32), MatmulSpec::TN_ACCUMULATE);
     }
-    for l in [1, 7, 8, 9, 15, 16, 17, 255, 256, 257, 511, 513] {
+    for l in [1, 7, 8, 9, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1025] {
         compare(&sets, (9, 20, l), (DType::BF16, DType::BF16), MatmulSpec::NT);
         compare(&sets, (3, 50, l), (DType::BF16, DType::BF16), MatmulSpec::NT);
         compare(&sets, (20, 9, l), (DType::F32, DType::F32), MatmulSpec::NN);
     }
 }
 
+/// Few rows: what the other rows of a are changes nothing.
+#[test]
+fn a_row_does_not_depend_on_its_batch() {
+    for (name, set) in backends() {
+        for (dtype, l) in
+            [(DType::F32, 300), (DType::BF16, 777), (DType::BF16, 512), (DType::F16, 40), (DType::F32, 7)]
+        {
+            let (n, mut ones) = (75, Vec::new());
+            let (a, b) = operands(8, n, l, dtype, MatmulSpec::NT);
+            for m in 1..=8 {
+                let mut all = Host::zeros(DType::F32, &[m, n]);
+                set.matmul.matmul(a.view().rows(0, m), b.view(), all.view_mut(), MatmulSpec::NT).unwrap();
+                let mut one = Host::zeros(DType::F32, &[1, n]);
+                set.matmul.matmul(a.view().rows(m - 1, m), b.view(), one.view_mut(), MatmulSpec::NT).unwrap();
+                ones.extend_from_slice(one.bytes());
+                assert!(all.bytes() == ones, "{name}: {dtype} {m} rows of {l}");
+            }
+        }
+    }
+}
+
 /// Several tiles in both directions.
 #[test]
 fn larger_than_a_tile() {
-    let sets = backends();
+    let sets = backends_and_pairs();
     compare(&sets, (200, 500, 40), (DType::BF16, DType::BF16), MatmulSpec::NT);
     compare(&sets, (410, 130, 70), (DType::BF16, DType::F32), MatmulSpec::TN_ACCUMULATE);
+    compare(&sets, (50, 1000, 15), (DType::BF16, DType::BF16), MatmulSpec::NN);
 }
 
 /// An empty sum is zero; an empty result is nothing.
 #[test]
 fn empty_sizes() {
-    for (name, set) in backends() {
+    for (name, set) in backends_and_pairs() {
         for dtype in [DType::F32, DType::BF16] {
             let (a, b) = (Host::zeros(dtype, &[3, 0]), Host::zeros(dtype, &[0, 4]));
             let mut out = Host::random(dtype, &[3, 4], 1.0, 1);
@@ -98,10 +122,28 @@ fn mixed_operands() {
     let b = Host::random(DType::BF16, &[10, 24], 1.0, 2);
     let mut expected = Host::zeros(DType::F32, &[2, 5, 10]);
     reference::kernel_set().matmul.matmul(a.view(), b.view(), expected.view_mut(), MatmulSpec::NT).unwrap();
-    for (name, set) in backends() {
+    for (name, set) in backends_and_pairs() {
         let mut out = Host::zeros(DType::F32, &[10, 10]);
         set.matmul.matmul(a.view(), b.view(), out.view_mut(), MatmulSpec::NT).unwrap();
         assert_close(&name, &expected, &out, tolerance(24));
+    }
+}
+
+/// What products by pairs do otherwise, by definition, and so the proof that they are what was tested: denormal operands are
+/// zeros.
+#[test]
+fn pairs_take_denormals_for_zeros() {
+    let (a, b) = (
+        Host::of(DType::BF16, &[16, 3], [2f64.powi(-130); 48]),
+        Host::of(DType::BF16, &[5, 3], [2f64.powi(100); 15]),
+    );
+    for isa in isas_and_pairs() {
+        let set = cpu::with_config(CpuConfig { threads: 1, isa: Some(isa) });
+        let mut out = Host::random(DType::F32, &[16, 5], 1.0, 1);
+        set.matmul.matmul(a.view(), b.view(), out.view_mut(), MatmulSpec::NT).unwrap();
+        let pairs = isa.name().contains("pairs") || isa.name() == "avx512bf16";
+        let expected = if pairs { 0.0 } else { 3.0 * 2f64.powi(-30) };
+        assert!(out.values().iter().all(|x| *x == expected), "{}", isa.name());
     }
 }
 
@@ -120,6 +162,6 @@ proptest! {
     fn any_shape(m in 1usize..70, n in 1usize..130, l in 1usize..600, bits in 0usize..8, seed in 0u64..4) {
         let spec = MatmulSpec { trans_a: bits & 1 != 0, trans_b: bits & 2 != 0, accumulate: bits & 4 != 0 };
         let mix = if spec.accumulate { MIXES[seed as usize % 2] } else { MIXES[Random::new(seed).below(4)] };
-        compare(&backends(), (m, n, l), mix, spec);
+        compare(&backends_and_pairs(), (m, n, l), mix, spec);
     }
 }

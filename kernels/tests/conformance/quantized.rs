@@ -91,10 +91,11 @@ fn every_odd_size() {
     }
 }
 
-/// Several tiles in both directions.
+/// Several tiles in both directions, and rows of several stretches.
 #[test]
 fn larger_than_a_tile() {
     compare(&backends(), (200, 500, 300), DType::BF16, DType::BF16);
+    compare(&backends(), (3, 20, 2500), DType::BF16, DType::F32);
 }
 
 #[test]
@@ -138,17 +139,17 @@ fn the_bits_of_the_dense_product() {
 fn a_row_does_not_depend_on_its_batch() {
     for isa in Isa::available() {
         let set = cpu::with_config(CpuConfig { threads: 2, isa: Some(isa) });
-        let a = Host::random(DType::F32, &[7, 300], 1.0, 1);
+        let a = Host::random(DType::F32, &[8, 900], 1.0, 1);
         for format in FORMATS {
-            let b = Quantized::random(format, 20, 300, 2);
-            let mut all = Host::zeros(DType::F32, &[7, 20]);
-            set.quantized_matmul.matmul_nt(a.view(), b.view(), all.view_mut()).unwrap();
-            for row in 0..7 {
-                let mut one = Host::zeros(DType::F32, &[1, 20]);
-                set.quantized_matmul
-                    .matmul_nt(a.view().rows(row, row + 1), b.view(), one.view_mut())
-                    .unwrap();
-                assert_eq!(one.bytes(), &all.bytes()[row * 80..][..80], "{}: {format} row {row}", isa.name());
+            let b = Quantized::random(format, 45, 900, 2);
+            let mut ones = Vec::new();
+            for m in 1..=8 {
+                let mut all = Host::zeros(DType::F32, &[m, 45]);
+                set.quantized_matmul.matmul_nt(a.view().rows(0, m), b.view(), all.view_mut()).unwrap();
+                let mut one = Host::zeros(DType::F32, &[1, 45]);
+                set.quantized_matmul.matmul_nt(a.view().rows(m - 1, m), b.view(), one.view_mut()).unwrap();
+                ones.extend_from_slice(one.bytes());
+                assert!(all.bytes() == ones, "{}: {format}, {m} rows", isa.name());
             }
         }
     }

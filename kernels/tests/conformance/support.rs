@@ -127,11 +127,25 @@ thread_local! {
 
 /// Every backend that must agree with the reference: those of the CPU, or on the mock driver that of CUDA.
 pub fn backends() -> Vec<(String, KernelSet)> {
+    sets(Isa::available())
+}
+
+/// As [`backends`], and each with products of bf16 by emulated pairs.
+pub fn backends_and_pairs() -> Vec<(String, KernelSet)> {
+    sets(isas_and_pairs())
+}
+
+/// Every instruction set, and each with emulated pairs.
+pub fn isas_and_pairs() -> Vec<Isa> {
+    Isa::available().into_iter().flat_map(|isa| [isa, isa.with_emulated_pairs()]).collect()
+}
+
+fn sets(isas: Vec<Isa>) -> Vec<(String, KernelSet)> {
     if let Some(cuda) = CUDA.with(Clone::clone) {
         return cuda;
     }
     let mut all = Vec::new();
-    for isa in Isa::available() {
+    for isa in isas {
         for threads in [1, 2] {
             let set = cpu::with_config(CpuConfig { threads, isa: Some(isa) });
             all.push((format!("cpu {} with {threads} threads", isa.name()), set));

@@ -4,7 +4,7 @@
 //! Tolerance: products are as exact as others. Attention rounds probabilities, at most 1, and their gradients to the operands'
 //! dtype: by 2⁻⁸ of each term in bf16, of values of order 1 and gradients of order 10 over up to 130 rows, with random signs.
 
-use crate::cuda::variants;
+use crate::cuda::on_device;
 use crate::support::{Host, assert_close};
 use terrace_kernels::cuda::CudaConfig;
 use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, reference};
@@ -19,8 +19,8 @@ struct Sets {
 /// `None` without a driver.
 fn sets() -> Option<Sets> {
     let pair = |plain_kernels| {
-        let sets = variants(CudaConfig { plain_kernels, own_products: true })?;
-        Some([sets[0].1.clone(), sets[1].1.clone()])
+        let config = CudaConfig { plain_kernels, own_products: true };
+        Some([on_device(0, config)?, on_device(1, config)?])
     };
     Some(Sets { reference: reference::kernel_set(), tensor_cores: pair(false)?, plain: pair(true)? })
 }

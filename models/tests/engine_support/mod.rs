@@ -1,6 +1,9 @@
 //! A small Llama and what it takes to train it, shared by the integration tests.
 #![allow(dead_code, reason = "each test uses its part")]
 
+#[path = "../card/mod.rs"]
+mod card;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
@@ -112,12 +115,15 @@ impl Setup {
     }
 
     pub fn backend(&self) -> Backend {
-        let device: Arc<dyn Device> =
-            Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() });
         let io = self.io.clone().unwrap_or_else(|| {
             open_default(&IoConfig { choice: self.choice, ..IoConfig::default() })
                 .expect("the disk engine starts")
         });
+        if let Some(card) = card::backend(&io) {
+            return card;
+        }
+        let device: Arc<dyn Device> =
+            Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() });
         let kernel_scratch_bytes = cpu::scratch_bytes(self.threads) as u64;
         Backend { device, kernels: cpu::kernel_set(self.threads), kernel_scratch_bytes, io }
     }

@@ -1,5 +1,6 @@
 //! Parity of the engine as a whole: training with all state on disk gives what torch and transformers give.
 
+use crate::card;
 use crate::fixture::{Fixture, numbers, steps};
 use crate::parity::furthest;
 use std::sync::Arc;
@@ -41,12 +42,13 @@ fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Ve
         overrides: WindowOverrides { chunk_elements: Some(1 << 14), ..WindowOverrides::default() },
         identity: String::new(),
     };
-    let backend = Backend {
+    let io = open_default(&IoConfig::default()).unwrap();
+    let backend = card::backend(&io).unwrap_or_else(|| Backend {
         device: Arc::new(HostDevice::unified()),
         kernels: cpu::kernel_set(2),
         kernel_scratch_bytes: cpu::scratch_bytes(2) as u64,
-        io: open_default(&IoConfig::default()).unwrap(),
-    };
+        io,
+    });
     let mut engine = Engine::create(config, backend, model.blocks, &first[0], &mut source).unwrap();
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for step in &steps {

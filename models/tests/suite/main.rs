@@ -4,6 +4,8 @@
 
 mod adamw;
 mod batches;
+#[path = "../card/mod.rs"]
+mod card;
 mod configs;
 mod engine;
 mod export;

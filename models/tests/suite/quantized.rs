@@ -1,11 +1,11 @@
 //! Quantized weights through the engine: what they do to logits, where they may lie, what they weigh, what is refused.
 
+use crate::card;
 use crate::fixture::Fixture;
 use crate::parity::furthest;
 use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::engine::{EngineConfig as IoConfig, open_default};
-use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, QuantFormat, cpu};
 use terrace_models::{Model, ModelConfig, RandomSource, SafetensorsSource, TokenBatch};
@@ -51,14 +51,13 @@ impl Setup {
     }
 
     fn backend(&self) -> Backend {
-        let device: Arc<dyn Device> =
-            Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() });
-        Backend {
-            device,
+        let io = open_default(&IoConfig::default()).unwrap();
+        card::backend(&io).unwrap_or_else(|| Backend {
+            device: Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() }),
             kernels: cpu::kernel_set(self.threads),
             kernel_scratch_bytes: cpu::scratch_bytes(self.threads) as u64,
-            io: open_default(&IoConfig::default()).unwrap(),
-        }
+            io,
+        })
     }
 
     fn engine(&self, source: &mut dyn WeightSource, disks: Vec<PathBuf>) -> Result<Engine> {

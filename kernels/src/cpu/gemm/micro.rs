@@ -7,21 +7,24 @@
 //! | generic (SSE2) | 4 × 8 | 8 + 2 + 1 of 16 |
 //! | AVX2 | 6 × 16 | 12 + 2 + 1 of 16 |
 //! | AVX-512 | 8 × 48 | 24 + 3 + 1 of 32 |
+//!
+//! Those of pairs of bf16 are in [`pairs`](super::pairs).
 
 use crate::cpu::Isa;
 use crate::cpu::isa::Level;
 
-/// `(depth, a panel, b panel, c, stride of c, add to c)`.
-type Run = unsafe fn(usize, *const f32, *const f32, *mut f32, usize, bool);
+/// `(words, a panel, b panel, c, stride of c, add to c)`.
+type Run<W> = unsafe fn(usize, *const W, *const W, *mut f32, usize, bool);
 
-/// The innermost product of one instruction set.
+/// The innermost product of one instruction set, of panels of words `W`: an f32 for each k, or a
+/// [`Pair`](super::pairs::Pair) for two.
 #[derive(Clone, Copy)]
-pub struct Micro {
+pub struct Micro<W = f32> {
     /// Rows of a micro tile.
     pub mr: usize,
     /// Columns of a micro tile.
     pub nr: usize,
-    run: Run,
+    pub(super) run: Run<W>,
 }
 
 impl Micro {
@@ -40,23 +43,17 @@ impl Micro {
     pub fn generic<const MR: usize, const NR: usize>() -> Self {
         Self { mr: MR, nr: NR, run: generic::<MR, NR> }
     }
+}
 
+impl<W> Micro<W> {
     /// `c[mr, nr] (+)= Σ_k a[k, mr]·b[k, nr]`, k ascending from zero, then added to `c` if asked.
     ///
     /// # Safety
-    /// `a` holds `depth·mr` and `b` `depth·nr` floats; `c` is valid for mr rows of nr floats, `stride` apart.
+    /// `a` holds `words·mr` and `b` `words·nr` words; `c` is valid for mr rows of nr floats, `stride` apart.
     #[inline]
-    pub unsafe fn run(
-        self,
-        depth: usize,
-        a: *const f32,
-        b: *const f32,
-        c: *mut f32,
-        stride: usize,
-        add: bool,
-    ) {
+    pub unsafe fn run(self, words: usize, a: *const W, b: *const W, c: *mut f32, stride: usize, add: bool) {
         // SAFETY: the caller's promise; `run` was chosen for an instruction set that the processor has.
-        unsafe { (self.run)(depth, a, b, c, stride, add) }
+        unsafe { (self.run)(words, a, b, c, stride, add) }
     }
 }
 

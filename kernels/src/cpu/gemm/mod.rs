@@ -13,9 +13,11 @@
 
 mod micro;
 mod pack;
+mod pairs;
 
 pub use micro::Micro;
 pub use pack::{Panels, packed_len};
+pub use pairs::Pair;
 
 /// Most elements of one micro tile, over all instruction sets.
 const TILE_MAX: usize = 8 * 48;
@@ -29,36 +31,37 @@ pub struct Target {
     pub add: bool,
 }
 
-/// `target[rows, cols] (+)= a·b` over one block of `depth`; `a` and `b` packed by [`Panels::pack`].
+/// `target[rows, cols] (+)= a·b` over one block, `words` long; `a` and `b` packed by [`Panels::pack`], or
+/// [`Panels::pack_pairs`] for a micro tile of pairs.
 ///
 /// # Safety
 /// The target's elements are valid and nobody else touches them.
 ///
 /// # Panics
 /// If a packed operand is too short.
-pub unsafe fn product(
-    micro: Micro,
-    (rows, cols, depth): (usize, usize, usize),
-    a: &[f32],
-    b: &[f32],
+pub unsafe fn product<W: Copy>(
+    micro: Micro<W>,
+    (rows, cols, words): (usize, usize, usize),
+    a: &[W],
+    b: &[W],
     target: Target,
 ) {
     let (mr, nr) = (micro.mr, micro.nr);
-    assert!(a.len() >= rows.next_multiple_of(mr) * depth, "a holds {rows} rows of depth {depth}");
-    assert!(b.len() >= cols.next_multiple_of(nr) * depth, "b holds {cols} columns of depth {depth}");
+    assert!(a.len() >= rows.next_multiple_of(mr) * words, "a holds {rows} rows of {words} words");
+    assert!(b.len() >= cols.next_multiple_of(nr) * words, "b holds {cols} columns of {words} words");
     let mut edge = [0.0f32; TILE_MAX];
     for col in (0..cols).step_by(nr) {
-        let b_panel = b[col * depth..].as_ptr();
+        let b_panel = b[col * words..].as_ptr();
         for row in (0..rows).step_by(mr) {
-            let a_panel = a[row * depth..].as_ptr();
+            let a_panel = a[row * words..].as_ptr();
             // SAFETY: the first element of a micro tile that overlaps the target is in it.
             let corner = unsafe { target.pointer.add(row * target.stride + col) };
             if row + mr <= rows && col + nr <= cols {
                 // SAFETY: the panels are long enough (asserted), the whole micro tile lies in the target.
-                unsafe { micro.run(depth, a_panel, b_panel, corner, target.stride, target.add) };
+                unsafe { micro.run(words, a_panel, b_panel, corner, target.stride, target.add) };
             } else {
                 // SAFETY: the panels are padded to whole micro tiles (asserted), `edge` holds one.
-                unsafe { micro.run(depth, a_panel, b_panel, edge.as_mut_ptr(), nr, false) };
+                unsafe { micro.run(words, a_panel, b_panel, edge.as_mut_ptr(), nr, false) };
                 let part = (mr.min(rows - row), nr.min(cols - col));
                 // SAFETY: only elements within the target are written.
                 unsafe { copy_part(&edge, nr, part, Target { pointer: corner, ..target }) };

@@ -8,10 +8,13 @@ use crate::cpu::floats::Floats;
 use crate::cpu::isa::Level;
 use half::{bf16, f16};
 
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::transpose8;
+
 /// Floats that a store may write past the end of a packed block (see [`Transpose`]).
 const SLACK: usize = 8;
 
-/// Floats that a buffer needs for a packed block.
+/// Words that a buffer needs for a packed block.
 pub const fn packed_len(outer: usize, width: usize, depth: usize) -> usize {
     outer.next_multiple_of(width) * depth + SLACK
 }
@@ -206,7 +209,7 @@ mod x86 {
 
     #[target_feature(enable = "avx2")]
     #[inline]
-    fn transpose8(r: [__m256; 8]) -> [__m256; 8] {
+    pub fn transpose8(r: [__m256; 8]) -> [__m256; 8] {
         let pairs: [__m256; 8] = std::array::from_fn(|i| {
             let (a, b) = (r[i / 2 * 2], r[i / 2 * 2 + 1]);
             if i % 2 == 0 { _mm256_unpacklo_ps(a, b) } else { _mm256_unpackhi_ps(a, b) }

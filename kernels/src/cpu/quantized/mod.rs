@@ -9,10 +9,10 @@
 //!
 //! `out[m, n] = Σ_groups s·(−8·Σ_g a + Σ_g (q + 8)·a)`, sixteen lanes added pairwise at the end.
 //!
-//! Rows of b are read one after the other, in the order of memory. Two rows at a time would halve what is loaded of a, which
-//! exceeds the first-level cache from about 5000 columns on, and the same columns of many rows would keep it there; but the
-//! first was scheduled badly by the compiler, and the second reads memory in pieces too short for prefetching. Both were slower
-//! or no faster.
+//! For one row of a, rows of b are read one after the other, in the order of memory: it is memory that decides. For several, it
+//! is what is loaded of a and unpacked of b. Then a few blocks of [`COLS`] rows of b take turns while the same blocks of a stay in the
+//! first-level cache, and what is unpacked serves four rows of a; on AVX2 eight lanes at a time, to have registers for four
+//! sums. Sums wait in memory in between, so that the bits of a row do not depend on its batch.
 //!
 //! Beside the error of any f32 sum this has that of codes up to 15 instead of 8 in magnitude. Dequantizing in registers would
 //! have the bits of the dense product, at five operations instead of three; it was two thirds as fast.
@@ -25,18 +25,15 @@ mod blocks;
 use super::floats::{Floats, FloatsMut};
 use super::gemm::Panels;
 use super::threads::{SHARED_BYTES, Threads};
-use super::vector::sum_lanes;
+use super::vector::{LANES, sum_lanes};
 use super::{Cpu, Isa, matmul};
 use crate::check::{self, ProductDims};
 use crate::quantized::BLOCK;
 use crate::{MatmulSpec, QuantFormat, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
-use blocks::{Codes, Int4, Int8, dots, prepare, prepared_len, unpack};
-use std::ops::Range;
+use blocks::{COLS, Codes, Int4, Int8, PREPARED, ROWS, dots, unpack};
 
-/// Most rows of a that are multiplied without packing.
-const ROWS: usize = 8;
-/// Columns of the result per task.
-const COLS: usize = 32;
+/// Columns of the result per task: two turns of rows of weights.
+const TASK: usize = 2 * COLS;
 
 impl QuantizedMatmul for Cpu {
     fn matmul_nt(&self, a: View<'_>, b: QuantizedView<'_>, out: ViewMut<'_>) -> Result {
@@ -45,7 +42,7 @@ impl QuantizedMatmul for Cpu {
             return Ok(());
         }
         let (a, b, out) = (Floats::new(a), Rows::new(b), FloatsMut::new(out));
-        let a_bytes = dims.m * prepared_len(dims.l.next_multiple_of(BLOCK)) * size_of::<f32>();
+        let a_bytes = dims.m * dims.l.div_ceil(BLOCK) * PREPARED * size_of::<f32>();
         if dims.m <= ROWS && dims.l > 0 && a_bytes <= SHARED_BYTES {
             match b.format {
                 QuantFormat::Int8 => few::<Int8>(&self.threads, a, b, out, dims),
@@ -98,9 +95,9 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The blocks of row `n`.
-    fn row(self, n: usize) -> &'a [u8] {
-        &self.bytes[n * self.row_bytes..][..self.row_bytes]
+    /// The blocks of `count` rows from row `n`.
+    fn rows(self, n: usize, count: usize) -> &'a [u8] {
+        &self.bytes[n * self.row_bytes..][..count * self.row_bytes]
     }
 
     /// Weights `start..start + out.len()` of row `n`; `start` is a multiple of [`BLOCK`].
@@ -108,7 +105,7 @@ impl<'a> Rows<'a> {
         assert!(start.is_multiple_of(BLOCK), "a run of weights begins with a block");
         let blocks = start / BLOCK..(start + out.len()).div_ceil(BLOCK);
         let bytes = self.format.block_bytes();
-        let blocks = &self.row(n)[blocks.start * bytes..blocks.end * bytes];
+        let blocks = &self.rows(n, 1)[blocks.start * bytes..blocks.end * bytes];
         match self.format {
             QuantFormat::Int8 => unpack::<Int8>(isa, blocks, out),
             QuantFormat::Int4 => unpack::<Int4>(isa, blocks, out),
@@ -120,46 +117,40 @@ impl<'a> Rows<'a> {
 fn few<C: Codes>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMut<'_>, dims: ProductDims) {
     let isa = threads.isa();
     let mut shared = threads.shared();
-    let width = dims.l.next_multiple_of(BLOCK);
-    let a_ml = &mut shared.floats()[..dims.m * prepared_len(width)];
-    for (m, row) in a_ml.chunks_exact_mut(prepared_len(width)).enumerate() {
-        let (elements, padding) = row[..width].split_at_mut(dims.l);
-        a.slice(m * dims.l, dims.l).widen(isa, elements);
-        padding.fill(0.0);
-        prepare::<C>(row, width);
+    let a_packed = &mut shared.floats()[..dims.m * dims.l.div_ceil(BLOCK) * PREPARED];
+    let prepare = |index: usize, elements: &mut [f32], offsets: &mut [f32]| {
+        let (row, first) = (index % dims.m, index / dims.m * BLOCK);
+        let count = BLOCK.min(dims.l - first);
+        a.slice(row * dims.l + first, count).widen(isa, &mut elements[..count]);
+        elements[count..].fill(0.0);
+        blocks::prepare::<C>(elements, offsets);
+    };
+    if dims.m == 1 {
+        let (elements, offsets) = a_packed.split_at_mut(dims.l.next_multiple_of(BLOCK));
+        let pairs = elements.chunks_exact_mut(BLOCK).zip(offsets.chunks_exact_mut(PREPARED - BLOCK));
+        pairs.enumerate().for_each(|(index, (elements, offsets))| prepare(index, elements, offsets));
+    } else {
+        for (index, block) in a_packed.chunks_exact_mut(PREPARED).enumerate() {
+            let (elements, offsets) = block.split_at_mut(BLOCK);
+            prepare(index, elements, offsets);
+        }
     }
-    let a_ml = &*a_ml;
-    threads.run_ranges(dims.n, COLS, |cols, _| {
-        let mut sums_mn = [[0.0; COLS]; ROWS];
-        let mut m = 0;
-        while m < dims.m {
-            let (a_ml, sums) = (&a_ml[m * prepared_len(width)..], &mut sums_mn[m..]);
-            m += if C::PAIRS && m + 1 < dims.m {
-                columns::<C, 2>(isa, a_ml, width, b, cols.clone(), sums)
-            } else {
-                columns::<C, 1>(isa, a_ml, width, b, cols.clone(), sums)
-            };
+    let a_packed = &*a_packed;
+    threads.run_ranges(dims.n, TASK, |cols, _| {
+        let mut sums_mn = [[0.0; TASK]; ROWS];
+        let mut lanes = [[[0.0; LANES]; ROWS]; COLS];
+        for first in cols.clone().step_by(COLS) {
+            let count = COLS.min(cols.end - first);
+            dots::<C>(isa, a_packed, dims.m, b.rows(first, count), &mut lanes);
+            for (j, lanes) in lanes[..count].iter().enumerate() {
+                for (sums, lanes) in sums_mn[..dims.m].iter_mut().zip(lanes) {
+                    sums[first - cols.start + j] = sum_lanes(*lanes);
+                }
+            }
         }
         for (m, sums) in sums_mn[..dims.m].iter().enumerate() {
             // SAFETY: these columns belong to this task.
             unsafe { out.write(isa, m * dims.n + cols.start, &sums[..cols.len()]) };
         }
     });
-}
-
-/// `sums[m][j] = Σ_l a[m, l]·b[cols.start + j, l]` for the first `M` prepared rows. Returns `M`.
-fn columns<C: Codes, const M: usize>(
-    isa: Isa,
-    a_ml: &[f32],
-    width: usize,
-    b: Rows<'_>,
-    cols: Range<usize>,
-    sums: &mut [[f32; COLS]],
-) -> usize {
-    for (j, n) in cols.enumerate() {
-        for (sums, lanes) in sums.iter_mut().zip(dots::<C, M>(isa, a_ml, width, b.row(n))) {
-            sums[j] = sum_lanes(lanes);
-        }
-    }
-    M
 }

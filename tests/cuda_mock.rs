@@ -1,0 +1,95 @@
+//! The commands on a card, which the mock driver of `device/mock/` plays: `cargo xtask cuda-mock` runs these.
+#![allow(dead_code, reason = "support is shared by all tests")]
+
+mod support;
+
+use serde_json::Value;
+use support::{Bench, Cmd, cmd};
+
+const PLACES: [&str; 3] = ["none", "host", "disk"];
+
+fn bench() -> Bench {
+    Bench::tiny()
+}
+
+fn train(bench: &Bench, output: &str, device: &str) -> Cmd {
+    let words = ["--steps", "3", "--grad-accum", "2", "--clip", "1.0", "--device", device];
+    bench.finetune(output).args(&words)
+}
+
+fn losses(bench: &Bench, output: &str) -> Vec<f64> {
+    bench.metrics(output).iter().map(|step| step["loss"].as_f64().expect("a loss")).collect()
+}
+
+/// One set of weights whatever is where and however long operations take, and the CPU's losses.
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn training_is_the_same_in_every_place() {
+    let bench = bench();
+    train(&bench, "cpu", "cpu").args(&["--offload", "none"]).ok();
+    let mut weights = Vec::new();
+    for (seed, place) in PLACES.into_iter().enumerate() {
+        let run = train(&bench, place, "cuda:0").args(&["--offload", place]);
+        run.environment("TERRACE_MOCK_SEED", &seed.to_string())
+            .environment("TERRACE_MOCK_DELAY_US", "200")
+            .ok();
+        weights.push(bench.weights(place));
+        for (found, expected) in losses(&bench, place).iter().zip(losses(&bench, "cpu")) {
+            assert!((found - expected).abs() < 1e-3 * expected, "{place}: {found}, the CPU has {expected}");
+        }
+    }
+    assert!(weights.windows(2).all(|pair| pair[0] == pair[1]), "placement changes no bit");
+}
+
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn generating_is_the_same_in_every_place() {
+    let bench = bench();
+    let mut all: Vec<Value> = Vec::new();
+    for (device, place) in [("cpu", "none"), ("cuda:0", "none"), ("cuda:0", "host"), ("cuda:0", "disk")] {
+        let run = bench.generate("model").args(&["--prompt-ids", "1,2,3", "--max-new-tokens", "5"]);
+        let run = run.args(&["--device", device, "--offload", place]);
+        let run = if place == "disk" { run.path("--disk", &bench.path("disk")) } else { run };
+        let json = run.ok().json();
+        all.push(json[0]["ids"].clone());
+    }
+    assert!(all.windows(2).all(|pair| pair[0] == pair[1]), "{all:?}");
+}
+
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn what_a_card_lacks_is_said() {
+    let bench = bench();
+    let run = || train(&bench, "out", "cuda:0").args(&["--offload", "host"]);
+    let old = run().environment("TERRACE_MOCK_SM", "75");
+    old.fails(2, &["--device cuda:0: ", "compute capability is 7.5", "8.0 or newer"]);
+    train(&bench, "out", "cuda:3")
+        .fails(2, &["--device cuda:3: there is no CUDA device 3: the driver shows 1"]);
+    let small = run().args(&["--device-memory", "1MiB"]);
+    small.fails(2, &["--device-memory", "needs at least", "weights on the device"]);
+    let full = run().environment("TERRACE_MOCK_MEMORY", "16MiB");
+    full.fails(1, &["--device cuda:0: ", "cannot allocate", "device memory"]);
+    let broken = run().environment("TERRACE_MOCK_FAIL", "cuLaunchKernel:40:700");
+    broken.fails(1, &["the device was lost", "start the command again", "the last committed step is safe"]);
+}
+
+/// Without a card that can be used, `auto` is the CPU, with a warning if there is a card.
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn auto_goes_on_without_a_card() {
+    let bench = bench();
+    let none = train(&bench, "none", "auto").environment("TERRACE_MOCK_DEVICES", "0").ok();
+    assert!(!none.stderr.contains("warning: computing on the CPU"), "{}", none.stderr);
+    let old = train(&bench, "old", "auto").environment("TERRACE_MOCK_SM", "70").ok();
+    assert!(old.stderr.contains("warning: computing on the CPU"), "{}", old.stderr);
+    assert_eq!(bench.weights("none"), bench.weights("old"));
+}
+
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn the_report_lists_the_card() {
+    let report = cmd(&["report", "--json"]).environment("TERRACE_MOCK_DEVICES", "2").ok().json();
+    assert_eq!(report["gpus"].as_array().map(Vec::len), Some(2), "{report}");
+    assert_eq!(report["gpus"][1]["device"], "cuda:1");
+    assert!(report["gpu_problem"].is_null());
+}
