@@ -1,5 +1,5 @@
 // Whether the shim's tensor-core instructions are those of the PTX manual: single instructions, with every lane's registers
-// filled and read by the manual's tables and nothing of mma.cuh but the instructions. One warp.
+// filled and read by the manual's tables and nothing of mma.cuh but the instructions, in one warp; and where its tiles lie.
 
 // registers[4·lane + i]: register i of the lane. a [32][4], b [32][2] words; sums [32][4].
 extern "C" __global__ void selftest_mma(const u32 *a, const u32 *b, float *sums, int dtype) {
@@ -39,4 +39,12 @@ extern "C" __global__ void selftest_copies(const u16 *from, u16 *seen, int valid
     for (int i = 0; i < 8; i++) seen[256 + 8 * lane + i] = tile[0][lane][i];
     cp_async_wait<0>();
     for (int i = 0; i < 8; i++) seen[512 + 8 * lane + i] = tile[1][lane][i];
+}
+
+// Places of the chunks of 8 rows, [8][width / 8].
+extern "C" __global__ void selftest_swizzled(int *places, int width) {
+    int chunks = width / 8, row = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
+    places[threadIdx.x] = width == 32    ? swizzled<32>(row, chunk)
+                          : width == 64  ? swizzled<64>(row, chunk)
+                                         : swizzled<128>(row, chunk);
 }

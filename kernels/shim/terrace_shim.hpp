@@ -22,8 +22,8 @@
 // `run` executes a launch before it returns. `args[i]` points to parameter i, of `parameter_bytes[i]` bytes.
 //
 // TERRACE_SHIM_ORDER=SEED runs the blocks of a launch, and between two barriers the threads of a block, in an order
-// drawn from the seed (a new one at every barrier); without it in ascending order. A result that depends on the seed
-// is a race.
+// drawn from the seed (a new one at every barrier); without it in ascending order. In half of the draws warps go one after
+// the other, each past its own operations as far as the barrier. A result that depends on the seed is a race.
 //
 // What it does not show: races between instructions that are not separated by a barrier in any order of whole runs,
 // memory ordering between blocks, asynchronous copies in flight, the rounding of approximate instructions (`__expf` is
@@ -294,6 +294,18 @@ inline void release_barrier(Worker &here) {
     here.waiting = 0;
 }
 
+// The warp that begins at a thread, until its lanes wait for other warps.
+inline void run_ahead(Worker &here, unsigned first) {
+    for (bool progress = true; progress;) {
+        progress = false;
+        for (unsigned i = first; i < std::min(first + 32, here.threads); i++) {
+            if (here.fibers[i].state != State::Ready) continue;
+            progress = true;
+            resume(&here.fibers[i]);
+        }
+    }
+}
+
 inline void run_block(WorkerHome &home, bool random) {
     Worker &here = home.here;
     here.done = here.waiting = 0;
@@ -309,11 +321,12 @@ inline void run_block(WorkerHome &home, bool random) {
     }
     while (here.done < here.threads) {
         if (random) shuffle(home.order, here.random);
-        bool progress = false;
+        bool ahead = random && draw(here.random) % 2 == 0, progress = false;
         for (unsigned i : home.order) {
             if (here.fibers[i].state != State::Ready) continue;
             progress = true;
             resume(&here.fibers[i]);
+            if (ahead) run_ahead(here, i & ~31u);
         }
         if (here.waiting > 0 && here.waiting + here.done == here.threads) {
             release_barrier(here);

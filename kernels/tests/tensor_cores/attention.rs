@@ -306,7 +306,7 @@ fn training(queries: usize, heads: (usize, usize), kind: (usize, DType), window:
     }
 }
 
-/// Around the sizes of tiles, with groups of 1, 4 and 8.
+/// Around the sizes of tiles, with groups of 1, 4 and 8; of 9, so that a tile of rows begins one query before a warp's last key.
 #[test]
 fn training_shapes() {
     let Some(library) = Library::open() else { return };
@@ -319,6 +319,7 @@ fn training_shapes() {
             (129, (2, 2)),
             (39, (8, 1)),
             (193, (1, 1)),
+            (23, (9, 1)),
         ] {
             let mut case = training(queries, heads, kind, None);
             case.check_forward(&library, 1);
@@ -334,6 +335,12 @@ fn sliding_windows() {
     for (i, window) in [1, 2, 31, 32, 33, 64, 100, 150, 500].into_iter().enumerate() {
         let heads = [(1, 1), (4, 1), (2, 2)][i % 3];
         let case = training(150, heads, KINDS[i % 4], Some(window));
+        case.check_forward(&library, 3);
+        case.check_backward(&library, 4);
+    }
+    // A tile's last query is one beyond what lets it see all keys of a tile.
+    for kind in [KINDS[1], KINDS[2]] {
+        let case = training(150, (1, 1), kind, Some(95));
         case.check_forward(&library, 3);
         case.check_backward(&library, 4);
     }

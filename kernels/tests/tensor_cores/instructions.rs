@@ -109,3 +109,23 @@ fn copies_arrive_at_the_wait() {
         assert_eq!(seen[256 + i], expected, "element {i}");
     }
 }
+
+/// Eight rows of one chunk lie in all 32 banks of 4 bytes, and no two chunks in one place.
+#[test]
+fn tiles_have_no_bank_conflicts() {
+    let Some(library) = Library::open() else { return };
+    for width in [32, 64, 128] {
+        let mut places = vec![0i32; width];
+        let launch = Launch { threads: width as u32, ..WARP };
+        let arguments = [Argument::Address(places.as_mut_ptr() as u64), Argument::Int(width as i32)];
+        library.run("selftest_swizzled", launch, None, &arguments);
+        for chunk in 0..width / 8 {
+            let mut banks: Vec<i32> = (0..8).map(|row| places[row * width / 8 + chunk] / 8 % 8).collect();
+            banks.sort_unstable();
+            assert_eq!(banks, [0, 1, 2, 3, 4, 5, 6, 7], "chunk {chunk} of {width}");
+        }
+        places.sort_unstable();
+        let chunks: Vec<i32> = (0..width as i32).map(|i| 8 * i).collect();
+        assert_eq!(places, chunks, "rows of {width}");
+    }
+}
