@@ -2,8 +2,10 @@
 //!
 //! What comes out is exact, holes of the arena included, because regions are placed first-fit in the same order.
 
+use crate::gradients::DOWNLOAD_WINDOW;
 use crate::network::Network;
 use crate::{Context, Gradients, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights};
+use std::collections::{HashSet, VecDeque};
 use terrace_device::{Arena, Bytes, BytesMut, Region};
 use terrace_kernels::{DType, Tensor, View, ViewMut, dry};
 
@@ -25,6 +27,15 @@ pub(crate) struct DryRun<'a> {
     /// Elements of a chunk of gradient on its way down (devices with their own memory only).
     pub(crate) chunk_elements: usize,
     pub(crate) cache_length: usize,
+}
+
+/// Gradients on a device with memory of its own.
+#[derive(Default)]
+struct Parking {
+    /// Groups of which something is parked.
+    known: HashSet<usize>,
+    /// Chunks on their way down.
+    coming: VecDeque<Region>,
 }
 
 impl DryRun<'_> {
@@ -56,8 +67,9 @@ impl DryRun<'_> {
             }
         }
         if mode == Mode::Train {
+            let mut parking = Parking::default();
             for block in (0..=last).rev() {
-                self.backward(block, &kernels, &arena, &inputs, &mut staying, &mut loss)?;
+                self.backward(block, &kernels, &arena, &inputs, &mut staying, &mut parking, &mut loss)?;
             }
         }
         let totals = counter.totals();
@@ -96,6 +108,7 @@ impl DryRun<'_> {
         arena: &Arena,
         inputs: &[Vec<Tensor>],
         staying: &mut [Option<Region>],
+        parking: &mut Parking,
         loss: &mut Tensor,
     ) -> Result {
         let network = self.network;
@@ -103,7 +116,7 @@ impl DryRun<'_> {
         let accumulators: std::result::Result<Vec<Region>, _> =
             groups.iter().map(|&g| arena.alloc(network.groups[g].elements * 4)).collect();
         let _accumulators = accumulators?;
-        self.gradient_chunk(arena)?;
+        groups.iter().try_for_each(|&group| self.begin_gradient(arena, group, parking))?;
         for (inputs, staying) in inputs.iter().zip(staying) {
             let x = block.checked_sub(1).map(|b| self.signal(b, Mode::Train));
             let dy = (block < network.last()).then(|| self.signal(block, Mode::Train));
@@ -131,15 +144,41 @@ impl DryRun<'_> {
             )?;
             *staying = dx_region.filter(|_| self.signals_stay);
         }
-        self.gradient_chunk(arena)
+        groups.iter().try_for_each(|&group| self.park_gradient(arena, group, parking))
     }
 
-    /// A chunk of gradient on its way up or down.
-    fn gradient_chunk(&self, arena: &Arena) -> Result {
-        if !self.unified {
-            let _chunk = arena.alloc(self.chunk_elements.min(self.network.group_elements_max()) * 4)?;
+    /// As `GradientPark::begin`: what an earlier use parked goes up again, chunk by chunk.
+    fn begin_gradient(&self, arena: &Arena, group: usize, parking: &mut Parking) -> Result {
+        if self.unified || !parking.known.contains(&group) {
+            return Ok(());
+        }
+        parking.coming.clear();
+        for bytes in self.gradient_chunks(group) {
+            let _chunk = arena.alloc(bytes)?;
         }
         Ok(())
+    }
+
+    /// As `GradientPark::park`: the last chunks are on their way down while the next block computes.
+    fn park_gradient(&self, arena: &Arena, group: usize, parking: &mut Parking) -> Result {
+        if self.unified {
+            return Ok(());
+        }
+        parking.known.insert(group);
+        for bytes in self.gradient_chunks(group) {
+            if parking.coming.len() == DOWNLOAD_WINDOW {
+                parking.coming.pop_front();
+            }
+            parking.coming.push_back(arena.alloc(bytes)?);
+        }
+        Ok(())
+    }
+
+    /// Bytes of the chunks of a group's gradient.
+    fn gradient_chunks(&self, group: usize) -> impl Iterator<Item = usize> {
+        let (elements, chunk) = (self.network.groups[group].elements, self.chunk_elements);
+        let size = self.dtype.size();
+        (0..elements).step_by(chunk).map(move |start| chunk.min(elements - start) * size)
     }
 
     /// The region of a signal on a device with its own memory: the one in which it stayed, or a new one.

@@ -300,7 +300,9 @@ impl Engine {
                     Update::There(sender)
                 }
             };
-            let backward = training.backward(&mut fetcher, loss, update, &mut waited);
+            let backward = training.backward(&mut fetcher, loss, &update, &mut waited);
+            // The thread ends when nobody can tell it of groups any more.
+            drop(update);
             following.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
             report.loss = backward?;
             report.state_stall_seconds = waited.0.as_secs_f64();
@@ -315,6 +317,7 @@ impl Engine {
         let began = Instant::now();
         let training = self.config.training.as_ref().expect("a training engine");
         let park = self.park.as_ref().expect("a training engine parks gradients");
+        park.land_all(&self.pool)?;
         let norm = park.norm_squared().norm();
         let scale = match self.loss_scale {
             Some(scale) => Some(scale.after(self.step + 1, norm.is_err())?),
@@ -416,7 +419,7 @@ impl Training<'_> {
         &mut self,
         fetcher: &mut Fetcher<'_>,
         loss: Tensor,
-        update: Update<'_>,
+        update: &Update<'_>,
         waited: &mut Stopwatch,
     ) -> Result<f64> {
         let network = self.pass.network;
@@ -430,7 +433,7 @@ impl Training<'_> {
                 accumulators.push(self.pass.lane.arena.alloc(network.groups[group].elements * 4)?);
             }
             for (&group, acc) in groups.iter().zip(&mut accumulators) {
-                self.park.begin(self.pass.backend, self.pass.lane, group, acc)?;
+                self.park.begin(self.pass.backend, self.pass.lane, group, acc, self.pool)?;
             }
             let ready = self.pass.fetch(fetcher, block)?;
             let sum = loss.as_mut().expect("there is a loss tensor throughout");
@@ -447,7 +450,10 @@ impl Training<'_> {
             }
             drop(accumulators);
             if groups.contains(&block) {
-                match &update {
+                if !matches!(update, Update::Later) {
+                    self.park.land_all(self.pool)?;
+                }
+                match update {
                     Update::Later => {}
                     Update::Here(updater, store) => {
                         let items = Items::of_groups(updater.spec, block..block + 1);
