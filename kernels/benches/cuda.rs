@@ -115,7 +115,9 @@ impl Rig {
         let device = CudaDevice::open(settings.device)?;
         let stream = Arc::clone(device.compute_stream());
         let arena = device.arena(if settings.tiny { 32 << 20 } else { 4 << 30 })?;
-        let set = |own_products| with_config(&device, &stream, CudaConfig { own_products, ..CudaConfig::default() });
+        let set = |own_products| {
+            with_config(&device, &stream, CudaConfig { own_products, ..CudaConfig::default() })
+        };
         let mut sets = vec![("own", set(true)?)];
         if Library::CublasLt.is_found() {
             sets.insert(0, ("cublaslt", set(false)?));

@@ -138,7 +138,7 @@ pub struct FinetuneArgs {
         help_heading = "Output"
     )]
     pub max_shard_size: ByteSize,
-    /// Write a timeline (Chrome trace format)
+    /// Write a timeline: a page to look at if FILE ends in .html, else Chrome's trace format (Perfetto)
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub trace: Option<PathBuf>,
     /// Print one JSON document to stdout at the end

@@ -339,6 +339,7 @@ fn engine_config(
             overlap: Some(run.overlap),
             ..WindowOverrides::default()
         },
+        timeline: session.timeline.clone(),
         identity,
     })
 }

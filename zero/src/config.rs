@@ -1,8 +1,9 @@
 //! What the embedder decides.
 
 use crate::network::PARAM_ALIGN;
-use crate::{EngineError, Result};
+use crate::{EngineError, Result, Timeline};
 use std::path::PathBuf;
+use std::sync::Arc;
 use terrace_kernels::DType;
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, NORM_BLOCK, StateFormat};
 use terrace_tiers::Striping;
@@ -114,6 +115,8 @@ pub struct EngineConfig {
     pub limits: BatchLimits,
     /// Windows fixed by hand.
     pub overrides: WindowOverrides,
+    /// Hears of what is done when, if there is one.
+    pub timeline: Option<Arc<Timeline>>,
     /// Words that are stored with the state and must be equal on resuming, for example a description of the model and data.
     pub identity: String,
 }
@@ -166,6 +169,7 @@ impl EngineConfig {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             limits,
             overrides: WindowOverrides::default(),
+            timeline: None,
             identity: String::new(),
         }
     }

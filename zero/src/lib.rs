@@ -29,6 +29,7 @@ mod scale;
 mod source;
 mod state;
 mod step;
+mod timeline;
 mod train;
 mod update;
 
@@ -44,3 +45,4 @@ pub use fetch::Residency;
 pub use infer::{Evaluation, KvCache};
 pub use source::{WeightReader, WeightSource};
 pub use step::{StepRates, StepReport};
+pub use timeline::{Resource, Span, Timeline};

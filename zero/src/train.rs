@@ -13,6 +13,7 @@ use crate::overlap::{Bench, Gate, Pending, defer, follow, join};
 use crate::runs::Runs;
 use crate::scale::LossScale;
 use crate::state::StateHome;
+use crate::timeline::Resource;
 use crate::update::{Items, Updater};
 use crate::{
     Activations, Backend, Context, EngineConfig, EngineError, HostTensor, MicroBatch, Mode, Result,
@@ -164,6 +165,11 @@ impl Engine {
                 _ if report.skipped => store.commit_unchanged(step, &words)?,
                 _ => store.commit(step, &words)?,
             }
+            if let Some(timeline) = &self.config.timeline
+                && self.pending.is_none()
+            {
+                timeline.note(Resource::Commit, committing, format!("step {step}"));
+            }
         }
         self.loss_scale = scale;
         self.step = step;
@@ -189,8 +195,9 @@ impl Engine {
     }
 
     fn bench(&self) -> Option<Bench<'_>> {
-        let Self { runs, kinds, update_slots: slots, plan, pool, park, .. } = self;
-        Some(Bench { runs, kinds, slots, spec: &plan.spec, pool, park: park.as_ref()? })
+        let Self { runs, kinds, update_slots: slots, plan, pool, park, config, .. } = self;
+        let (spec, timeline) = (&plan.spec, config.timeline.as_deref());
+        Some(Bench { runs, kinds, slots, spec, pool, park: park.as_ref()?, timeline })
     }
 
     fn check_batches(&self, batches: &[MicroBatch]) -> Result {
@@ -253,7 +260,8 @@ impl Engine {
         let park = park.as_ref().expect("a training engine parks gradients");
         let optimizer = optimizer.as_deref().expect("a training engine has an optimizer");
         let (spec, slots, pool) = (&plan.spec, &*update_slots, &*pool);
-        let bench = Bench { runs, kinds, slots, spec, pool, park };
+        let timeline = config.timeline.as_deref();
+        let bench = Bench { runs, kinds, slots, spec, pool, park, timeline };
         // Where nothing depends on the norm a group can be updated as soon as its gradient is complete.
         let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
         let immediate = home.disk().filter(|_| !waits);
@@ -287,7 +295,11 @@ impl Engine {
             let forward = training.forward(&mut fetcher, &mut loss);
             let mut waited = Stopwatch::default();
             // Its error is the cause of the other, if both failed.
+            let waiting = Instant::now();
             deferred.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
+            if let Some(timeline) = timeline {
+                timeline.note(Resource::Wait, waiting, "the last update".to_owned());
+            }
             forward?;
             let updater = bench.updater(optimizer, args);
             let mut following = None;
@@ -343,7 +355,8 @@ impl Engine {
                 let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
                 let (runs, kinds, slots) = (&self.runs, &self.kinds, &self.update_slots);
                 let (spec, pool) = (&self.plan.spec, &self.pool);
-                let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool };
+                let timeline = self.config.timeline.as_deref();
+                let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline };
                 let stalled = updater.run(&mut self.home, park, 0..spec.groups.len())?;
                 report.state_stall_seconds += stalled.as_secs_f64();
             }
@@ -391,6 +404,7 @@ impl Training<'_> {
     fn forward(&mut self, fetcher: &mut Fetcher<'_>, loss: &mut Tensor) -> Result {
         for block in 0..self.pass.network.last() {
             let ready = self.pass.fetch(fetcher, block)?;
+            let began = Instant::now();
             let weights = self.pass.weights(block, &ready);
             for m in 0..self.inputs.len() {
                 let x = match block.checked_sub(1) {
@@ -410,6 +424,7 @@ impl Training<'_> {
             }
             drop(weights);
             self.pass.release(fetcher, ready)?;
+            self.pass.note(Resource::Compute, began, "forward", block);
         }
         Ok(())
     }
@@ -427,6 +442,8 @@ impl Training<'_> {
         let mut mean = f64::NAN;
         let mut signals: Vec<Option<Signal>> = self.inputs.iter().map(|_| None).collect();
         for block in (0..=network.last()).rev() {
+            let ready = self.pass.fetch(fetcher, block)?;
+            let began = Instant::now();
             let groups = network.groups_of(block);
             let mut accumulators = Vec::with_capacity(groups.len());
             for &group in &groups {
@@ -435,7 +452,6 @@ impl Training<'_> {
             for (&group, acc) in groups.iter().zip(&mut accumulators) {
                 self.park.begin(self.pass.backend, self.pass.lane, group, acc, self.pool)?;
             }
-            let ready = self.pass.fetch(fetcher, block)?;
             let sum = loss.as_mut().expect("there is a loss tensor throughout");
             self.block_backward(block, &ready, &groups, &mut accumulators, sum, &mut signals)?;
             self.pass.release(fetcher, ready)?;
@@ -449,6 +465,7 @@ impl Training<'_> {
                 self.park.park(self.pass.backend, self.pass.lane, group, acc, group == block, self.pool)?;
             }
             drop(accumulators);
+            self.pass.note(Resource::Compute, began, "backward", block);
             if groups.contains(&block) {
                 if !matches!(update, Update::Later) {
                     self.park.land_all(self.pool)?;
@@ -533,7 +550,17 @@ impl Training<'_> {
 impl Pass<'_> {
     /// Waits for the groups of a block.
     pub(crate) fn fetch(&self, fetcher: &mut Fetcher<'_>, block: usize) -> Result<Vec<Ready>> {
-        self.network.groups_of(block).iter().map(|_| fetcher.next()).collect()
+        let began = Instant::now();
+        let ready = self.network.groups_of(block).iter().map(|_| fetcher.next()).collect();
+        self.note(Resource::Wait, began, "weights of", block);
+        ready
+    }
+
+    /// Tells the timeline of work on a block that began at `began`.
+    pub(crate) fn note(&self, resource: Resource, began: Instant, what: &str, block: usize) {
+        if let Some(timeline) = &self.config.timeline {
+            timeline.note(resource, began, format!("{what} {}", self.network.blocks[block].name()));
+        }
     }
 
     pub(crate) fn release(&self, fetcher: &mut Fetcher<'_>, ready: Vec<Ready>) -> Result {
