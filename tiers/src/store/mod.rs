@@ -12,16 +12,17 @@
 //! - *write after a failed commit* (a slot whose sync failed may be durable all the same, and refers to the generation that a
 //!   retry would overwrite): from then on the store refuses writes, until it is opened again.
 
+mod extents;
 #[doc(hidden)]
 pub mod fuzzing;
 mod lock;
 mod manifest;
 mod transfer;
 
-use crate::key::AddressMap;
 use crate::pool::Lease;
 use crate::volume::{Volume, World, require_space, wait_all};
-use crate::{BlobKey, BlobKind, Generation, StoreSpec, Striping, TierError};
+use crate::{BlobKey, Generation, StoreSpec, Striping, TierError};
+use extents::Extents;
 use lock::DirLock;
 use manifest::{Manifest, Slot};
 use std::collections::{HashMap, VecDeque};
@@ -38,9 +39,7 @@ const DATA_FILE: &str = "state.bin";
 /// A store of blobs over one or more directories.
 #[derive(Debug)]
 pub struct DiskStore {
-    spec: StoreSpec,
-    map: AddressMap,
-    volume: Volume,
+    extents: Extents,
     manifest: Manifest,
     committed: Committed,
     sequence: u64,
@@ -101,10 +100,8 @@ impl DiskStore {
         let live = spec.generations - 1;
         let committed = Committed { step: 0, trainer: Vec::new() };
         Ok(Self {
-            map: AddressMap::new(&spec),
             next: Mutex::new(Next::new(table.len())),
-            spec,
-            volume,
+            extents: Extents::new(spec, volume),
             manifest,
             committed,
             sequence: 0,
@@ -135,10 +132,8 @@ impl DiskStore {
         };
         let volume = Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id)?;
         Ok(Self {
-            map: AddressMap::new(&spec),
             next: Mutex::new(Next::new(slot.table.len())),
-            spec,
-            volume,
+            extents: Extents::new(spec, volume),
             manifest,
             committed: Committed { step: slot.step, trainer: slot.trainer },
             sequence: slot.sequence,
@@ -151,12 +146,12 @@ impl DiskStore {
 
     /// The layout.
     pub fn spec(&self) -> &StoreSpec {
-        &self.spec
+        &self.extents.spec
     }
 
     /// The directories, and how the state was shared among them when it was made.
     pub fn striping(&self) -> &Striping {
-        self.volume.striping()
+        self.extents.volume.striping()
     }
 
     /// What the last commit said.
@@ -178,31 +173,19 @@ impl DiskStore {
         generation: Generation,
         lease: Lease,
     ) -> Result<PendingRead, TierError> {
-        let kind = self.kind_index(key.kind);
-        let mut checks = Vec::with_capacity(chunks.len());
-        let mut start = 0;
-        let generation_index = self.generation_index(generation);
-        let table = match generation {
-            Generation::Live => None,
-            Generation::Next => Some(self.fenced(key)?),
+        let entries = chunks.clone().map(|chunk| self.extents.entry(key, chunk));
+        let sums: Vec<u64> = match generation {
+            Generation::Live => entries.map(|entry| self.live_table[entry]).collect(),
+            Generation::Next => {
+                let next = self.fenced(key)?;
+                assert!(
+                    entries.clone().all(|entry| next.written[entry]),
+                    "chunks {chunks:?} of {key:?} are written before they are read"
+                );
+                entries.map(|entry| next.table[entry]).collect()
+            }
         };
-        for chunk in chunks.clone() {
-            let len = self.spec.chunk_bytes(key, chunk);
-            let entry = self.map.table_entry(key.group, kind, chunk);
-            let sum = table.as_ref().map_or(self.live_table[entry], |next| {
-                assert!(next.written[entry], "chunk {chunk} of {key:?} is written before it is read");
-                next.table[entry]
-            });
-            let (file, offset) = self.volume.locate(self.address(key.group, kind, chunk, generation_index));
-            checks.push(Check { start, len, sum, chunk, file, offset });
-            start += len;
-        }
-        drop(table);
-        assert_eq!(lease.len(), start, "the lease is as long as chunks {chunks:?} of {key:?}");
-        let address = self.address(key.group, kind, chunks.start, generation_index);
-        let label = format!("{} of group {}", key.kind.words(), self.spec.groups[key.group].name);
-        let ticket = self.volume.engine.submit(self.volume.request(OpKind::Read, address, lease.into_io()));
-        Ok(PendingRead::new(ticket, checks, &self.volume, label))
+        Ok(self.extents.read(key, chunks, self.generation_index(generation), &sums, lease))
     }
 
     /// Starts writing one chunk of the next generation. The lease goes back to its pool when the write is done.
@@ -225,14 +208,14 @@ impl DiskStore {
     /// As [`write`](Self::write).
     pub fn write_sealed(&self, key: BlobKey, chunk: usize, sealed: Sealed) -> Result<(), TierError> {
         let Sealed { lease, sum } = sealed;
-        let kind = self.kind_index(key.kind);
-        let len = self.spec.chunk_bytes(key, chunk);
+        let Extents { spec, volume, .. } = &self.extents;
+        let len = spec.chunk_bytes(key, chunk);
         assert_eq!(lease.len(), len, "the lease is as long as chunk {chunk} of {key:?}");
         self.require_certain()?;
-        let address = self.address(key.group, kind, chunk, self.generation_index(Generation::Next));
-        let request = self.volume.request(OpKind::Write, address, lease.into_io());
-        let ticket = self.volume.engine.submit(request).without_buffer();
-        let entry = self.map.table_entry(key.group, kind, chunk);
+        let address = self.extents.address(key, chunk, self.generation_index(Generation::Next));
+        let request = volume.request(OpKind::Write, address, lease.into_io());
+        let ticket = volume.engine.submit(request).without_buffer();
+        let entry = self.extents.entry(key, chunk);
         let mut next = self.lock_next();
         next.table[entry] = sum;
         next.written[entry] = true;
@@ -266,7 +249,7 @@ impl DiskStore {
         wait_all(std::mem::take(&mut next.fences).into_values().flatten())?;
         let missing = next.written.iter().filter(|w| !**w).count();
         assert_eq!(missing, 0, "every chunk of the next generation is written before a commit");
-        self.volume.sync()?;
+        self.extents.volume.sync()?;
         let live = self.generation_index(Generation::Next);
         self.publish(Slot {
             sequence: self.sequence + 1,
@@ -319,7 +302,7 @@ impl DiskStore {
         self.abandon();
         // Without its manifest the rest is a leftover that any creation may replace.
         self.manifest.remove()?;
-        Ok(self.volume.remove()?)
+        Ok(self.extents.volume.remove()?)
     }
 
     fn require_certain(&self) -> Result<(), TierError> {
@@ -340,21 +323,11 @@ impl DiskStore {
         }
     }
 
-    fn address(&self, group: usize, kind: usize, chunk: usize, generation: u64) -> u64 {
-        let offset = self.spec.kinds[kind].bytes(chunk as u64 * self.spec.chunk_elements);
-        self.map.address(group, kind, generation) + offset
-    }
-
     fn generation_index(&self, generation: Generation) -> u64 {
         match generation {
             Generation::Live => self.live,
-            Generation::Next => (self.live + 1) % self.spec.generations,
+            Generation::Next => (self.live + 1) % self.extents.spec.generations,
         }
-    }
-
-    fn kind_index(&self, kind: BlobKind) -> usize {
-        let index = self.spec.kinds.iter().position(|k| k.kind == kind);
-        index.unwrap_or_else(|| panic!("the store keeps {kind:?}"))
     }
 
     fn lock_next(&self) -> std::sync::MutexGuard<'_, Next> {
