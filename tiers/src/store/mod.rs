@@ -18,6 +18,8 @@ pub mod fuzzing;
 mod lock;
 mod manifest;
 mod transfer;
+mod verify;
+mod view;
 
 use crate::pool::Lease;
 use crate::volume::{Volume, World, require_space, wait_all};
@@ -30,9 +32,11 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use terrace_aio::{IoEngine, OpKind, Ticket};
+use terrace_aio::{IoEngine, OpKind, OpenMode, Ticket};
 pub(crate) use transfer::Check;
 pub use transfer::{Arrived, PendingRead, Sealed};
+pub use verify::{Damage, DamageCause, FilePart, Verification};
+pub use view::{Access, Commit, CommitFacts, SlotFacts, SlotState, StoreView};
 
 const DATA_FILE: &str = "state.bin";
 
@@ -125,12 +129,13 @@ impl DiskStore {
         }
         let locks = lock_all(World::of(&**engine), dirs)?;
         let (manifest, spec) =
-            Manifest::open(engine, &dirs[0]).map_err(|e| hint_at_order(engine, dirs, e))?;
-        let Some(slot) = manifest.newest(spec.table_len())? else {
+            Manifest::open(engine, &dirs[0], OpenMode::ReadWrite).map_err(|e| hint_at_order(engine, dirs, e))?;
+        let Some(slot) = manifest.newest(&spec)? else {
             let detail = "its creation never finished; start again without --resume".into();
             return Err(TierError::NoState { path: manifest.path.clone(), detail });
         };
-        let volume = Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id)?;
+        let volume =
+            Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id, OpenMode::ReadWrite)?;
         Ok(Self {
             next: Mutex::new(Next::new(slot.table.len())),
             extents: Extents::new(spec, volume),
@@ -351,8 +356,8 @@ fn lock_all(world: World, dirs: &[PathBuf]) -> Result<Vec<DirLock>, TierError> {
 
 /// The step that a directory's manifest has committed, if any.
 fn committed_step(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<Option<u64>, TierError> {
-    match Manifest::open(engine, dir) {
-        Ok((manifest, spec)) => Ok(manifest.newest(spec.table_len())?.map(|slot| slot.step)),
+    match Manifest::open(engine, dir, OpenMode::Read) {
+        Ok((manifest, spec)) => Ok(manifest.newest(&spec)?.map(|slot| slot.step)),
         Err(TierError::NoState { .. }) => Ok(None),
         Err(error) => Err(error),
     }
