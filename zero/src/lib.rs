@@ -28,6 +28,7 @@ mod scale;
 mod source;
 mod state;
 mod step;
+mod stored;
 mod train;
 mod update;
 
@@ -43,3 +44,4 @@ pub use fetch::Residency;
 pub use infer::{Evaluation, KvCache};
 pub use source::{WeightReader, WeightSource};
 pub use step::{StepRates, StepReport};
+pub use stored::StoredWeights;
