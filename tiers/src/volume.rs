@@ -97,7 +97,14 @@ impl Volume {
             engine.sync(file.id).wait()?;
             files.push(file);
         }
-        Ok(Self { engine: Arc::clone(engine), files, paths, striping: striping.clone(), bytes, version: VERSION })
+        Ok(Self {
+            engine: Arc::clone(engine),
+            files,
+            paths,
+            striping: striping.clone(),
+            bytes,
+            version: VERSION,
+        })
     }
 
     /// Opens a volume with the striping that it was made with.

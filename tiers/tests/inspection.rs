@@ -35,8 +35,8 @@ fn spec() -> StoreSpec {
 }
 
 fn chunks(spec: &StoreSpec) -> Vec<(BlobKey, usize)> {
-    let blobs =
-        (0..spec.groups.len()).flat_map(|group| spec.kinds.iter().map(move |k| BlobKey { group, kind: k.kind }));
+    let blobs = (0..spec.groups.len())
+        .flat_map(|group| spec.kinds.iter().map(move |k| BlobKey { group, kind: k.kind }));
     blobs.flat_map(|key| (0..spec.chunks(key.group)).map(move |chunk| (key, chunk))).collect()
 }
 
@@ -120,12 +120,16 @@ fn a_view_shows_the_layout_and_both_commits() {
     assert_eq!((facts(Commit::Last), facts(Commit::Previous)), (Some((3, 4, 1)), Some((2, 3, 0))));
     assert!(!view.is_unchanged());
     let (mut calls, mut done) = (0, 0);
-    let found = view.verify(Commit::Last, &mut |now, total| (calls, done) = (calls + 1, now.min(total))).unwrap();
+    let found =
+        view.verify(Commit::Last, &mut |now, total| (calls, done) = (calls + 1, now.min(total))).unwrap();
     let found = found.unwrap();
     assert_eq!((found.chunks, found.bytes), (chunks(&spec()).len(), spec().volume_bytes() / 2));
     assert!(found.damages.is_empty() && calls == found.chunks && done == found.bytes);
     assert_eq!(damages(&mut view), [0, 0]);
-    assert!(matches!(DiskStore::open(&engine(), &dirs), Err(TierError::Locked { .. })), "a view keeps writers out");
+    assert!(
+        matches!(DiskStore::open(&engine(), &dirs), Err(TierError::Locked { .. })),
+        "a view keeps writers out"
+    );
     assert_eq!(before, dirs.iter().map(|dir| files(dir)).collect::<Vec<_>>(), "looking changes nothing");
 }
 
@@ -338,7 +342,8 @@ fn a_power_cut_while_restoring_leaves_the_step_before() {
     let dirs = [PathBuf::from("/disk0"), PathBuf::from("/disk1")];
     for seed in 0..8 {
         for cut in 0..40 {
-            let disk = Arc::new(SimEngine::new(SimConfig { seed, block_bytes: 1 << 12, ..SimConfig::default() }));
+            let disk =
+                Arc::new(SimEngine::new(SimConfig { seed, block_bytes: 1 << 12, ..SimConfig::default() }));
             let engine: Arc<dyn IoEngine> = Arc::clone(&disk) as _;
             let mut store = DiskStore::create(&engine, &Striping::equal(&dirs), spec()).unwrap();
             for number in 0..3 {
@@ -351,7 +356,8 @@ fn a_power_cut_while_restoring_leaves_the_step_before() {
             let restored = view.restore_previous();
             drop(view);
             let survivor: Arc<dyn IoEngine> = Arc::new(disk.crash(seed * 1000 + cut));
-            let (_, found) = resumed(&survivor, &dirs).unwrap_or_else(|e| panic!("seed {seed}, cut {cut}: {e}"));
+            let (_, found) =
+                resumed(&survivor, &dirs).unwrap_or_else(|e| panic!("seed {seed}, cut {cut}: {e}"));
             match restored {
                 Ok(number) => assert_eq!((number, found), (1, 1), "seed {seed}, cut {cut}"),
                 // Nothing of the new slot may have reached the disk.

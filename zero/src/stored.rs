@@ -38,12 +38,7 @@ impl StoredWeights {
     ///
     /// # Errors
     /// There is no such commit, or the store is of another model or dtype, and which is said.
-    pub fn open(
-        view: StoreView,
-        commit: Commit,
-        blocks: Vec<Box<dyn Block>>,
-        dtype: DType,
-    ) -> Result<Self> {
+    pub fn open(view: StoreView, commit: Commit, blocks: Vec<Box<dyn Block>>, dtype: DType) -> Result<Self> {
         let Some(facts) = view.commit(commit) else {
             return Err(EngineError::Config(match commit {
                 Commit::Last => "no step of the training state is whole".into(),

@@ -128,8 +128,8 @@ impl DiskStore {
             });
         }
         let locks = lock_all(World::of(&**engine), dirs)?;
-        let (manifest, spec) =
-            Manifest::open(engine, &dirs[0], OpenMode::ReadWrite).map_err(|e| hint_at_order(engine, dirs, e))?;
+        let (manifest, spec) = Manifest::open(engine, &dirs[0], OpenMode::ReadWrite)
+            .map_err(|e| hint_at_order(engine, dirs, e))?;
         let Some(slot) = manifest.newest(&spec)? else {
             let detail = "its creation never finished; start again without --resume".into();
             return Err(TierError::NoState { path: manifest.path.clone(), detail });

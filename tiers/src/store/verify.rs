@@ -93,7 +93,10 @@ impl StoreView {
         let mut in_flight: VecDeque<Reading> = VecDeque::with_capacity(reads);
         for (key, chunk) in self.chunks() {
             if in_flight.len() == reads {
-                in_flight.pop_front().into_iter().for_each(|reading| self.finish(reading, slot.live, &mut found));
+                in_flight
+                    .pop_front()
+                    .into_iter()
+                    .for_each(|reading| self.finish(reading, slot.live, &mut found));
                 progress(found.bytes, total);
             }
             let lease = pool.acquire(spec.chunk_bytes(key, chunk));
@@ -135,7 +138,8 @@ impl StoreView {
         let address = self.extents.address(key, chunk, generation);
         let volume = &self.extents.volume;
         let parts = volume.ranges(address, len as u64).into_iter();
-        let parts = parts.map(|(file, offset, len)| FilePart { path: volume.paths[file].clone(), offset, len });
+        let parts =
+            parts.map(|(file, offset, len)| FilePart { path: volume.paths[file].clone(), offset, len });
         found.damages.push(Damage {
             group: self.extents.spec.groups[key.group].name.clone(),
             kind: key.kind,

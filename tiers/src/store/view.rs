@@ -121,8 +121,7 @@ impl StoreView {
             let detail = "its creation never finished; start again without --resume".into();
             return Err(TierError::NoState { path: manifest.path.clone(), detail });
         }
-        let volume =
-            Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id, OpenMode::Read)?;
+        let volume = Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id, OpenMode::Read)?;
         Ok(Self {
             file_bytes: Volume::file_bytes(spec.volume_bytes(), volume.striping()),
             extents: Extents::new(spec, volume),
@@ -193,8 +192,7 @@ impl StoreView {
     /// If there is no such commit, or the lease has another length.
     pub fn read(&self, commit: Commit, key: BlobKey, chunks: Range<usize>, lease: Lease) -> PendingRead {
         let slot = self.slot(commit).expect("only commits that are there are read");
-        let sums: Vec<u64> =
-            chunks.clone().map(|chunk| slot.table[self.extents.entry(key, chunk)]).collect();
+        let sums: Vec<u64> = chunks.clone().map(|chunk| slot.table[self.extents.entry(key, chunk)]).collect();
         self.extents.read(key, chunks, slot.live, &sums, lease)
     }
 
