@@ -85,7 +85,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
 
     // The result is a Hugging Face folder again: shards, config.json, and the tokenizer of the folder it came from.
-    export_folder(&mut engine.weights(), Some(&model), &output, SHARD_BYTES, &config_text)?;
+    export_folder(&mut engine.weights()?, Some(&model), &output, SHARD_BYTES, &config_text)?;
     println!("wrote {}", output.display());
 
     // What was written is what was trained, to the last bit.
@@ -129,7 +129,7 @@ fn make_model_and_data(folder: &Path) -> Result<(PathBuf, PathBuf), Box<dyn Erro
     let config = ModelConfig::parse(&text)?;
     let model = folder.join("model");
     let mut engine = frozen(build(&config), &TokenBatch::new(&config), &mut RandomSource::new(1))?;
-    export_folder(&mut engine.weights(), None, &model, SHARD_BYTES, &text)?;
+    export_folder(&mut engine.weights()?, None, &model, SHARD_BYTES, &text)?;
 
     // Labels default to the ids; rows {"text"}, {"prompt", "completion"} and {"messages"} need a tokenizer in the folder.
     let rows = include_bytes!("finetune_folder.rs").chunks(LENGTH);

@@ -14,7 +14,7 @@ use terrace_aio::{IoEngine, IoErrorKind};
 use terrace_kernels::DType;
 use terrace_optimizer::StateFormat;
 use terrace_tiers::TierError;
-use terrace_zero::{Engine, EngineError, Placement, WindowOverrides};
+use terrace_zero::{Engine, EngineError, MicroBatch, Placement, StepRates, WindowOverrides};
 
 const STEPS: u64 = 3;
 /// Far more than a run takes, far less than a patient person would wait.
@@ -69,7 +69,10 @@ fn train(setup: &Setup) -> (Option<u64>, Option<EngineError>) {
             return (Some(engine.step()), Some(error));
         }
     }
-    (Some(STEPS), None)
+    match engine.flush() {
+        Ok(()) => (Some(STEPS), None),
+        Err(error) => (Some(engine.step()), Some(error)),
+    }
 }
 
 /// The weights of the run after it was continued with a healthy disk.
@@ -176,10 +179,70 @@ fn resuming_after_every_step_changes_nothing() {
             let setup = Setup { clip: base.clip.filter(|_| clip), ..base };
             let mut engine = setup.create();
             setup.continue_to(&mut engine, stop);
+            // Without a flush a clipped step is lost, and done again.
+            if stop % 2 == 0 {
+                engine.flush().unwrap();
+            }
             drop(engine);
             assert_eq!(continued(&setup), expected(clip), "stopped after step {stop}");
         }
     }
+}
+
+/// An update that was left for the next step: what has seen it, and what has not.
+#[test]
+fn a_deferred_update_is_done_before_anything_can_tell() {
+    let dir = tempfile::tempdir().unwrap();
+    let setup = |name: &str| Setup::on_disk(true, vec![dir.path().join(name)]);
+    let resident = Setup::new(true);
+    let mut expected = resident.create();
+    resident.continue_to(&mut expected, 1);
+    let (hash, sample) = (weights_hash(&mut expected), resident.batches(1));
+
+    let lost = setup("lost");
+    let mut engine = lost.create();
+    lost.continue_to(&mut engine, 1);
+    assert_eq!((engine.step(), engine.updates()), (1, 1));
+    drop(engine);
+    assert_eq!(lost.resume().unwrap().step(), 0, "nothing made up for the next step");
+
+    for (name, look) in [
+        ("flush", (|engine, _| engine.flush().unwrap()) as fn(&mut Engine, &[MicroBatch])),
+        ("save", |engine, _| engine.save().unwrap()),
+        ("weights", |engine, _| drop(weights_hash(engine))),
+        ("evaluate", |engine, batches| drop(engine.evaluate(&batches[0]).unwrap())),
+    ] {
+        let setup = setup(name);
+        let mut engine = setup.create();
+        setup.continue_to(&mut engine, 1);
+        look(&mut engine, &sample);
+        drop(engine);
+        let mut engine = setup.resume().unwrap();
+        assert_eq!((engine.step(), weights_hash(&mut engine)), (1, hash), "{name}");
+    }
+    let evaluated = setup("evaluated");
+    let mut engine = evaluated.create();
+    evaluated.continue_to(&mut engine, 1);
+    let loss = |engine: &mut Engine| engine.evaluate(&sample[0]).unwrap();
+    assert_eq!(loss(&mut engine), loss(&mut expected), "it sees the new weights");
+
+    // Betas that move belong to the step that they were given for.
+    let betas = Setup { identity: "betas".into(), ..setup("betas") };
+    let (mut engine, mut other) = (betas.create(), resident.create());
+    for step in 0..STEPS {
+        let rates = StepRates { lr: 1e-3, betas: Some((0.8 + 0.05 * step as f64, 0.9)) };
+        engine.train_step(&betas.batches(step), rates).unwrap();
+        other.train_step(&resident.batches(step), rates).unwrap();
+    }
+    assert_eq!(weights_hash(&mut engine), weights_hash(&mut other));
+
+    // A step that is refused does not take the one before with it.
+    let wrong = StepRates { lr: 1e-3, betas: Some((2.0, 0.9)) };
+    let before = weights_hash(&mut engine);
+    engine.train_step(&betas.batches(0), 1e-3).unwrap();
+    engine.train_step(&betas.batches(0), wrong).expect_err("refused");
+    engine.flush().unwrap();
+    assert_ne!(weights_hash(&mut engine), before);
 }
 
 #[test]

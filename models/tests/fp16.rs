@@ -203,7 +203,10 @@ fn state_that_was_trained_without_a_scale_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let disks = vec![dir.path().join("disk")];
     let plain = Setup { state: StateFormat::Fp32, ..Setup::on_disk(true, disks) };
-    train(&plain, &mut plain.create(), 1);
+    let mut engine = plain.create();
+    train(&plain, &mut engine, 1);
+    engine.flush().unwrap();
+    drop(engine);
     let setup = Setup { dtype: DType::F16, loss_scale: Some(overflowing()), ..plain };
     let error = setup.resume().unwrap_err().to_string();
     assert!(error.contains("has no loss scale"), "{error}");

@@ -46,6 +46,20 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         ),
         ("tiny windows".to_owned(), Setup { overrides: tiny_windows(), ..disk("tiny", 1) }),
         (
+            "compute waits for updates".to_owned(),
+            Setup {
+                overrides: WindowOverrides { overlap: Some(false), ..WindowOverrides::default() },
+                ..disk("waiting", 1)
+            },
+        ),
+        (
+            "compute waits for updates in tiny windows".to_owned(),
+            Setup {
+                overrides: WindowOverrides { overlap: Some(false), ..tiny_windows() },
+                ..disk("waiting-tiny", 1)
+            },
+        ),
+        (
             "tiny windows, discrete, two threads".to_owned(),
             Setup { overrides: tiny_windows(), discrete: true, threads: 2, ..disk("tiny-discrete", 2) },
         ),

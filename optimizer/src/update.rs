@@ -23,6 +23,17 @@ pub struct StepArgs {
     pub weight_decay: f64,
 }
 
+impl StepArgs {
+    /// Says early what every update would refuse.
+    ///
+    /// # Errors
+    /// [`OptimizerError::Hyperparameter`](crate::OptimizerError::Hyperparameter): the step is 0, or the learning rate or the
+    /// weight decay is negative or not finite.
+    pub fn check(&self) -> Result<()> {
+        crate::ranges::check_args(self)
+    }
+}
+
 /// The gradient of a chunk as compute left it in host memory.
 #[derive(Debug, Clone, Copy)]
 pub enum Gradient<'a> {

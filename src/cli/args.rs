@@ -182,6 +182,9 @@ pub struct PlacementArgs {
     /// Blocks fetched ahead of the one that computes.
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, hide = true)]
     pub window: Option<NonZeroUsize>,
+    /// Let compute wait for every update of state on disk, for comparison.
+    #[arg(long, hide = true)]
+    pub no_overlap: bool,
 }
 
 /// `terrace generate`.
@@ -465,7 +468,7 @@ mod tests {
             --warmup-steps 10 --scheduler cosine --dtype fp32 --state compact --offload host --disk a --disk b \
             --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 \
             --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 \
-            --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --threads 3";
+            --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --no-overlap --threads 3";
         let cli = parse(line).unwrap();
         assert_eq!(cli.threads, NonZeroUsize::new(3));
         let Command::Finetune(args) = cli.command else { panic!("another command") };

@@ -93,7 +93,7 @@ pub fn train(
     eprintln!("{}", session::describe_plan(engine.memory_plan()));
     let mut trainer = Trainer {
         schedule: run.schedule(steps),
-        metrics: MetricsWriter::open(&metrics, engine.step(), engine.noted())
+        metrics: MetricsWriter::open(&metrics, engine.step(), &engine.noted())
             .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?,
         metrics_path: metrics,
         progress: Progress::new(steps, engine.step()),
@@ -108,9 +108,12 @@ pub fn train(
     let began = Instant::now();
     let result = trainer.run(steps, |step| Ok(data.samples(&sampler.batch_indices(step))?));
     trainer.progress.finish();
+    // Also after an error: the steps before it are not to be lost.
+    let flushed = trainer.engine.flush();
     // Neither the error nor the model may be lost to a timeline that cannot be written.
     let traced = run.trace.as_ref().map_or(Ok(()), |path| trace::write(path, &session));
     result?;
+    flushed?;
     trainer.export(&run.output)?;
     traced?;
     let seconds = began.elapsed().as_secs_f64();
@@ -207,7 +210,7 @@ impl Trainer<'_> {
     }
 
     fn export(&mut self, folder: &Path) -> Result<(), CliError> {
-        let mut weights = self.engine.weights();
+        let mut weights = self.engine.weights()?;
         let shard = self.run.max_shard_size.0;
         export_folder(&mut weights, Some(&self.run.model), folder, shard, &self.config_text)?;
         Ok(())
@@ -331,7 +334,11 @@ fn engine_config(
             micro_batches: run.grad_accum,
             cache_length: 0,
         },
-        overrides: WindowOverrides { weight_slots: run.window, ..WindowOverrides::default() },
+        overrides: WindowOverrides {
+            weight_slots: run.window,
+            overlap: Some(run.overlap),
+            ..WindowOverrides::default()
+        },
         identity,
     })
 }

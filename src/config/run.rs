@@ -74,6 +74,8 @@ pub struct TrainConfig {
     pub aio_queue_depth: Option<u64>,
     /// Blocks fetched ahead.
     pub window: Option<usize>,
+    /// Update state on disk during other work.
+    pub overlap: bool,
     /// Treat the CPU as a discrete device.
     pub discrete: bool,
     /// Seed of the data order.
@@ -174,6 +176,7 @@ impl TrainConfig {
             aio_block_size: given.aio_block_size,
             aio_queue_depth: given.aio_queue_depth,
             window: placed.window.map(usize::from),
+            overlap: !placed.no_overlap,
             discrete: placed.discrete,
             seed: args.seed,
             shuffle: !args.no_shuffle,

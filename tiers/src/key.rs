@@ -97,6 +97,9 @@ pub enum Generation {
     Live,
     /// The one that the next commit makes live.
     Next,
+    /// For reading: the next one where it was written since the last commit, else the live one. A commit in between makes no
+    /// difference.
+    Newest,
 }
 
 /// Everything that fixes the layout of a store. It is written once, at creation, and compared when it is opened.

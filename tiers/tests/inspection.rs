@@ -49,7 +49,7 @@ fn write(store: &DiskStore, step: u64, chunks: &[(BlobKey, usize)]) {
     }
 }
 
-fn step(store: &mut DiskStore, step: u64) -> Result<(), TierError> {
+fn step(store: &DiskStore, step: u64) -> Result<(), TierError> {
     write(store, step, &chunks(&spec()));
     store.commit(step, &step.to_le_bytes())
 }
@@ -57,8 +57,8 @@ fn step(store: &mut DiskStore, step: u64) -> Result<(), TierError> {
 /// A store in two directories below `root` with steps `0..=last`, closed.
 fn made(root: &Path, last: u64) -> Vec<PathBuf> {
     let dirs = vec![root.join("a"), root.join("b")];
-    let mut store = DiskStore::create(&engine(), &Striping::equal(&dirs), spec()).unwrap();
-    (0..=last).for_each(|number| step(&mut store, number).unwrap());
+    let store = DiskStore::create(&engine(), &Striping::equal(&dirs), spec()).unwrap();
+    (0..=last).for_each(|number| step(&store, number).unwrap());
     dirs
 }
 
@@ -239,10 +239,10 @@ fn the_step_before_is_restored_and_goes_on() {
         assert!(view.is_unchanged());
         assert_eq!(damages(&mut view), [0, 0]);
         drop(view);
-        let (mut store, found) = resumed(&engine(), &dirs).unwrap();
+        let (store, found) = resumed(&engine(), &dirs).unwrap();
         assert_eq!(found, last - 1);
         for number in last..last + 3 {
-            step(&mut store, number).unwrap();
+            step(&store, number).unwrap();
         }
         drop(store);
         assert_eq!(resumed(&engine(), &dirs).unwrap().1, last + 2);
@@ -285,7 +285,7 @@ fn a_store_with_one_commit_has_nothing_before_it() {
 fn unchanged_steps_share_their_chunks() {
     let root = tempfile::tempdir().unwrap();
     let dirs = made(root.path(), 1);
-    let mut store = DiskStore::open(&engine(), &dirs).unwrap();
+    let store = DiskStore::open(&engine(), &dirs).unwrap();
     store.commit_unchanged(2, &2u64.to_le_bytes()).unwrap();
     drop(store);
     let address = spec().volume_bytes() / 2;
@@ -345,9 +345,9 @@ fn a_power_cut_while_restoring_leaves_the_step_before() {
             let disk =
                 Arc::new(SimEngine::new(SimConfig { seed, block_bytes: 1 << 12, ..SimConfig::default() }));
             let engine: Arc<dyn IoEngine> = Arc::clone(&disk) as _;
-            let mut store = DiskStore::create(&engine, &Striping::equal(&dirs), spec()).unwrap();
+            let store = DiskStore::create(&engine, &Striping::equal(&dirs), spec()).unwrap();
             for number in 0..3 {
-                step(&mut store, number).unwrap();
+                step(&store, number).unwrap();
             }
             drop(store);
             let mut view = StoreView::open(&engine, &dirs, Access::Restore).unwrap();

@@ -191,14 +191,14 @@ pub(crate) fn load_resident(engine: &mut Engine, store: &DiskStore) -> Result {
 }
 
 impl Engine {
-    /// Makes the current step durable. State on disk already is after every step; resident state is written to the
-    /// configured directories, out of place, so that the previous save survives a crash during this one.
+    /// Makes the current step durable. State on disk is [flushed](Self::flush); resident state is written to the configured
+    /// directories, out of place, so that the previous save survives a crash during this one.
     ///
     /// # Errors
     /// There is no directory, or it cannot be written. The previous save is then intact, and saving may be tried again.
     pub fn save(&mut self) -> Result {
         if self.home.disk().is_some() {
-            return Ok(());
+            return self.flush();
         }
         if self.config.disks.is_empty() {
             return Err(EngineError::Config(
@@ -238,9 +238,13 @@ impl Engine {
         Ok(store.commit(self.step, &words)?)
     }
 
-    /// Reads the current weights, for export. Nothing else may use the engine meanwhile.
-    pub fn weights(&mut self) -> impl WeightReader + '_ {
-        Reader { engine: self, cached: None }
+    /// Reads the current weights, for export, after a [`flush`](Self::flush). Nothing else may use the engine meanwhile.
+    ///
+    /// # Errors
+    /// A tier failed.
+    pub fn weights(&mut self) -> Result<impl WeightReader + '_> {
+        self.flush()?;
+        Ok(Reader { engine: self, cached: None })
     }
 }
 

@@ -79,6 +79,15 @@ pub struct WindowOverrides {
     pub activations_on_disk: Option<bool>,
     /// Leave signals on a device with its own memory from one block to the next.
     pub signals_stay: Option<bool>,
+    /// Update state on disk during other work: each group as backward completes its gradient or, where the update waits for
+    /// the gradient's norm, just ahead of the next forward. Otherwise compute waits for the update.
+    pub overlap: Option<bool>,
+}
+
+impl WindowOverrides {
+    pub(crate) fn overlap(&self) -> bool {
+        self.overlap.unwrap_or(true)
+    }
 }
 
 /// Everything that fixes an engine, beside its blocks and backends.

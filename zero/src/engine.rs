@@ -6,6 +6,7 @@ use crate::fetch::SlotClasses;
 use crate::gradients::GradientPark;
 use crate::lane::Lane;
 use crate::network::Network;
+use crate::overlap::Pending;
 use crate::plan::{EnginePlan, Planner};
 use crate::runs::Runs;
 use crate::scale::{self, LossScale};
@@ -30,7 +31,7 @@ pub struct Engine {
     pub(crate) network: Network,
     pub(crate) kinds: StateKinds,
     pub(crate) runs: Runs,
-    pub(crate) optimizer: Option<Box<dyn Optimizer>>,
+    pub(crate) optimizer: Option<Arc<dyn Optimizer>>,
     /// The betas of `optimizer`, unless they are the configured ones.
     pub(crate) betas: Option<(f64, f64)>,
     pub(crate) plan: EnginePlan,
@@ -45,6 +46,8 @@ pub struct Engine {
     pub(crate) step: u64,
     /// The loss scale of the next step.
     pub(crate) loss_scale: Option<LossScale>,
+    /// The update of the last step, if it was left for the next one.
+    pub(crate) pending: Option<Pending>,
     /// Where resident state is saved; opened at the first save.
     pub(crate) saved: Option<DiskStore>,
 }
@@ -228,6 +231,7 @@ impl Engine {
             pool,
             step: 0,
             loss_scale,
+            pending: None,
             saved: None,
         })
     }
@@ -242,9 +246,9 @@ impl Engine {
         self.step - self.loss_scale.map_or(0, |scale| scale.skipped.min(self.step))
     }
 
-    /// The note that was committed with the last step; empty if there was none.
-    pub fn noted(&self) -> &[u8] {
-        self.home.disk().map_or(&[], |store| scale::note(&store.committed().trainer))
+    /// The note that was committed last; empty if there was none.
+    pub fn noted(&self) -> Vec<u8> {
+        self.home.disk().map_or_else(Vec::new, |store| scale::note(&store.committed().trainer).to_vec())
     }
 
     /// The bytes of every tier.
@@ -290,7 +294,7 @@ struct Parts {
     network: Network,
     kinds: StateKinds,
     runs: Runs,
-    optimizer: Option<Box<dyn Optimizer>>,
+    optimizer: Option<Arc<dyn Optimizer>>,
     plan: EnginePlan,
     loss_scale: Option<LossScale>,
 }
@@ -307,6 +311,7 @@ impl Parts {
         config.check_overrides()?;
         let network = Network::new(blocks, config.dtype)?;
         let (mut kinds, optimizer) = StateKinds::new(&config, &network)?;
+        let optimizer = optimizer.map(Arc::from);
         let runs = match &config.training {
             Some(training) => Runs::new(&network, training)?,
             None => Runs::default(),

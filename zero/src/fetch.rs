@@ -10,6 +10,7 @@
 use crate::device_weights::{DeviceWeights, Place};
 use crate::lane::Lane;
 use crate::network::Network;
+use crate::overlap::Gate;
 use crate::state::{StateHome, StateKinds};
 use crate::{Backend, EngineError, Result};
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
@@ -138,6 +139,15 @@ pub(crate) struct Fetcher<'a> {
     pub(crate) stalled: Duration,
 }
 
+/// The groups that a pass uses.
+#[derive(Debug)]
+pub(crate) struct Order<'a> {
+    /// In the order of use.
+    pub(crate) items: Vec<usize>,
+    /// Holds back what an update has not reached.
+    pub(crate) gate: Option<&'a Gate>,
+}
+
 #[derive(Debug)]
 enum Source<'a> {
     Resident(&'a StateHome, &'a StateKinds),
@@ -173,19 +183,20 @@ impl Ready {
 }
 
 impl<'a> Fetcher<'a> {
-    /// Starts fetching `items` (groups in order of use) into the `room` there is on the device.
+    /// Starts fetching groups in order of use into the `room` there is on the device.
     pub(crate) fn start<'scope>(
         scope: &'scope std::thread::Scope<'scope, 'a>,
         lane: &'a Lane,
         home: &'a StateHome,
         kinds: &'a StateKinds,
         slots: Option<&'a SlotClasses>,
-        items: Vec<usize>,
+        order: Order<'a>,
         room: DeviceWeights,
     ) -> Result<Self>
     where
         'a: 'scope,
     {
+        let Order { items, gate } = order;
         let groups = items.iter().max().map_or(0, |g| g + 1);
         let upcoming = items.iter().copied().collect();
         let source = match (home.disk(), slots) {
@@ -197,7 +208,9 @@ impl<'a> Fetcher<'a> {
                 let bytes = kinds.blobs[kind].bytes(1) as usize;
                 std::thread::Builder::new()
                     .name("terrace-fetch".into())
-                    .spawn_scoped(scope, move || FetchThread::new(store, slots, bytes, &sender).run(&items))
+                    .spawn_scoped(scope, move || {
+                        FetchThread::new(store, slots, bytes, gate, &sender).run(&items)
+                    })
                     .map_or_else(
                         |error| {
                             let (sender, receiver) = bounded(1);
@@ -391,6 +404,7 @@ struct FetchThread<'a> {
     store: &'a DiskStore,
     slots: &'a SlotClasses,
     weight_bytes: usize,
+    gate: Option<&'a Gate>,
     sender: &'a Sender<Staged>,
     in_flight: VecDeque<(usize, InFlight)>,
     /// Groups whose last lease may still be alive: used again soon, they need no second read.
@@ -407,9 +421,11 @@ impl<'a> FetchThread<'a> {
         store: &'a DiskStore,
         slots: &'a SlotClasses,
         weight_bytes: usize,
+        gate: Option<&'a Gate>,
         sender: &'a Sender<Staged>,
     ) -> Self {
-        Self { store, slots, weight_bytes, sender, in_flight: VecDeque::new(), recent: HashMap::new() }
+        let (in_flight, recent) = (VecDeque::new(), HashMap::new());
+        Self { store, slots, weight_bytes, gate, sender, in_flight, recent }
     }
 
     fn run(mut self, items: &[usize]) {
@@ -437,6 +453,9 @@ impl<'a> FetchThread<'a> {
             self.in_flight.push_back((group, InFlight::Shared(lease)));
             return true;
         }
+        if !self.pass_gate(group) {
+            return false;
+        }
         let elements = self.store.spec().groups[group].elements as usize;
         let pool = self.slots.pool(group);
         let len = elements * self.weight_bytes;
@@ -454,7 +473,7 @@ impl<'a> FetchThread<'a> {
         };
         let key = BlobKey { group, kind: BlobKind::Weight };
         let chunks = 0..self.store.spec().chunks(group);
-        match self.store.read(key, chunks, Generation::Live, lease) {
+        match self.store.read(key, chunks, Generation::Newest, lease) {
             Ok(read) => self.in_flight.push_back((group, InFlight::Read(read))),
             Err(error) => {
                 let _ = self.sender.send(Err(error.into()));
@@ -462,6 +481,24 @@ impl<'a> FetchThread<'a> {
             }
         }
         true
+    }
+
+    /// Waits until a group is updated, if an update is under way; false when compute has gone away or the update failed.
+    fn pass_gate(&mut self, group: usize) -> bool {
+        let Some(gate) = self.gate else { return true };
+        // Compute can use what has been read meanwhile.
+        while !gate.is_open(group) && !self.in_flight.is_empty() {
+            if !self.deliver() {
+                return false;
+            }
+        }
+        let updated = gate.wait(group);
+        if !updated {
+            // The update's own error says more, and comes first.
+            let message = "the weights of this step were never updated".into();
+            let _ = self.sender.send(Err(EngineError::Config(message)));
+        }
+        updated
     }
 
     /// Hands the oldest group over; false when compute has gone away or the read failed.

@@ -9,7 +9,7 @@ use crate::lane::{Lane, flat, flat_mut};
 use crate::network::Network;
 use crate::{Backend, Gradients, Result};
 use bytemuck::cast_slice;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_aio::IoEngine;
 use terrace_device::{BytesMut, Device, Download, Region};
 use terrace_kernels::{DType, View, ViewMut};
@@ -27,6 +27,12 @@ pub(crate) struct GradientPark {
     scratch: Option<Scratch>,
     /// First scratch chunk of every group.
     first: Vec<usize>,
+    books: Mutex<Books>,
+}
+
+/// What is parked, so that one thread can park and another take.
+#[derive(Debug)]
+struct Books {
     /// `[group][chunk]`
     parked: Vec<Vec<Option<Parked>>>,
     sums: Vec<SumOfSquares>,
@@ -105,13 +111,15 @@ impl GradientPark {
             pool: pool.pinned_for(device),
             scratch,
             first,
-            parked: (0..groups).map(|g| (0..spec.chunks(g)).map(|_| None).collect()).collect(),
-            sums: vec![SumOfSquares::new(); groups],
+            books: Mutex::new(Books {
+                parked: (0..groups).map(|g| (0..spec.chunks(g)).map(|_| None).collect()).collect(),
+                sums: vec![SumOfSquares::new(); groups],
+            }),
         })
     }
 
     /// Fills a group's accumulator with zeros, or with what an earlier use of the group in this step parked.
-    pub(crate) fn begin(&mut self, backend: &Backend, lane: &Lane, group: usize, acc: &mut Region) -> Result {
+    pub(crate) fn begin(&self, backend: &Backend, lane: &Lane, group: usize, acc: &mut Region) -> Result {
         let elements = acc.len() / 4;
         let ops = &backend.kernels.elementwise;
         ops.zero(ViewMut::new(acc.bytes_mut(), DType::F32, &[elements]))?;
@@ -134,7 +142,7 @@ impl GradientPark {
 
     /// Brings a group's accumulated gradient down and parks it; its norm counts when this was the group's last use.
     pub(crate) fn park(
-        &mut self,
+        &self,
         backend: &Backend,
         lane: &Lane,
         group: usize,
@@ -142,7 +150,7 @@ impl GradientPark {
         last_use: bool,
         pool: &rayon::ThreadPool,
     ) -> Result {
-        self.sums[group] = SumOfSquares::new();
+        let mut sum = SumOfSquares::new();
         for chunk in 0..self.spec.chunks(group) {
             let (start, len) = self.range(group, chunk);
             let from = View::new(acc.bytes().slice(start * 4, (start + len) * 4), DType::F32, &[len]);
@@ -156,7 +164,7 @@ impl GradientPark {
                 lease = Download::start(&*lane.down, &*lane.compute, region, lease)?.wait()?.1;
             }
             if last_use {
-                self.sums[group].add_threaded(pool, as_gradient(&lease, self.dtype));
+                sum.add_threaded(pool, as_gradient(&lease, self.dtype));
             }
             let parked = match &self.scratch {
                 Some(scratch) => {
@@ -166,15 +174,17 @@ impl GradientPark {
                 }
                 None => Parked::Host(lease),
             };
-            self.parked[group][chunk] = Some(parked);
+            self.books().parked[group][chunk] = Some(parked);
         }
+        self.books().sums[group] = sum;
         Ok(())
     }
 
     /// Takes a parked chunk; `None` if there is none.
-    pub(crate) fn take(&mut self, group: usize, chunk: usize) -> Result<Option<Arriving>> {
+    pub(crate) fn take(&self, group: usize, chunk: usize) -> Result<Option<Arriving>> {
         let (_, len) = self.range(group, chunk);
-        Ok(match self.parked[group][chunk].take() {
+        let parked = self.books().parked[group][chunk].take();
+        Ok(match parked {
             None => None,
             Some(Parked::Host(lease)) => Some(Arriving::Here(lease)),
             Some(Parked::Disk(place)) => {
@@ -188,7 +198,7 @@ impl GradientPark {
     /// The sum of squares over all groups, added in their order.
     pub(crate) fn norm_squared(&self) -> SumOfSquares {
         let mut total = SumOfSquares::new();
-        self.sums.iter().for_each(|sum| total.merge(sum));
+        self.books().sums.iter().for_each(|sum| total.merge(sum));
         total
     }
 
@@ -198,8 +208,17 @@ impl GradientPark {
     }
 
     /// Forgets everything of a step that failed.
-    pub(crate) fn clear(&mut self) {
-        self.parked.iter_mut().flatten().for_each(|p| *p = None);
+    pub(crate) fn clear(&self) {
+        self.books().parked.iter_mut().flatten().for_each(|p| *p = None);
+    }
+
+    /// Forgets what is parked of a group.
+    pub(crate) fn forget(&self, group: usize) {
+        self.books().parked[group].iter_mut().for_each(|p| *p = None);
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Chunks a reader may have in flight at once without starving itself.

@@ -2,7 +2,7 @@
 
 use crate::dry::allocate_caches;
 use crate::engine::{Engine, Signals};
-use crate::fetch::Fetcher;
+use crate::fetch::{Fetcher, Order};
 use crate::lane::Signal;
 use crate::train::{Pass, zero_loss};
 use crate::{EngineError, KvSlot, MicroBatch, Mode, Result};
@@ -99,6 +99,7 @@ impl Engine {
                 limits.sequences, limits.length, batch.sequences, batch.length
             )));
         }
+        self.flush()?;
         let Self {
             config, backend, network, kinds, lane, home, weight_slots, device_weights, signals, ..
         } = self;
@@ -111,7 +112,8 @@ impl Engine {
         let room = std::mem::take(device_weights);
         let slots = weight_slots.as_ref();
         let (room, logits) = std::thread::scope(|scope| -> Result<_> {
-            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, room)?;
+            let order = Order { items, gate: None };
+            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room)?;
             let mut signal: Option<Signal> = None;
             let mut logits = None;
             for block in 0..=network.last() {

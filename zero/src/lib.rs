@@ -21,6 +21,7 @@ mod gradients;
 mod infer;
 mod lane;
 mod network;
+mod overlap;
 mod plan;
 mod quantize;
 mod runs;

@@ -66,6 +66,8 @@ struct Choice {
     activations_on_disk: bool,
     /// On a device with its own memory: signals stay there from one block to the next.
     signals_stay: bool,
+    /// Every window may be as small as it can be.
+    tight: bool,
 }
 
 pub(crate) struct Planner<'a> {
@@ -137,6 +139,7 @@ impl Planner<'_> {
                                     gradients_on_disk,
                                     activations_on_disk,
                                     signals_stay,
+                                    tight,
                                 });
                             }
                         }
@@ -288,7 +291,9 @@ impl Planner<'_> {
             && self.config.placement == Placement::Disk
         {
             let shared: usize = all.clone().filter(|&g| self.network.is_shared(g)).map(chunks).sum();
-            return all.map(chunks).max().unwrap_or(0) + shared;
+            // One group is updated while the next is in backward.
+            let groups = if self.config.overrides.overlap() && !choice.tight { 2 } else { 1 };
+            return all.map(chunks).max().unwrap_or(0) * groups + shared;
         }
         all.map(chunks).sum()
     }

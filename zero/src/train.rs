@@ -5,23 +5,27 @@
 
 use crate::device_weights::DeviceWeights;
 use crate::engine::{Engine, Signals};
-use crate::fetch::{Fetcher, Ready};
+use crate::fetch::{Fetcher, Order, Ready};
 use crate::gradients::{GradientPark, gradient_slots};
 use crate::lane::{Lane, Signal};
 use crate::network::Network;
+use crate::overlap::{Bench, Gate, Pending, defer, follow, join};
 use crate::runs::Runs;
 use crate::scale::LossScale;
 use crate::state::StateHome;
-use crate::update::Updater;
+use crate::update::{Items, Updater};
 use crate::{
     Activations, Backend, Context, EngineConfig, EngineError, HostTensor, MicroBatch, Mode, Result,
     StepRates, StepReport, TrainingConfig, Weights,
 };
+use crossbeam::channel::{Sender, unbounded};
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
 use terrace_optimizer::{StepArgs, clip_coefficient, optimizer};
+use terrace_tiers::DiskStore;
 
 /// The engine's parts that a pass over the blocks uses.
 pub(crate) struct Pass<'a> {
@@ -40,7 +44,7 @@ struct Training<'a> {
     pass: Pass<'a>,
     inputs: &'a [Vec<Tensor>],
     activations: &'a mut Activations,
-    park: &'a mut GradientPark,
+    park: &'a GradientPark,
     runs: &'a Runs,
     pool: &'a rayon::ThreadPool,
     step: u64,
@@ -49,9 +53,44 @@ struct Training<'a> {
     may_overflow: bool,
 }
 
+/// Who updates a group whose gradient is complete.
+enum Update<'a> {
+    /// Nobody before the whole gradient is known.
+    Later,
+    /// Whoever completed it.
+    Here(Updater<'a>, &'a DiskStore),
+    /// A thread that hears of it.
+    There(Sender<usize>),
+}
+
+/// What became of a step's update.
+struct Updated {
+    /// The loss scale after it.
+    scale: Option<LossScale>,
+    /// Set if it is still to be done.
+    deferred: Option<StepArgs>,
+}
+
+/// Time in which compute waited.
+#[derive(Default)]
+struct Stopwatch(Duration);
+
+impl Stopwatch {
+    fn time<T>(&mut self, wait: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let result = wait();
+        self.0 += began.elapsed();
+        result
+    }
+}
+
 impl Engine {
-    /// Runs one optimizer step over all micro-batches and, with state on disk, commits it. `rates` is a learning rate, or
-    /// [`StepRates`].
+    /// Runs one optimizer step over all micro-batches. `rates` is a learning rate, or [`StepRates`].
+    ///
+    /// State on disk is committed with every step. Where the update waits for the norm of the whole gradient (clipping, a loss
+    /// scale) it runs during the next step's forward, unless [`WindowOverrides::overlap`](crate::WindowOverrides) says
+    /// otherwise, and so does the commit; [`flush`](Self::flush) makes up for a next step. An engine that is dropped without
+    /// has its last committed step on disk, which is the one before.
     ///
     /// # Errors
     /// A shape that was not planned, a loss or gradient that is not finite, or a failing tier. The last committed step
@@ -77,6 +116,8 @@ impl Engine {
     ) -> Result<StepReport> {
         self.check_batches(batches)?;
         let StepRates { lr, betas } = rates.into();
+        self.step_args(lr, 1.0).check()?;
+        // What is pending has an optimizer of its own.
         self.set_betas(betas)?;
         let began = Instant::now();
         let loss_terms: u64 = batches.iter().map(|b| b.loss_terms).sum();
@@ -91,15 +132,16 @@ impl Engine {
             .collect::<Result<Vec<Vec<Tensor>>>>()?;
         let loss_scale = self.loss_scale.map(|scale| scale.scale());
         let mut report = StepReport { step: self.step + 1, loss_terms, loss_scale, ..StepReport::default() };
-        let result = self.forward_backward(batches, &inputs, lr, &mut report);
+        let pending = self.pending.take();
+        let result = self.forward_backward(batches, &inputs, lr, pending, &mut report);
         drop(inputs);
         if let Err(error) = result {
             self.abandon();
             return Err(error);
         }
         report.compute_seconds = began.elapsed().as_secs_f64();
-        let scale = match self.update(lr, &mut report) {
-            Ok(scale) => scale,
+        let Updated { scale, deferred } = match self.update(lr, &mut report) {
+            Ok(updated) => updated,
             Err(error) => {
                 self.abandon();
                 return Err(error);
@@ -107,23 +149,48 @@ impl Engine {
         };
         report.seconds = began.elapsed().as_secs_f64();
         let committing = Instant::now();
-        if let StateHome::Disk(store) = &mut self.home {
+        let step = self.step + 1;
+        if let StateHome::Disk(store) = &self.home {
             let note = note(&report);
             let words = match &scale {
                 Some(scale) => scale.words(&note),
                 None => note,
             };
-            if report.skipped {
-                store.commit_unchanged(self.step + 1, &words)?;
-            } else {
-                store.commit(self.step + 1, &words)?;
+            match (deferred, &self.optimizer) {
+                (Some(args), Some(optimizer)) => {
+                    let optimizer = Arc::clone(optimizer);
+                    self.pending = Some(Pending { step, args, optimizer, words });
+                }
+                _ if report.skipped => store.commit_unchanged(step, &words)?,
+                _ => store.commit(step, &words)?,
             }
         }
         self.loss_scale = scale;
-        self.step += 1;
+        self.step = step;
         report.commit_seconds = committing.elapsed().as_secs_f64();
         report.seconds = began.elapsed().as_secs_f64();
         Ok(report)
+    }
+
+    /// Does what is left of the last step: its update and its commit. Nothing, where they were not deferred.
+    ///
+    /// # Errors
+    /// A tier failed. The last committed step is then still intact.
+    pub fn flush(&mut self) -> Result {
+        let Some(pending) = self.pending.take() else { return Ok(()) };
+        let (StateHome::Disk(store), Some(bench)) = (&self.home, self.bench()) else {
+            unreachable!("only a training engine with state on disk defers updates")
+        };
+        let result = pending.run(bench, store, &Gate::default());
+        if result.is_err() {
+            self.abandon();
+        }
+        result
+    }
+
+    fn bench(&self) -> Option<Bench<'_>> {
+        let Self { runs, kinds, update_slots: slots, plan, pool, park, .. } = self;
+        Some(Bench { runs, kinds, slots, spec: &plan.spec, pool, park: park.as_ref()? })
     }
 
     fn check_batches(&self, batches: &[MicroBatch]) -> Result {
@@ -157,9 +224,10 @@ impl Engine {
         batches: &[MicroBatch],
         inputs: &[Vec<Tensor>],
         lr: f64,
+        pending: Option<Pending>,
         report: &mut StepReport,
     ) -> Result {
-        let updater_args = self.step_args(lr, 1.0);
+        let args = self.step_args(lr, 1.0);
         let Self {
             config,
             backend,
@@ -182,14 +250,15 @@ impl Engine {
         } = self;
         let (home, network, lane, kinds, runs) = (&*home, &*network, &*lane, &*kinds, &*runs);
         let Signals::Training(activations) = signals else { unreachable!("checked: this engine trains") };
-        let park = park.as_mut().expect("a training engine parks gradients");
+        let park = park.as_ref().expect("a training engine parks gradients");
         let optimizer = optimizer.as_deref().expect("a training engine has an optimizer");
-        let spec = &plan.spec;
+        let (spec, slots, pool) = (&plan.spec, &*update_slots, &*pool);
+        let bench = Bench { runs, kinds, slots, spec, pool, park };
         // Where nothing depends on the norm a group can be updated as soon as its gradient is complete.
         let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
-        let slots = Some(&*update_slots);
-        let updater = Updater { optimizer, args: updater_args, runs, kinds, slots, spec, pool };
-        let immediate = home.disk().filter(|_| !waits).map(|_| &updater);
+        let immediate = home.disk().filter(|_| !waits);
+        let overlap = config.overrides.overlap();
+        let gate = Gate::default();
         let pass = Pass {
             network,
             backend,
@@ -208,22 +277,44 @@ impl Engine {
         let items = training_order(network);
         let slots = weight_slots.as_ref();
         *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
-            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, items, room)?;
+            let order = Order { items, gate: pending.as_ref().map(|_| &gate) };
+            let deferred = match (pending, home.disk()) {
+                (Some(pending), Some(store)) => Some(defer(scope, pending, bench, store, &gate)?),
+                _ => None,
+            };
+            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room)?;
             let mut loss = lane.tensor(&zero_loss())?;
-            training.forward(&mut fetcher, &mut loss)?;
-            report.loss =
-                training.backward(&mut fetcher, loss, home, immediate, &mut report.state_stall_seconds)?;
+            let forward = training.forward(&mut fetcher, &mut loss);
+            let mut waited = Stopwatch::default();
+            // Its error is the cause of the other, if both failed.
+            deferred.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
+            forward?;
+            let updater = bench.updater(optimizer, args);
+            let mut following = None;
+            let update = match immediate {
+                None => Update::Later,
+                Some(store) if !overlap => Update::Here(updater, store),
+                Some(store) => {
+                    let (sender, groups) = unbounded();
+                    following = Some(follow(scope, updater, store, park, groups)?);
+                    Update::There(sender)
+                }
+            };
+            let backward = training.backward(&mut fetcher, loss, update, &mut waited);
+            following.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
+            report.loss = backward?;
+            report.state_stall_seconds = waited.0.as_secs_f64();
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
             Ok(fetcher.finish())
         })?;
         Ok(())
     }
 
-    /// Updates what backward has not, or skips the step if its scaled gradient overflowed. Gives the loss scale after it.
-    fn update(&mut self, lr: f64, report: &mut StepReport) -> Result<Option<LossScale>> {
+    /// Updates what backward has not, leaves that for later, or skips the step if its scaled gradient overflowed.
+    fn update(&mut self, lr: f64, report: &mut StepReport) -> Result<Updated> {
         let began = Instant::now();
         let training = self.config.training.as_ref().expect("a training engine");
-        let park = self.park.as_mut().expect("a training engine parks gradients");
+        let park = self.park.as_ref().expect("a training engine parks gradients");
         let norm = park.norm_squared().norm();
         let scale = match self.loss_scale {
             Some(scale) => Some(scale.after(self.step + 1, norm.is_err())?),
@@ -236,23 +327,27 @@ impl Engine {
                 park.clear();
                 report.skipped = true;
                 report.grad_norm = f64::NAN;
-                return Ok(scale);
+                return Ok(Updated { scale, deferred: None });
             }
         };
+        let mut deferred = None;
         if training.waits_for_norm() || self.home.disk().is_none() {
             let clip = training.clip.map_or(1.0, |max| clip_coefficient(report.grad_norm, max));
             let args = self.step_args(lr, clip * self.loss_scale.map_or(1.0, |current| current.inverse()));
-            let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
-            let park = self.park.as_mut().expect("a training engine parks gradients");
-            let (runs, kinds, spec) = (&self.runs, &self.kinds, &self.plan.spec);
-            let slots = Some(&self.update_slots);
-            let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool: &self.pool };
-            let stalled: Duration = updater.run(&mut self.home, park, 0..spec.groups.len())?;
-            report.state_stall_seconds += stalled.as_secs_f64();
+            if self.home.disk().is_some() && self.config.overrides.overlap() {
+                deferred = Some(args);
+            } else {
+                let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
+                let (runs, kinds, slots) = (&self.runs, &self.kinds, &self.update_slots);
+                let (spec, pool) = (&self.plan.spec, &self.pool);
+                let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool };
+                let stalled = updater.run(&mut self.home, park, 0..spec.groups.len())?;
+                report.state_stall_seconds += stalled.as_secs_f64();
+            }
         }
         self.device_weights.outdate();
         report.update_seconds = began.elapsed().as_secs_f64();
-        Ok(scale)
+        Ok(Updated { scale, deferred })
     }
 
     /// Makes the optimizer one with these betas, or the configured ones.
@@ -263,7 +358,7 @@ impl Engine {
         let (Some(training), Some(current)) = (&self.config.training, &self.optimizer) else { return Ok(()) };
         let configured = training.optimizer;
         let algorithm = betas.map_or(configured, |(beta1, beta2)| configured.with_betas(beta1, beta2));
-        self.optimizer = Some(optimizer(algorithm, *current.layout())?);
+        self.optimizer = Some(optimizer(algorithm, *current.layout())?.into());
         self.betas = betas;
         Ok(())
     }
@@ -273,12 +368,13 @@ impl Engine {
         StepArgs { step: self.updates() + 1, lr, grad_scale, weight_decay }
     }
 
-    /// Gives up a step that failed: its writes are waited for and forgotten.
+    /// Gives up a step that failed: its writes are waited for and forgotten. The step is that of the state again.
     fn abandon(&mut self) {
         if let StateHome::Disk(store) = &self.home {
             store.abandon();
+            self.step = store.committed().step;
         }
-        if let Some(park) = &mut self.park {
+        if let Some(park) = &self.park {
             park.clear();
         }
         if let Signals::Training(activations) = &mut self.signals {
@@ -320,9 +416,8 @@ impl Training<'_> {
         &mut self,
         fetcher: &mut Fetcher<'_>,
         loss: Tensor,
-        home: &StateHome,
-        immediate: Option<&Updater<'_>>,
-        stalled: &mut f64,
+        update: Update<'_>,
+        waited: &mut Stopwatch,
     ) -> Result<f64> {
         let network = self.pass.network;
         let mut loss = Some(loss);
@@ -351,11 +446,16 @@ impl Training<'_> {
                 self.park.park(self.pass.backend, self.pass.lane, group, acc, group == block, self.pool)?;
             }
             drop(accumulators);
-            if let (Some(updater), Some(store)) = (immediate, home.disk())
-                && groups.contains(&block)
-            {
-                let items = (0..store.spec().chunks(block)).map(|c| (block, c)).collect();
-                *stalled += updater.stream(store, self.park, items)?.as_secs_f64();
+            if groups.contains(&block) {
+                match &update {
+                    Update::Later => {}
+                    Update::Here(updater, store) => {
+                        let items = Items::of_groups(updater.spec, block..block + 1);
+                        waited.0 += updater.stream(store, self.park, items, |_| ())?;
+                    }
+                    // Whether it can still be heard of is found out when its thread is waited for.
+                    Update::There(groups) => drop(groups.send(block)),
+                }
             }
         }
         Ok(mean)

@@ -8,6 +8,7 @@ use crate::gradients::{Arriving, GradientPark, Landed};
 use crate::runs::Runs;
 use crate::state::{KINDS_MAX, StateHome, StateKinds};
 use crate::{EngineError, Result};
+use crossbeam::channel::Receiver;
 use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -63,9 +64,40 @@ pub(crate) struct Updater<'a> {
     pub(crate) args: StepArgs,
     pub(crate) runs: &'a Runs,
     pub(crate) kinds: &'a StateKinds,
-    pub(crate) slots: Option<&'a UpdateSlots>,
+    pub(crate) slots: &'a UpdateSlots,
     pub(crate) spec: &'a StoreSpec,
     pub(crate) pool: &'a rayon::ThreadPool,
+}
+
+/// The chunks of an update, in their order.
+pub(crate) struct Items<'a> {
+    spec: &'a StoreSpec,
+    queue: VecDeque<(usize, usize)>,
+    /// Groups that are still to be heard of.
+    more: Option<Receiver<usize>>,
+}
+
+impl<'a> Items<'a> {
+    /// The chunks of these groups.
+    pub(crate) fn of_groups(spec: &'a StoreSpec, groups: impl Iterator<Item = usize>) -> Self {
+        let queue = groups.flat_map(|g| (0..spec.chunks(g)).map(move |c| (g, c))).collect();
+        Self { spec, queue, more: None }
+    }
+
+    /// The chunks of groups as they come.
+    pub(crate) fn of_channel(spec: &'a StoreSpec, groups: Receiver<usize>) -> Self {
+        Self { spec, queue: VecDeque::new(), more: Some(groups) }
+    }
+
+    /// The next chunk; waits for it only if `wait` says so. `None` if there is none, or none yet.
+    fn next(&mut self, wait: bool) -> Option<(usize, usize)> {
+        while self.queue.is_empty() {
+            let groups = self.more.as_ref()?;
+            let group = if wait { groups.recv().ok()? } else { groups.try_recv().ok()? };
+            self.queue.extend((0..self.spec.chunks(group)).map(|chunk| (group, chunk)));
+        }
+        self.queue.pop_front()
+    }
 }
 
 /// A chunk whose state is on its way into memory.
@@ -85,58 +117,54 @@ impl Updater<'_> {
     pub(crate) fn run(
         &self,
         home: &mut StateHome,
-        park: &mut GradientPark,
+        park: &GradientPark,
         groups: impl Iterator<Item = usize>,
     ) -> Result<Duration> {
-        let items: VecDeque<_> = groups.flat_map(|g| (0..self.spec.chunks(g)).map(move |c| (g, c))).collect();
+        let mut items = Items::of_groups(self.spec, groups);
         match home {
             StateHome::Resident(blobs) => {
-                for (group, chunk) in items {
+                while let Some((group, chunk)) = items.next(true) {
                     self.update_resident(&mut blobs[group], park, group, chunk)?;
                 }
                 Ok(Duration::ZERO)
             }
-            StateHome::Disk(store) => self.stream(store, park, items),
+            StateHome::Disk(store) => self.stream(store, park, items, |_| ()),
         }
     }
 
-    /// As [`run`](Self::run) for state on disk, from a shared store.
+    /// As [`run`](Self::run) for state on disk, from a shared store. `done` hears of every group whose last chunk was handed to
+    /// the store.
     pub(crate) fn stream(
         &self,
         store: &DiskStore,
-        park: &mut GradientPark,
-        mut items: VecDeque<(usize, usize)>,
+        park: &GradientPark,
+        mut items: Items<'_>,
+        done: impl Fn(usize),
     ) -> Result<Duration> {
-        let slots = self.slots.expect("state on disk has update slots");
         let mut ahead: VecDeque<Chunk> = VecDeque::new();
         let mut stalled = Duration::ZERO;
-        while !items.is_empty() || !ahead.is_empty() {
+        loop {
             // Read as far ahead as slots allow; wait for a slot only when nothing else is left to do.
-            while let Some(&(group, chunk)) = items.front()
-                && ahead.len() < park.reads_max()
-                && (ahead.is_empty() || slots.has_free())
+            while ahead.len() < park.reads_max()
+                && (ahead.is_empty() || self.slots.has_free())
+                && let Some((group, chunk)) = items.next(ahead.is_empty())
             {
                 let began = Instant::now();
-                ahead.push_back(self.begin(store, slots, park, group, chunk)?);
+                ahead.push_back(self.begin(store, park, group, chunk)?);
                 stalled += began.elapsed();
-                items.pop_front();
             }
-            let Some(next) = ahead.pop_front() else { break };
+            let Some(next) = ahead.pop_front() else { return Ok(stalled) };
+            let (group, chunk) = (next.group, next.chunk);
             stalled += self.finish(store, park, next)?;
+            if chunk + 1 == self.spec.chunks(group) {
+                done(group);
+            }
         }
-        Ok(stalled)
     }
 
-    fn begin(
-        &self,
-        store: &DiskStore,
-        slots: &UpdateSlots,
-        park: &mut GradientPark,
-        group: usize,
-        chunk: usize,
-    ) -> Result<Chunk> {
+    fn begin(&self, store: &DiskStore, park: &GradientPark, group: usize, chunk: usize) -> Result<Chunk> {
         let elements = self.spec.chunk_len(group, chunk);
-        let leases = slots.acquire(self.kinds, elements);
+        let leases = self.slots.acquire(self.kinds, elements);
         let mut state = Vec::with_capacity(leases.len());
         for (index, lease) in leases.into_iter().enumerate() {
             state.push(if self.kinds.read_by_update[index] {
@@ -183,7 +211,7 @@ impl Updater<'_> {
     fn update_resident(
         &self,
         blobs: &mut [Arc<terrace_tiers::HostBlob>],
-        park: &mut GradientPark,
+        park: &GradientPark,
         group: usize,
         chunk: usize,
     ) -> Result {
@@ -227,7 +255,7 @@ impl Updater<'_> {
     }
 }
 
-fn parked(park: &mut GradientPark, group: usize, chunk: usize) -> Result<Arriving> {
+fn parked(park: &GradientPark, group: usize, chunk: usize) -> Result<Arriving> {
     park.take(group, chunk)?.ok_or_else(|| {
         EngineError::Config(format!("group {group} has no gradient; every block must be used in a step"))
     })

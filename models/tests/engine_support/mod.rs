@@ -204,7 +204,7 @@ pub fn weights_hash(engine: &mut Engine) -> u64 {
 
 /// Every weight by name, in order.
 pub fn weights(engine: &mut Engine) -> Vec<(String, Vec<u8>)> {
-    let mut reader = engine.weights();
+    let mut reader = engine.weights().unwrap();
     let size = reader.dtype().size();
     let mut all = Vec::new();
     for param in reader.params() {

@@ -77,7 +77,8 @@ fn ten_steps_on_disk_in_f32() {
         // What the user gets: an exported folder, read back.
         let out = dir.path().join("out");
         let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
-        export_folder(&mut engine.weights(), Some(&fixture.folder), &out, 64 << 10, &config).unwrap();
+        export_folder(&mut engine.weights().unwrap(), Some(&fixture.folder), &out, 64 << 10, &config)
+            .unwrap();
         let mut exported = SafetensorsSource::open(&out).unwrap();
         let trained = fixture.arrays("train.safetensors");
         for block in &Model::from_folder(&out).unwrap().blocks {

@@ -280,7 +280,7 @@ fn what_cannot_be_is_refused_by_name() {
     assert!(error.contains("q_proj.weight") && error.contains("cannot be trained"), "{error}");
 
     let mut engine = setup.engine(&mut RandomSource::new(1), Vec::new()).unwrap();
-    let mut weights = engine.weights();
+    let mut weights = engine.weights().unwrap();
     let param = weights.params().swap_remove(0);
     let error = weights.read(&param, 0, &mut [0; 2]).unwrap_err().to_string();
     assert!(error.contains("int4") && error.contains("cannot be exported"), "{error}");

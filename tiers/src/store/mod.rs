@@ -7,8 +7,10 @@
 //! Hazards, and what closes them:
 //! - *read after write* (a chunk of the next generation is read while it is being written): [`DiskStore::read`] waits for
 //!   the blob's fence, the set of tickets of its writes.
+//! - *commit beside reads* (a read has taken a ticket out of its blob's fence, so that the commit does not see it): commits
+//!   wait until no read holds one, and learn whether its write failed.
 //! - *write after commit* (the new step overwrites the generation that the manifest in flight refers to): `commit` returns
-//!   only when the slot is durable, and takes `&mut self`.
+//!   only when the slot is durable. Nobody writes during a commit: whoever writes a step commits it.
 //! - *write after a failed commit* (a slot whose sync failed may be durable all the same, and refers to the generation that a
 //!   retry would overwrite): from then on the store refuses writes, until it is opened again.
 
@@ -22,7 +24,7 @@ mod verify;
 mod view;
 
 use crate::pool::Lease;
-use crate::volume::{Volume, World, require_space, wait_all};
+use crate::volume::{Volume, World, require_space};
 use crate::{BlobKey, Generation, StoreSpec, Striping, TierError};
 use extents::Extents;
 use lock::DirLock;
@@ -31,8 +33,8 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
-use terrace_aio::{IoEngine, OpKind, OpenMode, Ticket};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use terrace_aio::{IoEngine, IoError, OpKind, OpenMode, Ticket};
 pub(crate) use transfer::Check;
 pub use transfer::{Arrived, PendingRead, Sealed};
 pub use verify::{Damage, DamageCause, FilePart, Verification};
@@ -45,14 +47,24 @@ const DATA_FILE: &str = "state.bin";
 pub struct DiskStore {
     extents: Extents,
     manifest: Manifest,
+    versions: Mutex<Versions>,
+    /// Says that [`Versions::claimed`] went down.
+    released: Condvar,
+    _locks: Vec<DirLock>,
+}
+
+/// The generation that is live, and the one that is being written.
+#[derive(Debug)]
+struct Versions {
     committed: Committed,
     sequence: u64,
     live: u64,
     live_table: Vec<u64>,
-    next: Mutex<Next>,
+    next: Next,
+    /// Tickets that readers took out of fences and wait for.
+    claimed: usize,
     /// Hazard (write after a failed commit).
     is_uncertain: bool,
-    _locks: Vec<DirLock>,
 }
 
 /// What the last commit said.
@@ -70,6 +82,8 @@ struct Next {
     table: Vec<u64>,
     written: Vec<bool>,
     fences: HashMap<BlobKey, VecDeque<Ticket>>,
+    /// The first write that failed.
+    failed: Option<IoError>,
 }
 
 impl DiskStore {
@@ -104,14 +118,10 @@ impl DiskStore {
         let live = spec.generations - 1;
         let committed = Committed { step: 0, trainer: Vec::new() };
         Ok(Self {
-            next: Mutex::new(Next::new(table.len())),
+            versions: Mutex::new(Versions::new(committed, 0, live, table)),
+            released: Condvar::new(),
             extents: Extents::new(spec, volume),
             manifest,
-            committed,
-            sequence: 0,
-            live,
-            live_table: table,
-            is_uncertain: false,
             _locks: locks,
         })
     }
@@ -137,14 +147,10 @@ impl DiskStore {
         let volume =
             Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id, OpenMode::ReadWrite)?;
         Ok(Self {
-            next: Mutex::new(Next::new(slot.table.len())),
+            versions: Mutex::new(Versions::of(slot)),
+            released: Condvar::new(),
             extents: Extents::new(spec, volume),
             manifest,
-            committed: Committed { step: slot.step, trainer: slot.trainer },
-            sequence: slot.sequence,
-            live: slot.live,
-            live_table: slot.table,
-            is_uncertain: false,
             _locks: locks,
         })
     }
@@ -160,17 +166,19 @@ impl DiskStore {
     }
 
     /// What the last commit said.
-    pub fn committed(&self) -> &Committed {
-        &self.committed
+    pub fn committed(&self) -> Committed {
+        self.lock().committed.clone()
     }
 
-    /// Starts reading chunks `chunks` of a blob into `lease`, which is exactly as long as they are.
+    /// Starts reading chunks `chunks` of a blob into `lease`, which is exactly as long as they are. One reader at a time
+    /// reads the chunks of a blob that are being written.
     ///
     /// # Errors
     /// A write of the blob that this read depends on failed.
     ///
     /// # Panics
-    /// If the lease has another length or a chunk of the next generation was not written yet.
+    /// If the lease has another length or a chunk of the next generation was not written yet; for
+    /// [`Generation::Newest`], if some of the chunks were written and some not.
     pub fn read(
         &self,
         key: BlobKey,
@@ -178,19 +186,28 @@ impl DiskStore {
         generation: Generation,
         lease: Lease,
     ) -> Result<PendingRead, TierError> {
-        let entries = chunks.clone().map(|chunk| self.extents.entry(key, chunk));
-        let sums: Vec<u64> = match generation {
-            Generation::Live => entries.map(|entry| self.live_table[entry]).collect(),
-            Generation::Next => {
-                let next = self.fenced(key)?;
-                assert!(
-                    entries.clone().all(|entry| next.written[entry]),
-                    "chunks {chunks:?} of {key:?} are written before they are read"
-                );
-                entries.map(|entry| next.table[entry]).collect()
-            }
+        let versions = match generation {
+            Generation::Live => self.lock(),
+            Generation::Next | Generation::Newest => self.fenced(key)?,
         };
-        Ok(self.extents.read(key, chunks, self.generation_index(generation), &sums, lease))
+        let is_written = |chunk| versions.next.written[self.extents.entry(key, chunk)];
+        let generation = match generation {
+            Generation::Newest if chunks.clone().any(is_written) => Generation::Next,
+            Generation::Newest => Generation::Live,
+            named => named,
+        };
+        let generation_index = self.generation_index(&versions, generation);
+        let sum = |chunk| {
+            let entry = self.extents.entry(key, chunk);
+            if generation == Generation::Live {
+                return versions.live_table[entry];
+            }
+            assert!(is_written(chunk), "chunk {chunk} of {key:?} is written before it is read");
+            versions.next.table[entry]
+        };
+        let sums: Vec<u64> = chunks.clone().map(sum).collect();
+        drop(versions);
+        Ok(self.extents.read(key, chunks, generation_index, &sums, lease))
     }
 
     /// Starts writing one chunk of the next generation. The lease goes back to its pool when the write is done.
@@ -216,28 +233,29 @@ impl DiskStore {
         let Extents { spec, volume, .. } = &self.extents;
         let len = spec.chunk_bytes(key, chunk);
         assert_eq!(lease.len(), len, "the lease is as long as chunk {chunk} of {key:?}");
-        self.require_certain()?;
-        let address = self.extents.address(key, chunk, self.generation_index(Generation::Next));
+        let address = {
+            let versions = self.lock();
+            self.require_certain(&versions)?;
+            self.extents.address(key, chunk, self.generation_index(&versions, Generation::Next))
+        };
         let request = volume.request(OpKind::Write, address, lease.into_io());
         let ticket = volume.engine.submit(request).without_buffer();
         let entry = self.extents.entry(key, chunk);
-        let mut next = self.lock_next();
+        let mut versions = self.lock();
+        let next = &mut versions.next;
         next.table[entry] = sum;
         next.written[entry] = true;
         let fence = next.fences.entry(key).or_default();
-        let mut done = None;
-        if fence.front().is_some_and(Ticket::is_done) {
-            done = fence.pop_front();
-        }
+        // What is done need not be remembered; that it failed, must.
+        let done = if fence.front().is_some_and(Ticket::is_done) { fence.pop_front() } else { None };
         fence.push_back(ticket);
-        drop(next);
-        if let Some(done) = done {
-            done.wait()?;
+        match done.map_or(Ok(()), |done| done.wait().map(drop)) {
+            Ok(()) => Ok(()),
+            Err(error) => Err(next.fail(error)),
         }
-        Ok(())
     }
 
-    /// Makes the next generation the live one, durably.
+    /// Makes the next generation the live one, durably. Reads may go on meanwhile.
     ///
     /// # Errors
     /// A write or a sync failed; the last committed step is then still intact. If it was the manifest's, the new step may be the
@@ -245,22 +263,35 @@ impl DiskStore {
     ///
     /// # Panics
     /// If a chunk of the next generation was never written.
-    pub fn commit(&mut self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
-        let mut next = std::mem::replace(
-            &mut *self.next.lock().unwrap_or_else(PoisonError::into_inner),
-            Next::new(self.live_table.len()),
-        );
-        self.require_certain()?;
-        wait_all(std::mem::take(&mut next.fences).into_values().flatten())?;
-        let missing = next.written.iter().filter(|w| !**w).count();
+    pub fn commit(&self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
+        let result = self.settle(step, trainer).and_then(|slot| {
+            self.extents.volume.sync()?;
+            Ok(slot)
+        });
+        match result {
+            Ok(slot) => self.publish(slot),
+            Err(error) => {
+                self.forget_next();
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits for every write and gives the slot that refers to them.
+    fn settle(&self, step: u64, trainer: &[u8]) -> Result<Slot, TierError> {
+        let versions = self.lock();
+        self.require_certain(&versions)?;
+        let versions = self.finish_writes(versions);
+        if let Some(error) = &versions.next.failed {
+            return Err(error.clone().into());
+        }
+        let missing = versions.next.written.iter().filter(|w| !**w).count();
         assert_eq!(missing, 0, "every chunk of the next generation is written before a commit");
-        self.extents.volume.sync()?;
-        let live = self.generation_index(Generation::Next);
-        self.publish(Slot {
-            sequence: self.sequence + 1,
+        Ok(Slot {
+            sequence: versions.sequence + 1,
             step,
-            live,
-            table: next.table,
+            live: self.generation_index(&versions, Generation::Next),
+            table: versions.next.table.clone(),
             trainer: trainer.to_vec(),
         })
     }
@@ -273,30 +304,46 @@ impl DiskStore {
     ///
     /// # Panics
     /// If nothing was ever committed.
-    pub fn commit_unchanged(&mut self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
-        assert!(self.sequence > 0, "there is a live generation");
+    pub fn commit_unchanged(&self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
         self.abandon();
-        self.require_certain()?;
-        let (live, table) = (self.live, self.live_table.clone());
-        self.publish(Slot { sequence: self.sequence + 1, step, live, table, trainer: trainer.to_vec() })
+        let versions = self.lock();
+        assert!(versions.sequence > 0, "there is a live generation");
+        self.require_certain(&versions)?;
+        let (sequence, live, table) = (versions.sequence + 1, versions.live, versions.live_table.clone());
+        drop(versions);
+        self.publish(Slot { sequence, step, live, table, trainer: trainer.to_vec() })
     }
 
-    fn publish(&mut self, slot: Slot) -> Result<(), TierError> {
-        self.is_uncertain = true;
+    fn publish(&self, slot: Slot) -> Result<(), TierError> {
+        self.lock().is_uncertain = true;
         self.manifest.write(&slot)?;
-        self.is_uncertain = false;
-        self.sequence = slot.sequence;
-        self.live = slot.live;
-        self.live_table = slot.table;
-        self.committed = Committed { step: slot.step, trainer: slot.trainer };
+        // Readers of the generation that was the next one find it as the live one, at once.
+        *self.lock() = Versions::of(slot);
         Ok(())
     }
 
     /// Waits for all writes in flight and forgets them; the live generation stays what it was.
     pub fn abandon(&self) {
-        let next = std::mem::replace(&mut *self.lock_next(), Next::new(self.live_table.len()));
         // The generation is given up, so whether its writes worked does not matter.
-        let _ = wait_all(next.fences.into_values().flatten());
+        drop(self.finish_writes(self.lock()));
+        self.forget_next();
+    }
+
+    fn forget_next(&self) {
+        let mut versions = self.lock();
+        versions.next = Next::new(versions.live_table.len());
+    }
+
+    /// Waits for every write of the next generation, those included that readers wait for (hazard: commit beside reads).
+    fn finish_writes<'v>(&self, mut versions: MutexGuard<'v, Versions>) -> MutexGuard<'v, Versions> {
+        // Under the lock: a reader finds its blob's fence whole, or done.
+        let fences = std::mem::take(&mut versions.next.fences);
+        for ticket in fences.into_values().flatten() {
+            if let Err(error) = ticket.wait() {
+                versions.next.fail(error);
+            }
+        }
+        self.released.wait_while(versions, |v| v.claimed > 0).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Deletes the store's files. Used for stores of frozen weights that do not outlive the process.
@@ -310,39 +357,63 @@ impl DiskStore {
         Ok(self.extents.volume.remove()?)
     }
 
-    fn require_certain(&self) -> Result<(), TierError> {
-        if self.is_uncertain {
+    fn require_certain(&self, versions: &Versions) -> Result<(), TierError> {
+        if versions.is_uncertain {
             return Err(TierError::Uncertain { path: self.manifest.path.clone() });
         }
         Ok(())
     }
 
-    fn fenced(&self, key: BlobKey) -> Result<std::sync::MutexGuard<'_, Next>, TierError> {
-        loop {
-            let mut next = self.lock_next();
-            let Some(ticket) = next.fences.get_mut(&key).and_then(VecDeque::pop_front) else {
-                return Ok(next);
-            };
-            drop(next);
-            ticket.wait()?;
+    /// Waits for the writes of a blob.
+    fn fenced(&self, key: BlobKey) -> Result<MutexGuard<'_, Versions>, TierError> {
+        let mut versions = self.lock();
+        while let Some(ticket) = versions.next.fences.get_mut(&key).and_then(VecDeque::pop_front) {
+            versions.claimed += 1;
+            drop(versions);
+            let result = ticket.wait();
+            versions = self.lock();
+            versions.claimed -= 1;
+            self.released.notify_all();
+            if let Err(error) = result {
+                return Err(versions.next.fail(error));
+            }
         }
+        Ok(versions)
     }
 
-    fn generation_index(&self, generation: Generation) -> u64 {
+    fn generation_index(&self, versions: &Versions, generation: Generation) -> u64 {
         match generation {
-            Generation::Live => self.live,
-            Generation::Next => (self.live + 1) % self.extents.spec.generations,
+            Generation::Live => versions.live,
+            _ => (versions.live + 1) % self.extents.spec.generations,
         }
     }
 
-    fn lock_next(&self) -> std::sync::MutexGuard<'_, Next> {
-        self.next.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Versions> {
+        self.versions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Versions {
+    fn new(committed: Committed, sequence: u64, live: u64, live_table: Vec<u64>) -> Self {
+        let next = Next::new(live_table.len());
+        Self { committed, sequence, live, live_table, next, claimed: 0, is_uncertain: false }
+    }
+
+    fn of(slot: Slot) -> Self {
+        let committed = Committed { step: slot.step, trainer: slot.trainer };
+        Self::new(committed, slot.sequence, slot.live, slot.table)
     }
 }
 
 impl Next {
     fn new(entries: usize) -> Self {
-        Self { table: vec![0; entries], written: vec![false; entries], fences: HashMap::new() }
+        Self { table: vec![0; entries], written: vec![false; entries], fences: HashMap::new(), failed: None }
+    }
+
+    /// Notes that a write failed, so that no commit follows.
+    fn fail(&mut self, error: IoError) -> TierError {
+        self.failed.get_or_insert_with(|| error.clone());
+        error.into()
     }
 }
 

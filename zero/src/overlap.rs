@@ -1,0 +1,171 @@
+//! Updates beside other work, in the exact order of their use.
+//!
+//! An update that waits for the norm of the whole gradient cannot run during backward. It need not run before the next step
+//! begins, either: a group's new weights are first used when the next forward reaches it. So the update is *deferred*: a thread
+//! of its own goes through the groups in the order of forward, just ahead of it, and a [`Gate`] holds back the fetch of every
+//! group that it has not reached. When it is through, it commits the step. Weights and losses are those of an update that runs
+//! at once, since each group is still updated before its next use and from the same gradient.
+//!
+//! An update that waits for nothing runs on such a thread too, group after group as backward completes their gradients.
+//!
+//! Hazard (a group is fetched while the update still writes it): the gate opens when all of a group's chunks have been handed
+//! to the store, and the store's fence makes the read wait for them.
+
+use crate::gradients::GradientPark;
+use crate::runs::Runs;
+use crate::state::StateKinds;
+use crate::update::{Items, UpdateSlots, Updater};
+use crate::{EngineError, Result};
+use crossbeam::channel::Receiver;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, Scope, ScopedJoinHandle};
+use terrace_optimizer::{Optimizer, StepArgs};
+use terrace_tiers::{DiskStore, StoreSpec};
+
+/// The update of a step whose gradient is complete, and its commit.
+pub(crate) struct Pending {
+    /// The number of the step.
+    pub(crate) step: u64,
+    pub(crate) args: StepArgs,
+    /// That of the step: schedules move its betas.
+    pub(crate) optimizer: Arc<dyn Optimizer>,
+    /// What is committed with it.
+    pub(crate) words: Vec<u8>,
+}
+
+/// What every update of an engine works on.
+#[derive(Clone, Copy)]
+pub(crate) struct Bench<'a> {
+    pub(crate) runs: &'a Runs,
+    pub(crate) kinds: &'a StateKinds,
+    pub(crate) slots: &'a UpdateSlots,
+    pub(crate) spec: &'a StoreSpec,
+    pub(crate) pool: &'a rayon::ThreadPool,
+    pub(crate) park: &'a GradientPark,
+}
+
+/// How far an update has come; groups are updated in their order.
+#[derive(Debug, Default)]
+pub(crate) struct Gate {
+    progress: Mutex<Progress>,
+    moved: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    /// Groups below this one are updated.
+    done: usize,
+    /// The update came to its end, well or not.
+    ended: bool,
+}
+
+impl Gate {
+    /// Whether [`wait`](Self::wait) would not.
+    pub(crate) fn is_open(&self, group: usize) -> bool {
+        let progress = self.lock();
+        progress.done > group || progress.ended
+    }
+
+    /// Waits until a group is updated; false if it never will be.
+    pub(crate) fn wait(&self, group: usize) -> bool {
+        let waiting = |progress: &mut Progress| progress.done <= group && !progress.ended;
+        let progress = self.moved.wait_while(self.lock(), waiting).unwrap_or_else(PoisonError::into_inner);
+        progress.done > group
+    }
+
+    fn open_up_to(&self, groups: usize) {
+        let mut progress = self.lock();
+        // Groups without parameters are passed over.
+        progress.done = progress.done.max(groups);
+        drop(progress);
+        self.moved.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Ends a gate's waiting, also when its thread panics.
+struct Ending<'a>(&'a Gate);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.lock().ended = true;
+        self.0.moved.notify_all();
+    }
+}
+
+impl<'a> Bench<'a> {
+    /// The update of a step.
+    pub(crate) fn updater(self, optimizer: &'a dyn Optimizer, args: StepArgs) -> Updater<'a> {
+        let Self { runs, kinds, slots, spec, pool, .. } = self;
+        Updater { optimizer, args, runs, kinds, slots, spec, pool }
+    }
+}
+
+impl Pending {
+    /// Updates every group from the parked gradients and commits the step. `gate` learns how far it is.
+    pub(crate) fn run(&self, bench: Bench<'_>, store: &DiskStore, gate: &Gate) -> Result {
+        let _ending = Ending(gate);
+        let groups = bench.spec.groups.len();
+        let items = Items::of_groups(bench.spec, 0..groups);
+        let updater = bench.updater(&*self.optimizer, self.args);
+        updater.stream(store, bench.park, items, |group| gate.open_up_to(group + 1))?;
+        gate.open_up_to(groups);
+        Ok(store.commit(self.step, &self.words)?)
+    }
+}
+
+/// Starts [`Pending::run`] on a thread.
+pub(crate) fn defer<'scope, 'a>(
+    scope: &'scope Scope<'scope, 'a>,
+    pending: Pending,
+    bench: Bench<'a>,
+    store: &'a DiskStore,
+    gate: &'a Gate,
+) -> Result<ScopedJoinHandle<'scope, Result>> {
+    Builder::new()
+        .name("terrace-update".into())
+        .spawn_scoped(scope, move || pending.run(bench, store, gate))
+        .map_err(|error| cannot_start(&error))
+}
+
+/// Starts a thread that updates the groups it is told of, until nobody can tell it of any more.
+pub(crate) fn follow<'scope, 'a>(
+    scope: &'scope Scope<'scope, 'a>,
+    updater: Updater<'a>,
+    store: &'a DiskStore,
+    park: &'a GradientPark,
+    groups: Receiver<usize>,
+) -> Result<ScopedJoinHandle<'scope, Result>> {
+    let run = move || {
+        let spec = updater.spec;
+        let result = updater.stream(store, park, Items::of_channel(spec, groups.clone()), |_| ());
+        if result.is_err() {
+            // Whoever parks the rest of the gradient needs the memory of what is parked.
+            groups.into_iter().for_each(|group| park.forget(group));
+        }
+        result.map(drop)
+    };
+    Builder::new()
+        .name("terrace-update".into())
+        .spawn_scoped(scope, run)
+        .map_err(|error| cannot_start(&error))
+}
+
+/// Waits for such a thread.
+pub(crate) fn join(thread: ScopedJoinHandle<'_, Result>) -> Result {
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn cannot_start(error: &std::io::Error) -> EngineError {
+    EngineError::Config(format!("cannot start the thread of the optimizer: {error}"))
+}
+
+impl fmt::Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending").field("step", &self.step).finish_non_exhaustive()
+    }
+}
