@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use support::{Bench, Cmd, Ended, Shape, cmd, files};
+use support::{Bench, Cmd, Ended, Shape, SmallDisk, cmd, files};
 
 const STRIPE_BYTES: u64 = 1 << 20;
 const HEADER_BYTES: u64 = 4096;
@@ -401,4 +401,19 @@ fn a_save_goes_back_to_the_save_before() {
     assert!(resumed.stderr.contains("resumed at step 4 "), "{}", resumed.stderr);
     assert!(bench.weights("out") == bench.weights("whole"));
     assert_eq!(bench.steps("out"), [1, 2, 3, 4, 5, 6]);
+}
+
+#[test]
+fn a_read_only_file_system_can_be_looked_at() {
+    let Some(disk) = SmallDisk::mount(64 << 20) else { return };
+    let bench = Bench::tiny();
+    let state = [disk.path().join("state")];
+    with(bench.finetune("out"), &state).args(&["--steps", "2"]).ok();
+    disk.make_read_only();
+    inspect(&state, &["--verify"]).ok();
+    let export =
+        cmd(&["export"]).path("--model", &bench.path("model")).path("--output", &bench.path("export"));
+    with(export, &state).ok();
+    assert!(bench.weights("export") == bench.weights("out"));
+    inspect(&state, &["--verify", "--restore-previous"]).fails(1, &["terrace.lock", "Read-only file system"]);
 }
