@@ -229,7 +229,11 @@ impl Report {
             }
         }
         if self.is_unchanged {
-            line(f, "", "both name the same chunks: the last step changed none")?;
+            line(
+                f,
+                "",
+                "both name the same chunks: the last step changed none, or the state went back to it",
+            )?;
         }
         Ok(())
     }
@@ -287,7 +291,7 @@ impl fmt::Display for Report {
             let Verification { chunks: read, bytes, damages } = found;
             let whole = match damages.len() {
                 0 => "all as they were written".into(),
-                count => format!("{count} are NOT as they were written"),
+                count => format!("{count} of them NOT as written"),
             };
             line(f, "verified", &format!("step {step}: {read} chunks, {}, {whole}", ByteSize(*bytes)))?;
             for damage in damages {
