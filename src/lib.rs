@@ -75,6 +75,6 @@ pub use terrace_tiers::{MemoryPlan, Tier};
 pub use terrace_zero::{
     Backend, BatchLimits, Block, Context, Engine, EngineBuilder, EngineConfig, EngineError, Evaluation,
     Gradients, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode, OutputSpec, ParamSpec, Placement,
-    Result, StepReport, StoredState, TrainingConfig, Weight, WeightReader, WeightSource, Weights,
-    WindowOverrides,
+    Result, StepReport, StoredState, StoredWeights, TrainingConfig, Weight, WeightReader, WeightSource,
+    Weights, WindowOverrides,
 };

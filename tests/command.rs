@@ -22,7 +22,7 @@ fn help_lists_what_exists() {
     let output = terrace(&["--help"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(0));
-    for command in ["finetune", "generate", "eval", "demo", "report"] {
+    for command in ["finetune", "generate", "eval", "inspect", "export", "demo", "report"] {
         assert!(text.contains(command), "{text}");
     }
     assert!(text.contains("larger than memory"), "{text}");

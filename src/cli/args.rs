@@ -5,7 +5,7 @@ pub use super::values::{Betas, DeviceName};
 use super::values::{count, not_negative_float, positive_float, probability, threads, token_id, whole};
 use crate::config::{ByteSize, GroupFlag, SchedulerFlag};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
@@ -30,6 +30,10 @@ pub enum Command {
     Generate(Box<GenerateArgs>),
     /// Measure mean negative log-likelihood and perplexity on a data set
     Eval(Box<EvalArgs>),
+    /// Show what a directory of training state holds, verify it, go back to the step before a damaged one
+    Inspect(InspectArgs),
+    /// Write the model of a directory of training state as a Hugging Face folder
+    Export(ExportArgs),
     /// Make a small data set and model, train it, and generate from it
     Demo(Box<DemoArgs>),
     /// Show what Terrace finds on this machine
@@ -269,6 +273,57 @@ pub struct EvalArgs {
     pub json: bool,
 }
 
+/// Where training state is.
+#[derive(Debug, Clone, Args)]
+pub struct StateArgs {
+    /// Folder of training state: a --disk of the run, or .terrace in its --output; several in their original order
+    #[arg(long, value_name = "PATH", required = true)]
+    pub disk: Vec<PathBuf>,
+    /// How disk operations are submitted
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub engine: DiskEngine,
+}
+
+/// `terrace inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// Where the state is.
+    #[command(flatten)]
+    pub state: StateArgs,
+    /// Read every chunk of the last step and the one before, and compare its checksum; exit code 1 if any is not what was written
+    #[arg(long)]
+    pub verify: bool,
+    /// If the last step is damaged and the one before it is whole, make that one the last. Changes nothing otherwise
+    #[arg(long, requires = "verify")]
+    pub restore_previous: bool,
+    /// Print one JSON document to stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `terrace export`.
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// Where the state is.
+    #[command(flatten)]
+    pub state: StateArgs,
+    /// Hugging Face folder of the model that was trained; config.json and tokenizer are taken from it, its weights are not read
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// Folder for the model; its weights have the number type of the run's --dtype
+    #[arg(long, value_name = "DIR")]
+    pub output: PathBuf,
+    /// Take the step before the last one, as long as no further step was begun
+    #[arg(long)]
+    pub previous: bool,
+    /// Largest safetensors file
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, default_value = "5GB")]
+    pub max_shard_size: ByteSize,
+    /// Print one JSON document to stdout at the end
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// `terrace demo`.
 #[derive(Debug, Args)]
 pub struct DemoArgs {
@@ -298,7 +353,7 @@ pub struct ReportArgs {
 }
 
 /// Number types of weights and activations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// bfloat16.
@@ -468,6 +523,9 @@ mod tests {
         for line in [
             "generate --model m --prompt x --top-p 0",
             "generate --model m --prompt-ids 1,x",
+            "inspect",
+            "inspect --disk d --restore-previous",
+            "export --disk d --model m",
             "plan",
             "calibrate",
         ] {

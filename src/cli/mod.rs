@@ -4,11 +4,15 @@ pub mod args;
 mod checks;
 pub mod demo;
 pub mod eval;
+pub mod export;
 pub mod finetune;
 pub mod generate;
+mod identity;
 pub mod inputs;
+pub mod inspect;
 pub mod report;
 pub mod session;
+mod stored;
 mod trace;
 mod values;
 
@@ -26,6 +30,8 @@ pub fn run(cli: Cli) -> Result<(), CliError> {
         Command::Finetune(args) => finetune::finetune(&args, cli.threads),
         Command::Generate(args) => generate::generate(&args, cli.threads),
         Command::Eval(args) => eval::eval(&args, cli.threads),
+        Command::Inspect(args) => inspect::inspect(&args),
+        Command::Export(args) => export::export(&args),
         Command::Demo(args) => demo::demo(&args, cli.threads),
     }
 }
