@@ -60,6 +60,47 @@ fn training_state_eight_times_the_budget() {
     }
 }
 
+/// What blocks keep from forward to backward is planned like all else, and changes no number.
+#[test]
+fn kept_activations_within_the_budget() {
+    let bench = large();
+    let train = |output: &str, budget: u64, how: &str| {
+        finetune(&bench, output, budget).args(&[
+            "--activations",
+            how,
+            "--max-shard-size",
+            "1GB",
+            "--batch-size",
+            "8",
+            "--grad-accum",
+            "2",
+        ])
+    };
+    let kept = |ended: &Ended| {
+        let words = " of 20 blocks keep their activations for backward";
+        let line = ended.stderr.lines().find(|line| line.contains(words)).expect("it is said").to_owned();
+        line.split(' ').next().and_then(|n| n.parse::<u64>().ok()).expect("a number")
+    };
+    let weights = |output: &str| fs::read(bench.path(output).join("model.safetensors")).unwrap();
+    let (small, medium, ample) = (32 * MIB, 48 * MIB, 96 * MIB);
+
+    let recomputed = train("recomputed", ample, "recompute").ok();
+    assert_eq!(kept(&recomputed), 0);
+    let expected = weights("recomputed");
+    for (name, budget, how) in [("medium", medium, "auto"), ("ample", ample, "keep")] {
+        let ended = train(name, budget, how).ok();
+        within(&ended, budget);
+        println!("{how} within {} MiB: {} blocks", budget / MIB, kept(&ended));
+        match how {
+            "keep" => assert_eq!(kept(&ended), 20),
+            _ => assert!((1..20).contains(&kept(&ended)), "{} blocks", kept(&ended)),
+        }
+        assert!(weights(name) == expected, "{how} within {budget} bytes gives other weights");
+    }
+    let words = ["--host-memory of 32.0 MiB is too small", "20 of 20 blocks keep", "--activations auto"];
+    train("small", small, "keep").fails(2, &words);
+}
+
 #[test]
 fn weights_larger_than_the_budget_stream_through_generation() {
     let bench = large();
