@@ -114,8 +114,8 @@ impl Block for DecoderBlock {
             Some(kept) => Intermediates::from_tensors(kept),
             None => self.first_half(cx, weights, x)?,
         };
-        self.mlp.backward(cx, weights, y1_TD.view(), inner, dy, dx.reborrow(), gradients)?;
-        drop(y1_TD);
+        self.mlp.backward(cx, weights, y1_TD.view(), inner.as_ref(), dy, dx.reborrow(), gradients)?;
+        drop((y1_TD, inner));
         self.attention.backward(cx, weights, x, projected, attended, dx, gradients)
     }
 }

@@ -94,7 +94,7 @@ impl Mlp {
         cx: &Context<'_>,
         weights: &Weights<'_>,
         y1_TD: View<'_>,
-        inner: Option<Inner>,
+        inner: Option<&Inner>,
         dy_TD: View<'_>,
         mut dx_TD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
@@ -102,7 +102,7 @@ impl Mlp {
         for (start, end) in tiles(y1_TD.shape().rows(), TILE_ROWS) {
             let dx_RD = dx_TD.reborrow().rows(start, end);
             let (y1_RD, dy_RD) = (y1_TD.rows(start, end), dy_TD.rows(start, end));
-            let inner = inner.as_ref().map(|Inner { gate_TF, up_TF }| {
+            let inner = inner.map(|Inner { gate_TF, up_TF }| {
                 (gate_TF.view().rows(start, end), up_TF.view().rows(start, end))
             });
             self.backward_tile(cx, weights, y1_RD, inner, dy_RD, dx_RD, gradients)?;
