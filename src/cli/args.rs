@@ -123,6 +123,9 @@ pub struct FinetuneArgs {
     /// How training state is stored: with Adam 14, 12, 8 or 5.1 bytes per parameter [default: split; fp32 unless --dtype bf16]
     #[arg(long, value_name = "FORMAT", help_heading = "Memory")]
     pub state: Option<StateFormat>,
+    /// Which blocks keep what they computed from forward to backward instead of computing it again: as many as fit, all, or none
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Memory")]
+    pub activations: Activations,
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
@@ -397,6 +400,19 @@ pub enum StateFormat {
     Compact,
 }
 
+/// Whether blocks keep their intermediates for backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Activations {
+    /// As many blocks as fit.
+    #[default]
+    Auto,
+    /// All blocks.
+    Keep,
+    /// No block.
+    Recompute,
+}
+
 /// The slowest tier in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -467,13 +483,14 @@ mod tests {
             --grad-accum 4 --seq-len 128 --learning-rate 3e-4 --weight-decay 0.1 --betas 0.9,0.95 --eps 1e-6 --clip 0 \
             --warmup-steps 10 --scheduler cosine --dtype fp32 --state compact --offload host --disk a --disk b \
             --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 \
-            --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 \
+            --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 --activations keep \
             --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --no-overlap --threads 3";
         let cli = parse(line).unwrap();
         assert_eq!(cli.threads, NonZeroUsize::new(3));
         let Command::Finetune(args) = cli.command else { panic!("another command") };
         assert_eq!(args.betas, Some(Betas(0.9, 0.95)));
         assert_eq!((args.no_decay.len(), args.param_group.len()), (2, 1));
+        assert_eq!(args.activations, Activations::Keep);
         assert_eq!(args.placement.disk.len(), 2);
         assert_eq!(args.placement.device, DeviceName::Cuda(1));
         assert_eq!(args.placement.host_memory, Some(ByteSize(24 << 30)));

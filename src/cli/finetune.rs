@@ -1,6 +1,6 @@
 //! `terrace finetune`: data and model in, a trained Hugging Face folder out.
 
-use super::args::{FinetuneArgs, PlacementArgs, StateFormat as StateFlag};
+use super::args::{Activations, FinetuneArgs, PlacementArgs, StateFormat as StateFlag};
 use super::inputs::FinetuneInputs;
 use super::session::{self, Session};
 use super::{checks, identity, print_json, trace};
@@ -91,6 +91,8 @@ pub fn train(
         duration(loading.elapsed().as_secs_f64()),
     );
     eprintln!("{}", session::describe_plan(engine.memory_plan()));
+    let (keeping, blocks) = engine.kept_blocks();
+    eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
     let mut trainer = Trainer {
         schedule: run.schedule(steps),
         metrics: MetricsWriter::open(&metrics, engine.step(), &engine.noted())
@@ -337,6 +339,11 @@ fn engine_config(
         overrides: WindowOverrides {
             weight_slots: run.window,
             overlap: Some(run.overlap),
+            kept_blocks: match run.activations {
+                Activations::Auto => None,
+                Activations::Keep => Some(usize::MAX),
+                Activations::Recompute => Some(0),
+            },
             ..WindowOverrides::default()
         },
         timeline: session.timeline.clone(),

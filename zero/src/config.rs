@@ -80,6 +80,9 @@ pub struct WindowOverrides {
     pub activations_on_disk: Option<bool>,
     /// Leave signals on a device with its own memory from one block to the next.
     pub signals_stay: Option<bool>,
+    /// How many blocks, counted from the last, leave what their backward would otherwise recompute; as many as there are if
+    /// there are fewer. Where it is not fixed, as many do as fit beside the other windows.
+    pub kept_blocks: Option<usize>,
     /// Update state on disk during other work: each group as backward completes its gradient or, where the update waits for
     /// the gradient's norm, just ahead of the next forward. Otherwise compute waits for the update.
     pub overlap: Option<bool>,

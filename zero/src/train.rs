@@ -7,6 +7,7 @@ use crate::device_weights::DeviceWeights;
 use crate::engine::{Engine, Signals};
 use crate::fetch::{Fetcher, Order, Ready};
 use crate::gradients::{GradientPark, gradient_slots};
+use crate::kept::{Keeping, KeptTensors};
 use crate::lane::{Lane, Signal};
 use crate::network::Network;
 use crate::overlap::{Bench, Gate, Pending, defer, follow, join};
@@ -16,7 +17,7 @@ use crate::state::StateHome;
 use crate::timeline::Resource;
 use crate::update::{Items, Updater};
 use crate::{
-    Activations, Backend, Context, EngineConfig, EngineError, HostTensor, MicroBatch, Mode, Result,
+    Activations, Backend, Context, EngineConfig, EngineError, HostTensor, Kept, MicroBatch, Mode, Result,
     StepRates, StepReport, TrainingConfig, Weights,
 };
 use crossbeam::channel::{Sender, unbounded};
@@ -45,6 +46,8 @@ struct Training<'a> {
     pass: Pass<'a>,
     inputs: &'a [Vec<Tensor>],
     activations: &'a mut Activations,
+    keeping: Keeping,
+    kept: KeptTensors,
     park: &'a GradientPark,
     runs: &'a Runs,
     pool: &'a rayon::ThreadPool,
@@ -279,8 +282,20 @@ impl Engine {
         };
         let loss_terms = report.loss_terms;
         let (step, may_overflow) = (*step + 1, loss_scale.is_some());
-        let mut training =
-            Training { pass, inputs, activations, park, runs, pool, step, loss_terms, may_overflow };
+        let (keeping, kept) = (plan.windows.keeping, KeptTensors::default());
+        let mut training = Training {
+            pass,
+            inputs,
+            activations,
+            keeping,
+            kept,
+            park,
+            runs,
+            pool,
+            step,
+            loss_terms,
+            may_overflow,
+        };
         let room = std::mem::take(device_weights);
         let items = training_order(network);
         let slots = weight_slots.as_ref();
@@ -414,8 +429,10 @@ impl Training<'_> {
                 let spec = self.pass.signal(block);
                 let mut y = self.pass.lane.target(self.activations.slot(spec.bytes()), spec)?;
                 let mut cx = self.pass.context(&self.inputs[m], loss);
+                cx.kept = self.keeping.asks(block);
                 let x_view = x.as_ref().map(crate::lane::Loaded::view);
                 self.pass.network.blocks[block].forward(&mut cx, &weights, x_view, y.view_mut())?;
+                self.kept.hold(block, m, cx.kept);
                 let y = self.pass.lane.pass_and_keep(y)?;
                 if let (Some(b), Some(x)) = (block.checked_sub(1), x) {
                     self.activations.checkpoint(b, m, x.into_host()?);
@@ -513,6 +530,7 @@ impl Training<'_> {
             };
             let mut gradients = gradient_slots(network, block, groups, accumulators);
             let mut cx = self.pass.context(&self.inputs[m], loss);
+            cx.kept = self.kept.take(block, m);
             network.blocks[block].backward(
                 &mut cx,
                 &weights,
@@ -593,6 +611,7 @@ impl Pass<'_> {
             loss: loss.view_mut(),
             loss_scale: self.loss_scale,
             kv: None,
+            kept: Kept::Nothing,
         }
     }
 }
