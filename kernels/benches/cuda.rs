@@ -23,8 +23,10 @@ use terrace_kernels::{
     View,
 };
 
+type Part = (&'static str, fn(&Rig));
+
 /// Parts in the order in which they run.
-const PARTS: [(&str, fn(&Rig)); 5] = [
+const PARTS: [Part; 5] = [
     ("copies", copies),
     ("matmul", products),
     ("attention", attention),

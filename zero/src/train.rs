@@ -23,6 +23,7 @@ use crate::{
 use crossbeam::channel::{Sender, unbounded};
 use std::ops::Range;
 use std::sync::Arc;
+use std::thread::Scope;
 use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
@@ -268,7 +269,6 @@ impl Engine {
         // Where nothing depends on the norm a group can be updated as soon as its gradient is complete.
         let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
         let immediate = home.disk().filter(|_| !waits);
-        let overlap = config.overrides.overlap();
         let gate = Gate::default();
         let pass = Pass {
             network,
@@ -316,22 +316,8 @@ impl Engine {
                 timeline.note(Resource::Wait, waiting, "the last update".to_owned());
             }
             forward?;
-            let updater = bench.updater(optimizer, args);
-            let mut following = None;
-            let update = match immediate {
-                None => Update::Later,
-                Some(store) if !overlap => Update::Here(updater, store),
-                Some(store) => {
-                    let (sender, groups) = unbounded();
-                    following = Some(follow(scope, updater, store, park, groups)?);
-                    Update::There(sender)
-                }
-            };
-            let backward = training.backward(&mut fetcher, loss, &update, &mut waited);
-            // The thread ends when nobody can tell it of groups any more.
-            drop(update);
-            following.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
-            report.loss = backward?;
+            let immediate = immediate.map(|store| (bench.updater(optimizer, args), store));
+            report.loss = training.backward_and_update(scope, &mut fetcher, loss, immediate, &mut waited)?;
             report.state_stall_seconds = waited.0.as_secs_f64();
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
             Ok(fetcher.finish())
@@ -414,7 +400,7 @@ impl Engine {
     }
 }
 
-impl Training<'_> {
+impl<'a> Training<'a> {
     /// Forward through all blocks but the last, whose forward is part of its backward.
     fn forward(&mut self, fetcher: &mut Fetcher<'_>, loss: &mut Tensor) -> Result {
         for block in 0..self.pass.network.last() {
@@ -444,6 +430,35 @@ impl Training<'_> {
             self.pass.note(Resource::Compute, began, "forward", block);
         }
         Ok(())
+    }
+
+    /// Backward, and beside it the update of what `immediate` may update. Gives the mean loss.
+    fn backward_and_update<'scope, 'e>(
+        &mut self,
+        scope: &'scope Scope<'scope, 'e>,
+        fetcher: &mut Fetcher<'_>,
+        loss: Tensor,
+        immediate: Option<(Updater<'e>, &'e DiskStore)>,
+        waited: &mut Stopwatch,
+    ) -> Result<f64>
+    where
+        'a: 'e,
+    {
+        let mut following = None;
+        let update = match immediate {
+            None => Update::Later,
+            Some((updater, store)) if !self.pass.config.overrides.overlap() => Update::Here(updater, store),
+            Some((updater, store)) => {
+                let (sender, groups) = unbounded();
+                following = Some(follow(scope, updater, store, self.park, groups)?);
+                Update::There(sender)
+            }
+        };
+        let mean = self.backward(fetcher, loss, &update, waited);
+        // The thread ends when nobody can tell it of groups any more.
+        drop(update);
+        following.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
+        mean
     }
 
     /// Backward through all blocks. Gives the mean loss.
