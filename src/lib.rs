@@ -58,6 +58,7 @@ pub mod generate;
 pub mod interrupt;
 pub mod metrics;
 pub mod progress;
+pub mod tensorboard;
 
 pub use engine::{cpu_backend, cuda_backend};
 pub use terrace_aio as aio;
