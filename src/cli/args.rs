@@ -136,6 +136,9 @@ pub struct FinetuneArgs {
     /// Write a model folder every N steps
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroU64>, help_heading = "Output")]
     pub save_every: Option<NonZeroU64>,
+    /// Keep the last N of the model folders that --save-every writes, and remove older ones [default: keep all]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, requires = "save_every", help_heading = "Output")]
+    pub save_total_limit: Option<NonZeroUsize>,
     /// Largest safetensors file
     #[arg(
         long,
@@ -485,7 +488,7 @@ mod tests {
         let line = "finetune --model m --data d.jsonl --output o --config c.json --steps 3 --epochs 1.5 --batch-size 2 \
             --grad-accum 4 --seq-len 128 --learning-rate 3e-4 --weight-decay 0.1 --betas 0.9,0.95 --eps 1e-6 --clip 0 \
             --warmup-steps 10 --scheduler cosine --dtype fp32 --state compact --offload host --disk a --disk b \
-            --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 \
+            --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 --save-total-limit 2 \
             --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 --activations keep \
             --tensorboard runs --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --no-overlap --threads 3";
         let cli = parse(line).unwrap();

@@ -3,7 +3,7 @@
 use super::args::{Activations, FinetuneArgs, PlacementArgs, StateFormat as StateFlag};
 use super::inputs::FinetuneInputs;
 use super::session::{self, Session};
-use super::{checks, identity, print_json, trace};
+use super::{checks, identity, print_json, retention, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
 use crate::error::CliError;
 use crate::interrupt::Interrupt;
@@ -185,6 +185,11 @@ impl Trainer<'_> {
                 let folder = self.run.output.join(format!("checkpoint-{}", self.engine.step()));
                 self.export(&folder)?;
                 self.progress.note(&format!("saved {}", folder.display()));
+                if let Some(limit) = self.run.save_total_limit {
+                    for old in retention::prune(&self.run.output, self.engine.step(), limit)? {
+                        self.progress.note(&format!("removed {}", old.display()));
+                    }
+                }
             }
             if interrupt.requested() && self.engine.step() < steps {
                 self.engine.save()?;

@@ -11,6 +11,7 @@ mod identity;
 pub mod inputs;
 pub mod inspect;
 pub mod report;
+mod retention;
 pub mod session;
 mod stored;
 mod trace;

@@ -92,6 +92,8 @@ pub struct TrainConfig {
     pub resume: bool,
     /// Write a model folder every so many steps.
     pub save_every: Option<u64>,
+    /// How many of them to keep.
+    pub save_total_limit: Option<usize>,
     /// Largest safetensors file.
     pub max_shard_size: ByteSize,
     /// Where to write metrics for TensorBoard.
@@ -190,6 +192,7 @@ impl TrainConfig {
             pack: args.pack,
             resume: args.resume,
             save_every: args.save_every.map(u64::from),
+            save_total_limit: args.save_total_limit.map(usize::from),
             max_shard_size: args.max_shard_size,
             tensorboard: args.tensorboard.clone(),
             trace: args.trace.clone(),
