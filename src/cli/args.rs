@@ -32,6 +32,8 @@ pub enum Command {
     Eval(Box<EvalArgs>),
     /// Make a small data set and model, train it, and generate from it
     Demo(Box<DemoArgs>),
+    /// Measure what disks, memory, processor and card of this machine can do
+    Calibrate(CalibrateArgs),
     /// Show what Terrace finds on this machine
     Report(ReportArgs),
 }
@@ -289,6 +291,29 @@ pub struct DemoArgs {
     pub json: bool,
 }
 
+/// `terrace calibrate`.
+#[derive(Debug, Args)]
+pub struct CalibrateArgs {
+    /// Folder on a disk to measure; several are measured one by one and all at once
+    #[arg(long, value_name = "PATH")]
+    pub disk: Vec<PathBuf>,
+    /// File for the profile; other sections in it stay [default: profile.json in the cache folder, where later runs find it]
+    #[arg(long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Measure for about 5 seconds instead of 30, less exactly
+    #[arg(long)]
+    pub quick: bool,
+    /// The device to measure beside the CPU: auto, cpu or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceName,
+    /// How disk operations are submitted
+    #[arg(long, value_name = "ENGINE", default_value = "auto")]
+    pub engine: DiskEngine,
+    /// Print the profile to stdout too
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// `terrace report`.
 #[derive(Debug, Args)]
 pub struct ReportArgs {
@@ -469,7 +494,7 @@ mod tests {
             "generate --model m --prompt x --top-p 0",
             "generate --model m --prompt-ids 1,x",
             "plan",
-            "calibrate",
+            "calibrate --device gpu",
         ] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
         }

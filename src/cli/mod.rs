@@ -1,6 +1,7 @@
 //! The command line: what can be asked, and the commands.
 
 pub mod args;
+pub mod calibrate;
 mod checks;
 pub mod demo;
 pub mod eval;
@@ -23,6 +24,7 @@ use serde::Serialize;
 pub fn run(cli: Cli) -> Result<(), CliError> {
     match cli.command {
         Command::Report(args) => report(&args),
+        Command::Calibrate(args) => calibrate::calibrate(&args, cli.threads),
         Command::Finetune(args) => finetune::finetune(&args, cli.threads),
         Command::Generate(args) => generate::generate(&args, cli.threads),
         Command::Eval(args) => eval::eval(&args, cli.threads),

@@ -32,6 +32,8 @@ pub struct Session {
     pub trace: Option<Arc<TraceLayer>>,
     /// Threads that compute.
     pub threads: usize,
+    /// The settings of the disk engine.
+    pub io_config: IoConfig,
     /// Bytes of the card's memory that were free when it was opened; `None` on the CPU.
     device_free: Option<u64>,
 }
@@ -54,8 +56,8 @@ impl Session {
             DiskEngine::Uring => EngineChoice::Uring,
             DiskEngine::Threads => EngineChoice::Threads,
         };
-        let (mut backend, device_free) =
-            open_backend(placement.device, threads, &IoConfig { choice, ..aio.clone() })?;
+        let io_config = IoConfig { choice, ..aio.clone() };
+        let (mut backend, device_free) = open_backend(placement.device, threads, &io_config)?;
         let stats = Arc::new(StatsLayer::new(Arc::clone(&backend.io)));
         let mut io: Arc<dyn IoEngine> = Arc::clone(&stats) as _;
         let trace = trace.then(|| Arc::new(TraceLayer::new(Arc::clone(&io), TRACE_EVENTS)));
@@ -66,12 +68,17 @@ impl Session {
         if placement.discrete {
             backend.device = Arc::new(HostDevice::discrete());
         }
-        Ok(Self { backend, stats, trace, threads, device_free })
+        Ok(Self { backend, stats, trace, threads, io_config, device_free })
     }
 
     /// Whether kernels run on a card.
     pub fn on_card(&self) -> bool {
         self.device_free.is_some()
+    }
+
+    /// Name and free memory of the card, if there is one.
+    pub fn card(&self) -> Option<(String, u64)> {
+        self.device_free.map(|free| (self.backend.device.name().to_owned(), free))
     }
 
     /// Bytes of device memory the plan may use: the flag, or what is free less a reserve.

@@ -12,9 +12,11 @@ use crate::runs::Runs;
 use crate::scale::{self, LossScale};
 use crate::state::{StateHome, StateKinds, needs_disk};
 use crate::update::UpdateSlots;
+use crate::work::{StepWork, step_work};
 use crate::{
     Backend, Block, EngineConfig, EngineError, MicroBatch, Placement, Result, WeightSource, checkpoint,
 };
+use std::cell::RefCell;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -66,6 +68,19 @@ pub struct StoredState {
     pub step: u64,
     /// The words it was created with.
     pub identity: String,
+}
+
+/// What is known of an engine that was never built.
+#[derive(Debug, Clone)]
+pub struct Outlook {
+    /// The bytes of every tier.
+    pub memory: MemoryPlan,
+    /// What a step does.
+    pub work: StepWork,
+    /// One line that says which windows the planner chose.
+    pub summary: String,
+    /// Number of parameters, shared ones counted once.
+    pub parameters: u64,
 }
 
 impl Engine {
@@ -166,7 +181,24 @@ impl Engine {
         blocks: Vec<Box<dyn Block>>,
         sample: &MicroBatch,
     ) -> Result<MemoryPlan> {
-        Ok(Parts::new(config, backend, blocks, sample, None)?.plan.memory)
+        Ok(Self::outlook(config, backend, blocks, sample)?.memory)
+    }
+
+    /// As [`plan_only`](Self::plan_only), with what a step would have to do.
+    ///
+    /// # Errors
+    /// The plan does not fit.
+    pub fn outlook(
+        config: EngineConfig,
+        backend: &Backend,
+        blocks: Vec<Box<dyn Block>>,
+        sample: &MicroBatch,
+    ) -> Result<Outlook> {
+        let Parts { config, network, kinds, plan, .. } = Parts::new(config, backend, blocks, sample, None)?;
+        let unified = backend.device.unified();
+        let work = step_work(&config, &network, &kinds, &plan, Some(sample), unified);
+        let (summary, parameters) = (plan.summary(), network.parameters());
+        Ok(Outlook { memory: plan.memory, work, summary, parameters })
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
@@ -320,7 +352,9 @@ impl Parts {
             // What an update leaves alone is written to the next generation as it was read.
             kinds.read_by_update.fill(true);
         }
-        let planner = Planner { config: &config, backend, network: &network, kinds: &kinds, sample, stored };
+        let costs = RefCell::default();
+        let planner =
+            Planner { config: &config, backend, network: &network, kinds: &kinds, sample, stored, costs };
         let plan = planner.plan()?;
         let scaling = config.training.as_ref().and_then(|t| t.loss_scale);
         let loss_scale = scaling.map(LossScale::new).transpose()?;

@@ -22,6 +22,7 @@ use crate::gradients::STAGING_SLOTS;
 use crate::network::Network;
 use crate::state::{StateKinds, store_spec};
 use crate::{Backend, EngineConfig, MicroBatch, Mode, Placement, Result};
+use std::cell::RefCell;
 use terrace_tiers::{
     ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
 };
@@ -78,6 +79,8 @@ pub(crate) struct Planner<'a> {
     pub(crate) sample: &'a MicroBatch,
     /// How the state is shared among the directories, if it exists already.
     pub(crate) stored: Option<&'a Striping>,
+    /// What planning runs have found so far, by what they depend on.
+    pub(crate) costs: RefCell<Vec<((usize, bool), DryCost)>>,
 }
 
 impl Planner<'_> {
@@ -243,23 +246,7 @@ impl Planner<'_> {
         } else {
             &[Mode::Evaluate]
         };
-        let unified = self.backend.device.unified();
-        let mut cost = DryCost::default();
-        for &mode in modes {
-            let dry = DryRun {
-                network,
-                dtype: config.dtype,
-                unified,
-                signals_stay: choice.signals_stay,
-                sample: self.sample,
-                micro_batches: config.limits.micro_batches,
-                chunk_elements: choice.chunk_elements,
-                cache_length: config.limits.cache_length,
-            }
-            .measure(mode)?;
-            cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
-            cost.flops = cost.flops.max(dry.flops);
-        }
+        let cost = self.cost(choice, modes)?;
         let (sequences, length) = (self.sample.sequences, self.sample.length);
         let signal = |b: usize| network.output(b, sequences, length, config.dtype, Mode::Evaluate).bytes();
         let together = (0..network.blocks.len()).map(|b| network.groups_of(b).len()).max().unwrap_or(1);
@@ -277,6 +264,33 @@ impl Planner<'_> {
             device_room: DeviceRoom::of(self.backend, config.placement, UPLOAD_WINDOW + together),
             flops_per_step: cost.flops,
         })
+    }
+
+    /// What planning runs of `choice` find. Most choices differ in nothing that a run depends on, and share one.
+    fn cost(&self, choice: Choice, modes: &[Mode]) -> Result<DryCost> {
+        let (config, network, unified) = (self.config, self.network, self.backend.device.unified());
+        let key = (if unified { 0 } else { choice.chunk_elements }, choice.signals_stay);
+        if let Some((_, cost)) = self.costs.borrow().iter().find(|(known, _)| *known == key) {
+            return Ok(*cost);
+        }
+        let mut cost = DryCost::default();
+        for &mode in modes {
+            let dry = DryRun {
+                network,
+                dtype: config.dtype,
+                unified,
+                signals_stay: choice.signals_stay,
+                sample: self.sample,
+                micro_batches: config.limits.micro_batches,
+                chunk_elements: choice.chunk_elements,
+                cache_length: config.limits.cache_length,
+            }
+            .measure(mode)?;
+            cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
+            cost.flops = cost.flops.max(dry.flops);
+        }
+        self.costs.borrow_mut().push((key, cost));
+        Ok(cost)
     }
 
     /// Gradient chunks in host memory: all of them when clipping must see the norm first (or state is resident), else those of
