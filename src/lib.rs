@@ -60,6 +60,7 @@ pub mod generate;
 pub mod interrupt;
 pub mod metrics;
 pub mod progress;
+mod shape;
 
 pub use engine::{cpu_backend, cuda_backend};
 pub use terrace_aio as aio;

@@ -6,8 +6,10 @@ mod checks;
 pub mod demo;
 pub mod eval;
 pub mod finetune;
+mod floor;
 pub mod generate;
 pub mod inputs;
+pub mod plan;
 pub mod report;
 pub mod session;
 mod trace;
@@ -24,6 +26,7 @@ use serde::Serialize;
 pub fn run(cli: Cli) -> Result<(), CliError> {
     match cli.command {
         Command::Report(args) => report(&args),
+        Command::Plan(args) => plan::plan(&args, cli.threads),
         Command::Calibrate(args) => calibrate::calibrate(&args, cli.threads),
         Command::Finetune(args) => finetune::finetune(&args, cli.threads),
         Command::Generate(args) => generate::generate(&args, cli.threads),
