@@ -182,15 +182,14 @@ impl Profile {
         Some(root.join("terrace/profile.json"))
     }
 
-    /// The profile at the default place, if it is of the machine `here`. Rates of disks are left out unless every one of
-    /// `dirs` was measured.
-    pub fn find(here: &Machine, dirs: &[PathBuf]) -> Found {
+    /// The profile at the default place, if it is of the machine `here`.
+    pub fn find(here: &Machine) -> Found {
         let Some(path) = Self::default_path().filter(|path| path.exists()) else { return Found::Nothing };
         match Self::read(&path) {
             Err(why) => Found::Unfit(format!("{}: {why}", path.display())),
             Ok(profile) => match profile.difference(here) {
                 Some(why) => Found::Unfit(format!("{}: {why}", path.display())),
-                None => Found::Fits(Box::new(profile.for_disks(dirs))),
+                None => Found::Fits(Box::new(profile)),
             },
         }
     }
@@ -200,8 +199,10 @@ impl Profile {
         self.calibration.as_ref()?.machine.difference(here)
     }
 
-    fn for_disks(self, dirs: &[PathBuf]) -> Self {
-        let covers = |disk: &DiskProfile| dirs.iter().all(|dir| disk.path_of(dir).is_some());
+    /// Without rates of disks unless every one of `dirs` was measured; `whole` makes of each the path that is looked for.
+    #[must_use]
+    pub fn for_disks(self, whole: impl Fn(&DiskProfile, &Path) -> PathBuf, dirs: &[PathBuf]) -> Self {
+        let covers = |disk: &DiskProfile| dirs.iter().all(|dir| disk.path_of(&whole(disk, dir)).is_some());
         Self { disk: self.disk.filter(covers), ..self }
     }
 
@@ -395,8 +396,9 @@ mod tests {
     #[test]
     fn disks_count_only_if_all_were_measured() {
         let profile = Profile { disk: Some(disk()), calibration: Some(calibration()) };
-        assert!(profile.clone().for_disks(&["/mnt/a/run".into()]).disk.is_some());
-        let other = profile.for_disks(&["/mnt/a/run".into(), "/mnt/b".into()]);
+        let as_is = |_: &DiskProfile, dir: &Path| dir.to_owned();
+        assert!(profile.clone().for_disks(as_is, &["/mnt/a/run".into()]).disk.is_some());
+        let other = profile.for_disks(as_is, &["/mnt/a/run".into(), "/mnt/b".into()]);
         assert!(other.disk.is_none() && other.calibration.is_some());
     }
 }

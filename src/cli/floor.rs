@@ -29,9 +29,9 @@ pub fn capabilities(
 ) -> Capabilities {
     let here = Machine::here(session.threads, session.card().map(|(name, _)| name));
     let on_disk = run.offload == Offload::Disk;
-    let dirs: Vec<PathBuf> =
-        if on_disk { config.disks.iter().map(|dir| session::whole(dir)).collect() } else { Vec::new() };
     let mut known = profile.cloned().unwrap_or_default();
+    let whole = |dir: &PathBuf| session::whole(dir, known.disk.as_ref());
+    let dirs: Vec<PathBuf> = if on_disk { config.disks.iter().map(whole).collect() } else { Vec::new() };
     // Without the card's figures a run on it must not take those of the processor.
     if let Some(calibration) = &known.calibration
         && session.on_card()
@@ -172,9 +172,10 @@ pub fn profile(
     use crate::calibrate::Found;
     let here = Machine::here(threads, None);
     let Some(path) = flag else {
-        let dirs: Vec<PathBuf> = dirs.iter().map(|dir| session::whole(dir)).collect();
-        return Ok(match Profile::find(&here, &dirs) {
-            Found::Fits(profile) => Some(*profile),
+        return Ok(match Profile::find(&here) {
+            Found::Fits(profile) => {
+                Some(profile.for_disks(|disk, dir| session::whole(dir, Some(disk)), dirs))
+            }
             Found::Nothing => None,
             Found::Unfit(why) => {
                 eprintln!("note: not used: {why}; `terrace calibrate` makes a new one");

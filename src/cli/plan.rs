@@ -172,7 +172,8 @@ impl<'a> Planning<'a> {
     /// The profile's figures, and over them what was given by hand.
     fn capabilities(&self, choice: Choice) -> Capabilities {
         let (args, dtype) = (self.args, session::dtype(self.args.dtype));
-        let whole: Vec<PathBuf> = args.disk.iter().map(|dir| session::whole(dir)).collect();
+        let disk = self.profile.as_ref().and_then(|profile| profile.disk.as_ref());
+        let whole: Vec<PathBuf> = args.disk.iter().map(|dir| session::whole(dir, disk)).collect();
         let mut can = match &self.profile {
             Some(profile) => {
                 // Without a directory in mind, all that were measured are meant.

@@ -141,13 +141,17 @@ pub fn compute_threads(threads: Option<NonZeroUsize>) -> usize {
     threads.or_else(|| std::thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get)
 }
 
-/// The path of a directory as a profile has it, also if it does not exist yet.
-pub fn whole(dir: &Path) -> PathBuf {
-    let whole = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
-    let existing = existing(&whole);
-    match whole.strip_prefix(&existing) {
-        Ok(rest) if !rest.as_os_str().is_empty() => existing.canonicalize().unwrap_or(existing).join(rest),
-        _ => existing.canonicalize().unwrap_or(whole),
+/// The path of a directory, which may not exist yet, as a profile has it: as it was named, else without links.
+pub fn whole(dir: &Path, disk: Option<&DiskProfile>) -> PathBuf {
+    let named = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
+    if disk.is_some_and(|disk| disk.path_of(&named).is_some()) {
+        return named;
+    }
+    let existing = existing(&named);
+    match (existing.canonicalize(), named.strip_prefix(&existing)) {
+        (Ok(real), Ok(rest)) if !rest.as_os_str().is_empty() => real.join(rest),
+        (Ok(real), _) => real,
+        (Err(_), _) => named,
     }
 }
 
@@ -166,7 +170,7 @@ pub fn io_config(profile: Option<&DiskProfile>) -> IoConfig {
 /// directory, or, with a warning, if some directory was not measured.
 pub fn disk_weights(profile: Option<&DiskProfile>, dirs: &[PathBuf]) -> Option<Vec<f64>> {
     let profile = profile.filter(|_| dirs.len() > 1)?;
-    let whole: Vec<PathBuf> = dirs.iter().map(|dir| whole(dir)).collect();
+    let whole: Vec<PathBuf> = dirs.iter().map(|dir| whole(dir, Some(profile))).collect();
     let weights = profile.weights(&whole);
     if weights.is_none() {
         let missing = whole.iter().filter(|dir| profile.rate_of(dir).is_none());
