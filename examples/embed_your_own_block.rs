@@ -74,16 +74,21 @@ impl Block for Hidden {
     fn output(&self, _: usize, _: usize, dtype: DType, _: Mode) -> OutputSpec { OutputSpec { dtype, dims: vec![T, D] } }
     fn forward(&self, cx: &mut Context<'_>, w: &Weights<'_>, x: Option<View<'_>>, mut y_TD: ViewMut<'_>) -> Result {
         let (x_TD, k) = (x.expect("never the first block"), cx.kernels);
-        let [_, _, act_TF] = Self::inner(cx, w, x_TD)?;
-        k.matmul.matmul(act_TF.view(), w.get(2), y_TD.reborrow(), MatmulSpec::NT)?;
+        let inner = Self::inner(cx, w, x_TD)?;
+        k.matmul.matmul(inner[2].view(), w.get(2), y_TD.reborrow(), MatmulSpec::NT)?;
+        // Where the plan has room for them, backward gets these tensors instead of computing them again.
+        if cx.keeps() { cx.keep(inner.into()) }
         Ok(k.elementwise.add_assign(y_TD, x_TD)?)
     }
     fn backward(&self, cx: &mut Context<'_>, w: &Weights<'_>, x: Option<View<'_>>, dy: Option<View<'_>>,
                 dx: Option<ViewMut<'_>>, gradients: &mut Gradients<'_>) -> Result {
         let (x_TD, dy_TD, mut dx_TD) = (x.expect("never first"), dy.expect("never last"), dx.expect("never first"));
         let k = cx.kernels;
-        // Nothing but the block's input was kept: the forward is repeated up to what the gradients need.
-        let [gate_TF, up_TF, act_TF] = Self::inner(cx, w, x_TD)?;
+        // Where nothing but the block's input was kept the forward is repeated up to what the gradients need.
+        let [gate_TF, up_TF, act_TF] = match cx.take_kept() {
+            Some(kept) => kept.try_into().expect("what forward kept"),
+            None => Self::inner(cx, w, x_TD)?,
+        };
         // Parameter gradients are added to f32 accumulators, which sum over the micro-batches of a step.
         k.matmul.matmul(dy_TD, act_TF.view(), gradients.get(2), MatmulSpec::TN_ACCUMULATE)?;
         let mut dact_TF = act_TF;

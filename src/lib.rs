@@ -78,6 +78,6 @@ pub use terrace_tiers::{MemoryPlan, Tier};
 pub use terrace_zero::{
     Backend, BatchLimits, Block, Context, Engine, EngineBuilder, EngineConfig, EngineError, Evaluation,
     Gradients, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode, Outlook, OutputSpec, ParamSpec,
-    Placement, Result, StepReport, StepWork, StoredState, TrainingConfig, Weight, WeightReader, WeightSource,
-    Weights, WindowOverrides,
+    Placement, Result, StepReport, StepWork, StoredState, StoredWeights, TrainingConfig, Weight,
+    WeightReader, WeightSource, Weights, WindowOverrides,
 };

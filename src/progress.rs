@@ -78,6 +78,45 @@ impl Progress {
     }
 }
 
+/// Shows how far many bytes are, where there is a terminal.
+#[derive(Debug)]
+pub struct ByteProgress {
+    what: String,
+    bar: Option<ProgressBar>,
+    began: Instant,
+}
+
+impl ByteProgress {
+    /// Progress of `what` is being done.
+    pub fn new(what: String) -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
+            // The template is a constant; a bar without style would still count.
+            if let Ok(style) = ProgressStyle::with_template("{bar:20.cyan/dim} {msg}") {
+                bar.set_style(style.progress_chars("━━╌"));
+            }
+            bar
+        });
+        Self { what, bar, began: Instant::now() }
+    }
+
+    /// `done` bytes of `total` are done.
+    pub fn set(&self, done: u64, total: u64) {
+        let Some(bar) = &self.bar else { return };
+        bar.set_length(total);
+        bar.set_position(done);
+        let rate = ByteSize((done as f64 / self.began.elapsed().as_secs_f64().max(1e-9)) as u64);
+        bar.set_message(format!("{}: {} of {} · {rate}/s", self.what, ByteSize(done), ByteSize(total)));
+    }
+
+    /// It is over; the line goes away.
+    pub fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
 /// One step in one line.
 fn step_line(metrics: &StepMetrics, total: u64, left_seconds: f64) -> String {
     let mut parts = vec![format!("step {}/{total}", metrics.step)];

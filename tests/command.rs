@@ -22,10 +22,10 @@ fn help_lists_what_exists() {
     let output = terrace(&["--help"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(0));
-    for command in ["finetune", "generate", "eval", "demo", "report"] {
+    for command in ["finetune", "generate", "eval", "inspect", "export", "demo", "report"] {
         assert!(text.contains(command), "{text}");
     }
-    assert!(text.contains("Compute runs on the CPU"), "{text}");
+    assert!(text.contains("larger than memory"), "{text}");
     let text = String::from_utf8(terrace(&["finetune", "--help"]).stdout).unwrap();
     assert!(text.contains("--max-shard-size") && !text.contains("--discrete"), "{text}");
 }

@@ -40,9 +40,11 @@ fn a_finetune_document_and_its_metrics() {
         assert!(
             line["step_seconds"].as_f64().unwrap() > 0.0 && line["tokens_per_second"].as_f64().unwrap() > 0.0
         );
-        // Every step writes the whole state.
-        assert!(line["disk_write_bytes"].as_u64().unwrap() >= 12 * Shape::TINY.parameters(), "{line}");
-        assert!(line["disk_read_bytes"].as_u64().unwrap() >= 12 * Shape::TINY.parameters(), "{line}");
+        // Every step's update moves the whole state, during the step that follows.
+        if line["step"] != 1 {
+            assert!(line["disk_write_bytes"].as_u64().unwrap() >= 12 * Shape::TINY.parameters(), "{line}");
+            assert!(line["disk_read_bytes"].as_u64().unwrap() >= 12 * Shape::TINY.parameters(), "{line}");
+        }
         assert!(line["host_peak_bytes"].as_u64().unwrap() > 1 << 20, "{line}");
         for part in ["weights", "optimizer_state", "commit"] {
             assert!(line["stall_seconds"][part].as_f64().unwrap() >= 0.0, "{line}");

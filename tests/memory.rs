@@ -4,6 +4,9 @@
 mod support;
 
 use std::fs;
+use std::hash::{DefaultHasher, Hasher};
+use std::io::Read;
+use std::path::Path;
 use support::{Bench, Cmd, Ended, Shape, cmd, write_rows};
 
 /// What a process has resident beside its plan: the binary's own pages (some 6 MiB of them are touched), stacks, rings, rows
@@ -58,6 +61,47 @@ fn training_state_eight_times_the_budget() {
     for (a, b) in shards("out").iter().zip(shards("resident")) {
         assert!(fs::read(a).unwrap() == fs::read(&b).unwrap(), "{} differs", b.display());
     }
+}
+
+/// What blocks keep from forward to backward is planned like all else, and changes no number.
+#[test]
+fn kept_activations_within_the_budget() {
+    let bench = large();
+    let train = |output: &str, budget: u64, how: &str| {
+        finetune(&bench, output, budget).args(&[
+            "--activations",
+            how,
+            "--max-shard-size",
+            "1GB",
+            "--batch-size",
+            "8",
+            "--grad-accum",
+            "2",
+        ])
+    };
+    let kept = |ended: &Ended| {
+        let words = " of 20 blocks keep their activations for backward";
+        let line = ended.stderr.lines().find(|line| line.contains(words)).expect("it is said").to_owned();
+        line.split(' ').next().and_then(|n| n.parse::<u64>().ok()).expect("a number")
+    };
+    let weights = |output: &str| hash(&bench.path(output).join("model.safetensors"));
+    let (small, medium, ample) = (32 * MIB, 48 * MIB, 96 * MIB);
+
+    let recomputed = train("recomputed", ample, "recompute").ok();
+    assert_eq!(kept(&recomputed), 0);
+    let expected = weights("recomputed");
+    for (name, budget, how) in [("medium", medium, "auto"), ("ample", ample, "keep")] {
+        let ended = train(name, budget, how).ok();
+        within(&ended, budget);
+        println!("{how} within {} MiB: {} blocks", budget / MIB, kept(&ended));
+        match how {
+            "keep" => assert_eq!(kept(&ended), 20),
+            _ => assert!((1..20).contains(&kept(&ended)), "{} blocks", kept(&ended)),
+        }
+        assert!(weights(name) == expected, "{how} within {budget} bytes gives other weights");
+    }
+    let words = ["--host-memory of 32.0 MiB is too small", "20 of 20 blocks keep", "--activations auto"];
+    train("small", small, "keep").fails(2, &words);
 }
 
 #[test]
@@ -116,6 +160,19 @@ fn evaluation_within_the_budget() {
         eval(&["--host-memory", "12MiB", "--offload", "disk"]).path("--disk", &bench.path("disk")).ok();
     within(&streamed, budget);
     assert_eq!(resident.json(), streamed.json());
+}
+
+/// Piece by piece: what this process has resident when it starts another counts as that one's.
+fn hash(path: &Path) -> u64 {
+    let mut file = fs::File::open(path).unwrap();
+    let (mut hasher, mut piece) = (DefaultHasher::new(), [0; 1 << 16]);
+    loop {
+        let read = file.read(&mut piece).unwrap();
+        if read == 0 {
+            return hasher.finish();
+        }
+        hasher.write(&piece[..read]);
+    }
 }
 
 fn large() -> Bench {

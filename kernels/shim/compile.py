@@ -1,9 +1,10 @@
 """Compiles kernels with NVRTC for many cards; run by `cargo xtask cuda-check`, which says what it needs.
 
-    compile.py LIBNVRTC COMMON FILE.cu... -- OPTION... -- ARCHITECTURE...
+    compile.py LIBNVRTC FOLDER FILE.cu... -- OPTION... -- ARCHITECTURE...
 
-One line a kernel: registers and bytes spilled on every architecture, from what ptxas says. Ends with status 1 if
-anything does not compile or is warned about.
+In front of each file go common.cuh and, if its name ends in _mma, mma.cuh, both from FOLDER. One line a kernel: registers
+and bytes spilled on every architecture, from what ptxas says. Ends with status 1 if anything does not compile or is warned
+about.
 """
 
 import ctypes
@@ -39,18 +40,19 @@ def compile_file(nvrtc, name, text, options):
 
 
 def main():
-    library, common, *rest = sys.argv[1:]
+    library, folder, *rest = sys.argv[1:]
     first, second = (i for i, word in enumerate(rest) if word == "--")
     files, options, architectures = rest[:first], rest[first + 1 : second], rest[second + 1 :]
     # NVRTC asks the loader for this one by name, which finds it once it is loaded.
     for builtins in sorted(pathlib.Path(library).parent.glob("libnvrtc-builtins.so.*")):
         ctypes.CDLL(str(builtins))
     nvrtc = ctypes.CDLL(library)
-    common = pathlib.Path(common).read_text()
     failed = False
     print(f"{'registers / bytes spilled':40}" + "".join(f"{architecture:>13}" for architecture in architectures))
     for file in map(pathlib.Path, files):
-        text = f'#line 1 "common.cuh"\n{common}\n#line 1 "{file.name}"\n{file.read_text()}'
+        headers = ["common.cuh"] + ["mma.cuh"] * file.stem.endswith("_mma")
+        parts = [pathlib.Path(folder) / header for header in headers] + [file]
+        text = "\n".join(f'#line 1 "{part.name}"\n{part.read_text()}' for part in parts)
         table = {}
         for architecture in architectures:
             flags = [f"--gpu-architecture={architecture}", "--ptxas-options=-v", *options]

@@ -16,6 +16,14 @@ extern "C" __global__ void no_barrier_wrong(const int *x, int *out) {
     out[threadIdx.x] = kept[blockDim.x - 1 - threadIdx.x];
 }
 
+// Every warp is held together by an operation of its own, which is no barrier for the others.
+extern "C" __global__ void warp_barrier_wrong(const int *x, int *out) {
+    int *kept = (int *)dynamic_shared;
+    kept[threadIdx.x] = x[threadIdx.x];
+    __syncwarp();
+    out[threadIdx.x] = kept[blockDim.x - 1 - threadIdx.x];
+}
+
 extern "C" __global__ void beyond_shared_wrong(const int *, int *) { ((int *)dynamic_shared)[blockDim.x] = 1; }
 
 extern "C" __global__ void two_barriers_wrong(const int *, int *) {

@@ -17,12 +17,13 @@
 // its kernels (`extern "C" __global__ void NAME(`) and links them all into one library with this interface:
 //
 //   const terrace_kernel *terrace_shim_find(const char *name);      null when there is no such kernel
+//   void terrace_shim_order(const char *seed);                      for this thread instead of the variable below
 //
 // `run` executes a launch before it returns. `args[i]` points to parameter i, of `parameter_bytes[i]` bytes.
 //
 // TERRACE_SHIM_ORDER=SEED runs the blocks of a launch, and between two barriers the threads of a block, in an order
-// drawn from the seed (a new one at every barrier); without it in ascending order. A result that depends on the seed
-// is a race.
+// drawn from the seed (a new one at every barrier); without it in ascending order. In half of the draws warps go one after
+// the other, each past its own operations as far as the barrier. A result that depends on the seed is a race.
 //
 // What it does not show: races between instructions that are not separated by a barrier in any order of whole runs,
 // memory ordering between blocks, asynchronous copies in flight, the rounding of approximate instructions (`__expf` is
@@ -129,6 +130,9 @@ struct Worker {
 
 __constinit inline thread_local Fiber *current = nullptr;
 __constinit inline thread_local Worker *worker = nullptr;
+
+// What this thread uses instead of TERRACE_SHIM_ORDER; it must live as long.
+__constinit inline thread_local const char *order = nullptr;
 
 [[noreturn]] inline void fail(const char *what, const Fiber *at) {
     std::fprintf(stderr, "terrace_shim: %s (block %u,%u,%u thread %u,%u,%u line %d)\n", what, worker->block.x,
@@ -290,6 +294,18 @@ inline void release_barrier(Worker &here) {
     here.waiting = 0;
 }
 
+// The warp that begins at a thread, until its lanes wait for other warps.
+inline void run_ahead(Worker &here, unsigned first) {
+    for (bool progress = true; progress;) {
+        progress = false;
+        for (unsigned i = first; i < std::min(first + 32, here.threads); i++) {
+            if (here.fibers[i].state != State::Ready) continue;
+            progress = true;
+            resume(&here.fibers[i]);
+        }
+    }
+}
+
 inline void run_block(WorkerHome &home, bool random) {
     Worker &here = home.here;
     here.done = here.waiting = 0;
@@ -305,11 +321,12 @@ inline void run_block(WorkerHome &home, bool random) {
     }
     while (here.done < here.threads) {
         if (random) shuffle(home.order, here.random);
-        bool progress = false;
+        bool ahead = random && draw(here.random) % 2 == 0, progress = false;
         for (unsigned i : home.order) {
             if (here.fibers[i].state != State::Ready) continue;
             progress = true;
             resume(&here.fibers[i]);
+            if (ahead) run_ahead(here, i & ~31u);
         }
         if (here.waiting > 0 && here.waiting + here.done == here.threads) {
             release_barrier(here);
@@ -337,7 +354,7 @@ inline void run_grid(void (*call)(void **), unsigned char *dynamic_shared, void 
                      grid[1], grid[2], block[0], block[1], block[2], shared_bytes);
         std::abort();
     }
-    const char *seed = std::getenv("TERRACE_SHIM_ORDER");
+    const char *seed = order ? order : std::getenv("TERRACE_SHIM_ORDER");
     bool random = seed && *seed;
     if (random) here.random = std::strtoull(seed, nullptr, 10) * 0x9E3779B97F4A7C15u + here.launches;
     home.order.resize(here.threads);

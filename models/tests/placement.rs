@@ -4,9 +4,10 @@
 #[path = "engine_support/mod.rs"]
 mod support;
 
-use support::Setup;
+use support::{Setup, weights_hash};
 use terrace_aio::engine::EngineChoice;
 use terrace_kernels::DType;
+use terrace_models::ModelConfig;
 use terrace_optimizer::{Algorithm, GroupLr, GroupRule, StateFormat};
 use terrace_zero::{Placement, WindowOverrides};
 
@@ -21,6 +22,10 @@ fn tiny_windows() -> WindowOverrides {
         activations_on_disk: Some(true),
         ..WindowOverrides::default()
     }
+}
+
+fn keeping(blocks: usize) -> WindowOverrides {
+    WindowOverrides { kept_blocks: Some(blocks), ..WindowOverrides::default() }
 }
 
 /// Every variant of a setup, named.
@@ -72,6 +77,15 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
             },
         ),
     ];
+    // Without an override all blocks of so small a model keep their intermediates.
+    for blocks in 0..=base.model.layers {
+        let on_disk = WindowOverrides { kept_blocks: Some(blocks), ..tiny_windows() };
+        let here = Setup { overrides: keeping(blocks), ..base.clone() };
+        let elsewhere = Setup { overrides: on_disk, discrete: true, ..disk(&format!("keep-{blocks}"), 1) };
+        all.push((format!("none, {blocks} blocks keep, two threads"), Setup { threads: 2, ..here.clone() }));
+        all.push((format!("none, {blocks} blocks keep, discrete"), Setup { discrete: true, ..here }));
+        all.push((format!("tiny windows, {blocks} blocks keep, discrete"), elsewhere));
+    }
     if terrace_aio::engine::UringEngine::probe().is_ok() {
         let uring = Setup { choice: EngineChoice::Uring, overrides: tiny_windows(), ..disk("uring", 3) };
         all.push(("io_uring, three paths, tiny windows".to_owned(), uring));
@@ -83,6 +97,7 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
 
 fn check(base: &Setup) {
     let dir = tempfile::tempdir().unwrap();
+    let base = &Setup { overrides: keeping(0), ..base.clone() };
     let expected = base.run(STEPS);
     assert!(expected.0[0].is_finite() && expected.0[3] < expected.0[0] + 1.0, "it trains: {:?}", expected.0);
     for (name, setup) in variants(base, dir.path()) {
@@ -108,6 +123,45 @@ fn bf16_with_split_state_tied_without_clipping() {
 #[test]
 fn f32() {
     check(&Setup { dtype: DType::F32, state: StateFormat::Fp32, ..Setup::new(true) });
+}
+
+/// What blocks keep is not the same in every family: head norms, biases, windows of attention, one key head for all queries.
+#[test]
+fn every_family_keeps() {
+    let model = |architecture: &str, rest: &str| {
+        let text = format!(
+            r#"{{"architectures":["{architecture}"],"vocab_size":97,"hidden_size":48,"intermediate_size":112,
+            "num_hidden_layers":3,"num_attention_heads":4,"max_position_embeddings":64,"rms_norm_eps":1e-5,
+            "rope_theta":10000.0,"hidden_act":"silu",{rest}}}"#
+        );
+        ModelConfig::parse(&text).unwrap_or_else(|e| panic!("{text}: {e}"))
+    };
+    for model in [
+        model("Qwen3ForCausalLM", r#""num_key_value_heads":2,"head_dim":16,"tie_word_embeddings":true"#),
+        model("Qwen2ForCausalLM", r#""num_key_value_heads":1,"tie_word_embeddings":false"#),
+        model("MistralForCausalLM", r#""num_key_value_heads":4,"sliding_window":5"#),
+        model(
+            "LlamaForCausalLM",
+            r#""num_key_value_heads":2,"attention_bias":true,"mlp_bias":true,"tie_word_embeddings":true"#,
+        ),
+    ] {
+        for (dtype, state) in [(DType::BF16, StateFormat::Split), (DType::F32, StateFormat::Fp32)] {
+            let base = Setup { model: model.clone(), dtype, state, micro_batches: 3, ..Setup::new(true) };
+            let expected = Setup { overrides: keeping(0), ..base.clone() }.run(3);
+            for (blocks, discrete) in [(1, true), (2, false), (3, true), (usize::MAX, false)] {
+                let setup = Setup { overrides: keeping(blocks), discrete, ..base.clone() };
+                let mut engine = setup.create();
+                assert_eq!(engine.kept_blocks(), (blocks.min(3), 3));
+                let losses = setup.continue_to(&mut engine, 3);
+                assert_eq!(
+                    (losses, weights_hash(&mut engine)),
+                    expected,
+                    "{:?}: {blocks} in {dtype}",
+                    model.family
+                );
+            }
+        }
+    }
 }
 
 #[test]

@@ -207,7 +207,7 @@ pub fn checksums(pool: &rayon::ThreadPool, effort: Effort) -> f64 {
         pool.install(|| {
             bytes.par_chunks(1 << 20).for_each(|chunk| {
                 black_box(checksum(chunk));
-            })
+            });
         });
         Ok(())
     });

@@ -7,7 +7,7 @@ use super::values::{
 };
 use crate::config::{ByteSize, GroupFlag, SchedulerFlag};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::PathBuf;
 
@@ -32,6 +32,10 @@ pub enum Command {
     Generate(Box<GenerateArgs>),
     /// Measure mean negative log-likelihood and perplexity on a data set
     Eval(Box<EvalArgs>),
+    /// Show what a directory of training state holds, verify it, go back to the step before a damaged one
+    Inspect(InspectArgs),
+    /// Write the model of a directory of training state as a Hugging Face folder
+    Export(ExportArgs),
     /// Make a small data set and model, train it, and generate from it
     Demo(Box<DemoArgs>),
     /// Measure what disks, memory, processor and card of this machine can do
@@ -125,6 +129,9 @@ pub struct FinetuneArgs {
     /// How training state is stored: with Adam 14, 12, 8 or 5.1 bytes per parameter [default: split; fp32 unless --dtype bf16]
     #[arg(long, value_name = "FORMAT", help_heading = "Memory")]
     pub state: Option<StateFormat>,
+    /// Which blocks keep what they computed from forward to backward instead of computing it again: as many as fit, all, or none
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Memory")]
+    pub activations: Activations,
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
@@ -144,7 +151,7 @@ pub struct FinetuneArgs {
         help_heading = "Output"
     )]
     pub max_shard_size: ByteSize,
-    /// Write a timeline (Chrome trace format)
+    /// Write a timeline: a page to look at if FILE ends in .html, else Chrome's trace format (Perfetto)
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub trace: Option<PathBuf>,
     /// Print one JSON document to stdout at the end
@@ -270,6 +277,57 @@ pub struct EvalArgs {
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
+    /// Print one JSON document to stdout at the end
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Where training state is.
+#[derive(Debug, Clone, Args)]
+pub struct StateArgs {
+    /// Folder of training state: a --disk of the run, or .terrace in its --output; several in their original order
+    #[arg(long, value_name = "PATH", required = true)]
+    pub disk: Vec<PathBuf>,
+    /// How disk operations are submitted
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub engine: DiskEngine,
+}
+
+/// `terrace inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// Where the state is.
+    #[command(flatten)]
+    pub state: StateArgs,
+    /// Read every chunk of the last step and the one before, and compare its checksum; exit code 1 if any is not what was written
+    #[arg(long)]
+    pub verify: bool,
+    /// If the last step is damaged and the one before it is whole, make that one the last. Changes nothing otherwise
+    #[arg(long, requires = "verify")]
+    pub restore_previous: bool,
+    /// Print one JSON document to stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `terrace export`.
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// Where the state is.
+    #[command(flatten)]
+    pub state: StateArgs,
+    /// Hugging Face folder of the model that was trained; config.json and tokenizer are taken from it, its weights are not read
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// Folder for the model; its weights have the number type of the run's --dtype
+    #[arg(long, value_name = "DIR")]
+    pub output: PathBuf,
+    /// Take the step before the last one, as long as no further step was begun
+    #[arg(long)]
+    pub previous: bool,
+    /// Largest safetensors file
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, default_value = "5GB")]
+    pub max_shard_size: ByteSize,
     /// Print one JSON document to stdout at the end
     #[arg(long)]
     pub json: bool,
@@ -424,7 +482,7 @@ pub struct ReportArgs {
 }
 
 /// Number types of weights and activations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// bfloat16.
@@ -466,6 +524,19 @@ pub enum StateFormat {
     Bf16,
     /// 8-bit remainder and moments (5.1 bytes).
     Compact,
+}
+
+/// Whether blocks keep their intermediates for backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Activations {
+    /// As many blocks as fit.
+    #[default]
+    Auto,
+    /// All blocks.
+    Keep,
+    /// No block.
+    Recompute,
 }
 
 /// The slowest tier in use.
@@ -538,13 +609,14 @@ mod tests {
             --grad-accum 4 --seq-len 128 --learning-rate 3e-4 --weight-decay 0.1 --betas 0.9,0.95 --eps 1e-6 --clip 0 \
             --warmup-steps 10 --scheduler cosine --dtype fp32 --state compact --offload host --disk a --disk b \
             --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 \
-            --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 \
+            --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 --activations keep \
             --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --no-overlap --threads 3";
         let cli = parse(line).unwrap();
         assert_eq!(cli.threads, NonZeroUsize::new(3));
         let Command::Finetune(args) = cli.command else { panic!("another command") };
         assert_eq!(args.betas, Some(Betas(0.9, 0.95)));
         assert_eq!((args.no_decay.len(), args.param_group.len()), (2, 1));
+        assert_eq!(args.activations, Activations::Keep);
         assert_eq!(args.placement.disk.len(), 2);
         assert_eq!(args.placement.device, DeviceName::Cuda(1));
         assert_eq!(args.placement.host_memory, Some(ByteSize(24 << 30)));
@@ -594,6 +666,9 @@ mod tests {
         for line in [
             "generate --model m --prompt x --top-p 0",
             "generate --model m --prompt-ids 1,x",
+            "inspect",
+            "inspect --disk d --restore-previous",
+            "export --disk d --model m",
             "plan",
             "calibrate --device gpu",
         ] {

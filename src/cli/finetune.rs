@@ -1,9 +1,9 @@
 //! `terrace finetune`: data and model in, a trained Hugging Face folder out.
 
-use super::args::{FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag};
+use super::args::{Activations, FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag};
 use super::inputs::FinetuneInputs;
 use super::session::{self, Session};
-use super::{checks, floor, print_json, trace};
+use super::{checks, floor, identity, print_json, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
 use crate::error::CliError;
 use crate::floor::Floor;
@@ -19,7 +19,7 @@ use terrace_aio::layer::Stats;
 use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch, export_folder};
 use terrace_optimizer::{Schedule, StateFormat};
-use terrace_tiers::{TierError, checksum};
+use terrace_tiers::TierError;
 use terrace_zero::{
     BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, StepRates, StepReport,
     TrainingConfig, WeightSource, WindowOverrides,
@@ -73,7 +73,7 @@ pub fn train(
     );
     check_groups(args, &run, &model.blocks)?;
     let config_text = read_config(&run.model)?;
-    let identity = identity(&run, &config_text, data.fingerprint(), steps);
+    let identity = identity::of_run(&run, &config_text, data.fingerprint(), steps);
     let mut config = engine_config(&run, &args.placement, &session, identity)?;
     let disk_profile = profile.as_ref().and_then(|found| found.disk.as_ref());
     config.disk_weights = session::disk_weights(disk_profile, &config.disks);
@@ -96,6 +96,8 @@ pub fn train(
         duration(loading.elapsed().as_secs_f64()),
     );
     eprintln!("{}", session::describe_plan(engine.memory_plan()));
+    let (keeping, blocks) = engine.kept_blocks();
+    eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
     let floor = Floor::new(&engine.step_work(), &can);
     if let Some((bound, seconds)) = floor.bound() {
         eprintln!("floor of a step: {}, bound by {bound}", floor::time(seconds));
@@ -363,34 +365,16 @@ fn engine_config(
         overrides: WindowOverrides {
             weight_slots: run.window,
             overlap: Some(run.overlap),
+            kept_blocks: match run.activations {
+                Activations::Auto => None,
+                Activations::Keep => Some(usize::MAX),
+                Activations::Recompute => Some(0),
+            },
             ..WindowOverrides::default()
         },
+        timeline: session.timeline.clone(),
         identity,
     })
-}
-
-/// What a resumed run must have in common with the one that wrote the state: everything that the numbers depend on.
-fn identity(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> String {
-    let groups: Vec<String> = run.groups.iter().map(ToString::to_string).collect();
-    json!({
-        "the model's config.json": format!("checksum {:016x}", checksum(config_text.as_bytes())),
-        "the rows of --data": format!("checksum {data:016x}"),
-        "--seq-len": run.seq_len,
-        "--batch-size": run.batch_size,
-        "--grad-accum": run.grad_accum,
-        "--seed": run.seed,
-        "shuffle": run.shuffle,
-        "--dtype": run.dtype,
-        "--state": run.state.name(),
-        "--learning-rate": run.learning_rate,
-        "optimizer": format!("{:?}", run.optimizer),
-        "--clip": run.clip,
-        "fp16": run.loss_scale.map(|scale| format!("{scale:?}")),
-        "--param-group and --no-decay": groups,
-        "--scheduler": format!("{:?}", run.schedule),
-        "steps": run.schedule.depends_on_length().then_some(steps),
-    })
-    .to_string()
 }
 
 fn place_name(run: &TrainConfig) -> String {

@@ -173,6 +173,7 @@ pub(super) fn frozen_config(
             weight_slots: placement.window.map(NonZeroUsize::get),
             ..WindowOverrides::default()
         },
+        timeline: session.timeline.clone(),
         identity: String::new(),
     }
 }

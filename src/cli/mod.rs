@@ -5,13 +5,17 @@ pub mod calibrate;
 mod checks;
 pub mod demo;
 pub mod eval;
+pub mod export;
 pub mod finetune;
 mod floor;
 pub mod generate;
+mod identity;
 pub mod inputs;
+pub mod inspect;
 pub mod plan;
 pub mod report;
 pub mod session;
+mod stored;
 mod trace;
 mod values;
 
@@ -31,6 +35,8 @@ pub fn run(cli: Cli) -> Result<(), CliError> {
         Command::Finetune(args) => finetune::finetune(&args, cli.threads),
         Command::Generate(args) => generate::generate(&args, cli.threads),
         Command::Eval(args) => eval::eval(&args, cli.threads),
+        Command::Inspect(args) => inspect::inspect(&args),
+        Command::Export(args) => export::export(&args),
         Command::Demo(args) => demo::demo(&args, cli.threads),
     }
 }

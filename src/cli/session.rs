@@ -15,7 +15,7 @@ use terrace_device::cuda::CudaDevice;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, QuantFormat};
 use terrace_tiers::{MemoryPlan, Tier};
-use terrace_zero::{Backend, EngineError, Placement};
+use terrace_zero::{Backend, EngineError, Placement, Timeline};
 
 /// Disk operations that `--trace` remembers at most; later ones replace the earliest.
 const TRACE_EVENTS: usize = 1 << 20;
@@ -30,6 +30,8 @@ pub struct Session {
     pub stats: Arc<StatsLayer>,
     /// Remembers disk operations, if asked to.
     pub trace: Option<Arc<TraceLayer>>,
+    /// Remembers what the engine does, if asked to.
+    pub timeline: Option<Arc<Timeline>>,
     /// Threads that compute.
     pub threads: usize,
     /// The settings of the disk engine.
@@ -59,6 +61,7 @@ impl Session {
         let (mut backend, device_free) = open_backend(placement.device, threads, &io_config)?;
         let stats = Arc::new(StatsLayer::new(Arc::clone(&backend.io)));
         let mut io: Arc<dyn IoEngine> = Arc::clone(&stats) as _;
+        let timeline = trace.then(|| Arc::new(Timeline::new(TRACE_EVENTS)));
         let trace = trace.then(|| Arc::new(TraceLayer::new(Arc::clone(&io), TRACE_EVENTS)));
         if let Some(trace) = &trace {
             io = Arc::clone(trace) as _;
@@ -67,7 +70,7 @@ impl Session {
         if placement.discrete {
             backend.device = Arc::new(HostDevice::discrete());
         }
-        Ok(Self { backend, stats, trace, threads, io_config, device_free })
+        Ok(Self { backend, stats, trace, timeline, threads, io_config, device_free })
     }
 
     /// Whether kernels run on a card.

@@ -4,7 +4,9 @@ use super::ds_config::{DsConfig, DsOffload, DsOptimizer};
 use super::groups::GroupFlag;
 use super::schedule::ScheduleChoice;
 use super::size::ByteSize;
-use crate::cli::args::{DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, StateFormat};
+use crate::cli::args::{
+    Activations, DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, StateFormat,
+};
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
 use terrace_optimizer::{
@@ -56,6 +58,8 @@ pub struct TrainConfig {
     pub loss_scale: Option<LossScaleConfig>,
     /// Format of optimizer state.
     pub state: StateFormat,
+    /// Whether blocks keep their intermediates for backward.
+    pub activations: Activations,
     /// Slowest tier in use.
     pub offload: Offload,
     /// Folders for state on disk; empty unless `offload` is [`Offload::Disk`].
@@ -167,6 +171,7 @@ impl TrainConfig {
             dtype,
             loss_scale: (dtype == Dtype::Fp16).then(|| given.loss_scale.unwrap_or_default()),
             state: state(args.state, dtype)?,
+            activations: args.activations,
             offload,
             disks,
             host_memory: placed.host_memory,

@@ -84,8 +84,16 @@ pub enum TierError {
         /// The manifest.
         path: PathBuf,
     },
+    /// The state cannot go back to an earlier step.
+    #[error("{} cannot go back a step: {detail}; nothing was changed", path.display())]
+    NoWayBack {
+        /// The manifest.
+        path: PathBuf,
+        /// Why not.
+        detail: String,
+    },
     /// The state on disk is damaged.
-    #[error("the training state in {} is damaged: {detail}; restore the directories from a copy, or remove them and start again without --resume", path.display())]
+    #[error("the training state in {} is damaged: {detail}; `terrace inspect --verify` with its --disk paths says whether the step before is whole and can go back to it; else restore the directories from a copy, or remove them and start again without --resume", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,

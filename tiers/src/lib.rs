@@ -25,6 +25,9 @@ pub use pool::{Lease, Pool};
 pub use scratch::{Scratch, ScratchChunk};
 #[doc(hidden)]
 pub use store::fuzzing;
-pub use store::{Arrived, Committed, DiskStore, PendingRead, Sealed};
+pub use store::{
+    Access, Arrived, Commit, CommitFacts, Committed, Damage, DamageCause, DiskStore, FilePart, PendingRead,
+    Sealed, SlotFacts, SlotState, StoreView, Verification,
+};
 pub use stripe::Striping;
 pub use volume::{STRIPE_BYTES, free_space};

@@ -44,6 +44,8 @@ pub(crate) struct Volume {
     pub(crate) paths: Arc<[PathBuf]>,
     striping: Striping,
     bytes: u64,
+    /// Of the format of the files.
+    pub(crate) version: u32,
 }
 
 /// What a file says about the volume that it is part of.
@@ -95,7 +97,14 @@ impl Volume {
             engine.sync(file.id).wait()?;
             files.push(file);
         }
-        Ok(Self { engine: Arc::clone(engine), files, paths, striping: striping.clone(), bytes })
+        Ok(Self {
+            engine: Arc::clone(engine),
+            files,
+            paths,
+            striping: striping.clone(),
+            bytes,
+            version: VERSION,
+        })
     }
 
     /// Opens a volume with the striping that it was made with.
@@ -105,12 +114,14 @@ impl Volume {
         name: &str,
         bytes: u64,
         id: u64,
+        mode: OpenMode,
     ) -> Result<Self, TierError> {
         let paths: Arc<[PathBuf]> = dirs.iter().map(|d| d.join(name)).collect();
         let mut files = Vec::new();
         let mut cycle: Option<Cycle> = None;
+        let mut version = VERSION;
         for (index, path) in paths.iter().enumerate() {
-            let file = OpenFile::open(engine, path, OpenMode::ReadWrite)?;
+            let file = OpenFile::open(engine, path, mode)?;
             let header_page = IoBuf::zeroed(HEADER_BYTES as usize);
             let page = engine.submit(Request::read(file.id, 0, header_page)).wait()?;
             let foreign = |detail| TierError::Foreign { path: path.clone(), detail };
@@ -122,6 +133,10 @@ impl Volume {
                         "has format version {version}; this program reads versions 1 to {VERSION}"
                     )));
                 }
+                Header::None if page[0..8] == MAGIC => {
+                    let detail = format!("its header, the first {HEADER_BYTES} bytes, has a wrong checksum");
+                    return Err(TierError::Damaged { path: path.clone(), detail });
+                }
                 Header::Part(_) | Header::None => {
                     return Err(foreign(format!(
                         "does not belong to path {} of {} of this run; give the --disk paths of the run in their original order",
@@ -131,6 +146,7 @@ impl Volume {
                 }
             };
             let damaged = |detail| Err(TierError::Damaged { path: path.clone(), detail });
+            version = version_of(&page);
             let cycle = cycle.get_or_insert_with(|| part.cycle.clone());
             if *cycle != part.cycle {
                 return damaged(format!("it shares stripes in another way than {}", paths[0].display()));
@@ -142,7 +158,7 @@ impl Volume {
             files.push(file);
         }
         let striping = Striping::with_cycle(dirs, cycle.expect("a volume has at least one path"));
-        Ok(Self { engine: Arc::clone(engine), files, paths, striping, bytes })
+        Ok(Self { engine: Arc::clone(engine), files, paths, striping, bytes, version })
     }
 
     /// What the file at `path` is part of; `None` if there is no such file or it never got its header.
@@ -168,6 +184,23 @@ impl Volume {
                 Err(TierError::StateExists { path: path.to_owned(), detail })
             }
         }
+    }
+
+    /// The ranges of files that `len` bytes at `address` lie in: the index of the path, offset and length.
+    pub(crate) fn ranges(&self, address: u64, len: u64) -> Vec<(usize, u64, u64)> {
+        let end = address + len;
+        let mut ranges: Vec<(usize, u64, u64)> = Vec::new();
+        let mut at = address;
+        while at < end {
+            let (index, offset) = self.locate(at);
+            let len = (STRIPE_BYTES - at % STRIPE_BYTES).min(end - at);
+            match ranges.last_mut() {
+                Some((last, start, sum)) if *last == index && *start + *sum == offset => *sum += len,
+                _ => ranges.push((index, offset, len)),
+            }
+            at += len;
+        }
+        ranges
     }
 
     /// How the volume was striped when it was made.
@@ -284,7 +317,7 @@ impl Header {
     fn decode(page: &[u8]) -> Self {
         let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
         let half = |at: usize| u32::from_le_bytes(page[at..at + 4].try_into().expect("four bytes"));
-        let (version, count) = (half(8), half(16));
+        let (version, count) = (version_of(page), half(16));
         let is_sound = |sum: u64| word(40) == sum && (1..=PATHS_MAX as u32).contains(&count);
         let cycle = match version {
             _ if page[0..8] != MAGIC => None,
@@ -301,6 +334,10 @@ impl Header {
         let part = |cycle| Part { index: half(12), count, id: word(24), bytes: word(32), cycle };
         cycle.map_or(Self::None, |cycle| Self::Part(part(cycle)))
     }
+}
+
+fn version_of(page: &[u8]) -> u32 {
+    u32::from_le_bytes(page[8..12].try_into().expect("four bytes"))
 }
 
 /// Bytes that an unprivileged process may still write on the file system of `dir`.

@@ -31,7 +31,7 @@ pub fn run(root: &Path) -> Result<(), String> {
     let sources = cuda_shim::sources(root)?;
     let files: Vec<String> = sources.iter().map(|source| source.path.display().to_string()).collect();
     Step::new(&format!("{} kernels/shim/compile.py", python.display()))
-        .arguments([&*library.display().to_string(), "kernels/src/cuda/common.cuh"])
+        .arguments([&*library.display().to_string(), "kernels/src/cuda"])
         .arguments(files.iter().map(String::as_str))
         .arguments(["--", "--std=c++17", "--"])
         .arguments(ARCHITECTURES)

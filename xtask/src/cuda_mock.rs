@@ -38,7 +38,7 @@ const SUITES: [Suite; 4] = [
     // The suites that every backend passes: the library's name makes them run on the card.
     Suite {
         package: "terrace-kernels",
-        tests: "--test conformance -- --include-ignored",
+        tests: "--test conformance --test tensor_cores -- --include-ignored",
         kernels: |root, _| {
             cuda_shim::selftest(root)?;
             cuda_shim::build(root)

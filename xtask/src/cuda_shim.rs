@@ -17,6 +17,9 @@ const LIBRARY: &str = "libterrace_shim.so";
 const FLAGS: &str = "-std=c++17 -O2 -g -fPIC -fvisibility=hidden -fno-strict-aliasing -fno-extern-tls-init -ffp-contract=off -Wall -Wextra \
                      -Werror -Wno-unknown-pragmas -Wno-unused-function -Wno-unused-parameter";
 
+/// Kernels that test the shim, below the project's root: in the library, and no part of the project's own.
+const SELF_TEST: &str = "kernels/shim/selftest_mma.cu";
+
 /// A source file of kernels.
 pub struct Source {
     /// Its name without the extension.
@@ -32,11 +35,13 @@ pub struct Source {
 /// # Errors
 /// There is no C++ compiler, or a kernel does not compile.
 pub fn build(root: &Path) -> Result<PathBuf, String> {
-    let sources = sources(root)?;
+    let mut sources = sources(root)?;
+    sources.push(source(root.join(SELF_TEST))?);
     let folder = crate::target_folder(root, "cuda-shim")?;
     let library = folder.join(LIBRARY);
     let compiler = compiler();
-    let shared = newest(root, &["kernels/shim", "kernels/src/cuda/common.cuh", "xtask/src/cuda_shim.rs"]);
+    let headers = ["kernels/src/cuda/common.cuh", "kernels/src/cuda/mma.cuh"];
+    let shared = newest(root, &["kernels/shim", headers[0], headers[1], "xtask/src/cuda_shim.rs"]);
     let mut objects = Vec::new();
     let mut changed = !library.exists();
     for source in &sources {
@@ -82,9 +87,7 @@ pub fn sources(root: &Path) -> Result<Vec<Source>, String> {
         if path.extension().is_none_or(|extension| extension != "cu") {
             continue;
         }
-        let text = fs::read_to_string(&path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
-        let name = path.file_stem().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
-        sources.push(Source { name, kernels: kernels(&text), path });
+        sources.push(source(path)?);
     }
     sources.sort_by(|a, b| a.name.cmp(&b.name));
     let mut names: Vec<&String> = sources.iter().flat_map(|source| &source.kernels).collect();
@@ -93,6 +96,12 @@ pub fn sources(root: &Path) -> Result<Vec<Source>, String> {
         return Err(format!("two kernels are called `{}`", pair[0]));
     }
     Ok(sources)
+}
+
+fn source(path: PathBuf) -> Result<Source, String> {
+    let text = fs::read_to_string(&path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
+    let name = path.file_stem().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
+    Ok(Source { name, kernels: kernels(&text), path })
 }
 
 /// The names in `extern "C" __global__ void NAME(`, with `__launch_bounds__(…)` anywhere before the name.
@@ -119,11 +128,16 @@ fn wrapper(root: &Path, source: &Source) -> String {
     let entries: String =
         source.kernels.iter().map(|kernel| format!("    TERRACE_SHIM_KERNEL({kernel}),\n")).collect();
     format!(
-        "#include \"{shim}/terrace_shim.hpp\"\nTERRACE_SHIM_BEGIN\n#include \"{common}\"\n#include \"{source}\"\n\
+        "#include \"{shim}/terrace_shim.hpp\"\nTERRACE_SHIM_BEGIN\n#include \"{common}\"\n{mma}#include \"{source}\"\n\
          TERRACE_SHIM_END\nextern const terrace_kernel {name}_kernels[];\nconst terrace_kernel {name}_kernels[] = {{\n\
          {entries}    {{nullptr, 0, nullptr, nullptr}},\n}};\n",
         shim = root.join("kernels/shim").display(),
         common = cuda.join("common.cuh").display(),
+        mma = if source.name.ends_with("_mma") {
+            format!("#include \"{}\"\n", cuda.join("mma.cuh").display())
+        } else {
+            String::new()
+        },
         source = source.path.display(),
         name = source.name,
     )
@@ -137,7 +151,9 @@ fn registry(root: &Path, sources: &[Source]) -> String {
          \x20   for (const terrace_kernel *kernel : {{{arrays}}})\n\
          \x20       for (; kernel->name; kernel++)\n\
          \x20           if (std::strcmp(kernel->name, name) == 0) return kernel;\n\
-         \x20   return nullptr;\n}}\n",
+         \x20   return nullptr;\n}}\n\
+         extern \"C\" __attribute__((visibility(\"default\"))) void terrace_shim_order(const char *seed) {{\n\
+         \x20   terrace_shim::order = seed;\n}}\n",
         shim = root.join("kernels/shim").display(),
         declarations = list(|name| format!("extern const terrace_kernel {name}_kernels[];\n")),
         arrays = list(|name| format!("{name}_kernels, ")),

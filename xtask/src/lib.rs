@@ -9,6 +9,7 @@ pub mod command;
 pub mod cuda_check;
 pub mod cuda_mock;
 pub mod cuda_shim;
+pub mod gpu_pack;
 pub mod test;
 pub mod tidy;
 

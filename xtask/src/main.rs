@@ -15,6 +15,7 @@ usage: cargo xtask <task>
   cuda-check              compile the CUDA kernels for every generation of cards (needs Python, to get NVRTC)
   bench [--host NAME] [-p CRATE]... [-- CRITERION ARGS]
                           run the benchmarks and append the result to benches/record/<date>-<host>.md
+  gpu-pack [--output DIR] make a folder that proves and measures the CUDA backend on a machine with a card (CONTRIBUTING.md)
 ";
 
 fn main() -> ExitCode {
@@ -28,6 +29,7 @@ fn main() -> ExitCode {
         ["cuda-check"] => xtask::cuda_check::run(&root),
         ["cuda-mock", rest @ ..] => xtask::cuda_mock::run(&root, rest),
         ["cuda-shim"] => xtask::cuda_shim::build(&root).map(|library| eprintln!("{}", library.display())),
+        ["gpu-pack", rest @ ..] => xtask::gpu_pack::run(&root, rest),
         ["bench", rest @ ..] => xtask::bench::run(&root, rest),
         ["help" | "--help" | "-h"] => {
             print!("{USAGE}");

@@ -2,13 +2,14 @@
 //!
 //! Legend: B sequences, S positions, T = B·S.
 //!
-//! Blocks run in order forward and in reverse backward. Nothing but the output of a block is kept between the two:
+//! Blocks run in order forward and in reverse backward. Nothing but the output of a block need be kept between the two:
 //! `backward` gets the block's input again and recomputes what it needs (activation checkpointing, Chen et al.,
-//! arXiv 1604.06174). All memory a block uses beside its operands comes from [`Context::arena`]; the engine runs
+//! arXiv 1604.06174). Where memory is left the engine asks `forward` for what `backward` would recompute, see
+//! [`Context::keep`]; a block that does not answer is simply recomputed. All memory a block uses beside its operands comes from [`Context::arena`]; the engine runs
 //! every block once over virtual memory and [dry kernels](terrace_kernels::dry) to learn the exact peak, so a block
 //! must take the same memory for the same batch shape every time, and never read tensor contents on the host.
 
-use crate::Result;
+use crate::{Kept, Result};
 use std::fmt::Debug;
 use terrace_device::{Arena, BytesMut};
 use terrace_kernels::{DType, KernelSet, QuantFormat, QuantizedView, Tensor, View, ViewMut};
@@ -110,9 +111,36 @@ pub struct Context<'a> {
     pub loss_scale: f32,
     /// The block's key/value cache in [`Mode::Generate`].
     pub kv: Option<KvSlot<'a>>,
+    /// In [`Mode::Train`]: what goes from forward to backward; blocks call [`keep`](Self::keep) and
+    /// [`take_kept`](Self::take_kept).
+    pub kept: Kept,
 }
 
 impl Context<'_> {
+    /// In `forward`: whether the engine has room for what `backward` would otherwise recompute.
+    pub fn keeps(&self) -> bool {
+        matches!(self.kept, Kept::Wanted)
+    }
+
+    /// In `forward`, if the engine [has room](Self::keeps): leaves tensors of the arena for the `backward` of the same
+    /// micro-batch, which must compute the same bits with them as without. They stay where they are, so it costs memory but no
+    /// time. Leave what is expensive to compute and not the block's input or output, which backward gets anyway.
+    ///
+    /// # Panics
+    /// If the engine did not ask.
+    pub fn keep(&mut self, tensors: Vec<Tensor>) {
+        assert!(self.keeps(), "a block may leave tensors only where the engine asks for them");
+        self.kept = Kept::Left(tensors);
+    }
+
+    /// In `backward`: what `forward` left, in the same order; `None` if it was not asked and backward must recompute.
+    pub fn take_kept(&mut self) -> Option<Vec<Tensor>> {
+        match std::mem::take(&mut self.kept) {
+            Kept::Left(tensors) => Some(tensors),
+            Kept::Nothing | Kept::Wanted => None,
+        }
+    }
+
     /// Tokens in the micro-batch, T.
     pub fn tokens(&self) -> usize {
         self.sequences * self.length
@@ -235,6 +263,8 @@ pub trait Block: Send + Sync + Debug {
     /// Computes `y` from `x` (`None` for the first block). In [`Mode::Train`] it is not called on the last block; in
     /// [`Mode::Evaluate`] the last block adds to [`Context::loss`] instead of writing `y`, which is then empty.
     ///
+    /// If [`Context::keeps`] says so it may [leave](Context::keep) intermediates for `backward`.
+    ///
     /// # Errors
     /// A kernel or the device failed.
     fn forward(
@@ -245,7 +275,7 @@ pub trait Block: Send + Sync + Debug {
         y: ViewMut<'_>,
     ) -> Result;
 
-    /// Recomputes what it needs from `x`, adds the parameters' gradients to `gradients` and writes `dx` (`None` for the first
+    /// Recomputes what it needs from `x`, unless forward left it ([`Context::take_kept`]), adds the parameters' gradients to `gradients` and writes `dx` (`None` for the first
     /// block). `dy` is `None` for the last block, which computes its loss here, adds it to [`Context::loss`] and scales the
     /// gradient by [`Context::loss_scale`].
     ///

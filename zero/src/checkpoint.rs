@@ -4,6 +4,7 @@ use crate::engine::Engine;
 use crate::state::StateHome;
 use crate::{EngineError, ParamSpec, Result, WeightReader, WeightSource};
 use half::{bf16, f16};
+use std::ops::Range;
 use std::sync::Arc;
 use terrace_kernels::DType;
 use terrace_tiers::{BlobKey, DiskStore, Generation, GroupSpec, Lease, StoreSpec};
@@ -133,7 +134,7 @@ fn format_words(spec: &StoreSpec) -> String {
 }
 
 /// The first group in which two models differ.
-fn group_difference(stored: &[GroupSpec], given: &[GroupSpec]) -> String {
+pub(crate) fn group_difference(stored: &[GroupSpec], given: &[GroupSpec]) -> String {
     let show = |group: Option<&GroupSpec>| {
         group.map_or_else(|| "nothing".into(), |g| format!("{} of {} elements", g.name, g.elements))
     };
@@ -281,18 +282,31 @@ impl WeightReader for Reader<'_> {
             return Ok(());
         }
         let chunk_bytes = self.engine.plan.spec.chunk_elements as usize * size;
-        let mut done = 0;
-        while done < out.len() {
-            let at = first + done;
-            let chunk = at / chunk_bytes;
-            let bytes = self.chunk(group, chunk)?;
-            let from = at - chunk * chunk_bytes;
-            let len = (bytes.len() - from).min(out.len() - done);
-            out[done..done + len].copy_from_slice(&bytes[from..from + len]);
-            done += len;
+        for piece in pieces(first, out.len(), chunk_bytes) {
+            let bytes = self.chunk(group, piece.chunk)?;
+            out[piece.out].copy_from_slice(&bytes[piece.inside]);
         }
         Ok(())
     }
+}
+
+/// A part of a range of bytes that lies in one chunk.
+pub(crate) struct Piece {
+    pub(crate) chunk: usize,
+    /// Its bytes in the chunk.
+    pub(crate) inside: Range<usize>,
+    /// Its bytes in the range.
+    pub(crate) out: Range<usize>,
+}
+
+/// Cuts `len` bytes of a group from `first` on at the ends of chunks.
+pub(crate) fn pieces(first: usize, len: usize, chunk_bytes: usize) -> impl Iterator<Item = Piece> {
+    let chunks = if len == 0 { 0..0 } else { first / chunk_bytes..(first + len).div_ceil(chunk_bytes) };
+    chunks.map(move |chunk| {
+        let start = chunk * chunk_bytes;
+        let (from, to) = (first.max(start), (first + len).min(start + chunk_bytes));
+        Piece { chunk, inside: from - start..to - start, out: from - first..to - first }
+    })
 }
 
 impl Reader<'_> {

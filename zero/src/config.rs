@@ -1,8 +1,9 @@
 //! What the embedder decides.
 
 use crate::network::PARAM_ALIGN;
-use crate::{EngineError, Result};
+use crate::{EngineError, Result, Timeline};
 use std::path::PathBuf;
+use std::sync::Arc;
 use terrace_kernels::DType;
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, NORM_BLOCK, StateFormat};
 use terrace_tiers::Striping;
@@ -79,6 +80,9 @@ pub struct WindowOverrides {
     pub activations_on_disk: Option<bool>,
     /// Leave signals on a device with its own memory from one block to the next.
     pub signals_stay: Option<bool>,
+    /// How many blocks, counted from the last, leave what their backward would otherwise recompute; as many as there are if
+    /// there are fewer. Where it is not fixed, as many do as fit beside the other windows.
+    pub kept_blocks: Option<usize>,
     /// Update state on disk during other work: each group as backward completes its gradient or, where the update waits for
     /// the gradient's norm, just ahead of the next forward. Otherwise compute waits for the update.
     pub overlap: Option<bool>,
@@ -114,6 +118,8 @@ pub struct EngineConfig {
     pub limits: BatchLimits,
     /// Windows fixed by hand.
     pub overrides: WindowOverrides,
+    /// Hears of what is done when, if there is one.
+    pub timeline: Option<Arc<Timeline>>,
     /// Words that are stored with the state and must be equal on resuming, for example a description of the model and data.
     pub identity: String,
 }
@@ -166,6 +172,7 @@ impl EngineConfig {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             limits,
             overrides: WindowOverrides::default(),
+            timeline: None,
             identity: String::new(),
         }
     }

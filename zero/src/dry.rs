@@ -2,8 +2,11 @@
 //!
 //! What comes out is exact, holes of the arena included, because regions are placed first-fit in the same order.
 
+use crate::gradients::DOWNLOAD_WINDOW;
+use crate::kept::{Keeping, KeptTensors};
 use crate::network::Network;
-use crate::{Context, Gradients, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights};
+use crate::{Context, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights};
+use std::collections::{HashSet, VecDeque};
 use terrace_device::{Arena, Bytes, BytesMut, Region};
 use terrace_kernels::{DType, Tensor, View, ViewMut, dry};
 
@@ -25,6 +28,16 @@ pub(crate) struct DryRun<'a> {
     /// Elements of a chunk of gradient on its way down (devices with their own memory only).
     pub(crate) chunk_elements: usize,
     pub(crate) cache_length: usize,
+    pub(crate) keeping: Keeping,
+}
+
+/// Gradients on a device with memory of its own.
+#[derive(Default)]
+struct Parking {
+    /// Groups of which something is parked.
+    known: HashSet<usize>,
+    /// Chunks on their way down.
+    coming: VecDeque<Region>,
 }
 
 impl DryRun<'_> {
@@ -45,19 +58,34 @@ impl DryRun<'_> {
         let forward_until = if mode == Mode::Train { last } else { last + 1 };
         // What stays on the device of every micro-batch, between two blocks.
         let mut staying: Vec<Option<Region>> = inputs.iter().map(|_| None).collect();
+        let mut kept = KeptTensors::default();
         for block in 0..forward_until {
-            for (inputs, staying) in inputs.iter().zip(&mut staying) {
+            for (m, (inputs, staying)) in inputs.iter().zip(&mut staying).enumerate() {
                 let mut cx = self.context(&kernels, &arena, mode, inputs, &mut loss);
                 if let Some((keys, values)) = caches.get_mut(block).and_then(Option::as_mut) {
                     cx.kv =
                         Some(KvSlot { keys: keys.view_mut(), values: values.view_mut(), starts: &starts });
                 }
+                if mode == Mode::Train {
+                    cx.kept = self.keeping.asks(block);
+                }
                 self.forward(block, mode, &arena, &mut cx, staying)?;
+                kept.hold(block, m, cx.kept);
             }
         }
         if mode == Mode::Train {
+            let mut parking = Parking::default();
             for block in (0..=last).rev() {
-                self.backward(block, &kernels, &arena, &inputs, &mut staying, &mut loss)?;
+                self.backward(
+                    block,
+                    &kernels,
+                    &arena,
+                    &inputs,
+                    &mut staying,
+                    &mut parking,
+                    &mut kept,
+                    &mut loss,
+                )?;
             }
         }
         let totals = counter.totals();
@@ -65,6 +93,27 @@ impl DryRun<'_> {
             arena_bytes: arena.peak(),
             flops: totals.matmul_flops + totals.attention_flops + totals.other_flops,
         })
+    }
+
+    /// The blocks that leave something for backward when they are asked, in order, and the bytes of the arena that each leaves
+    /// for one micro-batch.
+    pub(crate) fn keepers(&self) -> Result<Vec<(usize, usize)>> {
+        let arena = Arena::virtual_memory();
+        let (kernels, _) = dry::kernel_set();
+        let inputs = self.sample.inputs.iter().map(|t| Tensor::new(&arena, t.dtype, &t.dims));
+        let inputs = inputs.collect::<std::result::Result<Vec<_>, _>>()?;
+        let mut loss = Tensor::new(&arena, DType::F64, &[1])?;
+        let mut keepers = Vec::new();
+        for block in 0..self.network.last() {
+            let before = arena.used();
+            let mut cx = self.context(&kernels, &arena, Mode::Train, &inputs, &mut loss);
+            cx.kept = Kept::Wanted;
+            self.forward(block, Mode::Train, &arena, &mut cx, &mut None)?;
+            if let Kept::Left(_) = cx.kept {
+                keepers.push((block, arena.used() - before));
+            }
+        }
+        Ok(keepers)
     }
 
     fn forward(
@@ -89,6 +138,7 @@ impl DryRun<'_> {
         Ok(())
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the state of the run")]
     fn backward(
         &self,
         block: usize,
@@ -96,6 +146,8 @@ impl DryRun<'_> {
         arena: &Arena,
         inputs: &[Vec<Tensor>],
         staying: &mut [Option<Region>],
+        parking: &mut Parking,
+        kept: &mut KeptTensors,
         loss: &mut Tensor,
     ) -> Result {
         let network = self.network;
@@ -103,8 +155,8 @@ impl DryRun<'_> {
         let accumulators: std::result::Result<Vec<Region>, _> =
             groups.iter().map(|&g| arena.alloc(network.groups[g].elements * 4)).collect();
         let _accumulators = accumulators?;
-        self.gradient_chunk(arena)?;
-        for (inputs, staying) in inputs.iter().zip(staying) {
+        groups.iter().try_for_each(|&group| self.begin_gradient(arena, group, parking))?;
+        for (m, (inputs, staying)) in inputs.iter().zip(staying).enumerate() {
             let x = block.checked_sub(1).map(|b| self.signal(b, Mode::Train));
             let dy = (block < network.last()).then(|| self.signal(block, Mode::Train));
             // What stayed is the input of the last block, and what comes into every other from above.
@@ -114,6 +166,7 @@ impl DryRun<'_> {
             let _dy = self.crossing(arena, dy.as_ref(), &mut of_dy)?;
             let dx_region = self.crossing(arena, x.as_ref(), &mut None)?;
             let mut cx = self.context(kernels, arena, Mode::Train, inputs, loss);
+            cx.kept = kept.take(block, m);
             let specs = param_dims(network, block);
             let slots = specs.into_iter().map(|dims| {
                 let bytes = dims.iter().product::<usize>() * 4;
@@ -131,15 +184,41 @@ impl DryRun<'_> {
             )?;
             *staying = dx_region.filter(|_| self.signals_stay);
         }
-        self.gradient_chunk(arena)
+        groups.iter().try_for_each(|&group| self.park_gradient(arena, group, parking))
     }
 
-    /// A chunk of gradient on its way up or down.
-    fn gradient_chunk(&self, arena: &Arena) -> Result {
-        if !self.unified {
-            let _chunk = arena.alloc(self.chunk_elements.min(self.network.group_elements_max()) * 4)?;
+    /// As `GradientPark::begin`: what an earlier use parked goes up again, chunk by chunk.
+    fn begin_gradient(&self, arena: &Arena, group: usize, parking: &mut Parking) -> Result {
+        if self.unified || !parking.known.contains(&group) {
+            return Ok(());
+        }
+        parking.coming.clear();
+        for bytes in self.gradient_chunks(group) {
+            let _chunk = arena.alloc(bytes)?;
         }
         Ok(())
+    }
+
+    /// As `GradientPark::park`: the last chunks are on their way down while the next block computes.
+    fn park_gradient(&self, arena: &Arena, group: usize, parking: &mut Parking) -> Result {
+        if self.unified {
+            return Ok(());
+        }
+        parking.known.insert(group);
+        for bytes in self.gradient_chunks(group) {
+            if parking.coming.len() == DOWNLOAD_WINDOW {
+                parking.coming.pop_front();
+            }
+            parking.coming.push_back(arena.alloc(bytes)?);
+        }
+        Ok(())
+    }
+
+    /// Bytes of the chunks of a group's gradient.
+    fn gradient_chunks(&self, group: usize) -> impl Iterator<Item = usize> {
+        let (elements, chunk) = (self.network.groups[group].elements, self.chunk_elements);
+        let size = self.dtype.size();
+        (0..elements).step_by(chunk).map(move |start| chunk.min(elements - start) * size)
     }
 
     /// The region of a signal on a device with its own memory: the one in which it stayed, or a new one.
@@ -188,6 +267,7 @@ impl DryRun<'_> {
             loss: loss.view_mut(),
             loss_scale: 1.0,
             kv: None,
+            kept: Kept::Nothing,
         }
     }
 

@@ -293,6 +293,12 @@ impl Engine {
         self.plan.summary()
     }
 
+    /// Number of blocks that keep intermediates from forward to backward, and of those that could; the rest recomputes them.
+    pub fn kept_blocks(&self) -> (usize, usize) {
+        let keeping = self.plan.windows.keeping;
+        (keeping.count, keeping.of)
+    }
+
     /// Number of parameters, shared ones counted once.
     pub fn parameters(&self) -> u64 {
         self.network.parameters()

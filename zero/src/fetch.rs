@@ -209,7 +209,7 @@ impl<'a> Fetcher<'a> {
                 std::thread::Builder::new()
                     .name("terrace-fetch".into())
                     .spawn_scoped(scope, move || {
-                        FetchThread::new(store, slots, bytes, gate, &sender).run(&items)
+                        FetchThread::new(store, slots, bytes, gate, &sender).run(&items);
                     })
                     .map_or_else(
                         |error| {

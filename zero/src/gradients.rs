@@ -4,11 +4,16 @@
 //! in the dtype of the weights. Chunks are parked in host leases or on a scratch volume until the update takes them.
 //! A group that several blocks use (tied embeddings) comes down after each of its uses; the later use starts from what
 //! the earlier one parked.
+//!
+//! From a device with memory of its own up to [`DOWNLOAD_WINDOW`] chunks are on their way down at a time, also while the next
+//! block computes. They land in the order in which they were started, and are summed and parked then, so that nothing depends
+//! on when that is.
 
 use crate::lane::{Lane, flat, flat_mut};
 use crate::network::Network;
 use crate::{Backend, Gradients, Result};
 use bytemuck::cast_slice;
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_aio::IoEngine;
 use terrace_device::{BytesMut, Device, Download, Region};
@@ -18,6 +23,9 @@ use terrace_tiers::{Arrived, Lease, PendingRead, Pool, Scratch, ScratchChunk, St
 
 /// Chunks in memory when gradients are parked on disk: one being filled, two being written or read.
 pub(crate) const STAGING_SLOTS: usize = 4;
+
+/// Chunks on their way down from a device with memory of its own.
+pub(crate) const DOWNLOAD_WINDOW: usize = 2;
 
 #[derive(Debug)]
 pub(crate) struct GradientPark {
@@ -36,6 +44,17 @@ struct Books {
     /// `[group][chunk]`
     parked: Vec<Vec<Option<Parked>>>,
     sums: Vec<SumOfSquares>,
+    /// Oldest first.
+    coming: VecDeque<Coming>,
+}
+
+/// A chunk on its way down from the device.
+#[derive(Debug)]
+struct Coming {
+    group: usize,
+    chunk: usize,
+    last_use: bool,
+    download: Download<Lease>,
 }
 
 #[derive(Debug)]
@@ -114,15 +133,27 @@ impl GradientPark {
             books: Mutex::new(Books {
                 parked: (0..groups).map(|g| (0..spec.chunks(g)).map(|_| None).collect()).collect(),
                 sums: vec![SumOfSquares::new(); groups],
+                coming: VecDeque::new(),
             }),
         })
     }
 
     /// Fills a group's accumulator with zeros, or with what an earlier use of the group in this step parked.
-    pub(crate) fn begin(&self, backend: &Backend, lane: &Lane, group: usize, acc: &mut Region) -> Result {
+    pub(crate) fn begin(
+        &self,
+        backend: &Backend,
+        lane: &Lane,
+        group: usize,
+        acc: &mut Region,
+        pool: &rayon::ThreadPool,
+    ) -> Result {
         let elements = acc.len() / 4;
         let ops = &backend.kernels.elementwise;
         ops.zero(ViewMut::new(acc.bytes_mut(), DType::F32, &[elements]))?;
+        if self.spec.chunks(group) == 0 || !self.books().knows(group) {
+            return Ok(());
+        }
+        self.land_all(pool)?;
         for chunk in 0..self.spec.chunks(group) {
             let Some(arriving) = self.take(group, chunk)? else { continue };
             let lease = arriving.wait()?;
@@ -140,7 +171,8 @@ impl GradientPark {
         Ok(())
     }
 
-    /// Brings a group's accumulated gradient down and parks it; its norm counts when this was the group's last use.
+    /// Brings a group's accumulated gradient down and parks it; its norm counts when this was the group's last use. The
+    /// last chunks may still be [on their way](Self::land_all).
     pub(crate) fn park(
         &self,
         backend: &Backend,
@@ -150,33 +182,81 @@ impl GradientPark {
         last_use: bool,
         pool: &rayon::ThreadPool,
     ) -> Result {
-        let mut sum = SumOfSquares::new();
+        let ops = &backend.kernels.elementwise;
         for chunk in 0..self.spec.chunks(group) {
             let (start, len) = self.range(group, chunk);
             let from = View::new(acc.bytes().slice(start * 4, (start + len) * 4), DType::F32, &[len]);
-            let mut lease = self.pool.acquire(len * self.dtype.size());
-            let ops = &backend.kernels.elementwise;
+            let bytes = len * self.dtype.size();
             if lane.unified {
+                let mut lease = self.pool.acquire(bytes);
                 ops.cast(from, flat_mut(&mut lease, self.dtype))?;
-            } else {
-                let mut region = lane.arena.alloc(lease.len())?;
-                ops.cast(from, ViewMut::new(region.bytes_mut(), self.dtype, &[len]))?;
-                lease = Download::start(&*lane.down, &*lane.compute, region, lease)?.wait()?.1;
+                self.keep(group, chunk, last_use, lease, pool)?;
+                continue;
             }
-            if last_use {
-                sum.add_threaded(pool, as_gradient(&lease, self.dtype));
+            if self.books().coming.len() == DOWNLOAD_WINDOW {
+                self.land(pool)?;
             }
-            let parked = match &self.scratch {
-                Some(scratch) => {
-                    let place = ScratchChunk(self.first[group] + chunk);
-                    scratch.write(place, lease)?;
-                    Parked::Disk(place)
-                }
-                None => Parked::Host(lease),
-            };
-            self.books().parked[group][chunk] = Some(parked);
+            let mut region = lane.arena.alloc(bytes)?;
+            ops.cast(from, ViewMut::new(region.bytes_mut(), self.dtype, &[len]))?;
+            let lease = self.slot(bytes, pool)?;
+            let download = Download::start(&*lane.down, &*lane.compute, region, lease)?;
+            self.books().coming.push_back(Coming { group, chunk, last_use, download });
         }
-        self.books().sums[group] = sum;
+        Ok(())
+    }
+
+    /// Waits until everything that was parked has come down.
+    pub(crate) fn land_all(&self, pool: &rayon::ThreadPool) -> Result {
+        while self.land(pool)? {}
+        Ok(())
+    }
+
+    /// Waits for the oldest chunk on its way down; false if there is none.
+    fn land(&self, pool: &rayon::ThreadPool) -> Result<bool> {
+        let Some(Coming { group, chunk, last_use, download }) = self.books().coming.pop_front() else {
+            return Ok(false);
+        };
+        let lease = download.wait()?.1;
+        self.keep(group, chunk, last_use, lease, pool)?;
+        Ok(true)
+    }
+
+    /// A host slot. Hazard (nobody gives one back): those of chunks on their way down come back only when they land.
+    fn slot(&self, bytes: usize, pool: &rayon::ThreadPool) -> Result<Lease> {
+        loop {
+            if let Some(lease) = self.pool.try_acquire(bytes) {
+                return Ok(lease);
+            }
+            if !self.land(pool)? {
+                return Ok(self.pool.acquire(bytes));
+            }
+        }
+    }
+
+    /// Sums and parks a chunk that is in host memory; those of a group in their order.
+    fn keep(
+        &self,
+        group: usize,
+        chunk: usize,
+        last_use: bool,
+        lease: Lease,
+        pool: &rayon::ThreadPool,
+    ) -> Result {
+        let mut sum = if chunk == 0 { SumOfSquares::new() } else { self.books().sums[group] };
+        if last_use {
+            sum.add_threaded(pool, as_gradient(&lease, self.dtype));
+        }
+        let parked = match &self.scratch {
+            Some(scratch) => {
+                let place = ScratchChunk(self.first[group] + chunk);
+                scratch.write(place, lease)?;
+                Parked::Disk(place)
+            }
+            None => Parked::Host(lease),
+        };
+        let mut books = self.books();
+        books.sums[group] = sum;
+        books.parked[group][chunk] = Some(parked);
         Ok(())
     }
 
@@ -209,7 +289,9 @@ impl GradientPark {
 
     /// Forgets everything of a step that failed.
     pub(crate) fn clear(&self) {
-        self.books().parked.iter_mut().flatten().for_each(|p| *p = None);
+        let mut books = self.books();
+        books.parked.iter_mut().flatten().for_each(|p| *p = None);
+        books.coming.clear();
     }
 
     /// Forgets what is parked of a group.
@@ -229,6 +311,13 @@ impl GradientPark {
     /// Element range of a chunk: start and length.
     fn range(&self, group: usize, chunk: usize) -> (usize, usize) {
         (chunk * self.spec.chunk_elements as usize, self.spec.chunk_len(group, chunk))
+    }
+}
+
+impl Books {
+    /// Whether anything of a group is parked or on its way.
+    fn knows(&self, group: usize) -> bool {
+        self.parked[group].iter().any(Option::is_some) || self.coming.iter().any(|c| c.group == group)
     }
 }
 

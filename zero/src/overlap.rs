@@ -14,12 +14,14 @@
 use crate::gradients::GradientPark;
 use crate::runs::Runs;
 use crate::state::StateKinds;
+use crate::timeline::{Resource, Timeline};
 use crate::update::{Items, UpdateSlots, Updater};
 use crate::{EngineError, Result};
 use crossbeam::channel::Receiver;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
+use std::time::Instant;
 use terrace_optimizer::{Optimizer, StepArgs};
 use terrace_tiers::{DiskStore, StoreSpec};
 
@@ -43,6 +45,7 @@ pub(crate) struct Bench<'a> {
     pub(crate) spec: &'a StoreSpec,
     pub(crate) pool: &'a rayon::ThreadPool,
     pub(crate) park: &'a GradientPark,
+    pub(crate) timeline: Option<&'a Timeline>,
 }
 
 /// How far an update has come; groups are updated in their order.
@@ -100,8 +103,8 @@ impl Drop for Ending<'_> {
 impl<'a> Bench<'a> {
     /// The update of a step.
     pub(crate) fn updater(self, optimizer: &'a dyn Optimizer, args: StepArgs) -> Updater<'a> {
-        let Self { runs, kinds, slots, spec, pool, .. } = self;
-        Updater { optimizer, args, runs, kinds, slots, spec, pool }
+        let Self { runs, kinds, slots, spec, pool, timeline, .. } = self;
+        Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline }
     }
 }
 
@@ -114,7 +117,12 @@ impl Pending {
         let updater = bench.updater(&*self.optimizer, self.args);
         updater.stream(store, bench.park, items, |group| gate.open_up_to(group + 1))?;
         gate.open_up_to(groups);
-        Ok(store.commit(self.step, &self.words)?)
+        let began = Instant::now();
+        store.commit(self.step, &self.words)?;
+        if let Some(timeline) = bench.timeline {
+            timeline.note(Resource::Commit, began, format!("step {}", self.step));
+        }
+        Ok(())
     }
 }
 

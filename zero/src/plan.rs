@@ -8,17 +8,20 @@
 //! | optimizer state | update slots × chunk × bytes of all kinds (disk), or all of it (resident) |
 //! | gradients | parked chunks × chunk × weight bytes |
 //! | activations | signal slots × signal (+ spill slots) |
-//! | device arena | accumulators, inputs and block workspaces: the exact peak of a planning run |
+//! | device arena | accumulators, inputs, block workspaces and kept activations: the exact peak of a planning run |
 //! | kernel scratch, checksum tables, loading buffer | fixed |
 //!
 //! On a device with memory of its own the arena and the device's weight slots are device memory instead. The planner walks
-//! a fixed list of choices from roomy to tight and takes the first that fits.
+//! a fixed list of choices from roomy to tight and takes the first that fits with every block recomputed in backward. What is
+//! then left of the budget goes to blocks that keep their intermediates (`kept.rs`), the last ones first, as many as fit: a kept
+//! block saves operations but never costs a window, without which the disk would be waited for.
 
 use crate::activations::{Activations, SPILL_SLOTS};
 use crate::device_weights::DeviceRoom;
 use crate::dry::{DryCost, DryRun};
 use crate::fetch::{SlotClass, UPLOAD_WINDOW, plan_classes};
 use crate::gradients::STAGING_SLOTS;
+use crate::kept::Keeping;
 use crate::network::Network;
 use crate::state::{StateKinds, store_spec};
 use crate::{Backend, EngineConfig, MicroBatch, Mode, Placement, Result};
@@ -31,6 +34,9 @@ use terrace_tiers::{
 const CHUNK_CHOICES: [usize; 4] = [1 << 20, 1 << 18, 1 << 16, 1 << 14];
 const WEIGHT_SLOT_CHOICES: [usize; 3] = [4, 2, 1];
 const UPDATE_SLOT_CHOICES: [usize; 3] = [6, 4, 2];
+/// Most planning runs in search of the number of blocks that keep. The first tries all blocks; what the arena takes grows by
+/// nearly the same for each, so that two more mostly find the number.
+const KEEPING_TRIES: usize = 8;
 
 /// The windows that a plan settled on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,6 +52,7 @@ pub(crate) struct Windows {
     pub(crate) signals_stay: bool,
     pub(crate) signal_bytes: usize,
     pub(crate) arena_bytes: usize,
+    pub(crate) keeping: Keeping,
     pub(crate) device_room: DeviceRoom,
     pub(crate) flops_per_step: u64,
 }
@@ -69,7 +76,11 @@ struct Choice {
     signals_stay: bool,
     /// Every window may be as small as it can be.
     tight: bool,
+    keeping: Keeping,
 }
+
+/// What a planning run depends on: elements of a chunk where gradients are copied, whether signals stay, who keeps.
+pub(crate) type CostKey = (usize, bool, Keeping);
 
 pub(crate) struct Planner<'a> {
     pub(crate) config: &'a EngineConfig,
@@ -80,17 +91,18 @@ pub(crate) struct Planner<'a> {
     /// How the state is shared among the directories, if it exists already.
     pub(crate) stored: Option<&'a Striping>,
     /// What planning runs have found so far, by what they depend on.
-    pub(crate) costs: RefCell<Vec<((usize, bool), DryCost)>>,
+    pub(crate) costs: RefCell<Vec<(CostKey, DryCost)>>,
 }
 
 impl Planner<'_> {
     /// The first choice that fits every budget.
     pub(crate) fn plan(&self) -> Result<EnginePlan> {
         let mut smallest: Option<EnginePlan> = None;
-        for choice in self.choices() {
+        let keepers = self.keepers()?;
+        for choice in self.choices(&keepers) {
             let plan = self.evaluate(choice)?;
             if self.fits(&plan) {
-                return Ok(plan);
+                return self.keep_what_fits(choice, plan, &keepers);
             }
             let bytes = |p: &EnginePlan| p.memory.total(Tier::Host) + p.memory.total(Tier::Device);
             if smallest.as_ref().is_none_or(|s| bytes(&plan) < bytes(s)) {
@@ -106,8 +118,62 @@ impl Planner<'_> {
             && plan.memory.total(Tier::Device) <= self.config.device_budget
     }
 
-    fn choices(&self) -> Vec<Choice> {
+    /// Raises the number of blocks that keep to the most that fits beside the windows of `choice`, unless it is fixed. `plan` is
+    /// that of `choice`.
+    fn keep_what_fits(
+        &self,
+        choice: Choice,
+        mut plan: EnginePlan,
+        keepers: &[(usize, usize)],
+    ) -> Result<EnginePlan> {
+        if self.config.overrides.kept_blocks.is_some() {
+            return Ok(plan);
+        }
+        let (tier, budget) = self.arena_tier();
+        let arena = |plan: &EnginePlan| plan.windows.arena_bytes;
+        // Some number from `plan`'s up to below `too_many` is the one.
+        let (mut too_many, mut tried) = (keepers.len() + 1, keepers.len());
+        for _ in 0..KEEPING_TRIES {
+            let fitting = plan.windows.keeping.count;
+            if fitting + 1 >= too_many {
+                break;
+            }
+            let more =
+                self.evaluate(Choice { keeping: Keeping::last(keepers, tried.max(fitting + 1)), ..choice })?;
+            let (blocks, bytes) =
+                (more.windows.keeping.count - fitting, arena(&more).saturating_sub(arena(&plan)));
+            if self.fits(&more) {
+                plan = more;
+            } else {
+                too_many = more.windows.keeping.count;
+            }
+            let room = budget.saturating_sub(plan.memory.total(tier));
+            let fit = room.saturating_mul(blocks as u64) / (bytes as u64).max(1);
+            tried = (plan.windows.keeping.count + fit.min(1 << 32) as usize).min(too_many - 1);
+        }
+        Ok(plan)
+    }
+
+    /// The blocks that can leave something for backward, see [`DryRun::keepers`].
+    fn keepers(&self) -> Result<Vec<(usize, usize)>> {
+        if self.config.training.is_none() {
+            return Ok(Vec::new());
+        }
+        self.dry_run(CHUNK_CHOICES[0], false, Keeping::default()).keepers()
+    }
+
+    /// Where the arena is, and how much may be planned there.
+    fn arena_tier(&self) -> (Tier, u64) {
+        if self.backend.device.unified() {
+            (Tier::Host, self.config.host_budget)
+        } else {
+            (Tier::Device, self.config.device_budget)
+        }
+    }
+
+    fn choices(&self, keepers: &[(usize, usize)]) -> Vec<Choice> {
         let o = self.config.overrides;
+        let keeping = Keeping::last(keepers, o.kept_blocks.unwrap_or(0));
         let only = |fixed: Option<usize>, all: &[usize]| fixed.map_or_else(|| all.to_vec(), |f| vec![f]);
         let on_disk = self.config.placement == Placement::Disk && self.config.training.is_some();
         let places = |fixed: Option<bool>| match fixed {
@@ -143,6 +209,7 @@ impl Planner<'_> {
                                     activations_on_disk,
                                     signals_stay,
                                     tight,
+                                    keeping,
                                 });
                             }
                         }
@@ -209,8 +276,16 @@ impl Planner<'_> {
             memory.add(Tier::Host, "gradients", windows.gradient_chunks as u64, chunk * weight_bytes);
         }
         self.add_signals(&mut memory, &windows);
-        let arena_tier = if self.backend.device.unified() { Tier::Host } else { Tier::Device };
-        memory.add(arena_tier, "block workspaces and gradient accumulators", 1, windows.arena_bytes as u64);
+        let (arena_tier, _) = self.arena_tier();
+        let Keeping { count, of, bytes, .. } = windows.keeping;
+        // All of them are there at once, when backward begins.
+        let kept = (bytes * config.limits.micro_batches) as u64;
+        let others = windows.arena_bytes as u64 - kept;
+        memory.add(arena_tier, "block workspaces and gradient accumulators", 1, others);
+        if count > 0 {
+            let what = format!("activations that {count} of {of} blocks keep for backward");
+            memory.add(arena_tier, what, 1, kept);
+        }
         let (pieces, bytes) = windows.device_room.bytes(network);
         memory.add(Tier::Device, "weights on the device", pieces, bytes);
         memory.add(arena_tier, "kernel scratch", 1, self.backend.kernel_scratch_bytes);
@@ -261,31 +336,37 @@ impl Planner<'_> {
             signals_stay: choice.signals_stay,
             signal_bytes: (0..network.last()).map(signal).max().unwrap_or(0),
             arena_bytes: cost.arena_bytes.max(256),
+            keeping: choice.keeping,
             device_room: DeviceRoom::of(self.backend, config.placement, UPLOAD_WINDOW + together),
             flops_per_step: cost.flops,
         })
     }
 
+    fn dry_run(&self, chunk_elements: usize, signals_stay: bool, keeping: Keeping) -> DryRun<'_> {
+        DryRun {
+            network: self.network,
+            dtype: self.config.dtype,
+            unified: self.backend.device.unified(),
+            signals_stay,
+            sample: self.sample,
+            micro_batches: self.config.limits.micro_batches,
+            chunk_elements,
+            cache_length: self.config.limits.cache_length,
+            keeping,
+        }
+    }
+
     /// What planning runs of `choice` find. Most choices differ in nothing that a run depends on, and share one.
     fn cost(&self, choice: Choice, modes: &[Mode]) -> Result<DryCost> {
-        let (config, network, unified) = (self.config, self.network, self.backend.device.unified());
-        let key = (if unified { 0 } else { choice.chunk_elements }, choice.signals_stay);
+        let unified = self.backend.device.unified();
+        let key = (if unified { 0 } else { choice.chunk_elements }, choice.signals_stay, choice.keeping);
         if let Some((_, cost)) = self.costs.borrow().iter().find(|(known, _)| *known == key) {
             return Ok(*cost);
         }
         let mut cost = DryCost::default();
         for &mode in modes {
-            let dry = DryRun {
-                network,
-                dtype: config.dtype,
-                unified,
-                signals_stay: choice.signals_stay,
-                sample: self.sample,
-                micro_batches: config.limits.micro_batches,
-                chunk_elements: choice.chunk_elements,
-                cache_length: config.limits.cache_length,
-            }
-            .measure(mode)?;
+            let dry =
+                self.dry_run(choice.chunk_elements, choice.signals_stay, choice.keeping).measure(mode)?;
             cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
             cost.flops = cost.flops.max(dry.flops);
         }
@@ -320,6 +401,9 @@ impl Planner<'_> {
             ("--device-memory", Tier::Device, self.config.device_budget)
         };
         let mut knobs = Vec::new();
+        if self.config.overrides.kept_blocks.is_some_and(|blocks| blocks > 0) {
+            knobs.push("let fewer blocks keep their activations (--activations auto)".into());
+        }
         if self.config.placement != Placement::Disk {
             let place = if self.config.training.is_some() { "" } else { " with --disk PATH" };
             let stays = tier == Tier::Device && self.config.placement == Placement::None;
@@ -356,8 +440,9 @@ impl EnginePlan {
         let place = |on_disk| if on_disk { "disk" } else { "host" };
         let slots: Vec<String> =
             w.classes.iter().map(|c| format!("{} × {}", c.slots, ByteSize(c.slot_bytes as u64))).collect();
+        let Keeping { count, of, .. } = w.keeping;
         format!(
-            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}",
+            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks",
             slots.join(" + "),
             w.update_slots,
             w.chunk_elements,

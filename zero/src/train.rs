@@ -7,20 +7,23 @@ use crate::device_weights::DeviceWeights;
 use crate::engine::{Engine, Signals};
 use crate::fetch::{Fetcher, Order, Ready};
 use crate::gradients::{GradientPark, gradient_slots};
+use crate::kept::{Keeping, KeptTensors};
 use crate::lane::{Lane, Signal};
 use crate::network::Network;
 use crate::overlap::{Bench, Gate, Pending, defer, follow, join};
 use crate::runs::Runs;
 use crate::scale::LossScale;
 use crate::state::StateHome;
+use crate::timeline::Resource;
 use crate::update::{Items, Updater};
 use crate::{
-    Activations, Backend, Context, EngineConfig, EngineError, HostTensor, MicroBatch, Mode, Result,
+    Activations, Backend, Context, EngineConfig, EngineError, HostTensor, Kept, MicroBatch, Mode, Result,
     StepRates, StepReport, TrainingConfig, Weights,
 };
 use crossbeam::channel::{Sender, unbounded};
 use std::ops::Range;
 use std::sync::Arc;
+use std::thread::Scope;
 use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
@@ -44,6 +47,8 @@ struct Training<'a> {
     pass: Pass<'a>,
     inputs: &'a [Vec<Tensor>],
     activations: &'a mut Activations,
+    keeping: Keeping,
+    kept: KeptTensors,
     park: &'a GradientPark,
     runs: &'a Runs,
     pool: &'a rayon::ThreadPool,
@@ -164,6 +169,11 @@ impl Engine {
                 _ if report.skipped => store.commit_unchanged(step, &words)?,
                 _ => store.commit(step, &words)?,
             }
+            if let Some(timeline) = &self.config.timeline
+                && self.pending.is_none()
+            {
+                timeline.note(Resource::Commit, committing, format!("step {step}"));
+            }
         }
         self.loss_scale = scale;
         self.step = step;
@@ -189,8 +199,9 @@ impl Engine {
     }
 
     fn bench(&self) -> Option<Bench<'_>> {
-        let Self { runs, kinds, update_slots: slots, plan, pool, park, .. } = self;
-        Some(Bench { runs, kinds, slots, spec: &plan.spec, pool, park: park.as_ref()? })
+        let Self { runs, kinds, update_slots: slots, plan, pool, park, config, .. } = self;
+        let (spec, timeline) = (&plan.spec, config.timeline.as_deref());
+        Some(Bench { runs, kinds, slots, spec, pool, park: park.as_ref()?, timeline })
     }
 
     fn check_batches(&self, batches: &[MicroBatch]) -> Result {
@@ -253,11 +264,11 @@ impl Engine {
         let park = park.as_ref().expect("a training engine parks gradients");
         let optimizer = optimizer.as_deref().expect("a training engine has an optimizer");
         let (spec, slots, pool) = (&plan.spec, &*update_slots, &*pool);
-        let bench = Bench { runs, kinds, slots, spec, pool, park };
+        let timeline = config.timeline.as_deref();
+        let bench = Bench { runs, kinds, slots, spec, pool, park, timeline };
         // Where nothing depends on the norm a group can be updated as soon as its gradient is complete.
         let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
         let immediate = home.disk().filter(|_| !waits);
-        let overlap = config.overrides.overlap();
         let gate = Gate::default();
         let pass = Pass {
             network,
@@ -271,8 +282,20 @@ impl Engine {
         };
         let loss_terms = report.loss_terms;
         let (step, may_overflow) = (*step + 1, loss_scale.is_some());
-        let mut training =
-            Training { pass, inputs, activations, park, runs, pool, step, loss_terms, may_overflow };
+        let (keeping, kept) = (plan.windows.keeping, KeptTensors::default());
+        let mut training = Training {
+            pass,
+            inputs,
+            activations,
+            keeping,
+            kept,
+            park,
+            runs,
+            pool,
+            step,
+            loss_terms,
+            may_overflow,
+        };
         let room = std::mem::take(device_weights);
         let items = training_order(network);
         let slots = weight_slots.as_ref();
@@ -287,22 +310,14 @@ impl Engine {
             let forward = training.forward(&mut fetcher, &mut loss);
             let mut waited = Stopwatch::default();
             // Its error is the cause of the other, if both failed.
+            let waiting = Instant::now();
             deferred.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
+            if let Some(timeline) = timeline {
+                timeline.note(Resource::Wait, waiting, "the last update".to_owned());
+            }
             forward?;
-            let updater = bench.updater(optimizer, args);
-            let mut following = None;
-            let update = match immediate {
-                None => Update::Later,
-                Some(store) if !overlap => Update::Here(updater, store),
-                Some(store) => {
-                    let (sender, groups) = unbounded();
-                    following = Some(follow(scope, updater, store, park, groups)?);
-                    Update::There(sender)
-                }
-            };
-            let backward = training.backward(&mut fetcher, loss, update, &mut waited);
-            following.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
-            report.loss = backward?;
+            let immediate = immediate.map(|store| (bench.updater(optimizer, args), store));
+            report.loss = training.backward_and_update(scope, &mut fetcher, loss, immediate, &mut waited)?;
             report.state_stall_seconds = waited.0.as_secs_f64();
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
             Ok(fetcher.finish())
@@ -315,6 +330,7 @@ impl Engine {
         let began = Instant::now();
         let training = self.config.training.as_ref().expect("a training engine");
         let park = self.park.as_ref().expect("a training engine parks gradients");
+        park.land_all(&self.pool)?;
         let norm = park.norm_squared().norm();
         let scale = match self.loss_scale {
             Some(scale) => Some(scale.after(self.step + 1, norm.is_err())?),
@@ -340,7 +356,8 @@ impl Engine {
                 let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
                 let (runs, kinds, slots) = (&self.runs, &self.kinds, &self.update_slots);
                 let (spec, pool) = (&self.plan.spec, &self.pool);
-                let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool };
+                let timeline = self.config.timeline.as_deref();
+                let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline };
                 let stalled = updater.run(&mut self.home, park, 0..spec.groups.len())?;
                 report.state_stall_seconds += stalled.as_secs_f64();
             }
@@ -383,11 +400,12 @@ impl Engine {
     }
 }
 
-impl Training<'_> {
+impl<'a> Training<'a> {
     /// Forward through all blocks but the last, whose forward is part of its backward.
     fn forward(&mut self, fetcher: &mut Fetcher<'_>, loss: &mut Tensor) -> Result {
         for block in 0..self.pass.network.last() {
             let ready = self.pass.fetch(fetcher, block)?;
+            let began = Instant::now();
             let weights = self.pass.weights(block, &ready);
             for m in 0..self.inputs.len() {
                 let x = match block.checked_sub(1) {
@@ -397,8 +415,10 @@ impl Training<'_> {
                 let spec = self.pass.signal(block);
                 let mut y = self.pass.lane.target(self.activations.slot(spec.bytes()), spec)?;
                 let mut cx = self.pass.context(&self.inputs[m], loss);
+                cx.kept = self.keeping.asks(block);
                 let x_view = x.as_ref().map(crate::lane::Loaded::view);
                 self.pass.network.blocks[block].forward(&mut cx, &weights, x_view, y.view_mut())?;
+                self.kept.hold(block, m, cx.kept);
                 let y = self.pass.lane.pass_and_keep(y)?;
                 if let (Some(b), Some(x)) = (block.checked_sub(1), x) {
                     self.activations.checkpoint(b, m, x.into_host()?);
@@ -407,8 +427,38 @@ impl Training<'_> {
             }
             drop(weights);
             self.pass.release(fetcher, ready)?;
+            self.pass.note(Resource::Compute, began, "forward", block);
         }
         Ok(())
+    }
+
+    /// Backward, and beside it the update of what `immediate` may update. Gives the mean loss.
+    fn backward_and_update<'scope, 'e>(
+        &mut self,
+        scope: &'scope Scope<'scope, 'e>,
+        fetcher: &mut Fetcher<'_>,
+        loss: Tensor,
+        immediate: Option<(Updater<'e>, &'e DiskStore)>,
+        waited: &mut Stopwatch,
+    ) -> Result<f64>
+    where
+        'a: 'e,
+    {
+        let mut following = None;
+        let update = match immediate {
+            None => Update::Later,
+            Some((updater, store)) if !self.pass.config.overrides.overlap() => Update::Here(updater, store),
+            Some((updater, store)) => {
+                let (sender, groups) = unbounded();
+                following = Some(follow(scope, updater, store, self.park, groups)?);
+                Update::There(sender)
+            }
+        };
+        let mean = self.backward(fetcher, loss, &update, waited);
+        // The thread ends when nobody can tell it of groups any more.
+        drop(update);
+        following.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
+        mean
     }
 
     /// Backward through all blocks. Gives the mean loss.
@@ -416,7 +466,7 @@ impl Training<'_> {
         &mut self,
         fetcher: &mut Fetcher<'_>,
         loss: Tensor,
-        update: Update<'_>,
+        update: &Update<'_>,
         waited: &mut Stopwatch,
     ) -> Result<f64> {
         let network = self.pass.network;
@@ -424,15 +474,16 @@ impl Training<'_> {
         let mut mean = f64::NAN;
         let mut signals: Vec<Option<Signal>> = self.inputs.iter().map(|_| None).collect();
         for block in (0..=network.last()).rev() {
+            let ready = self.pass.fetch(fetcher, block)?;
+            let began = Instant::now();
             let groups = network.groups_of(block);
             let mut accumulators = Vec::with_capacity(groups.len());
             for &group in &groups {
                 accumulators.push(self.pass.lane.arena.alloc(network.groups[group].elements * 4)?);
             }
             for (&group, acc) in groups.iter().zip(&mut accumulators) {
-                self.park.begin(self.pass.backend, self.pass.lane, group, acc)?;
+                self.park.begin(self.pass.backend, self.pass.lane, group, acc, self.pool)?;
             }
-            let ready = self.pass.fetch(fetcher, block)?;
             let sum = loss.as_mut().expect("there is a loss tensor throughout");
             self.block_backward(block, &ready, &groups, &mut accumulators, sum, &mut signals)?;
             self.pass.release(fetcher, ready)?;
@@ -446,8 +497,12 @@ impl Training<'_> {
                 self.park.park(self.pass.backend, self.pass.lane, group, acc, group == block, self.pool)?;
             }
             drop(accumulators);
+            self.pass.note(Resource::Compute, began, "backward", block);
             if groups.contains(&block) {
-                match &update {
+                if !matches!(update, Update::Later) {
+                    self.park.land_all(self.pool)?;
+                }
+                match update {
                     Update::Later => {}
                     Update::Here(updater, store) => {
                         let items = Items::of_groups(updater.spec, block..block + 1);
@@ -490,6 +545,7 @@ impl Training<'_> {
             };
             let mut gradients = gradient_slots(network, block, groups, accumulators);
             let mut cx = self.pass.context(&self.inputs[m], loss);
+            cx.kept = self.kept.take(block, m);
             network.blocks[block].backward(
                 &mut cx,
                 &weights,
@@ -527,7 +583,17 @@ impl Training<'_> {
 impl Pass<'_> {
     /// Waits for the groups of a block.
     pub(crate) fn fetch(&self, fetcher: &mut Fetcher<'_>, block: usize) -> Result<Vec<Ready>> {
-        self.network.groups_of(block).iter().map(|_| fetcher.next()).collect()
+        let began = Instant::now();
+        let ready = self.network.groups_of(block).iter().map(|_| fetcher.next()).collect();
+        self.note(Resource::Wait, began, "weights of", block);
+        ready
+    }
+
+    /// Tells the timeline of work on a block that began at `began`.
+    pub(crate) fn note(&self, resource: Resource, began: Instant, what: &str, block: usize) {
+        if let Some(timeline) = &self.config.timeline {
+            timeline.note(resource, began, format!("{what} {}", self.network.blocks[block].name()));
+        }
     }
 
     pub(crate) fn release(&self, fetcher: &mut Fetcher<'_>, ready: Vec<Ready>) -> Result {
@@ -560,6 +626,7 @@ impl Pass<'_> {
             loss: loss.view_mut(),
             loss_scale: self.loss_scale,
             kv: None,
+            kept: Kept::Nothing,
         }
     }
 }

@@ -7,6 +7,7 @@
 use crate::gradients::{Arriving, GradientPark, Landed};
 use crate::runs::Runs;
 use crate::state::{KINDS_MAX, StateHome, StateKinds};
+use crate::timeline::{Resource, Timeline};
 use crate::{EngineError, Result};
 use crossbeam::channel::Receiver;
 use rayon::prelude::*;
@@ -67,6 +68,7 @@ pub(crate) struct Updater<'a> {
     pub(crate) slots: &'a UpdateSlots,
     pub(crate) spec: &'a StoreSpec,
     pub(crate) pool: &'a rayon::ThreadPool,
+    pub(crate) timeline: Option<&'a Timeline>,
 }
 
 /// The chunks of an update, in their order.
@@ -178,12 +180,15 @@ impl Updater<'_> {
     }
 
     fn finish(&self, store: &DiskStore, park: &GradientPark, chunk: Chunk) -> Result<Duration> {
+        let chunk_at = (chunk.group, chunk.chunk);
         let began = Instant::now();
         let mut landed = Vec::with_capacity(chunk.state.len() + 1);
         for arriving in chunk.state.into_iter().chain([chunk.gradient]) {
             landed.push(arriving.land()?);
         }
         let stalled = began.elapsed();
+        self.note(Resource::UpdateWait, began, &chunk_at);
+        let began = Instant::now();
         let elements = self.spec.chunk_len(chunk.group, chunk.chunk);
         let verified = self.share(elements, landed, Landed::verify);
         let mut leases = verified.into_iter().collect::<Result<Vec<Lease>>>()?;
@@ -195,7 +200,14 @@ impl Updater<'_> {
         for (blob, sealed) in self.kinds.blobs.iter().zip(sealed) {
             store.write_sealed(BlobKey { group: chunk.group, kind: blob.kind }, chunk.chunk, sealed)?;
         }
+        self.note(Resource::Update, began, &chunk_at);
         Ok(stalled)
+    }
+
+    fn note(&self, resource: Resource, began: Instant, (group, chunk): &(usize, usize)) {
+        if let Some(timeline) = self.timeline {
+            timeline.note(resource, began, format!("{} #{chunk}", self.spec.groups[*group].name));
+        }
     }
 
     /// Does `work` on each buffer of a chunk of so many elements, on several threads if they are worth waking: the

@@ -104,12 +104,15 @@ pub(super) struct OnCard {
 impl OnCard {
     pub(super) fn new(device: &Arc<CudaDevice>, stream: &Arc<CudaStream>) -> Result<Self, DeviceError> {
         let compiler = Compiler::new(device);
-        let mut functions = HashMap::new();
+        let mut functions: HashMap<&'static str, Function> = HashMap::new();
         for source in &SOURCES {
             let module = Module::load_image(device, &compiler.compile(&source.compiled())?)?;
             for &kernel in source.kernels {
                 functions.insert(kernel, module.function(kernel)?);
             }
+        }
+        for (kernel, shared_bytes) in super::attention::large_shared_bytes() {
+            functions[kernel].allow_shared_bytes(shared_bytes)?;
         }
         Ok(Self { functions, stream: Arc::clone(stream), device: Arc::clone(device) })
     }

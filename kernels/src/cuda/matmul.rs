@@ -1,11 +1,15 @@
-//! Products: by cuBLASLt where it can, else by the kernels of `matmul.cu` and `quantized.cu`.
+//! Products: by cuBLASLt where it can, else by the kernels of `matmul_mma.cu`, `matmul.cu` and `quantized.cu`.
 
-use super::{Cuda, THREADS, operand, too_large};
+use super::{Cuda, THREADS, VECTOR, operand, too_large};
 use crate::check::{self, ProductDims};
 use crate::{Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
 
 /// Rows and columns of a tile.
 const TILE: usize = 64;
+/// `SIDE` of `matmul_mma.cu`: rows and columns of a tile for tensor cores.
+const TILE_MMA: usize = 128;
+/// `STAGES` slabs of both operands, 32 deep, of 16 bits an element.
+const SHARED_BYTES_MMA: u32 = 3 * 2 * 2 * 32 * 128;
 /// Bytes of two slabs of a tile's operands, by their depth.
 const fn slab_bytes(depth: u32) -> u32 {
     4 * 2 * depth * 68
@@ -29,7 +33,31 @@ impl Matmul for Cuda {
         let mut arguments =
             self.arguments().read(a).flag(spec.trans_a).read(b).flag(spec.trans_b).write(&out);
         arguments = arguments.flag(spec.accumulate).long(dims.m).long(dims.n).long(dims.l);
-        self.launch(OP, "matmul_plain", tiles(OP, dims)?, THREADS, slab_bytes(16), &mut arguments)
+        if let Some(kernel) = self.tensor_core_product(a, b, &out, spec) {
+            let tiles = tiles(OP, dims, TILE_MMA)?;
+            return self.launch(OP, kernel, tiles, THREADS, SHARED_BYTES_MMA, &mut arguments);
+        }
+        self.launch(OP, "matmul_plain", tiles(OP, dims, TILE)?, THREADS, slab_bytes(16), &mut arguments)
+    }
+}
+
+impl Cuda {
+    /// The kernel for tensor cores that takes this product, if any does.
+    fn tensor_core_product(
+        &self,
+        a: View<'_>,
+        b: View<'_>,
+        out: &ViewMut<'_>,
+        spec: MatmulSpec,
+    ) -> Option<&'static str> {
+        let kernel = match (spec.trans_a, spec.trans_b) {
+            (false, true) => "matmul_mma_nt",
+            (false, false) => "matmul_mma_nn",
+            (true, false) => "matmul_mma_tn",
+            (true, true) => return None,
+        };
+        let whole_chunks = [a, b].iter().all(|view| view.shape().last().is_multiple_of(VECTOR));
+        (whole_chunks && self.fits_tensor_cores(&[a, b], &[out.view()])).then_some(kernel)
     }
 }
 
@@ -47,7 +75,7 @@ impl QuantizedMatmul for Cuda {
             return self.launch(
                 OP,
                 "quantized_tile",
-                tiles(OP, dims)?,
+                tiles(OP, dims, TILE)?,
                 THREADS,
                 slab_bytes(32),
                 &mut arguments,
@@ -63,8 +91,8 @@ impl QuantizedMatmul for Cuda {
     }
 }
 
-fn tiles(op: &'static str, dims: ProductDims) -> Result<[u32; 3]> {
-    let tiles = dims.m.div_ceil(TILE) * dims.n.div_ceil(TILE);
+fn tiles(op: &'static str, dims: ProductDims, side: usize) -> Result<[u32; 3]> {
+    let tiles = dims.m.div_ceil(side) * dims.n.div_ceil(side);
     match i32::try_from(tiles) {
         Ok(count) => Ok([count.unsigned_abs(), 1, 1]),
         Err(_) => Err(too_large(op, "tiles", tiles)),

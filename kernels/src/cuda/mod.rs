@@ -1,9 +1,10 @@
 //! The CUDA backend: one `.cu` file per operation, compiled for the very card when the kernel set is made.
 //!
-//! The files say what each kernel computes, in which order and at what cost; `common.cuh` is put in front of all of them.
+//! The files say what each kernel computes, in which order and at what cost; `common.cuh` is put in front of all of them,
+//! `mma.cuh` in front of those for tensor cores, which take bf16 and f16 operands of the commonest shapes.
 //! This side checks operands as every backend does, chooses grids, and launches on one stream: operands are device
 //! memory, nothing is waited for. Products go to cuBLASLt where it is found ([`CudaConfig`]), else to the kernels of
-//! `matmul.cu`.
+//! `matmul_mma.cu` and `matmul.cu`.
 //!
 //! Every result depends on operands and shapes alone, on one card and one version of the libraries. Working memory is
 //! taken when the set is made and never grows: [`SCRATCH_BYTES`].
@@ -20,7 +21,7 @@ mod pointwise;
 mod rows;
 mod sources;
 
-use crate::{KernelError, KernelSet, Result};
+use crate::{DType, KernelError, KernelSet, Result, View};
 use launch::{Arguments, OnCard};
 use std::sync::{Arc, Mutex};
 use terrace_device::cuda::{CudaDevice, CudaStream};
@@ -34,6 +35,9 @@ pub const SCRATCH_BYTES: usize = cublaslt::WORKSPACE_BYTES + rows::LOSS_BYTES;
 pub struct CudaConfig {
     /// Do not use cuBLASLt even where it is found.
     pub own_products: bool,
+    /// Do not use the kernels for tensor cores (cuBLASLt is another matter): attention then rounds nothing but its results,
+    /// where they round probabilities to the operands' dtype, too.
+    pub plain_kernels: bool,
 }
 
 /// A kernel set that runs on `stream`, with cuBLASLt if it is found.
@@ -56,7 +60,13 @@ pub fn with_config(
     let card = OnCard::new(device, stream)?;
     let scratch = device.arena(SCRATCH_BYTES)?.alloc(SCRATCH_BYTES)?;
     let products = if config.own_products { None } else { cublaslt::Products::new(device, stream)? };
-    let cuda = Arc::new(Cuda { card, products, scratch, losses: Mutex::default() });
+    let cuda = Arc::new(Cuda {
+        card,
+        products,
+        tensor_cores: !config.plain_kernels,
+        scratch,
+        losses: Mutex::default(),
+    });
     Ok(KernelSet {
         matmul: cuda.clone(),
         quantized_matmul: cuda.clone(),
@@ -75,6 +85,8 @@ pub fn with_config(
 struct Cuda {
     card: OnCard,
     products: Option<cublaslt::Products>,
+    /// Whether to use the kernels for them where they fit.
+    tensor_cores: bool,
     /// cuBLASLt's workspace, then the losses of rows. One stream uses it, so that uses of it have an order.
     scratch: Region,
     /// Held from the launch that writes losses to the one that adds them.
@@ -96,6 +108,18 @@ impl Cuda {
         // the operation keeps valid and ordered by the stream.
         let launched = unsafe { self.card.launch(kernel, grid, threads, shared_bytes, arguments) };
         launched.map_err(|error| failed(op, &error))
+    }
+
+    /// Whether kernels for tensor cores may take `operands` and write `results`: one dtype of 16 bits, and addresses from
+    /// which 16 bytes can be moved at once. Like every case of cuBLASLt, this follows from the layout of a group's weights,
+    /// not from where the group lies.
+    fn fits_tensor_cores(&self, operands: &[View<'_>], results: &[View<'_>]) -> bool {
+        let dtype = operands[0].dtype();
+        let aligned = |view: &View<'_>| (view.bytes().address().as_ptr() as usize).is_multiple_of(16);
+        self.tensor_cores
+            && matches!(dtype, DType::BF16 | DType::F16)
+            && operands.iter().all(|operand| operand.dtype() == dtype)
+            && operands.iter().chain(results).all(aligned)
     }
 
     /// A launch over elements or vectors of them, which strides over what the grid does not cover.

@@ -6,7 +6,7 @@ use terrace_device::cuda::Source;
 #[derive(Debug)]
 pub(super) struct KernelSource {
     name: &'static str,
-    /// With `common.cuh` in front.
+    /// With `common.cuh` in front, and `mma.cuh` where the name ends in `_mma`.
     text: &'static str,
     /// The kernels in it.
     pub kernels: &'static [&'static str],
@@ -21,12 +21,20 @@ impl KernelSource {
 
 macro_rules! source {
     ($name:literal, $($kernel:literal),+) => {
+        source!($name behind "", $($kernel),+)
+    };
+    (tensor_cores $name:literal, $($kernel:literal),+) => {
+        source!($name behind concat!("#line 1 \"mma.cuh\"\n", include_str!("mma.cuh"), "\n"), $($kernel),+)
+    };
+    ($name:literal behind $header:expr, $($kernel:literal),+) => {
         KernelSource {
             name: $name,
             text: concat!(
                 "#line 1 \"common.cuh\"\n",
                 include_str!("common.cuh"),
-                "\n#line 1 \"",
+                "\n",
+                $header,
+                "#line 1 \"",
                 $name,
                 "\"\n",
                 include_str!($name)
@@ -36,7 +44,7 @@ macro_rules! source {
     };
 }
 
-pub(super) static SOURCES: [KernelSource; 10] = [
+pub(super) static SOURCES: [KernelSource; 12] = [
     source!(
         "elementwise.cu",
         "elementwise_add",
@@ -51,6 +59,7 @@ pub(super) static SOURCES: [KernelSource; 10] = [
     source!("embedding.cu", "embedding_gather", "embedding_scatter_add"),
     source!("cross_entropy.cu", "cross_entropy_rows", "cross_entropy_add"),
     source!("matmul.cu", "matmul_plain"),
+    source!(tensor_cores "matmul_mma.cu", "matmul_mma_nt", "matmul_mma_nn", "matmul_mma_tn"),
     source!("quantized.cu", "quantized_thin", "quantized_tile"),
     source!(
         "attention.cu",
@@ -61,6 +70,15 @@ pub(super) static SOURCES: [KernelSource; 10] = [
         "attention_dq_128",
         "attention_dkv_64",
         "attention_dkv_128"
+    ),
+    source!(
+        tensor_cores "attention_mma.cu",
+        "attention_forward_mma_64",
+        "attention_forward_mma_128",
+        "attention_dq_mma_64",
+        "attention_dq_mma_128",
+        "attention_dkv_mma_64",
+        "attention_dkv_mma_128"
     ),
 ];
 

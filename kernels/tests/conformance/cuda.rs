@@ -20,26 +20,28 @@ use terrace_kernels::{DType, reference};
 /// Set by `cargo xtask cuda-mock`: the kernels' library.
 const VARIABLE: &str = "TERRACE_SHIM_LIBRARY";
 
-/// All variants, if there is a driver to run them on.
+/// All variants with the plain kernels, if there is a driver to run them on.
 pub fn backends() -> Option<Vec<(String, KernelSet)>> {
-    std::env::var_os(VARIABLE)?;
-    let device = CudaDevice::open(0).expect("the driver that was asked for");
     let variant = |name: &str, misplaced, own_products| {
-        (name.to_owned(), on_device(&device, misplaced, CudaConfig { own_products }))
+        let config = CudaConfig { own_products, plain_kernels: true };
+        Some((name.to_owned(), on_device(misplaced, config)?))
     };
     Some(vec![
-        variant("cuda", 0, true),
-        variant("cuda, operands at odd places", 1, true),
-        variant("cuda, cuBLASLt", 0, false),
+        variant("cuda", 0, true)?,
+        variant("cuda, operands at odd places", 1, true)?,
+        variant("cuda, cuBLASLt", 0, false)?,
     ])
 }
 
-fn on_device(device: &Arc<CudaDevice>, misplaced: usize, config: CudaConfig) -> KernelSet {
+/// A set for operands that begin `misplaced` elements after even places.
+pub fn on_device(misplaced: usize, config: CudaConfig) -> Option<KernelSet> {
+    std::env::var_os(VARIABLE)?;
+    let device = CudaDevice::open(0).expect("the driver that was asked for");
     let stream = Arc::clone(device.compute_stream());
-    let set = cuda::with_config(device, &stream, config).expect("kernels that compile");
+    let set = cuda::with_config(&device, &stream, config).expect("kernels that compile");
     let arena = device.arena(64 << 20).expect("memory for operands");
     let card = Arc::new(OnDevice { set, arena, stream, misplaced });
-    KernelSet {
+    Some(KernelSet {
         matmul: card.clone(),
         quantized_matmul: card.clone(),
         rms_norm: card.clone(),
@@ -50,7 +52,7 @@ fn on_device(device: &Arc<CudaDevice>, misplaced: usize, config: CudaConfig) -> 
         cross_entropy: card.clone(),
         elementwise: card.clone(),
         reduce: card,
-    }
+    })
 }
 
 /// Runs a set on operands in host memory.

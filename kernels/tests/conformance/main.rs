@@ -19,4 +19,5 @@ mod norm;
 mod quantized;
 mod rope;
 mod support;
+mod tensor_cores;
 mod threads;

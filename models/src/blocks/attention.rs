@@ -29,9 +29,9 @@ pub(crate) struct Attention {
 /// Without head norms queries and keys are rotated in place, so that after [`Attention::attend`] they hold the rotated ones.
 #[derive(Debug)]
 pub(crate) struct Projected {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    pub(crate) q: Tensor,
+    pub(crate) k: Tensor,
+    pub(crate) v: Tensor,
 }
 
 /// Queries and keys as attention sees them, apart from the projections because of the head norms.
@@ -46,8 +46,8 @@ struct Heads {
 /// The result of attention.
 #[derive(Debug)]
 pub(crate) struct Attended {
-    out_BSHK: Tensor,
-    lse_BHS: Tensor,
+    pub(crate) out_BSHK: Tensor,
+    pub(crate) lse_BHS: Tensor,
 }
 
 /// Gradients of queries, keys and values, in the shapes of [`Projected`].

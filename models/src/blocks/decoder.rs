@@ -1,10 +1,10 @@
 //! One decoder layer: attention and feed-forward, each behind a norm and around a residual.
 
-use super::attention::Attention;
+use super::attention::{Attended, Attention, Projected};
 use super::layers::Params;
-use super::mlp::Mlp;
+use super::mlp::{Inner, Mlp};
 use crate::ModelConfig;
-use terrace_kernels::{DType, QuantFormat, View, ViewMut};
+use terrace_kernels::{DType, QuantFormat, Tensor, View, ViewMut};
 use terrace_zero::{Block, Context, Gradients, KvSpec, Mode, OutputSpec, ParamSpec, Result, Weights};
 
 /// A decoder layer.
@@ -12,7 +12,8 @@ use terrace_zero::{Block, Context, Gradients, KvSpec, Mode, OutputSpec, ParamSpe
 /// Memory beside operands, in elements of the activation dtype (norms and statistics left out), with R the smaller of T
 /// and [`TILE_ROWS`](super::TILE_ROWS): forward the larger of T·(2H+2G)·K in attention and R·3F in the feed-forward; backward the
 /// larger of T·((2H+2G)·K + D) + R·(D+5F) in the feed-forward and T·(4H+4G)·K in attention. Head norms add T·(H+G)·K while
-/// in attention.
+/// in attention. A layer that keeps leaves T·((2H+2G)·K + D + 2F) elements and the log-sum-exp of attention from forward to
+/// backward, which then computes no product of the forward again.
 #[derive(Debug)]
 pub struct DecoderBlock {
     name: String,
@@ -20,6 +21,17 @@ pub struct DecoderBlock {
     attention: Attention,
     mlp: Mlp,
     hidden: usize,
+}
+
+/// What backward needs of the forward.
+#[derive(Debug)]
+struct Intermediates {
+    projected: Projected,
+    attended: Attended,
+    /// Between the halves.
+    y1_TD: Tensor,
+    /// Recomputed tile by tile, if it was not kept.
+    inner: Option<Inner>,
 }
 
 impl DecoderBlock {
@@ -35,6 +47,15 @@ impl DecoderBlock {
         let mlp = Mlp::new(config, &mut params);
         let name = format!("layers.{layer}");
         Self { name, params: params.specs, attention, mlp, hidden: config.hidden }
+    }
+
+    /// The forward up to the feed-forward.
+    fn first_half(&self, cx: &mut Context<'_>, weights: &Weights<'_>, x: View<'_>) -> Result<Intermediates> {
+        let mut projected = self.attention.project(cx, weights, x)?;
+        let attended = self.attention.attend(cx, weights, &mut projected)?;
+        let mut y1_TD = cx.tensor(x.shape().dims())?;
+        self.attention.residual(cx, weights, &attended, x, y1_TD.view_mut())?;
+        Ok(Intermediates { projected, attended, y1_TD, inner: None })
     }
 }
 
@@ -63,6 +84,12 @@ impl Block for DecoderBlock {
         mut y: ViewMut<'_>,
     ) -> Result {
         let x = x.expect("a decoder layer is never the first block");
+        if cx.keeps() {
+            let mut half = self.first_half(cx, weights, x)?;
+            half.inner = Some(self.mlp.forward_keeping(cx, weights, half.y1_TD.view(), y)?);
+            cx.keep(half.into_tensors());
+            return Ok(());
+        }
         let mut projected = self.attention.project(cx, weights, x)?;
         let attended = self.attention.attend(cx, weights, &mut projected)?;
         drop(projected);
@@ -83,12 +110,34 @@ impl Block for DecoderBlock {
         let x = x.expect("a decoder layer is never the first block");
         let dy = dy.expect("a decoder layer is never the last block");
         let mut dx = dx.expect("a decoder layer is never the first block");
-        let mut projected = self.attention.project(cx, weights, x)?;
-        let attended = self.attention.attend(cx, weights, &mut projected)?;
-        let mut y1_TD = cx.tensor(x.shape().dims())?;
-        self.attention.residual(cx, weights, &attended, x, y1_TD.view_mut())?;
-        self.mlp.backward(cx, weights, y1_TD.view(), dy, dx.reborrow(), gradients)?;
-        drop(y1_TD);
+        let Intermediates { projected, attended, y1_TD, inner } = match cx.take_kept() {
+            Some(kept) => Intermediates::from_tensors(kept),
+            None => self.first_half(cx, weights, x)?,
+        };
+        self.mlp.backward(cx, weights, y1_TD.view(), inner.as_ref(), dy, dx.reborrow(), gradients)?;
+        drop((y1_TD, inner));
         self.attention.backward(cx, weights, x, projected, attended, dx, gradients)
+    }
+}
+
+impl Intermediates {
+    /// In the order of [`from_tensors`](Self::from_tensors).
+    fn into_tensors(self) -> Vec<Tensor> {
+        let Self { projected: Projected { q, k, v }, attended: Attended { out_BSHK, lse_BHS }, y1_TD, inner } =
+            self;
+        let mut tensors = vec![q, k, v, out_BSHK, lse_BHS, y1_TD];
+        tensors.extend(inner.into_iter().flat_map(|Inner { gate_TF, up_TF }| [gate_TF, up_TF]));
+        tensors
+    }
+
+    fn from_tensors(kept: Vec<Tensor>) -> Self {
+        let [q, k, v, out_BSHK, lse_BHS, y1_TD, gate_TF, up_TF] =
+            kept.try_into().expect("a layer gets what its own forward kept");
+        Self {
+            projected: Projected { q, k, v },
+            attended: Attended { out_BSHK, lse_BHS },
+            y1_TD,
+            inner: Some(Inner { gate_TF, up_TF }),
+        }
     }
 }

@@ -6,6 +6,13 @@ use crate::ModelConfig;
 use terrace_kernels::{DType, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
 
+/// What gate and up give for all rows, kept for backward: `[T, F]` each.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub(crate) gate_TF: Tensor,
+    pub(crate) up_TF: Tensor,
+}
+
 /// Parameters of the feed-forward half.
 #[derive(Debug)]
 pub(crate) struct Mlp {
@@ -41,7 +48,7 @@ impl Mlp {
                 let gate_RF = self.gate.forward(cx, weights, normed.out.view())?;
                 let up_RF = self.up.forward(cx, weights, normed.out.view())?;
                 drop(normed.out);
-                let act_RF = self.activate(cx, &gate_RF, &up_RF)?;
+                let act_RF = self.activate(cx, gate_RF.view(), up_RF.view())?;
                 drop((gate_RF, up_RF));
                 self.down.forward(cx, weights, act_RF.view())?
             };
@@ -50,12 +57,44 @@ impl Mlp {
         Ok(())
     }
 
-    /// `dx = dy + ∂(feed-forward)/∂y1 · dy`, where `y1_TD` is what [`forward`](Self::forward) was given.
+    /// As [`forward`](Self::forward), with the same bits, but `y1_TD` stays and `y = y1 + feed-forward(y1)`; gives what
+    /// [`backward`](Self::backward) would recompute.
+    pub(crate) fn forward_keeping(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y1_TD: View<'_>,
+        mut y_TD: ViewMut<'_>,
+    ) -> Result<Inner> {
+        let dims_TF = [y1_TD.shape().rows(), self.feed_forward];
+        let mut gate_TF = cx.tensor(&dims_TF)?;
+        let mut up_TF = cx.tensor(&dims_TF)?;
+        for (start, end) in tiles(y1_TD.shape().rows(), TILE_ROWS) {
+            let y1_RD = y1_TD.rows(start, end);
+            let normed = self.norm.forward(cx, weights, y1_RD)?;
+            drop(normed.rstd);
+            self.gate.forward_into(cx, weights, normed.out.view(), gate_TF.view_mut().rows(start, end))?;
+            self.up.forward_into(cx, weights, normed.out.view(), up_TF.view_mut().rows(start, end))?;
+            drop(normed.out);
+            let (gate_RF, up_RF) = (gate_TF.view().rows(start, end), up_TF.view().rows(start, end));
+            let act_RF = self.activate(cx, gate_RF, up_RF)?;
+            let mut y_RD = y_TD.reborrow().rows(start, end);
+            self.down.forward_into(cx, weights, act_RF.view(), y_RD.reborrow())?;
+            // The sum of two numbers does not depend on their order.
+            cx.kernels.elementwise.add_assign(y_RD, y1_RD)?;
+        }
+        Ok(Inner { gate_TF, up_TF })
+    }
+
+    /// `dx = dy + ∂(feed-forward)/∂y1 · dy`, where `y1_TD` is what [`forward`](Self::forward) was given. Without what
+    /// [`forward_keeping`](Self::forward_keeping) gave it is recomputed, tile by tile.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     pub(crate) fn backward(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
         y1_TD: View<'_>,
+        inner: Option<&Inner>,
         dy_TD: View<'_>,
         mut dx_TD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
@@ -63,25 +102,37 @@ impl Mlp {
         for (start, end) in tiles(y1_TD.shape().rows(), TILE_ROWS) {
             let dx_RD = dx_TD.reborrow().rows(start, end);
             let (y1_RD, dy_RD) = (y1_TD.rows(start, end), dy_TD.rows(start, end));
-            self.backward_tile(cx, weights, y1_RD, dy_RD, dx_RD, gradients)?;
+            let inner = inner.map(|Inner { gate_TF, up_TF }| {
+                (gate_TF.view().rows(start, end), up_TF.view().rows(start, end))
+            });
+            self.backward_tile(cx, weights, y1_RD, inner, dy_RD, dx_RD, gradients)?;
         }
         Ok(())
     }
 
-    /// Holds at most five `[R, F]` tensors: gate, up, dact, dgate, dup.
+    /// Holds at most five `[R, F]` tensors: gate, up (unless `inner` has them), dact, dgate, dup.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     fn backward_tile(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
         y1_RD: View<'_>,
+        inner: Option<(View<'_>, View<'_>)>,
         dy_RD: View<'_>,
         mut dx_RD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let Normed { out: h_RD, rstd } = self.norm.forward(cx, weights, y1_RD)?;
-        let gate_RF = self.gate.forward(cx, weights, h_RD.view())?;
-        let up_RF = self.up.forward(cx, weights, h_RD.view())?;
-        let act_RF = self.activate(cx, &gate_RF, &up_RF)?;
+        let recomputed = match inner {
+            Some(_) => None,
+            None => Some((
+                self.gate.forward(cx, weights, h_RD.view())?,
+                self.up.forward(cx, weights, h_RD.view())?,
+            )),
+        };
+        let fresh = recomputed.as_ref().map(|(gate, up): &(Tensor, Tensor)| (gate.view(), up.view()));
+        let (gate_RF, up_RF) = inner.or(fresh).expect("what is not kept is recomputed");
+        let act_RF = self.activate(cx, gate_RF, up_RF)?;
         self.down.weight_gradient(cx, dy_RD, act_RF.view(), gradients)?;
         drop(act_RF);
 
@@ -91,13 +142,13 @@ impl Mlp {
         let mut dgate_RF = cx.tensor(&dims_RF)?;
         let mut dup_RF = cx.tensor(&dims_RF)?;
         cx.kernels.activation.swiglu_backward(
-            gate_RF.view(),
-            up_RF.view(),
+            gate_RF,
+            up_RF,
             dact_RF.view(),
             dgate_RF.view_mut(),
             dup_RF.view_mut(),
         )?;
-        drop((gate_RF, up_RF, dact_RF));
+        drop((recomputed, dact_RF));
 
         self.gate.weight_gradient(cx, dgate_RF.view(), h_RD.view(), gradients)?;
         self.up.weight_gradient(cx, dup_RF.view(), h_RD.view(), gradients)?;
@@ -112,9 +163,9 @@ impl Mlp {
         self.norm.backward(cx, weights, dh_RD.view(), y1_RD, rstd.view(), dx_RD, true, gradients)
     }
 
-    fn activate(&self, cx: &Context<'_>, gate_RF: &Tensor, up_RF: &Tensor) -> Result<Tensor> {
+    fn activate(&self, cx: &Context<'_>, gate_RF: View<'_>, up_RF: View<'_>) -> Result<Tensor> {
         let mut act_RF = cx.tensor(gate_RF.shape().dims())?;
-        cx.kernels.activation.swiglu(gate_RF.view(), up_RF.view(), act_RF.view_mut())?;
+        cx.kernels.activation.swiglu(gate_RF, up_RF, act_RF.view_mut())?;
         Ok(act_RF)
     }
 }

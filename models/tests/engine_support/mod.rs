@@ -110,6 +110,7 @@ impl Setup {
                 cache_length: 0,
             },
             overrides: self.overrides,
+            timeline: None,
             identity: self.identity.clone(),
         }
     }

@@ -40,6 +40,7 @@ fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Ve
             cache_length: 0,
         },
         overrides: WindowOverrides { chunk_elements: Some(1 << 14), ..WindowOverrides::default() },
+        timeline: None,
         identity: String::new(),
     };
     let io = open_default(&IoConfig::default()).unwrap();

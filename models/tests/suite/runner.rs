@@ -9,7 +9,7 @@ use terrace_device::{Arena, Device, Space};
 use terrace_kernels::{DType, KernelSet, Tensor};
 use terrace_models::Model;
 use terrace_zero::{
-    Block, Context, Gradients, HostTensor, KvSlot, MicroBatch, Mode, ParamSpec, WeightSource, Weights,
+    Block, Context, Gradients, HostTensor, Kept, KvSlot, MicroBatch, Mode, ParamSpec, WeightSource, Weights,
 };
 
 /// Weights, signals and gradients.
@@ -286,6 +286,7 @@ impl<'a> Run<'a> {
             loss: self.loss.view_mut(),
             loss_scale: self.loss_scale,
             kv,
+            kept: Kept::Nothing,
         };
         body(&mut context);
         assert_eq!(arena.used(), 0, "{} gave everything back", block.name());

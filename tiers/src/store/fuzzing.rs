@@ -3,7 +3,7 @@
 //! `fuzz/` feeds this from a fuzzer; the tests below feed it from proptest, so that it runs on a stable compiler too.
 
 use super::manifest::{FILE_NAME, MAGIC, Manifest, Slot, TRAINER_BYTES_MAX, VERSION, decode, encode};
-use crate::checksum;
+use crate::{BlobKind, BlobSpec, GroupSpec, StoreSpec, checksum};
 use std::path::Path;
 use std::sync::Arc;
 use terrace_aio::engine::{SimConfig, SimEngine};
@@ -36,11 +36,22 @@ fn open(file: &[u8]) {
         engine.close(id)
     };
     write().expect("a simulated disk without faults takes a small file");
-    if let Ok((manifest, _)) = Manifest::open(&engine, dir) {
-        for table_len in [0, 1, 1000] {
+    if let Ok((manifest, _)) = Manifest::open(&engine, dir, OpenMode::Read) {
+        for elements in [0, 1, 1000] {
             // An error is an answer.
-            let _ = manifest.newest(table_len);
+            let _ = manifest.newest(&spec(elements));
         }
+    }
+}
+
+/// A layout whose table has as many entries as there are `elements`.
+fn spec(elements: u64) -> StoreSpec {
+    StoreSpec {
+        groups: vec![GroupSpec { name: "g".into(), elements }],
+        kinds: vec![BlobSpec::plain(BlobKind::Weight, 2)],
+        chunk_elements: 1,
+        generations: 2,
+        identity: String::new(),
     }
 }
 

@@ -36,6 +36,24 @@ impl DirLock {
     }
 }
 
+impl DirLock {
+    /// Locks an existing directory against those who change it, but not against others who look. Nothing is created: where the
+    /// lock file is missing, as in a copy of the state, there is nobody to keep out and no lock.
+    pub(super) fn share(dir: &Path) -> Result<Option<Self>, TierError> {
+        let path = dir.join(FILE_NAME);
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(TierError::File { doing: "opening", path, source }),
+        };
+        match file.try_lock_shared() {
+            Ok(()) => Ok(Some(Self { _file: file })),
+            Err(TryLockError::WouldBlock) => Err(TierError::Locked { dir: dir.to_owned(), lock: path }),
+            Err(TryLockError::Error(source)) => Err(TierError::File { doing: "locking", path, source }),
+        }
+    }
+}
+
 /// Creates a directory and those above it, such that a power cut does not take them away with the state inside.
 fn create_durably(dir: &Path) -> std::io::Result<()> {
     if dir.is_dir() {

@@ -41,6 +41,24 @@ pub(super) struct Slot {
     pub(super) trainer: Vec<u8>,
 }
 
+/// What one of the two places for a slot holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Found {
+    /// Zeros: nothing was ever written there.
+    Blank,
+    /// No whole slot: damaged, or a commit that was cut off.
+    Torn(Option<Claim>),
+    /// A slot as it was written.
+    Whole(Slot),
+}
+
+/// What the header of a slot that is not whole says, which may be wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Claim {
+    pub(super) sequence: u64,
+    pub(super) step: u64,
+}
+
 #[derive(Debug)]
 pub(super) struct Manifest {
     engine: Arc<dyn IoEngine>,
@@ -87,10 +105,14 @@ impl Manifest {
     }
 
     /// Opens a manifest and gives its spec.
-    pub(super) fn open(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<(Self, StoreSpec), TierError> {
+    pub(super) fn open(
+        engine: &Arc<dyn IoEngine>,
+        dir: &Path,
+        mode: OpenMode,
+    ) -> Result<(Self, StoreSpec), TierError> {
         let path = dir.join(FILE_NAME);
         let damaged = |detail: &str| TierError::Damaged { path: path.clone(), detail: detail.into() };
-        let file = match OpenFile::open(engine, &path, OpenMode::ReadWrite) {
+        let file = match OpenFile::open(engine, &path, mode) {
             Ok(file) => file,
             Err(error) if crate::volume::is_missing(&error) => {
                 return Err(TierError::NoState { path: path.clone(), detail: "there is no manifest".into() });
@@ -142,20 +164,40 @@ impl Manifest {
     }
 
     /// The newest valid slot, if any was ever committed.
-    pub(super) fn newest(&self, table_len: usize) -> Result<Option<Slot>, TierError> {
-        let pages = [self.slot_page(0)?, self.slot_page(1)?];
-        let slots = pages.iter().filter_map(|page| decode(page, table_len));
-        let newest = slots.max_by_key(|slot| slot.sequence);
+    pub(super) fn newest(&self, spec: &StoreSpec) -> Result<Option<Slot>, TierError> {
+        let found = self.slots(spec)?;
         // A torn first commit leaves slot 0 blank; anything in it means that there was a whole one.
-        if newest.is_none() && pages[0].iter().any(|&byte| byte != 0) {
+        let is_lost = found[0] != Found::Blank;
+        let newest = found.into_iter().filter_map(Found::whole).max_by_key(|slot| slot.sequence);
+        if newest.is_none() && is_lost {
             let detail = "neither of the two slots of its manifest is whole".into();
             return Err(TierError::Damaged { path: self.path.clone(), detail });
         }
         Ok(newest)
     }
 
+    /// What both places hold.
+    pub(super) fn slots(&self, spec: &StoreSpec) -> Result<[Found; 2], TierError> {
+        let table_len = spec.table_len();
+        let found = |index: u64| -> Result<Found, TierError> {
+            let page = self.slot_page(index)?;
+            let is_sound = |slot: &Slot| slot.sequence % 2 == index && slot.live < spec.generations;
+            Ok(match decode(&page, table_len).filter(is_sound) {
+                Some(slot) => Found::Whole(slot),
+                None if page.iter().all(|&byte| byte == 0) => Found::Blank,
+                None => Found::Torn(claim(&page).filter(|claim| claim.sequence % 2 == index)),
+            })
+        };
+        Ok([found(0)?, found(1)?])
+    }
+
+    /// Where slot `index` lies in the file: offset and length.
+    pub(super) fn slot_extent(&self, index: u64) -> (u64, u64) {
+        (self.slots_at + index * self.slot_bytes as u64, self.slot_bytes as u64)
+    }
+
     fn slot_page(&self, index: u64) -> Result<IoBuf, TierError> {
-        let at = self.slots_at + index * self.slot_bytes as u64;
+        let (at, _) = self.slot_extent(index);
         Ok(self.engine.submit(Request::read(self.file.id, at, IoBuf::zeroed(self.slot_bytes))).wait()?)
     }
 
@@ -165,15 +207,30 @@ impl Manifest {
         Ok(self.engine.remove(&self.path)?)
     }
 
-    /// Writes a slot over the older one and makes it durable.
+    /// Writes a slot to the place of its sequence number, over the older one in a commit, and makes it durable.
     pub(super) fn write(&self, slot: &Slot) -> Result<(), TierError> {
         assert!(slot.trainer.len() <= TRAINER_BYTES_MAX, "the trainer's words fit the slot");
         let page = encode(slot, self.slot_bytes);
-        let at = self.slots_at + (slot.sequence % 2) * self.slot_bytes as u64;
+        let (at, _) = self.slot_extent(slot.sequence % 2);
         self.engine.submit(Request::write(self.file.id, at, page)).wait()?;
         self.engine.sync(self.file.id).wait()?;
         Ok(())
     }
+}
+
+impl Found {
+    pub(super) fn whole(self) -> Option<Slot> {
+        match self {
+            Self::Whole(slot) => Some(slot),
+            Self::Blank | Self::Torn(_) => None,
+        }
+    }
+}
+
+fn claim(page: &[u8]) -> Option<Claim> {
+    let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
+    let is_slot = page.len() >= SLOT_HEADER && page[0..8] == SLOT_MAGIC;
+    is_slot.then(|| Claim { sequence: word(8), step: word(16) })
 }
 
 pub(super) fn encode(slot: &Slot, slot_bytes: usize) -> IoBuf {

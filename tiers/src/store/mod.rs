@@ -14,16 +14,19 @@
 //! - *write after a failed commit* (a slot whose sync failed may be durable all the same, and refers to the generation that a
 //!   retry would overwrite): from then on the store refuses writes, until it is opened again.
 
+mod extents;
 #[doc(hidden)]
 pub mod fuzzing;
 mod lock;
 mod manifest;
 mod transfer;
+mod verify;
+mod view;
 
-use crate::key::AddressMap;
 use crate::pool::Lease;
 use crate::volume::{Volume, World, require_space};
-use crate::{BlobKey, BlobKind, Generation, StoreSpec, Striping, TierError};
+use crate::{BlobKey, Generation, StoreSpec, Striping, TierError};
+use extents::Extents;
 use lock::DirLock;
 use manifest::{Manifest, Slot};
 use std::collections::{HashMap, VecDeque};
@@ -31,18 +34,18 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use terrace_aio::{IoEngine, IoError, OpKind, Ticket};
+use terrace_aio::{IoEngine, IoError, OpKind, OpenMode, Ticket};
 pub(crate) use transfer::Check;
 pub use transfer::{Arrived, PendingRead, Sealed};
+pub use verify::{Damage, DamageCause, FilePart, Verification};
+pub use view::{Access, Commit, CommitFacts, SlotFacts, SlotState, StoreView};
 
 const DATA_FILE: &str = "state.bin";
 
 /// A store of blobs over one or more directories.
 #[derive(Debug)]
 pub struct DiskStore {
-    spec: StoreSpec,
-    map: AddressMap,
-    volume: Volume,
+    extents: Extents,
     manifest: Manifest,
     versions: Mutex<Versions>,
     /// Says that [`Versions::claimed`] went down.
@@ -115,11 +118,9 @@ impl DiskStore {
         let live = spec.generations - 1;
         let committed = Committed { step: 0, trainer: Vec::new() };
         Ok(Self {
-            map: AddressMap::new(&spec),
             versions: Mutex::new(Versions::new(committed, 0, live, table)),
             released: Condvar::new(),
-            spec,
-            volume,
+            extents: Extents::new(spec, volume),
             manifest,
             _locks: locks,
         })
@@ -137,19 +138,18 @@ impl DiskStore {
             });
         }
         let locks = lock_all(World::of(&**engine), dirs)?;
-        let (manifest, spec) =
-            Manifest::open(engine, &dirs[0]).map_err(|e| hint_at_order(engine, dirs, e))?;
-        let Some(slot) = manifest.newest(spec.table_len())? else {
+        let (manifest, spec) = Manifest::open(engine, &dirs[0], OpenMode::ReadWrite)
+            .map_err(|e| hint_at_order(engine, dirs, e))?;
+        let Some(slot) = manifest.newest(&spec)? else {
             let detail = "its creation never finished; start again without --resume".into();
             return Err(TierError::NoState { path: manifest.path.clone(), detail });
         };
-        let volume = Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id)?;
+        let volume =
+            Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id, OpenMode::ReadWrite)?;
         Ok(Self {
-            map: AddressMap::new(&spec),
             versions: Mutex::new(Versions::of(slot)),
             released: Condvar::new(),
-            spec,
-            volume,
+            extents: Extents::new(spec, volume),
             manifest,
             _locks: locks,
         })
@@ -157,12 +157,12 @@ impl DiskStore {
 
     /// The layout.
     pub fn spec(&self) -> &StoreSpec {
-        &self.spec
+        &self.extents.spec
     }
 
     /// The directories, and how the state was shared among them when it was made.
     pub fn striping(&self) -> &Striping {
-        self.volume.striping()
+        self.extents.volume.striping()
     }
 
     /// What the last commit said.
@@ -186,39 +186,28 @@ impl DiskStore {
         generation: Generation,
         lease: Lease,
     ) -> Result<PendingRead, TierError> {
-        let kind = self.kind_index(key.kind);
-        let mut checks = Vec::with_capacity(chunks.len());
-        let mut start = 0;
         let versions = match generation {
             Generation::Live => self.lock(),
             Generation::Next | Generation::Newest => self.fenced(key)?,
         };
-        let is_written = |chunk| versions.next.written[self.map.table_entry(key.group, kind, chunk)];
+        let is_written = |chunk| versions.next.written[self.extents.entry(key, chunk)];
         let generation = match generation {
             Generation::Newest if chunks.clone().any(is_written) => Generation::Next,
             Generation::Newest => Generation::Live,
             named => named,
         };
         let generation_index = self.generation_index(&versions, generation);
-        for chunk in chunks.clone() {
-            let len = self.spec.chunk_bytes(key, chunk);
-            let entry = self.map.table_entry(key.group, kind, chunk);
-            let sum = if generation == Generation::Live {
-                versions.live_table[entry]
-            } else {
-                assert!(is_written(chunk), "chunk {chunk} of {key:?} is written before it is read");
-                versions.next.table[entry]
-            };
-            let (file, offset) = self.volume.locate(self.address(key.group, kind, chunk, generation_index));
-            checks.push(Check { start, len, sum, chunk, file, offset });
-            start += len;
-        }
+        let sum = |chunk| {
+            let entry = self.extents.entry(key, chunk);
+            if generation == Generation::Live {
+                return versions.live_table[entry];
+            }
+            assert!(is_written(chunk), "chunk {chunk} of {key:?} is written before it is read");
+            versions.next.table[entry]
+        };
+        let sums: Vec<u64> = chunks.clone().map(sum).collect();
         drop(versions);
-        assert_eq!(lease.len(), start, "the lease is as long as chunks {chunks:?} of {key:?}");
-        let address = self.address(key.group, kind, chunks.start, generation_index);
-        let label = format!("{} of group {}", key.kind.words(), self.spec.groups[key.group].name);
-        let ticket = self.volume.engine.submit(self.volume.request(OpKind::Read, address, lease.into_io()));
-        Ok(PendingRead::new(ticket, checks, &self.volume, label))
+        Ok(self.extents.read(key, chunks, generation_index, &sums, lease))
     }
 
     /// Starts writing one chunk of the next generation. The lease goes back to its pool when the write is done.
@@ -241,17 +230,17 @@ impl DiskStore {
     /// As [`write`](Self::write).
     pub fn write_sealed(&self, key: BlobKey, chunk: usize, sealed: Sealed) -> Result<(), TierError> {
         let Sealed { lease, sum } = sealed;
-        let kind = self.kind_index(key.kind);
-        let len = self.spec.chunk_bytes(key, chunk);
+        let Extents { spec, volume, .. } = &self.extents;
+        let len = spec.chunk_bytes(key, chunk);
         assert_eq!(lease.len(), len, "the lease is as long as chunk {chunk} of {key:?}");
         let address = {
             let versions = self.lock();
             self.require_certain(&versions)?;
-            self.address(key.group, kind, chunk, self.generation_index(&versions, Generation::Next))
+            self.extents.address(key, chunk, self.generation_index(&versions, Generation::Next))
         };
-        let request = self.volume.request(OpKind::Write, address, lease.into_io());
-        let ticket = self.volume.engine.submit(request).without_buffer();
-        let entry = self.map.table_entry(key.group, kind, chunk);
+        let request = volume.request(OpKind::Write, address, lease.into_io());
+        let ticket = volume.engine.submit(request).without_buffer();
+        let entry = self.extents.entry(key, chunk);
         let mut versions = self.lock();
         let next = &mut versions.next;
         next.table[entry] = sum;
@@ -276,7 +265,7 @@ impl DiskStore {
     /// If a chunk of the next generation was never written.
     pub fn commit(&self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
         let result = self.settle(step, trainer).and_then(|slot| {
-            self.volume.sync()?;
+            self.extents.volume.sync()?;
             Ok(slot)
         });
         match result {
@@ -365,7 +354,7 @@ impl DiskStore {
         self.abandon();
         // Without its manifest the rest is a leftover that any creation may replace.
         self.manifest.remove()?;
-        Ok(self.volume.remove()?)
+        Ok(self.extents.volume.remove()?)
     }
 
     fn require_certain(&self, versions: &Versions) -> Result<(), TierError> {
@@ -392,21 +381,11 @@ impl DiskStore {
         Ok(versions)
     }
 
-    fn address(&self, group: usize, kind: usize, chunk: usize, generation: u64) -> u64 {
-        let offset = self.spec.kinds[kind].bytes(chunk as u64 * self.spec.chunk_elements);
-        self.map.address(group, kind, generation) + offset
-    }
-
     fn generation_index(&self, versions: &Versions, generation: Generation) -> u64 {
         match generation {
             Generation::Live => versions.live,
-            _ => (versions.live + 1) % self.spec.generations,
+            _ => (versions.live + 1) % self.extents.spec.generations,
         }
-    }
-
-    fn kind_index(&self, kind: BlobKind) -> usize {
-        let index = self.spec.kinds.iter().position(|k| k.kind == kind);
-        index.unwrap_or_else(|| panic!("the store keeps {kind:?}"))
     }
 
     fn lock(&self) -> MutexGuard<'_, Versions> {
@@ -448,8 +427,8 @@ fn lock_all(world: World, dirs: &[PathBuf]) -> Result<Vec<DirLock>, TierError> {
 
 /// The step that a directory's manifest has committed, if any.
 fn committed_step(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<Option<u64>, TierError> {
-    match Manifest::open(engine, dir) {
-        Ok((manifest, spec)) => Ok(manifest.newest(spec.table_len())?.map(|slot| slot.step)),
+    match Manifest::open(engine, dir, OpenMode::Read) {
+        Ok((manifest, spec)) => Ok(manifest.newest(&spec)?.map(|slot| slot.step)),
         Err(TierError::NoState { .. }) => Ok(None),
         Err(error) => Err(error),
     }

@@ -1,0 +1,214 @@
+//! Blocks that keep their intermediates: as many as fit, each micro-batch and block its own, in exactly the memory that was
+//! planned, for fewer operations. That they change no number is tested in `placement.rs`.
+
+#[path = "engine_support/mod.rs"]
+mod support;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use support::{LR, Setup, weights_hash};
+use terrace_device::Space;
+use terrace_kernels::{View, ViewMut};
+use terrace_models::{Model, RandomSource};
+use terrace_tiers::Tier;
+use terrace_zero::{
+    Block, Context, Engine, EngineError, Gradients, Kept, KvSpec, Mode, OutputSpec, ParamSpec, Result,
+    Weights, WindowOverrides,
+};
+
+fn keeping(setup: &Setup, blocks: usize) -> Setup {
+    let overrides = WindowOverrides { kept_blocks: Some(blocks), ..setup.overrides };
+    Setup { overrides, ..setup.clone() }
+}
+
+fn setups(dir: &std::path::Path) -> Vec<Setup> {
+    let mut several = Setup::on_disk(true, vec![dir.join("disk")]);
+    several.micro_batches = 3;
+    vec![Setup::new(true), Setup { micro_batches: 1, ..Setup::new(false) }, several]
+}
+
+#[test]
+fn as_many_blocks_keep_as_fit() {
+    let dir = tempfile::tempdir().unwrap();
+    for setup in setups(dir.path()) {
+        let fixed: Vec<(u64, u64)> = (0..=3)
+            .map(|blocks| {
+                let engine = keeping(&setup, blocks).create();
+                assert_eq!(engine.kept_blocks(), (blocks, 3));
+                let plan = (engine.memory_plan().total(Tier::Host), engine.flops_per_step());
+                engine.remove_state().unwrap();
+                plan
+            })
+            .collect();
+        println!("{fixed:?}");
+        // With one micro-batch the first block that keeps is free: backward begins with it.
+        let most = |budget: u64| fixed.iter().rposition(|&(bytes, _)| bytes <= budget);
+        for &(bytes, _) in &fixed {
+            for budget in [bytes, bytes - 1] {
+                let Some(blocks) = most(budget) else { continue };
+                let engine = Setup { host_budget: budget, ..setup.clone() }.create();
+                assert_eq!(engine.kept_blocks(), (blocks, 3), "{budget} bytes of {fixed:?}");
+                assert_eq!(engine.memory_plan().total(Tier::Host), fixed[blocks].0);
+                assert_eq!(engine.flops_per_step(), fixed[blocks].1);
+                let words = format!("kept by {blocks} of 3 blocks");
+                assert!(format!("{engine:?}").contains(&words), "{engine:?}");
+                engine.remove_state().unwrap();
+            }
+        }
+        assert!(
+            fixed.is_sorted_by(|a, b| a.0 <= b.0 && a.1 > b.1),
+            "more bytes, fewer operations: {fixed:?}"
+        );
+        assert!(most(fixed[3].0 - 1) < Some(3), "all that keep take memory: {fixed:?}");
+    }
+}
+
+#[test]
+fn what_must_be_kept_and_does_not_fit_is_refused() {
+    let overrides = WindowOverrides { chunk_elements: Some(1 << 14), ..WindowOverrides::default() };
+    let setup = keeping(&Setup { overrides, ..Setup::new(true) }, usize::MAX);
+    let bytes = setup.create().memory_plan().total(Tier::Host);
+    let error = Setup { host_budget: bytes - 1, ..setup }.try_create().expect_err("refused").to_string();
+    for part in ["--activations auto", "activations that 3 of 3 blocks keep for backward", "Raise it to"] {
+        assert!(error.contains(part), "{part:?} is not in: {error}");
+    }
+}
+
+/// What the watched blocks of an engine saw.
+#[derive(Debug, Default)]
+struct Seen {
+    kept: AtomicUsize,
+    recomputed: AtomicUsize,
+    /// Peak and capacity of the arena.
+    arena: Mutex<(usize, usize)>,
+    fail_next: AtomicBool,
+}
+
+/// A block that leaves its input with the rest and looks in backward whether it got its own back.
+#[derive(Debug)]
+struct Watched {
+    block: Box<dyn Block>,
+    seen: Arc<Seen>,
+}
+
+impl Block for Watched {
+    fn name(&self) -> &str {
+        self.block.name()
+    }
+
+    fn params(&self) -> &[ParamSpec] {
+        self.block.params()
+    }
+
+    fn borrowed(&self) -> &[String] {
+        self.block.borrowed()
+    }
+
+    fn output(
+        &self,
+        sequences: usize,
+        length: usize,
+        dtype: terrace_kernels::DType,
+        mode: Mode,
+    ) -> OutputSpec {
+        self.block.output(sequences, length, dtype, mode)
+    }
+
+    fn kv(&self) -> Option<KvSpec> {
+        self.block.kv()
+    }
+
+    fn forward(
+        &self,
+        cx: &mut Context<'_>,
+        weights: &Weights<'_>,
+        x: Option<View<'_>>,
+        y: ViewMut<'_>,
+    ) -> Result {
+        self.block.forward(cx, weights, x, y)?;
+        if let (Kept::Left(tensors), Some(x)) = (&mut cx.kept, x) {
+            let mut copy = terrace_kernels::Tensor::new(cx.arena, x.dtype(), x.shape().dims())?;
+            cx.kernels.elementwise.cast(x, copy.view_mut())?;
+            tensors.push(copy);
+        }
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        cx: &mut Context<'_>,
+        weights: &Weights<'_>,
+        x: Option<View<'_>>,
+        dy: Option<View<'_>>,
+        dx: Option<ViewMut<'_>>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        let kept = match &mut cx.kept {
+            Kept::Left(tensors) => tensors.pop(),
+            Kept::Nothing | Kept::Wanted => None,
+        };
+        let real = cx.loss.view().bytes().space() == Space::Host;
+        if real && dy.is_some() && x.is_some() {
+            if let (Some(kept), Some(x)) = (&kept, x) {
+                assert!(
+                    kept.view().bytes().host() == x.bytes().host(),
+                    "{} got what another block or micro-batch left",
+                    self.name()
+                );
+            }
+            let count = if kept.is_some() { &self.seen.kept } else { &self.seen.recomputed };
+            count.fetch_add(1, Relaxed);
+            if self.seen.fail_next.swap(false, Relaxed) {
+                let detail = "asked to".to_owned();
+                return Err(terrace_kernels::KernelError { op: "fail", detail }.into());
+            }
+        }
+        if real {
+            *self.seen.arena.lock().unwrap() = (cx.arena.peak(), cx.arena.capacity());
+        }
+        drop(kept);
+        self.block.backward(cx, weights, x, dy, dx, gradients)
+    }
+}
+
+fn watched(setup: &Setup) -> (Engine, Arc<Seen>) {
+    let seen = Arc::new(Seen::default());
+    let watch = |block| -> Box<dyn Block> { Box::new(Watched { block, seen: Arc::clone(&seen) }) };
+    let blocks = Model::new(setup.model.clone()).blocks.into_iter().map(watch).collect();
+    let mut source = RandomSource::for_config(&setup.model, 7);
+    let engine = Engine::create(setup.config(), setup.backend(), blocks, &setup.sample(), &mut source);
+    (engine.unwrap_or_else(|e| panic!("{e}")), seen)
+}
+
+/// The canary for mixed-up and for forgotten tensors, and the arena: what was planned is what is taken, to the byte.
+#[test]
+fn every_block_and_micro_batch_gets_its_own_in_the_planned_memory() {
+    for discrete in [false, true] {
+        for (blocks, micro_batches) in [(0, 2), (1, 3), (2, 1), (3, 3)] {
+            let setup = keeping(&Setup { discrete, micro_batches, ..Setup::new(true) }, blocks);
+            let (mut engine, seen) = watched(&setup);
+            setup.continue_to(&mut engine, 2);
+            let counts = (seen.kept.load(Relaxed), seen.recomputed.load(Relaxed));
+            let per_block = 2 * micro_batches;
+            assert_eq!(counts, (blocks * per_block, (3 - blocks) * per_block), "kept and recomputed");
+            let (peak, capacity) = *seen.arena.lock().unwrap();
+            // On a device with its own memory a chunk of gradient is planned for, whether or not one has to come up.
+            let planned = if discrete { peak <= capacity } else { peak == capacity };
+            assert!(planned, "{peak} of {capacity}: {blocks} blocks, {micro_batches} micro-batches");
+        }
+    }
+}
+
+#[test]
+fn a_step_that_fails_leaves_nothing_behind() {
+    let setup = keeping(&Setup::new(true), 3);
+    let (mut undisturbed, _) = watched(&setup);
+    setup.continue_to(&mut undisturbed, 2);
+    let (mut engine, seen) = watched(&setup);
+    seen.fail_next.store(true, Relaxed);
+    let error = engine.train_step(&setup.batches(0), LR).expect_err("a block failed");
+    assert!(matches!(error, EngineError::Kernel(_)), "{error}");
+    // Were anything left in the arena, it would not be large enough for another step.
+    setup.continue_to(&mut engine, 2);
+    assert_eq!(weights_hash(&mut engine), weights_hash(&mut undisturbed));
+}

@@ -1,0 +1,118 @@
+//! The identity of a run: what a resumed run must have in common with the one that wrote the state, as the state keeps it.
+
+use super::args::Dtype;
+use crate::config::TrainConfig;
+use crate::error::CliError;
+use serde_json::{Map, Value, json};
+use terrace_kernels::DType;
+use terrace_tiers::{BlobKind, StoreSpec, checksum};
+
+const CONFIG: &str = "the model's config.json";
+const DTYPE: &str = "--dtype";
+const STATE: &str = "--state";
+
+/// Everything that the numbers of a run depend on.
+pub fn of_run(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> String {
+    let groups: Vec<String> = run.groups.iter().map(ToString::to_string).collect();
+    json!({
+        CONFIG: config_checksum(config_text),
+        "the rows of --data": format!("checksum {data:016x}"),
+        "--seq-len": run.seq_len,
+        "--batch-size": run.batch_size,
+        "--grad-accum": run.grad_accum,
+        "--seed": run.seed,
+        "shuffle": run.shuffle,
+        DTYPE: run.dtype,
+        STATE: run.state.name(),
+        "--learning-rate": run.learning_rate,
+        "optimizer": format!("{:?}", run.optimizer),
+        "--clip": run.clip,
+        "fp16": run.loss_scale.map(|scale| format!("{scale:?}")),
+        "--param-group and --no-decay": groups,
+        "--scheduler": format!("{:?}", run.schedule),
+        "steps": run.schedule.depends_on_length().then_some(steps),
+    })
+    .to_string()
+}
+
+fn config_checksum(text: &str) -> String {
+    format!("checksum {:016x}", checksum(text.as_bytes()))
+}
+
+/// An identity as it was found in a state. One that the command did not write has no entries.
+#[derive(Debug)]
+pub struct Identity {
+    entries: Map<String, Value>,
+    text: String,
+}
+
+impl Identity {
+    /// The identity of a store.
+    pub fn of(spec: &StoreSpec) -> Self {
+        let entries = serde_json::from_str(&spec.identity).unwrap_or_default();
+        Self { entries, text: spec.identity.clone() }
+    }
+
+    /// As a document: its entries, or the text if it has none.
+    pub fn document(&self) -> Value {
+        if self.entries.is_empty() { json!(self.text) } else { Value::Object(self.entries.clone()) }
+    }
+
+    /// A line for every entry: name and value in words.
+    pub fn lines(&self) -> Vec<(String, String)> {
+        if self.entries.is_empty() && !self.text.trim().is_empty() {
+            return vec![("identity".into(), self.text.clone())];
+        }
+        self.entries.iter().map(|(name, value)| (name.clone(), words(value))).collect()
+    }
+
+    /// The value of `--state`, if it is there.
+    pub fn state(&self) -> Option<&str> {
+        self.entries.get(STATE).and_then(Value::as_str)
+    }
+
+    /// The number type of the weights.
+    ///
+    /// # Errors
+    /// Neither the identity nor the size of a weight says.
+    pub fn dtype(&self, spec: &StoreSpec) -> Result<DType, CliError> {
+        let named =
+            self.entries.get(DTYPE).and_then(|value| serde_json::from_value::<Dtype>(value.clone()).ok());
+        let weights = spec.kinds.iter().find(|kind| kind.kind == BlobKind::Weight);
+        match (named, weights.map(|kind| kind.block_bytes)) {
+            (Some(dtype), _) => Ok(super::session::dtype(dtype)),
+            (None, Some(4)) => Ok(DType::F32),
+            _ => Err(CliError::Failed(
+                "the training state does not say which number type its weights have: `terrace finetune` did not make it; \
+                 the library's `StoredWeights` can be told"
+                    .into(),
+            )),
+        }
+    }
+
+    /// Compares the `config.json` of a model with the one that the state was trained with.
+    ///
+    /// # Errors
+    /// They differ.
+    pub fn check_config(&self, path: &std::path::Path, text: &str) -> Result<(), CliError> {
+        let given = config_checksum(text);
+        match self.entries.get(CONFIG).and_then(Value::as_str) {
+            Some(stored) if stored != given => Err(CliError::Usage(format!(
+                "the training state belongs to another model: its config.json had {stored}, and {} has {given}. Give the model \
+                 folder that it was trained from, with its config.json as it was",
+                path.display()
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn words(value: &Value) -> String {
+    match value {
+        Value::Null => "none".into(),
+        Value::String(text) => text.clone(),
+        Value::Array(values) if values.is_empty() => "none".into(),
+        Value::Array(values) => values.iter().map(words).collect::<Vec<_>>().join(" "),
+        other => other.to_string(),
+    }
+}

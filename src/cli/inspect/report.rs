@@ -1,0 +1,360 @@
+//! What `terrace inspect` found: as text, as a document, and in one sentence that says what to do.
+
+use crate::cli::identity::Identity;
+use crate::cli::stored;
+use crate::config::ByteSize;
+use crate::error::CliError;
+use serde_json::{Value, json};
+use std::fmt;
+use std::path::PathBuf;
+use terrace_tiers::{
+    BlobKind, Commit, CommitFacts, Damage, DamageCause, SlotFacts, SlotState, StoreSpec, StoreView,
+    Verification,
+};
+
+/// A commit whose chunks were read.
+#[derive(Debug)]
+pub(super) struct Verified {
+    pub(super) step: u64,
+    pub(super) found: Verification,
+}
+
+/// Everything that was found.
+#[derive(Debug)]
+pub(super) struct Report {
+    spec: StoreSpec,
+    identity: Identity,
+    versions: (u32, u32),
+    dirs: Vec<PathBuf>,
+    shares: Vec<u64>,
+    file_bytes: Vec<u64>,
+    manifest: PathBuf,
+    slots: [SlotFacts; 2],
+    commits: [Option<CommitFacts>; 2],
+    /// Both commits name the same chunks.
+    is_unchanged: bool,
+    pub(super) last: Option<Verified>,
+    pub(super) previous: Option<Verified>,
+    pub(super) restored: Option<u64>,
+}
+
+impl Report {
+    pub(super) fn of(view: &StoreView) -> Self {
+        Self {
+            spec: view.spec().clone(),
+            identity: Identity::of(view.spec()),
+            versions: view.format_versions(),
+            dirs: view.striping().dirs().to_vec(),
+            shares: view.striping().shares().to_vec(),
+            file_bytes: view.file_bytes().to_vec(),
+            manifest: view.manifest_path().to_owned(),
+            slots: view.slots(),
+            commits: [Commit::Last, Commit::Previous].map(|commit| view.commit(commit)),
+            is_unchanged: view.is_unchanged(),
+            last: None,
+            previous: None,
+            restored: None,
+        }
+    }
+
+    /// The last step is damaged and the one before it is whole.
+    pub(super) fn can_go_back(&self) -> bool {
+        damages(self.last.as_ref()) > 0 && self.previous.is_some() && damages(self.previous.as_ref()) == 0
+    }
+
+    /// Success if nothing is damaged, or was left behind by going back.
+    ///
+    /// # Errors
+    /// What is damaged, in one sentence, and what to do.
+    pub(super) fn verdict(&self, wants_back: bool) -> Result<(), CliError> {
+        if let Some(step) = self.restored {
+            eprintln!("the state is that of step {step} again: `terrace finetune --resume` goes on from it");
+            return Ok(());
+        }
+        let refused = |message: String| Err(CliError::Failed(message));
+        let [Some(last), previous] = self.commits else {
+            return refused(format!(
+                "neither slot of {} is whole, so no step can be read; restore the directories from a copy, or remove them and \
+                 start again without --resume",
+                self.manifest.display()
+            ));
+        };
+        let (damaged, before) = (damages(self.last.as_ref()), damages(self.previous.as_ref()));
+        let step = last.step;
+        if damaged > 0 {
+            let what = format!("step {step} is damaged: {}", chunks(damaged));
+            return refused(match previous {
+                Some(_) if self.can_go_back() => format!(
+                    "{what}. Step {} before it is whole: `terrace inspect {} --verify --restore-previous` goes back to it, and \
+                     `terrace finetune --resume` continues from there",
+                    self.previous.as_ref().map_or(0, |verified| verified.step),
+                    stored::flags(&self.dirs)
+                ),
+                Some(previous) if self.is_unchanged => format!(
+                    "{what}. Step {} before it has the same chunks, so there is nothing to go back to; {START_AGAIN}",
+                    previous.step
+                ),
+                Some(previous) => format!(
+                    "{what}, and so is step {} before it: {}, damaged or written over by the step that was begun next. There is \
+                     nothing to go back to; {START_AGAIN}",
+                    previous.step,
+                    chunks(before)
+                ),
+                None => format!("{what}, and there is no step before it to go back to; {START_AGAIN}"),
+            });
+        }
+        if wants_back {
+            eprintln!("step {step} is whole: there is no reason to go back, and nothing was changed");
+        }
+        if before > 0 {
+            return refused(format!(
+                "step {step} is whole, so --resume works; step {} before it is not: {}, written over by a step that was begun \
+                 next and cut off, as after a kill, or damaged",
+                self.previous.as_ref().map_or(0, |verified| verified.step),
+                chunks(before)
+            ));
+        }
+        if let Some(slot) = self.slots.iter().find(|slot| matches!(slot.state, SlotState::Torn { .. })) {
+            let if_verified = if self.last.is_some() { ", which is whole" } else { "" };
+            return refused(format!(
+                "a slot of {} is not whole, {} bytes at offset {}: it is damaged, or a power cut ended a commit. The state is \
+                 that of step {step}{if_verified}; --resume continues from it, and the next commit writes the slot anew",
+                self.manifest.display(),
+                slot.len,
+                slot.offset
+            ));
+        }
+        Ok(())
+    }
+
+    /// The document of `--json`.
+    pub(super) fn document(&self) -> Value {
+        let spec = &self.spec;
+        let groups = (0..spec.groups.len()).map(|group| {
+            let name = &spec.groups[group].name;
+            json!({ "name": name, "elements": spec.groups[group].elements, "chunks": spec.chunks(group) })
+        });
+        let kinds = self.kinds().into_iter().map(|kind| {
+            json!({
+                "kind": kind.kind,
+                "words": kind.kind.words(),
+                "block_elements": kind.block_elements,
+                "block_bytes": kind.block_bytes,
+                "bytes": kind.bytes,
+            })
+        });
+        let paths = self.dirs.iter().zip(&self.shares).zip(&self.file_bytes);
+        let paths =
+            paths.map(|((path, share), bytes)| json!({ "path": path, "share": share, "bytes": bytes }));
+        let generation_bytes = spec.volume_bytes() / spec.generations;
+        json!({
+            "manifest_version": self.versions.0,
+            "format_version": self.versions.1,
+            "step": self.commits[0].map(|facts| facts.step),
+            "previous_step": self.commits[1].map(|facts| facts.step),
+            "slots": self.slots.map(|slot| self.slot_document(slot)),
+            "identity": self.identity.document(),
+            "groups": groups.collect::<Vec<_>>(),
+            "kinds": kinds.collect::<Vec<_>>(),
+            "chunk_elements": spec.chunk_elements,
+            "chunks": self.chunks(),
+            "generations": spec.generations,
+            "generation_bytes": generation_bytes,
+            "total_bytes": self.file_bytes.iter().sum::<u64>(),
+            "paths": paths.collect::<Vec<_>>(),
+            "verified": self.last.as_ref().map(verified_document),
+            "verified_previous": self.previous.as_ref().map(verified_document),
+            "whole": self.is_whole(),
+            "restored_step": self.restored,
+        })
+    }
+
+    fn is_whole(&self) -> bool {
+        damages(self.last.as_ref()) + damages(self.previous.as_ref()) == 0
+            && !self.slots.iter().any(|slot| matches!(slot.state, SlotState::Torn { .. }))
+    }
+
+    fn slot_document(&self, slot: SlotFacts) -> Value {
+        let (state, step, generation) = match slot.state {
+            SlotState::Blank => ("blank", None, None),
+            SlotState::Torn { claimed_step } => ("damaged", claimed_step, None),
+            SlotState::Whole(facts) => ("whole", Some(facts.step), Some(facts.generation)),
+        };
+        json!({
+            "path": self.manifest,
+            "offset": slot.offset,
+            "bytes": slot.len,
+            "state": state,
+            "step": step,
+            "generation": generation,
+        })
+    }
+
+    fn chunks(&self) -> usize {
+        (0..self.spec.groups.len()).map(|group| self.spec.chunks(group)).sum::<usize>()
+            * self.spec.kinds.len()
+    }
+
+    fn kinds(&self) -> Vec<KindBytes> {
+        let bytes =
+            |kind: &terrace_tiers::BlobSpec| self.spec.groups.iter().map(|g| kind.bytes(g.elements)).sum();
+        let kinds = self.spec.kinds.iter().map(|kind| KindBytes {
+            kind: kind.kind,
+            block_elements: kind.block_elements,
+            block_bytes: kind.block_bytes,
+            bytes: bytes(kind),
+        });
+        kinds.collect()
+    }
+
+    fn write_commits(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (name, facts) in [("step", self.commits[0]), ("step before", self.commits[1])] {
+            match facts {
+                Some(facts) => line(
+                    f,
+                    name,
+                    &format!("{} (commit {}, generation {})", facts.step, facts.sequence, facts.generation),
+                )?,
+                None if name == "step" => line(f, name, "unknown: no slot of the manifest is whole")?,
+                None => line(f, name, "none")?,
+            }
+        }
+        for slot in &self.slots {
+            if let SlotState::Torn { claimed_step } = slot.state {
+                let claim =
+                    claimed_step.map_or(String::new(), |step| format!("; its header names step {step}"));
+                let place =
+                    format!("{} bytes at offset {} of {}", slot.len, slot.offset, self.manifest.display());
+                line(f, "DAMAGED", &format!("slot of the manifest, {place}{claim}"))?;
+            }
+        }
+        if self.is_unchanged {
+            line(
+                f,
+                "",
+                "both name the same chunks: the last step changed none, or the state went back to it",
+            )?;
+        }
+        Ok(())
+    }
+
+    fn write_layout(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut name = "paths";
+        for ((dir, share), bytes) in self.dirs.iter().zip(&self.shares).zip(&self.file_bytes) {
+            let of = self.shares.iter().sum::<u64>();
+            let share =
+                if self.dirs.len() > 1 { format!(", {share} of {of} stripes") } else { String::new() };
+            line(f, name, &format!("{} ({}{share})", dir.display(), ByteSize(*bytes)))?;
+            name = "";
+        }
+        let elements: u64 = self.spec.groups.iter().map(|group| group.elements).sum();
+        let groups = self.spec.groups.len();
+        line(f, "groups", &format!("{groups}, {elements} elements with padding"))?;
+        for run in runs(&self.spec) {
+            line(f, "", &run)?;
+        }
+        let state = self.identity.state().map_or(String::new(), |state| format!("{state}: "));
+        let words: Vec<&str> = self.spec.kinds.iter().map(|kind| kind.kind.words()).collect();
+        line(f, "state", &format!("{state}{}", words.join(", ")))?;
+        for kind in self.kinds() {
+            let each = match kind.block_elements {
+                1 => format!("{} bytes each", kind.block_bytes),
+                elements => format!("{} bytes for every {elements}", kind.block_bytes),
+            };
+            line(
+                f,
+                "",
+                &format!("{:<34} {:>9}  {each}", kind.kind.words(), ByteSize(kind.bytes).to_string()),
+            )?;
+        }
+        let bytes = self.spec.volume_bytes();
+        let one = ByteSize(bytes / self.spec.generations);
+        let (chunks, elements) = (self.chunks(), self.spec.chunk_elements);
+        line(f, "generations", &format!("{} of {one}, together {}", self.spec.generations, ByteSize(bytes)))?;
+        line(f, "chunks", &format!("{chunks} a generation, of up to {elements} elements"))
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (manifest, state) = self.versions;
+        line(f, "format", &format!("manifest.bin version {manifest}, state.bin version {state}"))?;
+        self.write_commits(f)?;
+        self.write_layout(f)?;
+        let mut name = "run";
+        for (key, value) in self.identity.lines() {
+            line(f, name, &format!("{key}: {value}"))?;
+            name = "";
+        }
+        for verified in [&self.last, &self.previous].into_iter().flatten() {
+            let Verified { step, found } = verified;
+            let Verification { chunks: read, bytes, damages } = found;
+            let whole = match damages.len() {
+                0 => "all as they were written".into(),
+                count => format!("{count} of them NOT as written"),
+            };
+            line(f, "verified", &format!("step {step}: {read} chunks, {}, {whole}", ByteSize(*bytes)))?;
+            for damage in damages {
+                line(f, "DAMAGED", &format!("step {step}: {damage}"))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What one kind of state takes in a generation.
+struct KindBytes {
+    kind: BlobKind,
+    block_elements: u64,
+    block_bytes: u64,
+    bytes: u64,
+}
+
+const START_AGAIN: &str =
+    "restore the directories from a copy, or remove them and start again without --resume";
+
+fn line(f: &mut fmt::Formatter<'_>, name: &str, text: &str) -> fmt::Result {
+    writeln!(f, "{name:<12} {text}")
+}
+
+fn damages(verified: Option<&Verified>) -> usize {
+    verified.map_or(0, |verified| verified.found.damages.len())
+}
+
+fn chunks(count: usize) -> String {
+    format!("{count} {} not what was written", if count == 1 { "chunk is" } else { "chunks are" })
+}
+
+/// Groups in lines, one for a run of groups of the same size.
+fn runs(spec: &StoreSpec) -> Vec<String> {
+    let same = spec.groups.chunk_by(|a, b| a.elements == b.elements);
+    let show = |run: &[terrace_tiers::GroupSpec]| match run {
+        [group] => format!("{}: {}", group.name, group.elements),
+        run => format!("{} … {}: {} × {}", run[0].name, run[run.len() - 1].name, run.len(), run[0].elements),
+    };
+    same.map(show).collect()
+}
+
+fn verified_document(verified: &Verified) -> Value {
+    let found = &verified.found;
+    let damages: Vec<Value> = found.damages.iter().map(damage_document).collect();
+    json!({ "step": verified.step, "chunks": found.chunks, "bytes": found.bytes, "damages": damages })
+}
+
+fn damage_document(damage: &Damage) -> Value {
+    let parts = damage.parts.iter();
+    let parts = parts.map(|part| json!({ "path": part.path, "offset": part.offset, "bytes": part.len }));
+    let cause = match &damage.cause {
+        DamageCause::Checksum { found, expected } => {
+            format!("checksum {found:016x} instead of {expected:016x}")
+        }
+        DamageCause::Unreadable(error) => error.to_string(),
+    };
+    json!({
+        "group": damage.group,
+        "kind": damage.kind,
+        "chunk": damage.chunk,
+        "parts": parts.collect::<Vec<_>>(),
+        "cause": cause,
+    })
+}

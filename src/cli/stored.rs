@@ -1,0 +1,47 @@
+//! Training state that a command looks at without training.
+
+use super::args::{DiskEngine, StateArgs};
+use crate::config::run;
+use crate::error::CliError;
+use std::path::PathBuf;
+use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, open_default};
+use terrace_tiers::{Access, StoreView, TierError};
+
+/// Opens the state that the flags name.
+///
+/// # Errors
+/// There is none, it is in use, or what says how it is laid out is damaged.
+pub fn open(args: &StateArgs, access: Access) -> Result<StoreView, CliError> {
+    let dirs = &args.disk;
+    if let Some(twice) = dirs.iter().enumerate().find_map(|(i, dir)| dirs[..i].contains(dir).then_some(dir)) {
+        return Err(CliError::Usage(format!("--disk {} is given twice", twice.display())));
+    }
+    let choice = match args.engine {
+        DiskEngine::Auto => EngineChoice::Auto,
+        DiskEngine::Uring => EngineChoice::Uring,
+        DiskEngine::Threads => EngineChoice::Threads,
+    };
+    let io = open_default(&IoConfig { choice, ..IoConfig::default() }).map_err(CliError::failed)?;
+    StoreView::open(&io, dirs, access).map_err(|error| match error {
+        TierError::Locked { dir, lock } => CliError::Failed(format!(
+            "{} is in use: a training runs there, or another command (it holds {}). Wait for it, or stop the training with \
+             Ctrl-C, which commits the running step",
+            dir.display(),
+            lock.display()
+        )),
+        TierError::NoState { .. } => {
+            let default = run::default_disk(&dirs[0]);
+            let hint = match default.join("manifest.bin").exists() {
+                true => format!("; the state of a run without --disk is in {0}: give --disk {0}", default.display()),
+                false => String::new(),
+            };
+            CliError::Failed(format!("{error}{hint}"))
+        }
+        other => CliError::failed(other),
+    })
+}
+
+/// The directories as flags.
+pub fn flags(dirs: &[PathBuf]) -> String {
+    dirs.iter().map(|dir| format!("--disk {}", dir.display())).collect::<Vec<_>>().join(" ")
+}

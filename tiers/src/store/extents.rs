@@ -1,0 +1,64 @@
+//! Where the chunks of a store are in its files, and how they are read.
+
+use super::transfer::{Check, PendingRead};
+use crate::key::AddressMap;
+use crate::pool::Lease;
+use crate::volume::Volume;
+use crate::{BlobKey, BlobKind, StoreSpec};
+use std::ops::Range;
+use terrace_aio::OpKind;
+
+/// The layout of a store over its files.
+#[derive(Debug)]
+pub(super) struct Extents {
+    pub(super) spec: StoreSpec,
+    pub(super) volume: Volume,
+    map: AddressMap,
+}
+
+impl Extents {
+    pub(super) fn new(spec: StoreSpec, volume: Volume) -> Self {
+        Self { map: AddressMap::new(&spec), spec, volume }
+    }
+
+    /// Starts reading chunks `chunks` of a blob of generation `generation` into `lease`, which is exactly as long as they are.
+    /// `sums` is what they must be.
+    pub(super) fn read(
+        &self,
+        key: BlobKey,
+        chunks: Range<usize>,
+        generation: u64,
+        sums: &[u64],
+        lease: Lease,
+    ) -> PendingRead {
+        let mut checks = Vec::with_capacity(chunks.len());
+        let mut start = 0;
+        for (chunk, &sum) in chunks.clone().zip(sums) {
+            let len = self.spec.chunk_bytes(key, chunk);
+            let (file, offset) = self.volume.locate(self.address(key, chunk, generation));
+            checks.push(Check { start, len, sum, chunk, file, offset });
+            start += len;
+        }
+        assert_eq!(lease.len(), start, "the lease is as long as chunks {chunks:?} of {key:?}");
+        let address = self.address(key, chunks.start, generation);
+        let label = format!("{} of group {}", key.kind.words(), self.spec.groups[key.group].name);
+        let ticket = self.volume.engine.submit(self.volume.request(OpKind::Read, address, lease.into_io()));
+        PendingRead::new(ticket, checks, &self.volume, label)
+    }
+
+    pub(super) fn address(&self, key: BlobKey, chunk: usize, generation: u64) -> u64 {
+        let kind = self.kind_index(key.kind);
+        let offset = self.spec.kinds[kind].bytes(chunk as u64 * self.spec.chunk_elements);
+        self.map.address(key.group, kind, generation) + offset
+    }
+
+    /// The place of a chunk in the table of checksums.
+    pub(super) fn entry(&self, key: BlobKey, chunk: usize) -> usize {
+        self.map.table_entry(key.group, self.kind_index(key.kind), chunk)
+    }
+
+    fn kind_index(&self, kind: BlobKind) -> usize {
+        let index = self.spec.kinds.iter().position(|k| k.kind == kind);
+        index.unwrap_or_else(|| panic!("the store keeps {kind:?}"))
+    }
+}

@@ -1,0 +1,253 @@
+//! A store as somebody sees it who neither trains nor needs the model: both commits that its manifest keeps, the chunks of
+//! either, and the way back from the newer to the older.
+//!
+//! The two slots of the manifest are the last commit and the one before. The chunks of the older are complete until the next
+//! step writes its first one, since that step goes to their generation. So after a step that was committed, with no other begun,
+//! both steps are there; after a step that was cut off, only the last. Nothing but the checksums tells which it is, so
+//! [`StoreView::restore_previous`] wants them verified.
+//!
+//! Going back overwrites the slot of the *newer* commit with the contents of the older one, under the newer number. The older
+//! slot is not touched: cut off at any instant, the write leaves a slot that is not whole, and then the older one counts,
+//! which is the same state. A slot with a higher number would have to go to the older one's place, and a torn write there
+//! would leave the damaged step as the only one.
+
+use super::extents::Extents;
+use super::lock::DirLock;
+use super::manifest::{self, Found, Manifest, Slot};
+use super::{DATA_FILE, PendingRead, hint_at_order, lock_all};
+use crate::pool::Lease;
+use crate::volume::{Volume, World};
+use crate::{BlobKey, StoreSpec, Striping, TierError};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use terrace_aio::{IoEngine, OpenMode};
+
+/// A store that is looked at. Others may look too; nobody can change it meanwhile.
+#[derive(Debug)]
+pub struct StoreView {
+    pub(super) extents: Extents,
+    manifest: Manifest,
+    /// Bytes of each directory's file.
+    file_bytes: Vec<u64>,
+    slots: [Found; 2],
+    access: Access,
+    /// Damaged chunks of each [`Commit`], once it was verified.
+    pub(super) damaged: [Option<usize>; 2],
+    _locks: Vec<DirLock>,
+}
+
+/// What a view may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Read. Nothing is created, locked for others who look, or changed.
+    Look,
+    /// Read, and go back to the previous commit.
+    Restore,
+}
+
+/// Which of the commits that a manifest keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Commit {
+    /// The last one: the state that a run resumes from.
+    Last,
+    /// The one before.
+    Previous,
+}
+
+/// A commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CommitFacts {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Its number among the commits of the store, from one.
+    pub sequence: u64,
+    /// Which copy of the blobs it names.
+    pub generation: u64,
+}
+
+/// One of the two slots of the manifest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlotFacts {
+    /// Byte offset in the manifest.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+    /// What it holds.
+    pub state: SlotState,
+}
+
+/// What a slot holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SlotState {
+    /// It was never written.
+    Blank,
+    /// A commit.
+    Whole(CommitFacts),
+    /// No commit that can be trusted: its bytes are damaged, or the commit was cut off, for example by a power cut.
+    Torn {
+        /// The step that its header names, if it can be read; it may be wrong.
+        claimed_step: Option<u64>,
+    },
+}
+
+impl StoreView {
+    /// Opens the store in `dirs`.
+    ///
+    /// # Errors
+    /// There is none, it is being changed by another process, or its layout or a file's header cannot be read.
+    pub fn open(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], access: Access) -> Result<Self, TierError> {
+        assert!(!dirs.is_empty(), "a store has at least one directory");
+        let world = World::of(&**engine);
+        let is_missing = |dir: &&PathBuf| world == World::Real && !dir.is_dir();
+        if let Some(dir) = dirs.iter().find(is_missing) {
+            let detail = "there is no such directory".into();
+            return Err(TierError::NoState { path: dir.clone(), detail });
+        }
+        // A directory without state gets no lock file.
+        if !engine.exists(&dirs[0].join(manifest::FILE_NAME)) {
+            let path = dirs[0].join(manifest::FILE_NAME);
+            let error = TierError::NoState { path, detail: "there is no manifest".into() };
+            return Err(hint_at_order(engine, dirs, error));
+        }
+        let (locks, mode) = match access {
+            Access::Restore => (lock_all(world, dirs)?, OpenMode::ReadWrite),
+            Access::Look if world == World::Simulated => (Vec::new(), OpenMode::Read),
+            Access::Look => (share_all(dirs)?, OpenMode::Read),
+        };
+        let (manifest, spec) = Manifest::open(engine, &dirs[0], mode)?;
+        let slots = manifest.slots(&spec)?;
+        if slots == [Found::Blank, Found::Blank] {
+            let detail = "its creation never finished; start again without --resume".into();
+            return Err(TierError::NoState { path: manifest.path.clone(), detail });
+        }
+        let volume = Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id, OpenMode::Read)?;
+        Ok(Self {
+            file_bytes: Volume::file_bytes(spec.volume_bytes(), volume.striping()),
+            extents: Extents::new(spec, volume),
+            manifest,
+            slots,
+            access,
+            damaged: [None; 2],
+            _locks: locks,
+        })
+    }
+
+    /// The layout.
+    pub fn spec(&self) -> &StoreSpec {
+        &self.extents.spec
+    }
+
+    /// The directories, and how the state is shared among them.
+    pub fn striping(&self) -> &Striping {
+        self.extents.volume.striping()
+    }
+
+    /// Bytes of each directory's file.
+    pub fn file_bytes(&self) -> &[u64] {
+        &self.file_bytes
+    }
+
+    /// Versions of the formats of the manifest and of the files with the chunks.
+    pub fn format_versions(&self) -> (u32, u32) {
+        (manifest::VERSION, self.extents.volume.version)
+    }
+
+    /// The manifest's file.
+    pub fn manifest_path(&self) -> &Path {
+        &self.manifest.path
+    }
+
+    /// Both slots of the manifest, in the order of their places.
+    pub fn slots(&self) -> [SlotFacts; 2] {
+        [0, 1].map(|index| {
+            let (offset, len) = self.manifest.slot_extent(index);
+            let state = match &self.slots[index as usize] {
+                Found::Blank => SlotState::Blank,
+                Found::Whole(slot) => SlotState::Whole(slot.facts()),
+                Found::Torn(claim) => SlotState::Torn { claimed_step: claim.map(|claim| claim.step) },
+            };
+            SlotFacts { offset, len, state }
+        })
+    }
+
+    /// What a commit says; `None` if there is none, or its slot is not whole.
+    ///
+    /// Where the slot of the newest commit is not whole, the last commit is the one before: a run resumes from it.
+    pub fn commit(&self, commit: Commit) -> Option<CommitFacts> {
+        self.slot(commit).map(Slot::facts)
+    }
+
+    /// Whether both commits name the same chunks: the last step changed none of them, or the view went back.
+    pub fn is_unchanged(&self) -> bool {
+        match (self.slot(Commit::Last), self.slot(Commit::Previous)) {
+            (Some(last), Some(previous)) => (last.live, &last.table) == (previous.live, &previous.table),
+            _ => false,
+        }
+    }
+
+    /// Starts reading chunks `chunks` of a blob of a commit into `lease`, which is exactly as long as they are.
+    ///
+    /// # Panics
+    /// If there is no such commit, or the lease has another length.
+    pub fn read(&self, commit: Commit, key: BlobKey, chunks: Range<usize>, lease: Lease) -> PendingRead {
+        let slot = self.slot(commit).expect("only commits that are there are read");
+        let sums: Vec<u64> = chunks.clone().map(|chunk| slot.table[self.extents.entry(key, chunk)]).collect();
+        self.extents.read(key, chunks, slot.live, &sums, lease)
+    }
+
+    /// Makes the previous commit the last one, durably; gives its step. Of a state that has it already nothing is written.
+    ///
+    /// # Errors
+    /// There is no previous commit, it was not found whole by [`verify`](Self::verify), or the manifest cannot be written; the
+    /// previous commit is then as it was.
+    ///
+    /// # Panics
+    /// If the view was not opened for it.
+    pub fn restore_previous(&mut self) -> Result<u64, TierError> {
+        assert_eq!(self.access, Access::Restore, "the view may change the store");
+        let refused = |detail: &str| {
+            Err(TierError::NoWayBack { path: self.manifest.path.clone(), detail: detail.into() })
+        };
+        let (Some(last), Some(previous)) = (self.slot(Commit::Last), self.slot(Commit::Previous)) else {
+            return refused("its manifest has no previous step");
+        };
+        match self.damaged[Commit::Previous as usize] {
+            Some(0) => {}
+            Some(_) => return refused("the previous step is not whole either"),
+            None => return refused("the previous step was not verified"),
+        }
+        let step = previous.step;
+        if !self.is_unchanged() || last.step != step {
+            let slot = Slot { sequence: last.sequence, ..previous.clone() };
+            self.manifest.write(&slot)?;
+            let place = (slot.sequence % 2) as usize;
+            self.slots[place] = Found::Whole(slot);
+            self.damaged[Commit::Last as usize] = Some(0);
+        }
+        Ok(step)
+    }
+
+    pub(super) fn slot(&self, commit: Commit) -> Option<&Slot> {
+        let mut whole: Vec<&Slot> = self
+            .slots
+            .iter()
+            .filter_map(|found| match found {
+                Found::Whole(slot) => Some(slot),
+                Found::Blank | Found::Torn(_) => None,
+            })
+            .collect();
+        whole.sort_by_key(|slot| std::cmp::Reverse(slot.sequence));
+        whole.get(commit as usize).copied()
+    }
+}
+
+impl Slot {
+    fn facts(&self) -> CommitFacts {
+        CommitFacts { step: self.step, sequence: self.sequence, generation: self.live }
+    }
+}
+
+fn share_all(dirs: &[PathBuf]) -> Result<Vec<DirLock>, TierError> {
+    dirs.iter().filter_map(|dir| DirLock::share(dir).transpose()).collect()
+}
