@@ -18,7 +18,9 @@ use terrace_kernels::dry;
 use terrace_models::{ModelConfig, TokenBatch, build};
 use terrace_optimizer::StateFormat;
 use terrace_tiers::{ByteSize, MemoryPlan, Tier};
-use terrace_zero::{Backend, BatchLimits, Engine, EngineConfig, EngineError, Outlook, TrainingConfig};
+use terrace_zero::{
+    Backend, BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns, TrainingConfig,
+};
 
 /// What a drive of two terabytes is commonly warranted for.
 const ENDURANCE_BYTES: f64 = 1200e12;
@@ -49,6 +51,7 @@ struct Planning<'a> {
     length: usize,
     disks: Vec<PathBuf>,
     profile: Option<crate::calibrate::Profile>,
+    runs: PlanningRuns,
 }
 
 /// A choice that fits.
@@ -136,6 +139,7 @@ impl<'a> Planning<'a> {
             length,
             disks,
             profile,
+            runs: PlanningRuns::default(),
         })
     }
 
@@ -158,7 +162,7 @@ impl<'a> Planning<'a> {
             ..EngineConfig::new(dtype, limits)
         };
         let sample = TokenBatch::new(&self.model).blank(choice.batch, self.length);
-        let outlook = Engine::outlook(config, &self.backend, build(&self.model), &sample)?;
+        let outlook = Engine::outlook(config, &self.backend, build(&self.model), &sample, &self.runs)?;
         if let Some(space) = self.args.disk_space
             && choice.offload == Offload::Disk
         {

@@ -7,7 +7,7 @@ use crate::gradients::GradientPark;
 use crate::lane::Lane;
 use crate::network::Network;
 use crate::overlap::Pending;
-use crate::plan::{EnginePlan, Planner};
+use crate::plan::{EnginePlan, Planner, PlanningRuns};
 use crate::runs::Runs;
 use crate::scale::{self, LossScale};
 use crate::state::{StateHome, StateKinds, needs_disk};
@@ -16,7 +16,6 @@ use crate::work::{StepWork, step_work};
 use crate::{
     Backend, Block, EngineConfig, EngineError, MicroBatch, Placement, Result, WeightSource, checkpoint,
 };
-use std::cell::RefCell;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -97,7 +96,7 @@ impl Engine {
         sample: &MicroBatch,
         source: &mut dyn WeightSource,
     ) -> Result<Self> {
-        let parts = Parts::new(config, &backend, blocks, sample, None)?;
+        let parts = Parts::new(config, &backend, blocks, sample, None, &PlanningRuns::default())?;
         let home = match parts.config.placement {
             Placement::Disk => {
                 let striping = parts.config.striping()?;
@@ -140,7 +139,8 @@ impl Engine {
                 "the state keeps the parts per directory that it was made with"
             );
         }
-        let mut parts = Parts::new(config, &backend, blocks, sample, Some(store.striping()))?;
+        let mut parts =
+            Parts::new(config, &backend, blocks, sample, Some(store.striping()), &PlanningRuns::default())?;
         checkpoint::compare(&parts.plan.spec, store.spec())?;
         let step = store.committed().step;
         if let Some(config) = parts.config.training.as_ref().and_then(|t| t.loss_scale) {
@@ -181,10 +181,11 @@ impl Engine {
         blocks: Vec<Box<dyn Block>>,
         sample: &MicroBatch,
     ) -> Result<MemoryPlan> {
-        Ok(Self::outlook(config, backend, blocks, sample)?.memory)
+        Ok(Self::outlook(config, backend, blocks, sample, &PlanningRuns::default())?.memory)
     }
 
-    /// As [`plan_only`](Self::plan_only), with what a step would have to do.
+    /// As [`plan_only`](Self::plan_only), with what a step would have to do. `planning` remembers what was found for plans of the
+    /// same network, dtype and kind of device.
     ///
     /// # Errors
     /// The plan does not fit.
@@ -193,8 +194,10 @@ impl Engine {
         backend: &Backend,
         blocks: Vec<Box<dyn Block>>,
         sample: &MicroBatch,
+        planning: &PlanningRuns,
     ) -> Result<Outlook> {
-        let Parts { config, network, kinds, plan, .. } = Parts::new(config, backend, blocks, sample, None)?;
+        let Parts { config, network, kinds, plan, .. } =
+            Parts::new(config, backend, blocks, sample, None, planning)?;
         let unified = backend.device.unified();
         let work = step_work(&config, &network, &kinds, &plan, Some(sample), unified);
         let (summary, parameters) = (plan.summary(), network.parameters());
@@ -344,6 +347,7 @@ impl Parts {
         blocks: Vec<Box<dyn Block>>,
         sample: &MicroBatch,
         stored: Option<&Striping>,
+        planning: &PlanningRuns,
     ) -> Result<Self> {
         needs_disk(&config)?;
         config.check_overrides()?;
@@ -358,9 +362,15 @@ impl Parts {
             // What an update leaves alone is written to the next generation as it was read.
             kinds.read_by_update.fill(true);
         }
-        let costs = RefCell::default();
-        let planner =
-            Planner { config: &config, backend, network: &network, kinds: &kinds, sample, stored, costs };
+        let planner = Planner {
+            config: &config,
+            backend,
+            network: &network,
+            kinds: &kinds,
+            sample,
+            stored,
+            runs: planning,
+        };
         let plan = planner.plan()?;
         let scaling = config.training.as_ref().and_then(|t| t.loss_scale);
         let loss_scale = scaling.map(LossScale::new).transpose()?;

@@ -47,6 +47,7 @@ pub use error::{EngineError, Result};
 pub use fetch::Residency;
 pub use infer::{Evaluation, KvCache};
 pub use kept::Kept;
+pub use plan::PlanningRuns;
 pub use source::{WeightReader, WeightSource};
 pub use step::{StepRates, StepReport};
 pub use stored::StoredWeights;

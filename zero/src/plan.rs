@@ -24,7 +24,7 @@ use crate::gradients::STAGING_SLOTS;
 use crate::kept::Keeping;
 use crate::network::Network;
 use crate::state::{StateKinds, store_spec};
-use crate::{Backend, EngineConfig, MicroBatch, Mode, Placement, Result};
+use crate::{Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result};
 use std::cell::RefCell;
 use terrace_tiers::{
     ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
@@ -79,8 +79,14 @@ struct Choice {
     keeping: Keeping,
 }
 
-/// What a planning run depends on: elements of a chunk where gradients are copied, whether signals stay, who keeps.
-pub(crate) type CostKey = (usize, bool, Keeping);
+/// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether signals stay, who
+/// keeps, and the batch.
+type CostKey = (usize, bool, Keeping, BatchLimits);
+
+/// What planning runs of one network on one kind of device found. Plans that differ in state, placement or budgets alone share
+/// most of it.
+#[derive(Debug, Default)]
+pub struct PlanningRuns(RefCell<Vec<(CostKey, DryCost)>>);
 
 pub(crate) struct Planner<'a> {
     pub(crate) config: &'a EngineConfig,
@@ -91,7 +97,7 @@ pub(crate) struct Planner<'a> {
     /// How the state is shared among the directories, if it exists already.
     pub(crate) stored: Option<&'a Striping>,
     /// What planning runs have found so far, by what they depend on.
-    pub(crate) costs: RefCell<Vec<(CostKey, DryCost)>>,
+    pub(crate) runs: &'a PlanningRuns,
 }
 
 impl Planner<'_> {
@@ -359,8 +365,9 @@ impl Planner<'_> {
     /// What planning runs of `choice` find. Most choices differ in nothing that a run depends on, and share one.
     fn cost(&self, choice: Choice, modes: &[Mode]) -> Result<DryCost> {
         let unified = self.backend.device.unified();
-        let key = (if unified { 0 } else { choice.chunk_elements }, choice.signals_stay, choice.keeping);
-        if let Some((_, cost)) = self.costs.borrow().iter().find(|(known, _)| *known == key) {
+        let chunk_elements = if unified { 0 } else { choice.chunk_elements };
+        let key = (chunk_elements, choice.signals_stay, choice.keeping, self.config.limits);
+        if let Some((_, cost)) = self.runs.0.borrow().iter().find(|(known, _)| *known == key) {
             return Ok(*cost);
         }
         let mut cost = DryCost::default();
@@ -370,7 +377,7 @@ impl Planner<'_> {
             cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
             cost.flops = cost.flops.max(dry.flops);
         }
-        self.costs.borrow_mut().push((key, cost));
+        self.runs.0.borrow_mut().push((key, cost));
         Ok(cost)
     }
 

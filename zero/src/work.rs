@@ -1,7 +1,7 @@
 //! What a training step has to do, in operations and bytes, from its plan alone: what a floor of its time is made of.
 //!
-//! Bytes of disk and link are those that the engine moves. Where a group is used twice in a row its second fetch may share the
-//! first's memory, depending on timing; such a fetch is not counted, so that the sums are never more than what is moved.
+//! Bytes of disk and link are those that the engine moves. Where a group's second fetch may share the memory of the first,
+//! depending on timing, it is not counted, so that the sums are never more than what is moved.
 //! Bytes of host memory are what cannot be avoided, each counted once: transfers of disk and link, the update's state and
 //! gradients, and on a unified device the weights and gradients that kernels go through.
 
@@ -110,11 +110,24 @@ struct Count<'a> {
 }
 
 impl Count<'_> {
-    /// Weights fetched forward and backward, a group that is used twice in a row once.
+    /// Weights that are read forward and backward. A second use shares the memory of the first while that is alive, if everything
+    /// between fits into the slots beside it; whether it is depends on timing, so that it is not counted.
     fn weight_bytes(&self) -> u64 {
-        let mut order = crate::train::training_order(self.network);
-        order.dedup();
-        self.weights(&order)
+        let order = crate::train::training_order(self.network);
+        let read = |&at: &usize| {
+            let before = order[..at].iter().rposition(|group| *group == order[at]);
+            before.is_none_or(|before| !self.fit_together(&order[before..at]))
+        };
+        let groups: Vec<usize> = (0..order.len()).filter(read).map(|at| order[at]).collect();
+        self.weights(&groups)
+    }
+
+    /// Whether the groups of a stretch of the schedule can be in memory at once.
+    fn fit_together(&self, stretch: &[usize]) -> bool {
+        self.plan.windows.classes.iter().all(|class| {
+            let held = class.groups.iter().filter(|group| stretch.contains(group)).count();
+            held <= class.slots
+        })
     }
 
     fn weights(&self, groups: &[usize]) -> u64 {
