@@ -81,7 +81,7 @@ mod tests {
             let ratio = param_count(&config) as f64 / parameters as f64;
             assert!((0.96..1.04).contains(&ratio), "{parameters}: {ratio}, {config:?}");
             let slender = config.hidden as f64 / config.layers as f64;
-            assert!((30.0..300.0).contains(&slender), "{parameters}: {config:?}");
+            assert!((20.0..250.0).contains(&slender), "{parameters}: {config:?}");
         }
         assert!(config_for(7).unwrap_err().contains("config.json"));
     }

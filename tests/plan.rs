@@ -86,13 +86,13 @@ fn models_that_could_not_run_here() {
         assert!(layers.contains(&model["layers"].as_u64().unwrap()), "{model}");
         let plan = &document["plan"];
         let parameters = model["parameters"].as_u64().unwrap() as f64;
-        // Two generations of 5.1 bytes; weights fetched twice and state read once.
+        // Two generations of 5.1 bytes; weights read twice, but those of the head, and state once.
         let disk = plan["disk_bytes"].as_f64().unwrap() / parameters;
         let (read, write) =
             (plan["disk_read_bytes"].as_f64().unwrap(), plan["disk_write_bytes"].as_f64().unwrap());
         assert!((10.0..10.5).contains(&disk), "{disk}");
         assert!(
-            (9.0..9.3).contains(&(read / parameters)) && (5.0..5.2).contains(&(write / parameters)),
+            (8.7..9.2).contains(&(read / parameters)) && (5.0..5.2).contains(&(write / parameters)),
             "{plan}"
         );
         let seconds = plan["seconds"]["disk"].as_f64().unwrap();
