@@ -164,9 +164,7 @@ fn a_calibration_is_found_by_the_machine_it_is_of() {
 
     // Found: the floor is made of its figures, whatever they are.
     change(&profile, |d| {
-        d["calibration"]["memory"] = json!({
-            "read_bytes_per_second": 1.0, "copy_bytes_per_second": 1.0, "update_bytes_per_second": 1.0,
-        })
+        d["calibration"]["memory"] = json!({ "read_bytes_per_second": 1.0, "copy_bytes_per_second": 1.0, "update_bytes_per_second": 1.0, });
     });
     let train = |out: &str| alone(bench.finetune(out).args(&["--steps", "2", "--device", "cpu"]), &bench);
     let disk = bench.path("measured/state");

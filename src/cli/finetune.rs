@@ -98,10 +98,7 @@ pub fn train(
     eprintln!("{}", session::describe_plan(engine.memory_plan()));
     let (keeping, blocks) = engine.kept_blocks();
     eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
-    let floor = Floor::new(&engine.step_work(), &can);
-    if let Some((bound, seconds)) = floor.bound() {
-        eprintln!("floor of a step: {}, bound by {bound}", floor::time(seconds));
-    }
+    let floor = floor::of_engine(&engine, &can);
     let mut trainer = Trainer {
         floor,
         summary: floor::Summary::default(),
@@ -135,11 +132,7 @@ pub fn train(
     let seconds = began.elapsed().as_secs_f64();
     let last = trainer.finished;
     let state = state_dirs(&run);
-    eprintln!("the trained model is in {}", run.output.display());
-    if run.offload == Offload::Disk {
-        let dirs: Vec<_> = state.iter().map(|d| d.display().to_string()).collect();
-        eprintln!("its training state is in {} (for --resume; delete it to free the space)", dirs.join(", "));
-    }
+    say_where(&run, &state);
     Ok(json!({
         "output": run.output,
         "steps": trainer.engine.step(),
@@ -150,6 +143,15 @@ pub fn train(
         "host_peak_bytes": session::peak_resident_bytes(),
         "state": state,
     }))
+}
+
+/// Says where the results are.
+fn say_where(run: &TrainConfig, state: &[PathBuf]) {
+    eprintln!("the trained model is in {}", run.output.display());
+    if run.offload == Offload::Disk {
+        let dirs: Vec<_> = state.iter().map(|d| d.display().to_string()).collect();
+        eprintln!("its training state is in {} (for --resume; delete it to free the space)", dirs.join(", "));
+    }
 }
 
 /// A run in progress.

@@ -12,7 +12,7 @@ use crate::metrics::StepMetrics;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use terrace_optimizer::{Algorithm, StateFormat, WeightType};
-use terrace_zero::EngineConfig;
+use terrace_zero::{Engine, EngineConfig};
 
 /// A budget below which measuring takes the least memory that gives a figure.
 const SMALL_BUDGET_BYTES: u64 = 512 << 20;
@@ -66,6 +66,15 @@ pub fn capabilities(
         }));
     }
     Capabilities::of(&known, config.dtype, state, session.on_card(), &dirs, config.disk_weights.as_deref())
+}
+
+/// The floor of a step of `engine`, and a line that says it.
+pub fn of_engine(engine: &Engine, can: &Capabilities) -> Floor {
+    let floor = Floor::new(&engine.step_work(), can);
+    if let Some((bound, seconds)) = floor.bound() {
+        eprintln!("floor of a step: {}, bound by {bound}", time(seconds));
+    }
+    floor
 }
 
 /// The effort of a start, within a part of the memory that the run may take.
