@@ -5,6 +5,7 @@ use super::inputs::FinetuneInputs;
 use super::session::{self, Session};
 use super::{checks, floor, identity, print_json, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
+use crate::data::Dataset;
 use crate::error::CliError;
 use crate::floor::Floor;
 use crate::interrupt::Interrupt;
@@ -63,14 +64,7 @@ pub fn train(
     let session = session.expect("opened when the run was resolved");
     let FinetuneInputs { run, data, sampler, steps, metrics } = inputs;
     run.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
-    let summary = data.summary();
-    eprintln!(
-        "data: {} samples, {} tokens, {} of them carry loss{}",
-        count(data.len() as f64),
-        count(summary.tokens as f64),
-        count(summary.loss_tokens as f64),
-        if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
-    );
+    say_what(&data);
     check_groups(args, &run, &model.blocks)?;
     let config_text = read_config(&run.model)?;
     let identity = identity::of_run(&run, &config_text, data.fingerprint(), steps);
@@ -143,6 +137,18 @@ pub fn train(
         "host_peak_bytes": session::peak_resident_bytes(),
         "state": state,
     }))
+}
+
+/// Says what there is to train on.
+fn say_what(data: &Dataset) {
+    let summary = data.summary();
+    eprintln!(
+        "data: {} samples, {} tokens, {} of them carry loss{}",
+        count(data.len() as f64),
+        count(summary.tokens as f64),
+        count(summary.loss_tokens as f64),
+        if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
+    );
 }
 
 /// Says where the results are.
