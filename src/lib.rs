@@ -61,6 +61,7 @@ pub mod interrupt;
 pub mod metrics;
 pub mod progress;
 mod shape;
+pub mod tensorboard;
 
 pub use engine::{cpu_backend, cuda_backend};
 pub use terrace_aio as aio;

@@ -56,7 +56,16 @@ fn a_finetune_document_and_its_metrics() {
     for lane in ["disk read", "disk write", "disk sync"] {
         assert!(events.iter().any(|e| e["tid"] == lane), "no {lane} among {} events", events.len());
     }
-    assert!(events.iter().all(|e| e["dur"].as_f64().unwrap() >= 0.0 && e["args"]["ok"] == true));
+    assert!(events.iter().all(|e| e["dur"].as_f64().unwrap() >= 0.0));
+    assert!(events.iter().filter(|e| e["cat"] == "disk").all(|e| e["args"]["ok"] == true));
+    let count = |lane: &str, what: &str| {
+        let named = |e: &&Value| e["tid"] == lane && e["name"].as_str().unwrap().starts_with(what);
+        events.iter().filter(named).count()
+    };
+    // Two layers between embedding and head, whose forward is part of its backward; four steps.
+    assert_eq!((count("compute", "forward "), count("compute", "backward ")), (4 * 3, 4 * 4));
+    assert_eq!(count("commit", "step "), 4);
+    assert!(count("optimizer", "layers.") >= 4 * 2 && count("compute waits", "weights of ") > 0);
 
     let ids = |model: &str| {
         bench.generate(model).args(&["--prompt-ids", "3,4", "--max-new-tokens", "4"]).ok().json()[0]["ids"]

@@ -39,6 +39,15 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         ("none, two threads".to_owned(), Setup { threads: 2, ..base.clone() }),
         ("none, discrete".to_owned(), Setup { discrete: true, ..base.clone() }),
         ("host, discrete".to_owned(), Setup { placement: Placement::Host, discrete: true, ..base.clone() }),
+        (
+            "host, discrete, compute waits for updates".to_owned(),
+            Setup {
+                placement: Placement::Host,
+                discrete: true,
+                overrides: WindowOverrides { overlap: Some(false), ..WindowOverrides::default() },
+                ..base.clone()
+            },
+        ),
         ("one path".to_owned(), disk("one", 1)),
         ("three paths".to_owned(), disk("three", 3)),
         (

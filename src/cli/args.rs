@@ -151,6 +151,9 @@ pub struct FinetuneArgs {
         help_heading = "Output"
     )]
     pub max_shard_size: ByteSize,
+    /// Write the metrics of every step for TensorBoard, too
+    #[arg(long, value_name = "DIR", help_heading = "Output")]
+    pub tensorboard: Option<PathBuf>,
     /// Write a timeline: a page to look at if FILE ends in .html, else Chrome's trace format (Perfetto)
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub trace: Option<PathBuf>,
@@ -610,7 +613,7 @@ mod tests {
             --warmup-steps 10 --scheduler cosine --dtype fp32 --state compact --offload host --disk a --disk b \
             --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 \
             --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 --activations keep \
-            --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --no-overlap --threads 3";
+            --tensorboard runs --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --no-overlap --threads 3";
         let cli = parse(line).unwrap();
         assert_eq!(cli.threads, NonZeroUsize::new(3));
         let Command::Finetune(args) = cli.command else { panic!("another command") };

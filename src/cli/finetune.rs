@@ -11,6 +11,7 @@ use crate::floor::Floor;
 use crate::interrupt::Interrupt;
 use crate::metrics::{MetricsWriter, StepMetrics};
 use crate::progress::{Progress, count, duration};
+use crate::tensorboard::EventWriter;
 use serde_json::json;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -66,6 +67,7 @@ pub fn train(
     run.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
     say_what(&data);
     check_groups(args, &run, &model.blocks)?;
+    let events = run.tensorboard.as_deref().map(event_writer).transpose()?;
     let config_text = read_config(&run.model)?;
     let identity = identity::of_run(&run, &config_text, data.fingerprint(), steps);
     let mut config = engine_config(&run, &args.placement, &session, identity)?;
@@ -100,6 +102,7 @@ pub fn train(
         metrics: MetricsWriter::open(&metrics, engine.step(), &engine.noted())
             .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?,
         metrics_path: metrics,
+        events,
         progress: Progress::new(steps, engine.step()),
         last: session.stats.snapshot(),
         engine,
@@ -170,6 +173,7 @@ struct Trainer<'a> {
     config_text: String,
     metrics: MetricsWriter,
     metrics_path: PathBuf,
+    events: Option<EventWriter>,
     progress: Progress,
     last: Stats,
     floor: Floor,
@@ -230,6 +234,10 @@ impl Trainer<'_> {
         self.metrics
             .append(&metrics)
             .map_err(|e| CliError::Failed(format!("writing {}: {e}", self.metrics_path.display())))?;
+        if let Some(events) = &mut self.events {
+            let result = events.append(&metrics);
+            result.map_err(|e| CliError::Failed(format!("writing {}: {e}", events.path().display())))?;
+        }
         self.progress.step(&metrics);
         self.summary.add(&metrics);
         self.finished = Some(metrics);
@@ -276,6 +284,15 @@ fn step_metrics(
         .into(),
         ..StepMetrics::default()
     }
+}
+
+fn event_writer(folder: &Path) -> Result<EventWriter, CliError> {
+    EventWriter::create(folder).map_err(|e| {
+        CliError::Failed(format!(
+            "--tensorboard {}: {e}; choose a folder that can be written",
+            folder.display()
+        ))
+    })
 }
 
 /// Says which flag names parameters that the model does not have.

@@ -94,6 +94,8 @@ pub struct TrainConfig {
     pub save_every: Option<u64>,
     /// Largest safetensors file.
     pub max_shard_size: ByteSize,
+    /// Where to write metrics for TensorBoard.
+    pub tensorboard: Option<PathBuf>,
     /// Where to write a timeline.
     pub trace: Option<PathBuf>,
     /// Print JSON at the end.
@@ -189,6 +191,7 @@ impl TrainConfig {
             resume: args.resume,
             save_every: args.save_every.map(u64::from),
             max_shard_size: args.max_shard_size,
+            tensorboard: args.tensorboard.clone(),
             trace: args.trace.clone(),
             json: args.json,
             warnings,

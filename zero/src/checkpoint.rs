@@ -1,7 +1,7 @@
 //! State in and out: initial weights, resident state to and from a store, weights for export.
 
 use crate::engine::Engine;
-use crate::state::StateHome;
+use crate::state::{StateHome, locked};
 use crate::{EngineError, ParamSpec, Result, WeightReader, WeightSource};
 use half::{bf16, f16};
 use std::ops::Range;
@@ -67,12 +67,12 @@ fn read_chunk(
 pub(crate) fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec<Lease>) -> Result {
     for (index, lease) in leases.into_iter().enumerate() {
         let blob = engine.kinds.blobs[index];
-        match &mut engine.home {
+        match &engine.home {
             StateHome::Disk(store) => store.write(BlobKey { group, kind: blob.kind }, chunk, lease)?,
             StateHome::Resident(blobs) => {
                 let start = blob.bytes(chunk as u64 * engine.plan.spec.chunk_elements) as usize;
-                let blob =
-                    Arc::get_mut(&mut blobs[group][index]).expect("nobody reads state while it is loaded");
+                let mut blobs = locked(&blobs[group]);
+                let blob = Arc::get_mut(&mut blobs[index]).expect("nobody reads state while it is loaded");
                 blob[start..start + lease.len()].copy_from_slice(&lease);
             }
         }
@@ -197,8 +197,9 @@ impl Engine {
     /// # Errors
     /// There is no directory, or it cannot be written. The previous save is then intact, and saving may be tried again.
     pub fn save(&mut self) -> Result {
+        self.flush()?;
         if self.home.disk().is_some() {
-            return self.flush();
+            return Ok(());
         }
         if self.config.disks.is_empty() {
             return Err(EngineError::Config(
@@ -223,7 +224,7 @@ impl Engine {
         let StateHome::Resident(blobs) = &self.home else { return Ok(()) };
         let spec = &self.plan.spec;
         let store = self.saved.as_mut().expect("`save` opened it");
-        for (group, blobs) in blobs.iter().enumerate() {
+        for (group, blobs) in blobs.iter().map(locked).enumerate() {
             for chunk in 0..spec.chunks(group) {
                 let leases = self.update_slots.acquire(&self.kinds, spec.chunk_len(group, chunk));
                 for ((blob, kind), mut lease) in blobs.iter().zip(&self.kinds.blobs).zip(leases) {

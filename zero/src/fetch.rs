@@ -119,6 +119,11 @@ impl SlotClasses {
     }
 }
 
+/// The update's own error says more, and comes first.
+fn never_updated() -> EngineError {
+    EngineError::Config("the weights of this step were never updated".into())
+}
+
 type Staged = Result<(usize, SharedBytes)>;
 
 /// Gives a block its weights, in the order in which the schedule asks for them.
@@ -135,6 +140,8 @@ pub(crate) struct Fetcher<'a> {
     /// What fills places, until the end of the schedule.
     filling: Vec<UploadSource<SharedBytes>>,
     residency: Vec<Residency>,
+    /// Holds back what an update of resident state has not reached.
+    gate: Option<&'a Gate>,
     /// Time compute waited for weights.
     pub(crate) stalled: Duration,
 }
@@ -221,15 +228,16 @@ impl<'a> Fetcher<'a> {
                         |_| receiver,
                     )
             }
-            _ => return Self::build(lane, Source::Resident(home, kinds), upcoming, room, groups),
+            _ => return Self::build(lane, Source::Resident(home, kinds), upcoming, gate, room, groups),
         };
-        Self::build(lane, Source::Thread(source), upcoming, room, groups)
+        Self::build(lane, Source::Thread(source), upcoming, None, room, groups)
     }
 
     fn build(
         lane: &'a Lane,
         source: Source<'a>,
         upcoming: VecDeque<usize>,
+        gate: Option<&'a Gate>,
         room: DeviceWeights,
         groups: usize,
     ) -> Result<Self> {
@@ -250,7 +258,7 @@ impl<'a> Fetcher<'a> {
         let residency = vec![Residency::Home; groups];
         let (uploads, stalled, filling) = (VecDeque::new(), Duration::ZERO, Vec::new());
         let mut fetcher =
-            Self { lane, source, uploads, upcoming, regions, places, filling, residency, stalled };
+            Self { lane, source, uploads, upcoming, regions, places, filling, residency, gate, stalled };
         fetcher.fill_places()?;
         Ok(fetcher)
     }
@@ -302,13 +310,17 @@ impl<'a> Fetcher<'a> {
         }
     }
 
-    /// Starts the uploads of all groups that are stale on the device, in the order of their use.
+    /// Starts the uploads of all groups that are stale on the device, in the order of their use, up to the first that is still
+    /// to be updated.
     fn fill_places(&mut self) -> Result {
         let (Some(places), Source::Resident(home, kinds)) = (&mut self.places, &self.source) else {
             return Ok(());
         };
         for &group in &self.upcoming {
             if let Place::Stale(_) = places[group] {
+                if !self.gate.is_none_or(|gate| gate.is_open(group)) {
+                    break;
+                }
                 let Place::Stale(region) = std::mem::replace(&mut places[group], Place::Moving) else {
                     unreachable!("just looked at")
                 };
@@ -321,7 +333,10 @@ impl<'a> Fetcher<'a> {
     }
 
     fn next_resident(&mut self) -> Result<Ready> {
-        let group = self.upcoming.pop_front().expect("the schedule asks for no more groups than it listed");
+        let &group = self.upcoming.front().expect("the schedule asks for no more groups than it listed");
+        self.pass_gate(group)?;
+        self.fill_places()?;
+        self.upcoming.pop_front();
         self.set(group, &[Residency::Staged, Residency::Ready]);
         let places = self.places.as_mut().expect("weights that stay have places");
         let region = match std::mem::replace(&mut places[group], Place::Moving) {
@@ -331,7 +346,9 @@ impl<'a> Fetcher<'a> {
                 Arc::new(region)
             }
             Place::Here(region) => region,
-            Place::Stale(_) | Place::Moving => unreachable!("a group of the schedule is filled at its start"),
+            Place::Stale(_) | Place::Moving => {
+                unreachable!("the first group of the schedule was just filled")
+            }
         };
         places[group] = Place::Here(Arc::clone(&region));
         Ok(Ready { group, memory: ReadyMemory::Resident(region) })
@@ -342,6 +359,10 @@ impl<'a> Fetcher<'a> {
         let &group = self.upcoming.front().expect("the schedule asks for no more groups than it listed");
         let bytes = match &self.source {
             Source::Resident(home, kinds) => {
+                if !wait && !self.gate.is_none_or(|gate| gate.is_open(group)) {
+                    return Ok(None);
+                }
+                self.pass_gate(group)?;
                 home.resident_weights(group, kinds).expect("resident state has every group's weights")
             }
             Source::Thread(receiver) => {
@@ -364,6 +385,11 @@ impl<'a> Fetcher<'a> {
         };
         self.upcoming.pop_front();
         Ok(Some((group, bytes)))
+    }
+
+    /// Waits until a group of resident state is updated, if an update is under way.
+    fn pass_gate(&self, group: usize) -> Result {
+        if self.gate.is_none_or(|gate| gate.wait(group)) { Ok(()) } else { Err(never_updated()) }
     }
 
     /// Fills the upload window; waits for the first upload only, since host slots may be held by groups in use.
@@ -494,9 +520,7 @@ impl<'a> FetchThread<'a> {
         }
         let updated = gate.wait(group);
         if !updated {
-            // The update's own error says more, and comes first.
-            let message = "the weights of this step were never updated".into();
-            let _ = self.sender.send(Err(EngineError::Config(message)));
+            let _ = self.sender.send(Err(never_updated()));
         }
         updated
     }

@@ -6,6 +6,9 @@
 //! group that it has not reached. When it is through, it commits the step. Weights and losses are those of an update that runs
 //! at once, since each group is still updated before its next use and from the same gradient.
 //!
+//! State in host memory is updated so, too, for a device with memory of its own, which computes meanwhile. Where the CPU does
+//! both there would be nothing to gain.
+//!
 //! An update that waits for nothing runs on such a thread too, group after group as backward completes their gradients.
 //!
 //! Hazard (a group is fetched while the update still writes it): the gate opens when all of a group's chunks have been handed
@@ -13,7 +16,7 @@
 
 use crate::gradients::GradientPark;
 use crate::runs::Runs;
-use crate::state::StateKinds;
+use crate::state::{StateHome, StateKinds};
 use crate::timeline::{Resource, Timeline};
 use crate::update::{Items, UpdateSlots, Updater};
 use crate::{EngineError, Result};
@@ -109,14 +112,14 @@ impl<'a> Bench<'a> {
 }
 
 impl Pending {
-    /// Updates every group from the parked gradients and commits the step. `gate` learns how far it is.
-    pub(crate) fn run(&self, bench: Bench<'_>, store: &DiskStore, gate: &Gate) -> Result {
+    /// Updates every group from the parked gradients and, on disk, commits the step. `gate` learns how far it is.
+    pub(crate) fn run(&self, bench: Bench<'_>, home: &StateHome, gate: &Gate) -> Result {
         let _ending = Ending(gate);
-        let groups = bench.spec.groups.len();
-        let items = Items::of_groups(bench.spec, 0..groups);
         let updater = bench.updater(&*self.optimizer, self.args);
-        updater.stream(store, bench.park, items, |group| gate.open_up_to(group + 1))?;
-        gate.open_up_to(groups);
+        updater.run(home, bench.park, |group| gate.open_up_to(group + 1))?;
+        // Groups without parameters may come last.
+        gate.open_up_to(bench.spec.groups.len());
+        let Some(store) = home.disk() else { return Ok(()) };
         let began = Instant::now();
         store.commit(self.step, &self.words)?;
         if let Some(timeline) = bench.timeline {
@@ -131,12 +134,12 @@ pub(crate) fn defer<'scope, 'a>(
     scope: &'scope Scope<'scope, 'a>,
     pending: Pending,
     bench: Bench<'a>,
-    store: &'a DiskStore,
+    home: &'a StateHome,
     gate: &'a Gate,
 ) -> Result<ScopedJoinHandle<'scope, Result>> {
     Builder::new()
         .name("terrace-update".into())
-        .spawn_scoped(scope, move || pending.run(bench, store, gate))
+        .spawn_scoped(scope, move || pending.run(bench, home, gate))
         .map_err(|error| cannot_start(&error))
 }
 

@@ -2,7 +2,7 @@
 
 use crate::network::Network;
 use crate::{EngineConfig, EngineError, Placement, Result};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_device::Device;
 use terrace_kernels::DType;
 use terrace_optimizer::{Optimizer, StateKind, StateLayout, WeightType, optimizer};
@@ -24,8 +24,8 @@ pub(crate) struct StateKinds {
 /// The state between uses.
 #[derive(Debug)]
 pub(crate) enum StateHome {
-    /// `[group][kind]` in host memory.
-    Resident(Vec<Vec<Arc<HostBlob>>>),
+    /// The blobs of every kind of each group, in host memory.
+    Resident(Vec<Mutex<Vec<Arc<HostBlob>>>>),
     /// In a store; only windows of it are in memory.
     Disk(Box<DiskStore>),
 }
@@ -94,7 +94,7 @@ impl StateHome {
                 }
                 Ok(Arc::new(blob))
             });
-            blobs.collect::<std::result::Result<Vec<_>, TierError>>()
+            blobs.collect::<std::result::Result<Vec<_>, TierError>>().map(Mutex::new)
         });
         Ok(Self::Resident(groups.collect::<std::result::Result<Vec<_>, _>>()?))
     }
@@ -102,7 +102,9 @@ impl StateHome {
     /// The weights of a group, if they are resident.
     pub(crate) fn resident_weights(&self, group: usize, kinds: &StateKinds) -> Option<SharedBytes> {
         match self {
-            Self::Resident(groups) => Some(SharedBytes::Blob(Arc::clone(&groups[group][kinds.weight]))),
+            Self::Resident(groups) => {
+                Some(SharedBytes::Blob(Arc::clone(&locked(&groups[group])[kinds.weight])))
+            }
             Self::Disk(_) => None,
         }
     }
@@ -113,6 +115,11 @@ impl StateHome {
             Self::Disk(store) => Some(store),
         }
     }
+}
+
+/// A group's resident state.
+pub(crate) fn locked(blobs: &Mutex<Vec<Arc<HostBlob>>>) -> MutexGuard<'_, Vec<Arc<HostBlob>>> {
+    blobs.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The layout of the state on disk.

@@ -155,23 +155,19 @@ impl Engine {
         report.seconds = began.elapsed().as_secs_f64();
         let committing = Instant::now();
         let step = self.step + 1;
-        if let StateHome::Disk(store) = &self.home {
+        let words = self.home.disk().map_or_else(Vec::new, |_| {
             let note = note(&report);
-            let words = match &scale {
-                Some(scale) => scale.words(&note),
-                None => note,
+            scale.as_ref().map_or_else(|| note.clone(), |scale| scale.words(&note))
+        });
+        if let (Some(args), Some(optimizer)) = (deferred, &self.optimizer) {
+            self.pending = Some(Pending { step, args, optimizer: Arc::clone(optimizer), words });
+        } else if let StateHome::Disk(store) = &self.home {
+            if report.skipped {
+                store.commit_unchanged(step, &words)?;
+            } else {
+                store.commit(step, &words)?;
             };
-            match (deferred, &self.optimizer) {
-                (Some(args), Some(optimizer)) => {
-                    let optimizer = Arc::clone(optimizer);
-                    self.pending = Some(Pending { step, args, optimizer, words });
-                }
-                _ if report.skipped => store.commit_unchanged(step, &words)?,
-                _ => store.commit(step, &words)?,
-            }
-            if let Some(timeline) = &self.config.timeline
-                && self.pending.is_none()
-            {
+            if let Some(timeline) = &self.config.timeline {
                 timeline.note(Resource::Commit, committing, format!("step {step}"));
             }
         }
@@ -188,10 +184,8 @@ impl Engine {
     /// A tier failed. The last committed step is then still intact.
     pub fn flush(&mut self) -> Result {
         let Some(pending) = self.pending.take() else { return Ok(()) };
-        let (StateHome::Disk(store), Some(bench)) = (&self.home, self.bench()) else {
-            unreachable!("only a training engine with state on disk defers updates")
-        };
-        let result = pending.run(bench, store, &Gate::default());
+        let bench = self.bench().expect("only a training engine defers updates");
+        let result = pending.run(bench, &self.home, &Gate::default());
         if result.is_err() {
             self.abandon();
         }
@@ -301,9 +295,9 @@ impl Engine {
         let slots = weight_slots.as_ref();
         *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
             let order = Order { items, gate: pending.as_ref().map(|_| &gate) };
-            let deferred = match (pending, home.disk()) {
-                (Some(pending), Some(store)) => Some(defer(scope, pending, bench, store, &gate)?),
-                _ => None,
+            let deferred = match pending {
+                Some(pending) => Some(defer(scope, pending, bench, home, &gate)?),
+                None => None,
             };
             let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room)?;
             let mut loss = lane.tensor(&zero_loss())?;
@@ -350,7 +344,7 @@ impl Engine {
         if training.waits_for_norm() || self.home.disk().is_none() {
             let clip = training.clip.map_or(1.0, |max| clip_coefficient(report.grad_norm, max));
             let args = self.step_args(lr, clip * self.loss_scale.map_or(1.0, |current| current.inverse()));
-            if self.home.disk().is_some() && self.config.overrides.overlap() {
+            if self.config.overrides.overlap() && self.is_deferrable() {
                 deferred = Some(args);
             } else {
                 let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
@@ -358,13 +352,18 @@ impl Engine {
                 let (spec, pool) = (&self.plan.spec, &self.pool);
                 let timeline = self.config.timeline.as_deref();
                 let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline };
-                let stalled = updater.run(&mut self.home, park, 0..spec.groups.len())?;
+                let stalled = updater.run(&self.home, park, |_| ())?;
                 report.state_stall_seconds += stalled.as_secs_f64();
             }
         }
         self.device_weights.outdate();
         report.update_seconds = began.elapsed().as_secs_f64();
         Ok(Updated { scale, deferred })
+    }
+
+    /// Whether something else than the update computes while it runs, or waits for the disk.
+    fn is_deferrable(&self) -> bool {
+        self.home.disk().is_some() || !self.lane.unified
     }
 
     /// Makes the optimizer one with these betas, or the configured ones.

@@ -6,7 +6,7 @@
 
 use crate::gradients::{Arriving, GradientPark, Landed};
 use crate::runs::Runs;
-use crate::state::{KINDS_MAX, StateHome, StateKinds};
+use crate::state::{KINDS_MAX, StateHome, StateKinds, locked};
 use crate::timeline::{Resource, Timeline};
 use crate::{EngineError, Result};
 use crossbeam::channel::Receiver;
@@ -115,22 +115,30 @@ struct Chunk {
 const SHARED_BYTES_MIN: usize = 128 << 10;
 
 impl Updater<'_> {
-    /// Updates all chunks of `groups` with the parked gradients. Returns the time spent waiting for the disk.
+    /// Updates all groups in their order with the parked gradients. `done` hears of every group whose weights can be used.
+    /// Returns the time spent waiting for the disk.
     pub(crate) fn run(
         &self,
-        home: &mut StateHome,
+        home: &StateHome,
         park: &GradientPark,
-        groups: impl Iterator<Item = usize>,
+        done: impl Fn(usize),
     ) -> Result<Duration> {
-        let mut items = Items::of_groups(self.spec, groups);
+        let groups = 0..self.spec.groups.len();
         match home {
             StateHome::Resident(blobs) => {
-                while let Some((group, chunk)) = items.next(true) {
-                    self.update_resident(&mut blobs[group], park, group, chunk)?;
+                for group in groups {
+                    let mut blobs = locked(&blobs[group]);
+                    for chunk in 0..self.spec.chunks(group) {
+                        let began = Instant::now();
+                        self.update_resident(&mut blobs, park, group, chunk)?;
+                        self.note(Resource::Update, began, &(group, chunk));
+                    }
+                    drop(blobs);
+                    done(group);
                 }
                 Ok(Duration::ZERO)
             }
-            StateHome::Disk(store) => self.stream(store, park, items, |_| ()),
+            StateHome::Disk(store) => self.stream(store, park, Items::of_groups(self.spec, groups), done),
         }
     }
 
