@@ -48,16 +48,19 @@
 //! `examples/` shows networks of one's own and fine-tuning a model folder; `ARCHITECTURE.md` is the map of the code.
 #![forbid(unsafe_code)]
 
+pub mod calibrate;
 pub mod cli;
 pub mod config;
 pub mod data;
 pub mod demo;
 mod engine;
 pub mod error;
+pub mod floor;
 pub mod generate;
 pub mod interrupt;
 pub mod metrics;
 pub mod progress;
+mod shape;
 pub mod tensorboard;
 
 pub use engine::{cpu_backend, cuda_backend};
@@ -75,7 +78,7 @@ pub use terrace_tiers as tiers;
 pub use terrace_tiers::{MemoryPlan, Tier};
 pub use terrace_zero::{
     Backend, BatchLimits, Block, Context, Engine, EngineBuilder, EngineConfig, EngineError, Evaluation,
-    Gradients, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode, OutputSpec, ParamSpec, Placement,
-    Result, StepReport, StoredState, StoredWeights, TrainingConfig, Weight, WeightReader, WeightSource,
-    Weights, WindowOverrides,
+    Gradients, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode, Outlook, OutputSpec, ParamSpec,
+    Placement, Result, StepReport, StepWork, StoredState, StoredWeights, TrainingConfig, Weight,
+    WeightReader, WeightSource, Weights, WindowOverrides,
 };

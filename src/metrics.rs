@@ -27,7 +27,7 @@ pub struct StepMetrics {
     pub step_seconds: f64,
     /// `tokens` over `step_seconds`.
     pub tokens_per_second: f64,
-    /// The time that the slowest resource needs at its measured best; `null` without a calibration.
+    /// The time that the slowest resource needs at its measured best; `null` if nothing was measured.
     pub floor_seconds: Option<f64>,
     /// `floor_seconds` over `step_seconds`.
     pub floor_fraction: Option<f64>,

@@ -138,7 +138,7 @@ fn step_line(metrics: &StepMetrics, total: u64, left_seconds: f64) -> String {
         }
     }
     if let (Some(fraction), Some(bound)) = (metrics.floor_fraction, &metrics.bound_by) {
-        parts.push(format!("{:.0} % of {bound}", fraction * 100.0));
+        parts.push(format!("{:.0} % of floor (bound by {bound})", fraction * 100.0));
     }
     if metrics.step < total {
         parts.push(format!("{} left", duration(left_seconds)));
@@ -191,7 +191,7 @@ mod tests {
             ..Default::default()
         };
         let expected = "step 12/200 · loss 3.2145 · 1.23k tok/s · disk 2.00 GiB/s in, 512 MiB/s out · host 3.00 GiB · \
-            88 % of disk · 6m 16s left";
+            88 % of floor (bound by disk) · 6m 16s left";
         assert_eq!(step_line(&metrics, 200, 376.0), expected);
         let bare = StepMetrics { step: 2, loss: Some(f64::NAN), ..Default::default() };
         assert_eq!(step_line(&bare, 2, 0.0), "step 2/2 · loss – · 0 tok/s");

@@ -24,6 +24,8 @@
 //! # Ok::<(), terrace_aio::IoError>(())
 //! ```
 
+#[doc(hidden)]
+pub mod bench;
 mod buf;
 mod completions;
 pub mod engine;

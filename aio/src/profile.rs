@@ -118,11 +118,15 @@ impl DiskProfile {
         }
     }
 
+    /// The measured directory that `dir` is, or is inside of.
+    pub fn path_of(&self, dir: &Path) -> Option<&PathProfile> {
+        let inside = self.paths.iter().filter(|entry| dir.starts_with(&entry.path));
+        inside.max_by_key(|entry| entry.path.components().count())
+    }
+
     /// The mixed rate of the measured directory that `dir` is, or is inside of.
     pub fn rate_of(&self, dir: &Path) -> Option<f64> {
-        let inside = self.paths.iter().filter(|entry| dir.starts_with(&entry.path));
-        let nearest = inside.max_by_key(|entry| entry.path.components().count())?;
-        Some(nearest.mixed_bytes_per_second)
+        Some(self.path_of(dir)?.mixed_bytes_per_second)
     }
 
     /// The rate of each directory, for sharing work in proportion; `None` unless every one was measured.

@@ -2,7 +2,9 @@
 //! [`TrainConfig`](crate::config::TrainConfig)'s business.
 
 pub use super::values::{Betas, DeviceName};
-use super::values::{count, not_negative_float, positive_float, probability, threads, token_id, whole};
+use super::values::{
+    count, not_negative_float, parameters, positive_float, probability, threads, token_id, whole,
+};
 use crate::config::{ByteSize, GroupFlag, SchedulerFlag};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -36,6 +38,10 @@ pub enum Command {
     Export(ExportArgs),
     /// Make a small data set and model, train it, and generate from it
     Demo(Box<DemoArgs>),
+    /// Measure what disks, memory, processor and card of this machine can do
+    Calibrate(CalibrateArgs),
+    /// Say what a run would need and how long its steps would take
+    Plan(Box<PlanArgs>),
     /// Show what Terrace finds on this machine
     Report(ReportArgs),
 }
@@ -353,6 +359,126 @@ pub struct DemoArgs {
     pub json: bool,
 }
 
+/// `terrace calibrate`.
+#[derive(Debug, Args)]
+pub struct CalibrateArgs {
+    /// Folder on a disk to measure; several are measured one by one and all at once
+    #[arg(long, value_name = "PATH")]
+    pub disk: Vec<PathBuf>,
+    /// File for the profile; other sections in it stay [default: profile.json in the cache folder, where later runs find it]
+    #[arg(long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Measure for about 5 seconds instead of 30, less exactly
+    #[arg(long)]
+    pub quick: bool,
+    /// The device to measure beside the CPU: auto, cpu or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceName,
+    /// How disk operations are submitted
+    #[arg(long, value_name = "ENGINE", default_value = "auto")]
+    pub engine: DiskEngine,
+    /// Print the profile to stdout too
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `terrace plan`.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("what").required(true).args(["model", "params"]))]
+pub struct PlanArgs {
+    /// Model folder, or a config.json alone; weights are not read
+    #[arg(long, value_name = "PATH")]
+    pub model: Option<PathBuf>,
+    /// Number of parameters, such as 40b; a Llama-like shape is chosen for it
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parameters)]
+    pub params: Option<u64>,
+    /// Sequences per micro-batch
+    #[arg(long, value_name = "B", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "1")]
+    pub batch_size: NonZeroUsize,
+    /// Micro-batches per step
+    #[arg(long, value_name = "M", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "1")]
+    pub grad_accum: NonZeroUsize,
+    /// Tokens per sequence [default: 1024, at most what the model takes]
+    #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>)]
+    pub seq_len: Option<NonZeroUsize>,
+    /// Number type of weights and activations
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    pub dtype: Dtype,
+    /// How training state is stored [default: split; fp32 unless --dtype bf16]
+    #[arg(long, value_name = "FORMAT")]
+    pub state: Option<StateFormat>,
+    /// Slowest tier in use [default: disk]; the table of choices has no other if it is given
+    #[arg(long, value_name = "TIER")]
+    pub offload: Option<Offload>,
+    /// Folder on a disk that the state would go to
+    #[arg(long, value_name = "PATH")]
+    pub disk: Vec<PathBuf>,
+    /// Space on all disks together [default: any]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
+    pub disk_space: Option<ByteSize>,
+    /// Host memory to use [default: what is free here, less a reserve]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
+    pub host_memory: Option<ByteSize>,
+    /// Device memory to use [default: what is free here, less a reserve]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
+    pub device_memory: Option<ByteSize>,
+    /// Where to compute: auto, cpu or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: DeviceName,
+    /// What the machine can do, written by `terrace calibrate` [default: that of this machine, unless another is described]
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
+
+    /// Memory of a card, here or not
+    #[arg(
+        long,
+        value_name = "SIZE",
+        allow_negative_numbers = true,
+        help_heading = "A machine that is not here"
+    )]
+    pub gpu_memory: Option<ByteSize>,
+    /// Bytes per second of its link in each direction, such as 25GB
+    #[arg(
+        long,
+        value_name = "SIZE",
+        allow_negative_numbers = true,
+        help_heading = "A machine that is not here"
+    )]
+    pub link: Option<ByteSize>,
+    /// Operations per second that its matrix products sustain, in 10¹²
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = positive_float, help_heading = "A machine that is not here")]
+    pub tflops: Option<f64>,
+    /// Bytes per second of host memory, such as 80GB
+    #[arg(
+        long,
+        value_name = "SIZE",
+        allow_negative_numbers = true,
+        help_heading = "A machine that is not here"
+    )]
+    pub dram: Option<ByteSize>,
+    /// Bytes per second that all disks together read
+    #[arg(
+        long,
+        value_name = "SIZE",
+        allow_negative_numbers = true,
+        requires = "disk_write",
+        help_heading = "A machine that is not here"
+    )]
+    pub disk_read: Option<ByteSize>,
+    /// Bytes per second that they write
+    #[arg(
+        long,
+        value_name = "SIZE",
+        allow_negative_numbers = true,
+        requires = "disk_read",
+        help_heading = "A machine that is not here"
+    )]
+    pub disk_write: Option<ByteSize>,
+    /// Print one JSON document to stdout
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// `terrace report`.
 #[derive(Debug, Args)]
 pub struct ReportArgs {
@@ -550,7 +676,7 @@ mod tests {
             "inspect --disk d --restore-previous",
             "export --disk d --model m",
             "plan",
-            "calibrate",
+            "calibrate --device gpu",
         ] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
         }

@@ -71,7 +71,7 @@ pub fn file(flag: &str, path: &Path) -> Result<(), CliError> {
 }
 
 /// Tries to write where `dir` is, or in the closest directory above it that exists.
-fn writable(flag: &str, dir: &Path) -> Result<(), CliError> {
+pub(super) fn writable(flag: &str, dir: &Path) -> Result<(), CliError> {
     let refused = |detail: String| Err(CliError::Failed(format!("{flag} {}: {detail}", dir.display())));
     let whole = match std::path::absolute(dir) {
         Ok(whole) => whole,

@@ -20,7 +20,7 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     checks::disks(&args.placement.disk)?;
     checks::model(&args.model)?;
     let model = ModelConfig::from_folder(&args.model).map_err(CliError::failed)?;
-    let profile = session::disk_profile(&args.placement)?;
+    let profile = session::disk_profile(&args.placement, threads)?;
     let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
     let facts = ModelFacts::read(&args.model)?;
     let seq_len = run::seq_len(args.seq_len.map(NonZeroUsize::get), facts.positions_max)?;

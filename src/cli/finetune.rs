@@ -1,11 +1,13 @@
 //! `terrace finetune`: data and model in, a trained Hugging Face folder out.
 
-use super::args::{Activations, FinetuneArgs, PlacementArgs, StateFormat as StateFlag};
+use super::args::{Activations, FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag};
 use super::inputs::FinetuneInputs;
 use super::session::{self, Session};
-use super::{checks, identity, print_json, retention, trace};
+use super::{checks, floor, identity, print_json, retention, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
+use crate::data::Dataset;
 use crate::error::CliError;
+use crate::floor::Floor;
 use crate::interrupt::Interrupt;
 use crate::metrics::{MetricsWriter, StepMetrics};
 use crate::progress::{Progress, count, duration};
@@ -49,10 +51,12 @@ pub fn train(
     source: &mut dyn WeightSource,
 ) -> Result<serde_json::Value, CliError> {
     checks::output(&args.output, &args.model)?;
-    let profile = session::disk_profile(&args.placement)?;
-    let mut session = None;
+    let (mut session, mut profile) = (None, None);
     let inputs = FinetuneInputs::load_after(args, |run| {
-        let io = io_config(run, profile.as_ref());
+        let disks = if run.offload == Offload::Disk { state_dirs(run) } else { Vec::new() };
+        let threads_here = session::compute_threads(threads);
+        profile = floor::profile(args.placement.profile.as_ref(), threads_here, &disks)?;
+        let io = io_config(run, profile.as_ref().and_then(|found| found.disk.as_ref()));
         let opened = Session::open(&args.placement, &io, threads, run.trace.is_some())?;
         check_saved_state(&opened, run)?;
         session = Some(opened);
@@ -61,20 +65,15 @@ pub fn train(
     let session = session.expect("opened when the run was resolved");
     let FinetuneInputs { run, data, sampler, steps, metrics } = inputs;
     run.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
-    let summary = data.summary();
-    eprintln!(
-        "data: {} samples, {} tokens, {} of them carry loss{}",
-        count(data.len() as f64),
-        count(summary.tokens as f64),
-        count(summary.loss_tokens as f64),
-        if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
-    );
+    say_what(&data);
     check_groups(args, &run, &model.blocks)?;
     let events = run.tensorboard.as_deref().map(event_writer).transpose()?;
     let config_text = read_config(&run.model)?;
     let identity = identity::of_run(&run, &config_text, data.fingerprint(), steps);
     let mut config = engine_config(&run, &args.placement, &session, identity)?;
-    config.disk_weights = session::disk_weights(profile.as_ref(), &config.disks);
+    let disk_profile = profile.as_ref().and_then(|found| found.disk.as_ref());
+    config.disk_weights = session::disk_weights(disk_profile, &config.disks);
+    let can = floor::capabilities(profile.as_ref(), &session, &run, &config);
     let builder = TokenBatch::new(&model.config);
     let sample = builder.blank(run.batch_size, run.seq_len);
 
@@ -95,7 +94,10 @@ pub fn train(
     eprintln!("{}", session::describe_plan(engine.memory_plan()));
     let (keeping, blocks) = engine.kept_blocks();
     eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
+    let floor = floor::of_engine(&engine, &can);
     let mut trainer = Trainer {
+        floor,
+        summary: floor::Summary::default(),
         schedule: run.schedule(steps),
         metrics: MetricsWriter::open(&metrics, engine.step(), &engine.noted())
             .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?,
@@ -121,14 +123,13 @@ pub fn train(
     flushed?;
     trainer.export(&run.output)?;
     traced?;
+    if let Some(text) = trainer.summary.text(&trainer.floor) {
+        eprintln!("{text}");
+    }
     let seconds = began.elapsed().as_secs_f64();
     let last = trainer.finished;
     let state = state_dirs(&run);
-    eprintln!("the trained model is in {}", run.output.display());
-    if run.offload == super::args::Offload::Disk {
-        let dirs: Vec<_> = state.iter().map(|d| d.display().to_string()).collect();
-        eprintln!("its training state is in {} (for --resume; delete it to free the space)", dirs.join(", "));
-    }
+    say_where(&run, &state);
     Ok(json!({
         "output": run.output,
         "steps": trainer.engine.step(),
@@ -139,6 +140,27 @@ pub fn train(
         "host_peak_bytes": session::peak_resident_bytes(),
         "state": state,
     }))
+}
+
+/// Says what there is to train on.
+fn say_what(data: &Dataset) {
+    let summary = data.summary();
+    eprintln!(
+        "data: {} samples, {} tokens, {} of them carry loss{}",
+        count(data.len() as f64),
+        count(summary.tokens as f64),
+        count(summary.loss_tokens as f64),
+        if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
+    );
+}
+
+/// Says where the results are.
+fn say_where(run: &TrainConfig, state: &[PathBuf]) {
+    eprintln!("the trained model is in {}", run.output.display());
+    if run.offload == Offload::Disk {
+        let dirs: Vec<_> = state.iter().map(|d| d.display().to_string()).collect();
+        eprintln!("its training state is in {} (for --resume; delete it to free the space)", dirs.join(", "));
+    }
 }
 
 /// A run in progress.
@@ -154,6 +176,8 @@ struct Trainer<'a> {
     events: Option<EventWriter>,
     progress: Progress,
     last: Stats,
+    floor: Floor,
+    summary: floor::Summary,
     finished: Option<StepMetrics>,
 }
 
@@ -173,9 +197,9 @@ impl Trainer<'_> {
             let updates = self.engine.updates();
             let (lr, betas) = (self.schedule.lr(updates), self.schedule.betas(updates));
             let tokens = samples.iter().map(|s| s.ids.len() as u64).sum();
-            let (stats, last) = (&self.session.stats, self.last);
+            let (stats, last, floor) = (&self.session.stats, self.last, self.floor.bound());
             let note = |report: &StepReport| {
-                let metrics = step_metrics(report, lr, tokens, &stats.snapshot().since(&last));
+                let metrics = step_metrics(report, lr, tokens, &stats.snapshot().since(&last), floor);
                 serde_json::to_vec(&metrics).expect("metrics are plain data")
             };
             let report = self.engine.train_step_noting(&batches, StepRates { lr, betas }, note)?;
@@ -211,7 +235,7 @@ impl Trainer<'_> {
         let now = self.session.stats.snapshot();
         let io = now.since(&self.last);
         self.last = now;
-        let metrics = step_metrics(report, lr, tokens, &io);
+        let metrics = step_metrics(report, lr, tokens, &io, self.floor.bound());
         self.metrics
             .append(&metrics)
             .map_err(|e| CliError::Failed(format!("writing {}: {e}", self.metrics_path.display())))?;
@@ -220,6 +244,7 @@ impl Trainer<'_> {
             result.map_err(|e| CliError::Failed(format!("writing {}: {e}", events.path().display())))?;
         }
         self.progress.step(&metrics);
+        self.summary.add(&metrics);
         self.finished = Some(metrics);
         Ok(())
     }
@@ -233,7 +258,13 @@ impl Trainer<'_> {
 }
 
 /// What a step did, with the disk traffic since the step before it.
-fn step_metrics(report: &StepReport, lr: f64, tokens: u64, io: &Stats) -> StepMetrics {
+fn step_metrics(
+    report: &StepReport,
+    lr: f64,
+    tokens: u64,
+    io: &Stats,
+    floor: Option<(&str, f64)>,
+) -> StepMetrics {
     StepMetrics {
         step: report.step,
         loss: Some(report.loss),
@@ -244,6 +275,9 @@ fn step_metrics(report: &StepReport, lr: f64, tokens: u64, io: &Stats) -> StepMe
         tokens,
         step_seconds: report.seconds,
         tokens_per_second: tokens as f64 / report.seconds,
+        floor_seconds: floor.map(|(_, seconds)| seconds),
+        floor_fraction: floor.map(|(_, seconds)| seconds / report.seconds),
+        bound_by: floor.map(|(bound, _)| bound.to_owned()),
         disk_read_bytes: io.read.bytes,
         disk_write_bytes: io.write.bytes,
         host_peak_bytes: session::peak_resident_bytes(),
@@ -375,11 +409,9 @@ fn engine_config(
 
 fn place_name(run: &TrainConfig) -> String {
     match run.offload {
-        super::args::Offload::Disk => {
-            run.disks.iter().map(|d| d.display().to_string()).collect::<Vec<_>>().join(", ")
-        }
-        super::args::Offload::Host => "host memory".into(),
-        super::args::Offload::None => "the device (host memory on a CPU)".into(),
+        Offload::Disk => run.disks.iter().map(|d| d.display().to_string()).collect::<Vec<_>>().join(", "),
+        Offload::Host => "host memory".into(),
+        Offload::None => "the device (host memory on a CPU)".into(),
     }
 }
 

@@ -48,7 +48,7 @@ pub fn continue_prompts(
     let weights = session::quant_format(args.weights);
     let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
     let facts = ModelFacts::read(&args.model)?;
-    let profile = session::disk_profile(&args.placement)?;
+    let profile = session::disk_profile(&args.placement, threads)?;
     let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
     let tokenizer = TextTokenizer::find(&args.model)?;
     let prompts = match (&args.prompt, &args.prompt_ids, &args.prompts) {

@@ -1,15 +1,18 @@
 //! The command line: what can be asked, and the commands.
 
 pub mod args;
+pub mod calibrate;
 mod checks;
 pub mod demo;
 pub mod eval;
 pub mod export;
 pub mod finetune;
+mod floor;
 pub mod generate;
 mod identity;
 pub mod inputs;
 pub mod inspect;
+pub mod plan;
 pub mod report;
 mod retention;
 pub mod session;
@@ -28,6 +31,8 @@ use serde::Serialize;
 pub fn run(cli: Cli) -> Result<(), CliError> {
     match cli.command {
         Command::Report(args) => report(&args),
+        Command::Plan(args) => plan::plan(&args, cli.threads),
+        Command::Calibrate(args) => calibrate::calibrate(&args, cli.threads),
         Command::Finetune(args) => finetune::finetune(&args, cli.threads),
         Command::Generate(args) => generate::generate(&args, cli.threads),
         Command::Eval(args) => eval::eval(&args, cli.threads),

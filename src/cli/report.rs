@@ -1,5 +1,6 @@
 //! `terrace report`: what this machine offers. Nothing is changed; GPU libraries that are found are loaded and asked.
 
+use crate::calibrate::machine::cpu_name;
 use crate::config::ByteSize;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -242,11 +243,6 @@ fn cpu_features() -> BTreeMap<&'static str, bool> {
     #[cfg(not(target_arch = "x86_64"))]
     let found: [(&'static str, bool); 0] = [];
     found.into()
-}
-
-fn cpu_name(cpuinfo: &str) -> Option<String> {
-    let line = cpuinfo.lines().find(|line| line.starts_with("model name"))?;
-    Some(line.split_once(':')?.1.trim().into())
 }
 
 fn meminfo_bytes(meminfo: &str, key: &str) -> Option<ByteSize> {

@@ -4,7 +4,7 @@ use super::args::{DeviceName, DiskEngine, Dtype, Offload, PlacementArgs, WeightF
 use crate::error::CliError;
 use crate::{cpu_backend, cuda_backend};
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig};
@@ -34,6 +34,8 @@ pub struct Session {
     pub timeline: Option<Arc<Timeline>>,
     /// Threads that compute.
     pub threads: usize,
+    /// The settings of the disk engine.
+    pub io_config: IoConfig,
     /// Bytes of the card's memory that were free when it was opened; `None` on the CPU.
     device_free: Option<u64>,
 }
@@ -49,15 +51,14 @@ impl Session {
         threads: Option<NonZeroUsize>,
         trace: bool,
     ) -> Result<Self, CliError> {
-        let threads =
-            threads.or_else(|| std::thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get);
+        let threads = compute_threads(threads);
         let choice = match placement.engine {
             DiskEngine::Auto => aio.choice,
             DiskEngine::Uring => EngineChoice::Uring,
             DiskEngine::Threads => EngineChoice::Threads,
         };
-        let (mut backend, device_free) =
-            open_backend(placement.device, threads, &IoConfig { choice, ..aio.clone() })?;
+        let io_config = IoConfig { choice, ..aio.clone() };
+        let (mut backend, device_free) = open_backend(placement.device, threads, &io_config)?;
         let stats = Arc::new(StatsLayer::new(Arc::clone(&backend.io)));
         let mut io: Arc<dyn IoEngine> = Arc::clone(&stats) as _;
         let timeline = trace.then(|| Arc::new(Timeline::new(TRACE_EVENTS)));
@@ -69,12 +70,17 @@ impl Session {
         if placement.discrete {
             backend.device = Arc::new(HostDevice::discrete());
         }
-        Ok(Self { backend, stats, trace, timeline, threads, device_free })
+        Ok(Self { backend, stats, trace, timeline, threads, io_config, device_free })
     }
 
     /// Whether kernels run on a card.
     pub fn on_card(&self) -> bool {
         self.device_free.is_some()
+    }
+
+    /// Name and free memory of the card, if there is one.
+    pub fn card(&self) -> Option<(String, u64)> {
+        self.device_free.map(|free| (self.backend.device.name().to_owned(), free))
     }
 
     /// Bytes of device memory the plan may use: the flag, or what is free less a reserve.
@@ -121,18 +127,41 @@ fn open_backend(
     Ok((cpu_backend(threads, io)?, None))
 }
 
-/// The measurements that `--profile` names.
+/// The measurements of disks in the profile that `--profile` names, else in the one of this machine.
 ///
 /// # Errors
 /// There is no such file, or it is no profile.
-pub fn disk_profile(placement: &PlacementArgs) -> Result<Option<DiskProfile>, CliError> {
-    let Some(path) = &placement.profile else { return Ok(None) };
-    let refused = |what: String| {
-        let path = path.display();
-        CliError::Usage(format!("--profile {path}: {what}; it takes a file that `aio-bench tune` wrote"))
-    };
-    let text = std::fs::read_to_string(path).map_err(|e| refused(e.to_string()))?;
-    DiskProfile::from_json(&text).map(Some).map_err(refused)
+pub fn disk_profile(
+    placement: &PlacementArgs,
+    threads: Option<NonZeroUsize>,
+) -> Result<Option<DiskProfile>, CliError> {
+    let found = super::floor::profile(placement.profile.as_ref(), compute_threads(threads), &placement.disk)?;
+    Ok(found.and_then(|profile| profile.disk))
+}
+
+/// Threads that compute: those asked for, else one per core.
+pub fn compute_threads(threads: Option<NonZeroUsize>) -> usize {
+    threads.or_else(|| std::thread::available_parallelism().ok()).map_or(1, NonZeroUsize::get)
+}
+
+/// The path of a directory, which may not exist yet, as a profile has it: as it was named, else without links.
+pub fn whole(dir: &Path, disk: Option<&DiskProfile>) -> PathBuf {
+    let named = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
+    if disk.is_some_and(|disk| disk.path_of(&named).is_some()) {
+        return named;
+    }
+    let existing = existing(&named);
+    match (existing.canonicalize(), named.strip_prefix(&existing)) {
+        (Ok(real), Ok(rest)) if !rest.as_os_str().is_empty() => real.join(rest),
+        (Ok(real), _) => real,
+        (Err(_), _) => named,
+    }
+}
+
+/// The directory, or the closest one above it that exists.
+pub fn existing(dir: &Path) -> PathBuf {
+    let found = dir.ancestors().find(|path| path.is_dir());
+    found.unwrap_or(dir).to_owned()
 }
 
 /// Settings of the disk engine: those of the profile, else the defaults.
@@ -144,9 +173,7 @@ pub fn io_config(profile: Option<&DiskProfile>) -> IoConfig {
 /// directory, or, with a warning, if some directory was not measured.
 pub fn disk_weights(profile: Option<&DiskProfile>, dirs: &[PathBuf]) -> Option<Vec<f64>> {
     let profile = profile.filter(|_| dirs.len() > 1)?;
-    // The profile's paths are absolute. A directory that does not exist yet has no canonical path.
-    let whole: Vec<PathBuf> =
-        dirs.iter().map(|dir| std::path::absolute(dir).unwrap_or_else(|_| dir.clone())).collect();
+    let whole: Vec<PathBuf> = dirs.iter().map(|dir| whole(dir, Some(profile))).collect();
     let weights = profile.weights(&whole);
     if weights.is_none() {
         let missing = whole.iter().filter(|dir| profile.rate_of(dir).is_none());

@@ -85,6 +85,23 @@ pub(super) fn threads(text: &str) -> Result<NonZeroUsize, String> {
     if number.get() > THREADS_MAX { Err(format!("must be at most {THREADS_MAX}")) } else { Ok(number) }
 }
 
+/// A number of parameters, such as `40b`, `1.3B` or `124m`.
+pub(super) fn parameters(text: &str) -> Result<u64, String> {
+    let trimmed = text.trim();
+    let (number, factor) = match trimmed.char_indices().next_back() {
+        Some((at, 'k' | 'K')) => (&trimmed[..at], 1e3),
+        Some((at, 'm' | 'M')) => (&trimmed[..at], 1e6),
+        Some((at, 'b' | 'B')) => (&trimmed[..at], 1e9),
+        Some((at, 't' | 'T')) => (&trimmed[..at], 1e12),
+        _ => (trimmed, 1.0),
+    };
+    let value = number.parse::<f64>().ok().map(|number| number * factor);
+    let value = value.filter(|value| value.is_finite() && (1.0..=1e18).contains(value));
+    value
+        .map(|value| value.round() as u64)
+        .ok_or_else(|| "expected a number such as 40b, 1.3b or 124m".into())
+}
+
 /// One of the ids of `--prompt-ids`.
 pub(super) fn token_id(text: &str) -> Result<u32, String> {
     let id = text.trim();

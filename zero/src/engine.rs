@@ -7,11 +7,12 @@ use crate::gradients::GradientPark;
 use crate::lane::Lane;
 use crate::network::Network;
 use crate::overlap::Pending;
-use crate::plan::{EnginePlan, Planner};
+use crate::plan::{EnginePlan, Planner, PlanningRuns};
 use crate::runs::Runs;
 use crate::scale::{self, LossScale};
 use crate::state::{StateHome, StateKinds, needs_disk};
 use crate::update::UpdateSlots;
+use crate::work::{StepWork, step_work};
 use crate::{
     Backend, Block, EngineConfig, EngineError, MicroBatch, Placement, Result, WeightSource, checkpoint,
 };
@@ -68,6 +69,19 @@ pub struct StoredState {
     pub identity: String,
 }
 
+/// What is known of an engine that was never built.
+#[derive(Debug, Clone)]
+pub struct Outlook {
+    /// The bytes of every tier.
+    pub memory: MemoryPlan,
+    /// What a step does.
+    pub work: StepWork,
+    /// One line that says which windows the planner chose.
+    pub summary: String,
+    /// Number of parameters, shared ones counted once.
+    pub parameters: u64,
+}
+
 impl Engine {
     /// Plans, allocates and loads initial weights from `source`. With state on disk, this commits step 0.
     ///
@@ -82,7 +96,7 @@ impl Engine {
         sample: &MicroBatch,
         source: &mut dyn WeightSource,
     ) -> Result<Self> {
-        let parts = Parts::new(config, &backend, blocks, sample, None)?;
+        let parts = Parts::new(config, &backend, blocks, sample, None, &PlanningRuns::default())?;
         let home = match parts.config.placement {
             Placement::Disk => {
                 let striping = parts.config.striping()?;
@@ -125,7 +139,8 @@ impl Engine {
                 "the state keeps the parts per directory that it was made with"
             );
         }
-        let mut parts = Parts::new(config, &backend, blocks, sample, Some(store.striping()))?;
+        let mut parts =
+            Parts::new(config, &backend, blocks, sample, Some(store.striping()), &PlanningRuns::default())?;
         checkpoint::compare(&parts.plan.spec, store.spec())?;
         let step = store.committed().step;
         if let Some(config) = parts.config.training.as_ref().and_then(|t| t.loss_scale) {
@@ -166,7 +181,27 @@ impl Engine {
         blocks: Vec<Box<dyn Block>>,
         sample: &MicroBatch,
     ) -> Result<MemoryPlan> {
-        Ok(Parts::new(config, backend, blocks, sample, None)?.plan.memory)
+        Ok(Self::outlook(config, backend, blocks, sample, &PlanningRuns::default())?.memory)
+    }
+
+    /// As [`plan_only`](Self::plan_only), with what a step would have to do. `planning` remembers what was found for plans of the
+    /// same network, dtype and kind of device.
+    ///
+    /// # Errors
+    /// The plan does not fit.
+    pub fn outlook(
+        config: EngineConfig,
+        backend: &Backend,
+        blocks: Vec<Box<dyn Block>>,
+        sample: &MicroBatch,
+        planning: &PlanningRuns,
+    ) -> Result<Outlook> {
+        let Parts { config, network, kinds, plan, .. } =
+            Parts::new(config, backend, blocks, sample, None, planning)?;
+        let unified = backend.device.unified();
+        let work = step_work(&config, &network, &kinds, &plan, Some(sample), unified);
+        let (summary, parameters) = (plan.summary(), network.parameters());
+        Ok(Outlook { memory: plan.memory, work, summary, parameters })
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
@@ -312,6 +347,7 @@ impl Parts {
         blocks: Vec<Box<dyn Block>>,
         sample: &MicroBatch,
         stored: Option<&Striping>,
+        planning: &PlanningRuns,
     ) -> Result<Self> {
         needs_disk(&config)?;
         config.check_overrides()?;
@@ -326,7 +362,15 @@ impl Parts {
             // What an update leaves alone is written to the next generation as it was read.
             kinds.read_by_update.fill(true);
         }
-        let planner = Planner { config: &config, backend, network: &network, kinds: &kinds, sample, stored };
+        let planner = Planner {
+            config: &config,
+            backend,
+            network: &network,
+            kinds: &kinds,
+            sample,
+            stored,
+            runs: planning,
+        };
         let plan = planner.plan()?;
         let scaling = config.training.as_ref().and_then(|t| t.loss_scale);
         let loss_scale = scaling.map(LossScale::new).transpose()?;

@@ -24,7 +24,8 @@ use crate::gradients::STAGING_SLOTS;
 use crate::kept::Keeping;
 use crate::network::Network;
 use crate::state::{StateKinds, store_spec};
-use crate::{Backend, EngineConfig, MicroBatch, Mode, Placement, Result};
+use crate::{Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result};
+use std::cell::RefCell;
 use terrace_tiers::{
     ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
 };
@@ -78,6 +79,15 @@ struct Choice {
     keeping: Keeping,
 }
 
+/// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether signals stay, who
+/// keeps, and the batch.
+type CostKey = (usize, bool, Keeping, BatchLimits);
+
+/// What planning runs of one network on one kind of device found. Plans that differ in state, placement or budgets alone share
+/// most of it.
+#[derive(Debug, Default)]
+pub struct PlanningRuns(RefCell<Vec<(CostKey, DryCost)>>);
+
 pub(crate) struct Planner<'a> {
     pub(crate) config: &'a EngineConfig,
     pub(crate) backend: &'a Backend,
@@ -86,6 +96,8 @@ pub(crate) struct Planner<'a> {
     pub(crate) sample: &'a MicroBatch,
     /// How the state is shared among the directories, if it exists already.
     pub(crate) stored: Option<&'a Striping>,
+    /// What planning runs have found so far, by what they depend on.
+    pub(crate) runs: &'a PlanningRuns,
 }
 
 impl Planner<'_> {
@@ -315,13 +327,7 @@ impl Planner<'_> {
         } else {
             &[Mode::Evaluate]
         };
-        let mut cost = DryCost::default();
-        for &mode in modes {
-            let dry =
-                self.dry_run(choice.chunk_elements, choice.signals_stay, choice.keeping).measure(mode)?;
-            cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
-            cost.flops = cost.flops.max(dry.flops);
-        }
+        let cost = self.cost(choice, modes)?;
         let (sequences, length) = (self.sample.sequences, self.sample.length);
         let signal = |b: usize| network.output(b, sequences, length, config.dtype, Mode::Evaluate).bytes();
         let together = (0..network.blocks.len()).map(|b| network.groups_of(b).len()).max().unwrap_or(1);
@@ -354,6 +360,25 @@ impl Planner<'_> {
             cache_length: self.config.limits.cache_length,
             keeping,
         }
+    }
+
+    /// What planning runs of `choice` find. Most choices differ in nothing that a run depends on, and share one.
+    fn cost(&self, choice: Choice, modes: &[Mode]) -> Result<DryCost> {
+        let unified = self.backend.device.unified();
+        let chunk_elements = if unified { 0 } else { choice.chunk_elements };
+        let key = (chunk_elements, choice.signals_stay, choice.keeping, self.config.limits);
+        if let Some((_, cost)) = self.runs.0.borrow().iter().find(|(known, _)| *known == key) {
+            return Ok(*cost);
+        }
+        let mut cost = DryCost::default();
+        for &mode in modes {
+            let dry =
+                self.dry_run(choice.chunk_elements, choice.signals_stay, choice.keeping).measure(mode)?;
+            cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
+            cost.flops = cost.flops.max(dry.flops);
+        }
+        self.runs.0.borrow_mut().push((key, cost));
+        Ok(cost)
     }
 
     /// Gradient chunks in host memory: all of them when clipping must see the norm first (or state is resident), else those of

@@ -631,7 +631,7 @@ impl Pass<'_> {
 }
 
 /// The groups in the order in which a training step uses them.
-fn training_order(network: &Network) -> Vec<usize> {
+pub(crate) fn training_order(network: &Network) -> Vec<usize> {
     let forward = 0..network.last();
     let backward = (0..=network.last()).rev();
     forward.chain(backward).flat_map(|block| network.groups_of(block)).collect()

@@ -5,15 +5,15 @@ use crate::files::DataFile;
 use crate::fio::{self, Figures, Job};
 use crate::html;
 use crate::interrupt::Interrupt;
-use crate::load::{Side, Timing};
 use crate::measure::{self, Measured, Session, Settings, Workload};
-use crate::mix::Direction;
 use crate::options::Compare;
 use crate::progress::Meter;
 use crate::report::{self, Findings};
 use crate::run;
 use serde_json::{Value, json};
 use std::path::PathBuf;
+use terrace_aio::bench::load::{Side, Timing};
+use terrace_aio::bench::mix::Direction;
 use terrace_aio::engine::EngineChoice;
 
 /// The pairs of one direction.

@@ -11,7 +11,6 @@
 //! written more slowly than blocks in use.
 
 use crate::failure::Failure;
-use crate::pattern::{Key, PAGE_BYTES};
 use crate::space;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions, TryLockError};
@@ -19,6 +18,7 @@ use std::io::{self, ErrorKind};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use terrace_aio::bench::pattern::{Key, PAGE_BYTES};
 use terrace_aio::fallocate;
 
 const MAGIC: &str = "a file of aio-bench; safe to delete when it does not run\n";

@@ -4,13 +4,13 @@ use crate::failure::Failure;
 use crate::files::DataFile;
 use crate::interrupt::Interrupt;
 use crate::measure::Settings;
-use crate::mix::Direction;
 use serde_json::Value;
 use std::io::Read;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+use terrace_aio::bench::mix::Direction;
 
 /// How long fio may take to end its jobs.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -102,7 +102,7 @@ impl Job<'_> {
 }
 
 /// Reading in percent, which is what fio takes.
-pub fn share_of_reading(mix: crate::mix::Mix) -> u64 {
+pub fn share_of_reading(mix: terrace_aio::bench::mix::Mix) -> u64 {
     let (read, whole) = (u64::from(mix.read), u64::from(mix.read) + u64::from(mix.write));
     (100 * read + whole / 2) / whole
 }
@@ -206,7 +206,7 @@ pub fn parse(output: &str) -> Result<Figures, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mix::Mix;
+    use terrace_aio::bench::mix::Mix;
 
     #[test]
     fn jobs_are_summed() {

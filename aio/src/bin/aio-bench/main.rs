@@ -1,25 +1,19 @@
 //! `aio-bench`: what a disk can really do, through the engine that the rest of Terrace uses.
 //!
 //! [`run`] measures each direction once, [`sweep`] tries settings, [`tune`] writes the best ones down and [`compare`]
-//! runs fio beside it. All of them make their files in [`files`], put a load on them in [`load`] and say what the
+//! runs fio beside it. All of them make their files in [`files`], put a load on them with [`terrace_aio::bench::load`] and say what the
 //! figures mean in [`diagnosis`].
 
 mod compare;
-mod cpu;
 mod diagnosis;
 mod failure;
 mod files;
 mod fio;
-mod histogram;
 mod html;
 mod interrupt;
-mod load;
 mod measure;
-mod mix;
 mod options;
-mod pattern;
 mod progress;
-mod region;
 mod report;
 mod run;
 mod space;

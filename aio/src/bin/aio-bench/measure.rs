@@ -3,16 +3,15 @@
 use crate::diagnosis::{Diagnosis, Evidence};
 use crate::failure::Failure;
 use crate::files::DataFile;
-use crate::histogram::Histogram;
-use crate::load::{Lane, Load, Manner, Side, Tally, Timing};
-use crate::mix::{Direction, Schedule};
-use crate::pattern::{Key, PAGE_BYTES};
 use crate::progress::Meter;
-use crate::region::Region;
 use crate::sustained::{self, Sustained};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use terrace_aio::bench::histogram::Histogram;
+use terrace_aio::bench::load::{Lane, Load, Manner, Side, Tally, Timing};
+use terrace_aio::bench::mix::{Direction, Schedule};
+use terrace_aio::bench::pattern::{Key, PAGE_BYTES};
+use terrace_aio::bench::region::Region;
 use terrace_aio::engine::{EngineChoice, EngineConfig, open_default};
 use terrace_aio::{EngineFacts, FileFacts, FileId, IoBuf, IoEngine, IoError, OpenMode};
 
@@ -93,19 +92,6 @@ impl Settings {
     }
 }
 
-impl Timing {
-    /// The timing of a measurement of `seconds`.
-    pub fn of(warm_up: f64, seconds: f64) -> Self {
-        let window = Duration::from_secs_f64((seconds / 100.0).clamp(0.01, 1.0));
-        let (warm_up, length) = (Duration::from_secs_f64(warm_up), Some(Duration::from_secs_f64(seconds)));
-        Self { warm_up, length, window }
-    }
-
-    fn of_passes() -> Self {
-        Self { warm_up: Duration::ZERO, length: None, window: Duration::from_millis(100) }
-    }
-}
-
 impl Session {
     /// Opens the engine, and every file in it.
     pub fn open(settings: &Settings, files: &[DataFile]) -> Result<Self, Failure> {
@@ -149,7 +135,7 @@ impl Session {
         if self.settings.register {
             registered = Some(region.register(&*self.engine));
         }
-        let is_registered = registered.as_ref().is_some_and(crate::region::Registered::is_real);
+        let is_registered = registered.as_ref().is_some_and(terrace_aio::bench::region::Registered::is_real);
         let mut buffers = region.cut(block_bytes);
         fill(&mut buffers);
         let is_direct = self.files.iter().all(|(_, facts)| facts.is_direct);

@@ -3,11 +3,11 @@
 use crate::failure::Failure;
 use crate::files::FilePlan;
 use crate::measure::Settings;
-use crate::mix::{Direction, Mix};
-use crate::pattern::PAGE_BYTES;
 use crate::units::{self, parse_size};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
+use terrace_aio::bench::mix::{Direction, Mix};
+use terrace_aio::bench::pattern::PAGE_BYTES;
 use terrace_aio::engine::{EngineChoice, QUEUE_DEPTH_MAX, RINGS_MAX};
 
 /// Measures what disks really do, through the engine that Terrace uses.

@@ -1,11 +1,11 @@
 //! What a user sees while it runs: a bar on a terminal, nothing elsewhere.
 
 use crate::interrupt::Interrupt;
-use crate::load::Watch;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
+use terrace_aio::bench::load::Watch;
 
 /// A bar and the user's wish to stop.
 #[derive(Debug)]

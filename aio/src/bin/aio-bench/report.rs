@@ -1,9 +1,7 @@
 //! Figures for people, and as JSON and CSV.
 
 use crate::failure::Failure;
-use crate::histogram::Histogram;
 use crate::html;
-use crate::load::{Mismatch, Side};
 use crate::measure::Measured;
 use crate::options::Output;
 use crate::units;
@@ -11,6 +9,8 @@ use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::Path;
+use terrace_aio::bench::histogram::Histogram;
+use terrace_aio::bench::load::{Mismatch, Side};
 
 /// What a command found, in every form that [`Output`] can ask for.
 pub trait Findings {

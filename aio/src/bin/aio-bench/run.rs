@@ -3,13 +3,13 @@
 use crate::failure::Failure;
 use crate::files::DataFile;
 use crate::interrupt::Interrupt;
-use crate::load::{Tally, Timing};
 use crate::measure::{self, Measured, Session, Settings, Workload};
-use crate::mix::Direction;
 use crate::options::Run;
 use crate::progress::Meter;
 use crate::report::{self, Report};
-use crate::space;
+use terrace_aio::bench::load::{Tally, Timing};
+use terrace_aio::bench::mix::Direction;
+use terrace_aio::bench::space;
 
 /// Twice the depth is tried only up to this many operations in flight in a directory.
 const PROBE_DEPTH_MAX: usize = 512;

@@ -7,15 +7,15 @@ use crate::failure::Failure;
 use crate::files::DataFile;
 use crate::html;
 use crate::interrupt::Interrupt;
-use crate::load::Timing;
 use crate::measure::{self, Measured, Session, Settings, Workload};
-use crate::mix::Direction;
 use crate::options::{self, GridArgs, Register, Sweep};
 use crate::progress::Meter;
 use crate::report::{self, Findings};
 use crate::run;
 use crate::units;
 use serde_json::{Value, json};
+use terrace_aio::bench::load::Timing;
+use terrace_aio::bench::mix::Direction;
 use terrace_aio::engine::QUEUE_DEPTH_MAX;
 
 /// A step that gains less than this is flat.

@@ -4,7 +4,6 @@ use crate::failure::Failure;
 use crate::files::DataFile;
 use crate::interrupt::Interrupt;
 use crate::measure::{Measured, Settings};
-use crate::mix::{Direction, Mix};
 use crate::options::Tune;
 use crate::progress::Meter;
 use crate::report;
@@ -13,6 +12,7 @@ use crate::sweep::{self, Grid, Points};
 use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use terrace_aio::bench::mix::{Direction, Mix};
 use terrace_aio::profile::{DiskProfile, PathProfile};
 
 /// An optimizer reads and writes the same number of bytes.

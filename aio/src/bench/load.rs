@@ -10,14 +10,14 @@
 //! warm-up ends is counted inside. Through the page cache that would flatter, so there the interval ends with the
 //! `fdatasync` and everything counts. A run of a fixed number of operations ends with the last of them.
 
-use crate::cpu::CpuTime;
-use crate::histogram::Histogram;
-use crate::mix::{Op, Schedule};
-use crate::pattern::{Key, PAGE_BYTES};
+use super::cpu::CpuTime;
+use super::histogram::Histogram;
+use super::mix::{Op, Schedule};
+use super::pattern::{Key, PAGE_BYTES};
+use crate::{CompletionQueue, FileId, IoBuf, IoEngine, IoError, OpKind, Request, Ticket};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use terrace_aio::{CompletionQueue, FileId, IoBuf, IoEngine, IoError, OpKind, Request, Ticket};
 
 /// The longest this thread sleeps before it looks at the clock and at an interrupt.
 const NAP: Duration = Duration::from_millis(50);
@@ -143,6 +143,20 @@ enum Phase {
     WarmUp,
     Measuring,
     Draining,
+}
+
+impl Timing {
+    /// The timing of a measurement of `seconds`.
+    pub fn of(warm_up: f64, seconds: f64) -> Self {
+        let window = Duration::from_secs_f64((seconds / 100.0).clamp(0.01, 1.0));
+        let (warm_up, length) = (Duration::from_secs_f64(warm_up), Some(Duration::from_secs_f64(seconds)));
+        Self { warm_up, length, window }
+    }
+
+    /// The timing of a fixed number of operations.
+    pub fn of_passes() -> Self {
+        Self { warm_up: Duration::ZERO, length: None, window: Duration::from_millis(100) }
+    }
 }
 
 impl<'a> Load<'a> {
@@ -299,7 +313,7 @@ impl<'a> Load<'a> {
         }
         let SlotState::Idle(mut buffer) = std::mem::replace(&mut slot.state, SlotState::Lost) else { return };
         lane.left = lane.left.map(|left| left - 1);
-        slot.op = lane.schedule.next();
+        slot.op = lane.schedule.next_op();
         slot.submitted_ns = now;
         let offset = slot.op.block * self.block_bytes as u64;
         let request = match slot.op.kind {

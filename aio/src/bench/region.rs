@@ -1,9 +1,9 @@
 //! The memory that blocks are read into and written from: one mapping, made once, registered with the engine once.
 
+use crate::{BufHome, IoBuf, IoEngine, Registration};
 use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use terrace_aio::{BufHome, IoBuf, IoEngine, Registration};
 
 /// One anonymous mapping, in huge pages where the system has them. Unmapped when the last buffer is gone.
 #[derive(Debug)]

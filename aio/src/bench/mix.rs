@@ -3,10 +3,10 @@
 //! An optimizer reads one generation of its state and writes the next, so in a mixed run reads go to the first half of a
 //! file and writes to the second, and nothing that is in flight overlaps.
 
+use crate::OpKind;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
-use terrace_aio::OpKind;
 
 /// Bytes read to bytes written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,7 +104,7 @@ impl Schedule {
     }
 
     /// The next operation. After any number of them, the bytes read are within one block of their exact share.
-    pub fn next(&mut self) -> Op {
+    pub fn next_op(&mut self) -> Op {
         let whole = u64::from(self.mix.read + self.mix.write);
         self.credit += u64::from(self.mix.read);
         if self.credit >= whole {
@@ -145,7 +145,7 @@ mod tests {
             let whole = u64::from(read + write);
             let mut reads = 0;
             for done in 1..=periods * whole + extra {
-                reads += u64::from(schedule.next().kind == OpKind::Read);
+                reads += u64::from(schedule.next_op().kind == OpKind::Read);
                 prop_assert_eq!(reads, done * u64::from(read) / whole);
             }
         }
@@ -154,7 +154,7 @@ mod tests {
         fn reads_and_writes_never_share_a_block(blocks in 2u64..50, seed in proptest::option::of(1u64..)) {
             let mut schedule = Schedule::new(Direction::Mixed(Mix { read: 10, write: 12 }), blocks, seed);
             for _ in 0..200 {
-                let op = schedule.next();
+                let op = schedule.next_op();
                 let range = if op.kind == OpKind::Read { 0..blocks / 2 } else { blocks / 2..blocks };
                 prop_assert!(range.contains(&op.block));
             }
@@ -164,7 +164,7 @@ mod tests {
     #[test]
     fn sequential_order_covers_the_file_again_and_again() {
         let mut schedule = Schedule::new(Direction::Write, 3, None);
-        let blocks: Vec<u64> = (0..7).map(|_| schedule.next().block).collect();
+        let blocks: Vec<u64> = (0..7).map(|_| schedule.next_op().block).collect();
         assert_eq!(blocks, [0, 1, 2, 0, 1, 2, 0]);
     }
 

@@ -18,6 +18,12 @@ pub struct Histogram {
     max: u64,
 }
 
+impl Default for Histogram {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Histogram {
     /// No values.
     pub fn new() -> Self {

@@ -1,0 +1,288 @@
+//! The rates of a profile: what each of several directories does alone, and what all of them do at once.
+//!
+//! Each directory gets a file that has no name from the moment it is open, so that a kill leaves nothing behind. Every block of it
+//! is written before anything is measured: preallocated blocks that never were are read without touching the drive.
+
+use super::load::{Lane, Load, Manner, Timing, Watch};
+use super::mix::{Direction, Mix, Schedule};
+use super::pattern::Key;
+use super::region::Region;
+use super::space;
+use crate::engine::{EngineConfig, open_default};
+use crate::profile::{DiskProfile, PathProfile};
+use crate::{FileId, IoBuf, IoEngine, IoError, OpenMode};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+/// An optimizer reads and writes the same number of bytes.
+const MIX: Mix = Mix { read: 1, write: 1 };
+/// Blocks in a file at least: each direction of a mixed load has one of its own.
+const BLOCKS_MIN: u64 = 2;
+/// The part of the free space that a file takes at most: one in this many bytes.
+const FREE_ONE_IN: u64 = 4;
+
+/// How much to measure.
+#[derive(Debug, Clone, Copy)]
+pub struct Effort {
+    /// Bytes of each directory's file, less where space is short.
+    pub file_bytes: u64,
+    /// Bytes of memory for the blocks in flight of a directory at most.
+    pub memory_bytes: u64,
+    /// Length of each measurement; a quarter of it is run before.
+    pub seconds: f64,
+}
+
+/// Bytes per second.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rates {
+    /// Reading alone.
+    pub read: f64,
+    /// Writing alone.
+    pub write: f64,
+    /// Reading and writing as much, both together.
+    pub mixed: f64,
+}
+
+/// What was measured.
+#[derive(Debug)]
+pub struct DiskRates {
+    /// The settings, and each directory alone.
+    pub profile: DiskProfile,
+    /// All directories at once.
+    pub together: Rates,
+    /// What a reader of the figures must know.
+    pub notes: Vec<String>,
+}
+
+/// Why nothing was measured.
+#[derive(Debug, thiserror::Error)]
+pub enum RatesError {
+    /// A directory cannot be used.
+    #[error("{}: {source}", path.display())]
+    Directory {
+        /// Which one.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// There is too little space for anything that could be measured.
+    #[error("{}: too little free space to measure ({free} bytes); free some or name another directory", path.display())]
+    Space {
+        /// Where.
+        path: PathBuf,
+        /// What there is.
+        free: u64,
+    },
+    /// A transfer failed.
+    #[error(transparent)]
+    Io(#[from] IoError),
+    /// Nothing was completed in the time there was.
+    #[error("{}: nothing was transferred in {seconds} s; the disk is too slow or too busy to measure", path.display())]
+    Nothing {
+        /// Where.
+        path: PathBuf,
+        /// How long was waited.
+        seconds: f64,
+    },
+}
+
+/// Measures `dirs`, which exist, through an engine with the settings that a run uses.
+///
+/// # Errors
+/// A directory cannot be used, has no space, or a transfer failed.
+pub fn measure(config: &EngineConfig, dirs: &[PathBuf], effort: Effort) -> Result<DiskRates, RatesError> {
+    let engine = open_default(config)?;
+    let mut notes = Vec::new();
+    let mut files = Vec::new();
+    for (index, dir) in dirs.iter().enumerate() {
+        let file = TestFile::make(&engine, config, dir, index, effort)?;
+        notes.extend(file.note(&*engine, config)?);
+        files.push(file);
+    }
+    let bench = Bench { engine: &*engine, config, effort };
+    for file in &files {
+        bench.run(std::slice::from_ref(file), Direction::Write, Some(file.blocks))?;
+    }
+    let mut paths = Vec::new();
+    for file in &files {
+        let Rates { read, write, mixed } = bench.rates(std::slice::from_ref(file))?;
+        paths.push(PathProfile {
+            path: file.dir.clone(),
+            read_bytes_per_second: read,
+            write_bytes_per_second: write,
+            mixed_bytes_per_second: mixed,
+        });
+    }
+    let together = match &paths[..] {
+        [one] => Rates {
+            read: one.read_bytes_per_second,
+            write: one.write_bytes_per_second,
+            mixed: one.mixed_bytes_per_second,
+        },
+        _ => bench.rates(&files)?,
+    };
+    files.iter().try_for_each(|file| engine.close(file.id))?;
+    let profile = DiskProfile {
+        engine: if engine.name() == "threads" { "threads" } else { "uring" }.to_owned(),
+        block_bytes: config.block_bytes,
+        queue_depth: config.queue_depth,
+        rings: config.rings,
+        register: config.register,
+        threads: config.threads,
+        paths,
+    };
+    Ok(DiskRates { profile, together, notes })
+}
+
+struct TestFile {
+    id: FileId,
+    dir: PathBuf,
+    path: PathBuf,
+    blocks: u64,
+}
+
+struct Bench<'a> {
+    engine: &'a dyn IoEngine,
+    config: &'a EngineConfig,
+    effort: Effort,
+}
+
+/// Nobody watches, and nobody stops it.
+struct Nobody(AtomicBool);
+
+impl Watch for Nobody {
+    fn progress(&mut self, _: Duration, _: u64) {}
+
+    fn stop_flag(&self) -> &AtomicBool {
+        &self.0
+    }
+}
+
+impl TestFile {
+    fn make(
+        engine: &Arc<dyn IoEngine>,
+        config: &EngineConfig,
+        dir: &Path,
+        index: usize,
+        effort: Effort,
+    ) -> Result<Self, RatesError> {
+        let failed = |source| RatesError::Directory { path: dir.to_owned(), source };
+        let whole = dir.canonicalize().map_err(failed)?;
+        let (total, free) = space::space_of(&whole).map_err(failed)?;
+        let block = config.block_bytes as u64;
+        // A file system that does not count its space has none in total.
+        let room = if total == 0 { u64::MAX } else { free / FREE_ONE_IN };
+        let blocks = effort.file_bytes.min(room) / block;
+        if blocks < BLOCKS_MIN {
+            return Err(RatesError::Space { path: dir.to_owned(), free });
+        }
+        let path = whole.join(format!(".terrace-measure-{}-{index}.dat", std::process::id()));
+        let id = engine.open(&path, OpenMode::CreateNew { len: blocks * block })?;
+        std::fs::remove_file(&path).map_err(failed)?;
+        Ok(Self { id, dir: whole, path, blocks })
+    }
+
+    fn note(&self, engine: &dyn IoEngine, config: &EngineConfig) -> Result<Option<String>, RatesError> {
+        let facts = engine.file_facts(self.id)?;
+        let dir = self.dir.display();
+        Ok(if space::is_in_memory(&self.dir) {
+            Some(format!("{dir} is a file system in memory: its figures are not a drive's"))
+        } else if config.direct && !facts.is_direct {
+            let why = facts.refusal.as_deref().unwrap_or("it does not say why");
+            Some(format!("{dir} refuses direct I/O ({why}): its figures went through the page cache"))
+        } else {
+            None
+        })
+    }
+}
+
+impl Bench<'_> {
+    fn rates(&self, files: &[TestFile]) -> Result<Rates, RatesError> {
+        Ok(Rates {
+            read: self.run(files, Direction::Read, None)?,
+            write: self.run(files, Direction::Write, None)?,
+            mixed: self.run(files, Direction::Mixed(MIX), None)?,
+        })
+    }
+
+    /// Bytes per second of one load on `files`, for so many operations in each or for as long as was asked.
+    fn run(&self, files: &[TestFile], direction: Direction, left: Option<u64>) -> Result<f64, RatesError> {
+        let Effort { memory_bytes, seconds, .. } = self.effort;
+        let block = self.config.block_bytes;
+        let blocks = files.iter().map(|file| file.blocks).min().unwrap_or(1);
+        // A mixed load goes through half of the blocks in each direction.
+        let most = blocks.min(memory_bytes / block as u64).max(1) as usize;
+        let depth = self.config.queue_depth.min(most);
+        let path = || files[0].dir.clone();
+        let region = Region::new(block * depth * files.len())
+            .map_err(|source| RatesError::Directory { path: path(), source })?;
+        let registered = self.config.register.then(|| region.register(self.engine));
+        let mut buffers = region.cut(block);
+        fill(&mut buffers);
+        let is_direct = files.iter().try_fold(true, |all, file| {
+            self.engine.file_facts(file.id).map(|facts| all && facts.is_direct)
+        })?;
+        let manner = Manner { validate: false, count_sync: !is_direct && direction.writes() };
+        let lanes = files.iter().enumerate().map(|(index, file)| Lane {
+            file: file.id,
+            path: file.path.clone(),
+            key: Key { seed: 0, file: index as u64 },
+            schedule: Schedule::new(direction, file.blocks, None),
+            left,
+        });
+        let timing = if left.is_some() { Timing::of_passes() } else { Timing::of(seconds / 4.0, seconds) };
+        let load = Load::new(self.engine, lanes.collect(), buffers, manner);
+        let tally = load.run(timing, &mut Nobody(AtomicBool::new(false)))?;
+        drop(registered);
+        let rate = tally.bytes() as f64 / tally.seconds;
+        if rate.is_finite() && rate >= 1.0 {
+            // A profile reads back as it was written.
+            Ok(rate.round())
+        } else {
+            Err(RatesError::Nothing { path: path(), seconds })
+        }
+    }
+}
+
+/// Content that no file system or drive compresses away.
+fn fill(buffers: &mut [IoBuf]) {
+    for (slot, buffer) in (0..).zip(buffers) {
+        Key { seed: slot, file: u64::MAX }.fill(buffer, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EFFORT: Effort = Effort { file_bytes: 4 << 20, memory_bytes: 1 << 20, seconds: 0.02 };
+
+    fn config() -> EngineConfig {
+        EngineConfig { block_bytes: 64 << 10, queue_depth: 4, ..EngineConfig::default() }
+    }
+
+    #[test]
+    fn every_directory_alone_and_all_at_once() {
+        let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let dirs = [a.path().to_owned(), b.path().to_owned()];
+        let found = measure(&config(), &dirs, EFFORT).unwrap();
+        assert_eq!(found.profile.paths.len(), 2);
+        assert_eq!(found.profile.paths[1].path, b.path().canonicalize().unwrap());
+        assert!(found.together.read > 0.0 && found.together.write > 0.0 && found.together.mixed > 0.0);
+        let text = found.profile.to_json().to_string();
+        assert_eq!(DiskProfile::from_json(&text).unwrap(), found.profile);
+        for dir in dirs {
+            assert_eq!(std::fs::read_dir(dir).unwrap().count(), 0, "nothing is left behind");
+        }
+    }
+
+    #[test]
+    fn a_directory_that_is_not_there_is_named() {
+        let missing = PathBuf::from("/nowhere/at/all");
+        let error = measure(&config(), &[missing], EFFORT).unwrap_err().to_string();
+        assert!(error.contains("/nowhere/at/all"), "{error}");
+    }
+}

@@ -1,0 +1,158 @@
+//! The measurements on a card: its link in each direction and both at once, its memory, its matrix products.
+
+use super::measure::{Layer, MeasureError, best, gemm, gemm_arena_bytes, rate};
+use super::profile::Card;
+use std::time::Instant;
+use terrace_device::{Arena, Device, Download, Region, Stream, StreamKind, Upload};
+use terrace_kernels::{DType, KernelSet, Tensor};
+use terrace_tiers::{Lease, Pool};
+
+/// How much.
+#[derive(Debug, Clone, Copy)]
+pub struct Effort {
+    /// Of each figure.
+    pub seconds: f64,
+    /// Of each copy.
+    pub copy_bytes: usize,
+    /// Whose products are measured.
+    pub layer: Layer,
+}
+
+impl Effort {
+    /// For a calibration.
+    pub const FULL: Self = Self {
+        seconds: 0.6,
+        copy_bytes: 256 << 20,
+        layer: Layer { tokens: 4096, hidden: 4096, intermediate: 14_336 },
+    };
+    /// For a quick one, and the start of a run.
+    pub const QUICK: Self = Self {
+        seconds: 0.1,
+        copy_bytes: 64 << 20,
+        layer: Layer { tokens: 2048, hidden: 2048, intermediate: 5632 },
+    };
+}
+
+/// Copies in flight in each direction.
+const WINDOW: usize = 2;
+
+/// Measures `device`, which is not unified, with its kernels.
+///
+/// # Errors
+/// The card has too little memory, or the driver failed.
+pub fn measure(
+    device: &dyn Device,
+    kernels: &KernelSet,
+    memory_bytes: u64,
+    effort: Effort,
+) -> Result<Card, MeasureError> {
+    let Effort { seconds, copy_bytes, layer } = effort;
+    let arena = device.arena(gemm_arena_bytes(layer).max(2 * WINDOW * copy_bytes + (1 << 20)))?;
+    let compute = device.stream(StreamKind::Compute)?;
+    let link = Link::new(device, &arena, copy_bytes)?;
+    let upload = link.rate(seconds, true, false)?;
+    let download = link.rate(seconds, false, true)?;
+    let both = link.rate(seconds, true, true)?;
+    drop(link);
+    let device_memory = device_memory(&arena, &*compute, kernels, copy_bytes, seconds)?;
+    let mut products = Vec::new();
+    for dtype in [DType::BF16, DType::F32] {
+        products.extend(gemm(device, &*compute, &arena, kernels, dtype, layer, seconds / 3.0, usize::MAX)?);
+    }
+    Ok(Card {
+        name: device.name().to_owned(),
+        memory_bytes,
+        upload_bytes_per_second: upload,
+        download_bytes_per_second: download,
+        both_bytes_per_second: both,
+        device_memory_bytes_per_second: device_memory,
+        gemm: products,
+    })
+}
+
+struct Link<'a> {
+    arena: &'a Arena,
+    pool: Pool,
+    bytes: usize,
+    streams: [std::sync::Arc<dyn Stream>; 3],
+}
+
+impl<'a> Link<'a> {
+    fn new(device: &dyn Device, arena: &'a Arena, bytes: usize) -> Result<Self, MeasureError> {
+        let pool = Pool::new("link", 2 * WINDOW, bytes)?.pinned_for(device);
+        let kinds = [StreamKind::Upload, StreamKind::Download, StreamKind::Compute];
+        let [up, down, compute] = kinds.map(|kind| device.stream(kind));
+        Ok(Self { arena, pool, bytes, streams: [up?, down?, compute?] })
+    }
+
+    fn lease(&self) -> Lease {
+        self.pool.acquire(self.bytes)
+    }
+
+    fn region(&self) -> Result<Region, MeasureError> {
+        Ok(self.arena.alloc(self.bytes)?)
+    }
+
+    /// Bytes per second of the directions that are asked for, in the sum.
+    fn rate(&self, seconds: f64, up: bool, down: bool) -> Result<f64, MeasureError> {
+        // Pages are touched before the clock starts.
+        let mut leases: Vec<Lease> = (0..2 * WINDOW).map(|_| self.lease()).collect();
+        leases.iter_mut().for_each(|lease| lease.fill(1));
+        drop(leases);
+        let began = Instant::now();
+        let mut moved = 0_usize;
+        while moved == 0 || began.elapsed().as_secs_f64() < seconds {
+            let (mut uploads, mut downloads) = (Vec::new(), Vec::new());
+            for _ in 0..WINDOW {
+                if up {
+                    uploads.push(Upload::start(&*self.streams[0], self.lease(), self.region()?)?);
+                }
+                if down {
+                    let (from, to) = (self.region()?, self.lease());
+                    downloads.push(Download::start(&*self.streams[1], &*self.streams[2], from, to)?);
+                }
+            }
+            moved += (uploads.len() + downloads.len()) * self.bytes;
+            for upload in uploads {
+                upload.ready_on(&*self.streams[2])?.1.release()?;
+            }
+            downloads.into_iter().try_for_each(|download| download.wait().map(drop))?;
+        }
+        Ok(rate(moved as f64, began.elapsed().as_secs_f64()))
+    }
+}
+
+/// Bytes read and written per second by the simplest of kernels.
+fn device_memory(
+    arena: &Arena,
+    compute: &dyn Stream,
+    kernels: &KernelSet,
+    bytes: usize,
+    seconds: f64,
+) -> Result<f64, MeasureError> {
+    let elements = bytes / 4;
+    let mut from = Tensor::new(arena, DType::F32, &[elements])?;
+    let mut to = Tensor::new(arena, DType::BF16, &[elements])?;
+    kernels.elementwise.zero(from.view_mut())?;
+    let timed = best(seconds, || -> Result<(), MeasureError> {
+        kernels.elementwise.cast(from.view(), to.view_mut())?;
+        Ok(compute.synchronize()?)
+    })?;
+    Ok(rate((elements * 6) as f64, timed))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use terrace_device::host::HostDevice;
+    use terrace_kernels::cpu;
+
+    #[test]
+    fn the_cpu_plays_a_card() {
+        let layer = Layer { tokens: 8, hidden: 16, intermediate: 24 };
+        let effort = Effort { seconds: 0.001, copy_bytes: 1 << 16, layer };
+        let card = measure(&HostDevice::discrete(), &cpu::kernel_set(1), 1 << 30, effort).unwrap();
+        assert!(card.upload_bytes_per_second > 1.0 && card.both_bytes_per_second > 1.0, "{card:?}");
+        assert_eq!(card.gemm.len(), 10);
+    }
+}

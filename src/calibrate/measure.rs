@@ -1,0 +1,386 @@
+//! The measurements on the host: memory, matrix products, updates, checksums.
+//!
+//! Each is the best of as many passes as fit into its time: a floor is made of what the machine can do, not of what it did while
+//! something else was running.
+
+use super::profile::{Gemm, MemoryRates, OptimizerRate, Rates};
+use half::bf16;
+use rayon::prelude::*;
+use std::hint::black_box;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use terrace_aio::IoBuf;
+use terrace_aio::bench::rates::{self, Effort as DiskEffort};
+use terrace_aio::engine::EngineConfig as IoConfig;
+use terrace_aio::profile::DiskProfile;
+use terrace_device::{Arena, Device, DeviceError, Stream};
+use terrace_kernels::{DType, KernelSet, MatmulSpec, Tensor, View, ViewMut};
+use terrace_optimizer::{
+    AdamW, Gradient, OptimizerError, StateFormat, StateLayout, StepArgs, WeightType, optimizer,
+    update_threaded,
+};
+use terrace_tiers::checksum;
+
+/// State formats with the weights they go with.
+pub const LAYOUTS: [(StateFormat, WeightType); 5] = [
+    (StateFormat::Fp32, WeightType::F32),
+    (StateFormat::Fp32, WeightType::Bf16),
+    (StateFormat::Split, WeightType::Bf16),
+    (StateFormat::Bf16, WeightType::Bf16),
+    (StateFormat::Compact, WeightType::Bf16),
+];
+
+/// How long and on how much.
+#[derive(Debug, Clone, Copy)]
+pub struct Effort {
+    /// Of each figure.
+    pub seconds: f64,
+    /// Bytes of memory that a measurement takes, several times what caches hold.
+    pub memory_bytes: usize,
+    /// Positions, hidden and feed-forward size of the layer whose products are measured.
+    pub layer: Layer,
+    /// Of a disk's file.
+    pub file_bytes: u64,
+    /// Of each figure of a disk.
+    pub disk_seconds: f64,
+}
+
+/// The measures of a decoder layer.
+#[derive(Debug, Clone, Copy)]
+pub struct Layer {
+    /// Positions that go through it at once.
+    pub tokens: usize,
+    /// Hidden size.
+    pub hidden: usize,
+    /// Feed-forward size.
+    pub intermediate: usize,
+}
+
+impl Effort {
+    /// About half a minute in all with one disk.
+    pub const FULL: Self = Self {
+        seconds: 0.8,
+        memory_bytes: 256 << 20,
+        layer: Layer { tokens: 512, hidden: 2048, intermediate: 5632 },
+        file_bytes: 1 << 30,
+        disk_seconds: 2.0,
+    };
+    /// About five seconds.
+    pub const QUICK: Self = Self {
+        seconds: 0.12,
+        memory_bytes: 64 << 20,
+        layer: Layer { tokens: 256, hidden: 1024, intermediate: 2816 },
+        file_bytes: 128 << 20,
+        disk_seconds: 0.3,
+    };
+    /// What a run measures at its start: less than a second.
+    pub const START: Self = Self {
+        seconds: 0.05,
+        memory_bytes: 24 << 20,
+        layer: Layer { tokens: 256, hidden: 512, intermediate: 1408 },
+        file_bytes: 32 << 20,
+        disk_seconds: 0.05,
+    };
+}
+
+/// Something that could not be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum MeasureError {
+    /// Threads.
+    #[error("cannot start the threads that measure: {0}")]
+    Threads(#[from] rayon::ThreadPoolBuildError),
+    /// A disk.
+    #[error("measuring disks: {0}")]
+    Disk(#[from] rates::RatesError),
+    /// A device.
+    #[error("measuring the device: {0}")]
+    Device(#[from] DeviceError),
+    /// A product.
+    #[error("measuring matrix products: {0}")]
+    Kernel(#[from] terrace_kernels::KernelError),
+    /// An update.
+    #[error("measuring updates: {0}")]
+    Optimizer(#[from] OptimizerError),
+    /// Host memory.
+    #[error("measuring the device: {0}")]
+    Memory(#[from] terrace_tiers::TierError),
+}
+
+/// The shortest pass of `work` in `seconds`, at least one; a first one warms up.
+pub(super) fn best<E>(seconds: f64, mut work: impl FnMut() -> Result<(), E>) -> Result<f64, E> {
+    work()?;
+    let (began, mut least) = (Instant::now(), Duration::MAX);
+    while least == Duration::MAX || began.elapsed().as_secs_f64() < seconds {
+        let pass = Instant::now();
+        work()?;
+        least = least.min(pass.elapsed());
+    }
+    Ok(least.as_secs_f64().max(1e-9))
+}
+
+/// A rate as a profile holds it: whole units, at least one.
+pub(super) fn rate(amount: f64, seconds: f64) -> f64 {
+    (amount / seconds).round().max(1.0)
+}
+
+/// Threads for what is measured here.
+///
+/// # Errors
+/// The system refuses them.
+pub fn pool(threads: usize) -> Result<rayon::ThreadPool, MeasureError> {
+    Ok(rayon::ThreadPoolBuilder::new().num_threads(threads).build()?)
+}
+
+/// Reading, copying and changing memory in place, on all threads of `pool`.
+pub fn memory(pool: &rayon::ThreadPool, effort: Effort) -> MemoryRates {
+    let words = (effort.memory_bytes / 16).max(1 << 16);
+    let (mut a, mut b) = (vec![1.0_f64; words], vec![2.0_f64; words]);
+    let part = words.div_ceil(pool.current_num_threads()).max(1);
+    let bytes = (words * 8) as f64;
+    let time = |work: &mut dyn FnMut()| {
+        let timed: Result<f64, std::convert::Infallible> = best(effort.seconds / 3.0, || {
+            work();
+            Ok(())
+        });
+        timed.unwrap_or_else(|never| match never {})
+    };
+    let read = time(&mut || {
+        let sum = |part: &[f64]| {
+            // Several sums at once: one alone waits for its own additions.
+            let mut sums = [0.0; 16];
+            for run in part.chunks_exact(16) {
+                sums.iter_mut().zip(run).for_each(|(sum, value)| *sum += value);
+            }
+            sums.iter().sum::<f64>()
+        };
+        black_box(pool.install(|| a.par_chunks(part).map(sum).sum::<f64>()));
+    });
+    let copy = time(&mut || {
+        pool.install(|| {
+            b.par_chunks_mut(part).zip(a.par_chunks(part)).for_each(|(b, a)| b.copy_from_slice(a));
+        });
+    });
+    let update = time(&mut || {
+        pool.install(|| {
+            a.par_chunks_mut(part).for_each(|part| part.iter_mut().for_each(|x| *x = *x * 0.999 + 0.001));
+        });
+    });
+    MemoryRates {
+        read_bytes_per_second: rate(bytes, read),
+        copy_bytes_per_second: rate(2.0 * bytes, copy),
+        update_bytes_per_second: rate(2.0 * bytes, update),
+    }
+}
+
+/// Parameters per second of AdamW on one format of state.
+///
+/// # Errors
+/// The optimizer refuses the format.
+pub fn update(
+    pool: &rayon::ThreadPool,
+    format: StateFormat,
+    weights: WeightType,
+    effort: Effort,
+) -> Result<OptimizerRate, MeasureError> {
+    let layout = StateLayout::new(format, weights)?;
+    let optimizer = optimizer(AdamW::default().into(), layout)?;
+    let elements = (effort.memory_bytes / 16).next_multiple_of(1 << 16);
+    let gradient = vec![bf16::from_f32(1e-3); elements];
+    let mut state: Vec<IoBuf> =
+        layout.kinds().iter().map(|kind| IoBuf::zeroed(kind.bytes_for(elements))).collect();
+    let args = StepArgs { step: 1, lr: 1e-5, grad_scale: 1.0, weight_decay: 0.0 };
+    let seconds = best(effort.seconds, || {
+        let mut slices: Vec<&mut [u8]> = state.iter_mut().map(|buffer| &mut **buffer).collect();
+        update_threaded(&*optimizer, pool, &args, Gradient::Bf16(&gradient), &mut slices)
+    })?;
+    Ok(OptimizerRate {
+        state: format.to_string(),
+        weights: weights.to_string(),
+        parameters_per_second: rate(elements as f64, seconds),
+    })
+}
+
+/// Bytes per second through the checksum of state, all threads.
+pub fn checksums(pool: &rayon::ThreadPool, effort: Effort) -> f64 {
+    let bytes = vec![7_u8; effort.memory_bytes.max(1 << 20)];
+    let timed: Result<f64, std::convert::Infallible> = best(effort.seconds, || {
+        pool.install(|| {
+            bytes.par_chunks(1 << 20).for_each(|chunk| {
+                black_box(checksum(chunk));
+            });
+        });
+        Ok(())
+    });
+    rate(bytes.len() as f64, timed.unwrap_or_else(|never| match never {}))
+}
+
+/// Disks through an engine with these settings: each alone, and all at once.
+///
+/// # Errors
+/// A directory cannot be used or a transfer failed.
+pub fn disks(
+    config: &IoConfig,
+    dirs: &[PathBuf],
+    effort: Effort,
+) -> Result<(DiskProfile, Rates, Vec<String>), MeasureError> {
+    let effort = DiskEffort {
+        file_bytes: effort.file_bytes,
+        memory_bytes: effort.memory_bytes as u64,
+        seconds: effort.disk_seconds,
+    };
+    let found = rates::measure(config, dirs, effort)?;
+    let together = Rates {
+        read_bytes_per_second: found.together.read,
+        write_bytes_per_second: found.together.write,
+        mixed_bytes_per_second: found.together.mixed,
+    };
+    Ok((found.profile, together, found.notes))
+}
+
+/// The products of a decoder layer: what for, rows, columns, inner size, and how operands lie.
+fn products(layer: Layer) -> [(&'static str, [usize; 3], MatmulSpec); 5] {
+    let Layer { tokens, hidden, intermediate } = layer;
+    [
+        ("attention projection, forward", [tokens, hidden, hidden], MatmulSpec::NT),
+        ("gate and up, forward", [tokens, intermediate, hidden], MatmulSpec::NT),
+        ("down, forward", [tokens, hidden, intermediate], MatmulSpec::NT),
+        ("gate and up, gradient of the input", [tokens, hidden, intermediate], MatmulSpec::NN),
+        ("gate and up, gradient of the weight", [intermediate, hidden, tokens], MatmulSpec::TN_ACCUMULATE),
+    ]
+}
+
+/// Bytes of an arena in which [`gemm`] works.
+pub fn gemm_arena_bytes(layer: Layer) -> usize {
+    let Layer { tokens, hidden, intermediate } = layer;
+    let (weight, signal) = (intermediate * hidden, tokens * intermediate.max(hidden));
+    (weight * 8 + signal * 12 + (1 << 20)).next_multiple_of(4096)
+}
+
+/// Matrix products of `layer` on the kernels of a device, with operands of `dtype`. `only` is the number of shapes to try.
+///
+/// # Errors
+/// The device has too little memory or a kernel failed.
+#[expect(clippy::too_many_arguments, reason = "a device, its queue and memory, and what to do with them")]
+pub fn gemm(
+    device: &dyn Device,
+    compute: &dyn Stream,
+    arena: &Arena,
+    kernels: &KernelSet,
+    dtype: DType,
+    layer: Layer,
+    seconds: f64,
+    only: usize,
+) -> Result<Vec<Gemm>, MeasureError> {
+    let mut found = Vec::new();
+    for (of, shape, spec) in products(layer).into_iter().take(only) {
+        let [rows, columns, inner] = shape;
+        let mut operands = Vec::new();
+        for dims in [
+            if spec.trans_a { [inner, rows] } else { [rows, inner] },
+            if spec.trans_b { [columns, inner] } else { [inner, columns] },
+        ] {
+            operands.push(noise(device, arena, kernels, dtype, &dims)?);
+        }
+        let out_dtype = if spec.accumulate { DType::F32 } else { dtype };
+        let mut out = Tensor::new(arena, out_dtype, &[rows, columns])?;
+        kernels.elementwise.zero(out.view_mut())?;
+        let timed = best(seconds, || -> Result<(), MeasureError> {
+            kernels.matmul.matmul(operands[0].view(), operands[1].view(), out.view_mut(), spec)?;
+            Ok(compute.synchronize()?)
+        })?;
+        let operations = 2.0 * rows as f64 * columns as f64 * inner as f64;
+        found.push(Gemm {
+            dtype: dtype.to_string(),
+            of: of.into(),
+            shape,
+            operations_per_second: rate(operations, timed),
+        });
+    }
+    Ok(found)
+}
+
+/// A matrix of small numbers of either sign: a processor draws less power for zeros, and runs faster.
+fn noise(
+    device: &dyn Device,
+    arena: &Arena,
+    kernels: &KernelSet,
+    dtype: DType,
+    dims: &[usize],
+) -> Result<Tensor, MeasureError> {
+    let mut tensor = Tensor::new(arena, dtype, dims)?;
+    let elements: usize = dims.iter().product();
+    let mut state = 0x9e37_79b9_u32;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    if device.unified() {
+        let mut bytes = vec![0; elements * 4];
+        bytes.chunks_exact_mut(4).for_each(|out| out.copy_from_slice(&next().to_le_bytes()));
+        let from = View::new(terrace_device::Bytes::from_host(&bytes), DType::F32, &[elements]);
+        kernels.elementwise.cast(from, flat(&mut tensor, elements))?;
+        return Ok(tensor);
+    }
+    let mut bytes = vec![0; elements * dtype.size()];
+    match dtype {
+        DType::F32 => bytes.chunks_exact_mut(4).for_each(|out| out.copy_from_slice(&next().to_le_bytes())),
+        _ => bytes
+            .chunks_exact_mut(2)
+            .for_each(|out| out.copy_from_slice(&bf16::from_f32(next()).to_le_bytes())),
+    }
+    let up = device.stream(terrace_device::StreamKind::Upload)?;
+    let compute = device.stream(terrace_device::StreamKind::Compute)?;
+    // Memory of the arena that an earlier product used.
+    compute.synchronize()?;
+    let (region, source) =
+        terrace_device::Upload::start(&*up, bytes, tensor.into_region())?.ready_on(&*compute)?;
+    source.release()?;
+    Ok(Tensor::from_region(region, dtype, dims))
+}
+
+fn flat(tensor: &mut Tensor, elements: usize) -> ViewMut<'_> {
+    tensor.view_mut().reshape(&[elements])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use terrace_device::StreamKind;
+    use terrace_device::host::HostDevice;
+    use terrace_kernels::cpu;
+
+    const TINY: Effort = Effort {
+        seconds: 0.001,
+        memory_bytes: 1 << 20,
+        layer: Layer { tokens: 8, hidden: 16, intermediate: 24 },
+        ..Effort::START
+    };
+
+    #[test]
+    fn everything_gives_a_rate() {
+        let pool = pool(2).unwrap();
+        let memory = memory(&pool, TINY);
+        assert!(memory.read_bytes_per_second > 1.0 && memory.update_bytes_per_second > 1.0);
+        for (format, weights) in LAYOUTS {
+            let found = update(&pool, format, weights, TINY).unwrap();
+            assert!(found.parameters_per_second > 1.0, "{found:?}");
+        }
+        assert!(checksums(&pool, TINY) > 1.0);
+    }
+
+    #[test]
+    fn products_of_both_types_fit_their_arena() {
+        for device in [HostDevice::unified(), HostDevice::discrete()] {
+            let arena = device.arena(gemm_arena_bytes(TINY.layer)).unwrap();
+            let compute = device.stream(StreamKind::Compute).unwrap();
+            for dtype in [DType::F32, DType::BF16] {
+                let kernels = cpu::kernel_set(1);
+                let found = gemm(&device, &*compute, &arena, &kernels, dtype, TINY.layer, 0.001, 5).unwrap();
+                assert_eq!(found.len(), 5);
+                assert!(found.iter().all(|gemm| gemm.operations_per_second > 1.0), "{found:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! `terrace calibrate`: what disks, memory, processor and card can do, measured and written down.
+
+use super::args::{CalibrateArgs, PlacementArgs};
+use super::session::Session;
+use super::{checks, print_json};
+use crate::calibrate::measure::{self, Effort, LAYOUTS, MeasureError};
+use crate::calibrate::{Calibration, Gemm, Machine, Profile, card};
+use crate::error::CliError;
+use crate::progress::{count, duration};
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use terrace_aio::engine::EngineConfig as IoConfig;
+use terrace_aio::profile::DiskProfile;
+use terrace_device::host::HostDevice;
+use terrace_device::{Device, StreamKind};
+use terrace_kernels::{DType, cpu};
+
+/// Runs the command.
+///
+/// # Errors
+/// A directory, the output or the device cannot be used.
+pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
+    let output = output(args)?;
+    let began = Instant::now();
+    let io = io_config(&output);
+    let placement = PlacementArgs { device: args.device, engine: args.engine, ..PlacementArgs::default() };
+    let session = Session::open(&placement, &io, threads, false)?;
+    let machine = Machine::here(session.threads, session.card().map(|(name, _)| name));
+    let effort = if args.quick { Effort::QUICK } else { Effort::FULL };
+    let mut calibration = Calibration::new(machine, args.quick);
+    let disk = match &args.disk[..] {
+        [] => None,
+        dirs => {
+            let (disk, together, notes) =
+                measure::disks(&session.io_config, dirs, effort).map_err(CliError::failed)?;
+            notes.iter().for_each(|note| eprintln!("note: {note}"));
+            calibration.disks_together = (dirs.len() > 1).then_some(together);
+            Some(disk)
+        }
+    };
+    host(&mut calibration, session.threads, effort).map_err(CliError::failed)?;
+    if let Some((_, memory_bytes)) = session.card() {
+        let effort = if args.quick { card::Effort::QUICK } else { card::Effort::FULL };
+        let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
+        let measured = card::measure(device, kernels, memory_bytes, effort);
+        calibration.card = Some(measured.map_err(CliError::failed)?);
+    }
+    let profile = Profile { disk, calibration: Some(calibration) };
+    eprint!("{}", table(&profile));
+    let refused = |why| CliError::Failed(format!("--output {}: {why}", output.display()));
+    profile.write(&output).map_err(refused)?;
+    let seconds = began.elapsed().as_secs_f64();
+    eprintln!("measured in {}; the profile is in {}", duration(seconds), output.display());
+    if args.output.is_none() {
+        eprintln!("later runs on this machine use it; --profile names another");
+    }
+    if args.json { print_json(&profile.to_json()) } else { Ok(()) }
+}
+
+/// Where the profile goes, refused before anything is measured.
+fn output(args: &CalibrateArgs) -> Result<PathBuf, CliError> {
+    for dir in &args.disk {
+        if !dir.is_dir() {
+            let detail = "there is no such folder; make it on the disk that is to be measured";
+            return Err(CliError::Usage(format!("--disk {}: {detail}", dir.display())));
+        }
+    }
+    checks::disks(&args.disk)?;
+    match &args.output {
+        Some(path) => {
+            if path.exists()
+                && let Err(why) = Profile::read(path)
+            {
+                let advice = "move it away or name another file";
+                return Err(CliError::Usage(format!(
+                    "--output {}: the file exists and cannot take a profile: {why}; {advice}",
+                    path.display()
+                )));
+            }
+            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+            checks::writable("--output", folder.unwrap_or(Path::new(".")))?;
+            Ok(path.clone())
+        }
+        None => Profile::default_path().ok_or_else(|| {
+            CliError::Usage("there is no HOME to keep the profile in; give --output FILE".into())
+        }),
+    }
+}
+
+/// The settings that `aio-bench tune` found, if the profile has them, else the defaults.
+fn io_config(output: &Path) -> IoConfig {
+    let known = Profile::read(output).ok().and_then(|profile| profile.disk);
+    known.as_ref().map_or_else(IoConfig::default, DiskProfile::engine_config)
+}
+
+fn host(calibration: &mut Calibration, threads: usize, effort: Effort) -> Result<(), MeasureError> {
+    let pool = measure::pool(threads)?;
+    calibration.memory = Some(measure::memory(&pool, effort));
+    calibration.checksum_bytes_per_second = Some(measure::checksums(&pool, effort));
+    for (format, weights) in LAYOUTS {
+        calibration.optimizer.push(measure::update(&pool, format, weights, effort)?);
+    }
+    for dtype in [DType::BF16, DType::F32] {
+        calibration.gemm.extend(host_gemm(threads, dtype, effort, usize::MAX)?);
+    }
+    Ok(())
+}
+
+/// Products on the CPU.
+///
+/// # Errors
+/// There is no memory for them.
+pub(super) fn host_gemm(
+    threads: usize,
+    dtype: DType,
+    effort: Effort,
+    only: usize,
+) -> Result<Vec<Gemm>, MeasureError> {
+    let device = HostDevice::unified();
+    let arena = device.arena(measure::gemm_arena_bytes(effort.layer))?;
+    let compute = device.stream(StreamKind::Compute)?;
+    let kernels = cpu::kernel_set(threads);
+    let seconds = effort.seconds / 2.0;
+    measure::gemm(&device, &*compute, &arena, &kernels, dtype, effort.layer, seconds, only)
+}
+
+/// What was measured, a line each.
+fn table(profile: &Profile) -> String {
+    let mut text = String::new();
+    let mut line = |what: &str, value: String| text += &format!("  {what:<44} {value}\n");
+    let bytes = |rate: f64| format!("{:>7.2} GB/s", rate / 1e9);
+    let three = |[a, b, c]: [(&str, f64); 3]| {
+        format!("{} {}   {} {}   {} {}", bytes(a.1), a.0, bytes(b.1), b.0, bytes(c.1), c.0)
+    };
+    for entry in profile.disk.iter().flat_map(|disk| &disk.paths) {
+        let rates = [
+            ("read", entry.read_bytes_per_second),
+            ("write", entry.write_bytes_per_second),
+            ("mixed", entry.mixed_bytes_per_second),
+        ];
+        line(&format!("disk {}", entry.path.display()), three(rates));
+    }
+    let Some(calibration) = &profile.calibration else { return text };
+    if let Some(all) = calibration.disks_together {
+        let rates = [
+            ("read", all.read_bytes_per_second),
+            ("write", all.write_bytes_per_second),
+            ("mixed", all.mixed_bytes_per_second),
+        ];
+        line("all disks at once", three(rates));
+    }
+    if profile.disk.is_none() {
+        line("disk", "not measured: give --disk PATH".into());
+    }
+    if let Some(memory) = calibration.memory {
+        let rates = [
+            ("read", memory.read_bytes_per_second),
+            ("copy", memory.copy_bytes_per_second),
+            ("update", memory.update_bytes_per_second),
+        ];
+        line(&format!("host memory, {} threads", calibration.machine.threads), three(rates));
+    }
+    let products = |line: &mut dyn FnMut(&str, String), name: &str, gemm: &[Gemm]| {
+        for dtype in ["bf16", "f32"] {
+            let rates: Vec<f64> =
+                gemm.iter().filter(|g| g.dtype == dtype).map(|g| g.operations_per_second).collect();
+            let (least, most) = rates.iter().fold((f64::MAX, 0.0_f64), |(a, b), &r| (a.min(r), b.max(r)));
+            if most > 0.0 {
+                let text = format!("{:.1} to {:.1} GFLOP/s, {} shapes", least / 1e9, most / 1e9, rates.len());
+                line(&format!("{name}, matrix products in {dtype}"), text);
+            }
+        }
+    };
+    products(&mut line, "cpu", &calibration.gemm);
+    for rate in &calibration.optimizer {
+        let what = format!("update, state {} of {} weights", rate.state, rate.weights);
+        line(&what, format!("{} parameters/s", count(rate.parameters_per_second)));
+    }
+    if let Some(rate) = calibration.checksum_bytes_per_second {
+        line("checksums", bytes(rate));
+    }
+    match &calibration.card {
+        None => line("card", "none in use".into()),
+        Some(card) => {
+            let rates = [
+                ("up", card.upload_bytes_per_second),
+                ("down", card.download_bytes_per_second),
+                ("both", card.both_bytes_per_second),
+            ];
+            line(&format!("link of {}", card.name), three(rates));
+            line("memory of the card", bytes(card.device_memory_bytes_per_second));
+            products(&mut line, "card", &card.gemm);
+        }
+    }
+    text
+}

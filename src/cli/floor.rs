@@ -1,0 +1,225 @@
+//! The floor of a run: from the profile, or from a short measurement at its start.
+
+use super::args::Offload;
+use super::calibrate::host_gemm;
+use super::session::{self, Session};
+use crate::calibrate::measure::{self, Effort, Layer, MeasureError};
+use crate::calibrate::{Calibration, Machine, Profile, card};
+use crate::config::TrainConfig;
+use crate::error::CliError;
+use crate::floor::{Capabilities, Floor};
+use crate::metrics::StepMetrics;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use terrace_optimizer::{Algorithm, StateFormat, WeightType};
+use terrace_zero::{Engine, EngineConfig};
+
+/// A budget below which measuring takes the least memory that gives a figure.
+const SMALL_BUDGET_BYTES: u64 = 512 << 20;
+/// The part of the budget that a measurement takes: one in this many bytes.
+const BUDGET_ONE_IN: u64 = 16;
+
+/// What the run's resources can do. What the profile does not say is measured, in less than a second, before the engine takes
+/// its memory; what cannot be measured is said and left out.
+pub fn capabilities(
+    profile: Option<&Profile>,
+    session: &Session,
+    run: &TrainConfig,
+    config: &EngineConfig,
+) -> Capabilities {
+    let here = Machine::here(session.threads, session.card().map(|(name, _)| name));
+    let on_disk = run.offload == Offload::Disk;
+    let mut known = profile.cloned().unwrap_or_default();
+    let whole = |dir: &PathBuf| session::whole(dir, known.disk.as_ref());
+    let dirs: Vec<PathBuf> = if on_disk { config.disks.iter().map(whole).collect() } else { Vec::new() };
+    // Without the card's figures a run on it must not take those of the processor.
+    if let Some(calibration) = &known.calibration
+        && session.on_card()
+        && calibration.card.is_none()
+    {
+        known.calibration = None;
+    }
+    // Rates of formats are those of AdamW; other algorithms move other bytes.
+    let state = config.training.as_ref().map(|training| training.state);
+    let state = state.filter(|_| matches!(run.optimizer, Algorithm::AdamW(_)));
+    let effort = effort(config.host_budget);
+    let warned = |result: Result<(), MeasureError>| {
+        if let Err(error) = result {
+            eprintln!("warning: the floor of a step leaves something out: {error}");
+        }
+    };
+    if known.calibration.is_none() {
+        let mut calibration = Calibration::new(here, true);
+        warned(host(&mut calibration, session, state, config, effort));
+        known.calibration = Some(calibration);
+    }
+    let covered = known.disk.as_ref().is_some_and(|disk| dirs.iter().all(|dir| disk.path_of(dir).is_some()));
+    if on_disk && !covered {
+        let measured: Vec<PathBuf> = dirs.iter().map(|dir| session::existing(dir)).collect();
+        warned(measure::disks(&session.io_config, &measured, effort).map(|(mut disk, together, notes)| {
+            notes.iter().for_each(|note| eprintln!("note: {note}"));
+            disk.paths.iter_mut().zip(&dirs).for_each(|(entry, dir)| entry.path.clone_from(dir));
+            known.disk = Some(disk);
+            if let Some(calibration) = &mut known.calibration {
+                calibration.disks_together = (dirs.len() > 1).then_some(together);
+            }
+        }));
+    }
+    Capabilities::of(&known, config.dtype, state, session.on_card(), &dirs, config.disk_weights.as_deref())
+}
+
+/// The floor of a step of `engine`, and a line that says it.
+pub fn of_engine(engine: &Engine, can: &Capabilities) -> Floor {
+    let floor = Floor::new(&engine.step_work(), can);
+    if let Some((bound, seconds)) = floor.bound() {
+        eprintln!("floor of a step: {}, bound by {bound}", time(seconds));
+    }
+    floor
+}
+
+/// The effort of a start, within a part of the memory that the run may take.
+fn effort(budget: u64) -> Effort {
+    let start = Effort::START;
+    let memory_bytes = start.memory_bytes.min((budget / BUDGET_ONE_IN) as usize).max(1 << 20);
+    let layer = if budget < SMALL_BUDGET_BYTES {
+        Layer { tokens: 64, hidden: 256, intermediate: 704 }
+    } else {
+        start.layer
+    };
+    Effort { memory_bytes, layer, file_bytes: start.file_bytes.min(memory_bytes as u64 * 4), ..start }
+}
+
+fn host(
+    calibration: &mut Calibration,
+    session: &Session,
+    state: Option<StateFormat>,
+    config: &EngineConfig,
+    effort: Effort,
+) -> Result<(), MeasureError> {
+    let pool = measure::pool(session.threads)?;
+    calibration.memory = Some(measure::memory(&pool, effort));
+    if let Some(state) = state {
+        let weights = match config.dtype {
+            terrace_kernels::DType::F32 => WeightType::F32,
+            _ => WeightType::Bf16,
+        };
+        calibration.optimizer = vec![measure::update(&pool, state, weights, effort)?];
+    }
+    match session.card() {
+        Some((_, memory_bytes)) => {
+            let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
+            let effort = card::Effort { seconds: 0.04, copy_bytes: 16 << 20, ..card::Effort::QUICK };
+            calibration.card = Some(card::measure(device, kernels, memory_bytes, effort)?);
+        }
+        None => calibration.gemm = host_gemm(session.threads, config.dtype, effort, 2)?,
+    }
+    Ok(())
+}
+
+/// What a run's steps took, for a last word.
+#[derive(Debug, Default)]
+pub struct Summary {
+    seconds: Vec<f64>,
+    stalls: BTreeMap<String, f64>,
+}
+
+impl Summary {
+    /// Counts a step.
+    pub fn add(&mut self, metrics: &StepMetrics) {
+        self.seconds.push(metrics.step_seconds);
+        for (what, seconds) in &metrics.stall_seconds {
+            *self.stalls.entry(what.clone()).or_default() += seconds;
+        }
+    }
+
+    /// Median step, floor, what binds, and what compute waited for; `None` if there were no steps.
+    pub fn text(&self, floor: &Floor) -> Option<String> {
+        let mut sorted = self.seconds.clone();
+        sorted.sort_by(f64::total_cmp);
+        let median = *sorted.get(sorted.len() / 2)?;
+        let mut text = format!("median step {}", time(median));
+        match floor.bound() {
+            None => text += "; no floor: nothing was measured",
+            Some((bound, seconds)) => {
+                let percent = seconds / median * 100.0;
+                text += &format!(", floor {} ({percent:.0} % of floor, bound by {bound})", time(seconds));
+                let mut all = floor.seconds.clone();
+                all.sort_by(|a, b| b.1.total_cmp(&a.1));
+                let all: Vec<String> = all.iter().map(|(name, s)| format!("{name} {}", time(*s))).collect();
+                text += &format!("\n  each resource alone: {}", all.join(", "));
+            }
+        }
+        let whole: f64 = self.seconds.iter().sum();
+        let stalls: Vec<String> = self
+            .stalls
+            .iter()
+            .map(|(what, s)| format!("{} {:.0} %", what.replace('_', " "), s / whole.max(1e-9) * 100.0))
+            .collect();
+        Some(format!("{text}\n  of the time, waited for: {}", stalls.join(", ")))
+    }
+}
+
+/// Seconds with three digits, of any size.
+pub(super) fn time(seconds: f64) -> String {
+    match seconds {
+        s if s >= 600.0 => crate::progress::duration(s),
+        s if s >= 1.0 => format!("{s:.2} s"),
+        s if s >= 1e-3 => format!("{:.1} ms", s * 1e3),
+        s => format!("{:.1} µs", s * 1e6),
+    }
+}
+
+/// The profile that `--profile` names, else the one of this machine at the default place.
+///
+/// # Errors
+/// `--profile` names no profile.
+pub fn profile(
+    flag: Option<&PathBuf>,
+    threads: usize,
+    dirs: &[PathBuf],
+) -> Result<Option<Profile>, CliError> {
+    use crate::calibrate::Found;
+    let here = Machine::here(threads, None);
+    let Some(path) = flag else {
+        return Ok(match Profile::find(&here) {
+            Found::Fits(profile) => {
+                Some(profile.for_disks(|disk, dir| session::whole(dir, Some(disk)), dirs))
+            }
+            Found::Nothing => None,
+            Found::Unfit(why) => {
+                eprintln!("note: not used: {why}; `terrace calibrate` makes a new one");
+                None
+            }
+        });
+    };
+    let refused = |what: String| {
+        let path = path.display();
+        let advice = "it takes a file that `aio-bench tune` or `terrace calibrate` wrote";
+        CliError::Usage(format!("--profile {path}: {what}; {advice}"))
+    };
+    let profile = Profile::read(path).map_err(refused)?;
+    if let Some(why) = profile.difference(&here) {
+        eprintln!("warning: --profile {}: {why}; it is used all the same", path.display());
+    }
+    Ok(Some(profile))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_word() {
+        let mut summary = Summary::default();
+        let floor = Floor { seconds: vec![("compute", 0.5), ("disk", 1.5)] };
+        assert_eq!(summary.text(&floor), None);
+        for seconds in [9.0, 2.0, 1.0] {
+            let stall_seconds = [("optimizer_state".to_owned(), 1.0)].into();
+            summary.add(&StepMetrics { step_seconds: seconds, stall_seconds, ..StepMetrics::default() });
+        }
+        let expected = "median step 2.00 s, floor 1.50 s (75 % of floor, bound by disk)\n  \
+            each resource alone: disk 1.50 s, compute 500.0 ms\n  of the time, waited for: optimizer state 25 %";
+        assert_eq!(summary.text(&floor).unwrap(), expected);
+        assert!(summary.text(&Floor::default()).unwrap().contains("no floor"));
+    }
+}

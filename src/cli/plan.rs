@@ -1,0 +1,504 @@
+//! `terrace plan`: what a run would need and how long its steps would take, without weights, and of machines that are not there.
+
+use super::args::{Dtype, Offload, PlacementArgs, PlanArgs, StateFormat as StateFlag};
+use super::floor::time;
+use super::session::{self, Session};
+use super::{print_json, print_text};
+use crate::error::CliError;
+use crate::floor::{Capabilities, Floor};
+use crate::progress::count;
+use crate::{cpu_backend, shape};
+use serde_json::{Value, json};
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::sync::Arc;
+use terrace_aio::engine::EngineConfig as IoConfig;
+use terrace_device::host::HostDevice;
+use terrace_kernels::dry;
+use terrace_models::{ModelConfig, TokenBatch, build};
+use terrace_optimizer::StateFormat;
+use terrace_tiers::{ByteSize, MemoryPlan, Tier};
+use terrace_zero::{
+    Backend, BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns, TrainingConfig,
+};
+
+/// What a drive of two terabytes is commonly warranted for.
+const ENDURANCE_BYTES: f64 = 1200e12;
+/// What the batch and the accumulation are multiplied with in the table of choices.
+const BATCHES: [(usize, usize); 4] = [(1, 1), (1, 4), (4, 1), (4, 4)];
+
+/// The part of the highest speed from which on a choice counts as no slower.
+const AS_GOOD: f64 = 0.995;
+
+/// One combination of what can be chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Choice {
+    state: StateFormat,
+    offload: Offload,
+    batch: usize,
+    accum: usize,
+}
+
+/// Everything that choices have in common.
+struct Planning<'a> {
+    args: &'a PlanArgs,
+    model: ModelConfig,
+    backend: Backend,
+    threads: usize,
+    on_card: bool,
+    host_budget: u64,
+    device_budget: u64,
+    length: usize,
+    disks: Vec<PathBuf>,
+    profile: Option<crate::calibrate::Profile>,
+    runs: PlanningRuns,
+}
+
+/// A choice that fits.
+struct Planned {
+    choice: Choice,
+    outlook: Outlook,
+    floor: Floor,
+    operations_rate: Option<f64>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// The model is refused, the plan does not fit, or a profile cannot be read.
+pub fn plan(args: &PlanArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
+    let planning = Planning::new(args, session::compute_threads(threads))?;
+    let state = args.state.unwrap_or(match args.dtype {
+        Dtype::Bf16 => StateFlag::Split,
+        _ => StateFlag::Fp32,
+    });
+    let chosen = Choice {
+        state: format(state),
+        offload: args.offload.unwrap_or(Offload::Disk),
+        batch: args.batch_size.get(),
+        accum: args.grad_accum.get(),
+    };
+    let planned = planning.of(chosen);
+    let choices = planning.choices(chosen);
+    let planned = match planned {
+        Ok(planned) => planned,
+        Err(error) => return Err(with_alternatives(error, &choices)),
+    };
+    if args.json {
+        return print_json(&planning.document(&planned, &choices));
+    }
+    print_text(planning.text(&planned, &choices).trim_end())
+}
+
+impl<'a> Planning<'a> {
+    fn new(args: &'a PlanArgs, threads: usize) -> Result<Self, CliError> {
+        let model = model(args)?;
+        let placement = PlacementArgs {
+            host_memory: args.host_memory,
+            device_memory: args.device_memory.or(args.gpu_memory),
+            device: args.device,
+            ..PlacementArgs::default()
+        };
+        let io = IoConfig::default();
+        let imagined = args.gpu_memory.is_some() || args.link.is_some();
+        let (backend, on_card, device_budget) = if imagined {
+            // A card that is only imagined: memory of its own, and no kernels.
+            let mut backend = cpu_backend(1, &io)?;
+            backend.device = Arc::new(HostDevice::discrete());
+            backend.kernels = dry::kernel_set().0;
+            backend.kernel_scratch_bytes = terrace_kernels::cuda::SCRATCH_BYTES as u64;
+            (backend, true, placement.device_memory.map_or(u64::MAX, |size| size.0))
+        } else {
+            let session = Session::open(&placement, &io, NonZeroUsize::new(threads), false)?;
+            let budget = session.device_budget(&placement);
+            (session.backend.clone(), session.on_card(), budget)
+        };
+        let length = args.seq_len.map_or(1024.min(model.positions_max), NonZeroUsize::get);
+        let disks =
+            if args.disk.is_empty() { vec![PathBuf::from("terrace-state")] } else { args.disk.clone() };
+        let described = imagined
+            || args.tflops.is_some()
+            || args.dram.is_some()
+            || args.disk_read.is_some()
+            || args.disk_write.is_some();
+        // Figures of this machine say nothing about another.
+        let profile = if args.profile.is_some() || !described {
+            super::floor::profile(args.profile.as_ref(), threads, &args.disk)?
+        } else {
+            None
+        };
+        let host_budget = session::host_budget(&placement);
+        Ok(Self {
+            args,
+            model,
+            backend,
+            threads,
+            on_card,
+            host_budget,
+            device_budget,
+            length,
+            disks,
+            profile,
+            runs: PlanningRuns::default(),
+        })
+    }
+
+    /// Plans one choice.
+    fn of(&self, choice: Choice) -> Result<Planned, EngineError> {
+        let limits = BatchLimits {
+            sequences: choice.batch,
+            length: self.length,
+            micro_batches: choice.accum,
+            cache_length: 0,
+        };
+        let dtype = session::dtype(self.args.dtype);
+        let config = EngineConfig {
+            training: Some(TrainingConfig { state: choice.state, ..TrainingConfig::default() }),
+            placement: session::placement(choice.offload),
+            disks: self.disks.clone(),
+            host_budget: self.host_budget,
+            device_budget: self.device_budget,
+            threads: self.threads,
+            ..EngineConfig::new(dtype, limits)
+        };
+        let sample = TokenBatch::new(&self.model).blank(choice.batch, self.length);
+        let outlook = Engine::outlook(config, &self.backend, build(&self.model), &sample, &self.runs)?;
+        if let Some(space) = self.args.disk_space
+            && choice.offload == Offload::Disk
+        {
+            enough_disk(&outlook.memory, space.0)?;
+        }
+        let can = self.capabilities(choice);
+        let floor = Floor::new(&outlook.work, &can);
+        Ok(Planned { choice, outlook, floor, operations_rate: can.operations })
+    }
+
+    /// The profile's figures, and over them what was given by hand.
+    fn capabilities(&self, choice: Choice) -> Capabilities {
+        let (args, dtype) = (self.args, session::dtype(self.args.dtype));
+        let disk = self.profile.as_ref().and_then(|profile| profile.disk.as_ref());
+        let whole: Vec<PathBuf> = args.disk.iter().map(|dir| session::whole(dir, disk)).collect();
+        let mut can = match &self.profile {
+            Some(profile) => {
+                // Without a directory in mind, all that were measured are meant.
+                let measured = profile.disk.iter().flat_map(|disk| disk.paths.iter().map(|p| p.path.clone()));
+                let dirs = if whole.is_empty() { measured.collect() } else { whole };
+                Capabilities::of(profile, dtype, Some(choice.state), self.on_card, &dirs, None)
+            }
+            None => Capabilities::default(),
+        };
+        let rate = |size: Option<crate::config::ByteSize>| size.map(|size| size.0 as f64);
+        if let Some(tflops) = args.tflops {
+            can.operations = Some(tflops * 1e12);
+        }
+        if let Some(link) = rate(args.link) {
+            (can.upload, can.download, can.both) = (Some(link), Some(link), None);
+        }
+        can.memory = rate(args.dram).or(can.memory);
+        if let (Some(read), Some(write)) = (rate(args.disk_read), rate(args.disk_write)) {
+            let rates = crate::calibrate::Rates {
+                read_bytes_per_second: read,
+                write_bytes_per_second: write,
+                // As one shared medium: a byte of each takes the time of both.
+                mixed_bytes_per_second: 2.0 / (1.0 / read + 1.0 / write),
+            };
+            (can.disks, can.disks_together) = (vec![(1.0, rates)], None);
+        }
+        can
+    }
+
+    /// All combinations that are worth a look, with why one does not fit.
+    fn choices(&self, chosen: Choice) -> Vec<(Choice, Result<Planned, EngineError>)> {
+        let states: &[StateFormat] = match self.args.dtype {
+            Dtype::Bf16 => &[StateFormat::Fp32, StateFormat::Split, StateFormat::Bf16, StateFormat::Compact],
+            _ => &[StateFormat::Fp32],
+        };
+        let places: &[Offload] = match (self.args.offload.is_some(), self.on_card) {
+            (true, _) => &[chosen.offload][..],
+            (false, true) => &[Offload::None, Offload::Host, Offload::Disk],
+            // Without a card memory of the device is that of the host.
+            (false, false) => &[Offload::Host, Offload::Disk],
+        };
+        let mut found = Vec::new();
+        for &state in states {
+            for &offload in places {
+                for (batch, accum) in BATCHES {
+                    let choice =
+                        Choice { state, offload, batch: batch * chosen.batch, accum: accum * chosen.accum };
+                    found.push((choice, self.of(choice)));
+                }
+            }
+        }
+        found
+    }
+
+    fn text(&self, planned: &Planned, choices: &[(Choice, Result<Planned, EngineError>)]) -> String {
+        let (mut text, outlook, m) = (String::new(), &planned.outlook, &self.model);
+        let mut line = |words: String| text += &format!("{words}\n");
+        line(format!(
+            "{} parameters: {} layers of {} (feed-forward {}), {} heads, {} key/value heads, vocabulary {}",
+            count(outlook.parameters as f64),
+            m.layers,
+            m.hidden,
+            m.feed_forward,
+            m.heads,
+            m.kv_heads,
+            m.vocab
+        ));
+        line(format!(
+            "{}; {} tokens a step ({} × {} × {})",
+            planned.choice.words(),
+            outlook.work.tokens,
+            planned.choice.accum,
+            planned.choice.batch,
+            self.length
+        ));
+        line(session::describe_plan(&outlook.memory));
+        line(outlook.summary.clone());
+        let work = &outlook.work;
+        line(format!(
+            "a step: {} operations; disk {} read, {} written; link {} up, {} down; host memory {}",
+            exponent(work.operations),
+            ByteSize(work.disk_read_bytes),
+            ByteSize(work.disk_write_bytes),
+            ByteSize(work.upload_bytes),
+            ByteSize(work.download_bytes),
+            ByteSize(work.memory_bytes)
+        ));
+        if work.disk_write_bytes > 0 {
+            line(format!("steps until 1,200 TB are written: {}", count(planned.endurance())));
+        }
+        for (name, seconds) in &planned.floor.seconds {
+            line(format!("  {name:<10} {:>10}", time(*seconds)));
+        }
+        line(match planned.floor.bound() {
+            None => "no step time: nothing is known of the machine; run `terrace calibrate`, name a --profile, or give --tflops, \
+                     --link, --dram, --disk-read and --disk-write"
+                .into(),
+            Some((bound, seconds)) => format!(
+                "a step takes at least {} ({} tok/s), bound by {bound}",
+                time(seconds),
+                count(work.tokens as f64 / seconds)
+            ),
+        });
+        if let Some(tokens) = planned.tokens_that_hide_the_disk() {
+            line(format!("tokens a step that hide the disk: {}", count(tokens)));
+        }
+        line(
+            "\nstate    offload  batch  accum        host      device        disk   at least      tok/s"
+                .into(),
+        );
+        let best = fastest(choices);
+        for (index, (choice, planned)) in choices.iter().enumerate() {
+            line(row(*choice, planned.as_ref().ok(), best == Some(index)));
+        }
+        text
+    }
+
+    fn document(&self, planned: &Planned, choices: &[(Choice, Result<Planned, EngineError>)]) -> Value {
+        let (outlook, m) = (&planned.outlook, &self.model);
+        let best = fastest(choices);
+        let rows = choices.iter().enumerate().map(|(index, (choice, planned))| match planned {
+            Ok(planned) => {
+                let mut row = planned.figures();
+                row["fastest"] = json!(best == Some(index));
+                row
+            }
+            Err(error) => {
+                let mut row = choice.json();
+                row["refused"] = json!(error.to_string());
+                row
+            }
+        });
+        let terms = outlook.memory.entries().iter().map(|term| {
+            json!({
+                "tier": tier_name(term.tier),
+                "purpose": term.purpose,
+                "count": term.count,
+                "unit_bytes": term.unit_bytes,
+                "bytes": term.bytes(),
+            })
+        });
+        json!({
+            "model": {
+                "parameters": outlook.parameters, "layers": m.layers, "hidden": m.hidden, "feed_forward": m.feed_forward,
+                "heads": m.heads, "kv_heads": m.kv_heads, "vocab": m.vocab,
+            },
+            "seq_len": self.length,
+            "plan": planned.figures(),
+            "memory": terms.collect::<Vec<_>>(),
+            "choices": rows.collect::<Vec<_>>(),
+        })
+    }
+}
+
+impl Planned {
+    fn seconds(&self) -> Option<f64> {
+        self.floor.bound().map(|(_, seconds)| seconds)
+    }
+
+    /// Steps until a drive has taken what it is warranted for.
+    fn endurance(&self) -> f64 {
+        ENDURANCE_BYTES / self.outlook.work.disk_write_bytes as f64
+    }
+
+    /// Tokens with which computing takes as long as the disk, whose bytes do not depend on them.
+    fn tokens_that_hide_the_disk(&self) -> Option<f64> {
+        let disk = self.floor.seconds.iter().find(|(name, _)| *name == "disk")?.1;
+        let work = &self.outlook.work;
+        Some(disk * self.operations_rate? / (work.operations as f64 / work.tokens as f64))
+    }
+
+    fn figures(&self) -> Value {
+        let (work, memory) = (&self.outlook.work, &self.outlook.memory);
+        let mut row = self.choice.json();
+        let seconds = self.seconds();
+        let floor: serde_json::Map<String, Value> =
+            self.floor.seconds.iter().map(|(name, seconds)| ((*name).to_owned(), json!(seconds))).collect();
+        let more = json!({
+            "host_bytes": memory.total(Tier::Host),
+            "device_bytes": memory.total(Tier::Device),
+            "disk_bytes": memory.total(Tier::Disk),
+            "operations": work.operations,
+            "tokens": work.tokens,
+            "disk_read_bytes": work.disk_read_bytes,
+            "disk_write_bytes": work.disk_write_bytes,
+            "upload_bytes": work.upload_bytes,
+            "download_bytes": work.download_bytes,
+            "memory_bytes": work.memory_bytes,
+            "seconds": floor,
+            "step_seconds": seconds,
+            "bound_by": self.floor.bound().map(|(name, _)| name),
+            "tokens_per_second": seconds.map(|seconds| work.tokens as f64 / seconds),
+            "steps_until_1200_tb": (work.disk_write_bytes > 0).then(|| self.endurance()),
+            "tokens_that_hide_the_disk": self.tokens_that_hide_the_disk(),
+        });
+        if let (Some(row), Value::Object(more)) = (row.as_object_mut(), more) {
+            row.extend(more);
+        }
+        row
+    }
+}
+
+impl Choice {
+    fn words(self) -> String {
+        format!("state {} on {}", self.state, self.place())
+    }
+
+    fn place(self) -> &'static str {
+        match self.offload {
+            Offload::None => "none",
+            Offload::Host => "host",
+            Offload::Disk => "disk",
+        }
+    }
+
+    fn json(self) -> Value {
+        json!({
+            "state": self.state.to_string(),
+            "offload": self.place(),
+            "batch_size": self.batch,
+            "grad_accum": self.accum,
+        })
+    }
+}
+
+/// The feasible choice with the most tokens a second; of choices that are as good, the first.
+fn fastest(choices: &[(Choice, Result<Planned, EngineError>)]) -> Option<usize> {
+    let speed = |planned: &Planned| Some(planned.outlook.work.tokens as f64 / planned.seconds()?);
+    let speeds: Vec<f64> =
+        choices.iter().map(|(_, planned)| planned.as_ref().ok().and_then(speed).unwrap_or(0.0)).collect();
+    let most = speeds.iter().copied().fold(0.0, f64::max);
+    speeds.iter().position(|&speed| speed > 0.0 && speed >= most * AS_GOOD)
+}
+
+fn row(choice: Choice, planned: Option<&Planned>, fastest: bool) -> String {
+    let Choice { state, batch, accum, .. } = choice;
+    let start = format!("{:<8} {:<7} {batch:>6} {accum:>6}", state.to_string(), choice.place());
+    let Some(planned) = planned else { return format!("{start}   does not fit") };
+    let size = |tier| ByteSize(planned.outlook.memory.total(tier)).to_string();
+    let seconds = planned.seconds().map_or("–".into(), time);
+    let speed =
+        planned.seconds().map_or("–".into(), |seconds| count(planned.outlook.work.tokens as f64 / seconds));
+    format!(
+        "{start} {:>11} {:>11} {:>11} {seconds:>10} {speed:>10}{}",
+        size(Tier::Host),
+        size(Tier::Device),
+        size(Tier::Disk),
+        if fastest { "  ← fastest" } else { "" }
+    )
+}
+
+/// A refusal, with the choices that would do.
+fn with_alternatives(error: EngineError, choices: &[(Choice, Result<Planned, EngineError>)]) -> CliError {
+    let fitting: Vec<String> = choices
+        .iter()
+        .filter_map(|(choice, planned)| {
+            planned.as_ref().ok().map(|planned| row(*choice, Some(planned), false))
+        })
+        .collect();
+    let more = if fitting.is_empty() {
+        "\nno other state format, place or batch of the table fits either".to_owned()
+    } else {
+        format!("\nthese fit:\n{}", fitting.join("\n"))
+    };
+    match CliError::from(error) {
+        CliError::Usage(message) => CliError::Usage(format!("{message}{more}")),
+        other => other,
+    }
+}
+
+/// Refuses a plan that needs more than `--disk-space`.
+fn enough_disk(memory: &MemoryPlan, space: u64) -> Result<(), EngineError> {
+    let needed = memory.total(Tier::Disk);
+    if needed <= space {
+        return Ok(());
+    }
+    Err(EngineError::Config(format!(
+        "--disk-space of {} is too small: this run needs {}.\n{}Raise it to {}, or choose a smaller --state",
+        ByteSize(space),
+        ByteSize(needed).rounded_up(),
+        memory.breakdown(Tier::Disk),
+        ByteSize(needed).rounded_up()
+    )))
+}
+
+/// The model that is planned: of a folder, of a `config.json`, or made up for a number of parameters.
+fn model(args: &PlanArgs) -> Result<ModelConfig, CliError> {
+    let refused = |error: &dyn std::fmt::Display| CliError::Usage(error.to_string());
+    if let Some(params) = args.params {
+        let text = shape::config_for(params).map_err(|why| CliError::Usage(format!("--params: {why}")))?;
+        return ModelConfig::parse(&text.to_string()).map_err(|e| refused(&e));
+    }
+    let path = args.model.as_ref().expect("clap wants --model or --params");
+    if path.is_file() {
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| CliError::Usage(format!("--model {}: {e}", path.display())))?;
+        return ModelConfig::parse(&text)
+            .map_err(|e| CliError::Usage(format!("--model {}: {e}", path.display())));
+    }
+    super::checks::model(path)?;
+    ModelConfig::from_folder(path).map_err(|e| refused(&e))
+}
+
+fn format(state: StateFlag) -> StateFormat {
+    match state {
+        StateFlag::Fp32 => StateFormat::Fp32,
+        StateFlag::Split => StateFormat::Split,
+        StateFlag::Bf16 => StateFormat::Bf16,
+        StateFlag::Compact => StateFormat::Compact,
+    }
+}
+
+fn tier_name(tier: Tier) -> &'static str {
+    match tier {
+        Tier::Device => "device",
+        Tier::Host => "host",
+        Tier::Disk => "disk",
+    }
+}
+
+/// `1.23e15`.
+fn exponent(value: u64) -> String {
+    format!("{:.2e}", value as f64)
+}

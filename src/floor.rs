@@ -1,0 +1,220 @@
+//! The floor of a step: no step of a plan is shorter than the slowest resource needs for its share at its measured best.
+//!
+//! `T ≥ max(operations / products, parameters / updates, disk, uploads / up, downloads / down, memory bytes / memory)`
+//!
+//! A drive shares reading and writing: `R/B_r + W/B_w`, or less where the measured mixed load showed that both go on beside each
+//! other: then as much as is read and written alike goes at the mixed rate, and the rest alone. With several drives each takes
+//! its part, and together they are no faster than they were together.
+
+use crate::calibrate::{Calibration, Gemm, MemoryRates, Profile, Rates};
+use serde::Serialize;
+use std::path::PathBuf;
+use terrace_aio::profile::PathProfile;
+use terrace_kernels::DType;
+use terrace_optimizer::StateFormat;
+use terrace_zero::StepWork;
+
+/// What resources can do; `None` for what nobody knows, which bounds nothing.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Capabilities {
+    /// Operations per second of matrix products on the device.
+    pub operations: Option<f64>,
+    /// Parameters per second of the update.
+    pub updates: Option<f64>,
+    /// The drives, each with its part of the bytes.
+    pub disks: Vec<(f64, Rates)>,
+    /// All drives at once.
+    pub disks_together: Option<Rates>,
+    /// Bytes per second to the device.
+    pub upload: Option<f64>,
+    /// Bytes per second from it.
+    pub download: Option<f64>,
+    /// Bytes per second to and from it at once.
+    pub both: Option<f64>,
+    /// Bytes per second of host memory.
+    pub memory: Option<f64>,
+}
+
+/// Seconds that each resource needs for a step.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Floor {
+    /// By resource, only those that are used and known.
+    pub seconds: Vec<(&'static str, f64)>,
+}
+
+impl Capabilities {
+    /// What `profile` says about a run of this kind on `dirs`, whose parts of the state are `shares` (equal parts if `None`).
+    pub fn of(
+        profile: &Profile,
+        dtype: DType,
+        state: Option<StateFormat>,
+        on_card: bool,
+        dirs: &[PathBuf],
+        shares: Option<&[f64]>,
+    ) -> Self {
+        let mut found = Self::default();
+        if let Some(disk) = &profile.disk {
+            let rates: Option<Vec<Rates>> = dirs.iter().map(|dir| disk.path_of(dir).map(rates_of)).collect();
+            let equal = vec![1.0; dirs.len()];
+            let shares = shares.unwrap_or(&equal);
+            let whole: f64 = shares.iter().sum();
+            let parts = shares.iter().map(|share| share / whole);
+            found.disks = parts.zip(rates.unwrap_or_default()).collect();
+        }
+        let Some(calibration) = &profile.calibration else { return found };
+        let all = profile.disk.as_ref().map_or(0, |disk| disk.paths.len());
+        found.disks_together = calibration.disks_together.filter(|_| all == dirs.len() && all > 1);
+        found.memory = calibration.memory.map(|m: MemoryRates| {
+            m.read_bytes_per_second.max(m.copy_bytes_per_second).max(m.update_bytes_per_second)
+        });
+        found.updates = state.and_then(|state| update_rate(calibration, state, dtype));
+        let products = match (&calibration.card, on_card) {
+            (Some(card), true) => {
+                found.upload = Some(card.upload_bytes_per_second);
+                found.download = Some(card.download_bytes_per_second);
+                found.both = Some(card.both_bytes_per_second);
+                &card.gemm
+            }
+            (None, true) => return found,
+            (_, false) => &calibration.gemm,
+        };
+        found.operations = product_rate(products, dtype);
+        found
+    }
+}
+
+impl Floor {
+    /// The floor of `work`.
+    pub fn new(work: &StepWork, can: &Capabilities) -> Self {
+        let mut seconds = Vec::new();
+        let mut add = |name, amount: u64, rate: Option<f64>| {
+            if let Some(rate) = rate
+                && amount > 0
+            {
+                seconds.push((name, amount as f64 / rate));
+            }
+        };
+        add("compute", work.operations, can.operations);
+        add("optimizer", work.parameters, can.updates);
+        add("upload", work.upload_bytes, can.upload);
+        add("download", work.download_bytes, can.download);
+        // A link that carries more in one direction than both together carried was measured badly; both then take the sum.
+        let both = can.both.map(|both| both.max(can.upload.unwrap_or(0.0)).max(can.download.unwrap_or(0.0)));
+        add("link", work.upload_bytes + work.download_bytes, both);
+        add("memory", work.memory_bytes, can.memory);
+        let (read, write) = (work.disk_read_bytes as f64, work.disk_write_bytes as f64);
+        let each = can.disks.iter().map(|(part, rates)| disk_seconds(read * part, write * part, *rates));
+        let disk = each.fold(0.0, f64::max);
+        let together = can.disks_together.map_or(0.0, |rates| disk_seconds(read, write, rates));
+        if disk.max(together) > 0.0 {
+            seconds.push(("disk", disk.max(together)));
+        }
+        Self { seconds }
+    }
+
+    /// The resource that binds and its seconds; `None` if nothing is known.
+    pub fn bound(&self) -> Option<(&'static str, f64)> {
+        self.seconds.iter().copied().max_by(|a, b| a.1.total_cmp(&b.1))
+    }
+}
+
+/// Seconds of a drive for so many bytes.
+fn disk_seconds(read: f64, write: f64, rates: Rates) -> f64 {
+    let (read_rate, write_rate) = (rates.read_bytes_per_second, rates.write_bytes_per_second);
+    let alone = read / read_rate + write / write_rate;
+    let both = read.min(write);
+    let mixed =
+        2.0 * both / rates.mixed_bytes_per_second + (read - both) / read_rate + (write - both) / write_rate;
+    alone.min(mixed)
+}
+
+fn rates_of(path: &PathProfile) -> Rates {
+    Rates {
+        read_bytes_per_second: path.read_bytes_per_second,
+        write_bytes_per_second: path.write_bytes_per_second,
+        mixed_bytes_per_second: path.mixed_bytes_per_second,
+    }
+}
+
+/// The best of all shapes. Products of f16 are taken for those of bf16.
+fn product_rate(gemm: &[Gemm], dtype: DType) -> Option<f64> {
+    let name = if dtype == DType::F32 { "f32" } else { "bf16" };
+    gemm.iter().filter(|gemm| gemm.dtype == name).map(|gemm| gemm.operations_per_second).reduce(f64::max)
+}
+
+fn update_rate(calibration: &Calibration, state: StateFormat, dtype: DType) -> Option<f64> {
+    let weights = if dtype == DType::F32 { "f32" } else { "bf16" };
+    let state = state.to_string();
+    let found = calibration.optimizer.iter().find(|rate| rate.state == state && rate.weights == weights);
+    found.map(|rate| rate.parameters_per_second)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rates(read: f64, write: f64, mixed: f64) -> Rates {
+        Rates { read_bytes_per_second: read, write_bytes_per_second: write, mixed_bytes_per_second: mixed }
+    }
+
+    fn work() -> StepWork {
+        StepWork {
+            operations: 12_000,
+            tokens: 8,
+            parameters: 100,
+            state: Some(StateFormat::Split),
+            disk_read_bytes: 1600,
+            disk_write_bytes: 1200,
+            upload_bytes: 400,
+            download_bytes: 200,
+            memory_bytes: 5000,
+        }
+    }
+
+    #[test]
+    fn by_hand() {
+        let can = Capabilities {
+            operations: Some(3000.0),
+            updates: Some(50.0),
+            disks: vec![(1.0, rates(400.0, 200.0, 250.0))],
+            disks_together: None,
+            upload: Some(100.0),
+            download: Some(50.0),
+            both: Some(120.0),
+            memory: Some(2500.0),
+        };
+        let floor = Floor::new(&work(), &can);
+        // Disk: 1600/400 + 1200/200 = 10; mixed 2·1200/250 + 400/400 = 10.6 is no less.
+        let expected = [
+            ("compute", 4.0),
+            ("optimizer", 2.0),
+            ("upload", 4.0),
+            ("download", 4.0),
+            ("link", 5.0),
+            ("memory", 2.0),
+            ("disk", 10.0),
+        ];
+        assert_eq!(floor.seconds, expected);
+        assert_eq!(floor.bound(), Some(("disk", 10.0)));
+        let faster = Capabilities { disks: vec![(1.0, rates(400.0, 200.0, 400.0))], ..can };
+        // Both directions beside each other: 2·1200/400 + 400/400 = 7.
+        assert_eq!(Floor::new(&work(), &faster).bound(), Some(("disk", 7.0)));
+    }
+
+    #[test]
+    fn drives_take_their_parts() {
+        let (fast, slow) = (rates(400.0, 400.0, 400.0), rates(100.0, 100.0, 100.0));
+        let mut can = Capabilities { disks: vec![(0.75, fast), (0.25, slow)], ..Capabilities::default() };
+        // 2100/400 and 700/100.
+        assert_eq!(Floor::new(&work(), &can).bound(), Some(("disk", 7.0)));
+        can.disks_together = Some(rates(200.0, 200.0, 200.0));
+        assert_eq!(Floor::new(&work(), &can).bound(), Some(("disk", 14.0)));
+    }
+
+    #[test]
+    fn what_is_not_known_bounds_nothing() {
+        assert_eq!(Floor::new(&work(), &Capabilities::default()).bound(), None);
+        let can = Capabilities { operations: Some(3000.0), ..Capabilities::default() };
+        assert_eq!(Floor::new(&work(), &can).seconds, [("compute", 4.0)]);
+    }
+}

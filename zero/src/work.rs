@@ -1,0 +1,175 @@
+//! What a training step has to do, in operations and bytes, from its plan alone: what a floor of its time is made of.
+//!
+//! Bytes of disk and link are those that the engine moves. Where a group's second fetch may share the memory of the first,
+//! depending on timing, it is not counted, so that the sums are never more than what is moved.
+//! Bytes of host memory are what cannot be avoided, each counted once: transfers of disk and link, the update's state and
+//! gradients, and on a unified device the weights and gradients that kernels go through.
+
+use crate::network::Network;
+use crate::plan::EnginePlan;
+use crate::state::StateKinds;
+use crate::{Engine, EngineConfig, MicroBatch, Mode, Placement};
+use terrace_optimizer::StateFormat;
+
+/// The work of one step of the largest batch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StepWork {
+    /// Floating-point operations on the device, backward and recomputation included.
+    pub operations: u64,
+    /// Positions of all sequences.
+    pub tokens: u64,
+    /// Parameters that the optimizer steps, with padding.
+    pub parameters: u64,
+    /// The format they are in; `None` for frozen weights.
+    pub state: Option<StateFormat>,
+    /// Read from all disks.
+    pub disk_read_bytes: u64,
+    /// Written to all disks.
+    pub disk_write_bytes: u64,
+    /// Copied to a device that has its own memory.
+    pub upload_bytes: u64,
+    /// Copied back.
+    pub download_bytes: u64,
+    /// Read from and written to host memory.
+    pub memory_bytes: u64,
+}
+
+impl Engine {
+    /// The work of one step of the largest batch.
+    pub fn step_work(&self) -> StepWork {
+        let unified = self.backend.device.unified();
+        step_work(&self.config, &self.network, &self.kinds, &self.plan, None, unified)
+    }
+}
+
+/// The work of a step of `plan`; `sample` is the micro-batch whose inputs are uploaded, if they are to be counted.
+pub(crate) fn step_work(
+    config: &EngineConfig,
+    network: &Network,
+    kinds: &StateKinds,
+    plan: &EnginePlan,
+    sample: Option<&MicroBatch>,
+    unified: bool,
+) -> StepWork {
+    let limits = config.limits;
+    let tokens = (limits.sequences * limits.length * limits.micro_batches) as u64;
+    let operations = plan.windows.flops_per_step;
+    let Some(training) = &config.training else {
+        return StepWork { operations, tokens, ..StepWork::default() };
+    };
+    let count = Count { config, network, plan };
+    let elements = network.elements();
+    let mut work = StepWork {
+        operations,
+        tokens,
+        parameters: elements,
+        state: Some(training.state),
+        ..StepWork::default()
+    };
+    let read_by_update: u64 = kinds
+        .blobs
+        .iter()
+        .zip(&kinds.read_by_update)
+        .map(|(blob, read)| if *read { blob.bytes(elements) } else { 0 })
+        .sum();
+    let written_by_update = kinds.bytes(elements);
+    let gradients = count.gradient_bytes();
+    if config.placement == Placement::Disk {
+        work.disk_read_bytes = count.weight_bytes() + read_by_update;
+        work.disk_write_bytes = written_by_update;
+        if plan.windows.gradients_on_disk {
+            work.disk_read_bytes += gradients;
+            work.disk_write_bytes += gradients;
+        }
+        if plan.windows.activations_on_disk {
+            let spilled = count.signals(0..network.last().saturating_sub(1));
+            work.disk_read_bytes += spilled;
+            work.disk_write_bytes += spilled;
+        }
+    }
+    if !unified {
+        let inputs = sample.map_or(0, |sample| sample.inputs.iter().map(|t| t.bytes.len() as u64).sum());
+        count.link(&mut work, inputs * limits.micro_batches as u64);
+    }
+    let parked = elements * config.dtype.size() as u64;
+    work.memory_bytes =
+        work.disk_read_bytes + work.disk_write_bytes + work.upload_bytes + work.download_bytes;
+    work.memory_bytes += read_by_update + written_by_update + parked;
+    if unified {
+        // Weights are read in both directions; accumulators are zeroed, added to by every micro-batch and read once more.
+        let passes = 2 + 2 * limits.micro_batches as u64;
+        work.memory_bytes += count.weight_bytes() + elements * 4 * passes + gradients;
+    }
+    work
+}
+
+struct Count<'a> {
+    config: &'a EngineConfig,
+    network: &'a Network,
+    plan: &'a EnginePlan,
+}
+
+impl Count<'_> {
+    /// Weights that are read forward and backward. A second use shares the memory of the first while that is alive, if everything
+    /// between fits into the slots beside it; whether it is depends on timing, so that it is not counted.
+    fn weight_bytes(&self) -> u64 {
+        let order = crate::train::training_order(self.network);
+        let read = |&at: &usize| {
+            let before = order[..at].iter().rposition(|group| *group == order[at]);
+            before.is_none_or(|before| !self.fit_together(&order[before..at]))
+        };
+        let groups: Vec<usize> = (0..order.len()).filter(read).map(|at| order[at]).collect();
+        self.weights(&groups)
+    }
+
+    /// Whether the groups of a stretch of the schedule can be in memory at once.
+    fn fit_together(&self, stretch: &[usize]) -> bool {
+        self.plan.windows.classes.iter().all(|class| {
+            let held = class.groups.iter().filter(|group| stretch.contains(group)).count();
+            held <= class.slots
+        })
+    }
+
+    fn weights(&self, groups: &[usize]) -> u64 {
+        let bytes =
+            |&group: &usize| (self.network.groups[group].elements * self.network.element_bytes) as u64;
+        groups.iter().map(bytes).sum()
+    }
+
+    /// Gradients as they come down: a shared group's after each of its uses.
+    fn gradient_bytes(&self) -> u64 {
+        let groups = (0..=self.network.last()).flat_map(|block| self.network.groups_of(block));
+        let elements: u64 = groups.map(|group| self.network.groups[group].elements as u64).sum();
+        elements * self.config.dtype.size() as u64
+    }
+
+    /// The signals that these blocks write, of all micro-batches.
+    fn signals(&self, blocks: std::ops::Range<usize>) -> u64 {
+        let limits = self.config.limits;
+        let signal = |block| {
+            self.network
+                .output(block, limits.sequences, limits.length, self.config.dtype, Mode::Train)
+                .bytes()
+        };
+        (blocks.map(signal).sum::<usize>() * limits.micro_batches) as u64
+    }
+
+    /// What crosses to a device with its own memory and back.
+    fn link(&self, work: &mut StepWork, inputs: u64) {
+        let all = self.signals(0..self.network.last());
+        let last = self.network.last().checked_sub(1).map_or(0, |block| self.signals(block..block + 1));
+        let gradients = self.gradient_bytes();
+        let own = self.network.elements() * self.config.dtype.size() as u64;
+        let weights = if self.config.placement == Placement::None {
+            self.network.elements() * self.network.element_bytes as u64
+        } else {
+            self.weights(&crate::train::training_order(self.network))
+        };
+        let stay = self.plan.windows.signals_stay;
+        // Forward: outputs come down; inputs go up, unless they stayed. Backward: checkpoints go up, the last of which may
+        // have stayed; gradients of signals cross both ways unless they stay.
+        let (up, down) = if stay { (all - last, all) } else { (3 * all - last, 2 * all) };
+        work.upload_bytes = inputs + weights + (gradients - own) + up;
+        work.download_bytes = gradients + down;
+    }
+}
