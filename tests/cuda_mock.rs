@@ -93,3 +93,22 @@ fn the_report_lists_the_card() {
     assert_eq!(report["gpus"][1]["device"], "cuda:1");
     assert!(report["gpu_problem"].is_null());
 }
+
+/// The link and the memory of a card are measured, and a run on it has a floor with them in it.
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn a_card_is_measured() {
+    let bench = bench();
+    let output = bench.path("profile.json");
+    let run = cmd(&["calibrate", "--quick", "--device", "cuda:0", "--json"]).path("--output", &output);
+    let document = run.ok().json();
+    let card = &document["calibration"]["card"];
+    for rate in ["upload", "download", "both", "device_memory"] {
+        assert!(card[format!("{rate}_bytes_per_second")].as_f64().unwrap() > 1.0, "{card}");
+    }
+    assert_eq!(card["gemm"].as_array().unwrap().len(), 10);
+    let ended = train(&bench, "floor", "cuda:0").path("--profile", &output).ok();
+    for resource in ["compute", "upload", "download", "link"] {
+        assert!(ended.stderr.contains(&format!("{resource} ")), "{}", ended.stderr);
+    }
+}

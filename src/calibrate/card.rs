@@ -1,7 +1,7 @@
 //! The measurements on a card: its link in each direction and both at once, its memory, its matrix products.
 
 use super::measure::{Layer, MeasureError, best, gemm, gemm_arena_bytes, rate};
-use super::profile::Card;
+use super::profile::{Card, Gemm};
 use std::time::Instant;
 use terrace_device::{Arena, Device, Download, Region, Stream, StreamKind, Upload};
 use terrace_kernels::{DType, KernelSet, Tensor};
@@ -14,8 +14,10 @@ pub struct Effort {
     pub seconds: f64,
     /// Of each copy.
     pub copy_bytes: usize,
-    /// Whose products are measured.
+    /// Whose products are measured, if a smaller layer's show that they do not take long.
     pub layer: Layer,
+    /// Shapes of product for each type of operand.
+    pub shapes: usize,
 }
 
 impl Effort {
@@ -24,19 +26,28 @@ impl Effort {
         seconds: 0.6,
         copy_bytes: 256 << 20,
         layer: Layer { tokens: 4096, hidden: 4096, intermediate: 14_336 },
+        shapes: usize::MAX,
     };
-    /// For a quick one, and the start of a run.
+    /// For a quick one.
     pub const QUICK: Self = Self {
         seconds: 0.1,
         copy_bytes: 64 << 20,
         layer: Layer { tokens: 2048, hidden: 2048, intermediate: 5632 },
+        shapes: usize::MAX,
     };
+    /// For the start of a run: one shape.
+    pub const START: Self = Self { seconds: 0.04, copy_bytes: 16 << 20, shapes: 1, ..Self::QUICK };
 }
+
+/// The layer that is tried first.
+const FIRST: Layer = Layer { tokens: 128, hidden: 256, intermediate: 704 };
+/// One product of the layer that is measured may take this long.
+const PRODUCT_SECONDS_MAX: f64 = 1.0;
 
 /// Copies in flight in each direction.
 const WINDOW: usize = 2;
 
-/// Measures `device`, which is not unified, with its kernels.
+/// Measures `device`, which is not unified, with its kernels on operands of these types.
 ///
 /// # Errors
 /// The card has too little memory, or the driver failed.
@@ -44,10 +55,12 @@ pub fn measure(
     device: &dyn Device,
     kernels: &KernelSet,
     memory_bytes: u64,
+    dtypes: &[DType],
     effort: Effort,
 ) -> Result<Card, MeasureError> {
-    let Effort { seconds, copy_bytes, layer } = effort;
-    let arena = device.arena(gemm_arena_bytes(layer).max(2 * WINDOW * copy_bytes + (1 << 20)))?;
+    let Effort { seconds, copy_bytes, layer, shapes } = effort;
+    let gemm_bytes = gemm_arena_bytes(layer).max(gemm_arena_bytes(FIRST));
+    let arena = device.arena(gemm_bytes.max(2 * WINDOW * copy_bytes + (1 << 20)))?;
     let compute = device.stream(StreamKind::Compute)?;
     let link = Link::new(device, &arena, copy_bytes)?;
     let upload = link.rate(seconds, true, false)?;
@@ -56,8 +69,13 @@ pub fn measure(
     drop(link);
     let device_memory = device_memory(&arena, &*compute, kernels, copy_bytes, seconds)?;
     let mut products = Vec::new();
-    for dtype in [DType::BF16, DType::F32] {
-        products.extend(gemm(device, &*compute, &arena, kernels, dtype, layer, seconds / 3.0, usize::MAX)?);
+    for dtype in dtypes {
+        let seconds = seconds / 3.0;
+        let first = gemm(device, &*compute, &arena, kernels, *dtype, FIRST, 0.0, 1)?;
+        let operations = 2.0 * layer.tokens as f64 * layer.hidden as f64 * layer.intermediate as f64;
+        let is_slow = |gemm: &Gemm| operations / gemm.operations_per_second > PRODUCT_SECONDS_MAX;
+        let layer = if first.iter().any(is_slow) { FIRST } else { layer };
+        products.extend(gemm(device, &*compute, &arena, kernels, *dtype, layer, seconds, shapes)?);
     }
     Ok(Card {
         name: device.name().to_owned(),
@@ -150,8 +168,9 @@ mod tests {
     #[test]
     fn the_cpu_plays_a_card() {
         let layer = Layer { tokens: 8, hidden: 16, intermediate: 24 };
-        let effort = Effort { seconds: 0.001, copy_bytes: 1 << 16, layer };
-        let card = measure(&HostDevice::discrete(), &cpu::kernel_set(1), 1 << 30, effort).unwrap();
+        let effort = Effort { seconds: 0.001, copy_bytes: 1 << 16, layer, shapes: usize::MAX };
+        let types = [DType::BF16, DType::F32];
+        let card = measure(&HostDevice::discrete(), &cpu::kernel_set(1), 1 << 30, &types, effort).unwrap();
         assert!(card.upload_bytes_per_second > 1.0 && card.both_bytes_per_second > 1.0, "{card:?}");
         assert_eq!(card.gemm.len(), 10);
     }

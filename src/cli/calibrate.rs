@@ -43,7 +43,7 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
     if let Some((_, memory_bytes)) = session.card() {
         let effort = if args.quick { card::Effort::QUICK } else { card::Effort::FULL };
         let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
-        let measured = card::measure(device, kernels, memory_bytes, effort);
+        let measured = card::measure(device, kernels, memory_bytes, &[DType::BF16, DType::F32], effort);
         calibration.card = Some(measured.map_err(CliError::failed)?);
     }
     let profile = Profile { disk, calibration: Some(calibration) };

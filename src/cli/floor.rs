@@ -11,6 +11,7 @@ use crate::floor::{Capabilities, Floor};
 use crate::metrics::StepMetrics;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use terrace_kernels::DType;
 use terrace_optimizer::{Algorithm, StateFormat, WeightType};
 use terrace_zero::{Engine, EngineConfig};
 
@@ -100,7 +101,7 @@ fn host(
     calibration.memory = Some(measure::memory(&pool, effort));
     if let Some(state) = state {
         let weights = match config.dtype {
-            terrace_kernels::DType::F32 => WeightType::F32,
+            DType::F32 => WeightType::F32,
             _ => WeightType::Bf16,
         };
         calibration.optimizer = vec![measure::update(&pool, state, weights, effort)?];
@@ -108,8 +109,13 @@ fn host(
     match session.card() {
         Some((_, memory_bytes)) => {
             let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
-            let effort = card::Effort { seconds: 0.04, copy_bytes: 16 << 20, ..card::Effort::QUICK };
-            calibration.card = Some(card::measure(device, kernels, memory_bytes, effort)?);
+            // Products of f16 count as those of bf16.
+            let dtype = match config.dtype {
+                DType::F32 => DType::F32,
+                _ => DType::BF16,
+            };
+            let effort = card::Effort::START;
+            calibration.card = Some(card::measure(device, kernels, memory_bytes, &[dtype], effort)?);
         }
         None => calibration.gemm = host_gemm(session.threads, config.dtype, effort, 2)?,
     }
