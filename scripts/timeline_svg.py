@@ -12,7 +12,7 @@ import html
 import json
 
 ORDER = ["compute", "compute waits", "optimizer", "optimizer waits", "commit", "disk read", "disk write", "disk sync"]
-COLOURS = {"forward": "#7cb87c", "backward": "#3f8f5f", "optimizer": "#9b7fc0", "waits": "#d9534f", "commit": "#7f6000"}
+COLOURS = {"waits": "#d9534f", "forward": "#7cb87c", "backward": "#3f8f5f", "optimizer": "#9b7fc0", "commit": "#7f6000"}
 DISK = {"disk read": "#2f6fb5", "disk write": "#d9822b", "disk sync": "#555555"}
 WIDTH, LEFT, ROW, TOP = 1000, 120, 24, 28
 
