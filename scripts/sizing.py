@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Writes docs/sizing.md: what `terrace plan` says of models, budgets and drives, and how that compares with published runs.
+
+    python3 scripts/sizing.py --terrace target/release/terrace > docs/sizing.md
+"""
+
+import argparse
+import json
+import subprocess
+
+# Sustained figures that the plans below assume, and where they come from.
+CARD = {"--tflops": "140", "--link": "25GB", "--dram": "80GB", "--gpu-memory": "24GiB"}
+DRIVE = (7.0, 5.0)
+
+# LoHan (arXiv 2403.06504): RTX 4090, 13B, batch 64, 1024 tokens, drives of 6.5 GB/s read and 3.4 GB/s written (data sheet of
+# the Intel D7-P5510). Its best figure, 156, stands for what the card sustains there.
+LOHAN = [(1, 70), (2, 112), (3, 136), (6, 152)]
+# DeepSpeed ZeRO-3 with state in host memory, RTX 4090, 8B, 1024 tokens a sequence: tokens/s at batches of 8, 16 and 32, as
+# published with SlideFormer.
+ZERO3 = [(8, 914), (16, 1373), (32, 1791)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--terrace", default="target/release/terrace")
+    args = parser.parse_args()
+
+    def plan(**flags):
+        words = [word for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), str(value))]
+        done = subprocess.run([args.terrace, "plan", "--json", *words], capture_output=True, text=True, timeout=300)
+        return json.loads(done.stdout)["plan"] if done.returncode == 0 else None
+
+    card = {flag.strip("-"): value for flag, value in CARD.items()}
+
+    def drives(count, read=DRIVE[0], write=DRIVE[1]):
+        return {"disk_read": f"{read * count:g}GB", "disk_write": f"{write * count:g}GB"}
+
+    print("# Sizing\n")
+    print("Both tables are made by `scripts/sizing.py`, which asks `terrace plan`. A plan's step time is a *floor*: that of the")
+    print("busiest resource, with all others perfectly hidden behind it. A run takes longer; `metrics.jsonl` says by how much.\n")
+    print("## What a step takes\n")
+    print("A card with 24 GiB that sustains 140 · 10¹² operations a second behind a link of 25 GB/s each way, host memory of 80 GB/s, drives")
+    print("of 7 GB/s read and 5 GB/s written. 16 sequences of 1024 tokens a step, bf16, AdamW, all state on disk. No such machine was")
+    print("at hand: these are predictions.\n")
+    print("| model | host memory | drives | state | host used | state on disk | seconds a step | bound by | tokens/s |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for model in ("8b", "13b", "40b", "70b"):
+        for host, count, state in (("64GiB", 1, "split"), ("64GiB", 1, "compact"), ("64GiB", 4, "split"), ("256GiB", 4, "compact")):
+            found = plan(params=model, batch_size=4, grad_accum=4, seq_len=1024, offload="disk", state=state,
+                         host_memory=host, **card, **drives(count))
+            head = f"| {model.upper()} | {host.replace('GiB', ' GiB')} | {count} | {state} "
+            if found is None:
+                print(head + "| does not fit | | | | |")
+                continue
+            print(head + f"| {found['host_bytes'] / 2**30:.0f} GiB | {found['disk_bytes'] / 1e12:.2f} TB | {found['step_seconds']:.0f} "
+                  f"| {found['bound_by']} | {found['tokens_per_second']:.0f} |")
+
+    print("\n## Beside published runs\n")
+    print("What the same arithmetic gives for machines that others have measured. The systems are not Terrace, so a difference is the")
+    print("distance of that system from the floor of ours as much as an error of the plan.\n")
+    print("| system | run | published | floor by `plan` | difference |")
+    print("|---|---|---|---|---|")
+    for count, published in LOHAN:
+        found = plan(params="13b", batch_size=64, seq_len=1024, offload="disk", state="fp32", host_memory="768GiB",
+                     **{**card, "tflops": 156}, **drives(count, 6.5, 3.4))
+        # Its operations are counted with recomputation: 8 per parameter and token.
+        floor = 8 * 13e9 * found["tokens"] / found["step_seconds"] / 1e12
+        floor = min(floor, 156)
+        print(f"| LoHan (arXiv 2403.06504) | 13B, RTX 4090, batch 64, {count} SSD{'s' if count > 1 else ''} | {published} TFLOPS "
+              f"| {floor:.0f} TFLOPS, {found['bound_by']} | {(floor / published - 1) * 100:+.0f} % |")
+    for batch, published in ZERO3:
+        found = plan(params="8b", batch_size=batch, seq_len=1024, offload="host", state="fp32", host_memory="256GiB", **card)
+        if found is None:
+            print(f"| DeepSpeed ZeRO-3, CPU offload | 8B, RTX 4090, batch {batch} | {published} tok/s | does not fit | |")
+            continue
+        floor = found["tokens_per_second"]
+        print(f"| DeepSpeed ZeRO-3, CPU offload | 8B, RTX 4090, batch {batch} | {published} tok/s "
+              f"| {floor:.0f} tok/s, {found['bound_by']} | {(floor / published - 1) * 100:+.0f} % |")
+    print("\nLoHan's figures are read as operations with recomputation (8 per parameter and token); it also moves activations to its")
+    print("drives, which the plan, with 768 GiB of host memory, does not. Its figures for one and for six drives lie near the floor; with two,")
+    print("disk and compute are equally long, which is where overlap matters most. DeepSpeed's small batches are far from theirs:")
+    print("it computes and updates one after the other.")
+
+
+if __name__ == "__main__":
+    main()
