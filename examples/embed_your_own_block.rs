@@ -192,7 +192,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             println!("step {}: loss {:.3}", report.step, report.loss);
         }
         if report.step == STEPS / 2 {
-            // Every step is committed, so a run may end at any time. The state's directory has a lock: close it first.
+            // A run may end at any time; here after its last step is committed, too, which the next one would do otherwise.
+            engine.flush()?;
+            // The state's directory has a lock: close it first.
             drop(engine);
             engine = builder.clone().resume(blocks(), &batch(text, 0))?;
         }

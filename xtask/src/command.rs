@@ -31,6 +31,13 @@ impl Step {
         self
     }
 
+    /// Ends the command, and all that it started, if it runs for longer.
+    pub fn minutes(mut self, limit: u32) -> Self {
+        let whole = [format!("{limit}m"), std::mem::replace(&mut self.program, "timeout".into())];
+        self.arguments.splice(..0, whole);
+        self
+    }
+
     /// Runs it with the terminal's output.
     ///
     /// # Errors

@@ -321,8 +321,9 @@ impl Engine {
     ///
     /// # Errors
     /// A file cannot be removed.
-    pub fn remove_state(self) -> Result {
-        match self.home {
+    pub fn remove_state(mut self) -> Result {
+        self.pending = None;
+        match std::mem::replace(&mut self.home, StateHome::Resident(Vec::new())) {
             StateHome::Disk(store) => Ok(store.remove()?),
             StateHome::Resident(_) => Ok(()),
         }
@@ -375,6 +376,16 @@ impl Parts {
         let scaling = config.training.as_ref().and_then(|t| t.loss_scale);
         let loss_scale = scaling.map(LossScale::new).transpose()?;
         Ok(Self { config, network, kinds, runs, optimizer, plan, loss_scale })
+    }
+}
+
+/// Does what [`flush`](Engine::flush) does, whose errors nobody sees here: call that where they matter.
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // Resident state goes with the engine, and one that panicked may be anywhere in a step.
+        if self.home.disk().is_some() && !std::thread::panicking() {
+            let _ = self.flush();
+        }
     }
 }
 

@@ -94,8 +94,8 @@ impl Engine {
     ///
     /// State on disk is committed with every step. Where the update waits for the norm of the whole gradient (clipping, a loss
     /// scale) it runs during the next step's forward, unless [`WindowOverrides::overlap`](crate::WindowOverrides) says
-    /// otherwise, and so does the commit; [`flush`](Self::flush) makes up for a next step. An engine that is dropped without
-    /// has its last committed step on disk, which is the one before.
+    /// otherwise, and so does the commit; [`flush`](Self::flush) makes up for a next step. A process that is killed
+    /// before has the step before on disk.
     ///
     /// # Errors
     /// A shape that was not planned, a loss or gradient that is not finite, or a failing tier. The last committed step
@@ -178,7 +178,8 @@ impl Engine {
         Ok(report)
     }
 
-    /// Does what is left of the last step: its update and its commit. Nothing, where they were not deferred.
+    /// Does what is left of the last step: its update and its commit. Nothing, where they were not deferred. Dropping the engine
+    /// does it, too, but cannot say what failed.
     ///
     /// # Errors
     /// A tier failed. The last committed step is then still intact.
