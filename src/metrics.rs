@@ -59,6 +59,7 @@ pub struct StepMetrics {
 #[derive(Debug)]
 pub struct MetricsWriter {
     file: File,
+    disk_write_bytes: u64,
 }
 
 impl MetricsWriter {
@@ -70,11 +71,11 @@ impl MetricsWriter {
     /// The file cannot be read or written.
     pub fn open(path: &Path, committed: u64, noted: &[u8]) -> io::Result<Self> {
         let mut file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
-        let (keep, last) = if committed == 0 { (0, 0) } else { committed_bytes(&mut file, committed)? };
-        file.set_len(keep)?;
+        let kept = if committed == 0 { Kept::default() } else { committed_lines(&mut file, committed)? };
+        file.set_len(kept.bytes)?;
         file.seek(SeekFrom::End(0))?;
-        let mut writer = Self { file };
-        if last < committed
+        let mut writer = Self { file, disk_write_bytes: kept.disk_write_bytes };
+        if kept.last < committed
             && let Ok(metrics) = serde_json::from_slice(noted)
         {
             writer.append(&metrics)?;
@@ -89,29 +90,48 @@ impl MetricsWriter {
     pub fn append(&mut self, metrics: &StepMetrics) -> io::Result<()> {
         let mut line = serde_json::to_vec(metrics)?;
         line.push(b'\n');
+        self.disk_write_bytes += metrics.disk_write_bytes;
         self.file.write_all(&line)?;
         self.file.flush()
     }
+
+    /// What all steps in the file wrote to disk, in bytes.
+    pub fn disk_write_bytes(&self) -> u64 {
+        self.disk_write_bytes
+    }
 }
 
-/// Length of the leading lines that belong to steps up to `committed`, and the step of the last of them.
-fn committed_bytes(file: &mut File, committed: u64) -> io::Result<(u64, u64)> {
+/// The leading lines of a file that belong to committed steps.
+#[derive(Debug, Default)]
+struct Kept {
+    /// Their length.
+    bytes: u64,
+    /// The step of the last of them.
+    last: u64,
+    /// What their steps wrote to disk.
+    disk_write_bytes: u64,
+}
+
+fn committed_lines(file: &mut File, committed: u64) -> io::Result<Kept> {
     #[derive(Deserialize)]
     struct Line {
         step: u64,
+        #[serde(default)]
+        disk_write_bytes: u64,
     }
     let mut reader = BufReader::new(file);
-    let (mut keep, mut last, mut line) = (0, 0, Vec::new());
+    let (mut kept, mut line) = (Kept::default(), Vec::new());
     loop {
         line.clear();
         let read = reader.read_until(b'\n', &mut line)?;
         let whole = line.ends_with(b"\n");
         match serde_json::from_slice::<Line>(&line) {
             Ok(found) if whole && found.step <= committed => {
-                keep += read as u64;
-                last = found.step;
+                kept.bytes += read as u64;
+                kept.last = found.step;
+                kept.disk_write_bytes += found.disk_write_bytes;
             }
-            _ => return Ok((keep, last)),
+            _ => return Ok(kept),
         }
     }
 }
@@ -125,6 +145,7 @@ mod tests {
             step,
             loss: Some(f64::NAN),
             stall_seconds: [("disk".into(), 0.5)].into(),
+            disk_write_bytes: 100,
             ..Default::default()
         }
     }
@@ -143,7 +164,9 @@ mod tests {
         writer.file.write_all(b"{\"step\": 5, \"lo").unwrap();
         let mut writer = MetricsWriter::open(&path, 3, &[]).unwrap();
         assert_eq!(steps(&path), [1, 2, 3]);
+        assert_eq!(writer.disk_write_bytes(), 300);
         writer.append(&step(4)).unwrap();
+        assert_eq!(writer.disk_write_bytes(), 400);
         assert_eq!(steps(&path), [1, 2, 3, 4]);
         let noted = serde_json::to_vec(&step(5)).unwrap();
         MetricsWriter::open(&path, 5, &noted).unwrap();

@@ -13,8 +13,11 @@ use terrace_models::ModelConfig;
 fn a_finetune_document_and_its_metrics() {
     let bench = Bench::tiny();
     let trace = bench.path("trace.json");
-    let run =
-        bench.finetune("out").args(&["--steps", "4", "--save-every", "2", "--json"]).path("--trace", &trace);
+    let run = bench
+        .finetune("out")
+        .args(&["--disk-cache", "none"])
+        .args(&["--steps", "4", "--save-every", "2", "--json"])
+        .path("--trace", &trace);
     let document = run.ok().json();
     let keys: Vec<&str> = document.as_object().unwrap().keys().map(String::as_str).collect();
     assert_eq!(
@@ -51,6 +54,11 @@ fn a_finetune_document_and_its_metrics() {
         }
     }
 
+    // Without --disk-cache none there is room for copies of all state.
+    bench.finetune("copies").args(&["--steps", "3"]).ok();
+    for line in &bench.metrics("copies") {
+        assert_eq!(line["disk_read_bytes"], 0, "{line}");
+    }
     let events: Value = serde_json::from_str(&fs::read_to_string(&trace).unwrap()).unwrap();
     let events = events.as_array().unwrap();
     for lane in ["disk read", "disk write", "disk sync"] {

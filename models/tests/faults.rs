@@ -166,6 +166,12 @@ fn failing_requests_with_everything_on_disk() {
 }
 
 #[test]
+fn failing_requests_with_copies_in_memory() {
+    let base = Setup { cache_bytes: 500_000, ..Setup::on_disk(true, vec!["one".into()]) };
+    fail_across(&Setup { overrides: tiny_windows(), ..base }, 1, 11);
+}
+
+#[test]
 fn failing_requests_on_a_discrete_device() {
     let base = Setup::on_disk(true, vec!["one".into()]);
     fail_across(&Setup { overrides: tiny_windows(), discrete: true, clip: None, ..base }, 3, 29);

@@ -25,7 +25,8 @@ fn the_smallest_budget_works_and_is_kept() {
     ] {
         smallest_budget(name, &base);
     }
-    stays_within(&dir.path().join("large"));
+    stays_within(&dir.path().join("large"), 0);
+    stays_within(&dir.path().join("copies"), 8 << 20);
 }
 
 fn smallest_budget(name: &str, base: &Setup) {
@@ -58,8 +59,8 @@ fn refused(setup: &Setup) -> PlanRefusal {
     }
 }
 
-/// A model whose state is several times the budget trains within the budget.
-fn stays_within(disk: &std::path::Path) {
+/// A model whose state is several times the budget trains within the budget, which is so many bytes more than it must be.
+fn stays_within(disk: &std::path::Path, copies: u64) {
     let model = ModelConfig::parse(
         r#"{"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":512,"hidden_size":384,
         "intermediate_size":1024,"num_hidden_layers":6,"num_attention_heads":4,"num_key_value_heads":2,
@@ -68,11 +69,13 @@ fn stays_within(disk: &std::path::Path) {
     )
     .expect("a valid configuration");
     let base = Setup { model, ..Setup::on_disk(true, vec![disk.to_owned()]) };
-    let minimum = refused(&Setup { host_budget: 1000, ..base.clone() }).minimum;
-    let setup = Setup { host_budget: minimum, ..base };
+    let minimum = refused(&Setup { host_budget: 1000, ..base.clone() }).minimum + copies;
+    let setup = Setup { host_budget: minimum, cache_bytes: copies, ..base };
 
     let before = resident_peak_bytes();
     let mut engine = setup.create();
+    let planned = engine.memory_plan().total(Tier::Host);
+    assert!(planned <= minimum && planned > minimum - copies / 2 - 1, "{planned} of {minimum}");
     setup.continue_to(&mut engine, 2);
     let grown = resident_peak_bytes().saturating_sub(before);
     let state = engine.parameters() * 12;

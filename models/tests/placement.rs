@@ -86,6 +86,20 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
             },
         ),
     ];
+    // Weights of some groups; those of all groups and all state of some; all state of all.
+    for cache_bytes in [100_000, 500_000, u64::MAX] {
+        let copies = |name: &str| Setup {
+            cache_bytes,
+            overrides: tiny_windows(),
+            ..disk(&format!("copies-{cache_bytes}-{name}"), 1)
+        };
+        let waits = WindowOverrides { overlap: Some(false), ..WindowOverrides::default() };
+        let discrete = Setup { discrete: true, threads: 2, ..copies("discrete") };
+        all.push((format!("{cache_bytes} bytes of copies"), copies("host")));
+        all.push((format!("{cache_bytes} bytes of copies, discrete"), discrete));
+        let waiting = Setup { overrides: waits, ..copies("waiting") };
+        all.push((format!("{cache_bytes} bytes of copies, compute waits for updates"), waiting));
+    }
     // Without an override all blocks of so small a model keep their intermediates.
     for blocks in 0..=base.model.layers {
         let on_disk = WindowOverrides { kept_blocks: Some(blocks), ..tiny_windows() };

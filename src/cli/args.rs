@@ -1,7 +1,7 @@
 //! The command line, parsed. Flags only: what they mean together with a configuration file is
 //! [`TrainConfig`](crate::config::TrainConfig)'s business.
 
-pub use super::values::{Betas, DeviceName};
+pub use super::values::{Betas, DeviceName, DiskCache};
 use super::values::{
     count, not_negative_float, parameters, positive_float, probability, threads, token_id, whole,
 };
@@ -132,6 +132,15 @@ pub struct FinetuneArgs {
     /// Which blocks keep what they computed from forward to backward instead of computing it again: as many as fit, all, or none
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Memory")]
     pub activations: Activations,
+    /// Bytes that the drives may be written over their life, which a run's writes are compared with
+    #[arg(
+        long,
+        value_name = "SIZE",
+        default_value = "1200TB",
+        allow_negative_numbers = true,
+        help_heading = "Memory"
+    )]
+    pub endurance: ByteSize,
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
@@ -182,6 +191,10 @@ pub struct PlacementArgs {
     /// Host memory to use, for example 24GiB [default: what is free, less a reserve]
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub host_memory: Option<ByteSize>,
+    /// Host memory for copies of what is on disk, which is then written as ever but read no more: auto takes what the budget has
+    /// left, none takes nothing
+    #[arg(long, value_name = "SIZE", default_value = "auto", allow_negative_numbers = true)]
+    pub disk_cache: DiskCache,
     /// Device memory to use [default: what is free, less a reserve]
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub device_memory: Option<ByteSize>,
@@ -419,6 +432,10 @@ pub struct PlanArgs {
     /// Host memory to use [default: what is free here, less a reserve]
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub host_memory: Option<ByteSize>,
+    /// Host memory for copies of what is on disk, which is then written as ever but read no more: auto takes what the budget has
+    /// left, none takes nothing
+    #[arg(long, value_name = "SIZE", default_value = "auto", allow_negative_numbers = true)]
+    pub disk_cache: DiskCache,
     /// Device memory to use [default: what is free here, less a reserve]
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub device_memory: Option<ByteSize>,

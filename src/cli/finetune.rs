@@ -126,6 +126,9 @@ pub fn train(
     if let Some(text) = trainer.summary.text(&trainer.floor) {
         eprintln!("{text}");
     }
+    if let Some(text) = floor::wear(trainer.metrics.disk_write_bytes(), run.endurance) {
+        eprintln!("  {text}");
+    }
     let seconds = began.elapsed().as_secs_f64();
     let last = trainer.finished;
     let state = state_dirs(&run);
@@ -384,6 +387,7 @@ fn engine_config(
         disks: state_dirs(run),
         disk_weights: None,
         host_budget: session::host_budget(placement),
+        cache_bytes: placement.disk_cache.0,
         device_budget: session.device_budget(placement),
         threads: session.threads,
         limits: BatchLimits {

@@ -5,7 +5,7 @@ use super::calibrate::host_gemm;
 use super::session::{self, Session};
 use crate::calibrate::measure::{self, Effort, Layer, MeasureError};
 use crate::calibrate::{Calibration, Machine, Profile, card};
-use crate::config::TrainConfig;
+use crate::config::{ByteSize, TrainConfig};
 use crate::error::CliError;
 use crate::floor::{Capabilities, Floor};
 use crate::metrics::StepMetrics;
@@ -165,6 +165,14 @@ impl Summary {
     }
 }
 
+/// What the steps of a run wrote to disk, and what part of the drives' life that is; `None` for nothing.
+pub fn wear(bytes: u64, endurance: ByteSize) -> Option<String> {
+    let part = bytes as f64 / endurance.0.max(1) as f64 * 100.0;
+    let part = if part < 0.01 { "less than 0.01".into() } else { format!("{part:.2}") };
+    let written = ByteSize(bytes);
+    (bytes > 0).then(|| format!("written to disk in all steps: {written}, {part} % of {endurance}"))
+}
+
 /// Seconds with three digits, of any size.
 pub(super) fn time(seconds: f64) -> String {
     match seconds {
@@ -213,6 +221,14 @@ pub fn profile(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_written_wears_drives() {
+        assert_eq!(wear(0, ByteSize(1000)), None);
+        let text = wear(3 << 20, ByteSize(1 << 30)).unwrap();
+        assert_eq!(text, "written to disk in all steps: 3.00 MiB, 0.29 % of 1.00 GiB");
+        assert!(wear(1, ByteSize(1 << 30)).unwrap().contains("less than 0.01 %"));
+    }
 
     #[test]
     fn the_last_word() {

@@ -166,6 +166,7 @@ pub(super) fn frozen_config(
         disks: Vec::new(),
         disk_weights: None,
         host_budget: session::host_budget(placement),
+        cache_bytes: placement.disk_cache.0,
         device_budget: session.device_budget(placement),
         threads: session.threads,
         limits,

@@ -95,6 +95,7 @@ impl<'a> Planning<'a> {
         let model = model(args)?;
         let placement = PlacementArgs {
             host_memory: args.host_memory,
+            disk_cache: args.disk_cache,
             device_memory: args.device_memory.or(args.gpu_memory),
             device: args.device,
             ..PlacementArgs::default()
@@ -157,6 +158,7 @@ impl<'a> Planning<'a> {
             placement: session::placement(choice.offload),
             disks: self.disks.clone(),
             host_budget: self.host_budget,
+            cache_bytes: self.args.disk_cache.0,
             device_budget: self.device_budget,
             threads: self.threads,
             ..EngineConfig::new(dtype, limits)

@@ -1,5 +1,6 @@
 //! Values of flags: what is not one is said in words, with what is expected instead.
 
+use crate::config::ByteSize;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::str::FromStr;
 
@@ -41,6 +42,25 @@ impl std::fmt::Display for DeviceName {
             Self::Auto => f.write_str("auto"),
             Self::Cpu => f.write_str("cpu"),
             Self::Cuda(n) => write!(f, "cuda:{n}"),
+        }
+    }
+}
+
+/// Most bytes of host memory for copies of what is on disk.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DiskCache(pub u64);
+
+impl FromStr for DiskCache {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self(u64::MAX)),
+            "none" => Ok(Self(0)),
+            _ => text
+                .parse()
+                .map(|ByteSize(bytes)| Self(bytes))
+                .map_err(|_| "expected auto, none, or a size such as 24GiB".into()),
         }
     }
 }

@@ -5,7 +5,7 @@ use super::groups::GroupFlag;
 use super::schedule::ScheduleChoice;
 use super::size::ByteSize;
 use crate::cli::args::{
-    Activations, DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, StateFormat,
+    Activations, DeviceName, DiskCache, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, StateFormat,
 };
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
@@ -66,6 +66,10 @@ pub struct TrainConfig {
     pub disks: Vec<PathBuf>,
     /// Host memory to use.
     pub host_memory: Option<ByteSize>,
+    /// Bytes that the drives may be written over their life.
+    pub endurance: ByteSize,
+    /// Most host memory for copies of what is on disk.
+    pub disk_cache: DiskCache,
     /// Device memory to use.
     pub device_memory: Option<ByteSize>,
     /// Where to compute.
@@ -179,6 +183,8 @@ impl TrainConfig {
             offload,
             disks,
             host_memory: placed.host_memory,
+            endurance: args.endurance,
+            disk_cache: placed.disk_cache,
             device_memory: placed.device_memory,
             device: placed.device,
             engine: placed.engine,

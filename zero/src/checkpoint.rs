@@ -1,11 +1,11 @@
 //! State in and out: initial weights, resident state to and from a store, weights for export.
 
+use crate::cache::exclusive;
 use crate::engine::Engine;
 use crate::state::{StateHome, locked};
 use crate::{EngineError, ParamSpec, Result, WeightReader, WeightSource};
 use half::{bf16, f16};
 use std::ops::Range;
-use std::sync::Arc;
 use terrace_kernels::DType;
 use terrace_tiers::{BlobKey, DiskStore, Generation, GroupSpec, Lease, StoreSpec};
 
@@ -16,8 +16,9 @@ pub(crate) fn initialize(engine: &mut Engine, source: &mut dyn WeightSource) -> 
     } else {
         load(engine, source)?;
     }
-    if let StateHome::Disk(store) = &mut engine.home {
-        store.commit(0, &[])?;
+    if let StateHome::Disk(stored) = &mut engine.home {
+        stored.store.commit(0, &[])?;
+        stored.cache.set_outdated(false);
     }
     Ok(())
 }
@@ -66,14 +67,17 @@ fn read_chunk(
 /// Puts a chunk of every kind where the state lives.
 pub(crate) fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec<Lease>) -> Result {
     for (index, lease) in leases.into_iter().enumerate() {
-        let blob = engine.kinds.blobs[index];
+        let range = engine.kinds.range(index, &engine.plan.spec, group, chunk);
         match &engine.home {
-            StateHome::Disk(store) => store.write(BlobKey { group, kind: blob.kind }, chunk, lease)?,
+            StateHome::Disk(stored) => {
+                if let Some(copy) = &mut stored.cache.lock(group)[index] {
+                    exclusive(copy)[range].copy_from_slice(&lease);
+                }
+                let key = BlobKey { group, kind: engine.kinds.blobs[index].kind };
+                stored.store.write(key, chunk, lease)?;
+            }
             StateHome::Resident(blobs) => {
-                let start = blob.bytes(chunk as u64 * engine.plan.spec.chunk_elements) as usize;
-                let mut blobs = locked(&blobs[group]);
-                let blob = Arc::get_mut(&mut blobs[index]).expect("nobody reads state while it is loaded");
-                blob[start..start + lease.len()].copy_from_slice(&lease);
+                exclusive(&mut locked(&blobs[group])[index])[range].copy_from_slice(&lease);
             }
         }
     }

@@ -110,6 +110,9 @@ pub struct EngineConfig {
     pub disk_weights: Option<Vec<f64>>,
     /// Most bytes of host memory that plan entries may take.
     pub host_budget: u64,
+    /// Most bytes of host memory for copies of state on disk: what is left of the budget, up to this, holds weights and then
+    /// all state of as many groups as fit, which are then written as ever but read no more. 0 for none.
+    pub cache_bytes: u64,
     /// Most bytes of device memory; unused on a unified device.
     pub device_budget: u64,
     /// Threads for the optimizer (kernels bring their own).
@@ -168,6 +171,7 @@ impl EngineConfig {
             disks: Vec::new(),
             disk_weights: None,
             host_budget: u64::MAX,
+            cache_bytes: 0,
             device_budget: u64::MAX,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             limits,

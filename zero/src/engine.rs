@@ -1,6 +1,7 @@
 //! The engine as the embedder holds it: built from a plan, then driven step by step.
 
 use crate::activations::Activations;
+use crate::cache::StateCache;
 use crate::device_weights::DeviceWeights;
 use crate::fetch::SlotClasses;
 use crate::gradients::GradientPark;
@@ -10,7 +11,7 @@ use crate::overlap::Pending;
 use crate::plan::{EnginePlan, Planner, PlanningRuns};
 use crate::runs::Runs;
 use crate::scale::{self, LossScale};
-use crate::state::{StateHome, StateKinds, needs_disk};
+use crate::state::{StateHome, StateKinds, Stored, needs_disk};
 use crate::update::UpdateSlots;
 use crate::work::{StepWork, step_work};
 use crate::{
@@ -101,7 +102,7 @@ impl Engine {
             Placement::Disk => {
                 let striping = parts.config.striping()?;
                 let store = DiskStore::create(&backend.io, &striping, parts.plan.spec.clone())?;
-                StateHome::Disk(Box::new(store))
+                parts.on_disk(store, &backend)?
             }
             Placement::None | Placement::Host => {
                 StateHome::resident(&parts.network, &parts.kinds, &*backend.device)?
@@ -150,8 +151,10 @@ impl Engine {
                 Some(if step == 0 { LossScale::new(config)? } else { LossScale::resume(config, committed)? });
         }
         if parts.config.placement == Placement::Disk {
-            let mut engine = Self::assemble(parts, backend, StateHome::Disk(Box::new(store)))?;
+            let home = parts.on_disk(store, &backend)?;
+            let mut engine = Self::assemble(parts, backend, home)?;
             engine.step = step;
+            engine.refresh()?;
             return Ok(engine);
         }
         let home = StateHome::resident(&parts.network, &parts.kinds, &*backend.device)?;
@@ -324,7 +327,7 @@ impl Engine {
     pub fn remove_state(mut self) -> Result {
         self.pending = None;
         match std::mem::replace(&mut self.home, StateHome::Resident(Vec::new())) {
-            StateHome::Disk(store) => Ok(store.remove()?),
+            StateHome::Disk(stored) => Ok(stored.store.remove()?),
             StateHome::Resident(_) => Ok(()),
         }
     }
@@ -376,6 +379,13 @@ impl Parts {
         let scaling = config.training.as_ref().and_then(|t| t.loss_scale);
         let loss_scale = scaling.map(LossScale::new).transpose()?;
         Ok(Self { config, network, kinds, runs, optimizer, plan, loss_scale })
+    }
+
+    /// State in `store`, with memory for the planned copies.
+    fn on_disk(&self, store: DiskStore, backend: &Backend) -> Result<StateHome> {
+        let caching = &self.plan.windows.caching;
+        let cache = StateCache::new(caching, &self.network, &self.kinds, &*backend.device)?;
+        Ok(StateHome::Disk(Box::new(Stored { store, cache })))
     }
 }
 

@@ -77,9 +77,15 @@ pub(crate) struct SlotClass {
 }
 
 /// Groups whose sizes differ by less than a quarter share slots, so that one large embedding does not make every slot large.
-pub(crate) fn plan_classes(network: &Network, weight_bytes: usize, window: usize) -> Vec<SlotClass> {
+/// Only those that are `read` from disk need any.
+pub(crate) fn plan_classes(
+    network: &Network,
+    weight_bytes: usize,
+    window: usize,
+    read: impl Fn(usize) -> bool,
+) -> Vec<SlotClass> {
     let mut order: Vec<usize> =
-        (0..network.groups.len()).filter(|&g| network.groups[g].elements > 0).collect();
+        (0..network.groups.len()).filter(|&g| network.groups[g].elements > 0 && read(g)).collect();
     order.sort_by_key(|&g| std::cmp::Reverse(network.groups[g].elements));
     let mut classes: Vec<SlotClass> = Vec::new();
     for group in order {
@@ -207,16 +213,14 @@ impl<'a> Fetcher<'a> {
         let groups = items.iter().max().map_or(0, |g| g + 1);
         let upcoming = items.iter().copied().collect();
         let source = match (home.disk(), slots) {
-            (Some(store), Some(slots)) => {
+            (Some(_), Some(slots)) => {
                 // Never more than `items.len()` messages. Unbounded, because dropping the receiver of a crossbeam `bounded` channel
                 // keeps the messages, and a fetch thread that waits for the slots in them would wait for ever.
                 let (sender, receiver) = unbounded();
-                let kind = kinds.weight;
-                let bytes = kinds.blobs[kind].bytes(1) as usize;
                 std::thread::Builder::new()
                     .name("terrace-fetch".into())
                     .spawn_scoped(scope, move || {
-                        FetchThread::new(store, slots, bytes, gate, &sender).run(&items);
+                        FetchThread::new(home, kinds, slots, gate, &sender).run(&items);
                     })
                     .map_or_else(
                         |error| {
@@ -427,9 +431,10 @@ impl<'a> Fetcher<'a> {
 
 /// Reads ahead on its own thread.
 struct FetchThread<'a> {
+    home: &'a StateHome,
     store: &'a DiskStore,
+    kinds: &'a StateKinds,
     slots: &'a SlotClasses,
-    weight_bytes: usize,
     gate: Option<&'a Gate>,
     sender: &'a Sender<Staged>,
     in_flight: VecDeque<(usize, InFlight)>,
@@ -439,19 +444,20 @@ struct FetchThread<'a> {
 
 enum InFlight {
     Read(PendingRead),
-    Shared(Arc<Lease>),
+    Here(SharedBytes),
 }
 
 impl<'a> FetchThread<'a> {
     fn new(
-        store: &'a DiskStore,
+        home: &'a StateHome,
+        kinds: &'a StateKinds,
         slots: &'a SlotClasses,
-        weight_bytes: usize,
         gate: Option<&'a Gate>,
         sender: &'a Sender<Staged>,
     ) -> Self {
+        let store = home.disk().expect("weights are read from a store");
         let (in_flight, recent) = (VecDeque::new(), HashMap::new());
-        Self { store, slots, weight_bytes, gate, sender, in_flight, recent }
+        Self { home, store, kinds, slots, gate, sender, in_flight, recent }
     }
 
     fn run(mut self, items: &[usize]) {
@@ -476,15 +482,19 @@ impl<'a> FetchThread<'a> {
             }
         }
         if let Some(lease) = self.recent.get(&group).and_then(Weak::upgrade) {
-            self.in_flight.push_back((group, InFlight::Shared(lease)));
+            self.in_flight.push_back((group, InFlight::Here(SharedBytes::Lease(lease))));
             return true;
         }
         if !self.pass_gate(group) {
             return false;
         }
-        let elements = self.store.spec().groups[group].elements as usize;
+        if let Some(weights) = self.home.resident_weights(group, self.kinds) {
+            self.in_flight.push_back((group, InFlight::Here(weights)));
+            return true;
+        }
+        let elements = self.store.spec().groups[group].elements;
         let pool = self.slots.pool(group);
-        let len = elements * self.weight_bytes;
+        let len = self.kinds.blobs[self.kinds.weight].bytes(elements) as usize;
         let lease = loop {
             if let Some(lease) = pool.try_acquire(len) {
                 break lease;
@@ -528,17 +538,19 @@ impl<'a> FetchThread<'a> {
     /// Hands the oldest group over; false when compute has gone away or the read failed.
     fn deliver(&mut self) -> bool {
         let (group, item) = self.in_flight.pop_front().expect("something is in flight");
-        let lease = match item {
-            InFlight::Shared(lease) => lease,
+        let bytes = match item {
+            InFlight::Here(bytes) => bytes,
             InFlight::Read(read) => match read.wait() {
-                Ok(lease) => Arc::new(lease),
+                Ok(lease) => SharedBytes::Lease(Arc::new(lease)),
                 Err(error) => {
                     let _ = self.sender.send(Err(error.into()));
                     return false;
                 }
             },
         };
-        self.recent.insert(group, Arc::downgrade(&lease));
-        self.sender.send(Ok((group, SharedBytes::Lease(lease)))).is_ok()
+        if let SharedBytes::Lease(lease) = &bytes {
+            self.recent.insert(group, Arc::downgrade(lease));
+        }
+        self.sender.send(Ok((group, bytes))).is_ok()
     }
 }

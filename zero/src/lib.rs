@@ -10,6 +10,7 @@ mod backend;
 mod batch;
 mod block;
 mod builder;
+mod cache;
 mod checkpoint;
 mod config;
 mod device_weights;

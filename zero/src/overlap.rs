@@ -16,7 +16,7 @@
 
 use crate::gradients::GradientPark;
 use crate::runs::Runs;
-use crate::state::{StateHome, StateKinds};
+use crate::state::{StateHome, StateKinds, Stored};
 use crate::timeline::{Resource, Timeline};
 use crate::update::{Items, UpdateSlots, Updater};
 use crate::{EngineError, Result};
@@ -26,7 +26,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 use std::time::Instant;
 use terrace_optimizer::{Optimizer, StepArgs};
-use terrace_tiers::{DiskStore, StoreSpec};
+use terrace_tiers::StoreSpec;
 
 /// The update of a step whose gradient is complete, and its commit.
 pub(crate) struct Pending {
@@ -147,13 +147,13 @@ pub(crate) fn defer<'scope, 'a>(
 pub(crate) fn follow<'scope, 'a>(
     scope: &'scope Scope<'scope, 'a>,
     updater: Updater<'a>,
-    store: &'a DiskStore,
+    stored: &'a Stored,
     park: &'a GradientPark,
     groups: Receiver<usize>,
 ) -> Result<ScopedJoinHandle<'scope, Result>> {
     let run = move || {
         let spec = updater.spec;
-        let result = updater.stream(store, park, Items::of_channel(spec, groups.clone()), |_| ());
+        let result = updater.stream(stored, park, Items::of_channel(spec, groups.clone()), |_| ());
         if result.is_err() {
             // Whoever parks the rest of the gradient needs the memory of what is parked.
             groups.into_iter().for_each(|group| park.forget(group));

@@ -4,6 +4,7 @@
 //!
 //! | term | bytes |
 //! |---|---|
+//! | copies of state on disk | of each group that fits: its weights, or all kinds |
 //! | weights | Σ classes slots × slot (disk), or all groups (resident) |
 //! | optimizer state | update slots × chunk × bytes of all kinds (disk), or all of it (resident) |
 //! | gradients | parked chunks × chunk × weight bytes |
@@ -15,8 +16,10 @@
 //! a fixed list of choices from roomy to tight and takes the first that fits with every block recomputed in backward. What is
 //! then left of the budget goes to blocks that keep their intermediates (`kept.rs`), the last ones first, as many as fit: a kept
 //! block saves operations but never costs a window, without which the disk would be waited for.
+//! Copies of state on disk (`cache.rs`) get what remains after that.
 
 use crate::activations::{Activations, SPILL_SLOTS};
+use crate::cache::Caching;
 use crate::device_weights::DeviceRoom;
 use crate::dry::{DryCost, DryRun};
 use crate::fetch::{SlotClass, UPLOAD_WINDOW, plan_classes};
@@ -53,6 +56,7 @@ pub(crate) struct Windows {
     pub(crate) signal_bytes: usize,
     pub(crate) arena_bytes: usize,
     pub(crate) keeping: Keeping,
+    pub(crate) caching: Caching,
     pub(crate) device_room: DeviceRoom,
     pub(crate) flops_per_step: u64,
 }
@@ -105,10 +109,12 @@ impl Planner<'_> {
     pub(crate) fn plan(&self) -> Result<EnginePlan> {
         let mut smallest: Option<EnginePlan> = None;
         let keepers = self.keepers()?;
+        let nothing = Caching::none(self.network.groups.len());
         for choice in self.choices(&keepers) {
-            let plan = self.evaluate(choice)?;
+            let plan = self.evaluate(choice, &nothing)?;
             if self.fits(&plan) {
-                return self.keep_what_fits(choice, plan, &keepers);
+                let plan = self.keep_what_fits(choice, plan, &keepers)?;
+                return self.cache_what_fits(Choice { keeping: plan.windows.keeping, ..choice }, plan);
             }
             let bytes = |p: &EnginePlan| p.memory.total(Tier::Host) + p.memory.total(Tier::Device);
             if smallest.as_ref().is_none_or(|s| bytes(&plan) < bytes(s)) {
@@ -144,8 +150,8 @@ impl Planner<'_> {
             if fitting + 1 >= too_many {
                 break;
             }
-            let more =
-                self.evaluate(Choice { keeping: Keeping::last(keepers, tried.max(fitting + 1)), ..choice })?;
+            let keeping = Keeping::last(keepers, tried.max(fitting + 1));
+            let more = self.evaluate(Choice { keeping, ..choice }, &plan.windows.caching)?;
             let (blocks, bytes) =
                 (more.windows.keeping.count - fitting, arena(&more).saturating_sub(arena(&plan)));
             if self.fits(&more) {
@@ -158,6 +164,27 @@ impl Planner<'_> {
             tried = (plan.windows.keeping.count + fit.min(1 << 32) as usize).min(too_many - 1);
         }
         Ok(plan)
+    }
+
+    /// Copies as much of the state on disk as still fits beside `plan`, which is that of `choice`.
+    fn cache_what_fits(&self, choice: Choice, mut plan: EnginePlan) -> Result<EnginePlan> {
+        if self.config.placement != Placement::Disk {
+            return Ok(plan);
+        }
+        let mut room = self.config.cache_bytes;
+        // Groups whose weights are copied need no slots, which makes room for more.
+        loop {
+            let total = plan.memory.total(Tier::Host);
+            let mut caching = plan.windows.caching.clone();
+            let left = room.min(self.config.host_budget.saturating_sub(total));
+            if !caching.extend(self.network, self.kinds, left) {
+                return Ok(plan);
+            }
+            plan = self.evaluate(choice, &caching)?;
+            let copies = |kind| caching.bytes_of(self.network, kind, self.kinds);
+            let taken: u64 = (0..self.kinds.blobs.len()).map(copies).sum();
+            room = self.config.cache_bytes.saturating_sub(taken);
+        }
     }
 
     /// The blocks that can leave something for backward, see [`DryRun::keepers`].
@@ -226,9 +253,9 @@ impl Planner<'_> {
         choices
     }
 
-    fn evaluate(&self, choice: Choice) -> Result<EnginePlan> {
+    fn evaluate(&self, choice: Choice, caching: &Caching) -> Result<EnginePlan> {
         let (config, network) = (self.config, self.network);
-        let windows = self.windows(choice)?;
+        let windows = self.windows(choice, caching)?;
         let spec = store_spec(config, network, self.kinds, choice.chunk_elements);
         let mut memory = MemoryPlan::default();
         let weight_bytes = network.element_bytes as u64;
@@ -251,6 +278,13 @@ impl Planner<'_> {
                 }
             } else {
                 memory.add(Tier::Host, "loading weights", 2, chunk * weight_bytes);
+            }
+            for (kind, blob) in self.kinds.blobs.iter().enumerate() {
+                let bytes = caching.bytes_of(network, kind, self.kinds);
+                if bytes > 0 {
+                    let what = format!("copies of state on disk: {}", blob.kind.words());
+                    memory.add(Tier::Host, what, 1, bytes);
+                }
             }
             let new = config.striping()?;
             let striping = self.stored.unwrap_or(&new);
@@ -316,7 +350,7 @@ impl Planner<'_> {
         }
     }
 
-    fn windows(&self, choice: Choice) -> Result<Windows> {
+    fn windows(&self, choice: Choice, caching: &Caching) -> Result<Windows> {
         let (config, network) = (self.config, self.network);
         let weight_bytes = network.element_bytes;
         let training = config.training.as_ref();
@@ -334,7 +368,9 @@ impl Planner<'_> {
         Ok(Windows {
             chunk_elements: choice.chunk_elements,
             slot_elements: choice.chunk_elements.min(network.group_elements_max()),
-            classes: plan_classes(network, weight_bytes, choice.weight_slots),
+            classes: plan_classes(network, weight_bytes, choice.weight_slots, |group| {
+                !caching.has(group, self.kinds.weight, self.kinds)
+            }),
             update_slots: choice.update_slots,
             gradient_chunks: self.gradient_chunks(choice),
             gradients_on_disk: choice.gradients_on_disk,
@@ -343,6 +379,7 @@ impl Planner<'_> {
             signal_bytes: (0..network.last()).map(signal).max().unwrap_or(0),
             arena_bytes: cost.arena_bytes.max(256),
             keeping: choice.keeping,
+            caching: caching.clone(),
             device_room: DeviceRoom::of(self.backend, config.placement, UPLOAD_WINDOW + together),
             flops_per_step: cost.flops,
         })
@@ -447,10 +484,20 @@ impl EnginePlan {
         let place = |on_disk| if on_disk { "disk" } else { "host" };
         let slots: Vec<String> =
             w.classes.iter().map(|c| format!("{} × {}", c.slots, ByteSize(c.slot_bytes as u64))).collect();
+        let slots = if slots.is_empty() { "none".into() } else { slots.join(" + ") };
         let Keeping { count, of, .. } = w.keeping;
+        let copies = match w.caching.counts() {
+            (0, _) => String::new(),
+            (weights, all) => {
+                let groups = self.spec.groups.iter().filter(|group| group.elements > 0).count();
+                format!(
+                    "; copies in memory of the weights of {weights} of {groups} groups and of all state of {all}"
+                )
+            }
+        };
         format!(
-            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks",
-            slots.join(" + "),
+            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{copies}",
+            slots,
             w.update_slots,
             w.chunk_elements,
             place(w.gradients_on_disk),
@@ -469,6 +516,6 @@ fn add_disk(memory: &mut MemoryPlan, what: &str, striping: &Striping, bytes: &[u
     }
 }
 
-fn page(bytes: usize) -> u64 {
+pub(crate) fn page(bytes: usize) -> u64 {
     (bytes as u64).next_multiple_of(4096)
 }

@@ -1,7 +1,9 @@
 //! Where the training state lives between uses, and the layout that all places share.
 
+use crate::cache::StateCache;
 use crate::network::Network;
 use crate::{EngineConfig, EngineError, Placement, Result};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_device::Device;
 use terrace_kernels::DType;
@@ -26,8 +28,15 @@ pub(crate) struct StateKinds {
 pub(crate) enum StateHome {
     /// The blobs of every kind of each group, in host memory.
     Resident(Vec<Mutex<Vec<Arc<HostBlob>>>>),
-    /// In a store; only windows of it are in memory.
-    Disk(Box<DiskStore>),
+    /// In a store; only windows of it are in memory, and copies of a part.
+    Disk(Box<Stored>),
+}
+
+/// State on disk.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    pub(crate) store: DiskStore,
+    pub(crate) cache: StateCache,
 }
 
 impl StateKinds {
@@ -77,6 +86,13 @@ impl StateKinds {
         Ok((Self { blobs, weight, read_by_update }, Some(update)))
     }
 
+    /// Where the bytes of a chunk of a kind are among those of its group.
+    pub(crate) fn range(&self, kind: usize, spec: &StoreSpec, group: usize, chunk: usize) -> Range<usize> {
+        let blob = &self.blobs[kind];
+        let start = blob.bytes(chunk as u64 * spec.chunk_elements) as usize;
+        start..start + blob.bytes(spec.chunk_len(group, chunk) as u64) as usize
+    }
+
     /// Bytes of a run of elements over all kinds.
     pub(crate) fn bytes(&self, elements: u64) -> u64 {
         self.blobs.iter().map(|b| b.bytes(elements)).sum()
@@ -99,21 +115,25 @@ impl StateHome {
         Ok(Self::Resident(groups.collect::<std::result::Result<Vec<_>, _>>()?))
     }
 
-    /// The weights of a group, if they are resident.
+    /// The weights of a group, if they are in host memory.
     pub(crate) fn resident_weights(&self, group: usize, kinds: &StateKinds) -> Option<SharedBytes> {
         match self {
             Self::Resident(groups) => {
                 Some(SharedBytes::Blob(Arc::clone(&locked(&groups[group])[kinds.weight])))
             }
-            Self::Disk(_) => None,
+            Self::Disk(stored) => stored.cache.weights(group, kinds),
+        }
+    }
+
+    pub(crate) fn stored(&self) -> Option<&Stored> {
+        match self {
+            Self::Resident(_) => None,
+            Self::Disk(stored) => Some(stored),
         }
     }
 
     pub(crate) fn disk(&self) -> Option<&DiskStore> {
-        match self {
-            Self::Resident(_) => None,
-            Self::Disk(store) => Some(store),
-        }
+        self.stored().map(|stored| &stored.store)
     }
 }
 

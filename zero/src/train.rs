@@ -13,7 +13,7 @@ use crate::network::Network;
 use crate::overlap::{Bench, Gate, Pending, defer, follow, join};
 use crate::runs::Runs;
 use crate::scale::LossScale;
-use crate::state::StateHome;
+use crate::state::{StateHome, Stored};
 use crate::timeline::Resource;
 use crate::update::{Items, Updater};
 use crate::{
@@ -28,7 +28,6 @@ use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
 use terrace_optimizer::{StepArgs, clip_coefficient, optimizer};
-use terrace_tiers::DiskStore;
 
 /// The engine's parts that a pass over the blocks uses.
 pub(crate) struct Pass<'a> {
@@ -63,7 +62,7 @@ enum Update<'a> {
     /// Nobody before the whole gradient is known.
     Later,
     /// Whoever completed it.
-    Here(Updater<'a>, &'a DiskStore),
+    Here(Updater<'a>, &'a Stored),
     /// A thread that hears of it.
     There(Sender<usize>),
 }
@@ -122,6 +121,7 @@ impl Engine {
         self.check_batches(batches)?;
         let StepRates { lr, betas } = rates.into();
         self.step_args(lr, 1.0).check()?;
+        self.refresh()?;
         // What is pending has an optimizer of its own.
         self.set_betas(betas)?;
         let began = Instant::now();
@@ -161,12 +161,16 @@ impl Engine {
         });
         if let (Some(args), Some(optimizer)) = (deferred, &self.optimizer) {
             self.pending = Some(Pending { step, args, optimizer: Arc::clone(optimizer), words });
-        } else if let StateHome::Disk(store) = &self.home {
-            if report.skipped {
-                store.commit_unchanged(step, &words)?;
+        } else if let Some(store) = self.home.disk() {
+            let committed = if report.skipped {
+                store.commit_unchanged(step, &words)
             } else {
-                store.commit(step, &words)?;
+                store.commit(step, &words)
             };
+            if let Err(error) = committed {
+                self.abandon();
+                return Err(error.into());
+            }
             if let Some(timeline) = &self.config.timeline {
                 timeline.note(Resource::Commit, committing, format!("step {step}"));
             }
@@ -184,13 +188,20 @@ impl Engine {
     /// # Errors
     /// A tier failed. The last committed step is then still intact.
     pub fn flush(&mut self) -> Result {
-        let Some(pending) = self.pending.take() else { return Ok(()) };
+        let Some(pending) = self.pending.take() else { return self.refresh() };
         let bench = self.bench().expect("only a training engine defers updates");
         let result = pending.run(bench, &self.home, &Gate::default());
         if result.is_err() {
             self.abandon();
         }
         result
+    }
+
+    /// Reads copies of state again after a step that failed.
+    pub(crate) fn refresh(&mut self) -> Result {
+        let Self { home: StateHome::Disk(stored), kinds, update_slots, .. } = self else { return Ok(()) };
+        let Stored { store, cache } = &mut **stored;
+        cache.refresh(store, kinds, |kind, bytes| update_slots.acquire_one(kind, bytes))
     }
 
     fn bench(&self) -> Option<Bench<'_>> {
@@ -263,7 +274,7 @@ impl Engine {
         let bench = Bench { runs, kinds, slots, spec, pool, park, timeline };
         // Where nothing depends on the norm a group can be updated as soon as its gradient is complete.
         let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
-        let immediate = home.disk().filter(|_| !waits);
+        let immediate = home.stored().filter(|_| !waits);
         let gate = Gate::default();
         let pass = Pass {
             network,
@@ -311,7 +322,7 @@ impl Engine {
                 timeline.note(Resource::Wait, waiting, "the last update".to_owned());
             }
             forward?;
-            let immediate = immediate.map(|store| (bench.updater(optimizer, args), store));
+            let immediate = immediate.map(|stored| (bench.updater(optimizer, args), stored));
             report.loss = training.backward_and_update(scope, &mut fetcher, loss, immediate, &mut waited)?;
             report.state_stall_seconds = waited.0.as_secs_f64();
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
@@ -387,9 +398,10 @@ impl Engine {
 
     /// Gives up a step that failed: its writes are waited for and forgotten. The step is that of the state again.
     fn abandon(&mut self) {
-        if let StateHome::Disk(store) = &self.home {
-            store.abandon();
-            self.step = store.committed().step;
+        if let StateHome::Disk(stored) = &mut self.home {
+            stored.store.abandon();
+            stored.cache.set_outdated(true);
+            self.step = stored.store.committed().step;
         }
         if let Some(park) = &self.park {
             park.clear();
@@ -438,7 +450,7 @@ impl<'a> Training<'a> {
         scope: &'scope Scope<'scope, 'e>,
         fetcher: &mut Fetcher<'_>,
         loss: Tensor,
-        immediate: Option<(Updater<'e>, &'e DiskStore)>,
+        immediate: Option<(Updater<'e>, &'e Stored)>,
         waited: &mut Stopwatch,
     ) -> Result<f64>
     where
@@ -447,10 +459,10 @@ impl<'a> Training<'a> {
         let mut following = None;
         let update = match immediate {
             None => Update::Later,
-            Some((updater, store)) if !self.pass.config.overrides.overlap() => Update::Here(updater, store),
-            Some((updater, store)) => {
+            Some((updater, stored)) if !self.pass.config.overrides.overlap() => Update::Here(updater, stored),
+            Some((updater, stored)) => {
                 let (sender, groups) = unbounded();
-                following = Some(follow(scope, updater, store, self.park, groups)?);
+                following = Some(follow(scope, updater, stored, self.park, groups)?);
                 Update::There(sender)
             }
         };
@@ -504,9 +516,9 @@ impl<'a> Training<'a> {
                 }
                 match update {
                     Update::Later => {}
-                    Update::Here(updater, store) => {
+                    Update::Here(updater, stored) => {
                         let items = Items::of_groups(updater.spec, block..block + 1);
-                        waited.0 += updater.stream(store, self.park, items, |_| ())?;
+                        waited.0 += updater.stream(stored, self.park, items, |_| ())?;
                     }
                     // Whether it can still be heard of is found out when its thread is waited for.
                     Update::There(groups) => drop(groups.send(block)),

@@ -2,11 +2,13 @@
 //!
 //! State on disk passes through a fixed number of slots per kind. A slot is taken when a chunk's read starts and comes back
 //! when its write is done, so the slots alone bound reads, compute and writes in flight. New state goes to the next
-//! generation; the live one is never touched. Resident state is updated where it is.
+//! generation; the live one is never touched. Kinds of which there is a copy in memory are not read: the copy is updated, and
+//! what is written comes from it. Resident state is updated where it is.
 
+use crate::cache::exclusive;
 use crate::gradients::{Arriving, GradientPark, Landed};
 use crate::runs::Runs;
-use crate::state::{KINDS_MAX, StateHome, StateKinds, locked};
+use crate::state::{KINDS_MAX, StateHome, StateKinds, Stored, locked};
 use crate::timeline::{Resource, Timeline};
 use crate::{EngineError, Result};
 use crossbeam::channel::Receiver;
@@ -16,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use terrace_aio::IoEngine;
 use terrace_optimizer::{Gradient, Optimizer, StepArgs, update_threaded};
-use terrace_tiers::{BlobKey, DiskStore, Generation, Lease, Pool, Sealed, StoreSpec};
+use terrace_tiers::{BlobKey, Generation, Lease, Pool, Sealed, StoreSpec};
 
 /// Slots for optimizer state on its way from disk through the update and back, one pool per kind.
 #[derive(Debug)]
@@ -138,7 +140,7 @@ impl Updater<'_> {
                 }
                 Ok(Duration::ZERO)
             }
-            StateHome::Disk(store) => self.stream(store, park, Items::of_groups(self.spec, groups), done),
+            StateHome::Disk(stored) => self.stream(stored, park, Items::of_groups(self.spec, groups), done),
         }
     }
 
@@ -146,7 +148,7 @@ impl Updater<'_> {
     /// the store.
     pub(crate) fn stream(
         &self,
-        store: &DiskStore,
+        stored: &Stored,
         park: &GradientPark,
         mut items: Items<'_>,
         done: impl Fn(usize),
@@ -160,26 +162,27 @@ impl Updater<'_> {
                 && let Some((group, chunk)) = items.next(ahead.is_empty())
             {
                 let began = Instant::now();
-                ahead.push_back(self.begin(store, park, group, chunk)?);
+                ahead.push_back(self.begin(stored, park, group, chunk)?);
                 stalled += began.elapsed();
             }
             let Some(next) = ahead.pop_front() else { return Ok(stalled) };
             let (group, chunk) = (next.group, next.chunk);
-            stalled += self.finish(store, park, next)?;
+            stalled += self.finish(stored, park, next)?;
             if chunk + 1 == self.spec.chunks(group) {
                 done(group);
             }
         }
     }
 
-    fn begin(&self, store: &DiskStore, park: &GradientPark, group: usize, chunk: usize) -> Result<Chunk> {
+    fn begin(&self, stored: &Stored, park: &GradientPark, group: usize, chunk: usize) -> Result<Chunk> {
         let elements = self.spec.chunk_len(group, chunk);
         let leases = self.slots.acquire(self.kinds, elements);
         let mut state = Vec::with_capacity(leases.len());
+        let copies = stored.cache.lock(group);
         for (index, lease) in leases.into_iter().enumerate() {
-            state.push(if self.kinds.read_by_update[index] {
+            state.push(if self.kinds.read_by_update[index] && copies[index].is_none() {
                 let key = BlobKey { group, kind: self.kinds.blobs[index].kind };
-                Arriving::Reading(store.read(key, chunk..chunk + 1, Generation::Live, lease)?)
+                Arriving::Reading(stored.store.read(key, chunk..chunk + 1, Generation::Live, lease)?)
             } else {
                 Arriving::Here(lease)
             });
@@ -187,7 +190,7 @@ impl Updater<'_> {
         Ok(Chunk { group, chunk, state, gradient: parked(park, group, chunk)? })
     }
 
-    fn finish(&self, store: &DiskStore, park: &GradientPark, chunk: Chunk) -> Result<Duration> {
+    fn finish(&self, stored: &Stored, park: &GradientPark, chunk: Chunk) -> Result<Duration> {
         let chunk_at = (chunk.group, chunk.chunk);
         let began = Instant::now();
         let mut landed = Vec::with_capacity(chunk.state.len() + 1);
@@ -201,12 +204,30 @@ impl Updater<'_> {
         let verified = self.share(elements, landed, Landed::verify);
         let mut leases = verified.into_iter().collect::<Result<Vec<Lease>>>()?;
         let gradient = leases.pop().expect("the gradient came last");
-        let slices = leases.iter_mut().map(|lease| &mut **lease);
+        let mut copies = stored.cache.lock(chunk.group);
+        let range = |kind| self.kinds.range(kind, self.spec, chunk.group, chunk.chunk);
+        let slices =
+            leases.iter_mut().zip(&mut *copies).enumerate().map(|(kind, (lease, copy))| match copy {
+                Some(copy) => &mut exclusive(copy)[range(kind)],
+                None => &mut **lease,
+            });
         self.apply(chunk.group, chunk.chunk, park.as_gradient(&gradient), slices)?;
         drop(gradient);
-        let sealed = self.share(elements, leases, Sealed::new);
+        let new =
+            |(kind, lease): (usize, Lease)| (lease, copies[kind].as_ref().map(|copy| &copy[range(kind)]));
+        let leases = leases.into_iter().enumerate().map(new).collect();
+        let sealed = self.share(elements, leases, |(mut lease, copy)| {
+            if let Some(copy) = copy {
+                lease.copy_from_slice(copy);
+            }
+            Sealed::new(lease)
+        });
         for (blob, sealed) in self.kinds.blobs.iter().zip(sealed) {
-            store.write_sealed(BlobKey { group: chunk.group, kind: blob.kind }, chunk.chunk, sealed)?;
+            stored.store.write_sealed(
+                BlobKey { group: chunk.group, kind: blob.kind },
+                chunk.chunk,
+                sealed,
+            )?;
         }
         self.note(Resource::Update, began, &chunk_at);
         Ok(stalled)
@@ -239,9 +260,8 @@ impl Updater<'_> {
         let start = chunk * self.spec.chunk_elements as usize;
         let elements = self.spec.chunk_len(group, chunk);
         let slices = blobs.iter_mut().zip(&self.kinds.blobs).map(|(blob, kind)| {
-            let blob = Arc::get_mut(blob).expect("no upload or block holds a weight while it is updated");
             let from = kind.bytes(start as u64) as usize;
-            &mut blob[from..from + kind.bytes(elements as u64) as usize]
+            &mut exclusive(blob)[from..from + kind.bytes(elements as u64) as usize]
         });
         self.apply(group, chunk, park.as_gradient(&gradient), slices)
     }

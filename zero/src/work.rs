@@ -75,7 +75,12 @@ pub(crate) fn step_work(
     let written_by_update = kinds.bytes(elements);
     let gradients = count.gradient_bytes();
     if config.placement == Placement::Disk {
-        work.disk_read_bytes = count.weight_bytes() + read_by_update;
+        let copied = |kind| plan.windows.caching.elements(network, kind, kinds);
+        let state = kinds.blobs.iter().zip(&kinds.read_by_update).enumerate();
+        let state = state.filter(|(_, (_, read))| **read);
+        let state: u64 = state.map(|(kind, (blob, _))| blob.bytes(elements - copied(kind))).sum();
+        work.disk_read_bytes =
+            count.weight_bytes(|group| !plan.windows.caching.has(group, kinds.weight, kinds)) + state;
         work.disk_write_bytes = written_by_update;
         if plan.windows.gradients_on_disk {
             work.disk_read_bytes += gradients;
@@ -98,7 +103,7 @@ pub(crate) fn step_work(
     if unified {
         // Weights are read in both directions; accumulators are zeroed, added to by every micro-batch and read once more.
         let passes = 2 + 2 * limits.micro_batches as u64;
-        work.memory_bytes += count.weight_bytes() + elements * 4 * passes + gradients;
+        work.memory_bytes += count.weight_bytes(|_| true) + elements * 4 * passes + gradients;
     }
     work
 }
@@ -110,10 +115,11 @@ struct Count<'a> {
 }
 
 impl Count<'_> {
-    /// Weights that are read forward and backward. A second use shares the memory of the first while that is alive, if everything
+    /// Weights of the groups that count that are read forward and backward. A second use shares the memory of the first while that is alive, if everything
     /// between fits into the slots beside it; whether it is depends on timing, so that it is not counted.
-    fn weight_bytes(&self) -> u64 {
-        let order = crate::train::training_order(self.network);
+    fn weight_bytes(&self, counts: impl Fn(usize) -> bool) -> u64 {
+        let mut order = crate::train::training_order(self.network);
+        order.retain(|group| counts(*group));
         let read = |&at: &usize| {
             let before = order[..at].iter().rposition(|group| *group == order[at]);
             before.is_none_or(|before| !self.fit_together(&order[before..at]))

@@ -49,6 +49,7 @@ pub struct Setup {
     pub micro_batches: usize,
     pub overrides: WindowOverrides,
     pub host_budget: u64,
+    pub cache_bytes: u64,
     pub io: Option<Arc<dyn IoEngine>>,
     pub identity: String,
 }
@@ -77,6 +78,7 @@ impl Setup {
             micro_batches: 2,
             overrides: WindowOverrides::default(),
             host_budget: 1 << 30,
+            cache_bytes: 0,
             io: None,
             identity: "{\"test\":1}".into(),
         }
@@ -101,6 +103,7 @@ impl Setup {
             disks: self.disks.clone(),
             disk_weights: self.disk_weights.clone(),
             host_budget: self.host_budget,
+            cache_bytes: self.cache_bytes,
             device_budget: u64::MAX,
             threads: self.threads,
             limits: BatchLimits {

@@ -31,6 +31,7 @@ fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Ve
         disks: vec![disk.to_owned()],
         disk_weights: None,
         host_budget: 1 << 30,
+        cache_bytes: 0,
         device_budget: u64::MAX,
         threads: 2,
         limits: BatchLimits {

@@ -1,0 +1,177 @@
+//! State on disk that is in host memory, too.
+//!
+//! What the budget has left beside the windows holds copies of whole groups: their weights first, which a step reads three times
+//! (forward, backward, update) for each byte of memory, then all of their state, which it reads once. Reads are served from the
+//! copy. Updates go to the copy and are written to disk as ever, so that a step is as durable with copies as without; only the
+//! bytes read become fewer. Which groups have copies changes no result.
+//!
+//! Hazard (a copy that is ahead of the disk): a step that fails may have updated some copies. All of them are then out of date
+//! until they are read again from the last commit.
+
+use crate::Result;
+use crate::network::Network;
+use crate::plan::page;
+use crate::state::StateKinds;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use terrace_device::Device;
+use terrace_tiers::{BlobKey, DiskStore, Generation, HostBlob, Lease, SharedBytes};
+
+/// What of a group is copied.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Copied {
+    #[default]
+    Nothing,
+    Weights,
+    All,
+}
+
+/// What of every group is copied.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Caching(Vec<Copied>);
+
+impl Caching {
+    /// Nothing of so many groups.
+    pub(crate) fn none(groups: usize) -> Self {
+        Self(vec![Copied::Nothing; groups])
+    }
+
+    /// Copies as much more as `room` bytes have room for. False if that is nothing.
+    pub(crate) fn extend(&mut self, network: &Network, kinds: &StateKinds, mut room: u64) -> bool {
+        let mut more = false;
+        for (from, to) in [(Copied::Nothing, Copied::Weights), (Copied::Weights, Copied::All)] {
+            for (copied, group) in self.0.iter_mut().zip(&network.groups) {
+                let bytes = Self::bytes(to, kinds, group.elements) - Self::bytes(from, kinds, group.elements);
+                if *copied == from && group.elements > 0 && bytes <= room {
+                    room -= bytes;
+                    *copied = to;
+                    more = true;
+                }
+            }
+        }
+        more
+    }
+
+    fn bytes(copied: Copied, kinds: &StateKinds, elements: usize) -> u64 {
+        let bytes = |kind: usize| page(kinds.blobs[kind].bytes(elements as u64) as usize);
+        match copied {
+            Copied::Nothing => 0,
+            Copied::Weights => bytes(kinds.weight),
+            Copied::All => (0..kinds.blobs.len()).map(bytes).sum(),
+        }
+    }
+
+    /// Whether a kind of a group is copied.
+    pub(crate) fn has(&self, group: usize, kind: usize, kinds: &StateKinds) -> bool {
+        match self.0.get(group) {
+            None | Some(Copied::Nothing) => false,
+            Some(Copied::Weights) => kind == kinds.weight,
+            Some(Copied::All) => true,
+        }
+    }
+
+    /// Elements of the groups of which a kind is copied.
+    pub(crate) fn elements(&self, network: &Network, kind: usize, kinds: &StateKinds) -> u64 {
+        let copied = network.groups.iter().enumerate().filter(|(group, _)| self.has(*group, kind, kinds));
+        copied.map(|(_, group)| group.elements as u64).sum()
+    }
+
+    /// Bytes of all copies of a kind.
+    pub(crate) fn bytes_of(&self, network: &Network, kind: usize, kinds: &StateKinds) -> u64 {
+        let copied = network.groups.iter().enumerate().filter(|(group, _)| self.has(*group, kind, kinds));
+        copied.map(|(_, group)| page(kinds.blobs[kind].bytes(group.elements as u64) as usize)).sum()
+    }
+
+    /// Number of groups of which the weights are copied, and of those of which everything is.
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        let count = |wanted: &[Copied]| self.0.iter().filter(|copied| wanted.contains(copied)).count();
+        (count(&[Copied::Weights, Copied::All]), count(&[Copied::All]))
+    }
+}
+
+/// The copies.
+#[derive(Debug)]
+pub(crate) struct StateCache {
+    groups: Vec<Mutex<Copies>>,
+    /// They are not what is committed.
+    outdated: bool,
+}
+
+/// The copies of a group, by kind.
+pub(crate) type Copies = Vec<Option<Arc<HostBlob>>>;
+
+impl StateCache {
+    /// Memory for copies that are still to be read; `device` will read the weights.
+    pub(crate) fn new(
+        caching: &Caching,
+        network: &Network,
+        kinds: &StateKinds,
+        device: &dyn Device,
+    ) -> Result<Self> {
+        let groups = network.groups.iter().enumerate().map(|(group, params)| {
+            let blobs = kinds.blobs.iter().enumerate().map(|(kind, blob)| {
+                if !caching.has(group, kind, kinds) {
+                    return Ok(None);
+                }
+                let mut copy = HostBlob::new(blob.bytes(params.elements as u64) as usize)?;
+                if kind == kinds.weight {
+                    copy.pin_for(device);
+                }
+                Ok(Some(Arc::new(copy)))
+            });
+            Ok(Mutex::new(blobs.collect::<Result<_>>()?))
+        });
+        Ok(Self { groups: groups.collect::<Result<_>>()?, outdated: true })
+    }
+
+    /// The weights of a group, if they are copied.
+    pub(crate) fn weights(&self, group: usize, kinds: &StateKinds) -> Option<SharedBytes> {
+        let copy = self.lock(group)[kinds.weight].as_ref().map(Arc::clone);
+        copy.map(SharedBytes::Blob)
+    }
+
+    pub(crate) fn lock(&self, group: usize) -> MutexGuard<'_, Copies> {
+        self.groups[group].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says whether the copies are what is committed.
+    pub(crate) fn set_outdated(&mut self, outdated: bool) {
+        self.outdated = outdated;
+    }
+
+    /// Reads every copy from the last commit, unless it is that already. `acquire` gives memory for so many bytes of a kind.
+    pub(crate) fn refresh(
+        &mut self,
+        store: &DiskStore,
+        kinds: &StateKinds,
+        acquire: impl Fn(usize, usize) -> Lease,
+    ) -> Result {
+        if !self.outdated {
+            return Ok(());
+        }
+        let spec = store.spec();
+        for (group, copies) in self.groups.iter_mut().enumerate() {
+            let copies = copies.get_mut().unwrap_or_else(PoisonError::into_inner);
+            for chunk in 0..spec.chunks(group) {
+                let mut reads = Vec::new();
+                for (kind, copy) in copies.iter_mut().enumerate() {
+                    let Some(copy) = copy else { continue };
+                    let key = BlobKey { group, kind: kinds.blobs[kind].kind };
+                    let range = kinds.range(kind, spec, group, chunk);
+                    let lease = acquire(kind, range.len());
+                    let read = store.read(key, chunk..chunk + 1, Generation::Live, lease)?;
+                    reads.push((&mut exclusive(copy)[range], read));
+                }
+                for (copy, read) in reads {
+                    copy.copy_from_slice(&read.wait()?);
+                }
+            }
+        }
+        self.outdated = false;
+        Ok(())
+    }
+}
+
+/// The bytes of a blob that nobody else holds.
+pub(crate) fn exclusive(blob: &mut Arc<HostBlob>) -> &mut [u8] {
+    Arc::get_mut(blob).expect("no upload or block holds state while it is changed")
+}
