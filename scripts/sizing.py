@@ -40,8 +40,8 @@ def main():
     print("busiest resource, with all others perfectly hidden behind it. A run takes longer; `metrics.jsonl` says by how much.\n")
     print("## What a step takes\n")
     print("A card with 24 GiB that sustains 140 · 10¹² operations a second behind a link of 25 GB/s each way, host memory of 80 GB/s, drives")
-    print("of 7 GB/s read and 5 GB/s written. 16 sequences of 1024 tokens a step, bf16, AdamW, all state on disk. No such machine was")
-    print("at hand: these are predictions.\n")
+    print("of 7 GB/s read and 5 GB/s written. 16 sequences of 1024 tokens a step, bf16, AdamW, state on disk, with copies")
+    print("of it in the memory that is left. No such machine was at hand: these are predictions.\n")
     print("| model | host memory | drives | state | host used | state on disk | seconds a step | bound by | tokens/s |")
     print("|---|---|---|---|---|---|---|---|---|")
     for model in ("8b", "13b", "40b", "70b"):
@@ -62,7 +62,7 @@ def main():
     print("|---|---|---|---|---|")
     for count, published in LOHAN:
         found = plan(params="13b", batch_size=64, seq_len=1024, offload="disk", state="fp32", host_memory="768GiB",
-                     **{**card, "tflops": 156}, **drives(count, 6.5, 3.4))
+                     disk_cache="none", **{**card, "tflops": 156}, **drives(count, 6.5, 3.4))
         # Its operations are counted with recomputation: 8 per parameter and token.
         floor = 8 * 13e9 * found["tokens"] / found["step_seconds"] / 1e12
         floor = min(floor, 156)
@@ -77,7 +77,7 @@ def main():
         print(f"| DeepSpeed ZeRO-3, CPU offload | 8B, RTX 4090, batch {batch} | {published} tok/s "
               f"| {floor:.0f} tok/s, {found['bound_by']} | {(floor / published - 1) * 100:+.0f} % |")
     print("\nLoHan's figures are read as operations with recomputation (8 per parameter and token); it also moves activations to its")
-    print("drives, which the plan, with 768 GiB of host memory, does not. Its figures for one and for six drives lie near the floor; with two,")
+    print("drives, which the plan, with 768 GiB of host memory, does not (and is asked for no copies of state in it). Its figures for one and for six drives lie near the floor; with two,")
     print("disk and compute are equally long, which is where overlap matters most. DeepSpeed's small batches are far from theirs:")
     print("it computes and updates one after the other.")
 

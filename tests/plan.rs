@@ -81,7 +81,8 @@ fn models_that_could_not_run_here() {
     for (params, layers) in [("40b", 50..90), ("175b", 80..130)] {
         let run = cmd(&["plan", "--params", params, "--state", "compact", "--batch-size", "4", "--json"])
             .args(&MACHINE);
-        let document = run.ok().json();
+        let cached = run.ok().json()["plan"]["disk_read_bytes"].as_f64().unwrap();
+        let document = run.args(&["--disk-cache", "none"]).ok().json();
         let model = &document["model"];
         assert!(layers.contains(&model["layers"].as_u64().unwrap()), "{model}");
         let plan = &document["plan"];
@@ -95,6 +96,7 @@ fn models_that_could_not_run_here() {
             (8.7..9.2).contains(&(read / parameters)) && (5.0..5.2).contains(&(write / parameters)),
             "{plan}"
         );
+        assert!(cached < read, "{cached} with copies");
         let seconds = plan["seconds"]["disk"].as_f64().unwrap();
         assert!((seconds / (read / 7e9 + write / 5e9) - 1.0).abs() < 0.01, "{plan}");
         let fastest =
