@@ -78,6 +78,7 @@ fn killed_with_other_state_or_another_optimizer_a_run_ends_the_same() {
         ("f32-weights", &["--dtype", "fp32"]),
         ("lion", &["--optimizer", "lion", "--scheduler", cycle]),
         ("groups", &groups),
+        ("saved", &["--durability", "checkpoint", "--save-every", "3", "--save-total-limit", "1"]),
         ("fp16", &fp16),
     ] {
         let whole = format!("{name}-whole");

@@ -9,7 +9,7 @@ use terrace_aio::engine::EngineChoice;
 use terrace_kernels::DType;
 use terrace_models::ModelConfig;
 use terrace_optimizer::{Algorithm, GroupLr, GroupRule, StateFormat};
-use terrace_zero::{Placement, WindowOverrides};
+use terrace_zero::{Durability, Placement, WindowOverrides};
 
 const STEPS: u64 = 4;
 
@@ -99,7 +99,12 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         all.push((format!("{cache_bytes} bytes of copies, discrete"), discrete));
         let waiting = Setup { overrides: waits, ..copies("waiting") };
         all.push((format!("{cache_bytes} bytes of copies, compute waits for updates"), waiting));
+        let saved = Setup { durability: Durability::Checkpoint, ..copies("saved") };
+        all.push((format!("{cache_bytes} bytes of copies, nothing saved"), saved));
     }
+    let saved = Setup { durability: Durability::Checkpoint, overrides: tiny_windows(), ..disk("saved", 2) };
+    all.push(("tiny windows, nothing saved".to_owned(), saved.clone()));
+    all.push(("tiny windows, discrete, nothing saved".to_owned(), Setup { discrete: true, ..saved }));
     // Without an override all blocks of so small a model keep their intermediates.
     for blocks in 0..=base.model.layers {
         let on_disk = WindowOverrides { kept_blocks: Some(blocks), ..tiny_windows() };

@@ -132,6 +132,9 @@ pub struct FinetuneArgs {
     /// Which blocks keep what they computed from forward to backward instead of computing it again: as many as fit, all, or none
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Memory")]
     pub activations: Activations,
+    /// When training state on disk becomes durable: with every step, or with every checkpoint and the end, which writes less
+    #[arg(long, value_name = "WHEN", default_value = "step", help_heading = "Memory")]
+    pub durability: DurabilityFlag,
     /// Bytes that the drives may be written over their life, which a run's writes are compared with
     #[arg(
         long,
@@ -445,6 +448,9 @@ pub struct PlanArgs {
     /// What the machine can do, written by `terrace calibrate` [default: that of this machine, unless another is described]
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
+    /// When training state on disk becomes durable: with every step, or with every checkpoint and the end, which writes less
+    #[arg(long, value_name = "WHEN", default_value = "step")]
+    pub durability: DurabilityFlag,
 
     /// Memory of a card, here or not
     #[arg(
@@ -502,6 +508,25 @@ pub struct ReportArgs {
     /// Print one JSON document to stdout
     #[arg(long)]
     pub json: bool,
+}
+
+/// When state on disk becomes durable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum DurabilityFlag {
+    /// With every step
+    #[default]
+    Step,
+    /// With --save-every, Ctrl-C and the end
+    Checkpoint,
+}
+
+impl From<DurabilityFlag> for terrace_zero::Durability {
+    fn from(flag: DurabilityFlag) -> Self {
+        match flag {
+            DurabilityFlag::Step => Self::Step,
+            DurabilityFlag::Checkpoint => Self::Checkpoint,
+        }
+    }
 }
 
 /// Number types of weights and activations.

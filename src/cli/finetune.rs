@@ -1,6 +1,8 @@
 //! `terrace finetune`: data and model in, a trained Hugging Face folder out.
 
-use super::args::{Activations, FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag};
+use super::args::{
+    Activations, DurabilityFlag, FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag,
+};
 use super::inputs::FinetuneInputs;
 use super::session::{self, Session};
 use super::{checks, floor, identity, print_json, retention, trace};
@@ -94,6 +96,14 @@ pub fn train(
     eprintln!("{}", session::describe_plan(engine.memory_plan()));
     let (keeping, blocks) = engine.kept_blocks();
     eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
+    if run.durability == DurabilityFlag::Checkpoint
+        && run.offload == Offload::Disk
+        && run.save_every.is_none()
+    {
+        eprintln!(
+            "note: --durability checkpoint without --save-every: a run that is killed has to start over"
+        );
+    }
     let floor = floor::of_engine(&engine, &can);
     let mut trainer = Trainer {
         floor,
@@ -116,7 +126,7 @@ pub fn train(
     let result = trainer.run(steps, |step| Ok(data.samples(&sampler.batch_indices(step))?));
     trainer.progress.finish();
     // Also after an error: the steps before it are not to be lost.
-    let flushed = trainer.engine.flush();
+    let flushed = if run.offload == Offload::Disk { trainer.engine.save() } else { trainer.engine.flush() };
     // Neither the error nor the model may be lost to a timeline that cannot be written.
     let traced = run.trace.as_ref().map_or(Ok(()), |path| trace::write(path, &session));
     result?;
@@ -388,6 +398,7 @@ fn engine_config(
         disk_weights: None,
         host_budget: session::host_budget(placement),
         cache_bytes: placement.disk_cache.0,
+        durability: run.durability.into(),
         device_budget: session.device_budget(placement),
         threads: session.threads,
         limits: BatchLimits {

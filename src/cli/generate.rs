@@ -14,7 +14,9 @@ use std::time::Instant;
 use terrace_aio::profile::DiskProfile;
 use terrace_kernels::QuantFormat;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, TokenBatch};
-use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, MicroBatch, Placement, WindowOverrides};
+use terrace_zero::{
+    BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, Placement, WindowOverrides,
+};
 
 /// Runs the command.
 ///
@@ -167,6 +169,7 @@ pub(super) fn frozen_config(
         disk_weights: None,
         host_budget: session::host_budget(placement),
         cache_bytes: placement.disk_cache.0,
+        durability: Durability::Step,
         device_budget: session.device_budget(placement),
         threads: session.threads,
         limits,

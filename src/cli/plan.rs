@@ -159,6 +159,7 @@ impl<'a> Planning<'a> {
             disks: self.disks.clone(),
             host_budget: self.host_budget,
             cache_bytes: self.args.disk_cache.0,
+            durability: self.args.durability.into(),
             device_budget: self.device_budget,
             threads: self.threads,
             ..EngineConfig::new(dtype, limits)

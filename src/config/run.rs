@@ -5,7 +5,8 @@ use super::groups::GroupFlag;
 use super::schedule::ScheduleChoice;
 use super::size::ByteSize;
 use crate::cli::args::{
-    Activations, DeviceName, DiskCache, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, StateFormat,
+    Activations, DeviceName, DiskCache, DiskEngine, Dtype, DurabilityFlag, FinetuneArgs, Offload,
+    OptimizerName, StateFormat,
 };
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
@@ -66,6 +67,8 @@ pub struct TrainConfig {
     pub disks: Vec<PathBuf>,
     /// Host memory to use.
     pub host_memory: Option<ByteSize>,
+    /// When state on disk becomes durable.
+    pub durability: DurabilityFlag,
     /// Bytes that the drives may be written over their life.
     pub endurance: ByteSize,
     /// Most host memory for copies of what is on disk.
@@ -183,6 +186,7 @@ impl TrainConfig {
             offload,
             disks,
             host_memory: placed.host_memory,
+            durability: args.durability,
             endurance: args.endurance,
             disk_cache: placed.disk_cache,
             device_memory: placed.device_memory,

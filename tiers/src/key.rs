@@ -100,6 +100,9 @@ pub enum Generation {
     /// For reading: the next one where it was written since the last commit, else the live one. A commit in between makes no
     /// difference.
     Newest,
+    /// As [`Newest`](Self::Newest), for what was written before [`DiskStore::settle`](crate::DiskStore::settle) or not since the
+    /// last commit: does not wait for writes of the same blob that came after.
+    Settled,
 }
 
 /// Everything that fixes the layout of a store. It is written once, at creation, and compared when it is opened.

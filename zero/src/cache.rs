@@ -3,7 +3,8 @@
 //! What the budget has left beside the windows holds copies of whole groups: their weights first, which a step reads three times
 //! (forward, backward, update) for each byte of memory, then all of their state, which it reads once. Reads are served from the
 //! copy. Updates go to the copy and are written to disk as ever, so that a step is as durable with copies as without; only the
-//! bytes read become fewer. Which groups have copies changes no result.
+//! bytes read become fewer. Where steps become durable with a save alone, copies are written by the save alone. Which groups have
+//! copies changes no result.
 //!
 //! Hazard (a copy that is ahead of the disk): a step that fails may have updated some copies. All of them are then out of date
 //! until they are read again from the last commit.
@@ -136,6 +137,29 @@ impl StateCache {
     /// Says whether the copies are what is committed.
     pub(crate) fn set_outdated(&mut self, outdated: bool) {
         self.outdated = outdated;
+    }
+
+    /// Starts writing every copy. `acquire` gives memory for so many bytes of a kind.
+    pub(crate) fn write(
+        &self,
+        store: &DiskStore,
+        kinds: &StateKinds,
+        acquire: impl Fn(usize, usize) -> Lease,
+    ) -> Result {
+        let spec = store.spec();
+        for group in 0..self.groups.len() {
+            let copies = self.lock(group);
+            for (kind, copy) in copies.iter().enumerate() {
+                let Some(copy) = copy else { continue };
+                for chunk in 0..spec.chunks(group) {
+                    let range = kinds.range(kind, spec, group, chunk);
+                    let mut lease = acquire(kind, range.len());
+                    lease.copy_from_slice(&copy[range]);
+                    store.write(BlobKey { group, kind: kinds.blobs[kind].kind }, chunk, lease)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Reads every copy from the last commit, unless it is that already. `acquire` gives memory for so many bytes of a kind.

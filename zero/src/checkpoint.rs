@@ -195,7 +195,7 @@ pub(crate) fn load_resident(engine: &mut Engine, store: &DiskStore) -> Result {
 }
 
 impl Engine {
-    /// Makes the current step durable. State on disk is [flushed](Self::flush); resident state is written to the configured
+    /// Makes the current step durable. State on disk is [flushed](Self::flush) and, if it waits for a save, committed; resident state is written to the configured
     /// directories, out of place, so that the previous save survives a crash during this one.
     ///
     /// # Errors
@@ -203,7 +203,7 @@ impl Engine {
     pub fn save(&mut self) -> Result {
         self.flush()?;
         if self.home.disk().is_some() {
-            return Ok(());
+            return self.commit_unsaved();
         }
         if self.config.disks.is_empty() {
             return Err(EngineError::Config(
@@ -220,6 +220,23 @@ impl Engine {
             // What the failed save left in flight must not meet a second one: close, then look which step is live.
             self.saved = None;
             self.saved = DiskStore::open(&self.backend.io, &self.config.disks).ok();
+        }
+        result
+    }
+
+    /// Commits the steps since the last save.
+    fn commit_unsaved(&mut self) -> Result {
+        let (Some(unsaved), Some(stored)) = (self.unsaved.take(), self.home.stored()) else { return Ok(()) };
+        let store = &stored.store;
+        let result = if unsaved.changed {
+            let acquire = |kind, bytes| self.update_slots.acquire_one(kind, bytes);
+            let written = stored.cache.write(store, &self.kinds, acquire);
+            written.and_then(|()| Ok(store.commit(self.step, &unsaved.words)?))
+        } else {
+            store.commit_unchanged(self.step, &unsaved.words).map_err(EngineError::from)
+        };
+        if result.is_err() {
+            self.abandon();
         }
         result
     }
@@ -324,7 +341,7 @@ impl Reader<'_> {
             let lease =
                 engine.update_slots.acquire_one(engine.kinds.weight, elements * engine.config.dtype.size());
             let key = BlobKey { group, kind: engine.kinds.blobs[engine.kinds.weight].kind };
-            let lease = store.read(key, chunk..chunk + 1, Generation::Live, lease)?.wait()?;
+            let lease = store.read(key, chunk..chunk + 1, Generation::Newest, lease)?.wait()?;
             self.cached = Some((group, chunk, lease));
         }
         Ok(&self.cached.as_ref().expect("filled above").2)

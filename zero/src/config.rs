@@ -30,6 +30,17 @@ impl std::fmt::Display for Placement {
     }
 }
 
+/// When state on disk becomes durable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Durability {
+    /// With every step: a process that is killed loses no more than the one or two that were under way.
+    #[default]
+    Step,
+    /// With every [`save`](crate::Engine::save): what is killed, or fails, goes back to the last one. Steps need no commit, and state
+    /// of which there is a copy in memory ([`EngineConfig::cache_bytes`]) is only written then.
+    Checkpoint,
+}
+
 /// How the state is updated; `None` in [`EngineConfig`] means frozen weights (evaluation, generation).
 #[derive(Debug, Clone)]
 pub struct TrainingConfig {
@@ -113,6 +124,8 @@ pub struct EngineConfig {
     /// Most bytes of host memory for copies of state on disk: what is left of the budget, up to this, holds weights and then
     /// all state of as many groups as fit, which are then written as ever but read no more. 0 for none.
     pub cache_bytes: u64,
+    /// When training state on disk becomes durable.
+    pub durability: Durability,
     /// Most bytes of device memory; unused on a unified device.
     pub device_budget: u64,
     /// Threads for the optimizer (kernels bring their own).
@@ -172,6 +185,7 @@ impl EngineConfig {
             disk_weights: None,
             host_budget: u64::MAX,
             cache_bytes: 0,
+            durability: Durability::Step,
             device_budget: u64::MAX,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             limits,
@@ -179,6 +193,13 @@ impl EngineConfig {
             timeline: None,
             identity: String::new(),
         }
+    }
+
+    /// Whether state on disk waits for a save.
+    pub(crate) fn commits_at_saves(&self) -> bool {
+        self.durability == Durability::Checkpoint
+            && self.placement == Placement::Disk
+            && self.training.is_some()
     }
 
     /// Refuses windows with which no step can work. The gradient's norm is summed in blocks that no chunk may cut.

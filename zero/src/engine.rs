@@ -50,8 +50,19 @@ pub struct Engine {
     pub(crate) loss_scale: Option<LossScale>,
     /// The update of the last step, if it was left for the next one.
     pub(crate) pending: Option<Pending>,
+    /// What a save commits, if state on disk waits for one.
+    pub(crate) unsaved: Option<Unsaved>,
     /// Where resident state is saved; opened at the first save.
     pub(crate) saved: Option<DiskStore>,
+}
+
+/// Steps that no save has committed yet.
+#[derive(Debug)]
+pub(crate) struct Unsaved {
+    /// They changed the state, and not only a loss scale.
+    pub(crate) changed: bool,
+    /// What is committed with them.
+    pub(crate) words: Vec<u8>,
 }
 
 /// Memory for signals between blocks.
@@ -270,6 +281,7 @@ impl Engine {
             step: 0,
             loss_scale,
             pending: None,
+            unsaved: None,
             saved: None,
         })
     }
@@ -393,7 +405,7 @@ impl Parts {
 impl Drop for Engine {
     fn drop(&mut self) {
         // Resident state goes with the engine, and one that panicked may be anywhere in a step.
-        if self.home.disk().is_some() && !std::thread::panicking() {
+        if self.home.disk().is_some() && !self.config.commits_at_saves() && !std::thread::panicking() {
             let _ = self.flush();
         }
     }

@@ -42,7 +42,7 @@ pub use backend::Backend;
 pub use batch::{HostTensor, MicroBatch};
 pub use block::{Block, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec, ParamSpec, Weight, Weights};
 pub use builder::EngineBuilder;
-pub use config::{BatchLimits, EngineConfig, Placement, TrainingConfig, WindowOverrides};
+pub use config::{BatchLimits, Durability, EngineConfig, Placement, TrainingConfig, WindowOverrides};
 pub use engine::{Engine, Outlook, StoredState};
 pub use error::{EngineError, Result};
 pub use fetch::Residency;

@@ -35,8 +35,8 @@ pub(crate) struct Pending {
     pub(crate) args: StepArgs,
     /// That of the step: schedules move its betas.
     pub(crate) optimizer: Arc<dyn Optimizer>,
-    /// What is committed with it.
-    pub(crate) words: Vec<u8>,
+    /// What is committed with it; `None` if it waits for a save.
+    pub(crate) words: Option<Vec<u8>>,
 }
 
 /// What every update of an engine works on.
@@ -49,6 +49,7 @@ pub(crate) struct Bench<'a> {
     pub(crate) pool: &'a rayon::ThreadPool,
     pub(crate) park: &'a GradientPark,
     pub(crate) timeline: Option<&'a Timeline>,
+    pub(crate) saves: bool,
 }
 
 /// How far an update has come; groups are updated in their order.
@@ -106,8 +107,8 @@ impl Drop for Ending<'_> {
 impl<'a> Bench<'a> {
     /// The update of a step.
     pub(crate) fn updater(self, optimizer: &'a dyn Optimizer, args: StepArgs) -> Updater<'a> {
-        let Self { runs, kinds, slots, spec, pool, timeline, .. } = self;
-        Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline }
+        let Self { runs, kinds, slots, spec, pool, timeline, saves, .. } = self;
+        Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline, saves }
     }
 }
 
@@ -119,9 +120,9 @@ impl Pending {
         updater.run(home, bench.park, |group| gate.open_up_to(group + 1))?;
         // Groups without parameters may come last.
         gate.open_up_to(bench.spec.groups.len());
-        let Some(store) = home.disk() else { return Ok(()) };
+        let (Some(store), Some(words)) = (home.disk(), &self.words) else { return Ok(()) };
         let began = Instant::now();
-        store.commit(self.step, &self.words)?;
+        store.commit(self.step, words)?;
         if let Some(timeline) = bench.timeline {
             timeline.note(Resource::Commit, began, format!("step {}", self.step));
         }

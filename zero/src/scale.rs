@@ -75,12 +75,9 @@ impl LossScale {
     ///
     /// # Errors
     /// The scale cannot go down any further, or has stayed the same for [`STUCK_STEPS`] skipped steps.
-    pub(crate) fn after(&self, step: u64, overflow: bool) -> Result<Self> {
+    pub(crate) fn after(&self, step: u64, safe: u64, overflow: bool) -> Result<Self> {
         let diverged = |reason: String| {
-            EngineError::Diverged(format!(
-                "step {step}: {reason}; the state is still that of step {}",
-                step - 1
-            ))
+            EngineError::Diverged(format!("step {step}: {reason}; the state is still that of step {safe}"))
         };
         let mut next = *self;
         next.scaler.update(overflow).map_err(|e| diverged(e.to_string()))?;
@@ -131,7 +128,7 @@ mod tests {
             let resumed = LossScale::resume(config, &words).unwrap();
             assert_eq!((resumed.scaler, resumed.skipped), (scale.scaler, scale.skipped));
             assert_eq!(note(&words), b"{\"loss\":1}");
-            scale = scale.after(1, overflow).unwrap();
+            scale = scale.after(1, 0, overflow).unwrap();
         }
         assert_eq!((scale.skipped, scale.scale()), (3, 65536.0));
     }
@@ -144,9 +141,9 @@ mod tests {
             let mut scale = LossScale::new(config).unwrap();
             // One clean step starts the count anew.
             for overflow in [true, false].into_iter().chain([true; STUCK_STEPS as usize - 1]) {
-                scale = scale.after(1, overflow).unwrap();
+                scale = scale.after(1, 0, overflow).unwrap();
             }
-            let error = scale.after(102, true).unwrap_err().to_string();
+            let error = scale.after(102, 101, true).unwrap_err().to_string();
             for part in ["step 102: a gradient", "100 steps in a row", "bf16", "still that of step 101"] {
                 assert!(error.contains(part), "{part:?} is in: {error}");
             }
@@ -154,7 +151,7 @@ mod tests {
         let config = LossScaleConfig { initial_scale_power: 126, ..LossScaleConfig::default() };
         let mut falling = LossScale::new(config).unwrap();
         for _ in 0..=STUCK_STEPS {
-            falling = falling.after(1, true).unwrap();
+            falling = falling.after(1, 0, true).unwrap();
         }
     }
 

@@ -4,7 +4,7 @@
 //! before the next block's weights are needed, so weights travel twice a step whatever the number of micro-batches.
 
 use crate::device_weights::DeviceWeights;
-use crate::engine::{Engine, Signals};
+use crate::engine::{Engine, Signals, Unsaved};
 use crate::fetch::{Fetcher, Order, Ready};
 use crate::gradients::{GradientPark, gradient_slots};
 use crate::kept::{Keeping, KeptTensors};
@@ -52,6 +52,8 @@ struct Training<'a> {
     runs: &'a Runs,
     pool: &'a rayon::ThreadPool,
     step: u64,
+    /// The step that an error goes back to.
+    safe: u64,
     loss_terms: u64,
     /// A loss that is not finite has a gradient that is not, which a loss scale takes for an overflow.
     may_overflow: bool,
@@ -159,9 +161,16 @@ impl Engine {
             let note = note(&report);
             scale.as_ref().map_or_else(|| note.clone(), |scale| scale.words(&note))
         });
+        let words = if self.config.commits_at_saves() {
+            let changed = !report.skipped || self.unsaved.as_ref().is_some_and(|unsaved| unsaved.changed);
+            self.unsaved = Some(Unsaved { changed, words });
+            None
+        } else {
+            Some(words)
+        };
         if let (Some(args), Some(optimizer)) = (deferred, &self.optimizer) {
             self.pending = Some(Pending { step, args, optimizer: Arc::clone(optimizer), words });
-        } else if let Some(store) = self.home.disk() {
+        } else if let (Some(store), Some(words)) = (self.home.disk(), words) {
             let committed = if report.skipped {
                 store.commit_unchanged(step, &words)
             } else {
@@ -207,7 +216,8 @@ impl Engine {
     fn bench(&self) -> Option<Bench<'_>> {
         let Self { runs, kinds, update_slots: slots, plan, pool, park, config, .. } = self;
         let (spec, timeline) = (&plan.spec, config.timeline.as_deref());
-        Some(Bench { runs, kinds, slots, spec, pool, park: park.as_ref()?, timeline })
+        let saves = config.commits_at_saves();
+        Some(Bench { runs, kinds, slots, spec, pool, park: park.as_ref()?, timeline, saves })
     }
 
     fn check_batches(&self, batches: &[MicroBatch]) -> Result {
@@ -245,6 +255,7 @@ impl Engine {
         report: &mut StepReport,
     ) -> Result {
         let args = self.step_args(lr, 1.0);
+        let safe = self.safe_step();
         let Self {
             config,
             backend,
@@ -271,7 +282,8 @@ impl Engine {
         let optimizer = optimizer.as_deref().expect("a training engine has an optimizer");
         let (spec, slots, pool) = (&plan.spec, &*update_slots, &*pool);
         let timeline = config.timeline.as_deref();
-        let bench = Bench { runs, kinds, slots, spec, pool, park, timeline };
+        let saves = config.commits_at_saves();
+        let bench = Bench { runs, kinds, slots, spec, pool, park, timeline, saves };
         // Where nothing depends on the norm a group can be updated as soon as its gradient is complete.
         let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
         let immediate = home.stored().filter(|_| !waits);
@@ -299,6 +311,7 @@ impl Engine {
             runs,
             pool,
             step,
+            safe,
             loss_terms,
             may_overflow,
         };
@@ -339,12 +352,12 @@ impl Engine {
         park.land_all(&self.pool)?;
         let norm = park.norm_squared().norm();
         let scale = match self.loss_scale {
-            Some(scale) => Some(scale.after(self.step + 1, norm.is_err())?),
+            Some(scale) => Some(scale.after(self.step + 1, self.safe_step(), norm.is_err())?),
             None => None,
         };
         report.grad_norm = match (norm, self.loss_scale) {
             (Ok(norm), current) => norm / current.map_or(1.0, |current| current.scale()),
-            (Err(_), None) => return Err(not_finite("gradient norm", self.step + 1)),
+            (Err(_), None) => return Err(not_finite("gradient norm", self.step + 1, self.safe_step())),
             (Err(_), Some(_)) => {
                 park.clear();
                 report.skipped = true;
@@ -363,7 +376,8 @@ impl Engine {
                 let (runs, kinds, slots) = (&self.runs, &self.kinds, &self.update_slots);
                 let (spec, pool) = (&self.plan.spec, &self.pool);
                 let timeline = self.config.timeline.as_deref();
-                let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline };
+                let saves = self.config.commits_at_saves();
+                let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline, saves };
                 let stalled = updater.run(&self.home, park, |_| ())?;
                 report.state_stall_seconds += stalled.as_secs_f64();
             }
@@ -396,11 +410,18 @@ impl Engine {
         StepArgs { step: self.updates() + 1, lr, grad_scale, weight_decay }
     }
 
+    /// The step that one which fails goes back to.
+    fn safe_step(&self) -> u64 {
+        let committed = self.home.disk().filter(|_| self.config.commits_at_saves());
+        committed.map_or(self.step, |store| store.committed().step)
+    }
+
     /// Gives up a step that failed: its writes are waited for and forgotten. The step is that of the state again.
-    fn abandon(&mut self) {
+    pub(crate) fn abandon(&mut self) {
         if let StateHome::Disk(stored) = &mut self.home {
             stored.store.abandon();
             stored.cache.set_outdated(true);
+            self.unsaved = None;
             self.step = stored.store.committed().step;
         }
         if let Some(park) = &self.park {
@@ -588,7 +609,11 @@ impl<'a> Training<'a> {
         let bytes = self.pass.lane.read(loss)?;
         let sum = f64::from_le_bytes(bytes.try_into().expect("the loss is one f64"));
         let mean = sum / self.loss_terms as f64;
-        if mean.is_finite() || self.may_overflow { Ok(mean) } else { Err(not_finite("loss", self.step)) }
+        if mean.is_finite() || self.may_overflow {
+            Ok(mean)
+        } else {
+            Err(not_finite("loss", self.step, self.safe))
+        }
     }
 }
 
@@ -654,10 +679,10 @@ pub(crate) fn zero_loss() -> HostTensor {
     HostTensor { dtype: DType::F64, dims: vec![1], bytes: vec![0; 8] }
 }
 
-fn not_finite(what: &str, step: u64) -> EngineError {
+/// `safe` is the step that an error goes back to.
+fn not_finite(what: &str, step: u64, safe: u64) -> EngineError {
     EngineError::Diverged(format!(
-        "the {what} of step {step} is not finite; the state is still that of step {}. Lower the learning rate, clip \
-         gradients (--clip 1.0) or look for broken rows in the data",
-        step - 1
+        "the {what} of step {step} is not finite; the state is still that of step {safe}. Lower the learning rate, clip \
+         gradients (--clip 1.0) or look for broken rows in the data"
     ))
 }

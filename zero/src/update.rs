@@ -71,6 +71,8 @@ pub(crate) struct Updater<'a> {
     pub(crate) spec: &'a StoreSpec,
     pub(crate) pool: &'a rayon::ThreadPool,
     pub(crate) timeline: Option<&'a Timeline>,
+    /// State on disk is committed by a save: copies are not written before, and what is not copied may be overwritten.
+    pub(crate) saves: bool,
 }
 
 /// The chunks of an update, in their order.
@@ -108,8 +110,8 @@ impl<'a> Items<'a> {
 struct Chunk {
     group: usize,
     chunk: usize,
-    /// Of every kind; what the update only writes is here from the start.
-    state: Vec<Arriving>,
+    /// Of every kind; what the update only writes is here from the start. `None` for what is neither read nor written.
+    state: Vec<Option<Arriving>>,
     gradient: Arriving,
 }
 
@@ -153,6 +155,10 @@ impl Updater<'_> {
         mut items: Items<'_>,
         done: impl Fn(usize),
     ) -> Result<Duration> {
+        if self.saves {
+            // The last step's chunks are read where they were written.
+            stored.store.settle()?;
+        }
         let mut ahead: VecDeque<Chunk> = VecDeque::new();
         let mut stalled = Duration::ZERO;
         loop {
@@ -176,16 +182,21 @@ impl Updater<'_> {
 
     fn begin(&self, stored: &Stored, park: &GradientPark, group: usize, chunk: usize) -> Result<Chunk> {
         let elements = self.spec.chunk_len(group, chunk);
-        let leases = self.slots.acquire(self.kinds, elements);
-        let mut state = Vec::with_capacity(leases.len());
-        let copies = stored.cache.lock(group);
-        for (index, lease) in leases.into_iter().enumerate() {
-            state.push(if self.kinds.read_by_update[index] && copies[index].is_none() {
-                let key = BlobKey { group, kind: self.kinds.blobs[index].kind };
-                Arriving::Reading(stored.store.read(key, chunk..chunk + 1, Generation::Live, lease)?)
+        let generation = if self.saves { Generation::Settled } else { Generation::Live };
+        let mut state = Vec::with_capacity(self.kinds.blobs.len());
+        let copied: Vec<bool> = stored.cache.lock(group).iter().map(Option::is_some).collect();
+        for (index, (blob, copied)) in self.kinds.blobs.iter().zip(copied).enumerate() {
+            if copied && self.saves {
+                state.push(None);
+                continue;
+            }
+            let lease = self.slots.acquire_one(index, blob.bytes(elements as u64) as usize);
+            state.push(Some(if self.kinds.read_by_update[index] && !copied {
+                let key = BlobKey { group, kind: blob.kind };
+                Arriving::Reading(stored.store.read(key, chunk..chunk + 1, generation, lease)?)
             } else {
                 Arriving::Here(lease)
-            });
+            }));
         }
         Ok(Chunk { group, chunk, state, gradient: parked(park, group, chunk)? })
     }
@@ -194,40 +205,37 @@ impl Updater<'_> {
         let chunk_at = (chunk.group, chunk.chunk);
         let began = Instant::now();
         let mut landed = Vec::with_capacity(chunk.state.len() + 1);
-        for arriving in chunk.state.into_iter().chain([chunk.gradient]) {
-            landed.push(arriving.land()?);
+        for arriving in chunk.state.into_iter().chain([Some(chunk.gradient)]) {
+            landed.push(arriving.map(Arriving::land).transpose()?);
         }
         let stalled = began.elapsed();
         self.note(Resource::UpdateWait, began, &chunk_at);
         let began = Instant::now();
         let elements = self.spec.chunk_len(chunk.group, chunk.chunk);
-        let verified = self.share(elements, landed, Landed::verify);
-        let mut leases = verified.into_iter().collect::<Result<Vec<Lease>>>()?;
-        let gradient = leases.pop().expect("the gradient came last");
+        let verified = self.share(elements, landed, |landed| landed.map(Landed::verify).transpose());
+        let mut leases = verified.into_iter().collect::<Result<Vec<Option<Lease>>>>()?;
+        let gradient = leases.pop().flatten().expect("the gradient came last");
         let mut copies = stored.cache.lock(chunk.group);
         let range = |kind| self.kinds.range(kind, self.spec, chunk.group, chunk.chunk);
-        let slices =
-            leases.iter_mut().zip(&mut *copies).enumerate().map(|(kind, (lease, copy))| match copy {
-                Some(copy) => &mut exclusive(copy)[range(kind)],
-                None => &mut **lease,
-            });
+        let state = leases.iter_mut().zip(&mut *copies).enumerate();
+        let slices = state.map(|(kind, (lease, copy))| match copy {
+            Some(copy) => &mut exclusive(copy)[range(kind)],
+            None => &mut **lease.as_mut().expect("what has no copy was read or will be written"),
+        });
         self.apply(chunk.group, chunk.chunk, park.as_gradient(&gradient), slices)?;
         drop(gradient);
-        let new =
-            |(kind, lease): (usize, Lease)| (lease, copies[kind].as_ref().map(|copy| &copy[range(kind)]));
-        let leases = leases.into_iter().enumerate().map(new).collect();
-        let sealed = self.share(elements, leases, |(mut lease, copy)| {
+        let copy = |kind: usize| copies[kind].as_ref().map(|copy| &copy[range(kind)]);
+        let written =
+            leases.into_iter().enumerate().filter_map(|(kind, lease)| Some((kind, lease?, copy(kind))));
+        let sealed = self.share(elements, written.collect(), |(kind, mut lease, copy)| {
             if let Some(copy) = copy {
                 lease.copy_from_slice(copy);
             }
-            Sealed::new(lease)
+            (kind, Sealed::new(lease))
         });
-        for (blob, sealed) in self.kinds.blobs.iter().zip(sealed) {
-            stored.store.write_sealed(
-                BlobKey { group: chunk.group, kind: blob.kind },
-                chunk.chunk,
-                sealed,
-            )?;
+        for (kind, sealed) in sealed {
+            let key = BlobKey { group: chunk.group, kind: self.kinds.blobs[kind].kind };
+            stored.store.write_sealed(key, chunk.chunk, sealed)?;
         }
         self.note(Resource::Update, began, &chunk_at);
         Ok(stalled)

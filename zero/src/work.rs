@@ -81,7 +81,9 @@ pub(crate) fn step_work(
         let state: u64 = state.map(|(kind, (blob, _))| blob.bytes(elements - copied(kind))).sum();
         work.disk_read_bytes =
             count.weight_bytes(|group| !plan.windows.caching.has(group, kinds.weight, kinds)) + state;
-        work.disk_write_bytes = written_by_update;
+        let saved = |kind| if config.commits_at_saves() { copied(kind) } else { 0 };
+        work.disk_write_bytes =
+            kinds.blobs.iter().enumerate().map(|(kind, blob)| blob.bytes(elements - saved(kind))).sum();
         if plan.windows.gradients_on_disk {
             work.disk_read_bytes += gradients;
             work.disk_write_bytes += gradients;

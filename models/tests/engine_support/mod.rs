@@ -15,8 +15,8 @@ use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateFormat};
 use terrace_tiers::checksum;
 use terrace_zero::{
-    Backend, BatchLimits, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig, WeightReader,
-    WindowOverrides,
+    Backend, BatchLimits, Durability, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig,
+    WeightReader, WindowOverrides,
 };
 
 /// A Llama of some 100k parameters; tied when asked.
@@ -50,6 +50,7 @@ pub struct Setup {
     pub overrides: WindowOverrides,
     pub host_budget: u64,
     pub cache_bytes: u64,
+    pub durability: Durability,
     pub io: Option<Arc<dyn IoEngine>>,
     pub identity: String,
 }
@@ -79,6 +80,7 @@ impl Setup {
             overrides: WindowOverrides::default(),
             host_budget: 1 << 30,
             cache_bytes: 0,
+            durability: Durability::Step,
             io: None,
             identity: "{\"test\":1}".into(),
         }
@@ -104,6 +106,7 @@ impl Setup {
             disk_weights: self.disk_weights.clone(),
             host_budget: self.host_budget,
             cache_bytes: self.cache_bytes,
+            durability: self.durability,
             device_budget: u64::MAX,
             threads: self.threads,
             limits: BatchLimits {

@@ -32,6 +32,7 @@ fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Ve
         disk_weights: None,
         host_budget: 1 << 30,
         cache_bytes: 0,
+        durability: terrace_zero::Durability::Step,
         device_budget: u64::MAX,
         threads: 2,
         limits: BatchLimits {

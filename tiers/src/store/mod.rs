@@ -187,13 +187,13 @@ impl DiskStore {
         lease: Lease,
     ) -> Result<PendingRead, TierError> {
         let versions = match generation {
-            Generation::Live => self.lock(),
+            Generation::Live | Generation::Settled => self.lock(),
             Generation::Next | Generation::Newest => self.fenced(key)?,
         };
         let is_written = |chunk| versions.next.written[self.extents.entry(key, chunk)];
         let generation = match generation {
-            Generation::Newest if chunks.clone().any(is_written) => Generation::Next,
-            Generation::Newest => Generation::Live,
+            Generation::Newest | Generation::Settled if chunks.clone().any(is_written) => Generation::Next,
+            Generation::Newest | Generation::Settled => Generation::Live,
             named => named,
         };
         let generation_index = self.generation_index(&versions, generation);
@@ -255,6 +255,15 @@ impl DiskStore {
         }
     }
 
+    /// Waits for all writes so far, so that [`Generation::Settled`] may read what they wrote.
+    ///
+    /// # Errors
+    /// One of them failed.
+    pub fn settle(&self) -> Result<(), TierError> {
+        let versions = self.finish_writes(self.lock());
+        versions.next.failed.clone().map_or(Ok(()), |error| Err(error.into()))
+    }
+
     /// Makes the next generation the live one, durably. Reads may go on meanwhile.
     ///
     /// # Errors
@@ -264,7 +273,7 @@ impl DiskStore {
     /// # Panics
     /// If a chunk of the next generation was never written.
     pub fn commit(&self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
-        let result = self.settle(step, trainer).and_then(|slot| {
+        let result = self.complete(step, trainer).and_then(|slot| {
             self.extents.volume.sync()?;
             Ok(slot)
         });
@@ -278,7 +287,7 @@ impl DiskStore {
     }
 
     /// Waits for every write and gives the slot that refers to them.
-    fn settle(&self, step: u64, trainer: &[u8]) -> Result<Slot, TierError> {
+    fn complete(&self, step: u64, trainer: &[u8]) -> Result<Slot, TierError> {
         let versions = self.lock();
         self.require_certain(&versions)?;
         let versions = self.finish_writes(versions);

@@ -1,0 +1,199 @@
+//! State on disk that is committed by saves: between them a run may end at any time and goes back to the last one.
+
+#[path = "engine_support/mod.rs"]
+mod support;
+
+use std::sync::Arc;
+use support::{LR, Setup, weights_hash};
+use terrace_aio::IoErrorKind;
+use terrace_aio::engine::{EngineConfig as IoConfig, ThreadsEngine};
+use terrace_aio::layer::{Action, FaultConfig, FaultLayer, StatsLayer};
+use terrace_kernels::DType;
+use terrace_optimizer::{LossScaleConfig, StateFormat};
+use terrace_zero::{Durability, Engine, EngineError, WindowOverrides};
+
+const STEPS: u64 = 6;
+
+fn threads() -> Arc<ThreadsEngine> {
+    Arc::new(ThreadsEngine::new(&IoConfig::default()).expect("threads start"))
+}
+
+fn saved(base: &Setup, disk: std::path::PathBuf, cache_bytes: u64) -> Setup {
+    let overrides = WindowOverrides {
+        weight_slots: Some(1),
+        chunk_elements: Some(1 << 14),
+        update_slots: Some(2),
+        ..base.overrides
+    };
+    Setup {
+        placement: terrace_zero::Placement::Disk,
+        disks: vec![disk],
+        durability: Durability::Checkpoint,
+        cache_bytes,
+        overrides,
+        ..base.clone()
+    }
+}
+
+/// All ways to spread state over disk and memory.
+const CACHES: [u64; 4] = [0, 100_000, 500_000, u64::MAX];
+
+#[test]
+fn a_run_goes_on_from_its_last_save() {
+    let dir = tempfile::tempdir().unwrap();
+    for (clip, state) in
+        [(Some(0.5), StateFormat::Split), (None, StateFormat::Compact), (None, StateFormat::Fp32)]
+    {
+        let base = Setup { clip, state, ..Setup::new(true) };
+        let expected: Vec<u64> = (0..=STEPS).map(|steps| base.run(steps).1).collect();
+        for cache_bytes in CACHES {
+            for save in 0..STEPS {
+                let setup = saved(
+                    &base,
+                    dir.path().join(format!("{clip:?}-{state}-{cache_bytes}-{save}")),
+                    cache_bytes,
+                );
+                let mut engine = setup.create();
+                setup.continue_to(&mut engine, save);
+                engine.save().unwrap();
+                // Once more changes nothing.
+                engine.save().unwrap();
+                setup.continue_to(&mut engine, STEPS - 1);
+                assert_eq!(
+                    weights_hash(&mut engine),
+                    expected[STEPS as usize - 1],
+                    "what is not saved can be looked at"
+                );
+                drop(engine);
+                let mut engine = setup.resume().unwrap();
+                assert_eq!((engine.step(), weights_hash(&mut engine)), (save, expected[save as usize]));
+                setup.continue_to(&mut engine, STEPS);
+                assert_eq!(weights_hash(&mut engine), expected[STEPS as usize], "{cache_bytes}");
+                engine.save().unwrap();
+                drop(engine);
+                // What was saved so can be continued with a commit every step, and the other way round.
+                let other = Setup { durability: Durability::Step, cache_bytes: 0, ..setup };
+                let mut engine = other.resume().unwrap();
+                assert_eq!((engine.step(), weights_hash(&mut engine)), (STEPS, expected[STEPS as usize]));
+            }
+        }
+    }
+}
+
+#[test]
+fn copies_are_written_by_a_save_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    for cache_bytes in CACHES {
+        let stats = Arc::new(StatsLayer::new(threads()));
+        let base = Setup { io: Some(Arc::clone(&stats) as _), ..Setup::new(false) };
+        let setup = saved(&base, dir.path().join(cache_bytes.to_string()), cache_bytes);
+        let mut engine = setup.create();
+        setup.continue_to(&mut engine, 1);
+        // Writes of a step that is not committed may still be under way.
+        let flushed = |engine: &mut Engine| {
+            engine.flush().unwrap();
+            while stats.snapshot().in_flight > 0 {
+                std::thread::yield_now();
+            }
+            stats.snapshot()
+        };
+        let before = flushed(&mut engine);
+        setup.continue_to(&mut engine, 2);
+        let step = flushed(&mut engine).since(&before);
+        let planned = engine.step_work().disk_write_bytes;
+        println!("{cache_bytes}: {} written, {planned} planned", step.write.bytes);
+        assert!(step.write.bytes >= planned && step.write.bytes <= planned * 11 / 10);
+        assert_eq!(step.sync.ops, 0, "a step is not made durable");
+        assert_eq!(cache_bytes == u64::MAX, planned == 0);
+        let before = stats.snapshot();
+        engine.save().unwrap();
+        let save = stats.snapshot().since(&before);
+        assert!(save.write.bytes + step.write.bytes >= 12 * engine.parameters(), "a save writes the rest");
+        assert!(save.sync.ops > 0);
+    }
+}
+
+/// Whatever fails, and when: the engine is at its last save again, and so is the disk.
+#[test]
+fn a_failure_goes_back_to_the_last_save() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = Setup::new(true);
+    let expected: Vec<u64> = (0..=STEPS).map(|steps| base.run(steps).1).collect();
+    let train = |setup: &Setup, engine: &mut Engine| -> terrace_zero::Result<()> {
+        while engine.step() < STEPS {
+            engine.train_step(&setup.batches(engine.step()), LR)?;
+            if engine.step() == 2 {
+                engine.save()?;
+            }
+        }
+        engine.save()
+    };
+    let mut failed = 0;
+    for (action, cache_bytes) in
+        [Action::Read, Action::Write, Action::Sync].into_iter().flat_map(|a| CACHES.map(|c| (a, c)))
+    {
+        for nth in (0..).step_by(13) {
+            let faults = Arc::new(FaultLayer::new(threads(), FaultConfig::default()));
+            let base = Setup { io: Some(Arc::clone(&faults) as _), ..base.clone() };
+            let setup = saved(&base, dir.path().join(format!("{action:?}-{cache_bytes}-{nth}")), cache_bytes);
+            let mut engine = setup.create();
+            faults.fail_nth(action, nth, IoErrorKind::Device);
+            if train(&setup, &mut engine).is_ok() {
+                break;
+            }
+            failed += 1;
+            let step = engine.step();
+            assert!([0, 2].contains(&step), "{action:?} {nth}: {step}");
+            assert_eq!(weights_hash(&mut engine), expected[step as usize], "{action:?} {nth}");
+            drop(engine);
+            let mut engine = setup.resume().unwrap();
+            // Half a commit may have been a whole one.
+            assert!(
+                engine.step() == step || action == Action::Sync,
+                "{action:?} {nth}: {} {step}",
+                engine.step()
+            );
+            train(&setup, &mut engine).unwrap();
+            assert_eq!(weights_hash(&mut engine), expected[STEPS as usize], "{action:?} {nth}");
+        }
+    }
+    assert!(failed > 20, "{failed} runs failed");
+}
+
+#[test]
+fn a_run_that_diverges_says_where_it_goes_back_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let setup = saved(&Setup::new(true), dir.path().join("disk"), 200_000);
+    let mut engine = setup.create();
+    setup.continue_to(&mut engine, 1);
+    engine.save().unwrap();
+    let saved = weights_hash(&mut engine);
+    setup.continue_to(&mut engine, 2);
+    engine.train_step(&setup.batches(2), 1e30).unwrap();
+    let error = engine.train_step(&setup.batches(3), LR).expect_err("such weights give no finite loss");
+    assert!(matches!(error, EngineError::Diverged(_)));
+    let text = error.to_string();
+    assert!(text.contains("step 4 is not finite") && text.contains("still that of step 1"), "{text}");
+    assert_eq!((engine.step(), weights_hash(&mut engine)), (1, saved));
+}
+
+/// Steps that a loss scale skips change no state, but they count.
+#[test]
+fn skipped_steps_are_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let scale = LossScaleConfig { initial_scale_power: 28, hysteresis: 1, ..LossScaleConfig::default() };
+    let base =
+        Setup { dtype: DType::F16, state: StateFormat::Fp32, loss_scale: Some(scale), ..Setup::new(true) };
+    for cache_bytes in CACHES {
+        let setup = saved(&base, dir.path().join(cache_bytes.to_string()), cache_bytes);
+        let mut engine = setup.create();
+        let before = weights_hash(&mut engine);
+        for step in 0..2 {
+            assert!(engine.train_step(&setup.batches(step), LR).unwrap().skipped);
+        }
+        engine.save().unwrap();
+        drop(engine);
+        let mut engine = setup.resume().unwrap();
+        assert_eq!((engine.step(), engine.updates(), weights_hash(&mut engine)), (2, 0, before));
+    }
+}
