@@ -94,16 +94,7 @@ pub fn train(
         duration(loading.elapsed().as_secs_f64()),
     );
     eprintln!("{}", session::describe_plan(engine.memory_plan()));
-    let (keeping, blocks) = engine.kept_blocks();
-    eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
-    if run.durability == DurabilityFlag::Checkpoint
-        && run.offload == Offload::Disk
-        && run.save_every.is_none()
-    {
-        eprintln!(
-            "note: --durability checkpoint without --save-every: a run that is killed has to start over"
-        );
-    }
+    say_how(&run, &engine);
     let floor = floor::of_engine(&engine, &can);
     let mut trainer = Trainer {
         floor,
@@ -133,12 +124,7 @@ pub fn train(
     flushed?;
     trainer.export(&run.output)?;
     traced?;
-    if let Some(text) = trainer.summary.text(&trainer.floor) {
-        eprintln!("{text}");
-    }
-    if let Some(text) = floor::wear(trainer.metrics.disk_write_bytes(), run.endurance) {
-        eprintln!("  {text}");
-    }
+    trainer.say_what_it_took();
     let seconds = began.elapsed().as_secs_f64();
     let last = trainer.finished;
     let state = state_dirs(&run);
@@ -165,6 +151,18 @@ fn say_what(data: &Dataset) {
         count(summary.loss_tokens as f64),
         if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
     );
+}
+
+/// Says what the plan chose.
+fn say_how(run: &TrainConfig, engine: &Engine) {
+    let (keeping, blocks) = engine.kept_blocks();
+    eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
+    let checkpoints = run.durability == DurabilityFlag::Checkpoint && run.offload == Offload::Disk;
+    if checkpoints && run.save_every.is_none() {
+        eprintln!(
+            "note: --durability checkpoint without --save-every: a run that is killed has to start over"
+        );
+    }
 }
 
 /// Says where the results are.
@@ -195,6 +193,15 @@ struct Trainer<'a> {
 }
 
 impl Trainer<'_> {
+    fn say_what_it_took(&self) {
+        if let Some(text) = self.summary.text(&self.floor) {
+            eprintln!("{text}");
+        }
+        if let Some(text) = floor::wear(self.metrics.disk_write_bytes(), self.run.endurance) {
+            eprintln!("  {text}");
+        }
+    }
+
     /// Trains up to `steps`; the user may stop it after any step.
     fn run(
         &mut self,
