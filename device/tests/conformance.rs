@@ -3,6 +3,7 @@
 mod suite;
 
 use terrace_device::host::{HostDevice, POISON};
+use terrace_device::sim::{SimDevice, SimDeviceConfig};
 use terrace_device::{Bytes, BytesMut, Device, StreamKind};
 
 #[test]
@@ -13,6 +14,15 @@ fn host_unified() {
 #[test]
 fn host_discrete() {
     suite::all(&HostDevice::discrete());
+}
+
+#[test]
+fn simulated() {
+    for seed in 0..50 {
+        for early_one_in in [0, 1, 2, 8] {
+            suite::all(&SimDevice::new(SimDeviceConfig { seed, early_one_in, ..SimDeviceConfig::default() }));
+        }
+    }
 }
 
 /// The canary: code that skips the wait must see poison, or discrete mode proves nothing.
