@@ -45,6 +45,8 @@ pub struct Setup {
     pub groups: Vec<GroupRule>,
     pub choice: EngineChoice,
     pub discrete: bool,
+    /// Instead of the CPU, discrete or not.
+    pub device: Option<Arc<dyn Device>>,
     pub threads: usize,
     pub micro_batches: usize,
     pub overrides: WindowOverrides,
@@ -73,6 +75,7 @@ impl Setup {
             groups: Vec::new(),
             choice: EngineChoice::Threads,
             discrete: false,
+            device: None,
             threads: 1,
             micro_batches: 2,
             overrides: WindowOverrides::default(),
@@ -123,8 +126,9 @@ impl Setup {
         if let Some(card) = card::backend(&io) {
             return card;
         }
-        let device: Arc<dyn Device> =
-            Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() });
+        let device = self.device.clone().unwrap_or_else(|| {
+            Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() })
+        });
         let kernel_scratch_bytes = cpu::scratch_bytes(self.threads) as u64;
         Backend { device, kernels: cpu::kernel_set(self.threads), kernel_scratch_bytes, io }
     }
