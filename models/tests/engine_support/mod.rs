@@ -13,10 +13,10 @@ use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, cpu};
 use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateFormat};
-use terrace_tiers::checksum;
+use terrace_tiers::{TierError, checksum};
 use terrace_zero::{
-    Backend, BatchLimits, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig, WeightReader,
-    WindowOverrides,
+    Backend, BatchLimits, Engine, EngineConfig, EngineError, MicroBatch, Placement, TrainingConfig,
+    WeightReader, WindowOverrides,
 };
 
 /// A Llama of some 100k parameters; tied when asked.
@@ -146,6 +146,19 @@ impl Setup {
     pub fn resume(&self) -> terrace_zero::Result<Engine> {
         let blocks = Model::new(self.model.clone()).blocks;
         Engine::resume(self.config(), self.backend(), blocks, &self.sample())
+    }
+
+    /// The same with as little host memory as the plan can do with.
+    #[must_use]
+    pub fn tight(&self) -> Self {
+        let setup = Self { host_budget: 1, ..self.clone() };
+        let blocks = Model::new(self.model.clone()).blocks;
+        match Engine::plan_only(setup.config(), &setup.backend(), blocks, &setup.sample()) {
+            Err(EngineError::Tier(TierError::Plan(refusal))) => {
+                Self { host_budget: refusal.minimum, ..setup }
+            }
+            other => panic!("a budget of one byte is refused: {other:?}"),
+        }
     }
 
     pub fn sample(&self) -> MicroBatch {

@@ -11,7 +11,6 @@ use terrace_aio::engine::SimEngine;
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
 use terrace_device::Device;
 use terrace_device::sim::SimDevice;
-use terrace_models::Model;
 use terrace_tiers::{Tier, TierError};
 use terrace_zero::{Engine, EngineError, Placement, StepReport};
 
@@ -189,7 +188,7 @@ impl Run<'_> {
         setup.io = Some(io);
         setup.device = device.clone().map(|device| device as Arc<dyn Device>);
         if self.life.is_tight {
-            setup.host_budget = smallest_budget(&setup);
+            setup = setup.tight();
         }
         let engine = if stored.is_some() { setup.resume() } else { setup.try_create() };
         let mut engine = match engine {
@@ -324,16 +323,6 @@ fn check_memory(setup: &Setup, engine: &Engine, device: Option<&SimDevice>) {
     );
     let pinned = device.pinned_bytes();
     assert!(pinned <= host, "{pinned} bytes are pinned where {host} are planned");
-}
-
-/// The least memory that the plan can do with.
-fn smallest_budget(setup: &Setup) -> u64 {
-    let setup = Setup { host_budget: 1, ..setup.clone() };
-    let blocks = Model::new(setup.model.clone()).blocks;
-    match Engine::plan_only(setup.config(), &setup.backend(), blocks, &setup.sample()) {
-        Err(EngineError::Tier(TierError::Plan(refusal))) => refusal.minimum,
-        other => panic!("a budget of one byte is refused: {other:?}"),
-    }
 }
 
 /// Ends an engine as a panic does, which leaves its deferred update undone.
