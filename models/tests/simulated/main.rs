@@ -38,7 +38,7 @@ const SEEDS: u64 = 300;
 /// Seeds within which a canary must be found.
 const CANARY_SEEDS: u64 = 100;
 /// Far more than a seed takes on a busy machine.
-const HANG: Duration = Duration::from_secs(120);
+const HANG: Duration = Duration::from_secs(60);
 
 /// Runs a seed on a thread of its own, so that neither a hang nor a panic goes unnoticed; what went wrong, in words.
 fn live_through(seed: u64, broken: Broken) -> Result<Events, String> {

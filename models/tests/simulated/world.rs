@@ -137,21 +137,52 @@ pub enum Lie {
 #[derive(Debug)]
 pub struct Liar {
     lie: Lie,
-    dice: Mutex<Dice>,
-    /// What was said to be done.
-    in_flight: Mutex<Vec<Ticket>>,
     upstream: Arc<dyn IoEngine>,
+    state: Mutex<LiarState>,
+}
+
+#[derive(Debug)]
+struct LiarState {
+    dice: Dice,
+    /// Writes that were said to be done, and how many requests begin before they do.
+    held: Vec<(u64, Request)>,
+    /// Those that have begun. Dropping a ticket waits for it.
+    begun: Vec<Ticket>,
 }
 
 impl Liar {
     const ONE_IN: u64 = 32;
+    const HELD_MAX: u64 = 32;
 
     pub fn new(upstream: Arc<dyn IoEngine>, lie: Lie, seed: u64) -> Self {
-        Self { lie, dice: Mutex::new(Dice::new(seed)), in_flight: Mutex::default(), upstream }
+        let state = LiarState { dice: Dice::new(seed), held: Vec::new(), begun: Vec::new() };
+        Self { lie, upstream, state: Mutex::new(state) }
     }
 
-    fn lies(&self) -> bool {
-        self.dice.lock().unwrap_or_else(PoisonError::into_inner).one_in(Self::ONE_IN)
+    /// What to tell about a request without its being done, if anything.
+    fn tells(&self, request: &Request) -> bool {
+        let mut guard = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = &mut *guard;
+        state.held.iter_mut().for_each(|(left, _)| *left = left.saturating_sub(1));
+        while let Some(due) = state.held.iter().position(|(left, _)| *left == 0) {
+            state.begun.push(self.upstream.submit(state.held.swap_remove(due).1));
+        }
+        let is_meant = match self.lie {
+            Lie::WriteInFlight | Lie::WriteLost => request.kind == OpKind::Write,
+            Lie::ReadInFlight => request.kind == OpKind::Read,
+            Lie::SyncLost => false,
+        };
+        if !is_meant || !state.dice.one_in(Self::ONE_IN) {
+            return false;
+        }
+        if self.lie == Lie::WriteInFlight {
+            let mut buf = IoBuf::zeroed(request.buf.len());
+            buf.copy_from_slice(&request.buf);
+            let late = Request { kind: request.kind, buf, segments: request.segments.clone() };
+            let left = 1 + state.dice.below(Self::HELD_MAX);
+            state.held.push((left, late));
+        }
+        true
     }
 }
 
@@ -159,22 +190,10 @@ impl IoEngine for Liar {
     pass_files_on!(upstream);
 
     fn submit(&self, request: Request) -> Ticket {
-        let is_told = match self.lie {
-            Lie::WriteInFlight | Lie::WriteLost => request.kind == OpKind::Write,
-            Lie::ReadInFlight => request.kind == OpKind::Read,
-            Lie::SyncLost => false,
-        };
-        if !is_told || !self.lies() {
-            return self.upstream.submit(request);
+        if self.tells(&request) {
+            return Ticket::ready(Ok(request.buf));
         }
-        if self.lie == Lie::WriteInFlight {
-            let mut copy = IoBuf::zeroed(request.buf.len());
-            copy.copy_from_slice(&request.buf);
-            let late = Request { kind: request.kind, buf: copy, segments: request.segments };
-            let ticket = self.upstream.submit(late);
-            self.in_flight.lock().unwrap_or_else(PoisonError::into_inner).push(ticket);
-        }
-        Ticket::ready(Ok(request.buf))
+        self.upstream.submit(request)
     }
 
     fn sync(&self, file: FileId) -> Ticket {
