@@ -45,7 +45,7 @@ pub struct Setup {
     pub groups: Vec<GroupRule>,
     pub choice: EngineChoice,
     pub discrete: bool,
-    /// Instead of the CPU, discrete or not.
+    /// Instead of the CPU, discrete or not, and of a card.
     pub device: Option<Arc<dyn Device>>,
     pub threads: usize,
     pub micro_batches: usize,
@@ -123,7 +123,9 @@ impl Setup {
             open_default(&IoConfig { choice: self.choice, ..IoConfig::default() })
                 .expect("the disk engine starts")
         });
-        if let Some(card) = card::backend(&io) {
+        if self.device.is_none()
+            && let Some(card) = card::backend(&io)
+        {
             return card;
         }
         let device = self.device.clone().unwrap_or_else(|| {

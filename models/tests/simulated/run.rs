@@ -9,8 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use terrace_aio::IoEngine;
 use terrace_aio::engine::SimEngine;
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
-use terrace_device::Device;
-use terrace_device::sim::SimDevice;
+use terrace_device::sim::{SimDevice, SimDeviceConfig};
 use terrace_tiers::{Tier, TierError};
 use terrace_zero::{Engine, EngineError, Placement, StepReport};
 
@@ -159,8 +158,8 @@ fn find(setting: &Setting, disk: &Arc<SimEngine>, ended: &Ended, events: &mut Ev
     let io: Arc<dyn IoEngine> = Arc::new(World::new(disk, Mood::Eager, 0));
     match Engine::stored(&io, &setting.disks) {
         Ok(state) => {
-            let possible = ended.known.unwrap_or(0)..=ended.possible.unwrap_or(0);
-            assert!(possible.contains(&state.step), "found step {}, expected {ended:?}", state.step);
+            let is_possible = [ended.known, ended.possible].contains(&Some(state.step));
+            assert!(is_possible, "found step {}, expected {ended:?}", state.step);
             events.untold += u64::from(Some(state.step) != ended.known);
             Some(state.step)
         }
@@ -183,10 +182,14 @@ struct Run<'a> {
 
 impl Run<'_> {
     fn live(mut self, io: Arc<dyn IoEngine>, stored: Option<u64>) -> Ended {
-        let device = self.life.device(self.broken.lost_wait_one_in);
+        let lost_wait_one_in = self.broken.lost_wait_one_in;
+        let card =
+            self.life.card.map(|config| SimDevice::new(SimDeviceConfig { lost_wait_one_in, ..config }));
         let mut setup = self.setting.setup(self.life);
         setup.io = Some(io);
-        setup.device = device.clone().map(|device| device as Arc<dyn Device>);
+        if let Some(card) = &card {
+            setup.device = Some(Arc::new(card.clone()));
+        }
         if self.life.is_tight {
             setup = setup.tight();
         }
@@ -199,7 +202,7 @@ impl Run<'_> {
         assert_eq!(engine.step(), stored.unwrap_or(0), "the step of a new engine");
         self.events.resumes += u64::from(stored.is_some());
         let ended = self.train(&setup, &mut engine, stored);
-        check_memory(&setup, &engine, device.as_deref());
+        check_memory(&setup, &engine, card.as_ref());
         match self.life.trouble {
             Trouble::Stop { is_lost: true, .. } => lose(engine),
             _ => drop(engine),
@@ -214,12 +217,12 @@ impl Run<'_> {
         loop {
             let step = engine.step();
             if let Err(error) = self.after_step(setup, engine, &mut saved) {
-                // A save is that of the step it was called after. What is on disk is committed, or was about to be.
-                let is_told = self.is_told();
-                let known = if on_disk { Some(engine.step()) } else { saved };
-                let next = if on_disk { engine.step() + 1 } else { step };
-                let possible = if is_told { known } else { Some(next) };
-                return Ended { known, possible, error: Some(error) };
+                if on_disk {
+                    return self.failed(engine, error);
+                }
+                // A save is that of the step it was called after.
+                let possible = if self.is_told() { saved } else { Some(step) };
+                return Ended { known: saved, possible, error: Some(error) };
             }
             if let Trouble::Stop { step: stop, is_lost } = self.life.trouble
                 && step >= stop
@@ -241,11 +244,7 @@ impl Run<'_> {
                     assert_eq!(numbers(&report), expected, "loss and norm of step {}", step + 1);
                     self.events.steps += 1;
                 }
-                Err(error) if on_disk => {
-                    let known = engine.step();
-                    let possible = if self.is_told() { known } else { known + 1 };
-                    return Ended { known: Some(known), possible: Some(possible), error: Some(error) };
-                }
+                Err(error) if on_disk => return self.failed(engine, error),
                 Err(error) => return Ended { known: saved, possible: saved, error: Some(error) },
             }
         }
@@ -259,15 +258,18 @@ impl Run<'_> {
                 self.check_weights(engine);
                 Ended { known: Some(STEPS), possible: Some(STEPS), error: None }
             }
-            Err(error) => {
-                let known = engine.step();
-                let possible = if self.is_told() { known } else { known + 1 };
-                Ended { known: Some(known), possible: Some(possible), error: Some(error) }
-            }
+            Err(error) => self.failed(engine, error),
         }
     }
 
-    /// Whether a commit that fails is certain not to have happened.
+    /// State on disk after an error: what the engine says was committed, or the commit that was under way.
+    fn failed(&self, engine: &Engine, error: EngineError) -> Ended {
+        let known = engine.step();
+        let possible = if self.is_told() { known } else { known + 1 };
+        Ended { known: Some(known), possible: Some(possible), error: Some(error) }
+    }
+
+    /// Whether a commit that failed is certain not to have happened.
     fn is_told(&self) -> bool {
         matches!(self.life.trouble, Trouble::Fail { action: Action::Read | Action::Write, .. })
     }
@@ -310,18 +312,18 @@ impl Run<'_> {
 }
 
 /// Compares what was allocated and used with what was planned.
-fn check_memory(setup: &Setup, engine: &Engine, device: Option<&SimDevice>) {
+fn check_memory(setup: &Setup, engine: &Engine, card: Option<&SimDevice>) {
     let plan = engine.memory_plan();
     let host = plan.total(Tier::Host);
     assert!(host <= setup.host_budget, "{host} bytes are planned in {}", setup.host_budget);
-    let Some(device) = device else { return };
-    let (bytes, peak) = device.arena_bytes();
+    let Some(card) = card else { return };
+    let (bytes, peak) = card.arena_bytes();
     let planned = plan.total(Tier::Device);
     assert!(
         peak <= bytes && bytes <= planned,
         "{peak} of {bytes} bytes are used where {planned} are planned"
     );
-    let pinned = device.pinned_bytes();
+    let pinned = card.pinned_bytes();
     assert!(pinned <= host, "{pinned} bytes are pinned where {host} are planned");
 }
 

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use terrace_aio::IoErrorKind;
 use terrace_aio::engine::SimConfig;
 use terrace_aio::layer::Action;
+use terrace_device::host::HostDevice;
 use terrace_device::sim::SimDeviceConfig;
 use terrace_kernels::DType;
 use terrace_models::ModelConfig;
@@ -108,6 +109,8 @@ impl Training {
     /// The training in memory, one thing after the other: what everything is compared with.
     pub fn plain(self) -> Setup {
         let mut setup = Setup::new(self.tied);
+        // Whatever card this machine has.
+        setup.device = Some(Arc::new(HostDevice::unified()));
         let overrides =
             WindowOverrides { kept_blocks: Some(0), overlap: Some(false), ..WindowOverrides::default() };
         setup.model = tiny_llama(self.tied);
@@ -247,12 +250,4 @@ fn tiny_llama(tied: bool) -> ModelConfig {
         "tie_word_embeddings":{tied}}}"#
     ))
     .expect("a valid configuration")
-}
-
-impl Life {
-    /// The card of this life.
-    pub fn device(&self, lost_wait_one_in: u32) -> Option<Arc<terrace_device::sim::SimDevice>> {
-        let config = SimDeviceConfig { lost_wait_one_in, ..self.card? };
-        Some(Arc::new(terrace_device::sim::SimDevice::new(config)))
-    }
 }
