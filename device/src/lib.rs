@@ -12,6 +12,7 @@ mod device;
 mod error;
 pub mod host;
 mod pinned;
+pub mod sim;
 mod transfer;
 
 pub use arena::{Arena, Keep, Region};

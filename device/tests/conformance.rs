@@ -2,7 +2,9 @@
 
 mod suite;
 
+use std::collections::BTreeSet;
 use terrace_device::host::{HostDevice, POISON};
+use terrace_device::sim::{SimDevice, SimDeviceConfig};
 use terrace_device::{Bytes, BytesMut, Device, StreamKind};
 
 #[test]
@@ -13,6 +15,15 @@ fn host_unified() {
 #[test]
 fn host_discrete() {
     suite::all(&HostDevice::discrete());
+}
+
+#[test]
+fn simulated() {
+    for seed in 0..50 {
+        for early_one_in in [0, 1, 2, 8] {
+            suite::all(&SimDevice::new(SimDeviceConfig { seed, early_one_in, ..SimDeviceConfig::default() }));
+        }
+    }
 }
 
 /// The canary: code that skips the wait must see poison, or discrete mode proves nothing.
@@ -29,6 +40,30 @@ fn a_missing_wait_reads_poison() {
     assert!(dst.iter().all(|&b| b == POISON));
     event.synchronize().unwrap();
     assert_eq!(dst, src);
+}
+
+/// A copy of a simulated card runs early under some seeds and late under others, so that either mistake is seen; and a wait that
+/// is forgotten leaves poison.
+#[test]
+fn a_simulated_copy_runs_at_any_legal_point() {
+    let outcome = |seed, lost_wait_one_in| {
+        let device = SimDevice::new(SimDeviceConfig { seed, early_one_in: 2, lost_wait_one_in });
+        let up = device.stream(StreamKind::Upload).unwrap();
+        let compute = device.stream(StreamKind::Compute).unwrap();
+        let mut src = vec![7u8; 64];
+        let mut dst = vec![0u8; 64];
+        // SAFETY: both vectors outlive the event, which is waited for below; what lies between is the point of the test.
+        unsafe { up.copy(Bytes::from_host(&src), BytesMut::from_host(&mut dst)).unwrap() };
+        let event = up.record().unwrap();
+        src.fill(8);
+        compute.wait(&*event).unwrap();
+        let found = dst[0];
+        event.synchronize().unwrap();
+        found
+    };
+    let outcomes = |lost| (0..40).map(|seed| outcome(seed, lost)).collect::<BTreeSet<_>>();
+    assert_eq!(outcomes(0), BTreeSet::from([7, 8]));
+    assert_eq!(outcomes(1), BTreeSet::from([7, POISON]));
 }
 
 #[test]

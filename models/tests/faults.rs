@@ -177,6 +177,20 @@ fn failing_requests_on_a_discrete_device() {
     fail_across(&Setup { overrides: tiny_windows(), discrete: true, clip: None, ..base }, 3, 29);
 }
 
+/// An update that fails leaves gradients parked; backward needs their memory, and there is no more than that of one group.
+#[test]
+fn failing_requests_with_as_little_memory_as_can_be() {
+    let overrides = WindowOverrides {
+        weight_slots: Some(1),
+        chunk_elements: Some(1 << 14),
+        update_slots: Some(1),
+        gradients_on_disk: Some(false),
+        ..WindowOverrides::default()
+    };
+    let base = Setup { clip: None, overrides, ..Setup::on_disk(true, vec!["one".into()]) };
+    fail_across(&base.tight(), 1, 3);
+}
+
 /// Ends an engine as a panic does, which leaves its deferred update undone.
 fn lose(engine: Engine) {
     let panic = std::panic::catch_unwind(AssertUnwindSafe(|| {
@@ -314,6 +328,7 @@ fn a_failed_save_can_be_tried_again() {
                     failed
                 }
             });
+            let setup = Setup { io: Some(healthy()), ..setup };
             let mut engine = setup.resume().unwrap_or_else(|e| panic!("{action:?} {nth}: {e}"));
             assert_eq!(engine.step(), STEPS - 1, "{action:?} {nth}");
             setup.continue_to(&mut engine, STEPS);

@@ -343,6 +343,42 @@ fn a_failed_commit_is_not_built_upon() {
     assert!(failed_syncs > 0 && refused > 0, "{failed_syncs} syncs failed, {refused} steps were refused");
 }
 
+/// A process ends between the write of a slot and its sync, or because of that sync. The next one sees the slot and goes on from
+/// it, over the generation that the older slot refers to, until the power fails.
+#[test]
+fn a_commit_that_was_found_is_durable_before_it_is_built_upon() {
+    let layout = Layout::small();
+    let mut built_upon = 0;
+    for seed in 500..506 {
+        for nth in 0.. {
+            let disk = layout.disk(seed);
+            let faults = Arc::new(FaultLayer::new(Arc::clone(&disk) as _, FaultConfig::default()));
+            faults.fail_nth(Action::Sync, nth, IoErrorKind::Device);
+            let (mut progress, _) = layout.run(&(Arc::clone(&faults) as _));
+            let engine = bare(Arc::clone(&disk));
+            match DiskStore::open(&engine, &layout.dirs) {
+                Ok(mut store) => {
+                    let found = store.committed().step;
+                    built_upon += u32::from(Some(found) != progress.returned);
+                    progress = Progress { returned: Some(found), called: Some(found) };
+                    disk.power_cut_after((seed * 13 + nth * 5) % 40);
+                    let _ = layout.step(&mut store, found + 1, &mut progress);
+                }
+                Err(TierError::NoState { .. }) if progress.returned.is_none() => {}
+                Err(error) => panic!("seed {seed}, sync {nth} failed, {progress:?}: {error}"),
+            }
+            let survivor: Arc<dyn IoEngine> = Arc::new(disk.crash(seed + nth));
+            layout
+                .examine(&survivor, progress)
+                .unwrap_or_else(|what| panic!("seed {seed}, sync {nth} failed, {progress:?}: {what}"));
+            if faults.injected() == 0 {
+                break;
+            }
+        }
+    }
+    assert!(built_upon > 0, "some commits were found that nobody was told of");
+}
+
 /// An engine whose sync of some files returns at once and does nothing.
 #[derive(Debug)]
 struct LyingSync {

@@ -176,10 +176,10 @@ impl Engine {
         Ok(engine)
     }
 
-    /// What state the directories hold.
+    /// What state the directories hold. What it says is durable.
     ///
     /// # Errors
-    /// There is none, it is in use, or it is damaged.
+    /// There is none, it is in use, it is damaged, or it cannot be written.
     pub fn stored(io: &Arc<dyn IoEngine>, disks: &[PathBuf]) -> Result<StoredState> {
         let store = DiskStore::open(io, disks)?;
         Ok(StoredState { step: store.committed().step, identity: store.spec().identity.clone() })

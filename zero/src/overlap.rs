@@ -153,11 +153,12 @@ pub(crate) fn follow<'scope, 'a>(
     groups: Receiver<usize>,
 ) -> Result<ScopedJoinHandle<'scope, Result>> {
     let run = move || {
-        let spec = updater.spec;
-        let result = updater.stream(stored, park, Items::of_channel(spec, groups.clone()), |_| ());
+        let mut items = Items::of_channel(updater.spec, groups);
+        let result = updater.stream(stored, park, &mut items, |_| ());
         if result.is_err() {
-            // Whoever parks the rest of the gradient needs the memory of what is parked.
-            groups.into_iter().for_each(|group| park.forget(group));
+            // Whoever parks the rest of the gradient needs the memory of what is parked, chunks that the update had not come to
+            // included.
+            items.all_groups().for_each(|group| park.forget(group));
         }
         result.map(drop)
     };

@@ -538,8 +538,8 @@ impl<'a> Training<'a> {
                 match update {
                     Update::Later => {}
                     Update::Here(updater, stored) => {
-                        let items = Items::of_groups(updater.spec, block..block + 1);
-                        waited.0 += updater.stream(stored, self.park, items, |_| ())?;
+                        let mut items = Items::of_groups(updater.spec, block..block + 1);
+                        waited.0 += updater.stream(stored, self.park, &mut items, |_| ())?;
                     }
                     // Whether it can still be heard of is found out when its thread is waited for.
                     Update::There(groups) => drop(groups.send(block)),

@@ -81,18 +81,20 @@ pub(crate) struct Items<'a> {
     queue: VecDeque<(usize, usize)>,
     /// Groups that are still to be heard of.
     more: Option<Receiver<usize>>,
+    /// Those that were.
+    heard: Vec<usize>,
 }
 
 impl<'a> Items<'a> {
     /// The chunks of these groups.
     pub(crate) fn of_groups(spec: &'a StoreSpec, groups: impl Iterator<Item = usize>) -> Self {
         let queue = groups.flat_map(|g| (0..spec.chunks(g)).map(move |c| (g, c))).collect();
-        Self { spec, queue, more: None }
+        Self { spec, queue, more: None, heard: Vec::new() }
     }
 
     /// The chunks of groups as they come.
     pub(crate) fn of_channel(spec: &'a StoreSpec, groups: Receiver<usize>) -> Self {
-        Self { spec, queue: VecDeque::new(), more: Some(groups) }
+        Self { spec, queue: VecDeque::new(), more: Some(groups), heard: Vec::new() }
     }
 
     /// The next chunk; waits for it only if `wait` says so. `None` if there is none, or none yet.
@@ -101,8 +103,14 @@ impl<'a> Items<'a> {
             let groups = self.more.as_ref()?;
             let group = if wait { groups.recv().ok()? } else { groups.try_recv().ok()? };
             self.queue.extend((0..self.spec.chunks(group)).map(|chunk| (group, chunk)));
+            self.heard.push(group);
         }
         self.queue.pop_front()
+    }
+
+    /// All groups that came and will come, until nobody can tell of any more.
+    pub(crate) fn all_groups(self) -> impl Iterator<Item = usize> + use<> {
+        self.heard.into_iter().chain(self.more.into_iter().flatten())
     }
 }
 
@@ -142,7 +150,9 @@ impl Updater<'_> {
                 }
                 Ok(Duration::ZERO)
             }
-            StateHome::Disk(stored) => self.stream(stored, park, Items::of_groups(self.spec, groups), done),
+            StateHome::Disk(stored) => {
+                self.stream(stored, park, &mut Items::of_groups(self.spec, groups), done)
+            }
         }
     }
 
@@ -152,7 +162,7 @@ impl Updater<'_> {
         &self,
         stored: &Stored,
         park: &GradientPark,
-        mut items: Items<'_>,
+        items: &mut Items<'_>,
         done: impl Fn(usize),
     ) -> Result<Duration> {
         if self.saves {

@@ -156,9 +156,15 @@ impl SimEngine {
         self.shared.lock().disk.paths()
     }
 
+    /// Performs the operation that is due first; `false` if none waits. A thread that calls it now and then makes this a disk
+    /// that works while nobody waits for it, as programs expect whose threads wait for more than tickets.
+    pub fn step(&self) -> bool {
+        self.shared.advance()
+    }
+
     /// Performs every operation that waits.
     pub fn run_until_idle(&self) {
-        while self.shared.advance() {}
+        while self.step() {}
     }
 
     fn start(&self, admit: impl FnOnce(&mut World, crate::Completer) -> Vec<Finished>) -> Ticket {

@@ -13,10 +13,10 @@ use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, cpu};
 use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateFormat};
-use terrace_tiers::checksum;
+use terrace_tiers::{TierError, checksum};
 use terrace_zero::{
-    Backend, BatchLimits, Durability, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig,
-    WeightReader, WindowOverrides,
+    Backend, BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, Placement,
+    TrainingConfig, WeightReader, WindowOverrides,
 };
 
 /// A Llama of some 100k parameters; tied when asked.
@@ -45,6 +45,8 @@ pub struct Setup {
     pub groups: Vec<GroupRule>,
     pub choice: EngineChoice,
     pub discrete: bool,
+    /// Instead of the CPU, discrete or not, and of a card.
+    pub device: Option<Arc<dyn Device>>,
     pub threads: usize,
     pub micro_batches: usize,
     pub overrides: WindowOverrides,
@@ -75,6 +77,7 @@ impl Setup {
             groups: Vec::new(),
             choice: EngineChoice::Threads,
             discrete: false,
+            device: None,
             threads: 1,
             micro_batches: 2,
             overrides: WindowOverrides::default(),
@@ -126,11 +129,14 @@ impl Setup {
             open_default(&IoConfig { choice: self.choice, ..IoConfig::default() })
                 .expect("the disk engine starts")
         });
-        if let Some(card) = card::backend(&io) {
+        if self.device.is_none()
+            && let Some(card) = card::backend(&io)
+        {
             return card;
         }
-        let device: Arc<dyn Device> =
-            Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() });
+        let device = self.device.clone().unwrap_or_else(|| {
+            Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() })
+        });
         let kernel_scratch_bytes = cpu::scratch_bytes(self.threads) as u64;
         Backend { device, kernels: cpu::kernel_set(self.threads), kernel_scratch_bytes, io }
     }
@@ -148,6 +154,19 @@ impl Setup {
     pub fn resume(&self) -> terrace_zero::Result<Engine> {
         let blocks = Model::new(self.model.clone()).blocks;
         Engine::resume(self.config(), self.backend(), blocks, &self.sample())
+    }
+
+    /// The same with as little host memory as the plan can do with.
+    #[must_use]
+    pub fn tight(&self) -> Self {
+        let setup = Self { host_budget: 1, ..self.clone() };
+        let blocks = Model::new(self.model.clone()).blocks;
+        match Engine::plan_only(setup.config(), &setup.backend(), blocks, &setup.sample()) {
+            Err(EngineError::Tier(TierError::Plan(refusal))) => {
+                Self { host_budget: refusal.minimum, ..setup }
+            }
+            other => panic!("a budget of one byte is refused: {other:?}"),
+        }
     }
 
     pub fn sample(&self) -> MicroBatch {

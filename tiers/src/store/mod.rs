@@ -11,6 +11,8 @@
 //!   wait until no read holds one, and learn whether its write failed.
 //! - *write after commit* (the new step overwrites the generation that the manifest in flight refers to): `commit` returns
 //!   only when the slot is durable. Nobody writes during a commit: whoever writes a step commits it.
+//! - *write after a commit that was cut off* (its process ended between the write of the slot and the sync, and the next one goes
+//!   on from the slot it sees, over the generation that the durable slot refers to): opening makes the slot it found durable.
 //! - *write after a failed commit* (a slot whose sync failed may be durable all the same, and refers to the generation that a
 //!   retry would overwrite): from then on the store refuses writes, until it is opened again.
 
@@ -126,10 +128,11 @@ impl DiskStore {
         })
     }
 
-    /// Opens a store at its last committed step. The directories share the state as they did when it was made.
+    /// Opens a store at its last committed step, and makes sure that this step is durable. The directories share the state as
+    /// they did when it was made.
     ///
     /// # Errors
-    /// There is none, it is in use, or it is damaged.
+    /// There is none, it is in use, it is damaged, or it cannot be written.
     pub fn open(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<Self, TierError> {
         if World::of(&**engine) == World::Real && !dirs[0].is_dir() {
             return Err(TierError::NoState {
@@ -146,6 +149,9 @@ impl DiskStore {
         };
         let volume =
             Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id, OpenMode::ReadWrite)?;
+        // Hazard (write after a commit that was cut off). A sync alone would do, had none failed before. The bytes are those that
+        // are there, so that a power cut in the middle changes nothing.
+        manifest.write(&slot)?;
         Ok(Self {
             versions: Mutex::new(Versions::of(slot)),
             released: Condvar::new(),

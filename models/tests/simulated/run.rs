@@ -1,0 +1,337 @@
+//! Lives through a setting and checks, all the way, what must hold.
+
+use crate::setting::{Life, STEPS, Setting, Training, Trouble};
+use crate::support::{LR, Setup, weights_hash};
+use crate::world::{Liar, Lie, Mood, World};
+use std::collections::HashMap;
+use std::panic::AssertUnwindSafe;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use terrace_aio::IoEngine;
+use terrace_aio::engine::SimEngine;
+use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
+use terrace_device::sim::{SimDevice, SimDeviceConfig};
+use terrace_tiers::{Tier, TierError};
+use terrace_zero::{Engine, EngineError, Placement, StepReport};
+
+/// What is broken on purpose.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Broken {
+    /// What the disk engine says that is not so.
+    pub lie: Option<Lie>,
+    /// Streams forget one wait in this many.
+    pub lost_wait_one_in: u32,
+}
+
+/// What came about in a seed.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Events {
+    /// Requests that failed.
+    pub faults: u64,
+    /// Power cuts before the run was over.
+    pub cuts: u64,
+    /// Of the two, those that left no state.
+    pub beginnings: u64,
+    /// Times that state was taken up again.
+    pub resumes: u64,
+    /// Times that it was newer than anybody had been told.
+    pub untold: u64,
+    /// Steps trained.
+    pub steps: u64,
+}
+
+/// What a training gives, whatever is done to it.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Expected {
+    /// Loss, norm and whether it was skipped, for every step.
+    pub steps: Vec<(u64, u64, bool)>,
+    /// The loss of the same batch before the first step and after every one.
+    evaluated: Vec<u64>,
+    /// Of all weights, before the first step and after every one.
+    hashes: Vec<u64>,
+}
+
+/// How a life ended.
+#[derive(Debug)]
+struct Ended {
+    /// The last step that is known to be on disk.
+    known: Option<u64>,
+    /// The last step that may be.
+    possible: Option<u64>,
+    error: Option<EngineError>,
+}
+
+impl Expected {
+    /// What the plain run of a training gives.
+    pub fn of(training: Training) -> Arc<Self> {
+        type Results = HashMap<Training, Arc<OnceLock<Arc<Expected>>>>;
+        static KNOWN: OnceLock<Mutex<Results>> = OnceLock::new();
+        let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        let place = Arc::clone(known.entry(training).or_default());
+        drop(known);
+        Arc::clone(place.get_or_init(|| Arc::new(Self::compute(&training.plain()))))
+    }
+
+    fn compute(setup: &Setup) -> Self {
+        let mut engine = setup.create();
+        let mut expected = Self { steps: Vec::new(), evaluated: Vec::new(), hashes: Vec::new() };
+        loop {
+            let batch = &setup.batches(0)[0];
+            let evaluation = engine.evaluate(batch).unwrap_or_else(|e| panic!("evaluating plainly: {e}"));
+            expected.evaluated.push(evaluation.loss_sum.to_bits());
+            expected.hashes.push(weights_hash(&mut engine));
+            if engine.step() == STEPS {
+                return expected;
+            }
+            let report = engine.train_step(&setup.batches(engine.step()), LR);
+            expected.steps.push(numbers(&report.unwrap_or_else(|e| panic!("training plainly: {e}"))));
+        }
+    }
+}
+
+fn numbers(report: &StepReport) -> (u64, u64, bool) {
+    (report.loss.to_bits(), report.grad_norm.to_bits(), report.skipped)
+}
+
+/// Lives through all of it.
+///
+/// # Panics
+/// If anything is not as it must be.
+pub fn run(setting: &Setting, broken: Broken) -> Events {
+    let expected = Expected::of(setting.training);
+    let mut events = Events::default();
+    let mut disk = Arc::new(SimEngine::new(setting.disk.clone()));
+    let mut stored = None;
+    for (number, life) in setting.lives.iter().enumerate() {
+        let world = Arc::new(World::new(&disk, life.mood, setting.seed ^ number as u64));
+        let io: Arc<dyn IoEngine> = match broken.lie {
+            Some(lie) => Arc::new(Liar::new(world, lie, setting.seed)),
+            None => world,
+        };
+        let faults = Arc::new(FaultLayer::new(io, FaultConfig::default()));
+        match life.trouble {
+            Trouble::Fail { action, nth, kind } => faults.fail_nth(action, nth, kind),
+            Trouble::Cut { after, .. } => disk.power_cut_after(after),
+            Trouble::None | Trouble::Stop { .. } => {}
+        }
+        let ended = Run { setting, life, expected: &expected, broken, events: &mut events }
+            .live(Arc::clone(&faults) as _, stored);
+        check_error(life.trouble, &ended, &disk, faults.injected());
+        events.faults += faults.injected();
+        // Whatever still happens on this disk happens now.
+        drop(faults);
+        if let Trouble::Cut { image, .. } = life.trouble {
+            events.cuts += u64::from(disk.is_cut());
+            disk = Arc::new(disk.crash(image));
+        }
+        if number + 1 < setting.lives.len() {
+            stored = find(setting, &disk, &ended, &mut events);
+        }
+    }
+    events
+}
+
+/// Says what is wrong with the error that a life ended with, if any.
+fn check_error(trouble: Trouble, ended: &Ended, disk: &SimEngine, injected: u64) {
+    let text = ended.error.as_ref().map(ToString::to_string);
+    let is_due = match trouble {
+        Trouble::None | Trouble::Stop { .. } => false,
+        Trouble::Fail { .. } => injected > 0,
+        Trouble::Cut { .. } => disk.is_cut(),
+    };
+    let Some(text) = text else {
+        // A cut can come when all is done, between the last commit and the end.
+        assert!(!is_due || matches!(trouble, Trouble::Cut { .. }), "nobody noticed that a request failed");
+        return;
+    };
+    assert!(is_due, "an error without a cause: {text}");
+    let reason = match trouble {
+        Trouble::Fail { kind: terrace_aio::IoErrorKind::NoSpace, .. } => "No space left",
+        Trouble::Fail { .. } => "Input/output error",
+        _ => "the simulated power is gone",
+    };
+    assert!(text.contains(reason), "the error says what happened: {text}");
+    assert!(text.contains("/sim/disk") && text.contains(".bin"), "the error names the file: {text}");
+}
+
+/// The step that is on the disk; what a life left there must be whole.
+fn find(setting: &Setting, disk: &Arc<SimEngine>, ended: &Ended, events: &mut Events) -> Option<u64> {
+    let io: Arc<dyn IoEngine> = Arc::new(World::new(disk, Mood::Eager, 0));
+    match Engine::stored(&io, &setting.disks) {
+        Ok(state) => {
+            let is_possible = [ended.known, ended.possible].contains(&Some(state.step));
+            assert!(is_possible, "found step {}, expected {ended:?}", state.step);
+            events.untold += u64::from(Some(state.step) != ended.known);
+            Some(state.step)
+        }
+        Err(EngineError::Tier(TierError::NoState { .. })) if ended.known.is_none() => {
+            events.beginnings += u64::from(ended.error.is_some());
+            None
+        }
+        Err(error) => panic!("the state cannot be opened, {ended:?}: {error}"),
+    }
+}
+
+/// One life.
+struct Run<'a> {
+    setting: &'a Setting,
+    life: &'a Life,
+    expected: &'a Expected,
+    broken: Broken,
+    events: &'a mut Events,
+}
+
+impl Run<'_> {
+    fn live(mut self, io: Arc<dyn IoEngine>, stored: Option<u64>) -> Ended {
+        let lost_wait_one_in = self.broken.lost_wait_one_in;
+        let card =
+            self.life.card.map(|config| SimDevice::new(SimDeviceConfig { lost_wait_one_in, ..config }));
+        let mut setup = self.setting.setup(self.life);
+        setup.io = Some(io);
+        if let Some(card) = &card {
+            setup.device = Some(Arc::new(card.clone()));
+        }
+        if self.life.is_tight {
+            setup = setup.tight();
+        }
+        let engine = if stored.is_some() { setup.resume() } else { setup.try_create() };
+        let mut engine = match engine {
+            Ok(engine) => engine,
+            // A creation may have committed the first step without having learned of it.
+            Err(error) => return Ended { known: stored, possible: stored.or(Some(0)), error: Some(error) },
+        };
+        assert_eq!(engine.step(), stored.unwrap_or(0), "the step of a new engine");
+        self.events.resumes += u64::from(stored.is_some());
+        let ended = self.train(&setup, &mut engine, stored);
+        check_memory(&setup, &engine, card.as_ref());
+        match self.life.trouble {
+            Trouble::Stop { is_lost: true, .. } => lose(engine),
+            _ => drop(engine),
+        }
+        ended
+    }
+
+    /// Trains until the end or the trouble.
+    fn train(&mut self, setup: &Setup, engine: &mut Engine, stored: Option<u64>) -> Ended {
+        let on_disk = setup.placement == Placement::Disk;
+        let mut saved = if on_disk { Some(engine.step()) } else { stored };
+        loop {
+            let step = engine.step();
+            if let Err(error) = self.after_step(setup, engine, &mut saved) {
+                if on_disk {
+                    return self.failed(engine, error);
+                }
+                // A save is that of the step it was called after.
+                let possible = if self.is_told() { saved } else { Some(step) };
+                return Ended { known: saved, possible, error: Some(error) };
+            }
+            if let Trouble::Stop { step: stop, is_lost } = self.life.trouble
+                && step >= stop
+            {
+                // An engine that ends well does what is left of the last step; one that is lost does not.
+                let known = match is_lost {
+                    true if on_disk => Some(step.saturating_sub(1).max(stored.unwrap_or(0))),
+                    false if on_disk => Some(step),
+                    _ => saved,
+                };
+                return Ended { known, possible: if on_disk { Some(step) } else { saved }, error: None };
+            }
+            if step == STEPS {
+                break;
+            }
+            match engine.train_step(&setup.batches(step), LR) {
+                Ok(report) => {
+                    let expected = self.expected.steps[step as usize];
+                    assert_eq!(numbers(&report), expected, "loss and norm of step {}", step + 1);
+                    self.events.steps += 1;
+                }
+                Err(error) if on_disk => return self.failed(engine, error),
+                Err(error) => return Ended { known: saved, possible: saved, error: Some(error) },
+            }
+        }
+        let ended = Ended { known: saved, possible: saved, error: None };
+        if !on_disk {
+            self.check_weights(engine);
+            return ended;
+        }
+        match engine.flush() {
+            Ok(()) => {
+                self.check_weights(engine);
+                Ended { known: Some(STEPS), possible: Some(STEPS), error: None }
+            }
+            Err(error) => self.failed(engine, error),
+        }
+    }
+
+    /// State on disk after an error: what the engine says was committed, or the commit that was under way.
+    fn failed(&self, engine: &Engine, error: EngineError) -> Ended {
+        let known = engine.step();
+        let possible = if self.is_told() { known } else { known + 1 };
+        Ended { known: Some(known), possible: Some(possible), error: Some(error) }
+    }
+
+    /// Whether a commit that failed is certain not to have happened.
+    fn is_told(&self) -> bool {
+        matches!(self.life.trouble, Trouble::Fail { action: Action::Read | Action::Write, .. })
+    }
+
+    /// Saves and evaluates, as the setting says.
+    fn after_step(
+        &self,
+        setup: &Setup,
+        engine: &mut Engine,
+        saved: &mut Option<u64>,
+    ) -> Result<(), EngineError> {
+        let step = engine.step();
+        if self.life.evaluates[step as usize] {
+            let evaluation = engine.evaluate(&setup.batches(0)[0])?;
+            let expected = self.expected.evaluated[step as usize];
+            assert_eq!(
+                evaluation.loss_sum.to_bits(),
+                expected,
+                "the loss of an evaluation after step {step}"
+            );
+        }
+        if self.life.saves[step as usize] {
+            engine.save()?;
+            *saved = Some(step);
+        }
+        Ok(())
+    }
+
+    /// Compares all weights, where reading them cannot fail.
+    fn check_weights(&self, engine: &mut Engine) {
+        let is_calm = matches!(self.life.trouble, Trouble::None | Trouble::Stop { .. });
+        if is_calm || self.life.placement != Placement::Disk {
+            assert_eq!(
+                weights_hash(engine),
+                self.expected.hashes[STEPS as usize],
+                "the weights of the last step"
+            );
+        }
+    }
+}
+
+/// Compares what was allocated and used with what was planned.
+fn check_memory(setup: &Setup, engine: &Engine, card: Option<&SimDevice>) {
+    let plan = engine.memory_plan();
+    let host = plan.total(Tier::Host);
+    assert!(host <= setup.host_budget, "{host} bytes are planned in {}", setup.host_budget);
+    let Some(card) = card else { return };
+    let (bytes, peak) = card.arena_bytes();
+    let planned = plan.total(Tier::Device);
+    assert!(
+        peak <= bytes && bytes <= planned,
+        "{peak} of {bytes} bytes are used where {planned} are planned"
+    );
+    let pinned = card.pinned_bytes();
+    assert!(pinned <= host, "{pinned} bytes are pinned where {host} are planned");
+}
+
+/// Ends an engine as a panic does, which leaves its deferred update undone.
+fn lose(engine: Engine) {
+    let panic = std::panic::catch_unwind(AssertUnwindSafe(|| {
+        let _engine = engine;
+        std::panic::resume_unwind(Box::new("lost"));
+    }));
+    assert!(panic.is_err());
+}

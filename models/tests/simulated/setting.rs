@@ -1,0 +1,253 @@
+//! What a seed stands for: a training, and the lives it is cut into, each with a way to run and with some trouble.
+
+use crate::dice::Dice;
+use crate::support::Setup;
+use crate::world::Mood;
+use std::path::PathBuf;
+use std::sync::Arc;
+use terrace_aio::IoErrorKind;
+use terrace_aio::engine::SimConfig;
+use terrace_aio::layer::Action;
+use terrace_device::host::HostDevice;
+use terrace_device::sim::SimDeviceConfig;
+use terrace_kernels::DType;
+use terrace_models::ModelConfig;
+use terrace_optimizer::{GroupRule, LossScaleConfig, StateFormat};
+use terrace_zero::{Placement, WindowOverrides};
+
+/// Steps of every training.
+pub const STEPS: u64 = 4;
+
+/// Blocks that may keep: the decoder layers.
+const LAYERS: usize = 2;
+
+/// All that numbers may depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Training {
+    pub tied: bool,
+    pub clips: bool,
+    pub format: Format,
+    pub micro_batches: usize,
+    /// Some parameters are not trained.
+    pub freezes: bool,
+}
+
+/// Types of weights and state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Format {
+    Split,
+    Compact,
+    F32,
+    /// With a loss scale, from which the first steps overflow.
+    F16,
+}
+
+/// What a seed stands for.
+#[derive(Debug, Clone)]
+pub struct Setting {
+    pub seed: u64,
+    pub training: Training,
+    pub disks: Vec<PathBuf>,
+    /// How the directories share the state, if not equally.
+    pub disk_weights: Option<Vec<f64>>,
+    pub disk: SimConfig,
+    /// One process after the other. The last one has no trouble.
+    pub lives: Vec<Life>,
+}
+
+/// One process.
+#[derive(Debug, Clone)]
+pub struct Life {
+    pub placement: Placement,
+    /// A card of its own, or the CPU.
+    pub card: Option<SimDeviceConfig>,
+    pub threads: usize,
+    pub overrides: WindowOverrides,
+    /// As little memory as the plan can do with.
+    pub is_tight: bool,
+    pub mood: Mood,
+    pub trouble: Trouble,
+    /// State that is not on disk is saved after these steps.
+    pub saves: [bool; STEPS as usize + 1],
+    /// Evaluated after these steps, which needs all updates done.
+    pub evaluates: [bool; STEPS as usize + 1],
+}
+
+/// What ends a process before its time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trouble {
+    None,
+    /// It ends after a step, well or as a panic ends it.
+    Stop {
+        step: u64,
+        is_lost: bool,
+    },
+    /// A request fails.
+    Fail {
+        action: Action,
+        nth: u64,
+        kind: IoErrorKind,
+    },
+    /// The power goes, and the disk comes up as `image` says.
+    Cut {
+        after: u64,
+        image: u64,
+    },
+}
+
+impl Training {
+    fn of(dice: &mut Dice) -> Self {
+        Self {
+            tied: dice.one_in(2),
+            clips: dice.one_in(2),
+            format: dice.pick(&[Format::Split, Format::Split, Format::Compact, Format::F32, Format::F16]),
+            micro_batches: dice.pick(&[1, 2, 2, 3]),
+            freezes: dice.one_in(4),
+        }
+    }
+
+    /// The training in memory, one thing after the other: what everything is compared with.
+    pub fn plain(self) -> Setup {
+        let mut setup = Setup::new(self.tied);
+        // Whatever card this machine has.
+        setup.device = Some(Arc::new(HostDevice::unified()));
+        let overrides =
+            WindowOverrides { kept_blocks: Some(0), overlap: Some(false), ..WindowOverrides::default() };
+        setup.model = tiny_llama(self.tied);
+        setup.micro_batches = self.micro_batches;
+        setup.clip = setup.clip.filter(|_| self.clips);
+        setup.overrides = overrides;
+        (setup.dtype, setup.state) = match self.format {
+            Format::Split => (DType::BF16, StateFormat::Split),
+            Format::Compact => (DType::BF16, StateFormat::Compact),
+            Format::F32 => (DType::F32, StateFormat::Fp32),
+            Format::F16 => (DType::F16, StateFormat::Fp32),
+        };
+        if self.format == Format::F16 {
+            setup.loss_scale = Some(LossScaleConfig {
+                initial_scale_power: 21,
+                hysteresis: 1,
+                loss_scale_window: 1,
+                ..LossScaleConfig::default()
+            });
+        }
+        if self.freezes {
+            setup.groups = vec![
+                GroupRule::new("*.1.self_attn.k_proj*").frozen(),
+                GroupRule::new("*norm*").weight_decay(0.0),
+            ];
+        }
+        setup
+    }
+}
+
+impl Setting {
+    pub fn of(seed: u64) -> Self {
+        let mut dice = Dice::new(seed);
+        let dice = &mut dice;
+        let training = Training::of(dice);
+        let disks: Vec<_> =
+            (0..dice.pick(&[1, 1, 2, 3])).map(|i| PathBuf::from(format!("/sim/disk{i}"))).collect();
+        let disk_weights =
+            (disks.len() > 1 && dice.one_in(2)).then(|| (0..disks.len()).map(|i| 1.0 + i as f64).collect());
+        let disk = SimConfig {
+            seed: dice.next(),
+            block_bytes: dice.pick(&[16 << 10, 64 << 10, 256 << 10]),
+            queue_depth: dice.pick(&[1, 2, 4, 32, 128]),
+            transfer_bytes_max: dice.pick(&[8 << 10, 100_000, usize::MAX, usize::MAX]),
+            short_one_in: dice.pick(&[0, 4, 16]),
+            interrupt_one_in: dice.pick(&[0, 8, 32]),
+            delay_ticks_max: dice.pick(&[0, 3, 16, 200]),
+            sector_bytes: dice.pick(&[1, 512, 4096]),
+            ..SimConfig::default()
+        };
+        // The cut into chunks is that of the first life. Plans that are as tight as can be are made for a cut that is known.
+        let chunk_elements = dice.pick(&[None, Some(1 << 14), Some(1 << 14), Some(1 << 15)]);
+        let troubles = dice.pick(&[0, 1, 1, 1, 2, 3]);
+        let lives = (0..=troubles).map(|i| Life::of(dice, chunk_elements, i < troubles)).collect();
+        Self { seed, training, disks, disk_weights, disk, lives }
+    }
+
+    /// How a life is run, but for the engines.
+    pub fn setup(&self, life: &Life) -> Setup {
+        Setup {
+            placement: life.placement,
+            disks: self.disks.clone(),
+            disk_weights: self.disk_weights.clone(),
+            threads: life.threads,
+            overrides: life.overrides,
+            ..self.training.plain()
+        }
+    }
+}
+
+impl Life {
+    fn of(dice: &mut Dice, chunk_elements: Option<usize>, is_troubled: bool) -> Self {
+        use Placement::{Disk, Host, None as Here};
+        let placement = dice.pick(&[Disk, Disk, Disk, Disk, Host, Here]);
+        let on_disk = placement == Disk;
+        let card = dice.one_in(2).then(|| SimDeviceConfig {
+            seed: dice.next(),
+            early_one_in: dice.pick(&[0, 2, 2, 6]),
+            lost_wait_one_in: 0,
+        });
+        let overrides = WindowOverrides {
+            weight_slots: dice.perhaps(&[1, 1, 2, 3]),
+            chunk_elements,
+            update_slots: dice.perhaps(&[1, 2, 2, 3]),
+            gradients_on_disk: dice.perhaps(&[true, false]).filter(|_| on_disk),
+            activations_on_disk: dice.perhaps(&[true, false]).filter(|_| on_disk),
+            signals_stay: dice.perhaps(&[true, false]),
+            kept_blocks: dice.perhaps(&[0, 1, LAYERS]),
+            overlap: dice.perhaps(&[true, true, false]),
+        };
+        Self {
+            placement,
+            card,
+            threads: dice.pick(&[1, 1, 2]),
+            overrides,
+            is_tight: chunk_elements.is_some() && dice.one_in(4),
+            mood: dice.pick(&[Mood::Eager, Mood::Yielding, Mood::Sleepy, Mood::Lazy]),
+            trouble: if is_troubled { Trouble::of(dice) } else { Trouble::None },
+            saves: std::array::from_fn(|_| dice.one_in(2)),
+            evaluates: std::array::from_fn(|_| dice.one_in(8)),
+        }
+    }
+}
+
+impl Trouble {
+    fn of(dice: &mut Dice) -> Self {
+        match dice.below(8) {
+            0 => Self::Stop { step: dice.below(STEPS + 1), is_lost: dice.one_in(2) },
+            1..=3 => {
+                let (action, kind) = dice.pick(&[
+                    (Action::Read, IoErrorKind::Device),
+                    (Action::Read, IoErrorKind::Device),
+                    (Action::Write, IoErrorKind::Device),
+                    (Action::Write, IoErrorKind::NoSpace),
+                    (Action::Sync, IoErrorKind::Device),
+                ]);
+                let nth = if action == Action::Sync { dice.below(16) } else { early(dice, 256) };
+                Self::Fail { action, nth, kind }
+            }
+            _ => Self::Cut { after: early(dice, 1024), image: dice.next() },
+        }
+    }
+}
+
+/// A number below `bound`, mostly far below: how many requests there will be differs from one setting to the next.
+fn early(dice: &mut Dice, bound: u64) -> u64 {
+    let bound = bound >> dice.below(6);
+    dice.below(bound)
+}
+
+/// A Llama that costs next to nothing, but for embeddings of more than one chunk.
+fn tiny_llama(tied: bool) -> ModelConfig {
+    ModelConfig::parse(&format!(
+        r#"{{"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":533,"hidden_size":32,
+        "intermediate_size":48,"num_hidden_layers":{LAYERS},"num_attention_heads":2,"num_key_value_heads":1,
+        "max_position_embeddings":64,"rms_norm_eps":1e-5,"rope_theta":10000.0,"hidden_act":"silu",
+        "tie_word_embeddings":{tied}}}"#
+    ))
+    .expect("a valid configuration")
+}
