@@ -11,7 +11,7 @@ use terrace_aio::engine::SimEngine;
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
 use terrace_device::sim::{SimDevice, SimDeviceConfig};
 use terrace_tiers::{Tier, TierError};
-use terrace_zero::{Engine, EngineError, Placement, StepReport};
+use terrace_zero::{Durability, Engine, EngineError, Placement, StepReport};
 
 /// What is broken on purpose.
 #[derive(Debug, Clone, Copy, Default)]
@@ -213,12 +213,14 @@ impl Run<'_> {
     /// Trains until the end or the trouble.
     fn train(&mut self, setup: &Setup, engine: &mut Engine, stored: Option<u64>) -> Ended {
         let on_disk = setup.placement == Placement::Disk;
+        let waits_for_saves = setup.durability == Durability::Checkpoint;
         let mut saved = if on_disk { Some(engine.step()) } else { stored };
         loop {
             let step = engine.step();
             if let Err(error) = self.after_step(setup, engine, &mut saved) {
                 if on_disk {
-                    return self.failed(engine, error);
+                    let under_way = if waits_for_saves { step } else { engine.step() + 1 };
+                    return self.failed(engine, error, under_way);
                 }
                 // A save is that of the step it was called after.
                 let possible = if self.is_told() { saved } else { Some(step) };
@@ -229,11 +231,16 @@ impl Run<'_> {
             {
                 // An engine that ends well does what is left of the last step; one that is lost does not.
                 let known = match is_lost {
+                    _ if waits_for_saves => saved,
                     true if on_disk => Some(step.saturating_sub(1).max(stored.unwrap_or(0))),
                     false if on_disk => Some(step),
                     _ => saved,
                 };
-                return Ended { known, possible: if on_disk { Some(step) } else { saved }, error: None };
+                return Ended {
+                    known,
+                    possible: if on_disk && !waits_for_saves { Some(step) } else { saved },
+                    error: None,
+                };
             }
             if step == STEPS {
                 break;
@@ -244,7 +251,10 @@ impl Run<'_> {
                     assert_eq!(numbers(&report), expected, "loss and norm of step {}", step + 1);
                     self.events.steps += 1;
                 }
-                Err(error) if on_disk => return self.failed(engine, error),
+                Err(error) if on_disk => {
+                    let under_way = engine.step() + u64::from(!waits_for_saves);
+                    return self.failed(engine, error, under_way);
+                }
                 Err(error) => return Ended { known: saved, possible: saved, error: Some(error) },
             }
         }
@@ -253,19 +263,23 @@ impl Run<'_> {
             self.check_weights(engine);
             return ended;
         }
-        match engine.flush() {
+        // Where steps do not wait for it, a save is a flush.
+        match engine.save() {
             Ok(()) => {
                 self.check_weights(engine);
                 Ended { known: Some(STEPS), possible: Some(STEPS), error: None }
             }
-            Err(error) => self.failed(engine, error),
+            Err(error) => {
+                let under_way = if waits_for_saves { STEPS } else { engine.step() + 1 };
+                self.failed(engine, error, under_way)
+            }
         }
     }
 
     /// State on disk after an error: what the engine says was committed, or the commit that was under way.
-    fn failed(&self, engine: &Engine, error: EngineError) -> Ended {
+    fn failed(&self, engine: &Engine, error: EngineError, under_way: u64) -> Ended {
         let known = engine.step();
-        let possible = if self.is_told() { known } else { known + 1 };
+        let possible = if self.is_told() { known } else { under_way };
         Ended { known: Some(known), possible: Some(possible), error: Some(error) }
     }
 

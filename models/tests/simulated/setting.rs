@@ -13,7 +13,7 @@ use terrace_device::sim::SimDeviceConfig;
 use terrace_kernels::DType;
 use terrace_models::ModelConfig;
 use terrace_optimizer::{GroupRule, LossScaleConfig, StateFormat};
-use terrace_zero::{Placement, WindowOverrides};
+use terrace_zero::{Durability, Placement, WindowOverrides};
 
 /// Steps of every training.
 pub const STEPS: u64 = 4;
@@ -63,11 +63,14 @@ pub struct Life {
     pub card: Option<SimDeviceConfig>,
     pub threads: usize,
     pub overrides: WindowOverrides,
+    /// Most memory for copies of state on disk.
+    pub cache_bytes: u64,
+    pub durability: Durability,
     /// As little memory as the plan can do with.
     pub is_tight: bool,
     pub mood: Mood,
     pub trouble: Trouble,
-    /// State that is not on disk is saved after these steps.
+    /// State that is not on disk, or waits for it, is saved after these steps.
     pub saves: [bool; STEPS as usize + 1],
     /// Evaluated after these steps, which needs all updates done.
     pub evaluates: [bool; STEPS as usize + 1],
@@ -176,6 +179,8 @@ impl Setting {
             disk_weights: self.disk_weights.clone(),
             threads: life.threads,
             overrides: life.overrides,
+            cache_bytes: life.cache_bytes,
+            durability: life.durability,
             ..self.training.plain()
         }
     }
@@ -206,6 +211,9 @@ impl Life {
             card,
             threads: dice.pick(&[1, 1, 2]),
             overrides,
+            // Of some 50 thousand parameters.
+            cache_bytes: dice.pick(&[0, 0, 20_000, 80_000, 200_000, u64::MAX]),
+            durability: dice.pick(&[Durability::Step, Durability::Step, Durability::Checkpoint]),
             is_tight: chunk_elements.is_some() && dice.one_in(4),
             mood: dice.pick(&[Mood::Eager, Mood::Yielding, Mood::Sleepy, Mood::Lazy]),
             trouble: if is_troubled { Trouble::of(dice) } else { Trouble::None },
