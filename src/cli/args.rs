@@ -47,7 +47,7 @@ pub enum Command {
 }
 
 /// `terrace finetune`.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub struct FinetuneArgs {
     /// Hugging Face model folder (config.json, safetensors, tokenizer.json)
     #[arg(long, value_name = "DIR")]
@@ -130,8 +130,16 @@ pub struct FinetuneArgs {
     #[arg(long, value_name = "FORMAT", help_heading = "Memory")]
     pub state: Option<StateFormat>,
     /// Which blocks keep what they computed from forward to backward instead of computing it again: as many as fit, all, or none
-    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Memory")]
-    pub activations: Activations,
+    /// [default: auto]
+    #[arg(long, value_name = "HOW", help_heading = "Memory")]
+    pub activations: Option<Activations>,
+    /// Run exactly this plan, written by `terrace plan --save` or --save-plan: its windows, and its settings where no flag says
+    /// the same
+    #[arg(long, value_name = "FILE", help_heading = "Memory")]
+    pub plan: Option<PathBuf>,
+    /// Write the plan of this run, for --plan
+    #[arg(long, value_name = "FILE", help_heading = "Memory")]
+    pub save_plan: Option<PathBuf>,
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
@@ -474,6 +482,9 @@ pub struct PlanArgs {
         help_heading = "A machine that is not here"
     )]
     pub disk_write: Option<ByteSize>,
+    /// Write the plan, for `terrace finetune --plan`
+    #[arg(long, value_name = "FILE")]
+    pub save: Option<PathBuf>,
     /// Print one JSON document to stdout
     #[arg(long)]
     pub json: bool,
@@ -518,7 +529,7 @@ pub enum OptimizerName {
 }
 
 /// Formats of optimizer state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StateFormat {
     /// fp32 master, fp32 moments (14 bytes per parameter).
@@ -546,7 +557,7 @@ pub enum Activations {
 }
 
 /// The slowest tier in use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Offload {
     /// Everything stays where it computes.
@@ -615,14 +626,15 @@ mod tests {
             --grad-accum 4 --seq-len 128 --learning-rate 3e-4 --weight-decay 0.1 --betas 0.9,0.95 --eps 1e-6 --clip 0 \
             --warmup-steps 10 --scheduler cosine --dtype fp32 --state compact --offload host --disk a --disk b \
             --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 --save-total-limit 2 \
-            --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 --activations keep \
+            --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 --activations keep --plan p.json --save-plan q.json \
             --tensorboard runs --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --no-overlap --threads 3";
         let cli = parse(line).unwrap();
         assert_eq!(cli.threads, NonZeroUsize::new(3));
         let Command::Finetune(args) = cli.command else { panic!("another command") };
         assert_eq!(args.betas, Some(Betas(0.9, 0.95)));
         assert_eq!((args.no_decay.len(), args.param_group.len()), (2, 1));
-        assert_eq!(args.activations, Activations::Keep);
+        assert_eq!(args.activations, Some(Activations::Keep));
+        assert_eq!(args.plan, Some(PathBuf::from("p.json")));
         assert_eq!(args.placement.disk.len(), 2);
         assert_eq!(args.placement.device, DeviceName::Cuda(1));
         assert_eq!(args.placement.host_memory, Some(ByteSize(24 << 30)));

@@ -2,6 +2,9 @@
 
 use super::args::{Dtype, Offload, PlacementArgs, PlanArgs, StateFormat as StateFlag};
 use super::floor::time;
+use super::pinned::{
+    self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
+};
 use super::session::{self, Session};
 use super::{print_json, print_text};
 use crate::error::CliError;
@@ -84,6 +87,9 @@ pub fn plan(args: &PlanArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
         Ok(planned) => planned,
         Err(error) => return Err(with_alternatives(error, &choices)),
     };
+    if let Some(path) = &args.save {
+        planning.file(&planned, state).write("--save", path)?;
+    }
     if args.json {
         return print_json(&planning.document(&planned, &choices));
     }
@@ -296,7 +302,6 @@ impl<'a> Planning<'a> {
     }
 
     fn document(&self, planned: &Planned, choices: &[(Choice, Result<Planned, EngineError>)]) -> Value {
-        let (outlook, m) = (&planned.outlook, &self.model);
         let best = fastest(choices);
         let rows = choices.iter().enumerate().map(|(index, (choice, planned))| match planned {
             Ok(planned) => {
@@ -310,25 +315,37 @@ impl<'a> Planning<'a> {
                 row
             }
         });
-        let terms = outlook.memory.entries().iter().map(|term| {
-            json!({
-                "tier": tier_name(term.tier),
-                "purpose": term.purpose,
-                "count": term.count,
-                "unit_bytes": term.unit_bytes,
-                "bytes": term.bytes(),
-            })
-        });
         json!({
-            "model": {
-                "parameters": outlook.parameters, "layers": m.layers, "hidden": m.hidden, "feed_forward": m.feed_forward,
-                "heads": m.heads, "kv_heads": m.kv_heads, "vocab": m.vocab,
-            },
+            "model": ModelShape::of(&self.model),
             "seq_len": self.length,
             "plan": planned.figures(),
-            "memory": terms.collect::<Vec<_>>(),
+            "memory": Term::all(&planned.outlook.memory),
             "choices": rows.collect::<Vec<_>>(),
         })
+    }
+
+    /// What `--save` writes.
+    fn file(&self, planned: &Planned, state: StateFlag) -> PlanFile {
+        let (choice, outlook) = (planned.choice, &planned.outlook);
+        let unified = self.backend.device.unified();
+        PlanFile {
+            version: pinned::VERSION,
+            model: ModelShape::of(&self.model),
+            run: Settings {
+                batch_size: choice.batch as u64,
+                grad_accum: choice.accum as u64,
+                seq_len: self.length,
+                dtype: self.args.dtype,
+                state,
+                offload: choice.offload,
+                device_memory: if unified { DeviceMemory::Host } else { DeviceMemory::Own },
+            },
+            budget: Budget::new(self.host_budget, self.device_budget),
+            windows: Windows::new(outlook.windows, outlook.keepers),
+            bytes: Totals::new(&outlook.memory),
+            memory: Term::all(&outlook.memory),
+            step: Step::new(&outlook.work, &planned.floor),
+        }
     }
 }
 
@@ -353,28 +370,19 @@ impl Planned {
         let (work, memory) = (&self.outlook.work, &self.outlook.memory);
         let mut row = self.choice.json();
         let seconds = self.seconds();
-        let floor: serde_json::Map<String, Value> =
-            self.floor.seconds.iter().map(|(name, seconds)| ((*name).to_owned(), json!(seconds))).collect();
+        let step = json!(Step::new(work, &self.floor));
         let more = json!({
             "host_bytes": memory.total(Tier::Host),
             "device_bytes": memory.total(Tier::Device),
             "disk_bytes": memory.total(Tier::Disk),
-            "operations": work.operations,
-            "tokens": work.tokens,
-            "disk_read_bytes": work.disk_read_bytes,
-            "disk_write_bytes": work.disk_write_bytes,
-            "upload_bytes": work.upload_bytes,
-            "download_bytes": work.download_bytes,
-            "memory_bytes": work.memory_bytes,
-            "seconds": floor,
-            "step_seconds": seconds,
-            "bound_by": self.floor.bound().map(|(name, _)| name),
             "tokens_per_second": seconds.map(|seconds| work.tokens as f64 / seconds),
             "steps_until_1200_tb": (work.disk_write_bytes > 0).then(|| self.endurance()),
             "tokens_that_hide_the_disk": self.tokens_that_hide_the_disk(),
         });
-        if let (Some(row), Value::Object(more)) = (row.as_object_mut(), more) {
-            row.extend(more);
+        for part in [step, more] {
+            if let (Some(row), Value::Object(part)) = (row.as_object_mut(), part) {
+                row.extend(part);
+            }
         }
         row
     }
@@ -487,14 +495,6 @@ fn format(state: StateFlag) -> StateFormat {
         StateFlag::Split => StateFormat::Split,
         StateFlag::Bf16 => StateFormat::Bf16,
         StateFlag::Compact => StateFormat::Compact,
-    }
-}
-
-fn tier_name(tier: Tier) -> &'static str {
-    match tier {
-        Tier::Device => "device",
-        Tier::Host => "host",
-        Tier::Disk => "disk",
     }
 }
 

@@ -74,6 +74,9 @@ pub struct WindowOverrides {
     pub chunk_elements: Option<usize>,
     /// Chunks of optimizer state in memory.
     pub update_slots: Option<usize>,
+    /// Groups whose gradients have room in host memory at once where the update follows backward: two, so that one can be
+    /// updated while the next is in backward, or one. Elsewhere all have.
+    pub gradient_groups: Option<usize>,
     /// Park gradients on disk.
     pub gradients_on_disk: Option<bool>,
     /// Spill activations to disk.
@@ -179,7 +182,8 @@ impl EngineConfig {
 
     /// Refuses windows with which no step can work. The gradient's norm is summed in blocks that no chunk may cut.
     pub(crate) fn check_overrides(&self) -> Result {
-        let WindowOverrides { weight_slots, chunk_elements, update_slots, .. } = self.overrides;
+        let WindowOverrides { weight_slots, chunk_elements, update_slots, gradient_groups, .. } =
+            self.overrides;
         let unit = if self.training.is_some() { NORM_BLOCK } else { PARAM_ALIGN };
         if let Some(elements) = chunk_elements
             && (elements == 0 || !elements.is_multiple_of(unit))
@@ -190,7 +194,11 @@ impl EngineConfig {
                  example {nearest}"
             )));
         }
-        for (name, slots) in [("weight_slots", weight_slots), ("update_slots", update_slots)] {
+        for (name, slots) in [
+            ("weight_slots", weight_slots),
+            ("update_slots", update_slots),
+            ("gradient_groups", gradient_groups),
+        ] {
             if slots == Some(0) {
                 return Err(EngineError::Config(format!(
                     "WindowOverrides::{name} is 0 and must be at least 1"

@@ -14,7 +14,8 @@ use crate::state::{StateHome, StateKinds, needs_disk};
 use crate::update::UpdateSlots;
 use crate::work::{StepWork, step_work};
 use crate::{
-    Backend, Block, EngineConfig, EngineError, MicroBatch, Placement, Result, WeightSource, checkpoint,
+    Backend, Block, EngineConfig, EngineError, MicroBatch, Placement, Result, WeightSource, WindowOverrides,
+    checkpoint,
 };
 use std::fmt;
 use std::path::PathBuf;
@@ -78,6 +79,10 @@ pub struct Outlook {
     pub work: StepWork,
     /// One line that says which windows the planner chose.
     pub summary: String,
+    /// The windows: given as overrides, they leave the planner no choice but this plan.
+    pub windows: WindowOverrides,
+    /// Blocks that could keep intermediates for backward.
+    pub keepers: usize,
     /// Number of parameters, shared ones counted once.
     pub parameters: u64,
 }
@@ -201,7 +206,8 @@ impl Engine {
         let unified = backend.device.unified();
         let work = step_work(&config, &network, &kinds, &plan, Some(sample), unified);
         let (summary, parameters) = (plan.summary(), network.parameters());
-        Ok(Outlook { memory: plan.memory, work, summary, parameters })
+        let (windows, keepers) = (plan.overrides(&config), plan.windows.keeping.of);
+        Ok(Outlook { memory: plan.memory, work, summary, windows, keepers, parameters })
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
@@ -294,6 +300,11 @@ impl Engine {
     /// One line that says which windows the planner chose.
     pub fn plan_summary(&self) -> String {
         self.plan.summary()
+    }
+
+    /// The windows of the plan: given as overrides, they leave the planner no choice but this one.
+    pub fn windows(&self) -> WindowOverrides {
+        self.plan.overrides(&self.config)
     }
 
     /// Number of blocks that keep intermediates from forward to backward, and of those that could; the rest recomputes them.

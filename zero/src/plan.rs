@@ -24,7 +24,7 @@ use crate::gradients::STAGING_SLOTS;
 use crate::kept::Keeping;
 use crate::network::Network;
 use crate::state::{StateKinds, store_spec};
-use crate::{Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result};
+use crate::{Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result, WindowOverrides};
 use std::cell::RefCell;
 use terrace_tiers::{
     ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
@@ -41,12 +41,14 @@ const KEEPING_TRIES: usize = 8;
 /// The windows that a plan settled on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Windows {
+    pub(crate) weight_slots: usize,
     pub(crate) chunk_elements: usize,
     /// Elements of the longest chunk there is: no group may fill a chunk.
     pub(crate) slot_elements: usize,
     pub(crate) classes: Vec<SlotClass>,
     pub(crate) update_slots: usize,
     pub(crate) gradient_chunks: usize,
+    pub(crate) gradient_groups: usize,
     pub(crate) gradients_on_disk: bool,
     pub(crate) activations_on_disk: bool,
     pub(crate) signals_stay: bool,
@@ -74,8 +76,8 @@ struct Choice {
     activations_on_disk: bool,
     /// On a device with its own memory: signals stay there from one block to the next.
     signals_stay: bool,
-    /// Every window may be as small as it can be.
-    tight: bool,
+    /// See [`WindowOverrides::gradient_groups`](crate::WindowOverrides).
+    gradient_groups: usize,
     keeping: Keeping,
 }
 
@@ -188,6 +190,8 @@ impl Planner<'_> {
             None => vec![false],
         };
         let mut choices = Vec::new();
+        // Every window may be as small as it can be in a tight choice.
+        let groups = |tight: bool| o.gradient_groups.unwrap_or(if tight || !o.overlap() { 1 } else { 2 });
         let stays = match o.signals_stay {
             _ if self.backend.device.unified() => vec![false],
             Some(stay) => vec![stay],
@@ -214,7 +218,7 @@ impl Planner<'_> {
                                     gradients_on_disk,
                                     activations_on_disk,
                                     signals_stay,
-                                    tight,
+                                    gradient_groups: groups(tight),
                                     keeping,
                                 });
                             }
@@ -332,11 +336,13 @@ impl Planner<'_> {
         let signal = |b: usize| network.output(b, sequences, length, config.dtype, Mode::Evaluate).bytes();
         let together = (0..network.blocks.len()).map(|b| network.groups_of(b).len()).max().unwrap_or(1);
         Ok(Windows {
+            weight_slots: choice.weight_slots,
             chunk_elements: choice.chunk_elements,
             slot_elements: choice.chunk_elements.min(network.group_elements_max()),
             classes: plan_classes(network, weight_bytes, choice.weight_slots),
             update_slots: choice.update_slots,
             gradient_chunks: self.gradient_chunks(choice),
+            gradient_groups: choice.gradient_groups,
             gradients_on_disk: choice.gradients_on_disk,
             activations_on_disk: choice.activations_on_disk,
             signals_stay: choice.signals_stay,
@@ -393,9 +399,7 @@ impl Planner<'_> {
             && self.config.placement == Placement::Disk
         {
             let shared: usize = all.clone().filter(|&g| self.network.is_shared(g)).map(chunks).sum();
-            // One group is updated while the next is in backward.
-            let groups = if self.config.overrides.overlap() && !choice.tight { 2 } else { 1 };
-            return all.map(chunks).max().unwrap_or(0) * groups + shared;
+            return all.map(chunks).max().unwrap_or(0) * choice.gradient_groups + shared;
         }
         all.map(chunks).sum()
     }
@@ -441,6 +445,22 @@ impl Planner<'_> {
 }
 
 impl EnginePlan {
+    /// The overrides with which the planner has no choice but this plan.
+    pub(crate) fn overrides(&self, config: &EngineConfig) -> WindowOverrides {
+        let w = &self.windows;
+        WindowOverrides {
+            weight_slots: Some(w.weight_slots),
+            chunk_elements: Some(w.chunk_elements),
+            update_slots: Some(w.update_slots),
+            gradient_groups: Some(w.gradient_groups),
+            gradients_on_disk: Some(w.gradients_on_disk),
+            activations_on_disk: Some(w.activations_on_disk),
+            signals_stay: Some(w.signals_stay),
+            kept_blocks: Some(w.keeping.count),
+            overlap: Some(config.overrides.overlap()),
+        }
+    }
+
     /// One line that says what was chosen.
     pub(crate) fn summary(&self) -> String {
         let w = &self.windows;
