@@ -419,3 +419,47 @@ fn files_that_are_no_plans() {
         .path("--save-plan", &nowhere)
         .fails(1, &["--save-plan", "folder.json"]);
 }
+
+/// Weights cross twice for every micro-batch instead of twice a step: with eight, and bf16, 32 bytes a parameter instead of 4.
+#[test]
+fn horizontal_accumulation_reads_weights_for_every_micro_batch() {
+    let bench = Bench::with(&support::Shape { layers: 16, ..support::Shape::TINY });
+    // State that is updated is master and moments, so that all reads of weights are for compute.
+    let flags = ["--grad-accum", "8", "--state", "fp32", "--activations", "recompute", "--clip", "0"];
+    let measured = ["vertical", "horizontal"].map(|how| {
+        let path = bench.path(&format!("{how}.json"));
+        let run = bench.finetune(how).args(&flags).args(&[
+            "--steps",
+            "3",
+            "--device",
+            "cpu",
+            "--accumulation",
+            how,
+        ]);
+        alone(run.path("--save-plan", &path), &bench).ok();
+        let plan = read(&path);
+        assert_eq!(plan["run"]["accumulation"], how);
+        let said = plan["step"]["disk_read_bytes"].as_u64().unwrap();
+        let done = bench.metrics(how)[1]["disk_read_bytes"].as_u64().unwrap();
+        // Neighbours in the schedule may share memory, depending on timing.
+        assert!(done >= said && done <= said + said / 10, "{how}: {said} planned, {done} done");
+        let parameters = plan["model"]["parameters"].as_u64().unwrap() as f64;
+        let state = plan["bytes"]["disk"].as_u64().unwrap() as f64 * 12.0 / 28.0;
+        (done as f64 - state) / parameters
+    });
+    let [vertical, horizontal] = measured;
+    println!("bytes of weights a parameter and step: {vertical:.2} and {horizontal:.2}");
+    assert!((3.4..4.2).contains(&vertical), "{vertical}");
+    assert!((27.0..33.0).contains(&horizontal), "{horizontal}");
+    let losses = |out: &str| bench.metrics(out).iter().map(|m| m["loss"].clone()).collect::<Vec<_>>();
+    assert_eq!(losses("vertical"), losses("horizontal"));
+    assert_eq!(bench.weights("vertical"), bench.weights("horizontal"));
+    // The plan of one is not that of the other, and both are those that `terrace plan` makes.
+    let run = bench.finetune("other").args(&["--accumulation", "vertical", "--device", "cpu"]);
+    let run = alone(run, &bench).path("--plan", &bench.path("horizontal.json"));
+    run.fails(2, &["run.accumulation is horizontal", "--accumulation is vertical", "leave that out"]);
+    let said = alone(plan(&bench), &bench).args(&["--grad-accum", "8", "--accumulation", "horizontal"]).ok();
+    for part in ["one micro-batch after the other", "sums of gradients between micro-batches"] {
+        assert!(said.stdout.contains(part), "{part:?} is in {}", said.stdout);
+    }
+}

@@ -74,6 +74,11 @@ pub struct FinetuneArgs {
     /// Micro-batches per step [default: 1]
     #[arg(long, value_name = "M", allow_negative_numbers = true, value_parser = count::<NonZeroU64>, help_heading = "Training")]
     pub grad_accum: Option<NonZeroU64>,
+    /// Order of the micro-batches: vertical, all of them through a block before the next, so that weights travel twice a step; or
+    /// horizontal, one after the other through the whole model, which needs activations of one at a time. Numbers are the same
+    /// [default: vertical]
+    #[arg(long, value_name = "HOW", help_heading = "Training")]
+    pub accumulation: Option<Accumulation>,
     /// Tokens per sequence [default: 1024, at most what the model takes]
     #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, help_heading = "Training")]
     pub seq_len: Option<NonZeroUsize>,
@@ -406,6 +411,9 @@ pub struct PlanArgs {
     /// Micro-batches per step
     #[arg(long, value_name = "M", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "1")]
     pub grad_accum: NonZeroUsize,
+    /// Order of the micro-batches: all of them through a block before the next, or one after the other through the whole model
+    #[arg(long, value_name = "HOW", default_value = "vertical")]
+    pub accumulation: Accumulation,
     /// Tokens per sequence [default: 1024, at most what the model takes]
     #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>)]
     pub seq_len: Option<NonZeroUsize>,
@@ -543,6 +551,17 @@ pub enum StateFormat {
     Compact,
 }
 
+/// The order in which the micro-batches of a step go through the blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accumulation {
+    /// All of them through a block before the next.
+    #[default]
+    Vertical,
+    /// One after the other through all blocks.
+    Horizontal,
+}
+
 /// Whether blocks keep their intermediates for backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -623,7 +642,7 @@ mod tests {
     #[test]
     fn finetune_takes_the_whole_contract() {
         let line = "finetune --model m --data d.jsonl --output o --config c.json --steps 3 --epochs 1.5 --batch-size 2 \
-            --grad-accum 4 --seq-len 128 --learning-rate 3e-4 --weight-decay 0.1 --betas 0.9,0.95 --eps 1e-6 --clip 0 \
+            --grad-accum 4 --accumulation horizontal --seq-len 128 --learning-rate 3e-4 --weight-decay 0.1 --betas 0.9,0.95 --eps 1e-6 --clip 0 \
             --warmup-steps 10 --scheduler cosine --dtype fp32 --state compact --offload host --disk a --disk b \
             --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 --save-total-limit 2 \
             --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 --activations keep --plan p.json --save-plan q.json \
@@ -634,6 +653,7 @@ mod tests {
         assert_eq!(args.betas, Some(Betas(0.9, 0.95)));
         assert_eq!((args.no_decay.len(), args.param_group.len()), (2, 1));
         assert_eq!(args.activations, Some(Activations::Keep));
+        assert_eq!(args.accumulation, Some(Accumulation::Horizontal));
         assert_eq!(args.plan, Some(PathBuf::from("p.json")));
         assert_eq!(args.placement.disk.len(), 2);
         assert_eq!(args.placement.device, DeviceName::Cuda(1));
@@ -673,6 +693,7 @@ mod tests {
             "--threads 0",
             "--save-every 0",
             "--dtype fp8",
+            "--accumulation diagonal",
             "--param-group *,lr=fast",
             "--param-group lr=1",
             "--scheduler exponential",

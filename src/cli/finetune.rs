@@ -208,6 +208,7 @@ fn plan_of(
         run: Settings {
             batch_size: run.batch_size as u64,
             grad_accum: run.grad_accum as u64,
+            accumulation: run.accumulation,
             seq_len: run.seq_len,
             dtype: run.dtype,
             state: run.state,
@@ -472,6 +473,7 @@ fn engine_config(
             micro_batches: run.grad_accum,
             cache_length: 0,
         },
+        accumulation: session::accumulation(run.accumulation),
         overrides: run.pinned.as_ref().map(|pinned| pinned.file.windows.overrides()).unwrap_or(
             WindowOverrides {
                 weight_slots: run.window,

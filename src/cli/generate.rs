@@ -14,7 +14,9 @@ use std::time::Instant;
 use terrace_aio::profile::DiskProfile;
 use terrace_kernels::QuantFormat;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, TokenBatch};
-use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, MicroBatch, Placement, WindowOverrides};
+use terrace_zero::{
+    Accumulation, BatchLimits, Engine, EngineConfig, EngineError, MicroBatch, Placement, WindowOverrides,
+};
 
 /// Runs the command.
 ///
@@ -169,6 +171,7 @@ pub(super) fn frozen_config(
         device_budget: session.device_budget(placement),
         threads: session.threads,
         limits,
+        accumulation: Accumulation::default(),
         overrides: WindowOverrides {
             weight_slots: placement.window.map(NonZeroUsize::get),
             ..WindowOverrides::default()

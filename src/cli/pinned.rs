@@ -15,7 +15,7 @@
 //! contradicts the file is refused, never settled silently. A budget is not pinned: that of the run is its machine's, and the
 //! plan fits it or is refused. Unknown keys are refused too: one that was meant to say something must not be ignored.
 
-use super::args::{Activations, Dtype, FinetuneArgs, Offload, StateFormat};
+use super::args::{Accumulation, Activations, Dtype, FinetuneArgs, Offload, StateFormat};
 use crate::config::DsConfig;
 use crate::error::{CliError, advice};
 use crate::floor::Floor;
@@ -78,6 +78,8 @@ pub struct Settings {
     pub batch_size: u64,
     /// Micro-batches per step.
     pub grad_accum: u64,
+    /// Their order.
+    pub accumulation: Accumulation,
     /// Tokens per sequence.
     pub seq_len: usize,
     /// Number type of weights and activations.
@@ -389,6 +391,8 @@ impl Pinned {
         let count = |flag: Option<NonZeroU64>| flag.map(u64::from);
         self.agree("run.batch_size", run.batch_size, "--batch-size", count(args.batch_size))?;
         self.agree("run.grad_accum", run.grad_accum, "--grad-accum", count(args.grad_accum))?;
+        let accumulation = args.accumulation.map(name);
+        self.agree("run.accumulation", name(run.accumulation), "--accumulation", accumulation)?;
         self.agree("run.seq_len", run.seq_len, "--seq-len", args.seq_len.map(usize::from))?;
         self.agree("run.dtype", name(run.dtype), "--dtype", args.dtype.map(name))?;
         self.agree("run.state", name(run.state), "--state", args.state.map(name))?;
@@ -423,6 +427,7 @@ impl Pinned {
         args.batch_size = Some(NonZeroU64::new(run.batch_size).ok_or_else(|| positive("batch_size"))?);
         args.grad_accum = Some(NonZeroU64::new(run.grad_accum).ok_or_else(|| positive("grad_accum"))?);
         args.seq_len = Some(NonZeroUsize::new(run.seq_len).ok_or_else(|| positive("seq_len"))?);
+        args.accumulation = Some(run.accumulation);
         args.dtype = Some(run.dtype);
         args.state = Some(run.state);
         args.placement.offload = Some(run.offload);

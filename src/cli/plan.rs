@@ -1,6 +1,6 @@
 //! `terrace plan`: what a run would need and how long its steps would take, without weights, and of machines that are not there.
 
-use super::args::{Dtype, Offload, PlacementArgs, PlanArgs, StateFormat as StateFlag};
+use super::args::{Accumulation, Dtype, Offload, PlacementArgs, PlanArgs, StateFormat as StateFlag};
 use super::floor::time;
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
@@ -162,6 +162,7 @@ impl<'a> Planning<'a> {
             training: Some(TrainingConfig { state: choice.state, ..TrainingConfig::default() }),
             placement: session::placement(choice.offload),
             disks: self.disks.clone(),
+            accumulation: session::accumulation(self.args.accumulation),
             host_budget: self.host_budget,
             device_budget: self.device_budget,
             threads: self.threads,
@@ -252,12 +253,16 @@ impl<'a> Planning<'a> {
             m.vocab
         ));
         line(format!(
-            "{}; {} tokens a step ({} × {} × {})",
+            "{}; {} tokens a step ({} × {} × {}{})",
             planned.choice.words(),
             outlook.work.tokens,
             planned.choice.accum,
             planned.choice.batch,
-            self.length
+            self.length,
+            match self.args.accumulation {
+                Accumulation::Vertical => "",
+                Accumulation::Horizontal => ", one micro-batch after the other",
+            }
         ));
         line(session::describe_plan(&outlook.memory));
         line(outlook.summary.clone());
@@ -318,6 +323,7 @@ impl<'a> Planning<'a> {
         json!({
             "model": ModelShape::of(&self.model),
             "seq_len": self.length,
+            "accumulation": self.args.accumulation,
             "plan": planned.figures(),
             "memory": Term::all(&planned.outlook.memory),
             "choices": rows.collect::<Vec<_>>(),
@@ -334,6 +340,7 @@ impl<'a> Planning<'a> {
             run: Settings {
                 batch_size: choice.batch as u64,
                 grad_accum: choice.accum as u64,
+                accumulation: self.args.accumulation,
                 seq_len: self.length,
                 dtype: self.args.dtype,
                 state,

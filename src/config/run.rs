@@ -5,7 +5,8 @@ use super::groups::GroupFlag;
 use super::schedule::ScheduleChoice;
 use super::size::ByteSize;
 use crate::cli::args::{
-    Activations, DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName, StateFormat,
+    Accumulation, Activations, DeviceName, DiskEngine, Dtype, FinetuneArgs, Offload, OptimizerName,
+    StateFormat,
 };
 use crate::cli::pinned::Pinned;
 use crate::error::CliError;
@@ -41,6 +42,8 @@ pub struct TrainConfig {
     pub batch_size: usize,
     /// Micro-batches per step.
     pub grad_accum: usize,
+    /// The order of a step's micro-batches.
+    pub accumulation: Accumulation,
     /// Tokens per sequence.
     pub seq_len: usize,
     /// Base learning rate.
@@ -169,6 +172,7 @@ impl TrainConfig {
             length: args.steps.map_or(Length::Epochs(args.epochs.unwrap_or(1.0)), Length::Steps),
             batch_size: count("--batch-size", args.batch_size.map(u64::from).or(given.micro_batch))?,
             grad_accum: count("--grad-accum", args.grad_accum.map(u64::from).or(given.grad_accum))?,
+            accumulation: args.accumulation.unwrap_or_default(),
             seq_len: seq_len(args.seq_len.map(usize::from), positions_max)?,
             learning_rate,
             optimizer,

@@ -20,6 +20,17 @@ pub enum Placement {
     Disk,
 }
 
+/// In which order the micro-batches of a step go through the blocks. It changes no number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Accumulation {
+    /// All of them through one block before the next: weights travel twice a step.
+    #[default]
+    Vertical,
+    /// One after the other, each forward and backward through all blocks: activations of one at a time are in memory, and weights
+    /// travel twice for each.
+    Horizontal,
+}
+
 impl std::fmt::Display for Placement {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
@@ -119,6 +130,8 @@ pub struct EngineConfig {
     pub threads: usize,
     /// The largest batch.
     pub limits: BatchLimits,
+    /// The order of its micro-batches.
+    pub accumulation: Accumulation,
     /// Windows fixed by hand.
     pub overrides: WindowOverrides,
     /// Hears of what is done when, if there is one.
@@ -174,6 +187,7 @@ impl EngineConfig {
             device_budget: u64::MAX,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             limits,
+            accumulation: Accumulation::default(),
             overrides: WindowOverrides::default(),
             timeline: None,
             identity: String::new(),

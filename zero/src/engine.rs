@@ -8,6 +8,7 @@ use crate::lane::Lane;
 use crate::network::Network;
 use crate::overlap::Pending;
 use crate::plan::{EnginePlan, Planner, PlanningRuns};
+use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::{self, LossScale};
 use crate::state::{StateHome, StateKinds, needs_disk};
@@ -21,6 +22,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
+use terrace_kernels::DType;
 use terrace_optimizer::Optimizer;
 use terrace_tiers::{DiskStore, MemoryPlan, Pool, Striping};
 
@@ -42,6 +44,9 @@ pub struct Engine {
     pub(crate) weight_slots: Option<SlotClasses>,
     pub(crate) device_weights: DeviceWeights,
     pub(crate) park: Option<GradientPark>,
+    pub(crate) rounds: Rounds,
+    /// Gradients in f32 between the rounds of a step, if there are several.
+    pub(crate) sums: Option<GradientPark>,
     pub(crate) signals: Signals,
     pub(crate) update_slots: UpdateSlots,
     pub(crate) pool: rayon::ThreadPool,
@@ -227,6 +232,7 @@ impl Engine {
             |wanted: bool| striping.as_ref().filter(|_| wanted).map(|striping| (&backend.io, striping));
         let park = match config.training {
             Some(_) => Some(GradientPark::new(
+                "gradients",
                 config.dtype,
                 &plan.spec,
                 windows.gradient_chunks,
@@ -235,10 +241,22 @@ impl Engine {
             )?),
             None => None,
         };
+        let rounds = Rounds::new(config.accumulation, config.limits, &network);
+        let sums = match config.training {
+            Some(_) if rounds.are_several() => Some(GradientPark::new(
+                "gradient-sums",
+                DType::F32,
+                &plan.spec,
+                windows.sum_chunks,
+                &*backend.device,
+                disks(windows.gradients_on_disk),
+            )?),
+            _ => None,
+        };
         let signals = if config.training.is_some() {
             Signals::Training(Box::new(Activations::new(
                 network.last(),
-                config.limits.micro_batches,
+                rounds,
                 windows.signal_bytes,
                 &*backend.device,
                 disks(windows.activations_on_disk),
@@ -267,6 +285,8 @@ impl Engine {
             weight_slots,
             device_weights,
             park,
+            rounds,
+            sums,
             signals,
             update_slots,
             pool,
@@ -364,6 +384,9 @@ impl Parts {
         needs_disk(&config)?;
         config.check_overrides()?;
         let network = Network::new(blocks, config.dtype)?;
+        if config.training.is_some() {
+            Rounds::new(config.accumulation, config.limits, &network).check(&network)?;
+        }
         let (mut kinds, optimizer) = StateKinds::new(&config, &network)?;
         let optimizer = optimizer.map(Arc::from);
         let runs = match &config.training {

@@ -415,7 +415,8 @@ impl<'a> Fetcher<'a> {
                 Residency::Staged => *state != Residency::Home,
                 Residency::Releasing => *state != Residency::Ready,
                 Residency::Home => *state != Residency::Releasing,
-                Residency::Ready => *state == Residency::Ready,
+                // Of two copies in a row the first may have come and gone.
+                Residency::Ready => matches!(*state, Residency::Home | Residency::Ready),
                 _ => *state != Residency::Staged,
             };
             if !second_copy {

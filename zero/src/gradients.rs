@@ -3,7 +3,7 @@
 //! A block's gradient is accumulated in f32 on the device over all micro-batches, then comes down once, chunk by chunk,
 //! in the dtype of the weights. Chunks are parked in host leases or on a scratch volume until the update takes them.
 //! A group that several blocks use (tied embeddings) comes down after each of its uses; the later use starts from what
-//! the earlier one parked.
+//! the earlier one parked. Between the rounds of a step (`rounds.rs`) a second park of f32 holds what is summed so far.
 //!
 //! From a device with memory of its own up to [`DOWNLOAD_WINDOW`] chunks are on their way down at a time, also while the next
 //! block computes. They land in the order in which they were started, and are summed and parked then, so that nothing depends
@@ -26,6 +26,7 @@ pub(crate) const STAGING_SLOTS: usize = 4;
 
 /// Chunks on their way down from a device with memory of its own.
 pub(crate) const DOWNLOAD_WINDOW: usize = 2;
+const _: () = assert!(DOWNLOAD_WINDOW <= STAGING_SLOTS, "a chunk more than are on their way has a slot");
 
 #[derive(Debug)]
 pub(crate) struct GradientPark {
@@ -101,7 +102,9 @@ impl Landed {
 }
 
 impl GradientPark {
+    /// `name` is that of the memory, and of the file if there is one.
     pub(crate) fn new(
+        name: &'static str,
         dtype: DType,
         spec: &StoreSpec,
         host_chunks: usize,
@@ -119,10 +122,10 @@ impl GradientPark {
         }
         let (scratch, pool) = match disk {
             Some((engine, striping)) => (
-                Some(Scratch::create(engine, striping, "gradients.bin", total, chunk_bytes)?),
-                Pool::new_registered("gradients", STAGING_SLOTS, chunk_bytes, engine)?,
+                Some(Scratch::create(engine, striping, &format!("{name}.bin"), total, chunk_bytes)?),
+                Pool::new_registered(name, STAGING_SLOTS, chunk_bytes, engine)?,
             ),
-            None => (None, Pool::new("gradients", host_chunks, chunk_bytes)?),
+            None => (None, Pool::new(name, host_chunks, chunk_bytes)?),
         };
         Ok(Self {
             dtype,
@@ -222,7 +225,13 @@ impl GradientPark {
     }
 
     /// A host slot. Hazard (nobody gives one back): those of chunks on their way down come back only when they land.
+    ///
+    /// On disk one chunk at most is on its way down here, and writes give their slots back. Landing it would give back device
+    /// memory in another order than a planning run does.
     fn slot(&self, bytes: usize, pool: &rayon::ThreadPool) -> Result<Lease> {
+        if self.scratch.is_some() {
+            return Ok(self.pool.acquire(bytes));
+        }
         loop {
             if let Some(lease) = self.pool.try_acquire(bytes) {
                 return Ok(lease);

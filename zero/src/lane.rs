@@ -108,6 +108,11 @@ impl Lane {
         }
     }
 
+    /// Hands a written signal to a use much later, until which it is in host memory.
+    pub(crate) fn pass_down(&self, target: Target) -> Result<Signal> {
+        self.bring_down(target.lease, target.region)
+    }
+
     /// Hands a written signal to its next use, and host memory a copy for a later one.
     pub(crate) fn pass_and_keep(&self, target: Target) -> Result<Signal> {
         match target.region {

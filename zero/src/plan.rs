@@ -6,7 +6,7 @@
 //! |---|---|
 //! | weights | Σ classes slots × slot (disk), or all groups (resident) |
 //! | optimizer state | update slots × chunk × bytes of all kinds (disk), or all of it (resident) |
-//! | gradients | parked chunks × chunk × weight bytes |
+//! | gradients | parked chunks × chunk × weight bytes (and × 4 bytes between the rounds of horizontal accumulation) |
 //! | activations | signal slots × signal (+ spill slots) |
 //! | device arena | accumulators, inputs, block workspaces and kept activations: the exact peak of a planning run |
 //! | kernel scratch, checksum tables, loading buffer | fixed |
@@ -23,8 +23,11 @@ use crate::fetch::{SlotClass, UPLOAD_WINDOW, plan_classes};
 use crate::gradients::STAGING_SLOTS;
 use crate::kept::Keeping;
 use crate::network::Network;
+use crate::rounds::Rounds;
 use crate::state::{StateKinds, store_spec};
-use crate::{Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result, WindowOverrides};
+use crate::{
+    Accumulation, Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result, WindowOverrides,
+};
 use std::cell::RefCell;
 use terrace_tiers::{
     ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
@@ -49,6 +52,8 @@ pub(crate) struct Windows {
     pub(crate) update_slots: usize,
     pub(crate) gradient_chunks: usize,
     pub(crate) gradient_groups: usize,
+    /// Chunks of gradients in f32 between the rounds of a step.
+    pub(crate) sum_chunks: usize,
     pub(crate) gradients_on_disk: bool,
     pub(crate) activations_on_disk: bool,
     pub(crate) signals_stay: bool,
@@ -81,9 +86,10 @@ struct Choice {
     keeping: Keeping,
 }
 
-/// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether signals stay, who
-/// keeps, and the batch.
-type CostKey = (usize, bool, Keeping, BatchLimits);
+/// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether the update follows
+/// backward, whether signals stay, who
+/// keeps, and the batch with its order.
+type CostKey = (usize, bool, bool, Keeping, BatchLimits, Accumulation);
 
 /// What planning runs of one network on one kind of device found. Plans that differ in state, placement or budgets alone share
 /// most of it.
@@ -265,9 +271,13 @@ impl Planner<'_> {
                 let chunk_bytes = windows.slot_elements * config.dtype.size();
                 let gradients = Scratch::bytes_per_dir(&new, chunks, chunk_bytes);
                 add_disk(&mut memory, "parked gradients", &new, &gradients);
+                if windows.sum_chunks > 0 {
+                    let sums = Scratch::bytes_per_dir(&new, chunks, windows.slot_elements * 4);
+                    add_disk(&mut memory, "parked sums of gradients between micro-batches", &new, &sums);
+                }
             }
             if windows.activations_on_disk {
-                let signals = network.last() * config.limits.micro_batches;
+                let signals = network.last() * self.rounds().together;
                 let activations = Scratch::bytes_per_dir(&new, signals, windows.signal_bytes);
                 add_disk(&mut memory, "spilled activations", &new, &activations);
             }
@@ -284,12 +294,18 @@ impl Planner<'_> {
         }
         if config.training.is_some() {
             memory.add(Tier::Host, "gradients", windows.gradient_chunks as u64, chunk * weight_bytes);
+            memory.add(
+                Tier::Host,
+                "sums of gradients between micro-batches",
+                windows.sum_chunks as u64,
+                chunk * 4,
+            );
         }
         self.add_signals(&mut memory, &windows);
         let (arena_tier, _) = self.arena_tier();
         let Keeping { count, of, bytes, .. } = windows.keeping;
         // All of them are there at once, when backward begins.
-        let kept = (bytes * config.limits.micro_batches) as u64;
+        let kept = (bytes * self.rounds().together) as u64;
         let others = windows.arena_bytes as u64 - kept;
         memory.add(arena_tier, "block workspaces and gradient accumulators", 1, others);
         if count > 0 {
@@ -312,8 +328,8 @@ impl Planner<'_> {
             memory.add(Tier::Host, "signals between blocks", 2, slot);
             return;
         }
-        let (boundaries, m) = (self.network.last(), self.config.limits.micro_batches);
-        let slots = Activations::slots(boundaries, m, windows.activations_on_disk) as u64;
+        let boundaries = self.network.last();
+        let slots = Activations::slots(boundaries, self.rounds(), windows.activations_on_disk) as u64;
         memory.add(Tier::Host, "activations and their gradients", slots, slot);
         if windows.activations_on_disk {
             memory.add(Tier::Host, "activations in flight", SPILL_SLOTS as u64, slot);
@@ -343,6 +359,7 @@ impl Planner<'_> {
             update_slots: choice.update_slots,
             gradient_chunks: self.gradient_chunks(choice),
             gradient_groups: choice.gradient_groups,
+            sum_chunks: self.sum_chunks(choice),
             gradients_on_disk: choice.gradients_on_disk,
             activations_on_disk: choice.activations_on_disk,
             signals_stay: choice.signals_stay,
@@ -354,6 +371,10 @@ impl Planner<'_> {
         })
     }
 
+    fn rounds(&self) -> Rounds {
+        Rounds::new(self.config.accumulation, self.config.limits, self.network)
+    }
+
     fn dry_run(&self, chunk_elements: usize, signals_stay: bool, keeping: Keeping) -> DryRun<'_> {
         DryRun {
             network: self.network,
@@ -361,8 +382,9 @@ impl Planner<'_> {
             unified: self.backend.device.unified(),
             signals_stay,
             sample: self.sample,
-            micro_batches: self.config.limits.micro_batches,
+            rounds: self.rounds(),
             chunk_elements,
+            update_follows: self.update_follows(),
             cache_length: self.config.limits.cache_length,
             keeping,
         }
@@ -372,7 +394,9 @@ impl Planner<'_> {
     fn cost(&self, choice: Choice, modes: &[Mode]) -> Result<DryCost> {
         let unified = self.backend.device.unified();
         let chunk_elements = if unified { 0 } else { choice.chunk_elements };
-        let key = (chunk_elements, choice.signals_stay, choice.keeping, self.config.limits);
+        let (config, follows) = (self.config, !unified && self.update_follows());
+        let Choice { signals_stay, keeping, .. } = choice;
+        let key = (chunk_elements, follows, signals_stay, keeping, config.limits, config.accumulation);
         if let Some((_, cost)) = self.runs.0.borrow().iter().find(|(known, _)| *known == key) {
             return Ok(*cost);
         }
@@ -387,6 +411,12 @@ impl Planner<'_> {
         Ok(cost)
     }
 
+    /// Whether groups are updated during backward, each as its gradient is complete.
+    fn update_follows(&self) -> bool {
+        self.config.training.as_ref().is_some_and(|t| !t.waits_for_norm())
+            && self.config.placement == Placement::Disk
+    }
+
     /// Gradient chunks in host memory: all of them when clipping must see the norm first (or state is resident), else those of
     /// the group in backward and of groups that come in parts.
     fn gradient_chunks(&self, choice: Choice) -> usize {
@@ -395,13 +425,22 @@ impl Planner<'_> {
         }
         let chunks = |g: usize| self.network.groups[g].elements.div_ceil(choice.chunk_elements);
         let all = 0..self.network.groups.len();
-        if self.config.training.as_ref().is_some_and(|t| !t.waits_for_norm())
-            && self.config.placement == Placement::Disk
-        {
+        if self.update_follows() {
             let shared: usize = all.clone().filter(|&g| self.network.is_shared(g)).map(chunks).sum();
             return all.map(chunks).max().unwrap_or(0) * choice.gradient_groups + shared;
         }
         all.map(chunks).sum()
+    }
+
+    /// Chunks of gradients in f32 in host memory, between the rounds of a step.
+    fn sum_chunks(&self, choice: Choice) -> usize {
+        if !self.rounds().are_several() || self.config.training.is_none() {
+            return 0;
+        }
+        if choice.gradients_on_disk {
+            return STAGING_SLOTS;
+        }
+        self.network.groups.iter().map(|group| group.elements.div_ceil(choice.chunk_elements)).sum()
     }
 
     fn refusal(&self, smallest: &EnginePlan) -> PlanRefusal {
@@ -422,6 +461,9 @@ impl Planner<'_> {
             knobs.push(format!("use {host}--offload disk{place}"));
         }
         let limits = self.config.limits;
+        if smallest.windows.sum_chunks > 0 {
+            knobs.push("accumulate vertically (--accumulation vertical)".into());
+        }
         if limits.cache_length > 0 {
             knobs.push(format!(
                 "shorten the prompt or lower --max-new-tokens (now {} together)",

@@ -1,7 +1,8 @@
 //! One training step: forward, backward, update, commit.
 //!
 //! Accumulation is layer-major ("vertical", GreedySnake, arXiv 2512.17570): every micro-batch of the step runs through a block
-//! before the next block's weights are needed, so weights travel twice a step whatever the number of micro-batches.
+//! before the next block's weights are needed, so weights travel twice a step whatever the number of micro-batches. Horizontal
+//! accumulation does the same in several rounds (`rounds.rs`).
 
 use crate::device_weights::DeviceWeights;
 use crate::engine::{Engine, Signals};
@@ -11,6 +12,7 @@ use crate::kept::{Keeping, KeptTensors};
 use crate::lane::{Lane, Signal};
 use crate::network::Network;
 use crate::overlap::{Bench, Gate, Pending, defer, follow, join};
+use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::LossScale;
 use crate::state::StateHome;
@@ -50,6 +52,10 @@ struct Training<'a> {
     keeping: Keeping,
     kept: KeptTensors,
     park: &'a GradientPark,
+    rounds: Rounds,
+    sums: Option<&'a GradientPark>,
+    /// Gradients of signals on their way down the blocks, by micro-batch.
+    signals: Vec<Option<Signal>>,
     runs: &'a Runs,
     pool: &'a rayon::ThreadPool,
     step: u64,
@@ -247,6 +253,8 @@ impl Engine {
             weight_slots,
             device_weights,
             park,
+            rounds,
+            sums,
             signals,
             update_slots,
             pool,
@@ -278,6 +286,8 @@ impl Engine {
         let loss_terms = report.loss_terms;
         let (step, may_overflow) = (*step + 1, loss_scale.is_some());
         let (keeping, kept) = (plan.windows.keeping, KeptTensors::default());
+        let (rounds, sums) = (*rounds, sums.as_ref());
+        let signals = inputs.iter().map(|_| None).collect();
         let mut training = Training {
             pass,
             inputs,
@@ -285,6 +295,9 @@ impl Engine {
             keeping,
             kept,
             park,
+            rounds,
+            sums,
+            signals,
             runs,
             pool,
             step,
@@ -292,27 +305,33 @@ impl Engine {
             may_overflow,
         };
         let room = std::mem::take(device_weights);
-        let items = training_order(network);
+        let items = rounds.order(network);
         let slots = weight_slots.as_ref();
         *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
             let order = Order { items, gate: pending.as_ref().map(|_| &gate) };
-            let deferred = match pending {
+            let mut deferred = match pending {
                 Some(pending) => Some(defer(scope, pending, bench, home, &gate)?),
                 None => None,
             };
             let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room)?;
             let mut loss = lane.tensor(&zero_loss())?;
-            let forward = training.forward(&mut fetcher, &mut loss);
             let mut waited = Stopwatch::default();
-            // Its error is the cause of the other, if both failed.
-            let waiting = Instant::now();
-            deferred.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
-            if let Some(timeline) = timeline {
-                timeline.note(Resource::Wait, waiting, "the last update".to_owned());
+            let mut immediate = immediate.map(|store| (bench.updater(optimizer, args), store));
+            for round in rounds.all() {
+                let forward = training.forward(&mut fetcher, &mut loss, &round);
+                // Its error is the cause of the other, if both failed.
+                if let Some(thread) = deferred.take() {
+                    let waiting = Instant::now();
+                    waited.time(|| join(thread))?;
+                    if let Some(timeline) = timeline {
+                        timeline.note(Resource::Wait, waiting, "the last update".to_owned());
+                    }
+                }
+                forward?;
+                let update = immediate.take_if(|_| rounds.is_last(&round));
+                (report.loss, loss) =
+                    training.backward_and_update(scope, &mut fetcher, loss, &round, update, &mut waited)?;
             }
-            forward?;
-            let immediate = immediate.map(|store| (bench.updater(optimizer, args), store));
-            report.loss = training.backward_and_update(scope, &mut fetcher, loss, immediate, &mut waited)?;
             report.state_stall_seconds = waited.0.as_secs_f64();
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
             Ok(fetcher.finish())
@@ -391,9 +410,7 @@ impl Engine {
             store.abandon();
             self.step = store.committed().step;
         }
-        if let Some(park) = &self.park {
-            park.clear();
-        }
+        self.park.iter().chain(&self.sums).for_each(GradientPark::clear);
         if let Signals::Training(activations) = &mut self.signals {
             activations.clear();
         }
@@ -401,15 +418,15 @@ impl Engine {
 }
 
 impl<'a> Training<'a> {
-    /// Forward through all blocks but the last, whose forward is part of its backward.
-    fn forward(&mut self, fetcher: &mut Fetcher<'_>, loss: &mut Tensor) -> Result {
+    /// Forward of a round through all blocks but the last, whose forward is part of its backward.
+    fn forward(&mut self, fetcher: &mut Fetcher<'_>, loss: &mut Tensor, round: &Range<usize>) -> Result {
         for block in 0..self.pass.network.last() {
             let ready = self.pass.fetch(fetcher, block)?;
             let began = Instant::now();
             let weights = self.pass.weights(block, &ready);
-            for m in 0..self.inputs.len() {
+            for (at, m) in round.clone().enumerate() {
                 let x = match block.checked_sub(1) {
-                    Some(b) => Some(self.pass.lane.load(self.activations.take(b, m), self.pass.signal(b))?),
+                    Some(b) => Some(self.pass.lane.load(self.activations.take(b, at), self.pass.signal(b))?),
                     None => None,
                 };
                 let spec = self.pass.signal(block);
@@ -421,9 +438,9 @@ impl<'a> Training<'a> {
                 self.kept.hold(block, m, cx.kept);
                 let y = self.pass.lane.pass_and_keep(y)?;
                 if let (Some(b), Some(x)) = (block.checked_sub(1), x) {
-                    self.activations.checkpoint(b, m, x.into_host()?);
+                    self.activations.checkpoint(b, at, x.into_host()?);
                 }
-                self.activations.keep(block, m, y)?;
+                self.activations.keep(block, at, y)?;
             }
             drop(weights);
             self.pass.release(fetcher, ready)?;
@@ -432,15 +449,16 @@ impl<'a> Training<'a> {
         Ok(())
     }
 
-    /// Backward, and beside it the update of what `immediate` may update. Gives the mean loss.
+    /// Backward of a round, and beside it the update of what `immediate` may update. Gives what [`backward`](Self::backward) does.
     fn backward_and_update<'scope, 'e>(
         &mut self,
         scope: &'scope Scope<'scope, 'e>,
         fetcher: &mut Fetcher<'_>,
         loss: Tensor,
+        round: &Range<usize>,
         immediate: Option<(Updater<'e>, &'e DiskStore)>,
         waited: &mut Stopwatch,
-    ) -> Result<f64>
+    ) -> Result<(f64, Tensor)>
     where
         'a: 'e,
     {
@@ -454,26 +472,30 @@ impl<'a> Training<'a> {
                 Update::There(sender)
             }
         };
-        let mean = self.backward(fetcher, loss, &update, waited);
+        let mean = self.backward(fetcher, loss, round, &update, waited);
         // The thread ends when nobody can tell it of groups any more.
         drop(update);
         following.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
         mean
     }
 
-    /// Backward through all blocks. Gives the mean loss.
+    /// Backward of a round through all blocks but those that wait for a later one. Gives the mean loss, which only the last round
+    /// knows, and the tensor for the next round's.
     fn backward(
         &mut self,
         fetcher: &mut Fetcher<'_>,
         loss: Tensor,
+        round: &Range<usize>,
         update: &Update<'_>,
         waited: &mut Stopwatch,
-    ) -> Result<f64> {
+    ) -> Result<(f64, Tensor)> {
         let network = self.pass.network;
-        let mut loss = Some(loss);
-        let mut mean = f64::NAN;
-        let mut signals: Vec<Option<Signal>> = self.inputs.iter().map(|_| None).collect();
+        let is_last = self.rounds.is_last(round);
+        let (mut loss, mut mean) = (loss, f64::NAN);
         for block in (0..=network.last()).rev() {
+            if self.rounds.waits(block) && !is_last {
+                continue;
+            }
             let ready = self.pass.fetch(fetcher, block)?;
             let began = Instant::now();
             let groups = network.groups_of(block);
@@ -481,24 +503,36 @@ impl<'a> Training<'a> {
             for &group in &groups {
                 accumulators.push(self.pass.lane.arena.alloc(network.groups[group].elements * 4)?);
             }
+            // Goes on from what the rounds before added, or an earlier use of the group.
+            let before = self.sums.filter(|_| !self.rounds.waits(block)).unwrap_or(self.park);
             for (&group, acc) in groups.iter().zip(&mut accumulators) {
-                self.park.begin(self.pass.backend, self.pass.lane, group, acc, self.pool)?;
+                before.begin(self.pass.backend, self.pass.lane, group, acc, self.pool)?;
             }
-            let sum = loss.as_mut().expect("there is a loss tensor throughout");
-            self.block_backward(block, &ready, &groups, &mut accumulators, sum, &mut signals)?;
+            self.block_backward(block, &ready, &groups, &mut accumulators, &mut loss, round)?;
             self.pass.release(fetcher, ready)?;
-            if block == network.last() {
+            if block == network.last() && is_last {
                 // Before the first update of the step: a loss that is not finite must not reach the state.
-                mean = self.read_loss(loss.take().expect("taken once"))?;
-                loss = Some(self.pass.lane.tensor(&zero_loss())?);
+                mean = self.read_loss(loss)?;
+                loss = self.pass.lane.tensor(&zero_loss())?;
             }
             for (&group, acc) in groups.iter().zip(&mut accumulators) {
-                self.forget_frozen(group, acc)?;
-                self.park.park(self.pass.backend, self.pass.lane, group, acc, group == block, self.pool)?;
+                if is_last {
+                    self.forget_frozen(group, acc)?;
+                    self.park.park(
+                        self.pass.backend,
+                        self.pass.lane,
+                        group,
+                        acc,
+                        group == block,
+                        self.pool,
+                    )?;
+                } else {
+                    before.park(self.pass.backend, self.pass.lane, group, acc, false, self.pool)?;
+                }
             }
             drop(accumulators);
             self.pass.note(Resource::Compute, began, "backward", block);
-            if groups.contains(&block) {
+            if is_last && groups.contains(&block) {
                 if !matches!(update, Update::Later) {
                     self.park.land_all(self.pool)?;
                 }
@@ -513,7 +547,7 @@ impl<'a> Training<'a> {
                 }
             }
         }
-        Ok(mean)
+        Ok((mean, loss))
     }
 
     fn block_backward(
@@ -523,19 +557,19 @@ impl<'a> Training<'a> {
         groups: &[usize],
         accumulators: &mut [Region],
         loss: &mut Tensor,
-        signals: &mut [Option<Signal>],
+        round: &Range<usize>,
     ) -> Result {
         let (network, lane) = (self.pass.network, self.pass.lane);
         let weights = self.pass.weights(block, ready);
-        for (m, signal) in signals.iter_mut().enumerate() {
+        for (at, m) in self.rounds.backward_of(block, round).enumerate() {
             let below = block.checked_sub(1).map(|b| self.pass.signal(b));
             let x = match (block.checked_sub(1), &below) {
                 (Some(b), Some(spec)) => {
-                    Some(lane.load(self.activations.recall(b, m, spec.bytes())?, spec.clone())?)
+                    Some(lane.load(self.activations.recall(b, at, spec.bytes())?, spec.clone())?)
                 }
                 _ => None,
             };
-            let dy = match signal.take() {
+            let dy = match self.signals[m].take() {
                 Some(signal) => Some(lane.load(signal, self.pass.signal(block))?),
                 None => None,
             };
@@ -556,7 +590,8 @@ impl<'a> Training<'a> {
             )?;
             drop((x, dy));
             if let Some(dx) = dx {
-                *signal = Some(lane.pass(dx)?);
+                let waits = self.rounds.waits(block - 1);
+                self.signals[m] = Some(if waits { lane.pass_down(dx)? } else { lane.pass(dx)? });
             }
         }
         Ok(())
@@ -629,13 +664,6 @@ impl Pass<'_> {
             kept: Kept::Nothing,
         }
     }
-}
-
-/// The groups in the order in which a training step uses them.
-pub(crate) fn training_order(network: &Network) -> Vec<usize> {
-    let forward = 0..network.last();
-    let backward = (0..=network.last()).rev();
-    forward.chain(backward).flat_map(|block| network.groups_of(block)).collect()
 }
 
 pub(crate) fn zero_loss() -> HostTensor {

@@ -15,8 +15,8 @@ use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateFormat};
 use terrace_tiers::checksum;
 use terrace_zero::{
-    Backend, BatchLimits, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig, WeightReader,
-    WindowOverrides,
+    Accumulation, Backend, BatchLimits, Engine, EngineConfig, MicroBatch, Placement, TrainingConfig,
+    WeightReader, WindowOverrides,
 };
 
 /// A Llama of some 100k parameters; tied when asked.
@@ -47,6 +47,7 @@ pub struct Setup {
     pub discrete: bool,
     pub threads: usize,
     pub micro_batches: usize,
+    pub accumulation: Accumulation,
     pub overrides: WindowOverrides,
     pub host_budget: u64,
     pub io: Option<Arc<dyn IoEngine>>,
@@ -75,6 +76,7 @@ impl Setup {
             discrete: false,
             threads: 1,
             micro_batches: 2,
+            accumulation: Accumulation::Vertical,
             overrides: WindowOverrides::default(),
             host_budget: 1 << 30,
             io: None,
@@ -109,6 +111,7 @@ impl Setup {
                 micro_batches: self.micro_batches,
                 cache_length: 0,
             },
+            accumulation: self.accumulation,
             overrides: self.overrides,
             timeline: None,
             identity: self.identity.clone(),
