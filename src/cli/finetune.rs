@@ -474,21 +474,27 @@ fn engine_config(
             cache_length: 0,
         },
         accumulation: session::accumulation(run.accumulation),
-        overrides: run.pinned.as_ref().map(|pinned| pinned.file.windows.overrides()).unwrap_or(
-            WindowOverrides {
-                weight_slots: run.window,
-                overlap: Some(run.overlap),
-                kept_blocks: match run.activations {
-                    Activations::Auto => None,
-                    Activations::Keep => Some(usize::MAX),
-                    Activations::Recompute => Some(0),
-                },
-                ..WindowOverrides::default()
-            },
-        ),
+        overrides: windows(run),
         timeline: session.timeline.clone(),
         identity,
     })
+}
+
+/// The windows of the plan, or what flags fix.
+fn windows(run: &TrainConfig) -> WindowOverrides {
+    if let Some(pinned) = &run.pinned {
+        return pinned.file.windows.overrides();
+    }
+    WindowOverrides {
+        weight_slots: run.window,
+        overlap: Some(run.overlap),
+        kept_blocks: match run.activations {
+            Activations::Auto => None,
+            Activations::Keep => Some(usize::MAX),
+            Activations::Recompute => Some(0),
+        },
+        ..WindowOverrides::default()
+    }
 }
 
 fn place_name(run: &TrainConfig) -> String {

@@ -389,39 +389,39 @@ impl Pinned {
         let (none, mut args) = (DsConfig::default(), args.clone());
         let config = config.unwrap_or(&none);
         let count = |flag: Option<NonZeroU64>| flag.map(u64::from);
-        self.agree("run.batch_size", run.batch_size, "--batch-size", count(args.batch_size))?;
-        self.agree("run.grad_accum", run.grad_accum, "--grad-accum", count(args.grad_accum))?;
+        self.agree("run.batch_size", &run.batch_size, "--batch-size", count(args.batch_size))?;
+        self.agree("run.grad_accum", &run.grad_accum, "--grad-accum", count(args.grad_accum))?;
         let accumulation = args.accumulation.map(name);
-        self.agree("run.accumulation", name(run.accumulation), "--accumulation", accumulation)?;
-        self.agree("run.seq_len", run.seq_len, "--seq-len", args.seq_len.map(usize::from))?;
-        self.agree("run.dtype", name(run.dtype), "--dtype", args.dtype.map(name))?;
-        self.agree("run.state", name(run.state), "--state", args.state.map(name))?;
-        self.agree("run.offload", name(run.offload), "--offload", args.placement.offload.map(name))?;
+        self.agree("run.accumulation", &name(run.accumulation), "--accumulation", accumulation)?;
+        self.agree("run.seq_len", &run.seq_len, "--seq-len", args.seq_len.map(usize::from))?;
+        self.agree("run.dtype", &name(run.dtype), "--dtype", args.dtype.map(name))?;
+        self.agree("run.state", &name(run.state), "--state", args.state.map(name))?;
+        self.agree("run.offload", &name(run.offload), "--offload", args.placement.offload.map(name))?;
         let window = args.placement.window.map(usize::from);
-        self.agree("windows.weight_slots", windows.weight_slots, "--window", window)?;
+        self.agree("windows.weight_slots", &windows.weight_slots, "--window", window)?;
         let overlap = args.placement.no_overlap.then_some(false);
-        self.agree("windows.overlap", windows.overlap, "--no-overlap: overlap", overlap)?;
+        self.agree("windows.overlap", &windows.overlap, "--no-overlap: overlap", overlap)?;
         let kept = match args.activations {
             Some(Activations::Keep) => Some(windows.kept_blocks_max),
             Some(Activations::Recompute) => Some(0),
             Some(Activations::Auto) | None => None,
         };
-        self.agree("windows.kept_blocks", windows.kept_blocks, "--activations: the number", kept)?;
+        self.agree("windows.kept_blocks", &windows.kept_blocks, "--activations: the number", kept)?;
         // A flag that agrees with the plan wins over the configuration, as everywhere.
         if args.batch_size.is_none() {
             let key = "--config: train_micro_batch_size_per_gpu";
-            self.agree("run.batch_size", run.batch_size, key, config.micro_batch)?;
+            self.agree("run.batch_size", &run.batch_size, key, config.micro_batch)?;
         }
         if args.grad_accum.is_none() {
             let key = "--config: gradient_accumulation_steps";
-            self.agree("run.grad_accum", run.grad_accum, key, config.grad_accum)?;
+            self.agree("run.grad_accum", &run.grad_accum, key, config.grad_accum)?;
         }
         if args.dtype.is_none() {
-            self.agree("run.dtype", name(run.dtype), "--config: the number type", config.dtype().map(name))?;
+            self.agree("run.dtype", &name(run.dtype), "--config: the number type", config.dtype().map(name))?;
         }
         if args.placement.offload.is_none() {
             let key = "--config: the slowest device of the offload sections";
-            self.agree("run.offload", name(run.offload), key, config.offload().map(name))?;
+            self.agree("run.offload", &name(run.offload), key, config.offload().map(name))?;
         }
         let positive = |key: &str| self.refused(format!("run.{key} is 0 and must be at least 1; correct it"));
         args.batch_size = Some(NonZeroU64::new(run.batch_size).ok_or_else(|| positive("batch_size"))?);
@@ -438,11 +438,11 @@ impl Pinned {
     fn agree<T: PartialEq + Display>(
         &self,
         key: &str,
-        pinned: T,
+        pinned: &T,
         flag: &str,
         given: Option<T>,
     ) -> Result<(), CliError> {
-        match given.filter(|given| *given != pinned) {
+        match given.filter(|given| given != pinned) {
             None => Ok(()),
             Some(given) => {
                 let what = format!("{key} is {pinned}, but {flag} is {given}; leave that out, or {ANOTHER}");

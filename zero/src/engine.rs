@@ -1,6 +1,7 @@
 //! The engine as the embedder holds it: built from a plan, then driven step by step.
 
 use crate::activations::Activations;
+use crate::copies::Copies;
 use crate::device_weights::DeviceWeights;
 use crate::fetch::SlotClasses;
 use crate::gradients::GradientPark;
@@ -218,7 +219,14 @@ impl Engine {
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
         let Parts { config, network, kinds, runs, optimizer, plan, loss_scale } = parts;
         let windows = &plan.windows;
-        let lane = Lane::new(&backend, windows.arena_bytes, windows.signals_stay)?;
+        let copies = match &config.timeline {
+            Some(timeline) if !backend.device.unified() => {
+                let names = network.groups.iter().map(|group| group.name.clone()).collect();
+                Some(Copies::look(timeline, names)?)
+            }
+            _ => None,
+        };
+        let lane = Lane::new(&backend, windows.arena_bytes, windows.signals_stay, copies)?;
         let on_disk = home.disk().is_some();
         let slot_io = on_disk.then_some(&backend.io);
         let weight_slots = match slot_io {

@@ -9,6 +9,7 @@
 //! block computes. They land in the order in which they were started, and are summed and parked then, so that nothing depends
 //! on when that is.
 
+use crate::copies::Cargo;
 use crate::lane::{Lane, flat, flat_mut};
 use crate::network::Network;
 use crate::{Backend, Gradients, Result};
@@ -166,7 +167,7 @@ impl GradientPark {
                 ops.cast(flat(&lease, self.dtype), out)?;
             } else {
                 let region = lane.arena.alloc(lease.len())?;
-                let (region, source) = lane.upload(lease, region)?;
+                let (region, source) = lane.upload(Cargo::Gradient(group), lease, region)?;
                 ops.cast(View::new(region.bytes(), self.dtype, &[len]), out)?;
                 source.release()?;
             }
@@ -202,7 +203,7 @@ impl GradientPark {
             let mut region = lane.arena.alloc(bytes)?;
             ops.cast(from, ViewMut::new(region.bytes_mut(), self.dtype, &[len]))?;
             let lease = self.slot(bytes, pool)?;
-            let download = Download::start(&*lane.down, &*lane.compute, region, lease)?;
+            let download = lane.download(Cargo::Gradient(group), region, lease)?;
             self.books().coming.push_back(Coming { group, chunk, last_use, download });
         }
         Ok(())

@@ -12,6 +12,7 @@ mod block;
 mod builder;
 mod checkpoint;
 mod config;
+mod copies;
 mod device_weights;
 mod dry;
 mod engine;

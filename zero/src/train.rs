@@ -619,6 +619,7 @@ impl Pass<'_> {
     /// Waits for the groups of a block.
     pub(crate) fn fetch(&self, fetcher: &mut Fetcher<'_>, block: usize) -> Result<Vec<Ready>> {
         let began = Instant::now();
+        self.lane.at(block);
         let ready = self.network.groups_of(block).iter().map(|_| fetcher.next()).collect();
         self.note(Resource::Wait, began, "weights of", block);
         ready
