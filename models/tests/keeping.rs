@@ -206,6 +206,39 @@ fn every_block_and_micro_batch_gets_its_own_in_the_planned_memory() {
     }
 }
 
+/// Where the update follows backward, gradients leave the device earlier than where all wait for the norm.
+#[test]
+fn the_planned_memory_is_exact_wherever_gradients_go() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut number = 0;
+    for (tied, clip) in [(true, None), (false, None), (true, Some(0.5)), (false, Some(0.5))] {
+        for (accumulation, gradients_on_disk) in [
+            (Accumulation::Vertical, false),
+            (Accumulation::Vertical, true),
+            (Accumulation::Horizontal, false),
+            (Accumulation::Horizontal, true),
+        ] {
+            for (blocks, signals_stay) in [(0, true), (0, false), (2, true)] {
+                number += 1;
+                let setup_words = format!("tied: {tied}, {clip:?}, {accumulation:?}");
+                let overrides = WindowOverrides {
+                    chunk_elements: Some(1 << 14),
+                    gradients_on_disk: Some(gradients_on_disk),
+                    signals_stay: Some(signals_stay),
+                    ..WindowOverrides::default()
+                };
+                let disks = vec![dir.path().join(number.to_string())];
+                let base = Setup { clip, accumulation, overrides, ..Setup::on_disk(tied, disks) };
+                let setup = keeping(&Setup { discrete: true, micro_batches: 3, ..base }, blocks);
+                let (mut engine, seen) = watched(&setup);
+                setup.continue_to(&mut engine, 2);
+                let (peak, capacity) = *seen.arena.lock().unwrap();
+                assert_eq!(peak, capacity, "{setup_words}, {gradients_on_disk} {blocks} {signals_stay}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_step_that_fails_leaves_nothing_behind() {
     fails_in_a_step(&keeping(&Setup::new(true), 3));

@@ -89,23 +89,9 @@ pub fn train(
     } else {
         Engine::create(config, session.backend.clone(), model.blocks, &sample, source)?
     };
-    eprintln!(
-        "{} parameters, state {} on {}, {} in {}",
-        count(engine.parameters() as f64),
-        run.state.name(),
-        place_name(&run),
-        if run.resume { format!("resumed at step {}", engine.step()) } else { "loaded".into() },
-        duration(loading.elapsed().as_secs_f64()),
-    );
-    eprintln!("{}", session::describe_plan(engine.memory_plan()));
-    let (keeping, blocks) = engine.kept_blocks();
-    eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
-    eprintln!("{}", engine.plan_summary());
-    let windows = Windows::new(engine.windows(), blocks);
-    if let Some(pinned) = &run.pinned {
-        // The cut into chunks is a property of state that is resumed.
-        pinned.check_windows(&windows)?;
-    }
+    let windows = say_plan(&engine, &run, loading);
+    // The cut into chunks is a property of state that is resumed.
+    run.pinned.as_ref().map_or(Ok(()), |pinned| pinned.check_windows(&windows))?;
     let floor = floor::of_engine(&engine, &can);
     if let Some(path) = &run.save_plan {
         plan_of(&run, shape, windows, &engine, &session, &floor).write("--save-plan", path)?;
@@ -189,6 +175,23 @@ fn check_plan(
         return Ok(());
     }
     pinned.check_windows(&Windows::new(outlook.windows, outlook.keepers))
+}
+
+/// Says what was loaded since `loading`, and the plan of the run. Gives its windows.
+fn say_plan(engine: &Engine, run: &TrainConfig, loading: Instant) -> Windows {
+    eprintln!(
+        "{} parameters, state {} on {}, {} in {}",
+        count(engine.parameters() as f64),
+        run.state.name(),
+        place_name(run),
+        if run.resume { format!("resumed at step {}", engine.step()) } else { "loaded".into() },
+        duration(loading.elapsed().as_secs_f64()),
+    );
+    eprintln!("{}", session::describe_plan(engine.memory_plan()));
+    let (keeping, blocks) = engine.kept_blocks();
+    eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
+    eprintln!("{}", engine.plan_summary());
+    Windows::new(engine.windows(), blocks)
 }
 
 /// What `--save-plan` writes.

@@ -16,7 +16,7 @@ use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::LossScale;
 use crate::state::StateHome;
-use crate::timeline::Resource;
+use crate::timeline::{Resource, Timeline};
 use crate::update::{Items, Updater};
 use crate::{
     Activations, Backend, Context, EngineConfig, EngineError, HostTensor, Kept, MicroBatch, Mode, Result,
@@ -25,7 +25,7 @@ use crate::{
 use crossbeam::channel::{Sender, unbounded};
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread::Scope;
+use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
@@ -309,10 +309,8 @@ impl Engine {
         let slots = weight_slots.as_ref();
         *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
             let order = Order { items, gate: pending.as_ref().map(|_| &gate) };
-            let mut deferred = match pending {
-                Some(pending) => Some(defer(scope, pending, bench, home, &gate)?),
-                None => None,
-            };
+            let mut deferred =
+                pending.map(|pending| defer(scope, pending, bench, home, &gate)).transpose()?;
             let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room)?;
             let mut loss = lane.tensor(&zero_loss())?;
             let mut waited = Stopwatch::default();
@@ -320,13 +318,7 @@ impl Engine {
             for round in rounds.all() {
                 let forward = training.forward(&mut fetcher, &mut loss, &round);
                 // Its error is the cause of the other, if both failed.
-                if let Some(thread) = deferred.take() {
-                    let waiting = Instant::now();
-                    waited.time(|| join(thread))?;
-                    if let Some(timeline) = timeline {
-                        timeline.note(Resource::Wait, waiting, "the last update".to_owned());
-                    }
-                }
+                deferred.take().map_or(Ok(()), |thread| join_last(thread, &mut waited, timeline))?;
                 forward?;
                 let update = immediate.take_if(|_| rounds.is_last(&round));
                 (report.loss, loss) =
@@ -665,6 +657,20 @@ impl Pass<'_> {
             kept: Kept::Nothing,
         }
     }
+}
+
+/// Waits for the update of the step before.
+fn join_last(
+    thread: ScopedJoinHandle<'_, Result>,
+    waited: &mut Stopwatch,
+    timeline: Option<&Timeline>,
+) -> Result {
+    let waiting = Instant::now();
+    waited.time(|| join(thread))?;
+    if let Some(timeline) = timeline {
+        timeline.note(Resource::Wait, waiting, "the last update".to_owned());
+    }
+    Ok(())
 }
 
 pub(crate) fn zero_loss() -> HostTensor {
