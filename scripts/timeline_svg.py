@@ -3,7 +3,7 @@
 
     python3 scripts/timeline_svg.py trace.json docs/timeline.svg --step 2
 
-The part is one step: from the first forward of the step to that of the next. Disk lanes that only hold what was in flight
+The part is one step: from the first forward of the step to that of the next. Lanes of disk and link that only hold what was in flight
 beside the first are drawn as one lane, the darker the more was in flight.
 """
 
@@ -11,20 +11,20 @@ import argparse
 import html
 import json
 
-ORDER = ["compute", "compute waits", "optimizer", "optimizer waits", "commit", "disk read", "disk write", "disk sync"]
+ORDER = ["compute", "compute waits", "optimizer", "optimizer waits", "commit", "uploads", "downloads", "disk read", "disk write", "disk sync"]
 COLOURS = {"waits": "#d9534f", "forward": "#7cb87c", "backward": "#3f8f5f", "optimizer": "#9b7fc0", "commit": "#7f6000"}
-DISK = {"disk read": "#2f6fb5", "disk write": "#d9822b", "disk sync": "#555555"}
+SHARED = {"uploads": "#4aa3a2", "downloads": "#c2779a", "disk read": "#2f6fb5", "disk write": "#d9822b", "disk sync": "#555555"}
 WIDTH, LEFT, ROW, TOP = 1000, 120, 24, 28
 
 
 def lane_of(event):
     name = event["tid"]
-    return next((lane for lane in reversed(ORDER) if name == lane or name.startswith(lane + " ") and lane in DISK), name)
+    return next((lane for lane in reversed(ORDER) if name == lane or name.startswith(lane + " ") and lane in SHARED), name)
 
 
 def colour(lane, name):
-    if lane in DISK:
-        return DISK[lane]
+    if lane in SHARED:
+        return SHARED[lane]
     for word, value in COLOURS.items():
         if word in lane or name.startswith(word):
             return value
@@ -64,7 +64,7 @@ def main():
                 continue
             width = max((right - left) * scale, 0.3)
             title = html.escape(f'{event["name"]}, {event["dur"] / 1e3:.1f} ms')
-            opacity = 0.35 if lane in DISK else 1
+            opacity = 0.35 if lane in SHARED else 1
             parts.append(
                 f'<rect x="{LEFT + (left - begin) * scale:.2f}" y="{y + 2}" width="{width:.2f}" height="{ROW - 6}" '
                 f'fill="{colour(lane, event["name"])}" opacity="{opacity}"><title>{title}</title></rect>'

@@ -9,6 +9,45 @@ use std::path::Path;
 use support::{Bench, Cmd, Ended, Shape, cmd, write_rows};
 use terrace_models::ModelConfig;
 
+/// The CPU as a device with memory of its own: what crosses to it and back is on the timeline, by block.
+#[test]
+fn a_timeline_shows_the_link() {
+    let bench = Bench::tiny();
+    let trace = bench.path("trace.json");
+    bench.finetune("out").args(&["--steps", "3", "--discrete"]).path("--trace", &trace).ok();
+    let events: Value = serde_json::from_str(&fs::read_to_string(&trace).unwrap()).unwrap();
+    let events = events.as_array().unwrap();
+    let copies = |lane: &str, name: &str| {
+        let tid = |e: &Value| {
+            e["tid"].as_str().unwrap() == lane || e["tid"].as_str().unwrap().starts_with(&format!("{lane} "))
+        };
+        events.iter().filter(|e| tid(e) && e["cat"] == "link" && e["name"] == name).count()
+    };
+    // Three steps, forward and backward; the tied embedding is used by the head, too.
+    let weights = ["embed_tokens", "layers.0", "layers.1", "head"]
+        .map(|block| copies("uploads", &format!("weights of {block}")));
+    assert_eq!(weights, [3 * 3, 3 * 2, 3 * 2, 3]);
+    let gradients = ["embed_tokens", "layers.0", "head"]
+        .map(|block| copies("downloads", &format!("gradient of {block}")));
+    assert_eq!(gradients, [3 * 2, 3, 3]);
+    assert_eq!(copies("uploads", "gradient of embed_tokens"), 3, "the head's part goes up again");
+    assert!(copies("downloads", "signal of layers.0") >= 3, "checkpoints come down");
+    assert!(copies("uploads", "inputs and loss") > 0 && copies("downloads", "inputs and loss") >= 3);
+    let lanes = |lane: &str| {
+        let mut bars: Vec<(f64, f64)> = events
+            .iter()
+            .filter(|e| e["tid"] == lane)
+            .map(|e| (e["ts"].as_f64().unwrap(), e["dur"].as_f64().unwrap()))
+            .collect();
+        bars.sort_by(|a, b| a.0.total_cmp(&b.0));
+        bars
+    };
+    for lane in ["uploads", "downloads"] {
+        let bars = lanes(lane);
+        assert!(bars.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0 + 0.01), "{lane}: {bars:?}");
+    }
+}
+
 #[test]
 fn a_finetune_document_and_its_metrics() {
     let bench = Bench::tiny();
@@ -74,6 +113,8 @@ fn a_finetune_document_and_its_metrics() {
     assert_eq!((count("compute", "forward "), count("compute", "backward ")), (4 * 3, 4 * 4));
     assert_eq!(count("commit", "step "), 4);
     assert!(count("optimizer", "layers.") >= 4 * 2 && count("compute waits", "weights of ") > 0);
+
+    assert_eq!(count("uploads", "") + count("downloads", ""), 0, "the CPU has no link");
 
     let ids = |model: &str| {
         bench.generate(model).args(&["--prompt-ids", "3,4", "--max-new-tokens", "4"]).ok().json()[0]["ids"]

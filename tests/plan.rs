@@ -212,3 +212,260 @@ fn profiles_that_cannot_be_used() {
     calibrate().path("--output", &profile).fails(2, &["--output", "profile.json", "cannot take a profile"]);
     assert_eq!(fs::read_to_string(&profile).unwrap(), "{}");
 }
+
+/// A saved plan of the tiny model.
+fn saved(bench: &Bench, name: &str, flags: &[&str]) -> Value {
+    let path = bench.path(name);
+    let said = alone(plan(bench), bench).args(flags).path("--save", &path).ok();
+    assert!(said.stderr.contains("the plan is in") && said.stderr.contains(name), "{}", said.stderr);
+    read(&path)
+}
+
+fn read(path: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// A run of a plan, with state in a folder of its own.
+fn run_of(bench: &Bench, plan: &str, out: &str) -> Cmd {
+    let run = bench.finetune(out).args(&["--device", "cpu"]).path("--plan", &bench.path(plan));
+    alone(run, bench)
+}
+
+#[test]
+fn a_plan_is_run_as_it_was_saved() {
+    let bench = Bench::tiny();
+    let flags = ["--state", "bf16", "--grad-accum", "3", "--host-memory", "9MiB"];
+    let plan_file = saved(&bench, "plan.json", &flags);
+    assert_eq!(plan_file["version"], 1);
+    assert_eq!(plan_file["model"]["layers"], 2);
+    assert_eq!(plan_file["budget"], json!({ "host_bytes": 9 << 20, "device_bytes": null }));
+    let said = alone(plan(&bench), &bench).args(&flags);
+    let document = said.clone().args(&["--json"]).ok().json();
+    for key in ["operations", "disk_read_bytes", "step_seconds", "bound_by"] {
+        assert_eq!(plan_file["step"][key], document["plan"][key], "{key}");
+    }
+    assert_eq!(plan_file["memory"], document["memory"]);
+    // More memory than was planned with changes nothing.
+    let run = |out: &str| {
+        run_of(&bench, "plan.json", out)
+            .args(&["--steps", "3", "--host-memory", "1GiB"])
+            .path("--save-plan", &bench.path(&format!("{out}.json")))
+            .ok()
+    };
+    let (first, second) = (run("first"), run("second"));
+    assert_eq!(terms(&first.stderr), terms(&said.ok().stdout));
+    assert_eq!(terms(&second.stderr), terms(&first.stderr));
+    for out in ["first", "second"] {
+        let again = read(&bench.path(&format!("{out}.json")));
+        for section in ["version", "model", "run", "windows", "bytes", "memory"] {
+            assert_eq!(again[section], plan_file[section], "{section}");
+        }
+        let named = first.stderr.contains("weight slots") && first.stderr.contains("update slots");
+        assert!(named, "the run says its windows: {}", first.stderr);
+    }
+    let losses = |out: &str| bench.metrics(out).iter().map(|m| m["loss"].clone()).collect::<Vec<_>>();
+    assert_eq!(losses("first"), losses("second"));
+    assert_eq!(bench.weights("first"), bench.weights("second"));
+    // Without the file the planner takes other windows, and the same numbers come out.
+    let free = bench.finetune("free").args(&["--device", "cpu", "--steps", "3", "--grad-accum", "3"]);
+    let free = free.args(&["--state", "bf16"]).path("--save-plan", &bench.path("free.json"));
+    alone(free, &bench).ok();
+    assert_ne!(read(&bench.path("free.json"))["windows"], plan_file["windows"]);
+    assert_eq!(bench.weights("free"), bench.weights("first"));
+    // What a run saved is a plan, too.
+    let run = run_of(&bench, "free.json", "again").args(&["--steps", "3"]);
+    run.path("--save-plan", &bench.path("again.json")).ok();
+    assert_eq!(read(&bench.path("again.json"))["windows"], read(&bench.path("free.json"))["windows"]);
+}
+
+#[test]
+fn every_window_of_a_plan_is_that_of_its_run() {
+    let bench = Bench::tiny();
+    let document = saved(&bench, "plan.json", &[]);
+    let changes = [
+        ("weight_slots", json!(1)),
+        ("chunk_elements", json!(3 << 14)),
+        ("update_slots", json!(5)),
+        ("gradient_groups", json!(1)),
+        ("gradients_on_disk", json!(true)),
+        ("activations_on_disk", json!(true)),
+        ("copied_weights", json!(5)),
+        ("copied_groups", json!(1)),
+        ("kept_blocks", json!(1)),
+        ("overlap", json!(false)),
+    ];
+    let windows = document["windows"].as_object().unwrap();
+    let untested: Vec<&String> =
+        windows.keys().filter(|key| changes.iter().all(|(changed, _)| changed != key)).collect();
+    // The CPU has no memory of its own for signals to stay in; the last is what the model has.
+    assert_eq!(untested, ["signals_stay", "kept_blocks_max"]);
+    for (key, value) in changes {
+        assert_ne!(document["windows"][key], value, "{key}: the plan chose another");
+        let mut changed = document.clone();
+        changed["windows"][key] = value;
+        fs::write(bench.path("changed.json"), changed.to_string()).unwrap();
+        let run = run_of(&bench, "changed.json", key).args(&["--steps", "1"]);
+        run.path("--save-plan", &bench.path("done.json")).ok();
+        assert_eq!(read(&bench.path("done.json"))["windows"], changed["windows"], "{key}");
+    }
+}
+
+/// Refusals of a plan, by what they say. Each changes the file, or gives flags.
+#[test]
+fn plans_that_a_run_contradicts_are_refused() {
+    let bench = Bench::tiny();
+    let document = saved(&bench, "plan.json", &["--grad-accum", "2", "--dtype", "bf16"]);
+    let config = bench.path("ds.json");
+    let refused = |section: &str, key: &str, value: Value, flags: &[&str], parts: &[&str]| {
+        let mut changed = document.clone();
+        if !section.is_empty() {
+            changed[section][key] = value;
+        }
+        fs::write(bench.path("bad.json"), changed.to_string()).unwrap();
+        let run = run_of(&bench, "bad.json", "out").args(&["--steps", "1"]).args(flags);
+        let ended = run.fails(2, &[&["--plan", "bad.json"], parts].concat());
+        let advice = ["terrace plan --save", "correct"];
+        assert!(advice.iter().any(|advice| ended.stderr.contains(advice)), "{}", ended.stderr);
+    };
+    for (flags, parts) in [
+        (&["--grad-accum", "3"][..], ["run.grad_accum is 2", "--grad-accum is 3"]),
+        (&["--dtype", "fp32"], ["run.dtype is bf16", "--dtype is fp32"]),
+        (&["--state", "compact"], ["run.state is split", "--state is compact"]),
+        (&["--offload", "host"], ["run.offload is disk", "--offload is host"]),
+        (&["--window", "3"], ["windows.weight_slots is 4", "--window is 3"]),
+        (&["--durability", "checkpoint"], ["run.durability is step", "--durability is checkpoint"]),
+        (&["--disk-cache", "none"], ["windows.copied_weights is 4", "--disk-cache: the number is 0"]),
+        (&["--no-overlap"], ["windows.overlap is true", "--no-overlap: overlap is false"]),
+        (&["--activations", "recompute"], ["windows.kept_blocks is 2", "--activations: the number is 0"]),
+    ] {
+        refused("", "", Value::Null, flags, &[parts[0], parts[1], "leave that out"]);
+    }
+    for (key, value, parts) in [
+        ("batch_size", json!(4), ["run.batch_size is 4", "--batch-size is 2"]),
+        ("seq_len", json!(16), ["run.seq_len is 16", "--seq-len is 24"]),
+        ("device_memory", json!("own"), ["run.device_memory is own", "this run is host"]),
+        ("grad_accum", json!(0), ["run.grad_accum is 0", "at least 1"]),
+    ] {
+        refused("run", key, value, &[], &parts);
+    }
+    refused("windows", "kept_blocks", json!(1), &["--activations", "keep"], &["kept_blocks is 1", "is 2"]);
+    for (text, parts) in [
+        (
+            r#"{"gradient_accumulation_steps": 3}"#,
+            ["run.grad_accum is 2", "gradient_accumulation_steps is 3"],
+        ),
+        (r#"{"fp16": {"enabled": true}}"#, ["run.dtype is bf16", "number type is fp16"]),
+        (
+            r#"{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}"#,
+            ["run.offload is disk", "offload sections is host"],
+        ),
+    ] {
+        fs::write(&config, text).unwrap();
+        refused("", "", Value::Null, &["--config", config.to_str().unwrap()], &parts);
+    }
+    for (key, value) in [("layers", 3), ("hidden", 64), ("vocab", 97), ("kv_heads", 4), ("parameters", 7)] {
+        let named = format!("model.{key} is {value}, but that of --model is ");
+        refused("model", key, json!(value), &[], &[&named]);
+    }
+    let small = ["--host-memory", "256KiB"];
+    refused("", "", Value::Null, &small, &["bytes.host is ", "256 KiB", "--host-memory", "raise"]);
+    refused("bytes", "host", json!(1), &small, &["--host-memory of 256 KiB is too small", "needs at least"]);
+    refused("windows", "chunk_elements", json!(1000), &[], &["chunks of 1000 elements", "16384"]);
+    refused("windows", "gradient_groups", json!(0), &[], &["gradient_groups is 0", "at least 1"]);
+    refused("windows", "kept_blocks", json!(9), &[], &["windows.kept_blocks is 9", "can only be 2"]);
+    refused("windows", "signals_stay", json!(true), &[], &["windows.signals_stay is true", "only be false"]);
+    // Nothing was made on the way.
+    assert!(!bench.path("out/.terrace").exists());
+    // Agreeing with the plan is no contradiction, and a note says where the bytes differ.
+    let run = run_of(&bench, "plan.json", "out").args(&["--steps", "1", "--grad-accum", "2", "--clip", "0"]);
+    let run = run.args(&["--scheduler", "constant"]);
+    let ended = run.args(&["--state", "split", "--activations", "keep"]).ok();
+    assert!(ended.stderr.contains("note: with the optimizer, the clipping"), "{}", ended.stderr);
+    // State that is there keeps its chunks.
+    let mut changed = document.clone();
+    changed["windows"]["chunk_elements"] = json!(1 << 14);
+    fs::write(bench.path("bad.json"), changed.to_string()).unwrap();
+    let run = run_of(&bench, "bad.json", "out").args(&["--steps", "2", "--clip", "0", "--resume"]);
+    let run = run.args(&["--scheduler", "constant"]);
+    run.fails(2, &["bad.json", "windows.chunk_elements is 16384, but in this run it can only be "]);
+}
+
+#[test]
+fn files_that_are_no_plans() {
+    let bench = Bench::tiny();
+    let document = saved(&bench, "plan.json", &["--offload", "host"]);
+    let refused = |text: &str, parts: &[&str]| {
+        fs::write(bench.path("bad.json"), text).unwrap();
+        run_of(&bench, "bad.json", "out").fails(2, &[&["--plan", "bad.json"], parts].concat());
+    };
+    let changed = |change: &dyn Fn(&mut Value)| {
+        let mut changed = document.clone();
+        change(&mut changed);
+        changed.to_string()
+    };
+    let wrote = "terrace plan --save";
+    refused("{", &["not a plan", wrote]);
+    refused("{}", &["there is no version", wrote]);
+    refused(&changed(&|d| d["version"] = json!(2)), &["version is 2, and this build reads 1", wrote]);
+    refused(&changed(&|d| d["colour"] = json!("blue")), &["unknown field `colour`", wrote]);
+    refused(&changed(&|d| d["windows"]["depth"] = json!(2)), &["unknown field `depth`", wrote]);
+    refused(&changed(&|d| d["run"]["state"] = json!("int3")), &["unknown variant `int3`", wrote]);
+    refused(
+        &changed(&|d| drop(d["windows"].as_object_mut().unwrap().remove("overlap"))),
+        &["missing field `overlap`", wrote],
+    );
+    refused(
+        &changed(&|d| d["windows"]["gradients_on_disk"] = json!(true)),
+        &["windows.gradients_on_disk is true", "run.offload is host"],
+    );
+    run_of(&bench, "nowhere.json", "out").fails(2, &["--plan", "nowhere.json", "check the path"]);
+    let nowhere = bench.path("no/such/folder.json");
+    alone(plan(&bench), &bench).path("--save", &nowhere).fails(1, &["--save", "folder.json"]);
+    run_of(&bench, "plan.json", "out")
+        .path("--save-plan", &nowhere)
+        .fails(1, &["--save-plan", "folder.json"]);
+}
+
+/// Weights cross twice for every micro-batch instead of twice a step: with eight, and bf16, 32 bytes a parameter instead of 4.
+#[test]
+fn horizontal_accumulation_reads_weights_for_every_micro_batch() {
+    let bench = Bench::with(&support::Shape { layers: 16, ..support::Shape::TINY });
+    // State that is updated is master and moments, so that all reads of weights are for compute.
+    let flags = ["--grad-accum", "8", "--state", "fp32", "--activations", "recompute", "--clip", "0"];
+    let measured = ["vertical", "horizontal"].map(|how| {
+        let path = bench.path(&format!("{how}.json"));
+        let run = bench.finetune(how).args(&flags).args(&[
+            "--steps",
+            "3",
+            "--device",
+            "cpu",
+            "--accumulation",
+            how,
+        ]);
+        alone(run.path("--save-plan", &path), &bench).ok();
+        let plan = read(&path);
+        assert_eq!(plan["run"]["accumulation"], how);
+        let said = plan["step"]["disk_read_bytes"].as_u64().unwrap();
+        let done = bench.metrics(how)[1]["disk_read_bytes"].as_u64().unwrap();
+        // Neighbours in the schedule may share memory, depending on timing.
+        assert!(done >= said && done <= said + said / 10, "{how}: {said} planned, {done} done");
+        let parameters = plan["model"]["parameters"].as_u64().unwrap() as f64;
+        let state = plan["bytes"]["disk"].as_u64().unwrap() as f64 * 12.0 / 28.0;
+        (done as f64 - state) / parameters
+    });
+    let [vertical, horizontal] = measured;
+    println!("bytes of weights a parameter and step: {vertical:.2} and {horizontal:.2}");
+    assert!((3.4..4.2).contains(&vertical), "{vertical}");
+    assert!((27.0..33.0).contains(&horizontal), "{horizontal}");
+    let losses = |out: &str| bench.metrics(out).iter().map(|m| m["loss"].clone()).collect::<Vec<_>>();
+    assert_eq!(losses("vertical"), losses("horizontal"));
+    assert_eq!(bench.weights("vertical"), bench.weights("horizontal"));
+    // The plan of one is not that of the other, and both are those that `terrace plan` makes.
+    let run = bench.finetune("other").args(&["--accumulation", "vertical", "--device", "cpu"]);
+    let run = alone(run, &bench).path("--plan", &bench.path("horizontal.json"));
+    run.fails(2, &["run.accumulation is horizontal", "--accumulation is vertical", "leave that out"]);
+    let said = alone(plan(&bench), &bench).args(&["--grad-accum", "8", "--accumulation", "horizontal"]).ok();
+    for part in ["one micro-batch after the other", "sums of gradients between micro-batches"] {
+        assert!(said.stdout.contains(part), "{part:?} is in {}", said.stdout);
+    }
+}

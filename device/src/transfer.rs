@@ -48,6 +48,11 @@ impl<S: StableBytes> Upload<S> {
         Ok(Self { event, ends: Some(ends) })
     }
 
+    /// What fires when the copy is done.
+    pub fn event(&self) -> &Arc<dyn Event> {
+        &self.event
+    }
+
     /// Orders `compute` after the copy and gives the device memory; the source stays held in [`UploadSource`].
     ///
     /// # Errors
@@ -102,6 +107,11 @@ impl<D: StableBytes + DerefMut> Download<D> {
         unsafe { stream.copy(src.bytes().slice(0, len), BytesMut::from_host(&mut dst))? };
         let (event, ends) = record(stream, (src, dst))?;
         Ok(Self { event, ends: Some(ends) })
+    }
+
+    /// What fires when the copy is done.
+    pub fn event(&self) -> &Arc<dyn Event> {
+        &self.event
     }
 
     /// The device memory that comes down; kernels may go on reading it.

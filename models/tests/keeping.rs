@@ -12,8 +12,8 @@ use terrace_kernels::{View, ViewMut};
 use terrace_models::{Model, RandomSource};
 use terrace_tiers::Tier;
 use terrace_zero::{
-    Block, Context, Engine, EngineError, Gradients, Kept, KvSpec, Mode, OutputSpec, ParamSpec, Result,
-    Weights, WindowOverrides,
+    Accumulation, Block, Context, Engine, EngineError, Gradients, Kept, KvSpec, Mode, OutputSpec, ParamSpec,
+    Result, Weights, WindowOverrides,
 };
 
 fn keeping(setup: &Setup, blocks: usize) -> Setup {
@@ -183,9 +183,16 @@ fn watched(setup: &Setup) -> (Engine, Arc<Seen>) {
 /// The canary for mixed-up and for forgotten tensors, and the arena: what was planned is what is taken, to the byte.
 #[test]
 fn every_block_and_micro_batch_gets_its_own_in_the_planned_memory() {
-    for discrete in [false, true] {
+    for (discrete, tied, accumulation) in [
+        (false, true, Accumulation::Vertical),
+        (true, true, Accumulation::Vertical),
+        (false, true, Accumulation::Horizontal),
+        (true, true, Accumulation::Horizontal),
+        (true, false, Accumulation::Horizontal),
+    ] {
         for (blocks, micro_batches) in [(0, 2), (1, 3), (2, 1), (3, 3)] {
-            let setup = keeping(&Setup { discrete, micro_batches, ..Setup::new(true) }, blocks);
+            let base = Setup { discrete, micro_batches, accumulation, ..Setup::new(tied) };
+            let setup = keeping(&base, blocks);
             let (mut engine, seen) = watched(&setup);
             setup.continue_to(&mut engine, 2);
             let counts = (seen.kept.load(Relaxed), seen.recomputed.load(Relaxed));
@@ -199,12 +206,51 @@ fn every_block_and_micro_batch_gets_its_own_in_the_planned_memory() {
     }
 }
 
+/// Where the update follows backward, gradients leave the device earlier than where all wait for the norm.
+#[test]
+fn the_planned_memory_is_exact_wherever_gradients_go() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut number = 0;
+    for (tied, clip) in [(true, None), (false, None), (true, Some(0.5)), (false, Some(0.5))] {
+        for (accumulation, gradients_on_disk) in [
+            (Accumulation::Vertical, false),
+            (Accumulation::Vertical, true),
+            (Accumulation::Horizontal, false),
+            (Accumulation::Horizontal, true),
+        ] {
+            for (blocks, signals_stay) in [(0, true), (0, false), (2, true)] {
+                number += 1;
+                let setup_words = format!("tied: {tied}, {clip:?}, {accumulation:?}");
+                let overrides = WindowOverrides {
+                    chunk_elements: Some(1 << 14),
+                    gradients_on_disk: Some(gradients_on_disk),
+                    signals_stay: Some(signals_stay),
+                    ..WindowOverrides::default()
+                };
+                let disks = vec![dir.path().join(number.to_string())];
+                let base = Setup { clip, accumulation, overrides, ..Setup::on_disk(tied, disks) };
+                let setup = keeping(&Setup { discrete: true, micro_batches: 3, ..base }, blocks);
+                let (mut engine, seen) = watched(&setup);
+                setup.continue_to(&mut engine, 2);
+                let (peak, capacity) = *seen.arena.lock().unwrap();
+                assert_eq!(peak, capacity, "{setup_words}, {gradients_on_disk} {blocks} {signals_stay}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_step_that_fails_leaves_nothing_behind() {
-    let setup = keeping(&Setup::new(true), 3);
-    let (mut undisturbed, _) = watched(&setup);
+    fails_in_a_step(&keeping(&Setup::new(true), 3));
+    // Also none of the gradients that are parked between micro-batches.
+    let accumulation = Accumulation::Horizontal;
+    fails_in_a_step(&keeping(&Setup { accumulation, ..Setup::new(true) }, 3));
+}
+
+fn fails_in_a_step(setup: &Setup) {
+    let (mut undisturbed, _) = watched(setup);
     setup.continue_to(&mut undisturbed, 2);
-    let (mut engine, seen) = watched(&setup);
+    let (mut engine, seen) = watched(setup);
     seen.fail_next.store(true, Relaxed);
     let error = engine.train_step(&setup.batches(0), LR).expect_err("a block failed");
     assert!(matches!(error, EngineError::Kernel(_)), "{error}");

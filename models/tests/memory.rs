@@ -7,7 +7,7 @@ mod support;
 use support::{Setup, weights_hash};
 use terrace_models::ModelConfig;
 use terrace_tiers::{PlanRefusal, Tier, TierError};
-use terrace_zero::{EngineError, Placement};
+use terrace_zero::{Accumulation, EngineError, Placement};
 
 /// What the process may need beside the plan: stacks, code, the engine's queues, the allocator's slack.
 const UNPLANNED_BYTES: u64 = 16 << 20;
@@ -22,11 +22,22 @@ fn the_smallest_budget_works_and_is_kept() {
             "disk without clipping",
             Setup { clip: None, ..Setup::on_disk(false, vec![dir.path().join("no-clip")]) },
         ),
+        ("resident, horizontal", horizontal(Setup::new(true))),
+        ("disk, horizontal", horizontal(Setup::on_disk(true, vec![dir.path().join("horizontal")]))),
+        (
+            "disk without clipping, horizontal",
+            Setup { clip: None, ..horizontal(Setup::on_disk(false, vec![dir.path().join("rounds")])) },
+        ),
     ] {
         smallest_budget(name, &base);
     }
     stays_within(&dir.path().join("large"), 0);
     stays_within(&dir.path().join("copies"), 8 << 20);
+}
+
+/// Micro-batches one after the other, for which sums of gradients are parked.
+fn horizontal(setup: Setup) -> Setup {
+    Setup { accumulation: Accumulation::Horizontal, micro_batches: 4, ..setup }
 }
 
 fn smallest_budget(name: &str, base: &Setup) {

@@ -8,8 +8,8 @@ use support::{Setup, weights_hash};
 use terrace_aio::engine::EngineChoice;
 use terrace_kernels::DType;
 use terrace_models::ModelConfig;
-use terrace_optimizer::{Algorithm, GroupLr, GroupRule, StateFormat};
-use terrace_zero::{Durability, Placement, WindowOverrides};
+use terrace_optimizer::{Algorithm, GroupLr, GroupRule, LossScaleConfig, StateFormat};
+use terrace_zero::{Accumulation, Durability, Placement, WindowOverrides};
 
 const STEPS: u64 = 4;
 
@@ -102,9 +102,14 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         let saved = Setup { durability: Durability::Checkpoint, ..copies("saved") };
         all.push((format!("{cache_bytes} bytes of copies, nothing saved"), saved));
     }
-    let saved = Setup { durability: Durability::Checkpoint, overrides: tiny_windows(), ..disk("saved", 2) };
-    all.push(("tiny windows, nothing saved".to_owned(), saved.clone()));
-    all.push(("tiny windows, discrete, nothing saved".to_owned(), Setup { discrete: true, ..saved }));
+    let saved = |name: &str, discrete: bool| Setup {
+        durability: Durability::Checkpoint,
+        overrides: tiny_windows(),
+        discrete,
+        ..disk(name, 2)
+    };
+    all.push(("tiny windows, nothing saved".to_owned(), saved("saved", false)));
+    all.push(("tiny windows, discrete, nothing saved".to_owned(), saved("saved-discrete", true)));
     // Without an override all blocks of so small a model keep their intermediates.
     for blocks in 0..=base.model.layers {
         let on_disk = WindowOverrides { kept_blocks: Some(blocks), ..tiny_windows() };
@@ -131,6 +136,51 @@ fn check(base: &Setup) {
     for (name, setup) in variants(base, dir.path()) {
         assert_eq!(setup.run(STEPS), expected, "{name}");
     }
+}
+
+/// With the micro-batches one after the other: the bits of all of them together, wherever anything is parked in between.
+fn check_horizontal(base: &Setup) {
+    let dir = tempfile::tempdir().unwrap();
+    let base = &Setup { micro_batches: 3, overrides: keeping(0), ..base.clone() };
+    let expected = base.run(STEPS);
+    let base = &Setup { accumulation: Accumulation::Horizontal, ..base.clone() };
+    assert_eq!(base.run(STEPS), expected, "none");
+    for (name, setup) in variants(base, dir.path()) {
+        println!("{name}");
+        assert_eq!(setup.run(STEPS), expected, "{name}");
+    }
+}
+
+#[test]
+fn horizontal_accumulation_tied() {
+    check_horizontal(&Setup::new(true));
+    check_horizontal(&Setup { clip: None, ..Setup::new(true) });
+}
+
+#[test]
+fn horizontal_accumulation_untied() {
+    check_horizontal(&Setup::new(false));
+    check_horizontal(&Setup { clip: None, ..Setup::new(false) });
+}
+
+#[test]
+fn horizontal_accumulation_of_other_types() {
+    check_horizontal(&Setup { dtype: DType::F32, state: StateFormat::Fp32, ..Setup::new(true) });
+    check_horizontal(&Setup { state: StateFormat::Compact, clip: None, ..Setup::new(true) });
+    // The first steps overflow and are skipped.
+    let scale = LossScaleConfig { initial_scale_power: 26, hysteresis: 1, ..LossScaleConfig::default() };
+    let f16 = Setup { dtype: DType::F16, state: StateFormat::Fp32, ..Setup::new(true) };
+    check_horizontal(&Setup { loss_scale: Some(scale), ..f16 });
+}
+
+#[test]
+fn horizontal_accumulation_of_parameter_groups() {
+    let groups = vec![
+        GroupRule::new("*.1.self_attn.k_proj*").frozen(),
+        GroupRule::new("*embed*").lr(GroupLr::Own(1e-3)).weight_decay(0.0),
+    ];
+    check_horizontal(&Setup { groups: groups.clone(), ..Setup::new(true) });
+    check_horizontal(&Setup { groups, clip: None, ..Setup::new(false) });
 }
 
 #[test]

@@ -6,7 +6,8 @@ mod support;
 use support::Setup;
 use terrace_models::{Model, RandomSource};
 use terrace_optimizer::StateFormat;
-use terrace_zero::{Engine, EngineConfig, WindowOverrides};
+use terrace_tiers::Tier;
+use terrace_zero::{Engine, EngineConfig, Outlook, Placement, PlanningRuns, WindowOverrides};
 
 fn refused(setup: &Setup, overrides: WindowOverrides, parts: &[&str]) {
     let setup = Setup { overrides, ..setup.clone() };
@@ -70,4 +71,63 @@ fn windows_without_slots_are_refused() {
     let none = WindowOverrides::default();
     refused(&setup, WindowOverrides { weight_slots: Some(0), ..none }, &["weight_slots is 0"]);
     refused(&setup, WindowOverrides { update_slots: Some(0), ..none }, &["update_slots is 0"]);
+    refused(&setup, WindowOverrides { gradient_groups: Some(0), ..none }, &["gradient_groups is 0"]);
+}
+
+fn outlook(setup: &Setup) -> terrace_zero::Result<Outlook> {
+    let blocks = Model::new(setup.model.clone()).blocks;
+    let runs = PlanningRuns::default();
+    Engine::outlook(setup.config(), &setup.backend(), blocks, &setup.sample(), &runs)
+}
+
+/// Given as overrides, the windows of a plan leave the planner no choice but that plan, however much memory there is.
+#[test]
+fn the_windows_of_a_plan_give_that_plan() {
+    let mut seen: Vec<WindowOverrides> = Vec::new();
+    for (tied, clip, discrete, overlap, placement) in [
+        (true, Some(0.5), false, None, Placement::Disk),
+        (false, None, false, None, Placement::Disk),
+        (true, None, true, None, Placement::Disk),
+        (false, None, false, Some(false), Placement::Disk),
+        (true, Some(0.5), true, None, Placement::Host),
+    ] {
+        let overrides = WindowOverrides { overlap, ..WindowOverrides::default() };
+        let disks = vec!["nowhere".into()];
+        let cache_bytes = u64::MAX;
+        let setup = Setup { clip, discrete, overrides, placement, disks, cache_bytes, ..Setup::new(tied) };
+        let roomy = outlook(&setup).unwrap().memory.total(Tier::Host);
+        for part in 1..=200 {
+            let budget = roomy * part / 200;
+            let Ok(planned) = outlook(&Setup { host_budget: budget, ..setup.clone() }) else { continue };
+            if seen.contains(&planned.windows) && part % 20 != 0 {
+                continue;
+            }
+            seen.push(planned.windows);
+            let again =
+                outlook(&Setup { overrides: planned.windows, host_budget: u64::MAX, ..setup.clone() });
+            let again = again.unwrap();
+            assert_eq!(again.windows, planned.windows, "within {budget}");
+            assert_eq!(again.memory.entries(), planned.memory.entries(), "{:?}", planned.windows);
+            assert_eq!(again.work, planned.work, "{:?}", planned.windows);
+        }
+    }
+    // The budgets made the planner use each of its means.
+    let mut differ = 0;
+    let mut twice = |values: Vec<String>| {
+        assert!(values.iter().any(|value| *value != values[0]), "all are {}", values[0]);
+        differ += 1;
+    };
+    let of = |what: fn(&WindowOverrides) -> String| seen.iter().map(what).collect::<Vec<_>>();
+    twice(of(|w| format!("{:?} weight slots", w.weight_slots)));
+    twice(of(|w| format!("chunks of {:?}", w.chunk_elements)));
+    twice(of(|w| format!("{:?} update slots", w.update_slots)));
+    twice(of(|w| format!("{:?} groups of gradients", w.gradient_groups)));
+    twice(of(|w| format!("gradients on disk: {:?}", w.gradients_on_disk)));
+    twice(of(|w| format!("activations on disk: {:?}", w.activations_on_disk)));
+    twice(of(|w| format!("signals stay: {:?}", w.signals_stay)));
+    twice(of(|w| format!("{:?} blocks keep", w.kept_blocks)));
+    twice(of(|w| format!("weights of {:?} groups", w.copied_weights)));
+    twice(of(|w| format!("all of {:?} groups", w.copied_groups)));
+    twice(of(|w| format!("overlap: {:?}", w.overlap)));
+    assert_eq!(differ, 11, "every field of {:?}", seen[0]);
 }

@@ -47,7 +47,7 @@ pub enum Command {
 }
 
 /// `terrace finetune`.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub struct FinetuneArgs {
     /// Hugging Face model folder (config.json, safetensors, tokenizer.json)
     #[arg(long, value_name = "DIR")]
@@ -74,6 +74,11 @@ pub struct FinetuneArgs {
     /// Micro-batches per step [default: 1]
     #[arg(long, value_name = "M", allow_negative_numbers = true, value_parser = count::<NonZeroU64>, help_heading = "Training")]
     pub grad_accum: Option<NonZeroU64>,
+    /// Order of the micro-batches: vertical, all of them through a block before the next, so that weights travel twice a step; or
+    /// horizontal, one after the other through the whole model, which needs activations of one at a time. Numbers are the same
+    /// [default: vertical]
+    #[arg(long, value_name = "HOW", help_heading = "Training")]
+    pub accumulation: Option<Accumulation>,
     /// Tokens per sequence [default: 1024, at most what the model takes]
     #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, help_heading = "Training")]
     pub seq_len: Option<NonZeroUsize>,
@@ -130,11 +135,13 @@ pub struct FinetuneArgs {
     #[arg(long, value_name = "FORMAT", help_heading = "Memory")]
     pub state: Option<StateFormat>,
     /// Which blocks keep what they computed from forward to backward instead of computing it again: as many as fit, all, or none
-    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Memory")]
-    pub activations: Activations,
+    /// [default: auto]
+    #[arg(long, value_name = "HOW", help_heading = "Memory")]
+    pub activations: Option<Activations>,
     /// When training state on disk becomes durable: with every step, or with every checkpoint and the end, which writes less
-    #[arg(long, value_name = "WHEN", default_value = "step", help_heading = "Memory")]
-    pub durability: DurabilityFlag,
+    /// [default: step]
+    #[arg(long, value_name = "WHEN", help_heading = "Memory")]
+    pub durability: Option<DurabilityFlag>,
     /// Bytes that the drives may be written over their life, which a run's writes are compared with
     #[arg(
         long,
@@ -144,6 +151,13 @@ pub struct FinetuneArgs {
         help_heading = "Memory"
     )]
     pub endurance: ByteSize,
+    /// Run exactly this plan, written by `terrace plan --save` or --save-plan: its windows, and its settings where no flag says
+    /// the same
+    #[arg(long, value_name = "FILE", help_heading = "Memory")]
+    pub plan: Option<PathBuf>,
+    /// Write the plan of this run, for --plan
+    #[arg(long, value_name = "FILE", help_heading = "Memory")]
+    pub save_plan: Option<PathBuf>,
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
@@ -414,6 +428,9 @@ pub struct PlanArgs {
     /// Micro-batches per step
     #[arg(long, value_name = "M", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "1")]
     pub grad_accum: NonZeroUsize,
+    /// Order of the micro-batches: all of them through a block before the next, or one after the other through the whole model
+    #[arg(long, value_name = "HOW", default_value = "vertical")]
+    pub accumulation: Accumulation,
     /// Tokens per sequence [default: 1024, at most what the model takes]
     #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>)]
     pub seq_len: Option<NonZeroUsize>,
@@ -497,6 +514,9 @@ pub struct PlanArgs {
         help_heading = "A machine that is not here"
     )]
     pub disk_write: Option<ByteSize>,
+    /// Write the plan, for `terrace finetune --plan`
+    #[arg(long, value_name = "FILE")]
+    pub save: Option<PathBuf>,
     /// Print one JSON document to stdout
     #[arg(long)]
     pub json: bool,
@@ -511,7 +531,8 @@ pub struct ReportArgs {
 }
 
 /// When state on disk becomes durable.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum DurabilityFlag {
     /// With every step
     #[default]
@@ -560,7 +581,7 @@ pub enum OptimizerName {
 }
 
 /// Formats of optimizer state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StateFormat {
     /// fp32 master, fp32 moments (14 bytes per parameter).
@@ -572,6 +593,17 @@ pub enum StateFormat {
     Bf16,
     /// 8-bit remainder and moments (5.1 bytes).
     Compact,
+}
+
+/// The order in which the micro-batches of a step go through the blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accumulation {
+    /// All of them through a block before the next.
+    #[default]
+    Vertical,
+    /// One after the other through all blocks.
+    Horizontal,
 }
 
 /// Whether blocks keep their intermediates for backward.
@@ -588,7 +620,7 @@ pub enum Activations {
 }
 
 /// The slowest tier in use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Offload {
     /// Everything stays where it computes.
@@ -654,17 +686,19 @@ mod tests {
     #[test]
     fn finetune_takes_the_whole_contract() {
         let line = "finetune --model m --data d.jsonl --output o --config c.json --steps 3 --epochs 1.5 --batch-size 2 \
-            --grad-accum 4 --seq-len 128 --learning-rate 3e-4 --weight-decay 0.1 --betas 0.9,0.95 --eps 1e-6 --clip 0 \
+            --grad-accum 4 --accumulation horizontal --seq-len 128 --learning-rate 3e-4 --weight-decay 0.1 --betas 0.9,0.95 --eps 1e-6 --clip 0 \
             --warmup-steps 10 --scheduler cosine --dtype fp32 --state compact --offload host --disk a --disk b \
             --host-memory 24GiB --device-memory 1.5GB --device cuda:1 --seed 7 --no-shuffle --resume --save-every 5 --save-total-limit 2 \
-            --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 --activations keep \
+            --no-decay *norm* --no-decay *.bias --param-group *embed*,lr=1e-6 --activations keep --plan p.json --save-plan q.json \
             --tensorboard runs --trace t.json --json --pack --engine threads --max-shard-size 1GB --discrete --window 2 --no-overlap --threads 3";
         let cli = parse(line).unwrap();
         assert_eq!(cli.threads, NonZeroUsize::new(3));
         let Command::Finetune(args) = cli.command else { panic!("another command") };
         assert_eq!(args.betas, Some(Betas(0.9, 0.95)));
         assert_eq!((args.no_decay.len(), args.param_group.len()), (2, 1));
-        assert_eq!(args.activations, Activations::Keep);
+        assert_eq!(args.activations, Some(Activations::Keep));
+        assert_eq!(args.accumulation, Some(Accumulation::Horizontal));
+        assert_eq!(args.plan, Some(PathBuf::from("p.json")));
         assert_eq!(args.placement.disk.len(), 2);
         assert_eq!(args.placement.device, DeviceName::Cuda(1));
         assert_eq!(args.placement.host_memory, Some(ByteSize(24 << 30)));
@@ -703,6 +737,7 @@ mod tests {
             "--threads 0",
             "--save-every 0",
             "--dtype fp8",
+            "--accumulation diagonal",
             "--param-group *,lr=fast",
             "--param-group lr=1",
             "--scheduler exponential",

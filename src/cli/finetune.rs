@@ -4,6 +4,9 @@ use super::args::{
     Activations, DurabilityFlag, FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag,
 };
 use super::inputs::FinetuneInputs;
+use super::pinned::{
+    self, Budget, DeviceMemory, ModelShape, Pinned, PlanFile, Settings, Step, Term, Totals, Windows,
+};
 use super::session::{self, Session};
 use super::{checks, floor, identity, print_json, retention, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
@@ -21,12 +24,12 @@ use std::time::Instant;
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::layer::Stats;
 use terrace_aio::profile::DiskProfile;
-use terrace_models::{Model, Row, SafetensorsSource, TokenBatch, export_folder};
+use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch, export_folder};
 use terrace_optimizer::{Schedule, StateFormat};
 use terrace_tiers::TierError;
 use terrace_zero::{
-    BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, StepRates, StepReport,
-    TrainingConfig, WeightSource, WindowOverrides,
+    BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, PlanningRuns, StepRates,
+    StepReport, TrainingConfig, WeightSource, WindowOverrides,
 };
 
 /// Runs the command.
@@ -60,6 +63,9 @@ pub fn train(
         profile = floor::profile(args.placement.profile.as_ref(), threads_here, &disks)?;
         let io = io_config(run, profile.as_ref().and_then(|found| found.disk.as_ref()));
         let opened = Session::open(&args.placement, &io, threads, run.trace.is_some())?;
+        if let Some(pinned) = &run.pinned {
+            check_plan(pinned, run, args, &opened, &model.config)?;
+        }
         check_saved_state(&opened, run)?;
         session = Some(opened);
         Ok(())
@@ -76,7 +82,7 @@ pub fn train(
     let disk_profile = profile.as_ref().and_then(|found| found.disk.as_ref());
     config.disk_weights = session::disk_weights(disk_profile, &config.disks);
     let can = floor::capabilities(profile.as_ref(), &session, &run, &config);
-    let builder = TokenBatch::new(&model.config);
+    let (builder, shape) = (TokenBatch::new(&model.config), ModelShape::of(&model.config));
     let sample = builder.blank(run.batch_size, run.seq_len);
 
     let loading = Instant::now();
@@ -85,17 +91,13 @@ pub fn train(
     } else {
         Engine::create(config, session.backend.clone(), model.blocks, &sample, source)?
     };
-    eprintln!(
-        "{} parameters, state {} on {}, {} in {}",
-        count(engine.parameters() as f64),
-        run.state.name(),
-        place_name(&run),
-        if run.resume { format!("resumed at step {}", engine.step()) } else { "loaded".into() },
-        duration(loading.elapsed().as_secs_f64()),
-    );
-    eprintln!("{}", session::describe_plan(engine.memory_plan()));
-    say_how(&run, &engine);
+    let windows = say_plan(&engine, &run, loading);
+    // The cut into chunks is a property of state that is resumed.
+    run.pinned.as_ref().map_or(Ok(()), |pinned| pinned.check_windows(&windows))?;
     let floor = floor::of_engine(&engine, &can);
+    if let Some(path) = &run.save_plan {
+        plan_of(&run, shape, windows, &engine, &session, &floor).write("--save-plan", path)?;
+    }
     let mut trainer = Trainer {
         floor,
         summary: floor::Summary::default(),
@@ -141,6 +143,96 @@ pub fn train(
     }))
 }
 
+/// Refuses a plan of another run, or one that does not fit here, before anything is written.
+fn check_plan(
+    pinned: &Pinned,
+    run: &TrainConfig,
+    args: &FinetuneArgs,
+    session: &Session,
+    model: &ModelConfig,
+) -> Result<(), CliError> {
+    pinned.check_model(model, session.backend.device.unified())?;
+    let config = engine_config(run, &args.placement, session, String::new())?;
+    pinned.check_budget(config.host_budget, config.device_budget)?;
+    let sample = TokenBatch::new(model).blank(run.batch_size, run.seq_len);
+    let blocks = terrace_models::build(model);
+    let outlook = Engine::outlook(config, &session.backend, blocks, &sample, &PlanningRuns::default());
+    let outlook = outlook.map_err(|error| pinned.explain(error))?;
+    let (planned, here) = (pinned.file.bytes, Totals::new(&outlook.memory));
+    if planned != here {
+        eprintln!(
+            "note: with the optimizer, the clipping, the threads and the disks of this run the plan takes {} of host memory, {} of the \
+             device's and {} of disk, not {}, {} and {}",
+            size(here.host),
+            size(here.device),
+            size(here.disk),
+            size(planned.host),
+            size(planned.device),
+            size(planned.disk)
+        );
+    }
+    if run.resume {
+        return Ok(());
+    }
+    pinned.check_windows(&Windows::new(outlook.windows, outlook.keepers))
+}
+
+/// Says what was loaded since `loading`, and the plan of the run. Gives its windows.
+fn say_plan(engine: &Engine, run: &TrainConfig, loading: Instant) -> Windows {
+    eprintln!(
+        "{} parameters, state {} on {}, {} in {}",
+        count(engine.parameters() as f64),
+        run.state.name(),
+        place_name(run),
+        if run.resume { format!("resumed at step {}", engine.step()) } else { "loaded".into() },
+        duration(loading.elapsed().as_secs_f64()),
+    );
+    eprintln!("{}", session::describe_plan(engine.memory_plan()));
+    let (keeping, blocks) = engine.kept_blocks();
+    eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
+    eprintln!("{}", engine.plan_summary());
+    let checkpoints = run.durability == DurabilityFlag::Checkpoint && run.offload == Offload::Disk;
+    if checkpoints && run.save_every.is_none() {
+        eprintln!(
+            "note: --durability checkpoint without --save-every: a run that is killed has to start over"
+        );
+    }
+    Windows::new(engine.windows(), blocks)
+}
+
+/// What `--save-plan` writes.
+fn plan_of(
+    run: &TrainConfig,
+    model: ModelShape,
+    windows: Windows,
+    engine: &Engine,
+    session: &Session,
+    floor: &Floor,
+) -> PlanFile {
+    let unified = session.backend.device.unified();
+    let config = engine.config();
+    PlanFile {
+        version: pinned::VERSION,
+        model,
+        run: Settings {
+            batch_size: run.batch_size as u64,
+            grad_accum: run.grad_accum as u64,
+            accumulation: run.accumulation,
+            seq_len: run.seq_len,
+            dtype: run.dtype,
+            state: run.state,
+            offload: run.offload,
+            durability: run.durability,
+            device_memory: if unified { DeviceMemory::Host } else { DeviceMemory::Own },
+        },
+        budget: Budget::new(config.host_budget, config.device_budget),
+        windows,
+        bytes: Totals::new(engine.memory_plan()),
+        memory: Term::all(engine.memory_plan()),
+        step: Step::new(&engine.step_work(), floor),
+    }
+}
+
 /// Says what there is to train on.
 fn say_what(data: &Dataset) {
     let summary = data.summary();
@@ -151,18 +243,6 @@ fn say_what(data: &Dataset) {
         count(summary.loss_tokens as f64),
         if summary.truncated > 0 { format!("; {} rows truncated", summary.truncated) } else { String::new() },
     );
-}
-
-/// Says what the plan chose.
-fn say_how(run: &TrainConfig, engine: &Engine) {
-    let (keeping, blocks) = engine.kept_blocks();
-    eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
-    let checkpoints = run.durability == DurabilityFlag::Checkpoint && run.offload == Offload::Disk;
-    if checkpoints && run.save_every.is_none() {
-        eprintln!(
-            "note: --durability checkpoint without --save-every: a run that is killed has to start over"
-        );
-    }
 }
 
 /// Says where the results are.
@@ -414,19 +494,28 @@ fn engine_config(
             micro_batches: run.grad_accum,
             cache_length: 0,
         },
-        overrides: WindowOverrides {
-            weight_slots: run.window,
-            overlap: Some(run.overlap),
-            kept_blocks: match run.activations {
-                Activations::Auto => None,
-                Activations::Keep => Some(usize::MAX),
-                Activations::Recompute => Some(0),
-            },
-            ..WindowOverrides::default()
-        },
+        accumulation: session::accumulation(run.accumulation),
+        overrides: windows(run),
         timeline: session.timeline.clone(),
         identity,
     })
+}
+
+/// The windows of the plan, or what flags fix.
+fn windows(run: &TrainConfig) -> WindowOverrides {
+    if let Some(pinned) = &run.pinned {
+        return pinned.file.windows.overrides();
+    }
+    WindowOverrides {
+        weight_slots: run.window,
+        overlap: Some(run.overlap),
+        kept_blocks: match run.activations {
+            Activations::Auto => None,
+            Activations::Keep => Some(usize::MAX),
+            Activations::Recompute => Some(0),
+        },
+        ..WindowOverrides::default()
+    }
 }
 
 fn place_name(run: &TrainConfig) -> String {

@@ -15,7 +15,8 @@ use terrace_aio::profile::DiskProfile;
 use terrace_kernels::QuantFormat;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, TokenBatch};
 use terrace_zero::{
-    BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, Placement, WindowOverrides,
+    Accumulation, BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, Placement,
+    WindowOverrides,
 };
 
 /// Runs the command.
@@ -173,6 +174,7 @@ pub(super) fn frozen_config(
         device_budget: session.device_budget(placement),
         threads: session.threads,
         limits,
+        accumulation: Accumulation::default(),
         overrides: WindowOverrides {
             weight_slots: placement.window.map(NonZeroUsize::get),
             ..WindowOverrides::default()

@@ -109,6 +109,9 @@ impl FinetuneInputs {
         if let Some(path) = &run.trace {
             checks::file("--trace", path)?;
         }
+        if let Some(path) = &run.save_plan {
+            checks::file("--save-plan", path)?;
+        }
         check(&run)?;
         let work_dir = run::default_disk(&run.output);
         let data = open_data(&run.model, facts, &run.data, run.seq_len, run.pack, &work_dir)?;

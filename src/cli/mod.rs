@@ -12,6 +12,7 @@ pub mod generate;
 mod identity;
 pub mod inputs;
 pub mod inspect;
+pub mod pinned;
 pub mod plan;
 pub mod report;
 mod retention;

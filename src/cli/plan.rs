@@ -1,7 +1,10 @@
 //! `terrace plan`: what a run would need and how long its steps would take, without weights, and of machines that are not there.
 
-use super::args::{Dtype, Offload, PlacementArgs, PlanArgs, StateFormat as StateFlag};
+use super::args::{Accumulation, Dtype, Offload, PlacementArgs, PlanArgs, StateFormat as StateFlag};
 use super::floor::time;
+use super::pinned::{
+    self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
+};
 use super::session::{self, Session};
 use super::{print_json, print_text};
 use crate::error::CliError;
@@ -84,6 +87,9 @@ pub fn plan(args: &PlanArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
         Ok(planned) => planned,
         Err(error) => return Err(with_alternatives(error, &choices)),
     };
+    if let Some(path) = &args.save {
+        planning.file(&planned, state).write("--save", path)?;
+    }
     if args.json {
         return print_json(&planning.document(&planned, &choices));
     }
@@ -157,6 +163,7 @@ impl<'a> Planning<'a> {
             training: Some(TrainingConfig { state: choice.state, ..TrainingConfig::default() }),
             placement: session::placement(choice.offload),
             disks: self.disks.clone(),
+            accumulation: session::accumulation(self.args.accumulation),
             host_budget: self.host_budget,
             cache_bytes: self.args.disk_cache.0,
             durability: self.args.durability.into(),
@@ -249,12 +256,16 @@ impl<'a> Planning<'a> {
             m.vocab
         ));
         line(format!(
-            "{}; {} tokens a step ({} × {} × {})",
+            "{}; {} tokens a step ({} × {} × {}{})",
             planned.choice.words(),
             outlook.work.tokens,
             planned.choice.accum,
             planned.choice.batch,
-            self.length
+            self.length,
+            match self.args.accumulation {
+                Accumulation::Vertical => "",
+                Accumulation::Horizontal => ", one micro-batch after the other",
+            }
         ));
         line(session::describe_plan(&outlook.memory));
         line(outlook.summary.clone());
@@ -299,7 +310,6 @@ impl<'a> Planning<'a> {
     }
 
     fn document(&self, planned: &Planned, choices: &[(Choice, Result<Planned, EngineError>)]) -> Value {
-        let (outlook, m) = (&planned.outlook, &self.model);
         let best = fastest(choices);
         let rows = choices.iter().enumerate().map(|(index, (choice, planned))| match planned {
             Ok(planned) => {
@@ -313,25 +323,40 @@ impl<'a> Planning<'a> {
                 row
             }
         });
-        let terms = outlook.memory.entries().iter().map(|term| {
-            json!({
-                "tier": tier_name(term.tier),
-                "purpose": term.purpose,
-                "count": term.count,
-                "unit_bytes": term.unit_bytes,
-                "bytes": term.bytes(),
-            })
-        });
         json!({
-            "model": {
-                "parameters": outlook.parameters, "layers": m.layers, "hidden": m.hidden, "feed_forward": m.feed_forward,
-                "heads": m.heads, "kv_heads": m.kv_heads, "vocab": m.vocab,
-            },
+            "model": ModelShape::of(&self.model),
             "seq_len": self.length,
+            "accumulation": self.args.accumulation,
             "plan": planned.figures(),
-            "memory": terms.collect::<Vec<_>>(),
+            "memory": Term::all(&planned.outlook.memory),
             "choices": rows.collect::<Vec<_>>(),
         })
+    }
+
+    /// What `--save` writes.
+    fn file(&self, planned: &Planned, state: StateFlag) -> PlanFile {
+        let (choice, outlook) = (planned.choice, &planned.outlook);
+        let unified = self.backend.device.unified();
+        PlanFile {
+            version: pinned::VERSION,
+            model: ModelShape::of(&self.model),
+            run: Settings {
+                batch_size: choice.batch as u64,
+                grad_accum: choice.accum as u64,
+                accumulation: self.args.accumulation,
+                seq_len: self.length,
+                dtype: self.args.dtype,
+                state,
+                offload: choice.offload,
+                durability: self.args.durability,
+                device_memory: if unified { DeviceMemory::Host } else { DeviceMemory::Own },
+            },
+            budget: Budget::new(self.host_budget, self.device_budget),
+            windows: Windows::new(outlook.windows, outlook.keepers),
+            bytes: Totals::new(&outlook.memory),
+            memory: Term::all(&outlook.memory),
+            step: Step::new(&outlook.work, &planned.floor),
+        }
     }
 }
 
@@ -356,28 +381,19 @@ impl Planned {
         let (work, memory) = (&self.outlook.work, &self.outlook.memory);
         let mut row = self.choice.json();
         let seconds = self.seconds();
-        let floor: serde_json::Map<String, Value> =
-            self.floor.seconds.iter().map(|(name, seconds)| ((*name).to_owned(), json!(seconds))).collect();
+        let step = json!(Step::new(work, &self.floor));
         let more = json!({
             "host_bytes": memory.total(Tier::Host),
             "device_bytes": memory.total(Tier::Device),
             "disk_bytes": memory.total(Tier::Disk),
-            "operations": work.operations,
-            "tokens": work.tokens,
-            "disk_read_bytes": work.disk_read_bytes,
-            "disk_write_bytes": work.disk_write_bytes,
-            "upload_bytes": work.upload_bytes,
-            "download_bytes": work.download_bytes,
-            "memory_bytes": work.memory_bytes,
-            "seconds": floor,
-            "step_seconds": seconds,
-            "bound_by": self.floor.bound().map(|(name, _)| name),
             "tokens_per_second": seconds.map(|seconds| work.tokens as f64 / seconds),
             "steps_until_1200_tb": (work.disk_write_bytes > 0).then(|| self.endurance()),
             "tokens_that_hide_the_disk": self.tokens_that_hide_the_disk(),
         });
-        if let (Some(row), Value::Object(more)) = (row.as_object_mut(), more) {
-            row.extend(more);
+        for part in [step, more] {
+            if let (Some(row), Value::Object(part)) = (row.as_object_mut(), part) {
+                row.extend(part);
+            }
         }
         row
     }
@@ -490,14 +506,6 @@ fn format(state: StateFlag) -> StateFormat {
         StateFlag::Split => StateFormat::Split,
         StateFlag::Bf16 => StateFormat::Bf16,
         StateFlag::Compact => StateFormat::Compact,
-    }
-}
-
-fn tier_name(tier: Tier) -> &'static str {
-    match tier {
-        Tier::Device => "device",
-        Tier::Host => "host",
-        Tier::Disk => "disk",
     }
 }
 

@@ -1,6 +1,6 @@
 //! From flags to backends and budgets, shared by the commands that run the engine.
 
-use super::args::{DeviceName, DiskEngine, Dtype, Offload, PlacementArgs, WeightFormat};
+use super::args::{self, DeviceName, DiskEngine, Dtype, Offload, PlacementArgs, WeightFormat};
 use crate::error::CliError;
 use crate::{cpu_backend, cuda_backend};
 use std::num::NonZeroUsize;
@@ -15,7 +15,7 @@ use terrace_device::cuda::CudaDevice;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, QuantFormat};
 use terrace_tiers::{MemoryPlan, Tier};
-use terrace_zero::{Backend, EngineError, Placement, Timeline};
+use terrace_zero::{Accumulation, Backend, EngineError, Placement, Timeline};
 
 /// Disk operations that `--trace` remembers at most; later ones replace the earliest.
 const TRACE_EVENTS: usize = 1 << 20;
@@ -239,6 +239,14 @@ pub fn placement(offload: Offload) -> Placement {
         Offload::None => Placement::None,
         Offload::Host => Placement::Host,
         Offload::Disk => Placement::Disk,
+    }
+}
+
+/// The engine's order of micro-batches.
+pub fn accumulation(accumulation: args::Accumulation) -> Accumulation {
+    match accumulation {
+        args::Accumulation::Vertical => Accumulation::Vertical,
+        args::Accumulation::Horizontal => Accumulation::Horizontal,
     }
 }
 

@@ -9,6 +9,7 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::time::Duration;
+use terrace_zero::{Resource, Span};
 
 /// The page; the events take the place of its marker.
 const PAGE: &str = include_str!("trace.html");
@@ -53,29 +54,50 @@ pub fn write(path: &Path, session: &Session) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Lanes in which several are busy at once: those lie side by side, for a bar must not cover another.
+#[derive(Default)]
+struct Rows(BTreeMap<String, Vec<Duration>>);
+
+impl Rows {
+    /// The row of `lane` for what begins and ends so. What began earlier was asked about earlier.
+    fn lane(&mut self, lane: String, start: Duration, end: Duration) -> String {
+        let rows = self.0.entry(lane.clone()).or_default();
+        let row = rows.iter().position(|busy_until| *busy_until <= start).unwrap_or(rows.len());
+        rows.resize(rows.len().max(row + 1), Duration::ZERO);
+        rows[row] = end;
+        if row == 0 { lane } else { format!("{lane} {}", row + 1) }
+    }
+}
+
 fn bars(session: &Session) -> Vec<Bar> {
     let mut bars = Vec::new();
     let timeline = session.timeline.as_ref();
     let epoch = timeline.map(|timeline| timeline.epoch());
-    for span in timeline.map_or_else(Vec::new, |timeline| timeline.drain()) {
+    let (copies, works): (Vec<Span>, Vec<Span>) = timeline
+        .map_or_else(Vec::new, |timeline| timeline.drain())
+        .into_iter()
+        .partition(|span| matches!(span.resource, Resource::Upload | Resource::Download));
+    for span in works {
         let (lane, name) = (span.resource.words().to_owned(), span.name);
         bars.push(Bar { lane, name, category: "engine", start: span.start, end: span.end, args: json!({}) });
+    }
+    let mut rows = Rows::default();
+    let mut copies = copies;
+    copies.sort_by_key(|span| span.start);
+    for Span { resource, name, start, end } in copies {
+        let lane = rows.lane(resource.words().to_owned(), start, end);
+        bars.push(Bar { lane, name, category: "link", start, end, args: json!({}) });
     }
     if let Some(trace) = &session.trace {
         // Both clocks are the same; only their zeros differ.
         let later = epoch.map_or(Duration::ZERO, |epoch| trace.epoch().saturating_duration_since(epoch));
         let mut events = trace.drain();
         events.sort_by_key(|event| event.start);
-        let mut busy_until: BTreeMap<String, Vec<Duration>> = BTreeMap::new();
         for event in events {
             let lane = format!("disk {:?}", event.action).to_lowercase();
-            // Operations in flight at once lie side by side: a bar must not cover another.
-            let rows = busy_until.entry(lane.clone()).or_default();
-            let row = rows.iter().position(|end| *end <= event.start).unwrap_or(rows.len());
-            rows.resize(rows.len().max(row + 1), Duration::ZERO);
-            rows[row] = event.end;
+            let lane = rows.lane(lane, event.start, event.end);
             bars.push(Bar {
-                lane: if row == 0 { lane } else { format!("{lane} {}", row + 1) },
+                lane,
                 name: format!("{} bytes", event.len),
                 category: "disk",
                 start: event.start + later,

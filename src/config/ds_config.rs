@@ -8,7 +8,7 @@
 use super::hjson;
 use super::schedule::{SCHEDULERS, ScheduleChoice};
 use super::section::{Section, SectionError};
-use crate::cli::args::OptimizerName;
+use crate::cli::args::{Dtype, Offload, OptimizerName};
 use crate::error::advice;
 use std::path::{Path, PathBuf};
 use terrace_aio::engine::{BLOCK_BYTES_MAX, QUEUE_DEPTH_MAX};
@@ -214,6 +214,26 @@ const FP16_UNUSED: &[&str] = &["auto_cast", "fp16_master_weights_and_grads", "fp
 const ADAM_UNUSED: &[&str] = &["fp32_optimizer_states", "fused", "foreach", "set_grad_none", "torch_adam"];
 
 impl DsConfig {
+    /// The number type that the file asks for.
+    pub fn dtype(&self) -> Option<Dtype> {
+        match (self.fp16, self.bf16) {
+            (Some(true), _) => Some(Dtype::Fp16),
+            (Some(false), None) | (_, Some(false)) => Some(Dtype::Fp32),
+            (_, Some(true)) => Some(Dtype::Bf16),
+            (None, None) => None,
+        }
+    }
+
+    /// The slowest tier that the offload sections name.
+    pub fn offload(&self) -> Option<Offload> {
+        let tier = |section: &DsOffload| match section {
+            DsOffload::None => Offload::None,
+            DsOffload::Host => Offload::Host,
+            DsOffload::Disk(_) => Offload::Disk,
+        };
+        [&self.offload_param, &self.offload_optimizer].into_iter().flatten().map(tier).max()
+    }
+
     /// Reads a configuration file.
     ///
     /// # Errors

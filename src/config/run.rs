@@ -5,9 +5,10 @@ use super::groups::GroupFlag;
 use super::schedule::ScheduleChoice;
 use super::size::ByteSize;
 use crate::cli::args::{
-    Activations, DeviceName, DiskCache, DiskEngine, Dtype, DurabilityFlag, FinetuneArgs, Offload,
-    OptimizerName, StateFormat,
+    Accumulation, Activations, DeviceName, DiskCache, DiskEngine, Dtype, DurabilityFlag, FinetuneArgs,
+    Offload, OptimizerName, StateFormat,
 };
+use crate::cli::pinned::Pinned;
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
 use terrace_optimizer::{
@@ -41,6 +42,8 @@ pub struct TrainConfig {
     pub batch_size: usize,
     /// Micro-batches per step.
     pub grad_accum: usize,
+    /// The order of a step's micro-batches.
+    pub accumulation: Accumulation,
     /// Tokens per sequence.
     pub seq_len: usize,
     /// Base learning rate.
@@ -107,6 +110,10 @@ pub struct TrainConfig {
     pub tensorboard: Option<PathBuf>,
     /// Where to write a timeline.
     pub trace: Option<PathBuf>,
+    /// The plan that the run is to be.
+    pub pinned: Option<Pinned>,
+    /// Where to write the plan.
+    pub save_plan: Option<PathBuf>,
     /// Print JSON at the end.
     pub json: bool,
     /// What the user should know before the run.
@@ -123,7 +130,10 @@ impl TrainConfig {
             Some(path) => Some(DsConfig::load(path).map_err(|e| CliError::Usage(e.to_string()))?),
             None => None,
         };
-        let run = Self::combine(args, file.as_ref(), positions_max)?;
+        let pinned = args.plan.as_deref().map(Pinned::read).transpose()?;
+        let settled = pinned.as_ref().map(|plan| plan.settle(args, file.as_ref())).transpose()?;
+        let mut run = Self::combine(settled.as_ref().unwrap_or(args), file.as_ref(), positions_max)?;
+        run.pinned = pinned;
         micro_batch(run.batch_size, run.seq_len)?;
         Ok(run)
     }
@@ -150,12 +160,7 @@ impl TrainConfig {
         if given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
             warnings.push("offload_optimizer.ratio is not used: the whole optimizer runs on the CPU".into());
         }
-        let from_file = match (given.fp16, given.bf16) {
-            (Some(true), _) => Dtype::Fp16,
-            (Some(false), None) | (_, Some(false)) => Dtype::Fp32,
-            _ => Dtype::Bf16,
-        };
-        let dtype = args.dtype.unwrap_or(from_file);
+        let dtype = args.dtype.or(given.dtype()).unwrap_or(Dtype::Bf16);
         let (offload, disks) = placement(args, given, &mut warnings)?;
         let learning_rate = args.learning_rate.or(adam.lr).unwrap_or(1e-5);
         let optimizer = algorithm(args, &adam)?;
@@ -173,6 +178,7 @@ impl TrainConfig {
             length: args.steps.map_or(Length::Epochs(args.epochs.unwrap_or(1.0)), Length::Steps),
             batch_size: count("--batch-size", args.batch_size.map(u64::from).or(given.micro_batch))?,
             grad_accum: count("--grad-accum", args.grad_accum.map(u64::from).or(given.grad_accum))?,
+            accumulation: args.accumulation.unwrap_or_default(),
             seq_len: seq_len(args.seq_len.map(usize::from), positions_max)?,
             learning_rate,
             optimizer,
@@ -182,11 +188,11 @@ impl TrainConfig {
             dtype,
             loss_scale: (dtype == Dtype::Fp16).then(|| given.loss_scale.unwrap_or_default()),
             state: state(args.state, dtype)?,
-            activations: args.activations,
+            activations: args.activations.unwrap_or_default(),
             offload,
             disks,
             host_memory: placed.host_memory,
-            durability: args.durability,
+            durability: args.durability.unwrap_or_default(),
             endurance: args.endurance,
             disk_cache: placed.disk_cache,
             device_memory: placed.device_memory,
@@ -206,6 +212,8 @@ impl TrainConfig {
             max_shard_size: args.max_shard_size,
             tensorboard: args.tensorboard.clone(),
             trace: args.trace.clone(),
+            pinned: None,
+            save_plan: args.save_plan.clone(),
             json: args.json,
             warnings,
         })
@@ -326,8 +334,8 @@ fn placement(
     warnings: &mut Vec<String>,
 ) -> Result<(Offload, Vec<PathBuf>), CliError> {
     let sections = [&given.offload_param, &given.offload_optimizer];
-    let tiers: Vec<Offload> = sections.iter().filter_map(|s| s.as_ref()).map(offload_tier).collect();
-    let from_file = tiers.iter().max().copied();
+    let tiers: Vec<_> = sections.iter().filter_map(|s| s.as_ref()).map(std::mem::discriminant).collect();
+    let from_file = given.offload();
     if args.placement.offload.is_none() && tiers.len() == 2 && tiers[0] != tiers[1] {
         let slowest = if from_file == Some(Offload::Disk) { "disk" } else { "host" };
         warnings.push(format!(
@@ -365,14 +373,6 @@ fn placement(
         return usage(format!("--disk {} is given twice", twice[0].display()));
     }
     Ok((offload, disks))
-}
-
-fn offload_tier(section: &DsOffload) -> Offload {
-    match section {
-        DsOffload::None => Offload::None,
-        DsOffload::Host => Offload::Host,
-        DsOffload::Disk(_) => Offload::Disk,
-    }
 }
 
 /// The algorithm: what the flags say, else the file, else the algorithm's own defaults (without weight decay).

@@ -1,14 +1,17 @@
 //! Signals between blocks: checkpointed block inputs and their gradients.
 //!
-//! With M micro-batches and L blocks, L−1 boundaries carry a signal each way. All live in leases of one pool, sized for
+//! With M micro-batches in a round and L blocks, L−1 boundaries carry a signal each way. All live in leases of one pool, sized for
 //! the widest boundary:
 //! - *on host:* every boundary's signal of every micro-batch stays, `(L−1)·M + 1` slots; in backward a gradient takes the slot
 //!   that its boundary's checkpoint has left.
 //! - *on disk:* only the M signals of the current boundary (and one spare) stay; a copy of each goes to a scratch volume
 //!   through [`SPILL_SLOTS`] slots and is read back one micro-batch ahead.
+//!
+//! Gradients that wait for the last of several rounds take a slot each besides. Micro-batches are counted within their round.
 
 use crate::Result;
 use crate::lane::Signal;
+use crate::rounds::Rounds;
 use std::collections::HashMap;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
@@ -36,19 +39,21 @@ struct Spill {
 }
 
 impl Activations {
-    /// Slots of the signal pool for a step of `micro_batches` over `boundaries` boundaries.
-    pub(crate) fn slots(boundaries: usize, micro_batches: usize, on_disk: bool) -> usize {
-        if on_disk { micro_batches + 1 } else { boundaries * micro_batches + 1 }
+    /// Slots of the signal pool for a step of `rounds` over `boundaries` boundaries.
+    pub(crate) fn slots(boundaries: usize, rounds: Rounds, on_disk: bool) -> usize {
+        let checkpoints = if on_disk { rounds.together } else { boundaries * rounds.together };
+        checkpoints + 1 + rounds.waiting()
     }
 
     pub(crate) fn new(
         boundaries: usize,
-        micro_batches: usize,
+        rounds: Rounds,
         signal_bytes: usize,
         device: &dyn Device,
         disk: Option<(&Arc<dyn IoEngine>, &Striping)>,
     ) -> Result<Self> {
-        let slots = Self::slots(boundaries, micro_batches, disk.is_some());
+        let slots = Self::slots(boundaries, rounds, disk.is_some());
+        let micro_batches = rounds.together;
         let spill = match disk {
             None => None,
             Some((engine, striping)) => Some(Spill {

@@ -31,25 +31,42 @@ enum Copied {
 pub(crate) struct Caching(Vec<Copied>);
 
 impl Caching {
-    /// Nothing of so many groups.
-    pub(crate) fn none(groups: usize) -> Self {
-        Self(vec![Copied::Nothing; groups])
+    /// The weights of so many groups, the smallest ones, and all state of so many of those.
+    pub(crate) fn of(network: &Network, weights: usize, all: usize) -> Self {
+        let mut copied = vec![Copied::Nothing; network.groups.len()];
+        for (place, group) in Self::order(network).into_iter().enumerate().take(weights) {
+            copied[group] = if place < all { Copied::All } else { Copied::Weights };
+        }
+        Self(copied)
+    }
+
+    /// Groups by size, since a byte of memory saves the same wherever it is and small groups waste the least.
+    fn order(network: &Network) -> Vec<usize> {
+        let mut order: Vec<usize> =
+            (0..network.groups.len()).filter(|&group| network.groups[group].elements > 0).collect();
+        order.sort_by_key(|&group| network.groups[group].elements);
+        order
     }
 
     /// Copies as much more as `room` bytes have room for. False if that is nothing.
     pub(crate) fn extend(&mut self, network: &Network, kinds: &StateKinds, mut room: u64) -> bool {
-        let mut more = false;
+        let before = self.counts();
         for (from, to) in [(Copied::Nothing, Copied::Weights), (Copied::Weights, Copied::All)] {
-            for (copied, group) in self.0.iter_mut().zip(&network.groups) {
-                let bytes = Self::bytes(to, kinds, group.elements) - Self::bytes(from, kinds, group.elements);
-                if *copied == from && group.elements > 0 && bytes <= room {
-                    room -= bytes;
-                    *copied = to;
-                    more = true;
+            for group in Self::order(network) {
+                if self.0[group] != from {
+                    continue;
                 }
+                let elements = network.groups[group].elements;
+                let bytes = Self::bytes(to, kinds, elements) - Self::bytes(from, kinds, elements);
+                if bytes > room {
+                    // All weights come before the rest of any group's state.
+                    return self.counts() != before;
+                }
+                room -= bytes;
+                self.0[group] = to;
             }
         }
-        more
+        self.counts() != before
     }
 
     fn bytes(copied: Copied, kinds: &StateKinds, elements: usize) -> u64 {

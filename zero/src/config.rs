@@ -20,6 +20,17 @@ pub enum Placement {
     Disk,
 }
 
+/// In which order the micro-batches of a step go through the blocks. It changes no number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Accumulation {
+    /// All of them through one block before the next: weights travel twice a step.
+    #[default]
+    Vertical,
+    /// One after the other, each forward and backward through all blocks: activations of one at a time are in memory, and weights
+    /// travel twice for each.
+    Horizontal,
+}
+
 impl std::fmt::Display for Placement {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
@@ -85,6 +96,9 @@ pub struct WindowOverrides {
     pub chunk_elements: Option<usize>,
     /// Chunks of optimizer state in memory.
     pub update_slots: Option<usize>,
+    /// Groups whose gradients have room in host memory at once where the update follows backward: two, so that one can be
+    /// updated while the next is in backward, or one. Elsewhere all have.
+    pub gradient_groups: Option<usize>,
     /// Park gradients on disk.
     pub gradients_on_disk: Option<bool>,
     /// Spill activations to disk.
@@ -94,6 +108,11 @@ pub struct WindowOverrides {
     /// How many blocks, counted from the last, leave what their backward would otherwise recompute; as many as there are if
     /// there are fewer. Where it is not fixed, as many do as fit beside the other windows.
     pub kept_blocks: Option<usize>,
+    /// How many groups' weights on disk have copies in memory, of all groups the smallest ones, the earlier first of equals.
+    /// Where it is not fixed, as many as [`EngineConfig::cache_bytes`] and the budget have room for.
+    pub copied_weights: Option<usize>,
+    /// How many of those groups have copies of all their state.
+    pub copied_groups: Option<usize>,
     /// Update state on disk during other work: each group as backward completes its gradient or, where the update waits for
     /// the gradient's norm, just ahead of the next forward. Otherwise compute waits for the update.
     pub overlap: Option<bool>,
@@ -132,6 +151,8 @@ pub struct EngineConfig {
     pub threads: usize,
     /// The largest batch.
     pub limits: BatchLimits,
+    /// The order of its micro-batches.
+    pub accumulation: Accumulation,
     /// Windows fixed by hand.
     pub overrides: WindowOverrides,
     /// Hears of what is done when, if there is one.
@@ -189,6 +210,7 @@ impl EngineConfig {
             device_budget: u64::MAX,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             limits,
+            accumulation: Accumulation::default(),
             overrides: WindowOverrides::default(),
             timeline: None,
             identity: String::new(),
@@ -204,7 +226,8 @@ impl EngineConfig {
 
     /// Refuses windows with which no step can work. The gradient's norm is summed in blocks that no chunk may cut.
     pub(crate) fn check_overrides(&self) -> Result {
-        let WindowOverrides { weight_slots, chunk_elements, update_slots, .. } = self.overrides;
+        let WindowOverrides { weight_slots, chunk_elements, update_slots, gradient_groups, .. } =
+            self.overrides;
         let unit = if self.training.is_some() { NORM_BLOCK } else { PARAM_ALIGN };
         if let Some(elements) = chunk_elements
             && (elements == 0 || !elements.is_multiple_of(unit))
@@ -215,7 +238,11 @@ impl EngineConfig {
                  example {nearest}"
             )));
         }
-        for (name, slots) in [("weight_slots", weight_slots), ("update_slots", update_slots)] {
+        for (name, slots) in [
+            ("weight_slots", weight_slots),
+            ("update_slots", update_slots),
+            ("gradient_groups", gradient_groups),
+        ] {
             if slots == Some(0) {
                 return Err(EngineError::Config(format!(
                     "WindowOverrides::{name} is 0 and must be at least 1"

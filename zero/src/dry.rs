@@ -5,8 +5,11 @@
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors};
 use crate::network::Network;
+use crate::rounds::Rounds;
 use crate::{Context, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights};
 use std::collections::{HashSet, VecDeque};
+use std::iter::once;
+use std::ops::Range;
 use terrace_device::{Arena, Bytes, BytesMut, Region};
 use terrace_kernels::{DType, Tensor, View, ViewMut, dry};
 
@@ -22,13 +25,27 @@ pub(crate) struct DryRun<'a> {
     pub(crate) dtype: DType,
     pub(crate) unified: bool,
     /// Signals stay on the device from one block to the next (devices with their own memory only).
-    pub(crate) signals_stay: bool,
+    pub(crate) staying: Staying,
     pub(crate) sample: &'a MicroBatch,
-    pub(crate) micro_batches: usize,
+    pub(crate) rounds: Rounds,
     /// Elements of a chunk of gradient on its way down (devices with their own memory only).
     pub(crate) chunk_elements: usize,
+    /// The update follows backward, which lands every block's gradients for it.
+    pub(crate) update_follows: bool,
     pub(crate) cache_length: usize,
     pub(crate) keeping: Keeping,
+}
+
+/// What lives from one block to the next.
+struct State {
+    inputs: Vec<Vec<Tensor>>,
+    loss: Tensor,
+    /// What stays on the device of every micro-batch.
+    staying: Vec<Option<Region>>,
+    kept: KeptTensors,
+    parking: Parking,
+    /// The same, of f32, between rounds.
+    sums: Parking,
 }
 
 /// Gradients on a device with memory of its own.
@@ -40,52 +57,71 @@ struct Parking {
     coming: VecDeque<Region>,
 }
 
+/// Which signals stay on a device with its own memory from one block to the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Staying {
+    None,
+    All,
+    /// Checkpoints that go to disk do not.
+    UnlessSpilled,
+}
+
+impl Staying {
+    pub(crate) fn of(signals_stay: bool, activations_on_disk: bool) -> Self {
+        match (signals_stay, activations_on_disk) {
+            (false, _) => Self::None,
+            (true, false) => Self::All,
+            (true, true) => Self::UnlessSpilled,
+        }
+    }
+}
+
 impl DryRun<'_> {
     /// Runs `mode` once and measures it.
     pub(crate) fn measure(&self, mode: Mode) -> Result<DryCost> {
         let arena = Arena::virtual_memory();
         let (kernels, counter) = dry::kernel_set();
         let mut caches = if mode == Mode::Generate { self.caches(&arena)? } else { Vec::new() };
-        let batches = if mode == Mode::Train { self.micro_batches } else { 1 };
+        let rounds: Vec<Range<usize>> =
+            if mode == Mode::Train { self.rounds.all().collect() } else { once(0..1).collect() };
         let mut inputs = Vec::new();
-        for _ in 0..batches {
+        for _ in rounds.iter().flat_map(Range::clone) {
             let tensors = self.sample.inputs.iter().map(|t| Tensor::new(&arena, t.dtype, &t.dims));
             inputs.push(tensors.collect::<std::result::Result<Vec<_>, _>>()?);
         }
-        let mut loss = Tensor::new(&arena, DType::F64, &[1])?;
+        let mut state = State {
+            loss: Tensor::new(&arena, DType::F64, &[1])?,
+            staying: inputs.iter().map(|_| None).collect(),
+            inputs,
+            kept: KeptTensors::default(),
+            parking: Parking::default(),
+            sums: Parking::default(),
+        };
         let starts = vec![0; self.sample.sequences];
         let last = self.network.last();
         let forward_until = if mode == Mode::Train { last } else { last + 1 };
-        // What stays on the device of every micro-batch, between two blocks.
-        let mut staying: Vec<Option<Region>> = inputs.iter().map(|_| None).collect();
-        let mut kept = KeptTensors::default();
-        for block in 0..forward_until {
-            for (m, (inputs, staying)) in inputs.iter().zip(&mut staying).enumerate() {
-                let mut cx = self.context(&kernels, &arena, mode, inputs, &mut loss);
-                if let Some((keys, values)) = caches.get_mut(block).and_then(Option::as_mut) {
-                    cx.kv =
-                        Some(KvSlot { keys: keys.view_mut(), values: values.view_mut(), starts: &starts });
+        for round in rounds {
+            for block in 0..forward_until {
+                for m in round.clone() {
+                    let State { inputs, loss, staying, kept, .. } = &mut state;
+                    let mut cx = self.context(&kernels, &arena, mode, &inputs[m], loss);
+                    if let Some((keys, values)) = caches.get_mut(block).and_then(Option::as_mut) {
+                        let (keys, values) = (keys.view_mut(), values.view_mut());
+                        cx.kv = Some(KvSlot { keys, values, starts: &starts });
+                    }
+                    if mode == Mode::Train {
+                        cx.kept = self.keeping.asks(block);
+                    }
+                    self.forward(block, mode, &arena, &mut cx, &mut staying[m])?;
+                    kept.hold(block, m, cx.kept);
                 }
-                if mode == Mode::Train {
-                    cx.kept = self.keeping.asks(block);
-                }
-                self.forward(block, mode, &arena, &mut cx, staying)?;
-                kept.hold(block, m, cx.kept);
             }
-        }
-        if mode == Mode::Train {
-            let mut parking = Parking::default();
-            for block in (0..=last).rev() {
-                self.backward(
-                    block,
-                    &kernels,
-                    &arena,
-                    &inputs,
-                    &mut staying,
-                    &mut parking,
-                    &mut kept,
-                    &mut loss,
-                )?;
+            let waits = |block: usize| self.rounds.waits(block) && !self.rounds.is_last(&round);
+            if mode == Mode::Train {
+                let backward = (0..=last).rev().filter(|&block| !waits(block));
+                backward
+                    .into_iter()
+                    .try_for_each(|block| self.backward(block, &kernels, &arena, &round, &mut state))?;
             }
         }
         let totals = counter.totals();
@@ -134,29 +170,37 @@ impl DryRun<'_> {
         let weights = self.weights(block);
         let y = ViewMut::new(BytesMut::virtual_range(y.bytes()), y.dtype, &y.dims);
         self.network.blocks[block].forward(cx, &weights, x.as_ref().map(virtual_view), y)?;
-        *staying = y_region.filter(|_| self.signals_stay && !last);
+        // What is spilled leaves at once; the last boundary is not.
+        let spilled =
+            self.staying == Staying::UnlessSpilled && mode == Mode::Train && block + 1 < self.network.last();
+        *staying = y_region.filter(|_| self.staying != Staying::None && !last && !spilled);
         Ok(())
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the state of the run")]
     fn backward(
         &self,
         block: usize,
         kernels: &terrace_kernels::KernelSet,
         arena: &Arena,
-        inputs: &[Vec<Tensor>],
-        staying: &mut [Option<Region>],
-        parking: &mut Parking,
-        kept: &mut KeptTensors,
-        loss: &mut Tensor,
+        round: &Range<usize>,
+        state: &mut State,
     ) -> Result {
+        let State { inputs, loss, staying, kept, parking, sums } = state;
         let network = self.network;
+        let (gradient, f32) = (self.dtype.size(), DType::F32.size());
         let groups = network.groups_of(block);
         let accumulators: std::result::Result<Vec<Region>, _> =
             groups.iter().map(|&g| arena.alloc(network.groups[g].elements * 4)).collect();
         let _accumulators = accumulators?;
-        groups.iter().try_for_each(|&group| self.begin_gradient(arena, group, parking))?;
-        for (m, (inputs, staying)) in inputs.iter().zip(staying).enumerate() {
+        for &group in &groups {
+            if self.rounds.are_several() && !self.rounds.waits(block) {
+                self.begin_gradient(arena, group, sums, f32)?;
+            } else {
+                self.begin_gradient(arena, group, parking, gradient)?;
+            }
+        }
+        for m in self.rounds.backward_of(block, round) {
+            let (inputs, staying) = (&inputs[m], &mut staying[m]);
             let x = block.checked_sub(1).map(|b| self.signal(b, Mode::Train));
             let dy = (block < network.last()).then(|| self.signal(block, Mode::Train));
             // What stayed is the input of the last block, and what comes into every other from above.
@@ -182,30 +226,38 @@ impl DryRun<'_> {
                 dx,
                 &mut gradients,
             )?;
-            *staying = dx_region.filter(|_| self.signals_stay);
+            *staying =
+                dx_region.filter(|_| self.staying != Staying::None && !(block == 1 && self.rounds.waits(0)));
         }
-        groups.iter().try_for_each(|&group| self.park_gradient(arena, group, parking))
+        if !self.rounds.is_last(round) {
+            return groups.iter().try_for_each(|&group| self.park_gradient(arena, group, sums, f32));
+        }
+        groups.iter().try_for_each(|&group| self.park_gradient(arena, group, parking, gradient))?;
+        if self.update_follows && groups.contains(&block) {
+            parking.coming.clear();
+        }
+        Ok(())
     }
 
     /// As `GradientPark::begin`: what an earlier use parked goes up again, chunk by chunk.
-    fn begin_gradient(&self, arena: &Arena, group: usize, parking: &mut Parking) -> Result {
+    fn begin_gradient(&self, arena: &Arena, group: usize, parking: &mut Parking, size: usize) -> Result {
         if self.unified || !parking.known.contains(&group) {
             return Ok(());
         }
         parking.coming.clear();
-        for bytes in self.gradient_chunks(group) {
+        for bytes in self.gradient_chunks(group, size) {
             let _chunk = arena.alloc(bytes)?;
         }
         Ok(())
     }
 
     /// As `GradientPark::park`: the last chunks are on their way down while the next block computes.
-    fn park_gradient(&self, arena: &Arena, group: usize, parking: &mut Parking) -> Result {
+    fn park_gradient(&self, arena: &Arena, group: usize, parking: &mut Parking, size: usize) -> Result {
         if self.unified {
             return Ok(());
         }
         parking.known.insert(group);
-        for bytes in self.gradient_chunks(group) {
+        for bytes in self.gradient_chunks(group, size) {
             if parking.coming.len() == DOWNLOAD_WINDOW {
                 parking.coming.pop_front();
             }
@@ -214,10 +266,9 @@ impl DryRun<'_> {
         Ok(())
     }
 
-    /// Bytes of the chunks of a group's gradient.
-    fn gradient_chunks(&self, group: usize) -> impl Iterator<Item = usize> {
+    /// Bytes of the chunks of a group's gradient, of `size` bytes an element.
+    fn gradient_chunks(&self, group: usize, size: usize) -> impl Iterator<Item = usize> {
         let (elements, chunk) = (self.network.groups[group].elements, self.chunk_elements);
-        let size = self.dtype.size();
         (0..elements).step_by(chunk).map(move |start| chunk.min(elements - start) * size)
     }
 

@@ -2,6 +2,7 @@
 
 use crate::activations::Activations;
 use crate::cache::StateCache;
+use crate::copies::Copies;
 use crate::device_weights::DeviceWeights;
 use crate::fetch::SlotClasses;
 use crate::gradients::GradientPark;
@@ -9,18 +10,21 @@ use crate::lane::Lane;
 use crate::network::Network;
 use crate::overlap::Pending;
 use crate::plan::{EnginePlan, Planner, PlanningRuns};
+use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::{self, LossScale};
 use crate::state::{StateHome, StateKinds, Stored, needs_disk};
 use crate::update::UpdateSlots;
 use crate::work::{StepWork, step_work};
 use crate::{
-    Backend, Block, EngineConfig, EngineError, MicroBatch, Placement, Result, WeightSource, checkpoint,
+    Backend, Block, EngineConfig, EngineError, MicroBatch, Placement, Result, WeightSource, WindowOverrides,
+    checkpoint,
 };
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
+use terrace_kernels::DType;
 use terrace_optimizer::Optimizer;
 use terrace_tiers::{DiskStore, MemoryPlan, Pool, Striping};
 
@@ -42,6 +46,9 @@ pub struct Engine {
     pub(crate) weight_slots: Option<SlotClasses>,
     pub(crate) device_weights: DeviceWeights,
     pub(crate) park: Option<GradientPark>,
+    pub(crate) rounds: Rounds,
+    /// Gradients in f32 between the rounds of a step, if there are several.
+    pub(crate) sums: Option<GradientPark>,
     pub(crate) signals: Signals,
     pub(crate) update_slots: UpdateSlots,
     pub(crate) pool: rayon::ThreadPool,
@@ -90,6 +97,10 @@ pub struct Outlook {
     pub work: StepWork,
     /// One line that says which windows the planner chose.
     pub summary: String,
+    /// The windows: given as overrides, they leave the planner no choice but this plan.
+    pub windows: WindowOverrides,
+    /// Blocks that could keep intermediates for backward.
+    pub keepers: usize,
     /// Number of parameters, shared ones counted once.
     pub parameters: u64,
 }
@@ -215,13 +226,21 @@ impl Engine {
         let unified = backend.device.unified();
         let work = step_work(&config, &network, &kinds, &plan, Some(sample), unified);
         let (summary, parameters) = (plan.summary(), network.parameters());
-        Ok(Outlook { memory: plan.memory, work, summary, parameters })
+        let (windows, keepers) = (plan.overrides(&config), plan.windows.keeping.of);
+        Ok(Outlook { memory: plan.memory, work, summary, windows, keepers, parameters })
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
         let Parts { config, network, kinds, runs, optimizer, plan, loss_scale } = parts;
         let windows = &plan.windows;
-        let lane = Lane::new(&backend, windows.arena_bytes, windows.signals_stay)?;
+        let copies = match &config.timeline {
+            Some(timeline) if !backend.device.unified() => {
+                let names = network.groups.iter().map(|group| group.name.clone()).collect();
+                Some(Copies::look(timeline, names)?)
+            }
+            _ => None,
+        };
+        let lane = Lane::new(&backend, windows.arena_bytes, windows.signals_stay, copies)?;
         let on_disk = home.disk().is_some();
         let slot_io = on_disk.then_some(&backend.io);
         let weight_slots = match slot_io {
@@ -235,6 +254,7 @@ impl Engine {
             |wanted: bool| striping.as_ref().filter(|_| wanted).map(|striping| (&backend.io, striping));
         let park = match config.training {
             Some(_) => Some(GradientPark::new(
+                "gradients",
                 config.dtype,
                 &plan.spec,
                 windows.gradient_chunks,
@@ -243,10 +263,22 @@ impl Engine {
             )?),
             None => None,
         };
+        let rounds = Rounds::new(config.accumulation, config.limits, &network);
+        let sums = match config.training {
+            Some(_) if rounds.are_several() => Some(GradientPark::new(
+                "gradient-sums",
+                DType::F32,
+                &plan.spec,
+                windows.sum_chunks,
+                &*backend.device,
+                disks(windows.gradients_on_disk),
+            )?),
+            _ => None,
+        };
         let signals = if config.training.is_some() {
             Signals::Training(Box::new(Activations::new(
                 network.last(),
-                config.limits.micro_batches,
+                rounds,
                 windows.signal_bytes,
                 &*backend.device,
                 disks(windows.activations_on_disk),
@@ -275,6 +307,8 @@ impl Engine {
             weight_slots,
             device_weights,
             park,
+            rounds,
+            sums,
             signals,
             update_slots,
             pool,
@@ -309,6 +343,11 @@ impl Engine {
     /// One line that says which windows the planner chose.
     pub fn plan_summary(&self) -> String {
         self.plan.summary()
+    }
+
+    /// The windows of the plan: given as overrides, they leave the planner no choice but this one.
+    pub fn windows(&self) -> WindowOverrides {
+        self.plan.overrides(&self.config)
     }
 
     /// Number of blocks that keep intermediates from forward to backward, and of those that could; the rest recomputes them.
@@ -368,6 +407,9 @@ impl Parts {
         needs_disk(&config)?;
         config.check_overrides()?;
         let network = Network::new(blocks, config.dtype)?;
+        if config.training.is_some() {
+            Rounds::new(config.accumulation, config.limits, &network).check(&network)?;
+        }
         let (mut kinds, optimizer) = StateKinds::new(&config, &network)?;
         let optimizer = optimizer.map(Arc::from);
         let runs = match &config.training {

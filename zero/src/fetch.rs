@@ -7,6 +7,7 @@
 //!
 //! A group moves through [`Residency`]; the transitions are asserted.
 
+use crate::copies::{Cargo, Link};
 use crate::device_weights::{DeviceWeights, Place};
 use crate::lane::Lane;
 use crate::network::Network;
@@ -330,7 +331,9 @@ impl<'a> Fetcher<'a> {
                 };
                 let weights =
                     home.resident_weights(group, kinds).expect("resident state has every group's weights");
-                places[group] = Place::Coming(Upload::start(&*self.lane.up, weights, region)?);
+                let upload = Upload::start(&*self.lane.up, weights, region)?;
+                self.lane.started(Link::Up, Cargo::Weights(group), upload.event());
+                places[group] = Place::Coming(upload);
             }
         }
         Ok(())
@@ -405,6 +408,7 @@ impl<'a> Fetcher<'a> {
                 self.lane.up.wait(&*event)?;
             }
             let upload = Upload::start(&*self.lane.up, bytes, region)?;
+            self.lane.started(Link::Up, Cargo::Weights(group), upload.event());
             self.set(group, &[Residency::Staged, Residency::Uploading]);
             self.uploads.push_back((group, upload));
         }
@@ -419,7 +423,8 @@ impl<'a> Fetcher<'a> {
                 Residency::Staged => *state != Residency::Home,
                 Residency::Releasing => *state != Residency::Ready,
                 Residency::Home => *state != Residency::Releasing,
-                Residency::Ready => *state == Residency::Ready,
+                // Of two copies in a row the first may have come and gone.
+                Residency::Ready => matches!(*state, Residency::Home | Residency::Ready),
                 _ => *state != Residency::Staged,
             };
             if !second_copy {

@@ -3,12 +3,13 @@
 //! A block's gradient is accumulated in f32 on the device over all micro-batches, then comes down once, chunk by chunk,
 //! in the dtype of the weights. Chunks are parked in host leases or on a scratch volume until the update takes them.
 //! A group that several blocks use (tied embeddings) comes down after each of its uses; the later use starts from what
-//! the earlier one parked.
+//! the earlier one parked. Between the rounds of a step (`rounds.rs`) a second park of f32 holds what is summed so far.
 //!
 //! From a device with memory of its own up to [`DOWNLOAD_WINDOW`] chunks are on their way down at a time, also while the next
 //! block computes. They land in the order in which they were started, and are summed and parked then, so that nothing depends
 //! on when that is.
 
+use crate::copies::Cargo;
 use crate::lane::{Lane, flat, flat_mut};
 use crate::network::Network;
 use crate::{Backend, Gradients, Result};
@@ -26,6 +27,7 @@ pub(crate) const STAGING_SLOTS: usize = 4;
 
 /// Chunks on their way down from a device with memory of its own.
 pub(crate) const DOWNLOAD_WINDOW: usize = 2;
+const _: () = assert!(DOWNLOAD_WINDOW <= STAGING_SLOTS, "a chunk more than are on their way has a slot");
 
 #[derive(Debug)]
 pub(crate) struct GradientPark {
@@ -101,7 +103,9 @@ impl Landed {
 }
 
 impl GradientPark {
+    /// `name` is that of the memory, and of the file if there is one.
     pub(crate) fn new(
+        name: &'static str,
         dtype: DType,
         spec: &StoreSpec,
         host_chunks: usize,
@@ -119,10 +123,10 @@ impl GradientPark {
         }
         let (scratch, pool) = match disk {
             Some((engine, striping)) => (
-                Some(Scratch::create(engine, striping, "gradients.bin", total, chunk_bytes)?),
-                Pool::new_registered("gradients", STAGING_SLOTS, chunk_bytes, engine)?,
+                Some(Scratch::create(engine, striping, &format!("{name}.bin"), total, chunk_bytes)?),
+                Pool::new_registered(name, STAGING_SLOTS, chunk_bytes, engine)?,
             ),
-            None => (None, Pool::new("gradients", host_chunks, chunk_bytes)?),
+            None => (None, Pool::new(name, host_chunks, chunk_bytes)?),
         };
         Ok(Self {
             dtype,
@@ -163,7 +167,7 @@ impl GradientPark {
                 ops.cast(flat(&lease, self.dtype), out)?;
             } else {
                 let region = lane.arena.alloc(lease.len())?;
-                let (region, source) = lane.upload(lease, region)?;
+                let (region, source) = lane.upload(Cargo::Gradient(group), lease, region)?;
                 ops.cast(View::new(region.bytes(), self.dtype, &[len]), out)?;
                 source.release()?;
             }
@@ -198,8 +202,10 @@ impl GradientPark {
             }
             let mut region = lane.arena.alloc(bytes)?;
             ops.cast(from, ViewMut::new(region.bytes_mut(), self.dtype, &[len]))?;
-            let lease = self.slot(bytes, pool)?;
-            let download = Download::start(&*lane.down, &*lane.compute, region, lease)?;
+            // Waits only for what the update, or a write, gives back by itself: a group's chunks have a slot each. Landing one
+            // before its turn instead would give device memory back in another order than a planning run does.
+            let lease = self.pool.acquire(bytes);
+            let download = lane.download(Cargo::Gradient(group), region, lease)?;
             self.books().coming.push_back(Coming { group, chunk, last_use, download });
         }
         Ok(())
@@ -219,18 +225,6 @@ impl GradientPark {
         let lease = download.wait()?.1;
         self.keep(group, chunk, last_use, lease, pool)?;
         Ok(true)
-    }
-
-    /// A host slot. Hazard (nobody gives one back): those of chunks on their way down come back only when they land.
-    fn slot(&self, bytes: usize, pool: &rayon::ThreadPool) -> Result<Lease> {
-        loop {
-            if let Some(lease) = self.pool.try_acquire(bytes) {
-                return Ok(lease);
-            }
-            if !self.land(pool)? {
-                return Ok(self.pool.acquire(bytes));
-            }
-        }
     }
 
     /// Sums and parks a chunk that is in host memory; those of a group in their order.

@@ -3,10 +3,12 @@
 //! On a unified device kernels read and write host memory where it is; otherwise signals cross by copy. Callers see
 //! the same [`Loaded`] and [`Target`] either way.
 
+use crate::copies::{Cargo, Copies, Link};
 use crate::{Backend, HostTensor, OutputSpec, Result};
+use std::ops::DerefMut;
 use std::sync::Arc;
 use terrace_device::{
-    Arena, Bytes, BytesMut, Download, Region, StableBytes, Stream, StreamKind, Upload, UploadSource,
+    Arena, Bytes, BytesMut, Download, Event, Region, StableBytes, Stream, StreamKind, Upload, UploadSource,
 };
 use terrace_kernels::{DType, Tensor, View, ViewMut};
 use terrace_tiers::Lease;
@@ -22,8 +24,10 @@ pub(crate) struct Lane {
     pub(crate) up: Arc<dyn Stream>,
     /// All else that goes up, see [`Lane::upload`].
     side: Arc<dyn Stream>,
-    pub(crate) down: Arc<dyn Stream>,
+    down: Arc<dyn Stream>,
     pub(crate) arena: Arena,
+    /// Hears of copies, if somebody wants to see them.
+    copies: Option<Copies>,
 }
 
 /// A signal between two blocks.
@@ -59,7 +63,12 @@ pub(crate) struct Target {
 }
 
 impl Lane {
-    pub(crate) fn new(backend: &Backend, arena_bytes: usize, signals_stay: bool) -> Result<Self> {
+    pub(crate) fn new(
+        backend: &Backend,
+        arena_bytes: usize,
+        signals_stay: bool,
+        copies: Option<Copies>,
+    ) -> Result<Self> {
         let device = &backend.device;
         Ok(Self {
             unified: device.unified(),
@@ -69,16 +78,46 @@ impl Lane {
             side: device.stream(StreamKind::Upload)?,
             down: device.stream(StreamKind::Download)?,
             arena: device.arena(arena_bytes)?,
+            copies,
         })
+    }
+
+    /// What is copied next belongs to `block`.
+    pub(crate) fn at(&self, block: usize) {
+        self.copies.iter().for_each(|copies| copies.at(block));
+    }
+
+    /// Takes note of a copy that was just started.
+    pub(crate) fn started(&self, link: Link, cargo: Cargo, event: &Arc<dyn Event>) {
+        self.copies.iter().for_each(|copies| copies.started(link, cargo, event));
     }
 
     /// Starts a copy into memory of the arena.
     ///
     /// Hazard (upload over memory in use): the arena's memory may have been given back while kernels that were enqueued
     /// before still read it. Compute waits for compute anyway; an upload must be told to.
-    pub(crate) fn upload<S: StableBytes>(&self, src: S, region: Region) -> Result<(Region, UploadSource<S>)> {
+    pub(crate) fn upload<S: StableBytes>(
+        &self,
+        cargo: Cargo,
+        src: S,
+        region: Region,
+    ) -> Result<(Region, UploadSource<S>)> {
         self.side.wait(&*self.compute.record()?)?;
-        Ok(Upload::start(&*self.side, src, region)?.ready_on(&*self.compute)?)
+        let upload = Upload::start(&*self.side, src, region)?;
+        self.started(Link::Side, cargo, upload.event());
+        Ok(upload.ready_on(&*self.compute)?)
+    }
+
+    /// Starts a copy out of memory that compute writes.
+    pub(crate) fn download<D: StableBytes + DerefMut>(
+        &self,
+        cargo: Cargo,
+        region: Region,
+        dst: D,
+    ) -> Result<Download<D>> {
+        let download = Download::start(&*self.down, &*self.compute, region, dst)?;
+        self.started(Link::Down, cargo, download.event());
+        Ok(download)
     }
 
     /// Makes a signal readable by kernels.
@@ -86,7 +125,7 @@ impl Lane {
         let memory = match signal {
             Signal::Host(lease) if !self.unified => {
                 let region = self.arena.alloc(lease.len())?;
-                let (region, source) = self.upload(lease, region)?;
+                let (region, source) = self.upload(Cargo::Signal, lease, region)?;
                 LoadedMemory::Uploaded(region, source)
             }
             signal => LoadedMemory::Signal(signal),
@@ -108,11 +147,16 @@ impl Lane {
         }
     }
 
+    /// Hands a written signal to a use much later, until which it is in host memory.
+    pub(crate) fn pass_down(&self, target: Target) -> Result<Signal> {
+        self.bring_down(target.lease, target.region)
+    }
+
     /// Hands a written signal to its next use, and host memory a copy for a later one.
     pub(crate) fn pass_and_keep(&self, target: Target) -> Result<Signal> {
         match target.region {
             Some(region) if self.signals_stay => {
-                Ok(Signal::Both(Download::start(&*self.down, &*self.compute, region, target.lease)?))
+                Ok(Signal::Both(self.download(Cargo::Signal, region, target.lease)?))
             }
             region => self.bring_down(target.lease, region),
         }
@@ -121,14 +165,14 @@ impl Lane {
     fn bring_down(&self, lease: Lease, region: Option<Region>) -> Result<Signal> {
         Ok(Signal::Host(match region {
             None => lease,
-            Some(region) => Download::start(&*self.down, &*self.compute, region, lease)?.wait()?.1,
+            Some(region) => self.download(Cargo::Signal, region, lease)?.wait()?.1,
         }))
     }
 
     /// Copies a small host tensor to the device.
     pub(crate) fn tensor(&self, host: &HostTensor) -> Result<Tensor> {
         let region = self.arena.alloc(host.bytes.len())?;
-        let (region, source) = self.upload(host.bytes.clone(), region)?;
+        let (region, source) = self.upload(Cargo::Small, host.bytes.clone(), region)?;
         source.release()?;
         Ok(Tensor::from_region(region, host.dtype, &host.dims))
     }
@@ -136,7 +180,7 @@ impl Lane {
     /// Copies a small device tensor to the host.
     pub(crate) fn read(&self, tensor: Tensor) -> Result<Vec<u8>> {
         let bytes = vec![0; tensor.shape().elements() * tensor.dtype().size()];
-        Ok(Download::start(&*self.down, &*self.compute, tensor.into_region(), bytes)?.wait()?.1)
+        Ok(self.download(Cargo::Small, tensor.into_region(), bytes)?.wait()?.1)
     }
 }
 

@@ -13,6 +13,7 @@ mod builder;
 mod cache;
 mod checkpoint;
 mod config;
+mod copies;
 mod device_weights;
 mod dry;
 mod engine;
@@ -26,6 +27,7 @@ mod network;
 mod overlap;
 mod plan;
 mod quantize;
+mod rounds;
 mod runs;
 mod scale;
 mod source;
@@ -42,7 +44,9 @@ pub use backend::Backend;
 pub use batch::{HostTensor, MicroBatch};
 pub use block::{Block, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec, ParamSpec, Weight, Weights};
 pub use builder::EngineBuilder;
-pub use config::{BatchLimits, Durability, EngineConfig, Placement, TrainingConfig, WindowOverrides};
+pub use config::{
+    Accumulation, BatchLimits, Durability, EngineConfig, Placement, TrainingConfig, WindowOverrides,
+};
 pub use engine::{Engine, Outlook, StoredState};
 pub use error::{EngineError, Result};
 pub use fetch::Residency;

@@ -7,7 +7,7 @@
 //! | copies of state on disk | of each group that fits: its weights, or all kinds |
 //! | weights | Σ classes slots × slot (disk), or all groups (resident) |
 //! | optimizer state | update slots × chunk × bytes of all kinds (disk), or all of it (resident) |
-//! | gradients | parked chunks × chunk × weight bytes |
+//! | gradients | parked chunks × chunk × weight bytes (and × 4 bytes between the rounds of horizontal accumulation) |
 //! | activations | signal slots × signal (+ spill slots) |
 //! | device arena | accumulators, inputs, block workspaces and kept activations: the exact peak of a planning run |
 //! | kernel scratch, checksum tables, loading buffer | fixed |
@@ -21,13 +21,16 @@
 use crate::activations::{Activations, SPILL_SLOTS};
 use crate::cache::Caching;
 use crate::device_weights::DeviceRoom;
-use crate::dry::{DryCost, DryRun};
+use crate::dry::{DryCost, DryRun, Staying};
 use crate::fetch::{SlotClass, UPLOAD_WINDOW, plan_classes};
 use crate::gradients::STAGING_SLOTS;
 use crate::kept::Keeping;
 use crate::network::Network;
+use crate::rounds::Rounds;
 use crate::state::{StateKinds, store_spec};
-use crate::{Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result};
+use crate::{
+    Accumulation, Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result, WindowOverrides,
+};
 use std::cell::RefCell;
 use terrace_tiers::{
     ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
@@ -44,12 +47,16 @@ const KEEPING_TRIES: usize = 8;
 /// The windows that a plan settled on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Windows {
+    pub(crate) weight_slots: usize,
     pub(crate) chunk_elements: usize,
     /// Elements of the longest chunk there is: no group may fill a chunk.
     pub(crate) slot_elements: usize,
     pub(crate) classes: Vec<SlotClass>,
     pub(crate) update_slots: usize,
     pub(crate) gradient_chunks: usize,
+    pub(crate) gradient_groups: usize,
+    /// Chunks of gradients in f32 between the rounds of a step.
+    pub(crate) sum_chunks: usize,
     pub(crate) gradients_on_disk: bool,
     pub(crate) activations_on_disk: bool,
     pub(crate) signals_stay: bool,
@@ -78,14 +85,14 @@ struct Choice {
     activations_on_disk: bool,
     /// On a device with its own memory: signals stay there from one block to the next.
     signals_stay: bool,
-    /// Every window may be as small as it can be.
-    tight: bool,
+    /// See [`WindowOverrides::gradient_groups`](crate::WindowOverrides).
+    gradient_groups: usize,
     keeping: Keeping,
 }
 
-/// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether signals stay, who
-/// keeps, and the batch.
-type CostKey = (usize, bool, Keeping, BatchLimits);
+/// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether the update follows
+/// backward, which signals stay, who keeps, and the batch with its order.
+type CostKey = (usize, bool, Staying, Keeping, BatchLimits, Accumulation);
 
 /// What planning runs of one network on one kind of device found. Plans that differ in state, placement or budgets alone share
 /// most of it.
@@ -109,9 +116,10 @@ impl Planner<'_> {
     pub(crate) fn plan(&self) -> Result<EnginePlan> {
         let mut smallest: Option<EnginePlan> = None;
         let keepers = self.keepers()?;
-        let nothing = Caching::none(self.network.groups.len());
+        let o = self.config.overrides;
+        let copies = Caching::of(self.network, o.copied_weights.unwrap_or(0), o.copied_groups.unwrap_or(0));
         for choice in self.choices(&keepers) {
-            let plan = self.evaluate(choice, &nothing)?;
+            let plan = self.evaluate(choice, &copies)?;
             if self.fits(&plan) {
                 let plan = self.keep_what_fits(choice, plan, &keepers)?;
                 return self.cache_what_fits(Choice { keeping: plan.windows.keeping, ..choice }, plan);
@@ -168,7 +176,8 @@ impl Planner<'_> {
 
     /// Copies as much of the state on disk as still fits beside `plan`, which is that of `choice`.
     fn cache_what_fits(&self, choice: Choice, mut plan: EnginePlan) -> Result<EnginePlan> {
-        if self.config.placement != Placement::Disk {
+        let WindowOverrides { copied_weights, copied_groups, .. } = self.config.overrides;
+        if self.config.placement != Placement::Disk || copied_weights.or(copied_groups).is_some() {
             return Ok(plan);
         }
         let mut room = self.config.cache_bytes;
@@ -192,7 +201,7 @@ impl Planner<'_> {
         if self.config.training.is_none() {
             return Ok(Vec::new());
         }
-        self.dry_run(CHUNK_CHOICES[0], false, Keeping::default()).keepers()
+        self.dry_run(CHUNK_CHOICES[0], Staying::None, Keeping::default()).keepers()
     }
 
     /// Where the arena is, and how much may be planned there.
@@ -215,6 +224,8 @@ impl Planner<'_> {
             None => vec![false],
         };
         let mut choices = Vec::new();
+        // Every window may be as small as it can be in a tight choice.
+        let groups = |tight: bool| o.gradient_groups.unwrap_or(if tight || !o.overlap() { 1 } else { 2 });
         let stays = match o.signals_stay {
             _ if self.backend.device.unified() => vec![false],
             Some(stay) => vec![stay],
@@ -241,7 +252,7 @@ impl Planner<'_> {
                                     gradients_on_disk,
                                     activations_on_disk,
                                     signals_stay,
-                                    tight,
+                                    gradient_groups: groups(tight),
                                     keeping,
                                 });
                             }
@@ -295,9 +306,13 @@ impl Planner<'_> {
                 let chunk_bytes = windows.slot_elements * config.dtype.size();
                 let gradients = Scratch::bytes_per_dir(&new, chunks, chunk_bytes);
                 add_disk(&mut memory, "parked gradients", &new, &gradients);
+                if windows.sum_chunks > 0 {
+                    let sums = Scratch::bytes_per_dir(&new, chunks, windows.slot_elements * 4);
+                    add_disk(&mut memory, "parked sums of gradients between micro-batches", &new, &sums);
+                }
             }
             if windows.activations_on_disk {
-                let signals = network.last() * config.limits.micro_batches;
+                let signals = network.last() * self.rounds().together;
                 let activations = Scratch::bytes_per_dir(&new, signals, windows.signal_bytes);
                 add_disk(&mut memory, "spilled activations", &new, &activations);
             }
@@ -314,12 +329,18 @@ impl Planner<'_> {
         }
         if config.training.is_some() {
             memory.add(Tier::Host, "gradients", windows.gradient_chunks as u64, chunk * weight_bytes);
+            memory.add(
+                Tier::Host,
+                "sums of gradients between micro-batches",
+                windows.sum_chunks as u64,
+                chunk * 4,
+            );
         }
         self.add_signals(&mut memory, &windows);
         let (arena_tier, _) = self.arena_tier();
         let Keeping { count, of, bytes, .. } = windows.keeping;
         // All of them are there at once, when backward begins.
-        let kept = (bytes * config.limits.micro_batches) as u64;
+        let kept = (bytes * self.rounds().together) as u64;
         let others = windows.arena_bytes as u64 - kept;
         memory.add(arena_tier, "block workspaces and gradient accumulators", 1, others);
         if count > 0 {
@@ -342,8 +363,8 @@ impl Planner<'_> {
             memory.add(Tier::Host, "signals between blocks", 2, slot);
             return;
         }
-        let (boundaries, m) = (self.network.last(), self.config.limits.micro_batches);
-        let slots = Activations::slots(boundaries, m, windows.activations_on_disk) as u64;
+        let boundaries = self.network.last();
+        let slots = Activations::slots(boundaries, self.rounds(), windows.activations_on_disk) as u64;
         memory.add(Tier::Host, "activations and their gradients", slots, slot);
         if windows.activations_on_disk {
             memory.add(Tier::Host, "activations in flight", SPILL_SLOTS as u64, slot);
@@ -366,6 +387,7 @@ impl Planner<'_> {
         let signal = |b: usize| network.output(b, sequences, length, config.dtype, Mode::Evaluate).bytes();
         let together = (0..network.blocks.len()).map(|b| network.groups_of(b).len()).max().unwrap_or(1);
         Ok(Windows {
+            weight_slots: choice.weight_slots,
             chunk_elements: choice.chunk_elements,
             slot_elements: choice.chunk_elements.min(network.group_elements_max()),
             classes: plan_classes(network, weight_bytes, choice.weight_slots, |group| {
@@ -373,6 +395,8 @@ impl Planner<'_> {
             }),
             update_slots: choice.update_slots,
             gradient_chunks: self.gradient_chunks(choice),
+            gradient_groups: choice.gradient_groups,
+            sum_chunks: self.sum_chunks(choice),
             gradients_on_disk: choice.gradients_on_disk,
             activations_on_disk: choice.activations_on_disk,
             signals_stay: choice.signals_stay,
@@ -385,15 +409,20 @@ impl Planner<'_> {
         })
     }
 
-    fn dry_run(&self, chunk_elements: usize, signals_stay: bool, keeping: Keeping) -> DryRun<'_> {
+    fn rounds(&self) -> Rounds {
+        Rounds::new(self.config.accumulation, self.config.limits, self.network)
+    }
+
+    fn dry_run(&self, chunk_elements: usize, staying: Staying, keeping: Keeping) -> DryRun<'_> {
         DryRun {
             network: self.network,
             dtype: self.config.dtype,
             unified: self.backend.device.unified(),
-            signals_stay,
+            staying,
             sample: self.sample,
-            micro_batches: self.config.limits.micro_batches,
+            rounds: self.rounds(),
             chunk_elements,
+            update_follows: self.update_follows(),
             cache_length: self.config.limits.cache_length,
             keeping,
         }
@@ -403,19 +432,27 @@ impl Planner<'_> {
     fn cost(&self, choice: Choice, modes: &[Mode]) -> Result<DryCost> {
         let unified = self.backend.device.unified();
         let chunk_elements = if unified { 0 } else { choice.chunk_elements };
-        let key = (chunk_elements, choice.signals_stay, choice.keeping, self.config.limits);
+        let (config, follows) = (self.config, !unified && self.update_follows());
+        let keeping = choice.keeping;
+        let staying = Staying::of(choice.signals_stay, choice.activations_on_disk);
+        let key = (chunk_elements, follows, staying, keeping, config.limits, config.accumulation);
         if let Some((_, cost)) = self.runs.0.borrow().iter().find(|(known, _)| *known == key) {
             return Ok(*cost);
         }
         let mut cost = DryCost::default();
         for &mode in modes {
-            let dry =
-                self.dry_run(choice.chunk_elements, choice.signals_stay, choice.keeping).measure(mode)?;
+            let dry = self.dry_run(choice.chunk_elements, staying, keeping).measure(mode)?;
             cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
             cost.flops = cost.flops.max(dry.flops);
         }
         self.runs.0.borrow_mut().push((key, cost));
         Ok(cost)
+    }
+
+    /// Whether groups are updated during backward, each as its gradient is complete.
+    fn update_follows(&self) -> bool {
+        self.config.training.as_ref().is_some_and(|t| !t.waits_for_norm())
+            && self.config.placement == Placement::Disk
     }
 
     /// Gradient chunks in host memory: all of them when clipping must see the norm first (or state is resident), else those of
@@ -426,15 +463,22 @@ impl Planner<'_> {
         }
         let chunks = |g: usize| self.network.groups[g].elements.div_ceil(choice.chunk_elements);
         let all = 0..self.network.groups.len();
-        if self.config.training.as_ref().is_some_and(|t| !t.waits_for_norm())
-            && self.config.placement == Placement::Disk
-        {
+        if self.update_follows() {
             let shared: usize = all.clone().filter(|&g| self.network.is_shared(g)).map(chunks).sum();
-            // One group is updated while the next is in backward.
-            let groups = if self.config.overrides.overlap() && !choice.tight { 2 } else { 1 };
-            return all.map(chunks).max().unwrap_or(0) * groups + shared;
+            return all.map(chunks).max().unwrap_or(0) * choice.gradient_groups + shared;
         }
         all.map(chunks).sum()
+    }
+
+    /// Chunks of gradients in f32 in host memory, between the rounds of a step.
+    fn sum_chunks(&self, choice: Choice) -> usize {
+        if !self.rounds().are_several() || self.config.training.is_none() {
+            return 0;
+        }
+        if choice.gradients_on_disk {
+            return STAGING_SLOTS;
+        }
+        self.network.groups.iter().map(|group| group.elements.div_ceil(choice.chunk_elements)).sum()
     }
 
     fn refusal(&self, smallest: &EnginePlan) -> PlanRefusal {
@@ -455,6 +499,9 @@ impl Planner<'_> {
             knobs.push(format!("use {host}--offload disk{place}"));
         }
         let limits = self.config.limits;
+        if smallest.windows.sum_chunks > 0 {
+            knobs.push("accumulate vertically (--accumulation vertical)".into());
+        }
         if limits.cache_length > 0 {
             knobs.push(format!(
                 "shorten the prompt or lower --max-new-tokens (now {} together)",
@@ -478,6 +525,24 @@ impl Planner<'_> {
 }
 
 impl EnginePlan {
+    /// The overrides with which the planner has no choice but this plan.
+    pub(crate) fn overrides(&self, config: &EngineConfig) -> WindowOverrides {
+        let w = &self.windows;
+        WindowOverrides {
+            weight_slots: Some(w.weight_slots),
+            chunk_elements: Some(w.chunk_elements),
+            update_slots: Some(w.update_slots),
+            gradient_groups: Some(w.gradient_groups),
+            gradients_on_disk: Some(w.gradients_on_disk),
+            activations_on_disk: Some(w.activations_on_disk),
+            signals_stay: Some(w.signals_stay),
+            kept_blocks: Some(w.keeping.count),
+            copied_weights: Some(w.caching.counts().0),
+            copied_groups: Some(w.caching.counts().1),
+            overlap: Some(config.overrides.overlap()),
+        }
+    }
+
     /// One line that says what was chosen.
     pub(crate) fn summary(&self) -> String {
         let w = &self.windows;

@@ -17,6 +17,10 @@ pub enum Resource {
     UpdateWait,
     /// Making a step durable.
     Commit,
+    /// The link to a device with memory of its own.
+    Upload,
+    /// The link from it.
+    Download,
 }
 
 impl Resource {
@@ -28,6 +32,8 @@ impl Resource {
             Self::Update => "optimizer",
             Self::UpdateWait => "optimizer waits",
             Self::Commit => "commit",
+            Self::Upload => "uploads",
+            Self::Download => "downloads",
         }
     }
 }

@@ -1,7 +1,8 @@
 //! One training step: forward, backward, update, commit.
 //!
 //! Accumulation is layer-major ("vertical", GreedySnake, arXiv 2512.17570): every micro-batch of the step runs through a block
-//! before the next block's weights are needed, so weights travel twice a step whatever the number of micro-batches.
+//! before the next block's weights are needed, so weights travel twice a step whatever the number of micro-batches. Horizontal
+//! accumulation does the same in several rounds (`rounds.rs`).
 
 use crate::device_weights::DeviceWeights;
 use crate::engine::{Engine, Signals, Unsaved};
@@ -11,10 +12,11 @@ use crate::kept::{Keeping, KeptTensors};
 use crate::lane::{Lane, Signal};
 use crate::network::Network;
 use crate::overlap::{Bench, Gate, Pending, defer, follow, join};
+use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::LossScale;
 use crate::state::{StateHome, Stored};
-use crate::timeline::Resource;
+use crate::timeline::{Resource, Timeline};
 use crate::update::{Items, Updater};
 use crate::{
     Activations, Backend, Context, EngineConfig, EngineError, HostTensor, Kept, MicroBatch, Mode, Result,
@@ -23,7 +25,7 @@ use crate::{
 use crossbeam::channel::{Sender, unbounded};
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread::Scope;
+use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
@@ -49,6 +51,10 @@ struct Training<'a> {
     keeping: Keeping,
     kept: KeptTensors,
     park: &'a GradientPark,
+    rounds: Rounds,
+    sums: Option<&'a GradientPark>,
+    /// Gradients of signals on their way down the blocks, by micro-batch.
+    signals: Vec<Option<Signal>>,
     runs: &'a Runs,
     pool: &'a rayon::ThreadPool,
     step: u64,
@@ -269,6 +275,8 @@ impl Engine {
             weight_slots,
             device_weights,
             park,
+            rounds,
+            sums,
             signals,
             update_slots,
             pool,
@@ -281,8 +289,7 @@ impl Engine {
         let park = park.as_ref().expect("a training engine parks gradients");
         let optimizer = optimizer.as_deref().expect("a training engine has an optimizer");
         let (spec, slots, pool) = (&plan.spec, &*update_slots, &*pool);
-        let timeline = config.timeline.as_deref();
-        let saves = config.commits_at_saves();
+        let (timeline, saves) = (config.timeline.as_deref(), config.commits_at_saves());
         let bench = Bench { runs, kinds, slots, spec, pool, park, timeline, saves };
         // Where nothing depends on the norm a group can be updated as soon as its gradient is complete.
         let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
@@ -301,6 +308,7 @@ impl Engine {
         let loss_terms = report.loss_terms;
         let (step, may_overflow) = (*step + 1, loss_scale.is_some());
         let (keeping, kept) = (plan.windows.keeping, KeptTensors::default());
+        let (rounds, sums, signals) = (*rounds, sums.as_ref(), inputs.iter().map(|_| None).collect());
         let mut training = Training {
             pass,
             inputs,
@@ -308,6 +316,9 @@ impl Engine {
             keeping,
             kept,
             park,
+            rounds,
+            sums,
+            signals,
             runs,
             pool,
             step,
@@ -316,27 +327,25 @@ impl Engine {
             may_overflow,
         };
         let room = std::mem::take(device_weights);
-        let items = training_order(network);
+        let items = rounds.order(network);
         let slots = weight_slots.as_ref();
         *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
             let order = Order { items, gate: pending.as_ref().map(|_| &gate) };
-            let deferred = match pending {
-                Some(pending) => Some(defer(scope, pending, bench, home, &gate)?),
-                None => None,
-            };
+            let mut deferred =
+                pending.map(|pending| defer(scope, pending, bench, home, &gate)).transpose()?;
             let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room)?;
             let mut loss = lane.tensor(&zero_loss())?;
-            let forward = training.forward(&mut fetcher, &mut loss);
             let mut waited = Stopwatch::default();
-            // Its error is the cause of the other, if both failed.
-            let waiting = Instant::now();
-            deferred.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
-            if let Some(timeline) = timeline {
-                timeline.note(Resource::Wait, waiting, "the last update".to_owned());
+            let mut immediate = immediate.map(|store| (bench.updater(optimizer, args), store));
+            for round in rounds.all() {
+                let forward = training.forward(&mut fetcher, &mut loss, &round);
+                // Its error is the cause of the other, if both failed.
+                deferred.take().map_or(Ok(()), |thread| join_last(thread, &mut waited, timeline))?;
+                forward?;
+                let update = immediate.take_if(|_| rounds.is_last(&round));
+                (report.loss, loss) =
+                    training.backward_and_update(scope, &mut fetcher, loss, &round, update, &mut waited)?;
             }
-            forward?;
-            let immediate = immediate.map(|stored| (bench.updater(optimizer, args), stored));
-            report.loss = training.backward_and_update(scope, &mut fetcher, loss, immediate, &mut waited)?;
             report.state_stall_seconds = waited.0.as_secs_f64();
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
             Ok(fetcher.finish())
@@ -424,9 +433,7 @@ impl Engine {
             self.unsaved = None;
             self.step = stored.store.committed().step;
         }
-        if let Some(park) = &self.park {
-            park.clear();
-        }
+        self.park.iter().chain(&self.sums).for_each(GradientPark::clear);
         if let Signals::Training(activations) = &mut self.signals {
             activations.clear();
         }
@@ -434,15 +441,15 @@ impl Engine {
 }
 
 impl<'a> Training<'a> {
-    /// Forward through all blocks but the last, whose forward is part of its backward.
-    fn forward(&mut self, fetcher: &mut Fetcher<'_>, loss: &mut Tensor) -> Result {
+    /// Forward of a round through all blocks but the last, whose forward is part of its backward.
+    fn forward(&mut self, fetcher: &mut Fetcher<'_>, loss: &mut Tensor, round: &Range<usize>) -> Result {
         for block in 0..self.pass.network.last() {
             let ready = self.pass.fetch(fetcher, block)?;
             let began = Instant::now();
             let weights = self.pass.weights(block, &ready);
-            for m in 0..self.inputs.len() {
+            for (at, m) in round.clone().enumerate() {
                 let x = match block.checked_sub(1) {
-                    Some(b) => Some(self.pass.lane.load(self.activations.take(b, m), self.pass.signal(b))?),
+                    Some(b) => Some(self.pass.lane.load(self.activations.take(b, at), self.pass.signal(b))?),
                     None => None,
                 };
                 let spec = self.pass.signal(block);
@@ -454,9 +461,9 @@ impl<'a> Training<'a> {
                 self.kept.hold(block, m, cx.kept);
                 let y = self.pass.lane.pass_and_keep(y)?;
                 if let (Some(b), Some(x)) = (block.checked_sub(1), x) {
-                    self.activations.checkpoint(b, m, x.into_host()?);
+                    self.activations.checkpoint(b, at, x.into_host()?);
                 }
-                self.activations.keep(block, m, y)?;
+                self.activations.keep(block, at, y)?;
             }
             drop(weights);
             self.pass.release(fetcher, ready)?;
@@ -465,15 +472,16 @@ impl<'a> Training<'a> {
         Ok(())
     }
 
-    /// Backward, and beside it the update of what `immediate` may update. Gives the mean loss.
+    /// Backward of a round, and beside it the update of what `immediate` may update. Gives what [`backward`](Self::backward) does.
     fn backward_and_update<'scope, 'e>(
         &mut self,
         scope: &'scope Scope<'scope, 'e>,
         fetcher: &mut Fetcher<'_>,
         loss: Tensor,
+        round: &Range<usize>,
         immediate: Option<(Updater<'e>, &'e Stored)>,
         waited: &mut Stopwatch,
-    ) -> Result<f64>
+    ) -> Result<(f64, Tensor)>
     where
         'a: 'e,
     {
@@ -487,26 +495,30 @@ impl<'a> Training<'a> {
                 Update::There(sender)
             }
         };
-        let mean = self.backward(fetcher, loss, &update, waited);
+        let mean = self.backward(fetcher, loss, round, &update, waited);
         // The thread ends when nobody can tell it of groups any more.
         drop(update);
         following.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
         mean
     }
 
-    /// Backward through all blocks. Gives the mean loss.
+    /// Backward of a round through all blocks but those that wait for a later one. Gives the mean loss, which only the last round
+    /// knows, and the tensor for the next round's.
     fn backward(
         &mut self,
         fetcher: &mut Fetcher<'_>,
         loss: Tensor,
+        round: &Range<usize>,
         update: &Update<'_>,
         waited: &mut Stopwatch,
-    ) -> Result<f64> {
+    ) -> Result<(f64, Tensor)> {
         let network = self.pass.network;
-        let mut loss = Some(loss);
-        let mut mean = f64::NAN;
-        let mut signals: Vec<Option<Signal>> = self.inputs.iter().map(|_| None).collect();
+        let is_last = self.rounds.is_last(round);
+        let (mut loss, mut mean) = (loss, f64::NAN);
         for block in (0..=network.last()).rev() {
+            if self.rounds.waits(block) && !is_last {
+                continue;
+            }
             let ready = self.pass.fetch(fetcher, block)?;
             let began = Instant::now();
             let groups = network.groups_of(block);
@@ -514,24 +526,36 @@ impl<'a> Training<'a> {
             for &group in &groups {
                 accumulators.push(self.pass.lane.arena.alloc(network.groups[group].elements * 4)?);
             }
+            // Goes on from what the rounds before added, or an earlier use of the group.
+            let before = self.sums.filter(|_| !self.rounds.waits(block)).unwrap_or(self.park);
             for (&group, acc) in groups.iter().zip(&mut accumulators) {
-                self.park.begin(self.pass.backend, self.pass.lane, group, acc, self.pool)?;
+                before.begin(self.pass.backend, self.pass.lane, group, acc, self.pool)?;
             }
-            let sum = loss.as_mut().expect("there is a loss tensor throughout");
-            self.block_backward(block, &ready, &groups, &mut accumulators, sum, &mut signals)?;
+            self.block_backward(block, &ready, &groups, &mut accumulators, &mut loss, round)?;
             self.pass.release(fetcher, ready)?;
-            if block == network.last() {
+            if block == network.last() && is_last {
                 // Before the first update of the step: a loss that is not finite must not reach the state.
-                mean = self.read_loss(loss.take().expect("taken once"))?;
-                loss = Some(self.pass.lane.tensor(&zero_loss())?);
+                mean = self.read_loss(loss)?;
+                loss = self.pass.lane.tensor(&zero_loss())?;
             }
             for (&group, acc) in groups.iter().zip(&mut accumulators) {
-                self.forget_frozen(group, acc)?;
-                self.park.park(self.pass.backend, self.pass.lane, group, acc, group == block, self.pool)?;
+                if is_last {
+                    self.forget_frozen(group, acc)?;
+                    self.park.park(
+                        self.pass.backend,
+                        self.pass.lane,
+                        group,
+                        acc,
+                        group == block,
+                        self.pool,
+                    )?;
+                } else {
+                    before.park(self.pass.backend, self.pass.lane, group, acc, false, self.pool)?;
+                }
             }
             drop(accumulators);
             self.pass.note(Resource::Compute, began, "backward", block);
-            if groups.contains(&block) {
+            if is_last && groups.contains(&block) {
                 if !matches!(update, Update::Later) {
                     self.park.land_all(self.pool)?;
                 }
@@ -546,7 +570,7 @@ impl<'a> Training<'a> {
                 }
             }
         }
-        Ok(mean)
+        Ok((mean, loss))
     }
 
     fn block_backward(
@@ -556,19 +580,19 @@ impl<'a> Training<'a> {
         groups: &[usize],
         accumulators: &mut [Region],
         loss: &mut Tensor,
-        signals: &mut [Option<Signal>],
+        round: &Range<usize>,
     ) -> Result {
         let (network, lane) = (self.pass.network, self.pass.lane);
         let weights = self.pass.weights(block, ready);
-        for (m, signal) in signals.iter_mut().enumerate() {
+        for (at, m) in self.rounds.backward_of(block, round).enumerate() {
             let below = block.checked_sub(1).map(|b| self.pass.signal(b));
             let x = match (block.checked_sub(1), &below) {
                 (Some(b), Some(spec)) => {
-                    Some(lane.load(self.activations.recall(b, m, spec.bytes())?, spec.clone())?)
+                    Some(lane.load(self.activations.recall(b, at, spec.bytes())?, spec.clone())?)
                 }
                 _ => None,
             };
-            let dy = match signal.take() {
+            let dy = match self.signals[m].take() {
                 Some(signal) => Some(lane.load(signal, self.pass.signal(block))?),
                 None => None,
             };
@@ -589,7 +613,8 @@ impl<'a> Training<'a> {
             )?;
             drop((x, dy));
             if let Some(dx) = dx {
-                *signal = Some(lane.pass(dx)?);
+                let waits = self.rounds.waits(block - 1);
+                self.signals[m] = Some(if waits { lane.pass_down(dx)? } else { lane.pass(dx)? });
             }
         }
         Ok(())
@@ -621,6 +646,7 @@ impl Pass<'_> {
     /// Waits for the groups of a block.
     pub(crate) fn fetch(&self, fetcher: &mut Fetcher<'_>, block: usize) -> Result<Vec<Ready>> {
         let began = Instant::now();
+        self.lane.at(block);
         let ready = self.network.groups_of(block).iter().map(|_| fetcher.next()).collect();
         self.note(Resource::Wait, began, "weights of", block);
         ready
@@ -668,11 +694,18 @@ impl Pass<'_> {
     }
 }
 
-/// The groups in the order in which a training step uses them.
-pub(crate) fn training_order(network: &Network) -> Vec<usize> {
-    let forward = 0..network.last();
-    let backward = (0..=network.last()).rev();
-    forward.chain(backward).flat_map(|block| network.groups_of(block)).collect()
+/// Waits for the update of the step before.
+fn join_last(
+    thread: ScopedJoinHandle<'_, Result>,
+    waited: &mut Stopwatch,
+    timeline: Option<&Timeline>,
+) -> Result {
+    let waiting = Instant::now();
+    waited.time(|| join(thread))?;
+    if let Some(timeline) = timeline {
+        timeline.note(Resource::Wait, waiting, "the last update".to_owned());
+    }
+    Ok(())
 }
 
 pub(crate) fn zero_loss() -> HostTensor {

@@ -7,6 +7,7 @@
 
 use crate::network::Network;
 use crate::plan::EnginePlan;
+use crate::rounds::Rounds;
 use crate::state::StateKinds;
 use crate::{Engine, EngineConfig, MicroBatch, Mode, Placement};
 use terrace_optimizer::StateFormat;
@@ -57,7 +58,8 @@ pub(crate) fn step_work(
     let Some(training) = &config.training else {
         return StepWork { operations, tokens, ..StepWork::default() };
     };
-    let count = Count { config, network, plan };
+    let rounds = Rounds::new(config.accumulation, config.limits, network);
+    let count = Count { config, network, plan, rounds };
     let elements = network.elements();
     let mut work = StepWork {
         operations,
@@ -73,7 +75,7 @@ pub(crate) fn step_work(
         .map(|(blob, read)| if *read { blob.bytes(elements) } else { 0 })
         .sum();
     let written_by_update = kinds.bytes(elements);
-    let gradients = count.gradient_bytes();
+    let (gradients, sums) = (count.gradient_bytes(), count.sum_bytes());
     if config.placement == Placement::Disk {
         let copied = |kind| plan.windows.caching.elements(network, kind, kinds);
         let state = kinds.blobs.iter().zip(&kinds.read_by_update).enumerate();
@@ -85,8 +87,8 @@ pub(crate) fn step_work(
         work.disk_write_bytes =
             kinds.blobs.iter().enumerate().map(|(kind, blob)| blob.bytes(elements - saved(kind))).sum();
         if plan.windows.gradients_on_disk {
-            work.disk_read_bytes += gradients;
-            work.disk_write_bytes += gradients;
+            work.disk_read_bytes += gradients + sums;
+            work.disk_write_bytes += gradients + sums;
         }
         if plan.windows.activations_on_disk {
             let spilled = count.signals(0..network.last().saturating_sub(1));
@@ -105,7 +107,8 @@ pub(crate) fn step_work(
     if unified {
         // Weights are read in both directions; accumulators are zeroed, added to by every micro-batch and read once more.
         let passes = 2 + 2 * limits.micro_batches as u64;
-        work.memory_bytes += count.weight_bytes(|_| true) + elements * 4 * passes + gradients;
+        // Sums are copied out of accumulators and back.
+        work.memory_bytes += count.weight_bytes(|_| true) + elements * 4 * passes + gradients + 4 * sums;
     }
     work
 }
@@ -114,13 +117,15 @@ struct Count<'a> {
     config: &'a EngineConfig,
     network: &'a Network,
     plan: &'a EnginePlan,
+    rounds: Rounds,
 }
 
 impl Count<'_> {
-    /// Weights of the groups that count that are read forward and backward. A second use shares the memory of the first while that is alive, if everything
+    /// Weights of the groups that count that are read forward and backward. A second use shares the memory of the first while
+    /// that is alive, if everything
     /// between fits into the slots beside it; whether it is depends on timing, so that it is not counted.
     fn weight_bytes(&self, counts: impl Fn(usize) -> bool) -> u64 {
-        let mut order = crate::train::training_order(self.network);
+        let mut order = self.rounds.order(self.network);
         order.retain(|group| counts(*group));
         let read = |&at: &usize| {
             let before = order[..at].iter().rposition(|group| *group == order[at]);
@@ -151,6 +156,12 @@ impl Count<'_> {
         elements * self.config.dtype.size() as u64
     }
 
+    /// Sums of gradients as they are parked between rounds: those of every group but what waits for the last.
+    fn sum_bytes(&self) -> u64 {
+        let rounds = self.rounds.all().count() as u64;
+        rounds.saturating_sub(1) * self.network.elements() * 4
+    }
+
     /// The signals that these blocks write, of all micro-batches.
     fn signals(&self, blocks: std::ops::Range<usize>) -> u64 {
         let limits = self.config.limits;
@@ -171,13 +182,16 @@ impl Count<'_> {
         let weights = if self.config.placement == Placement::None {
             self.network.elements() * self.network.element_bytes as u64
         } else {
-            self.weights(&crate::train::training_order(self.network))
+            self.weights(&self.rounds.order(self.network))
         };
         let stay = self.plan.windows.signals_stay;
         // Forward: outputs come down; inputs go up, unless they stayed. Backward: checkpoints go up, the last of which may
         // have stayed; gradients of signals cross both ways unless they stay.
         let (up, down) = if stay { (all - last, all) } else { (3 * all - last, 2 * all) };
-        work.upload_bytes = inputs + weights + (gradients - own) + up;
-        work.download_bytes = gradients + down;
+        // What waits for the last round crosses both ways.
+        let waits = if stay && self.rounds.waits(0) { self.signals(0..1) } else { 0 };
+        let sums = self.sum_bytes();
+        work.upload_bytes = inputs + weights + (gradients - own) + up + waits + sums;
+        work.download_bytes = gradients + down + waits + sums;
     }
 }

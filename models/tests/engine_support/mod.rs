@@ -15,7 +15,7 @@ use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateFormat};
 use terrace_tiers::{TierError, checksum};
 use terrace_zero::{
-    Backend, BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, Placement,
+    Accumulation, Backend, BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, Placement,
     TrainingConfig, WeightReader, WindowOverrides,
 };
 
@@ -49,6 +49,7 @@ pub struct Setup {
     pub device: Option<Arc<dyn Device>>,
     pub threads: usize,
     pub micro_batches: usize,
+    pub accumulation: Accumulation,
     pub overrides: WindowOverrides,
     pub host_budget: u64,
     pub cache_bytes: u64,
@@ -80,6 +81,7 @@ impl Setup {
             device: None,
             threads: 1,
             micro_batches: 2,
+            accumulation: Accumulation::Vertical,
             overrides: WindowOverrides::default(),
             host_budget: 1 << 30,
             cache_bytes: 0,
@@ -118,6 +120,7 @@ impl Setup {
                 micro_batches: self.micro_batches,
                 cache_length: 0,
             },
+            accumulation: self.accumulation,
             overrides: self.overrides,
             timeline: None,
             identity: self.identity.clone(),

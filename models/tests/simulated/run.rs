@@ -220,7 +220,8 @@ impl Run<'_> {
             if let Err(error) = self.after_step(setup, engine, &mut saved) {
                 if on_disk {
                     let under_way = if waits_for_saves { step } else { engine.step() + 1 };
-                    return self.failed(engine, error, under_way);
+                    let known = if waits_for_saves { saved } else { Some(engine.step()) };
+                    return self.failed(known, error, under_way);
                 }
                 // A save is that of the step it was called after.
                 let possible = if self.is_told() { saved } else { Some(step) };
@@ -253,7 +254,7 @@ impl Run<'_> {
                 }
                 Err(error) if on_disk => {
                     let under_way = engine.step() + u64::from(!waits_for_saves);
-                    return self.failed(engine, error, under_way);
+                    return self.failed(Some(engine.step()), error, under_way);
                 }
                 Err(error) => return Ended { known: saved, possible: saved, error: Some(error) },
             }
@@ -271,16 +272,15 @@ impl Run<'_> {
             }
             Err(error) => {
                 let under_way = if waits_for_saves { STEPS } else { engine.step() + 1 };
-                self.failed(engine, error, under_way)
+                self.failed(Some(engine.step()), error, under_way)
             }
         }
     }
 
-    /// State on disk after an error: what the engine says was committed, or the commit that was under way.
-    fn failed(&self, engine: &Engine, error: EngineError, under_way: u64) -> Ended {
-        let known = engine.step();
-        let possible = if self.is_told() { known } else { under_way };
-        Ended { known: Some(known), possible: Some(possible), error: Some(error) }
+    /// State on disk after an error: what is known to be committed, or the commit that was under way.
+    fn failed(&self, known: Option<u64>, error: EngineError, under_way: u64) -> Ended {
+        let possible = if self.is_told() { known } else { Some(under_way) };
+        Ended { known, possible, error: Some(error) }
     }
 
     /// Whether a commit that failed is certain not to have happened.

@@ -13,7 +13,7 @@ use terrace_device::sim::SimDeviceConfig;
 use terrace_kernels::DType;
 use terrace_models::ModelConfig;
 use terrace_optimizer::{GroupRule, LossScaleConfig, StateFormat};
-use terrace_zero::{Durability, Placement, WindowOverrides};
+use terrace_zero::{Accumulation, Durability, Placement, WindowOverrides};
 
 /// Steps of every training.
 pub const STEPS: u64 = 4;
@@ -66,6 +66,7 @@ pub struct Life {
     /// Most memory for copies of state on disk.
     pub cache_bytes: u64,
     pub durability: Durability,
+    pub accumulation: Accumulation,
     /// As little memory as the plan can do with.
     pub is_tight: bool,
     pub mood: Mood,
@@ -181,6 +182,7 @@ impl Setting {
             overrides: life.overrides,
             cache_bytes: life.cache_bytes,
             durability: life.durability,
+            accumulation: life.accumulation,
             ..self.training.plain()
         }
     }
@@ -204,6 +206,9 @@ impl Life {
             activations_on_disk: dice.perhaps(&[true, false]).filter(|_| on_disk),
             signals_stay: dice.perhaps(&[true, false]),
             kept_blocks: dice.perhaps(&[0, 1, LAYERS]),
+            gradient_groups: dice.perhaps(&[1, 2]),
+            copied_weights: None,
+            copied_groups: None,
             overlap: dice.perhaps(&[true, true, false]),
         };
         Self {
@@ -214,6 +219,11 @@ impl Life {
             // Of some 50 thousand parameters.
             cache_bytes: dice.pick(&[0, 0, 20_000, 80_000, 200_000, u64::MAX]),
             durability: dice.pick(&[Durability::Step, Durability::Step, Durability::Checkpoint]),
+            accumulation: dice.pick(&[
+                Accumulation::Vertical,
+                Accumulation::Vertical,
+                Accumulation::Horizontal,
+            ]),
             is_tight: chunk_elements.is_some() && dice.one_in(4),
             mood: dice.pick(&[Mood::Eager, Mood::Yielding, Mood::Sleepy, Mood::Lazy]),
             trouble: if is_troubled { Trouble::of(dice) } else { Trouble::None },

@@ -19,8 +19,13 @@ fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Ve
     let steps = steps(&fixture.json("train.json"), &batches);
     let first = &steps[0];
     let state = if dtype == DType::F32 { StateFormat::Fp32 } else { StateFormat::Split };
+    let limits = BatchLimits {
+        sequences: first[0].sequences,
+        length: first[0].length,
+        micro_batches: first.len(),
+        cache_length: 0,
+    };
     let config = EngineConfig {
-        dtype,
         training: Some(TrainingConfig {
             state,
             optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }.into(),
@@ -29,21 +34,10 @@ fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Ve
         }),
         placement: Placement::Disk,
         disks: vec![disk.to_owned()],
-        disk_weights: None,
         host_budget: 1 << 30,
-        cache_bytes: 0,
-        durability: terrace_zero::Durability::Step,
-        device_budget: u64::MAX,
         threads: 2,
-        limits: BatchLimits {
-            sequences: first[0].sequences,
-            length: first[0].length,
-            micro_batches: first.len(),
-            cache_length: 0,
-        },
         overrides: WindowOverrides { chunk_elements: Some(1 << 14), ..WindowOverrides::default() },
-        timeline: None,
-        identity: String::new(),
+        ..EngineConfig::new(dtype, limits)
     };
     let io = open_default(&IoConfig::default()).unwrap();
     let backend = card::backend(&io).unwrap_or_else(|| Backend {
