@@ -16,7 +16,7 @@ pub fn run(root: &Path) -> Result<(), String> {
         Step::new("cargo clippy --workspace --all-targets -- -D warnings"),
         Step::new("cargo clippy -p terrace-aio --all-targets --features tokio_uring -- -D warnings"),
         // What may wait for another thread has a limit, so that one that waits for ever is named.
-        Step::new("cargo test --workspace --release").minutes(45),
+        Step::new("cargo test --workspace --release").minutes(60),
         // The engine behind a feature, in the suites that every engine runs.
         Step::new(
             "cargo test -p terrace-aio --release --features tokio_uring --test conformance --test real_disk --test unprivileged",
@@ -25,12 +25,12 @@ pub fn run(root: &Path) -> Result<(), String> {
         Step::new("cargo test -p terrace-aio --release --test loom_ticket --target-dir target/loom")
             .environment("RUSTFLAGS", "--cfg terrace_loom"),
         // Benchmarks and examples run once, small.
-        Step::new("cargo bench --workspace -- --test").minutes(20),
-        Step::new("cargo run --release --quiet -p terrace-aio --example async_read").minutes(5),
-        Step::new("cargo run --release --quiet -p terrace-aio --example tokio").minutes(5),
-        Step::new("cargo run --release --quiet -p terrace-optimizer --example adamw_on_a_slice").minutes(5),
-        Step::new("cargo run --release --quiet --example embed_your_own_block").minutes(5),
-        Step::new("cargo run --release --quiet --example finetune_folder").minutes(5),
+        Step::new("cargo bench --workspace -- --test").minutes(30),
+        Step::new("cargo run --release --quiet -p terrace-aio --example async_read").minutes(10),
+        Step::new("cargo run --release --quiet -p terrace-aio --example tokio").minutes(10),
+        Step::new("cargo run --release --quiet -p terrace-optimizer --example adamw_on_a_slice").minutes(10),
+        Step::new("cargo run --release --quiet --example embed_your_own_block").minutes(10),
+        Step::new("cargo run --release --quiet --example finetune_folder").minutes(10),
         Step::new("cargo doc --workspace --no-deps").environment("RUSTDOCFLAGS", "-D warnings"),
     ];
     steps.iter().try_for_each(|step| step.run(root))?;
