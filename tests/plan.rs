@@ -466,12 +466,14 @@ fn horizontal_accumulation_reads_weights_for_every_micro_batch() {
         assert!(done >= said && done <= said + said / 10, "{how}: {said} planned, {done} done");
         let parameters = plan["model"]["parameters"].as_u64().unwrap() as f64;
         let state = plan["bytes"]["disk"].as_u64().unwrap() as f64 * 12.0 / 28.0;
+        println!("{how}: at least {:.2} bytes a parameter", (said as f64 - state) / parameters);
         (done as f64 - state) / parameters
     });
     let [vertical, horizontal] = measured;
     println!("bytes of weights a parameter and step: {vertical:.2} and {horizontal:.2}");
-    assert!((3.4..4.2).contains(&vertical), "{vertical}");
-    assert!((27.0..33.0).contains(&horizontal), "{horizontal}");
+    // Four and 32, less what neighbours share.
+    assert!((3.0..4.2).contains(&vertical), "{vertical}");
+    assert!((24.0..33.0).contains(&horizontal), "{horizontal}");
     let losses = |out: &str| bench.metrics(out).iter().map(|m| m["loss"].clone()).collect::<Vec<_>>();
     assert_eq!(losses("vertical"), losses("horizontal"));
     assert_eq!(bench.weights("vertical"), bench.weights("horizontal"));
