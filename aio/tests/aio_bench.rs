@@ -285,7 +285,8 @@ fn a_sweep_reports_its_points() {
     assert!(points.len() >= 4, "{points:?}");
     let rate = |point: &Value| point["gigabytes_per_second"].as_f64().unwrap();
     let best = points.iter().map(rate).fold(0.0, f64::max);
-    assert!(rate(&document["best"]["mixed"]) >= 0.98 * best);
+    // Of points within 3 % of the fastest, the one that takes the least processor time wins.
+    assert!(rate(&document["best"]["mixed"]) >= 0.97 * best * (1.0 - 1e-9));
     check_page(&fs::read_to_string(html).unwrap());
 }
 
