@@ -36,46 +36,48 @@ def main():
         return {"disk_read": f"{read * count:g}GB", "disk_write": f"{write * count:g}GB"}
 
     print("# Sizing\n")
-    print("Both tables are made by `scripts/sizing.py`, which asks `terrace plan`. A plan's step time is a *floor*: that of the")
-    print("busiest resource, with all others perfectly hidden behind it. A run takes longer; `metrics.jsonl` says by how much.\n")
+    print("Both tables are made by `scripts/sizing.py`, which asks `terrace plan`. The *floor* of a step is the time of the busiest resource,")
+    print("with all others perfectly hidden behind it. What is *expected* lets forward and backward take turns, with the update where the")
+    print("schedule has it: with clipping, which is the default, beside the next forward.\n")
     print("## What a step takes\n")
     print("A card with 24 GiB that sustains 140 · 10¹² operations a second behind a link of 25 GB/s each way, host memory of 80 GB/s, drives")
     print("of 7 GB/s read and 5 GB/s written. 16 sequences of 1024 tokens a step, bf16, AdamW, state on disk, with copies")
     print("of it in the memory that is left. No such machine was at hand: these are predictions.\n")
-    print("| model | host memory | drives | state | host used | state on disk | seconds a step | bound by | tokens/s |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| model | host memory | drives | state | host used | state on disk | floor s | bound by | expected s | tokens/s |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for model in ("8b", "13b", "40b", "70b"):
         for host, count, state in (("64GiB", 1, "split"), ("64GiB", 1, "compact"), ("64GiB", 4, "split"), ("256GiB", 4, "compact")):
             found = plan(params=model, batch_size=4, grad_accum=4, seq_len=1024, offload="disk", state=state,
                          host_memory=host, **card, **drives(count))
             head = f"| {model.upper()} | {host.replace('GiB', ' GiB')} | {count} | {state} "
             if found is None:
-                print(head + "| does not fit | | | | |")
+                print(head + "| does not fit | | | | | |")
                 continue
             print(head + f"| {found['host_bytes'] / 2**30:.0f} GiB | {found['disk_bytes'] / 1e12:.2f} TB | {found['step_seconds']:.0f} "
-                  f"| {found['bound_by']} | {found['tokens_per_second']:.0f} |")
+                  f"| {found['bound_by']} | {found['expected_seconds']:.0f} | {found['tokens_per_second']:.0f} |")
 
     print("\n## Beside published runs\n")
     print("What the same arithmetic gives for machines that others have measured. The systems are not Terrace, so a difference is the")
-    print("distance of that system from the floor of ours as much as an error of the plan.\n")
-    print("| system | run | published | floor by `plan` | difference |")
-    print("|---|---|---|---|---|")
+    print("distance of that system from ours as much as an error of the plan. LoHan updates beside backward, as Terrace does without clipping.\n")
+    print("| system | run | published | floor by `plan` | expected by `plan` | difference |")
+    print("|---|---|---|---|---|---|")
     for count, published in LOHAN:
         found = plan(params="13b", batch_size=64, seq_len=1024, offload="disk", state="fp32", host_memory="768GiB",
-                     disk_cache="none", **{**card, "tflops": 156}, **drives(count, 6.5, 3.4))
+                     disk_cache="none", clip=0, **{**card, "tflops": 156}, **drives(count, 6.5, 3.4))
         # Its operations are counted with recomputation: 8 per parameter and token.
-        floor = 8 * 13e9 * found["tokens"] / found["step_seconds"] / 1e12
-        floor = min(floor, 156)
+        floor, expected = (
+            min(8 * 13e9 * found["tokens"] / found[name] / 1e12, 156) for name in ("step_seconds", "expected_seconds")
+        )
         print(f"| LoHan (arXiv 2403.06504) | 13B, RTX 4090, batch 64, {count} SSD{'s' if count > 1 else ''} | {published} TFLOPS "
-              f"| {floor:.0f} TFLOPS, {found['bound_by']} | {(floor / published - 1) * 100:+.0f} % |")
+              f"| {floor:.0f} TFLOPS, {found['bound_by']} | {expected:.0f} TFLOPS | {(expected / published - 1) * 100:+.0f} % |")
     for batch, published in ZERO3:
         found = plan(params="8b", batch_size=batch, seq_len=1024, offload="host", state="fp32", host_memory="256GiB", **card)
         if found is None:
-            print(f"| DeepSpeed ZeRO-3, CPU offload | 8B, RTX 4090, batch {batch} | {published} tok/s | does not fit | |")
+            print(f"| DeepSpeed ZeRO-3, CPU offload | 8B, RTX 4090, batch {batch} | {published} tok/s | does not fit | | |")
             continue
-        floor = found["tokens_per_second"]
+        floor, expected = found["tokens"] / found["step_seconds"], found["tokens_per_second"]
         print(f"| DeepSpeed ZeRO-3, CPU offload | 8B, RTX 4090, batch {batch} | {published} tok/s "
-              f"| {floor:.0f} tok/s, {found['bound_by']} | {(floor / published - 1) * 100:+.0f} % |")
+              f"| {floor:.0f} tok/s, {found['bound_by']} | {expected:.0f} tok/s | {(expected / published - 1) * 100:+.0f} % |")
     print("\nLoHan's figures are read as operations with recomputation (8 per parameter and token); it also moves activations to its")
     print("drives, which the plan, with 768 GiB of host memory, does not (and is asked for no copies of state in it). Its figures for one and for six drives lie near the floor; with two,")
     print("disk and compute are equally long, which is where overlap matters most. DeepSpeed's small batches are far from theirs:")

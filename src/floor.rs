@@ -7,6 +7,7 @@
 //! its part, and together they are no faster than they were together.
 
 use crate::calibrate::{Calibration, Gemm, MemoryRates, Profile, Rates};
+use crate::predict::step_seconds;
 use serde::Serialize;
 use std::path::PathBuf;
 use terrace_aio::profile::PathProfile;
@@ -19,6 +20,10 @@ use terrace_zero::StepWork;
 pub struct Capabilities {
     /// Operations per second of matrix products on the device.
     pub operations: Option<f64>,
+    /// Operations per second of forward and backward of a whole layer there.
+    pub training: Option<f64>,
+    /// Bytes per second of checksums.
+    pub checksums: Option<f64>,
     /// Parameters per second of the update.
     pub updates: Option<f64>,
     /// The drives, each with its part of the bytes.
@@ -40,6 +45,8 @@ pub struct Capabilities {
 pub struct Floor {
     /// By resource, only those that are used and known.
     pub seconds: Vec<(&'static str, f64)>,
+    /// What a step is [expected](crate::predict) to take, in the order in which it does its work.
+    pub expected: Option<f64>,
 }
 
 impl Capabilities {
@@ -68,6 +75,7 @@ impl Capabilities {
             m.read_bytes_per_second.max(m.copy_bytes_per_second).max(m.update_bytes_per_second)
         });
         found.updates = state.and_then(|state| update_rate(calibration, state, dtype));
+        found.checksums = calibration.checksum_bytes_per_second;
         let products = match (&calibration.card, on_card) {
             (Some(card), true) => {
                 found.upload = Some(card.upload_bytes_per_second);
@@ -79,7 +87,19 @@ impl Capabilities {
             (_, false) => &calibration.gemm,
         };
         found.operations = product_rate(products, dtype);
+        let training = calibration.training.iter();
+        found.training = training
+            .filter(|rate| !on_card && rate.dtype == product_type(dtype))
+            .map(|rate| rate.operations_per_second)
+            .reduce(f64::max);
         found
+    }
+
+    /// Seconds of all drives for so many bytes; 0 where nothing is known.
+    pub fn disk_seconds(&self, read: f64, write: f64) -> f64 {
+        let each = self.disks.iter().map(|(part, rates)| disk_seconds(read * part, write * part, *rates));
+        let together = self.disks_together.map_or(0.0, |rates| disk_seconds(read, write, rates));
+        each.fold(together, f64::max)
     }
 }
 
@@ -103,13 +123,15 @@ impl Floor {
         add("link", work.upload_bytes + work.download_bytes, both);
         add("memory", work.memory_bytes, can.memory);
         let (read, write) = (work.disk_read_bytes as f64, work.disk_write_bytes as f64);
-        let each = can.disks.iter().map(|(part, rates)| disk_seconds(read * part, write * part, *rates));
-        let disk = each.fold(0.0, f64::max);
-        let together = can.disks_together.map_or(0.0, |rates| disk_seconds(read, write, rates));
-        if disk.max(together) > 0.0 {
-            seconds.push(("disk", disk.max(together)));
+        let disk = can.disk_seconds(read, write);
+        if disk > 0.0 {
+            seconds.push(("disk", disk));
         }
-        Self { seconds }
+        let mut floor = Self { seconds, expected: None };
+        // Host memory, which everything shares, has no phases.
+        let least = floor.bound().map_or(0.0, |(_, seconds)| seconds);
+        floor.expected = step_seconds(work, can).map(|seconds| seconds.max(least));
+        floor
     }
 
     /// The resource that binds and its seconds; `None` if nothing is known.
@@ -138,12 +160,16 @@ fn rates_of(path: &PathProfile) -> Rates {
 
 /// The best of all shapes. Products of f16 are taken for those of bf16.
 fn product_rate(gemm: &[Gemm], dtype: DType) -> Option<f64> {
-    let name = if dtype == DType::F32 { "f32" } else { "bf16" };
+    let name = product_type(dtype);
     gemm.iter().filter(|gemm| gemm.dtype == name).map(|gemm| gemm.operations_per_second).reduce(f64::max)
 }
 
+fn product_type(dtype: DType) -> &'static str {
+    if dtype == DType::F32 { "f32" } else { "bf16" }
+}
+
 fn update_rate(calibration: &Calibration, state: StateFormat, dtype: DType) -> Option<f64> {
-    let weights = if dtype == DType::F32 { "f32" } else { "bf16" };
+    let weights = product_type(dtype);
     let state = state.to_string();
     let found = calibration.optimizer.iter().find(|rate| rate.state == state && rate.weights == weights);
     found.map(|rate| rate.parameters_per_second)
@@ -168,6 +194,7 @@ mod tests {
             upload_bytes: 400,
             download_bytes: 200,
             memory_bytes: 5000,
+            ..StepWork::default()
         }
     }
 
@@ -182,6 +209,7 @@ mod tests {
             download: Some(50.0),
             both: Some(120.0),
             memory: Some(2500.0),
+            ..Capabilities::default()
         };
         let floor = Floor::new(&work(), &can);
         // Disk: 1600/400 + 1200/200 = 10; mixed 2·1200/250 + 400/400 = 10.6 is no less.
@@ -196,6 +224,12 @@ mod tests {
         ];
         assert_eq!(floor.seconds, expected);
         assert_eq!(floor.bound(), Some(("disk", 10.0)));
+        // Never less than the floor, whatever binds.
+        let memory = Capabilities { memory: Some(100.0), ..Capabilities::default() };
+        assert_eq!(
+            Floor::new(&work(), &Capabilities { operations: Some(3000.0), ..memory }).expected,
+            Some(50.0)
+        );
         let faster = Capabilities { disks: vec![(1.0, rates(400.0, 200.0, 400.0))], ..can };
         // Both directions beside each other: 2·1200/400 + 400/400 = 7.
         assert_eq!(Floor::new(&work(), &faster).bound(), Some(("disk", 7.0)));

@@ -59,6 +59,7 @@ pub mod floor;
 pub mod generate;
 pub mod interrupt;
 pub mod metrics;
+pub mod predict;
 pub mod progress;
 mod shape;
 pub mod tensorboard;
@@ -78,7 +79,7 @@ pub use terrace_tiers as tiers;
 pub use terrace_tiers::{MemoryPlan, Tier};
 pub use terrace_zero::{
     Backend, BatchLimits, Block, Context, Engine, EngineBuilder, EngineConfig, EngineError, Evaluation,
-    Gradients, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode, Outlook, OutputSpec, ParamSpec,
-    Placement, Result, StepReport, StepWork, StoredState, StoredWeights, TrainingConfig, Weight,
+    Gradients, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode, Outlook, OutputSpec, ParamSpec, Phases,
+    Placement, Result, StepReport, StepWork, StoredState, StoredWeights, TrainingConfig, UpdateTime, Weight,
     WeightReader, WeightSource, Weights, WindowOverrides,
 };

@@ -105,6 +105,21 @@ fn models_that_could_not_run_here() {
     }
 }
 
+/// An update that waits for the norm leaves the disk idle in backward, one that does not goes on through both.
+#[test]
+fn clipping_takes_its_time() {
+    let [clipped, unclipped] = ["1", "0"].map(|norm| {
+        let flags =
+            ["--batch-size", "4", "--grad-accum", "16", "--disk-cache", "none", "--clip", norm, "--json"];
+        let run = cmd(&["plan", "--params", "40b", "--state", "compact"]).args(&flags).args(&MACHINE);
+        let plan = run.ok().json()["plan"].clone();
+        let [least, expected] = ["step_seconds", "expected_seconds"].map(|name| plan[name].as_f64().unwrap());
+        assert!(expected >= least, "{plan}");
+        expected
+    });
+    assert!(unclipped < clipped, "{unclipped} and {clipped} seconds");
+}
+
 #[test]
 fn what_does_not_fit_is_refused_with_numbers() {
     let tight = ["--host-memory", "1GiB", "--gpu-memory", "1GiB"];
@@ -339,6 +354,7 @@ fn plans_that_a_run_contradicts_are_refused() {
         (&["--window", "3"], ["windows.weight_slots is 4", "--window is 3"]),
         (&["--durability", "checkpoint"], ["run.durability is step", "--durability is checkpoint"]),
         (&["--disk-cache", "none"], ["windows.copied_weights is 4", "--disk-cache: the number is 0"]),
+        (&["--disk-cache", "1KiB"], ["windows.copied_weights", "but --disk-cache is 1.00 KiB"]),
         (&["--no-overlap"], ["windows.overlap is true", "--no-overlap: overlap is false"]),
         (&["--activations", "recompute"], ["windows.kept_blocks is 2", "--activations: the number is 0"]),
     ] {
@@ -434,8 +450,10 @@ fn files_that_are_no_plans() {
 #[test]
 fn horizontal_accumulation_reads_weights_for_every_micro_batch() {
     let bench = Bench::with(&support::Shape { layers: 16, ..support::Shape::TINY });
-    // State that is updated is master and moments, so that all reads of weights are for compute.
+    // State that is updated is master and moments, so that all reads of weights are for compute. An update that trails into the
+    // next step would count there.
     let flags = [
+        "--no-overlap",
         "--grad-accum",
         "8",
         "--state",

@@ -7,12 +7,52 @@ use std::sync::Arc;
 use support::{LR, Setup, weights_hash};
 use terrace_aio::IoErrorKind;
 use terrace_aio::engine::{EngineConfig as IoConfig, ThreadsEngine};
-use terrace_aio::layer::{Action, FaultConfig, FaultLayer, StatsLayer};
+use terrace_aio::layer::{Action, FaultConfig, FaultLayer, StatsLayer, ThrottleConfig, ThrottleLayer};
 use terrace_kernels::DType;
 use terrace_optimizer::{LossScaleConfig, StateFormat};
-use terrace_zero::{Durability, Engine, EngineError, WindowOverrides};
+use terrace_zero::{Accumulation, Durability, Engine, EngineError, WindowOverrides};
 
 const STEPS: u64 = 6;
+
+/// What backward has no time for goes on in the next forward, from gradients that have room until then.
+#[test]
+fn an_update_trails_behind_a_slow_disk() {
+    let steps = 3;
+    let dir = tempfile::tempdir().unwrap();
+    for (tied, accumulation) in
+        [(false, Accumulation::Vertical), (true, Accumulation::Vertical), (true, Accumulation::Horizontal)]
+    {
+        let base = Setup { clip: None, accumulation, ..Setup::new(tied) };
+        let expected = base.run(steps);
+        for (groups, cache_bytes) in [(1, 0), (64, 0), (64, 300_000)] {
+            let slow = ThrottleConfig { write_bytes_per_second: 6e6, ..ThrottleConfig::default() };
+            let overrides = WindowOverrides {
+                gradient_groups: Some(groups),
+                chunk_elements: Some(1 << 14),
+                ..base.overrides
+            };
+            let setup = Setup {
+                io: Some(Arc::new(ThrottleLayer::new(threads(), slow))),
+                placement: terrace_zero::Placement::Disk,
+                disks: vec![dir.path().join(format!("{tied}-{accumulation:?}-{groups}-{cache_bytes}"))],
+                overrides,
+                cache_bytes,
+                ..base.clone()
+            };
+            let mut engine = setup.create();
+            let mut trails = Vec::new();
+            let mut losses = Vec::new();
+            for step in 1..=steps {
+                losses.extend(setup.continue_to(&mut engine, step));
+                trails.push(engine.step() - engine.durable_step().unwrap());
+            }
+            assert!(groups < 64 || trails.contains(&1), "{groups} groups: {trails:?}");
+            assert_eq!((losses, weights_hash(&mut engine)), expected, "{groups} groups");
+            engine.save().unwrap();
+            assert_eq!(engine.durable_step(), Some(steps));
+        }
+    }
+}
 
 fn threads() -> Arc<ThreadsEngine> {
     Arc::new(ThreadsEngine::new(&IoConfig::default()).expect("threads start"))

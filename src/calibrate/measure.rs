@@ -3,7 +3,7 @@
 //! Each is the best of as many passes as fit into its time: a floor is made of what the machine can do, not of what it did while
 //! something else was running.
 
-use super::profile::{Gemm, MemoryRates, OptimizerRate, Rates};
+use super::profile::{Gemm, MemoryRates, OptimizerRate, Rates, TrainingRate};
 use half::bf16;
 use rayon::prelude::*;
 use std::hint::black_box;
@@ -15,11 +15,13 @@ use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::profile::DiskProfile;
 use terrace_device::{Arena, Device, DeviceError, Stream};
 use terrace_kernels::{DType, KernelSet, MatmulSpec, Tensor, View, ViewMut};
+use terrace_models::{ModelConfig, RandomSource, Row, TokenBatch, build};
 use terrace_optimizer::{
     AdamW, Gradient, OptimizerError, StateFormat, StateLayout, StepArgs, WeightType, optimizer,
     update_threaded,
 };
 use terrace_tiers::checksum;
+use terrace_zero::{Backend, BatchLimits, Engine, EngineConfig, TrainingConfig};
 
 /// State formats with the weights they go with.
 pub const LAYOUTS: [(StateFormat, WeightType); 5] = [
@@ -54,6 +56,17 @@ pub struct Layer {
     pub hidden: usize,
     /// Feed-forward size.
     pub intermediate: usize,
+}
+
+impl Layer {
+    /// The most that a processor is asked to train.
+    const TRAINED_MAX: Self = Self { tokens: 512, hidden: 1024, intermediate: 2816 };
+
+    /// Itself, or a smaller one.
+    #[must_use]
+    pub fn trained(self) -> Self {
+        if self.hidden > Self::TRAINED_MAX.hidden { Self::TRAINED_MAX } else { self }
+    }
 }
 
 impl Effort {
@@ -104,6 +117,9 @@ pub enum MeasureError {
     /// Host memory.
     #[error("measuring the device: {0}")]
     Memory(#[from] terrace_tiers::TierError),
+    /// A training step.
+    #[error("measuring a training step: {0}")]
+    Training(#[from] terrace_zero::EngineError),
 }
 
 /// The shortest pass of `work` in `seconds`, at least one; a first one warms up.
@@ -299,6 +315,49 @@ pub fn gemm(
     Ok(found)
 }
 
+/// Operations per second of forward and backward of a model of one such layer, everything in memory, all blocks keeping what backward
+/// needs.
+///
+/// # Errors
+/// There is too little memory, or a kernel failed.
+pub fn training(
+    backend: &Backend,
+    dtype: DType,
+    layer: Layer,
+    threads: usize,
+    seconds: f64,
+) -> Result<TrainingRate, MeasureError> {
+    let Layer { tokens, hidden, intermediate } = layer;
+    let heads = (hidden / 64).max(1);
+    let text = serde_json::json!({
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": 1, "num_attention_heads": heads,
+        "max_position_embeddings": tokens,
+    });
+    let model = ModelConfig::parse(&text.to_string()).expect("a model of one layer is a model");
+    let limits = BatchLimits { sequences: 1, length: tokens, micro_batches: 1, cache_length: 0 };
+    let state = if dtype == DType::F32 { StateFormat::Fp32 } else { StateFormat::Split };
+    let training = TrainingConfig { state, clip: None, ..TrainingConfig::default() };
+    let config = EngineConfig { training: Some(training), threads, ..EngineConfig::new(dtype, limits) };
+    let builder = TokenBatch::new(&model);
+    let ids: Vec<u32> = (0..tokens as u32).map(|at| at * 37 % 512).collect();
+    let labels: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
+    let batch = builder.train(&[Row { ids: &ids, labels: &labels }], 1, tokens).expect("a row fits");
+    let (sample, blocks) = (builder.blank(1, tokens), build(&model));
+    let mut engine = Engine::create(config, backend.clone(), blocks, &sample, &mut RandomSource::new(1))?;
+    // Not the update, which has a figure of its own.
+    let mut least = f64::MAX;
+    best(seconds, || -> Result<(), MeasureError> {
+        let report = engine.train_step(std::slice::from_ref(&batch), 1e-5)?;
+        least = least.min(report.compute_seconds);
+        Ok(())
+    })?;
+    Ok(TrainingRate {
+        dtype: dtype.to_string(),
+        operations_per_second: rate(engine.flops_per_step() as f64, least.max(1e-9)),
+    })
+}
+
 /// A matrix of small numbers of either sign: a processor draws less power for zeros, and runs faster.
 fn noise(
     device: &dyn Device,
@@ -368,6 +427,18 @@ mod tests {
             assert!(found.parameters_per_second > 1.0, "{found:?}");
         }
         assert!(checksums(&pool, TINY) > 1.0);
+    }
+
+    #[test]
+    fn a_layer_is_trained() {
+        let backend = crate::cpu_backend(1, &IoConfig::default()).unwrap();
+        let layer = TINY.layer;
+        for dtype in [DType::F32, DType::BF16] {
+            let found = training(&backend, dtype, layer, 1, 0.001).unwrap();
+            assert!(found.operations_per_second > 1.0, "{found:?}");
+        }
+        let large = Layer { tokens: 64, hidden: 4096, intermediate: 11008 };
+        assert_eq!((large.trained().hidden, layer.trained().hidden), (1024, 16));
     }
 
     #[test]

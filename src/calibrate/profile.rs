@@ -48,6 +48,9 @@ pub struct Calibration {
     /// Matrix products on the CPU.
     #[serde(default)]
     pub gemm: Vec<Gemm>,
+    /// Forward and backward of a decoder layer on the CPU.
+    #[serde(default)]
+    pub training: Vec<TrainingRate>,
     /// Updates with AdamW, by state format.
     #[serde(default)]
     pub optimizer: Vec<OptimizerRate>,
@@ -93,6 +96,16 @@ pub struct Gemm {
     pub of: String,
     /// Rows, columns and inner size.
     pub shape: [usize; 3],
+    /// Two per multiplication and addition.
+    pub operations_per_second: f64,
+}
+
+/// How fast a small model is trained, apart from its update.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainingRate {
+    /// Type of weights and activations, `bf16` or `f32`.
+    pub dtype: String,
     /// Two per multiplication and addition.
     pub operations_per_second: f64,
 }
@@ -264,6 +277,7 @@ impl Calibration {
             disks_together: None,
             memory: None,
             gemm: Vec::new(),
+            training: Vec::new(),
             optimizer: Vec::new(),
             checksum_bytes_per_second: None,
             card: None,

@@ -440,6 +440,9 @@ pub struct PlanArgs {
     /// How training state is stored [default: split; fp32 unless --dtype bf16]
     #[arg(long, value_name = "FORMAT")]
     pub state: Option<StateFormat>,
+    /// Largest global gradient norm, 0 for none [default: 1.0]: an update that has to know the norm waits for the next forward
+    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = not_negative_float)]
+    pub clip: Option<f64>,
     /// Slowest tier in use [default: disk]; the table of choices has no other if it is given
     #[arg(long, value_name = "TIER")]
     pub offload: Option<Offload>,

@@ -39,7 +39,7 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
             Some(disk)
         }
     };
-    host(&mut calibration, session.threads, effort).map_err(CliError::failed)?;
+    host(&mut calibration, &session, effort).map_err(CliError::failed)?;
     if let Some((_, memory_bytes)) = session.card() {
         let effort = if args.quick { card::Effort::QUICK } else { card::Effort::FULL };
         let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
@@ -94,7 +94,8 @@ fn io_config(output: &Path) -> IoConfig {
     known.as_ref().map_or_else(IoConfig::default, DiskProfile::engine_config)
 }
 
-fn host(calibration: &mut Calibration, threads: usize, effort: Effort) -> Result<(), MeasureError> {
+fn host(calibration: &mut Calibration, session: &Session, effort: Effort) -> Result<(), MeasureError> {
+    let threads = session.threads;
     let pool = measure::pool(threads)?;
     calibration.memory = Some(measure::memory(&pool, effort));
     calibration.checksum_bytes_per_second = Some(measure::checksums(&pool, effort));
@@ -103,6 +104,18 @@ fn host(calibration: &mut Calibration, threads: usize, effort: Effort) -> Result
     }
     for dtype in [DType::BF16, DType::F32] {
         calibration.gemm.extend(host_gemm(threads, dtype, effort, usize::MAX)?);
+        // Never tried on a card, and an emulated one needs minutes.
+        if session.on_card() {
+            continue;
+        }
+        let (backend, seconds) = (&session.backend, effort.seconds);
+        calibration.training.push(measure::training(
+            backend,
+            dtype,
+            effort.layer.trained(),
+            threads,
+            seconds,
+        )?);
     }
     Ok(())
 }
@@ -173,6 +186,10 @@ fn table(profile: &Profile) -> String {
         }
     };
     products(&mut line, "cpu", &calibration.gemm);
+    for rate in &calibration.training {
+        let what = format!("cpu, a layer forward and backward in {}", rate.dtype);
+        line(&what, format!("{:.1} GFLOP/s", rate.operations_per_second / 1e9));
+    }
     for rate in &calibration.optimizer {
         let what = format!("update, state {} of {} weights", rate.state, rate.weights);
         line(&what, format!("{} parameters/s", count(rate.parameters_per_second)));

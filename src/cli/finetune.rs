@@ -158,6 +158,7 @@ fn check_plan(
     let blocks = terrace_models::build(model);
     let outlook = Engine::outlook(config, &session.backend, blocks, &sample, &PlanningRuns::default());
     let outlook = outlook.map_err(|error| pinned.explain(error))?;
+    pinned.check_copies(outlook.copied_bytes, args.placement.disk_cache.0)?;
     let (planned, here) = (pinned.file.bytes, Totals::new(&outlook.memory));
     if planned != here {
         eprintln!(
@@ -277,7 +278,9 @@ impl Trainer<'_> {
         if let Some(text) = self.summary.text(&self.floor) {
             eprintln!("{text}");
         }
-        if let Some(text) = floor::wear(self.metrics.disk_write_bytes(), self.run.endurance) {
+        // The last save came after the last line.
+        let saved = self.session.stats.snapshot().since(&self.last).write.bytes;
+        if let Some(text) = floor::wear(self.metrics.disk_write_bytes() + saved, self.run.endurance) {
             eprintln!("  {text}");
         }
     }

@@ -71,9 +71,12 @@ pub fn capabilities(
 
 /// The floor of a step of `engine`, and a line that says it.
 pub fn of_engine(engine: &Engine, can: &Capabilities) -> Floor {
-    let floor = Floor::new(&engine.step_work(), can);
+    let mut floor = Floor::new(&engine.step_work(), can);
+    // The best of single products, which is all that a start measures, says too little about a step.
+    floor.expected = floor.expected.filter(|_| can.training.is_some());
     if let Some((bound, seconds)) = floor.bound() {
-        eprintln!("floor of a step: {}, bound by {bound}", time(seconds));
+        let expected = floor.expected.map_or(String::new(), |s| format!("; {} expected", time(s)));
+        eprintln!("floor of a step: {}, bound by {bound}{expected}", time(seconds));
     }
     floor
 }
@@ -144,6 +147,9 @@ impl Summary {
         sorted.sort_by(f64::total_cmp);
         let median = *sorted.get(sorted.len() / 2)?;
         let mut text = format!("median step {}", time(median));
+        if let Some(expected) = floor.expected {
+            text += &format!(", expected {}", time(expected));
+        }
         match floor.bound() {
             None => text += "; no floor: nothing was measured",
             Some((bound, seconds)) => {
@@ -165,12 +171,12 @@ impl Summary {
     }
 }
 
-/// What the steps of a run wrote to disk, and what part of the drives' life that is; `None` for nothing.
+/// What the steps and saves of a run wrote to disk as state, and what part of the drives' life that is; `None` for nothing.
 pub fn wear(bytes: u64, endurance: ByteSize) -> Option<String> {
     let part = bytes as f64 / endurance.0.max(1) as f64 * 100.0;
     let part = if part < 0.01 { "less than 0.01".into() } else { format!("{part:.2}") };
     let written = ByteSize(bytes);
-    (bytes > 0).then(|| format!("written to disk in all steps: {written}, {part} % of {endurance}"))
+    (bytes > 0).then(|| format!("state written to disk: {written}, {part} % of {endurance}"))
 }
 
 /// Seconds with three digits, of any size.
@@ -226,14 +232,14 @@ mod tests {
     fn what_is_written_wears_drives() {
         assert_eq!(wear(0, ByteSize(1000)), None);
         let text = wear(3 << 20, ByteSize(1 << 30)).unwrap();
-        assert_eq!(text, "written to disk in all steps: 3.00 MiB, 0.29 % of 1.00 GiB");
+        assert_eq!(text, "state written to disk: 3.00 MiB, 0.29 % of 1.00 GiB");
         assert!(wear(1, ByteSize(1 << 30)).unwrap().contains("less than 0.01 %"));
     }
 
     #[test]
     fn the_last_word() {
         let mut summary = Summary::default();
-        let floor = Floor { seconds: vec![("compute", 0.5), ("disk", 1.5)] };
+        let floor = Floor { seconds: vec![("compute", 0.5), ("disk", 1.5)], expected: None };
         assert_eq!(summary.text(&floor), None);
         for seconds in [9.0, 2.0, 1.0] {
             let stall_seconds = [("optimizer_state".to_owned(), 1.0)].into();
@@ -242,6 +248,7 @@ mod tests {
         let expected = "median step 2.00 s, floor 1.50 s (75 % of floor, bound by disk)\n  \
             each resource alone: disk 1.50 s, compute 500.0 ms\n  of the time, waited for: optimizer state 25 %";
         assert_eq!(summary.text(&floor).unwrap(), expected);
-        assert!(summary.text(&Floor::default()).unwrap().contains("no floor"));
+        let unknown = summary.text(&Floor { expected: Some(1.9), ..Floor::default() }).unwrap();
+        assert!(unknown.starts_with("median step 2.00 s, expected 1.90 s; no floor"), "{unknown}");
     }
 }

@@ -171,6 +171,9 @@ pub struct Step {
     pub seconds: BTreeMap<String, f64>,
     /// The longest of them.
     pub step_seconds: Option<f64>,
+    /// What a step is expected to take.
+    #[serde(default)]
+    pub expected_seconds: Option<f64>,
     pub bound_by: Option<String>,
 }
 
@@ -322,6 +325,7 @@ impl Step {
             memory_bytes: work.memory_bytes,
             seconds: floor.seconds.iter().map(|&(name, seconds)| (name.to_owned(), seconds)).collect(),
             step_seconds: bound.map(|(_, seconds)| seconds),
+            expected_seconds: floor.expected,
             bound_by: bound.map(|(name, _)| name.to_owned()),
         }
     }
@@ -514,6 +518,21 @@ impl Pinned {
             }
         }
         Ok(())
+    }
+
+    /// Refuses copies of state that take more than `--disk-cache`.
+    ///
+    /// # Errors
+    /// They do.
+    pub fn check_copies(&self, copied: u64, most: u64) -> Result<(), CliError> {
+        if copied <= most {
+            return Ok(());
+        }
+        let (copied, most) = (ByteSize(copied).rounded_up(), ByteSize(most));
+        Err(self.refused(format!(
+            "windows.copied_weights and windows.copied_groups are copies of {copied}, but --disk-cache is {most}; leave that \
+             out, raise it to {copied}, or {ANOTHER}"
+        )))
     }
 
     /// Compares the windows of a run with those of the plan.

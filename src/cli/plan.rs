@@ -159,8 +159,9 @@ impl<'a> Planning<'a> {
             cache_length: 0,
         };
         let dtype = session::dtype(self.args.dtype);
+        let clip = Some(self.args.clip.unwrap_or(1.0)).filter(|&norm| norm > 0.0);
         let config = EngineConfig {
-            training: Some(TrainingConfig { state: choice.state, ..TrainingConfig::default() }),
+            training: Some(TrainingConfig { state: choice.state, clip, ..TrainingConfig::default() }),
             placement: session::placement(choice.offload),
             disks: self.disks.clone(),
             accumulation: session::accumulation(self.args.accumulation),
@@ -295,11 +296,18 @@ impl<'a> Planning<'a> {
                 count(work.tokens as f64 / seconds)
             ),
         });
+        if let Some(seconds) = planned.floor.expected {
+            let speed = count(work.tokens as f64 / seconds);
+            line(format!(
+                "in the order of its work it is expected to take {} ({speed} tok/s)",
+                time(seconds)
+            ));
+        }
         if let Some(tokens) = planned.tokens_that_hide_the_disk() {
             line(format!("tokens a step that hide the disk: {}", count(tokens)));
         }
         line(
-            "\nstate    offload  batch  accum        host      device        disk   at least      tok/s"
+            "\nstate    offload  batch  accum        host      device        disk   at least   expected      tok/s"
                 .into(),
         );
         let best = fastest(choices);
@@ -362,7 +370,7 @@ impl<'a> Planning<'a> {
 
 impl Planned {
     fn seconds(&self) -> Option<f64> {
-        self.floor.bound().map(|(_, seconds)| seconds)
+        self.floor.expected.or(self.floor.bound().map(|(_, seconds)| seconds))
     }
 
     /// Steps until a drive has taken what it is warranted for.
@@ -436,11 +444,12 @@ fn row(choice: Choice, planned: Option<&Planned>, fastest: bool) -> String {
     let start = format!("{:<8} {:<7} {batch:>6} {accum:>6}", state.to_string(), choice.place());
     let Some(planned) = planned else { return format!("{start}   does not fit") };
     let size = |tier| ByteSize(planned.outlook.memory.total(tier)).to_string();
+    let least = planned.floor.bound().map_or("–".into(), |(_, seconds)| time(seconds));
     let seconds = planned.seconds().map_or("–".into(), time);
     let speed =
         planned.seconds().map_or("–".into(), |seconds| count(planned.outlook.work.tokens as f64 / seconds));
     format!(
-        "{start} {:>11} {:>11} {:>11} {seconds:>10} {speed:>10}{}",
+        "{start} {:>11} {:>11} {:>11} {least:>10} {seconds:>10} {speed:>10}{}",
         size(Tier::Host),
         size(Tier::Device),
         size(Tier::Disk),

@@ -31,6 +31,7 @@ pub fn run(root: &Path) -> Result<(), String> {
         Step::new("cargo run --release --quiet -p terrace-optimizer --example adamw_on_a_slice").minutes(10),
         Step::new("cargo run --release --quiet --example embed_your_own_block").minutes(10),
         Step::new("cargo run --release --quiet --example finetune_folder").minutes(10),
+        Step::new("cargo run --release --quiet --example step_against_floor -- tiny 1").minutes(10),
         Step::new("cargo doc --workspace --no-deps").environment("RUSTDOCFLAGS", "-D warnings"),
     ];
     steps.iter().try_for_each(|step| step.run(root))?;

@@ -3,8 +3,8 @@
 //! What the budget has left beside the windows holds copies of whole groups: their weights first, which a step reads three times
 //! (forward, backward, update) for each byte of memory, then all of their state, which it reads once. Reads are served from the
 //! copy. Updates go to the copy and are written to disk as ever, so that a step is as durable with copies as without; only the
-//! bytes read become fewer. Where steps become durable with a save alone, copies are written by the save alone. Which groups have
-//! copies changes no result.
+//! bytes read become fewer. An update that is deferred to the next forward (`overlap.rs`) writes them after it. Where steps become
+//! durable with a save alone, copies are written by the save alone. Which groups have copies changes no result.
 //!
 //! Hazard (a copy that is ahead of the disk): a step that fails may have updated some copies. All of them are then out of date
 //! until they are read again from the last commit.
@@ -13,21 +13,21 @@ use crate::Result;
 use crate::network::Network;
 use crate::plan::page;
 use crate::state::StateKinds;
+use crate::update::UpdateSlots;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_device::Device;
-use terrace_tiers::{BlobKey, DiskStore, Generation, HostBlob, Lease, SharedBytes};
+use terrace_tiers::{BlobKey, DiskStore, Generation, HostBlob, SharedBytes};
 
 /// What of a group is copied.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Copied {
-    #[default]
     Nothing,
     Weights,
     All,
 }
 
 /// What of every group is copied.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Caching(Vec<Copied>);
 
 impl Caching {
@@ -80,23 +80,30 @@ impl Caching {
 
     /// Whether a kind of a group is copied.
     pub(crate) fn has(&self, group: usize, kind: usize, kinds: &StateKinds) -> bool {
-        match self.0.get(group) {
-            None | Some(Copied::Nothing) => false,
-            Some(Copied::Weights) => kind == kinds.weight,
-            Some(Copied::All) => true,
+        match self.0[group] {
+            Copied::Nothing => false,
+            Copied::Weights => kind == kinds.weight,
+            Copied::All => true,
         }
     }
 
-    /// Elements of the groups of which a kind is copied.
-    pub(crate) fn elements(&self, network: &Network, kind: usize, kinds: &StateKinds) -> u64 {
-        let copied = network.groups.iter().enumerate().filter(|(group, _)| self.has(*group, kind, kinds));
-        copied.map(|(_, group)| group.elements as u64).sum()
+    /// Elements of each group of which a kind is copied.
+    pub(crate) fn elements<'n>(
+        &'n self,
+        network: &'n Network,
+        kind: usize,
+        kinds: &'n StateKinds,
+    ) -> impl Iterator<Item = u64> + 'n {
+        let groups = network.groups.iter().enumerate();
+        let copied = groups.filter(move |(group, _)| self.has(*group, kind, kinds));
+        copied.map(|(_, group)| group.elements as u64)
     }
 
     /// Bytes of all copies of a kind.
     pub(crate) fn bytes_of(&self, network: &Network, kind: usize, kinds: &StateKinds) -> u64 {
-        let copied = network.groups.iter().enumerate().filter(|(group, _)| self.has(*group, kind, kinds));
-        copied.map(|(_, group)| page(kinds.blobs[kind].bytes(group.elements as u64) as usize)).sum()
+        self.elements(network, kind, kinds)
+            .map(|elements| page(kinds.blobs[kind].bytes(elements) as usize))
+            .sum()
     }
 
     /// Number of groups of which the weights are copied, and of those of which everything is.
@@ -109,13 +116,13 @@ impl Caching {
 /// The copies.
 #[derive(Debug)]
 pub(crate) struct StateCache {
-    groups: Vec<Mutex<Copies>>,
+    groups: Vec<Mutex<GroupCopies>>,
     /// They are not what is committed.
     outdated: bool,
 }
 
 /// The copies of a group, by kind.
-pub(crate) type Copies = Vec<Option<Arc<HostBlob>>>;
+pub(crate) type GroupCopies = Vec<Option<Arc<HostBlob>>>;
 
 impl StateCache {
     /// Memory for copies that are still to be read; `device` will read the weights.
@@ -147,7 +154,7 @@ impl StateCache {
         copy.map(SharedBytes::Blob)
     }
 
-    pub(crate) fn lock(&self, group: usize) -> MutexGuard<'_, Copies> {
+    pub(crate) fn lock(&self, group: usize) -> MutexGuard<'_, GroupCopies> {
         self.groups[group].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -156,60 +163,75 @@ impl StateCache {
         self.outdated = outdated;
     }
 
-    /// Starts writing every copy. `acquire` gives memory for so many bytes of a kind.
-    pub(crate) fn write(
-        &self,
-        store: &DiskStore,
-        kinds: &StateKinds,
-        acquire: impl Fn(usize, usize) -> Lease,
-    ) -> Result {
-        let spec = store.spec();
+    /// Starts writing every copy.
+    pub(crate) fn write(&self, store: &DiskStore, kinds: &StateKinds, slots: &UpdateSlots) -> Result {
         for group in 0..self.groups.len() {
-            let copies = self.lock(group);
-            for (kind, copy) in copies.iter().enumerate() {
-                let Some(copy) = copy else { continue };
-                for chunk in 0..spec.chunks(group) {
-                    let range = kinds.range(kind, spec, group, chunk);
-                    let mut lease = acquire(kind, range.len());
-                    lease.copy_from_slice(&copy[range]);
-                    store.write(BlobKey { group, kind: kinds.blobs[kind].kind }, chunk, lease)?;
-                }
-            }
+            // Whoever needs the weights meanwhile does not wait for the writes.
+            let copies = self.lock(group).clone();
+            let blobs = copies.iter().enumerate().filter_map(|(kind, copy)| Some((kind, &**copy.as_ref()?)));
+            write_blobs(store, kinds, slots, group, blobs)?;
         }
         Ok(())
     }
 
-    /// Reads every copy from the last commit, unless it is that already. `acquire` gives memory for so many bytes of a kind.
-    pub(crate) fn refresh(
-        &mut self,
-        store: &DiskStore,
-        kinds: &StateKinds,
-        acquire: impl Fn(usize, usize) -> Lease,
-    ) -> Result {
+    /// Reads every copy from the last commit, unless it is that already.
+    pub(crate) fn refresh(&mut self, store: &DiskStore, kinds: &StateKinds, slots: &UpdateSlots) -> Result {
         if !self.outdated {
             return Ok(());
         }
-        let spec = store.spec();
         for (group, copies) in self.groups.iter_mut().enumerate() {
             let copies = copies.get_mut().unwrap_or_else(PoisonError::into_inner);
-            for chunk in 0..spec.chunks(group) {
-                let mut reads = Vec::new();
-                for (kind, copy) in copies.iter_mut().enumerate() {
-                    let Some(copy) = copy else { continue };
-                    let key = BlobKey { group, kind: kinds.blobs[kind].kind };
-                    let range = kinds.range(kind, spec, group, chunk);
-                    let lease = acquire(kind, range.len());
-                    let read = store.read(key, chunk..chunk + 1, Generation::Live, lease)?;
-                    reads.push((&mut exclusive(copy)[range], read));
-                }
-                for (copy, read) in reads {
-                    copy.copy_from_slice(&read.wait()?);
-                }
-            }
+            let blobs = copies.iter_mut().enumerate().filter_map(|(kind, copy)| Some((kind, copy.as_mut()?)));
+            read_blobs(store, kinds, slots, group, blobs)?;
         }
         self.outdated = false;
         Ok(())
     }
+}
+
+/// Starts writing blobs of a group, each with its kind, to the next generation of `store`.
+pub(crate) fn write_blobs<'b>(
+    store: &DiskStore,
+    kinds: &StateKinds,
+    slots: &UpdateSlots,
+    group: usize,
+    blobs: impl Iterator<Item = (usize, &'b HostBlob)>,
+) -> Result {
+    let spec = store.spec();
+    let blobs: Vec<(usize, &HostBlob)> = blobs.collect();
+    for chunk in 0..spec.chunks(group) {
+        for &(kind, blob) in &blobs {
+            let range = kinds.range(kind, spec, group, chunk);
+            let mut lease = slots.acquire_one(kind, range.len());
+            lease.copy_from_slice(&blob[range]);
+            store.write(BlobKey { group, kind: kinds.blobs[kind].kind }, chunk, lease)?;
+        }
+    }
+    Ok(())
+}
+
+/// Fills blobs of a group, each with its kind, from the last commit of `store`. Those of a chunk are read at once.
+pub(crate) fn read_blobs<'b>(
+    store: &DiskStore,
+    kinds: &StateKinds,
+    slots: &UpdateSlots,
+    group: usize,
+    blobs: impl Iterator<Item = (usize, &'b mut Arc<HostBlob>)>,
+) -> Result {
+    let spec = store.spec();
+    let mut blobs: Vec<(usize, &mut [u8])> = blobs.map(|(kind, blob)| (kind, exclusive(blob))).collect();
+    for chunk in 0..spec.chunks(group) {
+        let mut reads = Vec::with_capacity(blobs.len());
+        for (kind, _) in &blobs {
+            let key = BlobKey { group, kind: kinds.blobs[*kind].kind };
+            let lease = slots.acquire_one(*kind, kinds.range(*kind, spec, group, chunk).len());
+            reads.push(store.read(key, chunk..chunk + 1, Generation::Live, lease)?);
+        }
+        for ((kind, blob), read) in blobs.iter_mut().zip(reads) {
+            blob[kinds.range(*kind, spec, group, chunk)].copy_from_slice(&read.wait()?);
+        }
+    }
+    Ok(())
 }
 
 /// The bytes of a blob that nobody else holds.

@@ -1,6 +1,6 @@
 //! State in and out: initial weights, resident state to and from a store, weights for export.
 
-use crate::cache::exclusive;
+use crate::cache::{exclusive, read_blobs, write_blobs};
 use crate::engine::Engine;
 use crate::state::{StateHome, locked};
 use crate::{EngineError, ParamSpec, Result, WeightReader, WeightSource};
@@ -175,28 +175,17 @@ fn differences(stored: &str, given: &str) -> String {
 
 /// Fills resident state from a store.
 pub(crate) fn load_resident(engine: &mut Engine, store: &DiskStore) -> Result {
-    let spec = engine.plan.spec.clone();
-    for group in 0..spec.groups.len() {
-        for chunk in 0..spec.chunks(group) {
-            let leases = engine.update_slots.acquire(&engine.kinds, spec.chunk_len(group, chunk));
-            let mut reads = Vec::new();
-            for (blob, lease) in engine.kinds.blobs.iter().zip(leases) {
-                let key = BlobKey { group, kind: blob.kind };
-                reads.push(store.read(key, chunk..chunk + 1, Generation::Live, lease)?);
-            }
-            let leases = reads
-                .into_iter()
-                .map(terrace_tiers::PendingRead::wait)
-                .collect::<std::result::Result<_, _>>()?;
-            place(engine, group, chunk, leases)?;
-        }
+    let StateHome::Resident(groups) = &engine.home else { return Ok(()) };
+    for (group, blobs) in groups.iter().enumerate() {
+        let mut blobs = locked(blobs);
+        read_blobs(store, &engine.kinds, &engine.update_slots, group, blobs.iter_mut().enumerate())?;
     }
     Ok(())
 }
 
 impl Engine {
-    /// Makes the current step durable. State on disk is [flushed](Self::flush) and, if it waits for a save, committed; resident state is written to the configured
-    /// directories, out of place, so that the previous save survives a crash during this one.
+    /// Makes the current step durable. State on disk is [flushed](Self::flush) and, if it waits for a save, committed; resident
+    /// state is written to the configured directories, out of place, so that the previous save survives a crash during this one.
     ///
     /// # Errors
     /// There is no directory, or it cannot be written. The previous save is then intact, and saving may be tried again.
@@ -229,8 +218,7 @@ impl Engine {
         let (Some(unsaved), Some(stored)) = (self.unsaved.take(), self.home.stored()) else { return Ok(()) };
         let store = &stored.store;
         let result = if unsaved.changed {
-            let acquire = |kind, bytes| self.update_slots.acquire_one(kind, bytes);
-            let written = stored.cache.write(store, &self.kinds, acquire);
+            let written = stored.cache.write(store, &self.kinds, &self.update_slots);
             written.and_then(|()| Ok(store.commit(self.step, &unsaved.words)?))
         } else {
             store.commit_unchanged(self.step, &unsaved.words).map_err(EngineError::from)
@@ -242,19 +230,11 @@ impl Engine {
     }
 
     fn write_resident(&mut self) -> Result {
-        let StateHome::Resident(blobs) = &self.home else { return Ok(()) };
-        let spec = &self.plan.spec;
+        let StateHome::Resident(groups) = &self.home else { return Ok(()) };
         let store = self.saved.as_mut().expect("`save` opened it");
-        for (group, blobs) in blobs.iter().map(locked).enumerate() {
-            for chunk in 0..spec.chunks(group) {
-                let leases = self.update_slots.acquire(&self.kinds, spec.chunk_len(group, chunk));
-                for ((blob, kind), mut lease) in blobs.iter().zip(&self.kinds.blobs).zip(leases) {
-                    let start = kind.bytes(chunk as u64 * spec.chunk_elements) as usize;
-                    let len = lease.len();
-                    lease.copy_from_slice(&blob[start..start + len]);
-                    store.write(BlobKey { group, kind: kind.kind }, chunk, lease)?;
-                }
-            }
+        for (group, blobs) in groups.iter().map(locked).enumerate() {
+            let blobs = blobs.iter().map(|blob| &**blob).enumerate();
+            write_blobs(store, &self.kinds, &self.update_slots, group, blobs)?;
         }
         let words = self.loss_scale.map_or_else(Vec::new, |scale| scale.words(&[]));
         Ok(store.commit(self.step, &words)?)

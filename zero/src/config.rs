@@ -96,8 +96,9 @@ pub struct WindowOverrides {
     pub chunk_elements: Option<usize>,
     /// Chunks of optimizer state in memory.
     pub update_slots: Option<usize>,
-    /// Groups whose gradients have room in host memory at once where the update follows backward: two, so that one can be
-    /// updated while the next is in backward, or one. Elsewhere all have.
+    /// Groups whose gradients have room in host memory at once where the update follows backward: one at least, two so that one
+    /// can be updated while the next is in backward, more so that the update of the rest can go on in the next forward.
+    /// Elsewhere all have.
     pub gradient_groups: Option<usize>,
     /// Park gradients on disk.
     pub gradients_on_disk: Option<bool>,
@@ -222,6 +223,11 @@ impl EngineConfig {
         self.durability == Durability::Checkpoint
             && self.placement == Placement::Disk
             && self.training.is_some()
+    }
+
+    /// Whether groups on disk are updated during backward, each as its gradient is complete, since nothing depends on the norm.
+    pub(crate) fn update_follows(&self) -> bool {
+        self.placement == Placement::Disk && self.training.as_ref().is_some_and(|t| !t.waits_for_norm())
     }
 
     /// Refuses windows with which no step can work. The gradient's norm is summed in blocks that no chunk may cut.

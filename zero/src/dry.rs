@@ -18,6 +18,8 @@ use terrace_kernels::{DType, Tensor, View, ViewMut, dry};
 pub(crate) struct DryCost {
     pub(crate) arena_bytes: usize,
     pub(crate) flops: u64,
+    /// Those of them before backward.
+    pub(crate) forward_flops: u64,
 }
 
 pub(crate) struct DryRun<'a> {
@@ -99,8 +101,14 @@ impl DryRun<'_> {
         };
         let starts = vec![0; self.sample.sequences];
         let last = self.network.last();
+        let flops = || {
+            let totals = counter.totals();
+            totals.matmul_flops + totals.attention_flops + totals.other_flops
+        };
+        let mut forward_flops = 0;
         let forward_until = if mode == Mode::Train { last } else { last + 1 };
         for round in rounds {
+            let before = flops();
             for block in 0..forward_until {
                 for m in round.clone() {
                     let State { inputs, loss, staying, kept, .. } = &mut state;
@@ -116,6 +124,7 @@ impl DryRun<'_> {
                     kept.hold(block, m, cx.kept);
                 }
             }
+            forward_flops += flops() - before;
             let waits = |block: usize| self.rounds.waits(block) && !self.rounds.is_last(&round);
             if mode == Mode::Train {
                 let backward = (0..=last).rev().filter(|&block| !waits(block));
@@ -124,11 +133,7 @@ impl DryRun<'_> {
                     .try_for_each(|block| self.backward(block, &kernels, &arena, &round, &mut state))?;
             }
         }
-        let totals = counter.totals();
-        Ok(DryCost {
-            arena_bytes: arena.peak(),
-            flops: totals.matmul_flops + totals.attention_flops + totals.other_flops,
-        })
+        Ok(DryCost { arena_bytes: arena.peak(), flops: flops(), forward_flops })
     }
 
     /// The blocks that leave something for backward when they are asked, in order, and the bytes of the arena that each leaves

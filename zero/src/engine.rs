@@ -101,6 +101,8 @@ pub struct Outlook {
     pub windows: WindowOverrides,
     /// Blocks that could keep intermediates for backward.
     pub keepers: usize,
+    /// Bytes of host memory that hold copies of state on disk.
+    pub copied_bytes: u64,
     /// Number of parameters, shared ones counted once.
     pub parameters: u64,
 }
@@ -227,7 +229,9 @@ impl Engine {
         let work = step_work(&config, &network, &kinds, &plan, Some(sample), unified);
         let (summary, parameters) = (plan.summary(), network.parameters());
         let (windows, keepers) = (plan.overrides(&config), plan.windows.keeping.of);
-        Ok(Outlook { memory: plan.memory, work, summary, windows, keepers, parameters })
+        let copies = |kind| plan.windows.caching.bytes_of(&network, kind, &kinds);
+        let copied_bytes = (0..kinds.blobs.len()).map(copies).sum();
+        Ok(Outlook { memory: plan.memory, work, summary, windows, keepers, copied_bytes, parameters })
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
@@ -323,6 +327,12 @@ impl Engine {
     /// Steps done, those among them that a loss scale skipped included.
     pub fn step(&self) -> u64 {
         self.step
+    }
+
+    /// The step that a process which ended now would go back to; `None` if nothing is on disk. It may be one less than
+    /// [`step`](Self::step), whose update goes on in the next, or that of the last save.
+    pub fn durable_step(&self) -> Option<u64> {
+        self.home.disk().or(self.saved.as_ref()).map(|store| store.committed().step)
     }
 
     /// Updates of the weights done: what a schedule counts. Fewer than [`step`](Self::step) where a loss scale skipped some.
@@ -439,7 +449,8 @@ impl Parts {
     fn on_disk(&self, store: DiskStore, backend: &Backend) -> Result<StateHome> {
         let caching = &self.plan.windows.caching;
         let cache = StateCache::new(caching, &self.network, &self.kinds, &*backend.device)?;
-        Ok(StateHome::Disk(Box::new(Stored { store, cache })))
+        let saves = self.config.commits_at_saves();
+        Ok(StateHome::Disk(Box::new(Stored { store, cache, saves })))
     }
 }
 

@@ -12,6 +12,7 @@
 use crate::copies::Cargo;
 use crate::lane::{Lane, flat, flat_mut};
 use crate::network::Network;
+use crate::update::ChunkAt;
 use crate::{Backend, Gradients, Result};
 use bytemuck::cast_slice;
 use std::collections::VecDeque;
@@ -288,9 +289,9 @@ impl GradientPark {
         books.coming.clear();
     }
 
-    /// Forgets what is parked of a group.
-    pub(crate) fn forget(&self, group: usize) {
-        self.books().parked[group].iter_mut().for_each(|p| *p = None);
+    /// Forgets a parked chunk.
+    pub(crate) fn forget(&self, (group, chunk): ChunkAt) {
+        self.books().parked[group][chunk] = None;
     }
 
     fn books(&self) -> MutexGuard<'_, Books> {

@@ -57,4 +57,4 @@ pub use source::{WeightReader, WeightSource};
 pub use step::{StepRates, StepReport};
 pub use stored::StoredWeights;
 pub use timeline::{Resource, Span, Timeline};
-pub use work::StepWork;
+pub use work::{Phases, StepWork, UpdateTime};

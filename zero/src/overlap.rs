@@ -9,7 +9,11 @@
 //! State in host memory is updated so, too, for a device with memory of its own, which computes meanwhile. Where the CPU does
 //! both there would be nothing to gain.
 //!
-//! An update that waits for nothing runs on such a thread too, group after group as backward completes their gradients.
+//! State of which there is a copy in memory is written when all groups are updated: forward needs the copy alone, and the disk, which
+//! would be idle in backward, writes then. So the thread's end, and the commit, are waited for after backward.
+//!
+//! An update that waits for nothing runs on such a thread too, group after group as backward completes their gradients. What it has
+//! not come to when backward ends is deferred in the same way, so that the disk goes on through the next forward.
 //!
 //! Hazard (a group is fetched while the update still writes it): the gate opens when all of a group's chunks have been handed
 //! to the store, and the store's fence makes the read wait for them.
@@ -18,7 +22,7 @@ use crate::gradients::GradientPark;
 use crate::runs::Runs;
 use crate::state::{StateHome, StateKinds, Stored};
 use crate::timeline::{Resource, Timeline};
-use crate::update::{Items, UpdateSlots, Updater};
+use crate::update::{ChunkAt, Items, UpdateSlots, Updater};
 use crate::{EngineError, Result};
 use crossbeam::channel::Receiver;
 use std::fmt;
@@ -35,6 +39,8 @@ pub(crate) struct Pending {
     pub(crate) args: StepArgs,
     /// That of the step: schedules move its betas.
     pub(crate) optimizer: Arc<dyn Optimizer>,
+    /// What backward has not updated, in order; `None` for everything.
+    pub(crate) left: Option<Vec<ChunkAt>>,
     /// What is committed with it; `None` if it waits for a save.
     pub(crate) words: Option<Vec<u8>>,
 }
@@ -49,7 +55,6 @@ pub(crate) struct Bench<'a> {
     pub(crate) pool: &'a rayon::ThreadPool,
     pub(crate) park: &'a GradientPark,
     pub(crate) timeline: Option<&'a Timeline>,
-    pub(crate) saves: bool,
 }
 
 /// How far an update has come; groups are updated in their order.
@@ -107,20 +112,38 @@ impl Drop for Ending<'_> {
 impl<'a> Bench<'a> {
     /// The update of a step.
     pub(crate) fn updater(self, optimizer: &'a dyn Optimizer, args: StepArgs) -> Updater<'a> {
-        let Self { runs, kinds, slots, spec, pool, timeline, saves, .. } = self;
-        Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline, saves }
+        let Self { runs, kinds, slots, spec, pool, timeline, .. } = self;
+        Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline, leaves_copies: false }
     }
 }
 
 impl Pending {
-    /// Updates every group from the parked gradients and, on disk, commits the step. `gate` learns how far it is.
+    /// Whether copies are written after all groups, beside the next backward; not if that has an update of its own.
+    fn writes_copies_last(&self) -> bool {
+        self.left.is_none()
+    }
+
+    /// Updates what is left from the parked gradients and, on disk, commits the step. `gate` learns how far it is.
     pub(crate) fn run(&self, bench: Bench<'_>, home: &StateHome, gate: &Gate) -> Result {
         let _ending = Ending(gate);
-        let updater = bench.updater(&*self.optimizer, self.args);
-        updater.run(home, bench.park, |group| gate.open_up_to(group + 1))?;
-        // Groups without parameters may come last.
+        let mut updater = bench.updater(&*self.optimizer, self.args);
+        updater.leaves_copies = self.writes_copies_last();
+        let done = |group| gate.open_up_to(group + 1);
+        match &self.left {
+            None => updater.run(home, bench.park, Items::all(bench.spec), done)?,
+            Some(left) => {
+                gate.open_up_to(left.first().map_or(0, |first| first.0));
+                updater.run(home, bench.park, left.iter().copied(), done)?
+            }
+        };
+        // Groups without parameters, or that are updated already, may come last.
         gate.open_up_to(bench.spec.groups.len());
-        let (Some(store), Some(words)) = (home.disk(), &self.words) else { return Ok(()) };
+        let (Some(Stored { store, cache, .. }), Some(words)) = (home.stored(), &self.words) else {
+            return Ok(());
+        };
+        if self.writes_copies_last() {
+            cache.write(store, bench.kinds, bench.slots)?;
+        }
         let began = Instant::now();
         store.commit(self.step, words)?;
         if let Some(timeline) = bench.timeline {
@@ -144,21 +167,19 @@ pub(crate) fn defer<'scope, 'a>(
         .map_err(|error| cannot_start(&error))
 }
 
-/// Starts a thread that updates the groups it is told of, until nobody can tell it of any more.
+/// Starts a thread that updates the chunks it is told of, until nobody can tell it of any more.
 pub(crate) fn follow<'scope, 'a>(
     scope: &'scope Scope<'scope, 'a>,
     updater: Updater<'a>,
     stored: &'a Stored,
     park: &'a GradientPark,
-    groups: Receiver<usize>,
+    chunks: Receiver<ChunkAt>,
 ) -> Result<ScopedJoinHandle<'scope, Result>> {
     let run = move || {
-        let mut items = Items::of_channel(updater.spec, groups);
-        let result = updater.stream(stored, park, &mut items, |_| ());
+        let result = updater.stream(stored, park, &mut Items::Coming(chunks.clone()), |_| ());
         if result.is_err() {
-            // Whoever parks the rest of the gradient needs the memory of what is parked, chunks that the update had not come to
-            // included.
-            items.all_groups().for_each(|group| park.forget(group));
+            // Whoever parks the rest of the gradient needs the memory of what is parked.
+            chunks.iter().for_each(|chunk| park.forget(chunk));
         }
         result.map(drop)
     };

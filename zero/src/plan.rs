@@ -15,8 +15,9 @@
 //! On a device with memory of its own the arena and the device's weight slots are device memory instead. The planner walks
 //! a fixed list of choices from roomy to tight and takes the first that fits with every block recomputed in backward. What is
 //! then left of the budget goes to blocks that keep their intermediates (`kept.rs`), the last ones first, as many as fit: a kept
-//! block saves operations but never costs a window, without which the disk would be waited for.
-//! Copies of state on disk (`cache.rs`) get what remains after that.
+//! block saves operations but never costs a window, without which the disk would be waited for. Where the update follows backward,
+//! up to half of what remains after that parks gradients of more groups ([`TRAILING_PART`]), whose update the disk then does during
+//! the next forward instead of holding backward up. Copies of state on disk (`cache.rs`) get the rest.
 
 use crate::activations::{Activations, SPILL_SLOTS};
 use crate::cache::Caching;
@@ -40,6 +41,9 @@ use terrace_tiers::{
 const CHUNK_CHOICES: [usize; 4] = [1 << 20, 1 << 18, 1 << 16, 1 << 14];
 const WEIGHT_SLOT_CHOICES: [usize; 3] = [4, 2, 1];
 const UPDATE_SLOT_CHOICES: [usize; 3] = [6, 4, 2];
+/// Gradients of one in this many groups may wait for the next forward, which is that part of what a step computes: backward
+/// takes twice as long.
+const TRAILING_PART: usize = 3;
 /// Most planning runs in search of the number of blocks that keep. The first tries all blocks; what the arena takes grows by
 /// nearly the same for each, so that two more mostly find the number.
 const KEEPING_TRIES: usize = 8;
@@ -66,6 +70,8 @@ pub(crate) struct Windows {
     pub(crate) caching: Caching,
     pub(crate) device_room: DeviceRoom,
     pub(crate) flops_per_step: u64,
+    /// Those of them before backward.
+    pub(crate) forward_flops: u64,
 }
 
 /// A finished plan.
@@ -122,7 +128,9 @@ impl Planner<'_> {
             let plan = self.evaluate(choice, &copies)?;
             if self.fits(&plan) {
                 let plan = self.keep_what_fits(choice, plan, &keepers)?;
-                return self.cache_what_fits(Choice { keeping: plan.windows.keeping, ..choice }, plan);
+                let choice = Choice { keeping: plan.windows.keeping, ..choice };
+                let (choice, plan) = self.park_what_fits(choice, plan)?;
+                return self.cache_what_fits(choice, plan);
             }
             let bytes = |p: &EnginePlan| p.memory.total(Tier::Host) + p.memory.total(Tier::Device);
             if smallest.as_ref().is_none_or(|s| bytes(&plan) < bytes(s)) {
@@ -172,6 +180,26 @@ impl Planner<'_> {
             tried = (plan.windows.keeping.count + fit.min(1 << 32) as usize).min(too_many - 1);
         }
         Ok(plan)
+    }
+
+    /// Raises the number of groups whose gradients can wait for an update that follows backward. `plan` is that of `choice`.
+    fn park_what_fits(&self, choice: Choice, plan: EnginePlan) -> Result<(Choice, EnginePlan)> {
+        let fixed = self.config.overrides.gradient_groups.is_some() || !self.config.overrides.overlap();
+        if fixed || !self.config.update_follows() || choice.gradients_on_disk {
+            return Ok((choice, plan));
+        }
+        let chunk = plan.windows.slot_elements as u64 * self.network.element_bytes as u64;
+        let left = self.config.host_budget.saturating_sub(plan.memory.total(Tier::Host)) / 2;
+        let more = |groups: usize| {
+            let chunks = self.gradient_chunks(Choice { gradient_groups: groups, ..choice });
+            (chunks - plan.windows.gradient_chunks) as u64 * chunk
+        };
+        let most = choice.gradient_groups + self.network.groups.len() / TRAILING_PART;
+        let fitting = (choice.gradient_groups + 1..=most).rev().find(|&groups| more(groups) <= left);
+        let Some(gradient_groups) = fitting else { return Ok((choice, plan)) };
+        let choice = Choice { gradient_groups, ..choice };
+        let plan = self.evaluate(choice, &plan.windows.caching)?;
+        Ok((choice, plan))
     }
 
     /// Copies as much of the state on disk as still fits beside `plan`, which is that of `choice`.
@@ -406,6 +434,7 @@ impl Planner<'_> {
             caching: caching.clone(),
             device_room: DeviceRoom::of(self.backend, config.placement, UPLOAD_WINDOW + together),
             flops_per_step: cost.flops,
+            forward_flops: cost.forward_flops,
         })
     }
 
@@ -422,7 +451,7 @@ impl Planner<'_> {
             sample: self.sample,
             rounds: self.rounds(),
             chunk_elements,
-            update_follows: self.update_follows(),
+            update_follows: self.config.update_follows(),
             cache_length: self.config.limits.cache_length,
             keeping,
         }
@@ -432,7 +461,7 @@ impl Planner<'_> {
     fn cost(&self, choice: Choice, modes: &[Mode]) -> Result<DryCost> {
         let unified = self.backend.device.unified();
         let chunk_elements = if unified { 0 } else { choice.chunk_elements };
-        let (config, follows) = (self.config, !unified && self.update_follows());
+        let (config, follows) = (self.config, !unified && self.config.update_follows());
         let keeping = choice.keeping;
         let staying = Staying::of(choice.signals_stay, choice.activations_on_disk);
         let key = (chunk_elements, follows, staying, keeping, config.limits, config.accumulation);
@@ -443,16 +472,12 @@ impl Planner<'_> {
         for &mode in modes {
             let dry = self.dry_run(choice.chunk_elements, staying, keeping).measure(mode)?;
             cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
-            cost.flops = cost.flops.max(dry.flops);
+            if dry.flops > cost.flops {
+                (cost.flops, cost.forward_flops) = (dry.flops, dry.forward_flops);
+            }
         }
         self.runs.0.borrow_mut().push((key, cost));
         Ok(cost)
-    }
-
-    /// Whether groups are updated during backward, each as its gradient is complete.
-    fn update_follows(&self) -> bool {
-        self.config.training.as_ref().is_some_and(|t| !t.waits_for_norm())
-            && self.config.placement == Placement::Disk
     }
 
     /// Gradient chunks in host memory: all of them when clipping must see the norm first (or state is resident), else those of
@@ -463,9 +488,12 @@ impl Planner<'_> {
         }
         let chunks = |g: usize| self.network.groups[g].elements.div_ceil(choice.chunk_elements);
         let all = 0..self.network.groups.len();
-        if self.update_follows() {
-            let shared: usize = all.clone().filter(|&g| self.network.is_shared(g)).map(chunks).sum();
-            return all.map(chunks).max().unwrap_or(0) * choice.gradient_groups + shared;
+        if self.config.update_follows() {
+            let (shared, own): (Vec<usize>, Vec<usize>) = all.partition(|&g| self.network.is_shared(g));
+            let mut own: Vec<usize> = own.into_iter().map(chunks).collect();
+            own.sort_unstable_by(|a, b| b.cmp(a));
+            own.truncate(choice.gradient_groups);
+            return own.into_iter().chain(shared.into_iter().map(chunks)).sum();
         }
         all.map(chunks).sum()
     }

@@ -37,6 +37,8 @@ pub(crate) enum StateHome {
 pub(crate) struct Stored {
     pub(crate) store: DiskStore,
     pub(crate) cache: StateCache,
+    /// Saves alone commit: copies are not written before, and what is not copied may be overwritten.
+    pub(crate) saves: bool,
 }
 
 impl StateKinds {

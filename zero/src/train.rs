@@ -17,10 +17,10 @@ use crate::runs::Runs;
 use crate::scale::LossScale;
 use crate::state::{StateHome, Stored};
 use crate::timeline::{Resource, Timeline};
-use crate::update::{Items, Updater};
+use crate::update::{ChunkAt, Items, Updater};
 use crate::{
     Activations, Backend, Context, EngineConfig, EngineError, HostTensor, Kept, MicroBatch, Mode, Result,
-    StepRates, StepReport, TrainingConfig, Weights,
+    StepRates, StepReport, Weights,
 };
 use crossbeam::channel::{Sender, unbounded};
 use std::ops::Range;
@@ -30,6 +30,7 @@ use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
 use terrace_optimizer::{StepArgs, clip_coefficient, optimizer};
+use terrace_tiers::StoreSpec;
 
 /// The engine's parts that a pass over the blocks uses.
 pub(crate) struct Pass<'a> {
@@ -72,15 +73,15 @@ enum Update<'a> {
     /// Whoever completed it.
     Here(Updater<'a>, &'a Stored),
     /// A thread that hears of it.
-    There(Sender<usize>),
+    There(&'a StoreSpec, Sender<ChunkAt>),
 }
 
 /// What became of a step's update.
 struct Updated {
     /// The loss scale after it.
     scale: Option<LossScale>,
-    /// Set if it is still to be done.
-    deferred: Option<StepArgs>,
+    /// Set if it is still to be done, or some of it.
+    deferred: Option<(StepArgs, Option<Vec<ChunkAt>>)>,
 }
 
 /// Time in which compute waited.
@@ -100,9 +101,9 @@ impl Engine {
     /// Runs one optimizer step over all micro-batches. `rates` is a learning rate, or [`StepRates`].
     ///
     /// State on disk is committed with every step. Where the update waits for the norm of the whole gradient (clipping, a loss
-    /// scale) it runs during the next step's forward, unless [`WindowOverrides::overlap`](crate::WindowOverrides) says
-    /// otherwise, and so does the commit; [`flush`](Self::flush) makes up for a next step. A process that is killed
-    /// before has the step before on disk.
+    /// scale) it runs during the next step's forward, and so does what else backward left no time for, unless
+    /// [`WindowOverrides::overlap`](crate::WindowOverrides) says otherwise. So does the commit, then;
+    /// [`flush`](Self::flush) makes up for a next step. A process that is killed before has the step before on disk.
     ///
     /// # Errors
     /// A shape that was not planned, a loss or gradient that is not finite, or a failing tier. The last committed step
@@ -148,12 +149,15 @@ impl Engine {
         let pending = self.pending.take();
         let result = self.forward_backward(batches, &inputs, lr, pending, &mut report);
         drop(inputs);
-        if let Err(error) = result {
-            self.abandon();
-            return Err(error);
-        }
+        let left = match result {
+            Ok(left) => left,
+            Err(error) => {
+                self.abandon();
+                return Err(error);
+            }
+        };
         report.compute_seconds = began.elapsed().as_secs_f64();
-        let Updated { scale, deferred } = match self.update(lr, &mut report) {
+        let Updated { scale, deferred } = match self.update(lr, left, &mut report) {
             Ok(updated) => updated,
             Err(error) => {
                 self.abandon();
@@ -174,8 +178,8 @@ impl Engine {
         } else {
             Some(words)
         };
-        if let (Some(args), Some(optimizer)) = (deferred, &self.optimizer) {
-            self.pending = Some(Pending { step, args, optimizer: Arc::clone(optimizer), words });
+        if let (Some((args, left)), Some(optimizer)) = (deferred, &self.optimizer) {
+            self.pending = Some(Pending { step, args, optimizer: Arc::clone(optimizer), left, words });
         } else if let (Some(store), Some(words)) = (self.home.disk(), words) {
             let committed = if report.skipped {
                 store.commit_unchanged(step, &words)
@@ -215,15 +219,14 @@ impl Engine {
     /// Reads copies of state again after a step that failed.
     pub(crate) fn refresh(&mut self) -> Result {
         let Self { home: StateHome::Disk(stored), kinds, update_slots, .. } = self else { return Ok(()) };
-        let Stored { store, cache } = &mut **stored;
-        cache.refresh(store, kinds, |kind, bytes| update_slots.acquire_one(kind, bytes))
+        let Stored { store, cache, .. } = &mut **stored;
+        cache.refresh(store, kinds, update_slots)
     }
 
     fn bench(&self) -> Option<Bench<'_>> {
         let Self { runs, kinds, update_slots: slots, plan, pool, park, config, .. } = self;
         let (spec, timeline) = (&plan.spec, config.timeline.as_deref());
-        let saves = config.commits_at_saves();
-        Some(Bench { runs, kinds, slots, spec, pool, park: park.as_ref()?, timeline, saves })
+        Some(Bench { runs, kinds, slots, spec, pool, park: park.as_ref()?, timeline })
     }
 
     fn check_batches(&self, batches: &[MicroBatch]) -> Result {
@@ -252,6 +255,7 @@ impl Engine {
         Ok(())
     }
 
+    /// Gives the chunks, in order, that an update beside backward did not come to.
     fn forward_backward(
         &mut self,
         batches: &[MicroBatch],
@@ -259,7 +263,7 @@ impl Engine {
         lr: f64,
         pending: Option<Pending>,
         report: &mut StepReport,
-    ) -> Result {
+    ) -> Result<Vec<ChunkAt>> {
         let args = self.step_args(lr, 1.0);
         let safe = self.safe_step();
         let Self {
@@ -289,11 +293,9 @@ impl Engine {
         let park = park.as_ref().expect("a training engine parks gradients");
         let optimizer = optimizer.as_deref().expect("a training engine has an optimizer");
         let (spec, slots, pool) = (&plan.spec, &*update_slots, &*pool);
-        let (timeline, saves) = (config.timeline.as_deref(), config.commits_at_saves());
-        let bench = Bench { runs, kinds, slots, spec, pool, park, timeline, saves };
-        // Where nothing depends on the norm a group can be updated as soon as its gradient is complete.
-        let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
-        let immediate = home.stored().filter(|_| !waits);
+        let timeline = config.timeline.as_deref();
+        let bench = Bench { runs, kinds, slots, spec, pool, park, timeline };
+        let immediate = home.stored().filter(|_| config.update_follows());
         let gate = Gate::default();
         let pass = Pass {
             network,
@@ -329,32 +331,22 @@ impl Engine {
         let room = std::mem::take(device_weights);
         let items = rounds.order(network);
         let slots = weight_slots.as_ref();
+        let mut left = Vec::new();
         *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
             let order = Order { items, gate: pending.as_ref().map(|_| &gate) };
-            let mut deferred =
-                pending.map(|pending| defer(scope, pending, bench, home, &gate)).transpose()?;
+            let deferred = pending.map(|pending| defer(scope, pending, bench, home, &gate)).transpose()?;
             let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room)?;
-            let mut loss = lane.tensor(&zero_loss())?;
-            let mut waited = Stopwatch::default();
-            let mut immediate = immediate.map(|store| (bench.updater(optimizer, args), store));
-            for round in rounds.all() {
-                let forward = training.forward(&mut fetcher, &mut loss, &round);
-                // Its error is the cause of the other, if both failed.
-                deferred.take().map_or(Ok(()), |thread| join_last(thread, &mut waited, timeline))?;
-                forward?;
-                let update = immediate.take_if(|_| rounds.is_last(&round));
-                (report.loss, loss) =
-                    training.backward_and_update(scope, &mut fetcher, loss, &round, update, &mut waited)?;
-            }
-            report.state_stall_seconds = waited.0.as_secs_f64();
+            let immediate = immediate.map(|store| (bench.updater(optimizer, args), store));
+            left = training.all_rounds(scope, &mut fetcher, deferred, immediate, report)?;
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
             Ok(fetcher.finish())
         })?;
-        Ok(())
+        Ok(left)
     }
 
-    /// Updates what backward has not, leaves that for later, or skips the step if its scaled gradient overflowed.
-    fn update(&mut self, lr: f64, report: &mut StepReport) -> Result<Updated> {
+    /// Updates what backward has not, leaves that for later, or skips the step if its scaled gradient overflowed. `left` is what an
+    /// update beside backward did not come to.
+    fn update(&mut self, lr: f64, left: Vec<ChunkAt>, report: &mut StepReport) -> Result<Updated> {
         let began = Instant::now();
         let training = self.config.training.as_ref().expect("a training engine");
         let park = self.park.as_ref().expect("a training engine parks gradients");
@@ -379,17 +371,16 @@ impl Engine {
             let clip = training.clip.map_or(1.0, |max| clip_coefficient(report.grad_norm, max));
             let args = self.step_args(lr, clip * self.loss_scale.map_or(1.0, |current| current.inverse()));
             if self.config.overrides.overlap() && self.is_deferrable() {
-                deferred = Some(args);
+                deferred = Some((args, None));
             } else {
                 let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
-                let (runs, kinds, slots) = (&self.runs, &self.kinds, &self.update_slots);
-                let (spec, pool) = (&self.plan.spec, &self.pool);
-                let timeline = self.config.timeline.as_deref();
-                let saves = self.config.commits_at_saves();
-                let updater = Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline, saves };
-                let stalled = updater.run(&self.home, park, |_| ())?;
+                let bench = self.bench().expect("a training engine parks gradients");
+                let updater = bench.updater(optimizer, args);
+                let stalled = updater.run(&self.home, park, Items::all(updater.spec), |_| ())?;
                 report.state_stall_seconds += stalled.as_secs_f64();
             }
+        } else if !left.is_empty() {
+            deferred = Some((self.step_args(lr, 1.0), Some(left)));
         }
         self.device_weights.outdate();
         report.update_seconds = began.elapsed().as_secs_f64();
@@ -441,6 +432,45 @@ impl Engine {
 }
 
 impl<'a> Training<'a> {
+    /// Forward and backward of all micro-batches, beside what the last step has `deferred`. Gives what
+    /// [`backward_and_update`](Self::backward_and_update) does of the last round.
+    fn all_rounds<'scope, 'e>(
+        &mut self,
+        scope: &'scope Scope<'scope, 'e>,
+        fetcher: &mut Fetcher<'_>,
+        mut deferred: Option<ScopedJoinHandle<'scope, Result>>,
+        mut immediate: Option<(Updater<'e>, &'e Stored)>,
+        report: &mut StepReport,
+    ) -> Result<Vec<ChunkAt>>
+    where
+        'a: 'e,
+    {
+        let timeline = self.pass.config.timeline.as_deref();
+        let mut waited = Stopwatch::default();
+        let mut rounds = || -> Result<Vec<ChunkAt>> {
+            let mut loss = self.pass.lane.tensor(&zero_loss())?;
+            let mut left = Vec::new();
+            for round in self.rounds.all() {
+                let forward = self.forward(fetcher, &mut loss, &round);
+                // Two updates at once would mix two steps. One alone may go on: gradients are parked from here on, and those of the
+                // last step were all taken before the last group's weights could be fetched.
+                if immediate.is_some() {
+                    join_last(&mut deferred, &mut waited, timeline)?;
+                }
+                forward?;
+                let update = immediate.take_if(|_| self.rounds.is_last(&round));
+                (report.loss, loss, left) =
+                    self.backward_and_update(scope, fetcher, loss, &round, update, &mut waited)?;
+            }
+            Ok(left)
+        };
+        let result = rounds();
+        // Its error is the cause of the other, if both failed.
+        join_last(&mut deferred, &mut waited, timeline)?;
+        report.state_stall_seconds = waited.0.as_secs_f64();
+        result
+    }
+
     /// Forward of a round through all blocks but the last, whose forward is part of its backward.
     fn forward(&mut self, fetcher: &mut Fetcher<'_>, loss: &mut Tensor, round: &Range<usize>) -> Result {
         for block in 0..self.pass.network.last() {
@@ -472,7 +502,8 @@ impl<'a> Training<'a> {
         Ok(())
     }
 
-    /// Backward of a round, and beside it the update of what `immediate` may update. Gives what [`backward`](Self::backward) does.
+    /// Backward of a round, and beside it the update of what `immediate` may update. Gives what [`backward`](Self::backward) does,
+    /// and the chunks, in order, that the update did not come to.
     fn backward_and_update<'scope, 'e>(
         &mut self,
         scope: &'scope Scope<'scope, 'e>,
@@ -481,7 +512,7 @@ impl<'a> Training<'a> {
         round: &Range<usize>,
         immediate: Option<(Updater<'e>, &'e Stored)>,
         waited: &mut Stopwatch,
-    ) -> Result<(f64, Tensor)>
+    ) -> Result<(f64, Tensor, Vec<ChunkAt>)>
     where
         'a: 'e,
     {
@@ -490,16 +521,23 @@ impl<'a> Training<'a> {
             None => Update::Later,
             Some((updater, stored)) if !self.pass.config.overrides.overlap() => Update::Here(updater, stored),
             Some((updater, stored)) => {
-                let (sender, groups) = unbounded();
-                following = Some(follow(scope, updater, stored, self.park, groups)?);
-                Update::There(sender)
+                let (sender, chunks) = unbounded();
+                let spec = updater.spec;
+                following = Some((follow(scope, updater, stored, self.park, chunks.clone())?, chunks));
+                Update::There(spec, sender)
             }
         };
-        let mean = self.backward(fetcher, loss, round, &update, waited);
-        // The thread ends when nobody can tell it of groups any more.
+        let result = self.backward(fetcher, loss, round, &update, waited);
+        // The thread ends when nobody can tell it of chunks any more.
         drop(update);
-        following.map_or(Ok(()), |thread| waited.time(|| join(thread)))?;
-        mean
+        let mut left = Vec::new();
+        if let Some((thread, chunks)) = following {
+            left.extend(chunks.try_iter());
+            left.sort_unstable();
+            waited.time(|| join(thread))?;
+        }
+        let (mean, loss) = result?;
+        Ok((mean, loss, left))
     }
 
     /// Backward of a round through all blocks but those that wait for a later one. Gives the mean loss, which only the last round
@@ -562,11 +600,15 @@ impl<'a> Training<'a> {
                 match update {
                     Update::Later => {}
                     Update::Here(updater, stored) => {
-                        let mut items = Items::of_groups(updater.spec, block..block + 1);
-                        waited.0 += updater.stream(stored, self.park, &mut items, |_| ())?;
+                        let items = Items::of_group(updater.spec, block).collect();
+                        waited.0 += updater.stream(stored, self.park, &mut Items::Known(items), |_| ())?;
                     }
                     // Whether it can still be heard of is found out when its thread is waited for.
-                    Update::There(groups) => drop(groups.send(block)),
+                    Update::There(spec, chunks) => {
+                        for chunk in Items::of_group(spec, block) {
+                            let _ = chunks.send(chunk);
+                        }
+                    }
                 }
             }
         }
@@ -694,12 +736,13 @@ impl Pass<'_> {
     }
 }
 
-/// Waits for the update of the step before.
+/// Waits for the update of the step before, if nobody has.
 fn join_last(
-    thread: ScopedJoinHandle<'_, Result>,
+    thread: &mut Option<ScopedJoinHandle<'_, Result>>,
     waited: &mut Stopwatch,
     timeline: Option<&Timeline>,
 ) -> Result {
+    let Some(thread) = thread.take() else { return Ok(()) };
     let waiting = Instant::now();
     waited.time(|| join(thread))?;
     if let Some(timeline) = timeline {

@@ -3,7 +3,7 @@
 //! State on disk passes through a fixed number of slots per kind. A slot is taken when a chunk's read starts and comes back
 //! when its write is done, so the slots alone bound reads, compute and writes in flight. New state goes to the next
 //! generation; the live one is never touched. Kinds of which there is a copy in memory are not read: the copy is updated, and
-//! what is written comes from it. Resident state is updated where it is.
+//! what is written comes from it, at once or when all chunks are updated. Resident state is updated where it is.
 
 use crate::cache::exclusive;
 use crate::gradients::{Arriving, GradientPark, Landed};
@@ -71,46 +71,39 @@ pub(crate) struct Updater<'a> {
     pub(crate) spec: &'a StoreSpec,
     pub(crate) pool: &'a rayon::ThreadPool,
     pub(crate) timeline: Option<&'a Timeline>,
-    /// State on disk is committed by a save: copies are not written before, and what is not copied may be overwritten.
-    pub(crate) saves: bool,
+    /// Copies are not written with their chunk, but by whoever runs the update.
+    pub(crate) leaves_copies: bool,
 }
+
+/// A chunk of a group: `(group, chunk)`.
+pub(crate) type ChunkAt = (usize, usize);
 
 /// The chunks of an update, in their order.
-pub(crate) struct Items<'a> {
-    spec: &'a StoreSpec,
-    queue: VecDeque<(usize, usize)>,
-    /// Groups that are still to be heard of.
-    more: Option<Receiver<usize>>,
-    /// Those that were.
-    heard: Vec<usize>,
+pub(crate) enum Items {
+    /// Those of a list.
+    Known(VecDeque<ChunkAt>),
+    /// As they come.
+    Coming(Receiver<ChunkAt>),
 }
 
-impl<'a> Items<'a> {
-    /// The chunks of these groups.
-    pub(crate) fn of_groups(spec: &'a StoreSpec, groups: impl Iterator<Item = usize>) -> Self {
-        let queue = groups.flat_map(|g| (0..spec.chunks(g)).map(move |c| (g, c))).collect();
-        Self { spec, queue, more: None, heard: Vec::new() }
+impl Items {
+    /// The chunks of a group.
+    pub(crate) fn of_group(spec: &StoreSpec, group: usize) -> impl Iterator<Item = ChunkAt> + use<> {
+        (0..spec.chunks(group)).map(move |chunk| (group, chunk))
     }
 
-    /// The chunks of groups as they come.
-    pub(crate) fn of_channel(spec: &'a StoreSpec, groups: Receiver<usize>) -> Self {
-        Self { spec, queue: VecDeque::new(), more: Some(groups), heard: Vec::new() }
+    /// The chunks of all groups.
+    pub(crate) fn all(spec: &StoreSpec) -> impl Iterator<Item = ChunkAt> {
+        (0..spec.groups.len()).flat_map(|group| Self::of_group(spec, group))
     }
 
     /// The next chunk; waits for it only if `wait` says so. `None` if there is none, or none yet.
-    fn next(&mut self, wait: bool) -> Option<(usize, usize)> {
-        while self.queue.is_empty() {
-            let groups = self.more.as_ref()?;
-            let group = if wait { groups.recv().ok()? } else { groups.try_recv().ok()? };
-            self.queue.extend((0..self.spec.chunks(group)).map(|chunk| (group, chunk)));
-            self.heard.push(group);
+    fn next(&mut self, wait: bool) -> Option<ChunkAt> {
+        match self {
+            Self::Known(queue) => queue.pop_front(),
+            Self::Coming(chunks) if wait => chunks.recv().ok(),
+            Self::Coming(chunks) => chunks.try_recv().ok(),
         }
-        self.queue.pop_front()
-    }
-
-    /// All groups that came and will come, until nobody can tell of any more.
-    pub(crate) fn all_groups(self) -> impl Iterator<Item = usize> + use<> {
-        self.heard.into_iter().chain(self.more.into_iter().flatten())
     }
 }
 
@@ -127,32 +120,28 @@ struct Chunk {
 const SHARED_BYTES_MIN: usize = 128 << 10;
 
 impl Updater<'_> {
-    /// Updates all groups in their order with the parked gradients. `done` hears of every group whose weights can be used.
-    /// Returns the time spent waiting for the disk.
+    /// Updates chunks, those of a group in their order and its last one included, with the parked gradients. `done` hears of every
+    /// group whose weights can be used. Returns the time spent waiting for the disk.
     pub(crate) fn run(
         &self,
         home: &StateHome,
         park: &GradientPark,
+        chunks: impl Iterator<Item = ChunkAt>,
         done: impl Fn(usize),
     ) -> Result<Duration> {
-        let groups = 0..self.spec.groups.len();
         match home {
             StateHome::Resident(blobs) => {
-                for group in groups {
-                    let mut blobs = locked(&blobs[group]);
-                    for chunk in 0..self.spec.chunks(group) {
-                        let began = Instant::now();
-                        self.update_resident(&mut blobs, park, group, chunk)?;
-                        self.note(Resource::Update, began, &(group, chunk));
+                for (group, chunk) in chunks {
+                    let began = Instant::now();
+                    self.update_resident(&mut locked(&blobs[group]), park, group, chunk)?;
+                    self.note(Resource::Update, began, &(group, chunk));
+                    if chunk + 1 == self.spec.chunks(group) {
+                        done(group);
                     }
-                    drop(blobs);
-                    done(group);
                 }
                 Ok(Duration::ZERO)
             }
-            StateHome::Disk(stored) => {
-                self.stream(stored, park, &mut Items::of_groups(self.spec, groups), done)
-            }
+            StateHome::Disk(stored) => self.stream(stored, park, &mut Items::Known(chunks.collect()), done),
         }
     }
 
@@ -162,10 +151,10 @@ impl Updater<'_> {
         &self,
         stored: &Stored,
         park: &GradientPark,
-        items: &mut Items<'_>,
+        items: &mut Items,
         done: impl Fn(usize),
     ) -> Result<Duration> {
-        if self.saves {
+        if stored.saves {
             // The last step's chunks are read where they were written.
             stored.store.settle()?;
         }
@@ -192,11 +181,11 @@ impl Updater<'_> {
 
     fn begin(&self, stored: &Stored, park: &GradientPark, group: usize, chunk: usize) -> Result<Chunk> {
         let elements = self.spec.chunk_len(group, chunk);
-        let generation = if self.saves { Generation::Settled } else { Generation::Live };
+        let generation = if stored.saves { Generation::Settled } else { Generation::Live };
         let mut state = Vec::with_capacity(self.kinds.blobs.len());
         let copied: Vec<bool> = stored.cache.lock(group).iter().map(Option::is_some).collect();
         for (index, (blob, copied)) in self.kinds.blobs.iter().zip(copied).enumerate() {
-            if copied && self.saves {
+            if copied && (self.leaves_copies || stored.saves) {
                 state.push(None);
                 continue;
             }

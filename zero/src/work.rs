@@ -13,7 +13,7 @@ use crate::{Engine, EngineConfig, MicroBatch, Mode, Placement};
 use terrace_optimizer::StateFormat;
 
 /// The work of one step of the largest batch.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepWork {
     /// Floating-point operations on the device, backward and recomputation included.
     pub operations: u64,
@@ -33,6 +33,42 @@ pub struct StepWork {
     pub download_bytes: u64,
     /// Read from and written to host memory.
     pub memory_bytes: u64,
+    /// Whether the device's memory and cores are the host's.
+    pub unified: bool,
+    /// What of it is done when.
+    pub phases: Phases,
+}
+
+/// The order of a step's work. Forward and backward take turns; what they share otherwise is done beside them. What is not said here
+/// is spread evenly over both.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Phases {
+    /// When the update is done.
+    pub update: UpdateTime,
+    /// Of [`StepWork::operations`], those before backward.
+    pub forward_operations: u64,
+    /// Read from disk by the update, gradients that are parked there included.
+    pub update_read_bytes: u64,
+    /// Written to disk by the update, group after group.
+    pub update_write_bytes: u64,
+    /// Written from copies in memory beside the next backward.
+    pub late_write_bytes: u64,
+    /// Written to disk in backward: gradients that are parked there.
+    pub gradient_write_bytes: u64,
+    /// Spilled activations, written in forward and read in backward.
+    pub spilled_bytes: u64,
+}
+
+/// When an update is done.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub enum UpdateTime {
+    /// When backward is over, and nothing beside it.
+    #[default]
+    After,
+    /// During the next forward, ahead of it.
+    Deferred,
+    /// Beside backward; up to this part of it can go on in the next forward.
+    Beside(f64),
 }
 
 impl Engine {
@@ -56,7 +92,7 @@ pub(crate) fn step_work(
     let tokens = (limits.sequences * limits.length * limits.micro_batches) as u64;
     let operations = plan.windows.flops_per_step;
     let Some(training) = &config.training else {
-        return StepWork { operations, tokens, ..StepWork::default() };
+        return StepWork { operations, tokens, unified, ..StepWork::default() };
     };
     let rounds = Rounds::new(config.accumulation, config.limits, network);
     let count = Count { config, network, plan, rounds };
@@ -66,34 +102,44 @@ pub(crate) fn step_work(
         tokens,
         parameters: elements,
         state: Some(training.state),
+        unified,
         ..StepWork::default()
     };
-    let read_by_update: u64 = kinds
-        .blobs
-        .iter()
-        .zip(&kinds.read_by_update)
-        .map(|(blob, read)| if *read { blob.bytes(elements) } else { 0 })
-        .sum();
+    work.phases.update = count.update_time(unified);
+    work.phases.forward_operations = plan.windows.forward_flops;
+    let all_kinds = 0..kinds.blobs.len();
+    let read = |kind: usize, elements| {
+        if kinds.read_by_update[kind] { kinds.blobs[kind].bytes(elements) } else { 0 }
+    };
+    let read_by_update: u64 = all_kinds.clone().map(|kind| read(kind, elements)).sum();
     let written_by_update = kinds.bytes(elements);
     let (gradients, sums) = (count.gradient_bytes(), count.sum_bytes());
     if config.placement == Placement::Disk {
-        let copied = |kind| plan.windows.caching.elements(network, kind, kinds);
-        let state = kinds.blobs.iter().zip(&kinds.read_by_update).enumerate();
-        let state = state.filter(|(_, (_, read))| **read);
-        let state: u64 = state.map(|(kind, (blob, _))| blob.bytes(elements - copied(kind))).sum();
-        work.disk_read_bytes =
-            count.weight_bytes(|group| !plan.windows.caching.has(group, kinds.weight, kinds)) + state;
+        let caching = &plan.windows.caching;
+        let copied = |kind| caching.elements(network, kind, kinds).sum::<u64>();
+        let state: u64 = all_kinds.clone().map(|kind| read(kind, elements - copied(kind))).sum();
+        work.disk_read_bytes = count.weight_bytes(|group| !caching.has(group, kinds.weight, kinds)) + state;
         let saved = |kind| if config.commits_at_saves() { copied(kind) } else { 0 };
-        work.disk_write_bytes =
-            kinds.blobs.iter().enumerate().map(|(kind, blob)| blob.bytes(elements - saved(kind))).sum();
+        let written = |unwritten: &dyn Fn(usize) -> u64| -> u64 {
+            all_kinds.clone().map(|kind| kinds.blobs[kind].bytes(elements - unwritten(kind))).sum()
+        };
+        work.disk_write_bytes = written(&saved);
+        let phases = &mut work.phases;
+        (phases.update_read_bytes, phases.update_write_bytes) = (state, work.disk_write_bytes);
+        if phases.update == UpdateTime::Deferred {
+            phases.update_write_bytes = written(&copied);
+            phases.late_write_bytes = work.disk_write_bytes - phases.update_write_bytes;
+        }
         if plan.windows.gradients_on_disk {
             work.disk_read_bytes += gradients + sums;
             work.disk_write_bytes += gradients + sums;
+            phases.update_read_bytes += gradients;
+            phases.gradient_write_bytes = gradients;
         }
         if plan.windows.activations_on_disk {
-            let spilled = count.signals(0..network.last().saturating_sub(1));
-            work.disk_read_bytes += spilled;
-            work.disk_write_bytes += spilled;
+            phases.spilled_bytes = count.signals(0..network.last().saturating_sub(1));
+            work.disk_read_bytes += phases.spilled_bytes;
+            work.disk_write_bytes += phases.spilled_bytes;
         }
     }
     if !unified {
@@ -121,9 +167,22 @@ struct Count<'a> {
 }
 
 impl Count<'_> {
+    fn update_time(&self, unified: bool) -> UpdateTime {
+        let on_disk = self.config.placement == Placement::Disk;
+        if !self.config.overrides.overlap() || (unified && !on_disk) {
+            return UpdateTime::After;
+        }
+        if !self.config.update_follows() {
+            return UpdateTime::Deferred;
+        }
+        let windows = &self.plan.windows;
+        // One group is in backward and one in the update whatever happens.
+        let trailing = windows.gradient_groups.saturating_sub(2) as f64 / self.network.groups.len() as f64;
+        UpdateTime::Beside(if windows.gradients_on_disk { 1.0 } else { trailing.min(1.0) })
+    }
+
     /// Weights of the groups that count that are read forward and backward. A second use shares the memory of the first while
-    /// that is alive, if everything
-    /// between fits into the slots beside it; whether it is depends on timing, so that it is not counted.
+    /// that is alive, if everything between fits into the slots beside it; whether it is depends on timing, so that it is not counted.
     fn weight_bytes(&self, counts: impl Fn(usize) -> bool) -> u64 {
         let mut order = self.rounds.order(self.network);
         order.retain(|group| counts(*group));

@@ -206,7 +206,7 @@ impl Life {
             activations_on_disk: dice.perhaps(&[true, false]).filter(|_| on_disk),
             signals_stay: dice.perhaps(&[true, false]),
             kept_blocks: dice.perhaps(&[0, 1, LAYERS]),
-            gradient_groups: dice.perhaps(&[1, 2]),
+            gradient_groups: dice.perhaps(&[1, 2, 3, 8]),
             copied_weights: None,
             copied_groups: None,
             overlap: dice.perhaps(&[true, true, false]),

@@ -1,0 +1,201 @@
+//! How much of a step's disk traffic is hidden: steps with state on a disk of a chosen speed, beside their floor.
+//!
+//! A fast disk is throttled to two speeds, one at which it takes twice as long as compute and one at which it takes half as long:
+//! without clipping, with it, and with copies of all state in memory as well. At each, engines that update beside other work, that
+//! do not, and that have everything in memory take turns, step by step, so that whatever else the machine does meets all of them.
+//! The floor is the longer of what the engine in memory took and the bytes over the disk's speed: on a CPU the update needs the
+//! cores as well, and is part of the former. What is expected is made of the same figures in the order of a step's work.
+//!
+//! Usage: `step_against_floor [SIZE [STEPS [DIRECTORY]]]`, with SIZE `tiny` (default), `97m` or `315m`.
+
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use terrace::aio::layer::{ThrottleConfig, ThrottleLayer};
+use terrace::calibrate::{Rates, measure};
+use terrace::floor::Capabilities;
+use terrace::models::{ModelConfig, RandomSource, Row, TokenBatch, build};
+use terrace::predict::step_seconds;
+use terrace::{
+    Backend, BatchLimits, DType, Engine, EngineConfig, IoConfig, MicroBatch, Placement, StepReport,
+    TrainingConfig, WindowOverrides, cpu_backend,
+};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// Hidden size, layers, intermediate size, vocabulary, sequences, positions.
+type Shape = [usize; 6];
+
+const SIZES: [(&str, Shape); 3] = [
+    ("tiny", [128, 4, 384, 1024, 2, 128]),
+    ("97m", [768, 12, 2048, 8192, 4, 256]),
+    ("315m", [1024, 24, 2816, 8192, 4, 256]),
+];
+
+fn main() -> Result<()> {
+    let mut arguments = std::env::args().skip(1);
+    let size = arguments.next().unwrap_or_else(|| "tiny".into());
+    let steps: usize = arguments.next().map_or(Ok(4), |steps| steps.parse())?;
+    let place = arguments.next().map_or_else(std::env::temp_dir, PathBuf::from);
+    let (_, shape) = SIZES.iter().find(|(name, _)| *name == size).ok_or("SIZE is tiny, 97m or 315m")?;
+    let case = Case::new(shape)?;
+
+    let mut memory = case.engine(None, None, false, WindowOverrides::default())?;
+    let compute = median((0..steps + 1).map(|_| Ok(case.step(&mut memory)?.seconds)).collect::<Result<_>>()?);
+    println!("{size}: {} parameters, {compute:.3} s a step with everything in memory", memory.parameters());
+    println!(
+        "clip  copies  disk/compute  MB/s    floor s  beside s  × floor  × expected  after s  × floor  after/beside"
+    );
+    for (clip, copies) in [(None, false), (Some(1.0), false), (Some(1.0), true)] {
+        for slowness in [2.0, 0.5] {
+            let compare = Comparison { case: &case, clip, copies, slowness, compute, steps };
+            compare.run(&mut memory, &tempfile::tempdir_in(&place)?.path().join("state"))?;
+        }
+    }
+    Ok(())
+}
+
+/// What all engines do.
+struct Case {
+    model: ModelConfig,
+    batch: MicroBatch,
+    sequences: usize,
+    length: usize,
+    threads: usize,
+    /// Bytes per second of checksums.
+    checksums: f64,
+}
+
+impl Case {
+    fn new(&[hidden, layers, intermediate, vocab, sequences, length]: &Shape) -> Result<Self> {
+        let heads = hidden / 64;
+        let model = ModelConfig::parse(&format!(
+            r#"{{"architectures": ["LlamaForCausalLM"], "vocab_size": {vocab}, "hidden_size": {hidden},
+                "intermediate_size": {intermediate}, "num_hidden_layers": {layers}, "num_attention_heads": {heads}}}"#
+        ))?;
+        let ids: Vec<u32> = (0..length).map(|i| (i * 37 % vocab) as u32).collect();
+        let labels: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
+        let rows = vec![Row { ids: &ids, labels: &labels }; sequences];
+        let batch = TokenBatch::new(&model).train(&rows, sequences, length)?;
+        let threads = std::thread::available_parallelism()?.get();
+        let checksums = measure::checksums(&measure::pool(threads)?, measure::Effort::QUICK);
+        Ok(Self { model, batch, sequences, length, threads, checksums })
+    }
+
+    /// An engine with state in memory, or in a directory on a disk that is throttled so.
+    fn engine(
+        &self,
+        disk: Option<(&PathBuf, ThrottleConfig)>,
+        clip: Option<f64>,
+        copies: bool,
+        overrides: WindowOverrides,
+    ) -> Result<Engine> {
+        let limits =
+            BatchLimits { sequences: self.sequences, length: self.length, micro_batches: 1, cache_length: 0 };
+        let training = Some(TrainingConfig { clip, ..TrainingConfig::default() });
+        let mut config = EngineConfig {
+            training,
+            overrides,
+            threads: self.threads,
+            cache_bytes: if copies { u64::MAX } else { 0 },
+            ..EngineConfig::new(DType::BF16, limits)
+        };
+        let mut backend = cpu_backend(self.threads, &IoConfig::default())?;
+        if let Some((path, throttle)) = disk {
+            config.placement = Placement::Disk;
+            config.disks = vec![path.clone()];
+            backend = Backend { io: Arc::new(ThrottleLayer::new(backend.io, throttle)), ..backend };
+        }
+        let sample = TokenBatch::new(&self.model).blank(self.sequences, self.length);
+        Ok(Engine::create(config, backend, build(&self.model), &sample, &mut RandomSource::new(1))?)
+    }
+
+    fn step(&self, engine: &mut Engine) -> Result<StepReport> {
+        Ok(engine.train_step(std::slice::from_ref(&self.batch), 1e-4)?)
+    }
+}
+
+/// Engines on one disk.
+struct Comparison<'a> {
+    case: &'a Case,
+    clip: Option<f64>,
+    copies: bool,
+    /// Seconds of the disk to those of compute.
+    slowness: f64,
+    compute: f64,
+    steps: usize,
+}
+
+impl Comparison<'_> {
+    fn run(&self, memory: &mut Engine, path: &Path) -> Result<()> {
+        let engine = |name, throttle, overlap| {
+            let overrides = WindowOverrides { overlap: Some(overlap), ..WindowOverrides::default() };
+            self.case.engine(Some((&path.join(name), throttle)), self.clip, self.copies, overrides)
+        };
+        let fast = ThrottleConfig::default();
+        let work = {
+            let engine = engine("probe", fast, true)?;
+            let work = engine.step_work();
+            engine.remove_state()?;
+            work
+        };
+        let bytes = work.disk_read_bytes + work.disk_write_bytes;
+        let rate = bytes as f64 / (self.compute * self.slowness);
+        let slow = ThrottleConfig {
+            read_bytes_per_second: rate,
+            write_bytes_per_second: rate,
+            is_shared: true,
+            ..fast
+        };
+        let mut beside = engine("beside", slow, true)?;
+        let mut after = engine("after", slow, false)?;
+        let mut seconds: [Vec<f64>; 3] = Default::default();
+        let mut updates = Vec::new();
+        // The first steps find empty windows.
+        for round in 0..=self.steps {
+            for (index, engine) in [&mut *memory, &mut beside, &mut after].into_iter().enumerate() {
+                let report = self.case.step(engine)?;
+                if round > 0 {
+                    seconds[index].push(report.seconds);
+                    updates.extend((index == 0).then_some(report.update_seconds));
+                }
+            }
+        }
+        let [compute, beside_seconds, after_seconds] = seconds.map(median);
+        let update = median(updates);
+        let floor = compute.max(bytes as f64 / rate);
+        let can = Capabilities {
+            training: Some(memory.flops_per_step() as f64 / (compute - update)),
+            updates: Some(work.parameters as f64 / update),
+            checksums: Some(self.case.checksums),
+            disks: vec![(
+                1.0,
+                Rates {
+                    read_bytes_per_second: rate,
+                    write_bytes_per_second: rate,
+                    mixed_bytes_per_second: rate,
+                },
+            )],
+            ..Capabilities::default()
+        };
+        let expected = step_seconds(&work, &can).unwrap_or(f64::NAN);
+        println!(
+            "{:4}  {:6}  {:12.2}  {:6.0}  {floor:7.3}  {beside_seconds:8.3}  {:7.3}  {:10.3}  {after_seconds:7.3}  {:7.3}  {:12.2}",
+            self.clip.map_or("none".into(), |clip| format!("{clip}")),
+            if self.copies { "all" } else { "none" },
+            bytes as f64 / rate / compute,
+            rate / 1e6,
+            beside_seconds / floor,
+            beside_seconds / expected,
+            after_seconds / floor,
+            after_seconds / beside_seconds,
+        );
+        beside.remove_state()?;
+        Ok(after.remove_state()?)
+    }
+}
+
+fn median(mut seconds: Vec<f64>) -> f64 {
+    seconds.sort_by(f64::total_cmp);
+    seconds.get(seconds.len() / 2).copied().unwrap_or(f64::NAN)
+}
