@@ -66,7 +66,7 @@ fn what_a_card_lacks_is_said() {
     train(&bench, "out", "cuda:3")
         .fails(2, &["--device cuda:3: there is no CUDA device 3: the driver shows 1"]);
     let small = run().args(&["--device-memory", "1MiB"]);
-    small.fails(2, &["--device-memory", "needs at least", "weights on the device"]);
+    small.fails(2, &["--device-memory", "needs at least", "weights in turn on the device"]);
     let full = run().environment("TERRACE_MOCK_MEMORY", "16MiB");
     full.fails(1, &["--device cuda:0: ", "cannot allocate", "device memory"]);
     let broken = run().environment("TERRACE_MOCK_FAIL", "cuLaunchKernel:40:700");

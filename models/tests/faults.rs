@@ -28,6 +28,7 @@ fn tiny_windows() -> WindowOverrides {
         update_slots: Some(2),
         gradients_on_disk: Some(true),
         activations_on_disk: Some(true),
+        device_groups: Some(1),
         ..WindowOverrides::default()
     }
 }

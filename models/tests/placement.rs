@@ -20,6 +20,7 @@ fn tiny_windows() -> WindowOverrides {
         update_slots: Some(2),
         gradients_on_disk: Some(true),
         activations_on_disk: Some(true),
+        device_groups: Some(1),
         ..WindowOverrides::default()
     }
 }
@@ -86,6 +87,16 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
             },
         ),
     ];
+    // Some groups stay on the device, or none; where it is not said, all do.
+    for device_groups in [Some(0), Some(2), None] {
+        let overrides = WindowOverrides { device_groups, ..WindowOverrides::default() };
+        let tight = WindowOverrides { weight_slots: Some(1), ..overrides };
+        let words = format!("discrete, {device_groups:?} groups stay");
+        let here = Setup { overrides, discrete: true, ..base.clone() };
+        let name = format!("stay-{device_groups:?}");
+        all.push((format!("host, {words}"), Setup { placement: Placement::Host, ..here }));
+        all.push((format!("disk, {words}"), Setup { overrides: tight, discrete: true, ..disk(&name, 1) }));
+    }
     // Weights of some groups; those of all groups and all state of some; all state of all.
     for cache_bytes in [100_000, 500_000, u64::MAX] {
         let copies = |name: &str| Setup {

@@ -80,6 +80,39 @@ fn outlook(setup: &Setup) -> terrace_zero::Result<Outlook> {
     Engine::outlook(setup.config(), &setup.backend(), blocks, &setup.sample(), &runs)
 }
 
+/// The last groups stay on the device, as many as there is room for.
+#[test]
+fn what_a_device_has_room_for_stays_there() {
+    for placement in [Placement::Host, Placement::Disk] {
+        let disks = vec!["nowhere".into()];
+        let setup = Setup { discrete: true, placement, disks, ..Setup::new(false) };
+        let of = |device_groups, device_budget| {
+            let kept_blocks = Some(0);
+            let overrides = WindowOverrides { device_groups, kept_blocks, ..WindowOverrides::default() };
+            outlook(&Setup { overrides, device_budget, ..setup.clone() })
+        };
+        let roomy = of(None, u64::MAX).unwrap();
+        let groups = roomy.windows.device_groups.unwrap();
+        assert!(groups > 3, "all {groups} groups");
+        let mut seen = Vec::new();
+        for staying in 0..=groups {
+            let fixed = of(Some(staying), u64::MAX).unwrap();
+            let bytes = fixed.memory.total(Tier::Device);
+            let found = of(None, bytes).unwrap();
+            // Slots for what streams may take more than places for it.
+            let found_groups = found.windows.device_groups.unwrap();
+            assert!(found_groups >= staying && found.memory.total(Tier::Device) <= bytes);
+            assert!(found.work.upload_bytes <= fixed.work.upload_bytes);
+            seen.push(fixed.work.upload_bytes);
+            let next = of(Some(found_groups + 1), u64::MAX).unwrap();
+            assert!(found_groups == groups || next.memory.total(Tier::Device) > bytes);
+        }
+        // The last block's weights are used twice in a row, which needs one upload anyhow.
+        assert!(seen[0] == seen[1] && seen[1..].is_sorted_by(|more, less| more > less), "{seen:?}");
+        assert_eq!(of(None, u64::MAX).unwrap().work, of(Some(groups), u64::MAX).unwrap().work);
+    }
+}
+
 /// Given as overrides, the windows of a plan leave the planner no choice but that plan, however much memory there is.
 #[test]
 fn the_windows_of_a_plan_give_that_plan() {
@@ -128,6 +161,7 @@ fn the_windows_of_a_plan_give_that_plan() {
     twice(of(|w| format!("{:?} blocks keep", w.kept_blocks)));
     twice(of(|w| format!("weights of {:?} groups", w.copied_weights)));
     twice(of(|w| format!("all of {:?} groups", w.copied_groups)));
+    twice(of(|w| format!("weights of {:?} groups on the device", w.device_groups)));
     twice(of(|w| format!("overlap: {:?}", w.overlap)));
-    assert_eq!(differ, 11, "every field of {:?}", seen[0]);
+    assert_eq!(differ, 12, "every field of {:?}", seen[0]);
 }

@@ -127,6 +127,8 @@ pub struct Windows {
     pub signals_stay: bool,
     pub copied_weights: usize,
     pub copied_groups: usize,
+    #[serde(default)]
+    pub device_groups: usize,
     pub kept_blocks: usize,
     /// Blocks that could keep.
     pub kept_blocks_max: usize,
@@ -242,6 +244,7 @@ impl Windows {
             kept_blocks: Some(kept_blocks),
             copied_weights: Some(copied_weights),
             copied_groups: Some(copied_groups),
+            device_groups: Some(device_groups),
             overlap: Some(overlap),
         } = chosen
         else {
@@ -257,6 +260,7 @@ impl Windows {
             signals_stay,
             copied_weights,
             copied_groups,
+            device_groups,
             kept_blocks,
             kept_blocks_max,
             overlap,
@@ -276,6 +280,7 @@ impl Windows {
             kept_blocks: Some(self.kept_blocks),
             copied_weights: Some(self.copied_weights),
             copied_groups: Some(self.copied_groups),
+            device_groups: Some(self.device_groups),
             overlap: Some(self.overlap),
         }
     }
@@ -588,6 +593,7 @@ mod tests {
             kept_blocks: Some(7),
             copied_weights: Some(6),
             copied_groups: Some(2),
+            device_groups: Some(4),
             overlap: Some(false),
         };
         let windows = Windows::new(chosen, 9);

@@ -114,6 +114,9 @@ pub struct WindowOverrides {
     pub copied_weights: Option<usize>,
     /// How many of those groups have copies of all their state.
     pub copied_groups: Option<usize>,
+    /// How many groups, counted from the last, leave their weights on a device with its own memory until the next update; as many as
+    /// there are if there are fewer. Where it is not fixed, as many as [`EngineConfig::device_budget`] has room for beside all else.
+    pub device_groups: Option<usize>,
     /// Update state on disk during other work: each group as backward completes its gradient or, where the update waits for
     /// the gradient's norm, just ahead of the next forward. Otherwise compute waits for the update.
     pub overlap: Option<bool>,

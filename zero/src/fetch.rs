@@ -3,7 +3,8 @@
 //! Two bounded windows run ahead of compute. *Disk to host:* a fetch thread walks the schedule, takes a slot of the
 //! group's size class, and keeps several reads in flight; the number of slots bounds it. *Host to device* (devices
 //! with memory of their own): up to [`UPLOAD_WINDOW`] uploads are started before their group is needed. On a unified
-//! device the second window vanishes: kernels read the slot that the disk engine filled.
+//! device the second window vanishes: kernels read the slot that the disk engine filled. A group that stays on the device
+//! (`device_weights.rs`) is fetched into its place once, and used from there until the next update.
 //!
 //! A group moves through [`Residency`]; the transitions are asserted.
 
@@ -126,6 +127,17 @@ impl SlotClasses {
     }
 }
 
+/// The groups to bring to host memory for a schedule: those that are on the device, or that an earlier use brings there to stay,
+/// need no fetch.
+fn to_stage(items: &[usize], places: &[Option<Place>]) -> Vec<usize> {
+    let mut stays: Vec<bool> = places.iter().map(|place| matches!(place, Some(Place::Here(_)))).collect();
+    let comes = |&group: &usize| match places.get(group) {
+        Some(Some(_)) => !std::mem::replace(&mut stays[group], true),
+        _ => true,
+    };
+    items.iter().copied().filter(comes).collect()
+}
+
 /// The update's own error says more, and comes first.
 fn never_updated() -> EngineError {
     EngineError::Config("the weights of this step were never updated".into())
@@ -140,12 +152,12 @@ pub(crate) struct Fetcher<'a> {
     source: Source<'a>,
     /// Uploads started ahead of their use (devices with their own memory).
     uploads: VecDeque<(usize, Upload<SharedBytes>)>,
+    /// Groups in the order of their use.
     upcoming: VecDeque<usize>,
+    /// Those of them that are still to come to host memory, once each if they stay on the device.
+    staging: VecDeque<usize>,
     regions: VecDeque<(Region, Option<Arc<dyn Event>>)>,
-    /// Places of groups whose weights stay on the device, instead of `regions`.
-    places: Option<Vec<Place>>,
-    /// What fills places, until the end of the schedule.
-    filling: Vec<UploadSource<SharedBytes>>,
+    places: Vec<Option<Place>>,
     residency: Vec<Residency>,
     /// Holds back what an update of resident state has not reached.
     gate: Option<&'a Gate>,
@@ -178,8 +190,8 @@ pub(crate) struct Ready {
 #[derive(Debug)]
 enum ReadyMemory {
     Host(SharedBytes),
-    Device { region: Region, source: Option<UploadSource<SharedBytes>> },
-    Resident(Arc<Region>),
+    Slot { region: Region, source: Option<UploadSource<SharedBytes>> },
+    Place { region: Arc<Region>, source: Option<UploadSource<SharedBytes>> },
 }
 
 impl Ready {
@@ -190,8 +202,8 @@ impl Ready {
     pub(crate) fn bytes(&self) -> Bytes<'_> {
         match &self.memory {
             ReadyMemory::Host(bytes) => Bytes::from_host(bytes),
-            ReadyMemory::Device { region, .. } => region.bytes(),
-            ReadyMemory::Resident(region) => region.bytes(),
+            ReadyMemory::Slot { region, .. } => region.bytes(),
+            ReadyMemory::Place { region, .. } => region.bytes(),
         }
     }
 }
@@ -211,17 +223,17 @@ impl<'a> Fetcher<'a> {
         'a: 'scope,
     {
         let Order { items, gate } = order;
-        let groups = items.iter().max().map_or(0, |g| g + 1);
-        let upcoming = items.iter().copied().collect();
+        let staging = to_stage(&items, &room.places);
+        let (upcoming, coming) = (VecDeque::from(items), VecDeque::from(staging.clone()));
         let source = match (home.disk(), slots) {
             (Some(_), Some(slots)) => {
-                // Never more than `items.len()` messages. Unbounded, because dropping the receiver of a crossbeam `bounded` channel
+                // Never more messages than groups in `staging`. Unbounded, because dropping the receiver of a crossbeam `bounded` channel
                 // keeps the messages, and a fetch thread that waits for the slots in them would wait for ever.
                 let (sender, receiver) = unbounded();
                 std::thread::Builder::new()
                     .name("terrace-fetch".into())
                     .spawn_scoped(scope, move || {
-                        FetchThread::new(home, kinds, slots, gate, &sender).run(&items);
+                        FetchThread::new(home, kinds, slots, gate, &sender).run(&staging);
                     })
                     .map_or_else(
                         |error| {
@@ -233,71 +245,79 @@ impl<'a> Fetcher<'a> {
                         |_| receiver,
                     )
             }
-            _ => return Self::build(lane, Source::Resident(home, kinds), upcoming, gate, room, groups),
+            _ => return Self::build(lane, Source::Resident(home, kinds), [upcoming, coming], gate, room),
         };
-        Self::build(lane, Source::Thread(source), upcoming, None, room, groups)
+        Self::build(lane, Source::Thread(source), [upcoming, coming], None, room)
     }
 
     fn build(
         lane: &'a Lane,
         source: Source<'a>,
-        upcoming: VecDeque<usize>,
+        [upcoming, staging]: [VecDeque<usize>; 2],
         gate: Option<&'a Gate>,
         room: DeviceWeights,
-        groups: usize,
     ) -> Result<Self> {
-        // Hazard (upload over weights in use): by the schedule of before.
-        let passed = if lane.unified { None } else { Some(lane.compute.record()?) };
-        let (regions, places) = match room {
-            DeviceWeights::Unified => (VecDeque::new(), None),
-            DeviceWeights::Slots(slots) => {
-                (slots.into_iter().map(|region| (region, passed.clone())).collect(), None)
-            }
-            DeviceWeights::Resident(places) => {
-                if let Some(passed) = &passed {
-                    lane.up.wait(&**passed)?;
-                }
-                (VecDeque::new(), Some(places))
-            }
-        };
-        let residency = vec![Residency::Home; groups];
-        let (uploads, stalled, filling) = (VecDeque::new(), Duration::ZERO, Vec::new());
-        let mut fetcher =
-            Self { lane, source, uploads, upcoming, regions, places, filling, residency, gate, stalled };
-        fetcher.fill_places()?;
-        Ok(fetcher)
+        if !lane.unified {
+            // Hazard (upload over weights in use): by the schedule of before.
+            lane.up.wait(&*lane.compute.record()?)?;
+        }
+        let regions = room.slots.into_iter().map(|region| (region, None)).collect();
+        let residency = vec![Residency::Home; upcoming.iter().max().map_or(0, |group| group + 1)];
+        let (uploads, stalled, places) = (VecDeque::new(), Duration::ZERO, room.places);
+        Ok(Self { lane, source, uploads, upcoming, staging, regions, places, residency, gate, stalled })
     }
 
     /// Waits for the next group of the schedule.
     pub(crate) fn next(&mut self) -> Result<Ready> {
         let began = Instant::now();
-        let ready = if self.lane.unified {
-            let (group, bytes) = self.staged(true)?.expect("waited for");
+        let group = self.upcoming.pop_front().expect("the schedule asks for no more groups than it listed");
+        let memory = if self.lane.unified {
+            let bytes = self.staged(group, true)?.expect("waited for");
+            self.staging.pop_front();
             self.set(group, &[Residency::Staged, Residency::Ready]);
-            Ready { group, memory: ReadyMemory::Host(bytes) }
-        } else if self.places.is_some() {
-            self.next_resident()?
+            ReadyMemory::Host(bytes)
         } else {
-            self.start_uploads()?;
-            let (group, upload) = self.uploads.pop_front().expect("at least one upload was started");
-            let (region, source) = upload.ready_on(&*self.lane.compute)?;
-            self.set(group, &[Residency::Ready]);
-            // The host slot is free for the next read as soon as its bytes have crossed.
-            let source = if source.is_done() { source.release().map(|_| None)? } else { Some(source) };
-            Ready { group, memory: ReadyMemory::Device { region, source } }
+            self.next_on_device(group)?
         };
         self.stalled += began.elapsed();
-        Ok(ready)
+        Ok(Ready { group, memory })
+    }
+
+    fn next_on_device(&mut self, group: usize) -> Result<ReadyMemory> {
+        if let Some(Some(Place::Here(region))) = self.places.get(group) {
+            let region = Arc::clone(region);
+            self.start_uploads(false)?;
+            self.set(group, &[Residency::Staged, Residency::Ready]);
+            return Ok(ReadyMemory::Place { region, source: None });
+        }
+        self.start_uploads(self.uploads.is_empty())?;
+        let (uploaded, upload) = self.uploads.pop_front().expect("at least one upload was started");
+        assert_eq!(uploaded, group, "groups are uploaded in the order of the schedule");
+        let (region, source) = upload.ready_on(&*self.lane.compute)?;
+        self.set(group, &[Residency::Ready]);
+        // The host slot is free for the next read as soon as its bytes have crossed.
+        let source = if source.is_done() { source.release().map(|_| None)? } else { Some(source) };
+        let Some(Some(place)) = self.places.get_mut(group) else {
+            return Ok(ReadyMemory::Slot { region, source });
+        };
+        let region = Arc::new(region);
+        *place = Place::Here(Arc::clone(&region));
+        Ok(ReadyMemory::Place { region, source })
     }
 
     /// Gives a group's memory back after its use.
     pub(crate) fn release(&mut self, ready: Ready) -> Result {
         let group = ready.group;
         self.set(group, &[Residency::Releasing]);
-        if let ReadyMemory::Device { region, source } = ready.memory {
-            if let Some(source) = source {
-                drop(source.release()?);
-            }
+        let (region, source) = match ready.memory {
+            ReadyMemory::Host(_) => (None, None),
+            ReadyMemory::Slot { region, source } => (Some(region), source),
+            ReadyMemory::Place { source, .. } => (None, source),
+        };
+        if let Some(source) = source {
+            drop(source.release()?);
+        }
+        if let Some(region) = region {
             // Hazard (upload over weights in use): the region is refilled only after compute has passed this point.
             let event = self.lane.compute.record()?;
             self.regions.push_back((region, Some(event)));
@@ -308,62 +328,12 @@ impl<'a> Fetcher<'a> {
 
     /// Gives back the device's room for weights after the last use.
     pub(crate) fn finish(self) -> DeviceWeights {
-        match self.places {
-            Some(places) => DeviceWeights::Resident(places),
-            None if self.lane.unified => DeviceWeights::Unified,
-            None => DeviceWeights::Slots(self.regions.into_iter().map(|(region, _)| region).collect()),
-        }
+        let slots = self.regions.into_iter().map(|(region, _)| region).collect();
+        DeviceWeights { slots, places: self.places }
     }
 
-    /// Starts the uploads of all groups that are stale on the device, in the order of their use, up to the first that is still
-    /// to be updated.
-    fn fill_places(&mut self) -> Result {
-        let (Some(places), Source::Resident(home, kinds)) = (&mut self.places, &self.source) else {
-            return Ok(());
-        };
-        for &group in &self.upcoming {
-            if let Place::Stale(_) = places[group] {
-                if !self.gate.is_none_or(|gate| gate.is_open(group)) {
-                    break;
-                }
-                let Place::Stale(region) = std::mem::replace(&mut places[group], Place::Moving) else {
-                    unreachable!("just looked at")
-                };
-                let weights =
-                    home.resident_weights(group, kinds).expect("resident state has every group's weights");
-                let upload = Upload::start(&*self.lane.up, weights, region)?;
-                self.lane.started(Link::Up, Cargo::Weights(group), upload.event());
-                places[group] = Place::Coming(upload);
-            }
-        }
-        Ok(())
-    }
-
-    fn next_resident(&mut self) -> Result<Ready> {
-        let &group = self.upcoming.front().expect("the schedule asks for no more groups than it listed");
-        self.pass_gate(group)?;
-        self.fill_places()?;
-        self.upcoming.pop_front();
-        self.set(group, &[Residency::Staged, Residency::Ready]);
-        let places = self.places.as_mut().expect("weights that stay have places");
-        let region = match std::mem::replace(&mut places[group], Place::Moving) {
-            Place::Coming(upload) => {
-                let (region, source) = upload.ready_on(&*self.lane.compute)?;
-                self.filling.push(source);
-                Arc::new(region)
-            }
-            Place::Here(region) => region,
-            Place::Stale(_) | Place::Moving => {
-                unreachable!("the first group of the schedule was just filled")
-            }
-        };
-        places[group] = Place::Here(Arc::clone(&region));
-        Ok(Ready { group, memory: ReadyMemory::Resident(region) })
-    }
-
-    /// The next group in host memory; `None` if it is not there yet and `wait` is false.
-    fn staged(&mut self, wait: bool) -> Result<Option<(usize, SharedBytes)>> {
-        let &group = self.upcoming.front().expect("the schedule asks for no more groups than it listed");
+    /// The next group to be staged, in host memory; `None` if it is not there yet and `wait` is false.
+    fn staged(&self, group: usize, wait: bool) -> Result<Option<SharedBytes>> {
         let bytes = match &self.source {
             Source::Resident(home, kinds) => {
                 if !wait && !self.gate.is_none_or(|gate| gate.is_open(group)) {
@@ -390,8 +360,7 @@ impl<'a> Fetcher<'a> {
                 staged.1
             }
         };
-        self.upcoming.pop_front();
-        Ok(Some((group, bytes)))
+        Ok(Some(bytes))
     }
 
     /// Waits until a group of resident state is updated, if an update is under way.
@@ -399,16 +368,33 @@ impl<'a> Fetcher<'a> {
         if self.gate.is_none_or(|gate| gate.wait(group)) { Ok(()) } else { Err(never_updated()) }
     }
 
-    /// Fills the upload window; waits for the first upload only, since host slots may be held by groups in use.
-    fn start_uploads(&mut self) -> Result {
-        while self.uploads.len() < UPLOAD_WINDOW && !self.upcoming.is_empty() && !self.regions.is_empty() {
-            let Some((group, bytes)) = self.staged(self.uploads.is_empty())? else { return Ok(()) };
-            let (region, free) = self.regions.pop_front().expect("checked above");
-            if let Some(event) = free {
-                self.lane.up.wait(&*event)?;
+    /// Fills the upload window; waits at most for the first upload, since host slots may be held by groups in use.
+    fn start_uploads(&mut self, mut wait: bool) -> Result {
+        while self.uploads.len() < UPLOAD_WINDOW
+            && let Some(&group) = self.staging.front()
+        {
+            let stays = matches!(self.places.get(group), Some(Some(_)));
+            if !stays && self.regions.is_empty() {
+                return Ok(());
             }
+            let Some(bytes) = self.staged(group, wait)? else { return Ok(()) };
+            wait = false;
+            let region = match &mut self.places[group] {
+                Some(place) => match std::mem::replace(place, Place::Coming) {
+                    Place::Stale(region) => region,
+                    found => unreachable!("a place is filled once: {found:?}"),
+                },
+                None => {
+                    let (region, free) = self.regions.pop_front().expect("checked above");
+                    if let Some(event) = free {
+                        self.lane.up.wait(&*event)?;
+                    }
+                    region
+                }
+            };
             let upload = Upload::start(&*self.lane.up, bytes, region)?;
             self.lane.started(Link::Up, Cargo::Weights(group), upload.event());
+            self.staging.pop_front();
             self.set(group, &[Residency::Staged, Residency::Uploading]);
             self.uploads.push_back((group, upload));
         }

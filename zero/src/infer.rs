@@ -101,7 +101,17 @@ impl Engine {
         }
         self.flush()?;
         let Self {
-            config, backend, network, kinds, lane, home, weight_slots, device_weights, signals, ..
+            config,
+            backend,
+            network,
+            kinds,
+            plan,
+            lane,
+            home,
+            weight_slots,
+            device_weights,
+            signals,
+            ..
         } = self;
         let (network, lane, home, kinds) = (&*network, &*lane, &*home, &*kinds);
         let inputs = batch.inputs.iter().map(|t| lane.tensor(t)).collect::<Result<Vec<Tensor>>>()?;
@@ -109,7 +119,7 @@ impl Engine {
         let (sequences, length) = (batch.sequences, batch.length);
         let pass = Pass { network, backend, lane, config, mode, sequences, length, loss_scale: 1.0 };
         let items: Vec<usize> = (0..=network.last()).flat_map(|b| network.groups_of(b)).collect();
-        let room = std::mem::take(device_weights);
+        let room = device_weights.take(backend, network, plan.windows.device_room)?;
         let slots = weight_slots.as_ref();
         let (room, logits) = std::thread::scope(|scope| -> Result<_> {
             let order = Order { items, gate: None };

@@ -17,7 +17,8 @@
 //! then left of the budget goes to blocks that keep their intermediates (`kept.rs`), the last ones first, as many as fit: a kept
 //! block saves operations but never costs a window, without which the disk would be waited for. Where the update follows backward,
 //! up to half of what remains after that parks gradients of more groups ([`TRAILING_PART`]), whose update the disk then does during
-//! the next forward instead of holding backward up. Copies of state on disk (`cache.rs`) get the rest.
+//! the next forward instead of holding backward up. Weights that stay on the device (`device_weights.rs`) get what its memory has
+//! left, copies of state on disk (`cache.rs`) the rest of the host's.
 
 use crate::activations::{Activations, SPILL_SLOTS};
 use crate::cache::Caching;
@@ -94,6 +95,8 @@ struct Choice {
     /// See [`WindowOverrides::gradient_groups`](crate::WindowOverrides).
     gradient_groups: usize,
     keeping: Keeping,
+    /// Groups whose weights stay on a device with its own memory.
+    device_groups: usize,
 }
 
 /// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether the update follows
@@ -130,6 +133,7 @@ impl Planner<'_> {
                 let plan = self.keep_what_fits(choice, plan, &keepers)?;
                 let choice = Choice { keeping: plan.windows.keeping, ..choice };
                 let (choice, plan) = self.park_what_fits(choice, plan)?;
+                let (choice, plan) = self.settle_what_fits(choice, plan)?;
                 return self.cache_what_fits(choice, plan);
             }
             let bytes = |p: &EnginePlan| p.memory.total(Tier::Host) + p.memory.total(Tier::Device);
@@ -200,6 +204,28 @@ impl Planner<'_> {
         let choice = Choice { gradient_groups, ..choice };
         let plan = self.evaluate(choice, &plan.windows.caching)?;
         Ok((choice, plan))
+    }
+
+    /// Raises the number of groups whose weights stay on the device. `plan` is that of `choice`.
+    fn settle_what_fits(&self, choice: Choice, plan: EnginePlan) -> Result<(Choice, EnginePlan)> {
+        if self.config.overrides.device_groups.is_some() || self.backend.device.unified() {
+            return Ok((choice, plan));
+        }
+        let taken = plan.windows.device_room.bytes(self.network);
+        let others = plan.memory.total(Tier::Device) - taken;
+        let room = self.config.device_budget.saturating_sub(others);
+        let fits = |&groups: &usize| self.device_room(groups).bytes(self.network) <= room;
+        let fitting = (0..=self.network.groups.len()).rev().find(fits);
+        let choice = Choice { device_groups: fitting.unwrap_or(0), ..choice };
+        let plan = self.evaluate(choice, &plan.windows.caching)?;
+        Ok((choice, plan))
+    }
+
+    /// Memory of the device for weights if so many groups stay.
+    fn device_room(&self, staying: usize) -> DeviceRoom {
+        let network = self.network;
+        let together = (0..network.blocks.len()).map(|b| network.groups_of(b).len()).max().unwrap_or(1);
+        DeviceRoom::of(self.backend, network, self.config.placement, UPLOAD_WINDOW + together, staying)
     }
 
     /// Copies as much of the state on disk as still fits beside `plan`, which is that of `choice`.
@@ -282,6 +308,7 @@ impl Planner<'_> {
                                     signals_stay,
                                     gradient_groups: groups(tight),
                                     keeping,
+                                    device_groups: o.device_groups.unwrap_or(0),
                                 });
                             }
                         }
@@ -375,8 +402,12 @@ impl Planner<'_> {
             let what = format!("activations that {count} of {of} blocks keep for backward");
             memory.add(arena_tier, what, 1, kept);
         }
-        let (pieces, bytes) = windows.device_room.bytes(network);
-        memory.add(Tier::Device, "weights on the device", pieces, bytes);
+        let (slots, bytes) = windows.device_room.slots(network);
+        memory.add(Tier::Device, "weights in turn on the device", slots, bytes);
+        let staying = windows.device_room.staying;
+        let what =
+            format!("weights that stay on the device, of {staying} of {} groups", network.groups.len());
+        memory.add(Tier::Device, what, 1, windows.device_room.places(network));
         memory.add(arena_tier, "kernel scratch", 1, self.backend.kernel_scratch_bytes);
         memory.add(Tier::Host, "loading buffer", chunk, 4);
         // The table of the live and the next generation, and a manifest slot on its way out.
@@ -413,7 +444,6 @@ impl Planner<'_> {
         let cost = self.cost(choice, modes)?;
         let (sequences, length) = (self.sample.sequences, self.sample.length);
         let signal = |b: usize| network.output(b, sequences, length, config.dtype, Mode::Evaluate).bytes();
-        let together = (0..network.blocks.len()).map(|b| network.groups_of(b).len()).max().unwrap_or(1);
         Ok(Windows {
             weight_slots: choice.weight_slots,
             chunk_elements: choice.chunk_elements,
@@ -432,7 +462,7 @@ impl Planner<'_> {
             arena_bytes: cost.arena_bytes.max(256),
             keeping: choice.keeping,
             caching: caching.clone(),
-            device_room: DeviceRoom::of(self.backend, config.placement, UPLOAD_WINDOW + together),
+            device_room: self.device_room(choice.device_groups),
             flops_per_step: cost.flops,
             forward_flops: cost.forward_flops,
         })
@@ -567,6 +597,7 @@ impl EnginePlan {
             kept_blocks: Some(w.keeping.count),
             copied_weights: Some(w.caching.counts().0),
             copied_groups: Some(w.caching.counts().1),
+            device_groups: Some(w.device_room.staying),
             overlap: Some(config.overrides.overlap()),
         }
     }
@@ -588,8 +619,14 @@ impl EnginePlan {
                 )
             }
         };
+        let stay = match w.device_room.staying {
+            0 => String::new(),
+            groups => {
+                format!("; weights of {groups} of {} groups stay on the device", self.spec.groups.len())
+            }
+        };
         format!(
-            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{copies}",
+            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{copies}{stay}",
             slots,
             w.update_slots,
             w.chunk_elements,

@@ -328,7 +328,7 @@ impl Engine {
             loss_terms,
             may_overflow,
         };
-        let room = std::mem::take(device_weights);
+        let room = device_weights.take(backend, network, plan.windows.device_room)?;
         let items = rounds.order(network);
         let slots = weight_slots.as_ref();
         let mut left = Vec::new();
@@ -424,6 +424,7 @@ impl Engine {
             self.unsaved = None;
             self.step = stored.store.committed().step;
         }
+        self.device_weights.outdate();
         self.park.iter().chain(&self.sums).for_each(GradientPark::clear);
         if let Signals::Training(activations) = &mut self.signals {
             activations.clear();

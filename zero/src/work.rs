@@ -188,10 +188,15 @@ impl Count<'_> {
         order.retain(|group| counts(*group));
         let read = |&at: &usize| {
             let before = order[..at].iter().rposition(|group| *group == order[at]);
-            before.is_none_or(|before| !self.fit_together(&order[before..at]))
+            before.is_none_or(|before| !self.stays(order[at]) && !self.fit_together(&order[before..at]))
         };
         let groups: Vec<usize> = (0..order.len()).filter(read).map(|at| order[at]).collect();
         self.weights(&groups)
+    }
+
+    /// Whether a group's weights stay on the device.
+    fn stays(&self, group: usize) -> bool {
+        self.plan.windows.device_room.stays(self.network, group)
     }
 
     /// Whether the groups of a stretch of the schedule can be in memory at once.
@@ -238,11 +243,9 @@ impl Count<'_> {
         let last = self.network.last().checked_sub(1).map_or(0, |block| self.signals(block..block + 1));
         let gradients = self.gradient_bytes();
         let own = self.network.elements() * self.config.dtype.size() as u64;
-        let weights = if self.config.placement == Placement::None {
-            self.network.elements() * self.network.element_bytes as u64
-        } else {
-            self.weights(&self.rounds.order(self.network))
-        };
+        let order = self.rounds.order(self.network);
+        let sent = |&at: &usize| !self.stays(order[at]) || !order[..at].contains(&order[at]);
+        let weights = self.weights(&(0..order.len()).filter(sent).map(|at| order[at]).collect::<Vec<_>>());
         let stay = self.plan.windows.signals_stay;
         // Forward: outputs come down; inputs go up, unless they stayed. Backward: checkpoints go up, the last of which may
         // have stayed; gradients of signals cross both ways unless they stay.

@@ -209,6 +209,7 @@ impl Life {
             gradient_groups: dice.perhaps(&[1, 2, 3, 8]),
             copied_weights: None,
             copied_groups: None,
+            device_groups: dice.perhaps(&[0, 1, 3]),
             overlap: dice.perhaps(&[true, true, false]),
         };
         Self {

@@ -180,10 +180,15 @@ fn placement_changes_no_bit() {
                 chunk_elements: Some(4096),
                 ..WindowOverrides::default()
             };
+            let stay = |groups| WindowOverrides { device_groups: Some(groups), ..small };
             for placement in [Placement::None, Placement::Host, Placement::Disk] {
-                for (discrete, threads, overrides) in
-                    [(false, 1, WindowOverrides::default()), (false, 3, small), (true, 2, small)]
-                {
+                for (discrete, threads, overrides) in [
+                    (false, 1, WindowOverrides::default()),
+                    (false, 3, small),
+                    (true, 2, small),
+                    (true, 1, stay(0)),
+                    (true, 1, stay(2)),
+                ] {
                     let setup = Setup { placement, discrete, threads, overrides, ..base.clone() };
                     assert!(
                         expected == run(&setup),
