@@ -18,6 +18,9 @@ LOHAN = [(1, 70), (2, 112), (3, 136), (6, 152)]
 # DeepSpeed ZeRO-3 with state in host memory, RTX 4090, 8B, 1024 tokens a sequence: tokens/s at batches of 8, 16 and 32, as
 # published with SlideFormer.
 ZERO3 = [(8, 914), (16, 1373), (32, 1791)]
+# ZeRO-Inference with GPUDirect Storage, Llama-3-70B, batch 96: drives, what DeepNVMe reads from them in GB/s, tokens/s. Neither the
+# lengths nor the card are part of the figures; a card is planned that leaves hardly any room for weights to stay.
+INFERENCE = [("4 Gen4 drives", 10, 7), ("4 Gen5 drives", 27, 17), ("8 Gen5 drives", 48, 26)]
 
 
 def main():
@@ -27,6 +30,7 @@ def main():
 
     def plan(**flags):
         words = [word for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), str(value))]
+        words = [word for word in words if word != "True"]
         done = subprocess.run([args.terrace, "plan", "--json", *words], capture_output=True, text=True, timeout=300)
         return json.loads(done.stdout)["plan"] if done.returncode == 0 else None
 
@@ -78,6 +82,13 @@ def main():
         floor, expected = found["tokens"] / found["step_seconds"], found["tokens_per_second"]
         print(f"| DeepSpeed ZeRO-3, CPU offload | 8B, RTX 4090, batch {batch} | {published} tok/s "
               f"| {floor:.0f} tok/s, {found['bound_by']} | {expected:.0f} tok/s | {(expected / published - 1) * 100:+.0f} % |")
+    for what, read, published in INFERENCE:
+        found = plan(params="70b", generate=True, batch_size=96, seq_len=32, max_new_tokens=32, offload="disk", disk_cache="none",
+                     gpu_memory="13GiB", gpu_bandwidth="2TB", link="55GB", tflops=300, dram="300GB", host_memory="64GiB",
+                     disk_read=f"{read}GB", disk_write=f"{read}GB")
+        speed = found["tokens_per_second"]
+        print(f"| ZeRO-Inference, GDS | 70B, batch 96, {what} ({read} GB/s) | {published} tok/s | {speed:.1f} tok/s, {found['bound_by']} "
+              f"| | {(speed / published - 1) * 100:+.0f} % |")
     print("\nLoHan's figures are read as operations with recomputation (8 per parameter and token); it also moves activations to its")
     print("drives, which the plan, with 768 GiB of host memory, does not (and is asked for no copies of state in it). Its figures for one and for six drives lie near the floor; with two,")
     print("disk and compute are equally long, which is where overlap matters most. DeepSpeed's small batches are far from theirs:")

@@ -38,6 +38,8 @@ pub struct Capabilities {
     pub both: Option<f64>,
     /// Bytes per second of host memory.
     pub memory: Option<f64>,
+    /// Bytes per second of the memory of a device that has its own.
+    pub device_memory: Option<f64>,
 }
 
 /// Seconds that each resource needs for a step.
@@ -81,6 +83,7 @@ impl Capabilities {
                 found.upload = Some(card.upload_bytes_per_second);
                 found.download = Some(card.download_bytes_per_second);
                 found.both = Some(card.both_bytes_per_second);
+                found.device_memory = Some(card.device_memory_bytes_per_second);
                 &card.gemm
             }
             (None, true) => return found,
@@ -122,6 +125,7 @@ impl Floor {
         let both = can.both.map(|both| both.max(can.upload.unwrap_or(0.0)).max(can.download.unwrap_or(0.0)));
         add("link", work.upload_bytes + work.download_bytes, both);
         add("memory", work.memory_bytes, can.memory);
+        add("device memory", work.device_memory_bytes, can.device_memory);
         let (read, write) = (work.disk_read_bytes as f64, work.disk_write_bytes as f64);
         let disk = can.disk_seconds(read, write);
         if disk > 0.0 {

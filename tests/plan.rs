@@ -87,13 +87,17 @@ fn models_that_could_not_run_here() {
         assert!(layers.contains(&model["layers"].as_u64().unwrap()), "{model}");
         let plan = &document["plan"];
         let parameters = model["parameters"].as_u64().unwrap() as f64;
-        // Two generations of 5.1 bytes; weights read twice, but those of the head, and state once.
+        // Two generations of 5.1 bytes; state read once, and weights twice, but those of the head and those that stay on the card.
+        let stay = document["memory"].as_array().unwrap().iter();
+        let stay = stay
+            .filter(|term| term["purpose"].as_str().unwrap().starts_with("weights that stay on the device"));
+        let stay = stay.map(|term| term["bytes"].as_f64().unwrap()).sum::<f64>() / parameters;
         let disk = plan["disk_bytes"].as_f64().unwrap() / parameters;
         let (read, write) =
             (plan["disk_read_bytes"].as_f64().unwrap(), plan["disk_write_bytes"].as_f64().unwrap());
         assert!((10.0..10.5).contains(&disk), "{disk}");
         assert!(
-            (8.7..9.2).contains(&(read / parameters)) && (5.0..5.2).contains(&(write / parameters)),
+            (8.7..9.2).contains(&(read / parameters + stay)) && (5.0..5.2).contains(&(write / parameters)),
             "{plan}"
         );
         assert!(cached < read, "{cached} with copies");
@@ -103,6 +107,62 @@ fn models_that_could_not_run_here() {
             document["choices"].as_array().unwrap().iter().filter(|row| row["fastest"] == true).count();
         assert_eq!(fastest, 1);
     }
+}
+
+#[test]
+fn generation_is_planned() {
+    let flags = ["--generate", "--batch-size", "16", "--seq-len", "512", "--max-new-tokens", "64"];
+    let machine =
+        ["--disk-cache", "none", "--gpu-bandwidth", "2TB", "--offload", "disk", "--device-memory", "40GiB"];
+    let run = |weights: &str| {
+        let run = cmd(&["plan", "--params", "70b", "--json", "--weights", weights]).args(&flags);
+        run.args(&MACHINE).args(&machine).ok().json()
+    };
+    let [bf16, int8] = ["bf16", "int8"].map(run);
+    let of = |document: &Value, name: &str| document["plan"][name].as_f64().unwrap();
+    for (document, bytes) in [(&bf16, 2.0), (&int8, 1.08)] {
+        let parameters = document["model"]["parameters"].as_f64().unwrap();
+        let [read, weights] =
+            ["disk_read_bytes", "device_memory_bytes"].map(|name| of(document, name) / parameters);
+        assert!((weights / bytes - 1.0).abs() < 0.03, "{weights} bytes a parameter");
+        let stay = document["memory"].as_array().unwrap().iter();
+        let stay = stay
+            .filter(|term| term["purpose"].as_str().unwrap().starts_with("weights that stay on the device"));
+        let stay = stay.map(|term| term["bytes"].as_f64().unwrap()).sum::<f64>() / parameters;
+        assert!(stay > 0.2 && (read + stay - weights).abs() < 0.01, "{read} and {stay} of {weights}");
+        assert_eq!(of(document, "upload_bytes"), of(document, "disk_read_bytes"));
+        let seconds = of(document, "disk_read_bytes") / 7e9;
+        assert!((of(document, "token_seconds") / seconds - 1.0).abs() < 1e-6, "{document}");
+        assert!((of(document, "tokens_per_second") * seconds / 16.0 - 1.0).abs() < 1e-6, "{document}");
+        assert_eq!(document["plan"]["bound_by"], "disk");
+    }
+    assert!(of(&int8, "token_seconds") < 0.5 * of(&bf16, "token_seconds"), "all that fits stays");
+    let text = cmd(&["plan", "--params", "70b"]).args(&flags).args(&MACHINE).args(&machine).ok().stdout;
+    for part in ["16 prompts of 512 tokens, 64 new tokens each", "bound by disk", "int4", "← fastest"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    for (more, part) in [
+        (["--state", "split"], "cannot be used with"),
+        (["--max-new-tokens", "9999999"], "positions together, and the model has"),
+    ] {
+        cmd(&["plan", "--params", "8b", "--generate"]).args(&more).fails(2, &[part]);
+    }
+}
+
+/// Generation within too little memory is refused by its plan as it would be by itself.
+#[test]
+fn the_plan_of_generation_is_that_of_the_run() {
+    let bench = Bench::tiny();
+    let flags = ["--host-memory", "1MiB", "--max-new-tokens", "5", "--offload", "disk", "--device", "cpu"];
+    let plan = cmd(&["plan", "--generate", "--threads", "2", "--seq-len", "3"]);
+    let plan = plan.path("--model", &bench.path("model")).args(&flags);
+    let run = bench.generate("model").args(&["--prompt-ids", "1,2,3"]).args(&flags);
+    let [planned, ended] = [plan, run.path("--disk", &bench.path("disk"))]
+        .map(|command| alone(command, &bench).fails(2, &["--host-memory of 1.00 MiB is too small"]).stderr);
+    let refusal = |text: &str| text.lines().filter(|line| line.contains(" × ")).map(str::to_owned).collect();
+    let [planned, ended]: [Vec<String>; 2] = [&planned, &ended].map(|text| refusal(text));
+    assert!(planned.len() > 4, "{planned:?}");
+    assert_eq!(planned, ended);
 }
 
 /// An update that waits for the norm leaves the disk idle in backward, one that does not goes on through both.

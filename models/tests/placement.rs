@@ -29,6 +29,22 @@ fn keeping(blocks: usize) -> WindowOverrides {
     WindowOverrides { kept_blocks: Some(blocks), ..WindowOverrides::default() }
 }
 
+/// Some groups stay on the device, or none; where it is not said, all do.
+fn staying(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
+    let mut all = Vec::new();
+    for device_groups in [Some(0), Some(2), None] {
+        let overrides = WindowOverrides { device_groups, ..WindowOverrides::default() };
+        let here = Setup { overrides, discrete: true, ..base.clone() };
+        let words = format!("discrete, {device_groups:?} groups stay");
+        let disks = vec![dir.join(format!("stay-{device_groups:?}"))];
+        let overrides = WindowOverrides { weight_slots: Some(1), ..overrides };
+        let there = Setup { placement: Placement::Disk, disks, overrides, ..here.clone() };
+        all.push((format!("host, {words}"), Setup { placement: Placement::Host, ..here }));
+        all.push((format!("disk, {words}"), there));
+    }
+    all
+}
+
 /// Every variant of a setup, named.
 fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     let disk = |name: &str, paths: usize| {
@@ -87,16 +103,7 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
             },
         ),
     ];
-    // Some groups stay on the device, or none; where it is not said, all do.
-    for device_groups in [Some(0), Some(2), None] {
-        let overrides = WindowOverrides { device_groups, ..WindowOverrides::default() };
-        let tight = WindowOverrides { weight_slots: Some(1), ..overrides };
-        let words = format!("discrete, {device_groups:?} groups stay");
-        let here = Setup { overrides, discrete: true, ..base.clone() };
-        let name = format!("stay-{device_groups:?}");
-        all.push((format!("host, {words}"), Setup { placement: Placement::Host, ..here }));
-        all.push((format!("disk, {words}"), Setup { overrides: tight, discrete: true, ..disk(&name, 1) }));
-    }
+    all.extend(staying(base, dir));
     // Weights of some groups; those of all groups and all state of some; all state of all.
     for cache_bytes in [100_000, 500_000, u64::MAX] {
         let copies = |name: &str| Setup {

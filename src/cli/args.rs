@@ -465,6 +465,15 @@ pub struct PlanArgs {
     /// Where to compute: auto, cpu or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceName,
+    /// Plan `terrace generate` instead: --batch-size prompts of --seq-len tokens at a time
+    #[arg(long, conflicts_with_all = ["grad_accum", "accumulation", "state", "clip", "durability", "save"])]
+    pub generate: bool,
+    /// Most new tokens per prompt
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "128", requires = "generate")]
+    pub max_new_tokens: NonZeroUsize,
+    /// Number type of linear layers as they are kept and travel; bf16 means that of --dtype
+    #[arg(long, value_name = "TYPE", default_value = "bf16", requires = "generate")]
+    pub weights: WeightFormat,
     /// What the machine can do, written by `terrace calibrate` [default: that of this machine, unless another is described]
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
@@ -480,6 +489,14 @@ pub struct PlanArgs {
         help_heading = "A machine that is not here"
     )]
     pub gpu_memory: Option<ByteSize>,
+    /// Bytes per second of its memory, such as 1TB
+    #[arg(
+        long,
+        value_name = "SIZE",
+        allow_negative_numbers = true,
+        help_heading = "A machine that is not here"
+    )]
+    pub gpu_bandwidth: Option<ByteSize>,
     /// Bytes per second of its link in each direction, such as 25GB
     #[arg(
         long,

@@ -14,6 +14,7 @@ pub mod inputs;
 pub mod inspect;
 pub mod pinned;
 pub mod plan;
+mod plan_generate;
 pub mod report;
 mod retention;
 pub mod session;

@@ -33,6 +33,10 @@ const BATCHES: [(usize, usize); 4] = [(1, 1), (1, 4), (4, 1), (4, 4)];
 /// The part of the highest speed from which on a choice counts as no slower.
 const AS_GOOD: f64 = 0.995;
 
+/// Why there is no time.
+pub(super) const NOTHING_KNOWN: &str = "nothing is known of the machine; run `terrace calibrate`, name a --profile, or give --tflops, \
+                                        --link, --dram, --disk-read and --disk-write";
+
 /// One combination of what can be chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Choice {
@@ -43,15 +47,15 @@ struct Choice {
 }
 
 /// Everything that choices have in common.
-struct Planning<'a> {
-    args: &'a PlanArgs,
-    model: ModelConfig,
-    backend: Backend,
+pub(super) struct Planning<'a> {
+    pub(super) args: &'a PlanArgs,
+    pub(super) model: ModelConfig,
+    pub(super) backend: Backend,
     threads: usize,
-    on_card: bool,
+    pub(super) on_card: bool,
     host_budget: u64,
     device_budget: u64,
-    length: usize,
+    pub(super) length: usize,
     disks: Vec<PathBuf>,
     profile: Option<crate::calibrate::Profile>,
     runs: PlanningRuns,
@@ -71,6 +75,9 @@ struct Planned {
 /// The model is refused, the plan does not fit, or a profile cannot be read.
 pub fn plan(args: &PlanArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
     let planning = Planning::new(args, session::compute_threads(threads))?;
+    if args.generate {
+        return super::plan_generate::plan(&planning);
+    }
     let state = args.state.unwrap_or(match args.dtype {
         Dtype::Bf16 => StateFlag::Split,
         _ => StateFlag::Fp32,
@@ -158,34 +165,73 @@ impl<'a> Planning<'a> {
             micro_batches: choice.accum,
             cache_length: 0,
         };
-        let dtype = session::dtype(self.args.dtype);
         let clip = Some(self.args.clip.unwrap_or(1.0)).filter(|&norm| norm > 0.0);
         let config = EngineConfig {
             training: Some(TrainingConfig { state: choice.state, clip, ..TrainingConfig::default() }),
-            placement: session::placement(choice.offload),
-            disks: self.disks.clone(),
             accumulation: session::accumulation(self.args.accumulation),
-            host_budget: self.host_budget,
-            cache_bytes: self.args.disk_cache.0,
             durability: self.args.durability.into(),
-            device_budget: self.device_budget,
-            threads: self.threads,
-            ..EngineConfig::new(dtype, limits)
+            ..self.config(choice.offload, limits)
         };
         let sample = TokenBatch::new(&self.model).blank(choice.batch, self.length);
         let outlook = Engine::outlook(config, &self.backend, build(&self.model), &sample, &self.runs)?;
-        if let Some(space) = self.args.disk_space
-            && choice.offload == Offload::Disk
-        {
-            enough_disk(&outlook.memory, space.0)?;
-        }
-        let can = self.capabilities(choice);
+        self.enough_disk(choice.offload, &outlook.memory)?;
+        let can = self.capabilities(Some(choice.state));
         let floor = Floor::new(&outlook.work, &can);
         Ok(Planned { choice, outlook, floor, operations_rate: can.operations })
     }
 
+    /// What all engines of the plan have in common, with frozen weights.
+    pub(super) fn config(&self, offload: Offload, limits: BatchLimits) -> EngineConfig {
+        EngineConfig {
+            placement: session::placement(offload),
+            disks: self.disks.clone(),
+            host_budget: self.host_budget,
+            cache_bytes: self.args.disk_cache.0,
+            device_budget: self.device_budget,
+            threads: self.threads,
+            ..EngineConfig::new(session::dtype(self.args.dtype), limits)
+        }
+    }
+
+    /// Refuses what needs more than `--disk-space`.
+    pub(super) fn enough_disk(&self, offload: Offload, memory: &MemoryPlan) -> Result<(), EngineError> {
+        match self.args.disk_space {
+            Some(space) if offload == Offload::Disk => enough_disk(memory, space.0),
+            _ => Ok(()),
+        }
+    }
+
+    /// Where the state or the weights could be.
+    pub(super) fn places(&self, chosen: Offload) -> &[Offload] {
+        match (self.args.offload.is_some(), self.on_card) {
+            (true, _) => match chosen {
+                Offload::None => &[Offload::None],
+                Offload::Host => &[Offload::Host],
+                Offload::Disk => &[Offload::Disk],
+            },
+            (false, true) => &[Offload::None, Offload::Host, Offload::Disk],
+            // Without a card memory of the device is that of the host.
+            (false, false) => &[Offload::Host, Offload::Disk],
+        }
+    }
+
+    /// The shape of the model, in words.
+    pub(super) fn shape(&self, parameters: u64) -> String {
+        let m = &self.model;
+        format!(
+            "{} parameters: {} layers of {} (feed-forward {}), {} heads, {} key/value heads, vocabulary {}",
+            count(parameters as f64),
+            m.layers,
+            m.hidden,
+            m.feed_forward,
+            m.heads,
+            m.kv_heads,
+            m.vocab
+        )
+    }
+
     /// The profile's figures, and over them what was given by hand.
-    fn capabilities(&self, choice: Choice) -> Capabilities {
+    pub(super) fn capabilities(&self, state: Option<StateFormat>) -> Capabilities {
         let (args, dtype) = (self.args, session::dtype(self.args.dtype));
         let disk = self.profile.as_ref().and_then(|profile| profile.disk.as_ref());
         let whole: Vec<PathBuf> = args.disk.iter().map(|dir| session::whole(dir, disk)).collect();
@@ -194,7 +240,7 @@ impl<'a> Planning<'a> {
                 // Without a directory in mind, all that were measured are meant.
                 let measured = profile.disk.iter().flat_map(|disk| disk.paths.iter().map(|p| p.path.clone()));
                 let dirs = if whole.is_empty() { measured.collect() } else { whole };
-                Capabilities::of(profile, dtype, Some(choice.state), self.on_card, &dirs, None)
+                Capabilities::of(profile, dtype, state, self.on_card, &dirs, None)
             }
             None => Capabilities::default(),
         };
@@ -206,6 +252,7 @@ impl<'a> Planning<'a> {
             (can.upload, can.download, can.both) = (Some(link), Some(link), None);
         }
         can.memory = rate(args.dram).or(can.memory);
+        can.device_memory = rate(args.gpu_bandwidth).or(can.device_memory);
         if let (Some(read), Some(write)) = (rate(args.disk_read), rate(args.disk_write)) {
             let rates = crate::calibrate::Rates {
                 read_bytes_per_second: read,
@@ -224,15 +271,9 @@ impl<'a> Planning<'a> {
             Dtype::Bf16 => &[StateFormat::Fp32, StateFormat::Split, StateFormat::Bf16, StateFormat::Compact],
             _ => &[StateFormat::Fp32],
         };
-        let places: &[Offload] = match (self.args.offload.is_some(), self.on_card) {
-            (true, _) => &[chosen.offload][..],
-            (false, true) => &[Offload::None, Offload::Host, Offload::Disk],
-            // Without a card memory of the device is that of the host.
-            (false, false) => &[Offload::Host, Offload::Disk],
-        };
         let mut found = Vec::new();
         for &state in states {
-            for &offload in places {
+            for &offload in self.places(chosen.offload) {
                 for (batch, accum) in BATCHES {
                     let choice =
                         Choice { state, offload, batch: batch * chosen.batch, accum: accum * chosen.accum };
@@ -244,18 +285,9 @@ impl<'a> Planning<'a> {
     }
 
     fn text(&self, planned: &Planned, choices: &[(Choice, Result<Planned, EngineError>)]) -> String {
-        let (mut text, outlook, m) = (String::new(), &planned.outlook, &self.model);
+        let (mut text, outlook) = (String::new(), &planned.outlook);
         let mut line = |words: String| text += &format!("{words}\n");
-        line(format!(
-            "{} parameters: {} layers of {} (feed-forward {}), {} heads, {} key/value heads, vocabulary {}",
-            count(outlook.parameters as f64),
-            m.layers,
-            m.hidden,
-            m.feed_forward,
-            m.heads,
-            m.kv_heads,
-            m.vocab
-        ));
+        line(self.shape(outlook.parameters));
         line(format!(
             "{}; {} tokens a step ({} × {} × {}{})",
             planned.choice.words(),
@@ -287,9 +319,7 @@ impl<'a> Planning<'a> {
             line(format!("  {name:<10} {:>10}", time(*seconds)));
         }
         line(match planned.floor.bound() {
-            None => "no step time: nothing is known of the machine; run `terrace calibrate`, name a --profile, or give --tflops, \
-                     --link, --dram, --disk-read and --disk-write"
-                .into(),
+            None => format!("no step time: {NOTHING_KNOWN}"),
             Some((bound, seconds)) => format!(
                 "a step takes at least {} ({} tok/s), bound by {bound}",
                 time(seconds),
@@ -413,11 +443,7 @@ impl Choice {
     }
 
     fn place(self) -> &'static str {
-        match self.offload {
-            Offload::None => "none",
-            Offload::Host => "host",
-            Offload::Disk => "disk",
-        }
+        place(self.offload)
     }
 
     fn json(self) -> Value {
@@ -430,11 +456,24 @@ impl Choice {
     }
 }
 
+/// A tier's name.
+pub(super) fn place(offload: Offload) -> &'static str {
+    match offload {
+        Offload::None => "none",
+        Offload::Host => "host",
+        Offload::Disk => "disk",
+    }
+}
+
 /// The feasible choice with the most tokens a second; of choices that are as good, the first.
 fn fastest(choices: &[(Choice, Result<Planned, EngineError>)]) -> Option<usize> {
     let speed = |planned: &Planned| Some(planned.outlook.work.tokens as f64 / planned.seconds()?);
-    let speeds: Vec<f64> =
-        choices.iter().map(|(_, planned)| planned.as_ref().ok().and_then(speed).unwrap_or(0.0)).collect();
+    first_best(choices.iter().map(|(_, planned)| planned.as_ref().ok().and_then(speed)))
+}
+
+/// The first of those that are as good as the best.
+pub(super) fn first_best(speeds: impl Iterator<Item = Option<f64>>) -> Option<usize> {
+    let speeds: Vec<f64> = speeds.map(|speed| speed.unwrap_or(0.0)).collect();
     let most = speeds.iter().copied().fold(0.0, f64::max);
     speeds.iter().position(|&speed| speed > 0.0 && speed >= most * AS_GOOD)
 }
@@ -465,8 +504,13 @@ fn with_alternatives(error: EngineError, choices: &[(Choice, Result<Planned, Eng
             planned.as_ref().ok().map(|planned| row(*choice, Some(planned), false))
         })
         .collect();
+    and_what_fits(error, "state format, place or batch", &fitting)
+}
+
+/// A refusal, with the rows of the table that fit.
+pub(super) fn and_what_fits(error: EngineError, what: &str, fitting: &[String]) -> CliError {
     let more = if fitting.is_empty() {
-        "\nno other state format, place or batch of the table fits either".to_owned()
+        format!("\nno other {what} of the table fits either")
     } else {
         format!("\nthese fit:\n{}", fitting.join("\n"))
     };
@@ -519,6 +563,6 @@ fn format(state: StateFlag) -> StateFormat {
 }
 
 /// `1.23e15`.
-fn exponent(value: u64) -> String {
+pub(super) fn exponent(value: u64) -> String {
     format!("{:.2e}", value as f64)
 }

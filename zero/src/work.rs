@@ -1,4 +1,5 @@
-//! What a training step has to do, in operations and bytes, from its plan alone: what a floor of its time is made of.
+//! What a training step, or a pass of frozen weights, has to do in operations and bytes, from its plan alone: what a floor of its
+//! time is made of.
 //!
 //! Bytes of disk and link are those that the engine moves. Where a group's second fetch may share the memory of the first,
 //! depending on timing, it is not counted, so that the sums are never more than what is moved.
@@ -12,7 +13,7 @@ use crate::state::StateKinds;
 use crate::{Engine, EngineConfig, MicroBatch, Mode, Placement};
 use terrace_optimizer::StateFormat;
 
-/// The work of one step of the largest batch.
+/// The work of one step of the largest batch; of frozen weights, of one pass of the planned batch, as it is when others came before.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepWork {
     /// Floating-point operations on the device, backward and recomputation included.
@@ -33,6 +34,8 @@ pub struct StepWork {
     pub download_bytes: u64,
     /// Read from and written to host memory.
     pub memory_bytes: u64,
+    /// Frozen weights that kernels read from the memory of a device that has its own.
+    pub device_memory_bytes: u64,
     /// Whether the device's memory and cores are the host's.
     pub unified: bool,
     /// What of it is done when.
@@ -89,13 +92,13 @@ pub(crate) fn step_work(
     unified: bool,
 ) -> StepWork {
     let limits = config.limits;
+    let rounds = Rounds::new(config.accumulation, config.limits, network);
+    let count = Count { config, network, plan, rounds };
     let tokens = (limits.sequences * limits.length * limits.micro_batches) as u64;
     let operations = plan.windows.flops_per_step;
     let Some(training) = &config.training else {
-        return StepWork { operations, tokens, unified, ..StepWork::default() };
+        return StepWork { operations, tokens, unified, ..count.pass(kinds, unified) };
     };
-    let rounds = Rounds::new(config.accumulation, config.limits, network);
-    let count = Count { config, network, plan, rounds };
     let elements = network.elements();
     let mut work = StepWork {
         operations,
@@ -118,7 +121,9 @@ pub(crate) fn step_work(
         let caching = &plan.windows.caching;
         let copied = |kind| caching.elements(network, kind, kinds).sum::<u64>();
         let state: u64 = all_kinds.clone().map(|kind| read(kind, elements - copied(kind))).sum();
-        work.disk_read_bytes = count.weight_bytes(|group| !caching.has(group, kinds.weight, kinds)) + state;
+        let order = count.rounds.order(network);
+        work.disk_read_bytes =
+            count.weight_bytes(order, |group| !caching.has(group, kinds.weight, kinds)) + state;
         let saved = |kind| if config.commits_at_saves() { copied(kind) } else { 0 };
         let written = |unwritten: &dyn Fn(usize) -> u64| -> u64 {
             all_kinds.clone().map(|kind| kinds.blobs[kind].bytes(elements - unwritten(kind))).sum()
@@ -154,7 +159,8 @@ pub(crate) fn step_work(
         // Weights are read in both directions; accumulators are zeroed, added to by every micro-batch and read once more.
         let passes = 2 + 2 * limits.micro_batches as u64;
         // Sums are copied out of accumulators and back.
-        work.memory_bytes += count.weight_bytes(|_| true) + elements * 4 * passes + gradients + 4 * sums;
+        let weights = count.weight_bytes(count.rounds.order(network), |_| true);
+        work.memory_bytes += weights + elements * 4 * passes + gradients + 4 * sums;
     }
     work
 }
@@ -167,6 +173,28 @@ struct Count<'a> {
 }
 
 impl Count<'_> {
+    /// What frozen weights move in one pass. Those that stay somewhere are there already.
+    fn pass(&self, kinds: &StateKinds, unified: bool) -> StepWork {
+        let blocks = 0..=self.network.last();
+        let order: Vec<usize> = blocks.flat_map(|block| self.network.groups_of(block)).collect();
+        let caching = &self.plan.windows.caching;
+        let comes = |group: usize| unified || !self.stays(group);
+        let read = |group| comes(group) && !caching.has(group, kinds.weight, kinds);
+        let mut work = StepWork::default();
+        if self.config.placement == Placement::Disk {
+            work.disk_read_bytes = self.weight_bytes(order.clone(), read);
+        }
+        if unified {
+            work.memory_bytes = work.disk_read_bytes + self.weights(&order);
+        } else {
+            let sent: Vec<usize> = order.iter().copied().filter(|&group| comes(group)).collect();
+            work.upload_bytes = self.weights(&sent);
+            work.memory_bytes = work.disk_read_bytes + work.upload_bytes;
+            work.device_memory_bytes = self.weights(&order);
+        }
+        work
+    }
+
     fn update_time(&self, unified: bool) -> UpdateTime {
         let on_disk = self.config.placement == Placement::Disk;
         if !self.config.overrides.overlap() || (unified && !on_disk) {
@@ -181,10 +209,9 @@ impl Count<'_> {
         UpdateTime::Beside(if windows.gradients_on_disk { 1.0 } else { trailing.min(1.0) })
     }
 
-    /// Weights of the groups that count that are read forward and backward. A second use shares the memory of the first while
+    /// Weights of the groups of `order` that count as they are read in that order. A second use shares the memory of the first while
     /// that is alive, if everything between fits into the slots beside it; whether it is depends on timing, so that it is not counted.
-    fn weight_bytes(&self, counts: impl Fn(usize) -> bool) -> u64 {
-        let mut order = self.rounds.order(self.network);
+    fn weight_bytes(&self, mut order: Vec<usize>, counts: impl Fn(usize) -> bool) -> u64 {
         order.retain(|group| counts(*group));
         let read = |&at: &usize| {
             let before = order[..at].iter().rposition(|group| *group == order[at]);

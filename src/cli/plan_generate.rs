@@ -1,0 +1,253 @@
+//! `terrace plan --generate`: what generation would need, and how fast it could be.
+//!
+//! Two plans of one configuration: of the prompts, which fixes the memory, and of a single new token for each, which is what repeats.
+
+use super::args::{Offload, WeightFormat};
+use super::floor::time;
+use super::pinned::{ModelShape, Term, Totals};
+use super::plan::{NOTHING_KNOWN, Planning, exponent, first_best, place};
+use super::session;
+use super::{print_json, print_text};
+use crate::error::CliError;
+use crate::floor::Floor;
+use crate::progress::count;
+use serde_json::{Value, json};
+use terrace_models::{Model, TokenBatch};
+use terrace_tiers::{ByteSize, Tier};
+use terrace_zero::{BatchLimits, Engine, EngineError, Outlook, PlanningRuns};
+
+/// What the number of prompts is multiplied with in the table of choices.
+const BATCHES: [usize; 3] = [1, 4, 16];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Choice {
+    weights: WeightFormat,
+    offload: Offload,
+    batch: usize,
+}
+
+/// A choice that fits.
+struct Planned {
+    choice: Choice,
+    /// Of the prompts.
+    outlook: Outlook,
+    /// Of the prompts, and of a new token for each.
+    floors: [Floor; 2],
+    token: Outlook,
+}
+
+type Choices = Vec<(Choice, Result<Planned, EngineError>)>;
+
+/// Runs the command.
+///
+/// # Errors
+/// The model is refused or the plan does not fit.
+pub(super) fn plan(planning: &Planning<'_>) -> Result<(), CliError> {
+    let args = planning.args;
+    let (positions, most) = (cache_length(planning), planning.model.positions_max);
+    if positions > most {
+        return Err(CliError::Usage(format!(
+            "--seq-len and --max-new-tokens are {positions} positions together, and the model has {most}"
+        )));
+    }
+    let chosen = Choice {
+        weights: args.weights,
+        offload: args.offload.unwrap_or(Offload::Disk),
+        batch: args.batch_size.get(),
+    };
+    let choices = choices(planning, chosen);
+    let planned = of(planning, chosen).map_err(|error| with_alternatives(error, &choices))?;
+    if args.json {
+        return print_json(&document(planning, &planned, &choices));
+    }
+    print_text(text(planning, &planned, &choices).trim_end())
+}
+
+fn cache_length(planning: &Planning<'_>) -> usize {
+    planning.length + planning.args.max_new_tokens.get()
+}
+
+fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
+    let format = session::quant_format(choice.weights);
+    let builder = TokenBatch::new(&planning.model);
+    let outlook = |length, windows| {
+        let limits = BatchLimits {
+            sequences: choice.batch,
+            length,
+            micro_batches: 1,
+            cache_length: cache_length(planning),
+        };
+        let mut config = planning.config(choice.offload, limits);
+        config.overrides = windows;
+        let blocks = Model::stored_as(planning.model.clone(), format).blocks;
+        Engine::outlook(
+            config,
+            &planning.backend,
+            blocks,
+            &builder.blank(choice.batch, length),
+            &PlanningRuns::default(),
+        )
+    };
+    let prompts = outlook(planning.length, Default::default())?;
+    planning.enough_disk(choice.offload, &prompts.memory)?;
+    let token = outlook(1, prompts.windows)?;
+    let can = planning.capabilities(None);
+    let floors = [&prompts, &token].map(|outlook| Floor::new(&outlook.work, &can));
+    Ok(Planned { choice, outlook: prompts, floors, token })
+}
+
+fn choices(planning: &Planning<'_>, chosen: Choice) -> Choices {
+    let mut found = Vec::new();
+    for weights in [WeightFormat::Bf16, WeightFormat::Int8, WeightFormat::Int4] {
+        for &offload in planning.places(chosen.offload) {
+            for batch in BATCHES {
+                let choice = Choice { weights, offload, batch: batch * chosen.batch };
+                found.push((choice, of(planning, choice)));
+            }
+        }
+    }
+    found
+}
+
+fn fastest(choices: &Choices) -> Option<usize> {
+    first_best(choices.iter().map(|(_, planned)| planned.as_ref().ok().and_then(Planned::speed)))
+}
+
+fn text(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> String {
+    let (mut text, outlook, work) = (String::new(), &planned.outlook, &planned.token.work);
+    let mut line = |words: String| text += &format!("{words}\n");
+    line(planning.shape(outlook.parameters));
+    let Choice { weights, offload, batch } = planned.choice;
+    line(format!(
+        "weights {} on {}; {batch} prompts of {} tokens, {} new tokens each",
+        name(weights),
+        place(offload),
+        planning.length,
+        planning.args.max_new_tokens
+    ));
+    line(session::describe_plan(&outlook.memory));
+    line(outlook.summary.clone());
+    line(format!(
+        "a token for each: {} operations; disk {} read; link {} up; host memory {}; device memory {}",
+        exponent(work.operations),
+        ByteSize(work.disk_read_bytes),
+        ByteSize(work.upload_bytes),
+        ByteSize(work.memory_bytes),
+        ByteSize(work.device_memory_bytes)
+    ));
+    let [prompts, token] = &planned.floors;
+    for (name, seconds) in &token.seconds {
+        line(format!("  {name:<13} {:>10}", time(*seconds)));
+    }
+    line(match (token.bound(), planned.speed()) {
+        (Some((bound, seconds)), Some(speed)) => format!(
+            "a token for each takes at least {} ({} tok/s in all), bound by {bound}",
+            time(seconds),
+            count(speed)
+        ),
+        _ => format!("no time: {NOTHING_KNOWN}"),
+    });
+    if let Some((bound, seconds)) = prompts.bound() {
+        line(format!("the prompts take at least {}, bound by {bound}", time(seconds)));
+    }
+    line("\nweights  offload  batch        host      device        disk    a token      tok/s".into());
+    let best = fastest(choices);
+    for (index, (choice, planned)) in choices.iter().enumerate() {
+        line(row(*choice, planned.as_ref().ok(), best == Some(index)));
+    }
+    text
+}
+
+fn document(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> Value {
+    let best = fastest(choices);
+    let rows = choices.iter().enumerate().map(|(index, (choice, planned))| match planned {
+        Ok(planned) => {
+            let mut row = planned.figures();
+            row["fastest"] = json!(best == Some(index));
+            row
+        }
+        Err(error) => {
+            let mut row = choice.json();
+            row["refused"] = json!(error.to_string());
+            row
+        }
+    });
+    json!({
+        "model": ModelShape::of(&planning.model),
+        "prompt_tokens": planning.length,
+        "max_new_tokens": planning.args.max_new_tokens,
+        "plan": planned.figures(),
+        "memory": Term::all(&planned.outlook.memory),
+        "choices": rows.collect::<Vec<_>>(),
+    })
+}
+
+impl Planned {
+    /// New tokens a second, of all prompts together.
+    fn speed(&self) -> Option<f64> {
+        self.floors[1].bound().map(|(_, seconds)| self.choice.batch as f64 / seconds)
+    }
+
+    fn figures(&self) -> Value {
+        let (work, [prompts, token]) = (&self.token.work, &self.floors);
+        let Totals { host, device, disk } = Totals::new(&self.outlook.memory);
+        let mut row = self.choice.json();
+        let more = json!({
+            "host_bytes": host,
+            "device_bytes": device,
+            "disk_bytes": disk,
+            "operations": work.operations,
+            "disk_read_bytes": work.disk_read_bytes,
+            "upload_bytes": work.upload_bytes,
+            "memory_bytes": work.memory_bytes,
+            "device_memory_bytes": work.device_memory_bytes,
+            "seconds": token.seconds.iter().copied().collect::<std::collections::BTreeMap<_, _>>(),
+            "token_seconds": token.bound().map(|(_, seconds)| seconds),
+            "bound_by": token.bound().map(|(bound, _)| bound),
+            "tokens_per_second": self.speed(),
+            "prompt_seconds": prompts.bound().map(|(_, seconds)| seconds),
+        });
+        if let (Some(row), Value::Object(more)) = (row.as_object_mut(), more) {
+            row.extend(more);
+        }
+        row
+    }
+}
+
+impl Choice {
+    fn json(self) -> Value {
+        json!({ "weights": self.weights, "offload": place(self.offload), "batch_size": self.batch })
+    }
+}
+
+fn name(weights: WeightFormat) -> &'static str {
+    match weights {
+        WeightFormat::Bf16 => "bf16",
+        WeightFormat::Int8 => "int8",
+        WeightFormat::Int4 => "int4",
+    }
+}
+
+fn row(choice: Choice, planned: Option<&Planned>, fastest: bool) -> String {
+    let start = format!("{:<8} {:<7} {:>6}", name(choice.weights), place(choice.offload), choice.batch);
+    let Some(planned) = planned else { return format!("{start}   does not fit") };
+    let size = |tier| ByteSize(planned.outlook.memory.total(tier)).to_string();
+    let seconds = planned.floors[1].bound().map_or("–".into(), |(_, seconds)| time(seconds));
+    let speed = planned.speed().map_or("–".into(), count);
+    format!(
+        "{start} {:>11} {:>11} {:>11} {seconds:>10} {speed:>10}{}",
+        size(Tier::Host),
+        size(Tier::Device),
+        size(Tier::Disk),
+        if fastest { "  ← fastest" } else { "" }
+    )
+}
+
+/// A refusal, with the choices that would do.
+fn with_alternatives(error: EngineError, choices: &Choices) -> CliError {
+    let fitting: Vec<String> = choices
+        .iter()
+        .filter_map(|(choice, planned)| Some(row(*choice, Some(planned.as_ref().ok()?), false)))
+        .collect();
+    super::plan::and_what_fits(error, "weight format, place or batch", &fitting)
+}
