@@ -4,6 +4,8 @@
 mod support;
 
 use serde_json::Value;
+use std::fs;
+use std::path::Path;
 use support::{Bench, Cmd, cmd};
 
 const PLACES: [&str; 3] = ["none", "host", "disk"];
@@ -71,6 +73,32 @@ fn what_a_card_lacks_is_said() {
     full.fails(1, &["--device cuda:0: ", "cannot allocate", "device memory"]);
     let broken = run().environment("TERRACE_MOCK_FAIL", "cuLaunchKernel:40:700");
     broken.fails(1, &["the device was lost", "start the command again", "the last committed step is safe"]);
+}
+
+/// A driver alone cannot compile kernels: the message says where the compiler was looked for and how to install it.
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn a_driver_without_a_compiler_is_said() {
+    let bench = bench();
+    let (alone, nowhere) = (bench.path("driver"), bench.path("nowhere"));
+    fs::create_dir(&alone).unwrap();
+    let path = std::env::var("LD_LIBRARY_PATH").unwrap();
+    let mock = Path::new(path.split(':').next().unwrap());
+    for name in ["libcuda.so", "libcuda.so.1"] {
+        std::os::unix::fs::symlink(mock.join(name), alone.join(name)).unwrap();
+    }
+    let run = |device: &str| {
+        let mut run = train(&bench, "out", device).environment("LD_LIBRARY_PATH", alone.to_str().unwrap());
+        for place in ["HOME", "VIRTUAL_ENV", "CUDA_HOME", "CUDA_PATH", "XDG_CACHE_HOME"] {
+            run = run.environment(place, nowhere.to_str().unwrap());
+        }
+        run
+    };
+    let looked_in = alone.to_str().unwrap();
+    run("cuda:0")
+        .fails(1, &["--device cuda:0: ", "cannot compile the kernel source", looked_in, "pip install"]);
+    let ended = run("auto").ok();
+    assert!(ended.stderr.contains("warning: computing on the CPU"), "{}", ended.stderr);
 }
 
 /// Without a card that can be used, `auto` is the CPU, with a warning if there is a card.
