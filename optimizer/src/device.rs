@@ -1,8 +1,9 @@
 //! AdamW and Adam of state in device memory.
 //!
-//! A device's kernel gets a step's scalars ([`AdamStep`]) from here, and leaves the bytes that [`Optimizer::update`](
-//! crate::Optimizer::update) would: state may go from one to the other at any step. What is a kernel elsewhere is the loops
-//! of this crate on the host ([`host_kernels`]), for devices whose memory the CPU reaches, and for tests.
+//! A device's kernel gets a step's scalars ([`AdamStep`]) from here, and leaves the bytes that
+//! [`Optimizer::update`](crate::Optimizer::update) would: state may go from one to the other at any step. What is a kernel
+//! elsewhere is the loops of this crate on the host ([`host_kernels`]), for devices whose memory the CPU reaches, and for
+//! tests.
 //!
 //! # Rejected
 //!

@@ -183,7 +183,6 @@ fn hash(seed: u32, i: u32) -> u64 {
 /// A step in one place and by the loops, from parameter `first` on; the bytes of both states must be the same.
 fn step(
     place: &Place,
-    kernels: &UpdateKernels,
     algorithm: Algorithm,
     args: &StepArgs,
     gradients: &Gradients,
@@ -192,8 +191,7 @@ fn step(
     what: &str,
 ) {
     let layout = *optimizer(algorithm, state.layout()).unwrap().layout();
-    let on_device = DeviceOptimizer::new(kernels, algorithm, layout).unwrap();
-    let skipped = |bytes: usize| first * bytes;
+    let on_device = DeviceOptimizer::new(&place.kernels, algorithm, layout).unwrap();
     let mut arrays: Vec<Guarded> = state
         .slices()
         .iter()
@@ -210,7 +208,7 @@ fn step(
             })
             .collect();
         let all = gradient.bytes();
-        let run = all.slice(skipped(gradients.dtype.size()), all.len());
+        let run = all.slice(first * gradients.dtype.size(), all.len());
         let view = View::new(run, gradients.dtype, &[gradients.count - first]);
         on_device.update(args, view, runs).unwrap();
     }
@@ -265,7 +263,7 @@ fn every_format_at_every_size() {
                         let grad_scale = if t < 3 { 1.0 } else { 0.371 };
                         let args = StepArgs { grad_scale, ..algorithm.step(t, 1e-2 / t as f64) };
                         let what = format!("{algorithm} {a} of {size}, step {t}");
-                        step(&place, &place.kernels, algorithm, &args, &gradients, 0, &mut state, &what);
+                        step(&place, algorithm, &args, &gradients, 0, &mut state, &what);
                     }
                 }
             }
@@ -286,7 +284,7 @@ fn runs_within_a_state() {
                     let gradients = Gradients::of(dtype, &noise(30 + t as u32, first + size));
                     let what = format!("parameters {first} to {}, step {t}", first + size);
                     let args = algorithm.step(t, 1e-3);
-                    step(&place, &place.kernels, algorithm, &args, &gradients, first, &mut state, &what);
+                    step(&place, algorithm, &args, &gradients, first, &mut state, &what);
                 }
             }
         }
@@ -307,7 +305,7 @@ fn any_bits() {
                     let gradients = Gradients::of_bits(dtype, seed ^ t as u32, 1000);
                     let args = StepArgs { grad_scale: scale, ..algorithm.step(t, 1e-2) };
                     let what = format!("{algorithm}, any bits, scale {scale}, step {t}");
-                    step(&place, &place.kernels, algorithm, &args, &gradients, 0, &mut state, &what);
+                    step(&place, algorithm, &args, &gradients, 0, &mut state, &what);
                 }
             }
         }
@@ -355,7 +353,7 @@ fn decisive_values() {
                     let values: Vec<f32> = (0..size).map(|i| value(i, 2 * VALUES.len())).collect();
                     let what = format!("{algorithm} {a}, decisive values, step {t}");
                     let (args, gradients) = (algorithm.step(t, 1e-3), Gradients::of(dtype, &values));
-                    step(&place, &place.kernels, algorithm, &args, &gradients, 0, &mut state, &what);
+                    step(&place, algorithm, &args, &gradients, 0, &mut state, &what);
                 }
             }
         }
@@ -396,13 +394,12 @@ impl AdamKernel for Wrong {
 fn wrong(format: StateFormat, change: fn(&mut AdamStep)) {
     let algorithm = algorithms()[1];
     let layout = layout(format, WeightType::Bf16);
-    for place in places().into_iter().rev() {
-        let adam = Arc::new(Wrong(Arc::clone(&place.kernels.adam), change));
-        let kernels = UpdateKernels { adam, ..place.kernels.clone() };
+    for mut place in places().into_iter().rev() {
+        place.kernels.adam = Arc::new(Wrong(Arc::clone(&place.kernels.adam), change));
         let mut state = State::initialized(optimizer(algorithm, layout).unwrap().as_ref(), &noise(3, 100));
         let gradients = Gradients::of(DType::BF16, &noise(4, 100));
         let args = algorithm.step(1, 1e-2);
-        step(&place, &kernels, algorithm, &args, &gradients, 0, &mut state, "a wrong kernel");
+        step(&place, algorithm, &args, &gradients, 0, &mut state, "a wrong kernel");
     }
 }
 
