@@ -1,5 +1,5 @@
 //! How fast the CUDA backend is on a card, by the card's own events: copies, products, attention, operations on rows and
-//! elements, quantized weights.
+//! elements, quantized weights, updates of training state.
 //!
 //! Prints one JSON object a line: part, name, variant, the median and the spread of the samples, and the rate. A sample is as
 //! many calls in a row as make events exact; the calls that find out how many are the warm-up. Operands are random,
@@ -17,7 +17,8 @@ use terrace_device::host::HostMemory;
 use terrace_device::{
     Arena, Bytes, BytesMut, Device, DeviceError, Download, Region, Stream, StreamKind, Upload,
 };
-use terrace_kernels::cuda::{CudaConfig, with_config};
+use terrace_kernels::cuda::{CudaConfig, update_kernels, with_config};
+use terrace_kernels::update::{AdamFormat, AdamState, AdamStep};
 use terrace_kernels::{
     AttentionSpec, DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Result, RopeDirection, Tensor,
     View,
@@ -26,12 +27,13 @@ use terrace_kernels::{
 type Part = (&'static str, fn(&Rig));
 
 /// Parts in the order in which they run.
-const PARTS: [Part; 5] = [
+const PARTS: [Part; 6] = [
     ("copies", copies),
     ("matmul", products),
     ("attention", attention),
     ("rows", rows),
     ("quantized", quantized),
+    ("adamw", adamw),
 ];
 
 struct Settings {
@@ -521,4 +523,54 @@ fn quantized(rig: &Rig) {
             }
         }
     }
+}
+
+/// Updates of state in every format, and the norm of a gradient: bytes read and bytes written.
+fn adamw(rig: &Rig) {
+    let count = rig.size(1 << 27, 1 << 16);
+    let kernels = update_kernels(&rig.device, &rig.stream).expect("kernels that compile");
+    // The second step of AdamW with torch's defaults.
+    let step = AdamStep {
+        grad_scale: 1.0,
+        decay: 1.0 - 1e-5 * 1e-2,
+        decoupled: true,
+        lerp_from_gradient: false,
+        lerp: 0.1,
+        beta2: 0.999,
+        beta2_rest: 1e-3,
+        bias2_sqrt_inverse: 22.366_27,
+        eps: 1e-8,
+        step_size_negative: -1e-5 / 0.19,
+        seed: 0x5bf0_3635,
+    };
+    let formats = [
+        ("fp32", AdamFormat::Fp32, DType::F32),
+        ("split", AdamFormat::Split, DType::BF16),
+        ("bf16 moments", AdamFormat::Bf16, DType::BF16),
+        ("compact", AdamFormat::Compact, DType::BF16),
+    ];
+    for (name, format, dtype) in formats {
+        let (rest_bytes, moment_bytes) = format.bytes(count);
+        let filled = |bytes: usize| {
+            let mut region = rig.arena.alloc(bytes).expect("the arena has room for every part");
+            rig.fill(region.bytes_mut());
+            region
+        };
+        let zeros = || rig.tensor(DType::F32, &[moment_bytes.div_ceil(4)]).into_region();
+        let gradient = Tensor::from_region(filled(count * dtype.size()), dtype, &[count]);
+        let mut weight = Tensor::from_region(filled(count * dtype.size()), dtype, &[count]);
+        let mut rest = (dtype != DType::F32).then(|| filled(rest_bytes));
+        let (mut m, mut v) = (zeros(), zeros());
+        let timing = rig.time(|| {
+            let (weight, rest) = (weight.view_mut(), rest.as_mut().map(Region::bytes_mut));
+            let (m, v) = (m.bytes_mut().slice(0, moment_bytes), v.bytes_mut().slice(0, moment_bytes));
+            kernels.adam.update(&step, gradient.view(), AdamState { format, weight, rest, m, v })
+        });
+        let rest_bytes = if rest.is_some() { rest_bytes } else { 0 };
+        let moved = 3 * count * dtype.size() + 2 * (rest_bytes + 2 * moment_bytes);
+        report("adamw", &format!("{name} {count}"), "own", Work::Bytes(moved), &timing);
+    }
+    let (gradient, mut total) = (rig.random(&[count]), rig.tensor(DType::F64, &[1]));
+    let timing = rig.time(|| kernels.sum_of_squares.add(gradient.view(), total.view_mut()));
+    report("adamw", &format!("norm {count}"), "own", Work::Bytes(2 * count), &timing);
 }

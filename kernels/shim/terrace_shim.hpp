@@ -544,6 +544,7 @@ inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+inline double __fma_rn(double x, double y, double z) { return fma(x, y, z); }
 inline double __dmul_rn(double x, double y) { return x * y; }
 inline double __dadd_rn(double x, double y) { return x + y; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }

@@ -284,6 +284,14 @@ pub fn sum_rows(x: View<'_>, out: &ViewMut<'_>) -> RowDims {
     dims
 }
 
+/// Number of values.
+pub fn sum_of_squares(gradient: View<'_>, total: &ViewMut<'_>) -> usize {
+    float("sum_of_squares", "gradient", gradient.dtype());
+    exact("sum_of_squares", "total", total.dtype(), DType::F64);
+    same("sum_of_squares", "total", 1, total.shape().elements());
+    gradient.shape().elements()
+}
+
 fn rows(op: &str, x: View<'_>) -> RowDims {
     float(op, "x", x.dtype());
     RowDims { rows: x.shape().rows(), width: x.shape().last() }

@@ -3,7 +3,8 @@
 //! Operations take [`View`]s and [`ViewMut`]s of tensors in device memory and write their results to tensors;
 //! nothing is returned to the host, so that a backend may run them asynchronously on its compute stream.
 //! Backends: [`mod@reference`] (plain loops, f64 accumulation, the yardstick of every test), [`cpu`] (blocked and
-//! threaded) and [`dry`] (does nothing but count FLOPs and bytes; planning runs on it).
+//! threaded) and [`dry`] (does nothing but count FLOPs and bytes; planning runs on it). Operations on training state are
+//! apart: [`update`].
 //!
 //! ```
 //! use terrace_device::{Device, host::HostDevice};
@@ -26,6 +27,7 @@ mod ops;
 pub mod quantized;
 pub mod reference;
 mod tensor;
+pub mod update;
 
 pub use ops::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelError, KernelSet,
@@ -33,3 +35,4 @@ pub use ops::{
 };
 pub use quantized::{QuantFormat, QuantizedView};
 pub use tensor::{DType, Shape, Tensor, View, ViewMut};
+pub use terrace_device::{Bytes, BytesMut};

@@ -13,7 +13,7 @@ use crate::{QuantizedView, View, ViewMut};
 use std::sync::Arc;
 
 /// A kernel that could not run.
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("kernel {op}: {detail}")]
 pub struct KernelError {
     /// The operation.

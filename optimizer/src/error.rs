@@ -42,6 +42,14 @@ pub enum OptimizerError {
         /// What the layout has.
         found: Moments,
     },
+    /// State in device memory is updated by kernels, of which there is none for this algorithm.
+    #[error(
+        "there is no kernel that updates state by {0} in device memory: use `adamw` or `adam`, or update on the host"
+    )]
+    NotOnDevice(String),
+    /// A kernel could not run.
+    #[error(transparent)]
+    Kernel(#[from] terrace_kernels::KernelError),
     /// The text names no schedule.
     #[error(
         "unknown learning-rate schedule `{0}`: use `constant`, `linear`, `cosine`, `cosine_with_restarts`, \

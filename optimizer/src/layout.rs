@@ -107,7 +107,7 @@ const fn scaled(kind: StateKind) -> KindLayout {
 }
 
 /// Parameters that share a scale in [`StateFormat::Compact`], and whose bytes are stored in an order of its own.
-pub const COMPACT_BLOCK: usize = 64;
+pub const COMPACT_BLOCK: usize = terrace_kernels::update::COMPACT_BLOCK;
 
 /// The kinds of state that one [`StateFormat`] keeps for one [`WeightType`].
 ///
@@ -203,18 +203,26 @@ impl StateLayout {
 
     /// Refuses slices that are not exactly `params` parameters of this layout.
     pub(crate) fn check(&self, params: usize, state: &[&mut [u8]]) -> Result<()> {
+        self.check_places(params, state.iter().map(|slice| (slice.len(), slice.as_ptr().addr())))
+    }
+
+    /// As [`check`](Self::check), for the bytes and the address of each slice, wherever it is.
+    pub(crate) fn check_places(
+        &self,
+        params: usize,
+        state: impl ExactSizeIterator<Item = (usize, usize)>,
+    ) -> Result<()> {
         let kinds = self.kinds();
         if state.len() != kinds.len() {
             return Err(OptimizerError::KindCount { expected: kinds.len(), found: state.len() });
         }
-        for (kind, slice) in kinds.iter().zip(state) {
-            let expected_bytes = kind.bytes_for(params);
-            let (found_bytes, align) = (slice.len(), kind.align());
+        for (kind, (found_bytes, address)) in kinds.iter().zip(state) {
+            let (expected_bytes, align) = (kind.bytes_for(params), kind.align());
             let kind = kind.kind;
             if found_bytes != expected_bytes {
                 return Err(OptimizerError::KindLength { kind, params, expected_bytes, found_bytes });
             }
-            if !slice.as_ptr().addr().is_multiple_of(align) {
+            if !address.is_multiple_of(align) {
                 return Err(OptimizerError::Misaligned { kind, align });
             }
         }

@@ -2,11 +2,12 @@
 //!
 //! This crate turns a gradient and the bytes of a chunk's training state into the bytes of the next step. It never
 //! sees a disk, a tier or a device: the engine reads a chunk, calls [`Optimizer::update`] on it and writes it back.
-//! It is useful alone for the same reason.
+//! It is useful alone for the same reason. State that lies in device memory is updated by a kernel that it is handed.
 //!
 //! - [`AdamW`] with the semantics of `torch.optim.AdamW`, over the formats of [`StateFormat`];
 //! - [`Algorithm`] and [`optimizer`]: AdamW and, with the same guarantees, [`Adam`], [`Adagrad`], [`Lion`] and [`Sgd`];
 //! - [`update_threaded`], the same bits on many threads, and [`Isa`], the same bits on every instruction set;
+//! - [`DeviceOptimizer`], the same bits by a kernel on state in device memory, and [`host_kernels`], the host in its place;
 //! - [`SumOfSquares`] and [`clip_coefficient`]: the global gradient norm, with bits that do not depend on the cut;
 //! - [`LossScaler`]: the static or dynamic loss scale of fp16 training, step for step as in DeepSpeed;
 //! - [`Schedule`]: learning rates as transformers and DeepSpeed define them;
@@ -38,6 +39,7 @@
 #![forbid(unsafe_code)]
 
 mod algorithm;
+mod device;
 mod error;
 mod groups;
 mod isa;
@@ -51,6 +53,7 @@ mod store;
 mod update;
 
 pub use algorithm::{Adagrad, Adam, AdamW, Algorithm, Lion, Sgd, adamw, adamw_on, optimizer, optimizer_on};
+pub use device::{DeviceOptimizer, host_kernels};
 pub use error::{OptimizerError, Result};
 pub use groups::{GroupLr, GroupRule, ParamGroups, ResolvedGroup};
 pub use isa::Isa;

@@ -16,7 +16,7 @@ use crate::store::Widen;
 use crate::update::Gradient;
 
 /// Values per block of the sum. Chunks of a gradient must begin at multiples of it.
-pub const NORM_BLOCK: usize = 16384;
+pub const NORM_BLOCK: usize = terrace_kernels::update::NORM_BLOCK;
 
 /// What torch adds to the norm before it divides by it.
 const CLIP_EPS: f64 = 1e-6;
@@ -48,6 +48,11 @@ impl SumOfSquares {
     /// The sum over nothing.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// The sum whose total so far is `total`, as a device computed it over whole blocks, or over all of a gradient.
+    pub fn from_total(total: f64) -> Self {
+        Self { total, ended: false }
     }
 
     /// Adds the next chunk of the gradient.

@@ -138,6 +138,17 @@ pub fn update_threaded(
     if gradient.len() <= THREAD_CHUNK || pool.current_num_threads() == 1 {
         return optimizer.update(args, gradient, state);
     }
+    in_pieces(layout, pool, gradient, state, |gradient, state| optimizer.update(args, gradient, state))
+}
+
+/// Calls `update` for pieces of [`THREAD_CHUNK`] parameters on the threads of `pool`. `state` has passed `layout`'s check.
+pub(crate) fn in_pieces<E: Send>(
+    layout: &StateLayout,
+    pool: &rayon::ThreadPool,
+    gradient: Gradient<'_>,
+    state: &mut [&mut [u8]],
+    update: impl Fn(Gradient<'_>, &mut [&mut [u8]]) -> Result<(), E> + Sync,
+) -> Result<(), E> {
     let mut kinds: Vec<_> = state
         .iter_mut()
         .zip(layout.kinds())
@@ -147,9 +158,5 @@ pub fn update_threaded(
         .chunks(THREAD_CHUNK)
         .map(|gradient| (gradient, kinds.iter_mut().filter_map(Iterator::next).collect()))
         .collect();
-    pool.install(|| {
-        pieces
-            .into_par_iter()
-            .try_for_each(|(gradient, mut state)| optimizer.update(args, gradient, &mut state))
-    })
+    pool.install(|| pieces.into_par_iter().try_for_each(|(gradient, mut state)| update(gradient, &mut state)))
 }

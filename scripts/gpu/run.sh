@@ -147,15 +147,17 @@ sanitizer() {
         detail="compute-sanitizer not found"
         return 77
     fi
-    local failed=0 late=0 clean=0 pair text seconds
+    local failed=0 late=0 clean=0 pair program tests text seconds
     for pair in {memcheck,racecheck}:attention {memcheck,racecheck}:matmul {memcheck,racecheck}:quantized \
-        {memcheck,racecheck}:norm {memcheck,racecheck}:loss memcheck:{embedding,rope,activation,elementwise}; do
+        {memcheck,racecheck}:norm {memcheck,racecheck}:loss memcheck:{embedding,rope,activation,elementwise,update}; do
         seconds=$((deadline - SECONDS))
         ((seconds < 25)) || seconds=25
         if ((seconds < 2)); then late=$((late + 1)); continue; fi
         echo "== $pair"
-        text=$(timeout -k 5 "$seconds" "$tool" --tool "${pair%:*}" --error-exitcode 99 tests/kernels-conformance \
-            "${pair#*:}::" --include-ignored --test-threads=1 2>&1)
+        program=tests/kernels-conformance tests=${pair#*:}::
+        [[ $pair != *:update ]] || program=tests/kernels-update tests=runs_within_a_state
+        text=$(timeout -k 5 "$seconds" "$tool" --tool "${pair%:*}" --error-exitcode 99 "$program" \
+            "$tests" --include-ignored --test-threads=1 2>&1)
         local status=$?
         echo "$text"
         if [[ $text == *"Device not supported"* ]]; then
@@ -183,9 +185,7 @@ bench() {
     for ((round = 1; round <= rounds; round++)); do
         for part in copies matmul attention rows quantized adamw; do
             ((deadline - SECONDS > 2)) || { detail="time is up in round $round"; return 75; }
-            if [[ $part != adamw ]]; then
-                timeout -k 5 $((deadline - SECONDS)) bin/cuda-bench --only "$part" --sizes "$sizes" | tee -a "$lines" || status=1
-            fi
+            timeout -k 5 $((deadline - SECONDS)) bin/cuda-bench --only "$part" --sizes "$sizes" | tee -a "$lines" || status=1
             ((with_torch && deadline - SECONDS > 2)) || continue
             timeout -k 5 $((deadline - SECONDS)) "$python" torch_bench.py --only "$part" "${sizes_of_torch[@]}" | tee -a "$lines" || status=1
         done

@@ -187,7 +187,7 @@ def quantized(bench):
 
 
 def adamw(bench):
-    count = bench.size(1 << 28, 1 << 16)
+    count = bench.size(1 << 27, 1 << 16)
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         parameter = torch.nn.Parameter(torch.zeros(count, device=bench.device, dtype=dtype))
         parameter.grad = torch.randn_like(parameter)

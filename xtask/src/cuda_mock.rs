@@ -27,7 +27,7 @@ struct Suite {
     kernels: fn(&Path, &Path) -> Result<PathBuf, String>,
 }
 
-const SUITES: [Suite; 4] = [
+const SUITES: [Suite; 5] = [
     Suite {
         package: "terrace-device",
         tests: "--test cuda_mock -- --ignored",
@@ -43,6 +43,12 @@ const SUITES: [Suite; 4] = [
             cuda_shim::selftest(root)?;
             cuda_shim::build(root)
         },
+    },
+    // State updated by kernels, byte for byte as by the loops of the CPU.
+    Suite {
+        package: "terrace-optimizer",
+        tests: "--test on_device -- --include-ignored",
+        kernels: |root, _| cuda_shim::build(root),
     },
     // Parity with torch and placement on the card, which the variable below selects.
     Suite {

@@ -20,7 +20,7 @@ struct Programs {
     places: &'static [(&'static str, &'static str)],
 }
 
-const PROGRAMS: [Programs; 4] = [
+const PROGRAMS: [Programs; 5] = [
     Programs {
         command: "cargo build --release -p terrace -p terrace-aio --bins",
         places: &[("terrace", "bin/terrace"), ("aio-bench", "bin/aio-bench")],
@@ -29,6 +29,10 @@ const PROGRAMS: [Programs; 4] = [
     Programs {
         command: "cargo test --release --no-run -p terrace-kernels --test conformance",
         places: &[("conformance", "tests/kernels-conformance")],
+    },
+    Programs {
+        command: "cargo test --release --no-run -p terrace-optimizer --test on_device",
+        places: &[("on_device", "tests/kernels-update")],
     },
     Programs {
         command: "cargo test --release --no-run -p terrace-models --test *",

@@ -187,6 +187,20 @@ template <typename Term> __device__ __forceinline__ void sum_columns(i64 rows, i
     }
 }
 
+// total[0] += Σ_i terms[i], i ascending, by one block of 256 threads.
+__device__ __forceinline__ void add_in_order(const double *terms, i64 count, double *total) {
+    __shared__ double stretch[256];
+    double sum = total[0];
+    for (i64 start = 0; start < count; start += 256) {
+        if (start + threadIdx.x < count) stretch[threadIdx.x] = terms[start + threadIdx.x];
+        __syncthreads();
+        if (threadIdx.x == 0)
+            for (int i = 0; i < 256 && start + i < count; i++) sum += stretch[i];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) total[0] = sum;
+}
+
 // ---- products of tiles ----------------------------------------------------------------------------------------------
 
 // A tile of a product is 64 × 64 and belongs to a block of 256 threads, 16 × 16 of them: thread (y, x) has rows

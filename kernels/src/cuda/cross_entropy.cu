@@ -103,14 +103,5 @@ cross_entropy_rows(void *logits, int dtype, const int *labels, int gradient, flo
 
 // One block of 256 threads.
 extern "C" __global__ void __launch_bounds__(256) cross_entropy_add(const double *losses, i64 rows, double *loss) {
-    __shared__ double stretch[256];
-    double sum = loss[0];
-    for (i64 start = 0; start < rows; start += 256) {
-        if (start + threadIdx.x < rows) stretch[threadIdx.x] = losses[start + threadIdx.x];
-        __syncthreads();
-        if (threadIdx.x == 0)
-            for (int i = 0; i < 256 && start + i < rows; i++) sum += stretch[i];
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) loss[0] = sum;
+    add_in_order(losses, rows, loss);
 }

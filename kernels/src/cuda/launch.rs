@@ -1,7 +1,7 @@
 //! Launching kernels by name.
 
 use super::operand;
-use super::sources::SOURCES;
+use super::sources::KernelSource;
 use crate::{View, ViewMut};
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -102,17 +102,24 @@ pub(super) struct OnCard {
 }
 
 impl OnCard {
-    pub(super) fn new(device: &Arc<CudaDevice>, stream: &Arc<CudaStream>) -> Result<Self, DeviceError> {
+    /// The kernels of some sources.
+    pub(super) fn new(
+        device: &Arc<CudaDevice>,
+        stream: &Arc<CudaStream>,
+        sources: &[KernelSource],
+    ) -> Result<Self, DeviceError> {
         let compiler = Compiler::new(device);
         let mut functions: HashMap<&'static str, Function> = HashMap::new();
-        for source in &SOURCES {
+        for source in sources {
             let module = Module::load_image(device, &compiler.compile(&source.compiled())?)?;
             for &kernel in source.kernels {
                 functions.insert(kernel, module.function(kernel)?);
             }
         }
         for (kernel, shared_bytes) in super::attention::large_shared_bytes() {
-            functions[kernel].allow_shared_bytes(shared_bytes)?;
+            if let Some(function) = functions.get(kernel) {
+                function.allow_shared_bytes(shared_bytes)?;
+            }
         }
         Ok(Self { functions, stream: Arc::clone(stream), device: Arc::clone(device) })
     }

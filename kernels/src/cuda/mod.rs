@@ -20,9 +20,13 @@ mod operand;
 mod pointwise;
 mod rows;
 mod sources;
+mod update;
+
+pub use update::{UPDATE_SCRATCH_BYTES, update_kernels};
 
 use crate::{DType, KernelError, KernelSet, Result, View};
 use launch::{Arguments, OnCard};
+use sources::SOURCES;
 use std::sync::{Arc, Mutex};
 use terrace_device::cuda::{CudaDevice, CudaStream};
 use terrace_device::{Bytes, Device, DeviceError, Region};
@@ -57,7 +61,7 @@ pub fn with_config(
     stream: &Arc<CudaStream>,
     config: CudaConfig,
 ) -> Result<KernelSet, DeviceError> {
-    let card = OnCard::new(device, stream)?;
+    let card = OnCard::new(device, stream, &SOURCES)?;
     let scratch = device.arena(SCRATCH_BYTES)?.alloc(SCRATCH_BYTES)?;
     let products = if config.own_products { None } else { cublaslt::Products::new(device, stream)? };
     let cuda = Arc::new(Cuda {
@@ -134,10 +138,8 @@ impl Cuda {
         self.launch(op, kernel, [self.blocks(blocks), 1, 1], THREADS, 0, arguments)
     }
 
-    /// As many blocks as there is work for, up to a few for every multiprocessor; kernels stride over the rest.
     fn blocks(&self, wanted: usize) -> u32 {
-        let most = self.card.multiprocessors().max(1) * 16;
-        u32::try_from(wanted).map_or(most, |wanted| wanted.clamp(1, most))
+        blocks(&self.card, wanted)
     }
 
     /// Empty arguments for operands that this set's kernels reach.
@@ -155,6 +157,12 @@ const THREADS: u32 = 256;
 
 /// Elements that a thread moves at once.
 const VECTOR: usize = 8;
+
+/// As many blocks as there is work for, up to a few for every multiprocessor; kernels stride over the rest.
+fn blocks(card: &OnCard, wanted: usize) -> u32 {
+    let most = card.multiprocessors().max(1) * 16;
+    u32::try_from(wanted).map_or(most, |wanted| wanted.clamp(1, most))
+}
 
 /// Threads of a block that works on a row: eight elements each, in whole warps.
 fn row_threads(width: usize) -> u32 {

@@ -44,6 +44,7 @@ macro_rules! source {
     };
 }
 
+/// The operations of a [`KernelSet`](crate::KernelSet).
 pub(super) static SOURCES: [KernelSource; 12] = [
     source!(
         "elementwise.cu",
@@ -82,13 +83,19 @@ pub(super) static SOURCES: [KernelSource; 12] = [
     ),
 ];
 
+/// Those on training state.
+pub(super) static UPDATE_SOURCES: [KernelSource; 2] = [
+    source!("adam.cu", "adam_fp32", "adam_split", "adam_bf16", "adam_compact"),
+    source!("sum_of_squares.cu", "sum_of_squares_blocks", "sum_of_squares_add"),
+];
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn every_kernel_is_listed_where_it_is() {
-        for source in &SOURCES {
+        for source in SOURCES.iter().chain(&UPDATE_SOURCES) {
             let defined = source.text.matches("extern \"C\" __global__").count();
             assert_eq!(defined, source.kernels.len(), "{}", source.name);
             for kernel in source.kernels {
@@ -106,7 +113,7 @@ mod tests {
             .filter(|name| name.ends_with(".cu"))
             .collect();
         files.sort();
-        let mut names: Vec<&str> = SOURCES.iter().map(|source| source.name).collect();
+        let mut names: Vec<&str> = SOURCES.iter().chain(&UPDATE_SOURCES).map(|source| source.name).collect();
         names.sort_unstable();
         assert_eq!(files, names);
     }

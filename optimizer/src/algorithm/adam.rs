@@ -17,8 +17,9 @@
 use super::{Elementwise, add_decay};
 use crate::error::Result;
 use crate::ranges::{check_args, check_beta, check_non_negative};
-use crate::store::{Moment, Rule};
+use crate::store::{Moment, Noise, Rule};
 use crate::update::StepArgs;
+use terrace_kernels::update::AdamStep;
 
 /// The hyperparameters of Adam with L2 regularisation.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -62,32 +63,22 @@ impl Elementwise for Adam {
     }
 }
 
-/// The scalars of a step of Adam, and of AdamW when `DECOUPLED`: computed in f64, rounded to f32 once.
+/// The scalars of a step of Adam, and of AdamW when `DECOUPLED`, as they say themselves: computed in f64, rounded to f32 once.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Scalars<const DECOUPLED: bool> {
-    grad_scale: f32,
-    /// What the weight is multiplied with when `DECOUPLED`, else what of it is added to the gradient.
-    decay: f32,
-    /// 1 − β₁ when below a half, else −β₁: torch's `lerp` starts from the nearer end.
-    lerp: f32,
-    lerp_from_gradient: bool,
-    beta2: f32,
-    beta2_rest: f32,
-    bias2_sqrt_inverse: f32,
-    eps: f32,
-    step_size_negative: f32,
-}
+pub(crate) struct Scalars<const DECOUPLED: bool>(AdamStep);
 
 impl<const DECOUPLED: bool> Scalars<DECOUPLED> {
     pub(super) fn new(beta1: f64, beta2: f64, eps: f64, args: &StepArgs) -> Result<Self> {
         check_args(args)?;
         let step = args.step as f64;
         let decay = if DECOUPLED { 1.0 - args.lr * args.weight_decay } else { args.weight_decay };
+        // 1 − β₁ when below a half, else −β₁: torch's `lerp` starts from the nearer end.
         let lerp = (1.0 - beta1) as f32;
         let lerp_from_gradient = lerp >= 0.5;
-        Ok(Self {
+        Ok(Self(AdamStep {
             grad_scale: args.grad_scale,
             decay: decay as f32,
+            decoupled: DECOUPLED,
             lerp: if lerp_from_gradient { lerp - 1.0 } else { lerp },
             lerp_from_gradient,
             beta2: beta2 as f32,
@@ -95,16 +86,26 @@ impl<const DECOUPLED: bool> Scalars<DECOUPLED> {
             bias2_sqrt_inverse: (1.0 / (1.0 - beta2.powf(step)).sqrt()) as f32,
             eps: eps as f32,
             step_size_negative: -(args.lr / (1.0 - beta1.powf(step))) as f32,
-        })
+            seed: Noise::seed(args.step),
+        }))
     }
-}
 
-impl<const DECOUPLED: bool> Scalars<DECOUPLED> {
+    /// The rule with scalars that were computed before.
+    pub(crate) fn from_step(step: AdamStep) -> Self {
+        assert_eq!(step.decoupled, DECOUPLED, "the rule is the step's");
+        Self(step)
+    }
+
+    /// The scalars.
+    pub(crate) fn step(&self) -> AdamStep {
+        self.0
+    }
+
     /// The gradient as the moments see it.
     #[inline(always)]
     fn gradient(&self, gradient: f32, master: f32) -> f32 {
-        let gradient = gradient * self.grad_scale;
-        if DECOUPLED { gradient } else { add_decay(gradient, self.decay, master) }
+        let gradient = gradient * self.0.grad_scale;
+        if DECOUPLED { gradient } else { add_decay(gradient, self.0.decay, master) }
     }
 }
 
@@ -115,16 +116,16 @@ impl<const DECOUPLED: bool> Rule for Scalars<DECOUPLED> {
     #[inline(always)]
     fn second(&self, gradient: f32, master: f32, v: f32) -> (f32, f32) {
         let gradient = self.gradient(gradient, master);
-        let v = v * self.beta2 + self.beta2_rest * gradient * gradient;
-        (v, v.sqrt() * self.bias2_sqrt_inverse + self.eps)
+        let v = v * self.0.beta2 + self.0.beta2_rest * gradient * gradient;
+        (v, v.sqrt() * self.0.bias2_sqrt_inverse + self.0.eps)
     }
 
     #[inline(always)]
     fn first(&self, gradient: f32, master: f32, m: f32, divisor: f32) -> (f32, f32) {
         let gradient = self.gradient(gradient, master);
-        let master = if DECOUPLED { master * self.decay } else { master };
-        let start = if self.lerp_from_gradient { gradient } else { m };
-        let m = start + self.lerp * (gradient - m);
-        (master + self.step_size_negative * m / divisor, m)
+        let master = if DECOUPLED { master * self.0.decay } else { master };
+        let start = if self.0.lerp_from_gradient { gradient } else { m };
+        let m = start + self.0.lerp * (gradient - m);
+        (master + self.0.step_size_negative * m / divisor, m)
     }
 }

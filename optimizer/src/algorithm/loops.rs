@@ -4,7 +4,7 @@ use super::Elementwise;
 use crate::error::Result;
 use crate::isa::Isa;
 use crate::layout::StateLayout;
-use crate::store;
+use crate::store::{self, Noise};
 use crate::update::{Gradient, Optimizer, StepArgs};
 
 /// `layout` has the moments of `algorithm`.
@@ -22,7 +22,7 @@ impl<A: Elementwise> Optimizer for Loops<A> {
     fn update(&self, args: &StepArgs, gradient: Gradient<'_>, state: &mut [&mut [u8]]) -> Result<()> {
         let rule = self.algorithm.rule(args)?;
         self.layout.check(gradient.len(), state)?;
-        store::update(self.isa, &self.layout, rule, args.step, gradient, state);
+        store::update(self.isa, &self.layout, rule, Noise::seed(args.step), gradient, state);
         Ok(())
     }
 

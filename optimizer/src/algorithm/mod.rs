@@ -31,7 +31,9 @@ use crate::isa::Isa;
 use crate::layout::{Moments, StateLayout};
 use crate::store::Rule;
 use crate::update::{Optimizer, StepArgs};
+pub(crate) use adam::Scalars;
 use loops::Loops;
+use terrace_kernels::update::AdamStep;
 
 /// An optimization algorithm with its hyperparameters.
 ///
@@ -98,6 +100,20 @@ impl Algorithm {
             Self::Adam(config) => Self::Adam(Adam { beta1, beta2, ..config }),
             Self::Lion(config) => Self::Lion(Lion { beta1, beta2, ..config }),
             Self::Adagrad(_) | Self::Sgd(_) => self,
+        }
+    }
+
+    /// The step as a device's kernel takes it.
+    ///
+    /// # Errors
+    /// There is no kernel for this algorithm, or a value is out of range.
+    pub(crate) fn on_device(&self, args: &StepArgs) -> Result<AdamStep> {
+        match self {
+            Self::AdamW(config) => Ok(config.rule(args)?.step()),
+            Self::Adam(config) => Ok(config.rule(args)?.step()),
+            Self::Adagrad(_) | Self::Lion(_) | Self::Sgd(_) => {
+                Err(OptimizerError::NotOnDevice(self.to_string()))
+            }
         }
     }
 

@@ -20,6 +20,7 @@ mod pass;
 mod widen;
 
 pub(crate) use moment::Absent;
+pub(crate) use noise::Noise;
 pub(crate) use widen::Widen;
 
 use half::{bf16, f16};
@@ -30,7 +31,6 @@ use crate::update::Gradient;
 use compact::{Compact8, Scaled};
 use master::{FullMaster, Split16, WeightIsMaster};
 use moment::{Bf16Moment, Full};
-use noise::Noise;
 use pass::Pass;
 
 /// Parameters that one pass of the loop works on: a block of [`StateFormat::Compact`], the only format in which the
@@ -208,19 +208,19 @@ pub(crate) trait Moment {
     );
 }
 
-/// Applies `rule` to a run of parameters. `state` has passed `layout`'s check.
+/// Applies `rule` to a run of parameters, with the noise of `seed`. `state` has passed `layout`'s check.
 pub(crate) fn update<R: Rule>(
     isa: Isa,
     layout: &StateLayout,
     rule: R,
-    step: u64,
+    seed: u32,
     gradient: Gradient<'_>,
     state: &mut [&mut [u8]],
 ) {
     match gradient {
-        Gradient::Bf16(values) => update_from::<R, bf16>(isa, layout, rule, step, values, state),
-        Gradient::F16(values) => update_from::<R, f16>(isa, layout, rule, step, values, state),
-        Gradient::F32(values) => update_from::<R, f32>(isa, layout, rule, step, values, state),
+        Gradient::Bf16(values) => update_from::<R, bf16>(isa, layout, rule, seed, values, state),
+        Gradient::F16(values) => update_from::<R, f16>(isa, layout, rule, seed, values, state),
+        Gradient::F32(values) => update_from::<R, f32>(isa, layout, rule, seed, values, state),
     }
 }
 
@@ -255,12 +255,11 @@ fn update_from<R: Rule, G: Widen>(
     isa: Isa,
     layout: &StateLayout,
     rule: R,
-    step: u64,
+    seed: u32,
     gradient: &[G],
     state: &mut [&mut [u8]],
 ) {
     let slices = Slices::new(layout, state);
-    let seed = Noise::seed(step);
     /// The pass for one order and one way of storing masters and each moment.
     macro_rules! pass {
         ($order:ty, $master:ty, $first:ty, $second:ty) => {

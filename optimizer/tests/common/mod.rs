@@ -55,6 +55,10 @@ impl State {
         state
     }
 
+    pub fn layout(&self) -> StateLayout {
+        self.layout
+    }
+
     /// Exactly as long as the parameters need, in the order of the layout.
     pub fn slices(&mut self) -> Vec<&mut [u8]> {
         let kinds = self.layout.kinds();
