@@ -4,10 +4,9 @@
 //! f32, in place when the result is f32 and in scratch otherwise. Two ways of packing share this: [`Widened`] to f32, for any
 //! operands, and [`Paired`], for two bf16 operands on a processor that multiplies them as they are (`gemm/pairs.rs`).
 //!
-//! **No panel is shared between threads.** A tile of R × C packs `1/R + 1/C` elements per multiplication, each at some 3 to 5
-//! elements a cycle. Widened, R × C = 192 × 480 and 16 multiplications a cycle make that 3 % of the work. `vdpbf16ps` makes 32 or
-//! 64 a cycle; the same tile would pack for 8 to 16 % of the time, one of 384 × 960, whose pairs take no more scratch, packs
-//! half as much. Panels of b shared by all row tiles would save at most half of that again, for a barrier per block and
+//! **No panel is shared between threads.** A tile of R × C packs `1/R + 1/C` elements per multiplication. Operands come from far
+//! memory and lie in many pages, so that an element takes about a cycle: tiles of 192 × 480 spent 11 to 23 % of the time of
+//! large products with packing, tiles of 384 × 960 spend 8 to 10 % (AVX2, measured with perf). Panels of b shared by all row tiles would save at most half of that again, for a barrier per block and
 //! a second kind of scratch, and only where tiles remain large: many threads have no use for few large tiles.
 //!
 //! Tolerance against f64: `|error| ≤ L·ε·Σ|a·b|` with ε = 2⁻²⁴ in the worst case, about `√L·ε` of that in practice; plus
@@ -35,9 +34,9 @@ struct Blocks {
     depth: usize,
 }
 
-/// With AVX2 a micro panel of b is 16 KiB and stays in the first-level cache; the packed a (192 KiB) stays in a second-level
-/// cache.
-const WIDENED: Blocks = Blocks { rows: 192, cols: 480, depth: 256 };
+/// With AVX2 a micro panel of b is 16 KiB and stays in the first-level cache; the packed a (384 KiB) stays in a second-level
+/// cache of half a megabyte, or comes from the next in sequence.
+const WIDENED: Blocks = Blocks { rows: 384, cols: 960, depth: 256 };
 
 /// A micro panel of b is 48 KiB and comes from the second-level cache, where the packed a (384 KiB) is too: 8 to 16 bytes a
 /// cycle. In return the result is read and written half as often.

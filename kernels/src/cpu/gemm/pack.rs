@@ -14,6 +14,9 @@ pub(super) use x86::transpose8;
 /// Floats that a store may write past the end of a packed block (see [`Transpose`]).
 const SLACK: usize = 8;
 
+/// Rows that are copied to a panel at a time: enough to fill lines whatever its width.
+const ROWS_TOGETHER: usize = 8;
+
 /// Words that a buffer needs for a packed block.
 pub const fn packed_len(outer: usize, width: usize, depth: usize) -> usize {
     outer.next_multiple_of(width) * depth + SLACK
@@ -64,13 +67,20 @@ impl Panels<'_> {
         }
     }
 
-    /// The outer dimension is contiguous: each k gives a run of `W` elements to every panel. k is the outer loop, so
-    /// that reads are sequential and stores go to as many streams as there are panels.
+    /// The outer dimension is contiguous: each k gives a run of `W` elements to every panel. A few k at a time are copied to
+    /// one panel after the other: whole cache lines at a time are written, since lines of all panels tend to fall into few sets
+    /// of the first-level cache.
     fn copy<T: Element, const W: usize>(self, isa: Isa, data: &[T], packed: &mut [f32]) {
         let panel_len = W * self.depth;
-        for k in 0..self.depth {
-            let row = &data[k * self.depth_stride..][..self.outer];
-            copy_row::<T, W>(isa, row, &mut packed[k * W..], panel_len);
+        for k in (0..self.depth).step_by(ROWS_TOGETHER) {
+            let rows = ROWS_TOGETHER.min(self.depth - k);
+            let source = Rows {
+                data: &data[k * self.depth_stride..],
+                rows,
+                stride: self.depth_stride,
+                len: self.outer,
+            };
+            copy_rows::<T, W>(isa, source, &mut packed[k * W..], panel_len);
         }
     }
 
@@ -147,44 +157,69 @@ pub trait Element: Copy {
     unsafe fn load8(at: *const Self) -> std::arch::x86_64::__m256;
 }
 
-/// Copies a row into the panels that `panel_len` separates, with zeros after its end.
+/// Some rows of `len` elements.
+#[derive(Clone, Copy)]
+struct Rows<'a, T> {
+    data: &'a [T],
+    rows: usize,
+    stride: usize,
+    len: usize,
+}
+
+/// Copies rows into the panels that `panel_len` separates, with zeros after their ends.
 #[inline(always)]
-fn copy_panels<T: Element, const W: usize>(row: &[T], out: &mut [f32], panel_len: usize) {
-    let (runs, tail) = row.as_chunks::<W>();
-    for (panel, run) in runs.iter().enumerate() {
-        let out: &mut [f32; W] =
-            out[panel * panel_len..].first_chunk_mut().expect("a packed block fits its buffer");
-        for (out, x) in out.iter_mut().zip(run) {
-            *out = x.widen();
-        }
-    }
-    if !tail.is_empty() {
-        let out = &mut out[runs.len() * panel_len..][..W];
-        out.fill(0.0);
-        for (out, x) in out.iter_mut().zip(tail) {
-            *out = x.widen();
+fn copy_panels<T: Element, const W: usize>(source: Rows<'_, T>, out: &mut [f32], panel_len: usize) {
+    let Rows { data, rows, stride, len } = source;
+    for first in (0..len).step_by(W) {
+        let out = &mut out[first / W * panel_len..][..rows * W];
+        for (row, out) in out.as_chunks_mut::<W>().0.iter_mut().enumerate() {
+            let at = row * stride + first;
+            prefetch(data.as_ptr().wrapping_add(at + ROWS_TOGETHER * stride));
+            if let Some(run) = data[at..row * stride + len].first_chunk::<W>() {
+                for (out, x) in out.iter_mut().zip(run) {
+                    *out = x.widen();
+                }
+            } else {
+                out.fill(0.0);
+                for (out, x) in out.iter_mut().zip(&data[at..row * stride + len]) {
+                    *out = x.widen();
+                }
+            }
         }
     }
 }
 
+/// Asks for the line of an address, which need not be one of the program's. What lies in another page, as the next rows do, is
+/// what the processor does not fetch ahead by itself.
+#[inline(always)]
+fn prefetch<T>(at: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every x86-64 processor has the instruction, which reads nothing that the program could see.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 /// [`copy_panels`] compiled for `isa`; written out because `multiversion!` takes no type parameters.
-fn copy_row<T: Element, const W: usize>(isa: Isa, row: &[T], out: &mut [f32], panel_len: usize) {
+fn copy_rows<T: Element, const W: usize>(isa: Isa, source: Rows<'_, T>, out: &mut [f32], panel_len: usize) {
     match isa.level() {
-        Level::Generic => copy_panels::<T, W>(row, out, panel_len),
+        Level::Generic => copy_panels::<T, W>(source, out, panel_len),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: an `Isa` exists only when the processor has its instructions.
-        Level::Avx2 | Level::Avx512 => unsafe { x86::copy_row::<T, W>(row, out, panel_len) },
+        Level::Avx2 | Level::Avx512 => unsafe { x86::copy_rows::<T, W>(source, out, panel_len) },
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{Element, Transpose};
+    use super::{Element, Rows, Transpose, prefetch};
     use std::arch::x86_64::*;
 
     #[target_feature(enable = "avx2,fma,f16c")]
-    pub fn copy_row<T: Element, const W: usize>(row: &[T], out: &mut [f32], panel_len: usize) {
-        super::copy_panels::<T, W>(row, out, panel_len);
+    pub fn copy_rows<T: Element, const W: usize>(source: Rows<'_, T>, out: &mut [f32], panel_len: usize) {
+        super::copy_panels::<T, W>(source, out, panel_len);
     }
 
     /// Transposes `block` for the first `whole` k, a multiple of eight.
@@ -198,6 +233,7 @@ mod x86 {
             // SAFETY: in bounds by the caller's promise; missing rows read the zeros.
             let rows: [__m256; 8] = std::array::from_fn(|i| unsafe {
                 let at = if i < block.rows { source.add(i * block.row_stride + k) } else { zeros.as_ptr() };
+                prefetch(source.wrapping_add((i + block.width.min(8)) * block.row_stride + k));
                 T::load8(at)
             });
             for (i, column) in transpose8(rows).into_iter().enumerate() {
