@@ -348,26 +348,13 @@ impl<'a> Planning<'a> {
     }
 
     fn document(&self, planned: &Planned, choices: &[(Choice, Result<Planned, EngineError>)]) -> Value {
-        let best = fastest(choices);
-        let rows = choices.iter().enumerate().map(|(index, (choice, planned))| match planned {
-            Ok(planned) => {
-                let mut row = planned.figures();
-                row["fastest"] = json!(best == Some(index));
-                row
-            }
-            Err(error) => {
-                let mut row = choice.json();
-                row["refused"] = json!(error.to_string());
-                row
-            }
-        });
         json!({
             "model": ModelShape::of(&self.model),
             "seq_len": self.length,
             "accumulation": self.args.accumulation,
             "plan": planned.figures(),
             "memory": Term::all(&planned.outlook.memory),
-            "choices": rows.collect::<Vec<_>>(),
+            "choices": rows(choices, fastest(choices), Choice::json, Planned::figures),
         })
     }
 
@@ -463,6 +450,28 @@ pub(super) fn place(offload: Offload) -> &'static str {
         Offload::Host => "host",
         Offload::Disk => "disk",
     }
+}
+
+/// The rows of a table for `--json`. Those that do not fit say why.
+pub(super) fn rows<C: Copy, P>(
+    choices: &[(C, Result<P, EngineError>)],
+    best: Option<usize>,
+    name: impl Fn(C) -> Value,
+    figures: impl Fn(&P) -> Value,
+) -> Vec<Value> {
+    let row = |(index, (choice, planned)): (usize, &(C, Result<P, EngineError>))| match planned {
+        Ok(planned) => {
+            let mut row = figures(planned);
+            row["fastest"] = json!(best == Some(index));
+            row
+        }
+        Err(error) => {
+            let mut row = name(*choice);
+            row["refused"] = json!(error.to_string());
+            row
+        }
+    };
+    choices.iter().enumerate().map(row).collect()
 }
 
 /// The feasible choice with the most tokens a second; of choices that are as good, the first.

@@ -5,7 +5,7 @@
 use super::args::{Offload, WeightFormat};
 use super::floor::time;
 use super::pinned::{ModelShape, Term, Totals};
-use super::plan::{NOTHING_KNOWN, Planning, exponent, first_best, place};
+use super::plan::{NOTHING_KNOWN, Planning, exponent, first_best, place, rows};
 use super::session;
 use super::{print_json, print_text};
 use crate::error::CliError;
@@ -159,26 +159,13 @@ fn text(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> String
 }
 
 fn document(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> Value {
-    let best = fastest(choices);
-    let rows = choices.iter().enumerate().map(|(index, (choice, planned))| match planned {
-        Ok(planned) => {
-            let mut row = planned.figures();
-            row["fastest"] = json!(best == Some(index));
-            row
-        }
-        Err(error) => {
-            let mut row = choice.json();
-            row["refused"] = json!(error.to_string());
-            row
-        }
-    });
     json!({
         "model": ModelShape::of(&planning.model),
         "prompt_tokens": planning.length,
         "max_new_tokens": planning.args.max_new_tokens,
         "plan": planned.figures(),
         "memory": Term::all(&planned.outlook.memory),
-        "choices": rows.collect::<Vec<_>>(),
+        "choices": rows(choices, fastest(choices), Choice::json, Planned::figures),
     })
 }
 
