@@ -92,7 +92,8 @@ def main():
     print("\nLoHan's figures are read as operations with recomputation (8 per parameter and token); it also moves activations to its")
     print("drives, which the plan, with 768 GiB of host memory, does not (and is asked for no copies of state in it). Its figures for one and for six drives lie near the floor; with two,")
     print("disk and compute are equally long, which is where overlap matters most. DeepSpeed's small batches are far from theirs:")
-    print("it computes and updates one after the other.")
+    print("it computes and updates one after the other. ZeRO-Inference is planned with a card that leaves hardly any room for weights to")
+    print("stay, and with short prompts: neither was published, and its rate of four Gen5 drives and eight is what its disk tool reads.")
 
 
 if __name__ == "__main__":
