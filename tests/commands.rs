@@ -13,20 +13,32 @@ use terrace_models::ModelConfig;
 #[test]
 fn a_timeline_shows_the_link() {
     let bench = Bench::tiny();
-    let trace = bench.path("trace.json");
-    bench.finetune("out").args(&["--steps", "3", "--discrete"]).path("--trace", &trace).ok();
-    let events: Value = serde_json::from_str(&fs::read_to_string(&trace).unwrap()).unwrap();
-    let events = events.as_array().unwrap();
-    let copies = |lane: &str, name: &str| {
+    let (trace, plan) = (bench.path("trace.json"), bench.path("plan.json"));
+    let run = |output: &str| bench.finetune(output).args(&["--steps", "3", "--discrete"]);
+    run("roomy").path("--trace", &trace).path("--save-plan", &plan).ok();
+    let read = || -> Vec<Value> { serde_json::from_str(&fs::read_to_string(&trace).unwrap()).unwrap() };
+    let roomy = read();
+    let mut planned: Value = serde_json::from_str(&fs::read_to_string(&plan).unwrap()).unwrap();
+    assert_eq!(planned["windows"]["device_groups"], 4, "all of them");
+    planned["windows"]["device_groups"] = 0.into();
+    fs::write(&plan, planned.to_string()).unwrap();
+    run("out").path("--trace", &trace).path("--plan", &plan).ok();
+    let events = read();
+    let copies_of = |events: &[Value], lane: &str, name: &str| {
         let tid = |e: &Value| {
             e["tid"].as_str().unwrap() == lane || e["tid"].as_str().unwrap().starts_with(&format!("{lane} "))
         };
         events.iter().filter(|e| tid(e) && e["cat"] == "link" && e["name"] == name).count()
     };
+    let copies = |lane: &str, name: &str| copies_of(&events, lane, name);
     // Three steps, forward and backward; the tied embedding is used by the head, too.
     let weights = ["embed_tokens", "layers.0", "layers.1", "head"]
         .map(|block| copies("uploads", &format!("weights of {block}")));
     assert_eq!(weights, [3 * 3, 3 * 2, 3 * 2, 3]);
+    // Those that stay are sent once a step.
+    for block in ["embed_tokens", "layers.0", "layers.1", "head"] {
+        assert_eq!(copies_of(&roomy, "uploads", &format!("weights of {block}")), 3, "{block}");
+    }
     let gradients = ["embed_tokens", "layers.0", "head"]
         .map(|block| copies("downloads", &format!("gradient of {block}")));
     assert_eq!(gradients, [3 * 2, 3, 3]);

@@ -48,8 +48,15 @@ pub(crate) struct Copies {
     /// Of blocks, and so of groups.
     names: Vec<String>,
     block: AtomicUsize,
-    sender: Option<Sender<Started>>,
+    sender: Option<Sender<Told>>,
     thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+enum Told {
+    Copy(Started),
+    /// To answer when every copy that is done has been noted.
+    Asked(Sender<()>),
 }
 
 #[derive(Debug)]
@@ -87,7 +94,15 @@ impl Copies {
         };
         let started = Started { link, name, began: Instant::now(), event: Arc::clone(event) };
         // The thread ends with this value, not before.
-        let _ = self.sender.as_ref().map(|sender| sender.send(started));
+        let _ = self.sender.as_ref().map(|sender| sender.send(Told::Copy(started)));
+    }
+
+    /// Waits until the timeline has every copy that is done.
+    pub(crate) fn settle(&self) {
+        let (answer, answered) = unbounded();
+        if self.sender.as_ref().is_some_and(|sender| sender.send(Told::Asked(answer)).is_ok()) {
+            let _ = answered.recv();
+        }
     }
 }
 
@@ -108,7 +123,7 @@ struct Queue {
 }
 
 /// Notes copies as they end, until nobody can start any more.
-fn follow(timeline: &Timeline, copies: &Receiver<Started>) {
+fn follow(timeline: &Timeline, copies: &Receiver<Told>) {
     let mut queues: [Queue; 3] = Default::default();
     loop {
         let idle = queues.iter().all(|queue| queue.started.is_empty());
@@ -118,9 +133,14 @@ fn follow(timeline: &Timeline, copies: &Receiver<Started>) {
             copies.recv_timeout(LOOK)
         };
         let ended = matches!(next, Err(RecvTimeoutError::Disconnected));
-        if let Ok(started) = next {
-            queues[started.link as usize].started.push_back(started);
-        }
+        let asked = match next {
+            Ok(Told::Copy(started)) => {
+                queues[started.link as usize].started.push_back(started);
+                None
+            }
+            Ok(Told::Asked(answer)) => Some(answer),
+            Err(_) => None,
+        };
         for queue in &mut queues {
             while queue.started.front().is_some_and(|copy| copy.event.is_done()) {
                 let Started { link, name, began, .. } = queue.started.pop_front().expect("just looked at");
@@ -128,6 +148,9 @@ fn follow(timeline: &Timeline, copies: &Receiver<Started>) {
                 timeline.note(resource, queue.free.map_or(began, |free| began.max(free)), name);
                 queue.free = Some(Instant::now());
             }
+        }
+        if let Some(answer) = asked {
+            let _ = answer.send(());
         }
         if ended {
             return;
@@ -161,7 +184,7 @@ mod tests {
             upload.ready_on(&*compute).unwrap().1.release().unwrap();
             std::thread::sleep(Duration::from_millis(5));
         }
-        drop(copies);
+        copies.settle();
         let spans = timeline.drain();
         let names: Vec<&str> = spans.iter().map(|span| span.name.as_str()).collect();
         assert_eq!(names, ["weights of first", "signal of second"]);

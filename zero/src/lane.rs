@@ -87,6 +87,11 @@ impl Lane {
         self.copies.iter().for_each(|copies| copies.at(block));
     }
 
+    /// Waits until a timeline has every copy that is done.
+    pub(crate) fn settle(&self) {
+        self.copies.iter().for_each(Copies::settle);
+    }
+
     /// Takes note of a copy that was just started.
     pub(crate) fn started(&self, link: Link, cargo: Cargo, event: &Arc<dyn Event>) {
         self.copies.iter().for_each(|copies| copies.started(link, cargo, event));

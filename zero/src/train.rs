@@ -207,6 +207,7 @@ impl Engine {
     /// # Errors
     /// A tier failed. The last committed step is then still intact.
     pub fn flush(&mut self) -> Result {
+        self.lane.settle();
         let Some(pending) = self.pending.take() else { return self.refresh() };
         let bench = self.bench().expect("only a training engine defers updates");
         let result = pending.run(bench, &self.home, &Gate::default());
