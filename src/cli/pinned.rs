@@ -569,7 +569,7 @@ impl Pinned {
 }
 
 /// The word for a choice in files and flags.
-fn name(choice: impl Serialize) -> String {
+pub(super) fn name(choice: impl Serialize) -> String {
     match serde_json::to_value(choice) {
         Ok(serde_json::Value::String(name)) => name,
         other => unreachable!("choices are words: {other:?}"),

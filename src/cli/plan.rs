@@ -195,23 +195,28 @@ impl<'a> Planning<'a> {
 
     /// Refuses what needs more than `--disk-space`.
     pub(super) fn enough_disk(&self, offload: Offload, memory: &MemoryPlan) -> Result<(), EngineError> {
-        match self.args.disk_space {
-            Some(space) if offload == Offload::Disk => enough_disk(memory, space.0),
-            _ => Ok(()),
-        }
+        let needed = memory.total(Tier::Disk);
+        let Some(space) = self.args.disk_space.filter(|space| offload == Offload::Disk && needed > space.0)
+        else {
+            return Ok(());
+        };
+        Err(EngineError::Config(format!(
+            "--disk-space of {} is too small: this run needs {}.\n{}Raise it to {}, or choose a smaller {}",
+            ByteSize(space.0),
+            ByteSize(needed).rounded_up(),
+            memory.breakdown(Tier::Disk),
+            ByteSize(needed).rounded_up(),
+            if self.args.generate { "--weights" } else { "--state" }
+        )))
     }
 
     /// Where the state or the weights could be.
-    pub(super) fn places(&self, chosen: Offload) -> &[Offload] {
+    pub(super) fn places(&self, chosen: Offload) -> Vec<Offload> {
         match (self.args.offload.is_some(), self.on_card) {
-            (true, _) => match chosen {
-                Offload::None => &[Offload::None],
-                Offload::Host => &[Offload::Host],
-                Offload::Disk => &[Offload::Disk],
-            },
-            (false, true) => &[Offload::None, Offload::Host, Offload::Disk],
+            (true, _) => vec![chosen],
+            (false, true) => vec![Offload::None, Offload::Host, Offload::Disk],
             // Without a card memory of the device is that of the host.
-            (false, false) => &[Offload::Host, Offload::Disk],
+            (false, false) => vec![Offload::Host, Offload::Disk],
         }
     }
 
@@ -273,7 +278,7 @@ impl<'a> Planning<'a> {
         };
         let mut found = Vec::new();
         for &state in states {
-            for &offload in self.places(chosen.offload) {
+            for offload in self.places(chosen.offload) {
                 for (batch, accum) in BATCHES {
                     let choice =
                         Choice { state, offload, batch: batch * chosen.batch, accum: accum * chosen.accum };
@@ -429,8 +434,8 @@ impl Choice {
         format!("state {} on {}", self.state, self.place())
     }
 
-    fn place(self) -> &'static str {
-        place(self.offload)
+    fn place(self) -> String {
+        pinned::name(self.offload)
     }
 
     fn json(self) -> Value {
@@ -440,15 +445,6 @@ impl Choice {
             "batch_size": self.batch,
             "grad_accum": self.accum,
         })
-    }
-}
-
-/// A tier's name.
-pub(super) fn place(offload: Offload) -> &'static str {
-    match offload {
-        Offload::None => "none",
-        Offload::Host => "host",
-        Offload::Disk => "disk",
     }
 }
 
@@ -527,21 +523,6 @@ pub(super) fn and_what_fits(error: EngineError, what: &str, fitting: &[String]) 
         CliError::Usage(message) => CliError::Usage(format!("{message}{more}")),
         other => other,
     }
-}
-
-/// Refuses a plan that needs more than `--disk-space`.
-fn enough_disk(memory: &MemoryPlan, space: u64) -> Result<(), EngineError> {
-    let needed = memory.total(Tier::Disk);
-    if needed <= space {
-        return Ok(());
-    }
-    Err(EngineError::Config(format!(
-        "--disk-space of {} is too small: this run needs {}.\n{}Raise it to {}, or choose a smaller --state",
-        ByteSize(space),
-        ByteSize(needed).rounded_up(),
-        memory.breakdown(Tier::Disk),
-        ByteSize(needed).rounded_up()
-    )))
 }
 
 /// The model that is planned: of a folder, of a `config.json`, or made up for a number of parameters.

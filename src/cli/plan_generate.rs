@@ -4,8 +4,8 @@
 
 use super::args::{Offload, WeightFormat};
 use super::floor::time;
-use super::pinned::{ModelShape, Term, Totals};
-use super::plan::{NOTHING_KNOWN, Planning, exponent, first_best, place, rows};
+use super::pinned::{ModelShape, Term, Totals, name};
+use super::plan::{NOTHING_KNOWN, Planning, exponent, first_best, rows};
 use super::session;
 use super::{print_json, print_text};
 use crate::error::CliError;
@@ -99,7 +99,7 @@ fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
 fn choices(planning: &Planning<'_>, chosen: Choice) -> Choices {
     let mut found = Vec::new();
     for weights in [WeightFormat::Bf16, WeightFormat::Int8, WeightFormat::Int4] {
-        for &offload in planning.places(chosen.offload) {
+        for offload in planning.places(chosen.offload) {
             for batch in BATCHES {
                 let choice = Choice { weights, offload, batch: batch * chosen.batch };
                 found.push((choice, of(planning, choice)));
@@ -121,7 +121,7 @@ fn text(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> String
     line(format!(
         "weights {} on {}; {batch} prompts of {} tokens, {} new tokens each",
         name(weights),
-        place(offload),
+        name(offload),
         planning.length,
         planning.args.max_new_tokens
     ));
@@ -203,20 +203,12 @@ impl Planned {
 
 impl Choice {
     fn json(self) -> Value {
-        json!({ "weights": self.weights, "offload": place(self.offload), "batch_size": self.batch })
-    }
-}
-
-fn name(weights: WeightFormat) -> &'static str {
-    match weights {
-        WeightFormat::Bf16 => "bf16",
-        WeightFormat::Int8 => "int8",
-        WeightFormat::Int4 => "int4",
+        json!({ "weights": self.weights, "offload": self.offload, "batch_size": self.batch })
     }
 }
 
 fn row(choice: Choice, planned: Option<&Planned>, fastest: bool) -> String {
-    let start = format!("{:<8} {:<7} {:>6}", name(choice.weights), place(choice.offload), choice.batch);
+    let start = format!("{:<8} {:<7} {:>6}", name(choice.weights), name(choice.offload), choice.batch);
     let Some(planned) = planned else { return format!("{start}   does not fit") };
     let size = |tier| ByteSize(planned.outlook.memory.total(tier)).to_string();
     let seconds = planned.floors[1].bound().map_or("–".into(), |(_, seconds)| time(seconds));

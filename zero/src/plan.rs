@@ -215,8 +215,11 @@ impl Planner<'_> {
         let others = plan.memory.total(Tier::Device) - taken;
         let room = self.config.device_budget.saturating_sub(others);
         let fits = |&groups: &usize| self.device_room(groups).bytes(self.network) <= room;
-        let fitting = (0..=self.network.groups.len()).rev().find(fits);
-        let choice = Choice { device_groups: fitting.unwrap_or(0), ..choice };
+        let device_groups = (0..=self.network.groups.len()).rev().find(fits).unwrap_or(0);
+        if self.device_room(device_groups) == plan.windows.device_room {
+            return Ok((choice, plan));
+        }
+        let choice = Choice { device_groups, ..choice };
         let plan = self.evaluate(choice, &plan.windows.caching)?;
         Ok((choice, plan))
     }
