@@ -5,7 +5,12 @@ use std::sync::Arc;
 use terrace_aio::engine::{EngineConfig as IoConfig, open_default};
 use terrace_device::cuda::CudaDevice;
 use terrace_device::host::HostDevice;
+use terrace_kernels::update::UpdateKernels;
 use terrace_kernels::{cpu, cuda};
+use terrace_optimizer::host_kernels;
+
+/// Device memory that the kernels of a card keep.
+pub(crate) const CUDA_SCRATCH_BYTES: u64 = (cuda::SCRATCH_BYTES + cuda::UPDATE_SCRATCH_BYTES) as u64;
 
 /// The CPU as the device, its kernels on `threads` threads with the best instructions of this machine, and the disk engine that
 /// `io` asks for.
@@ -22,6 +27,7 @@ pub fn cpu_backend(threads: usize, io: &IoConfig) -> Result<Backend> {
     Ok(Backend {
         device: Arc::new(HostDevice::unified()),
         kernels: cpu::kernel_set(threads),
+        updates: None,
         kernel_scratch_bytes: cpu::scratch_bytes(threads) as u64,
         io: open_default(io)?,
     })
@@ -36,7 +42,15 @@ pub fn cuda_backend(device: &Arc<CudaDevice>, io: &IoConfig) -> Result<Backend> 
     Ok(Backend {
         device: Arc::clone(device) as _,
         kernels: cuda::kernel_set(device, device.compute_stream())?,
-        kernel_scratch_bytes: cuda::SCRATCH_BYTES as u64,
+        updates: Some(cuda::update_kernels(device, device.compute_stream())?),
+        kernel_scratch_bytes: CUDA_SCRATCH_BYTES,
         io: open_default(io)?,
     })
+}
+
+/// The host's operations on training state, for a device that only plays one with memory of its own.
+pub(crate) fn host_updates(threads: usize) -> Result<UpdateKernels> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    let pool = pool.map_err(|e| EngineError::Config(format!("cannot start {threads} threads: {e}")))?;
+    Ok(host_kernels(Arc::new(pool)))
 }

@@ -40,10 +40,21 @@ impl<S: StableBytes> Upload<S> {
     ///
     /// # Panics
     /// If `dst` is smaller than `src`.
-    pub fn start(stream: &dyn Stream, src: S, mut dst: Region) -> Result<Self, DeviceError> {
+    pub fn start(stream: &dyn Stream, src: S, dst: Region) -> Result<Self, DeviceError> {
+        Self::start_at(stream, src, dst, 0)
+    }
+
+    /// As [`start`](Self::start), to the bytes of `dst` from `at` on.
+    ///
+    /// # Errors
+    /// The driver refused.
+    ///
+    /// # Panics
+    /// If `dst` ends before `src` does.
+    pub fn start_at(stream: &dyn Stream, src: S, mut dst: Region, at: usize) -> Result<Self, DeviceError> {
         let len = src.len();
         // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
-        unsafe { stream.copy(Bytes::from_host(&src), dst.bytes_mut().slice(0, len))? };
+        unsafe { stream.copy(Bytes::from_host(&src), dst.bytes_mut().slice(at, at + len))? };
         let (event, ends) = record(stream, (src, dst))?;
         Ok(Self { event, ends: Some(ends) })
     }
@@ -99,12 +110,29 @@ impl<D: StableBytes + DerefMut> Download<D> {
         stream: &dyn Stream,
         producer: &dyn Stream,
         src: Region,
+        dst: D,
+    ) -> Result<Self, DeviceError> {
+        Self::start_at(stream, producer, src, 0, dst)
+    }
+
+    /// As [`start`](Self::start), of the bytes of `src` from `at` on.
+    ///
+    /// # Errors
+    /// The driver refused.
+    ///
+    /// # Panics
+    /// If `src` ends before `dst` does.
+    pub fn start_at(
+        stream: &dyn Stream,
+        producer: &dyn Stream,
+        src: Region,
+        at: usize,
         mut dst: D,
     ) -> Result<Self, DeviceError> {
         stream.wait(&*producer.record()?)?;
         let len = dst.len();
         // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
-        unsafe { stream.copy(src.bytes().slice(0, len), BytesMut::from_host(&mut dst))? };
+        unsafe { stream.copy(src.bytes().slice(at, at + len), BytesMut::from_host(&mut dst))? };
         let (event, ends) = record(stream, (src, dst))?;
         Ok(Self { event, ends: Some(ends) })
     }

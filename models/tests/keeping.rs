@@ -13,7 +13,7 @@ use terrace_models::{Model, RandomSource};
 use terrace_tiers::Tier;
 use terrace_zero::{
     Accumulation, Block, Context, Engine, EngineError, Gradients, Kept, KvSpec, Mode, OutputSpec, ParamSpec,
-    Result, Weights, WindowOverrides,
+    Placement, Result, Weights, WindowOverrides,
 };
 
 fn keeping(setup: &Setup, blocks: usize) -> Setup {
@@ -239,9 +239,35 @@ fn the_planned_memory_is_exact_wherever_gradients_go() {
     }
 }
 
+/// Gradients of state on the device never leave it.
+#[test]
+fn the_planned_memory_is_exact_whatever_the_device_updates() {
+    for (tied, accumulation) in
+        [(true, Accumulation::Vertical), (false, Accumulation::Vertical), (true, Accumulation::Horizontal)]
+    {
+        for (state_groups, blocks) in [(0, 0), (1, 0), (3, 2), (9, 0)] {
+            let overrides = WindowOverrides {
+                chunk_elements: Some(1 << 14),
+                state_groups: Some(state_groups),
+                ..WindowOverrides::default()
+            };
+            let base = Setup { placement: Placement::Host, accumulation, overrides, ..Setup::new(tied) };
+            let setup = keeping(&Setup { discrete: true, micro_batches: 3, ..base }, blocks);
+            let (mut engine, seen) = watched(&setup);
+            setup.continue_to(&mut engine, 2);
+            let (peak, capacity) = *seen.arena.lock().unwrap();
+            assert_eq!(
+                peak, capacity,
+                "tied: {tied}, {accumulation:?}, {state_groups} groups, {blocks} keep"
+            );
+        }
+    }
+}
+
 #[test]
 fn a_step_that_fails_leaves_nothing_behind() {
     fails_in_a_step(&keeping(&Setup::new(true), 3));
+    fails_in_a_step(&keeping(&Setup { discrete: true, ..Setup::new(true) }, 0));
     // Also none of the gradients that are parked between micro-batches.
     let accumulation = Accumulation::Horizontal;
     fails_in_a_step(&keeping(&Setup { accumulation, ..Setup::new(true) }, 3));

@@ -45,6 +45,40 @@ fn staying(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     all
 }
 
+/// The device holds and updates the state of some groups, or of all; the host that of the others.
+fn on_device(base: &Setup) -> Vec<(String, Setup)> {
+    let mut all = Vec::new();
+    // Others have no kernel there.
+    let has_kernel = matches!(base.optimizer, Algorithm::AdamW(_) | Algorithm::Adam(_));
+    for (placement, state_groups) in [
+        (Placement::None, None),
+        (Placement::None, Some(0)),
+        (Placement::None, Some(2)),
+        (Placement::Host, Some(0)),
+        (Placement::Host, Some(1)),
+        (Placement::Host, Some(3)),
+    ] {
+        if state_groups > Some(0) && !has_kernel {
+            continue;
+        }
+        for (device_groups, overlap) in [(None, None), (Some(0), Some(false))] {
+            let chunk_elements = device_groups.map(|_| 1 << 14);
+            let overrides = WindowOverrides {
+                device_groups,
+                state_groups,
+                overlap,
+                chunk_elements,
+                ..WindowOverrides::default()
+            };
+            let setup = Setup { placement, overrides, discrete: true, ..base.clone() };
+            let words =
+                format!("state of {state_groups:?} groups and weights of {device_groups:?} on the device");
+            all.push((format!("{placement}, {words}, overlap {overlap:?}"), setup));
+        }
+    }
+    all
+}
+
 /// Every variant of a setup, named.
 fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     let disk = |name: &str, paths: usize| {
@@ -104,6 +138,7 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         ),
     ];
     all.extend(staying(base, dir));
+    all.extend(on_device(base));
     // Weights of some groups; those of all groups and all state of some; all state of all.
     for cache_bytes in [100_000, 500_000, u64::MAX] {
         let copies = |name: &str| Setup {

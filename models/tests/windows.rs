@@ -5,7 +5,7 @@ mod support;
 
 use support::Setup;
 use terrace_models::{Model, RandomSource};
-use terrace_optimizer::StateFormat;
+use terrace_optimizer::{Algorithm, Lion, StateFormat};
 use terrace_tiers::Tier;
 use terrace_zero::{Engine, EngineConfig, Outlook, Placement, PlanningRuns, WindowOverrides};
 
@@ -88,7 +88,9 @@ fn what_a_device_has_room_for_stays_there() {
         let setup = Setup { discrete: true, placement, disks, ..Setup::new(false) };
         let of = |device_groups, device_budget| {
             let kept_blocks = Some(0);
-            let overrides = WindowOverrides { device_groups, kept_blocks, ..WindowOverrides::default() };
+            let state_groups = Some(0);
+            let overrides =
+                WindowOverrides { device_groups, state_groups, kept_blocks, ..WindowOverrides::default() };
             outlook(&Setup { overrides, device_budget, ..setup.clone() })
         };
         let roomy = of(None, u64::MAX).unwrap();
@@ -113,6 +115,84 @@ fn what_a_device_has_room_for_stays_there() {
     }
 }
 
+/// Without a host's memory to fall back on, all state is on the device; else what the host has no room for, or what the device
+/// has room for beside all weights.
+#[test]
+fn a_device_holds_the_state_that_the_plan_gives_it() {
+    let setup = Setup { discrete: true, ..Setup::new(false) };
+    let bytes = |outlook: &Outlook, tier: Tier, what: &str| -> u64 {
+        let entries = outlook.memory.entries().iter();
+        entries
+            .filter(|e| e.tier == tier && e.purpose.starts_with(what))
+            .map(terrace_tiers::PlanEntry::bytes)
+            .sum()
+    };
+    let here = outlook(&setup).unwrap();
+    let all = here.windows.state_groups.unwrap();
+    assert_eq!(here.windows.device_groups, Some(all));
+    let state = bytes(&here, Tier::Device, "state on the device");
+    assert!(state > here.parameters * 12 && bytes(&here, Tier::Host, "resident state") == 0);
+    assert_eq!((bytes(&here, Tier::Host, "gradients"), here.work.parameters), (0, 0));
+    // The host, alone and with what the device has room for.
+    let host = Setup { placement: Placement::Host, ..setup.clone() };
+    let fixed = |groups| {
+        let overrides = WindowOverrides { state_groups: Some(groups), ..WindowOverrides::default() };
+        outlook(&Setup { overrides, ..host.clone() }).unwrap()
+    };
+    let alone = fixed(0);
+    assert!(bytes(&alone, Tier::Host, "resident state") > alone.parameters * 12);
+    assert_eq!(outlook(&host).unwrap().windows.state_groups, Some(all), "there is room for all of it");
+    let (roomy, tight) = (alone.memory.total(Tier::Host), fixed(all).memory.total(Tier::Host));
+    let mut seen = Vec::new();
+    for tenth in 0..=10 {
+        let budget = tight + (roomy - tight) * tenth / 10;
+        // No room for all weights beside what the plan needs there anyhow.
+        let device_groups = Some(0);
+        let overrides = WindowOverrides { device_groups, ..WindowOverrides::default() };
+        let found = outlook(&Setup { host_budget: budget, overrides, ..host.clone() }).unwrap();
+        let groups = found.windows.state_groups.unwrap();
+        assert!(found.memory.total(Tier::Host) <= budget);
+        assert!(groups == 0 || fixed(groups - 1).memory.total(Tier::Host) > budget, "{groups} groups");
+        seen.push(groups);
+    }
+    assert!(seen[0] == all && seen[10] == 0 && seen.is_sorted_by(|more, less| more >= less), "{seen:?}");
+    // Nobody has room.
+    let device_budget = alone.memory.total(Tier::Device) / 4;
+    assert!(outlook(&Setup { host_budget: roomy - 1, device_budget, ..host.clone() }).is_err());
+}
+
+/// DeepSpeed's `ratio`: the host's part of the parameters, as near as groups come.
+#[test]
+fn the_host_holds_its_part_of_the_state() {
+    let part = |host_part: f64| {
+        let setup = Setup { placement: Placement::Host, discrete: true, ..Setup::new(false) };
+        outlook(&Setup { host_part: Some(host_part), ..setup }).unwrap()
+    };
+    let all = part(1.0).work.parameters;
+    let mut before = 0;
+    for twentieth in 0..=20 {
+        let found = part(f64::from(twentieth) / 20.0);
+        assert!(found.work.parameters >= before);
+        before = found.work.parameters;
+        let off = (before as f64 / all as f64 - f64::from(twentieth) / 20.0).abs();
+        assert!(off < 0.25, "{before} of {all} at {twentieth}/20");
+    }
+    assert_eq!((part(0.0).work.parameters, before), (0, all));
+    // No kernel, no state there.
+    let lion = Setup {
+        placement: Placement::Host,
+        discrete: true,
+        optimizer: Algorithm::Lion(Lion::default()),
+        ..Setup::new(false)
+    };
+    let error = outlook(&Setup { host_part: Some(0.5), ..lion.clone() }).unwrap_err().to_string();
+    assert!(error.contains("lion") && error.contains("AdamW"), "{error}");
+    assert_eq!(outlook(&lion).unwrap().windows.state_groups, Some(0));
+    // Where the device is the host there is nothing to share.
+    let unified = Setup { discrete: false, ..lion };
+    assert_eq!(outlook(&Setup { host_part: Some(0.5), ..unified }).unwrap().work.parameters, all);
+}
+
 /// Given as overrides, the windows of a plan leave the planner no choice but that plan, however much memory there is.
 #[test]
 fn the_windows_of_a_plan_give_that_plan() {
@@ -123,6 +203,7 @@ fn the_windows_of_a_plan_give_that_plan() {
         (true, None, true, None, Placement::Disk),
         (false, None, false, Some(false), Placement::Disk),
         (true, Some(0.5), true, None, Placement::Host),
+        (false, Some(0.5), true, None, Placement::Host),
     ] {
         let overrides = WindowOverrides { overlap, ..WindowOverrides::default() };
         let disks = vec!["nowhere".into()];
@@ -162,6 +243,7 @@ fn the_windows_of_a_plan_give_that_plan() {
     twice(of(|w| format!("weights of {:?} groups", w.copied_weights)));
     twice(of(|w| format!("all of {:?} groups", w.copied_groups)));
     twice(of(|w| format!("weights of {:?} groups on the device", w.device_groups)));
+    twice(of(|w| format!("state of {:?} groups on the device", w.state_groups)));
     twice(of(|w| format!("overlap: {:?}", w.overlap)));
-    assert_eq!(differ, 12, "every field of {:?}", seen[0]);
+    assert_eq!(differ, 13, "every field of {:?}", seen[0]);
 }

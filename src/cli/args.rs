@@ -3,7 +3,7 @@
 
 pub use super::values::{Betas, DeviceName, DiskCache};
 use super::values::{
-    count, not_negative_float, parameters, positive_float, probability, threads, token_id, whole,
+    count, not_negative_float, parameters, part, positive_float, probability, threads, token_id, whole,
 };
 use crate::config::{ByteSize, GroupFlag, SchedulerFlag};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
@@ -134,6 +134,10 @@ pub struct FinetuneArgs {
     /// How training state is stored: with Adam 14, 12, 8 or 5.1 bytes per parameter [default: split; fp32 unless --dtype bf16]
     #[arg(long, value_name = "FORMAT", help_heading = "Memory")]
     pub state: Option<StateFormat>,
+    /// The part of the state, from 0 to 1, that the host holds and updates on a card with memory of its own; the last blocks make up
+    /// the rest, which the card holds and updates. With --offload host [default: what the card has no room for]
+    #[arg(long, value_name = "R", allow_negative_numbers = true, value_parser = part, help_heading = "Memory")]
+    pub optimizer_ratio: Option<f64>,
     /// Which blocks keep what they computed from forward to backward instead of computing it again: as many as fit, all, or none
     /// [default: auto]
     #[arg(long, value_name = "HOW", help_heading = "Memory")]
@@ -446,6 +450,9 @@ pub struct PlanArgs {
     /// Slowest tier in use [default: disk]; the table of choices has no other if it is given
     #[arg(long, value_name = "TIER")]
     pub offload: Option<Offload>,
+    /// The part of the state that the host holds and updates, as in `terrace finetune`
+    #[arg(long, value_name = "R", allow_negative_numbers = true, value_parser = part)]
+    pub optimizer_ratio: Option<f64>,
     /// Folder on a disk that the state would go to
     #[arg(long, value_name = "PATH")]
     pub disk: Vec<PathBuf>,
@@ -466,7 +473,10 @@ pub struct PlanArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceName,
     /// Plan `terrace generate` instead: --batch-size prompts of --seq-len tokens at a time
-    #[arg(long, conflicts_with_all = ["grad_accum", "accumulation", "state", "clip", "durability", "save"])]
+    #[arg(
+        long,
+        conflicts_with_all = ["grad_accum", "accumulation", "state", "clip", "durability", "optimizer_ratio", "save"]
+    )]
     pub generate: bool,
     /// Most new tokens per prompt
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "128", requires = "generate")]

@@ -482,6 +482,7 @@ fn engine_config(
             loss_scale: run.loss_scale,
             groups,
             base_lr,
+            host_part: run.optimizer_ratio,
         }),
         placement: session::placement(run.offload),
         disks: state_dirs(run),

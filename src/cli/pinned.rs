@@ -129,6 +129,8 @@ pub struct Windows {
     pub copied_groups: usize,
     #[serde(default)]
     pub device_groups: usize,
+    #[serde(default)]
+    pub state_groups: usize,
     pub kept_blocks: usize,
     /// Blocks that could keep.
     pub kept_blocks_max: usize,
@@ -245,6 +247,7 @@ impl Windows {
             copied_weights: Some(copied_weights),
             copied_groups: Some(copied_groups),
             device_groups: Some(device_groups),
+            state_groups: Some(state_groups),
             overlap: Some(overlap),
         } = chosen
         else {
@@ -261,6 +264,7 @@ impl Windows {
             copied_weights,
             copied_groups,
             device_groups,
+            state_groups,
             kept_blocks,
             kept_blocks_max,
             overlap,
@@ -281,6 +285,7 @@ impl Windows {
             copied_weights: Some(self.copied_weights),
             copied_groups: Some(self.copied_groups),
             device_groups: Some(self.device_groups),
+            state_groups: Some(self.state_groups),
             overlap: Some(self.overlap),
         }
     }
@@ -594,6 +599,7 @@ mod tests {
             copied_weights: Some(6),
             copied_groups: Some(2),
             device_groups: Some(4),
+            state_groups: Some(2),
             overlap: Some(false),
         };
         let windows = Windows::new(chosen, 9);

@@ -7,6 +7,7 @@ use super::pinned::{
 };
 use super::session::{self, Session};
 use super::{print_json, print_text};
+use crate::engine::{CUDA_SCRATCH_BYTES, host_updates};
 use crate::error::CliError;
 use crate::floor::{Capabilities, Floor};
 use crate::progress::count;
@@ -120,7 +121,8 @@ impl<'a> Planning<'a> {
             let mut backend = cpu_backend(1, &io)?;
             backend.device = Arc::new(HostDevice::discrete());
             backend.kernels = dry::kernel_set().0;
-            backend.kernel_scratch_bytes = terrace_kernels::cuda::SCRATCH_BYTES as u64;
+            backend.updates = Some(host_updates(1)?);
+            backend.kernel_scratch_bytes = CUDA_SCRATCH_BYTES;
             (backend, true, placement.device_memory.map_or(u64::MAX, |size| size.0))
         } else {
             let session = Session::open(&placement, &io, NonZeroUsize::new(threads), false)?;
@@ -167,7 +169,12 @@ impl<'a> Planning<'a> {
         };
         let clip = Some(self.args.clip.unwrap_or(1.0)).filter(|&norm| norm > 0.0);
         let config = EngineConfig {
-            training: Some(TrainingConfig { state: choice.state, clip, ..TrainingConfig::default() }),
+            training: Some(TrainingConfig {
+                state: choice.state,
+                clip,
+                host_part: self.args.optimizer_ratio,
+                ..TrainingConfig::default()
+            }),
             accumulation: session::accumulation(self.args.accumulation),
             durability: self.args.durability.into(),
             ..self.config(choice.offload, limits)

@@ -1,6 +1,7 @@
 //! From flags to backends and budgets, shared by the commands that run the engine.
 
 use super::args::{self, DeviceName, DiskEngine, Dtype, Offload, PlacementArgs, WeightFormat};
+use crate::engine::host_updates;
 use crate::error::CliError;
 use crate::{cpu_backend, cuda_backend};
 use std::num::NonZeroUsize;
@@ -69,6 +70,7 @@ impl Session {
         backend.io = io;
         if placement.discrete {
             backend.device = Arc::new(HostDevice::discrete());
+            backend.updates = Some(host_updates(threads)?);
         }
         Ok(Self { backend, stats, trace, timeline, threads, io_config, device_free })
     }

@@ -142,6 +142,11 @@ pub(super) fn positive_float(text: &str) -> Result<f64, String> {
     float(text).and_then(|n| if n > 0.0 { Ok(n) } else { Err("must be more than zero".into()) })
 }
 
+/// A number from 0 to 1.
+pub(super) fn part(text: &str) -> Result<f64, String> {
+    float(text).and_then(|n| if (0.0..=1.0).contains(&n) { Ok(n) } else { Err("must be from 0 to 1".into()) })
+}
+
 /// A number above 0 and at most 1.
 pub(super) fn probability(text: &str) -> Result<f64, String> {
     float(text)

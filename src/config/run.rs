@@ -66,6 +66,8 @@ pub struct TrainConfig {
     pub activations: Activations,
     /// Slowest tier in use.
     pub offload: Offload,
+    /// The part of the state that the host holds and updates beside a device with its own memory, if it was said.
+    pub optimizer_ratio: Option<f64>,
     /// Folders for state on disk; empty unless `offload` is [`Offload::Disk`].
     pub disks: Vec<PathBuf>,
     /// Host memory to use.
@@ -157,11 +159,9 @@ impl TrainConfig {
                     .into(),
             );
         }
-        if given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
-            warnings.push("offload_optimizer.ratio is not used: the whole optimizer runs on the CPU".into());
-        }
         let dtype = args.dtype.or(given.dtype()).unwrap_or(Dtype::Bf16);
         let (offload, disks) = placement(args, given, &mut warnings)?;
+        let optimizer_ratio = optimizer_ratio(args, given, offload, &mut warnings)?;
         let learning_rate = args.learning_rate.or(adam.lr).unwrap_or(1e-5);
         let optimizer = algorithm(args, &adam)?;
         let schedule = schedule(args, given, learning_rate)?;
@@ -190,6 +190,7 @@ impl TrainConfig {
             state: state(args.state, dtype)?,
             activations: args.activations.unwrap_or_default(),
             offload,
+            optimizer_ratio,
             disks,
             host_memory: placed.host_memory,
             durability: args.durability.unwrap_or_default(),
@@ -325,6 +326,25 @@ fn schedule(args: &FinetuneArgs, given: &DsConfig, base_lr: f64) -> Result<Sched
         Ok(()) => Ok(choice),
         Err(error) => usage(format!("{source} {}: {error}", choice.kind)),
     }
+}
+
+/// The flag over the file. Only `--offload host` leaves a choice: with disk all state is written in every step.
+fn optimizer_ratio(
+    args: &FinetuneArgs,
+    given: &DsConfig,
+    offload: Offload,
+    warnings: &mut Vec<String>,
+) -> Result<Option<f64>, CliError> {
+    let choice = offload == Offload::Host;
+    if args.optimizer_ratio.is_some() && !choice {
+        return usage("--optimizer-ratio shares the state between host and card: add --offload host");
+    }
+    if !choice && given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
+        warnings.push(
+            "offload_optimizer.ratio is not used: it shares the state between host and card, which takes --offload host".into(),
+        );
+    }
+    Ok(args.optimizer_ratio.or(given.offload_ratio).filter(|_| choice))
 }
 
 /// Terrace places every group itself, so the two sections of the file become one bound: the slower of both tiers.

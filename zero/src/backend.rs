@@ -5,6 +5,7 @@ use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_device::Device;
 use terrace_kernels::KernelSet;
+use terrace_kernels::update::UpdateKernels;
 
 /// A device, its kernels and a disk engine.
 #[derive(Clone)]
@@ -13,6 +14,9 @@ pub struct Backend {
     pub device: Arc<dyn Device>,
     /// Its operations.
     pub kernels: KernelSet,
+    /// Its operations on training state, on the device's compute stream or done when they return. Without them, and where device
+    /// memory is host memory, the host updates all state.
+    pub updates: Option<UpdateKernels>,
     /// Bytes of host memory that the operations keep for themselves; a term of the plan.
     pub kernel_scratch_bytes: u64,
     /// How bytes reach the disk.

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_device::Device;
 use terrace_kernels::KernelSet;
+use terrace_kernels::update::UpdateKernels;
 use terrace_tiers::MemoryPlan;
 
 /// What an engine is made of, until [`create`](Self::create) or [`resume`](Self::resume) makes it. Later calls replace what
@@ -19,6 +20,7 @@ pub struct EngineBuilder {
     config: EngineConfig,
     device: Option<Arc<dyn Device>>,
     kernels: Option<(KernelSet, u64)>,
+    updates: Option<UpdateKernels>,
     io: Option<Arc<dyn IoEngine>>,
 }
 
@@ -26,14 +28,15 @@ impl Engine {
     /// Starts building an engine. It needs a device, kernels and a disk engine, one by one or as a
     /// [`backend`](EngineBuilder::backend).
     pub fn builder(config: EngineConfig) -> EngineBuilder {
-        EngineBuilder { config, device: None, kernels: None, io: None }
+        EngineBuilder { config, device: None, kernels: None, updates: None, io: None }
     }
 }
 
 impl EngineBuilder {
     /// Device, kernels and disk engine at once.
     pub fn backend(mut self, backend: Backend) -> Self {
-        let Backend { device, kernels, kernel_scratch_bytes, io } = backend;
+        let Backend { device, kernels, updates, kernel_scratch_bytes, io } = backend;
+        self.updates = updates;
         self.device = Some(device);
         self.kernels = Some((kernels, kernel_scratch_bytes));
         self.io = Some(io);
@@ -49,6 +52,12 @@ impl EngineBuilder {
     /// The operations of the device, and the bytes of host memory that they keep for themselves, a term of the plan.
     pub fn kernels(mut self, kernels: KernelSet, scratch_bytes: u64) -> Self {
         self.kernels = Some((kernels, scratch_bytes));
+        self
+    }
+
+    /// Operations on training state in the memory of a device that has its own, see [`Backend::updates`].
+    pub fn updates(mut self, kernels: UpdateKernels) -> Self {
+        self.updates = Some(kernels);
         self
     }
 
@@ -113,7 +122,7 @@ impl EngineBuilder {
         let device = self.device.ok_or_else(|| missing("device", "device"))?;
         let (kernels, kernel_scratch_bytes) = self.kernels.ok_or_else(|| missing("kernels", "kernels"))?;
         let io = self.io.ok_or_else(|| missing("disk engine", "io"))?;
-        Ok((self.config, Backend { device, kernels, kernel_scratch_bytes, io }))
+        Ok((self.config, Backend { device, kernels, updates: self.updates, kernel_scratch_bytes, io }))
     }
 }
 

@@ -76,9 +76,11 @@ pub(crate) fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec
                 let key = BlobKey { group, kind: engine.kinds.blobs[index].kind };
                 stored.store.write(key, chunk, lease)?;
             }
-            StateHome::Resident(blobs) => {
-                exclusive(&mut locked(&blobs[group])[index])[range].copy_from_slice(&lease);
-            }
+            StateHome::Resident(blobs) => match engine.device_state.as_ref().filter(|state| state.has(group))
+            {
+                Some(state) => state.write(&engine.lane, group, index, range.start, lease)?,
+                None => exclusive(&mut locked(&blobs[group])[index])[range].copy_from_slice(&lease),
+            },
         }
     }
     Ok(())
@@ -180,6 +182,18 @@ pub(crate) fn load_resident(engine: &mut Engine, store: &DiskStore) -> Result {
         let mut blobs = locked(blobs);
         read_blobs(store, &engine.kinds, &engine.update_slots, group, blobs.iter_mut().enumerate())?;
     }
+    let Engine { device_state: Some(state), kinds, update_slots, lane, network, .. } = &*engine else {
+        return Ok(());
+    };
+    for (group, chunk) in state.chunks(store.spec(), network) {
+        for (kind, blob) in kinds.blobs.iter().enumerate() {
+            let range = kinds.range(kind, store.spec(), group, chunk);
+            let lease = update_slots.acquire_one(kind, range.len());
+            let key = BlobKey { group, kind: blob.kind };
+            let lease = store.read(key, chunk..chunk + 1, Generation::Live, lease)?.wait()?;
+            state.write(lane, group, kind, range.start, lease)?;
+        }
+    }
     Ok(())
 }
 
@@ -230,11 +244,22 @@ impl Engine {
     }
 
     fn write_resident(&mut self) -> Result {
-        let StateHome::Resident(groups) = &self.home else { return Ok(()) };
-        let store = self.saved.as_mut().expect("`save` opened it");
+        let Self { home, saved, device_state, kinds, update_slots, lane, network, .. } = self;
+        let StateHome::Resident(groups) = home else { return Ok(()) };
+        let store = saved.as_mut().expect("`save` opened it");
         for (group, blobs) in groups.iter().map(locked).enumerate() {
             let blobs = blobs.iter().map(|blob| &**blob).enumerate();
-            write_blobs(store, &self.kinds, &self.update_slots, group, blobs)?;
+            write_blobs(store, kinds, update_slots, group, blobs)?;
+        }
+        if let Some(state) = device_state {
+            for (group, chunk) in state.chunks(store.spec(), network) {
+                for (kind, blob) in kinds.blobs.iter().enumerate() {
+                    let range = kinds.range(kind, store.spec(), group, chunk);
+                    let lease = update_slots.acquire_one(kind, range.len());
+                    let lease = state.read(lane, group, kind, range.start, lease)?;
+                    store.write(BlobKey { group, kind: blob.kind }, chunk, lease)?;
+                }
+            }
         }
         let words = self.loss_scale.map_or_else(Vec::new, |scale| scale.words(&[]));
         Ok(store.commit(self.step, &words)?)
@@ -316,10 +341,14 @@ impl Reader<'_> {
         if !matches!(self.cached, Some((g, c, _)) if (g, c) == (group, chunk)) {
             self.cached = None;
             let engine = self.engine;
+            let weight = engine.kinds.weight;
+            let range = engine.kinds.range(weight, &engine.plan.spec, group, chunk);
+            let lease = engine.update_slots.acquire_one(weight, range.len());
+            if let Some(state) = engine.device_state.as_ref().filter(|state| state.has(group)) {
+                let lease = state.read(&engine.lane, group, weight, range.start, lease)?;
+                return Ok(&self.cached.insert((group, chunk, lease)).2);
+            }
             let store = engine.home.disk().expect("weights that are not resident are in a store");
-            let elements = engine.plan.spec.chunk_len(group, chunk);
-            let lease =
-                engine.update_slots.acquire_one(engine.kinds.weight, elements * engine.config.dtype.size());
             let key = BlobKey { group, kind: engine.kinds.blobs[engine.kinds.weight].kind };
             let lease = store.read(key, chunk..chunk + 1, Generation::Newest, lease)?.wait()?;
             self.cached = Some((group, chunk, lease));

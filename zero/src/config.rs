@@ -71,6 +71,10 @@ pub struct TrainingConfig {
     /// The rate that the run's schedule is made of, which rules with a [rate of their own](terrace_optimizer::GroupLr::Own) are
     /// measured against; nothing else looks at it.
     pub base_lr: f64,
+    /// The part of the parameters, from 0 to 1, whose state the host holds and updates where the device has memory of its own; the
+    /// last groups, whose parameters come nearest to the rest, have their state on the device. `None` leaves it to the plan. It says
+    /// something with [`Placement::Host`] alone, and only where the device is not the host.
+    pub host_part: Option<f64>,
 }
 
 /// The largest batch that the plan has room for.
@@ -117,6 +121,10 @@ pub struct WindowOverrides {
     /// How many groups, counted from the last, leave their weights on a device with its own memory until the next update; as many as
     /// there are if there are fewer. Where it is not fixed, as many as [`EngineConfig::device_budget`] has room for beside all else.
     pub device_groups: Option<usize>,
+    /// How many groups, counted from the last, have all their state on a device with its own memory, which updates it; as many as
+    /// there are if there are fewer. Where it is not fixed, all with [`Placement::None`], and with [`Placement::Host`] as many as
+    /// the host has no room for, or as the device has room for beside all weights.
+    pub state_groups: Option<usize>,
     /// Update state on disk during other work: each group as backward completes its gradient or, where the update waits for
     /// the gradient's norm, just ahead of the next forward. Otherwise compute waits for the update.
     pub overlap: Option<bool>,
@@ -175,6 +183,7 @@ impl Default for TrainingConfig {
             loss_scale: None,
             groups: Vec::new(),
             base_lr: 0.0,
+            host_part: None,
         }
     }
 }

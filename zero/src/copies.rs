@@ -36,6 +36,8 @@ pub(crate) enum Cargo {
     Weights(usize),
     /// A part of a group's gradient.
     Gradient(usize),
+    /// A part of a group's state, loaded or saved.
+    State(usize),
     /// A signal, or the gradient of one, of the block in work.
     Signal,
     /// Inputs of a micro-batch, and the loss.
@@ -89,6 +91,7 @@ impl Copies {
         let name = match cargo {
             Cargo::Weights(group) => format!("weights of {}", self.names[group]),
             Cargo::Gradient(group) => format!("gradient of {}", self.names[group]),
+            Cargo::State(group) => format!("state of {}", self.names[group]),
             Cargo::Signal => format!("signal of {}", self.names[self.block.load(Relaxed)]),
             Cargo::Small => "inputs and loss".to_owned(),
         };

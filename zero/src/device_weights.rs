@@ -2,20 +2,24 @@
 //!
 //! A few slots as long as the largest group that streams take turns; they are filled before each use. The last groups may have
 //! places of their own, which are filled once after every update: a step then reads their weights and sends them up once instead
-//! of twice, and generation not at all. Which groups stay changes no result.
+//! of twice, and generation not at all. Those of groups whose state is on the device (`device_state.rs`) are there anyway. Which
+//! groups stay changes no result.
 
+use crate::device_state::{DeviceState, region_bytes, sums_bytes};
 use crate::network::Network;
-use crate::{Backend, Placement, Result};
+use crate::state::StateKinds;
+use crate::{Backend, Result};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use terrace_device::Region;
+use terrace_kernels::DType;
 
 /// Memory of the device for weights; none where kernels read host memory.
 #[derive(Debug, Default)]
 pub(crate) struct DeviceWeights {
     /// Any group takes any slot.
     pub(crate) slots: VecDeque<Region>,
-    /// By group, those that stay.
+    /// By group, those that stay. Groups whose state is on the device have theirs during a schedule alone.
     pub(crate) places: Vec<Option<Place>>,
 }
 
@@ -36,54 +40,84 @@ pub(crate) struct DeviceRoom {
     slots: usize,
     /// How many groups, counted from the last, stay.
     pub(crate) staying: usize,
+    /// How many of these have all their state on the device.
+    pub(crate) state: usize,
 }
 
 impl DeviceRoom {
-    /// Room for `staying` groups, all of them if nothing else holds the weights, and slots for the others.
+    /// Room for `staying` groups, those with their `state` here included, and slots for the others.
     pub(crate) fn of(
         backend: &Backend,
         network: &Network,
-        placement: Placement,
         slots: usize,
         staying: usize,
+        state: usize,
     ) -> Self {
         if backend.device.unified() {
-            return Self { slots: 0, staying: 0 };
+            return Self { slots: 0, staying: 0, state: 0 };
         }
         let groups = network.groups.len();
-        let staying = if placement == Placement::None { groups } else { staying.min(groups) };
-        Self { slots: slots.min(groups - staying), staying }
+        let state = state.min(groups);
+        let staying = staying.clamp(state, groups);
+        Self { slots: slots.min(groups - staying), staying, state }
     }
 
     /// Number of slots and bytes of each.
     pub(crate) fn slots(self, network: &Network) -> (u64, u64) {
         let streaming = network.groups.len() - self.staying;
         let bytes =
-            network.groups[..streaming].iter().map(|group| region_bytes(network, group.elements)).max();
-        (self.slots as u64, bytes.unwrap_or(0) as u64)
+            network.groups[..streaming].iter().map(|group| weight_bytes(network, group.elements)).max();
+        (self.slots as u64, bytes.unwrap_or(0))
     }
 
     /// Bytes of all places.
     pub(crate) fn places(self, network: &Network) -> u64 {
-        let staying = &network.groups[network.groups.len() - self.staying..];
-        staying.iter().map(|group| region_bytes(network, group.elements) as u64).sum()
+        let groups = network.groups.len();
+        let staying = &network.groups[groups - self.staying..groups - self.state];
+        staying.iter().map(|group| weight_bytes(network, group.elements)).sum()
     }
 
-    /// Bytes in all.
-    pub(crate) fn bytes(self, network: &Network) -> u64 {
+    /// Bytes of slots and places.
+    pub(crate) fn weights(self, network: &Network) -> u64 {
         let (slots, bytes) = self.slots(network);
         slots * bytes + self.places(network)
     }
 
-    /// Whether a group has a place.
+    /// Bytes of one kind of state on the device.
+    pub(crate) fn kind_bytes(self, network: &Network, kind: &terrace_tiers::BlobSpec) -> u64 {
+        let here = &network.groups[network.groups.len() - self.state..];
+        here.iter().map(|group| region_bytes(kind.bytes(group.elements as u64))).sum()
+    }
+
+    /// Bytes of all state on the device.
+    pub(crate) fn state_bytes(self, network: &Network, kinds: &StateKinds) -> u64 {
+        kinds.blobs.iter().map(|kind| self.kind_bytes(network, kind)).sum()
+    }
+
+    /// Bytes of gradients that stay there between backward and update, and of their sums.
+    pub(crate) fn gradient_bytes(self, network: &Network, dtype: DType) -> u64 {
+        if self.state == 0 {
+            return 0;
+        }
+        let here = &network.groups[network.groups.len() - self.state..];
+        let bytes = here.iter().map(|group| region_bytes((group.elements * dtype.size()) as u64));
+        bytes.sum::<u64>() + sums_bytes(self.state)
+    }
+
+    /// Whether a group's weights stay.
     pub(crate) fn stays(self, network: &Network, group: usize) -> bool {
         group + self.staying >= network.groups.len()
+    }
+
+    /// Whether all state of a group is on the device.
+    pub(crate) fn has_state(self, network: &Network, group: usize) -> bool {
+        group + self.state >= network.groups.len()
     }
 }
 
 impl DeviceWeights {
     pub(crate) fn new(backend: &Backend, network: &Network, room: DeviceRoom) -> Result<Self> {
-        let total = room.bytes(network);
+        let total = room.weights(network);
         if total == 0 {
             return Ok(Self::default());
         }
@@ -91,20 +125,43 @@ impl DeviceWeights {
         let (slots, bytes) = room.slots(network);
         let slots = (0..slots).map(|_| Ok(arena.alloc(bytes as usize)?)).collect::<Result<_>>()?;
         let place = |(index, group): (usize, &crate::network::ParamGroup)| {
-            let place = || Ok(Place::Stale(arena.alloc(region_bytes(network, group.elements))?));
-            room.stays(network, index).then(place).transpose()
+            let place = || Ok(Place::Stale(arena.alloc(weight_bytes(network, group.elements) as usize)?));
+            let wanted = room.stays(network, index) && !room.has_state(network, index);
+            wanted.then(place).transpose()
         };
         let places = network.groups.iter().enumerate().map(place).collect::<Result<_>>()?;
         Ok(Self { slots, places })
     }
 
-    /// What there is, for a schedule; made again if one that failed has lost it.
-    pub(crate) fn take(&mut self, backend: &Backend, network: &Network, room: DeviceRoom) -> Result<Self> {
-        let Self { slots, places } = std::mem::take(self);
-        if slots.is_empty() && places.is_empty() {
-            return Self::new(backend, network, room);
+    /// What there is, for a schedule; made again if one that failed has lost it. With the weights of `state` on the device.
+    pub(crate) fn take(
+        &mut self,
+        backend: &Backend,
+        network: &Network,
+        room: DeviceRoom,
+        state: Option<(&DeviceState, &StateKinds)>,
+    ) -> Result<Self> {
+        let mut taken = std::mem::take(self);
+        if taken.slots.is_empty() && taken.places.is_empty() {
+            taken = Self::new(backend, network, room)?;
         }
-        Ok(Self { slots, places })
+        if let Some((state, kinds)) = state {
+            taken.places.resize_with(network.groups.len(), || None);
+            for (group, weights) in state.weights(kinds) {
+                taken.places[group] = Some(Place::Here(weights?));
+            }
+        }
+        Ok(taken)
+    }
+
+    /// After a schedule: weights of `state` on the device are its own again.
+    pub(crate) fn let_go(&mut self, state: Option<&DeviceState>) {
+        let Some(state) = state else { return };
+        for (group, place) in self.places.iter_mut().enumerate() {
+            if state.has(group) {
+                *place = None;
+            }
+        }
     }
 
     /// After an update: what is on the device is old.
@@ -120,7 +177,7 @@ impl DeviceWeights {
     }
 }
 
-/// What an arena takes for so many elements.
-fn region_bytes(network: &Network, elements: usize) -> usize {
-    (elements * network.element_bytes).next_multiple_of(256).max(256)
+/// What an arena takes for the weights of so many elements.
+fn weight_bytes(network: &Network, elements: usize) -> u64 {
+    region_bytes((elements * network.element_bytes) as u64)
 }

@@ -36,6 +36,8 @@ pub(crate) struct DryRun<'a> {
     pub(crate) update_follows: bool,
     pub(crate) cache_length: usize,
     pub(crate) keeping: Keeping,
+    /// So many of the last groups have their state on the device, where their gradients stay.
+    pub(crate) state_groups: usize,
 }
 
 /// What lives from one block to the next.
@@ -200,7 +202,7 @@ impl DryRun<'_> {
         for &group in &groups {
             if self.rounds.are_several() && !self.rounds.waits(block) {
                 self.begin_gradient(arena, group, sums, f32)?;
-            } else {
+            } else if !self.has_state(group) {
                 self.begin_gradient(arena, group, parking, gradient)?;
             }
         }
@@ -237,7 +239,8 @@ impl DryRun<'_> {
         if !self.rounds.is_last(round) {
             return groups.iter().try_for_each(|&group| self.park_gradient(arena, group, sums, f32));
         }
-        groups.iter().try_for_each(|&group| self.park_gradient(arena, group, parking, gradient))?;
+        let mut come_down = groups.iter().filter(|&&group| !self.has_state(group));
+        come_down.try_for_each(|&group| self.park_gradient(arena, group, parking, gradient))?;
         if self.update_follows && groups.contains(&block) {
             parking.coming.clear();
         }
@@ -269,6 +272,11 @@ impl DryRun<'_> {
             parking.coming.push_back(arena.alloc(bytes)?);
         }
         Ok(())
+    }
+
+    /// Whether the state of a group is on the device.
+    fn has_state(&self, group: usize) -> bool {
+        group + self.state_groups >= self.network.groups.len()
     }
 
     /// Bytes of the chunks of a group's gradient, of `size` bytes an element.

@@ -3,6 +3,7 @@
 use crate::activations::Activations;
 use crate::cache::StateCache;
 use crate::copies::Copies;
+use crate::device_state::{DeviceGradients, DeviceState};
 use crate::device_weights::DeviceWeights;
 use crate::fetch::SlotClasses;
 use crate::gradients::GradientPark;
@@ -25,7 +26,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_kernels::DType;
-use terrace_optimizer::Optimizer;
+use terrace_optimizer::{DeviceOptimizer, Optimizer};
 use terrace_tiers::{DiskStore, MemoryPlan, Pool, Striping};
 
 /// A network under training, evaluation or generation.
@@ -45,6 +46,9 @@ pub struct Engine {
     pub(crate) home: StateHome,
     pub(crate) weight_slots: Option<SlotClasses>,
     pub(crate) device_weights: DeviceWeights,
+    /// State that is on the device, and what updates it there.
+    pub(crate) device_state: Option<DeviceState>,
+    pub(crate) device_optimizer: Option<DeviceOptimizer>,
     pub(crate) park: Option<GradientPark>,
     pub(crate) rounds: Rounds,
     /// Gradients in f32 between the rounds of a step, if there are several.
@@ -128,9 +132,7 @@ impl Engine {
                 let store = DiskStore::create(&backend.io, &striping, parts.plan.spec.clone())?;
                 parts.on_disk(store, &backend)?
             }
-            Placement::None | Placement::Host => {
-                StateHome::resident(&parts.network, &parts.kinds, &*backend.device)?
-            }
+            Placement::None | Placement::Host => parts.resident(&backend)?,
         };
         let mut engine = Self::assemble(parts, backend, home)?;
         checkpoint::initialize(&mut engine, source)?;
@@ -181,7 +183,7 @@ impl Engine {
             engine.refresh()?;
             return Ok(engine);
         }
-        let home = StateHome::resident(&parts.network, &parts.kinds, &*backend.device)?;
+        let home = parts.resident(&backend)?;
         let mut engine = Self::assemble(parts, backend, home)?;
         engine.step = step;
         checkpoint::load_resident(&mut engine, &store)?;
@@ -235,7 +237,7 @@ impl Engine {
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
-        let Parts { config, network, kinds, runs, optimizer, plan, loss_scale } = parts;
+        let Parts { config, network, kinds, runs, optimizer, device_optimizer, plan, loss_scale } = parts;
         let windows = &plan.windows;
         let copies = match &config.timeline {
             Some(timeline) if !backend.device.unified() => {
@@ -252,11 +254,12 @@ impl Engine {
             None => None,
         };
         let device_weights = DeviceWeights::new(&backend, &network, windows.device_room)?;
+        let device_state = DeviceState::new(&backend, &network, &kinds, windows.device_room)?;
         let spills = windows.gradients_on_disk || windows.activations_on_disk;
         let striping = if spills { Some(config.striping()?) } else { None };
         let disks =
             |wanted: bool| striping.as_ref().filter(|_| wanted).map(|striping| (&backend.io, striping));
-        let park = match config.training {
+        let mut park = match config.training {
             Some(_) => Some(GradientPark::new(
                 "gradients",
                 config.dtype,
@@ -267,6 +270,9 @@ impl Engine {
             )?),
             None => None,
         };
+        if let Some(park) = &mut park {
+            park.on_device = DeviceGradients::new(&backend, &network, config.dtype, windows.device_room)?;
+        }
         let rounds = Rounds::new(config.accumulation, config.limits, &network);
         let sums = match config.training {
             Some(_) if rounds.are_several() => Some(GradientPark::new(
@@ -310,6 +316,8 @@ impl Engine {
             home,
             weight_slots,
             device_weights,
+            device_state,
+            device_optimizer,
             park,
             rounds,
             sums,
@@ -401,6 +409,7 @@ struct Parts {
     kinds: StateKinds,
     runs: Runs,
     optimizer: Option<Arc<dyn Optimizer>>,
+    device_optimizer: Option<DeviceOptimizer>,
     plan: EnginePlan,
     loss_scale: Option<LossScale>,
 }
@@ -421,7 +430,8 @@ impl Parts {
             Rounds::new(config.accumulation, config.limits, &network).check(&network)?;
         }
         let (mut kinds, optimizer) = StateKinds::new(&config, &network)?;
-        let optimizer = optimizer.map(Arc::from);
+        let optimizer: Option<Arc<dyn Optimizer>> = optimizer.map(Arc::from);
+        let device_optimizer = device_optimizer(&config, backend, optimizer.as_deref());
         let runs = match &config.training {
             Some(training) => Runs::new(&network, training)?,
             None => Runs::default(),
@@ -438,11 +448,18 @@ impl Parts {
             sample,
             stored,
             runs: planning,
+            device_updates: device_optimizer.is_some(),
         };
         let plan = planner.plan()?;
         let scaling = config.training.as_ref().and_then(|t| t.loss_scale);
         let loss_scale = scaling.map(LossScale::new).transpose()?;
-        Ok(Self { config, network, kinds, runs, optimizer, plan, loss_scale })
+        Ok(Self { config, network, kinds, runs, optimizer, device_optimizer, plan, loss_scale })
+    }
+
+    /// Memory for state of the host, which is what the device has not.
+    fn resident(&self, backend: &Backend) -> Result<StateHome> {
+        let Self { network, kinds, plan, .. } = self;
+        StateHome::resident(network, kinds, &*backend.device, plan.windows.device_room)
     }
 
     /// State in `store`, with memory for the planned copies.
@@ -452,6 +469,19 @@ impl Parts {
         let saves = self.config.commits_at_saves();
         Ok(StateHome::Disk(Box::new(Stored { store, cache, saves })))
     }
+}
+
+/// What updates state in the memory of a device that has its own, if anything there can.
+fn device_optimizer(
+    config: &EngineConfig,
+    backend: &Backend,
+    optimizer: Option<&dyn Optimizer>,
+) -> Option<DeviceOptimizer> {
+    let (training, kernels) = (config.training.as_ref()?, backend.updates.as_ref()?);
+    if backend.device.unified() {
+        return None;
+    }
+    DeviceOptimizer::new(kernels, training.optimizer, *optimizer?.layout()).ok()
 }
 
 /// Does what [`flush`](Engine::flush) does, whose errors nobody sees here: call that where they matter.

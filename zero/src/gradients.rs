@@ -5,11 +5,14 @@
 //! A group that several blocks use (tied embeddings) comes down after each of its uses; the later use starts from what
 //! the earlier one parked. Between the rounds of a step (`rounds.rs`) a second park of f32 holds what is summed so far.
 //!
+//! Gradients of groups whose state is on the device (`device_state.rs`) stay there.
+//!
 //! From a device with memory of its own up to [`DOWNLOAD_WINDOW`] chunks are on their way down at a time, also while the next
 //! block computes. They land in the order in which they were started, and are summed and parked then, so that nothing depends
 //! on when that is.
 
 use crate::copies::Cargo;
+use crate::device_state::DeviceGradients;
 use crate::lane::{Lane, flat, flat_mut};
 use crate::network::Network;
 use crate::update::ChunkAt;
@@ -39,6 +42,7 @@ pub(crate) struct GradientPark {
     /// First scratch chunk of every group.
     first: Vec<usize>,
     books: Mutex<Books>,
+    pub(crate) on_device: Option<DeviceGradients>,
 }
 
 /// What is parked, so that one thread can park and another take.
@@ -140,7 +144,12 @@ impl GradientPark {
                 sums: vec![SumOfSquares::new(); groups],
                 coming: VecDeque::new(),
             }),
+            on_device: None,
         })
+    }
+
+    fn stays(&self, group: usize) -> Option<&DeviceGradients> {
+        self.on_device.as_ref().filter(|gradients| gradients.has(group))
     }
 
     /// Fills a group's accumulator with zeros, or with what an earlier use of the group in this step parked.
@@ -152,6 +161,11 @@ impl GradientPark {
         acc: &mut Region,
         pool: &rayon::ThreadPool,
     ) -> Result {
+        if let Some(gradients) = self.stays(group)
+            && gradients.begin(backend, group, acc)?
+        {
+            return Ok(());
+        }
         let elements = acc.len() / 4;
         let ops = &backend.kernels.elementwise;
         ops.zero(ViewMut::new(acc.bytes_mut(), DType::F32, &[elements]))?;
@@ -187,6 +201,9 @@ impl GradientPark {
         last_use: bool,
         pool: &rayon::ThreadPool,
     ) -> Result {
+        if let Some(gradients) = self.stays(group) {
+            return gradients.park(backend, group, acc, last_use);
+        }
         let ops = &backend.kernels.elementwise;
         for chunk in 0..self.spec.chunks(group) {
             let (start, len) = self.range(group, chunk);
@@ -271,10 +288,14 @@ impl GradientPark {
     }
 
     /// The sum of squares over all groups, added in their order.
-    pub(crate) fn norm_squared(&self) -> SumOfSquares {
+    pub(crate) fn norm_squared(&self, lane: &Lane) -> Result<SumOfSquares> {
+        let here = self.on_device.as_ref().map(|gradients| gradients.sums(lane)).transpose()?;
+        let here = here.unwrap_or_default();
         let mut total = SumOfSquares::new();
-        self.books().sums.iter().for_each(|sum| total.merge(sum));
-        total
+        let books = self.books();
+        let on_host = books.sums.len() - here.len();
+        books.sums[..on_host].iter().chain(&here).for_each(|sum| total.merge(sum));
+        Ok(total)
     }
 
     /// A chunk's bytes as the optimizer takes them.
@@ -287,6 +308,7 @@ impl GradientPark {
         let mut books = self.books();
         books.parked.iter_mut().flatten().for_each(|p| *p = None);
         books.coming.clear();
+        self.on_device.iter().for_each(DeviceGradients::clear);
     }
 
     /// Forgets a parked chunk.

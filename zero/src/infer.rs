@@ -110,6 +110,7 @@ impl Engine {
             home,
             weight_slots,
             device_weights,
+            device_state,
             signals,
             ..
         } = self;
@@ -119,7 +120,9 @@ impl Engine {
         let (sequences, length) = (batch.sequences, batch.length);
         let pass = Pass { network, backend, lane, config, mode, sequences, length, loss_scale: 1.0 };
         let items: Vec<usize> = (0..=network.last()).flat_map(|b| network.groups_of(b)).collect();
-        let room = device_weights.take(backend, network, plan.windows.device_room)?;
+        let state = device_state.as_ref();
+        let room = plan.windows.device_room;
+        let room = device_weights.take(backend, network, room, state.map(|state| (state, kinds)))?;
         let slots = weight_slots.as_ref();
         let (room, logits) = std::thread::scope(|scope| -> Result<_> {
             let order = Order { items, gate: None };
@@ -163,6 +166,7 @@ impl Engine {
             Ok((fetcher.finish(), logits))
         })?;
         *device_weights = room;
+        device_weights.let_go(state);
         Ok((loss, logits))
     }
 }

@@ -107,8 +107,19 @@ impl Lane {
         src: S,
         region: Region,
     ) -> Result<(Region, UploadSource<S>)> {
+        self.upload_at(cargo, src, region, 0)
+    }
+
+    /// As [`upload`](Self::upload), to the bytes from `at` on.
+    pub(crate) fn upload_at<S: StableBytes>(
+        &self,
+        cargo: Cargo,
+        src: S,
+        region: Region,
+        at: usize,
+    ) -> Result<(Region, UploadSource<S>)> {
         self.side.wait(&*self.compute.record()?)?;
-        let upload = Upload::start(&*self.side, src, region)?;
+        let upload = Upload::start_at(&*self.side, src, region, at)?;
         self.started(Link::Side, cargo, upload.event());
         Ok(upload.ready_on(&*self.compute)?)
     }
@@ -120,7 +131,18 @@ impl Lane {
         region: Region,
         dst: D,
     ) -> Result<Download<D>> {
-        let download = Download::start(&*self.down, &*self.compute, region, dst)?;
+        self.download_at(cargo, region, 0, dst)
+    }
+
+    /// As [`download`](Self::download), of the bytes from `at` on.
+    pub(crate) fn download_at<D: StableBytes + DerefMut>(
+        &self,
+        cargo: Cargo,
+        region: Region,
+        at: usize,
+        dst: D,
+    ) -> Result<Download<D>> {
+        let download = Download::start_at(&*self.down, &*self.compute, region, at, dst)?;
         self.started(Link::Down, cargo, download.event());
         Ok(download)
     }

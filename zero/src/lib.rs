@@ -14,6 +14,7 @@ mod cache;
 mod checkpoint;
 mod config;
 mod copies;
+mod device_state;
 mod device_weights;
 mod dry;
 mod engine;

@@ -18,7 +18,8 @@
 //! block saves operations but never costs a window, without which the disk would be waited for. Where the update follows backward,
 //! up to half of what remains after that parks gradients of more groups ([`TRAILING_PART`]), whose update the disk then does during
 //! the next forward instead of holding backward up. Weights that stay on the device (`device_weights.rs`) get what its memory has
-//! left, copies of state on disk (`cache.rs`) the rest of the host's.
+//! left, then the state of groups whose weights all stay (`device_state.rs`), copies of state on disk (`cache.rs`) the rest of the
+//! host's. State that the host has no room for goes to the device before anything else does.
 
 use crate::activations::{Activations, SPILL_SLOTS};
 use crate::cache::Caching;
@@ -31,7 +32,8 @@ use crate::network::Network;
 use crate::rounds::Rounds;
 use crate::state::{StateKinds, store_spec};
 use crate::{
-    Accumulation, Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result, WindowOverrides,
+    Accumulation, Backend, BatchLimits, EngineConfig, EngineError, MicroBatch, Mode, Placement, Result,
+    WindowOverrides,
 };
 use std::cell::RefCell;
 use terrace_tiers::{
@@ -97,11 +99,13 @@ struct Choice {
     keeping: Keeping,
     /// Groups whose weights stay on a device with its own memory.
     device_groups: usize,
+    /// Those of them whose state is there, too.
+    state_groups: usize,
 }
 
 /// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether the update follows
-/// backward, which signals stay, who keeps, and the batch with its order.
-type CostKey = (usize, bool, Staying, Keeping, BatchLimits, Accumulation);
+/// backward, which signals and which gradients stay, who keeps, and the batch with its order.
+type CostKey = (usize, bool, Staying, usize, Keeping, BatchLimits, Accumulation);
 
 /// What planning runs of one network on one kind of device found. Plans that differ in state, placement or budgets alone share
 /// most of it.
@@ -118,6 +122,8 @@ pub(crate) struct Planner<'a> {
     pub(crate) stored: Option<&'a Striping>,
     /// What planning runs have found so far, by what they depend on.
     pub(crate) runs: &'a PlanningRuns,
+    /// Whether the device can update state in memory of its own.
+    pub(crate) device_updates: bool,
 }
 
 impl Planner<'_> {
@@ -127,13 +133,21 @@ impl Planner<'_> {
         let keepers = self.keepers()?;
         let o = self.config.overrides;
         let copies = Caching::of(self.network, o.copied_weights.unwrap_or(0), o.copied_groups.unwrap_or(0));
+        let fixed_state = self.fixed_state_groups()?;
         for choice in self.choices(&keepers) {
+            let choice = Choice { state_groups: fixed_state.unwrap_or(0), ..choice };
             let plan = self.evaluate(choice, &copies)?;
+            let (choice, plan) =
+                if fixed_state.is_none() { self.relieve_host(choice, plan)? } else { (choice, plan) };
             if self.fits(&plan) {
                 let plan = self.keep_what_fits(choice, plan, &keepers)?;
                 let choice = Choice { keeping: plan.windows.keeping, ..choice };
                 let (choice, plan) = self.park_what_fits(choice, plan)?;
                 let (choice, plan) = self.settle_what_fits(choice, plan)?;
+                let (choice, plan) = match fixed_state {
+                    None => self.own_what_fits(choice, plan)?,
+                    Some(_) => (choice, plan),
+                };
                 return self.cache_what_fits(choice, plan);
             }
             let bytes = |p: &EnginePlan| p.memory.total(Tier::Host) + p.memory.total(Tier::Device);
@@ -148,6 +162,85 @@ impl Planner<'_> {
     fn fits(&self, plan: &EnginePlan) -> bool {
         plan.memory.total(Tier::Host) <= self.config.host_budget
             && plan.memory.total(Tier::Device) <= self.config.device_budget
+    }
+
+    /// How many groups have their state on the device, unless the plan is to find out.
+    fn fixed_state_groups(&self) -> Result<Option<usize>> {
+        let (config, network) = (self.config, self.network);
+        let all = network.groups.len();
+        let asked = config.overrides.state_groups;
+        let Some(training) = &config.training else {
+            // Frozen weights need no other place than the one where kernels read them.
+            let alone = !self.backend.device.unified() && config.placement == Placement::None;
+            return Ok(Some(if alone { asked.unwrap_or(all).min(all) } else { 0 }));
+        };
+        if !self.device_updates || config.placement == Placement::Disk {
+            let wanted =
+                asked.is_some_and(|groups| groups > 0) || training.host_part.is_some_and(|part| part < 1.0);
+            if wanted && !self.backend.device.unified() && config.placement != Placement::Disk {
+                return Err(EngineError::Config(format!(
+                    "state of {} cannot be updated on this device: let the host hold all of it (a ratio of 1), or use AdamW",
+                    training.optimizer
+                )));
+            }
+            return Ok(Some(0));
+        }
+        Ok(match (asked, training.host_part, config.placement) {
+            (Some(groups), ..) => Some(groups.min(all)),
+            (None, Some(part), Placement::Host) => {
+                let rest = (1.0 - part) * network.elements() as f64;
+                let of = |groups: usize| {
+                    network.groups[all - groups..].iter().map(|g| g.elements as f64).sum::<f64>()
+                };
+                let off = |groups: &usize| (of(*groups) - rest).abs();
+                (0..=all).min_by(|a, b| off(a).total_cmp(&off(b)))
+            }
+            (None, _, Placement::None) => Some(all),
+            _ => None,
+        })
+    }
+
+    /// Puts as many groups' state on the device as the host has no room for. `plan` is that of `choice`.
+    fn relieve_host(&self, mut choice: Choice, mut plan: EnginePlan) -> Result<(Choice, EnginePlan)> {
+        let chunk_bytes = plan.windows.slot_elements * self.network.element_bytes;
+        while choice.state_groups < self.network.groups.len() {
+            let mut excess = plan.memory.total(Tier::Host).saturating_sub(self.config.host_budget);
+            if excess == 0 || plan.memory.total(Tier::Device) > self.config.device_budget {
+                break;
+            }
+            while excess > 0 && choice.state_groups < self.network.groups.len() {
+                choice.state_groups += 1;
+                let elements = self.network.groups[self.network.groups.len() - choice.state_groups].elements;
+                let parked = elements.div_ceil(choice.chunk_elements) * chunk_bytes;
+                excess = excess.saturating_sub(self.kinds.bytes(elements as u64) + parked as u64);
+            }
+            plan = self.evaluate(choice, &plan.windows.caching)?;
+        }
+        Ok((choice, plan))
+    }
+
+    /// Raises the number of groups whose state is on the device, if all weights stay there. `plan` is that of `choice`.
+    fn own_what_fits(&self, choice: Choice, plan: EnginePlan) -> Result<(Choice, EnginePlan)> {
+        let all = self.network.groups.len();
+        if plan.windows.device_room.staying < all {
+            return Ok((choice, plan));
+        }
+        let bytes = |groups: usize| {
+            let room = self.device_room(Choice { state_groups: groups, ..choice });
+            let weights = room.weights(self.network) + room.state_bytes(self.network, self.kinds);
+            weights + room.gradient_bytes(self.network, self.config.dtype)
+        };
+        let others = plan.memory.total(Tier::Device) - bytes(choice.state_groups);
+        let room = self.config.device_budget.saturating_sub(others);
+        let state_groups = (choice.state_groups..=all).rev().find(|&groups| bytes(groups) <= room);
+        match state_groups {
+            Some(state_groups) if state_groups > choice.state_groups => {
+                let choice = Choice { state_groups, ..choice };
+                let plan = self.evaluate(choice, &plan.windows.caching)?;
+                Ok((choice, plan))
+            }
+            _ => Ok((choice, plan)),
+        }
     }
 
     /// Raises the number of blocks that keep to the most that fits beside the windows of `choice`, unless it is fixed. `plan` is
@@ -211,24 +304,28 @@ impl Planner<'_> {
         if self.config.overrides.device_groups.is_some() || self.backend.device.unified() {
             return Ok((choice, plan));
         }
-        let taken = plan.windows.device_room.bytes(self.network);
+        let taken = plan.windows.device_room.weights(self.network);
         let others = plan.memory.total(Tier::Device) - taken;
         let room = self.config.device_budget.saturating_sub(others);
-        let fits = |&groups: &usize| self.device_room(groups).bytes(self.network) <= room;
+        let with = |device_groups| Choice { device_groups, ..choice };
+        let fits = |&groups: &usize| self.device_room(with(groups)).weights(self.network) <= room;
         let device_groups = (0..=self.network.groups.len()).rev().find(fits).unwrap_or(0);
-        if self.device_room(device_groups) == plan.windows.device_room {
+        let choice = with(device_groups);
+        if self.device_room(choice) == plan.windows.device_room {
             return Ok((choice, plan));
         }
-        let choice = Choice { device_groups, ..choice };
         let plan = self.evaluate(choice, &plan.windows.caching)?;
         Ok((choice, plan))
     }
 
-    /// Memory of the device for weights if so many groups stay.
-    fn device_room(&self, staying: usize) -> DeviceRoom {
+    /// Memory of the device for weights and state.
+    fn device_room(&self, choice: Choice) -> DeviceRoom {
         let network = self.network;
         let together = (0..network.blocks.len()).map(|b| network.groups_of(b).len()).max().unwrap_or(1);
-        DeviceRoom::of(self.backend, network, self.config.placement, UPLOAD_WINDOW + together, staying)
+        // Where nothing else is to hold the weights, all stay.
+        let alone = self.config.placement == Placement::None;
+        let staying = if alone { network.groups.len() } else { choice.device_groups };
+        DeviceRoom::of(self.backend, network, UPLOAD_WINDOW + together, staying, choice.state_groups)
     }
 
     /// Copies as much of the state on disk as still fits beside `plan`, which is that of `choice`.
@@ -258,7 +355,7 @@ impl Planner<'_> {
         if self.config.training.is_none() {
             return Ok(Vec::new());
         }
-        self.dry_run(CHUNK_CHOICES[0], Staying::None, Keeping::default()).keepers()
+        self.dry_run(CHUNK_CHOICES[0], Staying::None, Keeping::default(), 0).keepers()
     }
 
     /// Where the arena is, and how much may be planned there.
@@ -312,6 +409,7 @@ impl Planner<'_> {
                                     gradient_groups: groups(tight),
                                     keeping,
                                     device_groups: o.device_groups.unwrap_or(0),
+                                    state_groups: 0,
                                 });
                             }
                         }
@@ -329,7 +427,6 @@ impl Planner<'_> {
         let mut memory = MemoryPlan::default();
         let weight_bytes = network.element_bytes as u64;
         let chunk = windows.slot_elements as u64;
-        let elements = network.elements();
         if config.placement == Placement::Disk {
             for class in &windows.classes {
                 let size = ByteSize(class.slot_bytes as u64);
@@ -376,12 +473,10 @@ impl Planner<'_> {
             }
         } else {
             for blob in &self.kinds.blobs {
-                memory.add(
-                    Tier::Host,
-                    format!("resident state: {}", blob.kind.words()),
-                    1,
-                    blob.bytes(elements),
-                );
+                let of_group = |group: &crate::network::ParamGroup| blob.bytes(group.elements as u64);
+                let bytes =
+                    network.groups[..network.groups.len() - windows.device_room.state].iter().map(of_group);
+                memory.add(Tier::Host, format!("resident state: {}", blob.kind.words()), 1, bytes.sum());
             }
             memory.add(Tier::Host, "saving and loading state", 2, self.kinds.bytes(chunk));
         }
@@ -407,16 +502,32 @@ impl Planner<'_> {
         }
         let (slots, bytes) = windows.device_room.slots(network);
         memory.add(Tier::Device, "weights in turn on the device", slots, bytes);
-        let staying = windows.device_room.staying;
-        let what =
-            format!("weights that stay on the device, of {staying} of {} groups", network.groups.len());
-        memory.add(Tier::Device, what, 1, windows.device_room.places(network));
+        self.add_device_room(&mut memory, windows.device_room);
         memory.add(arena_tier, "kernel scratch", 1, self.backend.kernel_scratch_bytes);
         memory.add(Tier::Host, "loading buffer", chunk, 4);
         // The table of the live and the next generation, and a manifest slot on its way out.
         let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
         memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
         Ok(EnginePlan { memory, windows, spec })
+    }
+
+    fn add_device_room(&self, memory: &mut MemoryPlan, room: DeviceRoom) {
+        let (network, all) = (self.network, self.network.groups.len());
+        let what =
+            format!("weights that stay on the device, of {} of {all} groups", room.staying - room.state);
+        memory.add(Tier::Device, what, 1, room.places(network));
+        if room.state == 0 {
+            return;
+        }
+        for blob in &self.kinds.blobs {
+            let what =
+                format!("state on the device, of {} of {all} groups: {}", room.state, blob.kind.words());
+            memory.add(Tier::Device, what, 1, room.kind_bytes(network, blob));
+        }
+        if self.config.training.is_some() {
+            let what = "gradients of state on the device, and their sums";
+            memory.add(Tier::Device, what, 1, room.gradient_bytes(network, self.config.dtype));
+        }
     }
 
     fn add_signals(&self, memory: &mut MemoryPlan, windows: &Windows) {
@@ -465,7 +576,7 @@ impl Planner<'_> {
             arena_bytes: cost.arena_bytes.max(256),
             keeping: choice.keeping,
             caching: caching.clone(),
-            device_room: self.device_room(choice.device_groups),
+            device_room: self.device_room(choice),
             flops_per_step: cost.flops,
             forward_flops: cost.forward_flops,
         })
@@ -475,7 +586,13 @@ impl Planner<'_> {
         Rounds::new(self.config.accumulation, self.config.limits, self.network)
     }
 
-    fn dry_run(&self, chunk_elements: usize, staying: Staying, keeping: Keeping) -> DryRun<'_> {
+    fn dry_run(
+        &self,
+        chunk_elements: usize,
+        staying: Staying,
+        keeping: Keeping,
+        state_groups: usize,
+    ) -> DryRun<'_> {
         DryRun {
             network: self.network,
             dtype: self.config.dtype,
@@ -487,6 +604,7 @@ impl Planner<'_> {
             update_follows: self.config.update_follows(),
             cache_length: self.config.limits.cache_length,
             keeping,
+            state_groups,
         }
     }
 
@@ -497,13 +615,15 @@ impl Planner<'_> {
         let (config, follows) = (self.config, !unified && self.config.update_follows());
         let keeping = choice.keeping;
         let staying = Staying::of(choice.signals_stay, choice.activations_on_disk);
-        let key = (chunk_elements, follows, staying, keeping, config.limits, config.accumulation);
+        let state_groups = if unified { 0 } else { choice.state_groups };
+        let key =
+            (chunk_elements, follows, staying, state_groups, keeping, config.limits, config.accumulation);
         if let Some((_, cost)) = self.runs.0.borrow().iter().find(|(known, _)| *known == key) {
             return Ok(*cost);
         }
         let mut cost = DryCost::default();
         for &mode in modes {
-            let dry = self.dry_run(choice.chunk_elements, staying, keeping).measure(mode)?;
+            let dry = self.dry_run(choice.chunk_elements, staying, keeping, state_groups).measure(mode)?;
             cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
             if dry.flops > cost.flops {
                 (cost.flops, cost.forward_flops) = (dry.flops, dry.forward_flops);
@@ -520,7 +640,7 @@ impl Planner<'_> {
             return STAGING_SLOTS;
         }
         let chunks = |g: usize| self.network.groups[g].elements.div_ceil(choice.chunk_elements);
-        let all = 0..self.network.groups.len();
+        let all = 0..self.network.groups.len() - self.device_room(choice).state;
         if self.config.update_follows() {
             let (shared, own): (Vec<usize>, Vec<usize>) = all.partition(|&g| self.network.is_shared(g));
             let mut own: Vec<usize> = own.into_iter().map(chunks).collect();
@@ -601,6 +721,7 @@ impl EnginePlan {
             copied_weights: Some(w.caching.counts().0),
             copied_groups: Some(w.caching.counts().1),
             device_groups: Some(w.device_room.staying),
+            state_groups: Some(w.device_room.state),
             overlap: Some(config.overrides.overlap()),
         }
     }
@@ -628,8 +749,12 @@ impl EnginePlan {
                 format!("; weights of {groups} of {} groups stay on the device", self.spec.groups.len())
             }
         };
+        let state = match w.device_room.state {
+            0 => String::new(),
+            groups => format!("; all state of {groups} groups is on the device"),
+        };
         format!(
-            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{copies}{stay}",
+            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{copies}{stay}{state}",
             slots,
             w.update_slots,
             w.chunk_elements,

@@ -1,6 +1,7 @@
 //! Where the training state lives between uses, and the layout that all places share.
 
 use crate::cache::StateCache;
+use crate::device_weights::DeviceRoom;
 use crate::network::Network;
 use crate::{EngineConfig, EngineError, Placement, Result};
 use std::ops::Range;
@@ -26,7 +27,7 @@ pub(crate) struct StateKinds {
 /// The state between uses.
 #[derive(Debug)]
 pub(crate) enum StateHome {
-    /// The blobs of every kind of each group, in host memory.
+    /// The blobs of every kind of each group, in host memory; none of a group whose state is on the device.
     Resident(Vec<Mutex<Vec<Arc<HostBlob>>>>),
     /// In a store; only windows of it are in memory, and copies of a part.
     Disk(Box<Stored>),
@@ -102,9 +103,17 @@ impl StateKinds {
 }
 
 impl StateHome {
-    /// Allocates resident state; `device` will read the weights.
-    pub(crate) fn resident(network: &Network, kinds: &StateKinds, device: &dyn Device) -> Result<Self> {
-        let groups = network.groups.iter().map(|group| {
+    /// Allocates resident state, but for what `room` has on the device; `device` will read the weights.
+    pub(crate) fn resident(
+        network: &Network,
+        kinds: &StateKinds,
+        device: &dyn Device,
+        room: DeviceRoom,
+    ) -> Result<Self> {
+        let groups = network.groups.iter().enumerate().map(|(index, group)| {
+            if room.has_state(network, index) {
+                return Ok(Mutex::default());
+            }
             let blobs = kinds.blobs.iter().enumerate().map(|(index, kind)| {
                 let mut blob = HostBlob::new(kind.bytes(group.elements as u64) as usize)?;
                 if index == kinds.weight {
@@ -121,7 +130,7 @@ impl StateHome {
     pub(crate) fn resident_weights(&self, group: usize, kinds: &StateKinds) -> Option<SharedBytes> {
         match self {
             Self::Resident(groups) => {
-                Some(SharedBytes::Blob(Arc::clone(&locked(&groups[group])[kinds.weight])))
+                locked(&groups[group]).get(kinds.weight).map(|blob| SharedBytes::Blob(Arc::clone(blob)))
             }
             Self::Disk(stored) => stored.cache.weights(group, kinds),
         }

@@ -29,7 +29,7 @@ use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
-use terrace_optimizer::{StepArgs, clip_coefficient, optimizer};
+use terrace_optimizer::{DeviceOptimizer, StepArgs, clip_coefficient, optimizer};
 use terrace_tiers::StoreSpec;
 
 /// The engine's parts that a pass over the blocks uses.
@@ -279,6 +279,7 @@ impl Engine {
             home,
             weight_slots,
             device_weights,
+            device_state,
             park,
             rounds,
             sums,
@@ -329,7 +330,9 @@ impl Engine {
             loss_terms,
             may_overflow,
         };
-        let room = device_weights.take(backend, network, plan.windows.device_room)?;
+        let state = device_state.as_ref();
+        let room = plan.windows.device_room;
+        let room = device_weights.take(backend, network, room, state.map(|state| (state, kinds)))?;
         let items = rounds.order(network);
         let slots = weight_slots.as_ref();
         let mut left = Vec::new();
@@ -342,6 +345,7 @@ impl Engine {
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
             Ok(fetcher.finish())
         })?;
+        device_weights.let_go(state);
         Ok(left)
     }
 
@@ -352,7 +356,7 @@ impl Engine {
         let training = self.config.training.as_ref().expect("a training engine");
         let park = self.park.as_ref().expect("a training engine parks gradients");
         park.land_all(&self.pool)?;
-        let norm = park.norm_squared().norm();
+        let norm = park.norm_squared(&self.lane)?.norm();
         let scale = match self.loss_scale {
             Some(scale) => Some(scale.after(self.step + 1, self.safe_step(), norm.is_err())?),
             None => None,
@@ -371,6 +375,7 @@ impl Engine {
         if training.waits_for_norm() || self.home.disk().is_none() {
             let clip = training.clip.map_or(1.0, |max| clip_coefficient(report.grad_norm, max));
             let args = self.step_args(lr, clip * self.loss_scale.map_or(1.0, |current| current.inverse()));
+            self.update_on_device(&args)?;
             if self.config.overrides.overlap() && self.is_deferrable() {
                 deferred = Some((args, None));
             } else {
@@ -388,6 +393,17 @@ impl Engine {
         Ok(Updated { scale, deferred })
     }
 
+    /// Gives the device the update of the state that it has.
+    fn update_on_device(&self, args: &StepArgs) -> Result {
+        let Self { device_state: Some(state), device_optimizer: Some(optimizer), park: Some(park), .. } =
+            self
+        else {
+            return Ok(());
+        };
+        let gradients = park.on_device.as_ref().expect("gradients of state on the device are there, too");
+        state.update(optimizer, args, &self.runs, &self.kinds, gradients)
+    }
+
     /// Whether something else than the update computes while it runs, or waits for the disk.
     fn is_deferrable(&self) -> bool {
         self.home.disk().is_some() || !self.lane.unified
@@ -401,7 +417,11 @@ impl Engine {
         let (Some(training), Some(current)) = (&self.config.training, &self.optimizer) else { return Ok(()) };
         let configured = training.optimizer;
         let algorithm = betas.map_or(configured, |(beta1, beta2)| configured.with_betas(beta1, beta2));
-        self.optimizer = Some(optimizer(algorithm, *current.layout())?.into());
+        let layout = *current.layout();
+        self.optimizer = Some(optimizer(algorithm, layout)?.into());
+        if let (Some(on_device), Some(kernels)) = (&mut self.device_optimizer, &self.backend.updates) {
+            *on_device = DeviceOptimizer::new(kernels, algorithm, layout)?;
+        }
         self.betas = betas;
         Ok(())
     }

@@ -3,7 +3,7 @@
 //! State on disk passes through a fixed number of slots per kind. A slot is taken when a chunk's read starts and comes back
 //! when its write is done, so the slots alone bound reads, compute and writes in flight. New state goes to the next
 //! generation; the live one is never touched. Kinds of which there is a copy in memory are not read: the copy is updated, and
-//! what is written comes from it, at once or when all chunks are updated. Resident state is updated where it is.
+//! what is written comes from it, at once or when all chunks are updated. Resident state is updated where it is, by the device what it has of it (`device_state.rs`).
 
 use crate::cache::exclusive;
 use crate::gradients::{Arriving, GradientPark, Landed};
@@ -133,8 +133,11 @@ impl Updater<'_> {
             StateHome::Resident(blobs) => {
                 for (group, chunk) in chunks {
                     let began = Instant::now();
-                    self.update_resident(&mut locked(&blobs[group]), park, group, chunk)?;
-                    self.note(Resource::Update, began, &(group, chunk));
+                    let mut blobs = locked(&blobs[group]);
+                    if !blobs.is_empty() {
+                        self.update_resident(&mut blobs, park, group, chunk)?;
+                        self.note(Resource::Update, began, &(group, chunk));
+                    }
                     if chunk + 1 == self.spec.chunks(group) {
                         done(group);
                     }

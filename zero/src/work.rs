@@ -20,7 +20,7 @@ pub struct StepWork {
     pub operations: u64,
     /// Positions of all sequences.
     pub tokens: u64,
-    /// Parameters that the optimizer steps, with padding.
+    /// Parameters that the host steps, with padding.
     pub parameters: u64,
     /// The format they are in; `None` for frozen weights.
     pub state: Option<StateFormat>,
@@ -34,7 +34,7 @@ pub struct StepWork {
     pub download_bytes: u64,
     /// Read from and written to host memory.
     pub memory_bytes: u64,
-    /// Frozen weights that kernels read from the memory of a device that has its own.
+    /// Read and written in the memory of a device that has its own: frozen weights by kernels, or state by its update.
     pub device_memory_bytes: u64,
     /// Whether the device's memory and cores are the host's.
     pub unified: bool,
@@ -99,7 +99,8 @@ pub(crate) fn step_work(
     let Some(training) = &config.training else {
         return StepWork { operations, tokens, unified, ..count.pass(kinds, unified) };
     };
-    let elements = network.elements();
+    // What the host updates.
+    let elements = network.elements() - count.elements_on_device();
     let mut work = StepWork {
         operations,
         tokens,
@@ -117,6 +118,7 @@ pub(crate) fn step_work(
     let read_by_update: u64 = all_kinds.clone().map(|kind| read(kind, elements)).sum();
     let written_by_update = kinds.bytes(elements);
     let (gradients, sums) = (count.gradient_bytes(), count.sum_bytes());
+    work.device_memory_bytes = count.device_update_bytes(kinds);
     if config.placement == Placement::Disk {
         let caching = &plan.windows.caching;
         let copied = |kind| caching.elements(network, kind, kinds).sum::<u64>();
@@ -240,9 +242,29 @@ impl Count<'_> {
         groups.iter().map(bytes).sum()
     }
 
+    /// Whether all state of a group is on the device.
+    fn is_on_device(&self, group: usize) -> bool {
+        self.plan.windows.device_room.has_state(self.network, group)
+    }
+
+    fn elements_on_device(&self) -> u64 {
+        let groups = (0..self.network.groups.len()).filter(|&group| self.is_on_device(group));
+        groups.map(|group| self.network.groups[group].elements as u64).sum()
+    }
+
+    /// What the device's update of the state that it has reads and writes, and the norm's reading of its gradients.
+    fn device_update_bytes(&self, kinds: &StateKinds) -> u64 {
+        let elements = self.elements_on_device();
+        let read =
+            |kind: usize| if kinds.read_by_update[kind] { kinds.blobs[kind].bytes(elements) } else { 0 };
+        let gradients = 2 * elements * self.config.dtype.size() as u64;
+        (0..kinds.blobs.len()).map(read).sum::<u64>() + kinds.bytes(elements) + gradients
+    }
+
     /// Gradients as they come down: a shared group's after each of its uses.
     fn gradient_bytes(&self) -> u64 {
         let groups = (0..=self.network.last()).flat_map(|block| self.network.groups_of(block));
+        let groups = groups.filter(|&group| !self.is_on_device(group));
         let elements: u64 = groups.map(|group| self.network.groups[group].elements as u64).sum();
         elements * self.config.dtype.size() as u64
     }
@@ -269,9 +291,12 @@ impl Count<'_> {
         let all = self.signals(0..self.network.last());
         let last = self.network.last().checked_sub(1).map_or(0, |block| self.signals(block..block + 1));
         let gradients = self.gradient_bytes();
-        let own = self.network.elements() * self.config.dtype.size() as u64;
+        let own = work.parameters * self.config.dtype.size() as u64;
         let order = self.rounds.order(self.network);
-        let sent = |&at: &usize| !self.stays(order[at]) || !order[..at].contains(&order[at]);
+        let sent = |&at: &usize| {
+            let group = order[at];
+            !self.is_on_device(group) && (!self.stays(group) || !order[..at].contains(&group))
+        };
         let weights = self.weights(&(0..order.len()).filter(sent).map(|at| order[at]).collect::<Vec<_>>());
         let stay = self.plan.windows.signals_stay;
         // Forward: outputs come down; inputs go up, unless they stayed. Backward: checkpoints go up, the last of which may

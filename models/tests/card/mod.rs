@@ -3,24 +3,34 @@
 use std::sync::{Arc, OnceLock};
 use terrace_aio::IoEngine;
 use terrace_device::cuda::CudaDevice;
+use terrace_kernels::update::UpdateKernels;
 use terrace_kernels::{KernelSet, cuda};
 use terrace_zero::Backend;
 
-static CARD: OnceLock<Option<(Arc<CudaDevice>, KernelSet)>> = OnceLock::new();
+static CARD: OnceLock<Option<Card>> = OnceLock::new();
+
+#[derive(Clone)]
+struct Card {
+    device: Arc<CudaDevice>,
+    kernels: KernelSet,
+    updates: UpdateKernels,
+}
 
 /// The card as a backend.
 ///
 /// # Panics
 /// If it cannot be used.
 pub fn backend(io: &Arc<dyn IoEngine>) -> Option<Backend> {
-    let (device, kernels) = CARD.get_or_init(open).clone()?;
-    Some(Backend { device, kernels, kernel_scratch_bytes: cuda::SCRATCH_BYTES as u64, io: Arc::clone(io) })
+    let Card { device, kernels, updates } = CARD.get_or_init(open).clone()?;
+    let kernel_scratch_bytes = (cuda::SCRATCH_BYTES + cuda::UPDATE_SCRATCH_BYTES) as u64;
+    Some(Backend { device, kernels, updates: Some(updates), kernel_scratch_bytes, io: Arc::clone(io) })
 }
 
-fn open() -> Option<(Arc<CudaDevice>, KernelSet)> {
+fn open() -> Option<Card> {
     let name = std::env::var("TERRACE_TEST_DEVICE").ok()?;
     let ordinal = name.strip_prefix("cuda:").and_then(|number| number.parse().ok());
     let device = CudaDevice::open(ordinal.expect("a device like cuda:0")).unwrap_or_else(|e| panic!("{e}"));
     let kernels = cuda::kernel_set(&device, device.compute_stream()).unwrap_or_else(|e| panic!("{e}"));
-    Some((device, kernels))
+    let updates = cuda::update_kernels(&device, device.compute_stream()).unwrap_or_else(|e| panic!("{e}"));
+    Some(Card { device, kernels, updates })
 }

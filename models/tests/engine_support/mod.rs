@@ -12,7 +12,7 @@ use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, cpu};
 use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
-use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateFormat};
+use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateFormat, host_kernels};
 use terrace_tiers::{TierError, checksum};
 use terrace_zero::{
     Accumulation, Backend, BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, Placement,
@@ -42,6 +42,7 @@ pub struct Setup {
     pub optimizer: Algorithm,
     pub clip: Option<f64>,
     pub loss_scale: Option<LossScaleConfig>,
+    pub host_part: Option<f64>,
     pub groups: Vec<GroupRule>,
     pub choice: EngineChoice,
     pub discrete: bool,
@@ -76,6 +77,7 @@ impl Setup {
             optimizer: AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }.into(),
             clip: Some(0.5),
             loss_scale: None,
+            host_part: None,
             groups: Vec::new(),
             choice: EngineChoice::Threads,
             discrete: false,
@@ -107,6 +109,7 @@ impl Setup {
                 loss_scale: self.loss_scale,
                 groups: self.groups.clone(),
                 base_lr: LR,
+                host_part: self.host_part,
             }),
             placement: self.placement,
             disks: self.disks.clone(),
@@ -143,7 +146,9 @@ impl Setup {
             Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() })
         });
         let kernel_scratch_bytes = cpu::scratch_bytes(self.threads) as u64;
-        Backend { device, kernels: cpu::kernel_set(self.threads), kernel_scratch_bytes, io }
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(self.threads).build().expect("threads start");
+        let updates = Some(host_kernels(Arc::new(pool)));
+        Backend { device, kernels: cpu::kernel_set(self.threads), updates, kernel_scratch_bytes, io }
     }
 
     pub fn create(&self) -> Engine {

@@ -210,6 +210,7 @@ impl Life {
             copied_weights: None,
             copied_groups: None,
             device_groups: dice.perhaps(&[0, 1, 3]),
+            state_groups: dice.perhaps(&[0, 1, 3]),
             overlap: dice.perhaps(&[true, true, false]),
         };
         Self {

@@ -43,6 +43,7 @@ fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Ve
     let backend = card::backend(&io).unwrap_or_else(|| Backend {
         device: Arc::new(HostDevice::unified()),
         kernels: cpu::kernel_set(2),
+        updates: None,
         kernel_scratch_bytes: cpu::scratch_bytes(2) as u64,
         io,
     });

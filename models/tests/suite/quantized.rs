@@ -55,6 +55,7 @@ impl Setup {
         card::backend(&io).unwrap_or_else(|| Backend {
             device: Arc::new(if self.discrete { HostDevice::discrete() } else { HostDevice::unified() }),
             kernels: cpu::kernel_set(self.threads),
+            updates: None,
             kernel_scratch_bytes: cpu::scratch_bytes(self.threads) as u64,
             io,
         })
