@@ -451,3 +451,42 @@ fn assert_text(ended: &Ended) {
         assert!(!continuation["ids"].as_array().unwrap().is_empty());
     }
 }
+
+/// A device with memory of its own holds and updates all of the state, a part, or none: the weights are the same, also after
+/// going on elsewhere.
+#[test]
+fn state_is_shared_between_host_and_device() {
+    let bench = Bench::tiny();
+    let run = |output: &str, args: &[&str]| {
+        bench.finetune(output).args(&["--steps", "4", "--device", "cpu"]).args(args)
+    };
+    run("cpu", &["--offload", "none"]).ok();
+    let host = ["--discrete", "--offload", "host", "--optimizer-ratio"];
+    for (output, ratio) in [("all", "0"), ("some", "0.5"), ("nothing", "1")] {
+        let run = run(output, &host).args(&[ratio]).path("--save-plan", &bench.path("plan.json"));
+        run.ok();
+        let plan: Value =
+            serde_json::from_str(&fs::read_to_string(bench.path("plan.json")).unwrap()).unwrap();
+        let groups = plan["windows"]["state_groups"].as_u64().unwrap();
+        assert!(
+            matches!((ratio, groups), ("0", 4) | ("0.5", 1..=3) | ("1", 0)),
+            "{groups} groups at {ratio}"
+        );
+        assert!(bench.weights(output) == bench.weights("cpu"), "ratio {ratio}");
+    }
+    // What a run left is gone on with wherever.
+    let half = |args: &[&str]| bench.finetune("half").args(&["--device", "cpu"]).args(args);
+    let constant = ["--scheduler", "constant", "--offload"];
+    half(&["--steps", "2", "--save-every", "2", "--discrete"]).args(&constant).args(&["none"]).ok();
+    let on = half(&["--steps", "4", "--discrete", "--resume"]).args(&constant);
+    on.args(&["host", "--optimizer-ratio", "0.5"]).ok();
+    run("whole", &constant).args(&["none"]).ok();
+    assert!(bench.weights("half") == bench.weights("whole"));
+    let refused = |args: &[&str], part: &str| drop(run("refused", args).fails(2, &[part]));
+    refused(&["--offload", "disk", "--optimizer-ratio", "0.5"], "add --offload host");
+    refused(&["--offload", "host", "--optimizer-ratio", "1.5"], "from 0 to 1");
+    refused(
+        &["--discrete", "--offload", "host", "--optimizer-ratio", "0.5", "--optimizer", "lion"],
+        "cannot be updated on this device",
+    );
+}

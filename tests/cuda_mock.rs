@@ -40,6 +40,10 @@ fn training_is_the_same_in_every_place() {
             assert!((found - expected).abs() < 1e-3 * expected, "{place}: {found}, the CPU has {expected}");
         }
     }
+    // The card holds and updates a part of the state.
+    let shared = train(&bench, "shared", "cuda:0").args(&["--offload", "host", "--optimizer-ratio", "0.5"]);
+    shared.environment("TERRACE_MOCK_DELAY_US", "200").ok();
+    weights.push(bench.weights("shared"));
     assert!(weights.windows(2).all(|pair| pair[0] == pair[1]), "placement changes no bit");
 }
 
