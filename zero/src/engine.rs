@@ -5,7 +5,7 @@ use crate::cache::StateCache;
 use crate::copies::Copies;
 use crate::device_state::{DeviceGradients, DeviceState};
 use crate::device_weights::DeviceWeights;
-use crate::fetch::SlotClasses;
+use crate::fetch::{Ahead, SlotClasses};
 use crate::gradients::GradientPark;
 use crate::lane::Lane;
 use crate::network::Network;
@@ -45,6 +45,8 @@ pub struct Engine {
     pub(crate) lane: Lane,
     pub(crate) home: StateHome,
     pub(crate) weight_slots: Option<SlotClasses>,
+    /// Frozen weights that are being read for the next pass.
+    pub(crate) ahead: Ahead,
     pub(crate) device_weights: DeviceWeights,
     /// State that is on the device, and what updates it there.
     pub(crate) device_state: Option<DeviceState>,
@@ -315,6 +317,7 @@ impl Engine {
             lane,
             home,
             weight_slots,
+            ahead: Ahead::default(),
             device_weights,
             device_state,
             device_optimizer,
@@ -395,6 +398,7 @@ impl Engine {
     /// A file cannot be removed.
     pub fn remove_state(mut self) -> Result {
         self.pending = None;
+        self.ahead = Ahead::default();
         match std::mem::replace(&mut self.home, StateHome::Resident(Vec::new())) {
             StateHome::Disk(stored) => Ok(stored.store.remove()?),
             StateHome::Resident(_) => Ok(()),

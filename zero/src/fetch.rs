@@ -6,6 +6,9 @@
 //! device the second window vanishes: kernels read the slot that the disk engine filled. A group that stays on the device
 //! (`device_weights.rs`) is fetched into its place once, and used from there until the next update.
 //!
+//! Passes of frozen weights follow each other in the same order, so the first reads of the next one are started before this one
+//! ends ([`Ahead`]).
+//!
 //! A group moves through [`Residency`]; the transitions are asserted.
 
 use crate::copies::{Cargo, Link};
@@ -17,7 +20,7 @@ use crate::state::{StateHome, StateKinds};
 use crate::{Backend, EngineError, Result};
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use terrace_device::{Bytes, Event, Region, Upload, UploadSource};
 use terrace_tiers::{BlobKey, BlobKind, DiskStore, Generation, Lease, PendingRead, Pool, SharedBytes};
@@ -125,6 +128,38 @@ impl SlotClasses {
     fn pool(&self, group: usize) -> &Pool {
         &self.pools[self.class_of_group[group]]
     }
+
+    /// The longest start of `groups` whose members have a slot each.
+    fn first_together<'g>(&self, groups: &'g [usize]) -> &'g [usize] {
+        let mut taken = vec![0; self.pools.len()];
+        let fits = |group: &&usize| {
+            let class = self.class_of_group[**group];
+            // What is always in memory needs none, but no read ahead either.
+            taken.get_mut(class).is_some_and(|taken| {
+                *taken += 1;
+                *taken <= self.pools[class].slots()
+            })
+        };
+        &groups[..groups.iter().take_while(fits).count()]
+    }
+}
+
+/// Reads for the next pass of frozen weights, in its order.
+#[derive(Debug, Default)]
+pub(crate) struct Ahead(Mutex<VecDeque<(usize, InFlight)>>);
+
+impl Ahead {
+    /// Those with which a pass over `staging` begins; others are given up.
+    fn take(&self, staging: &[usize]) -> VecDeque<(usize, InFlight)> {
+        let reads = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        let fits =
+            reads.len() <= staging.len() && reads.iter().zip(staging).all(|(read, group)| read.0 == *group);
+        if fits { reads } else { VecDeque::new() }
+    }
+
+    fn put(&self, reads: VecDeque<(usize, InFlight)>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = reads;
+    }
 }
 
 /// The groups to bring to host memory for a schedule: those that are on the device, or that an earlier use brings there to stay,
@@ -172,6 +207,8 @@ pub(crate) struct Order<'a> {
     pub(crate) items: Vec<usize>,
     /// Holds back what an update has not reached.
     pub(crate) gate: Option<&'a Gate>,
+    /// The same pass comes again, and its first reads may be started.
+    pub(crate) ahead: Option<&'a Ahead>,
 }
 
 #[derive(Debug)]
@@ -222,8 +259,16 @@ impl<'a> Fetcher<'a> {
     where
         'a: 'scope,
     {
-        let Order { items, gate } = order;
+        let Order { items, gate, ahead } = order;
         let staging = to_stage(&items, &room.places);
+        let again: Vec<usize> = match (ahead, slots) {
+            (Some(_), Some(slots)) => {
+                let stays = |group: &usize| matches!(room.places.get(*group), Some(Some(_)));
+                let again: Vec<usize> = items.iter().copied().filter(|group| !stays(group)).collect();
+                slots.first_together(&again).to_vec()
+            }
+            _ => Vec::new(),
+        };
         let (upcoming, coming) = (VecDeque::from(items), VecDeque::from(staging.clone()));
         let source = match (home.disk(), slots) {
             (Some(_), Some(slots)) => {
@@ -233,7 +278,7 @@ impl<'a> Fetcher<'a> {
                 std::thread::Builder::new()
                     .name("terrace-fetch".into())
                     .spawn_scoped(scope, move || {
-                        FetchThread::new(home, kinds, slots, gate, &sender).run(&staging);
+                        FetchThread::new(home, kinds, slots, gate, &sender).run(&staging, ahead, &again);
                     })
                     .map_or_else(
                         |error| {
@@ -433,7 +478,8 @@ struct FetchThread<'a> {
     recent: HashMap<usize, Weak<Lease>>,
 }
 
-enum InFlight {
+#[derive(Debug)]
+pub(crate) enum InFlight {
     Read(PendingRead),
     Here(SharedBytes),
 }
@@ -451,8 +497,10 @@ impl<'a> FetchThread<'a> {
         Self { home, store, kinds, slots, gate, sender, in_flight, recent }
     }
 
-    fn run(mut self, items: &[usize]) {
-        for &group in items {
+    /// Brings `items`, the first of which may have been read [`Ahead`], and then starts to read those that come `again`.
+    fn run(mut self, items: &[usize], ahead: Option<&Ahead>, again: &[usize]) {
+        self.in_flight = ahead.map(|ahead| ahead.take(items)).unwrap_or_default();
+        for &group in &items[self.in_flight.len()..] {
             if !self.request(group) {
                 return;
             }
@@ -462,6 +510,29 @@ impl<'a> FetchThread<'a> {
                 return;
             }
         }
+        let Some(ahead) = ahead else { return };
+        for &group in again {
+            if let Some(lease) = self.recent.get(&group).and_then(Weak::upgrade) {
+                self.in_flight.push_back((group, InFlight::Here(SharedBytes::Lease(lease))));
+                continue;
+            }
+            // Every one has a slot of its own, which compute gives back before the pass ends.
+            let lease = self.slots.pool(group).acquire(self.weight_bytes(group));
+            // The next pass tries again, and says what is wrong.
+            let Ok(read) = self.read(group, lease) else { break };
+            self.in_flight.push_back((group, InFlight::Read(read)));
+        }
+        ahead.put(self.in_flight);
+    }
+
+    fn weight_bytes(&self, group: usize) -> usize {
+        self.kinds.blobs[self.kinds.weight].bytes(self.store.spec().groups[group].elements) as usize
+    }
+
+    fn read(&self, group: usize, lease: Lease) -> Result<PendingRead> {
+        let key = BlobKey { group, kind: BlobKind::Weight };
+        let chunks = 0..self.store.spec().chunks(group);
+        Ok(self.store.read(key, chunks, Generation::Newest, lease)?)
     }
 
     /// Starts the read of one group; false when compute has gone away.
@@ -483,9 +554,7 @@ impl<'a> FetchThread<'a> {
             self.in_flight.push_back((group, InFlight::Here(weights)));
             return true;
         }
-        let elements = self.store.spec().groups[group].elements;
-        let pool = self.slots.pool(group);
-        let len = self.kinds.blobs[self.kinds.weight].bytes(elements) as usize;
+        let (pool, len) = (self.slots.pool(group), self.weight_bytes(group));
         let lease = loop {
             if let Some(lease) = pool.try_acquire(len) {
                 break lease;
@@ -498,12 +567,10 @@ impl<'a> FetchThread<'a> {
                 return false;
             }
         };
-        let key = BlobKey { group, kind: BlobKind::Weight };
-        let chunks = 0..self.store.spec().chunks(group);
-        match self.store.read(key, chunks, Generation::Newest, lease) {
+        match self.read(group, lease) {
             Ok(read) => self.in_flight.push_back((group, InFlight::Read(read))),
             Err(error) => {
-                let _ = self.sender.send(Err(error.into()));
+                let _ = self.sender.send(Err(error));
                 return false;
             }
         }

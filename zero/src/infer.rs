@@ -111,6 +111,7 @@ impl Engine {
             weight_slots,
             device_weights,
             device_state,
+            ahead,
             signals,
             ..
         } = self;
@@ -124,8 +125,10 @@ impl Engine {
         let room = plan.windows.device_room;
         let room = device_weights.take(backend, network, room, state.map(|state| (state, kinds)))?;
         let slots = weight_slots.as_ref();
+        // Nothing changes frozen weights between two passes.
+        let ahead = Some(&*ahead).filter(|_| config.training.is_none());
         let (room, logits) = std::thread::scope(|scope| -> Result<_> {
-            let order = Order { items, gate: None };
+            let order = Order { items, gate: None, ahead };
             let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room)?;
             let mut signal: Option<Signal> = None;
             let mut logits = None;

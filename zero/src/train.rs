@@ -337,7 +337,7 @@ impl Engine {
         let slots = weight_slots.as_ref();
         let mut left = Vec::new();
         *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
-            let order = Order { items, gate: pending.as_ref().map(|_| &gate) };
+            let order = Order { items, gate: pending.as_ref().map(|_| &gate), ahead: None };
             let deferred = pending.map(|pending| defer(scope, pending, bench, home, &gate)).transpose()?;
             let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room)?;
             let immediate = immediate.map(|store| (bench.updater(optimizer, args), store));

@@ -3,6 +3,7 @@
 #![allow(non_snake_case, reason = "tensor names carry their shape as a suffix")]
 
 mod adamw;
+mod ahead;
 mod batches;
 #[path = "../card/mod.rs"]
 mod card;

@@ -112,7 +112,7 @@ fn is_linear(name: &str) -> bool {
 }
 
 /// Rows of more than one block, some of them not whole, biases, and a head of its own unless tied.
-fn wide(tied: bool) -> ModelConfig {
+pub(crate) fn wide(tied: bool) -> ModelConfig {
     ModelConfig::parse(&format!(
         r#"{{"architectures":["LlamaForCausalLM"],"vocab_size":101,"hidden_size":192,"intermediate_size":328,
         "num_hidden_layers":3,"num_attention_heads":4,"num_key_value_heads":2,"max_position_embeddings":64,
