@@ -150,7 +150,7 @@ impl<'a> Run<'a> {
             UpdateTime::Beside => {
                 self.update.is_idle() && (!self.left.is_empty() || self.update.is_settled())
             }
-            UpdateTime::After | UpdateTime::Deferred => self.update.is_settled(),
+            UpdateTime::After | UpdateTime::InTurn | UpdateTime::Deferred => self.update.is_settled(),
         };
         let has_landed = self.compute.landing.is_none_or(|job| self.machine.is_done(job));
         if is_over && has_landed && self.schedule.update == UpdateTime::Deferred {
@@ -167,7 +167,7 @@ impl<'a> Run<'a> {
                 self.left = self.update.queue.drain(..).collect();
                 self.left.sort_by_key(|piece| (piece.group, piece.part));
             }
-            UpdateTime::Deferred => {}
+            UpdateTime::InTurn | UpdateTime::Deferred => {}
         }
     }
 
@@ -197,9 +197,9 @@ impl<'a> Run<'a> {
             }
             Stage::Room => return self.leave(pass),
             Stage::Outputs(job) if is_done(job) => {
-                if let Some(group) = pass.completes.filter(|_| self.schedule.update == UpdateTime::Beside) {
-                    let pieces = self.pieces(group);
-                    self.update.queue.extend(pieces);
+                let follows = matches!(self.schedule.update, UpdateTime::Beside | UpdateTime::InTurn);
+                if let Some(group) = pass.completes.filter(|_| follows) {
+                    self.update.queue.extend(self.pieces(group));
                 }
                 self.compute.pass += 1;
                 self.compute.stage = Stage::Weights;
@@ -217,6 +217,10 @@ impl<'a> Run<'a> {
         // Two updates at once would mix two steps.
         let joins = pass.is_backward && self.schedule.update == UpdateTime::Beside;
         if joins && self.update.written != usize::MAX {
+            return false;
+        }
+        let in_turn = self.schedule.update == UpdateTime::InTurn;
+        if in_turn && !(self.update.queue.is_empty() && self.update.is_idle()) {
             return false;
         }
         if self.fetch.ready < self.fetch.taken + pass.weights.len() {

@@ -97,7 +97,7 @@ fn takes(work: &StepWork, can: &Capabilities, seconds: f64) {
 #[test]
 fn compute_alone_takes_its_operations() {
     let fast = Capabilities { disks: disk(100e6), ..can() };
-    for update in [UpdateTime::After, UpdateTime::Deferred, UpdateTime::Beside] {
+    for update in [UpdateTime::After, UpdateTime::InTurn, UpdateTime::Deferred, UpdateTime::Beside] {
         takes(&TOTALS.work(update), &fast, 9.0);
     }
 }
@@ -131,6 +131,11 @@ fn an_update_that_trails_keeps_the_disk_busy() {
 fn an_update_with_nothing_beside_it_takes_its_own_time() {
     // 3 of compute forward, 6 backward, 10 of disk.
     takes(&TOTALS.work(UpdateTime::After), &can(), 19.0);
+    // One group after the other waits for its state; what it writes may be beside the next, as weights are.
+    let mut work = TOTALS.work(UpdateTime::InTurn);
+    work.schedule.gradient_chunks = Some(4);
+    let seconds = step_seconds(&work, &can()).unwrap();
+    assert!((12.0..19.0).contains(&seconds), "{seconds}");
 }
 
 #[test]
@@ -189,7 +194,12 @@ fn sum(work: &StepWork, can: &Capabilities) -> f64 {
 }
 
 fn any_totals() -> impl Strategy<Value = (StepWork, Capabilities)> {
-    let update = prop_oneof![Just(UpdateTime::After), Just(UpdateTime::Deferred), Just(UpdateTime::Beside)];
+    let update = prop_oneof![
+        Just(UpdateTime::After),
+        Just(UpdateTime::InTurn),
+        Just(UpdateTime::Deferred),
+        Just(UpdateTime::Beside)
+    ];
     let amounts = proptest::array::uniform7(0u64..1000);
     let windows = (1usize..6, 2usize..8, proptest::option::of(4usize..100), any::<bool>());
     (update, amounts, windows, 10f64..1000.0, proptest::option::of(50f64..1000.0)).prop_map(
@@ -199,7 +209,8 @@ fn any_totals() -> impl Strategy<Value = (StepWork, Capabilities)> {
             let mut work = totals.work(update);
             let schedule = &mut work.schedule;
             (schedule.weight_slots, schedule.update_slots) = (vec![windows.0], windows.1);
-            schedule.gradient_chunks = windows.2.filter(|_| update == UpdateTime::Beside);
+            let follows = matches!(update, UpdateTime::Beside | UpdateTime::InTurn);
+            schedule.gradient_chunks = windows.2.filter(|_| follows);
             work.unified = windows.3;
             let updates = updates.map(|rate| rate * 1e3);
             (work, Capabilities { disks: disk(rate * 1e3), updates, ..can() })
@@ -282,6 +293,10 @@ fn outlooks() -> Vec<Outlook> {
             config.durability = Durability::Checkpoint;
         }));
         found.push(overridden(WindowOverrides { overlap: Some(false), ..windows }));
+        found.push(outlook(&|config| {
+            no_clip(config);
+            config.overrides = WindowOverrides { overlap: Some(false), gradient_groups: Some(1), ..windows };
+        }));
         found.push(overridden(WindowOverrides { kept_blocks: Some(2), weight_slots: Some(1), ..windows }));
         found.push(overridden(WindowOverrides {
             signals_stay: Some(false),
@@ -296,10 +311,13 @@ fn outlooks() -> Vec<Outlook> {
         };
         found.push(overridden(on_disk));
         for overrides in [windows, on_disk] {
-            found.push(outlook(&|config| {
-                config.accumulation = Accumulation::Horizontal;
-                config.overrides = overrides;
-            }));
+            for clip in [None, Some(1.0)] {
+                found.push(outlook(&|config| {
+                    config.training.as_mut().unwrap().clip = clip;
+                    config.accumulation = Accumulation::Horizontal;
+                    config.overrides = overrides;
+                }));
+            }
         }
     }
     found

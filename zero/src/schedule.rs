@@ -37,6 +37,8 @@ pub enum UpdateTime {
     /// When backward is over, and nothing beside it.
     #[default]
     After,
+    /// In backward, a group's as soon as its gradient is complete, and nothing beside it.
+    InTurn,
     /// During the next forward, ahead of it.
     Deferred,
     /// Beside backward; what does not end with it goes on in the next forward.

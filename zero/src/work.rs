@@ -161,13 +161,12 @@ impl Count<'_> {
     }
 
     pub(crate) fn update_time(&self) -> UpdateTime {
-        let on_disk = self.config.placement == Placement::Disk;
-        if !self.config.overrides.overlap() || (self.unified && !on_disk) {
-            UpdateTime::After
-        } else if self.config.update_follows() {
-            UpdateTime::Beside
-        } else {
-            UpdateTime::Deferred
+        let waits_for_nothing = self.unified && self.config.placement != Placement::Disk;
+        match (self.config.overrides.overlap(), self.config.update_follows()) {
+            (true, true) => UpdateTime::Beside,
+            (false, true) => UpdateTime::InTurn,
+            (true, false) if !waits_for_nothing => UpdateTime::Deferred,
+            (_, false) => UpdateTime::After,
         }
     }
 
