@@ -15,8 +15,8 @@
 //! Steps follow each other until one is like the next, whose time is what is expected. The same schedule always takes the same.
 //!
 //! Left out are `fdatasync` and the manifest of a commit, the kernel's own time for disk I/O, latencies, the bandwidth of host memory
-//! that resources share, and the checksums of spilled activations and parked gradients beside a card. A group's gradients are parked, and its micro-batches
-//! go through a block, at once. Groups of very many chunks are updated in fewer, larger ones ([`PIECES`]).
+//! that resources share, and the checksums of spilled activations and parked gradients beside a card. All micro-batches of a pass go
+//! through a block at once, and its gradients are parked at once. Groups of very many chunks are updated in fewer, larger pieces.
 
 mod machine;
 mod step;
