@@ -78,8 +78,8 @@ pub use terrace_optimizer::{AdamW, StateFormat};
 pub use terrace_tiers as tiers;
 pub use terrace_tiers::{MemoryPlan, Tier};
 pub use terrace_zero::{
-    Backend, BatchLimits, Block, Context, Engine, EngineBuilder, EngineConfig, EngineError, Evaluation,
-    Gradients, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode, Outlook, OutputSpec, ParamSpec, Phases,
-    Placement, Result, StepReport, StepWork, StoredState, StoredWeights, TrainingConfig, UpdateTime, Weight,
-    WeightReader, WeightSource, Weights, WindowOverrides,
+    Backend, BatchLimits, Block, BlockPass, Context, Engine, EngineBuilder, EngineConfig, EngineError,
+    Evaluation, Gradients, GroupUpdate, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode, Outlook,
+    OutputSpec, ParamSpec, Placement, Result, Schedule, StepReport, StepWork, StoredState, StoredWeights,
+    TrainingConfig, UpdateTime, Weight, WeightReader, WeightSource, WeightUse, Weights, WindowOverrides,
 };

@@ -22,6 +22,17 @@ pub(crate) struct DryCost {
     pub(crate) forward_flops: u64,
 }
 
+/// Floating-point operations of a block in training, for one micro-batch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct BlockOperations {
+    /// Before backward; none of the last block.
+    pub(crate) forward: u64,
+    /// In backward, if forward left nothing.
+    pub(crate) backward: u64,
+    /// In backward, with what forward leaves if it is asked.
+    pub(crate) backward_of_kept: u64,
+}
+
 pub(crate) struct DryRun<'a> {
     pub(crate) network: &'a Network,
     pub(crate) dtype: DType,
@@ -103,10 +114,7 @@ impl DryRun<'_> {
         };
         let starts = vec![0; self.sample.sequences];
         let last = self.network.last();
-        let flops = || {
-            let totals = counter.totals();
-            totals.matmul_flops + totals.attention_flops + totals.other_flops
-        };
+        let flops = || operations(&counter);
         let mut forward_flops = 0;
         let forward_until = if mode == Mode::Train { last } else { last + 1 };
         for round in rounds {
@@ -139,23 +147,43 @@ impl DryRun<'_> {
     }
 
     /// The blocks that leave something for backward when they are asked, in order, and the bytes of the arena that each leaves
-    /// for one micro-batch.
+    /// for one micro-batch. The network learns the operations of its blocks.
     pub(crate) fn keepers(&self) -> Result<Vec<(usize, usize)>> {
         let arena = Arena::virtual_memory();
-        let (kernels, _) = dry::kernel_set();
+        let (kernels, counter) = dry::kernel_set();
         let inputs = self.sample.inputs.iter().map(|t| Tensor::new(&arena, t.dtype, &t.dims));
         let inputs = inputs.collect::<std::result::Result<Vec<_>, _>>()?;
         let mut loss = Tensor::new(&arena, DType::F64, &[1])?;
-        let mut keepers = Vec::new();
-        for block in 0..self.network.last() {
-            let before = arena.used();
+        let (mut keepers, mut found) = (Vec::new(), Vec::new());
+        for block in 0..=self.network.last() {
+            let (used, before) = (arena.used(), operations(&counter));
             let mut cx = self.context(&kernels, &arena, Mode::Train, &inputs, &mut loss);
             cx.kept = Kept::Wanted;
-            self.forward(block, Mode::Train, &arena, &mut cx, &mut None)?;
-            if let Kept::Left(_) = cx.kept {
-                keepers.push((block, arena.used() - before));
+            if block < self.network.last() {
+                self.forward(block, Mode::Train, &arena, &mut cx, &mut None)?;
             }
+            let kept = cx.kept;
+            if let Kept::Left(_) = kept {
+                keepers.push((block, arena.used() - used));
+            }
+            let after_forward = operations(&counter);
+            let mut backward = |kept| -> Result<u64> {
+                let before = operations(&counter);
+                let mut cx = self.context(&kernels, &arena, Mode::Train, &inputs, &mut loss);
+                cx.kept = kept;
+                self.block_backward(block, &mut cx)?;
+                Ok(operations(&counter) - before)
+            };
+            let backward_of_kept = if let Kept::Left(_) = kept { Some(backward(kept)?) } else { None };
+            let recomputing = backward(Kept::Nothing)?;
+            found.push(BlockOperations {
+                forward: after_forward - before,
+                backward: recomputing,
+                backward_of_kept: backward_of_kept.unwrap_or(recomputing),
+            });
         }
+        // Every plan of a network finds the same.
+        let _ = self.network.operations.set(found);
         Ok(keepers)
     }
 
@@ -218,21 +246,7 @@ impl DryRun<'_> {
             let dx_region = self.crossing(arena, x.as_ref(), &mut None)?;
             let mut cx = self.context(kernels, arena, Mode::Train, inputs, loss);
             cx.kept = kept.take(block, m);
-            let specs = param_dims(network, block);
-            let slots = specs.into_iter().map(|dims| {
-                let bytes = dims.iter().product::<usize>() * 4;
-                (BytesMut::virtual_range(bytes), dims)
-            });
-            let mut gradients = Gradients::new(slots.collect());
-            let dx = x.as_ref().map(|x| ViewMut::new(BytesMut::virtual_range(x.bytes()), x.dtype, &x.dims));
-            network.blocks[block].backward(
-                &mut cx,
-                &self.weights(block),
-                x.as_ref().map(virtual_view),
-                dy.as_ref().map(virtual_view),
-                dx,
-                &mut gradients,
-            )?;
+            self.block_backward(block, &mut cx)?;
             *staying =
                 dx_region.filter(|_| self.staying != Staying::None && !(block == 1 && self.rounds.waits(0)));
         }
@@ -245,6 +259,20 @@ impl DryRun<'_> {
             parking.coming.clear();
         }
         Ok(())
+    }
+
+    /// The backward of a block alone.
+    fn block_backward(&self, block: usize, cx: &mut Context<'_>) -> Result {
+        let x = block.checked_sub(1).map(|b| self.signal(b, Mode::Train));
+        let dy = (block < self.network.last()).then(|| self.signal(block, Mode::Train));
+        let slots = param_dims(self.network, block).into_iter().map(|dims| {
+            let bytes = dims.iter().product::<usize>() * 4;
+            (BytesMut::virtual_range(bytes), dims)
+        });
+        let mut gradients = Gradients::new(slots.collect());
+        let dx = x.as_ref().map(|x| ViewMut::new(BytesMut::virtual_range(x.bytes()), x.dtype, &x.dims));
+        let (x, dy) = (x.as_ref().map(virtual_view), dy.as_ref().map(virtual_view));
+        self.network.blocks[block].backward(cx, &self.weights(block), x, dy, dx, &mut gradients)
     }
 
     /// As `GradientPark::begin`: what an earlier use parked goes up again, chunk by chunk.
@@ -338,6 +366,11 @@ impl DryRun<'_> {
     fn caches(&self, arena: &Arena) -> Result<Vec<Option<(Tensor, Tensor)>>> {
         allocate_caches(self.network, arena, self.dtype, self.sample.sequences, self.cache_length)
     }
+}
+
+fn operations(counter: &dry::Counter) -> u64 {
+    let totals = counter.totals();
+    totals.matmul_flops + totals.attention_flops + totals.other_flops
 }
 
 /// The key/value cache of every block that wants one: `[B, C, G, K]` each.

@@ -9,12 +9,13 @@
 use crate::network::Network;
 use crate::plan::EnginePlan;
 use crate::rounds::Rounds;
+use crate::schedule::{Schedule, UpdateTime};
 use crate::state::StateKinds;
 use crate::{Engine, EngineConfig, MicroBatch, Mode, Placement};
 use terrace_optimizer::StateFormat;
 
 /// The work of one step of the largest batch; of frozen weights, of one pass of the planned batch, as it is when others came before.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepWork {
     /// Floating-point operations on the device, backward and recomputation included.
     pub operations: u64,
@@ -38,40 +39,8 @@ pub struct StepWork {
     pub device_memory_bytes: u64,
     /// Whether the device's memory and cores are the host's.
     pub unified: bool,
-    /// What of it is done when.
-    pub phases: Phases,
-}
-
-/// The order of a step's work. Forward and backward take turns; what they share otherwise is done beside them. What is not said here
-/// is spread evenly over both.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Phases {
-    /// When the update is done.
-    pub update: UpdateTime,
-    /// Of [`StepWork::operations`], those before backward.
-    pub forward_operations: u64,
-    /// Read from disk by the update, gradients that are parked there included.
-    pub update_read_bytes: u64,
-    /// Written to disk by the update, group after group.
-    pub update_write_bytes: u64,
-    /// Written from copies in memory beside the next backward.
-    pub late_write_bytes: u64,
-    /// Written to disk in backward: gradients that are parked there.
-    pub gradient_write_bytes: u64,
-    /// Spilled activations, written in forward and read in backward.
-    pub spilled_bytes: u64,
-}
-
-/// When an update is done.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub enum UpdateTime {
-    /// When backward is over, and nothing beside it.
-    #[default]
-    After,
-    /// During the next forward, ahead of it.
-    Deferred,
-    /// Beside backward; up to this part of it can go on in the next forward.
-    Beside(f64),
+    /// The order of it, in training.
+    pub schedule: Schedule,
 }
 
 impl Engine {
@@ -93,11 +62,11 @@ pub(crate) fn step_work(
 ) -> StepWork {
     let limits = config.limits;
     let rounds = Rounds::new(config.accumulation, config.limits, network);
-    let count = Count { config, network, plan, rounds };
+    let count = Count { config, network, kinds, plan, rounds, unified };
     let tokens = (limits.sequences * limits.length * limits.micro_batches) as u64;
     let operations = plan.windows.flops_per_step;
     let Some(training) = &config.training else {
-        return StepWork { operations, tokens, unified, ..count.pass(kinds, unified) };
+        return StepWork { operations, tokens, unified, ..count.pass() };
     };
     // What the host updates.
     let elements = network.elements() - count.elements_on_device();
@@ -109,8 +78,6 @@ pub(crate) fn step_work(
         unified,
         ..StepWork::default()
     };
-    work.phases.update = count.update_time(unified);
-    work.phases.forward_operations = plan.windows.forward_flops;
     let all_kinds = 0..kinds.blobs.len();
     let read = |kind: usize, elements| {
         if kinds.read_by_update[kind] { kinds.blobs[kind].bytes(elements) } else { 0 }
@@ -119,40 +86,34 @@ pub(crate) fn step_work(
     let written_by_update = kinds.bytes(elements);
     let (gradients, sums) = (count.gradient_bytes(), count.sum_bytes());
     work.device_memory_bytes = count.device_update_bytes(kinds);
+    let order = count.rounds.order(network);
+    let mut read_weights = vec![false; order.len()];
     if config.placement == Placement::Disk {
         let caching = &plan.windows.caching;
         let copied = |kind| caching.elements(network, kind, kinds).sum::<u64>();
         let state: u64 = all_kinds.clone().map(|kind| read(kind, elements - copied(kind))).sum();
-        let order = count.rounds.order(network);
-        work.disk_read_bytes =
-            count.weight_bytes(order, |group| !caching.has(group, kinds.weight, kinds)) + state;
+        read_weights = count.reads(&order, |group| !caching.has(group, kinds.weight, kinds));
+        work.disk_read_bytes = count.weight_bytes(&order, &read_weights) + state;
         let saved = |kind| if config.commits_at_saves() { copied(kind) } else { 0 };
-        let written = |unwritten: &dyn Fn(usize) -> u64| -> u64 {
-            all_kinds.clone().map(|kind| kinds.blobs[kind].bytes(elements - unwritten(kind))).sum()
-        };
-        work.disk_write_bytes = written(&saved);
-        let phases = &mut work.phases;
-        (phases.update_read_bytes, phases.update_write_bytes) = (state, work.disk_write_bytes);
-        if phases.update == UpdateTime::Deferred {
-            phases.update_write_bytes = written(&copied);
-            phases.late_write_bytes = work.disk_write_bytes - phases.update_write_bytes;
-        }
+        let written = |kind: usize| kinds.blobs[kind].bytes(elements - saved(kind));
+        work.disk_write_bytes = all_kinds.map(written).sum();
         if plan.windows.gradients_on_disk {
             work.disk_read_bytes += gradients + sums;
             work.disk_write_bytes += gradients + sums;
-            phases.update_read_bytes += gradients;
-            phases.gradient_write_bytes = gradients;
         }
         if plan.windows.activations_on_disk {
-            phases.spilled_bytes = count.signals(0..network.last().saturating_sub(1));
-            work.disk_read_bytes += phases.spilled_bytes;
-            work.disk_write_bytes += phases.spilled_bytes;
+            let spilled = count.signals(0..network.last().saturating_sub(1));
+            work.disk_read_bytes += spilled;
+            work.disk_write_bytes += spilled;
         }
     }
+    let mut inputs = 0;
     if !unified {
-        let inputs = sample.map_or(0, |sample| sample.inputs.iter().map(|t| t.bytes.len() as u64).sum());
-        count.link(&mut work, inputs * limits.micro_batches as u64);
+        let each = |sample: &MicroBatch| sample.inputs.iter().map(|t| t.bytes.len() as u64).sum();
+        inputs = sample.map_or(0, each) * limits.micro_batches as u64;
+        count.link(&mut work, inputs);
     }
+    work.schedule = Schedule::new(&count, &read_weights, inputs);
     let parked = elements * config.dtype.size() as u64;
     work.memory_bytes =
         work.disk_read_bytes + work.disk_write_bytes + work.upload_bytes + work.download_bytes;
@@ -161,22 +122,26 @@ pub(crate) fn step_work(
         // Weights are read in both directions; accumulators are zeroed, added to by every micro-batch and read once more.
         let passes = 2 + 2 * limits.micro_batches as u64;
         // Sums are copied out of accumulators and back.
-        let weights = count.weight_bytes(count.rounds.order(network), |_| true);
+        let weights = count.weight_bytes(&order, &count.reads(&order, |_| true));
         work.memory_bytes += weights + elements * 4 * passes + gradients + 4 * sums;
     }
     work
 }
 
-struct Count<'a> {
-    config: &'a EngineConfig,
-    network: &'a Network,
-    plan: &'a EnginePlan,
-    rounds: Rounds,
+/// What is counted.
+pub(crate) struct Count<'a> {
+    pub(crate) config: &'a EngineConfig,
+    pub(crate) network: &'a Network,
+    pub(crate) kinds: &'a StateKinds,
+    pub(crate) plan: &'a EnginePlan,
+    pub(crate) rounds: Rounds,
+    pub(crate) unified: bool,
 }
 
 impl Count<'_> {
     /// What frozen weights move in one pass. Those that stay somewhere are there already.
-    fn pass(&self, kinds: &StateKinds, unified: bool) -> StepWork {
+    fn pass(&self) -> StepWork {
+        let (kinds, unified) = (self.kinds, self.unified);
         let blocks = 0..=self.network.last();
         let order: Vec<usize> = blocks.flat_map(|block| self.network.groups_of(block)).collect();
         let caching = &self.plan.windows.caching;
@@ -184,7 +149,7 @@ impl Count<'_> {
         let read = |group| comes(group) && !caching.has(group, kinds.weight, kinds);
         let mut work = StepWork::default();
         if self.config.placement == Placement::Disk {
-            work.disk_read_bytes = self.weight_bytes(order.clone(), read);
+            work.disk_read_bytes = self.weight_bytes(&order, &self.reads(&order, read));
         }
         if unified {
             work.memory_bytes = work.disk_read_bytes + self.weights(&order);
@@ -197,34 +162,38 @@ impl Count<'_> {
         work
     }
 
-    fn update_time(&self, unified: bool) -> UpdateTime {
-        let on_disk = self.config.placement == Placement::Disk;
-        if !self.config.overrides.overlap() || (unified && !on_disk) {
-            return UpdateTime::After;
+    pub(crate) fn update_time(&self) -> UpdateTime {
+        let waits_for_nothing = self.unified && self.config.placement != Placement::Disk;
+        match (self.config.overrides.overlap(), self.config.update_follows()) {
+            (true, true) => UpdateTime::Beside,
+            (false, true) => UpdateTime::InTurn,
+            (true, false) if !waits_for_nothing => UpdateTime::Deferred,
+            (_, false) => UpdateTime::After,
         }
-        if !self.config.update_follows() {
-            return UpdateTime::Deferred;
-        }
-        let windows = &self.plan.windows;
-        // One group is in backward and one in the update whatever happens.
-        let trailing = windows.gradient_groups.saturating_sub(2) as f64 / self.network.groups.len() as f64;
-        UpdateTime::Beside(if windows.gradients_on_disk { 1.0 } else { trailing.min(1.0) })
     }
 
-    /// Weights of the groups of `order` that count as they are read in that order. A second use shares the memory of the first while
-    /// that is alive, if everything between fits into the slots beside it; whether it is depends on timing, so that it is not counted.
-    fn weight_bytes(&self, mut order: Vec<usize>, counts: impl Fn(usize) -> bool) -> u64 {
-        order.retain(|group| counts(*group));
-        let read = |&at: &usize| {
-            let before = order[..at].iter().rposition(|group| *group == order[at]);
-            before.is_none_or(|before| !self.stays(order[at]) && !self.fit_together(&order[before..at]))
-        };
-        let groups: Vec<usize> = (0..order.len()).filter(read).map(|at| order[at]).collect();
-        self.weights(&groups)
+    /// Which uses of `order` are read, of those of groups that count. A second use shares the memory of the first while that is
+    /// alive, if everything between fits into the slots beside it; whether it is depends on timing, so that it is not counted.
+    fn reads(&self, order: &[usize], counts: impl Fn(usize) -> bool) -> Vec<bool> {
+        let counted: Vec<usize> = (0..order.len()).filter(|&at| counts(order[at])).collect();
+        let groups: Vec<usize> = counted.iter().map(|&at| order[at]).collect();
+        let mut reads = vec![false; order.len()];
+        for (place, &at) in counted.iter().enumerate() {
+            let before = groups[..place].iter().rposition(|&group| group == order[at]);
+            reads[at] = before
+                .is_none_or(|before| !self.stays(order[at]) && !self.fit_together(&groups[before..place]));
+        }
+        reads
+    }
+
+    /// Weights of the uses of `order` that are read.
+    fn weight_bytes(&self, order: &[usize], reads: &[bool]) -> u64 {
+        let read = order.iter().zip(reads).filter(|(_, read)| **read);
+        self.weights(&read.map(|(group, _)| *group).collect::<Vec<_>>())
     }
 
     /// Whether a group's weights stay on the device.
-    fn stays(&self, group: usize) -> bool {
+    pub(crate) fn stays(&self, group: usize) -> bool {
         self.plan.windows.device_room.stays(self.network, group)
     }
 
@@ -236,14 +205,14 @@ impl Count<'_> {
         })
     }
 
-    fn weights(&self, groups: &[usize]) -> u64 {
+    pub(crate) fn weights(&self, groups: &[usize]) -> u64 {
         let bytes =
             |&group: &usize| (self.network.groups[group].elements * self.network.element_bytes) as u64;
         groups.iter().map(bytes).sum()
     }
 
     /// Whether all state of a group is on the device.
-    fn is_on_device(&self, group: usize) -> bool {
+    pub(crate) fn is_on_device(&self, group: usize) -> bool {
         self.plan.windows.device_room.has_state(self.network, group)
     }
 
