@@ -8,7 +8,7 @@ use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, Pinned, PlanFile, Settings, Step, Term, Totals, Windows,
 };
 use super::session::{self, Session};
-use super::{checks, floor, identity, print_json, retention, trace};
+use super::{checks, floor, identity, keeping, print_json, retention, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
 use crate::data::Dataset;
 use crate::error::CliError;
@@ -84,6 +84,12 @@ pub fn train(
     let can = floor::capabilities(profile.as_ref(), &session, &run, &config);
     let (builder, shape) = (TokenBatch::new(&model.config), ModelShape::of(&model.config));
     let sample = builder.blank(run.batch_size, run.seq_len);
+    // The best of single products, which is all that a start measures, says too little about a step.
+    if can.training.is_some() {
+        let runs = PlanningRuns::default();
+        config.keep_at_most =
+            keeping::cheapest(&config, &session.backend, &model.config, &sample, &can, &runs)?.0;
+    }
 
     let loading = Instant::now();
     let engine = if run.resume {
@@ -499,6 +505,7 @@ fn engine_config(
             cache_length: 0,
         },
         accumulation: session::accumulation(run.accumulation),
+        keep_at_most: None,
         overrides: windows(run),
         timeline: session.timeline.clone(),
         identity,

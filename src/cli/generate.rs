@@ -170,6 +170,7 @@ pub(super) fn frozen_config(
         disk_weights: None,
         host_budget: session::host_budget(placement),
         cache_bytes: placement.disk_cache.0,
+        keep_at_most: None,
         durability: Durability::Step,
         device_budget: session.device_budget(placement),
         threads: session.threads,

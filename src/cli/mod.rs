@@ -12,6 +12,7 @@ pub mod generate;
 mod identity;
 pub mod inputs;
 pub mod inspect;
+mod keeping;
 pub mod pinned;
 pub mod plan;
 mod plan_generate;

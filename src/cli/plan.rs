@@ -6,7 +6,7 @@ use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
 };
 use super::session::{self, Session};
-use super::{print_json, print_text};
+use super::{keeping, print_json, print_text};
 use crate::engine::{CUDA_SCRATCH_BYTES, host_updates};
 use crate::error::CliError;
 use crate::floor::{Capabilities, Floor};
@@ -19,12 +19,10 @@ use std::sync::Arc;
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_device::host::HostDevice;
 use terrace_kernels::dry;
-use terrace_models::{ModelConfig, TokenBatch, build};
+use terrace_models::{ModelConfig, TokenBatch};
 use terrace_optimizer::StateFormat;
 use terrace_tiers::{ByteSize, MemoryPlan, Tier};
-use terrace_zero::{
-    Backend, BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns, TrainingConfig,
-};
+use terrace_zero::{Backend, BatchLimits, EngineConfig, EngineError, Outlook, PlanningRuns, TrainingConfig};
 
 /// What a drive of two terabytes is commonly warranted for.
 const ENDURANCE_BYTES: f64 = 1200e12;
@@ -180,9 +178,9 @@ impl<'a> Planning<'a> {
             ..self.config(choice.offload, limits)
         };
         let sample = TokenBatch::new(&self.model).blank(choice.batch, self.length);
-        let outlook = Engine::outlook(config, &self.backend, build(&self.model), &sample, &self.runs)?;
-        self.enough_disk(choice.offload, &outlook.memory)?;
         let can = self.capabilities(Some(choice.state));
+        let (_, outlook) = keeping::cheapest(&config, &self.backend, &self.model, &sample, &can, &self.runs)?;
+        self.enough_disk(choice.offload, &outlook.memory)?;
         let floor = Floor::new(&outlook.work, &can);
         Ok(Planned { choice, outlook, floor, operations_rate: can.operations })
     }

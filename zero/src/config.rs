@@ -165,6 +165,9 @@ pub struct EngineConfig {
     pub limits: BatchLimits,
     /// The order of its micro-batches.
     pub accumulation: Accumulation,
+    /// Most blocks that keep intermediates for backward where no override fixes their number; what memory that leaves holds copies of
+    /// state on disk, or weights and state on a device with its own. `None` for as many as fit.
+    pub keep_at_most: Option<usize>,
     /// Windows fixed by hand.
     pub overrides: WindowOverrides,
     /// Hears of what is done when, if there is one.
@@ -224,6 +227,7 @@ impl EngineConfig {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             limits,
             accumulation: Accumulation::default(),
+            keep_at_most: None,
             overrides: WindowOverrides::default(),
             timeline: None,
             identity: String::new(),

@@ -257,7 +257,8 @@ impl Planner<'_> {
         let (tier, budget) = self.arena_tier();
         let arena = |plan: &EnginePlan| plan.windows.arena_bytes;
         // Some number from `plan`'s up to below `too_many` is the one.
-        let (mut too_many, mut tried) = (keepers.len() + 1, keepers.len());
+        let most = self.config.keep_at_most.unwrap_or(usize::MAX).min(keepers.len());
+        let (mut too_many, mut tried) = (most + 1, most);
         for _ in 0..KEEPING_TRIES {
             let fitting = plan.windows.keeping.count;
             if fitting + 1 >= too_many {

@@ -126,6 +126,7 @@ impl Setup {
                 cache_length: 0,
             },
             accumulation: self.accumulation,
+            keep_at_most: None,
             overrides: self.overrides,
             timeline: None,
             identity: self.identity.clone(),
