@@ -9,8 +9,8 @@ use crate::predict::step_seconds;
 use terrace_models::{ModelConfig, build};
 use terrace_zero::{Backend, Engine, EngineConfig, EngineError, MicroBatch, Outlook, PlanningRuns};
 
-/// Fourths of the blocks for which there is room.
-const FEWER: [usize; 4] = [3, 2, 1, 0];
+/// Halves of the blocks for which there is room: more tries take longer than they save.
+const FEWER: [usize; 2] = [1, 0];
 
 /// The part of a step that has to be saved by what is expected, which is not exact.
 const GAIN_MIN: f64 = 0.03;
@@ -42,8 +42,8 @@ pub fn cheapest(
         return Ok((None, most));
     }
     let mut best = (expected * (1.0 - GAIN_MIN), None, most);
-    for fourths in FEWER {
-        let fewer = kept * fourths / 4;
+    for halves in FEWER {
+        let fewer = kept * halves / 2;
         let found = outlook(Some(fewer))?;
         if let Some(seconds) = step_seconds(&found.work, can)
             && seconds < best.0
