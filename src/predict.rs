@@ -22,6 +22,8 @@ struct Load {
     write: f64,
     up: f64,
     down: f64,
+    network: f64,
+    peers: f64,
 }
 
 /// Steps in which the part of an update that trails is looked for.
@@ -91,6 +93,8 @@ fn loads(work: &StepWork, [beside_forward, beside_backward]: [f64; 2]) -> [Load;
         write: writes_left / 2.0 + spilled + write * beside_forward,
         up: work.upload_bytes as f64 / 2.0,
         down: 0.0,
+        network: work.gathers.network_bytes as f64 / 2.0,
+        peers: work.gathers.peer_bytes as f64 / 2.0,
     };
     let backward = Load {
         operations: work.operations as f64 - forward_operations,
@@ -100,6 +104,8 @@ fn loads(work: &StepWork, [beside_forward, beside_backward]: [f64; 2]) -> [Load;
         up: work.upload_bytes as f64 / 2.0,
         // Gradients come down as backward makes them.
         down: work.download_bytes as f64,
+        network: work.gathers.network_bytes as f64 / 2.0 + work.scatters.network_bytes as f64,
+        peers: work.gathers.peer_bytes as f64 / 2.0 + work.scatters.peer_bytes as f64,
     };
     [forward, backward]
 }
@@ -124,6 +130,8 @@ impl Load {
             per(self.up, can.upload),
             per(self.down, can.download),
             per(self.up + self.down, can.both),
+            per(self.network, can.network),
+            per(self.peers, can.peers),
         ]
         .into_iter()
         .fold(0.0, f64::max)

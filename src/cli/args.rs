@@ -1,6 +1,7 @@
 //! The command line, parsed. Flags only: what they mean together with a configuration file is
 //! [`TrainConfig`](crate::config::TrainConfig)'s business.
 
+pub use super::ranks::RanksArgs;
 pub use super::values::{Betas, DeviceName, DiskCache};
 use super::values::{
     count, not_negative_float, parameters, positive_float, probability, threads, token_id, whole,
@@ -466,7 +467,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceName,
     /// Plan `terrace generate` instead: --batch-size prompts of --seq-len tokens at a time
-    #[arg(long, conflicts_with_all = ["grad_accum", "accumulation", "state", "clip", "durability", "save"])]
+    #[arg(long, conflicts_with_all = ["grad_accum", "accumulation", "state", "clip", "durability", "save", "ranks", "nodes"])]
     pub generate: bool,
     /// Most new tokens per prompt
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "128", requires = "generate")]
@@ -534,6 +535,9 @@ pub struct PlanArgs {
         help_heading = "A machine that is not here"
     )]
     pub disk_write: Option<ByteSize>,
+    /// Several cards.
+    #[command(flatten)]
+    pub ranks: RanksArgs,
     /// Write the plan, for `terrace finetune --plan`
     #[arg(long, value_name = "FILE")]
     pub save: Option<PathBuf>,

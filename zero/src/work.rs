@@ -5,9 +5,13 @@
 //! depending on timing, it is not counted, so that the sums are never more than what is moved.
 //! Bytes of host memory are what cannot be avoided, each counted once: transfers of disk and link, the update's state and
 //! gradients, and on a unified device the weights and gradients that kernels go through.
+//!
+//! Of several ranks (`ranks.rs`) a step is that of a node and one of its devices: disks, host memory and the network are those of a
+//! node; operations and the link those of a device; tokens those of all ranks.
 
 use crate::network::Network;
 use crate::plan::EnginePlan;
+use crate::ranks::Traffic;
 use crate::rounds::Rounds;
 use crate::state::StateKinds;
 use crate::{Engine, EngineConfig, MicroBatch, Mode, Placement};
@@ -36,6 +40,10 @@ pub struct StepWork {
     pub memory_bytes: u64,
     /// Frozen weights that kernels read from the memory of a device that has its own.
     pub device_memory_bytes: u64,
+    /// Weights that several ranks gather, each time that they are uploaded.
+    pub gathers: Traffic,
+    /// Gradients in f32 that they scatter, each time that they come down.
+    pub scatters: Traffic,
     /// Whether the device's memory and cores are the host's.
     pub unified: bool,
     /// What of it is done when.
@@ -74,6 +82,13 @@ pub enum UpdateTime {
     Beside(f64),
 }
 
+impl StepWork {
+    /// All that ranks exchange.
+    pub fn exchanged(&self) -> Traffic {
+        self.gathers + self.scatters
+    }
+}
+
 impl Engine {
     /// The work of one step of the largest batch.
     pub fn step_work(&self) -> StepWork {
@@ -91,88 +106,102 @@ pub(crate) fn step_work(
     sample: Option<&MicroBatch>,
     unified: bool,
 ) -> StepWork {
-    let limits = config.limits;
+    let shards = plan.ranks.are_several().then(|| network.shard(plan.ranks.count()));
     let rounds = Rounds::new(config.accumulation, config.limits, network);
-    let count = Count { config, network, plan, rounds };
-    let tokens = (limits.sequences * limits.length * limits.micro_batches) as u64;
-    let operations = plan.windows.flops_per_step;
-    let Some(training) = &config.training else {
-        return StepWork { operations, tokens, unified, ..count.pass(kinds, unified) };
-    };
-    let elements = network.elements();
-    let mut work = StepWork {
-        operations,
-        tokens,
-        parameters: elements,
-        state: Some(training.state),
-        unified,
-        ..StepWork::default()
-    };
-    work.phases.update = count.update_time(unified);
-    work.phases.forward_operations = plan.windows.forward_flops;
-    let all_kinds = 0..kinds.blobs.len();
-    let read = |kind: usize, elements| {
-        if kinds.read_by_update[kind] { kinds.blobs[kind].bytes(elements) } else { 0 }
-    };
-    let read_by_update: u64 = all_kinds.clone().map(|kind| read(kind, elements)).sum();
-    let written_by_update = kinds.bytes(elements);
-    let (gradients, sums) = (count.gradient_bytes(), count.sum_bytes());
-    if config.placement == Placement::Disk {
-        let caching = &plan.windows.caching;
-        let copied = |kind| caching.elements(network, kind, kinds).sum::<u64>();
-        let state: u64 = all_kinds.clone().map(|kind| read(kind, elements - copied(kind))).sum();
-        let order = count.rounds.order(network);
+    let count = Count { config, network, state: shards.as_ref().unwrap_or(network), plan, rounds };
+    plan.ranks.work_of_node(count.of_rank(kinds, sample, unified))
+}
+
+struct Count<'a> {
+    config: &'a EngineConfig,
+    network: &'a Network,
+    /// The groups as a rank's state has them: those of `network`, or shards of them.
+    state: &'a Network,
+    plan: &'a EnginePlan,
+    rounds: Rounds,
+}
+
+impl Count<'_> {
+    /// A step of one rank.
+    fn of_rank(&self, kinds: &StateKinds, sample: Option<&MicroBatch>, unified: bool) -> StepWork {
+        let Self { config, network, state, plan, rounds } = *self;
+        let limits = config.limits;
+        let tokens = (limits.sequences * limits.length * limits.micro_batches) as u64;
+        let operations = plan.windows.flops_per_step;
+        let Some(training) = &config.training else {
+            return StepWork { operations, tokens, unified, ..self.pass(kinds, unified) };
+        };
+        let elements = state.elements();
+        let mut work = StepWork {
+            operations,
+            tokens,
+            parameters: elements,
+            state: Some(training.state),
+            unified,
+            ..StepWork::default()
+        };
+        work.phases.update = self.update_time(unified);
+        work.phases.forward_operations = plan.windows.forward_flops;
+        let (gradients, sums) = (self.gradient_bytes(), self.sum_bytes());
+        if config.placement == Placement::Disk {
+            self.disks(&mut work, kinds);
+        }
+        if !unified {
+            let inputs = sample.map_or(0, |sample| sample.inputs.iter().map(|t| t.bytes.len() as u64).sum());
+            self.link(&mut work, inputs * limits.micro_batches as u64);
+        }
+        let parked = elements * config.dtype.size() as u64;
+        work.memory_bytes =
+            work.disk_read_bytes + work.disk_write_bytes + work.upload_bytes + work.download_bytes;
+        let read_by_update: u64 =
+            (0..kinds.blobs.len()).map(|kind| read_by_update(kinds, kind, elements)).sum();
+        work.memory_bytes += read_by_update + kinds.bytes(elements) + parked;
+        if unified {
+            // Weights are read in both directions; accumulators are zeroed, added to by every micro-batch and read once more.
+            let passes = 2 + 2 * limits.micro_batches as u64;
+            // Sums are copied out of accumulators and back.
+            let weights = self.weight_bytes(rounds.order(network), |_| true);
+            work.memory_bytes += weights + elements * 4 * passes + gradients + 4 * sums;
+        }
+        work
+    }
+
+    /// What state on disk moves, and what is parked there.
+    fn disks(&self, work: &mut StepWork, kinds: &StateKinds) {
+        let Self { config, network, state, plan, rounds } = *self;
+        let (elements, caching) = (state.elements(), &plan.windows.caching);
+        let all_kinds = 0..kinds.blobs.len();
+        let copied = |kind| caching.elements(state, kind, kinds).sum::<u64>();
+        let read: u64 =
+            all_kinds.clone().map(|kind| read_by_update(kinds, kind, elements - copied(kind))).sum();
+        let order = rounds.order(network);
         work.disk_read_bytes =
-            count.weight_bytes(order, |group| !caching.has(group, kinds.weight, kinds)) + state;
+            self.weight_bytes(order, |group| !caching.has(group, kinds.weight, kinds)) + read;
         let saved = |kind| if config.commits_at_saves() { copied(kind) } else { 0 };
         let written = |unwritten: &dyn Fn(usize) -> u64| -> u64 {
             all_kinds.clone().map(|kind| kinds.blobs[kind].bytes(elements - unwritten(kind))).sum()
         };
         work.disk_write_bytes = written(&saved);
         let phases = &mut work.phases;
-        (phases.update_read_bytes, phases.update_write_bytes) = (state, work.disk_write_bytes);
+        (phases.update_read_bytes, phases.update_write_bytes) = (read, work.disk_write_bytes);
         if phases.update == UpdateTime::Deferred {
             phases.update_write_bytes = written(&copied);
             phases.late_write_bytes = work.disk_write_bytes - phases.update_write_bytes;
         }
         if plan.windows.gradients_on_disk {
+            let (gradients, sums) = (self.gradient_bytes(), self.sum_bytes());
             work.disk_read_bytes += gradients + sums;
             work.disk_write_bytes += gradients + sums;
             phases.update_read_bytes += gradients;
             phases.gradient_write_bytes = gradients;
         }
         if plan.windows.activations_on_disk {
-            phases.spilled_bytes = count.signals(0..network.last().saturating_sub(1));
+            phases.spilled_bytes = self.signals(0..network.last().saturating_sub(1));
             work.disk_read_bytes += phases.spilled_bytes;
             work.disk_write_bytes += phases.spilled_bytes;
         }
     }
-    if !unified {
-        let inputs = sample.map_or(0, |sample| sample.inputs.iter().map(|t| t.bytes.len() as u64).sum());
-        count.link(&mut work, inputs * limits.micro_batches as u64);
-    }
-    let parked = elements * config.dtype.size() as u64;
-    work.memory_bytes =
-        work.disk_read_bytes + work.disk_write_bytes + work.upload_bytes + work.download_bytes;
-    work.memory_bytes += read_by_update + written_by_update + parked;
-    if unified {
-        // Weights are read in both directions; accumulators are zeroed, added to by every micro-batch and read once more.
-        let passes = 2 + 2 * limits.micro_batches as u64;
-        // Sums are copied out of accumulators and back.
-        let weights = count.weight_bytes(count.rounds.order(network), |_| true);
-        work.memory_bytes += weights + elements * 4 * passes + gradients + 4 * sums;
-    }
-    work
-}
 
-struct Count<'a> {
-    config: &'a EngineConfig,
-    network: &'a Network,
-    plan: &'a EnginePlan,
-    rounds: Rounds,
-}
-
-impl Count<'_> {
     /// What frozen weights move in one pass. Those that stay somewhere are there already.
     fn pass(&self, kinds: &StateKinds, unified: bool) -> StepWork {
         let blocks = 0..=self.network.last();
@@ -209,7 +238,7 @@ impl Count<'_> {
         UpdateTime::Beside(if windows.gradients_on_disk { 1.0 } else { trailing.min(1.0) })
     }
 
-    /// Weights of the groups of `order` that count as they are read in that order. A second use shares the memory of the first while
+    /// Weights, a rank's part of them, of the groups of `order` that count as they are read in that order. A second use shares the memory of the first while
     /// that is alive, if everything between fits into the slots beside it; whether it is depends on timing, so that it is not counted.
     fn weight_bytes(&self, mut order: Vec<usize>, counts: impl Fn(usize) -> bool) -> u64 {
         order.retain(|group| counts(*group));
@@ -235,22 +264,21 @@ impl Count<'_> {
     }
 
     fn weights(&self, groups: &[usize]) -> u64 {
-        let bytes =
-            |&group: &usize| (self.network.groups[group].elements * self.network.element_bytes) as u64;
+        let bytes = |&group: &usize| (self.state.groups[group].elements * self.state.element_bytes) as u64;
         groups.iter().map(bytes).sum()
     }
 
     /// Gradients as they come down: a shared group's after each of its uses.
     fn gradient_bytes(&self) -> u64 {
         let groups = (0..=self.network.last()).flat_map(|block| self.network.groups_of(block));
-        let elements: u64 = groups.map(|group| self.network.groups[group].elements as u64).sum();
+        let elements: u64 = groups.map(|group| self.state.groups[group].elements as u64).sum();
         elements * self.config.dtype.size() as u64
     }
 
     /// Sums of gradients as they are parked between rounds: those of every group but what waits for the last.
     fn sum_bytes(&self) -> u64 {
         let rounds = self.rounds.all().count() as u64;
-        rounds.saturating_sub(1) * self.network.elements() * 4
+        rounds.saturating_sub(1) * self.state.elements() * 4
     }
 
     /// The signals that these blocks write, of all micro-batches.
@@ -269,7 +297,7 @@ impl Count<'_> {
         let all = self.signals(0..self.network.last());
         let last = self.network.last().checked_sub(1).map_or(0, |block| self.signals(block..block + 1));
         let gradients = self.gradient_bytes();
-        let own = self.network.elements() * self.config.dtype.size() as u64;
+        let own = self.state.elements() * self.config.dtype.size() as u64;
         let order = self.rounds.order(self.network);
         let sent = |&at: &usize| !self.stays(order[at]) || !order[..at].contains(&order[at]);
         let weights = self.weights(&(0..order.len()).filter(sent).map(|at| order[at]).collect::<Vec<_>>());
@@ -282,5 +310,13 @@ impl Count<'_> {
         let sums = self.sum_bytes();
         work.upload_bytes = inputs + weights + (gradients - own) + up + waits + sums;
         work.download_bytes = gradients + down + waits + sums;
+        let ranks = self.plan.ranks;
+        work.gathers = ranks.traffic(weights);
+        work.scatters = ranks.traffic(gradients / self.config.dtype.size() as u64 * 4 + sums);
     }
+}
+
+/// What an update reads of a kind.
+fn read_by_update(kinds: &StateKinds, kind: usize, elements: u64) -> u64 {
+    if kinds.read_by_update[kind] { kinds.blobs[kind].bytes(elements) } else { 0 }
 }
