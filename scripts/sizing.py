@@ -21,6 +21,16 @@ ZERO3 = [(8, 914), (16, 1373), (32, 1791)]
 # ZeRO-Inference with GPUDirect Storage, Llama-3-70B, batch 96: drives, what DeepNVMe reads from them in GB/s, tokens/s. Neither the
 # lengths nor the card are part of the figures; a card is planned that leaves hardly any room for weights to stay.
 INFERENCE = [("4 Gen4 drives", 10, 7), ("4 Gen5 drives", 27, 17), ("8 Gen5 drives", 48, 26)]
+# ZeRO-Infinity (arXiv 2104.07857): parameters, nodes, TFLOPS a card as published: "over 40" up to 100B on one DGX-2, 44 (2.8 PFLOPS
+# in all) for 1T on four, over 25 PFLOPS on 32.
+INFINITY = [("100b", 1, 40), ("1t", 4, 44), ("1t", 32, 25e15 / 512 / 1e12)]
+# A DGX-2: 16 V100, 1.5 TB, NVLink of 150 GB/s each way, eight adapters of 100 Gbit/s; host memory of 12 channels DDR4-2666. What a V100
+# sustains (70), the link's part of a card where all 16 use theirs (3 GB/s) and the drives' 25 GB/s are the paper's own.
+DGX2 = {"tflops": 70, "link": "3GB", "dram": "256GB", "host_memory": "1.5TB", "peer_bandwidth": "150GB", "network_bandwidth": "100GB",
+        "disk_read": "25GB", "disk_write": "25GB"}
+DGX2_CARDS = 16
+# Sequences of 1024 tokens per card: not part of the figures, and as many as the plan of 1T with activations in host memory has room for.
+INFINITY_BATCH = 8
 
 
 def main():
@@ -31,7 +41,7 @@ def main():
     def plan(**flags):
         words = [word for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), str(value))]
         words = [word for word in words if word != "True"]
-        done = subprocess.run([args.terrace, "plan", "--json", *words], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([args.terrace, "plan", "--json", *words], capture_output=True, text=True, timeout=600)
         return json.loads(done.stdout)["plan"] if done.returncode == 0 else None
 
     card = {flag.strip("-"): value for flag, value in CARD.items()}
@@ -89,6 +99,16 @@ def main():
         speed = found["tokens_per_second"]
         print(f"| ZeRO-Inference, GDS | 70B, batch 96, {what} ({read} GB/s) | {published} tok/s | {speed:.1f} tok/s, {found['bound_by']} "
               f"| | {(speed / published - 1) * 100:+.0f} % |")
+    for params, nodes, published in INFINITY:
+        cards = nodes * DGX2_CARDS
+        found = plan(params=params, ranks=cards, nodes=nodes, batch_size=INFINITY_BATCH, seq_len=1024, offload="disk", state="fp32",
+                     clip=0, disk_cache="none", gpu_memory=INFINITY_MEMORY, **DGX2)
+        size = float(params[:-1]) * {"b": 1e9, "t": 1e12}[params[-1]]
+        floor, expected = (
+            min(8 * size * found["tokens"] / found[name] / cards / 1e12, DGX2["tflops"]) for name in ("step_seconds", "expected_seconds")
+        )
+        print(f"| ZeRO-Infinity (arXiv 2104.07857) | {params.upper()}, {nodes} DGX-2 of 16 V100, batch {INFINITY_BATCH} a card | {published:.0f} TFLOPS a card "
+              f"| {floor:.0f} TFLOPS, {found['bound_by']} | {expected:.0f} TFLOPS | {(expected / published - 1) * 100:+.0f} % |")
     print("\nLoHan's figures are read as operations with recomputation (8 per parameter and token); it also moves activations to its")
     print("drives, which the plan, with 768 GiB of host memory, does not (and is asked for no copies of state in it). Its figures for one and for six drives lie near the floor; with two,")
     print("disk and compute are equally long, which is where overlap matters most. DeepSpeed's small batches are far from theirs:")

@@ -113,7 +113,7 @@ fn models_that_could_not_run_here() {
 #[test]
 fn several_ranks_share_a_step() {
     let flags = ["--offload", "disk", "--disk-cache", "none", "--batch-size", "2", "--json"];
-    let run = |more: &[&str]| cmd(&["plan", "--params", "8b"]).args(&flags).args(&MACHINE).args(more);
+    let run = |more: &[&str]| cmd(&["plan", "--params", "40b"]).args(&flags).args(&MACHINE).args(more);
     let rates = ["--network-bandwidth", "10GB", "--peer-bandwidth", "100GB"];
     let alone = run(&[]).ok().json();
     assert_eq!(run(&["--ranks", "1", "--nodes", "1"]).ok().json(), alone);
@@ -153,7 +153,8 @@ fn several_ranks_share_a_step() {
         assert!((one - eight).abs() < 0.01 * weights, "{name}: {one} and {eight} beside weights");
     }
     // Every row of the table is of as many.
-    let rows = shared["choices"].as_array().unwrap();
+    let rows = shared["choices"].as_array().unwrap().iter();
+    let rows: Vec<&Value> = rows.filter(|row| row.get("refused").is_none()).collect();
     assert!(rows.iter().all(|row| row["network_bytes"].as_f64().unwrap() > 0.0), "{shared}");
     assert!(rows.iter().any(|row| row["disk_bytes"] == shared["plan"]["disk_bytes"]
         && row["seconds"] == shared["plan"]["seconds"]));

@@ -8,24 +8,23 @@ use clap::Args;
 use std::num::NonZeroUsize;
 use terrace_zero::{Ranks, Traffic};
 
+const HEADING: &str = "Several cards, each with batches of its own and an equal part of all state (ZeRO-3)";
+
 /// The ranks of `terrace plan`.
 #[derive(Debug, Clone, Args)]
-#[command(
-    next_help_heading = "Several cards, each with batches of its own and an equal part of all state (ZeRO-3)"
-)]
 pub struct RanksArgs {
     /// Cards in all. --batch-size, --grad-accum, --device-memory, --gpu-memory, --gpu-bandwidth, --link and --tflops are then those of
     /// each; --host-memory, --dram, --disk-cache, --disk-space, --disk-read and --disk-write, or the profile's, those of a node
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "1")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "1", help_heading = HEADING)]
     pub ranks: NonZeroUsize,
     /// Nodes, each with as many of the cards
-    #[arg(long, value_name = "M", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "1")]
+    #[arg(long, value_name = "M", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, default_value = "1", help_heading = HEADING)]
     pub nodes: NonZeroUsize,
     /// Bytes per second into a node, and as many out of it at the same time, such as 100GB
-    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, requires = "ranks")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, requires = "ranks", help_heading = HEADING)]
     pub network_bandwidth: Option<ByteSize>,
     /// Bytes per second to a card from others of its node (NVLink, PCIe), and as many from it, such as 150GB
-    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, requires = "ranks")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, requires = "ranks", help_heading = HEADING)]
     pub peer_bandwidth: Option<ByteSize>,
 }
 
