@@ -15,6 +15,7 @@ pub mod inspect;
 pub mod pinned;
 pub mod plan;
 mod plan_generate;
+mod ranks;
 pub mod report;
 mod retention;
 pub mod session;
