@@ -21,6 +21,17 @@ ZERO3 = [(8, 914), (16, 1373), (32, 1791)]
 # ZeRO-Inference with GPUDirect Storage, Llama-3-70B, batch 96: drives, what DeepNVMe reads from them in GB/s, tokens/s. Neither the
 # lengths nor the card are part of the figures; a card is planned that leaves hardly any room for weights to stay.
 INFERENCE = [("4 Gen4 drives", 10, 7), ("4 Gen5 drives", 27, 17), ("8 Gen5 drives", 48, 26)]
+# ZeRO-Infinity (arXiv 2104.07857): parameters, nodes, TFLOPS a card as published: over 25 PFLOPS on 512 cards.
+INFINITY = [("1t", 32, 25e15 / 512 / 1e12)]
+# A DGX-2: 16 V100, 1.5 TB, NVLink of 150 GB/s each way, eight adapters of 100 Gbit/s; host memory of 12 channels DDR4-2666. What a V100
+# sustains (70), the link's part of a card where all 16 use theirs (3 GB/s) and the drives' 25 GB/s are assumptions.
+DGX2 = {"tflops": 70, "link": "3GB", "dram": "256GB", "host_memory": "1.5TB", "peer_bandwidth": "150GB", "network_bandwidth": "100GB",
+        "disk_read": "25GB", "disk_write": "25GB"}
+DGX2_CARDS = 16
+# Sequences of 1024 tokens per card: not part of the figures above, so that it is an assumption.
+INFINITY_BATCH = 8
+# Blocks of 1T are too large for 32 GB; see below the table.
+INFINITY_MEMORY = {"1t": "64GiB"}
 
 
 def main():
@@ -31,7 +42,7 @@ def main():
     def plan(**flags):
         words = [word for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), str(value))]
         words = [word for word in words if word != "True"]
-        done = subprocess.run([args.terrace, "plan", "--json", *words], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([args.terrace, "plan", "--json", *words], capture_output=True, text=True, timeout=600)
         return json.loads(done.stdout)["plan"] if done.returncode == 0 else None
 
     card = {flag.strip("-"): value for flag, value in CARD.items()}
@@ -41,8 +52,8 @@ def main():
 
     print("# Sizing\n")
     print("Both tables are made by `scripts/sizing.py`, which asks `terrace plan`. The *floor* of a step is the time of the busiest resource,")
-    print("with all others perfectly hidden behind it. What is *expected* lets forward and backward take turns, with the update where the")
-    print("schedule has it: with clipping, which is the default, beside the next forward.\n")
+    print("with all others perfectly hidden behind it. What is *expected* is found by playing the schedule of a step in virtual time, with the")
+    print("update where it has it: with clipping, which is the default, beside the next forward.\n")
     print("## What a step takes\n")
     print("A card with 24 GiB that sustains 140 · 10¹² operations a second behind a link of 25 GB/s each way, host memory of 80 GB/s, drives")
     print("of 7 GB/s read and 5 GB/s written. 16 sequences of 1024 tokens a step, bf16, AdamW, state on disk, with copies")
@@ -89,11 +100,30 @@ def main():
         speed = found["tokens_per_second"]
         print(f"| ZeRO-Inference, GDS | 70B, batch 96, {what} ({read} GB/s) | {published} tok/s | {speed:.1f} tok/s, {found['bound_by']} "
               f"| | {(speed / published - 1) * 100:+.0f} % |")
+    for params, nodes, published in INFINITY:
+        cards = nodes * DGX2_CARDS
+        found = plan(params=params, ranks=cards, nodes=nodes, batch_size=INFINITY_BATCH, seq_len=1024, offload="disk", state="fp32",
+                     clip=0, disk_cache="none", gpu_memory=INFINITY_MEMORY[params], **DGX2)
+        size = float(params[:-1]) * {"b": 1e9, "t": 1e12}[params[-1]]
+        if found is None:
+            print(f"| ZeRO-Infinity (arXiv 2104.07857) | {params.upper()}, {nodes} DGX-2 | {published:.0f} TFLOPS a card | does not fit | | |")
+            continue
+        floor, expected = (
+            min(8 * size * found["tokens"] / found[name] / cards / 1e12, DGX2["tflops"]) for name in ("step_seconds", "expected_seconds")
+        )
+        print(f"| ZeRO-Infinity (arXiv 2104.07857) | {params.upper()}, {nodes} DGX-2 of 16 V100, batch {INFINITY_BATCH} a card | {published:.0f} TFLOPS a card "
+              f"| {floor:.0f} TFLOPS, {found['bound_by']} | {expected:.0f} TFLOPS | {(expected / published - 1) * 100:+.0f} % |")
     print("\nLoHan's figures are read as operations with recomputation (8 per parameter and token); it also moves activations to its")
     print("drives, which the plan, with 768 GiB of host memory, does not (and is asked for no copies of state in it). Its figures for one and for six drives lie near the floor; with two,")
     print("disk and compute are equally long, which is where overlap matters most. DeepSpeed's small batches are far from theirs:")
     print("it computes and updates one after the other. ZeRO-Inference is planned with a card that leaves hardly any room for weights to")
     print("stay, and with short prompts: neither was published, and its rate of four Gen5 drives and eight is what its disk tool reads.")
+    print("\nZeRO-Infinity is planned with `--ranks`: 16 V100 a node, each taken to sustain 70 TFLOPS behind 3 GB/s of link while")
+    print("all 16 use theirs, 25 GB/s of drives, 100 GB/s of network and 150 GB/s of NVLink, without clipping and without copies of state.")
+    print("Published is over 25 PFLOPS on 512 cards, 49 a card; the rates and the batch are assumptions, with which compute hides the rest,")
+    print("so that the plan says no more than the 70. The run is not at the floor: DeepSpeed updates after backward, not beside it.")
+    print("Terrace keeps whole blocks on a card, for which 1T does not fit into the 32 GB of a V100 and is refused; the row is of a card")
+    print("with 64 GiB.")
 
 
 if __name__ == "__main__":

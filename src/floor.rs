@@ -1,6 +1,6 @@
 //! The floor of a step: no step of a plan is shorter than the slowest resource needs for its share at its measured best.
 //!
-//! `T ≥ max(operations / products, parameters / updates, disk, uploads / up, downloads / down, memory bytes / memory)`
+//! `T ≥ max(operations / products, parameters / updates, disk, uploads / up, downloads / down, memory bytes / memory, network, peers)`
 //!
 //! A drive shares reading and writing: `R/B_r + W/B_w`, or less where the measured mixed load showed that both go on beside each
 //! other: then as much as is read and written alike goes at the mixed rate, and the rest alone. With several drives each takes
@@ -40,6 +40,10 @@ pub struct Capabilities {
     pub memory: Option<f64>,
     /// Bytes per second of the memory of a device that has its own.
     pub device_memory: Option<f64>,
+    /// Bytes per second of a node's network, in each direction at once.
+    pub network: Option<f64>,
+    /// Bytes per second between a device and others of its node, in each direction at once.
+    pub peers: Option<f64>,
 }
 
 /// Seconds that each resource needs for a step.
@@ -126,6 +130,9 @@ impl Floor {
         add("link", work.upload_bytes + work.download_bytes, both);
         add("memory", work.memory_bytes, can.memory);
         add("device memory", work.device_memory_bytes, can.device_memory);
+        let exchanged = work.exchanged();
+        add("network", exchanged.network_bytes, can.network);
+        add("peers", exchanged.peer_bytes, can.peers);
         let (read, write) = (work.disk_read_bytes as f64, work.disk_write_bytes as f64);
         let disk = can.disk_seconds(read, write);
         if disk > 0.0 {
@@ -182,9 +189,14 @@ fn update_rate(calibration: &Calibration, state: StateFormat, dtype: DType) -> O
 #[cfg(test)]
 mod tests {
     use super::*;
+    use terrace_zero::Traffic;
 
     fn rates(read: f64, write: f64, mixed: f64) -> Rates {
         Rates { read_bytes_per_second: read, write_bytes_per_second: write, mixed_bytes_per_second: mixed }
+    }
+
+    fn traffic(network_bytes: u64, peer_bytes: u64) -> Traffic {
+        Traffic { network_bytes, peer_bytes }
     }
 
     fn work() -> StepWork {
@@ -237,6 +249,16 @@ mod tests {
         let faster = Capabilities { disks: vec![(1.0, rates(400.0, 200.0, 400.0))], ..can };
         // Both directions beside each other: 2·1200/400 + 400/400 = 7.
         assert_eq!(Floor::new(&work(), &faster).bound(), Some(("disk", 7.0)));
+    }
+
+    #[test]
+    fn what_ranks_exchange() {
+        let (gathers, scatters) = (traffic(300, 500), traffic(100, 250));
+        let can = Capabilities { network: Some(50.0), peers: Some(250.0), ..Capabilities::default() };
+        let floor = Floor::new(&StepWork { gathers, scatters, ..work() }, &can);
+        assert_eq!(floor.seconds, [("network", 8.0), ("peers", 3.0)]);
+        assert_eq!(floor.expected, Some(8.0));
+        assert_eq!(Floor::new(&work(), &can).seconds, []);
     }
 
     #[test]

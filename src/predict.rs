@@ -12,6 +12,10 @@
 //!   parts. Reads and writes share the disks as in the floor. On a machine without a card compute, updates and checksums share the
 //!   cores. Rates are those of a training step, where they were measured, and not the best of a single product.
 //!
+//! Of several ranks one is played, and all others of its node keep step with it: disks and cores do what all of them need together.
+//! Weights are gathered when a rank's part of them is on the device, as far ahead as there are slots there; gradients are scattered
+//! when a block has computed, before the next one does, for which the device has no second memory. Both share network and peers.
+//!
 //! Steps follow each other until one is like the next, whose time is what is expected. The same schedule always takes the same.
 //!
 //! Left out are `fdatasync` and the manifest of a commit, the kernel's own time for disk I/O, latencies, the bandwidth of host memory
@@ -58,6 +62,8 @@ fn at_once(work: &StepWork, can: &Capabilities) -> f64 {
         per(up, can.upload),
         per(down, can.download),
         per(up + down, can.both),
+        per(work.exchanged().network_bytes as f64, can.network),
+        per(work.exchanged().peer_bytes as f64, can.peers),
     ]
     .into_iter()
     .fold(0.0, f64::max)

@@ -109,6 +109,143 @@ fn models_that_could_not_run_here() {
     }
 }
 
+/// Eight cards on two nodes: each node has half of the state, the network carries the other half's share of every group.
+#[test]
+fn several_ranks_share_a_step() {
+    let flags = ["--offload", "disk", "--disk-cache", "none", "--batch-size", "2", "--json"];
+    let run = |more: &[&str]| cmd(&["plan", "--params", "40b"]).args(&flags).args(&MACHINE).args(more);
+    let rates = ["--network-bandwidth", "10GB", "--peer-bandwidth", "100GB"];
+    let alone = run(&[]).ok().json();
+    assert_eq!(run(&["--ranks", "1", "--nodes", "1"]).ok().json(), alone);
+    let shared = run(&["--ranks", "8", "--nodes", "2"]).args(&rates).ok().json();
+    assert_eq!((&shared["ranks"], &shared["nodes"]), (&json!(8), &json!(2)));
+    let of = |document: &Value, name: &str| document["plan"][name].as_f64().unwrap();
+    let ratio = |name: &str| of(&shared, name) / of(&alone, name);
+    assert_eq!(ratio("tokens"), 8.0);
+    assert_eq!((ratio("operations"), ratio("device_bytes")), (1.0, 1.0), "those of a card");
+    for name in ["disk_bytes", "disk_read_bytes", "disk_write_bytes"] {
+        assert!((ratio(name) - 0.5).abs() < 0.01, "{name}: {} of a node", ratio(name));
+    }
+    assert!((ratio("steps_until_1200_tb") - 2.0).abs() < 0.01);
+
+    // Weights of two bytes go up, and are gathered, twice a step, but once where they stay; gradients are scattered in four bytes.
+    let term = |document: &Value, purpose: &str| {
+        let terms = document["memory"].as_array().unwrap().iter();
+        let named = terms.filter(|term| term["purpose"].as_str().unwrap().starts_with(purpose));
+        named.map(|term| term["bytes"].as_f64().unwrap()).sum::<f64>()
+    };
+    let parameters = shared["model"]["parameters"].as_f64().unwrap();
+    let gathered = 4.0 * parameters - term(&shared, "weights that stay on the device");
+    let exchanged = gathered + 4.0 * parameters;
+    for (name, resource, part, rate) in
+        [("network_bytes", "network", 1.0 / 2.0, 10e9), ("peer_bytes", "peers", 3.0 / 4.0, 100e9)]
+    {
+        let bytes = of(&shared, name);
+        assert!((bytes / (part * exchanged) - 1.0).abs() < 0.005, "{name}: {bytes} of {exchanged}");
+        let seconds = shared["plan"]["seconds"][resource].as_f64().unwrap();
+        assert!((seconds * rate / bytes - 1.0).abs() < 1e-6, "{resource}: {seconds} s");
+        assert!(alone["plan"].get(name).is_none() && alone["plan"]["seconds"].get(resource).is_none());
+    }
+    // A card uploads an eighth of the weights and brings down an eighth of the gradients; what is of its batch stays.
+    let batch = |document: &Value, name: &str, weights: f64| of(document, name) - weights;
+    for (name, weights) in [("upload_bytes", gathered), ("download_bytes", 2.0 * parameters)] {
+        let [one, eight] = [batch(&alone, name, weights), batch(&shared, name, weights / 8.0)];
+        assert!((one - eight).abs() < 0.01 * weights, "{name}: {one} and {eight} beside weights");
+    }
+    // Every row of the table is of as many.
+    let rows = shared["choices"].as_array().unwrap().iter();
+    let rows: Vec<&Value> = rows.filter(|row| row.get("refused").is_none()).collect();
+    assert!(rows.iter().all(|row| row["network_bytes"].as_f64().unwrap() > 0.0), "{shared}");
+    assert!(rows.iter().any(|row| row["disk_bytes"] == shared["plan"]["disk_bytes"]
+        && row["seconds"] == shared["plan"]["seconds"]));
+    let [least, expected] = ["step_seconds", "expected_seconds"].map(|name| of(&shared, name));
+    let network = shared["plan"]["seconds"]["network"].as_f64().unwrap();
+    assert!(least >= network && expected >= least, "{least} and {expected} s, {network} of network");
+
+    let text = cmd(&["plan", "--params", "8b"]).args(&MACHINE).args(&["--ranks", "8", "--nodes", "2"]);
+    let text = text.args(&rates[..2]).ok().stdout;
+    for part in [
+        "8192 tokens a step (8 ranks × 1 × 1 × 1024)",
+        "8 ranks, 4 on each of 2 nodes",
+        "no time for that without --peer-bandwidth",
+        "1,200 TB are written by a node",
+        "tokens a step that hide the network",
+    ] {
+        assert!(text.contains(part), "{part:?} is in {text}");
+    }
+}
+
+/// What eight cards of one node need of its memory, its disks and its processor is what they need together.
+#[test]
+fn ranks_of_a_node_share_its_budget() {
+    let flags = ["--params", "8b", "--offload", "host", "--json", "--gpu-memory", "80GiB", "--link", "25GB"];
+    let run = |ranks: &str, host: &str, ratio: &str| {
+        let memory = ["--host-memory", host, "--optimizer-ratio", ratio];
+        cmd(&["plan", "--ranks", ranks]).args(&memory).args(&flags)
+    };
+    let [one, eight] = ["1", "8"].map(|ranks| run(ranks, "512GiB", "1").ok().json()["plan"].clone());
+    let state = 12.0 * 8.03e9;
+    let [one, eight] = [&one, &eight].map(|plan| plan["host_bytes"].as_f64().unwrap() - state);
+    assert!(eight > 0.0 && eight < 8.0 * one + 0.01 * state, "{one} and {eight} beside the state");
+    run("8", "80GiB", "1").fails(2, &["--host-memory of 80.0 GiB is too small", "resident state"]);
+}
+
+/// Where the memory of a node has no room for all state, shards of it are on the cards. They cross no link, and are gathered as before.
+#[test]
+fn state_on_the_device_of_several_ranks_is_shards() {
+    let run = |host: &str, more: &[&str]| {
+        let flags = ["--params", "8b", "--ranks", "8", "--offload", "host", "--json", "--link", "25GB"];
+        let memory = ["--gpu-memory", "40GiB", "--host-memory", host];
+        cmd(&["plan"]).args(&flags).args(&memory).args(more).ok().json()
+    };
+    let on_host = run("512GiB", &["--optimizer-ratio", "1"]);
+    let [tight, on_device] = [run("80GiB", &[]), run("512GiB", &["--optimizer-ratio", "0"])];
+    let of = |document: &Value, name: &str| document["plan"][name].as_f64().unwrap();
+    let term = |document: &Value, purpose: &str| {
+        let terms = document["memory"].as_array().unwrap().iter();
+        let named = terms.filter(|term| term["purpose"].as_str().unwrap().starts_with(purpose));
+        named.map(|term| term["bytes"].as_f64().unwrap()).sum::<f64>()
+    };
+    let state = 12.0 * 8.03e9;
+    // The parts of all cards and of the host are the whole.
+    for document in [&on_host, &tight, &on_device] {
+        let whole = term(document, "resident state") + 8.0 * term(document, "state on the device");
+        assert!((whole / state - 1.0).abs() < 0.01, "{whole} of {state}");
+        let exchanged = of(document, "peer_bytes") / 7.0 * 8.0;
+        let once = term(document, "weights that stay on the device");
+        let parameters = document["model"]["parameters"].as_f64().unwrap();
+        assert!((exchanged / (8.0 * parameters - once) - 1.0).abs() < 0.01, "{exchanged}, {once} once");
+    }
+    assert_eq!(term(&on_host, "state on the device"), 0.0);
+    assert!(of(&tight, "host_bytes") <= 80.0 * 1024f64.powi(3) && term(&tight, "resident state") > 0.0);
+    assert_eq!(term(&on_device, "resident state"), 0.0);
+    for name in ["upload_bytes", "download_bytes"] {
+        assert!(of(&on_device, name) < of(&tight, name) && of(&tight, name) < of(&on_host, name), "{name}");
+    }
+}
+
+#[test]
+fn ranks_that_cannot_be_are_refused() {
+    for (more, parts) in [
+        (&["--ranks", "0"][..], &["--ranks", "at least 1"][..]),
+        (&["--ranks", "8", "--nodes", "3"], &["--ranks 8", "--nodes 3", "for example 9"]),
+        (&["--nodes", "2"], &["--ranks 1", "--nodes 2", "for example 2"]),
+        (&["--network-bandwidth", "10GB"], &["--ranks"]),
+        (&["--ranks", "8", "--network-bandwidth", "0"], &["--network-bandwidth of 0"]),
+        (&["--ranks", "8", "--generate"], &["--generate", "cannot be used with", "--ranks"]),
+    ] {
+        cmd(&["plan", "--params", "8b"]).args(&MACHINE).args(more).fails(2, parts);
+    }
+    let bench = Bench::tiny();
+    let ranks = ["--ranks", "2"];
+    alone(plan(&bench), &bench).args(&ranks).fails(2, &["--ranks 2 are cards", "--gpu-memory"]);
+    // A plan of several says what they would need, and is none of a run.
+    let document = saved(&bench, "plan.json", &[&ranks[..], &["--gpu-memory", "1GiB"]].concat());
+    assert_eq!((&document["run"]["ranks"], document["run"].get("nodes")), (&json!(2), None));
+    run_of(&bench, "plan.json", "out").fails(2, &["run.ranks is 2", "runs one rank", "terrace plan --save"]);
+    assert!(saved(&bench, "one.json", &[])["run"].get("ranks").is_none());
+}
+
 #[test]
 fn generation_is_planned() {
     let flags = ["--generate", "--batch-size", "16", "--seq-len", "512", "--max-new-tokens", "64"];

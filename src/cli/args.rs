@@ -1,6 +1,7 @@
 //! The command line, parsed. Flags only: what they mean together with a configuration file is
 //! [`TrainConfig`](crate::config::TrainConfig)'s business.
 
+pub use super::ranks::RanksArgs;
 pub use super::values::{Betas, DeviceName, DiskCache};
 use super::values::{
     count, not_negative_float, parameters, part, positive_float, probability, threads, token_id, whole,
@@ -475,7 +476,9 @@ pub struct PlanArgs {
     /// Plan `terrace generate` instead: --batch-size prompts of --seq-len tokens at a time
     #[arg(
         long,
-        conflicts_with_all = ["grad_accum", "accumulation", "state", "clip", "durability", "optimizer_ratio", "save"]
+        conflicts_with_all = [
+            "grad_accum", "accumulation", "state", "clip", "durability", "optimizer_ratio", "save", "ranks", "nodes"
+        ]
     )]
     pub generate: bool,
     /// Most new tokens per prompt
@@ -544,6 +547,9 @@ pub struct PlanArgs {
         help_heading = "A machine that is not here"
     )]
     pub disk_write: Option<ByteSize>,
+    /// Several cards.
+    #[command(flatten)]
+    pub ranks: RanksArgs,
     /// Write the plan, for `terrace finetune --plan`
     #[arg(long, value_name = "FILE")]
     pub save: Option<PathBuf>,

@@ -231,6 +231,8 @@ fn plan_of(
             offload: run.offload,
             durability: run.durability,
             device_memory: if unified { DeviceMemory::Host } else { DeviceMemory::Own },
+            ranks: 1,
+            nodes: 1,
         },
         budget: Budget::new(config.host_budget, config.device_budget),
         windows,

@@ -16,6 +16,7 @@ mod keeping;
 pub mod pinned;
 pub mod plan;
 mod plan_generate;
+mod ranks;
 pub mod report;
 mod retention;
 pub mod session;

@@ -26,7 +26,7 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
 use terrace_models::{ModelConfig, param_count};
 use terrace_tiers::{ByteSize, MemoryPlan, Tier};
-use terrace_zero::{StepWork, WindowOverrides};
+use terrace_zero::{StepWork, Traffic, WindowOverrides};
 
 /// The version that this build writes and reads.
 pub const VERSION: u64 = 1;
@@ -92,6 +92,21 @@ pub struct Settings {
     pub durability: DurabilityFlag,
     /// Whose memory the device computes in.
     pub device_memory: DeviceMemory,
+    /// Ranks that train together, of which a run is one.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub ranks: usize,
+    /// The nodes that they are on.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub nodes: usize,
+}
+
+fn one() -> usize {
+    1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for it")]
+fn is_one(count: &usize) -> bool {
+    *count == 1
 }
 
 /// Whose memory a device computes in.
@@ -171,6 +186,11 @@ pub struct Step {
     pub upload_bytes: u64,
     pub download_bytes: u64,
     pub memory_bytes: u64,
+    /// Of several ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network_bytes: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peer_bytes: Option<u64>,
     /// By resource, those that are used and known.
     pub seconds: BTreeMap<String, f64>,
     /// The longest of them.
@@ -324,7 +344,8 @@ impl Term {
 impl Step {
     /// Of a plan.
     pub fn new(work: &StepWork, floor: &Floor) -> Self {
-        let bound = floor.bound();
+        let (bound, exchanged) = (floor.bound(), work.exchanged());
+        let several = exchanged != Traffic::default();
         Self {
             operations: work.operations,
             tokens: work.tokens,
@@ -333,6 +354,8 @@ impl Step {
             upload_bytes: work.upload_bytes,
             download_bytes: work.download_bytes,
             memory_bytes: work.memory_bytes,
+            network_bytes: several.then_some(exchanged.network_bytes),
+            peer_bytes: several.then_some(exchanged.peer_bytes),
             seconds: floor.seconds.iter().map(|&(name, seconds)| (name.to_owned(), seconds)).collect(),
             step_seconds: bound.map(|(_, seconds)| seconds),
             expected_seconds: floor.expected,
@@ -380,8 +403,21 @@ impl Pinned {
             Err(e) => return refused(e.to_string()),
         };
         let pinned = Self { path: path.to_owned(), file };
+        pinned.check_ranks()?;
         pinned.check_places()?;
         Ok(pinned)
+    }
+
+    /// A run is one rank.
+    fn check_ranks(&self) -> Result<(), CliError> {
+        let Settings { ranks, nodes, .. } = self.file.run;
+        if ranks == 1 && nodes == 1 {
+            return Ok(());
+        }
+        Err(self.refused(format!(
+            "run.ranks is {ranks} and run.nodes {nodes}, and this build runs one rank: such a plan says what a machine would need; \
+             {ANOTHER}, without --ranks"
+        )))
     }
 
     /// Nothing of a step goes to disk in a run without one.

@@ -6,7 +6,7 @@ use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
 };
 use super::session::{self, Session};
-use super::{keeping, print_json, print_text};
+use super::{keeping, print_json, print_text, ranks};
 use crate::engine::{CUDA_SCRATCH_BYTES, host_updates};
 use crate::error::CliError;
 use crate::floor::{Capabilities, Floor};
@@ -22,7 +22,9 @@ use terrace_kernels::dry;
 use terrace_models::{ModelConfig, TokenBatch};
 use terrace_optimizer::StateFormat;
 use terrace_tiers::{ByteSize, MemoryPlan, Tier};
-use terrace_zero::{Backend, BatchLimits, EngineConfig, EngineError, Outlook, PlanningRuns, TrainingConfig};
+use terrace_zero::{
+    Backend, BatchLimits, EngineConfig, EngineError, Outlook, PlanningRuns, Ranks, TrainingConfig,
+};
 
 /// What a drive of two terabytes is commonly warranted for.
 const ENDURANCE_BYTES: f64 = 1200e12;
@@ -58,6 +60,7 @@ pub(super) struct Planning<'a> {
     disks: Vec<PathBuf>,
     profile: Option<crate::calibrate::Profile>,
     runs: PlanningRuns,
+    ranks: Ranks,
 }
 
 /// A choice that fits.
@@ -142,6 +145,7 @@ impl<'a> Planning<'a> {
             None
         };
         let host_budget = session::host_budget(&placement);
+        let ranks = args.ranks.ranks(backend.device.unified())?;
         Ok(Self {
             args,
             model,
@@ -153,7 +157,8 @@ impl<'a> Planning<'a> {
             length,
             disks,
             profile,
-            runs: PlanningRuns::default(),
+            runs: PlanningRuns::of(ranks),
+            ranks,
         })
     }
 
@@ -263,6 +268,7 @@ impl<'a> Planning<'a> {
         }
         can.memory = rate(args.dram).or(can.memory);
         can.device_memory = rate(args.gpu_bandwidth).or(can.device_memory);
+        args.ranks.add_to(&mut can);
         if let (Some(read), Some(write)) = (rate(args.disk_read), rate(args.disk_write)) {
             let rates = crate::calibrate::Rates {
                 read_bytes_per_second: read,
@@ -295,13 +301,14 @@ impl<'a> Planning<'a> {
     }
 
     fn text(&self, planned: &Planned, choices: &[(Choice, Result<Planned, EngineError>)]) -> String {
-        let (mut text, outlook) = (String::new(), &planned.outlook);
+        let (mut text, outlook, several) = (String::new(), &planned.outlook, self.ranks.are_several());
         let mut line = |words: String| text += &format!("{words}\n");
         line(self.shape(outlook.parameters));
         line(format!(
-            "{}; {} tokens a step ({} × {} × {}{})",
+            "{}; {} tokens a step ({}{} × {} × {}{})",
             planned.choice.words(),
             outlook.work.tokens,
+            if several { format!("{} ranks × ", self.ranks.count()) } else { String::new() },
             planned.choice.accum,
             planned.choice.batch,
             self.length,
@@ -310,6 +317,9 @@ impl<'a> Planning<'a> {
                 Accumulation::Horizontal => ", one micro-batch after the other",
             }
         ));
+        if several {
+            line(ranks::words(self.ranks));
+        }
         line(session::describe_plan(&outlook.memory));
         line(outlook.summary.clone());
         let work = &outlook.work;
@@ -322,8 +332,12 @@ impl<'a> Planning<'a> {
             ByteSize(work.download_bytes),
             ByteSize(work.memory_bytes)
         ));
+        if several {
+            line(self.args.ranks.exchanged(work.exchanged()));
+        }
         if work.disk_write_bytes > 0 {
-            line(format!("steps until 1,200 TB are written: {}", count(planned.endurance())));
+            let each = if several { " by a node" } else { "" };
+            line(format!("steps until 1,200 TB are written{each}: {}", count(planned.endurance())));
         }
         for (name, seconds) in &planned.floor.seconds {
             line(format!("  {name:<10} {:>10}", time(*seconds)));
@@ -343,8 +357,10 @@ impl<'a> Planning<'a> {
                 time(seconds)
             ));
         }
-        if let Some(tokens) = planned.tokens_that_hide_the_disk() {
-            line(format!("tokens a step that hide the disk: {}", count(tokens)));
+        for resource in ["disk", "network", "peers"] {
+            if let Some(tokens) = planned.tokens_that_hide(resource) {
+                line(format!("tokens a step that hide the {resource}: {}", count(tokens)));
+            }
         }
         line(
             "\nstate    offload  batch  accum        host      device        disk   at least   expected      tok/s"
@@ -358,14 +374,18 @@ impl<'a> Planning<'a> {
     }
 
     fn document(&self, planned: &Planned, choices: &[(Choice, Result<Planned, EngineError>)]) -> Value {
-        json!({
+        let mut document = json!({
             "model": ModelShape::of(&self.model),
             "seq_len": self.length,
             "accumulation": self.args.accumulation,
             "plan": planned.figures(),
             "memory": Term::all(&planned.outlook.memory),
             "choices": rows(choices, fastest(choices), Choice::json, Planned::figures),
-        })
+        });
+        if self.ranks.are_several() {
+            (document["ranks"], document["nodes"]) = (self.ranks.count().into(), self.ranks.nodes().into());
+        }
+        document
     }
 
     /// What `--save` writes.
@@ -385,6 +405,8 @@ impl<'a> Planning<'a> {
                 offload: choice.offload,
                 durability: self.args.durability,
                 device_memory: if unified { DeviceMemory::Host } else { DeviceMemory::Own },
+                ranks: self.ranks.count(),
+                nodes: self.ranks.nodes(),
             },
             budget: Budget::new(self.host_budget, self.device_budget),
             windows: Windows::new(outlook.windows, outlook.keepers),
@@ -405,11 +427,11 @@ impl Planned {
         ENDURANCE_BYTES / self.outlook.work.disk_write_bytes as f64
     }
 
-    /// Tokens with which computing takes as long as the disk, whose bytes do not depend on them.
-    fn tokens_that_hide_the_disk(&self) -> Option<f64> {
-        let disk = self.floor.seconds.iter().find(|(name, _)| *name == "disk")?.1;
+    /// Tokens with which computing takes as long as a resource whose bytes do not depend on them.
+    fn tokens_that_hide(&self, resource: &str) -> Option<f64> {
+        let seconds = self.floor.seconds.iter().find(|(name, _)| *name == resource)?.1;
         let work = &self.outlook.work;
-        Some(disk * self.operations_rate? / (work.operations as f64 / work.tokens as f64))
+        Some(seconds * self.operations_rate? / (work.operations as f64 / work.tokens as f64))
     }
 
     fn figures(&self) -> Value {
@@ -423,8 +445,13 @@ impl Planned {
             "disk_bytes": memory.total(Tier::Disk),
             "tokens_per_second": seconds.map(|seconds| work.tokens as f64 / seconds),
             "steps_until_1200_tb": (work.disk_write_bytes > 0).then(|| self.endurance()),
-            "tokens_that_hide_the_disk": self.tokens_that_hide_the_disk(),
+            "tokens_that_hide_the_disk": self.tokens_that_hide("disk"),
         });
+        for resource in ["network", "peers"] {
+            if let Some(tokens) = self.tokens_that_hide(resource) {
+                row[format!("tokens_that_hide_the_{resource}")] = tokens.into();
+            }
+        }
         for part in [step, more] {
             if let (Some(row), Value::Object(part)) = (row.as_object_mut(), part) {
                 row.extend(part);

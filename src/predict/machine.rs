@@ -22,14 +22,22 @@ pub(super) enum Lane {
     UpWeights,
     Up,
     Down,
+    /// The network of a node, in bytes into it and as many out of it.
+    GatherNetwork,
+    ScatterNetwork,
+    /// The links of a device to others of its node, in bytes to it and as many from it.
+    GatherPeers,
+    ScatterPeers,
 }
 
-const LANES: usize = Lane::Down as usize + 1;
+const LANES: usize = Lane::ScatterPeers as usize + 1;
 const CORES: &[Lane] = &[Lane::Compute, Lane::Update, Lane::Verify];
 const READS: &[Lane] = &[Lane::ReadWeights, Lane::ReadState, Lane::ReadScratch];
 const WRITES: &[Lane] = &[Lane::WriteState, Lane::WriteScratch];
 const UPS: &[Lane] = &[Lane::UpWeights, Lane::Up];
 const DOWNS: &[Lane] = &[Lane::Down];
+const NETWORK: &[Lane] = &[Lane::GatherNetwork, Lane::ScatterNetwork];
+const PEERS: &[Lane] = &[Lane::GatherPeers, Lane::ScatterPeers];
 
 /// What is left of a job below which it is done: rounding, not work.
 const ROUNDING: f64 = 1e-9;
@@ -65,6 +73,9 @@ pub(super) struct Machine {
     unified: bool,
     disk: Option<TwoWay>,
     link: TwoWay,
+    /// Bytes per second in each direction at once.
+    network: f64,
+    peers: f64,
     /// Seconds since the beginning.
     pub(super) now: f64,
 }
@@ -79,7 +90,8 @@ impl Machine {
         let (up, down) = (can.upload.unwrap_or(f64::INFINITY), can.download.unwrap_or(f64::INFINITY));
         let part = can.both.map_or(1.0, |both| (both.max(up).max(down) / (up + down)).min(1.0));
         let link = TwoWay { alone: [up, down], beside: [up * part, down * part] };
-        Self { queues: Default::default(), unified, disk, link, now: 0.0 }
+        let [network, peers] = [can.network, can.peers].map(|rate| rate.unwrap_or(f64::INFINITY));
+        Self { queues: Default::default(), unified, disk, link, network, peers, now: 0.0 }
     }
 
     /// Puts a job at the end of its lane. What takes no time is done at once.
@@ -88,6 +100,8 @@ impl Machine {
             _ if CORES.contains(&lane) => false,
             _ if READS.contains(&lane) || WRITES.contains(&lane) => self.disk.is_none(),
             _ if UPS.contains(&lane) => self.link.alone[0].is_infinite(),
+            _ if NETWORK.contains(&lane) => self.network.is_infinite(),
+            _ if PEERS.contains(&lane) => self.peers.is_infinite(),
             _ => self.link.alone[1].is_infinite(),
         };
         if takes_none || amount <= 0.0 {
@@ -135,6 +149,8 @@ impl Machine {
             share(&CORES[..1], 1.0);
             share(&CORES[1..], 1.0);
         }
+        share(NETWORK, self.network);
+        share(PEERS, self.peers);
         for (two_way, there, back) in [(self.disk, READS, WRITES), (Some(self.link), UPS, DOWNS)] {
             let Some(two_way) = two_way else { continue };
             let both = self.busy(there) > 0 && self.busy(back) > 0;
@@ -210,9 +226,23 @@ mod tests {
     }
 
     #[test]
+    fn gathers_and_scatters_share_a_network_and_nothing_else() {
+        let can = Capabilities { network: Some(10.0), peers: Some(50.0), ..Capabilities::default() };
+        let mut machine = Machine::new(&can, false);
+        let gather = machine.submit(Lane::GatherNetwork, 10.0);
+        machine.submit(Lane::ScatterNetwork, 30.0);
+        let peers = machine.submit(Lane::GatherPeers, 50.0);
+        assert!(machine.advance() && machine.is_done(peers) && !machine.is_done(gather));
+        assert_eq!(machine.now, 1.0);
+        assert!(machine.advance() && machine.is_done(gather));
+        assert_eq!((machine.now, end(&mut machine)), (2.0, 4.0));
+    }
+
+    #[test]
     fn what_is_not_known_takes_no_time() {
         let mut machine = Machine::new(&Capabilities::default(), false);
-        for lane in [Lane::ReadState, Lane::WriteScratch, Lane::Up, Lane::Down] {
+        let lanes = [Lane::ReadState, Lane::WriteScratch, Lane::Up, Lane::Down];
+        for lane in lanes.into_iter().chain(NETWORK.iter().chain(PEERS).copied()) {
             let job = machine.submit(lane, 1.0);
             assert!(machine.is_done(job));
         }

@@ -4,7 +4,7 @@ use super::machine::{Job, Lane, Machine};
 use super::{PIECES, per};
 use crate::floor::Capabilities;
 use std::collections::VecDeque;
-use terrace_zero::{BlockPass, GroupUpdate, Schedule, StepWork, UpdateTime, WeightUse};
+use terrace_zero::{BlockPass, GroupUpdate, Schedule, StepWork, Traffic, UpdateTime, WeightUse};
 
 /// Slots that let reading, updating and writing go on beside each other, where a piece is more than a chunk.
 const PIECE_SLOTS: usize = 3;
@@ -46,6 +46,8 @@ enum Stage {
     Inputs(Job),
     /// Its operations.
     Operations(Job),
+    /// What ranks scatter of it, through the network and to peers.
+    Scatters([Job; 2]),
     /// Room for what it leaves.
     Room,
     /// What it leaves, on its way down.
@@ -60,7 +62,9 @@ struct Fetch<'a> {
     verifying: VecDeque<((), Job)>,
     staged: usize,
     uploading: VecDeque<(usize, Job)>,
-    /// Uploads in flight or waiting for their use, and how many may be.
+    /// What ranks gather, through the network and from peers.
+    gathering: VecDeque<[Job; 2]>,
+    /// Uploads, and gathers after them, in flight or waiting for their use, and how many may be.
     ahead: usize,
     ahead_max: usize,
     ready: usize,
@@ -193,8 +197,13 @@ impl<'a> Run<'a> {
                 // What crossed has left its slot already.
                 let here = pass.weights.iter().filter(|weights| weights.upload_bytes == 0);
                 here.for_each(|weights| self.fetch.release(weights));
-                self.compute.stage = Stage::Room;
+                let Traffic { network_bytes, peer_bytes } = pass.scatters;
+                self.compute.stage = Stage::Scatters([
+                    self.machine.submit(Lane::ScatterNetwork, network_bytes as f64),
+                    self.machine.submit(Lane::ScatterPeers, peer_bytes as f64),
+                ]);
             }
+            Stage::Scatters(jobs) if jobs.into_iter().all(is_done) => self.compute.stage = Stage::Room,
             Stage::Room => return self.leave(pass),
             Stage::Outputs(job) if is_done(job) => {
                 let follows = matches!(self.schedule.update, UpdateTime::Beside | UpdateTime::InTurn);
@@ -236,7 +245,7 @@ impl<'a> Run<'a> {
             }
         }
         self.fetch.taken += pass.weights.len();
-        self.fetch.ahead -= pass.weights.iter().filter(|weights| weights.upload_bytes > 0).count();
+        self.fetch.ahead -= pass.weights.iter().filter(|weights| weights.comes()).count();
         let job = self.machine.submit(Lane::ReadScratch, pass.gradient_read_bytes as f64);
         self.compute.stage = Stage::Gradients(job);
         true
@@ -303,18 +312,19 @@ impl<'a> Run<'a> {
         before != (fetch.requested, fetch.reading.len(), fetch.staged)
     }
 
-    /// Sends weights to the device, a few uses ahead.
+    /// Sends weights to the device and gathers them there, a few uses ahead.
     fn upload(&mut self) -> bool {
         let (fetch, machine) = (&mut self.fetch, &mut self.machine);
         let mut moved = false;
-        while fetch.ready + fetch.uploading.len() < fetch.staged {
-            let at = fetch.ready + fetch.uploading.len();
-            let bytes = fetch.uses[at].upload_bytes;
-            if bytes > 0 && fetch.ahead == fetch.ahead_max {
+        while fetch.ready + fetch.gathering.len() + fetch.uploading.len() < fetch.staged {
+            let at = fetch.ready + fetch.gathering.len() + fetch.uploading.len();
+            let weights = fetch.uses[at];
+            if weights.comes() && fetch.ahead == fetch.ahead_max {
                 break;
             }
-            fetch.ahead += usize::from(bytes > 0);
-            fetch.uploading.push_back((at, machine.submit(Lane::UpWeights, bytes as f64)));
+            fetch.ahead += usize::from(weights.comes());
+            let job = machine.submit(Lane::UpWeights, weights.upload_bytes as f64);
+            fetch.uploading.push_back((at, job));
             moved = true;
         }
         while let Some(at) = arrived(&mut fetch.uploading, machine) {
@@ -322,6 +332,14 @@ impl<'a> Run<'a> {
             if weights.upload_bytes > 0 {
                 fetch.release(weights);
             }
+            let Traffic { network_bytes, peer_bytes } = weights.gathers;
+            fetch.gathering.push_back([
+                machine.submit(Lane::GatherNetwork, network_bytes as f64),
+                machine.submit(Lane::GatherPeers, peer_bytes as f64),
+            ]);
+            moved = true;
+        }
+        while fetch.gathering.pop_front_if(|jobs| jobs.iter().all(|&job| machine.is_done(job))).is_some() {
             fetch.ready += 1;
             moved = true;
         }
@@ -428,6 +446,7 @@ impl<'a> Fetch<'a> {
             verifying: VecDeque::new(),
             staged: 0,
             uploading: VecDeque::new(),
+            gathering: VecDeque::new(),
             ahead: 0,
             ahead_max,
             ready: 0,

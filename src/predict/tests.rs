@@ -3,6 +3,7 @@ use crate::calibrate::Rates;
 use crate::cpu_backend;
 use crate::floor::Floor;
 use proptest::prelude::*;
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_device::host::HostDevice;
@@ -10,7 +11,7 @@ use terrace_kernels::DType;
 use terrace_models::{ModelConfig, TokenBatch, build};
 use terrace_zero::{
     Accumulation, BatchLimits, BlockPass, Durability, Engine, EngineConfig, GroupUpdate, Outlook, Placement,
-    PlanningRuns, Schedule, TrainingConfig, UpdateTime, WeightUse, WindowOverrides,
+    PlanningRuns, Ranks, Schedule, Traffic, TrainingConfig, UpdateTime, WeightUse, WindowOverrides,
 };
 
 /// Blocks of a step by hand, each with a group of its own.
@@ -181,6 +182,33 @@ fn a_link_is_waited_for_where_nothing_runs_beside_it() {
     takes(&work, &can, 9.0 + 2.0);
 }
 
+#[test]
+fn ranks_gather_before_a_block_and_scatter_after_it() {
+    let can = Capabilities { network: Some(100e3), peers: Some(200e3), ..can() };
+    let mut work = StepWork { unified: false, ..TOTALS.work(UpdateTime::After) };
+    work.schedule.groups.iter_mut().for_each(|group| (group.read_bytes, group.write_bytes) = (0, 0));
+    (work.disk_read_bytes, work.disk_write_bytes) = (0, 0);
+    let bytes = |network_bytes, peer_bytes| Traffic { network_bytes, peer_bytes };
+    let all = |each: Traffic, passes: u64| bytes(each.network_bytes * passes, each.peer_bytes * passes);
+    let blocks = BLOCKS as u64;
+    for pass in &mut work.schedule.passes {
+        pass.weights[0].read_bytes = 0;
+        pass.weights[0].gathers = bytes(2000, 3000);
+    }
+    work.gathers = all(bytes(2000, 3000), 2 * blocks);
+    // While blocks compute: 2 of the network beside 3 in forward, 2 beside 6 in backward.
+    takes(&work, &can, 9.0);
+    // More than they compute in forward.
+    work.schedule.passes.iter_mut().for_each(|pass| pass.weights[0].gathers = bytes(5000, 3000));
+    work.gathers = all(bytes(5000, 3000), 2 * blocks);
+    takes(&work, &can, 5.0 + 6.0);
+    // Scatters are waited for; what is slower decides.
+    let backward = work.schedule.passes.iter_mut().filter(|pass| pass.is_backward);
+    backward.for_each(|pass| pass.scatters = bytes(0, 4000));
+    work.scatters = all(bytes(0, 4000), blocks);
+    takes(&work, &can, 5.0 + 6.0 + 2.0);
+}
+
 /// Every resource's seconds, one after the other.
 fn sum(work: &StepWork, can: &Capabilities) -> f64 {
     let (read, write) = (work.disk_read_bytes as f64, work.disk_write_bytes as f64);
@@ -191,6 +219,8 @@ fn sum(work: &StepWork, can: &Capabilities) -> f64 {
         + can.disk_seconds(0.0, write)
         + per(work.upload_bytes as f64, can.upload)
         + per(work.download_bytes as f64, can.download)
+        + per(work.exchanged().network_bytes as f64, can.network)
+        + per(work.exchanged().peer_bytes as f64, can.peers)
 }
 
 fn any_totals() -> impl Strategy<Value = (StepWork, Capabilities)> {
@@ -247,6 +277,10 @@ proptest! {
 }
 
 fn outlook(discrete: bool, tied: bool, change: impl FnOnce(&mut EngineConfig)) -> Outlook {
+    outlook_of(Ranks::default(), discrete, tied, change)
+}
+
+fn outlook_of(ranks: Ranks, discrete: bool, tied: bool, change: impl FnOnce(&mut EngineConfig)) -> Outlook {
     let model = ModelConfig::parse(&format!(
         r#"{{"architectures": ["LlamaForCausalLM"], "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384,
             "num_hidden_layers": 6, "num_attention_heads": 2, "tie_word_embeddings": {tied}}}"#
@@ -266,7 +300,7 @@ fn outlook(discrete: bool, tied: bool, change: impl FnOnce(&mut EngineConfig)) -
         backend.device = Arc::new(HostDevice::discrete());
     }
     let sample = TokenBatch::new(&model).blank(2, 64);
-    Engine::outlook(config, &backend, build(&model), &sample, &PlanningRuns::default()).unwrap()
+    Engine::outlook(config, &backend, build(&model), &sample, &PlanningRuns::of(ranks)).unwrap()
 }
 
 fn no_clip(config: &mut EngineConfig) {
@@ -320,6 +354,39 @@ fn outlooks() -> Vec<Outlook> {
             }
         }
     }
+    found.extend(outlooks_of_ranks());
+    found
+}
+
+/// The same of several ranks.
+fn outlooks_of_ranks() -> Vec<Outlook> {
+    let mut found = Vec::new();
+    for (nodes, tied) in [(1, true), (2, false), (4, true)] {
+        let ranks = Ranks::new(NonZeroUsize::new(4).unwrap(), NonZeroUsize::new(nodes).unwrap()).unwrap();
+        let outlook = |change: &dyn Fn(&mut EngineConfig)| outlook_of(ranks, true, tied, change);
+        found.push(outlook(&|_| ()));
+        found.push(outlook(&no_clip));
+        let windows = WindowOverrides {
+            gradients_on_disk: Some(true),
+            activations_on_disk: Some(true),
+            device_groups: Some(3),
+            ..WindowOverrides::default()
+        };
+        for accumulation in [Accumulation::Vertical, Accumulation::Horizontal] {
+            found.push(outlook(&|config| (config.accumulation, config.overrides) = (accumulation, windows)));
+            // Shards of state on the device, with and without their whole weights.
+            for device_groups in [0, 3] {
+                found.push(outlook(&|config| {
+                    (config.placement, config.accumulation) = (Placement::Host, accumulation);
+                    config.overrides = WindowOverrides {
+                        state_groups: Some(3),
+                        device_groups: Some(device_groups),
+                        ..WindowOverrides::default()
+                    };
+                }));
+            }
+        }
+    }
     found
 }
 
@@ -341,6 +408,14 @@ fn the_parts_of_a_schedule_are_its_sums() {
             disk_write_bytes: groups(|group| group.write_bytes + group.late_write_bytes)
                 + passes(|pass| pass.spill_write_bytes + pass.gradient_write_bytes),
             upload_bytes: weights(|weights| weights.upload_bytes) + passes(|pass| pass.upload_bytes),
+            gathers: Traffic {
+                network_bytes: weights(|weights| weights.gathers.network_bytes),
+                peer_bytes: weights(|weights| weights.gathers.peer_bytes),
+            },
+            scatters: Traffic {
+                network_bytes: passes(|pass| pass.scatters.network_bytes),
+                peer_bytes: passes(|pass| pass.scatters.peer_bytes),
+            },
             download_bytes: passes(|pass| pass.download_bytes + pass.late_download_bytes),
             ..outlook.work.clone()
         };
@@ -361,6 +436,8 @@ fn planned_steps_end_between_their_floor_and_all_in_turn() {
                 upload: Some(link),
                 download: Some(link),
                 both: Some(link * 1.5),
+                network: Some(link * 0.7),
+                peers: Some(link * 3.0),
                 ..Capabilities::default()
             };
             let seconds = step_seconds(work, &can).unwrap();

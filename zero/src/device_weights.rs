@@ -40,8 +40,10 @@ pub(crate) struct DeviceRoom {
     slots: usize,
     /// How many groups, counted from the last, stay.
     pub(crate) staying: usize,
-    /// How many of these have all their state on the device.
+    /// How many, counted alike, have all their state on the device.
     pub(crate) state: usize,
+    /// State is shards, so that weights of a group need a place of their own even where its state is on the device.
+    shards: bool,
 }
 
 impl DeviceRoom {
@@ -54,12 +56,19 @@ impl DeviceRoom {
         state: usize,
     ) -> Self {
         if backend.device.unified() {
-            return Self { slots: 0, staying: 0, state: 0 };
+            return Self { slots: 0, staying: 0, state: 0, shards: false };
         }
         let groups = network.groups.len();
         let state = state.min(groups);
         let staying = staying.clamp(state, groups);
-        Self { slots: slots.min(groups - staying), staying, state }
+        Self { slots: slots.min(groups - staying), staying, state, shards: false }
+    }
+
+    /// The same of one of several ranks, whose state is shards: whole groups are gathered into slots and places.
+    pub(crate) fn of_shards(network: &Network, slots: usize, staying: usize, state: usize) -> Self {
+        let groups = network.groups.len();
+        let staying = staying.min(groups);
+        Self { slots: slots.min(groups - staying), staying, state: state.min(groups), shards: true }
     }
 
     /// Number of slots and bytes of each.
@@ -70,10 +79,15 @@ impl DeviceRoom {
         (self.slots as u64, bytes.unwrap_or(0))
     }
 
+    /// How many groups have places: those that stay, but for those that are in the state.
+    pub(crate) fn with_places(self) -> usize {
+        if self.shards { self.staying } else { self.staying - self.state }
+    }
+
     /// Bytes of all places.
     pub(crate) fn places(self, network: &Network) -> u64 {
-        let groups = network.groups.len();
-        let staying = &network.groups[groups - self.staying..groups - self.state];
+        let first = network.groups.len() - self.staying;
+        let staying = &network.groups[first..first + self.with_places()];
         staying.iter().map(|group| weight_bytes(network, group.elements)).sum()
     }
 

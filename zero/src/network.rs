@@ -103,6 +103,24 @@ impl Network {
         Ok(Self { blocks, groups, borrows, dtype, element_bytes, operations: OnceLock::new() })
     }
 
+    /// What one of `ranks` holds of the state: the same groups, each an equal part of the whole, padded as that is. Nothing runs on
+    /// it: there are no blocks and no parameters.
+    pub(crate) fn shard(&self, ranks: usize) -> Self {
+        let part = |group: &ParamGroup| ParamGroup {
+            name: group.name.clone(),
+            params: Vec::new(),
+            elements: group.elements.div_ceil(ranks).next_multiple_of(GROUP_ALIGN),
+        };
+        Self {
+            blocks: Vec::new(),
+            groups: self.groups.iter().map(part).collect(),
+            borrows: self.borrows.clone(),
+            dtype: self.dtype,
+            element_bytes: self.element_bytes,
+            operations: OnceLock::new(),
+        }
+    }
+
     /// The first quantized parameter, if there is one.
     pub(crate) fn quantized(&self) -> Option<&ParamSpec> {
         self.groups.iter().flat_map(|g| &g.params).map(|p| &p.spec).find(|spec| spec.quantized.is_some())

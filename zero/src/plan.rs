@@ -29,13 +29,14 @@ use crate::fetch::{SlotClass, UPLOAD_WINDOW, plan_classes};
 use crate::gradients::STAGING_SLOTS;
 use crate::kept::Keeping;
 use crate::network::Network;
+use crate::ranks::Ranks;
 use crate::rounds::Rounds;
 use crate::state::{StateKinds, store_spec};
 use crate::{
     Accumulation, Backend, BatchLimits, EngineConfig, EngineError, MicroBatch, Mode, Placement, Result,
     WindowOverrides,
 };
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use terrace_tiers::{
     ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
 };
@@ -83,6 +84,8 @@ pub(crate) struct EnginePlan {
     pub(crate) memory: MemoryPlan,
     pub(crate) windows: Windows,
     pub(crate) spec: StoreSpec,
+    /// Host memory and disks are those of a node of so many, windows and `spec` those of one.
+    pub(crate) ranks: Ranks,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -110,7 +113,20 @@ type CostKey = (usize, bool, Staying, usize, Keeping, BatchLimits, Accumulation)
 /// What planning runs of one network on one kind of device found. Plans that differ in state, placement or budgets alone share
 /// most of it.
 #[derive(Debug, Default)]
-pub struct PlanningRuns(RefCell<Vec<(CostKey, DryCost)>>);
+pub struct PlanningRuns {
+    found: RefCell<Vec<(CostKey, DryCost)>>,
+    ranks: Ranks,
+    /// What one of several ranks holds of the state.
+    shard: OnceCell<Network>,
+}
+
+impl PlanningRuns {
+    /// For an outlook of so many ranks that train one network together. Budgets of host memory and the [outlook](crate::Outlook)'s host
+    /// memory, disks and their bytes are then those of a node, except that its `copied_bytes` are of whole groups.
+    pub fn of(ranks: Ranks) -> Self {
+        Self { ranks, ..Self::default() }
+    }
+}
 
 pub(crate) struct Planner<'a> {
     pub(crate) config: &'a EngineConfig,
@@ -129,10 +145,11 @@ pub(crate) struct Planner<'a> {
 impl Planner<'_> {
     /// The first choice that fits every budget.
     pub(crate) fn plan(&self) -> Result<EnginePlan> {
+        self.ranks().check(self.config.training.is_some(), self.backend.device.unified())?;
         let mut smallest: Option<EnginePlan> = None;
         let keepers = self.keepers()?;
         let o = self.config.overrides;
-        let copies = Caching::of(self.network, o.copied_weights.unwrap_or(0), o.copied_groups.unwrap_or(0));
+        let copies = Caching::of(self.state(), o.copied_weights.unwrap_or(0), o.copied_groups.unwrap_or(0));
         let fixed_state = self.fixed_state_groups()?;
         for choice in self.choices(&keepers) {
             let choice = Choice { state_groups: fixed_state.unwrap_or(0), ..choice };
@@ -157,6 +174,27 @@ impl Planner<'_> {
         }
         let smallest = smallest.expect("there is at least one choice");
         Err(TierError::Plan(self.refusal(&smallest)).into())
+    }
+
+    fn ranks(&self) -> Ranks {
+        self.runs.ranks
+    }
+
+    /// The groups as a rank's state has them: the network's own, or shards of them.
+    fn state(&self) -> &Network {
+        match self.ranks().count() {
+            1 => self.network,
+            ranks => self.runs.shard.get_or_init(|| self.network.shard(ranks)),
+        }
+    }
+
+    /// What a rank can have beside `plan`. Ranks of a node share its host memory.
+    fn room(&self, tier: Tier, plan: &EnginePlan) -> u64 {
+        let left = |budget: u64| budget.saturating_sub(plan.memory.total(tier));
+        match tier {
+            Tier::Device => left(self.config.device_budget),
+            _ => self.ranks().share(left(self.config.host_budget)),
+        }
     }
 
     fn fits(&self, plan: &EnginePlan) -> bool {
@@ -210,9 +248,10 @@ impl Planner<'_> {
             }
             while excess > 0 && choice.state_groups < self.network.groups.len() {
                 choice.state_groups += 1;
-                let elements = self.network.groups[self.network.groups.len() - choice.state_groups].elements;
+                let elements = self.state().groups[self.network.groups.len() - choice.state_groups].elements;
                 let parked = elements.div_ceil(choice.chunk_elements) * chunk_bytes;
-                excess = excess.saturating_sub(self.kinds.bytes(elements as u64) + parked as u64);
+                let relieved = self.kinds.bytes(elements as u64) + parked as u64;
+                excess = excess.saturating_sub(relieved * self.ranks().per_node() as u64);
             }
             plan = self.evaluate(choice, &plan.windows.caching)?;
         }
@@ -227,8 +266,8 @@ impl Planner<'_> {
         }
         let bytes = |groups: usize| {
             let room = self.device_room(Choice { state_groups: groups, ..choice });
-            let weights = room.weights(self.network) + room.state_bytes(self.network, self.kinds);
-            weights + room.gradient_bytes(self.network, self.config.dtype)
+            let weights = room.weights(self.network) + room.state_bytes(self.state(), self.kinds);
+            weights + room.gradient_bytes(self.state(), self.config.dtype)
         };
         let others = plan.memory.total(Tier::Device) - bytes(choice.state_groups);
         let room = self.config.device_budget.saturating_sub(others);
@@ -254,7 +293,7 @@ impl Planner<'_> {
         if self.config.overrides.kept_blocks.is_some() {
             return Ok(plan);
         }
-        let (tier, budget) = self.arena_tier();
+        let tier = self.arena_tier();
         let arena = |plan: &EnginePlan| plan.windows.arena_bytes;
         // Some number from `plan`'s up to below `too_many` is the one.
         let most = self.config.keep_at_most.unwrap_or(usize::MAX).min(keepers.len());
@@ -273,7 +312,7 @@ impl Planner<'_> {
             } else {
                 too_many = more.windows.keeping.count;
             }
-            let room = budget.saturating_sub(plan.memory.total(tier));
+            let room = self.room(tier, &plan);
             let fit = room.saturating_mul(blocks as u64) / (bytes as u64).max(1);
             tried = (plan.windows.keeping.count + fit.min(1 << 32) as usize).min(too_many - 1);
         }
@@ -287,7 +326,7 @@ impl Planner<'_> {
             return Ok((choice, plan));
         }
         let chunk = plan.windows.slot_elements as u64 * self.network.element_bytes as u64;
-        let left = self.config.host_budget.saturating_sub(plan.memory.total(Tier::Host)) / 2;
+        let left = self.room(Tier::Host, &plan) / 2;
         let more = |groups: usize| {
             let chunks = self.gradient_chunks(Choice { gradient_groups: groups, ..choice });
             (chunks - plan.windows.gradient_chunks) as u64 * chunk
@@ -323,10 +362,14 @@ impl Planner<'_> {
     fn device_room(&self, choice: Choice) -> DeviceRoom {
         let network = self.network;
         let together = (0..network.blocks.len()).map(|b| network.groups_of(b).len()).max().unwrap_or(1);
+        let (slots, state) = (UPLOAD_WINDOW + together, choice.state_groups);
+        if self.ranks().are_several() {
+            return DeviceRoom::of_shards(network, slots, choice.device_groups, state);
+        }
         // Where nothing else is to hold the weights, all stay.
         let alone = self.config.placement == Placement::None;
         let staying = if alone { network.groups.len() } else { choice.device_groups };
-        DeviceRoom::of(self.backend, network, UPLOAD_WINDOW + together, staying, choice.state_groups)
+        DeviceRoom::of(self.backend, network, slots, staying, state)
     }
 
     /// Copies as much of the state on disk as still fits beside `plan`, which is that of `choice`.
@@ -335,19 +378,19 @@ impl Planner<'_> {
         if self.config.placement != Placement::Disk || copied_weights.or(copied_groups).is_some() {
             return Ok(plan);
         }
-        let mut room = self.config.cache_bytes;
+        let most = self.ranks().share(self.config.cache_bytes);
+        let mut room = most;
         // Groups whose weights are copied need no slots, which makes room for more.
         loop {
-            let total = plan.memory.total(Tier::Host);
             let mut caching = plan.windows.caching.clone();
-            let left = room.min(self.config.host_budget.saturating_sub(total));
-            if !caching.extend(self.network, self.kinds, left) {
+            let left = room.min(self.room(Tier::Host, &plan));
+            if !caching.extend(self.state(), self.kinds, left) {
                 return Ok(plan);
             }
             plan = self.evaluate(choice, &caching)?;
-            let copies = |kind| caching.bytes_of(self.network, kind, self.kinds);
+            let copies = |kind| caching.bytes_of(self.state(), kind, self.kinds);
             let taken: u64 = (0..self.kinds.blobs.len()).map(copies).sum();
-            room = self.config.cache_bytes.saturating_sub(taken);
+            room = most.saturating_sub(taken);
         }
     }
 
@@ -359,13 +402,9 @@ impl Planner<'_> {
         self.dry_run(CHUNK_CHOICES[0], Staying::None, Keeping::default(), 0).keepers()
     }
 
-    /// Where the arena is, and how much may be planned there.
-    fn arena_tier(&self) -> (Tier, u64) {
-        if self.backend.device.unified() {
-            (Tier::Host, self.config.host_budget)
-        } else {
-            (Tier::Device, self.config.device_budget)
-        }
+    /// Where the arena is.
+    fn arena_tier(&self) -> Tier {
+        if self.backend.device.unified() { Tier::Host } else { Tier::Device }
     }
 
     fn choices(&self, keepers: &[(usize, usize)]) -> Vec<Choice> {
@@ -422,9 +461,9 @@ impl Planner<'_> {
     }
 
     fn evaluate(&self, choice: Choice, caching: &Caching) -> Result<EnginePlan> {
-        let (config, network) = (self.config, self.network);
+        let (config, network, state) = (self.config, self.network, self.state());
         let windows = self.windows(choice, caching)?;
-        let spec = store_spec(config, network, self.kinds, choice.chunk_elements);
+        let spec = store_spec(config, state, self.kinds, choice.chunk_elements);
         let mut memory = MemoryPlan::default();
         let weight_bytes = network.element_bytes as u64;
         let chunk = windows.slot_elements as u64;
@@ -447,7 +486,7 @@ impl Planner<'_> {
                 memory.add(Tier::Host, "loading weights", 2, chunk * weight_bytes);
             }
             for (kind, blob) in self.kinds.blobs.iter().enumerate() {
-                let bytes = caching.bytes_of(network, kind, self.kinds);
+                let bytes = caching.bytes_of(state, kind, self.kinds);
                 if bytes > 0 {
                     let what = format!("copies of state on disk: {}", blob.kind.words());
                     memory.add(Tier::Host, what, 1, bytes);
@@ -455,8 +494,8 @@ impl Planner<'_> {
             }
             let new = config.striping()?;
             let striping = self.stored.unwrap_or(&new);
-            let state = DiskStore::bytes_per_dir(&spec, striping);
-            add_disk(&mut memory, "training state, all generations", striping, &state);
+            let stored = DiskStore::bytes_per_dir(&spec, striping);
+            add_disk(&mut memory, "training state, all generations", striping, &stored);
             if windows.gradients_on_disk {
                 let chunks = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum();
                 let chunk_bytes = windows.slot_elements * config.dtype.size();
@@ -476,7 +515,7 @@ impl Planner<'_> {
             for blob in &self.kinds.blobs {
                 let of_group = |group: &crate::network::ParamGroup| blob.bytes(group.elements as u64);
                 let bytes =
-                    network.groups[..network.groups.len() - windows.device_room.state].iter().map(of_group);
+                    state.groups[..state.groups.len() - windows.device_room.state].iter().map(of_group);
                 memory.add(Tier::Host, format!("resident state: {}", blob.kind.words()), 1, bytes.sum());
             }
             memory.add(Tier::Host, "saving and loading state", 2, self.kinds.bytes(chunk));
@@ -491,7 +530,7 @@ impl Planner<'_> {
             );
         }
         self.add_signals(&mut memory, &windows);
-        let (arena_tier, _) = self.arena_tier();
+        let arena_tier = self.arena_tier();
         let Keeping { count, of, bytes, .. } = windows.keeping;
         // All of them are there at once, when backward begins.
         let kept = (bytes * self.rounds().together) as u64;
@@ -509,13 +548,13 @@ impl Planner<'_> {
         // The table of the live and the next generation, and a manifest slot on its way out.
         let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
         memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
-        Ok(EnginePlan { memory, windows, spec })
+        let ranks = self.ranks();
+        Ok(EnginePlan { memory: ranks.memory_of_node(memory), windows, spec, ranks })
     }
 
     fn add_device_room(&self, memory: &mut MemoryPlan, room: DeviceRoom) {
-        let (network, all) = (self.network, self.network.groups.len());
-        let what =
-            format!("weights that stay on the device, of {} of {all} groups", room.staying - room.state);
+        let (network, state, all) = (self.network, self.state(), self.network.groups.len());
+        let what = format!("weights that stay on the device, of {} of {all} groups", room.with_places());
         memory.add(Tier::Device, what, 1, room.places(network));
         if room.state == 0 {
             return;
@@ -523,11 +562,11 @@ impl Planner<'_> {
         for blob in &self.kinds.blobs {
             let what =
                 format!("state on the device, of {} of {all} groups: {}", room.state, blob.kind.words());
-            memory.add(Tier::Device, what, 1, room.kind_bytes(network, blob));
+            memory.add(Tier::Device, what, 1, room.kind_bytes(state, blob));
         }
         if self.config.training.is_some() {
             let what = "gradients of state on the device, and their sums";
-            memory.add(Tier::Device, what, 1, room.gradient_bytes(network, self.config.dtype));
+            memory.add(Tier::Device, what, 1, room.gradient_bytes(state, self.config.dtype));
         }
     }
 
@@ -546,7 +585,7 @@ impl Planner<'_> {
     }
 
     fn windows(&self, choice: Choice, caching: &Caching) -> Result<Windows> {
-        let (config, network) = (self.config, self.network);
+        let (config, network, state) = (self.config, self.network, self.state());
         let weight_bytes = network.element_bytes;
         let training = config.training.as_ref();
         let modes: &[Mode] = if training.is_some() {
@@ -559,13 +598,19 @@ impl Planner<'_> {
         let cost = self.cost(choice, modes)?;
         let (sequences, length) = (self.sample.sequences, self.sample.length);
         let signal = |b: usize| network.output(b, sequences, length, config.dtype, Mode::Evaluate).bytes();
+        let mut classes = plan_classes(network, weight_bytes, choice.weight_slots, |group| {
+            !caching.has(group, self.kinds.weight, self.kinds)
+        });
+        // Slots of host memory hold what the state does.
+        for class in &mut classes {
+            let longest = class.groups.iter().map(|&group| state.groups[group].elements).max();
+            class.slot_bytes = longest.unwrap_or(0) * weight_bytes;
+        }
         Ok(Windows {
             weight_slots: choice.weight_slots,
             chunk_elements: choice.chunk_elements,
-            slot_elements: choice.chunk_elements.min(network.group_elements_max()),
-            classes: plan_classes(network, weight_bytes, choice.weight_slots, |group| {
-                !caching.has(group, self.kinds.weight, self.kinds)
-            }),
+            slot_elements: choice.chunk_elements.min(state.group_elements_max()),
+            classes,
             update_slots: choice.update_slots,
             gradient_chunks: self.gradient_chunks(choice),
             gradient_groups: choice.gradient_groups,
@@ -619,7 +664,7 @@ impl Planner<'_> {
         let state_groups = if unified { 0 } else { choice.state_groups };
         let key =
             (chunk_elements, follows, staying, state_groups, keeping, config.limits, config.accumulation);
-        if let Some((_, cost)) = self.runs.0.borrow().iter().find(|(known, _)| *known == key) {
+        if let Some((_, cost)) = self.runs.found.borrow().iter().find(|(known, _)| *known == key) {
             return Ok(*cost);
         }
         let mut cost = DryCost::default();
@@ -630,7 +675,7 @@ impl Planner<'_> {
                 (cost.flops, cost.forward_flops) = (dry.flops, dry.forward_flops);
             }
         }
-        self.runs.0.borrow_mut().push((key, cost));
+        self.runs.found.borrow_mut().push((key, cost));
         Ok(cost)
     }
 
@@ -640,7 +685,7 @@ impl Planner<'_> {
         if choice.gradients_on_disk {
             return STAGING_SLOTS;
         }
-        let chunks = |g: usize| self.network.groups[g].elements.div_ceil(choice.chunk_elements);
+        let chunks = |g: usize| self.state().groups[g].elements.div_ceil(choice.chunk_elements);
         let all = 0..self.network.groups.len() - self.device_room(choice).state;
         if self.config.update_follows() {
             let (shared, own): (Vec<usize>, Vec<usize>) = all.partition(|&g| self.network.is_shared(g));
@@ -660,7 +705,7 @@ impl Planner<'_> {
         if choice.gradients_on_disk {
             return STAGING_SLOTS;
         }
-        self.network.groups.iter().map(|group| group.elements.div_ceil(choice.chunk_elements)).sum()
+        self.state().groups.iter().map(|group| group.elements.div_ceil(choice.chunk_elements)).sum()
     }
 
     fn refusal(&self, smallest: &EnginePlan) -> PlanRefusal {

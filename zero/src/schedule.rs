@@ -1,10 +1,14 @@
 //! The order of a training step's work, from its plan alone: which block computes when, on which weights, what it waits for and what
 //! follows it. [`StepWork`](crate::StepWork) has the same bytes and operations as sums.
+//!
+//! Of several ranks it is the order of one, with whom all others keep step; what goes through disks and cores of its node is that of
+//! all ranks of the node.
 
 use crate::activations::SPILL_SLOTS;
 use crate::fetch::UPLOAD_WINDOW;
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::Kept;
+use crate::ranks::Traffic;
 use crate::work::Count;
 use crate::{Mode, Placement};
 use std::collections::HashSet;
@@ -66,6 +70,8 @@ pub struct BlockPass {
     pub gradient_write_bytes: u64,
     /// Copied to a device with its own memory before it computes.
     pub upload_bytes: u64,
+    /// Gradients that are scattered among ranks when it has computed, before they are copied back.
+    pub scatters: Traffic,
     /// Copied back while nothing is computed.
     pub download_bytes: u64,
     /// Copied back while the next pass computes.
@@ -85,6 +91,15 @@ pub struct WeightUse {
     pub class: usize,
     /// Copied to a device with its own memory; none where they are there.
     pub upload_bytes: u64,
+    /// What ranks then gather of them; none where all of them are there.
+    pub gathers: Traffic,
+}
+
+impl WeightUse {
+    /// Whether it takes memory of the device on its way.
+    pub fn comes(&self) -> bool {
+        self.upload_bytes > 0 || self.gathers != Traffic::default()
+    }
 }
 
 /// The update of a group.
@@ -138,7 +153,7 @@ impl Schedule {
 
 fn group_update(count: &Count<'_>, group: usize, update: UpdateTime) -> GroupUpdate {
     let (kinds, network) = (count.kinds, count.network);
-    let elements = network.groups[group].elements as u64;
+    let elements = count.state.groups[group].elements as u64;
     let chunks = count.plan.spec.chunks(group);
     if count.is_on_device(group) {
         // The device does that between two passes, at the speed of its memory.
@@ -249,8 +264,9 @@ impl Passes<'_> {
         let (network, rounds) = (self.count.network, self.count.rounds);
         let (is_last, block) = (rounds.is_last(round), pass.block);
         let groups = network.groups_of(block);
-        let bytes = |group: usize, size: usize| (network.groups[group].elements * size) as u64;
+        let bytes = |group: usize, size: usize| (self.count.state.groups[group].elements * size) as u64;
         let (mut before, mut parked, mut chunks) = (0, 0, 0);
+        pass.scatters = self.count.plan.ranks.traffic(groups.iter().map(|&group| bytes(group, 4)).sum());
         for &group in &groups {
             let own = bytes(group, self.count.config.dtype.size());
             let sums = rounds.are_several() && !rounds.waits(block);
@@ -303,13 +319,14 @@ impl Passes<'_> {
         self.read = later;
         let class = self.count.plan.windows.classes.iter().position(|class| class.groups.contains(&group));
         let is_first = self.used.insert(group);
-        let sent =
-            !self.count.unified && !self.count.is_on_device(group) && (is_first || !self.count.stays(group));
+        let comes = !self.count.unified && (is_first || !self.count.stays(group));
+        let sent = comes && !self.count.is_on_device(group);
         WeightUse {
             group: self.places[group],
             read_bytes: if *read { bytes } else { 0 },
             class: class.unwrap_or(0),
             upload_bytes: if sent { bytes } else { 0 },
+            gathers: self.count.plan.ranks.traffic(if comes { bytes } else { 0 }),
         }
     }
 

@@ -5,9 +5,13 @@
 //! depending on timing, it is not counted, so that the sums are never more than what is moved.
 //! Bytes of host memory are what cannot be avoided, each counted once: transfers of disk and link, the update's state and
 //! gradients, and on a unified device the weights and gradients that kernels go through.
+//!
+//! Of several ranks (`ranks.rs`) a step is that of a node and one of its devices: disks, host memory and the network are those of a
+//! node; operations and the link those of a device; tokens those of all ranks.
 
 use crate::network::Network;
 use crate::plan::EnginePlan;
+use crate::ranks::Traffic;
 use crate::rounds::Rounds;
 use crate::schedule::{Schedule, UpdateTime};
 use crate::state::StateKinds;
@@ -37,10 +41,21 @@ pub struct StepWork {
     pub memory_bytes: u64,
     /// Read and written in the memory of a device that has its own: frozen weights by kernels, or state by its update.
     pub device_memory_bytes: u64,
+    /// Weights that several ranks gather, each time that they are to come to the device.
+    pub gathers: Traffic,
+    /// Gradients in f32 that they scatter, each time that a block's backward is over.
+    pub scatters: Traffic,
     /// Whether the device's memory and cores are the host's.
     pub unified: bool,
     /// The order of it, in training.
     pub schedule: Schedule,
+}
+
+impl StepWork {
+    /// All that ranks exchange.
+    pub fn exchanged(&self) -> Traffic {
+        self.gathers + self.scatters
+    }
 }
 
 impl Engine {
@@ -60,78 +75,19 @@ pub(crate) fn step_work(
     sample: Option<&MicroBatch>,
     unified: bool,
 ) -> StepWork {
-    let limits = config.limits;
+    let shards = plan.ranks.are_several().then(|| network.shard(plan.ranks.count()));
     let rounds = Rounds::new(config.accumulation, config.limits, network);
-    let count = Count { config, network, kinds, plan, rounds, unified };
-    let tokens = (limits.sequences * limits.length * limits.micro_batches) as u64;
-    let operations = plan.windows.flops_per_step;
-    let Some(training) = &config.training else {
-        return StepWork { operations, tokens, unified, ..count.pass() };
-    };
-    // What the host updates.
-    let elements = network.elements() - count.elements_on_device();
-    let mut work = StepWork {
-        operations,
-        tokens,
-        parameters: elements,
-        state: Some(training.state),
-        unified,
-        ..StepWork::default()
-    };
-    let all_kinds = 0..kinds.blobs.len();
-    let read = |kind: usize, elements| {
-        if kinds.read_by_update[kind] { kinds.blobs[kind].bytes(elements) } else { 0 }
-    };
-    let read_by_update: u64 = all_kinds.clone().map(|kind| read(kind, elements)).sum();
-    let written_by_update = kinds.bytes(elements);
-    let (gradients, sums) = (count.gradient_bytes(), count.sum_bytes());
-    work.device_memory_bytes = count.device_update_bytes(kinds);
-    let order = count.rounds.order(network);
-    let mut read_weights = vec![false; order.len()];
-    if config.placement == Placement::Disk {
-        let caching = &plan.windows.caching;
-        let copied = |kind| caching.elements(network, kind, kinds).sum::<u64>();
-        let state: u64 = all_kinds.clone().map(|kind| read(kind, elements - copied(kind))).sum();
-        read_weights = count.reads(&order, |group| !caching.has(group, kinds.weight, kinds));
-        work.disk_read_bytes = count.weight_bytes(&order, &read_weights) + state;
-        let saved = |kind| if config.commits_at_saves() { copied(kind) } else { 0 };
-        let written = |kind: usize| kinds.blobs[kind].bytes(elements - saved(kind));
-        work.disk_write_bytes = all_kinds.map(written).sum();
-        if plan.windows.gradients_on_disk {
-            work.disk_read_bytes += gradients + sums;
-            work.disk_write_bytes += gradients + sums;
-        }
-        if plan.windows.activations_on_disk {
-            let spilled = count.signals(0..network.last().saturating_sub(1));
-            work.disk_read_bytes += spilled;
-            work.disk_write_bytes += spilled;
-        }
-    }
-    let mut inputs = 0;
-    if !unified {
-        let each = |sample: &MicroBatch| sample.inputs.iter().map(|t| t.bytes.len() as u64).sum();
-        inputs = sample.map_or(0, each) * limits.micro_batches as u64;
-        count.link(&mut work, inputs);
-    }
-    work.schedule = Schedule::new(&count, &read_weights, inputs);
-    let parked = elements * config.dtype.size() as u64;
-    work.memory_bytes =
-        work.disk_read_bytes + work.disk_write_bytes + work.upload_bytes + work.download_bytes;
-    work.memory_bytes += read_by_update + written_by_update + parked;
-    if unified {
-        // Weights are read in both directions; accumulators are zeroed, added to by every micro-batch and read once more.
-        let passes = 2 + 2 * limits.micro_batches as u64;
-        // Sums are copied out of accumulators and back.
-        let weights = count.weight_bytes(&order, &count.reads(&order, |_| true));
-        work.memory_bytes += weights + elements * 4 * passes + gradients + 4 * sums;
-    }
-    work
+    let state = shards.as_ref().unwrap_or(network);
+    let count = Count { config, network, state, kinds, plan, rounds, unified };
+    plan.ranks.work_of_node(count.of_rank(sample))
 }
 
 /// What is counted.
 pub(crate) struct Count<'a> {
     pub(crate) config: &'a EngineConfig,
     pub(crate) network: &'a Network,
+    /// The groups as a rank's state has them: those of `network`, or shards of them.
+    pub(crate) state: &'a Network,
     pub(crate) kinds: &'a StateKinds,
     pub(crate) plan: &'a EnginePlan,
     pub(crate) rounds: Rounds,
@@ -139,6 +95,81 @@ pub(crate) struct Count<'a> {
 }
 
 impl Count<'_> {
+    /// A step of one rank.
+    fn of_rank(&self, sample: Option<&MicroBatch>) -> StepWork {
+        let Self { config, network, state, kinds, plan, rounds, unified } = *self;
+        let limits = config.limits;
+        let tokens = (limits.sequences * limits.length * limits.micro_batches) as u64;
+        let operations = plan.windows.flops_per_step;
+        let Some(training) = &config.training else {
+            return StepWork { operations, tokens, unified, ..self.pass() };
+        };
+        // What the host updates.
+        let elements = state.elements() - self.elements_on_device();
+        let mut work = StepWork {
+            operations,
+            tokens,
+            parameters: elements,
+            state: Some(training.state),
+            unified,
+            device_memory_bytes: self.device_update_bytes(),
+            ..StepWork::default()
+        };
+        let order = rounds.order(network);
+        let mut read_weights = vec![false; order.len()];
+        if config.placement == Placement::Disk {
+            read_weights = self.reads(&order, |group| !plan.windows.caching.has(group, kinds.weight, kinds));
+            self.disks(&mut work, &order, &read_weights);
+        }
+        let mut inputs = 0;
+        if !unified {
+            let each = |sample: &MicroBatch| sample.inputs.iter().map(|t| t.bytes.len() as u64).sum();
+            inputs = sample.map_or(0, each) * limits.micro_batches as u64;
+            self.link(&mut work, inputs);
+        }
+        work.schedule = Schedule::new(self, &read_weights, inputs);
+        let parked = elements * config.dtype.size() as u64;
+        work.memory_bytes =
+            work.disk_read_bytes + work.disk_write_bytes + work.upload_bytes + work.download_bytes;
+        work.memory_bytes += self.read_by_update(|_| elements) + kinds.bytes(elements) + parked;
+        if unified {
+            // Weights are read in both directions; accumulators are zeroed, added to by every micro-batch and read once more.
+            let passes = 2 + 2 * limits.micro_batches as u64;
+            // Sums are copied out of accumulators and back.
+            let weights = self.weight_bytes(&order, &self.reads(&order, |_| true));
+            let (gradients, sums) = (self.gradient_bytes(), self.sum_bytes());
+            work.memory_bytes += weights + elements * 4 * passes + gradients + 4 * sums;
+        }
+        work
+    }
+
+    /// What state on disk moves, and what is parked there. Of `order` the uses of `read_weights` are read.
+    fn disks(&self, work: &mut StepWork, order: &[usize], read_weights: &[bool]) {
+        let Self { config, network, state, kinds, plan, .. } = *self;
+        let copied = |kind| plan.windows.caching.elements(state, kind, kinds).sum::<u64>();
+        let read = self.read_by_update(|kind| work.parameters - copied(kind));
+        work.disk_read_bytes = self.weight_bytes(order, read_weights) + read;
+        let saved = |kind| if config.commits_at_saves() { copied(kind) } else { 0 };
+        let written = |kind: usize| kinds.blobs[kind].bytes(work.parameters - saved(kind));
+        work.disk_write_bytes = (0..kinds.blobs.len()).map(written).sum();
+        if plan.windows.gradients_on_disk {
+            let parked = self.gradient_bytes() + self.sum_bytes();
+            work.disk_read_bytes += parked;
+            work.disk_write_bytes += parked;
+        }
+        if plan.windows.activations_on_disk {
+            let spilled = self.signals(0..network.last().saturating_sub(1));
+            work.disk_read_bytes += spilled;
+            work.disk_write_bytes += spilled;
+        }
+    }
+
+    /// What an update reads of all kinds, each of so many elements.
+    fn read_by_update(&self, elements: impl Fn(usize) -> u64) -> u64 {
+        let read = (0..self.kinds.blobs.len()).filter(|&kind| self.kinds.read_by_update[kind]);
+        read.map(|kind| self.kinds.blobs[kind].bytes(elements(kind))).sum()
+    }
+
     /// What frozen weights move in one pass. Those that stay somewhere are there already.
     fn pass(&self) -> StepWork {
         let (kinds, unified) = (self.kinds, self.unified);
@@ -205,9 +236,9 @@ impl Count<'_> {
         })
     }
 
+    /// Weights, a rank's part of them, of groups.
     pub(crate) fn weights(&self, groups: &[usize]) -> u64 {
-        let bytes =
-            |&group: &usize| (self.network.groups[group].elements * self.network.element_bytes) as u64;
+        let bytes = |&group: &usize| (self.state.groups[group].elements * self.state.element_bytes) as u64;
         groups.iter().map(bytes).sum()
     }
 
@@ -218,30 +249,30 @@ impl Count<'_> {
 
     fn elements_on_device(&self) -> u64 {
         let groups = (0..self.network.groups.len()).filter(|&group| self.is_on_device(group));
-        groups.map(|group| self.network.groups[group].elements as u64).sum()
+        self.elements_of(groups)
     }
 
     /// What the device's update of the state that it has reads and writes, and the norm's reading of its gradients.
-    fn device_update_bytes(&self, kinds: &StateKinds) -> u64 {
+    fn device_update_bytes(&self) -> u64 {
         let elements = self.elements_on_device();
-        let read =
-            |kind: usize| if kinds.read_by_update[kind] { kinds.blobs[kind].bytes(elements) } else { 0 };
         let gradients = 2 * elements * self.config.dtype.size() as u64;
-        (0..kinds.blobs.len()).map(read).sum::<u64>() + kinds.bytes(elements) + gradients
+        self.read_by_update(|_| elements) + self.kinds.bytes(elements) + gradients
     }
 
     /// Gradients as they come down: a shared group's after each of its uses.
     fn gradient_bytes(&self) -> u64 {
         let groups = (0..=self.network.last()).flat_map(|block| self.network.groups_of(block));
-        let groups = groups.filter(|&group| !self.is_on_device(group));
-        let elements: u64 = groups.map(|group| self.network.groups[group].elements as u64).sum();
-        elements * self.config.dtype.size() as u64
+        self.elements_of(groups.filter(|&group| !self.is_on_device(group))) * self.config.dtype.size() as u64
+    }
+
+    fn elements_of(&self, groups: impl Iterator<Item = usize>) -> u64 {
+        groups.map(|group| self.state.groups[group].elements as u64).sum()
     }
 
     /// Sums of gradients as they are parked between rounds: those of every group but what waits for the last.
     fn sum_bytes(&self) -> u64 {
         let rounds = self.rounds.all().count() as u64;
-        rounds.saturating_sub(1) * self.network.elements() * 4
+        rounds.saturating_sub(1) * self.state.elements() * 4
     }
 
     /// The signals that these blocks write, of all micro-batches.
@@ -262,11 +293,10 @@ impl Count<'_> {
         let gradients = self.gradient_bytes();
         let own = work.parameters * self.config.dtype.size() as u64;
         let order = self.rounds.order(self.network);
-        let sent = |&at: &usize| {
-            let group = order[at];
-            !self.is_on_device(group) && (!self.stays(group) || !order[..at].contains(&group))
-        };
-        let weights = self.weights(&(0..order.len()).filter(sent).map(|at| order[at]).collect::<Vec<_>>());
+        let come = |&at: &usize| !self.stays(order[at]) || !order[..at].contains(&order[at]);
+        let come: Vec<usize> = (0..order.len()).filter(come).map(|at| order[at]).collect();
+        let sent: Vec<usize> = come.iter().copied().filter(|&group| !self.is_on_device(group)).collect();
+        let weights = self.weights(&sent);
         let stay = self.plan.windows.signals_stay;
         // Forward: outputs come down; inputs go up, unless they stayed. Backward: checkpoints go up, the last of which may
         // have stayed; gradients of signals cross both ways unless they stay.
@@ -276,5 +306,9 @@ impl Count<'_> {
         let sums = self.sum_bytes();
         work.upload_bytes = inputs + weights + (gradients - own) + up + waits + sums;
         work.download_bytes = gradients + down + waits + sums;
+        let (ranks, blocks) = (self.plan.ranks, 0..=self.network.last());
+        work.gathers = ranks.traffic(self.weights(&come));
+        let scattered = self.elements_of(blocks.flat_map(|block| self.network.groups_of(block))) * 4;
+        work.scatters = ranks.traffic(scattered + sums);
     }
 }
