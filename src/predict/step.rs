@@ -339,7 +339,8 @@ impl<'a> Run<'a> {
             ]);
             moved = true;
         }
-        while fetch.gathering.pop_front_if(|jobs| jobs.iter().all(|&job| machine.is_done(job))).is_some() {
+        while fetch.gathering.front().is_some_and(|jobs| jobs.iter().all(|&job| machine.is_done(job))) {
+            fetch.gathering.pop_front();
             fetch.ready += 1;
             moved = true;
         }
