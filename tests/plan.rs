@@ -195,7 +195,7 @@ fn ranks_of_a_node_share_its_budget() {
 fn state_on_the_device_of_several_ranks_is_shards() {
     let run = |host: &str, more: &[&str]| {
         let flags = ["--params", "8b", "--ranks", "8", "--offload", "host", "--json", "--link", "25GB"];
-        let memory = ["--gpu-memory", "40GiB", "--host-memory", host];
+        let memory = ["--gpu-memory", "26GiB", "--host-memory", host];
         cmd(&["plan"]).args(&flags).args(&memory).args(more).ok().json()
     };
     let on_host = run("512GiB", &["--optimizer-ratio", "1"]);

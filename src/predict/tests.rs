@@ -1,6 +1,7 @@
 use super::*;
 use crate::calibrate::Rates;
 use crate::cpu_backend;
+use crate::engine::host_updates;
 use crate::floor::Floor;
 use proptest::prelude::*;
 use std::num::NonZeroUsize;
@@ -298,6 +299,7 @@ fn outlook_of(ranks: Ranks, discrete: bool, tied: bool, change: impl FnOnce(&mut
     let mut backend = cpu_backend(1, &IoConfig::default()).unwrap();
     if discrete {
         backend.device = Arc::new(HostDevice::discrete());
+        backend.updates = ranks.are_several().then(|| host_updates(1).unwrap());
     }
     let sample = TokenBatch::new(&model).blank(2, 64);
     Engine::outlook(config, &backend, build(&model), &sample, &PlanningRuns::of(ranks)).unwrap()

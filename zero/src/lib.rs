@@ -12,6 +12,7 @@ mod block;
 mod builder;
 mod cache;
 mod checkpoint;
+mod chosen;
 mod config;
 mod copies;
 mod device_state;

@@ -1,0 +1,65 @@
+//! What a plan chose: as overrides that leave no other choice, and in words.
+
+use crate::kept::Keeping;
+use crate::plan::EnginePlan;
+use crate::{EngineConfig, WindowOverrides};
+use terrace_tiers::ByteSize;
+
+impl EnginePlan {
+    /// The overrides with which the planner has no choice but this plan.
+    pub(crate) fn overrides(&self, config: &EngineConfig) -> WindowOverrides {
+        let w = &self.windows;
+        WindowOverrides {
+            weight_slots: Some(w.weight_slots),
+            chunk_elements: Some(w.chunk_elements),
+            update_slots: Some(w.update_slots),
+            gradient_groups: Some(w.gradient_groups),
+            gradients_on_disk: Some(w.gradients_on_disk),
+            activations_on_disk: Some(w.activations_on_disk),
+            signals_stay: Some(w.signals_stay),
+            kept_blocks: Some(w.keeping.count),
+            copied_weights: Some(w.caching.counts().0),
+            copied_groups: Some(w.caching.counts().1),
+            device_groups: Some(w.device_room.staying),
+            state_groups: Some(w.device_room.state),
+            overlap: Some(config.overrides.overlap()),
+        }
+    }
+
+    /// One line that says what was chosen.
+    pub(crate) fn summary(&self) -> String {
+        let w = &self.windows;
+        let place = |on_disk| if on_disk { "disk" } else { "host" };
+        let slots: Vec<String> =
+            w.classes.iter().map(|c| format!("{} × {}", c.slots, ByteSize(c.slot_bytes as u64))).collect();
+        let slots = if slots.is_empty() { "none".into() } else { slots.join(" + ") };
+        let Keeping { count, of, .. } = w.keeping;
+        let copies = match w.caching.counts() {
+            (0, _) => String::new(),
+            (weights, all) => {
+                let groups = self.spec.groups.iter().filter(|group| group.elements > 0).count();
+                format!(
+                    "; copies in memory of the weights of {weights} of {groups} groups and of all state of {all}"
+                )
+            }
+        };
+        let stay = match w.device_room.staying {
+            0 => String::new(),
+            groups => {
+                format!("; weights of {groups} of {} groups stay on the device", self.spec.groups.len())
+            }
+        };
+        let state = match w.device_room.state {
+            0 => String::new(),
+            groups => format!("; all state of {groups} groups is on the device"),
+        };
+        format!(
+            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{copies}{stay}{state}",
+            slots,
+            w.update_slots,
+            w.chunk_elements,
+            place(w.gradients_on_disk),
+            place(w.activations_on_disk)
+        )
+    }
+}
