@@ -85,7 +85,7 @@ pub fn train(
     let (builder, shape) = (TokenBatch::new(&model.config), ModelShape::of(&model.config));
     let sample = builder.blank(run.batch_size, run.seq_len);
     // The best of single products, which is all that a start measures, says too little about a step.
-    if can.training.is_some() {
+    if can.training.is_some() && config.overrides.kept_blocks.is_none() {
         let runs = PlanningRuns::default();
         config.keep_at_most =
             keeping::cheapest(&config, &session.backend, &model.config, &sample, &can, &runs)?.0;

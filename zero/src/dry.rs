@@ -18,8 +18,6 @@ use terrace_kernels::{DType, Tensor, View, ViewMut, dry};
 pub(crate) struct DryCost {
     pub(crate) arena_bytes: usize,
     pub(crate) flops: u64,
-    /// Those of them before backward.
-    pub(crate) forward_flops: u64,
 }
 
 /// Floating-point operations of a block in training, for one micro-batch.
@@ -114,11 +112,8 @@ impl DryRun<'_> {
         };
         let starts = vec![0; self.sample.sequences];
         let last = self.network.last();
-        let flops = || operations(&counter);
-        let mut forward_flops = 0;
         let forward_until = if mode == Mode::Train { last } else { last + 1 };
         for round in rounds {
-            let before = flops();
             for block in 0..forward_until {
                 for m in round.clone() {
                     let State { inputs, loss, staying, kept, .. } = &mut state;
@@ -134,7 +129,6 @@ impl DryRun<'_> {
                     kept.hold(block, m, cx.kept);
                 }
             }
-            forward_flops += flops() - before;
             let waits = |block: usize| self.rounds.waits(block) && !self.rounds.is_last(&round);
             if mode == Mode::Train {
                 let backward = (0..=last).rev().filter(|&block| !waits(block));
@@ -143,7 +137,7 @@ impl DryRun<'_> {
                     .try_for_each(|block| self.backward(block, &kernels, &arena, &round, &mut state))?;
             }
         }
-        Ok(DryCost { arena_bytes: arena.peak(), flops: flops(), forward_flops })
+        Ok(DryCost { arena_bytes: arena.peak(), flops: operations(&counter) })
     }
 
     /// The blocks that leave something for backward when they are asked, in order, and the bytes of the arena that each leaves

@@ -75,8 +75,6 @@ pub(crate) struct Windows {
     pub(crate) caching: Caching,
     pub(crate) device_room: DeviceRoom,
     pub(crate) flops_per_step: u64,
-    /// Those of them before backward.
-    pub(crate) forward_flops: u64,
 }
 
 /// A finished plan.
@@ -494,7 +492,6 @@ impl Planner<'_> {
             caching: caching.clone(),
             device_room: self.device_room(choice),
             flops_per_step: cost.flops,
-            forward_flops: cost.forward_flops,
         })
     }
 
@@ -541,9 +538,7 @@ impl Planner<'_> {
         for &mode in modes {
             let dry = self.dry_run(choice.chunk_elements, staying, keeping, state_groups).measure(mode)?;
             cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
-            if dry.flops > cost.flops {
-                (cost.flops, cost.forward_flops) = (dry.flops, dry.forward_flops);
-            }
+            cost.flops = cost.flops.max(dry.flops);
         }
         self.runs.found.borrow_mut().push((key, cost));
         Ok(cost)
