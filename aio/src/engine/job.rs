@@ -51,37 +51,56 @@ pub(crate) struct JobPool(Mutex<Vec<Arc<Job>>>);
 /// Finished jobs kept at most.
 const SPARE_MAX: usize = 1024;
 
-/// What a finished request's ticket is to be told.
+/// What is left of a finished request: its ticket is to get the buffer, or the error.
 #[derive(Debug)]
 #[must_use = "the ticket waits for it"]
 struct Outcome {
+    buf: IoBuf,
     completer: Completer,
-    result: Result<IoBuf, IoError>,
+    error: Option<IoError>,
 }
 
 impl JobPool {
     /// A job that nobody else has.
     fn take(&self) -> Arc<Job> {
-        let spare = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let spare = self.lock().pop();
         spare.unwrap_or_else(|| Arc::new(Job::idle()))
     }
 
     /// Counts a piece as finished. The last one hands the buffer, or the first error, to the ticket; before that the
     /// job's files are let go, so that whoever waits for the ticket can close them. Returns whether it was the last.
     pub fn finish_piece(&self, mut job: Arc<Job>, result: Result<(), IoError>) -> bool {
-        let Some(outcome) = job.finish_piece(result) else { return false };
-        // Where several threads move pieces, another may still be letting go of its reference.
+        // A thread lets go of its reference under the lock under which it counts its piece, so the last one has the job to
+        // itself.
+        let mut spare = self.lock();
+        let Some(Outcome { buf, completer, error }) = job.finish_piece(result) else {
+            drop(job);
+            return false;
+        };
         if let Some(unshared) = Arc::get_mut(&mut job) {
             unshared.clear();
-            let mut spare = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             if spare.len() < SPARE_MAX {
                 spare.push(job);
             }
         } else {
+            // Whoever still walks the pieces of a cancelled request.
             drop(job);
         }
-        outcome.completer.complete(outcome.result);
+        drop(spare);
+        let result = match error {
+            None => Ok(buf),
+            Some(error) => {
+                // The buffer goes home before the error is seen, so that a retry finds it there.
+                drop(buf);
+                Err(error)
+            }
+        };
+        completer.complete(result);
         true
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Job>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Checks a request against the table and gives its job to `enqueue`. Where there is nothing to move, or the request
@@ -228,16 +247,7 @@ impl Job {
         }
         let error = state.error.take();
         let (buf, completer) = state.owned.take()?;
-        drop(state);
-        let result = match error {
-            None => Ok(buf),
-            Some(error) => {
-                // The buffer goes home before the error is seen, so that a retry finds it there.
-                drop(buf);
-                Err(error)
-            }
-        };
-        Some(Outcome { completer, result })
+        Some(Outcome { buf, completer, error })
     }
 
     /// Whether moving the rest is pointless: a piece has failed, or the owner has cancelled the request.

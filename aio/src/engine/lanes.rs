@@ -48,13 +48,14 @@ impl Lanes {
         Self { lanes: Vec::new(), depth, in_flight: 0 }
     }
 
-    /// Enqueues a request on every device that it touches.
-    pub fn admit(&mut self, job: &Arc<Job>) {
+    /// Enqueues a request on every device that it touches. Nothing of it is taken meanwhile, and the queues alone hold
+    /// on to it afterwards.
+    pub fn admit(&mut self, job: Arc<Job>) {
         let devices = job.devices();
         for &device in &devices {
             let mut cursor = Cursor::on(device);
             let Some(next) = job.next_piece(&mut cursor) else { continue };
-            let waiting = Waiting { job: Arc::clone(job), cursor, next };
+            let waiting = Waiting { job: Arc::clone(&job), cursor, next };
             self.lane(device).queue.push_back(waiting);
         }
     }
@@ -172,7 +173,7 @@ mod tests {
         let rig = rig(2);
         let mut lanes = Lanes::new(3);
         let ((slow, slow_ticket), (fast, fast_ticket)) = (rig.job(&[0], 50), rig.job(&[1], 20));
-        lanes.admit(&slow);
+        lanes.admit(slow);
         let mut stuck = Vec::new();
         while let Some(taken) = lanes.take() {
             stuck.push(taken);
@@ -180,8 +181,7 @@ mod tests {
         assert_eq!((stuck.len(), lanes.in_flight()), (3, 3));
         assert!(lanes.is_full() && lanes.busy_are_full());
         // Nothing of the slow device ever ends, and the fast one is served to the end.
-        lanes.admit(&fast);
-        drop(fast);
+        lanes.admit(fast);
         for _ in 0..20 {
             let taken = lanes.take().expect("the fast device has room");
             assert_eq!(taken.job.file(&taken.piece).device, 1);
@@ -198,8 +198,7 @@ mod tests {
         let rig = rig(3);
         let mut lanes = Lanes::new(2);
         let (job, ticket) = rig.job(&[0, 1, 2], 4);
-        lanes.admit(&job);
-        drop(job);
+        lanes.admit(job);
         let first: Vec<Taken> = std::iter::from_fn(|| lanes.take()).collect();
         let mut devices: Vec<u64> = first.iter().map(|t| t.job.file(&t.piece).device).collect();
         // The least busy device is next, so the first three pieces go to three devices.

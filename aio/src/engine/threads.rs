@@ -81,7 +81,7 @@ impl ThreadsEngine {
         Ok(engine)
     }
 
-    fn enqueue(&self, job: &Arc<Job>) {
+    fn enqueue(&self, job: Arc<Job>) {
         let mut state = self.queue.lock();
         while state.requests >= self.queue.requests_max {
             state = self.queue.room.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -108,11 +108,11 @@ impl IoEngine for ThreadsEngine {
     }
 
     fn submit(&self, request: Request) -> Ticket {
-        self.queue.jobs.transfer(request, &self.files, self.block_bytes, |job| self.enqueue(&job))
+        self.queue.jobs.transfer(request, &self.files, self.block_bytes, |job| self.enqueue(job))
     }
 
     fn sync(&self, file: FileId) -> Ticket {
-        self.queue.jobs.sync(file, &self.files, |job| self.enqueue(&job))
+        self.queue.jobs.sync(file, &self.files, |job| self.enqueue(job))
     }
 }
 

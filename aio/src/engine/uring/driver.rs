@@ -231,7 +231,7 @@ impl Driver {
                     // What was ordered before the request was sent is carried out before it starts.
                     self.carry_out_orders();
                     self.requests += 1;
-                    self.lanes.admit(&job);
+                    self.lanes.admit(job);
                 }
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => self.inbox_is_closed = true,
