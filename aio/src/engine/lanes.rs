@@ -50,6 +50,7 @@ impl Lanes {
 
     /// Enqueues a request on every device that it touches. Nothing of it is taken meanwhile, and the queues alone hold
     /// on to it afterwards.
+    #[expect(clippy::needless_pass_by_value, reason = "the caller is to let go of the job")]
     pub fn admit(&mut self, job: Arc<Job>) {
         let devices = job.devices();
         for &device in &devices {
