@@ -2,16 +2,13 @@
 //!
 //! Every round takes each measurement once, in turn, so that whatever else the machine does meets all of them; the medians
 //! over the rounds are compared. `THREADS` (default 2), `ROUNDS` (default 15) and the inner size `L` (default 4096) are read from
-//! the environment; with `BEST` set, the shortest times are compared instead of the medians. Matrices are larger than a
-//! last-level cache.
+//! the environment; with `BEST` set, the shortest times are compared instead of the medians. `W` weights (default 2²⁷: 72
+//! MiB of int4, 136 of int8, 256 of bf16) are larger than a last-level cache. With `M` set, only so many rows are multiplied.
 
 use std::time::Instant;
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, cpu};
-
-/// Weights of a matrix: 72 MiB of int4, 136 of int8, 256 of bf16.
-const WEIGHTS: usize = 1 << 27;
 
 fn setting(name: &str, default: usize) -> usize {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
@@ -96,11 +93,12 @@ impl Case<'_> {
 
 fn main() {
     let (threads, rounds, l) = (setting("THREADS", 2), setting("ROUNDS", 15), setting("L", 4096));
-    let n = WEIGHTS / l;
+    let n = setting("W", 1 << 27) / l;
     let arena = HostDevice::unified().arena(1 << 30).expect("a gigabyte of address space");
     let set = cpu::kernel_set(threads);
     let mut inputs: Vec<_> = [1, 2, 4, 8, 16]
         .into_iter()
+        .filter(|m| setting("M", *m) == *m)
         .map(|m| {
             let mut x = Tensor::new(&arena, DType::BF16, &[m, l]).expect("the arena is large enough");
             let values: &mut [half::bf16] = bytemuck::cast_slice_mut(x.view_mut().into_bytes().into_host());

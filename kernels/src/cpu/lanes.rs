@@ -53,6 +53,17 @@ pub trait Lanes: Copy {
     /// They are readable; see [`zero`](Self::zero).
     unsafe fn load_bf16(at: *const bf16) -> Self;
 
+    /// As many of a run of bf16: where that is half of it, the even ones from `part` 0 and the odd ones else.
+    ///
+    /// # Safety
+    /// The run of sixteen is readable; see [`zero`](Self::zero).
+    #[inline(always)]
+    unsafe fn load_bf16_apart(run: *const bf16, _part: usize) -> Self {
+        const { assert!(Self::WIDTH == LANES) };
+        // SAFETY: the caller's promise.
+        unsafe { Self::load_bf16(run) }
+    }
+
     /// As many f16 as floats.
     ///
     /// # Safety
@@ -106,52 +117,52 @@ pub trait Lanes: Copy {
 
 /// For any machine.
 #[derive(Clone, Copy)]
-pub struct Generic([f32; LANES]);
+pub struct Generic<const WIDTH: usize = LANES>(pub(super) [f32; WIDTH]);
 
-impl Lanes for Generic {
-    const WIDTH: usize = LANES;
-    type Words = [u32; LANES];
+impl<const WIDTH: usize> Lanes for Generic<WIDTH> {
+    const WIDTH: usize = WIDTH;
+    type Words = [u32; WIDTH];
 
     #[inline(always)]
     unsafe fn zero() -> Self {
-        Self([0.0; LANES])
+        Self([0.0; WIDTH])
     }
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
-        Self([value; LANES])
+        Self([value; WIDTH])
     }
 
     #[inline(always)]
     unsafe fn load(at: *const f32) -> Self {
         // SAFETY: readable by the caller's promise.
-        Self(unsafe { at.cast::<[f32; LANES]>().read_unaligned() })
+        Self(unsafe { at.cast::<[f32; WIDTH]>().read_unaligned() })
     }
 
     #[inline(always)]
     unsafe fn store(self, at: *mut f32) {
         // SAFETY: writable by the caller's promise.
-        unsafe { at.cast::<[f32; LANES]>().write_unaligned(self.0) };
+        unsafe { at.cast::<[f32; WIDTH]>().write_unaligned(self.0) };
     }
 
     #[inline(always)]
     unsafe fn load_i8(at: *const u8) -> Self {
         // SAFETY: readable by the caller's promise.
-        let bytes = unsafe { at.cast::<[i8; LANES]>().read_unaligned() };
+        let bytes = unsafe { at.cast::<[i8; WIDTH]>().read_unaligned() };
         Self(bytes.map(f32::from))
     }
 
     #[inline(always)]
     unsafe fn load_bf16(at: *const bf16) -> Self {
         // SAFETY: readable by the caller's promise.
-        let narrow = unsafe { at.cast::<[bf16; LANES]>().read_unaligned() };
+        let narrow = unsafe { at.cast::<[bf16; WIDTH]>().read_unaligned() };
         Self(narrow.map(|x| f32::from_bits(u32::from(x.to_bits()) << 16)))
     }
 
     #[inline(always)]
     unsafe fn load_f16(at: *const f16) -> Self {
         // SAFETY: readable by the caller's promise.
-        let narrow = unsafe { at.cast::<[f16; LANES]>().read_unaligned() };
+        let narrow = unsafe { at.cast::<[f16; WIDTH]>().read_unaligned() };
         Self(narrow.map(f16::to_f32))
     }
 
@@ -159,7 +170,7 @@ impl Lanes for Generic {
     unsafe fn splat_bf16(at: *const u8, index: usize) -> Self {
         // SAFETY: readable by the caller's promise.
         let bytes = unsafe { at.add(2 * index).cast::<[u8; 2]>().read() };
-        Self([half::bf16::from_le_bytes(bytes).to_f32(); LANES])
+        Self([half::bf16::from_le_bytes(bytes).to_f32(); WIDTH])
     }
 
     #[inline(always)]
@@ -173,18 +184,18 @@ impl Lanes for Generic {
     }
 
     #[inline(always)]
-    unsafe fn load_words(at: *const u8) -> [u32; LANES] {
+    unsafe fn load_words(at: *const u8) -> [u32; WIDTH] {
         // SAFETY: readable by the caller's promise.
-        unsafe { at.cast::<[u32; LANES]>().read_unaligned() }.map(u32::from_le)
+        unsafe { at.cast::<[u32; WIDTH]>().read_unaligned() }.map(u32::from_le)
     }
 
     #[inline(always)]
-    unsafe fn upper(words: [u32; LANES]) -> [u32; LANES] {
+    unsafe fn upper(words: [u32; WIDTH]) -> [u32; WIDTH] {
         words.map(|word| word >> 16)
     }
 
     #[inline(always)]
-    unsafe fn masked(words: [u32; LANES], mask: i32) -> Self {
+    unsafe fn masked(words: [u32; WIDTH], mask: i32) -> Self {
         Self(words.map(|word| (word as i32 & mask) as f32))
     }
 }
@@ -200,7 +211,7 @@ mod x86 {
 
     /// One register of eight.
     #[derive(Clone, Copy)]
-    pub struct Avx2Half(__m256);
+    pub struct Avx2Half(pub(in crate::cpu) __m256);
 
     impl Lanes for Avx2Half {
         const WIDTH: usize = LANES / 2;
@@ -254,6 +265,20 @@ mod x86 {
             unsafe {
                 let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()));
                 Self(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn load_bf16_apart(run: *const bf16, part: usize) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let pairs = _mm256_loadu_si256(run.cast());
+                let bits = if part == 0 {
+                    _mm256_slli_epi32::<16>(pairs)
+                } else {
+                    _mm256_and_si256(pairs, _mm256_set1_epi32(0xFFFF_0000u32 as i32))
+                };
+                Self(_mm256_castsi256_ps(bits))
             }
         }
 

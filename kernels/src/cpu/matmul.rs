@@ -68,7 +68,7 @@ impl Matmul for Cpu {
             return Ok(());
         }
         let (a, b, out) = (Floats::new(a), Floats::new(b), FloatsMut::new(out));
-        if thin::applies(dims, spec) {
+        if thin::applies(&self.threads, dims, spec) {
             thin::matmul(&self.threads, a, b, out, dims, spec.accumulate);
             return Ok(());
         }

@@ -26,6 +26,7 @@ mod matmul;
 mod norm;
 mod quantized;
 mod rope;
+mod shorts;
 mod swiglu;
 mod thin;
 mod threads;

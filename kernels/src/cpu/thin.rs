@@ -15,15 +15,19 @@ use crate::MatmulSpec;
 use crate::check::ProductDims;
 use half::bf16;
 
-/// Most rows: above it, packing pays.
-const ROWS: usize = 8;
+/// Most rows: above them, packing pays.
+const ROWS: usize = 16;
 /// Columns of the result per task.
-const COLS: usize = 32;
+const COLS: usize = 48;
+
+/// Most rows where the packed product has instructions for bf16, of twice the speed of f32.
+const ROWS_BESIDE_PAIRS: usize = 8;
 
 /// Whether this path computes the product: few rows, both inner dimensions contiguous, `a` widened fits the shared scratch.
-pub fn applies(dims: ProductDims, spec: MatmulSpec) -> bool {
+pub fn applies(threads: &Threads, dims: ProductDims, spec: MatmulSpec) -> bool {
     let a_bytes = dims.m * dims.l * size_of::<f32>();
-    dims.m <= ROWS && !spec.trans_a && spec.trans_b && dims.l > 0 && a_bytes <= SHARED_BYTES
+    let rows = if threads.pair_micro().is_some() { ROWS_BESIDE_PAIRS } else { ROWS };
+    dims.m <= rows && !spec.trans_a && spec.trans_b && dims.l > 0 && a_bytes <= SHARED_BYTES
 }
 
 /// `out[M, N] (+)= a[M, L]·b[N, L]ᵀ`.
@@ -40,7 +44,7 @@ pub fn matmul(
     let a_ml = if dims.m == 1 {
         a.read(isa, 0, dims.l, shared.floats())
     } else {
-        columns::prepare(isa, a, (dims.m, dims.l), shared.floats())
+        columns::prepare(isa, a, b, (dims.m, dims.l), shared.floats())
     };
     threads.run(dims.n.div_ceil(COLS), |task, scratch| {
         let first = task * COLS;

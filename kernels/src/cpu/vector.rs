@@ -267,8 +267,8 @@ fn reduce2(a: &[f32], b: &[f32], step: impl Fn(f32, f32, f32) -> f32) -> f32 {
 
 /// Adds lanes pairwise.
 #[inline(always)]
-pub fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
-    let mut width = LANES / 2;
+pub fn sum_lanes<const N: usize>(mut lanes: [f32; N]) -> f32 {
+    let mut width = N / 2;
     while width > 0 {
         for i in 0..width {
             lanes[i] += lanes[i + width];

@@ -1,36 +1,41 @@
 //! Products with quantized matrices.
 //!
-//! Sums are f32; activations are not quantized. The order of additions depends on the inner size alone.
+//! The order of additions depends on the inner size alone.
 //!
-//! **Few rows.** A decoding step is bound by reading the weights, which a core must unpack as fast as memory gives them. Codes
-//! are multiplied as they are, and only the sums of a group by its scale: int4 needs a mask, a conversion and a
-//! multiply-add for every four bytes, nothing more. Its mask leaves codes `16ᵍ·(q + 8)`; the powers of two go to the
-//! activations, once for all rows of b, and so does `−8·Σa`, with which the sum of a group begins:
+//! **Few rows.** A decoding step is bound by reading the weights, which a core must unpack as fast as memory gives them, and with
+//! several rows by multiplying. Both are fastest in integers of sixteen bits, of which one instruction multiplies sixteen pairs
+//! and adds neighbours. So each block of 128 activations becomes integers below 2¹⁵ times a power of two, *block floating
+//! point*: what is lost of an activation is at most 2⁻¹⁵ of the largest in its block, nothing at all for bf16 within 2⁷ of it,
+//! where the rounding of bf16 to eight bits costs up to 2⁻⁹. Sums of a group are exact, then f32:
 //!
-//! `out[m, n] = Σ_groups s·(−8·Σ_g a + Σ_g (q + 8)·a)`, sixteen lanes added pairwise at the end.
+//! `out[m, n] = Σ_blocks 2ᵉ·(Σ_groups s·(Σ_l q·a'))`, eight lanes added pairwise at the end.
 //!
-//! For one row of a, rows of b are read one after the other, in the order of memory: it is memory that decides. For several, it
-//! is what is loaded of a and unpacked of b. Then a few blocks of [`COLS`] rows of b take turns while the same blocks of a stay in the
-//! first-level cache, and what is unpacked serves four rows of a; on AVX2 eight lanes at a time, to have registers for four
-//! sums. Sums wait in memory in between, so that the bits of a row do not depend on its batch.
+//! int4 codes are masked where they lie, which leaves `16ᵏ·(q + 8)`, and `8·16ᵏ` is subtracted; the power of sixteen is in the
+//! scale.
 //!
-//! Beside the error of any f32 sum this has that of codes up to 15 instead of 8 in magnitude. Dequantizing in registers would
-//! have the bits of the dense product, at five operations instead of three; it was two thirds as fast.
+//! For one row of a, rows of b are read one after the other, in the order of memory. For several, a few blocks of [`COLS`] rows of b take
+//! turns while the same blocks of a stay in the first-level cache, and what is unpacked serves four rows of a. Sums wait in memory in
+//! between, so that the bits of a row do not depend on its batch.
+//!
+//! Before, codes were widened to f32 and multiplied as such, four instructions for eight codes where now it is nine for 32; with
+//! activations of eight bits it would be five, at up to 2⁻⁸ of the largest.
 //!
 //! **Many rows.** Weights are dequantized, exactly, into panels on their way to [`gemm`](super::gemm): the result has the bits of
 //! the product with the dequantized f32 matrix.
 
 mod blocks;
+mod dots;
 
 use super::floats::{Floats, FloatsMut};
 use super::gemm::Panels;
 use super::threads::{SHARED_BYTES, Threads};
-use super::vector::{LANES, sum_lanes};
+use super::vector::sum_lanes;
 use super::{Cpu, Isa, matmul};
 use crate::check::{self, ProductDims};
 use crate::quantized::BLOCK;
 use crate::{MatmulSpec, QuantFormat, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
-use blocks::{COLS, Codes, Int4, Int8, PREPARED, ROWS, dots, unpack};
+use blocks::{Int4, Int8, unpack};
+use dots::{Activations, COLS, LANES, Products, ROWS, dots};
 
 /// Columns of the result per task: two turns of rows of weights.
 const TASK: usize = 2 * COLS;
@@ -42,7 +47,7 @@ impl QuantizedMatmul for Cpu {
             return Ok(());
         }
         let (a, b, out) = (Floats::new(a), Rows::new(b), FloatsMut::new(out));
-        let a_bytes = dims.m * dims.l.div_ceil(BLOCK) * PREPARED * size_of::<f32>();
+        let a_bytes = Activations::floats(dims.m, dims.l.div_ceil(BLOCK)) * size_of::<f32>();
         if dims.m <= ROWS && dims.l > 0 && a_bytes <= SHARED_BYTES {
             match b.format {
                 QuantFormat::Int8 => few::<Int8>(&self.threads, a, b, out, dims),
@@ -114,34 +119,26 @@ impl<'a> Rows<'a> {
 }
 
 /// `out[M, N] = a[M, L]·b[N, L]ᵀ` for few rows.
-fn few<C: Codes>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMut<'_>, dims: ProductDims) {
+fn few<C: Products>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMut<'_>, dims: ProductDims) {
     let isa = threads.isa();
     let mut shared = threads.shared();
-    let a_packed = &mut shared.floats()[..dims.m * dims.l.div_ceil(BLOCK) * PREPARED];
-    let prepare = |index: usize, elements: &mut [f32], offsets: &mut [f32]| {
-        let (row, first) = (index % dims.m, index / dims.m * BLOCK);
-        let count = BLOCK.min(dims.l - first);
-        a.slice(row * dims.l + first, count).widen(isa, &mut elements[..count]);
-        elements[count..].fill(0.0);
-        blocks::prepare::<C>(elements, offsets);
-    };
-    if dims.m == 1 {
-        let (elements, offsets) = a_packed.split_at_mut(dims.l.next_multiple_of(BLOCK));
-        let pairs = elements.chunks_exact_mut(BLOCK).zip(offsets.chunks_exact_mut(PREPARED - BLOCK));
-        pairs.enumerate().for_each(|(index, (elements, offsets))| prepare(index, elements, offsets));
-    } else {
-        for (index, block) in a_packed.chunks_exact_mut(PREPARED).enumerate() {
-            let (elements, offsets) = block.split_at_mut(BLOCK);
-            prepare(index, elements, offsets);
+    let blocks = dims.l.div_ceil(BLOCK);
+    let mut narrow = Activations::new(dims.m, blocks, shared.floats());
+    for row in 0..dims.m {
+        for block in 0..blocks {
+            let mut values = [0.0; BLOCK];
+            let count = BLOCK.min(dims.l - block * BLOCK);
+            a.slice(row * dims.l + block * BLOCK, count).widen(isa, &mut values[..count]);
+            narrow.set::<C>(isa, row, block, &values);
         }
     }
-    let a_packed = &*a_packed;
+    let narrow = &narrow;
     threads.run_ranges(dims.n, TASK, |cols, _| {
         let mut sums_mn = [[0.0; TASK]; ROWS];
         let mut lanes = [[[0.0; LANES]; ROWS]; COLS];
         for first in cols.clone().step_by(COLS) {
             let count = COLS.min(cols.end - first);
-            dots::<C>(isa, a_packed, dims.m, b.rows(first, count), &mut lanes);
+            dots::<C>(isa, narrow, b.rows(first, count), &mut lanes);
             for (j, lanes) in lanes[..count].iter().enumerate() {
                 for (sums, lanes) in sums_mn[..dims.m].iter_mut().zip(lanes) {
                     sums[first - cols.start + j] = sum_lanes(*lanes);

@@ -1,17 +1,21 @@
 //! Several rows of a with several rows of weights.
 //!
 //! From two rows of a on, not memory but the core decides: what is loaded of a, which is wider than the weights and soon exceeds
-//! the first-level cache, and unpacking. So the inner size is cut into pieces of [`PIECE`], which [`GROUP`] rows of weights
+//! the first-level cache, and unpacking. So the inner size is cut into [pieces](piece), which [`GROUP`] rows of weights
 //! take in turn while that much of a stays in the first-level cache (its rows side by side: whole rows lie powers of two apart,
-//! and would crowd into the same sets). And two rows of weights meet up to four of a in registers, so that a weight is
-//! widened once for four and an element of a loaded once for two. Sums wait in memory between pieces, lane by lane, so that
+//! and would crowd into the same sets). And three rows of weights meet up to four of a in registers, so that a weight is
+//! widened once for four and an element of a loaded once for three. Sums wait in memory between pieces, lane by lane, so that
 //! their order is that of [`thin`](super): it depends neither on M nor on these sizes.
 //!
 //! Pieces are too short for the processor to fetch ahead by itself, so the weights of the next group are asked for while a group
 //! takes turns, into the second-level cache and in the order of memory. Asking for a row some rows ahead in the same group instead
 //! took up to 1.6 times the cycles, most with quantized weights.
 //!
-//! On AVX2 the lanes are taken eight by eight: 2 × 4 sums of sixteen would fill all sixteen registers.
+//! Widening competes with multiplying for the processor's ports. On AVX2 a run of bf16 is loaded whole and its even elements
+//! are shifted up, its odd ones masked, one instruction for eight; extending them in their order takes two, and multiplied at six
+//! tenths of the peak. So the lanes of a run lie in that [`Order`], also those of a.
+//!
+//! On AVX2 the lanes are taken eight by eight: 3 × 4 sums of sixteen would need more than its sixteen registers.
 
 use super::{COLS, LANES, ROWS};
 use crate::cpu::Isa;
@@ -21,24 +25,81 @@ use crate::cpu::lanes::{self, Lanes};
 use crate::cpu::vector::sum_lanes;
 use half::{bf16, f16};
 
-/// Elements of the inner size that stay in the first-level cache, 8 KiB of a at most.
-const PIECE: usize = 256;
-/// Rows of weights that take turns; even, since they go two by two.
-const GROUP: usize = 16;
+/// Elements of the inner size that stay in the first-level cache, 16 KiB of a at most.
+fn piece(m: usize) -> usize {
+    if m <= ROWS / 2 { 512 } else { 256 }
+}
+
+/// Rows of weights that meet in registers: with four of a twelve sums, more than the eight that keep two multipliers busy.
+const TILE: usize = 3;
+/// Rows of weights that take turns.
+const GROUP: usize = 4 * TILE;
 
 /// Sums of a group, lane by lane: of its row j with row m of a.
 type Sums = [[[f32; LANES]; ROWS]; GROUP];
 
-/// Widens `m` rows of a, piece by piece: of each piece all rows, side by side.
-pub fn prepare<'s>(isa: Isa, a: Floats<'_>, (m, l): (usize, usize), pieces: &'s mut [f32]) -> &'s [f32] {
+/// Widens `m` rows of a for weights `b`, piece by piece: of each piece all rows, side by side, and the runs of a row in the order in
+/// which those of the weights are widened.
+pub fn prepare<'s>(
+    isa: Isa,
+    a: Floats<'_>,
+    b: Floats<'_>,
+    (m, l): (usize, usize),
+    pieces: &'s mut [f32],
+) -> &'s [f32] {
     let pieces = &mut pieces[..m * l];
-    for (index, piece) in pieces.chunks_mut(m * PIECE).enumerate() {
+    let order = if matches!(b, Floats::BF16(_)) { bf16::order(isa) } else { Order::Straight };
+    for (index, piece) in pieces.chunks_mut(m * self::piece(m)).enumerate() {
         let width = piece.len() / m;
         for (row, piece) in piece.chunks_exact_mut(width).enumerate() {
-            a.slice(row * l + index * PIECE, width).widen(isa, piece);
+            a.slice(row * l + index * self::piece(m), width).widen(isa, piece);
+            piece.as_chunks_mut::<LANES>().0.iter_mut().for_each(|run| *run = order.arranged(*run));
         }
     }
     pieces
+}
+
+/// How the lanes of a run lie in registers and in [`Sums`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Order {
+    Straight,
+    /// The even ones before the odd ones.
+    Apart,
+}
+
+impl Order {
+    /// Where lane `i` lies.
+    fn place(self, i: usize) -> usize {
+        match self {
+            Self::Straight => i,
+            Self::Apart => i / 2 + i % 2 * (LANES / 2),
+        }
+    }
+
+    fn arranged(self, run: [f32; LANES]) -> [f32; LANES] {
+        let mut arranged = run;
+        for (i, x) in run.into_iter().enumerate() {
+            arranged[self.place(i)] = x;
+        }
+        arranged
+    }
+
+    /// Adds lanes as [`sum_lanes`] does.
+    fn sum(self, run: [f32; LANES]) -> f32 {
+        if self == Self::Straight {
+            return sum_lanes(run);
+        }
+        // Even lanes meet even ones until one of each is left.
+        let mut halves = run;
+        for width in [4, 2, 1] {
+            for half in halves.as_chunks_mut::<{ LANES / 2 }>().0 {
+                for i in 0..width {
+                    half[i] += half[i + width];
+                }
+            }
+        }
+        halves[0] + halves[LANES / 2]
+    }
 }
 
 /// `sums[m][j] = Σ_l a[m, l]·b[j, l]` for all rows of b, as many as `sums` has columns or fewer; a as [`prepare`] left it.
@@ -51,27 +112,28 @@ pub fn all(isa: Isa, a: &[f32], b: Floats<'_>, l: usize, sums: &mut [[f32; COLS]
 }
 
 fn all_typed<T: Weight>(isa: Isa, a: &[f32], b: &[T], l: usize, sums: &mut [[f32; COLS]]) {
-    let m = sums.len();
+    let (m, order) = (sums.len(), T::order(isa));
     assert!(l > 0 && a.len() == m * l, "{m} rows of {l}");
     // The last piece, of rows as long as what is left for it, and within a row the last incomplete run.
-    let last = (l - 1) / PIECE * PIECE;
+    let last = (l - 1) / piece(m) * piece(m);
     let whole = l / LANES * LANES;
     let a_tail =
         |m_index: usize| &a[m * last + m_index * (l - last)..][..l - last][(whole - last).min(l - last)..];
+    let mut lanes = [[[0.0; LANES]; ROWS]; GROUP];
     for (index, group) in b.chunks(GROUP * l).enumerate() {
-        let mut lanes = [[[0.0; LANES]; ROWS]; GROUP];
         // The incomplete run comes first.
         for (row, lanes) in group.chunks_exact(l).zip(&mut lanes) {
             for (index, lanes) in lanes[..m].iter_mut().enumerate() {
-                for (lane, (a, weight)) in lanes.iter_mut().zip(a_tail(index).iter().zip(&row[whole..])) {
-                    *lane = a * weight.widen();
+                lanes.fill(0.0);
+                for (i, (a, weight)) in a_tail(index).iter().zip(&row[whole..]).enumerate() {
+                    lanes[order.place(i)] = a * weight.widen();
                 }
             }
         }
         add_whole_runs(isa, a, group, l, m, &mut lanes);
         for (j, lanes) in lanes[..group.len() / l].iter().enumerate() {
             for (sums, lanes) in sums.iter_mut().zip(lanes) {
-                sums[index * GROUP + j] = sum_lanes(*lanes);
+                sums[index * GROUP + j] = order.sum(*lanes);
             }
         }
     }
@@ -104,54 +166,56 @@ unsafe fn group_of<V: Lanes, T: Weight>(
     (m, rows): (usize, usize),
     lanes: &mut Sums,
 ) {
-    let whole = l / LANES * LANES;
+    let (whole, piece) = (l / LANES * LANES, piece(m));
     let mut first = 0;
     while first < whole {
-        let stride = PIECE.min(l - first);
+        let stride = piece.min(l - first);
         let runs = stride / LANES;
         let mut j = 0;
         while j < rows {
-            // The last of an odd number of rows is its own partner; what that adds up to nobody reads.
-            // SAFETY: rows of weights.
-            let pair =
-                unsafe { [weights.add(j * l + first), weights.add((j + 1).min(rows - 1) * l + first)] };
+            // Where rows run out, the last one takes more places; what those add up to nobody reads.
+            let mut tile = [weights; TILE];
+            for (offset, row) in tile.iter_mut().enumerate() {
+                // SAFETY: a row of weights.
+                *row = unsafe { weights.add((j + offset).min(rows - 1) * l + first) };
+            }
             // The next group's rows, in the order of memory, while this one's take turns.
             let next = weights.wrapping_add(rows * l + first * rows + j * stride).cast::<u8>();
             let mut byte = 0;
-            while byte < 2 * stride * size_of::<T>() {
+            while byte < TILE * stride * size_of::<T>() {
                 V::prefetch_far(next.wrapping_add(byte));
                 byte += 64;
             }
             let mut r = 0;
             while r < m {
-                // SAFETY: a row of a; there are two rows of sums from an even j.
+                // SAFETY: a row of a; there are rows of sums for a whole tile from j.
                 let (a, sums) = unsafe {
                     (a.add(m * first + r * stride), lanes.as_mut_ptr().add(j).cast::<f32>().add(r * LANES))
                 };
                 // SAFETY: as many rows are left of a and in `lanes`, and `runs` runs in each.
                 unsafe {
                     match m - r {
-                        1 => tile::<V, T, 1>(pair, a, stride, runs, sums),
-                        2 => tile::<V, T, 2>(pair, a, stride, runs, sums),
-                        3 => tile::<V, T, 3>(pair, a, stride, runs, sums),
-                        _ => tile::<V, T, 4>(pair, a, stride, runs, sums),
+                        1 => products::<V, T, 1>(tile, a, stride, runs, sums),
+                        2 => products::<V, T, 2>(tile, a, stride, runs, sums),
+                        3 => products::<V, T, 3>(tile, a, stride, runs, sums),
+                        _ => products::<V, T, 4>(tile, a, stride, runs, sums),
                     }
                 }
                 r += 4;
             }
-            j += 2;
+            j += TILE;
         }
-        first += PIECE;
+        first += piece;
     }
 }
 
-/// Two rows of weights with `R` rows of a, `stride` apart.
+/// A tile of weights with `R` rows of a, `stride` apart.
 ///
 /// # Safety
 /// Each has `runs` runs; `sums` is the first of them in [`Sums`]; the processor has the instruction set of `V`.
 #[inline(always)]
-unsafe fn tile<V: Lanes, T: Weight, const R: usize>(
-    weights: [*const T; 2],
+unsafe fn products<V: Lanes, T: Weight, const R: usize>(
+    weights: [*const T; TILE],
     a: *const f32,
     stride: usize,
     runs: usize,
@@ -161,7 +225,7 @@ unsafe fn tile<V: Lanes, T: Weight, const R: usize>(
     for part in (0..LANES).step_by(V::WIDTH) {
         // SAFETY: within the rows and the sums, by the caller's promise.
         unsafe {
-            let mut registers = [[V::zero(); R]; 2];
+            let mut registers = [[V::zero(); R]; TILE];
             for (j, registers) in registers.iter_mut().enumerate() {
                 for (r, register) in registers.iter_mut().enumerate() {
                     *register = V::load(sums.add((j * ROWS + r) * LANES + part));
@@ -169,12 +233,15 @@ unsafe fn tile<V: Lanes, T: Weight, const R: usize>(
             }
             for run in 0..runs {
                 let at = run * LANES + part;
-                let pair = [T::load::<V>(weights[0].add(at)), T::load::<V>(weights[1].add(at))];
-                let [first, second] = &mut registers;
-                for (r, (first, second)) in first.iter_mut().zip(second).enumerate() {
+                let mut wide = [V::zero(); TILE];
+                for (wide, weights) in wide.iter_mut().zip(weights) {
+                    *wide = T::load::<V>(weights.add(run * LANES), part);
+                }
+                for r in 0..R {
                     let x = V::load(a.add(r * stride + at));
-                    *first = pair[0].fma(x, *first);
-                    *second = pair[1].fma(x, *second);
+                    for (wide, registers) in wide.iter().zip(&mut registers) {
+                        registers[r] = wide.fma(x, registers[r]);
+                    }
                 }
             }
             for (j, registers) in registers.into_iter().enumerate() {
@@ -191,11 +258,16 @@ trait Weight: Copy {
     /// As f32, exactly.
     fn widen(self) -> f32;
 
-    /// As many as there are lanes, as f32.
+    /// The order in which [`load`](Self::load) takes the lanes of a run on this instruction set.
+    fn order(_isa: Isa) -> Order {
+        Order::Straight
+    }
+
+    /// As many as there are lanes, from `part` of a run, as f32.
     ///
     /// # Safety
-    /// They are readable; the processor has the instruction set of `V`.
-    unsafe fn load<V: Lanes>(at: *const Self) -> V;
+    /// The run is readable; the processor has the instruction set of `V`.
+    unsafe fn load<V: Lanes>(run: *const Self, part: usize) -> V;
 }
 
 impl Weight for f32 {
@@ -205,9 +277,9 @@ impl Weight for f32 {
     }
 
     #[inline(always)]
-    unsafe fn load<V: Lanes>(at: *const f32) -> V {
+    unsafe fn load<V: Lanes>(run: *const f32, part: usize) -> V {
         // SAFETY: the caller's promise.
-        unsafe { V::load(at) }
+        unsafe { V::load(run.add(part)) }
     }
 }
 
@@ -218,9 +290,17 @@ impl Weight for bf16 {
     }
 
     #[inline(always)]
-    unsafe fn load<V: Lanes>(at: *const bf16) -> V {
+    unsafe fn load<V: Lanes>(run: *const bf16, part: usize) -> V {
         // SAFETY: the caller's promise.
-        unsafe { V::load_bf16(at) }
+        unsafe { V::load_bf16_apart(run, part) }
+    }
+
+    fn order(isa: Isa) -> Order {
+        match isa.level() {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => Order::Apart,
+            _ => Order::Straight,
+        }
     }
 }
 
@@ -231,9 +311,9 @@ impl Weight for f16 {
     }
 
     #[inline(always)]
-    unsafe fn load<V: Lanes>(at: *const f16) -> V {
+    unsafe fn load<V: Lanes>(run: *const f16, part: usize) -> V {
         // SAFETY: the caller's promise.
-        unsafe { V::load_f16(at) }
+        unsafe { V::load_f16(run.add(part)) }
     }
 }
 
