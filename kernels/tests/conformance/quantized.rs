@@ -1,10 +1,10 @@
 //! Products with quantized weights against the reference (f64 sums over the dequantized weights), and for many rows against the
 //! product with the dequantized f32 matrix, whose bits they must have.
 //!
-//! Tolerance: as for [`matmul`](crate::matmul), since the weights are of deviation one too. For few rows the CPU takes activations as
-//! integers below 2¹⁵ times a power of two of their block, which adds errors up to 2⁻¹⁵ of the block's largest for each: of random
-//! activations of deviation one sums deviate by some 2⁻¹⁴ for each of √L, of bf16, where only the smallest are rounded, by less than an eighth
-//! of that.
+//! Tolerance: as for [`matmul`](crate::matmul), since the weights are of deviation one too. For few rows the CPU takes activations of
+//! sixteen bits as integers below 2¹⁵ times a power of two of their block, which adds errors up to 2⁻¹⁵ of the block's largest for
+//! each: of random f16 of deviation one sums deviate by some 2⁻¹⁴ for each of √L, of bf16, where only the smallest are rounded, by less
+//! than an eighth of that.
 
 use crate::support::{Host, assert_close, backends};
 use proptest::prelude::*;
@@ -14,14 +14,14 @@ use terrace_kernels::{DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, 
 
 const FORMATS: [QuantFormat; 2] = [QuantFormat::Int8, QuantFormat::Int4];
 
-/// Rows that the CPU multiplies as integers.
+/// Rows of sixteen bits that the CPU multiplies as integers; of f32 it is half as many.
 const FEW: usize = 16;
 
 fn tolerance(m: usize, l: usize, dtype: DType) -> f64 {
     let narrowed = match dtype {
-        _ if m > FEW => 0.0,
-        DType::BF16 => 2f64.powi(-15),
-        _ => 2f64.powi(-12),
+        DType::F16 if m <= FEW => 2f64.powi(-12),
+        DType::BF16 if m <= FEW => 2f64.powi(-15),
+        _ => 0.0,
     };
     l as f64 * 2f64.powi(-22) + 1e-7 + narrowed * (l as f64).sqrt()
 }
@@ -98,6 +98,7 @@ fn every_odd_size() {
     for l in [1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 257, 640] {
         compare(&sets, (1, 37, l), DType::BF16, DType::BF16);
         compare(&sets, (3, 5, l), DType::F32, DType::F32);
+        compare(&sets, (2, 5, l), DType::F16, DType::F32);
         compare(&sets, (19, 50, l), DType::F16, DType::F16);
     }
 }
@@ -146,35 +147,36 @@ fn the_bits_of_the_dense_product() {
 }
 
 /// Few rows, activations over many powers of two and some that stand out: every sum is within what the rounding of activations
-/// to 2⁻¹⁵ of the largest of their 128 and an f32 sum allow.
+/// to 2⁻¹⁵ (of f32 2⁻³⁰) of the largest of their 128 and an f32 sum allow.
 #[test]
 fn activations_that_stand_out_cost_others_no_more_than_their_block() {
     let (l, n) = (700, 40);
-    let mut a = Host::random(DType::F32, &[2, l], 1.0, 1).values();
-    for (i, x) in a.iter_mut().enumerate() {
+    let mut wide = Host::random(DType::F32, &[2, l], 1.0, 1).values();
+    for (i, x) in wide.iter_mut().enumerate() {
         *x *= f64::from(2f32.powi([0, -9, -20, 5][i / 3 % 4])) * if i % 97 == 0 { 300.0 } else { 1.0 };
     }
-    let a = Host::of(DType::F32, &[2, l], a.iter().copied());
-    for isa in Isa::available() {
+    for (isa, format, (dtype, lost)) in Isa::available().into_iter().flat_map(|isa| {
+        let dtypes = [(DType::F32, -30), (DType::BF16, -15)];
+        FORMATS.into_iter().flat_map(move |format| dtypes.map(|dtype| (isa, format, dtype)))
+    }) {
         let set = cpu::with_config(CpuConfig { threads: 2, isa: Some(isa) });
-        for format in FORMATS {
-            let b = Quantized::random(format, n, l, 2);
-            let mut out = Host::zeros(DType::F32, &[2, n]);
-            set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
-            let (a, b, out) = (a.values(), b.dequantized().values(), out.values());
-            for (m, a) in a.chunks(l).enumerate() {
-                for (j, b) in b.chunks(l).enumerate() {
-                    let (mut exact, mut allowed) = (0.0, 0.0);
-                    for (a, b) in a.chunks(128).zip(b.chunks(128)) {
-                        let largest = a.iter().fold(0.0f64, |largest, a| largest.max(a.abs()));
-                        for (a, b) in a.iter().zip(b) {
-                            exact += a * b;
-                            allowed += (largest * 2f64.powi(-15) + 16.0 * a.abs() * 2f64.powi(-24)) * b.abs();
-                        }
+        let (a, b) = (Host::of(dtype, &[2, l], wide.iter().copied()), Quantized::random(format, n, l, 2));
+        let mut out = Host::zeros(DType::F32, &[2, n]);
+        set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
+        let (a, b, out) = (a.values(), b.dequantized().values(), out.values());
+        for (m, a) in a.chunks(l).enumerate() {
+            for (j, b) in b.chunks(l).enumerate() {
+                let (mut exact, mut allowed) = (0.0, 0.0);
+                for (a, b) in a.chunks(128).zip(b.chunks(128)) {
+                    let largest = a.iter().fold(0.0f64, |largest, a| largest.max(a.abs()));
+                    for (a, b) in a.iter().zip(b) {
+                        exact += a * b;
+                        allowed += (largest * 2f64.powi(lost) + 16.0 * a.abs() * 2f64.powi(-24)) * b.abs();
                     }
-                    let error = (out[m * n + j] - exact).abs();
-                    assert!(error <= allowed, "{} {format} [{m}, {j}]: {error:e} > {allowed:e}", isa.name());
                 }
+                let error = (out[m * n + j] - exact).abs();
+                let name = isa.name();
+                assert!(error <= allowed, "{name} {format} {dtype} [{m}, {j}]: {error:e} > {allowed:e}");
             }
         }
     }
@@ -214,19 +216,21 @@ fn extreme_activations() {
 /// Few rows: what the other rows of a are changes nothing.
 #[test]
 fn a_row_does_not_depend_on_its_batch() {
-    for isa in Isa::available() {
+    for (isa, (dtype, few)) in
+        Isa::available().into_iter().flat_map(|isa| [(isa, (DType::F32, FEW / 2)), (isa, (DType::BF16, FEW))])
+    {
         let set = cpu::with_config(CpuConfig { threads: 2, isa: Some(isa) });
-        let a = Host::random(DType::F32, &[FEW, 900], 1.0, 1);
+        let a = Host::random(dtype, &[few, 900], 1.0, 1);
         for format in FORMATS {
             let b = Quantized::random(format, 45, 900, 2);
             let mut ones = Vec::new();
-            for m in 1..=FEW {
+            for m in 1..=few {
                 let mut all = Host::zeros(DType::F32, &[m, 45]);
                 set.quantized_matmul.matmul_nt(a.view().rows(0, m), b.view(), all.view_mut()).unwrap();
                 let mut one = Host::zeros(DType::F32, &[1, 45]);
                 set.quantized_matmul.matmul_nt(a.view().rows(m - 1, m), b.view(), one.view_mut()).unwrap();
                 ones.extend_from_slice(one.bytes());
-                assert!(all.bytes() == ones, "{}: {format}, {m} rows", isa.name());
+                assert!(all.bytes() == ones, "{}: {format} {dtype}, {m} rows", isa.name());
             }
         }
     }

@@ -116,8 +116,8 @@ impl<'a> Activations<'a> {
         Self { m, elements, factors }
     }
 
-    /// Sets a block of a row.
-    pub fn set<C: Products>(&mut self, isa: Isa, row: usize, block: usize, values: &[f32; BLOCK]) {
+    /// Sets a block of a row, and leaves in `values` what it lacks of them.
+    pub fn set<C: Products>(&mut self, isa: Isa, row: usize, block: usize, values: &mut [f32; BLOCK]) {
         let at = block * self.m + row;
         let elements = &mut self.elements[at];
         self.factors[at] = narrow(isa, values, elements);
@@ -126,9 +126,9 @@ impl<'a> Activations<'a> {
 }
 
 multiversion! {
-    /// Integers and a power of two, times which they are the values but for at most 2⁻¹⁵ of the largest magnitude. A block
-    /// with a value that is not finite gets a factor that is not a number.
-    fn narrow(values: &[f32; BLOCK], integers: &mut [i16; BLOCK]) -> f32 {
+    /// Integers and a power of two, times which they are the values but for at most 2⁻¹⁵ of the largest magnitude, which is left
+    /// in `values`. A block with a value that is not finite gets a factor that is not a number.
+    fn narrow(values: &mut [f32; BLOCK], integers: &mut [i16; BLOCK]) -> f32 {
         let largest = values.iter().fold(0, |largest: u32, x| largest.max(x.to_bits() & 0x7FFF_FFFF));
         let exponent = largest >> 23;
         if exponent == 0xFF {
@@ -137,12 +137,13 @@ multiversion! {
         }
         // The largest becomes 2¹⁴ or more, below 2¹⁵. Both powers are normal numbers.
         let up = (127 + 127 + 14 - exponent).min(253);
-        let factor = f32::from_bits(up << 23);
+        let (up, down) = (f32::from_bits(up << 23), f32::from_bits((254 - up) << 23));
         for (integer, x) in integers.iter_mut().zip(values) {
             // Adding 1.5·2²³ leaves the nearest integer in the low bits.
-            *integer = ((x * factor).min(32_767.0) + 12_582_912.0).to_bits() as i16;
+            *integer = ((*x * up).min(32_767.0) + 12_582_912.0).to_bits() as i16;
+            *x -= f32::from(*integer) * down;
         }
-        f32::from_bits((254 - up) << 23)
+        down
     }
 }
 

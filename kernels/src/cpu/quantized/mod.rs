@@ -6,7 +6,8 @@
 //! several rows by multiplying. Both are fastest in integers of sixteen bits, of which one instruction multiplies sixteen pairs
 //! and adds neighbours. So each block of 128 activations becomes integers below 2¹⁵ times a power of two, *block floating
 //! point*: what is lost of an activation is at most 2⁻¹⁵ of the largest in its block, nothing at all for bf16 within 2⁷ of it,
-//! where the rounding of bf16 to eight bits costs up to 2⁻⁹. Sums of a group are exact, then f32:
+//! where the rounding of bf16 to eight bits costs up to 2⁻⁹. A row of f32 becomes two: what the first loses is the second, which loses
+//! 2⁻³⁰. Sums of a group are exact, then f32:
 //!
 //! `out[m, n] = Σ_blocks 2ᵉ·(Σ_groups s·(Σ_l q·a'))`, eight lanes added pairwise at the end.
 //!
@@ -47,8 +48,9 @@ impl QuantizedMatmul for Cpu {
             return Ok(());
         }
         let (a, b, out) = (Floats::new(a), Rows::new(b), FloatsMut::new(out));
-        let a_bytes = Activations::floats(dims.m, dims.l.div_ceil(BLOCK)) * size_of::<f32>();
-        if dims.m <= ROWS && dims.l > 0 && a_bytes <= SHARED_BYTES {
+        let rows = dims.m * parts(a);
+        let a_bytes = Activations::floats(rows, dims.l.div_ceil(BLOCK)) * size_of::<f32>();
+        if rows <= ROWS && dims.l > 0 && a_bytes <= SHARED_BYTES {
             match b.format {
                 QuantFormat::Int8 => few::<Int8>(&self.threads, a, b, out, dims),
                 QuantFormat::Int4 => few::<Int4>(&self.threads, a, b, out, dims),
@@ -58,6 +60,11 @@ impl QuantizedMatmul for Cpu {
         }
         Ok(())
     }
+}
+
+/// Rows of integers for a row of activations.
+fn parts(a: Floats<'_>) -> usize {
+    if matches!(a, Floats::F32(_)) { 2 } else { 1 }
 }
 
 /// The rows of a quantized matrix.
@@ -122,14 +129,16 @@ impl<'a> Rows<'a> {
 fn few<C: Products>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMut<'_>, dims: ProductDims) {
     let isa = threads.isa();
     let mut shared = threads.shared();
-    let blocks = dims.l.div_ceil(BLOCK);
-    let mut narrow = Activations::new(dims.m, blocks, shared.floats());
+    let (blocks, parts) = (dims.l.div_ceil(BLOCK), parts(a));
+    let mut narrow = Activations::new(dims.m * parts, blocks, shared.floats());
     for row in 0..dims.m {
         for block in 0..blocks {
             let mut values = [0.0; BLOCK];
             let count = BLOCK.min(dims.l - block * BLOCK);
             a.slice(row * dims.l + block * BLOCK, count).widen(isa, &mut values[..count]);
-            narrow.set::<C>(isa, row, block, &values);
+            for part in 0..parts {
+                narrow.set::<C>(isa, row * parts + part, block, &mut values);
+            }
         }
     }
     let narrow = &narrow;
@@ -140,8 +149,8 @@ fn few<C: Products>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMu
             let count = COLS.min(cols.end - first);
             dots::<C>(isa, narrow, b.rows(first, count), &mut lanes);
             for (j, lanes) in lanes[..count].iter().enumerate() {
-                for (sums, lanes) in sums_mn[..dims.m].iter_mut().zip(lanes) {
-                    sums[first - cols.start + j] = sum_lanes(*lanes);
+                for (sums, lanes) in sums_mn[..dims.m].iter_mut().zip(lanes.chunks_exact(parts)) {
+                    sums[first - cols.start + j] = lanes.iter().map(|lanes| sum_lanes(*lanes)).sum();
                 }
             }
         }
