@@ -20,15 +20,17 @@ pub(crate) struct DryCost {
     pub(crate) flops: u64,
 }
 
-/// Floating-point operations of a block in training, for one micro-batch.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct BlockOperations {
+/// What a block does in training for one micro-batch: its floating-point operations, and what it can keep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BlockCost {
     /// Before backward; none of the last block.
     pub(crate) forward: u64,
     /// In backward, if forward left nothing.
     pub(crate) backward: u64,
     /// In backward, with what forward leaves if it is asked.
     pub(crate) backward_of_kept: u64,
+    /// Bytes of the arena that forward leaves if it is asked; `None` if it leaves nothing.
+    pub(crate) kept_bytes: Option<usize>,
 }
 
 pub(crate) struct DryRun<'a> {
@@ -140,15 +142,14 @@ impl DryRun<'_> {
         Ok(DryCost { arena_bytes: arena.peak(), flops: operations(&counter) })
     }
 
-    /// The blocks that leave something for backward when they are asked, in order, and the bytes of the arena that each leaves
-    /// for one micro-batch. The network learns the operations of its blocks.
-    pub(crate) fn keepers(&self) -> Result<Vec<(usize, usize)>> {
+    /// What every block does, each on its own.
+    pub(crate) fn blocks(&self) -> Result<Vec<BlockCost>> {
         let arena = Arena::virtual_memory();
         let (kernels, counter) = dry::kernel_set();
         let inputs = self.sample.inputs.iter().map(|t| Tensor::new(&arena, t.dtype, &t.dims));
         let inputs = inputs.collect::<std::result::Result<Vec<_>, _>>()?;
         let mut loss = Tensor::new(&arena, DType::F64, &[1])?;
-        let (mut keepers, mut found) = (Vec::new(), Vec::new());
+        let mut blocks = Vec::new();
         for block in 0..=self.network.last() {
             let (used, before) = (arena.used(), operations(&counter));
             let mut cx = self.context(&kernels, &arena, Mode::Train, &inputs, &mut loss);
@@ -157,9 +158,7 @@ impl DryRun<'_> {
                 self.forward(block, Mode::Train, &arena, &mut cx, &mut None)?;
             }
             let kept = cx.kept;
-            if let Kept::Left(_) = kept {
-                keepers.push((block, arena.used() - used));
-            }
+            let kept_bytes = matches!(kept, Kept::Left(_)).then(|| arena.used() - used);
             let after_forward = operations(&counter);
             let mut backward = |kept| -> Result<u64> {
                 let before = operations(&counter);
@@ -170,15 +169,14 @@ impl DryRun<'_> {
             };
             let backward_of_kept = if let Kept::Left(_) = kept { Some(backward(kept)?) } else { None };
             let recomputing = backward(Kept::Nothing)?;
-            found.push(BlockOperations {
+            blocks.push(BlockCost {
                 forward: after_forward - before,
                 backward: recomputing,
                 backward_of_kept: backward_of_kept.unwrap_or(recomputing),
+                kept_bytes,
             });
         }
-        // Every plan of a network finds the same.
-        let _ = self.network.operations.set(found);
-        Ok(keepers)
+        Ok(blocks)
     }
 
     fn forward(
