@@ -13,7 +13,6 @@ use crate::lane::Lane;
 use crate::network::Network;
 use crate::runs::Runs;
 use crate::state::StateKinds;
-use crate::update::{ChunkAt, Items};
 use crate::{Backend, EngineError, Result};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,7 +20,7 @@ use terrace_device::{BytesMut, Region};
 use terrace_kernels::update::SumOfSquares as SumKernel;
 use terrace_kernels::{DType, View, ViewMut};
 use terrace_optimizer::{DeviceOptimizer, StepArgs, SumOfSquares};
-use terrace_tiers::{Lease, StoreSpec};
+use terrace_tiers::Lease;
 
 /// Bytes of a group's sum of squares.
 const SUM: usize = 8;
@@ -91,11 +90,6 @@ impl DeviceState {
     /// Whether a group is here.
     pub(crate) fn has(&self, group: usize) -> bool {
         group >= self.first
-    }
-
-    /// All chunks of the groups that are here.
-    pub(crate) fn chunks(&self, spec: &StoreSpec, network: &Network) -> impl Iterator<Item = ChunkAt> {
-        (self.first..network.groups.len()).flat_map(|group| Items::of_group(spec, group))
     }
 
     /// The groups that are here and the weights of each, to be dropped before the next update, load or save.
