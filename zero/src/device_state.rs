@@ -29,6 +29,8 @@ const SUM: usize = 8;
 #[derive(Debug)]
 pub(crate) struct DeviceState {
     first: usize,
+    /// Which kind is the weights.
+    weight: usize,
     /// The kinds of each group. A kind is away only while a copy has it, or after one failed.
     groups: Vec<Mutex<Vec<Option<Arc<Region>>>>>,
 }
@@ -84,7 +86,7 @@ impl DeviceState {
             };
             Ok(Mutex::new(kinds.blobs.iter().map(region).collect::<Result<_>>()?))
         });
-        Ok(Some(Self { first, groups: groups.collect::<Result<_>>()? }))
+        Ok(Some(Self { first, weight: kinds.weight, groups: groups.collect::<Result<_>>()? }))
     }
 
     /// Whether a group is here.
@@ -93,9 +95,9 @@ impl DeviceState {
     }
 
     /// The groups that are here and the weights of each, to be dropped before the next update, load or save.
-    pub(crate) fn weights(&self, kinds: &StateKinds) -> impl Iterator<Item = (usize, Result<Arc<Region>>)> {
-        self.groups.iter().enumerate().map(|(index, kinds_of_it)| {
-            let weights = lock(kinds_of_it)[kinds.weight].as_ref().map(Arc::clone);
+    pub(crate) fn weights(&self) -> impl Iterator<Item = (usize, Result<Arc<Region>>)> {
+        self.groups.iter().enumerate().map(|(index, kinds)| {
+            let weights = lock(kinds)[self.weight].as_ref().map(Arc::clone);
             (self.first + index, weights.ok_or_else(lost))
         })
     }
