@@ -14,9 +14,10 @@ use crate::network::Network;
 use crate::plan::page;
 use crate::state::StateKinds;
 use crate::update::UpdateSlots;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_device::Device;
-use terrace_tiers::{BlobKey, DiskStore, Generation, HostBlob, SharedBytes};
+use terrace_tiers::{BlobKey, DiskStore, Generation, HostBlob, Lease, SharedBytes};
 
 /// What of a group is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -168,8 +169,10 @@ impl StateCache {
         for group in 0..self.groups.len() {
             // Whoever needs the weights meanwhile does not wait for the writes.
             let copies = self.lock(group).clone();
-            let blobs = copies.iter().enumerate().filter_map(|(kind, copy)| Some((kind, &**copy.as_ref()?)));
-            write_blobs(store, kinds, slots, group, blobs)?;
+            write_state(store, kinds, slots, group, &copied(&copies), |kind, range, mut lease| {
+                lease.copy_from_slice(&copies[kind].as_ref().expect("it is copied")[range]);
+                Ok(lease)
+            })?;
         }
         Ok(())
     }
@@ -181,54 +184,63 @@ impl StateCache {
         }
         for (group, copies) in self.groups.iter_mut().enumerate() {
             let copies = copies.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let blobs = copies.iter_mut().enumerate().filter_map(|(kind, copy)| Some((kind, copy.as_mut()?)));
-            read_blobs(store, kinds, slots, group, blobs)?;
+            read_state(store, kinds, slots, group, &copied(copies), |kind, range, lease| {
+                exclusive(copies[kind].as_mut().expect("it is copied"))[range].copy_from_slice(&lease);
+                Ok(())
+            })?;
         }
         self.outdated = false;
         Ok(())
     }
 }
 
-/// Starts writing blobs of a group, each with its kind, to the next generation of `store`.
-pub(crate) fn write_blobs<'b>(
+/// The kinds that are copied.
+fn copied(copies: &GroupCopies) -> Vec<usize> {
+    (0..copies.len()).filter(|&kind| copies[kind].is_some()).collect()
+}
+
+/// Starts writing some kinds of a group to the next generation of `store`. `fill` fills the slot of a chunk with those bytes of a
+/// kind.
+pub(crate) fn write_state(
     store: &DiskStore,
     kinds: &StateKinds,
     slots: &UpdateSlots,
     group: usize,
-    blobs: impl Iterator<Item = (usize, &'b HostBlob)>,
+    which: &[usize],
+    fill: impl Fn(usize, Range<usize>, Lease) -> Result<Lease>,
 ) -> Result {
     let spec = store.spec();
-    let blobs: Vec<(usize, &HostBlob)> = blobs.collect();
     for chunk in 0..spec.chunks(group) {
-        for &(kind, blob) in &blobs {
+        for &kind in which {
             let range = kinds.range(kind, spec, group, chunk);
-            let mut lease = slots.acquire_one(kind, range.len());
-            lease.copy_from_slice(&blob[range]);
-            store.write(BlobKey { group, kind: kinds.blobs[kind].kind }, chunk, lease)?;
+            let lease = slots.acquire_one(kind, range.len());
+            let key = BlobKey { group, kind: kinds.blobs[kind].kind };
+            store.write(key, chunk, fill(kind, range, lease)?)?;
         }
     }
     Ok(())
 }
 
-/// Fills blobs of a group, each with its kind, from the last commit of `store`. Those of a chunk are read at once.
-pub(crate) fn read_blobs<'b>(
+/// Reads some kinds of a group from the last commit of `store`, those of a chunk at once. `put` takes the bytes of a chunk to where
+/// those of a kind are.
+pub(crate) fn read_state(
     store: &DiskStore,
     kinds: &StateKinds,
     slots: &UpdateSlots,
     group: usize,
-    blobs: impl Iterator<Item = (usize, &'b mut Arc<HostBlob>)>,
+    which: &[usize],
+    mut put: impl FnMut(usize, Range<usize>, Lease) -> Result,
 ) -> Result {
     let spec = store.spec();
-    let mut blobs: Vec<(usize, &mut [u8])> = blobs.map(|(kind, blob)| (kind, exclusive(blob))).collect();
     for chunk in 0..spec.chunks(group) {
-        let mut reads = Vec::with_capacity(blobs.len());
-        for (kind, _) in &blobs {
-            let key = BlobKey { group, kind: kinds.blobs[*kind].kind };
-            let lease = slots.acquire_one(*kind, kinds.range(*kind, spec, group, chunk).len());
+        let mut reads = Vec::with_capacity(which.len());
+        for &kind in which {
+            let key = BlobKey { group, kind: kinds.blobs[kind].kind };
+            let lease = slots.acquire_one(kind, kinds.range(kind, spec, group, chunk).len());
             reads.push(store.read(key, chunk..chunk + 1, Generation::Live, lease)?);
         }
-        for ((kind, blob), read) in blobs.iter_mut().zip(reads) {
-            blob[kinds.range(*kind, spec, group, chunk)].copy_from_slice(&read.wait()?);
+        for (&kind, read) in which.iter().zip(reads) {
+            put(kind, kinds.range(kind, spec, group, chunk), read.wait()?)?;
         }
     }
     Ok(())

@@ -1,13 +1,15 @@
 //! State in and out: initial weights, resident state to and from a store, weights for export.
 
-use crate::cache::{exclusive, read_blobs, write_blobs};
+use crate::cache::{exclusive, read_state, write_state};
+use crate::device_state::DeviceState;
 use crate::engine::Engine;
 use crate::state::{StateHome, locked};
 use crate::{EngineError, ParamSpec, Result, WeightReader, WeightSource};
 use half::{bf16, f16};
 use std::ops::Range;
+use std::sync::{Arc, Mutex};
 use terrace_kernels::DType;
-use terrace_tiers::{BlobKey, DiskStore, Generation, GroupSpec, Lease, StoreSpec};
+use terrace_tiers::{BlobKey, DiskStore, Generation, GroupSpec, HostBlob, Lease, StoreSpec};
 
 /// Fills the state from a weight source, chunk by chunk.
 pub(crate) fn initialize(engine: &mut Engine, source: &mut dyn WeightSource) -> Result {
@@ -76,11 +78,9 @@ pub(crate) fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec
                 let key = BlobKey { group, kind: engine.kinds.blobs[index].kind };
                 stored.store.write(key, chunk, lease)?;
             }
-            StateHome::Resident(blobs) => match engine.device_state.as_ref().filter(|state| state.has(group))
-            {
-                Some(state) => state.write(&engine.lane, group, index, range.start, lease)?,
-                None => exclusive(&mut locked(&blobs[group])[index])[range].copy_from_slice(&lease),
-            },
+            StateHome::Resident(groups) => {
+                place_resident(engine, &groups[group], group, index, range, lease)?;
+            }
         }
     }
     Ok(())
@@ -176,23 +176,29 @@ fn differences(stored: &str, given: &str) -> String {
 }
 
 /// Fills resident state from a store.
-pub(crate) fn load_resident(engine: &mut Engine, store: &DiskStore) -> Result {
+pub(crate) fn load_resident(engine: &Engine, store: &DiskStore) -> Result {
     let StateHome::Resident(groups) = &engine.home else { return Ok(()) };
+    let all: Vec<usize> = (0..engine.kinds.blobs.len()).collect();
     for (group, blobs) in groups.iter().enumerate() {
-        let mut blobs = locked(blobs);
-        read_blobs(store, &engine.kinds, &engine.update_slots, group, blobs.iter_mut().enumerate())?;
+        read_state(store, &engine.kinds, &engine.update_slots, group, &all, |kind, range, lease| {
+            place_resident(engine, blobs, group, kind, range, lease)
+        })?;
     }
-    let Engine { device_state: Some(state), kinds, update_slots, lane, network, .. } = &*engine else {
-        return Ok(());
-    };
-    for (group, chunk) in state.chunks(store.spec(), network) {
-        for (kind, blob) in kinds.blobs.iter().enumerate() {
-            let range = kinds.range(kind, store.spec(), group, chunk);
-            let lease = update_slots.acquire_one(kind, range.len());
-            let key = BlobKey { group, kind: blob.kind };
-            let lease = store.read(key, chunk..chunk + 1, Generation::Live, lease)?.wait()?;
-            state.write(lane, group, kind, range.start, lease)?;
-        }
+    Ok(())
+}
+
+/// Puts bytes of a kind where the resident state of a group is: on the device, or in its `blobs`.
+fn place_resident(
+    engine: &Engine,
+    blobs: &Mutex<Vec<Arc<HostBlob>>>,
+    group: usize,
+    kind: usize,
+    range: Range<usize>,
+    lease: Lease,
+) -> Result {
+    match engine.state_on_device(group) {
+        Some(state) => state.write(&engine.lane, group, kind, range.start, lease)?,
+        None => exclusive(&mut locked(blobs)[kind])[range].copy_from_slice(&lease),
     }
     Ok(())
 }
@@ -243,23 +249,23 @@ impl Engine {
         result
     }
 
-    fn write_resident(&mut self) -> Result {
-        let Self { home, saved, device_state, kinds, update_slots, lane, network, .. } = self;
-        let StateHome::Resident(groups) = home else { return Ok(()) };
-        let store = saved.as_mut().expect("`save` opened it");
-        for (group, blobs) in groups.iter().map(locked).enumerate() {
-            let blobs = blobs.iter().map(|blob| &**blob).enumerate();
-            write_blobs(store, kinds, update_slots, group, blobs)?;
-        }
-        if let Some(state) = device_state {
-            for (group, chunk) in state.chunks(store.spec(), network) {
-                for (kind, blob) in kinds.blobs.iter().enumerate() {
-                    let range = kinds.range(kind, store.spec(), group, chunk);
-                    let lease = update_slots.acquire_one(kind, range.len());
-                    let lease = state.read(lane, group, kind, range.start, lease)?;
-                    store.write(BlobKey { group, kind: blob.kind }, chunk, lease)?;
+    /// The device's state, if that of `group` is there.
+    fn state_on_device(&self, group: usize) -> Option<&DeviceState> {
+        self.device_state.as_ref().filter(|state| state.has(group))
+    }
+
+    fn write_resident(&self) -> Result {
+        let StateHome::Resident(groups) = &self.home else { return Ok(()) };
+        let store = self.saved.as_ref().expect("`save` opened it");
+        let all: Vec<usize> = (0..self.kinds.blobs.len()).collect();
+        for (group, blobs) in groups.iter().enumerate() {
+            write_state(store, &self.kinds, &self.update_slots, group, &all, |kind, range, mut lease| {
+                if let Some(state) = self.state_on_device(group) {
+                    return state.read(&self.lane, group, kind, range.start, lease);
                 }
-            }
+                lease.copy_from_slice(&locked(blobs)[kind][range]);
+                Ok(lease)
+            })?;
         }
         let words = self.loss_scale.map_or_else(Vec::new, |scale| scale.words(&[]));
         Ok(store.commit(self.step, &words)?)
@@ -344,7 +350,7 @@ impl Reader<'_> {
             let weight = engine.kinds.weight;
             let range = engine.kinds.range(weight, &engine.plan.spec, group, chunk);
             let lease = engine.update_slots.acquire_one(weight, range.len());
-            if let Some(state) = engine.device_state.as_ref().filter(|state| state.has(group)) {
+            if let Some(state) = engine.state_on_device(group) {
                 let lease = state.read(&engine.lane, group, weight, range.start, lease)?;
                 return Ok(&self.cached.insert((group, chunk, lease)).2);
             }

@@ -13,7 +13,6 @@ use crate::lane::Lane;
 use crate::network::Network;
 use crate::runs::Runs;
 use crate::state::StateKinds;
-use crate::update::{ChunkAt, Items};
 use crate::{Backend, EngineError, Result};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,7 +20,7 @@ use terrace_device::{BytesMut, Region};
 use terrace_kernels::update::SumOfSquares as SumKernel;
 use terrace_kernels::{DType, View, ViewMut};
 use terrace_optimizer::{DeviceOptimizer, StepArgs, SumOfSquares};
-use terrace_tiers::{Lease, StoreSpec};
+use terrace_tiers::Lease;
 
 /// Bytes of a group's sum of squares.
 const SUM: usize = 8;
@@ -30,6 +29,8 @@ const SUM: usize = 8;
 #[derive(Debug)]
 pub(crate) struct DeviceState {
     first: usize,
+    /// Which kind is the weights.
+    weight: usize,
     /// The kinds of each group. A kind is away only while a copy has it, or after one failed.
     groups: Vec<Mutex<Vec<Option<Arc<Region>>>>>,
 }
@@ -85,7 +86,7 @@ impl DeviceState {
             };
             Ok(Mutex::new(kinds.blobs.iter().map(region).collect::<Result<_>>()?))
         });
-        Ok(Some(Self { first, groups: groups.collect::<Result<_>>()? }))
+        Ok(Some(Self { first, weight: kinds.weight, groups: groups.collect::<Result<_>>()? }))
     }
 
     /// Whether a group is here.
@@ -93,15 +94,10 @@ impl DeviceState {
         group >= self.first
     }
 
-    /// All chunks of the groups that are here.
-    pub(crate) fn chunks(&self, spec: &StoreSpec, network: &Network) -> impl Iterator<Item = ChunkAt> {
-        (self.first..network.groups.len()).flat_map(|group| Items::of_group(spec, group))
-    }
-
     /// The groups that are here and the weights of each, to be dropped before the next update, load or save.
-    pub(crate) fn weights(&self, kinds: &StateKinds) -> impl Iterator<Item = (usize, Result<Arc<Region>>)> {
-        self.groups.iter().enumerate().map(|(index, kinds_of_it)| {
-            let weights = lock(kinds_of_it)[kinds.weight].as_ref().map(Arc::clone);
+    pub(crate) fn weights(&self) -> impl Iterator<Item = (usize, Result<Arc<Region>>)> {
+        self.groups.iter().enumerate().map(|(index, kinds)| {
+            let weights = lock(kinds)[self.weight].as_ref().map(Arc::clone);
             (self.first + index, weights.ok_or_else(lost))
         })
     }

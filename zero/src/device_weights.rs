@@ -153,15 +153,15 @@ impl DeviceWeights {
         backend: &Backend,
         network: &Network,
         room: DeviceRoom,
-        state: Option<(&DeviceState, &StateKinds)>,
+        state: Option<&DeviceState>,
     ) -> Result<Self> {
         let mut taken = std::mem::take(self);
         if taken.slots.is_empty() && taken.places.is_empty() {
             taken = Self::new(backend, network, room)?;
         }
-        if let Some((state, kinds)) = state {
+        if let Some(state) = state {
             taken.places.resize_with(network.groups.len(), || None);
-            for (group, weights) in state.weights(kinds) {
+            for (group, weights) in state.weights() {
                 taken.places[group] = Some(Place::Here(weights?));
             }
         }

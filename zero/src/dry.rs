@@ -1,6 +1,7 @@
 //! Planning runs: the same sequence of device allocations as a real step, over virtual memory and dry kernels.
 //!
-//! What comes out is exact, holes of the arena included, because regions are placed first-fit in the same order.
+//! What comes out is exact, holes of the arena included, because regions are placed first-fit in the same order. Only of chunks that
+//! take each other's places again and again a few are enough.
 
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors};
@@ -8,7 +9,7 @@ use crate::network::Network;
 use crate::rounds::Rounds;
 use crate::{Context, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights};
 use std::collections::{HashSet, VecDeque};
-use std::iter::once;
+use std::iter::{once, repeat_n};
 use std::ops::Range;
 use terrace_device::{Arena, Bytes, BytesMut, Region};
 use terrace_kernels::{DType, Tensor, View, ViewMut, dry};
@@ -20,15 +21,17 @@ pub(crate) struct DryCost {
     pub(crate) flops: u64,
 }
 
-/// Floating-point operations of a block in training, for one micro-batch.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct BlockOperations {
+/// What a block does in training for one micro-batch: its floating-point operations, and what it can keep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BlockCost {
     /// Before backward; none of the last block.
     pub(crate) forward: u64,
     /// In backward, if forward left nothing.
     pub(crate) backward: u64,
     /// In backward, with what forward leaves if it is asked.
     pub(crate) backward_of_kept: u64,
+    /// Bytes of the arena that forward leaves if it is asked; `None` if it leaves nothing.
+    pub(crate) kept_bytes: Option<usize>,
 }
 
 pub(crate) struct DryRun<'a> {
@@ -68,6 +71,17 @@ struct Parking {
     known: HashSet<usize>,
     /// Chunks on their way down.
     coming: VecDeque<Region>,
+}
+
+impl Parking {
+    /// Takes room for a chunk, if need be that of the oldest on its way.
+    fn park(&mut self, arena: &Arena, bytes: usize) -> Result {
+        if self.coming.len() == DOWNLOAD_WINDOW {
+            self.coming.pop_front();
+        }
+        self.coming.push_back(arena.alloc(bytes)?);
+        Ok(())
+    }
 }
 
 /// Which signals stay on a device with its own memory from one block to the next.
@@ -140,15 +154,14 @@ impl DryRun<'_> {
         Ok(DryCost { arena_bytes: arena.peak(), flops: operations(&counter) })
     }
 
-    /// The blocks that leave something for backward when they are asked, in order, and the bytes of the arena that each leaves
-    /// for one micro-batch. The network learns the operations of its blocks.
-    pub(crate) fn keepers(&self) -> Result<Vec<(usize, usize)>> {
+    /// What every block does, each on its own.
+    pub(crate) fn blocks(&self) -> Result<Vec<BlockCost>> {
         let arena = Arena::virtual_memory();
         let (kernels, counter) = dry::kernel_set();
         let inputs = self.sample.inputs.iter().map(|t| Tensor::new(&arena, t.dtype, &t.dims));
         let inputs = inputs.collect::<std::result::Result<Vec<_>, _>>()?;
         let mut loss = Tensor::new(&arena, DType::F64, &[1])?;
-        let (mut keepers, mut found) = (Vec::new(), Vec::new());
+        let mut blocks = Vec::new();
         for block in 0..=self.network.last() {
             let (used, before) = (arena.used(), operations(&counter));
             let mut cx = self.context(&kernels, &arena, Mode::Train, &inputs, &mut loss);
@@ -157,9 +170,7 @@ impl DryRun<'_> {
                 self.forward(block, Mode::Train, &arena, &mut cx, &mut None)?;
             }
             let kept = cx.kept;
-            if let Kept::Left(_) = kept {
-                keepers.push((block, arena.used() - used));
-            }
+            let kept_bytes = matches!(kept, Kept::Left(_)).then(|| arena.used() - used);
             let after_forward = operations(&counter);
             let mut backward = |kept| -> Result<u64> {
                 let before = operations(&counter);
@@ -170,15 +181,14 @@ impl DryRun<'_> {
             };
             let backward_of_kept = if let Kept::Left(_) = kept { Some(backward(kept)?) } else { None };
             let recomputing = backward(Kept::Nothing)?;
-            found.push(BlockOperations {
+            blocks.push(BlockCost {
                 forward: after_forward - before,
                 backward: recomputing,
                 backward_of_kept: backward_of_kept.unwrap_or(recomputing),
+                kept_bytes,
             });
         }
-        // Every plan of a network finds the same.
-        let _ = self.network.operations.set(found);
-        Ok(keepers)
+        Ok(blocks)
     }
 
     fn forward(
@@ -287,13 +297,7 @@ impl DryRun<'_> {
             return Ok(());
         }
         parking.known.insert(group);
-        for bytes in self.gradient_chunks(group, size) {
-            if parking.coming.len() == DOWNLOAD_WINDOW {
-                parking.coming.pop_front();
-            }
-            parking.coming.push_back(arena.alloc(bytes)?);
-        }
-        Ok(())
+        self.gradient_chunks(group, size).try_for_each(|bytes| parking.park(arena, bytes))
     }
 
     /// Whether the state of a group is on the device.
@@ -301,10 +305,9 @@ impl DryRun<'_> {
         group + self.state_groups >= self.network.groups.len()
     }
 
-    /// Bytes of the chunks of a group's gradient, of `size` bytes an element.
+    /// Bytes of the chunks of a group's gradient, of `size` bytes an element, but for some that change nothing.
     fn gradient_chunks(&self, group: usize, size: usize) -> impl Iterator<Item = usize> {
-        let (elements, chunk) = (self.network.groups[group].elements, self.chunk_elements);
-        (0..elements).step_by(chunk).map(move |start| chunk.min(elements - start) * size)
+        telling_chunks(self.network.groups[group].elements, self.chunk_elements).map(move |len| len * size)
     }
 
     /// The region of a signal on a device with its own memory: the one in which it stayed, or a new one.
@@ -362,6 +365,18 @@ impl DryRun<'_> {
     }
 }
 
+/// Elements of the chunks of a gradient, without whole windows of those that a planning run learns nothing from.
+///
+/// When a window of full chunks is parked, each next one takes the lowest place that the others leave it. In the way of the lowest
+/// place of all is at most one of them, which moves there itself when its turn comes, and stays. So every turn of the window settles
+/// one more, and after as many turns as it has chunks all that follow take the places of those before them.
+fn telling_chunks(elements: usize, chunk: usize) -> impl Iterator<Item = usize> {
+    const SETTLED: usize = DOWNLOAD_WINDOW * (1 + DOWNLOAD_WINDOW);
+    let (full, rest) = (elements / chunk, elements % chunk);
+    let turns = full.saturating_sub(SETTLED) / DOWNLOAD_WINDOW;
+    repeat_n(chunk, full - turns * DOWNLOAD_WINDOW).chain((rest > 0).then_some(rest))
+}
+
 fn operations(counter: &dry::Counter) -> u64 {
     let totals = counter.totals();
     totals.matmul_flops + totals.attention_flops + totals.other_flops
@@ -394,4 +409,37 @@ pub(crate) fn param_dims(network: &Network, block: usize) -> Vec<Vec<usize>> {
 
 fn virtual_view(spec: &OutputSpec) -> View<'static> {
     View::new(Bytes::virtual_range(spec.bytes()), spec.dtype, &spec.dims)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Wherever there are holes, and whatever is on its way before.
+    #[test]
+    fn chunks_that_are_left_out_change_no_place() {
+        const BLOCK: usize = 256;
+        let places = |holes: usize, before: &[usize], chunks: &[usize]| {
+            let arena = Arena::virtual_memory();
+            let mut blocks: Vec<_> = (0..10).map(|_| Some(arena.alloc(BLOCK).unwrap())).collect();
+            (0..blocks.len()).filter(|at| holes >> at & 1 == 1).for_each(|at| blocks[at] = None);
+            let mut parking = Parking::default();
+            before.iter().chain(chunks).for_each(|len| parking.park(&arena, len * BLOCK).unwrap());
+            format!("{:?}", parking.coming)
+        };
+        for (holes, chunk) in (0..1 << 10).flat_map(|holes| [(holes, 1), (holes, 2), (holes, 3)]) {
+            for elements in [chunk * 9, chunk * 20, chunk * 21 + chunk / 2] {
+                for before in [&[][..], &[1], &[3, 1], &[1, 4], &[2, 2]] {
+                    let all = (0..elements).step_by(chunk).map(|start| chunk.min(elements - start));
+                    let all = places(holes, before, &all.collect::<Vec<_>>());
+                    let telling = places(holes, before, &telling_chunks(elements, chunk).collect::<Vec<_>>());
+                    assert_eq!(
+                        all, telling,
+                        "holes {holes:b}, {elements} in chunks of {chunk} after {before:?}"
+                    );
+                }
+            }
+        }
+        assert_eq!(telling_chunks(1_000_001, 10).count(), 7);
+    }
 }

@@ -188,7 +188,7 @@ impl Engine {
         let home = parts.resident(&backend)?;
         let mut engine = Self::assemble(parts, backend, home)?;
         engine.step = step;
-        checkpoint::load_resident(&mut engine, &store)?;
+        checkpoint::load_resident(&engine, &store)?;
         engine.saved = Some(store);
         Ok(engine)
     }

@@ -512,8 +512,7 @@ impl<'a> FetchThread<'a> {
         }
         let Some(ahead) = ahead else { return };
         for &group in again {
-            if let Some(lease) = self.recent.get(&group).and_then(Weak::upgrade) {
-                self.in_flight.push_back((group, InFlight::Here(SharedBytes::Lease(lease))));
+            if self.share(group) {
                 continue;
             }
             // Every one has a slot of its own, which compute gives back before the pass ends.
@@ -535,6 +534,13 @@ impl<'a> FetchThread<'a> {
         Ok(self.store.read(key, chunks, Generation::Newest, lease)?)
     }
 
+    /// Brings a group that is still in memory once more; false if it has to be read.
+    fn share(&mut self, group: usize) -> bool {
+        let Some(lease) = self.recent.get(&group).and_then(Weak::upgrade) else { return false };
+        self.in_flight.push_back((group, InFlight::Here(SharedBytes::Lease(lease))));
+        true
+    }
+
     /// Starts the read of one group; false when compute has gone away.
     fn request(&mut self, group: usize) -> bool {
         // An earlier read of the same group that is still in flight is delivered first, so that it can be shared.
@@ -543,8 +549,7 @@ impl<'a> FetchThread<'a> {
                 return false;
             }
         }
-        if let Some(lease) = self.recent.get(&group).and_then(Weak::upgrade) {
-            self.in_flight.push_back((group, InFlight::Here(SharedBytes::Lease(lease))));
+        if self.share(group) {
             return true;
         }
         if !self.pass_gate(group) {

@@ -123,7 +123,7 @@ impl Engine {
         let items: Vec<usize> = (0..=network.last()).flat_map(|b| network.groups_of(b)).collect();
         let state = device_state.as_ref();
         let room = plan.windows.device_room;
-        let room = device_weights.take(backend, network, room, state.map(|state| (state, kinds)))?;
+        let room = device_weights.take(backend, network, room, state)?;
         let slots = weight_slots.as_ref();
         // Nothing changes frozen weights between two passes.
         let ahead = Some(&*ahead).filter(|_| config.training.is_none());

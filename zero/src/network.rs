@@ -7,10 +7,8 @@
 //! If any parameter is quantized, all groups are laid out in bytes instead: an *element* of a group is then one byte, plain
 //! parameters lie between quantized ones, and whatever moves or stores groups need not know the difference.
 
-use crate::dry::BlockOperations;
 use crate::{Block, EngineError, OutputSpec, ParamSpec, Result, Weight};
 use std::collections::HashMap;
-use std::sync::OnceLock;
 use terrace_device::Bytes;
 use terrace_kernels::{DType, QuantizedView, View};
 
@@ -53,8 +51,6 @@ pub(crate) struct Network {
     pub(crate) dtype: DType,
     /// Bytes of a group's element: those of the dtype, or 1 if parameters are quantized.
     pub(crate) element_bytes: usize,
-    /// Of every block, for a micro-batch as it is planned; known once training is planned.
-    pub(crate) operations: OnceLock<Vec<BlockOperations>>,
 }
 
 impl Network {
@@ -100,7 +96,7 @@ impl Network {
                 .collect();
             borrows.push(found?);
         }
-        Ok(Self { blocks, groups, borrows, dtype, element_bytes, operations: OnceLock::new() })
+        Ok(Self { blocks, groups, borrows, dtype, element_bytes })
     }
 
     /// What one of `ranks` holds of the state: the same groups, each an equal part of the whole, padded as that is. Nothing runs on
@@ -117,7 +113,6 @@ impl Network {
             borrows: self.borrows.clone(),
             dtype: self.dtype,
             element_bytes: self.element_bytes,
-            operations: OnceLock::new(),
         }
     }
 

@@ -26,7 +26,7 @@ mod device;
 use crate::activations::{Activations, SPILL_SLOTS};
 use crate::cache::Caching;
 use crate::device_weights::DeviceRoom;
-use crate::dry::{DryCost, DryRun, Staying};
+use crate::dry::{BlockCost, DryCost, DryRun, Staying};
 use crate::fetch::{SlotClass, plan_classes};
 use crate::gradients::STAGING_SLOTS;
 use crate::kept::Keeping;
@@ -38,6 +38,7 @@ use crate::{
     Accumulation, Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result, WindowOverrides,
 };
 use std::cell::{OnceCell, RefCell};
+use std::sync::Arc;
 use terrace_tiers::{
     ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
 };
@@ -85,6 +86,8 @@ pub(crate) struct EnginePlan {
     pub(crate) spec: StoreSpec,
     /// Host memory and disks are those of a node of so many, windows and `spec` those of one.
     pub(crate) ranks: Ranks,
+    /// What every block does with a micro-batch; empty for frozen weights.
+    pub(crate) blocks: Arc<[BlockCost]>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -109,11 +112,15 @@ struct Choice {
 /// backward, which signals and which gradients stay, who keeps, and the batch with its order.
 type CostKey = (usize, bool, Staying, usize, Keeping, BatchLimits, Accumulation);
 
+/// What each block's cost depends on beside the network: sequences of a micro-batch, and their length.
+type Shape = (usize, usize);
+
 /// What planning runs of one network on one kind of device found. Plans that differ in state, placement or budgets alone share
 /// most of it.
 #[derive(Debug, Default)]
 pub struct PlanningRuns {
     found: RefCell<Vec<(CostKey, DryCost)>>,
+    blocks: RefCell<Vec<(Shape, Arc<[BlockCost]>)>>,
     ranks: Ranks,
     /// What one of several ranks holds of the state.
     shard: OnceCell<Network>,
@@ -280,12 +287,25 @@ impl Planner<'_> {
         }
     }
 
-    /// The blocks that can leave something for backward, see [`DryRun::keepers`].
+    /// The blocks that can leave something for backward, in order, and the bytes that each leaves.
     fn keepers(&self) -> Result<Vec<(usize, usize)>> {
+        let blocks = self.blocks()?;
+        Ok(blocks.iter().enumerate().filter_map(|(block, cost)| Some((block, cost.kept_bytes?))).collect())
+    }
+
+    /// What every block does in training. It depends on nothing that a plan chooses.
+    fn blocks(&self) -> Result<Arc<[BlockCost]>> {
         if self.config.training.is_none() {
-            return Ok(Vec::new());
+            return Ok(Arc::default());
         }
-        self.dry_run(CHUNK_CHOICES[0], Staying::None, Keeping::default(), 0).keepers()
+        let shape = (self.sample.sequences, self.sample.length);
+        if let Some((_, blocks)) = self.runs.blocks.borrow().iter().find(|(known, _)| *known == shape) {
+            return Ok(Arc::clone(blocks));
+        }
+        let run = self.dry_run(CHUNK_CHOICES[0], Staying::None, Keeping::default(), 0);
+        let blocks: Arc<[BlockCost]> = run.blocks()?.into();
+        self.runs.blocks.borrow_mut().push((shape, Arc::clone(&blocks)));
+        Ok(blocks)
     }
 
     /// Where the arena is.
@@ -434,8 +454,8 @@ impl Planner<'_> {
         // The table of the live and the next generation, and a manifest slot on its way out.
         let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
         memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
-        let ranks = self.ranks();
-        Ok(EnginePlan { memory: ranks.memory_of_node(memory), windows, spec, ranks })
+        let (ranks, blocks) = (self.ranks(), self.blocks()?);
+        Ok(EnginePlan { memory: ranks.memory_of_node(memory), windows, spec, ranks, blocks })
     }
 
     fn add_signals(&self, memory: &mut MemoryPlan, windows: &Windows) {

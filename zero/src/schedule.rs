@@ -303,7 +303,7 @@ impl Passes<'_> {
     fn pass(&mut self, block: usize, is_backward: bool, together: u64) -> BlockPass {
         let network = self.count.network;
         let keeps = matches!(self.count.plan.windows.keeping.asks(block), Kept::Wanted);
-        let of = network.operations.get().map(|blocks| blocks[block]).unwrap_or_default();
+        let of = self.count.plan.blocks[block];
         let operations = match (is_backward, keeps) {
             (false, _) => of.forward,
             (true, false) => of.backward,

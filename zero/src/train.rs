@@ -332,7 +332,7 @@ impl Engine {
         };
         let state = device_state.as_ref();
         let room = plan.windows.device_room;
-        let room = device_weights.take(backend, network, room, state.map(|state| (state, kinds)))?;
+        let room = device_weights.take(backend, network, room, state)?;
         let items = rounds.order(network);
         let slots = weight_slots.as_ref();
         let mut left = Vec::new();
