@@ -95,6 +95,16 @@ fn scalars(metrics: &StepMetrics) -> Vec<(String, f64)> {
         ]
         .map(|(tag, value)| (tag.to_owned(), value)),
     );
+    if metrics.device_peak_bytes > 0 {
+        scalars.extend(
+            [
+                ("link/upload_bytes", metrics.upload_bytes as f64),
+                ("link/download_bytes", metrics.download_bytes as f64),
+                ("memory/device_peak_bytes", metrics.device_peak_bytes as f64),
+            ]
+            .map(|(tag, value)| (tag.to_owned(), value)),
+        );
+    }
     scalars.extend(metrics.stall_seconds.iter().map(|(what, value)| (format!("stall/{what}"), *value)));
     scalars.retain(|(_, value)| value.is_finite());
     scalars

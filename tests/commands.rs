@@ -452,6 +452,37 @@ fn assert_text(ended: &Ended) {
     }
 }
 
+/// What crosses to a device with memory of its own and back is what the plan says, but for inputs and losses, and no more of its
+/// memory is used.
+#[test]
+fn metrics_say_what_crosses_to_a_device() {
+    let bench = Bench::tiny();
+    let cases: [(&str, &[&str]); 4] = [
+        ("host", &["--offload", "host", "--optimizer-ratio", "1"]),
+        ("half", &["--offload", "host", "--optimizer-ratio", "0.5"]),
+        ("device", &["--offload", "none"]),
+        ("rounds", &["--offload", "host", "--grad-accum", "3"]),
+    ];
+    for (output, args) in cases {
+        let run = bench.finetune(output).args(&["--steps", "3", "--device", "cpu", "--discrete"]);
+        let json = bench.path("plan.json");
+        run.args(args).path("--save-plan", &json).ok();
+        let plan: Value = serde_json::from_str(&fs::read_to_string(&json).unwrap()).unwrap();
+        for line in &bench.metrics(output)[1..] {
+            for name in ["upload_bytes", "download_bytes"] {
+                let (found, planned) = (line[name].as_u64().unwrap(), plan["step"][name].as_u64().unwrap());
+                assert!(found - planned < 3 << 10, "{output}: {name} {found}, planned {planned}");
+            }
+            let peak = line["device_peak_bytes"].as_u64().unwrap();
+            let terms = plan["memory"].as_array().unwrap().iter().filter(|term| term["tier"] == "device");
+            let planned: u64 = terms
+                .map(|term| term["count"].as_u64().unwrap() * term["unit_bytes"].as_u64().unwrap())
+                .sum();
+            assert!(peak > planned / 2 && peak <= planned, "{output}: {peak} of {planned}");
+        }
+    }
+}
+
 /// A device with memory of its own holds and updates all of the state, a part, or none: the weights are the same, also after
 /// going on elsewhere.
 #[test]

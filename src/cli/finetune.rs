@@ -391,6 +391,9 @@ fn step_metrics(
         bound_by: floor.map(|(bound, _)| bound.to_owned()),
         disk_read_bytes: io.read.bytes,
         disk_write_bytes: io.write.bytes,
+        upload_bytes: report.upload_bytes,
+        download_bytes: report.download_bytes,
+        device_peak_bytes: report.device_peak_bytes,
         host_peak_bytes: session::peak_resident_bytes(),
         stall_seconds: [
             ("weights".to_owned(), report.weights_stall_seconds),
@@ -398,7 +401,6 @@ fn step_metrics(
             ("commit".to_owned(), report.commit_seconds),
         ]
         .into(),
-        ..StepMetrics::default()
     }
 }
 

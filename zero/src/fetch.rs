@@ -437,8 +437,9 @@ impl<'a> Fetcher<'a> {
                     region
                 }
             };
+            let len = bytes.len();
             let upload = Upload::start(&*self.lane.up, bytes, region)?;
-            self.lane.started(Link::Up, Cargo::Weights(group), upload.event());
+            self.lane.started(Link::Up, Cargo::Weights(group), len, upload.event());
             self.staging.pop_front();
             self.set(group, &[Residency::Staged, Residency::Uploading]);
             self.uploads.push_back((group, upload));

@@ -7,6 +7,7 @@ use crate::copies::{Cargo, Copies, Link};
 use crate::{Backend, HostTensor, OutputSpec, Result};
 use std::ops::DerefMut;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use terrace_device::{
     Arena, Bytes, BytesMut, Download, Event, Region, StableBytes, Stream, StreamKind, Upload, UploadSource,
 };
@@ -28,6 +29,8 @@ pub(crate) struct Lane {
     pub(crate) arena: Arena,
     /// Hears of copies, if somebody wants to see them.
     copies: Option<Copies>,
+    /// Bytes of the copies that were started, up and down, since they were last asked for.
+    moved: [AtomicU64; 2],
 }
 
 /// A signal between two blocks.
@@ -79,6 +82,7 @@ impl Lane {
             down: device.stream(StreamKind::Download)?,
             arena: device.arena(arena_bytes)?,
             copies,
+            moved: Default::default(),
         })
     }
 
@@ -92,9 +96,15 @@ impl Lane {
         self.copies.iter().for_each(Copies::settle);
     }
 
-    /// Takes note of a copy that was just started.
-    pub(crate) fn started(&self, link: Link, cargo: Cargo, event: &Arc<dyn Event>) {
+    /// Takes note of a copy of `bytes` that was just started.
+    pub(crate) fn started(&self, link: Link, cargo: Cargo, bytes: usize, event: &Arc<dyn Event>) {
+        self.moved[usize::from(link == Link::Down)].fetch_add(bytes as u64, Relaxed);
         self.copies.iter().for_each(|copies| copies.started(link, cargo, event));
+    }
+
+    /// Bytes that were sent up and down since the last call.
+    pub(crate) fn take_moved(&self) -> [u64; 2] {
+        self.moved.each_ref().map(|bytes| bytes.swap(0, Relaxed))
     }
 
     /// Starts a copy into memory of the arena.
@@ -119,8 +129,9 @@ impl Lane {
         at: usize,
     ) -> Result<(Region, UploadSource<S>)> {
         self.side.wait(&*self.compute.record()?)?;
+        let bytes = src.len();
         let upload = Upload::start_at(&*self.side, src, region, at)?;
-        self.started(Link::Side, cargo, upload.event());
+        self.started(Link::Side, cargo, bytes, upload.event());
         Ok(upload.ready_on(&*self.compute)?)
     }
 
@@ -142,8 +153,9 @@ impl Lane {
         at: usize,
         dst: D,
     ) -> Result<Download<D>> {
+        let bytes = dst.len();
         let download = Download::start_at(&*self.down, &*self.compute, region, at, dst)?;
-        self.started(Link::Down, cargo, download.event());
+        self.started(Link::Down, cargo, bytes, download.event());
         Ok(download)
     }
 

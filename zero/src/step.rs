@@ -44,4 +44,10 @@ pub struct StepReport {
     pub weights_stall_seconds: f64,
     /// Seconds that the optimizer waited for its state or gradients.
     pub state_stall_seconds: f64,
+    /// Bytes sent to a device with memory of its own during the step.
+    pub upload_bytes: u64,
+    /// Bytes that came back from it.
+    pub download_bytes: u64,
+    /// Most of its memory that the run has used, in bytes.
+    pub device_peak_bytes: u64,
 }

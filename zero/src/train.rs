@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor, ViewMut};
 use terrace_optimizer::{DeviceOptimizer, StepArgs, clip_coefficient, optimizer};
-use terrace_tiers::StoreSpec;
+use terrace_tiers::{StoreSpec, Tier};
 
 /// The engine's parts that a pass over the blocks uses.
 pub(crate) struct Pass<'a> {
@@ -140,6 +140,7 @@ impl Engine {
                 format!("step {} has no target that carries loss: every label is masked", self.step + 1);
             return Err(EngineError::Config(message));
         }
+        self.lane.take_moved();
         let inputs = batches
             .iter()
             .map(|b| b.inputs.iter().map(|t| self.lane.tensor(t)).collect())
@@ -165,6 +166,8 @@ impl Engine {
             }
         };
         report.seconds = began.elapsed().as_secs_f64();
+        [report.upload_bytes, report.download_bytes] = self.lane.take_moved();
+        report.device_peak_bytes = self.device_peak_bytes();
         let committing = Instant::now();
         let step = self.step + 1;
         let words = self.home.disk().map_or_else(Vec::new, |_| {
@@ -199,6 +202,16 @@ impl Engine {
         report.commit_seconds = committing.elapsed().as_secs_f64();
         report.seconds = began.elapsed().as_secs_f64();
         Ok(report)
+    }
+
+    /// Most bytes of a device's own memory in use so far; 0 where there is none.
+    fn device_peak_bytes(&self) -> u64 {
+        if self.lane.unified {
+            return 0;
+        }
+        // All but the arena is taken at the beginning and kept.
+        let unused = self.plan.windows.arena_bytes.saturating_sub(self.lane.arena.peak());
+        self.plan.memory.total(Tier::Device) - unused as u64
     }
 
     /// Does what is left of the last step: its update and its commit. Nothing, where they were not deferred. Dropping the engine
