@@ -187,7 +187,7 @@ def main():
     matrices = layers * (hidden * hidden * 5 // 2 + 3 * hidden * inner) + vocab * hidden
     runs = {}
     for batch in (1, 16):
-        for weights, size in (("bf16", 2), ("int8", 1)):
+        for weights, size in (("bf16", 2), ("int8", 34 / 32)):
             runs[f"terrace {weights}", batch] = (terrace(args.terrace, args.dir, weights, batch), size)
         for kind, size in (("bf16", 2), ("q8_0", 34 / 32)):
             runs[f"llama.cpp {kind}", batch] = (lambda kind=kind, batch=batch: llama_cpp(args.dir, kind, batch)(), size)
