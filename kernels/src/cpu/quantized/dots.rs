@@ -13,7 +13,9 @@ pub const ROWS: usize = 16;
 pub const COLS: usize = 16;
 /// Lanes of a sum.
 pub const LANES: usize = 8;
-/// Blocks of the inner size, times rows of a, that stay in the first-level cache: 16 KiB.
+/// Rows of a that meet a row of weights in registers.
+const TOGETHER: usize = 4;
+/// Blocks of the inner size, times rows of a that meet, that stay in the first-level cache: 16 KiB.
 const PIECE: usize = 64;
 /// How far ahead, in bytes, codes are asked for with one row of a: beyond what the processor fetches by itself, and little
 /// enough to leave a in the first-level cache. At the end of a row that is the next one.
@@ -95,7 +97,8 @@ impl Products for Int4 {
     }
 }
 
-/// Rows of a as 16-bit integers, of each block all rows, side by side, with a factor for each.
+/// Rows of a as 16-bit integers with a factor for each block: [`TOGETHER`] rows after the other, of each block side by side, so
+/// that what is in the first-level cache at once spreads over its sets.
 #[derive(Debug)]
 pub struct Activations<'a> {
     m: usize,
@@ -118,7 +121,8 @@ impl<'a> Activations<'a> {
 
     /// Sets a block of a row, and leaves in `values` what it lacks of them.
     pub fn set<C: Products>(&mut self, isa: Isa, row: usize, block: usize, values: &mut [f32; BLOCK]) {
-        let at = block * self.m + row;
+        let (first, blocks) = (row / TOGETHER * TOGETHER, self.factors.len() / self.m);
+        let at = first * blocks + block * TOGETHER.min(self.m - first) + row - first;
         let elements = &mut self.elements[at];
         self.factors[at] = narrow(isa, values, elements);
         elements.as_chunks_mut::<GROUP>().0.iter_mut().for_each(C::arrange);
@@ -153,7 +157,7 @@ pub fn dots<C: Products>(isa: Isa, a: &Activations<'_>, b: &[u8], sums: &mut Sum
     assert!(m > 0 && m <= ROWS && a.elements.len() == m * blocks, "{m} rows of blocks");
     let rows = b.len() / (blocks * C::BYTES);
     assert!(rows <= COLS && b.len() == rows * blocks * C::BYTES, "rows of {blocks} blocks");
-    let size = Size { m, rows, blocks, piece: if m == 1 { blocks } else { PIECE / m } };
+    let size = Size { m, rows, blocks, piece: if m == 1 { blocks } else { PIECE / m.min(TOGETHER) } };
     for sums in &mut sums[..rows] {
         sums[..m].fill([0.0; LANES]);
     }
@@ -194,34 +198,35 @@ unsafe fn dots_of<V: Shorts, C: Products>(a: At, b: *const u8, size: Size, sums:
     let mut first = 0;
     while first < size.blocks {
         let count = size.piece.min(size.blocks - first);
-        for (j, sums) in sums.iter_mut().enumerate().take(size.rows) {
-            if size.m > 1 {
-                // The next turn's rows, in the order of memory, while this one's take turns.
-                let next = size.rows * size.blocks + first * size.rows + j * count;
-                let at = b.wrapping_add(next * C::BYTES);
-                let mut byte = 0;
-                while byte < count * C::BYTES {
-                    V::prefetch_far(at.wrapping_add(byte));
-                    byte += 64;
+        let mut r = 0;
+        while r < size.m {
+            for (j, sums) in sums.iter_mut().enumerate().take(size.rows) {
+                if r == 0 && size.m > 1 {
+                    // The next turn's rows, in the order of memory, while this one's take turns.
+                    let next = size.rows * size.blocks + first * size.rows + j * count;
+                    let at = b.wrapping_add(next * C::BYTES);
+                    let mut byte = 0;
+                    while byte < count * C::BYTES {
+                        V::prefetch_far(at.wrapping_add(byte));
+                        byte += 64;
+                    }
                 }
-            }
-            let mut r = 0;
-            while r < size.m {
                 // SAFETY: this row's blocks from the first of the piece; row `r` of a; sums of as many rows.
                 unsafe {
                     let codes = b.add((j * size.blocks + first) * C::BYTES);
-                    let at = first * size.m + r;
+                    let together = TOGETHER.min(size.m - r);
+                    let at = r * size.blocks + first * together;
                     let a = At { elements: a.elements.add(at), factors: a.factors.add(at) };
                     let sums = sums.as_mut_ptr().add(r);
-                    match size.m - r {
-                        1 => piece::<V, C, 1>(a, size.m, codes, count, sums),
-                        2 => piece::<V, C, 2>(a, size.m, codes, count, sums),
-                        3 => piece::<V, C, 3>(a, size.m, codes, count, sums),
-                        _ => piece::<V, C, 4>(a, size.m, codes, count, sums),
+                    match together {
+                        1 => piece::<V, C, 1>(a, codes, count, sums),
+                        2 => piece::<V, C, 2>(a, codes, count, sums),
+                        3 => piece::<V, C, 3>(a, codes, count, sums),
+                        _ => piece::<V, C, TOGETHER>(a, codes, count, sums),
                     }
                 }
-                r += 4;
             }
+            r += TOGETHER;
         }
         first += size.piece;
     }
@@ -230,12 +235,10 @@ unsafe fn dots_of<V: Shorts, C: Products>(a: At, b: *const u8, size: Size, sums:
 /// Adds to `R` sums what `count` blocks of a row of weights bring.
 ///
 /// # Safety
-/// They are readable, as are `R` rows of as many blocks of a, `stride` from one to the next; there are `R` sums; the processor
-/// has the instruction set of `V`.
+/// They are readable, as are `R` rows of as many blocks of a; there are `R` sums; the processor has the instruction set of `V`.
 #[inline(always)]
 unsafe fn piece<V: Shorts, C: Products, const R: usize>(
     mut a: At,
-    stride: usize,
     mut block: *const u8,
     count: usize,
     sums: *mut [f32; LANES],
@@ -268,7 +271,7 @@ unsafe fn piece<V: Shorts, C: Products, const R: usize>(
                 *register = of_block[r].fma(V::splat(*a.factors.add(r)), *register);
             }
             block = block.add(C::BYTES);
-            a = At { elements: a.elements.wrapping_add(stride), factors: a.factors.wrapping_add(stride) };
+            a = At { elements: a.elements.wrapping_add(R), factors: a.factors.wrapping_add(R) };
         }
         for (r, register) in registers.into_iter().enumerate() {
             register.store(sums.add(r).cast());
