@@ -58,7 +58,8 @@ pub trait Matmul: Send + Sync {
 pub trait QuantizedMatmul: Send + Sync {
     /// `out[M,N] = a[M,L] · b[N,L]ᵀ`; a and out f32, bf16 or f16, leading dimensions flattened to rows.
     ///
-    /// The result is that of the product with the dequantized b, whose elements are exact in f32: activations are not quantized.
+    /// The result is that of the product with the dequantized b, whose elements are exact in f32, but for the rounding of sums; a
+    /// backend may take elements of a of 16 bits with an error of up to 2⁻¹⁵ of the largest of the 128 that meet a block of b.
     ///
     /// # Errors
     /// The backend failed.

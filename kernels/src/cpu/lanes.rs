@@ -213,6 +213,25 @@ mod x86 {
     #[derive(Clone, Copy)]
     pub struct Avx2Half(pub(in crate::cpu) __m256);
 
+    impl Avx2Half {
+        /// The first or the second bf16 of each pair.
+        ///
+        /// # Safety
+        /// See [`Lanes::zero`].
+        #[inline(always)]
+        unsafe fn of_pairs(pairs: __m256i, first: bool) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let bits = if first {
+                    _mm256_slli_epi32::<16>(pairs)
+                } else {
+                    _mm256_and_si256(pairs, _mm256_set1_epi32(0xFFFF_0000u32 as i32))
+                };
+                Self(_mm256_castsi256_ps(bits))
+            }
+        }
+    }
+
     impl Lanes for Avx2Half {
         const WIDTH: usize = LANES / 2;
         type Words = __m256i;
@@ -271,15 +290,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn load_bf16_apart(run: *const bf16, part: usize) -> Self {
             // SAFETY: the caller's promise.
-            unsafe {
-                let pairs = _mm256_loadu_si256(run.cast());
-                let bits = if part == 0 {
-                    _mm256_slli_epi32::<16>(pairs)
-                } else {
-                    _mm256_and_si256(pairs, _mm256_set1_epi32(0xFFFF_0000u32 as i32))
-                };
-                Self(_mm256_castsi256_ps(bits))
-            }
+            unsafe { Self::of_pairs(_mm256_loadu_si256(run.cast()), part == 0) }
         }
 
         #[inline(always)]
@@ -293,12 +304,7 @@ mod x86 {
             // SAFETY: the caller's promise.
             unsafe {
                 let pair = _mm256_set1_epi32(at.add(index / 2 * 4).cast::<i32>().read_unaligned());
-                let bits = if index.is_multiple_of(2) {
-                    _mm256_slli_epi32::<16>(pair)
-                } else {
-                    _mm256_and_si256(pair, _mm256_set1_epi32(0xFFFF_0000u32 as i32))
-                };
-                Self(_mm256_castsi256_ps(bits))
+                Self::of_pairs(pair, index.is_multiple_of(2))
             }
         }
 

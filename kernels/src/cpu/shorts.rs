@@ -21,7 +21,7 @@ pub trait Shorts: Lanes {
     /// They are readable; see [`load_i16`](Self::load_i16).
     unsafe fn extend_i8(at: *const u8) -> Self::Shorts;
 
-    /// Bits `4·nibble..` of each, less `8·16ᵏ`, where k is the nibble but of the last one, which is shifted down, 0.
+    /// The codes of int4 in a nibble of each: of nibbles 0 to 2 where they lie, `16ᵏ·q` of nibble k; the last is shifted down to `q`.
     ///
     /// # Safety
     /// See [`load_i16`](Self::load_i16).
