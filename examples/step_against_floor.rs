@@ -6,7 +6,11 @@
 //! The floor is the longer of what the engine in memory took and the bytes over the disk's speed: on a CPU the update needs the
 //! cores as well, and is part of the former. What is expected is made of the same figures in the order of a step's work.
 //!
-//! Usage: `step_against_floor [SIZE [STEPS [DIRECTORY]]]`, with SIZE `tiny` (default), `97m` or `315m`.
+//! Then, on the disk as it is, what the disk and clipping cost: engines with everything in memory, with state on disk, with clipping as
+//! well, and with copies besides take turns again.
+//!
+//! Usage: `step_against_floor [SIZE [STEPS [DIRECTORY [PART]]]]`, with SIZE `tiny` (default), `97m` or `315m`, and PART `throttled` or
+//! `real` for one of the two.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -37,12 +41,19 @@ fn main() -> Result<()> {
     let size = arguments.next().unwrap_or_else(|| "tiny".into());
     let steps: usize = arguments.next().map_or(Ok(4), |steps| steps.parse())?;
     let place = arguments.next().map_or_else(std::env::temp_dir, PathBuf::from);
+    let part = arguments.next();
     let (_, shape) = SIZES.iter().find(|(name, _)| *name == size).ok_or("SIZE is tiny, 97m or 315m")?;
     let case = Case::new(shape)?;
 
     let mut memory = case.engine(None, None, false, WindowOverrides::default())?;
     let compute = median((0..steps + 1).map(|_| Ok(case.step(&mut memory)?.seconds)).collect::<Result<_>>()?);
     println!("{size}: {} parameters, {compute:.3} s a step with everything in memory", memory.parameters());
+    if part.as_deref() != Some("throttled") {
+        costs(&case, &mut memory, steps, &tempfile::tempdir_in(&place)?.path().join("state"))?;
+    }
+    if part.as_deref() == Some("real") {
+        return Ok(());
+    }
     println!(
         "clip  copies  disk/compute  MB/s    floor s  beside s  × floor  × expected  after s  × floor  after/beside"
     );
@@ -113,6 +124,39 @@ impl Case {
     fn step(&self, engine: &mut Engine) -> Result<StepReport> {
         Ok(engine.train_step(std::slice::from_ref(&self.batch), 1e-4)?)
     }
+}
+
+/// Steps with everything in memory, and on the disk as it is: their medians, and the medians of the ratios within a round.
+fn costs(case: &Case, memory: &mut Engine, steps: usize, path: &Path) -> Result<()> {
+    const CASES: [(&str, Option<f64>, bool); 3] = [
+        ("state on disk", None, false),
+        ("clipping", Some(1.0), false),
+        ("clipping, copies", Some(1.0), true),
+    ];
+    let mut engines = Vec::new();
+    for (name, clip, copies) in CASES {
+        let disk = (&path.join(name), ThrottleConfig::default());
+        engines.push(case.engine(Some(disk), clip, copies, WindowOverrides::default())?);
+    }
+    let mut rounds = Vec::new();
+    // The first steps find empty windows.
+    for round in 0..=steps {
+        let mut seconds = vec![case.step(memory)?.seconds];
+        for engine in &mut engines {
+            seconds.push(case.step(engine)?.seconds);
+        }
+        rounds.extend((round > 0).then_some(seconds));
+    }
+    println!("                      s  × in memory  × on disk without clipping");
+    for (index, name) in ["in memory"].into_iter().chain(CASES.map(|(name, ..)| name)).enumerate() {
+        let to = |other: usize| median(rounds.iter().map(|round| round[index] / round[other]).collect());
+        let seconds = median(rounds.iter().map(|round| round[index]).collect());
+        println!("{name:16}  {seconds:6.3}  {:11.3}  {:26.3}", to(0), to(1));
+    }
+    for engine in engines {
+        engine.remove_state()?;
+    }
+    Ok(())
 }
 
 /// Engines on one disk.

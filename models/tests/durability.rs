@@ -58,11 +58,32 @@ fn threads() -> Arc<ThreadsEngine> {
     Arc::new(ThreadsEngine::new(&IoConfig::default()).expect("threads start"))
 }
 
-fn saved(base: &Setup, disk: std::path::PathBuf, cache_bytes: u64) -> Setup {
+/// How much of the state on disk is somewhere else, too.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Spread {
+    /// In so many bytes of host memory.
+    Copies(u64),
+    /// That of the last groups in a device's own memory, and copies.
+    Device(usize, u64),
+}
+
+impl Spread {
+    /// Whether a step leaves nothing to write.
+    fn is_everything(self) -> bool {
+        matches!(self, Self::Copies(u64::MAX) | Self::Device(_, u64::MAX) | Self::Device(64, _))
+    }
+}
+
+fn saved(base: &Setup, disk: std::path::PathBuf, spread: Spread) -> Setup {
+    let (cache_bytes, device) = match spread {
+        Spread::Copies(bytes) => (bytes, None),
+        Spread::Device(groups, bytes) => (bytes, Some(groups)),
+    };
     let overrides = WindowOverrides {
         weight_slots: Some(1),
         chunk_elements: Some(1 << 14),
         update_slots: Some(2),
+        state_groups: device,
         ..base.overrides
     };
     Setup {
@@ -71,12 +92,22 @@ fn saved(base: &Setup, disk: std::path::PathBuf, cache_bytes: u64) -> Setup {
         durability: Durability::Checkpoint,
         cache_bytes,
         overrides,
+        discrete: device.is_some(),
         ..base.clone()
     }
 }
 
 /// All ways to spread state over disk and memory.
-const CACHES: [u64; 4] = [0, 100_000, 500_000, u64::MAX];
+const SPREADS: [Spread; 8] = [
+    Spread::Copies(0),
+    Spread::Copies(100_000),
+    Spread::Copies(500_000),
+    Spread::Copies(u64::MAX),
+    Spread::Device(1, 0),
+    Spread::Device(3, 100_000),
+    Spread::Device(2, u64::MAX),
+    Spread::Device(64, 0),
+];
 
 #[test]
 fn a_run_goes_on_from_its_last_save() {
@@ -86,13 +117,10 @@ fn a_run_goes_on_from_its_last_save() {
     {
         let base = Setup { clip, state, ..Setup::new(true) };
         let expected: Vec<u64> = (0..=STEPS).map(|steps| base.run(steps).1).collect();
-        for cache_bytes in CACHES {
+        for spread in SPREADS {
             for save in 0..STEPS {
-                let setup = saved(
-                    &base,
-                    dir.path().join(format!("{clip:?}-{state}-{cache_bytes}-{save}")),
-                    cache_bytes,
-                );
+                let setup =
+                    saved(&base, dir.path().join(format!("{clip:?}-{state}-{spread:?}-{save}")), spread);
                 let mut engine = setup.create();
                 setup.continue_to(&mut engine, save);
                 engine.save().unwrap();
@@ -108,7 +136,7 @@ fn a_run_goes_on_from_its_last_save() {
                 let mut engine = setup.resume().unwrap();
                 assert_eq!((engine.step(), weights_hash(&mut engine)), (save, expected[save as usize]));
                 setup.continue_to(&mut engine, STEPS);
-                assert_eq!(weights_hash(&mut engine), expected[STEPS as usize], "{cache_bytes}");
+                assert_eq!(weights_hash(&mut engine), expected[STEPS as usize], "{spread:?}");
                 engine.save().unwrap();
                 drop(engine);
                 // What was saved so can be continued with a commit every step, and the other way round.
@@ -123,10 +151,10 @@ fn a_run_goes_on_from_its_last_save() {
 #[test]
 fn copies_are_written_by_a_save_alone() {
     let dir = tempfile::tempdir().unwrap();
-    for cache_bytes in CACHES {
+    for spread in SPREADS {
         let stats = Arc::new(StatsLayer::new(threads()));
         let base = Setup { io: Some(Arc::clone(&stats) as _), ..Setup::new(false) };
-        let setup = saved(&base, dir.path().join(cache_bytes.to_string()), cache_bytes);
+        let setup = saved(&base, dir.path().join(format!("{spread:?}")), spread);
         let mut engine = setup.create();
         setup.continue_to(&mut engine, 1);
         // Writes of a step that is not committed may still be under way.
@@ -141,10 +169,10 @@ fn copies_are_written_by_a_save_alone() {
         setup.continue_to(&mut engine, 2);
         let step = flushed(&mut engine).since(&before);
         let planned = engine.step_work().disk_write_bytes;
-        println!("{cache_bytes}: {} written, {planned} planned", step.write.bytes);
+        println!("{spread:?}: {} written, {planned} planned", step.write.bytes);
         assert!(step.write.bytes >= planned && step.write.bytes <= planned * 11 / 10);
         assert_eq!(step.sync.ops, 0, "a step is not made durable");
-        assert_eq!(cache_bytes == u64::MAX, planned == 0);
+        assert_eq!(spread.is_everything(), planned == 0);
         let before = stats.snapshot();
         engine.save().unwrap();
         let save = stats.snapshot().since(&before);
@@ -169,13 +197,13 @@ fn a_failure_goes_back_to_the_last_save() {
         engine.save()
     };
     let mut failed = 0;
-    for (action, cache_bytes) in
-        [Action::Read, Action::Write, Action::Sync].into_iter().flat_map(|a| CACHES.map(|c| (a, c)))
+    for (action, spread) in
+        [Action::Read, Action::Write, Action::Sync].into_iter().flat_map(|a| SPREADS.map(|s| (a, s)))
     {
         for nth in (0..).step_by(13) {
             let faults = Arc::new(FaultLayer::new(threads(), FaultConfig::default()));
             let base = Setup { io: Some(Arc::clone(&faults) as _), ..base.clone() };
-            let setup = saved(&base, dir.path().join(format!("{action:?}-{cache_bytes}-{nth}")), cache_bytes);
+            let setup = saved(&base, dir.path().join(format!("{action:?}-{spread:?}-{nth}")), spread);
             let mut engine = setup.create();
             faults.fail_nth(action, nth, IoErrorKind::Device);
             if train(&setup, &mut engine).is_ok() {
@@ -203,7 +231,7 @@ fn a_failure_goes_back_to_the_last_save() {
 #[test]
 fn a_run_that_diverges_says_where_it_goes_back_to() {
     let dir = tempfile::tempdir().unwrap();
-    let setup = saved(&Setup::new(true), dir.path().join("disk"), 200_000);
+    let setup = saved(&Setup::new(true), dir.path().join("disk"), Spread::Copies(200_000));
     let mut engine = setup.create();
     setup.continue_to(&mut engine, 1);
     engine.save().unwrap();
@@ -224,8 +252,8 @@ fn skipped_steps_are_saved() {
     let scale = LossScaleConfig { initial_scale_power: 28, hysteresis: 1, ..LossScaleConfig::default() };
     let base =
         Setup { dtype: DType::F16, state: StateFormat::Fp32, loss_scale: Some(scale), ..Setup::new(true) };
-    for cache_bytes in CACHES {
-        let setup = saved(&base, dir.path().join(cache_bytes.to_string()), cache_bytes);
+    for spread in SPREADS {
+        let setup = saved(&base, dir.path().join(format!("{spread:?}")), spread);
         let mut engine = setup.create();
         let before = weights_hash(&mut engine);
         for step in 0..2 {

@@ -45,8 +45,8 @@ fn staying(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     all
 }
 
-/// The device holds and updates the state of some groups, or of all; the host that of the others.
-fn on_device(base: &Setup) -> Vec<(String, Setup)> {
+/// The device holds and updates the state of some groups, or of all; the host, or a disk, that of the others.
+fn on_device(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     let mut all = Vec::new();
     // Others have no kernel there.
     let has_kernel = matches!(base.optimizer, Algorithm::AdamW(_) | Algorithm::Adam(_));
@@ -57,6 +57,9 @@ fn on_device(base: &Setup) -> Vec<(String, Setup)> {
         (Placement::Host, Some(0)),
         (Placement::Host, Some(1)),
         (Placement::Host, Some(3)),
+        (Placement::Disk, Some(1)),
+        (Placement::Disk, Some(3)),
+        (Placement::Disk, Some(64)),
     ] {
         if state_groups > Some(0) && !has_kernel {
             continue;
@@ -70,9 +73,18 @@ fn on_device(base: &Setup) -> Vec<(String, Setup)> {
                 chunk_elements,
                 ..WindowOverrides::default()
             };
-            let setup = Setup { placement, overrides, discrete: true, ..base.clone() };
             let words =
                 format!("state of {state_groups:?} groups and weights of {device_groups:?} on the device");
+            let setup = Setup { placement, overrides, discrete: true, ..base.clone() };
+            let setup = match placement {
+                Placement::Disk => Setup {
+                    disks: vec![dir.join(&words)],
+                    durability: Durability::Checkpoint,
+                    cache_bytes: if device_groups.is_none() { 200_000 } else { 0 },
+                    ..setup
+                },
+                _ => setup,
+            };
             all.push((format!("{placement}, {words}, overlap {overlap:?}"), setup));
         }
     }
@@ -138,7 +150,7 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         ),
     ];
     all.extend(staying(base, dir));
-    all.extend(on_device(base));
+    all.extend(on_device(base, dir));
     // Weights of some groups; those of all groups and all state of some; all state of all.
     for cache_bytes in [100_000, 500_000, u64::MAX] {
         let copies = |name: &str| Setup {

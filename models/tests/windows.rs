@@ -7,7 +7,7 @@ use support::Setup;
 use terrace_models::{Model, RandomSource};
 use terrace_optimizer::{Algorithm, Lion, StateFormat};
 use terrace_tiers::Tier;
-use terrace_zero::{Engine, EngineConfig, Outlook, Placement, PlanningRuns, WindowOverrides};
+use terrace_zero::{Durability, Engine, EngineConfig, Outlook, Placement, PlanningRuns, WindowOverrides};
 
 fn refused(setup: &Setup, overrides: WindowOverrides, parts: &[&str]) {
     let setup = Setup { overrides, ..setup.clone() };
@@ -159,6 +159,32 @@ fn a_device_holds_the_state_that_the_plan_gives_it() {
     // Nobody has room.
     let device_budget = alone.memory.total(Tier::Device) / 4;
     assert!(outlook(&Setup { host_budget: roomy - 1, device_budget, ..host.clone() }).is_err());
+}
+
+/// Beside a disk a device has state only where nothing but saves writes it there, which is then neither read nor written in a step.
+#[test]
+fn a_device_holds_state_beside_a_disk_that_saves_write() {
+    let dir = tempfile::tempdir().unwrap();
+    let disks = vec![dir.path().join("disk")];
+    let steps = Setup { discrete: true, ..Setup::on_disk(false, disks) };
+    let saves = Setup { durability: Durability::Checkpoint, ..steps.clone() };
+    let of = |setup: &Setup, state_groups: Option<usize>| {
+        let overrides = WindowOverrides { state_groups, ..WindowOverrides::default() };
+        outlook(&Setup { overrides, ..setup.clone() }).unwrap()
+    };
+    assert_eq!(of(&steps, None).windows.state_groups, Some(0));
+    let all = of(&saves, None);
+    assert_eq!(all.windows.state_groups, all.windows.device_groups, "there is room for all of it");
+    assert_eq!((all.work.disk_read_bytes, all.work.disk_write_bytes), (0, 0));
+    let (none, some) = (of(&saves, Some(0)), of(&saves, Some(2)));
+    let (state, fewer) = (12, none.work.parameters - some.work.parameters);
+    assert!(fewer > 0 && some.work.parameters > 0);
+    assert_eq!(none.work.disk_write_bytes - some.work.disk_write_bytes, state * fewer);
+    assert!(none.work.disk_read_bytes - some.work.disk_read_bytes >= state * fewer);
+    assert!(some.memory.total(Tier::Host) < none.memory.total(Tier::Host), "gradients stay on the device");
+    assert_eq!(some.memory.total(Tier::Disk), none.memory.total(Tier::Disk), "a save writes all");
+    let part = of(&Setup { host_part: Some(0.5), ..saves }, None);
+    assert!(part.work.parameters > 0 && part.work.parameters < none.work.parameters);
 }
 
 /// DeepSpeed's `ratio`: the host's part of the parameters, as near as groups come.

@@ -328,20 +328,26 @@ fn schedule(args: &FinetuneArgs, given: &DsConfig, base_lr: f64) -> Result<Sched
     }
 }
 
-/// The flag over the file. Only `--offload host` leaves a choice: with disk all state is written in every step.
+/// The flag over the file. State that every step writes to disk leaves no choice.
 fn optimizer_ratio(
     args: &FinetuneArgs,
     given: &DsConfig,
     offload: Offload,
     warnings: &mut Vec<String>,
 ) -> Result<Option<f64>, CliError> {
-    let choice = offload == Offload::Host;
+    let saves = args.durability == Some(DurabilityFlag::Checkpoint);
+    let choice = offload == Offload::Host || offload == Offload::Disk && saves;
     if args.optimizer_ratio.is_some() && !choice {
-        return usage("--optimizer-ratio shares the state between host and card: add --offload host");
+        return usage(
+            "--optimizer-ratio shares the state between a card and the host or a disk that saves alone write: add --offload host, or \
+             --offload disk and --durability checkpoint",
+        );
     }
     if !choice && given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
         warnings.push(
-            "offload_optimizer.ratio is not used: it shares the state between host and card, which takes --offload host".into(),
+            "offload_optimizer.ratio is not used: sharing the state with a card takes --offload host, or --offload disk and --durability \
+             checkpoint"
+                .into(),
         );
     }
     Ok(args.optimizer_ratio.or(given.offload_ratio).filter(|_| choice))

@@ -6,8 +6,8 @@
 //! bytes read become fewer. An update that is deferred to the next forward (`overlap.rs`) writes them after it. Where steps become
 //! durable with a save alone, copies are written by the save alone. Which groups have copies changes no result.
 //!
-//! Hazard (a copy that is ahead of the disk): a step that fails may have updated some copies. All of them are then out of date
-//! until they are read again from the last commit.
+//! Hazard (a copy that is ahead of the disk): a step that fails may have updated some copies. All of them, and the state of groups
+//! that are on the device alone, are then out of date until they are read again from the last commit.
 
 use crate::Result;
 use crate::network::Network;
@@ -32,28 +32,34 @@ enum Copied {
 pub(crate) struct Caching(Vec<Copied>);
 
 impl Caching {
-    /// The weights of so many groups, the smallest ones, and all state of so many of those.
-    pub(crate) fn of(network: &Network, weights: usize, all: usize) -> Self {
+    /// The weights of so many groups, the smallest ones, and all state of so many of those. Only the first `groups` come into question,
+    /// which have their state on disk.
+    pub(crate) fn of(network: &Network, groups: usize, weights: usize, all: usize) -> Self {
         let mut copied = vec![Copied::Nothing; network.groups.len()];
-        for (place, group) in Self::order(network).into_iter().enumerate().take(weights) {
+        for (place, group) in Self::order(network, groups).into_iter().enumerate().take(weights) {
             copied[group] = if place < all { Copied::All } else { Copied::Weights };
         }
         Self(copied)
     }
 
     /// Groups by size, since a byte of memory saves the same wherever it is and small groups waste the least.
-    fn order(network: &Network) -> Vec<usize> {
-        let mut order: Vec<usize> =
-            (0..network.groups.len()).filter(|&group| network.groups[group].elements > 0).collect();
+    fn order(network: &Network, groups: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..groups).filter(|&group| network.groups[group].elements > 0).collect();
         order.sort_by_key(|&group| network.groups[group].elements);
         order
     }
 
-    /// Copies as much more as `room` bytes have room for. False if that is nothing.
-    pub(crate) fn extend(&mut self, network: &Network, kinds: &StateKinds, mut room: u64) -> bool {
+    /// Copies as much more of the first `groups` as `room` bytes have room for. False if that is nothing.
+    pub(crate) fn extend(
+        &mut self,
+        network: &Network,
+        groups: usize,
+        kinds: &StateKinds,
+        mut room: u64,
+    ) -> bool {
         let before = self.counts();
         for (from, to) in [(Copied::Nothing, Copied::Weights), (Copied::Weights, Copied::All)] {
-            for group in Self::order(network) {
+            for group in Self::order(network, groups) {
                 if self.0[group] != from {
                     continue;
                 }
@@ -118,8 +124,6 @@ impl Caching {
 #[derive(Debug)]
 pub(crate) struct StateCache {
     groups: Vec<Mutex<GroupCopies>>,
-    /// They are not what is committed.
-    outdated: bool,
 }
 
 /// The copies of a group, by kind.
@@ -146,7 +150,7 @@ impl StateCache {
             });
             Ok(Mutex::new(blobs.collect::<Result<_>>()?))
         });
-        Ok(Self { groups: groups.collect::<Result<_>>()?, outdated: true })
+        Ok(Self { groups: groups.collect::<Result<_>>()? })
     }
 
     /// The weights of a group, if they are copied.
@@ -157,11 +161,6 @@ impl StateCache {
 
     pub(crate) fn lock(&self, group: usize) -> MutexGuard<'_, GroupCopies> {
         self.groups[group].lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Says whether the copies are what is committed.
-    pub(crate) fn set_outdated(&mut self, outdated: bool) {
-        self.outdated = outdated;
     }
 
     /// Starts writing every copy.
@@ -177,11 +176,8 @@ impl StateCache {
         Ok(())
     }
 
-    /// Reads every copy from the last commit, unless it is that already.
-    pub(crate) fn refresh(&mut self, store: &DiskStore, kinds: &StateKinds, slots: &UpdateSlots) -> Result {
-        if !self.outdated {
-            return Ok(());
-        }
+    /// Reads every copy from the last commit.
+    pub(crate) fn read(&mut self, store: &DiskStore, kinds: &StateKinds, slots: &UpdateSlots) -> Result {
         for (group, copies) in self.groups.iter_mut().enumerate() {
             let copies = copies.get_mut().unwrap_or_else(PoisonError::into_inner);
             read_state(store, kinds, slots, group, &copied(copies), |kind, range, lease| {
@@ -189,7 +185,6 @@ impl StateCache {
                 Ok(())
             })?;
         }
-        self.outdated = false;
         Ok(())
     }
 }

@@ -7,9 +7,8 @@ use crate::state::{StateHome, locked};
 use crate::{EngineError, ParamSpec, Result, WeightReader, WeightSource};
 use half::{bf16, f16};
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
 use terrace_kernels::DType;
-use terrace_tiers::{BlobKey, DiskStore, Generation, GroupSpec, HostBlob, Lease, StoreSpec};
+use terrace_tiers::{BlobKey, DiskStore, Generation, GroupSpec, Lease, StoreSpec};
 
 /// Fills the state from a weight source, chunk by chunk.
 pub(crate) fn initialize(engine: &mut Engine, source: &mut dyn WeightSource) -> Result {
@@ -20,7 +19,7 @@ pub(crate) fn initialize(engine: &mut Engine, source: &mut dyn WeightSource) -> 
     }
     if let StateHome::Disk(stored) = &mut engine.home {
         stored.store.commit(0, &[])?;
-        stored.cache.set_outdated(false);
+        stored.outdated = false;
     }
     Ok(())
 }
@@ -68,8 +67,12 @@ fn read_chunk(
 
 /// Puts a chunk of every kind where the state lives.
 pub(crate) fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec<Lease>) -> Result {
-    for (index, lease) in leases.into_iter().enumerate() {
+    for (index, mut lease) in leases.into_iter().enumerate() {
         let range = engine.kinds.range(index, &engine.plan.spec, group, chunk);
+        let state = engine.state_on_device(group);
+        if let Some(state) = state {
+            lease = state.write(&engine.lane, group, index, range.start, lease)?;
+        }
         match &engine.home {
             StateHome::Disk(stored) => {
                 if let Some(copy) = &mut stored.cache.lock(group)[index] {
@@ -78,9 +81,10 @@ pub(crate) fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec
                 let key = BlobKey { group, kind: engine.kinds.blobs[index].kind };
                 stored.store.write(key, chunk, lease)?;
             }
-            StateHome::Resident(groups) => {
-                place_resident(engine, &groups[group], group, index, range, lease)?;
+            StateHome::Resident(groups) if state.is_none() => {
+                exclusive(&mut locked(&groups[group])[index])[range].copy_from_slice(&lease);
             }
+            StateHome::Resident(_) => {}
         }
     }
     Ok(())
@@ -180,27 +184,15 @@ pub(crate) fn load_resident(engine: &Engine, store: &DiskStore) -> Result {
     let StateHome::Resident(groups) = &engine.home else { return Ok(()) };
     let all: Vec<usize> = (0..engine.kinds.blobs.len()).collect();
     for (group, blobs) in groups.iter().enumerate() {
+        if engine.state_on_device(group).is_some() {
+            continue;
+        }
         read_state(store, &engine.kinds, &engine.update_slots, group, &all, |kind, range, lease| {
-            place_resident(engine, blobs, group, kind, range, lease)
+            exclusive(&mut locked(blobs)[kind])[range].copy_from_slice(&lease);
+            Ok(())
         })?;
     }
-    Ok(())
-}
-
-/// Puts bytes of a kind where the resident state of a group is: on the device, or in its `blobs`.
-fn place_resident(
-    engine: &Engine,
-    blobs: &Mutex<Vec<Arc<HostBlob>>>,
-    group: usize,
-    kind: usize,
-    range: Range<usize>,
-    lease: Lease,
-) -> Result {
-    match engine.state_on_device(group) {
-        Some(state) => state.write(&engine.lane, group, kind, range.start, lease)?,
-        None => exclusive(&mut locked(blobs)[kind])[range].copy_from_slice(&lease),
-    }
-    Ok(())
+    engine.load_to_device(store)
 }
 
 impl Engine {
@@ -239,6 +231,7 @@ impl Engine {
         let store = &stored.store;
         let result = if unsaved.changed {
             let written = stored.cache.write(store, &self.kinds, &self.update_slots);
+            let written = written.and_then(|()| self.write_from_device(store));
             written.and_then(|()| Ok(store.commit(self.step, &unsaved.words)?))
         } else {
             store.commit_unchanged(self.step, &unsaved.words).map_err(EngineError::from)
@@ -254,19 +247,44 @@ impl Engine {
         self.device_state.as_ref().filter(|state| state.has(group))
     }
 
+    /// Starts writing all state that is on the device.
+    fn write_from_device(&self, store: &DiskStore) -> Result {
+        let Some(state) = &self.device_state else { return Ok(()) };
+        let all: Vec<usize> = (0..self.kinds.blobs.len()).collect();
+        for group in state.groups() {
+            write_state(store, &self.kinds, &self.update_slots, group, &all, |kind, range, lease| {
+                state.read(&self.lane, group, kind, range.start, lease)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Reads all state that is to be on the device from the last commit of `store`.
+    pub(crate) fn load_to_device(&self, store: &DiskStore) -> Result {
+        let Some(state) = &self.device_state else { return Ok(()) };
+        let all: Vec<usize> = (0..self.kinds.blobs.len()).collect();
+        for group in state.groups() {
+            read_state(store, &self.kinds, &self.update_slots, group, &all, |kind, range, lease| {
+                state.write(&self.lane, group, kind, range.start, lease).map(drop)
+            })?;
+        }
+        Ok(())
+    }
+
     fn write_resident(&self) -> Result {
         let StateHome::Resident(groups) = &self.home else { return Ok(()) };
         let store = self.saved.as_ref().expect("`save` opened it");
         let all: Vec<usize> = (0..self.kinds.blobs.len()).collect();
         for (group, blobs) in groups.iter().enumerate() {
+            if self.state_on_device(group).is_some() {
+                continue;
+            }
             write_state(store, &self.kinds, &self.update_slots, group, &all, |kind, range, mut lease| {
-                if let Some(state) = self.state_on_device(group) {
-                    return state.read(&self.lane, group, kind, range.start, lease);
-                }
                 lease.copy_from_slice(&locked(blobs)[kind][range]);
                 Ok(lease)
             })?;
         }
+        self.write_from_device(store)?;
         let words = self.loss_scale.map_or_else(Vec::new, |scale| scale.words(&[]));
         Ok(store.commit(self.step, &words)?)
     }

@@ -73,7 +73,8 @@ pub struct TrainingConfig {
     pub base_lr: f64,
     /// The part of the parameters, from 0 to 1, whose state the host holds and updates where the device has memory of its own; the
     /// last groups, whose parameters come nearest to the rest, have their state on the device. `None` leaves it to the plan. It says
-    /// something with [`Placement::Host`] alone, and only where the device is not the host.
+    /// something only where the device is not the host, with [`Placement::Host`], and with [`Placement::Disk`] where saves alone make
+    /// steps [durable](Durability::Checkpoint): nothing else writes what is on the device to disk.
     pub host_part: Option<f64>,
 }
 
@@ -123,7 +124,8 @@ pub struct WindowOverrides {
     pub device_groups: Option<usize>,
     /// How many groups, counted from the last, have all their state on a device with its own memory, which updates it; as many as
     /// there are if there are fewer. Where it is not fixed, all with [`Placement::None`], and with [`Placement::Host`] as many as
-    /// the host has no room for, or as the device has room for beside all weights.
+    /// the host has no room for, or as the device has room for beside all weights. With [`Placement::Disk`] the latter where saves
+    /// alone make steps [durable](Durability::Checkpoint), and otherwise none.
     pub state_groups: Option<usize>,
     /// Update state on disk during other work: each group as backward completes its gradient or, where the update waits for
     /// the gradient's norm, just ahead of the next forward. Otherwise compute waits for the update.

@@ -2,7 +2,8 @@
 //!
 //! The last groups may have all of their state on the device: its weights are read by kernels where they are, its gradient never
 //! leaves, and the update is a kernel whose bits are those of the host's ([`DeviceOptimizer`]). Of frozen weights the state is the
-//! weights alone. Only loading and saving move it, chunk by chunk. Which groups these are changes no result.
+//! weights alone. Only loading and saving move it, chunk by chunk; so beside state on disk it needs saves to be what makes a step
+//! durable. Which groups these are changes no result.
 //!
 //! The update is given to the device's compute stream as soon as the gradient's norm is known, so that whatever is computed next
 //! comes after it.
@@ -94,6 +95,11 @@ impl DeviceState {
         group >= self.first
     }
 
+    /// The groups that are here.
+    pub(crate) fn groups(&self) -> Range<usize> {
+        self.first..self.first + self.groups.len()
+    }
+
     /// The groups that are here and the weights of each, to be dropped before the next update, load or save.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (usize, Result<Arc<Region>>)> {
         self.groups.iter().enumerate().map(|(index, kinds)| {
@@ -102,14 +108,20 @@ impl DeviceState {
         })
     }
 
-    /// Copies `bytes` to one kind of a group, from byte `at` on.
-    pub(crate) fn write(&self, lane: &Lane, group: usize, kind: usize, at: usize, bytes: Lease) -> Result {
+    /// Copies `bytes` to one kind of a group, from byte `at` on, and gives them back.
+    pub(crate) fn write(
+        &self,
+        lane: &Lane,
+        group: usize,
+        kind: usize,
+        at: usize,
+        bytes: Lease,
+    ) -> Result<Lease> {
         let mut kinds = lock(&self.groups[group - self.first]);
         let region = take(&mut kinds[kind])?;
         let (region, source) = lane.upload_at(Cargo::State(group), bytes, region, at)?;
         kinds[kind] = Some(Arc::new(region));
-        source.release()?;
-        Ok(())
+        Ok(source.release()?)
     }
 
     /// Copies one kind of a group, from byte `at` on, to all of `bytes`.
@@ -185,6 +197,11 @@ impl DeviceGradients {
         let sums = Some(arena.alloc(groups.len() * SUM)?);
         let held = Mutex::new(Held { groups, sums });
         Ok(Some(Self { first, dtype, kernel: Arc::clone(&kernels.sum_of_squares), held }))
+    }
+
+    /// The first group whose gradient stays here.
+    pub(crate) fn first(&self) -> usize {
+        self.first
     }
 
     /// Whether a group's gradient stays here.

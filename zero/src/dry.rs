@@ -259,7 +259,7 @@ impl DryRun<'_> {
         }
         let mut come_down = groups.iter().filter(|&&group| !self.has_state(group));
         come_down.try_for_each(|&group| self.park_gradient(arena, group, parking, gradient))?;
-        if self.update_follows && groups.contains(&block) {
+        if self.update_follows && groups.contains(&block) && !self.has_state(block) {
             parking.coming.clear();
         }
         Ok(())

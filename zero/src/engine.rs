@@ -471,7 +471,7 @@ impl Parts {
         let caching = &self.plan.windows.caching;
         let cache = StateCache::new(caching, &self.network, &self.kinds, &*backend.device)?;
         let saves = self.config.commits_at_saves();
-        Ok(StateHome::Disk(Box::new(Stored { store, cache, saves })))
+        Ok(StateHome::Disk(Box::new(Stored { store, cache, outdated: true, saves })))
     }
 }
 

@@ -148,6 +148,11 @@ impl GradientPark {
         })
     }
 
+    /// How many groups, from the first on, have gradients that come to host memory or disk; those of the others stay on the device.
+    pub(crate) fn groups_of_host(&self) -> usize {
+        self.on_device.as_ref().map_or(self.spec.groups.len(), DeviceGradients::first)
+    }
+
     fn stays(&self, group: usize) -> Option<&DeviceGradients> {
         self.on_device.as_ref().filter(|gradients| gradients.has(group))
     }

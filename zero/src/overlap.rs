@@ -130,13 +130,13 @@ impl Pending {
         updater.leaves_copies = self.writes_copies_last();
         let done = |group| gate.open_up_to(group + 1);
         match &self.left {
-            None => updater.run(home, bench.park, Items::all(bench.spec), done)?,
+            None => updater.run(home, bench.park, Items::all(bench.spec, bench.park), done)?,
             Some(left) => {
                 gate.open_up_to(left.first().map_or(0, |first| first.0));
                 updater.run(home, bench.park, left.iter().copied(), done)?
             }
         };
-        // Groups without parameters, or that are updated already, may come last.
+        // Groups without parameters, that are updated already, or whose state is on the device may come last.
         gate.open_up_to(bench.spec.groups.len());
         let (Some(Stored { store, cache, .. }), Some(words)) = (home.stored(), &self.words) else {
             return Ok(());

@@ -155,8 +155,13 @@ impl Planner<'_> {
         let mut smallest: Option<EnginePlan> = None;
         let keepers = self.keepers()?;
         let o = self.config.overrides;
-        let copies = Caching::of(self.state(), o.copied_weights.unwrap_or(0), o.copied_groups.unwrap_or(0));
         let fixed_state = self.fixed_state_groups()?;
+        let copies = Caching::of(
+            self.state(),
+            self.network.groups.len() - fixed_state.unwrap_or(0),
+            o.copied_weights.unwrap_or(0),
+            o.copied_groups.unwrap_or(0),
+        );
         for choice in self.choices(&keepers) {
             let choice = Choice { state_groups: fixed_state.unwrap_or(0), ..choice };
             let plan = self.evaluate(choice, &copies)?;
@@ -277,7 +282,8 @@ impl Planner<'_> {
         loop {
             let mut caching = plan.windows.caching.clone();
             let left = room.min(self.room(Tier::Host, &plan));
-            if !caching.extend(self.state(), self.kinds, left) {
+            let on_disk = self.network.groups.len() - plan.windows.device_room.state;
+            if !caching.extend(self.state(), on_disk, self.kinds, left) {
                 return Ok(plan);
             }
             plan = self.evaluate(choice, &caching)?;
@@ -486,8 +492,9 @@ impl Planner<'_> {
         let cost = self.cost(choice, modes)?;
         let (sequences, length) = (self.sample.sequences, self.sample.length);
         let signal = |b: usize| network.output(b, sequences, length, config.dtype, Mode::Evaluate).bytes();
+        let device_room = self.device_room(choice);
         let mut classes = plan_classes(network, weight_bytes, choice.weight_slots, |group| {
-            !caching.has(group, self.kinds.weight, self.kinds)
+            !caching.has(group, self.kinds.weight, self.kinds) && !device_room.has_state(network, group)
         });
         // Slots of host memory hold what the state does.
         for class in &mut classes {
@@ -510,7 +517,7 @@ impl Planner<'_> {
             arena_bytes: cost.arena_bytes.max(256),
             keeping: choice.keeping,
             caching: caching.clone(),
-            device_room: self.device_room(choice),
+            device_room,
             flops_per_step: cost.flops,
         })
     }

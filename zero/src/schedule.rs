@@ -130,7 +130,7 @@ impl Schedule {
         let groups = with_parameters.iter().map(|&group| group_update(count, group, update)).collect();
         let shared: usize = with_parameters
             .iter()
-            .filter(|&&g| network.is_shared(g))
+            .filter(|&&g| network.is_shared(g) && !count.is_on_device(g))
             .map(|&g| count.plan.spec.chunks(g))
             .sum();
         let bounded = count.config.update_follows() && !windows.gradients_on_disk;

@@ -29,7 +29,8 @@ pub(crate) struct StateKinds {
 pub(crate) enum StateHome {
     /// The blobs of every kind of each group, in host memory; none of a group whose state is on the device.
     Resident(Vec<Mutex<Vec<Arc<HostBlob>>>>),
-    /// In a store; only windows of it are in memory, and copies of a part.
+    /// In a store; only windows of it are in memory, and copies of a part. That of a group whose state is on the device comes there
+    /// with a save alone.
     Disk(Box<Stored>),
 }
 
@@ -38,6 +39,8 @@ pub(crate) enum StateHome {
 pub(crate) struct Stored {
     pub(crate) store: DiskStore,
     pub(crate) cache: StateCache,
+    /// The copies, and what is on the device, are not what is committed.
+    pub(crate) outdated: bool,
     /// Saves alone commit: copies are not written before, and what is not copied may be overwritten.
     pub(crate) saves: bool,
 }

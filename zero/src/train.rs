@@ -230,11 +230,21 @@ impl Engine {
         result
     }
 
-    /// Reads copies of state again after a step that failed.
+    /// Reads what of the state on disk is in memory, too, or on the device, after a step that failed or where it never was.
     pub(crate) fn refresh(&mut self) -> Result {
         let Self { home: StateHome::Disk(stored), kinds, update_slots, .. } = self else { return Ok(()) };
+        if !stored.outdated {
+            return Ok(());
+        }
         let Stored { store, cache, .. } = &mut **stored;
-        cache.refresh(store, kinds, update_slots)
+        cache.read(store, kinds, update_slots)?;
+        if let StateHome::Disk(stored) = &self.home {
+            self.load_to_device(&stored.store)?;
+        }
+        if let StateHome::Disk(stored) = &mut self.home {
+            stored.outdated = false;
+        }
+        Ok(())
     }
 
     fn bench(&self) -> Option<Bench<'_>> {
@@ -385,21 +395,21 @@ impl Engine {
             }
         };
         let mut deferred = None;
+        let clip = training.clip.map_or(1.0, |max| clip_coefficient(report.grad_norm, max));
+        let args = self.step_args(lr, clip * self.loss_scale.map_or(1.0, |current| current.inverse()));
+        self.update_on_device(&args)?;
         if training.waits_for_norm() || self.home.disk().is_none() {
-            let clip = training.clip.map_or(1.0, |max| clip_coefficient(report.grad_norm, max));
-            let args = self.step_args(lr, clip * self.loss_scale.map_or(1.0, |current| current.inverse()));
-            self.update_on_device(&args)?;
             if self.config.overrides.overlap() && self.is_deferrable() {
                 deferred = Some((args, None));
             } else {
                 let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
                 let bench = self.bench().expect("a training engine parks gradients");
                 let updater = bench.updater(optimizer, args);
-                let stalled = updater.run(&self.home, park, Items::all(updater.spec), |_| ())?;
+                let stalled = updater.run(&self.home, park, Items::all(updater.spec, park), |_| ())?;
                 report.state_stall_seconds += stalled.as_secs_f64();
             }
         } else if !left.is_empty() {
-            deferred = Some((self.step_args(lr, 1.0), Some(left)));
+            deferred = Some((args, Some(left)));
         }
         self.device_weights.outdate();
         report.update_seconds = began.elapsed().as_secs_f64();
@@ -454,7 +464,7 @@ impl Engine {
     pub(crate) fn abandon(&mut self) {
         if let StateHome::Disk(stored) = &mut self.home {
             stored.store.abandon();
-            stored.cache.set_outdated(true);
+            stored.outdated = true;
             self.unsaved = None;
             self.step = stored.store.committed().step;
         }
@@ -628,7 +638,8 @@ impl<'a> Training<'a> {
             }
             drop(accumulators);
             self.pass.note(Resource::Compute, began, "backward", block);
-            if is_last && groups.contains(&block) {
+            // The update of what stays on the device waits for the end of backward.
+            if is_last && groups.contains(&block) && block < self.park.groups_of_host() {
                 if !matches!(update, Update::Later) {
                     self.park.land_all(self.pool)?;
                 }

@@ -3,7 +3,8 @@
 //! State on disk passes through a fixed number of slots per kind. A slot is taken when a chunk's read starts and comes back
 //! when its write is done, so the slots alone bound reads, compute and writes in flight. New state goes to the next
 //! generation; the live one is never touched. Kinds of which there is a copy in memory are not read: the copy is updated, and
-//! what is written comes from it, at once or when all chunks are updated. Resident state is updated where it is, by the device what it has of it (`device_state.rs`).
+//! what is written comes from it, at once or when all chunks are updated. Resident state is updated where it is. What is on the
+//! device (`device_state.rs`) is none of this: no chunk of it comes here.
 
 use crate::cache::exclusive;
 use crate::gradients::{Arriving, GradientPark, Landed};
@@ -92,9 +93,9 @@ impl Items {
         (0..spec.chunks(group)).map(move |chunk| (group, chunk))
     }
 
-    /// The chunks of all groups.
-    pub(crate) fn all(spec: &StoreSpec) -> impl Iterator<Item = ChunkAt> {
-        (0..spec.groups.len()).flat_map(|group| Self::of_group(spec, group))
+    /// The chunks of all groups whose gradients `park` has in host memory or on disk.
+    pub(crate) fn all(spec: &StoreSpec, park: &GradientPark) -> impl Iterator<Item = ChunkAt> {
+        (0..park.groups_of_host()).flat_map(|group| Self::of_group(spec, group))
     }
 
     /// The next chunk; waits for it only if `wait` says so. `None` if there is none, or none yet.
@@ -133,11 +134,8 @@ impl Updater<'_> {
             StateHome::Resident(blobs) => {
                 for (group, chunk) in chunks {
                     let began = Instant::now();
-                    let mut blobs = locked(&blobs[group]);
-                    if !blobs.is_empty() {
-                        self.update_resident(&mut blobs, park, group, chunk)?;
-                        self.note(Resource::Update, began, &(group, chunk));
-                    }
+                    self.update_resident(&mut locked(&blobs[group]), park, group, chunk)?;
+                    self.note(Resource::Update, began, &(group, chunk));
                     if chunk + 1 == self.spec.chunks(group) {
                         done(group);
                     }

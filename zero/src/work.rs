@@ -118,7 +118,9 @@ impl Count<'_> {
         let order = rounds.order(network);
         let mut read_weights = vec![false; order.len()];
         if config.placement == Placement::Disk {
-            read_weights = self.reads(&order, |group| !plan.windows.caching.has(group, kinds.weight, kinds));
+            let caching = &plan.windows.caching;
+            read_weights = self
+                .reads(&order, |group| !caching.has(group, kinds.weight, kinds) && !self.is_on_device(group));
             self.disks(&mut work, &order, &read_weights);
         }
         let mut inputs = 0;

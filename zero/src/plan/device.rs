@@ -17,7 +17,9 @@ impl Planner<'_> {
             let alone = !self.backend.device.unified() && config.placement == Placement::None;
             return Ok(Some(if alone { asked.unwrap_or(all).min(all) } else { 0 }));
         };
-        if !self.device_updates || config.placement == Placement::Disk {
+        // What is on the device is written to disk by saves alone.
+        let every_step = config.placement == Placement::Disk && !config.commits_at_saves();
+        if !self.device_updates || every_step {
             let wanted =
                 asked.is_some_and(|groups| groups > 0) || training.host_part.is_some_and(|part| part < 1.0);
             if wanted && !self.backend.device.unified() && config.placement != Placement::Disk {
@@ -30,7 +32,7 @@ impl Planner<'_> {
         }
         Ok(match (asked, training.host_part, config.placement) {
             (Some(groups), ..) => Some(groups.min(all)),
-            (None, Some(part), Placement::Host) => {
+            (None, Some(part), Placement::Host | Placement::Disk) => {
                 let rest = (1.0 - part) * network.elements() as f64;
                 let of = |groups: usize| {
                     network.groups[all - groups..].iter().map(|g| g.elements as f64).sum::<f64>()
@@ -49,6 +51,9 @@ impl Planner<'_> {
         mut choice: Choice,
         mut plan: EnginePlan,
     ) -> Result<(Choice, EnginePlan)> {
+        if self.config.placement == Placement::Disk {
+            return Ok((choice, plan));
+        }
         let chunk_bytes = plan.windows.slot_elements * self.network.element_bytes;
         while choice.state_groups < self.network.groups.len() {
             let mut excess = plan.memory.total(Tier::Host).saturating_sub(self.config.host_budget);
