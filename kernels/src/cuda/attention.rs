@@ -1,9 +1,10 @@
 //! Attention: which kernels for which head size and operands.
 
 use super::launch::Arguments;
-use super::{Cuda, THREADS, too_large};
+use super::{Cuda, THREADS, aligned, too_large};
 use crate::check::{self, AttentionDims};
 use crate::{Attention, AttentionSpec, Result, View, ViewMut};
+use std::sync::PoisonError;
 
 /// A kernel, and what it needs to be launched.
 #[derive(Debug, Clone, Copy)]
@@ -76,6 +77,47 @@ fn passes(head_size: usize, tensor_cores: bool) -> Passes {
     }
 }
 
+/// Memory for partial results where the keys of few queries are shared out among blocks.
+pub(super) const PARTIAL_BYTES: usize = 8 << 20;
+
+/// How the keys are shared out, by the kernels of `attention_decode.cu`.
+#[derive(Debug, Clone, Copy)]
+struct Split {
+    kernel: &'static str,
+    /// Rows of a block.
+    rows: usize,
+    /// Keys of a block.
+    piece: usize,
+    pieces: usize,
+}
+
+impl Split {
+    /// Fewer keys are not worth a block, and more pieces not worth merging.
+    const KEYS_MIN: usize = 256;
+    const PIECES_MAX: usize = 64;
+    /// The tile of the kernel.
+    const TILE: usize = 64;
+    /// Queries that share keys; more fill tiles of the other kernels well enough.
+    const ROWS_MAX: usize = 16;
+
+    /// How to share the keys out, if that is worth while.
+    fn of(dims: &AttentionDims) -> Option<Self> {
+        let (head, rows) = (dims.head_size, dims.queries * dims.group());
+        if !head.is_multiple_of(8) || head == 0 || head > 256 || rows > Self::ROWS_MAX {
+            return None;
+        }
+        let partial = dims.batch * dims.queries * dims.heads * (head + 2) * size_of::<f32>();
+        let pieces =
+            dims.capacity.div_ceil(Self::KEYS_MIN).min(Self::PIECES_MAX).min(PARTIAL_BYTES / partial);
+        if pieces < 2 {
+            return None;
+        }
+        let piece = dims.capacity.div_ceil(pieces).next_multiple_of(Self::TILE);
+        let (kernel, rows) = if rows <= 4 { ("attention_decode_4", 4) } else { ("attention_decode_8", 8) };
+        Some(Self { kernel, rows, piece, pieces: dims.capacity.div_ceil(piece) })
+    }
+}
+
 impl Attention for Cuda {
     /// `starts` are in device memory and not looked at here: the caller keeps them within the keys.
     fn forward(
@@ -93,11 +135,23 @@ impl Attention for Cuda {
         if dims.batch * dims.queries * dims.heads == 0 {
             return Ok(());
         }
+        let operands = self.arguments().read(q).read(k).read(v).only(starts);
+        let with_shape = |arguments: Arguments| {
+            let arguments = arguments.size(dims.queries).size(dims.capacity).size(dims.heads);
+            arguments.size(dims.kv_heads).size(dims.head_size).int(window(spec)).float(spec.scale)
+        };
+        if let Some(split) = Split::of(&dims).filter(|_| aligned(&[k, v])) {
+            let _held = self.partials.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut keys = with_shape(operands.bytes(self.partials())).size(split.piece);
+            self.launch_split(OP, split, &dims, &mut keys)?;
+            let mut merge = self.arguments().bytes(self.partials()).size(split.pieces).write(&out);
+            merge = merge.only(lse.view()).size(dims.queries).size(dims.heads).size(dims.head_size);
+            let grid = [number(OP, "rows", dims.batch * dims.queries * dims.heads)?, 1, 1];
+            return self.launch(OP, "attention_decode_merge", grid, SPLIT_THREADS, 0, &mut merge);
+        }
         let tensor_cores = self.fits_tensor_cores(&[q, k, v], &[out.view()]);
         let pass = passes(dims.head_size, tensor_cores).forward;
-        let mut arguments = self.arguments().read(q).read(k).read(v).only(starts).write(&out);
-        arguments = arguments.only(lse.view()).size(dims.queries).size(dims.capacity).size(dims.heads);
-        arguments = arguments.size(dims.kv_heads).size(dims.head_size).int(window(spec)).float(spec.scale);
+        let mut arguments = with_shape(operands.write(&out).only(lse.view()));
         self.launch_pass(OP, pass, &dims, dims.queries * dims.group(), &mut arguments)
     }
 
@@ -143,15 +197,40 @@ impl Cuda {
         rows: usize,
         arguments: &mut Arguments,
     ) -> Result {
-        let (tiles, heads) = (rows.div_ceil(pass.rows), dims.batch * dims.kv_heads);
         let pieces = dims.head_size.div_ceil(pass.columns).max(1);
-        if heads > 65_535 {
-            return Err(too_large(op, "sequences times key heads", heads));
-        }
-        let number = |value: usize, what| u32::try_from(value).map_err(|_| too_large(op, what, value));
-        let grid = [number(tiles, "tiles of rows")?, number(heads, "heads")?, number(pieces, "columns")?];
+        let tiles = number(op, "tiles of rows", rows.div_ceil(pass.rows))?;
+        let grid = [tiles, heads(op, dims)?, number(op, "columns", pieces)?];
         self.launch(op, pass.kernel, grid, pass.threads, pass.shared_bytes, arguments)
     }
+
+    /// Launches blocks for pieces of the keys, sequences and key heads, and pieces of the rows that share keys.
+    fn launch_split(
+        &self,
+        op: &'static str,
+        split: Split,
+        dims: &AttentionDims,
+        arguments: &mut Arguments,
+    ) -> Result {
+        let rows = (dims.queries * dims.group()).div_ceil(split.rows);
+        let grid = [number(op, "pieces of keys", split.pieces)?, heads(op, dims)?, number(op, "rows", rows)?];
+        self.launch(op, split.kernel, grid, SPLIT_THREADS, 0, arguments)
+    }
+}
+
+/// Threads of the kernels of `attention_decode.cu`.
+const SPLIT_THREADS: u32 = 128;
+
+/// Sequences times key heads, as a grid's second dimension.
+fn heads(op: &'static str, dims: &AttentionDims) -> Result<u32> {
+    let heads = dims.batch * dims.kv_heads;
+    if heads > 65_535 {
+        return Err(too_large(op, "sequences times key heads", heads));
+    }
+    number(op, "heads", heads)
+}
+
+fn number(op: &'static str, what: &'static str, value: usize) -> Result<u32> {
+    u32::try_from(value).map_err(|_| too_large(op, what, value))
 }
 
 /// Positions a query sees.

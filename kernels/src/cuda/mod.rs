@@ -32,7 +32,10 @@ use terrace_device::cuda::{CudaDevice, CudaStream};
 use terrace_device::{Bytes, Device, DeviceError, Region};
 
 /// Device memory that a kernel set keeps besides its operands.
-pub const SCRATCH_BYTES: usize = cublaslt::WORKSPACE_BYTES + rows::LOSS_BYTES;
+pub const SCRATCH_BYTES: usize = PARTIALS_AT + attention::PARTIAL_BYTES;
+
+/// Where the partial results of attention begin in it.
+const PARTIALS_AT: usize = cublaslt::WORKSPACE_BYTES + rows::LOSS_BYTES;
 
 /// How the CUDA backend runs.
 #[derive(Debug, Clone, Copy, Default)]
@@ -70,6 +73,7 @@ pub fn with_config(
         tensor_cores: !config.plain_kernels,
         scratch,
         losses: Mutex::default(),
+        partials: Mutex::default(),
     });
     Ok(KernelSet {
         matmul: cuda.clone(),
@@ -91,10 +95,13 @@ struct Cuda {
     products: Option<cublaslt::Products>,
     /// Whether to use the kernels for them where they fit.
     tensor_cores: bool,
-    /// cuBLASLt's workspace, then the losses of rows. One stream uses it, so that uses of it have an order.
+    /// cuBLASLt's workspace, the losses of rows, then partial results of attention. One stream uses it, so that uses of it have an
+    /// order.
     scratch: Region,
     /// Held from the launch that writes losses to the one that adds them.
     losses: Mutex<()>,
+    /// The same for partial results of attention and the launch that merges them.
+    partials: Mutex<()>,
 }
 
 impl Cuda {
@@ -119,11 +126,11 @@ impl Cuda {
     /// not from where the group lies.
     fn fits_tensor_cores(&self, operands: &[View<'_>], results: &[View<'_>]) -> bool {
         let dtype = operands[0].dtype();
-        let aligned = |view: &View<'_>| (view.bytes().address().as_ptr() as usize).is_multiple_of(16);
         self.tensor_cores
             && matches!(dtype, DType::BF16 | DType::F16)
             && operands.iter().all(|operand| operand.dtype() == dtype)
-            && operands.iter().chain(results).all(aligned)
+            && aligned(operands)
+            && aligned(results)
     }
 
     /// A launch over elements or vectors of them, which strides over what the grid does not cover.
@@ -148,7 +155,11 @@ impl Cuda {
     }
 
     fn losses(&self) -> Bytes<'_> {
-        self.scratch.bytes().slice(cublaslt::WORKSPACE_BYTES, SCRATCH_BYTES)
+        self.scratch.bytes().slice(cublaslt::WORKSPACE_BYTES, PARTIALS_AT)
+    }
+
+    fn partials(&self) -> Bytes<'_> {
+        self.scratch.bytes().slice(PARTIALS_AT, SCRATCH_BYTES)
     }
 }
 
@@ -168,6 +179,12 @@ fn blocks(card: &OnCard, wanted: usize) -> u32 {
 fn row_threads(width: usize) -> u32 {
     let wanted = width.div_ceil(VECTOR).next_power_of_two().clamp(32, 1024);
     u32::try_from(wanted).expect("at most 1024")
+}
+
+/// Whether 16 bytes can be moved at once from where operands begin.
+fn aligned(operands: &[View<'_>]) -> bool {
+    let begins = |view: &View<'_>| view.bytes().address().as_ptr() as usize;
+    operands.iter().all(|view| begins(view).is_multiple_of(16))
 }
 
 fn failed(op: &'static str, error: &DeviceError) -> KernelError {

@@ -45,7 +45,7 @@ macro_rules! source {
 }
 
 /// The operations of a [`KernelSet`](crate::KernelSet).
-pub(super) static SOURCES: [KernelSource; 12] = [
+pub(super) static SOURCES: [KernelSource; 13] = [
     source!(
         "elementwise.cu",
         "elementwise_add",
@@ -72,6 +72,7 @@ pub(super) static SOURCES: [KernelSource; 12] = [
         "attention_dkv_64",
         "attention_dkv_128"
     ),
+    source!("attention_decode.cu", "attention_decode_4", "attention_decode_8", "attention_decode_merge"),
     source!(
         tensor_cores "attention_mma.cu",
         "attention_forward_mma_64",

@@ -145,7 +145,8 @@ fn the_future_is_not_read() {
     let case =
         Case { batch: 1, queries: 2, capacity: 64, heads: 2, kv_heads: 1, head_size: 16, window: None };
     let many = Case { queries: 30, ..case };
-    for case in [case, many] {
+    let shared_out = Case { capacity: 640, ..case };
+    for case in [case, many, shared_out] {
         let [q, mut k, mut v] = case.qkv(DType::F32);
         let first_hidden = (5 + case.queries) * case.head_size;
         for i in first_hidden..k.len() {
@@ -156,6 +157,29 @@ fn the_future_is_not_read() {
         for (name, set) in backends() {
             let [out, lse] = case.forward(&set, &[q.clone(), k.clone(), v.clone()], &starts, DType::F32);
             assert!(out.values().iter().chain(&lse.values()).all(|x| x.is_finite()), "{name}: {case:?}");
+        }
+    }
+}
+
+/// As in decoding: a card shares the keys out among blocks.
+#[test]
+fn few_queries_on_many_keys() {
+    for (queries, heads, kv_heads, head_size) in [
+        (1, 6, 2, 16),
+        (1, 8, 1, 64),
+        (2, 7, 1, 80),
+        (1, 16, 1, 128),
+        (3, 4, 4, 8),
+        (1, 4, 2, 256),
+        (4, 6, 2, 40),
+    ] {
+        for (capacity, starts) in [(300, [0, 299]), (520, [255, 256]), (1500, [1400, 3])] {
+            for window in [None, Some(7), Some(300)] {
+                let case = Case { batch: 2, queries, capacity, heads, kv_heads, head_size, window };
+                let starts = starts.map(|start| start.min(capacity - queries));
+                let mix = if queries == 1 { (DType::BF16, DType::BF16) } else { (DType::F32, DType::F16) };
+                case.check_forward(&starts, mix);
+            }
         }
     }
 }

@@ -1,0 +1,191 @@
+// Attention of few queries on many keys, as in decoding, with the keys shared out among blocks: Dao, Haziza, Massa and
+// Sizov, "Flash-Decoding for long-context inference" (2023). The operation, its symbols and the order of rows are those of
+// attention.cu.
+//
+//   attention_decode_{4,8}    partials of pieces of the keys    4·K FLOPs a visible pair
+//   attention_decode_merge    out, lse from the partials        2·K a row and piece
+//
+// One query of a sequence gives attention.cu a block for each key head, which is a fraction of a card, and walks all keys
+// one tile after the other. Here a block takes `piece` keys of a (sequence, key head) for 4 or 8 rows (the suffix), and leaves
+// for each row the sum of its weighted values, unscaled, the largest score and the sum of exponentials:
+//
+//   partials f32 [B·H·S, pieces, K + 2], rows in the order of q's
+//
+// The length of the keys is on the card alone, so that the grid is made for the capacity: what lies behind the last visible
+// key, or before a window, leaves an empty partial (−∞, 0). Head sizes are multiples of 8 up to 256.
+//
+// A tile of 64 keys: two threads a key compute the scores of all rows, loading 16 bytes in turn; a warp a row then takes the
+// softmax; for the values a thread has eight columns and every `lanes`-th key. So keys and values are loaded once, in
+// sectors of 32 bytes or more, and never stored in shared memory.
+//
+// Order of sums: eight columns of a score at a time, even eights apart from odd ones; values by lane of keys, ascending, then
+// lanes, then pieces ascending. No atomics. f32 throughout. Nothing beyond the last visible key is read.
+//
+// Compiled for sm_80 to sm_120 and emulated, not run on hardware.
+
+#define DECODE_THREADS 128
+#define DECODE_TILE 64
+#define HEAD_MAX 256
+#define MINUS_INFINITY __uint_as_float(0xFF800000u)
+
+struct Shape {
+    int queries, capacity, heads, kv_heads, head_size;
+    // Positions a query sees, itself included; at least `capacity` when there is no window.
+    int window;
+    float scale;
+    // Keys that a block takes, a multiple of the tile.
+    int piece;
+};
+
+// Shared memory of a block.
+template <int ROWS> struct Shared {
+    // In the end a row's values by lane of keys: eight of each thread.
+    float queries[ROWS * HEAD_MAX];
+    static_assert(ROWS * HEAD_MAX >= DECODE_THREADS * 8, "the sums of a row fit");
+    float weights[ROWS][DECODE_TILE];
+    float most[ROWS], total[ROWS], keep[ROWS];
+};
+
+// The place of row r of a (sequence, key head) among those of q.
+__device__ __forceinline__ i64 row_place(const Shape &shape, int b, int kv_head, int r) {
+    int group = shape.heads / shape.kv_heads;
+    return ((i64)b * shape.queries + r / group) * shape.heads + kv_head * group + r % group;
+}
+
+// Grid: (pieces of the keys, B·G, pieces of ROWS rows).
+template <int ROWS>
+__device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype,
+                                       const int *starts, float *partials, const Shape &shape) {
+    __shared__ Shared<ROWS> shared;
+    int t = threadIdx.x, head = shape.head_size;
+    int b = blockIdx.y / shape.kv_heads, kv_head = blockIdx.y % shape.kv_heads, group = shape.heads / shape.kv_heads;
+    int row = blockIdx.z * ROWS, rows = min(ROWS, shape.queries * group - row);
+    int start = starts[b];
+    int last = start + (row + rows - 1) / group, first = start + row / group - shape.window + 1;
+    int begin = max((int)blockIdx.x * shape.piece, max(first, 0) / DECODE_TILE * DECODE_TILE);
+    int end = min(min(((int)blockIdx.x + 1) * shape.piece, shape.capacity), last + 1);
+
+    for (int i = t; i < ROWS * head; i += DECODE_THREADS) {
+        int r = i / head;
+        i64 at = row_place(shape, b, kv_head, row + min(r, rows - 1)) * head + i % head;
+        shared.queries[i] = r < rows ? load(q, q_dtype, at) * shape.scale : 0.0f;
+    }
+    if (t < ROWS) shared.most[t] = MINUS_INFINITY, shared.total[t] = 0.0f;
+
+    i64 step = (i64)shape.kv_heads * head, origin = (i64)b * shape.capacity * step + (i64)kv_head * head;
+    int eights = head / 8, lanes = DECODE_THREADS / eights, column = t % eights * 8, lane = t / eights;
+    float sums[ROWS][8] = {};
+    for (int tile = begin; tile < end; tile += DECODE_TILE) {
+        // Also before the first tile: the queries.
+        __syncthreads();
+        int key = tile + t / 2;
+        float scores[ROWS] = {};
+        if (key < end) {
+            for (int c = t % 2 * 8; c < head; c += 16) {
+                float x[8];
+                load8(k, k_dtype, origin + key * step + c, x);
+#pragma unroll
+                for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                    for (int j = 0; j < 8; j++) scores[r] += shared.queries[r * head + c + j] * x[j];
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            float score = scores[r] + __shfl_xor_sync(ALL_LANES, scores[r], 1);
+            int position = start + (row + r) / group;
+            bool visible = key < end && key <= position && key > position - shape.window;
+            if (t % 2 == 0) shared.weights[r][t / 2] = visible ? score : MINUS_INFINITY;
+        }
+        __syncthreads();
+        for (int r = t / 32; r < ROWS; r += DECODE_THREADS / 32) {
+            float low = shared.weights[r][t % 32], high = shared.weights[r][t % 32 + 32];
+            float before = shared.most[r], most = fmaxf(fmaxf(low, high), before);
+#pragma unroll
+            for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, apart));
+            // A row that has seen no key yet: everything stays zero.
+            float shift = most == MINUS_INFINITY ? 0.0f : most;
+            low = expf(low - shift), high = expf(high - shift);
+            float sum = warp_sum(low + high);
+            shared.weights[r][t % 32] = low, shared.weights[r][t % 32 + 32] = high;
+            // All lanes have read what the first one replaces.
+            __syncwarp();
+            if (t % 32 == 0) {
+                float keep = expf(before - shift);
+                shared.keep[r] = keep, shared.most[r] = most;
+                shared.total[r] = shared.total[r] * keep + sum;
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) sums[r][j] *= shared.keep[r];
+        if (lane < lanes) {
+            for (int i = lane; i < DECODE_TILE && tile + i < end; i += lanes) {
+                float x[8];
+                load8(v, v_dtype, origin + (tile + i) * step + column, x);
+#pragma unroll
+                for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                    for (int j = 0; j < 8; j++) sums[r][j] += shared.weights[r][i] * x[j];
+            }
+        }
+    }
+    float *by_lane = shared.queries;
+    for (int r = 0; r < rows; r++) {
+        __syncthreads();
+        if (lane < lanes) {
+#pragma unroll
+            for (int row_of_sums = 0; row_of_sums < ROWS; row_of_sums++)
+                if (row_of_sums == r)
+                    for (int j = 0; j < 8; j++) by_lane[lane * head + column + j] = sums[row_of_sums][j];
+        }
+        __syncthreads();
+        float *partial = partials + (row_place(shape, b, kv_head, row + r) * gridDim.x + blockIdx.x) * (head + 2);
+        for (int c = t; c < head; c += DECODE_THREADS) {
+            float sum = 0.0f;
+            for (int of = 0; of < lanes; of++) sum += by_lane[of * head + c];
+            partial[c] = sum;
+        }
+        if (t == 0) partial[head] = shared.most[r], partial[head + 1] = shared.total[r];
+    }
+}
+
+#define DECODE_PARAMETERS                                                                                              \
+    const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype, const int *starts,             \
+        float *partials, int queries, int capacity, int heads, int kv_heads, int head_size, int window, float scale,   \
+        int piece
+#define DECODE(ROWS)                                                                                                   \
+    decode<ROWS>(q, q_dtype, k, k_dtype, v, v_dtype, starts, partials,                                                 \
+                 {queries, capacity, heads, kv_heads, head_size, window, scale, piece})
+
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_4(DECODE_PARAMETERS) { DECODE(4); }
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_8(DECODE_PARAMETERS) { DECODE(8); }
+
+// Grid: rows of q, in their order.
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
+attention_decode_merge(const float *partials, int pieces, void *out, int out_dtype, float *lse, int queries, int heads,
+                       int head_size) {
+    i64 row = blockIdx.x, width = head_size + 2;
+    const float *from = partials + row * pieces * width;
+    float most = MINUS_INFINITY, total = 0.0f;
+    for (int piece = 0; piece < pieces; piece++) most = fmaxf(most, from[piece * width + head_size]);
+    for (int piece = 0; piece < pieces; piece++) {
+        const float *partial = from + piece * width + head_size;
+        total += partial[1] * expf(partial[0] - most);
+    }
+    float inverse = 1.0f / total;
+    for (int c = threadIdx.x; c < head_size; c += DECODE_THREADS) {
+        float sum = 0.0f;
+        for (int piece = 0; piece < pieces; piece++) {
+            const float *partial = from + piece * width;
+            sum += partial[c] * expf(partial[head_size] - most);
+        }
+        store(out, out_dtype, row * head_size + c, sum * inverse);
+    }
+    if (threadIdx.x == 0) {
+        i64 head = row % heads, query = row / heads % queries, b = row / heads / queries;
+        lse[(b * heads + head) * queries + query] = most + logf(total);
+    }
+}
