@@ -5,8 +5,9 @@ use std::sync::Arc;
 use terrace_aio::engine::{EngineConfig as IoConfig, open_default};
 use terrace_device::cuda::CudaDevice;
 use terrace_device::host::HostDevice;
+use terrace_kernels::cpu::{self, CpuConfig};
+use terrace_kernels::cuda;
 use terrace_kernels::update::UpdateKernels;
-use terrace_kernels::{cpu, cuda};
 use terrace_optimizer::host_kernels;
 
 /// Device memory that the kernels of a card keep.
@@ -21,12 +22,24 @@ pub(crate) const CUDA_SCRATCH_BYTES: u64 = (cuda::SCRATCH_BYTES + cuda::UPDATE_S
 /// # Panics
 /// If the system refuses to start the threads.
 pub fn cpu_backend(threads: usize, io: &IoConfig) -> Result<Backend> {
+    cpu_backend_of(CpuConfig::new(threads), io)
+}
+
+/// [`cpu_backend`] as configured.
+///
+/// # Errors
+/// There are no threads, or the disk engine cannot be started.
+///
+/// # Panics
+/// If the system refuses to start the threads.
+pub fn cpu_backend_of(config: CpuConfig, io: &IoConfig) -> Result<Backend> {
+    let threads = config.threads;
     if threads == 0 {
         return Err(EngineError::Config("at least one thread computes: give --threads 1 or more".into()));
     }
     Ok(Backend {
         device: Arc::new(HostDevice::unified()),
-        kernels: cpu::kernel_set(threads),
+        kernels: cpu::with_config(config),
         updates: None,
         kernel_scratch_bytes: cpu::scratch_bytes(threads) as u64,
         io: open_default(io)?,

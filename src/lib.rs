@@ -64,7 +64,7 @@ pub mod progress;
 mod shape;
 pub mod tensorboard;
 
-pub use engine::{cpu_backend, cuda_backend};
+pub use engine::{cpu_backend, cpu_backend_of, cuda_backend};
 pub use terrace_aio as aio;
 pub use terrace_aio::IoEngine;
 pub use terrace_aio::engine::EngineConfig as IoConfig;

@@ -5,6 +5,7 @@
 //! destination is poisoned until the event fires, so that a missing wait shows without a card. [`cuda`] drives NVIDIA's
 //! cards with whatever driver it finds at run time.
 
+pub mod affinity;
 mod arena;
 mod bytes;
 pub mod cuda;

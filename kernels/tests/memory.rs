@@ -47,7 +47,7 @@ fn working_memory_is_bounded() {
     for (threads, isa) in [1, 2, 5].into_iter().flat_map(|threads| isas.map(|isa| (threads, isa))) {
         let before = LIVE.load(Relaxed);
         PEAK.store(before, Relaxed);
-        let set = cpu::with_config(cpu::CpuConfig { threads, isa: Some(isa) });
+        let set = cpu::with_config(cpu::CpuConfig { isa: Some(isa), ..cpu::CpuConfig::new(threads) });
         products(&set, &arena);
         quantized(&set, &arena);
         attention(&set, &arena);

@@ -227,6 +227,9 @@ pub struct PlacementArgs {
     /// How disk operations are submitted
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub engine: DiskEngine,
+    /// Keep each computing thread on a core of its own: for a machine that has nothing else to do
+    #[arg(long)]
+    pub pin_threads: bool,
     /// Treat the CPU as a discrete device: copies are deferred and checked.
     #[arg(long, hide = true)]
     pub discrete: bool,

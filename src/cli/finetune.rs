@@ -502,6 +502,7 @@ fn engine_config(
         durability: run.durability.into(),
         device_budget: session.device_budget(placement),
         threads: session.threads,
+        pinned: placement.pin_threads,
         limits: BatchLimits {
             sequences: run.batch_size,
             length: run.seq_len,

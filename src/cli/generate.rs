@@ -174,6 +174,7 @@ pub(super) fn frozen_config(
         durability: Durability::Step,
         device_budget: session.device_budget(placement),
         threads: session.threads,
+        pinned: placement.pin_threads,
         limits,
         accumulation: Accumulation::default(),
         overrides: WindowOverrides {

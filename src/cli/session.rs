@@ -3,7 +3,7 @@
 use super::args::{self, DeviceName, DiskEngine, Dtype, Offload, PlacementArgs, WeightFormat};
 use crate::engine::host_updates;
 use crate::error::CliError;
-use crate::{cpu_backend, cuda_backend};
+use crate::{cpu_backend_of, cuda_backend};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,6 +14,7 @@ use terrace_aio::profile::DiskProfile;
 use terrace_device::DeviceError;
 use terrace_device::cuda::CudaDevice;
 use terrace_device::host::HostDevice;
+use terrace_kernels::cpu::CpuConfig;
 use terrace_kernels::{DType, QuantFormat};
 use terrace_tiers::{MemoryPlan, Tier};
 use terrace_zero::{Accumulation, Backend, EngineError, Placement, Timeline};
@@ -59,7 +60,8 @@ impl Session {
             DiskEngine::Threads => EngineChoice::Threads,
         };
         let io_config = IoConfig { choice, ..aio.clone() };
-        let (mut backend, device_free) = open_backend(placement.device, threads, &io_config)?;
+        let cpu = CpuConfig { pinned: placement.pin_threads, ..CpuConfig::new(threads) };
+        let (mut backend, device_free) = open_backend(placement.device, cpu, &io_config)?;
         let stats = Arc::new(StatsLayer::new(Arc::clone(&backend.io)));
         let mut io: Arc<dyn IoEngine> = Arc::clone(&stats) as _;
         let timeline = trace.then(|| Arc::new(Timeline::new(TRACE_EVENTS)));
@@ -95,7 +97,7 @@ impl Session {
 /// The backend that `--device` names, and the free bytes of the card if it is one.
 fn open_backend(
     device: DeviceName,
-    threads: usize,
+    cpu: CpuConfig,
     io: &IoConfig,
 ) -> Result<(Backend, Option<u64>), CliError> {
     let on_card = |ordinal: u32| -> Result<(Backend, Option<u64>), EngineError> {
@@ -126,7 +128,7 @@ fn open_backend(
         },
         DeviceName::Cpu => {}
     }
-    Ok((cpu_backend(threads, io)?, None))
+    Ok((cpu_backend_of(cpu, io)?, None))
 }
 
 /// The measurements of disks in the profile that `--profile` names, else in the one of this machine.

@@ -177,10 +177,11 @@ impl StateCache {
     }
 
     /// Reads every copy from the last commit.
-    pub(crate) fn read(&mut self, store: &DiskStore, kinds: &StateKinds, slots: &UpdateSlots) -> Result {
-        for (group, copies) in self.groups.iter_mut().enumerate() {
-            let copies = copies.get_mut().unwrap_or_else(PoisonError::into_inner);
-            read_state(store, kinds, slots, group, &copied(copies), |kind, range, lease| {
+    pub(crate) fn read(&self, store: &DiskStore, kinds: &StateKinds, slots: &UpdateSlots) -> Result {
+        for group in 0..self.groups.len() {
+            let mut copies = self.lock(group);
+            let which = copied(&copies);
+            read_state(store, kinds, slots, group, &which, |kind, range, lease| {
                 exclusive(copies[kind].as_mut().expect("it is copied"))[range].copy_from_slice(&lease);
                 Ok(())
             })?;

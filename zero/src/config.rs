@@ -163,6 +163,8 @@ pub struct EngineConfig {
     pub device_budget: u64,
     /// Threads for the optimizer (kernels bring their own).
     pub threads: usize,
+    /// Keep each of them [on a core of its own](terrace_device::affinity::stay_on_core).
+    pub pinned: bool,
     /// The largest batch.
     pub limits: BatchLimits,
     /// The order of its micro-batches.
@@ -227,6 +229,7 @@ impl EngineConfig {
             durability: Durability::Step,
             device_budget: u64::MAX,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
+            pinned: false,
             limits,
             accumulation: Accumulation::default(),
             keep_at_most: None,

@@ -232,15 +232,9 @@ impl Engine {
 
     /// Reads what of the state on disk is in memory, too, or on the device, after a step that failed or where it never was.
     pub(crate) fn refresh(&mut self) -> Result {
-        let Self { home: StateHome::Disk(stored), kinds, update_slots, .. } = self else { return Ok(()) };
-        if !stored.outdated {
-            return Ok(());
-        }
-        let Stored { store, cache, .. } = &mut **stored;
-        cache.read(store, kinds, update_slots)?;
-        if let StateHome::Disk(stored) = &self.home {
-            self.load_to_device(&stored.store)?;
-        }
+        let Some(stored) = self.home.stored().filter(|stored| stored.outdated) else { return Ok(()) };
+        stored.cache.read(&stored.store, &self.kinds, &self.update_slots)?;
+        self.load_to_device(&stored.store)?;
         if let StateHome::Disk(stored) = &mut self.home {
             stored.outdated = false;
         }

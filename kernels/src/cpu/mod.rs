@@ -45,6 +45,15 @@ pub struct CpuConfig {
     pub threads: usize,
     /// Instruction set; `None`: the best this machine has.
     pub isa: Option<Isa>,
+    /// Keep each thread [on a core of its own](terrace_device::affinity::stay_on_core).
+    pub pinned: bool,
+}
+
+impl CpuConfig {
+    /// So many threads, wherever the system puts them, with the best instructions of this machine.
+    pub fn new(threads: usize) -> Self {
+        Self { threads, isa: None, pinned: false }
+    }
 }
 
 /// A kernel set that computes on `threads` threads with the best instructions of this machine.
@@ -52,7 +61,7 @@ pub struct CpuConfig {
 /// # Panics
 /// If `threads` is zero or the system refuses to start them.
 pub fn kernel_set(threads: usize) -> KernelSet {
-    with_config(CpuConfig { threads, isa: None })
+    with_config(CpuConfig::new(threads))
 }
 
 /// A kernel set as configured.

@@ -7,6 +7,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use terrace_device::affinity::stay_on_core;
 use terrace_device::host::HostMemory;
 
 /// Working memory of one thread: packed panels and tiles of products and attention.
@@ -37,6 +38,9 @@ impl Threads {
             .num_threads(config.threads)
             .stack_size(STACK_BYTES)
             .thread_name(|index| format!("terrace-kernel-{index}"))
+            .start_handler(move |index| {
+                let _ = config.pinned && stay_on_core(index);
+            })
             .build()
             .unwrap_or_else(|error| panic!("cannot start {} compute threads: {error}", config.threads));
         Self {
@@ -210,5 +214,27 @@ impl<'a, T> SharedMut<'a, T> {
         assert!(at <= self.len, "element {at} is within {}", self.len);
         // SAFETY: in bounds or one past.
         unsafe { self.ptr.add(at) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn pinned_threads_have_a_core_each() {
+        let cores = |pinned| {
+            let threads = Threads::new(CpuConfig { pinned, ..CpuConfig::new(3) });
+            threads.pool.broadcast(|_| {
+                let status = std::fs::read_to_string("/proc/thread-self/status").expect("Linux says");
+                let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+                line.expect("it is there").trim().to_owned()
+            })
+        };
+        let one = |core: &String| core.parse::<usize>().is_ok();
+        let (free, pinned) = (cores(false), cores(true));
+        assert!(pinned.iter().all(one), "{pinned:?}");
+        assert!(one(&free[0]) || pinned[0] != pinned[1], "{free:?}, {pinned:?}");
     }
 }

@@ -138,7 +138,7 @@ fn pairs_take_denormals_for_zeros() {
         Host::of(DType::BF16, &[5, 3], [2f64.powi(100); 15]),
     );
     for isa in isas_and_pairs() {
-        let set = cpu::with_config(CpuConfig { threads: 1, isa: Some(isa) });
+        let set = cpu::with_config(CpuConfig { isa: Some(isa), ..CpuConfig::new(1) });
         let mut out = Host::random(DType::F32, &[17, 5], 1.0, 1);
         set.matmul.matmul(a.view(), b.view(), out.view_mut(), MatmulSpec::NT).unwrap();
         let pairs = isa.name().contains("pairs") || isa.name() == "avx512bf16";

@@ -129,7 +129,7 @@ fn empty_sizes() {
 #[test]
 fn the_bits_of_the_dense_product() {
     for isa in Isa::available() {
-        let set = cpu::with_config(CpuConfig { threads: 2, isa: Some(isa) });
+        let set = cpu::with_config(CpuConfig { isa: Some(isa), ..CpuConfig::new(2) });
         for (m, n, l) in [(FEW + 1, 40, 144), (20, 33, 128), (100, 90, 530)] {
             let a = Host::random(DType::BF16, &[m, l], 1.0, 1);
             for format in FORMATS {
@@ -159,7 +159,7 @@ fn activations_that_stand_out_cost_others_no_more_than_their_block() {
         let dtypes = [(DType::F32, -30), (DType::BF16, -15)];
         FORMATS.into_iter().flat_map(move |format| dtypes.map(|dtype| (isa, format, dtype)))
     }) {
-        let set = cpu::with_config(CpuConfig { threads: 2, isa: Some(isa) });
+        let set = cpu::with_config(CpuConfig { isa: Some(isa), ..CpuConfig::new(2) });
         let (a, b) = (Host::of(dtype, &[2, l], wide.iter().copied()), Quantized::random(format, n, l, 2));
         let mut out = Host::zeros(DType::F32, &[2, n]);
         set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
@@ -186,7 +186,7 @@ fn activations_that_stand_out_cost_others_no_more_than_their_block() {
 #[test]
 fn extreme_activations() {
     for isa in Isa::available() {
-        let set = cpu::with_config(CpuConfig { threads: 1, isa: Some(isa) });
+        let set = cpu::with_config(CpuConfig { isa: Some(isa), ..CpuConfig::new(1) });
         for format in FORMATS {
             let b = Quantized::random(format, 3, 200, 2);
             let mut values = vec![1.0; 3 * 200];
@@ -219,7 +219,7 @@ fn a_row_does_not_depend_on_its_batch() {
     for (isa, (dtype, few)) in
         Isa::available().into_iter().flat_map(|isa| [(isa, (DType::F32, FEW / 2)), (isa, (DType::BF16, FEW))])
     {
-        let set = cpu::with_config(CpuConfig { threads: 2, isa: Some(isa) });
+        let set = cpu::with_config(CpuConfig { isa: Some(isa), ..CpuConfig::new(2) });
         let a = Host::random(dtype, &[few, 900], 1.0, 1);
         for format in FORMATS {
             let b = Quantized::random(format, 45, 900, 2);
@@ -244,7 +244,7 @@ fn the_number_of_threads_changes_nothing() {
             for format in FORMATS {
                 let b = Quantized::random(format, n, l, 2);
                 let run = |threads| {
-                    let set = cpu::with_config(CpuConfig { threads, isa: Some(isa) });
+                    let set = cpu::with_config(CpuConfig { isa: Some(isa), ..CpuConfig::new(threads) });
                     let mut out = Host::zeros(DType::F32, &[m, n]);
                     set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
                     out

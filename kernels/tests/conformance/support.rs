@@ -147,7 +147,7 @@ fn sets(isas: Vec<Isa>) -> Vec<(String, KernelSet)> {
     let mut all = Vec::new();
     for isa in isas {
         for threads in [1, 2] {
-            let set = cpu::with_config(CpuConfig { threads, isa: Some(isa) });
+            let set = cpu::with_config(CpuConfig { isa: Some(isa), ..CpuConfig::new(threads) });
             all.push((format!("cpu {} with {threads} threads", isa.name()), set));
         }
     }

@@ -18,7 +18,8 @@ fn same_for_every_thread_count(what: &str, run: impl Fn(&KernelSet) -> Vec<Host>
 
 fn same_on(isas: Vec<Isa>, what: &str, run: impl Fn(&KernelSet) -> Vec<Host>) {
     for isa in isas {
-        let with = |threads| hash(&run(&cpu::with_config(CpuConfig { threads, isa: Some(isa) })));
+        let with =
+            |threads| hash(&run(&cpu::with_config(CpuConfig { isa: Some(isa), ..CpuConfig::new(threads) })));
         let one = with(1);
         for threads in [2, 3, 8] {
             assert_eq!(one, with(threads), "{what}: {} threads, {}", threads, isa.name());

@@ -119,6 +119,7 @@ impl Setup {
             durability: self.durability,
             device_budget: self.device_budget,
             threads: self.threads,
+            pinned: false,
             limits: BatchLimits {
                 sequences: SEQUENCES,
                 length: LENGTH,
