@@ -492,7 +492,7 @@ fn state_is_shared_between_host_and_device() {
         bench.finetune(output).args(&["--steps", "4", "--device", "cpu"]).args(args)
     };
     run("cpu", &["--offload", "none"]).ok();
-    run("pinned", &["--offload", "disk", "--pin-threads", "--threads", "3"]).ok();
+    run("pinned", &["--offload", "disk", "--pin-threads"]).ok();
     assert!(bench.weights("pinned") == bench.weights("cpu"));
     let host = ["--discrete", "--offload", "host", "--optimizer-ratio"];
     for (output, ratio) in [("all", "0"), ("some", "0.5"), ("nothing", "1")] {

@@ -135,9 +135,8 @@ pub struct FinetuneArgs {
     /// How training state is stored: with Adam 14, 12, 8 or 5.1 bytes per parameter [default: split; fp32 unless --dtype bf16]
     #[arg(long, value_name = "FORMAT", help_heading = "Memory")]
     pub state: Option<StateFormat>,
-    /// The part of the state, from 0 to 1, that the host updates and holds, or a disk, on a card with memory of its own; the last
-    /// blocks make up the rest, which the card holds and updates. With --offload host, or --offload disk and --durability
-    /// checkpoint [default: what the card has no room for]
+    /// The part of the state, from 0 to 1, that a card with memory of its own leaves to the host, or to a disk with --durability
+    /// checkpoint; it holds and updates the rest, the last blocks [default: what it has no room for]
     #[arg(long, value_name = "R", allow_negative_numbers = true, value_parser = part, help_heading = "Memory")]
     pub optimizer_ratio: Option<f64>,
     /// Which blocks keep what they computed from forward to backward instead of computing it again: as many as fit, all, or none

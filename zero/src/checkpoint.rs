@@ -259,8 +259,19 @@ impl Engine {
         Ok(())
     }
 
+    /// Reads what of the state on disk is in memory, too, or on the device, after a step that failed or where it never was.
+    pub(crate) fn refresh(&mut self) -> Result {
+        let Some(stored) = self.home.stored().filter(|stored| stored.outdated) else { return Ok(()) };
+        stored.cache.read(&stored.store, &self.kinds, &self.update_slots)?;
+        self.load_to_device(&stored.store)?;
+        if let StateHome::Disk(stored) = &mut self.home {
+            stored.outdated = false;
+        }
+        Ok(())
+    }
+
     /// Reads all state that is to be on the device from the last commit of `store`.
-    pub(crate) fn load_to_device(&self, store: &DiskStore) -> Result {
+    fn load_to_device(&self, store: &DiskStore) -> Result {
         let Some(state) = &self.device_state else { return Ok(()) };
         let all: Vec<usize> = (0..self.kinds.blobs.len()).collect();
         for group in state.groups() {

@@ -230,17 +230,6 @@ impl Engine {
         result
     }
 
-    /// Reads what of the state on disk is in memory, too, or on the device, after a step that failed or where it never was.
-    pub(crate) fn refresh(&mut self) -> Result {
-        let Some(stored) = self.home.stored().filter(|stored| stored.outdated) else { return Ok(()) };
-        stored.cache.read(&stored.store, &self.kinds, &self.update_slots)?;
-        self.load_to_device(&stored.store)?;
-        if let StateHome::Disk(stored) = &mut self.home {
-            stored.outdated = false;
-        }
-        Ok(())
-    }
-
     fn bench(&self) -> Option<Bench<'_>> {
         let Self { runs, kinds, update_slots: slots, plan, pool, park, config, .. } = self;
         let (spec, timeline) = (&plan.spec, config.timeline.as_deref());
