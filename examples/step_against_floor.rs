@@ -49,7 +49,7 @@ fn main() -> Result<()> {
     let compute = median((0..steps + 1).map(|_| Ok(case.step(&mut memory)?.seconds)).collect::<Result<_>>()?);
     println!("{size}: {} parameters, {compute:.3} s a step with everything in memory", memory.parameters());
     if part.as_deref() != Some("throttled") {
-        costs(&case, &mut memory, steps, &tempfile::tempdir_in(&place)?.path().join("state"))?;
+        costs(&case, &mut memory, steps, tempfile::tempdir_in(&place)?.path())?;
     }
     if part.as_deref() == Some("real") {
         return Ok(());

@@ -1,7 +1,7 @@
 //! Threads that stay on one core.
 //!
-//! A thread that moves leaves its caches behind and, on a machine with several memory nodes, what it has touched first. Where
-//! nothing else runs, threads that stay do better; where other programs want the same cores, the system does.
+//! A thread that moves leaves its caches behind and, on a machine with several memory nodes, what it has touched first. One that
+//! stays cannot make way for other programs that want the same core.
 
 /// Keeps the calling thread on one of the cores that it may run on: the `index`-th, counted on from the first after the last. False
 /// where the system does not say which these are, or does not allow it; the thread then runs wherever it did before.
@@ -9,6 +9,13 @@ pub fn stay_on_core(index: usize) -> bool {
     let cores = core_affinity::get_core_ids().unwrap_or_default();
     let core = index.checked_rem(cores.len()).map(|place| cores[place]);
     core.is_some_and(core_affinity::set_for_current)
+}
+
+/// What threads of a pool do when they start, by index: if they are `pinned`, [each stays](stay_on_core).
+pub fn on_start(pinned: bool) -> impl Fn(usize) + Send + Sync + 'static {
+    move |index| {
+        let _ = pinned && stay_on_core(index);
+    }
 }
 
 #[cfg(test)]

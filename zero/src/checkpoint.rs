@@ -182,7 +182,7 @@ fn differences(stored: &str, given: &str) -> String {
 /// Fills resident state from a store.
 pub(crate) fn load_resident(engine: &Engine, store: &DiskStore) -> Result {
     let StateHome::Resident(groups) = &engine.home else { return Ok(()) };
-    let all: Vec<usize> = (0..engine.kinds.blobs.len()).collect();
+    let all = engine.kinds.all();
     for (group, blobs) in groups.iter().enumerate() {
         if engine.state_on_device(group).is_some() {
             continue;
@@ -250,7 +250,7 @@ impl Engine {
     /// Starts writing all state that is on the device.
     fn write_from_device(&self, store: &DiskStore) -> Result {
         let Some(state) = &self.device_state else { return Ok(()) };
-        let all: Vec<usize> = (0..self.kinds.blobs.len()).collect();
+        let all = self.kinds.all();
         for group in state.groups() {
             write_state(store, &self.kinds, &self.update_slots, group, &all, |kind, range, lease| {
                 state.read(&self.lane, group, kind, range.start, lease)
@@ -273,7 +273,7 @@ impl Engine {
     /// Reads all state that is to be on the device from the last commit of `store`.
     fn load_to_device(&self, store: &DiskStore) -> Result {
         let Some(state) = &self.device_state else { return Ok(()) };
-        let all: Vec<usize> = (0..self.kinds.blobs.len()).collect();
+        let all = self.kinds.all();
         for group in state.groups() {
             read_state(store, &self.kinds, &self.update_slots, group, &all, |kind, range, lease| {
                 state.write(&self.lane, group, kind, range.start, lease).map(drop)
@@ -285,7 +285,7 @@ impl Engine {
     fn write_resident(&self) -> Result {
         let StateHome::Resident(groups) = &self.home else { return Ok(()) };
         let store = self.saved.as_ref().expect("`save` opened it");
-        let all: Vec<usize> = (0..self.kinds.blobs.len()).collect();
+        let all = self.kinds.all();
         for (group, blobs) in groups.iter().enumerate() {
             if self.state_on_device(group).is_some() {
                 continue;

@@ -80,7 +80,7 @@ impl DeviceState {
             return Ok(None);
         }
         let arena = backend.device.arena(room.state_bytes(network, kinds) as usize)?;
-        let first = network.groups.len() - room.state;
+        let first = room.first_with_state(network);
         let groups = network.groups[first..].iter().map(|group| {
             let region = |kind: &terrace_tiers::BlobSpec| {
                 Ok(Some(Arc::new(arena.alloc(kind.bytes(group.elements as u64) as usize)?)))
@@ -189,7 +189,7 @@ impl DeviceGradients {
     ) -> Result<Option<Self>> {
         let (Some(kernels), true) = (&backend.updates, room.state > 0) else { return Ok(None) };
         let arena = backend.device.arena(room.gradient_bytes(network, dtype) as usize)?;
-        let first = network.groups.len() - room.state;
+        let first = room.first_with_state(network);
         let groups = network.groups[first..].iter().map(|group| {
             Ok(Gradient { region: arena.alloc(group.elements * dtype.size())?, is_parked: false })
         });

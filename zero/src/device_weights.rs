@@ -99,7 +99,7 @@ impl DeviceRoom {
 
     /// Bytes of one kind of state on the device.
     pub(crate) fn kind_bytes(self, network: &Network, kind: &terrace_tiers::BlobSpec) -> u64 {
-        let here = &network.groups[network.groups.len() - self.state..];
+        let here = &network.groups[self.first_with_state(network)..];
         here.iter().map(|group| region_bytes(kind.bytes(group.elements as u64))).sum()
     }
 
@@ -113,7 +113,7 @@ impl DeviceRoom {
         if self.state == 0 {
             return 0;
         }
-        let here = &network.groups[network.groups.len() - self.state..];
+        let here = &network.groups[self.first_with_state(network)..];
         let bytes = here.iter().map(|group| region_bytes((group.elements * dtype.size()) as u64));
         bytes.sum::<u64>() + sums_bytes(self.state)
     }
@@ -125,7 +125,12 @@ impl DeviceRoom {
 
     /// Whether all state of a group is on the device.
     pub(crate) fn has_state(self, network: &Network, group: usize) -> bool {
-        group + self.state >= network.groups.len()
+        group >= self.first_with_state(network)
+    }
+
+    /// The first group whose state is on the device; their number if there is none.
+    pub(crate) fn first_with_state(self, network: &Network) -> usize {
+        network.groups.len() - self.state
     }
 }
 

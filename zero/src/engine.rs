@@ -300,13 +300,10 @@ impl Engine {
         };
         let slots = if config.training.is_some() && on_disk { windows.update_slots } else { 2 };
         let update_slots = UpdateSlots::new(&kinds, slots, windows.slot_elements, slot_io)?;
-        let pinned = config.pinned;
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(config.threads)
             .thread_name(|i| format!("terrace-update-{i}"))
-            .start_handler(move |index| {
-                let _ = pinned && terrace_device::affinity::stay_on_core(index);
-            })
+            .start_handler(terrace_device::affinity::on_start(config.pinned))
             .build()
             .map_err(|e| EngineError::Config(format!("cannot start {} threads: {e}", config.threads)))?;
         Ok(Self {

@@ -282,7 +282,7 @@ impl Planner<'_> {
         loop {
             let mut caching = plan.windows.caching.clone();
             let left = room.min(self.room(Tier::Host, &plan));
-            let on_disk = self.network.groups.len() - plan.windows.device_room.state;
+            let on_disk = plan.windows.device_room.first_with_state(self.network);
             if !caching.extend(self.state(), on_disk, self.kinds, left) {
                 return Ok(plan);
             }
@@ -426,8 +426,7 @@ impl Planner<'_> {
         } else {
             for blob in &self.kinds.blobs {
                 let of_group = |group: &crate::network::ParamGroup| blob.bytes(group.elements as u64);
-                let bytes =
-                    state.groups[..state.groups.len() - windows.device_room.state].iter().map(of_group);
+                let bytes = state.groups[..windows.device_room.first_with_state(state)].iter().map(of_group);
                 memory.add(Tier::Host, format!("resident state: {}", blob.kind.words()), 1, bytes.sum());
             }
             memory.add(Tier::Host, "saving and loading state", 2, self.kinds.bytes(chunk));
@@ -578,7 +577,7 @@ impl Planner<'_> {
             return STAGING_SLOTS;
         }
         let chunks = |g: usize| self.state().groups[g].elements.div_ceil(choice.chunk_elements);
-        let all = 0..self.network.groups.len() - self.device_room(choice).state;
+        let all = 0..self.device_room(choice).first_with_state(self.network);
         if self.config.update_follows() {
             let (shared, own): (Vec<usize>, Vec<usize>) = all.partition(|&g| self.network.is_shared(g));
             let mut own: Vec<usize> = own.into_iter().map(chunks).collect();

@@ -92,6 +92,11 @@ impl StateKinds {
         Ok((Self { blobs, weight, read_by_update }, Some(update)))
     }
 
+    /// The indices of all kinds.
+    pub(crate) fn all(&self) -> Vec<usize> {
+        (0..self.blobs.len()).collect()
+    }
+
     /// Where the bytes of a chunk of a kind are among those of its group.
     pub(crate) fn range(&self, kind: usize, spec: &StoreSpec, group: usize, chunk: usize) -> Range<usize> {
         let blob = &self.blobs[kind];

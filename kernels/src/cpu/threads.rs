@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use terrace_device::affinity::stay_on_core;
+use terrace_device::affinity;
 use terrace_device::host::HostMemory;
 
 /// Working memory of one thread: packed panels and tiles of products and attention.
@@ -38,9 +38,7 @@ impl Threads {
             .num_threads(config.threads)
             .stack_size(STACK_BYTES)
             .thread_name(|index| format!("terrace-kernel-{index}"))
-            .start_handler(move |index| {
-                let _ = config.pinned && stay_on_core(index);
-            })
+            .start_handler(affinity::on_start(config.pinned))
             .build()
             .unwrap_or_else(|error| panic!("cannot start {} compute threads: {error}", config.threads));
         Self {
