@@ -31,7 +31,13 @@ fn step(c: &mut Criterion) {
 }
 
 fn engine(model: &ModelConfig, disk: Option<&Path>) -> Engine {
-    let limits = BatchLimits { sequences: SEQUENCES, length: LENGTH, micro_batches: 1, cache_length: 0 };
+    let limits = BatchLimits {
+        sequences: SEQUENCES,
+        length: LENGTH,
+        micro_batches: 1,
+        cache_length: 0,
+        cache_pages: 0,
+    };
     let training = Some(TrainingConfig::default());
     let config = EngineConfig { training, ..EngineConfig::new(DType::BF16, limits) };
     let threads = config.threads;

@@ -175,7 +175,7 @@ fn batch(text: &[u8], step: u64) -> MicroBatch {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let text = include_bytes!("embed_your_own_block.rs");
     let disk = tempfile::tempdir()?;
-    let limits = BatchLimits { sequences: 1, length: T, micro_batches: 1, cache_length: 0 };
+    let limits = BatchLimits { sequences: 1, length: T, micro_batches: 1, cache_length: 0, cache_pages: 0 };
     let config = EngineConfig {
         training: Some(TrainingConfig { state: StateFormat::Fp32, ..TrainingConfig::default() }),
         host_budget: 16 << 20,

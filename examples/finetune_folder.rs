@@ -102,8 +102,13 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 /// What both engines of this example have in common.
 fn engine_config(host_budget: u64) -> EngineConfig {
-    let limits =
-        BatchLimits { sequences: SEQUENCES, length: LENGTH, micro_batches: MICRO_BATCHES, cache_length: 0 };
+    let limits = BatchLimits {
+        sequences: SEQUENCES,
+        length: LENGTH,
+        micro_batches: MICRO_BATCHES,
+        cache_length: 0,
+        cache_pages: 0,
+    };
     EngineConfig { host_budget, threads: THREADS, ..EngineConfig::new(DType::BF16, limits) }
 }
 

@@ -101,8 +101,13 @@ impl Case {
         copies: bool,
         overrides: WindowOverrides,
     ) -> Result<Engine> {
-        let limits =
-            BatchLimits { sequences: self.sequences, length: self.length, micro_batches: 1, cache_length: 0 };
+        let limits = BatchLimits {
+            sequences: self.sequences,
+            length: self.length,
+            micro_batches: 1,
+            cache_length: 0,
+            cache_pages: 0,
+        };
         let training = Some(TrainingConfig { clip, ..TrainingConfig::default() });
         let mut config = EngineConfig {
             training,

@@ -21,7 +21,7 @@
 //! let disk = tempfile::tempdir()?;
 //!
 //! // One micro-batch a step, of two sequences of eight tokens. The plan must fit 16 MiB, or `create` refuses.
-//! let limits = BatchLimits { sequences: 2, length: 8, micro_batches: 1, cache_length: 0 };
+//! let limits = BatchLimits { sequences: 2, length: 8, micro_batches: 1, cache_length: 0, cache_pages: 0 };
 //! let config = EngineConfig {
 //!     training: Some(TrainingConfig::default()),
 //!     host_budget: 16 << 20,
@@ -78,8 +78,9 @@ pub use terrace_optimizer::{AdamW, StateFormat};
 pub use terrace_tiers as tiers;
 pub use terrace_tiers::{MemoryPlan, Tier};
 pub use terrace_zero::{
-    Backend, BatchLimits, Block, BlockPass, Context, Engine, EngineBuilder, EngineConfig, EngineError,
-    Evaluation, Gradients, GroupUpdate, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode, Outlook,
-    OutputSpec, ParamSpec, Placement, Result, Schedule, StepReport, StepWork, StoredState, StoredWeights,
-    TrainingConfig, UpdateTime, Weight, WeightReader, WeightSource, WeightUse, Weights, WindowOverrides,
+    Backend, BatchLimits, Block, BlockPass, CACHE_PAGE, Context, Engine, EngineBuilder, EngineConfig,
+    EngineError, Evaluation, Gradients, GroupUpdate, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode,
+    Outlook, OutputSpec, ParamSpec, Placement, Result, Schedule, StepReport, StepWork, StoredState,
+    StoredWeights, TrainingConfig, UpdateTime, Weight, WeightReader, WeightSource, WeightUse, Weights,
+    WindowOverrides,
 };

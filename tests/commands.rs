@@ -334,6 +334,22 @@ fn generation_documents_and_batches() {
             assert_eq!(other[index]["prompt_ids"], json!(ids));
         }
     }
+    // Prompts that end early make room for the next.
+    let ids = |of: &Value| -> Vec<u64> {
+        of["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect()
+    };
+    let stops = [ids(&all[0])[2], ids(&all[2])[5]];
+    let config = json!({"eos_token_id": stops}).to_string();
+    fs::write(bench.path("model/generation_config.json"), config).unwrap();
+    for size in ["1", "2", "3", "4"] {
+        let run = bench.generate("model").args(&["--max-new-tokens", "12", "--batch-size", size]);
+        let stopped = run.path("--prompts", &bench.path("prompts.jsonl")).ok().json();
+        for (index, whole) in all.as_array().unwrap().iter().enumerate() {
+            let whole = ids(whole);
+            let end = whole.iter().position(|id| stops.contains(id)).map_or(12, |last| last + 1);
+            assert_eq!(ids(&stopped[index]), whole[..end], "prompt {index} in batches of {size}");
+        }
+    }
     let sample = |seed: &str| {
         let words = ["--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--seed", seed];
         bench

@@ -20,8 +20,8 @@ use terrace_device::{
 use terrace_kernels::cuda::{CudaConfig, update_kernels, with_config};
 use terrace_kernels::update::{AdamFormat, AdamState, AdamStep};
 use terrace_kernels::{
-    AttentionSpec, DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Result, RopeDirection, Tensor,
-    View,
+    AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, QuantFormat, QuantizedView, Result,
+    RopeDirection, Tensor, View,
 };
 
 type Part = (&'static str, fn(&Rig));
@@ -390,7 +390,7 @@ fn attention(rig: &Rig) {
         let operations = 4 * heads * (s * (s + 1) / 2) * head_size;
         let timing = rig.time(|| {
             let (out, lse) = (out.view_mut(), lse.view_mut());
-            attention.forward(q.view(), k.view(), v.view(), starts.view(), out, lse, spec)
+            attention.forward(q.view(), KeyValues::rows(k.view(), v.view()), starts.view(), out, lse, spec)
         });
         report("attention", &format!("forward {shape}"), "own", Work::Operations(operations), &timing);
         let timing = rig.time(|| {

@@ -6,7 +6,7 @@
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use terrace_device::host::HostDevice;
 use terrace_device::{Arena, Device};
-use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, Tensor, cpu};
+use terrace_kernels::{AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, Tensor, cpu};
 
 /// Tokens of a training micro-batch.
 const M: usize = 1024;
@@ -118,8 +118,7 @@ fn attention(c: &mut Criterion) {
         bench.iter(|| {
             set.attention.forward(
                 q.view(),
-                k.view(),
-                v.view(),
+                KeyValues::rows(k.view(), v.view()),
                 starts.view(),
                 out.view_mut(),
                 lse.view_mut(),
@@ -164,8 +163,7 @@ fn attention_decode(c: &mut Criterion) {
         bench.iter(|| {
             set.attention.forward(
                 q.view(),
-                k.view(),
-                k.view(),
+                KeyValues::rows(k.view(), k.view()),
                 starts.view(),
                 out.view_mut(),
                 lse.view_mut(),

@@ -12,7 +12,7 @@ use half::bf16;
 use std::time::Instant;
 use terrace_device::host::HostDevice;
 use terrace_device::{Arena, Device};
-use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, Tensor, cpu};
+use terrace_kernels::{AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, Tensor, cpu};
 
 const PRODUCTS: [[usize; 3]; 2] = [[4096, 4096, 4096], [512, 2048, 2048]];
 /// Positions and head size; as many heads as make 1024 columns.
@@ -79,7 +79,9 @@ impl Bench {
         let mut lse = zeros(&arena, DType::F32, &[1, heads, positions]);
         let mut run = |backward: bool| {
             let (q, k, v, attention) = (q.view(), k.view(), v.view(), &self.set.attention);
-            attention.forward(q, k, v, starts.view(), out.view_mut(), lse.view_mut(), spec).expect("forward");
+            attention
+                .forward(q, KeyValues::rows(k, v), starts.view(), out.view_mut(), lse.view_mut(), spec)
+                .expect("forward");
             if backward {
                 let (dq, dk, dv) = (dq.view_mut(), dk.view_mut(), dv.view_mut());
                 attention

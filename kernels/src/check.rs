@@ -3,7 +3,8 @@
 //! A wrong shape is a defect of the calling code, so these assert. They look at shapes and dtypes only and never at
 //! bytes, which is why a planning run over virtual memory makes the same checks as a real one.
 
-use crate::{DType, MatmulSpec, QuantizedView, View, ViewMut};
+use crate::tensor::Shape;
+use crate::{DType, KeyValues, MatmulSpec, QuantizedView, View, ViewMut};
 
 /// Sizes of a matrix product.
 #[derive(Debug, Clone, Copy)]
@@ -43,6 +44,38 @@ pub struct AttentionDims {
     pub kv_heads: usize,
     /// Elements per head (K).
     pub head_size: usize,
+    /// Where keys are in pages.
+    pub paging: Option<Paging>,
+}
+
+/// Sizes of pages of keys and values.
+#[derive(Debug, Clone, Copy)]
+pub struct Paging {
+    /// Pages in all (N).
+    pub pages: usize,
+    /// Positions of a page (P), a power of two.
+    pub positions: usize,
+    /// Pages of a sequence (M).
+    pub per_sequence: usize,
+}
+
+impl Paging {
+    /// Positions of a sequence (C).
+    pub fn capacity(&self) -> usize {
+        self.per_sequence * self.positions
+    }
+}
+
+/// Sizes of an append.
+#[derive(Debug, Clone, Copy)]
+pub struct AppendDims {
+    /// Sequences (B).
+    pub batch: usize,
+    /// Positions per sequence (S).
+    pub length: usize,
+    /// Elements of a row (G·K).
+    pub width: usize,
+    pub paging: Paging,
 }
 
 impl AttentionDims {
@@ -135,16 +168,16 @@ pub fn rope(x: &ViewMut<'_>, positions: View<'_>, inv_freq: View<'_>) -> RopeDim
     RopeDims { tokens, heads, head_size }
 }
 
-pub fn attention(q: View<'_>, k: View<'_>, v: View<'_>) -> AttentionDims {
+fn attention(q: View<'_>, KeyValues { k, v, pages }: KeyValues<'_>) -> AttentionDims {
     let (q_shape, k_shape) = (q.shape(), k.shape());
     let &[batch, queries, heads, head_size] = q_shape.dims() else {
         panic!("attention: q is [B, S, H, K], not {q_shape:?}");
     };
-    let &[batch_k, capacity, kv_heads, head_size_k] = k_shape.dims() else {
-        panic!("attention: k is [B, C, G, K], not {k_shape:?}");
+    let &[outer, rows, kv_heads, head_size_k] = k_shape.dims() else {
+        panic!("attention: k is [B, C, G, K] or [N, P, G, K], not {k_shape:?}");
     };
     assert_eq!(k_shape, v.shape(), "attention: k and v have one shape");
-    assert_eq!((batch, head_size), (batch_k, head_size_k), "attention: q {q_shape:?} matches k {k_shape:?}");
+    assert_eq!(head_size, head_size_k, "attention: q {q_shape:?} matches k {k_shape:?}");
     assert!(
         kv_heads > 0 && heads.is_multiple_of(kv_heads),
         "attention: {heads} query heads are a multiple of {kv_heads} key heads"
@@ -152,18 +185,41 @@ pub fn attention(q: View<'_>, k: View<'_>, v: View<'_>) -> AttentionDims {
     for (name, dtype) in [("q", q.dtype()), ("k", k.dtype()), ("v", v.dtype())] {
         float("attention", name, dtype);
     }
-    AttentionDims { batch, queries, capacity, heads, kv_heads, head_size }
+    let paging = pages.map(|pages| paging("attention", pages, batch, k_shape));
+    if paging.is_none() {
+        assert_eq!(batch, outer, "attention: q {q_shape:?} matches k {k_shape:?}");
+    }
+    let capacity = paging.map_or(rows, |paging| paging.capacity());
+    AttentionDims { batch, queries, capacity, heads, kv_heads, head_size, paging }
+}
+
+/// `pages` of `batch` sequences, of keys or values of this shape.
+fn paging(op: &str, pages: View<'_>, batch: usize, cache: Shape) -> Paging {
+    exact(op, "pages", pages.dtype(), DType::I32);
+    let table = pages.shape();
+    let &[sequences, per_sequence] = table.dims() else {
+        panic!("{op}: pages are [B, M], not {table:?}");
+    };
+    same(op, "rows of pages", batch, sequences);
+    let &[pages, positions, _, _] = cache.dims() else {
+        panic!("{op}: a cache in pages is [N, P, G, K], not {cache:?}");
+    };
+    assert!(
+        positions.is_power_of_two() && positions >= KeyValues::PAGE_MIN,
+        "{op}: a page holds a power of two of positions, at least {}, not {positions}",
+        KeyValues::PAGE_MIN
+    );
+    Paging { pages, positions, per_sequence }
 }
 
 pub fn attention_forward(
     q: View<'_>,
-    k: View<'_>,
-    v: View<'_>,
+    keys: KeyValues<'_>,
     starts: View<'_>,
     out: &ViewMut<'_>,
     lse: &ViewMut<'_>,
 ) -> AttentionDims {
-    let dims = attention(q, k, v);
+    let dims = attention(q, keys);
     assert!(dims.capacity >= dims.queries, "attention: {dims:?} has room for every query's own key");
     same("attention", "starts", dims.batch, starts.shape().elements());
     exact("attention", "starts", starts.dtype(), DType::I32);
@@ -186,7 +242,7 @@ pub fn attention_backward(
     dk: &ViewMut<'_>,
     dv: &ViewMut<'_>,
 ) -> AttentionDims {
-    let dims = attention(q, k, v);
+    let dims = attention(q, KeyValues::rows(k, v));
     assert_eq!(
         dims.capacity, dims.queries,
         "attention backward: training sees every key of its own sequence"
@@ -206,6 +262,39 @@ pub fn attention_backward(
     same("attention backward", "lse", dims.batch * dims.heads * dims.queries, lse.shape().elements());
     exact("attention backward", "lse", lse.dtype(), DType::F32);
     dims
+}
+
+pub fn append(
+    k: View<'_>,
+    v: View<'_>,
+    starts: View<'_>,
+    pages: View<'_>,
+    to_k: &ViewMut<'_>,
+    to_v: &ViewMut<'_>,
+) -> AppendDims {
+    let (shape, cache) = (k.shape(), to_k.shape());
+    let &[batch, length, kv_heads, head_size] = shape.dims() else {
+        panic!("append: k is [B, S, G, K], not {shape:?}");
+    };
+    assert_eq!(shape, v.shape(), "append: k and v have one shape");
+    assert_eq!(cache, to_v.shape(), "append: pages of k and v have one shape");
+    let paging = paging("append", pages, batch, cache);
+    assert_eq!(cache.dims()[2..], [kv_heads, head_size], "append: k {shape:?} matches its pages {cache:?}");
+    same("append", "starts", batch, starts.shape().elements());
+    exact("append", "starts", starts.dtype(), DType::I32);
+    let dtypes =
+        [("k", k.dtype()), ("v", v.dtype()), ("pages of k", to_k.dtype()), ("pages of v", to_v.dtype())];
+    for (name, dtype) in dtypes {
+        float("append", name, dtype);
+    }
+    AppendDims { batch, length, width: kv_heads * head_size, paging }
+}
+
+/// Every page is one of those there are; `pages` are the bytes a real backend sees.
+pub fn pages(paging: &Paging, pages: &[i32]) {
+    for &page in pages {
+        assert!(page < 0 || (page as usize) < paging.pages, "page {page} is one of {}", paging.pages);
+    }
 }
 
 /// Every position is within the keys; `starts` are the bytes a real backend sees.

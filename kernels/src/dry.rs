@@ -5,7 +5,7 @@
 
 use crate::check;
 use crate::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelSet, Matmul,
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelSet, KeyValues, Matmul,
     MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
 };
 use std::sync::Arc;
@@ -168,16 +168,30 @@ impl Attention for Dry {
     fn forward(
         &self,
         q: View<'_>,
-        k: View<'_>,
-        v: View<'_>,
+        keys: KeyValues<'_>,
         starts: View<'_>,
         out: ViewMut<'_>,
         lse: ViewMut<'_>,
         spec: AttentionSpec,
     ) -> Result {
-        let dims = check::attention_forward(q, k, v, starts, &out, &lse);
+        let dims = check::attention_forward(q, keys, starts, &out, &lse);
         self.counter.attention(&dims, 4, spec.window);
-        self.counter.bytes(&[q, k, v, starts], &[&out, &lse]);
+        self.counter.bytes(&[q, keys.k, keys.v, starts], &[&out, &lse]);
+        Ok(())
+    }
+
+    fn append(
+        &self,
+        k: View<'_>,
+        v: View<'_>,
+        starts: View<'_>,
+        pages: View<'_>,
+        to_k: ViewMut<'_>,
+        to_v: ViewMut<'_>,
+    ) -> Result {
+        check::append(k, v, starts, pages, &to_k, &to_v);
+        // As many bytes are written as read, where the dtypes agree.
+        self.counter.bytes(&[k, v, starts, k, v], &[]);
         Ok(())
     }
 

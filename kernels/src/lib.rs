@@ -31,7 +31,7 @@ pub mod update;
 
 pub use ops::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelError, KernelSet,
-    Matmul, MatmulSpec, QuantizedMatmul, Reduce, Result, RmsNorm, Rope, RopeDirection,
+    KeyValues, Matmul, MatmulSpec, QuantizedMatmul, Reduce, Result, RmsNorm, Rope, RopeDirection,
 };
 pub use quantized::{QuantFormat, QuantizedView};
 pub use tensor::{DType, Shape, Tensor, View, ViewMut};

@@ -127,25 +127,61 @@ pub struct AttentionSpec {
     pub window: Option<usize>,
 }
 
+/// Keys and values as attention reads them.
+#[derive(Debug, Clone, Copy)]
+pub struct KeyValues<'a> {
+    /// Keys: `[B,C,G,K]`, or `[N,P,G,K]` in pages.
+    pub k: View<'a>,
+    /// Values, in the shape of the keys.
+    pub v: View<'a>,
+    /// In pages (Kwon et al., "PagedAttention", arXiv 2309.06180): i32 `[B,M]`, where key j of sequence b is row `j % P` of page
+    /// `pages[b, j / P]`, so that C = M·P. P is a power of two, at least [`PAGE_MIN`](Self::PAGE_MIN). Negative: there is no page;
+    /// the result of a query that sees keys there is unspecified.
+    pub pages: Option<View<'a>>,
+}
+
+impl<'a> KeyValues<'a> {
+    /// Fewest positions of a page.
+    pub const PAGE_MIN: usize = 64;
+
+    /// Keys and values of each sequence in one run, `[B,C,G,K]`.
+    pub fn rows(k: View<'a>, v: View<'a>) -> Self {
+        Self { k, v, pages: None }
+    }
+}
+
 /// Causal attention with grouped keys and values, without an S×S matrix in memory (Dao et al., arXiv 2205.14135).
 pub trait Attention: Send + Sync {
-    /// q `[B,S,H,K]`, k and v `[B,C,G,K]`, out like q, lse f32 `[B,H,S]` (log-sum-exp of each row of scores).
+    /// q `[B,S,H,K]`, out like q, lse f32 `[B,H,S]` (log-sum-exp of each row of scores).
     ///
     /// `starts` i32 `[B]`: the position of each sequence's first query. Query i of sequence b sits at position
-    /// `p = starts[b]+i` and sees keys `j ≤ p` (and `j > p − window`); C > every p. Key j is row j of k.
+    /// `p = starts[b]+i` and sees keys `j ≤ p` (and `j > p − window`); C > every p. Where keys lie changes no bit.
     ///
     /// # Errors
     /// The backend failed.
-    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     fn forward(
         &self,
         q: View<'_>,
-        k: View<'_>,
-        v: View<'_>,
+        keys: KeyValues<'_>,
         starts: View<'_>,
         out: ViewMut<'_>,
         lse: ViewMut<'_>,
         spec: AttentionSpec,
+    ) -> Result;
+
+    /// Writes k and v `[B,S,G,K]` to positions `starts[b]..starts[b]+S` of each sequence's pages `[N,P,G,K]`, rounded to nearest
+    /// even; `pages` as in [`KeyValues`]. Positions without a page are left out.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn append(
+        &self,
+        k: View<'_>,
+        v: View<'_>,
+        starts: View<'_>,
+        pages: View<'_>,
+        to_k: ViewMut<'_>,
+        to_v: ViewMut<'_>,
     ) -> Result;
 
     /// Gradients for training, where all starts are 0 and C = S: writes dq, dk, dv (shapes of q, k, v).

@@ -8,7 +8,8 @@ use terrace_device::Arena;
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{
-    AttentionSpec, DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, RopeDirection, Tensor, cpu,
+    AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, QuantFormat, QuantizedView, RopeDirection,
+    Tensor, cpu,
 };
 
 struct Counting;
@@ -104,7 +105,14 @@ fn attention(set: &KernelSet, arena: &Arena) {
         let (starts, mut lse) =
             (tensor(arena, DType::I32, &[batch]), tensor(arena, DType::F32, &[batch, heads, queries]));
         set.attention
-            .forward(q.view(), k.view(), v.view(), starts.view(), out.view_mut(), lse.view_mut(), spec)
+            .forward(
+                q.view(),
+                KeyValues::rows(k.view(), v.view()),
+                starts.view(),
+                out.view_mut(),
+                lse.view_mut(),
+                spec,
+            )
             .unwrap();
         set.attention
             .backward(

@@ -335,7 +335,8 @@ pub fn training(
         "max_position_embeddings": tokens,
     });
     let model = ModelConfig::parse(&text.to_string()).expect("a model of one layer is a model");
-    let limits = BatchLimits { sequences: 1, length: tokens, micro_batches: 1, cache_length: 0 };
+    let limits =
+        BatchLimits { sequences: 1, length: tokens, micro_batches: 1, cache_length: 0, cache_pages: 0 };
     let state = if dtype == DType::F32 { StateFormat::Fp32 } else { StateFormat::Split };
     let training = TrainingConfig { state, clip: None, ..TrainingConfig::default() };
     let config = EngineConfig { training: Some(training), threads, ..EngineConfig::new(dtype, limits) };

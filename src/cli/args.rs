@@ -283,7 +283,7 @@ pub struct GenerateArgs {
     /// Number type of linear layers as they are kept and travel; bf16 means that of --dtype
     #[arg(long, value_name = "TYPE", default_value = "bf16", help_heading = "Memory")]
     pub weights: WeightFormat,
-    /// Where the key/value cache lives [default: as --offload asks]
+    /// Where the key/value cache lives [default: device]
     #[arg(long, value_name = "TIER", help_heading = "Memory")]
     pub kv: Option<KvTier>,
     /// Where memory, offload and disk stand.

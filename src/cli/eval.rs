@@ -29,7 +29,8 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     let batch = args.batch_size.get().min(data.len());
     run::micro_batch(batch, seq_len)?;
     let builder = TokenBatch::new(&model);
-    let limits = BatchLimits { sequences: batch, length: seq_len, micro_batches: 1, cache_length: 0 };
+    let limits =
+        BatchLimits { sequences: batch, length: seq_len, micro_batches: 1, cache_length: 0, cache_pages: 0 };
     let config =
         frozen_config(&args.placement, session::dtype(args.dtype.unwrap_or_default()), &session, limits);
     let mut frozen = Frozen::open(

@@ -508,6 +508,7 @@ fn engine_config(
             length: run.seq_len,
             micro_batches: run.grad_accum,
             cache_length: 0,
+            cache_pages: 0,
         },
         accumulation: session::accumulation(run.accumulation),
         keep_at_most: None,

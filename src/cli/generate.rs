@@ -15,8 +15,8 @@ use terrace_aio::profile::DiskProfile;
 use terrace_kernels::QuantFormat;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, TokenBatch};
 use terrace_zero::{
-    Accumulation, BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, Placement,
-    WindowOverrides,
+    Accumulation, BatchLimits, CACHE_PAGE, Durability, Engine, EngineConfig, EngineError, KvCache,
+    MicroBatch, Placement, WindowOverrides,
 };
 
 /// Runs the command.
@@ -45,7 +45,6 @@ pub fn continue_prompts(
     args: &GenerateArgs,
     threads: Option<NonZeroUsize>,
 ) -> Result<Vec<Continuation>, CliError> {
-    refuse_unavailable(args)?;
     checks::disks(&args.placement.disk)?;
     checks::model(&args.model)?;
     let weights = session::quant_format(args.weights);
@@ -53,6 +52,7 @@ pub fn continue_prompts(
     let facts = ModelFacts::read(&args.model)?;
     let profile = session::disk_profile(&args.placement, threads)?;
     let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
+    check_kv(args, session.on_card())?;
     let tokenizer = TextTokenizer::find(&args.model)?;
     let prompts = match (&args.prompt, &args.prompt_ids, &args.prompts) {
         (Some(text), _, _) => vec![Prompt::Text(text.clone())],
@@ -75,7 +75,13 @@ pub fn continue_prompts(
     let batch = args.batch_size.map_or(prompts.len(), NonZeroUsize::get).min(prompts.len());
     let builder = TokenBatch::new(&model.config);
     let stop = if args.ignore_eos { Vec::new() } else { stop_ids(&args.model)? };
-    let limits = BatchLimits { sequences: batch, length: longest, micro_batches: 1, cache_length: positions };
+    let limits = BatchLimits {
+        sequences: batch,
+        length: longest,
+        micro_batches: 1,
+        cache_length: positions,
+        cache_pages: most_pages(&prompts, batch, args.max_new_tokens.get()),
+    };
     let sample = builder.blank(batch, longest);
     let config =
         frozen_config(&args.placement, session::dtype(args.dtype.unwrap_or_default()), &session, limits);
@@ -83,26 +89,32 @@ pub fn continue_prompts(
         Frozen::open(config, &args.placement, profile.as_ref(), &session, (&args.model, weights), &sample)?;
     let vocab = model.config.vocab;
     let mut run = Run { engine: frozen.engine(), builder: &builder, args, stop: &stop, vocab };
+    let ends = run.all(&prompts, batch)?;
     let mut all = Vec::with_capacity(prompts.len());
-    for (index, prompts) in prompts.chunks(batch).enumerate() {
-        let began = Instant::now();
-        let new = run.batch(prompts, index * batch)?;
-        let seconds = began.elapsed().as_secs_f64();
-        for (prompt, ids) in prompts.iter().zip(new) {
-            let text = tokenizer.as_ref().map(|t| t.decode(&ids)).transpose()?;
-            all.push(Continuation { prompt_ids: prompt.clone(), ids, text, seconds });
-        }
+    for (prompt_ids, End { ids, seconds }) in prompts.into_iter().zip(ends) {
+        let text = tokenizer.as_ref().map(|t| t.decode(&ids)).transpose()?;
+        all.push(Continuation { prompt_ids, ids, text, seconds });
     }
     frozen.close()?;
     Ok(all)
 }
 
-fn refuse_unavailable(args: &GenerateArgs) -> Result<(), CliError> {
-    if args.kv == Some(KvTier::Disk) {
-        let message = "--kv disk is not available yet: the key/value cache is kept in memory";
-        return Err(CliError::Usage(message.into()));
-    }
-    Ok(())
+/// Refuses tiers that the cache cannot live in: it is in the memory of the device, which without a card is the host's.
+fn check_kv(args: &GenerateArgs, on_card: bool) -> Result<(), CliError> {
+    let (tier, place) = match args.kv {
+        Some(KvTier::Disk) => ("disk", "memory"),
+        Some(KvTier::Host) if on_card => ("host", "the card's memory"),
+        _ => return Ok(()),
+    };
+    Err(CliError::Usage(format!("--kv {tier} is not available: the key/value cache is kept in {place}")))
+}
+
+/// Pages that any `batch` of the prompts need together.
+fn most_pages(prompts: &[Vec<u32>], batch: usize, max_new_tokens: usize) -> usize {
+    let of = |prompt: &Vec<u32>| (prompt.len() + max_new_tokens).div_ceil(CACHE_PAGE);
+    let mut pages: Vec<usize> = prompts.iter().map(of).collect();
+    pages.sort_unstable_by(|a, b| b.cmp(a));
+    pages.iter().take(batch).sum()
 }
 
 /// Generation under way.
@@ -114,45 +126,102 @@ struct Run<'a> {
     vocab: usize,
 }
 
+/// A prompt in a row of the batch.
+struct Row {
+    /// Its number in the input.
+    prompt: usize,
+    sampler: TokenSampler,
+    ids: Vec<u32>,
+    began: Instant,
+}
+
+/// What became of a prompt.
+#[derive(Default)]
+struct End {
+    ids: Vec<u32>,
+    seconds: f64,
+}
+
 impl Run<'_> {
-    /// Continues one batch of prompts; `first` is the number of its first prompt.
-    fn batch(&mut self, prompts: &[Vec<u32>], first: usize) -> Result<Vec<Vec<u32>>, CliError> {
+    /// Continues every prompt. Where one ends, the next takes its row and its pages (Yu et al., "Orca", OSDI 2022).
+    fn all(&mut self, prompts: &[Vec<u32>], batch: usize) -> Result<Vec<End>, CliError> {
+        let mut ends: Vec<End> = prompts.iter().map(|_| End::default()).collect();
+        let mut cache = self.engine.new_cache(batch)?;
+        let mut rows: Vec<Option<Row>> = (0..batch).map(|_| None).collect();
+        let mut waiting = prompts.iter().enumerate();
+        let worth_a_pass = rows_worth_a_pass(batch, self.args.max_new_tokens.get());
+        loop {
+            let free: Vec<usize> = (0..batch).filter(|&row| rows[row].is_none()).collect();
+            if free.len() == batch || free.len() >= worth_a_pass {
+                let next: Vec<_> = free.into_iter().zip(waiting.by_ref()).collect();
+                for &(row, (prompt, _)) in &next {
+                    rows[row] = Some(self.row(prompt));
+                }
+                let (next, views): (Vec<usize>, Vec<&[u32]>) =
+                    next.into_iter().map(|(row, (_, ids))| (row, &ids[..])).unzip();
+                if let Some(longest) = views.iter().map(|ids| ids.len()).max() {
+                    let batch = self.builder.prefill(&views, longest).map_err(CliError::failed)?;
+                    let added: Vec<usize> = views.iter().map(|ids| ids.len()).collect();
+                    self.pass(&batch, &mut cache, (&next, &added), &mut rows, &mut ends)?;
+                }
+            }
+            let (running, last): (Vec<usize>, Vec<u32>) = rows
+                .iter()
+                .enumerate()
+                .filter_map(|(row, of)| Some((row, *of.as_ref()?.ids.last()?)))
+                .unzip();
+            if running.is_empty() && waiting.len() == 0 {
+                return Ok(ends);
+            }
+            if !running.is_empty() {
+                let lengths: Vec<usize> = running.iter().map(|&row| cache.lengths()[row]).collect();
+                let batch = self.builder.decode(&last, &lengths).map_err(CliError::failed)?;
+                self.pass(&batch, &mut cache, (&running, &vec![1; running.len()]), &mut rows, &mut ends)?;
+            }
+        }
+    }
+
+    fn row(&self, prompt: usize) -> Row {
         let config = SamplingConfig {
             temperature: self.args.temperature,
             top_k: self.args.top_k.map(NonZeroUsize::get),
             top_p: self.args.top_p,
             seed: self.args.seed,
         };
-        let rows = prompts.len();
-        let mut samplers: Vec<_> =
-            (0..rows).map(|row| TokenSampler::new(config, (first + row) as u64)).collect();
-        let mut new: Vec<Vec<u32>> = vec![Vec::new(); rows];
-        let mut done = vec![false; rows];
-        let mut cache = self.engine.new_cache(rows)?;
-        let views: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
-        let longest = views.iter().map(|p| p.len()).max().unwrap_or(1);
-        let mut batch = self.builder.prefill(&views, longest).map_err(CliError::failed)?;
-        let mut added: Vec<usize> = views.iter().map(|p| p.len()).collect();
-        for token in 0..self.args.max_new_tokens.get() {
-            let logits = self.engine.logits(&batch, &mut cache, &added)?;
-            let mut next = vec![0; rows];
-            for (row, logits) in logits.chunks_exact(self.vocab).enumerate() {
-                // A finished row keeps its place in the batch; what it says is not looked at.
-                if done[row] {
-                    continue;
-                }
-                next[row] = samplers[row].pick(logits).map_err(CliError::failed)?;
-                new[row].push(next[row]);
-                done[row] = self.stop.contains(&next[row]);
-            }
-            if done.iter().all(|&d| d) || token + 1 == self.args.max_new_tokens.get() {
-                break;
-            }
-            batch = self.builder.decode(&next, cache.lengths()).map_err(CliError::failed)?;
-            added = vec![1; rows];
-        }
-        Ok(new)
+        let sampler = TokenSampler::new(config, prompt as u64);
+        Row { prompt, sampler, ids: Vec::new(), began: Instant::now() }
     }
+
+    /// Runs a batch of some rows and picks a token for each.
+    fn pass(
+        &mut self,
+        batch: &MicroBatch,
+        cache: &mut KvCache,
+        (of_batch, added): (&[usize], &[usize]),
+        rows: &mut [Option<Row>],
+        ends: &mut [End],
+    ) -> Result<(), CliError> {
+        let logits = self.engine.logits(batch, cache, of_batch, added)?;
+        for (&at, logits) in of_batch.iter().zip(logits.chunks_exact(self.vocab)) {
+            let row = rows[at].as_mut().expect("a row of the batch has a prompt");
+            let id = row.sampler.pick(logits).map_err(CliError::failed)?;
+            row.ids.push(id);
+            if self.stop.contains(&id) || row.ids.len() == self.args.max_new_tokens.get() {
+                let Row { prompt, ids, began, .. } = rows[at].take().expect("as above");
+                ends[prompt] = End { ids, seconds: began.elapsed().as_secs_f64() };
+                cache.clear(at);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Free rows for which the others wait a pass while prompts are read into them.
+///
+/// That pass costs each of B rows a token; with L tokens a prompt a row becomes free every L/B passes, so that waiting for k free rows
+/// leaves k²·L/(2·B) places empty. For each of the k prompts that is B/k + k·L/(2·B), least at k = B·√(2/L).
+fn rows_worth_a_pass(batch: usize, tokens: usize) -> usize {
+    ((batch as f64 * (2.0 / tokens as f64).sqrt()).round() as usize).clamp(1, batch)
 }
 
 /// The configuration of an engine with frozen weights.

@@ -74,7 +74,8 @@ mod tests {
         )
         .unwrap();
         let backend = cpu_backend(1, &IoConfig::default()).unwrap();
-        let limits = BatchLimits { sequences: 2, length: 128, micro_batches: 1, cache_length: 0 };
+        let limits =
+            BatchLimits { sequences: 2, length: 128, micro_batches: 1, cache_length: 0, cache_pages: 0 };
         let sample = TokenBatch::new(&model).blank(2, 128);
         let config = EngineConfig {
             training: Some(TrainingConfig::default()),

@@ -169,6 +169,7 @@ impl<'a> Planning<'a> {
             length: self.length,
             micro_batches: choice.accum,
             cache_length: 0,
+            cache_pages: 0,
         };
         let clip = Some(self.args.clip.unwrap_or(1.0)).filter(|&norm| norm > 0.0);
         let config = EngineConfig {

@@ -76,6 +76,7 @@ fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
             length,
             micro_batches: 1,
             cache_length: cache_length(planning),
+            cache_pages: 0,
         };
         let mut config = planning.config(choice.offload, limits);
         config.overrides = windows;

@@ -19,6 +19,6 @@ pub struct Continuation {
     pub ids: Vec<u32>,
     /// The new tokens as text; `null` for a model without a tokenizer.
     pub text: Option<String>,
-    /// Wall time of the batch that the prompt ran in.
+    /// Wall time from when the prompt was read into the batch to its last token.
     pub seconds: f64,
 }

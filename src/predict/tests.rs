@@ -287,7 +287,7 @@ fn outlook_of(ranks: Ranks, discrete: bool, tied: bool, change: impl FnOnce(&mut
             "num_hidden_layers": 6, "num_attention_heads": 2, "tie_word_embeddings": {tied}}}"#
     ))
     .unwrap();
-    let limits = BatchLimits { sequences: 2, length: 64, micro_batches: 3, cache_length: 0 };
+    let limits = BatchLimits { sequences: 2, length: 64, micro_batches: 3, cache_length: 0, cache_pages: 0 };
     let mut config = EngineConfig {
         training: Some(TrainingConfig::default()),
         placement: Placement::Disk,

@@ -80,12 +80,13 @@ pub struct KvSpec {
 /// A block's slice of the key/value cache during generation.
 #[derive(Debug)]
 pub struct KvSlot<'a> {
-    /// Keys `[B, C, G, K]`.
+    /// Pages of keys `[N, P, G, K]`.
     pub keys: ViewMut<'a>,
-    /// Values `[B, C, G, K]`.
+    /// Pages of values `[N, P, G, K]`.
     pub values: ViewMut<'a>,
-    /// Positions already in the cache, per sequence; new rows go to `starts[b]..starts[b]+S`.
-    pub starts: &'a [usize],
+    /// i32 `[B, M]`: each sequence's pages, as [`KeyValues::pages`](terrace_kernels::KeyValues::pages) has them. There are pages for
+    /// all that is in the cache and for the valid positions of this batch.
+    pub pages: View<'a>,
 }
 
 /// Everything a block may use besides weights and signals.

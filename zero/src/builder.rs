@@ -134,7 +134,8 @@ mod tests {
 
     #[test]
     fn a_missing_part_is_named() {
-        let limits = BatchLimits { sequences: 1, length: 1, micro_batches: 1, cache_length: 0 };
+        let limits =
+            BatchLimits { sequences: 1, length: 1, micro_batches: 1, cache_length: 0, cache_pages: 0 };
         let sample = MicroBatch { sequences: 1, length: 1, inputs: Vec::new(), loss_terms: 0 };
         let builder = Engine::builder(EngineConfig::new(DType::F32, limits));
         let error = builder.plan(Vec::new(), &sample).unwrap_err().to_string();
@@ -143,7 +144,8 @@ mod tests {
 
     #[test]
     fn naming_disks_puts_the_state_there() {
-        let limits = BatchLimits { sequences: 1, length: 1, micro_batches: 1, cache_length: 0 };
+        let limits =
+            BatchLimits { sequences: 1, length: 1, micro_batches: 1, cache_length: 0, cache_pages: 0 };
         let builder = Engine::builder(EngineConfig::new(DType::F32, limits));
         assert_eq!(builder.config.placement, Placement::None);
         let builder = builder.disks(["a", "b"]);

@@ -4,7 +4,7 @@ use crate::network::PARAM_ALIGN;
 use crate::{EngineError, Result, Timeline};
 use std::path::PathBuf;
 use std::sync::Arc;
-use terrace_kernels::DType;
+use terrace_kernels::{DType, KeyValues};
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, NORM_BLOCK, StateFormat};
 use terrace_tiers::Striping;
 
@@ -87,8 +87,25 @@ pub struct BatchLimits {
     pub length: usize,
     /// Micro-batches per optimizer step, M.
     pub micro_batches: usize,
-    /// Positions that the key/value cache holds per sequence (generation), C.
+    /// Positions that the key/value cache holds per sequence (generation), C; 0 where nothing is generated.
     pub cache_length: usize,
+    /// Pages of [`CACHE_PAGE`] positions that the caches of all sequences share; 0: as many as `sequences` of `cache_length` need.
+    pub cache_pages: usize,
+}
+
+/// Positions of a page of the key/value cache.
+pub const CACHE_PAGE: usize = KeyValues::PAGE_MIN;
+
+impl BatchLimits {
+    /// Pages of the longest sequence, M.
+    pub(crate) fn pages_per_sequence(&self) -> usize {
+        self.cache_length.div_ceil(CACHE_PAGE)
+    }
+
+    /// Pages in all, N.
+    pub(crate) fn pages(&self) -> usize {
+        if self.cache_pages > 0 { self.cache_pages } else { self.sequences * self.pages_per_sequence() }
+    }
 }
 
 /// Windows that the planner otherwise chooses; for tests and experiments.
@@ -209,7 +226,7 @@ impl EngineConfig {
     /// use terrace_kernels::DType;
     /// use terrace_zero::{BatchLimits, EngineConfig, TrainingConfig};
     ///
-    /// let limits = BatchLimits { sequences: 2, length: 128, micro_batches: 4, cache_length: 0 };
+    /// let limits = BatchLimits { sequences: 2, length: 128, micro_batches: 4, cache_length: 0, cache_pages: 0 };
     /// let config = EngineConfig {
     ///     training: Some(TrainingConfig::default()),
     ///     host_budget: 4 << 30,

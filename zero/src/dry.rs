@@ -7,7 +7,9 @@ use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors};
 use crate::network::Network;
 use crate::rounds::Rounds;
-use crate::{Context, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights};
+use crate::{
+    BatchLimits, CACHE_PAGE, Context, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights,
+};
 use std::collections::{HashSet, VecDeque};
 use std::iter::{once, repeat_n};
 use std::ops::Range;
@@ -46,7 +48,7 @@ pub(crate) struct DryRun<'a> {
     pub(crate) chunk_elements: usize,
     /// The update follows backward, which lands every block's gradients for it.
     pub(crate) update_follows: bool,
-    pub(crate) cache_length: usize,
+    pub(crate) limits: BatchLimits,
     pub(crate) keeping: Keeping,
     /// So many of the last groups have their state on the device, where their gradients stay.
     pub(crate) state_groups: usize,
@@ -108,7 +110,8 @@ impl DryRun<'_> {
     pub(crate) fn measure(&self, mode: Mode) -> Result<DryCost> {
         let arena = Arena::virtual_memory();
         let (kernels, counter) = dry::kernel_set();
-        let mut caches = if mode == Mode::Generate { self.caches(&arena)? } else { Vec::new() };
+        let generates = mode == Mode::Generate;
+        let mut caches = if generates { self.caches(&arena)? } else { Vec::new() };
         let rounds: Vec<Range<usize>> =
             if mode == Mode::Train { self.rounds.all().collect() } else { once(0..1).collect() };
         let mut inputs = Vec::new();
@@ -124,7 +127,7 @@ impl DryRun<'_> {
             parking: Parking::default(),
             sums: Parking::default(),
         };
-        let starts = vec![0; self.sample.sequences];
+        let pages = generates.then(|| self.page_table(&arena)).transpose()?;
         let last = self.network.last();
         let forward_until = if mode == Mode::Train { last } else { last + 1 };
         for round in rounds {
@@ -132,9 +135,11 @@ impl DryRun<'_> {
                 for m in round.clone() {
                     let State { inputs, loss, staying, kept, .. } = &mut state;
                     let mut cx = self.context(&kernels, &arena, mode, &inputs[m], loss);
-                    if let Some((keys, values)) = caches.get_mut(block).and_then(Option::as_mut) {
+                    if let Some(((keys, values), pages)) =
+                        caches.get_mut(block).and_then(Option::as_mut).zip(pages.as_ref())
+                    {
                         let (keys, values) = (keys.view_mut(), values.view_mut());
-                        cx.kv = Some(KvSlot { keys, values, starts: &starts });
+                        cx.kv = Some(KvSlot { keys, values, pages: pages.view() });
                     }
                     if mode == Mode::Train {
                         cx.kept = self.keeping.asks(block);
@@ -361,7 +366,12 @@ impl DryRun<'_> {
     }
 
     fn caches(&self, arena: &Arena) -> Result<Vec<Option<(Tensor, Tensor)>>> {
-        allocate_caches(self.network, arena, self.dtype, self.sample.sequences, self.cache_length)
+        allocate_caches(self.network, arena, self.dtype, self.limits)
+    }
+
+    fn page_table(&self, arena: &Arena) -> Result<Tensor> {
+        let dims = [self.sample.sequences, self.limits.pages_per_sequence()];
+        Ok(Tensor::new(arena, DType::I32, &dims)?)
     }
 }
 
@@ -382,17 +392,16 @@ fn operations(counter: &dry::Counter) -> u64 {
     totals.matmul_flops + totals.attention_flops + totals.other_flops
 }
 
-/// The key/value cache of every block that wants one: `[B, C, G, K]` each.
+/// The pages of keys and of values of every block that wants a cache: `[N, P, G, K]` each.
 pub(crate) fn allocate_caches(
     network: &Network,
     arena: &Arena,
     dtype: DType,
-    sequences: usize,
-    length: usize,
+    limits: BatchLimits,
 ) -> Result<Vec<Option<(Tensor, Tensor)>>> {
     let slots = network.blocks.iter().map(|block| {
         block.kv().map_or(Ok(None), |kv| {
-            let dims = [sequences, length, kv.heads, kv.head_size];
+            let dims = [limits.pages(), CACHE_PAGE, kv.heads, kv.head_size];
             Ok(Some((Tensor::new(arena, dtype, &dims)?, Tensor::new(arena, dtype, &dims)?)))
         })
     });

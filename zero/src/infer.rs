@@ -5,7 +5,8 @@ use crate::engine::{Engine, Signals};
 use crate::fetch::{Fetcher, Order};
 use crate::lane::Signal;
 use crate::train::{Pass, zero_loss};
-use crate::{EngineError, KvSlot, MicroBatch, Mode, Result};
+use crate::{BatchLimits, CACHE_PAGE, EngineError, HostTensor, KvSlot, MicroBatch, Mode, Result};
+use std::iter::repeat;
 use terrace_kernels::{Tensor, ViewMut};
 use terrace_tiers::Lease;
 
@@ -18,12 +19,16 @@ pub struct Evaluation {
     pub loss_terms: u64,
 }
 
-/// Keys and values of all positions so far, per block.
+/// Keys and values of all positions so far, per block, in pages that the sequences share.
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<Option<(Tensor, Tensor)>>,
     lengths: Vec<usize>,
-    capacity: usize,
+    /// Of each sequence, those of its first positions first.
+    pages: Vec<Vec<i32>>,
+    /// Pages that no sequence has.
+    free: Vec<i32>,
+    limits: BatchLimits,
 }
 
 impl KvCache {
@@ -34,7 +39,43 @@ impl KvCache {
 
     /// Positions there is room for, per sequence.
     pub fn capacity(&self) -> usize {
-        self.capacity
+        self.limits.cache_length
+    }
+
+    /// Pages of [`CACHE_PAGE`] positions that no sequence has yet.
+    pub fn free_pages(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Forgets a sequence: its pages are free for others.
+    pub fn clear(&mut self, sequence: usize) {
+        self.lengths[sequence] = 0;
+        self.free.extend(self.pages[sequence].drain(..).rev());
+    }
+
+    /// Gives sequences the pages that `added` more positions of each need.
+    fn grow(&mut self, sequences: &[usize], added: &[usize]) -> Result {
+        for (&sequence, added) in sequences.iter().zip(added) {
+            let needed = (self.lengths[sequence] + added).div_ceil(CACHE_PAGE);
+            while self.pages[sequence].len() < needed {
+                let Some(page) = self.free.pop() else {
+                    return Err(EngineError::Config(format!(
+                        "no page is left in the key/value cache of {} × {CACHE_PAGE} positions",
+                        self.limits.pages()
+                    )));
+                };
+                self.pages[sequence].push(page);
+            }
+        }
+        Ok(())
+    }
+
+    /// i32 `[B, M]`: the pages of sequences, −1 where there is none.
+    fn table(&self, sequences: &[usize]) -> HostTensor {
+        let width = self.limits.pages_per_sequence();
+        let row = |&sequence: &usize| self.pages[sequence].iter().copied().chain(repeat(-1)).take(width);
+        let pages: Vec<i32> = sequences.iter().flat_map(row).collect();
+        HostTensor::from_i32(&[sequences.len(), width], &pages)
     }
 }
 
@@ -55,29 +96,45 @@ impl Engine {
     /// # Errors
     /// The engine was not planned for generation, or another cache is alive.
     pub fn new_cache(&self, sequences: usize) -> Result<KvCache> {
-        let capacity = self.config.limits.cache_length;
-        if capacity == 0 || sequences > self.config.limits.sequences {
+        let limits = self.config.limits;
+        if limits.cache_length == 0 || sequences > limits.sequences {
             return Err(EngineError::Config(format!("a cache for {sequences} sequences was not planned")));
         }
-        let layers =
-            allocate_caches(&self.network, &self.lane.arena, self.config.dtype, sequences, capacity)?;
-        Ok(KvCache { layers, lengths: vec![0; sequences], capacity })
+        let layers = allocate_caches(&self.network, &self.lane.arena, self.config.dtype, limits)?;
+        let free = (0..limits.pages() as i32).rev().collect();
+        Ok(KvCache { layers, lengths: vec![0; sequences], pages: vec![Vec::new(); sequences], free, limits })
     }
 
-    /// Runs a batch over the cache and gives the logits `[B, V]` of each sequence's last valid position. `added[b]` positions of
-    /// sequence b are valid and stay in the cache.
+    /// Runs a batch over the cache and gives the logits `[B, V]` of each row's last valid position. Row b of the batch goes on from
+    /// what the cache has of `sequences[b]`, each of which comes once; `added[b]` positions of it are valid and stay in the cache.
     ///
     /// # Errors
-    /// The cache is full, a shape was not planned, or a tier failed.
-    pub fn logits(&mut self, batch: &MicroBatch, cache: &mut KvCache, added: &[usize]) -> Result<Vec<f32>> {
-        let longest = cache.lengths.iter().max().copied().unwrap_or(0) + batch.length;
-        if longest > cache.capacity {
-            let message = format!("{longest} positions do not fit the key/value cache of {}", cache.capacity);
-            return Err(EngineError::Config(message));
+    /// The cache is full, a shape was not planned, or a tier failed. The cache then knows of no position more than before.
+    ///
+    /// # Panics
+    /// If `sequences` or `added` do not match the batch, or there is no such sequence.
+    pub fn logits(
+        &mut self,
+        batch: &MicroBatch,
+        cache: &mut KvCache,
+        sequences: &[usize],
+        added: &[usize],
+    ) -> Result<Vec<f32>> {
+        assert_eq!((sequences.len(), added.len()), (batch.sequences, batch.sequences), "one entry a row");
+        let longest =
+            sequences.iter().map(|&sequence| cache.lengths[sequence]).max().unwrap_or(0) + batch.length;
+        if longest > cache.capacity() {
+            return Err(EngineError::Config(format!(
+                "{longest} positions do not fit the key/value cache of {}",
+                cache.capacity()
+            )));
         }
-        let (_, logits) = self.forward_only(batch, Mode::Generate, Some(cache))?;
+        cache.grow(sequences, added)?;
+        let (_, logits) = self.forward_only(batch, Mode::Generate, Some((cache, sequences)))?;
         let logits = logits.expect("the last block writes logits in generation");
-        cache.lengths.iter_mut().zip(added).for_each(|(len, added)| *len += added);
+        for (&sequence, added) in sequences.iter().zip(added) {
+            cache.lengths[sequence] += added;
+        }
         Ok(self
             .lane
             .read(logits)?
@@ -90,7 +147,7 @@ impl Engine {
         &mut self,
         batch: &MicroBatch,
         mode: Mode,
-        mut cache: Option<&mut KvCache>,
+        mut cache: Option<(&mut KvCache, &[usize])>,
     ) -> Result<(Tensor, Option<Tensor>)> {
         let limits = self.config.limits;
         if batch.sequences > limits.sequences || batch.length > limits.length {
@@ -118,6 +175,8 @@ impl Engine {
         let (network, lane, home, kinds) = (&*network, &*lane, &*home, &*kinds);
         let inputs = batch.inputs.iter().map(|t| lane.tensor(t)).collect::<Result<Vec<Tensor>>>()?;
         let mut loss = lane.tensor(&zero_loss())?;
+        let pages =
+            cache.as_ref().map(|(cache, sequences)| lane.tensor(&cache.table(sequences))).transpose()?;
         let (sequences, length) = (batch.sequences, batch.length);
         let pass = Pass { network, backend, lane, config, mode, sequences, length, loss_scale: 1.0 };
         let items: Vec<usize> = (0..=network.last()).flat_map(|b| network.groups_of(b)).collect();
@@ -147,12 +206,11 @@ impl Engine {
                 let mut target =
                     if last { None } else { Some(lane.target(signals.slot(spec.bytes()), spec)?) };
                 let mut cx = pass.context(&inputs, &mut loss);
-                if let Some(cache) = cache.as_deref_mut() {
-                    let KvCache { layers, lengths, .. } = cache;
-                    cx.kv = layers[block].as_mut().map(|(keys, values)| KvSlot {
+                if let Some(((cache, _), pages)) = cache.as_mut().zip(pages.as_ref()) {
+                    cx.kv = cache.layers[block].as_mut().map(|(keys, values)| KvSlot {
                         keys: keys.view_mut(),
                         values: values.view_mut(),
-                        starts: lengths,
+                        pages: pages.view(),
                     });
                 }
                 let y: ViewMut<'_> = match (&mut target, &mut output) {

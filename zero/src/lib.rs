@@ -49,7 +49,8 @@ pub use batch::{HostTensor, MicroBatch};
 pub use block::{Block, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec, ParamSpec, Weight, Weights};
 pub use builder::EngineBuilder;
 pub use config::{
-    Accumulation, BatchLimits, Durability, EngineConfig, Placement, TrainingConfig, WindowOverrides,
+    Accumulation, BatchLimits, CACHE_PAGE, Durability, EngineConfig, Placement, TrainingConfig,
+    WindowOverrides,
 };
 pub use engine::{Engine, Outlook, StoredState};
 pub use error::{EngineError, Result};

@@ -541,7 +541,7 @@ impl Planner<'_> {
             rounds: self.rounds(),
             chunk_elements,
             update_follows: self.config.update_follows(),
-            cache_length: self.config.limits.cache_length,
+            limits: self.config.limits,
             keeping,
             state_groups,
         }

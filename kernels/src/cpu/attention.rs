@@ -18,8 +18,8 @@ use super::floats::{Floats, FloatsMut, floats_mut, ints};
 use super::gemm::{self, Panels, Target, packed_len};
 use super::threads::{Carver, SCRATCH_BYTES, SharedMut};
 use super::{Cpu, Isa, thin, vector};
-use crate::check::{self, AttentionDims};
-use crate::{Attention, AttentionSpec, Result, View, ViewMut};
+use crate::check::{self, AttentionDims, Paging};
+use crate::{Attention, AttentionSpec, KeyValues, Result, View, ViewMut};
 use std::ops::Range;
 
 /// Rows per task and keys per block: whole micro tiles of every instruction set.
@@ -29,6 +29,8 @@ pub const KEYS: usize = 96;
 pub const HEAD_MAX: usize = 512;
 /// Up to this many rows, dot products with unpacked keys are faster than packing them.
 const ROWS_THIN: usize = 8;
+/// Columns that a task appends.
+const COLUMNS: usize = 128;
 /// Keys between the one in use and the one asked for, in decoding.
 const AHEAD: usize = 8;
 
@@ -46,29 +48,61 @@ impl Attention for Cpu {
     fn forward(
         &self,
         q: View<'_>,
-        k: View<'_>,
-        v: View<'_>,
+        keys: KeyValues<'_>,
         starts: View<'_>,
         out: ViewMut<'_>,
         lse: ViewMut<'_>,
         spec: AttentionSpec,
     ) -> Result {
-        let dims = check::attention_forward(q, k, v, starts, &out, &lse);
+        let dims = check::attention_forward(q, keys, starts, &out, &lse);
         let starts_b = ints(starts);
         check::starts(&dims, starts_b);
-        let geometry = Geometry::new(dims, spec);
+        let table = keys.pages.map(ints);
+        let geometry = Geometry::new(dims, table, spec);
         let call = Forward {
             cpu: self,
             geometry,
             q: Floats::new(q),
-            k: Floats::new(k),
-            v: Floats::new(v),
+            k: Floats::new(keys.k),
+            v: Floats::new(keys.v),
             out: FloatsMut::new(out),
             lse: SharedMut::new(floats_mut(lse)),
         };
         self.threads.run(geometry.row_tasks(), |task, scratch| {
             let rows = geometry.row_block(task);
             call.rows(rows, starts_b[rows.b] as usize, Carver::new(scratch));
+        });
+        Ok(())
+    }
+
+    /// A task takes columns, so that no two write one element whatever the pages.
+    fn append(
+        &self,
+        k: View<'_>,
+        v: View<'_>,
+        starts: View<'_>,
+        pages: View<'_>,
+        to_k: ViewMut<'_>,
+        to_v: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::append(k, v, starts, pages, &to_k, &to_v);
+        let (starts_b, table) = (ints(starts), ints(pages));
+        check::pages(&dims.paging, table);
+        let isa = self.threads.isa();
+        let (k, v) = (Floats::new(k), Floats::new(v));
+        let (to_k, to_v) = (FloatsMut::new(to_k), FloatsMut::new(to_v));
+        self.threads.run_ranges(dims.width, COLUMNS, |columns, _| {
+            let mut buffer = [0.0; COLUMNS];
+            for token in 0..dims.batch * dims.length {
+                let (b, i) = (token / dims.length, token % dims.length);
+                let Some(row) = page_row(&dims.paging, table, b, starts_b[b] as usize + i) else { continue };
+                for (from, to) in [(k, to_k), (v, to_v)] {
+                    let at = token * dims.width + columns.start;
+                    let values = from.read(isa, at, columns.len(), &mut buffer);
+                    // SAFETY: these columns of all rows belong to this task.
+                    unsafe { to.write(isa, row * dims.width + columns.start, values) };
+                }
+            }
         });
         Ok(())
     }
@@ -87,7 +121,7 @@ impl Attention for Cpu {
         spec: AttentionSpec,
     ) -> Result {
         let dims = check::attention_backward(q, k, v, out, lse, dout, &dq, &dk, &dv);
-        let geometry = Geometry::new(dims, spec);
+        let geometry = Geometry::new(dims, None, spec);
         let operands = super::attention_backward::Operands::new(self, geometry, (q, k, v), (out, lse, dout));
         operands.query_gradient(dq);
         operands.key_value_gradient(dk, dv);
@@ -97,9 +131,20 @@ impl Attention for Cpu {
 
 /// Where the rows of a call lie and what they see.
 #[derive(Clone, Copy)]
-pub struct Geometry {
+pub struct Geometry<'a> {
     pub dims: AttentionDims,
     pub spec: AttentionSpec,
+    paging: Option<(Paging, &'a [i32])>,
+}
+
+/// The row, among those of all pages, of a sequence's position, if there is a page for it.
+fn page_row(paging: &Paging, table: &[i32], b: usize, position: usize) -> Option<usize> {
+    let page = position >> paging.positions.trailing_zeros();
+    if page >= paging.per_sequence {
+        return None;
+    }
+    let page = usize::try_from(table[b * paging.per_sequence + page]).ok()?;
+    Some(page * paging.positions + (position & (paging.positions - 1)))
 }
 
 /// Rows `first..first + rows` of key/value head `g` of sequence `b`.
@@ -111,13 +156,17 @@ pub struct RowBlock {
     pub rows: usize,
 }
 
-impl Geometry {
+impl<'t> Geometry<'t> {
     /// # Panics
-    /// If heads are larger than working memory is planned for.
-    pub fn new(dims: AttentionDims, spec: AttentionSpec) -> Self {
+    /// If heads are larger than working memory is planned for, or a page is none of those there are.
+    pub fn new(dims: AttentionDims, table: Option<&'t [i32]>, spec: AttentionSpec) -> Self {
         assert!(dims.head_size <= HEAD_MAX, "attention: heads of {} exceed {HEAD_MAX}", dims.head_size);
         assert!(spec.window != Some(0), "attention: a window holds at least the query's own position");
-        Self { dims, spec }
+        let paging = dims.paging.zip(table);
+        if let Some((paging, table)) = &paging {
+            check::pages(paging, table);
+        }
+        Self { dims, spec, paging }
     }
 
     pub fn row_count(&self) -> usize {
@@ -158,7 +207,19 @@ impl Geometry {
 
     /// First element of a key in k and v.
     pub fn key_at(&self, b: usize, g: usize, key: usize) -> usize {
-        ((b * self.dims.capacity + key) * self.dims.kv_heads + g) * self.dims.head_size
+        let row = match &self.paging {
+            None => b * self.dims.capacity + key,
+            // Nobody needs the result of a query that sees keys without a page.
+            Some((paging, table)) => page_row(paging, table, b, key).unwrap_or(0),
+        };
+        (row * self.dims.kv_heads + g) * self.dims.head_size
+    }
+
+    /// Whether the rows of these keys follow each other.
+    fn in_one_run(&self, keys: &Range<usize>) -> bool {
+        self.paging.is_none_or(|(paging, _)| {
+            keys.is_empty() || keys.start / paging.positions == (keys.end - 1) / paging.positions
+        })
     }
 
     /// Elements between consecutive keys of a head.
@@ -178,6 +239,8 @@ impl Geometry {
     }
 
     /// Keys (or values) `keys` as columns, the head's elements as the inner dimension.
+    ///
+    /// They follow each other.
     pub fn keys_as_columns<'a>(
         &self,
         data: Floats<'a>,
@@ -192,18 +255,6 @@ impl Geometry {
             depth: self.dims.head_size,
             outer_stride: self.key_stride(),
             depth_stride: 1,
-        }
-    }
-
-    /// Keys (or values) as the inner dimension, the head's elements as columns.
-    pub fn keys_as_depth<'a>(&self, data: Floats<'a>, b: usize, g: usize, keys: &Range<usize>) -> Panels<'a> {
-        let at = self.key_at(b, g, keys.start);
-        Panels {
-            data: data.slice(at, data.len() - at),
-            outer: self.dims.head_size,
-            depth: keys.len(),
-            outer_stride: 1,
-            depth_stride: self.key_stride(),
         }
     }
 
@@ -239,7 +290,7 @@ pub fn plain_rows(data: &[f32], rows: usize, depth: usize, stride: usize) -> Pan
 
 struct Forward<'a> {
     cpu: &'a Cpu,
-    geometry: Geometry,
+    geometry: Geometry<'a>,
     q: Floats<'a>,
     k: Floats<'a>,
     v: Floats<'a>,
@@ -293,6 +344,27 @@ impl<'a> Forward<'a> {
         data.slice(self.geometry.key_at(rows.b, rows.g, key), self.geometry.dims.head_size)
     }
 
+    /// Keys (or values) as columns, the head's elements as the inner dimension: where they are, or gathered if they lie apart.
+    fn block<'b>(
+        &self,
+        data: Floats<'a>,
+        rows: RowBlock,
+        keys: &Range<usize>,
+        gathered: &'b mut [f32],
+    ) -> Panels<'b>
+    where
+        'a: 'b,
+    {
+        if self.geometry.in_one_run(keys) {
+            return self.geometry.keys_as_columns(data, rows.b, rows.g, keys);
+        }
+        let (isa, head_size) = (self.cpu.threads.isa(), self.geometry.dims.head_size);
+        for (key, to) in keys.clone().zip(gathered.chunks_exact_mut(head_size)) {
+            self.row_of(data, rows, key).widen(isa, to);
+        }
+        plain_rows(gathered, keys.len(), head_size, head_size)
+    }
+
     /// Many rows: products of packed operands.
     fn walk(
         &self,
@@ -308,16 +380,17 @@ impl<'a> Forward<'a> {
         let p_packed = carver.take(packed_len(rows.rows, micro.mr, KEYS));
         let k_packed = carver.take(packed_len(KEYS, micro.nr, head_size));
         let v_packed = carver.take(packed_len(head_size, micro.nr, KEYS));
+        let gathered = carver.take(KEYS * head_size);
         plain_rows(q_wide, rows.rows, head_size, head_size).pack(isa, micro.mr, q_packed);
         for block in key_blocks(geometry.keys_of(start, rows)) {
             let keys = block.len();
-            geometry.keys_as_columns(self.k, rows.b, rows.g, &block).pack(isa, micro.nr, k_packed);
+            self.block(self.k, rows, &block, gathered).pack(isa, micro.nr, k_packed);
             let scores = Target { pointer: state.scores.as_mut_ptr(), stride: KEYS, add: false };
             // SAFETY: the scores hold `rows` rows of KEYS floats of this thread's scratch.
             unsafe { gemm::product(micro, (rows.rows, keys, head_size), q_packed, k_packed, scores) };
             state.softmax(isa, geometry, start, rows, &block);
             plain_rows(state.scores, rows.rows, keys, KEYS).pack(isa, micro.mr, p_packed);
-            geometry.keys_as_depth(self.v, rows.b, rows.g, &block).pack(isa, micro.nr, v_packed);
+            self.block(self.v, rows, &block, gathered).turned().pack(isa, micro.nr, v_packed);
             let acc = Target { pointer: state.acc.as_mut_ptr(), stride: head_size, add: true };
             // SAFETY: the accumulator holds `rows` rows of `head_size` floats of this thread's scratch.
             unsafe { gemm::product(micro, (rows.rows, head_size, keys), p_packed, v_packed, acc) };
@@ -361,7 +434,14 @@ impl<'a> Forward<'a> {
 
 impl Rows<'_> {
     /// Turns a block's scores into probabilities relative to the new maximum and rescales what came before.
-    fn softmax(&mut self, isa: Isa, geometry: Geometry, start: usize, rows: RowBlock, block: &Range<usize>) {
+    fn softmax(
+        &mut self,
+        isa: Isa,
+        geometry: Geometry<'_>,
+        start: usize,
+        rows: RowBlock,
+        block: &Range<usize>,
+    ) {
         let head_size = geometry.dims.head_size;
         for i in 0..rows.rows {
             let scores = &mut self.scores[i * KEYS..][..block.len()];

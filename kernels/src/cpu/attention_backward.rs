@@ -21,7 +21,7 @@ use std::ops::Range;
 /// What both passes read.
 pub struct Operands<'a> {
     cpu: &'a Cpu,
-    geometry: Geometry,
+    geometry: Geometry<'a>,
     q: Floats<'a>,
     k: Floats<'a>,
     v: Floats<'a>,
@@ -56,7 +56,7 @@ struct ScorePack<'s> {
 impl<'a> Operands<'a> {
     pub fn new(
         cpu: &'a Cpu,
-        geometry: Geometry,
+        geometry: Geometry<'a>,
         (q, k, v): (View<'a>, View<'a>, View<'a>),
         (out, lse, dout): (View<'a>, View<'a>, View<'a>),
     ) -> Self {
@@ -108,7 +108,10 @@ impl<'a> Operands<'a> {
             self.geometry.keys_as_columns(self.v, rows.b, rows.g, &block).pack(isa, micro.nr, v_packed);
             self.score_gradient(rows, &block, &pack, k_packed, v_packed, &mut scores);
             plain_rows(scores.ds, rows.rows, block.len(), KEYS).pack(isa, micro.mr, scores.packed);
-            self.geometry.keys_as_depth(self.k, rows.b, rows.g, &block).pack(isa, micro.nr, k_depth);
+            self.geometry
+                .keys_as_columns(self.k, rows.b, rows.g, &block)
+                .turned()
+                .pack(isa, micro.nr, k_depth);
             let target = Target { pointer: sums.as_mut_ptr(), stride: head_size, add: true };
             let size = (rows.rows, head_size, block.len());
             // SAFETY: `sums` holds that many rows of this thread's scratch.

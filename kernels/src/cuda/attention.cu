@@ -36,9 +36,12 @@ struct Shape {
     // Positions a query sees, itself included; at least `capacity` when there is no window.
     int window;
     float scale;
+    // Of all sequences one after the other.
+    Pages pages;
 };
 
-// A matrix of which a tile has 64 rows: row r is at origin + r / group · step + r % group · head_size.
+// A matrix of which a tile has 64 rows: row r is at origin + r / group · step + r % group · head_size. Of keys in pages the
+// origin is that of one tile.
 struct Rows {
     const void *from;
     int dtype;
@@ -199,6 +202,7 @@ __device__ __forceinline__ void forward(const void *q, int q_dtype, const void *
     int key_first = max(start + row / group - shape.window + 1, 0) / TILE * TILE;
     for (int key = key_first; key < key_end; key += TILE) {
         float scores[4][4];
+        k_rows.origin = shape.pages.rows_before(b, shape.capacity, key) * k_rows.step + (i64)kv_head * shape.head_size;
         row_products(scores, q_rows, row, k_rows, key, pieces);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -226,6 +230,7 @@ __device__ __forceinline__ void forward(const void *q, int q_dtype, const void *
                 for (int j = 0; j < 4; j++) sums[square][i][j] *= keep;
         }
         put_weights(weights, scores);
+        v_rows.origin = k_rows.origin;
         add_weighted<SQUARES>(sums, weights, v_rows, key, first, pieces);
     }
     float inverse[4];
@@ -358,12 +363,12 @@ __device__ __forceinline__ void backward_dkv(const void *q, int q_dtype, const v
 }
 
 #define FORWARD_PARAMETERS                                                                                             \
-    const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype, const int *starts, void *out,  \
-        int out_dtype, float *lse, int queries, int capacity, int heads, int kv_heads, int head_size, int window,      \
-        float scale
+    const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype, const int *pages,              \
+        int page_shift, const int *starts, void *out, int out_dtype, float *lse, int queries, int capacity, int heads, \
+        int kv_heads, int head_size, int window, float scale
 #define FORWARD(SQUARES)                                                                                               \
     forward<SQUARES>(q, q_dtype, k, k_dtype, v, v_dtype, starts, out, out_dtype, lse,                                  \
-                     {queries, capacity, heads, kv_heads, head_size, window, scale})
+                     {queries, capacity, heads, kv_heads, head_size, window, scale, {pages, page_shift}})
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_64(FORWARD_PARAMETERS) { FORWARD(1); }
 extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_128(FORWARD_PARAMETERS) { FORWARD(2); }
@@ -374,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_256
         const float *lse, const void *dout, int dout_dtype
 #define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int head_size, int window, float scale
 #define BACKWARD_ARGUMENTS q, q_dtype, k, k_dtype, v, v_dtype, out, out_dtype, lse, dout, dout_dtype
-#define SHAPE {queries, queries, heads, kv_heads, head_size, window, scale}
+#define SHAPE {queries, queries, heads, kv_heads, head_size, window, scale, {}}
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
 attention_dq_64(BACKWARD_PARAMETERS, void *dq, int dq_dtype, SHAPE_PARAMETERS) {

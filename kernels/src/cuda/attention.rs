@@ -2,8 +2,8 @@
 
 use super::launch::Arguments;
 use super::{Cuda, THREADS, aligned, too_large};
-use crate::check::{self, AttentionDims};
-use crate::{Attention, AttentionSpec, Result, View, ViewMut};
+use crate::check::{self, AttentionDims, Paging};
+use crate::{Attention, AttentionSpec, KeyValues, Result, View, ViewMut};
 use std::sync::PoisonError;
 
 /// A kernel, and what it needs to be launched.
@@ -16,6 +16,7 @@ struct Pass {
     columns: usize,
     threads: u32,
     shared_bytes: u32,
+    tensor_cores: bool,
 }
 
 /// One kernel each for out, dq, and dk with dv.
@@ -30,7 +31,7 @@ const SHARED_BYTES: u32 = 4 * (2 * 32 * 68 + 64 * 68);
 const SHARED_BYTES_DKV: u32 = SHARED_BYTES + 4 * 2 * 64;
 
 const fn plain(kernel: &'static str, columns: usize, shared_bytes: u32) -> Pass {
-    Pass { kernel, rows: 64, columns, threads: THREADS, shared_bytes }
+    Pass { kernel, rows: 64, columns, threads: THREADS, shared_bytes, tensor_cores: false }
 }
 
 const PLAIN_64: Passes = Passes {
@@ -47,7 +48,7 @@ const PLAIN_256: Passes = Passes { forward: plain("attention_forward_256", 256, 
 
 /// By the table of `attention_mma.cu`.
 const fn mma(kernel: &'static str, columns: usize, rows: usize, shared_bytes: u32) -> Pass {
-    Pass { kernel, rows, columns, threads: 128, shared_bytes }
+    Pass { kernel, rows, columns, threads: 128, shared_bytes, tensor_cores: true }
 }
 
 const MMA_64: Passes = Passes {
@@ -123,19 +124,22 @@ impl Attention for Cuda {
     fn forward(
         &self,
         q: View<'_>,
-        k: View<'_>,
-        v: View<'_>,
+        keys: KeyValues<'_>,
         starts: View<'_>,
         out: ViewMut<'_>,
         lse: ViewMut<'_>,
         spec: AttentionSpec,
     ) -> Result {
         const OP: &str = "attention";
-        let dims = check::attention_forward(q, k, v, starts, &out, &lse);
+        let dims = check::attention_forward(q, keys, starts, &out, &lse);
         if dims.batch * dims.queries * dims.heads == 0 {
             return Ok(());
         }
-        let operands = self.arguments().read(q).read(k).read(v).only(starts);
+        let KeyValues { k, v, pages } = keys;
+        let operands = self.arguments().read(q).read(k).read(v);
+        // Without pages the kernels are told so by a null pointer.
+        let operands = pages.map_or(operands.clone().long(0), |pages| operands.only(pages));
+        let operands = operands.size(dims.paging.map_or(0, |paging| page_shift(&paging))).only(starts);
         let with_shape = |arguments: Arguments| {
             let arguments = arguments.size(dims.queries).size(dims.capacity).size(dims.heads);
             arguments.size(dims.kv_heads).size(dims.head_size).int(window(spec)).float(spec.scale)
@@ -153,6 +157,28 @@ impl Attention for Cuda {
         let pass = passes(dims.head_size, tensor_cores).forward;
         let mut arguments = with_shape(operands.write(&out).only(lse.view()));
         self.launch_pass(OP, pass, &dims, dims.queries * dims.group(), &mut arguments)
+    }
+
+    fn append(
+        &self,
+        k: View<'_>,
+        v: View<'_>,
+        starts: View<'_>,
+        pages: View<'_>,
+        to_k: ViewMut<'_>,
+        to_v: ViewMut<'_>,
+    ) -> Result {
+        const OP: &str = "append";
+        let dims = check::append(k, v, starts, pages, &to_k, &to_v);
+        if dims.batch * dims.length * dims.width == 0 {
+            return Ok(());
+        }
+        let arguments =
+            self.arguments().read(k).read(v).only(pages).size(page_shift(&dims.paging)).only(starts);
+        let mut arguments = arguments.write(&to_k).write(&to_v).size(dims.length).size(dims.width);
+        arguments = arguments.size(dims.paging.per_sequence);
+        let grid = [number(OP, "positions", dims.batch * dims.length)?, 2, 1];
+        self.launch(OP, "attention_append", grid, SPLIT_THREADS, 0, &mut arguments)
     }
 
     fn backward(
@@ -188,7 +214,7 @@ impl Attention for Cuda {
 }
 
 impl Cuda {
-    /// Launches blocks for tiles of `rows`, sequences and key heads, and pieces of a head's columns.
+    /// Launches blocks for tiles of `rows`, sequences and key heads, and in the plain kernels pieces of a head's columns.
     fn launch_pass(
         &self,
         op: &'static str,
@@ -197,9 +223,12 @@ impl Cuda {
         rows: usize,
         arguments: &mut Arguments,
     ) -> Result {
-        let pieces = dims.head_size.div_ceil(pass.columns).max(1);
         let tiles = number(op, "tiles of rows", rows.div_ceil(pass.rows))?;
-        let grid = [tiles, heads(op, dims)?, number(op, "columns", pieces)?];
+        let grid = if pass.tensor_cores {
+            [tiles, grid_size(op, "key heads", dims.kv_heads)?, grid_size(op, "sequences", dims.batch)?]
+        } else {
+            [tiles, heads(op, dims)?, number(op, "columns", dims.head_size.div_ceil(pass.columns).max(1))?]
+        };
         self.launch(op, pass.kernel, grid, pass.threads, pass.shared_bytes, arguments)
     }
 
@@ -220,13 +249,22 @@ impl Cuda {
 /// Threads of the kernels of `attention_decode.cu`.
 const SPLIT_THREADS: u32 = 128;
 
+/// The logarithm of a page's positions.
+fn page_shift(paging: &Paging) -> usize {
+    paging.positions.trailing_zeros() as usize
+}
+
 /// Sequences times key heads, as a grid's second dimension.
 fn heads(op: &'static str, dims: &AttentionDims) -> Result<u32> {
-    let heads = dims.batch * dims.kv_heads;
-    if heads > 65_535 {
-        return Err(too_large(op, "sequences times key heads", heads));
+    grid_size(op, "sequences times key heads", dims.batch * dims.kv_heads)
+}
+
+/// A size of a grid's second or third dimension.
+fn grid_size(op: &'static str, what: &'static str, value: usize) -> Result<u32> {
+    if value > 65_535 {
+        return Err(too_large(op, what, value));
     }
-    number(op, "heads", heads)
+    number(op, what, value)
 }
 
 fn number(op: &'static str, what: &'static str, value: usize) -> Result<u32> {

@@ -4,6 +4,7 @@
 //
 //   attention_decode_{4,8}    partials of pieces of the keys    4·K FLOPs a visible pair
 //   attention_decode_merge    out, lse from the partials        2·K a row and piece
+//   attention_append          new keys and values to pages      no FLOPs; both once
 //
 // One query of a sequence gives attention.cu a block for each key head, which is a fraction of a card, and walks all keys
 // one tile after the other. Here a block takes `piece` keys of a (sequence, key head) for 4 or 8 rows (the suffix), and leaves
@@ -17,6 +18,9 @@
 // A tile of 64 keys: two threads a key compute the scores of all rows, loading 16 bytes in turn; a warp a row then takes the
 // softmax; for the values a thread has eight columns and every `lanes`-th key. So keys and values are loaded once, in
 // sectors of 32 bytes or more, and never stored in shared memory.
+//
+// Bytes from memory: keys and values once for up to 8 rows that share them, which is nearly all there is; partials, 4·(K + 2)
+// a row and piece, once each way.
 //
 // Order of sums: eight columns of a score at a time, even eights apart from odd ones; values by lane of keys, ascending, then
 // lanes, then pieces ascending. No atomics. f32 throughout. Nothing beyond the last visible key is read.
@@ -35,6 +39,8 @@ struct Shape {
     float scale;
     // Keys that a block takes, a multiple of the tile.
     int piece;
+    // Of all sequences one after the other.
+    Pages pages;
 };
 
 // Shared memory of a block.
@@ -72,18 +78,19 @@ __device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k
     }
     if (t < ROWS) shared.most[t] = MINUS_INFINITY, shared.total[t] = 0.0f;
 
-    i64 step = (i64)shape.kv_heads * head, origin = (i64)b * shape.capacity * step + (i64)kv_head * head;
+    i64 step = (i64)shape.kv_heads * head;
     int eights = head / 8, lanes = DECODE_THREADS / eights, column = t % eights * 8, lane = t / eights;
     float sums[ROWS][8] = {};
     for (int tile = begin; tile < end; tile += DECODE_TILE) {
         // Also before the first tile: the queries.
         __syncthreads();
         int key = tile + t / 2;
+        i64 origin = (shape.pages.rows_before(b, shape.capacity, tile) + tile) * step + (i64)kv_head * head;
         float scores[ROWS] = {};
         if (key < end) {
             for (int c = t % 2 * 8; c < head; c += 16) {
                 float x[8];
-                load8(k, k_dtype, origin + key * step + c, x);
+                load8(k, k_dtype, origin + t / 2 * step + c, x);
 #pragma unroll
                 for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -124,7 +131,7 @@ __device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k
         if (lane < lanes) {
             for (int i = lane; i < DECODE_TILE && tile + i < end; i += lanes) {
                 float x[8];
-                load8(v, v_dtype, origin + (tile + i) * step + column, x);
+                load8(v, v_dtype, origin + i * step + column, x);
 #pragma unroll
                 for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -153,12 +160,12 @@ __device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k
 }
 
 #define DECODE_PARAMETERS                                                                                              \
-    const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype, const int *starts,             \
-        float *partials, int queries, int capacity, int heads, int kv_heads, int head_size, int window, float scale,   \
-        int piece
+    const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype, const int *pages,              \
+        int page_shift, const int *starts, float *partials, int queries, int capacity, int heads, int kv_heads,        \
+        int head_size, int window, float scale, int piece
 #define DECODE(ROWS)                                                                                                   \
     decode<ROWS>(q, q_dtype, k, k_dtype, v, v_dtype, starts, partials,                                                 \
-                 {queries, capacity, heads, kv_heads, head_size, window, scale, piece})
+                 {queries, capacity, heads, kv_heads, head_size, window, scale, piece, {pages, page_shift}})
 
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_4(DECODE_PARAMETERS) { DECODE(4); }
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_8(DECODE_PARAMETERS) { DECODE(8); }
@@ -187,5 +194,26 @@ attention_decode_merge(const float *partials, int pieces, void *out, int out_dty
     if (threadIdx.x == 0) {
         i64 head = row % heads, query = row / heads % queries, b = row / heads / queries;
         lse[(b * heads + head) * queries + query] = most + logf(total);
+    }
+}
+
+// Rows of k and v [B, S, G·K] to positions starts[b] … of the sequences' pages; those without a page are left out.
+// Grid: (B·S, keys or values).
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
+attention_append(const void *k, int k_dtype, const void *v, int v_dtype, const int *pages, int page_shift, const int *starts,
+                 void *to_k, int to_k_dtype, void *to_v, int to_v_dtype, int length, int width, int per_sequence) {
+    int b = blockIdx.x / length, position = starts[b] + blockIdx.x % length, page = position >> page_shift;
+    if (page >= per_sequence || pages[(i64)b * per_sequence + page] < 0) return;
+    const void *from = blockIdx.y == 0 ? k : v;
+    void *to = blockIdx.y == 0 ? to_k : to_v;
+    int from_dtype = blockIdx.y == 0 ? k_dtype : v_dtype, to_dtype = blockIdx.y == 0 ? to_k_dtype : to_v_dtype;
+    i64 before = Pages{pages, page_shift}.rows_before(b, per_sequence << page_shift, position);
+    i64 from_row = (i64)blockIdx.x * width, to_row = (before + position) * width;
+    bool vector = aligned16(from) && aligned16(to) && width % 8 == 0;
+    for (int c = threadIdx.x * 8; c < width; c += DECODE_THREADS * 8) {
+        int count = min(width - c, 8);
+        float x[8];
+        load8_or_less(from, from_dtype, from_row + c, count, vector, x);
+        store8_or_less(to, to_dtype, to_row + c, count, vector, x);
     }
 }

@@ -1,12 +1,12 @@
-// Causal attention on tensor cores: Dao, arXiv 2307.08691. The operation, its symbols, the order of rows, the parameters and
-// the grids are those of attention.cu, whose kernels take what these do not.
+// Causal attention on tensor cores: Dao, arXiv 2307.08691. The operation, its symbols, the order of rows and the
+// parameters are those of attention.cu, whose kernels take what these do not.
 //
 //   attention_forward_mma_{64,128}    out, lse        4·K FLOPs a visible pair
 //   attention_dq_mma_{64,128}         dq              6·K
 //   attention_dkv_mma_{64,128}        dk, dv          8·K
 //
 // The suffix is the head size. q, k, v (out and dout) have one dtype, bf16 or f16, and begin at multiples of 16 bytes; the
-// results have any, and begin at multiples of 8. Grid: (tiles of results' rows, B·G), 128 threads.
+// results have any, and begin at multiples of 8. Grid: (tiles of results' rows, G, B), 128 threads.
 //
 // A block's four warps have 16·STACK rows of the result each (of queries' rows, or in the dkv pass of keys), and step
 // together over tiles of STEP of the others, which arrive by asynchronous copies while the last tile is used. Both
@@ -21,8 +21,11 @@
 //   dkv      64        1      64    64    2·8 Ki + 2·24 Ki + 768  =  66304
 //   dkv      128       1      64    32    2·16 Ki + 2·24 Ki + 384 =  82304
 //
-// All are below the 99 KiB of sm_86 and sm_89; two blocks of each fit on sm_80. Registers: at most 255 of 65536/(2·128),
-// without spills (`cargo xtask cuda-check` prints them).
+// All are below the 99 KiB of sm_86 and sm_89; two blocks of each fit on sm_80. Registers: at most 255 of 65536/(2·128);
+// forward 128 spills four of them on sm_100 and sm_120, nothing else any (`cargo xtask cuda-check` prints them).
+//
+// Bytes from memory: operands and results once; from the L2 cache, keys and values once a block of rows (dkv: rows' operands
+// once a block of keys).
 //
 // Numbers. Scores, sums and rescaling are f32; exponentials are powers of two of scaled scores, within 2 units in the last
 // place. Other than in attention.cu, probabilities and their gradients are rounded to the operands' dtype before they are
@@ -46,6 +49,8 @@ struct Shape {
     // Positions a query sees, itself included; at least `capacity` when there is no window.
     int window;
     float scale;
+    // Of all sequences one after the other.
+    Pages pages;
 };
 
 __device__ __forceinline__ bool sees(int position, int key, int window) {
@@ -67,7 +72,7 @@ template <int HEAD> struct QueryRows {
     __device__ __forceinline__ i64 offset(int r) const { return origin + (i64)(r / group) * step + r % group * HEAD; }
 };
 
-// Row r is key r; `end`: keys that may be read.
+// Row r is key r; `end`: keys that may be read. In pages the origin is that of a tile's.
 template <int HEAD> struct KeyRows {
     i64 origin, step;
     int end;
@@ -75,6 +80,11 @@ template <int HEAD> struct KeyRows {
     __device__ __forceinline__ KeyRows(const Shape &shape, int b, int kv_head, int end)
         : step((i64)shape.kv_heads * HEAD), end(end) {
         origin = (i64)b * shape.capacity * step + (i64)kv_head * HEAD;
+    }
+    // The next rows are of the tile that begins with `first`.
+    __device__ __forceinline__ void turn_to(const Shape &shape, int first) {
+        if (!shape.pages.table) return;
+        origin = (i64)shape.pages.rows_before(blockIdx.z, shape.capacity, first) * step + (i64)blockIdx.y * HEAD;
     }
     __device__ __forceinline__ i64 offset(int r) const { return origin + r * step; }
 };
@@ -239,7 +249,7 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
                                         float *lse, const Shape &shape) {
     constexpr int ROWS = WARPS * 16 * STACK;
     u16 *q_tile = (u16 *)dynamic_shared, *keys = q_tile + ROWS * HEAD;
-    int b = blockIdx.y / shape.kv_heads, kv_head = blockIdx.y % shape.kv_heads, lane = threadIdx.x % 32;
+    int b = blockIdx.z, kv_head = blockIdx.y, lane = threadIdx.x % 32;
     QueryRows<HEAD> q_rows(shape, b, kv_head);
     // The longest rows of keys are begun first.
     int row = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, warp_row = row + threadIdx.x / 32 * 16 * STACK;
@@ -250,6 +260,7 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
     const u16 *const of_q[1] = {q}, *const of_kv[2] = {k, v};
 
     copy_rows<HEAD, ROWS, 1>(q_tile, of_q, q_rows, row);
+    k_rows.turn_to(shape, key_first);
     copy_rows<HEAD, STEP, 2>(keys, of_kv, k_rows, key_first);
     cp_async_commit();
     // What the warp's rows see: the first row's position, and the last one's.
@@ -268,7 +279,11 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
         cp_async_wait<0>();
         __syncthreads();
         const u16 *tile = keys + stage * 2 * STEP * HEAD;
-        if (key + STEP < key_end) copy_rows<HEAD, STEP, 2>(keys + (stage ^ 1) * 2 * STEP * HEAD, of_kv, k_rows, key + STEP);
+        int next = key + STEP;
+        if (next < key_end) {
+            k_rows.turn_to(shape, next);
+            copy_rows<HEAD, STEP, 2>(keys + (stage ^ 1) * 2 * STEP * HEAD, of_kv, k_rows, next);
+        }
         cp_async_commit();
         if (!any_row || key > high || key + STEP - 1 <= low - shape.window) continue;
         float scores[STACK][STEP / 8][4];
@@ -325,7 +340,7 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
                                             const u16 *dout, void *dq, int dq_dtype, const Shape &shape) {
     constexpr int ROWS = WARPS * 16 * STACK;
     u16 *q_tile = (u16 *)dynamic_shared, *dout_tile = q_tile + ROWS * HEAD, *keys = dout_tile + ROWS * HEAD;
-    int b = blockIdx.y / shape.kv_heads, kv_head = blockIdx.y % shape.kv_heads, lane = threadIdx.x % 32;
+    int b = blockIdx.z, kv_head = blockIdx.y, lane = threadIdx.x % 32;
     QueryRows<HEAD> q_rows(shape, b, kv_head);
     int row = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, warp_row = row + threadIdx.x / 32 * 16 * STACK;
     int key_end = min(row + ROWS - 1, q_rows.end - 1) / q_rows.group + 1;
@@ -477,7 +492,7 @@ __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u
     constexpr int KEYS = WARPS * 16 * STACK;
     u16 *k_tile = (u16 *)dynamic_shared, *v_tile = k_tile + KEYS * HEAD, *tiles = v_tile + KEYS * HEAD;
     RowFacts<STEP> &facts = *(RowFacts<STEP> *)(tiles + 2 * 3 * STEP * HEAD);
-    int b = blockIdx.y / shape.kv_heads, kv_head = blockIdx.y % shape.kv_heads;
+    int b = blockIdx.z, kv_head = blockIdx.y;
     int key = blockIdx.x * KEYS, warp_key = key + threadIdx.x / 32 * 16 * STACK, last_key = warp_key + 16 * STACK - 1;
     QueryRows<HEAD> q_rows(shape, b, kv_head);
     KeyRows<HEAD> k_rows(shape, b, kv_head, shape.capacity);
@@ -520,10 +535,11 @@ __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u
 
 // The parameters of attention.cu's kernels, of which the dtypes of v, out and dout, and the head size, are known here.
 #define FORWARD_PARAMETERS                                                                                             \
-    const void *q, int q_dtype, const void *k, int, const void *v, int, const int *starts, void *out, int out_dtype,   \
-        float *lse, int queries, int capacity, int heads, int kv_heads, int, int window, float scale
+    const void *q, int q_dtype, const void *k, int, const void *v, int, const int *pages, int page_shift,              \
+        const int *starts, void *out, int out_dtype, float *lse, int queries, int capacity, int heads, int kv_heads,   \
+        int, int window, float scale
 #define FORWARD(HEAD, STACK, STEP)                                                                                     \
-    Shape shape = {queries, capacity, heads, kv_heads, window, scale};                                                 \
+    Shape shape = {queries, capacity, heads, kv_heads, window, scale, {pages, page_shift}};                            \
     const u16 *q16 = (const u16 *)q, *k16 = (const u16 *)k, *v16 = (const u16 *)v;                                     \
     if (q_dtype == BF16) {                                                                                             \
         forward<BF16, HEAD, STACK, STEP>(q16, k16, v16, starts, out, out_dtype, lse, shape);                           \
@@ -539,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_forward_mma_1
         const void *dout, int
 #define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int, int window, float scale
 #define BACKWARD(PASS, HEAD, STACK, STEP, ...)                                                                         \
-    Shape shape = {queries, queries, heads, kv_heads, window, scale};                                                  \
+    Shape shape = {queries, queries, heads, kv_heads, window, scale, {}};                                              \
     const u16 *q16 = (const u16 *)q, *k16 = (const u16 *)k, *v16 = (const u16 *)v;                                     \
     const u16 *out16 = (const u16 *)out, *dout16 = (const u16 *)dout;                                                  \
     if (q_dtype == BF16) {                                                                                             \

@@ -88,6 +88,23 @@ __device__ __forceinline__ void store(void *to, int dtype, i64 i, float x) {
 }
 
 // Whether eight elements from any multiple of eight on can be moved at once.
+// Where the keys and values of a sequence lie: in a run of their own, or in pages of which a table of the sequence has the
+// numbers.
+struct Pages {
+    // Null: no pages.
+    const int *table;
+    // Of a page's positions, which are a multiple of every tile's.
+    int shift;
+
+    // What to add to a position of sequence b, of `capacity` positions, for its row among those of all sequences or pages; of any
+    // page where there is none. It holds for all of a tile, which lies in one page.
+    __device__ __forceinline__ int rows_before(int b, int capacity, int position) const {
+        if (!table) return b * capacity;
+        int of_sequence = position >> shift;
+        return (max(table[b * (capacity >> shift) + of_sequence], 0) - of_sequence) << shift;
+    }
+};
+
 __device__ __forceinline__ bool aligned16(const void *at) { return ((u64)at & 15) == 0; }
 
 // Elements i .. i + 8 of an aligned tensor; i is a multiple of 8.

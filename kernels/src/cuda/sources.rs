@@ -72,7 +72,13 @@ pub(super) static SOURCES: [KernelSource; 13] = [
         "attention_dkv_64",
         "attention_dkv_128"
     ),
-    source!("attention_decode.cu", "attention_decode_4", "attention_decode_8", "attention_decode_merge"),
+    source!(
+        "attention_decode.cu",
+        "attention_decode_4",
+        "attention_decode_8",
+        "attention_decode_merge",
+        "attention_append"
+    ),
     source!(
         tensor_cores "attention_mma.cu",
         "attention_forward_mma_64",

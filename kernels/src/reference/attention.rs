@@ -2,44 +2,76 @@
 
 use super::rows::log_sum_exp;
 use super::{Reference, values};
-use crate::check::{self, AttentionDims};
-use crate::{Attention, AttentionSpec, Result, View, ViewMut};
+use crate::check::{self, AttentionDims, Paging};
+use crate::{Attention, AttentionSpec, KeyValues, Result, View, ViewMut};
 
 impl Attention for Reference {
     /// `out = Σ_j p_j·v_j`, `p = softmax(scale·q·k_j)` over the visible keys j, ascending.
     fn forward(
         &self,
         q: View<'_>,
-        k: View<'_>,
-        v: View<'_>,
+        keys: KeyValues<'_>,
         starts: View<'_>,
         out: ViewMut<'_>,
         lse: ViewMut<'_>,
         spec: AttentionSpec,
     ) -> Result {
-        let dims = check::attention_forward(q, k, v, starts, &out, &lse);
+        let dims = check::attention_forward(q, keys, starts, &out, &lse);
         let starts_b = values::ints(starts);
         check::starts(&dims, starts_b);
-        let (q, k, v) = (values::read(q), values::read(k), values::read(v));
+        let (q, k, v) = (values::read(q), values::read(keys.k), values::read(keys.v));
+        let places: Option<Vec<usize>> =
+            dims.paging.zip(keys.pages).map(|(paging, pages)| places(&paging, pages));
         let mut out_bshk = vec![0.0; q.len()];
         let mut lse_bhs = vec![0.0; dims.batch * dims.heads * dims.queries];
         for row in rows(&dims) {
             let keys = row.keys(starts_b[row.b] as usize, spec.window);
             let query = &q[row.query(&dims)..][..dims.head_size];
+            let key = |j: usize| {
+                let at = row.b * dims.capacity + j;
+                row.key_in(&dims, places.as_ref().map_or(at, |places| places[at]))
+            };
             let scores: Vec<f64> =
-                keys.clone().map(|j| f64::from(spec.scale) * dot(query, &k[row.key(&dims, j)..])).collect();
+                keys.clone().map(|j| f64::from(spec.scale) * dot(query, &k[key(j)..])).collect();
             let lse = log_sum_exp(&scores);
             lse_bhs[row.lse(&dims)] = lse;
             for (score, j) in scores.iter().zip(keys) {
-                axpy(
-                    &mut out_bshk[row.query(&dims)..][..dims.head_size],
-                    (score - lse).exp(),
-                    &v[row.key(&dims, j)..],
-                );
+                axpy(&mut out_bshk[row.query(&dims)..][..dims.head_size], (score - lse).exp(), &v[key(j)..]);
             }
         }
         values::write(out, &out_bshk);
         values::write(lse, &lse_bhs);
+        Ok(())
+    }
+
+    /// Row by row.
+    fn append(
+        &self,
+        k: View<'_>,
+        v: View<'_>,
+        starts: View<'_>,
+        pages: View<'_>,
+        to_k: ViewMut<'_>,
+        to_v: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::append(k, v, starts, pages, &to_k, &to_v);
+        let (paging, width, starts) = (dims.paging, dims.width, values::ints(starts));
+        let pages = values::ints(pages);
+        check::pages(&paging, pages);
+        for (new, to) in [(k, to_k), (v, to_v)] {
+            let (new, mut all) = (values::read(new), values::read(to.view()));
+            for (row, new) in new.chunks_exact(width).enumerate() {
+                let (b, position) =
+                    (row / dims.length, starts[row / dims.length] as usize + row % dims.length);
+                let page = position / paging.positions;
+                if page < paging.per_sequence && pages[b * paging.per_sequence + page] >= 0 {
+                    let page = pages[b * paging.per_sequence + page] as usize;
+                    let at = page * paging.positions + position % paging.positions;
+                    all[at * width..][..width].copy_from_slice(new);
+                }
+            }
+            values::write(to, &all);
+        }
         Ok(())
     }
 
@@ -87,6 +119,17 @@ impl Attention for Reference {
     }
 }
 
+/// For every position of every sequence its row among those of all pages; any where there is none.
+fn places(paging: &Paging, pages: View<'_>) -> Vec<usize> {
+    let pages = values::ints(pages);
+    check::pages(paging, pages);
+    let of_page = |&page: &i32| {
+        let first = page.max(0) as usize * paging.positions;
+        first..first + paging.positions
+    };
+    pages.iter().flat_map(of_page).collect()
+}
+
 /// One query of one head.
 struct Row {
     b: usize,
@@ -114,7 +157,12 @@ impl Row {
     }
 
     fn key(&self, dims: &AttentionDims, j: usize) -> usize {
-        ((self.b * dims.capacity + j) * dims.kv_heads + self.h / dims.group()) * dims.head_size
+        self.key_in(dims, self.b * dims.capacity + j)
+    }
+
+    /// The key in a row of all keys.
+    fn key_in(&self, dims: &AttentionDims, row: usize) -> usize {
+        (row * dims.kv_heads + self.h / dims.group()) * dims.head_size
     }
 
     fn lse(&self, dims: &AttentionDims) -> usize {

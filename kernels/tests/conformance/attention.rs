@@ -5,7 +5,7 @@
 
 use crate::support::{Host, MIXES, assert_close, backends};
 use proptest::prelude::*;
-use terrace_kernels::{AttentionSpec, DType, KernelSet, reference};
+use terrace_kernels::{AttentionSpec, DType, KernelSet, KeyValues, reference};
 
 #[derive(Debug, Clone, Copy)]
 struct Case {
@@ -40,11 +40,21 @@ impl Case {
     }
 
     fn forward(&self, set: &KernelSet, [q, k, v]: &[Host; 3], starts: &Host, dtype: DType) -> [Host; 2] {
+        self.forward_over(set, q, KeyValues::rows(k.view(), v.view()), starts, dtype)
+    }
+
+    fn forward_over(
+        &self,
+        set: &KernelSet,
+        q: &Host,
+        keys: KeyValues<'_>,
+        starts: &Host,
+        dtype: DType,
+    ) -> [Host; 2] {
         let mut out = Host::zeros(dtype, &self.q_dims());
         let mut lse = Host::zeros(DType::F32, &[self.batch, self.heads, self.queries]);
-        set.attention
-            .forward(q.view(), k.view(), v.view(), starts.view(), out.view_mut(), lse.view_mut(), self.spec())
-            .unwrap();
+        let (into, into_lse) = (out.view_mut(), lse.view_mut());
+        set.attention.forward(q.view(), keys, starts.view(), into, into_lse, self.spec()).unwrap();
         [out, lse]
     }
 
@@ -182,6 +192,120 @@ fn few_queries_on_many_keys() {
             }
         }
     }
+}
+
+/// Keys and values in pages of `positions`, in an order of their own and with pages of NaNs between them. What no query sees has
+/// no page.
+struct InPages {
+    k: Host,
+    v: Host,
+    table: Host,
+}
+
+impl InPages {
+    fn new(case: &Case, [_, k, v]: &[Host; 3], starts: &[usize], positions: usize) -> Self {
+        let per_sequence = case.capacity / positions;
+        let count = 2 * case.batch * per_sequence;
+        let row = case.kv_heads * case.head_size;
+        let dims = [count, positions, case.kv_heads, case.head_size];
+        let dtype = k.view().dtype();
+        let nans = || Host::of(dtype, &dims, std::iter::repeat_n(f64::NAN, count * positions * row));
+        let (mut in_k, mut in_v, mut table) = (nans(), nans(), Vec::new());
+        let (k, v) = (k.values(), v.values());
+        for (at, (b, page)) in
+            (0..case.batch).flat_map(|b| (0..per_sequence).map(move |page| (b, page))).enumerate()
+        {
+            if page * positions >= starts[b] + case.queries {
+                table.push(-1.0);
+                continue;
+            }
+            // Odd pages, from the last one down.
+            let place = count - 1 - 2 * at;
+            table.push(place as f64);
+            let (from, to) = ((b * case.capacity + page * positions) * row, place * positions * row);
+            for (from, to) in (from..).zip(to..).take(positions * row) {
+                in_k.set(to, k[from]);
+                in_v.set(to, v[from]);
+            }
+        }
+        let table = Host::of(DType::I32, &[case.batch, per_sequence], table);
+        Self { k: in_k, v: in_v, table }
+    }
+
+    fn keys(&self) -> KeyValues<'_> {
+        KeyValues { k: self.k.view(), v: self.v.view(), pages: Some(self.table.view()) }
+    }
+}
+
+#[test]
+fn pages_change_no_bit() {
+    for (queries, heads, kv_heads, head_size, mix) in [
+        (1, 6, 2, 16, MIXES[0]),
+        (1, 3, 1, 7, MIXES[1]),
+        (5, 4, 2, 64, (DType::BF16, DType::BF16)),
+        (70, 2, 2, 24, (DType::F32, DType::BF16)),
+        (130, 2, 1, 64, (DType::F16, DType::F16)),
+    ] {
+        for positions in [64, 128] {
+            for (starts, window) in [([0, 383], None), ([200, 63], None), ([64, 300], Some(90))] {
+                let case = Case { batch: 2, queries, capacity: 384, heads, kv_heads, head_size, window };
+                let starts = starts.map(|start| start.min(case.capacity - queries));
+                let qkv = case.qkv(mix.0);
+                let paged = InPages::new(&case, &qkv, &starts, positions);
+                let positions_b = Host::of(DType::I32, &[2], starts.map(|start| start as f64));
+                let all = backends().into_iter().chain([("reference".into(), reference::kernel_set())]);
+                for (name, set) in all {
+                    let expected = case.forward(&set, &qkv, &positions_b, mix.1);
+                    let found = case.forward_over(&set, &qkv[0], paged.keys(), &positions_b, mix.1);
+                    let what = format!("{name}: {case:?} at {starts:?} in pages of {positions}");
+                    assert!(expected[0].values() == found[0].values(), "{what}: out");
+                    assert!(expected[1].values() == found[1].values(), "{what}: lse");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_are_appended_to_pages() {
+    for (length, kv_heads, head_size, from, to) in [
+        (1, 2, 16, DType::BF16, DType::BF16),
+        (1, 1, 7, DType::F32, DType::F16),
+        (9, 3, 5, DType::F32, DType::BF16),
+        (150, 2, 200, DType::F16, DType::F32),
+    ] {
+        let new = |seed| Host::random(from, &[3, length, kv_heads, head_size], 1.0, seed);
+        let (k, v) = (new(1), new(2));
+        // The first sequence crosses pages, the second has only some of the pages it would need, the third ends with its table.
+        let pages = Host::of(DType::I32, &[3, 3], [4.0, 1.0, 6.0, 0.0, -1.0, -1.0, 2.0, 3.0, 5.0]);
+        let starts = Host::of(DType::I32, &[3], [60.0, 63.0, 190.0]);
+        let run = |set: &KernelSet| {
+            let old = |seed| Host::random(to, &[7, 64, kv_heads, head_size], 1.0, seed);
+            let (mut to_k, mut to_v) = (old(3), old(4));
+            let (into_k, into_v) = (to_k.view_mut(), to_v.view_mut());
+            set.attention.append(k.view(), v.view(), starts.view(), pages.view(), into_k, into_v).unwrap();
+            [to_k, to_v]
+        };
+        let expected = run(&reference::kernel_set());
+        let before = Host::random(to, &[7, 64, kv_heads, head_size], 1.0, 3);
+        assert!(expected[0].values() != before.values());
+        for (name, set) in backends() {
+            for (expected, found) in expected.iter().zip(&run(&set)) {
+                assert!(expected.values() == found.values(), "{name}: {length} of {from} in {to}");
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "page 7 is one of 7")]
+fn pages_are_checked() {
+    let zeros = |dims: &[usize]| Host::zeros(DType::F32, dims);
+    let (k, mut to_k, mut to_v) = (zeros(&[1, 1, 1, 4]), zeros(&[7, 64, 1, 4]), zeros(&[7, 64, 1, 4]));
+    let (starts, pages) = (Host::zeros(DType::I32, &[1]), Host::of(DType::I32, &[1, 1], [7.0]));
+    let attention = terrace_kernels::cpu::kernel_set(1).attention;
+    let (to_k, to_v) = (to_k.view_mut(), to_v.view_mut());
+    let _ = attention.append(k.view(), k.view(), starts.view(), pages.view(), to_k, to_v);
 }
 
 #[test]

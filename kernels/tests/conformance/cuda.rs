@@ -12,7 +12,7 @@ use terrace_device::cuda::{CudaDevice, CudaStream};
 use terrace_device::{Arena, Bytes, BytesMut, Device, Region, Stream};
 use terrace_kernels::cuda::{self, CudaConfig};
 use terrace_kernels::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelSet, Matmul,
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelSet, KeyValues, Matmul,
     MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
 };
 use terrace_kernels::{DType, reference};
@@ -216,15 +216,45 @@ impl Attention for OnDevice {
     fn forward(
         &self,
         q: View<'_>,
-        k: View<'_>,
-        v: View<'_>,
+        KeyValues { k, v, pages }: KeyValues<'_>,
         starts: View<'_>,
         out: ViewMut<'_>,
         lse: ViewMut<'_>,
         spec: AttentionSpec,
     ) -> Result {
         let attention = &self.set.attention;
-        on_device!(self, [q, k, v, starts], [out, lse], attention.forward(q, k, v, starts, out, lse, spec))
+        let Some(pages) = pages else {
+            return on_device!(
+                self,
+                [q, k, v, starts],
+                [out, lse],
+                attention.forward(q, KeyValues::rows(k, v), starts, out, lse, spec)
+            );
+        };
+        on_device!(
+            self,
+            [q, k, v, pages, starts],
+            [out, lse],
+            attention.forward(q, KeyValues { k, v, pages: Some(pages) }, starts, out, lse, spec)
+        )
+    }
+
+    fn append(
+        &self,
+        k: View<'_>,
+        v: View<'_>,
+        starts: View<'_>,
+        pages: View<'_>,
+        to_k: ViewMut<'_>,
+        to_v: ViewMut<'_>,
+    ) -> Result {
+        let attention = &self.set.attention;
+        on_device!(
+            self,
+            [k, v, starts, pages],
+            [to_k, to_v],
+            attention.append(k, v, starts, pages, to_k, to_v)
+        )
     }
 
     fn backward(

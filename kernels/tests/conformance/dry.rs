@@ -2,7 +2,7 @@
 
 use terrace_device::Arena;
 use terrace_kernels::dry::{self, Totals};
-use terrace_kernels::{AttentionSpec, DType, MatmulSpec, Tensor};
+use terrace_kernels::{AttentionSpec, DType, KeyValues, MatmulSpec, Tensor};
 
 fn tensor(dtype: DType, dims: &[usize]) -> Tensor {
     Tensor::new(&Arena::virtual_memory(), dtype, dims).unwrap()
@@ -30,7 +30,14 @@ fn attention_counts_visible_pairs() {
         counter.reset();
         let spec = AttentionSpec { scale: 1.0, window };
         set.attention
-            .forward(q.view(), k.view(), k.view(), starts.view(), out.view_mut(), lse.view_mut(), spec)
+            .forward(
+                q.view(),
+                KeyValues::rows(k.view(), k.view()),
+                starts.view(),
+                out.view_mut(),
+                lse.view_mut(),
+                spec,
+            )
             .unwrap();
         assert_eq!(counter.totals().attention_flops, 2 * 4 * pairs * 4 * 8);
     }
@@ -46,8 +53,7 @@ fn shapes_are_checked() {
     let spec = AttentionSpec { scale: 1.0, window: None };
     let _ = set.attention.forward(
         q.view(),
-        k.view(),
-        k.view(),
+        KeyValues::rows(k.view(), k.view()),
         starts.view(),
         out.view_mut(),
         lse.view_mut(),

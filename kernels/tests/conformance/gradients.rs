@@ -5,7 +5,7 @@
 //! the truncation error of order step² times a third derivative of order 1 leaves about 1e-4 to 1e-3. Allowed: 2e-3.
 
 use crate::support::Host;
-use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, RopeDirection, reference};
+use terrace_kernels::{AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, RopeDirection, reference};
 
 const STEP: f64 = 2e-2;
 const TOLERANCE: f64 = 2e-3;
@@ -143,7 +143,14 @@ fn attention_out(set: &KernelSet, q: &Host, k: &Host, v: &Host, spec: AttentionS
     let mut lse = Host::zeros(DType::F32, &[1, 4, 5]);
     let starts = Host::zeros(DType::I32, &[1]);
     set.attention
-        .forward(q.view(), k.view(), v.view(), starts.view(), out.view_mut(), lse.view_mut(), spec)
+        .forward(
+            q.view(),
+            KeyValues::rows(k.view(), v.view()),
+            starts.view(),
+            out.view_mut(),
+            lse.view_mut(),
+            spec,
+        )
         .unwrap();
     [out, lse]
 }

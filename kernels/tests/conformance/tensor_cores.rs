@@ -7,7 +7,7 @@
 use crate::cuda::on_device;
 use crate::support::{Host, assert_close};
 use terrace_kernels::cuda::CudaConfig;
-use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, reference};
+use terrace_kernels::{AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, reference};
 
 /// With and without tensor cores, on operands at even and at odd places.
 struct Sets {
@@ -103,7 +103,14 @@ fn attention() {
                 let (of_q, of_k, of_v) = (q.view(), k.view(), v.view());
                 let attention = &set.attention;
                 attention
-                    .forward(of_q, of_k, of_v, starts.view(), out.view_mut(), lse.view_mut(), spec)
+                    .forward(
+                        of_q,
+                        KeyValues::rows(of_k, of_v),
+                        starts.view(),
+                        out.view_mut(),
+                        lse.view_mut(),
+                        spec,
+                    )
                     .unwrap();
                 let (of_out, of_lse, of_dout) = (out.view(), lse.view(), dout.view());
                 let (to_q, to_k, to_v) = (dq.view_mut(), dk.view_mut(), dv.view_mut());

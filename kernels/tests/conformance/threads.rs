@@ -4,7 +4,7 @@
 use crate::support::{Host, Random, isas_and_pairs};
 use std::hash::{DefaultHasher, Hasher};
 use terrace_kernels::cpu::{self, CpuConfig, Isa};
-use terrace_kernels::{AttentionSpec, DType, KernelSet, MatmulSpec, RopeDirection};
+use terrace_kernels::{AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, RopeDirection};
 
 fn same_for_every_thread_count(what: &str, run: impl Fn(&KernelSet) -> Vec<Host>) {
     same_on(Isa::available(), what, &run);
@@ -67,7 +67,14 @@ fn attention() {
             (out.clone(), Host::zeros(DType::BF16, &k_dims), Host::zeros(DType::BF16, &k_dims));
         let attention = &set.attention;
         attention
-            .forward(q.view(), k.view(), v.view(), starts.view(), out.view_mut(), lse.view_mut(), spec)
+            .forward(
+                q.view(),
+                KeyValues::rows(k.view(), v.view()),
+                starts.view(),
+                out.view_mut(),
+                lse.view_mut(),
+                spec,
+            )
             .unwrap();
         attention
             .backward(

@@ -12,7 +12,7 @@
 use crate::shim::{Argument, Launch, Library, ORDERS};
 use crate::tensor::{Random, Tensor, unit};
 use std::ops::Range;
-use terrace_kernels::{AttentionSpec, DType, reference};
+use terrace_kernels::{AttentionSpec, DType, KeyValues, reference};
 
 #[derive(Debug, Clone)]
 struct Case {
@@ -52,6 +52,8 @@ const KERNELS_128: [Kernel; 3] = [
 ];
 
 const F32_ERROR: f64 = 2e-5;
+/// Positions of a page.
+const PAGE: usize = 64;
 
 impl Case {
     fn batch(&self) -> usize {
@@ -83,8 +85,7 @@ impl Case {
     }
 
     fn launch(&self, kernel: &Kernel, rows: usize) -> Launch {
-        let heads = self.batch() * self.kv_heads;
-        let grid = [rows.div_ceil(kernel.rows) as u32, heads as u32, 1];
+        let grid = [rows.div_ceil(kernel.rows) as u32, self.kv_heads as u32, self.batch() as u32];
         Launch { grid, threads: 128, shared_bytes: kernel.shared_bytes }
     }
 
@@ -123,7 +124,14 @@ impl Case {
         let (starts, spec) = (self.starts(), self.spec());
         let attention = reference::kernel_set().attention;
         attention
-            .forward(q.view(), k.view(), v.view(), starts.view(), out.view_mut(), lse.view_mut(), spec)
+            .forward(
+                q.view(),
+                KeyValues::rows(k.view(), v.view()),
+                starts.view(),
+                out.view_mut(),
+                lse.view_mut(),
+                spec,
+            )
             .unwrap();
         [out, lse]
     }
@@ -135,15 +143,22 @@ impl Case {
         let kernel = &self.kernels()[0];
         let launch = self.launch(kernel, self.queries * self.group());
         let starts = self.starts();
+        let [q, k, v] = &qkv;
+        let (in_pages, table) = self.in_pages([k, v]);
+        let runs = [([k, v], Argument::Long(0), 0), ([&in_pages[0], &in_pages[1]], table.read(), PAGE)];
         let mut first: Option<[Tensor; 2]> = None;
-        for order in ORDERS {
+        for (order, ([k, v], pages, positions)) in ORDERS.into_iter().flat_map(|o| runs.map(|run| (o, run))) {
+            if positions > 0 && !self.capacity.is_multiple_of(positions) {
+                continue;
+            }
             let mut out = Tensor::new(self.results, &self.q_dims());
             let mut lse = Tensor::new(DType::F32, &self.lse_dims());
-            let mut arguments: Vec<Argument> = qkv.iter().flat_map(|x| [x.read(), x.code()]).collect();
-            arguments.extend([starts.read(), out.write(), out.code(), lse.write()]);
+            let mut arguments: Vec<Argument> = [q, k, v].iter().flat_map(|x| [x.read(), x.code()]).collect();
+            arguments.extend([pages, Argument::Int(PAGE.trailing_zeros() as i32), starts.read()]);
+            arguments.extend([out.write(), out.code(), lse.write()]);
             arguments.extend(self.sizes(true));
             library.run(kernel.name, launch, order, &arguments);
-            let what = format!("{self:?} in order {order:?}");
+            let what = format!("{self:?} in pages of {positions}, order {order:?}");
             out.assert_guarded(&what);
             lse.assert_guarded(&what);
             if let Some([first_out, first_lse]) = &first {
@@ -157,6 +172,25 @@ impl Case {
             lse.assert_close(&format!("lse, {what}"), &expected_lse.values(), |_| F32_ERROR);
             first = Some([out, lse]);
         }
+    }
+
+    /// Keys and values in pages, the last ones first and a page of NaNs before each, and the sequences' tables.
+    fn in_pages(&self, [k, v]: [&Tensor; 2]) -> ([Tensor; 2], Tensor) {
+        let pages = self.batch() * (self.capacity / PAGE);
+        let page = PAGE * self.kv_heads * self.head_size;
+        let place = |at: usize| 2 * (pages - at) - 1;
+        let scatter = |of: &Tensor| {
+            let values = of.values();
+            let mut all = Tensor::new(self.operands, &[2 * pages * page]);
+            for at in 0..pages {
+                for i in 0..page {
+                    all.set(place(at) * page + i, values[at * page + i]);
+                }
+            }
+            all
+        };
+        let table = Tensor::of(DType::I32, &[pages], (0..pages).map(|at| place(at) as f64));
+        ([scatter(k), scatter(v)], table)
     }
 
     fn check_backward(&self, library: &Library, seed: u64) {
@@ -368,6 +402,8 @@ fn starts_within_longer_caches() {
             case.check_forward(&library, 5);
             case.head_size = 192 - case.head_size;
             case.results = case.operands;
+            // In pages too.
+            case.capacity = 5 * PAGE;
             case.check_forward(&library, 6);
         }
     }
@@ -386,6 +422,9 @@ fn any_shape() {
         case.results = [DType::F32, DType::BF16, DType::F16][random.between(0, 2)];
         case.check_backward(&library, seed);
         case.capacity += random.between(0, 150);
+        if seed % 2 == 0 {
+            case.capacity = case.capacity.next_multiple_of(PAGE);
+        }
         case.starts = (0..2).map(|_| random.between(0, case.capacity - queries)).collect();
         case.check_forward(&library, seed);
     }

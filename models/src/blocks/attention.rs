@@ -4,7 +4,7 @@ use super::TILE_ROWS;
 use super::layers::{Linear, Norm, Params, tiles};
 use crate::ModelConfig;
 use crate::batch::{INV_FREQ, POSITIONS, STARTS};
-use terrace_kernels::{AttentionSpec, DType, KernelError, RopeDirection, Tensor, View, ViewMut};
+use terrace_kernels::{AttentionSpec, DType, KeyValues, RopeDirection, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, KvSpec, Result, Weights};
 
 /// Parameters of the attention half.
@@ -124,16 +124,18 @@ impl Attention {
         let (kernel, starts) = (&cx.kernels.attention, &cx.inputs[STARTS]);
         let q_BSHK = q.view().reshape(&dims_q);
         let (out, lse) = (out_BSHK.view_mut(), lse_BHS.view_mut());
-        if cx.kv.is_some() {
-            append(cx, k.view(), v.view())?;
-            let slot = cx.kv.as_ref().expect("checked above");
-            let (keys_BCGK, values_BCGK) = (slot.keys.view(), slot.values.view());
-            kernel.forward(q_BSHK, keys_BCGK, values_BCGK, starts.view(), out, lse, self.spec)?;
-        } else {
-            let dims_k = self.dims_k(cx);
-            let (k_BSGK, v_BSGK) = (k.view().reshape(&dims_k), v.view().reshape(&dims_k));
-            kernel.forward(q_BSHK, k_BSGK, v_BSGK, starts.view(), out, lse, self.spec)?;
-        }
+        let dims_k = self.dims_k(cx);
+        let (k_BSGK, v_BSGK) = (k.view().reshape(&dims_k), v.view().reshape(&dims_k));
+        let keys = match &mut cx.kv {
+            None => KeyValues::rows(k_BSGK, v_BSGK),
+            // Rows of padding go where there is a page for them: no valid query sees them, and the next ones overwrite them.
+            Some(slot) => {
+                let (to_k, to_v) = (slot.keys.reborrow(), slot.values.reborrow());
+                kernel.append(k_BSGK, v_BSGK, starts.view(), slot.pages, to_k, to_v)?;
+                KeyValues { k: slot.keys.view(), v: slot.values.view(), pages: Some(slot.pages) }
+            }
+        };
+        kernel.forward(q_BSHK, keys, starts.view(), out, lse, self.spec)?;
         Ok(Attended { out_BSHK, lse_BHS })
     }
 
@@ -315,29 +317,4 @@ impl Attention {
     fn dims_k(&self, cx: &Context<'_>) -> [usize; 4] {
         [cx.sequences, cx.length, self.kv_heads, self.head_size]
     }
-}
-
-/// Writes the new keys and values to rows `starts[b]..starts[b] + S` of the cache.
-///
-/// Rows of padded positions are written too: no query of a valid position sees them, and the next append starts over them.
-fn append(cx: &mut Context<'_>, k: View<'_>, v: View<'_>) -> Result {
-    let (kernels, length) = (cx.kernels, cx.length);
-    let slot = cx.kv.as_mut().expect("only called with a cache");
-    let shape = slot.keys.shape();
-    let [sequences, capacity, heads, head_size] =
-        shape.dims().try_into().expect("the cache has four dimensions");
-    let flat = [sequences * capacity, heads * head_size];
-    for (index, &start) in slot.starts.iter().enumerate() {
-        if start + length > capacity {
-            let detail = format!("positions {start}..{} exceed the capacity {capacity}", start + length);
-            return Err(KernelError { op: "key/value append", detail }.into());
-        }
-        let row = index * capacity + start;
-        for (new, cache) in [(k, slot.keys.reborrow()), (v, slot.values.reborrow())] {
-            let new = new.reshape(&[sequences * length, heads * head_size]);
-            let cache = cache.reshape(&flat).rows(row, row + length);
-            kernels.elementwise.cast(new.rows(index * length, (index + 1) * length), cache)?;
-        }
-    }
-    Ok(())
 }

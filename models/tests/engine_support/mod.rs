@@ -125,6 +125,7 @@ impl Setup {
                 length: LENGTH,
                 micro_batches: self.micro_batches,
                 cache_length: 0,
+                cache_pages: 0,
             },
             accumulation: self.accumulation,
             keep_at_most: None,

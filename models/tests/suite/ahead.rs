@@ -17,7 +17,7 @@ const PROMPT: [u32; 3] = [3, 14, 15];
 const PASSES: u64 = 4;
 
 fn engine(discrete: bool, weight_slots: usize, dir: &std::path::Path, io: Arc<dyn IoEngine>) -> Engine {
-    let limits = BatchLimits { sequences: 1, length: 3, micro_batches: 1, cache_length: 12 };
+    let limits = BatchLimits { sequences: 1, length: 3, micro_batches: 1, cache_length: 12, cache_pages: 0 };
     let overrides = WindowOverrides {
         weight_slots: Some(weight_slots),
         device_groups: Some(1),
@@ -47,9 +47,9 @@ fn pass(engine: &mut Engine, cache: &mut KvCache, first: bool) -> Vec<f32> {
     let model = wide(false);
     let batches = TokenBatch::new(&model);
     if first {
-        return engine.logits(&batches.prefill(&[&PROMPT[..]], 3).unwrap(), cache, &[3]).unwrap();
+        return engine.logits(&batches.prefill(&[&PROMPT[..]], 3).unwrap(), cache, &[0], &[3]).unwrap();
     }
-    engine.logits(&batches.decode(&[7], cache.lengths()).unwrap(), cache, &[1]).unwrap()
+    engine.logits(&batches.decode(&[7], cache.lengths()).unwrap(), cache, &[0], &[1]).unwrap()
 }
 
 #[test]

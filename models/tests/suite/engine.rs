@@ -24,6 +24,7 @@ fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Ve
         length: first[0].length,
         micro_batches: first.len(),
         cache_length: 0,
+        cache_pages: 0,
     };
     let config = EngineConfig {
         training: Some(TrainingConfig {

@@ -12,6 +12,7 @@ mod engine;
 mod export;
 mod fixture;
 mod memory;
+mod pages;
 mod parity;
 mod quantized;
 mod runner;

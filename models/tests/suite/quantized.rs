@@ -40,7 +40,8 @@ impl Setup {
     }
 
     fn config(&self, disks: Vec<PathBuf>) -> EngineConfig {
-        let limits = BatchLimits { sequences: 2, length: 6, micro_batches: 1, cache_length: 12 };
+        let limits =
+            BatchLimits { sequences: 2, length: 6, micro_batches: 1, cache_length: 12, cache_pages: 0 };
         EngineConfig {
             placement: self.placement,
             disks,
@@ -74,10 +75,11 @@ impl Setup {
         let batches = TokenBatch::new(&self.model);
         let mut cache = engine.new_cache(2).unwrap();
         let rows: Vec<&[u32]> = PROMPTS.iter().map(|row| &row[..]).collect();
-        let mut all = engine.logits(&batches.prefill(&rows, 6).unwrap(), &mut cache, &[6, 6]).unwrap();
+        let mut all =
+            engine.logits(&batches.prefill(&rows, 6).unwrap(), &mut cache, &[0, 1], &[6, 6]).unwrap();
         for next in NEXT {
             let batch = batches.decode(&next, cache.lengths()).unwrap();
-            all.extend(engine.logits(&batch, &mut cache, &[1, 1]).unwrap());
+            all.extend(engine.logits(&batch, &mut cache, &[0, 1], &[1, 1]).unwrap());
         }
         all
     }

@@ -9,7 +9,8 @@ use terrace_device::{Arena, Device, Space};
 use terrace_kernels::{DType, KernelSet, Tensor};
 use terrace_models::Model;
 use terrace_zero::{
-    Block, Context, Gradients, HostTensor, Kept, KvSlot, MicroBatch, Mode, ParamSpec, WeightSource, Weights,
+    Block, CACHE_PAGE, Context, Gradients, HostTensor, Kept, KvSlot, MicroBatch, Mode, ParamSpec,
+    WeightSource, Weights,
 };
 
 /// Weights, signals and gradients.
@@ -33,6 +34,7 @@ pub struct Runner {
 pub struct Cache {
     /// Keys and values per block that has them.
     slots: Vec<Option<(Tensor, Tensor)>>,
+    pages: Tensor,
     pub lengths: Vec<usize>,
 }
 
@@ -123,14 +125,19 @@ impl Runner {
     }
 
     pub fn cache(&self, sequences: usize, capacity: usize) -> Cache {
+        let per_sequence = capacity.div_ceil(CACHE_PAGE);
         let slot = |block: &dyn Block| {
             let kv = block.kv()?;
-            let dims = [sequences, capacity, kv.heads, kv.head_size];
+            let dims = [sequences * per_sequence, CACHE_PAGE, kv.heads, kv.head_size];
             let tensor = || Tensor::new(&self.state, self.dtype, &dims).unwrap();
             Some((tensor(), tensor()))
         };
         let slots = self.model.blocks.iter().map(|block| slot(&**block)).collect();
-        Cache { slots, lengths: vec![0; sequences] }
+        // The sequences' pages alternate.
+        let page = |at: usize| (at % per_sequence * sequences + at / per_sequence) as i32;
+        let table: Vec<i32> = (0..sequences * per_sequence).map(page).collect();
+        let pages = self.upload(&HostTensor::from_i32(&[sequences, per_sequence], &table));
+        Cache { slots, pages, lengths: vec![0; sequences] }
     }
 
     /// Logits `[B][V]` of each sequence's last token (none in a planning run).
@@ -141,7 +148,7 @@ impl Runner {
             let slot = slot.as_mut().map(|(keys, values)| KvSlot {
                 keys: keys.view_mut(),
                 values: values.view_mut(),
-                starts: &cache.lengths,
+                pages: cache.pages.view(),
             });
             x = Some(run.forward(&**block, x.as_ref(), slot));
         }

@@ -33,6 +33,17 @@ pub struct Panels<'a> {
 }
 
 impl Panels<'_> {
+    /// The same elements with the roles of the dimensions exchanged.
+    pub fn turned(self) -> Self {
+        Self {
+            outer: self.depth,
+            depth: self.outer,
+            outer_stride: self.depth_stride,
+            depth_stride: self.outer_stride,
+            ..self
+        }
+    }
+
     /// Packs into panels of `width`.
     ///
     /// # Panics
