@@ -458,3 +458,21 @@ fn set(bench: &Bench, key: &str, value: &Value) {
     config[key] = value.clone();
     fs::write(path, config.to_string()).unwrap();
 }
+
+/// On a machine with a driver there is nothing to see.
+#[test]
+fn a_card_without_a_driver() {
+    let report = cmd(&["report", "--json"]).ok().json();
+    if !report["gpu_problem"].as_str().is_some_and(|problem| problem.contains("no CUDA driver")) {
+        return;
+    }
+    let said = cmd(&["report"]).ok();
+    assert!(said.stdout.contains("not found in"), "{}", said.stdout);
+    let bench = Bench::tiny();
+    let parts = ["--device cuda:0: no CUDA driver", "libcuda.so.1 was looked for in", "--device cpu"];
+    bench.finetune("out").args(&["--steps", "1", "--device", "cuda:0"]).fails(2, &parts);
+    let generate = || bench.generate("model").args(&["--prompt-ids", "1"]);
+    generate().args(&["--device", "cuda:0"]).fails(2, &parts);
+    generate().args(&["--kv", "disk"]).fails(2, &["--kv disk is not available", "kept in memory"]);
+    generate().args(&["--kv", "host", "--max-new-tokens", "1"]).ok();
+}

@@ -47,6 +47,67 @@ fn training_is_the_same_in_every_place() {
     assert!(weights.windows(2).all(|pair| pair[0] == pair[1]), "placement changes no bit");
 }
 
+/// The tests above would fail if a stream did not wait where it must.
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn a_wait_that_is_forgotten_shows() {
+    let bench = bench();
+    let run = |output: &str, seed: u64, forgotten: &str| {
+        train(&bench, output, "cuda:0")
+            .args(&["--offload", "host", "--window", "1"])
+            .environment("TERRACE_MOCK_SEED", &seed.to_string())
+            .environment("TERRACE_MOCK_DELAY_US", "500")
+            .environment("TERRACE_MOCK_FORGET_WAITS", forgotten)
+            .run()
+    };
+    assert_eq!(run("right", 0, "0").code(), Some(0));
+    let shows = |seed: u64| {
+        let output = format!("wrong-{seed}");
+        run(&output, seed, "1").code() != Some(0) || bench.weights(&output) != bench.weights("right")
+    };
+    assert!((0..10).any(shows));
+}
+
+/// Whatever a run needs of a card it takes before the first step.
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn steps_allocate_nothing_on_the_card() {
+    let bench = bench();
+    for place in PLACES {
+        let calls = |steps: &str| {
+            let (output, counts) =
+                (format!("{place}-{steps}"), bench.path(&format!("{place}-{steps}.counts")));
+            let run =
+                bench.finetune(&output).args(&["--steps", steps, "--device", "cuda:0", "--offload", place]);
+            run.environment("TERRACE_MOCK_COUNTS", counts.to_str().unwrap()).ok();
+            let text = fs::read_to_string(counts).unwrap();
+            let all = text.lines().map(|line| line.split_once(' ').unwrap());
+            let of = |name: &str| {
+                let count = all.clone().find(|(call, _)| *call == name).map_or("0", |(_, count)| count);
+                count.parse::<u64>().unwrap()
+            };
+            assert!(of("cuLaunchKernel") > 0, "{text}");
+            ["cuMemAlloc_v2", "cuMemHostAlloc", "cuMemHostRegister_v2", "cuEventCreate"].map(of)
+        };
+        let few = calls("2");
+        assert!(few[0] > 0);
+        assert_eq!(few, calls("9"), "{place}");
+    }
+}
+
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn a_model_is_judged_alike_on_a_card() {
+    let bench = bench();
+    let loss = |device: &str| {
+        let run = cmd(&["eval", "--json", "--seq-len", "16", "--device", device]);
+        let run = run.path("--model", &bench.path("model")).path("--data", &bench.path("data.jsonl"));
+        run.ok().json()["nll"].as_f64().unwrap()
+    };
+    let (card, cpu) = (loss("cuda:0"), loss("cpu"));
+    assert!((card - cpu).abs() < 1e-3 * cpu, "{card} and {cpu}");
+}
+
 #[test]
 #[ignore = "needs the mock driver: cargo xtask cuda-mock"]
 fn generating_is_the_same_in_every_place() {
@@ -75,6 +136,9 @@ fn what_a_card_lacks_is_said() {
     small.fails(2, &["--device-memory", "needs at least", "weights in turn on the device"]);
     let full = run().environment("TERRACE_MOCK_MEMORY", "16MiB");
     full.fails(1, &["--device cuda:0: ", "cannot allocate", "device memory"]);
+    let elsewhere =
+        bench.generate("model").args(&["--prompt-ids", "1", "--device", "cuda:0", "--kv", "host"]);
+    elsewhere.fails(2, &["--kv host is not available", "in the card's memory"]);
     let broken = run().environment("TERRACE_MOCK_FAIL", "cuLaunchKernel:40:700");
     broken.fails(1, &["the device was lost", "start the command again", "the last committed step is safe"]);
 }

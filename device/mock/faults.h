@@ -1,6 +1,7 @@
 // Calls that are counted, and fail when TERRACE_MOCK_FAIL says so.
 #pragma once
 #include <cstdlib>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <sstream>
@@ -35,6 +36,13 @@ class Calls {
         return found == counts_.end() ? 0 : found->second;
     }
 
+    // Writes a line with each call's name and count.
+    void write(const char *path) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        std::ofstream file(path);
+        for (const auto &[name, count] : counts_) file << name << " " << count << "\n";
+    }
+
     // Never destroyed: threads of streams may outlive main.
     static Calls &all() {
         static Calls *calls = new Calls;
@@ -43,6 +51,7 @@ class Calls {
 
   private:
     Calls() {
+        if (std::getenv("TERRACE_MOCK_COUNTS")) std::atexit([] { all().write(std::getenv("TERRACE_MOCK_COUNTS")); });
         const char *text = std::getenv("TERRACE_MOCK_FAIL");
         std::istringstream list(text ? text : "");
         for (std::string item; std::getline(list, item, ',');) {

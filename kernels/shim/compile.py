@@ -7,6 +7,7 @@ and bytes spilled on every architecture, from what ptxas says. Ends with status 
 about.
 """
 
+import concurrent.futures
 import ctypes
 import pathlib
 import re
@@ -19,7 +20,21 @@ USED = re.compile(
 )
 
 
-def compile_file(nvrtc, name, text, options):
+def load(library):
+    global nvrtc
+    # NVRTC asks the loader for this one by name, which finds it once it is loaded.
+    for builtins in sorted(pathlib.Path(library).parent.glob("libnvrtc-builtins.so.*")):
+        ctypes.CDLL(str(builtins))
+    nvrtc = ctypes.CDLL(library)
+
+
+def text_of(folder, file):
+    headers = ["common.cuh"] + ["mma.cuh"] * file.stem.endswith("_mma")
+    parts = [pathlib.Path(folder) / header for header in headers] + [file]
+    return "\n".join(f'#line 1 "{part.name}"\n{part.read_text()}' for part in parts)
+
+
+def compile_file(name, text, options):
     """The status and the log."""
     program = ctypes.c_void_p()
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
@@ -43,20 +58,22 @@ def main():
     library, folder, *rest = sys.argv[1:]
     first, second = (i for i, word in enumerate(rest) if word == "--")
     files, options, architectures = rest[:first], rest[first + 1 : second], rest[second + 1 :]
-    # NVRTC asks the loader for this one by name, which finds it once it is loaded.
-    for builtins in sorted(pathlib.Path(library).parent.glob("libnvrtc-builtins.so.*")):
-        ctypes.CDLL(str(builtins))
-    nvrtc = ctypes.CDLL(library)
     failed = False
     print(f"{'registers / bytes spilled':40}" + "".join(f"{architecture:>13}" for architecture in architectures))
-    for file in map(pathlib.Path, files):
-        headers = ["common.cuh"] + ["mma.cuh"] * file.stem.endswith("_mma")
-        parts = [pathlib.Path(folder) / header for header in headers] + [file]
-        text = "\n".join(f'#line 1 "{part.name}"\n{part.read_text()}' for part in parts)
+    # A process each: one compiles one program at a time. The largest sources come first.
+    files = sorted(map(pathlib.Path, files), key=lambda file: -file.stat().st_size)
+    with concurrent.futures.ProcessPoolExecutor(initializer=load, initargs=[library]) as pool:
+        found = {
+            (file, architecture): pool.submit(compile_file, file.name, text_of(folder, file), [
+                f"--gpu-architecture={architecture}", "--ptxas-options=-v", *options
+            ])
+            for file in files
+            for architecture in architectures
+        }
+    for file in sorted(files):
         table = {}
         for architecture in architectures:
-            flags = [f"--gpu-architecture={architecture}", "--ptxas-options=-v", *options]
-            status, log = compile_file(nvrtc, file.name, text, flags)
+            status, log = found[file, architecture].result()
             if status != 0 or "warning" in log:
                 failed = True
                 print(f"{file.name} for {architecture}: status {status}\n{log}")

@@ -46,8 +46,11 @@ fn compiler(root: &Path, folder: &Path) -> Result<(PathBuf, PathBuf), String> {
     }
     Step::new("python3 --version").read_quietly(root).ok_or("python3 was not found")?;
     Step::new("python3 -m venv").arguments([&*folder.display().to_string()]).run(root)?;
-    Step::new(&format!("{} -m pip install --quiet --disable-pip-version-check {WHEEL}", python.display()))
-        .run(root)?;
+    Step::new(&format!(
+        "{} -m pip install --quiet --disable-pip-version-check --timeout 20 --retries 2 {WHEEL}",
+        python.display()
+    ))
+    .run(root)?;
     let library = library(folder).ok_or(format!("{WHEEL} brought no libnvrtc.so"))?;
     Ok((python, library))
 }
