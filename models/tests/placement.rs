@@ -85,6 +85,11 @@ fn on_device(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
                 },
                 _ => setup,
             };
+            if placement == Placement::Disk {
+                let disks = vec![dir.join(format!("{words}, once"))];
+                let once = Setup { durability: Durability::None, disks, ..setup.clone() };
+                all.push((format!("{placement}, {words}, overlap {overlap:?}, kept once"), once));
+            }
             all.push((format!("{placement}, {words}, overlap {overlap:?}"), setup));
         }
     }
@@ -166,15 +171,21 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         all.push((format!("{cache_bytes} bytes of copies, compute waits for updates"), waiting));
         let saved = Setup { durability: Durability::Checkpoint, ..copies("saved") };
         all.push((format!("{cache_bytes} bytes of copies, nothing saved"), saved));
+        let once = Setup { durability: Durability::None, ..copies("once") };
+        all.push((format!("{cache_bytes} bytes of copies, kept once"), once));
     }
-    let saved = |name: &str, discrete: bool| Setup {
-        durability: Durability::Checkpoint,
+    let saved = |name: &str, durability: Durability, discrete: bool| Setup {
+        durability,
         overrides: tiny_windows(),
         discrete,
         ..disk(name, 2)
     };
-    all.push(("tiny windows, nothing saved".to_owned(), saved("saved", false)));
-    all.push(("tiny windows, discrete, nothing saved".to_owned(), saved("saved-discrete", true)));
+    for durability in [Durability::Checkpoint, Durability::None] {
+        for discrete in [false, true] {
+            let words = format!("tiny windows, durability {durability:?}, discrete {discrete}");
+            all.push((words.clone(), saved(&words, durability, discrete)));
+        }
+    }
     // Without an override all blocks of so small a model keep their intermediates.
     for blocks in 0..=base.model.layers {
         let on_disk = WindowOverrides { kept_blocks: Some(blocks), ..tiny_windows() };
