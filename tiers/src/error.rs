@@ -96,7 +96,7 @@ pub enum TierError {
         detail: String,
     },
     /// State with one generation was being overwritten: no step of it is whole.
-    #[error("the training state in {} cannot be used: it is kept once (--durability none) and was being overwritten when its run ended; it was last whole at step {step}. Start again without --resume, from an exported model folder (the run's OUTPUT/checkpoint-N) or the original one, in an empty directory or after removing this one; with --durability step or checkpoint a run survives crashes", dir.display())]
+    #[error("the training state in {} cannot be used: it is kept once (--durability none) and was being overwritten when its run ended or failed; it was last whole at step {step}. Start again without --resume, from an exported model folder (the run's OUTPUT/checkpoint-N) or the original one, in an empty directory or after removing this one; with --durability step or checkpoint a run survives crashes", dir.display())]
     Changing {
         /// The first directory.
         dir: PathBuf,
