@@ -532,11 +532,14 @@ fn state_is_shared_between_host_and_device() {
     run("whole", &constant).args(&["none"]).ok();
     assert!(bench.weights("half") == bench.weights("whole"));
     // Beside a disk, too, to which saves alone write what is on the device.
-    let disk = ["--durability", "checkpoint", "--discrete", "--offload", "disk", "--scheduler", "constant"];
-    let on_disk = |args: &[&str]| bench.finetune("disk").args(&["--device", "cpu"]).args(&disk).args(args);
-    on_disk(&["--steps", "3", "--save-every", "2", "--optimizer-ratio", "0.4"]).ok();
-    on_disk(&["--steps", "4", "--optimizer-ratio", "0.7", "--resume"]).ok();
-    assert!(bench.weights("disk") == bench.weights("whole"));
+    for durability in ["checkpoint", "none"] {
+        let disk = ["--durability", durability, "--discrete", "--offload", "disk", "--scheduler", "constant"];
+        let on_disk =
+            |args: &[&str]| bench.finetune(durability).args(&["--device", "cpu"]).args(&disk).args(args);
+        on_disk(&["--steps", "3", "--save-every", "2", "--optimizer-ratio", "0.4"]).ok();
+        on_disk(&["--steps", "4", "--optimizer-ratio", "0.7", "--resume"]).ok();
+        assert!(bench.weights(durability) == bench.weights("whole"), "{durability}");
+    }
     let refused = |args: &[&str], part: &str| drop(run("refused", args).fails(2, &[part]));
     refused(&["--offload", "disk", "--optimizer-ratio", "0.5"], "--durability checkpoint");
     refused(&["--offload", "host", "--optimizer-ratio", "1.5"], "from 0 to 1");

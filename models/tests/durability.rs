@@ -1,4 +1,5 @@
-//! State on disk that is committed by saves: between them a run may end at any time and goes back to the last one.
+//! State on disk that is committed by saves: between them a run may end at any time and goes back to the last one. Where it is kept
+//! once, there is nothing to go back to, and that is said.
 
 #[path = "engine_support/mod.rs"]
 mod support;
@@ -10,6 +11,7 @@ use terrace_aio::engine::{EngineConfig as IoConfig, ThreadsEngine};
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer, StatsLayer, ThrottleConfig, ThrottleLayer};
 use terrace_kernels::DType;
 use terrace_optimizer::{LossScaleConfig, StateFormat};
+use terrace_tiers::TierError;
 use terrace_zero::{Accumulation, Durability, Engine, EngineError, WindowOverrides};
 
 const STEPS: u64 = 6;
@@ -263,5 +265,209 @@ fn skipped_steps_are_saved() {
         drop(engine);
         let mut engine = setup.resume().unwrap();
         assert_eq!((engine.step(), engine.updates(), weights_hash(&mut engine)), (2, 0, before));
+    }
+}
+
+fn kept_once(base: &Setup, disk: std::path::PathBuf, spread: Spread) -> Setup {
+    Setup { durability: Durability::None, ..saved(base, disk, spread) }
+}
+
+/// The step that the state was last whole at, of a directory that is refused.
+fn refused(setup: &Setup) -> u64 {
+    let text = match setup.resume() {
+        Err(error @ EngineError::Tier(TierError::Changing { .. })) => error.to_string(),
+        other => panic!("it is refused: {other:?}"),
+    };
+    for part in
+        [setup.disks[0].to_str().unwrap(), "without --resume", "OUTPUT/checkpoint-N", "step or checkpoint"]
+    {
+        assert!(text.contains(part), "{part:?} is in: {text}");
+    }
+    let Err(EngineError::Tier(TierError::Changing { step, .. })) = setup.try_create() else {
+        panic!("nothing is made over it")
+    };
+    step
+}
+
+/// A save makes it whole, the next step does not; and it takes half the space.
+#[test]
+fn state_that_is_kept_once_goes_on_from_a_save_or_not_at_all() {
+    let dir = tempfile::tempdir().unwrap();
+    for (clip, state) in [(Some(0.5), StateFormat::Split), (None, StateFormat::Compact)] {
+        let base = Setup { clip, state, ..Setup::new(true) };
+        let expected: Vec<u64> = (0..=STEPS).map(|steps| base.run(steps).1).collect();
+        for spread in SPREADS {
+            let disk = |name: &str| dir.path().join(format!("{clip:?}-{spread:?}-{name}"));
+            let setup = kept_once(&base, disk("once"), spread);
+            let mut engine = setup.create();
+            assert_eq!(engine.durable_step(), Some(0));
+            for save in [2, 3] {
+                setup.continue_to(&mut engine, save);
+                engine.save().unwrap();
+                // Once more changes nothing.
+                engine.save().unwrap();
+                assert_eq!(engine.durable_step(), Some(save));
+                drop(engine);
+                engine = setup.resume().unwrap();
+                assert_eq!((engine.step(), weights_hash(&mut engine)), (save, expected[save as usize]));
+            }
+            setup.continue_to(&mut engine, STEPS);
+            assert_eq!(weights_hash(&mut engine), expected[STEPS as usize], "{spread:?}");
+            // With all of it in memory nothing is written before a save.
+            let is_whole = engine.step_work().disk_write_bytes == 0;
+            assert!(is_whole || !spread.is_everything(), "{spread:?}");
+            assert_eq!(engine.durable_step(), is_whole.then_some(3), "{spread:?}");
+            drop(engine);
+            if !is_whole {
+                assert_eq!(refused(&setup), 3);
+                continue;
+            }
+            let mut engine = setup.resume().unwrap();
+            assert_eq!((engine.step(), weights_hash(&mut engine)), (3, expected[3]));
+        }
+    }
+    let bytes = |setup: &Setup| setup.create().memory_plan().total(terrace_tiers::Tier::Disk);
+    let base = Setup::new(false);
+    let once = bytes(&kept_once(&base, dir.path().join("half"), Spread::Copies(0)));
+    let twice = bytes(&saved(&base, dir.path().join("whole"), Spread::Copies(0)));
+    let file = |name: &str| std::fs::metadata(dir.path().join(name).join("state.bin")).unwrap().len();
+    assert!(once * 2 <= twice + (2 << 20) && file("half") < file("whole"), "{once} and {twice} bytes");
+}
+
+/// One directory, kept once and twice: neither goes on as the other.
+#[test]
+fn state_is_kept_as_it_was_begun() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = Setup::new(true);
+    let once = kept_once(&base, dir.path().join("once"), Spread::Copies(0));
+    let twice = saved(&base, dir.path().join("twice"), Spread::Copies(0));
+    once.create();
+    twice.create();
+    for (setup, durability, parts) in [
+        (&once, Durability::Step, ["kept once", "--durability none"]),
+        (&once, Durability::Checkpoint, ["kept once", "--durability none"]),
+        (&twice, Durability::None, ["kept twice", "--durability step or checkpoint"]),
+    ] {
+        let text = Setup { durability, ..setup.clone() }.resume().expect_err("another number").to_string();
+        assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+    }
+    // Where it is saved from memory, too.
+    let host = Setup { placement: terrace_zero::Placement::Host, ..once.clone() };
+    let mut engine = host.resume().unwrap();
+    host.continue_to(&mut engine, 2);
+    assert_eq!(engine.durable_step(), Some(0), "only a save writes");
+    engine.save().unwrap();
+    drop(engine);
+    let mut engine = once.resume().unwrap();
+    assert_eq!((engine.step(), weights_hash(&mut engine)), (2, base.run(2).1));
+}
+
+/// Whatever fails, and when: it is said that the state is lost, nothing more can be done with the engine, and the directory is
+/// refused; or the state is that of the last save, which is said as ever.
+#[test]
+fn a_failure_loses_state_that_is_kept_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = |clip: Option<f64>| Setup { clip, ..Setup::new(true) };
+    let expected = [Some(0.5), None]
+        .map(|clip| -> Vec<u64> { (0..=STEPS).map(|steps| base(clip).run(steps).1).collect() });
+    let train = |setup: &Setup, engine: &mut Engine| -> terrace_zero::Result<()> {
+        while engine.step() < STEPS {
+            engine.train_step(&setup.batches(engine.step()), LR)?;
+            if engine.step() == 2 {
+                engine.save()?;
+            }
+        }
+        engine.save()
+    };
+    let (mut lost, mut kept) = (0, 0);
+    for (clip, action, spread) in [Action::Read, Action::Write, Action::Sync]
+        .into_iter()
+        .flat_map(|a| [0, 1, 2, 5].map(|s| (Some(0.5).filter(|_| s % 2 == 0), a, SPREADS[s])))
+    {
+        let (base, expected) = (base(clip), &expected[usize::from(clip.is_none())]);
+        for nth in (0..).step_by(if action == Action::Sync { 1 } else { 13 }) {
+            let faults = Arc::new(FaultLayer::new(threads(), FaultConfig::default()));
+            let base = Setup { io: Some(Arc::clone(&faults) as _), ..base.clone() };
+            let what = format!("{action:?}-{spread:?}-{nth}");
+            let setup = kept_once(&base, dir.path().join(&what), spread);
+            let mut engine = setup.create();
+            faults.fail_nth(action, nth, IoErrorKind::Device);
+            let Err(error) = train(&setup, &mut engine) else { break };
+            let text = error.to_string();
+            assert!(text.contains("Input/output error") && text.contains(".bin"), "{what}: {text}");
+            if let EngineError::Lost { .. } = error {
+                lost += 1;
+                assert!(text.contains("--durability step or checkpoint") && text.contains(&what), "{text}");
+                assert_eq!(engine.durable_step(), None);
+                for error in [
+                    engine.train_step(&setup.batches(0), LR).map(drop).expect_err("no step"),
+                    engine.save().expect_err("no save"),
+                    engine.evaluate(&setup.batches(0)[0]).map(drop).expect_err("no evaluation"),
+                    engine.weights().map(drop).expect_err("no weights"),
+                ] {
+                    assert!(
+                        matches!(error, EngineError::Tier(TierError::Changing { .. })),
+                        "{what}: {error}"
+                    );
+                }
+                drop(engine);
+                // The last sync of a commit may have been done all the same.
+                match setup.resume() {
+                    Ok(mut engine) => {
+                        assert_eq!(action, Action::Sync, "{what}");
+                        assert_eq!(weights_hash(&mut engine), expected[engine.step() as usize], "{what}");
+                    }
+                    Err(_) => assert!([0, 2].contains(&refused(&setup)), "{what}"),
+                }
+                continue;
+            }
+            kept += 1;
+            let step = engine.step();
+            assert!([0, 2].contains(&step), "{what}: {step}");
+            drop(engine);
+            match setup.resume() {
+                Ok(mut engine) => {
+                    assert_eq!((engine.step(), weights_hash(&mut engine)), (step, expected[step as usize]));
+                    train(&setup, &mut engine).unwrap();
+                    assert_eq!(weights_hash(&mut engine), expected[STEPS as usize], "{what}");
+                }
+                // A mark that could not be made may be there all the same.
+                Err(_) => assert!(refused(&setup) == step && action != Action::Read, "{what}"),
+            }
+        }
+    }
+    println!("{lost} runs lost their state, {kept} went back to a save");
+    assert!(lost > 20 && kept > 5, "{lost} and {kept}");
+}
+
+/// What is not finite is found before anything is written, if the update waits for the norm: the step before is still there and can
+/// be saved.
+#[test]
+fn a_run_that_diverges_can_still_be_saved_where_it_is_kept_once() {
+    let dir = tempfile::tempdir().unwrap();
+    for clip in [Some(0.5), None] {
+        let base = Setup { clip, ..Setup::new(true) };
+        for (index, spread) in SPREADS.into_iter().enumerate() {
+            let setup = kept_once(&base, dir.path().join(format!("{clip:?}-{index}")), spread);
+            let mut engine = setup.create();
+            setup.continue_to(&mut engine, 1);
+            engine.train_step(&setup.batches(1), 1e30).unwrap();
+            let error =
+                engine.train_step(&setup.batches(2), LR).expect_err("such weights give no finite loss");
+            let text = error.to_string();
+            if clip.is_none() && text.contains("gradient norm") {
+                // That is found when groups were updated, unless none of them is on disk.
+                let is_lost = matches!(error, EngineError::Lost { .. });
+                assert!(is_lost != spread.is_everything() && !text.contains("still that of"), "{text}");
+                continue;
+            }
+            assert!(matches!(error, EngineError::Diverged(_)), "{text}");
+            assert!(text.contains("step 3 is not finite") && text.contains("still that of step 2"), "{text}");
+            let before = weights_hash(&mut engine);
+            engine.save().unwrap();
+            drop(engine);
+            let mut engine = setup.resume().unwrap();
+            assert_eq!((engine.step(), weights_hash(&mut engine)), (2, before), "{spread:?}");
+        }
     }
 }

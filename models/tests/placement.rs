@@ -85,7 +85,52 @@ fn on_device(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
                 },
                 _ => setup,
             };
+            if placement == Placement::Disk {
+                let disks = vec![dir.join(format!("{words}, once"))];
+                let once = Setup { durability: Durability::None, disks, ..setup.clone() };
+                all.push((format!("{placement}, {words}, overlap {overlap:?}, kept once"), once));
+            }
             all.push((format!("{placement}, {words}, overlap {overlap:?}"), setup));
+        }
+    }
+    all
+}
+
+/// Copies of state on disk, and steps that are not committed.
+fn unsaved(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
+    let disk = |name: &str, paths: usize| {
+        let disks = (0..paths).map(|i| dir.join(format!("{name}-{i}"))).collect();
+        Setup { placement: Placement::Disk, disks, ..base.clone() }
+    };
+    let mut all = Vec::new();
+    // Weights of some groups; those of all groups and all state of some; all state of all.
+    for cache_bytes in [100_000, 500_000, u64::MAX] {
+        let copies = |name: &str| Setup {
+            cache_bytes,
+            overrides: tiny_windows(),
+            ..disk(&format!("copies-{cache_bytes}-{name}"), 1)
+        };
+        let waits = WindowOverrides { overlap: Some(false), ..WindowOverrides::default() };
+        let discrete = Setup { discrete: true, threads: 2, ..copies("discrete") };
+        all.push((format!("{cache_bytes} bytes of copies"), copies("host")));
+        all.push((format!("{cache_bytes} bytes of copies, discrete"), discrete));
+        let waiting = Setup { overrides: waits, ..copies("waiting") };
+        all.push((format!("{cache_bytes} bytes of copies, compute waits for updates"), waiting));
+        let saved = Setup { durability: Durability::Checkpoint, ..copies("saved") };
+        all.push((format!("{cache_bytes} bytes of copies, nothing saved"), saved));
+        let once = Setup { durability: Durability::None, ..copies("once") };
+        all.push((format!("{cache_bytes} bytes of copies, kept once"), once));
+    }
+    let saved = |name: &str, durability: Durability, discrete: bool| Setup {
+        durability,
+        overrides: tiny_windows(),
+        discrete,
+        ..disk(name, 2)
+    };
+    for durability in [Durability::Checkpoint, Durability::None] {
+        for discrete in [false, true] {
+            let words = format!("tiny windows, durability {durability:?}, discrete {discrete}");
+            all.push((words.clone(), saved(&words, durability, discrete)));
         }
     }
     all
@@ -151,30 +196,7 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     ];
     all.extend(staying(base, dir));
     all.extend(on_device(base, dir));
-    // Weights of some groups; those of all groups and all state of some; all state of all.
-    for cache_bytes in [100_000, 500_000, u64::MAX] {
-        let copies = |name: &str| Setup {
-            cache_bytes,
-            overrides: tiny_windows(),
-            ..disk(&format!("copies-{cache_bytes}-{name}"), 1)
-        };
-        let waits = WindowOverrides { overlap: Some(false), ..WindowOverrides::default() };
-        let discrete = Setup { discrete: true, threads: 2, ..copies("discrete") };
-        all.push((format!("{cache_bytes} bytes of copies"), copies("host")));
-        all.push((format!("{cache_bytes} bytes of copies, discrete"), discrete));
-        let waiting = Setup { overrides: waits, ..copies("waiting") };
-        all.push((format!("{cache_bytes} bytes of copies, compute waits for updates"), waiting));
-        let saved = Setup { durability: Durability::Checkpoint, ..copies("saved") };
-        all.push((format!("{cache_bytes} bytes of copies, nothing saved"), saved));
-    }
-    let saved = |name: &str, discrete: bool| Setup {
-        durability: Durability::Checkpoint,
-        overrides: tiny_windows(),
-        discrete,
-        ..disk(name, 2)
-    };
-    all.push(("tiny windows, nothing saved".to_owned(), saved("saved", false)));
-    all.push(("tiny windows, discrete, nothing saved".to_owned(), saved("saved-discrete", true)));
+    all.extend(unsaved(base, dir));
     // Without an override all blocks of so small a model keep their intermediates.
     for blocks in 0..=base.model.layers {
         let on_disk = WindowOverrides { kept_blocks: Some(blocks), ..tiny_windows() };

@@ -1,6 +1,7 @@
 //! The command line, parsed. Flags only: what they mean together with a configuration file is
 //! [`TrainConfig`](crate::config::TrainConfig)'s business.
 
+pub use super::durability::DurabilityFlag;
 pub use super::ranks::RanksArgs;
 pub use super::values::{Betas, DeviceName, DiskCache};
 use super::values::{
@@ -136,15 +137,15 @@ pub struct FinetuneArgs {
     #[arg(long, value_name = "FORMAT", help_heading = "Memory")]
     pub state: Option<StateFormat>,
     /// The part of the state, from 0 to 1, that a card with memory of its own leaves to the host, or to a disk with --durability
-    /// checkpoint; it holds and updates the rest, the last blocks [default: what it has no room for]
+    /// checkpoint or none; it holds and updates the rest, the last blocks [default: what it has no room for]
     #[arg(long, value_name = "R", allow_negative_numbers = true, value_parser = part, help_heading = "Memory")]
     pub optimizer_ratio: Option<f64>,
     /// Which blocks keep what they computed from forward to backward instead of computing it again: as many as fit, all, or none
     /// [default: auto]
     #[arg(long, value_name = "HOW", help_heading = "Memory")]
     pub activations: Option<Activations>,
-    /// When training state on disk becomes durable: with every step, or with every checkpoint and the end, which writes less
-    /// [default: step]
+    /// When training state on disk becomes durable: with every step; with every checkpoint and the end, which writes less; or (none)
+    /// kept once, in half the space, and lost if the run is killed [default: step]
     #[arg(long, value_name = "WHEN", help_heading = "Memory")]
     pub durability: Option<DurabilityFlag>,
     /// Bytes that the drives may be written over their life, which a run's writes are compared with
@@ -493,7 +494,8 @@ pub struct PlanArgs {
     /// What the machine can do, written by `terrace calibrate` [default: that of this machine, unless another is described]
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
-    /// When training state on disk becomes durable: with every step, or with every checkpoint and the end, which writes less
+    /// When training state on disk becomes durable: with every step; with every checkpoint and the end, which writes less; or (none)
+    /// kept once, in half the space, and lost if the run is killed
     #[arg(long, value_name = "WHEN", default_value = "step")]
     pub durability: DurabilityFlag,
 
@@ -567,26 +569,6 @@ pub struct ReportArgs {
     /// Print one JSON document to stdout
     #[arg(long)]
     pub json: bool,
-}
-
-/// When state on disk becomes durable.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DurabilityFlag {
-    /// With every step
-    #[default]
-    Step,
-    /// With --save-every, Ctrl-C and the end
-    Checkpoint,
-}
-
-impl From<DurabilityFlag> for terrace_zero::Durability {
-    fn from(flag: DurabilityFlag) -> Self {
-        match flag {
-            DurabilityFlag::Step => Self::Step,
-            DurabilityFlag::Checkpoint => Self::Checkpoint,
-        }
-    }
 }
 
 /// Number types of weights and activations.

@@ -1,8 +1,6 @@
 //! `terrace finetune`: data and model in, a trained Hugging Face folder out.
 
-use super::args::{
-    Activations, DurabilityFlag, FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag,
-};
+use super::args::{Activations, FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag};
 use super::inputs::FinetuneInputs;
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, Pinned, PlanFile, Settings, Step, Term, Totals, Windows,
@@ -198,11 +196,9 @@ fn say_plan(engine: &Engine, run: &TrainConfig, loading: Instant) -> Windows {
     let (keeping, blocks) = engine.kept_blocks();
     eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
     eprintln!("{}", engine.plan_summary());
-    let checkpoints = run.durability == DurabilityFlag::Checkpoint && run.offload == Offload::Disk;
-    if checkpoints && run.save_every.is_none() {
-        eprintln!(
-            "note: --durability checkpoint without --save-every: a run that is killed has to start over"
-        );
+    let note = run.durability.note(run.save_every.is_some()).filter(|_| run.offload == Offload::Disk);
+    if let Some(note) = note {
+        eprintln!("note: {note}");
     }
     Windows::new(engine.windows(), blocks)
 }

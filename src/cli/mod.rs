@@ -4,6 +4,7 @@ pub mod args;
 pub mod calibrate;
 mod checks;
 pub mod demo;
+mod durability;
 pub mod eval;
 pub mod export;
 pub mod finetune;

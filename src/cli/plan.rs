@@ -1,6 +1,8 @@
 //! `terrace plan`: what a run would need and how long its steps would take, without weights, and of machines that are not there.
 
-use super::args::{Accumulation, Dtype, Offload, PlacementArgs, PlanArgs, StateFormat as StateFlag};
+use super::args::{
+    Accumulation, Dtype, DurabilityFlag, Offload, PlacementArgs, PlanArgs, StateFormat as StateFlag,
+};
 use super::floor::time;
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
@@ -94,7 +96,7 @@ pub fn plan(args: &PlanArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     let choices = planning.choices(chosen);
     let planned = match planned {
         Ok(planned) => planned,
-        Err(error) => return Err(with_alternatives(error, &choices)),
+        Err(error) => return Err(planning.refusal(error, chosen, &choices)),
     };
     if let Some(path) = &args.save {
         planning.file(&planned, state).write("--save", path)?;
@@ -164,6 +166,10 @@ impl<'a> Planning<'a> {
 
     /// Plans one choice.
     fn of(&self, choice: Choice) -> Result<Planned, EngineError> {
+        self.of_durability(choice, self.args.durability)
+    }
+
+    fn of_durability(&self, choice: Choice, durability: DurabilityFlag) -> Result<Planned, EngineError> {
         let limits = BatchLimits {
             sequences: choice.batch,
             length: self.length,
@@ -180,7 +186,7 @@ impl<'a> Planning<'a> {
                 ..TrainingConfig::default()
             }),
             accumulation: session::accumulation(self.args.accumulation),
-            durability: self.args.durability.into(),
+            durability: durability.into(),
             ..self.config(choice.offload, limits)
         };
         let sample = TokenBatch::new(&self.model).blank(choice.batch, self.length);
@@ -219,6 +225,29 @@ impl<'a> Planning<'a> {
             ByteSize(needed).rounded_up(),
             if self.args.generate { "--weights" } else { "--state" }
         )))
+    }
+
+    /// What does not fit, and what would: the same with the state kept once, and other choices.
+    fn refusal(
+        &self,
+        error: EngineError,
+        chosen: Choice,
+        choices: &[(Choice, Result<Planned, EngineError>)],
+    ) -> CliError {
+        let is_disk = matches!(&error, EngineError::Config(words) if words.starts_with("--disk-space"));
+        let once = match self.args.durability {
+            DurabilityFlag::Step | DurabilityFlag::Checkpoint if is_disk => {
+                self.of_durability(chosen, DurabilityFlag::None).ok()
+            }
+            _ => None,
+        };
+        let Some(once) = once else { return with_alternatives(error, choices) };
+        let error = format!(
+            "{error}, or keep the state once instead of twice: --durability none needs {} (a run that is killed or fails then \
+             starts over)",
+            ByteSize(once.outlook.memory.total(Tier::Disk)).rounded_up()
+        );
+        with_alternatives(EngineError::Config(error), choices)
     }
 
     /// Where the state or the weights could be.
@@ -306,8 +335,12 @@ impl<'a> Planning<'a> {
         let mut line = |words: String| text += &format!("{words}\n");
         line(self.shape(outlook.parameters));
         line(format!(
-            "{}; {} tokens a step ({}{} × {} × {}{})",
+            "{}{}; {} tokens a step ({}{} × {} × {}{})",
             planned.choice.words(),
+            match (self.args.durability, planned.choice.offload) {
+                (DurabilityFlag::None, Offload::Disk) => ", kept once",
+                _ => "",
+            },
             outlook.work.tokens,
             if several { format!("{} ranks × ", self.ranks.count()) } else { String::new() },
             planned.choice.accum,

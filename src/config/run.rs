@@ -335,18 +335,18 @@ fn optimizer_ratio(
     offload: Offload,
     warnings: &mut Vec<String>,
 ) -> Result<Option<f64>, CliError> {
-    let saves = args.durability == Some(DurabilityFlag::Checkpoint);
+    let saves = args.durability.is_some_and(DurabilityFlag::waits_for_saves);
     let choice = offload == Offload::Host || offload == Offload::Disk && saves;
     if args.optimizer_ratio.is_some() && !choice {
         return usage(
             "--optimizer-ratio shares the state between a card and the host or a disk that saves alone write: add --offload host, or \
-             --offload disk and --durability checkpoint",
+             --offload disk and --durability checkpoint or none",
         );
     }
     if !choice && given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
         warnings.push(
             "offload_optimizer.ratio is not used: sharing the state with a card takes --offload host, or --offload disk and --durability \
-             checkpoint"
+             checkpoint or none"
                 .into(),
         );
     }

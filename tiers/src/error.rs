@@ -37,8 +37,9 @@ pub enum TierError {
     },
     /// The file system has too little room for the state.
     #[error(
-        "the training state needs {} on {} but only {} are free, {} too little; free space, add another --disk path, or choose a smaller --state",
-        ByteSize(*needed), dir.display(), ByteSize(*free), ByteSize(needed.saturating_sub(*free))
+        "the training state needs {} on {} but only {} are free, {} too little; {}free space, add another --disk path, or choose a smaller --state",
+        ByteSize(*needed), dir.display(), ByteSize(*free), ByteSize(needed.saturating_sub(*free)),
+        if *fits_once { "keep it once instead of twice (--durability none: a run that crashes starts over), " } else { "" }
     )]
     DiskTooSmall {
         /// The directory.
@@ -47,6 +48,8 @@ pub enum TierError {
         needed: u64,
         /// Bytes free there.
         free: u64,
+        /// Whether one generation of the state would fit instead of two.
+        fits_once: bool,
     },
     /// The paths of a volume and their weights do not go together.
     #[error("the paths for state on disk cannot be striped: {detail}")]
@@ -91,6 +94,14 @@ pub enum TierError {
         path: PathBuf,
         /// Why not.
         detail: String,
+    },
+    /// State with one generation was being overwritten: no step of it is whole.
+    #[error("the training state in {} cannot be used: it is kept once (--durability none) and was being overwritten when its run ended or failed; it was last whole at step {step}. Start again without --resume, from an exported model folder (the run's OUTPUT/checkpoint-N) or the original one, in an empty directory or after removing this one; with --durability step or checkpoint a run survives crashes", dir.display())]
+    Changing {
+        /// The first directory.
+        dir: PathBuf,
+        /// Optimizer steps done when it was last whole.
+        step: u64,
     },
     /// The state on disk is damaged.
     #[error("the training state in {} is damaged: {detail}; `terrace inspect --verify` with its --disk paths says whether the step before is whole and can go back to it; else restore the directories from a copy, or remove them and start again without --resume", path.display())]

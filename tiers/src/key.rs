@@ -93,9 +93,9 @@ pub struct GroupSpec {
 /// Which of the two copies of a blob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Generation {
-    /// The last committed one.
+    /// The last committed one. Where it is the only one, it may not be read any more where the next one was written.
     Live,
-    /// The one that the next commit makes live.
+    /// The one that the next commit makes live; it lies where the live one does, if there is only one.
     Next,
     /// For reading: the next one where it was written since the last commit, else the live one. A commit in between makes no
     /// difference.
@@ -114,7 +114,7 @@ pub struct StoreSpec {
     pub kinds: Vec<BlobSpec>,
     /// Elements per chunk, a multiple of every kind's block; the last chunk of a group may be shorter.
     pub chunk_elements: u64,
-    /// Copies of every blob: 2 for state that changes, 1 for frozen weights.
+    /// Copies of every blob: 2 for state that survives its changes, 1 for frozen weights and for state that is overwritten in place.
     pub generations: u64,
     /// What the creator wants to compare on opening, opaque here.
     pub identity: String,

@@ -2,7 +2,8 @@
 //!
 //! A [`MemoryPlan`] lists every byte of every tier before anything is allocated. A [`Pool`] is a sealed set of host
 //! buffers that hands out [`Lease`]s. A [`DiskStore`] keeps blobs in preallocated, striped extents with two
-//! generations, per-chunk checksums and a two-slot manifest, so that the last committed step survives any crash.
+//! generations, per-chunk checksums and a two-slot manifest, so that the last committed step survives any crash; or in one
+//! generation, which takes half the space and survives none between two commits.
 
 mod checksum;
 mod error;

@@ -364,7 +364,7 @@ pub(crate) fn require_space(dirs: &[PathBuf], bytes: &[u64]) -> Result<(), TierE
         let sharing = dirs.iter().zip(bytes).filter(|(other, _)| same_file_system(other, dir));
         let (needed, free) = (sharing.map(|(_, bytes)| bytes).sum(), free_space(dir)?);
         if needed > free {
-            return Err(TierError::DiskTooSmall { dir: dir.clone(), needed, free });
+            return Err(TierError::DiskTooSmall { dir: dir.clone(), needed, free, fits_once: false });
         }
     }
     Ok(())

@@ -6,6 +6,9 @@
 //! - a cut before the first commit returned may leave no state at all, and then creation starts over;
 //! - either way the run goes on from there.
 //!
+//! With one generation there is nothing between the first write of a step and its commit, and it must say so: a store that is
+//! found whole is whole, and one that was written to is refused.
+//!
 //! Every failure names the seed. The canaries break the protocol on purpose and must be caught.
 
 use std::path::PathBuf;
@@ -37,6 +40,10 @@ struct Progress {
     returned: Option<u64>,
     /// The last step whose commit was called.
     called: Option<u64>,
+    /// The last step of which something was to be written.
+    touched: Option<u64>,
+    /// The last step of which something was accepted for writing.
+    begun: Option<u64>,
 }
 
 impl Layout {
@@ -44,6 +51,12 @@ impl Layout {
     fn small() -> Self {
         let kinds = [(BlobKind::Weight, 2), (BlobKind::MasterLow, 2), (BlobKind::Moment1, 4)];
         Self::new(&[("embedding", 2560), ("layers.0", 1024), ("head", 1536)], &kinds, 1024, 1, 3000)
+    }
+
+    /// The same with one generation.
+    fn once() -> Self {
+        let small = Self::small();
+        Self { spec: StoreSpec { generations: 1, ..small.spec }, ..small }
     }
 
     /// Both generations together cover three stripes, so that all three directories hold data.
@@ -125,7 +138,9 @@ impl Layout {
             if step > 0 {
                 let _old = self.read(store, key, chunk, Generation::Live)?;
             }
+            progress.touched = Some(step);
             store.write(key, chunk, self.contents(step, key, chunk))?;
+            progress.begun = Some(step);
             if (chunk + step as usize).is_multiple_of(3) {
                 let read_back = self.read(store, key, chunk, Generation::Next)?;
                 assert_eq!(*read_back, *self.contents(step, key, chunk), "a read waits for the write");
@@ -171,9 +186,15 @@ impl Layout {
                     error => Err(format!("creation cannot start over: {error:?}")),
                 };
             }
+            Err(TierError::Changing { step, .. }) if self.spec.generations == 1 => {
+                return self.is_rightly_refused(engine, step, progress);
+            }
             Err(error) => return Err(format!("opening failed: {error}")),
         };
         let found = store.committed().clone();
+        if self.spec.generations == 1 && progress.begun > Some(found.step) {
+            return Err(format!("step {} is found whole, and was written over", found.step));
+        }
         if Some(found.step) != progress.returned && Some(found.step) != progress.called {
             return Err(format!("found step {}", found.step));
         }
@@ -181,6 +202,22 @@ impl Layout {
         let (next, mut after) = (found.step + 1, Progress::default());
         self.step(&mut store, next, &mut after).map_err(|e| format!("cannot go on: {e}"))?;
         self.intact(&store, next)
+    }
+
+    /// The only generation of step `last` is not whole: something was written over it, and nothing can be made in its place.
+    fn is_rightly_refused(
+        &self,
+        engine: &Arc<dyn IoEngine>,
+        last: u64,
+        progress: Progress,
+    ) -> Result<(), String> {
+        if progress.returned != Some(last) || progress.touched <= Some(last) {
+            return Err(format!("step {last} is refused, and nothing was written over it"));
+        }
+        match DiskStore::create(engine, &self.striping(), self.spec.clone()) {
+            Err(TierError::Changing { .. }) => Ok(()),
+            other => Err(format!("creating over it gives {other:?}")),
+        }
     }
 
     fn intact(&self, store: &DiskStore, step: u64) -> Result<(), String> {
@@ -263,6 +300,13 @@ fn three_directories_survive_a_cut_at_every_operation() {
 }
 
 #[test]
+fn one_generation_is_whole_or_refused_after_a_cut_at_every_operation() {
+    for seed in 600..616 {
+        Layout::once().cut_everywhere(seed, bare).unwrap_or_else(|what| panic!("{what}"));
+    }
+}
+
+#[test]
 fn directories_of_different_speed_survive_a_cut_at_every_operation() {
     let layout = Layout { weights: vec![1.0, 2.0, 1.0], ..Layout::striped() };
     layout.cut_everywhere(110, bare).unwrap_or_else(|what| panic!("{what}"));
@@ -287,7 +331,7 @@ fn a_cut_during_recovery_changes_nothing() {
                 Ok(mut store) => {
                     // What was found may be the step in flight; it is durable now.
                     let found = store.committed().step;
-                    progress = Progress { returned: Some(found), called: Some(found) };
+                    progress = Progress { returned: Some(found), called: Some(found), ..progress };
                     let _ = layout.step(&mut store, found + 1, &mut progress);
                 }
                 Err(TierError::NoState { .. }) => progress = layout.run(&engine).0,
@@ -305,7 +349,19 @@ fn a_cut_during_recovery_changes_nothing() {
 /// soon the power fails as well.
 #[test]
 fn a_failed_commit_is_not_built_upon() {
-    let layout = Layout::small();
+    let (failed_syncs, refused) = failing(&Layout::small());
+    assert!(failed_syncs > 0 && refused > 0, "{failed_syncs} syncs failed, {refused} steps were refused");
+}
+
+/// The same with one generation, which is lost with the step that failed.
+#[test]
+fn a_failed_step_of_the_only_generation_is_not_built_upon() {
+    let (failed_syncs, refused) = failing(&Layout::once());
+    assert!(failed_syncs > 0 && refused > 0, "{failed_syncs} syncs failed, {refused} steps were refused");
+}
+
+/// How many syncs failed, and how many steps were refused after that.
+fn failing(layout: &Layout) -> (u32, u32) {
     let (mut failed_syncs, mut refused) = (0, 0);
     for seed in 300..310 {
         for action in [Action::Sync, Action::Write] {
@@ -320,7 +376,7 @@ fn a_failed_commit_is_not_built_upon() {
                     for step in 0..=STEPS {
                         match layout.step(&mut store, step, &mut progress) {
                             Ok(()) => {}
-                            Err(TierError::Uncertain { .. }) => refused += 1,
+                            Err(TierError::Uncertain { .. } | TierError::Changing { .. }) => refused += 1,
                             Err(error) => {
                                 assert!(error.to_string().contains(".bin"), "it names the file: {error}");
                                 failed_syncs += u32::from(action == Action::Sync);
@@ -340,7 +396,7 @@ fn a_failed_commit_is_not_built_upon() {
             }
         }
     }
-    assert!(failed_syncs > 0 && refused > 0, "{failed_syncs} syncs failed, {refused} steps were refused");
+    (failed_syncs, refused)
 }
 
 /// A process ends between the write of a slot and its sync, or because of that sync. The next one sees the slot and goes on from
@@ -360,7 +416,7 @@ fn a_commit_that_was_found_is_durable_before_it_is_built_upon() {
                 Ok(mut store) => {
                     let found = store.committed().step;
                     built_upon += u32::from(Some(found) != progress.returned);
-                    progress = Progress { returned: Some(found), called: Some(found) };
+                    progress = Progress { returned: Some(found), called: Some(found), ..progress };
                     disk.power_cut_after((seed * 13 + nth * 5) % 40);
                     let _ = layout.step(&mut store, found + 1, &mut progress);
                 }
@@ -402,8 +458,7 @@ impl IoEngine for LyingSync {
     }
 }
 
-fn is_caught(lies_about: &'static str) -> bool {
-    let layout = Layout::small();
+fn is_caught(layout: &Layout, lies_about: &'static str) -> bool {
     let wrap = |upstream| Arc::new(LyingSync { upstream, lies_about }) as Arc<dyn IoEngine>;
     let caught = (400..410).find_map(|seed| layout.cut_everywhere(seed, wrap).err());
     println!("{lies_about}: {caught:?}");
@@ -413,10 +468,12 @@ fn is_caught(lies_about: &'static str) -> bool {
 /// The canaries: a harness that sees nothing wrong with these proves nothing.
 #[test]
 fn a_commit_without_data_sync_is_caught() {
-    assert!(is_caught("state.bin"));
+    assert!(is_caught(&Layout::small(), "state.bin"));
+    assert!(is_caught(&Layout::once(), "state.bin"));
 }
 
 #[test]
 fn a_commit_without_manifest_sync_is_caught() {
-    assert!(is_caught("manifest.bin"));
+    assert!(is_caught(&Layout::small(), "manifest.bin"));
+    assert!(is_caught(&Layout::once(), "manifest.bin"));
 }

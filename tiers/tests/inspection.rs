@@ -369,3 +369,73 @@ fn a_power_cut_while_restoring_leaves_the_step_before() {
         }
     }
 }
+
+/// One generation: what is not whole says so, whoever asks, and nothing but all of it makes it whole.
+#[test]
+fn a_store_that_is_kept_once_is_whole_or_says_since_when_it_is_not() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = vec![root.path().join("a"), root.path().join("b")];
+    let once = StoreSpec { generations: 1, ..spec() };
+    let half = once.volume_bytes();
+    assert_eq!(half * 2, spec().volume_bytes());
+    let store = DiskStore::create(&engine(), &Striping::equal(&dirs), once).unwrap();
+    (0..=2).for_each(|number| step(&store, number).unwrap());
+    assert!(!store.is_changing() && store.require_whole().is_ok());
+    drop(store);
+    let mut view = look(&dirs);
+    assert_eq!(view.commit(Commit::Last).map(|facts| (facts.step, facts.generation)), Some((2, 0)));
+    assert_eq!((view.commit(Commit::Previous), view.changing_since()), (None, None));
+    assert!(view.slots().iter().any(|slot| slot.state == SlotState::Changing { since_step: 1 }));
+    assert_eq!(damages(&mut view), [0, 0]);
+    drop(view);
+
+    // A commit that changes nothing needs no mark.
+    let (store, _) = resumed(&engine(), &dirs).unwrap();
+    store.commit_unchanged(2, &2u64.to_le_bytes()).unwrap();
+    write(&store, 3, &chunks(&spec())[..3]);
+    assert!(store.is_changing());
+    assert_eq!(store.committed().step, 2);
+    let (key, chunk) = chunks(&spec())[0];
+    let read = |generation| {
+        let lease = Lease::standalone(store.spec().chunk_bytes(key, chunk));
+        store.read(key, chunk..chunk + 1, generation, lease).and_then(terrace_tiers::PendingRead::wait)
+    };
+    assert!(read(Generation::Newest).is_ok() && store.require_whole().is_ok());
+    store.abandon();
+    for error in [read(Generation::Newest).unwrap_err(), store.require_whole().unwrap_err()] {
+        assert!(matches!(&error, TierError::Changing { dir, step: 2 } if *dir == dirs[0]), "{error}");
+    }
+    drop(store);
+    let before: Vec<_> = dirs.iter().map(|dir| files(dir)).collect();
+    let error = DiskStore::open(&engine(), &dirs).unwrap_err().to_string();
+    for part in
+        [dirs[0].to_str().unwrap(), "last whole at step 2", "without --resume", "--durability step or"]
+    {
+        assert!(error.contains(part), "{part:?} is in: {error}");
+    }
+    let created = DiskStore::create(&engine(), &Striping::equal(&dirs), spec());
+    assert!(matches!(created, Err(TierError::Changing { step: 2, .. })));
+    let mut view = StoreView::open(&engine(), &dirs, Access::Restore).unwrap();
+    assert_eq!((view.changing_since(), view.commit(Commit::Last)), (Some(2), None));
+    assert_eq!(view.commit(Commit::Previous), None);
+    assert!(view.verify(Commit::Last, &mut |_, _| {}).unwrap().is_none());
+    assert!(matches!(view.restore_previous(), Err(TierError::Changing { .. })));
+    drop(view);
+    assert_eq!(before, dirs.iter().map(|dir| files(dir)).collect::<Vec<_>>(), "nobody changed anything");
+}
+
+/// Whoever has all of the state elsewhere writes it once more.
+#[test]
+fn what_was_given_up_becomes_whole_when_all_of_it_is_written_anew() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = vec![root.path().join("a"), root.path().join("b")];
+    let once = StoreSpec { generations: 1, ..spec() };
+    let store = DiskStore::create(&engine(), &Striping::equal(&dirs), once).unwrap();
+    step(&store, 0).unwrap();
+    write(&store, 1, &chunks(&spec())[..5]);
+    store.abandon();
+    step(&store, 1).unwrap();
+    assert!(!store.is_changing() && store.require_whole().is_ok());
+    drop(store);
+    assert_eq!(resumed(&engine(), &dirs).unwrap().1, 1);
+}

@@ -298,6 +298,7 @@ fn a_state_larger_than_the_disk_is_refused_with_numbers() {
     let TierError::DiskTooSmall { needed, free, .. } = &error else { panic!("{error}") };
     assert!(*needed > 12 << 50 && *free <= free_space(root.path()).unwrap() + (1 << 30));
     says(&error, &["needs 12.0 PiB", "are free", "--disk", "--state"]);
+    assert!(!error.to_string().contains("--durability"), "half of it does not fit either: {error}");
     assert!(!dirs[0].join("state.bin").exists());
 }
 
@@ -310,7 +311,14 @@ fn a_full_disk_is_refused_before_or_while_creating() {
         mount(root.path(), 0, &format!("size={}", each - 4096));
         let error = created(&dirs);
         assert!(matches!(error, TierError::DiskTooSmall { .. }), "{error}");
-        says(&error, &["3.00 MiB", "are free, 4.00 KiB too little"]);
+        says(
+            &error,
+            &[
+                "3.00 MiB",
+                "are free, 4.00 KiB too little",
+                "keep it once instead of twice (--durability none",
+            ],
+        );
 
         // The data fit, and the manifest does not: the engine is the one to find out.
         mount(root.path(), libc::MS_REMOUNT, &format!("size={}", each + 4096));

@@ -116,13 +116,16 @@ pub(crate) fn compare(expected: &StoreSpec, found: &StoreSpec) -> Result {
             differences(&found.identity, &expected.identity)
         )));
     }
-    if expected.kinds != found.kinds || expected.generations != found.generations {
+    if expected.kinds != found.kinds {
         return Err(EngineError::Config(format!(
             "the state on disk has another format: it was {} and is now {}. Resume with the original --state and --dtype, or \
              choose another directory",
             format_words(found),
             format_words(expected)
         )));
+    }
+    if expected.generations != found.generations {
+        return Err(EngineError::Config(generations_difference(expected, found)));
     }
     if expected.groups != found.groups {
         return Err(EngineError::Config(format!(
@@ -139,8 +142,20 @@ fn format_words(spec: &StoreSpec) -> String {
         1 => format!("{} ({} bytes each)", k.kind.words(), k.block_bytes),
         elements => format!("{} ({} bytes for every {elements})", k.kind.words(), k.block_bytes),
     });
-    let purpose = if spec.generations == 1 { "frozen: " } else { "" };
-    format!("{purpose}{}", kinds.collect::<Vec<_>>().join(" + "))
+    kinds.collect::<Vec<_>>().join(" + ")
+}
+
+/// Says that state which is kept once cannot go on as state that is kept twice, or the other way round.
+fn generations_difference(expected: &StoreSpec, found: &StoreSpec) -> String {
+    let words = |spec: &StoreSpec| match spec.generations {
+        1 => ("once, overwritten in place", "--durability none"),
+        _ => ("twice, the last step beside the next", "--durability step or checkpoint"),
+    };
+    let ((kept, made_with), (wanted, _)) = (words(found), words(expected));
+    format!(
+        "the state on disk is kept {kept}, and this run would keep it {wanted}. Resume with {made_with}, or choose another \
+         directory"
+    )
 }
 
 /// The first group in which two models differ.
@@ -197,10 +212,12 @@ pub(crate) fn load_resident(engine: &Engine, store: &DiskStore) -> Result {
 
 impl Engine {
     /// Makes the current step durable. State on disk is [flushed](Self::flush) and, if it waits for a save, committed; resident
-    /// state is written to the configured directories, out of place, so that the previous save survives a crash during this one.
+    /// state is written to the configured directories, out of place, so that the previous save survives a crash during this one;
+    /// not so where it is [kept once](crate::Durability::None).
     ///
     /// # Errors
-    /// There is no directory, or it cannot be written. The previous save is then intact, and saving may be tried again.
+    /// There is no directory, or it cannot be written. The previous save is then intact, unless the state is kept once, and saving
+    /// may be tried again.
     pub fn save(&mut self) -> Result {
         self.flush()?;
         if self.home.disk().is_some() {
@@ -217,7 +234,10 @@ impl Engine {
             self.saved = Some(DiskStore::create(&self.backend.io, &striping, spec.clone())?);
         }
         let result = self.write_resident();
-        if result.is_err() {
+        if let (Err(_), Some(store), true) = (&result, &self.saved, self.config.keeps_once()) {
+            // All of it is in memory: the next save writes it anew.
+            store.abandon();
+        } else if result.is_err() {
             // What the failed save left in flight must not meet a second one: close, then look which step is live.
             self.saved = None;
             self.saved = DiskStore::open(&self.backend.io, &self.config.disks).ok();
@@ -236,10 +256,7 @@ impl Engine {
         } else {
             store.commit_unchanged(self.step, &unsaved.words).map_err(EngineError::from)
         };
-        if result.is_err() {
-            self.abandon();
-        }
-        result
+        result.map_err(|error| self.give_up(error))
     }
 
     /// The device's state, if that of `group` is there.
@@ -260,8 +277,15 @@ impl Engine {
     }
 
     /// Reads what of the state on disk is in memory, too, or on the device, after a step that failed or where it never was.
+    ///
+    /// # Errors
+    /// A tier failed, or the step that failed has overwritten the only state.
     pub(crate) fn refresh(&mut self) -> Result {
-        let Some(stored) = self.home.stored().filter(|stored| stored.outdated) else { return Ok(()) };
+        let Some(stored) = self.home.stored() else { return Ok(()) };
+        stored.store.require_whole()?;
+        if !stored.outdated {
+            return Ok(());
+        }
         stored.cache.read(&stored.store, &self.kinds, &self.update_slots)?;
         self.load_to_device(&stored.store)?;
         if let StateHome::Disk(stored) = &mut self.home {

@@ -50,6 +50,10 @@ pub enum Durability {
     /// With every [`save`](crate::Engine::save): what is killed, or fails, goes back to the last one. Steps need no commit, and state
     /// of which there is a copy in memory ([`EngineConfig::cache_bytes`]) is only written then.
     Checkpoint,
+    /// As with [`Checkpoint`](Self::Checkpoint), but the state is kept once, which takes half the space, and steps overwrite it in
+    /// place. A save makes it whole; what is killed, or fails, after the next write to it is lost, and refused on resuming. State
+    /// in memory is saved so, too: a save that is cut off has overwritten the one before.
+    None,
 }
 
 /// How the state is updated; `None` in [`EngineConfig`] means frozen weights (evaluation, generation).
@@ -74,7 +78,7 @@ pub struct TrainingConfig {
     /// The part of the parameters, from 0 to 1, whose state the host holds and updates where the device has memory of its own; the
     /// last groups, whose parameters come nearest to the rest, have their state on the device. `None` leaves it to the plan. It says
     /// something only where the device is not the host, with [`Placement::Host`], and with [`Placement::Disk`] where saves alone make
-    /// steps [durable](Durability::Checkpoint): nothing else writes what is on the device to disk.
+    /// steps [durable](Durability): nothing else writes what is on the device to disk.
     pub host_part: Option<f64>,
 }
 
@@ -142,7 +146,7 @@ pub struct WindowOverrides {
     /// How many groups, counted from the last, have all their state on a device with its own memory, which updates it; as many as
     /// there are if there are fewer. Where it is not fixed, all with [`Placement::None`], and with [`Placement::Host`] as many as
     /// the host has no room for, or as the device has room for beside all weights. With [`Placement::Disk`] the latter where saves
-    /// alone make steps [durable](Durability::Checkpoint), and otherwise none.
+    /// alone make steps [durable](Durability), and otherwise none.
     pub state_groups: Option<usize>,
     /// Update state on disk during other work: each group as backward completes its gradient or, where the update waits for
     /// the gradient's norm, just ahead of the next forward. Otherwise compute waits for the update.
@@ -258,9 +262,12 @@ impl EngineConfig {
 
     /// Whether state on disk waits for a save.
     pub(crate) fn commits_at_saves(&self) -> bool {
-        self.durability == Durability::Checkpoint
-            && self.placement == Placement::Disk
-            && self.training.is_some()
+        self.durability != Durability::Step && self.placement == Placement::Disk && self.training.is_some()
+    }
+
+    /// Whether training state is kept once on disk, and overwritten where it is.
+    pub(crate) fn keeps_once(&self) -> bool {
+        self.durability == Durability::None && self.training.is_some()
     }
 
     /// Whether groups on disk are updated during backward, each as its gradient is complete, since nothing depends on the norm.

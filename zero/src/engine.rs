@@ -31,7 +31,9 @@ use terrace_tiers::{DiskStore, MemoryPlan, Pool, Striping};
 
 /// A network under training, evaluation or generation.
 ///
-/// An error leaves the last committed state intact on disk; the engine that returned it is not used further.
+/// An error leaves the last committed state intact on disk; the engine that returned it is not used further. Where state is kept
+/// once ([`Durability::None`](crate::Durability::None)) it can be lost with the step that failed, which the error says
+/// ([`EngineError::Lost`]).
 pub struct Engine {
     pub(crate) config: EngineConfig,
     pub(crate) backend: Backend,
@@ -144,7 +146,8 @@ impl Engine {
     /// Plans, allocates and continues from the committed state in the configured directories.
     ///
     /// # Errors
-    /// There is no state, it belongs to another model or configuration, the plan does not fit, or a tier failed.
+    /// There is no state, it belongs to another model or configuration, it was kept once and being overwritten, the plan does not
+    /// fit, or a tier failed.
     pub fn resume(
         mut config: EngineConfig,
         backend: Backend,
@@ -196,7 +199,7 @@ impl Engine {
     /// What state the directories hold. What it says is durable.
     ///
     /// # Errors
-    /// There is none, it is in use, it is damaged, or it cannot be written.
+    /// There is none, it is in use, it is damaged, it was being overwritten, or it cannot be written.
     pub fn stored(io: &Arc<dyn IoEngine>, disks: &[PathBuf]) -> Result<StoredState> {
         let store = DiskStore::open(io, disks)?;
         Ok(StoredState { step: store.committed().step, identity: store.spec().identity.clone() })
@@ -341,10 +344,11 @@ impl Engine {
         self.step
     }
 
-    /// The step that a process which ended now would go back to; `None` if nothing is on disk. It may be one less than
-    /// [`step`](Self::step), whose update goes on in the next, or that of the last save.
+    /// The step that a process which ended now would go back to; `None` if nothing is on disk, or what is there is being
+    /// overwritten. It may be one less than [`step`](Self::step), whose update goes on in the next, or that of the last save.
     pub fn durable_step(&self) -> Option<u64> {
-        self.home.disk().or(self.saved.as_ref()).map(|store| store.committed().step)
+        let store = self.home.disk().or(self.saved.as_ref()).filter(|store| !store.is_changing());
+        store.map(|store| store.committed().step)
     }
 
     /// Updates of the weights done: what a schedule counts. Fewer than [`step`](Self::step) where a loss scale skipped some.

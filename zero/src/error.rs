@@ -25,6 +25,14 @@ pub enum EngineError {
     /// A tier failed: a plan that does not fit, damaged or missing state.
     #[error(transparent)]
     Tier(#[from] terrace_tiers::TierError),
+    /// A step or a save failed while it overwrote state that is [kept once](crate::Durability::None): there is no step to go back to.
+    #[error("{cause}; {lost}")]
+    Lost {
+        /// What failed.
+        cause: Box<EngineError>,
+        /// Which state, and what to do.
+        lost: terrace_tiers::TierError,
+    },
     /// The optimizer refused.
     #[error(transparent)]
     Optimizer(#[from] terrace_optimizer::OptimizerError),

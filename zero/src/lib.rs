@@ -20,6 +20,7 @@ mod device_weights;
 mod dry;
 mod engine;
 mod error;
+mod failure;
 mod fetch;
 mod gradients;
 mod infer;

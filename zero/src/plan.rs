@@ -407,7 +407,11 @@ impl Planner<'_> {
             let new = config.striping()?;
             let striping = self.stored.unwrap_or(&new);
             let stored = DiskStore::bytes_per_dir(&spec, striping);
-            add_disk(&mut memory, "training state, all generations", striping, &stored);
+            let what = match config.keeps_once() {
+                true => "training state, kept once",
+                false => "training state, all generations",
+            };
+            add_disk(&mut memory, what, striping, &stored);
             if windows.gradients_on_disk {
                 let chunks = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum();
                 let chunk_bytes = windows.slot_elements * config.dtype.size();

@@ -174,7 +174,7 @@ pub(crate) fn store_spec(
         groups: network.groups.iter().map(group).collect(),
         kinds: kinds.blobs.clone(),
         chunk_elements: chunk_elements as u64,
-        generations: if config.training.is_some() { 2 } else { 1 },
+        generations: if config.training.is_none() || config.keeps_once() { 1 } else { 2 },
         identity: config.identity.clone(),
     }
 }

@@ -37,8 +37,9 @@ impl StoredWeights {
     /// The weights of `commit`, which were trained as `blocks` in `dtype`.
     ///
     /// # Errors
-    /// There is no such commit, or the store is of another model or dtype, and which is said.
+    /// There is no such commit, or the store is being overwritten, or of another model or dtype, and which is said.
     pub fn open(view: StoreView, commit: Commit, blocks: Vec<Box<dyn Block>>, dtype: DType) -> Result<Self> {
+        view.require_whole()?;
         let Some(facts) = view.commit(commit) else {
             return Err(EngineError::Config(match commit {
                 Commit::Last => "no step of the training state is whole".into(),

@@ -6,6 +6,7 @@
 
 use crate::device_weights::DeviceWeights;
 use crate::engine::{Engine, Signals, Unsaved};
+use crate::failure::not_finite;
 use crate::fetch::{Fetcher, Order, Ready};
 use crate::gradients::{GradientPark, gradient_slots};
 use crate::kept::{Keeping, KeptTensors};
@@ -15,7 +16,7 @@ use crate::overlap::{Bench, Gate, Pending, defer, follow, join};
 use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::LossScale;
-use crate::state::{StateHome, Stored};
+use crate::state::Stored;
 use crate::timeline::{Resource, Timeline};
 use crate::update::{ChunkAt, Items, Updater};
 use crate::{
@@ -152,18 +153,13 @@ impl Engine {
         drop(inputs);
         let left = match result {
             Ok(left) => left,
-            Err(error) => {
-                self.abandon();
-                return Err(error);
-            }
+            Err(error) => return Err(self.give_up_before_update(error)),
         };
         report.compute_seconds = began.elapsed().as_secs_f64();
         let Updated { scale, deferred } = match self.update(lr, left, &mut report) {
             Ok(updated) => updated,
-            Err(error) => {
-                self.abandon();
-                return Err(error);
-            }
+            Err(error) if self.config.update_follows() => return Err(self.give_up(error)),
+            Err(error) => return Err(self.give_up_before_update(error)),
         };
         report.seconds = began.elapsed().as_secs_f64();
         [report.upload_bytes, report.download_bytes] = self.lane.take_moved();
@@ -189,10 +185,7 @@ impl Engine {
             } else {
                 store.commit(step, &words)
             };
-            if let Err(error) = committed {
-                self.abandon();
-                return Err(error.into());
-            }
+            committed.map_err(|error| self.give_up(error.into()))?;
             if let Some(timeline) = &self.config.timeline {
                 timeline.note(Resource::Commit, committing, format!("step {step}"));
             }
@@ -224,10 +217,7 @@ impl Engine {
         let Some(pending) = self.pending.take() else { return self.refresh() };
         let bench = self.bench().expect("only a training engine defers updates");
         let result = pending.run(bench, &self.home, &Gate::default());
-        if result.is_err() {
-            self.abandon();
-        }
-        result
+        result.map_err(|error| self.give_up(error))
     }
 
     fn bench(&self) -> Option<Bench<'_>> {
@@ -369,7 +359,7 @@ impl Engine {
         };
         report.grad_norm = match (norm, self.loss_scale) {
             (Ok(norm), current) => norm / current.map_or(1.0, |current| current.scale()),
-            (Err(_), None) => return Err(not_finite("gradient norm", self.step + 1, self.safe_step())),
+            (Err(_), None) => return Err(self.norm_not_finite()),
             (Err(_), Some(_)) => {
                 park.clear();
                 report.skipped = true;
@@ -435,27 +425,6 @@ impl Engine {
     fn step_args(&self, lr: f64, grad_scale: f32) -> StepArgs {
         let weight_decay = self.config.training.as_ref().map_or(0.0, |t| t.optimizer.weight_decay());
         StepArgs { step: self.updates() + 1, lr, grad_scale, weight_decay }
-    }
-
-    /// The step that one which fails goes back to.
-    fn safe_step(&self) -> u64 {
-        let committed = self.home.disk().filter(|_| self.config.commits_at_saves());
-        committed.map_or(self.step, |store| store.committed().step)
-    }
-
-    /// Gives up a step that failed: its writes are waited for and forgotten. The step is that of the state again.
-    pub(crate) fn abandon(&mut self) {
-        if let StateHome::Disk(stored) = &mut self.home {
-            stored.store.abandon();
-            stored.outdated = true;
-            self.unsaved = None;
-            self.step = stored.store.committed().step;
-        }
-        self.device_weights.outdate();
-        self.park.iter().chain(&self.sums).for_each(GradientPark::clear);
-        if let Signals::Training(activations) = &mut self.signals {
-            activations.clear();
-        }
     }
 }
 
@@ -708,7 +677,7 @@ impl<'a> Training<'a> {
         if mean.is_finite() || self.may_overflow {
             Ok(mean)
         } else {
-            Err(not_finite("loss", self.step, self.safe))
+            Err(not_finite("loss", self.step, Some(self.safe)))
         }
     }
 }
@@ -782,12 +751,4 @@ fn join_last(
 
 pub(crate) fn zero_loss() -> HostTensor {
     HostTensor { dtype: DType::F64, dims: vec![1], bytes: vec![0; 8] }
-}
-
-/// `safe` is the step that an error goes back to.
-fn not_finite(what: &str, step: u64, safe: u64) -> EngineError {
-    EngineError::Diverged(format!(
-        "the {what} of step {step} is not finite; the state is still that of step {safe}. Lower the learning rate, clip \
-         gradients (--clip 1.0) or look for broken rows in the data"
-    ))
 }

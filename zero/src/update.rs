@@ -2,7 +2,7 @@
 //!
 //! State on disk passes through a fixed number of slots per kind. A slot is taken when a chunk's read starts and comes back
 //! when its write is done, so the slots alone bound reads, compute and writes in flight. New state goes to the next
-//! generation; the live one is never touched. Kinds of which there is a copy in memory are not read: the copy is updated, and
+//! generation; the live one is never touched, unless there is no other. Kinds of which there is a copy in memory are not read: the copy is updated, and
 //! what is written comes from it, at once or when all chunks are updated. Resident state is updated where it is. What is on the
 //! device (`device_state.rs`) is none of this: no chunk of it comes here.
 

@@ -31,6 +31,8 @@ pub struct Events {
     pub cuts: u64,
     /// Of the two, those that left no state.
     pub beginnings: u64,
+    /// Times that state which is kept once was not whole, and was refused.
+    pub losses: u64,
     /// Times that state was taken up again.
     pub resumes: u64,
     /// Times that it was newer than anybody had been told.
@@ -113,8 +115,10 @@ pub fn run(setting: &Setting, broken: Broken) -> Events {
             Trouble::Cut { after, .. } => disk.power_cut_after(after),
             Trouble::None | Trouble::Stop { .. } => {}
         }
-        let ended = Run { setting, life, expected: &expected, broken, events: &mut events }
-            .live(Arc::clone(&faults) as _, stored);
+        let mut run =
+            Run { setting, life, expected: &expected, broken, events: &mut events, is_touched: false };
+        let ended = run.live(Arc::clone(&faults) as _, stored);
+        let is_touched = run.is_touched;
         check_error(life.trouble, &ended, &disk, faults.injected());
         events.faults += faults.injected();
         // Whatever still happens on this disk happens now.
@@ -124,7 +128,7 @@ pub fn run(setting: &Setting, broken: Broken) -> Events {
             disk = Arc::new(disk.crash(image));
         }
         if number + 1 < setting.lives.len() {
-            stored = find(setting, &disk, &ended, &mut events);
+            stored = find(setting, &disk, &ended, is_touched, &mut events);
         }
     }
     events
@@ -153,8 +157,15 @@ fn check_error(trouble: Trouble, ended: &Ended, disk: &SimEngine, injected: u64)
     assert!(text.contains("/sim/disk") && text.contains(".bin"), "the error names the file: {text}");
 }
 
-/// The step that is on the disk; what a life left there must be whole.
-fn find(setting: &Setting, disk: &Arc<SimEngine>, ended: &Ended, events: &mut Events) -> Option<u64> {
+/// The step that is on the disk; what a life left there must be whole. State that is kept once need not be if the life may have
+/// touched it; then it says so, and the next life starts over.
+fn find(
+    setting: &Setting,
+    disk: &Arc<SimEngine>,
+    ended: &Ended,
+    is_touched: bool,
+    events: &mut Events,
+) -> Option<u64> {
     let io: Arc<dyn IoEngine> = Arc::new(World::new(disk, Mood::Eager, 0));
     match Engine::stored(&io, &setting.disks) {
         Ok(state) => {
@@ -167,7 +178,30 @@ fn find(setting: &Setting, disk: &Arc<SimEngine>, ended: &Ended, events: &mut Ev
             events.beginnings += u64::from(ended.error.is_some());
             None
         }
+        Err(EngineError::Tier(TierError::Changing { step, .. })) if setting.once => {
+            assert!(is_touched, "the state is refused, and nothing was written, {ended:?}");
+            assert_eq!(Some(step), ended.known, "the step that was last whole, {ended:?}");
+            start_over(setting, &io);
+            events.losses += 1;
+            None
+        }
         Err(error) => panic!("the state cannot be opened, {ended:?}: {error}"),
+    }
+}
+
+/// Nothing is made over state that is refused; whoever wants to start over removes it.
+fn start_over(setting: &Setting, io: &Arc<dyn IoEngine>) {
+    let calm = Life { trouble: Trouble::None, placement: Placement::Disk, ..setting.lives[0].clone() };
+    let setup = Setup { io: Some(Arc::clone(io)), ..setting.setup(&calm) };
+    let refused = setup.try_create().map(drop).expect_err("it is not overwritten").to_string();
+    assert!(refused.contains("/sim/disk0") && refused.contains("--durability"), "{refused}");
+    for dir in &setting.disks {
+        for file in ["manifest.bin", "state.bin"] {
+            let path = dir.join(file);
+            if io.exists(&path) {
+                io.remove(&path).expect("a simulated disk removes a file");
+            }
+        }
     }
 }
 
@@ -178,10 +212,12 @@ struct Run<'a> {
     expected: &'a Expected,
     broken: Broken,
     events: &'a mut Events,
+    /// Something may have been written to the state since it was last known to be whole.
+    is_touched: bool,
 }
 
 impl Run<'_> {
-    fn live(mut self, io: Arc<dyn IoEngine>, stored: Option<u64>) -> Ended {
+    fn live(&mut self, io: Arc<dyn IoEngine>, stored: Option<u64>) -> Ended {
         let lost_wait_one_in = self.broken.lost_wait_one_in;
         let card =
             self.life.card.map(|config| SimDevice::new(SimDeviceConfig { lost_wait_one_in, ..config }));
@@ -213,7 +249,7 @@ impl Run<'_> {
     /// Trains until the end or the trouble.
     fn train(&mut self, setup: &Setup, engine: &mut Engine, stored: Option<u64>) -> Ended {
         let on_disk = setup.placement == Placement::Disk;
-        let waits_for_saves = setup.durability == Durability::Checkpoint;
+        let waits_for_saves = setup.durability != Durability::Step;
         let mut saved = if on_disk { Some(engine.step()) } else { stored };
         loop {
             let step = engine.step();
@@ -246,6 +282,7 @@ impl Run<'_> {
             if step == STEPS {
                 break;
             }
+            self.is_touched |= on_disk;
             match engine.train_step(&setup.batches(step), LR) {
                 Ok(report) => {
                     let expected = self.expected.steps[step as usize];
@@ -267,6 +304,7 @@ impl Run<'_> {
         // Where steps do not wait for it, a save is a flush.
         match engine.save() {
             Ok(()) => {
+                self.is_touched = false;
                 self.check_weights(engine);
                 Ended { known: Some(STEPS), possible: Some(STEPS), error: None }
             }
@@ -290,7 +328,7 @@ impl Run<'_> {
 
     /// Saves and evaluates, as the setting says.
     fn after_step(
-        &self,
+        &mut self,
         setup: &Setup,
         engine: &mut Engine,
         saved: &mut Option<u64>,
@@ -306,8 +344,9 @@ impl Run<'_> {
             );
         }
         if self.life.saves[step as usize] {
+            self.is_touched = true;
             engine.save()?;
-            *saved = Some(step);
+            (*saved, self.is_touched) = (Some(step), false);
         }
         Ok(())
     }

@@ -51,6 +51,8 @@ pub struct Setting {
     /// How the directories share the state, if not equally.
     pub disk_weights: Option<Vec<f64>>,
     pub disk: SimConfig,
+    /// The state is kept once, by every process.
+    pub once: bool,
     /// One process after the other. The last one has no trouble.
     pub lives: Vec<Life>,
 }
@@ -169,7 +171,9 @@ impl Setting {
         let chunk_elements = dice.pick(&[None, Some(1 << 14), Some(1 << 14), Some(1 << 15)]);
         let troubles = dice.pick(&[0, 1, 1, 1, 2, 3]);
         let lives = (0..=troubles).map(|i| Life::of(dice, chunk_elements, i < troubles)).collect();
-        Self { seed, training, disks, disk_weights, disk, lives }
+        // Dice of their own: what else a seed stands for does not depend on it.
+        let once = Dice::new(seed ^ 0x6f6e_6365).one_in(4);
+        Self { seed, training, disks, disk_weights, disk, once, lives }
     }
 
     /// How a life is run, but for the engines.
@@ -181,7 +185,7 @@ impl Setting {
             threads: life.threads,
             overrides: life.overrides,
             cache_bytes: life.cache_bytes,
-            durability: life.durability,
+            durability: if self.once { Durability::None } else { life.durability },
             accumulation: life.accumulation,
             ..self.training.plain()
         }

@@ -31,6 +31,8 @@ pub(super) struct Report {
     manifest: PathBuf,
     slots: [SlotFacts; 2],
     commits: [Option<CommitFacts>; 2],
+    /// The step since which the only generation is being overwritten.
+    changing_since: Option<u64>,
     /// Both commits name the same chunks.
     is_unchanged: bool,
     pub(super) last: Option<Verified>,
@@ -50,6 +52,7 @@ impl Report {
             manifest: view.manifest_path().to_owned(),
             slots: view.slots(),
             commits: [Commit::Last, Commit::Previous].map(|commit| view.commit(commit)),
+            changing_since: view.changing_since(),
             is_unchanged: view.is_unchanged(),
             last: None,
             previous: None,
@@ -72,6 +75,15 @@ impl Report {
             return Ok(());
         }
         let refused = |message: String| Err(CliError::Failed(message));
+        if let Some(step) = self.changing_since {
+            return refused(format!(
+                "no step of the state is whole: it is kept once (--durability none), and a run that was killed or failed was \
+                 overwriting it; it was last whole at step {step}. It can be neither resumed nor exported: start again without \
+                 --resume, from an exported model folder (the run's OUTPUT/checkpoint-N) or the original one, in an empty directory \
+                 or after removing {}",
+                stored::flags(&self.dirs)
+            ));
+        }
         let [Some(last), previous] = self.commits else {
             return refused(format!(
                 "neither slot of {} is whole, so no step can be read; restore the directories from a copy, or remove them and \
@@ -152,6 +164,7 @@ impl Report {
             "format_version": self.versions.1,
             "step": self.commits[0].map(|facts| facts.step),
             "previous_step": self.commits[1].map(|facts| facts.step),
+            "changing_since_step": self.changing_since,
             "slots": self.slots.map(|slot| self.slot_document(slot)),
             "identity": self.identity.document(),
             "groups": groups.collect::<Vec<_>>(),
@@ -171,6 +184,7 @@ impl Report {
 
     fn is_whole(&self) -> bool {
         damages(self.last.as_ref()) + damages(self.previous.as_ref()) == 0
+            && self.changing_since.is_none()
             && !self.slots.iter().any(|slot| matches!(slot.state, SlotState::Torn { .. }))
     }
 
@@ -179,6 +193,7 @@ impl Report {
             SlotState::Blank => ("blank", None, None),
             SlotState::Torn { claimed_step } => ("damaged", claimed_step, None),
             SlotState::Whole(facts) => ("whole", Some(facts.step), Some(facts.generation)),
+            SlotState::Changing { since_step } => ("changing", Some(since_step), None),
         };
         json!({
             "path": self.manifest,
@@ -215,6 +230,14 @@ impl Report {
                     name,
                     &format!("{} (commit {}, generation {})", facts.step, facts.sequence, facts.generation),
                 )?,
+                None if name == "step" && self.changing_since.is_some() => {
+                    let since = self.changing_since.unwrap_or_default();
+                    line(
+                        f,
+                        name,
+                        &format!("none is whole: the state is being overwritten since step {since}"),
+                    )?;
+                }
                 None if name == "step" => line(f, name, "unknown: no slot of the manifest is whole")?,
                 None => line(f, name, "none")?,
             }
@@ -270,7 +293,10 @@ impl Report {
         let bytes = self.spec.volume_bytes();
         let one = ByteSize(bytes / self.spec.generations);
         let (chunks, elements) = (self.chunks(), self.spec.chunk_elements);
-        line(f, "generations", &format!("{} of {one}, together {}", self.spec.generations, ByteSize(bytes)))?;
+        match self.spec.generations {
+            1 => line(f, "generations", &format!("1 of {one}: kept once, overwritten in place"))?,
+            count => line(f, "generations", &format!("{count} of {one}, together {}", ByteSize(bytes)))?,
+        }
         line(f, "chunks", &format!("{chunks} a generation, of up to {elements} elements"))
     }
 }

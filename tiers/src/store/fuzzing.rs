@@ -73,6 +73,7 @@ fn damage(script: &[u8]) {
     let trainer = script.iter().cycle().take(usize::from(at(1)) * 64).copied().collect::<Vec<u8>>();
     assert!(trainer.len() <= TRAINER_BYTES_MAX);
     let slot = Slot {
+        is_mark: at(5) % 2 == 1,
         sequence: u64::from(at(2)),
         step: u64::from(at(3)),
         live: u64::from(at(4) & 1),

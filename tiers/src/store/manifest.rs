@@ -9,6 +9,10 @@
 //! slot, padded to 4 KiB
 //! | magic 8 | sequence 8 | step 8 | live generation 8 | table entries 8 | trainer bytes 8 | table 8·n | trainer | checksum 8 |
 //! ```
+//! The magic number says what the slot is: a commit, or the mark that a store with one generation is being overwritten since
+//! the commit that the mark repeats. A mark goes where the next commit would, and is durable before the first byte changes;
+//! the commit that follows goes to the other place. So the newest slot is a commit only while its chunks are there.
+//!
 //! A commit writes the slot that is *not* the newest one and then syncs: a torn write leaves the other slot valid. The
 //! valid slot with the higher sequence number is the state. Sequence numbers begin at 1, so slot 0 is first written when
 //! slot 1 is durable.
@@ -26,6 +30,7 @@ pub(super) const FILE_NAME: &str = "manifest.bin";
 const PAGE: usize = 4096;
 pub(super) const MAGIC: [u8; 8] = *b"TRCMANIF";
 const SLOT_MAGIC: [u8; 8] = *b"TRCSLOT1";
+const MARK_MAGIC: [u8; 8] = *b"TRCMARK1";
 pub(super) const VERSION: u32 = 2;
 const SLOT_HEADER: usize = 48;
 /// Room for the trainer's own words in every slot.
@@ -34,6 +39,8 @@ pub(super) const TRAINER_BYTES_MAX: usize = 16 << 10;
 /// The contents of one slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Slot {
+    /// No commit: the chunks of the one that this repeats are being overwritten.
+    pub(super) is_mark: bool,
     pub(super) sequence: u64,
     pub(super) step: u64,
     pub(super) live: u64,
@@ -48,7 +55,7 @@ pub(super) enum Found {
     Blank,
     /// No whole slot: damaged, or a commit that was cut off.
     Torn(Option<Claim>),
-    /// A slot as it was written.
+    /// A slot as it was written, a commit or a mark.
     Whole(Slot),
 }
 
@@ -163,7 +170,7 @@ impl Manifest {
         Ok((Self { engine: Arc::clone(engine), file, path, id, slots_at, slot_bytes }, spec))
     }
 
-    /// The newest valid slot, if any was ever committed.
+    /// The newest valid slot, if any was ever committed. It may be a mark.
     pub(super) fn newest(&self, spec: &StoreSpec) -> Result<Option<Slot>, TierError> {
         let found = self.slots(spec)?;
         // A torn first commit leaves slot 0 blank; anything in it means that there was a whole one.
@@ -229,13 +236,13 @@ impl Found {
 
 fn claim(page: &[u8]) -> Option<Claim> {
     let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
-    let is_slot = page.len() >= SLOT_HEADER && page[0..8] == SLOT_MAGIC;
+    let is_slot = page.len() >= SLOT_HEADER && (page[0..8] == SLOT_MAGIC || page[0..8] == MARK_MAGIC);
     is_slot.then(|| Claim { sequence: word(8), step: word(16) })
 }
 
 pub(super) fn encode(slot: &Slot, slot_bytes: usize) -> IoBuf {
     let mut page = IoBuf::zeroed(slot_bytes);
-    page[0..8].copy_from_slice(&SLOT_MAGIC);
+    page[0..8].copy_from_slice(if slot.is_mark { &MARK_MAGIC } else { &SLOT_MAGIC });
     let words = [slot.sequence, slot.step, slot.live, slot.table.len() as u64, slot.trainer.len() as u64];
     let mut at = 8;
     for word in words.iter().chain(&slot.table) {
@@ -251,9 +258,12 @@ pub(super) fn encode(slot: &Slot, slot_bytes: usize) -> IoBuf {
 
 pub(super) fn decode(page: &[u8], table_len: usize) -> Option<Slot> {
     let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
-    if page.len() < SLOT_HEADER || page[0..8] != SLOT_MAGIC {
-        return None;
-    }
+    let magic = page.first_chunk::<8>().filter(|_| page.len() >= SLOT_HEADER)?;
+    let is_mark = match *magic {
+        SLOT_MAGIC => false,
+        MARK_MAGIC => true,
+        _ => return None,
+    };
     if word(32) != table_len as u64 || word(40) > TRAINER_BYTES_MAX as u64 {
         return None;
     }
@@ -264,6 +274,7 @@ pub(super) fn decode(page: &[u8], table_len: usize) -> Option<Slot> {
         return None;
     }
     Some(Slot {
+        is_mark,
         sequence: word(8),
         step: word(16),
         live: word(24),
@@ -278,15 +289,18 @@ mod tests {
 
     #[test]
     fn a_slot_survives_encoding_and_no_flipped_bit_does() {
-        let slot = Slot { sequence: 7, step: 6, live: 1, table: vec![1, 2, 3], trainer: b"{}".to_vec() };
-        let mut page = encode(&slot, PAGE);
-        assert_eq!(decode(&page, 3), Some(slot));
-        assert_eq!(decode(&page, 4), None, "a table of another length belongs to another layout");
-        let used = SLOT_HEADER + 3 * 8 + 2 + 8;
-        for bit in 0..used * 8 {
-            page[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(decode(&page, 3), None, "bit {bit}");
-            page[bit / 8] ^= 1 << (bit % 8);
+        for is_mark in [false, true] {
+            let (table, trainer) = (vec![1, 2, 3], b"{}".to_vec());
+            let slot = Slot { is_mark, sequence: 7, step: 6, live: 1, table, trainer };
+            let mut page = encode(&slot, PAGE);
+            assert_eq!(decode(&page, 3), Some(slot));
+            assert_eq!(decode(&page, 4), None, "a table of another length belongs to another layout");
+            let used = SLOT_HEADER + 3 * 8 + 2 + 8;
+            for bit in 0..used * 8 {
+                page[bit / 8] ^= 1 << (bit % 8);
+                assert_eq!(decode(&page, 3), None, "bit {bit}");
+                page[bit / 8] ^= 1 << (bit % 8);
+            }
         }
     }
 }

@@ -1,8 +1,13 @@
-//! Blobs on disk in two generations, committed atomically.
+//! Blobs on disk in two generations, committed atomically, or in one.
 //!
 //! During a step the *live* generation is only read and the *next* one only written. [`DiskStore::commit`] waits for
 //! every write, makes the data durable, then flips the live generation by writing a manifest slot. Until that slot is
 //! durable the old generation is intact; afterwards the new one is. There is no instant at which neither is.
+//!
+//! A store with *one* generation takes half the space: its next generation lies where the live one is. Before the first chunk
+//! after a commit is overwritten a *mark* is made durable, which says that no step is whole; the next commit takes its place.
+//! Between the two there is no way back: opening such a store is refused ([`TierError::Changing`]), and so is reading what was
+//! given up ([`DiskStore::abandon`]).
 //!
 //! Hazards, and what closes them:
 //! - *read after write* (a chunk of the next generation is read while it is being written): [`DiskStore::read`] waits for
@@ -15,6 +20,8 @@
 //!   on from the slot it sees, over the generation that the durable slot refers to): opening makes the slot it found durable.
 //! - *write after a failed commit* (a slot whose sync failed may be durable all the same, and refers to the generation that a
 //!   retry would overwrite): from then on the store refuses writes, until it is opened again.
+//! - *write before the mark* (with one generation, a power cut could take the mark and leave the write): nothing is written
+//!   after a commit until the mark is durable.
 
 mod extents;
 #[doc(hidden)]
@@ -67,6 +74,10 @@ struct Versions {
     claimed: usize,
     /// Hazard (write after a failed commit).
     is_uncertain: bool,
+    /// With one generation: the mark was made, and the live chunks may be overwritten.
+    is_changing: bool,
+    /// What overwrote them was given up: only writing all of them anew helps.
+    is_lost: bool,
 }
 
 /// What the last commit said.
@@ -110,7 +121,7 @@ impl DiskStore {
         refuse_existing(engine, dirs)?;
         remove_leftovers(engine, dirs)?;
         if world == World::Real {
-            require_space(dirs, &Self::bytes_per_dir(&spec, striping))?;
+            require_room(&spec, striping)?;
         }
         let id = RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()));
         let volume = Volume::create(engine, striping, DATA_FILE, spec.volume_bytes(), id)?;
@@ -132,7 +143,7 @@ impl DiskStore {
     /// they did when it was made.
     ///
     /// # Errors
-    /// There is none, it is in use, it is damaged, or it cannot be written.
+    /// There is none, it is in use, it is damaged, it was being overwritten, or it cannot be written.
     pub fn open(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<Self, TierError> {
         if World::of(&**engine) == World::Real && !dirs[0].is_dir() {
             return Err(TierError::NoState {
@@ -147,6 +158,9 @@ impl DiskStore {
             let detail = "its creation never finished; start again without --resume".into();
             return Err(TierError::NoState { path: manifest.path.clone(), detail });
         };
+        if slot.is_mark {
+            return Err(TierError::Changing { dir: dirs[0].clone(), step: slot.step });
+        }
         let volume =
             Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id, OpenMode::ReadWrite)?;
         // Hazard (write after a commit that was cut off). A sync alone would do, had none failed before. The bytes are those that
@@ -176,11 +190,28 @@ impl DiskStore {
         self.lock().committed.clone()
     }
 
+    /// Whether the last commit is no longer there, since its only generation is being overwritten.
+    pub fn is_changing(&self) -> bool {
+        self.lock().is_changing
+    }
+
+    /// Says so if chunks of the last commit were overwritten and what overwrote them was given up.
+    ///
+    /// # Errors
+    /// They were.
+    pub fn require_whole(&self) -> Result<(), TierError> {
+        if self.lock().is_lost { Err(self.changing()) } else { Ok(()) }
+    }
+
+    fn changing(&self) -> TierError {
+        TierError::Changing { dir: self.striping().first().to_owned(), step: self.committed().step }
+    }
+
     /// Starts reading chunks `chunks` of a blob into `lease`, which is exactly as long as they are. One reader at a time
     /// reads the chunks of a blob that are being written.
     ///
     /// # Errors
-    /// A write of the blob that this read depends on failed.
+    /// A write of the blob that this read depends on failed, or the chunks were overwritten by what was given up.
     ///
     /// # Panics
     /// If the lease has another length or a chunk of the next generation was not written yet; for
@@ -202,6 +233,10 @@ impl DiskStore {
             Generation::Newest | Generation::Settled => Generation::Live,
             named => named,
         };
+        if generation == Generation::Live && versions.is_lost {
+            drop(versions);
+            return Err(self.changing());
+        }
         let generation_index = self.generation_index(&versions, generation);
         let sum = |chunk| {
             let entry = self.extents.entry(key, chunk);
@@ -216,10 +251,11 @@ impl DiskStore {
         Ok(self.extents.read(key, chunks, generation_index, &sums, lease))
     }
 
-    /// Starts writing one chunk of the next generation. The lease goes back to its pool when the write is done.
+    /// Starts writing one chunk of the next generation. The lease goes back to its pool when the write is done. The first one
+    /// after a commit of the only generation waits for the mark.
     ///
     /// # Errors
-    /// An earlier write of the same blob, or an earlier commit, failed.
+    /// An earlier write of the same blob, or an earlier commit, failed, or the mark cannot be made.
     ///
     /// # Panics
     /// If the lease is not exactly as long as the chunk.
@@ -240,8 +276,9 @@ impl DiskStore {
         let len = spec.chunk_bytes(key, chunk);
         assert_eq!(lease.len(), len, "the lease is as long as chunk {chunk} of {key:?}");
         let address = {
-            let versions = self.lock();
+            let mut versions = self.lock();
             self.require_certain(&versions)?;
+            self.mark(&mut versions)?;
             self.extents.address(key, chunk, self.generation_index(&versions, Generation::Next))
         };
         let request = volume.request(OpKind::Write, address, lease.into_io());
@@ -261,6 +298,22 @@ impl DiskStore {
         }
     }
 
+    /// Hazard (write before the mark): with one generation, makes durable that the last commit is about to be overwritten.
+    fn mark(&self, versions: &mut Versions) -> Result<(), TierError> {
+        let is_first = versions.sequence > 0 && !versions.is_changing;
+        if self.extents.spec.generations > 1 || !is_first {
+            return Ok(());
+        }
+        let Committed { step, trainer } = versions.committed.clone();
+        let (sequence, live, table) = (versions.sequence + 1, versions.live, versions.live_table.clone());
+        // Whether a mark is there that could not be made is not known.
+        versions.is_uncertain = true;
+        // Under the lock: nobody writes before it is there.
+        self.manifest.write(&Slot { is_mark: true, sequence, step, live, table, trainer })?;
+        (versions.is_uncertain, versions.is_changing, versions.sequence) = (false, true, sequence);
+        Ok(())
+    }
+
     /// Waits for all writes so far, so that [`Generation::Settled`] may read what they wrote.
     ///
     /// # Errors
@@ -273,8 +326,8 @@ impl DiskStore {
     /// Makes the next generation the live one, durably. Reads may go on meanwhile.
     ///
     /// # Errors
-    /// A write or a sync failed; the last committed step is then still intact. If it was the manifest's, the new step may be the
-    /// one that is found on opening, and this store takes no more writes.
+    /// A write or a sync failed; the last committed step is then still intact, with one generation only if no chunk was written
+    /// since. If it was the manifest's, the new step may be the one that is found on opening, and this store takes no more writes.
     ///
     /// # Panics
     /// If a chunk of the next generation was never written.
@@ -303,6 +356,7 @@ impl DiskStore {
         let missing = versions.next.written.iter().filter(|w| !**w).count();
         assert_eq!(missing, 0, "every chunk of the next generation is written before a commit");
         Ok(Slot {
+            is_mark: false,
             sequence: versions.sequence + 1,
             step,
             live: self.generation_index(&versions, Generation::Next),
@@ -318,15 +372,15 @@ impl DiskStore {
     /// As [`commit`](Self::commit).
     ///
     /// # Panics
-    /// If nothing was ever committed.
+    /// If nothing was ever committed, or what was is being overwritten.
     pub fn commit_unchanged(&self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
         self.abandon();
         let versions = self.lock();
-        assert!(versions.sequence > 0, "there is a live generation");
+        assert!(versions.sequence > 0 && !versions.is_changing, "there is a live generation");
         self.require_certain(&versions)?;
         let (sequence, live, table) = (versions.sequence + 1, versions.live, versions.live_table.clone());
         drop(versions);
-        self.publish(Slot { sequence, step, live, table, trainer: trainer.to_vec() })
+        self.publish(Slot { is_mark: false, sequence, step, live, table, trainer: trainer.to_vec() })
     }
 
     fn publish(&self, slot: Slot) -> Result<(), TierError> {
@@ -337,7 +391,8 @@ impl DiskStore {
         Ok(())
     }
 
-    /// Waits for all writes in flight and forgets them; the live generation stays what it was.
+    /// Waits for all writes in flight and forgets them; the live generation stays what it was. If it is the only one and was
+    /// written to, it is lost: nothing of it is read any more, and only a commit of all chunks makes the store whole.
     pub fn abandon(&self) {
         // The generation is given up, so whether its writes worked does not matter.
         drop(self.finish_writes(self.lock()));
@@ -347,6 +402,7 @@ impl DiskStore {
     fn forget_next(&self) {
         let mut versions = self.lock();
         versions.next = Next::new(versions.live_table.len());
+        versions.is_lost = versions.is_changing;
     }
 
     /// Waits for every write of the next generation, those included that readers wait for (hazard: commit beside reads).
@@ -411,7 +467,8 @@ impl DiskStore {
 impl Versions {
     fn new(committed: Committed, sequence: u64, live: u64, live_table: Vec<u64>) -> Self {
         let next = Next::new(live_table.len());
-        Self { committed, sequence, live, live_table, next, claimed: 0, is_uncertain: false }
+        let (is_uncertain, is_changing, is_lost) = (false, false, false);
+        Self { committed, sequence, live, live_table, next, claimed: 0, is_uncertain, is_changing, is_lost }
     }
 
     fn of(slot: Slot) -> Self {
@@ -432,6 +489,19 @@ impl Next {
     }
 }
 
+/// Says so when the directories have no room for a store, and whether they would have for one generation of it.
+fn require_room(spec: &StoreSpec, striping: &Striping) -> Result<(), TierError> {
+    let room = |spec: &StoreSpec| require_space(striping.dirs(), &DiskStore::bytes_per_dir(spec, striping));
+    room(spec).map_err(|error| match error {
+        TierError::DiskTooSmall { dir, needed, free, .. } => {
+            let once = StoreSpec { generations: 1, ..spec.clone() };
+            let fits_once = spec.generations > 1 && room(&once).is_ok();
+            TierError::DiskTooSmall { dir, needed, free, fits_once }
+        }
+        other => other,
+    })
+}
+
 fn lock_all(world: World, dirs: &[PathBuf]) -> Result<Vec<DirLock>, TierError> {
     assert!(!dirs.is_empty(), "a store has at least one directory");
     match world {
@@ -440,10 +510,10 @@ fn lock_all(world: World, dirs: &[PathBuf]) -> Result<Vec<DirLock>, TierError> {
     }
 }
 
-/// The step that a directory's manifest has committed, if any.
-fn committed_step(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<Option<u64>, TierError> {
+/// The newest slot of a directory's manifest, if there is any.
+fn newest_slot(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<Option<Slot>, TierError> {
     match Manifest::open(engine, dir, OpenMode::Read) {
-        Ok((manifest, spec)) => Ok(manifest.newest(&spec)?.map(|slot| slot.step)),
+        Ok((manifest, spec)) => manifest.newest(&spec),
         Err(TierError::NoState { .. }) => Ok(None),
         Err(error) => Err(error),
     }
@@ -454,7 +524,10 @@ fn committed_step(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<Option<u64>,
 fn refuse_existing(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), TierError> {
     let refused = |path: &Path, detail| Err(TierError::StateExists { path: path.to_owned(), detail });
     for dir in dirs {
-        if let Some(step) = committed_step(engine, dir)? {
+        if let Some(Slot { step, is_mark, .. }) = newest_slot(engine, dir)? {
+            if is_mark {
+                return Err(TierError::Changing { dir: dir.clone(), step });
+            }
             let detail = format!(
                 "already holds training state, committed at step {step}; pass --resume to continue it, or remove the directory \
                  to start over"

@@ -10,6 +10,9 @@
 //! slot is not touched: cut off at any instant, the write leaves a slot that is not whole, and then the older one counts,
 //! which is the same state. A slot with a higher number would have to go to the older one's place, and a torn write there
 //! would leave the damaged step as the only one.
+//!
+//! A store with one generation has no step before: its older slot is a mark, or names the same chunks. While it is being
+//! overwritten it has no last commit either.
 
 use super::extents::Extents;
 use super::lock::DirLock;
@@ -84,6 +87,11 @@ pub enum SlotState {
     Blank,
     /// A commit.
     Whole(CommitFacts),
+    /// The mark that the only generation is being overwritten.
+    Changing {
+        /// The step that was last whole.
+        since_step: u64,
+    },
     /// No commit that can be trusted: its bytes are damaged, or the commit was cut off, for example by a power cut.
     Torn {
         /// The step that its header names, if it can be read; it may be wrong.
@@ -164,6 +172,7 @@ impl StoreView {
             let (offset, len) = self.manifest.slot_extent(index);
             let state = match &self.slots[index as usize] {
                 Found::Blank => SlotState::Blank,
+                Found::Whole(slot) if slot.is_mark => SlotState::Changing { since_step: slot.step },
                 Found::Whole(slot) => SlotState::Whole(slot.facts()),
                 Found::Torn(claim) => SlotState::Torn { claimed_step: claim.map(|claim| claim.step) },
             };
@@ -173,9 +182,24 @@ impl StoreView {
 
     /// What a commit says; `None` if there is none, or its slot is not whole.
     ///
-    /// Where the slot of the newest commit is not whole, the last commit is the one before: a run resumes from it.
+    /// Where the slot of the newest commit is not whole, the last commit is the one before: a run resumes from it. There is none
+    /// while the only generation is being overwritten.
     pub fn commit(&self, commit: Commit) -> Option<CommitFacts> {
         self.slot(commit).map(Slot::facts)
+    }
+
+    /// The step that was last whole, if the only generation is being overwritten since: no step can be read then.
+    pub fn changing_since(&self) -> Option<u64> {
+        self.whole_slots().first().filter(|slot| slot.is_mark).map(|slot| slot.step)
+    }
+
+    /// Refuses a store whose only generation is being overwritten.
+    ///
+    /// # Errors
+    /// It is.
+    pub fn require_whole(&self) -> Result<(), TierError> {
+        let changing = |step| Err(TierError::Changing { dir: self.striping().first().to_owned(), step });
+        self.changing_since().map_or(Ok(()), changing)
     }
 
     /// Whether both commits name the same chunks: the last step changed none of them, or the view went back.
@@ -199,13 +223,14 @@ impl StoreView {
     /// Makes the previous commit the last one, durably; gives its step. Of a state that has it already nothing is written.
     ///
     /// # Errors
-    /// There is no previous commit, it was not found whole by [`verify`](Self::verify), or the manifest cannot be written; the
+    /// There is no previous commit, the only generation is being overwritten, it was not found whole by [`verify`](Self::verify), or the manifest cannot be written; the
     /// previous commit is then as it was.
     ///
     /// # Panics
     /// If the view was not opened for it.
     pub fn restore_previous(&mut self) -> Result<u64, TierError> {
         assert_eq!(self.access, Access::Restore, "the view may change the store");
+        self.require_whole()?;
         let refused = |detail: &str| {
             Err(TierError::NoWayBack { path: self.manifest.path.clone(), detail: detail.into() })
         };
@@ -229,6 +254,15 @@ impl StoreView {
     }
 
     pub(super) fn slot(&self, commit: Commit) -> Option<&Slot> {
+        let slots = self.whole_slots();
+        if slots.first().is_some_and(|slot| slot.is_mark) {
+            return None;
+        }
+        slots.get(commit as usize).copied().filter(|slot| !slot.is_mark)
+    }
+
+    /// The slots that are whole, commits or marks, the newest first.
+    fn whole_slots(&self) -> Vec<&Slot> {
         let mut whole: Vec<&Slot> = self
             .slots
             .iter()
@@ -238,7 +272,7 @@ impl StoreView {
             })
             .collect();
         whole.sort_by_key(|slot| std::cmp::Reverse(slot.sequence));
-        whole.get(commit as usize).copied()
+        whole
     }
 }
 

@@ -1,0 +1,72 @@
+//! What a step that fails leaves behind.
+//!
+//! Where a step is committed it goes to another generation than the last, so a failure goes back to the last commit, whatever failed.
+//! State that is kept once ([`Durability::None`](crate::Durability::None)) has no other generation: what failed after its first write
+//! since the last save leaves no step, and the engine says so and is of no more use. Only a step that *diverged* is known to have
+//! written nothing, as long as its update waits for the norm; it leaves the state of the step before, which can be saved.
+
+use crate::EngineError;
+use crate::engine::{Engine, Signals};
+use crate::gradients::GradientPark;
+use crate::state::StateHome;
+
+impl Engine {
+    /// The step that one which fails goes back to; of state that is kept once, one which diverges.
+    pub(crate) fn safe_step(&self) -> u64 {
+        let goes_back = self.config.commits_at_saves() && !self.config.keeps_once();
+        let committed = self.home.disk().filter(|_| goes_back);
+        committed.map_or(self.step, |store| store.committed().step)
+    }
+
+    /// Gives up a step that failed: its writes are waited for and forgotten. The step is that of the state again. Gives the error,
+    /// with what it means for state that is kept once.
+    pub(crate) fn give_up(&mut self, error: EngineError) -> EngineError {
+        let mut lost = None;
+        if let StateHome::Disk(stored) = &mut self.home {
+            stored.store.abandon();
+            stored.outdated = true;
+            self.unsaved = None;
+            self.step = stored.store.committed().step;
+            lost = stored.store.require_whole().err();
+        }
+        self.forget_step();
+        match lost {
+            None => error,
+            Some(lost) => EngineError::Lost { cause: Box::new(error), lost },
+        }
+    }
+
+    /// As [`give_up`](Self::give_up), for a step of which nothing was updated if it diverged: state that is kept once stays as the step
+    /// before left it.
+    pub(crate) fn give_up_before_update(&mut self, error: EngineError) -> EngineError {
+        if !self.config.keeps_once() || !matches!(error, EngineError::Diverged(_)) {
+            return self.give_up(error);
+        }
+        self.forget_step();
+        error
+    }
+
+    /// Forgets what a step has in memory beside state.
+    fn forget_step(&mut self) {
+        self.device_weights.outdate();
+        self.park.iter().chain(&self.sums).for_each(GradientPark::clear);
+        if let Signals::Training(activations) = &mut self.signals {
+            activations.clear();
+        }
+    }
+
+    /// The error of a step whose gradient is not finite.
+    pub(crate) fn norm_not_finite(&self) -> EngineError {
+        let may_be_lost = self.config.keeps_once() && self.config.update_follows();
+        not_finite("gradient norm", self.step + 1, (!may_be_lost).then(|| self.safe_step()))
+    }
+}
+
+/// `safe` is the step that the error goes back to, if that is known.
+pub(crate) fn not_finite(what: &str, step: u64, safe: Option<u64>) -> EngineError {
+    let still = safe.map_or_else(String::new, |safe| format!("; the state is still that of step {safe}"));
+    EngineError::Diverged(format!(
+        "the {what} of step {step} is not finite{still}. Lower the learning rate, clip gradients (--clip 1.0) or look for broken \
+         rows in the data"
+    ))
+}
