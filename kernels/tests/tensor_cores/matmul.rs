@@ -17,6 +17,8 @@ struct Case {
     spec: MatmulSpec,
     operands: DType,
     out: DType,
+    bias: Option<DType>,
+    residual: Option<DType>,
 }
 
 impl Case {
@@ -37,8 +39,15 @@ impl Case {
         let a = Tensor::random(self.operands, &a_dims, 1.0, &mut random);
         let b = Tensor::random(self.operands, &b_dims, 1.0, &mut random);
         let old = Tensor::random(DType::F32, &[m, n], 1.0, &mut random);
+        let bias = self.bias.map(|dtype| Tensor::random(dtype, &[n], 1.0, &mut random));
+        let residual = self.residual.map(|dtype| old.cast(dtype));
         let mut expected = old.clone();
         reference::kernel_set().matmul.matmul(a.view(), b.view(), expected.view_mut(), spec).unwrap();
+        let mut expected = expected.values();
+        for (i, sum) in expected.iter_mut().enumerate() {
+            *sum += bias.as_ref().map_or(0.0, |bias| bias.values()[i % n]);
+            *sum += residual.as_ref().map_or(0.0, |residual| residual.values()[i]);
+        }
         let tiles = (m.div_ceil(SIDE) * n.div_ceil(SIDE)) as u32;
         let launch = Launch { grid: [tiles, 1, 1], threads: 256, shared_bytes: SHARED_BYTES };
         let mut first: Option<Tensor> = None;
@@ -46,6 +55,13 @@ impl Case {
             let mut out = if spec.accumulate { old.cast(self.out) } else { Tensor::new(self.out, &[m, n]) };
             let flag = |is: bool| Argument::Int(i32::from(is));
             let size = |value: usize| Argument::Long(value as i64);
+            let optional = |tensor: Option<&Tensor>| {
+                tensor
+                    .map_or([Argument::Address(0), Argument::Int(0)], |tensor| [tensor.read(), tensor.code()])
+            };
+            let [bias, bias_dtype] = optional(bias.as_ref());
+            let [residual, residual_dtype] =
+                optional(if spec.accumulate { Some(&out) } else { residual.as_ref() });
             let arguments = [
                 a.read(),
                 a.code(),
@@ -55,7 +71,10 @@ impl Case {
                 flag(spec.trans_b),
                 out.write(),
                 out.code(),
-                flag(spec.accumulate),
+                bias,
+                bias_dtype,
+                residual,
+                residual_dtype,
                 size(m),
                 size(n),
                 size(l),
@@ -66,7 +85,7 @@ impl Case {
             match &first {
                 Some(first) => assert!(first.bytes() == out.bytes(), "{what}: other bits"),
                 None => {
-                    out.assert_close(&what, &expected.values(), |_| l as f64 * 2f64.powi(-22) + 1e-7);
+                    out.assert_close(&what, &expected, |_| l as f64 * 2f64.powi(-22) + 1e-5);
                     first = Some(out);
                 }
             }
@@ -94,6 +113,23 @@ fn raised((m, n, l): (usize, usize, usize), spec: MatmulSpec, operands: DType, o
         spec,
         operands,
         out,
+        bias: None,
+        residual: None,
+    }
+}
+
+/// Rows of odd lengths, tiles cut off, and dtypes of their own.
+#[test]
+fn epilogues() {
+    let Some(library) = Library::open() else { return };
+    let (f32, bf16, f16) = (Some(DType::F32), Some(DType::BF16), Some(DType::F16));
+    let added = [(bf16, None), (None, bf16), (bf16, bf16), (f32, bf16), (bf16, f32), (f16, f32)];
+    for (size, out) in [((17, 9, 8), DType::BF16), ((131, 130, 40), DType::BF16), ((3, 257, 64), DType::F32)]
+    {
+        for (seed, (bias, residual)) in added.into_iter().enumerate() {
+            let case = raised(size, MatmulSpec::NT, DType::BF16, out);
+            Case { bias, residual, ..case }.check(&library, seed as u64);
+        }
     }
 }
 
