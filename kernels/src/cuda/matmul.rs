@@ -73,7 +73,7 @@ impl Cuda {
 
     /// The kernel for tensor cores that takes this product, if any does.
     fn tensor_core_product(&self, product: &Product<'_>) -> Option<&'static str> {
-        let &Product { a, b, out, spec, .. } = product;
+        let &Product { a, b, out, spec, bias, residual, .. } = product;
         let kernel = match (spec.trans_a, spec.trans_b) {
             (false, true) => "matmul_mma_nt",
             (false, false) => "matmul_mma_nn",
@@ -81,7 +81,8 @@ impl Cuda {
             (true, true) => return None,
         };
         let whole_chunks = [a, b].iter().all(|view| view.shape().last().is_multiple_of(VECTOR));
-        (whole_chunks && self.fits_tensor_cores(&[a, b], &[out])).then_some(kernel)
+        let added_like_out = bias.into_iter().chain(residual).all(|added| added.dtype() == out.dtype());
+        (whole_chunks && added_like_out && self.fits_tensor_cores(&[a, b], &[out])).then_some(kernel)
     }
 }
 

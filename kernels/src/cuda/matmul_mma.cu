@@ -6,7 +6,8 @@
 //
 // a and b have one dtype, bf16 or f16, begin at multiples of 16 bytes, and their rows (l, l; l, n; m, n elements long) are
 // multiples of 8; the rest is for matmul_plain. All other sizes are free. out has any dtype and begins at a multiple of 8;
-// bias and residual have any and begin anywhere.
+// bias and residual have that of out and begin anywhere. (Dtypes of their own would be branches at each of 64 unrolled sums,
+// and three times the time of the compiler.)
 //
 // FLOPs: 2·m·n·l. Bytes from the L2 cache: each operand once per 128 rows or columns of the other.
 //
@@ -70,9 +71,22 @@ template <bool INNER_LAST> __device__ __forceinline__ void load_b(u32 registers[
     }
 }
 
-__device__ __forceinline__ void store_sums(void *out, int dtype, const Epilogue &epilogue, i64 row, i64 column, i64 m,
-                                           i64 n, const float sums[STACK][COLUMNS][4]) {
+template <int DTYPE>
+__device__ __forceinline__ void store_sums(void *out, const void *bias, const void *residual, i64 row, i64 column, i64 m, i64 n,
+                                           float sums[STACK][COLUMNS][4]) {
     int lane = threadIdx.x % 32;
+    if (bias) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) {
+            i64 c = column + 8 * j + lane % 4 * 2;
+            float first = c < n ? load(bias, DTYPE, c) : 0.0f, second = c + 1 < n ? load(bias, DTYPE, c + 1) : 0.0f;
+#pragma unroll
+            for (int i = 0; i < STACK; i++) {
+                sums[i][j][0] += first, sums[i][j][1] += second;
+                sums[i][j][2] += first, sums[i][j][3] += second;
+            }
+        }
+    }
 #pragma unroll
     for (int i = 0; i < STACK; i++)
 #pragma unroll
@@ -84,11 +98,14 @@ __device__ __forceinline__ void store_sums(void *out, int dtype, const Epilogue 
                 i64 c = column + 8 * j + lane % 4 * 2, at = r * n + c;
                 if (c >= n) continue;
                 bool second = c + 1 < n;
-                float x = finished(epilogue, at, c, sums[i][j][2 * half]), y = 0.0f;
-                if (second) y = finished(epilogue, at + 1, c + 1, sums[i][j][2 * half + 1]);
+                float x = sums[i][j][2 * half], y = sums[i][j][2 * half + 1];
+                if (residual) {
+                    x += load(residual, DTYPE, at);
+                    if (second) y += load(residual, DTYPE, at + 1);
+                }
                 // Rows of an odd length do not begin at multiples of a pair.
-                store_pair(out, dtype, at, x, y, n % 2 == 0);
-                if (n % 2 != 0 && second) store(out, dtype, at + 1, y);
+                store_pair(out, DTYPE, at, x, y, n % 2 == 0);
+                if (n % 2 != 0 && second) store(out, DTYPE, at + 1, y);
             }
         }
 }
@@ -103,8 +120,8 @@ __device__ __forceinline__ void find_tile(i64 m, i64 n, i64 &row, i64 &column) {
 }
 
 template <int DTYPE, bool A_INNER_LAST, bool B_INNER_LAST>
-__device__ __forceinline__ void product(const Operand &a, const Operand &b, void *out, int out_dtype,
-                                        const Epilogue &epilogue) {
+__device__ __forceinline__ void product(const Operand &a, const Operand &b, void *out, int out_dtype, const void *bias,
+                                        const void *residual) {
     u16 *slabs = (u16 *)dynamic_shared;
     i64 row, column;
     find_tile(a.outers, b.outers, row, column);
@@ -146,20 +163,26 @@ __device__ __forceinline__ void product(const Operand &a, const Operand &b, void
         }
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    store_sums(out, out_dtype, epilogue, row + warp_row, column + warp_column, a.outers, b.outers, sums);
+    row += warp_row, column += warp_column;
+    if (out_dtype == F32) {
+        store_sums<F32>(out, bias, residual, row, column, a.outers, b.outers, sums);
+    } else if (out_dtype == BF16) {
+        store_sums<BF16>(out, bias, residual, row, column, a.outers, b.outers, sums);
+    } else {
+        store_sums<F16>(out, bias, residual, row, column, a.outers, b.outers, sums);
+    }
 }
 
-// The parameters of matmul_plain, of which b's dtype and what is transposed are known here.
+// The parameters of matmul_plain, of which the dtypes of b, bias and residual and what is transposed are known here.
 #define PARAMETERS                                                                                                     \
-    const void *a, int a_dtype, int, const void *b, int, int, void *out, int out_dtype, const void *bias, int bias_dtype,  \
-        const void *residual, int residual_dtype, i64 m, i64 n, i64 l
+    const void *a, int a_dtype, int, const void *b, int, int, void *out, int out_dtype, const void *bias, int,             \
+        const void *residual, int, i64 m, i64 n, i64 l
 #define PRODUCT(A_INNER_LAST, B_INNER_LAST)                                                                            \
     Operand left = {(const u16 *)a, m, l}, right = {(const u16 *)b, n, l};                                             \
-    Epilogue epilogue = {bias, bias_dtype, residual, residual_dtype};                                                  \
     if (a_dtype == BF16) {                                                                                             \
-        product<BF16, A_INNER_LAST, B_INNER_LAST>(left, right, out, out_dtype, epilogue);                              \
+        product<BF16, A_INNER_LAST, B_INNER_LAST>(left, right, out, out_dtype, bias, residual);                        \
     } else {                                                                                                           \
-        product<F16, A_INNER_LAST, B_INNER_LAST>(left, right, out, out_dtype, epilogue);                               \
+        product<F16, A_INNER_LAST, B_INNER_LAST>(left, right, out, out_dtype, bias, residual);                         \
     }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) matmul_mma_nt(PARAMETERS) { PRODUCT(true, true) }
