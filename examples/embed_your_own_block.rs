@@ -11,9 +11,9 @@
 #![allow(non_snake_case, reason = "tensor names carry their shape as a suffix")]
 
 use terrace::{
-    BatchLimits, Block, Context, DType, Engine, EngineConfig, Gradients, HostTensor, IoConfig, MatmulSpec,
-    MicroBatch, Mode, OutputSpec, ParamSpec, Result, StateFormat, Tensor, Tier, TrainingConfig, View,
-    ViewMut, WeightSource, Weights, cpu_backend, tiers::ByteSize,
+    BatchLimits, Block, Context, DType, Engine, EngineConfig, Epilogue, Gradients, HostTensor, IoConfig,
+    MatmulSpec, MicroBatch, Mode, OutputSpec, ParamSpec, Residual, Result, StateFormat, Tensor, Tier,
+    TrainingConfig, View, ViewMut, WeightSource, Weights, cpu_backend, tiers::ByteSize,
 };
 
 // Tensor names carry their shape, in these letters: `x_TD` is `[T, D]`.
@@ -72,13 +72,15 @@ impl Block for Hidden {
     fn name(&self) -> &str { &self.0 }
     fn params(&self) -> &[ParamSpec] { &self.1 }
     fn output(&self, _: usize, _: usize, dtype: DType, _: Mode) -> OutputSpec { OutputSpec { dtype, dims: vec![T, D] } }
-    fn forward(&self, cx: &mut Context<'_>, w: &Weights<'_>, x: Option<View<'_>>, mut y_TD: ViewMut<'_>) -> Result {
+    fn forward(&self, cx: &mut Context<'_>, w: &Weights<'_>, x: Option<View<'_>>, y_TD: ViewMut<'_>) -> Result {
         let (x_TD, k) = (x.expect("never the first block"), cx.kernels);
         let inner = Self::inner(cx, w, x_TD)?;
-        k.matmul.matmul(inner[2].view(), w.get(2), y_TD.reborrow(), MatmulSpec::NT)?;
+        // What is added to a product goes along with it: no pass over y, and one rounding.
+        let around = Epilogue { residual: Residual::Of(x_TD), ..Epilogue::NONE };
+        k.matmul.matmul_nt(inner[2].view(), w.get(2), y_TD, around)?;
         // Where the plan has room for them, backward gets these tensors instead of computing them again.
         if cx.keeps() { cx.keep(inner.into()) }
-        Ok(k.elementwise.add_assign(y_TD, x_TD)?)
+        Ok(())
     }
     fn backward(&self, cx: &mut Context<'_>, w: &Weights<'_>, x: Option<View<'_>>, dy: Option<View<'_>>,
                 dx: Option<ViewMut<'_>>, gradients: &mut Gradients<'_>) -> Result {

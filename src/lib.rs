@@ -71,7 +71,9 @@ pub use terrace_aio::engine::EngineConfig as IoConfig;
 pub use terrace_device as device;
 pub use terrace_device::Device;
 pub use terrace_kernels as kernels;
-pub use terrace_kernels::{DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, View, ViewMut};
+pub use terrace_kernels::{
+    DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Residual, Tensor, View, ViewMut,
+};
 pub use terrace_models as models;
 pub use terrace_optimizer as optimizer;
 pub use terrace_optimizer::{AdamW, StateFormat};

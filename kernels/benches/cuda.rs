@@ -20,7 +20,7 @@ use terrace_device::{
 use terrace_kernels::cuda::{CudaConfig, update_kernels, with_config};
 use terrace_kernels::update::{AdamFormat, AdamState, AdamStep};
 use terrace_kernels::{
-    AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, QuantFormat, QuantizedView, Result,
+    AttentionSpec, DType, Epilogue, KernelSet, KeyValues, MatmulSpec, QuantFormat, QuantizedView, Result,
     RopeDirection, Tensor, View,
 };
 
@@ -510,7 +510,7 @@ fn quantized(rig: &Rig) {
                     match format {
                         Some(format) => {
                             let weights = QuantizedView::new(weights, format, &[n, l]);
-                            set.quantized_matmul.matmul_nt(x.view(), weights, out.view_mut())
+                            set.quantized_matmul.matmul_nt(x.view(), weights, out.view_mut(), Epilogue::NONE)
                         }
                         None => {
                             let weights = View::new(weights, DType::BF16, &[n, l]);

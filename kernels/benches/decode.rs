@@ -8,7 +8,7 @@
 use std::time::Instant;
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
-use terrace_kernels::{DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, cpu};
+use terrace_kernels::{DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, cpu};
 
 fn setting(name: &str, default: usize) -> usize {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
@@ -52,7 +52,7 @@ impl Case<'_> {
         let result = match self.format {
             Some(format) => {
                 let b = QuantizedView::new(bytes, format, &self.dims);
-                self.set.quantized_matmul.matmul_nt(x.view(), b, out.view_mut())
+                self.set.quantized_matmul.matmul_nt(x.view(), b, out.view_mut(), Epilogue::NONE)
             }
             None => {
                 let b = terrace_kernels::View::new(bytes, DType::BF16, &self.dims);

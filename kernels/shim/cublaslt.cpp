@@ -21,7 +21,12 @@ enum Status { SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
 enum Type { R_32F = 0, R_16F = 2, R_16BF = 14 };
 constexpr int COMPUTE_32F = 68;
 
-struct Description { int32_t transposed[2]; };
+struct Description {
+    int32_t transposed[2];
+    uint32_t epilogue;
+    const void *bias;
+};
+constexpr uint32_t EPILOGUE_DEFAULT = 1, EPILOGUE_BIAS = 4;
 struct Layout { int type; uint64_t rows, columns; int64_t stride; };
 struct Preferences {
     uint64_t workspace_bytes;
@@ -61,7 +66,7 @@ EXPORT int cublasLtDestroy(void *handle) {
 
 EXPORT int cublasLtMatmulDescCreate(Description **description, int compute, int scale) {
     if (compute != COMPUTE_32F || scale != R_32F) return NOT_SUPPORTED;
-    *description = new Description{};
+    *description = new Description{{0, 0}, EPILOGUE_DEFAULT, nullptr};
     return SUCCESS;
 }
 
@@ -71,9 +76,13 @@ EXPORT int cublasLtMatmulDescDestroy(Description *description) {
 }
 
 EXPORT int cublasLtMatmulDescSetAttribute(Description *description, int attribute, const void *value, size_t bytes) {
-    // CUBLASLT_MATMUL_DESC_TRANSA and _TRANSB.
-    if ((attribute != 3 && attribute != 4) || bytes != 4) return INVALID_VALUE;
-    std::memcpy(&description->transposed[attribute - 3], value, 4);
+    // CUBLASLT_MATMUL_DESC_TRANSA and _TRANSB, _EPILOGUE and _BIAS_POINTER.
+    void *to = nullptr;
+    if ((attribute == 3 || attribute == 4) && bytes == 4) to = &description->transposed[attribute - 3];
+    if (attribute == 7 && bytes == 4) to = &description->epilogue;
+    if (attribute == 8 && bytes == 8) to = &description->bias;
+    if (!to) return INVALID_VALUE;
+    std::memcpy(to, value, bytes);
     return SUCCESS;
 }
 
@@ -114,6 +123,8 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void *, const Description *description
     Sizes found;
     *count = 0;
     if (room < 1 || c != d || !sizes(*description, *a, *b, *d, found)) return INVALID_VALUE;
+    if (description->epilogue != EPILOGUE_DEFAULT && (description->epilogue != EPILOGUE_BIAS || !description->bias))
+        return INVALID_VALUE;
     if (a->type != b->type || (d->type != a->type && d->type != R_32F)) return NOT_SUPPORTED;
     std::memcpy(results, preferences->alignments, sizeof preferences->alignments);
     *count = 1;
@@ -124,11 +135,12 @@ EXPORT int cublasLtMatmul(void *, const Description *description, const float *a
                           const void *b, const Layout *b_layout, const float *beta, const void *c, const Layout *c_layout,
                           void *d, const Layout *d_layout, const uint32_t *alignments, void *, size_t, void *stream) {
     Sizes of;
-    if (!sizes(*description, *a_layout, *b_layout, *d_layout, of) || c != d || c_layout != d_layout) return INVALID_VALUE;
+    if (!sizes(*description, *a_layout, *b_layout, *d_layout, of) || c_layout != d_layout) return INVALID_VALUE;
     if (!dense(*a_layout) || !dense(*b_layout) || !dense(*d_layout)) return INVALID_VALUE;
     const void *operands[4] = {a, b, c, d};
     for (int i = 0; i < 4; i++)
         if (reinterpret_cast<uintptr_t>(operands[i]) % alignments[i] != 0) return INVALID_VALUE;
+    const void *bias = description->epilogue == EPILOGUE_BIAS ? description->bias : nullptr;
     // The driver is loaded already, but its names are its own.
     void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     auto wait = driver ? reinterpret_cast<int (*)(void *)>(dlsym(driver, "cuStreamSynchronize")) : nullptr;
@@ -144,7 +156,10 @@ EXPORT int cublasLtMatmul(void *, const Description *description, const float *a
             i64 at = i64(row + column * of.m);
             // What is there is not read when it does not count: it may be NaN.
             float old = *beta != 0 ? *beta * load(c, code(c_layout->type), at) : 0.0f;
-            store(d, code(d_layout->type), at, *alpha * sum + old);
+            float result = *alpha * sum + old;
+            // A bias has an element for every row, of the type of D.
+            if (bias) result += load(bias, code(d_layout->type), i64(row));
+            store(d, code(d_layout->type), at, result);
         }
     return SUCCESS;
 }

@@ -4,7 +4,7 @@
 //! bytes, which is why a planning run over virtual memory makes the same checks as a real one.
 
 use crate::tensor::Shape;
-use crate::{DType, KeyValues, MatmulSpec, QuantizedView, View, ViewMut};
+use crate::{DType, Epilogue, KeyValues, MatmulSpec, QuantizedView, Residual, View, ViewMut};
 
 /// Sizes of a matrix product.
 #[derive(Debug, Clone, Copy)]
@@ -106,7 +106,29 @@ pub fn matmul(a: View<'_>, b: View<'_>, out: &ViewMut<'_>, spec: MatmulSpec) -> 
     ProductDims { m, n, l }
 }
 
-pub fn quantized_matmul(a: View<'_>, b: QuantizedView<'_>, out: &ViewMut<'_>) -> ProductDims {
+pub fn matmul_nt(a: View<'_>, b: View<'_>, out: &ViewMut<'_>, epilogue: &Epilogue<'_>) -> ProductDims {
+    let dims = matmul(a, b, out, MatmulSpec::NT);
+    self::epilogue("matmul", &dims, epilogue);
+    dims
+}
+
+fn epilogue(op: &str, dims: &ProductDims, epilogue: &Epilogue<'_>) {
+    if let Some(bias) = epilogue.bias {
+        same(op, "bias", dims.n, bias.shape().elements());
+        float(op, "bias", bias.dtype());
+    }
+    if let Residual::Of(residual) = epilogue.residual {
+        same(op, "residual", dims.m * dims.n, residual.shape().elements());
+        float(op, "residual", residual.dtype());
+    }
+}
+
+pub fn quantized_matmul(
+    a: View<'_>,
+    b: QuantizedView<'_>,
+    out: &ViewMut<'_>,
+    epilogue: &Epilogue<'_>,
+) -> ProductDims {
     let (a_shape, b_shape, out_shape) = (a.shape(), b.shape(), out.shape());
     let (m, n, l) = (a_shape.rows(), b_shape.rows(), a_shape.last());
     assert_eq!(l, b_shape.last(), "quantized matmul: inner sizes of {a_shape:?} and {b_shape:?} agree");
@@ -117,7 +139,9 @@ pub fn quantized_matmul(a: View<'_>, b: QuantizedView<'_>, out: &ViewMut<'_>) ->
     );
     float("quantized matmul", "a", a.dtype());
     float("quantized matmul", "out", out.dtype());
-    ProductDims { m, n, l }
+    let dims = ProductDims { m, n, l };
+    self::epilogue("quantized matmul", &dims, epilogue);
+    dims
 }
 
 pub fn norm_forward(x: View<'_>, weight: View<'_>, out: &ViewMut<'_>, rstd: &ViewMut<'_>) -> RowDims {

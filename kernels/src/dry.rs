@@ -5,8 +5,9 @@
 
 use crate::check;
 use crate::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelSet, KeyValues, Matmul,
-    MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, KernelSet,
+    KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope,
+    RopeDirection, View, ViewMut,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -76,6 +77,16 @@ impl Counter {
         self.bytes.fetch_add((read + written) as u64, Relaxed);
     }
 
+    /// All of a product with an epilogue but the bytes of b.
+    fn product_nt(&self, a: View<'_>, out: &ViewMut<'_>, dims: &check::ProductDims, epilogue: Epilogue<'_>) {
+        self.matmul_flops.fetch_add(2 * (dims.m * dims.n) as u64 * dims.l as u64, Relaxed);
+        self.bytes(&[a], &[out]);
+        for added in epilogue.bias.into_iter().chain(epilogue.residual.view(out)) {
+            self.other(dims.m * dims.n);
+            self.bytes(&[added], &[]);
+        }
+    }
+
     fn other(&self, flops: usize) {
         self.other_flops.fetch_add(flops as u64, Relaxed);
     }
@@ -108,14 +119,26 @@ impl Matmul for Dry {
         }
         Ok(())
     }
+
+    fn matmul_nt(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, epilogue: Epilogue<'_>) -> Result {
+        let dims = check::matmul_nt(a, b, &out, &epilogue);
+        self.counter.bytes(&[b], &[]);
+        self.counter.product_nt(a, &out, &dims, epilogue);
+        Ok(())
+    }
 }
 
 impl QuantizedMatmul for Dry {
-    fn matmul_nt(&self, a: View<'_>, b: QuantizedView<'_>, out: ViewMut<'_>) -> Result {
-        let dims = check::quantized_matmul(a, b, &out);
-        self.counter.matmul_flops.fetch_add(2 * (dims.m * dims.n) as u64 * dims.l as u64, Relaxed);
+    fn matmul_nt(
+        &self,
+        a: View<'_>,
+        b: QuantizedView<'_>,
+        out: ViewMut<'_>,
+        epilogue: Epilogue<'_>,
+    ) -> Result {
+        let dims = check::quantized_matmul(a, b, &out, &epilogue);
         self.counter.bytes.fetch_add(b.bytes().len() as u64, Relaxed);
-        self.counter.bytes(&[a], &[&out]);
+        self.counter.product_nt(a, &out, &dims, epilogue);
         Ok(())
     }
 }

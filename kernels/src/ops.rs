@@ -45,6 +45,48 @@ impl MatmulSpec {
     pub const TN_ACCUMULATE: Self = Self { trans_a: true, trans_b: false, accumulate: true };
 }
 
+/// What is added to a product before it is rounded: `out = round((a·bᵀ + bias) + residual)`, the sums in f32.
+///
+/// A pass of its own for either would read and write the result once more (2·M·N elements) and round in between. CUDA adds
+/// a bias that cuBLASLt takes along after the residual.
+#[derive(Debug, Clone, Copy)]
+pub struct Epilogue<'a> {
+    /// `[N]`, f32, bf16 or f16; every row gets it.
+    pub bias: Option<View<'a>>,
+    /// Of as many elements as the result.
+    pub residual: Residual<'a>,
+}
+
+impl Epilogue<'_> {
+    /// Nothing.
+    pub const NONE: Self = Self { bias: None, residual: Residual::None };
+}
+
+/// The tensor around which a product is a branch. Where it lies changes no bit.
+#[derive(Debug, Clone, Copy)]
+pub enum Residual<'a> {
+    /// None.
+    None,
+    /// What the result's memory holds.
+    InPlace,
+    /// Another tensor, f32, bf16 or f16.
+    Of(View<'a>),
+}
+
+impl<'a> Residual<'a> {
+    /// The tensor that is added to the product in `out`, if any.
+    pub(crate) fn view<'v>(self, out: &'v ViewMut<'_>) -> Option<View<'v>>
+    where
+        'a: 'v,
+    {
+        match self {
+            Self::None => None,
+            Self::InPlace => Some(out.view()),
+            Self::Of(view) => Some(view),
+        }
+    }
+}
+
 /// Matrix products.
 pub trait Matmul: Send + Sync {
     /// `out[M,N] (+)= op(a)[M,L] · op(b)[L,N]`; operands f32, bf16 or f16, leading dimensions flattened to rows.
@@ -52,18 +94,35 @@ pub trait Matmul: Send + Sync {
     /// # Errors
     /// The backend failed.
     fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result;
+
+    /// `out[M,N] = a[M,L] · b[N,L]ᵀ` and an epilogue, rounded once: a linear layer with what is added to it. Without an epilogue
+    /// it has the bits of [`MatmulSpec::NT`].
+    ///
+    /// FLOPs: 2·M·N·L, and M·N each for a bias and a residual. Bytes: a, b and out once, N elements of a bias, M·N of a
+    /// residual.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn matmul_nt(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, epilogue: Epilogue<'_>) -> Result;
 }
 
 /// Matrix products with a quantized right side.
 pub trait QuantizedMatmul: Send + Sync {
-    /// `out[M,N] = a[M,L] · b[N,L]ᵀ`; a and out f32, bf16 or f16, leading dimensions flattened to rows.
+    /// `out[M,N] = a[M,L] · b[N,L]ᵀ` and an epilogue, rounded once; a and out f32, bf16 or f16, leading dimensions flattened
+    /// to rows. FLOPs and bytes are those of [`Matmul::matmul_nt`], of b its codes.
     ///
-    /// The result is that of the product with the dequantized b, whose elements are exact in f32, but for the rounding of sums; a
+    /// The product is that of the product with the dequantized b, whose elements are exact in f32, but for the rounding of sums; a
     /// backend may take elements of a of 16 bits with an error of up to 2⁻¹⁵ of the largest of the 128 that meet a block of b.
     ///
     /// # Errors
     /// The backend failed.
-    fn matmul_nt(&self, a: View<'_>, b: QuantizedView<'_>, out: ViewMut<'_>) -> Result;
+    fn matmul_nt(
+        &self,
+        a: View<'_>,
+        b: QuantizedView<'_>,
+        out: ViewMut<'_>,
+        epilogue: Epilogue<'_>,
+    ) -> Result;
 }
 
 /// Root-mean-square normalization (Zhang and Sennrich, arXiv 1910.07467).
@@ -207,6 +266,12 @@ pub trait Attention: Send + Sync {
 /// Gated activations.
 pub trait Activation: Send + Sync {
     /// SwiGLU (Shazeer, arXiv 2002.05202): `out = silu(gate)·up`, all `[T, F]`.
+    ///
+    /// It is a pass of its own and no [`Epilogue`] of the two products before it. A product of both would hold two tiles of sums
+    /// where it holds one, so tiles of half the size, which pack an operand twice as often (`kernels/src/cpu/matmul.rs`)
+    /// or need twice the registers, and no kernel of cuBLASLt has it. It would save reading gate and up, 2·T·F elements against
+    /// 4·T·F·D operations, and writing them only where backward does not need them: not in a forward that keeps
+    /// activations, nor in the one that backward repeats.
     ///
     /// # Errors
     /// The backend failed.

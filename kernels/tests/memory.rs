@@ -8,8 +8,8 @@ use terrace_device::Arena;
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{
-    AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, QuantFormat, QuantizedView, RopeDirection,
-    Tensor, cpu,
+    AttentionSpec, DType, Epilogue, KernelSet, KeyValues, MatmulSpec, QuantFormat, QuantizedView, Residual,
+    RopeDirection, Tensor, cpu,
 };
 
 struct Counting;
@@ -75,6 +75,9 @@ fn products(set: &KernelSet, arena: &Arena) {
         let (a, b) = (tensor(arena, DType::BF16, &[m, l]), tensor(arena, DType::BF16, &[n, l]));
         let mut out = tensor(arena, DType::BF16, &[m, n]);
         set.matmul.matmul(a.view(), b.view(), out.view_mut(), MatmulSpec::NT).unwrap();
+        let (bias, mut sums) = (tensor(arena, DType::BF16, &[n]), tensor(arena, DType::F32, &[m, n]));
+        let epilogue = Epilogue { bias: Some(bias.view()), residual: Residual::Of(out.view()) };
+        set.matmul.matmul_nt(a.view(), b.view(), sums.view_mut(), epilogue).unwrap();
     }
 }
 
@@ -88,7 +91,7 @@ fn quantized(set: &KernelSet, arena: &Arena) {
             let mut codes = arena.alloc(format.bytes(&[n, l])).unwrap();
             codes.bytes_mut().into_host().fill(0);
             let b = QuantizedView::new(codes.bytes(), format, &[n, l]);
-            set.quantized_matmul.matmul_nt(a.view(), b, out.view_mut()).unwrap();
+            set.quantized_matmul.matmul_nt(a.view(), b, out.view_mut(), Epilogue::NONE).unwrap();
         }
     }
 }

@@ -1,8 +1,9 @@
 //! Matrix products.
 //!
 //! The result is cut into tiles; a task packs the operands of its tile block by block of the inner size and accumulates in
-//! f32, in place when the result is f32 and in scratch otherwise. Two ways of packing share this: [`Widened`] to f32, for any
-//! operands, and [`Paired`], for two bf16 operands on a processor that multiplies them as they are (`gemm/pairs.rs`).
+//! f32, in place when the result is f32 and nothing is added to it, and in scratch otherwise. Two ways of packing share this:
+//! [`Widened`] to f32, for any operands, and [`Paired`], for two bf16 operands on a processor that multiplies them as they are
+//! (`gemm/pairs.rs`).
 //!
 //! **No panel is shared between threads.** A tile of R × C packs `1/R + 1/C` elements per multiplication. Operands come from far
 //! memory and lie in many pages, so that an element takes about a cycle: tiles of 192 × 480 spent 11 to 23 % of the time of
@@ -12,13 +13,14 @@
 //! Tolerance against f64: `|error| ≤ L·ε·Σ|a·b|` with ε = 2⁻²⁴ in the worst case, about `√L·ε` of that in practice; plus
 //! half a unit of the result's dtype. Pairs round as often, and take denormal operands for zeros.
 
+use super::epilogue::Output;
 use super::floats::{Floats, FloatsMut};
 use super::gemm::{self, Micro, Pair, Panels, Target, packed_len};
 use super::quantized::Rows;
 use super::threads::{Carver, SCRATCH_BYTES, Threads};
 use super::{Cpu, Isa, thin};
 use crate::check::{self, ProductDims};
-use crate::{Matmul, MatmulSpec, Result, View, ViewMut};
+use crate::{Epilogue, Matmul, MatmulSpec, Residual, Result, View, ViewMut};
 
 /// Columns of the widest panel of b.
 const PANEL_COLS_MAX: usize = 48;
@@ -64,15 +66,25 @@ const _: () = assert!(
 impl Matmul for Cpu {
     fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result {
         let dims = check::matmul(a, b, &out, spec);
-        if dims.m == 0 || dims.n == 0 {
-            return Ok(());
-        }
-        let (a, b, out) = (Floats::new(a), Floats::new(b), FloatsMut::new(out));
+        let (a, b) = (Floats::new(a), Floats::new(b));
         if thin::applies(&self.threads, dims, spec) {
-            thin::matmul(&self.threads, a, b, out, dims, spec.accumulate);
-            return Ok(());
+            let residual = if spec.accumulate { Residual::InPlace } else { Residual::None };
+            let output = Output::new(out, dims.n, Epilogue { bias: None, residual });
+            thin::matmul(&self.threads, a, b, output, dims);
+        } else {
+            self.product(a, Right::Floats(b), Output::new(out, dims.n, Epilogue::NONE), dims, spec);
         }
-        self.product(a, Right::Floats(b), out, dims, spec);
+        Ok(())
+    }
+
+    fn matmul_nt(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, epilogue: Epilogue<'_>) -> Result {
+        let dims = check::matmul_nt(a, b, &out, &epilogue);
+        let (a, b, output) = (Floats::new(a), Floats::new(b), Output::new(out, dims.n, epilogue));
+        if thin::applies(&self.threads, dims, MatmulSpec::NT) {
+            thin::matmul(&self.threads, a, b, output, dims);
+        } else {
+            self.product(a, Right::Floats(b), output, dims, MatmulSpec::NT);
+        }
         Ok(())
     }
 }
@@ -193,21 +205,25 @@ impl Operands for Paired<'_> {
 }
 
 impl Cpu {
-    /// `out (+)= op(a)·op(b)`, tile by tile.
+    /// `output (+)= op(a)·op(b)`, tile by tile. What accumulates has no epilogue.
     pub(super) fn product(
         &self,
         a: Floats<'_>,
         b: Right<'_>,
-        out: FloatsMut<'_>,
+        output: Output<'_>,
         dims: ProductDims,
         spec: MatmulSpec,
     ) {
+        assert!(!(spec.accumulate && output.adds()), "sums that grow in place get nothing else");
+        if dims.m == 0 || dims.n == 0 {
+            return;
+        }
         let pairs = self.threads.pair_micro();
         if let (Some(micro), Floats::BF16(_), Right::Floats(b @ Floats::BF16(_))) = (pairs, a, b) {
-            tiles(&self.threads, Paired { micro, a, b, dims, spec }, out, dims, spec);
+            tiles(&self.threads, Paired { micro, a, b, dims, spec }, output, dims, spec);
         } else {
             let micro = self.threads.micro();
-            tiles(&self.threads, Widened { micro, a, b, dims, spec }, out, dims, spec);
+            tiles(&self.threads, Widened { micro, a, b, dims, spec }, output, dims, spec);
         }
     }
 }
@@ -215,7 +231,7 @@ impl Cpu {
 fn tiles<O: Operands>(
     threads: &Threads,
     operands: O,
-    out: FloatsMut<'_>,
+    output: Output<'_>,
     dims: ProductDims,
     spec: MatmulSpec,
 ) {
@@ -225,14 +241,14 @@ fn tiles<O: Operands>(
     threads.run(dims.m.div_ceil(tile_rows) * across, |task, scratch| {
         let (row, col) = (task / across * tile_rows, task % across * tile_cols);
         let tile = Tile { row, col, rows: tile_rows.min(dims.m - row), cols: tile_cols.min(dims.n - col) };
-        compute(threads.isa(), operands, out, dims, spec, tile, scratch);
+        compute(threads.isa(), operands, output, dims, spec, tile, scratch);
     });
 }
 
 fn compute<O: Operands>(
     isa: Isa,
     operands: O,
-    out: FloatsMut<'_>,
+    output: Output<'_>,
     dims: ProductDims,
     spec: MatmulSpec,
     tile: Tile,
@@ -245,11 +261,12 @@ fn compute<O: Operands>(
     let b_packed: &mut [O::Word] =
         bytemuck::cast_slice_mut(carver.take(packed_len(tile.cols, micro.nr, words)));
     let wide = carver.take(operands.wide_len());
-    let (pointer, stride, sums) = if let FloatsMut::F32(out) = out {
-        (out.pointer(tile.row * dims.n + tile.col), dims.n, None)
-    } else {
-        let sums = carver.take(tile.rows * tile.cols);
-        (sums.as_mut_ptr(), tile.cols, Some(sums))
+    let (pointer, stride, sums) = match output.to {
+        FloatsMut::F32(out) if !output.adds() => (out.pointer(tile.row * dims.n + tile.col), dims.n, None),
+        _ => {
+            let sums = carver.take(tile.rows * tile.cols);
+            (sums.as_mut_ptr(), tile.cols, Some(sums))
+        }
     };
     // An empty inner size still writes zeros.
     for start in (0..dims.l.max(1)).step_by(O::BLOCKS.depth) {
@@ -262,9 +279,9 @@ fn compute<O: Operands>(
         unsafe { gemm::product(micro, size, a_packed, b_packed, target) };
     }
     if let Some(sums) = sums {
-        for (i, row) in sums.chunks_exact(tile.cols).enumerate() {
+        for (i, row) in sums.chunks_exact_mut(tile.cols).enumerate() {
             // SAFETY: elements of this tile.
-            unsafe { out.write(isa, (tile.row + i) * dims.n + tile.col, row) };
+            unsafe { output.write(isa, (tile.row + i, tile.col), row) };
         }
     }
 }

@@ -18,6 +18,7 @@ mod attention_backward;
 mod columns;
 mod elementwise;
 mod embedding;
+mod epilogue;
 mod floats;
 mod gemm;
 mod lanes;

@@ -7,7 +7,8 @@
 mod columns;
 
 use super::Isa;
-use super::floats::{Floats, FloatsMut};
+use super::epilogue::Output;
+use super::floats::Floats;
 use super::isa::fma;
 use super::threads::{SHARED_BYTES, Threads};
 use super::vector::{LANES, sum_lanes};
@@ -27,18 +28,12 @@ const ROWS_BESIDE_PAIRS: usize = 8;
 pub fn applies(threads: &Threads, dims: ProductDims, spec: MatmulSpec) -> bool {
     let a_bytes = dims.m * dims.l * size_of::<f32>();
     let rows = if threads.pair_micro().is_some() { ROWS_BESIDE_PAIRS } else { ROWS };
-    dims.m <= rows && !spec.trans_a && spec.trans_b && dims.l > 0 && a_bytes <= SHARED_BYTES
+    let few = (1..=rows).contains(&dims.m);
+    few && !spec.trans_a && spec.trans_b && dims.l > 0 && a_bytes <= SHARED_BYTES
 }
 
-/// `out[M, N] (+)= a[M, L]·b[N, L]ᵀ`.
-pub fn matmul(
-    threads: &Threads,
-    a: Floats<'_>,
-    b: Floats<'_>,
-    out: FloatsMut<'_>,
-    dims: ProductDims,
-    accumulate: bool,
-) {
+/// `output[M, N] = a[M, L]·b[N, L]ᵀ`.
+pub fn matmul(threads: &Threads, a: Floats<'_>, b: Floats<'_>, output: Output<'_>, dims: ProductDims) {
     let isa = threads.isa();
     let mut shared = threads.shared();
     let a_ml = if dims.m == 1 {
@@ -60,15 +55,8 @@ pub fn matmul(
             columns::all(isa, a_ml, b.slice(first * dims.l, cols * dims.l), dims.l, sums_mn);
         }
         for (m, sums) in sums_mn.iter_mut().enumerate() {
-            let sums = &mut sums[..cols];
-            if accumulate {
-                let mut old = [0.0; COLS];
-                // SAFETY: these columns belong to this task.
-                unsafe { out.read(isa, m * dims.n + first, &mut old[..cols]) };
-                super::vector::add_assign(isa, sums, &old);
-            }
-            // SAFETY: as above.
-            unsafe { out.write(isa, m * dims.n + first, sums) };
+            // SAFETY: these columns belong to this task.
+            unsafe { output.write(isa, (m, first), &mut sums[..cols]) };
         }
     });
 }

@@ -158,6 +158,24 @@ __device__ __forceinline__ void store8_or_less(void *to, int dtype, i64 i, int c
         if (j < count) store(to, dtype, i + j, x[j]);
 }
 
+// ---- what is added to a product ------------------------------------------------------------------------------------
+
+// A bias [n] and a residual [m, n], either of which may be missing (null). The residual may be what is written: each element
+// is read by the thread that writes it, before.
+struct Epilogue {
+    const void *bias;
+    int bias_dtype;
+    const void *residual;
+    int residual_dtype;
+};
+
+// The element at `i` of the result, in column `c`.
+__device__ __forceinline__ float finished(const Epilogue &epilogue, i64 i, i64 c, float sum) {
+    if (epilogue.bias) sum += load(epilogue.bias, epilogue.bias_dtype, c);
+    if (epilogue.residual) sum += load(epilogue.residual, epilogue.residual_dtype, i);
+    return sum;
+}
+
 // ---- sums over threads, always in the same order --------------------------------------------------------------------
 
 template <typename T> __device__ __forceinline__ T warp_sum(T x) {

@@ -3,16 +3,17 @@
 //! cuBLASLt is column-major: `out[M,N] = op(a)·op(b)` row by row is `outᵀ = op(b)ᵀ·op(a)ᵀ` column by column, so b goes
 //! first and no operand is moved. Sums are f32 (no TF32). Which of its kernels computes a product is asked once for a
 //! [`Case`] and kept, so the same shapes always get the same bits; kernels that would add partial sums rounded to the
-//! result's dtype are left out. The alignment of the operands is part of a case: it follows from the layout of a group's
-//! weights, not from where the group lies, since regions of memory begin at multiples of 256. So are the sizes: the bits of
-//! a row may depend on how many rows there are. They may differ between versions of the library and between cards, too.
+//! result's dtype are left out. A residual goes in as the library's C, a bias as its epilogue, which is added after C.
+//! The alignment of the operands is part of a case: it follows from the layout of a group's weights, not from where the group
+//! lies, since regions of memory begin at multiples of 256. So are the sizes: the bits of a row may depend on how many rows
+//! there are. They may differ between versions of the library and between cards, too.
 
 use super::failed;
-use crate::check::ProductDims;
-use crate::{DType, MatmulSpec, Result, View, ViewMut};
+use super::matmul::Product;
+use crate::{DType, Result, View};
 use cudarc::cublaslt::sys::{
-    self, cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
-    cublasLtMatmulDescAttributes_t as DescAttribute, cublasLtMatmulPreference_t,
+    self, cublasComputeType_t, cublasLtEpilogue_t, cublasLtHandle_t, cublasLtMatmulAlgo_t,
+    cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t as DescAttribute, cublasLtMatmulPreference_t,
     cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cublasStatus_t, cudaDataType,
 };
 use std::collections::HashMap;
@@ -43,8 +44,10 @@ struct Case {
     trans: (bool, bool),
     operands: DType,
     out: DType,
-    /// Of b, a and out: bytes, 16 at most.
-    alignments: [u32; 3],
+    /// Of b, a, the residual (out where there is none) and out: bytes, 16 at most.
+    alignments: [u32; 4],
+    /// Of the bias, if there is one.
+    bias: Option<u32>,
 }
 
 impl Products {
@@ -66,40 +69,36 @@ impl Products {
     }
 
     /// Enqueues the product; `false` if the library has no kernel for it.
-    pub(super) fn run(
-        &self,
-        a: View<'_>,
-        b: View<'_>,
-        out: &ViewMut<'_>,
-        spec: MatmulSpec,
-        dims: ProductDims,
-        workspace: Bytes<'_>,
-    ) -> Result<bool> {
+    pub(super) fn run(&self, product: &Product<'_>, workspace: Bytes<'_>) -> Result<bool> {
         const OP: &str = "matmul";
-        let Some(case) = Case::of(a, b, out, spec, dims) else { return Ok(false) };
+        let Some(case) = Case::of(product) else { return Ok(false) };
         let _current = self.device.enter().map_err(|error| failed(OP, &error))?;
-        let Some(plan) = self.plan(case).map_err(|error| failed(OP, &error))? else { return Ok(false) };
+        let bias = product.bias.map(|bias| pointer(bias.bytes()));
+        let plan = self.plan(case, bias).map_err(|error| failed(OP, &error))?;
+        let Some(plan) = plan else { return Ok(false) };
         let alpha = 1.0f32;
-        let beta = if spec.accumulate { 1.0f32 } else { 0.0 };
-        let pointer = |bytes: Bytes<'_>| bytes.address().as_ptr().cast::<c_void>();
-        let at_out = pointer(out.view().bytes());
+        let beta = if product.residual.is_some() { 1.0f32 } else { 0.0 };
         assert!(workspace.len() >= WORKSPACE_BYTES, "the workspace was planned");
+        let description = plan.description.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(bias) = bias {
+            description.bias(bias).map_err(|error| failed(OP, &error))?;
+        }
         // SAFETY: handle, descriptions and algorithm are alive and of this case; operands have the sizes that the
-        // descriptions give, which `check` compared; one stream uses the workspace. The numbers live until the call
-        // returns, which is when the library has read them.
+        // descriptions give, which `check` compared; one stream uses the workspace. The numbers and the address of the bias
+        // stay until the call returns, which is when the library has read them.
         let status = unsafe {
             sys::cublasLtMatmul(
                 self.handle.0,
-                plan.description.0,
+                description.0,
                 (&raw const alpha).cast(),
-                pointer(b.bytes()),
+                pointer(product.b.bytes()),
                 plan.b.0,
-                pointer(a.bytes()),
+                pointer(product.a.bytes()),
                 plan.a.0,
                 (&raw const beta).cast(),
-                at_out,
+                pointer(product.residual.unwrap_or(product.out).bytes()),
                 plan.out.0,
-                at_out,
+                pointer(product.out.bytes()),
                 plan.out.0,
                 &raw const plan.algorithm,
                 pointer(workspace),
@@ -111,12 +110,12 @@ impl Products {
         Ok(true)
     }
 
-    fn plan(&self, case: Case) -> Result<Option<Arc<Plan>>, DeviceError> {
+    fn plan(&self, case: Case, bias: Option<*mut c_void>) -> Result<Option<Arc<Plan>>, DeviceError> {
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(plan) = plans.get(&case) {
             return Ok(plan.clone());
         }
-        let plan = Plan::find(&self.handle, case)?.map(Arc::new);
+        let plan = Plan::find(&self.handle, case, bias)?.map(Arc::new);
         plans.insert(case, plan.clone());
         Ok(plan)
     }
@@ -124,41 +123,54 @@ impl Products {
 
 impl Case {
     /// `None` for dtypes that the library does not mix.
-    fn of(a: View<'_>, b: View<'_>, out: &ViewMut<'_>, spec: MatmulSpec, dims: ProductDims) -> Option<Self> {
+    fn of(product: &Product<'_>) -> Option<Self> {
+        let &Product { a, b, out, spec, dims, bias, residual } = product;
         let mixes = a.dtype() == b.dtype() && (out.dtype() == a.dtype() || out.dtype() == DType::F32);
-        let alignment = |bytes: Bytes<'_>| 1 << (bytes.address().as_ptr() as usize).trailing_zeros().min(4);
-        mixes.then(|| Self {
+        let added_like_out = bias.into_iter().chain(residual).all(|added| added.dtype() == out.dtype());
+        let alignment = |view: View<'_>| 1 << (pointer(view.bytes()) as usize).trailing_zeros().min(4);
+        (mixes && added_like_out).then(|| Self {
             dims: (dims.m, dims.n, dims.l),
             trans: (spec.trans_a, spec.trans_b),
             operands: a.dtype(),
             out: out.dtype(),
-            alignments: [b.bytes(), a.bytes(), out.view().bytes()].map(alignment),
+            alignments: [b, a, residual.unwrap_or(out), out].map(alignment),
+            bias: bias.map(alignment),
         })
     }
+}
+
+fn pointer(bytes: Bytes<'_>) -> *mut c_void {
+    bytes.address().as_ptr().cast()
 }
 
 /// How to compute the products of one case.
 #[derive(Debug)]
 struct Plan {
-    description: Description,
+    /// Locked from when it is told where the bias lies until a product is enqueued.
+    description: Mutex<Description>,
     a: Layout,
     b: Layout,
     out: Layout,
     algorithm: cublasLtMatmulAlgo_t,
 }
 
-// SAFETY: the descriptions are only read once they are made.
+// SAFETY: once they are made the descriptions are only read, but for the one behind a lock.
 unsafe impl Send for Plan {}
 // SAFETY: as above.
 unsafe impl Sync for Plan {}
 
 impl Plan {
     /// `None` if the library has no kernel for the case.
-    fn find(handle: &Handle, case: Case) -> Result<Option<Self>, DeviceError> {
+    fn find(handle: &Handle, case: Case, bias: Option<*mut c_void>) -> Result<Option<Self>, DeviceError> {
         let (m, n, l) = case.dims;
         let description = Description::new()?;
         description.transpose(DescAttribute::CUBLASLT_MATMUL_DESC_TRANSA, case.trans.1)?;
         description.transpose(DescAttribute::CUBLASLT_MATMUL_DESC_TRANSB, case.trans.0)?;
+        if let Some(bias) = bias {
+            description.with_bias()?;
+            // Some versions of the library look for kernels only once they know an address.
+            description.bias(bias)?;
+        }
         // Rows and columns as they lie in memory, column-major.
         let stored =
             |across: usize, down: usize, flip: bool| if flip { (down, across) } else { (across, down) };
@@ -168,10 +180,12 @@ impl Plan {
         let wishes = Wishes::new()?;
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &(WORKSPACE_BYTES as u64))?;
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &ADD_IN_COMPUTE_TYPE)?;
-        let [of_b, of_a, of_out] = case.alignments;
+        let [of_b, of_a, of_residual, of_out] = case.alignments;
+        // There is no wish for the bias, which is read as the result is written.
+        let of_out = case.bias.map_or(of_out, |of_bias| of_bias.min(of_out));
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &of_b)?;
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &of_a)?;
-        wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_out)?;
+        wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_residual)?;
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &of_out)?;
         // SAFETY: plain numbers, for which zero is a value.
         let mut best: sys::cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
@@ -195,7 +209,7 @@ impl Plan {
             return Ok(None);
         }
         check(status, "choosing a kernel for a product")?;
-        Ok(Some(Self { description, a, b, out, algorithm: best.algo }))
+        Ok(Some(Self { description: Mutex::new(description), a, b, out, algorithm: best.algo }))
     }
 }
 
@@ -214,7 +228,7 @@ impl Drop for Handle {
     }
 }
 
-/// What is to be computed: f32 sums, and which operand is transposed.
+/// What is to be computed: f32 sums, which operand is transposed, and whether and where there is a bias.
 #[derive(Debug)]
 struct Description(cublasLtMatmulDesc_t);
 
@@ -230,10 +244,25 @@ impl Description {
 
     fn transpose(&self, which: DescAttribute, transpose: bool) -> Result<(), DeviceError> {
         // CUBLAS_OP_T and CUBLAS_OP_N, which the bindings leave to another library's header.
-        let value = u32::from(transpose);
-        // SAFETY: the description is alive; the attribute is a 32-bit number.
+        self.set(which, &u32::from(transpose))
+    }
+
+    /// A bias for every row of the column-major result, of its dtype.
+    fn with_bias(&self) -> Result<(), DeviceError> {
+        let epilogue = cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
+        self.set(DescAttribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)
+    }
+
+    /// Where it lies.
+    fn bias(&self, at: *mut c_void) -> Result<(), DeviceError> {
+        self.set(DescAttribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at)
+    }
+
+    fn set<T: Copy>(&self, which: DescAttribute, value: &T) -> Result<(), DeviceError> {
+        let at = std::ptr::from_ref(value).cast();
+        // SAFETY: the description is alive; the value has the size of the attribute's type, which callers know.
         let status =
-            unsafe { sys::cublasLtMatmulDescSetAttribute(self.0, which, (&raw const value).cast(), 4) };
+            unsafe { sys::cublasLtMatmulDescSetAttribute(self.0, which, at, std::mem::size_of::<T>()) };
         check(status, "describing a product")
     }
 }

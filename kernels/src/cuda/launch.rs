@@ -43,6 +43,15 @@ impl Arguments {
         self.read(view.view())
     }
 
+    /// An operand that is read where there is one; else a null address.
+    #[must_use]
+    pub(super) fn optional(self, view: Option<View<'_>>) -> Self {
+        match view {
+            Some(view) => self.read(view),
+            None => self.push(&0u64.to_ne_bytes()).int(0),
+        }
+    }
+
     /// An operand of the one dtype that the kernel knows.
     #[must_use]
     pub(super) fn only(self, view: View<'_>) -> Self {

@@ -1,7 +1,8 @@
 // Matrix products without tensor cores: what runs where cuBLASLt is missing.
 //
-//   matmul_plain   out[m, n] (+)= Σ_l op(a)[m, l] · op(b)[l, n],  l ascending, in f32
+//   matmul_plain   out[m, n] = Σ_l op(a)[m, l] · op(b)[l, n] + bias[n] + residual[m, n],  l ascending, in f32
 //
+// Bias and residual may be missing, and the residual may be out (see `Epilogue`). They are a FLOP each for an element.
 // op(a) is a [m, l], or stored [l, m] with `trans_a`; op(b) is b [l, n], or stored [n, l] with `trans_b`. FLOPs: 2·m·n·l.
 // Bytes from the L2 cache: each operand once per tile of 64 rows of the other.
 //
@@ -36,7 +37,8 @@ __device__ __forceinline__ void load_slab(float *to, const void *from, int dtype
 // One block a tile, tiles of a row of tiles next to each other.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
 matmul_plain(const void *a, int a_dtype, int trans_a, const void *b, int b_dtype, int trans_b, void *out, int out_dtype,
-             int accumulate, i64 m, i64 n, i64 l) {
+             const void *bias, int bias_dtype, const void *residual, int residual_dtype, i64 m, i64 n, i64 l) {
+    Epilogue epilogue = {bias, bias_dtype, residual, residual_dtype};
     float *a_slab = (float *)dynamic_shared, *b_slab = a_slab + SLAB * TILE_STRIDE;
     i64 across = (n + TILE - 1) / TILE;
     i64 row = blockIdx.x / across * TILE, column = blockIdx.x % across * TILE;
@@ -57,6 +59,6 @@ matmul_plain(const void *a, int a_dtype, int trans_a, const void *b, int b_dtype
             i64 r = row + 4 * y + i, c = column + 4 * x + j;
             if (r >= m || c >= n) continue;
             i64 at = r * n + c;
-            store(out, out_dtype, at, accumulate ? load(out, out_dtype, at) + sums[i][j] : sums[i][j]);
+            store(out, out_dtype, at, finished(epilogue, at, c, sums[i][j]));
         }
 }

@@ -2,7 +2,7 @@
 
 use super::{Cuda, THREADS, VECTOR, operand, too_large};
 use crate::check::{self, ProductDims};
-use crate::{Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
+use crate::{Epilogue, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
 
 /// Rows and columns of a tile.
 const TILE: usize = 64;
@@ -18,38 +18,62 @@ const fn slab_bytes(depth: u32) -> u32 {
 const THIN_ROWS: usize = 8;
 const THIN_COLUMNS: usize = 1024;
 
+/// `out = op(a)·op(b) (+ bias) (+ residual)`.
+#[derive(Clone, Copy)]
+pub(super) struct Product<'a> {
+    pub(super) a: View<'a>,
+    pub(super) b: View<'a>,
+    /// What is written.
+    pub(super) out: View<'a>,
+    /// Which of the two are transposed; a product that accumulates has `out` as its residual.
+    pub(super) spec: MatmulSpec,
+    pub(super) dims: ProductDims,
+    pub(super) bias: Option<View<'a>>,
+    /// May be `out`.
+    pub(super) residual: Option<View<'a>>,
+}
+
 impl Matmul for Cuda {
     fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result {
-        const OP: &str = "matmul";
         let dims = check::matmul(a, b, &out, spec);
-        if dims.m * dims.n == 0 || dims.l == 0 && spec.accumulate {
+        if dims.l == 0 && spec.accumulate {
+            return Ok(());
+        }
+        let residual = spec.accumulate.then(|| out.view());
+        self.product(&Product { a, b, out: out.view(), spec, dims, bias: None, residual })
+    }
+
+    fn matmul_nt(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, epilogue: Epilogue<'_>) -> Result {
+        let dims = check::matmul_nt(a, b, &out, &epilogue);
+        let (bias, residual) = (epilogue.bias, epilogue.residual.view(&out));
+        self.product(&Product { a, b, out: out.view(), spec: MatmulSpec::NT, dims, bias, residual })
+    }
+}
+
+impl Cuda {
+    fn product(&self, product: &Product<'_>) -> Result {
+        const OP: &str = "matmul";
+        let &Product { a, b, out, spec, dims, bias, residual } = product;
+        if dims.m * dims.n == 0 {
             return Ok(());
         }
         if let Some(products) = self.products.as_ref().filter(|_| dims.l > 0)
-            && products.run(a, b, &out, spec, dims, self.scratch.bytes())?
+            && products.run(product, self.scratch.bytes())?
         {
             return Ok(());
         }
-        let mut arguments =
-            self.arguments().read(a).flag(spec.trans_a).read(b).flag(spec.trans_b).write(&out);
-        arguments = arguments.flag(spec.accumulate).long(dims.m).long(dims.n).long(dims.l);
-        if let Some(kernel) = self.tensor_core_product(a, b, &out, spec) {
+        let operands = self.arguments().read(a).flag(spec.trans_a).read(b).flag(spec.trans_b).read(out);
+        let mut arguments = operands.optional(bias).optional(residual).long(dims.m).long(dims.n).long(dims.l);
+        if let Some(kernel) = self.tensor_core_product(product) {
             let tiles = tiles(OP, dims, TILE_MMA)?;
             return self.launch(OP, kernel, tiles, THREADS, SHARED_BYTES_MMA, &mut arguments);
         }
         self.launch(OP, "matmul_plain", tiles(OP, dims, TILE)?, THREADS, slab_bytes(16), &mut arguments)
     }
-}
 
-impl Cuda {
     /// The kernel for tensor cores that takes this product, if any does.
-    fn tensor_core_product(
-        &self,
-        a: View<'_>,
-        b: View<'_>,
-        out: &ViewMut<'_>,
-        spec: MatmulSpec,
-    ) -> Option<&'static str> {
+    fn tensor_core_product(&self, product: &Product<'_>) -> Option<&'static str> {
+        let &Product { a, b, out, spec, bias, residual, .. } = product;
         let kernel = match (spec.trans_a, spec.trans_b) {
             (false, true) => "matmul_mma_nt",
             (false, false) => "matmul_mma_nn",
@@ -57,19 +81,27 @@ impl Cuda {
             (true, true) => return None,
         };
         let whole_chunks = [a, b].iter().all(|view| view.shape().last().is_multiple_of(VECTOR));
-        (whole_chunks && self.fits_tensor_cores(&[a, b], &[out.view()])).then_some(kernel)
+        let added_like_out = bias.into_iter().chain(residual).all(|added| added.dtype() == out.dtype());
+        (whole_chunks && added_like_out && self.fits_tensor_cores(&[a, b], &[out])).then_some(kernel)
     }
 }
 
 impl QuantizedMatmul for Cuda {
-    fn matmul_nt(&self, a: View<'_>, b: QuantizedView<'_>, out: ViewMut<'_>) -> Result {
+    fn matmul_nt(
+        &self,
+        a: View<'_>,
+        b: QuantizedView<'_>,
+        out: ViewMut<'_>,
+        epilogue: Epilogue<'_>,
+    ) -> Result {
         const OP: &str = "quantized matmul";
-        let dims = check::quantized_matmul(a, b, &out);
+        let dims = check::quantized_matmul(a, b, &out, &epilogue);
         if dims.m * dims.n == 0 {
             return Ok(());
         }
         let operands =
             self.arguments().read(a).bytes(b.bytes()).int(operand::format_code(b.format())).write(&out);
+        let operands = operands.optional(epilogue.bias).optional(epilogue.residual.view(&out));
         if dims.m > THIN_ROWS {
             let mut arguments = operands.long(dims.m).long(dims.n).long(dims.l);
             return self.launch(

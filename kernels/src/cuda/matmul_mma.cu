@@ -1,11 +1,13 @@
 // Matrix products on tensor cores, for where cuBLASLt is missing: those of matmul.cu, by the same parameters.
 //
-//   matmul_mma_nt   out[m, n] (+)= Σ_l a[m, l] · b[n, l]
-//   matmul_mma_nn   out[m, n] (+)= Σ_l a[m, l] · b[l, n]
-//   matmul_mma_tn   out[m, n] (+)= Σ_l a[l, m] · b[l, n]
+//   matmul_mma_nt   out[m, n] = Σ_l a[m, l] · b[n, l] + bias[n] + residual[m, n]
+//   matmul_mma_nn   out[m, n] = Σ_l a[m, l] · b[l, n] + bias[n] + residual[m, n]
+//   matmul_mma_tn   out[m, n] = Σ_l a[l, m] · b[l, n] + bias[n] + residual[m, n]
 //
 // a and b have one dtype, bf16 or f16, begin at multiples of 16 bytes, and their rows (l, l; l, n; m, n elements long) are
-// multiples of 8; the rest is for matmul_plain. All other sizes are free. out has any dtype and begins at a multiple of 8.
+// multiples of 8; the rest is for matmul_plain. All other sizes are free. out has any dtype and begins at a multiple of 8;
+// bias and residual have that of out and begin anywhere. (Dtypes of their own would be branches at each of 64 unrolled sums,
+// and three times the time of the compiler.)
 //
 // FLOPs: 2·m·n·l. Bytes from the L2 cache: each operand once per 128 rows or columns of the other.
 //
@@ -69,9 +71,22 @@ template <bool INNER_LAST> __device__ __forceinline__ void load_b(u32 registers[
     }
 }
 
-__device__ __forceinline__ void store_sums(void *out, int dtype, bool accumulate, i64 row, i64 column, i64 m, i64 n,
-                                           const float sums[STACK][COLUMNS][4]) {
+template <int DTYPE>
+__device__ __forceinline__ void store_sums(void *out, const void *bias, const void *residual, i64 row, i64 column, i64 m, i64 n,
+                                           float sums[STACK][COLUMNS][4]) {
     int lane = threadIdx.x % 32;
+    if (bias) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) {
+            i64 c = column + 8 * j + lane % 4 * 2;
+            float first = c < n ? load(bias, DTYPE, c) : 0.0f, second = c + 1 < n ? load(bias, DTYPE, c + 1) : 0.0f;
+#pragma unroll
+            for (int i = 0; i < STACK; i++) {
+                sums[i][j][0] += first, sums[i][j][1] += second;
+                sums[i][j][2] += first, sums[i][j][3] += second;
+            }
+        }
+    }
 #pragma unroll
     for (int i = 0; i < STACK; i++)
 #pragma unroll
@@ -84,13 +99,13 @@ __device__ __forceinline__ void store_sums(void *out, int dtype, bool accumulate
                 if (c >= n) continue;
                 bool second = c + 1 < n;
                 float x = sums[i][j][2 * half], y = sums[i][j][2 * half + 1];
-                if (accumulate) {
-                    x += load(out, dtype, at);
-                    if (second) y += load(out, dtype, at + 1);
+                if (residual) {
+                    x += load(residual, DTYPE, at);
+                    if (second) y += load(residual, DTYPE, at + 1);
                 }
                 // Rows of an odd length do not begin at multiples of a pair.
-                store_pair(out, dtype, at, x, y, n % 2 == 0);
-                if (n % 2 != 0 && second) store(out, dtype, at + 1, y);
+                store_pair(out, DTYPE, at, x, y, n % 2 == 0);
+                if (n % 2 != 0 && second) store(out, DTYPE, at + 1, y);
             }
         }
 }
@@ -105,7 +120,8 @@ __device__ __forceinline__ void find_tile(i64 m, i64 n, i64 &row, i64 &column) {
 }
 
 template <int DTYPE, bool A_INNER_LAST, bool B_INNER_LAST>
-__device__ __forceinline__ void product(const Operand &a, const Operand &b, void *out, int out_dtype, bool accumulate) {
+__device__ __forceinline__ void product(const Operand &a, const Operand &b, void *out, int out_dtype, const void *bias,
+                                        const void *residual) {
     u16 *slabs = (u16 *)dynamic_shared;
     i64 row, column;
     find_tile(a.outers, b.outers, row, column);
@@ -147,18 +163,26 @@ __device__ __forceinline__ void product(const Operand &a, const Operand &b, void
         }
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    store_sums(out, out_dtype, accumulate, row + warp_row, column + warp_column, a.outers, b.outers, sums);
+    row += warp_row, column += warp_column;
+    if (out_dtype == F32) {
+        store_sums<F32>(out, bias, residual, row, column, a.outers, b.outers, sums);
+    } else if (out_dtype == BF16) {
+        store_sums<BF16>(out, bias, residual, row, column, a.outers, b.outers, sums);
+    } else {
+        store_sums<F16>(out, bias, residual, row, column, a.outers, b.outers, sums);
+    }
 }
 
-// The parameters of matmul_plain, of which b's dtype and what is transposed are known here.
+// The parameters of matmul_plain, of which the dtypes of b, bias and residual and what is transposed are known here.
 #define PARAMETERS                                                                                                     \
-    const void *a, int a_dtype, int, const void *b, int, int, void *out, int out_dtype, int accumulate, i64 m, i64 n, i64 l
+    const void *a, int a_dtype, int, const void *b, int, int, void *out, int out_dtype, const void *bias, int,             \
+        const void *residual, int, i64 m, i64 n, i64 l
 #define PRODUCT(A_INNER_LAST, B_INNER_LAST)                                                                            \
     Operand left = {(const u16 *)a, m, l}, right = {(const u16 *)b, n, l};                                             \
     if (a_dtype == BF16) {                                                                                             \
-        product<BF16, A_INNER_LAST, B_INNER_LAST>(left, right, out, out_dtype, accumulate);                            \
+        product<BF16, A_INNER_LAST, B_INNER_LAST>(left, right, out, out_dtype, bias, residual);                        \
     } else {                                                                                                           \
-        product<F16, A_INNER_LAST, B_INNER_LAST>(left, right, out, out_dtype, accumulate);                             \
+        product<F16, A_INNER_LAST, B_INNER_LAST>(left, right, out, out_dtype, bias, residual);                         \
     }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) matmul_mma_nt(PARAMETERS) { PRODUCT(true, true) }

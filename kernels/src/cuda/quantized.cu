@@ -1,4 +1,5 @@
-// Products with a quantized matrix: out[m, n] = Σ_l a[m, l] · w[n, l]; the format of w is that of kernels/src/quantized.rs.
+// Products with a quantized matrix: out[m, n] = Σ_l a[m, l] · w[n, l] + bias[n] + residual[m, n]; the format of w is that of
+// kernels/src/quantized.rs, bias and residual are as in matmul.cu.
 //
 //   quantized_thin   up to 8 rows of a: a warp for every output column
 //   quantized_tile   any number of rows: tiles as in matmul.cu, whose slabs of w are dequantized on the way in
@@ -83,8 +84,8 @@ __device__ __forceinline__ void eight_weights(const u8 *row, int format, i64 l, 
 
 // ROWS is a number that the loops over rows unroll to; rows beyond m are zeros.
 template <int ROWS>
-__device__ __forceinline__ void thin(const void *a, int a_dtype, const u8 *w, int format, void *out, int out_dtype, int m,
-                                     i64 n, i64 l) {
+__device__ __forceinline__ void thin(const void *a, int a_dtype, const u8 *w, int format, void *out, int out_dtype,
+                                     const Epilogue &epilogue, int m, i64 n, i64 l) {
     float *columns = (float *)dynamic_shared;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     i64 blocks = (l + BLOCK - 1) / BLOCK;
@@ -129,21 +130,24 @@ __device__ __forceinline__ void thin(const void *a, int a_dtype, const u8 *w, in
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         float sum = warp_sum(sums[r]);
-        if (lane == 0 && r < m && column < n) store(out, out_dtype, r * n + column, sum);
+        i64 at = r * n + column;
+        if (lane == 0 && r < m && column < n) store(out, out_dtype, at, finished(epilogue, at, column, sum));
     }
 }
 
 // 256 threads; grid: 8 columns a block; shared: THIN_COLUMNS floats for 1, 2, 4 or 8 rows, whichever m needs.
 extern "C" __global__ void __launch_bounds__(256, 1)
-quantized_thin(const void *a, int a_dtype, const u8 *w, int format, void *out, int out_dtype, int m, i64 n, i64 l) {
+quantized_thin(const void *a, int a_dtype, const u8 *w, int format, void *out, int out_dtype, const void *bias,
+               int bias_dtype, const void *residual, int residual_dtype, int m, i64 n, i64 l) {
+    Epilogue epilogue = {bias, bias_dtype, residual, residual_dtype};
     if (m <= 1) {
-        thin<1>(a, a_dtype, w, format, out, out_dtype, m, n, l);
+        thin<1>(a, a_dtype, w, format, out, out_dtype, epilogue, m, n, l);
     } else if (m <= 2) {
-        thin<2>(a, a_dtype, w, format, out, out_dtype, m, n, l);
+        thin<2>(a, a_dtype, w, format, out, out_dtype, epilogue, m, n, l);
     } else if (m <= 4) {
-        thin<4>(a, a_dtype, w, format, out, out_dtype, m, n, l);
+        thin<4>(a, a_dtype, w, format, out, out_dtype, epilogue, m, n, l);
     } else {
-        thin<8>(a, a_dtype, w, format, out, out_dtype, m, n, l);
+        thin<8>(a, a_dtype, w, format, out, out_dtype, epilogue, m, n, l);
     }
 }
 
@@ -151,7 +155,9 @@ quantized_thin(const void *a, int a_dtype, const u8 *w, int format, void *out, i
 
 // One block a tile of 64 × 64, 256 threads; a slab is one group of weights deep, so that it has one scale a row.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
-quantized_tile(const void *a, int a_dtype, const u8 *w, int format, void *out, int out_dtype, i64 m, i64 n, i64 l) {
+quantized_tile(const void *a, int a_dtype, const u8 *w, int format, void *out, int out_dtype, const void *bias,
+               int bias_dtype, const void *residual, int residual_dtype, i64 m, i64 n, i64 l) {
+    Epilogue epilogue = {bias, bias_dtype, residual, residual_dtype};
     float *a_slab = (float *)dynamic_shared, *w_slab = a_slab + SLAB * TILE_STRIDE;
     i64 across = (n + TILE - 1) / TILE, row_bytes = (l + BLOCK - 1) / BLOCK * block_bytes(format);
     i64 row = blockIdx.x / across * TILE, column = blockIdx.x % across * TILE;
@@ -181,7 +187,7 @@ quantized_tile(const void *a, int a_dtype, const u8 *w, int format, void *out, i
     for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            i64 at_row = row + 4 * y + i, at_column = column + 4 * x + j;
-            if (at_row < m && at_column < n) store(out, out_dtype, at_row * n + at_column, sums[i][j]);
+            i64 at_row = row + 4 * y + i, c = column + 4 * x + j, at = at_row * n + c;
+            if (at_row < m && c < n) store(out, out_dtype, at, finished(epilogue, at, c, sums[i][j]));
         }
 }

@@ -12,8 +12,9 @@ use terrace_device::cuda::{CudaDevice, CudaStream};
 use terrace_device::{Arena, Bytes, BytesMut, Device, Region, Stream};
 use terrace_kernels::cuda::{self, CudaConfig};
 use terrace_kernels::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, KernelSet, KeyValues, Matmul,
-    MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, KernelSet,
+    KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Residual, Result, RmsNorm, Rope,
+    RopeDirection, View, ViewMut,
 };
 use terrace_kernels::{DType, reference};
 
@@ -118,6 +119,36 @@ impl OnDevice {
     }
 }
 
+/// Copies of what a product adds.
+struct Added {
+    bias: Option<Copied>,
+    residual: Option<Copied>,
+}
+
+impl OnDevice {
+    fn epilogue(&self, epilogue: Epilogue<'_>) -> Added {
+        let residual = match epilogue.residual {
+            Residual::Of(residual) => Some(self.view(residual)),
+            Residual::None | Residual::InPlace => None,
+        };
+        Added { bias: epilogue.bias.map(|bias| self.view(bias)), residual }
+    }
+}
+
+impl Added {
+    fn of<'a>(&'a self, host: Epilogue<'a>) -> Epilogue<'a> {
+        let residual = match (&self.residual, host.residual) {
+            (Some(copied), Residual::Of(view)) => Residual::Of(copied.of(view)),
+            (_, other) => other,
+        };
+        Epilogue { bias: self.bias.as_ref().zip(host.bias).map(|(copied, view)| copied.of(view)), residual }
+    }
+
+    fn all(&self) -> Vec<&Copied> {
+        self.bias.iter().chain(&self.residual).collect()
+    }
+}
+
 impl Copied {
     fn bytes(&self) -> Bytes<'_> {
         self.region.bytes().slice(self.start, self.before.len() - GUARD)
@@ -155,14 +186,30 @@ impl Matmul for OnDevice {
     fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result {
         on_device!(self, [a, b], [out], self.set.matmul.matmul(a, b, out, spec))
     }
+
+    fn matmul_nt(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, epilogue: Epilogue<'_>) -> Result {
+        let added = self.epilogue(epilogue);
+        let on_card = added.of(epilogue);
+        let done = on_device!(self, [a, b], [out], self.set.matmul.matmul_nt(a, b, out, on_card));
+        self.unchanged("matmul_nt", &added.all());
+        done
+    }
 }
 
 impl QuantizedMatmul for OnDevice {
-    fn matmul_nt(&self, a: View<'_>, b: QuantizedView<'_>, out: ViewMut<'_>) -> Result {
-        let codes = self.copy(b.bytes(), 1);
+    fn matmul_nt(
+        &self,
+        a: View<'_>,
+        b: QuantizedView<'_>,
+        out: ViewMut<'_>,
+        epilogue: Epilogue<'_>,
+    ) -> Result {
+        let (codes, added) = (self.copy(b.bytes(), 1), self.epilogue(epilogue));
         let b = QuantizedView::new(codes.bytes(), b.format(), b.shape().dims());
-        let done = on_device!(self, [a], [out], self.set.quantized_matmul.matmul_nt(a, b, out));
+        let (on_card, products) = (added.of(epilogue), &self.set.quantized_matmul);
+        let done = on_device!(self, [a], [out], products.matmul_nt(a, b, out, on_card));
         self.unchanged("matmul_nt", &[&codes]);
+        self.unchanged("matmul_nt", &added.all());
         done
     }
 }

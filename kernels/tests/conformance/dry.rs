@@ -2,7 +2,9 @@
 
 use terrace_device::Arena;
 use terrace_kernels::dry::{self, Totals};
-use terrace_kernels::{AttentionSpec, DType, KeyValues, MatmulSpec, Tensor};
+use terrace_kernels::{
+    AttentionSpec, DType, Epilogue, KeyValues, MatmulSpec, QuantFormat, QuantizedView, Residual, Tensor,
+};
 
 fn tensor(dtype: DType, dims: &[usize]) -> Tensor {
     Tensor::new(&Arena::virtual_memory(), dtype, dims).unwrap()
@@ -18,6 +20,33 @@ fn a_product_is_two_flops_per_term() {
     assert_eq!(counter.totals(), Totals { matmul_flops: 2 * 10 * 20 * 30, bytes, ..Totals::default() });
     counter.reset();
     assert_eq!(counter.totals(), Totals::default());
+}
+
+/// What is added is read, too, and is an operation for every element.
+#[test]
+fn an_epilogue_is_read_once() {
+    let (set, counter) = dry::kernel_set();
+    let (a, b) = (tensor(DType::BF16, &[10, 30]), tensor(DType::BF16, &[20, 30]));
+    let (mut out, bias) = (tensor(DType::BF16, &[10, 20]), tensor(DType::BF16, &[20]));
+    let other = tensor(DType::F32, &[10, 20]);
+    let arena = Arena::virtual_memory();
+    let codes = arena.alloc(QuantFormat::Int8.bytes(&[20, 30])).unwrap();
+    let bias = Some(bias.view());
+    for (epilogue, flops, bytes) in [
+        (Epilogue::NONE, 0, 0),
+        (Epilogue { bias, residual: Residual::InPlace }, 2 * 10 * 20, 2 * 20 + 2 * 10 * 20),
+        (Epilogue { bias: None, residual: Residual::Of(other.view()) }, 10 * 20, 4 * 10 * 20),
+    ] {
+        let bytes = bytes + 2 * (10 * 30 + 10 * 20);
+        let expected = Totals { matmul_flops: 2 * 10 * 20 * 30, other_flops: flops, ..Totals::default() };
+        counter.reset();
+        set.matmul.matmul_nt(a.view(), b.view(), out.view_mut(), epilogue).unwrap();
+        assert_eq!(counter.totals(), Totals { bytes: bytes + 2 * 20 * 30, ..expected });
+        counter.reset();
+        let b = QuantizedView::new(codes.bytes(), QuantFormat::Int8, &[20, 30]);
+        set.quantized_matmul.matmul_nt(a.view(), b, out.view_mut(), epilogue).unwrap();
+        assert_eq!(counter.totals(), Totals { bytes: bytes + codes.len() as u64, ..expected });
+    }
 }
 
 #[test]

@@ -12,6 +12,7 @@ mod cuda;
 mod dry;
 mod elementwise;
 mod embedding;
+mod epilogue;
 mod gradients;
 mod loss;
 mod matmul;

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use terrace_kernels::cpu::{self, CpuConfig};
 use terrace_kernels::{DType, KernelSet, MatmulSpec, reference};
 
-fn tolerance(l: usize) -> f64 {
+pub fn tolerance(l: usize) -> f64 {
     l as f64 * 2f64.powi(-22) + 1e-7
 }
 

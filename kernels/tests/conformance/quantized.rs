@@ -10,14 +10,14 @@ use crate::support::{Host, assert_close, backends};
 use proptest::prelude::*;
 use terrace_device::Bytes;
 use terrace_kernels::cpu::{self, CpuConfig, Isa};
-use terrace_kernels::{DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, dry, reference};
+use terrace_kernels::{DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, dry, reference};
 
-const FORMATS: [QuantFormat; 2] = [QuantFormat::Int8, QuantFormat::Int4];
+pub const FORMATS: [QuantFormat; 2] = [QuantFormat::Int8, QuantFormat::Int4];
 
 /// Rows of sixteen bits that the CPU multiplies as integers; of f32 it is half as many.
 const FEW: usize = 16;
 
-fn tolerance(m: usize, l: usize, dtype: DType) -> f64 {
+pub fn tolerance(m: usize, l: usize, dtype: DType) -> f64 {
     let narrowed = match dtype {
         DType::F16 if m <= FEW => 2f64.powi(-12),
         DType::BF16 if m <= FEW => 2f64.powi(-15),
@@ -27,14 +27,14 @@ fn tolerance(m: usize, l: usize, dtype: DType) -> f64 {
 }
 
 /// A matrix of deviation one and its codes.
-struct Quantized {
+pub struct Quantized {
     format: QuantFormat,
     dims: [usize; 2],
     bytes: Vec<u8>,
 }
 
 impl Quantized {
-    fn random(format: QuantFormat, n: usize, l: usize, seed: u64) -> Self {
+    pub fn random(format: QuantFormat, n: usize, l: usize, seed: u64) -> Self {
         let weights: Vec<f32> =
             Host::random(DType::F32, &[n, l], 1.0, seed).values().iter().map(|w| *w as f32).collect();
         let mut bytes = vec![0; format.bytes(&[n, l])];
@@ -44,11 +44,11 @@ impl Quantized {
         Self { format, dims: [n, l], bytes }
     }
 
-    fn view(&self) -> QuantizedView<'_> {
+    pub fn view(&self) -> QuantizedView<'_> {
         QuantizedView::new(Bytes::from_host(&self.bytes), self.format, &self.dims)
     }
 
-    fn dequantized(&self) -> Host {
+    pub fn dequantized(&self) -> Host {
         let [n, l] = self.dims;
         let mut values = vec![0.0; n * l];
         for (out, row) in values.chunks_mut(l).zip(self.bytes.chunks(self.format.row_bytes(l))) {
@@ -65,10 +65,10 @@ fn compare(sets: &[(String, KernelSet)], size: (usize, usize, usize), a_dtype: D
         let b = Quantized::random(format, n, l, 2);
         let mut expected = Host::zeros(DType::F32, &[m, n]);
         let reference = reference::kernel_set().quantized_matmul;
-        reference.matmul_nt(a.view(), b.view(), expected.view_mut()).unwrap();
+        reference.matmul_nt(a.view(), b.view(), expected.view_mut(), Epilogue::NONE).unwrap();
         for (name, set) in sets {
             let mut out = Host::random(out_dtype, &[m, n], 1.0, 3);
-            set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
+            set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut(), Epilogue::NONE).unwrap();
             let what = format!("{name}: {format} {size:?} {a_dtype} {out_dtype}");
             assert_close(&what, &expected, &out, tolerance(m, l, a_dtype));
         }
@@ -84,7 +84,7 @@ fn the_reference_is_the_dense_one() {
         let set = reference::kernel_set();
         let (mut dense, mut quantized) = (Host::zeros(DType::F32, &[3, 7]), Host::zeros(DType::F32, &[3, 7]));
         set.matmul.matmul(a.view(), b.dequantized().view(), dense.view_mut(), MatmulSpec::NT).unwrap();
-        set.quantized_matmul.matmul_nt(a.view(), b.view(), quantized.view_mut()).unwrap();
+        set.quantized_matmul.matmul_nt(a.view(), b.view(), quantized.view_mut(), Epilogue::NONE).unwrap();
         assert_eq!(dense.bytes(), quantized.bytes(), "{format}");
     }
 }
@@ -116,11 +116,11 @@ fn empty_sizes() {
         for format in FORMATS {
             let (a, b) = (Host::zeros(DType::F32, &[3, 0]), Quantized::random(format, 4, 0, 1));
             let mut out = Host::random(DType::F32, &[3, 4], 1.0, 1);
-            set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
+            set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut(), Epilogue::NONE).unwrap();
             assert!(out.values().iter().all(|x| *x == 0.0), "{name}");
             let (a, b) = (Host::zeros(DType::F32, &[0, 5]), Quantized::random(format, 4, 5, 1));
             let mut none = Host::zeros(DType::F32, &[0, 4]);
-            set.quantized_matmul.matmul_nt(a.view(), b.view(), none.view_mut()).unwrap();
+            set.quantized_matmul.matmul_nt(a.view(), b.view(), none.view_mut(), Epilogue::NONE).unwrap();
         }
     }
 }
@@ -139,7 +139,9 @@ fn the_bits_of_the_dense_product() {
                 set.matmul
                     .matmul(a.view(), b.dequantized().view(), dense.view_mut(), MatmulSpec::NT)
                     .unwrap();
-                set.quantized_matmul.matmul_nt(a.view(), b.view(), quantized.view_mut()).unwrap();
+                set.quantized_matmul
+                    .matmul_nt(a.view(), b.view(), quantized.view_mut(), Epilogue::NONE)
+                    .unwrap();
                 assert_eq!(dense.bytes(), quantized.bytes(), "{}: {format} {m} {n} {l}", isa.name());
             }
         }
@@ -162,7 +164,7 @@ fn activations_that_stand_out_cost_others_no_more_than_their_block() {
         let set = cpu::with_config(CpuConfig { isa: Some(isa), ..CpuConfig::new(2) });
         let (a, b) = (Host::of(dtype, &[2, l], wide.iter().copied()), Quantized::random(format, n, l, 2));
         let mut out = Host::zeros(DType::F32, &[2, n]);
-        set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
+        set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut(), Epilogue::NONE).unwrap();
         let (a, b, out) = (a.values(), b.dequantized().values(), out.values());
         for (m, a) in a.chunks(l).enumerate() {
             for (j, b) in b.chunks(l).enumerate() {
@@ -194,14 +196,14 @@ fn extreme_activations() {
             values[2 * 200 + 150] = f64::NAN;
             let a = Host::of(DType::F32, &[3, 200], values.iter().copied());
             let mut out = Host::zeros(DType::F32, &[3, 3]);
-            set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
+            set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut(), Epilogue::NONE).unwrap();
             let finite: Vec<bool> = out.values().iter().map(|x| x.is_finite()).collect();
             let rows = [[false; 3], [true; 3], [false; 3]];
             assert_eq!(finite, rows.concat(), "{} {format}", isa.name());
             let results = [1.0, f64::from(f32::MIN_POSITIVE), 2f64.powi(-118), 2f64.powi(119)].map(|x| {
                 let a = Host::of(DType::F32, &[1, 200], std::iter::repeat_n(x, 200));
                 let mut out = Host::zeros(DType::F32, &[1, 3]);
-                set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
+                set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut(), Epilogue::NONE).unwrap();
                 out.values().iter().map(|y| y / x).collect::<Vec<_>>()
             });
             assert_eq!(results[0], results[2], "{} {format}", isa.name());
@@ -226,9 +228,13 @@ fn a_row_does_not_depend_on_its_batch() {
             let mut ones = Vec::new();
             for m in 1..=few {
                 let mut all = Host::zeros(DType::F32, &[m, 45]);
-                set.quantized_matmul.matmul_nt(a.view().rows(0, m), b.view(), all.view_mut()).unwrap();
+                set.quantized_matmul
+                    .matmul_nt(a.view().rows(0, m), b.view(), all.view_mut(), Epilogue::NONE)
+                    .unwrap();
                 let mut one = Host::zeros(DType::F32, &[1, 45]);
-                set.quantized_matmul.matmul_nt(a.view().rows(m - 1, m), b.view(), one.view_mut()).unwrap();
+                set.quantized_matmul
+                    .matmul_nt(a.view().rows(m - 1, m), b.view(), one.view_mut(), Epilogue::NONE)
+                    .unwrap();
                 ones.extend_from_slice(one.bytes());
                 assert!(all.bytes() == ones, "{}: {format} {dtype}, {m} rows", isa.name());
             }
@@ -246,7 +252,9 @@ fn the_number_of_threads_changes_nothing() {
                 let run = |threads| {
                     let set = cpu::with_config(CpuConfig { isa: Some(isa), ..CpuConfig::new(threads) });
                     let mut out = Host::zeros(DType::F32, &[m, n]);
-                    set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut()).unwrap();
+                    set.quantized_matmul
+                        .matmul_nt(a.view(), b.view(), out.view_mut(), Epilogue::NONE)
+                        .unwrap();
                     out
                 };
                 let one = run(1);
@@ -267,7 +275,7 @@ fn the_dry_backend_counts_the_bytes_of_the_codes() {
     for (format, bytes) in [(QuantFormat::Int8, 7 * 2 * 136), (QuantFormat::Int4, 7 * 2 * 72)] {
         counter.reset();
         let b = QuantizedView::new(Bytes::virtual_range(bytes), format, &[7, 130]);
-        set.quantized_matmul.matmul_nt(a.view(), b, out.view_mut()).unwrap();
+        set.quantized_matmul.matmul_nt(a.view(), b, out.view_mut(), Epilogue::NONE).unwrap();
         let totals = counter.totals();
         assert_eq!(totals.matmul_flops, 2 * 2 * 7 * 130);
         assert_eq!(totals.bytes as usize, bytes + 2 * 2 * 130 + 4 * 2 * 7, "{format}");
@@ -280,7 +288,12 @@ fn wrong_shapes_are_refused() {
     let b = Quantized::random(QuantFormat::Int8, 5, 6, 1);
     let mut out = Host::zeros(DType::F32, &[3, 5]);
     let set = cpu::kernel_set(1);
-    let _ = set.quantized_matmul.matmul_nt(Host::zeros(DType::F32, &[3, 4]).view(), b.view(), out.view_mut());
+    let _ = set.quantized_matmul.matmul_nt(
+        Host::zeros(DType::F32, &[3, 4]).view(),
+        b.view(),
+        out.view_mut(),
+        Epilogue::NONE,
+    );
 }
 
 proptest! {

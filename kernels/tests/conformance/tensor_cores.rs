@@ -7,7 +7,9 @@
 use crate::cuda::on_device;
 use crate::support::{Host, assert_close};
 use terrace_kernels::cuda::CudaConfig;
-use terrace_kernels::{AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, reference};
+use terrace_kernels::{
+    AttentionSpec, DType, Epilogue, KernelSet, KeyValues, MatmulSpec, Residual, reference,
+};
 
 /// With and without tensor cores, on operands at even and at odd places.
 struct Sets {
@@ -72,6 +74,32 @@ fn products() {
                 let mut out = old.clone();
                 set.matmul.matmul(a.view(), b.view(), out.view_mut(), spec).unwrap();
                 assert_close(&what, &expected, &out, l as f64 * 2f64.powi(-22) + 1e-7);
+            }
+        }
+    }
+}
+
+#[test]
+fn products_with_epilogues() {
+    let Some(sets) = sets() else { return };
+    for (dtype, (m, n, l)) in [(DType::BF16, (131, 257, 304)), (DType::F16, (40, 130, 64))] {
+        let (a, b) = (Host::random(dtype, &[m, l], 1.0, 1), Host::random(dtype, &[n, l], 1.0, 2));
+        let bias = Host::random(dtype, &[n], 1.0, 3);
+        let old = Host::random(DType::F32, &[m, n], 1.0, 4).cast(dtype);
+        let residuals = [Residual::None, Residual::InPlace, Residual::Of(old.view())];
+        for (bias, residual) in
+            residuals.into_iter().flat_map(|residual| [None, Some(bias.view())].map(|bias| (bias, residual)))
+        {
+            let run = |set: &KernelSet, mut out: Host| {
+                let epilogue = Epilogue { bias, residual };
+                set.matmul.matmul_nt(a.view(), b.view(), out.view_mut(), epilogue).unwrap();
+                out
+            };
+            let expected = run(&sets.reference, old.cast(DType::F32));
+            for set in sets.tensor_cores.iter().chain(&sets.plain) {
+                let what = format!("{dtype} {:?} {}", (m, n, l), bias.is_some());
+                let tolerance = l as f64 * 2f64.powi(-22) + 1e-5;
+                assert_close(&what, &expected, &run(set, old.clone()), tolerance);
             }
         }
     }

@@ -4,7 +4,9 @@
 use crate::support::{Host, Random, isas_and_pairs};
 use std::hash::{DefaultHasher, Hasher};
 use terrace_kernels::cpu::{self, CpuConfig, Isa};
-use terrace_kernels::{AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, RopeDirection};
+use terrace_kernels::{
+    AttentionSpec, DType, Epilogue, KernelSet, KeyValues, MatmulSpec, Residual, RopeDirection,
+};
 
 fn same_for_every_thread_count(what: &str, run: impl Fn(&KernelSet) -> Vec<Host>) {
     same_on(Isa::available(), what, &run);
@@ -49,6 +51,27 @@ fn matmul() {
                     vec![out]
                 });
             }
+        }
+    }
+}
+
+#[test]
+fn products_with_epilogues() {
+    for (m, n, l) in [(200, 500, 600), (3, 1000, 700)] {
+        for dtype in [DType::F32, DType::BF16] {
+            let (a, b) = (Host::random(dtype, &[m, l], 1.0, 1), Host::random(dtype, &[n, l], 1.0, 2));
+            let (bias, old) = (Host::random(dtype, &[n], 1.0, 3), Host::random(dtype, &[m, n], 1.0, 4));
+            let run = |set: &KernelSet| {
+                let residuals = [Residual::InPlace, Residual::Of(old.view())];
+                let results = residuals.map(|residual| {
+                    let (mut out, bias) = (old.clone(), Some(bias.view()));
+                    let epilogue = Epilogue { bias, residual };
+                    set.matmul.matmul_nt(a.view(), b.view(), out.view_mut(), epilogue).unwrap();
+                    out
+                });
+                results.to_vec()
+            };
+            same_on(isas_and_pairs(), &format!("epilogues {m} {n} {l} {dtype}"), run);
         }
     }
 }

@@ -17,6 +17,8 @@ struct Case {
     spec: MatmulSpec,
     operands: DType,
     out: DType,
+    bias: bool,
+    residual: bool,
 }
 
 impl Case {
@@ -37,8 +39,15 @@ impl Case {
         let a = Tensor::random(self.operands, &a_dims, 1.0, &mut random);
         let b = Tensor::random(self.operands, &b_dims, 1.0, &mut random);
         let old = Tensor::random(DType::F32, &[m, n], 1.0, &mut random);
+        let bias = self.bias.then(|| Tensor::random(self.out, &[n], 1.0, &mut random));
+        let residual = self.residual.then(|| old.cast(self.out));
         let mut expected = old.clone();
         reference::kernel_set().matmul.matmul(a.view(), b.view(), expected.view_mut(), spec).unwrap();
+        let mut expected = expected.values();
+        for (i, sum) in expected.iter_mut().enumerate() {
+            *sum += bias.as_ref().map_or(0.0, |bias| bias.values()[i % n]);
+            *sum += residual.as_ref().map_or(0.0, |residual| residual.values()[i]);
+        }
         let tiles = (m.div_ceil(SIDE) * n.div_ceil(SIDE)) as u32;
         let launch = Launch { grid: [tiles, 1, 1], threads: 256, shared_bytes: SHARED_BYTES };
         let mut first: Option<Tensor> = None;
@@ -46,6 +55,13 @@ impl Case {
             let mut out = if spec.accumulate { old.cast(self.out) } else { Tensor::new(self.out, &[m, n]) };
             let flag = |is: bool| Argument::Int(i32::from(is));
             let size = |value: usize| Argument::Long(value as i64);
+            let optional = |tensor: Option<&Tensor>| {
+                tensor
+                    .map_or([Argument::Address(0), Argument::Int(0)], |tensor| [tensor.read(), tensor.code()])
+            };
+            let [bias, bias_dtype] = optional(bias.as_ref());
+            let [residual, residual_dtype] =
+                optional(if spec.accumulate { Some(&out) } else { residual.as_ref() });
             let arguments = [
                 a.read(),
                 a.code(),
@@ -55,7 +71,10 @@ impl Case {
                 flag(spec.trans_b),
                 out.write(),
                 out.code(),
-                flag(spec.accumulate),
+                bias,
+                bias_dtype,
+                residual,
+                residual_dtype,
                 size(m),
                 size(n),
                 size(l),
@@ -66,7 +85,7 @@ impl Case {
             match &first {
                 Some(first) => assert!(first.bytes() == out.bytes(), "{what}: other bits"),
                 None => {
-                    out.assert_close(&what, &expected.values(), |_| l as f64 * 2f64.powi(-22) + 1e-7);
+                    out.assert_close(&what, &expected, |_| l as f64 * 2f64.powi(-22) + 1e-5);
                     first = Some(out);
                 }
             }
@@ -94,6 +113,23 @@ fn raised((m, n, l): (usize, usize, usize), spec: MatmulSpec, operands: DType, o
         spec,
         operands,
         out,
+        bias: false,
+        residual: false,
+    }
+}
+
+/// Rows of odd lengths, tiles cut off, every dtype.
+#[test]
+fn epilogues() {
+    let Some(library) = Library::open() else { return };
+    let sizes = [(17, 9, 8), (131, 130, 40), (3, 257, 64)];
+    for (i, out) in [DType::BF16, DType::F16, DType::F32].into_iter().enumerate() {
+        for (j, size) in sizes.into_iter().enumerate() {
+            let case = raised(size, MatmulSpec::NT, [DType::BF16, DType::F16][(i + j) % 2], out);
+            for (bias, residual) in [(true, false), (false, true), (true, true)] {
+                Case { bias, residual, ..case }.check(&library, j as u64);
+            }
+        }
     }
 }
 

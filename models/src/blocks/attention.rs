@@ -4,7 +4,7 @@ use super::TILE_ROWS;
 use super::layers::{Linear, Norm, Params, tiles};
 use crate::ModelConfig;
 use crate::batch::{INV_FREQ, POSITIONS, STARTS};
-use terrace_kernels::{AttentionSpec, DType, KeyValues, RopeDirection, Tensor, View, ViewMut};
+use terrace_kernels::{AttentionSpec, DType, KeyValues, Residual, RopeDirection, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, KvSpec, Result, Weights};
 
 /// Parameters of the attention half.
@@ -146,10 +146,9 @@ impl Attention {
         weights: &Weights<'_>,
         attended: &Attended,
         x_TD: View<'_>,
-        mut y_TD: ViewMut<'_>,
+        y_TD: ViewMut<'_>,
     ) -> Result {
-        self.output.forward_into(cx, weights, self.flat(&attended.out_BSHK), y_TD.reborrow())?;
-        Ok(cx.kernels.elementwise.add_assign(y_TD, x_TD)?)
+        self.output.branch(cx, weights, self.flat(&attended.out_BSHK), Residual::Of(x_TD), y_TD)
     }
 
     /// On entry `dx` is the gradient of `y`; on return that of `x`.

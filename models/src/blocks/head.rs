@@ -4,7 +4,7 @@ use super::EMBEDDING_NAME;
 use super::layers::{Norm, Normed, Params, product, tiles};
 use crate::ModelConfig;
 use crate::batch::{LABELS, LAST};
-use terrace_kernels::{DType, MatmulSpec, QuantFormat, Tensor, View, ViewMut};
+use terrace_kernels::{DType, Epilogue, MatmulSpec, QuantFormat, Tensor, View, ViewMut};
 use terrace_zero::{Block, Context, Gradients, Mode, OutputSpec, ParamSpec, Result, Weights};
 
 /// Upper limit of a tile of f32 logits, unless that would be less than [`ROWS_MIN`] rows.
@@ -56,7 +56,7 @@ impl HeadBlock {
 
     fn logits(&self, cx: &Context<'_>, weights: &Weights<'_>, h_RD: View<'_>) -> Result<Tensor> {
         let mut logits_RV = cx.tensor_of(DType::F32, &[h_RD.shape().rows(), self.vocab])?;
-        product(cx, h_RD, weights.weight(TABLE), logits_RV.view_mut())?;
+        product(cx, h_RD, weights.weight(TABLE), logits_RV.view_mut(), Epilogue::NONE)?;
         Ok(logits_RV)
     }
 
@@ -77,7 +77,7 @@ impl HeadBlock {
         cx.kernels.embedding.gather(cx.input(LAST), x_TD, last_BD.view_mut())?;
         let normed = self.norm.forward(cx, weights, last_BD.view())?;
         drop(last_BD);
-        product(cx, normed.out.view(), weights.weight(TABLE), y_BV)
+        product(cx, normed.out.view(), weights.weight(TABLE), y_BV, Epilogue::NONE)
     }
 
     /// Replaces logits by their gradient, in the activation dtype so that the products that follow run at its speed.

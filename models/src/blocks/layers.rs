@@ -1,6 +1,6 @@
 //! Linear layers and norms as indices into a block's parameters, with their gradients.
 
-use terrace_kernels::{DType, MatmulSpec, QuantFormat, Tensor, View, ViewMut};
+use terrace_kernels::{DType, Epilogue, MatmulSpec, QuantFormat, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, ParamSpec, Result, Weight, Weights};
 
 /// Collects a block's parameters in order.
@@ -59,13 +59,22 @@ impl Linear {
         cx: &Context<'_>,
         weights: &Weights<'_>,
         x: View<'_>,
-        mut out: ViewMut<'_>,
+        out: ViewMut<'_>,
     ) -> Result {
-        product(cx, x, weights.weight(self.weight), out.reborrow())?;
-        if let Some(bias) = self.bias {
-            cx.kernels.elementwise.add_bias(out, weights.get(bias))?;
-        }
-        Ok(())
+        self.branch(cx, weights, x, Residual::None, out)
+    }
+
+    /// `out = residual + x · Wᵀ (+ bias)`, rounded once; where the residual lies changes no bit.
+    pub(crate) fn branch(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        x: View<'_>,
+        residual: Residual<'_>,
+        out: ViewMut<'_>,
+    ) -> Result {
+        let bias = self.bias.map(|bias| weights.get(bias));
+        product(cx, x, weights.weight(self.weight), out, Epilogue { bias, residual })
     }
 
     /// `dx (+)= dout · W`; adding needs an f32 `dx`.
@@ -98,11 +107,17 @@ impl Linear {
     }
 }
 
-/// `out = x · Wᵀ`.
-pub(crate) fn product(cx: &Context<'_>, x: View<'_>, weight: Weight<'_>, out: ViewMut<'_>) -> Result {
+/// `out = x · Wᵀ` and an epilogue.
+pub(crate) fn product(
+    cx: &Context<'_>,
+    x: View<'_>,
+    weight: Weight<'_>,
+    out: ViewMut<'_>,
+    epilogue: Epilogue<'_>,
+) -> Result {
     match weight {
-        Weight::Plain(weight) => cx.kernels.matmul.matmul(x, weight, out, MatmulSpec::NT)?,
-        Weight::Quantized(weight) => cx.kernels.quantized_matmul.matmul_nt(x, weight, out)?,
+        Weight::Plain(weight) => cx.kernels.matmul.matmul_nt(x, weight, out, epilogue)?,
+        Weight::Quantized(weight) => cx.kernels.quantized_matmul.matmul_nt(x, weight, out, epilogue)?,
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use super::TILE_ROWS;
 use super::layers::{Linear, Norm, Normed, Params, tiles};
 use crate::ModelConfig;
-use terrace_kernels::{DType, Tensor, View, ViewMut};
+use terrace_kernels::{DType, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
 
 /// What gate and up give for all rows, kept for backward: `[T, F]` each.
@@ -41,18 +41,15 @@ impl Mlp {
     /// Adds the feed-forward of `y_TD` to it.
     pub(crate) fn forward(&self, cx: &Context<'_>, weights: &Weights<'_>, mut y_TD: ViewMut<'_>) -> Result {
         for (start, end) in tiles(y_TD.shape().rows(), TILE_ROWS) {
-            let mut y_RD = y_TD.reborrow().rows(start, end);
-            let down_RD = {
-                let normed = self.norm.forward(cx, weights, y_RD.view())?;
-                drop(normed.rstd);
-                let gate_RF = self.gate.forward(cx, weights, normed.out.view())?;
-                let up_RF = self.up.forward(cx, weights, normed.out.view())?;
-                drop(normed.out);
-                let act_RF = self.activate(cx, gate_RF.view(), up_RF.view())?;
-                drop((gate_RF, up_RF));
-                self.down.forward(cx, weights, act_RF.view())?
-            };
-            cx.kernels.elementwise.add_assign(y_RD.reborrow(), down_RD.view())?;
+            let y_RD = y_TD.reborrow().rows(start, end);
+            let normed = self.norm.forward(cx, weights, y_RD.view())?;
+            drop(normed.rstd);
+            let gate_RF = self.gate.forward(cx, weights, normed.out.view())?;
+            let up_RF = self.up.forward(cx, weights, normed.out.view())?;
+            drop(normed.out);
+            let act_RF = self.activate(cx, gate_RF.view(), up_RF.view())?;
+            drop((gate_RF, up_RF));
+            self.down.branch(cx, weights, act_RF.view(), Residual::InPlace, y_RD)?;
         }
         Ok(())
     }
@@ -78,10 +75,8 @@ impl Mlp {
             drop(normed.out);
             let (gate_RF, up_RF) = (gate_TF.view().rows(start, end), up_TF.view().rows(start, end));
             let act_RF = self.activate(cx, gate_RF, up_RF)?;
-            let mut y_RD = y_TD.reborrow().rows(start, end);
-            self.down.forward_into(cx, weights, act_RF.view(), y_RD.reborrow())?;
-            // The sum of two numbers does not depend on their order.
-            cx.kernels.elementwise.add_assign(y_RD, y1_RD)?;
+            let y_RD = y_TD.reborrow().rows(start, end);
+            self.down.branch(cx, weights, act_RF.view(), Residual::Of(y1_RD), y_RD)?;
         }
         Ok(Inner { gate_TF, up_TF })
     }

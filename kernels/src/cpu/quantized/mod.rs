@@ -28,14 +28,15 @@
 mod blocks;
 mod dots;
 
-use super::floats::{Floats, FloatsMut};
+use super::epilogue::Output;
+use super::floats::Floats;
 use super::gemm::Panels;
 use super::threads::{SHARED_BYTES, Threads};
 use super::vector::sum_lanes;
 use super::{Cpu, Isa, matmul};
 use crate::check::{self, ProductDims};
 use crate::quantized::BLOCK;
-use crate::{MatmulSpec, QuantFormat, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
+use crate::{Epilogue, MatmulSpec, QuantFormat, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
 use blocks::{Int4, Int8, unpack};
 use dots::{Activations, COLS, LANES, Products, ROWS, dots};
 
@@ -43,21 +44,27 @@ use dots::{Activations, COLS, LANES, Products, ROWS, dots};
 const TASK: usize = 2 * COLS;
 
 impl QuantizedMatmul for Cpu {
-    fn matmul_nt(&self, a: View<'_>, b: QuantizedView<'_>, out: ViewMut<'_>) -> Result {
-        let dims = check::quantized_matmul(a, b, &out);
+    fn matmul_nt(
+        &self,
+        a: View<'_>,
+        b: QuantizedView<'_>,
+        out: ViewMut<'_>,
+        epilogue: Epilogue<'_>,
+    ) -> Result {
+        let dims = check::quantized_matmul(a, b, &out, &epilogue);
         if dims.m == 0 || dims.n == 0 {
             return Ok(());
         }
-        let (a, b, out) = (Floats::new(a), Rows::new(b), FloatsMut::new(out));
+        let (a, b, output) = (Floats::new(a), Rows::new(b), Output::new(out, dims.n, epilogue));
         let rows = dims.m * parts(a);
         let a_bytes = Activations::floats(rows, dims.l.div_ceil(BLOCK)) * size_of::<f32>();
         if rows <= ROWS && dims.l > 0 && a_bytes <= SHARED_BYTES {
             match b.format {
-                QuantFormat::Int8 => few::<Int8>(&self.threads, a, b, out, dims),
-                QuantFormat::Int4 => few::<Int4>(&self.threads, a, b, out, dims),
+                QuantFormat::Int8 => few::<Int8>(&self.threads, a, b, output, dims),
+                QuantFormat::Int4 => few::<Int4>(&self.threads, a, b, output, dims),
             }
         } else {
-            self.product(a, matmul::Right::Quantized(b), out, dims, MatmulSpec::NT);
+            self.product(a, matmul::Right::Quantized(b), output, dims, MatmulSpec::NT);
         }
         Ok(())
     }
@@ -126,8 +133,8 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// `out[M, N] = a[M, L]·b[N, L]ᵀ` for few rows.
-fn few<C: Products>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMut<'_>, dims: ProductDims) {
+/// `output[M, N] = a[M, L]·b[N, L]ᵀ` for few rows.
+fn few<C: Products>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, output: Output<'_>, dims: ProductDims) {
     let isa = threads.isa();
     let mut shared = threads.shared();
     let (blocks, parts) = (dims.l.div_ceil(BLOCK), parts(a));
@@ -155,9 +162,9 @@ fn few<C: Products>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, out: FloatsMu
                 }
             }
         }
-        for (m, sums) in sums_mn[..dims.m].iter().enumerate() {
+        for (m, sums) in sums_mn[..dims.m].iter_mut().enumerate() {
             // SAFETY: these columns belong to this task.
-            unsafe { out.write(isa, m * dims.n + cols.start, &sums[..cols.len()]) };
+            unsafe { output.write(isa, (m, cols.start), &mut sums[..cols.len()]) };
         }
     });
 }
