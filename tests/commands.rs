@@ -54,7 +54,9 @@ fn a_timeline_shows_the_link() {
         bars.sort_by(|a, b| a.0.total_cmp(&b.0));
         bars
     };
-    for lane in ["uploads", "downloads"] {
+    let computed = |what: &str| events.iter().filter(|e| e["tid"] == "device" && e["name"] == what).count();
+    assert_eq!(["forward layers.0", "backward layers.0", "backward head"].map(computed), [3; 3]);
+    for lane in ["uploads", "downloads", "device"] {
         let bars = lanes(lane);
         assert!(bars.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0 + 0.01), "{lane}: {bars:?}");
     }

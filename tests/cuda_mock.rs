@@ -95,6 +95,28 @@ fn steps_allocate_nothing_on_the_card() {
     }
 }
 
+/// Weights come while the card computes with others.
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn a_trace_shows_copies_beside_compute() {
+    let bench = bench();
+    let trace = bench.path("trace.json");
+    let run = train(&bench, "out", "cuda:0").args(&["--offload", "host", "--window", "2"]);
+    run.environment("TERRACE_MOCK_DELAY_US", "500").path("--trace", &trace).ok();
+    let events: Vec<Value> = serde_json::from_str(&fs::read_to_string(&trace).unwrap()).unwrap();
+    let bars = |lane: &str| -> Vec<(f64, f64)> {
+        let of = |e: &Value| e["tid"].as_str().unwrap().starts_with(lane);
+        let bar =
+            |e: &Value| (e["ts"].as_f64().unwrap(), e["ts"].as_f64().unwrap() + e["dur"].as_f64().unwrap());
+        events.iter().filter(|e| of(e)).map(bar).collect()
+    };
+    for lane in ["uploads", "downloads"] {
+        let copies = bars(lane);
+        let beside = bars("device").iter().any(|a| copies.iter().any(|b| a.0 < b.1 && b.0 < a.1));
+        assert!(beside, "{lane}: {copies:?}");
+    }
+}
+
 #[test]
 #[ignore = "needs the mock driver: cargo xtask cuda-mock"]
 fn a_model_is_judged_alike_on_a_card() {
@@ -155,17 +177,25 @@ fn a_driver_without_a_compiler_is_said() {
     for name in ["libcuda.so", "libcuda.so.1"] {
         std::os::unix::fs::symlink(mock.join(name), alone.join(name)).unwrap();
     }
-    let run = |device: &str| {
-        let mut run = train(&bench, "out", device).environment("LD_LIBRARY_PATH", alone.to_str().unwrap());
+    let run = |output: &str, device: &str| {
+        let mut run = train(&bench, output, device).environment("LD_LIBRARY_PATH", alone.to_str().unwrap());
         for place in ["HOME", "VIRTUAL_ENV", "CUDA_HOME", "CUDA_PATH", "XDG_CACHE_HOME"] {
             run = run.environment(place, nowhere.to_str().unwrap());
         }
         run
     };
     let looked_in = alone.to_str().unwrap();
-    run("cuda:0")
+    run("none", "cuda:0")
         .fails(1, &["--device cuda:0: ", "cannot compile the kernel source", looked_in, "pip install"]);
-    let ended = run("auto").ok();
+    // With kernels that were compiled elsewhere it computes.
+    let ptx = bench.path("ptx");
+    cmd(&["report"]).path("--ptx", &ptx).ok();
+    run("prebuilt", "cuda:0").environment("TERRACE_PTX", ptx.to_str().unwrap()).ok();
+    let wrong = fs::read_dir(&ptx).unwrap().next().unwrap().unwrap().path();
+    fs::write(&wrong, "damaged").unwrap();
+    let damaged = run("damaged", "cuda:0").environment("TERRACE_PTX", ptx.to_str().unwrap());
+    damaged.fails(1, &["cannot compile the kernel source", "PTX of this version's kernels in"]);
+    let ended = run("auto", "auto").ok();
     assert!(ended.stderr.contains("warning: computing on the CPU"), "{}", ended.stderr);
 }
 

@@ -76,7 +76,8 @@ pub enum DeviceError {
     /// There is nothing to compile kernels with.
     #[error(
         "cannot compile the kernel source {source_name}: {detail}; install it with `pip install nvidia-cuda-nvrtc` or \
-         the CUDA toolkit, and put its folder on LD_LIBRARY_PATH if it is in none of these places"
+         the CUDA toolkit, and put its folder on LD_LIBRARY_PATH if it is in none of these places; or take PTX along from a \
+         machine that has it (`terrace report --ptx DIR`; TERRACE_PTX=DIR here)"
     )]
     NoCompiler {
         /// Name of the source.

@@ -68,6 +68,8 @@ export TERRACE_TEST_DEVICE=${TERRACE_TEST_DEVICE:-cuda:0}
 # Makes the kernels' suites run on the card; a driver that plays one finds its kernels by it.
 export TERRACE_SHIM_LIBRARY=${TERRACE_SHIM_LIBRARY:-card}
 # State of tests is written with direct I/O, which not every /tmp takes; compiled kernels are kept for later runs.
+# For a machine without NVRTC.
+export TERRACE_PTX=$here/ptx
 export TMPDIR=$work XDG_CACHE_HOME=$scratch/cache
 ln -sfn "$work" tmp
 

@@ -566,6 +566,9 @@ pub struct PlanArgs {
 /// `terrace report`.
 #[derive(Debug, Args)]
 pub struct ReportArgs {
+    /// Write the kernels for cards to DIR as PTX, for machines without NVRTC; needs NVRTC here, and no card
+    #[arg(long, value_name = "DIR")]
+    pub ptx: Option<PathBuf>,
     /// Print one JSON document to stdout
     #[arg(long)]
     pub json: bool,

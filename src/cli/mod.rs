@@ -63,6 +63,10 @@ fn print_text(text: &str) -> Result<(), CliError> {
 }
 
 fn report(args: &ReportArgs) -> Result<(), CliError> {
+    if let Some(folder) = &args.ptx {
+        let files = terrace_kernels::cuda::write_ptx(folder).map_err(CliError::failed)?;
+        eprintln!("{files} files with kernels are in {}", folder.display());
+    }
     let report = report::Report::collect(|| {
         terrace_aio::engine::UringEngine::probe().map(|_| ()).map_err(|e| e.to_string())
     });

@@ -76,7 +76,7 @@ fn bars(session: &Session) -> Vec<Bar> {
     let (copies, works): (Vec<Span>, Vec<Span>) = timeline
         .map_or_else(Vec::new, |timeline| timeline.drain())
         .into_iter()
-        .partition(|span| matches!(span.resource, Resource::Upload | Resource::Download));
+        .partition(|span| matches!(span.resource, Resource::Upload | Resource::Download | Resource::Device));
     for span in works {
         let (lane, name) = (span.resource.words().to_owned(), span.name);
         bars.push(Bar { lane, name, category: "engine", start: span.start, end: span.end, args: json!({}) });
@@ -86,7 +86,8 @@ fn bars(session: &Session) -> Vec<Bar> {
     copies.sort_by_key(|span| span.start);
     for Span { resource, name, start, end } in copies {
         let lane = rows.lane(resource.words().to_owned(), start, end);
-        bars.push(Bar { lane, name, category: "link", start, end, args: json!({}) });
+        let category = if resource == Resource::Device { "device" } else { "link" };
+        bars.push(Bar { lane, name, category, start, end, args: json!({}) });
     }
     if let Some(trace) = &session.trace {
         // Both clocks are the same; only their zeros differ.

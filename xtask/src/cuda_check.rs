@@ -38,6 +38,16 @@ pub fn run(root: &Path) -> Result<(), String> {
         .run(root)
 }
 
+/// The folder with the compiler, if it can be had.
+///
+/// # Errors
+/// The folder's parent cannot be made.
+pub fn environment(root: &Path) -> Result<Option<PathBuf>, String> {
+    let folder = crate::target_folder(root, "cuda-tools")?;
+    let found = compiler(root, &folder);
+    Ok(found.map_err(|missing| eprintln!("NOT WRITTEN: no PTX, since {missing}")).is_ok().then_some(folder))
+}
+
 /// A Python and the compiler's library, installed if they are not there yet.
 fn compiler(root: &Path, folder: &Path) -> Result<(PathBuf, PathBuf), String> {
     let python = folder.join("bin/python");

@@ -66,7 +66,7 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
         _ => return Err("usage: cargo xtask gpu-pack [--output DIR]".to_owned()),
     };
     // What an earlier pack left would travel, too; only what a pack holds is removed.
-    for old in ["bin", "tests", "models"] {
+    for old in ["bin", "tests", "models", "ptx"] {
         let old = folder.join(old);
         if old.exists() {
             fs::remove_dir_all(&old).map_err(|e| format!("cannot empty {}: {e}", old.display()))?;
@@ -79,6 +79,7 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
             }
         }
     }
+    write_ptx(root, &folder.join("ptx"))?;
     for (from, to) in FILES {
         copy(&root.join(from), &folder.join(to))?;
     }
@@ -95,6 +96,15 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
     }
     eprintln!("{summary}");
     Ok(())
+}
+
+/// The kernels as PTX, for a machine without NVRTC, where NVRTC can be had here.
+fn write_ptx(root: &Path, folder: &Path) -> Result<(), String> {
+    let Some(environment) = crate::cuda_check::environment(root)? else { return Ok(()) };
+    Step::new("cargo run --release --quiet -- report --ptx")
+        .arguments([&*folder.display().to_string()])
+        .environment("VIRTUAL_ENV", environment.display().to_string())
+        .run(root)
 }
 
 /// Names and files of the programs that a command of Cargo's builds.

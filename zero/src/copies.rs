@@ -1,9 +1,9 @@
-//! Copies between host and device on the timeline: when the link was busy, and with what.
+//! A device's streams on the timeline: when the link between it and the host was busy, and with what, and when the device computed.
 //!
-//! Nobody waits for most copies: compute is ordered after them on the device. So a thread looks at their events, and at nothing
+//! Nobody waits for most copies, nor for what a block computes: compute is ordered after copies on the device. So a thread looks at their events, and at nothing
 //! else, while a timeline is kept. Looking changes nothing: it does not wait on a stream, and a span is off by what passes between
 //! two looks. Copies of a stream go one after the other, so one begins no sooner than the one before it has ended; a copy that
-//! waits for compute shows as busy from when it was asked for.
+//! waits for compute shows as busy from when it was asked for, and so does a block that waits for its weights.
 
 use crate::timeline::{Resource, Timeline};
 use crate::{EngineError, Result};
@@ -27,6 +27,8 @@ pub(crate) enum Link {
     Side,
     /// Down.
     Down,
+    /// No copy: what kernels do.
+    Compute,
 }
 
 /// What is copied.
@@ -95,7 +97,15 @@ impl Copies {
             Cargo::Signal => format!("signal of {}", self.names[self.block.load(Relaxed)]),
             Cargo::Small => "inputs and loss".to_owned(),
         };
-        let started = Started { link, name, began: Instant::now(), event: Arc::clone(event) };
+        self.tell(Started { link, name, began: Instant::now(), event: Arc::clone(event) });
+    }
+
+    /// Takes note of a block's kernels, the first of which was asked for at `began`, and which are done when `event` fires.
+    pub(crate) fn computed(&self, name: String, began: Instant, event: Arc<dyn Event>) {
+        self.tell(Started { link: Link::Compute, name, began, event });
+    }
+
+    fn tell(&self, started: Started) {
         // The thread ends with this value, not before.
         let _ = self.sender.as_ref().map(|sender| sender.send(Told::Copy(started)));
     }
@@ -127,7 +137,7 @@ struct Queue {
 
 /// Notes copies as they end, until nobody can start any more.
 fn follow(timeline: &Timeline, copies: &Receiver<Told>) {
-    let mut queues: [Queue; 3] = Default::default();
+    let mut queues: [Queue; 4] = Default::default();
     loop {
         let idle = queues.iter().all(|queue| queue.started.is_empty());
         let next = if idle {
@@ -147,7 +157,11 @@ fn follow(timeline: &Timeline, copies: &Receiver<Told>) {
         for queue in &mut queues {
             while queue.started.front().is_some_and(|copy| copy.event.is_done()) {
                 let Started { link, name, began, .. } = queue.started.pop_front().expect("just looked at");
-                let resource = if link == Link::Down { Resource::Download } else { Resource::Upload };
+                let resource = match link {
+                    Link::Up | Link::Side => Resource::Upload,
+                    Link::Down => Resource::Download,
+                    Link::Compute => Resource::Device,
+                };
                 timeline.note(resource, queue.free.map_or(began, |free| began.max(free)), name);
                 queue.free = Some(Instant::now());
             }

@@ -8,6 +8,7 @@ use crate::{Backend, HostTensor, OutputSpec, Result};
 use std::ops::DerefMut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Instant;
 use terrace_device::{
     Arena, Bytes, BytesMut, Download, Event, Region, StableBytes, Stream, StreamKind, Upload, UploadSource,
 };
@@ -100,6 +101,14 @@ impl Lane {
     pub(crate) fn started(&self, link: Link, cargo: Cargo, bytes: usize, event: &Arc<dyn Event>) {
         self.moved[usize::from(link == Link::Down)].fetch_add(bytes as u64, Relaxed);
         self.copies.iter().for_each(|copies| copies.started(link, cargo, event));
+    }
+
+    /// Takes note of kernels that were just enqueued, the first at `began`.
+    pub(crate) fn computed(&self, began: Instant, name: impl FnOnce() -> String) -> Result {
+        if let Some(copies) = &self.copies {
+            copies.computed(name(), began, self.compute.record()?);
+        }
+        Ok(())
     }
 
     /// Bytes that were sent up and down since the last call.

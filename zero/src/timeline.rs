@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 pub enum Resource {
     /// The thread that drives blocks. On a device with streams of its own, the time in which it gave them work.
     Compute,
+    /// A device with streams of its own, computing or waiting for what a block computes with.
+    Device,
     /// The same thread, waiting.
     Wait,
     /// The optimizer's update of a chunk, with its checksums.
@@ -28,6 +30,7 @@ impl Resource {
     pub fn words(self) -> &'static str {
         match self {
             Self::Compute => "compute",
+            Self::Device => "device",
             Self::Wait => "compute waits",
             Self::Update => "optimizer",
             Self::UpdateWait => "optimizer waits",

@@ -494,7 +494,7 @@ impl<'a> Training<'a> {
             }
             drop(weights);
             self.pass.release(fetcher, ready)?;
-            self.pass.note(Resource::Compute, began, "forward", block);
+            self.pass.computed(began, "forward", block)?;
         }
         Ok(())
     }
@@ -589,7 +589,7 @@ impl<'a> Training<'a> {
                 }
             }
             drop(accumulators);
-            self.pass.note(Resource::Compute, began, "backward", block);
+            self.pass.computed(began, "backward", block)?;
             // The update of what stays on the device waits for the end of backward.
             if is_last && groups.contains(&block) && block < self.park.groups_of_host() {
                 if !matches!(update, Update::Later) {
@@ -697,6 +697,12 @@ impl Pass<'_> {
         if let Some(timeline) = &self.config.timeline {
             timeline.note(resource, began, format!("{what} {}", self.network.blocks[block].name()));
         }
+    }
+
+    /// The same of its kernels.
+    fn computed(&self, began: Instant, what: &str, block: usize) -> Result {
+        self.note(Resource::Compute, began, what, block);
+        self.lane.computed(began, || format!("{what} {}", self.network.blocks[block].name()))
     }
 
     pub(crate) fn release(&self, fetcher: &mut Fetcher<'_>, ready: Vec<Ready>) -> Result {

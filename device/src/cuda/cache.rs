@@ -52,6 +52,11 @@ impl Cache {
         Self { file: folder.join(format!("{name}.{key:032x}")), key }
     }
 
+    /// PTX that is the same whatever compiler made it.
+    pub(super) fn of_prebuilt(folder: &Path, source: &Source<'_>) -> Self {
+        Self::new(folder, source, &["PTX".to_owned()], (0, 0))
+    }
+
     /// The image, if there is a whole one.
     pub(super) fn read(&self) -> Option<Vec<u8>> {
         let mut bytes = fs::read(&self.file).ok()?;
@@ -94,13 +99,8 @@ impl Cache {
 mod tests {
     use super::*;
 
-    const SOURCE: Source<'_> = Source {
-        name: "add/one.cu",
-        text: "kernel",
-        headers: &[("a.h", "text")],
-        options: &[],
-        prebuilt_ptx: None,
-    };
+    const SOURCE: Source<'_> =
+        Source { name: "add/one.cu", text: "kernel", headers: &[("a.h", "text")], options: &[] };
 
     fn key(source: &Source<'_>, options: &[&str], compiler: (i32, i32)) -> u128 {
         let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();

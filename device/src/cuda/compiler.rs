@@ -2,11 +2,11 @@
 //!
 //! The binary ships sources, not cubins: there is one per generation of cards, and the CUDA compiler is not needed to build
 //! Terrace. NVRTC, CUDA's compiler as a library, takes seconds for all kernels, so images are kept in a folder
-//! (`cache.rs`). Where there is no NVRTC, a source may bring PTX that was compiled earlier; the driver turns it into
-//! machine code.
+//! (`cache.rs`). Where there is no NVRTC, PTX that was compiled elsewhere ([`Compiler::write_prebuilt`]) will do; the driver turns
+//! it into machine code.
 
 use super::cache::Cache;
-use super::device::{Capability, CudaDevice};
+use super::device::{CAPABILITY_MIN, Capability, CudaDevice};
 use super::library::Library;
 use crate::DeviceError;
 use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
@@ -24,8 +24,6 @@ pub struct Source<'a> {
     pub headers: &'a [(&'a str, &'a str)],
     /// Options of NVRTC; the architecture is added.
     pub options: &'a [&'a str],
-    /// PTX of this source, used where there is no compiler.
-    pub prebuilt_ptx: Option<&'a [u8]>,
 }
 
 /// Compiled kernels, ready to be loaded.
@@ -46,7 +44,7 @@ pub enum Origin {
     Compiled,
     /// Found in the folder of compiled images.
     Cached,
-    /// Brought by the source.
+    /// Compiled elsewhere.
     Prebuilt,
 }
 
@@ -55,6 +53,7 @@ pub enum Origin {
 pub struct Compiler {
     capability: Capability,
     cache: Option<PathBuf>,
+    prebuilt: Option<PathBuf>,
 }
 
 /// What NVRTC is told to produce.
@@ -67,15 +66,51 @@ enum Target {
 }
 
 impl Compiler {
-    /// A compiler for this device, which keeps its images in [`default_cache`](Self::default_cache).
+    /// A compiler for this device, which keeps its images in [`default_cache`](Self::default_cache) and looks for others' in
+    /// [`default_prebuilt`](Self::default_prebuilt).
     pub fn new(device: &CudaDevice) -> Self {
-        Self { capability: device.properties().capability, cache: Self::default_cache() }
+        let capability = device.properties().capability;
+        Self { capability, cache: Self::default_cache(), prebuilt: Self::default_prebuilt() }
     }
 
     /// Keeps images in `folder`, or nowhere.
     #[must_use]
     pub fn with_cache(self, folder: Option<PathBuf>) -> Self {
         Self { cache: folder, ..self }
+    }
+
+    /// Takes PTX from `folder` where there is no NVRTC, or from nowhere.
+    #[must_use]
+    pub fn with_prebuilt(self, folder: Option<PathBuf>) -> Self {
+        Self { prebuilt: folder, ..self }
+    }
+
+    /// `$TERRACE_PTX`, else the folder `ptx` beside the program.
+    pub fn default_prebuilt() -> Option<PathBuf> {
+        let named = std::env::var_os("TERRACE_PTX").map(PathBuf::from);
+        named.or_else(|| Some(std::env::current_exe().ok()?.parent()?.join("ptx")))
+    }
+
+    /// Writes PTX of a source to `folder`, for [`compile`](Self::compile) where there is no NVRTC. It is for the oldest generation that
+    /// kernels run on, so that every card's driver can translate it. Needs NVRTC, but no card.
+    ///
+    /// # Errors
+    /// There is no compiler, the source does not compile, or the file cannot be written.
+    pub fn write_prebuilt(source: &Source<'_>, folder: &Path) -> Result<(), DeviceError> {
+        let nvrtc = Nvrtc::open(source.name)?;
+        let target = Target::Ptx(CAPABILITY_MIN.number());
+        let bytes = nvrtc.compile(source, &nvrtc.options(target, source.options), target)?;
+        let file = Cache::of_prebuilt(folder, source);
+        file.write(&bytes);
+        if file.read().as_deref() != Some(&*bytes) {
+            let detail = format!("its PTX cannot be written to {}", folder.display());
+            return Err(DeviceError::Compile {
+                source_name: source.name.to_owned(),
+                detail,
+                log: String::new(),
+            });
+        }
+        Ok(())
     }
 
     /// `$XDG_CACHE_HOME/terrace/kernels`, else `~/.cache/terrace/kernels`.
@@ -86,7 +121,7 @@ impl Compiler {
         Some(root.join("terrace/kernels"))
     }
 
-    /// The source's image: from the cache, else compiled, else what the source brings.
+    /// The source's image: from the cache, else compiled, else prebuilt.
     ///
     /// A cache that cannot be read or written costs time only; a damaged entry is compiled anew and replaced.
     ///
@@ -97,8 +132,10 @@ impl Compiler {
         let nvrtc = match Nvrtc::open(source.name) {
             Ok(nvrtc) => nvrtc,
             Err(missing) => {
-                let prebuilt = source.prebuilt_ptx.ok_or(missing)?;
-                return Ok(image(prebuilt.to_vec(), Origin::Prebuilt));
+                let prebuilt = self.prebuilt.as_deref().map(|folder| Cache::of_prebuilt(folder, source));
+                let bytes =
+                    prebuilt.and_then(|file| file.read()).ok_or_else(|| self.without_prebuilt(missing))?;
+                return Ok(image(bytes, Origin::Prebuilt));
             }
         };
         let target = nvrtc.target(self.capability);
@@ -112,6 +149,19 @@ impl Compiler {
             cache.write(&bytes);
         }
         Ok(image(bytes, Origin::Compiled))
+    }
+}
+
+impl Compiler {
+    /// Adds to what is missing that there is no PTX either.
+    fn without_prebuilt(&self, missing: DeviceError) -> DeviceError {
+        match (missing, &self.prebuilt) {
+            (DeviceError::NoCompiler { source_name, detail }, Some(folder)) => DeviceError::NoCompiler {
+                source_name,
+                detail: format!("{detail}, and PTX of this version's kernels in {}", folder.display()),
+            },
+            (missing, _) => missing,
+        }
     }
 }
 

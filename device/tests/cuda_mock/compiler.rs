@@ -9,7 +9,6 @@ const SOURCE: Source<'_> = Source {
     text: "extern \"C\" __global__ void add_one(int *x, unsigned n) {}\n",
     headers: &[("types.cuh", "typedef unsigned u32;")],
     options: &["--std=c++17"],
-    prebuilt_ptx: None,
 };
 
 fn folder(name: &str) -> PathBuf {
@@ -105,7 +104,12 @@ fn without_a_compiler_there_is_advice_or_prebuilt_code() {
         own.split(':').map(|path| PathBuf::from(path).join("libcuda.so.1")).find(|path| path.exists());
     std::os::unix::fs::symlink(driver.expect("the mock driver is on the path"), folder.join("libcuda.so.1"))
         .unwrap();
-    let settings = [("LD_LIBRARY_PATH", folder.to_str().unwrap())];
+    // Written where there is a compiler, before the scene takes it away.
+    let ptx = folder.join("ptx");
+    if std::env::var_os("TERRACE_PTX").is_none() {
+        Compiler::write_prebuilt(&SOURCE, &ptx).unwrap();
+    }
+    let settings = [("LD_LIBRARY_PATH", folder.to_str().unwrap()), ("TERRACE_PTX", ptx.to_str().unwrap())];
     scene("compiler::without_a_compiler_there_is_advice_or_prebuilt_code", &settings, || {
         if let Some(path) = &Library::Nvrtc.open().found {
             println!("not tested: this machine has {}", path.display());
@@ -113,16 +117,19 @@ fn without_a_compiler_there_is_advice_or_prebuilt_code() {
         }
         let device = CudaDevice::open(0).unwrap();
         let compiler = Compiler::new(&device).with_cache(None);
-        let message = compiler.compile(&SOURCE).unwrap_err().to_string();
+        let image = compiler.compile(&SOURCE).unwrap();
+        assert_eq!(image.origin, Origin::Prebuilt);
+        Module::load_image(&device, &image).unwrap().function("add_one").unwrap();
+        // Of other sources there is none.
+        let other = Source { text: "__global__ void other() {}", ..SOURCE };
+        let message = compiler.compile(&other).unwrap_err().to_string();
+        assert!(message.contains("and PTX of this version's kernels in"), "{message}");
+        let message = compiler.with_prebuilt(None).compile(&SOURCE).unwrap_err().to_string();
         for part in
             ["add_one.cu", "libnvrtc", "LD_LIBRARY_PATH", "pip install nvidia-cuda-nvrtc", "CUDA toolkit"]
         {
             assert!(message.contains(part), "{part} in: {message}");
         }
-        let ptx = Source { prebuilt_ptx: Some(b".version 9.0\n.target sm_80\n"), ..SOURCE };
-        let image = compiler.compile(&ptx).unwrap();
-        assert_eq!(image.origin, Origin::Prebuilt);
-        Module::load_image(&device, &image).unwrap().function("add_one").unwrap();
     });
     std::fs::remove_dir_all(&folder).unwrap();
 }

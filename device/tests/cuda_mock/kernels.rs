@@ -11,7 +11,6 @@ const SOURCE: Source<'_> = Source {
     text: "extern \"C\" __global__ void add_one(int *x, unsigned n) {}",
     headers: &[],
     options: &["--std=c++17"],
-    prebuilt_ptx: None,
 };
 
 fn add_one(device: &Arc<CudaDevice>) -> Function {

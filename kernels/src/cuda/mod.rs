@@ -26,9 +26,10 @@ pub use update::{UPDATE_SCRATCH_BYTES, update_kernels};
 
 use crate::{DType, KernelError, KernelSet, Result, View};
 use launch::{Arguments, OnCard};
-use sources::SOURCES;
+use sources::{SOURCES, UPDATE_SOURCES};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
-use terrace_device::cuda::{CudaDevice, CudaStream};
+use terrace_device::cuda::{Compiler, CudaDevice, CudaStream};
 use terrace_device::{Bytes, Device, DeviceError, Region};
 
 /// Device memory that a kernel set keeps besides its operands.
@@ -87,6 +88,17 @@ pub fn with_config(
         elementwise: cuda.clone(),
         reduce: cuda,
     })
+}
+
+/// Writes all kernels to `folder` as PTX, for machines without a compiler: [`Compiler::default_prebuilt`] is where they look. Needs
+/// NVRTC, but no card. Gives the number of files.
+///
+/// # Errors
+/// There is no compiler, a kernel does not compile, or a file cannot be written.
+pub fn write_ptx(folder: &Path) -> Result<usize, DeviceError> {
+    let sources = SOURCES.iter().chain(&UPDATE_SOURCES);
+    sources.clone().try_for_each(|source| Compiler::write_prebuilt(&source.compiled(), folder))?;
+    Ok(sources.count())
 }
 
 #[derive(Debug)]
