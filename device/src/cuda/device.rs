@@ -3,8 +3,9 @@
 use super::context::{Context, ContextGuard};
 use super::driver::{self, check};
 use super::memory::{DeviceMemory, PinnedMemory, PinnedUse, register};
+use super::probe;
 use super::stream::CudaStream;
-use crate::{Arena, Device, DeviceError, Pinned, Space, Stream, StreamKind};
+use crate::{Arena, Device, DeviceError, Pinned, Space, Stream, StreamKind, memory_node};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute as Attribute};
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
@@ -131,6 +132,8 @@ fn text(doing: &str, write: impl FnOnce(*mut c_char, c_int) -> sys::CUresult) ->
 #[derive(Debug)]
 pub struct CudaDevice {
     properties: Properties,
+    /// Of the host, near the card.
+    memory_node: Option<u32>,
     compute: Arc<CudaStream>,
     context: Arc<Context>,
 }
@@ -153,7 +156,8 @@ impl CudaDevice {
         }
         let context = Arc::new(Context::retain(device, ordinal)?);
         let compute = Arc::new(CudaStream::new(Arc::clone(&context), StreamKind::Compute)?);
-        Ok(Arc::new(Self { properties, compute, context }))
+        let memory_node = probe::memory_node(&properties.bus_id);
+        Ok(Arc::new(Self { properties, memory_node, compute, context }))
     }
 
     /// What the device is.
@@ -240,7 +244,9 @@ impl Device for CudaDevice {
         Ok(self.cuda_stream(kind)?)
     }
 
+    /// Its pages come from the memory node that the card is attached to, as far as nobody has touched them and it has room.
     unsafe fn pin(&self, start: NonNull<u8>, len: usize) -> Result<Pinned, DeviceError> {
+        let _ = self.memory_node.is_some_and(|node| memory_node::prefer(start, len, node));
         // SAFETY: the caller's promise is the same.
         unsafe { register(Arc::clone(&self.context), start, len) }
     }

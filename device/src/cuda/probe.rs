@@ -78,17 +78,30 @@ fn devices() -> Result<Vec<CardReport>, DeviceError> {
     (0..device_count()?).map(|ordinal| Ok(card(Properties::read(ordinal)?.1))).collect()
 }
 
+/// Where Linux tells of devices by their address.
+const PCI: &str = "/sys/bus/pci/devices";
+
+/// The memory node of the host that the device at an address is attached to.
+pub(super) fn memory_node(bus_id: &str) -> Option<u32> {
+    node_in(&Path::new(PCI).join(bus_id))
+}
+
 fn card(properties: Properties) -> CardReport {
-    let folder = Path::new("/sys/bus/pci/devices").join(&properties.bus_id);
-    let link = |which: &str| {
-        Some(Link {
-            width: read(&folder, &format!("{which}_link_width"))?,
-            speed: read(&folder, &format!("{which}_link_speed"))?,
-        })
-    };
-    // Where memory has one node the kernel says -1.
-    let numa_node = read::<i32>(&folder, "numa_node").and_then(|node| u32::try_from(node).ok());
-    CardReport { numa_node, link: link("current"), link_max: link("max"), properties }
+    let folder = Path::new(PCI).join(&properties.bus_id);
+    let link = |which: &str| link_in(&folder, which);
+    CardReport { numa_node: node_in(&folder), link: link("current"), link_max: link("max"), properties }
+}
+
+fn link_in(folder: &Path, which: &str) -> Option<Link> {
+    Some(Link {
+        width: read(folder, &format!("{which}_link_width"))?,
+        speed: read(folder, &format!("{which}_link_speed"))?,
+    })
+}
+
+/// Where memory has one node the kernel says -1.
+fn node_in(folder: &Path) -> Option<u32> {
+    read::<i32>(folder, "numa_node").and_then(|node| u32::try_from(node).ok())
 }
 
 fn read<T: FromStr>(folder: &Path, name: &str) -> Option<T> {
@@ -115,6 +128,23 @@ fn version(library: Library) -> Option<String> {
 mod tests {
     use super::*;
     use crate::cuda::CudaDevice;
+
+    #[test]
+    fn what_linux_tells_of_a_card() {
+        let folder = std::env::temp_dir().join(format!("terrace-pci-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
+        assert_eq!((node_in(&folder), link_in(&folder, "current")), (None, None));
+        write("numa_node", "-1\n");
+        write("current_link_width", "16\n");
+        write("current_link_speed", "2.5 GT/s PCIe\n");
+        let link = Link { width: 16, speed: "2.5 GT/s PCIe".into() };
+        assert_eq!((link_in(&folder, "current"), link_in(&folder, "max")), (Some(link), None));
+        assert_eq!(node_in(&folder), None, "memory has one node");
+        write("numa_node", "1\n");
+        assert_eq!(node_in(&folder), Some(1));
+        fs::remove_dir_all(&folder).unwrap();
+    }
 
     #[test]
     fn what_is_missing_is_said() {
