@@ -161,6 +161,9 @@ fn what_a_card_lacks_is_said() {
     let elsewhere =
         bench.generate("model").args(&["--prompt-ids", "1", "--device", "cuda:0", "--kv", "host"]);
     elsewhere.fails(2, &["--kv host is not available", "in the card's memory"]);
+    let unpinned = train(&bench, "unpinned", "cuda:0").args(&["--offload", "host"]);
+    let ended = unpinned.environment("TERRACE_MOCK_FAIL", "cuMemHostRegister_v2:1:2").ok();
+    assert!(ended.stderr.contains("warning: the driver could not pin"), "{}", ended.stderr);
     let broken = run().environment("TERRACE_MOCK_FAIL", "cuLaunchKernel:40:700");
     broken.fails(1, &["the device was lost", "start the command again", "the last committed step is safe"]);
 }

@@ -50,6 +50,11 @@ pub trait Device: Send + Sync + Debug {
         let _ = (start, len);
         Ok(Pinned::none())
     }
+
+    /// Bytes that it was asked to [`pin`](Self::pin) and could not.
+    fn unpinned_bytes(&self) -> u64 {
+        0
+    }
 }
 
 /// A queue of work that runs in order.

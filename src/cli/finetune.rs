@@ -95,6 +95,7 @@ pub fn train(
     } else {
         Engine::create(config, session.backend.clone(), model.blocks, &sample, source)?
     };
+    session.warn_of_slow_copies();
     let windows = say_plan(&engine, &run, loading);
     // The cut into chunks is a property of state that is resumed.
     run.pinned.as_ref().map_or(Ok(()), |pinned| pinned.check_windows(&windows))?;

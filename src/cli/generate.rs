@@ -283,7 +283,9 @@ impl Frozen {
             let model = Model::stored_as(ModelConfig::from_folder(folder)?, weights);
             let mut source = SafetensorsSource::open(folder)?;
             source.validate(&all_params(&model.blocks))?;
-            Engine::create(config, session.backend.clone(), model.blocks, sample, &mut source)
+            let engine = Engine::create(config, session.backend.clone(), model.blocks, sample, &mut source)?;
+            session.warn_of_slow_copies();
+            Ok(engine)
         };
         let mut frozen = Self { engine: None, dirs: Vec::new() };
         // Without a tier asked for, weights that do not fit a card stream from memory, and from a disk if there is one.

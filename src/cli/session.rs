@@ -82,6 +82,18 @@ impl Session {
         self.device_free.is_some()
     }
 
+    /// Says if copies of the engine that was just made will be slow.
+    pub fn warn_of_slow_copies(&self) {
+        let bytes = self.backend.device.unpinned_bytes();
+        if bytes > 0 {
+            eprintln!(
+                "warning: the driver could not pin {} of host memory, so copies from and to it are slower; lower --host-memory, or \
+                 raise the limit of locked memory (ulimit -l)",
+                terrace_tiers::ByteSize(bytes)
+            );
+        }
+    }
+
     /// Name and free memory of the card, if there is one.
     pub fn card(&self) -> Option<(String, u64)> {
         self.device_free.map(|free| (self.backend.device.name().to_owned(), free))

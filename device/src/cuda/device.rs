@@ -11,6 +11,7 @@ use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// The oldest card whose tensor cores multiply bf16 (Ampere).
 pub const CAPABILITY_MIN: Capability = Capability { major: 8, minor: 0 };
@@ -134,6 +135,8 @@ pub struct CudaDevice {
     properties: Properties,
     /// Of the host, near the card.
     memory_node: Option<u32>,
+    /// Of the host, that the driver refused.
+    unpinned_bytes: AtomicU64,
     compute: Arc<CudaStream>,
     context: Arc<Context>,
 }
@@ -157,7 +160,7 @@ impl CudaDevice {
         let context = Arc::new(Context::retain(device, ordinal)?);
         let compute = Arc::new(CudaStream::new(Arc::clone(&context), StreamKind::Compute)?);
         let memory_node = probe::memory_node(&properties.bus_id);
-        Ok(Arc::new(Self { properties, memory_node, compute, context }))
+        Ok(Arc::new(Self { properties, memory_node, unpinned_bytes: AtomicU64::new(0), compute, context }))
     }
 
     /// What the device is.
@@ -248,6 +251,11 @@ impl Device for CudaDevice {
     unsafe fn pin(&self, start: NonNull<u8>, len: usize) -> Result<Pinned, DeviceError> {
         let _ = self.memory_node.is_some_and(|node| memory_node::prefer(start, len, node));
         // SAFETY: the caller's promise is the same.
-        unsafe { register(Arc::clone(&self.context), start, len) }
+        let pinned = unsafe { register(Arc::clone(&self.context), start, len) };
+        pinned.inspect_err(|_| _ = self.unpinned_bytes.fetch_add(len as u64, Relaxed))
+    }
+
+    fn unpinned_bytes(&self) -> u64 {
+        self.unpinned_bytes.load(Relaxed)
     }
 }
