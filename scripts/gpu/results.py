@@ -21,7 +21,7 @@ def median(values):
 
 
 def number(value):
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:.0f}" if 1000 <= value < 1e9 else f"{value:.3g}"
 
 
 def stages(lines):
@@ -44,7 +44,7 @@ def comparisons(lines):
         wrong = sum(case["verdict"] != "ok" for case in cases)
         most = lambda key: number(max((case[key] for case in cases if key in case), default=math.inf))
         rows.append([op, variant, str(len(cases)), str(wrong), most("worst"), most("rms")])
-    header = ["against torch", "variant", "cases", "wrong", "error / allowed", "r.m.s."]
+    header = ["against torch", "variant", "cases", "wrong", "error / allowed", "r.m.s. error"]
     table = columns(rows, header) if rows else []
     return table + [""] * bool(notes) + notes
 

@@ -283,8 +283,8 @@ def zero(case):
 
 
 def adam(case):
-    """Bound: 2⁻²² of a moment and what is added to it; of a weight 2⁻²³, and 2⁻²⁰ of its change. A weight with a master is that,
-    rounded: the very bits."""
+    """Bound: 2⁻²² of a moment and what is added to it; of a weight 2⁻²³, 2⁻²⁰ of its change, and how far the moments move it.
+    A weight with a master is that, rounded, in bf16 with ties away from zero (`optimizer/src/split.rs`): the very bits."""
     master, gradient = case["master"], case["gradient"] * case.number("grad_scale")
     parameter = torch.nn.Parameter(master.clone())
     parameter.grad = gradient.clone()
@@ -296,18 +296,19 @@ def adam(case):
     optimizer.state[parameter] = {"step": step, "exp_avg": case["m"], "exp_avg_sq": case["v"]}
     optimizer.step()
     state, now = optimizer.state[parameter], parameter.detach()
-    seen = gradient.abs() if decoupled else gradient.abs() + case.number("decay") * master.abs()
+    decay = 0 if decoupled else case.number("decay") * master
+    whole, seen = (gradient + decay).abs(), gradient.abs() + abs(decay)
     m, v = state["exp_avg"], state["exp_avg_sq"]
+    of_m, of_v = 2.0**-22 * (case["m"].abs() + seen), 2.0**-22 * (v + (1 - beta2) * whole * seen)
     # A moment that nearly cancels moves the weight by what its terms are off.
-    of_m = 2.0**-22 * (case["m"].abs() + seen)
-    moved = of_m / m.abs().clamp(min=1e-30) * (now - master).abs() + case.number("lr") * 2.0**-20
-    results = {
-        "m": (m, of_m),
-        "v": (v, 2.0**-22 * (v + (1 - beta2) * seen.square())),
-        "master": (now, 2.0**-23 * master.abs() + 2.0**-20 * (now - master).abs() + moved),
-    }
+    change = (now - master).abs()
+    moved = change * (of_m / m.abs() + of_v / v).nan_to_num(0, 0)
+    results = {"m": (m, of_m), "v": (v, of_v), "master": (now, 2.0**-23 * master.abs() + 2.0**-20 * change + moved)}
     if "weight" in case.results:
-        results["weight"] = case.results["master"].double(), EXACT
+        found = case.results["master"]
+        if case.results["weight"].dtype == torch.bfloat16:
+            found = (found.view(torch.int32) + 0x8000 >> 16 << 16).view(torch.float32)
+        results["weight"] = found.double(), EXACT
     return results
 
 
@@ -376,7 +377,7 @@ def main():
         line = check(path, options.device)
         print(json.dumps(line), flush=True)
         count, wrong = count + 1, wrong + (line["verdict"] != "ok")
-        figures = f"{line['worst']:7.3f} of what is allowed, r.m.s. {line['rms']:.1e}" if "worst" in line else ""
+        figures = f"{line['worst']:.3g} of what is allowed, r.m.s. {line['rms']:.1e}" if "worst" in line else ""
         words = [f"{line['verdict']:5}", line["op"], line["variant"], line["name"], figures, line.get("detail", "")]
         print("  ".join(filter(None, words)), file=sys.stderr, flush=True)
     print(f"{count} cases, {wrong} wrong, torch {torch.__version__} on {options.device}", file=sys.stderr)

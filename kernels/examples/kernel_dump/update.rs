@@ -15,7 +15,12 @@ pub fn run(rig: &Rig) {
     let Some(kernels) = &rig.updates else {
         return;
     };
-    let mixes = [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::BF16, DType::BF16)];
+    let mixes = [
+        (DType::F32, DType::F32),
+        (DType::BF16, DType::F32),
+        (DType::BF16, DType::BF16),
+        (DType::F16, DType::F16),
+    ];
     for (params, (dtype, of_gradient)) in pairs(&rig.sizes(&[100_003, 4096, 1], &[1000, 65]), &mixes) {
         for (step, decoupled) in [(1, true), (1000, true), (7, false)] {
             adam(rig, params, (dtype, of_gradient), step, decoupled);
