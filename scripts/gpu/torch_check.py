@@ -100,9 +100,8 @@ def rms_norm(case):
 
 def rms_norm_backward(case):
     """Bound: 2⁻²¹ of both terms of dx, the second with magnitudes summed; `sums` over rows for dweight."""
-    x, weight, dout, eps = case["x"], case["weight"], case["dout"], case.number("eps")
-    rows, width = x.shape
-    x.requires_grad_(), weight.requires_grad_()
+    x, weight = case["x"].requires_grad_(), case["weight"].requires_grad_()
+    dout, eps, (rows, width) = case["dout"], case.number("eps"), x.shape
     dx, dweight = torch.autograd.grad(F.rms_norm(x, (width,), weight, eps), (x, weight), dout)
     x, weight = x.detach(), weight.detach()
     rstd = (x.square().mean(1, keepdim=True) + eps).rsqrt()
@@ -370,8 +369,6 @@ def main():
     parser.add_argument("folder", type=Path, help="what kernel-dump wrote")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where torch computes")
     options = parser.parse_args()
-    # Autocasts of float32 do not matter in float64; a reference on a card is to be as exact as it can.
-    torch.backends.cuda.matmul.allow_tf32 = False
     count, wrong = 0, 0
     for path in sorted(options.folder.glob("*.safetensors")):
         line = check(path, options.device)

@@ -80,7 +80,7 @@ pub fn run(rig: &Rig) {
     for (sizes, mix) in pairs(&rig.sizes(&TRAINING, &TRAINING_TINY), &MIXES) {
         training(rig, sizes, mix);
     }
-    let capacity = if rig.tiny { 2 * PAGE } else { 13 * PAGE };
+    let capacity = if rig.tiny { 2 * PAGE } else { 9 * PAGE };
     for (sizes, mix) in pairs(&rig.sizes(&DECODING, &DECODING_TINY), &MIXES) {
         for in_pages in [false, true] {
             decoding(rig, sizes, mix, capacity, in_pages);
