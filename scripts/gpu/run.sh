@@ -9,6 +9,7 @@ usage: ./run.sh [OPTION]... [STAGE]...
 stages, all without any; each has a time limit, and what fails in one does not keep the others from running:
   report      what the machine has; fails without a card
   kernels     every kernel on the card against the reference
+  torch       every kernel on the card against torch's own functions; skipped without torch
   engine      placement invariance, parity with torch and transformers, crashes and limits: training on the card
   sanitizer   compute-sanitizer's memcheck and racecheck over tests of kernels
   bench       copies and kernels, alternating with torch
@@ -24,7 +25,7 @@ stages, all without any; each has a time limit, and what fails in one does not k
   --tiny          small sizes, for drivers that only play a card
 
 PYTHON names the interpreter with torch [default: python3]. TERRACE_TEST_DEVICE names the card [default: cuda:0].
-The exit status is 1 if a stage that checks (report, kernels, engine, sanitizer, end-to-end) failed.
+The exit status is 1 if a stage that checks (all but bench) failed.
 END
 }
 
@@ -41,13 +42,13 @@ while (($#)); do
         shift
         ;;
     --tiny) sizes=tiny ;;
-    report | kernels | engine | sanitizer | bench | end-to-end) stages+=("$1") ;;
+    report | kernels | torch | engine | sanitizer | bench | end-to-end) stages+=("$1") ;;
     -h | --help) usage; exit 0 ;;
     *) usage >&2; exit 2 ;;
     esac
     shift
 done
-((${#stages[@]})) || stages=(report kernels engine sanitizer bench end-to-end)
+((${#stages[@]})) || stages=(report kernels torch engine sanitizer bench end-to-end)
 [[ -z $peer ]] || peer=$(realpath "$peer")
 mkdir -p "$output" "$scratch" || exit 2
 output=$(cd "$output" && pwd)
@@ -124,6 +125,30 @@ run_tests() {
 
 kernels() {
     run_tests --include-ignored -- tests/kernels-*
+}
+
+# Cases of a dump that ended early are compared, too.
+torch_check() {
+    if ! "$python" -c 'import torch' 2>/dev/null; then
+        echo "torch: not found: skipped"
+        detail="torch not found"
+        return 77
+    fi
+    local arguments=() dumped compared left
+    [[ $sizes == full ]] || arguments=(--device cpu)
+    timeout -k 5 $((deadline - SECONDS)) bin/kernel-dump --output "$work/dump" --sizes "$sizes" --device "${TERRACE_TEST_DEVICE#cuda:}"
+    dumped=$?
+    # No seconds would be no limit.
+    left=$((deadline - SECONDS))
+    ((left > 0)) || left=1
+    timeout -k 5 "$left" "$python" torch_check.py "$work/dump" "${arguments[@]}" | tee -a "$lines"
+    compared=$?
+    rm -rf "$work/dump"
+    detail="$(grep -c '"check": "torch".*"verdict": "ok"' "$lines") right"
+    detail+=", $(grep '"check": "torch"' "$lines" | grep -vc '"verdict": "ok"') wrong"
+    ((dumped == 0)) || detail+=", not every case was run"
+    ((compared != 124 && compared != 137)) || detail+=", not every case was compared"
+    ((dumped == 0 && compared == 0))
 }
 
 engine() {
@@ -206,6 +231,7 @@ run_stage() {
     case $1 in
     report) report ;;
     kernels) kernels ;;
+    torch) torch_check ;;
     engine) engine ;;
     sanitizer) sanitizer ;;
     bench) bench ;;
@@ -214,7 +240,7 @@ run_stage() {
 }
 
 # Seconds that a stage may take.
-declare -A limits=([report]=20 [kernels]=90 [engine]=110 [sanitizer]=100 [bench]=110 [end-to-end]=160)
+declare -A limits=([report]=20 [kernels]=90 [torch]=50 [engine]=100 [sanitizer]=90 [bench]=100 [end-to-end]=140)
 
 worst=0
 for stage in "${stages[@]}"; do

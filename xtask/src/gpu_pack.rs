@@ -20,7 +20,7 @@ struct Programs {
     places: &'static [(&'static str, &'static str)],
 }
 
-const PROGRAMS: [Programs; 5] = [
+const PROGRAMS: [Programs; 6] = [
     Programs {
         command: "cargo build --release -p terrace -p terrace-aio --bins",
         places: &[("terrace", "bin/terrace"), ("aio-bench", "bin/aio-bench")],
@@ -41,6 +41,10 @@ const PROGRAMS: [Programs; 5] = [
     Programs {
         command: "cargo build --release -p terrace-kernels --bench cuda",
         places: &[("cuda", "bin/cuda-bench")],
+    },
+    Programs {
+        command: "cargo build --release -p terrace-kernels --example kernel_dump",
+        places: &[("kernel_dump", "bin/kernel-dump")],
     },
 ];
 
