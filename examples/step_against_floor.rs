@@ -7,10 +7,10 @@
 //! cores as well, and is part of the former. What is expected is made of the same figures in the order of a step's work.
 //!
 //! Then, on the disk as it is, what the disk and clipping cost: engines with everything in memory, with state on disk, with clipping as
-//! well, and with copies besides take turns again.
+//! well, and with copies besides take turns again. What is expected of them has the disk's speed as it was measured just before.
 //!
-//! Usage: `step_against_floor [SIZE [STEPS [DIRECTORY [PART]]]]`, with SIZE `tiny` (default), `97m` or `315m`, and PART `throttled` or
-//! `real` for one of the two.
+//! Usage: `step_against_floor [SIZE [STEPS [DIRECTORY [PART]]]]`, with SIZE `tiny` (default), `97m`, `315m` or `315m-short`, which has
+//! an eighth of the tokens, and PART `throttled` or `real` for one of the two, or `slow` for the slower of the throttled disks.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -30,10 +30,11 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 /// Hidden size, layers, intermediate size, vocabulary, sequences, positions.
 type Shape = [usize; 6];
 
-const SIZES: [(&str, Shape); 3] = [
+const SIZES: [(&str, Shape); 4] = [
     ("tiny", [128, 4, 384, 1024, 2, 128]),
     ("97m", [768, 12, 2048, 8192, 4, 256]),
     ("315m", [1024, 24, 2816, 8192, 4, 256]),
+    ("315m-short", [1024, 24, 2816, 8192, 1, 128]),
 ];
 
 fn main() -> Result<()> {
@@ -42,13 +43,14 @@ fn main() -> Result<()> {
     let steps: usize = arguments.next().map_or(Ok(4), |steps| steps.parse())?;
     let place = arguments.next().map_or_else(std::env::temp_dir, PathBuf::from);
     let part = arguments.next();
-    let (_, shape) = SIZES.iter().find(|(name, _)| *name == size).ok_or("SIZE is tiny, 97m or 315m")?;
+    let (_, shape) =
+        SIZES.iter().find(|(name, _)| *name == size).ok_or("SIZE is tiny, 97m, 315m or 315m-short")?;
     let case = Case::new(shape)?;
 
     let mut memory = case.engine(None, None, false, WindowOverrides::default())?;
     let compute = median((0..steps + 1).map(|_| Ok(case.step(&mut memory)?.seconds)).collect::<Result<_>>()?);
     println!("{size}: {} parameters, {compute:.3} s a step with everything in memory", memory.parameters());
-    if part.as_deref() != Some("throttled") {
+    if !matches!(part.as_deref(), Some("throttled" | "slow")) {
         costs(&case, &mut memory, steps, tempfile::tempdir_in(&place)?.path())?;
     }
     if part.as_deref() == Some("real") {
@@ -58,7 +60,8 @@ fn main() -> Result<()> {
         "clip  copies  disk/compute  MB/s    floor s  beside s  × floor  × expected  after s  × floor  after/beside"
     );
     for (clip, copies) in [(None, false), (Some(1.0), false), (Some(1.0), true)] {
-        for slowness in [2.0, 0.5] {
+        for slowness in if part.as_deref() == Some("slow") { &[2.0][..] } else { &[2.0, 0.5] } {
+            let slowness = *slowness;
             let compare = Comparison { case: &case, clip, copies, slowness, compute, steps };
             compare.run(&mut memory, &tempfile::tempdir_in(&place)?.path().join("state"))?;
         }
@@ -126,6 +129,17 @@ impl Case {
         Ok(Engine::create(config, backend, build(&self.model), &sample, &mut RandomSource::new(1))?)
     }
 
+    /// What the machine can do, from the seconds of a step of `memory` and of the update in it.
+    fn capabilities(&self, memory: &Engine, compute: f64, update: f64, disk: Rates) -> Capabilities {
+        Capabilities {
+            training: Some(memory.flops_per_step() as f64 / (compute - update)),
+            updates: Some(memory.step_work().parameters as f64 / update),
+            checksums: Some(self.checksums),
+            disks: vec![(1.0, disk)],
+            ..Capabilities::default()
+        }
+    }
+
     fn step(&self, engine: &mut Engine) -> Result<StepReport> {
         Ok(engine.train_step(std::slice::from_ref(&self.batch), 1e-4)?)
     }
@@ -143,20 +157,35 @@ fn costs(case: &Case, memory: &mut Engine, steps: usize, path: &Path) -> Result<
         let disk = (&path.join(name), ThrottleConfig::default());
         engines.push(case.engine(Some(disk), clip, copies, WindowOverrides::default())?);
     }
-    let mut rounds = Vec::new();
+    let mut works = vec![memory.step_work()];
+    works.extend(engines.iter().map(Engine::step_work));
+    let profile = measure::disks(&IoConfig::default(), &[path.to_owned()], measure::Effort::QUICK)?.0;
+    let found = profile.paths.first().ok_or("a disk was measured")?;
+    let rates = Rates {
+        read_bytes_per_second: found.read_bytes_per_second,
+        write_bytes_per_second: found.write_bytes_per_second,
+        mixed_bytes_per_second: found.mixed_bytes_per_second,
+    };
+    let (mut rounds, mut updates) = (Vec::new(), Vec::new());
     // The first steps find empty windows.
     for round in 0..=steps {
-        let mut seconds = vec![case.step(memory)?.seconds];
+        let report = case.step(memory)?;
+        let mut seconds = vec![report.seconds];
         for engine in &mut engines {
             seconds.push(case.step(engine)?.seconds);
         }
-        rounds.extend((round > 0).then_some(seconds));
+        if round > 0 {
+            updates.push(report.update_seconds);
+            rounds.push(seconds);
+        }
     }
-    println!("                      s  × in memory  × on disk without clipping");
+    let column = |index: usize| median(rounds.iter().map(|round| round[index]).collect());
+    let can = case.capabilities(memory, column(0), median(updates), rates);
+    println!("                      s  × in memory  × on disk without clipping  × expected");
     for (index, name) in ["in memory"].into_iter().chain(CASES.map(|(name, ..)| name)).enumerate() {
         let to = |other: usize| median(rounds.iter().map(|round| round[index] / round[other]).collect());
-        let seconds = median(rounds.iter().map(|round| round[index]).collect());
-        println!("{name:16}  {seconds:6.3}  {:11.3}  {:26.3}", to(0), to(1));
+        let (seconds, expected) = (column(index), step_seconds(&works[index], &can).unwrap_or(f64::NAN));
+        println!("{name:16}  {seconds:6.3}  {:11.3}  {:26.3}  {:10.3}", to(0), to(1), seconds / expected);
     }
     for engine in engines {
         engine.remove_state()?;
@@ -213,20 +242,9 @@ impl Comparison<'_> {
         let [compute, beside_seconds, after_seconds] = seconds.map(median);
         let update = median(updates);
         let floor = compute.max(bytes as f64 / rate);
-        let can = Capabilities {
-            training: Some(memory.flops_per_step() as f64 / (compute - update)),
-            updates: Some(work.parameters as f64 / update),
-            checksums: Some(self.case.checksums),
-            disks: vec![(
-                1.0,
-                Rates {
-                    read_bytes_per_second: rate,
-                    write_bytes_per_second: rate,
-                    mixed_bytes_per_second: rate,
-                },
-            )],
-            ..Capabilities::default()
-        };
+        let rates =
+            Rates { read_bytes_per_second: rate, write_bytes_per_second: rate, mixed_bytes_per_second: rate };
+        let can = self.case.capabilities(memory, compute, update, rates);
         let expected = step_seconds(&work, &can).unwrap_or(f64::NAN);
         println!(
             "{:4}  {:6}  {:12.2}  {:6.0}  {floor:7.3}  {beside_seconds:8.3}  {:7.3}  {:10.3}  {after_seconds:7.3}  {:7.3}  {:12.2}",

@@ -191,6 +191,7 @@ fn what_needs_no_data_is_refused_before_data_is_read() {
         run().path("--disk", &broken).fails(1, &["--disk ", "broken.jsonl: this is not a directory"]);
         run().path("--disk", &broken.join("a/b")).fails(1, &["--disk ", "broken.jsonl is not a directory"]);
     }
+    cmd(&["report"]).path("--ptx", &broken).fails(1, &["--ptx ", "broken.jsonl: this is not a directory"]);
 }
 
 #[test]

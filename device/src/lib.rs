@@ -12,7 +12,7 @@ pub mod cuda;
 mod device;
 mod error;
 pub mod host;
-mod memory_node;
+pub mod memory_node;
 mod pinned;
 pub mod sim;
 mod transfer;

@@ -1,7 +1,8 @@
 //! Which memory node of the host pages come from.
 
-use std::ffi::{c_int, c_ulong};
-use std::ptr::NonNull;
+use std::ffi::{c_int, c_uint, c_ulong};
+use std::ptr::{NonNull, null, null_mut};
+use std::sync::OnceLock;
 
 /// `MPOL_PREFERRED` of Linux: from the node while it has pages, else from the others.
 const PREFERRED: c_int = 1;
@@ -23,10 +24,74 @@ pub(crate) fn prefer(start: NonNull<u8>, bytes: usize, node: u32) -> bool {
     result == 0
 }
 
+/// Memory nodes of this machine; 1 where the system does not say.
+pub fn count() -> usize {
+    static COUNT: OnceLock<usize> = OnceLock::new();
+    *COUNT.get_or_init(|| {
+        let online = std::fs::read_to_string("/sys/devices/system/node/online");
+        online.ok().and_then(|list| members(list.trim())).unwrap_or(1).max(1)
+    })
+}
+
+/// How many numbers a list such as `0-3,8` has.
+fn members(list: &str) -> Option<usize> {
+    let numbers = |range: &str| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        (last.parse::<usize>().ok()? + 1).checked_sub(first.parse().ok()?)
+    };
+    list.split(',').map(numbers).sum()
+}
+
+/// The node that the first page of `bytes` comes from. `None` where the system does not tell (containers may forbid it).
+pub fn of(bytes: &[u8]) -> Option<u32> {
+    const NODE: c_ulong = 1;
+    const OF_ADDRESS: c_ulong = 2;
+    let mut node: c_int = -1;
+    // SAFETY: `node` is written to; no mask is asked for; the page belongs to the slice, whose bytes stay what they are.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_get_mempolicy,
+            &raw mut node,
+            null_mut::<c_ulong>(),
+            0 as c_ulong,
+            bytes.as_ptr(),
+            NODE | OF_ADDRESS,
+        )
+    };
+    if result == 0 { u32::try_from(node).ok() } else { None }
+}
+
+/// The node of the core that the calling thread runs on just now.
+pub fn here() -> Option<u32> {
+    let (mut core, mut node): (c_uint, c_uint) = (0, 0);
+    // SAFETY: both are written to; the last argument has no use since Linux 2.6.24.
+    let result = unsafe { libc::syscall(libc::SYS_getcpu, &raw mut core, &raw mut node, null::<u8>()) };
+    (result == 0).then_some(node)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::host::HostMemory;
+
+    #[test]
+    fn lists_have_members() {
+        for (list, count) in
+            [("0", Some(1)), ("0-1", Some(2)), ("0-3,8,10-11", Some(7)), ("", None), ("3-1", None)]
+        {
+            assert_eq!(members(list), count, "{list}");
+        }
+        assert!(count() >= 1);
+    }
+
+    /// On a machine with one node there is no other answer, and on others pages come from where they are touched, if there is room.
+    #[test]
+    fn pages_and_threads_have_a_node() {
+        let bytes = vec![1_u8; 1 << 16];
+        if let (1, Some(page), Some(thread)) = (count(), of(&bytes), here()) {
+            assert_eq!((page, thread), (0, 0));
+        }
+    }
 
     /// The policy of a page: its mode and the first word of its nodes.
     fn policy(start: NonNull<u8>) -> Option<(c_int, c_ulong)> {

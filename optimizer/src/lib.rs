@@ -45,6 +45,7 @@ mod groups;
 mod isa;
 mod layout;
 mod loss_scale;
+mod nodes;
 mod norm;
 mod ranges;
 mod schedule;

@@ -1,10 +1,11 @@
 //! What every optimizer looks like to the engine: a pure function from a gradient to new state bytes.
 
 use half::{bf16, f16};
-use rayon::prelude::*;
+use terrace_device::memory_node;
 
 use crate::error::Result;
 use crate::layout::StateLayout;
+use crate::nodes::share_out;
 
 /// Parameters per piece of [`update_threaded`]. Fixed, so that the pieces never depend on the thread count, and a
 /// multiple of any block that a block-scaled format may use.
@@ -120,7 +121,8 @@ pub trait Optimizer: Send + Sync {
     fn initialize(&self, weights: &[f32], state: &mut [&mut [u8]]) -> Result<()>;
 }
 
-/// [`Optimizer::update`] divided over the threads of `pool` in pieces of [`THREAD_CHUNK`] parameters.
+/// [`Optimizer::update`] divided over the threads of `pool` in pieces of [`THREAD_CHUNK`] parameters. On a machine with several
+/// memory nodes a thread begins with those that its own node has.
 ///
 /// Gives the same bits as one call on one thread.
 ///
@@ -158,5 +160,11 @@ pub(crate) fn in_pieces<E: Send>(
         .chunks(THREAD_CHUNK)
         .map(|gradient| (gradient, kinds.iter_mut().filter_map(Iterator::next).collect()))
         .collect();
-    pool.install(|| pieces.into_par_iter().try_for_each(|(gradient, mut state)| update(gradient, &mut state)))
+    let is_one = memory_node::count() == 1;
+    let node_of = |(_, state): &(Gradient<'_>, Vec<&mut [u8]>)| {
+        let largest = state.iter().max_by_key(|slice| slice.len()).filter(|_| !is_one);
+        largest.and_then(|slice| memory_node::of(slice))
+    };
+    let here = || if is_one { None } else { memory_node::here() };
+    share_out(pool, pieces, node_of, here, |(gradient, mut state)| update(gradient, &mut state))
 }

@@ -64,6 +64,7 @@ fn print_text(text: &str) -> Result<(), CliError> {
 
 fn report(args: &ReportArgs) -> Result<(), CliError> {
     if let Some(folder) = &args.ptx {
+        checks::writable("--ptx", folder)?;
         let files = terrace_kernels::cuda::write_ptx(folder).map_err(CliError::failed)?;
         eprintln!("{files} files with kernels are in {}", folder.display());
     }

@@ -40,7 +40,7 @@ const BUFFER: usize = packed_len(HEAD_MAX, 48, ROWS) + 16;
 const SCORES: usize = packed_len(ROWS, 8, KEYS) + 16;
 
 const _: () = assert!(
-    4 * (9 * BUFFER + 4 * SCORES + 4 * (ROWS + HEAD_MAX)) <= SCRATCH_BYTES,
+    4 * (11 * BUFFER + 4 * SCORES + 4 * (ROWS + HEAD_MAX)) <= SCRATCH_BYTES,
     "the buffers of the backward pass fit the scratch"
 );
 
@@ -123,8 +123,7 @@ impl Attention for Cpu {
         let dims = check::attention_backward(q, k, v, out, lse, dout, &dq, &dk, &dv);
         let geometry = Geometry::new(dims, None, spec);
         let operands = super::attention_backward::Operands::new(self, geometry, (q, k, v), (out, lse, dout));
-        operands.query_gradient(dq);
-        operands.key_value_gradient(dk, dv);
+        operands.gradients(dq, dk, dv);
         Ok(())
     }
 }

@@ -3,22 +3,29 @@
 //! With `p = exp(scale·q·kᵀ − lse)`, `dp = dout·vᵀ`, `delta = Σ dout·out` of a row and `ds = p·(dp − delta)`:
 //! `dq = scale·ds·k`, `dk = dsᵀ·(scale·q)`, `dv = pᵀ·dout`.
 //!
-//! Two passes: one task per block of rows sums dq over the keys, then one task per block of keys sums dk and dv over the
-//! rows (heads of a group included), both in ascending order in f32. Scores are computed in both, seven products instead
-//! of five; in exchange there is neither a shared accumulator nor memory that grows with S. (Rejected: one pass per
-//! `(b, g)` with f32 dk and dv for a whole sequence. It cannot use more threads than B·G.)
+//! *In one pass* a task takes all of a `(b, g)` pair: block of keys by block of keys it sums dk and dv over the rows (heads of a
+//! group included), and adds to dq, which waits in f32 until all keys have been seen. Five products.
+//!
+//! *In two passes* one task per block of rows sums dq over the keys, then one task per block of keys sums dk and dv. Scores are
+//! computed in both, seven products. This is for few pairs to many threads, and for sequences whose dq does not fit the scratch of
+//! a thread.
+//!
+//! Both add the same products in the same order, keys and rows ascending, in f32: bits depend on neither.
 //!
 //! Tolerance against f64: 1e-5 of the sum of absolute terms, before the rounding.
 
 use super::attention::{Geometry, KEYS, ROWS, RowBlock, key_blocks, plain_rows, visible};
 use super::floats::{Floats, FloatsMut, floats};
 use super::gemm::{self, Micro, Panels, Target, packed_len};
-use super::threads::Carver;
+use super::threads::{Carver, SCRATCH_BYTES};
 use super::{Cpu, Isa, vector};
 use crate::{View, ViewMut};
 use std::ops::Range;
 
-/// What both passes read.
+/// Products of a pair of blocks, in one pass and in two.
+const PRODUCTS: [usize; 2] = [5, 7];
+
+/// What all passes read.
 pub struct Operands<'a> {
     cpu: &'a Cpu,
     geometry: Geometry<'a>,
@@ -42,6 +49,17 @@ struct RowPack<'s> {
     out: &'s mut [f32],
     lse: [f32; ROWS],
     delta: [f32; ROWS],
+}
+
+/// A block of keys and values, ready to be multiplied with rows.
+struct KeyPack<'s> {
+    k_packed: &'s mut [f32],
+    v_packed: &'s mut [f32],
+    /// Rows as the right operand, their elements as columns.
+    rows_depth: &'s mut [f32],
+    /// Sums of dk and dv, `[KEYS, K]`.
+    of_k: &'s mut [f32],
+    of_v: &'s mut [f32],
 }
 
 /// A block of scores and its gradient.
@@ -72,17 +90,43 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// Writes dq.
-    pub fn query_gradient(&self, dq: ViewMut<'_>) {
-        let (dq, geometry) = (FloatsMut::new(dq), self.geometry);
+    /// Writes dq, dk and dv.
+    pub fn gradients(&self, dq: ViewMut<'_>, dk: ViewMut<'_>, dv: ViewMut<'_>) {
+        let (dq, dk, dv) = (FloatsMut::new(dq), FloatsMut::new(dk), FloatsMut::new(dv));
+        if self.fits_one_pass() {
+            let dims = self.geometry.dims;
+            self.cpu.threads.run(dims.batch * dims.kv_heads, |task, scratch| {
+                let pair = (task / dims.kv_heads, task % dims.kv_heads);
+                self.pair(dq, dk, dv, pair, Carver::new(scratch));
+            });
+        } else {
+            self.query_gradient(dq);
+            self.key_value_gradient(dk, dv);
+        }
+    }
+
+    /// Whether one pass keeps threads as busy as two would, and its buffers fit the scratch.
+    fn fits_one_pass(&self) -> bool {
+        let (_, micro, head_size) = self.machine();
+        let (pairs, threads) =
+            (self.geometry.dims.batch * self.geometry.dims.kv_heads, self.cpu.threads.count());
+        let block = packed_len(ROWS, micro.mr, head_size).max(packed_len(head_size, micro.nr, ROWS));
+        let scores = packed_len(ROWS, micro.mr, KEYS);
+        let floats = 11 * (block.max(packed_len(KEYS, micro.nr, head_size)) + 16)
+            + 3 * (scores + 16)
+            + self.geometry.row_count() * head_size;
+        pairs.div_ceil(threads) * threads * PRODUCTS[0] <= pairs * PRODUCTS[1] && 4 * floats <= SCRATCH_BYTES
+    }
+
+    fn query_gradient(&self, dq: FloatsMut<'_>) {
+        let geometry = self.geometry;
         self.cpu.threads.run(geometry.row_tasks(), |task, scratch| {
             self.query_block(dq, geometry.row_block(task), Carver::new(scratch));
         });
     }
 
-    /// Writes dk and dv.
-    pub fn key_value_gradient(&self, dk: ViewMut<'_>, dv: ViewMut<'_>) {
-        let (dk, dv, dims) = (FloatsMut::new(dk), FloatsMut::new(dv), self.geometry.dims);
+    fn key_value_gradient(&self, dk: FloatsMut<'_>, dv: FloatsMut<'_>) {
+        let dims = self.geometry.dims;
         let pairs = dims.batch * dims.kv_heads;
         // The first keys, which most rows see, come first.
         self.cpu.threads.run(pairs * dims.capacity.div_ceil(KEYS), |task, scratch| {
@@ -93,35 +137,57 @@ impl<'a> Operands<'a> {
         });
     }
 
+    /// All of a pair, in one pass.
+    fn pair(
+        &self,
+        dq: FloatsMut<'_>,
+        dk: FloatsMut<'_>,
+        dv: FloatsMut<'_>,
+        (b, g): (usize, usize),
+        mut carver: Carver<'_>,
+    ) {
+        let (isa, micro, head_size) = self.machine();
+        let mut pack = self.row_pack(&mut carver);
+        let mut scores = score_pack(micro, &mut carver);
+        let mut keys_pack = self.key_pack(&mut carver);
+        let k_depth = carver.take(packed_len(head_size, micro.nr, KEYS));
+        let sums = carver.take(self.geometry.row_count() * head_size);
+        sums.fill(0.0);
+        for keys in key_blocks(0..self.geometry.dims.capacity) {
+            self.load_keys((b, g), &keys, &mut keys_pack);
+            self.geometry.keys_as_columns(self.k, b, g, &keys).turned().pack(isa, micro.nr, k_depth);
+            for rows in self.rows_seeing(b, g, &keys) {
+                self.load_rows(rows, &mut pack);
+                self.score_gradient(rows, &keys, &pack, &keys_pack, &mut scores);
+                self.add_to_keys(rows, &keys, &pack, &mut scores, &mut keys_pack);
+                let sums = &mut sums[rows.first * head_size..][..rows.rows * head_size];
+                self.add_to_rows(rows, &keys, k_depth, &mut scores, sums);
+            }
+            self.write_keys(dk, dv, (b, g), &keys, &keys_pack);
+        }
+        let rows = self.geometry.row_count();
+        self.write_rows(dq, RowBlock { b, g, first: 0, rows }, sums);
+    }
+
     fn query_block(&self, dq: FloatsMut<'_>, rows: RowBlock, mut carver: Carver<'_>) {
         let (isa, micro, head_size) = self.machine();
         let mut pack = self.row_pack(&mut carver);
         let mut scores = score_pack(micro, &mut carver);
-        let k_packed = carver.take(packed_len(KEYS, micro.nr, head_size));
-        let v_packed = carver.take(packed_len(KEYS, micro.nr, head_size));
+        let mut keys_pack = self.key_pack(&mut carver);
         let k_depth = carver.take(packed_len(head_size, micro.nr, KEYS));
         let sums = carver.take(rows.rows * head_size);
         sums.fill(0.0);
         self.load_rows(rows, &mut pack);
-        for block in key_blocks(self.geometry.keys_of(0, rows)) {
-            self.geometry.keys_as_columns(self.k, rows.b, rows.g, &block).pack(isa, micro.nr, k_packed);
-            self.geometry.keys_as_columns(self.v, rows.b, rows.g, &block).pack(isa, micro.nr, v_packed);
-            self.score_gradient(rows, &block, &pack, k_packed, v_packed, &mut scores);
-            plain_rows(scores.ds, rows.rows, block.len(), KEYS).pack(isa, micro.mr, scores.packed);
+        for keys in key_blocks(self.geometry.keys_of(0, rows)) {
+            self.load_keys((rows.b, rows.g), &keys, &mut keys_pack);
             self.geometry
-                .keys_as_columns(self.k, rows.b, rows.g, &block)
+                .keys_as_columns(self.k, rows.b, rows.g, &keys)
                 .turned()
                 .pack(isa, micro.nr, k_depth);
-            let target = Target { pointer: sums.as_mut_ptr(), stride: head_size, add: true };
-            let size = (rows.rows, head_size, block.len());
-            // SAFETY: `sums` holds that many rows of this thread's scratch.
-            unsafe { gemm::product(micro, size, scores.packed, k_depth, target) };
+            self.score_gradient(rows, &keys, &pack, &keys_pack, &mut scores);
+            self.add_to_rows(rows, &keys, k_depth, &mut scores, sums);
         }
-        vector::scale(isa, sums, self.geometry.spec.scale);
-        for (i, row) in sums.chunks_exact(head_size).enumerate() {
-            // SAFETY: these rows of dq belong to this task.
-            unsafe { dq.write(isa, self.geometry.q_at(rows.b, rows.g, rows.first + i), row) };
-        }
+        self.write_rows(dq, rows, sums);
     }
 
     fn key_block(
@@ -132,38 +198,82 @@ impl<'a> Operands<'a> {
         keys: &Range<usize>,
         mut carver: Carver<'_>,
     ) {
-        let (isa, micro, head_size) = self.machine();
         let mut pack = self.row_pack(&mut carver);
-        let mut scores = score_pack(micro, &mut carver);
-        let k_packed = carver.take(packed_len(KEYS, micro.nr, head_size));
-        let v_packed = carver.take(packed_len(KEYS, micro.nr, head_size));
-        let rows_depth = carver.take(packed_len(head_size, micro.nr, ROWS));
-        let of_k = carver.take(keys.len() * head_size);
-        let of_v = carver.take(keys.len() * head_size);
-        of_k.fill(0.0);
-        of_v.fill(0.0);
-        self.geometry.keys_as_columns(self.k, b, g, keys).pack(isa, micro.nr, k_packed);
-        self.geometry.keys_as_columns(self.v, b, g, keys).pack(isa, micro.nr, v_packed);
+        let mut scores = score_pack(self.cpu.threads.micro(), &mut carver);
+        let mut keys_pack = self.key_pack(&mut carver);
+        self.load_keys((b, g), keys, &mut keys_pack);
         for rows in self.rows_seeing(b, g, keys) {
             self.load_rows(rows, &mut pack);
-            self.score_gradient(rows, keys, &pack, k_packed, v_packed, &mut scores);
-            for (of_score, of_row, sums) in
-                [(&*scores.p, &*pack.dout, &mut *of_v), (&*scores.ds, &*pack.q, &mut *of_k)]
-            {
-                columns_as_rows(of_score, keys.len(), rows.rows, KEYS).pack(isa, micro.mr, scores.packed);
-                columns_as_rows(of_row, head_size, rows.rows, head_size).pack(isa, micro.nr, rows_depth);
-                let target = Target { pointer: sums.as_mut_ptr(), stride: head_size, add: true };
-                let size = (keys.len(), head_size, rows.rows);
-                // SAFETY: `sums` holds that many rows of this thread's scratch.
-                unsafe { gemm::product(micro, size, scores.packed, rows_depth, target) };
-            }
+            self.score_gradient(rows, keys, &pack, &keys_pack, &mut scores);
+            self.add_to_keys(rows, keys, &pack, &mut scores, &mut keys_pack);
         }
+        self.write_keys(dk, dv, (b, g), keys, &keys_pack);
+    }
+
+    /// Adds `ds·k` to the sums of the rows.
+    fn add_to_rows(
+        &self,
+        rows: RowBlock,
+        keys: &Range<usize>,
+        k_depth: &[f32],
+        scores: &mut ScorePack<'_>,
+        sums: &mut [f32],
+    ) {
+        let (isa, micro, head_size) = self.machine();
+        plain_rows(scores.ds, rows.rows, keys.len(), KEYS).pack(isa, micro.mr, scores.packed);
+        assert!(sums.len() >= rows.rows * head_size, "a sum for every element of the rows");
+        let target = Target { pointer: sums.as_mut_ptr(), stride: head_size, add: true };
+        // SAFETY: `sums` holds that many rows (asserted).
+        unsafe { gemm::product(micro, (rows.rows, head_size, keys.len()), scores.packed, k_depth, target) };
+    }
+
+    /// Adds `pᵀ·dout` and `dsᵀ·(scale·q)` to the sums of the keys.
+    fn add_to_keys(
+        &self,
+        rows: RowBlock,
+        keys: &Range<usize>,
+        pack: &RowPack<'_>,
+        scores: &mut ScorePack<'_>,
+        keys_pack: &mut KeyPack<'_>,
+    ) {
+        let (isa, micro, head_size) = self.machine();
+        let KeyPack { rows_depth, of_k, of_v, .. } = keys_pack;
+        for (of_score, of_row, sums) in [(&*scores.p, &*pack.dout, of_v), (&*scores.ds, &*pack.q, of_k)] {
+            columns_as_rows(of_score, keys.len(), rows.rows, KEYS).pack(isa, micro.mr, scores.packed);
+            columns_as_rows(of_row, head_size, rows.rows, head_size).pack(isa, micro.nr, rows_depth);
+            let target = Target { pointer: sums.as_mut_ptr(), stride: head_size, add: true };
+            let size = (keys.len(), head_size, rows.rows);
+            // SAFETY: `sums` holds KEYS rows of this thread's scratch, and a block has no more.
+            unsafe { gemm::product(micro, size, scores.packed, rows_depth, target) };
+        }
+    }
+
+    /// Writes the sums of rows to dq.
+    fn write_rows(&self, dq: FloatsMut<'_>, rows: RowBlock, sums: &mut [f32]) {
+        let (isa, _, head_size) = self.machine();
+        vector::scale(isa, sums, self.geometry.spec.scale);
+        for (i, row) in sums.chunks_exact(head_size).enumerate() {
+            // SAFETY: these rows of dq belong to this task.
+            unsafe { dq.write(isa, self.geometry.q_at(rows.b, rows.g, rows.first + i), row) };
+        }
+    }
+
+    /// Writes the sums of keys to dk and dv.
+    fn write_keys(
+        &self,
+        dk: FloatsMut<'_>,
+        dv: FloatsMut<'_>,
+        (b, g): (usize, usize),
+        keys: &Range<usize>,
+        keys_pack: &KeyPack<'_>,
+    ) {
+        let (isa, _, head_size) = self.machine();
         for (i, key) in keys.clone().enumerate() {
             let at = self.geometry.key_at(b, g, key);
             // SAFETY: these keys' rows of dk and dv belong to this task.
-            unsafe { dk.write(isa, at, &of_k[i * head_size..][..head_size]) };
+            unsafe { dk.write(isa, at, &keys_pack.of_k[i * head_size..][..head_size]) };
             // SAFETY: as above.
-            unsafe { dv.write(isa, at, &of_v[i * head_size..][..head_size]) };
+            unsafe { dv.write(isa, at, &keys_pack.of_v[i * head_size..][..head_size]) };
         }
     }
 
@@ -200,14 +310,22 @@ impl<'a> Operands<'a> {
         }
     }
 
+    /// Packs keys and values, with sums of zero.
+    fn load_keys(&self, (b, g): (usize, usize), keys: &Range<usize>, pack: &mut KeyPack<'_>) {
+        let (isa, micro, _) = self.machine();
+        self.geometry.keys_as_columns(self.k, b, g, keys).pack(isa, micro.nr, pack.k_packed);
+        self.geometry.keys_as_columns(self.v, b, g, keys).pack(isa, micro.nr, pack.v_packed);
+        pack.of_k.fill(0.0);
+        pack.of_v.fill(0.0);
+    }
+
     /// p and ds of a block of rows and keys; zeros where a row does not see a key.
     fn score_gradient(
         &self,
         rows: RowBlock,
         keys: &Range<usize>,
         pack: &RowPack<'_>,
-        k_packed: &[f32],
-        v_packed: &[f32],
+        keys_pack: &KeyPack<'_>,
         scores: &mut ScorePack<'_>,
     ) {
         let (isa, micro, head_size) = self.machine();
@@ -215,8 +333,8 @@ impl<'a> Operands<'a> {
         let target = |pointer| Target { pointer, stride: KEYS, add: false };
         // SAFETY: both blocks hold ROWS rows of KEYS floats of this thread's scratch.
         unsafe {
-            gemm::product(micro, size, pack.q_packed, k_packed, target(scores.ds.as_mut_ptr()));
-            gemm::product(micro, size, pack.dout_packed, v_packed, target(scores.p.as_mut_ptr()));
+            gemm::product(micro, size, pack.q_packed, keys_pack.k_packed, target(scores.ds.as_mut_ptr()));
+            gemm::product(micro, size, pack.dout_packed, keys_pack.v_packed, target(scores.p.as_mut_ptr()));
         }
         for i in 0..rows.rows {
             let seen = visible(&self.geometry.keys(0, rows.first + i), keys);
@@ -239,6 +357,17 @@ impl<'a> Operands<'a> {
             out: carver.take(head_size),
             lse: [0.0; ROWS],
             delta: [0.0; ROWS],
+        }
+    }
+
+    fn key_pack<'s>(&self, carver: &mut Carver<'s>) -> KeyPack<'s> {
+        let (_, micro, head_size) = self.machine();
+        KeyPack {
+            k_packed: carver.take(packed_len(KEYS, micro.nr, head_size)),
+            v_packed: carver.take(packed_len(KEYS, micro.nr, head_size)),
+            rows_depth: carver.take(packed_len(head_size, micro.nr, ROWS)),
+            of_k: carver.take(KEYS * head_size),
+            of_v: carver.take(KEYS * head_size),
         }
     }
 

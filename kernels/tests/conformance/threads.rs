@@ -76,18 +76,24 @@ fn products_with_epilogues() {
     }
 }
 
+/// Four pairs of sequences and heads: on the CPU one or two threads go backward in one pass, three or eight in two.
 #[test]
 fn attention() {
+    attention_of(DType::BF16, Some(150));
+    attention_of(DType::F32, None);
+}
+
+fn attention_of(dtype: DType, window: Option<usize>) {
     let (q_dims, k_dims) = ([2, 210, 6, 32], [2, 210, 2, 32]);
-    let [q, dout] = [1, 4].map(|seed| Host::random(DType::BF16, &q_dims, 1.0, seed));
-    let [k, v] = [2, 3].map(|seed| Host::random(DType::BF16, &k_dims, 1.0, seed));
+    let [q, dout] = [1, 4].map(|seed| Host::random(dtype, &q_dims, 1.0, seed));
+    let [k, v] = [2, 3].map(|seed| Host::random(dtype, &k_dims, 1.0, seed));
     let starts = Host::zeros(DType::I32, &[2]);
-    let spec = AttentionSpec { scale: 0.2, window: Some(150) };
+    let spec = AttentionSpec { scale: 0.2, window };
     same_for_every_thread_count("attention", |set| {
-        let mut out = Host::zeros(DType::BF16, &q_dims);
+        let mut out = Host::zeros(dtype, &q_dims);
         let mut lse = Host::zeros(DType::F32, &[2, 6, 210]);
         let (mut dq, mut dk, mut dv) =
-            (out.clone(), Host::zeros(DType::BF16, &k_dims), Host::zeros(DType::BF16, &k_dims));
+            (out.clone(), Host::zeros(dtype, &k_dims), Host::zeros(dtype, &k_dims));
         let attention = &set.attention;
         attention
             .forward(

@@ -7,8 +7,7 @@
 //! longer on Zen 3. *Software prefetch*: five to nine sequential streams in each
 //! direction are what hardware prefetchers are for; 128 to 1024 parameters ahead it was 0.88 to 1.05 times as fast, in no format
 //! faster at more than one distance. The formats that memory bounds run at the speed of a loop that only
-//! reads, adds and writes (`benches/adamw.rs` has both). *NUMA placement* is left to the caller: an update touches
-//! what it is given, on the threads of the pool it is given.
+//! reads, adds and writes (`benches/adamw.rs` has both).
 //!
 //! # Tiles
 //!
