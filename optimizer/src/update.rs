@@ -1,6 +1,7 @@
 //! What every optimizer looks like to the engine: a pure function from a gradient to new state bytes.
 
 use half::{bf16, f16};
+use rayon::prelude::*;
 use terrace_device::memory_node;
 
 use crate::error::Result;
@@ -160,11 +161,13 @@ pub(crate) fn in_pieces<E: Send>(
         .chunks(THREAD_CHUNK)
         .map(|gradient| (gradient, kinds.iter_mut().filter_map(Iterator::next).collect()))
         .collect();
-    let is_one = memory_node::count() == 1;
+    let update = |(gradient, mut state): (_, Vec<&mut [u8]>)| update(gradient, &mut state);
+    if memory_node::count() == 1 {
+        return pool.install(|| pieces.into_par_iter().try_for_each(update));
+    }
     let node_of = |(_, state): &(Gradient<'_>, Vec<&mut [u8]>)| {
-        let largest = state.iter().max_by_key(|slice| slice.len()).filter(|_| !is_one);
+        let largest = state.iter().max_by_key(|slice| slice.len());
         largest.and_then(|slice| memory_node::of(slice))
     };
-    let here = || if is_one { None } else { memory_node::here() };
-    share_out(pool, pieces, node_of, here, |(gradient, mut state)| update(gradient, &mut state))
+    share_out(pool, pieces, node_of, memory_node::here, update)
 }

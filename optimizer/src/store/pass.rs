@@ -125,7 +125,8 @@ impl<P: Master, M: Moment, V: Moment> Tile<'_, P, M, V> {
     }
 }
 
-/// Updates a tile whose moments have no scale.
+/// Updates a tile whose moments have no scale. The square roots of a lane's four come before their divisions: a processor has room for
+/// the work of about three vectors that waits for others', and what waits for a root in it keeps the next root out.
 #[inline(always)]
 fn in_place<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment>(
     rule: &R,
@@ -138,30 +139,42 @@ fn in_place<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment>(
 ) {
     let scales = (M::rescale(&mut [], 0), V::rescale(&mut [], 0));
     for lane in 0..LANES {
-        /// The update of one of the four: its master and moments.
-        macro_rules! one {
+        /// The second moments of a pair and their divisors, with the pair's noise.
+        macro_rules! second {
+            ($pair:literal, $even:literal, $odd:literal) => {{
+                let gradients = G::random_bits::<$pair>(gradient, lane);
+                let noise = Noise::new(seed, gradients, P::random_bits::<$pair>(weights, rests, lane));
+                let even = second!($even);
+                let odd = second!($odd);
+                V::store::<$pair>(v, scales.1, lane, Pair(even.0, odd.0), noise);
+                (noise, even.1, odd.1)
+            }};
             ($q:literal) => {{
                 let gradient = G::load::<O, $q>(gradient, lane);
                 let master = P::load::<$q>(weights, rests, lane);
-                let (m, v) = (M::load::<$q>(m, scales.0, lane), V::load::<$q>(v, scales.1, lane));
-                let (v, divisor) = rule.second(gradient, master, v);
-                let (master, m) = rule.first(gradient, master, m, divisor);
-                (canonical(master), m, v)
+                rule.second(gradient, master, V::load::<$q>(v, scales.1, lane))
             }};
         }
-        /// The update of a pair.
-        macro_rules! pair {
-            ($pair:literal, $even:literal, $odd:literal) => {
-                let gradients = G::random_bits::<$pair>(gradient, lane);
-                let noise = Noise::new(seed, gradients, P::random_bits::<$pair>(weights, rests, lane));
-                let (even, odd) = (one!($even), one!($odd));
+        /// The masters and first moments of a pair.
+        macro_rules! first {
+            ($pair:literal, $even:literal, $odd:literal, $second:ident) => {
+                let (noise, even, odd) = $second;
+                let (even, odd) = (first!($even, even), first!($odd, odd));
                 P::store::<$pair>(weights, rests, lane, Pair(even.0, odd.0), noise);
                 M::store::<$pair>(m, scales.0, lane, Pair(even.1, odd.1), noise);
-                V::store::<$pair>(v, scales.1, lane, Pair(even.2, odd.2), noise);
             };
+            ($q:literal, $divisor:ident) => {{
+                let gradient = G::load::<O, $q>(gradient, lane);
+                let master = P::load::<$q>(weights, rests, lane);
+                let m = M::load::<$q>(m, scales.0, lane);
+                let (master, m) = rule.first(gradient, master, m, $divisor);
+                (canonical(master), m)
+            }};
         }
-        pair!(0, 0, 1);
-        pair!(1, 2, 3);
+        let low = second!(0, 0, 1);
+        let high = second!(1, 2, 3);
+        first!(0, 0, 1, low);
+        first!(1, 2, 3, high);
     }
 }
 
