@@ -36,4 +36,4 @@ pub use ops::{
 };
 pub use quantized::{QuantFormat, QuantizedView};
 pub use tensor::{DType, Shape, Tensor, View, ViewMut};
-pub use terrace_device::{Bytes, BytesMut};
+pub use terrace_device::{Bytes, BytesMut, memory_node};

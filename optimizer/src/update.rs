@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use rayon::prelude::*;
-use terrace_device::memory_node;
+use terrace_kernels::memory_node;
 
 use crate::error::Result;
 use crate::layout::StateLayout;
