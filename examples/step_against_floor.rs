@@ -59,9 +59,9 @@ fn main() -> Result<()> {
     println!(
         "clip  copies  disk/compute  MB/s    floor s  beside s  × floor  × expected  after s  × floor  after/beside"
     );
+    let slownesses: &[f64] = if part.as_deref() == Some("slow") { &[2.0] } else { &[2.0, 0.5] };
     for (clip, copies) in [(None, false), (Some(1.0), false), (Some(1.0), true)] {
-        for slowness in if part.as_deref() == Some("slow") { &[2.0][..] } else { &[2.0, 0.5] } {
-            let slowness = *slowness;
+        for &slowness in slownesses {
             let compare = Comparison { case: &case, clip, copies, slowness, compute, steps };
             compare.run(&mut memory, &tempfile::tempdir_in(&place)?.path().join("state"))?;
         }
@@ -161,11 +161,6 @@ fn costs(case: &Case, memory: &mut Engine, steps: usize, path: &Path) -> Result<
     works.extend(engines.iter().map(Engine::step_work));
     let profile = measure::disks(&IoConfig::default(), &[path.to_owned()], measure::Effort::QUICK)?.0;
     let found = profile.paths.first().ok_or("a disk was measured")?;
-    let rates = Rates {
-        read_bytes_per_second: found.read_bytes_per_second,
-        write_bytes_per_second: found.write_bytes_per_second,
-        mixed_bytes_per_second: found.mixed_bytes_per_second,
-    };
     let (mut rounds, mut updates) = (Vec::new(), Vec::new());
     // The first steps find empty windows.
     for round in 0..=steps {
@@ -180,7 +175,7 @@ fn costs(case: &Case, memory: &mut Engine, steps: usize, path: &Path) -> Result<
         }
     }
     let column = |index: usize| median(rounds.iter().map(|round| round[index]).collect());
-    let can = case.capabilities(memory, column(0), median(updates), rates);
+    let can = case.capabilities(memory, column(0), median(updates), Rates::from(found));
     println!("                      s  × in memory  × on disk without clipping  × expected");
     for (index, name) in ["in memory"].into_iter().chain(CASES.map(|(name, ..)| name)).enumerate() {
         let to = |other: usize| median(rounds.iter().map(|round| round[index] / round[other]).collect());

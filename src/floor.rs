@@ -10,7 +10,6 @@ use crate::calibrate::{Calibration, Gemm, MemoryRates, Profile, Rates};
 use crate::predict::step_seconds;
 use serde::Serialize;
 use std::path::PathBuf;
-use terrace_aio::profile::PathProfile;
 use terrace_kernels::DType;
 use terrace_optimizer::StateFormat;
 use terrace_zero::StepWork;
@@ -67,7 +66,8 @@ impl Capabilities {
     ) -> Self {
         let mut found = Self::default();
         if let Some(disk) = &profile.disk {
-            let rates: Option<Vec<Rates>> = dirs.iter().map(|dir| disk.path_of(dir).map(rates_of)).collect();
+            let rates: Option<Vec<Rates>> =
+                dirs.iter().map(|dir| disk.path_of(dir).map(Rates::from)).collect();
             let equal = vec![1.0; dirs.len()];
             let shares = shares.unwrap_or(&equal);
             let whole: f64 = shares.iter().sum();
@@ -159,14 +159,6 @@ fn disk_seconds(read: f64, write: f64, rates: Rates) -> f64 {
     let mixed =
         2.0 * both / rates.mixed_bytes_per_second + (read - both) / read_rate + (write - both) / write_rate;
     alone.min(mixed)
-}
-
-fn rates_of(path: &PathProfile) -> Rates {
-    Rates {
-        read_bytes_per_second: path.read_bytes_per_second,
-        write_bytes_per_second: path.write_bytes_per_second,
-        mixed_bytes_per_second: path.mixed_bytes_per_second,
-    }
 }
 
 /// The best of all shapes. Products of f16 are taken for those of bf16.

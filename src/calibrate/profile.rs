@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use terrace_aio::profile::{DiskProfile, PROFILE_VERSION};
+use terrace_aio::profile::{DiskProfile, PROFILE_VERSION, PathProfile};
 
 /// Version of the `calibration` section.
 pub const CALIBRATION_VERSION: u64 = 1;
@@ -72,6 +72,16 @@ pub struct Rates {
     pub write_bytes_per_second: f64,
     /// Reading and writing as much: the sum of both directions.
     pub mixed_bytes_per_second: f64,
+}
+
+impl From<&PathProfile> for Rates {
+    fn from(path: &PathProfile) -> Self {
+        Self {
+            read_bytes_per_second: path.read_bytes_per_second,
+            write_bytes_per_second: path.write_bytes_per_second,
+            mixed_bytes_per_second: path.mixed_bytes_per_second,
+        }
+    }
 }
 
 /// Rates of host memory, all threads. Bytes are those read plus those written.

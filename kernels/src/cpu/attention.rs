@@ -40,7 +40,7 @@ const BUFFER: usize = packed_len(HEAD_MAX, 48, ROWS) + 16;
 const SCORES: usize = packed_len(ROWS, 8, KEYS) + 16;
 
 const _: () = assert!(
-    4 * (11 * BUFFER + 4 * SCORES + 4 * (ROWS + HEAD_MAX)) <= SCRATCH_BYTES,
+    4 * (9 * BUFFER + 4 * SCORES + 4 * (ROWS + HEAD_MAX)) <= SCRATCH_BYTES,
     "the buffers of the backward pass fit the scratch"
 );
 

@@ -55,11 +55,14 @@ struct RowPack<'s> {
 struct KeyPack<'s> {
     k_packed: &'s mut [f32],
     v_packed: &'s mut [f32],
-    /// Rows as the right operand, their elements as columns.
-    rows_depth: &'s mut [f32],
-    /// Sums of dk and dv, `[KEYS, K]`.
+}
+
+/// Sums of a block of keys, `[KEYS, K]` each.
+struct KeySums<'s> {
     of_k: &'s mut [f32],
     of_v: &'s mut [f32],
+    /// Rows as the right operand, their elements as columns.
+    rows_depth: &'s mut [f32],
 }
 
 /// A block of scores and its gradient.
@@ -69,6 +72,13 @@ struct ScorePack<'s> {
     /// p, `[rows, KEYS]`.
     p: &'s mut [f32],
     packed: &'s mut [f32],
+}
+
+impl KeySums<'_> {
+    fn clear(&mut self) {
+        self.of_k.fill(0.0);
+        self.of_v.fill(0.0);
+    }
 }
 
 impl<'a> Operands<'a> {
@@ -150,20 +160,22 @@ impl<'a> Operands<'a> {
         let mut pack = self.row_pack(&mut carver);
         let mut scores = score_pack(micro, &mut carver);
         let mut keys_pack = self.key_pack(&mut carver);
+        let mut key_sums = self.key_sums(&mut carver);
         let k_depth = carver.take(packed_len(head_size, micro.nr, KEYS));
         let sums = carver.take(self.geometry.row_count() * head_size);
         sums.fill(0.0);
         for keys in key_blocks(0..self.geometry.dims.capacity) {
             self.load_keys((b, g), &keys, &mut keys_pack);
+            key_sums.clear();
             self.geometry.keys_as_columns(self.k, b, g, &keys).turned().pack(isa, micro.nr, k_depth);
             for rows in self.rows_seeing(b, g, &keys) {
                 self.load_rows(rows, &mut pack);
                 self.score_gradient(rows, &keys, &pack, &keys_pack, &mut scores);
-                self.add_to_keys(rows, &keys, &pack, &mut scores, &mut keys_pack);
+                self.add_to_keys(rows, &keys, &pack, &mut scores, &mut key_sums);
                 let sums = &mut sums[rows.first * head_size..][..rows.rows * head_size];
                 self.add_to_rows(rows, &keys, k_depth, &mut scores, sums);
             }
-            self.write_keys(dk, dv, (b, g), &keys, &keys_pack);
+            self.write_keys(dk, dv, (b, g), &keys, &key_sums);
         }
         let rows = self.geometry.row_count();
         self.write_rows(dq, RowBlock { b, g, first: 0, rows }, sums);
@@ -201,13 +213,15 @@ impl<'a> Operands<'a> {
         let mut pack = self.row_pack(&mut carver);
         let mut scores = score_pack(self.cpu.threads.micro(), &mut carver);
         let mut keys_pack = self.key_pack(&mut carver);
+        let mut sums = self.key_sums(&mut carver);
         self.load_keys((b, g), keys, &mut keys_pack);
+        sums.clear();
         for rows in self.rows_seeing(b, g, keys) {
             self.load_rows(rows, &mut pack);
             self.score_gradient(rows, keys, &pack, &keys_pack, &mut scores);
-            self.add_to_keys(rows, keys, &pack, &mut scores, &mut keys_pack);
+            self.add_to_keys(rows, keys, &pack, &mut scores, &mut sums);
         }
-        self.write_keys(dk, dv, (b, g), keys, &keys_pack);
+        self.write_keys(dk, dv, (b, g), keys, &sums);
     }
 
     /// Adds `ds·k` to the sums of the rows.
@@ -234,10 +248,10 @@ impl<'a> Operands<'a> {
         keys: &Range<usize>,
         pack: &RowPack<'_>,
         scores: &mut ScorePack<'_>,
-        keys_pack: &mut KeyPack<'_>,
+        key_sums: &mut KeySums<'_>,
     ) {
         let (isa, micro, head_size) = self.machine();
-        let KeyPack { rows_depth, of_k, of_v, .. } = keys_pack;
+        let KeySums { of_k, of_v, rows_depth } = key_sums;
         for (of_score, of_row, sums) in [(&*scores.p, &*pack.dout, of_v), (&*scores.ds, &*pack.q, of_k)] {
             columns_as_rows(of_score, keys.len(), rows.rows, KEYS).pack(isa, micro.mr, scores.packed);
             columns_as_rows(of_row, head_size, rows.rows, head_size).pack(isa, micro.nr, rows_depth);
@@ -265,15 +279,15 @@ impl<'a> Operands<'a> {
         dv: FloatsMut<'_>,
         (b, g): (usize, usize),
         keys: &Range<usize>,
-        keys_pack: &KeyPack<'_>,
+        sums: &KeySums<'_>,
     ) {
         let (isa, _, head_size) = self.machine();
         for (i, key) in keys.clone().enumerate() {
             let at = self.geometry.key_at(b, g, key);
             // SAFETY: these keys' rows of dk and dv belong to this task.
-            unsafe { dk.write(isa, at, &keys_pack.of_k[i * head_size..][..head_size]) };
+            unsafe { dk.write(isa, at, &sums.of_k[i * head_size..][..head_size]) };
             // SAFETY: as above.
-            unsafe { dv.write(isa, at, &keys_pack.of_v[i * head_size..][..head_size]) };
+            unsafe { dv.write(isa, at, &sums.of_v[i * head_size..][..head_size]) };
         }
     }
 
@@ -310,13 +324,11 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// Packs keys and values, with sums of zero.
+    /// Packs keys and values.
     fn load_keys(&self, (b, g): (usize, usize), keys: &Range<usize>, pack: &mut KeyPack<'_>) {
         let (isa, micro, _) = self.machine();
         self.geometry.keys_as_columns(self.k, b, g, keys).pack(isa, micro.nr, pack.k_packed);
         self.geometry.keys_as_columns(self.v, b, g, keys).pack(isa, micro.nr, pack.v_packed);
-        pack.of_k.fill(0.0);
-        pack.of_v.fill(0.0);
     }
 
     /// p and ds of a block of rows and keys; zeros where a row does not see a key.
@@ -365,9 +377,15 @@ impl<'a> Operands<'a> {
         KeyPack {
             k_packed: carver.take(packed_len(KEYS, micro.nr, head_size)),
             v_packed: carver.take(packed_len(KEYS, micro.nr, head_size)),
-            rows_depth: carver.take(packed_len(head_size, micro.nr, ROWS)),
+        }
+    }
+
+    fn key_sums<'s>(&self, carver: &mut Carver<'s>) -> KeySums<'s> {
+        let (_, micro, head_size) = self.machine();
+        KeySums {
             of_k: carver.take(KEYS * head_size),
             of_v: carver.take(KEYS * head_size),
+            rows_depth: carver.take(packed_len(head_size, micro.nr, ROWS)),
         }
     }
 
