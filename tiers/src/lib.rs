@@ -12,6 +12,7 @@ mod host;
 mod key;
 mod plan;
 mod pool;
+mod regions;
 mod scratch;
 mod store;
 mod stripe;
@@ -23,6 +24,7 @@ pub use host::{HostBlob, SharedBytes};
 pub use key::{BlobKey, BlobKind, BlobSpec, Generation, GroupSpec, StoreSpec};
 pub use plan::{ByteSize, MemoryPlan, PlanEntry, Tier};
 pub use pool::{Lease, Pool};
+pub use regions::{PendingBlocks, REGION_BLOCK, Regions};
 pub use scratch::{Scratch, ScratchChunk};
 #[doc(hidden)]
 pub use store::fuzzing;

@@ -4,7 +4,7 @@
 
 use crate::pool::Lease;
 use crate::store::Check;
-use crate::volume::{Volume, World, require_space};
+use crate::volume::Volume;
 use crate::{Striping, TierError, checksum};
 use std::sync::{Arc, Mutex, PoisonError};
 use terrace_aio::{IoEngine, OpKind, Ticket};
@@ -49,17 +49,7 @@ impl Scratch {
         chunk_bytes: usize,
     ) -> Result<Self, TierError> {
         let (chunk_stride, bytes) = (stride(chunk_bytes), stride(chunk_bytes) * count as u64);
-        if World::of(&**engine) == World::Real {
-            // A file that an earlier process left behind is replaced; its space counts as free.
-            for dir in striping.dirs() {
-                let old = dir.join(name);
-                if engine.exists(&old) {
-                    engine.remove(&old)?;
-                }
-            }
-            require_space(striping.dirs(), &Volume::file_bytes(bytes, striping))?;
-        }
-        let volume = Volume::create(engine, striping, name, bytes, 0)?;
+        let volume = Volume::create_scratch(engine, striping, name, bytes)?;
         let chunks = (0..count).map(|_| ChunkState::Empty).collect();
         Ok(Self { volume, chunks: Mutex::new(chunks), chunk_stride })
     }

@@ -23,6 +23,7 @@ use crate::file::OpenFile;
 use crate::stripe::{CYCLE_MAX, Cycle, PATHS_MAX};
 use crate::{Striping, TierError, checksum};
 use smallvec::SmallVec;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use terrace_aio::{IoBuf, IoEngine, IoError, IoErrorKind, OpKind, OpenMode, Request, Segment, Ticket};
@@ -105,6 +106,26 @@ impl Volume {
             bytes,
             version: VERSION,
         })
+    }
+
+    /// Makes a volume that does not outlive the process. A file that an earlier one left behind is replaced; its space counts as
+    /// free.
+    pub(crate) fn create_scratch(
+        engine: &Arc<dyn IoEngine>,
+        striping: &Striping,
+        name: &str,
+        bytes: u64,
+    ) -> Result<Self, TierError> {
+        if World::of(&**engine) == World::Real {
+            for dir in striping.dirs() {
+                let old = dir.join(name);
+                if engine.exists(&old) {
+                    engine.remove(&old)?;
+                }
+            }
+            require_space(striping.dirs(), &Self::file_bytes(bytes, striping))?;
+        }
+        Self::create(engine, striping, name, bytes, 0)
     }
 
     /// Opens a volume with the striping that it was made with.
@@ -210,20 +231,36 @@ impl Volume {
 
     /// A request for `buf.len()` bytes at `address`.
     pub(crate) fn request(&self, kind: OpKind, address: u64, buf: IoBuf) -> Request {
+        let whole = 0..buf.len();
+        self.request_parts(kind, address, buf, &[whole])
+    }
+
+    /// A request for `parts` of `buf`, which are apart from each other; its first byte belongs at `address`.
+    pub(crate) fn request_parts(
+        &self,
+        kind: OpKind,
+        address: u64,
+        buf: IoBuf,
+        parts: &[Range<usize>],
+    ) -> Request {
         let end = address + buf.len() as u64;
         assert!(end <= self.bytes, "{address}..{end} lies within the volume of {} bytes", self.bytes);
         let mut segments: SmallVec<[Segment; 4]> = SmallVec::new();
-        let (mut at, mut start) = (address, 0);
-        while at < end {
-            let (index, offset) = self.locate(at);
-            let file = self.files[index].id;
-            let len = (STRIPE_BYTES - at % STRIPE_BYTES).min(end - at) as usize;
-            match segments.last_mut() {
-                Some(last) if last.file == file && last.offset + last.len as u64 == offset => last.len += len,
-                _ => segments.push(Segment { file, offset, start, len }),
+        for part in parts {
+            let mut start = part.start;
+            while start < part.end {
+                let at = address + start as u64;
+                let (index, offset) = self.locate(at);
+                let file = self.files[index].id;
+                let len = ((STRIPE_BYTES - at % STRIPE_BYTES) as usize).min(part.end - start);
+                let follows =
+                    |last: &Segment| (last.file, last.offset + last.len as u64) == (file, offset);
+                match segments.last_mut().filter(|last| last.start + last.len == start && follows(last)) {
+                    Some(last) => last.len += len,
+                    None => segments.push(Segment { file, offset, start, len }),
+                }
+                start += len;
             }
-            at += len as u64;
-            start += len;
         }
         Request { kind, buf, segments }
     }
