@@ -474,6 +474,6 @@ fn a_card_without_a_driver() {
     bench.finetune("out").args(&["--steps", "1", "--device", "cuda:0"]).fails(2, &parts);
     let generate = || bench.generate("model").args(&["--prompt-ids", "1"]);
     generate().args(&["--device", "cuda:0"]).fails(2, &parts);
-    generate().args(&["--kv", "disk"]).fails(2, &["--kv disk is not available", "kept in memory"]);
+    generate().args(&["--kv", "disk"]).fails(2, &["--kv disk needs a directory", "--disk PATH"]);
     generate().args(&["--kv", "host", "--max-new-tokens", "1"]).ok();
 }

@@ -129,6 +129,33 @@ fn weights_larger_than_the_budget_stream_through_generation() {
     generate(&small).fails(2, &["--host-memory of 12.0 MiB is too small", "--offload disk"]);
 }
 
+/// Of a cache on disk three blocks' are in memory, of twenty.
+#[test]
+fn a_cache_larger_than_the_budget_is_on_disk() {
+    let bench = large();
+    let budget = 22 * MIB;
+    let prompts: String = (0..64).map(|row| format!("{{\"prompt_ids\": [5, {row}, 80, 2]}}\n")).collect();
+    fs::write(bench.path("prompts.jsonl"), prompts).unwrap();
+    let disk = bench.path("disk");
+    let generate = |budget: u64| {
+        let run = cmd(&["generate", "--json"]).path("--model", &bench.path("model"));
+        let run = run.path("--prompts", &bench.path("prompts.jsonl")).path("--disk", &disk);
+        let run =
+            run.args(&["--max-new-tokens", "60", "--ignore-eos", "--threads", "2", "--offload", "disk"]);
+        run.args(&["--disk-cache", "none", "--host-memory", &budget.to_string()])
+    };
+    let resident = generate(1 << 30).ok();
+    assert!(resident.peak_bytes > budget + UNPLANNED_BYTES, "{} bytes", resident.peak_bytes);
+    let ended = generate(budget).args(&["--kv", "disk"]).ok();
+    within(&ended, budget);
+    let ids = |ended: &Ended| -> Vec<_> {
+        ended.json().as_array().unwrap().iter().map(|row| row["ids"].clone()).collect()
+    };
+    assert_eq!((ids(&ended).len(), ids(&ended)), (64, ids(&resident)));
+    assert!(fs::read_dir(&disk).unwrap().next().is_none(), "something is left on the disk");
+    generate(budget).fails(2, &["--host-memory of 22.0 MiB is too small", "--kv disk with --disk PATH"]);
+}
+
 /// Loading quantizes piece by piece: at no time is the model there in bf16.
 #[test]
 fn quantized_weights_are_all_that_is_in_memory() {

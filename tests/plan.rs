@@ -261,6 +261,11 @@ fn generation_is_planned() {
         let parameters = document["model"]["parameters"].as_f64().unwrap();
         let [read, weights] =
             ["disk_read_bytes", "device_memory_bytes"].map(|name| of(document, name) / parameters);
+        // Keys and values of the prompts and half of the new tokens are read there, and those of one token are written.
+        let position = document["kv_position_bytes"].as_f64().unwrap();
+        let layers = document["model"]["layers"].as_f64().unwrap();
+        assert_eq!(position, layers * 2.0 * 8.0 * 128.0 * 2.0);
+        let weights = weights - 16.0 * (512.0 + 32.0 + 1.0) * position / parameters;
         assert!((weights / bytes - 1.0).abs() < 0.03, "{weights} bytes a parameter");
         let stay = document["memory"].as_array().unwrap().iter();
         let stay = stay
@@ -273,6 +278,25 @@ fn generation_is_planned() {
         assert!((of(document, "tokens_per_second") * seconds / 16.0 - 1.0).abs() < 1e-6, "{document}");
         assert_eq!(document["plan"]["bound_by"], "disk");
     }
+    let cache = |tier: &str, names: [&str; 4]| {
+        let run = cmd(&["plan", "--params", "70b", "--json", "--weights", "bf16", "--kv", tier]).args(&flags);
+        let document = run.args(&MACHINE).args(&machine).ok().json();
+        assert_eq!(document["kv"], tier);
+        names.map(|name| of(&document, name) - of(&bf16, name))
+    };
+    let position = bf16["kv_position_bytes"].as_f64().unwrap();
+    let (there, new) = (16.0 * 544.0 * position, 16.0 * position);
+    // What leaves the device makes room for weights that stay there, and need no link.
+    let [read, written, up, down] =
+        cache("disk", ["disk_read_bytes", "disk_write_bytes", "upload_bytes", "download_bytes"]);
+    assert!(read < there && read > 0.0 && (read - up).abs() < 1.0, "{read} read, {up} up");
+    assert_eq!([written, down], [new; 2]);
+    let [read, written, up, down] =
+        cache("host", ["disk_read_bytes", "disk_write_bytes", "upload_bytes", "download_bytes"]);
+    assert!(
+        read < 0.0 && written == 0.0 && (up - read - there).abs() < 1.0 && down == new,
+        "{read} read, {up} up"
+    );
     assert!(of(&int8, "token_seconds") < 0.5 * of(&bf16, "token_seconds"), "all that fits stays");
     let text = cmd(&["plan", "--params", "70b"]).args(&flags).args(&MACHINE).args(&machine).ok().stdout;
     for part in ["16 prompts of 512 tokens, 64 new tokens each", "bound by disk", "int4", "← fastest"] {

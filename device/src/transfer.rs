@@ -4,7 +4,7 @@
 //! event fires. An [`Upload`] or [`Download`] holds both; the only ways to get them back go through the event.
 
 use crate::{Bytes, BytesMut, DeviceError, Event, Region, Stream};
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
 /// Host memory whose bytes stay where they are when the value is moved.
@@ -55,6 +55,30 @@ impl<S: StableBytes> Upload<S> {
         let len = src.len();
         // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
         unsafe { stream.copy(Bytes::from_host(&src), dst.bytes_mut().slice(at, at + len))? };
+        let (event, ends) = record(stream, (src, dst))?;
+        Ok(Self { event, ends: Some(ends) })
+    }
+
+    /// As [`start`](Self::start), of the bytes in `parts`, which lie at the same places of both ends.
+    ///
+    /// # Errors
+    /// The driver refused.
+    ///
+    /// # Panics
+    /// If a part ends after either end does.
+    pub fn start_parts(
+        stream: &dyn Stream,
+        src: S,
+        mut dst: Region,
+        parts: &[Range<usize>],
+    ) -> Result<Self, DeviceError> {
+        for &Range { start, end } in parts {
+            let (from, to) = (Bytes::from_host(&src).slice(start, end), dst.bytes_mut().slice(start, end));
+            // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
+            if let Err(error) = unsafe { stream.copy(from, to) } {
+                return Err(abandon(stream, (src, dst), error));
+            }
+        }
         let (event, ends) = record(stream, (src, dst))?;
         Ok(Self { event, ends: Some(ends) })
     }
@@ -137,6 +161,32 @@ impl<D: StableBytes + DerefMut> Download<D> {
         Ok(Self { event, ends: Some(ends) })
     }
 
+    /// As [`start`](Self::start), of the bytes in `parts`, which lie at the same places of both ends.
+    ///
+    /// # Errors
+    /// The driver refused.
+    ///
+    /// # Panics
+    /// If a part ends after either end does.
+    pub fn start_parts(
+        stream: &dyn Stream,
+        producer: &dyn Stream,
+        src: Region,
+        mut dst: D,
+        parts: &[Range<usize>],
+    ) -> Result<Self, DeviceError> {
+        stream.wait(&*producer.record()?)?;
+        for &Range { start, end } in parts {
+            let (from, to) = (src.bytes().slice(start, end), BytesMut::from_host(&mut dst).slice(start, end));
+            // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
+            if let Err(error) = unsafe { stream.copy(from, to) } {
+                return Err(abandon(stream, (src, dst), error));
+            }
+        }
+        let (event, ends) = record(stream, (src, dst))?;
+        Ok(Self { event, ends: Some(ends) })
+    }
+
     /// What fires when the copy is done.
     pub fn event(&self) -> &Arc<dyn Event> {
         &self.event
@@ -171,6 +221,15 @@ fn record<T>(stream: &dyn Stream, ends: T) -> Result<(Arc<dyn Event>, T), Device
             Err(error)
         }
     }
+}
+
+/// Gives `error`, of a copy between `ends` that was refused after others were enqueued, which are waited for; what cannot be waited
+/// for is leaked.
+fn abandon<T>(stream: &dyn Stream, ends: T, error: DeviceError) -> DeviceError {
+    if stream.synchronize().is_err() {
+        std::mem::forget(ends);
+    }
+    error
 }
 
 /// Waits for the event before the memory is freed; if even that fails, the memory is leaked rather than reused.

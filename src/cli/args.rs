@@ -284,9 +284,9 @@ pub struct GenerateArgs {
     /// Number type of linear layers as they are kept and travel; bf16 means that of --dtype
     #[arg(long, value_name = "TYPE", default_value = "bf16", help_heading = "Memory")]
     pub weights: WeightFormat,
-    /// Where the key/value cache lives [default: device]
-    #[arg(long, value_name = "TIER", help_heading = "Memory")]
-    pub kv: Option<KvTier>,
+    /// Where the key/value cache lives between its uses; on a CPU, memory of the device is that of the host
+    #[arg(long, value_name = "TIER", default_value = "device", help_heading = "Memory")]
+    pub kv: KvTier,
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
@@ -491,6 +491,9 @@ pub struct PlanArgs {
     /// Number type of linear layers as they are kept and travel; bf16 means that of --dtype
     #[arg(long, value_name = "TYPE", default_value = "bf16", requires = "generate")]
     pub weights: WeightFormat,
+    /// Where the key/value cache lives between its uses; on a CPU, memory of the device is that of the host
+    #[arg(long, value_name = "TIER", default_value = "device", requires = "generate")]
+    pub kv: KvTier,
     /// What the machine can do, written by `terrace calibrate` [default: that of this machine, unless another is described]
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
@@ -669,14 +672,15 @@ pub enum WeightFormat {
 }
 
 /// Where the key/value cache lives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvTier {
-    /// Device memory.
+    /// Device memory
+    #[default]
     Device,
-    /// Host memory.
+    /// Host memory; a block's travels to the device beside the compute of the block before
     Host,
-    /// Disk.
+    /// The directories of --disk; a few blocks' are in memory at a time
     Disk,
 }
 

@@ -24,7 +24,7 @@ use terrace_aio::layer::Stats;
 use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch, export_folder};
 use terrace_optimizer::{Schedule, StateFormat};
-use terrace_tiers::TierError;
+use terrace_tiers::{Tier, TierError};
 use terrace_zero::{
     BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, PlanningRuns, StepRates,
     StepReport, TrainingConfig, WeightSource, WindowOverrides,
@@ -508,6 +508,7 @@ fn engine_config(
             cache_pages: 0,
         },
         accumulation: session::accumulation(run.accumulation),
+        kv_tier: Tier::Device,
         keep_at_most: None,
         overrides: windows(run),
         timeline: session.timeline.clone(),

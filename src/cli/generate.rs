@@ -14,6 +14,7 @@ use std::time::Instant;
 use terrace_aio::profile::DiskProfile;
 use terrace_kernels::QuantFormat;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, TokenBatch};
+use terrace_tiers::{Tier, TierError};
 use terrace_zero::{
     Accumulation, BatchLimits, CACHE_PAGE, Durability, Engine, EngineConfig, EngineError, KvCache,
     MicroBatch, Placement, WindowOverrides,
@@ -46,13 +47,16 @@ pub fn continue_prompts(
     threads: Option<NonZeroUsize>,
 ) -> Result<Vec<Continuation>, CliError> {
     checks::disks(&args.placement.disk)?;
+    if args.kv == KvTier::Disk && args.placement.disk.is_empty() {
+        let message = "--kv disk needs a directory for the key/value cache: give --disk PATH";
+        return Err(CliError::Usage(message.into()));
+    }
     checks::model(&args.model)?;
     let weights = session::quant_format(args.weights);
     let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
     let facts = ModelFacts::read(&args.model)?;
     let profile = session::disk_profile(&args.placement, threads)?;
     let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
-    check_kv(args, session.on_card())?;
     let tokenizer = TextTokenizer::find(&args.model)?;
     let prompts = match (&args.prompt, &args.prompt_ids, &args.prompts) {
         (Some(text), _, _) => vec![Prompt::Text(text.clone())],
@@ -83,8 +87,11 @@ pub fn continue_prompts(
         cache_pages: most_pages(&prompts, batch, args.max_new_tokens.get()),
     };
     let sample = builder.blank(batch, longest);
-    let config =
-        frozen_config(&args.placement, session::dtype(args.dtype.unwrap_or_default()), &session, limits);
+    let dtype = session::dtype(args.dtype.unwrap_or_default());
+    let config = EngineConfig {
+        kv_tier: session::kv_tier(args.kv),
+        ..frozen_config(&args.placement, dtype, &session, limits)
+    };
     let mut frozen =
         Frozen::open(config, &args.placement, profile.as_ref(), &session, (&args.model, weights), &sample)?;
     let vocab = model.config.vocab;
@@ -97,16 +104,6 @@ pub fn continue_prompts(
     }
     frozen.close()?;
     Ok(all)
-}
-
-/// Refuses tiers that the cache cannot live in: it is in the memory of the device, which without a card is the host's.
-fn check_kv(args: &GenerateArgs, on_card: bool) -> Result<(), CliError> {
-    let (tier, place) = match args.kv {
-        Some(KvTier::Disk) => ("disk", "memory"),
-        Some(KvTier::Host) if on_card => ("host", "the card's memory"),
-        _ => return Ok(()),
-    };
-    Err(CliError::Usage(format!("--kv {tier} is not available: the key/value cache is kept in {place}")))
 }
 
 /// Pages that any `batch` of the prompts need together.
@@ -246,6 +243,7 @@ pub(super) fn frozen_config(
         pinned: placement.pin_threads,
         limits,
         accumulation: Accumulation::default(),
+        kv_tier: Tier::Device,
         overrides: WindowOverrides {
             weight_slots: placement.window.map(NonZeroUsize::get),
             ..WindowOverrides::default()
@@ -288,6 +286,11 @@ impl Frozen {
             Ok(engine)
         };
         let mut frozen = Self { engine: None, dirs: Vec::new() };
+        if config.kv_tier == Tier::Disk {
+            config.disk_weights = session::disk_weights(profile, &dirs);
+            config.disks.clone_from(&dirs);
+            frozen.dirs.clone_from(&dirs);
+        }
         // Without a tier asked for, weights that do not fit a card stream from memory, and from a disk if there is one.
         let mut tries = vec![config.placement];
         if placement.offload.is_none() && session.on_card() {
@@ -297,8 +300,11 @@ impl Frozen {
             config.placement = place;
             let may_go_on = index + 1 < tries.len() || (placement.offload.is_none() && !dirs.is_empty());
             match open(config.clone()) {
-                Ok(engine) => return Ok(Self { engine: Some(engine), dirs: Vec::new() }),
-                Err(EngineError::Tier(terrace_tiers::TierError::Plan(_))) if may_go_on => {}
+                Ok(engine) => {
+                    frozen.engine = Some(engine);
+                    return Ok(frozen);
+                }
+                Err(EngineError::Tier(TierError::Plan(_))) if may_go_on => {}
                 Err(error) => return Err(error.into()),
             }
         }

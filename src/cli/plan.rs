@@ -192,7 +192,7 @@ impl<'a> Planning<'a> {
         let sample = TokenBatch::new(&self.model).blank(choice.batch, self.length);
         let can = self.capabilities(Some(choice.state));
         let (_, outlook) = keeping::cheapest(&config, &self.backend, &self.model, &sample, &can, &self.runs)?;
-        self.enough_disk(choice.offload, &outlook.memory)?;
+        self.enough_disk(&outlook.memory)?;
         let floor = Floor::new(&outlook.work, &can);
         Ok(Planned { choice, outlook, floor, operations_rate: can.operations })
     }
@@ -211,10 +211,9 @@ impl<'a> Planning<'a> {
     }
 
     /// Refuses what needs more than `--disk-space`.
-    pub(super) fn enough_disk(&self, offload: Offload, memory: &MemoryPlan) -> Result<(), EngineError> {
+    pub(super) fn enough_disk(&self, memory: &MemoryPlan) -> Result<(), EngineError> {
         let needed = memory.total(Tier::Disk);
-        let Some(space) = self.args.disk_space.filter(|space| offload == Offload::Disk && needed > space.0)
-        else {
+        let Some(space) = self.args.disk_space.filter(|space| needed > space.0) else {
             return Ok(());
         };
         Err(EngineError::Config(format!(

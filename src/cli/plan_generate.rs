@@ -2,7 +2,7 @@
 //!
 //! Two plans of one configuration: of the prompts, which fixes the memory, and of a single new token for each, which is what repeats.
 
-use super::args::{Offload, WeightFormat};
+use super::args::{KvTier, Offload, WeightFormat};
 use super::floor::time;
 use super::pinned::{ModelShape, Term, Totals, name};
 use super::plan::{NOTHING_KNOWN, Planning, exponent, first_best, rows};
@@ -14,7 +14,7 @@ use crate::progress::count;
 use serde_json::{Value, json};
 use terrace_models::{Model, TokenBatch};
 use terrace_tiers::{ByteSize, Tier};
-use terrace_zero::{BatchLimits, Engine, EngineError, Outlook, PlanningRuns};
+use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns, StepWork};
 
 /// What the number of prompts is multiplied with in the table of choices.
 const BATCHES: [usize; 3] = [1, 4, 16];
@@ -78,8 +78,11 @@ fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
             cache_length: cache_length(planning),
             cache_pages: 0,
         };
-        let mut config = planning.config(choice.offload, limits);
-        config.overrides = windows;
+        let config = EngineConfig {
+            kv_tier: session::kv_tier(planning.args.kv),
+            overrides: windows,
+            ..planning.config(choice.offload, limits)
+        };
         let blocks = Model::stored_as(planning.model.clone(), format).blocks;
         Engine::outlook(
             config,
@@ -89,12 +92,38 @@ fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
             &PlanningRuns::default(),
         )
     };
-    let prompts = outlook(planning.length, Default::default())?;
-    planning.enough_disk(choice.offload, &prompts.memory)?;
-    let token = outlook(1, prompts.windows)?;
+    let mut prompts = outlook(planning.length, Default::default())?;
+    planning.enough_disk(&prompts.memory)?;
+    let mut token = outlook(1, prompts.windows)?;
+    let new = planning.args.max_new_tokens.get();
+    let cached = |positions: usize| (choice.batch * positions) as u64 * prompts.position_bytes;
+    let (of_prompts, of_token) =
+        ((0, cached(planning.length)), (cached(planning.length + new / 2), cached(1)));
+    add_cache(&mut prompts.work, planning.args.kv, of_prompts);
+    add_cache(&mut token.work, planning.args.kv, of_token);
     let can = planning.capabilities(None);
     let floors = [&prompts, &token].map(|outlook| Floor::new(&outlook.work, &can));
     Ok(Planned { choice, outlook: prompts, floors, token })
+}
+
+/// Adds the keys and values that a pass moves: bytes of those that were there before, and of those that it adds.
+fn add_cache(work: &mut StepWork, tier: KvTier, (before, added): (u64, u64)) {
+    let away = tier == KvTier::Disk || (tier == KvTier::Host && !work.unified);
+    if tier == KvTier::Disk {
+        work.disk_read_bytes += before;
+        work.disk_write_bytes += added;
+        work.memory_bytes += before + added;
+    }
+    if work.unified {
+        work.memory_bytes += before + added;
+        return;
+    }
+    work.device_memory_bytes += before + added;
+    if away {
+        work.upload_bytes += before;
+        work.download_bytes += added;
+        work.memory_bytes += before + added;
+    }
 }
 
 fn choices(planning: &Planning<'_>, chosen: Choice) -> Choices {
@@ -120,19 +149,22 @@ fn text(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> String
     line(planning.shape(outlook.parameters));
     let Choice { weights, offload, batch } = planned.choice;
     line(format!(
-        "weights {} on {}; {batch} prompts of {} tokens, {} new tokens each",
+        "weights {} on {}, key/value cache on {}; {batch} prompts of {} tokens, {} new tokens each",
         name(weights),
         name(offload),
+        name(planning.args.kv),
         planning.length,
         planning.args.max_new_tokens
     ));
     line(session::describe_plan(&outlook.memory));
     line(outlook.summary.clone());
     line(format!(
-        "a token for each: {} operations; disk {} read; link {} up; host memory {}; device memory {}",
+        "a token for each: {} operations; disk {} read, {} written; link {} up, {} down; host memory {}; device memory {}",
         exponent(work.operations),
         ByteSize(work.disk_read_bytes),
+        ByteSize(work.disk_write_bytes),
         ByteSize(work.upload_bytes),
+        ByteSize(work.download_bytes),
         ByteSize(work.memory_bytes),
         ByteSize(work.device_memory_bytes)
     ));
@@ -164,6 +196,8 @@ fn document(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> Va
         "model": ModelShape::of(&planning.model),
         "prompt_tokens": planning.length,
         "max_new_tokens": planning.args.max_new_tokens,
+        "kv": planning.args.kv,
+        "kv_position_bytes": planned.outlook.position_bytes,
         "plan": planned.figures(),
         "memory": Term::all(&planned.outlook.memory),
         "choices": rows(choices, fastest(choices), Choice::json, Planned::figures),
@@ -186,7 +220,9 @@ impl Planned {
             "disk_bytes": disk,
             "operations": work.operations,
             "disk_read_bytes": work.disk_read_bytes,
+            "disk_write_bytes": work.disk_write_bytes,
             "upload_bytes": work.upload_bytes,
+            "download_bytes": work.download_bytes,
             "memory_bytes": work.memory_bytes,
             "device_memory_bytes": work.device_memory_bytes,
             "seconds": token.seconds.iter().copied().collect::<std::collections::BTreeMap<_, _>>(),

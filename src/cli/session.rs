@@ -258,6 +258,15 @@ pub fn placement(offload: Offload) -> Placement {
     }
 }
 
+/// Where the engine keeps the key/value cache.
+pub fn kv_tier(tier: args::KvTier) -> Tier {
+    match tier {
+        args::KvTier::Device => Tier::Device,
+        args::KvTier::Host => Tier::Host,
+        args::KvTier::Disk => Tier::Disk,
+    }
+}
+
 /// The engine's order of micro-batches.
 pub fn accumulation(accumulation: args::Accumulation) -> Accumulation {
     match accumulation {

@@ -37,11 +37,15 @@ pub enum TierError {
     },
     /// The file system has too little room for the state.
     #[error(
-        "the training state needs {} on {} but only {} are free, {} too little; {}free space, add another --disk path, or choose a smaller --state",
+        "{what} needs {} on {} but only {} are free, {} too little; {}free space, add another --disk path, or {smaller}",
         ByteSize(*needed), dir.display(), ByteSize(*free), ByteSize(needed.saturating_sub(*free)),
         if *fits_once { "keep it once instead of twice (--durability none: a run that crashes starts over), " } else { "" }
     )]
     DiskTooSmall {
+        /// What needs it.
+        what: &'static str,
+        /// How to need less, in words.
+        smaller: &'static str,
         /// The directory.
         dir: PathBuf,
         /// Bytes needed there.

@@ -71,7 +71,18 @@ impl Regions {
         region_bytes: usize,
     ) -> Result<Self, TierError> {
         let region_bytes = whole(region_bytes);
-        let volume = Volume::create_scratch(engine, striping, name, (region_bytes * count) as u64)?;
+        let volume = Volume::create_scratch(engine, striping, name, (region_bytes * count) as u64);
+        let volume = volume.map_err(|error| match error {
+            TierError::DiskTooSmall { dir, needed, free, .. } => TierError::DiskTooSmall {
+                what: "the key/value cache",
+                smaller: "lower --batch-size or --max-new-tokens",
+                dir,
+                needed,
+                free,
+                fits_once: false,
+            },
+            error => error,
+        })?;
         let blocks = region_bytes / REGION_BLOCK;
         let regions = (0..count).map(|_| Region { sums: vec![0; blocks], writing: None }).collect();
         Ok(Self { volume, regions, region_bytes })
@@ -93,7 +104,7 @@ impl Regions {
     /// If the buffer is not as long as a region.
     pub fn write(&mut self, region: usize, lease: Lease, parts: &[Range<usize>]) -> Result<(), TierError> {
         assert_eq!(lease.len(), self.region_bytes, "a buffer holds a region");
-        self.settle(region)?;
+        self.wait_write(region)?;
         let blocks = blocks_of(parts);
         if blocks.is_empty() {
             return Ok(());
@@ -125,7 +136,7 @@ impl Regions {
         changed: &[Range<usize>],
     ) -> Result<PendingBlocks, TierError> {
         assert_eq!(lease.len(), self.region_bytes, "a buffer holds a region");
-        self.settle(region)?;
+        self.wait_write(region)?;
         let sums = &self.regions[region].sums;
         let edges = changed.iter().filter(|part| !part.is_empty()).flat_map(|part| {
             [part.start, part.end]
@@ -183,12 +194,16 @@ impl Regions {
     pub fn wait_writes(&mut self) -> Result<(), TierError> {
         let mut first = Ok(());
         for region in 0..self.regions.len() {
-            first = first.and(self.settle(region));
+            first = first.and(self.wait_write(region));
         }
         first
     }
 
-    fn settle(&mut self, region: usize) -> Result<(), TierError> {
+    /// Waits for the last write of a region.
+    ///
+    /// # Errors
+    /// It failed.
+    pub fn wait_write(&mut self, region: usize) -> Result<(), TierError> {
         if let Some(ticket) = self.regions[region].writing.take() {
             ticket.wait()?;
         }
@@ -239,6 +254,7 @@ fn blocks_of(parts: &[Range<usize>]) -> Vec<Range<usize>> {
 mod tests {
     use super::*;
     use std::path::PathBuf;
+    use std::slice::from_ref;
     use terrace_aio::engine::{SimConfig, SimEngine};
 
     const BLOCKS: usize = 600;
@@ -262,7 +278,7 @@ mod tests {
         let runs = |parts: &[Range<usize>]| blocks_of(parts);
         assert_eq!(runs(&[]), Vec::<Range<usize>>::new());
         assert_eq!(runs(&[5..5, 9 * b..9 * b]), Vec::<Range<usize>>::new());
-        assert_eq!(runs(&[1..2]), [0..1]);
+        assert_eq!(runs(&[1..2, 3..3]), vec![0..1; 1]);
         assert_eq!(runs(&[b - 1..b + 1, 7 * b..8 * b, 3 * b..7 * b]), [0..2, 3..8]);
         assert_eq!(runs(&[0..10 * b, b..2 * b, 11 * b..11 * b + 1]), [0..10, 11..12]);
     }
@@ -287,11 +303,11 @@ mod tests {
                 })
                 .collect();
             parts.sort_by_key(|part| part.start);
-            let needed = [below(bytes / 2)..bytes / 2];
+            let needed = below(bytes / 2)..bytes / 2;
             let blank = lease(&regions, 0xee);
-            let pending = regions.read(region, blank, &needed, &parts).unwrap();
+            let pending = regions.read(region, blank, from_ref(&needed), &parts).unwrap();
             let mut buffer = regions.arrive(pending).unwrap();
-            for at in needed[0].clone() {
+            for at in needed {
                 assert!(truth[region][at].is_none_or(|byte| byte == buffer[at]), "round {round}, byte {at}");
             }
             for part in &parts {
@@ -331,7 +347,7 @@ mod tests {
         let mut regions = regions(SimConfig::default());
         let filled = lease(&regions, 7);
         let part = 3 * REGION_BLOCK..5 * REGION_BLOCK;
-        regions.write(1, filled, &[part.clone()]).unwrap();
+        regions.write(1, filled, from_ref(&part)).unwrap();
         regions.wait_writes().unwrap();
         let sum = &mut regions.regions[1].sums[4];
         *sum ^= 2;

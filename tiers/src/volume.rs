@@ -108,7 +108,7 @@ impl Volume {
         })
     }
 
-    /// Makes a volume that does not outlive the process. A file that an earlier one left behind is replaced; its space counts as
+    /// Makes a volume that does not outlive the process, and its directories if need be. A file that an earlier one left behind is replaced; its space counts as
     /// free.
     pub(crate) fn create_scratch(
         engine: &Arc<dyn IoEngine>,
@@ -118,6 +118,11 @@ impl Volume {
     ) -> Result<Self, TierError> {
         if World::of(&**engine) == World::Real {
             for dir in striping.dirs() {
+                std::fs::create_dir_all(dir).map_err(|source| TierError::File {
+                    doing: "creating",
+                    path: dir.clone(),
+                    source,
+                })?;
                 let old = dir.join(name);
                 if engine.exists(&old) {
                     engine.remove(&old)?;
@@ -253,8 +258,7 @@ impl Volume {
                 let (index, offset) = self.locate(at);
                 let file = self.files[index].id;
                 let len = ((STRIPE_BYTES - at % STRIPE_BYTES) as usize).min(part.end - start);
-                let follows =
-                    |last: &Segment| (last.file, last.offset + last.len as u64) == (file, offset);
+                let follows = |last: &Segment| (last.file, last.offset + last.len as u64) == (file, offset);
                 match segments.last_mut().filter(|last| last.start + last.len == start && follows(last)) {
                     Some(last) => last.len += len,
                     None => segments.push(Segment { file, offset, start, len }),
@@ -401,7 +405,14 @@ pub(crate) fn require_space(dirs: &[PathBuf], bytes: &[u64]) -> Result<(), TierE
         let sharing = dirs.iter().zip(bytes).filter(|(other, _)| same_file_system(other, dir));
         let (needed, free) = (sharing.map(|(_, bytes)| bytes).sum(), free_space(dir)?);
         if needed > free {
-            return Err(TierError::DiskTooSmall { dir: dir.clone(), needed, free, fits_once: false });
+            return Err(TierError::DiskTooSmall {
+                what: "the training state",
+                smaller: "choose a smaller --state",
+                dir: dir.clone(),
+                needed,
+                free,
+                fits_once: false,
+            });
         }
     }
     Ok(())

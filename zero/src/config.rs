@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_kernels::{DType, KeyValues};
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, NORM_BLOCK, StateFormat};
-use terrace_tiers::Striping;
+use terrace_tiers::{Striping, Tier};
 
 /// Where the training state lives between uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -190,6 +190,9 @@ pub struct EngineConfig {
     pub limits: BatchLimits,
     /// The order of its micro-batches.
     pub accumulation: Accumulation,
+    /// Where the key/value cache is between the uses of a pass (generation). It changes no number. On the CPU, device memory is host
+    /// memory.
+    pub kv_tier: Tier,
     /// Most blocks that keep intermediates for backward where no override fixes their number; what memory that leaves holds copies of
     /// state on disk, or weights and state on a device with its own. `None` for as many as fit.
     pub keep_at_most: Option<usize>,
@@ -253,11 +256,17 @@ impl EngineConfig {
             pinned: false,
             limits,
             accumulation: Accumulation::default(),
+            kv_tier: Tier::Device,
             keep_at_most: None,
             overrides: WindowOverrides::default(),
             timeline: None,
             identity: String::new(),
         }
+    }
+
+    /// Where the key/value cache really is.
+    pub(crate) fn kv_place(&self, unified: bool) -> Tier {
+        if unified && self.kv_tier == Tier::Host { Tier::Device } else { self.kv_tier }
     }
 
     /// Whether state on disk waits for a save.

@@ -25,6 +25,8 @@ pub(crate) enum Link {
     Up,
     /// All else that goes up.
     Side,
+    /// Keys and values on their way up.
+    Keys,
     /// Down.
     Down,
     /// No copy: what kernels do.
@@ -40,6 +42,8 @@ pub(crate) enum Cargo {
     Gradient(usize),
     /// A part of a group's state, loaded or saved.
     State(usize),
+    /// Keys and values of a block.
+    Keys(usize),
     /// A signal, or the gradient of one, of the block in work.
     Signal,
     /// Inputs of a micro-batch, and the loss.
@@ -94,6 +98,7 @@ impl Copies {
             Cargo::Weights(group) => format!("weights of {}", self.names[group]),
             Cargo::Gradient(group) => format!("gradient of {}", self.names[group]),
             Cargo::State(group) => format!("state of {}", self.names[group]),
+            Cargo::Keys(block) => format!("keys and values of {}", self.names[block]),
             Cargo::Signal => format!("signal of {}", self.names[self.block.load(Relaxed)]),
             Cargo::Small => "inputs and loss".to_owned(),
         };
@@ -137,7 +142,7 @@ struct Queue {
 
 /// Notes copies as they end, until nobody can start any more.
 fn follow(timeline: &Timeline, copies: &Receiver<Told>) {
-    let mut queues: [Queue; 4] = Default::default();
+    let mut queues: [Queue; 5] = Default::default();
     loop {
         let idle = queues.iter().all(|queue| queue.started.is_empty());
         let next = if idle {
@@ -158,7 +163,7 @@ fn follow(timeline: &Timeline, copies: &Receiver<Told>) {
             while queue.started.front().is_some_and(|copy| copy.event.is_done()) {
                 let Started { link, name, began, .. } = queue.started.pop_front().expect("just looked at");
                 let resource = match link {
-                    Link::Up | Link::Side => Resource::Upload,
+                    Link::Up | Link::Side | Link::Keys => Resource::Upload,
                     Link::Down => Resource::Download,
                     Link::Compute => Resource::Device,
                 };

@@ -5,11 +5,10 @@
 
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors};
+use crate::kv::{AwayPlan, KvLayout};
 use crate::network::Network;
 use crate::rounds::Rounds;
-use crate::{
-    BatchLimits, CACHE_PAGE, Context, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights,
-};
+use crate::{BatchLimits, Context, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights};
 use std::collections::{HashSet, VecDeque};
 use std::iter::{once, repeat_n};
 use std::ops::Range;
@@ -49,6 +48,8 @@ pub(crate) struct DryRun<'a> {
     /// The update follows backward, which lands every block's gradients for it.
     pub(crate) update_follows: bool,
     pub(crate) limits: BatchLimits,
+    /// Where the key/value cache is, if it is not in the arena.
+    pub(crate) away: Option<AwayPlan>,
     pub(crate) keeping: Keeping,
     /// So many of the last groups have their state on the device, where their gradients stay.
     pub(crate) state_groups: usize,
@@ -111,7 +112,11 @@ impl DryRun<'_> {
         let arena = Arena::virtual_memory();
         let (kernels, counter) = dry::kernel_set();
         let generates = mode == Mode::Generate;
-        let mut caches = if generates { self.caches(&arena)? } else { Vec::new() };
+        let away = self.away.as_ref().filter(|_| generates);
+        let mut caches = if generates && away.is_none() { self.caches(&arena)? } else { Vec::new() };
+        let windows = (0..away.map_or(0, AwayPlan::windows))
+            .map(|_| arena.alloc(away.map_or(0, AwayPlan::buffer_bytes)));
+        let _windows = windows.collect::<std::result::Result<Vec<_>, _>>()?;
         let rounds: Vec<Range<usize>> =
             if mode == Mode::Train { self.rounds.all().collect() } else { once(0..1).collect() };
         let mut inputs = Vec::new();
@@ -140,6 +145,12 @@ impl DryRun<'_> {
                     {
                         let (keys, values) = (keys.view_mut(), values.view_mut());
                         cx.kv = Some(KvSlot { keys, values, pages: pages.view() });
+                    }
+                    if let Some((layout, pages)) =
+                        away.and_then(|away| away.layout(block)).zip(pages.as_ref())
+                    {
+                        let buffer = BytesMut::virtual_range(layout.bytes());
+                        cx.kv = Some(layout.slot(buffer, pages.view()));
                     }
                     if mode == Mode::Train {
                         cx.kept = self.keeping.asks(block);
@@ -399,13 +410,13 @@ pub(crate) fn allocate_caches(
     dtype: DType,
     limits: BatchLimits,
 ) -> Result<Vec<Option<(Tensor, Tensor)>>> {
-    let slots = network.blocks.iter().map(|block| {
-        block.kv().map_or(Ok(None), |kv| {
-            let dims = [limits.pages(), CACHE_PAGE, kv.heads, kv.head_size];
-            Ok(Some((Tensor::new(arena, dtype, &dims)?, Tensor::new(arena, dtype, &dims)?)))
+    let tensors = |layout: Option<KvLayout>| {
+        layout.map_or(Ok(None), |layout| {
+            let dims = layout.dims();
+            Ok(Some((Tensor::new(arena, dtype, dims)?, Tensor::new(arena, dtype, dims)?)))
         })
-    });
-    slots.collect()
+    };
+    KvLayout::all(network, dtype, limits).into_iter().map(tensors).collect()
 }
 
 /// Dimensions of a block's parameters, own ones first, then borrowed.

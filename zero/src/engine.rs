@@ -7,6 +7,7 @@ use crate::device_state::{DeviceGradients, DeviceState};
 use crate::device_weights::DeviceWeights;
 use crate::fetch::{Ahead, SlotClasses};
 use crate::gradients::GradientPark;
+use crate::kv::KvLayout;
 use crate::lane::Lane;
 use crate::network::Network;
 use crate::overlap::Pending;
@@ -58,6 +59,8 @@ pub struct Engine {
     /// Gradients in f32 between the rounds of a step, if there are several.
     pub(crate) sums: Option<GradientPark>,
     pub(crate) signals: Signals,
+    /// Held by the key/value cache while there is one.
+    pub(crate) cache_alive: Arc<()>,
     pub(crate) update_slots: UpdateSlots,
     pub(crate) pool: rayon::ThreadPool,
     pub(crate) step: u64,
@@ -113,6 +116,8 @@ pub struct Outlook {
     pub copied_bytes: u64,
     /// Number of parameters, shared ones counted once.
     pub parameters: u64,
+    /// Bytes of the keys and values of one position in all blocks.
+    pub position_bytes: u64,
 }
 
 impl Engine {
@@ -238,7 +243,10 @@ impl Engine {
         let (windows, keepers) = (plan.overrides(&config), plan.windows.keeping.of);
         let copies = |kind| plan.windows.caching.bytes_of(&network, kind, &kinds);
         let copied_bytes = (0..kinds.blobs.len()).map(copies).sum();
-        Ok(Outlook { memory: plan.memory, work, summary, windows, keepers, copied_bytes, parameters })
+        let layouts = KvLayout::all(&network, config.dtype, config.limits);
+        let position_bytes = layouts.iter().flatten().map(|layout| layout.bytes_of(1) as u64).sum();
+        let memory = plan.memory;
+        Ok(Outlook { memory, work, summary, windows, keepers, copied_bytes, parameters, position_bytes })
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
@@ -329,6 +337,7 @@ impl Engine {
             rounds,
             sums,
             signals,
+            cache_alive: Arc::default(),
             update_slots,
             pool,
             step: 0,

@@ -3,10 +3,11 @@
 use crate::dry::allocate_caches;
 use crate::engine::{Engine, Signals};
 use crate::fetch::{Fetcher, Order};
+use crate::kv::{AwayPlan, KvPass, Layers};
 use crate::lane::Signal;
 use crate::train::{Pass, zero_loss};
-use crate::{BatchLimits, CACHE_PAGE, EngineError, HostTensor, KvSlot, MicroBatch, Mode, Result};
-use std::iter::repeat;
+use crate::{EngineError, KvCache, MicroBatch, Mode, Result};
+use std::sync::Arc;
 use terrace_kernels::{Tensor, ViewMut};
 use terrace_tiers::Lease;
 
@@ -17,66 +18,6 @@ pub struct Evaluation {
     pub loss_sum: f64,
     /// Number of terms.
     pub loss_terms: u64,
-}
-
-/// Keys and values of all positions so far, per block, in pages that the sequences share.
-#[derive(Debug)]
-pub struct KvCache {
-    layers: Vec<Option<(Tensor, Tensor)>>,
-    lengths: Vec<usize>,
-    /// Of each sequence, those of its first positions first.
-    pages: Vec<Vec<i32>>,
-    /// Pages that no sequence has.
-    free: Vec<i32>,
-    limits: BatchLimits,
-}
-
-impl KvCache {
-    /// Positions in the cache, per sequence.
-    pub fn lengths(&self) -> &[usize] {
-        &self.lengths
-    }
-
-    /// Positions there is room for, per sequence.
-    pub fn capacity(&self) -> usize {
-        self.limits.cache_length
-    }
-
-    /// Pages of [`CACHE_PAGE`] positions that no sequence has yet.
-    pub fn free_pages(&self) -> usize {
-        self.free.len()
-    }
-
-    /// Forgets a sequence: its pages are free for others.
-    pub fn clear(&mut self, sequence: usize) {
-        self.lengths[sequence] = 0;
-        self.free.extend(self.pages[sequence].drain(..).rev());
-    }
-
-    /// Gives sequences the pages that `added` more positions of each need.
-    fn grow(&mut self, sequences: &[usize], added: &[usize]) -> Result {
-        for (&sequence, added) in sequences.iter().zip(added) {
-            let needed = (self.lengths[sequence] + added).div_ceil(CACHE_PAGE);
-            while self.pages[sequence].len() < needed {
-                let Some(page) = self.free.pop() else {
-                    return Err(EngineError::Config(format!(
-                        "no page is left in the key/value cache of {} × {CACHE_PAGE} positions",
-                        self.limits.pages()
-                    )));
-                };
-                self.pages[sequence].push(page);
-            }
-        }
-        Ok(())
-    }
-
-    /// i32 `[B, M]`: the pages of sequences, −1 where there is none.
-    fn table(&self, sequences: &[usize]) -> HostTensor {
-        let width = self.limits.pages_per_sequence();
-        let row = |&sequence: &usize| self.pages[sequence].iter().copied().chain(repeat(-1)).take(width);
-        let pages: Vec<i32> = sequences.iter().flat_map(row).collect();
-        HostTensor::from_i32(&[sequences.len(), width], &pages)
-    }
 }
 
 impl Engine {
@@ -100,9 +41,18 @@ impl Engine {
         if limits.cache_length == 0 || sequences > limits.sequences {
             return Err(EngineError::Config(format!("a cache for {sequences} sequences was not planned")));
         }
-        let layers = allocate_caches(&self.network, &self.lane.arena, self.config.dtype, limits)?;
-        let free = (0..limits.pages() as i32).rev().collect();
-        Ok(KvCache { layers, lengths: vec![0; sequences], pages: vec![Vec::new(); sequences], free, limits })
+        if Arc::strong_count(&self.cache_alive) > 1 {
+            return Err(EngineError::Config(
+                "one key/value cache was planned, and it is in use: drop it first".into(),
+            ));
+        }
+        let layers = match AwayPlan::new(&self.config, &self.network, self.lane.unified) {
+            Some(plan) => Layers::away(plan, &self.config, &self.backend, &self.lane)?,
+            None => {
+                Layers::Resident(allocate_caches(&self.network, &self.lane.arena, self.config.dtype, limits)?)
+            }
+        };
+        Ok(KvCache::new(layers, sequences, limits, Arc::clone(&self.cache_alive)))
     }
 
     /// Runs a batch over the cache and gives the logits `[B, V]` of each row's last valid position. Row b of the batch goes on from
@@ -122,7 +72,7 @@ impl Engine {
     ) -> Result<Vec<f32>> {
         assert_eq!((sequences.len(), added.len()), (batch.sequences, batch.sequences), "one entry a row");
         let longest =
-            sequences.iter().map(|&sequence| cache.lengths[sequence]).max().unwrap_or(0) + batch.length;
+            sequences.iter().map(|&sequence| cache.lengths()[sequence]).max().unwrap_or(0) + batch.length;
         if longest > cache.capacity() {
             return Err(EngineError::Config(format!(
                 "{longest} positions do not fit the key/value cache of {}",
@@ -130,11 +80,9 @@ impl Engine {
             )));
         }
         cache.grow(sequences, added)?;
-        let (_, logits) = self.forward_only(batch, Mode::Generate, Some((cache, sequences)))?;
+        let (_, logits) = self.forward_only(batch, Mode::Generate, Some((cache, sequences, added)))?;
         let logits = logits.expect("the last block writes logits in generation");
-        for (&sequence, added) in sequences.iter().zip(added) {
-            cache.lengths[sequence] += added;
-        }
+        cache.added(sequences, added);
         Ok(self
             .lane
             .read(logits)?
@@ -147,7 +95,7 @@ impl Engine {
         &mut self,
         batch: &MicroBatch,
         mode: Mode,
-        mut cache: Option<(&mut KvCache, &[usize])>,
+        cache: Option<(&mut KvCache, &[usize], &[usize])>,
     ) -> Result<(Tensor, Option<Tensor>)> {
         let limits = self.config.limits;
         if batch.sequences > limits.sequences || batch.length > limits.length {
@@ -176,7 +124,9 @@ impl Engine {
         let inputs = batch.inputs.iter().map(|t| lane.tensor(t)).collect::<Result<Vec<Tensor>>>()?;
         let mut loss = lane.tensor(&zero_loss())?;
         let pages =
-            cache.as_ref().map(|(cache, sequences)| lane.tensor(&cache.table(sequences))).transpose()?;
+            cache.as_ref().map(|(cache, sequences, _)| lane.tensor(&cache.table(sequences))).transpose()?;
+        let mut keys =
+            cache.map(|(cache, sequences, added)| cache.pass(lane, sequences, added)).transpose()?;
         let (sequences, length) = (batch.sequences, batch.length);
         let pass = Pass { network, backend, lane, config, mode, sequences, length, loss_scale: 1.0 };
         let items: Vec<usize> = (0..=network.last()).flat_map(|b| network.groups_of(b)).collect();
@@ -205,13 +155,10 @@ impl Engine {
                     if last { Some(Tensor::new(&lane.arena, spec.dtype, &spec.dims)?) } else { None };
                 let mut target =
                     if last { None } else { Some(lane.target(signals.slot(spec.bytes()), spec)?) };
+                keys.iter_mut().try_for_each(|keys| keys.enter(block))?;
                 let mut cx = pass.context(&inputs, &mut loss);
-                if let Some(((cache, _), pages)) = cache.as_mut().zip(pages.as_ref()) {
-                    cx.kv = cache.layers[block].as_mut().map(|(keys, values)| KvSlot {
-                        keys: keys.view_mut(),
-                        values: values.view_mut(),
-                        pages: pages.view(),
-                    });
+                if let Some((keys, pages)) = keys.as_mut().zip(pages.as_ref()) {
+                    cx.kv = keys.slot(block, pages.view());
                 }
                 let y: ViewMut<'_> = match (&mut target, &mut output) {
                     (Some(target), _) => target.view_mut(),
@@ -219,7 +166,8 @@ impl Engine {
                     (None, None) => unreachable!("one of the two was made"),
                 };
                 network.blocks[block].forward(&mut cx, &weights, x_view, y)?;
-                drop((weights, x));
+                drop((cx, weights, x));
+                keys.iter_mut().try_for_each(|keys| keys.leave(block))?;
                 signal = target.map(|t| lane.pass(t)).transpose()?;
                 logits = output;
                 pass.release(&mut fetcher, ready)?;
@@ -228,6 +176,7 @@ impl Engine {
         })?;
         *device_weights = room;
         device_weights.let_go(state);
+        keys.map_or(Ok(()), KvPass::finish)?;
         Ok((loss, logits))
     }
 }

@@ -5,7 +5,7 @@
 
 use crate::copies::{Cargo, Copies, Link};
 use crate::{Backend, HostTensor, OutputSpec, Result};
-use std::ops::DerefMut;
+use std::ops::{DerefMut, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
@@ -26,6 +26,8 @@ pub(crate) struct Lane {
     pub(crate) up: Arc<dyn Stream>,
     /// All else that goes up, see [`Lane::upload`].
     side: Arc<dyn Stream>,
+    /// Keys and values, into windows that nothing else uses.
+    keys: Arc<dyn Stream>,
     down: Arc<dyn Stream>,
     pub(crate) arena: Arena,
     /// Hears of copies, if somebody wants to see them.
@@ -80,6 +82,7 @@ impl Lane {
             compute: device.stream(StreamKind::Compute)?,
             up: device.stream(StreamKind::Upload)?,
             side: device.stream(StreamKind::Upload)?,
+            keys: device.stream(StreamKind::Upload)?,
             down: device.stream(StreamKind::Download)?,
             arena: device.arena(arena_bytes)?,
             copies,
@@ -165,6 +168,38 @@ impl Lane {
         let bytes = dst.len();
         let download = Download::start_at(&*self.down, &*self.compute, region, at, dst)?;
         self.started(Link::Down, cargo, bytes, download.event());
+        Ok(download)
+    }
+
+    /// Orders copies of keys and values after kernels that were enqueued before, which may have used the windows' memory when it
+    /// was not theirs.
+    pub(crate) fn begin_keys(&self) -> Result {
+        Ok(self.keys.wait(&*self.compute.record()?)?)
+    }
+
+    /// Starts copying parts of a block's keys and values to a window that no kernel uses, beside what kernels do elsewhere.
+    pub(crate) fn send_keys(
+        &self,
+        block: usize,
+        src: Lease,
+        window: Region,
+        parts: &[Range<usize>],
+    ) -> Result<Upload<Lease>> {
+        let upload = Upload::start_parts(&*self.keys, src, window, parts)?;
+        self.started(Link::Keys, Cargo::Keys(block), parts.iter().map(Range::len).sum(), upload.event());
+        Ok(upload)
+    }
+
+    /// Starts copying parts of a window that kernels write to their place in host memory.
+    pub(crate) fn take_keys(
+        &self,
+        block: usize,
+        window: Region,
+        dst: Lease,
+        parts: &[Range<usize>],
+    ) -> Result<Download<Lease>> {
+        let download = Download::start_parts(&*self.down, &*self.compute, window, dst, parts)?;
+        self.started(Link::Down, Cargo::Keys(block), parts.iter().map(Range::len).sum(), download.event());
         Ok(download)
     }
 

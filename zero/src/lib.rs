@@ -25,6 +25,7 @@ mod fetch;
 mod gradients;
 mod infer;
 mod kept;
+mod kv;
 mod lane;
 mod network;
 mod overlap;
@@ -56,8 +57,9 @@ pub use config::{
 pub use engine::{Engine, Outlook, StoredState};
 pub use error::{EngineError, Result};
 pub use fetch::Residency;
-pub use infer::{Evaluation, KvCache};
+pub use infer::Evaluation;
 pub use kept::Kept;
+pub use kv::KvCache;
 pub use plan::PlanningRuns;
 pub use ranks::{Ranks, Traffic};
 pub use schedule::{BlockPass, GroupUpdate, Schedule, UpdateTime, WeightUse};

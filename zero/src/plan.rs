@@ -30,6 +30,7 @@ use crate::dry::{BlockCost, DryCost, DryRun, Staying};
 use crate::fetch::{SlotClass, plan_classes};
 use crate::gradients::STAGING_SLOTS;
 use crate::kept::Keeping;
+use crate::kv::AwayPlan;
 use crate::network::Network;
 use crate::ranks::Ranks;
 use crate::rounds::Rounds;
@@ -109,8 +110,9 @@ struct Choice {
 }
 
 /// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether the update follows
-/// backward, which signals and which gradients stay, who keeps, and the batch with its order.
-type CostKey = (usize, bool, Staying, usize, Keeping, BatchLimits, Accumulation);
+/// backward, which signals and which gradients stay, who keeps, the batch with its
+/// order, and where the key/value cache is.
+type CostKey = (usize, bool, Staying, usize, Keeping, BatchLimits, Accumulation, Tier);
 
 /// What each block's cost depends on beside the network: sequences of a micro-batch, and their length.
 type Shape = (usize, usize);
@@ -445,6 +447,9 @@ impl Planner<'_> {
             );
         }
         self.add_signals(&mut memory, &windows);
+        if let Some(away) = self.away() {
+            away.add_to(&mut memory, config)?;
+        }
         let arena_tier = self.arena_tier();
         let Keeping { count, of, bytes, .. } = windows.keeping;
         // All of them are there at once, when backward begins.
@@ -465,6 +470,11 @@ impl Planner<'_> {
         memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
         let (ranks, blocks) = (self.ranks(), self.blocks()?);
         Ok(EnginePlan { memory: ranks.memory_of_node(memory), windows, spec, ranks, blocks })
+    }
+
+    /// What is planned for a key/value cache that is not on the device.
+    fn away(&self) -> Option<AwayPlan> {
+        AwayPlan::new(self.config, self.network, self.backend.device.unified())
     }
 
     fn add_signals(&self, memory: &mut MemoryPlan, windows: &Windows) {
@@ -546,6 +556,7 @@ impl Planner<'_> {
             chunk_elements,
             update_follows: self.config.update_follows(),
             limits: self.config.limits,
+            away: self.away(),
             keeping,
             state_groups,
         }
@@ -559,8 +570,9 @@ impl Planner<'_> {
         let keeping = choice.keeping;
         let staying = Staying::of(choice.signals_stay, choice.activations_on_disk);
         let state_groups = if unified { 0 } else { choice.state_groups };
+        let kv = config.kv_place(unified);
         let key =
-            (chunk_elements, follows, staying, state_groups, keeping, config.limits, config.accumulation);
+            (chunk_elements, follows, staying, state_groups, keeping, config.limits, config.accumulation, kv);
         if let Some((_, cost)) = self.runs.found.borrow().iter().find(|(known, _)| *known == key) {
             return Ok(*cost);
         }
@@ -621,6 +633,15 @@ impl Planner<'_> {
             knobs.push(format!("use {host}--offload disk{place}"));
         }
         let limits = self.config.limits;
+        if limits.cache_length > 0 {
+            let unified = self.backend.device.unified();
+            let (host, disk) = ("--kv host", "--kv disk with --disk PATH");
+            match (self.config.kv_place(unified), tier) {
+                (Tier::Device, Tier::Device) => knobs.push(format!("use {host} or {disk}")),
+                (Tier::Device | Tier::Host, Tier::Host) => knobs.push(format!("use {disk}")),
+                _ => {}
+            }
+        }
         if smallest.windows.sum_chunks > 0 {
             knobs.push("accumulate vertically (--accumulation vertical)".into());
         }
@@ -647,7 +668,7 @@ impl Planner<'_> {
 }
 
 /// One term if the directories take turns, else one for each.
-fn add_disk(memory: &mut MemoryPlan, what: &str, striping: &Striping, bytes: &[u64]) {
+pub(crate) fn add_disk(memory: &mut MemoryPlan, what: &str, striping: &Striping, bytes: &[u64]) {
     if striping.shares().iter().all(|&share| share == 1) {
         return memory.add(Tier::Disk, what, 1, bytes.iter().sum());
     }

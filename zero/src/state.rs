@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_device::Device;
 use terrace_kernels::DType;
 use terrace_optimizer::{Optimizer, StateKind, StateLayout, WeightType, optimizer};
-use terrace_tiers::{BlobKind, BlobSpec, DiskStore, GroupSpec, HostBlob, SharedBytes, StoreSpec, TierError};
+use terrace_tiers::{
+    BlobKind, BlobSpec, DiskStore, GroupSpec, HostBlob, SharedBytes, StoreSpec, Tier, TierError,
+};
 
 /// Most kinds of state that any format has.
 pub(crate) const KINDS_MAX: usize = 4;
@@ -183,6 +185,10 @@ pub(crate) fn store_spec(
 pub(crate) fn needs_disk(config: &EngineConfig) -> Result {
     if config.placement == Placement::Disk && config.disks.is_empty() {
         let message = "state on disk needs a directory: give --disk PATH";
+        return Err(EngineError::Config(message.into()));
+    }
+    if config.kv_tier == Tier::Disk && config.disks.is_empty() && config.limits.cache_length > 0 {
+        let message = "a key/value cache on disk needs a directory: give --disk PATH";
         return Err(EngineError::Config(message.into()));
     }
     Ok(())

@@ -13,7 +13,7 @@ use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, cpu};
 use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateFormat, host_kernels};
-use terrace_tiers::{TierError, checksum};
+use terrace_tiers::{Tier, TierError, checksum};
 use terrace_zero::{
     Accumulation, Backend, BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, Placement,
     TrainingConfig, WeightReader, WindowOverrides,
@@ -128,6 +128,7 @@ impl Setup {
                 cache_pages: 0,
             },
             accumulation: self.accumulation,
+            kv_tier: Tier::Device,
             keep_at_most: None,
             overrides: self.overrides,
             timeline: None,

@@ -11,6 +11,7 @@ mod configs;
 mod engine;
 mod export;
 mod fixture;
+mod keys;
 mod memory;
 mod pages;
 mod parity;

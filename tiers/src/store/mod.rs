@@ -493,10 +493,10 @@ impl Next {
 fn require_room(spec: &StoreSpec, striping: &Striping) -> Result<(), TierError> {
     let room = |spec: &StoreSpec| require_space(striping.dirs(), &DiskStore::bytes_per_dir(spec, striping));
     room(spec).map_err(|error| match error {
-        TierError::DiskTooSmall { dir, needed, free, .. } => {
+        TierError::DiskTooSmall { what, smaller, dir, needed, free, .. } => {
             let once = StoreSpec { generations: 1, ..spec.clone() };
             let fits_once = spec.generations > 1 && room(&once).is_ok();
-            TierError::DiskTooSmall { dir, needed, free, fits_once }
+            TierError::DiskTooSmall { what, smaller, dir, needed, free, fits_once }
         }
         other => other,
     })

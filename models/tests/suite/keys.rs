@@ -1,0 +1,248 @@
+//! Keys and values on the device, on host and on disk: the same bits, no byte more than needed, and errors that say what failed.
+
+use crate::card;
+use std::path::PathBuf;
+use std::sync::Arc;
+use tempfile::TempDir;
+use terrace_aio::IoEngine;
+use terrace_aio::engine::{EngineConfig as IoConfig, SimConfig, SimEngine, open_default};
+use terrace_aio::layer::{FaultConfig, FaultLayer, StatsLayer};
+use terrace_device::Device;
+use terrace_device::host::HostDevice;
+use terrace_device::sim::{SimDevice, SimDeviceConfig};
+use terrace_kernels::{DType, cpu};
+use terrace_models::{Model, ModelConfig, RandomSource, TokenBatch};
+use terrace_tiers::Tier;
+use terrace_zero::{Backend, BatchLimits, CACHE_PAGE, Engine, EngineConfig, KvCache, Placement};
+
+const LONGEST: usize = 150;
+const CACHE: usize = 4 * CACHE_PAGE;
+const LAYERS: usize = 5;
+const BLOCK: usize = 4096;
+
+/// A page of keys is a block and a half of disk in f32, so that pages share blocks.
+fn model() -> ModelConfig {
+    ModelConfig::parse(&format!(
+        r#"{{"architectures":["LlamaForCausalLM"],"vocab_size":101,"hidden_size":96,"intermediate_size":200,
+        "num_hidden_layers":{LAYERS},"num_attention_heads":4,"num_key_value_heads":1,"max_position_embeddings":{CACHE},
+        "initializer_range":0.08}}"#
+    ))
+    .unwrap()
+}
+
+struct Place {
+    kv: Tier,
+    device: Arc<dyn Device>,
+    placement: Placement,
+    dtype: DType,
+    io: Arc<dyn IoEngine>,
+    disks: Vec<PathBuf>,
+    /// Where they are, if they are real.
+    _dir: Option<TempDir>,
+}
+
+impl Place {
+    /// With weights in memory, and a directory on a real disk.
+    fn new(kv: Tier, device: impl Device + 'static) -> Self {
+        let (io, placement) = (open_default(&IoConfig::default()).unwrap(), Placement::None);
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let disks = vec![dir.path().join("not yet there")];
+        let device = Arc::new(device);
+        Self { kv, device, placement, dtype: DType::F32, io, disks, _dir: Some(dir) }
+    }
+
+    /// With simulated disks, two to stripe over.
+    fn simulated(kv: Tier, device: impl Device + 'static, seed: u64) -> Self {
+        let disks = ["/sim/a", "/sim/b"].map(PathBuf::from).to_vec();
+        let io = Arc::new(SimEngine::new(SimConfig { seed, ..SimConfig::default() }));
+        Self { io, disks, ..Self::new(kv, device) }
+    }
+
+    /// Of at most two sequences.
+    fn engine(&self, cache_pages: usize) -> terrace_zero::Result<Engine> {
+        let limits =
+            BatchLimits { sequences: 2, length: LONGEST, micro_batches: 1, cache_length: CACHE, cache_pages };
+        let config = EngineConfig {
+            threads: 2,
+            kv_tier: self.kv,
+            placement: self.placement,
+            disks: self.disks.clone(),
+            ..EngineConfig::new(self.dtype, limits)
+        };
+        let backend = card::backend(&self.io).unwrap_or_else(|| Backend {
+            device: Arc::clone(&self.device),
+            kernels: cpu::kernel_set(2),
+            updates: None,
+            kernel_scratch_bytes: cpu::scratch_bytes(2) as u64,
+            io: Arc::clone(&self.io),
+        });
+        let model = Model::new(model());
+        let sample = TokenBatch::new(&model.config).blank(2, LONGEST);
+        let mut source = RandomSource::for_config(&model.config, 1);
+        Engine::create(config, backend, model.blocks, &sample, &mut source)
+    }
+}
+
+fn prompt(seed: usize, length: usize) -> Vec<u32> {
+    (0..length).map(|t| ((seed * 31 + t * t * 7 + t) % 101) as u32).collect()
+}
+
+/// Runs rows of ids over the cache.
+fn pass(
+    engine: &mut Engine,
+    cache: &mut KvCache,
+    rows: &[(usize, &[u32])],
+) -> terrace_zero::Result<Vec<u32>> {
+    let (sequences, ids): (Vec<usize>, Vec<&[u32]>) = rows.iter().copied().unzip();
+    let starts: Vec<usize> = sequences.iter().map(|&sequence| cache.lengths()[sequence]).collect();
+    let added: Vec<usize> = ids.iter().map(|ids| ids.len()).collect();
+    let longest = *added.iter().max().unwrap();
+    let batch = TokenBatch::new(&model()).generate(&ids, &starts, longest).unwrap();
+    let logits = engine.logits(&batch, cache, &sequences, &added)?;
+    Ok(logits.into_iter().map(f32::to_bits).collect())
+}
+
+/// Sequences that come, go on together and alone, leave their pages to others, and cross pages.
+fn story(engine: &mut Engine) -> terrace_zero::Result<Vec<Vec<u32>>> {
+    let (a, b, c) = (prompt(1, 140), prompt(2, 5), prompt(3, 70));
+    let mut cache = engine.new_cache(2)?;
+    let mut seen = vec![
+        pass(engine, &mut cache, &[(0, &a), (1, &b)])?,
+        pass(engine, &mut cache, &[(1, &[8]), (0, &[7])])?,
+    ];
+    cache.clear(0);
+    // Alone, into pages beside those of the other, which waits.
+    seen.push(pass(engine, &mut cache, &[(0, &c)])?);
+    for step in 0..CACHE_PAGE as u32 - 2 {
+        seen.push(pass(engine, &mut cache, &[(0, &[step]), (1, &[step + 9])])?);
+    }
+    seen.push(pass(engine, &mut cache, &[(1, &prompt(4, 30))])?);
+    seen.push(pass(engine, &mut cache, &[(0, &[1]), (1, &[2])])?);
+    Ok(seen)
+}
+
+#[test]
+fn numbers_are_those_of_a_cache_on_the_device() {
+    for dtype in [DType::F32, DType::BF16] {
+        let told = |place: Place, name: &str| {
+            let place = Place { dtype, ..place };
+            let mut engine = place.engine(6).unwrap_or_else(|error| panic!("{name}: {error}"));
+            story(&mut engine).unwrap_or_else(|error| panic!("{name}: {error}"))
+        };
+        let expected = told(Place::new(Tier::Device, HostDevice::unified()), "on the device");
+        assert!(expected.iter().flatten().all(|&bits| f32::from_bits(bits).is_finite()));
+        for kv in [Tier::Device, Tier::Host, Tier::Disk] {
+            for placement in [Placement::None, Placement::Host, Placement::Disk] {
+                let unified = Place { placement, ..Place::new(kv, HostDevice::unified()) };
+                let discrete = Place { placement, ..Place::new(kv, HostDevice::discrete()) };
+                for (place, device) in [(unified, "unified"), (discrete, "discrete")] {
+                    let name = format!("{dtype}, cache on {kv:?}, weights on {placement}, {device}");
+                    assert!(told(place, &name) == expected, "{name}");
+                }
+            }
+            // Whenever copies run, and however the disk reorders.
+            for seed in 0..4 {
+                let device = SimDevice::new(SimDeviceConfig { seed, ..SimDeviceConfig::default() });
+                let name = format!("{dtype}, cache on {kv:?}, seed {seed}");
+                assert!(told(Place::simulated(kv, device, seed), &name) == expected, "{name}");
+            }
+        }
+    }
+}
+
+/// A copy that nobody waits for is found: the test above can fail.
+#[test]
+fn a_lost_wait_changes_numbers() {
+    let expected = story(&mut Place::new(Tier::Device, HostDevice::unified()).engine(6).unwrap()).unwrap();
+    for kv in [Tier::Host, Tier::Disk] {
+        let differs = |seed| {
+            let config = SimDeviceConfig { seed, lost_wait_one_in: 40, early_one_in: 8 };
+            let mut engine = Place::simulated(kv, SimDevice::new(config), seed).engine(6).unwrap();
+            story(&mut engine).is_ok_and(|seen| seen != expected)
+        };
+        assert!(card::backend(&Place::new(kv, HostDevice::unified()).io).is_some() || (0..20).any(differs));
+    }
+}
+
+/// Positions that are needed come, those that were added go, and blocks that both share.
+#[test]
+fn no_byte_moves_without_need() {
+    let (a, b) = (prompt(1, 140), prompt(2, 5));
+    let passes: [&[(usize, &[u32])]; 3] = [&[(0, &a), (1, &b)], &[(0, &[7])], &[(1, &[7]), (0, &[7])]];
+    // Bytes read and written by the first passes of a cache that is gone, so that nothing is under way.
+    let moved_by = |count: usize| {
+        let stats = Arc::new(StatsLayer::new(Arc::new(SimEngine::new(SimConfig::default())) as _));
+        let place =
+            Place { io: Arc::clone(&stats) as _, ..Place::simulated(Tier::Disk, HostDevice::unified(), 0) };
+        let mut engine = place.engine(8).unwrap();
+        let mut cache = engine.new_cache(2).unwrap();
+        for rows in &passes[..count] {
+            pass(&mut engine, &mut cache, rows).unwrap();
+        }
+        drop(cache);
+        let moved = stats.snapshot();
+        (moved.read.bytes, moved.write.bytes)
+    };
+    let totals: Vec<_> = (0..=passes.len()).map(moved_by).collect();
+    let moved: Vec<_> = totals.windows(2).map(|two| (two[1].0 - two[0].0, two[1].1 - two[0].1)).collect();
+    let position = 24 * 4;
+    // Blocks that the keys, or the values, of positions from..to lie in.
+    let blocks = |from: usize, to: usize| ((to * position).div_ceil(BLOCK) - from * position / BLOCK) as u64;
+    let each = (2 * LAYERS * BLOCK) as u64;
+    // The first sequence has the first three pages, the second one the fourth.
+    let of_b = |positions| blocks(3 * CACHE_PAGE, 3 * CACHE_PAGE + positions);
+    assert_eq!(moved[0], (0, (blocks(0, 140) + of_b(5)) * each), "prompts find nothing and fill pages");
+    assert_eq!(moved[1], (blocks(0, 140) * each, each), "one position of one sequence");
+    assert_eq!(moved[2], ((blocks(0, 141) + of_b(5)) * each, 2 * each), "one position of both");
+}
+
+#[test]
+fn a_plan_says_where_the_cache_is() {
+    let total =
+        |kv, device: HostDevice, tier| Place::new(kv, device).engine(0).unwrap().memory_plan().total(tier);
+    if card::backend(&Place::new(Tier::Host, HostDevice::unified()).io).is_some() {
+        return;
+    }
+    // Keys and values of 2 × 4 pages, on 4 KiB each.
+    let one = 2 * (8 * CACHE_PAGE * 24 * 4) as u64;
+    let all = LAYERS as u64 * one;
+    let [on_device, on_host] = [Tier::Device, Tier::Host]
+        .map(|kv| [Tier::Device, Tier::Host].map(|tier| total(kv, HostDevice::discrete(), tier)));
+    assert_eq!(on_host[1] - on_device[1], all);
+    // Beside two windows, what lies between them may be placed otherwise.
+    let saved = on_device[0] - on_host[0];
+    assert!(saved.abs_diff(all - 2 * one) <= one / 8, "{saved}");
+    let [device, disk] = [Tier::Device, Tier::Disk].map(|kv| total(kv, HostDevice::unified(), Tier::Host));
+    let table = all / BLOCK as u64 * 8;
+    assert!((device - disk).abs_diff(all - 3 * one - table) <= one / 8, "{}", device - disk);
+    assert!(total(Tier::Disk, HostDevice::unified(), Tier::Disk) >= all);
+    assert_eq!(total(Tier::Host, HostDevice::unified(), Tier::Host), device, "without a card it is the same");
+}
+
+#[test]
+fn one_cache_at_a_time() {
+    for kv in [Tier::Device, Tier::Host, Tier::Disk] {
+        let engine = Place::new(kv, HostDevice::discrete()).engine(0).unwrap();
+        let first = engine.new_cache(2).unwrap();
+        let words = engine.new_cache(1).unwrap_err().to_string();
+        assert!(words.contains("it is in use"), "{words}");
+        drop(first);
+        engine.new_cache(1).unwrap();
+    }
+}
+
+#[test]
+fn a_disk_that_fails_is_named() {
+    let faults = FaultConfig { seed: 1, read_error_one_in: 12, ..FaultConfig::default() };
+    let io = open_default(&IoConfig::default()).unwrap();
+    let place =
+        Place { io: Arc::new(FaultLayer::new(io, faults)), ..Place::new(Tier::Disk, HostDevice::unified()) };
+    let file = place.disks[0].join("keys-and-values.bin");
+    let outcome = place.engine(6).and_then(|mut engine| story(&mut engine));
+    let words = outcome.expect_err("one read in twelve fails").to_string();
+    assert!(words.contains(&file.display().to_string()), "{words}");
+    assert!(!file.exists(), "scratch is removed");
+    let none = Place { disks: Vec::new(), ..Place::new(Tier::Disk, HostDevice::unified()) };
+    let words = none.engine(6).unwrap_err().to_string();
+    assert!(words.contains("a key/value cache on disk needs a directory"), "{words}");
+}

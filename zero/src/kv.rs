@@ -1,0 +1,195 @@
+//! The key/value cache: pages that sequences share, on the device or away from it.
+
+mod away;
+mod layout;
+
+pub(crate) use away::AwayPlan;
+pub(crate) use layout::KvLayout;
+
+use crate::lane::Lane;
+use crate::{BatchLimits, CACHE_PAGE, EngineError, HostTensor, KvSlot, Result};
+use away::{Away, AwayPass};
+use std::iter::repeat;
+use std::ops::Range;
+use std::sync::Arc;
+use terrace_kernels::{Tensor, View};
+
+/// Keys and values of all positions so far, per block, in pages that the sequences share.
+#[derive(Debug)]
+pub struct KvCache {
+    layers: Layers,
+    lengths: Vec<usize>,
+    /// Of each sequence, those of its first positions first.
+    pages: Vec<Vec<i32>>,
+    /// Pages that no sequence has.
+    free: Vec<i32>,
+    limits: BatchLimits,
+    /// Held while the cache's memory is in use.
+    _alive: Arc<()>,
+}
+
+/// Where keys and values are between passes.
+#[derive(Debug)]
+pub(crate) enum Layers {
+    /// In the arena: keys and values of every block that has any.
+    Resident(Vec<Option<(Tensor, Tensor)>>),
+    Away(Box<Away>),
+}
+
+/// The layers in a pass through the blocks.
+#[derive(Debug)]
+pub(crate) enum KvPass<'a> {
+    Resident(&'a mut [Option<(Tensor, Tensor)>]),
+    Away(Box<AwayPass<'a>>),
+}
+
+impl Layers {
+    /// Memory for the caches that `plan` has elsewhere.
+    pub(crate) fn away(
+        plan: AwayPlan,
+        config: &crate::EngineConfig,
+        backend: &crate::Backend,
+        lane: &Lane,
+    ) -> Result<Self> {
+        Ok(Self::Away(Box::new(Away::new(plan, config, backend, lane)?)))
+    }
+}
+
+impl KvCache {
+    pub(crate) fn new(layers: Layers, sequences: usize, limits: BatchLimits, alive: Arc<()>) -> Self {
+        let free = (0..limits.pages() as i32).rev().collect();
+        let (lengths, pages) = (vec![0; sequences], vec![Vec::new(); sequences]);
+        Self { layers, lengths, pages, free, limits, _alive: alive }
+    }
+
+    /// Positions in the cache, per sequence.
+    pub fn lengths(&self) -> &[usize] {
+        &self.lengths
+    }
+
+    /// Positions there is room for, per sequence.
+    pub fn capacity(&self) -> usize {
+        self.limits.cache_length
+    }
+
+    /// Pages of [`CACHE_PAGE`] positions that no sequence has yet.
+    pub fn free_pages(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Forgets a sequence: its pages are free for others.
+    pub fn clear(&mut self, sequence: usize) {
+        self.lengths[sequence] = 0;
+        self.free.extend(self.pages[sequence].drain(..).rev());
+    }
+
+    /// Takes note of positions that a pass added.
+    pub(crate) fn added(&mut self, sequences: &[usize], added: &[usize]) {
+        for (&sequence, added) in sequences.iter().zip(added) {
+            self.lengths[sequence] += added;
+        }
+    }
+
+    /// Gives sequences the pages that `added` more positions of each need.
+    pub(crate) fn grow(&mut self, sequences: &[usize], added: &[usize]) -> Result {
+        for (&sequence, added) in sequences.iter().zip(added) {
+            let needed = (self.lengths[sequence] + added).div_ceil(CACHE_PAGE);
+            while self.pages[sequence].len() < needed {
+                let Some(page) = self.free.pop() else {
+                    return Err(EngineError::Config(format!(
+                        "no page is left in the key/value cache of {} × {CACHE_PAGE} positions",
+                        self.limits.pages()
+                    )));
+                };
+                self.pages[sequence].push(page);
+            }
+        }
+        Ok(())
+    }
+
+    /// i32 `[B, M]`: the pages of sequences, −1 where there is none.
+    pub(crate) fn table(&self, sequences: &[usize]) -> HostTensor {
+        let width = self.limits.pages_per_sequence();
+        let row = |&sequence: &usize| self.pages[sequence].iter().copied().chain(repeat(-1)).take(width);
+        let pages: Vec<i32> = sequences.iter().flat_map(row).collect();
+        HostTensor::from_i32(&[sequences.len(), width], &pages)
+    }
+
+    /// Begins a pass of a batch that adds so many positions to sequences.
+    pub(crate) fn pass<'a>(
+        &'a mut self,
+        lane: &'a Lane,
+        sequences: &[usize],
+        added: &[usize],
+    ) -> Result<KvPass<'a>> {
+        let used = self.places(sequences, |index| 0..self.lengths[sequences[index]]);
+        let added = self.places(sequences, |index| {
+            let length = self.lengths[sequences[index]];
+            length..length + added[index]
+        });
+        Ok(match &mut self.layers {
+            Layers::Resident(layers) => KvPass::Resident(layers),
+            Layers::Away(away) => KvPass::Away(Box::new(away.pass(lane, used, added)?)),
+        })
+    }
+
+    /// Where positions of sequences are, counted through all pages: in order, and apart from each other.
+    fn places(&self, sequences: &[usize], of: impl Fn(usize) -> Range<usize>) -> Vec<Range<usize>> {
+        let mut places = Vec::new();
+        for (index, &sequence) in sequences.iter().enumerate() {
+            let Range { start, end } = of(index);
+            for page in start / CACHE_PAGE..end.div_ceil(CACHE_PAGE) {
+                let first = page * CACHE_PAGE;
+                let (from, to) = (start.max(first) - first, end.min(first + CACHE_PAGE) - first);
+                let place = self.pages[sequence][page] as usize * CACHE_PAGE;
+                places.push(place + from..place + to);
+            }
+        }
+        places.sort_unstable_by_key(|place| place.start);
+        places.dedup_by(|next, place| {
+            let touches = next.start == place.end;
+            if touches {
+                place.end = next.end;
+            }
+            touches
+        });
+        places
+    }
+}
+
+impl KvPass<'_> {
+    /// Makes the keys and values of `block` ready for kernels.
+    pub(crate) fn enter(&mut self, block: usize) -> Result {
+        match self {
+            Self::Resident(_) => Ok(()),
+            Self::Away(pass) => pass.enter(block),
+        }
+    }
+
+    /// What kernels of a block that was entered see; `None` if it has no cache.
+    pub(crate) fn slot<'b>(&'b mut self, block: usize, pages: View<'b>) -> Option<KvSlot<'b>> {
+        match self {
+            Self::Resident(layers) => layers[block].as_mut().map(|(keys, values)| KvSlot {
+                keys: keys.view_mut(),
+                values: values.view_mut(),
+                pages,
+            }),
+            Self::Away(pass) => pass.slot(block, pages),
+        }
+    }
+
+    /// To be called when the kernels of `block` are enqueued.
+    pub(crate) fn leave(&mut self, block: usize) -> Result {
+        match self {
+            Self::Resident(_) => Ok(()),
+            Self::Away(pass) => pass.leave(block),
+        }
+    }
+
+    pub(crate) fn finish(self) -> Result {
+        match self {
+            Self::Resident(_) => Ok(()),
+            Self::Away(pass) => pass.finish(),
+        }
+    }
+}
