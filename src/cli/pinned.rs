@@ -268,6 +268,9 @@ impl Windows {
             copied_groups: Some(copied_groups),
             device_groups: Some(device_groups),
             state_groups: Some(state_groups),
+            // Nothing is generated in training.
+            kv_on_device: _,
+            kv_on_host: _,
             overlap: Some(overlap),
         } = chosen
         else {
@@ -306,6 +309,8 @@ impl Windows {
             copied_groups: Some(self.copied_groups),
             device_groups: Some(self.device_groups),
             state_groups: Some(self.state_groups),
+            kv_on_device: Some(0),
+            kv_on_host: Some(0),
             overlap: Some(self.overlap),
         }
     }
@@ -636,6 +641,8 @@ mod tests {
             copied_groups: Some(2),
             device_groups: Some(4),
             state_groups: Some(2),
+            kv_on_device: Some(0),
+            kv_on_host: Some(0),
             overlap: Some(false),
         };
         let windows = Windows::new(chosen, 9);

@@ -2,7 +2,7 @@
 //!
 //! Two plans of one configuration: of the prompts, which fixes the memory, and of a single new token for each, which is what repeats.
 
-use super::args::{KvTier, Offload, WeightFormat};
+use super::args::{Offload, WeightFormat};
 use super::floor::time;
 use super::pinned::{ModelShape, Term, Totals, name};
 use super::plan::{NOTHING_KNOWN, Planning, exponent, first_best, rows};
@@ -14,7 +14,7 @@ use crate::progress::count;
 use serde_json::{Value, json};
 use terrace_models::{Model, TokenBatch};
 use terrace_tiers::{ByteSize, Tier};
-use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns, StepWork};
+use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns};
 
 /// What the number of prompts is multiplied with in the table of choices.
 const BATCHES: [usize; 3] = [1, 4, 16];
@@ -96,34 +96,29 @@ fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
     planning.enough_disk(&prompts.memory)?;
     let mut token = outlook(1, prompts.windows)?;
     let new = planning.args.max_new_tokens.get();
-    let cached = |positions: usize| (choice.batch * positions) as u64 * prompts.position_bytes;
-    let (of_prompts, of_token) =
-        ((0, cached(planning.length)), (cached(planning.length + new / 2), cached(1)));
-    add_cache(&mut prompts.work, planning.args.kv, of_prompts);
-    add_cache(&mut token.work, planning.args.kv, of_token);
+    let positions = |each: usize| (choice.batch * each) as u64;
+    add_cache(&mut prompts, 0, positions(planning.length));
+    add_cache(&mut token, positions(planning.length + new / 2), positions(1));
     let can = planning.capabilities(None);
     let floors = [&prompts, &token].map(|outlook| Floor::new(&outlook.work, &can));
     Ok(Planned { choice, outlook: prompts, floors, token })
 }
 
-/// Adds the keys and values that a pass moves: bytes of those that were there before, and of those that it adds.
-fn add_cache(work: &mut StepWork, tier: KvTier, (before, added): (u64, u64)) {
-    let away = tier == KvTier::Disk || (tier == KvTier::Host && !work.unified);
-    if tier == KvTier::Disk {
-        work.disk_read_bytes += before;
-        work.disk_write_bytes += added;
-        work.memory_bytes += before + added;
-    }
+/// Adds the keys and values that a pass moves: of positions that were there before, and of those that it adds.
+fn add_cache(outlook: &mut Outlook, before: u64, added: u64) {
+    let Outlook { work, kv_bytes, kv_away_bytes, kv_disk_bytes, .. } = outlook;
+    let both = before + added;
+    work.disk_read_bytes += before * *kv_disk_bytes;
+    work.disk_write_bytes += added * *kv_disk_bytes;
+    work.memory_bytes += both * *kv_disk_bytes;
     if work.unified {
-        work.memory_bytes += before + added;
+        work.memory_bytes += both * *kv_bytes;
         return;
     }
-    work.device_memory_bytes += before + added;
-    if away {
-        work.upload_bytes += before;
-        work.download_bytes += added;
-        work.memory_bytes += before + added;
-    }
+    work.device_memory_bytes += both * *kv_bytes;
+    work.upload_bytes += before * *kv_away_bytes;
+    work.download_bytes += added * *kv_away_bytes;
+    work.memory_bytes += both * *kv_away_bytes;
 }
 
 fn choices(planning: &Planning<'_>, chosen: Choice) -> Choices {
@@ -197,7 +192,9 @@ fn document(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> Va
         "prompt_tokens": planning.length,
         "max_new_tokens": planning.args.max_new_tokens,
         "kv": planning.args.kv,
-        "kv_position_bytes": planned.outlook.position_bytes,
+        "kv_position_bytes": planned.outlook.kv_bytes,
+        "kv_away_position_bytes": planned.outlook.kv_away_bytes,
+        "kv_disk_position_bytes": planned.outlook.kv_disk_bytes,
         "plan": planned.figures(),
         "memory": Term::all(&planned.outlook.memory),
         "choices": rows(choices, fastest(choices), Choice::json, Planned::figures),

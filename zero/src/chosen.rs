@@ -1,6 +1,7 @@
 //! What a plan chose: as overrides that leave no other choice, and in words.
 
 use crate::kept::Keeping;
+use crate::kv::KvRoom;
 use crate::plan::EnginePlan;
 use crate::{EngineConfig, WindowOverrides};
 use terrace_tiers::ByteSize;
@@ -22,6 +23,8 @@ impl EnginePlan {
             copied_groups: Some(w.caching.counts().1),
             device_groups: Some(w.device_room.staying),
             state_groups: Some(w.device_room.state),
+            kv_on_device: Some(w.kv_room.device),
+            kv_on_host: Some(w.kv_room.host),
             overlap: Some(config.overrides.overlap()),
         }
     }
@@ -53,8 +56,19 @@ impl EnginePlan {
             0 => String::new(),
             groups => format!("; all state of {groups} groups is on the device"),
         };
+        let keys = match w.kv_room {
+            KvRoom { device: 0, host: 0 } => String::new(),
+            KvRoom { device, host: 0 } => {
+                format!("; keys and values of {device} blocks stay where they are used")
+            }
+            KvRoom { device, host } => {
+                format!(
+                    "; keys and values of {device} blocks stay where they are used, of {host} in host memory"
+                )
+            }
+        };
         format!(
-            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{copies}{stay}{state}",
+            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{copies}{stay}{state}{keys}",
             slots,
             w.update_slots,
             w.chunk_elements,

@@ -148,6 +148,12 @@ pub struct WindowOverrides {
     /// the host has no room for, or as the device has room for beside all weights. With [`Placement::Disk`] the latter where saves
     /// alone make steps [durable](Durability), and otherwise none.
     pub state_groups: Option<usize>,
+    /// How many blocks' keys and values stay on the device where [`EngineConfig::kv_tier`] is lower: of those that have any, the
+    /// first. Where it is not fixed, as many as fit beside all else, on the CPU within [`EngineConfig::cache_bytes`].
+    pub kv_on_device: Option<usize>,
+    /// How many blocks' keys and values after those are in host memory where they may be on disk and the device has memory of its
+    /// own. Where it is not fixed, as many as fit beside all else within [`EngineConfig::cache_bytes`].
+    pub kv_on_host: Option<usize>,
     /// Update state on disk during other work: each group as backward completes its gradient or, where the update waits for
     /// the gradient's norm, just ahead of the next forward. Otherwise compute waits for the update.
     pub overlap: Option<bool>,

@@ -5,7 +5,7 @@
 
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors};
-use crate::kv::{AwayPlan, KvLayout};
+use crate::kv::{KvLayout, KvPlan};
 use crate::network::Network;
 use crate::rounds::Rounds;
 use crate::{BatchLimits, Context, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights};
@@ -48,8 +48,8 @@ pub(crate) struct DryRun<'a> {
     /// The update follows backward, which lands every block's gradients for it.
     pub(crate) update_follows: bool,
     pub(crate) limits: BatchLimits,
-    /// Where the key/value cache is, if it is not in the arena.
-    pub(crate) away: Option<AwayPlan>,
+    /// Where the key/value cache is, if it is not all in the arena.
+    pub(crate) kv: Option<KvPlan>,
     pub(crate) keeping: Keeping,
     /// So many of the last groups have their state on the device, where their gradients stay.
     pub(crate) state_groups: usize,
@@ -112,11 +112,9 @@ impl DryRun<'_> {
         let arena = Arena::virtual_memory();
         let (kernels, counter) = dry::kernel_set();
         let generates = mode == Mode::Generate;
-        let away = self.away.as_ref().filter(|_| generates);
+        let away = self.kv.as_ref().filter(|_| generates);
         let mut caches = if generates && away.is_none() { self.caches(&arena)? } else { Vec::new() };
-        let windows = (0..away.map_or(0, AwayPlan::windows))
-            .map(|_| arena.alloc(away.map_or(0, AwayPlan::buffer_bytes)));
-        let _windows = windows.collect::<std::result::Result<Vec<_>, _>>()?;
+        let _away = away.map(|away| away.take(&arena)).transpose()?;
         let rounds: Vec<Range<usize>> =
             if mode == Mode::Train { self.rounds.all().collect() } else { once(0..1).collect() };
         let mut inputs = Vec::new();

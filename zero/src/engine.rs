@@ -7,7 +7,7 @@ use crate::device_state::{DeviceGradients, DeviceState};
 use crate::device_weights::DeviceWeights;
 use crate::fetch::{Ahead, SlotClasses};
 use crate::gradients::GradientPark;
-use crate::kv::KvLayout;
+use crate::kv::{KvLayout, KvPlan};
 use crate::lane::Lane;
 use crate::network::Network;
 use crate::overlap::Pending;
@@ -28,7 +28,7 @@ use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_kernels::DType;
 use terrace_optimizer::{DeviceOptimizer, Optimizer};
-use terrace_tiers::{DiskStore, MemoryPlan, Pool, Striping};
+use terrace_tiers::{DiskStore, MemoryPlan, Pool, Striping, Tier};
 
 /// A network under training, evaluation or generation.
 ///
@@ -117,7 +117,11 @@ pub struct Outlook {
     /// Number of parameters, shared ones counted once.
     pub parameters: u64,
     /// Bytes of the keys and values of one position in all blocks.
-    pub position_bytes: u64,
+    pub kv_bytes: u64,
+    /// Those of them that are in host memory or on disk between passes, and cross a link if the device has memory of its own.
+    pub kv_away_bytes: u64,
+    /// Those of them that are on disk between passes.
+    pub kv_disk_bytes: u64,
 }
 
 impl Engine {
@@ -244,9 +248,22 @@ impl Engine {
         let copies = |kind| plan.windows.caching.bytes_of(&network, kind, &kinds);
         let copied_bytes = (0..kinds.blobs.len()).map(copies).sum();
         let layouts = KvLayout::all(&network, config.dtype, config.limits);
-        let position_bytes = layouts.iter().flatten().map(|layout| layout.bytes_of(1) as u64).sum();
-        let memory = plan.memory;
-        Ok(Outlook { memory, work, summary, windows, keepers, copied_bytes, parameters, position_bytes })
+        let kv_bytes = layouts.iter().flatten().map(|layout| layout.bytes_of(1) as u64).sum();
+        let kv = KvPlan::new(&config, &network, unified, plan.windows.kv_room);
+        let on = |tier| kv.as_ref().map_or(0, |kv| kv.position_bytes(tier));
+        let kv_disk_bytes = on(Tier::Disk);
+        Ok(Outlook {
+            memory: plan.memory,
+            work,
+            summary,
+            windows,
+            keepers,
+            copied_bytes,
+            parameters,
+            kv_bytes,
+            kv_away_bytes: on(Tier::Host) + kv_disk_bytes,
+            kv_disk_bytes,
+        })
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {

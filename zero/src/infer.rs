@@ -3,7 +3,7 @@
 use crate::dry::allocate_caches;
 use crate::engine::{Engine, Signals};
 use crate::fetch::{Fetcher, Order};
-use crate::kv::{AwayPlan, KvPass, Layers};
+use crate::kv::{KvPass, KvPlan, Layers};
 use crate::lane::Signal;
 use crate::train::{Pass, zero_loss};
 use crate::{EngineError, KvCache, MicroBatch, Mode, Result};
@@ -46,12 +46,16 @@ impl Engine {
                 "one key/value cache was planned, and it is in use: drop it first".into(),
             ));
         }
-        let layers = match AwayPlan::new(&self.config, &self.network, self.lane.unified) {
-            Some(plan) => Layers::away(plan, &self.config, &self.backend, &self.lane)?,
-            None => {
-                Layers::Resident(allocate_caches(&self.network, &self.lane.arena, self.config.dtype, limits)?)
-            }
-        };
+        let layers =
+            match KvPlan::new(&self.config, &self.network, self.lane.unified, self.plan.windows.kv_room) {
+                Some(plan) => Layers::away(plan, &self.config, &self.backend, &self.lane)?,
+                None => Layers::Resident(allocate_caches(
+                    &self.network,
+                    &self.lane.arena,
+                    self.config.dtype,
+                    limits,
+                )?),
+            };
         Ok(KvCache::new(layers, sequences, limits, Arc::clone(&self.cache_alive)))
     }
 

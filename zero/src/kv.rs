@@ -2,9 +2,10 @@
 
 mod away;
 mod layout;
+mod plan;
 
-pub(crate) use away::AwayPlan;
 pub(crate) use layout::KvLayout;
+pub(crate) use plan::{KvPlan, KvRoom};
 
 use crate::lane::Lane;
 use crate::{BatchLimits, CACHE_PAGE, EngineError, HostTensor, KvSlot, Result};
@@ -46,7 +47,7 @@ pub(crate) enum KvPass<'a> {
 impl Layers {
     /// Memory for the caches that `plan` has elsewhere.
     pub(crate) fn away(
-        plan: AwayPlan,
+        plan: KvPlan,
         config: &crate::EngineConfig,
         backend: &crate::Backend,
         lane: &Lane,

@@ -22,6 +22,7 @@
 //! host's. State that the host has no room for goes to the device before anything else does.
 
 mod device;
+mod keys;
 
 use crate::activations::{Activations, SPILL_SLOTS};
 use crate::cache::Caching;
@@ -30,7 +31,7 @@ use crate::dry::{BlockCost, DryCost, DryRun, Staying};
 use crate::fetch::{SlotClass, plan_classes};
 use crate::gradients::STAGING_SLOTS;
 use crate::kept::Keeping;
-use crate::kv::AwayPlan;
+use crate::kv::KvRoom;
 use crate::network::Network;
 use crate::ranks::Ranks;
 use crate::rounds::Rounds;
@@ -76,6 +77,7 @@ pub(crate) struct Windows {
     pub(crate) keeping: Keeping,
     pub(crate) caching: Caching,
     pub(crate) device_room: DeviceRoom,
+    pub(crate) kv_room: KvRoom,
     pub(crate) flops_per_step: u64,
 }
 
@@ -107,12 +109,13 @@ struct Choice {
     device_groups: usize,
     /// Those of them whose state is there, too.
     state_groups: usize,
+    kv_room: KvRoom,
 }
 
 /// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether the update follows
 /// backward, which signals and which gradients stay, who keeps, the batch with its
 /// order, and where the key/value cache is.
-type CostKey = (usize, bool, Staying, usize, Keeping, BatchLimits, Accumulation, Tier);
+type CostKey = (usize, bool, Staying, usize, Keeping, BatchLimits, Accumulation, (Tier, KvRoom));
 
 /// What each block's cost depends on beside the network: sequences of a micro-batch, and their length.
 type Shape = (usize, usize);
@@ -178,7 +181,8 @@ impl Planner<'_> {
                     None => self.own_what_fits(choice, plan)?,
                     Some(_) => (choice, plan),
                 };
-                return self.cache_what_fits(choice, plan);
+                let plan = self.cache_what_fits(choice, plan)?;
+                return self.hold_what_fits(choice, plan);
             }
             let bytes = |p: &EnginePlan| p.memory.total(Tier::Host) + p.memory.total(Tier::Device);
             if smallest.as_ref().is_none_or(|s| bytes(&plan) < bytes(s)) {
@@ -364,6 +368,10 @@ impl Planner<'_> {
                                     keeping,
                                     device_groups: o.device_groups.unwrap_or(0),
                                     state_groups: 0,
+                                    kv_room: KvRoom {
+                                        device: o.kv_on_device.unwrap_or(0),
+                                        host: o.kv_on_host.unwrap_or(0),
+                                    },
                                 });
                             }
                         }
@@ -447,8 +455,8 @@ impl Planner<'_> {
             );
         }
         self.add_signals(&mut memory, &windows);
-        if let Some(away) = self.away() {
-            away.add_to(&mut memory, config)?;
+        if let Some(kv) = self.kv_plan(choice.kv_room) {
+            kv.add_to(&mut memory, config)?;
         }
         let arena_tier = self.arena_tier();
         let Keeping { count, of, bytes, .. } = windows.keeping;
@@ -470,11 +478,6 @@ impl Planner<'_> {
         memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
         let (ranks, blocks) = (self.ranks(), self.blocks()?);
         Ok(EnginePlan { memory: ranks.memory_of_node(memory), windows, spec, ranks, blocks })
-    }
-
-    /// What is planned for a key/value cache that is not on the device.
-    fn away(&self) -> Option<AwayPlan> {
-        AwayPlan::new(self.config, self.network, self.backend.device.unified())
     }
 
     fn add_signals(&self, memory: &mut MemoryPlan, windows: &Windows) {
@@ -531,6 +534,7 @@ impl Planner<'_> {
             keeping: choice.keeping,
             caching: caching.clone(),
             device_room,
+            kv_room: choice.kv_room,
             flops_per_step: cost.flops,
         })
     }
@@ -556,7 +560,7 @@ impl Planner<'_> {
             chunk_elements,
             update_follows: self.config.update_follows(),
             limits: self.config.limits,
-            away: self.away(),
+            kv: None,
             keeping,
             state_groups,
         }
@@ -570,7 +574,7 @@ impl Planner<'_> {
         let keeping = choice.keeping;
         let staying = Staying::of(choice.signals_stay, choice.activations_on_disk);
         let state_groups = if unified { 0 } else { choice.state_groups };
-        let kv = config.kv_place(unified);
+        let kv = (config.kv_place(unified), choice.kv_room);
         let key =
             (chunk_elements, follows, staying, state_groups, keeping, config.limits, config.accumulation, kv);
         if let Some((_, cost)) = self.runs.found.borrow().iter().find(|(known, _)| *known == key) {
@@ -578,7 +582,8 @@ impl Planner<'_> {
         }
         let mut cost = DryCost::default();
         for &mode in modes {
-            let dry = self.dry_run(choice.chunk_elements, staying, keeping, state_groups).measure(mode)?;
+            let run = self.dry_run(choice.chunk_elements, staying, keeping, state_groups);
+            let dry = DryRun { kv: self.kv_plan(choice.kv_room), ..run }.measure(mode)?;
             cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
             cost.flops = cost.flops.max(dry.flops);
         }

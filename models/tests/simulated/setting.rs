@@ -216,6 +216,9 @@ impl Life {
             device_groups: dice.perhaps(&[0, 1, 3]),
             state_groups: dice.perhaps(&[0, 1, 3]),
             overlap: dice.perhaps(&[true, true, false]),
+            // Nothing is generated.
+            kv_on_device: None,
+            kv_on_host: None,
         };
         Self {
             placement,

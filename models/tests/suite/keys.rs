@@ -13,7 +13,9 @@ use terrace_device::sim::{SimDevice, SimDeviceConfig};
 use terrace_kernels::{DType, cpu};
 use terrace_models::{Model, ModelConfig, RandomSource, TokenBatch};
 use terrace_tiers::Tier;
-use terrace_zero::{Backend, BatchLimits, CACHE_PAGE, Engine, EngineConfig, KvCache, Placement};
+use terrace_zero::{
+    Backend, BatchLimits, CACHE_PAGE, Engine, EngineConfig, KvCache, Placement, WindowOverrides,
+};
 
 const LONGEST: usize = 150;
 const CACHE: usize = 4 * CACHE_PAGE;
@@ -34,9 +36,13 @@ struct Place {
     kv: Tier,
     device: Arc<dyn Device>,
     placement: Placement,
+    /// Layers whose keys and values stay on the device, and in host memory; as many as fit if it is not said.
+    held: Option<(usize, usize)>,
     dtype: DType,
     io: Arc<dyn IoEngine>,
     disks: Vec<PathBuf>,
+    device_budget: u64,
+    cache_bytes: u64,
     /// Where they are, if they are real.
     _dir: Option<TempDir>,
 }
@@ -48,7 +54,9 @@ impl Place {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let disks = vec![dir.path().join("not yet there")];
         let device = Arc::new(device);
-        Self { kv, device, placement, dtype: DType::F32, io, disks, _dir: Some(dir) }
+        let (held, dtype) = (Some((0, 0)), DType::F32);
+        let (device_budget, cache_bytes) = (u64::MAX, 0);
+        Self { kv, device, placement, held, dtype, io, disks, device_budget, cache_bytes, _dir: Some(dir) }
     }
 
     /// With simulated disks, two to stripe over.
@@ -65,6 +73,13 @@ impl Place {
         let config = EngineConfig {
             threads: 2,
             kv_tier: self.kv,
+            overrides: WindowOverrides {
+                kv_on_device: self.held.map(|held| held.0),
+                kv_on_host: self.held.map(|held| held.1),
+                ..WindowOverrides::default()
+            },
+            device_budget: self.device_budget,
+            cache_bytes: self.cache_bytes,
             placement: self.placement,
             disks: self.disks.clone(),
             ..EngineConfig::new(self.dtype, limits)
@@ -132,19 +147,29 @@ fn numbers_are_those_of_a_cache_on_the_device() {
         let expected = told(Place::new(Tier::Device, HostDevice::unified()), "on the device");
         assert!(expected.iter().flatten().all(|&bits| f32::from_bits(bits).is_finite()));
         for kv in [Tier::Device, Tier::Host, Tier::Disk] {
-            for placement in [Placement::None, Placement::Host, Placement::Disk] {
-                let unified = Place { placement, ..Place::new(kv, HostDevice::unified()) };
-                let discrete = Place { placement, ..Place::new(kv, HostDevice::discrete()) };
-                for (place, device) in [(unified, "unified"), (discrete, "discrete")] {
-                    let name = format!("{dtype}, cache on {kv:?}, weights on {placement}, {device}");
+            for (placement, held) in [
+                (Placement::None, (0, 0)),
+                (Placement::Host, (2, 0)),
+                (Placement::Disk, (1, 2)),
+                (Placement::None, (LAYERS, 0)),
+            ] {
+                for discrete in [false, true] {
+                    let device = if discrete { HostDevice::discrete() } else { HostDevice::unified() };
+                    // In host memory is where a device without memory of its own has it anyway.
+                    let held = Some(if discrete { held } else { (held.0 + held.1, 0) });
+                    let name =
+                        format!("{dtype}, {kv:?}, discrete: {discrete}, weights on {placement}, {held:?}");
+                    let place = Place { placement, held, ..Place::new(kv, device) };
                     assert!(told(place, &name) == expected, "{name}");
                 }
             }
             // Whenever copies run, and however the disk reorders.
             for seed in 0..4 {
                 let device = SimDevice::new(SimDeviceConfig { seed, ..SimDeviceConfig::default() });
-                let name = format!("{dtype}, cache on {kv:?}, seed {seed}");
-                assert!(told(Place::simulated(kv, device, seed), &name) == expected, "{name}");
+                let held = Some((seed as usize % 3, seed as usize % 2));
+                let name = format!("{dtype}, {kv:?}, seed {seed}");
+                let place = Place { held, ..Place::simulated(kv, device, seed) };
+                assert!(told(place, &name) == expected, "{name}");
             }
         }
     }
@@ -217,6 +242,38 @@ fn a_plan_says_where_the_cache_is() {
     assert!((device - disk).abs_diff(all - 3 * one - table) <= one / 8, "{}", device - disk);
     assert!(total(Tier::Disk, HostDevice::unified(), Tier::Disk) >= all);
     assert_eq!(total(Tier::Host, HostDevice::unified(), Tier::Host), device, "without a card it is the same");
+}
+
+/// What there is room for stays where it is used, then in host memory, and the rest is on disk.
+#[test]
+fn a_cache_takes_what_room_there_is() {
+    if card::backend(&Place::new(Tier::Host, HostDevice::unified()).io).is_some() {
+        return;
+    }
+    let one = 2 * (8 * CACHE_PAGE * 24 * 4) as u64;
+    let held = |kv, discrete: bool, more: [u64; 2]| {
+        let place = |held| {
+            let device = if discrete { HostDevice::discrete() } else { HostDevice::unified() };
+            Place { held, ..Place::new(kv, device) }
+        };
+        // With nothing held it fits exactly.
+        let none = place(Some((0, 0))).engine(0).unwrap();
+        let device_budget = none.memory_plan().total(Tier::Device) + more[0];
+        let place = Place { device_budget, cache_bytes: more[1], ..place(None) };
+        let engine = place.engine(0).unwrap();
+        assert!(!discrete || engine.memory_plan().total(Tier::Device) <= device_budget);
+        let windows = engine.windows();
+        (windows.kv_on_device.unwrap(), windows.kv_on_host.unwrap())
+    };
+    let nearly = one - one / 4;
+    assert_eq!(held(Tier::Host, true, [nearly, 0]), (0, 0));
+    assert_eq!(held(Tier::Host, true, [2 * one + nearly, u64::MAX]), (2, 0));
+    // Where all are held, they need no windows.
+    assert_eq!(held(Tier::Host, true, [3 * one + nearly, u64::MAX]), (LAYERS, 0));
+    assert_eq!(held(Tier::Disk, true, [one, 2 * one + nearly]), (1, 2));
+    assert_eq!(held(Tier::Disk, true, [0, u64::MAX]), (0, LAYERS));
+    assert_eq!(held(Tier::Disk, false, [0, 3 * one + nearly]), (3, 0));
+    assert_eq!(held(Tier::Disk, false, [0, u64::MAX]), (LAYERS, 0));
 }
 
 #[test]

@@ -1,108 +1,39 @@
-//! Keys and values that are in host memory or on disk between the uses of a pass.
+//! Keys and values of which some blocks' are in host memory or on disk between the uses of a pass.
 //!
-//! Every block has a buffer of its own, or a region of a scratch volume, laid out as in memory. A pass goes through the blocks in
-//! order and, for each, brings the positions that its sequences have, lets the kernels read them and append, and takes what was
-//! added back. Of a device with its own memory:
+//! The first blocks' stay where kernels are, as many as there is room for. Every other block has a buffer of its own in host memory,
+//! or a region of a scratch volume, laid out as the window that kernels work on. A pass goes through the blocks in order and, for
+//! each, brings the positions that its sequences have, lets the kernels read them and append, and takes what was added back. With a
+//! device that has its own memory:
 //!
-//! | | window | host memory | disk |
+//! | block | on the device | in host memory | on disk |
 //! |---|---|---|---|
-//! | on host | upload of b+1 beside compute of b | all buffers | |
-//! | on disk | the same | buffers of b, b+1 and b+2, and one that is written | a region a block |
+//! | stays | its keys and values | | |
+//! | on host | two windows: b+1 is sent beside compute of b | its buffer | |
+//! | on disk | the same | buffers of b, b+1 and b+2, and one that is written | its region |
 //!
 //! A unified device computes in the buffer that the disk was read into: b, b+1, and one that is written. Positions that a pass does
 //! not need are not moved, and every position is written once (and with it, on disk, the rest of its 4 KiB).
 
-use super::layout::KvLayout;
+use super::plan::KvPlan;
 use crate::lane::Lane;
-use crate::network::Network;
 use crate::{Backend, EngineConfig, KvSlot, Result};
 use std::collections::VecDeque;
 use std::ops::Range;
 use terrace_device::{BytesMut, Download, Region, Upload, UploadSource};
 use terrace_kernels::View;
-use terrace_tiers::{Lease, MemoryPlan, PendingBlocks, Pool, Regions, Tier};
-
-/// Windows of a device with its own memory: one in use, and one that is filled or emptied.
-pub(crate) const WINDOWS: usize = 2;
-
-/// What is planned for caches that are not on the device.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct AwayPlan {
-    pub(crate) tier: Tier,
-    layouts: Vec<Option<KvLayout>>,
-    unified: bool,
-}
-
-impl AwayPlan {
-    /// `None` where caches are on the device, or there are none.
-    pub(crate) fn new(config: &EngineConfig, network: &Network, unified: bool) -> Option<Self> {
-        let tier = config.kv_place(unified);
-        if tier == Tier::Device || config.limits.cache_length == 0 {
-            return None;
-        }
-        let layouts = KvLayout::all(network, config.dtype, config.limits);
-        layouts.iter().any(Option::is_some).then_some(Self { tier, layouts, unified })
-    }
-
-    pub(crate) fn layout(&self, block: usize) -> Option<KvLayout> {
-        self.layouts[block]
-    }
-
-    /// Blocks with a cache.
-    fn count(&self) -> usize {
-        self.layouts.iter().flatten().count()
-    }
-
-    /// Of the largest block.
-    pub(crate) fn buffer_bytes(&self) -> usize {
-        self.layouts.iter().flatten().map(KvLayout::bytes).max().unwrap_or(0)
-    }
-
-    /// Windows in the device's memory.
-    pub(crate) fn windows(&self) -> usize {
-        if self.unified { 0 } else { WINDOWS.min(self.count()) }
-    }
-
-    /// Buffers in host memory.
-    fn buffers(&self) -> usize {
-        match (self.tier, self.unified) {
-            (Tier::Disk, true) => 3,
-            (Tier::Disk, false) => 4,
-            _ => self.count(),
-        }
-    }
-
-    /// Adds what is not in the arena.
-    pub(crate) fn add_to(&self, memory: &mut MemoryPlan, config: &EngineConfig) -> Result {
-        let (buffers, bytes) = (self.buffers() as u64, self.buffer_bytes() as u64);
-        if self.tier == Tier::Host {
-            memory.add(Tier::Host, "key/value cache", buffers, bytes);
-            return Ok(());
-        }
-        memory.add(Tier::Host, "key/value cache in flight and in use", buffers, bytes);
-        let table = Regions::table_bytes(self.count(), self.buffer_bytes());
-        memory.add(Tier::Host, "checksums of the key/value cache", 1, table);
-        let striping = config.striping()?;
-        let stored = Regions::bytes_per_dir(&striping, self.count(), self.buffer_bytes());
-        crate::plan::add_disk(memory, "key/value cache", &striping, &stored);
-        Ok(())
-    }
-}
+use terrace_tiers::{Lease, PendingBlocks, Pool, Regions, Tier};
 
 /// The caches of all blocks.
 #[derive(Debug)]
 pub(crate) struct Away {
-    plan: AwayPlan,
-    home: Home,
+    plan: KvPlan,
+    /// Of the blocks that stay on the device.
+    staying: Vec<Option<Region>>,
+    /// Of the blocks in host memory, unless they are in use.
+    buffers: Vec<Option<Lease>>,
+    disk: Option<OnDisk>,
     /// Windows that are not in use.
     windows: Vec<Region>,
-}
-
-#[derive(Debug)]
-enum Home {
-    /// Of every block, unless it is in use.
-    Host(Vec<Option<Lease>>),
-    Disk(Box<OnDisk>),
 }
 
 #[derive(Debug)]
@@ -110,31 +41,34 @@ struct OnDisk {
     regions: Regions,
     /// Buffers that regions are read into.
     pool: Pool,
-    /// The region of every block.
+    /// The region of every block that has one.
     places: Vec<usize>,
     /// Regions in the order of their last writes.
     writing: VecDeque<usize>,
 }
 
 impl Away {
-    pub(crate) fn new(plan: AwayPlan, config: &EngineConfig, backend: &Backend, lane: &Lane) -> Result<Self> {
+    pub(crate) fn new(plan: KvPlan, config: &EngineConfig, backend: &Backend, lane: &Lane) -> Result<Self> {
         let (bytes, device) = (plan.buffer_bytes(), &*backend.device);
-        let home = if plan.tier == Tier::Host {
-            let pool = Pool::new("key/value cache", plan.buffers(), bytes)?.pinned_for(device);
-            let buffer = |layout: &Option<KvLayout>| layout.map(|_| pool.acquire(bytes));
-            Home::Host(plan.layouts.iter().map(buffer).collect())
-        } else {
-            let (io, striping) = (&backend.io, config.striping()?);
-            let regions = Regions::create(io, &striping, "keys-and-values.bin", plan.count(), bytes)?;
-            let name = "key/value cache in flight";
-            let pool = Pool::new_registered(name, plan.buffers(), bytes, io)?.pinned_for(device);
-            let before = |block| plan.layouts[..block].iter().flatten().count();
-            let places = (0..plan.layouts.len()).map(before).collect();
-            Home::Disk(Box::new(OnDisk { regions, pool, places, writing: VecDeque::new() }))
+        let mut buffers: Vec<Option<Lease>> = plan.layouts.iter().map(|_| None).collect();
+        if plan.count(Tier::Host) > 0 {
+            let pool = Pool::new("key/value cache", plan.count(Tier::Host), bytes)?.pinned_for(device);
+            plan.blocks(Tier::Host).for_each(|block| buffers[block] = Some(pool.acquire(bytes)));
+        }
+        let disk = match plan.count(Tier::Disk) {
+            0 => None,
+            count => {
+                let (io, striping) = (&backend.io, config.striping()?);
+                let regions = Regions::create(io, &striping, "keys-and-values.bin", count, bytes)?;
+                let name = "key/value cache in flight";
+                let pool = Pool::new_registered(name, plan.buffers(), bytes, io)?.pinned_for(device);
+                let before = |block| plan.blocks(Tier::Disk).take_while(|&other| other < block).count();
+                let places = (0..plan.layouts.len()).map(before).collect();
+                Some(OnDisk { regions, pool, places, writing: VecDeque::new() })
+            }
         };
-        let windows = (0..plan.windows()).map(|_| lane.arena.alloc(bytes));
-        let windows = windows.collect::<std::result::Result<_, _>>()?;
-        Ok(Self { plan, home, windows })
+        let (staying, windows) = plan.take(&lane.arena)?;
+        Ok(Self { plan, staying, buffers, disk, windows })
     }
 
     /// Begins a pass over sequences that have the positions `used` and get the positions `added`, counted through all pages.
@@ -147,11 +81,11 @@ impl Away {
         if !self.plan.unified {
             lane.begin_keys()?;
         }
-        let blocks = (0..self.plan.layouts.len()).filter(|&block| self.plan.layouts[block].is_some());
-        let blocks: VecDeque<usize> = blocks.collect();
+        let (host, disk) = (self.plan.blocks(Tier::Host), self.plan.blocks(Tier::Disk));
         let mut pass = AwayPass {
-            unread: blocks.clone(),
-            unsent: blocks,
+            unread: disk.collect(),
+            // Those in host memory come before those on disk.
+            unsent: host.chain(self.plan.blocks(Tier::Disk)).collect(),
             away: self,
             lane,
             used,
@@ -162,6 +96,10 @@ impl Away {
             going: None,
         };
         pass.read_ahead()?;
+        let in_memory = |&block: &usize| pass.away.plan.tiers[block] == Tier::Host;
+        if !pass.away.plan.unified && pass.unsent.front().is_some_and(in_memory) {
+            pass.send()?;
+        }
         Ok(pass)
     }
 }
@@ -193,7 +131,7 @@ enum Here {
 impl AwayPass<'_> {
     /// Orders compute after what brings the keys and values of `block`.
     pub(crate) fn enter(&mut self, block: usize) -> Result {
-        if self.away.plan.layouts[block].is_none() {
+        if !self.comes(block) {
             return Ok(());
         }
         if self.away.plan.unified {
@@ -216,6 +154,9 @@ impl AwayPass<'_> {
     /// The keys and values of a block that was entered.
     pub(crate) fn slot<'b>(&'b mut self, block: usize, pages: View<'b>) -> Option<KvSlot<'b>> {
         let layout = self.away.plan.layouts[block]?;
+        if let Some(region) = &mut self.away.staying[block] {
+            return Some(layout.slot(region.bytes_mut().slice(0, layout.bytes()), pages));
+        }
         let (_, here) = self.here.as_mut().filter(|(entered, _)| *entered == block)?;
         let memory = match here {
             Here::Host(lease) => BytesMut::from_host(lease),
@@ -227,7 +168,9 @@ impl AwayPass<'_> {
 
     /// Takes back what kernels that were enqueued append to `block`, and sends the next.
     pub(crate) fn leave(&mut self, block: usize) -> Result {
-        let Some(layout) = self.away.plan.layouts[block] else { return Ok(()) };
+        let Some(layout) = self.away.plan.layouts[block].filter(|_| self.comes(block)) else {
+            return Ok(());
+        };
         let (entered, here) = self.here.take().expect("a block is entered before it is left");
         assert_eq!(entered, block, "the block that was entered is left");
         match here {
@@ -247,6 +190,11 @@ impl AwayPass<'_> {
     pub(crate) fn finish(mut self) -> Result {
         let last = self.going.take();
         self.settle(last)
+    }
+
+    /// Whether the keys and values of a block are elsewhere between passes.
+    fn comes(&self, block: usize) -> bool {
+        self.away.plan.layouts[block].is_some() && self.away.plan.tiers[block] != Tier::Device
     }
 
     /// Starts the upload of the next block.
@@ -270,16 +218,18 @@ impl AwayPass<'_> {
 
     /// The buffer of `block` with the positions that are used.
     fn fetched(&mut self, block: usize) -> Result<Lease> {
-        if let Home::Host(buffers) = &mut self.away.home {
-            return Ok(buffers[block].take().expect("a buffer that is not in use is at home"));
+        if self.away.plan.tiers[block] == Tier::Host {
+            return Ok(self.away.buffers[block].take().expect("a buffer that is not in use is at home"));
         }
         if self.reading.is_empty() {
             // All buffers were taken, and one comes back as soon as it is written.
             self.read_next(true)?;
         }
+        // The disk is not to run out of work while this waits.
+        self.read_ahead()?;
         let (read, pending) = self.reading.pop_front().expect("just started");
         assert_eq!(read, block, "blocks are read in order");
-        let Home::Disk(disk) = &self.away.home else { unreachable!("host memory returned above") };
+        let disk = self.away.disk.as_ref().expect("something was read");
         Ok(disk.regions.arrive(pending)?)
     }
 
@@ -291,8 +241,7 @@ impl AwayPass<'_> {
 
     /// Starts reading the next block, if there is one and a buffer, which may be waited for.
     fn read_next(&mut self, wait: bool) -> Result<bool> {
-        let Home::Disk(disk) = &mut self.away.home else { return Ok(false) };
-        let Some(&block) = self.unread.front() else { return Ok(false) };
+        let Some((disk, &block)) = self.away.disk.as_mut().zip(self.unread.front()) else { return Ok(false) };
         let Some(lease) = disk.buffer(wait)? else { return Ok(false) };
         let layout = self.away.plan.layouts[block].expect("only blocks with a cache are read");
         let (used, added) = (layout.parts(&self.used), layout.parts(&self.added));
@@ -335,9 +284,11 @@ impl Away {
     /// Puts the buffer of a block away, in which the positions `added` are new.
     fn store(&mut self, block: usize, lease: Lease, added: &[Range<usize>]) -> Result {
         let layout = self.plan.layouts[block].expect("only blocks with a cache have a buffer");
-        match &mut self.home {
-            Home::Host(buffers) => buffers[block] = Some(lease),
-            Home::Disk(disk) => disk.write(block, lease, &layout.parts(added))?,
+        match &mut self.disk {
+            Some(disk) if self.plan.tiers[block] == Tier::Disk => {
+                disk.write(block, lease, &layout.parts(added))?;
+            }
+            _ => self.buffers[block] = Some(lease),
         }
         Ok(())
     }
