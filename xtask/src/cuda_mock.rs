@@ -54,7 +54,7 @@ const SUITES: [Suite; 5] = [
     Suite {
         package: "terrace-models",
         tests: "--test suite --test placement --test fp16 -- engine:: quantized::placement quantized::logits \
-                bf16_with_split_state_untied_without_clipping f32 placement_changes_nothing",
+                bf16_with_split_state_untied_without_clipping f32 placement_changes_nothing keys::numbers",
         kernels: |root, _| cuda_shim::build(root),
     },
     Suite {
