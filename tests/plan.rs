@@ -286,10 +286,9 @@ fn generation_is_planned() {
         let position = |part: &str| document[&format!("kv_{part}position_bytes")].as_f64().unwrap();
         let (all, away, on_disk) = (position(""), position("away_"), position("disk_"));
         assert_eq!(all, bf16["kv_position_bytes"].as_f64().unwrap());
-        assert!(
-            away > 0.9 * all && on_disk == if tier == "disk" { away } else { 0.0 },
-            "{away} and {on_disk}"
-        );
+        // Beside one more group of weights there is room for some blocks' keys and values.
+        assert!(0.0 < away && away < all, "{away} of {all}");
+        assert_eq!(on_disk, if tier == "disk" { away } else { 0.0 });
         let more = |name: &str| of(&document, name) - of(&bf16, name);
         let (there, new) = (16.0 * 544.0, 16.0);
         let fewer_weights = more("disk_read_bytes") - there * on_disk;

@@ -182,7 +182,8 @@ pub struct EngineConfig {
     /// Most bytes of host memory that plan entries may take.
     pub host_budget: u64,
     /// Most bytes of host memory for copies of state on disk: what is left of the budget, up to this, holds weights and then
-    /// all state of as many groups as fit, which are then written as ever but read no more. 0 for none.
+    /// all state of as many groups as fit, which are then written as ever but read no more. What that leaves of it holds keys and
+    /// values that would otherwise be on disk. 0 for none.
     pub cache_bytes: u64,
     /// When training state on disk becomes durable.
     pub durability: Durability,

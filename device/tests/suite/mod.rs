@@ -5,6 +5,7 @@ use terrace_device::{Device, Download, StreamKind, Upload};
 /// Every property below.
 pub fn all(device: &dyn Device) {
     round_trip(device);
+    parts_alone(device);
     many_in_flight(device);
     dropped_transfers_settle(device);
     events_fire_in_order(device);
@@ -35,6 +36,30 @@ pub fn round_trip(device: &dyn Device) {
 }
 
 /// Transfers do not disturb one another.
+/// Parts go to the same places at the other end, and what lies between stays as it was.
+fn parts_alone(device: &dyn Device) {
+    let arena = device.arena(1 << 16).unwrap();
+    let [up, compute, down] = [StreamKind::Upload, StreamKind::Compute, StreamKind::Download]
+        .map(|kind| device.stream(kind).unwrap());
+    let (first, second) = (pattern(1000, 1), pattern(1000, 2));
+    let whole = Upload::start(&*up, first.clone(), arena.alloc(1000).unwrap()).unwrap();
+    let (region, _source) = whole.ready_on(&*compute).unwrap();
+    let parts = [0..3, 3..4, 500..777, 999..1000];
+    let upload = Upload::start_parts(&*up, second.clone(), region, &parts).unwrap();
+    let (region, _source) = upload.ready_on(&*compute).unwrap();
+    let blank = vec![7; 1000];
+    let download = Download::start_parts(&*down, &*compute, region, blank, &[1..600, 998..1000]).unwrap();
+    let (_, found) = download.wait().unwrap();
+    for (at, &byte) in found.iter().enumerate() {
+        let is_new = parts.iter().any(|part| part.contains(&at));
+        let there = if is_new { second[at] } else { first[at] };
+        let comes = (1..600).contains(&at) || at >= 998;
+        assert_eq!(byte, if comes { there } else { 7 }, "byte {at}");
+    }
+    let nothing = Upload::start_parts(&*up, pattern(8, 3), arena.alloc(8).unwrap(), &[]).unwrap();
+    nothing.ready_on(&*compute).unwrap().1.release().unwrap();
+}
+
 fn many_in_flight(device: &dyn Device) {
     let arena = device.arena(1 << 20).unwrap();
     let compute = device.stream(StreamKind::Compute).unwrap();
