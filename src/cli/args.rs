@@ -284,7 +284,8 @@ pub struct GenerateArgs {
     /// Number type of linear layers as they are kept and travel; bf16 means that of --dtype
     #[arg(long, value_name = "TYPE", default_value = "bf16", help_heading = "Memory")]
     pub weights: WeightFormat,
-    /// Where the key/value cache lives between its uses; on a CPU, memory of the device is that of the host
+    /// Lowest tier that the key/value cache may be in between its uses: blocks that have no room above it are there. On a CPU, memory
+    /// of the device is that of the host
     #[arg(long, value_name = "TIER", default_value = "device", help_heading = "Memory")]
     pub kv: KvTier,
     /// Where memory, offload and disk stand.
@@ -491,7 +492,8 @@ pub struct PlanArgs {
     /// Number type of linear layers as they are kept and travel; bf16 means that of --dtype
     #[arg(long, value_name = "TYPE", default_value = "bf16", requires = "generate")]
     pub weights: WeightFormat,
-    /// Where the key/value cache lives between its uses; on a CPU, memory of the device is that of the host
+    /// Lowest tier that the key/value cache may be in between its uses: blocks that have no room above it are there. On a CPU, memory
+    /// of the device is that of the host
     #[arg(long, value_name = "TIER", default_value = "device", requires = "generate")]
     pub kv: KvTier,
     /// What the machine can do, written by `terrace calibrate` [default: that of this machine, unless another is described]
@@ -678,9 +680,9 @@ pub enum KvTier {
     /// Device memory
     #[default]
     Device,
-    /// Host memory; a block's travels to the device beside the compute of the block before
+    /// Host memory, from where a block's go to the device while the block before computes
     Host,
-    /// The directories of --disk; a few blocks' are in memory at a time
+    /// The directories of --disk
     Disk,
 }
 
