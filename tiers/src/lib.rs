@@ -24,7 +24,7 @@ pub use host::{HostBlob, SharedBytes};
 pub use key::{BlobKey, BlobKind, BlobSpec, Generation, GroupSpec, StoreSpec};
 pub use plan::{ByteSize, MemoryPlan, PlanEntry, Tier};
 pub use pool::{Lease, Pool};
-pub use regions::{PendingBlocks, REGION_BLOCK, Regions};
+pub use regions::{PendingBlocks, REGION_BLOCK, Regions, joined};
 pub use scratch::{Scratch, ScratchChunk};
 #[doc(hidden)]
 pub use store::fuzzing;

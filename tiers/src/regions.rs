@@ -145,13 +145,8 @@ impl Regions {
                 .filter(|edge| !edge.is_empty())
         });
         let wanted: Vec<Range<usize>> = needed.iter().cloned().chain(edges).collect();
-        let mut blocks: Vec<Range<usize>> = Vec::new();
-        for block in blocks_of(&wanted).into_iter().flatten().filter(|&block| sums[block] != 0) {
-            match blocks.last_mut().filter(|run| run.end == block) {
-                Some(run) => run.end += 1,
-                None => blocks.push(block..block + 1),
-            }
-        }
+        let written = blocks_of(&wanted).into_iter().flatten().filter(|&block| sums[block] != 0);
+        let blocks = joined(written.map(|block| block..block + 1));
         if blocks.is_empty() {
             return Ok(PendingBlocks { region, blocks, memory: Memory::Here(lease) });
         }
@@ -234,11 +229,13 @@ fn sum_of(bytes: &[u8], block: usize) -> u64 {
 
 /// The runs of blocks that parts lie in, in order and apart from each other.
 fn blocks_of(parts: &[Range<usize>]) -> Vec<Range<usize>> {
-    let mut runs: Vec<Range<usize>> = parts
-        .iter()
-        .filter(|part| !part.is_empty())
-        .map(|part| part.start / REGION_BLOCK..part.end.div_ceil(REGION_BLOCK))
-        .collect();
+    let some = parts.iter().filter(|part| !part.is_empty());
+    joined(some.map(|part| part.start / REGION_BLOCK..part.end.div_ceil(REGION_BLOCK)))
+}
+
+/// Ranges in order and apart from each other: those that touch or overlap are one.
+pub fn joined(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = ranges.collect();
     runs.sort_unstable_by_key(|run| run.start);
     runs.dedup_by(|next, run| {
         let touches = next.start <= run.end;

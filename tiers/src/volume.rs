@@ -108,8 +108,8 @@ impl Volume {
         })
     }
 
-    /// Makes a volume that does not outlive the process, and its directories if need be. A file that an earlier one left behind is replaced; its space counts as
-    /// free.
+    /// Makes a volume that does not outlive the process, and its directories if need be. A file that an earlier one left behind is
+    /// replaced; its space counts as free.
     pub(crate) fn create_scratch(
         engine: &Arc<dyn IoEngine>,
         striping: &Striping,

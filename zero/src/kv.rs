@@ -14,6 +14,7 @@ use std::iter::repeat;
 use std::ops::Range;
 use std::sync::Arc;
 use terrace_kernels::{Tensor, View};
+use terrace_tiers::joined;
 
 /// Keys and values of all positions so far, per block, in pages that the sequences share.
 #[derive(Debug)]
@@ -123,39 +124,32 @@ impl KvCache {
         sequences: &[usize],
         added: &[usize],
     ) -> Result<KvPass<'a>> {
-        let used = self.places(sequences, |index| 0..self.lengths[sequences[index]]);
-        let added = self.places(sequences, |index| {
-            let length = self.lengths[sequences[index]];
-            length..length + added[index]
-        });
-        Ok(match &mut self.layers {
-            Layers::Resident(layers) => KvPass::Resident(layers),
-            Layers::Away(away) => KvPass::Away(Box::new(away.pass(lane, used, added)?)),
-        })
-    }
-
-    /// Where positions of sequences are, counted through all pages: in order, and apart from each other.
-    fn places(&self, sequences: &[usize], of: impl Fn(usize) -> Range<usize>) -> Vec<Range<usize>> {
-        let mut places = Vec::new();
-        for (index, &sequence) in sequences.iter().enumerate() {
-            let Range { start, end } = of(index);
-            for page in start / CACHE_PAGE..end.div_ceil(CACHE_PAGE) {
-                let first = page * CACHE_PAGE;
-                let (from, to) = (start.max(first) - first, end.min(first + CACHE_PAGE) - first);
-                let place = self.pages[sequence][page] as usize * CACHE_PAGE;
-                places.push(place + from..place + to);
+        let Self { layers, lengths, pages, .. } = self;
+        match layers {
+            Layers::Resident(layers) => Ok(KvPass::Resident(layers)),
+            Layers::Away(away) => {
+                let row = |(&sequence, &added): (&usize, &usize)| {
+                    let length = lengths[sequence];
+                    (&pages[sequence][..], length, length + added)
+                };
+                let rows: Vec<_> = sequences.iter().zip(added).map(row).collect();
+                let used = joined(rows.iter().flat_map(|&(pages, length, _)| places(pages, 0..length)));
+                let added = joined(rows.iter().flat_map(|&(pages, length, end)| places(pages, length..end)));
+                Ok(KvPass::Away(Box::new(away.pass(lane, used, added)?)))
             }
         }
-        places.sort_unstable_by_key(|place| place.start);
-        places.dedup_by(|next, place| {
-            let touches = next.start == place.end;
-            if touches {
-                place.end = next.end;
-            }
-            touches
-        });
-        places
     }
+}
+
+/// Where positions of a sequence with `pages` are, counted through all pages.
+fn places(pages: &[i32], positions: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let Range { start, end } = positions;
+    (start / CACHE_PAGE..end.div_ceil(CACHE_PAGE)).map(move |page| {
+        let first = page * CACHE_PAGE;
+        let (from, to) = (start.max(first) - first, end.min(first + CACHE_PAGE) - first);
+        let place = pages[page] as usize * CACHE_PAGE;
+        place + from..place + to
+    })
 }
 
 impl KvPass<'_> {
