@@ -88,6 +88,7 @@ unsafe fn generic<const MR: usize, const NR: usize>(
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    use super::super::pack::prefetch;
     use std::arch::x86_64::*;
 
     macro_rules! micro {
@@ -107,6 +108,11 @@ mod x86 {
                 // SAFETY: every pointer stays within the panels and the tile, by the caller's promise.
                 unsafe {
                     let mut sums = [[$zero(); $vectors]; $mr];
+                    for i in 0..$mr {
+                        for v in 0..$vectors {
+                            prefetch(c.wrapping_add(i * stride + v * $lanes));
+                        }
+                    }
                     for _ in 0..depth {
                         let row: [_; $vectors] = std::array::from_fn(|v| $load(b.add(v * $lanes)));
                         for i in 0..$mr {
