@@ -5,17 +5,19 @@
 //! [`ROWS`] rows and walks over the keys they see in blocks of [`KEYS`] that begin at multiples of it:
 //!
 //! ```text
-//! s = (scale·q)·kᵀ;  m' = max(m, max s);  p = exp(s − m');  l = l·exp(m − m') + Σp;  acc = acc·exp(m − m') + p·v
+//! s = scale·(q·kᵀ);  m' = max(m, max s);  p = exp(s − m');  l = l·exp(m − m') + Σp;  acc = acc·exp(m − m') + p·v
 //! out = acc / l;  lse = m + ln l
 //! ```
 //!
-//! All in f32. Hidden entries of a block are zeros in p, and a block that a row does not see at all leaves its state as it
+//! In f32, but where all operands and the result are bf16 and the processor multiplies pairs of it: there the products take them as
+//! they are, and p is rounded to bf16, as torch does and Dao's kernels do. Hidden entries of a block are zeros in p, and a block that a row does not see at all leaves its state as it
 //! is, so that a row's result depends neither on its neighbours nor on the number of threads.
 //!
-//! Tolerance against f64: 1e-5 of the largest |v| for heads up to 128 and inputs of order one, before the rounding.
+//! Tolerance against f64: 1e-5 of the largest |v| for heads up to 128 and inputs of order one, before the rounding; by pairs
+//! 2⁻⁸ of it.
 
 use super::floats::{Floats, FloatsMut, floats_mut, ints};
-use super::gemm::{self, Panels, Target, packed_len};
+use super::gemm::{self, Pair, Panels, Target, Word, packed_len};
 use super::threads::{Carver, SCRATCH_BYTES, SharedMut};
 use super::{Cpu, Isa, thin, vector};
 use crate::check::{self, AttentionDims, Paging};
@@ -40,7 +42,7 @@ const BUFFER: usize = packed_len(HEAD_MAX, 48, ROWS) + 16;
 const SCORES: usize = packed_len(ROWS, 8, KEYS) + 16;
 
 const _: () = assert!(
-    4 * (9 * BUFFER + 4 * SCORES + 4 * (ROWS + HEAD_MAX)) <= SCRATCH_BYTES,
+    4 * (9 * BUFFER + 5 * SCORES + 4 * (ROWS + HEAD_MAX)) <= SCRATCH_BYTES,
     "the buffers of the backward pass fit the scratch"
 );
 
@@ -157,9 +159,10 @@ pub struct RowBlock {
 
 impl<'t> Geometry<'t> {
     /// # Panics
-    /// If heads are larger than working memory is planned for, or a page is none of those there are.
+    /// If heads are larger than working memory is planned for, the scale is not positive, or a page is none of those there are.
     pub fn new(dims: AttentionDims, table: Option<&'t [i32]>, spec: AttentionSpec) -> Self {
         assert!(dims.head_size <= HEAD_MAX, "attention: heads of {} exceed {HEAD_MAX}", dims.head_size);
+        assert!(spec.scale > 0.0, "attention: scores are multiplied by a positive number");
         assert!(spec.window != Some(0), "attention: a window holds at least the query's own position");
         let paging = dims.paging.zip(table);
         if let Some((paging, table)) = &paging {
@@ -257,14 +260,11 @@ impl<'t> Geometry<'t> {
         }
     }
 
-    /// Copies rows of q or an operand of its shape to consecutive rows of `wide`, times `factor`.
-    pub fn widen_rows(&self, isa: Isa, data: Floats<'_>, rows: RowBlock, factor: f32, wide: &mut [f32]) {
+    /// Copies rows of q or an operand of its shape to consecutive rows.
+    pub fn gather_rows<W: Word>(&self, isa: Isa, data: Floats<'_>, rows: RowBlock, to: &mut [W::Element]) {
         let head_size = self.dims.head_size;
-        for (i, wide) in wide.chunks_exact_mut(head_size).take(rows.rows).enumerate() {
-            data.slice(self.q_at(rows.b, rows.g, rows.first + i), head_size).widen(isa, wide);
-        }
-        if factor != 1.0 {
-            vector::scale(isa, &mut wide[..rows.rows * head_size], factor);
+        for (i, to) in to.chunks_exact_mut(head_size).take(rows.rows).enumerate() {
+            W::gather(isa, data.slice(self.q_at(rows.b, rows.g, rows.first + i), head_size), to);
         }
     }
 }
@@ -283,8 +283,15 @@ pub fn visible(keys: &Range<usize>, block: &Range<usize>) -> Range<usize> {
 }
 
 /// A matrix of consecutive rows, `rows × depth`, as the left operand of a product.
-pub fn plain_rows(data: &[f32], rows: usize, depth: usize, stride: usize) -> Panels<'_> {
-    Panels { data: Floats::F32(data), outer: rows, depth, outer_stride: stride, depth_stride: 1 }
+pub fn plain_rows<W: Word>(data: &[W::Element], rows: usize, depth: usize, stride: usize) -> Panels<'_> {
+    Panels { data: W::floats(data), outer: rows, depth, outer_stride: stride, depth_stride: 1 }
+}
+
+/// Whether products of these operands are taken by pairs.
+pub fn by_pairs(cpu: &Cpu, operands: &[Floats<'_>], result: &FloatsMut<'_>) -> bool {
+    cpu.threads.pair_micro().is_some()
+        && operands.iter().all(|operand| matches!(operand, Floats::BF16(_)))
+        && matches!(result, FloatsMut::BF16(_))
 }
 
 struct Forward<'a> {
@@ -313,8 +320,6 @@ impl<'a> Forward<'a> {
     fn rows(&self, rows: RowBlock, start: usize, mut carver: Carver<'_>) {
         let (isa, geometry, head_size) =
             (self.cpu.threads.isa(), self.geometry, self.geometry.dims.head_size);
-        let q_wide = carver.take(rows.rows * head_size);
-        geometry.widen_rows(isa, self.q, rows, geometry.spec.scale, q_wide);
         let mut state = Rows {
             max: [f32::NEG_INFINITY; ROWS],
             sum: [0.0; ROWS],
@@ -323,9 +328,11 @@ impl<'a> Forward<'a> {
         };
         state.acc.fill(0.0);
         if rows.rows <= ROWS_THIN {
-            self.walk_thin(rows, start, q_wide, &mut state, carver);
+            self.walk_thin(rows, start, &mut state, carver);
+        } else if by_pairs(self.cpu, &[self.q, self.k, self.v], &self.out) {
+            self.walk::<Pair>(rows, start, &mut state, carver);
         } else {
-            self.walk(rows, start, q_wide, &mut state, carver);
+            self.walk::<f32>(rows, start, &mut state, carver);
         }
         for i in 0..rows.rows {
             let row = &mut state.acc[i * head_size..][..head_size];
@@ -344,12 +351,12 @@ impl<'a> Forward<'a> {
     }
 
     /// Keys (or values) as columns, the head's elements as the inner dimension: where they are, or gathered if they lie apart.
-    fn block<'b>(
+    fn block<'b, W: Word>(
         &self,
         data: Floats<'a>,
         rows: RowBlock,
         keys: &Range<usize>,
-        gathered: &'b mut [f32],
+        gathered: &'b mut [W::Element],
     ) -> Panels<'b>
     where
         'a: 'b,
@@ -359,54 +366,47 @@ impl<'a> Forward<'a> {
         }
         let (isa, head_size) = (self.cpu.threads.isa(), self.geometry.dims.head_size);
         for (key, to) in keys.clone().zip(gathered.chunks_exact_mut(head_size)) {
-            self.row_of(data, rows, key).widen(isa, to);
+            W::gather(isa, self.row_of(data, rows, key), to);
         }
-        plain_rows(gathered, keys.len(), head_size, head_size)
+        plain_rows::<W>(gathered, keys.len(), head_size, head_size)
     }
 
     /// Many rows: products of packed operands.
-    fn walk(
-        &self,
-        rows: RowBlock,
-        start: usize,
-        q_wide: &[f32],
-        state: &mut Rows<'_>,
-        mut carver: Carver<'_>,
-    ) {
-        let (isa, micro, geometry) = (self.cpu.threads.isa(), self.cpu.threads.micro(), self.geometry);
+    fn walk<W: Word>(&self, rows: RowBlock, start: usize, state: &mut Rows<'_>, mut carver: Carver<'_>) {
+        let (isa, micro, geometry) = (self.cpu.threads.isa(), W::micro(&self.cpu.threads), self.geometry);
         let head_size = geometry.dims.head_size;
-        let q_packed = carver.take(packed_len(rows.rows, micro.mr, head_size));
-        let p_packed = carver.take(packed_len(rows.rows, micro.mr, KEYS));
-        let k_packed = carver.take(packed_len(KEYS, micro.nr, head_size));
-        let v_packed = carver.take(packed_len(head_size, micro.nr, KEYS));
-        let gathered = carver.take(KEYS * head_size);
-        plain_rows(q_wide, rows.rows, head_size, head_size).pack(isa, micro.mr, q_packed);
+        let (of_head, of_keys) = (W::words(head_size), W::words(KEYS));
+        let q_packed = carver.take_of(packed_len(rows.rows, micro.mr, of_head));
+        let p_packed = carver.take_of(packed_len(rows.rows, micro.mr, of_keys));
+        let k_packed = carver.take_of(packed_len(KEYS, micro.nr, of_head));
+        let v_packed = carver.take_of(packed_len(head_size, micro.nr, of_keys));
+        let plain = carver.take_of(ROWS.max(KEYS) * head_size.max(KEYS));
+        geometry.gather_rows::<W>(isa, self.q, rows, plain);
+        W::pack(plain_rows::<W>(plain, rows.rows, head_size, head_size), isa, micro.mr, q_packed);
         for block in key_blocks(geometry.keys_of(start, rows)) {
             let keys = block.len();
-            self.block(self.k, rows, &block, gathered).pack(isa, micro.nr, k_packed);
+            W::pack(self.block::<W>(self.k, rows, &block, plain), isa, micro.nr, k_packed);
             let scores = Target { pointer: state.scores.as_mut_ptr(), stride: KEYS, add: false };
             // SAFETY: the scores hold `rows` rows of KEYS floats of this thread's scratch.
-            unsafe { gemm::product(micro, (rows.rows, keys, head_size), q_packed, k_packed, scores) };
+            unsafe { gemm::product(micro, (rows.rows, keys, of_head), q_packed, k_packed, scores) };
             state.softmax(isa, geometry, start, rows, &block);
-            plain_rows(state.scores, rows.rows, keys, KEYS).pack(isa, micro.mr, p_packed);
-            self.block(self.v, rows, &block, gathered).turned().pack(isa, micro.nr, v_packed);
+            let p = W::round(isa, &state.scores[..rows.rows * KEYS], plain);
+            W::pack(plain_rows::<W>(p, rows.rows, keys, KEYS), isa, micro.mr, p_packed);
+            let v = self.block::<W>(self.v, rows, &block, plain);
+            W::pack(v.turned(), isa, micro.nr, v_packed);
             let acc = Target { pointer: state.acc.as_mut_ptr(), stride: head_size, add: true };
+            let size = (rows.rows, head_size, W::words(keys));
             // SAFETY: the accumulator holds `rows` rows of `head_size` floats of this thread's scratch.
-            unsafe { gemm::product(micro, (rows.rows, head_size, keys), p_packed, v_packed, acc) };
+            unsafe { gemm::product(micro, size, p_packed, v_packed, acc) };
         }
     }
 
     /// Few rows, as in decoding: keys are used as they lie, values widened once for all rows.
-    fn walk_thin(
-        &self,
-        rows: RowBlock,
-        start: usize,
-        q_wide: &[f32],
-        state: &mut Rows<'_>,
-        mut carver: Carver<'_>,
-    ) {
+    fn walk_thin(&self, rows: RowBlock, start: usize, state: &mut Rows<'_>, mut carver: Carver<'_>) {
         let (isa, geometry) = (self.cpu.threads.isa(), self.geometry);
         let head_size = geometry.dims.head_size;
+        let q_wide = carver.take(rows.rows * head_size);
+        geometry.gather_rows::<f32>(isa, self.q, rows, q_wide);
         let wide = carver.take(KEYS * head_size);
         let keys = geometry.keys_of(start, rows);
         for block in key_blocks(keys.clone()) {
@@ -450,10 +450,10 @@ impl Rows<'_> {
             if seen.is_empty() {
                 continue;
             }
-            let scores = &mut scores[seen];
-            let max = self.max[i].max(vector::max(isa, scores));
+            let (scores, scale) = (&mut scores[seen], geometry.spec.scale);
+            let max = self.max[i].max(vector::max(isa, scores) * scale);
             let shrink = (self.max[i] - max).exp();
-            self.sum[i] = self.sum[i] * shrink + vector::exp_sum(isa, scores, max);
+            self.sum[i] = self.sum[i] * shrink + vector::exp_sum(isa, scores, scale, max);
             self.max[i] = max;
             if shrink != 1.0 {
                 vector::scale(isa, &mut self.acc[i * head_size..][..head_size], shrink);

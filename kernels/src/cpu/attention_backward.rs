@@ -1,7 +1,7 @@
 //! Causal attention, backward.
 //!
-//! With `p = exp(scale·q·kᵀ − lse)`, `dp = dout·vᵀ`, `delta = Σ dout·out` of a row and `ds = p·(dp − delta)`:
-//! `dq = scale·ds·k`, `dk = dsᵀ·(scale·q)`, `dv = pᵀ·dout`.
+//! With `p = exp(scale·(q·kᵀ) − lse)`, `dp = dout·vᵀ`, `delta = Σ dout·out` of a row and `ds = p·(dp − delta)`:
+//! `dq = scale·(ds·k)`, `dk = scale·(dsᵀ·q)`, `dv = pᵀ·dout`.
 //!
 //! *In one pass* a task takes all of a `(b, g)` pair: block of keys by block of keys it sums dk and dv over the rows (heads of a
 //! group included), and adds to dq, which waits in f32 until all keys have been seen. Five products.
@@ -10,13 +10,14 @@
 //! computed in both, seven products. This is for few pairs to many threads, and for sequences whose dq does not fit the scratch of
 //! a thread.
 //!
-//! Both add the same products in the same order, keys and rows ascending, in f32: bits depend on neither.
+//! Both add the same products in the same order, keys and rows ascending, in f32: bits depend on neither. Where all operands and
+//! results are bf16 and the processor multiplies pairs of it, products take them as they are, and p and ds are rounded to bf16.
 //!
-//! Tolerance against f64: 1e-5 of the sum of absolute terms, before the rounding.
+//! Tolerance against f64: 1e-5 of the sum of absolute terms, before the rounding; by pairs 2⁻⁸ of it.
 
-use super::attention::{Geometry, KEYS, ROWS, RowBlock, key_blocks, plain_rows, visible};
+use super::attention::{Geometry, KEYS, ROWS, RowBlock, by_pairs, key_blocks, plain_rows, visible};
 use super::floats::{Floats, FloatsMut, floats};
-use super::gemm::{self, Micro, Panels, Target, packed_len};
+use super::gemm::{self, Micro, Pair, Panels, Target, Word, packed_len};
 use super::threads::{Carver, SCRATCH_BYTES};
 use super::{Cpu, Isa, vector};
 use crate::{View, ViewMut};
@@ -38,43 +39,45 @@ pub struct Operands<'a> {
 }
 
 /// A block of rows, ready to be multiplied with keys.
-struct RowPack<'s> {
-    /// `scale·q`, `[rows, K]`.
-    q: &'s mut [f32],
+struct RowPack<'s, W: Word> {
     /// `[rows, K]`.
-    dout: &'s mut [f32],
-    q_packed: &'s mut [f32],
-    dout_packed: &'s mut [f32],
-    /// One row of out.
-    out: &'s mut [f32],
+    q: &'s mut [W::Element],
+    /// `[rows, K]`.
+    dout: &'s mut [W::Element],
+    q_packed: &'s mut [W],
+    dout_packed: &'s mut [W],
+    /// One row of out, and one of dout.
+    wide: [&'s mut [f32]; 2],
     lse: [f32; ROWS],
     delta: [f32; ROWS],
 }
 
 /// A block of keys and values, ready to be multiplied with rows.
-struct KeyPack<'s> {
-    k_packed: &'s mut [f32],
-    v_packed: &'s mut [f32],
+struct KeyPack<'s, W> {
+    k_packed: &'s mut [W],
+    v_packed: &'s mut [W],
 }
 
 /// Sums of a block of keys, `[KEYS, K]` each.
-struct KeySums<'s> {
+struct KeySums<'s, W> {
     of_k: &'s mut [f32],
     of_v: &'s mut [f32],
     /// Rows as the right operand, their elements as columns.
-    rows_depth: &'s mut [f32],
+    rows_depth: &'s mut [W],
 }
 
 /// A block of scores and its gradient.
-struct ScorePack<'s> {
+struct ScorePack<'s, W: Word> {
     /// ds, `[rows, KEYS]`.
     ds: &'s mut [f32],
     /// p, `[rows, KEYS]`.
     p: &'s mut [f32],
-    packed: &'s mut [f32],
+    /// Room for one of them, rounded.
+    rounded: &'s mut [W::Element],
+    packed: &'s mut [W],
 }
 
-impl KeySums<'_> {
+impl<W> KeySums<'_, W> {
     fn clear(&mut self) {
         self.of_k.fill(0.0);
         self.of_v.fill(0.0);
@@ -103,39 +106,48 @@ impl<'a> Operands<'a> {
     /// Writes dq, dk and dv.
     pub fn gradients(&self, dq: ViewMut<'_>, dk: ViewMut<'_>, dv: ViewMut<'_>) {
         let (dq, dk, dv) = (FloatsMut::new(dq), FloatsMut::new(dk), FloatsMut::new(dv));
+        let operands = [self.q, self.k, self.v, self.dout];
+        if [dq, dk, dv].iter().all(|result| by_pairs(self.cpu, &operands, result)) {
+            self.gradients_of::<Pair>(dq, dk, dv);
+        } else {
+            self.gradients_of::<f32>(dq, dk, dv);
+        }
+    }
+
+    fn gradients_of<W: Word>(&self, dq: FloatsMut<'_>, dk: FloatsMut<'_>, dv: FloatsMut<'_>) {
         if self.fits_one_pass() {
             let dims = self.geometry.dims;
             self.cpu.threads.run(dims.batch * dims.kv_heads, |task, scratch| {
                 let pair = (task / dims.kv_heads, task % dims.kv_heads);
-                self.pair(dq, dk, dv, pair, Carver::new(scratch));
+                self.pair::<W>(dq, dk, dv, pair, Carver::new(scratch));
             });
         } else {
-            self.query_gradient(dq);
-            self.key_value_gradient(dk, dv);
+            self.query_gradient::<W>(dq);
+            self.key_value_gradient::<W>(dk, dv);
         }
     }
 
-    /// Whether one pass keeps threads as busy as two would, and its buffers fit the scratch.
+    /// Whether one pass keeps threads as busy as two would, and its buffers, if they are of f32, fit the scratch.
     fn fits_one_pass(&self) -> bool {
-        let (_, micro, head_size) = self.machine();
+        let (_, micro, head_size) = self.machine::<f32>();
         let (pairs, threads) =
             (self.geometry.dims.batch * self.geometry.dims.kv_heads, self.cpu.threads.count());
         let block = packed_len(ROWS, micro.mr, head_size).max(packed_len(head_size, micro.nr, ROWS));
         let scores = packed_len(ROWS, micro.mr, KEYS);
         let floats = 11 * (block.max(packed_len(KEYS, micro.nr, head_size)) + 16)
-            + 3 * (scores + 16)
+            + 4 * (scores + 16)
             + self.geometry.row_count() * head_size;
         pairs.div_ceil(threads) * threads * PRODUCTS[0] <= pairs * PRODUCTS[1] && 4 * floats <= SCRATCH_BYTES
     }
 
-    fn query_gradient(&self, dq: FloatsMut<'_>) {
+    fn query_gradient<W: Word>(&self, dq: FloatsMut<'_>) {
         let geometry = self.geometry;
         self.cpu.threads.run(geometry.row_tasks(), |task, scratch| {
-            self.query_block(dq, geometry.row_block(task), Carver::new(scratch));
+            self.query_block::<W>(dq, geometry.row_block(task), Carver::new(scratch));
         });
     }
 
-    fn key_value_gradient(&self, dk: FloatsMut<'_>, dv: FloatsMut<'_>) {
+    fn key_value_gradient<W: Word>(&self, dk: FloatsMut<'_>, dv: FloatsMut<'_>) {
         let dims = self.geometry.dims;
         let pairs = dims.batch * dims.kv_heads;
         // The first keys, which most rows see, come first.
@@ -143,12 +155,12 @@ impl<'a> Operands<'a> {
             let first = task / pairs * KEYS;
             let keys = first..dims.capacity.min(first + KEYS);
             let pair = (task % pairs / dims.kv_heads, task % dims.kv_heads);
-            self.key_block(dk, dv, pair, &keys, Carver::new(scratch));
+            self.key_block::<W>(dk, dv, pair, &keys, Carver::new(scratch));
         });
     }
 
     /// All of a pair, in one pass.
-    fn pair(
+    fn pair<W: Word>(
         &self,
         dq: FloatsMut<'_>,
         dk: FloatsMut<'_>,
@@ -156,18 +168,18 @@ impl<'a> Operands<'a> {
         (b, g): (usize, usize),
         mut carver: Carver<'_>,
     ) {
-        let (isa, micro, head_size) = self.machine();
-        let mut pack = self.row_pack(&mut carver);
-        let mut scores = score_pack(micro, &mut carver);
-        let mut keys_pack = self.key_pack(&mut carver);
-        let mut key_sums = self.key_sums(&mut carver);
-        let k_depth = carver.take(packed_len(head_size, micro.nr, KEYS));
+        let (isa, micro, head_size) = self.machine::<W>();
+        let mut pack = self.row_pack::<W>(&mut carver);
+        let mut scores = score_pack::<W>(micro, &mut carver);
+        let mut keys_pack = self.key_pack::<W>(&mut carver);
+        let mut key_sums = self.key_sums::<W>(&mut carver);
+        let k_depth = carver.take_of(packed_len(head_size, micro.nr, W::words(KEYS)));
         let sums = carver.take(self.geometry.row_count() * head_size);
         sums.fill(0.0);
         for keys in key_blocks(0..self.geometry.dims.capacity) {
             self.load_keys((b, g), &keys, &mut keys_pack);
             key_sums.clear();
-            self.geometry.keys_as_columns(self.k, b, g, &keys).turned().pack(isa, micro.nr, k_depth);
+            W::pack(self.geometry.keys_as_columns(self.k, b, g, &keys).turned(), isa, micro.nr, k_depth);
             for rows in self.rows_seeing(b, g, &keys) {
                 self.load_rows(rows, &mut pack);
                 self.score_gradient(rows, &keys, &pack, &keys_pack, &mut scores);
@@ -175,34 +187,32 @@ impl<'a> Operands<'a> {
                 let sums = &mut sums[rows.first * head_size..][..rows.rows * head_size];
                 self.add_to_rows(rows, &keys, k_depth, &mut scores, sums);
             }
-            self.write_keys(dk, dv, (b, g), &keys, &key_sums);
+            self.write_keys(dk, dv, (b, g), &keys, &mut key_sums);
         }
         let rows = self.geometry.row_count();
         self.write_rows(dq, RowBlock { b, g, first: 0, rows }, sums);
     }
 
-    fn query_block(&self, dq: FloatsMut<'_>, rows: RowBlock, mut carver: Carver<'_>) {
-        let (isa, micro, head_size) = self.machine();
-        let mut pack = self.row_pack(&mut carver);
-        let mut scores = score_pack(micro, &mut carver);
-        let mut keys_pack = self.key_pack(&mut carver);
-        let k_depth = carver.take(packed_len(head_size, micro.nr, KEYS));
+    fn query_block<W: Word>(&self, dq: FloatsMut<'_>, rows: RowBlock, mut carver: Carver<'_>) {
+        let (isa, micro, head_size) = self.machine::<W>();
+        let mut pack = self.row_pack::<W>(&mut carver);
+        let mut scores = score_pack::<W>(micro, &mut carver);
+        let mut keys_pack = self.key_pack::<W>(&mut carver);
+        let k_depth = carver.take_of(packed_len(head_size, micro.nr, W::words(KEYS)));
         let sums = carver.take(rows.rows * head_size);
         sums.fill(0.0);
         self.load_rows(rows, &mut pack);
         for keys in key_blocks(self.geometry.keys_of(0, rows)) {
             self.load_keys((rows.b, rows.g), &keys, &mut keys_pack);
-            self.geometry
-                .keys_as_columns(self.k, rows.b, rows.g, &keys)
-                .turned()
-                .pack(isa, micro.nr, k_depth);
+            let columns = self.geometry.keys_as_columns(self.k, rows.b, rows.g, &keys);
+            W::pack(columns.turned(), isa, micro.nr, k_depth);
             self.score_gradient(rows, &keys, &pack, &keys_pack, &mut scores);
             self.add_to_rows(rows, &keys, k_depth, &mut scores, sums);
         }
         self.write_rows(dq, rows, sums);
     }
 
-    fn key_block(
+    fn key_block<W: Word>(
         &self,
         dk: FloatsMut<'_>,
         dv: FloatsMut<'_>,
@@ -210,10 +220,10 @@ impl<'a> Operands<'a> {
         keys: &Range<usize>,
         mut carver: Carver<'_>,
     ) {
-        let mut pack = self.row_pack(&mut carver);
-        let mut scores = score_pack(self.cpu.threads.micro(), &mut carver);
-        let mut keys_pack = self.key_pack(&mut carver);
-        let mut sums = self.key_sums(&mut carver);
+        let mut pack = self.row_pack::<W>(&mut carver);
+        let mut scores = score_pack::<W>(W::micro(&self.cpu.threads), &mut carver);
+        let mut keys_pack = self.key_pack::<W>(&mut carver);
+        let mut sums = self.key_sums::<W>(&mut carver);
         self.load_keys((b, g), keys, &mut keys_pack);
         sums.clear();
         for rows in self.rows_seeing(b, g, keys) {
@@ -221,42 +231,47 @@ impl<'a> Operands<'a> {
             self.score_gradient(rows, keys, &pack, &keys_pack, &mut scores);
             self.add_to_keys(rows, keys, &pack, &mut scores, &mut sums);
         }
-        self.write_keys(dk, dv, (b, g), keys, &sums);
+        self.write_keys(dk, dv, (b, g), keys, &mut sums);
     }
 
     /// Adds `ds·k` to the sums of the rows.
-    fn add_to_rows(
+    fn add_to_rows<W: Word>(
         &self,
         rows: RowBlock,
         keys: &Range<usize>,
-        k_depth: &[f32],
-        scores: &mut ScorePack<'_>,
+        k_depth: &[W],
+        scores: &mut ScorePack<'_, W>,
         sums: &mut [f32],
     ) {
-        let (isa, micro, head_size) = self.machine();
-        plain_rows(scores.ds, rows.rows, keys.len(), KEYS).pack(isa, micro.mr, scores.packed);
+        let (isa, micro, head_size) = self.machine::<W>();
+        let ds = W::round(isa, &scores.ds[..rows.rows * KEYS], scores.rounded);
+        W::pack(plain_rows::<W>(ds, rows.rows, keys.len(), KEYS), isa, micro.mr, scores.packed);
         assert!(sums.len() >= rows.rows * head_size, "a sum for every element of the rows");
         let target = Target { pointer: sums.as_mut_ptr(), stride: head_size, add: true };
+        let size = (rows.rows, head_size, W::words(keys.len()));
         // SAFETY: `sums` holds that many rows (asserted).
-        unsafe { gemm::product(micro, (rows.rows, head_size, keys.len()), scores.packed, k_depth, target) };
+        unsafe { gemm::product(micro, size, scores.packed, k_depth, target) };
     }
 
-    /// Adds `pᵀ·dout` and `dsᵀ·(scale·q)` to the sums of the keys.
-    fn add_to_keys(
+    /// Adds `pᵀ·dout` and `dsᵀ·q` to the sums of the keys.
+    fn add_to_keys<W: Word>(
         &self,
         rows: RowBlock,
         keys: &Range<usize>,
-        pack: &RowPack<'_>,
-        scores: &mut ScorePack<'_>,
-        key_sums: &mut KeySums<'_>,
+        pack: &RowPack<'_, W>,
+        scores: &mut ScorePack<'_, W>,
+        key_sums: &mut KeySums<'_, W>,
     ) {
-        let (isa, micro, head_size) = self.machine();
+        let (isa, micro, head_size) = self.machine::<W>();
         let KeySums { of_k, of_v, rows_depth } = key_sums;
         for (of_score, of_row, sums) in [(&*scores.p, &*pack.dout, of_v), (&*scores.ds, &*pack.q, of_k)] {
-            columns_as_rows(of_score, keys.len(), rows.rows, KEYS).pack(isa, micro.mr, scores.packed);
-            columns_as_rows(of_row, head_size, rows.rows, head_size).pack(isa, micro.nr, rows_depth);
+            let of_score = W::round(isa, &of_score[..rows.rows * KEYS], scores.rounded);
+            let of_score = columns_as_rows::<W>(of_score, keys.len(), rows.rows, KEYS);
+            W::pack(of_score, isa, micro.mr, scores.packed);
+            let of_row = columns_as_rows::<W>(of_row, head_size, rows.rows, head_size);
+            W::pack(of_row, isa, micro.nr, rows_depth);
             let target = Target { pointer: sums.as_mut_ptr(), stride: head_size, add: true };
-            let size = (keys.len(), head_size, rows.rows);
+            let size = (keys.len(), head_size, W::words(rows.rows));
             // SAFETY: `sums` holds KEYS rows of this thread's scratch, and a block has no more.
             unsafe { gemm::product(micro, size, scores.packed, rows_depth, target) };
         }
@@ -264,7 +279,7 @@ impl<'a> Operands<'a> {
 
     /// Writes the sums of rows to dq.
     fn write_rows(&self, dq: FloatsMut<'_>, rows: RowBlock, sums: &mut [f32]) {
-        let (isa, _, head_size) = self.machine();
+        let (isa, _, head_size) = self.machine::<f32>();
         vector::scale(isa, sums, self.geometry.spec.scale);
         for (i, row) in sums.chunks_exact(head_size).enumerate() {
             // SAFETY: these rows of dq belong to this task.
@@ -273,15 +288,16 @@ impl<'a> Operands<'a> {
     }
 
     /// Writes the sums of keys to dk and dv.
-    fn write_keys(
+    fn write_keys<W: Word>(
         &self,
         dk: FloatsMut<'_>,
         dv: FloatsMut<'_>,
         (b, g): (usize, usize),
         keys: &Range<usize>,
-        sums: &KeySums<'_>,
+        sums: &mut KeySums<'_, W>,
     ) {
-        let (isa, _, head_size) = self.machine();
+        let (isa, _, head_size) = self.machine::<W>();
+        vector::scale(isa, &mut sums.of_k[..keys.len() * head_size], self.geometry.spec.scale);
         for (i, key) in keys.clone().enumerate() {
             let at = self.geometry.key_at(b, g, key);
             // SAFETY: these keys' rows of dk and dv belong to this task.
@@ -308,40 +324,42 @@ impl<'a> Operands<'a> {
         })
     }
 
-    /// Widens and packs rows of q and dout, and computes delta.
-    fn load_rows(&self, rows: RowBlock, pack: &mut RowPack<'_>) {
-        let (isa, micro, head_size) = self.machine();
+    /// Packs rows of q and dout, and computes delta.
+    fn load_rows<W: Word>(&self, rows: RowBlock, pack: &mut RowPack<'_, W>) {
+        let (isa, micro, head_size) = self.machine::<W>();
         let geometry = self.geometry;
-        geometry.widen_rows(isa, self.q, rows, geometry.spec.scale, pack.q);
-        geometry.widen_rows(isa, self.dout, rows, 1.0, pack.dout);
-        plain_rows(pack.q, rows.rows, head_size, head_size).pack(isa, micro.mr, pack.q_packed);
-        plain_rows(pack.dout, rows.rows, head_size, head_size).pack(isa, micro.mr, pack.dout_packed);
+        geometry.gather_rows::<W>(isa, self.q, rows, pack.q);
+        geometry.gather_rows::<W>(isa, self.dout, rows, pack.dout);
+        W::pack(plain_rows::<W>(pack.q, rows.rows, head_size, head_size), isa, micro.mr, pack.q_packed);
+        W::pack(plain_rows::<W>(pack.dout, rows.rows, head_size, head_size), isa, micro.mr, pack.dout_packed);
+        let [of_out, of_dout] = &mut pack.wide;
         for i in 0..rows.rows {
             let row = rows.first + i;
-            let out = self.out.read(isa, geometry.q_at(rows.b, rows.g, row), head_size, pack.out);
-            pack.delta[i] = vector::dot(isa, out, &pack.dout[i * head_size..][..head_size]);
+            let out = self.out.read(isa, geometry.q_at(rows.b, rows.g, row), head_size, of_out);
+            let dout = W::widen(isa, &pack.dout[i * head_size..][..head_size], of_dout);
+            pack.delta[i] = vector::dot(isa, out, dout);
             pack.lse[i] = self.lse[geometry.lse_at(rows.b, rows.g, row)];
         }
     }
 
     /// Packs keys and values.
-    fn load_keys(&self, (b, g): (usize, usize), keys: &Range<usize>, pack: &mut KeyPack<'_>) {
-        let (isa, micro, _) = self.machine();
-        self.geometry.keys_as_columns(self.k, b, g, keys).pack(isa, micro.nr, pack.k_packed);
-        self.geometry.keys_as_columns(self.v, b, g, keys).pack(isa, micro.nr, pack.v_packed);
+    fn load_keys<W: Word>(&self, (b, g): (usize, usize), keys: &Range<usize>, pack: &mut KeyPack<'_, W>) {
+        let (isa, micro, _) = self.machine::<W>();
+        W::pack(self.geometry.keys_as_columns(self.k, b, g, keys), isa, micro.nr, pack.k_packed);
+        W::pack(self.geometry.keys_as_columns(self.v, b, g, keys), isa, micro.nr, pack.v_packed);
     }
 
     /// p and ds of a block of rows and keys; zeros where a row does not see a key.
-    fn score_gradient(
+    fn score_gradient<W: Word>(
         &self,
         rows: RowBlock,
         keys: &Range<usize>,
-        pack: &RowPack<'_>,
-        keys_pack: &KeyPack<'_>,
-        scores: &mut ScorePack<'_>,
+        pack: &RowPack<'_, W>,
+        keys_pack: &KeyPack<'_, W>,
+        scores: &mut ScorePack<'_, W>,
     ) {
-        let (isa, micro, head_size) = self.machine();
-        let size = (rows.rows, keys.len(), head_size);
+        let (isa, micro, head_size) = self.machine::<W>();
+        let size = (rows.rows, keys.len(), W::words(head_size));
         let target = |pointer| Target { pointer, stride: KEYS, add: false };
         // SAFETY: both blocks hold ROWS rows of KEYS floats of this thread's scratch.
         unsafe {
@@ -355,54 +373,56 @@ impl<'a> Operands<'a> {
                 row[..seen.start].fill(0.0);
                 row[seen.end..].fill(0.0);
             }
-            vector::score_gradient(isa, &mut ds[seen.clone()], &mut p[seen], pack.lse[i], pack.delta[i]);
+            let (ds, p) = (&mut ds[seen.clone()], &mut p[seen]);
+            vector::score_gradient(isa, ds, p, self.geometry.spec.scale, pack.lse[i], pack.delta[i]);
         }
     }
 
-    fn row_pack<'s>(&self, carver: &mut Carver<'s>) -> RowPack<'s> {
-        let (_, micro, head_size) = self.machine();
+    fn row_pack<'s, W: Word>(&self, carver: &mut Carver<'s>) -> RowPack<'s, W> {
+        let (_, micro, head_size) = self.machine::<W>();
+        let packed = packed_len(ROWS, micro.mr, W::words(head_size));
         RowPack {
-            q: carver.take(ROWS * head_size),
-            dout: carver.take(ROWS * head_size),
-            q_packed: carver.take(packed_len(ROWS, micro.mr, head_size)),
-            dout_packed: carver.take(packed_len(ROWS, micro.mr, head_size)),
-            out: carver.take(head_size),
+            q: carver.take_of(ROWS * head_size),
+            dout: carver.take_of(ROWS * head_size),
+            q_packed: carver.take_of(packed),
+            dout_packed: carver.take_of(packed),
+            wide: [carver.take(head_size), carver.take(head_size)],
             lse: [0.0; ROWS],
             delta: [0.0; ROWS],
         }
     }
 
-    fn key_pack<'s>(&self, carver: &mut Carver<'s>) -> KeyPack<'s> {
-        let (_, micro, head_size) = self.machine();
-        KeyPack {
-            k_packed: carver.take(packed_len(KEYS, micro.nr, head_size)),
-            v_packed: carver.take(packed_len(KEYS, micro.nr, head_size)),
-        }
+    fn key_pack<'s, W: Word>(&self, carver: &mut Carver<'s>) -> KeyPack<'s, W> {
+        let (_, micro, head_size) = self.machine::<W>();
+        let packed = packed_len(KEYS, micro.nr, W::words(head_size));
+        KeyPack { k_packed: carver.take_of(packed), v_packed: carver.take_of(packed) }
     }
 
-    fn key_sums<'s>(&self, carver: &mut Carver<'s>) -> KeySums<'s> {
-        let (_, micro, head_size) = self.machine();
+    fn key_sums<'s, W: Word>(&self, carver: &mut Carver<'s>) -> KeySums<'s, W> {
+        let (_, micro, head_size) = self.machine::<W>();
         KeySums {
             of_k: carver.take(KEYS * head_size),
             of_v: carver.take(KEYS * head_size),
-            rows_depth: carver.take(packed_len(head_size, micro.nr, ROWS)),
+            rows_depth: carver.take_of(packed_len(head_size, micro.nr, W::words(ROWS))),
         }
     }
 
-    fn machine(&self) -> (Isa, Micro, usize) {
-        (self.cpu.threads.isa(), self.cpu.threads.micro(), self.geometry.dims.head_size)
+    fn machine<W: Word>(&self) -> (Isa, Micro<W>, usize) {
+        let threads = &self.cpu.threads;
+        (threads.isa(), W::micro(threads), self.geometry.dims.head_size)
     }
 }
 
-fn score_pack<'s>(micro: Micro, carver: &mut Carver<'s>) -> ScorePack<'s> {
+fn score_pack<'s, W: Word>(micro: Micro<W>, carver: &mut Carver<'s>) -> ScorePack<'s, W> {
     ScorePack {
         ds: carver.take(ROWS * KEYS),
         p: carver.take(ROWS * KEYS),
-        packed: carver.take(packed_len(ROWS, micro.mr, KEYS)),
+        rounded: carver.take_of(ROWS * KEYS),
+        packed: carver.take_of(packed_len(ROWS, micro.mr, W::words(KEYS))),
     }
 }
 
 /// The columns of a plain matrix as the outer dimension, its rows as the inner one.
-fn columns_as_rows(data: &[f32], columns: usize, rows: usize, stride: usize) -> Panels<'_> {
-    Panels { data: Floats::F32(data), outer: columns, depth: rows, outer_stride: 1, depth_stride: stride }
+fn columns_as_rows<W: Word>(data: &[W::Element], columns: usize, rows: usize, stride: usize) -> Panels<'_> {
+    Panels { data: W::floats(data), outer: columns, depth: rows, outer_stride: 1, depth_stride: stride }
 }

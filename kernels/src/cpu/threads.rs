@@ -164,6 +164,13 @@ impl<'a> Carver<'a> {
         self.rest = rest;
         &mut taken[..floats]
     }
+
+    /// As many elements of a type no larger than a float.
+    pub fn take_of<T: bytemuck::Pod>(&mut self, elements: usize) -> &'a mut [T] {
+        const { assert!(size_of::<T>() <= size_of::<f32>(), "room for an element in a float's") };
+        let floats = self.take((elements * size_of::<T>()).div_ceil(size_of::<f32>()));
+        &mut bytemuck::cast_slice_mut(floats)[..elements]
+    }
 }
 
 /// A slice that several tasks write, each its own elements.

@@ -96,18 +96,18 @@ multiversion! {
 }
 
 multiversion! {
-    /// `x = exp(x − shift)` in place; returns the sum of the results.
-    pub fn exp_sum(x: &mut [f32], shift: f32) -> f32 {
+    /// `x = exp(scale·x − shift)` in place; returns the sum of the results.
+    pub fn exp_sum(x: &mut [f32], scale: f32, shift: f32) -> f32 {
         let mut lanes = [0.0f32; LANES];
         let (chunks, tail) = x.as_chunks_mut::<LANES>();
         for chunk in chunks {
             for (lane, x) in lanes.iter_mut().zip(chunk) {
-                *x = exp::<FMA>(*x - shift);
+                *x = exp::<FMA>(fma::<FMA>(*x, scale, -shift));
                 *lane += *x;
             }
         }
         for (lane, x) in lanes.iter_mut().zip(tail) {
-            *x = exp::<FMA>(*x - shift);
+            *x = exp::<FMA>(fma::<FMA>(*x, scale, -shift));
             *lane += *x;
         }
         sum_lanes(lanes)
@@ -131,10 +131,10 @@ multiversion! {
 }
 
 multiversion! {
-    /// `scores = exp(scores − lse)·(dp − delta)`: the gradient of a row of scores. Leaves the probabilities in `dp`.
-    pub fn score_gradient(scores: &mut [f32], dp: &mut [f32], lse: f32, delta: f32) {
+    /// `scores = exp(scale·scores − lse)·(dp − delta)`: the gradient of a row of scaled scores. Leaves the probabilities in `dp`.
+    pub fn score_gradient(scores: &mut [f32], dp: &mut [f32], scale: f32, lse: f32, delta: f32) {
         for (score, dp) in scores.iter_mut().zip(dp) {
-            let p = exp::<FMA>(*score - lse);
+            let p = exp::<FMA>(fma::<FMA>(*score, scale, -lse));
             *score = p * (*dp - delta);
             *dp = p;
         }
@@ -321,7 +321,7 @@ mod tests {
         let xs: Vec<f32> = (0..400_000).map(|i| -90.0 + i as f32 * 4.46e-4).collect();
         for isa in Isa::available() {
             let mut ys = xs.clone();
-            exp_sum(isa, &mut ys, 0.0);
+            exp_sum(isa, &mut ys, 1.0, 0.0);
             for (x, y) in xs.iter().zip(&ys).filter(|(x, _)| **x > -87.0 && **x < 88.3) {
                 let exact = f64::from(*x).exp();
                 let error = (f64::from(*y) - exact).abs() / exact;
@@ -334,7 +334,7 @@ mod tests {
     fn exp_of_extremes() {
         for isa in Isa::available() {
             let mut x = [0.0, f32::NEG_INFINITY, -1e30, f32::NAN, f32::INFINITY];
-            exp_sum(isa, &mut x, 0.0);
+            exp_sum(isa, &mut x, 1.0, 0.0);
             assert_eq!(&x[..3], &[1.0, 0.0, 0.0]);
             assert!(x[3].is_nan() && x[4] > 2e38);
         }

@@ -14,10 +14,12 @@
 mod micro;
 mod pack;
 mod pairs;
+mod word;
 
 pub use micro::Micro;
 pub use pack::{Panels, packed_len};
 pub use pairs::Pair;
+pub use word::Word;
 
 /// Most elements of one micro tile, over all instruction sets.
 const TILE_MAX: usize = 8 * 48;
