@@ -7,13 +7,23 @@ use super::vector;
 use crate::check;
 use crate::{Elementwise, Result, View, ViewMut};
 
-/// Calls `work(at, len)` for every block of `elements`; blocks are divided among the threads.
-pub fn blocks(threads: &Threads, elements: usize, work: impl Fn(usize, usize) + Sync) {
-    threads.run_ranges(elements, CHUNK, |chunk, _| {
+/// Calls `work(at, len, buffers)` for every block of `elements`; blocks are divided among the threads. Buffers have any contents.
+pub fn blocks<const N: usize>(
+    threads: &Threads,
+    elements: usize,
+    work: impl Fn(usize, usize, &mut [[f32; BLOCK]; N]) + Sync,
+) {
+    threads.run_ranges(elements, CHUNK, |chunk, scratch| {
+        let buffers = buffers(scratch);
         for at in chunk.clone().step_by(BLOCK) {
-            work(at, BLOCK.min(chunk.end - at));
+            work(at, BLOCK.min(chunk.end - at), buffers);
         }
     });
+}
+
+/// The first blocks of a scratch, with any contents.
+pub fn buffers<const N: usize>(scratch: &mut [f32]) -> &mut [[f32; BLOCK]; N] {
+    scratch.as_chunks_mut().0.first_chunk_mut().expect("the scratch holds some blocks")
 }
 
 impl Elementwise for Cpu {
@@ -21,9 +31,8 @@ impl Elementwise for Cpu {
         let elements =
             check::elementwise("add", &[check::read("a", a), check::read("b", b), check::write("out", &out)]);
         let (a, b, out, isa) = (Floats::new(a), Floats::new(b), FloatsMut::new(out), self.threads.isa());
-        blocks(&self.threads, elements, |at, len| {
-            let (mut of_a, mut of_b, mut sum) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
-            let (a, b) = (a.read(isa, at, len, &mut of_a), b.read(isa, at, len, &mut of_b));
+        blocks(&self.threads, elements, |at, len, [of_a, of_b, sum]| {
+            let (a, b) = (a.read(isa, at, len, of_a), b.read(isa, at, len, of_b));
             vector::add(isa, a, b, &mut sum[..len]);
             // SAFETY: blocks are disjoint.
             unsafe { out.write(isa, at, &sum[..len]) };
@@ -34,11 +43,10 @@ impl Elementwise for Cpu {
     fn add_assign(&self, acc: ViewMut<'_>, x: View<'_>) -> Result {
         let elements = check::elementwise("add_assign", &[check::write("acc", &acc), check::read("x", x)]);
         let (x, acc, isa) = (Floats::new(x), FloatsMut::new(acc), self.threads.isa());
-        blocks(&self.threads, elements, |at, len| {
-            let (mut of_x, mut sum) = ([0.0; BLOCK], [0.0; BLOCK]);
+        blocks(&self.threads, elements, |at, len, [of_x, sum]| {
             // SAFETY: blocks are disjoint.
             unsafe { acc.read(isa, at, &mut sum[..len]) };
-            vector::add_assign(isa, &mut sum[..len], x.read(isa, at, len, &mut of_x));
+            vector::add_assign(isa, &mut sum[..len], x.read(isa, at, len, of_x));
             // SAFETY: as above.
             unsafe { acc.write(isa, at, &sum[..len]) };
         });
@@ -77,10 +85,9 @@ impl Elementwise for Cpu {
             return Ok(());
         }
         let (x, out, isa) = (Floats::new(x), FloatsMut::new(out), self.threads.isa());
-        blocks(&self.threads, elements, |at, len| {
-            let mut buffer = [0.0; BLOCK];
+        blocks(&self.threads, elements, |at, len, [buffer]| {
             // SAFETY: blocks are disjoint.
-            unsafe { out.write(isa, at, x.read(isa, at, len, &mut buffer)) };
+            unsafe { out.write(isa, at, x.read(isa, at, len, buffer)) };
         });
         Ok(())
     }

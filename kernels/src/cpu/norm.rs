@@ -8,6 +8,7 @@
 
 use super::Cpu;
 use super::columns;
+use super::elementwise::buffers;
 use super::floats::{BLOCK, CHUNK, Floats, FloatsMut, floats, floats_mut};
 use super::threads::SharedMut;
 use super::{Isa, vector};
@@ -27,21 +28,21 @@ impl RmsNorm for Cpu {
         let (x, weight, out) = (Floats::new(x), Floats::new(weight), FloatsMut::new(out));
         let (rstd_r, isa) = (SharedMut::new(floats_mut(rstd)), self.threads.isa());
         let task_rows = rows_per_task(dims);
-        self.threads.run_ranges(dims.rows, task_rows, |rows, _| {
+        self.threads.run_ranges(dims.rows, task_rows, |rows, scratch| {
+            let [of_x, of_weight, result] = buffers(scratch);
             let first = rows.start;
             // SAFETY: these rows belong to this task.
             let rstd_r = unsafe { rstd_r.slice(first, rows.len()) };
-            let (mut of_x, mut of_weight, mut result) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
             for (i, rstd) in rstd_r.iter_mut().enumerate() {
                 let row = x.slice((first + i) * dims.width, dims.width);
-                *rstd = reciprocal_rms(isa, row, eps);
+                *rstd = reciprocal_rms(isa, row, eps, of_x);
             }
             for col in (0..dims.width).step_by(BLOCK) {
                 let len = BLOCK.min(dims.width - col);
-                let weight = weight.read(isa, col, len, &mut of_weight);
+                let weight = weight.read(isa, col, len, of_weight);
                 for (i, rstd) in rstd_r.iter().enumerate() {
                     let at = (first + i) * dims.width + col;
-                    vector::scale_by(isa, x.read(isa, at, len, &mut of_x), *rstd, weight, &mut result[..len]);
+                    vector::scale_by(isa, x.read(isa, at, len, of_x), *rstd, weight, &mut result[..len]);
                     // SAFETY: as above.
                     unsafe { out.write(isa, at, &result[..len]) };
                 }
@@ -67,10 +68,11 @@ impl RmsNorm for Cpu {
         let (rstd_r, dx, isa) = (floats(rstd), FloatsMut::new(dx), self.threads.isa());
         let row = RowGradient { dout, x, weight, dx, accumulate: accumulate_dx, width: dims.width };
         let task_rows = rows_per_task(dims);
-        self.threads.run_ranges(dims.rows, task_rows, |rows, _| {
+        self.threads.run_ranges(dims.rows, task_rows, |rows, scratch| {
+            let buffers = buffers(scratch);
             for r in rows {
                 // SAFETY: row r belongs to this task.
-                unsafe { row.run(isa, r, rstd_r[r]) };
+                unsafe { row.run(isa, r, rstd_r[r], buffers) };
             }
         });
         columns::sum(&self.threads, dims, floats_mut(dweight), |block, sums| {
@@ -89,11 +91,10 @@ fn rows_per_task(dims: RowDims) -> usize {
     (CHUNK / dims.width.max(1)).max(1)
 }
 
-fn reciprocal_rms(isa: Isa, row: Floats<'_>, eps: f32) -> f32 {
-    let mut buffer = [0.0; BLOCK];
+fn reciprocal_rms(isa: Isa, row: Floats<'_>, eps: f32, buffer: &mut [f32; BLOCK]) -> f32 {
     let mut sum = 0.0f64;
     for col in (0..row.len()).step_by(BLOCK) {
-        let x = row.read(isa, col, BLOCK.min(row.len() - col), &mut buffer);
+        let x = row.read(isa, col, BLOCK.min(row.len() - col), buffer);
         sum += f64::from(vector::dot(isa, x, x));
     }
     (1.0 / (sum / row.len() as f64 + f64::from(eps)).sqrt()) as f32
@@ -112,16 +113,15 @@ struct RowGradient<'a> {
 impl RowGradient<'_> {
     /// # Safety
     /// No other task touches row `r` of dx.
-    unsafe fn run(&self, isa: Isa, r: usize, rstd: f32) {
-        let (mut of_dout, mut of_x, mut of_weight) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
-        let mut result = [0.0; BLOCK];
+    unsafe fn run(&self, isa: Isa, r: usize, rstd: f32, buffers: &mut [[f32; BLOCK]; 4]) {
+        let [of_dout, of_x, of_weight, result] = buffers;
         let blocks = || (0..self.width).step_by(BLOCK).map(|col| (col, BLOCK.min(self.width - col)));
         let mut sum = 0.0f64;
         for (col, len) in blocks() {
             let at = r * self.width + col;
-            let dout = self.dout.read(isa, at, len, &mut of_dout);
-            let x = self.x.read(isa, at, len, &mut of_x);
-            sum += f64::from(vector::dot3(isa, dout, x, self.weight.read(isa, col, len, &mut of_weight)));
+            let dout = self.dout.read(isa, at, len, of_dout);
+            let x = self.x.read(isa, at, len, of_x);
+            sum += f64::from(vector::dot3(isa, dout, x, self.weight.read(isa, col, len, of_weight)));
         }
         let correction = (f64::from(rstd).powi(2) * sum / self.width as f64) as f32;
         for (col, len) in blocks() {
@@ -133,9 +133,9 @@ impl RowGradient<'_> {
             }
             vector::norm_gradient(
                 isa,
-                self.dout.read(isa, at, len, &mut of_dout),
-                self.x.read(isa, at, len, &mut of_x),
-                self.weight.read(isa, col, len, &mut of_weight),
+                self.dout.read(isa, at, len, of_dout),
+                self.x.read(isa, at, len, of_x),
+                self.weight.read(isa, col, len, of_weight),
                 rstd,
                 correction,
                 &mut result[..len],

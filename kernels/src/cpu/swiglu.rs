@@ -4,7 +4,7 @@
 
 use super::Cpu;
 use super::elementwise::blocks;
-use super::floats::{BLOCK, Floats, FloatsMut};
+use super::floats::{Floats, FloatsMut};
 use super::vector;
 use crate::check;
 use crate::{Activation, Result, View, ViewMut};
@@ -15,10 +15,9 @@ impl Activation for Cpu {
         let elements = check::elementwise("swiglu", &operands);
         let (gate, up, out) = (Floats::new(gate), Floats::new(up), FloatsMut::new(out));
         let isa = self.threads.isa();
-        blocks(&self.threads, elements, |at, len| {
-            let (mut of_gate, mut of_up, mut result) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
-            let gate = gate.read(isa, at, len, &mut of_gate);
-            vector::swiglu(isa, gate, up.read(isa, at, len, &mut of_up), &mut result[..len]);
+        blocks(&self.threads, elements, |at, len, [of_gate, of_up, result]| {
+            let gate = gate.read(isa, at, len, of_gate);
+            vector::swiglu(isa, gate, up.read(isa, at, len, of_up), &mut result[..len]);
             // SAFETY: blocks are disjoint.
             unsafe { out.write(isa, at, &result[..len]) };
         });
@@ -38,14 +37,12 @@ impl Activation for Cpu {
         let elements = check::elementwise("swiglu backward", &[&reads[..], &writes[..]].concat());
         let (gate, up, dout) = (Floats::new(gate), Floats::new(up), Floats::new(dout));
         let (dgate, dup, isa) = (FloatsMut::new(dgate), FloatsMut::new(dup), self.threads.isa());
-        blocks(&self.threads, elements, |at, len| {
-            let (mut of_gate, mut of_up, mut of_dout) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
-            let (mut to_gate, mut to_up) = ([0.0; BLOCK], [0.0; BLOCK]);
+        blocks(&self.threads, elements, |at, len, [of_gate, of_up, of_dout, to_gate, to_up]| {
             vector::swiglu_backward(
                 isa,
-                gate.read(isa, at, len, &mut of_gate),
-                up.read(isa, at, len, &mut of_up),
-                dout.read(isa, at, len, &mut of_dout),
+                gate.read(isa, at, len, of_gate),
+                up.read(isa, at, len, of_up),
+                dout.read(isa, at, len, of_dout),
                 &mut to_gate[..len],
                 &mut to_up[..len],
             );
