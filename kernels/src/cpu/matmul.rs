@@ -6,7 +6,7 @@
 //! (`gemm/pairs.rs`).
 //!
 //! **No panel is shared between threads.** A tile of R × C packs `1/R + 1/C` elements per multiplication. Operands come from far
-//! memory and lie in many pages, so that an element takes about a cycle: tiles of 192 × 480 spent 11 to 23 % of the time of
+//! memory and lie in many pages, so that an element takes up to a cycle: tiles of 192 × 480 spent 11 to 23 % of the time of
 //! large products with packing, tiles of 384 × 960 spend 8 to 10 % (AVX2, measured with perf). Panels of b shared by all row tiles would save at most half of that again, for a barrier per block and
 //! a second kind of scratch, and only where tiles remain large: many threads have no use for few large tiles.
 //!
@@ -22,45 +22,47 @@ use super::{Cpu, Isa, thin};
 use crate::check::{self, ProductDims};
 use crate::{Epilogue, Matmul, MatmulSpec, Residual, Result, View, ViewMut};
 
-/// Columns of the widest panel of b.
+/// Widths of the widest panels of a and b.
+const PANEL_ROWS_MAX: usize = 8;
 const PANEL_COLS_MAX: usize = 48;
 /// Smallest tile worth handing out.
 const TILE_ROWS_MIN: usize = 48;
 const TILE_COLS_MIN: usize = 96;
+/// How many more parts than the fewest a dimension is cut into at most.
+const MORE_PARTS: usize = 12;
 
-/// The largest tile, and how much of the inner size is packed at a time.
+/// The largest tile, how much of the inner size is packed at a time, and what that costs.
 #[derive(Clone, Copy)]
 struct Blocks {
     rows: usize,
     cols: usize,
     depth: usize,
+    /// Words of a panel along the depth.
+    words: usize,
+    /// Multiplications that take as long as packing an element.
+    packing: usize,
 }
 
-/// With AVX2 a micro panel of b is 16 KiB and stays in the first-level cache; the packed a (384 KiB) stays in a second-level
-/// cache of half a megabyte, or comes from the next in sequence.
-const WIDENED: Blocks = Blocks { rows: 384, cols: 960, depth: 256 };
+impl Blocks {
+    /// Whether all that a tile needs fits the scratch.
+    const fn fit(self, rows: usize, cols: usize) -> bool {
+        let packed =
+            packed_len(rows, PANEL_ROWS_MAX, self.words) + packed_len(cols, PANEL_COLS_MAX, self.words);
+        4 * (packed + PANEL_COLS_MAX * self.depth + rows * cols + 64) <= SCRATCH_BYTES
+    }
+}
 
-/// A micro panel of b is 48 KiB and comes from the second-level cache, where the packed a (384 KiB) is too: 8 to 16 bytes a
-/// cycle. In return the result is read and written half as often.
-const PAIRED: Blocks = Blocks { rows: 384, cols: 960, depth: 512 };
+/// With AVX2 a micro panel of b is 16 KiB and stays in the first-level cache; the packed a (512 KiB at most) stays in the
+/// second-level cache, or comes from the next in sequence.
+const WIDENED: Blocks = Blocks { rows: 512, cols: 960, depth: 256, words: 256, packing: 12 };
+
+/// A micro panel of b is 48 KiB and comes from the second-level cache, where the packed a (512 KiB at most) is too: 8 to 16 bytes
+/// a cycle. In return the result is read and written half as often.
+const PAIRED: Blocks = Blocks { rows: 512, cols: 960, depth: 512, words: Pair::count(512), packing: 25 };
 
 const _: () = assert!(
-    4 * (packed_len(WIDENED.rows, 8, WIDENED.depth)
-        + packed_len(WIDENED.cols, 48, WIDENED.depth)
-        + PANEL_COLS_MAX * WIDENED.depth
-        + WIDENED.rows * WIDENED.cols
-        + 64)
-        <= SCRATCH_BYTES,
-    "a tile fits the scratch"
-);
-
-const _: () = assert!(
-    4 * (packed_len(PAIRED.rows, 8, Pair::count(PAIRED.depth))
-        + packed_len(PAIRED.cols, 48, Pair::count(PAIRED.depth))
-        + PAIRED.rows * PAIRED.cols
-        + 64)
-        <= SCRATCH_BYTES,
-    "a tile of pairs fits the scratch"
+    WIDENED.fit(TILE_ROWS_MIN, TILE_COLS_MIN) && PAIRED.fit(TILE_ROWS_MIN, TILE_COLS_MIN),
+    "a small tile fits the scratch"
 );
 
 impl Matmul for Cpu {
@@ -311,23 +313,52 @@ fn operand(
     Panels { data: data.slice(at, data.len() - at), outer, depth, outer_stride, depth_stride }
 }
 
-/// Tiles of nearly equal size, whole micro tiles, enough of them to keep every thread busy. The bits of the result do
-/// not depend on the choice (see [`gemm`]), which is why the number of threads may take part in it.
+/// Tiles of nearly equal size, whole micro tiles, that take the least time: that of the thread with most of them, each with its
+/// packing, and a quarter of a tile for what disturbs a thread. The bits of the result do not depend on the choice (see
+/// [`gemm`]), which is why the number of threads may take part in it.
 fn tile_size(dims: ProductDims, threads: usize, blocks: Blocks, mr: usize, nr: usize) -> (usize, usize) {
-    let even = |size: usize, most: usize, unit: usize| {
-        size.div_ceil(size.div_ceil(most)).next_multiple_of(unit).min(most)
-    };
-    let (mut rows_most, mut cols_most) = (blocks.rows, blocks.cols);
-    loop {
-        let (rows, cols) = (even(dims.m, rows_most, mr), even(dims.n, cols_most, nr));
+    let cost = |rows: usize, cols: usize| {
         let tiles = dims.m.div_ceil(rows) * dims.n.div_ceil(cols);
-        if tiles >= 4 * threads || threads == 1 || cols_most == TILE_COLS_MIN && rows_most == TILE_ROWS_MIN {
-            return (rows, cols);
-        }
-        if cols_most > TILE_COLS_MIN && cols_most >= rows_most {
-            cols_most = (cols_most / 2).next_multiple_of(48).max(TILE_COLS_MIN);
-        } else {
-            rows_most = (rows_most / 2).next_multiple_of(24).max(TILE_ROWS_MIN);
+        (4 * tiles.div_ceil(threads) + 1) * (rows * cols + blocks.packing * (rows + cols))
+    };
+    let sizes = |size: usize, most: usize, least: usize, unit: usize| {
+        let fewest = size.div_ceil(most);
+        (fewest..=fewest + MORE_PARTS)
+            .map(move |parts| size.div_ceil(parts).next_multiple_of(unit))
+            .take_while(move |part| *part >= least || size.next_multiple_of(unit) == *part)
+    };
+    let rows = || sizes(dims.m, blocks.rows, TILE_ROWS_MIN, mr);
+    let tiles =
+        rows().flat_map(|rows| sizes(dims.n, blocks.cols, TILE_COLS_MIN, nr).map(move |cols| (rows, cols)));
+    tiles
+        .filter(|(rows, cols)| blocks.fit(*rows, *cols))
+        .min_by_key(|(rows, cols)| cost(*rows, *cols))
+        .unwrap_or((TILE_ROWS_MIN, TILE_COLS_MIN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Tiles fit the scratch, whatever the sizes, and no thread has much more than its share of a large product.
+    #[test]
+    fn tiles_are_shared_out_evenly() {
+        for (blocks, mr, nr) in [(WIDENED, 4, 8), (WIDENED, 6, 16), (WIDENED, 8, 48), (PAIRED, 8, 48)] {
+            for threads in [1, 2, 3, 8, 16] {
+                for m in [1, 9, 100, 512, 1024, 4096] {
+                    for n in [1, 97, 768, 1024, 2688, 8192] {
+                        let dims = ProductDims { m, n, l: 1024 };
+                        let (rows, cols) = tile_size(dims, threads, blocks, mr, nr);
+                        assert!(blocks.fit(rows, cols), "{rows}x{cols} of {m}x{n}");
+                        if threads <= 8 && m >= 512 && n >= 768 {
+                            let tiles = m.div_ceil(rows) * n.div_ceil(cols);
+                            let most = tiles.div_ceil(threads) * rows * cols * threads;
+                            let case = format!("{rows}x{cols} of {m}x{n}, {threads} threads");
+                            assert!(most as f64 <= 1.25 * (m * n) as f64, "{case}");
+                        }
+                    }
+                }
+            }
         }
     }
 }
