@@ -81,11 +81,33 @@ impl Master for Compact8 {
         values: Pair<f32>,
         noise: Noise,
     ) {
-        let bits = values.zip(noise.bits8()).map(|(value, random)| value.to_bits().wrapping_add(random));
-        // Rounded to a multiple of 256 by what follows, which does not look at the last byte.
-        Words::put_high::<PAIR>(weights, lane, bits.map(|bits| bits.wrapping_add(0x8000)));
-        put::<8, PAIR>(rests, lane, bits);
+        put::<8, PAIR>(rests, lane, put_weights::<PAIR>(weights, lane, values, noise));
     }
+
+    #[inline(always)]
+    fn store_both(
+        weights: &mut Halves,
+        rests: &mut Codes,
+        lane: usize,
+        [low, high]: [Pair<f32>; 2],
+        noise: [Noise; 2],
+    ) {
+        let low = put_weights::<0>(weights, lane, low, noise[0]);
+        put_both::<8>(rests, lane, [low, put_weights::<1>(weights, lane, high, noise[1])]);
+    }
+}
+
+/// Stores the weights of a pair. The bits of its masters, rounded to a multiple of 256 by who does not look at the last byte.
+#[inline(always)]
+fn put_weights<const PAIR: usize>(
+    weights: &mut Halves,
+    lane: usize,
+    values: Pair<f32>,
+    noise: Noise,
+) -> Pair<u32> {
+    let bits = values.zip(noise.bits8()).map(|(value, random)| value.to_bits().wrapping_add(random));
+    Words::put_high::<PAIR>(weights, lane, bits.map(|bits| bits.wrapping_add(0x8000)));
+    bits
 }
 
 /// What the codes of a tile are multiplied with: a power of two, by its exponent in the encoding of f32.
@@ -152,6 +174,16 @@ impl<const SIGNED: bool> Scaled<SIGNED> {
     const TOP: u32 = if SIGNED { 7 } else { 15 };
     /// The bits of exponent and mantissa, from bit 19.
     const MAGNITUDE: u32 = (if SIGNED { 0x7f } else { 0xff }) << 19;
+
+    /// The codes of a pair of values, from bit 19.
+    #[inline(always)]
+    fn codes(scale: Scale, values: Pair<f32>, noise: Noise) -> Pair<u32> {
+        values.zip(noise.bits19()).map(|(value, random)| {
+            let magnitude = if SIGNED { value.abs() } else { value };
+            let code = scale.encode(magnitude, random, Self::TOP);
+            if SIGNED { code | value.to_bits() >> 5 & 1 << 26 } else { code.max(1 << 19) }
+        })
+    }
 }
 
 impl<const SIGNED: bool> Moment for Scaled<SIGNED> {
@@ -190,12 +222,18 @@ impl<const SIGNED: bool> Moment for Scaled<SIGNED> {
         values: Pair<f32>,
         noise: Noise,
     ) {
-        let codes = values.zip(noise.bits19()).map(|(value, random)| {
-            let magnitude = if SIGNED { value.abs() } else { value };
-            let code = scale.encode(magnitude, random, Self::TOP);
-            if SIGNED { code | value.to_bits() >> 5 & 1 << 26 } else { code.max(1 << 19) }
-        });
-        put::<19, PAIR>(stored, lane, codes);
+        put::<19, PAIR>(stored, lane, Self::codes(scale, values, noise));
+    }
+
+    #[inline(always)]
+    fn store_both(
+        stored: &mut Codes,
+        scale: Scale,
+        lane: usize,
+        [low, high]: [Pair<f32>; 2],
+        noise: [Noise; 2],
+    ) {
+        put_both::<19>(stored, lane, [Self::codes(scale, low, noise[0]), Self::codes(scale, high, noise[1])]);
     }
 }
 
@@ -217,4 +255,14 @@ fn put<const AT: u32, const PAIR: usize>(codes: &mut Codes, lane: usize, Pair(a,
     let old = u32::from_le_bytes(codes[lane]);
     let word = if PAIR == 0 { old & 0xffff_0000 | pair } else { old & 0xffff | pair << 16 };
     codes[lane] = word.to_le_bytes();
+}
+
+/// Stores bits `AT` to `AT + 8` of both pairs of values.
+#[inline(always)]
+fn put_both<const AT: u32>(codes: &mut Codes, lane: usize, [Pair(a, b), Pair(c, d)]: [Pair<u32>; 2]) {
+    let byte = |value: u32, place: u32| {
+        let mask = 0xff << place;
+        if place < AT { value >> (AT - place) & mask } else { value << (place - AT) & mask }
+    };
+    codes[lane] = (byte(a, 0) | byte(b, 8) | byte(c, 16) | byte(d, 24)).to_le_bytes();
 }

@@ -170,6 +170,19 @@ pub(crate) trait Master {
         values: Pair<f32>,
         noise: Noise,
     );
+
+    /// Stores both pairs of a lane.
+    #[inline(always)]
+    fn store_both(
+        weights: &mut Self::Weights,
+        rests: &mut Self::Rests,
+        lane: usize,
+        [low, high]: [Pair<f32>; 2],
+        noise: [Noise; 2],
+    ) {
+        Self::store::<0>(weights, rests, lane, low, noise[0]);
+        Self::store::<1>(weights, rests, lane, high, noise[1]);
+    }
 }
 
 /// How a moment is stored.
@@ -206,6 +219,19 @@ pub(crate) trait Moment {
         values: Pair<f32>,
         noise: Noise,
     );
+
+    /// Stores both pairs of a lane.
+    #[inline(always)]
+    fn store_both(
+        stored: &mut Self::Stored,
+        scale: Self::Scale,
+        lane: usize,
+        [low, high]: [Pair<f32>; 2],
+        noise: [Noise; 2],
+    ) {
+        Self::store::<0>(stored, scale, lane, low, noise[0]);
+        Self::store::<1>(stored, scale, lane, high, noise[1]);
+    }
 }
 
 /// Applies `rule` to a run of parameters, with the noise of `seed`. `state` has passed `layout`'s check.

@@ -111,16 +111,13 @@ impl<P: Master, M: Moment, V: Moment> Tile<'_, P, M, V> {
         // A loop for each array: two that are written in one would have to be proved apart for every tile.
         let Waiting { master, m: m_new, v: v_new, noise: [noise0, noise1], .. } = &*waiting;
         for lane in 0..LANES {
-            P::store::<0>(weights, rests, lane, pair::<0>(master, lane), noise0[lane]);
-            P::store::<1>(weights, rests, lane, pair::<1>(master, lane), noise1[lane]);
+            P::store_both(weights, rests, lane, pairs(master, lane), [noise0[lane], noise1[lane]]);
         }
         for lane in 0..LANES {
-            M::store::<0>(m, m_scale, lane, pair::<0>(m_new, lane), noise0[lane]);
-            M::store::<1>(m, m_scale, lane, pair::<1>(m_new, lane), noise1[lane]);
+            M::store_both(m, m_scale, lane, pairs(m_new, lane), [noise0[lane], noise1[lane]]);
         }
         for lane in 0..LANES {
-            V::store::<0>(v, v_scale, lane, pair::<0>(v_new, lane), noise0[lane]);
-            V::store::<1>(v, v_scale, lane, pair::<1>(v_new, lane), noise1[lane]);
+            V::store_both(v, v_scale, lane, pairs(v_new, lane), [noise0[lane], noise1[lane]]);
         }
     }
 }
@@ -273,8 +270,8 @@ impl Waiting {
 }
 
 #[inline(always)]
-fn pair<const PAIR: usize>(values: &[[f32; LANES]; 4], lane: usize) -> Pair<f32> {
-    Pair(values[2 * PAIR][lane], values[2 * PAIR + 1][lane])
+fn pairs(values: &[[f32; LANES]; 4], lane: usize) -> [Pair<f32>; 2] {
+    [Pair(values[0][lane], values[1][lane]), Pair(values[2][lane], values[3][lane])]
 }
 
 /// Replaces what cannot be stored. The new largest magnitude.
