@@ -170,11 +170,11 @@ pub trait Element: Copy {
 
 /// Some rows of `len` elements.
 #[derive(Clone, Copy)]
-struct Rows<'a, T> {
-    data: &'a [T],
-    rows: usize,
-    stride: usize,
-    len: usize,
+pub(super) struct Rows<'a, T> {
+    pub(super) data: &'a [T],
+    pub(super) rows: usize,
+    pub(super) stride: usize,
+    pub(super) len: usize,
 }
 
 /// Copies rows into the panels that `panel_len` separates, with zeros after their ends.

@@ -20,6 +20,8 @@
 //! without it.
 
 use super::micro::Micro;
+#[cfg(target_arch = "x86_64")]
+use super::pack::Rows;
 use super::pack::{Panels, packed_len};
 use crate::cpu::Isa;
 use crate::cpu::floats::Floats;
@@ -85,14 +87,14 @@ impl Panels<'_> {
             assert_eq!(self.depth_stride, 1, "one dimension of an operand is contiguous");
             #[cfg(target_arch = "x86_64")]
             if isa.level() == Level::Avx512 {
-                let rows = Rows { rows: self.outer, stride: self.outer_stride, len: self.depth };
+                let rows = Rows { data, rows: self.outer, stride: self.outer_stride, len: self.depth };
                 let transpose = match width {
                     8 => x86::transpose_to_8,
                     48 => x86::transpose_to_48,
                     _ => unreachable!("panels are as wide as a micro tile"),
                 };
                 // SAFETY: an `Isa` exists only when the processor has its instructions; rows and panels are in bounds (asserted).
-                unsafe { transpose(rows, data.as_ptr(), packed.as_mut_ptr()) };
+                unsafe { transpose(rows, packed.as_mut_ptr()) };
                 return;
             }
             assert!(width.is_multiple_of(GROUP), "panels are whole groups of rows");
@@ -116,12 +118,12 @@ impl Panels<'_> {
         #[cfg(target_arch = "x86_64")]
         let first = match isa.level() {
             Level::Avx512 => {
-                let rows = Rows { rows: self.depth, stride: self.depth_stride, len: self.outer };
+                let rows = Rows { data, rows: self.depth, stride: self.depth_stride, len: self.outer };
                 assert!((self.depth - 1) * self.depth_stride + self.outer <= data.len());
                 assert!(self.outer.next_multiple_of(W) * pairs <= packed.len());
                 // SAFETY: an `Isa` exists only when the processor has its instructions; the rows and the panels are in bounds
                 // (asserted).
-                unsafe { x86::interleave_whole::<W>(rows, data.as_ptr(), packed.as_mut_ptr(), W * pairs) }
+                unsafe { x86::interleave_whole::<W>(rows, packed.as_mut_ptr(), W * pairs) }
             }
             Level::Generic | Level::Avx2 => 0,
         };
@@ -133,15 +135,6 @@ impl Panels<'_> {
             interleave_rows::<W>(isa, row(2 * pair), high, &mut packed[pair * W..], W * pairs);
         }
     }
-}
-
-/// Contiguous rows: how many, how far apart and how long.
-#[cfg(target_arch = "x86_64")]
-#[derive(Clone, Copy)]
-struct Rows {
-    rows: usize,
-    stride: usize,
-    len: usize,
 }
 
 /// Puts two rows into the panels that `panel_len` separates, with zeros after their end and for a missing row.
@@ -183,10 +176,7 @@ fn interleave_rows<const W: usize>(
         Level::Generic => interleave_panels::<W>(low, high, out, panel_len),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: an `Isa` exists only when the processor has its instructions.
-        Level::Avx2 => unsafe { x86::interleave_avx2::<W>(low, high, out, panel_len) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        Level::Avx512 => unsafe { x86::interleave_avx512::<W>(low, high, out, panel_len) },
+        Level::Avx2 | Level::Avx512 => unsafe { x86::interleave_avx2::<W>(low, high, out, panel_len) },
     }
 }
 
@@ -300,16 +290,6 @@ mod x86 {
         super::interleave_panels::<W>(low, high, out, panel_len);
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2")]
-    pub fn interleave_avx512<const W: usize>(
-        low: &[bf16],
-        high: Option<&[bf16]>,
-        out: &mut [Pair],
-        panel_len: usize,
-    ) {
-        super::interleave_panels::<W>(low, high, out, panel_len);
-    }
-
     /// Puts pairs of rows into panels `panel_len` apart, a whole cache line at a time, which for panels of eight is two pairs.
     /// Gives the number of pairs that are done: up to three rows may be left.
     ///
@@ -317,8 +297,7 @@ mod x86 {
     /// The rows are readable and `out` is writable for all pairs of their panels, the last one filled up.
     #[target_feature(enable = "avx512f,avx512bw")]
     pub unsafe fn interleave_whole<const W: usize>(
-        rows: Rows,
-        source: *const bf16,
+        rows: Rows<'_, bf16>,
         out: *mut Pair,
         panel_len: usize,
     ) -> usize {
@@ -327,7 +306,7 @@ mod x86 {
         for pair in (0..pairs).step_by(together) {
             // SAFETY: `2·together` rows and their pairs, by the caller's promise.
             unsafe {
-                let (row, out) = (source.add(2 * pair * rows.stride), out.add(pair * W));
+                let (row, out) = (rows.data.as_ptr().add(2 * pair * rows.stride), out.add(pair * W));
                 match W {
                     8 => two_pairs_of_eight(rows, row, out, panel_len),
                     _ => pair_of_48(rows, row, out, panel_len),
@@ -357,7 +336,7 @@ mod x86 {
     /// See [`interleave_whole`]: of two rows.
     #[target_feature(enable = "avx512f,avx512bw")]
     #[inline]
-    unsafe fn pair_of_48(rows: Rows, row: *const bf16, out: *mut Pair, panel_len: usize) {
+    unsafe fn pair_of_48(rows: Rows<'_, bf16>, row: *const bf16, out: *mut Pair, panel_len: usize) {
         for (panel, column) in (0..rows.len).step_by(48).enumerate() {
             let left = rows.len - column;
             // SAFETY: masked to what the rows have; a whole panel is writable.
@@ -382,7 +361,7 @@ mod x86 {
     /// See [`interleave_whole`]: of four rows.
     #[target_feature(enable = "avx512f,avx512bw")]
     #[inline]
-    unsafe fn two_pairs_of_eight(rows: Rows, row: *const bf16, out: *mut Pair, panel_len: usize) {
+    unsafe fn two_pairs_of_eight(rows: Rows<'_, bf16>, row: *const bf16, out: *mut Pair, panel_len: usize) {
         for column in (0..rows.len).step_by(32) {
             let left = rows.len - column;
             let mask = first_of(left);
@@ -436,13 +415,8 @@ mod x86 {
     /// The rows are readable.
     #[target_feature(enable = "avx512f,avx512bw")]
     #[inline]
-    unsafe fn load_rows<const R: usize>(
-        rows: Rows,
-        source: *const bf16,
-        first: usize,
-        k: usize,
-    ) -> [__m512i; R] {
-        let mask = first_of(rows.len - k);
+    unsafe fn load_rows<const R: usize>(rows: Rows<'_, bf16>, first: usize, k: usize) -> [__m512i; R] {
+        let (source, mask) = (rows.data.as_ptr(), first_of(rows.len - k));
         let mut registers = [_mm512_setzero_si512(); R];
         for (i, register) in registers.iter_mut().enumerate().take(rows.rows.saturating_sub(first)) {
             // SAFETY: masked to what the row has.
@@ -472,7 +446,7 @@ mod x86 {
     /// # Safety
     /// The rows are readable; `out` is writable for whole panels.
     #[target_feature(enable = "avx512f,avx512bw")]
-    pub unsafe fn transpose_to_48(rows: Rows, source: *const bf16, out: *mut Pair) {
+    pub unsafe fn transpose_to_48(rows: Rows<'_, bf16>, out: *mut Pair) {
         const WIDTH: usize = 48;
         let pairs = Pair::count(rows.len);
         for first in (0..rows.rows.next_multiple_of(WIDTH)).step_by(16) {
@@ -481,7 +455,7 @@ mod x86 {
                 // SAFETY: the caller's promise; stores are of pairs that there are.
                 unsafe {
                     let out = out.add(panel * pairs + first - panel + k / 2 * WIDTH);
-                    let r = load_rows::<16>(rows, source, first, k);
+                    let r = load_rows::<16>(rows, first, k);
                     let quads: [[__m512i; 4]; 4] = [
                         transpose_quads(&[r[0], r[1], r[2], r[3]]),
                         transpose_quads(&[r[4], r[5], r[6], r[7]]),
@@ -512,7 +486,7 @@ mod x86 {
     /// # Safety
     /// As there.
     #[target_feature(enable = "avx512f,avx512bw")]
-    pub unsafe fn transpose_to_8(rows: Rows, source: *const bf16, out: *mut Pair) {
+    pub unsafe fn transpose_to_8(rows: Rows<'_, bf16>, out: *mut Pair) {
         const WIDTH: usize = 8;
         let pairs = Pair::count(rows.len);
         for first in (0..rows.rows).step_by(WIDTH) {
@@ -520,7 +494,7 @@ mod x86 {
                 // SAFETY: the caller's promise; stores are of pairs that there are.
                 unsafe {
                     let out = out.add(first * pairs + k / 2 * WIDTH);
-                    let r = load_rows::<8>(rows, source, first, k);
+                    let r = load_rows::<8>(rows, first, k);
                     let (low, high) = (
                         transpose_quads(&[r[0], r[1], r[2], r[3]]),
                         transpose_quads(&[r[4], r[5], r[6], r[7]]),
