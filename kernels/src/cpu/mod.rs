@@ -1,6 +1,6 @@
 //! The CPU backend: blocked, vectorized, threaded.
 //!
-//! One [`rayon`] pool of a fixed number of threads belongs to a kernel set; nothing runs in the global pool. Work is
+//! A fixed number of threads, of which the caller of an operation is one, belongs to a kernel set. Work is
 //! divided over outputs, and every sum over rows or over an inner size is cut at places that depend on shapes alone, so
 //! the bits of a result do not depend on the number of threads. They may differ between instruction sets (fused or
 //! separate multiply and add, other lane counts), which the type [`Isa`] names.
@@ -29,6 +29,7 @@ mod quantized;
 mod rope;
 mod shorts;
 mod swiglu;
+mod team;
 mod thin;
 mod threads;
 mod vector;
