@@ -16,7 +16,7 @@
 //! Weights are gathered when a rank's part of them is on the device, as far ahead as there are slots there; gradients are scattered
 //! when a block has computed, before the next one does, for which the device has no second memory. Both share network and peers.
 //!
-//! Steps follow each other until one is like the next, whose time is what is expected. The same schedule always takes the same.
+//! Some steps follow each other until they are alike, whose time is what is expected. The same schedule always takes the same.
 //!
 //! Left out are `fdatasync` and the manifest of a commit, the kernel's own time for disk I/O, latencies, the bandwidth of host memory
 //! that resources share, and the checksums of spilled activations and parked gradients beside a card. All micro-batches of a pass go
@@ -29,8 +29,10 @@ use crate::floor::Capabilities;
 use step::Run;
 use terrace_zero::StepWork;
 
-/// Steps that are played: the first has no update before it, the second is the first like all that follow.
-const STEPS: usize = 3;
+/// Steps that are played: the first has no update before it, and the second finds more read ahead than those that follow.
+const STEPS: usize = 6;
+/// The last of them, whose mean is taken: where the disk is hardly idle a step that finds much read ahead leaves little to the next.
+const MEASURED: usize = 2;
 
 /// Pieces, about, that all updates of a step are cut into. More take longer to play and change nothing.
 const PIECES: usize = 512;
@@ -45,7 +47,7 @@ pub fn step_seconds(work: &StepWork, can: &Capabilities) -> Option<f64> {
         for end in &mut ends {
             *end = run.step()?;
         }
-        ends[STEPS - 1] - ends[STEPS - 2]
+        (ends[STEPS - 1] - ends[STEPS - 1 - MEASURED]) / MEASURED as f64
     };
     Some(seconds).filter(|seconds| *seconds > 0.0)
 }

@@ -87,7 +87,8 @@ fn models_that_could_not_run_here() {
         assert!(layers.contains(&model["layers"].as_u64().unwrap()), "{model}");
         let plan = &document["plan"];
         let parameters = model["parameters"].as_u64().unwrap() as f64;
-        // Two generations of 5.1 bytes; state read once, and weights twice, but those of the head and those that stay on the card.
+        // Two generations of 5.1 bytes; state read once, and weights once more for backward, but those of the head and those that
+        // stay on the card.
         let stay = document["memory"].as_array().unwrap().iter();
         let stay = stay
             .filter(|term| term["purpose"].as_str().unwrap().starts_with("weights that stay on the device"));
@@ -97,7 +98,7 @@ fn models_that_could_not_run_here() {
             (plan["disk_read_bytes"].as_f64().unwrap(), plan["disk_write_bytes"].as_f64().unwrap());
         assert!((10.0..10.5).contains(&disk), "{disk}");
         assert!(
-            (8.7..9.2).contains(&(read / parameters + stay)) && (5.0..5.2).contains(&(write / parameters)),
+            (6.7..7.2).contains(&(read / parameters + stay)) && (5.0..5.2).contains(&(write / parameters)),
             "{plan}"
         );
         assert!(cached < read, "{cached} with copies");

@@ -78,6 +78,8 @@ struct Fetch<'a> {
 struct Update {
     queue: VecDeque<Piece>,
     reading: VecDeque<(Piece, Job)>,
+    /// The first of the next step, in the slots that this one has left.
+    ahead: VecDeque<(Piece, Job)>,
     updating: Option<(Piece, Job)>,
     writing: VecDeque<(Piece, Job)>,
     slots: usize,
@@ -142,10 +144,11 @@ impl<'a> Run<'a> {
         self.fetch = Fetch::new(uses, self.fetch.ahead_max, &self.schedule.weight_slots);
         self.compute = Compute::default();
         let update = &mut self.update;
-        update.queue.extend(self.left.drain(..));
-        if let Some(first) = update.queue.front() {
+        if let Some(first) = self.left.first() {
             (update.updated, update.written) = (first.group, first.group);
         }
+        update.queue.extend(self.left.drain(..).skip(update.ahead.len()));
+        update.reading.append(&mut update.ahead);
     }
 
     /// Whether a step whose passes are over may end; what its update leaves is then known.
@@ -377,6 +380,18 @@ impl<'a> Run<'a> {
             }
             moved = true;
         }
+        let next =
+            if self.schedule.update == UpdateTime::Deferred && update.is_settled() && update.ahead.is_empty()
+            {
+                self.all_pieces()
+            } else {
+                Vec::new()
+            };
+        let (update, machine) = (&mut self.update, &mut self.machine);
+        for piece in next.into_iter().take(update.slots) {
+            update.ahead.push_back((piece, machine.submit(Lane::ReadState, piece.read)));
+            moved = true;
+        }
         // Groups that were updated before are passed over.
         if update.is_idle() && update.queue.is_empty() {
             update.updated = usize::MAX;
@@ -467,7 +482,8 @@ impl Update {
     fn new(slots: usize) -> Self {
         let (queue, reading, writing) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
         let (updated, written) = (usize::MAX, usize::MAX);
-        Self { queue, reading, updating: None, writing, slots, updated, written, parked: 0.0 }
+        let ahead = VecDeque::new();
+        Self { queue, reading, ahead, updating: None, writing, slots, updated, written, parked: 0.0 }
     }
 
     fn in_slots(&self) -> usize {

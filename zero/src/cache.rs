@@ -1,7 +1,7 @@
 //! State on disk that is in host memory, too.
 //!
-//! What the budget has left beside the windows holds copies of whole groups: their weights first, which a step reads three times
-//! (forward, backward, update) for each byte of memory, then all of their state, which it reads once. Reads are served from the
+//! What the budget has left beside the windows holds copies of whole groups: their weights first, which a step reads up to three times
+//! (forward, unless a deferred update hands them over, backward, update) for each byte of memory, then all of their state, which it reads once. Reads are served from the
 //! copy. Updates go to the copy and are written to disk as ever, so that a step is as durable with copies as without; only the
 //! bytes read become fewer. An update that is deferred to the next forward (`overlap.rs`) writes them after it. Where steps become
 //! durable with a save alone, copies are written by the save alone. Which groups have copies changes no result.

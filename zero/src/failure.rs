@@ -49,6 +49,7 @@ impl Engine {
     /// Forgets what a step has in memory beside state.
     fn forget_step(&mut self) {
         self.device_weights.outdate();
+        self.update_slots.forget_ahead();
         self.park.iter().chain(&self.sums).for_each(GradientPark::clear);
         if let Signals::Training(activations) = &mut self.signals {
             activations.clear();

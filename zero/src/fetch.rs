@@ -9,13 +9,16 @@
 //! Passes of frozen weights follow each other in the same order, so the first reads of the next one are started before this one
 //! ends ([`Ahead`]).
 //!
+//! While an update is under way that has not reached a group, there is nothing to read: the thread offers the group's slot to the
+//! update ([`Gate::offer`]), which leaves the new weights there.
+//!
 //! A group moves through [`Residency`]; the transitions are asserted.
 
 use crate::copies::{Cargo, Link};
 use crate::device_weights::{DeviceWeights, Place};
 use crate::lane::Lane;
 use crate::network::Network;
-use crate::overlap::Gate;
+use crate::overlap::{Gate, Offer};
 use crate::state::{StateHome, StateKinds};
 use crate::{Backend, EngineError, Result};
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
@@ -176,6 +179,10 @@ fn to_stage(items: &[usize], places: &[Option<Place>]) -> Vec<usize> {
 /// The update's own error says more, and comes first.
 fn never_updated() -> EngineError {
     EngineError::Config("the weights of this step were never updated".into())
+}
+
+fn leased(lease: Lease) -> SharedBytes {
+    SharedBytes::Lease(Arc::new(lease))
 }
 
 type Staged = Result<(usize, SharedBytes)>;
@@ -483,6 +490,8 @@ struct FetchThread<'a> {
 pub(crate) enum InFlight {
     Read(PendingRead),
     Here(SharedBytes),
+    /// In the hands of the update.
+    Offered,
 }
 
 impl<'a> FetchThread<'a> {
@@ -553,10 +562,11 @@ impl<'a> FetchThread<'a> {
         if self.share(group) {
             return true;
         }
-        if !self.pass_gate(group) {
-            return false;
-        }
-        if let Some(weights) = self.home.resident_weights(group, self.kinds) {
+        if self.home.has_copied_weights(group, self.kinds) {
+            if !self.pass_gate(group) {
+                return false;
+            }
+            let weights = self.home.resident_weights(group, self.kinds).expect("there are some");
             self.in_flight.push_back((group, InFlight::Here(weights)));
             return true;
         }
@@ -573,6 +583,11 @@ impl<'a> FetchThread<'a> {
                 return false;
             }
         };
+        if let Some(gate) = self.gate.filter(|gate| !gate.is_open(group)) {
+            gate.offer(group, lease);
+            self.in_flight.push_back((group, InFlight::Offered));
+            return true;
+        }
         match self.read(group, lease) {
             Ok(read) => self.in_flight.push_back((group, InFlight::Read(read))),
             Err(error) => {
@@ -599,18 +614,34 @@ impl<'a> FetchThread<'a> {
         updated
     }
 
+    /// The weights of a group of which the slot was offered, when it is updated.
+    fn updated(&self, group: usize) -> Result<Lease> {
+        let gate = self.gate.expect("a slot is offered at a gate");
+        if !gate.wait(group) {
+            return Err(never_updated());
+        }
+        let Offer { lease, chunks } = gate.take_back(group);
+        if chunks == self.store.spec().chunks(group) {
+            return Ok(lease);
+        }
+        // The update began with the group before.
+        Ok(self.read(group, lease)?.wait()?)
+    }
+
     /// Hands the oldest group over; false when compute has gone away or the read failed.
     fn deliver(&mut self) -> bool {
         let (group, item) = self.in_flight.pop_front().expect("something is in flight");
-        let bytes = match item {
-            InFlight::Here(bytes) => bytes,
-            InFlight::Read(read) => match read.wait() {
-                Ok(lease) => SharedBytes::Lease(Arc::new(lease)),
-                Err(error) => {
-                    let _ = self.sender.send(Err(error.into()));
-                    return false;
-                }
-            },
+        let arrived = match item {
+            InFlight::Here(bytes) => Ok(bytes),
+            InFlight::Read(read) => read.wait().map(leased).map_err(EngineError::from),
+            InFlight::Offered => self.updated(group).map(leased),
+        };
+        let bytes = match arrived {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                let _ = self.sender.send(Err(error));
+                return false;
+            }
         };
         if let SharedBytes::Lease(lease) = &bytes {
             self.recent.insert(group, Arc::downgrade(lease));

@@ -15,8 +15,14 @@
 //! An update that waits for nothing runs on such a thread too, group after group as backward completes their gradients. What it has
 //! not come to when backward ends is deferred in the same way, so that the disk goes on through the next forward.
 //!
+//! Fetch is ahead of compute, so that it mostly waits for the update. It *offers* memory for the groups that it waits for, and the
+//! update leaves their new weights there on the way to the disk. Where the update came first, they are read from the disk.
+//!
+//! The disk has little to do in backward. When an update is through, the first chunks of the next one are read into the slots that it
+//! has left ([`UpdateSlots::read_ahead`]).
+//!
 //! Hazard (a group is fetched while the update still writes it): the gate opens when all of a group's chunks have been handed
-//! to the store, and the store's fence makes the read wait for them.
+//! to the store, and the store's fence makes the read wait for them. What was offered is taken after that, too.
 
 use crate::gradients::GradientPark;
 use crate::runs::Runs;
@@ -25,12 +31,13 @@ use crate::timeline::{Resource, Timeline};
 use crate::update::{ChunkAt, Items, UpdateSlots, Updater};
 use crate::{EngineError, Result};
 use crossbeam::channel::Receiver;
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 use std::time::Instant;
 use terrace_optimizer::{Optimizer, StepArgs};
-use terrace_tiers::StoreSpec;
+use terrace_tiers::{Lease, StoreSpec};
 
 /// The update of a step whose gradient is complete, and its commit.
 pub(crate) struct Pending {
@@ -62,6 +69,16 @@ pub(crate) struct Bench<'a> {
 pub(crate) struct Gate {
     progress: Mutex<Progress>,
     moved: Condvar,
+    /// By group.
+    offers: Mutex<HashMap<usize, Offer>>,
+}
+
+/// Memory for the weights of a group that is not updated yet.
+#[derive(Debug)]
+pub(crate) struct Offer {
+    pub(crate) lease: Lease,
+    /// Chunks whose new weights are in it.
+    pub(crate) chunks: usize,
 }
 
 #[derive(Debug, Default)]
@@ -84,6 +101,29 @@ impl Gate {
         let waiting = |progress: &mut Progress| progress.done <= group && !progress.ended;
         let progress = self.moved.wait_while(self.lock(), waiting).unwrap_or_else(PoisonError::into_inner);
         progress.done > group
+    }
+
+    /// Offers memory for the weights of a group, to be had back through [`take_back`](Self::take_back) when the gate is open.
+    pub(crate) fn offer(&self, group: usize, lease: Lease) {
+        self.offers().insert(group, Offer { lease, chunks: 0 });
+    }
+
+    /// Leaves the new weights of a chunk, which are those from byte `start` of its group, where memory is offered for them.
+    pub(crate) fn leave(&self, group: usize, start: usize, weights: &[u8]) {
+        // Nobody else looks for it before the gate opens, and those who ask whether it has do not wait for the copy.
+        let Some(mut offer) = self.offers().remove(&group) else { return };
+        offer.lease[start..start + weights.len()].copy_from_slice(weights);
+        offer.chunks += 1;
+        self.offers().insert(group, offer);
+    }
+
+    /// What was offered for a group that is updated.
+    pub(crate) fn take_back(&self, group: usize) -> Offer {
+        self.offers().remove(&group).expect("it was offered, and the update is through with it")
+    }
+
+    fn offers(&self) -> MutexGuard<'_, HashMap<usize, Offer>> {
+        self.offers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn open_up_to(&self, groups: usize) {
@@ -113,7 +153,18 @@ impl<'a> Bench<'a> {
     /// The update of a step.
     pub(crate) fn updater(self, optimizer: &'a dyn Optimizer, args: StepArgs) -> Updater<'a> {
         let Self { runs, kinds, slots, spec, pool, timeline, .. } = self;
-        Updater { optimizer, args, runs, kinds, slots, spec, pool, timeline, leaves_copies: false }
+        Updater {
+            optimizer,
+            args,
+            runs,
+            kinds,
+            slots,
+            spec,
+            pool,
+            timeline,
+            leaves_copies: false,
+            gate: None,
+        }
     }
 }
 
@@ -123,18 +174,21 @@ impl Pending {
         self.left.is_none()
     }
 
+    /// Opens the gate for the groups that backward has updated.
+    pub(crate) fn open(&self, gate: &Gate) {
+        gate.open_up_to(self.left.as_ref().and_then(|left| left.first()).map_or(0, |first| first.0));
+    }
+
     /// Updates what is left from the parked gradients and, on disk, commits the step. `gate` learns how far it is.
     pub(crate) fn run(&self, bench: Bench<'_>, home: &StateHome, gate: &Gate) -> Result {
         let _ending = Ending(gate);
         let mut updater = bench.updater(&*self.optimizer, self.args);
         updater.leaves_copies = self.writes_copies_last();
+        updater.gate = Some(gate);
         let done = |group| gate.open_up_to(group + 1);
         match &self.left {
             None => updater.run(home, bench.park, Items::all(bench.spec, bench.park), done)?,
-            Some(left) => {
-                gate.open_up_to(left.first().map_or(0, |first| first.0));
-                updater.run(home, bench.park, left.iter().copied(), done)?
-            }
+            Some(left) => updater.run(home, bench.park, left.iter().copied(), done)?,
         };
         // Groups without parameters, that are updated already, or whose state is on the device may come last.
         gate.open_up_to(bench.spec.groups.len());
@@ -153,7 +207,7 @@ impl Pending {
     }
 }
 
-/// Starts [`Pending::run`] on a thread.
+/// Starts [`Pending::run`] on a thread, and reads ahead for the next one if it will be of the same kind.
 pub(crate) fn defer<'scope, 'a>(
     scope: &'scope Scope<'scope, 'a>,
     pending: Pending,
@@ -163,8 +217,17 @@ pub(crate) fn defer<'scope, 'a>(
 ) -> Result<ScopedJoinHandle<'scope, Result>> {
     Builder::new()
         .name("terrace-update".into())
-        .spawn_scoped(scope, move || pending.run(bench, home, gate))
-        .map_err(|error| cannot_start(&error))
+        .spawn_scoped(scope, move || {
+            pending.run(bench, home, gate)?;
+            if let (Some(stored), None) = (home.stored(), &pending.left) {
+                bench.slots.read_ahead(stored, bench.kinds, bench.spec, bench.park);
+            }
+            Ok(())
+        })
+        .map_err(|error| {
+            drop(Ending(gate));
+            cannot_start(&error)
+        })
 }
 
 /// Starts a thread that updates the chunks it is told of, until nobody can tell it of any more.
@@ -201,5 +264,33 @@ fn cannot_start(error: &std::io::Error) -> EngineError {
 impl fmt::Debug for Pending {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pending").field("step", &self.step).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use terrace_tiers::Pool;
+
+    #[test]
+    fn what_is_left_where_it_was_offered_is_had_back() {
+        let pool = Pool::new("test", 2, 8).unwrap();
+        let gate = Gate::default();
+        gate.leave(0, 0, &[1; 4]);
+        gate.offer(0, pool.acquire(8));
+        gate.offer(1, pool.acquire(6));
+        gate.leave(0, 4, &[2; 4]);
+        gate.leave(1, 0, &[3; 4]);
+        gate.leave(1, 4, &[4; 2]);
+        gate.open_up_to(2);
+        assert!(gate.wait(1) && gate.is_open(0) && !gate.is_open(2));
+        let late = gate.take_back(0);
+        assert_eq!(
+            (late.chunks, &late.lease[4..]),
+            (1, &[2; 4][..]),
+            "the first chunk came before the offer"
+        );
+        let whole = gate.take_back(1);
+        assert_eq!((whole.chunks, &*whole.lease), (2, &[3, 3, 3, 3, 4, 4][..]));
     }
 }

@@ -47,6 +47,13 @@ pub(crate) struct Stored {
     pub(crate) saves: bool,
 }
 
+impl Stored {
+    /// Waits for writes that an update may read again before they are committed.
+    pub(crate) fn settle(&self) -> Result {
+        if self.saves { Ok(self.store.settle()?) } else { Ok(()) }
+    }
+}
+
 impl StateKinds {
     pub(crate) fn new(
         config: &EngineConfig,
@@ -144,6 +151,11 @@ impl StateHome {
             }
             Self::Disk(stored) => stored.cache.weights(group, kinds),
         }
+    }
+
+    /// Whether there are [`resident_weights`](Self::resident_weights) of a group of state on disk, without getting hold of them.
+    pub(crate) fn has_copied_weights(&self, group: usize, kinds: &StateKinds) -> bool {
+        self.stored().is_some_and(|stored| stored.cache.lock(group)[kinds.weight].is_some())
     }
 
     pub(crate) fn stored(&self) -> Option<&Stored> {

@@ -334,8 +334,13 @@ impl Engine {
         let mut left = Vec::new();
         *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
             let order = Order { items, gate: pending.as_ref().map(|_| &gate), ahead: None };
+            if let Some(pending) = &pending {
+                pending.open(&gate);
+            }
+            // Offers its first slots while the update reads its first chunk.
+            let fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room);
             let deferred = pending.map(|pending| defer(scope, pending, bench, home, &gate)).transpose()?;
-            let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room)?;
+            let mut fetcher = fetcher?;
             let immediate = immediate.map(|store| (bench.updater(optimizer, args), store));
             left = training.all_rounds(scope, &mut fetcher, deferred, immediate, report)?;
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();

@@ -8,6 +8,7 @@
 
 use crate::cache::exclusive;
 use crate::gradients::{Arriving, GradientPark, Landed};
+use crate::overlap::Gate;
 use crate::runs::Runs;
 use crate::state::{KINDS_MAX, StateHome, StateKinds, Stored, locked};
 use crate::timeline::{Resource, Timeline};
@@ -15,7 +16,7 @@ use crate::{EngineError, Result};
 use crossbeam::channel::Receiver;
 use rayon::prelude::*;
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use terrace_aio::IoEngine;
 use terrace_optimizer::{Gradient, Optimizer, StepArgs, update_threaded};
@@ -25,6 +26,8 @@ use terrace_tiers::{BlobKey, Generation, Lease, Pool, Sealed, StoreSpec};
 #[derive(Debug)]
 pub(crate) struct UpdateSlots {
     pools: Vec<Pool>,
+    /// The first chunks of the next update, if they are known.
+    ahead: Mutex<VecDeque<Begun>>,
 }
 
 impl UpdateSlots {
@@ -43,22 +46,100 @@ impl UpdateSlots {
                 None => Pool::new(NAME, slots, bytes),
             }
         });
-        Ok(Self { pools: pools.collect::<std::result::Result<_, _>>()? })
+        Ok(Self { pools: pools.collect::<std::result::Result<_, _>>()?, ahead: Mutex::default() })
     }
 
     /// One slot of every kind, waiting for them if need be.
     pub(crate) fn acquire(&self, kinds: &StateKinds, elements: usize) -> Vec<Lease> {
         let bytes = kinds.blobs.iter().map(|b| b.bytes(elements as u64) as usize);
-        self.pools.iter().zip(bytes).map(|(pool, len)| pool.acquire(len)).collect()
+        bytes.enumerate().map(|(kind, bytes)| self.acquire_one(kind, bytes)).collect()
     }
 
-    /// One slot of one kind.
+    /// One slot of one kind, if need be one of those that were read ahead.
     pub(crate) fn acquire_one(&self, kind: usize, bytes: usize) -> Lease {
-        self.pools[kind].acquire(bytes)
+        let pool = &self.pools[kind];
+        pool.try_acquire(bytes).unwrap_or_else(|| {
+            self.forget_ahead();
+            pool.acquire(bytes)
+        })
     }
 
     fn has_free(&self) -> bool {
         self.pools.iter().all(|pool| pool.out() < pool.slots())
+    }
+
+    /// Starts to read the state of the first chunks of the next update, one that waits for the norm, as far as there are slots. No
+    /// update is under way; what it wrote is committed, or nothing is before a save.
+    pub(crate) fn read_ahead(
+        &self,
+        stored: &Stored,
+        kinds: &StateKinds,
+        spec: &StoreSpec,
+        park: &GradientPark,
+    ) {
+        // The update tries again, and says what is wrong.
+        if stored.settle().is_err() {
+            return;
+        }
+        let slots = self.pools.iter().map(Pool::slots).min().unwrap_or(0);
+        for at in Items::all(spec, park).take(slots) {
+            let Ok(begun) = self.begin(stored, kinds, spec, at, true) else { return };
+            self.ahead().push_back(begun);
+        }
+    }
+
+    /// Gives up what was read ahead: whoever reads it then reads what is on disk then.
+    pub(crate) fn forget_ahead(&self) {
+        // Reads in flight are waited for without the lock.
+        drop(std::mem::take(&mut *self.ahead()));
+    }
+
+    fn has_ahead(&self) -> bool {
+        !self.ahead().is_empty()
+    }
+
+    fn ahead(&self) -> MutexGuard<'_, VecDeque<Begun>> {
+        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The state of a chunk if it was read ahead, as the next of a list. What else was is given up if it was not.
+    fn take_ahead(&self, at: ChunkAt, leaves_copies: bool) -> Option<Begun> {
+        let found = self.ahead().pop_front();
+        let found = found.filter(|begun| begun.at == at && begun.leaves_copies == leaves_copies);
+        if found.is_none() {
+            self.forget_ahead();
+        }
+        found
+    }
+
+    /// Starts to read the state of a chunk.
+    fn begin(
+        &self,
+        stored: &Stored,
+        kinds: &StateKinds,
+        spec: &StoreSpec,
+        at: ChunkAt,
+        leaves_copies: bool,
+    ) -> Result<Begun> {
+        let (group, chunk) = at;
+        let elements = spec.chunk_len(group, chunk);
+        let generation = if stored.saves { Generation::Settled } else { Generation::Live };
+        let mut state = Vec::with_capacity(kinds.blobs.len());
+        let copied: Vec<bool> = stored.cache.lock(group).iter().map(Option::is_some).collect();
+        for (index, (blob, copied)) in kinds.blobs.iter().zip(copied).enumerate() {
+            if copied && (leaves_copies || stored.saves) {
+                state.push(None);
+                continue;
+            }
+            let lease = self.acquire_one(index, blob.bytes(elements as u64) as usize);
+            state.push(Some(if kinds.read_by_update[index] && !copied {
+                let key = BlobKey { group, kind: blob.kind };
+                Arriving::Reading(stored.store.read(key, chunk..chunk + 1, generation, lease)?)
+            } else {
+                Arriving::Here(lease)
+            }));
+        }
+        Ok(Begun { at, leaves_copies, state })
     }
 }
 
@@ -74,6 +155,8 @@ pub(crate) struct Updater<'a> {
     pub(crate) timeline: Option<&'a Timeline>,
     /// Copies are not written with their chunk, but by whoever runs the update.
     pub(crate) leaves_copies: bool,
+    /// Where fetch may wait for new weights.
+    pub(crate) gate: Option<&'a Gate>,
 }
 
 /// A chunk of a group: `(group, chunk)`.
@@ -108,11 +191,21 @@ impl Items {
     }
 }
 
+/// The state of a chunk on its way into memory.
+#[derive(Debug)]
+struct Begun {
+    at: ChunkAt,
+    /// As the update must do, too.
+    leaves_copies: bool,
+    /// Of every kind; what the update only writes is here from the start. `None` for what is neither read nor written.
+    state: Vec<Option<Arriving>>,
+}
+
 /// A chunk whose state is on its way into memory.
 struct Chunk {
     group: usize,
     chunk: usize,
-    /// Of every kind; what the update only writes is here from the start. `None` for what is neither read nor written.
+    /// As [`Begun::state`].
     state: Vec<Option<Arriving>>,
     gradient: Arriving,
 }
@@ -155,20 +248,17 @@ impl Updater<'_> {
         items: &mut Items,
         done: impl Fn(usize),
     ) -> Result<Duration> {
-        if stored.saves {
-            // The last step's chunks are read where they were written.
-            stored.store.settle()?;
-        }
+        stored.settle()?;
         let mut ahead: VecDeque<Chunk> = VecDeque::new();
         let mut stalled = Duration::ZERO;
         loop {
             // Read as far ahead as slots allow; wait for a slot only when nothing else is left to do.
             while ahead.len() < park.reads_max()
-                && (ahead.is_empty() || self.slots.has_free())
-                && let Some((group, chunk)) = items.next(ahead.is_empty())
+                && (ahead.is_empty() || self.slots.has_free() || self.slots.has_ahead())
+                && let Some(at) = items.next(ahead.is_empty())
             {
                 let began = Instant::now();
-                ahead.push_back(self.begin(stored, park, group, chunk)?);
+                ahead.push_back(self.begin(stored, park, at)?);
                 stalled += began.elapsed();
             }
             let Some(next) = ahead.pop_front() else { return Ok(stalled) };
@@ -180,25 +270,12 @@ impl Updater<'_> {
         }
     }
 
-    fn begin(&self, stored: &Stored, park: &GradientPark, group: usize, chunk: usize) -> Result<Chunk> {
-        let elements = self.spec.chunk_len(group, chunk);
-        let generation = if stored.saves { Generation::Settled } else { Generation::Live };
-        let mut state = Vec::with_capacity(self.kinds.blobs.len());
-        let copied: Vec<bool> = stored.cache.lock(group).iter().map(Option::is_some).collect();
-        for (index, (blob, copied)) in self.kinds.blobs.iter().zip(copied).enumerate() {
-            if copied && (self.leaves_copies || stored.saves) {
-                state.push(None);
-                continue;
-            }
-            let lease = self.slots.acquire_one(index, blob.bytes(elements as u64) as usize);
-            state.push(Some(if self.kinds.read_by_update[index] && !copied {
-                let key = BlobKey { group, kind: blob.kind };
-                Arriving::Reading(stored.store.read(key, chunk..chunk + 1, generation, lease)?)
-            } else {
-                Arriving::Here(lease)
-            }));
-        }
-        Ok(Chunk { group, chunk, state, gradient: parked(park, group, chunk)? })
+    fn begin(&self, stored: &Stored, park: &GradientPark, at: ChunkAt) -> Result<Chunk> {
+        let begun = match self.slots.take_ahead(at, self.leaves_copies) {
+            Some(begun) => begun,
+            None => self.slots.begin(stored, self.kinds, self.spec, at, self.leaves_copies)?,
+        };
+        Ok(Chunk { group: at.0, chunk: at.1, state: begun.state, gradient: parked(park, at.0, at.1)? })
     }
 
     fn finish(&self, stored: &Stored, park: &GradientPark, chunk: Chunk) -> Result<Duration> {
@@ -224,6 +301,9 @@ impl Updater<'_> {
         });
         self.apply(chunk.group, chunk.chunk, park.as_gradient(&gradient), slices)?;
         drop(gradient);
+        if let (Some(gate), Some(weights)) = (self.gate, &leases[self.kinds.weight]) {
+            gate.leave(chunk.group, range(self.kinds.weight).start, weights);
+        }
         let copy = |kind: usize| copies[kind].as_ref().map(|copy| &copy[range(kind)]);
         let written =
             leases.into_iter().enumerate().filter_map(|(kind, lease)| Some((kind, lease?, copy(kind))));

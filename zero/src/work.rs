@@ -121,6 +121,11 @@ impl Count<'_> {
             let caching = &plan.windows.caching;
             read_weights = self
                 .reads(&order, |group| !caching.has(group, kinds.weight, kinds) && !self.is_on_device(group));
+            if self.update_time() == UpdateTime::Deferred {
+                // The update hands over new weights where compute waits for them.
+                let is_first = |at: usize| !order[..at].contains(&order[at]);
+                read_weights.iter_mut().enumerate().for_each(|(at, read)| *read &= !is_first(at));
+            }
             self.disks(&mut work, &order, &read_weights);
         }
         let mut inputs = 0;
