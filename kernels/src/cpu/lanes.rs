@@ -442,7 +442,7 @@ mod x86 {
 
     /// One register.
     #[derive(Clone, Copy)]
-    pub struct Avx512(__m512);
+    pub struct Avx512(pub(in crate::cpu) __m512);
 
     impl Lanes for Avx512 {
         const WIDTH: usize = LANES;

@@ -1,12 +1,13 @@
-//! Sixteen 16-bit integers, for products of codes: two products are added in one instruction where the processor has it.
+//! Groups of 32 16-bit integers, for products of codes: two products are added in one instruction where the processor has it.
 //!
-//! Sums of integers are exact, so they are the same on every instruction set.
+//! Sums of integers are exact; how many lanes they are spread over is that of the instruction set.
 
 use super::lanes::{Generic, Lanes};
+use crate::quantized::GROUP;
 
-/// Sixteen 16-bit integers beside eight lanes of f32.
+/// 16-bit integers beside lanes of f32.
 pub trait Shorts: Lanes {
-    /// Sixteen.
+    /// As many as a group has codes.
     type Shorts: Copy;
 
     /// As they lie in memory.
@@ -15,7 +16,7 @@ pub trait Shorts: Lanes {
     /// They are readable; the processor has the instruction set. The second goes for every method.
     unsafe fn load_i16(at: *const i16) -> Self::Shorts;
 
-    /// Sixteen signed bytes.
+    /// As many signed bytes.
     ///
     /// # Safety
     /// They are readable; see [`load_i16`](Self::load_i16).
@@ -27,17 +28,11 @@ pub trait Shorts: Lanes {
     /// See [`load_i16`](Self::load_i16).
     unsafe fn nibble(words: Self::Shorts, nibble: usize) -> Self::Shorts;
 
-    /// Products of neighbours, added: element i is `a[2i]·b[2i] + a[2i + 1]·b[2i + 1]`.
+    /// Products, each element's in one lane, added to others of it: at least neighbours, `a[2i]·b[2i] + a[2i + 1]·b[2i + 1]`.
     ///
     /// # Safety
     /// See [`load_i16`](Self::load_i16).
     unsafe fn products(a: Self::Shorts, b: Self::Shorts) -> Self::Words;
-
-    /// Sums.
-    ///
-    /// # Safety
-    /// See [`load_i16`](Self::load_i16).
-    unsafe fn add_words(a: Self::Words, b: Self::Words) -> Self::Words;
 
     /// Signed integers as floats.
     ///
@@ -47,22 +42,22 @@ pub trait Shorts: Lanes {
 }
 
 impl Shorts for Generic<8> {
-    type Shorts = [i16; 16];
+    type Shorts = [i16; GROUP];
 
     #[inline(always)]
-    unsafe fn load_i16(at: *const i16) -> [i16; 16] {
+    unsafe fn load_i16(at: *const i16) -> [i16; GROUP] {
         // SAFETY: readable by the caller's promise.
-        unsafe { at.cast::<[i16; 16]>().read_unaligned() }.map(i16::from_le)
+        unsafe { at.cast::<[i16; GROUP]>().read_unaligned() }.map(i16::from_le)
     }
 
     #[inline(always)]
-    unsafe fn extend_i8(at: *const u8) -> [i16; 16] {
+    unsafe fn extend_i8(at: *const u8) -> [i16; GROUP] {
         // SAFETY: readable by the caller's promise.
-        unsafe { at.cast::<[i8; 16]>().read_unaligned() }.map(i16::from)
+        unsafe { at.cast::<[i8; GROUP]>().read_unaligned() }.map(i16::from)
     }
 
     #[inline(always)]
-    unsafe fn nibble(words: [i16; 16], nibble: usize) -> [i16; 16] {
+    unsafe fn nibble(words: [i16; GROUP], nibble: usize) -> [i16; GROUP] {
         words.map(|word| {
             if nibble == 3 {
                 (word as u16 >> 12) as i16 - 8
@@ -73,14 +68,10 @@ impl Shorts for Generic<8> {
     }
 
     #[inline(always)]
-    unsafe fn products(a: [i16; 16], b: [i16; 16]) -> [u32; 8] {
+    unsafe fn products(a: [i16; GROUP], b: [i16; GROUP]) -> [u32; 8] {
         let product = |i: usize| i32::from(a[i]) * i32::from(b[i]);
-        std::array::from_fn(|i| product(2 * i).wrapping_add(product(2 * i + 1)) as u32)
-    }
-
-    #[inline(always)]
-    unsafe fn add_words(a: [u32; 8], b: [u32; 8]) -> [u32; 8] {
-        std::array::from_fn(|i| a[i].wrapping_add(b[i]))
+        let neighbours = |i: usize| product(2 * i).wrapping_add(product(2 * i + 1));
+        std::array::from_fn(|i| neighbours(i).wrapping_add(neighbours(i + 8)) as u32)
     }
 
     #[inline(always)]
@@ -92,52 +83,104 @@ impl Shorts for Generic<8> {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::Shorts;
-    use crate::cpu::lanes::Avx2Half;
+    use crate::cpu::lanes::{Avx2Half, Avx512};
     use std::arch::x86_64::*;
 
     impl Shorts for Avx2Half {
-        type Shorts = __m256i;
+        type Shorts = [__m256i; 2];
 
         #[inline(always)]
-        unsafe fn load_i16(at: *const i16) -> __m256i {
+        unsafe fn load_i16(at: *const i16) -> [__m256i; 2] {
             // SAFETY: the caller's promise.
-            unsafe { _mm256_loadu_si256(at.cast()) }
+            unsafe { [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(16).cast())] }
         }
 
         #[inline(always)]
-        unsafe fn extend_i8(at: *const u8) -> __m256i {
-            // SAFETY: the caller's promise.
-            unsafe { _mm256_cvtepi8_epi16(_mm_loadu_si128(at.cast())) }
-        }
-
-        #[inline(always)]
-        unsafe fn nibble(words: __m256i, nibble: usize) -> __m256i {
+        unsafe fn extend_i8(at: *const u8) -> [__m256i; 2] {
             // SAFETY: the caller's promise.
             unsafe {
-                if nibble == 3 {
-                    return _mm256_sub_epi16(_mm256_srli_epi16::<12>(words), _mm256_set1_epi16(8));
-                }
-                let kept = _mm256_and_si256(words, _mm256_set1_epi16(0xF << (4 * nibble)));
-                _mm256_sub_epi16(kept, _mm256_set1_epi16(8 << (4 * nibble)))
+                [
+                    _mm256_cvtepi8_epi16(_mm_loadu_si128(at.cast())),
+                    _mm256_cvtepi8_epi16(_mm_loadu_si128(at.add(16).cast())),
+                ]
             }
         }
 
         #[inline(always)]
-        unsafe fn products(a: __m256i, b: __m256i) -> __m256i {
+        unsafe fn nibble(words: [__m256i; 2], nibble: usize) -> [__m256i; 2] {
             // SAFETY: the caller's promise.
-            unsafe { _mm256_madd_epi16(a, b) }
+            unsafe {
+                // No closure: it would not be compiled for the instruction set.
+                [half_nibble(words[0], nibble), half_nibble(words[1], nibble)]
+            }
         }
 
         #[inline(always)]
-        unsafe fn add_words(a: __m256i, b: __m256i) -> __m256i {
+        unsafe fn products(a: [__m256i; 2], b: [__m256i; 2]) -> __m256i {
             // SAFETY: the caller's promise.
-            unsafe { _mm256_add_epi32(a, b) }
+            unsafe { _mm256_add_epi32(_mm256_madd_epi16(a[0], b[0]), _mm256_madd_epi16(a[1], b[1])) }
         }
 
         #[inline(always)]
         unsafe fn float(words: __m256i) -> Self {
             // SAFETY: the caller's promise.
             unsafe { Self(_mm256_cvtepi32_ps(words)) }
+        }
+    }
+
+    /// [`Shorts::nibble`] of half a group.
+    ///
+    /// # Safety
+    /// The processor has AVX2.
+    #[inline(always)]
+    unsafe fn half_nibble(words: __m256i, nibble: usize) -> __m256i {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if nibble == 3 {
+                return _mm256_sub_epi16(_mm256_srli_epi16::<12>(words), _mm256_set1_epi16(8));
+            }
+            let kept = _mm256_and_si256(words, _mm256_set1_epi16(0xF << (4 * nibble)));
+            _mm256_sub_epi16(kept, _mm256_set1_epi16(8 << (4 * nibble)))
+        }
+    }
+
+    impl Shorts for Avx512 {
+        type Shorts = __m512i;
+
+        #[inline(always)]
+        unsafe fn load_i16(at: *const i16) -> __m512i {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_loadu_si512(at.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn extend_i8(at: *const u8) -> __m512i {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_cvtepi8_epi16(_mm256_loadu_si256(at.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn nibble(words: __m512i, nibble: usize) -> __m512i {
+            // SAFETY: the caller's promise.
+            unsafe {
+                if nibble == 3 {
+                    return _mm512_sub_epi16(_mm512_srli_epi16::<12>(words), _mm512_set1_epi16(8));
+                }
+                let kept = _mm512_and_si512(words, _mm512_set1_epi16(0xF << (4 * nibble)));
+                _mm512_sub_epi16(kept, _mm512_set1_epi16(8 << (4 * nibble)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn products(a: __m512i, b: __m512i) -> __m512i {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_madd_epi16(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn float(words: __m512i) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(_mm512_cvtepi32_ps(words)) }
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::gemm::{Micro, Pair};
 use super::team::Team;
 use super::{CpuConfig, Isa};
+use crossbeam::utils::CachePadded;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -82,6 +83,29 @@ impl Threads {
                     return;
                 }
                 work(task, scratch.floats());
+            }
+        });
+    }
+
+    /// As [`run`](Self::run), but every thread goes through consecutive tasks as long as it can: for tasks that read memory one after
+    /// the other, which is fetched ahead of them. Threads that are through help the others.
+    pub fn run_in_parts(&self, tasks: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
+        let threads = self.count.min(tasks);
+        let start = |part: usize| part * tasks / threads;
+        let next: Vec<_> = (0..threads).map(|part| CachePadded::new(AtomicUsize::new(start(part)))).collect();
+        if tasks == 0 {
+            return;
+        }
+        self.team.run(threads, |thread| {
+            let mut scratch = lock(&self.scratch[thread]);
+            for part in (thread..threads).chain(0..thread) {
+                loop {
+                    let task = next[part].fetch_add(1, Relaxed);
+                    if task >= start(part + 1) {
+                        break;
+                    }
+                    work(task, scratch.floats());
+                }
             }
         });
     }

@@ -17,7 +17,7 @@ mod pairs;
 mod word;
 
 pub use micro::Micro;
-pub use pack::{Panels, packed_len};
+pub use pack::{Panels, packed_len, prefetch};
 pub use pairs::Pair;
 pub use word::Word;
 

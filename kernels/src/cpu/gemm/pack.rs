@@ -203,7 +203,7 @@ fn copy_panels<T: Element, const W: usize>(source: Rows<'_, T>, out: &mut [f32],
 /// Asks for the line of an address, which need not be one of the program's. What lies in another page, as the next rows do, is
 /// what the processor does not fetch ahead by itself.
 #[inline(always)]
-pub(super) fn prefetch<T>(at: *const T) {
+pub fn prefetch<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: every x86-64 processor has the instruction, which reads nothing that the program could see.
     unsafe {

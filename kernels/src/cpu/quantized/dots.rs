@@ -11,17 +11,17 @@ use crate::quantized::{BLOCK, GROUP, GROUPS, SCALE_BYTES};
 pub const ROWS: usize = 16;
 /// Rows of weights that take turns.
 pub const COLS: usize = 16;
-/// Lanes of a sum.
-pub const LANES: usize = 8;
+/// Most lanes of a sum.
+pub const LANES: usize = 16;
 /// Rows of a that meet a row of weights in registers.
 const TOGETHER: usize = 4;
 /// Blocks of the inner size, times rows of a that meet, that stay in the first-level cache: 16 KiB.
 const PIECE: usize = 64;
 /// How far ahead, in bytes, codes are asked for with one row of a: beyond what the processor fetches by itself, and little
-/// enough to leave a in the first-level cache. At the end of a row that is the next one.
-const AHEAD: usize = 1024;
+/// enough to leave a in the first-level cache. At the end of a row that is the next one. (With 1024 instead 53 of 64 GB/s.)
+const AHEAD: usize = 4096;
 
-/// Sums of [`COLS`] rows of weights, lane by lane: of row j with row m of a.
+/// Sums of [`COLS`] rows of weights, lane by lane: of row j with row m of a. Lanes that the processor has not are zero.
 pub type Sums = [[[f32; LANES]; ROWS]; COLS];
 
 /// Codes as 16-bit integers.
@@ -41,7 +41,7 @@ pub trait Products: Codes {
     ///
     /// # Safety
     /// As for [`read`](Self::read), of the same block.
-    unsafe fn group<V: Shorts>(read: Self::Read<V>, group: usize) -> [V::Shorts; 2];
+    unsafe fn group<V: Shorts>(read: Self::Read<V>, group: usize) -> V::Shorts;
 
     /// Puts elements of a into the order of the codes of a group.
     fn arrange(group: &mut [i16; GROUP]);
@@ -58,11 +58,9 @@ impl Products for Int8 {
     }
 
     #[inline(always)]
-    unsafe fn group<V: Shorts>(codes: *const u8, group: usize) -> [V::Shorts; 2] {
+    unsafe fn group<V: Shorts>(codes: *const u8, group: usize) -> V::Shorts {
         // SAFETY: within the block.
-        unsafe {
-            [V::extend_i8(codes.add(GROUP * group)), V::extend_i8(codes.add(GROUP * group + GROUP / 2))]
-        }
+        unsafe { V::extend_i8(codes.add(GROUP * group)) }
     }
 
     fn arrange(_group: &mut [i16; GROUP]) {}
@@ -71,21 +69,18 @@ impl Products for Int8 {
 impl Products for Int4 {
     // The last nibble of sixteen bits is the sign's as well, and is shifted down.
     const FACTORS: [f32; GROUPS] = [1.0, 1.0 / 16.0, 1.0 / 256.0, 1.0];
-    type Read<V: Shorts> = [V::Shorts; 2];
+    type Read<V: Shorts> = V::Shorts;
 
     #[inline(always)]
-    unsafe fn read<V: Shorts>(block: *const u8) -> [V::Shorts; 2] {
+    unsafe fn read<V: Shorts>(block: *const u8) -> V::Shorts {
         // SAFETY: within the block.
-        unsafe {
-            let codes = block.add(SCALE_BYTES).cast::<i16>();
-            [V::load_i16(codes), V::load_i16(codes.add(GROUP / 2))]
-        }
+        unsafe { V::load_i16(block.add(SCALE_BYTES).cast()) }
     }
 
     #[inline(always)]
-    unsafe fn group<V: Shorts>(words: [V::Shorts; 2], group: usize) -> [V::Shorts; 2] {
+    unsafe fn group<V: Shorts>(words: V::Shorts, group: usize) -> V::Shorts {
         // SAFETY: the processor has the instructions.
-        unsafe { [V::nibble(words[0], group), V::nibble(words[1], group)] }
+        unsafe { V::nibble(words, group) }
     }
 
     /// A word has weights i and i + 16 of a group side by side.
@@ -164,7 +159,7 @@ pub fn dots<C: Products>(isa: Isa, a: &Activations<'_>, b: &[u8], sums: &mut Sum
     let (a, b) = (At { elements: a.elements.as_ptr(), factors: a.factors.as_ptr() }, b.as_ptr());
     match isa.level() {
         // SAFETY: rows of a and b have as many blocks (asserted); no instructions are needed.
-        Level::Generic => unsafe { dots_of::<lanes::Generic<LANES>, C>(a, b, size, sums) },
+        Level::Generic => unsafe { dots_of::<lanes::Generic<8>, C>(a, b, size, sums) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above; an `Isa` exists only when the processor has its instructions.
         Level::Avx2 => unsafe { x86::dots_avx2::<C>(a, b, size, sums) },
@@ -194,7 +189,7 @@ struct At {
 /// `a` and `b` are of that size; the processor has the instruction set of `V`.
 #[inline(always)]
 unsafe fn dots_of<V: Shorts, C: Products>(a: At, b: *const u8, size: Size, sums: &mut Sums) {
-    const { assert!(V::WIDTH == LANES) };
+    const { assert!(V::WIDTH <= LANES) };
     let mut first = 0;
     while first < size.blocks {
         let count = size.piece.min(size.blocks - first);
@@ -262,9 +257,7 @@ unsafe fn piece<V: Shorts, C: Products, const R: usize>(
                 let scale = V::splat_bf16(block, group).mul(V::splat(C::FACTORS[group]));
                 for (r, sum) in of_block.iter_mut().enumerate() {
                     let elements = a.elements.add(r).cast::<i16>().add(GROUP * group);
-                    let first = V::products(codes[0], V::load_i16(elements));
-                    let second = V::products(codes[1], V::load_i16(elements.add(GROUP / 2)));
-                    *sum = V::float(V::add_words(first, second)).fma(scale, *sum);
+                    *sum = V::float(V::products(codes, V::load_i16(elements))).fma(scale, *sum);
                 }
             }
             for (r, register) in registers.iter_mut().enumerate() {
@@ -282,20 +275,20 @@ unsafe fn piece<V: Shorts, C: Products, const R: usize>(
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{At, Products, Size, Sums, dots_of};
-    use crate::cpu::lanes::Avx2Half;
+    use crate::cpu::lanes::{Avx2Half, Avx512};
 
     macro_rules! compiled_for {
-        ($features:literal, $dots:ident) => {
+        ($features:literal, $lanes:ty, $dots:ident) => {
             /// # Safety
             /// See [`dots_of`].
             #[target_feature(enable = $features)]
             pub unsafe fn $dots<C: Products>(a: At, b: *const u8, size: Size, sums: &mut Sums) {
                 // SAFETY: the caller's promise.
-                unsafe { dots_of::<Avx2Half, C>(a, b, size, sums) }
+                unsafe { dots_of::<$lanes, C>(a, b, size, sums) }
             }
         };
     }
 
-    compiled_for!("avx2,fma", dots_avx2);
-    compiled_for!("avx512f,avx512bw,avx512vl,avx2,fma", dots_avx512);
+    compiled_for!("avx2,fma", Avx2Half, dots_avx2);
+    compiled_for!("avx512f,avx512bw,avx512vl,avx2,fma", Avx512, dots_avx512);
 }

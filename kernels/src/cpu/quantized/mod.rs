@@ -3,18 +3,18 @@
 //! The order of additions depends on the inner size alone.
 //!
 //! **Few rows.** A decoding step is bound by reading the weights, which a core must unpack as fast as memory gives them, and with
-//! several rows by multiplying. Both are fastest in integers of sixteen bits, of which one instruction multiplies sixteen pairs
-//! and adds neighbours. So each block of 128 activations becomes integers below 2¹⁵ times a power of two, *block floating
+//! several rows by multiplying. Both are fastest in integers of sixteen bits, of which one instruction multiplies sixteen or 32
+//! pairs and adds neighbours. So each block of 128 activations becomes integers below 2¹⁵ times a power of two, *block floating
 //! point*: what is lost of an activation is at most 2⁻¹⁵ of the largest in its block, nothing at all for bf16 within 2⁷ of it,
 //! where the rounding of bf16 to eight bits costs up to 2⁻⁹. A row of f32 becomes two: what the first loses is the second, which loses
 //! 2⁻³⁰. Sums of a group are exact, then f32:
 //!
-//! `out[m, n] = Σ_blocks 2ᵉ·(Σ_groups s·(Σ_l q·a'))`, eight lanes added pairwise at the end.
+//! `out[m, n] = Σ_blocks 2ᵉ·(Σ_groups s·(Σ_l q·a'))`, eight or sixteen lanes added pairwise at the end.
 //!
 //! int4 codes are masked where they lie, which leaves `16ᵏ·(q + 8)`, and `8·16ᵏ` is subtracted; the power of sixteen is in the
 //! scale.
 //!
-//! For one row of a, rows of b are read one after the other, in the order of memory. For several, some blocks of [`COLS`] rows of b take
+//! For one row of a, rows of b are read one after the other, in the order of memory, by each thread those of its own part. For several, some blocks of [`COLS`] rows of b take
 //! turns while the same blocks of four rows of a stay in the first-level cache, and again for the next four. Sums wait in memory
 //! in between, so that the bits of a row do not depend on its batch. (All rows of a at once, of fewer blocks, was a sixth slower with
 //! sixteen: sums were loaded and stored four times as often.)
@@ -150,7 +150,8 @@ fn few<C: Products>(threads: &Threads, a: Floats<'_>, b: Rows<'_>, output: Outpu
         }
     }
     let narrow = &narrow;
-    threads.run_ranges(dims.n, TASK, |cols, _| {
+    threads.run_in_parts(dims.n.div_ceil(TASK), |task, _| {
+        let cols = task * TASK..dims.n.min((task + 1) * TASK);
         let mut sums_mn = [[0.0; TASK]; ROWS];
         let mut lanes = [[[0.0; LANES]; ROWS]; COLS];
         for first in cols.clone().step_by(COLS) {
