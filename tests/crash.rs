@@ -71,6 +71,7 @@ fn killed_with_other_state_or_another_optimizer_a_run_ends_the_same() {
     )
     .unwrap();
     let fp16 = ["--config", file.to_str().unwrap()];
+    let mut all_kills = 0;
     for (name, words) in [
         ("fp32", &["--state", "fp32"][..]),
         ("bf16", &["--state", "bf16"]),
@@ -87,11 +88,14 @@ fn killed_with_other_state_or_another_optimizer_a_run_ends_the_same() {
         let start = run(&whole).args(&["--resume"]).ok().seconds;
         let kills = kill_while_training(&bench, &mut random, name, &run(name), start, STEPS);
         println!("{name}: {kills} kills");
-        assert!(kills >= 3, "only {kills} kills hit; change the delays");
+        // A resumed run of short steps may end before it is killed again.
+        assert!(kills >= 1, "no kill hit; change the delays");
+        all_kills += kills;
         run(name).args(&["--resume"]).ok();
         assert!(bench.weights(name) == bench.weights(&whole), "{name}: the weights differ");
         assert_same_losses(&bench, name, &whole, STEPS);
     }
+    assert!(all_kills >= 24, "only {all_kills} kills hit; change the delays");
 }
 
 #[test]

@@ -588,6 +588,10 @@ impl<'a> FetchThread<'a> {
             self.in_flight.push_back((group, InFlight::Offered));
             return true;
         }
+        // Open is also that of an update which failed before it came to the group.
+        if !self.pass_gate(group) {
+            return false;
+        }
         match self.read(group, lease) {
             Ok(read) => self.in_flight.push_back((group, InFlight::Read(read))),
             Err(error) => {
