@@ -45,9 +45,10 @@ use terrace_tiers::{
     ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
 };
 
-/// The state of a chunk of the first choice, some 6 MiB, is in a third-level cache from its verification through its update to its
+const CHUNK_CHOICES: [usize; 4] = [1 << 20, 1 << 18, 1 << 16, 1 << 14];
+/// Of state on disk. What is read of a chunk, some 6 MiB, is in a third-level cache from its verification through its update to its
 /// checksums: steps on a machine without a card were 1.07 times as fast as with chunks, and half as many slots, of twice the size.
-const CHUNK_CHOICES: [usize; 4] = [1 << 19, 1 << 18, 1 << 16, 1 << 14];
+const DISK_CHUNK_CHOICES: [usize; 4] = [1 << 19, 1 << 18, 1 << 16, 1 << 14];
 const WEIGHT_SLOT_CHOICES: [usize; 3] = [4, 2, 1];
 const UPDATE_SLOT_CHOICES: [usize; 3] = [12, 6, 2];
 /// Gradients of one in this many groups may wait for the next forward, which is that part of what a step computes: backward
@@ -336,6 +337,7 @@ impl Planner<'_> {
             None if on_disk => vec![false, true],
             None => vec![false],
         };
+        let chunks = if on_disk { &DISK_CHUNK_CHOICES } else { &CHUNK_CHOICES };
         let mut choices = Vec::new();
         // Every window may be as small as it can be in a tight choice.
         let groups = |tight: bool| o.gradient_groups.unwrap_or(if tight || !o.overlap() { 1 } else { 2 });
@@ -347,8 +349,7 @@ impl Planner<'_> {
         for (&signals_stay, tight) in stays.iter().flat_map(|stay| [(stay, false), (stay, true)]) {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
                 for &activations_on_disk in &places(o.activations_on_disk) {
-                    for &chunk_elements in
-                        &only(o.chunk_elements, if tight { &CHUNK_CHOICES } else { &CHUNK_CHOICES[..2] })
+                    for &chunk_elements in &only(o.chunk_elements, if tight { chunks } else { &chunks[..2] })
                     {
                         for &weight_slots in &only(
                             o.weight_slots,
