@@ -301,8 +301,10 @@ impl Updater<'_> {
         });
         self.apply(chunk.group, chunk.chunk, park.as_gradient(&gradient), slices)?;
         drop(gradient);
-        if let (Some(gate), Some(weights)) = (self.gate, &leases[self.kinds.weight]) {
-            gate.leave(chunk.group, range(self.kinds.weight).start, weights);
+        let weight = self.kinds.weight;
+        // Who waits for weights of which there is a copy is given that.
+        if let (Some(gate), Some(weights), None) = (self.gate, &leases[weight], &copies[weight]) {
+            gate.leave(chunk.group, range(weight).start, weights);
         }
         let copy = |kind: usize| copies[kind].as_ref().map(|copy| &copy[range(kind)]);
         let written =

@@ -47,7 +47,7 @@ pub struct CpuConfig {
     pub threads: usize,
     /// Instruction set; `None`: the best this machine has.
     pub isa: Option<Isa>,
-    /// Keep each thread [on a core of its own](terrace_device::affinity::stay_on_core).
+    /// Keep each thread, but for the callers', [on a core of its own](terrace_device::affinity::stay_on_core).
     pub pinned: bool,
 }
 

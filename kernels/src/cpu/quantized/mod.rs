@@ -14,9 +14,9 @@
 //! int4 codes are masked where they lie, which leaves `16ᵏ·(q + 8)`, and `8·16ᵏ` is subtracted; the power of sixteen is in the
 //! scale.
 //!
-//! For one row of a, rows of b are read one after the other, in the order of memory, by each thread those of its own part. For several, some blocks of [`COLS`] rows of b take
-//! turns while the same blocks of four rows of a stay in the first-level cache, and again for the next four. Sums wait in memory
-//! in between, so that the bits of a row do not depend on its batch. (All rows of a at once, of fewer blocks, was a sixth slower with
+//! For one row of a, rows of b are read one after the other, in the order of memory, by each thread those of its own part. For
+//! several, some blocks of [`COLS`] rows of b take turns while the same blocks of four rows of a stay in the first-level cache, and
+//! again for the next four. Sums wait in memory in between, so that the bits of a row do not depend on its batch. (All rows of a at once, of fewer blocks, was a sixth slower with
 //! sixteen: sums were loaded and stored four times as often.)
 //!
 //! Before, codes were widened to f32 and multiplied as such, four instructions for eight codes where now it is nine for 32; with
