@@ -88,6 +88,7 @@ fn a_finetune_document_and_its_metrics() {
     assert_eq!(metrics[3]["loss"], document["loss"]);
     let contract = "step loss grad_norm lr tokens step_seconds tokens_per_second floor_seconds floor_fraction bound_by \
         disk_read_bytes disk_write_bytes upload_bytes download_bytes host_peak_bytes device_peak_bytes stall_seconds";
+    let mut read = 0;
     for line in &metrics {
         let keys: Vec<&str> = line.as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!(keys.join(" "), contract);
@@ -99,13 +100,16 @@ fn a_finetune_document_and_its_metrics() {
         // Every step's update moves the whole state, during the step that follows.
         if line["step"] != 1 {
             assert!(line["disk_write_bytes"].as_u64().unwrap() >= 12 * Shape::TINY.parameters(), "{line}");
-            assert!(line["disk_read_bytes"].as_u64().unwrap() >= 12 * Shape::TINY.parameters(), "{line}");
+            read += line["disk_read_bytes"].as_u64().unwrap();
         }
         assert!(line["host_peak_bytes"].as_u64().unwrap() > 1 << 20, "{line}");
         for part in ["weights", "optimizer_state", "commit"] {
             assert!(line["stall_seconds"][part].as_f64().unwrap() >= 0.0, "{line}");
         }
     }
+
+    // Some of an update's state is read ahead, in the step before.
+    assert!(read >= 3 * 12 * Shape::TINY.parameters(), "{read}");
 
     // Without --disk-cache none there is room for copies of all state.
     bench.finetune("copies").args(&["--steps", "3"]).ok();
