@@ -126,7 +126,8 @@ impl Gate {
         self.offers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn open_up_to(&self, groups: usize) {
+    /// Opens it for groups below this one.
+    pub(crate) fn open_up_to(&self, groups: usize) {
         let mut progress = self.lock();
         // Groups without parameters are passed over.
         progress.done = progress.done.max(groups);
@@ -185,10 +186,9 @@ impl Pending {
         let mut updater = bench.updater(&*self.optimizer, self.args);
         updater.leaves_copies = self.writes_copies_last();
         updater.gate = Some(gate);
-        let done = |group| gate.open_up_to(group + 1);
         match &self.left {
-            None => updater.run(home, bench.park, Items::all(bench.spec, bench.park), done)?,
-            Some(left) => updater.run(home, bench.park, left.iter().copied(), done)?,
+            None => updater.run(home, bench.park, Items::all(bench.spec, bench.park))?,
+            Some(left) => updater.run(home, bench.park, left.iter().copied())?,
         };
         // Groups without parameters, that are updated already, or whose state is on the device may come last.
         gate.open_up_to(bench.spec.groups.len());
@@ -239,7 +239,7 @@ pub(crate) fn follow<'scope, 'a>(
     chunks: Receiver<ChunkAt>,
 ) -> Result<ScopedJoinHandle<'scope, Result>> {
     let run = move || {
-        let result = updater.stream(stored, park, &mut Items::Coming(chunks.clone()), |_| ());
+        let result = updater.stream(stored, park, &mut Items::Coming(chunks.clone()));
         if result.is_err() {
             // Whoever parks the rest of the gradient needs the memory of what is parked.
             chunks.iter().for_each(|chunk| park.forget(chunk));

@@ -45,6 +45,7 @@ use terrace_tiers::{
     ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
 };
 
+/// Elements of a chunk of state.
 const CHUNK_CHOICES: [usize; 4] = [1 << 20, 1 << 18, 1 << 16, 1 << 14];
 /// Of state on disk. What is read of a chunk, some 6 MiB, is in a third-level cache from its verification through its update to its
 /// checksums: steps on a machine without a card were 1.07 times as fast as with chunks, and half as many slots, of twice the size.

@@ -383,7 +383,7 @@ impl Engine {
                 let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
                 let bench = self.bench().expect("a training engine parks gradients");
                 let updater = bench.updater(optimizer, args);
-                let stalled = updater.run(&self.home, park, Items::all(updater.spec, park), |_| ())?;
+                let stalled = updater.run(&self.home, park, Items::all(updater.spec, park))?;
                 report.state_stall_seconds += stalled.as_secs_f64();
             }
         } else if !left.is_empty() {
@@ -604,7 +604,7 @@ impl<'a> Training<'a> {
                     Update::Later => {}
                     Update::Here(updater, stored) => {
                         let items = Items::of_group(updater.spec, block).collect();
-                        waited.0 += updater.stream(stored, self.park, &mut Items::Known(items), |_| ())?;
+                        waited.0 += updater.stream(stored, self.park, &mut Items::Known(items))?;
                     }
                     // Whether it can still be heard of is found out when its thread is waited for.
                     Update::There(spec, chunks) => {

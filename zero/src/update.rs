@@ -214,14 +214,13 @@ struct Chunk {
 const SHARED_BYTES_MIN: usize = 128 << 10;
 
 impl Updater<'_> {
-    /// Updates chunks, those of a group in their order and its last one included, with the parked gradients. `done` hears of every
-    /// group whose weights can be used. Returns the time spent waiting for the disk.
+    /// Updates chunks, those of a group in their order and its last one included, with the parked gradients. The
+    /// gate opens for every group whose weights can be used. Returns the time spent waiting for the disk.
     pub(crate) fn run(
         &self,
         home: &StateHome,
         park: &GradientPark,
         chunks: impl Iterator<Item = ChunkAt>,
-        done: impl Fn(usize),
     ) -> Result<Duration> {
         match home {
             StateHome::Resident(blobs) => {
@@ -229,25 +228,17 @@ impl Updater<'_> {
                     let began = Instant::now();
                     self.update_resident(&mut locked(&blobs[group]), park, group, chunk)?;
                     self.note(Resource::Update, began, &(group, chunk));
-                    if chunk + 1 == self.spec.chunks(group) {
-                        done(group);
-                    }
+                    self.open_behind(group, chunk);
                 }
                 Ok(Duration::ZERO)
             }
-            StateHome::Disk(stored) => self.stream(stored, park, &mut Items::Known(chunks.collect()), done),
+            StateHome::Disk(stored) => self.stream(stored, park, &mut Items::Known(chunks.collect())),
         }
     }
 
-    /// As [`run`](Self::run) for state on disk, from a shared store. `done` hears of every group whose last chunk was handed to
+    /// As [`run`](Self::run) for state on disk, from a shared store. The gate opens for every group whose last chunk was handed to
     /// the store.
-    pub(crate) fn stream(
-        &self,
-        stored: &Stored,
-        park: &GradientPark,
-        items: &mut Items,
-        done: impl Fn(usize),
-    ) -> Result<Duration> {
+    pub(crate) fn stream(&self, stored: &Stored, park: &GradientPark, items: &mut Items) -> Result<Duration> {
         stored.settle()?;
         let mut ahead: VecDeque<Chunk> = VecDeque::new();
         let mut stalled = Duration::ZERO;
@@ -264,9 +255,14 @@ impl Updater<'_> {
             let Some(next) = ahead.pop_front() else { return Ok(stalled) };
             let (group, chunk) = (next.group, next.chunk);
             stalled += self.finish(stored, park, next)?;
-            if chunk + 1 == self.spec.chunks(group) {
-                done(group);
-            }
+            self.open_behind(group, chunk);
+        }
+    }
+
+    /// Tells who waits at the gate of a group whose last chunk this was.
+    fn open_behind(&self, group: usize, chunk: usize) {
+        if let Some(gate) = self.gate.filter(|_| chunk + 1 == self.spec.chunks(group)) {
+            gate.open_up_to(group + 1);
         }
     }
 

@@ -71,34 +71,25 @@ impl Threads {
     ///
     /// `work` must not call `run` again: it holds its thread's scratch.
     pub fn run(&self, tasks: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
-        if tasks == 0 {
-            return;
-        }
-        let next = AtomicUsize::new(0);
-        self.team.run(tasks, |thread| {
-            let mut scratch = lock(&self.scratch[thread]);
-            loop {
-                let task = next.fetch_add(1, Relaxed);
-                if task >= tasks {
-                    return;
-                }
-                work(task, scratch.floats());
-            }
-        });
+        self.hand_out(tasks, 1, work);
     }
 
     /// As [`run`](Self::run), but every thread goes through consecutive tasks as long as it can: for tasks that read memory one after
     /// the other, which is fetched ahead of them. Threads that are through help the others.
     pub fn run_in_parts(&self, tasks: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
-        let threads = self.count.min(tasks);
-        let start = |part: usize| part * tasks / threads;
-        let next: Vec<_> = (0..threads).map(|part| CachePadded::new(AtomicUsize::new(start(part)))).collect();
+        self.hand_out(tasks, self.count.min(tasks), work);
+    }
+
+    /// Runs tasks in as many parts, each of which is handed out in its order; a thread begins with the part of its index.
+    fn hand_out(&self, tasks: usize, parts: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
         if tasks == 0 {
             return;
         }
-        self.team.run(threads, |thread| {
+        let start = |part: usize| part * tasks / parts;
+        let next: Vec<_> = (0..parts).map(|part| CachePadded::new(AtomicUsize::new(start(part)))).collect();
+        self.team.run(tasks, |thread| {
             let mut scratch = lock(&self.scratch[thread]);
-            for part in (thread..threads).chain(0..thread) {
+            for part in (0..parts).map(|turn| (thread + turn) % parts) {
                 loop {
                     let task = next[part].fetch_add(1, Relaxed);
                     if task >= start(part + 1) {

@@ -5,6 +5,7 @@ use crate::cpu::Isa;
 use crate::cpu::isa::Level;
 use crate::cpu::lanes;
 use crate::cpu::shorts::Shorts;
+use crate::cpu::thin::AHEAD;
 use crate::quantized::{BLOCK, GROUP, GROUPS, SCALE_BYTES};
 
 /// Most rows of a.
@@ -17,9 +18,6 @@ pub const LANES: usize = 16;
 const TOGETHER: usize = 4;
 /// Blocks of the inner size, times rows of a that meet, that stay in the first-level cache: 16 KiB.
 const PIECE: usize = 64;
-/// How far ahead, in bytes, codes are asked for with one row of a: beyond what the processor fetches by itself, and little
-/// enough to leave a in the first-level cache. At the end of a row that is the next one. (With 1024 instead 53 of 64 GB/s.)
-const AHEAD: usize = 4096;
 
 /// Sums of [`COLS`] rows of weights, lane by lane: of row j with row m of a. Lanes that the processor has not are zero.
 pub type Sums = [[[f32; LANES]; ROWS]; COLS];

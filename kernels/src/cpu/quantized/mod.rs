@@ -16,8 +16,8 @@
 //!
 //! For one row of a, rows of b are read one after the other, in the order of memory, by each thread those of its own part. For
 //! several, some blocks of [`COLS`] rows of b take turns while the same blocks of four rows of a stay in the first-level cache, and
-//! again for the next four. Sums wait in memory in between, so that the bits of a row do not depend on its batch. (All rows of a at once, of fewer blocks, was a sixth slower with
-//! sixteen: sums were loaded and stored four times as often.)
+//! again for the next four. Sums wait in memory in between, so that the bits of a row do not depend on its batch. (All rows of a at
+//! once, of fewer blocks, was a sixth slower with sixteen: sums were loaded and stored four times as often.)
 //!
 //! Before, codes were widened to f32 and multiplied as such, four instructions for eight codes where now it is nine for 32; with
 //! activations of eight bits it would be five, at up to 2⁻⁸ of the largest.
