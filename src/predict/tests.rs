@@ -266,7 +266,8 @@ proptest! {
         let seconds = step_seconds(&work, &can).unwrap() * 1.02;
         let mut roomy = work.clone();
         roomy.schedule.weight_slots[0] += 3;
-        prop_assert!(step_seconds(&roomy, &can).unwrap() <= seconds, "with more slots");
+        let with_more = step_seconds(&roomy, &can).unwrap();
+        prop_assert!(with_more <= seconds, "with more slots {with_more} instead of at most {seconds}");
         for factor in [1.2, 3.0] {
             let disks = disk(can.disks[0].1.read_bytes_per_second * factor);
             let faster = Capabilities { disks, ..can.clone() };
