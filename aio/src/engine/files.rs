@@ -231,7 +231,9 @@ impl OpenFile {
         if let OpenMode::CreateNew { len } = mode
             && let Err(e) = preallocate(&cached, len).and_then(|()| sync_parent(path))
         {
-            // The error that matters is the one at hand; an unremovable file cannot be helped here.
+            // The space is free at once, even where a child of this process that has yet to run its program holds a copy
+            // of the descriptor. The error that matters is the one at hand; what fails now cannot be helped here.
+            let _ = cached.set_len(0);
             let _ = std::fs::remove_file(path);
             return Err(IoError::from_os("creating", path, 0, len, &e));
         }
