@@ -58,10 +58,11 @@ struct Hidden(String, Vec<ParamSpec>);
 impl Hidden {
     /// gate·x, up·x and silu(gate·x) ∘ up·x. The memory goes back to the plan's arena when the tensors are dropped.
     fn inner(cx: &Context<'_>, w: &Weights<'_>, x_TD: View<'_>) -> Result<[Tensor; 3]> {
-        let (k, mut gate_TF, mut up_TF) = (cx.kernels, cx.tensor(&[T, F])?, cx.tensor(&[T, F])?);
+        let (k, mut gate_TF, mut up_TF) =
+            (cx.kernels, cx.lasting_tensor(&[T, F])?, cx.lasting_tensor(&[T, F])?);
         k.matmul.matmul(x_TD, w.get(0), gate_TF.view_mut(), MatmulSpec::NT)?;
         k.matmul.matmul(x_TD, w.get(1), up_TF.view_mut(), MatmulSpec::NT)?;
-        let mut act_TF = cx.tensor(&[T, F])?;
+        let mut act_TF = cx.lasting_tensor(&[T, F])?;
         k.activation.swiglu(gate_TF.view(), up_TF.view(), act_TF.view_mut())?;
         Ok([gate_TF, up_TF, act_TF])
     }

@@ -25,7 +25,7 @@ pub trait Device: Send + Sync + Debug {
     /// Whether device memory *is* host memory, so that uploads and downloads need no copy.
     fn unified(&self) -> bool;
 
-    /// Allocates the device's arena; called once, when the plan is sealed.
+    /// Allocates an arena; called when the plan is sealed, for memory that kernels use.
     ///
     /// # Errors
     /// Not enough memory.

@@ -5,8 +5,8 @@
 //! Blocks run in order forward and in reverse backward. Nothing but the output of a block need be kept between the two:
 //! `backward` gets the block's input again and recomputes what it needs (activation checkpointing, Chen et al.,
 //! arXiv 1604.06174). Where memory is left the engine asks `forward` for what `backward` would recompute, see
-//! [`Context::keep`]; a block that does not answer is simply recomputed. All memory a block uses beside its operands comes from [`Context::arena`]; the engine runs
-//! every block once over virtual memory and [dry kernels](terrace_kernels::dry) to learn the exact peak, so a block
+//! [`Context::keep`]; a block that does not answer is simply recomputed. All memory a block uses beside its operands comes from
+//! [`Context::arena`] and [`Context::lasting`]; the engine runs every block once over virtual memory and [dry kernels](terrace_kernels::dry) to learn the exact peak, so a block
 //! must take the same memory for the same batch shape every time, and never read tensor contents on the host.
 
 use crate::{Kept, Result};
@@ -112,6 +112,8 @@ pub struct Context<'a> {
     pub loss_scale: f32,
     /// The block's key/value cache in [`Mode::Generate`].
     pub kv: Option<KvSlot<'a>>,
+    /// Memory for what [`keep`](Self::keep) leaves: where the engine can, that of the block's gradient, which comes later.
+    pub lasting: &'a Arena,
     /// In [`Mode::Train`]: what goes from forward to backward; blocks call [`keep`](Self::keep) and
     /// [`take_kept`](Self::take_kept).
     pub kept: Kept,
@@ -125,7 +127,8 @@ impl Context<'_> {
 
     /// In `forward`, if the engine [has room](Self::keeps): leaves tensors of the arena for the `backward` of the same
     /// micro-batch, which must compute the same bits with them as without. They stay where they are, so it costs memory but no
-    /// time. Leave what is expensive to compute and not the block's input or output, which backward gets anyway.
+    /// time. Leave what is expensive to compute and not the block's input or output, which backward gets anyway. Taken from
+    /// [`lasting`](Self::lasting) it costs less memory.
     ///
     /// # Panics
     /// If the engine did not ask.
@@ -169,6 +172,22 @@ impl Context<'_> {
     /// The arena is exhausted.
     pub fn tensor_of(&self, dtype: DType, dims: &[usize]) -> Result<Tensor> {
         Ok(Tensor::new(self.arena, dtype, dims)?)
+    }
+
+    /// Takes a tensor of the activation dtype which is [left](Self::keep) for backward, if the engine asked for that.
+    ///
+    /// # Errors
+    /// The arena is exhausted.
+    pub fn lasting_tensor(&self, dims: &[usize]) -> Result<Tensor> {
+        self.lasting_tensor_of(self.dtype, dims)
+    }
+
+    /// The same, of the given dtype.
+    ///
+    /// # Errors
+    /// The arena is exhausted.
+    pub fn lasting_tensor_of(&self, dtype: DType, dims: &[usize]) -> Result<Tensor> {
+        Ok(Tensor::new(self.lasting, dtype, dims)?)
     }
 }
 

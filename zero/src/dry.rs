@@ -8,6 +8,7 @@ use crate::kept::{Keeping, KeptTensors};
 use crate::kv::{KvLayout, KvPlan};
 use crate::network::Network;
 use crate::rounds::Rounds;
+use crate::turns::Turns;
 use crate::{BatchLimits, Context, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights};
 use std::collections::{HashSet, VecDeque};
 use std::iter::{once, repeat_n};
@@ -16,9 +17,11 @@ use terrace_device::{Arena, Bytes, BytesMut, Region};
 use terrace_kernels::{DType, Tensor, View, ViewMut, dry};
 
 /// What a step needs and does.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct DryCost {
     pub(crate) arena_bytes: usize,
+    /// What blocks leave in memory of their own, by block; empty if none has any.
+    pub(crate) left_bytes: Vec<usize>,
     pub(crate) flops: u64,
 }
 
@@ -51,6 +54,8 @@ pub(crate) struct DryRun<'a> {
     /// Where the key/value cache is, if it is not all in the arena.
     pub(crate) kv: Option<KvPlan>,
     pub(crate) keeping: Keeping,
+    /// Blocks leave what they keep in memory that their gradients have in turns with them.
+    pub(crate) in_turns: bool,
     /// So many of the last groups have their state on the device, where their gradients stay.
     pub(crate) state_groups: usize,
 }
@@ -131,6 +136,9 @@ impl DryRun<'_> {
             sums: Parking::default(),
         };
         let pages = generates.then(|| self.page_table(&arena)).transpose()?;
+        let trains_in_turns = self.in_turns && mode == Mode::Train;
+        let turns =
+            if trains_in_turns { Turns::planned(self.network, self.keeping) } else { Turns::default() };
         let last = self.network.last();
         let forward_until = if mode == Mode::Train { last } else { last + 1 };
         for round in rounds {
@@ -152,6 +160,7 @@ impl DryRun<'_> {
                     }
                     if mode == Mode::Train {
                         cx.kept = self.keeping.asks(block);
+                        cx.lasting = turns.of(block).unwrap_or(&arena);
                     }
                     self.forward(block, mode, &arena, &mut cx, &mut staying[m])?;
                     kept.hold(block, m, cx.kept);
@@ -165,7 +174,7 @@ impl DryRun<'_> {
                     .try_for_each(|block| self.backward(block, &kernels, &arena, &round, &mut state))?;
             }
         }
-        Ok(DryCost { arena_bytes: arena.peak(), flops: operations(&counter) })
+        Ok(DryCost { arena_bytes: arena.peak(), left_bytes: turns.peaks(), flops: operations(&counter) })
     }
 
     /// What every block does, each on its own.
@@ -362,6 +371,7 @@ impl DryRun<'_> {
         Context {
             kernels,
             arena,
+            lasting: arena,
             dtype: self.dtype,
             mode,
             sequences: self.sample.sequences,

@@ -16,6 +16,7 @@ use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::{self, LossScale};
 use crate::state::{StateHome, StateKinds, Stored, needs_disk};
+use crate::turns::Turns;
 use crate::update::UpdateSlots;
 use crate::work::{StepWork, step_work};
 use crate::{
@@ -301,6 +302,7 @@ impl Engine {
             None => None,
         };
         if let Some(park) = &mut park {
+            park.turns = Turns::new(&*backend.device, &windows.turn_bytes)?;
             park.on_device = DeviceGradients::new(&backend, &network, config.dtype, windows.device_room)?;
         }
         let rounds = Rounds::new(config.accumulation, config.limits, &network);

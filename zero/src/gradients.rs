@@ -15,6 +15,7 @@ use crate::copies::Cargo;
 use crate::device_state::DeviceGradients;
 use crate::lane::{Lane, flat, flat_mut};
 use crate::network::Network;
+use crate::turns::{ChunkMemory, Turns};
 use crate::update::ChunkAt;
 use crate::{Backend, Gradients, Result};
 use bytemuck::cast_slice;
@@ -43,6 +44,8 @@ pub(crate) struct GradientPark {
     first: Vec<usize>,
     books: Mutex<Books>,
     pub(crate) on_device: Option<DeviceGradients>,
+    /// Memory of the gradients of some blocks, which have it in turns with what they keep; the pool has none for these.
+    pub(crate) turns: Turns,
 }
 
 /// What is parked, so that one thread can park and another take.
@@ -66,43 +69,43 @@ struct Coming {
 
 #[derive(Debug)]
 enum Parked {
-    Host(Lease),
+    Host(ChunkMemory),
     Disk(ScratchChunk),
 }
 
-/// A chunk on its way to the update.
+/// A chunk on its way to the update: of state, or of a gradient.
 #[derive(Debug)]
-pub(crate) enum Arriving {
-    Here(Lease),
+pub(crate) enum Arriving<M> {
+    Here(M),
     Reading(PendingRead),
 }
 
 /// A chunk that is in memory, but may not be what was written.
 #[derive(Debug)]
-pub(crate) enum Landed {
-    Here(Lease),
+pub(crate) enum Landed<M> {
+    Here(M),
     Unverified(Arrived),
 }
 
-impl Arriving {
-    pub(crate) fn wait(self) -> Result<Lease> {
+impl<M: From<Lease>> Arriving<M> {
+    pub(crate) fn wait(self) -> Result<M> {
         self.land()?.verify()
     }
 
     /// Waits for the transfer, and does nothing else.
-    pub(crate) fn land(self) -> Result<Landed> {
+    pub(crate) fn land(self) -> Result<Landed<M>> {
         Ok(match self {
-            Self::Here(lease) => Landed::Here(lease),
+            Self::Here(memory) => Landed::Here(memory),
             Self::Reading(read) => Landed::Unverified(read.arrive()?),
         })
     }
 }
 
-impl Landed {
-    pub(crate) fn verify(self) -> Result<Lease> {
+impl<M: From<Lease>> Landed<M> {
+    pub(crate) fn verify(self) -> Result<M> {
         match self {
-            Self::Here(lease) => Ok(lease),
-            Self::Unverified(arrived) => Ok(arrived.verify()?),
+            Self::Here(memory) => Ok(memory),
+            Self::Unverified(arrived) => Ok(arrived.verify()?.into()),
         }
     }
 }
@@ -145,6 +148,7 @@ impl GradientPark {
                 coming: VecDeque::new(),
             }),
             on_device: None,
+            turns: Turns::default(),
         })
     }
 
@@ -180,16 +184,17 @@ impl GradientPark {
         self.land_all(pool)?;
         for chunk in 0..self.spec.chunks(group) {
             let Some(arriving) = self.take(group, chunk)? else { continue };
-            let lease = arriving.wait()?;
+            let memory = arriving.wait()?;
             let (start, len) = self.range(group, chunk);
             let out = ViewMut::new(acc.bytes_mut().slice(start * 4, (start + len) * 4), DType::F32, &[len]);
-            if lane.unified {
-                ops.cast(flat(&lease, self.dtype), out)?;
-            } else {
-                let region = lane.arena.alloc(lease.len())?;
-                let (region, source) = lane.upload(Cargo::Gradient(group), lease, region)?;
-                ops.cast(View::new(region.bytes(), self.dtype, &[len]), out)?;
-                source.release()?;
+            match memory {
+                ChunkMemory::Slot(lease) if !lane.unified => {
+                    let region = lane.arena.alloc(lease.len())?;
+                    let (region, source) = lane.upload(Cargo::Gradient(group), lease, region)?;
+                    ops.cast(View::new(region.bytes(), self.dtype, &[len]), out)?;
+                    source.release()?;
+                }
+                here => ops.cast(flat(&here, self.dtype), out)?,
             }
         }
         Ok(())
@@ -215,9 +220,12 @@ impl GradientPark {
             let from = View::new(acc.bytes().slice(start * 4, (start + len) * 4), DType::F32, &[len]);
             let bytes = len * self.dtype.size();
             if lane.unified {
-                let mut lease = self.pool.acquire(bytes);
-                ops.cast(from, flat_mut(&mut lease, self.dtype))?;
-                self.keep(group, chunk, last_use, lease, pool)?;
+                let mut memory = match self.turns.of(group) {
+                    Some(arena) => ChunkMemory::Turn(arena.alloc(bytes)?),
+                    None => self.pool.acquire(bytes).into(),
+                };
+                ops.cast(from, flat_mut(&mut memory, self.dtype))?;
+                self.keep(group, chunk, last_use, memory, pool)?;
                 continue;
             }
             if self.books().coming.len() == DOWNLOAD_WINDOW {
@@ -246,7 +254,7 @@ impl GradientPark {
             return Ok(false);
         };
         let lease = download.wait()?.1;
-        self.keep(group, chunk, last_use, lease, pool)?;
+        self.keep(group, chunk, last_use, lease.into(), pool)?;
         Ok(true)
     }
 
@@ -256,20 +264,20 @@ impl GradientPark {
         group: usize,
         chunk: usize,
         last_use: bool,
-        lease: Lease,
+        memory: ChunkMemory,
         pool: &rayon::ThreadPool,
     ) -> Result {
         let mut sum = if chunk == 0 { SumOfSquares::new() } else { self.books().sums[group] };
         if last_use {
-            sum.add_threaded(pool, as_gradient(&lease, self.dtype));
+            sum.add_threaded(pool, as_gradient(&memory, self.dtype));
         }
-        let parked = match &self.scratch {
-            Some(scratch) => {
+        let parked = match (&self.scratch, memory) {
+            (Some(scratch), ChunkMemory::Slot(lease)) => {
                 let place = ScratchChunk(self.first[group] + chunk);
                 scratch.write(place, lease)?;
                 Parked::Disk(place)
             }
-            None => Parked::Host(lease),
+            (_, memory) => Parked::Host(memory),
         };
         let mut books = self.books();
         books.sums[group] = sum;
@@ -278,12 +286,12 @@ impl GradientPark {
     }
 
     /// Takes a parked chunk; `None` if there is none.
-    pub(crate) fn take(&self, group: usize, chunk: usize) -> Result<Option<Arriving>> {
+    pub(crate) fn take(&self, group: usize, chunk: usize) -> Result<Option<Arriving<ChunkMemory>>> {
         let (_, len) = self.range(group, chunk);
         let parked = self.books().parked[group][chunk].take();
         Ok(match parked {
             None => None,
-            Some(Parked::Host(lease)) => Some(Arriving::Here(lease)),
+            Some(Parked::Host(memory)) => Some(Arriving::Here(memory)),
             Some(Parked::Disk(place)) => {
                 let scratch = self.scratch.as_ref().expect("parked on a scratch volume");
                 let lease = self.pool.acquire(len * self.dtype.size());

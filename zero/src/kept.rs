@@ -1,7 +1,8 @@
 //! What blocks leave from forward to backward, so that backward need not compute it again.
 //!
 //! A kept tensor is not copied and not moved: it is the one that forward computed, and its region of the arena simply lives
-//! until the backward of the same block and micro-batch has used it. On a device with its own memory it stays there.
+//! until the backward of the same block and micro-batch has used it. On a device with its own memory it stays there; in host memory
+//! it takes turns with the block's gradient where it can (`turns.rs`).
 //! Which blocks keep is the planner's choice ([`Keeping`]); the planning run allocates the same tensors in the same order.
 
 use std::collections::HashMap;
@@ -28,7 +29,7 @@ pub(crate) struct Keeping {
     pub(crate) count: usize,
     /// Number of blocks that could.
     pub(crate) of: usize,
-    /// Bytes of the arena that all of them leave for one micro-batch.
+    /// Bytes that all of them leave for one micro-batch.
     pub(crate) bytes: usize,
 }
 
@@ -45,9 +46,14 @@ impl Keeping {
         }
     }
 
+    /// Whether `block` is asked.
+    pub(crate) fn has(&self, block: usize) -> bool {
+        block >= self.from
+    }
+
     /// How the forward of `block` in training begins.
     pub(crate) fn asks(&self, block: usize) -> Kept {
-        if block >= self.from { Kept::Wanted } else { Kept::Nothing }
+        if self.has(block) { Kept::Wanted } else { Kept::Nothing }
     }
 }
 

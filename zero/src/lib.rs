@@ -42,6 +42,7 @@ mod step;
 mod stored;
 mod timeline;
 mod train;
+mod turns;
 mod update;
 mod work;
 

@@ -8,14 +8,16 @@
 //! | weights | Σ classes slots × slot (disk), or all groups (resident) |
 //! | optimizer state | update slots × chunk × bytes of all kinds (disk), or all of it (resident) |
 //! | gradients | parked chunks × chunk × weight bytes (and × 4 bytes between the rounds of horizontal accumulation) |
+//! | gradients in turns | Σ over blocks that keep: the larger of gradient and kept activations, where all gradients wait for the norm |
 //! | activations | signal slots × signal (+ spill slots) |
-//! | device arena | accumulators, inputs, block workspaces and kept activations: the exact peak of a planning run |
+//! | device arena | accumulators, inputs, block workspaces and kept activations (but those in turns): the exact peak of a planning run |
 //! | kernel scratch, checksum tables, loading buffer | fixed |
 //!
 //! On a device with memory of its own the arena and the device's weight slots are device memory instead. The planner walks
 //! a fixed list of choices from roomy to tight and takes the first that fits with every block recomputed in backward. What is
 //! then left of the budget goes to blocks that keep their intermediates (`kept.rs`), the last ones first, as many as fit: a kept
-//! block saves operations but never costs a window, without which the disk would be waited for. Where the update follows backward,
+//! block saves operations but never costs a window, without which the disk would be waited for. In turns with gradients it may even
+//! take less memory than recomputing, and is then kept where nothing else fits. Where the update follows backward,
 //! up to half of what remains after that parks gradients of more groups ([`TRAILING_PART`]), whose update the disk then does during
 //! the next forward instead of holding backward up. Weights that stay on the device (`device_weights.rs`) get what its memory has
 //! left, then the state of groups whose weights all stay (`device_state.rs`), copies of state on disk (`cache.rs`) the rest of the
@@ -23,6 +25,7 @@
 
 mod device;
 mod keys;
+mod turns;
 
 use crate::activations::{Activations, SPILL_SLOTS};
 use crate::cache::Caching;
@@ -77,6 +80,10 @@ pub(crate) struct Windows {
     pub(crate) signals_stay: bool,
     pub(crate) signal_bytes: usize,
     pub(crate) arena_bytes: usize,
+    /// Of every block: memory that its gradient and what it keeps have in turns; 0 where they do not.
+    pub(crate) turn_bytes: Vec<usize>,
+    /// What is kept in it.
+    pub(crate) kept_in_turns: usize,
     pub(crate) keeping: Keeping,
     pub(crate) caching: Caching,
     pub(crate) device_room: DeviceRoom,
@@ -117,8 +124,8 @@ struct Choice {
 
 /// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether the update follows
 /// backward, which signals and which gradients stay, who keeps, the batch with its
-/// order, and where the key/value cache is.
-type CostKey = (usize, bool, Staying, usize, Keeping, BatchLimits, Accumulation, (Tier, KvRoom));
+/// order, where the key/value cache is, and whether gradients take turns with what is kept.
+type CostKey = (usize, bool, Staying, usize, Keeping, BatchLimits, Accumulation, (Tier, KvRoom), bool);
 
 /// What each block's cost depends on beside the network: sequences of a micro-batch, and their length.
 type Shape = (usize, usize);
@@ -156,6 +163,13 @@ pub(crate) struct Planner<'a> {
     pub(crate) device_updates: bool,
 }
 
+impl EnginePlan {
+    /// Of host and device memory.
+    fn bytes(&self) -> u64 {
+        self.memory.total(Tier::Host) + self.memory.total(Tier::Device)
+    }
+}
+
 impl Planner<'_> {
     /// The first choice that fits every budget.
     pub(crate) fn plan(&self) -> Result<EnginePlan> {
@@ -175,6 +189,7 @@ impl Planner<'_> {
             let plan = self.evaluate(choice, &copies)?;
             let (choice, plan) =
                 if fixed_state.is_none() { self.relieve_host(choice, plan)? } else { (choice, plan) };
+            let (choice, plan) = self.keep_where_it_saves(choice, plan, &keepers)?;
             if self.fits(&plan) {
                 let plan = self.keep_what_fits(choice, plan, &keepers)?;
                 let choice = Choice { keeping: plan.windows.keeping, ..choice };
@@ -187,8 +202,7 @@ impl Planner<'_> {
                 let plan = self.cache_what_fits(choice, plan)?;
                 return self.hold_what_fits(choice, plan);
             }
-            let bytes = |p: &EnginePlan| p.memory.total(Tier::Host) + p.memory.total(Tier::Device);
-            if smallest.as_ref().is_none_or(|s| bytes(&plan) < bytes(s)) {
+            if smallest.as_ref().is_none_or(|s| plan.bytes() < s.bytes()) {
                 smallest = Some(plan);
             }
         }
@@ -234,9 +248,8 @@ impl Planner<'_> {
             return Ok(plan);
         }
         let tier = self.arena_tier();
-        let arena = |plan: &EnginePlan| plan.windows.arena_bytes;
         // Some number from `plan`'s up to below `too_many` is the one.
-        let most = self.config.keep_at_most.unwrap_or(usize::MAX).min(keepers.len());
+        let most = self.keep_at_most(keepers);
         let (mut too_many, mut tried) = (most + 1, most);
         for _ in 0..KEEPING_TRIES {
             let fitting = plan.windows.keeping.count;
@@ -245,15 +258,15 @@ impl Planner<'_> {
             }
             let keeping = Keeping::last(keepers, tried.max(fitting + 1));
             let more = self.evaluate(Choice { keeping, ..choice }, &plan.windows.caching)?;
-            let (blocks, bytes) =
-                (more.windows.keeping.count - fitting, arena(&more).saturating_sub(arena(&plan)));
+            let blocks = more.windows.keeping.count - fitting;
+            let bytes = more.memory.total(tier).saturating_sub(plan.memory.total(tier));
             if self.fits(&more) {
                 plan = more;
             } else {
                 too_many = more.windows.keeping.count;
             }
             let room = self.room(tier, &plan);
-            let fit = room.saturating_mul(blocks as u64) / (bytes as u64).max(1);
+            let fit = room.saturating_mul(blocks as u64) / bytes.max(1);
             tried = (plan.windows.keeping.count + fit.min(1 << 32) as usize).min(too_many - 1);
         }
         Ok(plan)
@@ -464,12 +477,15 @@ impl Planner<'_> {
         let arena_tier = self.arena_tier();
         let Keeping { count, of, bytes, .. } = windows.keeping;
         // All of them are there at once, when backward begins.
-        let kept = (bytes * self.rounds().together) as u64;
+        let kept = (bytes * self.rounds().together).saturating_sub(windows.kept_in_turns) as u64;
         let others = windows.arena_bytes as u64 - kept;
         memory.add(arena_tier, "block workspaces and gradient accumulators", 1, others);
         if count > 0 {
             let what = format!("activations that {count} of {of} blocks keep for backward");
             memory.add(arena_tier, what, 1, kept);
+            let in_turns = windows.turn_bytes.iter().map(|&bytes| page(bytes)).sum();
+            let what = format!("activations that {count} of {of} blocks keep, in turns with their gradients");
+            memory.add(arena_tier, what, 1, in_turns);
         }
         let (slots, bytes) = windows.device_room.slots(network);
         memory.add(Tier::Device, "weights in turn on the device", slots, bytes);
@@ -509,6 +525,14 @@ impl Planner<'_> {
             &[Mode::Evaluate]
         };
         let cost = self.cost(choice, modes)?;
+        let turn_bytes = self.turn_bytes(choice, &cost);
+        let kept_in_turns = cost
+            .left_bytes
+            .iter()
+            .zip(&turn_bytes)
+            .filter(|(_, turn)| **turn > 0)
+            .map(|(left, _)| left)
+            .sum();
         let (sequences, length) = (self.sample.sequences, self.sample.length);
         let signal = |b: usize| network.output(b, sequences, length, config.dtype, Mode::Evaluate).bytes();
         let device_room = self.device_room(choice);
@@ -526,7 +550,7 @@ impl Planner<'_> {
             slot_elements: choice.chunk_elements.min(state.group_elements_max()),
             classes,
             update_slots: choice.update_slots,
-            gradient_chunks: self.gradient_chunks(choice),
+            gradient_chunks: self.gradient_chunks(choice) - self.chunks_in_turns(choice, &turn_bytes),
             gradient_groups: choice.gradient_groups,
             sum_chunks: self.sum_chunks(choice),
             gradients_on_disk: choice.gradients_on_disk,
@@ -534,6 +558,8 @@ impl Planner<'_> {
             signals_stay: choice.signals_stay,
             signal_bytes: (0..network.last()).map(signal).max().unwrap_or(0),
             arena_bytes: cost.arena_bytes.max(256),
+            turn_bytes,
+            kept_in_turns,
             keeping: choice.keeping,
             caching: caching.clone(),
             device_room,
@@ -565,6 +591,7 @@ impl Planner<'_> {
             limits: self.config.limits,
             kv: None,
             keeping,
+            in_turns: false,
             state_groups,
         }
     }
@@ -578,19 +605,23 @@ impl Planner<'_> {
         let staying = Staying::of(choice.signals_stay, choice.activations_on_disk);
         let state_groups = if unified { 0 } else { choice.state_groups };
         let kv = (config.kv_place(unified), choice.kv_room);
-        let key =
-            (chunk_elements, follows, staying, state_groups, keeping, config.limits, config.accumulation, kv);
+        let in_turns = self.is_in_turns(choice);
+        let (limits, order) = (config.limits, config.accumulation);
+        let key = (chunk_elements, follows, staying, state_groups, keeping, limits, order, kv, in_turns);
         if let Some((_, cost)) = self.runs.found.borrow().iter().find(|(known, _)| *known == key) {
-            return Ok(*cost);
+            return Ok(cost.clone());
         }
         let mut cost = DryCost::default();
         for &mode in modes {
             let run = self.dry_run(choice.chunk_elements, staying, keeping, state_groups);
-            let dry = DryRun { kv: self.kv_plan(choice.kv_room), ..run }.measure(mode)?;
+            let dry = DryRun { kv: self.kv_plan(choice.kv_room), in_turns, ..run }.measure(mode)?;
             cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
             cost.flops = cost.flops.max(dry.flops);
+            if mode == Mode::Train {
+                cost.left_bytes = dry.left_bytes;
+            }
         }
-        self.runs.found.borrow_mut().push((key, cost));
+        self.runs.found.borrow_mut().push((key, cost.clone()));
         Ok(cost)
     }
 

@@ -488,6 +488,7 @@ impl<'a> Training<'a> {
                 let mut y = self.pass.lane.target(self.activations.slot(spec.bytes()), spec)?;
                 let mut cx = self.pass.context(&self.inputs[m], loss);
                 cx.kept = self.keeping.asks(block);
+                cx.lasting = self.park.turns.of(block).unwrap_or(&self.pass.lane.arena);
                 let x_view = x.as_ref().map(crate::lane::Loaded::view);
                 self.pass.network.blocks[block].forward(&mut cx, &weights, x_view, y.view_mut())?;
                 self.kept.hold(block, m, cx.kept);
@@ -732,6 +733,7 @@ impl Pass<'_> {
         Context {
             kernels: &self.backend.kernels,
             arena: &self.lane.arena,
+            lasting: &self.lane.arena,
             dtype: self.config.dtype,
             mode: self.mode,
             sequences: self.sequences,

@@ -12,6 +12,7 @@ use crate::overlap::Gate;
 use crate::runs::Runs;
 use crate::state::{KINDS_MAX, StateHome, StateKinds, Stored, locked};
 use crate::timeline::{Resource, Timeline};
+use crate::turns::ChunkMemory;
 use crate::{EngineError, Result};
 use crossbeam::channel::Receiver;
 use rayon::prelude::*;
@@ -198,7 +199,7 @@ struct Begun {
     /// As the update must do, too.
     leaves_copies: bool,
     /// Of every kind; what the update only writes is here from the start. `None` for what is neither read nor written.
-    state: Vec<Option<Arriving>>,
+    state: Vec<Option<Arriving<Lease>>>,
 }
 
 /// A chunk whose state is on its way into memory.
@@ -206,8 +207,8 @@ struct Chunk {
     group: usize,
     chunk: usize,
     /// As [`Begun::state`].
-    state: Vec<Option<Arriving>>,
-    gradient: Arriving,
+    state: Vec<Option<Arriving<Lease>>>,
+    gradient: Arriving<ChunkMemory>,
 }
 
 /// Bytes of a chunk below which one thread sums them sooner than others wake up.
@@ -278,16 +279,25 @@ impl Updater<'_> {
         let chunk_at = (chunk.group, chunk.chunk);
         let began = Instant::now();
         let mut landed = Vec::with_capacity(chunk.state.len() + 1);
-        for arriving in chunk.state.into_iter().chain([Some(chunk.gradient)]) {
+        for arriving in chunk.state {
             landed.push(arriving.map(Arriving::land).transpose()?);
         }
+        // One from disk is verified with the state.
+        let gradient = match chunk.gradient.land()? {
+            Landed::Here(memory) => Some(memory),
+            Landed::Unverified(arrived) => {
+                landed.push(Some(Landed::Unverified(arrived)));
+                None
+            }
+        };
         let stalled = began.elapsed();
         self.note(Resource::UpdateWait, began, &chunk_at);
         let began = Instant::now();
         let elements = self.spec.chunk_len(chunk.group, chunk.chunk);
         let verified = self.share(elements, landed, |landed| landed.map(Landed::verify).transpose());
         let mut leases = verified.into_iter().collect::<Result<Vec<Option<Lease>>>>()?;
-        let gradient = leases.pop().flatten().expect("the gradient came last");
+        let from_disk = || leases.pop().flatten().expect("the gradient came last").into();
+        let gradient = gradient.unwrap_or_else(from_disk);
         let mut copies = stored.cache.lock(chunk.group);
         let range = |kind| self.kinds.range(kind, self.spec, chunk.group, chunk.chunk);
         let state = leases.iter_mut().zip(&mut *copies).enumerate();
@@ -381,7 +391,7 @@ impl Updater<'_> {
     }
 }
 
-fn parked(park: &GradientPark, group: usize, chunk: usize) -> Result<Arriving> {
+fn parked(park: &GradientPark, group: usize, chunk: usize) -> Result<Arriving<ChunkMemory>> {
     park.take(group, chunk)?.ok_or_else(|| {
         EngineError::Config(format!("group {group} has no gradient; every block must be used in a step"))
     })

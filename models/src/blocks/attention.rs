@@ -95,9 +95,9 @@ impl Attention {
     ) -> Result<Projected> {
         let tokens = x_TD.shape().rows();
         let kv_width = self.kv_heads * self.head_size;
-        let mut q = cx.tensor(&[tokens, self.heads * self.head_size])?;
-        let mut k = cx.tensor(&[tokens, kv_width])?;
-        let mut v = cx.tensor(&[tokens, kv_width])?;
+        let mut q = cx.lasting_tensor(&[tokens, self.heads * self.head_size])?;
+        let mut k = cx.lasting_tensor(&[tokens, kv_width])?;
+        let mut v = cx.lasting_tensor(&[tokens, kv_width])?;
         for (start, end) in tiles(tokens, TILE_ROWS) {
             let normed = self.norm.forward(cx, weights, x_TD.rows(start, end))?;
             let h_RD = normed.out.view();
@@ -119,8 +119,8 @@ impl Attention {
         let Projected { q, k, v } = projected;
         let (q, k) = heads.as_ref().map_or((&*q, &*k), |heads| (&heads.q_BSHK, &heads.k_BSGK));
         let dims_q = self.dims_q(cx);
-        let mut out_BSHK = cx.tensor(&dims_q)?;
-        let mut lse_BHS = cx.tensor_of(DType::F32, &[cx.sequences, self.heads, cx.length])?;
+        let mut out_BSHK = cx.lasting_tensor(&dims_q)?;
+        let mut lse_BHS = cx.lasting_tensor_of(DType::F32, &[cx.sequences, self.heads, cx.length])?;
         let (kernel, starts) = (&cx.kernels.attention, &cx.inputs[STARTS]);
         let q_BSHK = q.view().reshape(&dims_q);
         let (out, lse) = (out_BSHK.view_mut(), lse_BHS.view_mut());

@@ -53,7 +53,7 @@ impl DecoderBlock {
     fn first_half(&self, cx: &mut Context<'_>, weights: &Weights<'_>, x: View<'_>) -> Result<Intermediates> {
         let mut projected = self.attention.project(cx, weights, x)?;
         let attended = self.attention.attend(cx, weights, &mut projected)?;
-        let mut y1_TD = cx.tensor(x.shape().dims())?;
+        let mut y1_TD = cx.lasting_tensor(x.shape().dims())?;
         self.attention.residual(cx, weights, &attended, x, y1_TD.view_mut())?;
         Ok(Intermediates { projected, attended, y1_TD, inner: None })
     }

@@ -64,8 +64,8 @@ impl Mlp {
         mut y_TD: ViewMut<'_>,
     ) -> Result<Inner> {
         let dims_TF = [y1_TD.shape().rows(), self.feed_forward];
-        let mut gate_TF = cx.tensor(&dims_TF)?;
-        let mut up_TF = cx.tensor(&dims_TF)?;
+        let mut gate_TF = cx.lasting_tensor(&dims_TF)?;
+        let mut up_TF = cx.lasting_tensor(&dims_TF)?;
         for (start, end) in tiles(y1_TD.shape().rows(), TILE_ROWS) {
             let y1_RD = y1_TD.rows(start, end);
             let normed = self.norm.forward(cx, weights, y1_RD)?;

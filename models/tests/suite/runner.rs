@@ -285,6 +285,7 @@ impl<'a> Run<'a> {
         let mut context = Context {
             kernels: self.kernels,
             arena: &arena,
+            lasting: &arena,
             dtype: self.dtype,
             mode: self.mode,
             sequences: self.sequences,

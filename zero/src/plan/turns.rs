@@ -1,0 +1,54 @@
+//! Memory that gradients and kept activations have in turns.
+
+use super::{Choice, EnginePlan, Planner};
+use crate::Result;
+use crate::dry::DryCost;
+use crate::kept::Keeping;
+use crate::state::store_spec;
+use crate::turns::gradient_bytes;
+
+impl Planner<'_> {
+    /// Whether blocks that keep have such memory: all gradients wait in host memory, where compute is, too.
+    pub(super) fn is_in_turns(&self, choice: Choice) -> bool {
+        let config = self.config;
+        let waits = config.training.is_some() && !config.update_follows() && !choice.gradients_on_disk;
+        waits && self.backend.device.unified()
+    }
+
+    /// `plan`, which is that of `choice`, or one in which all blocks keep, if `plan` does not fit and that takes less: memory that a
+    /// block's gradient has anyway takes what it keeps, and no block has to recompute that elsewhere.
+    pub(super) fn keep_where_it_saves(
+        &self,
+        choice: Choice,
+        plan: EnginePlan,
+        keepers: &[(usize, usize)],
+    ) -> Result<(Choice, EnginePlan)> {
+        let is_fixed = self.config.overrides.kept_blocks.is_some();
+        if is_fixed || self.fits(&plan) || !self.is_in_turns(choice) {
+            return Ok((choice, plan));
+        }
+        let choice_of_all = Choice { keeping: Keeping::last(keepers, self.keep_at_most(keepers)), ..choice };
+        let plan_of_all = self.evaluate(choice_of_all, &plan.windows.caching)?;
+        let saves = plan_of_all.bytes() < plan.bytes();
+        Ok(if saves { (choice_of_all, plan_of_all) } else { (choice, plan) })
+    }
+
+    /// The most blocks that may keep.
+    pub(super) fn keep_at_most(&self, keepers: &[(usize, usize)]) -> usize {
+        self.config.keep_at_most.unwrap_or(usize::MAX).min(keepers.len())
+    }
+
+    /// Its bytes, by block, where planning runs found what blocks leave in it.
+    pub(super) fn turn_bytes(&self, choice: Choice, cost: &DryCost) -> Vec<usize> {
+        let spec = store_spec(self.config, self.state(), self.kinds, choice.chunk_elements);
+        let gradient = |block| gradient_bytes(&spec, block, self.config.dtype.size());
+        let bytes = |(block, &left): (usize, &usize)| if left == 0 { 0 } else { left.max(gradient(block)) };
+        cost.left_bytes.iter().enumerate().map(bytes).collect()
+    }
+
+    /// Chunks of gradients that are parked there.
+    pub(super) fn chunks_in_turns(&self, choice: Choice, turn_bytes: &[usize]) -> usize {
+        let groups = self.state().groups.iter().zip(turn_bytes).filter(|(_, bytes)| **bytes > 0);
+        groups.map(|(group, _)| group.elements.div_ceil(choice.chunk_elements)).sum()
+    }
+}
