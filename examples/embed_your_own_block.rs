@@ -47,7 +47,7 @@ impl Block for Embed {
     fn backward(&self, cx: &mut Context<'_>, _: &Weights<'_>, _: Option<View<'_>>, dy: Option<View<'_>>,
                 _: Option<ViewMut<'_>>, gradients: &mut Gradients<'_>) -> Result {
         let dy_TD = dy.expect("only the last block has no dy");
-        (0..C).try_for_each(|c| Ok(cx.kernels.embedding.scatter_add(cx.input(c), dy_TD, gradients.get(c))?))
+        (0..C).try_for_each(|c| Ok(cx.kernels.embedding.scatter_add(cx.input(c), dy_TD, gradients.get(c)?)?))
     }
 }
 
@@ -93,14 +93,14 @@ impl Block for Hidden {
             None => Self::inner(cx, w, x_TD)?,
         };
         // Parameter gradients are added to f32 accumulators, which sum over the micro-batches of a step.
-        k.matmul.matmul(dy_TD, act_TF.view(), gradients.get(2), MatmulSpec::TN_ACCUMULATE)?;
+        gradients.add_product(2, dy_TD, act_TF.view())?;
         let mut dact_TF = act_TF;
         k.matmul.matmul(dy_TD, w.get(2), dact_TF.view_mut(), MatmulSpec::NN)?;
         let [mut dgate_TF, mut dup_TF] = [cx.tensor(&[T, F])?, cx.tensor(&[T, F])?];
         k.activation.swiglu_backward(
             gate_TF.view(), up_TF.view(), dact_TF.view(), dgate_TF.view_mut(), dup_TF.view_mut())?;
-        k.matmul.matmul(dgate_TF.view(), x_TD, gradients.get(0), MatmulSpec::TN_ACCUMULATE)?;
-        k.matmul.matmul(dup_TF.view(), x_TD, gradients.get(1), MatmulSpec::TN_ACCUMULATE)?;
+        gradients.add_product(0, dgate_TF.view(), x_TD)?;
+        gradients.add_product(1, dup_TF.view(), x_TD)?;
         // dx = dy + dgate·gate + dup·up. Adding products in place needs an f32 result, which dx is here.
         let add = MatmulSpec { accumulate: true, ..MatmulSpec::NN };
         k.elementwise.cast(dy_TD, dx_TD.reborrow())?;
@@ -132,7 +132,7 @@ impl Block for Head {
         // Replaces the logits by their gradient, times one over the number of predictions in the whole step.
         let (labels_T, scale) = (cx.inputs[C].view(), cx.loss_scale);
         k.cross_entropy.loss_and_gradient(logits_TV.view_mut(), labels_T, scale, cx.loss.reborrow())?;
-        k.matmul.matmul(logits_TV.view(), x_TD, gradients.get(0), MatmulSpec::TN_ACCUMULATE)?;
+        gradients.add_product(0, logits_TV.view(), x_TD)?;
         Ok(k.matmul.matmul(logits_TV.view(), w.get(0), dx_TD, MatmulSpec::NN)?)
     }
 }

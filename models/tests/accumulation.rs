@@ -41,7 +41,9 @@ fn activations_of_one_micro_batch_and_sums_of_gradients() {
             kept_blocks: Some(3),
             ..WindowOverrides::default()
         };
-        let base = Setup { micro_batches: 8, discrete, ..Setup::on_disk(tied, vec!["nowhere".into()]) };
+        // Unclipped, so that what is kept has memory of its own.
+        let base = Setup { clip: None, ..Setup::on_disk(tied, vec!["nowhere".into()]) };
+        let base = Setup { micro_batches: 8, discrete, ..base };
         let [vertical, horizontal] = both(&Setup { overrides, ..base.clone() });
         // Boundaries of five blocks; gradients of tied embeddings wait for seven others.
         let waiting = if tied { 7 } else { 0 };

@@ -24,7 +24,9 @@ fn keeping(setup: &Setup, blocks: usize) -> Setup {
 fn setups(dir: &std::path::Path) -> Vec<Setup> {
     let mut several = Setup::on_disk(true, vec![dir.join("disk")]);
     several.micro_batches = 3;
-    let unclipped = Setup { clip: None, ..Setup::on_disk(true, vec![dir.join("unclipped")]) };
+    // Gradients of more groups would take what a larger budget leaves.
+    let overrides = WindowOverrides { gradient_groups: Some(2), ..WindowOverrides::default() };
+    let unclipped = Setup { clip: None, overrides, ..Setup::on_disk(true, vec![dir.join("unclipped")]) };
     vec![Setup::new(true), Setup { micro_batches: 1, ..Setup::new(false) }, several, unclipped]
 }
 
@@ -66,9 +68,10 @@ fn as_many_blocks_keep_as_fit() {
             }
         }
         assert!(fixed.is_sorted_by(|a, b| a.1 > b.1), "fewer operations: {fixed:?}");
-        // Where gradients have turns, memory of theirs takes what is kept, and nothing is recomputed elsewhere.
-        let takes_memory = fixed.is_sorted_by(|a, b| a.0 < b.0);
-        assert_eq!(takes_memory, setup.clip.is_none(), "{fixed:?}");
+        // Where gradients have turns, memory of theirs may take what is kept, and nothing is recomputed elsewhere.
+        if setup.clip.is_none() {
+            assert!(fixed.is_sorted_by(|a, b| a.0 < b.0), "more bytes: {fixed:?}");
+        }
     }
 }
 
@@ -78,7 +81,7 @@ fn what_blocks_keep_takes_turns_with_their_gradients() {
     let dir = tempfile::tempdir().unwrap();
     // Weights of a layer of `small_llama`: two norms, query and output, key and value, gate, up and down, each aligned.
     let gradient: u64 = 2 * (2 * 64 + 2 * 48 * 48 + 2 * 24 * 48 + 3 * 112 * 48);
-    for (number, micro_batches) in [1, 2, 12].into_iter().enumerate() {
+    for (number, micro_batches) in [1, 2, 3].into_iter().enumerate() {
         let all = |clip| {
             let disks = vec![dir.path().join(format!("{number} {clip:?}"))];
             keeping(&Setup { clip, micro_batches, ..Setup::on_disk(false, disks) }, 3)
@@ -89,9 +92,8 @@ fn what_blocks_keep_takes_turns_with_their_gradients() {
         let (in_turns, more) = kept_bytes(&all(Some(0.5)).create());
         assert_eq!(more, 0);
         let page = |bytes: u64| bytes.next_multiple_of(4096);
-        println!("{micro_batches}: {in_turns} for {} or {gradient}", kept / 3);
         assert_eq!(in_turns, 3 * page(gradient.max(kept / 3)));
-        assert_eq!(micro_batches == 12, kept / 3 > gradient);
+        assert_eq!(micro_batches > 1, kept / 3 > gradient);
     }
 }
 

@@ -12,7 +12,7 @@
 use crate::{Kept, Result};
 use std::fmt::Debug;
 use terrace_device::{Arena, BytesMut};
-use terrace_kernels::{DType, KernelSet, QuantFormat, QuantizedView, Tensor, View, ViewMut};
+use terrace_kernels::{DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, View, ViewMut};
 
 /// One parameter tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -240,22 +240,67 @@ impl<'a> Weights<'a> {
 /// The f32 gradient accumulators of a block's parameters, in the order of [`Weights`]. A block *adds* to them.
 #[derive(Debug)]
 pub struct Gradients<'a> {
-    slots: Vec<(BytesMut<'a>, Vec<usize>)>,
+    kernels: &'a KernelSet,
+    slots: Vec<GradientSlot<'a>>,
+}
+
+/// An accumulator.
+#[derive(Debug)]
+pub(crate) struct GradientSlot<'a> {
+    pub(crate) bytes: BytesMut<'a>,
+    pub(crate) dims: Vec<usize>,
+    /// Whether it holds a sum; until then its bytes mean nothing. `None` if it does from the start.
+    pub(crate) has_sum: Option<&'a mut bool>,
+}
+
+impl GradientSlot<'_> {
+    /// Whether there is something to add to. From now on there is.
+    fn begin(&mut self) -> bool {
+        self.has_sum.as_mut().is_none_or(|has_sum| std::mem::replace(*has_sum, true))
+    }
 }
 
 impl<'a> Gradients<'a> {
-    /// Collects accumulators and their dimensions in order.
-    pub fn new(slots: Vec<(BytesMut<'a>, Vec<usize>)>) -> Self {
-        Self { slots }
+    /// Collects accumulators, zeros or sums so far, and their dimensions in order.
+    pub fn new(kernels: &'a KernelSet, slots: Vec<(BytesMut<'a>, Vec<usize>)>) -> Self {
+        let slot = |(bytes, dims)| GradientSlot { bytes, dims, has_sum: None };
+        Self::of(kernels, slots.into_iter().map(slot).collect())
+    }
+
+    pub(crate) fn of(kernels: &'a KernelSet, slots: Vec<GradientSlot<'a>>) -> Self {
+        Self { kernels, slots }
     }
 
     /// The accumulator of parameter `index`.
     ///
+    /// # Errors
+    /// A kernel failed.
+    ///
     /// # Panics
     /// If there is no such parameter.
-    pub fn get(&mut self, index: usize) -> ViewMut<'_> {
-        let (bytes, dims) = &mut self.slots[index];
-        ViewMut::new(bytes.reborrow(), DType::F32, dims)
+    pub fn get(&mut self, index: usize) -> Result<ViewMut<'_>> {
+        let slot = &mut self.slots[index];
+        let has_sum = slot.begin();
+        let mut view = ViewMut::new(slot.bytes.reborrow(), DType::F32, &slot.dims);
+        if !has_sum {
+            self.kernels.elementwise.zero(view.reborrow())?;
+        }
+        Ok(view)
+    }
+
+    /// Adds `dout_RNᵀ · x_RL` to the accumulator `[N, L]` of parameter `index`: the gradient of the weight of `x · Wᵀ`. The first sum
+    /// is written over what the memory held, without zeros before it.
+    ///
+    /// # Errors
+    /// A kernel failed.
+    ///
+    /// # Panics
+    /// If there is no such parameter, or the shapes do not go together.
+    pub fn add_product(&mut self, index: usize, dout: View<'_>, x: View<'_>) -> Result {
+        let slot = &mut self.slots[index];
+        let spec = MatmulSpec { accumulate: slot.begin(), ..MatmulSpec::TN_ACCUMULATE };
+        let out = ViewMut::new(slot.bytes.reborrow(), DType::F32, &slot.dims);
+        Ok(self.kernels.matmul.matmul(dout, x, out, spec)?)
     }
 }
 

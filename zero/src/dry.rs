@@ -290,13 +290,14 @@ impl DryRun<'_> {
 
     /// The backward of a block alone.
     fn block_backward(&self, block: usize, cx: &mut Context<'_>) -> Result {
+        let kernels = cx.kernels;
         let x = block.checked_sub(1).map(|b| self.signal(b, Mode::Train));
         let dy = (block < self.network.last()).then(|| self.signal(block, Mode::Train));
         let slots = param_dims(self.network, block).into_iter().map(|dims| {
             let bytes = dims.iter().product::<usize>() * 4;
             (BytesMut::virtual_range(bytes), dims)
         });
-        let mut gradients = Gradients::new(slots.collect());
+        let mut gradients = Gradients::new(kernels, slots.collect());
         let dx = x.as_ref().map(|x| ViewMut::new(BytesMut::virtual_range(x.bytes()), x.dtype, &x.dims));
         let (x, dy) = (x.as_ref().map(virtual_view), dy.as_ref().map(virtual_view));
         self.network.blocks[block].backward(cx, &self.weights(block), x, dy, dx, &mut gradients)

@@ -11,6 +11,7 @@
 //! block computes. They land in the order in which they were started, and are summed and parked then, so that nothing depends
 //! on when that is.
 
+use crate::block::GradientSlot;
 use crate::copies::Cargo;
 use crate::device_state::DeviceGradients;
 use crate::lane::{Lane, flat, flat_mut};
@@ -22,8 +23,8 @@ use bytemuck::cast_slice;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_aio::IoEngine;
-use terrace_device::{BytesMut, Device, Download, Region};
-use terrace_kernels::{DType, View, ViewMut};
+use terrace_device::{Device, Download, Region};
+use terrace_kernels::{DType, KernelSet, View, ViewMut};
 use terrace_optimizer::{Gradient, SumOfSquares};
 use terrace_tiers::{Arrived, Lease, PendingRead, Pool, Scratch, ScratchChunk, StoreSpec, Striping};
 
@@ -161,7 +162,7 @@ impl GradientPark {
         self.on_device.as_ref().filter(|gradients| gradients.has(group))
     }
 
-    /// Fills a group's accumulator with zeros, or with what an earlier use of the group in this step parked.
+    /// Fills a group's accumulator with what an earlier use of the group in this step parked; false if there was none.
     pub(crate) fn begin(
         &self,
         backend: &Backend,
@@ -169,18 +170,16 @@ impl GradientPark {
         group: usize,
         acc: &mut Region,
         pool: &rayon::ThreadPool,
-    ) -> Result {
+    ) -> Result<bool> {
         if let Some(gradients) = self.stays(group)
             && gradients.begin(backend, group, acc)?
         {
-            return Ok(());
+            return Ok(true);
         }
-        let elements = acc.len() / 4;
-        let ops = &backend.kernels.elementwise;
-        ops.zero(ViewMut::new(acc.bytes_mut(), DType::F32, &[elements]))?;
         if self.spec.chunks(group) == 0 || !self.books().knows(group) {
-            return Ok(());
+            return Ok(false);
         }
+        let ops = &backend.kernels.elementwise;
         self.land_all(pool)?;
         for chunk in 0..self.spec.chunks(group) {
             let Some(arriving) = self.take(group, chunk)? else { continue };
@@ -197,7 +196,7 @@ impl GradientPark {
                 here => ops.cast(flat(&here, self.dtype), out)?,
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Brings a group's accumulated gradient down and parks it; its norm counts when this was the group's last use. The
@@ -351,18 +350,55 @@ impl Books {
     }
 }
 
+/// A group's accumulator in f32.
+#[derive(Debug)]
+pub(crate) struct Accumulator {
+    pub(crate) region: Region,
+    /// Of every parameter whether there is a sum of its gradient, or nothing that means anything.
+    has_sum: Vec<bool>,
+}
+
+impl Accumulator {
+    /// `is_sum` if it holds what an earlier use of the group parked.
+    pub(crate) fn new(network: &Network, group: usize, region: Region, is_sum: bool) -> Self {
+        Self { region, has_sum: vec![is_sum; network.groups[group].params.len()] }
+    }
+
+    /// Fills with zeros what no block has added to, and what lies between parameters.
+    pub(crate) fn complete(&mut self, backend: &Backend, network: &Network, group: usize) -> Result {
+        let end_of_group = self.region.len() / 4;
+        let params = network.groups[group].params.iter().zip(&self.has_sum);
+        let sums = params.filter(|(_, has_sum)| **has_sum).map(|(param, _)| {
+            let end = param.offset + param.spec.elements();
+            (param.offset, end)
+        });
+        let mut end = 0;
+        for (start, next_end) in sums.chain([(end_of_group, end_of_group)]) {
+            if end < start {
+                let bytes = self.region.bytes_mut().slice(end * 4, start * 4);
+                backend.kernels.elementwise.zero(ViewMut::new(bytes, DType::F32, &[start - end]))?;
+            }
+            end = next_end;
+        }
+        Ok(())
+    }
+}
+
 /// A block's gradient accumulators: pieces of its groups' accumulators, in the order of its parameters.
 pub(crate) fn gradient_slots<'r>(
+    kernels: &'r KernelSet,
     network: &Network,
     block: usize,
     groups: &[usize],
-    accumulators: &'r mut [Region],
+    accumulators: &'r mut [Accumulator],
 ) -> Gradients<'r> {
     let own = (0..network.groups[block].params.len()).map(|param| (block, param));
     let borrowed = network.borrows[block].iter().map(|b| (b.group, b.param));
     let order: Vec<(usize, usize)> = own.chain(borrowed).collect();
-    let mut slots: Vec<Option<(BytesMut<'r>, Vec<usize>)>> = order.iter().map(|_| None).collect();
-    for (&group, region) in groups.iter().zip(accumulators) {
+    let mut slots: Vec<Option<GradientSlot<'r>>> = order.iter().map(|_| None).collect();
+    for (&group, accumulator) in groups.iter().zip(accumulators) {
+        let Accumulator { region, has_sum } = accumulator;
+        let mut has_sum: Vec<Option<&mut bool>> = has_sum.iter_mut().map(Some).collect();
         let mut wanted: Vec<(usize, usize)> =
             order.iter().enumerate().filter(|(_, o)| o.0 == group).map(|(slot, o)| (o.1, slot)).collect();
         wanted.sort_unstable();
@@ -371,12 +407,13 @@ pub(crate) fn gradient_slots<'r>(
             let placed = &network.groups[group].params[param];
             let (start, len) = (placed.offset * 4, placed.spec.elements() * 4);
             let (mine, tail) = rest.split_at(start - at).1.split_at(len);
-            slots[slot] = Some((mine, placed.spec.dims.clone()));
+            let (dims, has_sum) = (placed.spec.dims.clone(), has_sum[param].take());
+            slots[slot] = Some(GradientSlot { bytes: mine, dims, has_sum });
             (rest, at) = (tail, start + len);
         }
     }
     let filled = slots.into_iter().map(|s| s.expect("every parameter lies in one of the block's groups"));
-    Gradients::new(filled.collect())
+    Gradients::of(kernels, filled.collect())
 }
 
 fn as_gradient(bytes: &[u8], dtype: DType) -> Gradient<'_> {

@@ -8,7 +8,7 @@ use crate::device_weights::DeviceWeights;
 use crate::engine::{Engine, Signals, Unsaved};
 use crate::failure::not_finite;
 use crate::fetch::{Fetcher, Order, Ready};
-use crate::gradients::{GradientPark, gradient_slots};
+use crate::gradients::{Accumulator, GradientPark, gradient_slots};
 use crate::kept::{Keeping, KeptTensors};
 use crate::lane::{Lane, Signal};
 use crate::network::Network;
@@ -569,17 +569,23 @@ impl<'a> Training<'a> {
             }
             // Goes on from what the rounds before added, or an earlier use of the group.
             let before = self.sums.filter(|_| !self.rounds.waits(block)).unwrap_or(self.park);
-            for (&group, acc) in groups.iter().zip(&mut accumulators) {
-                before.begin(self.pass.backend, self.pass.lane, group, acc, self.pool)?;
-            }
+            let begin = |(&group, mut acc): (&usize, Region)| {
+                let is_sum = before.begin(self.pass.backend, self.pass.lane, group, &mut acc, self.pool)?;
+                Ok(Accumulator::new(network, group, acc, is_sum))
+            };
+            let accumulators: Result<Vec<_>> = groups.iter().zip(accumulators).map(begin).collect();
+            let mut accumulators = accumulators?;
             self.block_backward(block, &ready, &groups, &mut accumulators, &mut loss, round)?;
+            for (&group, acc) in groups.iter().zip(&mut accumulators) {
+                acc.complete(self.pass.backend, network, group)?;
+            }
             self.pass.release(fetcher, ready)?;
             if block == network.last() && is_last {
                 // Before the first update of the step: a loss that is not finite must not reach the state.
                 mean = self.read_loss(loss)?;
                 loss = self.pass.lane.tensor(&zero_loss())?;
             }
-            for (&group, acc) in groups.iter().zip(&mut accumulators) {
+            for (&group, Accumulator { region: acc, .. }) in groups.iter().zip(&mut accumulators) {
                 if is_last {
                     self.forget_frozen(group, acc)?;
                     self.park.park(
@@ -624,7 +630,7 @@ impl<'a> Training<'a> {
         block: usize,
         ready: &[Ready],
         groups: &[usize],
-        accumulators: &mut [Region],
+        accumulators: &mut [Accumulator],
         loss: &mut Tensor,
         round: &Range<usize>,
     ) -> Result {
@@ -646,7 +652,8 @@ impl<'a> Training<'a> {
                 Some(spec) => Some(lane.target(self.activations.slot(spec.bytes()), spec)?),
                 None => None,
             };
-            let mut gradients = gradient_slots(network, block, groups, accumulators);
+            let kernels = &self.pass.backend.kernels;
+            let mut gradients = gradient_slots(kernels, network, block, groups, accumulators);
             let mut cx = self.pass.context(&self.inputs[m], loss);
             cx.kept = self.kept.take(block, m);
             network.blocks[block].backward(

@@ -54,6 +54,6 @@ impl Block for EmbeddingBlock {
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let dy = dy.expect("only the last block has no dy, and the embedding is the first");
-        Ok(cx.kernels.embedding.scatter_add(cx.input(IDS), dy, gradients.get(0))?)
+        Ok(cx.kernels.embedding.scatter_add(cx.input(IDS), dy, gradients.get(0)?)?)
     }
 }

@@ -153,8 +153,7 @@ impl Block for HeadBlock {
             let Normed { out: h_RD, rstd } = self.norm.forward(cx, weights, x_RD)?;
             let logits_RV = self.logits(cx, weights, h_RD.view())?;
             let dlogits_RV = self.logits_gradient(cx, logits_RV, start, end)?;
-            let dtable_VD = gradients.get(TABLE);
-            matmul.matmul(dlogits_RV.view(), h_RD.view(), dtable_VD, MatmulSpec::TN_ACCUMULATE)?;
+            gradients.add_product(TABLE, dlogits_RV.view(), h_RD.view())?;
             drop(h_RD);
             let mut dh_RD = cx.tensor_of(DType::F32, &[end - start, self.hidden])?;
             matmul.matmul(dlogits_RV.view(), weights.get(TABLE), dh_RD.view_mut(), MatmulSpec::NN)?;

@@ -99,9 +99,9 @@ impl Linear {
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let kernels = cx.kernels;
-        kernels.matmul.matmul(dout, x, gradients.get(self.weight), MatmulSpec::TN_ACCUMULATE)?;
+        gradients.add_product(self.weight, dout, x)?;
         if let Some(bias) = self.bias {
-            kernels.reduce.sum_rows(dout, gradients.get(bias))?;
+            kernels.reduce.sum_rows(dout, gradients.get(bias)?)?;
         }
         Ok(())
     }
@@ -163,7 +163,7 @@ impl Norm {
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let weight = weights.get(self.weight);
-        let dweight = gradients.get(self.weight);
+        let dweight = gradients.get(self.weight)?;
         Ok(cx.kernels.rms_norm.backward(dout, x, weight, rstd, dx, accumulate_dx, dweight)?)
     }
 }

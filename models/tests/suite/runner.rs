@@ -255,7 +255,7 @@ impl<'a> Run<'a> {
             .collect();
         let slots =
             accumulators.iter_mut().map(|(t, dims)| (t.view_mut().into_bytes(), dims.clone())).collect();
-        let mut slots = Gradients::new(slots);
+        let mut slots = Gradients::new(self.kernels, slots);
         let weights = self.weights;
         self.with_context(block, "backward", None, |cx| {
             let (x, dy) = (x.map(Tensor::view), dy.map(Tensor::view));
