@@ -5,7 +5,7 @@ mod support;
 
 use support::{Setup, weights_hash};
 use terrace_kernels::{DType, View, ViewMut};
-use terrace_models::Model;
+use terrace_models::{Model, RandomSource};
 use terrace_tiers::Tier;
 use terrace_zero::{
     Accumulation, Block, Context, Engine, Gradients, Mode, Outlook, OutputSpec, ParamSpec, PlanningRuns,
@@ -137,20 +137,49 @@ impl Block for Borrowing {
         self.0.output(sequences, length, dtype, mode)
     }
 
-    fn forward(&self, _: &mut Context<'_>, _: &Weights<'_>, _: Option<View<'_>>, _: ViewMut<'_>) -> Result {
-        unreachable!("refused before")
+    fn forward(
+        &self,
+        cx: &mut Context<'_>,
+        weights: &Weights<'_>,
+        x: Option<View<'_>>,
+        y: ViewMut<'_>,
+    ) -> Result {
+        self.0.forward(cx, weights, x, y)
     }
 
     fn backward(
         &self,
-        _: &mut Context<'_>,
-        _: &Weights<'_>,
-        _: Option<View<'_>>,
-        _: Option<View<'_>>,
-        _: Option<ViewMut<'_>>,
-        _: &mut Gradients<'_>,
+        cx: &mut Context<'_>,
+        weights: &Weights<'_>,
+        x: Option<View<'_>>,
+        dy: Option<View<'_>>,
+        dx: Option<ViewMut<'_>>,
+        gradients: &mut Gradients<'_>,
     ) -> Result {
-        unreachable!("refused before")
+        self.0.backward(cx, weights, x, dy, dx, gradients)
+    }
+}
+
+/// The blocks of `setup`, of which the last layer says that it borrows the first parameter of block `from`.
+fn borrowing(setup: &Setup, from: usize) -> Vec<Box<dyn Block>> {
+    let mut blocks = Model::new(setup.model.clone()).blocks;
+    let name = blocks[from].params()[0].name.clone();
+    let layer = blocks.remove(3);
+    blocks.insert(3, Box::new(Borrowing(layer, vec![name])));
+    blocks
+}
+
+/// Nothing is added to its accumulator, whose memory held something else before.
+#[test]
+fn a_parameter_that_is_borrowed_and_not_used_has_no_gradient_from_there() {
+    for discrete in [false, true] {
+        let setup = Setup { discrete, micro_batches: 2, ..Setup::new(true) };
+        let mut source = RandomSource::for_config(&setup.model, 7);
+        let blocks = borrowing(&setup, 1);
+        let engine = Engine::create(setup.config(), setup.backend(), blocks, &setup.sample(), &mut source);
+        let mut engine = engine.unwrap();
+        setup.continue_to(&mut engine, 2);
+        assert_eq!(weights_hash(&mut engine), setup.run(2).1);
     }
 }
 
@@ -159,11 +188,7 @@ impl Block for Borrowing {
 fn networks_that_share_otherwise_are_refused() {
     let setup = Setup { accumulation: Accumulation::Horizontal, ..Setup::new(true) };
     for (from, users) in [(1, "2 blocks"), (0, "3 blocks")] {
-        let mut blocks = Model::new(setup.model.clone()).blocks;
-        let name = blocks[from].params()[0].name.clone();
-        let layer = blocks.remove(3);
-        blocks.insert(3, Box::new(Borrowing(layer, vec![name])));
-        let runs = PlanningRuns::default();
+        let (blocks, runs) = (borrowing(&setup, from), PlanningRuns::default());
         let error = Engine::outlook(setup.config(), &setup.backend(), blocks, &setup.sample(), &runs);
         let error = error.expect_err("refused").to_string();
         for part in ["horizontal accumulation cannot", users, "Accumulate vertically"] {

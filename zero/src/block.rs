@@ -6,7 +6,8 @@
 //! `backward` gets the block's input again and recomputes what it needs (activation checkpointing, Chen et al.,
 //! arXiv 1604.06174). Where memory is left the engine asks `forward` for what `backward` would recompute, see
 //! [`Context::keep`]; a block that does not answer is simply recomputed. All memory a block uses beside its operands comes from
-//! [`Context::arena`] and [`Context::lasting`]; the engine runs every block once over virtual memory and [dry kernels](terrace_kernels::dry) to learn the exact peak, so a block
+//! [`Context::arena`] and [`Context::lasting`]; the engine runs every block once over virtual memory and
+//! [dry kernels](terrace_kernels::dry) to learn the exact peak, so a block
 //! must take the same memory for the same batch shape every time, and never read tensor contents on the host.
 
 use crate::{Kept, Result};

@@ -526,13 +526,6 @@ impl Planner<'_> {
         };
         let cost = self.cost(choice, modes)?;
         let turn_bytes = self.turn_bytes(choice, &cost);
-        let kept_in_turns = cost
-            .left_bytes
-            .iter()
-            .zip(&turn_bytes)
-            .filter(|(_, turn)| **turn > 0)
-            .map(|(left, _)| left)
-            .sum();
         let (sequences, length) = (self.sample.sequences, self.sample.length);
         let signal = |b: usize| network.output(b, sequences, length, config.dtype, Mode::Evaluate).bytes();
         let device_room = self.device_room(choice);
@@ -559,7 +552,7 @@ impl Planner<'_> {
             signal_bytes: (0..network.last()).map(signal).max().unwrap_or(0),
             arena_bytes: cost.arena_bytes.max(256),
             turn_bytes,
-            kept_in_turns,
+            kept_in_turns: cost.left_bytes.iter().sum(),
             keeping: choice.keeping,
             caching: caching.clone(),
             device_room,
