@@ -21,6 +21,7 @@ use crate::update::ChunkAt;
 use crate::{Backend, Gradients, Result};
 use bytemuck::cast_slice;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_aio::IoEngine;
 use terrace_device::{Device, Download, Region};
@@ -372,15 +373,20 @@ impl Accumulator {
             let end = param.offset + param.spec.elements();
             (param.offset, end)
         });
-        let mut end = 0;
+        let (mut end, mut gaps) = (0, Vec::new());
         for (start, next_end) in sums.chain([(end_of_group, end_of_group)]) {
             if end < start {
-                let bytes = self.region.bytes_mut().slice(end * 4, start * 4);
-                backend.kernels.elementwise.zero(ViewMut::new(bytes, DType::F32, &[start - end]))?;
+                gaps.push(end..start);
             }
             end = next_end;
         }
-        Ok(())
+        gaps.into_iter().try_for_each(|gap| self.clear(backend, gap))
+    }
+
+    /// Fills elements with zeros.
+    pub(crate) fn clear(&mut self, backend: &Backend, Range { start, end }: Range<usize>) -> Result {
+        let bytes = self.region.bytes_mut().slice(start * 4, end * 4);
+        Ok(backend.kernels.elementwise.zero(ViewMut::new(bytes, DType::F32, &[end - start]))?)
     }
 }
 

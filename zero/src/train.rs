@@ -29,7 +29,7 @@ use std::sync::Arc;
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use terrace_device::Region;
-use terrace_kernels::{DType, Tensor, ViewMut};
+use terrace_kernels::{DType, Tensor};
 use terrace_optimizer::{DeviceOptimizer, StepArgs, clip_coefficient, optimizer};
 use terrace_tiers::{StoreSpec, Tier};
 
@@ -585,19 +585,19 @@ impl<'a> Training<'a> {
                 mean = self.read_loss(loss)?;
                 loss = self.pass.lane.tensor(&zero_loss())?;
             }
-            for (&group, Accumulator { region: acc, .. }) in groups.iter().zip(&mut accumulators) {
+            for (&group, acc) in groups.iter().zip(&mut accumulators) {
                 if is_last {
                     self.forget_frozen(group, acc)?;
                     self.park.park(
                         self.pass.backend,
                         self.pass.lane,
                         group,
-                        acc,
+                        &acc.region,
                         group == block,
                         self.pool,
                     )?;
                 } else {
-                    before.park(self.pass.backend, self.pass.lane, group, acc, false, self.pool)?;
+                    before.park(self.pass.backend, self.pass.lane, group, &acc.region, false, self.pool)?;
                 }
             }
             drop(accumulators);
@@ -674,13 +674,8 @@ impl<'a> Training<'a> {
     }
 
     /// Frozen parameters have no gradient, so that the norm is that of what is trained.
-    fn forget_frozen(&self, group: usize, acc: &mut Region) -> Result {
-        for Range { start, end } in self.runs.frozen(group) {
-            let frozen = acc.bytes_mut().slice(start * 4, end * 4);
-            let frozen = ViewMut::new(frozen, DType::F32, &[end - start]);
-            self.pass.backend.kernels.elementwise.zero(frozen)?;
-        }
-        Ok(())
+    fn forget_frozen(&self, group: usize, acc: &mut Accumulator) -> Result {
+        self.runs.frozen(group).try_for_each(|frozen| acc.clear(self.pass.backend, frozen))
     }
 
     fn read_loss(&self, loss: Tensor) -> Result<f64> {
