@@ -46,6 +46,31 @@ fn newest(store: &DiskStore, group: usize) -> Result<u8, TierError> {
     Ok(bytes[0])
 }
 
+/// Whoever waited for it: a reader of the blob is told of the write, not of bytes that are not those of the step.
+#[test]
+fn a_write_that_failed_is_what_later_readers_hear_of() {
+    let dir = tempfile::tempdir().unwrap();
+    for generations in [1, 2] {
+        let engine = Arc::new(FaultLayer::new(plain(), FaultConfig::default()));
+        let disks = [dir.path().join(generations.to_string())];
+        let spec = StoreSpec { generations, ..spec() };
+        let store = DiskStore::create(&(Arc::clone(&engine) as _), &Striping::equal(&disks), spec).unwrap();
+        let (written, read) = step(&store, 1);
+        written.unwrap();
+        read.unwrap();
+        engine.fail_nth(Action::Write, 1, IoErrorKind::Device);
+        for chunk in 0..CHUNKS {
+            // A write that follows may learn of it, too.
+            let _ = store.write(key(0), chunk, lease(1, 2));
+        }
+        let failed = store.settle().expect_err("one of them failed").to_string();
+        for generation in [Generation::Newest, Generation::Next, Generation::Settled] {
+            let read = store.read(key(0), 0..CHUNKS, generation, lease(CHUNKS, 0));
+            assert_eq!(read.map(drop).expect_err("it was not written").to_string(), failed, "{generation:?}");
+        }
+    }
+}
+
 /// Writes a step, group after group, and commits it, while another thread reads every group as soon as it was written.
 /// After a failed commit the step before is the newest again.
 fn step(store: &DiskStore, step: u8) -> (Result<(), TierError>, Result<(), TierError>) {

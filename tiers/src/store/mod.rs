@@ -211,7 +211,8 @@ impl DiskStore {
     /// reads the chunks of a blob that are being written.
     ///
     /// # Errors
-    /// A write of the blob that this read depends on failed, or the chunks were overwritten by what was given up.
+    /// A write of the generation that is being written failed, and this read is of that; or the chunks were overwritten by what was
+    /// given up.
     ///
     /// # Panics
     /// If the lease has another length or a chunk of the next generation was not written yet; for
@@ -236,6 +237,12 @@ impl DiskStore {
         if generation == Generation::Live && versions.is_lost {
             drop(versions);
             return Err(self.changing());
+        }
+        // Another than this read may have waited for the write that failed: what is there is not what was to be written.
+        if generation == Generation::Next
+            && let Some(error) = &versions.next.failed
+        {
+            return Err(error.clone().into());
         }
         let generation_index = self.generation_index(&versions, generation);
         let sum = |chunk| {
