@@ -273,7 +273,7 @@ impl GradientPark {
         }
         let parked = match (&self.scratch, memory) {
             (Some(scratch), ChunkMemory::Slot(lease)) => {
-                let place = ScratchChunk(self.first[group] + chunk);
+                let place = self.place(group, chunk);
                 scratch.write(place, lease)?;
                 Parked::Disk(place)
             }
@@ -324,6 +324,20 @@ impl GradientPark {
         self.on_device.iter().for_each(DeviceGradients::clear);
     }
 
+    /// Parks what was [taken](Self::take) again, unchanged; what is on disk is still there.
+    pub(crate) fn put_back(&self, (group, chunk): ChunkAt, memory: ChunkMemory) {
+        let parked = match (&self.scratch, memory) {
+            (Some(_), ChunkMemory::Slot(_)) => Parked::Disk(self.place(group, chunk)),
+            (_, memory) => Parked::Host(memory),
+        };
+        self.books().parked[group][chunk] = Some(parked);
+    }
+
+    /// Whether the chunk is parked.
+    pub(crate) fn has(&self, (group, chunk): ChunkAt) -> bool {
+        self.books().parked[group][chunk].is_some()
+    }
+
     /// Forgets a parked chunk.
     pub(crate) fn forget(&self, (group, chunk): ChunkAt) {
         self.books().parked[group][chunk] = None;
@@ -336,6 +350,10 @@ impl GradientPark {
     /// Chunks a reader may have in flight at once without starving itself.
     pub(crate) fn reads_max(&self) -> usize {
         if self.scratch.is_some() { STAGING_SLOTS - 1 } else { usize::MAX }
+    }
+
+    fn place(&self, group: usize, chunk: usize) -> ScratchChunk {
+        ScratchChunk(self.first[group] + chunk)
     }
 
     /// Element range of a chunk: start and length.

@@ -37,6 +37,7 @@ mod runs;
 mod scale;
 mod schedule;
 mod source;
+mod speculation;
 mod state;
 mod step;
 mod stored;

@@ -164,6 +164,7 @@ impl<'a> Bench<'a> {
             pool,
             timeline,
             leaves_copies: false,
+            keeps_gradients: false,
             gate: None,
         }
     }
@@ -207,19 +208,20 @@ impl Pending {
     }
 }
 
-/// Starts [`Pending::run`] on a thread, and reads ahead for the next one if it will be of the same kind.
+/// Starts [`Pending::run`] on a thread. `reads_ahead` for the next one if it may be of the same kind.
 pub(crate) fn defer<'scope, 'a>(
     scope: &'scope Scope<'scope, 'a>,
     pending: Pending,
     bench: Bench<'a>,
     home: &'a StateHome,
     gate: &'a Gate,
+    reads_ahead: bool,
 ) -> Result<ScopedJoinHandle<'scope, Result>> {
     Builder::new()
         .name("terrace-update".into())
         .spawn_scoped(scope, move || {
             pending.run(bench, home, gate)?;
-            if let (Some(stored), None) = (home.stored(), &pending.left) {
+            if let (Some(stored), None, true) = (home.stored(), &pending.left, reads_ahead) {
                 bench.slots.read_ahead(stored, bench.kinds, bench.spec, bench.park);
             }
             Ok(())

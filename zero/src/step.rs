@@ -30,6 +30,9 @@ pub struct StepReport {
     pub loss_scale: Option<f64>,
     /// Whether the scaled gradient overflowed, so that weights and moments are those of the step before.
     pub skipped: bool,
+    /// Whether what was updated beside backward, before the norm was known, could be kept; `None` if nothing was, or no norm changes an
+    /// update.
+    pub speculated: Option<bool>,
     /// Terms in the loss.
     pub loss_terms: u64,
     /// Wall-clock seconds of the whole step.

@@ -16,6 +16,7 @@ use crate::overlap::{Bench, Gate, Pending, defer, follow, join};
 use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::LossScale;
+use crate::speculation::Follower;
 use crate::state::Stored;
 use crate::timeline::{Resource, Timeline};
 use crate::update::{ChunkAt, Items, Updater};
@@ -23,7 +24,7 @@ use crate::{
     Activations, Backend, Context, EngineConfig, EngineError, HostTensor, Kept, MicroBatch, Mode, Result,
     StepRates, StepReport, Weights,
 };
-use crossbeam::channel::{Sender, unbounded};
+use crossbeam::channel::unbounded;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::{Scope, ScopedJoinHandle};
@@ -31,7 +32,7 @@ use std::time::{Duration, Instant};
 use terrace_device::Region;
 use terrace_kernels::{DType, Tensor};
 use terrace_optimizer::{DeviceOptimizer, StepArgs, clip_coefficient, optimizer};
-use terrace_tiers::{StoreSpec, Tier};
+use terrace_tiers::Tier;
 
 /// The engine's parts that a pass over the blocks uses.
 pub(crate) struct Pass<'a> {
@@ -74,7 +75,7 @@ enum Update<'a> {
     /// Whoever completed it.
     Here(Updater<'a>, &'a Stored),
     /// A thread that hears of it.
-    There(&'a StoreSpec, Sender<ChunkAt>),
+    There(Follower<'a>),
 }
 
 /// What became of a step's update.
@@ -261,7 +262,8 @@ impl Engine {
         pending: Option<Pending>,
         report: &mut StepReport,
     ) -> Result<Vec<ChunkAt>> {
-        let args = self.step_args(lr, 1.0);
+        let args = self.step_args(lr, self.loss_scale.map_or(1.0, |current| current.inverse()));
+        let speculates = self.speculates();
         let safe = self.safe_step();
         let Self {
             config,
@@ -293,7 +295,9 @@ impl Engine {
         let (spec, slots, pool) = (&plan.spec, &*update_slots, &*pool);
         let timeline = config.timeline.as_deref();
         let bench = Bench { runs, kinds, slots, spec, pool, park, timeline };
-        let immediate = home.stored().filter(|_| config.update_follows());
+        let updater = Updater { keeps_gradients: speculates, ..bench.updater(optimizer, args) };
+        let follows = config.update_follows() || speculates;
+        let immediate = home.stored().filter(|_| follows).map(|stored| (updater, stored));
         let gate = Gate::default();
         let pass = Pass {
             network,
@@ -339,9 +343,10 @@ impl Engine {
             }
             // Offers its first slots while the update reads its first chunk.
             let fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room);
-            let deferred = pending.map(|pending| defer(scope, pending, bench, home, &gate)).transpose()?;
+            let reads_ahead = immediate.is_none();
+            let deferred = pending.map(|pending| defer(scope, pending, bench, home, &gate, reads_ahead));
+            let deferred = deferred.transpose()?;
             let mut fetcher = fetcher?;
-            let immediate = immediate.map(|store| (bench.updater(optimizer, args), store));
             left = training.all_rounds(scope, &mut fetcher, deferred, immediate, report)?;
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
             Ok(fetcher.finish())
@@ -367,6 +372,8 @@ impl Engine {
             (Err(_), None) => return Err(self.norm_not_finite()),
             (Err(_), Some(_)) => {
                 park.clear();
+                report.speculated = self.speculates().then_some(false);
+                self.unclipped = false;
                 report.skipped = true;
                 report.grad_norm = f64::NAN;
                 return Ok(Updated { scale, deferred: None });
@@ -377,7 +384,11 @@ impl Engine {
         let args = self.step_args(lr, clip * self.loss_scale.map_or(1.0, |current| current.inverse()));
         self.update_on_device(&args)?;
         if training.waits_for_norm() || self.home.disk().is_none() {
-            if self.config.overrides.overlap() && self.is_deferrable() {
+            let unclipped = clip == 1.0;
+            report.speculated = self.speculates().then_some(unclipped);
+            if let Some(left) = self.validate(unclipped, left) {
+                deferred = (!left.is_empty()).then_some((args, Some(left)));
+            } else if self.config.overrides.overlap() && self.is_deferrable() {
                 deferred = Some((args, None));
             } else {
                 let optimizer = self.optimizer.as_deref().expect("a training engine has an optimizer");
@@ -389,6 +400,7 @@ impl Engine {
         } else if !left.is_empty() {
             deferred = Some((args, Some(left)));
         }
+        self.unclipped = clip == 1.0;
         self.device_weights.outdate();
         report.update_seconds = began.elapsed().as_secs_f64();
         Ok(Updated { scale, deferred })
@@ -520,20 +532,21 @@ impl<'a> Training<'a> {
         'a: 'e,
     {
         let mut following = None;
-        let update = match immediate {
+        let mut update = match immediate {
             None => Update::Later,
             Some((updater, stored)) if !self.pass.config.overrides.overlap() => Update::Here(updater, stored),
             Some((updater, stored)) => {
                 let (sender, chunks) = unbounded();
-                let spec = updater.spec;
+                let follower = Follower::new(updater.spec, sender, updater.keeps_gradients.then_some(stored));
                 following = Some((follow(scope, updater, stored, self.park, chunks.clone())?, chunks));
-                Update::There(spec, sender)
+                Update::There(follower)
             }
         };
-        let result = self.backward(fetcher, loss, round, &update, waited);
-        // The thread ends when nobody can tell it of chunks any more.
-        drop(update);
-        let mut left = Vec::new();
+        let result = self.backward(fetcher, loss, round, &mut update, waited);
+        let mut left = match update {
+            Update::There(follower) => follower.end().collect(),
+            Update::Later | Update::Here(..) => Vec::new(),
+        };
         if let Some((thread, chunks)) = following {
             left.extend(chunks.try_iter());
             left.sort_unstable();
@@ -550,7 +563,7 @@ impl<'a> Training<'a> {
         fetcher: &mut Fetcher<'_>,
         loss: Tensor,
         round: &Range<usize>,
-        update: &Update<'_>,
+        update: &mut Update<'_>,
         waited: &mut Stopwatch,
     ) -> Result<(f64, Tensor)> {
         let network = self.pass.network;
@@ -604,20 +617,19 @@ impl<'a> Training<'a> {
             self.pass.computed(began, "backward", block)?;
             // The update of what stays on the device waits for the end of backward.
             if is_last && groups.contains(&block) && block < self.park.groups_of_host() {
-                if !matches!(update, Update::Later) {
-                    self.park.land_all(self.pool)?;
-                }
                 match update {
                     Update::Later => {}
                     Update::Here(updater, stored) => {
+                        self.park.land_all(self.pool)?;
                         let items = Items::of_group(updater.spec, block).collect();
                         waited.0 += updater.stream(stored, self.park, &mut Items::Known(items))?;
                     }
-                    // Whether it can still be heard of is found out when its thread is waited for.
-                    Update::There(spec, chunks) => {
-                        for chunk in Items::of_group(spec, block) {
-                            let _ = chunks.send(chunk);
+                    Update::There(follower) => {
+                        // As planned: what speculates has the plan of an update that waits.
+                        if follower.speculates.is_none() {
+                            self.park.land_all(self.pool)?;
                         }
+                        follower.complete(block, self.park);
                     }
                 }
             }

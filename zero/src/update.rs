@@ -156,6 +156,8 @@ pub(crate) struct Updater<'a> {
     pub(crate) timeline: Option<&'a Timeline>,
     /// Copies are not written with their chunk, but by whoever runs the update.
     pub(crate) leaves_copies: bool,
+    /// Gradients stay parked, since the chunks may have to be updated once more.
+    pub(crate) keeps_gradients: bool,
     /// Where fetch may wait for new weights.
     pub(crate) gate: Option<&'a Gate>,
 }
@@ -180,6 +182,14 @@ impl Items {
     /// The chunks of all groups whose gradients `park` has in host memory or on disk.
     pub(crate) fn all(spec: &StoreSpec, park: &GradientPark) -> impl Iterator<Item = ChunkAt> {
         (0..park.groups_of_host()).flat_map(|group| Self::of_group(spec, group))
+    }
+
+    /// The group of the chunk that is next, as far as it is known.
+    fn next_group(&self) -> Option<usize> {
+        match self {
+            Self::Known(queue) => queue.front().map(|at| at.0),
+            Self::Coming(_) => None,
+        }
     }
 
     /// The next chunk; waits for it only if `wait` says so. `None` if there is none, or none yet.
@@ -229,7 +239,9 @@ impl Updater<'_> {
                     let began = Instant::now();
                     self.update_resident(&mut locked(&blobs[group]), park, group, chunk)?;
                     self.note(Resource::Update, began, &(group, chunk));
-                    self.open_behind(group, chunk);
+                    if let Some(gate) = self.gate.filter(|_| chunk + 1 == self.spec.chunks(group)) {
+                        gate.open_up_to(group + 1);
+                    }
                 }
                 Ok(Duration::ZERO)
             }
@@ -237,8 +249,8 @@ impl Updater<'_> {
         }
     }
 
-    /// As [`run`](Self::run) for state on disk, from a shared store. The gate opens for every group whose last chunk was handed to
-    /// the store.
+    /// As [`run`](Self::run) for state on disk, from a shared store. The gate opens for every group before the one whose chunk is next:
+    /// all chunks of those were handed to the store. Who gives the chunks opens it for what follows the last.
     pub(crate) fn stream(&self, stored: &Stored, park: &GradientPark, items: &mut Items) -> Result<Duration> {
         stored.settle()?;
         let mut ahead: VecDeque<Chunk> = VecDeque::new();
@@ -254,16 +266,12 @@ impl Updater<'_> {
                 stalled += began.elapsed();
             }
             let Some(next) = ahead.pop_front() else { return Ok(stalled) };
-            let (group, chunk) = (next.group, next.chunk);
             stalled += self.finish(stored, park, next)?;
-            self.open_behind(group, chunk);
-        }
-    }
-
-    /// Tells who waits at the gate of a group whose last chunk this was.
-    fn open_behind(&self, group: usize, chunk: usize) {
-        if let Some(gate) = self.gate.filter(|_| chunk + 1 == self.spec.chunks(group)) {
-            gate.open_up_to(group + 1);
+            if let (Some(gate), Some(group)) =
+                (self.gate, ahead.front().map(|chunk| chunk.group).or_else(|| items.next_group()))
+            {
+                gate.open_up_to(group);
+            }
         }
     }
 
@@ -306,7 +314,11 @@ impl Updater<'_> {
             None => &mut **lease.as_mut().expect("what has no copy was read or will be written"),
         });
         self.apply(chunk.group, chunk.chunk, park.as_gradient(&gradient), slices)?;
-        drop(gradient);
+        if self.keeps_gradients {
+            park.put_back(chunk_at, gradient);
+        } else {
+            drop(gradient);
+        }
         let weight = self.kinds.weight;
         // Who waits for weights of which there is a copy is given that.
         if let (Some(gate), Some(weights), None) = (self.gate, &leases[weight], &copies[weight]) {

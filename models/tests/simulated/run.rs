@@ -39,6 +39,10 @@ pub struct Events {
     pub untold: u64,
     /// Steps trained.
     pub steps: u64,
+    /// Of them, those whose update ran before the norm was known, and was kept.
+    pub kept: u64,
+    /// Those in which it was in vain.
+    pub in_vain: u64,
 }
 
 /// What a training gives, whatever is done to it.
@@ -288,6 +292,8 @@ impl Run<'_> {
                     let expected = self.expected.steps[step as usize];
                     assert_eq!(numbers(&report), expected, "loss and norm of step {}", step + 1);
                     self.events.steps += 1;
+                    self.events.kept += u64::from(report.speculated == Some(true));
+                    self.events.in_vain += u64::from(report.speculated == Some(false));
                 }
                 Err(error) if on_disk => {
                     let under_way = engine.step() + u64::from(!waits_for_saves);

@@ -16,7 +16,7 @@ use terrace_optimizer::{GroupRule, LossScaleConfig, StateFormat};
 use terrace_zero::{Accumulation, Durability, Placement, WindowOverrides};
 
 /// Steps of every training.
-pub const STEPS: u64 = 4;
+pub const STEPS: u64 = 6;
 
 /// Blocks that may keep: the decoder layers.
 const LAYERS: usize = 2;
@@ -25,11 +25,20 @@ const LAYERS: usize = 2;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Training {
     pub tied: bool,
-    pub clips: bool,
+    pub clips: Clips,
     pub format: Format,
     pub micro_batches: usize,
     /// Some parameters are not trained.
     pub freezes: bool,
+}
+
+/// Which steps are clipped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Clips {
+    None,
+    /// With a limit that about half of the gradients are within.
+    Some,
+    All,
 }
 
 /// Types of weights and state.
@@ -105,7 +114,7 @@ impl Training {
     fn of(dice: &mut Dice) -> Self {
         Self {
             tied: dice.one_in(2),
-            clips: dice.one_in(2),
+            clips: if dice.one_in(2) { Clips::All } else { Clips::None },
             format: dice.pick(&[Format::Split, Format::Split, Format::Compact, Format::F32, Format::F16]),
             micro_batches: dice.pick(&[1, 2, 2, 3]),
             freezes: dice.one_in(4),
@@ -121,7 +130,11 @@ impl Training {
             WindowOverrides { kept_blocks: Some(0), overlap: Some(false), ..WindowOverrides::default() };
         setup.model = tiny_llama(self.tied);
         setup.micro_batches = self.micro_batches;
-        setup.clip = setup.clip.filter(|_| self.clips);
+        setup.clip = match self.clips {
+            Clips::None => None,
+            Clips::Some => Some([1.78, 1.27, 1.04][self.micro_batches - 1]),
+            Clips::All => Some(0.5),
+        };
         setup.overrides = overrides;
         (setup.dtype, setup.state) = match self.format {
             Format::Split => (DType::BF16, StateFormat::Split),
@@ -151,7 +164,7 @@ impl Setting {
     pub fn of(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
         let dice = &mut dice;
-        let training = Training::of(dice);
+        let mut training = Training::of(dice);
         let disks: Vec<_> =
             (0..dice.pick(&[1, 1, 2, 3])).map(|i| PathBuf::from(format!("/sim/disk{i}"))).collect();
         let disk_weights =
@@ -173,6 +186,9 @@ impl Setting {
         let lives = (0..=troubles).map(|i| Life::of(dice, chunk_elements, i < troubles)).collect();
         // Dice of their own: what else a seed stands for does not depend on it.
         let once = Dice::new(seed ^ 0x6f6e_6365).one_in(4);
+        if training.clips == Clips::All && Dice::new(seed ^ 0x736f_6d65).one_in(2) {
+            training.clips = Clips::Some;
+        }
         Self { seed, training, disks, disk_weights, disk, once, lives }
     }
 

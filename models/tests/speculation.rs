@@ -1,0 +1,221 @@
+//! An update that runs before its gradient's norm is known: kept where the norm changes nothing, done again where it does, the
+//! same bits either way.
+
+#[path = "engine_support/mod.rs"]
+mod support;
+
+use std::path::Path;
+use std::sync::Arc;
+use support::{LR, SPECULATED_CLIP, Setup, weights_hash};
+use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, open_default};
+use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
+use terrace_aio::{IoEngine, IoErrorKind};
+use terrace_kernels::DType;
+use terrace_optimizer::{LossScaleConfig, StateFormat};
+use terrace_zero::{Accumulation, Durability, Engine, Placement, StepReport, WindowOverrides};
+
+const STEPS: u64 = 10;
+
+fn base(tied: bool) -> Setup {
+    Setup { clip: Some(SPECULATED_CLIP), ..Setup::new(tied) }
+}
+
+fn on_disk(base: &Setup, dir: &Path, name: &str) -> Setup {
+    Setup { placement: Placement::Disk, disks: vec![dir.join(name)], ..base.clone() }
+}
+
+fn train(setup: &Setup, engine: &mut Engine, steps: u64) -> Vec<StepReport> {
+    let mut reports = Vec::new();
+    while engine.step() < steps {
+        reports.push(engine.train_step(&setup.batches(engine.step()), LR).unwrap());
+    }
+    reports
+}
+
+/// What must not depend on when an update runs.
+fn numbers(reports: &[StepReport]) -> Vec<(u64, u64, bool)> {
+    reports.iter().map(|r| (r.loss.to_bits(), r.grad_norm.to_bits(), r.skipped)).collect()
+}
+
+/// What is speculated in steps of one process: after a step that its norm did not change, with success if that is so again.
+fn expected(setup: &Setup, reports: &[StepReport]) -> Vec<Option<bool>> {
+    let mut before = false;
+    let of_step = |report: &StepReport| {
+        let is_same = !report.skipped && setup.clip.is_none_or(|clip| report.grad_norm < clip);
+        std::mem::replace(&mut before, is_same).then_some(is_same)
+    };
+    reports.iter().map(of_step).collect()
+}
+
+fn small_windows() -> WindowOverrides {
+    WindowOverrides {
+        weight_slots: Some(1),
+        chunk_elements: Some(1 << 14),
+        update_slots: Some(1),
+        ..WindowOverrides::default()
+    }
+}
+
+fn variants(base: &Setup, dir: &Path) -> Vec<(&'static str, Setup)> {
+    let disk = |name| on_disk(base, dir, name);
+    let windows = |overrides: WindowOverrides| WindowOverrides { chunk_elements: Some(1 << 14), ..overrides };
+    let with = |name, overrides| (name, Setup { overrides: windows(overrides), ..disk(name) });
+    let none = WindowOverrides::default();
+    vec![
+        ("as planned", disk("as planned")),
+        ("small windows", Setup { overrides: small_windows(), ..disk("small windows") }),
+        ("two threads", Setup { threads: 2, overrides: windows(none), ..disk("two threads") }),
+        ("discrete", Setup { discrete: true, overrides: windows(none), ..disk("discrete") }),
+        ("discrete, small", Setup { discrete: true, overrides: small_windows(), ..disk("discrete, small") }),
+        with("gradients on disk", WindowOverrides { gradients_on_disk: Some(true), ..none }),
+        with("nothing kept", WindowOverrides { kept_blocks: Some(0), ..none }),
+        ("horizontal", Setup { accumulation: Accumulation::Horizontal, ..disk("horizontal") }),
+        // Fewer than half of the parameters have a copy of their weights.
+        ("copies", Setup { cache_bytes: 100_000, overrides: windows(none), ..disk("copies") }),
+        ("io_uring", Setup { choice: EngineChoice::Auto, ..disk("io_uring") }),
+    ]
+}
+
+#[test]
+fn it_changes_no_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let scale = LossScaleConfig {
+        initial_scale_power: 18,
+        hysteresis: 1,
+        loss_scale_window: 2,
+        ..LossScaleConfig::default()
+    };
+    let f16 = Setup {
+        dtype: DType::F16,
+        state: StateFormat::Fp32,
+        clip: None,
+        loss_scale: Some(scale),
+        ..base(true)
+    };
+    let trainings = [
+        ("tied", base(true)),
+        ("untied", base(false)),
+        ("compact", Setup { state: StateFormat::Compact, ..base(true) }),
+        ("f16", f16.clone()),
+        ("f16, clipped", Setup { clip: Some(SPECULATED_CLIP), ..f16 }),
+    ];
+    for (training, base) in trainings {
+        let mut plain = base.create();
+        let reports = train(&base, &mut plain, STEPS);
+        assert!(reports.iter().all(|report| report.speculated.is_none()));
+        let (numbers_of_plain, hash) = (numbers(&reports), weights_hash(&mut plain));
+        let expected = expected(&base, &reports);
+        for wanted in [Some(true), Some(false), None] {
+            assert!(expected[1..].contains(&wanted), "{training}: some steps are {wanted:?}: {expected:?}");
+        }
+        for (name, setup) in variants(&base, &dir.path().join(training)) {
+            let mut engine = setup.create();
+            let reports = train(&setup, &mut engine, STEPS);
+            assert_eq!(numbers(&reports), numbers_of_plain, "{training}, {name}");
+            assert_eq!(weights_hash(&mut engine), hash, "{training}, {name}");
+            let speculated: Vec<_> = reports.iter().map(|report| report.speculated).collect();
+            assert_eq!(speculated, expected, "{training}, {name}");
+        }
+    }
+}
+
+/// Where a step could not be done again, or copies are written beside backward, or nothing runs beside anything.
+#[test]
+fn some_updates_wait() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = base(true);
+    let hash = base.run(STEPS).1;
+    let waits = WindowOverrides { overlap: Some(false), ..WindowOverrides::default() };
+    let disk = |name| on_disk(&base, dir.path(), name);
+    for (name, setup) in [
+        ("saves", Setup { durability: Durability::Checkpoint, ..disk("saves") }),
+        ("once", Setup { durability: Durability::None, ..disk("once") }),
+        ("no overlap", Setup { overrides: waits, ..disk("no overlap") }),
+        ("copies", Setup { cache_bytes: u64::MAX, ..disk("copies") }),
+        ("no norm", Setup { clip: None, ..disk("no norm") }),
+        ("host", Setup { placement: Placement::Host, ..base.clone() }),
+    ] {
+        let mut engine = setup.create();
+        let reports = train(&setup, &mut engine, STEPS);
+        assert!(reports.iter().all(|report| report.speculated.is_none()), "{name}");
+        assert!(weights_hash(&mut engine) == hash || setup.clip.is_none(), "{name}");
+    }
+}
+
+/// Every step is committed: a process that goes on after any of them gives the same bits.
+#[test]
+fn it_goes_on_after_every_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = base(false);
+    let (losses, hash) = base.run(STEPS);
+    for life in [1, 2, 3] {
+        let setup = Setup { overrides: small_windows(), ..on_disk(&base, dir.path(), &life.to_string()) };
+        let mut engine = setup.create();
+        let mut found = Vec::new();
+        let mut kept = 0;
+        while engine.step() < STEPS {
+            let until = STEPS.min(engine.step() + life);
+            let reports = train(&setup, &mut engine, until);
+            assert_eq!(reports[0].speculated, None, "nothing is known of the step before");
+            kept += reports.iter().filter(|report| report.speculated == Some(true)).count();
+            found.extend(reports.iter().map(|report| report.loss));
+            drop(engine);
+            engine = setup.resume().unwrap();
+            assert_eq!(engine.step(), until);
+        }
+        assert_eq!(found, losses);
+        assert_eq!(weights_hash(&mut engine), hash);
+        assert!(kept > 0 || life == 1, "{kept}");
+    }
+}
+
+/// Whatever fails, beside backward or later: the last committed step is there and goes on with the same bits. A write that fails in
+/// an update that is given up changes nothing.
+#[test]
+fn a_failure_goes_back_to_the_last_commit() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = base(true);
+    let expected: Vec<u64> = (0..=STEPS).map(|steps| base.run(steps).1).collect();
+    let mut failed = [0; 3];
+    for (kind, action) in [Action::Read, Action::Write, Action::Sync].into_iter().enumerate() {
+        for nth in (0..).step_by(if action == Action::Sync { 3 } else { 41 }) {
+            let io =
+                open_default(&IoConfig { choice: EngineChoice::Threads, ..IoConfig::default() }).unwrap();
+            let faults = Arc::new(FaultLayer::new(io, FaultConfig::default()));
+            let name = format!("{action:?}-{nth}");
+            let setup = Setup {
+                io: Some(Arc::clone(&faults) as Arc<dyn IoEngine>),
+                overrides: small_windows(),
+                ..on_disk(&base, dir.path(), &name)
+            };
+            let mut engine = setup.create();
+            faults.fail_nth(action, nth, IoErrorKind::Device);
+            let mut run = || -> terrace_zero::Result<()> {
+                while engine.step() < STEPS {
+                    engine.train_step(&setup.batches(engine.step()), LR)?;
+                }
+                engine.flush()
+            };
+            let Err(error) = run() else {
+                if faults.injected() == 0 {
+                    break;
+                }
+                // It was a write in vain.
+                assert_eq!(action, Action::Write, "{name}");
+                assert_eq!(weights_hash(&mut engine), expected[STEPS as usize], "{name}");
+                continue;
+            };
+            let text = error.to_string();
+            assert!(text.contains("Input/output error"), "{name}: {text}");
+            failed[kind] += 1;
+            let step = engine.step();
+            drop(engine);
+            let mut engine = setup.resume().unwrap();
+            assert!(step <= engine.step(), "{name}: step {step} was committed");
+            assert_eq!(weights_hash(&mut engine), expected[engine.step() as usize], "{name}");
+            train(&setup, &mut engine, STEPS);
+            assert_eq!(weights_hash(&mut engine), expected[STEPS as usize], "{name}");
+        }
+    }
+    assert!(failed.iter().all(|&count| count > 3), "{failed:?}");
+}

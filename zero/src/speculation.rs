@@ -1,0 +1,101 @@
+//! Updates that do not wait for the gradient's norm although it may change them.
+//!
+//! Clipping needs the norm of the whole gradient, which is known when backward ends. A deferred update (`overlap.rs`) then has only
+//! the next forward for its reads and writes, and the disk is idle in backward. Most steps of most runs are not clipped, though. So
+//! after a step that was not, groups are updated beside backward as if this one would not be either, which is what is done without
+//! clipping. Their gradients stay parked. When the norm is known and changes nothing, the update is the real one, whatever of it is
+//! left is deferred, and the gradients are let go. Otherwise what was written is forgotten, the whole update is deferred, and the next
+//! step does not speculate. Weights are the same bits either way. SuperOffload (arXiv 2509.21271) speculates so for state in host
+//! memory, and takes the update back where it must; here the step before is still the live generation on disk, and there is nothing
+//! to take back.
+//!
+//! Groups of which there are copies are left to the deferred update, since copies are updated where they are. Where they are most of
+//! the state, nothing is done ahead: then their writes use the disk in backward.
+//!
+//! State whose saves alone are durable is overwritten from the second step after one on, so it waits for the norm.
+
+use crate::engine::Engine;
+use crate::gradients::GradientPark;
+use crate::state::Stored;
+use crate::update::{ChunkAt, Items};
+use crate::{Durability, TrainingConfig};
+use crossbeam::channel::Sender;
+use std::collections::VecDeque;
+use terrace_tiers::StoreSpec;
+
+/// Tells a thread that updates beside backward which chunks it can update.
+pub(crate) struct Follower<'a> {
+    pub(crate) spec: &'a StoreSpec,
+    pub(crate) chunks: Sender<ChunkAt>,
+    /// The state, where the update may have to be done again.
+    pub(crate) speculates: Option<&'a Stored>,
+    /// Chunks whose gradients are complete, but still on their way down.
+    landing: VecDeque<ChunkAt>,
+    /// Chunks that wait for the norm.
+    later: Vec<ChunkAt>,
+}
+
+impl<'a> Follower<'a> {
+    pub(crate) fn new(spec: &'a StoreSpec, chunks: Sender<ChunkAt>, speculates: Option<&'a Stored>) -> Self {
+        Self { spec, chunks, speculates, landing: VecDeque::new(), later: Vec::new() }
+    }
+
+    /// The gradient of a group is complete. Passes on every chunk that is in host memory or on disk.
+    pub(crate) fn complete(&mut self, group: usize, park: &GradientPark) {
+        let items = Items::of_group(self.spec, group);
+        if self.speculates.is_some_and(|stored| has_copies(stored, group)) {
+            self.later.extend(items);
+            return;
+        }
+        self.landing.extend(items);
+        while let Some(&chunk) = self.landing.front().filter(|chunk| park.has(**chunk)) {
+            // Whether it can still be heard of is found out when its thread is waited for.
+            let _ = self.chunks.send(chunk);
+            self.landing.pop_front();
+        }
+    }
+
+    /// The thread ends when it has updated what it knows of. Gives what it was not told of.
+    pub(crate) fn end(self) -> impl Iterator<Item = ChunkAt> {
+        self.later.into_iter().chain(self.landing)
+    }
+}
+
+impl Engine {
+    /// Whether the update of this step runs beside backward as if its norm changed nothing. The same from its beginning until its norm
+    /// is known.
+    pub(crate) fn speculates(&self) -> bool {
+        let Self { config, home, park, plan, .. } = self;
+        let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
+        let can_be_done_again = config.durability == Durability::Step;
+        if !(waits && can_be_done_again && self.unclipped && config.overrides.overlap()) {
+            return false;
+        }
+        let (Some(stored), Some(park)) = (home.stored(), park) else { return false };
+        let groups = &plan.spec.groups[..park.groups_of_host()];
+        let elements = groups.iter().map(|group| group.elements).enumerate();
+        let (copied, rest): (Vec<_>, Vec<_>) = elements.partition(|(group, _)| has_copies(stored, *group));
+        let sum = |groups: Vec<(usize, u64)>| groups.iter().map(|group| group.1).sum::<u64>();
+        sum(copied) < sum(rest)
+    }
+
+    /// The norm is known, and changes nothing if `is_same`. Gives what is left of an update that ran beside backward and came to all
+    /// but `left`, in order; `None` if all is still to be done, since there was none or it was in vain.
+    pub(crate) fn validate(&self, is_same: bool, left: Vec<ChunkAt>) -> Option<Vec<ChunkAt>> {
+        if !self.speculates() {
+            return None;
+        }
+        let (park, stored) = (self.park.as_ref()?, self.home.stored()?);
+        if !is_same {
+            stored.store.abandon();
+            return None;
+        }
+        let is_done = |chunk: &ChunkAt| left.binary_search(chunk).is_err();
+        Items::all(&self.plan.spec, park).filter(is_done).for_each(|chunk| park.forget(chunk));
+        Some(left)
+    }
+}
+
+fn has_copies(stored: &Stored, group: usize) -> bool {
+    stored.cache.lock(group).iter().any(Option::is_some)
+}
