@@ -7,7 +7,7 @@
 //! its part, and together they are no faster than they were together.
 
 use crate::calibrate::{Calibration, Gemm, MemoryRates, Profile, Rates};
-use crate::predict::step_seconds;
+use crate::predict::{step_seconds, unclipped_step_seconds};
 use serde::Serialize;
 use std::path::PathBuf;
 use terrace_kernels::DType;
@@ -52,6 +52,8 @@ pub struct Floor {
     pub seconds: Vec<(&'static str, f64)>,
     /// What a step is [expected](crate::predict) to take, in the order in which it does its work.
     pub expected: Option<f64>,
+    /// The same where no step is clipped, if that makes a difference.
+    pub unclipped: Option<f64>,
 }
 
 impl Capabilities {
@@ -138,10 +140,12 @@ impl Floor {
         if disk > 0.0 {
             seconds.push(("disk", disk));
         }
-        let mut floor = Self { seconds, expected: None };
+        let mut floor = Self { seconds, ..Self::default() };
         // Host memory, which everything shares, has no phases.
         let least = floor.bound().map_or(0.0, |(_, seconds)| seconds);
-        floor.expected = step_seconds(work, can).map(|seconds| seconds.max(least));
+        let [expected, unclipped] = [step_seconds(work, can), unclipped_step_seconds(work, can)];
+        floor.expected = expected.map(|seconds| seconds.max(least));
+        floor.unclipped = unclipped.map(|seconds| seconds.max(least));
         floor
     }
 

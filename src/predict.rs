@@ -27,7 +27,7 @@ mod step;
 
 use crate::floor::Capabilities;
 use step::Run;
-use terrace_zero::StepWork;
+use terrace_zero::{Schedule, StepWork};
 
 /// Steps that are played: the first has no update before it, and the second finds more read ahead than those that follow.
 const STEPS: usize = 6;
@@ -38,17 +38,27 @@ const MEASURED: usize = 2;
 const PIECES: usize = 512;
 
 /// Seconds of a step of `work`; `None` if nothing is known that takes any. Work without a schedule is all done beside each other.
+///
+/// Where clipping delays updates, every step is clipped.
 pub fn step_seconds(work: &StepWork, can: &Capabilities) -> Option<f64> {
-    let seconds = if work.schedule.passes.is_empty() {
-        at_once(work, can)
-    } else {
-        let mut run = Run::new(work, can);
-        let mut ends = [0.0; STEPS];
-        for end in &mut ends {
-            *end = run.step()?;
-        }
-        (ends[STEPS - 1] - ends[STEPS - 1 - MEASURED]) / MEASURED as f64
-    };
+    if work.schedule.passes.is_empty() {
+        return Some(at_once(work, can)).filter(|seconds| *seconds > 0.0);
+    }
+    played(&work.schedule, work.unified, can)
+}
+
+/// The same where no step is clipped; `None` if that makes no difference.
+pub fn unclipped_step_seconds(work: &StepWork, can: &Capabilities) -> Option<f64> {
+    played(&work.schedule.unclipped()?, work.unified, can)
+}
+
+fn played(schedule: &Schedule, unified: bool, can: &Capabilities) -> Option<f64> {
+    let mut run = Run::new(schedule, unified, can);
+    let mut ends = [0.0; STEPS];
+    for end in &mut ends {
+        *end = run.step()?;
+    }
+    let seconds = (ends[STEPS - 1] - ends[STEPS - 1 - MEASURED]) / MEASURED as f64;
     Some(seconds).filter(|seconds| *seconds > 0.0)
 }
 

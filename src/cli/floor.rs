@@ -74,8 +74,11 @@ pub fn of_engine(engine: &Engine, can: &Capabilities) -> Floor {
     let mut floor = Floor::new(&engine.step_work(), can);
     // The best of single products, which is all that a start measures, says too little about a step.
     floor.expected = floor.expected.filter(|_| can.training.is_some());
+    floor.unclipped = floor.unclipped.filter(|_| can.training.is_some());
     if let Some((bound, seconds)) = floor.bound() {
-        let expected = floor.expected.map_or(String::new(), |s| format!("; {} expected", time(s)));
+        let unclipped =
+            floor.unclipped.map_or(String::new(), |s| format!(", {} while nothing is clipped", time(s)));
+        let expected = floor.expected.map_or(String::new(), |s| format!("; {} expected{unclipped}", time(s)));
         eprintln!("floor of a step: {}, bound by {bound}{expected}", time(seconds));
     }
     floor
@@ -149,6 +152,9 @@ impl Summary {
         let mut text = format!("median step {}", time(median));
         if let Some(expected) = floor.expected {
             text += &format!(", expected {}", time(expected));
+        }
+        if let Some(unclipped) = floor.unclipped {
+            text += &format!(" ({} while nothing is clipped)", time(unclipped));
         }
         match floor.bound() {
             None => text += "; no floor: nothing was measured",
@@ -239,7 +245,7 @@ mod tests {
     #[test]
     fn the_last_word() {
         let mut summary = Summary::default();
-        let floor = Floor { seconds: vec![("compute", 0.5), ("disk", 1.5)], expected: None };
+        let floor = Floor { seconds: vec![("compute", 0.5), ("disk", 1.5)], ..Floor::default() };
         assert_eq!(summary.text(&floor), None);
         for seconds in [9.0, 2.0, 1.0] {
             let stall_seconds = [("optimizer_state".to_owned(), 1.0)].into();

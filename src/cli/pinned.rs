@@ -198,6 +198,9 @@ pub struct Step {
     /// What a step is expected to take.
     #[serde(default)]
     pub expected_seconds: Option<f64>,
+    /// The same while no step is clipped, if that makes a difference.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unclipped_seconds: Option<f64>,
     pub bound_by: Option<String>,
 }
 
@@ -364,6 +367,7 @@ impl Step {
             seconds: floor.seconds.iter().map(|&(name, seconds)| (name.to_owned(), seconds)).collect(),
             step_seconds: bound.map(|(_, seconds)| seconds),
             expected_seconds: floor.expected,
+            unclipped_seconds: floor.unclipped,
             bound_by: bound.map(|(name, _)| name.to_owned()),
         }
     }

@@ -385,8 +385,12 @@ impl<'a> Planning<'a> {
         });
         if let Some(seconds) = planned.floor.expected {
             let speed = count(work.tokens as f64 / seconds);
+            let unclipped = planned.floor.unclipped.map_or_else(String::new, |seconds| {
+                let speed = count(work.tokens as f64 / seconds);
+                format!("; while nothing is clipped, {} ({speed} tok/s)", time(seconds))
+            });
             line(format!(
-                "in the order of its work it is expected to take {} ({speed} tok/s)",
+                "in the order of its work it is expected to take {} ({speed} tok/s){unclipped}",
                 time(seconds)
             ));
         }

@@ -4,7 +4,7 @@ use super::machine::{Job, Lane, Machine};
 use super::{PIECES, per};
 use crate::floor::Capabilities;
 use std::collections::VecDeque;
-use terrace_zero::{BlockPass, GroupUpdate, Schedule, StepWork, Traffic, UpdateTime, WeightUse};
+use terrace_zero::{BlockPass, GroupUpdate, Schedule, Traffic, UpdateTime, WeightUse};
 
 /// Slots that let reading, updating and writing go on beside each other, where a piece is more than a chunk.
 const PIECE_SLOTS: usize = 3;
@@ -105,9 +105,7 @@ struct Piece {
 }
 
 impl<'a> Run<'a> {
-    pub(super) fn new(work: &'a StepWork, can: &'a Capabilities) -> Self {
-        let schedule = &work.schedule;
-        let unified = work.unified;
+    pub(super) fn new(schedule: &'a Schedule, unified: bool, can: &'a Capabilities) -> Self {
         let uses: Vec<&WeightUse> = schedule.passes.iter().flat_map(|pass| &pass.weights).collect();
         let together = schedule.passes.iter().map(|pass| pass.weights.len()).max().unwrap_or(0);
         let is_coarse = schedule.groups.iter().any(|group| pieces(schedule, group) < group.chunks);
@@ -172,6 +170,10 @@ impl<'a> Run<'a> {
             UpdateTime::After => self.update.queue.extend(self.all_pieces()),
             UpdateTime::Beside => {
                 self.left = self.update.queue.drain(..).collect();
+                let groups = self.schedule.groups.iter().enumerate();
+                for (late, _) in groups.filter(|(_, group)| group.is_late) {
+                    self.left.extend(self.pieces(late));
+                }
                 self.left.sort_by_key(|piece| (piece.group, piece.part));
             }
             UpdateTime::InTurn | UpdateTime::Deferred => {}
@@ -210,7 +212,8 @@ impl<'a> Run<'a> {
             Stage::Room => return self.leave(pass),
             Stage::Outputs(job) if is_done(job) => {
                 let follows = matches!(self.schedule.update, UpdateTime::Beside | UpdateTime::InTurn);
-                if let Some(group) = pass.completes.filter(|_| follows) {
+                let is_late = |&group: &usize| self.schedule.groups[group].is_late;
+                if let Some(group) = pass.completes.filter(|group| follows && !is_late(group)) {
                     self.update.queue.extend(self.pieces(group));
                 }
                 self.compute.pass += 1;
@@ -369,14 +372,20 @@ impl<'a> Run<'a> {
         if let Some((piece, _)) = update.updating.take_if(|(_, job)| machine.is_done(*job)) {
             update.parked -= piece.parked;
             if piece.is_last {
-                update.updated = update.updated.max(piece.group + 1);
+                // Groups between are updated already.
+                let next = update.reading.front().map(|(next, _)| next).or(update.queue.front());
+                let open = next.map_or(0, |next| next.group).max(piece.group + 1);
+                update.updated = update.updated.max(open);
             }
             update.writing.push_back((piece, machine.submit(Lane::WriteState, piece.write)));
             moved = true;
         }
         while let Some(piece) = arrived(&mut update.writing, machine) {
             if piece.is_last {
-                update.written = update.written.max(piece.group + 1);
+                let next = update.writing.front().or(update.updating.as_ref()).or(update.reading.front());
+                let next = next.map(|(next, _)| next).or(update.queue.front());
+                let open = next.map_or(0, |next| next.group).max(piece.group + 1);
+                update.written = update.written.max(open);
             }
             moved = true;
         }

@@ -54,6 +54,7 @@ impl Totals {
             read_bytes: each(self.read),
             write_bytes: each(self.write),
             late_write_bytes: each(self.late),
+            is_late: false,
         };
         let forward = (0..BLOCKS).map(|block| pass(block, false));
         let schedule = Schedule {
@@ -65,6 +66,7 @@ impl Totals {
             gradient_chunks: None,
             uploads_ahead: 2,
             spills_ahead: 1,
+            speculates: false,
         };
         StepWork {
             operations: (self.forward + self.backward) * 1000,
@@ -128,6 +130,28 @@ fn an_update_that_trails_keeps_the_disk_busy() {
     // Without room for gradients all of it is beside backward. Forward: 3 of compute. Backward: 1 + 10 of disk.
     work.schedule.gradient_chunks = Some(8);
     takes(&work, &can(), 14.0);
+}
+
+#[test]
+fn a_deferred_update_trails_while_nothing_is_clipped() {
+    let mut work = TOTALS.work(UpdateTime::Deferred);
+    assert_eq!(unclipped_step_seconds(&work, &can()), None, "it may not be done again");
+    work.schedule.speculates = true;
+    takes(&work, &can(), 17.0);
+    let unclipped = |work: &StepWork, seconds: f64| {
+        let found = unclipped_step_seconds(work, &can()).unwrap();
+        assert!((found - seconds).abs() < 0.03 * seconds, "{found} instead of {seconds}");
+        assert_eq!(Floor::new(work, &can()).unclipped, Some(found));
+    };
+    unclipped(&work, 13.0);
+    // Half of the groups have copies, which only forward writes. Forward: 1 + 5 of disk. Backward: 6 of compute beside 1 + 5 of disk.
+    for group in work.schedule.groups.iter_mut().step_by(2) {
+        let late_write_bytes = group.read_bytes + group.write_bytes;
+        *group = GroupUpdate { read_bytes: 0, write_bytes: 0, late_write_bytes, is_late: true, ..*group };
+    }
+    work.disk_read_bytes -= 250_000;
+    work.disk_write_bytes += 250_000;
+    unclipped(&work, 12.0);
 }
 
 #[test]

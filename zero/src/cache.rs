@@ -94,6 +94,11 @@ impl Caching {
         }
     }
 
+    /// Whether anything of a group is copied.
+    pub(crate) fn has_any(&self, group: usize) -> bool {
+        self.0[group] != Copied::Nothing
+    }
+
     /// Elements of each group of which a kind is copied.
     pub(crate) fn elements<'n>(
         &'n self,

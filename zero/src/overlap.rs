@@ -164,7 +164,7 @@ impl<'a> Bench<'a> {
             pool,
             timeline,
             leaves_copies: false,
-            keeps_gradients: false,
+            speculates: None,
             gate: None,
         }
     }

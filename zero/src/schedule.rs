@@ -9,6 +9,7 @@ use crate::fetch::UPLOAD_WINDOW;
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::Kept;
 use crate::ranks::Traffic;
+use crate::speculation::may_speculate;
 use crate::work::Count;
 use crate::{Mode, Placement};
 use std::collections::HashSet;
@@ -33,6 +34,8 @@ pub struct Schedule {
     pub uploads_ahead: usize,
     /// Passes whose spilled activations may still be on their way to disk while a later one computes.
     pub spills_ahead: usize,
+    /// Steps after one that was not clipped are updated as by [`unclipped`](Self::unclipped).
+    pub speculates: bool,
 }
 
 /// When an update is done.
@@ -117,9 +120,23 @@ pub struct GroupUpdate {
     pub write_bytes: u64,
     /// State written to disk from copies in memory when all groups are updated.
     pub late_write_bytes: u64,
+    /// Updated in the next forward even where others are updated beside backward.
+    pub is_late: bool,
 }
 
 impl Schedule {
+    /// The order of steps that their gradient's norm does not change, where it is another: updated beside backward, before the norm is
+    /// known.
+    #[must_use]
+    pub fn unclipped(&self) -> Option<Self> {
+        let together = |group: &GroupUpdate| {
+            let write_bytes = group.write_bytes + group.late_write_bytes;
+            GroupUpdate { write_bytes, late_write_bytes: 0, ..*group }
+        };
+        let groups = self.groups.iter().map(together).collect();
+        self.speculates.then(|| Self { update: UpdateTime::Beside, groups, ..self.clone() })
+    }
+
     /// The order of a step in which the weights of the uses of `read` are read from disk, and `inputs` are uploaded.
     pub(crate) fn new(count: &Count<'_>, read: &[bool], inputs: u64) -> Self {
         let windows = &count.plan.windows;
@@ -147,6 +164,7 @@ impl Schedule {
             gradient_chunks: bounded.then(|| windows.gradient_chunks.saturating_sub(shared)),
             uploads_ahead: UPLOAD_WINDOW,
             spills_ahead: spilled_at_once.max(1),
+            speculates: may_speculate(count.config, &count.plan.spec, &windows.caching),
         }
     }
 }
@@ -164,6 +182,7 @@ fn group_update(count: &Count<'_>, group: usize, update: UpdateTime) -> GroupUpd
         parameters: elements,
         chunks,
         parked_chunks: if own_room { chunks } else { 0 },
+        is_late: update == UpdateTime::Deferred && count.plan.windows.caching.has_any(group),
         ..GroupUpdate::default()
     };
     if count.config.placement != Placement::Disk {

@@ -14,11 +14,11 @@
 //!
 //! State whose saves alone are durable is overwritten from the second step after one on, so it waits for the norm.
 
+use crate::cache::Caching;
 use crate::engine::Engine;
 use crate::gradients::GradientPark;
-use crate::state::Stored;
 use crate::update::{ChunkAt, Items};
-use crate::{Durability, TrainingConfig};
+use crate::{Durability, EngineConfig, Placement, TrainingConfig};
 use crossbeam::channel::Sender;
 use std::collections::VecDeque;
 use terrace_tiers::StoreSpec;
@@ -27,8 +27,8 @@ use terrace_tiers::StoreSpec;
 pub(crate) struct Follower<'a> {
     pub(crate) spec: &'a StoreSpec,
     pub(crate) chunks: Sender<ChunkAt>,
-    /// The state, where the update may have to be done again.
-    pub(crate) speculates: Option<&'a Stored>,
+    /// Which groups have copies, where the update may have to be done again.
+    pub(crate) speculates: Option<&'a Caching>,
     /// Chunks whose gradients are complete, but still on their way down.
     landing: VecDeque<ChunkAt>,
     /// Chunks that wait for the norm.
@@ -36,14 +36,14 @@ pub(crate) struct Follower<'a> {
 }
 
 impl<'a> Follower<'a> {
-    pub(crate) fn new(spec: &'a StoreSpec, chunks: Sender<ChunkAt>, speculates: Option<&'a Stored>) -> Self {
+    pub(crate) fn new(spec: &'a StoreSpec, chunks: Sender<ChunkAt>, speculates: Option<&'a Caching>) -> Self {
         Self { spec, chunks, speculates, landing: VecDeque::new(), later: Vec::new() }
     }
 
     /// The gradient of a group is complete. Passes on every chunk that is in host memory or on disk.
     pub(crate) fn complete(&mut self, group: usize, park: &GradientPark) {
         let items = Items::of_group(self.spec, group);
-        if self.speculates.is_some_and(|stored| has_copies(stored, group)) {
+        if self.speculates.is_some_and(|caching| caching.has_any(group)) {
             self.later.extend(items);
             return;
         }
@@ -65,18 +65,7 @@ impl Engine {
     /// Whether the update of this step runs beside backward as if its norm changed nothing. The same from its beginning until its norm
     /// is known.
     pub(crate) fn speculates(&self) -> bool {
-        let Self { config, home, park, plan, .. } = self;
-        let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
-        let can_be_done_again = config.durability == Durability::Step;
-        if !(waits && can_be_done_again && self.unclipped && config.overrides.overlap()) {
-            return false;
-        }
-        let (Some(stored), Some(park)) = (home.stored(), park) else { return false };
-        let groups = &plan.spec.groups[..park.groups_of_host()];
-        let elements = groups.iter().map(|group| group.elements).enumerate();
-        let (copied, rest): (Vec<_>, Vec<_>) = elements.partition(|(group, _)| has_copies(stored, *group));
-        let sum = |groups: Vec<(usize, u64)>| groups.iter().map(|group| group.1).sum::<u64>();
-        sum(copied) < sum(rest)
+        self.unclipped && may_speculate(&self.config, &self.plan.spec, &self.plan.windows.caching)
     }
 
     /// The norm is known, and changes nothing if `is_same`. Gives what is left of an update that ran beside backward and came to all
@@ -96,6 +85,13 @@ impl Engine {
     }
 }
 
-fn has_copies(stored: &Stored, group: usize) -> bool {
-    stored.cache.lock(group).iter().any(Option::is_some)
+/// Whether steps of a plan speculate: with state in `spec`, of which there are the copies of `caching`.
+pub(crate) fn may_speculate(config: &EngineConfig, spec: &StoreSpec, caching: &Caching) -> bool {
+    let waits = config.training.as_ref().is_some_and(TrainingConfig::waits_for_norm);
+    let can_be_done_again = config.placement == Placement::Disk && config.durability == Durability::Step;
+    let elements = |copied: bool| -> u64 {
+        let groups = spec.groups.iter().enumerate().filter(|(group, _)| caching.has_any(*group) == copied);
+        groups.map(|(_, group)| group.elements).sum()
+    };
+    waits && can_be_done_again && config.overrides.overlap() && elements(true) < elements(false)
 }

@@ -292,10 +292,10 @@ impl Engine {
         let Signals::Training(activations) = signals else { unreachable!("checked: this engine trains") };
         let park = park.as_ref().expect("a training engine parks gradients");
         let optimizer = optimizer.as_deref().expect("a training engine has an optimizer");
-        let (spec, slots, pool) = (&plan.spec, &*update_slots, &*pool);
-        let timeline = config.timeline.as_deref();
+        let (spec, slots, pool, timeline) = (&plan.spec, &*update_slots, &*pool, config.timeline.as_deref());
         let bench = Bench { runs, kinds, slots, spec, pool, park, timeline };
-        let updater = Updater { keeps_gradients: speculates, ..bench.updater(optimizer, args) };
+        let copies = speculates.then_some(&plan.windows.caching);
+        let updater = Updater { speculates: copies, ..bench.updater(optimizer, args) };
         let follows = config.update_follows() || speculates;
         let immediate = home.stored().filter(|_| follows).map(|stored| (updater, stored));
         let gate = Gate::default();
@@ -537,7 +537,7 @@ impl<'a> Training<'a> {
             Some((updater, stored)) if !self.pass.config.overrides.overlap() => Update::Here(updater, stored),
             Some((updater, stored)) => {
                 let (sender, chunks) = unbounded();
-                let follower = Follower::new(updater.spec, sender, updater.keeps_gradients.then_some(stored));
+                let follower = Follower::new(updater.spec, sender, updater.speculates);
                 following = Some((follow(scope, updater, stored, self.park, chunks.clone())?, chunks));
                 Update::There(follower)
             }

@@ -6,7 +6,7 @@
 //! what is written comes from it, at once or when all chunks are updated. Resident state is updated where it is. What is on the
 //! device (`device_state.rs`) is none of this: no chunk of it comes here.
 
-use crate::cache::exclusive;
+use crate::cache::{Caching, exclusive};
 use crate::gradients::{Arriving, GradientPark, Landed};
 use crate::overlap::Gate;
 use crate::runs::Runs;
@@ -156,8 +156,8 @@ pub(crate) struct Updater<'a> {
     pub(crate) timeline: Option<&'a Timeline>,
     /// Copies are not written with their chunk, but by whoever runs the update.
     pub(crate) leaves_copies: bool,
-    /// Gradients stay parked, since the chunks may have to be updated once more.
-    pub(crate) keeps_gradients: bool,
+    /// Which groups have copies, where the chunks may have to be updated once more: their gradients stay parked.
+    pub(crate) speculates: Option<&'a Caching>,
     /// Where fetch may wait for new weights.
     pub(crate) gate: Option<&'a Gate>,
 }
@@ -314,7 +314,7 @@ impl Updater<'_> {
             None => &mut **lease.as_mut().expect("what has no copy was read or will be written"),
         });
         self.apply(chunk.group, chunk.chunk, park.as_gradient(&gradient), slices)?;
-        if self.keeps_gradients {
+        if self.speculates.is_some() {
             park.put_back(chunk_at, gradient);
         } else {
             drop(gradient);
