@@ -1,7 +1,8 @@
 //! How much of a step's disk traffic is hidden: steps with state on a disk of a chosen speed, beside their floor.
 //!
 //! A fast disk is throttled to two speeds, one at which it takes twice as long as compute and one at which it takes half as long:
-//! without clipping, with it, and with copies of all state in memory as well. At each, engines that update beside other work, that
+//! without clipping, with a limit that no gradient reaches, with one that clips every step, and with copies of all state in memory as
+//! well. At each, engines that update beside other work, that
 //! do not, and that have everything in memory take turns, step by step, so that whatever else the machine does meets all of them.
 //! The floor is the longer of what the engine in memory took and the bytes over the disk's speed: on a CPU the update needs the
 //! cores as well, and is part of the former. What is expected is made of the same figures in the order of a step's work.
@@ -19,9 +20,9 @@ use terrace::aio::layer::{ThrottleConfig, ThrottleLayer};
 use terrace::calibrate::{Rates, measure};
 use terrace::floor::Capabilities;
 use terrace::models::{ModelConfig, RandomSource, Row, TokenBatch, build};
-use terrace::predict::step_seconds;
+use terrace::predict::{step_seconds, unclipped_step_seconds};
 use terrace::{
-    Backend, BatchLimits, DType, Engine, EngineConfig, IoConfig, MicroBatch, Placement, StepReport,
+    Backend, BatchLimits, DType, Engine, EngineConfig, IoConfig, MicroBatch, Placement, StepReport, StepWork,
     TrainingConfig, WindowOverrides, cpu_backend,
 };
 
@@ -36,6 +37,10 @@ const SIZES: [(&str, Shape); 4] = [
     ("315m", [1024, 24, 2816, 8192, 4, 256]),
     ("315m-short", [1024, 24, 2816, 8192, 1, 128]),
 ];
+
+/// Limits for the gradient's norm that clip every step, and none.
+const EVERY_STEP: Option<f64> = Some(1e-6);
+const NO_STEP: Option<f64> = Some(1e6);
 
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
@@ -57,10 +62,10 @@ fn main() -> Result<()> {
         return Ok(());
     }
     println!(
-        "clip  copies  disk/compute  MB/s    floor s  beside s  × floor  × expected  after s  × floor  after/beside"
+        "clipped  copies  disk/compute  MB/s    floor s  beside s  × floor  × expected  after s  × floor  after/beside"
     );
     let slownesses: &[f64] = if part.as_deref() == Some("slow") { &[2.0] } else { &[2.0, 0.5] };
-    for (clip, copies) in [(None, false), (Some(1.0), false), (Some(1.0), true)] {
+    for (clip, copies) in [(None, false), (NO_STEP, false), (EVERY_STEP, false), (EVERY_STEP, true)] {
         for &slowness in slownesses {
             let compare = Comparison { case: &case, clip, copies, slowness, compute, steps };
             compare.run(&mut memory, &tempfile::tempdir_in(&place)?.path().join("state"))?;
@@ -147,10 +152,11 @@ impl Case {
 
 /// Steps with everything in memory, and on the disk as it is: their medians, and the medians of the ratios within a round.
 fn costs(case: &Case, memory: &mut Engine, steps: usize, path: &Path) -> Result<()> {
-    const CASES: [(&str, Option<f64>, bool); 3] = [
+    const CASES: [(&str, Option<f64>, bool); 4] = [
         ("state on disk", None, false),
-        ("clipping", Some(1.0), false),
-        ("clipping, copies", Some(1.0), true),
+        ("not clipped", NO_STEP, false),
+        ("clipped", EVERY_STEP, false),
+        ("clipped, copies", EVERY_STEP, true),
     ];
     let mut engines = Vec::new();
     for (name, clip, copies) in CASES {
@@ -179,7 +185,8 @@ fn costs(case: &Case, memory: &mut Engine, steps: usize, path: &Path) -> Result<
     println!("                      s  × in memory  × on disk without clipping  × expected");
     for (index, name) in ["in memory"].into_iter().chain(CASES.map(|(name, ..)| name)).enumerate() {
         let to = |other: usize| median(rounds.iter().map(|round| round[index] / round[other]).collect());
-        let (seconds, expected) = (column(index), step_seconds(&works[index], &can).unwrap_or(f64::NAN));
+        let clip = index.checked_sub(1).and_then(|case| CASES[case].1);
+        let (seconds, expected) = (column(index), expected(&works[index], clip, &can));
         println!("{name:16}  {seconds:6.3}  {:11.3}  {:26.3}  {:10.3}", to(0), to(1), seconds / expected);
     }
     for engine in engines {
@@ -240,10 +247,14 @@ impl Comparison<'_> {
         let rates =
             Rates { read_bytes_per_second: rate, write_bytes_per_second: rate, mixed_bytes_per_second: rate };
         let can = self.case.capabilities(memory, compute, update, rates);
-        let expected = step_seconds(&work, &can).unwrap_or(f64::NAN);
+        let expected = expected(&work, self.clip, &can);
         println!(
-            "{:4}  {:6}  {:12.2}  {:6.0}  {floor:7.3}  {beside_seconds:8.3}  {:7.3}  {:10.3}  {after_seconds:7.3}  {:7.3}  {:12.2}",
-            self.clip.map_or("none".into(), |clip| format!("{clip}")),
+            "{:7}  {:6}  {:12.2}  {:6.0}  {floor:7.3}  {beside_seconds:8.3}  {:7.3}  {:10.3}  {after_seconds:7.3}  {:7.3}  {:12.2}",
+            match self.clip {
+                None => "off",
+                NO_STEP => "never",
+                Some(_) => "always",
+            },
             if self.copies { "all" } else { "none" },
             bytes as f64 / rate / compute,
             rate / 1e6,
@@ -255,6 +266,12 @@ impl Comparison<'_> {
         beside.remove_state()?;
         Ok(after.remove_state()?)
     }
+}
+
+/// Seconds that a step is expected to take.
+fn expected(work: &StepWork, clip: Option<f64>, can: &Capabilities) -> f64 {
+    let unclipped = if clip == NO_STEP { unclipped_step_seconds(work, can) } else { None };
+    unclipped.or_else(|| step_seconds(work, can)).unwrap_or(f64::NAN)
 }
 
 fn median(mut seconds: Vec<f64>) -> f64 {
