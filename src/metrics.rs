@@ -53,6 +53,9 @@ pub struct StepMetrics {
     /// Whether the gradient overflowed and the step changed nothing but the loss scale; only in fp16.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<bool>,
+    /// Whether what was updated before the gradient's norm was known could be kept; only in steps in which something was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub speculated: Option<bool>,
 }
 
 /// Appends to `metrics.jsonl`.

@@ -62,6 +62,34 @@ fn a_timeline_shows_the_link() {
     }
 }
 
+/// While nothing is clipped, updates do not wait for the norm; the model is the same.
+#[test]
+fn steps_that_are_not_clipped_are_updated_beside_backward() {
+    let bench = Bench::tiny();
+    let run = |output: &str, clip: f64, flags: &[&str]| {
+        bench.finetune(output).args(&["--steps", "8", "--clip", &clip.to_string()]).args(flags).ok();
+        bench.metrics(output)
+    };
+    let norm = |line: &Value| line["grad_norm"].as_f64().unwrap();
+    let mut norms: Vec<f64> = run("probe", 1e6, &["--offload", "none"]).iter().map(norm).collect();
+    norms.sort_by(f64::total_cmp);
+    for (name, clip) in [("some", (norms[6] + norms[7]) / 2.0), ("none", 1e6)] {
+        let lines = run(name, clip, &["--disk-cache", "none"]);
+        let mut before = 0;
+        for line in &lines {
+            let is_same = norm(line) < clip;
+            let expected = (before >= 2).then_some(is_same);
+            before = if is_same { before + 1 } else { 0 };
+            assert_eq!(line.get("speculated").map(|value| value.as_bool().unwrap()), expected, "{line}");
+        }
+        assert!(lines.iter().any(|line| line["speculated"] == true), "{clip}");
+        let waiting = run("waiting", clip, &["--disk-cache", "none", "--no-overlap"]);
+        assert!(waiting.iter().all(|line| line.get("speculated").is_none()));
+        assert_eq!(bench.weights(name), bench.weights("waiting"));
+        fs::remove_dir_all(bench.path("waiting")).unwrap();
+    }
+}
+
 #[test]
 fn a_finetune_document_and_its_metrics() {
     let bench = Bench::tiny();

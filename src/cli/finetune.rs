@@ -379,6 +379,7 @@ fn step_metrics(
         grad_norm: Some(report.grad_norm),
         loss_scale: report.loss_scale,
         skipped: report.loss_scale.map(|_| report.skipped),
+        speculated: report.speculated,
         lr,
         tokens,
         step_seconds: report.seconds,

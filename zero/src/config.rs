@@ -155,7 +155,8 @@ pub struct WindowOverrides {
     /// own. Where it is not fixed, as many as fit beside all else within [`EngineConfig::cache_bytes`].
     pub kv_on_host: Option<usize>,
     /// Update state on disk during other work: each group as backward completes its gradient or, where the update waits for
-    /// the gradient's norm, just ahead of the next forward. Otherwise compute waits for the update.
+    /// the gradient's norm, just ahead of the next forward, or beside backward as long as the norm changes nothing. Otherwise compute
+    /// waits for the update.
     pub overlap: Option<bool>,
 }
 

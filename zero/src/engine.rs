@@ -69,8 +69,8 @@ pub struct Engine {
     pub(crate) loss_scale: Option<LossScale>,
     /// The update of the last step, if it was left for the next one.
     pub(crate) pending: Option<Pending>,
-    /// The last step's update was not changed by its norm.
-    pub(crate) unclipped: bool,
+    /// Steps, up to the last, whose updates their norms did not change.
+    pub(crate) unclipped: u64,
     /// What a save commits, if state on disk waits for one.
     pub(crate) unsaved: Option<Unsaved>,
     /// Where resident state is saved; opened at the first save.
@@ -364,7 +364,7 @@ impl Engine {
             step: 0,
             loss_scale,
             pending: None,
-            unclipped: false,
+            unclipped: 0,
             unsaved: None,
             saved: None,
         })

@@ -2,7 +2,7 @@
 //!
 //! Clipping needs the norm of the whole gradient, which is known when backward ends. A deferred update (`overlap.rs`) then has only
 //! the next forward for its reads and writes, and the disk is idle in backward. Most steps of most runs are not clipped, though. So
-//! after a step that was not, groups are updated beside backward as if this one would not be either, which is what is done without
+//! after some steps that were not, groups are updated beside backward as if this one would not be either, which is what is done without
 //! clipping. Their gradients stay parked. When the norm is known and changes nothing, the update is the real one, whatever of it is
 //! left is deferred, and the gradients are let go. Otherwise what was written is forgotten, the whole update is deferred, and the next
 //! step does not speculate. Weights are the same bits either way. SuperOffload (arXiv 2509.21271) speculates so for state in host
@@ -22,6 +22,10 @@ use crate::{Durability, EngineConfig, Placement, TrainingConfig};
 use crossbeam::channel::Sender;
 use std::collections::VecDeque;
 use terrace_tiers::StoreSpec;
+
+/// Steps without a clipped one after which the next is taken for another. An update in vain costs more than one that is kept saves, so
+/// that a coin's tosses had better not be guessed.
+const UNCLIPPED_MIN: u64 = 2;
 
 /// Tells a thread that updates beside backward which chunks it can update.
 pub(crate) struct Follower<'a> {
@@ -65,7 +69,8 @@ impl Engine {
     /// Whether the update of this step runs beside backward as if its norm changed nothing. The same from its beginning until its norm
     /// is known.
     pub(crate) fn speculates(&self) -> bool {
-        self.unclipped && may_speculate(&self.config, &self.plan.spec, &self.plan.windows.caching)
+        self.unclipped >= UNCLIPPED_MIN
+            && may_speculate(&self.config, &self.plan.spec, &self.plan.windows.caching)
     }
 
     /// The norm is known, and changes nothing if `is_same`. Gives what is left of an update that ran beside backward and came to all

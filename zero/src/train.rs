@@ -373,7 +373,7 @@ impl Engine {
             (Err(_), Some(_)) => {
                 park.clear();
                 report.speculated = self.speculates().then_some(false);
-                self.unclipped = false;
+                self.unclipped = 0;
                 report.skipped = true;
                 report.grad_norm = f64::NAN;
                 return Ok(Updated { scale, deferred: None });
@@ -400,7 +400,7 @@ impl Engine {
         } else if !left.is_empty() {
             deferred = Some((args, Some(left)));
         }
-        self.unclipped = clip == 1.0;
+        self.unclipped = if clip == 1.0 { self.unclipped + 1 } else { 0 };
         self.device_weights.outdate();
         report.update_seconds = began.elapsed().as_secs_f64();
         Ok(Updated { scale, deferred })

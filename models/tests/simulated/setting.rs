@@ -132,7 +132,7 @@ impl Training {
         setup.micro_batches = self.micro_batches;
         setup.clip = match self.clips {
             Clips::None => None,
-            Clips::Some => Some([1.78, 1.27, 1.04][self.micro_batches - 1]),
+            Clips::Some => Some([1.8, 1.27, 1.04][self.micro_batches - 1]),
             Clips::All => Some(0.5),
         };
         setup.overrides = overrides;
