@@ -8,10 +8,11 @@
 
 use super::{DataError, Result};
 use std::fs::File;
+use std::hash::Hasher;
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 const TOKEN_BYTES: u64 = 8;
 
@@ -29,7 +30,7 @@ pub(super) struct TokenWriter {
     path: PathBuf,
     file: BufWriter<File>,
     ends: Vec<u64>,
-    hash: Xxh3,
+    hash: XxHash3_64,
 }
 
 /// Reads samples, by number.
@@ -54,17 +55,17 @@ impl TokenWriter {
             path: path.into(),
             file: BufWriter::with_capacity(1 << 18, file),
             ends: Vec::new(),
-            hash: Xxh3::new(),
+            hash: XxHash3_64::new(),
         })
     }
 
     pub(super) fn push(&mut self, ids: &[u32], labels: &[i32]) -> Result<()> {
         assert_eq!(ids.len(), labels.len(), "one label per id");
         assert!(!ids.is_empty(), "a sample has tokens");
-        self.hash.update(&(ids.len() as u64).to_le_bytes());
+        self.hash.write(&(ids.len() as u64).to_le_bytes());
         for (id, label) in ids.iter().zip(labels) {
             let token = u64::from(*id) | (u64::from(*label as u32) << 32);
-            self.hash.update(&token.to_le_bytes());
+            self.hash.write(&token.to_le_bytes());
             self.file.write_all(&token.to_le_bytes()).map_err(DataError::file("writing", &self.path))?;
         }
         self.ends.push(self.ends.last().unwrap_or(&0) + ids.len() as u64);
@@ -74,7 +75,7 @@ impl TokenWriter {
     pub(super) fn finish(self) -> Result<TokenStore> {
         let Self { path, file, ends, hash } = self;
         let file = file.into_inner().map_err(|e| DataError::file("writing", &path)(e.into_error()))?;
-        Ok(TokenStore { path, file, ends, fingerprint: hash.digest() })
+        Ok(TokenStore { path, file, ends, fingerprint: hash.finish() })
     }
 }
 

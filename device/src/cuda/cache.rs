@@ -17,7 +17,7 @@ use super::compiler::Source;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+use twox_hash::{XxHash3_64, XxHash3_128};
 
 const MAGIC: &[u8; 8] = b"TERRKERN";
 const HEADER_BYTES: usize = 40;
@@ -31,11 +31,11 @@ pub(super) struct Cache {
 
 impl Cache {
     pub(super) fn new(folder: &Path, source: &Source<'_>, options: &[String], compiler: (i32, i32)) -> Self {
-        let mut hash = Xxh3::new();
+        let mut hash = XxHash3_128::new();
         // Lengths go first, so that no two lists run together to the same bytes.
         let mut add = |text: &str| {
-            hash.update(&(text.len() as u64).to_le_bytes());
-            hash.update(text.as_bytes());
+            hash.write(&(text.len() as u64).to_le_bytes());
+            hash.write(text.as_bytes());
         };
         add(&format!("{}.{}", compiler.0, compiler.1));
         add(source.name);
@@ -46,7 +46,7 @@ impl Cache {
         }
         add("options");
         options.iter().for_each(|option| add(option));
-        let key = hash.digest128();
+        let key = hash.finish_128();
         let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c } else { '-' };
         let name: String = source.name.chars().map(plain).collect();
         Self { file: folder.join(format!("{name}.{key:032x}")), key }
@@ -89,7 +89,7 @@ impl Cache {
         let mut header = Vec::with_capacity(HEADER_BYTES + image.len());
         header.extend_from_slice(MAGIC);
         header.extend_from_slice(&self.key.to_le_bytes());
-        header.extend_from_slice(&xxh3_64(image).to_le_bytes());
+        header.extend_from_slice(&XxHash3_64::oneshot(image).to_le_bytes());
         header.extend_from_slice(&(image.len() as u64).to_le_bytes());
         header
     }

@@ -135,7 +135,7 @@ impl State {
         let mut bits: Vec<u32> = self.master().iter().map(|x| x.to_bits()).collect();
         bits.extend(self.kind::<u32>(StateKind::Moment1));
         bits.extend(self.kind::<u32>(StateKind::Moment2));
-        xxhash_rust::xxh3::xxh3_64(bytemuck::cast_slice(&bits))
+        twox_hash::XxHash3_64::oneshot(bytemuck::cast_slice(&bits))
     }
 }
 
