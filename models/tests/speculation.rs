@@ -63,6 +63,8 @@ fn variants(base: &Setup, dir: &Path) -> Vec<(&'static str, Setup)> {
     let windows = |overrides: WindowOverrides| WindowOverrides { chunk_elements: Some(1 << 14), ..overrides };
     let with = |name, overrides| (name, Setup { overrides: windows(overrides), ..disk(name) });
     let none = WindowOverrides::default();
+    // Of all weights, and of all state of fewer than half of the parameters.
+    let copies = WindowOverrides { copied_weights: Some(5), copied_groups: Some(1), ..none };
     vec![
         ("as planned", disk("as planned")),
         ("small windows", Setup { overrides: small_windows(), ..disk("small windows") }),
@@ -72,8 +74,19 @@ fn variants(base: &Setup, dir: &Path) -> Vec<(&'static str, Setup)> {
         with("gradients on disk", WindowOverrides { gradients_on_disk: Some(true), ..none }),
         with("nothing kept", WindowOverrides { kept_blocks: Some(0), ..none }),
         ("horizontal", Setup { accumulation: Accumulation::Horizontal, ..disk("horizontal") }),
-        // Fewer than half of the parameters have a copy of their weights.
-        ("copies", Setup { cache_bytes: 100_000, overrides: windows(none), ..disk("copies") }),
+        with(
+            "copies of some weights",
+            WindowOverrides { copied_weights: Some(3), copied_groups: Some(0), ..none },
+        ),
+        with("copies", copies),
+        (
+            "copies, discrete",
+            Setup {
+                discrete: true,
+                overrides: WindowOverrides { update_slots: Some(1), ..windows(copies) },
+                ..disk("copies, discrete")
+            },
+        ),
         ("io_uring", Setup { choice: EngineChoice::Auto, ..disk("io_uring") }),
     ]
 }

@@ -94,9 +94,9 @@ impl Caching {
         }
     }
 
-    /// Whether anything of a group is copied.
-    pub(crate) fn has_any(&self, group: usize) -> bool {
-        self.0[group] != Copied::Nothing
+    /// Whether all state of a group is copied.
+    pub(crate) fn has_all(&self, group: usize) -> bool {
+        self.0[group] == Copied::All
     }
 
     /// Elements of each group of which a kind is copied.
@@ -181,9 +181,15 @@ impl StateCache {
         Ok(())
     }
 
-    /// Reads every copy from the last commit.
-    pub(crate) fn read(&self, store: &DiskStore, kinds: &StateKinds, slots: &UpdateSlots) -> Result {
-        for group in 0..self.groups.len() {
+    /// Reads the copies of some groups from the last commit.
+    pub(crate) fn read(
+        &self,
+        store: &DiskStore,
+        kinds: &StateKinds,
+        slots: &UpdateSlots,
+        groups: impl Iterator<Item = usize>,
+    ) -> Result {
+        for group in groups {
             let mut copies = self.lock(group);
             let which = copied(&copies);
             read_state(store, kinds, slots, group, &which, |kind, range, lease| {

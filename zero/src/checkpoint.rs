@@ -286,7 +286,8 @@ impl Engine {
         if !stored.outdated {
             return Ok(());
         }
-        stored.cache.read(&stored.store, &self.kinds, &self.update_slots)?;
+        let groups = 0..self.plan.spec.groups.len();
+        stored.cache.read(&stored.store, &self.kinds, &self.update_slots, groups)?;
         self.load_to_device(&stored.store)?;
         if let StateHome::Disk(stored) = &mut self.home {
             stored.outdated = false;

@@ -24,14 +24,15 @@
 //! Hazard (a group is fetched while the update still writes it): the gate opens when all of a group's chunks have been handed
 //! to the store, and the store's fence makes the read wait for them. What was offered is taken after that, too.
 
+use crate::cache::Caching;
 use crate::gradients::GradientPark;
 use crate::runs::Runs;
 use crate::state::{StateHome, StateKinds, Stored};
 use crate::timeline::{Resource, Timeline};
 use crate::update::{ChunkAt, Items, UpdateSlots, Updater};
 use crate::{EngineError, Result};
-use crossbeam::channel::Receiver;
-use std::collections::HashMap;
+use crossbeam::channel::{Receiver, Sender};
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
@@ -230,6 +231,44 @@ pub(crate) fn defer<'scope, 'a>(
             drop(Ending(gate));
             cannot_start(&error)
         })
+}
+
+/// Tells a thread that updates beside backward which chunks it can update.
+pub(crate) struct Follower<'a> {
+    spec: &'a StoreSpec,
+    chunks: Sender<ChunkAt>,
+    /// Which groups have copies, where the update may have to be done again.
+    pub(crate) speculates: Option<&'a Caching>,
+    /// Chunks whose gradients are complete, but still on their way down.
+    landing: VecDeque<ChunkAt>,
+    /// Chunks that wait for the norm.
+    later: Vec<ChunkAt>,
+}
+
+impl<'a> Follower<'a> {
+    pub(crate) fn new(spec: &'a StoreSpec, chunks: Sender<ChunkAt>, speculates: Option<&'a Caching>) -> Self {
+        Self { spec, chunks, speculates, landing: VecDeque::new(), later: Vec::new() }
+    }
+
+    /// The gradient of a group is complete. Passes on every chunk that is in host memory or on disk.
+    pub(crate) fn complete(&mut self, group: usize, park: &GradientPark) {
+        let items = Items::of_group(self.spec, group);
+        if self.speculates.is_some_and(|caching| caching.has_all(group)) {
+            self.later.extend(items);
+            return;
+        }
+        self.landing.extend(items);
+        while let Some(&chunk) = self.landing.front().filter(|chunk| park.has(**chunk)) {
+            // Whether it can still be heard of is found out when its thread is waited for.
+            let _ = self.chunks.send(chunk);
+            self.landing.pop_front();
+        }
+    }
+
+    /// The thread ends when it has updated what it knows of. Gives what it was not told of.
+    pub(crate) fn end(self) -> impl Iterator<Item = ChunkAt> {
+        self.later.into_iter().chain(self.landing)
+    }
 }
 
 /// Starts a thread that updates the chunks it is told of, until nobody can tell it of any more.

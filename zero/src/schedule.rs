@@ -182,7 +182,7 @@ fn group_update(count: &Count<'_>, group: usize, update: UpdateTime) -> GroupUpd
         parameters: elements,
         chunks,
         parked_chunks: if own_room { chunks } else { 0 },
-        is_late: update == UpdateTime::Deferred && count.plan.windows.caching.has_any(group),
+        is_late: update == UpdateTime::Deferred && count.plan.windows.caching.has_all(group),
         ..GroupUpdate::default()
     };
     if count.config.placement != Placement::Disk {

@@ -12,11 +12,10 @@ use crate::gradients::{Accumulator, GradientPark, gradient_slots};
 use crate::kept::{Keeping, KeptTensors};
 use crate::lane::{Lane, Signal};
 use crate::network::Network;
-use crate::overlap::{Bench, Gate, Pending, defer, follow, join};
+use crate::overlap::{Bench, Follower, Gate, Pending, defer, follow, join};
 use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::LossScale;
-use crate::speculation::Follower;
 use crate::state::Stored;
 use crate::timeline::{Resource, Timeline};
 use crate::update::{ChunkAt, Items, Updater};
@@ -373,6 +372,7 @@ impl Engine {
             (Err(_), Some(_)) => {
                 park.clear();
                 report.speculated = self.speculates().then_some(false);
+                self.validate(false, left)?;
                 self.unclipped = 0;
                 report.skipped = true;
                 report.grad_norm = f64::NAN;
@@ -386,7 +386,7 @@ impl Engine {
         if training.waits_for_norm() || self.home.disk().is_none() {
             let unclipped = clip == 1.0;
             report.speculated = self.speculates().then_some(unclipped);
-            if let Some(left) = self.validate(unclipped, left) {
+            if let Some(left) = self.validate(unclipped, left)? {
                 deferred = (!left.is_empty()).then_some((args, Some(left)));
             } else if self.config.overrides.overlap() && self.is_deferrable() {
                 deferred = Some((args, None));
