@@ -6,10 +6,12 @@ mod support;
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 use support::{LR, SPECULATED_CLIP, Setup, weights_hash};
-use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, open_default};
+use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, OpKind, open_default};
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
-use terrace_aio::{IoEngine, IoErrorKind};
+use terrace_aio::{FileId, IoEngine, IoErrorKind, Request, Ticket, pass_files_on};
 use terrace_kernels::DType;
 use terrace_optimizer::{LossScaleConfig, StateFormat};
 use terrace_zero::{Accumulation, Durability, Engine, Placement, StepReport, WindowOverrides};
@@ -132,6 +134,61 @@ fn it_changes_no_bit() {
             assert_eq!(speculated, expected, "{training}, {name}");
         }
     }
+}
+
+/// A disk that holds some writes back for longer than a step takes, and then does them.
+#[derive(Debug)]
+struct Late {
+    upstream: Arc<dyn IoEngine>,
+    writes: AtomicU64,
+}
+
+impl IoEngine for Late {
+    pass_files_on!(upstream);
+
+    fn submit(&self, request: Request) -> Ticket {
+        if request.kind != OpKind::Write {
+            return self.upstream.submit(request);
+        }
+        let (ticket, completer) = Ticket::new();
+        let number = self.writes.fetch_add(1, Ordering::Relaxed);
+        let is_held = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 62 == 0;
+        let upstream = Arc::clone(&self.upstream);
+        std::thread::spawn(move || {
+            if is_held {
+                std::thread::sleep(Duration::from_millis(40));
+            }
+            completer.complete(upstream.submit(request).wait());
+        });
+        ticket
+    }
+
+    fn sync(&self, file: FileId) -> Ticket {
+        self.upstream.sync(file)
+    }
+}
+
+/// No write of an update in vain lands on what is written when it is done again.
+#[test]
+fn late_writes_of_an_update_in_vain_are_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = base(true);
+    let hash = base.run(STEPS).1;
+    let mut in_vain = 0;
+    for first in 0..4 {
+        let upstream =
+            open_default(&IoConfig { choice: EngineChoice::Threads, ..IoConfig::default() }).unwrap();
+        let late: Arc<dyn IoEngine> = Arc::new(Late { upstream, writes: AtomicU64::new(first) });
+        let overrides = WindowOverrides { chunk_elements: Some(1 << 14), ..WindowOverrides::default() };
+        let setup = Setup { io: Some(late), overrides, ..on_disk(&base, dir.path(), &first.to_string()) };
+        let mut engine = setup.create();
+        let reports = train(&setup, &mut engine, STEPS);
+        in_vain += reports.iter().filter(|report| report.speculated == Some(false)).count();
+        assert_eq!(weights_hash(&mut engine), hash);
+        drop(engine);
+        assert_eq!(weights_hash(&mut setup.resume().unwrap()), hash);
+    }
+    assert!(in_vain > 3, "{in_vain}");
 }
 
 /// Where a step could not be done again, or copies are written beside backward, or nothing runs beside anything.
