@@ -65,7 +65,7 @@ fn variants(base: &Setup, dir: &Path) -> Vec<(&'static str, Setup)> {
     let windows = |overrides: WindowOverrides| WindowOverrides { chunk_elements: Some(1 << 14), ..overrides };
     let with = |name, overrides| (name, Setup { overrides: windows(overrides), ..disk(name) });
     let none = WindowOverrides::default();
-    // Of all weights, and of all state of fewer than half of the parameters.
+    // Of all weights, and of all state of less than a quarter of the parameters.
     let copies = WindowOverrides { copied_weights: Some(5), copied_groups: Some(1), ..none };
     vec![
         ("as planned", disk("as planned")),

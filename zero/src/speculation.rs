@@ -9,8 +9,8 @@
 //! memory, and takes the update back where it must; here the step before is still the live generation on disk, and there is nothing
 //! to take back.
 //!
-//! Groups of which all state is copied are left to the deferred update, since copies are updated where they are. Where they are most of
-//! the state, nothing is done ahead: then their writes use the disk in backward. Of the other groups some have copies of
+//! Groups of which all state is copied are left to the deferred update, since copies are updated where they are. Where they are a quarter
+//! of the state or more, nothing is done ahead: then their writes use the disk in backward, and nothing would be gained. Of the other groups some have copies of
 //! their weights, which are read again after an update in vain.
 //!
 //! State whose saves alone are durable is overwritten from the second step after one on, so it waits for the norm.
@@ -63,5 +63,5 @@ pub(crate) fn may_speculate(config: &EngineConfig, spec: &StoreSpec, caching: &C
         let groups = spec.groups.iter().enumerate().filter(|(group, _)| caching.has_all(*group) == copied);
         groups.map(|(_, group)| group.elements).sum()
     };
-    waits && can_be_done_again && config.overrides.overlap() && elements(true) < elements(false)
+    waits && can_be_done_again && config.overrides.overlap() && elements(true) * 3 < elements(false)
 }
