@@ -4,27 +4,17 @@
 mod support;
 
 use std::sync::Arc;
-use support::{Setup, weights_hash};
+use support::{Setup, narrow, weights_hash};
 use terrace_aio::IoErrorKind;
 use terrace_aio::engine::{EngineConfig as IoConfig, ThreadsEngine};
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer, StatsLayer, ThrottleConfig, ThrottleLayer};
 use terrace_tiers::Tier;
-use terrace_zero::{Engine, Placement, WindowOverrides};
+use terrace_zero::{Engine, Placement};
 
 const STEPS: u64 = 4;
 
 fn threads() -> Arc<ThreadsEngine> {
     Arc::new(ThreadsEngine::new(&IoConfig::default()).expect("threads start"))
-}
-
-/// With one slot and one chunk in flight nothing is shared by chance, so that the sums are exact.
-fn narrow() -> WindowOverrides {
-    WindowOverrides {
-        weight_slots: Some(1),
-        chunk_elements: Some(1 << 14),
-        update_slots: Some(1),
-        ..WindowOverrides::default()
-    }
 }
 
 fn train(setup: &Setup, engine: &mut Engine) -> terrace_zero::Result<()> {

@@ -8,7 +8,7 @@ use support::{LR, Setup, weights_hash};
 use terrace_aio::engine::EngineChoice;
 use terrace_kernels::DType;
 use terrace_optimizer::{LossScaleConfig, StateFormat};
-use terrace_zero::{Engine, Placement, StepReport, WindowOverrides};
+use terrace_zero::{Placement, StepReport, WindowOverrides};
 
 const STEPS: u64 = 12;
 
@@ -24,14 +24,6 @@ fn overflowing() -> LossScaleConfig {
         loss_scale_window: 2,
         ..LossScaleConfig::default()
     }
-}
-
-fn train(setup: &Setup, engine: &mut Engine, steps: u64) -> Vec<StepReport> {
-    let mut reports = Vec::new();
-    while engine.step() < steps {
-        reports.push(engine.train_step(&setup.batches(engine.step()), LR).unwrap());
-    }
-    reports
 }
 
 /// What must not depend on where the state lives.
@@ -126,7 +118,7 @@ fn placement_changes_nothing() {
         let base = Setup { clip, ..f16(overflowing()) };
         let run = |setup: &Setup| {
             let mut engine = setup.create();
-            (numbers(&train(setup, &mut engine, STEPS)), weights_hash(&mut engine))
+            (numbers(&setup.train_to(&mut engine, STEPS)), weights_hash(&mut engine))
         };
         let expected = run(&base);
         let skipped = expected.0.iter().filter(|step| step.3).count();
@@ -155,14 +147,14 @@ fn the_scale_survives_a_resume() {
     for placement in [Placement::Disk, Placement::Host] {
         let whole = f16(overflowing());
         let mut engine = whole.create();
-        let expected = numbers(&train(&whole, &mut engine, STEPS));
+        let expected = numbers(&whole.train_to(&mut engine, STEPS));
         let expected = (expected, weights_hash(&mut engine));
         let disks = vec![dir.path().join(placement.to_string())];
         let setup = Setup { placement, disks, ..whole };
         let mut all = Vec::new();
         let mut engine = setup.create();
         for stop in 1..=STEPS {
-            all.extend(train(&setup, &mut engine, stop));
+            all.extend(setup.train_to(&mut engine, stop));
             engine.save().unwrap();
             drop(engine);
             engine = setup.resume().unwrap();
@@ -204,7 +196,7 @@ fn state_that_was_trained_without_a_scale_is_refused() {
     let disks = vec![dir.path().join("disk")];
     let plain = Setup { state: StateFormat::Fp32, ..Setup::on_disk(true, disks) };
     let mut engine = plain.create();
-    train(&plain, &mut engine, 1);
+    plain.train_to(&mut engine, 1);
     engine.flush().unwrap();
     drop(engine);
     let setup = Setup { dtype: DType::F16, loss_scale: Some(overflowing()), ..plain };

@@ -372,10 +372,8 @@ impl<'a> Run<'a> {
         if let Some((piece, _)) = update.updating.take_if(|(_, job)| machine.is_done(*job)) {
             update.parked -= piece.parked;
             if piece.is_last {
-                // Groups between are updated already.
-                let next = update.reading.front().map(|(next, _)| next).or(update.queue.front());
-                let open = next.map_or(0, |next| next.group).max(piece.group + 1);
-                update.updated = update.updated.max(open);
+                let next = update.reading.front();
+                update.updated = update.updated.max(open_behind(piece, next, &update.queue));
             }
             update.writing.push_back((piece, machine.submit(Lane::WriteState, piece.write)));
             moved = true;
@@ -383,9 +381,7 @@ impl<'a> Run<'a> {
         while let Some(piece) = arrived(&mut update.writing, machine) {
             if piece.is_last {
                 let next = update.writing.front().or(update.updating.as_ref()).or(update.reading.front());
-                let next = next.map(|(next, _)| next).or(update.queue.front());
-                let open = next.map_or(0, |next| next.group).max(piece.group + 1);
-                update.written = update.written.max(open);
+                update.written = update.written.max(open_behind(piece, next, &update.queue));
             }
             moved = true;
         }
@@ -440,6 +436,13 @@ impl<'a> Run<'a> {
 fn arrived<T>(queue: &mut VecDeque<(T, Job)>, machine: &Machine) -> Option<T> {
     let (_, job) = queue.front()?;
     if machine.is_done(*job) { queue.pop_front().map(|(arrived, _)| arrived) } else { None }
+}
+
+/// Groups below what this gives need not wait any more when the last piece of a group is through: those up to the next one that is
+/// under way or, if none is, queued.
+fn open_behind(last: Piece, under_way: Option<&(Piece, Job)>, queue: &VecDeque<Piece>) -> usize {
+    let next = under_way.map(|(piece, _)| piece).or(queue.front());
+    next.map_or(0, |next| next.group).max(last.group + 1)
 }
 
 /// How many pieces a group's update is cut into.

@@ -12,8 +12,9 @@
 //! State of which there is a copy in memory is written when all groups are updated: forward needs the copy alone, and the disk, which
 //! would be idle in backward, writes then. So the thread's end, and the commit, are waited for after backward.
 //!
-//! An update that waits for nothing, or that is done before the norm is known (`speculation.rs`), runs on such a thread too, group after group as backward completes their gradients. What it has
-//! not come to when backward ends is deferred in the same way, so that the disk goes on through the next forward.
+//! An update that waits for nothing, or that is done before the norm is known (`speculation.rs`), runs on such a thread too, group
+//! after group as backward completes their gradients. What it has not come to when backward ends is deferred in the same way, so that
+//! the disk goes on through the next forward.
 //!
 //! Fetch is ahead of compute, so that it mostly waits for the update. It *offers* memory for the groups that it waits for, and the
 //! update leaves their new weights there on the way to the disk. Where the update came first, they are read from the disk.

@@ -34,7 +34,7 @@ pub struct Schedule {
     pub uploads_ahead: usize,
     /// Passes whose spilled activations may still be on their way to disk while a later one computes.
     pub spills_ahead: usize,
-    /// Steps after one that was not clipped are updated as by [`unclipped`](Self::unclipped).
+    /// While steps are not clipped, the next are updated as by [`unclipped`](Self::unclipped).
     pub speculates: bool,
 }
 
@@ -129,12 +129,13 @@ impl Schedule {
     /// known.
     #[must_use]
     pub fn unclipped(&self) -> Option<Self> {
-        let together = |group: &GroupUpdate| {
-            let write_bytes = group.write_bytes + group.late_write_bytes;
-            GroupUpdate { write_bytes, late_write_bytes: 0, ..*group }
-        };
-        let groups = self.groups.iter().map(together).collect();
-        self.speculates.then(|| Self { update: UpdateTime::Beside, groups, ..self.clone() })
+        self.speculates.then(|| {
+            let mut schedule = Self { update: UpdateTime::Beside, ..self.clone() };
+            for group in &mut schedule.groups {
+                group.write_bytes += std::mem::take(&mut group.late_write_bytes);
+            }
+            schedule
+        })
     }
 
     /// The order of a step in which the weights of the uses of `read` are read from disk, and `inputs` are uploaded.

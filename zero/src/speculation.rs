@@ -5,7 +5,7 @@
 //! after some steps that were not, groups are updated beside backward as if this one would not be either, which is what is done without
 //! clipping. Their gradients stay parked. When the norm is known and changes nothing, the update is the real one, whatever of it is
 //! left is deferred, and the gradients are let go. Otherwise what was written is forgotten, the whole update is deferred, and the next
-//! step does not speculate. Weights are the same bits either way. SuperOffload (arXiv 2509.21271) speculates so for state in host
+//! steps do not speculate. Weights are the same bits either way. SuperOffload (arXiv 2509.21271) speculates so for state in host
 //! memory, and takes the update back where it must; here the step before is still the live generation on disk, and there is nothing
 //! to take back.
 //!
@@ -18,7 +18,7 @@
 use crate::cache::Caching;
 use crate::engine::Engine;
 use crate::update::{ChunkAt, Items};
-use crate::{Durability, EngineConfig, Placement, Result, TrainingConfig};
+use crate::{Durability, EngineConfig, Placement, Result, StepReport, TrainingConfig};
 use terrace_tiers::StoreSpec;
 
 /// Steps without a clipped one after which the next is taken for another. An update in vain costs more than one that is kept saves, so
@@ -33,15 +33,21 @@ impl Engine {
             && may_speculate(&self.config, &self.plan.spec, &self.plan.windows.caching)
     }
 
-    /// The norm is known, and changes nothing if `is_same`. Gives what is left of an update that ran beside backward and came to all
+    /// The norm is known, and changes nothing if `is_same`; `report` hears whether that was speculated on. Gives what is left of an update that ran beside backward and came to all
     /// but `left`, in order; `None` if all is still to be done, since there was none or it was in vain.
     ///
     /// # Errors
     /// A copy cannot be read.
-    pub(crate) fn validate(&self, is_same: bool, left: Vec<ChunkAt>) -> Result<Option<Vec<ChunkAt>>> {
+    pub(crate) fn validate(
+        &self,
+        is_same: bool,
+        left: Vec<ChunkAt>,
+        report: &mut StepReport,
+    ) -> Result<Option<Vec<ChunkAt>>> {
         let (Some(park), Some(stored), true) = (&self.park, self.home.stored(), self.speculates()) else {
             return Ok(None);
         };
+        report.speculated = Some(is_same);
         let done = Items::all(&self.plan.spec, park).filter(|chunk| left.binary_search(chunk).is_err());
         if is_same {
             done.for_each(|chunk| park.forget(chunk));

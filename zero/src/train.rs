@@ -102,8 +102,8 @@ impl Engine {
     /// Runs one optimizer step over all micro-batches. `rates` is a learning rate, or [`StepRates`].
     ///
     /// State on disk is committed with every step. Where the update waits for the norm of the whole gradient (clipping, a loss
-    /// scale) it runs during the next step's forward, and so does what else backward left no time for, unless
-    /// [`WindowOverrides::overlap`](crate::WindowOverrides) says otherwise. So does the commit, then;
+    /// scale) it runs during the next step's forward, or beside backward while norms change nothing, and so does what else backward
+    /// left no time for, unless [`WindowOverrides::overlap`](crate::WindowOverrides) says otherwise. So does the commit, then;
     /// [`flush`](Self::flush) makes up for a next step. A process that is killed before has the step before on disk.
     ///
     /// # Errors
@@ -371,8 +371,7 @@ impl Engine {
             (Err(_), None) => return Err(self.norm_not_finite()),
             (Err(_), Some(_)) => {
                 park.clear();
-                report.speculated = self.speculates().then_some(false);
-                self.validate(false, left)?;
+                self.validate(false, left, report)?;
                 self.unclipped = 0;
                 report.skipped = true;
                 report.grad_norm = f64::NAN;
@@ -384,9 +383,7 @@ impl Engine {
         let args = self.step_args(lr, clip * self.loss_scale.map_or(1.0, |current| current.inverse()));
         self.update_on_device(&args)?;
         if training.waits_for_norm() || self.home.disk().is_none() {
-            let unclipped = clip == 1.0;
-            report.speculated = self.speculates().then_some(unclipped);
-            if let Some(left) = self.validate(unclipped, left)? {
+            if let Some(left) = self.validate(clip == 1.0, left, report)? {
                 deferred = (!left.is_empty()).then_some((args, Some(left)));
             } else if self.config.overrides.overlap() && self.is_deferrable() {
                 deferred = Some((args, None));

@@ -16,7 +16,7 @@ use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateForma
 use terrace_tiers::{Tier, TierError, checksum};
 use terrace_zero::{
     Accumulation, Backend, BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, Placement,
-    TrainingConfig, WeightReader, WindowOverrides,
+    StepReport, TrainingConfig, WeightReader, WindowOverrides,
 };
 
 /// A Llama of some 100k parameters; tied when asked.
@@ -64,8 +64,6 @@ pub const SEQUENCES: usize = 2;
 pub const LENGTH: usize = 17;
 /// The rate of every step.
 pub const LR: f64 = 3e-3;
-/// Of the gradients of such training, about half have a norm below it.
-pub const SPECULATED_CLIP: f64 = 1.8;
 
 impl Setup {
     pub fn new(tied: bool) -> Self {
@@ -228,13 +226,27 @@ impl Setup {
     }
 
     pub fn continue_to(&self, engine: &mut Engine, steps: u64) -> Vec<f64> {
-        let mut losses = Vec::new();
+        self.train_to(engine, steps).iter().map(|report| report.loss).collect()
+    }
+
+    /// As [`continue_to`](Self::continue_to), with all that steps report.
+    pub fn train_to(&self, engine: &mut Engine, steps: u64) -> Vec<StepReport> {
+        let mut reports = Vec::new();
         while engine.step() < steps {
-            let report =
-                engine.train_step(&self.batches(engine.step()), LR).unwrap_or_else(|e| panic!("step: {e}"));
-            losses.push(report.loss);
+            let report = engine.train_step(&self.batches(engine.step()), LR);
+            reports.push(report.unwrap_or_else(|e| panic!("step: {e}")));
         }
-        losses
+        reports
+    }
+}
+
+/// With one slot and one chunk in flight nothing is shared by chance, so that sums of what is moved are exact.
+pub fn narrow() -> WindowOverrides {
+    WindowOverrides {
+        weight_slots: Some(1),
+        chunk_elements: Some(1 << 14),
+        update_slots: Some(1),
+        ..WindowOverrides::default()
     }
 }
 
