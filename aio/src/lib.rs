@@ -39,6 +39,7 @@ pub mod profile;
 mod random;
 mod sync;
 mod ticket;
+mod virtual_clock;
 
 pub use buf::{BUF_ALIGN, BufHome, IoBuf};
 pub use completions::CompletionQueue;
@@ -47,3 +48,4 @@ pub use engine::{
 };
 pub use error::{IoError, IoErrorKind};
 pub use ticket::{Completer, Drive, Ticket};
+pub use virtual_clock::VirtualClock;

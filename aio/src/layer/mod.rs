@@ -11,11 +11,13 @@ mod fault;
 mod relay;
 mod stats;
 mod throttle;
+mod timed;
 mod trace;
 
 pub use fault::{FaultConfig, FaultLayer};
 pub use stats::{ActionStats, LATENCY_BUCKETS, Stats, StatsLayer};
 pub use throttle::{ThrottleConfig, ThrottleLayer};
+pub use timed::TimedLayer;
 pub use trace::{TraceEvent, TraceLayer};
 
 use crate::OpKind;

@@ -35,6 +35,18 @@ impl Default for ThrottleConfig {
     }
 }
 
+impl ThrottleConfig {
+    /// # Panics
+    /// If a rate is not positive.
+    pub(super) fn check(&self) {
+        let (read, write) = (self.read_bytes_per_second, self.write_bytes_per_second);
+        assert!(
+            read > 0.0 && write > 0.0,
+            "a disk that moves nothing never finishes: {read} and {write} bytes/s"
+        );
+    }
+}
+
 /// Limits the bytes per second that pass through it.
 #[derive(Debug)]
 pub struct ThrottleLayer {
@@ -57,11 +69,7 @@ impl ThrottleLayer {
     /// # Panics
     /// If a rate is not positive, or no thread can be started.
     pub fn new(upstream: Arc<dyn IoEngine>, config: ThrottleConfig) -> Self {
-        let (read, write) = (config.read_bytes_per_second, config.write_bytes_per_second);
-        assert!(
-            read > 0.0 && write > 0.0,
-            "a disk that moves nothing never finishes: {read} and {write} bytes/s"
-        );
+        config.check();
         let count = if config.is_shared { 1 } else { 2 };
         let lane = || Lane {
             free_at: Mutex::new(Instant::now()),

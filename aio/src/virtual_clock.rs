@@ -1,0 +1,298 @@
+//! A clock for simulations, whose time passes only while every thread of the process waits.
+//!
+//! The threads of a program run as they are, and as fast as they can; what is said to take time (a disk, [`TimedLayer`]; a
+//! device that computes, [`VirtualClock::sleep`]) takes it of this clock. While any thread can run time stands still. When all of them
+//! wait, for a lock, a channel or a ticket, it leaps to the next event, and that wakes somebody. So a run takes the time that its
+//! resources and the order of its work make it take, the same on a busy machine as on an idle one, and hours of it pass in seconds.
+//!
+//! Whether threads wait is what the kernel says of them in `/proc/self/task`: all sleep, and none has run between two looks at all of
+//! them. Neither locks nor channels nor threads know of the clock. Threads that sleep for some real time, or for a real device, count as
+//! waiting: what is simulated must do neither. Several clocks in a process take no notice of each other but wait for all its threads.
+//!
+//! Where all wait and nothing is to come, nothing ever will: a deadlock, which the clock reports by ending the process.
+//!
+//! ```
+//! use std::time::Duration;
+//! use terrace_aio::VirtualClock;
+//!
+//! let clock = VirtualClock::new()?;
+//! std::thread::scope(|scope| {
+//!     scope.spawn(|| clock.sleep(Duration::from_secs(7200)));
+//!     clock.sleep(Duration::from_secs(3600));
+//! });
+//! assert_eq!(clock.now(), Duration::from_secs(7200));
+//! # Ok::<(), std::io::Error>(())
+//! ```
+//!
+//! [`TimedLayer`]: crate::layer::TimedLayer
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use std::{fs, io};
+
+/// Where the kernel says what the threads of a process do.
+const THREADS: &str = "/proc/self/task";
+/// Clocks do not wait for each other.
+const NAME: &str = "virtual-clock";
+/// For what is awake to fall asleep.
+const NAP: Duration = Duration::from_micros(20);
+/// Real time without an event and without a thread that runs: far more than a busy machine takes to schedule one.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+type Action = Box<dyn FnOnce() + Send>;
+
+/// A clock with its thread. When it is dropped, everything that is to come happens at once.
+#[derive(Debug)]
+pub struct VirtualClock {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    agenda: Mutex<Agenda>,
+    is_over: AtomicBool,
+}
+
+#[derive(Default)]
+struct Agenda {
+    now: Duration,
+    /// Events so far: those of the same time happen in this order.
+    count: u64,
+    events: BTreeMap<(Duration, u64), Action>,
+}
+
+impl VirtualClock {
+    /// A clock at zero.
+    ///
+    /// # Errors
+    /// This system does not say in `/proc` what threads do, or has none left.
+    pub fn new() -> io::Result<Self> {
+        Self::with(PATIENCE, |threads| {
+            eprintln!("deadlock: all threads wait, and no event is to come: {}", threads.join(", "));
+            std::process::abort();
+        })
+    }
+
+    /// `on_deadlock` is given the names of the threads that wait, once for every `patience`.
+    fn with(patience: Duration, on_deadlock: impl Fn(&[String]) + Send + 'static) -> io::Result<Self> {
+        look()?;
+        let shared = Arc::new(Shared { agenda: Mutex::default(), is_over: AtomicBool::new(false) });
+        let thread = std::thread::Builder::new().name(NAME.into()).spawn({
+            let shared = Arc::clone(&shared);
+            move || shared.run(patience, on_deadlock)
+        })?;
+        Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// The time since the clock was made.
+    pub fn now(&self) -> Duration {
+        self.shared.lock().now
+    }
+
+    /// Does something at a time, on the clock's thread: it must not wait for anything that needs time. What has passed is now.
+    pub fn at(&self, time: Duration, action: impl FnOnce() + Send + 'static) {
+        let mut agenda = self.shared.lock();
+        let event = (time.max(agenda.now), agenda.count);
+        agenda.count += 1;
+        agenda.events.insert(event, Box::new(action));
+    }
+
+    /// Lets the calling thread wait for so long.
+    pub fn sleep(&self, duration: Duration) {
+        let (wake, is_awake) = mpsc::sync_channel(1);
+        self.at(self.now() + duration, move || wake.send(()).unwrap_or_default());
+        let _ = is_awake.recv();
+    }
+}
+
+impl Drop for VirtualClock {
+    fn drop(&mut self) {
+        self.shared.is_over.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Agenda> {
+        self.agenda.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the next event, whose time it then is.
+    fn next(&self) -> Option<Action> {
+        let mut agenda = self.lock();
+        let ((time, _), action) = agenda.events.pop_first()?;
+        agenda.now = time;
+        Some(action)
+    }
+
+    fn run(&self, patience: Duration, on_deadlock: impl Fn(&[String])) {
+        let mut last = Instant::now();
+        while !self.is_over.load(Ordering::Acquire) {
+            let Some(threads) = all_asleep() else {
+                last = Instant::now();
+                std::thread::sleep(NAP);
+                continue;
+            };
+            if let Some(action) = self.next() {
+                action();
+                last = Instant::now();
+            } else if last.elapsed() > patience {
+                on_deadlock(&threads);
+                last = Instant::now();
+            } else {
+                std::thread::sleep(NAP);
+            }
+        }
+        while let Some(action) = self.next() {
+            action();
+        }
+    }
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let agenda = self.lock();
+        f.debug_struct("Shared").field("now", &agenda.now).field("events", &agenda.events.len()).finish()
+    }
+}
+
+/// The names of the threads, if all of them sleep.
+///
+/// Threads are looked at one after the other, and one that was seen asleep may be woken by the next before that falls asleep itself. Then it
+/// has run, which the second look tells from how often it was taken off a processor.
+fn all_asleep() -> Option<Vec<String>> {
+    let first = look().ok().flatten()?;
+    let second = look().ok().flatten()?;
+    (first == second).then(|| first.into_iter().map(|thread| thread.name).collect())
+}
+
+/// A thread that sleeps.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Sleeper {
+    id: String,
+    name: String,
+    /// Times that it began to wait, and that it had to give way.
+    switches: [u64; 2],
+}
+
+/// All threads but clocks; `None` as soon as one is seen that does not sleep.
+fn look() -> io::Result<Option<Vec<Sleeper>>> {
+    let mut sleepers = Vec::new();
+    for entry in fs::read_dir(THREADS)? {
+        let path = entry?.path();
+        // One that has just ended was awake.
+        let Ok(status) = fs::read_to_string(path.join("status")) else { return Ok(None) };
+        let field = |name| status.lines().find_map(|line: &str| line.strip_prefix(name)).map(str::trim);
+        let number = |name| field(name).and_then(|count| count.parse().ok());
+        let missing = || io::Error::other(format!("{THREADS} does not say how often threads waited"));
+        let name = field("Name:").unwrap_or_default();
+        if name == NAME {
+            continue;
+        }
+        let switches = [number("voluntary_ctxt_switches:"), number("nonvoluntary_ctxt_switches:")];
+        let [Some(waited), Some(gave_way)] = switches else { return Err(missing()) };
+        if !field("State:").is_some_and(|state| state.starts_with('S')) {
+            return Ok(None);
+        }
+        let id = path.file_name().map(|id| id.to_string_lossy().into_owned()).unwrap_or_default();
+        sleepers.push(Sleeper { id, name: name.to_owned(), switches: [waited, gave_way] });
+    }
+    sleepers.sort();
+    Ok(Some(sleepers))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Condvar;
+
+    #[test]
+    fn events_happen_in_the_order_of_their_times() {
+        let clock = VirtualClock::new().unwrap();
+        let order = Arc::new(Mutex::new(Vec::new()));
+        // The clock looks at the threads meanwhile, and finds this one awake.
+        for hour in [3, 1, 2, 1] {
+            let order = Arc::clone(&order);
+            clock.at(Duration::from_secs(3600 * hour), move || order.lock().unwrap().push(hour));
+        }
+        clock.sleep(Duration::from_secs(4 * 3600));
+        assert_eq!(*order.lock().unwrap(), [1, 1, 2, 3]);
+        clock.at(Duration::ZERO, || {});
+        clock.sleep(Duration::from_secs(1));
+        assert_eq!(clock.now(), Duration::from_secs(4 * 3600 + 1), "time does not go back");
+    }
+
+    #[test]
+    fn time_stands_still_while_a_thread_runs() {
+        let clock = VirtualClock::new().unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for turn in 1..=100 {
+                    clock.sleep(Duration::from_millis(10));
+                    assert_eq!(clock.now(), Duration::from_millis(10 * turn));
+                    let began = Instant::now();
+                    while began.elapsed() < Duration::from_micros(300) {}
+                    assert_eq!(clock.now(), Duration::from_millis(10 * turn), "it has not waited");
+                }
+            });
+            // An event far away, whose time must not come earlier.
+            scope.spawn(|| clock.sleep(Duration::from_millis(1005)));
+        });
+        assert_eq!(clock.now(), Duration::from_millis(1005));
+    }
+
+    /// Threads that pass a token on take no time, however many there are.
+    #[test]
+    fn a_thread_that_was_just_woken_is_awake() {
+        let clock = VirtualClock::new().unwrap();
+        let (token, moved) = (Mutex::new(0), Condvar::new());
+        std::thread::scope(|scope| {
+            scope.spawn(|| clock.sleep(Duration::from_secs(1)));
+            for place in 0..4 {
+                let (clock, token, moved) = (&clock, &token, &moved);
+                scope.spawn(move || {
+                    for _ in 0..2000 {
+                        let held = token.lock().unwrap();
+                        let mut held = moved.wait_while(held, |token| *token % 4 != place).unwrap();
+                        assert_eq!(clock.now(), Duration::ZERO, "somebody is about to go on");
+                        *held += 1;
+                        moved.notify_all();
+                    }
+                    clock.sleep(Duration::from_millis(2));
+                });
+            }
+        });
+        assert_eq!(clock.now(), Duration::from_secs(1));
+    }
+
+    #[test]
+    fn a_deadlock_is_reported() {
+        let (report, reported) = mpsc::channel();
+        let report = Mutex::new(report);
+        let clock = VirtualClock::with(Duration::from_millis(50), move |threads| {
+            let _ = report.lock().unwrap().send(threads.to_vec());
+        });
+        let _clock = clock.unwrap();
+        let (never, waits) = mpsc::channel::<()>();
+        let thread = std::thread::Builder::new().name("forlorn".into()).spawn(move || waits.recv()).unwrap();
+        let names = reported.recv().unwrap();
+        assert!(names.iter().any(|name| name == "forlorn"), "{names:?}");
+        drop(never);
+        thread.join().unwrap().unwrap_err();
+    }
+
+    #[test]
+    fn what_is_to_come_happens_when_a_clock_is_dropped() {
+        let clock = VirtualClock::new().unwrap();
+        let (done, is_done) = mpsc::channel();
+        // Awake all the time.
+        clock.at(Duration::from_secs(1), move || done.send(()).unwrap());
+        drop(clock);
+        assert_eq!(is_done.try_recv(), Ok(()));
+    }
+}
