@@ -144,8 +144,13 @@ fn schedulers() {
     };
     let warmup = |warmup, min_lr| ScheduleKind::WarmupLr { warmup, min_lr };
     let lr = ScheduleChoice::new(warmup(Warmup::Log, 0.0));
-    let lr = ScheduleChoice { warmup_steps: 1000, base_lr: Some(0.001), ..lr };
+    let lr = ScheduleChoice { warmup_steps: 1000, ..lr };
     assert_eq!(of("WarmupLR", ""), lr);
+    assert_eq!(of("WarmupLR", "warmup_max_lr: \"auto\""), lr);
+    let max = |kind, params| of(kind, params).base_lr;
+    assert_eq!(max("WarmupLR", "warmup_max_lr: 0.5"), Some(0.5));
+    assert_eq!(max("WarmupDecayLR", ""), Some(0.001));
+    assert_eq!(max("WarmupDecayLR", "warmup_max_lr: \"auto\""), None);
     assert_eq!(of("WarmupLR", "warmup_min_lr: 1e-5").kind, warmup(Warmup::Log, 1e-5));
     let params = "total_num_steps: 9, warmup_num_steps: 0, warmup_max_lr: 1, warmup_type: \"linear\", last_batch_iteration: -1";
     let kind = ScheduleKind::WarmupDecayLr { warmup: Warmup::Linear, min_lr: 0.0 };

@@ -55,7 +55,7 @@ fn flags_win_over_the_file() {
     assert_eq!(plain.disks, [PathBuf::from("/a")]);
     let schedule = plain.schedule(5);
     assert!(matches!(schedule.kind, ScheduleKind::WarmupLr { .. }));
-    assert_eq!((schedule.warmup_steps, schedule.base_lr), (4, 0.001));
+    assert_eq!((schedule.warmup_steps, schedule.base_lr), (4, 1e-3));
     let line = "--batch-size 2 --learning-rate 5e-5 --clip 0 --dtype bf16 --disk /b --scheduler cosine --warmup-steps 2";
     let changed = resolve(line, Some(file), None).unwrap();
     assert_eq!((changed.batch_size, changed.grad_accum, changed.clip), (2, 3, None));
@@ -179,8 +179,51 @@ fn schedules() {
         format!("{{scheduler: {{type: \"OneCycle\", params: {{{}}}}}}}", cycle[9..].replace('=', ": "));
     let run = resolve("", Some(&file), None).unwrap();
     assert_eq!(run.schedule(9).lr(4), 1e-3);
-    let run = resolve("--warmup-steps 3", Some(&file), None).unwrap();
-    assert_eq!(run.schedule(9).kind, ScheduleKind::Linear, "flags replace the file's scheduler as a whole");
+    for (line, reason) in [
+        ("--warmup-steps 3", "--warmup-steps means nothing to the file's scheduler OneCycle"),
+        ("--learning-rate 1e-5", "the file's scheduler OneCycle has a rate of its own, cycle_max_lr"),
+    ] {
+        let error = resolve(line, Some(&file), None).unwrap_err();
+        assert!(error.contains(reason), "{error}");
+    }
+    let run = resolve("--scheduler linear --learning-rate 1e-4", Some(&file), None).unwrap();
+    assert_eq!((run.schedule(9).kind, run.schedule(9).base_lr), (ScheduleKind::Linear, 1e-4));
+    for flag in ["LRRangeTest", "WarmupLR,warmup_max_lr=1", cycle] {
+        let error = schedule(&format!("--scheduler {flag} --learning-rate 1e-5")).unwrap_err();
+        assert!(error.contains("--learning-rate is given as well"), "{error}");
+    }
+}
+
+/// Rates of the first steps are those of DeepSpeed 0.19.8's schedulers over the optimizer that the file names.
+#[test]
+fn the_rate_that_a_file_leaves_out() {
+    let rate = |line: &str, optimizer: &str, scheduler: &str| {
+        let file = format!(
+            "{{optimizer: {{{optimizer}}}, scheduler: {{type: {scheduler} warmup_num_steps: 2, warmup_type: \"linear\"}}}}}}"
+        );
+        let run = resolve(line, Some(&file), None).unwrap_or_else(|e| panic!("{file}: {e}"));
+        assert_eq!(run.schedule(9).lr(1), 0.0, "{file}");
+        run.schedule(9).lr(3)
+    };
+    let adam = "type: \"AdamW\", params: {lr: 1e-5}";
+    let (warmup, decay) = ("\"WarmupLR\", params: {", "\"WarmupDecayLR\", params: {");
+    assert_eq!(rate("", adam, warmup), 1e-5);
+    assert_eq!(rate("", adam, &format!("{warmup}warmup_max_lr: \"auto\",")), 1e-5);
+    assert_eq!(rate("", adam, &format!("{warmup}warmup_max_lr: 0.5,")), 0.5);
+    assert_eq!(rate("", adam, decay), 1e-3);
+    assert_eq!(rate("", adam, &format!("{decay}warmup_max_lr: \"auto\",")), 1e-5);
+    assert_eq!(rate("--learning-rate 1e-4", adam, warmup), 1e-4);
+    assert_eq!(rate("--learning-rate 1e-4", adam, &format!("{warmup}warmup_max_lr: 0.5,")), 1e-4);
+    assert_eq!(rate("--warmup-steps 4", adam, warmup), 0.5e-5);
+    for (optimizer, expected) in [
+        ("type: \"Adam\"", 1e-3),
+        ("type: \"Lion\", params: {}", 1e-3),
+        ("type: \"SGD\", params: {momentum: 0.5}", 1e-3),
+        ("type: \"Adagrad\"", 1e-2),
+        ("type: \"Adam\", params: {lr: \"auto\"}", 1e-5),
+    ] {
+        assert_eq!(rate("", optimizer, warmup), expected, "{optimizer}");
+    }
 }
 
 #[test]
@@ -209,6 +252,11 @@ fn algorithms() {
     assert_eq!(named("", Some(file)), Ok(Algorithm::Adam(adam)));
     let adamw = AdamW { eps: 1e-6, weight_decay: 0.1, ..AdamW::default() };
     assert_eq!(named("--optimizer adamw", Some(file)), Ok(Algorithm::AdamW(adamw)));
+    let file = |params: &str| format!("{{optimizer: {{type: {params}}}}}");
+    let sgd = Algorithm::Sgd(Sgd { momentum: 0.0, nesterov: false, weight_decay: 0.0 });
+    assert_eq!(named("", Some(&file("\"SGD\""))), Ok(sgd), "as torch's");
+    let lion = Lion { beta1: 0.9, beta2: 0.999, weight_decay: 0.0 };
+    assert_eq!(named("", Some(&file("\"Lion\""))), Ok(Algorithm::Lion(lion)), "as DeepSpeed's");
     for line in ["--optimizer sgd --betas 0.9,0.95", "--optimizer lion --eps 1e-6", "--momentum 0.9"] {
         let message = named(line, None).unwrap_err();
         assert!(message.contains("means nothing"), "{message}");

@@ -66,12 +66,13 @@ impl LossScaleConfig {
     /// [`OptimizerError::Hyperparameter`] names the first offending value.
     pub fn validate(&self) -> Result<()> {
         let (scale, min) = (self.loss_scale, self.min_loss_scale);
-        let expected = "finite and not negative (0 for a dynamic scale)";
-        check("loss_scale", scale, expected, scale.is_finite() && scale >= 0.0)?;
+        // Beyond, the scale or its inverse would not be a normal f32.
+        let normal = f64::from(f32::MIN_POSITIVE)..=1.0 / f64::from(f32::MIN_POSITIVE);
+        let expected = "from 2⁻¹²⁶ to 2¹²⁶ (0 for a dynamic scale)";
+        check("loss_scale", scale, expected, self.is_dynamic() || normal.contains(&scale))?;
         if !self.is_dynamic() {
             return Ok(());
         }
-        // Beyond this power the inverse of the scale would not be a normal f32.
         let power = self.initial_scale_power;
         check("initial_scale_power", f64::from(power), "at most 126", power <= 126)?;
         check("loss_scale_window", self.loss_scale_window as f64, "at least 1", self.loss_scale_window >= 1)?;
@@ -237,6 +238,8 @@ mod tests {
         let cases = [
             (LossScaleConfig { loss_scale: -1.0, ..good }, "loss_scale"),
             (LossScaleConfig { loss_scale: f64::NAN, ..good }, "loss_scale"),
+            (LossScaleConfig { loss_scale: 1e-50, ..good }, "loss_scale"),
+            (LossScaleConfig { loss_scale: 2f64.powi(127), ..good }, "loss_scale"),
             (LossScaleConfig { initial_scale_power: 127, ..good }, "initial_scale_power"),
             (LossScaleConfig { loss_scale_window: 0, ..good }, "loss_scale_window"),
             (LossScaleConfig { hysteresis: 0, ..good }, "hysteresis"),

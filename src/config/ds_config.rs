@@ -12,7 +12,7 @@ use crate::cli::args::{Dtype, Offload, OptimizerName};
 use crate::error::advice;
 use std::path::{Path, PathBuf};
 use terrace_aio::engine::{BLOCK_BYTES_MAX, QUEUE_DEPTH_MAX};
-use terrace_optimizer::{LossScaleConfig, OptimizerError};
+use terrace_optimizer::{LossScaleConfig, OptimizerError, ScheduleKind};
 
 /// What a configuration file asks for. `None` means that it does not say.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -339,7 +339,8 @@ fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
         }
     };
     let mut optimizer = DsOptimizer::default();
-    if let Some(params) = section.section("params")? {
+    let params = section.section("params")?;
+    if let Some(params) = &params {
         if params.has("max_grad_norm") {
             return Err(params.error(
                 "max_grad_norm",
@@ -376,6 +377,17 @@ fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
     notes.unused.extend(section.unused(&["legacy_fusion"]));
     notes.unknown.extend(section.unknown());
     optimizer.name = Some(name);
+    let is_left_out = |key| !params.as_ref().is_some_and(|params| params.leaves_open(key));
+    // What DeepSpeed's optimizers, and torch's where it has none of its own, do without.
+    if is_left_out("lr") {
+        optimizer.lr.get_or_insert(if name == OptimizerName::Adagrad { 1e-2 } else { 1e-3 });
+    }
+    if name == OptimizerName::Lion {
+        optimizer.betas.get_or_insert((0.9, 0.999));
+    }
+    if name == OptimizerName::Sgd {
+        optimizer.momentum.get_or_insert(0.0);
+    }
     Ok(optimizer)
 }
 
@@ -390,9 +402,13 @@ fn scheduler(section: &Section<'_>, notes: &mut Notes) -> Result<ScheduleChoice>
         None => Section::root(&empty)?,
     };
     notes.unused.extend(params.unused(&["last_batch_iteration"]));
-    let Some(choice) = ScheduleChoice::read(name, &params)? else {
+    let Some(mut choice) = ScheduleChoice::read(name, &params)? else {
         return Err(section.error("type", &format!("\"{name}\" is not available; use {SCHEDULERS}")));
     };
+    // Of all of DeepSpeed's schedules this one alone goes up to a rate of its own where the file names none.
+    if matches!(choice.kind, ScheduleKind::WarmupDecayLr { .. }) && !params.leaves_open("warmup_max_lr") {
+        choice.base_lr.get_or_insert(0.001);
+    }
     notes.unknown.extend(section.unknown());
     Ok(choice)
 }

@@ -307,20 +307,27 @@ fn groups(args: &FinetuneArgs) -> Vec<GroupFlag> {
     args.param_group.iter().cloned().chain(no_decay).collect()
 }
 
-/// A flag about the schedule replaces the file's scheduler as a whole: mixing halves of two gives a third that nobody asked for.
+/// `--scheduler` replaces the file's scheduler as a whole: mixing halves of two gives a third that nobody asked for. The other
+/// flags change what they name in either, or are refused.
 fn schedule(args: &FinetuneArgs, given: &DsConfig, base_lr: f64) -> Result<ScheduleChoice, CliError> {
-    let from_file = given.schedule.filter(|_| args.scheduler.is_none() && args.warmup_steps.is_none());
-    let source = if from_file.is_some() { "scheduler" } else { "--scheduler" };
+    let from_file = given.schedule.filter(|_| args.scheduler.is_none());
+    let source = if from_file.is_some() { "the file's scheduler" } else { "--scheduler" };
     let own = args.scheduler.map_or(ScheduleChoice::new(ScheduleKind::Linear), |flag| flag.0);
     let mut choice = from_file.unwrap_or(own);
     if let Some(steps) = args.warmup_steps {
         if !choice.warms_up() {
+            return usage(format!("--warmup-steps means nothing to {source} {}: leave it out", choice.kind));
+        }
+        choice.warmup_steps = steps;
+    }
+    if let Some(key) = choice.own_rate().filter(|_| args.learning_rate.is_some()) {
+        if from_file.is_none() || key != "warmup_max_lr" {
             return usage(format!(
-                "--warmup-steps means nothing to --scheduler {}: leave it out",
+                "{source} {} has a rate of its own, {key}, and --learning-rate is given as well: leave one of them out",
                 choice.kind
             ));
         }
-        choice.warmup_steps = steps;
+        choice.base_lr = None;
     }
     match choice.complete(1, base_lr).validate() {
         Ok(()) => Ok(choice),

@@ -66,6 +66,15 @@ impl ScheduleChoice {
         !matches!(self.kind, ScheduleKind::OneCycle(_) | ScheduleKind::LrRangeTest { .. })
     }
 
+    /// The parameter that says the rate in place of the run's learning rate, where there is one.
+    pub fn own_rate(&self) -> Option<&'static str> {
+        match self.kind {
+            ScheduleKind::OneCycle(_) => Some("cycle_max_lr"),
+            ScheduleKind::LrRangeTest { .. } => Some("lr_range_test_min_lr"),
+            _ => self.base_lr.map(|_| "warmup_max_lr"),
+        }
+    }
+
     /// Reads the schedule called `name` from its parameters; `None` if there is none of that name.
     ///
     /// # Errors
@@ -156,7 +165,7 @@ fn transformers(kind: ScheduleKind, params: &Section<'_>) -> Result<ScheduleChoi
 
 fn warmup(params: &Section<'_>, decays: bool) -> Result<ScheduleChoice> {
     let (warmup, min_lr) = (warmup_type(params)?, params.not_negative("warmup_min_lr")?.unwrap_or(0.0));
-    let base_lr = Some(params.not_negative("warmup_max_lr")?.unwrap_or(0.001));
+    let base_lr = params.not_negative("warmup_max_lr")?;
     let total_steps = if decays { params.positive("total_num_steps")? } else { None };
     let kind = match decays {
         true => ScheduleKind::WarmupDecayLr { warmup, min_lr },

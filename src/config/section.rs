@@ -83,6 +83,13 @@ impl<'a> Section<'a> {
         self.find(key).is_some()
     }
 
+    /// Whether the key stands in the file as `"auto"` or `null`, for the run to fill in.
+    pub fn leaves_open(&self, key: &str) -> bool {
+        let is_open =
+            |kind: &Kind| matches!(kind, Kind::Null) || matches!(kind, Kind::String(s) if s == "auto");
+        self.members.iter().any(|member| member.key == key && is_open(&member.value.kind))
+    }
+
     /// A subsection. Absent, `null` and `"auto"` are `None`.
     ///
     /// # Errors

@@ -44,7 +44,7 @@ impl Lion {
 }
 
 impl Default for Lion {
-    /// The defaults of the authors and of DeepSpeed.
+    /// The authors' defaults; DeepSpeed's decay of the momentum is 0.999.
     fn default() -> Self {
         Self { beta1: 0.9, beta2: 0.99, weight_decay: 0.0 }
     }
