@@ -7,20 +7,22 @@
 #![cfg(target_os = "linux")]
 #![allow(missing_docs)]
 
+#[path = "../models/tests/engine_support/timed.rs"]
+mod timed;
+
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 use terrace::aio::VirtualClock;
 use terrace::aio::engine::{SimConfig, SimEngine};
 use terrace::aio::layer::{ThrottleConfig, TimedLayer};
 use terrace::calibrate::Rates;
 use terrace::floor::Capabilities;
-use terrace::kernels::{KernelError, Matmul};
 use terrace::models::{ModelConfig, RandomSource, Row, TokenBatch, build};
 use terrace::predict::{step_seconds, unclipped_step_seconds};
 use terrace::{
-    Backend, BatchLimits, DType, Engine, EngineConfig, Epilogue, IoConfig, KernelSet, MatmulSpec, MicroBatch,
-    Placement, StepWork, TrainingConfig, View, ViewMut, WindowOverrides, cpu_backend,
+    Backend, BatchLimits, DType, Engine, EngineConfig, IoConfig, MicroBatch, Placement, StepWork,
+    TrainingConfig, WindowOverrides, cpu_backend,
 };
+use timed::timed;
 
 /// Virtual seconds of a step in memory.
 const COMPUTE: f64 = 10.0;
@@ -28,50 +30,6 @@ const SEQUENCES: usize = 2;
 const LENGTH: usize = 16;
 /// The steps before them find empty windows, or have not seen yet that nothing is clipped.
 const STEPS: [usize; 2] = [5, 3];
-
-/// Products that take their time.
-struct Timed {
-    matmul: Arc<dyn Matmul>,
-    clock: Arc<VirtualClock>,
-    /// Seconds of an operation.
-    operation: f64,
-}
-
-impl Timed {
-    fn take(&self, [a, b, out]: [usize; 3]) {
-        // M·L · L·N · M·N is the square of M·N·L.
-        let operations = 2.0 * (a as f64 * b as f64 * out as f64).sqrt();
-        self.clock.sleep(Duration::from_secs_f64(operations * self.operation));
-    }
-}
-
-impl Matmul for Timed {
-    fn matmul(
-        &self,
-        a: View<'_>,
-        b: View<'_>,
-        out: ViewMut<'_>,
-        spec: MatmulSpec,
-    ) -> Result<(), KernelError> {
-        let elements = [a.shape().elements(), b.shape().elements(), out.shape().elements()];
-        self.matmul.matmul(a, b, out, spec)?;
-        self.take(elements);
-        Ok(())
-    }
-
-    fn matmul_nt(
-        &self,
-        a: View<'_>,
-        b: View<'_>,
-        out: ViewMut<'_>,
-        epilogue: Epilogue<'_>,
-    ) -> Result<(), KernelError> {
-        let elements = [a.shape().elements(), b.shape().elements(), out.shape().elements()];
-        self.matmul.matmul_nt(a, b, out, epilogue)?;
-        self.take(elements);
-        Ok(())
-    }
-}
 
 /// A model and its one batch.
 struct Training {
@@ -128,9 +86,7 @@ impl Training {
             ..EngineConfig::new(DType::BF16, limits)
         };
         let mut backend = cpu_backend(1, &IoConfig::default()).unwrap();
-        let (matmul, clock) = (Arc::clone(&backend.kernels.matmul), Arc::clone(clock));
-        let timed = Timed { matmul, clock: Arc::clone(&clock), operation };
-        backend.kernels = KernelSet { matmul: Arc::new(timed), ..backend.kernels };
+        backend.kernels = timed(backend.kernels, clock, operation);
         if let Some(rate) = disk {
             (config.placement, config.disks) = (Placement::Disk, vec!["/disk".into()]);
             let calm = SimConfig {
@@ -146,7 +102,7 @@ impl Training {
                 is_shared: true,
                 ..ThrottleConfig::default()
             };
-            let disk = TimedLayer::new(Arc::new(SimEngine::new(calm)), clock, rates);
+            let disk = TimedLayer::new(Arc::new(SimEngine::new(calm)), Arc::clone(clock), rates);
             backend = Backend { io: Arc::new(disk), ..backend };
         }
         let sample = TokenBatch::new(&self.model).blank(SEQUENCES, LENGTH);

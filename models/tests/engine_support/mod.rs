@@ -3,11 +3,12 @@
 
 #[path = "../card/mod.rs"]
 mod card;
+mod timed;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use terrace_aio::IoEngine;
 use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, open_default};
+use terrace_aio::{IoEngine, VirtualClock};
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, cpu};
@@ -57,6 +58,8 @@ pub struct Setup {
     pub cache_bytes: u64,
     pub durability: Durability,
     pub io: Option<Arc<dyn IoEngine>>,
+    /// A clock, and the seconds that an operation of a product takes of it.
+    pub clock: Option<(Arc<VirtualClock>, f64)>,
     pub identity: String,
 }
 
@@ -91,6 +94,7 @@ impl Setup {
             cache_bytes: 0,
             durability: Durability::Step,
             io: None,
+            clock: None,
             identity: "{\"test\":1}".into(),
         }
     }
@@ -152,7 +156,12 @@ impl Setup {
         let kernel_scratch_bytes = cpu::scratch_bytes(self.threads) as u64;
         let pool = rayon::ThreadPoolBuilder::new().num_threads(self.threads).build().expect("threads start");
         let updates = Some(host_kernels(Arc::new(pool)));
-        Backend { device, kernels: cpu::kernel_set(self.threads), updates, kernel_scratch_bytes, io }
+        let kernels = cpu::kernel_set(self.threads);
+        let kernels = match &self.clock {
+            Some((clock, operation)) => timed::timed(kernels, clock, *operation),
+            None => kernels,
+        };
+        Backend { device, kernels, updates, kernel_scratch_bytes, io }
     }
 
     pub fn create(&self) -> Engine {

@@ -12,6 +12,9 @@
 //! The seed determines every choice but the operating system's, which thread runs when: a seed that failed may need several runs
 //! to fail again.
 //!
+//! In virtual time ([`VirtualClock`](terrace_aio::VirtualClock)) disks and products take as long as a seed says, up to a thousand
+//! times as long as each other, and everybody who can run has run before the next of them is done; a deadlock is noticed at once.
+//!
 //! - `TERRACE_SIM_SEED=N` runs one seed, as many times as `TERRACE_SIM_SEEDS` says.
 //! - `TERRACE_SIM_SEEDS=N` runs seeds 0 to N − 1 instead of the first 300.
 //!
@@ -29,20 +32,25 @@ use setting::{Clips, Format, STEPS, Setting, Training};
 use std::any::Any;
 use std::ops::AddAssign;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, mpsc};
+use std::sync::{Mutex, PoisonError, RwLock, mpsc};
 use std::time::{Duration, Instant};
 use world::Lie;
 
 /// Seeds that are run where nobody says otherwise.
 const SEEDS: u64 = 300;
+/// Those in virtual time.
+const TIMED_SEEDS: u64 = 60;
 /// Seeds within which a canary must be found.
 const CANARY_SEEDS: u64 = 100;
 /// Far more than a seed takes on a busy machine.
 const HANG: Duration = Duration::from_secs(60);
 
+/// Held by a test alone that has to have the process for itself.
+static PROCESS: RwLock<()> = RwLock::new(());
+
 /// Runs a seed on a thread of its own, so that neither a hang nor a panic goes unnoticed; what went wrong, in words.
-fn live_through(seed: u64, broken: Broken) -> Result<Events, String> {
-    let setting = Setting::of(seed);
+fn live_through(setting: &Setting, broken: Broken) -> Result<Events, String> {
+    let seed = setting.seed;
     let (sender, receiver) = mpsc::channel();
     let thread = std::thread::spawn({
         let setting = setting.clone();
@@ -59,9 +67,10 @@ fn live_through(seed: u64, broken: Broken) -> Result<Events, String> {
             Ok(_) => unreachable!("the thread ended without a value"),
         },
     };
+    let test = if setting.is_timed() { "virtual_time" } else { "seeds" };
     Err(format!(
         "seed {seed}: {what}\n{setting:#?}\nrun it alone, ten times: TERRACE_SIM_SEED={seed} TERRACE_SIM_SEEDS=10 \
-         cargo test --release -p terrace-models --test simulated -- --nocapture seeds"
+         cargo test --release -p terrace-models --test simulated -- --nocapture {test}"
     ))
 }
 
@@ -86,6 +95,7 @@ impl AddAssign for Events {
 
 /// Runs seeds on all processors until the first that fails.
 fn live_through_all(seeds: &[u64]) -> Result<Events, String> {
+    let _guard = PROCESS.read().unwrap_or_else(PoisonError::into_inner);
     let next = AtomicU64::new(0);
     let result = Mutex::new(Ok(Events::default()));
     let workers = std::thread::available_parallelism().map_or(1, usize::from);
@@ -95,7 +105,7 @@ fn live_through_all(seeds: &[u64]) -> Result<Events, String> {
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed) as usize;
                     let Some(&seed) = seeds.get(index) else { return };
-                    let outcome = live_through(seed, Broken::default());
+                    let outcome = live_through(&Setting::of(seed), Broken::default());
                     let mut result = result.lock().expect("nobody panics under the lock");
                     match (&mut *result, outcome) {
                         (Ok(sum), Ok(events)) => *sum += events,
@@ -114,14 +124,38 @@ fn variable(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is a number, not {text:?}")))
 }
 
-#[test]
-fn seeds() {
+/// The seeds to run: one of them some times, or the first.
+fn asked_for(usual: u64) -> (Vec<u64>, Option<u64>) {
     let count = variable("TERRACE_SIM_SEEDS");
     let one = variable("TERRACE_SIM_SEED");
-    let seeds: Vec<u64> = match one {
+    let seeds = match one {
         Some(seed) => vec![seed; count.unwrap_or(1) as usize],
-        None => (0..count.unwrap_or(SEEDS)).collect(),
+        None => (0..count.unwrap_or(usual)).collect(),
     };
+    (seeds, one)
+}
+
+/// The same worlds with disks and products that are up to a thousand times as fast as each other, which real time has no time for.
+#[test]
+fn virtual_time() {
+    // A clock waits for all threads of its process.
+    let _guard = PROCESS.write().unwrap_or_else(PoisonError::into_inner);
+    let (seeds, one) = asked_for(TIMED_SEEDS);
+    let mut sum = Events::default();
+    for &seed in &seeds {
+        let setting = Setting::timed(seed);
+        if one.is_some() {
+            println!("{setting:#?}");
+        }
+        sum += live_through(&setting, Broken::default()).unwrap_or_else(|what| panic!("{what}"));
+    }
+    println!("{} seeds in virtual time: {sum:?}", seeds.len());
+    assert!(one.is_some() || sum.steps > TIMED_SEEDS && sum.faults > 0 && sum.cuts > 0, "{sum:?}");
+}
+
+#[test]
+fn seeds() {
+    let (seeds, one) = asked_for(SEEDS);
     if let Some(seed) = one {
         println!("{:#?}", Setting::of(seed));
     }
@@ -148,8 +182,9 @@ fn some_steps_in_f16_overflow_and_some_do_not() {
 
 /// The first seed that finds what is broken.
 fn found(broken: Broken) -> (u64, String) {
+    let _guard = PROCESS.read().unwrap_or_else(PoisonError::into_inner);
     let seeds = 0..CANARY_SEEDS;
-    let finding = |seed| live_through(seed, broken).err().map(|what| (seed, what));
+    let finding = |seed| live_through(&Setting::of(seed), broken).err().map(|what| (seed, what));
     let (seed, what) = seeds.into_iter().find_map(finding).expect("a canary is found");
     println!("{broken:?}: {}", what.lines().next().unwrap_or_default());
     (seed, what)

@@ -2,13 +2,13 @@
 
 use crate::setting::{Life, STEPS, Setting, Training, Trouble};
 use crate::support::{LR, Setup, weights_hash};
-use crate::world::{Liar, Lie, Mood, World};
+use crate::world::{Liar, Lie, Mood, Pace, World};
 use std::collections::HashMap;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use terrace_aio::IoEngine;
 use terrace_aio::engine::SimEngine;
-use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
+use terrace_aio::layer::{Action, FaultConfig, FaultLayer, ThrottleConfig, TimedLayer};
+use terrace_aio::{IoEngine, VirtualClock};
 use terrace_device::sim::{SimDevice, SimDeviceConfig};
 use terrace_tiers::{Tier, TierError};
 use terrace_zero::{Durability, Engine, EngineError, Placement, StepReport};
@@ -108,7 +108,10 @@ pub fn run(setting: &Setting, broken: Broken) -> Events {
     let mut disk = Arc::new(SimEngine::new(setting.disk.clone()));
     let mut stored = None;
     for (number, life) in setting.lives.iter().enumerate() {
-        let world = Arc::new(World::new(&disk, life.mood, setting.seed ^ number as u64));
+        let (world, clock) = match life.mood {
+            Mood::Timed(pace) => timed(&disk, pace),
+            mood => (Arc::new(World::new(&disk, mood, setting.seed ^ number as u64)) as _, None),
+        };
         let io: Arc<dyn IoEngine> = match broken.lie {
             Some(lie) => Arc::new(Liar::new(world, lie, setting.seed)),
             None => world,
@@ -120,7 +123,7 @@ pub fn run(setting: &Setting, broken: Broken) -> Events {
             Trouble::None | Trouble::Stop { .. } => {}
         }
         let mut run =
-            Run { setting, life, expected: &expected, broken, events: &mut events, is_touched: false };
+            Run { setting, life, clock, expected: &expected, broken, events: &mut events, is_touched: false };
         let ended = run.live(Arc::clone(&faults) as _, stored);
         let is_touched = run.is_touched;
         check_error(life.trouble, &ended, &disk, faults.injected());
@@ -136,6 +139,19 @@ pub fn run(setting: &Setting, broken: Broken) -> Events {
         }
     }
     events
+}
+
+/// A disk in virtual time, and the clock with the pace of products.
+fn timed(disk: &Arc<SimEngine>, pace: Pace) -> (Arc<dyn IoEngine>, Option<(Arc<VirtualClock>, f64)>) {
+    let Pace { read_bytes_per_second, write_bytes_per_second, is_shared, operation } = pace;
+    let config = ThrottleConfig {
+        read_bytes_per_second,
+        write_bytes_per_second,
+        is_shared,
+        ..ThrottleConfig::default()
+    };
+    let clock = Arc::new(VirtualClock::new().expect("the system says what threads do"));
+    (Arc::new(TimedLayer::new(Arc::clone(disk) as _, Arc::clone(&clock), config)), Some((clock, operation)))
 }
 
 /// Says what is wrong with the error that a life ended with, if any.
@@ -213,6 +229,7 @@ fn start_over(setting: &Setting, io: &Arc<dyn IoEngine>) {
 struct Run<'a> {
     setting: &'a Setting,
     life: &'a Life,
+    clock: Option<(Arc<VirtualClock>, f64)>,
     expected: &'a Expected,
     broken: Broken,
     events: &'a mut Events,
@@ -227,6 +244,7 @@ impl Run<'_> {
             self.life.card.map(|config| SimDevice::new(SimDeviceConfig { lost_wait_one_in, ..config }));
         let mut setup = self.setting.setup(self.life);
         setup.io = Some(io);
+        setup.clock.clone_from(&self.clock);
         if let Some(card) = &card {
             setup.device = Some(Arc::new(card.clone()));
         }

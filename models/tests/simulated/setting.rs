@@ -2,7 +2,7 @@
 
 use crate::dice::Dice;
 use crate::support::Setup;
-use crate::world::Mood;
+use crate::world::{Mood, Pace};
 use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::IoErrorKind;
@@ -190,6 +190,19 @@ impl Setting {
             training.clips = Clips::Some;
         }
         Self { seed, training, disks, disk_weights, disk, once, lives }
+    }
+
+    /// The same with all its lives in virtual time.
+    pub fn timed(seed: u64) -> Self {
+        let mut setting = Self::of(seed);
+        for (life, number) in setting.lives.iter_mut().zip(0..) {
+            life.mood = Mood::Timed(Pace::of(&mut Dice::new(!seed ^ number)));
+        }
+        setting
+    }
+
+    pub fn is_timed(&self) -> bool {
+        self.lives.iter().any(|life| matches!(life.mood, Mood::Timed(_)))
     }
 
     /// How a life is run, but for the engines.

@@ -9,7 +9,7 @@ use terrace_aio::engine::{OpKind, SimEngine};
 use terrace_aio::{FileId, IoBuf, IoEngine, Request, Ticket, pass_files_on};
 
 /// How a disk and the threads that use it take turns.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mood {
     /// The disk does what it can at once.
     Eager,
@@ -19,6 +19,30 @@ pub enum Mood {
     Sleepy,
     /// The disk works in short bursts, and else only for those who wait.
     Lazy,
+    /// Not at all as it happens: disk and products take the time of a virtual clock that their [`Pace`] says.
+    Timed(Pace),
+}
+
+/// Who is how fast, in virtual time. The work of a step has some million bytes and some ten million operations.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Pace {
+    pub read_bytes_per_second: f64,
+    pub write_bytes_per_second: f64,
+    /// Reads and writes wait for each other.
+    pub is_shared: bool,
+    /// Seconds that an operation of a product takes.
+    pub operation: f64,
+}
+
+impl Pace {
+    pub fn of(dice: &mut Dice) -> Self {
+        Self {
+            read_bytes_per_second: dice.pick(&[1e5, 1e6, 1e6, 1e7, 1e8]),
+            write_bytes_per_second: dice.pick(&[1e5, 1e6, 1e6, 1e7, 1e8]),
+            is_shared: dice.one_in(2),
+            operation: dice.pick(&[0.0, 1e-8, 1e-7, 1e-7, 1e-6]),
+        }
+    }
 }
 
 impl Mood {
@@ -28,7 +52,7 @@ impl Mood {
             Self::Yielding if dice.one_in(2) => std::thread::yield_now(),
             Self::Sleepy if dice.one_in(12) => std::thread::sleep(Duration::from_micros(dice.below(80))),
             Self::Lazy if dice.one_in(6) => std::thread::sleep(Duration::from_micros(100)),
-            Self::Yielding | Self::Sleepy | Self::Lazy => {}
+            Self::Yielding | Self::Sleepy | Self::Lazy | Self::Timed(_) => {}
         }
     }
 }
