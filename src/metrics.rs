@@ -37,6 +37,9 @@ pub struct StepMetrics {
     pub disk_read_bytes: u64,
     /// Written to disk.
     pub disk_write_bytes: u64,
+    /// Written to disk since the run began, by the processes before and by making the state, too.
+    #[serde(default)]
+    pub disk_written_bytes: u64,
     /// Copied from host to device.
     pub upload_bytes: u64,
     /// Copied from device to host.
@@ -62,7 +65,10 @@ pub struct StepMetrics {
 #[derive(Debug)]
 pub struct MetricsWriter {
     file: File,
-    disk_write_bytes: u64,
+    /// By all steps in the file and what came between them.
+    disk_written_bytes: u64,
+    /// The last line and where it begins.
+    last: Option<(u64, StepMetrics)>,
 }
 
 impl MetricsWriter {
@@ -77,8 +83,9 @@ impl MetricsWriter {
         let kept = if committed == 0 { Kept::default() } else { committed_lines(&mut file, committed)? };
         file.set_len(kept.bytes)?;
         file.seek(SeekFrom::End(0))?;
-        let mut writer = Self { file, disk_write_bytes: kept.disk_write_bytes };
-        if kept.last < committed
+        let last_step = kept.last.as_ref().map_or(0, |(_, metrics)| metrics.step);
+        let mut writer = Self { file, disk_written_bytes: kept.disk_written_bytes, last: kept.last };
+        if last_step < committed
             && let Ok(metrics) = serde_json::from_slice(noted)
         {
             writer.append(&metrics)?;
@@ -91,16 +98,44 @@ impl MetricsWriter {
     /// # Errors
     /// The file cannot be written.
     pub fn append(&mut self, metrics: &StepMetrics) -> io::Result<()> {
+        let at = self.file.stream_position()?;
+        self.disk_written_bytes += metrics.disk_write_bytes;
+        let metrics = StepMetrics { disk_written_bytes: self.disk_written_bytes, ..metrics.clone() };
+        self.write(&metrics)?;
+        self.last = Some((at, metrics));
+        Ok(())
+    }
+
+    fn write(&mut self, metrics: &StepMetrics) -> io::Result<()> {
         let mut line = serde_json::to_vec(metrics)?;
         line.push(b'\n');
-        self.disk_write_bytes += metrics.disk_write_bytes;
         self.file.write_all(&line)?;
         self.file.flush()
     }
 
-    /// What all steps in the file wrote to disk, in bytes.
-    pub fn disk_write_bytes(&self) -> u64 {
-        self.disk_write_bytes
+    /// Counts what was written to disk and belongs to no step yet: making the state.
+    pub fn count(&mut self, bytes: u64) {
+        self.disk_written_bytes += bytes;
+    }
+
+    /// Adds to the last line what was written to disk after it, by its deferred update and saves.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn count_after_last(&mut self, bytes: u64) -> io::Result<()> {
+        self.count(bytes);
+        let Some((at, mut metrics)) = self.last.take().filter(|_| bytes > 0) else { return Ok(()) };
+        metrics.disk_written_bytes = self.disk_written_bytes;
+        self.file.set_len(at)?;
+        self.file.seek(SeekFrom::Start(at))?;
+        self.write(&metrics)?;
+        self.last = Some((at, metrics));
+        Ok(())
+    }
+
+    /// What was written to disk since the run began, in bytes.
+    pub fn disk_written_bytes(&self) -> u64 {
+        self.disk_written_bytes
     }
 }
 
@@ -109,30 +144,26 @@ impl MetricsWriter {
 struct Kept {
     /// Their length.
     bytes: u64,
-    /// The step of the last of them.
-    last: u64,
-    /// What their steps wrote to disk.
-    disk_write_bytes: u64,
+    /// The last of them and where it begins.
+    last: Option<(u64, StepMetrics)>,
+    /// What had been written to disk after it.
+    disk_written_bytes: u64,
 }
 
 fn committed_lines(file: &mut File, committed: u64) -> io::Result<Kept> {
-    #[derive(Deserialize)]
-    struct Line {
-        step: u64,
-        #[serde(default)]
-        disk_write_bytes: u64,
-    }
     let mut reader = BufReader::new(file);
     let (mut kept, mut line) = (Kept::default(), Vec::new());
     loop {
         line.clear();
         let read = reader.read_until(b'\n', &mut line)?;
         let whole = line.ends_with(b"\n");
-        match serde_json::from_slice::<Line>(&line) {
+        match serde_json::from_slice::<StepMetrics>(&line) {
             Ok(found) if whole && found.step <= committed => {
+                // Lines that earlier versions wrote have no sum.
+                let sum = kept.disk_written_bytes + found.disk_write_bytes;
+                kept.disk_written_bytes = found.disk_written_bytes.max(sum);
+                kept.last = Some((kept.bytes, found));
                 kept.bytes += read as u64;
-                kept.last = found.step;
-                kept.disk_write_bytes += found.disk_write_bytes;
             }
             _ => return Ok(kept),
         }
@@ -167,9 +198,9 @@ mod tests {
         writer.file.write_all(b"{\"step\": 5, \"lo").unwrap();
         let mut writer = MetricsWriter::open(&path, 3, &[]).unwrap();
         assert_eq!(steps(&path), [1, 2, 3]);
-        assert_eq!(writer.disk_write_bytes(), 300);
+        assert_eq!(writer.disk_written_bytes(), 300);
         writer.append(&step(4)).unwrap();
-        assert_eq!(writer.disk_write_bytes(), 400);
+        assert_eq!(writer.disk_written_bytes(), 400);
         assert_eq!(steps(&path), [1, 2, 3, 4]);
         let noted = serde_json::to_vec(&step(5)).unwrap();
         MetricsWriter::open(&path, 5, &noted).unwrap();
@@ -181,11 +212,30 @@ mod tests {
     }
 
     #[test]
+    fn what_was_written_is_counted_across_processes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut writer = MetricsWriter::open(&path, 0, &[]).unwrap();
+        writer.count(1000);
+        (1..=2).for_each(|s| writer.append(&step(s)).unwrap());
+        writer.count_after_last(7).unwrap();
+        let mut writer = MetricsWriter::open(&path, 2, &[]).unwrap();
+        assert_eq!(writer.disk_written_bytes(), 1207);
+        writer.count_after_last(3).unwrap();
+        writer.append(&step(3)).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3]);
+        let text = std::fs::read_to_string(&path).unwrap();
+        let sums =
+            text.lines().map(|line| serde_json::from_str::<StepMetrics>(line).unwrap().disk_written_bytes);
+        assert_eq!(sums.collect::<Vec<_>>(), [1100, 1210, 1310]);
+    }
+
+    #[test]
     fn the_fields_that_scripts_read() {
         let value = serde_json::to_value(step(1)).unwrap();
         let names: Vec<&str> = value.as_object().unwrap().keys().map(String::as_str).collect();
         let contract = "step loss grad_norm lr tokens step_seconds tokens_per_second floor_seconds floor_fraction bound_by \
-            disk_read_bytes disk_write_bytes upload_bytes download_bytes host_peak_bytes device_peak_bytes stall_seconds";
+            disk_read_bytes disk_write_bytes disk_written_bytes upload_bytes download_bytes host_peak_bytes device_peak_bytes stall_seconds";
         assert_eq!(names.join(" "), contract);
         assert!(value["loss"].is_null(), "NaN is null");
         assert_eq!(value["stall_seconds"]["disk"], 0.5);

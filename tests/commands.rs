@@ -115,7 +115,7 @@ fn a_finetune_document_and_its_metrics() {
     assert_eq!(bench.steps("out"), [1, 2, 3, 4]);
     assert_eq!(metrics[3]["loss"], document["loss"]);
     let contract = "step loss grad_norm lr tokens step_seconds tokens_per_second floor_seconds floor_fraction bound_by \
-        disk_read_bytes disk_write_bytes upload_bytes download_bytes host_peak_bytes device_peak_bytes stall_seconds";
+        disk_read_bytes disk_write_bytes disk_written_bytes upload_bytes download_bytes host_peak_bytes device_peak_bytes stall_seconds";
     let mut read = 0;
     for line in &metrics {
         let keys: Vec<&str> = line.as_object().unwrap().keys().map(String::as_str).collect();
@@ -171,6 +171,39 @@ fn a_finetune_document_and_its_metrics() {
     assert!(
         bench.weights(saved[1]) == bench.weights("out") && bench.weights(saved[0]) != bench.weights("out")
     );
+}
+
+/// A run in two processes writes what one process does, and says so.
+#[test]
+fn what_was_written_to_disk_is_counted_over_all_processes() {
+    let bench = Bench::tiny();
+    let run = |output: &str, steps: &str| {
+        bench.finetune(output).args(&["--disk-cache", "none", "--scheduler", "constant", "--steps", steps])
+    };
+    let written =
+        |output: &str| bench.metrics(output).last().unwrap()["disk_written_bytes"].as_f64().unwrap();
+    let ended = run("whole", "6").ok();
+    assert!(ended.stderr.contains("written to disk so far: "), "{}", ended.stderr);
+    // The state when it is made, and with every step.
+    assert!(written("whole") >= 7.0 * 12.0 * Shape::TINY.parameters() as f64, "{}", written("whole"));
+    run("parts", "4").ok();
+    let half = written("parts");
+    assert!(half < 0.8 * written("whole"), "{half}");
+    run("parts", "6").args(&["--resume"]).ok();
+    assert!(
+        (written("parts") / written("whole") - 1.0).abs() < 0.05,
+        "{} {}",
+        written("parts"),
+        written("whole")
+    );
+    run("none", "1").args(&["--endurance", "0"]).fails(2, &["--endurance 0"]);
+    let metrics = bench.path("whole").join("metrics.jsonl");
+    let trace = bench.finetune("whole").path("--trace", &metrics);
+    trace.fails(2, &["--trace", "is where the run writes its metrics"]);
+    assert_eq!(bench.steps("whole").len(), 6, "they are still there");
+    let refused = bench.finetune("none").args(&["--resume"]).path("--trace", &bench.path("t.json"));
+    refused.fails(1, &["holds no training state"]);
+    assert!(!bench.path("t.json").exists(), "a run that is refused leaves nothing");
 }
 
 fn write_profile(path: &std::path::Path, disks: &[(&std::path::Path, f64)]) {

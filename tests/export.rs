@@ -136,7 +136,7 @@ fn what_does_not_belong_together_is_refused() {
     fs::write(bench.path("file"), "").unwrap();
     export(&bench, &state, "file").fails(1, &["--output", "is not a directory"]);
     export(&bench, &[bench.path("out")], "export").fails(1, &["there is no manifest", "out/.terrace"]);
-    cmd(&["export"]).path("--model", &model).fails(2, &["--disk", "--output"]);
+    cmd(&["export"]).path("--model", &model).fails(2, &["<PATH>", "--output"]);
     let nowhere = cmd(&["export"]).path("--model", &bench.path("nowhere")).path("--disk", &state[0]);
     nowhere.path("--output", &bench.path("export")).fails(1, &["--model", "no such folder"]);
 }

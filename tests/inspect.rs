@@ -371,7 +371,10 @@ fn a_report_for_people_and_what_is_refused() {
     inspect(&[bench.path("out")], &[]).fails(1, &["there is no manifest", "--disk", "out/.terrace"]);
     inspect(&[state[0].clone(), state[0].clone()], &[]).fails(2, &["is given twice"]);
     inspect(&state, &["--restore-previous"]).fails(2, &["--verify"]);
-    cmd(&["inspect"]).fails(2, &["--disk"]);
+    cmd(&["inspect"]).fails(2, &["<PATH>"]);
+    let by_place = cmd(&["inspect"]).args(&[state[0].to_str().unwrap()]).ok();
+    assert_eq!(by_place.stdout, inspect(&state, &[]).ok().stdout, "the flag may be left out");
+    assert_eq!(inspect(&state, &["--json"]).ok().json()["whole"], Value::Null, "nothing was verified");
     assert!(!bench.path("out").join("terrace.lock").exists());
     let file = bench.path("data.jsonl");
     inspect(&[file], &[]).fails(1, &["data.jsonl", "no such directory"]);

@@ -332,7 +332,10 @@ pub struct EvalArgs {
 #[derive(Debug, Clone, Args)]
 pub struct StateArgs {
     /// Folder of training state: a --disk of the run, or .terrace in its --output; several in their original order
-    #[arg(long, value_name = "PATH", required = true)]
+    #[arg(value_name = "PATH", required_unless_present = "disk", conflicts_with = "disk")]
+    pub dirs: Vec<PathBuf>,
+    /// The same as a flag
+    #[arg(long, value_name = "PATH")]
     pub disk: Vec<PathBuf>,
     /// How disk operations are submitted
     #[arg(long, value_name = "NAME", default_value = "auto")]

@@ -64,8 +64,13 @@ pub fn file(flag: &str, path: &Path) -> Result<(), CliError> {
     if path.is_dir() {
         return refused("this is a directory; give the name of a file".into());
     }
+    let is_new = path.symlink_metadata().is_err();
     match File::options().append(true).create(true).open(path) {
-        Ok(_) => Ok(()),
+        Ok(_) => {
+            // What is refused later leaves nothing behind. An empty file that cannot be removed again does no harm.
+            let _ = is_new.then(|| std::fs::remove_file(path));
+            Ok(())
+        }
         Err(error) => refused(format!("{error}; {}", advice(&error))),
     }
 }

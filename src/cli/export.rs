@@ -59,7 +59,7 @@ pub fn export(args: &ExportArgs) -> Result<(), CliError> {
         "parameters": parameters,
         "bytes": total,
         "seconds": seconds,
-        "state": args.state.disk,
+        "state": stored::dirs(&args.state),
     }))
 }
 

@@ -103,16 +103,19 @@ pub fn train(
     if let Some(path) = &run.save_plan {
         plan_of(&run, shape, windows, &engine, &session, &floor).write("--save-plan", path)?;
     }
+    let last = session.stats.snapshot();
+    let mut metrics_file = MetricsWriter::open(&metrics, engine.step(), &engine.noted())
+        .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?;
+    metrics_file.count(last.write.bytes);
     let mut trainer = Trainer {
         floor,
         summary: floor::Summary::default(),
         schedule: run.schedule(steps),
-        metrics: MetricsWriter::open(&metrics, engine.step(), &engine.noted())
-            .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?,
+        metrics: metrics_file,
         metrics_path: metrics,
         events,
         progress: Progress::new(steps, engine.step()),
-        last: session.stats.snapshot(),
+        last,
         engine,
         run: &run,
         session: &session,
@@ -127,11 +130,14 @@ pub fn train(
     let flushed = if run.offload == Offload::Disk { trainer.engine.save() } else { trainer.engine.flush() };
     // Neither the error nor the model may be lost to a timeline that cannot be written.
     let traced = run.trace.as_ref().map_or(Ok(()), |path| trace::write(path, &session));
+    let counted = trainer.count_last_writes();
+    let exported = if result.is_ok() && flushed.is_ok() { trainer.export(&run.output) } else { Ok(()) };
+    trainer.say_what_it_took();
     result?;
     flushed?;
-    trainer.export(&run.output)?;
+    exported?;
     traced?;
-    trainer.say_what_it_took();
+    counted?;
     let seconds = began.elapsed().as_secs_f64();
     let last = trainer.finished;
     let state = state_dirs(&run);
@@ -283,11 +289,18 @@ impl Trainer<'_> {
         if let Some(text) = self.summary.text(&self.floor) {
             eprintln!("{text}");
         }
-        // The last save came after the last line.
-        let saved = self.session.stats.snapshot().since(&self.last).write.bytes;
-        if let Some(text) = floor::wear(self.metrics.disk_write_bytes() + saved, self.run.endurance) {
+        if let Some(text) = floor::wear(self.metrics.disk_written_bytes(), self.run.endurance) {
             eprintln!("  {text}");
         }
+    }
+
+    /// The last update and save came after the last line.
+    fn count_last_writes(&mut self) -> Result<(), CliError> {
+        let now = self.session.stats.snapshot();
+        let saved = now.since(&self.last).write.bytes;
+        self.last = now;
+        let counted = self.metrics.count_after_last(saved);
+        counted.map_err(|e| CliError::Failed(format!("writing {}: {e}", self.metrics_path.display())))
     }
 
     /// Trains up to `steps`; the user may stop it after any step.
@@ -313,10 +326,13 @@ impl Trainer<'_> {
             let report = self.engine.train_step_noting(&batches, StepRates { lr, betas }, note)?;
             self.record(&report, lr, tokens)?;
             if self.run.save_every.is_some_and(|every| self.engine.step().is_multiple_of(every)) {
+                let began = Instant::now();
                 self.engine.save()?;
                 let folder = self.run.output.join(format!("checkpoint-{}", self.engine.step()));
                 self.export(&folder)?;
-                self.progress.note(&format!("saved {}", folder.display()));
+                let seconds = began.elapsed().as_secs_f64();
+                self.summary.add_save(seconds);
+                self.progress.note(&format!("saved {} in {}", folder.display(), floor::time(seconds)));
                 if let Some(limit) = self.run.save_total_limit {
                     for old in retention::prune(&self.run.output, self.engine.step(), limit)? {
                         self.progress.note(&format!("removed {}", old.display()));
@@ -389,6 +405,8 @@ fn step_metrics(
         bound_by: floor.map(|(bound, _)| bound.to_owned()),
         disk_read_bytes: io.read.bytes,
         disk_write_bytes: io.write.bytes,
+        // The writer has counted.
+        disk_written_bytes: 0,
         upload_bytes: report.upload_bytes,
         download_bytes: report.download_bytes,
         device_peak_bytes: report.device_peak_bytes,

@@ -133,6 +133,8 @@ fn host(
 pub struct Summary {
     seconds: Vec<f64>,
     stalls: BTreeMap<String, f64>,
+    /// Number and seconds of the saves between steps.
+    saves: (u64, f64),
 }
 
 impl Summary {
@@ -144,7 +146,12 @@ impl Summary {
         }
     }
 
-    /// Median step, floor, what binds, and what compute waited for; `None` if there were no steps.
+    /// Counts a save between two steps.
+    pub fn add_save(&mut self, seconds: f64) {
+        self.saves = (self.saves.0 + 1, self.saves.1 + seconds);
+    }
+
+    /// Median step, floor, what binds, and a table of what compute waited for; `None` if there were no steps.
     pub fn text(&self, floor: &Floor) -> Option<String> {
         let mut sorted = self.seconds.clone();
         sorted.sort_by(f64::total_cmp);
@@ -167,13 +174,21 @@ impl Summary {
                 text += &format!("\n  each resource alone: {}", all.join(", "));
             }
         }
-        let whole: f64 = self.seconds.iter().sum();
-        let stalls: Vec<String> = self
-            .stalls
-            .iter()
-            .map(|(what, s)| format!("{} {:.0} %", what.replace('_', " "), s / whole.max(1e-9) * 100.0))
-            .collect();
-        Some(format!("{text}\n  of the time, waited for: {}", stalls.join(", ")))
+        let (steps, (saves, saving)) = (self.seconds.len(), self.saves);
+        let whole = self.seconds.iter().sum::<f64>() + saving;
+        let share = |seconds: f64| seconds / whole.max(1e-9) * 100.0;
+        text +=
+            &format!("\n  {} for {steps} step{}, of which", time(whole), if steps == 1 { "" } else { "s" });
+        let mut row = |what: &str, seconds: f64| {
+            text += &format!("\n    {what:<32} {:>10}  {:>5.1} %", time(seconds), share(seconds));
+        };
+        for (what, seconds) in &self.stalls {
+            row(&format!("waiting for {}", what.replace('_', " ")), *seconds);
+        }
+        if saves > 0 {
+            row(&format!("{saves} save{} between steps", if saves == 1 { "" } else { "s" }), saving);
+        }
+        Some(text)
     }
 }
 
@@ -181,8 +196,8 @@ impl Summary {
 pub fn wear(bytes: u64, endurance: ByteSize) -> Option<String> {
     let part = bytes as f64 / endurance.0.max(1) as f64 * 100.0;
     let part = if part < 0.01 { "less than 0.01".into() } else { format!("{part:.2}") };
-    let written = ByteSize(bytes);
-    (bytes > 0).then(|| format!("state written to disk: {written}, {part} % of {endurance}"))
+    let (written, life) = (ByteSize(bytes), endurance.0 as f64 / 1e12);
+    (bytes > 0).then(|| format!("written to disk so far: {written}, {part} % of the drives' {life} TB"))
 }
 
 /// Seconds with three digits, of any size.
@@ -237,8 +252,8 @@ mod tests {
     #[test]
     fn what_is_written_wears_drives() {
         assert_eq!(wear(0, ByteSize(1000)), None);
-        let text = wear(3 << 20, ByteSize(1 << 30)).unwrap();
-        assert_eq!(text, "state written to disk: 3.00 MiB, 0.29 % of 1.00 GiB");
+        let text = wear(3 << 20, ByteSize(2_000_000_000)).unwrap();
+        assert_eq!(text, "written to disk so far: 3.00 MiB, 0.16 % of the drives' 0.002 TB");
         assert!(wear(1, ByteSize(1 << 30)).unwrap().contains("less than 0.01 %"));
     }
 
@@ -251,8 +266,16 @@ mod tests {
             let stall_seconds = [("optimizer_state".to_owned(), 1.0)].into();
             summary.add(&StepMetrics { step_seconds: seconds, stall_seconds, ..StepMetrics::default() });
         }
-        let expected = "median step 2.00 s, floor 1.50 s (75 % of floor, bound by disk)\n  \
-            each resource alone: disk 1.50 s, compute 500.0 ms\n  of the time, waited for: optimizer state 25 %";
+        let head = "median step 2.00 s, floor 1.50 s (75 % of floor, bound by disk)\n  \
+            each resource alone: disk 1.50 s, compute 500.0 ms\n";
+        let stalls = "    waiting for optimizer state          3.00 s";
+        assert_eq!(
+            summary.text(&floor).unwrap(),
+            format!("{head}  12.00 s for 3 steps, of which\n{stalls}   25.0 %")
+        );
+        summary.add_save(3.0);
+        let saves = "    1 save between steps                 3.00 s";
+        let expected = format!("{head}  15.00 s for 3 steps, of which\n{stalls}   20.0 %\n{saves}   20.0 %");
         assert_eq!(summary.text(&floor).unwrap(), expected);
         let unknown = summary.text(&Floor { expected: Some(1.9), ..Floor::default() }).unwrap();
         assert!(unknown.starts_with("median step 2.00 s, expected 1.90 s; no floor"), "{unknown}");

@@ -106,18 +106,22 @@ impl FinetuneInputs {
         let facts = ModelFacts::read(&args.model)?;
         let run = TrainConfig::resolve(args, facts.positions_max)?;
         checks::disks(&run.disks)?;
-        if let Some(path) = &run.trace {
-            checks::file("--trace", path)?;
-        }
-        if let Some(path) = &run.save_plan {
-            checks::file("--save-plan", path)?;
+        let metrics = run.output.join("metrics.jsonl");
+        for (flag, path) in [("--trace", &run.trace), ("--save-plan", &run.save_plan)] {
+            let Some(path) = path else { continue };
+            checks::file(flag, path)?;
+            if std::path::absolute(path).ok() == std::path::absolute(&metrics).ok() {
+                let path = path.display();
+                return Err(CliError::Usage(format!(
+                    "{flag} {path} is where the run writes its metrics; give another file"
+                )));
+            }
         }
         check(&run)?;
         let work_dir = run::default_disk(&run.output);
         let data = open_data(&run.model, facts, &run.data, run.seq_len, run.pack, &work_dir)?;
         let sampler = Sampler::new(data.len(), run.samples_per_step(), run.seed, run.shuffle);
         let steps = run.total_steps(data.len());
-        let metrics = run.output.join("metrics.jsonl");
         Ok(Self { run, data, sampler, steps, metrics })
     }
 }

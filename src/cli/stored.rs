@@ -7,14 +7,19 @@ use std::path::PathBuf;
 use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, open_default};
 use terrace_tiers::{Access, StoreView, TierError};
 
+/// The folders, whichever way they were given.
+pub fn dirs(args: &StateArgs) -> &[PathBuf] {
+    if args.disk.is_empty() { &args.dirs } else { &args.disk }
+}
+
 /// Opens the state that the flags name.
 ///
 /// # Errors
 /// There is none, it is in use, or what says how it is laid out is damaged.
 pub fn open(args: &StateArgs, access: Access) -> Result<StoreView, CliError> {
-    let dirs = &args.disk;
+    let dirs = dirs(args);
     if let Some(twice) = dirs.iter().enumerate().find_map(|(i, dir)| dirs[..i].contains(dir).then_some(dir)) {
-        return Err(CliError::Usage(format!("--disk {} is given twice", twice.display())));
+        return Err(CliError::Usage(format!("{} is given twice", twice.display())));
     }
     let choice = match args.engine {
         DiskEngine::Auto => EngineChoice::Auto,

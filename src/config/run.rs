@@ -170,6 +170,11 @@ impl TrainConfig {
         {
             warnings.push(format!("{optimizer} has no betas: OneCycle moves the learning rate alone"));
         }
+        if args.endurance.0 == 0 {
+            return usage(
+                "--endurance 0: drives that may not be written to hold no state; give what theirs is, for example 1200TB",
+            );
+        }
         let placed = &args.placement;
         Ok(Self {
             model: args.model.clone(),

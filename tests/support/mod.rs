@@ -210,6 +210,14 @@ impl Cmd {
         self
     }
 
+    /// Takes a flag and its value out again.
+    #[must_use]
+    pub fn without(mut self, flag: &str) -> Self {
+        let at = self.args.iter().position(|word| word == flag).expect("the flag is there");
+        self.args.drain(at..at + 2);
+        self
+    }
+
     /// Sets a variable of the environment.
     #[must_use]
     pub fn environment(mut self, name: &'static str, value: &str) -> Self {

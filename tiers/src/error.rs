@@ -107,6 +107,14 @@ pub enum TierError {
         /// Optimizer steps done when it was last whole.
         step: u64,
     },
+    /// What says how the state is laid out is damaged.
+    #[error("the training state in {} is damaged: {detail}. Every step is found by it, so none can be read: restore the directories from a copy, or remove them and start again without --resume", path.display())]
+    NoLayout {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        detail: String,
+    },
     /// The state on disk is damaged.
     #[error("the training state in {} is damaged: {detail}; `terrace inspect --verify` with its --disk paths says whether the step before is whole and can go back to it; else restore the directories from a copy, or remove them and start again without --resume", path.display())]
     Damaged {

@@ -156,12 +156,12 @@ impl Volume {
                 Header::Part(part) if (part.index, part.count, part.id, part.bytes) == place => part,
                 Header::Unknown(version) => {
                     return Err(foreign(format!(
-                        "has format version {version}; this program reads versions 1 to {VERSION}"
+                        "has format version {version}, or a damaged header; this program reads versions 1 to {VERSION}"
                     )));
                 }
                 Header::None if page[0..8] == MAGIC => {
                     let detail = format!("its header, the first {HEADER_BYTES} bytes, has a wrong checksum");
-                    return Err(TierError::Damaged { path: path.clone(), detail });
+                    return Err(TierError::NoLayout { path: path.clone(), detail });
                 }
                 Header::Part(_) | Header::None => {
                     return Err(foreign(format!(

@@ -286,8 +286,8 @@ fn one_broken_slot_falls_back_and_two_are_refused() {
     flip(&manifest, newer + 60);
     assert_eq!(reopened(&dirs).unwrap(), 1);
     flip(&manifest, 20);
-    says(&reopened(&dirs).unwrap_err(), &["manifest.bin", "header"]);
-    assert!(matches!(created(&dirs), TierError::Damaged { .. }));
+    says(&reopened(&dirs).unwrap_err(), &["manifest.bin", "header", "none can be read"]);
+    assert!(matches!(created(&dirs), TierError::NoLayout { .. }));
 }
 
 #[test]

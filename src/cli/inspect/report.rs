@@ -177,7 +177,7 @@ impl Report {
             "paths": paths.collect::<Vec<_>>(),
             "verified": self.last.as_ref().map(verified_document),
             "verified_previous": self.previous.as_ref().map(verified_document),
-            "whole": self.is_whole(),
+            "whole": (self.last.is_some() || !self.is_whole()).then(|| self.is_whole()),
             "restored_step": self.restored,
         })
     }

@@ -118,7 +118,7 @@ impl Manifest {
         mode: OpenMode,
     ) -> Result<(Self, StoreSpec), TierError> {
         let path = dir.join(FILE_NAME);
-        let damaged = |detail: &str| TierError::Damaged { path: path.clone(), detail: detail.into() };
+        let damaged = |detail: &str| TierError::NoLayout { path: path.clone(), detail: detail.into() };
         let file = match OpenFile::open(engine, &path, mode) {
             Ok(file) => file,
             Err(error) if crate::volume::is_missing(&error) => {
