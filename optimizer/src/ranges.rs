@@ -19,7 +19,6 @@ pub(crate) fn check_non_negative(name: &'static str, value: f64) -> Result<()> {
 /// The arguments that every algorithm has.
 pub(crate) fn check_args(args: &StepArgs) -> Result<()> {
     check("step", args.step as f64, "at least 1", args.step >= 1)?;
-    check("grad_scale", f64::from(args.grad_scale), "finite", args.grad_scale.is_finite())?;
     check_non_negative("learning rate", args.lr)?;
     check_non_negative("weight_decay", args.weight_decay)
 }

@@ -289,11 +289,15 @@ __device__ __forceinline__ void store_bytes4(u8 *at, bool even, bool word, u32 b
     }
 }
 
-// The scale's exponent in the encoding of f32; below 16 the smallest codes would be subnormal.
-__device__ __forceinline__ u32 load_scale(const u8 *at) { return max((at[0] | (u32)at[1] << 8) >> 7, 16u); }
+// The smallest scale's exponent in the encoding of f32; with less, what is made of the smallest codes would be subnormal.
+#define SMALLEST_SCALE 24u
+
+__device__ __forceinline__ u32 load_scale(const u8 *at) {
+    return max((at[0] | (u32)at[1] << 8) >> 7, SMALLEST_SCALE);
+}
 
 // The scale for values up to the magnitude `largest`, in bits.
-__device__ __forceinline__ u32 scale_for(u32 largest) { return max((largest + (1u << 19)) >> 23, 16u); }
+__device__ __forceinline__ u32 scale_for(u32 largest) { return max((largest + (1u << 19)) >> 23, SMALLEST_SCALE); }
 
 // A moment's codes: with a sign 3 bits of exponent, else 4; 4 bits of mantissa.
 template <bool SIGNED> struct Codes {
@@ -385,7 +389,7 @@ adam_compact(const void *gradient, int gradient_dtype, void *weight, void *rest,
         i64 first = exists ? block * BLOCK : n, at[2] = {first + 2 * lane, first + 2 * lane + BLOCK / 2};
         u8 *rest_at = (u8 *)rest + block * BLOCK + 4 * lane;
         u8 *m_block = (u8 *)m + block * BLOCK_BYTES, *v_block = (u8 *)v + block * BLOCK_BYTES;
-        u32 g[4], high[2], remainders = 0, m_codes = 0, v_codes = 0, m_scale = 16, v_scale = 16;
+        u32 g[4], high[2], remainders = 0, m_codes = 0, v_codes = 0, m_scale = SMALLEST_SCALE, v_scale = SMALLEST_SCALE;
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
             load_gradient_pair(gradient, gradient_dtype, at[pair], n, pairs, g + 2 * pair);

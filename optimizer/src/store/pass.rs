@@ -37,26 +37,39 @@ impl<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment> pulp::Nullary
 
     #[inline(always)]
     fn call(self) {
-        let Self { rule, seed, gradient, slices, .. } = self;
+        let Self { rule, seed, gradient, mut slices, .. } = self;
         let (tiles, tail) = gradient.as_chunks::<TILE>();
-        let (m_bytes, v_bytes) =
-            (size_of::<M::Stored>() + M::SCALE_BYTES, size_of::<V::Stored>() + V::SCALE_BYTES);
-        let mut waiting = Waiting::default();
-        for (at, gradient) in tiles.iter().enumerate() {
-            let (m, m_scale) = split_scale::<M>(&mut slices.m[at * m_bytes..][..m_bytes]);
-            let (v, v_scale) = split_scale::<V>(&mut slices.v[at * v_bytes..][..v_bytes]);
-            let (weights, rests) = (tile_of(slices.weights, at), tile_of(slices.rests, at));
-            let mut tile =
-                Tile::<P, M, V> { weights, rests, m: tile_of(m, 0), v: tile_of(v, 0), m_scale, v_scale };
-            tile.update::<R, G, O>(&rule, seed, gradient, &mut waiting);
+        let mut waiting = <[Waiting; 2]>::default();
+        let (pairs, single) = tiles.as_chunks::<2>();
+        for (pair, [first, second]) in pairs.iter().enumerate() {
+            let (one, other) = (2 * pair, 2 * pair + 1);
+            if const { M::SCALE_BYTES + V::SCALE_BYTES == 0 } {
+                Tile::<P, M, V>::of(&mut slices, one).update::<R, G, O>(&rule, seed, first, &mut waiting[0]);
+                Tile::<P, M, V>::of(&mut slices, other).update::<R, G, O>(
+                    &rule,
+                    seed,
+                    second,
+                    &mut waiting[0],
+                );
+                continue;
+            }
+            // The largest of a tile is known long after its last operation began: meanwhile a processor works on another.
+            Tile::<P, M, V>::of(&mut slices, one).compute::<R, G, O>(&rule, seed, first, &mut waiting[0]);
+            Tile::<P, M, V>::of(&mut slices, other).compute::<R, G, O>(&rule, seed, second, &mut waiting[1]);
+            Tile::<P, M, V>::of(&mut slices, one).store(&mut waiting[0]);
+            Tile::<P, M, V>::of(&mut slices, other).store(&mut waiting[1]);
+        }
+        if let [gradient] = single {
+            let mut tile = Tile::<P, M, V>::of(&mut slices, tiles.len() - 1);
+            tile.update::<R, G, O>(&rule, seed, gradient, &mut waiting[0]);
         }
         if !tail.is_empty() {
             let at = tiles.len();
             let mut gradient = [G::default(); TILE];
             gradient[..tail.len()].copy_from_slice(tail);
             // Where there are scales, the last block is whole.
-            let (m, m_scale) = split_scale::<M>(&mut slices.m[at * m_bytes..]);
-            let (v, v_scale) = split_scale::<V>(&mut slices.v[at * v_bytes..]);
+            let (m, m_scale) = split_scale::<M>(&mut slices.m[at * block_bytes::<M>()..]);
+            let (v, v_scale) = split_scale::<V>(&mut slices.v[at * block_bytes::<V>()..]);
             let (mut weights, mut rests) = (read_short(slices.weights, at), read_short(slices.rests, at));
             let (mut m_codes, mut v_codes) = (read_short(m, 0), read_short(v, 0));
             let mut tile = Tile::<P, M, V> {
@@ -67,7 +80,7 @@ impl<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment> pulp::Nullary
                 m_scale,
                 v_scale,
             };
-            tile.update::<R, G, O>(&rule, seed, &gradient, &mut waiting);
+            tile.update::<R, G, O>(&rule, seed, &gradient, &mut waiting[0]);
             write_short(slices.weights, at, &weights);
             write_short(slices.rests, at, &rests);
             write_short(m, 0, &m_codes);
@@ -95,14 +108,47 @@ impl<P: Master, M: Moment, V: Moment> Tile<'_, P, M, V> {
         gradient: &[G; TILE],
         waiting: &mut Waiting,
     ) {
-        let Self { weights, rests, m, v, m_scale, v_scale } = self;
         if const { M::SCALE_BYTES + V::SCALE_BYTES == 0 } {
+            let Self { weights, rests, m, v, .. } = self;
             in_place::<R, G, O, P, M, V>(rule, seed, gradient, weights, rests, m, v);
             return;
         }
-        let v_largest = waiting.second::<R, G, O, P, V>(rule, gradient, weights, rests, v, V::scale(v_scale));
-        let m_largest = waiting.first::<R, G, O, P, M>(rule, gradient, weights, rests, m, M::scale(m_scale));
+        self.compute::<R, G, O>(rule, seed, gradient, waiting);
+        self.store(waiting);
+    }
+
+    /// The whole tile `at`.
+    #[inline(always)]
+    fn of<'a>(slices: &'a mut Slices<'_>, at: usize) -> Tile<'a, P, M, V> {
+        let (m_bytes, v_bytes) = (block_bytes::<M>(), block_bytes::<V>());
+        let (m, m_scale) = split_scale::<M>(&mut slices.m[at * m_bytes..][..m_bytes]);
+        let (v, v_scale) = split_scale::<V>(&mut slices.v[at * v_bytes..][..v_bytes]);
+        let (weights, rests) = (tile_of(slices.weights, at), tile_of(slices.rests, at));
+        Tile { weights, rests, m: tile_of(m, 0), v: tile_of(v, 0), m_scale, v_scale }
+    }
+
+    /// What is new, without storing it.
+    #[inline(always)]
+    fn compute<R: Rule, G: Widen, O: Order>(
+        &mut self,
+        rule: &R,
+        seed: u32,
+        gradient: &[G; TILE],
+        waiting: &mut Waiting,
+    ) {
+        let Self { weights, rests, m, v, m_scale, v_scale } = self;
+        waiting.v_largest =
+            waiting.second::<R, G, O, P, V>(rule, gradient, weights, rests, v, V::scale(v_scale));
+        waiting.m_largest =
+            waiting.first::<R, G, O, P, M>(rule, gradient, weights, rests, m, M::scale(m_scale));
         waiting.randomize::<G, P>(seed, gradient, weights, rests);
+    }
+
+    /// Stores what was computed.
+    #[inline(always)]
+    fn store(&mut self, waiting: &mut Waiting) {
+        let Self { weights, rests, m, v, m_scale, v_scale } = self;
+        let Waiting { m_largest, v_largest, .. } = *waiting;
         let (m_scale, v_scale) = if m_largest > M::LARGEST || v_largest > V::LARGEST {
             (M::rescale(m_scale, tame::<M>(&mut waiting.m)), V::rescale(v_scale, tame::<V>(&mut waiting.v)))
         } else {
@@ -175,7 +221,7 @@ fn in_place<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment>(
     }
 }
 
-/// A tile until the scales of its moments are known.
+/// What is new in a tile until the scales of its moments are known.
 #[derive(Default)]
 struct Waiting {
     master: [[f32; LANES]; 4],
@@ -183,6 +229,9 @@ struct Waiting {
     v: [[f32; LANES]; 4],
     divisor: [[f32; LANES]; 4],
     noise: [[Noise; LANES]; 2],
+    /// The bits of the largest magnitudes.
+    m_largest: u32,
+    v_largest: u32,
 }
 
 /// In loops that are short enough for a processor to work on several turns at once: square roots and divisions take long.
@@ -293,7 +342,7 @@ pub(super) fn fill<M: Moment>(bytes: &mut [u8], value: f32) {
     if value == 0.0 {
         return bytes.fill(0);
     }
-    for block in bytes.chunks_mut(size_of::<M::Stored>() + M::SCALE_BYTES) {
+    for block in bytes.chunks_mut(block_bytes::<M>()) {
         let (codes, scale) = split_scale::<M>(block);
         let scale = M::rescale(scale, magnitude(value));
         let mut tile = M::Stored::zeroed();
@@ -324,6 +373,11 @@ pub(super) fn masters<O: Order, P: Master>(values: &[f32], weights: &mut [u8], r
 #[inline(always)]
 fn tile_of<S: Pod>(bytes: &mut [u8], at: usize) -> &mut S {
     from_bytes_mut(&mut bytes[at * size_of::<S>()..][..size_of::<S>()])
+}
+
+/// Bytes of a block with its scale.
+const fn block_bytes<M: Moment>() -> usize {
+    size_of::<M::Stored>() + M::SCALE_BYTES
 }
 
 /// The codes of a block and its scale.
