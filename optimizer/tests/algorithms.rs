@@ -9,7 +9,7 @@ mod common;
 
 use std::collections::BTreeMap;
 
-use common::fixtures::{Path, array, bits, fixture, floats, number};
+use common::fixtures::{Path, Recorded, array, bits, fixture, number};
 use common::{LAYOUTS, State, noise};
 use half::bf16;
 use serde_json::Value;
@@ -18,10 +18,6 @@ use terrace_optimizer::{
     Sgd, StateFormat, StateKind, StateLayout, StepArgs, THREAD_CHUNK, WeightType, adamw, optimizer,
     optimizer_on, split, update_threaded,
 };
-
-/// Of this size the fixture holds every [`STRIDE`]th element.
-const STRIDED: usize = 1024;
-const STRIDE: usize = 17;
 
 #[test]
 fn bits_of_torch_on_baseline_cpus() {
@@ -35,7 +31,7 @@ fn bits_of_torch_on_baseline_cpus() {
                 let path = &ours[kind];
                 path.close(theirs, &format!("{} {kind}", case.name));
                 if case.is_exact(*kind) {
-                    assert_eq!(bits(&path.last), bits(theirs), "{} {kind}", case.name);
+                    path.same_bits(theirs, &format!("{} {kind}", case.name));
                     exact += 1;
                 }
                 checked += 1;
@@ -334,7 +330,7 @@ struct Case {
     grad_scale: f32,
     size: usize,
     step: u64,
-    recorded: Vec<(StateKind, Vec<f32>)>,
+    recorded: Vec<(StateKind, Recorded)>,
 }
 
 /// The names in the fixture; `weight` is the f32 master.
@@ -347,7 +343,7 @@ impl Case {
         let config =
             array(&fixture["configs"]).iter().find(of_config).expect("every case names a configuration");
         let (size, step) = (case["size"].as_u64().unwrap() as usize, case["step"].as_u64().unwrap());
-        let recorded = RECORDED.iter().filter(|(name, _)| !case[*name].is_null());
+        let recorded = RECORDED.iter().filter_map(|(name, kind)| Some((*kind, Recorded::new(case, name)?)));
         Self {
             name: format!("{} size {size} step {step}", config["name"]),
             algorithm: algorithm_of(config),
@@ -355,7 +351,7 @@ impl Case {
             grad_scale: number(&config["grad_scale"]) as f32,
             size,
             step,
-            recorded: recorded.map(|(name, kind)| (*kind, floats(&case[*name]))).collect(),
+            recorded: recorded.collect(),
         }
     }
 
@@ -369,17 +365,15 @@ impl Case {
     fn run(&self, layout: StateLayout) -> BTreeMap<StateKind, Path> {
         let optimizer = optimizer(self.algorithm, layout).unwrap();
         let mut state = State::initialized(optimizer.as_ref(), &noise(self.size as u32, self.size));
-        let stride = if self.size == STRIDED { STRIDE } else { 1 };
-        let picked = |values: &[f32]| values.iter().copied().step_by(stride).collect::<Vec<_>>();
         let mut paths = BTreeMap::<StateKind, Path>::new();
-        paths.entry(StateKind::Weight).or_default().push(&picked(&state.master()));
+        paths.entry(StateKind::Weight).or_default().push(&state.master());
         for step in 1..=self.step {
             let gradient = noise(1000 * step as u32 + self.size as u32, self.size);
             let args = StepArgs { grad_scale: self.grad_scale, ..self.algorithm.step(step, self.lr) };
             optimizer.update(&args, Gradient::F32(&gradient), &mut state.slices()).unwrap();
-            paths.entry(StateKind::Weight).or_default().push(&picked(&state.master()));
+            paths.entry(StateKind::Weight).or_default().push(&state.master());
             for kind in moments(&self.algorithm) {
-                paths.entry(*kind).or_default().push(&picked(state.kind(*kind)));
+                paths.entry(*kind).or_default().push(state.kind(*kind));
             }
         }
         paths

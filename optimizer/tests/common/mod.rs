@@ -6,8 +6,8 @@ pub mod fixtures;
 
 use half::{bf16, f16};
 use terrace_optimizer::{
-    AdamW, COMPACT_BLOCK, KindLayout, Optimizer, StateFormat, StateKind, StateLayout, StepArgs, WeightType,
-    split,
+    AdamW, COMPACT_BLOCK, Gradient, KindLayout, Optimizer, StateFormat, StateKind, StateLayout, StepArgs,
+    WeightType, split,
 };
 
 pub fn layout(format: StateFormat, weight: WeightType) -> StateLayout {
@@ -167,6 +167,33 @@ pub fn noise(seed: u32, n: usize) -> Vec<f32> {
         ((state >> 8) as f32) / (1 << 23) as f32 - 1.0
     };
     (0..n).map(|_| next()).collect()
+}
+
+/// A gradient in the type in which it arrives.
+pub enum Arrived {
+    Bf16(Vec<bf16>),
+    F16(Vec<f16>),
+    F32(Vec<f32>),
+}
+
+impl Arrived {
+    /// `values` rounded to the type of that name.
+    pub fn new(name: &str, values: Vec<f32>) -> Self {
+        match name {
+            "bf16" => Self::Bf16(values.iter().map(|x| bf16::from_f32(*x)).collect()),
+            "f16" => Self::F16(values.iter().map(|x| f16::from_f32(*x)).collect()),
+            "f32" => Self::F32(values),
+            other => panic!("gradients are f32, bf16 or f16, not {other}"),
+        }
+    }
+
+    pub fn gradient(&self) -> Gradient<'_> {
+        match self {
+            Self::Bf16(values) => Gradient::Bf16(values),
+            Self::F16(values) => Gradient::F16(values),
+            Self::F32(values) => Gradient::F32(values),
+        }
+    }
 }
 
 /// AdamW as the paper writes it, in f64 throughout.
