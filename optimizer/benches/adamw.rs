@@ -21,7 +21,7 @@ use memmap2::MmapMut;
 use rayon::prelude::*;
 use terrace_optimizer::{
     AdamW, Algorithm, Gradient, Isa, Optimizer, StateFormat, StateLayout, StepArgs, SumOfSquares,
-    THREAD_CHUNK, WeightType, adamw_on, optimizer, update_threaded,
+    THREAD_CHUNK, WeightType, adamw_on, optimizer_on, update_threaded,
 };
 
 /// Far beyond the caches, as a chunk from disk is.
@@ -73,7 +73,7 @@ fn update(c: &mut Criterion) {
     }
 }
 
-/// The other algorithms, on the best instruction set.
+/// The other algorithms.
 fn algorithms(c: &mut Criterion) {
     let gradients = Gradients::new(params());
     let gradient = Gradient::Bf16(bytemuck::cast_slice(&gradients.bf16));
@@ -84,10 +84,12 @@ fn algorithms(c: &mut Criterion) {
         group.throughput(Throughput::Elements(gradient.len() as u64)).sample_size(10);
         for (format, weight) in LAYOUTS {
             let layout = StateLayout::with_moments(format, weight, algorithm.moments()).expect("a pair");
-            let mut case = Case::of(optimizer(algorithm, layout).expect("valid"), gradient);
-            group.bench_function(BenchmarkId::new(format!("{format}-{weight}"), "2 threads"), |b| {
-                b.iter(|| case.update(&pool));
-            });
+            for isa in Isa::available() {
+                let optimizer = optimizer_on(isa, algorithm, layout).expect("valid");
+                let mut case = Case::of(optimizer, gradient);
+                let name = BenchmarkId::new(format!("{format}-{weight}/{isa}"), "2 threads");
+                group.bench_function(name, |b| b.iter(|| case.update(&pool)));
+            }
         }
     }
 }
