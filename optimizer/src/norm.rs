@@ -19,6 +19,10 @@ use crate::update::Gradient;
 /// Values per block of the sum. Chunks of a gradient must begin at multiples of it.
 pub const NORM_BLOCK: usize = terrace_kernels::update::NORM_BLOCK;
 
+/// Blocks that are divided over threads together: so many that they wait for the last of them a small part of the time, and
+/// few enough for their sums to be on the stack.
+const BLOCKS_AT_ONCE: usize = 512;
+
 /// What torch adds to the norm before it divides by it.
 const CLIP_EPS: f64 = 1e-6;
 
@@ -84,13 +88,21 @@ impl SumOfSquares {
     /// As [`add`](Self::add).
     pub fn add_threaded(&mut self, pool: &rayon::ThreadPool, gradient: Gradient<'_>) {
         self.begin(gradient);
-        let blocks: Vec<_> = gradient.chunks(NORM_BLOCK).collect();
         let isa = Isa::best();
-        let sums: Vec<f64> =
-            pool.install(|| blocks.into_par_iter().map(|block| block_sum(isa, block)).collect());
-        for sum in sums {
-            self.total += sum;
-        }
+        pool.install(|| {
+            for blocks in gradient.chunks(BLOCKS_AT_ONCE * NORM_BLOCK) {
+                let mut sums = [0.0; BLOCKS_AT_ONCE];
+                let sums = &mut sums[..blocks.len().div_ceil(NORM_BLOCK)];
+                sums.par_iter_mut().enumerate().for_each(|(at, sum)| {
+                    let (_, rest) = blocks.split_at(at * NORM_BLOCK);
+                    let (block, _) = rest.split_at(NORM_BLOCK.min(rest.len()));
+                    *sum = block_sum(isa, block);
+                });
+                for sum in sums {
+                    self.total += *sum;
+                }
+            }
+        });
     }
 
     /// Adds the finished sum of another gradient. The order of merges is part of the result.
@@ -209,6 +221,19 @@ mod tests {
                 assert_eq!(serial.total().to_bits(), whole.total().to_bits(), "{blocks} blocks a chunk");
                 assert_eq!(threaded, serial);
             }
+        }
+    }
+
+    #[test]
+    fn more_blocks_than_threads_take_at_once() {
+        const AT_ONCE: usize = BLOCKS_AT_ONCE * NORM_BLOCK;
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let values: Vec<f32> = noise(4321).into_iter().cycle().take(AT_ONCE + NORM_BLOCK + 7).collect();
+        for length in [AT_ONCE, AT_ONCE + 1, values.len()] {
+            let (mut serial, mut threaded) = (SumOfSquares::new(), SumOfSquares::new());
+            serial.add(Gradient::F32(&values[..length]));
+            threaded.add_threaded(&pool, Gradient::F32(&values[..length]));
+            assert_eq!(threaded, serial, "{length}");
         }
     }
 
