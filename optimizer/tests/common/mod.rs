@@ -219,4 +219,18 @@ impl Arrived {
             Self::F32(values) => Gradient::F32(values),
         }
     }
+
+    /// The same, copied to `memory` from its `place`th element of this type.
+    pub fn copied_to<'a>(&self, memory: &'a mut [u8], place: usize) -> Gradient<'a> {
+        fn copy<'a, T: bytemuck::Pod>(values: &[T], memory: &'a mut [u8], place: usize) -> &'a [T] {
+            let copied = &mut bytemuck::cast_slice_mut(memory)[place..place + values.len()];
+            copied.copy_from_slice(values);
+            copied
+        }
+        match self {
+            Self::Bf16(values) => Gradient::Bf16(copy(values, memory, place)),
+            Self::F16(values) => Gradient::F16(copy(values, memory, place)),
+            Self::F32(values) => Gradient::F32(copy(values, memory, place)),
+        }
+    }
 }
