@@ -1,6 +1,6 @@
 //! Parameters updated per second, per state format, gradient type, instruction set and number of threads, and
 //! beside each the loop that bounds it: `bandwidth` reads the gradient and reads and writes the state through as
-//! many streams, and computes next to nothing.
+//! many streams, and computes next to nothing. Then the other algorithms, and the sum of squares for the global norm.
 //!
 //! ```text
 //! cargo bench -p terrace-optimizer                 all of it
@@ -20,8 +20,8 @@ use half::{bf16, f16};
 use memmap2::MmapMut;
 use rayon::prelude::*;
 use terrace_optimizer::{
-    AdamW, Algorithm, Gradient, Isa, Optimizer, StateFormat, StateLayout, StepArgs, THREAD_CHUNK, WeightType,
-    adamw_on, optimizer, update_threaded,
+    AdamW, Algorithm, Gradient, Isa, Optimizer, StateFormat, StateLayout, StepArgs, SumOfSquares,
+    THREAD_CHUNK, WeightType, adamw_on, optimizer_on, update_threaded,
 };
 
 /// Far beyond the caches, as a chunk from disk is.
@@ -73,7 +73,7 @@ fn update(c: &mut Criterion) {
     }
 }
 
-/// The other algorithms, on the best instruction set.
+/// The other algorithms.
 fn algorithms(c: &mut Criterion) {
     let gradients = Gradients::new(params());
     let gradient = Gradient::Bf16(bytemuck::cast_slice(&gradients.bf16));
@@ -84,9 +84,29 @@ fn algorithms(c: &mut Criterion) {
         group.throughput(Throughput::Elements(gradient.len() as u64)).sample_size(10);
         for (format, weight) in LAYOUTS {
             let layout = StateLayout::with_moments(format, weight, algorithm.moments()).expect("a pair");
-            let mut case = Case::of(optimizer(algorithm, layout).expect("valid"), gradient);
-            group.bench_function(BenchmarkId::new(format!("{format}-{weight}"), "2 threads"), |b| {
-                b.iter(|| case.update(&pool));
+            for isa in Isa::available() {
+                let optimizer = optimizer_on(isa, algorithm, layout).expect("valid");
+                let mut case = Case::of(optimizer, gradient);
+                let name = BenchmarkId::new(format!("{format}-{weight}/{isa}"), "2 threads");
+                group.bench_function(name, |b| b.iter(|| case.update(&pool)));
+            }
+        }
+    }
+}
+
+/// The sum of squares for the global norm.
+fn norm(c: &mut Criterion) {
+    let gradients = Gradients::new(params());
+    for (gradient_type, gradient) in gradients.all() {
+        let mut group = c.benchmark_group(format!("norm/{gradient_type} gradient"));
+        group.throughput(Throughput::Elements(gradient.len() as u64)).sample_size(10);
+        for isa in Isa::available() {
+            group.bench_function(BenchmarkId::new(isa.to_string(), "1 threads"), |b| {
+                b.iter(|| {
+                    let mut sum = SumOfSquares::new();
+                    sum.add_on(isa, black_box(gradient));
+                    sum.total()
+                });
             });
         }
     }
@@ -296,4 +316,4 @@ fn slices(state: &mut [MmapMut], layout: StateLayout, params: usize) -> Vec<&mut
     state.iter_mut().zip(layout.kinds()).map(|(memory, kind)| &mut memory[..kind.bytes_for(params)]).collect()
 }
 
-criterion_group!(updates, update, algorithms);
+criterion_group!(updates, update, algorithms, norm);

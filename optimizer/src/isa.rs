@@ -1,4 +1,4 @@
-//! Which instruction set the update loops run on.
+//! Which instruction set the loops over parameters run on.
 //!
 //! The loops are plain Rust with `#[inline(always)]` bodies; `pulp` instantiates them once per instruction set
 //! and keeps the one `unsafe` fact, that the processor has it, behind a token. Nothing is contracted into fused
@@ -41,7 +41,7 @@ impl Isa {
 
     /// Runs `pass` compiled for this instruction set.
     #[inline(always)]
-    pub(crate) fn run<P: pulp::NullaryFnOnce<Output = ()>>(self, pass: P) {
+    pub(crate) fn run<P: pulp::NullaryFnOnce>(self, pass: P) -> P::Output {
         match self.0 {
             Token::Baseline => pass.call(),
             #[cfg(target_arch = "x86_64")]

@@ -109,6 +109,9 @@ const fn scaled(kind: StateKind) -> KindLayout {
 /// Parameters that share a scale in [`StateFormat::Compact`], and whose bytes are stored in an order of its own.
 pub const COMPACT_BLOCK: usize = terrace_kernels::update::COMPACT_BLOCK;
 
+/// The most kinds that a layout has.
+pub(crate) const KINDS_MAX: usize = 4;
+
 /// The kinds of state that one [`StateFormat`] keeps for one [`WeightType`].
 ///
 /// ```

@@ -3,25 +3,32 @@
 //! Floating-point sums depend on their order, so the order is part of the definition: gradients are cut into blocks
 //! of [`NORM_BLOCK`] values; within a block, value `i` goes to lane `i mod 8`, each lane adds its squares in f64
 //! from first to last, and the lanes are added as a tree; the block sums are added in the order of the blocks. Where
-//! chunks begin (at multiples of the block) and how many threads work on the blocks then changes nothing.
+//! chunks begin (at multiples of the block), how many threads work on the blocks and how wide their vectors are then changes
+//! nothing.
 //!
 //! Squares of f32 values are exact enough and cannot overflow in f64: a norm that is not finite means that some
 //! gradient is not.
 
-use half::{bf16, f16};
 use rayon::prelude::*;
 
 use crate::error::{OptimizerError, Result};
-use crate::store::Widen;
+use crate::isa::Isa;
+use crate::store::{TILE, Widen};
 use crate::update::Gradient;
 
 /// Values per block of the sum. Chunks of a gradient must begin at multiples of it.
 pub const NORM_BLOCK: usize = terrace_kernels::update::NORM_BLOCK;
 
+/// Blocks that are divided over threads together: so many that they wait for the last of them a small part of the time, and
+/// few enough for their sums to be on the stack.
+const BLOCKS_AT_ONCE: usize = 512;
+
 /// What torch adds to the norm before it divides by it.
 const CLIP_EPS: f64 = 1e-6;
 
 const LANES: usize = 8;
+
+const _: () = assert!(TILE.is_multiple_of(LANES), "a tile is whole rows of lanes");
 
 /// Adds the squares of a gradient that arrives in chunks.
 ///
@@ -61,9 +68,17 @@ impl SumOfSquares {
     /// When this chunk does not begin at a multiple of [`NORM_BLOCK`], that is, when an earlier chunk was not a
     /// whole number of blocks: the result would depend on the cut.
     pub fn add(&mut self, gradient: Gradient<'_>) {
+        self.add_on(Isa::best(), gradient);
+    }
+
+    /// [`add`](Self::add) on an instruction set of choice: the bits are the same on all.
+    ///
+    /// # Panics
+    /// As [`add`](Self::add).
+    pub fn add_on(&mut self, isa: Isa, gradient: Gradient<'_>) {
         self.begin(gradient);
         for block in gradient.chunks(NORM_BLOCK) {
-            self.total += block_sum(block);
+            self.total += block_sum(isa, block);
         }
     }
 
@@ -73,11 +88,21 @@ impl SumOfSquares {
     /// As [`add`](Self::add).
     pub fn add_threaded(&mut self, pool: &rayon::ThreadPool, gradient: Gradient<'_>) {
         self.begin(gradient);
-        let blocks: Vec<_> = gradient.chunks(NORM_BLOCK).collect();
-        let sums: Vec<f64> = pool.install(|| blocks.into_par_iter().map(block_sum).collect());
-        for sum in sums {
-            self.total += sum;
-        }
+        let isa = Isa::best();
+        pool.install(|| {
+            for blocks in gradient.chunks(BLOCKS_AT_ONCE * NORM_BLOCK) {
+                let mut sums = [0.0; BLOCKS_AT_ONCE];
+                let sums = &mut sums[..blocks.len().div_ceil(NORM_BLOCK)];
+                sums.par_iter_mut().enumerate().for_each(|(at, sum)| {
+                    let (_, rest) = blocks.split_at(at * NORM_BLOCK);
+                    let (block, _) = rest.split_at(NORM_BLOCK.min(rest.len()));
+                    *sum = block_sum(isa, block);
+                });
+                for sum in sums {
+                    self.total += *sum;
+                }
+            }
+        });
     }
 
     /// Adds the finished sum of another gradient. The order of merges is part of the result.
@@ -121,37 +146,53 @@ pub fn clip_coefficient(norm: f64, max_norm: f64) -> f32 {
 }
 
 /// The sum of squares of at most [`NORM_BLOCK`] values.
-fn block_sum(block: Gradient<'_>) -> f64 {
+fn block_sum(isa: Isa, block: Gradient<'_>) -> f64 {
     match block {
-        Gradient::Bf16(values) => block_sum_of::<bf16>(values),
-        Gradient::F16(values) => block_sum_of::<f16>(values),
-        Gradient::F32(values) => block_sum_of::<f32>(values),
+        Gradient::Bf16(values) => isa.run(BlockSum(values)),
+        Gradient::F16(values) => isa.run(BlockSum(values)),
+        Gradient::F32(values) => isa.run(BlockSum(values)),
     }
 }
 
-fn block_sum_of<G: Widen>(values: &[G]) -> f64 {
-    let mut lanes = [0.0f64; LANES];
-    let mut rows = values.chunks_exact(LANES);
-    for row in &mut rows {
-        for (lane, value) in lanes.iter_mut().zip(row) {
-            *lane += square(*value);
+/// The sum over one block, to be instantiated for an instruction set.
+struct BlockSum<'a, G>(&'a [G]);
+
+impl<G: Widen> pulp::NullaryFnOnce for BlockSum<'_, G> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn call(self) -> f64 {
+        let mut lanes = [0.0f64; LANES];
+        let (tiles, rest) = self.0.as_chunks::<TILE>();
+        for tile in tiles {
+            // Apart from the sums, so that as many are widened at once as a vector holds.
+            let wide = tile.map(Widen::widen);
+            for row in wide.as_chunks::<LANES>().0 {
+                for (lane, value) in lanes.iter_mut().zip(row) {
+                    *lane += square(*value);
+                }
+            }
         }
+        for row in rest.chunks(LANES) {
+            for (lane, value) in lanes.iter_mut().zip(row) {
+                *lane += square(value.widen());
+            }
+        }
+        let [a, b, c, d, e, f, g, h] = lanes;
+        ((a + e) + (c + g)) + ((b + f) + (d + h))
     }
-    for (lane, value) in lanes.iter_mut().zip(rows.remainder()) {
-        *lane += square(*value);
-    }
-    let [a, b, c, d, e, f, g, h] = lanes;
-    ((a + e) + (c + g)) + ((b + f) + (d + h))
 }
 
 #[inline(always)]
-fn square<G: Widen>(value: G) -> f64 {
-    let value = f64::from(value.widen());
+fn square(value: f32) -> f64 {
+    let value = f64::from(value);
     value * value
 }
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
 
     fn noise(n: usize) -> Vec<f32> {
@@ -180,6 +221,19 @@ mod tests {
                 assert_eq!(serial.total().to_bits(), whole.total().to_bits(), "{blocks} blocks a chunk");
                 assert_eq!(threaded, serial);
             }
+        }
+    }
+
+    #[test]
+    fn more_blocks_than_threads_take_at_once() {
+        const AT_ONCE: usize = BLOCKS_AT_ONCE * NORM_BLOCK;
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let values: Vec<f32> = noise(4321).into_iter().cycle().take(AT_ONCE + NORM_BLOCK + 7).collect();
+        for length in [AT_ONCE, AT_ONCE + 1, values.len()] {
+            let (mut serial, mut threaded) = (SumOfSquares::new(), SumOfSquares::new());
+            serial.add(Gradient::F32(&values[..length]));
+            threaded.add_threaded(&pool, Gradient::F32(&values[..length]));
+            assert_eq!(threaded, serial, "{length}");
         }
     }
 

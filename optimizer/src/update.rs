@@ -1,11 +1,10 @@
 //! What every optimizer looks like to the engine: a pure function from a gradient to new state bytes.
 
 use half::{bf16, f16};
-use rayon::prelude::*;
 use terrace_kernels::memory_node;
 
 use crate::error::Result;
-use crate::layout::StateLayout;
+use crate::layout::{KINDS_MAX, StateLayout};
 use crate::nodes::share_out;
 
 /// Parameters per piece of [`update_threaded`]. Fixed, so that the pieces never depend on the thread count, and a
@@ -145,6 +144,8 @@ pub fn update_threaded(
 }
 
 /// Calls `update` for pieces of [`THREAD_CHUNK`] parameters on the threads of `pool`. `state` has passed `layout`'s check.
+///
+/// On a machine with one memory node nothing is allocated; on others, lists of the pieces.
 pub(crate) fn in_pieces<E: Send>(
     layout: &StateLayout,
     pool: &rayon::ThreadPool,
@@ -152,22 +153,63 @@ pub(crate) fn in_pieces<E: Send>(
     state: &mut [&mut [u8]],
     update: impl Fn(Gradient<'_>, &mut [&mut [u8]]) -> Result<(), E> + Sync,
 ) -> Result<(), E> {
-    let mut kinds: Vec<_> = state
-        .iter_mut()
-        .zip(layout.kinds())
-        .map(|(slice, kind)| slice.chunks_mut(kind.bytes_for(THREAD_CHUNK)))
-        .collect();
-    let pieces: Vec<(Gradient<'_>, Vec<&mut [u8]>)> = gradient
-        .chunks(THREAD_CHUNK)
-        .map(|gradient| (gradient, kinds.iter_mut().filter_map(Iterator::next).collect()))
-        .collect();
-    let update = |(gradient, mut state): (_, Vec<&mut [u8]>)| update(gradient, &mut state);
+    let whole = Piece::new(layout, gradient, state);
+    let update = |mut piece: Piece<'_>| update(piece.gradient, &mut piece.state[..layout.kinds().len()]);
     if memory_node::count() == 1 {
-        return pool.install(|| pieces.into_par_iter().try_for_each(update));
+        return pool.install(|| in_halves(layout, whole, &update));
     }
-    let node_of = |(_, state): &(Gradient<'_>, Vec<&mut [u8]>)| {
-        let largest = state.iter().max_by_key(|slice| slice.len());
+    let mut pieces = Vec::with_capacity(gradient.len().div_ceil(THREAD_CHUNK));
+    let mut rest = whole;
+    while rest.gradient.len() > THREAD_CHUNK {
+        let (piece, tail) = rest.split_at(layout, THREAD_CHUNK);
+        pieces.push(piece);
+        rest = tail;
+    }
+    pieces.push(rest);
+    let node_of = |piece: &Piece<'_>| {
+        let largest = piece.state.iter().max_by_key(|slice| slice.len());
         largest.and_then(|slice| memory_node::of(slice))
     };
     share_out(pool, pieces, node_of, memory_node::here, update)
+}
+
+/// Halves `piece` between two threads until there is a [`THREAD_CHUNK`] or less of it.
+fn in_halves<E: Send>(
+    layout: &StateLayout,
+    piece: Piece<'_>,
+    update: &(impl Fn(Piece<'_>) -> Result<(), E> + Sync),
+) -> Result<(), E> {
+    let chunks = piece.gradient.len().div_ceil(THREAD_CHUNK);
+    if chunks <= 1 {
+        return update(piece);
+    }
+    let (head, tail) = piece.split_at(layout, chunks / 2 * THREAD_CHUNK);
+    let (head, tail) = rayon::join(|| in_halves(layout, head, update), || in_halves(layout, tail, update));
+    head.and(tail)
+}
+
+/// A run of parameters.
+struct Piece<'a> {
+    gradient: Gradient<'a>,
+    /// A slice of each kind of the layout; what follows them is empty.
+    state: [&'a mut [u8]; KINDS_MAX],
+}
+
+impl<'a> Piece<'a> {
+    fn new(layout: &StateLayout, gradient: Gradient<'a>, state: &'a mut [&mut [u8]]) -> Self {
+        assert_eq!(state.len(), layout.kinds().len(), "the slices were checked");
+        let mut slices = state.iter_mut();
+        Self { gradient, state: std::array::from_fn(|_| slices.next().map_or(&mut [][..], |slice| slice)) }
+    }
+
+    /// The first `at` parameters, a multiple of [`THREAD_CHUNK`], and the rest.
+    fn split_at(self, layout: &StateLayout, at: usize) -> (Self, Self) {
+        let mut tails: [&mut [u8]; KINDS_MAX] = Default::default();
+        let mut state = self.state;
+        for ((slice, tail), kind) in state.iter_mut().zip(&mut tails).zip(layout.kinds()) {
+            (*slice, *tail) = std::mem::take(slice).split_at_mut(kind.bytes_for(at));
+        }
+        let (head, tail) = self.gradient.split_at(at);
+        (Self { gradient: head, state }, Self { gradient: tail, state: tails })
+    }
 }

@@ -9,19 +9,15 @@ mod common;
 
 use std::collections::BTreeMap;
 
-use common::fixtures::{Path, array, bits, fixture, floats, number};
-use common::{LAYOUTS, State, noise};
+use common::fixtures::{Path, Recorded, array, bits, fixture, number};
+use common::{State, algorithms, every_layout, moments, noise};
 use half::bf16;
 use serde_json::Value;
 use terrace_optimizer::{
-    Adagrad, Adam, AdamW, Algorithm, COMPACT_BLOCK, Gradient, Isa, Lion, Moments, Optimizer, OptimizerError,
-    Sgd, StateFormat, StateKind, StateLayout, StepArgs, THREAD_CHUNK, WeightType, adamw, optimizer,
-    optimizer_on, split, update_threaded,
+    Adagrad, Adam, AdamW, Algorithm, COMPACT_BLOCK, Gradient, Isa, Lion, Optimizer, OptimizerError, Sgd,
+    StateFormat, StateKind, StateLayout, StepArgs, THREAD_CHUNK, WeightType, adamw, optimizer, optimizer_on,
+    split, update_threaded,
 };
-
-/// Of this size the fixture holds every [`STRIDE`]th element.
-const STRIDED: usize = 1024;
-const STRIDE: usize = 17;
 
 #[test]
 fn bits_of_torch_on_baseline_cpus() {
@@ -35,7 +31,7 @@ fn bits_of_torch_on_baseline_cpus() {
                 let path = &ours[kind];
                 path.close(theirs, &format!("{} {kind}", case.name));
                 if case.is_exact(*kind) {
-                    assert_eq!(bits(&path.last), bits(theirs), "{} {kind}", case.name);
+                    path.same_bits(theirs, &format!("{} {kind}", case.name));
                     exact += 1;
                 }
                 checked += 1;
@@ -156,42 +152,6 @@ fn formats_agree_on_any_bits_at_all() {
     }
 }
 
-/// The formats that round follow the one that does not: their errors are small beside the way that a weight goes,
-/// and cancel over the parameters.
-#[test]
-fn reduced_formats_follow_the_lossless_one() {
-    const PARAMS: usize = 4096;
-    const STEPS: u64 = 100;
-    let weights = noise(7, PARAMS);
-    for algorithm in algorithms() {
-        let run = |layout| {
-            let optimizer = optimizer(algorithm, layout).unwrap();
-            let mut state = State::initialized(optimizer.as_ref(), &weights);
-            for step in 1..=STEPS {
-                // A gradient with a mean, so that there is a way to go.
-                let gradient: Vec<f32> = noise(step as u32, PARAMS).iter().map(|x| x + 0.5).collect();
-                let args = algorithm.step(step, 1e-3);
-                optimizer.update(&args, Gradient::F32(&gradient), &mut state.slices()).unwrap();
-            }
-            state.master()
-        };
-        let [exact, _, _, _, bf16, compact] = every_layout(&algorithm).map(run);
-        let way: Vec<f64> = exact.iter().zip(&weights).map(|(x, start)| f64::from(x - start)).collect();
-        for (format, found, most) in [("bf16", bf16, 0.01), ("compact", compact, 0.06)] {
-            let errors: Vec<f64> = found.iter().zip(&exact).map(|(x, exact)| f64::from(x - exact)).collect();
-            let (error, way) = (rms(&errors), rms(&way));
-            let mean = errors.iter().sum::<f64>() / PARAMS as f64;
-            println!("{algorithm} {format}: rms error {:.4} of the way, mean {:.5}", error / way, mean / way);
-            assert!(error <= most * way, "{algorithm} {format}: {error:e} of {way:e}");
-            assert!(mean.abs() <= 0.005 * way, "{algorithm} {format}: the mean error is {mean:e} of {way:e}");
-        }
-    }
-}
-
-fn rms(values: &[f64]) -> f64 {
-    (values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64).sqrt()
-}
-
 #[test]
 fn instruction_sets_agree() {
     const PARAMS: usize = 1027;
@@ -293,21 +253,6 @@ fn any_floats(seed: u32, n: usize) -> Vec<f32> {
     halves.chunks_exact(2).map(|pair| f32::from_bits(half(pair[0]) << 16 | half(pair[1]))).collect()
 }
 
-/// One of each, with everything switched on.
-fn algorithms() -> [Algorithm; 4] {
-    [
-        Algorithm::Adam(Adam { weight_decay: 0.1, ..Adam::default() }),
-        Algorithm::Adagrad(Adagrad { weight_decay: 0.1, ..Adagrad::default() }),
-        Algorithm::Lion(Lion { weight_decay: 0.1, ..Lion::default() }),
-        Algorithm::Sgd(Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.1 }),
-    ]
-}
-
-/// Every layout for the algorithm.
-fn every_layout(algorithm: &Algorithm) -> [StateLayout; 6] {
-    LAYOUTS.map(|(format, weight)| StateLayout::with_moments(format, weight, algorithm.moments()).unwrap())
-}
-
 /// Those that keep every bit.
 fn layouts(algorithm: &Algorithm) -> [StateLayout; 4] {
     let [a, b, c, d, ..] = every_layout(algorithm);
@@ -334,7 +279,7 @@ struct Case {
     grad_scale: f32,
     size: usize,
     step: u64,
-    recorded: Vec<(StateKind, Vec<f32>)>,
+    recorded: Vec<(StateKind, Recorded)>,
 }
 
 /// The names in the fixture; `weight` is the f32 master.
@@ -347,7 +292,7 @@ impl Case {
         let config =
             array(&fixture["configs"]).iter().find(of_config).expect("every case names a configuration");
         let (size, step) = (case["size"].as_u64().unwrap() as usize, case["step"].as_u64().unwrap());
-        let recorded = RECORDED.iter().filter(|(name, _)| !case[*name].is_null());
+        let recorded = RECORDED.iter().filter_map(|(name, kind)| Some((*kind, Recorded::new(case, name)?)));
         Self {
             name: format!("{} size {size} step {step}", config["name"]),
             algorithm: algorithm_of(config),
@@ -355,7 +300,7 @@ impl Case {
             grad_scale: number(&config["grad_scale"]) as f32,
             size,
             step,
-            recorded: recorded.map(|(name, kind)| (*kind, floats(&case[*name]))).collect(),
+            recorded: recorded.collect(),
         }
     }
 
@@ -369,28 +314,18 @@ impl Case {
     fn run(&self, layout: StateLayout) -> BTreeMap<StateKind, Path> {
         let optimizer = optimizer(self.algorithm, layout).unwrap();
         let mut state = State::initialized(optimizer.as_ref(), &noise(self.size as u32, self.size));
-        let stride = if self.size == STRIDED { STRIDE } else { 1 };
-        let picked = |values: &[f32]| values.iter().copied().step_by(stride).collect::<Vec<_>>();
         let mut paths = BTreeMap::<StateKind, Path>::new();
-        paths.entry(StateKind::Weight).or_default().push(&picked(&state.master()));
+        paths.entry(StateKind::Weight).or_default().push(&state.master());
         for step in 1..=self.step {
             let gradient = noise(1000 * step as u32 + self.size as u32, self.size);
             let args = StepArgs { grad_scale: self.grad_scale, ..self.algorithm.step(step, self.lr) };
             optimizer.update(&args, Gradient::F32(&gradient), &mut state.slices()).unwrap();
-            paths.entry(StateKind::Weight).or_default().push(&picked(&state.master()));
+            paths.entry(StateKind::Weight).or_default().push(&state.master());
             for kind in moments(&self.algorithm) {
-                paths.entry(*kind).or_default().push(&picked(state.kind(*kind)));
+                paths.entry(*kind).or_default().push(state.kind(*kind));
             }
         }
         paths
-    }
-}
-
-fn moments(algorithm: &Algorithm) -> &'static [StateKind] {
-    match algorithm.moments() {
-        Moments::First => &[StateKind::Moment1],
-        Moments::Second => &[StateKind::Moment2],
-        Moments::Both => &[StateKind::Moment1, StateKind::Moment2],
     }
 }
 

@@ -3,15 +3,17 @@
 
 mod common;
 
-use common::{State, layout, layouts, noise};
+use common::{Arrived, State, layout, layouts, noise};
 use half::bf16;
 use terrace_optimizer::{
-    AdamW, COMPACT_BLOCK, Gradient, OptimizerError, StateFormat, StepArgs, THREAD_CHUNK, WeightType, adamw,
-    update_threaded,
+    AdamW, COMPACT_BLOCK, Gradient, OptimizerError, StateFormat, StepArgs, SumOfSquares, THREAD_CHUNK,
+    WeightType, adamw, update_threaded,
 };
 
 /// Odd, and more than two thread chunks.
 const PARAMS: usize = 2 * THREAD_CHUNK + 12_345;
+
+const GRADIENT_TYPES: [&str; 3] = ["bf16", "f16", "f32"];
 
 #[test]
 fn chunks_change_nothing() {
@@ -90,6 +92,33 @@ fn where_a_slice_starts_changes_nothing() {
                 let bytes: &[u8] = bytemuck::cast_slice(words);
                 let around = bytes[..4].iter().chain(&bytes[4 + n..]);
                 assert!(around.into_iter().all(|byte| *byte == 0xff), "{layout:?} {params} wrote outside");
+            }
+        }
+    }
+}
+
+/// A gradient of 16-bit values may begin at any even address.
+#[test]
+fn where_a_gradient_starts_changes_nothing() {
+    let config = AdamW::default();
+    for layout in layouts() {
+        let optimizer = adamw(config, layout);
+        let cases =
+            [1, 22, 33, 1027].into_iter().flat_map(|params| GRADIENT_TYPES.map(|name| (params, name)));
+        for (params, gradient_type) in cases {
+            let start = State::initialized(optimizer.as_ref(), &noise(4, params));
+            let update = |gradient: Gradient<'_>| {
+                let (mut state, mut sum) = (start.clone(), SumOfSquares::new());
+                optimizer.update(&config.step(1, 1e-3), gradient, &mut state.slices()).unwrap();
+                sum.add(gradient);
+                (state, sum.total().to_bits())
+            };
+            let arrived = Arrived::new(gradient_type, noise(5, params));
+            let expected = update(arrived.gradient());
+            for place in 0..8 {
+                let mut words = vec![u64::MAX; params + 8];
+                let shifted = arrived.copied_to(bytemuck::cast_slice_mut(&mut words), place);
+                assert!(update(shifted) == expected, "{layout:?} {params} {gradient_type} at {place}");
             }
         }
     }

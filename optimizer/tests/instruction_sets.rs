@@ -1,11 +1,12 @@
-//! Every instruction set of this processor gives the same bits, for every layout, gradient type and size.
+//! Every instruction set of this processor gives the same bits, for every layout, gradient type and size; and the norm those
+//! that its definition says.
 
 mod common;
 
-use common::{State, layouts, noise};
+use common::{Arrived, State, layouts, noise};
 use half::{bf16, f16};
 use proptest::prelude::*;
-use terrace_optimizer::{AdamW, Gradient, Isa, StateLayout, StepArgs, adamw_on};
+use terrace_optimizer::{AdamW, Gradient, Isa, NORM_BLOCK, StateLayout, StepArgs, SumOfSquares, adamw_on};
 
 /// Around the tile and the vector widths, and a few tiles.
 const SIZES: [usize; 12] = [1, 7, 22, 31, 32, 33, 63, 64, 127, 128, 1024, 65536 + 3];
@@ -33,6 +34,46 @@ proptest! {
             agree(layout, &weights, &gradient[..weights.len()], scale, 3);
         }
     }
+}
+
+#[test]
+fn norms_agree_at_every_length() {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+    let block = [NORM_BLOCK - 1, NORM_BLOCK, NORM_BLOCK + 1, 2 * NORM_BLOCK, 5 * NORM_BLOCK + 4321];
+    for length in (0..=70).chain([127, 128, 1000, 1024]).chain(block) {
+        for gradient_type in ["f32", "bf16", "f16"] {
+            // Magnitudes over twelve binades, so that the order shows.
+            let spread = |(i, x): (usize, f32)| x * 2f32.powi(-((i * 7 % 13) as i32));
+            let values = noise(length as u32, length).into_iter().enumerate().map(spread).collect();
+            let gradient = Arrived::new(gradient_type, values);
+            let gradient = gradient.gradient();
+            let expected = defined_sum(gradient).to_bits();
+            for isa in Isa::available() {
+                let mut sum = SumOfSquares::new();
+                sum.add_on(isa, gradient);
+                assert_eq!(sum.total().to_bits(), expected, "{isa} {gradient_type} {length}");
+            }
+            let mut sum = SumOfSquares::new();
+            sum.add_threaded(&pool, gradient);
+            assert_eq!(sum.total().to_bits(), expected, "{gradient_type} {length} on threads");
+        }
+    }
+}
+
+/// The sum of squares as the documentation of its module says it.
+fn defined_sum(gradient: Gradient<'_>) -> f64 {
+    let values: Vec<f64> = match gradient {
+        Gradient::Bf16(values) => values.iter().map(|x| x.to_f64()).collect(),
+        Gradient::F16(values) => values.iter().map(|x| x.to_f64()).collect(),
+        Gradient::F32(values) => values.iter().map(|x| f64::from(*x)).collect(),
+    };
+    let mut total = 0.0;
+    for block in values.chunks(NORM_BLOCK) {
+        let lane = |lane: usize| block.iter().skip(lane).step_by(8).fold(0.0, |sum, x| sum + x * x);
+        let [a, b, c, d, e, f, g, h] = std::array::from_fn(lane);
+        total += ((a + e) + (c + g)) + ((b + f) + (d + h));
+    }
+    total
 }
 
 /// The comparison sees the last bit of one gradient.

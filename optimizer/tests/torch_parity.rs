@@ -4,14 +4,15 @@
 
 mod common;
 
-use common::fixtures::{Path, array, bits, fixture, floats, number};
-use common::{Reference, State, lossless_layouts, noise};
+use common::fixtures::{Path, Recorded, array, fixture, number};
+use common::{Arrived, State, layout, lossless_layouts, noise};
 use serde_json::Value;
 use terrace_optimizer::{
-    AdamW, Gradient, StateFormat, StateKind, StateLayout, StepArgs, WeightType, adamw, clip_coefficient,
+    AdamW, StateFormat, StateKind, StateLayout, StepArgs, WeightType, adamw, clip_coefficient,
 };
 
-const STEPS: u64 = 100;
+/// Of this size there is one configuration, compared in one layout.
+const LARGEST: usize = (1 << 20) + 3;
 
 /// torch's kernels for CPUs without fused multiply-add round as ours do, except that its square root comes from MKL and is
 /// an ulp off one time in six. It enters the weights only.
@@ -19,49 +20,40 @@ const STEPS: u64 = 100;
 fn moments_are_bit_identical_to_torch_on_baseline_cpus() {
     let fixture = fixture("adamw.json");
     let mut checked = 0;
-    for case in array(&fixture["baseline"]) {
-        let case = Case::new(&fixture, case);
+    for case in cases(&fixture, "baseline").filter(|case| case.size < LARGEST) {
         for layout in lossless_layouts() {
-            let ours = case.run(layout);
-            ours.weight.close(&case.weight, &case.name);
-            assert_eq!(bits(&ours.moment1.last), bits(&case.moment1), "{}: moment1", case.name);
-            assert_eq!(bits(&ours.moment2.last), bits(&case.moment2), "{}: moment2", case.name);
+            case.run(layout).has_the_moments_of(&case);
             checked += 1;
         }
     }
-    assert_eq!(checked, 4 * 4 * 3 * 4, "configurations × sizes × recorded steps × layouts");
+    // Sizes × recorded steps, and two narrow types of gradients.
+    assert_eq!(checked, 4 * 4 * (6 * 3 + 2), "configurations × layouts × what is recorded of each");
 }
 
 /// torch's AVX2 and AVX-512 kernels fuse, so the moments differ in the last bits too.
 #[test]
 fn within_1e_6_of_torch_on_modern_cpus() {
     let fixture = fixture("adamw.json");
-    for case in array(&fixture["native"]) {
-        let case = Case::new(&fixture, case);
-        let ours = case.run(StateLayout::new(StateFormat::Fp32, WeightType::F32).unwrap());
-        ours.weight.close(&case.weight, &case.name);
-        ours.moment1.close(&case.moment1, &case.name);
-        ours.moment2.close(&case.moment2, &case.name);
+    for case in cases(&fixture, "native").filter(|case| case.size < LARGEST) {
+        case.run(layout(StateFormat::Fp32, WeightType::F32)).is_close_to(&case);
     }
 }
 
-/// The reference shares no code with the loops: it is the formula of the paper in f64.
+/// Both of the above, of one run for each type of gradient.
 #[test]
-fn follows_the_formula_in_f64() {
-    let config = AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.05 };
-    let weights = noise(7, 1000);
-    let mut reference = Reference::new(&weights);
-    let optimizer = adamw(config, StateLayout::new(StateFormat::Fp32, WeightType::F32).unwrap());
-    let mut state = State::initialized(optimizer.as_ref(), &weights);
-    for step in 1..=STEPS {
-        let gradient = noise(step as u32, weights.len());
-        let args = StepArgs { grad_scale: 0.7, ..config.step(step, 1e-3) };
-        reference.update(&config, &args, &gradient);
-        optimizer.update(&args, Gradient::F32(&gradient), &mut state.slices()).unwrap();
+fn a_million_parameters_and_three() {
+    let fixture = fixture("adamw.json");
+    let largest = |case: &Case| case.size == LARGEST;
+    let natives = cases(&fixture, "native").filter(largest);
+    let mut checked = Vec::new();
+    for (baseline, native) in cases(&fixture, "baseline").filter(largest).zip(natives) {
+        assert_eq!(baseline.name, native.name);
+        let ours = baseline.run(layout(StateFormat::Fp32, WeightType::F32));
+        ours.has_the_moments_of(&baseline);
+        ours.is_close_to(&native);
+        checked.push(baseline.gradient_type);
     }
-    for (ours, exact) in state.master().iter().zip(&reference.p) {
-        assert!((f64::from(*ours) - exact).abs() < 2e-6, "{ours} {exact}");
-    }
+    assert_eq!(checked, ["f32", "bf16", "f16"]);
 }
 
 #[test]
@@ -79,11 +71,17 @@ struct Case {
     config: AdamW,
     lr: f64,
     grad_scale: f32,
+    gradient_type: String,
     size: usize,
     step: u64,
-    weight: Vec<f32>,
-    moment1: Vec<f32>,
-    moment2: Vec<f32>,
+    weight: Recorded,
+    moment1: Recorded,
+    moment2: Recorded,
+}
+
+/// Those made with the kernels of that name.
+fn cases<'a>(fixture: &'a Value, kernels: &str) -> impl Iterator<Item = Case> + use<'a> {
+    array(&fixture[kernels]).iter().map(|case| Case::new(fixture, case))
 }
 
 impl Case {
@@ -93,8 +91,10 @@ impl Case {
             array(&fixture["configs"]).iter().find(of_config).expect("every case names a configuration");
         let field = |name: &str| number(&config[name]);
         let (size, step) = (case["size"].as_u64().unwrap() as usize, case["step"].as_u64().unwrap());
+        let gradient_type = case.get("gradient").map_or("f32", |name| name.as_str().unwrap());
+        let recorded = |name: &str| Recorded::new(case, name).expect("every case has weights and moments");
         Self {
-            name: format!("{} size {size} step {step}", config["name"]),
+            name: format!("{} size {size} step {step} {gradient_type} gradient", config["name"]),
             config: AdamW {
                 beta1: field("beta1"),
                 beta2: field("beta2"),
@@ -103,11 +103,12 @@ impl Case {
             },
             lr: field("lr"),
             grad_scale: field("grad_scale") as f32,
+            gradient_type: gradient_type.to_owned(),
             size,
             step,
-            weight: floats(&case["weight"]),
-            moment1: floats(&case["moment1"]),
-            moment2: floats(&case["moment2"]),
+            weight: recorded("weight"),
+            moment1: recorded("moment1"),
+            moment2: recorded("moment2"),
         }
     }
 
@@ -118,8 +119,9 @@ impl Case {
         trajectory.weight.push(&state.master());
         for step in 1..=self.step {
             let gradient = noise(1000 * step as u32 + self.size as u32, self.size);
+            let gradient = Arrived::new(&self.gradient_type, gradient);
             let args = StepArgs { grad_scale: self.grad_scale, ..self.config.step(step, self.lr) };
-            optimizer.update(&args, Gradient::F32(&gradient), &mut state.slices()).unwrap();
+            optimizer.update(&args, gradient.gradient(), &mut state.slices()).unwrap();
             trajectory.weight.push(&state.master());
             trajectory.moment1.push(state.kind(StateKind::Moment1));
             trajectory.moment2.push(state.kind(StateKind::Moment2));
@@ -133,4 +135,18 @@ struct Trajectory {
     weight: Path,
     moment1: Path,
     moment2: Path,
+}
+
+impl Trajectory {
+    fn has_the_moments_of(&self, case: &Case) {
+        self.weight.close(&case.weight, &format!("{}: weight", case.name));
+        self.moment1.same_bits(&case.moment1, &format!("{}: moment1", case.name));
+        self.moment2.same_bits(&case.moment2, &format!("{}: moment2", case.name));
+    }
+
+    fn is_close_to(&self, case: &Case) {
+        self.weight.close(&case.weight, &format!("{}: weight", case.name));
+        self.moment1.close(&case.moment1, &format!("{}: moment1", case.name));
+        self.moment2.close(&case.moment2, &format!("{}: moment2", case.name));
+    }
 }

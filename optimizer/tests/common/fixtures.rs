@@ -17,17 +17,66 @@ impl Path {
         self.largest.iter_mut().zip(values).for_each(|(largest, x)| *largest = largest.max(x.abs()));
     }
 
-    pub fn close(&self, theirs: &[f32], name: &str) {
+    pub fn close(&self, theirs: &Recorded, name: &str) {
         self.within(1e-6, theirs, name);
     }
 
-    pub fn within(&self, tolerance: f32, theirs: &[f32], name: &str) {
-        assert_eq!(self.last.len(), theirs.len());
-        for ((ours, theirs), largest) in self.last.iter().zip(theirs).zip(&self.largest) {
+    pub fn within(&self, tolerance: f32, theirs: &Recorded, name: &str) {
+        let ours = self.last.iter().zip(&self.largest).step_by(theirs.stride);
+        assert_eq!(ours.len(), theirs.values.len(), "{name}");
+        for ((ours, largest), theirs) in ours.zip(&theirs.values) {
             let error = (ours - theirs).abs() / largest;
             assert!(error <= tolerance, "{name}: {ours} is not {theirs}, error {error:e}");
         }
+        if let Some(all) = &theirs.all {
+            let (ours, largest) = (sum(&self.last), sum(&self.largest));
+            let (theirs, error) = (all.sum, (ours - all.sum).abs() / largest);
+            // Roundings cancel.
+            let tolerance = f64::from(tolerance) / 20.0;
+            assert!(error <= tolerance, "{name}: the sum {ours} is not {theirs}, error {error:e}");
+        }
     }
+
+    pub fn same_bits(&self, theirs: &Recorded, name: &str) {
+        let ours: Vec<f32> = self.last.iter().copied().step_by(theirs.stride).collect();
+        assert_eq!(bits(&ours), bits(&theirs.values), "{name}");
+        if let Some(all) = &theirs.all {
+            assert_eq!(checksum(&self.last), all.checksum, "{name}: an element between those recorded");
+        }
+    }
+}
+
+/// An array as it was recorded: every `stride`th value, and where that is not each, what says something of all.
+pub struct Recorded {
+    values: Vec<f32>,
+    stride: usize,
+    all: Option<All>,
+}
+
+struct All {
+    sum: f64,
+    checksum: u64,
+}
+
+impl Recorded {
+    /// The array `name` of a case, if it has one.
+    pub fn new(case: &Value, name: &str) -> Option<Self> {
+        let values = floats(case.get(name)?);
+        let Some(stride) = case.get("stride") else { return Some(Self { values, stride: 1, all: None }) };
+        let checksum = case["checksums"][name].as_u64().expect("a checksum in the fixture");
+        let all = Some(All { sum: number(&case["sums"][name]), checksum });
+        Some(Self { values, stride: stride.as_u64().expect("a stride in the fixture") as usize, all })
+    }
+}
+
+fn sum(values: &[f32]) -> f64 {
+    values.iter().map(|x| f64::from(*x)).sum()
+}
+
+/// The bits of each value times its place, counted from 1: `checksum` of `fixtures/make_fixtures.py`.
+fn checksum(values: &[f32]) -> u64 {
+    let terms = values.iter().zip(1u64..).map(|(x, place)| u64::from(x.to_bits()).wrapping_mul(place));
+    terms.fold(0, u64::wrapping_add)
 }
 
 pub fn fixture(name: &str) -> Value {

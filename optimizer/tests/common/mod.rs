@@ -1,13 +1,14 @@
-//! Shared by the tests: owned state of one run of parameters, made data, and AdamW written once more in f64.
+//! Shared by the tests: owned state of one run of parameters, made data, and the algorithms written once more in f64.
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 pub mod fixtures;
+pub mod reference;
 
 use half::{bf16, f16};
 use terrace_optimizer::{
-    AdamW, COMPACT_BLOCK, KindLayout, Optimizer, StateFormat, StateKind, StateLayout, StepArgs, WeightType,
-    split,
+    Adagrad, Adam, Algorithm, COMPACT_BLOCK, Gradient, KindLayout, Lion, Moments, Optimizer, Sgd,
+    StateFormat, StateKind, StateLayout, WeightType, split,
 };
 
 pub fn layout(format: StateFormat, weight: WeightType) -> StateLayout {
@@ -33,6 +34,30 @@ pub fn layouts() -> [StateLayout; 6] {
 pub fn lossless_layouts() -> [StateLayout; 4] {
     let [a, b, c, d, ..] = layouts();
     [a, b, c, d]
+}
+
+/// Every layout for the algorithm.
+pub fn every_layout(algorithm: &Algorithm) -> [StateLayout; 6] {
+    LAYOUTS.map(|(format, weight)| StateLayout::with_moments(format, weight, algorithm.moments()).unwrap())
+}
+
+/// One of each but AdamW, with everything switched on.
+pub fn algorithms() -> [Algorithm; 4] {
+    [
+        Algorithm::Adam(Adam { weight_decay: 0.1, ..Adam::default() }),
+        Algorithm::Adagrad(Adagrad { weight_decay: 0.1, ..Adagrad::default() }),
+        Algorithm::Lion(Lion { weight_decay: 0.1, ..Lion::default() }),
+        Algorithm::Sgd(Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.1 }),
+    ]
+}
+
+/// The moments that the algorithm keeps.
+pub fn moments(algorithm: &Algorithm) -> &'static [StateKind] {
+    match algorithm.moments() {
+        Moments::First => &[StateKind::Moment1],
+        Moments::Second => &[StateKind::Moment2],
+        Moments::Both => &[StateKind::Moment1, StateKind::Moment2],
+    }
 }
 
 /// The state of a run of parameters, one aligned buffer per kind.
@@ -169,29 +194,43 @@ pub fn noise(seed: u32, n: usize) -> Vec<f32> {
     (0..n).map(|_| next()).collect()
 }
 
-/// AdamW as the paper writes it, in f64 throughout.
-#[derive(Clone, Debug)]
-pub struct Reference {
-    pub p: Vec<f64>,
-    pub m: Vec<f64>,
-    pub v: Vec<f64>,
+/// A gradient in the type in which it arrives.
+pub enum Arrived {
+    Bf16(Vec<bf16>),
+    F16(Vec<f16>),
+    F32(Vec<f32>),
 }
 
-impl Reference {
-    pub fn new(weights: &[f32]) -> Self {
-        let zeros = vec![0.0; weights.len()];
-        Self { p: weights.iter().map(|w| f64::from(*w)).collect(), m: zeros.clone(), v: zeros }
+impl Arrived {
+    /// `values` rounded to the type of that name.
+    pub fn new(name: &str, values: Vec<f32>) -> Self {
+        match name {
+            "bf16" => Self::Bf16(values.iter().map(|x| bf16::from_f32(*x)).collect()),
+            "f16" => Self::F16(values.iter().map(|x| f16::from_f32(*x)).collect()),
+            "f32" => Self::F32(values),
+            other => panic!("gradients are f32, bf16 or f16, not {other}"),
+        }
     }
 
-    pub fn update(&mut self, config: &AdamW, args: &StepArgs, gradient: &[f32]) {
-        let t = args.step as f64;
-        let (bias1, bias2) = (1.0 - config.beta1.powf(t), 1.0 - config.beta2.powf(t));
-        for (((p, m), v), g) in self.p.iter_mut().zip(&mut self.m).zip(&mut self.v).zip(gradient) {
-            let g = f64::from(*g) * f64::from(args.grad_scale);
-            *p -= args.lr * args.weight_decay * *p;
-            *m = config.beta1 * *m + (1.0 - config.beta1) * g;
-            *v = config.beta2 * *v + (1.0 - config.beta2) * g * g;
-            *p -= args.lr * (*m / bias1) / ((*v / bias2).sqrt() + config.eps);
+    pub fn gradient(&self) -> Gradient<'_> {
+        match self {
+            Self::Bf16(values) => Gradient::Bf16(values),
+            Self::F16(values) => Gradient::F16(values),
+            Self::F32(values) => Gradient::F32(values),
+        }
+    }
+
+    /// The same, copied to `memory` from its `place`th element of this type.
+    pub fn copied_to<'a>(&self, memory: &'a mut [u8], place: usize) -> Gradient<'a> {
+        fn copy<'a, T: bytemuck::Pod>(values: &[T], memory: &'a mut [u8], place: usize) -> &'a [T] {
+            let copied = &mut bytemuck::cast_slice_mut(memory)[place..place + values.len()];
+            copied.copy_from_slice(values);
+            copied
+        }
+        match self {
+            Self::Bf16(values) => Gradient::Bf16(copy(values, memory, place)),
+            Self::F16(values) => Gradient::F16(copy(values, memory, place)),
+            Self::F32(values) => Gradient::F32(copy(values, memory, place)),
         }
     }
 }
