@@ -51,6 +51,8 @@ fn within_one_rounding(algorithm: &Algorithm, state: &State, exact: &Reference) 
         let error = (f64::from(*ours) - exact).abs();
         assert!(error <= master * exact.abs() + ARITHMETIC, "{name} master {ours} {exact}");
     }
+    // Decay that is added to the gradient cancels more.
+    let terms = if matches!(algorithm, Algorithm::AdamW(_)) { 0.01 } else { 0.1 };
     for kind in moments(algorithm) {
         let near_zero = if *kind == StateKind::Moment1 { -10 } else { -18 };
         let (ours, exact) = (state.moment(*kind), exact.moment(*kind));
@@ -60,7 +62,7 @@ fn within_one_rounding(algorithm: &Algorithm, state: &State, exact: &Reference) 
             let floor = if format == StateFormat::Compact { floor } else { 0.0 };
             for (ours, exact) in ours.iter().zip(exact) {
                 let error = (ours - exact).abs();
-                let bound = (moment * exact.abs()).max(floor) + ARITHMETIC * largest(&[*exact, 0.1]);
+                let bound = (moment * exact.abs()).max(floor) + ARITHMETIC * largest(&[*exact, terms]);
                 assert!(error <= bound, "{name} {kind} {ours} {exact}: {error:e} > {bound:e}");
             }
         }
@@ -100,6 +102,9 @@ fn a_hundred_steps_follow_the_formula() {
             match layout.format() {
                 StateFormat::Bf16 => assert!(error <= 0.01 && mean <= 0.005, "{name}: {error} {mean}"),
                 StateFormat::Compact => assert!(error <= 0.06 && mean <= 0.005, "{name}: {error} {mean}"),
+                _ if matches!(algorithm, Algorithm::AdamW(_)) => {
+                    assert!(largest <= 2e-6, "{name}: {largest:e}")
+                }
                 // Half the spacing of f32 below 2, every step.
                 _ => assert!(largest <= STEPS as f64 * 2f64.powi(-24), "{name}: {largest:e}"),
             }

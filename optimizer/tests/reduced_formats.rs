@@ -161,7 +161,9 @@ fn zeros_subnormals_and_non_finite_values() {
                 .unwrap();
         }
         assert_eq!(state.master(), start, "{format}: a zero gradient moves nothing");
-        assert!(state.moment(StateKind::Moment2).iter().all(|v| *v < 1e-38), "{format}: as good as zero");
+        // The smallest code is not subnormal, nor is what a step makes of it.
+        let zero = if format == StateFormat::Compact { 2f64.powi(-120) } else { 1e-38 };
+        assert!(state.moment(StateKind::Moment2).iter().all(|v| *v < zero), "{format}: as good as zero");
 
         for value in [f32::MIN_POSITIVE / 8.0, f32::from_bits(1), 1e-25, 1e18, 1e25, f32::MAX, -f32::MAX] {
             let mut state = State::initialized(optimizer.as_ref(), &weights);
