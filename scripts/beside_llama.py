@@ -159,6 +159,11 @@ def llama_cpp(folder, kind, batch):
     return lambda: per_token(run)
 
 
+def has_bf16():
+    """Whether the processor multiplies bf16."""
+    return "avx512_bf16" in open("/proc/cpuinfo").read()
+
+
 def read_bandwidth():
     """Bytes per second of summing memory far larger than the caches, on two threads."""
     import torch
@@ -192,13 +197,14 @@ def main():
         for kind, size in (("bf16", 2), ("q8_0", 34 / 32)):
             runs[f"llama.cpp {kind}", batch] = (lambda kind=kind, batch=batch: llama_cpp(args.dir, kind, batch)(), size)
         # bfloat16 takes many times as long where the processor has no instructions for it.
-        for dtype, size in (("float32", 4),):
+        for dtype, size in (("bfloat16", 2), ("float32", 4)) if has_bf16() else (("float32", 4),):
             runs[f"transformers {dtype}", batch] = (lambda dtype=dtype, batch=batch: transformers(args.dir, dtype, batch)(), size)
     runs = {key: run for key, run in runs.items() if key[0].startswith(args.only)}
     found = {key: [] for key in runs}
     for number in range(args.rounds):
-        bandwidth = read_bandwidth()
         for key, (run, size) in runs.items():
+            # Before each, for a shared machine's memory changes its pace.
+            bandwidth = read_bandwidth()
             seconds = run()
             found[key].append((seconds, matrices * size / seconds / bandwidth))
             print(f"round {number}: {key[0]}, batch {key[1]}: {seconds * 1e3:.1f} ms a token", file=sys.stderr, flush=True)

@@ -6,13 +6,14 @@
 //! ```
 //!
 //! `THREADS` is the number of threads (default: 2), `SECONDS` the time for each row (default: 1), `ROWS` a part of the names of those
-//! that are wanted, with the type behind: `ROWS='NT bf16'`.
+//! that are wanted, with the type behind: `ROWS='NT bf16'`. `ISA=avx2` takes that instruction set and its peak instead of the best.
 
 use half::bf16;
 use std::time::Instant;
 use terrace_device::host::HostDevice;
 use terrace_device::{Arena, Device};
-use terrace_kernels::{AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, Tensor, cpu};
+use terrace_kernels::cpu::{self, CpuConfig, Isa};
+use terrace_kernels::{AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, Tensor};
 
 const PRODUCTS: [[usize; 3]; 2] = [[4096, 4096, 4096], [512, 2048, 2048]];
 /// Positions and head size; as many heads as make 1024 columns.
@@ -29,11 +30,18 @@ fn main() {
     let seconds = if once { 0.0 } else { seconds };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
     let rows = setting("ROWS").unwrap_or_default();
-    Bench { set: cpu::kernel_set(threads), pool, seconds, json, rows }.run(if once { 16 } else { 1 });
+    let isa = setting("ISA").map(|name| {
+        let found = Isa::available().into_iter().find(|isa| isa.name() == name);
+        found.unwrap_or_else(|| panic!("this processor has no ISA={name}"))
+    });
+    let set = cpu::with_config(CpuConfig { isa, ..CpuConfig::new(threads) });
+    let isa = isa.unwrap_or_else(Isa::best).name();
+    Bench { set, isa, pool, seconds, json, rows }.run(if once { 16 } else { 1 });
 }
 
 struct Bench {
     set: KernelSet,
+    isa: &'static str,
     pool: rayon::ThreadPool,
     seconds: f64,
     json: bool,
@@ -122,7 +130,12 @@ impl Bench {
 
     /// Operations per second of independent multiplications and additions in registers, if the processor has the instructions.
     fn peak(&self, dtype: DType) -> Option<f64> {
-        let multiply = if dtype == DType::F32 { peak::f32 } else { peak::bf16 };
+        // Where bf16 is multiplied as it is, twice what f32 makes; elsewhere it is widened.
+        let multiply = match (self.isa, dtype) {
+            ("avx2", _) => peak::avx2,
+            ("avx512bf16", DType::BF16) => peak::avx512_bf16,
+            _ => peak::avx512,
+        };
         let began = Instant::now();
         let operations = self.pool.broadcast(|_| multiply()).into_iter().sum::<Option<u64>>()?;
         Some(operations as f64 / began.elapsed().as_secs_f64())
@@ -167,30 +180,22 @@ fn tensor(arena: &Arena, dtype: DType, dims: &[usize]) -> Tensor {
 mod peak {
     const ROUNDS: u64 = 1 << 21;
 
-    pub fn f32() -> Option<u64> {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f") {
-                // SAFETY: just detected.
-                return Some(unsafe { x86::avx512() });
+    /// What runs the chains, if the processor has the features.
+    macro_rules! peak {
+        ($name:ident, $($feature:tt),+) => {
+            pub fn $name() -> Option<u64> {
+                #[cfg(target_arch = "x86_64")]
+                if $(is_x86_feature_detected!($feature))&&+ {
+                    // SAFETY: just detected.
+                    return Some(unsafe { x86::$name() });
+                }
+                None
             }
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                // SAFETY: just detected.
-                return Some(unsafe { x86::avx2() });
-            }
-        }
-        None
+        };
     }
-
-    /// Where bf16 is multiplied as it is, twice what f32 makes; elsewhere it is widened.
-    pub fn bf16() -> Option<u64> {
-        #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx512bf16") {
-            // SAFETY: just detected.
-            return Some(unsafe { x86::avx512_bf16() });
-        }
-        f32()
-    }
+    peak!(avx2, "avx2", "fma");
+    peak!(avx512, "avx512f");
+    peak!(avx512_bf16, "avx512bf16");
 
     #[cfg(target_arch = "x86_64")]
     mod x86 {
