@@ -1,8 +1,8 @@
 //! Rotary position embedding (Su et al., arXiv 2104.09864), pairs `(i, i + K/2)`.
 //!
 //! The angle is the f32 product of position and frequency, as Hugging Face computes it; its sine and cosine are taken
-//! in f64 and rounded, once per token and pair, for all heads. Those of positions up to a million are computed here, in vectors and with the same bits on
-//! every instruction set: taken one by one from the system's library they cost as much as all the rest of a training step's element-wise work.
+//! in f64 and rounded, once per token and pair, for all heads. Those of angles up to a million and a half are computed here, in vectors and
+//! with the same bits on every instruction set; one by one from the system's library they were a hundredth of a training step.
 //! Tolerance against f64: 2 units in the last place of f32 of the longer of the pair, before the rounding.
 
 use super::Cpu;
