@@ -40,7 +40,8 @@ use crate::ranks::Ranks;
 use crate::rounds::Rounds;
 use crate::state::{StateKinds, store_spec};
 use crate::{
-    Accumulation, Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result, WindowOverrides,
+    Accumulation, Backend, BatchLimits, EngineConfig, EngineError, MicroBatch, Mode, Placement, Result,
+    WindowOverrides,
 };
 use std::cell::{OnceCell, RefCell};
 use std::sync::Arc;
@@ -61,6 +62,9 @@ const TRAILING_PART: usize = 3;
 /// Most planning runs in search of the number of blocks that keep. The first tries all blocks; what the arena takes grows by
 /// nearly the same for each, so that two more mostly find the number.
 const KEEPING_TRIES: usize = 8;
+
+/// Most pairs of a block and a micro-batch that leave something in the arena of a planning run, which has to go through each of them.
+const LEAVING_MAX: usize = 1 << 15;
 
 /// The windows that a plan settled on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -184,7 +188,17 @@ impl Planner<'_> {
             o.copied_weights.unwrap_or(0),
             o.copied_groups.unwrap_or(0),
         );
-        for choice in self.choices(&keepers) {
+        let mut choices = self.choices(&keepers);
+        choices.retain(|&choice| self.leaving(choice, &keepers) <= LEAVING_MAX);
+        if choices.is_empty() {
+            let micro_batches = self.config.limits.micro_batches;
+            return Err(EngineError::Config(format!(
+                "{micro_batches} micro-batches are too many where blocks keep their activations for each: lower --grad-accum to {}, or \
+                 leave --activations to the plan",
+                LEAVING_MAX / keepers.len().max(self.network.last()).max(1)
+            )));
+        }
+        for choice in choices {
             let choice = Choice { state_groups: fixed_state.unwrap_or(0), ..choice };
             let plan = self.evaluate(choice, &copies)?;
             let (choice, plan) =
@@ -249,7 +263,7 @@ impl Planner<'_> {
         }
         let tier = self.arena_tier();
         // Some number from `plan`'s up to below `too_many` is the one.
-        let most = self.keep_at_most(keepers);
+        let most = self.keep_at_most(choice, keepers);
         let (mut too_many, mut tried) = (most + 1, most);
         for _ in 0..KEEPING_TRIES {
             let fitting = plan.windows.keeping.count;
