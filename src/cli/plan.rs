@@ -9,6 +9,7 @@ use super::pinned::{
 };
 use super::session::{self, Session};
 use super::{keeping, print_json, print_text, ranks};
+use crate::config::run;
 use crate::engine::{CUDA_SCRATCH_BYTES, host_updates};
 use crate::error::CliError;
 use crate::floor::{Capabilities, Floor};
@@ -32,6 +33,9 @@ use terrace_zero::{
 const ENDURANCE_BYTES: f64 = 1200e12;
 /// What the batch and the accumulation are multiplied with in the table of choices.
 const BATCHES: [(usize, usize); 4] = [(1, 1), (1, 4), (4, 1), (4, 4)];
+
+/// Most micro-batches times layers in horizontal accumulation.
+const PASSES_MAX: usize = 1 << 16;
 
 /// The part of the highest speed from which on a choice counts as no slower.
 const AS_GOOD: f64 = 0.995;
@@ -110,6 +114,11 @@ pub fn plan(args: &PlanArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
 impl<'a> Planning<'a> {
     fn new(args: &'a PlanArgs, threads: usize) -> Result<Self, CliError> {
         let model = model(args)?;
+        let length = run::seq_len(args.seq_len.map(usize::from), Some(model.positions_max))?;
+        for (flag, value) in [("--batch-size", args.batch_size), ("--grad-accum", args.grad_accum)] {
+            run::count(flag, Some(value.get() as u64))?;
+        }
+        run::micro_batch(args.batch_size.get(), length, !args.generate)?;
         let placement = PlacementArgs {
             host_memory: args.host_memory,
             disk_cache: args.disk_cache,
@@ -132,7 +141,6 @@ impl<'a> Planning<'a> {
             let budget = session.device_budget(&placement);
             (session.backend.clone(), session.on_card(), budget)
         };
-        let length = args.seq_len.map_or(1024.min(model.positions_max), NonZeroUsize::get);
         let disks =
             if args.disk.is_empty() { vec![PathBuf::from("terrace-state")] } else { args.disk.clone() };
         let described = imagined
@@ -170,6 +178,8 @@ impl<'a> Planning<'a> {
     }
 
     fn of_durability(&self, choice: Choice, durability: DurabilityFlag) -> Result<Planned, EngineError> {
+        self.countable(choice.batch)?;
+        self.playable(choice)?;
         let limits = BatchLimits {
             sequences: choice.batch,
             length: self.length,
@@ -189,12 +199,31 @@ impl<'a> Planning<'a> {
             durability: durability.into(),
             ..self.config(choice.offload, limits)
         };
-        let sample = TokenBatch::new(&self.model).blank(choice.batch, self.length);
+        let sample = TokenBatch::new(&self.model).shape(choice.batch, self.length);
         let can = self.capabilities(Some(choice.state));
         let (_, outlook) = keeping::cheapest(&config, &self.backend, &self.model, &sample, &can, &self.runs)?;
         self.enough_disk(&outlook.memory)?;
         let floor = Floor::new(&outlook.work, &can);
         Ok(Planned { choice, outlook, floor, operations_rate: can.operations })
+    }
+
+    /// Refuses a batch, in the table of choices perhaps a multiple of what was asked for, whose positions cannot be numbered.
+    pub(super) fn countable(&self, batch: usize) -> Result<(), EngineError> {
+        run::micro_batch(batch, self.length, !self.args.generate)
+            .map_err(|error| EngineError::Config(error.to_string()))
+    }
+
+    /// Refuses a schedule that would take too long to go through: in horizontal accumulation every micro-batch has its own place in it.
+    fn playable(&self, choice: Choice) -> Result<(), EngineError> {
+        let most = (PASSES_MAX / self.model.layers.max(1)).max(1);
+        if self.args.accumulation == Accumulation::Vertical || choice.accum <= most {
+            return Ok(());
+        }
+        Err(EngineError::Config(format!(
+            "--grad-accum {} with --accumulation horizontal is more than can be planned for {} layers, each of which every micro-batch \
+             goes through on its own; lower --grad-accum to {most}, or accumulate vertically",
+            choice.accum, self.model.layers
+        )))
     }
 
     /// What all engines of the plan have in common, with frozen weights.

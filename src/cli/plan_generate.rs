@@ -68,6 +68,7 @@ fn cache_length(planning: &Planning<'_>) -> usize {
 }
 
 fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
+    planning.countable(choice.batch)?;
     let format = session::quant_format(choice.weights);
     let builder = TokenBatch::new(&planning.model);
     let outlook = |length, windows| {
@@ -88,7 +89,7 @@ fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
             config,
             &planning.backend,
             blocks,
-            &builder.blank(choice.batch, length),
+            &builder.shape(choice.batch, length),
             &PlanningRuns::default(),
         )
     };

@@ -136,7 +136,7 @@ impl TrainConfig {
         let settled = pinned.as_ref().map(|plan| plan.settle(args, file.as_ref())).transpose()?;
         let mut run = Self::combine(settled.as_ref().unwrap_or(args), file.as_ref(), positions_max)?;
         run.pinned = pinned;
-        micro_batch(run.batch_size, run.seq_len)?;
+        micro_batch(run.batch_size, run.seq_len, true)?;
         Ok(run)
     }
 
@@ -268,24 +268,28 @@ fn usage<T>(message: impl Into<String>) -> Result<T, CliError> {
 }
 
 /// A batch dimension; u32 so that products of two never overflow.
-fn count(name: &str, value: Option<u64>) -> Result<usize, CliError> {
+///
+/// # Errors
+/// It is larger.
+pub fn count(name: &str, value: Option<u64>) -> Result<usize, CliError> {
     match u32::try_from(value.unwrap_or(1)) {
         Ok(value) => Ok(value as usize),
         Err(_) => usage(format!("{name} {} is beyond reason", value.unwrap_or(1))),
     }
 }
 
-/// Refuses a micro-batch whose positions cannot be numbered.
+/// Refuses a micro-batch whose positions cannot be numbered; `accumulates` if a step may have more of them instead.
 ///
 /// # Errors
 /// It has more than 2³¹ of them.
-pub fn micro_batch(batch_size: usize, seq_len: usize) -> Result<(), CliError> {
+pub fn micro_batch(batch_size: usize, seq_len: usize, accumulates: bool) -> Result<(), CliError> {
     match batch_size.checked_mul(seq_len).filter(|&tokens| i32::try_from(tokens).is_ok()) {
         Some(_) => Ok(()),
         None => usage(format!(
             "--batch-size {batch_size} of --seq-len {seq_len} is more tokens than a micro-batch can have ({}); lower \
-             --batch-size and raise --grad-accum",
-            i32::MAX
+             --batch-size{}",
+            i32::MAX,
+            if accumulates { " and raise --grad-accum" } else { "" }
         )),
     }
 }
