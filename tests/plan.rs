@@ -9,7 +9,7 @@ use std::path::Path;
 use support::{Bench, Cmd, cmd};
 
 /// A machine with round figures.
-const MACHINE: [&str; 12] = [
+const MACHINE: [&str; 16] = [
     "--gpu-memory",
     "80GiB",
     "--host-memory",
@@ -22,6 +22,10 @@ const MACHINE: [&str; 12] = [
     "7GB",
     "--disk-write",
     "5GB",
+    "--dram",
+    "400GB",
+    "--gpu-bandwidth",
+    "2TB",
 ];
 
 fn plan(bench: &Bench) -> Cmd {
@@ -250,8 +254,7 @@ fn ranks_that_cannot_be_are_refused() {
 #[test]
 fn generation_is_planned() {
     let flags = ["--generate", "--batch-size", "16", "--seq-len", "512", "--max-new-tokens", "64"];
-    let machine =
-        ["--disk-cache", "none", "--gpu-bandwidth", "2TB", "--offload", "disk", "--device-memory", "40GiB"];
+    let machine = ["--disk-cache", "none", "--offload", "disk", "--device-memory", "40GiB"];
     let run = |weights: &str| {
         let run = cmd(&["plan", "--params", "70b", "--json", "--weights", weights]).args(&flags);
         run.args(&MACHINE).args(&machine).ok().json()

@@ -82,11 +82,76 @@ fn a_million_micro_batches_are_planned_in_no_time() {
         let ratio = of(&many, "host_bytes") as f64 / of(&some, "host_bytes") as f64;
         assert!((100.0..1000.0).contains(&ratio), "{ratio}");
     }
-    run("10000", &["--gpu-memory", "1000TiB", "--device", "auto"]);
     run("5000", &["--accumulation", "horizontal"]);
     let too_many = ["--seq-len", "24", "--accumulation", "horizontal", "--grad-accum", "1000000"];
     plan(&bench).args(&too_many).fails(2, &["--grad-accum 1000000", "lower --grad-accum to 32768"]);
     let too_many = ["--params", "40b", "--grad-accum", "4000000000"];
     cmd(&["plan"]).args(&too_many).fails(2, &["operations than can be counted", "lower --grad-accum"]);
     assert!(began.elapsed() < Duration::from_secs(120), "{:?}", began.elapsed());
+}
+
+/// A time is that of every resource that a step uses, or none; flags that are missing are named.
+#[test]
+fn a_machine_that_is_known_in_part_has_no_time() {
+    let card = ["--gpu-memory", "24GiB", "--host-memory", "64GiB"];
+    let run = |more: &[&str]| cmd(&["plan", "--params", "8b"]).args(&card).args(more);
+    let all =
+        ["--tflops", "100", "--link", "25GB", "--dram", "80GB", "--disk-read", "3GB", "--disk-write", "2GB"];
+    let of = |more: &[&str]| run(more).args(&["--json"]).ok().json()["plan"].clone();
+    assert!(of(&all)["step_seconds"].as_f64().unwrap() > 10.0 && of(&all)["unknown"] == Value::Array(vec![]));
+    for (left_out, flag, resource) in [
+        (0..2, "--tflops", "compute"),
+        (2..4, "--link", "the link"),
+        (4..6, "--dram", "host memory"),
+        (6..10, "--disk-read and --disk-write", "the disk"),
+    ] {
+        let flags = [&all[..left_out.start], &all[left_out.end..]].concat();
+        let plan = of(&flags);
+        for key in ["step_seconds", "expected_seconds", "tokens_per_second", "bound_by"] {
+            assert_eq!(plan[key], Value::Null, "{key} without {flag}: {plan}");
+        }
+        assert_eq!(plan["unknown"][0]["flags"], flag);
+        let text = run(&flags).ok().stdout;
+        let words = format!("no step time: nothing is known of the speed of {resource}; give {flag}\n");
+        assert!(text.contains(&words) && !text.contains("fastest"), "{words} is in {text}");
+    }
+    let text = run(&[]).ok().stdout;
+    assert!(text.contains("give --tflops, --link, --dram, --disk-read and --disk-write\n"), "{text}");
+    assert!(!text.contains("terrace calibrate"), "a card that is not here cannot be measured: {text}");
+}
+
+/// Of a disk that was not measured nothing is known, and that is said.
+#[test]
+fn a_disk_that_was_not_measured_is_said() {
+    let bench = Bench::tiny();
+    let (known, other) = (bench.path("known"), bench.path("other"));
+    [&known, &other].into_iter().for_each(|dir| std::fs::create_dir_all(dir).unwrap());
+    let flags = ["--seq-len", "24"];
+    let xdg = bench.path("cache");
+    let calibrate =
+        cmd(&["calibrate", "--quick", "--threads", "2", "--device", "cpu"]).path("--disk", &known);
+    calibrate.environment("XDG_CACHE_HOME", xdg.to_str().unwrap()).ok();
+    let text = plan(&bench).args(&flags).path("--disk", &known).ok().stdout;
+    assert!(text.contains("a step takes at least") && text.contains("  disk"), "{text}");
+    let profile = xdg.join("terrace/profile.json");
+    for named in [false, true] {
+        let run = plan(&bench).args(&flags).path("--disk", &other);
+        let run = if named { run.path("--profile", &profile) } else { run };
+        let text = run.ok().stdout;
+        let words = format!("no step time: nothing is known of the speed of --disk {}", other.display());
+        assert!(text.contains(&words) && !text.contains("bound by"), "{text}");
+        assert_eq!(text.contains(&format!("terrace calibrate --disk {}", other.display())), !named, "{text}");
+        assert!(text.contains("give --disk-read and --disk-write"), "{text}");
+    }
+    // Rates of a disk take nothing from what is known of the rest.
+    let rates = ["--disk-read", "1GB", "--disk-write", "1GB"];
+    let text = plan(&bench).args(&flags).args(&rates).ok().stdout;
+    assert!(text.contains("a step takes at least") && text.contains("  memory"), "{text}");
+    // What is not there would be made.
+    let ended = plan(&bench).args(&flags).path("--disk", &known.join("state/run")).ok();
+    let words = format!("there is no such folder; the disk of {} is meant", known.display());
+    assert!(ended.stderr.contains(&words), "{}", ended.stderr);
+    let file = bench.path("file");
+    std::fs::write(&file, "").unwrap();
+    plan(&bench).args(&flags).path("--disk", &file).fails(1, &["--disk", "is not a directory"]);
 }

@@ -12,7 +12,7 @@ use super::{keeping, print_json, print_text, ranks};
 use crate::config::run;
 use crate::engine::{CUDA_SCRATCH_BYTES, host_updates};
 use crate::error::CliError;
-use crate::floor::{Capabilities, Floor};
+use crate::floor::{Capabilities, Floor, Unknown};
 use crate::progress::count;
 use crate::{cpu_backend, shape};
 use serde_json::{Value, json};
@@ -40,10 +40,6 @@ const PASSES_MAX: usize = 1 << 16;
 /// The part of the highest speed from which on a choice counts as no slower.
 const AS_GOOD: f64 = 0.995;
 
-/// Why there is no time.
-pub(super) const NOTHING_KNOWN: &str = "nothing is known of the machine; run `terrace calibrate`, name a --profile, or give --tflops, \
-                                        --link, --dram, --disk-read and --disk-write";
-
 /// One combination of what can be chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Choice {
@@ -65,6 +61,8 @@ pub(super) struct Planning<'a> {
     pub(super) length: usize,
     disks: Vec<PathBuf>,
     profile: Option<crate::calibrate::Profile>,
+    /// Another machine is meant.
+    described: bool,
     runs: PlanningRuns,
     ranks: Ranks,
 }
@@ -143,12 +141,11 @@ impl<'a> Planning<'a> {
         };
         let disks =
             if args.disk.is_empty() { vec![PathBuf::from("terrace-state")] } else { args.disk.clone() };
-        let described = imagined
-            || args.tflops.is_some()
-            || args.dram.is_some()
-            || args.disk_read.is_some()
-            || args.disk_write.is_some();
-        // Figures of this machine say nothing about another.
+        // Figures of this machine say nothing about another. Other disks may be this machine's.
+        let described = imagined || args.tflops.is_some() || args.dram.is_some();
+        if !described && args.profile.is_none() {
+            args.disk.iter().try_for_each(|dir| super::checks::planned_disk(dir))?;
+        }
         let profile = if args.profile.is_some() || !described {
             super::floor::profile(args.profile.as_ref(), threads, &args.disk)?
         } else {
@@ -167,6 +164,7 @@ impl<'a> Planning<'a> {
             length,
             disks,
             profile,
+            described,
             runs: PlanningRuns::of(ranks),
             ranks,
         })
@@ -203,7 +201,7 @@ impl<'a> Planning<'a> {
         let can = self.capabilities(Some(choice.state));
         let (_, outlook) = keeping::cheapest(&config, &self.backend, &self.model, &sample, &can, &self.runs)?;
         self.enough_disk(&outlook.memory)?;
-        let floor = Floor::new(&outlook.work, &can);
+        let floor = Floor::complete(&outlook.work, &can, false);
         Ok(Planned { choice, outlook, floor, operations_rate: can.operations })
     }
 
@@ -319,7 +317,7 @@ impl<'a> Planning<'a> {
         };
         let rate = |size: Option<crate::config::ByteSize>| size.map(|size| size.0 as f64);
         if let Some(tflops) = args.tflops {
-            can.operations = Some(tflops * 1e12);
+            (can.operations, can.training) = (Some(tflops * 1e12), None);
         }
         if let Some(link) = rate(args.link) {
             (can.upload, can.download, can.both) = (Some(link), Some(link), None);
@@ -337,6 +335,25 @@ impl<'a> Planning<'a> {
             (can.disks, can.disks_together) = (vec![(1.0, rates)], None);
         }
         can
+    }
+
+    /// Why there is no time, and what would give one.
+    pub(super) fn what_is_missing(&self, floor: &Floor) -> String {
+        let disks: Vec<String> = self.args.disk.iter().map(|dir| dir.display().to_string()).collect();
+        let words = |unknown: &Unknown| match (unknown.resource, disks.as_slice()) {
+            ("the disk", [_, ..]) => format!("--disk {}", disks.join(" and ")),
+            (resource, _) => resource.to_owned(),
+        };
+        let resources: Vec<String> = floor.unknown.iter().map(words).collect();
+        let flags: Vec<&str> = floor.unknown.iter().map(|unknown| unknown.flags).collect();
+        let mut advice = format!("give {}", flags.join(", "));
+        if !self.described && self.args.profile.is_none() {
+            let disks: String = disks.iter().map(|dir| format!(" --disk {dir}")).collect();
+            advice = format!("run `terrace calibrate{disks}`, or {advice}");
+        } else if self.args.profile.is_some() {
+            advice += ", or name a --profile that knows it";
+        }
+        format!("nothing is known of the speed of {}; {advice}", resources.join(", "))
     }
 
     /// All combinations that are worth a look, with why one does not fit.
@@ -405,7 +422,7 @@ impl<'a> Planning<'a> {
             line(format!("  {name:<10} {:>10}", time(*seconds)));
         }
         line(match planned.floor.bound() {
-            None => format!("no step time: {NOTHING_KNOWN}"),
+            None => format!("no step time: {}", self.what_is_missing(&planned.floor)),
             Some((bound, seconds)) => format!(
                 "a step takes at least {} ({} tok/s), bound by {bound}",
                 time(seconds),
@@ -511,6 +528,7 @@ impl Planned {
             "disk_bytes": memory.total(Tier::Disk),
             "tokens_per_second": seconds.map(|seconds| work.tokens as f64 / seconds),
             "steps_until_1200_tb": (work.disk_write_bytes > 0).then(|| self.endurance()),
+            "unknown": self.floor.unknown,
             "tokens_that_hide_the_disk": self.tokens_that_hide("disk"),
         });
         for resource in ["network", "peers"] {
