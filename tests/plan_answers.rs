@@ -113,7 +113,9 @@ fn a_machine_that_is_known_in_part_has_no_time() {
         assert_eq!(plan["unknown"][0]["flags"], flag);
         let text = run(&flags).ok().stdout;
         let words = format!("no step time: nothing is known of the speed of {resource}; give {flag}\n");
-        assert!(text.contains(&words) && !text.contains("fastest"), "{words} is in {text}");
+        assert!(text.contains(&words), "{words} is in {text}");
+        // Rows of the table that use no disk have a time.
+        assert_eq!(text.contains("fastest"), resource == "the disk", "{text}");
     }
     let text = run(&[]).ok().stdout;
     assert!(text.contains("give --tflops, --link, --dram, --disk-read and --disk-write\n"), "{text}");
@@ -154,4 +156,55 @@ fn a_disk_that_was_not_measured_is_said() {
     let file = bench.path("file");
     std::fs::write(&file, "").unwrap();
     plan(&bench).args(&flags).path("--disk", &file).fails(1, &["--disk", "is not a directory"]);
+}
+
+/// Fewer moments are less state, and recomputing less memory: as the run says it.
+#[test]
+fn optimizers_and_activations_are_planned_as_they_run() {
+    let bench = Bench::tiny();
+    let terms = |text: &str| {
+        let lines = text
+            .lines()
+            .filter(|line| line.contains(" planned") || line.contains(" × ") && line.starts_with("  "));
+        lines.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let mut seen = Vec::new();
+    for flags in [
+        ["--optimizer", "lion", "--activations", "recompute"],
+        ["--optimizer", "sgd", "--activations", "keep"],
+        ["--optimizer", "adamw", "--activations", "recompute"],
+    ] {
+        let memory = ["--host-memory", "64MiB"];
+        let planned =
+            plan(&bench).args(&["--seq-len", "24", "--batch-size", "2"]).args(&flags).args(&memory).ok();
+        let run =
+            bench.finetune(flags[1]).args(&flags).args(&memory).args(&["--steps", "1", "--device", "cpu"]);
+        let ended = run.environment("XDG_CACHE_HOME", bench.path("cache").to_str().unwrap()).ok();
+        assert!(terms(&planned.stdout).len() > 8, "{}", planned.stdout);
+        assert_eq!(terms(&planned.stdout), terms(&ended.stderr));
+        seen.push(terms(&planned.stdout));
+    }
+    assert!(seen[0] != seen[1] && seen[1] != seen[2] && seen[0] != seen[2]);
+}
+
+#[test]
+fn flags_that_contradict_each_other_are_refused() {
+    let ratio = ["--params", "8b", "--optimizer-ratio", "0.5", "--gpu-memory", "80GiB"];
+    cmd(&["plan"]).args(&ratio).fails(2, &["--optimizer-ratio", "--durability checkpoint or none"]);
+    cmd(&["plan"]).args(&ratio).args(&["--durability", "checkpoint", "--host-memory", "64GiB"]).ok();
+    let card = ["--params", "8b", "--gpu-memory", "24GiB", "--device", "cpu"];
+    cmd(&["plan"]).args(&card).fails(2, &["--gpu-memory", "--device cpu", "leave one of them out"]);
+    let generate = ["--params", "8b", "--generate", "--optimizer", "lion"];
+    cmd(&["plan"]).args(&generate).fails(2, &["cannot be used with"]);
+}
+
+/// Generation trains nothing.
+#[test]
+fn generation_is_not_said_to_train() {
+    let flags = ["--params", "8b", "--generate", "--offload", "disk", "--host-memory", "4GiB"];
+    let text = cmd(&["plan", "--device", "cpu"]).args(&flags).ok().stdout;
+    for words in ["training", "update slots", "gradients", "kept by"] {
+        assert!(!text.contains(words), "{words:?} is in {text}");
+    }
+    assert!(text.contains("weight slots"), "{text}");
 }

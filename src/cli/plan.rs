@@ -1,7 +1,8 @@
 //! `terrace plan`: what a run would need and how long its steps would take, without weights, and of machines that are not there.
 
 use super::args::{
-    Accumulation, Dtype, DurabilityFlag, Offload, PlacementArgs, PlanArgs, StateFormat as StateFlag,
+    Accumulation, DeviceName, Dtype, DurabilityFlag, Offload, OptimizerName, PlacementArgs, PlanArgs,
+    StateFormat as StateFlag,
 };
 use super::floor::time;
 use super::pinned::{
@@ -27,6 +28,7 @@ use terrace_optimizer::StateFormat;
 use terrace_tiers::{ByteSize, MemoryPlan, Tier};
 use terrace_zero::{
     Backend, BatchLimits, EngineConfig, EngineError, Outlook, PlanningRuns, Ranks, TrainingConfig,
+    WindowOverrides,
 };
 
 /// What a drive of two terabytes is commonly warranted for.
@@ -126,6 +128,13 @@ impl<'a> Planning<'a> {
         };
         let io = IoConfig::default();
         let imagined = args.gpu_memory.is_some() || args.link.is_some();
+        if imagined && args.device == DeviceName::Cpu {
+            return Err(CliError::Usage(
+                "--gpu-memory and --link describe a card, and --device cpu computes without one: leave one of them out".into(),
+            ));
+        }
+        let offload = args.offload.unwrap_or(Offload::Disk);
+        run::shares_state(args.optimizer_ratio, offload, args.durability)?;
         let (backend, on_card, device_budget) = if imagined {
             // A card that is only imagined: memory of its own, and no kernels.
             let mut backend = cpu_backend(1, &io)?;
@@ -189,16 +198,23 @@ impl<'a> Planning<'a> {
         let config = EngineConfig {
             training: Some(TrainingConfig {
                 state: choice.state,
+                optimizer: run::algorithm_named(self.args.optimizer),
                 clip,
                 host_part: self.args.optimizer_ratio,
                 ..TrainingConfig::default()
             }),
             accumulation: session::accumulation(self.args.accumulation),
             durability: durability.into(),
+            overrides: WindowOverrides {
+                kept_blocks: session::kept_blocks(self.args.activations),
+                ..WindowOverrides::default()
+            },
             ..self.config(choice.offload, limits)
         };
         let sample = TokenBatch::new(&self.model).shape(choice.batch, self.length);
-        let can = self.capabilities(Some(choice.state));
+        // Rates of formats are those of AdamW; other algorithms move other bytes.
+        let state = Some(choice.state).filter(|_| self.args.optimizer == OptimizerName::Adamw);
+        let can = self.capabilities(state);
         let (_, outlook) = keeping::cheapest(&config, &self.backend, &self.model, &sample, &can, &self.runs)?;
         self.enough_disk(&outlook.memory)?;
         let floor = Floor::complete(&outlook.work, &can, false);
@@ -380,7 +396,11 @@ impl<'a> Planning<'a> {
         let mut line = |words: String| text += &format!("{words}\n");
         line(self.shape(outlook.parameters));
         line(format!(
-            "{}{}; {} tokens a step ({}{} × {} × {}{})",
+            "{}{}{}; {} tokens a step ({}{} × {} × {}{})",
+            match self.args.optimizer {
+                OptimizerName::Adamw => String::new(),
+                other => format!("{}, ", pinned::name(other)),
+            },
             planned.choice.words(),
             match (self.args.durability, planned.choice.offload) {
                 (DurabilityFlag::None, Offload::Disk) => ", kept once",
@@ -461,6 +481,7 @@ impl<'a> Planning<'a> {
             "model": ModelShape::of(&self.model),
             "seq_len": self.length,
             "accumulation": self.args.accumulation,
+            "optimizer": self.args.optimizer,
             "plan": planned.figures(),
             "memory": Term::all(&planned.outlook.memory),
             "choices": rows(choices, fastest(choices), Choice::json, Planned::figures),

@@ -448,6 +448,7 @@ impl Planner<'_> {
             let striping = self.stored.unwrap_or(&new);
             let stored = DiskStore::bytes_per_dir(&spec, striping);
             let what = match config.keeps_once() {
+                _ if config.training.is_none() => "weights",
                 true => "training state, kept once",
                 false => "training state, all generations",
             };
@@ -488,12 +489,30 @@ impl Planner<'_> {
         if let Some(kv) = self.kv_plan(choice.kv_room) {
             kv.add_to(&mut memory, config)?;
         }
+        self.add_arena(&mut memory, &windows);
+        let (slots, bytes) = windows.device_room.slots(network);
+        memory.add(Tier::Device, "weights in turn on the device", slots, bytes);
+        self.add_device_room(&mut memory, windows.device_room);
+        memory.add(self.arena_tier(), "kernel scratch", 1, self.backend.kernel_scratch_bytes);
+        memory.add(Tier::Host, "loading buffer", chunk, 4);
+        // The table of the live and the next generation, and a manifest slot on its way out.
+        let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
+        memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
+        let (ranks, blocks) = (self.ranks(), self.blocks()?);
+        Ok(EnginePlan { memory: ranks.memory_of_node(memory), windows, spec, ranks, blocks })
+    }
+
+    fn add_arena(&self, memory: &mut MemoryPlan, windows: &Windows) {
         let arena_tier = self.arena_tier();
         let Keeping { count, of, bytes, .. } = windows.keeping;
         // All of them are there at once, when backward begins.
         let kept = (bytes * self.rounds().together).saturating_sub(windows.kept_in_turns) as u64;
         let others = windows.arena_bytes as u64 - kept;
-        memory.add(arena_tier, "block workspaces and gradient accumulators", 1, others);
+        let what = match self.config.training {
+            Some(_) => "block workspaces and gradient accumulators",
+            None => "block workspaces",
+        };
+        memory.add(arena_tier, what, 1, others);
         if count > 0 {
             let what = format!("activations that {count} of {of} blocks keep for backward");
             memory.add(arena_tier, what, 1, kept);
@@ -501,16 +520,6 @@ impl Planner<'_> {
             let what = format!("activations that {count} of {of} blocks keep, in turns with their gradients");
             memory.add(arena_tier, what, 1, in_turns);
         }
-        let (slots, bytes) = windows.device_room.slots(network);
-        memory.add(Tier::Device, "weights in turn on the device", slots, bytes);
-        self.add_device_room(&mut memory, windows.device_room);
-        memory.add(arena_tier, "kernel scratch", 1, self.backend.kernel_scratch_bytes);
-        memory.add(Tier::Host, "loading buffer", chunk, 4);
-        // The table of the live and the next generation, and a manifest slot on its way out.
-        let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
-        memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
-        let (ranks, blocks) = (self.ranks(), self.blocks()?);
-        Ok(EnginePlan { memory: ranks.memory_of_node(memory), windows, spec, ranks, blocks })
     }
 
     fn add_signals(&self, memory: &mut MemoryPlan, windows: &Windows) {
