@@ -54,6 +54,17 @@ pub struct Floor {
     pub expected: Option<f64>,
     /// The same where no step is clipped, if that makes a difference.
     pub unclipped: Option<f64>,
+    /// What is used and not known, where a time is only to be said if all is.
+    pub unknown: Vec<Unknown>,
+}
+
+/// A resource that is used and of whose speed nothing is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Unknown {
+    /// Its name in words.
+    pub resource: &'static str,
+    /// The flags that say it.
+    pub flags: &'static str,
 }
 
 impl Capabilities {
@@ -149,8 +160,38 @@ impl Floor {
         floor
     }
 
-    /// The resource that binds and its seconds; `None` if nothing is known.
+    /// The same, without a time for the whole where something that `work` uses is not known. Memory of a device that has its own is
+    /// looked at if it `may_bind`, as in generation.
+    pub fn complete(work: &StepWork, can: &Capabilities, may_bind: bool) -> Self {
+        let mut floor = Self::new(work, can);
+        let exchanged = work.exchanged();
+        let link = work.upload_bytes + work.download_bytes;
+        let disk = work.disk_read_bytes + work.disk_write_bytes;
+        let device_memory = if may_bind { work.device_memory_bytes } else { 0 };
+        for (resource, flags, amount, is_known) in [
+            ("compute", "--tflops", work.operations, can.operations.is_some()),
+            ("the link", "--link", link, can.upload.is_some() && can.download.is_some()),
+            ("host memory", "--dram", work.memory_bytes, can.memory.is_some()),
+            ("the card's memory", "--gpu-bandwidth", device_memory, can.device_memory.is_some()),
+            ("the disk", "--disk-read and --disk-write", disk, !can.disks.is_empty()),
+            ("the network", "--network-bandwidth", exchanged.network_bytes, can.network.is_some()),
+            ("the link to other cards", "--peer-bandwidth", exchanged.peer_bytes, can.peers.is_some()),
+        ] {
+            if amount > 0 && !is_known {
+                floor.unknown.push(Unknown { resource, flags });
+            }
+        }
+        if !floor.unknown.is_empty() {
+            (floor.expected, floor.unclipped) = (None, None);
+        }
+        floor
+    }
+
+    /// The resource that binds and its seconds; `None` if nothing is known, or not enough.
     pub fn bound(&self) -> Option<(&'static str, f64)> {
+        if !self.unknown.is_empty() {
+            return None;
+        }
         self.seconds.iter().copied().max_by(|a, b| a.1.total_cmp(&b.1))
     }
 }
@@ -265,6 +306,21 @@ mod tests {
         assert_eq!(Floor::new(&work(), &can).bound(), Some(("disk", 7.0)));
         can.disks_together = Some(rates(200.0, 200.0, 200.0));
         assert_eq!(Floor::new(&work(), &can).bound(), Some(("disk", 14.0)));
+    }
+
+    #[test]
+    fn a_time_is_that_of_everything() {
+        let part = Capabilities { operations: Some(3000.0), memory: Some(10.0), ..Capabilities::default() };
+        let floor = Floor::complete(&work(), &part, true);
+        let flags: Vec<_> = floor.unknown.iter().map(|unknown| unknown.flags).collect();
+        assert_eq!(flags, ["--link", "--disk-read and --disk-write"]);
+        assert_eq!((floor.bound(), floor.expected, floor.seconds.len()), (None, None, 2));
+        let disks = vec![(1.0, rates(400.0, 400.0, 400.0))];
+        let all = Capabilities { upload: Some(9.0), download: Some(9.0), disks, ..part };
+        assert_eq!(Floor::complete(&work(), &all, true), Floor::new(&work(), &all));
+        let ranks = StepWork { gathers: traffic(1, 1), device_memory_bytes: 1, ..work() };
+        assert_eq!(Floor::complete(&ranks, &all, true).unknown.len(), 3);
+        assert_eq!(Floor::complete(&ranks, &all, false).unknown.len(), 2);
     }
 
     #[test]

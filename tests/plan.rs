@@ -9,7 +9,7 @@ use std::path::Path;
 use support::{Bench, Cmd, cmd};
 
 /// A machine with round figures.
-const MACHINE: [&str; 12] = [
+const MACHINE: [&str; 16] = [
     "--gpu-memory",
     "80GiB",
     "--host-memory",
@@ -22,6 +22,10 @@ const MACHINE: [&str; 12] = [
     "7GB",
     "--disk-write",
     "5GB",
+    "--dram",
+    "400GB",
+    "--gpu-bandwidth",
+    "2TB",
 ];
 
 fn plan(bench: &Bench) -> Cmd {
@@ -241,7 +245,9 @@ fn ranks_that_cannot_be_are_refused() {
     let ranks = ["--ranks", "2"];
     alone(plan(&bench), &bench).args(&ranks).fails(2, &["--ranks 2 are cards", "--gpu-memory"]);
     // A plan of several says what they would need, and is none of a run.
-    let document = saved(&bench, "plan.json", &[&ranks[..], &["--gpu-memory", "1GiB"]].concat());
+    let run = cmd(&["plan", "--gpu-memory", "1GiB", "--seq-len", "24"]).path("--model", &bench.path("model"));
+    alone(run, &bench).args(&ranks).path("--save", &bench.path("plan.json")).ok();
+    let document = read(&bench.path("plan.json"));
     assert_eq!((&document["run"]["ranks"], document["run"].get("nodes")), (&json!(2), None));
     run_of(&bench, "plan.json", "out").fails(2, &["run.ranks is 2", "runs one rank", "terrace plan --save"]);
     assert!(saved(&bench, "one.json", &[])["run"].get("ranks").is_none());
@@ -250,8 +256,7 @@ fn ranks_that_cannot_be_are_refused() {
 #[test]
 fn generation_is_planned() {
     let flags = ["--generate", "--batch-size", "16", "--seq-len", "512", "--max-new-tokens", "64"];
-    let machine =
-        ["--disk-cache", "none", "--gpu-bandwidth", "2TB", "--offload", "disk", "--device-memory", "40GiB"];
+    let machine = ["--disk-cache", "none", "--offload", "disk", "--device-memory", "40GiB"];
     let run = |weights: &str| {
         let run = cmd(&["plan", "--params", "70b", "--json", "--weights", weights]).args(&flags);
         run.args(&MACHINE).args(&machine).ok().json()

@@ -101,7 +101,7 @@ impl Arena {
     /// # Errors
     /// [`DeviceError::ArenaExhausted`] when no hole is large enough.
     pub fn alloc(&self, bytes: usize) -> Result<Region, DeviceError> {
-        let need = bytes.next_multiple_of(REGION_ALIGN).max(REGION_ALIGN);
+        let need = Self::region_bytes(bytes);
         let mut holes = self.inner.lock();
         let Some(index) = holes.free.iter().position(|(start, end)| end - start >= need) else {
             let largest_hole = holes.free.iter().map(|(start, end)| end - start).max().unwrap_or(0);
@@ -123,9 +123,19 @@ impl Arena {
         Ok(region)
     }
 
+    /// Bytes of an arena that a region of `bytes` takes.
+    pub fn region_bytes(bytes: usize) -> usize {
+        bytes.next_multiple_of(REGION_ALIGN).max(REGION_ALIGN)
+    }
+
     /// Bytes of the arena.
     pub fn capacity(&self) -> usize {
         self.inner.capacity
+    }
+
+    /// The free ranges, `(start, end)` each, in order: while they are the same, the same requests get the same places.
+    pub fn holes(&self) -> Vec<(usize, usize)> {
+        self.inner.lock().free.clone()
     }
 
     /// Bytes in use now, rounded up per region.
@@ -152,6 +162,11 @@ impl Region {
         unsafe { BytesMut::from_raw(self.address(), self.len, self.inner.space) }
     }
 
+    /// Where it begins in its arena.
+    pub fn start(&self) -> usize {
+        self.start
+    }
+
     /// Bytes asked for.
     pub fn len(&self) -> usize {
         self.len
@@ -173,7 +188,7 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        let end = self.start + self.len.next_multiple_of(REGION_ALIGN).max(REGION_ALIGN);
+        let end = self.start + Arena::region_bytes(self.len);
         let mut holes = self.inner.lock();
         holes.used -= end - self.start;
         let at = holes.free.partition_point(|(start, _)| *start < self.start);

@@ -14,6 +14,7 @@
 //! ```
 
 use crate::{ModelConfig, ModelError, Result};
+use terrace_kernels::DType;
 use terrace_zero::{HostTensor, MicroBatch};
 
 /// Input with the token ids.
@@ -122,6 +123,20 @@ impl TokenBatch {
         Columns::new(sequences, length).finish(&self.inv_freq)
     }
 
+    /// The shapes alone, for plans of engines that are never built: zeros that no memory is touched for, however many.
+    pub fn shape(&self, sequences: usize, length: usize) -> MicroBatch {
+        let tokens = sequences * length;
+        let zeros = |dtype: DType, elements: usize| HostTensor {
+            dtype,
+            dims: vec![elements],
+            bytes: vec![0; elements * dtype.size()],
+        };
+        let of_tokens = (0..3).map(|_| zeros(DType::I32, tokens));
+        let of_sequences = (0..2).map(|_| zeros(DType::I32, sequences));
+        let inputs = of_tokens.chain(of_sequences).chain([zeros(DType::F32, self.inv_freq.len())]).collect();
+        MicroBatch { sequences, length, inputs, loss_terms: 0 }
+    }
+
     /// Writes ids, positions, start and last row of sequence `index`.
     fn fill(&self, columns: &mut Columns, index: usize, ids: &[u32], start: usize) -> Result {
         let length = columns.length;
@@ -202,4 +217,23 @@ impl Columns {
 
 fn refuse<T>(detail: String) -> Result<T> {
     Err(ModelError::Batch(detail))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shape_is_that_of_a_batch() {
+        let text = r#"{"architectures": ["LlamaForCausalLM"], "vocab_size": 9, "hidden_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": 1, "num_attention_heads": 4}"#;
+        let batches = TokenBatch::new(&ModelConfig::parse(text).unwrap());
+        let of = |batch: MicroBatch| {
+            let tensors = batch.inputs.into_iter().map(|t| (t.dtype, t.dims, t.bytes.len()));
+            (batch.sequences, batch.length, tensors.collect::<Vec<_>>())
+        };
+        assert_eq!(of(batches.shape(3, 5)), of(batches.blank(3, 5)));
+        // As many tokens as there can be take no time and no memory.
+        assert_eq!(batches.shape(1, i32::MAX as usize).length, i32::MAX as usize);
+    }
 }

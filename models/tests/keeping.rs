@@ -229,7 +229,8 @@ fn every_block_and_micro_batch_gets_its_own_in_the_planned_memory() {
         (true, true, Accumulation::Horizontal),
         (true, false, Accumulation::Horizontal),
     ] {
-        for (blocks, micro_batches) in [(0, 2), (1, 3), (2, 1), (3, 3)] {
+        // What many micro-batches do again is not planned again.
+        for (blocks, micro_batches) in [(0, 2), (1, 3), (2, 1), (3, 3), (0, 6), (3, 6)] {
             let base = Setup { discrete, micro_batches, accumulation, ..Setup::new(tied) };
             let setup = keeping(&base, blocks);
             let (mut engine, seen) = watched(&setup);
@@ -271,7 +272,7 @@ fn the_planned_memory_is_exact_wherever_gradients_go() {
                 };
                 let disks = vec![dir.path().join(number.to_string())];
                 let base = Setup { clip, accumulation, overrides, ..Setup::on_disk(tied, disks) };
-                let setup = keeping(&Setup { discrete: true, micro_batches: 3, ..base }, blocks);
+                let setup = keeping(&Setup { discrete: true, micro_batches: 5, ..base }, blocks);
                 let (mut engine, seen) = watched(&setup);
                 setup.continue_to(&mut engine, 2);
                 let (peak, capacity) = *seen.arena.lock().unwrap();
@@ -294,7 +295,7 @@ fn the_planned_memory_is_exact_whatever_the_device_updates() {
                 ..WindowOverrides::default()
             };
             let base = Setup { placement: Placement::Host, accumulation, overrides, ..Setup::new(tied) };
-            let setup = keeping(&Setup { discrete: true, micro_batches: 3, ..base }, blocks);
+            let setup = keeping(&Setup { discrete: true, micro_batches: 5, ..base }, blocks);
             let (mut engine, seen) = watched(&setup);
             setup.continue_to(&mut engine, 2);
             let (peak, capacity) = *seen.arena.lock().unwrap();

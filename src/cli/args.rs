@@ -459,6 +459,12 @@ pub struct PlanArgs {
     /// Slowest tier in use [default: disk]; the table of choices has no other if it is given
     #[arg(long, value_name = "TIER")]
     pub offload: Option<Offload>,
+    /// Optimization algorithm
+    #[arg(long, value_name = "NAME", default_value = "adamw")]
+    pub optimizer: OptimizerName,
+    /// Which blocks keep what they computed from forward to backward: as many as fit, all, or none
+    #[arg(long, value_name = "HOW", default_value = "auto")]
+    pub activations: Activations,
     /// The part of the state that the host holds and updates, as in `terrace finetune`
     #[arg(long, value_name = "R", allow_negative_numbers = true, value_parser = part)]
     pub optimizer_ratio: Option<f64>,
@@ -485,7 +491,8 @@ pub struct PlanArgs {
     #[arg(
         long,
         conflicts_with_all = [
-            "grad_accum", "accumulation", "state", "clip", "durability", "optimizer_ratio", "save", "ranks", "nodes"
+            "grad_accum", "accumulation", "state", "clip", "durability", "optimizer", "activations", "optimizer_ratio", "save", "ranks",
+            "nodes"
         ]
     )]
     pub generate: bool,

@@ -55,6 +55,29 @@ pub fn disks(dirs: &[PathBuf]) -> Result<(), CliError> {
     dirs.iter().try_for_each(|dir| writable("--disk", dir))
 }
 
+/// A directory that is only planned, on this machine, need not be there: what it would be made in is.
+///
+/// # Errors
+/// It is something else.
+pub fn planned_disk(dir: &Path) -> Result<(), CliError> {
+    let whole = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
+    let Some(existing) = whole.ancestors().find(|path| path.symlink_metadata().is_ok()) else {
+        return Ok(());
+    };
+    if !existing.is_dir() {
+        let detail = "is not a directory; give a folder, or a name that is free";
+        return Err(CliError::Failed(format!("--disk {}: {} {detail}", dir.display(), existing.display())));
+    }
+    if existing != whole {
+        eprintln!(
+            "note: --disk {}: there is no such folder; the disk of {} is meant, where a run would make it",
+            dir.display(),
+            existing.display()
+        );
+    }
+    Ok(())
+}
+
 /// A file that is written at the end of a run can be written.
 ///
 /// # Errors

@@ -27,7 +27,7 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     let work_dir = tempdir()?;
     let data = open_data(&args.model, facts, &args.data, seq_len, args.pack, work_dir.path())?;
     let batch = args.batch_size.get().min(data.len());
-    run::micro_batch(batch, seq_len)?;
+    run::micro_batch(batch, seq_len, false)?;
     let builder = TokenBatch::new(&model);
     let limits =
         BatchLimits { sequences: batch, length: seq_len, micro_batches: 1, cache_length: 0, cache_pages: 0 };

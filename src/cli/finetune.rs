@@ -1,6 +1,6 @@
 //! `terrace finetune`: data and model in, a trained Hugging Face folder out.
 
-use super::args::{Activations, FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag};
+use super::args::{FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag};
 use super::inputs::FinetuneInputs;
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, Pinned, PlanFile, Settings, Step, Term, Totals, Windows,
@@ -543,11 +543,7 @@ fn windows(run: &TrainConfig) -> WindowOverrides {
     WindowOverrides {
         weight_slots: run.window,
         overlap: Some(run.overlap),
-        kept_blocks: match run.activations {
-            Activations::Auto => None,
-            Activations::Keep => Some(usize::MAX),
-            Activations::Recompute => Some(0),
-        },
+        kept_blocks: session::kept_blocks(run.activations),
         ..WindowOverrides::default()
     }
 }

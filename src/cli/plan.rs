@@ -1,7 +1,8 @@
 //! `terrace plan`: what a run would need and how long its steps would take, without weights, and of machines that are not there.
 
 use super::args::{
-    Accumulation, Dtype, DurabilityFlag, Offload, PlacementArgs, PlanArgs, StateFormat as StateFlag,
+    Accumulation, DeviceName, Dtype, DurabilityFlag, Offload, OptimizerName, PlacementArgs, PlanArgs,
+    StateFormat as StateFlag,
 };
 use super::floor::time;
 use super::pinned::{
@@ -9,9 +10,10 @@ use super::pinned::{
 };
 use super::session::{self, Session};
 use super::{keeping, print_json, print_text, ranks};
+use crate::config::run;
 use crate::engine::{CUDA_SCRATCH_BYTES, host_updates};
 use crate::error::CliError;
-use crate::floor::{Capabilities, Floor};
+use crate::floor::{Capabilities, Floor, Unknown};
 use crate::progress::count;
 use crate::{cpu_backend, shape};
 use serde_json::{Value, json};
@@ -26,6 +28,7 @@ use terrace_optimizer::StateFormat;
 use terrace_tiers::{ByteSize, MemoryPlan, Tier};
 use terrace_zero::{
     Backend, BatchLimits, EngineConfig, EngineError, Outlook, PlanningRuns, Ranks, TrainingConfig,
+    WindowOverrides,
 };
 
 /// What a drive of two terabytes is commonly warranted for.
@@ -33,12 +36,11 @@ const ENDURANCE_BYTES: f64 = 1200e12;
 /// What the batch and the accumulation are multiplied with in the table of choices.
 const BATCHES: [(usize, usize); 4] = [(1, 1), (1, 4), (4, 1), (4, 4)];
 
+/// Most micro-batches times layers in horizontal accumulation.
+const PASSES_MAX: usize = 1 << 16;
+
 /// The part of the highest speed from which on a choice counts as no slower.
 const AS_GOOD: f64 = 0.995;
-
-/// Why there is no time.
-pub(super) const NOTHING_KNOWN: &str = "nothing is known of the machine; run `terrace calibrate`, name a --profile, or give --tflops, \
-                                        --link, --dram, --disk-read and --disk-write";
 
 /// One combination of what can be chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,6 +63,8 @@ pub(super) struct Planning<'a> {
     pub(super) length: usize,
     disks: Vec<PathBuf>,
     profile: Option<crate::calibrate::Profile>,
+    /// Another machine is meant.
+    described: bool,
     runs: PlanningRuns,
     ranks: Ranks,
 }
@@ -110,6 +114,11 @@ pub fn plan(args: &PlanArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
 impl<'a> Planning<'a> {
     fn new(args: &'a PlanArgs, threads: usize) -> Result<Self, CliError> {
         let model = model(args)?;
+        let length = run::seq_len(args.seq_len.map(usize::from), Some(model.positions_max))?;
+        for (flag, value) in [("--batch-size", args.batch_size), ("--grad-accum", args.grad_accum)] {
+            run::count(flag, Some(value.get() as u64))?;
+        }
+        run::micro_batch(args.batch_size.get(), length, !args.generate)?;
         let placement = PlacementArgs {
             host_memory: args.host_memory,
             disk_cache: args.disk_cache,
@@ -119,6 +128,13 @@ impl<'a> Planning<'a> {
         };
         let io = IoConfig::default();
         let imagined = args.gpu_memory.is_some() || args.link.is_some();
+        if imagined && args.device == DeviceName::Cpu {
+            return Err(CliError::Usage(
+                "--gpu-memory and --link describe a card, and --device cpu computes without one: leave one of them out".into(),
+            ));
+        }
+        let offload = args.offload.unwrap_or(Offload::Disk);
+        run::shares_state(args.optimizer_ratio, offload, args.durability)?;
         let (backend, on_card, device_budget) = if imagined {
             // A card that is only imagined: memory of its own, and no kernels.
             let mut backend = cpu_backend(1, &io)?;
@@ -132,15 +148,13 @@ impl<'a> Planning<'a> {
             let budget = session.device_budget(&placement);
             (session.backend.clone(), session.on_card(), budget)
         };
-        let length = args.seq_len.map_or(1024.min(model.positions_max), NonZeroUsize::get);
         let disks =
             if args.disk.is_empty() { vec![PathBuf::from("terrace-state")] } else { args.disk.clone() };
-        let described = imagined
-            || args.tflops.is_some()
-            || args.dram.is_some()
-            || args.disk_read.is_some()
-            || args.disk_write.is_some();
-        // Figures of this machine say nothing about another.
+        // Figures of this machine say nothing about another. Other disks may be this machine's.
+        let described = imagined || args.tflops.is_some() || args.dram.is_some();
+        if !described && args.profile.is_none() {
+            args.disk.iter().try_for_each(|dir| super::checks::planned_disk(dir))?;
+        }
         let profile = if args.profile.is_some() || !described {
             super::floor::profile(args.profile.as_ref(), threads, &args.disk)?
         } else {
@@ -159,6 +173,7 @@ impl<'a> Planning<'a> {
             length,
             disks,
             profile,
+            described,
             runs: PlanningRuns::of(ranks),
             ranks,
         })
@@ -170,6 +185,8 @@ impl<'a> Planning<'a> {
     }
 
     fn of_durability(&self, choice: Choice, durability: DurabilityFlag) -> Result<Planned, EngineError> {
+        self.countable(choice.batch)?;
+        self.playable(choice)?;
         let limits = BatchLimits {
             sequences: choice.batch,
             length: self.length,
@@ -181,20 +198,46 @@ impl<'a> Planning<'a> {
         let config = EngineConfig {
             training: Some(TrainingConfig {
                 state: choice.state,
+                optimizer: run::algorithm_named(self.args.optimizer),
                 clip,
                 host_part: self.args.optimizer_ratio,
                 ..TrainingConfig::default()
             }),
             accumulation: session::accumulation(self.args.accumulation),
             durability: durability.into(),
+            overrides: WindowOverrides {
+                kept_blocks: session::kept_blocks(self.args.activations),
+                ..WindowOverrides::default()
+            },
             ..self.config(choice.offload, limits)
         };
-        let sample = TokenBatch::new(&self.model).blank(choice.batch, self.length);
-        let can = self.capabilities(Some(choice.state));
+        let sample = TokenBatch::new(&self.model).shape(choice.batch, self.length);
+        // Rates of formats are those of AdamW; other algorithms move other bytes.
+        let state = Some(choice.state).filter(|_| self.args.optimizer == OptimizerName::Adamw);
+        let can = self.capabilities(state);
         let (_, outlook) = keeping::cheapest(&config, &self.backend, &self.model, &sample, &can, &self.runs)?;
         self.enough_disk(&outlook.memory)?;
-        let floor = Floor::new(&outlook.work, &can);
+        let floor = Floor::complete(&outlook.work, &can, false);
         Ok(Planned { choice, outlook, floor, operations_rate: can.operations })
+    }
+
+    /// Refuses a batch, in the table of choices perhaps a multiple of what was asked for, whose positions cannot be numbered.
+    pub(super) fn countable(&self, batch: usize) -> Result<(), EngineError> {
+        run::micro_batch(batch, self.length, !self.args.generate)
+            .map_err(|error| EngineError::Config(error.to_string()))
+    }
+
+    /// Refuses a schedule that would take too long to go through: in horizontal accumulation every micro-batch has its own place in it.
+    fn playable(&self, choice: Choice) -> Result<(), EngineError> {
+        let most = (PASSES_MAX / self.model.layers.max(1)).max(1);
+        if self.args.accumulation == Accumulation::Vertical || choice.accum <= most {
+            return Ok(());
+        }
+        Err(EngineError::Config(format!(
+            "--grad-accum {} with --accumulation horizontal is more than can be planned for {} layers, each of which every micro-batch \
+             goes through on its own; lower --grad-accum to {most}, or accumulate vertically",
+            choice.accum, self.model.layers
+        )))
     }
 
     /// What all engines of the plan have in common, with frozen weights.
@@ -290,7 +333,7 @@ impl<'a> Planning<'a> {
         };
         let rate = |size: Option<crate::config::ByteSize>| size.map(|size| size.0 as f64);
         if let Some(tflops) = args.tflops {
-            can.operations = Some(tflops * 1e12);
+            (can.operations, can.training) = (Some(tflops * 1e12), None);
         }
         if let Some(link) = rate(args.link) {
             (can.upload, can.download, can.both) = (Some(link), Some(link), None);
@@ -308,6 +351,25 @@ impl<'a> Planning<'a> {
             (can.disks, can.disks_together) = (vec![(1.0, rates)], None);
         }
         can
+    }
+
+    /// Why there is no time, and what would give one.
+    pub(super) fn what_is_missing(&self, floor: &Floor) -> String {
+        let disks: Vec<String> = self.args.disk.iter().map(|dir| dir.display().to_string()).collect();
+        let words = |unknown: &Unknown| match (unknown.resource, disks.as_slice()) {
+            ("the disk", [_, ..]) => format!("--disk {}", disks.join(" and ")),
+            (resource, _) => resource.to_owned(),
+        };
+        let resources: Vec<String> = floor.unknown.iter().map(words).collect();
+        let flags: Vec<&str> = floor.unknown.iter().map(|unknown| unknown.flags).collect();
+        let mut advice = format!("give {}", flags.join(", "));
+        if !self.described && self.args.profile.is_none() {
+            let disks: String = disks.iter().map(|dir| format!(" --disk {dir}")).collect();
+            advice = format!("run `terrace calibrate{disks}`, or {advice}");
+        } else if self.args.profile.is_some() {
+            advice += ", or name a --profile that knows it";
+        }
+        format!("nothing is known of the speed of {}; {advice}", resources.join(", "))
     }
 
     /// All combinations that are worth a look, with why one does not fit.
@@ -334,7 +396,11 @@ impl<'a> Planning<'a> {
         let mut line = |words: String| text += &format!("{words}\n");
         line(self.shape(outlook.parameters));
         line(format!(
-            "{}{}; {} tokens a step ({}{} × {} × {}{})",
+            "{}{}{}; {} tokens a step ({}{} × {} × {}{})",
+            match self.args.optimizer {
+                OptimizerName::Adamw => String::new(),
+                other => format!("{}, ", pinned::name(other)),
+            },
             planned.choice.words(),
             match (self.args.durability, planned.choice.offload) {
                 (DurabilityFlag::None, Offload::Disk) => ", kept once",
@@ -376,7 +442,7 @@ impl<'a> Planning<'a> {
             line(format!("  {name:<10} {:>10}", time(*seconds)));
         }
         line(match planned.floor.bound() {
-            None => format!("no step time: {NOTHING_KNOWN}"),
+            None => format!("no step time: {}", self.what_is_missing(&planned.floor)),
             Some((bound, seconds)) => format!(
                 "a step takes at least {} ({} tok/s), bound by {bound}",
                 time(seconds),
@@ -415,6 +481,7 @@ impl<'a> Planning<'a> {
             "model": ModelShape::of(&self.model),
             "seq_len": self.length,
             "accumulation": self.args.accumulation,
+            "optimizer": self.args.optimizer,
             "plan": planned.figures(),
             "memory": Term::all(&planned.outlook.memory),
             "choices": rows(choices, fastest(choices), Choice::json, Planned::figures),
@@ -482,6 +549,7 @@ impl Planned {
             "disk_bytes": memory.total(Tier::Disk),
             "tokens_per_second": seconds.map(|seconds| work.tokens as f64 / seconds),
             "steps_until_1200_tb": (work.disk_write_bytes > 0).then(|| self.endurance()),
+            "unknown": self.floor.unknown,
             "tokens_that_hide_the_disk": self.tokens_that_hide("disk"),
         });
         for resource in ["network", "peers"] {

@@ -5,7 +5,7 @@
 use super::args::{Offload, WeightFormat};
 use super::floor::time;
 use super::pinned::{ModelShape, Term, Totals, name};
-use super::plan::{NOTHING_KNOWN, Planning, exponent, first_best, rows};
+use super::plan::{Planning, exponent, first_best, rows};
 use super::session;
 use super::{print_json, print_text};
 use crate::error::CliError;
@@ -68,6 +68,7 @@ fn cache_length(planning: &Planning<'_>) -> usize {
 }
 
 fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
+    planning.countable(choice.batch)?;
     let format = session::quant_format(choice.weights);
     let builder = TokenBatch::new(&planning.model);
     let outlook = |length, windows| {
@@ -88,7 +89,7 @@ fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
             config,
             &planning.backend,
             blocks,
-            &builder.blank(choice.batch, length),
+            &builder.shape(choice.batch, length),
             &PlanningRuns::default(),
         )
     };
@@ -100,7 +101,7 @@ fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
     add_cache(&mut prompts, 0, positions(planning.length));
     add_cache(&mut token, positions(planning.length + new / 2), positions(1));
     let can = planning.capabilities(None);
-    let floors = [&prompts, &token].map(|outlook| Floor::new(&outlook.work, &can));
+    let floors = [&prompts, &token].map(|outlook| Floor::complete(&outlook.work, &can, planning.on_card));
     Ok(Planned { choice, outlook: prompts, floors, token })
 }
 
@@ -173,7 +174,7 @@ fn text(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> String
             time(seconds),
             count(speed)
         ),
-        _ => format!("no time: {NOTHING_KNOWN}"),
+        _ => format!("no time: {}", planning.what_is_missing(token)),
     });
     if let Some((bound, seconds)) = prompts.bound() {
         line(format!("the prompts take at least {}, bound by {bound}", time(seconds)));
@@ -223,6 +224,7 @@ impl Planned {
             "memory_bytes": work.memory_bytes,
             "device_memory_bytes": work.device_memory_bytes,
             "seconds": token.seconds.iter().copied().collect::<std::collections::BTreeMap<_, _>>(),
+            "unknown": token.unknown,
             "token_seconds": token.bound().map(|(_, seconds)| seconds),
             "bound_by": token.bound().map(|(bound, _)| bound),
             "tokens_per_second": self.speed(),

@@ -275,6 +275,15 @@ pub fn accumulation(accumulation: args::Accumulation) -> Accumulation {
     }
 }
 
+/// The number of blocks that keep, where it is not left to the plan.
+pub fn kept_blocks(activations: args::Activations) -> Option<usize> {
+    match activations {
+        args::Activations::Auto => None,
+        args::Activations::Keep => Some(usize::MAX),
+        args::Activations::Recompute => Some(0),
+    }
+}
+
 /// The plan in words, for the start of a run.
 pub fn describe_plan(plan: &MemoryPlan) -> String {
     let mut text = String::new();

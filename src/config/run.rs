@@ -18,6 +18,9 @@ use terrace_optimizer::{
 /// Sequence length when neither flag nor model says otherwise.
 pub const SEQ_LEN_DEFAULT: usize = 1024;
 
+/// Of SGD, if nothing else is said.
+const MOMENTUM: f64 = 0.9;
+
 /// How long to train.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Length {
@@ -136,7 +139,7 @@ impl TrainConfig {
         let settled = pinned.as_ref().map(|plan| plan.settle(args, file.as_ref())).transpose()?;
         let mut run = Self::combine(settled.as_ref().unwrap_or(args), file.as_ref(), positions_max)?;
         run.pinned = pinned;
-        micro_batch(run.batch_size, run.seq_len)?;
+        micro_batch(run.batch_size, run.seq_len, true)?;
         Ok(run)
     }
 
@@ -273,24 +276,28 @@ fn usage<T>(message: impl Into<String>) -> Result<T, CliError> {
 }
 
 /// A batch dimension; u32 so that products of two never overflow.
-fn count(name: &str, value: Option<u64>) -> Result<usize, CliError> {
+///
+/// # Errors
+/// It is larger.
+pub fn count(name: &str, value: Option<u64>) -> Result<usize, CliError> {
     match u32::try_from(value.unwrap_or(1)) {
         Ok(value) => Ok(value as usize),
         Err(_) => usage(format!("{name} {} is beyond reason", value.unwrap_or(1))),
     }
 }
 
-/// Refuses a micro-batch whose positions cannot be numbered.
+/// Refuses a micro-batch whose positions cannot be numbered; `accumulates` if a step may have more of them instead.
 ///
 /// # Errors
 /// It has more than 2³¹ of them.
-pub fn micro_batch(batch_size: usize, seq_len: usize) -> Result<(), CliError> {
+pub fn micro_batch(batch_size: usize, seq_len: usize, accumulates: bool) -> Result<(), CliError> {
     match batch_size.checked_mul(seq_len).filter(|&tokens| i32::try_from(tokens).is_ok()) {
         Some(_) => Ok(()),
         None => usage(format!(
             "--batch-size {batch_size} of --seq-len {seq_len} is more tokens than a micro-batch can have ({}); lower \
-             --batch-size and raise --grad-accum",
-            i32::MAX
+             --batch-size{}",
+            i32::MAX,
+            if accumulates { " and raise --grad-accum" } else { "" }
         )),
     }
 }
@@ -340,6 +347,25 @@ fn schedule(args: &FinetuneArgs, given: &DsConfig, base_lr: f64) -> Result<Sched
     }
 }
 
+/// Whether state can be shared between a card and a tier below it, as `ratio` asks for.
+///
+/// # Errors
+/// It is asked for and cannot be.
+pub fn shares_state(
+    ratio: Option<f64>,
+    offload: Offload,
+    durability: DurabilityFlag,
+) -> Result<bool, CliError> {
+    let can = offload == Offload::Host || offload == Offload::Disk && durability.waits_for_saves();
+    if ratio.is_some() && !can {
+        return usage(
+            "--optimizer-ratio shares the state between a card and the host or a disk that saves alone write: add --offload host, or \
+             --offload disk and --durability checkpoint or none",
+        );
+    }
+    Ok(can)
+}
+
 /// The flag over the file. State that every step writes to disk leaves no choice.
 fn optimizer_ratio(
     args: &FinetuneArgs,
@@ -347,14 +373,7 @@ fn optimizer_ratio(
     offload: Offload,
     warnings: &mut Vec<String>,
 ) -> Result<Option<f64>, CliError> {
-    let saves = args.durability.is_some_and(DurabilityFlag::waits_for_saves);
-    let choice = offload == Offload::Host || offload == Offload::Disk && saves;
-    if args.optimizer_ratio.is_some() && !choice {
-        return usage(
-            "--optimizer-ratio shares the state between a card and the host or a disk that saves alone write: add --offload host, or \
-             --offload disk and --durability checkpoint or none",
-        );
-    }
+    let choice = shares_state(args.optimizer_ratio, offload, args.durability.unwrap_or_default())?;
     if !choice && given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
         warnings.push(
             "offload_optimizer.ratio is not used: sharing the state with a card takes --offload host, or --offload disk and --durability \
@@ -413,6 +432,17 @@ fn placement(
     Ok((offload, disks))
 }
 
+/// An algorithm of which nothing but the name is said. What it keeps is that of any other of the name.
+pub fn algorithm_named(name: OptimizerName) -> Algorithm {
+    match name {
+        OptimizerName::Adamw => Algorithm::AdamW(AdamW::default()),
+        OptimizerName::Adam => Algorithm::Adam(Adam::default()),
+        OptimizerName::Adagrad => Algorithm::Adagrad(Adagrad::default()),
+        OptimizerName::Lion => Algorithm::Lion(Lion::default()),
+        OptimizerName::Sgd => Algorithm::Sgd(Sgd { momentum: MOMENTUM, nesterov: false, weight_decay: 0.0 }),
+    }
+}
+
 /// The algorithm: what the flags say, else the file, else the algorithm's own defaults (without weight decay).
 fn algorithm(args: &FinetuneArgs, given: &DsOptimizer) -> Result<Algorithm, CliError> {
     let name = args.optimizer.or(given.name).unwrap_or_default();
@@ -444,7 +474,7 @@ fn algorithm(args: &FinetuneArgs, given: &DsOptimizer) -> Result<Algorithm, CliE
         }
         OptimizerName::Lion => Algorithm::Lion(Lion { beta1, beta2, weight_decay }),
         OptimizerName::Sgd => Algorithm::Sgd(Sgd {
-            momentum: momentum.unwrap_or(0.9),
+            momentum: momentum.unwrap_or(MOMENTUM),
             nesterov: given.nesterov.unwrap_or(false),
             weight_decay,
         }),

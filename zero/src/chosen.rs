@@ -67,13 +67,17 @@ impl EnginePlan {
                 )
             }
         };
-        format!(
-            "weight slots {}; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{copies}{stay}{state}{keys}",
-            slots,
-            w.update_slots,
-            w.chunk_elements,
-            place(w.gradients_on_disk),
-            place(w.activations_on_disk)
-        )
+        let training = if self.blocks.is_empty() {
+            String::new()
+        } else {
+            format!(
+                "; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks",
+                w.update_slots,
+                w.chunk_elements,
+                place(w.gradients_on_disk),
+                place(w.activations_on_disk)
+            )
+        };
+        format!("weight slots {slots}{training}{copies}{stay}{state}{keys}")
     }
 }

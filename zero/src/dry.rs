@@ -1,7 +1,8 @@
 //! Planning runs: the same sequence of device allocations as a real step, over virtual memory and dry kernels.
 //!
 //! What comes out is exact, holes of the arena included, because regions are placed first-fit in the same order. Only of chunks that
-//! take each other's places again and again a few are enough.
+//! take each other's places again and again a few are enough, and of micro-batches and rounds that find the arena as the one before
+//! them found it, one: they would do what that did.
 
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors};
@@ -9,12 +10,14 @@ use crate::kv::{KvLayout, KvPlan};
 use crate::network::Network;
 use crate::rounds::Rounds;
 use crate::turns::Turns;
-use crate::{BatchLimits, Context, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights};
-use std::collections::{HashSet, VecDeque};
-use std::iter::{once, repeat_n};
+use crate::{
+    BatchLimits, Context, EngineError, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights,
+};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::iter::repeat_n;
 use std::ops::Range;
 use terrace_device::{Arena, Bytes, BytesMut, Region};
-use terrace_kernels::{DType, Tensor, View, ViewMut, dry};
+use terrace_kernels::{DType, KernelSet, Tensor, View, ViewMut, dry};
 
 /// What a step needs and does.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -62,14 +65,27 @@ pub(crate) struct DryRun<'a> {
 
 /// What lives from one block to the next.
 struct State {
-    inputs: Vec<Vec<Tensor>>,
+    /// Those of the first micro-batch, which all are alike.
+    inputs: Vec<Tensor>,
     loss: Tensor,
-    /// What stays on the device of every micro-batch.
-    staying: Vec<Option<Region>>,
+    /// What stays on the device of micro-batches.
+    staying: HashMap<usize, Region>,
     kept: KeptTensors,
+    /// By block, what it left in turns of micro-batches that were not run again.
+    kept_of_others: HashMap<usize, Region>,
     parking: Parking,
     /// The same, of f32, between rounds.
     sums: Parking,
+    /// Operations of what was not run again.
+    repeated: u64,
+}
+
+/// What a run is made with.
+struct Tools<'a> {
+    arena: &'a Arena,
+    kernels: &'a KernelSet,
+    counter: &'a dry::Counter,
+    turns: &'a Turns,
 }
 
 /// Gradients on a device with memory of its own.
@@ -89,6 +105,25 @@ impl Parking {
         }
         self.coming.push_back(arena.alloc(bytes)?);
         Ok(())
+    }
+
+    /// What later chunks depend on, beside the holes of the arena.
+    fn layout(&self) -> (usize, Vec<(usize, usize)>) {
+        (self.known.len(), self.coming.iter().map(|region| (region.start(), region.len())).collect())
+    }
+}
+
+impl State {
+    /// Counts `times` more of the operations since `before`.
+    fn repeat(&mut self, counter: &dry::Counter, before: u64, times: usize) -> Result {
+        let each = operations(counter) + self.repeated - before;
+        let repeated = each.checked_mul(times as u64).and_then(|more| more.checked_add(self.repeated));
+        self.repeated = repeated.ok_or_else(too_many_operations)?;
+        Ok(())
+    }
+
+    fn operations(&self, counter: &dry::Counter) -> Result<u64> {
+        operations(counter).checked_add(self.repeated).ok_or_else(too_many_operations)
     }
 }
 
@@ -120,61 +155,128 @@ impl DryRun<'_> {
         let away = self.kv.as_ref().filter(|_| generates);
         let mut caches = if generates && away.is_none() { self.caches(&arena)? } else { Vec::new() };
         let _away = away.map(|away| away.take(&arena)).transpose()?;
-        let rounds: Vec<Range<usize>> =
-            if mode == Mode::Train { self.rounds.all().collect() } else { once(0..1).collect() };
-        let mut inputs = Vec::new();
-        for _ in rounds.iter().flat_map(Range::clone) {
-            let tensors = self.sample.inputs.iter().map(|t| Tensor::new(&arena, t.dtype, &t.dims));
-            inputs.push(tensors.collect::<std::result::Result<Vec<_>, _>>()?);
-        }
+        let trains = mode == Mode::Train;
+        let micro_batches = if trains { self.rounds.micro_batches() } else { 1 };
+        let (inputs, _others) = self.inputs(&arena, micro_batches)?;
         let mut state = State {
-            loss: Tensor::new(&arena, DType::F64, &[1])?,
-            staying: inputs.iter().map(|_| None).collect(),
             inputs,
+            loss: Tensor::new(&arena, DType::F64, &[1])?,
+            staying: HashMap::new(),
             kept: KeptTensors::default(),
+            kept_of_others: HashMap::new(),
             parking: Parking::default(),
             sums: Parking::default(),
+            repeated: 0,
         };
         let pages = generates.then(|| self.page_table(&arena)).transpose()?;
-        let trains_in_turns = self.in_turns && mode == Mode::Train;
-        let turns =
-            if trains_in_turns { Turns::planned(self.network, self.keeping) } else { Turns::default() };
-        let last = self.network.last();
-        let forward_until = if mode == Mode::Train { last } else { last + 1 };
-        for round in rounds {
-            for block in 0..forward_until {
-                for m in round.clone() {
-                    let State { inputs, loss, staying, kept, .. } = &mut state;
-                    let mut cx = self.context(&kernels, &arena, mode, &inputs[m], loss);
-                    if let Some(((keys, values), pages)) =
-                        caches.get_mut(block).and_then(Option::as_mut).zip(pages.as_ref())
-                    {
-                        let (keys, values) = (keys.view_mut(), values.view_mut());
-                        cx.kv = Some(KvSlot { keys, values, pages: pages.view() });
-                    }
-                    if let Some((layout, pages)) =
-                        away.and_then(|away| away.layout(block)).zip(pages.as_ref())
-                    {
-                        let buffer = BytesMut::virtual_range(layout.bytes());
-                        cx.kv = Some(layout.slot(buffer, pages.view()));
-                    }
-                    if mode == Mode::Train {
-                        cx.kept = self.keeping.asks(block);
-                        cx.lasting = turns.of(block).unwrap_or(&arena);
-                    }
-                    self.forward(block, mode, &arena, &mut cx, &mut staying[m])?;
-                    kept.hold(block, m, cx.kept);
+        let turns = if self.in_turns && trains {
+            Turns::planned(self.network, self.keeping)
+        } else {
+            Turns::default()
+        };
+        let tools = Tools { arena: &arena, kernels: &kernels, counter: &counter, turns: &turns };
+        if trains {
+            self.rounds(&tools, &mut state)?;
+        } else {
+            for block in 0..=self.network.last() {
+                let mut cx = self.context(&kernels, &arena, mode, &state.inputs, &mut state.loss);
+                if let Some(((keys, values), pages)) =
+                    caches.get_mut(block).and_then(Option::as_mut).zip(pages.as_ref())
+                {
+                    let (keys, values) = (keys.view_mut(), values.view_mut());
+                    cx.kv = Some(KvSlot { keys, values, pages: pages.view() });
                 }
-            }
-            let waits = |block: usize| self.rounds.waits(block) && !self.rounds.is_last(&round);
-            if mode == Mode::Train {
-                let backward = (0..=last).rev().filter(|&block| !waits(block));
-                backward
-                    .into_iter()
-                    .try_for_each(|block| self.backward(block, &kernels, &arena, &round, &mut state))?;
+                if let Some((layout, pages)) = away.and_then(|away| away.layout(block)).zip(pages.as_ref()) {
+                    let buffer = BytesMut::virtual_range(layout.bytes());
+                    cx.kv = Some(layout.slot(buffer, pages.view()));
+                }
+                let mut staying = state.staying.remove(&0);
+                self.forward(block, mode, &arena, &mut cx, &mut staying)?;
+                state.staying.extend(staying.map(|region| (0, region)));
             }
         }
-        Ok(DryCost { arena_bytes: arena.peak(), left_bytes: turns.peaks(), flops: operations(&counter) })
+        let flops = state.operations(&counter)?;
+        Ok(DryCost { arena_bytes: arena.peak(), left_bytes: turns.peaks(), flops })
+    }
+
+    /// The inputs of a micro-batch, and memory behind them for those of all others.
+    fn inputs(&self, arena: &Arena, micro_batches: usize) -> Result<(Vec<Tensor>, Option<Region>)> {
+        let before = arena.used();
+        let tensors = self.sample.inputs.iter().map(|t| Tensor::new(arena, t.dtype, &t.dims));
+        let inputs = tensors.collect::<std::result::Result<Vec<_>, _>>()?;
+        let others = (arena.used() - before)
+            .checked_mul(micro_batches.saturating_sub(1))
+            .ok_or_else(too_many_operations)?;
+        let others = (others > 0).then(|| arena.alloc(others)).transpose()?;
+        Ok((inputs, others))
+    }
+
+    /// All rounds of a training step. Between the first, before which nothing is parked, and the last, all are alike once one left the
+    /// arena as it found it.
+    fn rounds(&self, tools: &Tools<'_>, state: &mut State) -> Result {
+        let (all, together) = (self.rounds.micro_batches(), self.rounds.together);
+        let (mut start, mut before) = (0, None);
+        while start < all {
+            let (round, operations) = (start..start + together, state.operations(tools.counter)?);
+            self.round(tools, &round, state)?;
+            start = round.end;
+            let layout = (tools.arena.holes(), state.parking.layout(), state.sums.layout());
+            let alike = state.staying.is_empty() && before.as_ref() == Some(&layout);
+            before = Some(layout);
+            let times = ((all - start) / together).saturating_sub(1);
+            if alike && times > 0 {
+                state.repeat(tools.counter, operations, times)?;
+                start += times * together;
+            }
+        }
+        Ok(())
+    }
+
+    fn round(&self, tools: &Tools<'_>, round: &Range<usize>, state: &mut State) -> Result {
+        let last = self.network.last();
+        (0..last).try_for_each(|block| self.forward_of_all(tools, block, round, state))?;
+        let waits = |block: usize| self.rounds.waits(block) && !self.rounds.is_last(round);
+        let mut backward = (0..=last).rev().filter(|&block| !waits(block));
+        backward.try_for_each(|block| self.backward(block, tools, round, state))
+    }
+
+    /// The forward of a block in training, for the micro-batches of `round`.
+    fn forward_of_all(
+        &self,
+        tools: &Tools<'_>,
+        block: usize,
+        round: &Range<usize>,
+        state: &mut State,
+    ) -> Result {
+        let &Tools { arena, kernels, counter, turns } = tools;
+        let turn = turns.of(block);
+        for m in round.clone() {
+            let before = (arena.holes(), turn.map(Arena::holes), state.operations(counter)?);
+            let mut cx = self.context(kernels, arena, Mode::Train, &state.inputs, &mut state.loss);
+            cx.kept = self.keeping.asks(block);
+            cx.lasting = turn.unwrap_or(arena);
+            let mut staying = state.staying.remove(&m);
+            self.forward(block, Mode::Train, arena, &mut cx, &mut staying)?;
+            state.kept.hold(block, m, cx.kept);
+            state.staying.extend(staying.map(|region| (m, region)));
+            let rest = round.end - m - 1;
+            if rest == 0 || !state.staying.is_empty() || arena.holes() != before.0 {
+                continue;
+            }
+            // What is left in turns lies one after the other.
+            let each = match (before.1.as_deref(), turn.map(Arena::holes).as_deref()) {
+                (Some([before]), Some([after])) => after.0 - before.0,
+                (None, None) => 0,
+                _ => continue,
+            };
+            if let Some(turn) = turn.filter(|_| each > 0) {
+                let bytes = each.checked_mul(rest).ok_or_else(too_many_operations)?;
+                state.kept_of_others.insert(block, turn.alloc(bytes)?);
+            }
+            state.repeat(counter, before.2, rest)?;
+            break;
+        }
+        Ok(())
     }
 
     /// What every block does, each on its own.
@@ -239,15 +341,8 @@ impl DryRun<'_> {
         Ok(())
     }
 
-    fn backward(
-        &self,
-        block: usize,
-        kernels: &terrace_kernels::KernelSet,
-        arena: &Arena,
-        round: &Range<usize>,
-        state: &mut State,
-    ) -> Result {
-        let State { inputs, loss, staying, kept, parking, sums } = state;
+    fn backward(&self, block: usize, tools: &Tools<'_>, round: &Range<usize>, state: &mut State) -> Result {
+        let arena = tools.arena;
         let network = self.network;
         let (gradient, f32) = (self.dtype.size(), DType::F32.size());
         let groups = network.groups_of(block);
@@ -256,27 +351,13 @@ impl DryRun<'_> {
         let _accumulators = accumulators?;
         for &group in &groups {
             if self.rounds.are_several() && !self.rounds.waits(block) {
-                self.begin_gradient(arena, group, sums, f32)?;
+                self.begin_gradient(arena, group, &mut state.sums, f32)?;
             } else if !self.has_state(group) {
-                self.begin_gradient(arena, group, parking, gradient)?;
+                self.begin_gradient(arena, group, &mut state.parking, gradient)?;
             }
         }
-        for m in self.rounds.backward_of(block, round) {
-            let (inputs, staying) = (&inputs[m], &mut staying[m]);
-            let x = block.checked_sub(1).map(|b| self.signal(b, Mode::Train));
-            let dy = (block < network.last()).then(|| self.signal(block, Mode::Train));
-            // What stayed is the input of the last block, and what comes into every other from above.
-            let (mut of_x, mut of_dy) =
-                if dy.is_none() { (staying.take(), None) } else { (None, staying.take()) };
-            let _x = self.crossing(arena, x.as_ref(), &mut of_x)?;
-            let _dy = self.crossing(arena, dy.as_ref(), &mut of_dy)?;
-            let dx_region = self.crossing(arena, x.as_ref(), &mut None)?;
-            let mut cx = self.context(kernels, arena, Mode::Train, inputs, loss);
-            cx.kept = kept.take(block, m);
-            self.block_backward(block, &mut cx)?;
-            *staying =
-                dx_region.filter(|_| self.staying != Staying::None && !(block == 1 && self.rounds.waits(0)));
-        }
+        self.backward_of_all(block, tools, self.rounds.backward_of(block, round), state)?;
+        let State { parking, sums, .. } = state;
         if !self.rounds.is_last(round) {
             return groups.iter().try_for_each(|&group| self.park_gradient(arena, group, sums, f32));
         }
@@ -285,6 +366,45 @@ impl DryRun<'_> {
         if self.update_follows && groups.contains(&block) && !self.has_state(block) {
             parking.coming.clear();
         }
+        Ok(())
+    }
+
+    /// The backward of a block, for `micro_batches`.
+    fn backward_of_all(
+        &self,
+        block: usize,
+        tools: &Tools<'_>,
+        micro_batches: Range<usize>,
+        state: &mut State,
+    ) -> Result {
+        let (network, arena) = (self.network, tools.arena);
+        for m in micro_batches.clone() {
+            let before = (arena.holes(), state.operations(tools.counter)?);
+            let x = block.checked_sub(1).map(|b| self.signal(b, Mode::Train));
+            let dy = (block < network.last()).then(|| self.signal(block, Mode::Train));
+            // What stayed is the input of the last block, and what comes into every other from above.
+            let stayed = state.staying.remove(&m);
+            let (mut of_x, mut of_dy) = if dy.is_none() { (stayed, None) } else { (None, stayed) };
+            let x_region = self.crossing(arena, x.as_ref(), &mut of_x)?;
+            let dy_region = self.crossing(arena, dy.as_ref(), &mut of_dy)?;
+            let dx_region = self.crossing(arena, x.as_ref(), &mut None)?;
+            let mut cx = self.context(tools.kernels, arena, Mode::Train, &state.inputs, &mut state.loss);
+            cx.kept = state.kept.take(block, m);
+            self.block_backward(block, &mut cx)?;
+            let stays = self.staying != Staying::None && !(block == 1 && self.rounds.waits(0));
+            state.staying.extend(dx_region.filter(|_| stays).map(|region| (m, region)));
+            drop((x_region, dy_region));
+            let rest = micro_batches.end - m - 1;
+            if rest > 0 && state.staying.is_empty() && arena.holes() == before.0 {
+                state.repeat(tools.counter, before.1, rest)?;
+                break;
+            }
+            assert!(
+                rest == 0 || !state.kept_of_others.contains_key(&block),
+                "what is kept in turns lies outside the arena, which backward leaves as it found it"
+            );
+        }
+        state.kept_of_others.remove(&block);
         Ok(())
     }
 
@@ -363,7 +483,7 @@ impl DryRun<'_> {
 
     fn context<'b>(
         &self,
-        kernels: &'b terrace_kernels::KernelSet,
+        kernels: &'b KernelSet,
         arena: &'b Arena,
         mode: Mode,
         inputs: &'b [Tensor],
@@ -410,6 +530,13 @@ fn telling_chunks(elements: usize, chunk: usize) -> impl Iterator<Item = usize> 
 fn operations(counter: &dry::Counter) -> u64 {
     let totals = counter.totals();
     totals.matmul_flops + totals.attention_flops + totals.other_flops
+}
+
+fn too_many_operations() -> EngineError {
+    EngineError::Config(
+        "a step of so many micro-batches has more operations than can be counted (2⁶⁴): lower --grad-accum"
+            .into(),
+    )
 }
 
 /// The pages of keys and of values of every block that wants a cache: `[N, P, G, K]` each.

@@ -40,7 +40,8 @@ use crate::ranks::Ranks;
 use crate::rounds::Rounds;
 use crate::state::{StateKinds, store_spec};
 use crate::{
-    Accumulation, Backend, BatchLimits, EngineConfig, MicroBatch, Mode, Placement, Result, WindowOverrides,
+    Accumulation, Backend, BatchLimits, EngineConfig, EngineError, MicroBatch, Mode, Placement, Result,
+    WindowOverrides,
 };
 use std::cell::{OnceCell, RefCell};
 use std::sync::Arc;
@@ -61,6 +62,9 @@ const TRAILING_PART: usize = 3;
 /// Most planning runs in search of the number of blocks that keep. The first tries all blocks; what the arena takes grows by
 /// nearly the same for each, so that two more mostly find the number.
 const KEEPING_TRIES: usize = 8;
+
+/// Most pairs of a block and a micro-batch that leave something in the arena of a planning run, which has to go through each of them.
+const LEAVING_MAX: usize = 1 << 15;
 
 /// The windows that a plan settled on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -184,7 +188,17 @@ impl Planner<'_> {
             o.copied_weights.unwrap_or(0),
             o.copied_groups.unwrap_or(0),
         );
-        for choice in self.choices(&keepers) {
+        let mut choices = self.choices(&keepers);
+        choices.retain(|&choice| self.leaving(choice, &keepers) <= LEAVING_MAX);
+        if choices.is_empty() {
+            let micro_batches = self.config.limits.micro_batches;
+            return Err(EngineError::Config(format!(
+                "{micro_batches} micro-batches are too many where blocks keep their activations for each: lower --grad-accum to {}, or \
+                 leave --activations to the plan",
+                LEAVING_MAX / keepers.len().max(self.network.last()).max(1)
+            )));
+        }
+        for choice in choices {
             let choice = Choice { state_groups: fixed_state.unwrap_or(0), ..choice };
             let plan = self.evaluate(choice, &copies)?;
             let (choice, plan) =
@@ -249,7 +263,7 @@ impl Planner<'_> {
         }
         let tier = self.arena_tier();
         // Some number from `plan`'s up to below `too_many` is the one.
-        let most = self.keep_at_most(keepers);
+        let most = self.keep_at_most(choice, keepers);
         let (mut too_many, mut tried) = (most + 1, most);
         for _ in 0..KEEPING_TRIES {
             let fitting = plan.windows.keeping.count;
@@ -434,6 +448,7 @@ impl Planner<'_> {
             let striping = self.stored.unwrap_or(&new);
             let stored = DiskStore::bytes_per_dir(&spec, striping);
             let what = match config.keeps_once() {
+                _ if config.training.is_none() => "weights",
                 true => "training state, kept once",
                 false => "training state, all generations",
             };
@@ -474,12 +489,30 @@ impl Planner<'_> {
         if let Some(kv) = self.kv_plan(choice.kv_room) {
             kv.add_to(&mut memory, config)?;
         }
+        self.add_arena(&mut memory, &windows);
+        let (slots, bytes) = windows.device_room.slots(network);
+        memory.add(Tier::Device, "weights in turn on the device", slots, bytes);
+        self.add_device_room(&mut memory, windows.device_room);
+        memory.add(self.arena_tier(), "kernel scratch", 1, self.backend.kernel_scratch_bytes);
+        memory.add(Tier::Host, "loading buffer", chunk, 4);
+        // The table of the live and the next generation, and a manifest slot on its way out.
+        let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
+        memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
+        let (ranks, blocks) = (self.ranks(), self.blocks()?);
+        Ok(EnginePlan { memory: ranks.memory_of_node(memory), windows, spec, ranks, blocks })
+    }
+
+    fn add_arena(&self, memory: &mut MemoryPlan, windows: &Windows) {
         let arena_tier = self.arena_tier();
         let Keeping { count, of, bytes, .. } = windows.keeping;
         // All of them are there at once, when backward begins.
         let kept = (bytes * self.rounds().together).saturating_sub(windows.kept_in_turns) as u64;
         let others = windows.arena_bytes as u64 - kept;
-        memory.add(arena_tier, "block workspaces and gradient accumulators", 1, others);
+        let what = match self.config.training {
+            Some(_) => "block workspaces and gradient accumulators",
+            None => "block workspaces",
+        };
+        memory.add(arena_tier, what, 1, others);
         if count > 0 {
             let what = format!("activations that {count} of {of} blocks keep for backward");
             memory.add(arena_tier, what, 1, kept);
@@ -487,16 +520,6 @@ impl Planner<'_> {
             let what = format!("activations that {count} of {of} blocks keep, in turns with their gradients");
             memory.add(arena_tier, what, 1, in_turns);
         }
-        let (slots, bytes) = windows.device_room.slots(network);
-        memory.add(Tier::Device, "weights in turn on the device", slots, bytes);
-        self.add_device_room(&mut memory, windows.device_room);
-        memory.add(arena_tier, "kernel scratch", 1, self.backend.kernel_scratch_bytes);
-        memory.add(Tier::Host, "loading buffer", chunk, 4);
-        // The table of the live and the next generation, and a manifest slot on its way out.
-        let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
-        memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
-        let (ranks, blocks) = (self.ranks(), self.blocks()?);
-        Ok(EnginePlan { memory: ranks.memory_of_node(memory), windows, spec, ranks, blocks })
     }
 
     fn add_signals(&self, memory: &mut MemoryPlan, windows: &Windows) {

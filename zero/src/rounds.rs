@@ -56,6 +56,11 @@ impl Rounds {
         self.together < self.micro_batches
     }
 
+    /// Of all rounds.
+    pub(crate) fn micro_batches(&self) -> usize {
+        self.micro_batches
+    }
+
     /// The micro-batches of every round, in order.
     pub(crate) fn all(self) -> impl Iterator<Item = Range<usize>> {
         (0..self.micro_batches).step_by(self.together.max(1)).map(move |start| start..start + self.together)

@@ -45,12 +45,13 @@ impl Turns {
     }
 }
 
-/// Bytes of an arena for a group's gradient.
+/// Bytes of an arena for a group's gradient: its chunks one after the other. All but the last are of the same length.
 pub(crate) fn gradient_bytes(spec: &StoreSpec, group: usize, element_bytes: usize) -> usize {
-    let arena = Arena::virtual_memory();
-    let chunk = |chunk| arena.alloc(spec.chunk_len(group, chunk) * element_bytes);
-    let chunks: std::result::Result<Vec<Region>, _> = (0..spec.chunks(group)).map(chunk).collect();
-    chunks.map_or(0, |_| arena.peak())
+    let bytes = |chunk| Arena::region_bytes(spec.chunk_len(group, chunk) * element_bytes);
+    match spec.chunks(group) {
+        0 => 0,
+        chunks => (chunks - 1) * bytes(0) + bytes(chunks - 1),
+    }
 }
 
 /// A chunk of a gradient in host memory.
@@ -83,6 +84,31 @@ impl DerefMut for ChunkMemory {
         match self {
             Self::Slot(lease) => lease,
             Self::Turn(region) => region.bytes_mut().into_host(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use terrace_tiers::GroupSpec;
+
+    /// A plan of billions of elements makes no region of each of their chunks.
+    #[test]
+    fn a_gradient_is_its_chunks_one_after_the_other() {
+        for (elements, chunk_elements) in
+            [(0, 64), (1, 64), (64, 64), (65, 64), (1000, 64), (1000, 1), (4097, 100)]
+        {
+            let groups = vec![GroupSpec { name: String::new(), elements }];
+            let identity = String::new();
+            let spec = StoreSpec { groups, kinds: Vec::new(), chunk_elements, generations: 1, identity };
+            for element_bytes in [2, 4] {
+                let arena = Arena::virtual_memory();
+                let chunk = |chunk| arena.alloc(spec.chunk_len(0, chunk) * element_bytes).unwrap();
+                let chunks: Vec<Region> = (0..spec.chunks(0)).map(chunk).collect();
+                let what = format!("{} chunks of {elements} elements", chunks.len());
+                assert_eq!(gradient_bytes(&spec, 0, element_bytes), arena.peak(), "{what}");
+            }
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Memory that gradients and kept activations have in turns.
 
-use super::{Choice, EnginePlan, Planner};
+use super::{Choice, EnginePlan, LEAVING_MAX, Planner};
 use crate::Result;
 use crate::dry::DryCost;
 use crate::kept::Keeping;
@@ -27,15 +27,32 @@ impl Planner<'_> {
         if is_fixed || self.fits(&plan) || !self.is_in_turns(choice) {
             return Ok((choice, plan));
         }
-        let choice_of_all = Choice { keeping: Keeping::last(keepers, self.keep_at_most(keepers)), ..choice };
+        let choice_of_all =
+            Choice { keeping: Keeping::last(keepers, self.keep_at_most(choice, keepers)), ..choice };
         let plan_of_all = self.evaluate(choice_of_all, &plan.windows.caching)?;
         let saves = plan_of_all.bytes() < plan.bytes();
         Ok(if saves { (choice_of_all, plan_of_all) } else { (choice, plan) })
     }
 
     /// The most blocks that may keep.
-    pub(super) fn keep_at_most(&self, keepers: &[(usize, usize)]) -> usize {
-        self.config.keep_at_most.unwrap_or(usize::MAX).min(keepers.len())
+    pub(super) fn keep_at_most(&self, choice: Choice, keepers: &[(usize, usize)]) -> usize {
+        let wanted = self.config.keep_at_most.unwrap_or(usize::MAX).min(keepers.len());
+        let keeping = |count| Choice { keeping: Keeping::last(keepers, count), ..choice };
+        let counts = (0..=wanted).rev();
+        let is_few = |&count: &usize| self.leaving(keeping(count), keepers) <= LEAVING_MAX;
+        counts.into_iter().find(is_few).unwrap_or(0)
+    }
+
+    /// Pairs of a block and a micro-batch that leave something in the arena.
+    pub(super) fn leaving(&self, choice: Choice, keepers: &[(usize, usize)]) -> usize {
+        if self.config.training.is_none() {
+            return 0;
+        }
+        let in_turns = |block: usize| self.is_in_turns(choice) && !self.network.is_shared(block);
+        let kept =
+            keepers.iter().filter(|&&(block, _)| choice.keeping.has(block) && !in_turns(block)).count();
+        let signals = if choice.signals_stay { self.network.last() } else { 0 };
+        kept.max(signals).saturating_mul(self.rounds().together)
     }
 
     /// Its bytes, by block, where planning runs found what blocks leave in it.

@@ -1,0 +1,210 @@
+//! What `terrace plan` answers to unusual questions: batches and machines of any size, described in whole or in part.
+#![allow(missing_docs)]
+
+mod support;
+
+use serde_json::Value;
+use std::time::{Duration, Instant};
+use support::{Bench, Cmd, cmd};
+
+/// A plan that finds no profile of this machine.
+fn plan(bench: &Bench) -> Cmd {
+    let plan = cmd(&["plan", "--threads", "2", "--device", "cpu"]).path("--model", &bench.path("model"));
+    plan.environment("XDG_CACHE_HOME", bench.path("cache").to_str().unwrap())
+}
+
+/// What `finetune` refuses, in the same words.
+#[test]
+fn batches_that_cannot_be_are_refused_as_by_the_run() {
+    let bench = Bench::tiny();
+    for (flags, parts) in [
+        (
+            &["--seq-len", "4294967296"][..],
+            &["--seq-len 4294967296 is longer than", "max_position_embeddings"][..],
+        ),
+        (&["--seq-len", "100000"], &["--seq-len 100000 is longer than", "max_position_embeddings"]),
+        (
+            &["--seq-len", "24", "--batch-size", "100000000"],
+            &["more tokens than a micro-batch can have", "--grad-accum"],
+        ),
+        (&["--batch-size", "4294967296"], &["--batch-size 4294967296 is beyond reason"]),
+        (&["--grad-accum", "4294967296"], &["--grad-accum 4294967296 is beyond reason"]),
+    ] {
+        plan(&bench).args(flags).fails(2, parts);
+        let run = bench.finetune("out").args(&["--device", "cpu"]);
+        // The bench's own lengths would be given twice.
+        if flags[0] == "--grad-accum" {
+            run.args(flags).fails(2, parts);
+        }
+    }
+    plan(&bench)
+        .args(&["--generate", "--seq-len", "24", "--max-new-tokens", "4", "--batch-size", "100000000"])
+        .fails(2, &["more tokens than a micro-batch can have", "lower --batch-size"]);
+    // A row of the table that has too many is refused alone, and takes no memory.
+    let document = plan(&bench)
+        .args(&[
+            "--seq-len",
+            "32",
+            "--batch-size",
+            "20000000",
+            "--host-memory",
+            "1000TiB",
+            "--offload",
+            "host",
+            "--json",
+        ])
+        .ok()
+        .json();
+    let refused = document["choices"].as_array().unwrap().iter().filter(|row| row.get("refused").is_some());
+    assert!(refused.clone().count() > 0, "{document}");
+    for row in refused {
+        assert!(
+            row["refused"].as_str().unwrap().contains("more tokens than a micro-batch can have"),
+            "{row}"
+        );
+    }
+}
+
+/// Micro-batches that do the same are planned once, however many they are.
+#[test]
+fn a_million_micro_batches_are_planned_in_no_time() {
+    let bench = Bench::tiny();
+    let began = Instant::now();
+    let run = |count: &str, more: &[&str]| {
+        let flags = ["--seq-len", "24", "--grad-accum", count, "--host-memory", "1000TiB", "--json"];
+        plan(&bench).args(&flags).args(more).ok().json()["plan"].clone()
+    };
+    let of = |plan: &Value, name: &str| plan[name].as_u64().unwrap();
+    for clip in ["0", "1"] {
+        let [some, many] = ["1000", "1000000"].map(|count| run(count, &["--clip", clip]));
+        assert_eq!(1000 * of(&some, "tokens"), of(&many, "tokens"));
+        assert!(1000 * of(&some, "operations") <= of(&many, "operations"), "no block computes again: {many}");
+        let ratio = of(&many, "host_bytes") as f64 / of(&some, "host_bytes") as f64;
+        assert!((100.0..1000.0).contains(&ratio), "{ratio}");
+    }
+    run("5000", &["--accumulation", "horizontal"]);
+    let too_many = ["--seq-len", "24", "--accumulation", "horizontal", "--grad-accum", "1000000"];
+    plan(&bench).args(&too_many).fails(2, &["--grad-accum 1000000", "lower --grad-accum to 32768"]);
+    let too_many = ["--params", "40b", "--grad-accum", "4000000000"];
+    cmd(&["plan"]).args(&too_many).fails(2, &["operations than can be counted", "lower --grad-accum"]);
+    assert!(began.elapsed() < Duration::from_secs(120), "{:?}", began.elapsed());
+}
+
+/// A time is that of every resource that a step uses, or none; flags that are missing are named.
+#[test]
+fn a_machine_that_is_known_in_part_has_no_time() {
+    let card = ["--gpu-memory", "24GiB", "--host-memory", "64GiB"];
+    let run = |more: &[&str]| cmd(&["plan", "--params", "8b"]).args(&card).args(more);
+    let all =
+        ["--tflops", "100", "--link", "25GB", "--dram", "80GB", "--disk-read", "3GB", "--disk-write", "2GB"];
+    let of = |more: &[&str]| run(more).args(&["--json"]).ok().json()["plan"].clone();
+    assert!(of(&all)["step_seconds"].as_f64().unwrap() > 10.0 && of(&all)["unknown"] == Value::Array(vec![]));
+    for (left_out, flag, resource) in [
+        (0..2, "--tflops", "compute"),
+        (2..4, "--link", "the link"),
+        (4..6, "--dram", "host memory"),
+        (6..10, "--disk-read and --disk-write", "the disk"),
+    ] {
+        let flags = [&all[..left_out.start], &all[left_out.end..]].concat();
+        let plan = of(&flags);
+        for key in ["step_seconds", "expected_seconds", "tokens_per_second", "bound_by"] {
+            assert_eq!(plan[key], Value::Null, "{key} without {flag}: {plan}");
+        }
+        assert_eq!(plan["unknown"][0]["flags"], flag);
+        let text = run(&flags).ok().stdout;
+        let words = format!("no step time: nothing is known of the speed of {resource}; give {flag}\n");
+        assert!(text.contains(&words), "{words} is in {text}");
+        // Rows of the table that use no disk have a time.
+        assert_eq!(text.contains("fastest"), resource == "the disk", "{text}");
+    }
+    let text = run(&[]).ok().stdout;
+    assert!(text.contains("give --tflops, --link, --dram, --disk-read and --disk-write\n"), "{text}");
+    assert!(!text.contains("terrace calibrate"), "a card that is not here cannot be measured: {text}");
+}
+
+/// Of a disk that was not measured nothing is known, and that is said.
+#[test]
+fn a_disk_that_was_not_measured_is_said() {
+    let bench = Bench::tiny();
+    let (known, other) = (bench.path("known"), bench.path("other"));
+    [&known, &other].into_iter().for_each(|dir| std::fs::create_dir_all(dir).unwrap());
+    let flags = ["--seq-len", "24"];
+    let xdg = bench.path("cache");
+    let calibrate =
+        cmd(&["calibrate", "--quick", "--threads", "2", "--device", "cpu"]).path("--disk", &known);
+    calibrate.environment("XDG_CACHE_HOME", xdg.to_str().unwrap()).ok();
+    let text = plan(&bench).args(&flags).path("--disk", &known).ok().stdout;
+    assert!(text.contains("a step takes at least") && text.contains("  disk"), "{text}");
+    let profile = xdg.join("terrace/profile.json");
+    for named in [false, true] {
+        let run = plan(&bench).args(&flags).path("--disk", &other);
+        let run = if named { run.path("--profile", &profile) } else { run };
+        let text = run.ok().stdout;
+        let words = format!("no step time: nothing is known of the speed of --disk {}", other.display());
+        assert!(text.contains(&words) && !text.contains("bound by"), "{text}");
+        assert_eq!(text.contains(&format!("terrace calibrate --disk {}", other.display())), !named, "{text}");
+        assert!(text.contains("give --disk-read and --disk-write"), "{text}");
+    }
+    // Rates of a disk take nothing from what is known of the rest.
+    let rates = ["--disk-read", "1GB", "--disk-write", "1GB"];
+    let text = plan(&bench).args(&flags).args(&rates).ok().stdout;
+    assert!(text.contains("a step takes at least") && text.contains("  memory"), "{text}");
+    // What is not there would be made.
+    let ended = plan(&bench).args(&flags).path("--disk", &known.join("state/run")).ok();
+    let words = format!("there is no such folder; the disk of {} is meant", known.display());
+    assert!(ended.stderr.contains(&words), "{}", ended.stderr);
+    let file = bench.path("file");
+    std::fs::write(&file, "").unwrap();
+    plan(&bench).args(&flags).path("--disk", &file).fails(1, &["--disk", "is not a directory"]);
+}
+
+/// Fewer moments are less state, and recomputing less memory: as the run says it.
+#[test]
+fn optimizers_and_activations_are_planned_as_they_run() {
+    let bench = Bench::tiny();
+    let terms = |text: &str| {
+        let lines = text
+            .lines()
+            .filter(|line| line.contains(" planned") || line.contains(" × ") && line.starts_with("  "));
+        lines.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let mut seen = Vec::new();
+    for flags in [
+        ["--optimizer", "lion", "--activations", "recompute"],
+        ["--optimizer", "sgd", "--activations", "keep"],
+        ["--optimizer", "adamw", "--activations", "recompute"],
+    ] {
+        let memory = ["--host-memory", "64MiB"];
+        let planned =
+            plan(&bench).args(&["--seq-len", "24", "--batch-size", "2"]).args(&flags).args(&memory).ok();
+        let run =
+            bench.finetune(flags[1]).args(&flags).args(&memory).args(&["--steps", "1", "--device", "cpu"]);
+        let ended = run.environment("XDG_CACHE_HOME", bench.path("cache").to_str().unwrap()).ok();
+        assert!(terms(&planned.stdout).len() > 8, "{}", planned.stdout);
+        assert_eq!(terms(&planned.stdout), terms(&ended.stderr));
+        seen.push(terms(&planned.stdout));
+    }
+    assert!(seen[0] != seen[1] && seen[1] != seen[2] && seen[0] != seen[2]);
+}
+
+#[test]
+fn flags_that_contradict_each_other_are_refused() {
+    let ratio = ["--params", "8b", "--optimizer-ratio", "0.5", "--gpu-memory", "80GiB"];
+    cmd(&["plan"]).args(&ratio).fails(2, &["--optimizer-ratio", "--durability checkpoint or none"]);
+    cmd(&["plan"]).args(&ratio).args(&["--durability", "checkpoint", "--host-memory", "64GiB"]).ok();
+    let card = ["--params", "8b", "--gpu-memory", "24GiB", "--device", "cpu"];
+    cmd(&["plan"]).args(&card).fails(2, &["--gpu-memory", "--device cpu", "leave one of them out"]);
+    let generate = ["--params", "8b", "--generate", "--optimizer", "lion"];
+    cmd(&["plan"]).args(&generate).fails(2, &["cannot be used with"]);
+}
+
+/// Generation trains nothing.
+#[test]
+fn generation_is_not_said_to_train() {
+    let flags = ["--params", "8b", "--generate", "--offload", "disk", "--host-memory", "4GiB"];
+    let text = cmd(&["plan", "--device", "cpu"]).args(&flags).ok().stdout;
+    for words in ["training", "update slots", "gradients", "kept by"] {
+        assert!(!text.contains(words), "{words:?} is in {text}");
+    }
+    assert!(text.contains("weight slots"), "{text}");
+}
