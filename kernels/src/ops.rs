@@ -195,7 +195,7 @@ pub struct KeyValues<'a> {
     pub v: View<'a>,
     /// In pages (Kwon et al., "PagedAttention", arXiv 2309.06180): i32 `[B,M]`, where key j of sequence b is row `j % P` of page
     /// `pages[b, j / P]`, so that C = M·P. P is a power of two, at least [`PAGE_MIN`](Self::PAGE_MIN). Negative: there is no page;
-    /// the result of a query that sees keys there is unspecified.
+    /// keys and values there are zeros, which is of use to nobody but harms no other query.
     pub pages: Option<View<'a>>,
 }
 
@@ -215,6 +215,10 @@ pub trait Attention: Send + Sync {
     ///
     /// `starts` i32 `[B]`: the position of each sequence's first query. Query i of sequence b sits at position
     /// `p = starts[b]+i` and sees keys `j ≤ p` (and `j > p − window`); C > every p. Where keys lie changes no bit.
+    ///
+    /// Keys that no query sees are not read, so that they may be anything. A key that some queries see and others do not must be
+    /// finite for the results of the others: on a card a NaN or an infinity in its value reaches those of the same tile.
+    /// The CPU keeps it from them, here and in [`backward`](Self::backward).
     ///
     /// # Errors
     /// The backend failed.

@@ -13,6 +13,10 @@
 //! they are, and p is rounded to bf16, as torch does and Dao's kernels do. Hidden entries of a block are zeros in p, and a block that a row does not see at all leaves its state as it
 //! is, so that a row's result depends neither on its neighbours nor on the number of threads.
 //!
+//! Keys that no row of a block sees are not read, and where there is no page keys and values are zeros. A zero of p does not hide
+//! a value that is not finite (0·∞ is NaN), so where results are not finite they are computed again, adding to each row of a block
+//! that some see less of than others only what it sees ([`Rows::add_seen`]).
+//!
 //! Tolerance against f64: 1e-5 of the largest |v| for heads up to 128 and inputs of order one, before the rounding; by pairs
 //! 2⁻⁸ of it.
 
@@ -72,7 +76,7 @@ impl Attention for Cpu {
         };
         self.threads.run(geometry.row_tasks(), |task, scratch| {
             let rows = geometry.row_block(task);
-            call.rows(rows, starts_b[rows.b] as usize, Carver::new(scratch));
+            call.rows(rows, starts_b[rows.b] as usize, scratch);
         });
         Ok(())
     }
@@ -207,14 +211,15 @@ impl<'t> Geometry<'t> {
         (b * self.dims.heads + self.head(g, row)) * self.dims.queries + self.query(row)
     }
 
-    /// First element of a key in k and v.
+    /// First element of a key in k and v of one run.
     pub fn key_at(&self, b: usize, g: usize, key: usize) -> usize {
-        let row = match &self.paging {
-            None => b * self.dims.capacity + key,
-            // Nobody needs the result of a query that sees keys without a page.
-            Some((paging, table)) => page_row(paging, table, b, key).unwrap_or(0),
-        };
-        (row * self.dims.kv_heads + g) * self.dims.head_size
+        ((b * self.dims.capacity + key) * self.dims.kv_heads + g) * self.dims.head_size
+    }
+
+    /// First element of a key in k and v, if it is not in a page that there is not.
+    fn place(&self, b: usize, g: usize, key: usize) -> Option<usize> {
+        let Some((paging, table)) = &self.paging else { return Some(self.key_at(b, g, key)) };
+        Some((page_row(paging, table, b, key)? * self.dims.kv_heads + g) * self.dims.head_size)
     }
 
     /// Whether the rows of these keys follow each other.
@@ -240,20 +245,17 @@ impl<'t> Geometry<'t> {
         self.keys(start, rows.first).start..self.keys(start, rows.first + rows.rows - 1).end
     }
 
-    /// Keys (or values) `keys` as columns, the head's elements as the inner dimension.
-    ///
-    /// They follow each other.
-    pub fn keys_as_columns<'a>(
-        &self,
-        data: Floats<'a>,
-        b: usize,
-        g: usize,
-        keys: &Range<usize>,
-    ) -> Panels<'a> {
-        let at = self.key_at(b, g, keys.start);
+    /// Whether every one of the rows sees all keys of a block.
+    pub fn all_see(&self, start: usize, rows: RowBlock, block: &Range<usize>) -> bool {
+        let (first, last) = (self.keys(start, rows.first), self.keys(start, rows.first + rows.rows - 1));
+        last.start <= block.start && block.end <= first.end
+    }
+
+    /// `keys` that follow each other from element `at` on as columns, the head's elements as the inner dimension.
+    pub fn keys_as_columns<'a>(&self, data: Floats<'a>, at: usize, keys: usize) -> Panels<'a> {
         Panels {
             data: data.slice(at, data.len() - at),
-            outer: keys.len(),
+            outer: keys,
             depth: self.dims.head_size,
             outer_stride: self.key_stride(),
             depth_stride: 1,
@@ -269,10 +271,11 @@ impl<'t> Geometry<'t> {
     }
 }
 
-/// The blocks of keys, beginning at multiples of [`KEYS`], that cover `keys`.
+/// The blocks of keys, between multiples of [`KEYS`], that cover `keys`. The first begins with the pair of the first key: which
+/// keys are multiplied together, and so the bits, do not depend on where rows begin to see.
 pub fn key_blocks(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let end = keys.end;
-    (keys.start / KEYS * KEYS..end).step_by(KEYS).map(move |first| first..end.min(first + KEYS))
+    let (start, end) = (keys.start / 2 * 2, keys.end);
+    (start / KEYS * KEYS..end).step_by(KEYS).map(move |first| first.max(start)..end.min(first + KEYS))
 }
 
 /// The part of `keys` within `block`, relative to its start.
@@ -317,7 +320,15 @@ struct Rows<'s> {
 }
 
 impl<'a> Forward<'a> {
-    fn rows(&self, rows: RowBlock, start: usize, mut carver: Carver<'_>) {
+    fn rows(&self, rows: RowBlock, start: usize, scratch: &mut [f32]) {
+        if !self.try_rows(rows, start, Carver::new(scratch), false) {
+            self.try_rows(rows, start, Carver::new(scratch), true);
+        }
+    }
+
+    /// Writes the results of rows, unless values that they do not see may have made them not finite. With `apart` it keeps such
+    /// values from them.
+    fn try_rows(&self, rows: RowBlock, start: usize, mut carver: Carver<'_>, apart: bool) -> bool {
         let (isa, geometry, head_size) =
             (self.cpu.threads.isa(), self.geometry, self.geometry.dims.head_size);
         let mut state = Rows {
@@ -330,9 +341,12 @@ impl<'a> Forward<'a> {
         if rows.rows <= ROWS_THIN {
             self.walk_thin(rows, start, &mut state, carver);
         } else if by_pairs(self.cpu, &[self.q, self.k, self.v], &self.out) {
-            self.walk::<Pair>(rows, start, &mut state, carver);
+            self.walk::<Pair>(rows, start, &mut state, carver, apart);
         } else {
-            self.walk::<f32>(rows, start, &mut state, carver);
+            self.walk::<f32>(rows, start, &mut state, carver, apart);
+        }
+        if !apart && rows.rows > ROWS_THIN && !vector::is_finite(isa, state.acc) {
+            return false;
         }
         for i in 0..rows.rows {
             let row = &mut state.acc[i * head_size..][..head_size];
@@ -343,14 +357,35 @@ impl<'a> Forward<'a> {
             // SAFETY: as above.
             unsafe { self.lse.set(at, state.max[i] + state.sum[i].ln()) };
         }
+        true
     }
 
-    /// The row of a key (or value) that the rows see.
-    fn row_of(&self, data: Floats<'a>, rows: RowBlock, key: usize) -> Floats<'a> {
-        data.slice(self.geometry.key_at(rows.b, rows.g, key), self.geometry.dims.head_size)
+    /// The row of a key (or value), if there is one.
+    fn row_of(&self, data: Floats<'a>, rows: RowBlock, key: usize) -> Option<Floats<'a>> {
+        let at = self.geometry.place(rows.b, rows.g, key)?;
+        Some(data.slice(at, self.geometry.dims.head_size))
     }
 
-    /// Keys (or values) as columns, the head's elements as the inner dimension: where they are, or gathered if they lie apart.
+    /// Asks for the row of a key that comes soon.
+    fn prefetch(&self, data: Floats<'a>, rows: RowBlock, key: usize) {
+        if let Some(row) = self.row_of(data, rows, key) {
+            row.prefetch();
+        }
+    }
+
+    /// Values as f32, consecutive; asks for those that follow, up to the last one.
+    fn widen_values(&self, rows: RowBlock, block: &Range<usize>, last: usize, wide: &mut [f32]) {
+        for (key, wide) in block.clone().zip(wide.chunks_exact_mut(self.geometry.dims.head_size)) {
+            self.prefetch(self.v, rows, (key + AHEAD).min(last));
+            match self.row_of(self.v, rows, key) {
+                Some(row) => row.widen(self.cpu.threads.isa(), wide),
+                None => wide.fill(0.0),
+            }
+        }
+    }
+
+    /// Keys (or values) as columns, the head's elements as the inner dimension: where they are, or gathered if they lie apart
+    /// or are not there.
     fn block<'b, W: Word>(
         &self,
         data: Floats<'a>,
@@ -361,18 +396,29 @@ impl<'a> Forward<'a> {
     where
         'a: 'b,
     {
-        if self.geometry.in_one_run(keys) {
-            return self.geometry.keys_as_columns(data, rows.b, rows.g, keys);
+        let geometry = &self.geometry;
+        if let Some(at) = geometry.place(rows.b, rows.g, keys.start).filter(|_| geometry.in_one_run(keys)) {
+            return geometry.keys_as_columns(data, at, keys.len());
         }
-        let (isa, head_size) = (self.cpu.threads.isa(), self.geometry.dims.head_size);
+        let (isa, head_size) = (self.cpu.threads.isa(), geometry.dims.head_size);
         for (key, to) in keys.clone().zip(gathered.chunks_exact_mut(head_size)) {
-            W::gather(isa, self.row_of(data, rows, key), to);
+            match self.row_of(data, rows, key) {
+                Some(row) => W::gather(isa, row, to),
+                None => to.fill(bytemuck::Zeroable::zeroed()),
+            }
         }
         plain_rows::<W>(gathered, keys.len(), head_size, head_size)
     }
 
-    /// Many rows: products of packed operands.
-    fn walk<W: Word>(&self, rows: RowBlock, start: usize, state: &mut Rows<'_>, mut carver: Carver<'_>) {
+    /// Many rows: products of packed operands. With `apart`, values that only some rows see are added to those alone.
+    fn walk<W: Word>(
+        &self,
+        rows: RowBlock,
+        start: usize,
+        state: &mut Rows<'_>,
+        mut carver: Carver<'_>,
+        apart: bool,
+    ) {
         let (isa, micro, geometry) = (self.cpu.threads.isa(), W::micro(&self.cpu.threads), self.geometry);
         let head_size = geometry.dims.head_size;
         let (of_head, of_keys) = (W::words(head_size), W::words(KEYS));
@@ -381,6 +427,7 @@ impl<'a> Forward<'a> {
         let k_packed = carver.take_of(packed_len(KEYS, micro.nr, of_head));
         let v_packed = carver.take_of(packed_len(head_size, micro.nr, of_keys));
         let plain = carver.take_of(ROWS.max(KEYS) * head_size.max(KEYS));
+        let wide = carver.take(KEYS * head_size);
         geometry.gather_rows::<W>(isa, self.q, rows, plain);
         W::pack(plain_rows::<W>(plain, rows.rows, head_size, head_size), isa, micro.mr, q_packed);
         for block in key_blocks(geometry.keys_of(start, rows)) {
@@ -390,6 +437,11 @@ impl<'a> Forward<'a> {
             // SAFETY: the scores hold `rows` rows of KEYS floats of this thread's scratch.
             unsafe { gemm::product(micro, (rows.rows, keys, of_head), q_packed, k_packed, scores) };
             state.softmax(isa, geometry, start, rows, &block);
+            if apart && !geometry.all_see(start, rows, &block) {
+                self.widen_values(rows, &block, block.end - 1, wide);
+                state.add_seen(isa, geometry, start, rows, &block, wide);
+                continue;
+            }
             let p = W::round(isa, &state.scores[..rows.rows * KEYS], plain);
             W::pack(plain_rows::<W>(p, rows.rows, keys, KEYS), isa, micro.mr, p_packed);
             let v = self.block::<W>(self.v, rows, &block, plain);
@@ -411,27 +463,41 @@ impl<'a> Forward<'a> {
         let keys = geometry.keys_of(start, rows);
         for block in key_blocks(keys.clone()) {
             for (j, key) in block.clone().enumerate() {
-                let row = self.row_of(self.k, rows, key);
-                self.row_of(self.k, rows, (key + AHEAD).min(keys.end - 1)).prefetch();
+                self.prefetch(self.k, rows, (key + AHEAD).min(keys.end - 1));
                 let mut scores = [0.0; ROWS_THIN];
-                thin::dots_with(isa, q_wide, row, wide, &mut scores[..rows.rows]);
+                if let Some(row) = self.row_of(self.k, rows, key) {
+                    thin::dots_with(isa, q_wide, row, wide, &mut scores[..rows.rows]);
+                }
                 for (i, score) in scores[..rows.rows].iter().enumerate() {
                     state.scores[i * KEYS + j] = *score;
                 }
             }
             state.softmax(isa, geometry, start, rows, &block);
-            for (key, wide) in block.clone().zip(wide.chunks_exact_mut(head_size)) {
-                self.row_of(self.v, rows, (key + AHEAD).min(keys.end - 1)).prefetch();
-                self.row_of(self.v, rows, key).widen(isa, wide);
-            }
-            for (acc, p) in state.acc.chunks_exact_mut(head_size).zip(state.scores.chunks_exact(KEYS)) {
-                vector::add_weighted_rows(isa, acc, &p[..block.len()], wide);
-            }
+            self.widen_values(rows, &block, keys.end - 1, wide);
+            state.add_seen(isa, geometry, start, rows, &block, wide);
         }
     }
 }
 
 impl Rows<'_> {
+    /// Adds to each row the values that it sees, by the probabilities of the block; `wide` are its values.
+    fn add_seen(
+        &mut self,
+        isa: Isa,
+        geometry: Geometry<'_>,
+        start: usize,
+        rows: RowBlock,
+        block: &Range<usize>,
+        wide: &[f32],
+    ) {
+        let head_size = geometry.dims.head_size;
+        let (acc, scores) = (self.acc.chunks_exact_mut(head_size), self.scores.chunks_exact(KEYS));
+        for (i, (acc, p)) in acc.zip(scores).enumerate() {
+            let seen = visible(&geometry.keys(start, rows.first + i), block);
+            vector::add_weighted_rows(isa, acc, &p[seen.clone()], &wide[seen.start * head_size..]);
+        }
+    }
+
     /// Turns a block's scores into probabilities relative to the new maximum and rescales what came before.
     fn softmax(
         &mut self,

@@ -13,6 +13,9 @@
 //! Both add the same products in the same order, keys and rows ascending, in f32: bits depend on neither. Where all operands and
 //! results are bf16 and the processor multiplies pairs of it, products take them as they are, and p and ds are rounded to bf16.
 //!
+//! As in the forward pass, rows and keys that do not see each other are zeros of p and ds. A task whose results are not finite
+//! computes them again and multiplies rows and keys one by one in blocks where not all see each other.
+//!
 //! Tolerance against f64: 1e-5 of the sum of absolute terms, before the rounding; by pairs 2⁻⁸ of it.
 
 use super::attention::{Geometry, KEYS, ROWS, RowBlock, by_pairs, key_blocks, plain_rows, visible};
@@ -27,6 +30,7 @@ use std::ops::Range;
 const PRODUCTS: [usize; 2] = [5, 7];
 
 /// What all passes read.
+#[derive(Clone, Copy)]
 pub struct Operands<'a> {
     cpu: &'a Cpu,
     geometry: Geometry<'a>,
@@ -36,6 +40,8 @@ pub struct Operands<'a> {
     out: Floats<'a>,
     lse: &'a [f32],
     dout: Floats<'a>,
+    /// Keep what rows and keys do not see from their sums, even if it is not finite.
+    apart: bool,
 }
 
 /// A block of rows, ready to be multiplied with keys.
@@ -100,6 +106,7 @@ impl<'a> Operands<'a> {
             out: Floats::new(out),
             lse: floats(lse),
             dout: Floats::new(dout),
+            apart: false,
         }
     }
 
@@ -119,11 +126,18 @@ impl<'a> Operands<'a> {
             let dims = self.geometry.dims;
             self.cpu.threads.run(dims.batch * dims.kv_heads, |task, scratch| {
                 let pair = (task / dims.kv_heads, task % dims.kv_heads);
-                self.pair::<W>(dq, dk, dv, pair, Carver::new(scratch));
+                self.with_care(scratch, |call, carver| call.pair::<W>(dq, dk, dv, pair, carver));
             });
         } else {
             self.query_gradient::<W>(dq);
             self.key_value_gradient::<W>(dk, dv);
+        }
+    }
+
+    /// Runs a task, and again if its results, which it gives, are not finite.
+    fn with_care(&self, scratch: &mut [f32], task: impl Fn(&Self, Carver<'_>) -> bool) {
+        if !task(self, Carver::new(scratch)) {
+            task(&Self { apart: true, ..*self }, Carver::new(scratch));
         }
     }
 
@@ -143,7 +157,8 @@ impl<'a> Operands<'a> {
     fn query_gradient<W: Word>(&self, dq: FloatsMut<'_>) {
         let geometry = self.geometry;
         self.cpu.threads.run(geometry.row_tasks(), |task, scratch| {
-            self.query_block::<W>(dq, geometry.row_block(task), Carver::new(scratch));
+            let rows = geometry.row_block(task);
+            self.with_care(scratch, |call, carver| call.query_block::<W>(dq, rows, carver));
         });
     }
 
@@ -155,11 +170,11 @@ impl<'a> Operands<'a> {
             let first = task / pairs * KEYS;
             let keys = first..dims.capacity.min(first + KEYS);
             let pair = (task % pairs / dims.kv_heads, task % dims.kv_heads);
-            self.key_block::<W>(dk, dv, pair, &keys, Carver::new(scratch));
+            self.with_care(scratch, |call, carver| call.key_block::<W>(dk, dv, pair, &keys, carver));
         });
     }
 
-    /// All of a pair, in one pass.
+    /// All of a pair, in one pass; whether all of it is finite.
     fn pair<W: Word>(
         &self,
         dq: FloatsMut<'_>,
@@ -167,8 +182,9 @@ impl<'a> Operands<'a> {
         dv: FloatsMut<'_>,
         (b, g): (usize, usize),
         mut carver: Carver<'_>,
-    ) {
+    ) -> bool {
         let (isa, micro, head_size) = self.machine::<W>();
+        let mut finite = true;
         let mut pack = self.row_pack::<W>(&mut carver);
         let mut scores = score_pack::<W>(micro, &mut carver);
         let mut keys_pack = self.key_pack::<W>(&mut carver);
@@ -179,21 +195,21 @@ impl<'a> Operands<'a> {
         for keys in key_blocks(0..self.geometry.dims.capacity) {
             self.load_keys((b, g), &keys, &mut keys_pack);
             key_sums.clear();
-            W::pack(self.geometry.keys_as_columns(self.k, b, g, &keys).turned(), isa, micro.nr, k_depth);
+            W::pack(self.as_columns(self.k, (b, g), &keys).turned(), isa, micro.nr, k_depth);
             for rows in self.rows_seeing(b, g, &keys) {
                 self.load_rows(rows, &mut pack);
                 self.score_gradient(rows, &keys, &pack, &keys_pack, &mut scores);
-                self.add_to_keys(rows, &keys, &pack, &mut scores, &mut key_sums);
+                self.add_to_keys(rows, &keys, &mut pack, &mut scores, &mut key_sums);
                 let sums = &mut sums[rows.first * head_size..][..rows.rows * head_size];
-                self.add_to_rows(rows, &keys, k_depth, &mut scores, sums);
+                self.add_to_rows(rows, &keys, k_depth, &mut pack, &mut scores, sums);
             }
-            self.write_keys(dk, dv, (b, g), &keys, &mut key_sums);
+            finite &= self.write_keys(dk, dv, (b, g), &keys, &mut key_sums);
         }
         let rows = self.geometry.row_count();
-        self.write_rows(dq, RowBlock { b, g, first: 0, rows }, sums);
+        finite & self.write_rows(dq, RowBlock { b, g, first: 0, rows }, sums)
     }
 
-    fn query_block<W: Word>(&self, dq: FloatsMut<'_>, rows: RowBlock, mut carver: Carver<'_>) {
+    fn query_block<W: Word>(&self, dq: FloatsMut<'_>, rows: RowBlock, mut carver: Carver<'_>) -> bool {
         let (isa, micro, head_size) = self.machine::<W>();
         let mut pack = self.row_pack::<W>(&mut carver);
         let mut scores = score_pack::<W>(micro, &mut carver);
@@ -204,12 +220,11 @@ impl<'a> Operands<'a> {
         self.load_rows(rows, &mut pack);
         for keys in key_blocks(self.geometry.keys_of(0, rows)) {
             self.load_keys((rows.b, rows.g), &keys, &mut keys_pack);
-            let columns = self.geometry.keys_as_columns(self.k, rows.b, rows.g, &keys);
-            W::pack(columns.turned(), isa, micro.nr, k_depth);
+            W::pack(self.as_columns(self.k, (rows.b, rows.g), &keys).turned(), isa, micro.nr, k_depth);
             self.score_gradient(rows, &keys, &pack, &keys_pack, &mut scores);
-            self.add_to_rows(rows, &keys, k_depth, &mut scores, sums);
+            self.add_to_rows(rows, &keys, k_depth, &mut pack, &mut scores, sums);
         }
-        self.write_rows(dq, rows, sums);
+        self.write_rows(dq, rows, sums)
     }
 
     fn key_block<W: Word>(
@@ -219,7 +234,7 @@ impl<'a> Operands<'a> {
         (b, g): (usize, usize),
         keys: &Range<usize>,
         mut carver: Carver<'_>,
-    ) {
+    ) -> bool {
         let mut pack = self.row_pack::<W>(&mut carver);
         let mut scores = score_pack::<W>(W::micro(&self.cpu.threads), &mut carver);
         let mut keys_pack = self.key_pack::<W>(&mut carver);
@@ -229,9 +244,9 @@ impl<'a> Operands<'a> {
         for rows in self.rows_seeing(b, g, keys) {
             self.load_rows(rows, &mut pack);
             self.score_gradient(rows, keys, &pack, &keys_pack, &mut scores);
-            self.add_to_keys(rows, keys, &pack, &mut scores, &mut sums);
+            self.add_to_keys(rows, keys, &mut pack, &mut scores, &mut sums);
         }
-        self.write_keys(dk, dv, (b, g), keys, &mut sums);
+        self.write_keys(dk, dv, (b, g), keys, &mut sums)
     }
 
     /// Adds `ds·k` to the sums of the rows.
@@ -240,10 +255,21 @@ impl<'a> Operands<'a> {
         rows: RowBlock,
         keys: &Range<usize>,
         k_depth: &[W],
+        pack: &mut RowPack<'_, W>,
         scores: &mut ScorePack<'_, W>,
         sums: &mut [f32],
     ) {
         let (isa, micro, head_size) = self.machine::<W>();
+        if self.apart && !self.geometry.all_see(0, rows, keys) {
+            for (i, sums) in sums.chunks_exact_mut(head_size).enumerate() {
+                for at in visible(&self.geometry.keys(0, rows.first + i), keys) {
+                    let k_at = self.geometry.key_at(rows.b, rows.g, keys.start + at);
+                    let k = self.k.read(isa, k_at, head_size, pack.wide[0]);
+                    vector::add_weighted_rows(isa, sums, &[scores.ds[i * KEYS + at]], k);
+                }
+            }
+            return;
+        }
         let ds = W::round(isa, &scores.ds[..rows.rows * KEYS], scores.rounded);
         W::pack(plain_rows::<W>(ds, rows.rows, keys.len(), KEYS), isa, micro.mr, scores.packed);
         assert!(sums.len() >= rows.rows * head_size, "a sum for every element of the rows");
@@ -258,12 +284,25 @@ impl<'a> Operands<'a> {
         &self,
         rows: RowBlock,
         keys: &Range<usize>,
-        pack: &RowPack<'_, W>,
+        pack: &mut RowPack<'_, W>,
         scores: &mut ScorePack<'_, W>,
         key_sums: &mut KeySums<'_, W>,
     ) {
         let (isa, micro, head_size) = self.machine::<W>();
         let KeySums { of_k, of_v, rows_depth } = key_sums;
+        if self.apart && !self.geometry.all_see(0, rows, keys) {
+            for i in 0..rows.rows {
+                let [of_q, of_dout] = &mut pack.wide;
+                let q = W::widen(isa, &pack.q[i * head_size..][..head_size], of_q);
+                let dout = W::widen(isa, &pack.dout[i * head_size..][..head_size], of_dout);
+                for at in visible(&self.geometry.keys(0, rows.first + i), keys) {
+                    let (score, sums) = (i * KEYS + at, at * head_size..(at + 1) * head_size);
+                    vector::add_weighted_rows(isa, &mut of_k[sums.clone()], &[scores.ds[score]], q);
+                    vector::add_weighted_rows(isa, &mut of_v[sums], &[scores.p[score]], dout);
+                }
+            }
+            return;
+        }
         for (of_score, of_row, sums) in [(&*scores.p, &*pack.dout, of_v), (&*scores.ds, &*pack.q, of_k)] {
             let of_score = W::round(isa, &of_score[..rows.rows * KEYS], scores.rounded);
             let of_score = columns_as_rows::<W>(of_score, keys.len(), rows.rows, KEYS);
@@ -277,17 +316,18 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// Writes the sums of rows to dq.
-    fn write_rows(&self, dq: FloatsMut<'_>, rows: RowBlock, sums: &mut [f32]) {
+    /// Writes the sums of rows to dq; whether they are finite.
+    fn write_rows(&self, dq: FloatsMut<'_>, rows: RowBlock, sums: &mut [f32]) -> bool {
         let (isa, _, head_size) = self.machine::<f32>();
         vector::scale(isa, sums, self.geometry.spec.scale);
         for (i, row) in sums.chunks_exact(head_size).enumerate() {
             // SAFETY: these rows of dq belong to this task.
             unsafe { dq.write(isa, self.geometry.q_at(rows.b, rows.g, rows.first + i), row) };
         }
+        vector::is_finite(isa, sums)
     }
 
-    /// Writes the sums of keys to dk and dv.
+    /// Writes the sums of keys to dk and dv; whether they are finite.
     fn write_keys<W: Word>(
         &self,
         dk: FloatsMut<'_>,
@@ -295,9 +335,10 @@ impl<'a> Operands<'a> {
         (b, g): (usize, usize),
         keys: &Range<usize>,
         sums: &mut KeySums<'_, W>,
-    ) {
+    ) -> bool {
         let (isa, _, head_size) = self.machine::<W>();
-        vector::scale(isa, &mut sums.of_k[..keys.len() * head_size], self.geometry.spec.scale);
+        let all = keys.len() * head_size;
+        vector::scale(isa, &mut sums.of_k[..all], self.geometry.spec.scale);
         for (i, key) in keys.clone().enumerate() {
             let at = self.geometry.key_at(b, g, key);
             // SAFETY: these keys' rows of dk and dv belong to this task.
@@ -305,6 +346,7 @@ impl<'a> Operands<'a> {
             // SAFETY: as above.
             unsafe { dv.write(isa, at, &sums.of_v[i * head_size..][..head_size]) };
         }
+        vector::is_finite(isa, &sums.of_k[..all]) && vector::is_finite(isa, &sums.of_v[..all])
     }
 
     /// The blocks of rows, beginning at multiples of [`ROWS`], that see any of the keys.
@@ -345,8 +387,12 @@ impl<'a> Operands<'a> {
     /// Packs keys and values.
     fn load_keys<W: Word>(&self, (b, g): (usize, usize), keys: &Range<usize>, pack: &mut KeyPack<'_, W>) {
         let (isa, micro, _) = self.machine::<W>();
-        W::pack(self.geometry.keys_as_columns(self.k, b, g, keys), isa, micro.nr, pack.k_packed);
-        W::pack(self.geometry.keys_as_columns(self.v, b, g, keys), isa, micro.nr, pack.v_packed);
+        W::pack(self.as_columns(self.k, (b, g), keys), isa, micro.nr, pack.k_packed);
+        W::pack(self.as_columns(self.v, (b, g), keys), isa, micro.nr, pack.v_packed);
+    }
+
+    fn as_columns(&self, data: Floats<'a>, (b, g): (usize, usize), keys: &Range<usize>) -> Panels<'a> {
+        self.geometry.keys_as_columns(data, self.geometry.key_at(b, g, keys.start), keys.len())
     }
 
     /// p and ds of a block of rows and keys; zeros where a row does not see a key.

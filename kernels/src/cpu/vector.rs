@@ -48,6 +48,14 @@ multiversion! {
 }
 
 multiversion! {
+    /// Whether no element is infinite or NaN.
+    pub fn is_finite(x: &[f32]) -> bool {
+        const EXPONENT: i32 = 0x7F80_0000;
+        x.iter().fold(0, |most: i32, x| most.max(x.to_bits() as i32 & EXPONENT)) < EXPONENT
+    }
+}
+
+multiversion! {
     /// `a += b`.
     pub fn add_assign(a: &mut [f32], b: &[f32]) {
         for (a, b) in a.iter_mut().zip(b) {

@@ -21,7 +21,7 @@
 //
 // Order of sums: columns of a score ascending; tiles of keys (dkv: of rows) ascending, within one ascending too. No
 // atomics: each result has one writer. f32 throughout. Nothing beyond the last visible key is read, so that what is not
-// there yet may be NaN.
+// there yet may be NaN. Within a tile zeros hide: a value that is not finite reaches rows that do not see it.
 //
 // Bytes from memory: operands and results once; from the L2 cache, keys and values once per 64 rows, and so on.
 // This is the plain version, without tensor cores.
@@ -203,6 +203,7 @@ __device__ __forceinline__ void forward(const void *q, int q_dtype, const void *
     for (int key = key_first; key < key_end; key += TILE) {
         float scores[4][4];
         k_rows.origin = shape.pages.rows_before(b, shape.capacity, key) * k_rows.step + (i64)kv_head * shape.head_size;
+        k_rows.end = v_rows.end = shape.pages.there(b, shape.capacity, key) ? key_end : 0;
         row_products(scores, q_rows, row, k_rows, key, pieces);
 #pragma unroll
         for (int i = 0; i < 4; i++) {

@@ -23,7 +23,7 @@
 // a row and piece, once each way.
 //
 // Order of sums: eight columns of a score at a time, even eights apart from odd ones; values by lane of keys, ascending, then
-// lanes, then pieces ascending. No atomics. f32 throughout. Nothing beyond the last visible key is read.
+// lanes, then pieces ascending. No atomics. f32 throughout. Of values, those that no row sees are not read.
 //
 // Compiled for sm_80 to sm_120 and emulated, not run on hardware.
 
@@ -86,8 +86,9 @@ __device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k
         __syncthreads();
         int key = tile + t / 2;
         i64 origin = (shape.pages.rows_before(b, shape.capacity, tile) + tile) * step + (i64)kv_head * head;
+        bool there = shape.pages.there(b, shape.capacity, tile);
         float scores[ROWS] = {};
-        if (key < end) {
+        if (there && key < end) {
             for (int c = t % 2 * 8; c < head; c += 16) {
                 float x[8];
                 load8(k, k_dtype, origin + t / 2 * step + c, x);
@@ -128,8 +129,10 @@ __device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k
         for (int r = 0; r < ROWS; r++)
 #pragma unroll
             for (int j = 0; j < 8; j++) sums[r][j] *= shared.keep[r];
-        if (lane < lanes) {
+        if (there && lane < lanes) {
             for (int i = lane; i < DECODE_TILE && tile + i < end; i += lanes) {
+                // No row sees it, so it may be anything.
+                if (tile + i < first) continue;
                 float x[8];
                 load8(v, v_dtype, origin + i * step + column, x);
 #pragma unroll

@@ -33,7 +33,8 @@
 // already. In f16, gradients of scores (before `scale`) beyond 65504 overflow and below 2^-25 vanish, as dout itself would.
 //
 // Order of sums: within 16 columns or rows that of the hardware, else ascending; tiles ascending. No atomics: each result has
-// one writer. Nothing beyond the last visible key is read. Tiles that no row of a block sees are not loaded, those that no
+// one writer. Nothing beyond the last visible key is read. Within a tile zeros hide: a value that is not finite reaches rows of
+// its warp that do not see it. Tiles that no row of a block sees are not loaded, those that no
 // row of a warp sees not multiplied, and only those at the edge of what is visible are masked.
 //
 // Compiled for sm_80 to sm_120 and emulated, not run on hardware.
@@ -63,6 +64,7 @@ __device__ __forceinline__ bool sees(int position, int key, int window) {
 template <int HEAD> struct QueryRows {
     i64 origin, step;
     int group, end;
+    static constexpr bool there = true;
 
     __device__ __forceinline__ QueryRows(const Shape &shape, int b, int kv_head)
         : step((i64)shape.heads * HEAD), group(shape.heads / shape.kv_heads) {
@@ -72,10 +74,11 @@ template <int HEAD> struct QueryRows {
     __device__ __forceinline__ i64 offset(int r) const { return origin + (i64)(r / group) * step + r % group * HEAD; }
 };
 
-// Row r is key r; `end`: keys that may be read. In pages the origin is that of a tile's.
+// Row r is key r; `end`: keys that may be read. In pages the origin is that of a tile's, whose page may not be there.
 template <int HEAD> struct KeyRows {
     i64 origin, step;
     int end;
+    bool there = true;
 
     __device__ __forceinline__ KeyRows(const Shape &shape, int b, int kv_head, int end)
         : step((i64)shape.kv_heads * HEAD), end(end) {
@@ -83,6 +86,7 @@ template <int HEAD> struct KeyRows {
     }
     // The next rows are of the tile that begins with `first`.
     __device__ __forceinline__ void turn_to(const Shape &shape, int first) {
+        there = shape.pages.there(blockIdx.z, shape.capacity, first);
         if (!shape.pages.table) return;
         origin = (i64)shape.pages.rows_before(blockIdx.z, shape.capacity, first) * step + (i64)blockIdx.y * HEAD;
     }
@@ -90,7 +94,7 @@ template <int HEAD> struct KeyRows {
 };
 
 // Starts to copy ROWS rows from `first` on to TILES tiles, each from a matrix of its own with the same layout; zeros beyond
-// the end.
+// the end, and of rows that are not there.
 template <int HEAD, int ROWS, int TILES, typename Rows>
 __device__ __forceinline__ void copy_rows(u16 *tiles, const u16 *const from[TILES], const Rows &rows, int first) {
     // Addresses that are computed at once: what is left of 255 registers has room for them on every generation.
@@ -100,7 +104,7 @@ __device__ __forceinline__ void copy_rows(u16 *tiles, const u16 *const from[TILE
 #pragma unroll AT_ONCE
     for (int above = 0; above < ROWS; above += THREADS / CHUNKS) {
         int r = above + threadIdx.x / CHUNKS;
-        bool valid = first + r < rows.end;
+        bool valid = rows.there && first + r < rows.end;
         i64 offset = rows.offset(min(first + r, rows.end - 1)) + chunk * 8;
 #pragma unroll
         for (int i = 0; i < TILES; i++)

@@ -87,7 +87,6 @@ __device__ __forceinline__ void store(void *to, int dtype, i64 i, float x) {
     }
 }
 
-// Whether eight elements from any multiple of eight on can be moved at once.
 // Where the keys and values of a sequence lie: in a run of their own, or in pages of which a table of the sequence has the
 // numbers.
 struct Pages {
@@ -96,8 +95,13 @@ struct Pages {
     // Of a page's positions, which are a multiple of every tile's.
     int shift;
 
-    // What to add to a position of sequence b, of `capacity` positions, for its row among those of all sequences or pages; of any
-    // page where there is none. It holds for all of a tile, which lies in one page.
+    // Whether there is a page for a position of sequence b, of `capacity` positions; where there is none keys and values are zeros.
+    __device__ __forceinline__ bool there(int b, int capacity, int position) const {
+        return !table || table[b * (capacity >> shift) + (position >> shift)] >= 0;
+    }
+
+    // What to add to such a position for its row among those of all sequences or pages; of any page where there is none. It
+    // holds for all of a tile, which lies in one page.
     __device__ __forceinline__ int rows_before(int b, int capacity, int position) const {
         if (!table) return b * capacity;
         int of_sequence = position >> shift;
@@ -105,6 +109,7 @@ struct Pages {
     }
 };
 
+// Whether eight elements from any multiple of eight on can be moved at once.
 __device__ __forceinline__ bool aligned16(const void *at) { return ((u64)at & 15) == 0; }
 
 // Elements i .. i + 8 of an aligned tensor; i is a multiple of 8.

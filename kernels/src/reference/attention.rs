@@ -20,7 +20,7 @@ impl Attention for Reference {
         let starts_b = values::ints(starts);
         check::starts(&dims, starts_b);
         let (q, k, v) = (values::read(q), values::read(keys.k), values::read(keys.v));
-        let places: Option<Vec<usize>> =
+        let places: Option<Vec<Option<usize>>> =
             dims.paging.zip(keys.pages).map(|(paging, pages)| places(&paging, pages));
         let mut out_bshk = vec![0.0; q.len()];
         let mut lse_bhs = vec![0.0; dims.batch * dims.heads * dims.queries];
@@ -29,14 +29,15 @@ impl Attention for Reference {
             let query = &q[row.query(&dims)..][..dims.head_size];
             let key = |j: usize| {
                 let at = row.b * dims.capacity + j;
-                row.key_in(&dims, places.as_ref().map_or(at, |places| places[at]))
+                Some(row.key_in(&dims, places.as_ref().map_or(Some(at), |places| places[at])?))
             };
-            let scores: Vec<f64> =
-                keys.clone().map(|j| f64::from(spec.scale) * dot(query, &k[key(j)..])).collect();
+            let score = |j| key(j).map_or(0.0, |at| f64::from(spec.scale) * dot(query, &k[at..]));
+            let scores: Vec<f64> = keys.clone().map(score).collect();
             let lse = log_sum_exp(&scores);
             lse_bhs[row.lse(&dims)] = lse;
-            for (score, j) in scores.iter().zip(keys) {
-                axpy(&mut out_bshk[row.query(&dims)..][..dims.head_size], (score - lse).exp(), &v[key(j)..]);
+            for (score, at) in scores.iter().zip(keys.map(key)) {
+                let Some(at) = at else { continue };
+                axpy(&mut out_bshk[row.query(&dims)..][..dims.head_size], (score - lse).exp(), &v[at..]);
             }
         }
         values::write(out, &out_bshk);
@@ -119,13 +120,13 @@ impl Attention for Reference {
     }
 }
 
-/// For every position of every sequence its row among those of all pages; any where there is none.
-fn places(paging: &Paging, pages: View<'_>) -> Vec<usize> {
+/// For every position of every sequence its row among those of all pages, if there is one.
+fn places(paging: &Paging, pages: View<'_>) -> Vec<Option<usize>> {
     let pages = values::ints(pages);
     check::pages(paging, pages);
     let of_page = |&page: &i32| {
-        let first = page.max(0) as usize * paging.positions;
-        first..first + paging.positions
+        let page = usize::try_from(page).ok();
+        (0..paging.positions).map(move |at| Some(page? * paging.positions + at))
     };
     pages.iter().flat_map(of_page).collect()
 }

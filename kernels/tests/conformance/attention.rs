@@ -71,29 +71,26 @@ impl Case {
         }
     }
 
+    /// out, dq, dk and dv of a sequence from its beginning.
+    fn gradients(&self, set: &KernelSet, [q, k, v, dout]: [&Host; 4], dtype: DType) -> [Host; 4] {
+        let (keys, starts) = (KeyValues::rows(k.view(), v.view()), Host::zeros(DType::I32, &[self.batch]));
+        let [out, lse] = self.forward_over(set, q, keys, &starts, dtype);
+        let mut dq = Host::zeros(dtype, &self.q_dims());
+        let (mut dk, mut dv) = (Host::zeros(dtype, &self.k_dims()), Host::zeros(dtype, &self.k_dims()));
+        let (of_q, of_k, of_v) = (q.view(), k.view(), v.view());
+        let (to_q, to_k, to_v) = (dq.view_mut(), dk.view_mut(), dv.view_mut());
+        set.attention
+            .backward(of_q, of_k, of_v, out.view(), lse.view(), dout.view(), to_q, to_k, to_v, self.spec())
+            .unwrap();
+        [out, dq, dk, dv]
+    }
+
     fn check_backward(&self, mix: (DType, DType)) {
         let qkv = self.qkv(mix.0);
         let dout = Host::random(mix.0, &self.q_dims(), 1.0, 4);
-        let starts = Host::zeros(DType::I32, &[self.batch]);
+        let [q, k, v] = &qkv;
         let run = |set: &KernelSet, dtype| {
-            let [out, lse] = self.forward(set, &qkv, &starts, dtype);
-            let [q, k, v] = &qkv;
-            let mut dq = Host::zeros(dtype, &self.q_dims());
-            let (mut dk, mut dv) = (Host::zeros(dtype, &self.k_dims()), Host::zeros(dtype, &self.k_dims()));
-            set.attention
-                .backward(
-                    q.view(),
-                    k.view(),
-                    v.view(),
-                    out.view(),
-                    lse.view(),
-                    dout.view(),
-                    dq.view_mut(),
-                    dk.view_mut(),
-                    dv.view_mut(),
-                    self.spec(),
-                )
-                .unwrap();
+            let [_, dq, dk, dv] = self.gradients(set, [q, k, v, &dout], dtype);
             [dq, dk, dv]
         };
         let expected = run(&reference::kernel_set(), DType::F32);
@@ -277,6 +274,133 @@ fn pages_change_no_bit() {
             }
         }
     }
+}
+
+/// A row's result does not depend on which rows are computed with it, nor on where those begin to see; blocks of rows are large
+/// enough here to be packed.
+#[test]
+fn chunks_change_no_bit() {
+    if crate::cuda::backends().is_some() {
+        return;
+    }
+    for (window, mix) in [(None, MIXES[2]), (Some(33), MIXES[2]), (Some(120), MIXES[2]), (Some(33), MIXES[0])]
+    {
+        let case = Case { batch: 1, ..training(260, 2, 1, 32, window) };
+        let qkv = case.qkv(mix.0);
+        let row = 2 * case.head_size;
+        for (name, set) in backends_and_pairs() {
+            let [all, _] = case.forward(&set, &qkv, &Host::zeros(DType::I32, &[1]), mix.1);
+            for (start, queries) in [(0, 17), (17, 96), (113, 60), (173, 87)] {
+                let q = qkv[0].values()[start * row..][..queries * row].to_vec();
+                let chunk = Case { queries, ..case };
+                let q = Host::of(mix.0, &chunk.q_dims(), q);
+                let starts = Host::of(DType::I32, &[1], [start as f64]);
+                let [out, _] = chunk.forward(&set, &[q, qkv[1].clone(), qkv[2].clone()], &starts, mix.1);
+                let expected = &all.values()[start * row..][..queries * row];
+                assert!(expected == out.values(), "{name}: {queries} from {start}, {window:?} {mix:?}");
+            }
+        }
+    }
+}
+
+/// Where there is no page keys and values are zeros, and page 0, which may be another sequence's, is as good as any other.
+#[test]
+fn pages_that_are_not_there() {
+    for (pages, start, queries, window) in [
+        (vec![1, -1], 62, 3, None),
+        (vec![1, -1], 40, 60, None),
+        (vec![2, -1, 1], 100, 90, None),
+        (vec![-1, -1, 3, 4], 200, 1, Some(60)),
+        (vec![-1, -1, 3, 4], 200, 30, Some(60)),
+        (vec![-1, -1, -1, -1, -1, -1, -1, 3, 4, 5], 520, 2, Some(60)),
+        (vec![1, 2, 5, -1, 3, 4, 6, 7, 8, 9], 600, 1, None),
+    ] {
+        for (head_size, group) in [(16, 2), (64, 8)] {
+            let count = pages.len() + 1;
+            let table = Host::of(DType::I32, &[1, pages.len()], pages.iter().map(|page| f64::from(*page)));
+            let capacity = pages.len() * 64;
+            let case = Case { batch: 1, queries, capacity, heads: group, kv_heads: 1, head_size, window };
+            let starts = Host::of(DType::I32, &[1], [f64::from(start)]);
+            for (mix, wrong) in MIXES.into_iter().zip([f64::NAN, f64::INFINITY, f64::NAN, f64::INFINITY]) {
+                let q = Host::random(mix.0, &case.q_dims(), 1.5, 1);
+                let [k, v] = [2, 3].map(|seed| {
+                    let mut all = Host::random(mix.0, &[count, 64, 1, head_size], 1.0, seed);
+                    (0..64 * head_size).for_each(|i| all.set(i, wrong));
+                    all
+                });
+                let keys = KeyValues { k: k.view(), v: v.view(), pages: Some(table.view()) };
+                let [expected, expected_lse] =
+                    case.forward_over(&reference::kernel_set(), &q, keys, &starts, DType::F32);
+                assert!(expected.values().iter().all(|x| x.is_finite()), "the reference reads no page 0");
+                for (name, set) in backends_and_pairs() {
+                    let what = format!("{name}: {case:?} from {start} in {pages:?}, {mix:?}");
+                    let [out, lse] = case.forward_over(&set, &q, keys, &starts, mix.1);
+                    let by_pairs = mix == (DType::BF16, DType::BF16) && multiplies_pairs(&name);
+                    // Of values up to 5.
+                    let tolerance = if by_pairs { 5.0 * 2f64.powi(-8) } else { 1e-5 };
+                    assert_close(&what, &expected, &out, tolerance);
+                    assert_close(&what, &expected_lse, &lse, 1e-5);
+                }
+            }
+        }
+    }
+}
+
+/// What a query does not see is no part of its result, whatever it is; what it sees is. (On a card zeros hide: see the trait.)
+#[test]
+fn what_is_hidden_may_be_anything() {
+    if crate::cuda::backends().is_some() {
+        return;
+    }
+    for (queries, group, at, window) in [
+        (2, 1, 1, None),
+        (5, 2, 4, None),
+        (30, 1, 29, None),
+        (130, 1, 100, None),
+        (60, 3, 40, Some(7)),
+        (230, 1, 2, Some(20)),
+        (230, 1, 120, Some(20)),
+    ] {
+        let case = Case { batch: 1, ..training(queries, group, 1, 18, window) };
+        for (mix, wrong) in MIXES.into_iter().zip([f64::INFINITY, f64::NAN, f64::NAN, f64::NEG_INFINITY]) {
+            for operand in 0..4 {
+                let mut of_forward = case.qkv(mix.0);
+                let mut dout = Host::random(mix.0, &case.q_dims(), 1.0, 4);
+                let [q, k, v] = of_forward.each_mut();
+                let changed = [q, k, v, &mut dout].into_iter().nth(operand).unwrap();
+                let width = changed.len() / queries;
+                changed.set(at * width + width / 2, wrong);
+                let run = |set: &KernelSet, dtype| {
+                    let [q, k, v] = &of_forward;
+                    case.gradients(set, [q, k, v, &dout], dtype)
+                };
+                let expected = run(&reference::kernel_set(), DType::F32);
+                for (name, set) in backends_and_pairs() {
+                    let tolerance = if mix.1 == DType::F32 { 1e-4 } else { 5e-2 };
+                    for (what, (expected, found)) in ["out", "dq", "dk", "dv"]
+                        .iter()
+                        .zip(expected.iter().zip(&run(&set, mix.1)))
+                        .filter(|(_, (expected, _))| expected.values().iter().any(|x| x.is_finite()))
+                    {
+                        let what = format!("{name}: {what} with operand {operand} at {at}, {case:?} {mix:?}");
+                        same_where_finite(&what, expected, found, tolerance);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Close where `expected` is finite, and not finite elsewhere.
+fn same_where_finite(what: &str, expected: &Host, found: &Host, tolerance: f64) {
+    let (mut expected, mut found) = (expected.clone(), found.clone());
+    let pairs = expected.values().into_iter().zip(found.values());
+    for (i, (value, found_value)) in pairs.enumerate().filter(|(_, (value, _))| !value.is_finite()) {
+        assert!(!found_value.is_finite(), "{what}: element {i} hides {value}");
+        expected.set(i, 0.0);
+        found.set(i, 0.0);
+    }
+    assert_close(what, &expected, &found, tolerance);
 }
 
 #[test]

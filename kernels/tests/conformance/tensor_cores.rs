@@ -152,3 +152,32 @@ fn attention() {
         }
     }
 }
+
+/// Pages that are not there are zeros to these kernels, too.
+#[test]
+fn missing_pages() {
+    let Some(sets) = sets() else { return };
+    for (dtype, head_size, window) in
+        [(DType::BF16, 64, None), (DType::F16, 128, None), (DType::BF16, 128, Some(90))]
+    {
+        let dims = [1, 120, 2, head_size];
+        let pages = Host::of(DType::I32, &[1, 4], [-1.0, 2.0, -1.0, 1.0]);
+        let starts = Host::of(DType::I32, &[1], [130.0]);
+        let q = Host::random(dtype, &dims, 1.0, 1);
+        let [k, v] = [2, 3].map(|seed| {
+            let mut all = Host::random(dtype, &[3, 64, 1, head_size], 1.0, seed);
+            (0..64 * head_size).for_each(|i| all.set(i, f64::NAN));
+            all
+        });
+        let run = |set: &KernelSet, exact: bool| {
+            let mut out = Host::zeros(if exact { DType::F32 } else { dtype }, &dims);
+            let mut lse = Host::zeros(DType::F32, &[1, 2, 120]);
+            let keys = KeyValues { k: k.view(), v: v.view(), pages: Some(pages.view()) };
+            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window };
+            let (to, to_lse) = (out.view_mut(), lse.view_mut());
+            set.attention.forward(q.view(), keys, starts.view(), to, to_lse, spec).unwrap();
+            vec![out]
+        };
+        compare(&sets, &format!("{dtype} {dims:?} {window:?}"), true, 5e-2, run);
+    }
+}
