@@ -4,6 +4,10 @@
 //! are f32 within a block of [`BLOCK`] and f64 over blocks; everything else is f32, rounded once at the end (Hugging Face
 //! rounds `x·rstd` to bf16 before it multiplies by the weight, which costs an extra half unit).
 //!
+//! Squares of f32 leave its range long before the elements do. A row whose squares overflow or are lost among the smallest
+//! numbers is taken again in f64, forward and backward, so that rows of any finite size give what the formula says; only where
+//! rstd itself is beyond f32 (no eps, and all elements denormal) they do not.
+//!
 //! Tolerance against f64: 4 units in the last place of f32 times the magnitude of the terms, before the rounding.
 
 use super::Cpu;
@@ -14,6 +18,7 @@ use super::threads::SharedMut;
 use super::{Isa, vector};
 use crate::check::{self, RowDims};
 use crate::{Result, RmsNorm, View, ViewMut};
+use std::ops::RangeInclusive;
 
 impl RmsNorm for Cpu {
     fn forward(
@@ -80,12 +85,20 @@ impl RmsNorm for Cpu {
             for r in block.rows() {
                 let at = r * dims.width + block.first_col;
                 let dout = dout.read(isa, at, block.cols, &mut of_dout);
-                vector::multiply_add(isa, sums, dout, x.read(isa, at, block.cols, &mut of_x), rstd_r[r]);
+                let x = x.read(isa, at, block.cols, &mut of_x);
+                // The factor goes to what makes it a number of order one.
+                let (a, b) = if RSTD_USUAL.contains(&rstd_r[r]) { (dout, x) } else { (x, dout) };
+                vector::multiply_add(isa, sums, a, b, rstd_r[r]);
             }
         });
         Ok(())
     }
 }
+
+/// 2⁻¹⁰⁰: below it, squares that f32 rounds to multiples of 2⁻¹⁴⁹ may count.
+const MEAN_MIN: f64 = 7.888_609_052_210_118e-31;
+/// 2⁻⁴⁰ to 2⁴⁰: products with elements of such a row, and with rstd², are in the range of f32.
+const RSTD_USUAL: RangeInclusive<f32> = 9.094_947e-13..=1.099_511_6e12;
 
 fn rows_per_task(dims: RowDims) -> usize {
     (CHUNK / dims.width.max(1)).max(1)
@@ -97,7 +110,16 @@ fn reciprocal_rms(isa: Isa, row: Floats<'_>, eps: f32, buffer: &mut [f32; BLOCK]
         let x = row.read(isa, col, BLOCK.min(row.len() - col), buffer);
         sum += f64::from(vector::dot(isa, x, x));
     }
-    (1.0 / (sum / row.len() as f64 + f64::from(eps)).sqrt()) as f32
+    let mut mean = sum / row.len() as f64 + f64::from(eps);
+    if !(MEAN_MIN..=f64::MAX).contains(&mean) {
+        sum = 0.0;
+        for col in (0..row.len()).step_by(BLOCK) {
+            let x = row.read(isa, col, BLOCK.min(row.len() - col), buffer);
+            sum += x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+        }
+        mean = sum / row.len() as f64 + f64::from(eps);
+    }
+    (1.0 / mean.sqrt()) as f32
 }
 
 /// The gradient of x, row by row.
@@ -123,6 +145,10 @@ impl RowGradient<'_> {
             let x = self.x.read(isa, at, len, of_x);
             sum += f64::from(vector::dot3(isa, dout, x, self.weight.read(isa, col, len, of_weight)));
         }
+        if !RSTD_USUAL.contains(&rstd) || !sum.is_finite() {
+            // SAFETY: the caller's promise.
+            return unsafe { self.run_wide(isa, r, rstd, buffers) };
+        }
         let correction = (f64::from(rstd).powi(2) * sum / self.width as f64) as f32;
         for (col, len) in blocks() {
             let at = r * self.width + col;
@@ -140,6 +166,43 @@ impl RowGradient<'_> {
                 correction,
                 &mut result[..len],
             );
+            // SAFETY: the caller's promise.
+            unsafe { self.dx.write(isa, at, &result[..len]) };
+        }
+    }
+
+    /// The same in f64.
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    unsafe fn run_wide(&self, isa: Isa, r: usize, rstd: f32, buffers: &mut [[f32; BLOCK]; 4]) {
+        let [of_dout, of_x, of_weight, result] = buffers;
+        let blocks = || (0..self.width).step_by(BLOCK).map(|col| (col, BLOCK.min(self.width - col)));
+        let rstd = f64::from(rstd);
+        let mut sum = 0.0f64;
+        for (col, len) in blocks() {
+            let at = r * self.width + col;
+            let (dout, x) = (self.dout.read(isa, at, len, of_dout), self.x.read(isa, at, len, of_x));
+            let weight = self.weight.read(isa, col, len, of_weight);
+            let terms = dout.iter().zip(x).zip(weight);
+            sum += terms
+                .map(|((dout, x), weight)| f64::from(*dout) * f64::from(*weight) * (f64::from(*x) * rstd))
+                .sum::<f64>();
+        }
+        let mean = sum / self.width as f64;
+        for (col, len) in blocks() {
+            let at = r * self.width + col;
+            result[..len].fill(0.0);
+            if self.accumulate {
+                // SAFETY: the caller's promise.
+                unsafe { self.dx.read(isa, at, &mut result[..len]) };
+            }
+            let (dout, x) = (self.dout.read(isa, at, len, of_dout), self.x.read(isa, at, len, of_x));
+            let weight = self.weight.read(isa, col, len, of_weight);
+            for (((dx, dout), x), weight) in result.iter_mut().zip(dout).zip(x).zip(weight) {
+                let centred = f64::from(*dout) * f64::from(*weight) - f64::from(*x) * rstd * mean;
+                *dx = (f64::from(*dx) + rstd * centred) as f32;
+            }
             // SAFETY: the caller's promise.
             unsafe { self.dx.write(isa, at, &result[..len]) };
         }

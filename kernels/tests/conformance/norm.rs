@@ -76,3 +76,57 @@ fn backward() {
         }
     }
 }
+
+/// Rows of any size, not only those whose squares are numbers of f32, come out as others: x̂ does not depend on it.
+#[test]
+fn rows_of_any_size() {
+    for (size, eps) in
+        [(1e19, 1e-6), (1e30, 1e-6), (3e37, 1e-6), (1e-18, 0.0), (1e-25, 0.0), (1e-36, 0.0), (1e-25, 1e-30)]
+    {
+        for (rows, width) in [(3, 64), (2, 1500)] {
+            let dims = [rows, width];
+            let x = Host::random(DType::F32, &dims, size, 1);
+            let weight = Host::random(DType::F32, &[width], 1.0, 2);
+            let dout = Host::random(DType::F32, &dims, 1.0, 3);
+            let run = |set: &terrace_kernels::KernelSet| {
+                let (mut out, mut rstd) = (Host::zeros(DType::F32, &dims), Host::zeros(DType::F32, &[rows]));
+                set.rms_norm.forward(x.view(), weight.view(), eps, out.view_mut(), rstd.view_mut()).unwrap();
+                let (mut dx, mut dweight) =
+                    (Host::zeros(DType::F32, &dims), Host::zeros(DType::F32, &[width]));
+                let (to_x, to_weight) = (dx.view_mut(), dweight.view_mut());
+                set.rms_norm
+                    .backward(dout.view(), x.view(), weight.view(), rstd.view(), to_x, false, to_weight)
+                    .unwrap();
+                [out, rstd, dx, dweight]
+            };
+            let expected = run(&reference::kernel_set());
+            let scale = expected[1].values().into_iter().fold(0.0, f64::max);
+            assert!(scale > 0.0 && scale.is_finite());
+            for (name, set) in backends() {
+                // The smallest f32 are 2⁻¹⁴⁹ apart: rstd of large rows, and dx, which is as small, have fewer digits.
+                let tiny = 2f64.powi(-149);
+                let tolerances = [1e-5, 1e-6 * scale + tiny, 2e-5 * scale + tiny, 2e-5];
+                let found = run(&set);
+                for (i, tolerance) in tolerances.into_iter().enumerate() {
+                    let what =
+                        format!("{name}: result {i} of [{rows}, {width}] of size {size:e}, eps {eps:e}");
+                    assert_close(&what, &expected[i], &found[i], tolerance);
+                }
+            }
+        }
+    }
+}
+
+/// What is not finite stays so: a diverged run is reported as such.
+#[test]
+fn infinite_rows() {
+    for wrong in [f64::INFINITY, f64::NAN] {
+        let x = Host::of(DType::F32, &[1, 20], (0..20).map(|i| if i == 3 { wrong } else { 1.0 }));
+        let weight = Host::of(DType::F32, &[20], [1.0; 20]);
+        for (name, set) in backends() {
+            let (mut out, mut rstd) = (Host::zeros(DType::F32, &[1, 20]), Host::zeros(DType::F32, &[1]));
+            set.rms_norm.forward(x.view(), weight.view(), 1e-6, out.view_mut(), rstd.view_mut()).unwrap();
+            assert!(out.values()[3].is_nan(), "{name}: {:?}", out.values());
+        }
+    }
+}
