@@ -41,13 +41,13 @@ fn swiglu() {
 /// Far from zero silu is 0 or the identity, never NaN.
 #[test]
 fn extreme_gates() {
-    let gate = Host::of(DType::F32, &[6], [-1e30, -1e3, -90.0, 90.0, 1e3, 1e30]);
+    let gate = Host::of(DType::F32, &[6], [-3e38, -1e3, -90.0, 90.0, 1e3, 3e38]);
     let up = Host::of(DType::F32, &[6], [1.0; 6]);
     for (name, set) in backends() {
         let mut out = Host::zeros(DType::F32, &[6]);
         set.activation.swiglu(gate.view(), up.view(), out.view_mut()).unwrap();
         let (out, gate) = (out.values(), gate.values());
-        assert!(out[1].abs() < 1e-30 && out[2].abs() < 1e-30, "{name}: {out:?}");
+        assert!(out[..3].iter().all(|out| out.abs() < 1e-30), "{name}: {out:?}");
         assert_eq!(out[3..], gate[3..], "{name}");
     }
 }
