@@ -334,8 +334,7 @@ pub struct StateArgs {
     /// Folder of training state: a --disk of the run, or .terrace in its --output; several in their original order
     #[arg(value_name = "PATH", required_unless_present = "disk", conflicts_with = "disk")]
     pub dirs: Vec<PathBuf>,
-    /// The same as a flag
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", help = "The same as a flag")]
     pub disk: Vec<PathBuf>,
     /// How disk operations are submitted
     #[arg(long, value_name = "NAME", default_value = "auto")]

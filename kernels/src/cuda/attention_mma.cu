@@ -86,6 +86,7 @@ template <int HEAD> struct KeyRows {
     }
     // The next rows are of the tile that begins with `first`.
     __device__ __forceinline__ void turn_to(const Shape &shape, int first) {
+        there = shape.pages.there(blockIdx.z, shape.capacity, first);
         if (!shape.pages.table) return;
         there = shape.pages.there(blockIdx.z, shape.capacity, first);
         origin = (i64)shape.pages.rows_before(blockIdx.z, shape.capacity, first) * step + (i64)blockIdx.y * HEAD;
