@@ -103,7 +103,7 @@ fn a_hundred_steps_follow_the_formula() {
                 StateFormat::Bf16 => assert!(error <= 0.01 && mean <= 0.005, "{name}: {error} {mean}"),
                 StateFormat::Compact => assert!(error <= 0.06 && mean <= 0.005, "{name}: {error} {mean}"),
                 _ if matches!(algorithm, Algorithm::AdamW(_)) => {
-                    assert!(largest <= 2e-6, "{name}: {largest:e}")
+                    assert!(largest <= 2e-6, "{name}: {largest:e}");
                 }
                 // Half the spacing of f32 below 2, every step.
                 _ => assert!(largest <= STEPS as f64 * 2f64.powi(-24), "{name}: {largest:e}"),

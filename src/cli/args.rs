@@ -96,8 +96,7 @@ pub struct FinetuneArgs {
     /// No weight decay for parameters whose names match; * stands for any characters, as in '*norm*'
     #[arg(long, value_name = "PATTERN", help_heading = "Training")]
     pub no_decay: Vec<String>,
-    /// What parameters whose names match get: after the pattern lr=X or lr-scale=X, weight-decay=X, or frozen, as in
-    /// '*embed*,lr=1e-6'. The first pattern that matches decides; those of --no-decay come last
+    /// What parameters whose names match get: PATTERN,lr=X or lr-scale=X, weight-decay=X, frozen. The first match decides, --no-decay last
     #[arg(long, value_name = "PATTERN,…", help_heading = "Training")]
     pub param_group: Vec<GroupFlag>,
     /// Decay rates of the moments [default: 0.9,0.999; lion: 0.9,0.99]
@@ -334,7 +333,8 @@ pub struct StateArgs {
     /// Folder of training state: a --disk of the run, or .terrace in its --output; several in their original order
     #[arg(value_name = "PATH", required_unless_present = "disk", conflicts_with = "disk")]
     pub dirs: Vec<PathBuf>,
-    #[arg(long, value_name = "PATH", help = "The same as a flag")]
+    /// The same as a flag
+    #[arg(long, value_name = "PATH")]
     pub disk: Vec<PathBuf>,
     /// How disk operations are submitted
     #[arg(long, value_name = "NAME", default_value = "auto")]

@@ -125,19 +125,7 @@ pub fn train(
     };
     let began = Instant::now();
     let result = trainer.run(steps, |step| Ok(data.samples(&sampler.batch_indices(step))?));
-    trainer.progress.finish();
-    // Also after an error: the steps before it are not to be lost.
-    let flushed = if run.offload == Offload::Disk { trainer.engine.save() } else { trainer.engine.flush() };
-    // Neither the error nor the model may be lost to a timeline that cannot be written.
-    let traced = run.trace.as_ref().map_or(Ok(()), |path| trace::write(path, &session));
-    let counted = trainer.count_last_writes();
-    let exported = if result.is_ok() && flushed.is_ok() { trainer.export(&run.output) } else { Ok(()) };
-    trainer.say_what_it_took();
-    result?;
-    flushed?;
-    exported?;
-    traced?;
-    counted?;
+    trainer.end(result)?;
     let seconds = began.elapsed().as_secs_f64();
     let last = trainer.finished;
     let state = state_dirs(&run);
@@ -285,6 +273,24 @@ struct Trainer<'a> {
 }
 
 impl Trainer<'_> {
+    /// What is left to do after the steps, or after one that failed: the steps before it are not to be lost.
+    fn end(&mut self, result: Result<(), CliError>) -> Result<(), CliError> {
+        let run = self.run;
+        self.progress.finish();
+        let on_disk = run.offload == Offload::Disk;
+        let flushed = if on_disk { self.engine.save() } else { self.engine.flush() };
+        // Neither the error nor the model may be lost to a timeline that cannot be written.
+        let traced = run.trace.as_ref().map_or(Ok(()), |path| trace::write(path, self.session));
+        let counted = self.count_last_writes();
+        let exported = if result.is_ok() && flushed.is_ok() { self.export(&run.output) } else { Ok(()) };
+        self.say_what_it_took();
+        result?;
+        flushed?;
+        exported?;
+        traced?;
+        counted
+    }
+
     fn say_what_it_took(&self) {
         if let Some(text) = self.summary.text(&self.floor) {
             eprintln!("{text}");

@@ -141,8 +141,11 @@ pub fn run(setting: &Setting, broken: Broken) -> Events {
     events
 }
 
+/// A clock, and the seconds that an operation of a product takes of it.
+type Clock = (Arc<VirtualClock>, f64);
+
 /// A disk in virtual time, and the clock with the pace of products.
-fn timed(disk: &Arc<SimEngine>, pace: Pace) -> (Arc<dyn IoEngine>, Option<(Arc<VirtualClock>, f64)>) {
+fn timed(disk: &Arc<SimEngine>, pace: Pace) -> (Arc<dyn IoEngine>, Option<Clock>) {
     let Pace { read_bytes_per_second, write_bytes_per_second, is_shared, operation } = pace;
     let config = ThrottleConfig {
         read_bytes_per_second,
@@ -229,7 +232,7 @@ fn start_over(setting: &Setting, io: &Arc<dyn IoEngine>) {
 struct Run<'a> {
     setting: &'a Setting,
     life: &'a Life,
-    clock: Option<(Arc<VirtualClock>, f64)>,
+    clock: Option<Clock>,
     expected: &'a Expected,
     broken: Broken,
     events: &'a mut Events,
