@@ -164,7 +164,7 @@ fn a_plan_counts_the_state_once_and_says_where_that_would_do() {
         2,
         &[
             "--disk-space of",
-            "choose a smaller --state, or keep the state once",
+            "use --state compact, or keep the state once",
             "--durability none needs",
             "these fit",
         ],

@@ -353,10 +353,10 @@ fn what_does_not_fit_is_refused_with_numbers() {
         .args(&tight)
         .fails(2, &["is too small: this run needs at least", "Raise it to"]);
     let space = ["--disk-space", "400GiB"];
-    cmd(&["plan", "--params", "40b"]).args(&MACHINE).args(&space).fails(
-        2,
-        &["--disk-space of 400 GiB is too small", "choose a smaller --state", "these fit", "compact"],
-    );
+    cmd(&["plan", "--params", "40b"])
+        .args(&MACHINE)
+        .args(&space)
+        .fails(2, &["--disk-space of 400 GiB is too small", "use --state", "these fit", "compact"]);
     cmd(&["plan", "--params", "7"]).fails(2, &["--params", "config.json"]);
     cmd(&["plan"]).fails(2, &["--model", "--params"]);
     cmd(&["plan", "--params", "many"]).fails(2, &["40b"]);

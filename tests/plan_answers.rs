@@ -51,6 +51,10 @@ fn batches_that_cannot_be_are_refused_as_by_the_run() {
             "1000TiB",
             "--offload",
             "host",
+            "--dtype",
+            "fp32",
+            "--activations",
+            "recompute",
             "--json",
         ])
         .ok()
@@ -207,4 +211,61 @@ fn generation_is_not_said_to_train() {
         assert!(!text.contains(words), "{words:?} is in {text}");
     }
     assert!(text.contains("weight slots"), "{text}");
+}
+
+/// What is named makes the plan fit, and one more does not; what does not help is not named.
+#[test]
+fn what_would_fit_is_named_and_does() {
+    let bench = Bench::tiny();
+    let settings = ["--seq-len", "64", "--batch-size", "8", "--grad-accum", "64", "--state", "fp32"];
+    let tight = ["--activations", "recompute", "--offload", "host"];
+    let run = |changed: &[&str], memory: &str| {
+        let mut flags = settings.to_vec();
+        for change in changed.chunks(2) {
+            let at = flags.iter().position(|flag| *flag == change[0]).unwrap();
+            flags[at + 1] = change[1];
+        }
+        plan(&bench).args(&flags).args(&tight).args(&["--host-memory", memory])
+    };
+    // Somewhat less than the least.
+    let less = |refused: &str, by: f64| {
+        let least = refused.split("needs at least ").nth(1).unwrap().split(" MiB").next().unwrap();
+        format!("{:.2}MiB", least.parse::<f64>().unwrap() - by)
+    };
+    let memory = less(&run(&[], "4MiB").fails(2, &["is too small"]).stderr, 2.0);
+    let refused = run(&[], &memory).fails(2, &["is too small", "Raise it to"]).stderr;
+    let advice = refused.lines().find(|line| line.starts_with("Raise it to")).unwrap().to_owned();
+    let of = |flag: &str| {
+        let words: Vec<&str> = advice.split([' ', ',']).collect();
+        let at =
+            words.iter().position(|word| *word == flag).map(|at| words[at + 2].parse::<usize>().unwrap());
+        at.unwrap_or_else(|| panic!("{flag} is in {advice}"))
+    };
+    for flag in ["--grad-accum", "--batch-size", "--seq-len"] {
+        let most = of(flag);
+        run(&[flag, &most.to_string()], &memory).ok();
+        run(&[flag, &(most + 1).to_string()], &memory).fails(2, &["is too small"]);
+    }
+    // The run says the same.
+    let train = |memory: &str| {
+        let flags = ["--grad-accum", "64", "--state", "fp32", "--device", "cpu", "--host-memory", memory];
+        bench.finetune("out").args(&flags).args(&tight).fails(2, &["Raise it to"]).stderr
+    };
+    let refused = train(&less(&train("4MiB"), 0.5));
+    assert!(refused.contains("lower --grad-accum to "), "{refused}");
+    // Nothing but memory helps where there is none.
+    let nothing = run(&[], "0").fails(2, &["Raise it to"]).stderr;
+    for flag in ["--seq-len", "--batch-size", "--grad-accum", "--state "] {
+        assert!(!nothing.contains(flag), "{flag} is in {nothing}");
+    }
+    let both = ["--params", "8b", "--gpu-memory", "1MiB", "--host-memory", "1MiB"];
+    cmd(&["plan"])
+        .args(&both)
+        .fails(2, &["--host-memory of 1.00 MiB", "Raise it to", " and --device-memory to "]);
+    let space = ["--seq-len", "24", "--disk-space", "10KiB", "--offload", "disk"];
+    let none =
+        plan(&bench).args(&space).fails(2, &["--disk-space of 10.0 KiB", "of the table fits either"]).stderr;
+    assert!(!none.contains("--state"), "{none}");
+    let space = ["--seq-len", "24", "--disk-space", "10KiB"];
+    plan(&bench).args(&space).fails(2, &["use --offload", "these fit:\nstate    offload"]);
 }

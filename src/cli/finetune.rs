@@ -2,6 +2,7 @@
 
 use super::args::{FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag};
 use super::inputs::FinetuneInputs;
+use super::knobs::Knobs;
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, Pinned, PlanFile, Settings, Step, Term, Totals, Windows,
 };
@@ -86,15 +87,19 @@ pub fn train(
     if can.training.is_some() && config.overrides.kept_blocks.is_none() {
         let runs = PlanningRuns::default();
         config.keep_at_most =
-            keeping::cheapest(&config, &session.backend, &model.config, &sample, &can, &runs)?.0;
+            keeping::cheapest(&config, &session.backend, &model.config, &sample, &can, &runs)
+                .map_err(|error| advise(error, &config, &session, &model.config))?
+                .0;
     }
 
     let loading = Instant::now();
+    let wanted = config.clone();
     let engine = if run.resume {
-        Engine::resume(config, session.backend.clone(), model.blocks, &sample)?
+        Engine::resume(config, session.backend.clone(), model.blocks, &sample)
     } else {
-        Engine::create(config, session.backend.clone(), model.blocks, &sample, source)?
+        Engine::create(config, session.backend.clone(), model.blocks, &sample, source)
     };
+    let engine = engine.map_err(|error| advise(error, &wanted, &session, &model.config))?;
     session.warn_of_slow_copies();
     let windows = say_plan(&engine, &run, loading);
     // The cut into chunks is a property of state that is resumed.
@@ -140,6 +145,12 @@ pub fn train(
         "host_peak_bytes": session::peak_resident_bytes(),
         "state": state,
     }))
+}
+
+/// A plan that does not fit, with what would.
+fn advise(error: EngineError, config: &EngineConfig, session: &Session, model: &ModelConfig) -> EngineError {
+    let runs = PlanningRuns::default();
+    Knobs { config, backend: &session.backend, model, runs: &runs, disk_space: None }.advise(error)
 }
 
 /// Refuses a plan of another run, or one that does not fit here, before anything is written.

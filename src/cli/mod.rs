@@ -14,6 +14,7 @@ mod identity;
 pub mod inputs;
 pub mod inspect;
 mod keeping;
+mod knobs;
 pub mod pinned;
 pub mod plan;
 mod plan_generate;

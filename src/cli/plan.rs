@@ -5,6 +5,7 @@ use super::args::{
     StateFormat as StateFlag,
 };
 use super::floor::time;
+use super::knobs::Knobs;
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
 };
@@ -35,6 +36,10 @@ use terrace_zero::{
 const ENDURANCE_BYTES: f64 = 1200e12;
 /// What the batch and the accumulation are multiplied with in the table of choices.
 const BATCHES: [(usize, usize); 4] = [(1, 1), (1, 4), (4, 1), (4, 4)];
+
+/// Of the table of choices.
+const HEADER: &str =
+    "state    offload  batch  accum        host      device        disk   at least   expected      tok/s";
 
 /// Most micro-batches times layers in horizontal accumulation.
 const PASSES_MAX: usize = 1 << 16;
@@ -187,6 +192,18 @@ impl<'a> Planning<'a> {
     fn of_durability(&self, choice: Choice, durability: DurabilityFlag) -> Result<Planned, EngineError> {
         self.countable(choice.batch)?;
         self.playable(choice)?;
+        let config = self.config_of(choice, durability);
+        let sample = TokenBatch::new(&self.model).shape(choice.batch, self.length);
+        // Rates of formats are those of AdamW; other algorithms move other bytes.
+        let state = Some(choice.state).filter(|_| self.args.optimizer == OptimizerName::Adamw);
+        let can = self.capabilities(state);
+        let (_, outlook) = keeping::cheapest(&config, &self.backend, &self.model, &sample, &can, &self.runs)?;
+        self.enough_disk(&outlook.memory)?;
+        let floor = Floor::complete(&outlook.work, &can, false);
+        Ok(Planned { choice, outlook, floor, operations_rate: can.operations })
+    }
+
+    fn config_of(&self, choice: Choice, durability: DurabilityFlag) -> EngineConfig {
         let limits = BatchLimits {
             sequences: choice.batch,
             length: self.length,
@@ -195,7 +212,7 @@ impl<'a> Planning<'a> {
             cache_pages: 0,
         };
         let clip = Some(self.args.clip.unwrap_or(1.0)).filter(|&norm| norm > 0.0);
-        let config = EngineConfig {
+        EngineConfig {
             training: Some(TrainingConfig {
                 state: choice.state,
                 optimizer: run::algorithm_named(self.args.optimizer),
@@ -210,15 +227,7 @@ impl<'a> Planning<'a> {
                 ..WindowOverrides::default()
             },
             ..self.config(choice.offload, limits)
-        };
-        let sample = TokenBatch::new(&self.model).shape(choice.batch, self.length);
-        // Rates of formats are those of AdamW; other algorithms move other bytes.
-        let state = Some(choice.state).filter(|_| self.args.optimizer == OptimizerName::Adamw);
-        let can = self.capabilities(state);
-        let (_, outlook) = keeping::cheapest(&config, &self.backend, &self.model, &sample, &can, &self.runs)?;
-        self.enough_disk(&outlook.memory)?;
-        let floor = Floor::complete(&outlook.work, &can, false);
-        Ok(Planned { choice, outlook, floor, operations_rate: can.operations })
+        }
     }
 
     /// Refuses a batch, in the table of choices perhaps a multiple of what was asked for, whose positions cannot be numbered.
@@ -260,16 +269,15 @@ impl<'a> Planning<'a> {
             return Ok(());
         };
         Err(EngineError::Config(format!(
-            "--disk-space of {} is too small: this run needs {}.\n{}Raise it to {}, or choose a smaller {}",
+            "--disk-space of {} is too small: this run needs {}.\n{}Raise it to {}",
             ByteSize(space.0),
             ByteSize(needed).rounded_up(),
             memory.breakdown(Tier::Disk),
-            ByteSize(needed).rounded_up(),
-            if self.args.generate { "--weights" } else { "--state" }
+            ByteSize(needed).rounded_up()
         )))
     }
 
-    /// What does not fit, and what would: the same with the state kept once, and other choices.
+    /// What does not fit, and what would: other settings, the same with the state kept once, and other choices.
     fn refusal(
         &self,
         error: EngineError,
@@ -277,6 +285,19 @@ impl<'a> Planning<'a> {
         choices: &[(Choice, Result<Planned, EngineError>)],
     ) -> CliError {
         let is_disk = matches!(&error, EngineError::Config(words) if words.starts_with("--disk-space"));
+        let config = self.config_of(chosen, self.args.durability);
+        let knobs = Knobs {
+            config: &config,
+            backend: &self.backend,
+            model: &self.model,
+            runs: &self.runs,
+            disk_space: self.args.disk_space.map(|space| space.0),
+        };
+        let mut error = knobs.advise(error);
+        if is_disk {
+            let words: String = knobs.alternatives().iter().map(|words| format!(", or {words}")).collect();
+            error = EngineError::Config(format!("{error}{words}"));
+        }
         let once = match self.args.durability {
             DurabilityFlag::Step | DurabilityFlag::Checkpoint if is_disk => {
                 self.of_durability(chosen, DurabilityFlag::None).ok()
@@ -465,10 +486,7 @@ impl<'a> Planning<'a> {
                 line(format!("tokens a step that hide the {resource}: {}", count(tokens)));
             }
         }
-        line(
-            "\nstate    offload  batch  accum        host      device        disk   at least   expected      tok/s"
-                .into(),
-        );
+        line(format!("\n{HEADER}"));
         let best = fastest(choices);
         for (index, (choice, planned)) in choices.iter().enumerate() {
             line(row(*choice, planned.as_ref().ok(), best == Some(index)));
@@ -646,15 +664,15 @@ fn with_alternatives(error: EngineError, choices: &[(Choice, Result<Planned, Eng
             planned.as_ref().ok().map(|planned| row(*choice, Some(planned), false))
         })
         .collect();
-    and_what_fits(error, "state format, place or batch", &fitting)
+    and_what_fits(error, "state format, place or batch", HEADER, &fitting)
 }
 
 /// A refusal, with the rows of the table that fit.
-pub(super) fn and_what_fits(error: EngineError, what: &str, fitting: &[String]) -> CliError {
+pub(super) fn and_what_fits(error: EngineError, what: &str, header: &str, fitting: &[String]) -> CliError {
     let more = if fitting.is_empty() {
         format!("\nno other {what} of the table fits either")
     } else {
-        format!("\nthese fit:\n{}", fitting.join("\n"))
+        format!("\nthese fit:\n{header}\n{}", fitting.join("\n"))
     };
     match CliError::from(error) {
         CliError::Usage(message) => CliError::Usage(format!("{message}{more}")),

@@ -19,6 +19,9 @@ use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, Outlook, Plan
 /// What the number of prompts is multiplied with in the table of choices.
 const BATCHES: [usize; 3] = [1, 4, 16];
 
+/// Of the table of choices.
+const HEADER: &str = "weights  offload  batch        host      device        disk    a token      tok/s";
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Choice {
     weights: WeightFormat,
@@ -179,7 +182,7 @@ fn text(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> String
     if let Some((bound, seconds)) = prompts.bound() {
         line(format!("the prompts take at least {}, bound by {bound}", time(seconds)));
     }
-    line("\nweights  offload  batch        host      device        disk    a token      tok/s".into());
+    line(format!("\n{HEADER}"));
     let best = fastest(choices);
     for (index, (choice, planned)) in choices.iter().enumerate() {
         line(row(*choice, planned.as_ref().ok(), best == Some(index)));
@@ -264,5 +267,5 @@ fn with_alternatives(error: EngineError, choices: &Choices) -> CliError {
         .iter()
         .filter_map(|(choice, planned)| Some(row(*choice, Some(planned.as_ref().ok()?), false)))
         .collect();
-    super::plan::and_what_fits(error, "weight format, place or batch", &fitting)
+    super::plan::and_what_fits(error, "weight format, place or batch", HEADER, &fitting)
 }

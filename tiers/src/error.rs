@@ -134,7 +134,7 @@ fn advice(source: &std::io::Error) -> &'static str {
 
 /// A budget that cannot work, with the numbers and the smallest change that would.
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("{what} of {} is too small: this run needs at least {}.\n{breakdown}Raise it to {}, or {alternatives}", ByteSize(*budget), ByteSize(*minimum).rounded_up(), ByteSize(*minimum).rounded_up())]
+#[error("{what} of {} is too small: this run needs at least {}.\n{breakdown}Raise it to {}{}{}", ByteSize(*budget), ByteSize(*minimum).rounded_up(), ByteSize(*minimum).rounded_up(), and(*also), or(alternatives))]
 pub struct PlanRefusal {
     /// Which budget, as the user names it, for example `--host-memory`.
     pub what: &'static str,
@@ -142,8 +142,20 @@ pub struct PlanRefusal {
     pub budget: u64,
     /// The smallest total that works.
     pub minimum: u64,
+    /// Another budget that is too small as well, and the smallest total that works.
+    pub also: Option<(&'static str, u64)>,
     /// The terms of the smallest plan, a line each.
     pub breakdown: String,
-    /// Other knobs that would shrink it.
+    /// Other knobs that would shrink it; empty if there are none.
     pub alternatives: String,
+}
+
+fn and(also: Option<(&str, u64)>) -> String {
+    also.map_or_else(String::new, |(what, minimum)| {
+        format!(" and {what} to {}", ByteSize(minimum).rounded_up())
+    })
+}
+
+fn or(alternatives: &str) -> String {
+    if alternatives.is_empty() { String::new() } else { format!(", or {alternatives}") }
 }

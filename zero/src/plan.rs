@@ -671,12 +671,13 @@ impl Planner<'_> {
     }
 
     fn refusal(&self, smallest: &EnginePlan) -> PlanRefusal {
-        let host = smallest.memory.total(Tier::Host);
-        let (what, tier, budget) = if host > self.config.host_budget {
-            ("--host-memory", Tier::Host, self.config.host_budget)
-        } else {
-            ("--device-memory", Tier::Device, self.config.device_budget)
-        };
+        let [host, device] = [
+            ("--host-memory", Tier::Host, self.config.host_budget),
+            ("--device-memory", Tier::Device, self.config.device_budget),
+        ];
+        let is_small = |budget: (&str, Tier, u64)| smallest.memory.total(budget.1) > budget.2;
+        let (what, tier, budget) = if is_small(host) { host } else { device };
+        let also = Some(device).filter(|_| is_small(host) && is_small(device));
         let mut knobs = Vec::new();
         if self.config.overrides.kept_blocks.is_some_and(|blocks| blocks > 0) {
             knobs.push("let fewer blocks keep their activations (--activations auto)".into());
@@ -716,6 +717,7 @@ impl Planner<'_> {
             what,
             budget,
             minimum: smallest.memory.total(tier),
+            also: also.map(|(what, tier, _)| (what, smallest.memory.total(tier))),
             breakdown: smallest.memory.breakdown(tier),
             alternatives: knobs.join(", or "),
         }

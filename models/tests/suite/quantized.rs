@@ -246,7 +246,7 @@ fn the_plan_counts_codes() {
         };
         assert_eq!(of(&plan(Placement::Host), Tier::Host, "resident state"), groups.iter().sum::<u64>());
         let on_disk = plan(Placement::Disk);
-        let stored = of(&on_disk, Tier::Disk, "training state");
+        let stored = of(&on_disk, Tier::Disk, "weights");
         let least = groups.iter().sum::<u64>();
         // Volumes are cut into stripes of 1 MiB.
         assert!(stored >= least && stored <= least + (2 << 20), "{stored} for {least}");

@@ -1,0 +1,136 @@
+//! What would make a plan of training fit that does not: for each knob the smallest change, found by trying it.
+//!
+//! A refusal says what the smallest plan needs of a budget. Whether another batch, length, format or place would do instead only
+//! plans can tell. Each knob is turned alone, those that are numbers by halves, and only what helps is named.
+
+use terrace_kernels::DType;
+use terrace_models::{ModelConfig, TokenBatch, build};
+use terrace_optimizer::StateFormat;
+use terrace_tiers::{PlanRefusal, Tier, TierError};
+use terrace_zero::{Accumulation, Backend, Engine, EngineConfig, EngineError, Placement, PlanningRuns};
+
+/// State formats, from the largest to the smallest.
+const FORMATS: [StateFormat; 4] =
+    [StateFormat::Fp32, StateFormat::Split, StateFormat::Bf16, StateFormat::Compact];
+
+/// What does not fit.
+pub struct Knobs<'a> {
+    /// The run.
+    pub config: &'a EngineConfig,
+    /// Where it computes.
+    pub backend: &'a Backend,
+    /// What it trains.
+    pub model: &'a ModelConfig,
+    /// What planning runs found so far.
+    pub runs: &'a PlanningRuns,
+    /// Bytes of all disks, if they are bounded.
+    pub disk_space: Option<u64>,
+}
+
+impl Knobs<'_> {
+    /// `error` with what would do instead of more memory, if that is what is too small.
+    pub fn advise(&self, error: EngineError) -> EngineError {
+        match error {
+            EngineError::Tier(TierError::Plan(refusal)) => {
+                let alternatives = self.alternatives().join(", or ");
+                TierError::Plan(PlanRefusal { alternatives, ..refusal }).into()
+            }
+            other => other,
+        }
+    }
+
+    /// Each of them makes the plan fit.
+    pub fn alternatives(&self) -> Vec<String> {
+        let config = self.config;
+        let mut found = Vec::new();
+        let mut offer = |words: &str, change: &dyn Fn(&mut EngineConfig)| {
+            if self.fits(change) {
+                found.push(words.to_owned());
+            }
+        };
+        if config.overrides.kept_blocks.is_some_and(|blocks| blocks > 0) {
+            let words = "let fewer blocks keep their activations (--activations auto)";
+            offer(words, &|config| config.overrides.kept_blocks = None);
+        }
+        if config.accumulation == Accumulation::Horizontal && config.limits.micro_batches > 1 {
+            let words = "accumulate vertically (--accumulation vertical)";
+            offer(words, &|config| config.accumulation = Accumulation::Vertical);
+        }
+        for (placement, words) in
+            [(Placement::Host, "use --offload host"), (Placement::Disk, "use --offload disk")]
+        {
+            let may_help = match (config.placement, placement) {
+                (Placement::Disk, Placement::Host) => self.disk_space.is_some(),
+                (now, _) => now != placement,
+            };
+            if may_help {
+                offer(words, &|config| {
+                    config.placement = placement;
+                    if config.disks.is_empty() {
+                        config.disks.push("terrace-state".into());
+                    }
+                });
+            }
+        }
+        found.extend(self.smaller_state());
+        let numbers: Vec<String> = NUMBERS.iter().filter_map(|number| self.lower(number)).collect();
+        if !numbers.is_empty() {
+            found.push(format!("lower {}", numbers.join(", or ")));
+        }
+        found
+    }
+
+    /// The largest format of state that fits, of those that are smaller.
+    fn smaller_state(&self) -> Option<String> {
+        let now = self.config.training.as_ref()?.state;
+        if self.config.dtype != DType::BF16 {
+            return None;
+        }
+        let smaller = FORMATS.into_iter().skip_while(|&format| format != now).skip(1);
+        let fits = |&state: &StateFormat| {
+            self.fits(&|config| {
+                if let Some(training) = &mut config.training {
+                    training.state = state;
+                }
+            })
+        };
+        smaller.into_iter().find(fits).map(|state| format!("use --state {state}"))
+    }
+
+    /// The largest value of a number, below the one that does not fit, that does.
+    fn lower(&self, (flag, number): &(&str, Number)) -> Option<String> {
+        let fits = |value: usize| self.fits(&|config: &mut EngineConfig| *number(config) = value);
+        let mut too_much = *number(&mut self.config.clone());
+        if too_much <= 1 || !fits(1) {
+            return None;
+        }
+        let mut fitting = 1;
+        while too_much - fitting > 1 {
+            let tried = fitting + (too_much - fitting) / 2;
+            if fits(tried) {
+                fitting = tried;
+            } else {
+                too_much = tried;
+            }
+        }
+        Some(format!("{flag} to {fitting}"))
+    }
+
+    /// Whether the run would fit with a change.
+    fn fits(&self, change: &dyn Fn(&mut EngineConfig)) -> bool {
+        let mut config = self.config.clone();
+        change(&mut config);
+        let sample = TokenBatch::new(self.model).shape(config.limits.sequences, config.limits.length);
+        let outlook = Engine::outlook(config, self.backend, build(self.model), &sample, self.runs);
+        let space = self.disk_space.unwrap_or(u64::MAX);
+        outlook.is_ok_and(|outlook| outlook.memory.total(Tier::Disk) <= space)
+    }
+}
+
+type Number = fn(&mut EngineConfig) -> &mut usize;
+
+const NUMBERS: [(&str, Number); 3] = [
+    ("--grad-accum", |config| &mut config.limits.micro_batches),
+    ("--batch-size", |config| &mut config.limits.sequences),
+    ("--seq-len", |config| &mut config.limits.length),
+];
