@@ -11,9 +11,9 @@
 #![allow(non_snake_case, reason = "tensor names carry their shape as a suffix")]
 
 use terrace::{
-    BatchLimits, Block, Context, DType, Engine, EngineConfig, Epilogue, Gradients, HostTensor, IoConfig,
-    MatmulSpec, MicroBatch, Mode, OutputSpec, ParamSpec, Residual, Result, StateFormat, Tensor, Tier,
-    TrainingConfig, View, ViewMut, WeightSource, Weights, cpu_backend, tiers::ByteSize,
+    BatchLimits, Block, Context, DType, Engine, EngineConfig, Epilogue, GateFunction, Gradients, HostTensor,
+    IoConfig, MatmulSpec, MicroBatch, Mode, OutputSpec, ParamSpec, Residual, Result, StateFormat, Tensor,
+    Tier, TrainingConfig, View, ViewMut, WeightSource, Weights, cpu_backend, tiers::ByteSize,
 };
 
 // Tensor names carry their shape, in these letters: `x_TD` is `[T, D]`.
@@ -63,7 +63,7 @@ impl Hidden {
         k.matmul.matmul(x_TD, w.get(0), gate_TF.view_mut(), MatmulSpec::NT)?;
         k.matmul.matmul(x_TD, w.get(1), up_TF.view_mut(), MatmulSpec::NT)?;
         let mut act_TF = cx.lasting_tensor(&[T, F])?;
-        k.activation.swiglu(gate_TF.view(), up_TF.view(), act_TF.view_mut())?;
+        k.activation.gated(GateFunction::Silu, gate_TF.view(), up_TF.view(), act_TF.view_mut())?;
         Ok([gate_TF, up_TF, act_TF])
     }
 }
@@ -97,8 +97,8 @@ impl Block for Hidden {
         let mut dact_TF = act_TF;
         k.matmul.matmul(dy_TD, w.get(2), dact_TF.view_mut(), MatmulSpec::NN)?;
         let [mut dgate_TF, mut dup_TF] = [cx.tensor(&[T, F])?, cx.tensor(&[T, F])?];
-        k.activation.swiglu_backward(
-            gate_TF.view(), up_TF.view(), dact_TF.view(), dgate_TF.view_mut(), dup_TF.view_mut())?;
+        k.activation.gated_backward(
+            GateFunction::Silu, gate_TF.view(), up_TF.view(), dact_TF.view(), dgate_TF.view_mut(), dup_TF.view_mut())?;
         gradients.add_product(0, dgate_TF.view(), x_TD)?;
         gradients.add_product(1, dup_TF.view(), x_TD)?;
         // dx = dy + dgate·gate + dup·up. Adding products in place needs an f32 result, which dx is here.

@@ -72,7 +72,8 @@ pub use terrace_device as device;
 pub use terrace_device::Device;
 pub use terrace_kernels as kernels;
 pub use terrace_kernels::{
-    DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Residual, Tensor, View, ViewMut,
+    DType, Epilogue, GateFunction, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Residual, Tensor, View,
+    ViewMut,
 };
 pub use terrace_models as models;
 pub use terrace_optimizer as optimizer;

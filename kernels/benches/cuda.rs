@@ -20,8 +20,8 @@ use terrace_device::{
 use terrace_kernels::cuda::{CudaConfig, update_kernels, with_config};
 use terrace_kernels::update::{AdamFormat, AdamState, AdamStep};
 use terrace_kernels::{
-    AttentionSpec, DType, Epilogue, KernelSet, KeyValues, MatmulSpec, QuantFormat, QuantizedView, Result,
-    RopeDirection, Tensor, View,
+    AttentionSpec, DType, Epilogue, GateFunction, KernelSet, KeyValues, MatmulSpec, QuantFormat,
+    QuantizedView, Result, RopeDirection, Tensor, View,
 };
 
 type Part = (&'static str, fn(&Rig));
@@ -463,12 +463,12 @@ fn gate(rig: &Rig, tokens: usize, wide: usize) {
     let of_x = || rig.random(&[tokens, wide]);
     let (gate, up, mut out, mut dgate) = (of_x(), of_x(), of_x(), of_x());
     let (bytes, shape) = (2 * tokens * wide, format!("{tokens}x{wide}"));
-    let timing = rig.time(|| activation.swiglu(gate.view(), up.view(), out.view_mut()));
+    let timing = rig.time(|| activation.gated(GateFunction::Silu, gate.view(), up.view(), out.view_mut()));
     report("rows", &format!("swiglu {shape}"), "own", Work::Bytes(3 * bytes), &timing);
     let dout = of_x();
     let timing = rig.time(|| {
         let (dgate, dup) = (dgate.view_mut(), out.view_mut());
-        activation.swiglu_backward(gate.view(), up.view(), dout.view(), dgate, dup)
+        activation.gated_backward(GateFunction::Silu, gate.view(), up.view(), dout.view(), dgate, dup)
     });
     report("rows", &format!("swiglu backward {shape}"), "own", Work::Bytes(5 * bytes), &timing);
 }

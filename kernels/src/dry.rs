@@ -5,8 +5,8 @@
 
 use crate::check;
 use crate::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, KernelSet,
-    KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope,
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, GateFunction,
+    KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope,
     RopeDirection, View, ViewMut,
 };
 use std::sync::Arc;
@@ -238,16 +238,26 @@ impl Attention for Dry {
     }
 }
 
+/// Operations of an element of a gated activation, forward and backward; an exponential or an error function is one.
+fn gate_flops(f: GateFunction) -> [usize; 2] {
+    match f {
+        GateFunction::Silu => [5, 11],
+        GateFunction::Gelu => [6, 14],
+        GateFunction::GeluTanh => [9, 18],
+    }
+}
+
 impl Activation for Dry {
-    fn swiglu(&self, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result {
+    fn gated(&self, f: GateFunction, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result {
         let operands = [check::read("gate", gate), check::read("up", up), check::write("out", &out)];
-        self.counter.other(5 * check::elementwise("swiglu", &operands));
+        self.counter.other(gate_flops(f)[0] * check::elementwise("gated", &operands));
         self.counter.bytes(&[gate, up], &[&out]);
         Ok(())
     }
 
-    fn swiglu_backward(
+    fn gated_backward(
         &self,
+        f: GateFunction,
         gate: View<'_>,
         up: View<'_>,
         dout: View<'_>,
@@ -256,8 +266,8 @@ impl Activation for Dry {
     ) -> Result {
         let reads = [check::read("gate", gate), check::read("up", up), check::read("dout", dout)];
         let writes = [check::write("dgate", &dgate), check::write("dup", &dup)];
-        let elements = check::elementwise("swiglu backward", &[&reads[..], &writes[..]].concat());
-        self.counter.other(11 * elements);
+        let elements = check::elementwise("gated backward", &[&reads[..], &writes[..]].concat());
+        self.counter.other(gate_flops(f)[1] * elements);
         self.counter.bytes(&[gate, up, dout], &[&dgate, &dup]);
         Ok(())
     }

@@ -30,9 +30,9 @@ mod tensor;
 pub mod update;
 
 pub use ops::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, KernelError,
-    KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, Reduce, Residual, Result, RmsNorm, Rope,
-    RopeDirection,
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, GateFunction,
+    KernelError, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, Reduce, Residual, Result,
+    RmsNorm, Rope, RopeDirection,
 };
 pub use quantized::{QuantFormat, QuantizedView};
 pub use tensor::{DType, Shape, Tensor, View, ViewMut};

@@ -267,9 +267,26 @@ pub trait Attention: Send + Sync {
     ) -> Result;
 }
 
-/// Gated activations.
+/// What is done to the gate before up is multiplied by it. Each is `f(x) = x·share(x)` with a share that goes from 0 to 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum GateFunction {
+    /// `x·σ(x)`, σ the logistic function; also called swish. With it the activation is SwiGLU.
+    #[default]
+    Silu,
+    /// `x·Φ(x)`, Φ the normal distribution (Hendrycks and Gimpel, arXiv 1606.08415): GELU, by the error function. GEGLU with it.
+    Gelu,
+    /// `x·½(1 + tanh(√(2/π)·(x + 0.044715·x³)))`, the same article's approximation of GELU.
+    GeluTanh,
+}
+
+impl GateFunction {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Silu, Self::Gelu, Self::GeluTanh];
+}
+
+/// Gated activations (Shazeer, arXiv 2002.05202).
 pub trait Activation: Send + Sync {
-    /// SwiGLU (Shazeer, arXiv 2002.05202): `out = silu(gate)·up`, all `[T, F]`.
+    /// `out = f(gate)·up`, all `[T, F]`.
     ///
     /// It is a pass of its own and no [`Epilogue`] of the two products before it. A product of both would hold two tiles of sums
     /// where it holds one, so tiles of half the size, which pack an operand twice as often (`kernels/src/cpu/matmul.rs`)
@@ -279,14 +296,15 @@ pub trait Activation: Send + Sync {
     ///
     /// # Errors
     /// The backend failed.
-    fn swiglu(&self, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result;
+    fn gated(&self, f: GateFunction, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result;
 
-    /// Gradients of SwiGLU: overwrites dgate and dup.
+    /// Its gradients, `dgate = dout·up·f′(gate)` and `dup = dout·f(gate)`, which are overwritten.
     ///
     /// # Errors
     /// The backend failed.
-    fn swiglu_backward(
+    fn gated_backward(
         &self,
+        f: GateFunction,
         gate: View<'_>,
         up: View<'_>,
         dout: View<'_>,

@@ -8,8 +8,8 @@ use terrace_device::Arena;
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{
-    AttentionSpec, DType, Epilogue, KernelSet, KeyValues, MatmulSpec, QuantFormat, QuantizedView, Residual,
-    RopeDirection, Tensor, cpu,
+    AttentionSpec, DType, Epilogue, GateFunction, KernelSet, KeyValues, MatmulSpec, QuantFormat,
+    QuantizedView, Residual, RopeDirection, Tensor, cpu,
 };
 
 struct Counting;
@@ -156,7 +156,7 @@ fn rows(set: &KernelSet, arena: &Arena) {
             )
             .unwrap();
         set.reduce.sum_rows(x.view(), dweight.view_mut()).unwrap();
-        set.activation.swiglu(x.view(), out.view(), dx.view_mut()).unwrap();
+        set.activation.gated(GateFunction::Gelu, x.view(), out.view(), dx.view_mut()).unwrap();
         set.cross_entropy.loss_and_gradient(out.view_mut(), ids.view(), 1.0, loss.view_mut()).unwrap();
         let heads = x.view_mut().reshape(&[rows, 4, width / 4]);
         set.rope.rotate(heads, ids.view(), inv_freq.view(), 1.0, RopeDirection::Forward).unwrap();

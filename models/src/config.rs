@@ -9,6 +9,7 @@ use crate::rope::Rope;
 use crate::{ModelError, Result};
 use serde_json::Value;
 use std::path::Path;
+use terrace_kernels::GateFunction;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
 const FAMILIES: [(Family, &str, &str); 4] = [
@@ -16,6 +17,15 @@ const FAMILIES: [(Family, &str, &str); 4] = [
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
     (Family::Qwen3, "Qwen3ForCausalLM", "qwen3"),
+];
+
+/// Functions of the feed-forward's gate, as `hidden_act` spells them.
+const GATE_FUNCTIONS: [(&str, GateFunction); 5] = [
+    ("silu", GateFunction::Silu),
+    ("swish", GateFunction::Silu),
+    ("gelu", GateFunction::Gelu),
+    ("gelu_new", GateFunction::GeluTanh),
+    ("gelu_pytorch_tanh", GateFunction::GeluTanh),
 ];
 
 /// Far more layers than any model has; a broken number must not become an allocation.
@@ -63,6 +73,8 @@ pub struct ModelConfig {
     pub output_bias: bool,
     /// The feed-forward projections have biases.
     pub mlp_bias: bool,
+    /// What is done to the feed-forward's gate.
+    pub gate_function: GateFunction,
     /// Queries and keys are normalized per head.
     pub qk_norm: bool,
     /// Sliding window of each layer; `None` sees everything before it.
@@ -140,6 +152,7 @@ impl ModelConfig {
             },
             output_bias: matches!(family, Family::Llama | Family::Qwen3) && attention_bias,
             mlp_bias: family == Family::Llama && entries.flag("mlp_bias", false)?,
+            gate_function: gate_function(&entries)?,
             qk_norm: family == Family::Qwen3,
             windows: windows(&entries, family, layers)?,
             rope: Rope::parse(&entries, head_size, positions_max)?,
@@ -203,15 +216,17 @@ fn family(entries: &Entries<'_>) -> Result<Family> {
     })
 }
 
+fn gate_function(entries: &Entries<'_>) -> Result<GateFunction> {
+    let name = entries.string("hidden_act")?.unwrap_or("silu");
+    let found = GATE_FUNCTIONS.iter().find(|(known, _)| *known == name);
+    found.map(|(_, function)| *function).ok_or_else(|| ModelError::Unsupported {
+        what: "hidden_act".into(),
+        found: format!("\"{name}\""),
+        supported: GATE_FUNCTIONS.map(|(known, _)| format!("\"{known}\"")).join(", "),
+    })
+}
+
 fn refuse_unsupported(entries: &Entries<'_>) -> Result {
-    let activation = entries.string("hidden_act")?.unwrap_or("silu");
-    if !matches!(activation, "silu" | "swish") {
-        return Err(ModelError::Unsupported {
-            what: "hidden_act".into(),
-            found: format!("\"{activation}\""),
-            supported: "\"silu\"".into(),
-        });
-    }
     if entries.has_value("quantization_config") {
         return Err(ModelError::Unsupported {
             what: "quantization_config".into(),

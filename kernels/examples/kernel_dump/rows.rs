@@ -2,7 +2,7 @@
 
 use crate::products::pairs;
 use crate::{MIXES, Rig};
-use terrace_kernels::{DType, RopeDirection};
+use terrace_kernels::{DType, GateFunction, RopeDirection};
 
 /// Rows and their width: whole vectors and blocks, and neither.
 const SHAPES: [[usize; 2]; 4] = [[256, 1024], [33, 771], [5, 4096], [1, 3]];
@@ -12,7 +12,7 @@ pub fn run(rig: &Rig) {
     for ([rows, width], mix) in pairs(&rig.sizes(&SHAPES, &SHAPES_TINY), &MIXES) {
         let what = format!("{rows}x{width} {} to {}", mix.0, mix.1);
         norm(rig, [rows, width], mix, &what);
-        swiglu(rig, [rows, width], mix, &what);
+        gated(rig, [rows, width], mix, &what);
         embedding(rig, [rows, width], mix, &what);
         elementwise(rig, [rows, width], mix, &what);
         if mix.0 == mix.1 {
@@ -60,21 +60,24 @@ fn norm(rig: &Rig, dims: [usize; 2], (dtype, of_out): (DType, DType), what: &str
     }
 }
 
-fn swiglu(rig: &Rig, dims: [usize; 2], (dtype, of_out): (DType, DType), what: &str) {
+fn gated(rig: &Rig, dims: [usize; 2], (dtype, of_out): (DType, DType), what: &str) {
     let activation = &rig.kernels().activation;
-    let mut case = rig.case("swiglu", what.to_owned());
-    let (gate, up) = (case.operand("gate", dtype, &dims, 3.0), case.operand("up", dtype, &dims, 2.0));
-    let mut out = case.result(of_out, &dims);
-    activation.swiglu(gate.view(), up.view(), out.view_mut()).expect("swiglu runs");
-    case.finish(&[("out", &out)]);
+    for (f, name) in GateFunction::ALL.into_iter().zip(["silu", "gelu", "gelu_tanh"]) {
+        let what = format!("{what} {name}");
+        let mut case = rig.case("gated", what.clone()).with("function", name);
+        let (gate, up) = (case.operand("gate", dtype, &dims, 3.0), case.operand("up", dtype, &dims, 2.0));
+        let mut out = case.result(of_out, &dims);
+        activation.gated(f, gate.view(), up.view(), out.view_mut()).expect("gated runs");
+        case.finish(&[("out", &out)]);
 
-    let mut case = rig.case("swiglu_backward", what.to_owned());
-    let (gate, up) = (case.operand("gate", dtype, &dims, 3.0), case.operand("up", dtype, &dims, 2.0));
-    let dout = case.operand("dout", dtype, &dims, 1.0);
-    let (mut dgate, mut dup) = (case.result(of_out, &dims), case.result(of_out, &dims));
-    let (gate, up, dout) = (gate.view(), up.view(), dout.view());
-    activation.swiglu_backward(gate, up, dout, dgate.view_mut(), dup.view_mut()).expect("swiglu runs");
-    case.finish(&[("dgate", &dgate), ("dup", &dup)]);
+        let mut case = rig.case("gated_backward", what).with("function", name);
+        let (gate, up) = (case.operand("gate", dtype, &dims, 3.0), case.operand("up", dtype, &dims, 2.0));
+        let dout = case.operand("dout", dtype, &dims, 1.0);
+        let (mut dgate, mut dup) = (case.result(of_out, &dims), case.result(of_out, &dims));
+        let (gate, up, dout) = (gate.view(), up.view(), dout.view());
+        activation.gated_backward(f, gate, up, dout, dgate.view_mut(), dup.view_mut()).expect("gated runs");
+        case.finish(&[("dgate", &dgate), ("dup", &dup)]);
+    }
 }
 
 /// The rows are tokens, many of them the same.

@@ -236,26 +236,6 @@ multiversion! {
     }
 }
 
-multiversion! {
-    /// `out = gate·sigmoid(gate)·up`.
-    pub fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
-        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
-            *out = gate * sigmoid::<FMA>(*gate) * up;
-        }
-    }
-}
-
-multiversion! {
-    /// See [`Activation::swiglu_backward`](crate::Activation::swiglu_backward).
-    pub fn swiglu_backward(gate: &[f32], up: &[f32], dout: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
-        for ((((gate, up), dout), dgate), dup) in gate.iter().zip(up).zip(dout).zip(dgate).zip(dup) {
-            let sigma = sigmoid::<FMA>(*gate);
-            *dgate = dout * up * sigma * fma::<FMA>(*gate, 1.0 - sigma, 1.0);
-            *dup = dout * gate * sigma;
-        }
-    }
-}
-
 /// Folds two slices of equal length in [`LANES`] accumulators.
 #[inline(always)]
 fn reduce2(a: &[f32], b: &[f32], step: impl Fn(f32, f32, f32) -> f32) -> f32 {
@@ -288,7 +268,7 @@ pub fn sum_lanes<const N: usize>(mut lanes: [f32; N]) -> f32 {
 
 /// `1 / (1 + exp(−x))`.
 #[inline(always)]
-fn sigmoid<const FMA: bool>(x: f32) -> f32 {
+pub fn sigmoid<const FMA: bool>(x: f32) -> f32 {
     1.0 / (1.0 + exp::<FMA>(-x))
 }
 
@@ -298,7 +278,7 @@ fn sigmoid<const FMA: bool>(x: f32) -> f32 {
 /// infinity for n = 128. Results from 2¹²⁷·⁵ to 2¹²⁸ would need another multiplication and nobody asks for them: exponents are
 /// differences from a maximum, or those of [`sigmoid`].
 #[inline(always)]
-fn exp<const FMA: bool>(x: f32) -> f32 {
+pub fn exp<const FMA: bool>(x: f32) -> f32 {
     /// Adding it leaves the integer part in the low bits of the sum.
     const ROUND: f32 = 12_582_912.0;
     const LN2_HIGH: f32 = 0.693_359_4;

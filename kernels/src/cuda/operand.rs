@@ -1,7 +1,7 @@
 //! What kernels call the dtypes.
 
-use crate::DType;
 use crate::quantized::QuantFormat;
+use crate::{DType, GateFunction};
 
 /// The code of a dtype in `common.cuh`. Operations check dtypes before they launch.
 pub(super) fn code(dtype: DType) -> i32 {
@@ -18,5 +18,14 @@ pub(super) fn format_code(format: QuantFormat) -> i32 {
     match format {
         QuantFormat::Int8 => 0,
         QuantFormat::Int4 => 1,
+    }
+}
+
+/// The code of a function in `gated.cu`.
+pub(super) fn gate_code(f: GateFunction) -> i32 {
+    match f {
+        GateFunction::Silu => 0,
+        GateFunction::Gelu => 1,
+        GateFunction::GeluTanh => 2,
     }
 }

@@ -1,21 +1,23 @@
 //! Operations that work element by element.
 
-use super::{Cuda, VECTOR};
-use crate::{Activation, Elementwise, Result, View, ViewMut, check};
+use super::{Cuda, VECTOR, operand};
+use crate::{Activation, Elementwise, GateFunction, Result, View, ViewMut, check};
 
 impl Activation for Cuda {
-    fn swiglu(&self, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result {
+    fn gated(&self, f: GateFunction, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result {
         let operands = [check::read("gate", gate), check::read("up", up), check::write("out", &out)];
-        let n = check::elementwise("swiglu", &operands);
+        let n = check::elementwise("gated", &operands);
         if n == 0 {
             return Ok(());
         }
-        let mut arguments = self.arguments().read(gate).read(up).write(&out).long(n);
-        self.launch_flat("swiglu", "swiglu_forward", n.div_ceil(VECTOR), &mut arguments)
+        let arguments = self.arguments().int(operand::gate_code(f));
+        let mut arguments = arguments.read(gate).read(up).write(&out).long(n);
+        self.launch_flat("gated", "gated_forward", n.div_ceil(VECTOR), &mut arguments)
     }
 
-    fn swiglu_backward(
+    fn gated_backward(
         &self,
+        f: GateFunction,
         gate: View<'_>,
         up: View<'_>,
         dout: View<'_>,
@@ -29,12 +31,13 @@ impl Activation for Cuda {
             check::write("dgate", &dgate),
             check::write("dup", &dup),
         ];
-        let n = check::elementwise("swiglu backward", &operands);
+        let n = check::elementwise("gated backward", &operands);
         if n == 0 {
             return Ok(());
         }
-        let mut arguments = self.arguments().read(gate).read(up).read(dout).write(&dgate).write(&dup).long(n);
-        self.launch_flat("swiglu backward", "swiglu_backward", n.div_ceil(VECTOR), &mut arguments)
+        let arguments = self.arguments().int(operand::gate_code(f)).read(gate).read(up).read(dout);
+        let mut arguments = arguments.write(&dgate).write(&dup).long(n);
+        self.launch_flat("gated backward", "gated_backward", n.div_ceil(VECTOR), &mut arguments)
     }
 }
 

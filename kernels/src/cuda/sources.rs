@@ -53,7 +53,7 @@ pub(super) static SOURCES: [KernelSource; 13] = [
         "elementwise_cast",
         "elementwise_zero"
     ),
-    source!("swiglu.cu", "swiglu_forward", "swiglu_backward"),
+    source!("gated.cu", "gated_forward", "gated_backward"),
     source!("rms_norm.cu", "rms_norm_forward", "rms_norm_dx", "rms_norm_dweight"),
     source!("reduce.cu", "reduce_sum_rows"),
     source!("rope.cu", "rope_rotate"),

@@ -15,6 +15,9 @@ use crate::{
 };
 use std::sync::Arc;
 
+#[cfg(test)]
+pub(crate) use pointwise::function as gate;
+
 /// The reference backend.
 pub fn kernel_set() -> KernelSet {
     let reference = Arc::new(Reference);

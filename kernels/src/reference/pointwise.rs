@@ -2,24 +2,23 @@
 
 use super::{Reference, values};
 use crate::check;
-use crate::{Activation, Elementwise, Result, View, ViewMut};
+use crate::{Activation, Elementwise, GateFunction, Result, View, ViewMut};
 
 impl Activation for Reference {
-    /// `silu(x) = x / (1 + exp(−x))`.
-    fn swiglu(&self, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result {
+    fn gated(&self, f: GateFunction, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result {
         check::elementwise(
-            "swiglu",
+            "gated",
             &[check::read("gate", gate), check::read("up", up), check::write("out", &out)],
         );
         let (gate, up) = (values::read(gate), values::read(up));
-        let result: Vec<f64> = gate.iter().zip(&up).map(|(gate, up)| gate * sigmoid(*gate) * up).collect();
+        let result: Vec<f64> = gate.iter().zip(&up).map(|(gate, up)| function(f, *gate).0 * up).collect();
         values::write(out, &result);
         Ok(())
     }
 
-    /// With `σ = sigmoid(gate)`: `dgate = dout·up·σ·(1 + gate·(1 − σ))`, `dup = dout·gate·σ`.
-    fn swiglu_backward(
+    fn gated_backward(
         &self,
+        f: GateFunction,
         gate: View<'_>,
         up: View<'_>,
         dout: View<'_>,
@@ -27,7 +26,7 @@ impl Activation for Reference {
         dup: ViewMut<'_>,
     ) -> Result {
         check::elementwise(
-            "swiglu backward",
+            "gated backward",
             &[
                 check::read("gate", gate),
                 check::read("up", up),
@@ -40,9 +39,9 @@ impl Activation for Reference {
         let mut of_gate = Vec::with_capacity(gate.len());
         let mut of_up = Vec::with_capacity(gate.len());
         for ((gate, up), dout) in gate.iter().zip(&up).zip(&dout) {
-            let sigma = sigmoid(*gate);
-            of_gate.push(dout * up * sigma * (1.0 + gate * (1.0 - sigma)));
-            of_up.push(dout * gate * sigma);
+            let (value, slope) = function(f, *gate);
+            of_gate.push(dout * up * slope);
+            of_up.push(dout * value);
         }
         values::write(dgate, &of_gate);
         values::write(dup, &of_up);
@@ -89,6 +88,24 @@ impl Elementwise for Reference {
     }
 }
 
-fn sigmoid(x: f64) -> f64 {
-    1.0 / (1.0 + (-x).exp())
+/// `x·share(x)`, and its derivative `share + x·share′`.
+pub(crate) fn function(f: GateFunction, x: f64) -> (f64, f64) {
+    use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI, PI};
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    let (share, derivative) = match f {
+        GateFunction::Silu => {
+            let share = sigmoid(x);
+            (share, share * (1.0 - share))
+        }
+        GateFunction::Gelu => {
+            (0.5 * libm::erfc(-x * FRAC_1_SQRT_2), (-0.5 * x * x).exp() / (2.0 * PI).sqrt())
+        }
+        GateFunction::GeluTanh => {
+            // ½(1 + tanh u) = σ(2u).
+            let share = sigmoid(2.0 * FRAC_2_PI.sqrt() * (x + 0.044715 * x.powi(3)));
+            let slope = 2.0 * FRAC_2_PI.sqrt() * (1.0 + 3.0 * 0.044715 * x * x);
+            (share, share * (1.0 - share) * slope)
+        }
+    };
+    (x * share, share + x * derivative)
 }

@@ -12,9 +12,9 @@ use terrace_device::cuda::{CudaDevice, CudaStream};
 use terrace_device::{Arena, Bytes, BytesMut, Device, Region, Stream};
 use terrace_kernels::cuda::{self, CudaConfig};
 use terrace_kernels::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, KernelSet,
-    KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Residual, Result, RmsNorm, Rope,
-    RopeDirection, View, ViewMut,
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, GateFunction,
+    KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Residual, Result,
+    RmsNorm, Rope, RopeDirection, View, ViewMut,
 };
 use terrace_kernels::{DType, reference};
 
@@ -327,12 +327,13 @@ impl Attention for OnDevice {
 }
 
 impl Activation for OnDevice {
-    fn swiglu(&self, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result {
-        on_device!(self, [gate, up], [out], self.set.activation.swiglu(gate, up, out))
+    fn gated(&self, f: GateFunction, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result {
+        on_device!(self, [gate, up], [out], self.set.activation.gated(f, gate, up, out))
     }
 
-    fn swiglu_backward(
+    fn gated_backward(
         &self,
+        f: GateFunction,
         gate: View<'_>,
         up: View<'_>,
         dout: View<'_>,
@@ -344,7 +345,7 @@ impl Activation for OnDevice {
             self,
             [gate, up, dout],
             [dgate, dup],
-            activation.swiglu_backward(gate, up, dout, dgate, dup)
+            activation.gated_backward(f, gate, up, dout, dgate, dup)
         )
     }
 }

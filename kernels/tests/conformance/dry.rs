@@ -3,7 +3,8 @@
 use terrace_device::Arena;
 use terrace_kernels::dry::{self, Totals};
 use terrace_kernels::{
-    AttentionSpec, DType, Epilogue, KeyValues, MatmulSpec, QuantFormat, QuantizedView, Residual, Tensor,
+    AttentionSpec, DType, Epilogue, GateFunction, KeyValues, MatmulSpec, QuantFormat, QuantizedView,
+    Residual, Tensor,
 };
 
 fn tensor(dtype: DType, dims: &[usize]) -> Tensor {
@@ -69,6 +70,27 @@ fn attention_counts_visible_pairs() {
             )
             .unwrap();
         assert_eq!(counter.totals().attention_flops, 2 * 4 * pairs * 4 * 8);
+    }
+}
+
+/// The functions differ in what an element costs.
+#[test]
+fn gates_are_read_once() {
+    let (set, counter) = dry::kernel_set();
+    let [gate, up] = [(); 2].map(|()| tensor(DType::BF16, &[10, 20]));
+    let (mut out, mut dup) = (tensor(DType::BF16, &[10, 20]), tensor(DType::BF16, &[10, 20]));
+    for (f, flops, flops_backward) in
+        [(GateFunction::Silu, 5, 11), (GateFunction::Gelu, 6, 14), (GateFunction::GeluTanh, 9, 18)]
+    {
+        counter.reset();
+        set.activation.gated(f, gate.view(), up.view(), out.view_mut()).unwrap();
+        let expected = Totals { other_flops: flops * 200, bytes: 3 * 400, ..Totals::default() };
+        assert_eq!(counter.totals(), expected);
+        counter.reset();
+        let (dgate, dup) = (out.view_mut(), dup.view_mut());
+        set.activation.gated_backward(f, gate.view(), up.view(), up.view(), dgate, dup).unwrap();
+        let expected = Totals { other_flops: flops_backward * 200, bytes: 5 * 400, ..Totals::default() };
+        assert_eq!(counter.totals(), expected);
     }
 }
 

@@ -5,7 +5,9 @@
 //! the truncation error of order step² times a third derivative of order 1 leaves about 1e-4 to 1e-3. Allowed: 2e-3.
 
 use crate::support::Host;
-use terrace_kernels::{AttentionSpec, DType, KernelSet, KeyValues, MatmulSpec, RopeDirection, reference};
+use terrace_kernels::{
+    AttentionSpec, DType, GateFunction, KernelSet, KeyValues, MatmulSpec, RopeDirection, reference,
+};
 
 const STEP: f64 = 2e-2;
 const TOLERANCE: f64 = 2e-3;
@@ -81,20 +83,22 @@ fn rope() {
 }
 
 #[test]
-fn swiglu() {
+fn gated() {
     let set = reference::kernel_set();
     let (gate, up, c) = (f32s(&[2, 7], 1), f32s(&[2, 7], 2), f32s(&[2, 7], 3));
-    let forward = |gate: &Host, up: &Host| {
-        let mut out = Host::zeros(DType::F32, &[2, 7]);
-        set.activation.swiglu(gate.view(), up.view(), out.view_mut()).unwrap();
-        out
-    };
-    let (mut dgate, mut dup) = (Host::zeros(DType::F32, &[2, 7]), Host::zeros(DType::F32, &[2, 7]));
-    set.activation
-        .swiglu_backward(gate.view(), up.view(), c.view(), dgate.view_mut(), dup.view_mut())
-        .unwrap();
-    check("dgate", &gate, &dgate, |gate| dot(&forward(gate, &up), &c));
-    check("dup", &up, &dup, |up| dot(&forward(&gate, up), &c));
+    for f in GateFunction::ALL {
+        let forward = |gate: &Host, up: &Host| {
+            let mut out = Host::zeros(DType::F32, &[2, 7]);
+            set.activation.gated(f, gate.view(), up.view(), out.view_mut()).unwrap();
+            out
+        };
+        let (mut dgate, mut dup) = (Host::zeros(DType::F32, &[2, 7]), Host::zeros(DType::F32, &[2, 7]));
+        set.activation
+            .gated_backward(f, gate.view(), up.view(), c.view(), dgate.view_mut(), dup.view_mut())
+            .unwrap();
+        check(&format!("dgate, {f:?}"), &gate, &dgate, |gate| dot(&forward(gate, &up), &c));
+        check(&format!("dup, {f:?}"), &up, &dup, |up| dot(&forward(&gate, up), &c));
+    }
 }
 
 #[test]

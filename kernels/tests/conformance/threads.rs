@@ -5,7 +5,7 @@ use crate::support::{Host, Random, isas_and_pairs};
 use std::hash::{DefaultHasher, Hasher};
 use terrace_kernels::cpu::{self, CpuConfig, Isa};
 use terrace_kernels::{
-    AttentionSpec, DType, Epilogue, KernelSet, KeyValues, MatmulSpec, Residual, RopeDirection,
+    AttentionSpec, DType, Epilogue, GateFunction, KernelSet, KeyValues, MatmulSpec, Residual, RopeDirection,
 };
 
 fn same_for_every_thread_count(what: &str, run: impl Fn(&KernelSet) -> Vec<Host>) {
@@ -149,7 +149,14 @@ fn rows_and_elements() {
         let heads = rotated.view_mut().reshape(&[rows, 2, width / 2]);
         set.rope.rotate(heads, ids.view(), inv_freq.view(), 1.0, RopeDirection::Forward).unwrap();
         set.activation
-            .swiglu_backward(x.view(), y.view(), x.view(), dgate.view_mut(), dup.view_mut())
+            .gated_backward(
+                GateFunction::Silu,
+                x.view(),
+                y.view(),
+                x.view(),
+                dgate.view_mut(),
+                dup.view_mut(),
+            )
             .unwrap();
         set.reduce.sum_rows(x.view(), sums.view_mut()).unwrap();
         let mut logits = y.clone();

@@ -1,9 +1,9 @@
-//! The feed-forward half of a decoder layer with its norm and residual: `y += down(silu(gate(h))·up(h))`, `h = norm(y)`.
+//! The feed-forward half of a decoder layer with its norm and residual: `y += down(f(gate(h))·up(h))`, `h = norm(y)`.
 
 use super::TILE_ROWS;
 use super::layers::{Linear, Norm, Normed, Params, tiles};
 use crate::ModelConfig;
-use terrace_kernels::{DType, Residual, Tensor, View, ViewMut};
+use terrace_kernels::{DType, GateFunction, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
 
 /// What gate and up give for all rows, kept for backward: `[T, F]` each.
@@ -20,6 +20,7 @@ pub(crate) struct Mlp {
     gate: Linear,
     up: Linear,
     down: Linear,
+    f: GateFunction,
     hidden: usize,
     feed_forward: usize,
 }
@@ -33,6 +34,7 @@ impl Mlp {
             gate: params.linear("mlp.gate_proj", feed_forward, hidden, bias),
             up: params.linear("mlp.up_proj", feed_forward, hidden, bias),
             down: params.linear("mlp.down_proj", hidden, feed_forward, bias),
+            f: config.gate_function,
             hidden,
             feed_forward,
         }
@@ -136,7 +138,8 @@ impl Mlp {
         self.down.input_gradient(cx, weights, dy_RD, dact_RF.view_mut(), false)?;
         let mut dgate_RF = cx.tensor(&dims_RF)?;
         let mut dup_RF = cx.tensor(&dims_RF)?;
-        cx.kernels.activation.swiglu_backward(
+        cx.kernels.activation.gated_backward(
+            self.f,
             gate_RF,
             up_RF,
             dact_RF.view(),
@@ -160,7 +163,7 @@ impl Mlp {
 
     fn activate(&self, cx: &Context<'_>, gate_RF: View<'_>, up_RF: View<'_>) -> Result<Tensor> {
         let mut act_RF = cx.tensor(gate_RF.shape().dims())?;
-        cx.kernels.activation.swiglu(gate_RF, up_RF, act_RF.view_mut())?;
+        cx.kernels.activation.gated(self.f, gate_RF, up_RF, act_RF.view_mut())?;
         Ok(act_RF)
     }
 }

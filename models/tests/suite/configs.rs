@@ -2,6 +2,7 @@
 
 use crate::fixture::Fixture;
 use serde_json::{Value, json};
+use terrace_kernels::GateFunction;
 use terrace_models::{Family, ModelConfig, RopeScaling, param_count};
 
 #[test]
@@ -93,11 +94,26 @@ fn biases_follow_the_family() {
 }
 
 #[test]
+fn functions_of_the_gate() {
+    for (name, function) in [
+        (json!("silu"), GateFunction::Silu),
+        (json!("swish"), GateFunction::Silu),
+        (json!(null), GateFunction::Silu),
+        (json!("gelu"), GateFunction::Gelu),
+        (json!("gelu_new"), GateFunction::GeluTanh),
+        (json!("gelu_pytorch_tanh"), GateFunction::GeluTanh),
+    ] {
+        assert_eq!(parse(json!({"hidden_act": name})).unwrap().gate_function, function, "{name}");
+    }
+}
+
+#[test]
 fn what_is_not_computed_is_refused_by_name() {
     let refused = [
         (json!({"architectures": ["GPT2LMHeadModel"]}), vec!["GPT2LMHeadModel", "LlamaForCausalLM, Mistral"]),
         (json!({"architectures": null}), vec!["model_type (none)"]),
-        (json!({"hidden_act": "gelu"}), vec!["hidden_act", "gelu", "silu"]),
+        (json!({"hidden_act": "quick_gelu"}), vec!["hidden_act", "quick_gelu", "\"gelu_pytorch_tanh\""]),
+        (json!({"hidden_act": 3}), vec!["hidden_act", "a string", "3"]),
         (json!({"quantization_config": {"quant_method": "gptq"}}), vec!["quantization_config", "gptq"]),
         (json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}), vec!["dynamic", "llama3"]),
         (json!({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}), vec!["yarn", "linear"]),

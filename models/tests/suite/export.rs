@@ -57,6 +57,9 @@ fn an_export_reads_back_whatever_the_shards() {
             let mut reader = Copying::new(&fixture.folder, DType::F32);
             export_folder(&mut reader, Some(&fixture.folder), out.path(), shard_bytes, &config).unwrap();
             assert_eq!(out.path().join("model.safetensors").exists(), shard_bytes == u64::MAX);
+            let written = std::fs::read_to_string(out.path().join("config.json")).unwrap();
+            let written: serde_json::Value = serde_json::from_str(&written).unwrap();
+            assert_eq!(written["hidden_act"], fixture.json("config.json")["hidden_act"]);
             same_weights(&fixture.folder, out.path());
         }
         let names = names(out.path());
