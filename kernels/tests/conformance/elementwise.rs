@@ -3,28 +3,31 @@
 
 use crate::support::{Host, MIXES, assert_close, backends};
 use half::bf16;
+use proptest::prelude::*;
 use terrace_kernels::{DType, KernelSet, reference};
 
 #[test]
 fn sums_and_casts() {
     for elements in [1, 9, 1024, 33_333] {
-        for (dtype, out_dtype) in MIXES {
-            let (a, b) = (Host::random(dtype, &[elements], 1.0, 1), Host::random(dtype, &[elements], 1.0, 2));
-            let old = Host::random(out_dtype, &[elements], 1.0, 3);
-            let run = |set: &KernelSet, dtype| {
-                let (mut sum, mut acc, mut cast) =
-                    (Host::zeros(dtype, &[elements]), old.cast(dtype), old.cast(dtype));
-                set.elementwise.add(a.view(), b.view(), sum.view_mut()).unwrap();
-                set.elementwise.add_assign(acc.view_mut(), a.view()).unwrap();
-                set.elementwise.cast(b.view(), cast.view_mut()).unwrap();
-                [sum, acc, cast]
-            };
-            let expected = run(&reference::kernel_set(), DType::F32);
-            for (name, set) in backends() {
-                for (expected, found) in expected.iter().zip(&run(&set, out_dtype)) {
-                    assert_close(&format!("{name}: {elements} {dtype} {out_dtype}"), expected, found, 1e-6);
-                }
-            }
+        MIXES.into_iter().for_each(|mix| check_sums_and_casts(elements, mix));
+    }
+}
+
+fn check_sums_and_casts(elements: usize, (dtype, out_dtype): (DType, DType)) {
+    let (a, b) = (Host::random(dtype, &[elements], 1.0, 1), Host::random(dtype, &[elements], 1.0, 2));
+    let old = Host::random(out_dtype, &[elements], 1.0, 3);
+    let run = |set: &KernelSet, dtype| {
+        let (mut sum, mut acc, mut cast) =
+            (Host::zeros(dtype, &[elements]), old.cast(dtype), old.cast(dtype));
+        set.elementwise.add(a.view(), b.view(), sum.view_mut()).unwrap();
+        set.elementwise.add_assign(acc.view_mut(), a.view()).unwrap();
+        set.elementwise.cast(b.view(), cast.view_mut()).unwrap();
+        [sum, acc, cast]
+    };
+    let expected = run(&reference::kernel_set(), DType::F32);
+    for (name, set) in backends() {
+        for (expected, found) in expected.iter().zip(&run(&set, out_dtype)) {
+            assert_close(&format!("{name}: {elements} {dtype} {out_dtype}"), expected, found, 1e-6);
         }
     }
 }
@@ -69,23 +72,35 @@ fn equal_dtypes_are_copied_and_zero_is_zero() {
 #[test]
 fn bias_and_its_gradient() {
     for (rows, width) in [(1, 1), (7, 129), (300, 40), (2100, 130), (9000, 3), (3, 20_000)] {
-        for (dtype, out_dtype) in MIXES {
-            let x = Host::random(out_dtype, &[rows, width], 1.0, 1);
-            let (bias, old) =
-                (Host::random(dtype, &[width], 1.0, 2), Host::random(DType::F32, &[width], 1.0, 3));
-            let run = |set: &KernelSet, mut x: Host| {
-                let mut sums = old.clone();
-                set.reduce.sum_rows(x.view(), sums.view_mut()).unwrap();
-                set.elementwise.add_bias(x.view_mut(), bias.view()).unwrap();
-                (x, sums)
-            };
-            let (expected, expected_sums) = run(&reference::kernel_set(), x.cast(DType::F32));
-            for (name, set) in backends() {
-                let (x, sums) = run(&set, x.clone());
-                let what = format!("{name}: [{rows}, {width}] {dtype} {out_dtype}");
-                assert_close(&what, &expected, &x, 1e-6);
-                assert_close(&what, &expected_sums, &sums, 1e-6 * rows as f64);
-            }
-        }
+        MIXES.into_iter().for_each(|mix| check_bias(rows, width, mix));
+    }
+}
+
+fn check_bias(rows: usize, width: usize, (dtype, out_dtype): (DType, DType)) {
+    let x = Host::random(out_dtype, &[rows, width], 1.0, 1);
+    let (bias, old) = (Host::random(dtype, &[width], 1.0, 2), Host::random(DType::F32, &[width], 1.0, 3));
+    let run = |set: &KernelSet, mut x: Host| {
+        let mut sums = old.clone();
+        set.reduce.sum_rows(x.view(), sums.view_mut()).unwrap();
+        set.elementwise.add_bias(x.view_mut(), bias.view()).unwrap();
+        (x, sums)
+    };
+    let (expected, expected_sums) = run(&reference::kernel_set(), x.cast(DType::F32));
+    for (name, set) in backends() {
+        let (x, sums) = run(&set, x.clone());
+        let what = format!("{name}: [{rows}, {width}] {dtype} {out_dtype}");
+        assert_close(&what, &expected, &x, 1e-6);
+        assert_close(&what, &expected_sums, &sums, 1e-6 * rows as f64);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn any_shape(
+        elements in 1usize..40_000, rows in 1usize..700, width in 1usize..300, mix in 0..MIXES.len(),
+    ) {
+        check_sums_and_casts(elements, MIXES[mix]);
+        check_bias(rows, width, MIXES[mix]);
     }
 }

@@ -1,29 +1,42 @@
 //! Gathering is exact up to the rounding to the result's dtype; sums of up to 60 rows of order 1 in f32: 1e-5.
 
 use crate::support::{Host, MIXES, Random, assert_close, backends};
+use proptest::prelude::*;
 use terrace_kernels::{DType, reference};
 
 #[test]
 fn gather_and_scatter() {
-    for (tokens, vocabulary, width) in [(1, 1, 1), (60, 5, 300), (33, 100, 1030)] {
-        for (dtype, out_dtype) in MIXES {
-            let mut random = Random::new(7);
-            let ids = Host::of(DType::I32, &[tokens], (0..tokens).map(|_| random.below(vocabulary) as f64));
-            let table = Host::random(dtype, &[vocabulary, width], 1.0, 1);
-            let dout = Host::random(dtype, &[tokens, width], 1.0, 2);
-            let old = Host::random(DType::F32, &[vocabulary, width], 1.0, 3);
-            let run = |set: &terrace_kernels::KernelSet, dtype| {
-                let (mut out, mut dtable) = (Host::zeros(dtype, &[tokens, width]), old.clone());
-                set.embedding.gather(ids.view(), table.view(), out.view_mut()).unwrap();
-                set.embedding.scatter_add(ids.view(), dout.view(), dtable.view_mut()).unwrap();
-                (out, dtable)
-            };
-            let (expected, expected_table) = run(&reference::kernel_set(), DType::F32);
-            for (name, set) in backends() {
-                let (out, dtable) = run(&set, out_dtype);
-                assert_close(&name, &expected, &out, 0.0);
-                assert_close(&name, &expected_table, &dtable, 1e-5);
-            }
-        }
+    for sizes in [(1, 1, 1), (60, 5, 300), (33, 100, 1030)] {
+        MIXES.into_iter().for_each(|mix| check(sizes, mix));
+    }
+}
+
+fn check((tokens, vocabulary, width): (usize, usize, usize), (dtype, out_dtype): (DType, DType)) {
+    let mut random = Random::new(7);
+    let ids = Host::of(DType::I32, &[tokens], (0..tokens).map(|_| random.below(vocabulary) as f64));
+    let table = Host::random(dtype, &[vocabulary, width], 1.0, 1);
+    let dout = Host::random(dtype, &[tokens, width], 1.0, 2);
+    let old = Host::random(DType::F32, &[vocabulary, width], 1.0, 3);
+    let run = |set: &terrace_kernels::KernelSet, dtype| {
+        let (mut out, mut dtable) = (Host::zeros(dtype, &[tokens, width]), old.clone());
+        set.embedding.gather(ids.view(), table.view(), out.view_mut()).unwrap();
+        set.embedding.scatter_add(ids.view(), dout.view(), dtable.view_mut()).unwrap();
+        (out, dtable)
+    };
+    let (expected, expected_table) = run(&reference::kernel_set(), DType::F32);
+    for (name, set) in backends() {
+        let (out, dtable) = run(&set, out_dtype);
+        assert_close(&name, &expected, &out, 0.0);
+        assert_close(&name, &expected_table, &dtable, 1e-5);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn any_shape(
+        tokens in 1usize..60, vocabulary in 1usize..40, width in 1usize..1500, mix in 0..MIXES.len(),
+    ) {
+        check((tokens, vocabulary, width), MIXES[mix]);
     }
 }

@@ -1,6 +1,7 @@
 //! Tolerance: cosines and sines are rounded once to f32 and two products are added, of values up to 6·√2: 4e-6.
 
 use crate::support::{Host, assert_close, backends};
+use proptest::prelude::*;
 use terrace_kernels::{DType, RopeDirection, reference};
 
 fn inv_freq(head_size: usize) -> Host {
@@ -10,27 +11,38 @@ fn inv_freq(head_size: usize) -> Host {
 
 #[test]
 fn rotates_like_the_reference() {
-    for (tokens, heads, head_size) in [(1, 1, 2), (3, 2, 6), (65, 3, 64), (2, 5, 130)] {
-        for dtype in [DType::F32, DType::BF16, DType::F16] {
-            for direction in [RopeDirection::Forward, RopeDirection::Backward] {
-                let x = Host::random(dtype, &[tokens, heads, head_size], 1.0, 1);
-                // Positions up to 100 000 need an exact range reduction.
-                let positions =
-                    Host::of(DType::I32, &[tokens], (0..tokens).map(|t| (t * 99_991 % 100_003) as f64));
-                let inv_freq = inv_freq(head_size);
-                let mut expected = x.cast(DType::F32);
-                let rope = reference::kernel_set().rope;
-                rope.rotate(expected.view_mut(), positions.view(), inv_freq.view(), 1.1, direction).unwrap();
-                for (name, set) in backends() {
-                    let mut out = x.clone();
-                    set.rope
-                        .rotate(out.view_mut(), positions.view(), inv_freq.view(), 1.1, direction)
-                        .unwrap();
-                    let what = format!("{name}: [{tokens}, {heads}, {head_size}] {dtype} {direction:?}");
-                    assert_close(&what, &expected, &out, 4e-6);
-                }
-            }
+    for sizes in [(1, 1, 2), (3, 2, 6), (65, 3, 64), (2, 5, 130)] {
+        for dtype in FLOATS {
+            check(sizes, dtype);
         }
+    }
+}
+
+const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+fn check((tokens, heads, head_size): (usize, usize, usize), dtype: DType) {
+    for direction in [RopeDirection::Forward, RopeDirection::Backward] {
+        let x = Host::random(dtype, &[tokens, heads, head_size], 1.0, 1);
+        // Positions up to 100 000 need an exact range reduction.
+        let positions = Host::of(DType::I32, &[tokens], (0..tokens).map(|t| (t * 99_991 % 100_003) as f64));
+        let inv_freq = inv_freq(head_size);
+        let mut expected = x.cast(DType::F32);
+        let rope = reference::kernel_set().rope;
+        rope.rotate(expected.view_mut(), positions.view(), inv_freq.view(), 1.1, direction).unwrap();
+        for (name, set) in backends() {
+            let mut out = x.clone();
+            set.rope.rotate(out.view_mut(), positions.view(), inv_freq.view(), 1.1, direction).unwrap();
+            let what = format!("{name}: [{tokens}, {heads}, {head_size}] {dtype} {direction:?}");
+            assert_close(&what, &expected, &out, 4e-6);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn any_shape(tokens in 1usize..70, heads in 1usize..9, half in 1usize..100, dtype in 0..FLOATS.len()) {
+        check((tokens, heads, 2 * half), FLOATS[dtype]);
     }
 }
 

@@ -123,6 +123,91 @@ fn attention_of(dtype: DType, window: Option<usize>) {
     });
 }
 
+/// Queries that begin within longer keys: many, and so few that keys are used as they lie; in one run and in pages.
+#[test]
+fn attention_from_a_start() {
+    for (dtype, queries, window) in [
+        (DType::BF16, 1, None),
+        (DType::BF16, 70, Some(100)),
+        (DType::F16, 3, Some(40)),
+        (DType::F16, 70, None),
+        (DType::F32, 70, None),
+    ] {
+        let (q_dims, k_dims) = ([3, queries, 6, 24], [3, 256, 2, 24]);
+        let q = Host::random(dtype, &q_dims, 1.0, 1);
+        let [k, v] = [2, 3].map(|seed| Host::random(dtype, &k_dims, 1.0, seed));
+        let starts = Host::of(DType::I32, &[3], [0.0, 185.0, 63.0]);
+        let table = (0..12).map(|page| if page == 3 { -1.0 } else { f64::from(11 - page) });
+        let pages = Host::of(DType::I32, &[3, 4], table);
+        let spec = AttentionSpec { scale: 0.2, window };
+        let run = |set: &KernelSet| {
+            let in_pages = |of: &Host| Host::of(dtype, &[12, 64, 2, 24], of.values());
+            let (mut page_k, mut page_v) = (in_pages(&k), in_pages(&v));
+            let mut results = Vec::new();
+            let keys = KeyValues::rows(k.view(), v.view());
+            let paged = [page_k.clone(), page_v.clone()];
+            let paged = KeyValues { k: paged[0].view(), v: paged[1].view(), pages: Some(pages.view()) };
+            for keys in [keys, paged] {
+                let (mut out, mut lse) =
+                    (Host::zeros(dtype, &q_dims), Host::zeros(DType::F32, &[3, 6, queries]));
+                let (into, into_lse) = (out.view_mut(), lse.view_mut());
+                set.attention.forward(q.view(), keys, starts.view(), into, into_lse, spec).unwrap();
+                results.extend([out, lse]);
+            }
+            let new = Host::random(DType::F32, &[3, queries, 2, 24], 1.0, 4);
+            let (to_k, to_v) = (page_k.view_mut(), page_v.view_mut());
+            set.attention.append(new.view(), new.view(), starts.view(), pages.view(), to_k, to_v).unwrap();
+            results.extend([page_k, page_v]);
+            results
+        };
+        let what = format!("{queries} queries of {dtype}, {window:?}");
+        same_on(isas_and_pairs(), &what, run);
+        same_for_every_thread_count(&what, run);
+    }
+}
+
+/// What the engine does to whole tensors, in every dtype.
+#[test]
+fn elements() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let (rows, width) = (300, 301);
+        let [x, y] = [1, 2].map(|seed| Host::random(dtype, &[rows, width], 1.0, seed));
+        let bias = Host::random(dtype, &[width], 1.0, 3);
+        let heads = Host::random(dtype, &[rows, 7, 42], 1.0, 4);
+        let mut random = Random::new(5);
+        let labels = Host::of(DType::I32, &[rows], (0..rows).map(|_| random.below(width + 20) as f64 - 20.0));
+        let inv_freq = Host::random(DType::F32, &[21], 0.5, 6);
+        same_for_every_thread_count(&format!("elements of {dtype}"), |set| {
+            let (elementwise, activation) = (&set.elementwise, &set.activation);
+            let (mut sum, mut acc, mut biased) = (x.clone(), x.clone(), x.clone());
+            let (mut wide, mut narrow) =
+                (Host::zeros(DType::F32, &[rows, width]), Host::zeros(DType::F16, &[rows, width]));
+            let mut cleared = x.clone();
+            elementwise.add(x.view(), y.view(), sum.view_mut()).unwrap();
+            elementwise.add_assign(acc.view_mut(), y.view()).unwrap();
+            elementwise.add_bias(biased.view_mut(), bias.view()).unwrap();
+            elementwise.cast(x.view(), wide.view_mut()).unwrap();
+            elementwise.cast(x.view(), narrow.view_mut()).unwrap();
+            elementwise.zero(cleared.view_mut()).unwrap();
+            let mut results = vec![sum, acc, biased, wide, narrow, cleared];
+            for f in GateFunction::ALL {
+                let (mut out, mut dgate, mut dup) = (x.clone(), x.clone(), x.clone());
+                activation.gated(f, x.view(), y.view(), out.view_mut()).unwrap();
+                let (to_gate, to_up) = (dgate.view_mut(), dup.view_mut());
+                activation.gated_backward(f, x.view(), y.view(), y.view(), to_gate, to_up).unwrap();
+                results.extend([out, dgate, dup]);
+            }
+            let mut loss = Host::zeros(DType::F64, &[1]);
+            set.cross_entropy.loss(x.view(), labels.view(), loss.view_mut()).unwrap();
+            let mut turned = heads.clone();
+            let (view, direction) = (turned.view_mut(), RopeDirection::Backward);
+            set.rope.rotate(view, labels.view(), inv_freq.view(), 1.0, direction).unwrap();
+            results.extend([loss, turned]);
+            results
+        });
+    }
+}
+
 #[test]
 fn rows_and_elements() {
     let (rows, width) = (700, 300);
