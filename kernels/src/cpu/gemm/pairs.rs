@@ -16,6 +16,10 @@
 //! them, and the innermost product for the part of the result that it will add to. On Zen 5 that is worth 4 to 10 % of a large
 //! product.
 //!
+//! **AMX** would be a third [`Pairs`] and one more micro tile here: its tiles are of pairs in the order of these panels. Rust has no
+//! stable way to it: the intrinsics and the target features `amx-tile` and `amx-bf16` are unstable (`x86_amx_intrinsics`, rustc
+//! 1.95), and a build without a nightly compiler or C is a promise of this project.
+//!
 //! [`emulated`] follows the definition operation by operation, so that everything around the instruction is tested on machines
 //! without it.
 
