@@ -3,7 +3,7 @@
 //! Every function is `x·share(x)`: the shares are σ(x) for SiLU, Φ(x) for GELU, and for its approximation by a tanh
 //! `½(1 + tanh u) = σ(2u)`, which unlike the left side loses nothing where it is small.
 //!
-//! Tolerance against f64, before the rounding: a few units in the last place of f32, from the exponential (see [`vector`]), as long as
+//! Tolerance against f64, before the rounding: a few units in the last place of f32, from the exponential (see [`exp`]), as long as
 //! its exponent is small; that of a share near 0 has an error of half a unit of its own, so that shares of 10⁻³⁰ are within 2e-5.
 //! Slopes are within 2e-6.
 
