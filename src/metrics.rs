@@ -12,6 +12,7 @@ use std::path::Path;
 
 /// What one step did. Sizes are bytes, times are seconds.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct StepMetrics {
     /// Number of the step, from one.
     pub step: u64,
@@ -38,7 +39,6 @@ pub struct StepMetrics {
     /// Written to disk.
     pub disk_write_bytes: u64,
     /// Written to disk since the run began, by the processes before and by making the state, too.
-    #[serde(default)]
     pub disk_written_bytes: u64,
     /// Copied from host to device.
     pub upload_bytes: u64,
@@ -51,13 +51,13 @@ pub struct StepMetrics {
     /// Time that computing waited, by what it waited for.
     pub stall_seconds: BTreeMap<String, f64>,
     /// What the loss was multiplied with before backward; only in fp16.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
     /// Whether the gradient overflowed and the step changed nothing but the loss scale; only in fp16.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped: Option<bool>,
     /// Whether what was updated before the gradient's norm was known could be kept; only in steps in which something was.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub speculated: Option<bool>,
 }
 
@@ -158,7 +158,7 @@ fn committed_lines(file: &mut File, committed: u64) -> io::Result<Kept> {
         let read = reader.read_until(b'\n', &mut line)?;
         let whole = line.ends_with(b"\n");
         match serde_json::from_slice::<StepMetrics>(&line) {
-            Ok(found) if whole && found.step <= committed => {
+            Ok(found) if whole && (1..=committed).contains(&found.step) => {
                 // Lines that earlier versions wrote have no sum.
                 let sum = kept.disk_written_bytes + found.disk_write_bytes;
                 kept.disk_written_bytes = found.disk_written_bytes.max(sum);

@@ -36,6 +36,14 @@ impl Default for ThrottleConfig {
 }
 
 impl ThrottleConfig {
+    /// The lane of a request, and its bytes a second.
+    pub(super) fn lane(&self, kind: OpKind) -> (usize, f64) {
+        match kind {
+            OpKind::Read => (0, self.read_bytes_per_second),
+            OpKind::Write => (usize::from(!self.is_shared), self.write_bytes_per_second),
+        }
+    }
+
     /// # Panics
     /// If a rate is not positive.
     pub(super) fn check(&self) {
@@ -83,10 +91,8 @@ impl IoEngine for ThrottleLayer {
     pass_files_on!(upstream);
 
     fn submit(&self, request: Request) -> Ticket {
-        let (lane, rate) = match request.kind {
-            OpKind::Read => (&self.lanes[0], self.config.read_bytes_per_second),
-            OpKind::Write => (&self.lanes[self.lanes.len() - 1], self.config.write_bytes_per_second),
-        };
+        let (lane, rate) = self.config.lane(request.kind);
+        let lane = &self.lanes[lane];
         if rate.is_infinite() {
             return self.upstream.submit(request);
         }

@@ -31,10 +31,7 @@ impl TimedLayer {
 
     /// The time at which a request of so many bytes is done.
     fn occupy(&self, kind: OpKind, bytes: u64) -> Duration {
-        let (lane, rate) = match kind {
-            OpKind::Read => (0, self.config.read_bytes_per_second),
-            OpKind::Write => (usize::from(!self.config.is_shared), self.config.write_bytes_per_second),
-        };
+        let (lane, rate) = self.config.lane(kind);
         let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
         free_at[lane] = free_at[lane].max(self.clock.now()) + Duration::from_secs_f64(bytes as f64 / rate);
         free_at[lane]

@@ -43,16 +43,6 @@ impl<R: Rule, G: Widen, O: Order, P: Master, M: Moment, V: Moment> pulp::Nullary
         let (pairs, single) = tiles.as_chunks::<2>();
         for (pair, [first, second]) in pairs.iter().enumerate() {
             let (one, other) = (2 * pair, 2 * pair + 1);
-            if const { M::SCALE_BYTES + V::SCALE_BYTES == 0 } {
-                Tile::<P, M, V>::of(&mut slices, one).update::<R, G, O>(&rule, seed, first, &mut waiting[0]);
-                Tile::<P, M, V>::of(&mut slices, other).update::<R, G, O>(
-                    &rule,
-                    seed,
-                    second,
-                    &mut waiting[0],
-                );
-                continue;
-            }
             // The largest of a tile is known long after its last operation began: meanwhile a processor works on another.
             Tile::<P, M, V>::of(&mut slices, one).compute::<R, G, O>(&rule, seed, first, &mut waiting[0]);
             Tile::<P, M, V>::of(&mut slices, other).compute::<R, G, O>(&rule, seed, second, &mut waiting[1]);
@@ -108,14 +98,12 @@ impl<P: Master, M: Moment, V: Moment> Tile<'_, P, M, V> {
         gradient: &[G; TILE],
         waiting: &mut Waiting,
     ) {
-        if const { M::SCALE_BYTES + V::SCALE_BYTES == 0 } {
-            let Self { weights, rests, m, v, .. } = self;
-            in_place::<R, G, O, P, M, V>(rule, seed, gradient, weights, rests, m, v);
-            return;
-        }
         self.compute::<R, G, O>(rule, seed, gradient, waiting);
         self.store(waiting);
     }
+
+    /// Whether no moment has a scale.
+    const IN_PLACE: bool = M::SCALE_BYTES + V::SCALE_BYTES == 0;
 
     /// The whole tile `at`.
     #[inline(always)]
@@ -127,7 +115,7 @@ impl<P: Master, M: Moment, V: Moment> Tile<'_, P, M, V> {
         Tile { weights, rests, m: tile_of(m, 0), v: tile_of(v, 0), m_scale, v_scale }
     }
 
-    /// What is new, without storing it.
+    /// What is new: without storing it if scales have to be known first, else in place.
     #[inline(always)]
     fn compute<R: Rule, G: Widen, O: Order>(
         &mut self,
@@ -137,6 +125,9 @@ impl<P: Master, M: Moment, V: Moment> Tile<'_, P, M, V> {
         waiting: &mut Waiting,
     ) {
         let Self { weights, rests, m, v, m_scale, v_scale } = self;
+        if const { Self::IN_PLACE } {
+            return in_place::<R, G, O, P, M, V>(rule, seed, gradient, weights, rests, m, v);
+        }
         waiting.v_largest =
             waiting.second::<R, G, O, P, V>(rule, gradient, weights, rests, v, V::scale(v_scale));
         waiting.m_largest =
@@ -144,9 +135,12 @@ impl<P: Master, M: Moment, V: Moment> Tile<'_, P, M, V> {
         waiting.randomize::<G, P>(seed, gradient, weights, rests);
     }
 
-    /// Stores what was computed.
+    /// Stores what waits.
     #[inline(always)]
     fn store(&mut self, waiting: &mut Waiting) {
+        if const { Self::IN_PLACE } {
+            return;
+        }
         let Self { weights, rests, m, v, m_scale, v_scale } = self;
         let Waiting { m_largest, v_largest, .. } = *waiting;
         let (m_scale, v_scale) = if m_largest > M::LARGEST || v_largest > V::LARGEST {
