@@ -18,10 +18,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use terrace_kernels::DType;
-use terrace_zero::{ParamSpec, WeightReader};
-
-/// Bytes in memory at a time.
-const BUFFER_BYTES: usize = 4 << 20;
+use terrace_zero::{EXPORT_BUFFER_BYTES, ParamSpec, WeightReader};
 
 /// What is copied from the source folder: everything a loader needs beside weights and config.json.
 const COPIED: [&str; 14] = [
@@ -129,11 +126,11 @@ fn write_shard(
 ) -> terrace_zero::Result<Staged> {
     let mut staged = Staged::create(out_dir, &shard.file)?;
     staged.append(&header(shard, dtype, tag))?;
-    let mut buffer = vec![0; BUFFER_BYTES];
+    let mut buffer = vec![0; EXPORT_BUFFER_BYTES];
     for param in &shard.params {
         let (mut start, elements) = (0, param.elements());
         while start < elements {
-            let end = elements.min(start + BUFFER_BYTES / dtype.size());
+            let end = elements.min(start + EXPORT_BUFFER_BYTES / dtype.size());
             let bytes = &mut buffer[..(end - start) * dtype.size()];
             reader.read(param, start, bytes)?;
             staged.append(bytes)?;

@@ -6,8 +6,9 @@ use super::knobs::Knobs;
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, Pinned, PlanFile, Settings, Step, Term, Totals, Windows,
 };
+use super::saving::Saving;
 use super::session::{self, Session};
-use super::{checks, floor, identity, keeping, print_json, retention, trace};
+use super::{checks, floor, identity, keeping, print_json, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
 use crate::data::Dataset;
 use crate::error::CliError;
@@ -127,6 +128,7 @@ pub fn train(
         builder,
         config_text,
         finished: None,
+        saving: None,
     };
     let began = Instant::now();
     let result = trainer.run(steps, |step| Ok(data.samples(&sampler.batch_indices(step))?));
@@ -281,6 +283,7 @@ struct Trainer<'a> {
     floor: Floor,
     summary: floor::Summary,
     finished: Option<StepMetrics>,
+    saving: Option<Saving>,
 }
 
 impl Trainer<'_> {
@@ -290,13 +293,20 @@ impl Trainer<'_> {
         self.progress.finish();
         let on_disk = run.offload == Offload::Disk;
         let flushed = if on_disk { self.engine.save() } else { self.engine.flush() };
+        // What was never committed because of an error is not an error of its own.
+        let saved = if flushed.is_ok() { self.finish_save() } else { Ok(()) };
         // Neither the error nor the model may be lost to a timeline that cannot be written.
         let traced = run.trace.as_ref().map_or(Ok(()), |path| trace::write(path, self.session));
         let counted = self.count_last_writes();
-        let exported = if result.is_ok() && flushed.is_ok() { self.export(&run.output) } else { Ok(()) };
+        let exported = if result.is_ok() && flushed.is_ok() && saved.is_ok() {
+            self.export(&run.output)
+        } else {
+            Ok(())
+        };
         self.say_what_it_took();
         result?;
         flushed?;
+        saved?;
         exported?;
         traced?;
         counted
@@ -343,18 +353,11 @@ impl Trainer<'_> {
             let report = self.engine.train_step_noting(&batches, StepRates { lr, betas }, note)?;
             self.record(&report, lr, tokens)?;
             if self.run.save_every.is_some_and(|every| self.engine.step().is_multiple_of(every)) {
-                let began = Instant::now();
-                self.engine.save()?;
-                let folder = self.run.output.join(format!("checkpoint-{}", self.engine.step()));
-                self.export(&folder)?;
-                let seconds = began.elapsed().as_secs_f64();
-                self.summary.add_save(seconds);
-                self.progress.note(&format!("saved {} in {}", folder.display(), floor::time(seconds)));
-                if let Some(limit) = self.run.save_total_limit {
-                    for old in retention::prune(&self.run.output, self.engine.step(), limit)? {
-                        self.progress.note(&format!("removed {}", old.display()));
-                    }
-                }
+                self.finish_save()?;
+                self.saving = Some(Saving::begin(&mut self.engine, self.run, &self.config_text)?);
+            }
+            if self.saving.as_mut().is_some_and(Saving::is_finished) {
+                self.finish_save()?;
             }
             if interrupt.requested() && self.engine.step() < steps {
                 self.engine.save()?;
@@ -362,6 +365,12 @@ impl Trainer<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Waits for the save that is being written, if there is one.
+    fn finish_save(&mut self) -> Result<(), CliError> {
+        let Some(saving) = self.saving.take() else { return Ok(()) };
+        saving.finish(self.run, &mut self.progress, &mut self.summary)
     }
 
     fn micro_batches(&self, samples: &[crate::data::Sample]) -> Result<Vec<MicroBatch>, CliError> {

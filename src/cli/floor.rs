@@ -133,7 +133,7 @@ fn host(
 pub struct Summary {
     seconds: Vec<f64>,
     stalls: BTreeMap<String, f64>,
-    /// Number and seconds of the saves between steps.
+    /// Number of saves, and seconds in which no step went on because of them.
     saves: (u64, f64),
 }
 
@@ -146,7 +146,7 @@ impl Summary {
         }
     }
 
-    /// Counts a save between two steps.
+    /// Counts a save that training waited for so long.
     pub fn add_save(&mut self, seconds: f64) {
         self.saves = (self.saves.0 + 1, self.saves.1 + seconds);
     }
@@ -186,7 +186,7 @@ impl Summary {
             row(&format!("waiting for {}", what.replace('_', " ")), *seconds);
         }
         if saves > 0 {
-            row(&format!("{saves} save{} between steps", if saves == 1 { "" } else { "s" }), saving);
+            row(&format!("waiting for {saves} save{}", if saves == 1 { "" } else { "s" }), saving);
         }
         Some(text)
     }
@@ -274,7 +274,7 @@ mod tests {
             format!("{head}  12.00 s for 3 steps, of which\n{stalls}   25.0 %")
         );
         summary.add_save(3.0);
-        let saves = "    1 save between steps                 3.00 s";
+        let saves = "    waiting for 1 save                   3.00 s";
         let expected = format!("{head}  15.00 s for 3 steps, of which\n{stalls}   20.0 %\n{saves}   20.0 %");
         assert_eq!(summary.text(&floor).unwrap(), expected);
         let unknown = summary.text(&Floor { expected: Some(1.9), ..Floor::default() }).unwrap();

@@ -21,6 +21,7 @@ mod plan_generate;
 mod ranks;
 pub mod report;
 mod retention;
+mod saving;
 pub mod session;
 mod stored;
 mod trace;

@@ -29,8 +29,8 @@ pub use scratch::{Scratch, ScratchChunk};
 #[doc(hidden)]
 pub use store::fuzzing;
 pub use store::{
-    Access, Arrived, Commit, CommitFacts, Committed, Damage, DamageCause, DiskStore, FilePart, PendingRead,
-    Sealed, SlotFacts, SlotState, StoreView, Verification,
+    Access, Arrived, Commit, CommitFacts, Committed, Damage, DamageCause, DiskStore, FilePart, Held,
+    PendingRead, Sealed, SlotFacts, SlotState, StoreView, Verification,
 };
 pub use stripe::Striping;
 pub use volume::{STRIPE_BYTES, free_space};

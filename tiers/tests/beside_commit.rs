@@ -154,3 +154,38 @@ fn a_write_that_a_reader_found_failed_is_not_committed() {
     }
     println!("the reader learned of {by_reader} failures of {attempts}");
 }
+
+/// Whoever holds a commit reads it at leisure: the next step is written beside it, and committed when it is let go.
+#[test]
+fn a_commit_waits_for_who_holds_the_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = DiskStore::create(&plain(), &Striping::equal(&[dir.path().join("state")]), spec()).unwrap();
+    let store = Arc::new(store);
+    let write = |number: u64| {
+        for (group, chunk) in (0..GROUPS).flat_map(|group| (0..CHUNKS).map(move |chunk| (group, chunk))) {
+            store.write(key(group), chunk, lease(1, number as u8)).unwrap();
+        }
+        store.commit(number, &[])
+    };
+    write(1).unwrap();
+    for number in 1..20 {
+        let held = store.hold().unwrap();
+        let also = store.hold().unwrap();
+        std::thread::scope(|scope| {
+            let next = scope.spawn(|| write(number + 1));
+            for group in 0..GROUPS {
+                let bytes = also.read(key(group), 0..CHUNKS, lease(CHUNKS, 0)).unwrap().wait().unwrap();
+                assert!(
+                    bytes.iter().all(|byte| u64::from(*byte) == number),
+                    "group {group} of step {number}"
+                );
+            }
+            drop(also);
+            assert!(!next.is_finished(), "one of two still holds it");
+            assert_eq!((held.committed().step, store.committed().step), (number, number));
+            drop(held);
+            next.join().expect("it does not panic").unwrap();
+        });
+        assert_eq!(store.committed().step, number + 1);
+    }
+}

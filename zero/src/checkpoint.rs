@@ -1,14 +1,13 @@
-//! State in and out: initial weights, resident state to and from a store, weights for export.
+//! State in and out: initial weights, resident state to and from a store.
 
 use crate::cache::{exclusive, read_state, write_state};
 use crate::device_state::DeviceState;
 use crate::engine::Engine;
 use crate::state::{StateHome, locked};
-use crate::{EngineError, ParamSpec, Result, WeightReader, WeightSource};
+use crate::{EngineError, Result, WeightSource};
 use half::{bf16, f16};
-use std::ops::Range;
 use terrace_kernels::DType;
-use terrace_tiers::{BlobKey, DiskStore, Generation, GroupSpec, Lease, StoreSpec};
+use terrace_tiers::{BlobKey, DiskStore, GroupSpec, Lease, StoreSpec};
 
 /// Fills the state from a weight source, chunk by chunk.
 pub(crate) fn initialize(engine: &mut Engine, source: &mut dyn WeightSource) -> Result {
@@ -18,7 +17,7 @@ pub(crate) fn initialize(engine: &mut Engine, source: &mut dyn WeightSource) -> 
         load(engine, source)?;
     }
     if let StateHome::Disk(stored) = &mut engine.home {
-        stored.store.commit(0, &[])?;
+        stored.commit(0, &[])?;
         stored.outdated = false;
     }
     Ok(())
@@ -252,15 +251,15 @@ impl Engine {
         let result = if unsaved.changed {
             let written = stored.cache.write(store, &self.kinds, &self.update_slots);
             let written = written.and_then(|()| self.write_from_device(store));
-            written.and_then(|()| Ok(store.commit(self.step, &unsaved.words)?))
+            written.and_then(|()| stored.commit(self.step, &unsaved.words))
         } else {
-            store.commit_unchanged(self.step, &unsaved.words).map_err(EngineError::from)
+            stored.commit_unchanged(self.step, &unsaved.words)
         };
         result.map_err(|error| self.give_up(error))
     }
 
     /// The device's state, if that of `group` is there.
-    fn state_on_device(&self, group: usize) -> Option<&DeviceState> {
+    pub(crate) fn state_on_device(&self, group: usize) -> Option<&DeviceState> {
         self.device_state.as_ref().filter(|state| state.has(group))
     }
 
@@ -323,96 +322,5 @@ impl Engine {
         self.write_from_device(store)?;
         let words = self.loss_scale.map_or_else(Vec::new, |scale| scale.words(&[]));
         Ok(store.commit(self.step, &words)?)
-    }
-
-    /// Reads the current weights, for export, after a [`flush`](Self::flush). Nothing else may use the engine meanwhile.
-    ///
-    /// # Errors
-    /// A tier failed.
-    pub fn weights(&mut self) -> Result<impl WeightReader + '_> {
-        self.flush()?;
-        Ok(Reader { engine: self, cached: None })
-    }
-}
-
-/// Reads weights through one chunk-sized buffer.
-struct Reader<'a> {
-    engine: &'a Engine,
-    cached: Option<(usize, usize, Lease)>,
-}
-
-impl WeightReader for Reader<'_> {
-    fn dtype(&self) -> DType {
-        self.engine.config.dtype
-    }
-
-    fn params(&self) -> Vec<ParamSpec> {
-        self.engine.network.groups.iter().flat_map(|g| &g.params).map(|p| p.spec.clone()).collect()
-    }
-
-    fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [u8]) -> Result {
-        if let Some(format) = self.engine.network.quantized().and_then(|spec| spec.quantized) {
-            let message = format!("weights in {format} are for generation and cannot be exported");
-            return Err(EngineError::Config(message));
-        }
-        let groups = &self.engine.network.groups;
-        let found = groups.iter().enumerate().find_map(|(index, group)| {
-            let placed = group.params.iter().find(|p| p.spec.name == param.name)?;
-            Some((index, placed.offset))
-        });
-        let (group, offset) = found
-            .ok_or_else(|| EngineError::Model(format!("the network has no parameter {}", param.name)))?;
-        let size = self.engine.config.dtype.size();
-        let first = (offset + start) * size;
-        if let Some(weights) = self.engine.home.resident_weights(group, &self.engine.kinds) {
-            out.copy_from_slice(&weights[first..first + out.len()]);
-            return Ok(());
-        }
-        let chunk_bytes = self.engine.plan.spec.chunk_elements as usize * size;
-        for piece in pieces(first, out.len(), chunk_bytes) {
-            let bytes = self.chunk(group, piece.chunk)?;
-            out[piece.out].copy_from_slice(&bytes[piece.inside]);
-        }
-        Ok(())
-    }
-}
-
-/// A part of a range of bytes that lies in one chunk.
-pub(crate) struct Piece {
-    pub(crate) chunk: usize,
-    /// Its bytes in the chunk.
-    pub(crate) inside: Range<usize>,
-    /// Its bytes in the range.
-    pub(crate) out: Range<usize>,
-}
-
-/// Cuts `len` bytes of a group from `first` on at the ends of chunks.
-pub(crate) fn pieces(first: usize, len: usize, chunk_bytes: usize) -> impl Iterator<Item = Piece> {
-    let chunks = if len == 0 { 0..0 } else { first / chunk_bytes..(first + len).div_ceil(chunk_bytes) };
-    chunks.map(move |chunk| {
-        let start = chunk * chunk_bytes;
-        let (from, to) = (first.max(start), (first + len).min(start + chunk_bytes));
-        Piece { chunk, inside: from - start..to - start, out: from - first..to - first }
-    })
-}
-
-impl Reader<'_> {
-    fn chunk(&mut self, group: usize, chunk: usize) -> Result<&[u8]> {
-        if !matches!(self.cached, Some((g, c, _)) if (g, c) == (group, chunk)) {
-            self.cached = None;
-            let engine = self.engine;
-            let weight = engine.kinds.weight;
-            let range = engine.kinds.range(weight, &engine.plan.spec, group, chunk);
-            let lease = engine.update_slots.acquire_one(weight, range.len());
-            if let Some(state) = engine.state_on_device(group) {
-                let lease = state.read(&engine.lane, group, weight, range.start, lease)?;
-                return Ok(&self.cached.insert((group, chunk, lease)).2);
-            }
-            let store = engine.home.disk().expect("weights that are not resident are in a store");
-            let key = BlobKey { group, kind: engine.kinds.blobs[engine.kinds.weight].kind };
-            let lease = store.read(key, chunk..chunk + 1, Generation::Newest, lease)?.wait()?;
-            self.cached = Some((group, chunk, lease));
-        }
-        Ok(&self.cached.as_ref().expect("filled above").2)
     }
 }

@@ -436,7 +436,9 @@ impl Engine {
         self.pending = None;
         self.ahead = Ahead::default();
         match std::mem::replace(&mut self.home, StateHome::Resident(Vec::new())) {
-            StateHome::Disk(stored) => Ok(stored.store.remove()?),
+            StateHome::Disk(stored) => {
+                Arc::into_inner(stored.store).map_or(Ok(()), |store| Ok(store.remove()?))
+            }
             StateHome::Resident(_) => Ok(()),
         }
     }
@@ -507,7 +509,7 @@ impl Parts {
         let caching = &self.plan.windows.caching;
         let cache = StateCache::new(caching, &self.network, &self.kinds, &*backend.device)?;
         let saves = self.config.commits_at_saves();
-        Ok(StateHome::Disk(Box::new(Stored { store, cache, outdated: true, saves })))
+        Ok(StateHome::Disk(Box::new(Stored::new(store, cache, saves))))
     }
 }
 

@@ -24,6 +24,7 @@ impl Engine {
         let mut lost = None;
         if let StateHome::Disk(stored) = &mut self.home {
             stored.store.abandon();
+            stored.after_commit().clear();
             stored.outdated = true;
             self.unsaved = None;
             self.step = stored.store.committed().step;

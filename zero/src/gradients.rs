@@ -316,6 +316,11 @@ impl GradientPark {
         as_gradient(bytes, self.dtype)
     }
 
+    /// Waits for what is being written: a drive that fails is heard of, whether or not anybody needs what it was to write.
+    pub(crate) fn settle(&self) -> Result {
+        self.scratch.as_ref().map_or(Ok(()), |scratch| Ok(scratch.wait_writes()?))
+    }
+
     /// Forgets everything of a step that failed.
     pub(crate) fn clear(&self) {
         let mut books = self.books();

@@ -195,14 +195,12 @@ impl Pending {
         };
         // Groups without parameters, that are updated already, or whose state is on the device may come last.
         gate.open_up_to(bench.spec.groups.len());
-        let (Some(Stored { store, cache, .. }), Some(words)) = (home.stored(), &self.words) else {
-            return Ok(());
-        };
+        let (Some(stored), Some(words)) = (home.stored(), &self.words) else { return Ok(()) };
         if self.writes_copies_last() {
-            cache.write(store, bench.kinds, bench.slots)?;
+            stored.cache.write(&stored.store, bench.kinds, bench.slots)?;
         }
         let began = Instant::now();
-        store.commit(self.step, words)?;
+        stored.commit(self.step, words)?;
         if let Some(timeline) = bench.timeline {
             timeline.note(Resource::Commit, began, format!("step {}", self.step));
         }

@@ -11,7 +11,7 @@
 //! | gradients in turns | Σ over blocks that keep: the larger of gradient and kept activations, where all gradients wait for the norm |
 //! | activations | signal slots × signal (+ spill slots) |
 //! | device arena | accumulators, inputs, block workspaces and kept activations (but those in turns): the exact peak of a planning run |
-//! | kernel scratch, checksum tables, loading buffer | fixed |
+//! | kernel scratch, checksum tables, loading and export buffers | fixed |
 //!
 //! On a device with memory of its own the arena and the device's weight slots are device memory instead. The planner walks
 //! a fixed list of choices from roomy to tight and takes the first that fits with every block recomputed in backward. What is
@@ -40,8 +40,8 @@ use crate::ranks::Ranks;
 use crate::rounds::Rounds;
 use crate::state::{StateKinds, store_spec};
 use crate::{
-    Accumulation, Backend, BatchLimits, EngineConfig, EngineError, MicroBatch, Mode, Placement, Result,
-    WindowOverrides,
+    Accumulation, Backend, BatchLimits, EXPORT_BUFFER_BYTES, EngineConfig, EngineError, MicroBatch, Mode,
+    Placement, Result, WindowOverrides,
 };
 use std::cell::{OnceCell, RefCell};
 use std::sync::Arc;
@@ -494,7 +494,10 @@ impl Planner<'_> {
         memory.add(Tier::Device, "weights in turn on the device", slots, bytes);
         self.add_device_room(&mut memory, windows.device_room);
         memory.add(self.arena_tier(), "kernel scratch", 1, self.backend.kernel_scratch_bytes);
-        memory.add(Tier::Host, "loading buffer", chunk, 4);
+        // Weights come in as f32; they go out through a chunk of them and a buffer of the file.
+        let exporting =
+            if config.training.is_some() { chunk * weight_bytes + EXPORT_BUFFER_BYTES as u64 } else { 0 };
+        memory.add(Tier::Host, "loading and export buffers", 1, exporting.max(chunk * 4));
         // The table of the live and the next generation, and a manifest slot on its way out.
         let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
         memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);

@@ -15,7 +15,10 @@ pub trait WeightSource {
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> Result;
 }
 
-/// Gives out the current weights.
+/// What an export may hold of weights, beside what a [`WeightReader`] has: the engine's plan has room for so much.
+pub const EXPORT_BUFFER_BYTES: usize = 1 << 20;
+
+/// Gives out weights.
 pub trait WeightReader {
     /// Element type of the weights.
     fn dtype(&self) -> DType;

@@ -2,8 +2,10 @@
 
 use crate::cache::StateCache;
 use crate::device_weights::DeviceRoom;
+use crate::export::AfterCommit;
 use crate::network::Network;
 use crate::{EngineConfig, EngineError, Placement, Result};
+use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_device::Device;
@@ -37,10 +39,10 @@ pub(crate) enum StateHome {
 }
 
 /// State on disk.
-#[derive(Debug)]
 pub(crate) struct Stored {
-    pub(crate) store: DiskStore,
+    pub(crate) store: Arc<DiskStore>,
     pub(crate) cache: StateCache,
+    after_commit: Mutex<Vec<AfterCommit>>,
     /// The copies, and what is on the device, are not what is committed.
     pub(crate) outdated: bool,
     /// Saves alone commit: copies are not written before, and what is not copied may be overwritten.
@@ -48,6 +50,34 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
+    pub(crate) fn new(store: DiskStore, cache: StateCache, saves: bool) -> Self {
+        Self { store: Arc::new(store), cache, after_commit: Mutex::default(), outdated: true, saves }
+    }
+
+    /// What begins with the next commit.
+    pub(crate) fn after_commit(&self) -> MutexGuard<'_, Vec<AfterCommit>> {
+        self.after_commit.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Commits what was written.
+    pub(crate) fn commit(&self, step: u64, words: &[u8]) -> Result {
+        self.store.commit(step, words)?;
+        self.begin_what_waited();
+        Ok(())
+    }
+
+    /// Commits the last commit once more, as that of another step.
+    pub(crate) fn commit_unchanged(&self, step: u64, words: &[u8]) -> Result {
+        self.store.commit_unchanged(step, words)?;
+        self.begin_what_waited();
+        Ok(())
+    }
+
+    fn begin_what_waited(&self) {
+        let waiting = std::mem::take(&mut *self.after_commit());
+        waiting.into_iter().for_each(|begin| begin(&self.store));
+    }
+
     /// Waits for writes that an update may read again before they are committed.
     pub(crate) fn settle(&self) -> Result {
         if self.saves { Ok(self.store.settle()?) } else { Ok(()) }
@@ -166,7 +196,16 @@ impl StateHome {
     }
 
     pub(crate) fn disk(&self) -> Option<&DiskStore> {
-        self.stored().map(|stored| &stored.store)
+        self.stored().map(|stored| &*stored.store)
+    }
+}
+
+impl fmt::Debug for Stored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Stored")
+            .field("store", &self.store)
+            .field("cache", &self.cache)
+            .finish_non_exhaustive()
     }
 }
 

@@ -3,7 +3,8 @@
 //! The blocks say which parameters a group has and where, the store says how the group is cut into chunks. Reading is in the
 //! order of the parameters, so the chunks that follow are read ahead.
 
-use crate::checkpoint::{group_difference, pieces};
+use crate::checkpoint::group_difference;
+use crate::export::pieces;
 use crate::network::{Network, ParamGroup};
 use crate::{Block, EngineError, ParamSpec, Result, WeightReader};
 use std::collections::VecDeque;

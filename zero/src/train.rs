@@ -179,13 +179,13 @@ impl Engine {
         };
         if let (Some((args, left)), Some(optimizer)) = (deferred, &self.optimizer) {
             self.pending = Some(Pending { step, args, optimizer: Arc::clone(optimizer), left, words });
-        } else if let (Some(store), Some(words)) = (self.home.disk(), words) {
+        } else if let (Some(stored), Some(words)) = (self.home.stored(), words) {
             let committed = if report.skipped {
-                store.commit_unchanged(step, &words)
+                stored.commit_unchanged(step, &words)
             } else {
-                store.commit(step, &words)
+                stored.commit(step, &words)
             };
-            committed.map_err(|error| self.give_up(error.into()))?;
+            committed.map_err(|error| self.give_up(error))?;
             if let Some(timeline) = &self.config.timeline {
                 timeline.note(Resource::Commit, committing, format!("step {step}"));
             }
@@ -370,6 +370,7 @@ impl Engine {
             (Ok(norm), current) => norm / current.map_or(1.0, |current| current.scale()),
             (Err(_), None) => return Err(self.norm_not_finite()),
             (Err(_), Some(_)) => {
+                park.settle()?;
                 park.clear();
                 self.validate(false, left, report)?;
                 self.unclipped = 0;

@@ -261,19 +261,27 @@ pub fn narrow() -> WindowOverrides {
 
 /// A hash over every weight, in order.
 pub fn weights_hash(engine: &mut Engine) -> u64 {
-    let all: Vec<u8> = weights(engine).into_iter().flat_map(|(_, bytes)| bytes).collect();
-    checksum(&all)
+    hash_of(&mut engine.weights().unwrap()).expect("weights can be read")
+}
+
+/// The same of weights that are given out.
+pub fn hash_of(reader: &mut dyn WeightReader) -> terrace_zero::Result<u64> {
+    let all: Vec<u8> = all_of(reader)?.into_iter().flat_map(|(_, bytes)| bytes).collect();
+    Ok(checksum(&all))
 }
 
 /// Every weight by name, in order.
 pub fn weights(engine: &mut Engine) -> Vec<(String, Vec<u8>)> {
-    let mut reader = engine.weights().unwrap();
+    all_of(&mut engine.weights().unwrap()).expect("weights can be read")
+}
+
+fn all_of(reader: &mut dyn WeightReader) -> terrace_zero::Result<Vec<(String, Vec<u8>)>> {
     let size = reader.dtype().size();
     let mut all = Vec::new();
     for param in reader.params() {
         let mut bytes = vec![0; param.elements() * size];
-        reader.read(&param, 0, &mut bytes).expect("weights can be read");
+        reader.read(&param, 0, &mut bytes)?;
         all.push((param.name, bytes));
     }
-    all
+    Ok(all)
 }

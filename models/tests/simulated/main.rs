@@ -90,6 +90,8 @@ impl AddAssign for Events {
         self.steps += other.steps;
         self.kept += other.kept;
         self.in_vain += other.in_vain;
+        self.exported += other.exported;
+        self.unexported += other.unexported;
     }
 }
 
@@ -164,9 +166,10 @@ fn seeds() {
     println!("{} seeds in {:.1} s: {events:?}", seeds.len(), began.elapsed().as_secs_f64());
     if one.is_none() && seeds.len() as u64 >= SEEDS {
         // What never happens is not tested.
-        let Events { faults, cuts, beginnings, losses, resumes, untold, steps, kept, in_vain } = events;
+        let Events { faults, cuts, beginnings, losses, resumes, untold, steps, kept, in_vain, .. } = events;
         assert!(faults > 30 && cuts > 30 && beginnings > 10 && resumes > 50 && untold > 0, "{events:?}");
         assert!(losses > 4 && steps > SEEDS * STEPS && kept > 10 && in_vain > 10, "{events:?}");
+        assert!(events.exported > 30 && events.unexported > 0, "{events:?}");
     }
 }
 

@@ -1,7 +1,7 @@
 //! Lives through a setting and checks, all the way, what must hold.
 
 use crate::setting::{Life, STEPS, Setting, Training, Trouble};
-use crate::support::{LR, Setup, weights_hash};
+use crate::support::{LR, Setup, hash_of, weights_hash};
 use crate::world::{Liar, Lie, Mood, Pace, World};
 use std::collections::HashMap;
 use std::panic::AssertUnwindSafe;
@@ -11,7 +11,7 @@ use terrace_aio::layer::{Action, FaultConfig, FaultLayer, ThrottleConfig, TimedL
 use terrace_aio::{IoEngine, VirtualClock};
 use terrace_device::sim::{SimDevice, SimDeviceConfig};
 use terrace_tiers::{Tier, TierError};
-use terrace_zero::{Durability, Engine, EngineError, Placement, StepReport};
+use terrace_zero::{Durability, Engine, EngineError, Exporting, Placement, StepReport};
 
 /// What is broken on purpose.
 #[derive(Debug, Clone, Copy, Default)]
@@ -43,6 +43,10 @@ pub struct Events {
     pub kept: u64,
     /// Those in which it was in vain.
     pub in_vain: u64,
+    /// Steps whose weights were read beside the next ones.
+    pub exported: u64,
+    /// Those that were given up with their step.
+    pub unexported: u64,
 }
 
 /// What a training gives, whatever is done to it.
@@ -122,8 +126,16 @@ pub fn run(setting: &Setting, broken: Broken) -> Events {
             Trouble::Cut { after, .. } => disk.power_cut_after(after),
             Trouble::None | Trouble::Stop { .. } => {}
         }
-        let mut run =
-            Run { setting, life, clock, expected: &expected, broken, events: &mut events, is_touched: false };
+        let mut run = Run {
+            setting,
+            life,
+            clock,
+            expected: &expected,
+            broken,
+            events: &mut events,
+            is_touched: false,
+            exports: Vec::new(),
+        };
         let ended = run.live(Arc::clone(&faults) as _, stored);
         let is_touched = run.is_touched;
         check_error(life.trouble, &ended, &disk, faults.injected());
@@ -238,6 +250,8 @@ struct Run<'a> {
     events: &'a mut Events,
     /// Something may have been written to the state since it was last known to be whole.
     is_touched: bool,
+    /// Hashes of weights, with their steps.
+    exports: Vec<(u64, Exporting<Result<u64, EngineError>>)>,
 }
 
 impl Run<'_> {
@@ -262,12 +276,13 @@ impl Run<'_> {
         };
         assert_eq!(engine.step(), stored.unwrap_or(0), "the step of a new engine");
         self.events.resumes += u64::from(stored.is_some());
-        let ended = self.train(&setup, &mut engine, stored);
+        let mut ended = self.train(&setup, &mut engine, stored);
         check_memory(&setup, &engine, card.as_ref());
         match self.life.trouble {
             Trouble::Stop { is_lost: true, .. } => lose(engine),
             _ => drop(engine),
         }
+        self.end_exports(&mut ended);
         ended
     }
 
@@ -342,6 +357,29 @@ impl Run<'_> {
         }
     }
 
+    /// What was exported must be the weights of its step, or say why not.
+    fn end_exports(&mut self, ended: &mut Ended) {
+        for (step, export) in std::mem::take(&mut self.exports) {
+            match export.wait() {
+                Some(Ok(hash)) => {
+                    assert_eq!(
+                        hash, self.expected.hashes[step as usize],
+                        "the exported weights of step {step}"
+                    );
+                    self.events.exported += 1;
+                }
+                Some(Err(error)) => {
+                    ended.error.get_or_insert(error);
+                }
+                None => {
+                    let is_lost = matches!(self.life.trouble, Trouble::Stop { is_lost: true, .. });
+                    assert!(is_lost || ended.error.is_some(), "the weights of step {step} were not exported");
+                    self.events.unexported += 1;
+                }
+            }
+        }
+    }
+
     /// State on disk after an error: what is known to be committed, or the commit that was under way.
     fn failed(&self, known: Option<u64>, error: EngineError, under_way: u64) -> Ended {
         let possible = if self.is_told() { known } else { Some(under_way) };
@@ -374,6 +412,13 @@ impl Run<'_> {
             self.is_touched = true;
             engine.save()?;
             (*saved, self.is_touched) = (Some(step), false);
+        }
+        if self.life.exports[step as usize] {
+            self.is_touched = true;
+            self.exports.push((step, engine.export_beside(hash_of)?));
+            if setup.placement != Placement::Disk || setup.durability != Durability::Step {
+                (*saved, self.is_touched) = (Some(step), false);
+            }
         }
         Ok(())
     }

@@ -84,6 +84,8 @@ pub struct Life {
     pub trouble: Trouble,
     /// State that is not on disk, or waits for it, is saved after these steps.
     pub saves: [bool; STEPS as usize + 1],
+    /// After which steps their weights are read beside the next ones.
+    pub exports: [bool; STEPS as usize + 1],
     /// Evaluated after these steps, which needs all updates done.
     pub evaluates: [bool; STEPS as usize + 1],
 }
@@ -183,8 +185,16 @@ impl Setting {
         // The cut into chunks is that of the first life. Plans that are as tight as can be are made for a cut that is known.
         let chunk_elements = dice.pick(&[None, Some(1 << 14), Some(1 << 14), Some(1 << 15)]);
         let troubles = dice.pick(&[0, 1, 1, 1, 2, 3]);
-        let lives = (0..=troubles).map(|i| Life::of(dice, chunk_elements, i < troubles)).collect();
+        let mut lives: Vec<_> =
+            (0..=troubles).map(|i| Life::of(dice, chunk_elements, i < troubles)).collect();
         // Dice of their own: what else a seed stands for does not depend on it.
+        let mut exporting = Dice::new(seed ^ 0x6578_706f);
+        if exporting.one_in(2) {
+            lives
+                .iter_mut()
+                .flat_map(|life| &mut life.exports)
+                .for_each(|export| *export = exporting.one_in(3));
+        }
         let once = Dice::new(seed ^ 0x6f6e_6365).one_in(4);
         if training.clips == Clips::All && Dice::new(seed ^ 0x736f_6d65).one_in(2) {
             training.clips = Clips::Some;
@@ -266,6 +276,7 @@ impl Life {
             mood: dice.pick(&[Mood::Eager, Mood::Yielding, Mood::Sleepy, Mood::Lazy]),
             trouble: if is_troubled { Trouble::of(dice) } else { Trouble::None },
             saves: std::array::from_fn(|_| dice.one_in(2)),
+            exports: [false; STEPS as usize + 1],
             evaluates: std::array::from_fn(|_| dice.one_in(8)),
         }
     }

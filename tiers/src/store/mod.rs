@@ -20,12 +20,15 @@
 //!   on from the slot it sees, over the generation that the durable slot refers to): opening makes the slot it found durable.
 //! - *write after a failed commit* (a slot whose sync failed may be durable all the same, and refers to the generation that a
 //!   retry would overwrite): from then on the store refuses writes, until it is opened again.
+//! - *write over a commit that is held* ([`DiskStore::hold`]: a reader of its own pace needs the last commit as it is): the next
+//!   commit, after which its generation is written to, waits until nobody holds it.
 //! - *write before the mark* (with one generation, a power cut could take the mark and leave the write): nothing is written
 //!   after a commit until the mark is durable.
 
 mod extents;
 #[doc(hidden)]
 pub mod fuzzing;
+mod held;
 mod lock;
 mod manifest;
 mod transfer;
@@ -36,6 +39,7 @@ use crate::pool::Lease;
 use crate::volume::{Volume, World, require_space};
 use crate::{BlobKey, Generation, StoreSpec, Striping, TierError};
 use extents::Extents;
+pub use held::Held;
 use lock::DirLock;
 use manifest::{Manifest, Slot};
 use std::collections::{HashMap, VecDeque};
@@ -57,7 +61,7 @@ pub struct DiskStore {
     extents: Extents,
     manifest: Manifest,
     versions: Mutex<Versions>,
-    /// Says that [`Versions::claimed`] went down.
+    /// Says that [`Versions::claimed`] or [`Versions::held`] went down.
     released: Condvar,
     _locks: Vec<DirLock>,
 }
@@ -72,6 +76,8 @@ struct Versions {
     next: Next,
     /// Tickets that readers took out of fences and wait for.
     claimed: usize,
+    /// Readers that need the last commit as it is.
+    held: usize,
     /// Hazard (write after a failed commit).
     is_uncertain: bool,
     /// With one generation: the mark was made, and the live chunks may be overwritten.
@@ -330,7 +336,7 @@ impl DiskStore {
         versions.next.failed.clone().map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// Makes the next generation the live one, durably. Reads may go on meanwhile.
+    /// Makes the next generation the live one, durably. Reads may go on meanwhile; who [holds](Self::hold) the live one is waited for.
     ///
     /// # Errors
     /// A write or a sync failed; the last committed step is then still intact, with one generation only if no chunk was written
@@ -391,7 +397,8 @@ impl DiskStore {
     }
 
     fn publish(&self, slot: Slot) -> Result<(), TierError> {
-        self.lock().is_uncertain = true;
+        let nobody = self.released.wait_while(self.lock(), |v| v.held > 0);
+        nobody.unwrap_or_else(PoisonError::into_inner).is_uncertain = true;
         self.manifest.write(&slot)?;
         // Readers of the generation that was the next one find it as the live one, at once.
         *self.lock() = Versions::of(slot);
@@ -475,7 +482,19 @@ impl Versions {
     fn new(committed: Committed, sequence: u64, live: u64, live_table: Vec<u64>) -> Self {
         let next = Next::new(live_table.len());
         let (is_uncertain, is_changing, is_lost) = (false, false, false);
-        Self { committed, sequence, live, live_table, next, claimed: 0, is_uncertain, is_changing, is_lost }
+        let (claimed, held) = (0, 0);
+        Self {
+            committed,
+            sequence,
+            live,
+            live_table,
+            next,
+            claimed,
+            held,
+            is_uncertain,
+            is_changing,
+            is_lost,
+        }
     }
 
     fn of(slot: Slot) -> Self {

@@ -1,0 +1,63 @@
+//! What `--save-every` asks for: model folders of steps on the way, written beside the steps that follow.
+
+use super::floor::{Summary, time};
+use super::retention;
+use crate::config::TrainConfig;
+use crate::error::CliError;
+use crate::progress::Progress;
+use std::path::PathBuf;
+use std::time::Instant;
+use terrace_models::export_folder;
+use terrace_zero::{Engine, EngineError, Exporting};
+
+/// A save that is being written.
+pub(super) struct Saving {
+    step: u64,
+    folder: PathBuf,
+    export: Exporting<Result<(), EngineError>>,
+    began: Instant,
+    /// How long training waited for it so far.
+    waited: f64,
+}
+
+impl Saving {
+    /// Begins to save the last step. `config_text` is that of the model's `config.json`.
+    pub(super) fn begin(engine: &mut Engine, run: &TrainConfig, config_text: &str) -> Result<Self, CliError> {
+        let (began, step) = (Instant::now(), engine.step());
+        let folder = run.output.join(format!("checkpoint-{step}"));
+        let (model, shard, config) = (run.model.clone(), run.max_shard_size.0, config_text.to_owned());
+        let out = folder.clone();
+        let export = engine
+            .export_beside(move |weights| export_folder(weights, Some(&model), &out, shard, &config))?;
+        Ok(Self { step, folder, export, began, waited: began.elapsed().as_secs_f64() })
+    }
+
+    /// Whether nothing is left to wait for.
+    pub(super) fn is_finished(&mut self) -> bool {
+        self.export.is_finished()
+    }
+
+    /// Waits for its end, says so, and removes saves that are too many.
+    pub(super) fn finish(
+        self,
+        run: &TrainConfig,
+        progress: &mut Progress,
+        summary: &mut Summary,
+    ) -> Result<(), CliError> {
+        let Self { step, folder, export, began, waited } = self;
+        let waiting = Instant::now();
+        let Some(written) = export.wait() else {
+            let folder = folder.display();
+            return Err(CliError::Failed(format!("{folder} was not written: its step was never committed")));
+        };
+        written?;
+        summary.add_save(waited + waiting.elapsed().as_secs_f64());
+        progress.note(&format!("saved {} in {}", folder.display(), time(began.elapsed().as_secs_f64())));
+        if let Some(limit) = run.save_total_limit {
+            for old in retention::prune(&run.output, step, limit)? {
+                progress.note(&format!("removed {}", old.display()));
+            }
+        }
+        Ok(())
+    }
+}
