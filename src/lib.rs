@@ -79,7 +79,7 @@ pub use terrace_models as models;
 pub use terrace_optimizer as optimizer;
 pub use terrace_optimizer::{AdamW, StateFormat};
 pub use terrace_tiers as tiers;
-pub use terrace_tiers::{MemoryPlan, Tier};
+pub use terrace_tiers::{MemoryPlan, Recovery, Tier};
 pub use terrace_zero::{
     Backend, BatchLimits, Block, BlockPass, CACHE_PAGE, Context, Engine, EngineBuilder, EngineConfig,
     EngineError, Evaluation, Gradients, GroupUpdate, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode,

@@ -295,19 +295,109 @@ fn a_damaged_manifest_is_named() {
         assert!(is_damaged(&found, older) && is_damaged(&found, newer) && found["step"].is_null());
         assert_eq!(bytes(&dirs), before);
     }
-    // Header and layout of the manifest, headers of both files.
+}
+
+/// Header and layout of the manifest, and headers of both files: one copy may be damaged, both may not.
+#[test]
+fn a_damaged_copy_is_named_and_written_anew() {
+    let run = Run::new();
     let dirs = run.state();
-    for (path, offset, part) in [
-        (&manifest, 30, "header"),
-        (&manifest, 4096 + 40, "layout has a wrong checksum"),
-        (&dirs[0].join("state.bin"), 25, "a/state.bin is damaged: its header"),
-        (&dirs[1].join("state.bin"), 25, "b/state.bin is damaged: its header"),
+    let manifest = dirs[0].join("manifest.bin");
+    let [a, b] = [0, 1].map(|disk| dirs[disk].join("state.bin"));
+    let pages = |path: &Path| fs::metadata(path).unwrap().len() / 4096;
+    let mut head = [0; 8];
+    fs::File::open(&manifest).unwrap().read_exact_at(&mut head, 24).unwrap();
+    let layout = u64::from_le_bytes(head).next_multiple_of(4096);
+    let last = |path: &Path| pages(path) * 4096 - 4096;
+    for (path, within, places, len, what, error) in [
+        (&manifest, 30, [0, last(&manifest)], 4096, "header", "neither copy of the manifest's header"),
+        (&manifest, 40, [4096, last(&manifest) - layout], layout, "layout", "layout has a wrong checksum"),
+        (&a, 25, [0, last(&a)], 4096, "header", "a/state.bin is damaged: its header"),
+        (&b, 25, [0, last(&b)], 4096, "header", "b/state.bin is damaged: its header"),
     ] {
-        flip(path, offset);
-        inspect(&dirs, &["--verify"]).fails(1, &["is damaged", part]);
-        flip(path, offset);
+        for offset in places {
+            let dirs = run.state();
+            let whole = bytes(&dirs);
+            flip(path, offset + within);
+            let before = bytes(&dirs);
+            let place =
+                format!("two copies of the {what}, {len} bytes at offset {offset} of {}", path.display());
+            let said = [&*place, "is damaged; the other is used", "that of step 4, which is whole"];
+            let found = damaged(&dirs, &["--restore-previous"], &said);
+            let copies = found["damaged_copies"].as_array().unwrap();
+            let facts = |copy: &Value| (copy["what"].clone(), copy["path"].clone(), copy["offset"].clone());
+            let expected = (what.into(), path.to_str().unwrap().into(), offset.into());
+            assert_eq!(copies.iter().map(facts).collect::<Vec<_>>(), [expected]);
+            let plain = inspect(&dirs, &[]).run();
+            assert_eq!(plain.code(), Some(1), "without --verify too");
+            text(&plain, &["DAMAGED      one of ", &place]);
+            assert!(bytes(&dirs) == before, "looking changes nothing");
+            if offset > 0 && what == "header" {
+                continue;
+            }
+            let note = format!("note: one of {place}, is damaged; it was written anew from the other\n");
+            let command = finetune(&run.bench, "out", &run.memory, &dirs, DONE).args(&["--resume"]);
+            let resumed = command.ok();
+            assert!(resumed.stderr.contains(&note), "{note} is in: {}", resumed.stderr);
+            assert!(!command.ok().stderr.contains("two copies"), "it is said once");
+            assert!(inspect(&dirs, &["--verify", "--json"]).ok().json()["whole"] == true);
+            let is_state = |file: &&(PathBuf, Vec<u8>)| file.0.extension().is_some_and(|name| name == "bin");
+            let now = bytes(&dirs);
+            assert!(whole.iter().filter(is_state).eq(now.iter().filter(is_state)), "it is as it was");
+        }
+        let dirs = run.state();
+        places.iter().for_each(|place| flip(path, place + within));
+        inspect(&dirs, &["--verify"]).fails(1, &["is damaged", error]);
     }
-    inspect(&dirs, &["--verify"]).ok();
+    inspect(&run.state(), &["--verify"]).ok();
+}
+
+/// Where the newest commit is damaged, the one before is used, and whoever uses it says so.
+#[test]
+fn going_on_from_the_commit_before_is_said() {
+    let run = Run::new();
+    let dirs = run.state();
+    let manifest = dirs[0].join("manifest.bin");
+    let document = inspect(&dirs, &["--json"]).ok().json();
+    let slots = document["slots"].as_array().unwrap();
+    let place =
+        |step: u64| slots.iter().find(|slot| slot["step"] == step).unwrap()["offset"].as_u64().unwrap();
+    let (newer, older) = (place(DONE), place(DONE - 1));
+    let dir = dirs[0].display().to_string();
+    let not_whole = "is not whole (damaged, or ended by a power cut)";
+    let newest = format!(
+        "note: the newest commit in {dir}, step 4 by its header, {not_whole}; going on from step 3, the one before\n"
+    );
+    let either = format!(
+        "note: one of the two commits in {dir} {not_whole}, the newest or the one before; going on from step 3, the other\n"
+    );
+    let export = || {
+        let command = cmd(&["export"]).path("--model", &run.bench.path("model"));
+        with(command.path("--output", &run.bench.path("export")), &dirs)
+    };
+    let resume = || finetune(&run.bench, "out", &run.memory, &dirs, STEPS).args(&["--resume"]);
+    for (flipped, note, step) in [
+        // In the table of checksums, and in the magic number, without which nothing is known of it.
+        (Some(newer + 60), Some(&newest), 3),
+        (Some(newer), Some(&either), 3),
+        // What is older is not used.
+        (Some(older + 60), None, 4),
+        (None, None, 4),
+    ] {
+        run.state();
+        if let Some(place) = flipped {
+            flip(&manifest, place);
+        }
+        for ended in [export().ok(), resume().ok()] {
+            let notes =
+                ended.stderr.lines().filter(|line| line.starts_with("note: ") && line.contains(" commit"));
+            assert_eq!(notes.map(|line| format!("{line}\n")).collect::<String>(), note.map_or("", |n| n));
+            let (exported, resumed) =
+                (format!("the model of step {step} "), format!("resumed at step {step} "));
+            assert!(ended.stderr.contains(&exported) || ended.stderr.contains(&resumed), "{}", ended.stderr);
+        }
+        let _ = fs::remove_dir_all(run.bench.path("export"));
+    }
 }
 
 #[test]
@@ -352,7 +442,7 @@ fn a_report_for_people_and_what_is_refused() {
     text(
         &ended,
         &[
-            "format       manifest.bin version 2, state.bin version 2\n",
+            "format       manifest.bin version 3, state.bin version 3\n",
             &format!("step         {step} (commit {}", step + 1),
             &format!("step before  {} (commit {step}", step - 1),
             ".terrace (",

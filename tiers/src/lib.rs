@@ -6,6 +6,7 @@
 //! generation, which takes half the space and survives none between two commits.
 
 mod checksum;
+mod copies;
 mod error;
 mod file;
 mod host;
@@ -19,6 +20,7 @@ mod stripe;
 mod volume;
 
 pub use checksum::checksum;
+pub use copies::DamagedCopy;
 pub use error::{PlanRefusal, TierError};
 pub use host::{HostBlob, SharedBytes};
 pub use key::{BlobKey, BlobKind, BlobSpec, Generation, GroupSpec, StoreSpec};
@@ -30,7 +32,7 @@ pub use scratch::{Scratch, ScratchChunk};
 pub use store::fuzzing;
 pub use store::{
     Access, Arrived, Commit, CommitFacts, Committed, Damage, DamageCause, DiskStore, FilePart, Held,
-    PendingRead, Sealed, SlotFacts, SlotState, StoreView, Verification,
+    PendingRead, Recovery, Sealed, SlotFacts, SlotState, StoreView, Verification,
 };
 pub use stripe::Striping;
 pub use volume::{STRIPE_BYTES, free_space};

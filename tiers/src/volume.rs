@@ -6,19 +6,23 @@
 //! two paths   dir0 #0     dir1 #0     dir0 #1     dir1 #1     dir0 #2
 //! 3 : 1       dir0 #0     dir0 #1     dir1 #0     dir0 #2     dir0 #3    cycle 0 0 1 0
 //!
-//! file        | header page (4 KiB) | stripe #0 | stripe #1 | … as many as the path has
+//! file        | header page (4 KiB) | stripe #0 | stripe #1 | … as many as the path has | the header page once more |
 //!
-//! header, version 2
+//! header, version 3
 //!  0 | magic 8 | version 4 | index 4 | count 4 | cycle entries 4 | volume id 8 | bytes 8 |
 //! 40 | checksum of this page without these 8 | cycle 1·n: the path of each entry | zeros |
 //! ```
 //! Which path a stripe lies on is said by the cycle ([`crate::stripe`]), which follows the speed of the paths when a volume is
-//! made and is a property of its files from then on. Version 1 had zeros instead of a cycle and a checksum of the first 40
-//! bytes; its paths take turns, which is the cycle 0 1 … count−1.
+//! made and is a property of its files from then on. Version 2 had no second copy of the header. Version 1 neither, and zeros
+//! instead of a cycle and a checksum of the first 40 bytes; its paths take turns, which is the cycle 0 1 … count−1.
+//!
+//! Data are found by the header alone, so it is there twice ([`crate::copies`]): either copy may be damaged. Without the first one,
+//! the second is the last page of the file.
 //!
 //! The header ties the files of a volume together: a directory that belongs to another run, or directories given in
 //! another order, are recognised before anything is read.
 
+use crate::copies::{self, DamagedCopy, Mend};
 use crate::file::OpenFile;
 use crate::stripe::{CYCLE_MAX, Cycle, PATHS_MAX};
 use crate::{Striping, TierError, checksum};
@@ -33,7 +37,9 @@ pub const STRIPE_BYTES: u64 = 1 << 20;
 
 const HEADER_BYTES: u64 = 4096;
 const MAGIC: [u8; 8] = *b"TRCVOLUM";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
+/// The first version whose header is there twice.
+const TWICE_SINCE: u32 = 3;
 const CYCLE_AT: usize = 48;
 
 const _: () = assert!(CYCLE_AT + PATHS_MAX <= HEADER_BYTES as usize && CYCLE_MAX <= PATHS_MAX);
@@ -47,11 +53,14 @@ pub(crate) struct Volume {
     bytes: u64,
     /// Of the format of the files.
     pub(crate) version: u32,
+    /// Copies of headers that are damaged.
+    mends: Vec<Mend>,
 }
 
 /// What a file says about the volume that it is part of.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Part {
+    version: u32,
     pub(crate) index: u32,
     pub(crate) count: u32,
     pub(crate) id: u64,
@@ -59,21 +68,29 @@ pub(crate) struct Part {
     cycle: Cycle,
 }
 
-/// What the first page of a file is.
+/// What a page is that should be a header.
 #[derive(Debug, PartialEq, Eq)]
 enum Header {
-    /// Not a whole header.
+    /// Nothing of the kind.
     None,
+    /// One whose checksum is wrong.
+    Damaged,
     /// One of a version that this program does not know.
     Unknown(u32),
     Part(Part),
 }
 
 impl Volume {
-    /// Bytes of each directory's file for a volume of `bytes`.
+    /// Bytes of each directory's file for a new volume of `bytes`.
     pub(crate) fn file_bytes(bytes: u64, striping: &Striping) -> Vec<u64> {
         let cycle = striping.cycle();
-        (0..cycle.paths()).map(|path| file_bytes(bytes, cycle, path)).collect()
+        (0..cycle.paths()).map(|path| file_bytes(VERSION, bytes, cycle, path)).collect()
+    }
+
+    /// Bytes of each directory's file.
+    pub(crate) fn lengths(&self) -> Vec<u64> {
+        let cycle = self.striping.cycle();
+        (0..cycle.paths()).map(|path| file_bytes(self.version, self.bytes, cycle, path)).collect()
     }
 
     pub(crate) fn create(
@@ -89,12 +106,12 @@ impl Volume {
             if engine.exists(path) {
                 engine.remove(path)?;
             }
-            let cycle = striping.cycle();
-            let len = file_bytes(bytes, cycle, index);
-            let file = OpenFile::open(engine, path, OpenMode::CreateNew { len })?;
-            let part =
-                Part { index: index as u32, count: paths.len() as u32, id, bytes, cycle: cycle.clone() };
-            engine.submit(Request::write(file.id, 0, part.encode())).wait()?;
+            let (index, count, cycle) = (index as u32, paths.len() as u32, striping.cycle().clone());
+            let part = Part { version: VERSION, index, count, id, bytes, cycle };
+            let file = OpenFile::open(engine, path, OpenMode::CreateNew { len: part.file_bytes() })?;
+            for at in [0, part.copy_at()] {
+                engine.submit(Request::write(file.id, at, part.encode())).wait()?;
+            }
             engine.sync(file.id).wait()?;
             files.push(file);
         }
@@ -105,6 +122,7 @@ impl Volume {
             striping: striping.clone(),
             bytes,
             version: VERSION,
+            mends: Vec::new(),
         })
     }
 
@@ -145,22 +163,23 @@ impl Volume {
         let paths: Arc<[PathBuf]> = dirs.iter().map(|d| d.join(name)).collect();
         let mut files = Vec::new();
         let mut cycle: Option<Cycle> = None;
-        let mut version = VERSION;
+        let (mut version, mut mends) = (VERSION, Vec::new());
         for (index, path) in paths.iter().enumerate() {
             let file = OpenFile::open(engine, path, mode)?;
-            let header_page = IoBuf::zeroed(HEADER_BYTES as usize);
-            let page = engine.submit(Request::read(file.id, 0, header_page)).wait()?;
+            let (header, mend) = find_header(engine, &file, path)?;
             let foreign = |detail| TierError::Foreign { path: path.clone(), detail };
             let place = (index as u32, paths.len() as u32, id, bytes);
-            let part = match Header::decode(&page) {
+            let part = match header {
                 Header::Part(part) if (part.index, part.count, part.id, part.bytes) == place => part,
                 Header::Unknown(version) => {
                     return Err(foreign(format!(
                         "has format version {version}, or a damaged header; this program reads versions 1 to {VERSION}"
                     )));
                 }
-                Header::None if page[0..8] == MAGIC => {
-                    let detail = format!("its header, the first {HEADER_BYTES} bytes, has a wrong checksum");
+                Header::Damaged => {
+                    let detail = format!(
+                        "its header, the first {HEADER_BYTES} bytes, has a wrong checksum, and the last {HEADER_BYTES} are no copy of it"
+                    );
                     return Err(TierError::NoLayout { path: path.clone(), detail });
                 }
                 Header::Part(_) | Header::None => {
@@ -172,22 +191,33 @@ impl Volume {
                 }
             };
             let damaged = |detail| Err(TierError::Damaged { path: path.clone(), detail });
-            version = version_of(&page);
+            let (len, needed) = (engine.len(file.id)?, part.file_bytes());
+            version = part.version;
             let cycle = cycle.get_or_insert_with(|| part.cycle.clone());
             if *cycle != part.cycle {
                 return damaged(format!("it shares stripes in another way than {}", paths[0].display()));
             }
-            let (len, needed) = (engine.len(file.id)?, file_bytes(bytes, cycle, index));
             if len < needed {
                 return damaged(format!("the file has {len} bytes and needs {needed}: it was truncated"));
             }
+            mends.extend(mend);
             files.push(file);
         }
         let striping = Striping::with_cycle(dirs, cycle.expect("a volume has at least one path"));
-        Ok(Self { engine: Arc::clone(engine), files, paths, striping, bytes, version })
+        Ok(Self { engine: Arc::clone(engine), files, paths, striping, bytes, version, mends })
     }
 
-    /// What the file at `path` is part of; `None` if there is no such file or it never got its header.
+    /// Copies of headers that were damaged when the volume was opened.
+    pub(crate) fn damaged_copies(&self) -> impl Iterator<Item = &DamagedCopy> {
+        self.mends.iter().map(|mend| &mend.copy)
+    }
+
+    /// Writes them anew.
+    pub(crate) fn mend(&self) -> Result<(), TierError> {
+        self.mends.iter().try_for_each(|mend| mend.write(&self.engine))
+    }
+
+    /// What the file at `path` is part of; `None` if there is no such file or it never got its header. Both headers must be readable.
     pub(crate) fn part(engine: &Arc<dyn IoEngine>, path: &Path) -> Result<Option<Part>, TierError> {
         let file = match OpenFile::open(engine, path, OpenMode::Read) {
             Ok(file) => file,
@@ -197,11 +227,13 @@ impl Volume {
         if engine.len(file.id)? < HEADER_BYTES {
             return Ok(None);
         }
-        let header_page = IoBuf::zeroed(HEADER_BYTES as usize);
-        let page = engine.submit(Request::read(file.id, 0, header_page)).wait()?;
-        match Header::decode(&page) {
+        let (header, mend) = find_header(engine, &file, path)?;
+        if let Some(error) = mend.and_then(|mend| mend.copy.unreadable) {
+            return Err(error.into());
+        }
+        match header {
             Header::Part(part) => Ok(Some(part)),
-            Header::None => Ok(None),
+            Header::None | Header::Damaged => Ok(None),
             Header::Unknown(version) => {
                 let detail = format!(
                     "is part of training state of format version {version}, which this program does not know; choose another \
@@ -333,16 +365,61 @@ impl World {
     }
 }
 
-fn file_bytes(bytes: u64, cycle: &Cycle, path: usize) -> u64 {
-    HEADER_BYTES + cycle.stripes_on(path, bytes.div_ceil(STRIPE_BYTES)) * STRIPE_BYTES
+fn file_bytes(version: u32, bytes: u64, cycle: &Cycle, path: usize) -> u64 {
+    let headers = if version < TWICE_SINCE { 1 } else { 2 };
+    headers * HEADER_BYTES + cycle.stripes_on(path, bytes.div_ceil(STRIPE_BYTES)) * STRIPE_BYTES
+}
+
+/// The header of the file at `path`, from a copy that is whole, and the other one if it is damaged. If neither is whole, the header
+/// is what the first page is.
+fn find_header(
+    engine: &Arc<dyn IoEngine>,
+    file: &OpenFile,
+    path: &Path,
+) -> Result<(Header, Option<Mend>), TierError> {
+    let read = |at| copies::read(engine, file.id, at, HEADER_BYTES as usize);
+    let mend = |at, found, part: &Part| Mend::new("header", (file.id, path), at, found, part.encode());
+    let (first, len) = (read(0)?, engine.len(file.id)?);
+    let header = first.as_ref().map_or(Header::Damaged, |page| Header::decode(page));
+    if let Header::Part(part) = header {
+        // Of a file that was truncated this is not what matters.
+        if part.version < TWICE_SINCE || len < part.file_bytes() {
+            return Ok((Header::Part(part), None));
+        }
+        let second = read(part.copy_at())?;
+        let is_whole = second.as_ref().is_ok_and(|page| Header::decode(page).is(&part));
+        let mend = (!is_whole).then(|| mend(part.copy_at(), second, &part));
+        return Ok((Header::Part(part), mend));
+    }
+    let last = len.checked_sub(HEADER_BYTES).filter(|at| *at > 0 && at.is_multiple_of(HEADER_BYTES));
+    if let Some(last) = last
+        && let Ok(page) = read(last)?
+        && let Header::Part(part) = Header::decode(&page)
+        && part.version >= TWICE_SINCE
+        && part.copy_at() == last
+    {
+        let mend = mend(0, first, &part);
+        return Ok((Header::Part(part), Some(mend)));
+    }
+    first?;
+    Ok((header, None))
 }
 
 impl Part {
+    fn file_bytes(&self) -> u64 {
+        file_bytes(self.version, self.bytes, &self.cycle, self.index as usize)
+    }
+
+    /// Where the second copy of the header is.
+    fn copy_at(&self) -> u64 {
+        self.file_bytes() - HEADER_BYTES
+    }
+
     fn encode(&self) -> IoBuf {
         let table = self.cycle.table();
         let mut page = IoBuf::zeroed(HEADER_BYTES as usize);
         page[0..8].copy_from_slice(&MAGIC);
-        for (at, half) in [(8, VERSION), (12, self.index), (16, self.count), (20, table.len() as u32)] {
+        for (at, half) in [(8, self.version), (12, self.index), (16, self.count), (20, table.len() as u32)] {
             page[at..at + 4].copy_from_slice(&half.to_le_bytes());
         }
         page[24..32].copy_from_slice(&self.id.to_le_bytes());
@@ -361,9 +438,9 @@ impl Header {
         let (version, count) = (version_of(page), half(16));
         let is_sound = |sum: u64| word(40) == sum && (1..=PATHS_MAX as u32).contains(&count);
         let cycle = match version {
-            _ if page[0..8] != MAGIC => None,
+            _ if page[0..8] != MAGIC => return Self::None,
             1 => is_sound(checksum(&page[..40])).then(|| Cycle::equal(count as usize)),
-            VERSION => {
+            2..=VERSION => {
                 let mut blank = page.to_vec();
                 blank[40..48].fill(0);
                 let end = CYCLE_AT + (half(20) as usize).min(PATHS_MAX);
@@ -372,8 +449,12 @@ impl Header {
             }
             other => return Self::Unknown(other),
         };
-        let part = |cycle| Part { index: half(12), count, id: word(24), bytes: word(32), cycle };
-        cycle.map_or(Self::None, |cycle| Self::Part(part(cycle)))
+        let part = |cycle| Part { version, index: half(12), count, id: word(24), bytes: word(32), cycle };
+        cycle.map(part).filter(|part| part.index < part.count).map_or(Self::Damaged, Self::Part)
+    }
+
+    fn is(&self, part: &Part) -> bool {
+        matches!(self, Self::Part(other) if other == part)
     }
 }
 

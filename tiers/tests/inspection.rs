@@ -114,7 +114,8 @@ fn a_view_shows_the_layout_and_both_commits() {
     let mut view = look(&dirs);
     let _another = look(&dirs);
     assert_eq!(*view.spec(), spec());
-    assert_eq!(view.format_versions(), (2, 2));
+    assert_eq!(view.format_versions(), (3, 3));
+    assert!(view.recoveries().is_empty());
     assert_eq!(view.striping().dirs(), dirs);
     let facts = |commit| view.commit(commit).map(|facts| (facts.step, facts.sequence, facts.generation));
     assert_eq!((facts(Commit::Last), facts(Commit::Previous)), (Some((3, 4, 1)), Some((2, 3, 0))));
@@ -145,7 +146,7 @@ fn every_byte_of_both_generations_is_verified() {
     for (index, dir) in dirs.iter().enumerate() {
         let path = dir.join("state.bin");
         let len = std::fs::metadata(&path).unwrap().len();
-        for offset in (HEADER_BYTES + 5..len).step_by(EVERY as usize) {
+        for offset in (HEADER_BYTES + 5..len - HEADER_BYTES).step_by(EVERY as usize) {
             let place = offset - HEADER_BYTES;
             let address = (place / STRIPE_BYTES * 2 + index as u64) * STRIPE_BYTES + place % STRIPE_BYTES;
             flip(&path, offset);
@@ -328,11 +329,14 @@ fn looking_makes_nothing_and_respects_a_trainer() {
     }
     assert_eq!(damages(&mut look(&dirs)), [0, 0]);
     assert!(!dirs[0].join("terrace.lock").exists());
+    let path = dirs[1].join("state.bin");
+    let last = std::fs::metadata(&path).unwrap().len() - HEADER_BYTES;
     for (offset, word) in [(0, "does not belong"), (20, "wrong checksum")] {
-        flip(&dirs[1].join("state.bin"), offset);
+        let both = [offset, last + offset];
+        both.iter().for_each(|&offset| flip(&path, offset));
         let error = refused(&dirs, Access::Look).to_string();
         assert!(error.contains("b/state.bin") && error.contains(word), "{error}");
-        flip(&dirs[1].join("state.bin"), offset);
+        both.iter().for_each(|&offset| flip(&path, offset));
     }
 }
 

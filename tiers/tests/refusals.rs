@@ -285,7 +285,9 @@ fn one_broken_slot_falls_back_and_two_are_refused() {
     assert!(matches!(created(&dirs), TierError::Damaged { .. }), "nor is it overwritten");
     flip(&manifest, newer + 60);
     assert_eq!(reopened(&dirs).unwrap(), 1);
+    let len = std::fs::metadata(&manifest).unwrap().len();
     flip(&manifest, 20);
+    flip(&manifest, len - 4096 + 20);
     says(&reopened(&dirs).unwrap_err(), &["manifest.bin", "header", "none can be read"]);
     assert!(matches!(created(&dirs), TierError::NoLayout { .. }));
 }

@@ -70,7 +70,7 @@ proptest! {
         let spec = spec(pages * 1024);
         let promised = DiskStore::bytes_per_dir(&spec, &striping);
         let needed = spec.volume_bytes().div_ceil(STRIPE_BYTES) * STRIPE_BYTES;
-        prop_assert_eq!(promised.iter().map(|bytes| bytes - HEADER_BYTES).sum::<u64>(), needed);
+        prop_assert_eq!(promised.iter().map(|bytes| bytes - 2 * HEADER_BYTES).sum::<u64>(), needed);
         let mut store = DiskStore::create(&disk, &striping, spec).unwrap();
         write(&mut store, 0);
         write(&mut store, 1);
@@ -102,7 +102,7 @@ fn directories_of_a_weighted_store_keep_their_order() {
     verify(&store);
 }
 
-/// Rewrites a header: `change` gets the page, the checksum is made anew as the version in it asks for.
+/// Rewrites both copies of a header: `change` gets the page, the checksum is made anew as the version in it asks for.
 fn with_header(path: &std::path::Path, change: impl Fn(&mut [u8])) {
     let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
     let mut page = vec![0; HEADER_BYTES as usize];
@@ -115,12 +115,15 @@ fn with_header(path: &std::path::Path, change: impl Fn(&mut [u8])) {
         checksum(&page)
     };
     page[40..48].copy_from_slice(&sum.to_le_bytes());
-    file.write_all_at(&page, 0).unwrap();
+    let last = file.metadata().unwrap().len() - HEADER_BYTES;
+    for at in [0, last] {
+        file.write_all_at(&page, at).unwrap();
+    }
     file.sync_all().unwrap();
 }
 
 #[test]
-fn version_1_reads_as_equal_parts_and_others_are_refused() {
+fn versions_1_and_2_read_as_they_did_and_others_are_refused() {
     let root = tempfile::tempdir().unwrap();
     let dirs = ["a", "b"].map(|name| root.path().join(name));
     let equal = Striping::equal(&dirs);
@@ -132,13 +135,27 @@ fn version_1_reads_as_equal_parts_and_others_are_refused() {
             page[48..].fill(0);
         });
     }
-    let store = DiskStore::open(&real(), &dirs).unwrap();
-    assert_eq!(store.striping(), &equal);
-    verify(&store);
-    drop(store);
-    with_header(&dirs[1].join("state.bin"), |page| page[8] = 3);
+    let is_whole = || {
+        let store = DiskStore::open(&real(), &dirs).unwrap();
+        assert_eq!(store.striping(), &equal);
+        assert!(store.recoveries().is_empty(), "there is no second copy to be damaged");
+        verify(&store);
+    };
+    is_whole();
+    for dir in &dirs {
+        with_header(&dir.join("state.bin"), |page| {
+            page[8] = 2;
+            page[20] = 2;
+            page[49] = 1;
+        });
+        // Nothing follows the stripes.
+        let file = OpenOptions::new().write(true).open(dir.join("state.bin")).unwrap();
+        file.set_len(file.metadata().unwrap().len() - HEADER_BYTES).unwrap();
+    }
+    is_whole();
+    with_header(&dirs[1].join("state.bin"), |page| page[8] = 4);
     let error = DiskStore::open(&real(), &dirs).unwrap_err().to_string();
-    assert!(error.contains("b/state.bin") && error.contains("format version 3"), "{error}");
+    assert!(error.contains("b/state.bin") && error.contains("format version 4"), "{error}");
 }
 
 #[test]

@@ -29,7 +29,7 @@ use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_kernels::DType;
 use terrace_optimizer::{DeviceOptimizer, Optimizer};
-use terrace_tiers::{DiskStore, MemoryPlan, Pool, Striping, Tier};
+use terrace_tiers::{DiskStore, MemoryPlan, Pool, Recovery, Striping, Tier};
 
 /// A network under training, evaluation or generation.
 ///
@@ -94,12 +94,14 @@ pub(crate) enum Signals {
 }
 
 /// What a directory of training state says about itself.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct StoredState {
     /// Optimizer steps done.
     pub step: u64,
     /// The words it was created with.
     pub identity: String,
+    /// What was damaged, and what is used in its place.
+    pub recoveries: Vec<Recovery>,
 }
 
 /// What is known of an engine that was never built.
@@ -214,7 +216,14 @@ impl Engine {
     /// There is none, it is in use, it is damaged, it was being overwritten, or it cannot be written.
     pub fn stored(io: &Arc<dyn IoEngine>, disks: &[PathBuf]) -> Result<StoredState> {
         let store = DiskStore::open(io, disks)?;
-        Ok(StoredState { step: store.committed().step, identity: store.spec().identity.clone() })
+        let (step, identity) = (store.committed().step, store.spec().identity.clone());
+        Ok(StoredState { step, identity, recoveries: store.recoveries().to_vec() })
+    }
+
+    /// What was damaged in the state that the engine was resumed from, and what is used in its place.
+    pub fn recoveries(&self) -> &[Recovery] {
+        let store = self.home.disk().or(self.saved.as_ref());
+        store.map_or(&[], DiskStore::recoveries)
     }
 
     /// Plans without allocating: the bytes of every tier, or a refusal with the smallest change that would work.

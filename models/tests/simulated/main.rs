@@ -86,6 +86,7 @@ impl AddAssign for Events {
         self.beginnings += other.beginnings;
         self.losses += other.losses;
         self.resumes += other.resumes;
+        self.recoveries += other.recoveries;
         self.untold += other.untold;
         self.steps += other.steps;
         self.kept += other.kept;
@@ -168,6 +169,7 @@ fn seeds() {
         // What never happens is not tested.
         let Events { faults, cuts, beginnings, losses, resumes, untold, steps, kept, in_vain, .. } = events;
         assert!(faults > 30 && cuts > 30 && beginnings > 10 && resumes > 50 && untold > 0, "{events:?}");
+        assert!(events.recoveries > 0, "{events:?}");
         assert!(losses > 4 && steps > SEEDS * STEPS && kept > 10 && in_vain > 10, "{events:?}");
         assert!(events.exported > 30 && events.unexported > 0, "{events:?}");
     }

@@ -35,6 +35,8 @@ pub struct Events {
     pub losses: u64,
     /// Times that state was taken up again.
     pub resumes: u64,
+    /// Times that a copy of its header or layout could not be read, and the other was.
+    pub recoveries: u64,
     /// Times that it was newer than anybody had been told.
     pub untold: u64,
     /// Steps trained.
@@ -68,6 +70,14 @@ struct Ended {
     /// The last step that may be.
     possible: Option<u64>,
     error: Option<EngineError>,
+    /// What says how the state is laid out was read from another copy, which the engine says.
+    is_recovered: bool,
+}
+
+impl Ended {
+    fn with(known: Option<u64>, possible: Option<u64>, error: EngineError) -> Self {
+        Self { known, possible, error: Some(error), is_recovered: false }
+    }
 }
 
 impl Expected {
@@ -179,7 +189,8 @@ fn check_error(trouble: Trouble, ended: &Ended, disk: &SimEngine, injected: u64)
     };
     let Some(text) = text else {
         // A cut can come when all is done, between the last commit and the end.
-        assert!(!is_due || matches!(trouble, Trouble::Cut { .. }), "nobody noticed that a request failed");
+        let is_noticed = ended.is_recovered || matches!(trouble, Trouble::Cut { .. });
+        assert!(!is_due || is_noticed, "nobody noticed that a request failed");
         return;
     };
     assert!(is_due, "an error without a cause: {text}");
@@ -272,8 +283,11 @@ impl Run<'_> {
         let mut engine = match engine {
             Ok(engine) => engine,
             // A creation may have committed the first step without having learned of it.
-            Err(error) => return Ended { known: stored, possible: stored.or(Some(0)), error: Some(error) },
+            Err(error) => return Ended::with(stored, stored.or(Some(0)), error),
         };
+        let is_recovered = !engine.recoveries().is_empty();
+        assert!(!is_recovered || matches!(self.life.trouble, Trouble::Fail { .. }), "nothing is damaged");
+        self.events.recoveries += u64::from(is_recovered);
         assert_eq!(engine.step(), stored.unwrap_or(0), "the step of a new engine");
         self.events.resumes += u64::from(stored.is_some());
         let mut ended = self.train(&setup, &mut engine, stored);
@@ -282,6 +296,7 @@ impl Run<'_> {
             Trouble::Stop { is_lost: true, .. } => lose(engine),
             _ => drop(engine),
         }
+        ended.is_recovered = is_recovered;
         self.end_exports(&mut ended);
         ended
     }
@@ -301,7 +316,7 @@ impl Run<'_> {
                 }
                 // A save is that of the step it was called after.
                 let possible = if self.is_told() { saved } else { Some(step) };
-                return Ended { known: saved, possible, error: Some(error) };
+                return Ended::with(saved, possible, error);
             }
             if let Trouble::Stop { step: stop, is_lost } = self.life.trouble
                 && step >= stop
@@ -317,6 +332,7 @@ impl Run<'_> {
                     known,
                     possible: if on_disk && !waits_for_saves { Some(step) } else { saved },
                     error: None,
+                    is_recovered: false,
                 };
             }
             if step == STEPS {
@@ -335,10 +351,10 @@ impl Run<'_> {
                     let under_way = engine.step() + u64::from(!waits_for_saves);
                     return self.failed(Some(engine.step()), error, under_way);
                 }
-                Err(error) => return Ended { known: saved, possible: saved, error: Some(error) },
+                Err(error) => return Ended::with(saved, saved, error),
             }
         }
-        let ended = Ended { known: saved, possible: saved, error: None };
+        let ended = Ended { known: saved, possible: saved, error: None, is_recovered: false };
         if !on_disk {
             self.check_weights(engine);
             return ended;
@@ -348,7 +364,7 @@ impl Run<'_> {
             Ok(()) => {
                 self.is_touched = false;
                 self.check_weights(engine);
-                Ended { known: Some(STEPS), possible: Some(STEPS), error: None }
+                Ended { known: Some(STEPS), possible: Some(STEPS), error: None, is_recovered: false }
             }
             Err(error) => {
                 let under_way = if waits_for_saves { STEPS } else { engine.step() + 1 };
@@ -383,7 +399,7 @@ impl Run<'_> {
     /// State on disk after an error: what is known to be committed, or the commit that was under way.
     fn failed(&self, known: Option<u64>, error: EngineError, under_way: u64) -> Ended {
         let possible = if self.is_told() { known } else { Some(under_way) };
-        Ended { known, possible, error: Some(error) }
+        Ended::with(known, possible, error)
     }
 
     /// Whether a commit that failed is certain not to have happened.

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use std::fmt;
 use std::path::PathBuf;
 use terrace_tiers::{
-    BlobKind, Commit, CommitFacts, Damage, DamageCause, SlotFacts, SlotState, StoreSpec, StoreView,
-    Verification,
+    BlobKind, Commit, CommitFacts, Damage, DamageCause, DamagedCopy, Recovery, SlotFacts, SlotState,
+    StoreSpec, StoreView, Verification,
 };
 
 /// A commit whose chunks were read.
@@ -30,6 +30,7 @@ pub(super) struct Report {
     file_bytes: Vec<u64>,
     manifest: PathBuf,
     slots: [SlotFacts; 2],
+    damaged_copies: Vec<DamagedCopy>,
     commits: [Option<CommitFacts>; 2],
     /// The step since which the only generation is being overwritten.
     changing_since: Option<u64>,
@@ -51,6 +52,7 @@ impl Report {
             file_bytes: view.file_bytes().to_vec(),
             manifest: view.manifest_path().to_owned(),
             slots: view.slots(),
+            damaged_copies: damaged_copies(view),
             commits: [Commit::Last, Commit::Previous].map(|commit| view.commit(commit)),
             changing_since: view.changing_since(),
             is_unchanged: view.is_unchanged(),
@@ -136,7 +138,21 @@ impl Report {
                 slot.offset
             ));
         }
-        Ok(())
+        self.copies_verdict(step)
+    }
+
+    /// Success if no copy of what says how the state is laid out is damaged.
+    fn copies_verdict(&self, step: u64) -> Result<(), CliError> {
+        let [copy, more @ ..] = &self.damaged_copies[..] else { return Ok(()) };
+        let more = match more.len() {
+            0 => String::new(),
+            more => format!(" (and so are {more} others, whose other copies are used)"),
+        };
+        let if_verified = if self.last.is_some() { ", which is whole" } else { "" };
+        Err(CliError::Failed(format!(
+            "{copy}; the other is used{more}. The state is that of step {step}{if_verified}; --resume continues from it and writes \
+             the copy anew"
+        )))
     }
 
     /// The document of `--json`.
@@ -166,6 +182,7 @@ impl Report {
             "previous_step": self.commits[1].map(|facts| facts.step),
             "changing_since_step": self.changing_since,
             "slots": self.slots.map(|slot| self.slot_document(slot)),
+            "damaged_copies": self.damaged_copies.iter().map(copy_document).collect::<Vec<_>>(),
             "identity": self.identity.document(),
             "groups": groups.collect::<Vec<_>>(),
             "kinds": kinds.collect::<Vec<_>>(),
@@ -185,6 +202,7 @@ impl Report {
     fn is_whole(&self) -> bool {
         damages(self.last.as_ref()) + damages(self.previous.as_ref()) == 0
             && self.changing_since.is_none()
+            && self.damaged_copies.is_empty()
             && !self.slots.iter().any(|slot| matches!(slot.state, SlotState::Torn { .. }))
     }
 
@@ -250,6 +268,9 @@ impl Report {
                     format!("{} bytes at offset {} of {}", slot.len, slot.offset, self.manifest.display());
                 line(f, "DAMAGED", &format!("slot of the manifest, {place}{claim}"))?;
             }
+        }
+        for copy in &self.damaged_copies {
+            line(f, "DAMAGED", &format!("{copy}; the other is used"))?;
         }
         if self.is_unchanged {
             line(
@@ -341,6 +362,25 @@ const START_AGAIN: &str =
 
 fn line(f: &mut fmt::Formatter<'_>, name: &str, text: &str) -> fmt::Result {
     writeln!(f, "{name:<12} {text}")
+}
+
+fn damaged_copies(view: &StoreView) -> Vec<DamagedCopy> {
+    let copies = view.recoveries().iter().filter_map(|recovery| match recovery {
+        Recovery::Copy { copy, .. } => Some(copy.clone()),
+        _ => None,
+    });
+    copies.collect()
+}
+
+fn copy_document(copy: &DamagedCopy) -> Value {
+    let part = &copy.part;
+    json!({
+        "what": copy.what,
+        "path": part.path,
+        "offset": part.offset,
+        "bytes": part.len,
+        "error": copy.unreadable.as_ref().map(ToString::to_string),
+    })
 }
 
 fn damages(verified: Option<&Verified>) -> usize {

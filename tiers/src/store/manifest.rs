@@ -2,9 +2,13 @@
 //!
 //! ```text
 //! manifest.bin
-//! | header page (4 KiB)                          | spec (JSON), padded to 4 KiB | slot 0    | slot 1    |
-//! | magic 8 | version 4 | 0 4 | volume id 8 |
-//! | spec bytes 8 | slot bytes 8 | checksum of the spec 8 | checksum of this header 8 |
+//! | header page (4 KiB)                          | layout   | slot 0 | slot 1 | layout   | header page |
+//! | magic 8 | version 4 | 0 4 | volume id 8 |    |          |        |        | once     | once        |
+//! | layout bytes 8 | slot bytes 8 |              |          |        |        | more     | more        |
+//! | checksum of the layout 8 |
+//! | checksum of this header 8 |
+//!
+//! layout: the spec of the store (JSON), padded to 4 KiB
 //!
 //! slot, padded to 4 KiB
 //! | magic 8 | sequence 8 | step 8 | live generation 8 | table entries 8 | trainer bytes 8 | table 8·n | trainer | checksum 8 |
@@ -17,9 +21,14 @@
 //! valid slot with the higher sequence number is the state. Sequence numbers begin at 1, so slot 0 is first written when
 //! slot 1 is durable.
 //!
-//! Creation makes the spec durable before it writes the header, whose words lie in one sector: a manifest has either no
-//! header, and was never committed, or a whole one and its spec.
+//! Slots are found by the header and read by the layout, so that both of these are there twice ([`crate::copies`]). Any of the
+//! four may be damaged: the second header is the last page of the file, and a layout is known by its checksum. Version 2 had
+//! only the first of each.
+//!
+//! Creation makes both layouts durable before it writes the headers, whose words lie in one sector, and both headers before the
+//! first commit: a creation that was cut off leaves no header, or whole ones and layouts but blank slots. Either is replaced.
 
+use crate::copies::{self, DamagedCopy, Mend};
 use crate::file::OpenFile;
 use crate::{StoreSpec, TierError, checksum};
 use std::path::{Path, PathBuf};
@@ -31,7 +40,10 @@ const PAGE: usize = 4096;
 pub(super) const MAGIC: [u8; 8] = *b"TRCMANIF";
 const SLOT_MAGIC: [u8; 8] = *b"TRCSLOT1";
 const MARK_MAGIC: [u8; 8] = *b"TRCMARK1";
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
+/// The first version with two headers and layouts.
+const TWICE_SINCE: u32 = 3;
+const VERSION_MIN: u32 = 2;
 const SLOT_HEADER: usize = 48;
 /// Room for the trainer's own words in every slot.
 pub(super) const TRAINER_BYTES_MAX: usize = 16 << 10;
@@ -66,14 +78,45 @@ pub(super) struct Claim {
     pub(super) step: u64,
 }
 
+/// A slot that is not whole, where the other is the state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PassedOver {
+    /// It was that of the newest commit; its header names this step.
+    Newest { step: u64 },
+    /// Nothing says whether it was newer or older.
+    Either,
+}
+
 #[derive(Debug)]
 pub(super) struct Manifest {
     engine: Arc<dyn IoEngine>,
     file: OpenFile,
     pub(super) path: PathBuf,
     pub(super) id: u64,
+    pub(super) version: u32,
     slots_at: u64,
     slot_bytes: usize,
+    /// Copies of the header and the layout that are damaged.
+    mends: Vec<Mend>,
+}
+
+/// The header: where everything else is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Head {
+    version: u32,
+    id: u64,
+    spec_bytes: u64,
+    slot_bytes: u64,
+    spec_sum: u64,
+}
+
+/// Where the parts of a manifest begin.
+#[derive(Debug, Clone, Copy)]
+struct Places {
+    slots: u64,
+    /// Of the second copies, if there are any.
+    copies: Option<(u64, u64)>,
+    end: u64,
 }
 
 impl Manifest {
@@ -89,26 +132,28 @@ impl Manifest {
         }
         let text = serde_json::to_vec(spec).expect("a store spec is plain data");
         let slot_bytes = (SLOT_HEADER + spec.table_len() * 8 + TRAINER_BYTES_MAX + 8).next_multiple_of(PAGE);
-        let slots_at = (PAGE + text.len().next_multiple_of(PAGE)) as u64;
-        let len = slots_at + 2 * slot_bytes as u64;
-        let file = OpenFile::open(engine, &path, OpenMode::CreateNew { len })?;
-
-        let mut padded = IoBuf::zeroed(slots_at as usize - PAGE);
-        padded[..text.len()].copy_from_slice(&text);
-        let mut head = IoBuf::zeroed(PAGE);
-        head[0..8].copy_from_slice(&MAGIC);
-        head[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        for (at, value) in [(16, id), (24, text.len() as u64), (32, slot_bytes as u64), (40, checksum(&text))]
-        {
-            head[at..at + 8].copy_from_slice(&value.to_le_bytes());
-        }
-        let sum = checksum(&head[..48]);
-        head[48..56].copy_from_slice(&sum.to_le_bytes());
-        for (offset, page) in [(PAGE as u64, padded), (0, head)] {
-            engine.submit(Request::write(file.id, offset, page)).wait()?;
+        let head = Head {
+            version: VERSION,
+            id,
+            spec_bytes: text.len() as u64,
+            slot_bytes: slot_bytes as u64,
+            spec_sum: checksum(&text),
+        };
+        let places = head.places().expect("the file is of a size that files can have");
+        let (spec_copy, head_copy) = places.copies.expect("this version has copies");
+        let file = OpenFile::open(engine, &path, OpenMode::CreateNew { len: places.end })?;
+        for parts in [
+            [(PAGE as u64, padded(&text)), (spec_copy, padded(&text))],
+            [(0, head.page()), (head_copy, head.page())],
+        ] {
+            for (offset, page) in parts {
+                engine.submit(Request::write(file.id, offset, page)).wait()?;
+            }
             engine.sync(file.id).wait()?;
         }
-        Ok(Self { engine: Arc::clone(engine), file, path, id, slots_at, slot_bytes })
+        let (version, slots_at) = (VERSION, places.slots);
+        let engine = Arc::clone(engine);
+        Ok(Self { engine, file, path, id, version, slots_at, slot_bytes, mends: Vec::new() })
     }
 
     /// Opens a manifest and gives its spec.
@@ -118,69 +163,145 @@ impl Manifest {
         mode: OpenMode,
     ) -> Result<(Self, StoreSpec), TierError> {
         let path = dir.join(FILE_NAME);
-        let damaged = |detail: &str| TierError::NoLayout { path: path.clone(), detail: detail.into() };
         let file = match OpenFile::open(engine, &path, mode) {
             Ok(file) => file,
             Err(error) if crate::volume::is_missing(&error) => {
-                return Err(TierError::NoState { path: path.clone(), detail: "there is no manifest".into() });
+                return Err(TierError::NoState { path, detail: "there is no manifest".into() });
             }
             Err(error) => return Err(error.into()),
         };
-        let len = engine.len(file.id)?;
-        if len < PAGE as u64 {
-            return Err(TierError::NoState {
-                path: path.clone(),
-                detail: "its manifest was never written".into(),
-            });
-        }
-        let head = engine.submit(Request::read(file.id, 0, IoBuf::zeroed(PAGE))).wait()?;
-        let word = |at: usize| u64::from_le_bytes(head[at..at + 8].try_into().expect("eight bytes"));
-        if head.iter().all(|&b| b == 0) {
-            return Err(TierError::NoState {
-                path: path.clone(),
-                detail: "its manifest was never written".into(),
-            });
-        }
-        if head[0..8] != MAGIC || word(48) != checksum(&head[..48]) {
-            return Err(damaged("the manifest's header is not one of ours"));
-        }
-        let version = u32::from_le_bytes(head[8..12].try_into().expect("four bytes"));
-        if version != VERSION {
-            return Err(damaged(&format!(
-                "it has format version {version}; this program reads version {VERSION}"
-            )));
-        }
-        let (id, spec_len, slot_bytes) = (word(16), word(24), word(32));
-        let slots_at =
-            spec_len.checked_next_multiple_of(PAGE as u64).and_then(|bytes| bytes.checked_add(PAGE as u64));
-        let end = slots_at.and_then(|at| at.checked_add(slot_bytes.checked_mul(2)?));
-        let (Some(slots_at), true) = (slots_at, end.is_some_and(|end| end <= len)) else {
-            return Err(damaged("the manifest was truncated"));
+        let mut manifest = Self {
+            engine: Arc::clone(engine),
+            file,
+            path,
+            id: 0,
+            version: VERSION,
+            slots_at: 0,
+            slot_bytes: 0,
+            mends: Vec::new(),
         };
-        // Both are less than the file's length, and slots are read whole.
-        let (spec_len, slot_bytes) = (spec_len as usize, slot_bytes as usize);
-        let padded = IoBuf::zeroed(spec_len.next_multiple_of(PAGE));
-        let text = engine.submit(Request::read(file.id, PAGE as u64, padded)).wait()?;
-        let text = &text[..spec_len];
-        if checksum(text) != word(40) {
-            return Err(damaged("the manifest's layout has a wrong checksum"));
-        }
-        let spec =
-            serde_json::from_slice(text).map_err(|e| damaged(&format!("the layout cannot be read: {e}")))?;
-        Ok((Self { engine: Arc::clone(engine), file, path, id, slots_at, slot_bytes }, spec))
+        let (head, places) = manifest.find_head()?;
+        manifest.version = head.version;
+        manifest.id = head.id;
+        // Less than the file's length, and slots are read whole.
+        (manifest.slots_at, manifest.slot_bytes) = (places.slots, head.slot_bytes as usize);
+        let text = manifest.find_spec(&head, &places)?;
+        let spec = serde_json::from_slice(&text)
+            .map_err(|e| manifest.no_layout(format!("the layout cannot be read: {e}")))?;
+        Ok((manifest, spec))
     }
 
-    /// The newest valid slot, if any was ever committed. It may be a mark.
-    pub(super) fn newest(&self, spec: &StoreSpec) -> Result<Option<Slot>, TierError> {
+    /// The header, from a copy that is whole.
+    fn find_head(&mut self) -> Result<(Head, Places), TierError> {
+        let len = self.engine.len(self.file.id)?;
+        let never_written = |path: &Path| {
+            let detail = "its manifest was never written".into();
+            Err(TierError::NoState { path: path.to_owned(), detail })
+        };
+        if len < PAGE as u64 {
+            return never_written(&self.path);
+        }
+        let first = self.read(0, PAGE)?;
+        if let Some(head) = Head::of(&first) {
+            let places = self.places(&head, len)?;
+            if let Some((_, at)) = places.copies {
+                let second = self.read(at, PAGE)?;
+                if Head::of(&second) != Some(head) {
+                    self.note("header", at, second, head.page());
+                }
+            }
+            return Ok((head, places));
+        }
+        let last = (len - PAGE as u64) / PAGE as u64 * PAGE as u64;
+        let second = self.read(last, PAGE)?;
+        if let Some(head) = Head::of(&second) {
+            let places = self.places(&head, len)?;
+            if places.copies.is_some_and(|(_, at)| at == last) {
+                self.note("header", 0, first, head.page());
+                return Ok((head, places));
+            }
+        }
+        let is_blank = |page: &[u8]| page.iter().all(|&byte| byte == 0);
+        if is_blank(&first?) && second.is_ok_and(|page| is_blank(&page)) {
+            return never_written(&self.path);
+        }
+        Err(self.no_layout("neither copy of the manifest's header is one of ours".into()))
+    }
+
+    fn places(&self, head: &Head, len: u64) -> Result<Places, TierError> {
+        if !(VERSION_MIN..=VERSION).contains(&head.version) {
+            return Err(self.no_layout(format!(
+                "it has format version {}; this program reads versions {VERSION_MIN} and {VERSION}",
+                head.version
+            )));
+        }
+        let places = head.places().filter(|places| places.end <= len);
+        places.ok_or_else(|| self.no_layout("the manifest was truncated".into()))
+    }
+
+    /// The text of the layout, from a copy that is whole.
+    fn find_spec(&mut self, head: &Head, places: &Places) -> Result<Vec<u8>, TierError> {
+        let spec_bytes = head.spec_bytes as usize;
+        let offsets = [Some(PAGE as u64), places.copies.map(|(spec, _)| spec)];
+        let mut found = Vec::new();
+        for offset in offsets.into_iter().flatten() {
+            found.push((offset, self.read(offset, spec_bytes.next_multiple_of(PAGE))?));
+        }
+        let is_whole = |read: &copies::Read| {
+            read.as_ref().is_ok_and(|text| checksum(&text[..spec_bytes]) == head.spec_sum)
+        };
+        let text = found.iter().filter(|(_, read)| is_whole(read)).find_map(|(_, read)| read.as_ref().ok());
+        let Some(text) = text.map(|text| text[..spec_bytes].to_vec()) else {
+            for (_, read) in found {
+                read?;
+            }
+            return Err(self.no_layout("the manifest's layout has a wrong checksum".into()));
+        };
+        for (offset, read) in found {
+            if !is_whole(&read) {
+                self.note("layout", offset, read, padded(&text));
+            }
+        }
+        Ok(text)
+    }
+
+    fn read(&self, offset: u64, len: usize) -> Result<copies::Read, TierError> {
+        copies::read(&self.engine, self.file.id, offset, len)
+    }
+
+    fn note(&mut self, what: &'static str, offset: u64, found: copies::Read, bytes: IoBuf) {
+        let mend = Mend::new(what, (self.file.id, &self.path), offset, found, bytes);
+        self.mends.push(mend);
+    }
+
+    fn no_layout(&self, detail: String) -> TierError {
+        TierError::NoLayout { path: self.path.clone(), detail }
+    }
+
+    /// Copies of the header and the layout that were damaged when the manifest was opened.
+    pub(super) fn damaged_copies(&self) -> impl Iterator<Item = &DamagedCopy> {
+        self.mends.iter().map(|mend| &mend.copy)
+    }
+
+    /// Writes them anew.
+    pub(super) fn mend(&self) -> Result<(), TierError> {
+        self.mends.iter().try_for_each(|mend| mend.write(&self.engine))
+    }
+
+    /// The newest valid slot, if any was ever committed, and what was passed over for it. The slot may be a mark.
+    pub(super) fn newest(&self, spec: &StoreSpec) -> Result<Option<(Slot, Option<PassedOver>)>, TierError> {
         let found = self.slots(spec)?;
         // A torn first commit leaves slot 0 blank; anything in it means that there was a whole one.
         let is_lost = found[0] != Found::Blank;
-        let newest = found.into_iter().filter_map(Found::whole).max_by_key(|slot| slot.sequence);
-        if newest.is_none() && is_lost {
-            let detail = "neither of the two slots of its manifest is whole".into();
-            return Err(TierError::Damaged { path: self.path.clone(), detail });
-        }
-        Ok(newest)
+        let Some(newest) = newest_of(&found).cloned() else {
+            if is_lost {
+                let detail = "neither of the two slots of its manifest is whole".into();
+                return Err(TierError::Damaged { path: self.path.clone(), detail });
+            }
+            return Ok(None);
+        };
+        let passed_over = PassedOver::of(&found, &newest);
+        Ok(Some((newest, passed_over)))
     }
 
     /// What both places hold.
@@ -225,13 +346,62 @@ impl Manifest {
     }
 }
 
-impl Found {
-    pub(super) fn whole(self) -> Option<Slot> {
-        match self {
-            Self::Whole(slot) => Some(slot),
-            Self::Blank | Self::Torn(_) => None,
-        }
+impl Head {
+    /// The header that a page is.
+    fn of(read: &copies::Read) -> Option<Self> {
+        let page = read.as_ref().ok()?;
+        let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
+        let is_ours = page[0..8] == MAGIC && word(48) == checksum(&page[..48]);
+        is_ours.then(|| Self {
+            version: u32::from_le_bytes(page[8..12].try_into().expect("four bytes")),
+            id: word(16),
+            spec_bytes: word(24),
+            slot_bytes: word(32),
+            spec_sum: word(40),
+        })
     }
+
+    fn page(&self) -> IoBuf {
+        let mut page = IoBuf::zeroed(PAGE);
+        page[0..8].copy_from_slice(&MAGIC);
+        page[8..12].copy_from_slice(&self.version.to_le_bytes());
+        for (at, value) in [(16, self.id), (24, self.spec_bytes), (32, self.slot_bytes), (40, self.spec_sum)]
+        {
+            page[at..at + 8].copy_from_slice(&value.to_le_bytes());
+        }
+        let sum = checksum(&page[..48]);
+        page[48..56].copy_from_slice(&sum.to_le_bytes());
+        page
+    }
+
+    /// `None` if no file is so large.
+    fn places(&self) -> Option<Places> {
+        let spec = self.spec_bytes.checked_next_multiple_of(PAGE as u64)?;
+        let slots = spec.checked_add(PAGE as u64)?;
+        let after = self.slot_bytes.checked_mul(2)?.checked_add(slots)?;
+        if self.version < TWICE_SINCE {
+            return Some(Places { slots, copies: None, end: after });
+        }
+        let head_copy = after.checked_add(spec)?;
+        let end = head_copy.checked_add(PAGE as u64)?;
+        Some(Places { slots, copies: Some((after, head_copy)), end })
+    }
+}
+
+/// `text` in whole pages.
+fn padded(text: &[u8]) -> IoBuf {
+    let mut page = IoBuf::zeroed(text.len().next_multiple_of(PAGE));
+    page[..text.len()].copy_from_slice(text);
+    page
+}
+
+/// The whole slot with the highest sequence number.
+pub(super) fn newest_of(found: &[Found; 2]) -> Option<&Slot> {
+    let whole = found.iter().filter_map(|found| match found {
+        Found::Whole(slot) => Some(slot),
+        Found::Blank | Found::Torn(_) => None,
+    });
+    whole.max_by_key(|slot| slot.sequence)
 }
 
 fn claim(page: &[u8]) -> Option<Claim> {

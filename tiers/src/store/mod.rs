@@ -9,6 +9,9 @@
 //! Between the two there is no way back: opening such a store is refused ([`TierError::Changing`]), and so is reading what was
 //! given up ([`DiskStore::abandon`]).
 //!
+//! Opening a store says what was damaged and had a substitute ([`Recovery`]): a copy of what says how the store is laid out, which is
+//! written anew, or a commit, which gives way to the one before.
+//!
 //! Hazards, and what closes them:
 //! - *read after write* (a chunk of the next generation is read while it is being written): [`DiskStore::read`] waits for
 //!   the blob's fence, the set of tickets of its writes.
@@ -31,6 +34,7 @@ pub mod fuzzing;
 mod held;
 mod lock;
 mod manifest;
+mod recovery;
 mod transfer;
 mod verify;
 mod view;
@@ -42,6 +46,7 @@ use extents::Extents;
 pub use held::Held;
 use lock::DirLock;
 use manifest::{Manifest, Slot};
+pub use recovery::Recovery;
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
@@ -63,6 +68,7 @@ pub struct DiskStore {
     versions: Mutex<Versions>,
     /// Says that [`Versions::claimed`] or [`Versions::held`] went down.
     released: Condvar,
+    recoveries: Vec<Recovery>,
     _locks: Vec<DirLock>,
 }
 
@@ -141,6 +147,7 @@ impl DiskStore {
             released: Condvar::new(),
             extents: Extents::new(spec, volume),
             manifest,
+            recoveries: Vec::new(),
             _locks: locks,
         })
     }
@@ -160,7 +167,7 @@ impl DiskStore {
         let locks = lock_all(World::of(&**engine), dirs)?;
         let (manifest, spec) = Manifest::open(engine, &dirs[0], OpenMode::ReadWrite)
             .map_err(|e| hint_at_order(engine, dirs, e))?;
-        let Some(slot) = manifest.newest(&spec)? else {
+        let Some((slot, passed_over)) = manifest.newest(&spec)? else {
             let detail = "its creation never finished; start again without --resume".into();
             return Err(TierError::NoState { path: manifest.path.clone(), detail });
         };
@@ -172,7 +179,10 @@ impl DiskStore {
         // Hazard (write after a commit that was cut off). A sync alone would do, had none failed before. The bytes are those that
         // are there, so that a power cut in the middle changes nothing.
         manifest.write(&slot)?;
+        manifest.mend()?;
+        volume.mend()?;
         Ok(Self {
+            recoveries: Recovery::all(&dirs[0], &manifest, &volume, Some((&slot, passed_over)), true),
             versions: Mutex::new(Versions::of(slot)),
             released: Condvar::new(),
             extents: Extents::new(spec, volume),
@@ -189,6 +199,11 @@ impl DiskStore {
     /// The directories, and how the state was shared among them when it was made.
     pub fn striping(&self) -> &Striping {
         self.extents.volume.striping()
+    }
+
+    /// What was damaged when the store was opened, and what is used in its place.
+    pub fn recoveries(&self) -> &[Recovery] {
+        &self.recoveries
     }
 
     /// What the last commit said.
@@ -539,7 +554,13 @@ fn lock_all(world: World, dirs: &[PathBuf]) -> Result<Vec<DirLock>, TierError> {
 /// The newest slot of a directory's manifest, if there is any.
 fn newest_slot(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<Option<Slot>, TierError> {
     match Manifest::open(engine, dir, OpenMode::Read) {
-        Ok((manifest, spec)) => manifest.newest(&spec),
+        Ok((manifest, spec)) => {
+            // Nothing is made where the drive fails.
+            if let Some(error) = manifest.damaged_copies().find_map(|copy| copy.unreadable.clone()) {
+                return Err(error.into());
+            }
+            Ok(manifest.newest(&spec)?.map(|(slot, _)| slot))
+        }
         Err(TierError::NoState { .. }) => Ok(None),
         Err(error) => Err(error),
     }

@@ -11,13 +11,16 @@
 //! which is the same state. A slot with a higher number would have to go to the older one's place, and a torn write there
 //! would leave the damaged step as the only one.
 //!
+//! A view leaves damaged copies of what says how the store is laid out as they are, and names them; opening the store to train
+//! writes them anew.
+//!
 //! A store with one generation has no step before: its older slot is a mark, or names the same chunks. While it is being
 //! overwritten it has no last commit either.
 
 use super::extents::Extents;
 use super::lock::DirLock;
-use super::manifest::{self, Found, Manifest, Slot};
-use super::{DATA_FILE, PendingRead, hint_at_order, lock_all};
+use super::manifest::{self, Found, Manifest, PassedOver, Slot};
+use super::{DATA_FILE, PendingRead, Recovery, hint_at_order, lock_all};
 use crate::pool::Lease;
 use crate::volume::{Volume, World};
 use crate::{BlobKey, StoreSpec, Striping, TierError};
@@ -33,6 +36,7 @@ pub struct StoreView {
     manifest: Manifest,
     /// Bytes of each directory's file.
     file_bytes: Vec<u64>,
+    recoveries: Vec<Recovery>,
     slots: [Found; 2],
     access: Access,
     /// Damaged chunks of each [`Commit`], once it was verified.
@@ -130,8 +134,10 @@ impl StoreView {
             return Err(TierError::NoState { path: manifest.path.clone(), detail });
         }
         let volume = Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id, OpenMode::Read)?;
+        let newest = manifest::newest_of(&slots).map(|slot| (slot, PassedOver::of(&slots, slot)));
         Ok(Self {
-            file_bytes: Volume::file_bytes(spec.volume_bytes(), volume.striping()),
+            recoveries: Recovery::all(&dirs[0], &manifest, &volume, newest, false),
+            file_bytes: volume.lengths(),
             extents: Extents::new(spec, volume),
             manifest,
             slots,
@@ -158,7 +164,12 @@ impl StoreView {
 
     /// Versions of the formats of the manifest and of the files with the chunks.
     pub fn format_versions(&self) -> (u32, u32) {
-        (manifest::VERSION, self.extents.volume.version)
+        (self.manifest.version, self.extents.volume.version)
+    }
+
+    /// What is damaged and has a substitute, which the view uses.
+    pub fn recoveries(&self) -> &[Recovery] {
+        &self.recoveries
     }
 
     /// The manifest's file.
