@@ -26,10 +26,12 @@ pub fn export(args: &ExportArgs) -> Result<(), CliError> {
     let last = view.commit(Commit::Last).map(|facts| facts.step);
     let identity = Identity::of(view.spec());
     let dtype = identity.dtype(view.spec())?;
+    let recoveries = view.recoveries().to_vec();
     let weights = StoredWeights::open(view, commit, model.blocks, dtype)?;
     identity.check_config(&args.model.join("config.json"), &config_text)?;
     checks::output(&args.output, &args.model)?;
 
+    stored::say(&recoveries);
     let (step, parameters) = (weights.step(), weights.parameters());
     let total = parameters * dtype.size() as u64;
     let progress = ByteProgress::new(format!("writing step {step}"));

@@ -8,7 +8,7 @@ use super::pinned::{
 };
 use super::saving::Saving;
 use super::session::{self, Session};
-use super::{checks, floor, identity, keeping, print_json, trace};
+use super::{checks, floor, identity, keeping, print_json, stored, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
 use crate::data::Dataset;
 use crate::error::CliError;
@@ -475,7 +475,10 @@ fn check_saved_state(session: &Session, run: &TrainConfig) -> Result<(), CliErro
     match Engine::stored(&session.backend.io, &disks) {
         Err(EngineError::Tier(TierError::NoState { .. })) if !run.resume => Ok(()),
         Err(error) => Err(error.into()),
-        Ok(_) if run.resume => Ok(()),
+        Ok(stored) if run.resume => {
+            stored::say(&stored.recoveries);
+            Ok(())
+        }
         Ok(stored) => Err(CliError::Failed(format!(
             "{} already holds training state, saved at step {}; pass --resume to continue it, or remove the directory to \
              start over",

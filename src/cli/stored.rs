@@ -5,7 +5,7 @@ use crate::config::run;
 use crate::error::CliError;
 use std::path::PathBuf;
 use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, open_default};
-use terrace_tiers::{Access, StoreView, TierError};
+use terrace_tiers::{Access, Recovery, StoreView, TierError};
 
 /// The folders, whichever way they were given.
 pub fn dirs(args: &StateArgs) -> &[PathBuf] {
@@ -44,6 +44,11 @@ pub fn open(args: &StateArgs, access: Access) -> Result<StoreView, CliError> {
         }
         other => CliError::failed(other),
     })
+}
+
+/// Says what was damaged and has a substitute, a line each.
+pub fn say(recoveries: &[Recovery]) {
+    recoveries.iter().for_each(|recovery| eprintln!("note: {recovery}"));
 }
 
 /// The directories as flags.
