@@ -1,0 +1,178 @@
+//! What is taken is what was planned: memory of a card, memory that it copies from and files on disk, term by term and to the byte,
+//! over placements, durabilities, orders of accumulation, formats of state and where gradients and activations are. What else is in
+//! host memory is compared with the resident set in `memory.rs`.
+
+#[path = "engine_support/mod.rs"]
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use support::Setup;
+use terrace_device::sim::{SimDevice, SimDeviceConfig};
+use terrace_models::Model;
+use terrace_optimizer::StateFormat;
+use terrace_tiers::{MemoryPlan, Tier};
+use terrace_zero::{Accumulation, Durability, Engine, Placement, WindowOverrides};
+
+const FORMATS: [StateFormat; 4] =
+    [StateFormat::Fp32, StateFormat::Split, StateFormat::Bf16, StateFormat::Compact];
+const STEPS: u64 = 3;
+const PAGE: u64 = 4096;
+
+/// Terms of host memory that copies to and from a card use: the card is told about them.
+const PINNED: [&str; 7] = [
+    "weights in flight and in use",
+    "gradients",
+    "sums of gradients between micro-batches",
+    "activations and their gradients",
+    "activations in flight",
+    "resident state: weights",
+    "copies of state on disk: weights",
+];
+
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    placement: Placement,
+    state: StateFormat,
+    durability: Durability,
+    accumulation: Accumulation,
+    gradients_on_disk: bool,
+    activations_on_disk: bool,
+    /// Groups whose weights, and whose state, stay on the card.
+    on_card: (usize, usize),
+    clipped: bool,
+    copied: usize,
+}
+
+impl Case {
+    fn new(placement: Placement) -> Self {
+        Self {
+            placement,
+            state: StateFormat::Split,
+            durability: Durability::Step,
+            accumulation: Accumulation::Vertical,
+            gradients_on_disk: false,
+            activations_on_disk: false,
+            on_card: (0, 0),
+            clipped: true,
+            copied: 0,
+        }
+    }
+
+    fn setup(self, dir: &Path) -> Setup {
+        let (disk, Self { on_card, copied, .. }) = (self.placement == Placement::Disk, self);
+        let overrides = WindowOverrides {
+            chunk_elements: Some(1 << 14),
+            gradients_on_disk: Some(self.gradients_on_disk),
+            activations_on_disk: Some(self.activations_on_disk),
+            device_groups: Some(on_card.0.max(on_card.1)),
+            state_groups: Some(on_card.1),
+            copied_weights: Some(copied),
+            copied_groups: Some(copied / 2),
+            ..WindowOverrides::default()
+        };
+        let disks = if disk { ["a", "b"].map(|name| dir.join(name)).to_vec() } else { Vec::new() };
+        Setup {
+            placement: self.placement,
+            disks,
+            state: self.state,
+            durability: self.durability,
+            accumulation: self.accumulation,
+            clip: self.clipped.then_some(0.5),
+            micro_batches: 3,
+            cache_bytes: if copied > 0 { u64::MAX } else { 0 },
+            overrides,
+            ..Setup::new(false)
+        }
+    }
+}
+
+/// Every placement with every format, and what else there is to choose, one after the other and some of it together.
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for placement in [Placement::None, Placement::Host, Placement::Disk] {
+        let base = Case::new(placement);
+        cases.extend(FORMATS.map(|state| Case { state, ..base }));
+        cases.push(Case { accumulation: Accumulation::Horizontal, ..base });
+        cases.push(Case { clipped: false, ..base });
+        cases.extend([(2, 0), (9, 2), (9, 9)].map(|on_card| Case { on_card, ..base }));
+    }
+    let disk = Case::new(Placement::Disk);
+    for durability in [Durability::Checkpoint, Durability::None] {
+        cases.push(Case { durability, ..disk });
+        cases.push(Case { durability, on_card: (3, 3), state: StateFormat::Compact, ..disk });
+    }
+    for accumulation in [Accumulation::Vertical, Accumulation::Horizontal] {
+        cases.push(Case { accumulation, gradients_on_disk: true, ..disk });
+        cases.push(Case { accumulation, activations_on_disk: true, ..disk });
+        cases.push(Case { accumulation, gradients_on_disk: true, activations_on_disk: true, ..disk });
+    }
+    cases.push(Case { copied: 4, ..disk });
+    cases.push(Case { copied: 2, clipped: false, durability: Durability::Checkpoint, ..disk });
+    cases
+}
+
+/// Bytes of the terms that are `wanted`, in whole pages as they are taken.
+fn terms(plan: &MemoryPlan, tier: Tier, wanted: impl Fn(&str) -> bool) -> u64 {
+    let entries = plan.entries().iter().filter(|e| e.tier == tier && wanted(&e.purpose));
+    entries.map(|e| e.count * e.unit_bytes).sum()
+}
+
+/// Bytes of all files that hold chunks.
+fn on_disk(dirs: &[PathBuf]) -> u64 {
+    let files = dirs.iter().flat_map(|dir| std::fs::read_dir(dir).into_iter().flatten());
+    let files = files.map(|entry| entry.unwrap()).filter(|entry| {
+        let name = entry.file_name();
+        name != "manifest.bin" && name != "terrace.lock"
+    });
+    files.map(|file| file.metadata().unwrap().len()).sum()
+}
+
+#[test]
+fn a_card_its_copies_and_the_disks_hold_what_is_planned() {
+    for case in cases() {
+        let dir = tempfile::tempdir().unwrap();
+        let card = SimDevice::new(SimDeviceConfig::default());
+        let setup = Setup { device: Some(Arc::new(card.clone())), ..case.setup(dir.path()) };
+        let blocks = Model::new(setup.model.clone()).blocks;
+        let planned = Engine::plan_only(setup.config(), &setup.backend(), blocks, &setup.sample());
+        let planned = planned.unwrap_or_else(|e| panic!("{case:?}: {e}"));
+        let mut engine = setup.create();
+        let plan = engine.memory_plan().clone();
+        assert_eq!(plan, planned, "{case:?}");
+        let reports = setup.train_to(&mut engine, STEPS);
+
+        // Kernels have their scratch from somewhere else.
+        let (arenas, peak) = card.arena_bytes();
+        let on_card = terms(&plan, Tier::Device, |what| what != "kernel scratch");
+        assert_eq!((arenas, peak), (on_card, on_card), "{case:?}: {plan:#?}");
+        assert_eq!(reports.last().unwrap().device_peak_bytes, plan.total(Tier::Device), "{case:?}");
+
+        let pinned = terms(&plan, Tier::Host, |what| {
+            PINNED
+                .iter()
+                .any(|name| what == *name || (what.starts_with(name) && what[name.len()..].starts_with(",")))
+        });
+        // A pool without slots, where no gradient comes from the card, has a page.
+        let gradients = terms(&plan, Tier::Host, |what| what == "gradients");
+        let empty = if gradients == 0 { PAGE } else { 0 };
+        assert_eq!(card.pinned_bytes(), pinned + empty, "{case:?}: {plan:#?}");
+        assert_eq!(on_disk(&setup.disks), plan.total(Tier::Disk), "{case:?}: {plan:#?}");
+        drop(engine);
+        assert_eq!(card.pinned_bytes(), 0, "{case:?}");
+    }
+}
+
+/// Without a card the arena is host memory.
+#[test]
+fn disks_hold_what_is_planned_without_a_card() {
+    for case in cases().into_iter().filter(|case| case.on_card == (0, 0)) {
+        let dir = tempfile::tempdir().unwrap();
+        let setup = case.setup(dir.path());
+        let mut engine = setup.create();
+        setup.continue_to(&mut engine, STEPS);
+        let plan = engine.memory_plan();
+        assert_eq!(plan.total(Tier::Device), 0, "{case:?}");
+        assert_eq!(on_disk(&setup.disks), plan.total(Tier::Disk), "{case:?}: {plan:#?}");
+    }
+}
