@@ -17,6 +17,7 @@ mod keeping;
 mod knobs;
 pub mod pinned;
 pub mod plan;
+mod plan_args;
 mod plan_generate;
 mod ranks;
 pub mod report;
