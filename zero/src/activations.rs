@@ -14,7 +14,7 @@ use crate::lane::Signal;
 use crate::rounds::Rounds;
 use std::collections::HashMap;
 use std::sync::Arc;
-use terrace_aio::IoEngine;
+use terrace_aio::{FileId, IoEngine};
 use terrace_device::Device;
 use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, Striping};
 
@@ -137,6 +137,12 @@ impl Activations {
             spill.ahead = Some((at, spill.scratch.read(chunk(at.0, at.1, self.micro_batches), lease)?));
         }
         Ok(())
+    }
+
+    /// The boundary whose signal is at `offset` of a file.
+    pub(crate) fn boundary_at(&self, file: FileId, offset: u64) -> Option<usize> {
+        let ScratchChunk(place) = self.spill.as_ref()?.scratch.chunk_at(file, offset)?;
+        Some(place / self.micro_batches)
     }
 
     /// Forgets everything of a step that failed or ended.

@@ -14,6 +14,7 @@ mod cache;
 mod checkpoint;
 mod chosen;
 mod config;
+mod contents;
 mod copies;
 mod device_state;
 mod device_weights;
