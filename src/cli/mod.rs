@@ -16,6 +16,7 @@ pub mod inspect;
 mod keeping;
 mod knobs;
 pub mod pinned;
+mod placement;
 pub mod plan;
 mod plan_args;
 mod plan_generate;

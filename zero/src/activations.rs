@@ -45,6 +45,11 @@ impl Activations {
         checkpoints + 1 + rounds.waiting()
     }
 
+    /// Whether checkpoints at `boundary` go to disk, where any do: backward uses those at the last one at once.
+    pub(crate) fn can_spill(boundary: usize, boundaries: usize) -> bool {
+        boundary + 1 < boundaries
+    }
+
     pub(crate) fn new(
         boundaries: usize,
         rounds: Rounds,
@@ -80,9 +85,8 @@ impl Activations {
 
     /// Keeps the signal at `boundary` as the next block's input and as a checkpoint for backward.
     pub(crate) fn keep(&mut self, boundary: usize, m: usize, mut signal: Signal) -> Result {
-        // The last boundary is used by backward at once; it need not be spilled.
         if let Some(spill) = &self.spill
-            && boundary + 1 < self.boundaries
+            && Self::can_spill(boundary, self.boundaries)
         {
             let lease = signal.into_host()?;
             let mut copy = spill.pool.acquire(lease.len());

@@ -65,7 +65,7 @@ pub use fetch::Residency;
 pub use infer::Evaluation;
 pub use kept::Kept;
 pub use kv::KvCache;
-pub use plan::PlanningRuns;
+pub use plan::{Content, GroupPlacement, Place, Placed, PlanningRuns};
 pub use ranks::{Ranks, Traffic};
 pub use schedule::{BlockPass, GroupUpdate, Schedule, UpdateTime, WeightUse};
 pub use source::{EXPORT_BUFFER_BYTES, WeightReader, WeightSource};
