@@ -19,7 +19,7 @@ WIDTH, LEFT, ROW, TOP = 1000, 120, 24, 28
 
 def lane_of(event):
     name = event["tid"]
-    return next((lane for lane in reversed(ORDER) if name == lane or name.startswith(lane + " ") and lane in SHARED), name)
+    return next((lane for lane in reversed(ORDER) if name == lane or name.startswith(lane + " ")), name)
 
 
 def colour(lane, name):
@@ -37,7 +37,9 @@ def main():
     parser.add_argument("output")
     parser.add_argument("--step", type=int, default=2, help="counted from 1 [default: 2]")
     args = parser.parse_args()
-    events = json.load(open(args.trace))
+    written = json.load(open(args.trace))
+    lane = {e["tid"]: e["args"]["name"] for e in written if e["name"] == "thread_name"}
+    events = [{**e, "tid": lane[e["tid"]]} for e in written if e["ph"] == "X"]
     compute = sorted((e for e in events if e["tid"] == "compute"), key=lambda e: e["ts"])
     first = next(e["name"] for e in compute if e["name"].startswith("forward"))
     starts = [e["ts"] for e in compute if e["name"] == first] + [compute[-1]["ts"] + compute[-1]["dur"]]

@@ -16,14 +16,13 @@ fn a_timeline_shows_the_link() {
     let (trace, plan) = (bench.path("trace.json"), bench.path("plan.json"));
     let run = |output: &str| bench.finetune(output).args(&["--steps", "3", "--discrete"]);
     run("roomy").path("--trace", &trace).path("--save-plan", &plan).ok();
-    let read = || -> Vec<Value> { serde_json::from_str(&fs::read_to_string(&trace).unwrap()).unwrap() };
-    let roomy = read();
+    let roomy = bench.bars("trace.json");
     let mut planned: Value = serde_json::from_str(&fs::read_to_string(&plan).unwrap()).unwrap();
     assert_eq!(planned["windows"]["device_groups"], 4, "all of them");
     planned["windows"]["device_groups"] = 0.into();
     fs::write(&plan, planned.to_string()).unwrap();
     run("out").path("--trace", &trace).path("--plan", &plan).ok();
-    let events = read();
+    let events = bench.bars("trace.json");
     let copies_of = |events: &[Value], lane: &str, name: &str| {
         let tid = |e: &Value| {
             e["tid"].as_str().unwrap() == lane || e["tid"].as_str().unwrap().starts_with(&format!("{lane} "))
@@ -90,6 +89,19 @@ fn steps_that_are_not_clipped_are_updated_beside_backward() {
     }
 }
 
+/// Bars of a lane follow one another, within what numbers of microseconds round off.
+fn no_bar_covers_another(bars: &[Value]) {
+    let mut busy_until = std::collections::HashMap::new();
+    let mut sorted: Vec<&Value> = bars.iter().collect();
+    let start = |bar: &Value| bar["ts"].as_f64().unwrap();
+    sorted.sort_by(|a, b| start(a).total_cmp(&start(b)));
+    for bar in sorted {
+        let end = busy_until.entry(bar["tid"].as_str().unwrap()).or_insert(0.0);
+        assert!(start(bar) >= *end - 1e-3, "{bar} begins before {end}");
+        *end = start(bar) + bar["dur"].as_f64().unwrap();
+    }
+}
+
 #[test]
 fn a_finetune_document_and_its_metrics() {
     let bench = Bench::tiny();
@@ -144,13 +156,13 @@ fn a_finetune_document_and_its_metrics() {
     for line in &bench.metrics("copies") {
         assert_eq!(line["disk_read_bytes"], 0, "{line}");
     }
-    let events: Value = serde_json::from_str(&fs::read_to_string(&trace).unwrap()).unwrap();
-    let events = events.as_array().unwrap();
+    let events = bench.bars("trace.json");
     for lane in ["disk read", "disk write", "disk sync"] {
         assert!(events.iter().any(|e| e["tid"] == lane), "no {lane} among {} events", events.len());
     }
     assert!(events.iter().all(|e| e["dur"].as_f64().unwrap() >= 0.0));
     assert!(events.iter().filter(|e| e["cat"] == "disk").all(|e| e["args"]["ok"] == true));
+    no_bar_covers_another(&events);
     let count = |lane: &str, what: &str| {
         let named = |e: &&Value| e["tid"] == lane && e["name"].as_str().unwrap().starts_with(what);
         events.iter().filter(named).count()
@@ -161,6 +173,24 @@ fn a_finetune_document_and_its_metrics() {
     assert!(count("optimizer", "layers.") >= 4 * 2 && count("compute waits", "weights of ") > 0);
 
     assert_eq!(count("uploads", "") + count("downloads", ""), 0, "the CPU has no link");
+
+    // What the disk carries: an update reads all kinds of every group but the weights that the rest of a split master has, and
+    // writes all of them; once at the start and once a step.
+    let disk = |words: &str| {
+        events
+            .iter()
+            .filter(|e| e["cat"] == "disk" && e["name"] == words)
+            .map(|e| e["args"]["bytes"].as_u64().unwrap())
+            .sum::<u64>()
+    };
+    let moments = disk("write layers.1 first moments");
+    assert!(moments > 0 && moments % 5 == 0 && disk("write layers.1 second moments") == moments);
+    assert_eq!(disk("read layers.1 first moments"), moments / 5 * 4);
+    assert_eq!(disk("write layers.1 weights"), moments / 2, "two bytes instead of four");
+    assert!(disk("read layers.1 weights") >= 4 * disk("write layers.1 weights") / 5);
+    assert!(events.iter().any(|e| e["tid"] == "disk sync" && e["name"] == "sync state.bin"));
+    let unnamed = |e: &&Value| e["cat"] == "disk" && e["name"].as_str().unwrap().ends_with(" bytes");
+    assert_eq!(events.iter().filter(unnamed).count(), 0);
 
     let ids = |model: &str| {
         bench.generate(model).args(&["--prompt-ids", "3,4", "--max-new-tokens", "4"]).ok().json()[0]["ids"]

@@ -103,7 +103,7 @@ fn a_trace_shows_copies_beside_compute() {
     let trace = bench.path("trace.json");
     let run = train(&bench, "out", "cuda:0").args(&["--offload", "host", "--window", "2"]);
     run.environment("TERRACE_MOCK_DELAY_US", "500").path("--trace", &trace).ok();
-    let events: Vec<Value> = serde_json::from_str(&fs::read_to_string(&trace).unwrap()).unwrap();
+    let events = bench.bars("trace.json");
     let bars = |lane: &str| -> Vec<(f64, f64)> {
         let of = |e: &Value| e["tid"].as_str().unwrap().starts_with(lane);
         let bar =

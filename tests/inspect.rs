@@ -450,6 +450,8 @@ fn a_report_for_people_and_what_is_refused() {
             "generations  2 of ",
             "--learning-rate: 0.001",
             "--dtype: bf16",
+            "optimizer: adamw, beta1 0.9, beta2 0.999, eps 1e-8, weight_decay 0\n",
+            "--scheduler: linear, num_warmup_steps 0, min_lr_rate 0\n",
             &format!("verified     step {step}: "),
             &format!("verified     step {}: ", step - 1),
             "all as they were written",

@@ -269,3 +269,100 @@ fn what_would_fit_is_named_and_does() {
     let space = ["--seq-len", "24", "--disk-space", "10KiB"];
     plan(&bench).args(&space).fails(2, &["use --offload", "these fit:\nstate    offload"]);
 }
+
+/// The rows of the table: the groups that they are of, the place, and what is there.
+fn rows(text: &str) -> Vec<(String, String, String)> {
+    let table = text.split("what goes where").nth(1).unwrap_or_else(|| panic!("no table in {text}"));
+    let mut lines = table.lines().skip(1);
+    let header = lines.next().unwrap();
+    // Columns begin where their names do, but for sizes, which end there.
+    let at = |name: &str| header.find(&format!(" {name} ")).unwrap() + 1;
+    let (place, what) = (at("in"), at("bytes") + "bytes  ".len());
+    let mut groups = String::new();
+    let row = |line: &str| {
+        let letters: Vec<char> = line.chars().collect();
+        let part = |from: usize, to: usize| letters[from..to].iter().collect::<String>().trim().to_owned();
+        let name = part(0, place);
+        if !name.is_empty() {
+            groups = name;
+        }
+        // A place and a size are two spaces apart at least.
+        let place = part(place, what).split("  ").next().unwrap().to_owned();
+        (groups.clone(), place, part(what, letters.len()))
+    };
+    lines.take_while(|line| line.contains(" B  ") || line.contains("iB  ")).map(row).collect()
+}
+
+/// What a plan says of weights, optimizer, gradients and activations, of hundreds of layers in a few lines.
+#[test]
+fn the_plan_says_what_goes_where() {
+    let row = |rows: &[(String, String, String)], groups: &str, place: &str| -> String {
+        let of = |row: &&(String, String, String)| row.0 == groups && row.1 == place;
+        rows.iter().find(of).unwrap_or_else(|| panic!("{groups}: {place} is in {rows:#?}")).2.clone()
+    };
+    let run = |more: &[&str]| {
+        let flags = ["--params", "40b", "--seq-len", "512", "--device", "cpu"];
+        cmd(&["plan"]).args(&flags).args(more).ok().stdout
+    };
+    let flags = ["--host-memory", "256GiB", "--activations", "recompute", "--disk-cache"];
+    let all = rows(&run(&[&flags[..], &["none"]].concat()));
+    assert!(all.len() < 16, "{all:#?}");
+    let layers = all.iter().find(|row| row.0.contains("layers.0 – ")).unwrap().0.clone();
+    let state = row(&all, &layers, "disk");
+    for part in ["weights", "low half of the master weights", "first moments", "second moments"] {
+        assert!(state.contains(part), "{part} is in {state}");
+    }
+    assert!(row(&all, &layers, "host").contains("gradients"), "{all:#?}");
+    assert_eq!(row(&all, &layers, "recomputed"), "activations of blocks");
+    // What is copied is said of the groups that it is of.
+    let some = rows(&run(&[&flags[..], &["20GiB"]].concat()));
+    assert!(some.iter().any(|row| row.1 == "disk + host copy" && row.2 == "weights"), "{some:#?}");
+    assert!(some.iter().filter(|row| row.0.contains("layers.")).any(|row| row.1 == "disk"));
+    // A card of its own keeps the last groups, and a host the rest.
+    let card = [
+        "--params",
+        "8b",
+        "--seq-len",
+        "512",
+        "--gpu-memory",
+        "40GiB",
+        "--host-memory",
+        "200GiB",
+        "--offload",
+        "host",
+    ];
+    let text = cmd(&["plan"]).args(&card).ok().stdout;
+    let card_rows = rows(&text);
+    assert!(
+        card_rows.iter().any(|row| row.1.starts_with("device") && row.2.contains("activations")),
+        "{text}"
+    );
+    assert!(card_rows.iter().any(|row| row.1 == "host + device copy" && row.2 == "weights"), "{text}");
+    // As a document, with the bytes.
+    let document = cmd(&["plan"]).args(&card).args(&["--json"]).ok().json();
+    let runs = document["placement"].as_array().unwrap();
+    let groups: u64 = runs.iter().map(|run| run["groups"].as_u64().unwrap()).sum();
+    assert_eq!(groups, document["model"]["layers"].as_u64().unwrap() + 2, "embedding, layers and head");
+    let weights: u64 = runs
+        .iter()
+        .flat_map(|run| run["parts"].as_array().unwrap())
+        .filter(|part| part["what"] == "weights")
+        .map(|part| part["bytes"].as_u64().unwrap())
+        .sum();
+    let parameters = document["model"]["parameters"].as_u64().unwrap();
+    assert!(
+        (2 * parameters..2 * parameters + parameters / 50).contains(&weights),
+        "{weights} of {parameters}"
+    );
+}
+
+#[test]
+fn the_plan_of_generation_says_where_keys_are() {
+    let flags =
+        ["--params", "8b", "--generate", "--host-memory", "6GiB", "--seq-len", "64", "--device", "cpu"];
+    let text = cmd(&["plan"]).args(&flags).ok().stdout;
+    let found = rows(&text);
+    assert!(found.iter().any(|row| row.1 == "disk" && row.2 == "weights"), "{text}");
+    assert!(found.iter().any(|row| row.1 == "host" && row.2.contains("key/value cache")), "{text}");
+    assert!(found.iter().all(|row| row.1 != "recomputed"), "nothing is recomputed: {text}");
+}

@@ -296,7 +296,7 @@ impl Trainer<'_> {
         // What was never committed because of an error is not an error of its own.
         let saved = if flushed.is_ok() { self.finish_save() } else { Ok(()) };
         // Neither the error nor the model may be lost to a timeline that cannot be written.
-        let traced = run.trace.as_ref().map_or(Ok(()), |path| trace::write(path, self.session));
+        let traced = run.trace.as_ref().map_or(Ok(()), |path| trace::write(path, self.session, &self.engine));
         let counted = self.count_last_writes();
         let exported = if result.is_ok() && flushed.is_ok() && saved.is_ok() {
             self.export(&run.output)

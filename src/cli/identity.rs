@@ -1,5 +1,7 @@
 //! The identity of a run: what a resumed run must have in common with the one that wrote the state, as the state keeps it.
 
+mod words;
+
 use super::args::Dtype;
 use crate::config::TrainConfig;
 use crate::error::CliError;
@@ -63,7 +65,7 @@ impl Identity {
         if self.entries.is_empty() && !self.text.trim().is_empty() {
             return vec![("identity".into(), self.text.clone())];
         }
-        self.entries.iter().map(|(name, value)| (name.clone(), words(value))).collect()
+        self.entries.iter().map(|(name, value)| (name.clone(), in_words(value))).collect()
     }
 
     /// The value of `--state`, if it is there.
@@ -107,12 +109,12 @@ impl Identity {
     }
 }
 
-fn words(value: &Value) -> String {
+fn in_words(value: &Value) -> String {
     match value {
         Value::Null => "none".into(),
-        Value::String(text) => text.clone(),
+        Value::String(text) => words::of(text),
         Value::Array(values) if values.is_empty() => "none".into(),
-        Value::Array(values) => values.iter().map(words).collect::<Vec<_>>().join(" "),
+        Value::Array(values) => values.iter().map(in_words).collect::<Vec<_>>().join(" "),
         other => other.to_string(),
     }
 }

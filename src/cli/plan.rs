@@ -10,7 +10,7 @@ use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
 };
 use super::session::{self, Session};
-use super::{keeping, print_json, print_text, ranks};
+use super::{keeping, placement, print_json, print_text, ranks};
 use crate::config::run;
 use crate::engine::{CUDA_SCRATCH_BYTES, host_updates};
 use crate::error::CliError;
@@ -442,6 +442,8 @@ impl<'a> Planning<'a> {
         }
         line(session::describe_plan(&outlook.memory));
         line(outlook.summary.clone());
+        let whose = if several { "what goes where, of one rank:" } else { "what goes where:" };
+        line(format!("{whose}\n{}", placement::table(&outlook.placement)));
         let work = &outlook.work;
         line(format!(
             "a step: {} operations; disk {} read, {} written; link {} up, {} down; host memory {}",
@@ -502,6 +504,7 @@ impl<'a> Planning<'a> {
             "optimizer": self.args.optimizer,
             "plan": planned.figures(),
             "memory": Term::all(&planned.outlook.memory),
+            "placement": placement::document(&planned.outlook.placement),
             "choices": rows(choices, fastest(choices), Choice::json, Planned::figures),
         });
         if self.ranks.are_several() {

@@ -7,7 +7,7 @@ use super::floor::time;
 use super::pinned::{ModelShape, Term, Totals, name};
 use super::plan::{Planning, exponent, first_best, rows};
 use super::session;
-use super::{print_json, print_text};
+use super::{placement, print_json, print_text};
 use crate::error::CliError;
 use crate::floor::Floor;
 use crate::progress::count;
@@ -157,6 +157,7 @@ fn text(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> String
     ));
     line(session::describe_plan(&outlook.memory));
     line(outlook.summary.clone());
+    line(format!("what goes where:\n{}", placement::table(&outlook.placement)));
     line(format!(
         "a token for each: {} operations; disk {} read, {} written; link {} up, {} down; host memory {}; device memory {}",
         exponent(work.operations),
@@ -201,6 +202,7 @@ fn document(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> Va
         "kv_disk_position_bytes": planned.outlook.kv_disk_bytes,
         "plan": planned.figures(),
         "memory": Term::all(&planned.outlook.memory),
+        "placement": placement::document(&planned.outlook.placement),
         "choices": rows(choices, fastest(choices), Choice::json, Planned::figures),
     })
 }

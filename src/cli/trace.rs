@@ -9,7 +9,8 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::time::Duration;
-use terrace_zero::{Resource, Span};
+use terrace_aio::layer::{Action, TraceEvent};
+use terrace_zero::{Engine, Resource, Span};
 
 /// The page; the events take the place of its marker.
 const PAGE: &str = include_str!("trace.html");
@@ -17,7 +18,7 @@ const MARKER: &str = "/*EVENTS*/";
 
 /// One bar of the timeline.
 struct Bar {
-    lane: String,
+    lane: &'static str,
     name: String,
     category: &'static str,
     start: Duration,
@@ -25,12 +26,12 @@ struct Bar {
     args: Value,
 }
 
-/// Writes what the session's engine and disk did.
+/// Writes what the session's engine and disk did. The engine is the one that was seen, whose files are open.
 ///
 /// # Errors
 /// The file cannot be written.
-pub fn write(path: &Path, session: &Session) -> Result<(), CliError> {
-    let bars = bars(session);
+pub fn write(path: &Path, session: &Session, engine: &Engine) -> Result<(), CliError> {
+    let bars = bars(session, engine);
     let is_page = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("html"));
     let write = || -> io::Result<()> {
         let mut file = BufWriter::new(File::create(path)?);
@@ -54,78 +55,181 @@ pub fn write(path: &Path, session: &Session) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Lanes in which several are busy at once: those lie side by side, for a bar must not cover another.
+/// Lanes in the order in which a reader meets them: what computes, what it waits for, what moves bytes for it.
+const LANES: [&str; 11] = [
+    "compute",
+    "compute waits",
+    "device",
+    "optimizer",
+    "optimizer waits",
+    "commit",
+    "uploads",
+    "downloads",
+    "disk read",
+    "disk write",
+    "disk sync",
+];
+
+/// Rows of lanes. Where several of one are busy at once they lie side by side, for a bar must not cover another.
 #[derive(Default)]
-struct Rows(BTreeMap<String, Vec<Duration>>);
+struct Rows(BTreeMap<&'static str, Vec<Duration>>);
 
 impl Rows {
     /// The row of `lane` for what begins and ends so. What began earlier was asked about earlier.
-    fn lane(&mut self, lane: String, start: Duration, end: Duration) -> String {
-        let rows = self.0.entry(lane.clone()).or_default();
+    fn row(&mut self, lane: &'static str, start: Duration, end: Duration) -> usize {
+        let rows = self.0.entry(lane).or_default();
         let row = rows.iter().position(|busy_until| *busy_until <= start).unwrap_or(rows.len());
         rows.resize(rows.len().max(row + 1), Duration::ZERO);
         rows[row] = end;
-        if row == 0 { lane } else { format!("{lane} {}", row + 1) }
+        row
+    }
+
+    /// Every row's lane, its number in it, and its name, in the order of [`LANES`].
+    fn all(&self) -> impl Iterator<Item = (&'static str, usize, String)> {
+        LANES.into_iter().flat_map(|lane| {
+            let count = self.0.get(lane).map_or(0, Vec::len);
+            (0..count).map(move |row| {
+                (lane, row, if row == 0 { lane.to_owned() } else { format!("{lane} {}", row + 1) })
+            })
+        })
     }
 }
 
-fn bars(session: &Session) -> Vec<Bar> {
-    let mut bars = Vec::new();
+/// Everything that was done, in the order in which it began.
+fn bars(session: &Session, engine: &Engine) -> Vec<Bar> {
     let timeline = session.timeline.as_ref();
     let epoch = timeline.map(|timeline| timeline.epoch());
-    let (copies, works): (Vec<Span>, Vec<Span>) = timeline
-        .map_or_else(Vec::new, |timeline| timeline.drain())
+    let spans = timeline.map_or_else(Vec::new, |timeline| timeline.drain());
+    let mut bars: Vec<Bar> = spans
         .into_iter()
-        .partition(|span| matches!(span.resource, Resource::Upload | Resource::Download | Resource::Device));
-    for span in works {
-        let (lane, name) = (span.resource.words().to_owned(), span.name);
-        bars.push(Bar { lane, name, category: "engine", start: span.start, end: span.end, args: json!({}) });
-    }
-    let mut rows = Rows::default();
-    let mut copies = copies;
-    copies.sort_by_key(|span| span.start);
-    for Span { resource, name, start, end } in copies {
-        let lane = rows.lane(resource.words().to_owned(), start, end);
-        let category = if resource == Resource::Device { "device" } else { "link" };
-        bars.push(Bar { lane, name, category, start, end, args: json!({}) });
-    }
+        .map(|Span { resource, name, start, end }| Bar {
+            lane: resource.words(),
+            name,
+            category: match resource {
+                Resource::Device => "device",
+                Resource::Upload | Resource::Download => "link",
+                _ => "engine",
+            },
+            start,
+            end,
+            args: json!({}),
+        })
+        .collect();
     if let Some(trace) = &session.trace {
         // Both clocks are the same; only their zeros differ.
         let later = epoch.map_or(Duration::ZERO, |epoch| trace.epoch().saturating_duration_since(epoch));
-        let mut events = trace.drain();
-        events.sort_by_key(|event| event.start);
-        for event in events {
-            let lane = format!("disk {:?}", event.action).to_lowercase();
-            let lane = rows.lane(lane, event.start, event.end);
-            bars.push(Bar {
-                lane,
-                name: format!("{} bytes", event.len),
-                category: "disk",
-                start: event.start + later,
-                end: event.end + later,
-                args: json!({ "file": event.file.0, "offset": event.offset, "ok": event.ok }),
-            });
-        }
+        bars.extend(trace.drain().into_iter().map(|event| disk_bar(&event, later, session, engine)));
     }
+    bars.sort_by_key(|bar| bar.start);
     bars
 }
 
+fn disk_bar(event: &TraceEvent, later: Duration, session: &Session, engine: &Engine) -> Bar {
+    let (lane, verb) = match event.action {
+        Action::Read => ("disk read", "read"),
+        Action::Write => ("disk write", "write"),
+        Action::Sync => ("disk sync", "sync"),
+    };
+    let file = || Some(session.backend.io.path(event.file)?.file_name()?.to_string_lossy().into_owned());
+    let what = engine.contents_at(event.file, event.offset).or_else(file);
+    Bar {
+        lane,
+        // A file that is closed by now has no name any more.
+        name: format!("{verb} {}", what.unwrap_or_else(|| format!("{} bytes", event.len))),
+        category: "disk",
+        start: event.start + later,
+        end: event.end + later,
+        args: json!({ "file": event.file.0, "offset": event.offset, "bytes": event.len, "ok": event.ok }),
+    }
+}
+
+/// The bars, which are in the order in which they began, after the names of their lanes.
 fn write_events(file: &mut impl Write, bars: &[Bar]) -> io::Result<()> {
-    write!(file, "[")?;
-    for (index, bar) in bars.iter().enumerate() {
-        let line = json!({
+    let mut rows = Rows::default();
+    let places: Vec<usize> = bars.iter().map(|bar| rows.row(bar.lane, bar.start, bar.end)).collect();
+    let mut numbers = BTreeMap::new();
+    let mut events =
+        vec![json!({ "name": "process_name", "ph": "M", "pid": 1, "args": { "name": "terrace" } })];
+    for (index, (lane, row, name)) in rows.all().enumerate() {
+        let number = index + 1;
+        numbers.insert((lane, row), number);
+        for (what, args) in
+            [("thread_name", json!({ "name": name })), ("thread_sort_index", json!({ "sort_index": number }))]
+        {
+            events.push(json!({ "name": what, "ph": "M", "pid": 1, "tid": number, "args": args }));
+        }
+    }
+    let bar = |(bar, row): (&Bar, usize)| {
+        json!({
             "name": bar.name,
             "cat": bar.category,
             "ph": "X",
             "pid": 1,
-            "tid": bar.lane,
+            "tid": numbers[&(bar.lane, row)],
             "ts": bar.start.as_secs_f64() * 1e6,
             "dur": bar.end.saturating_sub(bar.start).as_secs_f64() * 1e6,
             "args": bar.args,
-        });
+        })
+    };
+    write!(file, "[")?;
+    let bars = bars.iter().zip(places).map(bar);
+    for (index, event) in events.into_iter().chain(bars).enumerate() {
         // A page must not end before its script does.
-        let line = line.to_string().replace('<', "\\u003c");
+        let line = event.to_string().replace('<', "\\u003c");
         write!(file, "{}{line}", if index == 0 { "\n" } else { ",\n" })?;
     }
     write!(file, "\n]")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    fn bar(lane: &'static str, name: &str, start: u64, end: u64) -> Bar {
+        let [start, end] = [start, end].map(Duration::from_millis);
+        Bar { lane, name: name.into(), category: "engine", start, end, args: json!({}) }
+    }
+
+    #[test]
+    fn no_bar_covers_another_and_lanes_are_named_in_order() {
+        let bars = [
+            bar("disk read", "a", 0, 5),
+            bar("optimizer", "<b>", 1, 4),
+            bar("optimizer", "c", 2, 3),
+            bar("compute", "d", 2, 9),
+            bar("optimizer", "e", 4, 6),
+        ];
+        let mut written = Vec::new();
+        write_events(&mut written, &bars).unwrap();
+        let text = String::from_utf8(written).unwrap();
+        assert!(!text.contains('<'), "{text}");
+        let events: Vec<Value> = serde_json::from_str(&text).unwrap();
+        let of =
+            |name: &str| -> Vec<&Value> { events.iter().filter(|event| event["name"] == name).collect() };
+        let names: Vec<&Value> = of("thread_name").iter().map(|event| &event["args"]["name"]).collect();
+        assert_eq!(names, ["compute", "optimizer", "optimizer 2", "disk read"]);
+        let order: Vec<&Value> =
+            of("thread_sort_index").iter().map(|event| &event["args"]["sort_index"]).collect();
+        assert_eq!(order, [1, 2, 3, 4]);
+        let lane = |name: &str| of(name)[0]["tid"].as_u64().unwrap();
+        assert_eq!(["a", "<b>", "c", "d", "e"].map(lane), [4, 2, 3, 1, 2]);
+        assert_eq!(of("process_name")[0]["args"]["name"], "terrace");
+    }
+
+    #[test]
+    fn every_lane_has_a_place() {
+        for resource in [
+            Resource::Compute,
+            Resource::Device,
+            Resource::Wait,
+            Resource::Update,
+            Resource::UpdateWait,
+            Resource::Commit,
+            Resource::Upload,
+            Resource::Download,
+        ] {
+            assert!(LANES.contains(&resource.words()), "{resource:?}");
+        }
+    }
 }

@@ -166,6 +166,24 @@ impl Bench {
             .collect()
     }
 
+    /// The bars of a `--trace` of Chrome's format, with the names of their lanes for `tid`.
+    pub fn bars(&self, trace: &str) -> Vec<Value> {
+        let text = fs::read_to_string(self.path(trace)).unwrap();
+        let written: Vec<Value> = serde_json::from_str(&text).unwrap();
+        let lane = |number: &Value| {
+            let named = |e: &&Value| e["name"] == "thread_name" && e["tid"] == *number;
+            written.iter().find(named).unwrap_or_else(|| panic!("lane {number} has a name"))["args"]["name"]
+                .clone()
+        };
+        let bars = written.iter().filter(|e| e["ph"] == "X");
+        bars.map(|bar| {
+            let mut bar = bar.clone();
+            bar["tid"] = lane(&bar["tid"]);
+            bar
+        })
+        .collect()
+    }
+
     /// The steps in `metrics.jsonl`, in order.
     pub fn steps(&self, output: &str) -> Vec<u64> {
         self.metrics(output).iter().map(|m| m["step"].as_u64().unwrap()).collect()

@@ -193,6 +193,15 @@ impl AddressMap {
         self.blobs[group][kind] + generation * self.generation_bytes
     }
 
+    /// The group, the kind and the byte of its blob that an address of any generation lies in.
+    pub(crate) fn find(&self, address: u64) -> Option<(usize, usize, u64)> {
+        let address = address.checked_rem(self.generation_bytes)?;
+        // Blobs of nothing begin where the next one does, which is the last that begins there.
+        let group = self.blobs.partition_point(|kinds| kinds[0] <= address).checked_sub(1)?;
+        let kind = self.blobs[group].partition_point(|&start| start <= address) - 1;
+        Some((group, kind, address - self.blobs[group][kind]))
+    }
+
     pub(crate) fn table_entry(&self, group: usize, kind: usize, chunk: usize) -> usize {
         self.table[group][kind] + chunk
     }

@@ -7,7 +7,7 @@ use crate::store::Check;
 use crate::volume::Volume;
 use crate::{Striping, TierError, checksum};
 use std::sync::{Arc, Mutex, PoisonError};
-use terrace_aio::{IoEngine, OpKind, Ticket};
+use terrace_aio::{FileId, IoEngine, OpKind, Ticket};
 
 /// A scratch volume with fixed chunks.
 #[derive(Debug)]
@@ -85,6 +85,12 @@ impl Scratch {
         let check = Check { start: 0, len, sum, chunk: chunk.0, file, offset };
         let ticket = self.volume.engine.submit(self.volume.request(OpKind::Read, address, lease.into_io()));
         Ok(crate::PendingRead::new(ticket, vec![check], &self.volume, "scratch".into()))
+    }
+
+    /// The chunk at `offset` of a file; `None` if it is none of this volume's.
+    pub fn chunk_at(&self, file: FileId, offset: u64) -> Option<ScratchChunk> {
+        let address = self.volume.address(file, offset)?;
+        Some(ScratchChunk((address / self.chunk_stride) as usize))
     }
 
     /// Waits for every write.

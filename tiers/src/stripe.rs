@@ -165,6 +165,14 @@ impl Cycle {
         (path, round * self.shares[path] + self.ranks[entry])
     }
 
+    /// The stripe at a place among the stripes of a path.
+    pub(crate) fn stripe(&self, path: usize, place: u64) -> u64 {
+        let (round, rank) = (place / self.shares[path], place % self.shares[path]);
+        let mut entries = self.table.iter().zip(&self.ranks);
+        let entry = entries.position(|(&entry, &of)| usize::from(entry) == path && of == rank);
+        round * self.table.len() as u64 + entry.expect("a path has an entry of every rank") as u64
+    }
+
     /// How many of the first `stripes` stripes lie on `path`.
     pub(crate) fn stripes_on(&self, path: usize, stripes: u64) -> u64 {
         let entries = self.table.len() as u64;
@@ -282,6 +290,7 @@ mod tests {
             let mut next = vec![0; weights.len()];
             for stripe in 0..stripes {
                 let (path, place) = cycle.locate(stripe);
+                assert_eq!(cycle.stripe(path, place), stripe);
                 prop_assert_eq!(place, next[path], "stripe {}", stripe);
                 next[path] += 1;
             }

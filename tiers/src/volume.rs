@@ -30,7 +30,9 @@ use smallvec::SmallVec;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use terrace_aio::{IoBuf, IoEngine, IoError, IoErrorKind, OpKind, OpenMode, Request, Segment, Ticket};
+use terrace_aio::{
+    FileId, IoBuf, IoEngine, IoError, IoErrorKind, OpKind, OpenMode, Request, Segment, Ticket,
+};
 
 /// Bytes of one stripe.
 pub const STRIPE_BYTES: u64 = 1 << 20;
@@ -325,6 +327,14 @@ impl Volume {
     pub(crate) fn locate(&self, address: u64) -> (usize, u64) {
         let (path, place) = self.striping.cycle().locate(address / STRIPE_BYTES);
         (path, HEADER_BYTES + place * STRIPE_BYTES + address % STRIPE_BYTES)
+    }
+
+    /// The address of what is at `offset` of a file; `None` if it is none of this volume's, or before its first stripe.
+    pub(crate) fn address(&self, file: FileId, offset: u64) -> Option<u64> {
+        let path = self.files.iter().position(|own| own.id == file)?;
+        let at = offset.checked_sub(HEADER_BYTES)?;
+        let stripe = self.striping.cycle().stripe(path, at / STRIPE_BYTES);
+        Some(stripe * STRIPE_BYTES + at % STRIPE_BYTES).filter(|&address| address < self.bytes)
     }
 
     /// Closes and deletes the files, the first one last: as long as others are left it tells whose they are.

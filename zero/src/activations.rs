@@ -14,7 +14,7 @@ use crate::lane::Signal;
 use crate::rounds::Rounds;
 use std::collections::HashMap;
 use std::sync::Arc;
-use terrace_aio::IoEngine;
+use terrace_aio::{FileId, IoEngine};
 use terrace_device::Device;
 use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, Striping};
 
@@ -43,6 +43,11 @@ impl Activations {
     pub(crate) fn slots(boundaries: usize, rounds: Rounds, on_disk: bool) -> usize {
         let checkpoints = if on_disk { rounds.together } else { boundaries * rounds.together };
         checkpoints + 1 + rounds.waiting()
+    }
+
+    /// Whether checkpoints at `boundary` go to disk, where any do: backward uses those at the last one at once.
+    pub(crate) fn can_spill(boundary: usize, boundaries: usize) -> bool {
+        boundary + 1 < boundaries
     }
 
     pub(crate) fn new(
@@ -80,9 +85,8 @@ impl Activations {
 
     /// Keeps the signal at `boundary` as the next block's input and as a checkpoint for backward.
     pub(crate) fn keep(&mut self, boundary: usize, m: usize, mut signal: Signal) -> Result {
-        // The last boundary is used by backward at once; it need not be spilled.
         if let Some(spill) = &self.spill
-            && boundary + 1 < self.boundaries
+            && Self::can_spill(boundary, self.boundaries)
         {
             let lease = signal.into_host()?;
             let mut copy = spill.pool.acquire(lease.len());
@@ -137,6 +141,12 @@ impl Activations {
             spill.ahead = Some((at, spill.scratch.read(chunk(at.0, at.1, self.micro_batches), lease)?));
         }
         Ok(())
+    }
+
+    /// The boundary whose signal is at `offset` of a file.
+    pub(crate) fn boundary_at(&self, file: FileId, offset: u64) -> Option<usize> {
+        let ScratchChunk(place) = self.spill.as_ref()?.scratch.chunk_at(file, offset)?;
+        Some(place / self.micro_batches)
     }
 
     /// Forgets everything of a step that failed or ended.

@@ -4,6 +4,7 @@
 //! take each other's places again and again a few are enough, and of micro-batches and rounds that find the arena as the one before
 //! them found it, one: they would do what that did.
 
+use crate::activations::Activations;
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors};
 use crate::kv::{KvLayout, KvPlan};
@@ -335,8 +336,9 @@ impl DryRun<'_> {
         let y = ViewMut::new(BytesMut::virtual_range(y.bytes()), y.dtype, &y.dims);
         self.network.blocks[block].forward(cx, &weights, x.as_ref().map(virtual_view), y)?;
         // What is spilled leaves at once; the last boundary is not.
-        let spilled =
-            self.staying == Staying::UnlessSpilled && mode == Mode::Train && block + 1 < self.network.last();
+        let spilled = self.staying == Staying::UnlessSpilled
+            && mode == Mode::Train
+            && Activations::can_spill(block, self.network.last());
         *staying = y_region.filter(|_| self.staying != Staying::None && !last && !spilled);
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::kv::{KvLayout, KvPlan};
 use crate::lane::Lane;
 use crate::network::Network;
 use crate::overlap::Pending;
-use crate::plan::{EnginePlan, Planner, PlanningRuns};
+use crate::plan::{EnginePlan, GroupPlacement, Placer, Planner, PlanningRuns};
 use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::{self, LossScale};
@@ -109,6 +109,8 @@ pub struct StoredState {
 pub struct Outlook {
     /// The bytes of every tier.
     pub memory: MemoryPlan,
+    /// What of every group is where.
+    pub placement: Vec<GroupPlacement>,
     /// What a step does.
     pub work: StepWork,
     /// One line that says which windows the planner chose.
@@ -255,6 +257,7 @@ impl Engine {
             Parts::new(config, backend, blocks, sample, None, planning)?;
         let unified = backend.device.unified();
         let work = step_work(&config, &network, &kinds, &plan, Some(sample), unified);
+        let placement = Placer::new(&config, &network, &kinds, &plan, unified).all();
         let (summary, parameters) = (plan.summary(), network.parameters());
         let (windows, keepers) = (plan.overrides(&config), plan.windows.keeping.of);
         let copies = |kind| plan.windows.caching.bytes_of(&network, kind, &kinds);
@@ -266,6 +269,7 @@ impl Engine {
         let kv_disk_bytes = on(Tier::Disk);
         Ok(Outlook {
             memory: plan.memory,
+            placement,
             work,
             summary,
             windows,

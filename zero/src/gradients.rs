@@ -23,7 +23,7 @@ use bytemuck::cast_slice;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use terrace_aio::IoEngine;
+use terrace_aio::{FileId, IoEngine};
 use terrace_device::{Device, Download, Region};
 use terrace_kernels::{DType, KernelSet, View, ViewMut};
 use terrace_optimizer::{Gradient, SumOfSquares};
@@ -359,6 +359,13 @@ impl GradientPark {
 
     fn place(&self, group: usize, chunk: usize) -> ScratchChunk {
         ScratchChunk(self.first[group] + chunk)
+    }
+
+    /// The group whose gradient is at `offset` of a file.
+    pub(crate) fn group_at(&self, file: FileId, offset: u64) -> Option<usize> {
+        let ScratchChunk(place) = self.scratch.as_ref()?.chunk_at(file, offset)?;
+        // Groups without chunks begin where the next one does.
+        self.first.partition_point(|&first| first <= place).checked_sub(1)
     }
 
     /// Element range of a chunk: start and length.

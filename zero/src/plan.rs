@@ -25,7 +25,11 @@
 
 mod device;
 mod keys;
+mod placement;
 mod turns;
+
+pub(crate) use placement::Placer;
+pub use placement::{Content, GroupPlacement, Place, Placed};
 
 use crate::activations::{Activations, SPILL_SLOTS};
 use crate::cache::Caching;

@@ -4,7 +4,7 @@
 //! Of several ranks it is the order of one, with whom all others keep step; what goes through disks and cores of its node is that of
 //! all ranks of the node.
 
-use crate::activations::SPILL_SLOTS;
+use crate::activations::{Activations, SPILL_SLOTS};
 use crate::fetch::UPLOAD_WINDOW;
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::Kept;
@@ -240,7 +240,7 @@ impl Passes<'_> {
         let (windows, together) = (&self.count.plan.windows, round.len() as u64);
         let mut pass = self.pass(block, false, together);
         let output = together * self.signal(block);
-        if windows.activations_on_disk && block + 1 < self.count.network.last() {
+        if windows.activations_on_disk && Activations::can_spill(block, self.count.network.last()) {
             pass.spill_write_bytes = output;
         }
         if !self.count.unified {

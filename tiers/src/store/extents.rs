@@ -6,7 +6,7 @@ use crate::pool::Lease;
 use crate::volume::Volume;
 use crate::{BlobKey, BlobKind, StoreSpec};
 use std::ops::Range;
-use terrace_aio::OpKind;
+use terrace_aio::{FileId, OpKind};
 
 /// The layout of a store over its files.
 #[derive(Debug)]
@@ -50,6 +50,14 @@ impl Extents {
         let kind = self.kind_index(key.kind);
         let offset = self.spec.kinds[kind].bytes(chunk as u64 * self.spec.chunk_elements);
         self.map.address(key.group, kind, generation) + offset
+    }
+
+    /// The blob and the chunk of it that are at `offset` of a file.
+    pub(super) fn find(&self, file: FileId, offset: u64) -> Option<(BlobKey, usize)> {
+        let (group, kind, byte) = self.map.find(self.volume.address(file, offset)?)?;
+        let spec = &self.spec.kinds[kind];
+        let chunk = byte / spec.bytes(self.spec.chunk_elements);
+        Some((BlobKey { group, kind: spec.kind }, chunk as usize))
     }
 
     /// The place of a chunk in the table of checksums.

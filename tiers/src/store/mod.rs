@@ -52,7 +52,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use terrace_aio::{IoEngine, IoError, OpKind, OpenMode, Ticket};
+use terrace_aio::{FileId, IoEngine, IoError, OpKind, OpenMode, Ticket};
 pub(crate) use transfer::Check;
 pub use transfer::{Arrived, PendingRead, Sealed};
 pub use verify::{Damage, DamageCause, FilePart, Verification};
@@ -194,6 +194,11 @@ impl DiskStore {
     /// The layout.
     pub fn spec(&self) -> &StoreSpec {
         &self.extents.spec
+    }
+
+    /// The blob, and the chunk of it, at `offset` of a file; `None` if it is no chunk of this store.
+    pub fn chunk_at(&self, file: FileId, offset: u64) -> Option<(BlobKey, usize)> {
+        self.extents.find(file, offset)
     }
 
     /// The directories, and how the state was shared among them when it was made.

@@ -48,6 +48,11 @@ impl KvPlan {
         self.layouts[block]
     }
 
+    /// Where the keys and values of a block are between passes.
+    pub(crate) fn tier(&self, block: usize) -> Tier {
+        self.tiers[block]
+    }
+
     /// The blocks whose keys and values are on `tier` between passes.
     pub(super) fn blocks(&self, tier: Tier) -> impl Iterator<Item = usize> {
         (0..self.layouts.len())
