@@ -69,7 +69,7 @@ impl Matmul for Cpu {
     fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result {
         let dims = check::matmul(a, b, &out, spec);
         let (a, b) = (Floats::new(a), Floats::new(b));
-        if thin::applies(&self.threads, dims, spec) {
+        if thin::applies(dims, spec) {
             let residual = if spec.accumulate { Residual::InPlace } else { Residual::None };
             let output = Output::new(out, dims.n, Epilogue { bias: None, residual });
             thin::matmul(&self.threads, a, b, output, dims);
@@ -82,7 +82,7 @@ impl Matmul for Cpu {
     fn matmul_nt(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, epilogue: Epilogue<'_>) -> Result {
         let dims = check::matmul_nt(a, b, &out, &epilogue);
         let (a, b, output) = (Floats::new(a), Floats::new(b), Output::new(out, dims.n, epilogue));
-        if thin::applies(&self.threads, dims, MatmulSpec::NT) {
+        if thin::applies(dims, MatmulSpec::NT) {
             thin::matmul(&self.threads, a, b, output, dims);
         } else {
             self.product(a, Right::Floats(b), output, dims, MatmulSpec::NT);

@@ -2,9 +2,11 @@
 //!
 //! Weights are read once, in place, without packing ([`columns`] for several rows). `out[m, n] = Σ_l a[m, l]·b[n, l]` in 16 f32 accumulators (lane i
 //! takes l = i, i + 16, …, a last incomplete run first) added pairwise at the end; the order does not depend on M, N or the
-//! number of threads.
+//! number of threads. Two operands of bf16 are multiplied in [`pairs`] where the processor has instructions for those, in an order of
+//! their own, which does not depend on these either.
 
 mod columns;
+mod pairs;
 
 use super::Isa;
 use super::epilogue::Output;
@@ -25,14 +27,10 @@ const COLS: usize = 48;
 /// enough to leave a in the first-level cache. At the end of a row that is the next one. (With 1024 instead 53 of 64 GB/s.)
 pub const AHEAD: usize = 4096;
 
-/// Most rows where the packed product has instructions for bf16, of twice the speed of f32.
-const ROWS_BESIDE_PAIRS: usize = 8;
-
 /// Whether this path computes the product: few rows, both inner dimensions contiguous, `a` widened fits the shared scratch.
-pub fn applies(threads: &Threads, dims: ProductDims, spec: MatmulSpec) -> bool {
-    let a_bytes = dims.m * dims.l * size_of::<f32>();
-    let rows = if threads.pair_micro().is_some() { ROWS_BESIDE_PAIRS } else { ROWS };
-    let few = (1..=rows).contains(&dims.m);
+pub fn applies(dims: ProductDims, spec: MatmulSpec) -> bool {
+    let a_bytes = dims.m * dims.l.next_multiple_of(2 * LANES) * size_of::<f32>();
+    let few = (1..=ROWS).contains(&dims.m);
     few && !spec.trans_a && spec.trans_b && dims.l > 0 && a_bytes <= SHARED_BYTES
 }
 
@@ -40,16 +38,20 @@ pub fn applies(threads: &Threads, dims: ProductDims, spec: MatmulSpec) -> bool {
 pub fn matmul(threads: &Threads, a: Floats<'_>, b: Floats<'_>, output: Output<'_>, dims: ProductDims) {
     let isa = threads.isa();
     let mut shared = threads.shared();
+    if let (Some(pairs), Floats::BF16(a), Floats::BF16(b)) = (isa.pairs(), a, b) {
+        let words = bytemuck::cast_slice_mut(shared.floats());
+        let a = pairs::prepare(a, (dims.m, dims.l), words);
+        in_parts(threads, output, dims, |first, cols, _, sums_mn| {
+            pairs::all(pairs, a, &b[first * dims.l..][..cols * dims.l], dims.l, sums_mn);
+        });
+        return;
+    }
     let a_ml = if dims.m == 1 {
         a.read(isa, 0, dims.l, shared.floats())
     } else {
         columns::prepare(isa, a, b, (dims.m, dims.l), shared.floats())
     };
-    threads.run_in_parts(dims.n.div_ceil(COLS), |task, scratch| {
-        let first = task * COLS;
-        let cols = COLS.min(dims.n - first);
-        let mut sums_mn = [[0.0; COLS]; ROWS];
-        let sums_mn = &mut sums_mn[..dims.m];
+    in_parts(threads, output, dims, |first, cols, scratch, sums_mn| {
         if dims.m == 1 {
             for (j, sum) in sums_mn[0][..cols].iter_mut().enumerate() {
                 let row = b.slice((first + j) * dims.l, dims.l);
@@ -58,9 +60,25 @@ pub fn matmul(threads: &Threads, a: Floats<'_>, b: Floats<'_>, output: Output<'_
         } else {
             columns::all(isa, a_ml, b.slice(first * dims.l, cols * dims.l), dims.l, sums_mn);
         }
+    });
+}
+
+/// Writes what `sum` finds for some columns from a first one on, with scratch of its thread, and rows of sums.
+fn in_parts(
+    threads: &Threads,
+    output: Output<'_>,
+    dims: ProductDims,
+    sum: impl Fn(usize, usize, &mut [f32], &mut [[f32; COLS]]) + Sync,
+) {
+    threads.run_in_parts(dims.n.div_ceil(COLS), |task, scratch| {
+        let first = task * COLS;
+        let cols = COLS.min(dims.n - first);
+        let mut sums_mn = [[0.0; COLS]; ROWS];
+        let sums_mn = &mut sums_mn[..dims.m];
+        sum(first, cols, scratch, sums_mn);
         for (m, sums) in sums_mn.iter_mut().enumerate() {
             // SAFETY: these columns belong to this task.
-            unsafe { output.write(isa, (m, first), &mut sums[..cols]) };
+            unsafe { output.write(threads.isa(), (m, first), &mut sums[..cols]) };
         }
     });
 }

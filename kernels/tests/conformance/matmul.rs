@@ -2,13 +2,14 @@
 //! `√L · √L · 2⁻²⁴ · 4` covers the largest of a few thousand elements. (The proven bound grows with L·Σ|a·b|.) Products of bf16 by
 //! pairs round as often, and are held to the same.
 
-use crate::support::{Host, MIXES, Random, assert_close, backends, backends_and_pairs, isas_and_pairs};
+use crate::support::{Host, MIXES, Random, assert_close, backends_and_pairs, isas_and_pairs};
 use proptest::prelude::*;
 use terrace_kernels::cpu::{self, CpuConfig};
 use terrace_kernels::{DType, KernelSet, MatmulSpec, reference};
 
+/// Of values up to 5: twice what the worst of some ten million results was off.
 pub fn tolerance(l: usize) -> f64 {
-    l as f64 * 2f64.powi(-22) + 1e-7
+    l as f64 * 2f64.powi(-21) + 1e-7
 }
 
 fn operands(m: usize, n: usize, l: usize, dtype: DType, spec: MatmulSpec) -> (Host, Host) {
@@ -61,7 +62,7 @@ fn every_odd_size() {
         compare(&sets, (m, 3 * m, 33), (DType::BF16, DType::F32), MatmulSpec::NT);
         compare(&sets, (m, m + 40, 9), (DType::BF16, DType::F32), MatmulSpec::TN_ACCUMULATE);
     }
-    for l in [1, 7, 8, 9, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1025] {
+    for l in [1, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 511, 512, 513, 1023, 1025, 2081] {
         compare(&sets, (9, 20, l), (DType::BF16, DType::BF16), MatmulSpec::NT);
         compare(&sets, (3, 50, l), (DType::BF16, DType::BF16), MatmulSpec::NT);
         compare(&sets, (20, 9, l), (DType::F32, DType::F32), MatmulSpec::NN);
@@ -71,13 +72,19 @@ fn every_odd_size() {
 /// Few rows: what the other rows of a are changes nothing.
 #[test]
 fn a_row_does_not_depend_on_its_batch() {
-    for (name, set) in backends() {
-        for (dtype, l) in
-            [(DType::F32, 300), (DType::BF16, 777), (DType::BF16, 512), (DType::F16, 40), (DType::F32, 7)]
-        {
-            let (n, mut ones) = (75, Vec::new());
-            let (a, b) = operands(8, n, l, dtype, MatmulSpec::NT);
-            for m in 1..=8 {
+    for (name, set) in backends_and_pairs() {
+        for (dtype, l) in [
+            (DType::F32, 300),
+            (DType::BF16, 777),
+            (DType::BF16, 512),
+            (DType::BF16, 2100),
+            (DType::F16, 40),
+            (DType::F32, 7),
+        ] {
+            // A card has other paths for more rows.
+            let (n, rows, mut ones) = (75, if name.starts_with("cpu") { 16 } else { 8 }, Vec::new());
+            let (a, b) = operands(rows, n, l, dtype, MatmulSpec::NT);
+            for m in 1..=rows {
                 let mut all = Host::zeros(DType::F32, &[m, n]);
                 set.matmul.matmul(a.view().rows(0, m), b.view(), all.view_mut(), MatmulSpec::NT).unwrap();
                 let mut one = Host::zeros(DType::F32, &[1, n]);

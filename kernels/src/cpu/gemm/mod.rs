@@ -18,7 +18,7 @@ mod word;
 
 pub use micro::Micro;
 pub use pack::{Panels, packed_len, prefetch};
-pub use pairs::Pair;
+pub use pairs::{Pair, add_products};
 pub use word::Word;
 
 /// Most elements of one micro tile, over all instruction sets.

@@ -56,7 +56,7 @@ impl Pair {
     }
 
     #[inline(always)]
-    fn new(low: bf16, high: bf16) -> Self {
+    pub fn new(low: bf16, high: bf16) -> Self {
         Self(u32::from(low.to_bits()) | u32::from(high.to_bits()) << 16)
     }
 
@@ -270,7 +270,7 @@ unsafe fn emulated<const MR: usize, const NR: usize>(
 }
 
 /// One lane of `vdpbf16ps`.
-fn add_products(sum: f32, a: Pair, b: Pair) -> f32 {
+pub fn add_products(sum: f32, a: Pair, b: Pair) -> f32 {
     let flush = |x: f32| if x.is_subnormal() { 0.0f32.copysign(x) } else { x };
     let ([a_low, a_high], [b_low, b_high]) = (a.widen().map(flush), b.widen().map(flush));
     let sum = flush(a_high.mul_add(b_high, flush(sum)));
