@@ -475,7 +475,7 @@ fn run_of(bench: &Bench, plan: &str, out: &str) -> Cmd {
 #[test]
 fn a_plan_is_run_as_it_was_saved() {
     let bench = Bench::tiny();
-    let flags = ["--state", "bf16", "--grad-accum", "3", "--host-memory", "9MiB"];
+    let flags = ["--state", "bf16", "--grad-accum", "3", "--host-memory", "10MiB"];
     let plan_file = saved(&bench, "plan.json", &flags);
     assert_eq!(plan_file["version"], 1);
     assert_eq!(plan_file["model"]["layers"], 2);
