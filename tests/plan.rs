@@ -479,7 +479,7 @@ fn a_plan_is_run_as_it_was_saved() {
     let plan_file = saved(&bench, "plan.json", &flags);
     assert_eq!(plan_file["version"], 1);
     assert_eq!(plan_file["model"]["layers"], 2);
-    assert_eq!(plan_file["budget"], json!({ "host_bytes": 9 << 20, "device_bytes": null }));
+    assert_eq!(plan_file["budget"], json!({ "host_bytes": 10 << 20, "device_bytes": null }));
     let said = alone(plan(&bench), &bench).args(&flags);
     let document = said.clone().args(&["--json"]).ok().json();
     for key in ["operations", "disk_read_bytes", "step_seconds", "bound_by"] {
