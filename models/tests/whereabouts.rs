@@ -95,11 +95,18 @@ impl Seen {
         let mut source = RandomSource::for_config(&setup.model, 7);
         let mut engine =
             Engine::create(config, setup.backend(), blocks, &setup.sample(), &mut source).unwrap();
-        setup.continue_to(&mut engine, STEPS);
+        // Where steps are not committed, nobody waits for their last writes but a save.
+        let train_to = |engine: &mut Engine, steps| {
+            setup.continue_to(engine, steps);
+            if setup.durability != Durability::Step {
+                engine.save().unwrap();
+            }
+        };
+        train_to(&mut engine, STEPS);
         drop((trace.drain(), timeline.drain()));
         // Planning runs and the first steps are over.
         given.lock().unwrap().clear();
-        setup.continue_to(&mut engine, 2 * STEPS);
+        train_to(&mut engine, 2 * STEPS);
         let (mut disk, mut copies) = (HashMap::new(), HashMap::new());
         for event in trace.drain() {
             if let Some(what) = engine.contents_at(event.file, event.offset) {
@@ -128,17 +135,20 @@ struct At {
     tier: Option<Tier>,
     host_copy: bool,
     device_copy: bool,
+    saved: bool,
 }
 
 fn at(place: Place) -> At {
     match place {
-        Place::Recomputed => At { tier: None, host_copy: false, device_copy: false },
-        Place::In { home, host_copy, device_copy, .. } => At { tier: Some(home), host_copy, device_copy },
+        Place::Recomputed => At { tier: None, host_copy: false, device_copy: false, saved: false },
+        Place::In { home, host_copy, device_copy, saved, .. } => {
+            At { tier: Some(home), host_copy, device_copy, saved }
+        }
     }
 }
 
 /// Compares what is said of one kind of a group with what was seen.
-fn is_seen(seen: &Seen, setup: &Setup, name: &str, part: &Placed, is_last: bool) {
+fn is_seen(seen: &Seen, setup: &Setup, name: &str, part: &Placed) {
     let (at, bytes) = (at(part.place), STEPS * part.bytes);
     let what = match part.content {
         Content::Input => format!("{name} input"),
@@ -151,7 +161,12 @@ fn is_seen(seen: &Seen, setup: &Setup, name: &str, part: &Placed, is_last: bool)
         Content::Activations => assert_eq!(seen.given.contains(name), at.tier.is_some(), "{told}"),
         Content::State(kind) => {
             let by_saves = setup.durability != Durability::Step && at.host_copy;
-            let expected = if at.tier == Some(Tier::Disk) && !by_saves { bytes } else { 0 };
+            // Of what waits for a save there was one.
+            let expected = match at.tier {
+                _ if by_saves || at.saved => part.bytes,
+                Some(Tier::Disk) => bytes,
+                _ => 0,
+            };
             assert_eq!(written, expected, "{told}");
             assert_eq!(read > 0, at.tier == Some(Tier::Disk) && !at.host_copy, "{told}");
             if kind.words() == "weights" && setup.discrete {
@@ -159,8 +174,8 @@ fn is_seen(seen: &Seen, setup: &Setup, name: &str, part: &Placed, is_last: bool)
                 match (at.tier, at.device_copy) {
                     (Some(Tier::Device), _) => assert_eq!(sent, 0, "{told}"),
                     (_, true) => assert_eq!(sent, STEPS, "{told}"),
-                    // Both uses of the last block follow one another.
-                    (_, false) => assert!(sent >= 2 * STEPS || is_last && sent == STEPS, "{told}: {sent}"),
+                    // At most once for each use; less often where nothing else took the slot between two.
+                    (_, false) => assert!(sent >= STEPS, "{told}: {sent}"),
                 }
             }
         }
@@ -316,9 +331,9 @@ fn everything_is_where_the_plan_says() {
         println!("{case}");
         let seen = Seen::of(&setup);
         let placement = seen.engine.placement();
-        for (index, group) in placement.iter().enumerate() {
+        for group in &placement {
             for part in &group.parts {
-                is_seen(&seen, &setup, &group.name, part, index + 1 == placement.len());
+                is_seen(&seen, &setup, &group.name, part);
                 told.insert((part.content.words(), part.place.to_string()));
             }
         }
