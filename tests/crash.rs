@@ -119,6 +119,8 @@ fn killed_while_exporting_a_checkpoint_it_is_whole_or_absent() {
         }
         run(&output).args(&["--resume"]).ok();
         assert!(bench.weights(&output) == bench.weights("whole"));
+        let saved = std::fs::read(folder.join("model.safetensors")).expect("who goes on writes it");
+        assert!(saved == bench.weights("whole"), "what was cut off is made up for");
     }
 }
 

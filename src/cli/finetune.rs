@@ -6,7 +6,7 @@ use super::knobs::Knobs;
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, Pinned, PlanFile, Settings, Step, Term, Totals, Windows,
 };
-use super::saving::Saving;
+use super::saving::{self, Saving};
 use super::session::{self, Session};
 use super::{checks, floor, identity, keeping, print_json, stored, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
@@ -337,6 +337,10 @@ impl Trainer<'_> {
         samples: impl Fn(u64) -> Result<Vec<crate::data::Sample>, CliError>,
     ) -> Result<(), CliError> {
         let interrupt = Interrupt::listen();
+        // A process that ended between a commit and the folder of its step left the latter to do.
+        if self.run.resume && self.saves_now() && !saving::is_there(self.run, self.engine.step()) {
+            self.save()?;
+        }
         while self.engine.step() < steps {
             let step = self.engine.step();
             let samples = samples(step)?;
@@ -352,9 +356,8 @@ impl Trainer<'_> {
             };
             let report = self.engine.train_step_noting(&batches, StepRates { lr, betas }, note)?;
             self.record(&report, lr, tokens)?;
-            if self.run.save_every.is_some_and(|every| self.engine.step().is_multiple_of(every)) {
-                self.finish_save()?;
-                self.saving = Some(Saving::begin(&mut self.engine, self.run, &self.config_text)?);
+            if self.saves_now() {
+                self.save()?;
             }
             if self.saving.as_mut().is_some_and(Saving::is_finished) {
                 self.finish_save()?;
@@ -364,6 +367,18 @@ impl Trainer<'_> {
                 return Err(CliError::Interrupted);
             }
         }
+        Ok(())
+    }
+
+    /// Whether the last step is one to save.
+    fn saves_now(&self) -> bool {
+        let step = self.engine.step();
+        step > 0 && self.run.save_every.is_some_and(|every| step.is_multiple_of(every))
+    }
+
+    fn save(&mut self) -> Result<(), CliError> {
+        self.finish_save()?;
+        self.saving = Some(Saving::begin(&mut self.engine, self.run, &self.config_text)?);
         Ok(())
     }
 

@@ -10,6 +10,17 @@ use std::time::Instant;
 use terrace_models::export_folder;
 use terrace_zero::{Engine, EngineError, Exporting};
 
+/// Where the model of a step goes.
+fn folder(run: &TrainConfig, step: u64) -> PathBuf {
+    run.output.join(format!("checkpoint-{step}"))
+}
+
+/// Whether the model of a step was saved, as a whole: what names its weights comes last.
+pub(super) fn is_there(run: &TrainConfig, step: u64) -> bool {
+    let folder = folder(run, step);
+    ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| folder.join(name).is_file())
+}
+
 /// A save that is being written.
 pub(super) struct Saving {
     step: u64,
@@ -24,7 +35,7 @@ impl Saving {
     /// Begins to save the last step. `config_text` is that of the model's `config.json`.
     pub(super) fn begin(engine: &mut Engine, run: &TrainConfig, config_text: &str) -> Result<Self, CliError> {
         let (began, step) = (Instant::now(), engine.step());
-        let folder = run.output.join(format!("checkpoint-{step}"));
+        let folder = folder(run, step);
         let (model, shard, config) = (run.model.clone(), run.max_shard_size.0, config_text.to_owned());
         let out = folder.clone();
         let export = engine
