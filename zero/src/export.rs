@@ -151,16 +151,14 @@ impl<S: Source> WeightReader for Reader<S> {
 
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [u8]) -> Result {
         let WeightMap { dtype, params, kind, chunk_bytes } = &self.map;
-        let found = params.iter().find(|(_, placed)| placed.spec.name == param.name);
-        let (group, placed) = found
-            .ok_or_else(|| EngineError::Model(format!("the network has no parameter {}", param.name)))?;
-        let first = (placed.offset + start) * dtype.size();
-        if let Some(weights) = self.source.resident(*group) {
+        let (group, offset) = find(params.iter().map(|(group, placed)| (*group, placed)), &param.name)?;
+        let first = (offset + start) * dtype.size();
+        if let Some(weights) = self.source.resident(group) {
             out.copy_from_slice(&weights[first..first + out.len()]);
             return Ok(());
         }
         for piece in pieces(first, out.len(), *chunk_bytes) {
-            let at = (*group, piece.chunk);
+            let at = (group, piece.chunk);
             let lease = match self.cached.take() {
                 Some((group, chunk, lease)) if (group, chunk) == at => lease,
                 // There may be but one buffer.
@@ -208,6 +206,16 @@ impl Source for Shelf {
         let lease = self.buffer.acquire(self.held.spec().chunk_bytes(key, chunk));
         Ok(self.held.read(key, chunk..chunk + 1, lease)?.wait()?)
     }
+}
+
+/// The group of a parameter, and where in that it begins, among parameters with their groups.
+pub(crate) fn find<'p>(
+    params: impl IntoIterator<Item = (usize, &'p Placed)>,
+    name: &str,
+) -> Result<(usize, usize)> {
+    let found = params.into_iter().find(|(_, placed)| placed.spec.name == name);
+    let found = found.map(|(group, placed)| (group, placed.offset));
+    found.ok_or_else(|| EngineError::Model(format!("the network has no parameter {name}")))
 }
 
 /// A part of a range of bytes that lies in one chunk.

@@ -4,7 +4,7 @@
 //! order of the parameters, so the chunks that follow are read ahead.
 
 use crate::checkpoint::group_difference;
-use crate::export::pieces;
+use crate::export::{find, pieces};
 use crate::network::{Network, ParamGroup};
 use crate::{Block, EngineError, ParamSpec, Result, WeightReader};
 use std::collections::VecDeque;
@@ -141,12 +141,9 @@ impl WeightReader for StoredWeights {
     }
 
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [u8]) -> Result {
-        let found = self.groups.iter().enumerate().find_map(|(index, group)| {
-            let placed = group.params.iter().find(|p| p.spec.name == param.name)?;
-            Some((index, placed.offset))
-        });
-        let (group, offset) = found
-            .ok_or_else(|| EngineError::Model(format!("the network has no parameter {}", param.name)))?;
+        let groups = self.groups.iter().enumerate();
+        let params = groups.flat_map(|(index, group)| group.params.iter().map(move |placed| (index, placed)));
+        let (group, offset) = find(params, &param.name)?;
         let size = self.dtype.size();
         let chunk_bytes = self.view.spec().chunk_elements as usize * size;
         for piece in pieces((offset + start) * size, out.len(), chunk_bytes) {
