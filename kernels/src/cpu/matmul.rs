@@ -238,7 +238,7 @@ fn tiles<O: Operands>(
     spec: MatmulSpec,
 ) {
     let micro = operands.micro();
-    let (tile_rows, tile_cols) = tile_size(dims, threads.count(), O::BLOCKS, micro.mr, micro.nr);
+    let (tile_rows, tile_cols) = tile_size(dims, threads.count(), O::BLOCKS, micro);
     let across = dims.n.div_ceil(tile_cols);
     threads.run(dims.m.div_ceil(tile_rows) * across, |task, scratch| {
         let (row, col) = (task / across * tile_rows, task % across * tile_cols);
@@ -313,14 +313,20 @@ fn operand(
     Panels { data: data.slice(at, data.len() - at), outer, depth, outer_stride, depth_stride }
 }
 
-/// Tiles of nearly equal size, whole micro tiles, that take the least time: that of the thread with most of them, each with its
+/// Tiles of nearly equal size, of whole vectors, that take the least time: that of the thread with most of them, each with its
 /// packing, and a sixteenth of a tile for what disturbs a thread (a quarter made f32 products of 512 rows 5 % slower, for no gain beside
 /// other work). The bits of the result do not depend on the choice (see
 /// [`gemm`]), which is why the number of threads may take part in it.
-fn tile_size(dims: ProductDims, threads: usize, blocks: Blocks, mr: usize, nr: usize) -> (usize, usize) {
+fn tile_size<W: Copy + 'static>(
+    dims: ProductDims,
+    threads: usize,
+    blocks: Blocks,
+    micro: Micro<W>,
+) -> (usize, usize) {
     let cost = |rows: usize, cols: usize| {
         let tiles = dims.m.div_ceil(rows) * dims.n.div_ceil(cols);
-        (16 * tiles.div_ceil(threads) + 1) * (rows * cols + blocks.packing * (rows + cols))
+        let work = rows * micro.paid(cols) + blocks.packing * (rows + cols);
+        (16 * tiles.div_ceil(threads) + 1) * work
     };
     let sizes = |size: usize, most: usize, least: usize, unit: usize| {
         let fewest = size.div_ceil(most);
@@ -328,9 +334,10 @@ fn tile_size(dims: ProductDims, threads: usize, blocks: Blocks, mr: usize, nr: u
             .map(move |parts| size.div_ceil(parts).next_multiple_of(unit))
             .take_while(move |part| *part >= least || size.next_multiple_of(unit) == *part)
     };
-    let rows = || sizes(dims.m, blocks.rows, TILE_ROWS_MIN, mr);
-    let tiles =
-        rows().flat_map(|rows| sizes(dims.n, blocks.cols, TILE_COLS_MIN, nr).map(move |cols| (rows, cols)));
+    let rows = || sizes(dims.m, blocks.rows, TILE_ROWS_MIN, micro.mr);
+    let tiles = rows().flat_map(|rows| {
+        sizes(dims.n, blocks.cols, TILE_COLS_MIN, micro.lanes).map(move |cols| (rows, cols))
+    });
     tiles
         .filter(|(rows, cols)| blocks.fit(*rows, *cols))
         .min_by_key(|(rows, cols)| cost(*rows, *cols))
@@ -344,12 +351,15 @@ mod tests {
     /// Tiles fit the scratch, whatever the sizes, and no thread has much more than its share of a large product.
     #[test]
     fn tiles_are_shared_out_evenly() {
-        for (blocks, mr, nr) in [(WIDENED, 4, 8), (WIDENED, 6, 16), (WIDENED, 8, 48), (PAIRED, 8, 48)] {
+        let any = [Micro::generic::<4, 8>(), Micro::generic::<6, 16>(), Micro::generic::<8, 48>()];
+        let tiles = any.into_iter().chain(Isa::available().into_iter().map(Micro::of));
+        let widened = tiles.map(|micro| (WIDENED, micro));
+        for (blocks, micro) in widened.chain([(PAIRED, Micro::generic::<8, 48>())]) {
             for threads in [1, 2, 3, 8, 16] {
                 for m in [1, 9, 100, 512, 1024, 4096] {
                     for n in [1, 97, 768, 1024, 2688, 8192] {
                         let dims = ProductDims { m, n, l: 1024 };
-                        let (rows, cols) = tile_size(dims, threads, blocks, mr, nr);
+                        let (rows, cols) = tile_size(dims, threads, blocks, micro);
                         assert!(blocks.fit(rows, cols), "{rows}x{cols} of {m}x{n}");
                         if threads <= 8 && m >= 512 && n >= 768 {
                             let tiles = m.div_ceil(rows) * n.div_ceil(cols);

@@ -8,23 +8,27 @@
 //! | AVX2 | 6 × 16 | 12 + 2 + 1 of 16 |
 //! | AVX-512 | 8 × 48 | 24 + 3 + 1 of 32 |
 //!
-//! Those of pairs of bf16 are in [`pairs`](super::pairs).
+//! Those of pairs of bf16 are in [`pairs`](super::pairs). Where fewer columns are left than a panel of `b` has, fewer vectors of it are
+//! multiplied: half of the heads' sizes and many a hidden size are no multiple of 48.
 
 use crate::cpu::Isa;
 use crate::cpu::isa::Level;
 
 /// `(words, a panel, b panel, c, stride of c, add to c)`.
-type Run<W> = unsafe fn(usize, *const W, *const W, *mut f32, usize, bool);
+pub(super) type Run<W> = unsafe fn(usize, *const W, *const W, *mut f32, usize, bool);
 
 /// The innermost product of one instruction set, of panels of words `W`: an f32 for each k, or a
 /// [`Pair`](super::pairs::Pair) for two.
 #[derive(Clone, Copy)]
-pub struct Micro<W = f32> {
+pub struct Micro<W: 'static = f32> {
     /// Rows of a micro tile.
     pub mr: usize,
     /// Columns of a micro tile.
     pub nr: usize,
-    pub(super) run: Run<W>,
+    /// Columns of a vector.
+    pub lanes: usize,
+    /// With one vector of columns, two, … as many as a panel has.
+    pub(super) runs: &'static [Run<W>],
 }
 
 impl Micro {
@@ -33,27 +37,54 @@ impl Micro {
         match isa.level() {
             Level::Generic => Self::generic::<4, 8>(),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => Self { mr: 6, nr: 16, run: x86::avx2 },
+            Level::Avx2 => Self { mr: 6, nr: 16, lanes: 8, runs: &[x86::avx2::<1>, x86::avx2::<2>] },
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => Self { mr: 8, nr: 48, run: x86::avx512 },
+            Level::Avx512 => {
+                let runs: &[Run<f32>] = &[x86::avx512::<1>, x86::avx512::<2>, x86::avx512::<3>];
+                Self { mr: 8, nr: 48, lanes: 16, runs }
+            }
         }
     }
 
     /// One for any machine, of any size up to [`TILE_MAX`](super::TILE_MAX).
     pub fn generic<const MR: usize, const NR: usize>() -> Self {
-        Self { mr: MR, nr: NR, run: generic::<MR, NR> }
+        Self { mr: MR, nr: NR, lanes: NR, runs: &[generic::<MR, NR>] }
     }
 }
 
-impl<W> Micro<W> {
-    /// `c[mr, nr] (+)= Σ_k a[k, mr]·b[k, nr]`, k ascending from zero, then added to `c` if asked.
+impl<W: Copy> Micro<W> {
+    /// The columns that are multiplied where `cols` are left: whole vectors of at most a panel.
+    #[inline]
+    pub fn width(self, cols: usize) -> usize {
+        cols.next_multiple_of(self.lanes).min(self.nr)
+    }
+
+    /// Columns of whole panels that take as long as `cols` do. The sums of a single vector wait for one another.
+    pub fn paid(self, cols: usize) -> usize {
+        let (whole, rest) = (cols / self.nr * self.nr, cols % self.nr);
+        whole + if rest == 0 { 0 } else { self.width(rest).max(self.nr / 2) }
+    }
+
+    /// `c[mr, width] (+)= Σ_k a[k, mr]·b[k, ..width]`, k ascending from zero, then added to `c` if asked. The rows of `b` are `nr` apart.
     ///
     /// # Safety
-    /// `a` holds `words·mr` and `b` `words·nr` words; `c` is valid for mr rows of nr floats, `stride` apart.
+    /// `a` holds `words·mr` and `b` `words·nr` words; `c` is valid for mr rows of `width` floats, `stride` apart.
+    ///
+    /// # Panics
+    /// If `width` is none that [`width`](Self::width) gives for some columns.
     #[inline]
-    pub unsafe fn run(self, words: usize, a: *const W, b: *const W, c: *mut f32, stride: usize, add: bool) {
-        // SAFETY: the caller's promise; `run` was chosen for an instruction set that the processor has.
-        unsafe { (self.run)(words, a, b, c, stride, add) }
+    pub unsafe fn run(
+        self,
+        width: usize,
+        words: usize,
+        a: *const W,
+        b: *const W,
+        (c, stride): (*mut f32, usize),
+        add: bool,
+    ) {
+        let run = self.runs[width / self.lanes - 1];
+        // SAFETY: the caller's promise; `runs` were chosen for an instruction set that the processor has.
+        unsafe { run(words, a, b, c, stride, add) }
     }
 }
 
@@ -97,7 +128,7 @@ mod x86 {
             /// # Safety
             /// See [`Micro::run`](super::Micro::run); the processor has the features.
             #[target_feature(enable = $features)]
-            pub unsafe fn $name(
+            pub unsafe fn $name<const VECTORS: usize>(
                 depth: usize,
                 mut a: *const f32,
                 mut b: *const f32,
@@ -107,17 +138,17 @@ mod x86 {
             ) {
                 // SAFETY: every pointer stays within the panels and the tile, by the caller's promise.
                 unsafe {
-                    let mut sums = [[$zero(); $vectors]; $mr];
+                    let mut sums = [[$zero(); VECTORS]; $mr];
                     for i in 0..$mr {
-                        for v in 0..$vectors {
+                        for v in 0..VECTORS {
                             prefetch(c.wrapping_add(i * stride + v * $lanes));
                         }
                     }
                     for _ in 0..depth {
-                        let row: [_; $vectors] = std::array::from_fn(|v| $load(b.add(v * $lanes)));
+                        let row: [_; VECTORS] = std::array::from_fn(|v| $load(b.add(v * $lanes)));
                         for i in 0..$mr {
                             let factor = $splat(*a.add(i));
-                            for v in 0..$vectors {
+                            for v in 0..VECTORS {
                                 sums[i][v] = $fma(factor, row[v], sums[i][v]);
                             }
                         }
@@ -125,7 +156,7 @@ mod x86 {
                         b = b.add($vectors * $lanes);
                     }
                     for i in 0..$mr {
-                        for v in 0..$vectors {
+                        for v in 0..VECTORS {
                             let at = c.add(i * stride + v * $lanes);
                             let sum = sums[i][v];
                             $store(at, if add { $add($load(at), sum) } else { sum });

@@ -54,17 +54,19 @@ pub unsafe fn product<W: Copy>(
     let mut edge = [0.0f32; TILE_MAX];
     for col in (0..cols).step_by(nr) {
         let b_panel = b[col * words..].as_ptr();
+        let left = nr.min(cols - col);
+        let width = micro.width(left);
         for row in (0..rows).step_by(mr) {
             let a_panel = a[row * words..].as_ptr();
             // SAFETY: the first element of a micro tile that overlaps the target is in it.
             let corner = unsafe { target.pointer.add(row * target.stride + col) };
-            if row + mr <= rows && col + nr <= cols {
-                // SAFETY: the panels are long enough (asserted), the whole micro tile lies in the target.
-                unsafe { micro.run(words, a_panel, b_panel, corner, target.stride, target.add) };
+            if row + mr <= rows && width == left {
+                // SAFETY: the panels are long enough (asserted), all of the rows and columns lie in the target.
+                unsafe { micro.run(width, words, a_panel, b_panel, (corner, target.stride), target.add) };
             } else {
                 // SAFETY: the panels are padded to whole micro tiles (asserted), `edge` holds one.
-                unsafe { micro.run(words, a_panel, b_panel, edge.as_mut_ptr(), nr, false) };
-                let part = (mr.min(rows - row), nr.min(cols - col));
+                unsafe { micro.run(width, words, a_panel, b_panel, (edge.as_mut_ptr(), nr), false) };
+                let part = (mr.min(rows - row), left);
                 // SAFETY: only elements within the target are written.
                 unsafe { copy_part(&edge, nr, part, Target { pointer: corner, ..target }) };
             }
@@ -98,8 +100,10 @@ mod tests {
     fn any_micro_tile_gives_the_product() {
         let tiles = [Micro::generic::<4, 8>(), Micro::generic::<6, 16>(), Micro::generic::<8, 48>()];
         for isa in Isa::available() {
-            for micro in tiles {
-                for (rows, cols, depth) in [(1, 1, 1), (7, 49, 9), (13, 100, 24), (16, 96, 17)] {
+            for micro in tiles.into_iter().chain([Micro::of(isa)]) {
+                for (rows, cols, depth) in
+                    [(1, 1, 1), (12, 24, 3), (16, 80, 4), (7, 49, 9), (13, 100, 24), (16, 96, 17)]
+                {
                     for contiguous in [false, true] {
                         check(isa, micro, (rows, cols, depth), contiguous);
                     }

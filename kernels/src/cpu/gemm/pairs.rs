@@ -23,7 +23,7 @@
 //! [`emulated`] follows the definition operation by operation, so that everything around the instruction is tested on machines
 //! without it.
 
-use super::micro::Micro;
+use super::micro::{Micro, Run};
 #[cfg(target_arch = "x86_64")]
 use super::pack::Rows;
 use super::pack::{Panels, packed_len};
@@ -32,6 +32,10 @@ use crate::cpu::floats::Floats;
 use crate::cpu::isa::{Level, Pairs};
 use half::bf16;
 
+/// A micro tile, and the columns of a vector.
+const MR: usize = 8;
+const NR: usize = 48;
+const LANES: usize = 16;
 /// Rows of a transposed block; a width is a multiple of it, so that a store never leaves its panel.
 const GROUP: usize = 8;
 /// Elements along k of a transposed block.
@@ -229,20 +233,24 @@ impl Micro<Pair> {
     /// The one for `isa`, if it multiplies pairs.
     pub fn of_pairs(isa: Isa) -> Option<Self> {
         match isa.pairs()? {
-            Pairs::Emulated => Some(Self::emulated::<8, 48>()),
+            Pairs::Emulated => Some(Self::emulated()),
             #[cfg(target_arch = "x86_64")]
-            Pairs::Avx512Bf16 => Some(Self { mr: 8, nr: 48, run: x86::avx512bf16 }),
+            Pairs::Avx512Bf16 => {
+                let runs: &[Run<Pair>] = &[x86::avx512bf16::<1>, x86::avx512bf16::<2>, x86::avx512bf16::<3>];
+                Some(Self { mr: MR, nr: NR, lanes: LANES, runs })
+            }
         }
     }
 
-    fn emulated<const MR: usize, const NR: usize>() -> Self {
-        Self { mr: MR, nr: NR, run: emulated::<MR, NR> }
+    fn emulated() -> Self {
+        let runs: &[Run<Pair>] = &[emulated::<16>, emulated::<32>, emulated::<48>];
+        Self { mr: MR, nr: NR, lanes: LANES, runs }
     }
 }
 
 /// # Safety
 /// See [`Micro::run`].
-unsafe fn emulated<const MR: usize, const NR: usize>(
+unsafe fn emulated<const WIDTH: usize>(
     pairs: usize,
     a: *const Pair,
     b: *const Pair,
@@ -250,10 +258,11 @@ unsafe fn emulated<const MR: usize, const NR: usize>(
     stride: usize,
     add: bool,
 ) {
-    let mut sums = [[0.0f32; NR]; MR];
+    let mut sums = [[0.0f32; WIDTH]; MR];
     for k in 0..pairs {
         // SAFETY: within the panels.
-        let (a, b) = unsafe { (&*a.add(k * MR).cast::<[Pair; MR]>(), &*b.add(k * NR).cast::<[Pair; NR]>()) };
+        let (a, b) =
+            unsafe { (&*a.add(k * MR).cast::<[Pair; MR]>(), &*b.add(k * NR).cast::<[Pair; WIDTH]>()) };
         for (sums, a) in sums.iter_mut().zip(a) {
             for (sum, b) in sums.iter_mut().zip(b) {
                 *sum = add_products(*sum, *a, *b);
@@ -262,7 +271,7 @@ unsafe fn emulated<const MR: usize, const NR: usize>(
     }
     for (i, sums) in sums.iter().enumerate() {
         // SAFETY: row i of the tile.
-        let row = unsafe { &mut *c.add(i * stride).cast::<[f32; NR]>() };
+        let row = unsafe { &mut *c.add(i * stride).cast::<[f32; WIDTH]>() };
         for (out, sum) in row.iter_mut().zip(sums) {
             *out = if add { *out + sum } else { *sum };
         }
@@ -280,7 +289,7 @@ pub fn add_products(sum: f32, a: Pair, b: Pair) -> f32 {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::super::pack::{prefetch, transpose8};
-    use super::{Pair, RUN, Rows, Transpose};
+    use super::{LANES, MR, NR, Pair, RUN, Rows, Transpose};
     use half::bf16;
     use std::arch::x86_64::*;
 
@@ -530,7 +539,7 @@ mod x86 {
     /// # Safety
     /// See [`Micro::run`](super::Micro::run); the processor has the features.
     #[target_feature(enable = "avx512f,avx512bf16")]
-    pub unsafe fn avx512bf16(
+    pub unsafe fn avx512bf16<const VECTORS: usize>(
         pairs: usize,
         mut a: *const Pair,
         mut b: *const Pair,
@@ -541,27 +550,27 @@ mod x86 {
         // SAFETY: every pointer stays within the panels and the tile, by the caller's promise; registers of pairs and of words
         // are the same 64 bytes.
         unsafe {
-            let mut sums = [[_mm512_setzero_ps(); 3]; 8];
-            for i in 0..8 {
-                for v in 0..3 {
-                    prefetch(c.wrapping_add(i * stride + v * 16));
+            let mut sums = [[_mm512_setzero_ps(); VECTORS]; MR];
+            for i in 0..MR {
+                for v in 0..VECTORS {
+                    prefetch(c.wrapping_add(i * stride + v * LANES));
                 }
             }
             for _ in 0..pairs {
-                let row: [__m512bh; 3] =
-                    std::array::from_fn(|v| std::mem::transmute(_mm512_loadu_si512(b.add(v * 16).cast())));
+                let row: [__m512bh; VECTORS] =
+                    std::array::from_fn(|v| std::mem::transmute(_mm512_loadu_si512(b.add(v * LANES).cast())));
                 for (i, sums) in sums.iter_mut().enumerate() {
                     let factor: __m512bh = std::mem::transmute(_mm512_set1_epi32((*a.add(i)).0 as i32));
                     for (sum, row) in sums.iter_mut().zip(row) {
                         *sum = _mm512_dpbf16_ps(*sum, row, factor);
                     }
                 }
-                a = a.add(8);
-                b = b.add(48);
+                a = a.add(MR);
+                b = b.add(NR);
             }
             for (i, sums) in sums.into_iter().enumerate() {
                 for (v, sum) in sums.into_iter().enumerate() {
-                    let at = c.add(i * stride + v * 16);
+                    let at = c.add(i * stride + v * LANES);
                     _mm512_storeu_ps(at, if add { _mm512_add_ps(_mm512_loadu_ps(at), sum) } else { sum });
                 }
             }
@@ -637,7 +646,9 @@ mod tests {
         let value = |i: usize, k: usize| ((i * 7 + k * 5) % 11) as f32;
         for isa in isas() {
             let micro = Micro::of_pairs(isa).unwrap();
-            for (rows, cols, depth) in [(1, 1, 1), (8, 48, 2), (7, 49, 9), (13, 100, 24), (16, 96, 17)] {
+            for (rows, cols, depth) in
+                [(1, 1, 1), (8, 48, 2), (8, 16, 5), (16, 80, 6), (7, 49, 9), (13, 100, 24), (16, 96, 17)]
+            {
                 let pack = |outer: usize, width: usize| {
                     let data: Vec<bf16> =
                         (0..outer * depth).map(|i| bf16::from_f32(value(i / depth, i % depth))).collect();
@@ -691,7 +702,7 @@ mod tests {
         let Some(isa) = Isa::available().into_iter().find(|isa| isa.pairs().is_some()) else {
             panic!("this processor has no AVX512-BF16");
         };
-        let (native, emulated) = (Micro::of_pairs(isa).unwrap(), Micro::emulated::<8, 48>());
+        let (native, emulated) = (Micro::of_pairs(isa).unwrap(), Micro::emulated());
         let mut next = bits(3);
         for round in 0..300 {
             let pairs = 1 + round % 9;
@@ -705,7 +716,7 @@ mod tests {
             let run = |micro: Micro<Pair>| {
                 let mut c = vec![0.5f32; 8 * 48];
                 // SAFETY: whole panels and a whole tile.
-                unsafe { micro.run(pairs, a.as_ptr(), b.as_ptr(), c.as_mut_ptr(), 48, round % 3 == 0) };
+                unsafe { micro.run(NR, pairs, a.as_ptr(), b.as_ptr(), (c.as_mut_ptr(), NR), round % 3 == 0) };
                 c
             };
             for (i, (native, emulated)) in run(native).into_iter().zip(run(emulated)).enumerate() {
