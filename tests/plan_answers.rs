@@ -366,3 +366,39 @@ fn the_plan_of_generation_says_where_keys_are() {
     assert!(found.iter().any(|row| row.1 == "host" && row.2.contains("key/value cache")), "{text}");
     assert!(found.iter().all(|row| row.1 != "recomputed"), "nothing is recomputed: {text}");
 }
+
+/// Of generation, too: what is named makes the plan fit, and one more does not.
+#[test]
+fn what_would_fit_is_named_for_generation() {
+    let settings =
+        ["--batch-size", "64", "--seq-len", "1024", "--max-new-tokens", "128", "--host-memory", "6GiB"];
+    let run = |flag: &str, value: &str| {
+        let mut flags = settings.to_vec();
+        match flags.iter().position(|given| *given == flag) {
+            Some(at) => flags[at + 1] = value,
+            None => flags.extend([flag, value]),
+        }
+        cmd(&["plan", "--params", "8b", "--generate", "--device", "cpu", "--offload", "disk"]).args(&flags)
+    };
+    let refused = run("--threads", "2").fails(2, &["--host-memory of 6.00 GiB is too small"]).stderr;
+    let advice = refused.lines().find(|line| line.starts_with("Raise it to")).unwrap();
+    let words: Vec<&str> = advice.split([' ', ',']).collect();
+    for flag in ["--batch-size", "--seq-len"] {
+        let at = words.iter().position(|word| *word == flag).unwrap_or_else(|| panic!("{flag} in {advice}"));
+        let most: usize = words[at + 2].parse().unwrap();
+        run(flag, &most.to_string()).ok();
+        run(flag, &(most + 1).to_string()).fails(2, &["is too small"]);
+    }
+    // The prompts alone are too much, wherever weights are.
+    for flag in ["--max-new-tokens", "--weights", "--offload"] {
+        assert!(!advice.contains(flag), "{flag} in {advice}");
+    }
+    assert!(advice.contains("use --kv disk"), "{advice}");
+    run("--kv", "disk").ok();
+    let small =
+        ["--params", "8b", "--generate", "--device", "cpu", "--offload", "disk", "--host-memory", "6GiB"];
+    let space =
+        |more: &[&str]| cmd(&["plan", "--disk-space", "10GiB", "--seq-len", "64"]).args(&small).args(more);
+    space(&[]).fails(2, &["--disk-space of 10.0 GiB is too small", "or use --weights int8"]);
+    space(&["--weights", "int8"]).ok();
+}

@@ -1,4 +1,4 @@
-//! What would make a plan of training fit that does not: for each knob the smallest change, found by trying it.
+//! What would make a plan of training fit that does not (of generation: `plan_generate`): for each knob the smallest change, found by trying it.
 //!
 //! A refusal says what the smallest plan needs of a budget. Whether another batch, length, format or place would do instead only
 //! plans can tell. Each knob is turned alone, those that are numbers by halves, and only what helps is named.
@@ -74,10 +74,7 @@ impl Knobs<'_> {
         }
         found.extend(self.smaller_state());
         let numbers: Vec<String> = NUMBERS.iter().filter_map(|number| self.lower(number)).collect();
-        if !numbers.is_empty() {
-            found.push(format!("lower {}", numbers.join(", or ")));
-        }
-        found
+        any_of(found, &numbers)
     }
 
     /// The largest format of state that fits, of those that are smaller.
@@ -100,19 +97,7 @@ impl Knobs<'_> {
     /// The largest value of a number, below the one that does not fit, that does.
     fn lower(&self, (flag, number): &(&str, Number)) -> Option<String> {
         let fits = |value: usize| self.fits(&|config: &mut EngineConfig| *number(config) = value);
-        let mut too_much = *number(&mut self.config.clone());
-        if too_much <= 1 || !fits(1) {
-            return None;
-        }
-        let mut fitting = 1;
-        while too_much - fitting > 1 {
-            let tried = fitting + (too_much - fitting) / 2;
-            if fits(tried) {
-                fitting = tried;
-            } else {
-                too_much = tried;
-            }
-        }
+        let fitting = largest_below(*number(&mut self.config.clone()), fits)?;
         Some(format!("{flag} to {fitting}"))
     }
 
@@ -125,6 +110,31 @@ impl Knobs<'_> {
         let space = self.disk_space.unwrap_or(u64::MAX);
         outlook.is_ok_and(|outlook| outlook.memory.total(Tier::Disk) <= space)
     }
+}
+
+/// The largest value below `too_much` that fits, if 1 does: found by halves.
+pub fn largest_below(mut too_much: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
+    if too_much <= 1 || !fits(1) {
+        return None;
+    }
+    let mut fitting = 1;
+    while too_much - fitting > 1 {
+        let tried = fitting + (too_much - fitting) / 2;
+        if fits(tried) {
+            fitting = tried;
+        } else {
+            too_much = tried;
+        }
+    }
+    Some(fitting)
+}
+
+/// Words for changes of which each does: those that are values of flags, and the numbers to lower.
+pub fn any_of(mut changes: Vec<String>, numbers: &[String]) -> Vec<String> {
+    if !numbers.is_empty() {
+        changes.push(format!("lower {}", numbers.join(", or ")));
+    }
+    changes
 }
 
 type Number = fn(&mut EngineConfig) -> &mut usize;

@@ -2,8 +2,9 @@
 //!
 //! Two plans of one configuration: of the prompts, which fixes the memory, and of a single new token for each, which is what repeats.
 
-use super::args::{Offload, WeightFormat};
+use super::args::{KvTier, Offload, WeightFormat};
 use super::floor::time;
+use super::knobs::{any_of, largest_below};
 use super::pinned::{ModelShape, Term, Totals, name};
 use super::plan::{Planning, exponent, first_best, rows};
 use super::session;
@@ -13,7 +14,7 @@ use crate::floor::Floor;
 use crate::progress::count;
 use serde_json::{Value, json};
 use terrace_models::{Model, TokenBatch};
-use terrace_tiers::{ByteSize, Tier};
+use terrace_tiers::{ByteSize, PlanRefusal, Tier, TierError};
 use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns};
 
 /// What the number of prompts is multiplied with in the table of choices.
@@ -27,6 +28,16 @@ struct Choice {
     weights: WeightFormat,
     offload: Offload,
     batch: usize,
+}
+
+/// A choice, and what else a plan depends on that another value could make fit.
+#[derive(Debug, Clone, Copy)]
+struct Wanted {
+    choice: Choice,
+    /// Tokens of a prompt.
+    length: usize,
+    new_tokens: usize,
+    kv: KvTier,
 }
 
 /// A choice that fits.
@@ -47,7 +58,13 @@ type Choices = Vec<(Choice, Result<Planned, EngineError>)>;
 /// The model is refused or the plan does not fit.
 pub(super) fn plan(planning: &Planning<'_>) -> Result<(), CliError> {
     let args = planning.args;
-    let (positions, most) = (cache_length(planning), planning.model.positions_max);
+    let wanted = |choice| Wanted {
+        choice,
+        length: planning.length,
+        new_tokens: args.max_new_tokens.get(),
+        kv: args.kv,
+    };
+    let (positions, most) = (planning.length + args.max_new_tokens.get(), planning.model.positions_max);
     if positions > most {
         return Err(CliError::Usage(format!(
             "--seq-len and --max-new-tokens are {positions} positions together, and the model has {most}"
@@ -58,19 +75,19 @@ pub(super) fn plan(planning: &Planning<'_>) -> Result<(), CliError> {
         offload: args.offload.unwrap_or(Offload::Disk),
         batch: args.batch_size.get(),
     };
-    let choices = choices(planning, chosen);
-    let planned = of(planning, chosen).map_err(|error| with_alternatives(error, &choices))?;
+    let choices = choices(planning, chosen, wanted);
+    let planned = of(planning, wanted(chosen)).map_err(|error| {
+        let error = advise(error, &alternatives(planning, wanted(chosen)));
+        with_alternatives(error, &choices)
+    })?;
     if args.json {
         return print_json(&document(planning, &planned, &choices));
     }
     print_text(text(planning, &planned, &choices).trim_end())
 }
 
-fn cache_length(planning: &Planning<'_>) -> usize {
-    planning.length + planning.args.max_new_tokens.get()
-}
-
-fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
+fn of(planning: &Planning<'_>, wanted: Wanted) -> Result<Planned, EngineError> {
+    let Wanted { choice, length: prompt, new_tokens, kv } = wanted;
     planning.countable(choice.batch)?;
     let format = session::quant_format(choice.weights);
     let builder = TokenBatch::new(&planning.model);
@@ -79,11 +96,11 @@ fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
             sequences: choice.batch,
             length,
             micro_batches: 1,
-            cache_length: cache_length(planning),
+            cache_length: prompt + new_tokens,
             cache_pages: 0,
         };
         let config = EngineConfig {
-            kv_tier: session::kv_tier(planning.args.kv),
+            kv_tier: session::kv_tier(kv),
             overrides: windows,
             ..planning.config(choice.offload, limits)
         };
@@ -96,13 +113,12 @@ fn of(planning: &Planning<'_>, choice: Choice) -> Result<Planned, EngineError> {
             &PlanningRuns::default(),
         )
     };
-    let mut prompts = outlook(planning.length, Default::default())?;
+    let mut prompts = outlook(prompt, Default::default())?;
     planning.enough_disk(&prompts.memory)?;
     let mut token = outlook(1, prompts.windows)?;
-    let new = planning.args.max_new_tokens.get();
     let positions = |each: usize| (choice.batch * each) as u64;
-    add_cache(&mut prompts, 0, positions(planning.length));
-    add_cache(&mut token, positions(planning.length + new / 2), positions(1));
+    add_cache(&mut prompts, 0, positions(prompt));
+    add_cache(&mut token, positions(prompt + new_tokens / 2), positions(1));
     let can = planning.capabilities(None);
     let floors = [&prompts, &token].map(|outlook| Floor::complete(&outlook.work, &can, planning.on_card));
     Ok(Planned { choice, outlook: prompts, floors, token })
@@ -125,13 +141,52 @@ fn add_cache(outlook: &mut Outlook, before: u64, added: u64) {
     work.memory_bytes += both * *kv_away_bytes;
 }
 
-fn choices(planning: &Planning<'_>, chosen: Choice) -> Choices {
+/// Each of them makes the plan fit: for each flag the smallest change, found by trying it.
+fn alternatives(planning: &Planning<'_>, wanted: Wanted) -> Vec<String> {
+    let fits = |wanted: Wanted| of(planning, wanted).is_ok();
+    let with = |choice: Choice| Wanted { choice, ..wanted };
+    let Choice { weights, offload, batch } = wanted.choice;
+    let mut found = Vec::new();
+    let places = [Offload::Host, Offload::Disk].into_iter().filter(|place| *place != offload);
+    let place = places.into_iter().find(|&offload| fits(with(Choice { offload, ..wanted.choice })));
+    found.extend(place.map(|place| format!("use --offload {}", name(place))));
+    let smaller = [WeightFormat::Bf16, WeightFormat::Int8, WeightFormat::Int4];
+    let mut smaller = smaller.into_iter().skip_while(|format| *format != weights).skip(1);
+    let weights = smaller.find(|&weights| fits(with(Choice { weights, ..wanted.choice })));
+    found.extend(weights.map(|format| format!("use --weights {}", name(format))));
+    let tiers = [KvTier::Device, KvTier::Host, KvTier::Disk];
+    let mut lower = tiers.into_iter().skip_while(|tier| *tier != wanted.kv).skip(1);
+    let kv = lower.find(|&kv| fits(Wanted { kv, ..wanted }));
+    found.extend(kv.map(|tier| format!("use --kv {}", name(tier))));
+    let batch = largest_below(batch, |batch| fits(with(Choice { batch, ..wanted.choice })));
+    let length = largest_below(wanted.length, |length| fits(Wanted { length, ..wanted }));
+    let new = largest_below(wanted.new_tokens, |new_tokens| fits(Wanted { new_tokens, ..wanted }));
+    let numbers = [("--batch-size", batch), ("--seq-len", length), ("--max-new-tokens", new)];
+    let numbers = numbers.iter().filter_map(|(flag, value)| Some(format!("{flag} to {}", (*value)?)));
+    any_of(found, &numbers.collect::<Vec<_>>())
+}
+
+/// A refusal for lack of memory or space, with what would do instead of more.
+fn advise(error: EngineError, alternatives: &[String]) -> EngineError {
+    match error {
+        EngineError::Tier(TierError::Plan(refusal)) => {
+            TierError::Plan(PlanRefusal { alternatives: alternatives.join(", or "), ..refusal }).into()
+        }
+        EngineError::Config(words) if words.starts_with("--disk-space") => {
+            let more: String = alternatives.iter().map(|words| format!(", or {words}")).collect();
+            EngineError::Config(words + &more)
+        }
+        other => other,
+    }
+}
+
+fn choices(planning: &Planning<'_>, chosen: Choice, wanted: impl Fn(Choice) -> Wanted) -> Choices {
     let mut found = Vec::new();
     for weights in [WeightFormat::Bf16, WeightFormat::Int8, WeightFormat::Int4] {
         for offload in planning.places(chosen.offload) {
             for batch in BATCHES {
                 let choice = Choice { weights, offload, batch: batch * chosen.batch };
-                found.push((choice, of(planning, choice)));
+                found.push((choice, of(planning, wanted(choice))));
             }
         }
     }

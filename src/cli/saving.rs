@@ -59,7 +59,10 @@ impl Saving {
         let waiting = Instant::now();
         let Some(written) = export.wait() else {
             let folder = folder.display();
-            return Err(CliError::Failed(format!("{folder} was not written: its step was never committed")));
+            return Err(CliError::Failed(format!(
+                "{folder} was not written: its step was never committed, or no thread could be started for it. What was committed last can be \
+                 written by `terrace export`"
+            )));
         };
         written?;
         summary.add_save(waited + waiting.elapsed().as_secs_f64());
