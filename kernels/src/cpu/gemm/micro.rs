@@ -68,10 +68,8 @@ impl<W: Copy> Micro<W> {
     /// `c[mr, width] (+)= Σ_k a[k, mr]·b[k, ..width]`, k ascending from zero, then added to `c` if asked. The rows of `b` are `nr` apart.
     ///
     /// # Safety
-    /// `a` holds `words·mr` and `b` `words·nr` words; `c` is valid for mr rows of `width` floats, `stride` apart.
-    ///
-    /// # Panics
-    /// If `width` is none that [`width`](Self::width) gives for some columns.
+    /// `width` is what [`width`](Self::width) gives for some columns; `a` holds `words·mr` and `b` `words·nr` words; `c` is valid for mr
+    /// rows of `width` floats, `stride` apart.
     #[inline]
     pub unsafe fn run(
         self,
