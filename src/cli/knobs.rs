@@ -1,4 +1,5 @@
-//! What would make a plan of training fit that does not (of generation: `plan_generate`): for each knob the smallest change, found by trying it.
+//! What would make a plan of training fit that does not: for each knob the smallest change, found by trying it. Those of generation are
+//! in `plan_generate`.
 //!
 //! A refusal says what the smallest plan needs of a budget. Whether another batch, length, format or place would do instead only
 //! plans can tell. Each knob is turned alone, those that are numbers by halves, and only what helps is named.
@@ -28,19 +29,13 @@ pub struct Knobs<'a> {
 }
 
 impl Knobs<'_> {
-    /// `error` with what would do instead of more memory, if that is what is too small.
+    /// [`advise`] with the knobs of training.
     pub fn advise(&self, error: EngineError) -> EngineError {
-        match error {
-            EngineError::Tier(TierError::Plan(refusal)) => {
-                let alternatives = self.alternatives().join(", or ");
-                TierError::Plan(PlanRefusal { alternatives, ..refusal }).into()
-            }
-            other => other,
-        }
+        advise(error, || self.alternatives())
     }
 
     /// Each of them makes the plan fit.
-    pub fn alternatives(&self) -> Vec<String> {
+    fn alternatives(&self) -> Vec<String> {
         let config = self.config;
         let mut found = Vec::new();
         let mut offer = |words: &str, change: &dyn Fn(&mut EngineConfig)| {
@@ -110,6 +105,25 @@ impl Knobs<'_> {
         let space = self.disk_space.unwrap_or(u64::MAX);
         outlook.is_ok_and(|outlook| outlook.memory.total(Tier::Disk) <= space)
     }
+}
+
+/// `error` with what would do instead of more memory or space on disks, if that is what is too small.
+pub fn advise(error: EngineError, alternatives: impl FnOnce() -> Vec<String>) -> EngineError {
+    match error {
+        EngineError::Tier(TierError::Plan(refusal)) => {
+            TierError::Plan(PlanRefusal { alternatives: alternatives().join(", or "), ..refusal }).into()
+        }
+        EngineError::Config(words) if is_about_disk_space(&words) => {
+            let more: String = alternatives().iter().map(|words| format!(", or {words}")).collect();
+            EngineError::Config(words + &more)
+        }
+        other => other,
+    }
+}
+
+/// Whether a refusal is one of `--disk-space`, which no engine knows.
+pub fn is_about_disk_space(words: &str) -> bool {
+    words.starts_with("--disk-space")
 }
 
 /// The largest value below `too_much` that fits, if 1 does: found by halves.

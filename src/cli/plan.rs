@@ -5,7 +5,7 @@ use super::args::{
     StateFormat as StateFlag,
 };
 use super::floor::time;
-use super::knobs::Knobs;
+use super::knobs::{Knobs, is_about_disk_space};
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
 };
@@ -284,7 +284,7 @@ impl<'a> Planning<'a> {
         chosen: Choice,
         choices: &[(Choice, Result<Planned, EngineError>)],
     ) -> CliError {
-        let is_disk = matches!(&error, EngineError::Config(words) if words.starts_with("--disk-space"));
+        let is_disk = matches!(&error, EngineError::Config(words) if is_about_disk_space(words));
         let config = self.config_of(chosen, self.args.durability);
         let knobs = Knobs {
             config: &config,
@@ -293,11 +293,7 @@ impl<'a> Planning<'a> {
             runs: &self.runs,
             disk_space: self.args.disk_space.map(|space| space.0),
         };
-        let mut error = knobs.advise(error);
-        if is_disk {
-            let words: String = knobs.alternatives().iter().map(|words| format!(", or {words}")).collect();
-            error = EngineError::Config(format!("{error}{words}"));
-        }
+        let error = knobs.advise(error);
         let once = match self.args.durability {
             DurabilityFlag::Step | DurabilityFlag::Checkpoint if is_disk => {
                 self.of_durability(chosen, DurabilityFlag::None).ok()

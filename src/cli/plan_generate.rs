@@ -4,7 +4,7 @@
 
 use super::args::{KvTier, Offload, WeightFormat};
 use super::floor::time;
-use super::knobs::{any_of, largest_below};
+use super::knobs::{advise, any_of, largest_below};
 use super::pinned::{ModelShape, Term, Totals, name};
 use super::plan::{Planning, exponent, first_best, rows};
 use super::session;
@@ -14,11 +14,14 @@ use crate::floor::Floor;
 use crate::progress::count;
 use serde_json::{Value, json};
 use terrace_models::{Model, TokenBatch};
-use terrace_tiers::{ByteSize, PlanRefusal, Tier, TierError};
+use terrace_tiers::{ByteSize, Tier};
 use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns};
 
 /// What the number of prompts is multiplied with in the table of choices.
 const BATCHES: [usize; 3] = [1, 4, 16];
+
+/// Formats of weights, from the largest to the smallest.
+const FORMATS: [WeightFormat; 3] = [WeightFormat::Bf16, WeightFormat::Int8, WeightFormat::Int4];
 
 /// Of the table of choices.
 const HEADER: &str = "weights  offload  batch        host      device        disk    a token      tok/s";
@@ -77,7 +80,7 @@ pub(super) fn plan(planning: &Planning<'_>) -> Result<(), CliError> {
     };
     let choices = choices(planning, chosen, wanted);
     let planned = of(planning, wanted(chosen)).map_err(|error| {
-        let error = advise(error, &alternatives(planning, wanted(chosen)));
+        let error = advise(error, || alternatives(planning, wanted(chosen)));
         with_alternatives(error, &choices)
     })?;
     if args.json {
@@ -147,11 +150,10 @@ fn alternatives(planning: &Planning<'_>, wanted: Wanted) -> Vec<String> {
     let with = |choice: Choice| Wanted { choice, ..wanted };
     let Choice { weights, offload, batch } = wanted.choice;
     let mut found = Vec::new();
-    let places = [Offload::Host, Offload::Disk].into_iter().filter(|place| *place != offload);
-    let place = places.into_iter().find(|&offload| fits(with(Choice { offload, ..wanted.choice })));
+    let mut places = [Offload::Host, Offload::Disk].into_iter().filter(|place| *place != offload);
+    let place = places.find(|&offload| fits(with(Choice { offload, ..wanted.choice })));
     found.extend(place.map(|place| format!("use --offload {}", name(place))));
-    let smaller = [WeightFormat::Bf16, WeightFormat::Int8, WeightFormat::Int4];
-    let mut smaller = smaller.into_iter().skip_while(|format| *format != weights).skip(1);
+    let mut smaller = FORMATS.into_iter().skip_while(|format| *format != weights).skip(1);
     let weights = smaller.find(|&weights| fits(with(Choice { weights, ..wanted.choice })));
     found.extend(weights.map(|format| format!("use --weights {}", name(format))));
     let tiers = [KvTier::Device, KvTier::Host, KvTier::Disk];
@@ -166,23 +168,9 @@ fn alternatives(planning: &Planning<'_>, wanted: Wanted) -> Vec<String> {
     any_of(found, &numbers.collect::<Vec<_>>())
 }
 
-/// A refusal for lack of memory or space, with what would do instead of more.
-fn advise(error: EngineError, alternatives: &[String]) -> EngineError {
-    match error {
-        EngineError::Tier(TierError::Plan(refusal)) => {
-            TierError::Plan(PlanRefusal { alternatives: alternatives.join(", or "), ..refusal }).into()
-        }
-        EngineError::Config(words) if words.starts_with("--disk-space") => {
-            let more: String = alternatives.iter().map(|words| format!(", or {words}")).collect();
-            EngineError::Config(words + &more)
-        }
-        other => other,
-    }
-}
-
 fn choices(planning: &Planning<'_>, chosen: Choice, wanted: impl Fn(Choice) -> Wanted) -> Choices {
     let mut found = Vec::new();
-    for weights in [WeightFormat::Bf16, WeightFormat::Int8, WeightFormat::Int4] {
+    for weights in FORMATS {
         for offload in planning.places(chosen.offload) {
             for batch in BATCHES {
                 let choice = Choice { weights, offload, batch: batch * chosen.batch };

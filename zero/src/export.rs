@@ -41,8 +41,8 @@ impl<T> Exporting<T> {
         true
     }
 
-    /// Waits for what the export gave; `None` if it was given up, since its step was never committed, it had no thread, or it panicked. To be called after
-    /// a step or a [`flush`](Engine::flush), without which an export may wait for the commit of its step.
+    /// Waits for what the export gave; `None` if it was given up, since its step was never committed, it had no thread, or it panicked.
+    /// To be called after a step or a [`flush`](Engine::flush), without which an export may wait for the commit of its step.
     pub fn wait(self) -> Option<T> {
         self.arrived.or_else(|| self.result.recv().ok())
     }
