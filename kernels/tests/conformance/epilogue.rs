@@ -2,7 +2,7 @@
 //!
 //! Tolerance: that of the product, and for each number added one rounding in f32 of a sum of order √L.
 
-use crate::support::{Host, Random, assert_close, backends, backends_and_pairs, isas_and_pairs};
+use crate::support::{Host, Random, assert_within, backends, backends_and_pairs, isas_and_pairs};
 use crate::{matmul, quantized};
 use proptest::prelude::*;
 use terrace_kernels::cpu::{self, CpuConfig};
@@ -111,13 +111,14 @@ impl Operands {
         self.run(&reference::kernel_set(), kind, Case { residual, ..case }, DType::F32)
     }
 
-    fn tolerance(&self, kind: Kind) -> f64 {
-        let (m, _, l) = self.size;
-        let of_product = match kind {
-            Kind::Dense => matmul::tolerance(l),
-            Kind::Quantized(_) => quantized::tolerance(m, l, self.a.dtype()),
+    fn tolerances(&self, kind: Kind) -> Vec<f64> {
+        let (m, n, l) = self.size;
+        let of_products = match kind {
+            Kind::Dense => vec![matmul::tolerance(l); m * n],
+            Kind::Quantized(format) => quantized::tolerances(&self.a, &self.codes[format]),
         };
-        of_product + 2f64.powi(-20) * (l as f64).sqrt() + 2f64.powi(-21)
+        let of_epilogue = 2f64.powi(-20) * (l as f64).sqrt() + 2f64.powi(-21);
+        of_products.iter().map(|of_product| of_product + of_epilogue).collect()
     }
 }
 
@@ -132,10 +133,11 @@ fn compare(
     let operands = Operands::random(size, mix.0);
     for (kind, case) in kinds.iter().flat_map(|kind| cases(mix.2).map(|case| (*kind, case))) {
         let expected = operands.expected(kind, case, mix.1);
+        let tolerances = operands.tolerances(kind);
         for (name, set) in sets {
             let out = operands.run(set, kind, case, mix.1);
             let what = format!("{name}: {kind:?} {size:?} {mix:?} {case:?}");
-            assert_close(&what, &expected, &out, operands.tolerance(kind));
+            assert_within(&what, &expected, &out, &tolerances);
         }
     }
 }

@@ -58,6 +58,10 @@ impl Host {
         &mut cast_slice_mut(&mut self.words)[..bytes]
     }
 
+    pub fn dims(&self) -> &[usize] {
+        &self.dims
+    }
+
     pub fn len(&self) -> usize {
         self.dims.iter().product()
     }
@@ -167,10 +171,14 @@ pub fn unit(dtype: DType) -> f64 {
 /// The first element that is further from `expected` (the reference's f32 result for the same operands) than one
 /// rounding to the result's dtype plus `tolerance`, if any.
 pub fn mismatch(expected: &Host, actual: &Host, tolerance: f64) -> Option<String> {
-    assert_eq!(expected.len(), actual.len());
+    mismatch_of_each(expected, actual, &vec![tolerance; expected.len()])
+}
+
+fn mismatch_of_each(expected: &Host, actual: &Host, tolerances: &[f64]) -> Option<String> {
+    assert_eq!((expected.len(), tolerances.len()), (actual.len(), actual.len()));
     let tiny = if actual.dtype() == DType::F16 { 2f64.powi(-25) } else { 0.0 };
-    let pairs = expected.values().into_iter().zip(actual.values());
-    pairs.enumerate().find_map(|(i, (expected, actual_value))| {
+    let pairs = expected.values().into_iter().zip(actual.values()).zip(tolerances);
+    pairs.enumerate().find_map(|(i, ((expected, actual_value), tolerance))| {
         let allowed = 1.01 * unit(actual.dtype()) * expected.abs() + tolerance + tiny;
         let close = (expected - actual_value).abs() <= allowed;
         (!close).then(|| format!("element {i}: {actual_value} instead of {expected} ± {allowed}"))
@@ -181,6 +189,16 @@ pub fn mismatch(expected: &Host, actual: &Host, tolerance: f64) -> Option<String
 /// On a [`mismatch`].
 pub fn assert_close(what: &str, expected: &Host, actual: &Host, tolerance: f64) {
     if let Some(found) = mismatch(expected, actual, tolerance) {
+        panic!("{what}: {found}");
+    }
+}
+
+/// As [`assert_close`], with a tolerance for each element.
+///
+/// # Panics
+/// On an element that is further off.
+pub fn assert_within(what: &str, expected: &Host, actual: &Host, tolerances: &[f64]) {
+    if let Some(found) = mismatch_of_each(expected, actual, tolerances) {
         panic!("{what}: {found}");
     }
 }
