@@ -402,9 +402,9 @@ fn find_header(
         return Ok((Header::Part(part), mend));
     }
     let last = len.checked_sub(HEADER_BYTES).filter(|at| *at > 0 && at.is_multiple_of(HEADER_BYTES));
-    if let Some(last) = last
-        && let Ok(page) = read(last)?
-        && let Header::Part(part) = Header::decode(&page)
+    let second = last.map(read).transpose()?;
+    if let (Some(last), Some(Ok(page))) = (last, &second)
+        && let Header::Part(part) = Header::decode(page)
         && part.version >= TWICE_SINCE
         && part.copy_at() == last
     {
@@ -412,7 +412,11 @@ fn find_header(
         return Ok((Header::Part(part), Some(mend)));
     }
     first?;
-    Ok((header, None))
+    match (header, second) {
+        // What cannot be read may be the header.
+        (Header::None | Header::Damaged, Some(Err(error))) => Err(error.into()),
+        (header, _) => Ok((header, None)),
+    }
 }
 
 impl Part {

@@ -144,11 +144,13 @@ pub fn run(setting: &Setting, broken: Broken) -> Events {
             broken,
             events: &mut events,
             is_touched: false,
+            faults: &faults,
+            abandoned_failures: 0,
             exports: Vec::new(),
         };
         let ended = run.live(Arc::clone(&faults) as _, stored);
-        let is_touched = run.is_touched;
-        check_error(life.trouble, &ended, &disk, faults.injected());
+        let (is_touched, abandoned) = (run.is_touched, run.abandoned_failures);
+        check_error(life.trouble, &ended, &disk, faults.injected(), abandoned);
         events.faults += faults.injected();
         // Whatever still happens on this disk happens now.
         drop(faults);
@@ -179,8 +181,9 @@ fn timed(disk: &Arc<SimEngine>, pace: Pace) -> (Arc<dyn IoEngine>, Option<Clock>
     (Arc::new(TimedLayer::new(Arc::clone(disk) as _, Arc::clone(&clock), config)), Some((clock, operation)))
 }
 
-/// Says what is wrong with the error that a life ended with, if any.
-fn check_error(trouble: Trouble, ended: &Ended, disk: &SimEngine, injected: u64) {
+/// Says what is wrong with the error that a life ended with, if any. Of the failures `injected`, those that were `abandoned` may have
+/// gone unnoticed.
+fn check_error(trouble: Trouble, ended: &Ended, disk: &SimEngine, injected: u64, abandoned: u64) {
     let text = ended.error.as_ref().map(ToString::to_string);
     let is_due = match trouble {
         Trouble::None | Trouble::Stop { .. } => false,
@@ -189,7 +192,8 @@ fn check_error(trouble: Trouble, ended: &Ended, disk: &SimEngine, injected: u64)
     };
     let Some(text) = text else {
         // A cut can come when all is done, between the last commit and the end.
-        let is_noticed = ended.is_recovered || matches!(trouble, Trouble::Cut { .. });
+        let is_noticed =
+            ended.is_recovered || abandoned == injected || matches!(trouble, Trouble::Cut { .. });
         assert!(!is_due || is_noticed, "nobody noticed that a request failed");
         return;
     };
@@ -261,6 +265,9 @@ struct Run<'a> {
     events: &'a mut Events,
     /// Something may have been written to the state since it was last known to be whole.
     is_touched: bool,
+    faults: &'a FaultLayer,
+    /// Failures of writes in steps whose update was in vain: what was written was abandoned, so that nobody may have asked.
+    abandoned_failures: u64,
     /// Hashes of weights, with their steps.
     exports: Vec<(u64, Exporting<Result<u64, EngineError>>)>,
 }
@@ -339,8 +346,12 @@ impl Run<'_> {
                 break;
             }
             self.is_touched |= on_disk;
+            let failures = self.faults.injected();
             match engine.train_step(&setup.batches(step), LR) {
                 Ok(report) => {
+                    if report.speculated == Some(false) && self.is_write_failing() {
+                        self.abandoned_failures += self.faults.injected() - failures;
+                    }
                     let expected = self.expected.steps[step as usize];
                     assert_eq!(numbers(&report), expected, "loss and norm of step {}", step + 1);
                     self.events.steps += 1;
@@ -405,6 +416,10 @@ impl Run<'_> {
     /// Whether a commit that failed is certain not to have happened.
     fn is_told(&self) -> bool {
         matches!(self.life.trouble, Trouble::Fail { action: Action::Read | Action::Write, .. })
+    }
+
+    fn is_write_failing(&self) -> bool {
+        matches!(self.life.trouble, Trouble::Fail { action: Action::Write, .. })
     }
 
     /// Saves and evaluates, as the setting says.

@@ -45,6 +45,7 @@ pub enum Clips {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Format {
     Split,
+    Bf16,
     Compact,
     F32,
     /// With a loss scale, from which the first steps overflow.
@@ -140,6 +141,7 @@ impl Training {
         setup.overrides = overrides;
         (setup.dtype, setup.state) = match self.format {
             Format::Split => (DType::BF16, StateFormat::Split),
+            Format::Bf16 => (DType::BF16, StateFormat::Bf16),
             Format::Compact => (DType::BF16, StateFormat::Compact),
             Format::F32 => (DType::F32, StateFormat::Fp32),
             Format::F16 => (DType::F16, StateFormat::Fp32),
@@ -198,6 +200,9 @@ impl Setting {
         let once = Dice::new(seed ^ 0x6f6e_6365).one_in(4);
         if training.clips == Clips::All && Dice::new(seed ^ 0x736f_6d65).one_in(2) {
             training.clips = Clips::Some;
+        }
+        if training.format == Format::Split && Dice::new(seed ^ 0x6266_3136).one_in(3) {
+            training.format = Format::Bf16;
         }
         Self { seed, training, disks, disk_weights, disk, once, lives }
     }
