@@ -1,12 +1,16 @@
 //! The floor of a step: no step of a plan is shorter than the slowest resource needs for its share at its measured best.
 //!
-//! `T ≥ max(operations / products, parameters / updates, disk, uploads / up, downloads / down, memory bytes / memory, network, peers)`
+//! `T ≥ max(operations / products, parameters / updates, cores, disk, uploads / up, downloads / down, memory bytes / memory, network, peers)`
+//!
+//! Where the device is the CPU, products, updates and checksums have the same *cores*, whose time is the sum of what each of them needs:
+//! of updates and checksums, what they take of a thread that has the memory to itself, over all threads. (What all threads take together
+//! would be too much: where memory binds, fewer of them are as fast and leave cores to others.)
 //!
 //! A drive shares reading and writing: `R/B_r + W/B_w`, or less where the measured mixed load showed that both go on beside each
 //! other: then as much as is read and written alike goes at the mixed rate, and the rest alone. With several drives each takes
 //! its part, and together they are no faster than they were together.
 
-use crate::calibrate::{Calibration, Gemm, MemoryRates, Profile, Rates};
+use crate::calibrate::{Calibration, Gemm, MemoryRates, OptimizerRate, Profile, Rates};
 use crate::predict::{step_seconds, unclipped_step_seconds};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -25,6 +29,8 @@ pub struct Capabilities {
     pub checksums: Option<f64>,
     /// Parameters per second of the update.
     pub updates: Option<f64>,
+    /// What threads that did nothing else, and had the memory to themselves each, would do of both.
+    pub by_cores: ByCores,
     /// The drives, each with its part of the bytes.
     pub disks: Vec<(f64, Rates)>,
     /// All drives at once.
@@ -43,6 +49,15 @@ pub struct Capabilities {
     pub network: Option<f64>,
     /// Bytes per second between a device and others of its node, in each direction at once.
     pub peers: Option<f64>,
+}
+
+/// A thread's rates times the threads.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct ByCores {
+    /// Parameters per second of the update.
+    pub updates: Option<f64>,
+    /// Bytes per second of checksums.
+    pub checksums: Option<f64>,
 }
 
 /// Seconds that each resource needs for a step.
@@ -93,8 +108,14 @@ impl Capabilities {
         found.memory = calibration.memory.map(|m: MemoryRates| {
             m.read_bytes_per_second.max(m.copy_bytes_per_second).max(m.update_bytes_per_second)
         });
-        found.updates = state.and_then(|state| update_rate(calibration, state, dtype));
+        let update = state.and_then(|state| optimizer_rate(calibration, state, dtype));
+        found.updates = update.map(|rate| rate.parameters_per_second);
         found.checksums = calibration.checksum_bytes_per_second;
+        let threads = calibration.machine.threads as f64;
+        found.by_cores = ByCores {
+            updates: update.and_then(|rate| rate.parameters_per_core_second).map(|rate| rate * threads),
+            checksums: calibration.checksum_bytes_per_core_second.map(|rate| rate * threads),
+        };
         let products = match (&calibration.card, on_card) {
             (Some(card), true) => {
                 found.upload = Some(card.upload_bytes_per_second);
@@ -146,6 +167,7 @@ impl Floor {
         let exchanged = work.exchanged();
         add("network", exchanged.network_bytes, can.network);
         add("peers", exchanged.peer_bytes, can.peers);
+        seconds.extend(core_seconds(work, can).map(|cores| ("cores", cores)));
         let (read, write) = (work.disk_read_bytes as f64, work.disk_write_bytes as f64);
         let disk = can.disk_seconds(read, write);
         if disk > 0.0 {
@@ -216,11 +238,20 @@ fn product_type(dtype: DType) -> &'static str {
     if dtype == DType::F32 { "f32" } else { "bf16" }
 }
 
-fn update_rate(calibration: &Calibration, state: StateFormat, dtype: DType) -> Option<f64> {
+fn optimizer_rate(calibration: &Calibration, state: StateFormat, dtype: DType) -> Option<&OptimizerRate> {
     let weights = product_type(dtype);
     let state = state.to_string();
-    let found = calibration.optimizer.iter().find(|rate| rate.state == state && rate.weights == weights);
-    found.map(|rate| rate.parameters_per_second)
+    calibration.optimizer.iter().find(|rate| rate.state == state && rate.weights == weights)
+}
+
+/// What the cores need where they are the device: products, and as much of updates and of the checksums of what disks move as is known.
+/// `None` if that is products alone.
+fn core_seconds(work: &StepWork, can: &Capabilities) -> Option<f64> {
+    let seconds = |amount: u64, rate: Option<f64>| rate.map_or(0.0, |rate| amount as f64 / rate);
+    let products = seconds(work.operations, can.operations);
+    let others = seconds(work.parameters, can.by_cores.updates)
+        + seconds(work.disk_read_bytes + work.disk_write_bytes, can.by_cores.checksums);
+    (work.unified && products > 0.0 && others > 0.0).then_some(products + others)
 }
 
 #[cfg(test)]
@@ -286,6 +317,29 @@ mod tests {
         let faster = Capabilities { disks: vec![(1.0, rates(400.0, 200.0, 400.0))], ..can };
         // Both directions beside each other: 2·1200/400 + 400/400 = 7.
         assert_eq!(Floor::new(&work(), &faster).bound(), Some(("disk", 7.0)));
+    }
+
+    #[test]
+    fn cores_do_what_there_is_no_card_for() {
+        let by_cores = ByCores { updates: Some(80.0), checksums: Some(1400.0) };
+        let can = Capabilities {
+            operations: Some(3000.0),
+            updates: Some(50.0),
+            by_cores,
+            ..Capabilities::default()
+        };
+        let on_cores = StepWork { unified: true, ..work() };
+        // 12000/3000 + 100/80 + (1600 + 1200)/1400.
+        assert_eq!(
+            Floor::new(&on_cores, &can).seconds,
+            [("compute", 4.0), ("optimizer", 2.0), ("cores", 7.25)]
+        );
+        assert_eq!(Floor::new(&work(), &can).seconds, [("compute", 4.0), ("optimizer", 2.0)]);
+        let in_memory = StepWork { disk_read_bytes: 0, disk_write_bytes: 0, ..on_cores.clone() };
+        assert_eq!(Floor::new(&in_memory, &can).bound(), Some(("cores", 5.25)));
+        // A profile without a thread's rates says nothing about cores.
+        let older = Capabilities { by_cores: ByCores::default(), ..can };
+        assert_eq!(Floor::new(&on_cores, &older).bound(), Some(("compute", 4.0)));
     }
 
     #[test]

@@ -191,10 +191,10 @@ pub fn memory(pool: &rayon::ThreadPool, effort: Effort) -> MemoryRates {
     }
 }
 
-/// Parameters per second of AdamW on one format of state.
+/// Parameters per second of AdamW on one format of state, with all threads and with one.
 ///
 /// # Errors
-/// The optimizer refuses the format.
+/// The optimizer refuses the format, or there is no thread to be had.
 pub fn update(
     pool: &rayon::ThreadPool,
     format: StateFormat,
@@ -208,18 +208,21 @@ pub fn update(
     let mut state: Vec<IoBuf> =
         layout.kinds().iter().map(|kind| IoBuf::zeroed(kind.bytes_for(elements))).collect();
     let args = StepArgs { step: 1, lr: 1e-5, grad_scale: 1.0, weight_decay: 0.0 };
-    let seconds = best(effort.seconds, || {
-        let mut slices: Vec<&mut [u8]> = state.iter_mut().map(|buffer| &mut **buffer).collect();
-        update_threaded(&*optimizer, pool, &args, Gradient::Bf16(&gradient), &mut slices)
-    })?;
+    let mut seconds = |pool: &rayon::ThreadPool| {
+        best(effort.seconds / 2.0, || {
+            let mut slices: Vec<&mut [u8]> = state.iter_mut().map(|buffer| &mut **buffer).collect();
+            update_threaded(&*optimizer, pool, &args, Gradient::Bf16(&gradient), &mut slices)
+        })
+    };
     Ok(OptimizerRate {
         state: format.to_string(),
         weights: weights.to_string(),
-        parameters_per_second: rate(elements as f64, seconds),
+        parameters_per_second: rate(elements as f64, seconds(pool)?),
+        parameters_per_core_second: Some(rate(elements as f64, seconds(&self::pool(1)?)?)),
     })
 }
 
-/// Bytes per second through the checksum of state, all threads.
+/// Bytes per second through the checksum of state, on all threads of `pool`.
 pub fn checksums(pool: &rayon::ThreadPool, effort: Effort) -> f64 {
     let bytes = vec![7_u8; effort.memory_bytes.max(1 << 20)];
     let timed: Result<f64, std::convert::Infallible> = best(effort.seconds, || {
@@ -431,6 +434,7 @@ mod tests {
         for (format, weights) in LAYOUTS {
             let found = update(&pool, format, weights, TINY).unwrap();
             assert!(found.parameters_per_second > 1.0, "{found:?}");
+            assert!(found.parameters_per_core_second.is_some_and(|rate| rate > 1.0), "{found:?}");
         }
         assert!(checksums(&pool, TINY) > 1.0);
     }

@@ -57,6 +57,9 @@ pub struct Calibration {
     /// Checksums of state, all threads.
     #[serde(default)]
     pub checksum_bytes_per_second: Option<f64>,
+    /// The same, a thread alone.
+    #[serde(default)]
+    pub checksum_bytes_per_core_second: Option<f64>,
     /// The card; `null` where there is none.
     #[serde(default)]
     pub card: Option<Card>,
@@ -130,6 +133,9 @@ pub struct OptimizerRate {
     pub weights: String,
     /// Parameters per second, all threads.
     pub parameters_per_second: f64,
+    /// The same, a thread alone: where memory binds it is more than its part.
+    #[serde(default)]
+    pub parameters_per_core_second: Option<f64>,
 }
 
 /// A card and its link.
@@ -290,6 +296,7 @@ impl Calibration {
             training: Vec::new(),
             optimizer: Vec::new(),
             checksum_bytes_per_second: None,
+            checksum_bytes_per_core_second: None,
             card: None,
         }
     }
@@ -324,7 +331,11 @@ impl Calibration {
         }
         rates.extend(self.gemm.iter().map(|gemm| ("gemm", gemm.operations_per_second)));
         rates.extend(self.optimizer.iter().map(|rate| ("optimizer", rate.parameters_per_second)));
+        let alone = self.optimizer.iter().filter_map(|rate| rate.parameters_per_core_second);
+        rates.extend(alone.map(|rate| ("optimizer", rate)));
         rates.extend(self.checksum_bytes_per_second.map(|rate| ("checksum_bytes_per_second", rate)));
+        rates
+            .extend(self.checksum_bytes_per_core_second.map(|rate| ("checksum_bytes_per_core_second", rate)));
         if let Some(card) = &self.card {
             rates.extend(
                 [

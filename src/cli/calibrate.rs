@@ -99,6 +99,7 @@ fn host(calibration: &mut Calibration, session: &Session, effort: Effort) -> Res
     let pool = measure::pool(threads)?;
     calibration.memory = Some(measure::memory(&pool, effort));
     calibration.checksum_bytes_per_second = Some(measure::checksums(&pool, effort));
+    calibration.checksum_bytes_per_core_second = Some(measure::checksums(&measure::pool(1)?, effort));
     for (format, weights) in LAYOUTS {
         calibration.optimizer.push(measure::update(&pool, format, weights, effort)?);
     }

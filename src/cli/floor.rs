@@ -123,7 +123,10 @@ fn host(
             let effort = card::Effort::START;
             calibration.card = Some(card::measure(device, kernels, memory_bytes, &[dtype], effort)?);
         }
-        None => calibration.gemm = host_gemm(session.threads, config.dtype, effort, 2)?,
+        None => {
+            calibration.gemm = host_gemm(session.threads, config.dtype, effort, 2)?;
+            calibration.checksum_bytes_per_core_second = Some(measure::checksums(&measure::pool(1)?, effort));
+        }
     }
     Ok(())
 }
