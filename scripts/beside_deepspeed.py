@@ -16,12 +16,12 @@ import argparse
 import json
 import os
 import random
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -46,6 +46,16 @@ def make_inputs(folder, shape, steps):
             file.write(json.dumps({"input_ids": [rng.randrange(vocab) for _ in range(positions)]}) + "\n")
 
 
+def peak_resident(pid):
+    """Bytes of the largest resident set so far; 0 once the process has ended."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            found = [line.split()[1] for line in file if line.startswith("VmHWM:")]
+    except OSError:
+        return 0
+    return int(found[0]) * 1024 if found else 0
+
+
 def ours(terrace, row, folder, shape, steps, threads):
     offload, state, *flags = row.split()
     *_, sequences, positions = shape
@@ -58,16 +68,21 @@ def ours(terrace, row, folder, shape, steps, threads):
         "--learning-rate", "1e-3", "--betas", "0.9,0.95", "--weight-decay", "0.1", "--no-shuffle", "--state", state,
         "--offload", offload, "--threads", str(threads), *(["--disk", disk] if offload == "disk" else []), *flags,
     ]
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    errors = run.stderr.read().decode()
-    _, status, usage = os.wait4(run.pid, 0)
-    if status:
-        sys.exit(f"{' '.join(command)}\n{errors}")
+    peak = 0
+    with tempfile.TemporaryFile() as errors:
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        # Not the peak that is told when it ends: what this process had at the fork counts there as well.
+        while run.poll() is None:
+            peak = max(peak, peak_resident(run.pid))
+            time.sleep(0.1)
+        if run.returncode:
+            errors.seek(0)
+            sys.exit(f"{' '.join(command)}\n{errors.read().decode()}")
     with open(f"{output}/metrics.jsonl") as file:
         lines = [json.loads(line) for line in file][2:]
     rate = statistics.median(line["tokens_per_second"] for line in lines)
     share = statistics.median(line["floor_fraction"] or float("nan") for line in lines)
-    return rate, usage.ru_maxrss * 1024 / 1e9, f"{share:.2f} of floor, {lines[-1]['bound_by']}"
+    return rate, peak / 1e9, f"{share:.2f} of floor, {lines[-1]['bound_by']}"
 
 
 def peers(script, offload, folder, shape, steps, threads):
