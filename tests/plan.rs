@@ -486,6 +486,8 @@ fn a_plan_is_run_as_it_was_saved() {
         assert_eq!(plan_file["step"][key], document["plan"][key], "{key}");
     }
     assert_eq!(plan_file["memory"], document["memory"]);
+    assert_eq!(plan_file["placement"], document["placement"]);
+    assert!(plan_file["placement"].as_array().is_some_and(|lines| !lines.is_empty()), "{plan_file}");
     // More memory than was planned with changes nothing.
     let run = |out: &str| {
         run_of(&bench, "plan.json", out)
@@ -498,7 +500,7 @@ fn a_plan_is_run_as_it_was_saved() {
     assert_eq!(terms(&second.stderr), terms(&first.stderr));
     for out in ["first", "second"] {
         let again = read(&bench.path(&format!("{out}.json")));
-        for section in ["version", "model", "run", "windows", "bytes", "memory"] {
+        for section in ["version", "model", "run", "windows", "bytes", "memory", "placement"] {
             assert_eq!(again[section], plan_file[section], "{section}");
         }
         let named = first.stderr.contains("weight slots") && first.stderr.contains("update slots");
@@ -517,6 +519,19 @@ fn a_plan_is_run_as_it_was_saved() {
     let run = run_of(&bench, "free.json", "again").args(&["--steps", "3"]);
     run.path("--save-plan", &bench.path("again.json")).ok();
     assert_eq!(read(&bench.path("again.json"))["windows"], read(&bench.path("free.json"))["windows"]);
+}
+
+#[test]
+fn a_plan_without_its_table_of_places_is_run() {
+    let bench = Bench::tiny();
+    let whole = saved(&bench, "plan.json", &[]);
+    let mut older = whole.clone();
+    assert!(older.as_object_mut().unwrap().remove("placement").is_some());
+    fs::write(bench.path("older.json"), older.to_string()).unwrap();
+    let run = run_of(&bench, "older.json", "out").args(&["--steps", "1"]);
+    run.path("--save-plan", &bench.path("done.json")).ok();
+    let done = read(&bench.path("done.json"));
+    assert_eq!((&done["windows"], &done["placement"]), (&older["windows"], &whole["placement"]));
 }
 
 #[test]

@@ -6,6 +6,7 @@ use super::knobs::Knobs;
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, Pinned, PlanFile, Settings, Step, Term, Totals, Windows,
 };
+use super::placement::PlacedGroups;
 use super::saving::{self, Saving};
 use super::session::{self, Session};
 use super::{checks, floor, identity, keeping, print_json, stored, trace};
@@ -242,6 +243,7 @@ fn plan_of(
         windows,
         bytes: Totals::new(engine.memory_plan()),
         memory: Term::all(engine.memory_plan()),
+        placement: PlacedGroups::all(&engine.placement()),
         step: Step::new(&engine.step_work(), floor),
     }
 }

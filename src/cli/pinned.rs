@@ -8,14 +8,17 @@
 //!   "windows": { "weight_slots": …, "kept_blocks": …, … },   what the planner chose, all of it
 //!   "bytes":   { "host": …, "device": …, "disk": … },        and what that takes
 //!   "memory":  [ { "tier": "host", "purpose": "weights …", … } ],
+//!   "placement": [ { "first": "layers.0", …, "parts": [ { "what": "weights", "place": "disk", … } ] } ],
 //!   "step":    { "operations": …, "seconds": { "disk": … }, "bound_by": "disk", … } }
 //! ```
 //!
 //! The windows leave a run's planner no choice, so that a run of the file is the same run whatever memory happens to be free. What
 //! contradicts the file is refused, never settled silently. A budget is not pinned: that of the run is its machine's, and the
-//! plan fits it or is refused. Unknown keys are refused too: one that was meant to say something must not be ignored.
+//! plan fits it or is refused. `memory`, `placement` and `step` are for readers, and of `bytes` a run only asks whether they fit;
+//! there are files without `placement`. Unknown keys are refused: one that was meant to say something must not be ignored.
 
 use super::args::{Accumulation, Activations, Dtype, DurabilityFlag, FinetuneArgs, Offload, StateFormat};
+use super::placement::PlacedGroups;
 use crate::config::DsConfig;
 use crate::error::{CliError, advice};
 use crate::floor::Floor;
@@ -51,6 +54,9 @@ pub struct PlanFile {
     pub bytes: Totals,
     /// The same, term by term.
     pub memory: Vec<Term>,
+    /// What of which groups is where; nothing is said by files without it.
+    #[serde(default)]
+    pub placement: Vec<PlacedGroups>,
     /// What a step does and takes at least.
     pub step: Step,
 }

@@ -1,6 +1,6 @@
-//! The table of `terrace plan`: what of which groups is in which tier.
+//! The table of `terrace plan`: what of which groups is in which tier; in words, and as `--json` and plan files have it.
 
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use terrace_tiers::ByteSize;
 use terrace_zero::{Content, GroupPlacement, Place, Placed};
 
@@ -69,18 +69,48 @@ pub(super) fn table(placement: &[GroupPlacement]) -> String {
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// The same for `--json`.
-pub(super) fn document(placement: &[GroupPlacement]) -> Vec<Value> {
-    let part = |part: &Placed| json!({ "what": part.content.words(), "bytes": part.bytes, "place": part.place.to_string() });
-    let run = |run: Run<'_>| {
-        json!({
-            "first": run.groups[0].name,
-            "last": run.groups[run.groups.len() - 1].name,
-            "groups": run.groups.len(),
-            "parts": run.parts.iter().map(part).collect::<Vec<_>>(),
-        })
-    };
-    runs(placement).into_iter().map(run).collect()
+/// A line of the table in documents: groups that follow one another and have everything in the same places.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PlacedGroups {
+    /// The name of the first group.
+    pub first: String,
+    /// That of the last.
+    pub last: String,
+    /// How many there are.
+    pub groups: usize,
+    /// What there is of them.
+    pub parts: Vec<Part>,
+}
+
+/// A kind of what groups have.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Part {
+    /// Which, in words.
+    pub what: String,
+    /// Of all these groups.
+    pub bytes: u64,
+    /// In words.
+    pub place: String,
+}
+
+impl PlacedGroups {
+    /// Of a plan.
+    pub(super) fn all(placement: &[GroupPlacement]) -> Vec<Self> {
+        let part = |part: &Placed| Part {
+            what: part.content.words().to_owned(),
+            bytes: part.bytes,
+            place: part.place.to_string(),
+        };
+        let run = |run: Run<'_>| Self {
+            first: run.groups[0].name.clone(),
+            last: run.groups[run.groups.len() - 1].name.clone(),
+            groups: run.groups.len(),
+            parts: run.parts.iter().map(part).collect(),
+        };
+        runs(placement).into_iter().map(run).collect()
+    }
 }
 
 #[cfg(test)]
@@ -130,11 +160,12 @@ layers.0 – layers.1 (2)  disk + host copy  4.00 KiB  weights
 layers.2                 disk              6.00 KiB  weights 2.00 KiB, first moments 4.00 KiB
                          recomputed            99 B  activations of blocks";
         assert_eq!(table(&placement), expected);
-        let document = document(&placement);
+        let document = PlacedGroups::all(&placement);
         assert_eq!(document.len(), 3);
-        assert_eq!(
-            (&document[1]["last"], &document[1]["parts"][0]["bytes"]),
-            (&json!("layers.1"), &json!(4096))
-        );
+        let PlacedGroups { first, last, groups, parts } = &document[1];
+        assert_eq!((&first[..], &last[..], *groups), ("layers.0", "layers.1", 2));
+        assert_eq!((parts[0].bytes, &parts[0].place[..]), (4096, "disk + host copy"));
+        let text = serde_json::to_string(&document).unwrap();
+        assert_eq!(serde_json::from_str::<Vec<PlacedGroups>>(&text).unwrap(), document);
     }
 }

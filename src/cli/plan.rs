@@ -9,6 +9,7 @@ use super::knobs::{Knobs, is_about_disk_space};
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
 };
+use super::placement::PlacedGroups;
 use super::session::{self, Session};
 use super::{keeping, placement, print_json, print_text, ranks};
 use crate::config::run;
@@ -500,7 +501,7 @@ impl<'a> Planning<'a> {
             "optimizer": self.args.optimizer,
             "plan": planned.figures(),
             "memory": Term::all(&planned.outlook.memory),
-            "placement": placement::document(&planned.outlook.placement),
+            "placement": PlacedGroups::all(&planned.outlook.placement),
             "choices": rows(choices, fastest(choices), Choice::json, Planned::figures),
         });
         if self.ranks.are_several() {
@@ -533,6 +534,7 @@ impl<'a> Planning<'a> {
             windows: Windows::new(outlook.windows, outlook.keepers),
             bytes: Totals::new(&outlook.memory),
             memory: Term::all(&outlook.memory),
+            placement: PlacedGroups::all(&outlook.placement),
             step: Step::new(&outlook.work, &planned.floor),
         }
     }

@@ -6,6 +6,7 @@ use super::args::{KvTier, Offload, WeightFormat};
 use super::floor::time;
 use super::knobs::{advise, any_of, largest_below};
 use super::pinned::{ModelShape, Term, Totals, name};
+use super::placement::PlacedGroups;
 use super::plan::{Planning, exponent, first_best, rows};
 use super::session;
 use super::{placement, print_json, print_text};
@@ -245,7 +246,7 @@ fn document(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> Va
         "kv_disk_position_bytes": planned.outlook.kv_disk_bytes,
         "plan": planned.figures(),
         "memory": Term::all(&planned.outlook.memory),
-        "placement": placement::document(&planned.outlook.placement),
+        "placement": PlacedGroups::all(&planned.outlook.placement),
         "choices": rows(choices, fastest(choices), Choice::json, Planned::figures),
     })
 }

@@ -9,7 +9,7 @@ use crate::volume::Volume;
 use crate::{Striping, TierError, checksum};
 use std::ops::Range;
 use std::sync::Arc;
-use terrace_aio::{IoEngine, OpKind, Ticket};
+use terrace_aio::{FileId, IoEngine, OpKind, Ticket};
 
 /// Bytes of a block: what is moved and verified as one.
 pub const REGION_BLOCK: usize = 4096;
@@ -91,6 +91,12 @@ impl Regions {
     /// Bytes of a region, and of the buffers that are read and written.
     pub fn region_bytes(&self) -> usize {
         self.region_bytes
+    }
+
+    /// The region that is at `offset` of a file; `None` if that is none of this volume's.
+    pub fn region_at(&self, file: FileId, offset: u64) -> Option<usize> {
+        let address = self.volume.address(file, offset)?;
+        Some((address / self.region_bytes as u64) as usize)
     }
 
     /// Starts writing the blocks that `parts` of a buffer lie in; they may touch and overlap. The buffer goes back to its pool when
@@ -323,6 +329,27 @@ mod tests {
             let wrong = (0..bytes).find(|&at| truth[at].is_some_and(|byte| byte != buffer[at]));
             assert_eq!(wrong, None, "region {region}");
         }
+    }
+
+    #[test]
+    fn every_block_is_found_by_its_place() {
+        let regions = regions(SimConfig::default());
+        let mut first = None;
+        for region in 0..2 {
+            for block in 0..BLOCKS {
+                let at = (region * regions.region_bytes() + block * REGION_BLOCK) as u64;
+                let buf = terrace_aio::IoBuf::zeroed(REGION_BLOCK);
+                let request = regions.volume.request(OpKind::Read, at, buf);
+                let segment = &request.segments[0];
+                assert_eq!(regions.region_at(segment.file, segment.offset), Some(region), "block {block}");
+                first.get_or_insert(segment.file);
+            }
+        }
+        let first = first.expect("there are blocks");
+        assert_eq!(regions.region_at(first, 0), None, "the header");
+        assert_eq!(regions.region_at(first, 1 << 30), None, "behind the end");
+        let unknown = FileId(u32::MAX);
+        assert_eq!(regions.region_at(unknown, 1 << 20), None);
     }
 
     #[test]

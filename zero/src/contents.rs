@@ -1,9 +1,9 @@
 //! What the engine's files hold where, for those who saw requests and want to know what they carried: a request knows nothing but a
 //! file and an offset, so that nobody pays for names that nobody reads.
 
-use crate::Engine;
 use crate::engine::Signals;
 use crate::gradients::GradientPark;
+use crate::{Engine, KvCache};
 use terrace_aio::FileId;
 
 impl Engine {
@@ -29,5 +29,12 @@ impl Engine {
             }
             Signals::ForwardOnly(_) => None,
         }
+    }
+
+    /// What is at `offset` of one of the files of a cache of this engine's, as `layers.3 keys and values`; `None` if that is none of
+    /// them. [`contents_at`](Self::contents_at) does not know: a cache is its owner's, and its files go with it.
+    pub fn cache_contents_at(&self, cache: &KvCache, file: FileId, offset: u64) -> Option<String> {
+        let block = cache.block_at(file, offset)?;
+        Some(format!("{} keys and values", self.network.groups[block].name))
     }
 }

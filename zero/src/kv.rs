@@ -13,6 +13,7 @@ use away::{Away, AwayPass};
 use std::iter::repeat;
 use std::ops::Range;
 use std::sync::Arc;
+use terrace_aio::FileId;
 use terrace_kernels::{Tensor, View};
 use terrace_tiers::joined;
 
@@ -83,6 +84,14 @@ impl KvCache {
     pub fn clear(&mut self, sequence: usize) {
         self.lengths[sequence] = 0;
         self.free.extend(self.pages[sequence].drain(..).rev());
+    }
+
+    /// The block whose keys and values are at `offset` of a file.
+    pub(crate) fn block_at(&self, file: FileId, offset: u64) -> Option<usize> {
+        match &self.layers {
+            Layers::Resident(_) => None,
+            Layers::Away(away) => away.block_at(file, offset),
+        }
     }
 
     /// Takes note of positions that a pass added.

@@ -1,12 +1,13 @@
 //! Keys and values on the device, on host and on disk: the same bits, no byte more than needed, and errors that say what failed.
 
 use crate::card;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use tempfile::TempDir;
 use terrace_aio::IoEngine;
 use terrace_aio::engine::{EngineConfig as IoConfig, SimConfig, SimEngine, open_default};
-use terrace_aio::layer::{FaultConfig, FaultLayer, StatsLayer};
+use terrace_aio::layer::{Action, FaultConfig, FaultLayer, StatsLayer, TraceEvent, TraceLayer};
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_device::sim::{SimDevice, SimDeviceConfig};
@@ -229,6 +230,40 @@ fn no_byte_moves_without_need() {
     assert_eq!(moved[0], (0, (blocks(0, 140) + of_b(5)) * each), "prompts find nothing and fill pages");
     assert_eq!(moved[1], (blocks(0, 140) * each, each), "one position of one sequence");
     assert_eq!(moved[2], ((blocks(0, 141) + of_b(5)) * each, 2 * each), "one position of both");
+}
+
+/// Every request that a cache makes says whose keys and values it carries.
+#[test]
+fn requests_are_named_by_their_layers() {
+    if on_card() {
+        return;
+    }
+    let trace = Arc::new(TraceLayer::new(Arc::new(SimEngine::new(SimConfig::default())) as _, 1 << 12));
+    let io = Arc::clone(&trace) as _;
+    // Regions are numbered from the first layer that has one.
+    let place = Place { io, held: Some((1, 2)), ..Place::simulated(Tier::Disk, HostDevice::discrete(), 0) };
+    let mut engine = place.engine(8).unwrap();
+    let mut cache = engine.new_cache(2).unwrap();
+    let name = |engine: &Engine, cache: &KvCache, event: &TraceEvent| {
+        assert_eq!(engine.contents_at(event.file, event.offset), None, "the engine has nothing on disk");
+        engine.cache_contents_at(cache, event.file, event.offset)
+    };
+    let headers = trace.drain();
+    assert!(!headers.is_empty() && headers.iter().all(|event| name(&engine, &cache, event).is_none()));
+    let (a, b) = (prompt(1, 140), prompt(2, 5));
+    pass(&mut engine, &mut cache, &[(0, &a), (1, &b)]).unwrap();
+    pass(&mut engine, &mut cache, &[(0, &[7])]).unwrap();
+    let mut moved = BTreeMap::<_, u64>::new();
+    for event in trace.drain() {
+        let what = name(&engine, &cache, &event).unwrap_or_else(|| panic!("{event:?} has no name"));
+        *moved.entry((what, event.action == Action::Read)).or_default() += event.len;
+    }
+    let on_disk = |layer: usize| (format!("layers.{layer} keys and values"), true);
+    let reads: Vec<_> = moved.keys().filter(|(_, read)| *read).cloned().collect();
+    assert_eq!(reads, [3, 4].map(on_disk));
+    assert_eq!(moved[&on_disk(3)], moved[&on_disk(4)]);
+    // The last writes may be under way, those of the prompts are over.
+    assert_eq!(moved.len(), 4, "{moved:?}");
 }
 
 #[test]

@@ -19,6 +19,7 @@ use crate::lane::Lane;
 use crate::{Backend, EngineConfig, KvSlot, Result};
 use std::collections::VecDeque;
 use std::ops::Range;
+use terrace_aio::FileId;
 use terrace_device::{BytesMut, Download, Region, Upload, UploadSource};
 use terrace_kernels::View;
 use terrace_tiers::{Lease, PendingBlocks, Pool, Regions, Tier};
@@ -69,6 +70,12 @@ impl Away {
         };
         let (staying, windows) = plan.take(&lane.arena)?;
         Ok(Self { plan, staying, buffers, disk, windows })
+    }
+
+    /// The block whose keys and values are at `offset` of a file.
+    pub(crate) fn block_at(&self, file: FileId, offset: u64) -> Option<usize> {
+        let region = self.disk.as_ref()?.regions.region_at(file, offset)?;
+        self.plan.blocks(Tier::Disk).nth(region)
     }
 
     /// Begins a pass over sequences that have the positions `used` and get the positions `added`, counted through all pages.
