@@ -13,10 +13,11 @@
 
 use std::collections::VecDeque;
 
-/// When somebody waits for a request.
+/// When somebody waits for a request: which of those that were not begun goes first. What was begun is left alone, equals keep their
+/// order, and nobody starves ([`URGENT_IN_A_ROW_MAX`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Urgency {
-    /// As soon as it can be had: it goes ahead of all others that were not begun.
+    /// As soon as it can be had: it goes ahead of all others.
     Soon,
     /// Later, if at all.
     #[default]
