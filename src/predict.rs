@@ -21,6 +21,10 @@
 //! Left out are `fdatasync` and the manifest of a commit, the kernel's own time for disk I/O, latencies, the bandwidth of host memory
 //! that resources share, and the checksums of spilled activations and parked gradients beside a card. All micro-batches of a pass go
 //! through a block at once, and its gradients are parked at once. Groups of very many chunks are updated in fewer, larger pieces.
+//!
+//! Left out, too, is that a disk does first what compute waits for ([`Urgency`](terrace_aio::Urgency)): whoever uses it has an equal part. The
+//! parts that urgency gives were tried: no nearer to the engine (`tests/virtual_time.rs`), and more often a step that takes longer on a
+//! faster machine.
 
 mod machine;
 mod step;

@@ -11,9 +11,9 @@
 mod timed;
 
 use std::sync::{Arc, Mutex, PoisonError};
-use terrace::aio::VirtualClock;
 use terrace::aio::engine::{SimConfig, SimEngine};
 use terrace::aio::layer::{ThrottleConfig, TimedLayer};
+use terrace::aio::{FileId, IoEngine, Request, Ticket, Urgency, VirtualClock};
 use terrace::calibrate::Rates;
 use terrace::floor::Capabilities;
 use terrace::models::{ModelConfig, RandomSource, Row, TokenBatch, build};
@@ -31,6 +31,24 @@ const LENGTH: usize = 16;
 /// The steps before them find empty windows, or have not seen yet that nothing is clipped.
 const STEPS: [usize; 2] = [5, 3];
 
+/// A disk that does everything in the order in which it comes.
+#[derive(Debug)]
+struct InTurn {
+    disk: TimedLayer,
+}
+
+impl IoEngine for InTurn {
+    terrace::aio::pass_files_on!(disk);
+
+    fn submit(&self, request: Request) -> Ticket {
+        self.disk.submit(request.with_urgency(Urgency::Whenever))
+    }
+
+    fn sync(&self, file: FileId) -> Ticket {
+        self.disk.sync(file)
+    }
+}
+
 /// A model and its one batch.
 struct Training {
     model: ModelConfig,
@@ -43,9 +61,17 @@ struct Way {
     clip: Option<f64>,
     copies: bool,
     overlap: bool,
+    /// Chunks whose state is on its way at once.
+    slots: usize,
+    /// Whether the disk does first what is waited for.
+    urgency: bool,
 }
 
-const WAY: Way = Way { clip: None, copies: false, overlap: true };
+/// Half of the state is in slots, so that the disk is given seconds of work at once.
+const MANY: usize = 18;
+
+/// With as few slots as there are where memory is short.
+const WAY: Way = Way { clip: None, copies: false, overlap: true, slots: 3, urgency: true };
 
 impl Training {
     fn new() -> Self {
@@ -73,8 +99,7 @@ impl Training {
         let overrides = WindowOverrides {
             // As many as a layer of a large model has.
             chunk_elements: Some(1 << 14),
-            // As few as there are where memory is short.
-            update_slots: Some(3),
+            update_slots: Some(way.slots),
             overlap: Some(way.overlap),
             ..WindowOverrides::default()
         };
@@ -103,7 +128,8 @@ impl Training {
                 ..ThrottleConfig::default()
             };
             let disk = TimedLayer::new(Arc::new(SimEngine::new(calm)), Arc::clone(clock), rates);
-            backend = Backend { io: Arc::new(disk), ..backend };
+            let io: Arc<dyn IoEngine> = if way.urgency { Arc::new(disk) } else { Arc::new(InTurn { disk }) };
+            backend = Backend { io, ..backend };
         }
         let sample = TokenBatch::new(&self.model).blank(SEQUENCES, LENGTH);
         Engine::create(config, backend, build(&self.model), &sample, &mut RandomSource::new(1)).unwrap()
@@ -207,5 +233,23 @@ fn without_overlap_a_step_takes_longer() {
         let [beside, after] = [true, false].map(|overlap| on_disk(Way { overlap, ..WAY }, slowness).seconds);
         println!("{slowness}: {:.3}", after / beside);
         assert!(after > beside * least, "{slowness}: {beside} s, and {after} s without overlap");
+    }
+}
+
+#[test]
+fn with_many_update_slots_compute_does_not_wait_for_what_they_hold() {
+    check(Way { slots: MANY, ..WAY }, [(0.25, 1.06), (0.5, 1.10), (2.0, 1.11), (4.0, 1.09)]);
+    let clipped = Way { clip: ALWAYS, slots: MANY, ..WAY };
+    check(clipped, [(0.25, 1.04), (0.5, 1.06), (2.0, 1.08), (4.0, 1.06)]);
+}
+
+/// What urgency is worth: on a disk that does everything in turn weights wait for all that the slots hold.
+#[test]
+fn without_urgency_a_step_with_many_update_slots_takes_longer() {
+    for (slowness, least) in [(0.5, 1.1), (2.0, 1.1)] {
+        let way = Way { clip: ALWAYS, slots: MANY, ..WAY };
+        let [first, in_turn] = [true, false].map(|urgency| on_disk(Way { urgency, ..way }, slowness).seconds);
+        println!("{slowness}: {:.3}", in_turn / first);
+        assert!(in_turn > first * least, "{slowness}: {first} s, and {in_turn} s in turn");
     }
 }

@@ -39,6 +39,7 @@ pub mod profile;
 mod random;
 mod sync;
 mod ticket;
+mod urgency;
 mod virtual_clock;
 
 pub use buf::{BUF_ALIGN, BufHome, IoBuf};
@@ -48,4 +49,5 @@ pub use engine::{
 };
 pub use error::{IoError, IoErrorKind};
 pub use ticket::{Completer, Drive, Ticket};
+pub use urgency::{URGENT_IN_A_ROW_MAX, Urgency};
 pub use virtual_clock::VirtualClock;

@@ -51,7 +51,8 @@ pub struct VirtualClock {
     thread: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+/// What the events of a clock may hold of it, so that none of them is the last to let go of the clock on its own thread.
+pub(crate) struct Shared {
     agenda: Mutex<Agenda>,
     is_over: AtomicBool,
 }
@@ -89,15 +90,17 @@ impl VirtualClock {
 
     /// The time since the clock was made.
     pub fn now(&self) -> Duration {
-        self.shared.lock().now
+        self.shared.now()
+    }
+
+    /// For events that make further ones.
+    pub(crate) fn shared(&self) -> Arc<Shared> {
+        Arc::clone(&self.shared)
     }
 
     /// Does something at a time, on the clock's thread: it must not wait for anything that needs time. What has passed is now.
     pub fn at(&self, time: Duration, action: impl FnOnce() + Send + 'static) {
-        let mut agenda = self.shared.lock();
-        let event = (time.max(agenda.now), agenda.count);
-        agenda.count += 1;
-        agenda.events.insert(event, Box::new(action));
+        self.shared.at(time, action);
     }
 
     /// Lets the calling thread wait for so long.
@@ -120,6 +123,17 @@ impl Drop for VirtualClock {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Agenda> {
         self.agenda.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn now(&self) -> Duration {
+        self.lock().now
+    }
+
+    pub(crate) fn at(&self, time: Duration, action: impl FnOnce() + Send + 'static) {
+        let mut agenda = self.lock();
+        let event = (time.max(agenda.now), agenda.count);
+        agenda.count += 1;
+        agenda.events.insert(event, Box::new(action));
     }
 
     /// Takes the next event, whose time it then is.

@@ -114,7 +114,7 @@ fn request(shape: Shape, kind: OpKind, files: [FileId; 2], slot: usize, mut buf:
                 len: BLOCK,
             };
             let segments = [segment(0), segment(1), segment(2)].into_iter().collect();
-            Request { kind, buf, segments }
+            Request::new(kind, buf, segments)
         }
     }
 }

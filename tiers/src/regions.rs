@@ -2,14 +2,15 @@
 //!
 //! A region has the length of the buffer that holds it in memory, and a request moves blocks of [`REGION_BLOCK`] bytes between the
 //! same places of both. Every block has a checksum, kept in memory, so that parts which were written at different times are read
-//! together and verified. Like a [`Scratch`](crate::Scratch), it does not outlive the process.
+//! together and verified. Like a [`Scratch`](crate::Scratch), it does not outlive the process. Reads are urgent, as those of weights are: both
+//! are for the block that is computed next.
 
 use crate::pool::Lease;
 use crate::volume::Volume;
 use crate::{Striping, TierError, checksum};
 use std::ops::Range;
 use std::sync::Arc;
-use terrace_aio::{FileId, IoEngine, OpKind, Ticket};
+use terrace_aio::{FileId, IoEngine, OpKind, Ticket, Urgency};
 
 /// Bytes of a block: what is moved and verified as one.
 pub const REGION_BLOCK: usize = 4096;
@@ -159,6 +160,7 @@ impl Regions {
         let address = (region * self.region_bytes) as u64;
         let bytes: Vec<Range<usize>> = blocks.iter().map(bytes_of).collect();
         let request = self.volume.request_parts(OpKind::Read, address, lease.into_io(), &bytes);
+        let request = request.with_urgency(Urgency::Soon);
         let memory = Memory::Coming(self.volume.engine.submit(request));
         Ok(PendingBlocks { region, blocks, memory })
     }

@@ -7,7 +7,7 @@ use crate::store::Check;
 use crate::volume::Volume;
 use crate::{Striping, TierError, checksum};
 use std::sync::{Arc, Mutex, PoisonError};
-use terrace_aio::{FileId, IoEngine, OpKind, Ticket};
+use terrace_aio::{FileId, IoEngine, OpKind, Ticket, Urgency};
 
 /// A scratch volume with fixed chunks.
 #[derive(Debug)]
@@ -75,6 +75,22 @@ impl Scratch {
     /// # Panics
     /// If the chunk was never written or has another length.
     pub fn read(&self, chunk: ScratchChunk, lease: Lease) -> Result<crate::PendingRead, TierError> {
+        self.read_as(Urgency::Whenever, chunk, lease)
+    }
+
+    /// As [`read`](Self::read), with an urgency.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    ///
+    /// # Panics
+    /// As [`read`](Self::read).
+    pub fn read_as(
+        &self,
+        urgency: Urgency,
+        chunk: ScratchChunk,
+        lease: Lease,
+    ) -> Result<crate::PendingRead, TierError> {
         self.settle(chunk)?;
         let ChunkState::Written { sum, len } = self.lock()[chunk.0] else {
             panic!("scratch chunk {} is written before it is read", chunk.0)
@@ -83,7 +99,8 @@ impl Scratch {
         let address = self.address(chunk);
         let (file, offset) = self.volume.locate(address);
         let check = Check { start: 0, len, sum, chunk: chunk.0, file, offset };
-        let ticket = self.volume.engine.submit(self.volume.request(OpKind::Read, address, lease.into_io()));
+        let request = self.volume.request(OpKind::Read, address, lease.into_io()).with_urgency(urgency);
+        let ticket = self.volume.engine.submit(request);
         Ok(crate::PendingRead::new(ticket, vec![check], &self.volume, "scratch".into()))
     }
 

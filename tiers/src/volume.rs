@@ -300,7 +300,7 @@ impl Volume {
                 start += len;
             }
         }
-        Request { kind, buf, segments }
+        Request::new(kind, buf, segments)
     }
 
     /// Gives the space of a range back to the file systems. Nothing may be in flight there.

@@ -14,7 +14,7 @@ use crate::lane::Signal;
 use crate::rounds::Rounds;
 use std::collections::HashMap;
 use std::sync::Arc;
-use terrace_aio::{FileId, IoEngine};
+use terrace_aio::{FileId, IoEngine, Urgency};
 use terrace_device::Device;
 use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, Striping};
 
@@ -36,6 +36,13 @@ struct Spill {
     scratch: Scratch,
     pool: Pool,
     ahead: Option<((usize, usize), PendingRead)>,
+}
+
+impl Spill {
+    /// Starts to read a checkpoint that backward comes to next.
+    fn read(&self, (boundary, m): (usize, usize), micro_batches: usize, lease: Lease) -> Result<PendingRead> {
+        Ok(self.scratch.read_as(Urgency::Soon, chunk(boundary, m, micro_batches), lease)?)
+    }
 }
 
 impl Activations {
@@ -119,7 +126,7 @@ impl Activations {
         let spill = self.spill.as_mut().expect("a checkpoint is in memory or spilled");
         let read = match spill.ahead.take() {
             Some((at, read)) if at == (boundary, m) => read,
-            _ => spill.scratch.read(chunk(boundary, m, self.micro_batches), spill.pool.acquire(bytes))?,
+            _ => spill.read((boundary, m), self.micro_batches, spill.pool.acquire(bytes))?,
         };
         let signal = read.wait()?;
         self.read_ahead(boundary, m, bytes)?;
@@ -138,7 +145,7 @@ impl Activations {
             && spill.ahead.is_none()
             && let Some(lease) = spill.pool.try_acquire(bytes)
         {
-            spill.ahead = Some((at, spill.scratch.read(chunk(at.0, at.1, self.micro_batches), lease)?));
+            spill.ahead = Some((at, spill.read(at, self.micro_batches, lease)?));
         }
         Ok(())
     }

@@ -9,6 +9,8 @@
 //! Passes of frozen weights follow each other in the same order, so the first reads of the next one are started before this one
 //! ends ([`Ahead`]).
 //!
+//! Reads are urgent: the disk does them ahead of the reads and writes of an update, of which there may be seconds in its slots.
+//!
 //! While an update is under way that has not reached a group, there is nothing to read: the thread offers the group's slot to the
 //! update ([`Gate::offer`]), which leaves the new weights there.
 //!
@@ -25,6 +27,7 @@ use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
+use terrace_aio::Urgency;
 use terrace_device::{Bytes, Event, Region, Upload, UploadSource};
 use terrace_tiers::{BlobKey, BlobKind, DiskStore, Generation, Lease, PendingRead, Pool, SharedBytes};
 
@@ -541,7 +544,7 @@ impl<'a> FetchThread<'a> {
     fn read(&self, group: usize, lease: Lease) -> Result<PendingRead> {
         let key = BlobKey { group, kind: BlobKind::Weight };
         let chunks = 0..self.store.spec().chunks(group);
-        Ok(self.store.read(key, chunks, Generation::Newest, lease)?)
+        Ok(self.store.read_as(Urgency::Soon, key, chunks, Generation::Newest, lease)?)
     }
 
     /// Brings a group that is still in memory once more; false if it has to be read.

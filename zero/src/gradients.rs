@@ -23,7 +23,7 @@ use bytemuck::cast_slice;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use terrace_aio::{FileId, IoEngine};
+use terrace_aio::{FileId, IoEngine, Urgency};
 use terrace_device::{Device, Download, Region};
 use terrace_kernels::{DType, KernelSet, View, ViewMut};
 use terrace_optimizer::{Gradient, SumOfSquares};
@@ -183,7 +183,7 @@ impl GradientPark {
         let ops = &backend.kernels.elementwise;
         self.land_all(pool)?;
         for chunk in 0..self.spec.chunks(group) {
-            let Some(arriving) = self.take(group, chunk)? else { continue };
+            let Some(arriving) = self.take(Urgency::Soon, group, chunk)? else { continue };
             let memory = arriving.wait()?;
             let (start, len) = self.range(group, chunk);
             let out = ViewMut::new(acc.bytes_mut().slice(start * 4, (start + len) * 4), DType::F32, &[len]);
@@ -286,7 +286,12 @@ impl GradientPark {
     }
 
     /// Takes a parked chunk; `None` if there is none.
-    pub(crate) fn take(&self, group: usize, chunk: usize) -> Result<Option<Arriving<ChunkMemory>>> {
+    pub(crate) fn take(
+        &self,
+        urgency: Urgency,
+        group: usize,
+        chunk: usize,
+    ) -> Result<Option<Arriving<ChunkMemory>>> {
         let (_, len) = self.range(group, chunk);
         let parked = self.books().parked[group][chunk].take();
         Ok(match parked {
@@ -295,7 +300,7 @@ impl GradientPark {
             Some(Parked::Disk(place)) => {
                 let scratch = self.scratch.as_ref().expect("parked on a scratch volume");
                 let lease = self.pool.acquire(len * self.dtype.size());
-                Some(Arriving::Reading(scratch.read(place, lease)?))
+                Some(Arriving::Reading(scratch.read_as(urgency, place, lease)?))
             }
         })
     }

@@ -5,6 +5,11 @@
 //! generation; the live one is never touched, unless there is no other. Kinds of which there is a copy in memory are not read: the copy is updated, and
 //! what is written comes from it, at once or when all chunks are updated. Resident state is updated where it is. What is on the
 //! device (`device_state.rs`) is none of this: no chunk of it comes here.
+//!
+//! Nobody waits soon for what is read and written here, so that on the disk all that compute reads goes ahead of it, but for one thing:
+//! when forward follows the update, weights that fetch found no room for in time are read from disk, after their write. So
+//! writes of new weights are urgent then. In their turn, behind all that the slots hold, they cost a step up to a quarter of its time where
+//! half of the state is in slots (`tests/virtual_time.rs`).
 
 use crate::cache::{Caching, exclusive};
 use crate::gradients::{Arriving, GradientPark, Landed};
@@ -19,7 +24,7 @@ use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use terrace_aio::IoEngine;
+use terrace_aio::{IoEngine, Urgency};
 use terrace_optimizer::{Gradient, Optimizer, StepArgs, update_threaded};
 use terrace_tiers::{BlobKey, Generation, Lease, Pool, Sealed, StoreSpec};
 
@@ -324,6 +329,8 @@ impl Updater<'_> {
         if let (Some(gate), Some(weights), None) = (self.gate, &leases[weight], &copies[weight]) {
             gate.leave(chunk.group, range(weight).start, weights);
         }
+        let is_read = self.gate.is_some() && copies[weight].is_none();
+        let weights_urgency = if is_read { Urgency::Soon } else { Urgency::Whenever };
         let copy = |kind: usize| copies[kind].as_ref().map(|copy| &copy[range(kind)]);
         let written =
             leases.into_iter().enumerate().filter_map(|(kind, lease)| Some((kind, lease?, copy(kind))));
@@ -335,7 +342,8 @@ impl Updater<'_> {
         });
         for (kind, sealed) in sealed {
             let key = BlobKey { group: chunk.group, kind: self.kinds.blobs[kind].kind };
-            stored.store.write_sealed(key, chunk.chunk, sealed)?;
+            let urgency = if kind == weight { weights_urgency } else { Urgency::Whenever };
+            stored.store.write_sealed_as(urgency, key, chunk.chunk, sealed)?;
         }
         self.note(Resource::Update, began, &chunk_at);
         Ok(stalled)
@@ -404,7 +412,7 @@ impl Updater<'_> {
 }
 
 fn parked(park: &GradientPark, group: usize, chunk: usize) -> Result<Arriving<ChunkMemory>> {
-    park.take(group, chunk)?.ok_or_else(|| {
+    park.take(Urgency::Whenever, group, chunk)?.ok_or_else(|| {
         EngineError::Config(format!("group {group} has no gradient; every block must be used in a step"))
     })
 }

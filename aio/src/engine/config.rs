@@ -15,7 +15,7 @@ pub const BLOCK_BYTES_MAX: usize = 1 << 30;
 /// Operations in flight at most, whatever the configuration asks for.
 pub const QUEUE_DEPTH_MAX: usize = 4096;
 
-/// Requests accepted and not finished at most, whatever the configuration asks for.
+/// Requests of an urgency accepted and not finished at most, whatever the configuration asks for.
 pub const REQUESTS_MAX: usize = 1 << 16;
 
 /// Rings at most, whatever the configuration asks for.
@@ -45,7 +45,8 @@ pub struct EngineConfig {
     pub block_bytes: usize,
     /// Operations in flight at once on each device, per ring (io_uring).
     pub queue_depth: usize,
-    /// Requests that are accepted and not finished at once; [`submit`](super::IoEngine::submit) waits beyond that.
+    /// Requests of an [`Urgency`](crate::Urgency) that are accepted and not finished at once; [`submit`](super::IoEngine::submit) waits
+    /// beyond that.
     pub requests_max: usize,
     /// Rings, each with a thread of its own (io_uring). One is enough for large blocks.
     pub rings: usize,

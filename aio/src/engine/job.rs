@@ -8,7 +8,7 @@ use super::files::{FileTable, FileUse};
 use super::progress::Failure;
 use super::split::{Alignment, Cursor, Piece, Route};
 use super::{FileId, OpKind, Request, Segment};
-use crate::{Completer, IoBuf, IoError, IoErrorKind, Ticket};
+use crate::{Completer, IoBuf, IoError, IoErrorKind, Ticket, Urgency};
 use smallvec::SmallVec;
 use std::io;
 use std::path::Path;
@@ -24,6 +24,7 @@ pub(crate) struct Job {
     files: SmallVec<[FileUse; 4]>,
     alignments: SmallVec<[Alignment; 4]>,
     block_bytes: usize,
+    urgency: Urgency,
     state: Mutex<State>,
 }
 
@@ -113,7 +114,7 @@ impl JobPool {
         enqueue: impl FnOnce(Arc<Job>),
     ) -> Ticket {
         let (ticket, completer) = Ticket::new();
-        let Request { kind, mut buf, segments } = request;
+        let Request { kind, mut buf, segments, urgency } = request;
         let doing = doing(Some(kind));
         let files = check_segments(doing, kind, buf.len(), &segments, |id| table.acquire(doing, id))
             .and_then(|files: SmallVec<[FileUse; 4]>| {
@@ -126,6 +127,7 @@ impl JobPool {
                 fresh.kind = Some(kind);
                 fresh.base = BasePtr(buf.as_mut_ptr());
                 fresh.block_bytes = block_bytes;
+                fresh.urgency = urgency;
                 self.start(job, segments, files, (buf, completer), enqueue);
             }
             Err(error) => completer.complete(Err(error)),
@@ -181,12 +183,14 @@ impl Job {
             files: SmallVec::new(),
             alignments: SmallVec::new(),
             block_bytes: 0,
+            urgency: Urgency::default(),
             state: Mutex::new(State { owned: None, error: None, pieces_left: 0 }),
         }
     }
 
     fn clear(&mut self) {
         self.kind = None;
+        self.urgency = Urgency::default();
         self.base = BasePtr(std::ptr::null_mut());
         self.segments.clear();
         self.files.clear();
@@ -204,6 +208,11 @@ impl Job {
     /// Direction; `None` for an `fdatasync`.
     pub fn kind(&self) -> Option<OpKind> {
         self.kind
+    }
+
+    /// Whether it goes ahead of others.
+    pub fn urgency(&self) -> Urgency {
+        self.urgency
     }
 
     /// The next piece to move.

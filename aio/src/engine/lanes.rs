@@ -2,11 +2,11 @@
 //!
 //! A request is enqueued on every device that it touches, and the next piece comes from the device with the fewest
 //! operations in flight. So a slow device fills its own queue and nobody else's, and every device is kept busy as
-//! long as it has work.
+//! long as it has work. Pieces of urgent requests go first, also ahead of what is left of a request that was begun.
 
 use super::job::Job;
 use super::split::{Cursor, Piece};
-use std::collections::VecDeque;
+use crate::urgency::Line;
 use std::sync::Arc;
 
 /// The queues.
@@ -21,10 +21,14 @@ pub(crate) struct Lanes {
 #[derive(Debug)]
 struct Lane {
     device: u64,
-    /// Requests with pieces that were not taken yet, oldest first.
-    queue: VecDeque<Waiting>,
+    /// Requests with pieces that were not taken yet.
+    line: PieceLine,
     in_flight: usize,
 }
+
+/// Requests whose pieces are taken one after the other.
+#[derive(Debug)]
+pub(crate) struct PieceLine(Line<Waiting>);
 
 #[derive(Debug)]
 struct Waiting {
@@ -54,17 +58,14 @@ impl Lanes {
     pub fn admit(&mut self, job: Arc<Job>) {
         let devices = job.devices();
         for &device in &devices {
-            let mut cursor = Cursor::on(device);
-            let Some(next) = job.next_piece(&mut cursor) else { continue };
-            let waiting = Waiting { job: Arc::clone(&job), cursor, next };
-            self.lane(device).queue.push_back(waiting);
+            self.lane(device).line.push(Arc::clone(&job), Cursor::on(device));
         }
     }
 
     fn lane(&mut self, device: u64) -> &mut Lane {
         let found = self.lanes.iter().position(|lane| lane.device == device);
         let index = found.unwrap_or_else(|| {
-            self.lanes.push(Lane { device, queue: VecDeque::with_capacity(self.depth), in_flight: 0 });
+            self.lanes.push(Lane { device, line: PieceLine::with_capacity(self.depth), in_flight: 0 });
             self.lanes.len() - 1
         });
         &mut self.lanes[index]
@@ -72,7 +73,7 @@ impl Lanes {
 
     /// Takes the next piece; `None` when no device has both work and room.
     pub fn take(&mut self) -> Option<Taken> {
-        let ready = |lane: &&mut Lane| !lane.queue.is_empty() && lane.in_flight < self.depth;
+        let ready = |lane: &&mut Lane| !lane.line.is_empty() && lane.in_flight < self.depth;
         let (index, lane) = self
             .lanes
             .iter_mut()
@@ -81,14 +82,7 @@ impl Lanes {
             .min_by_key(|(_, l)| l.in_flight)?;
         lane.in_flight += 1;
         self.in_flight += 1;
-        let waiting = lane.queue.front_mut().expect("the lane was seen to have work");
-        let piece = waiting.next;
-        let job = if let Some(next) = waiting.job.next_piece(&mut waiting.cursor) {
-            waiting.next = next;
-            Arc::clone(&waiting.job)
-        } else {
-            lane.queue.pop_front().expect("seen above").job
-        };
+        let (job, piece) = lane.line.take().expect("the lane was seen to have work");
         Some(Taken { lane: index, job, piece })
     }
 
@@ -105,7 +99,7 @@ impl Lanes {
 
     /// Whether nothing waits to be taken.
     pub fn is_empty(&self) -> bool {
-        self.lanes.iter().all(|lane| lane.queue.is_empty())
+        self.lanes.iter().all(|lane| lane.line.is_empty())
     }
 
     /// Whether every known device has as many operations in flight as it may.
@@ -120,13 +114,49 @@ impl Lanes {
     }
 }
 
+impl PieceLine {
+    /// An empty line that takes so many requests of each urgency without allocating.
+    pub fn with_capacity(capacity: usize) -> Self {
+        Self(Line::with_capacity(capacity))
+    }
+
+    /// Lets the pieces wait that `cursor` has not come to; a request without one does not wait.
+    pub fn push(&mut self, job: Arc<Job>, mut cursor: Cursor) {
+        if let Some(next) = job.next_piece(&mut cursor) {
+            self.0.push(job.urgency(), Waiting { job, cursor, next });
+        }
+    }
+
+    /// Takes the piece whose turn it is. With the last one of a request the line lets go of its job.
+    pub fn take(&mut self) -> Option<(Arc<Job>, Piece)> {
+        let queue = self.0.turn()?;
+        let waiting = queue.front_mut()?;
+        let piece = waiting.next;
+        if let Some(next) = waiting.job.next_piece(&mut waiting.cursor) {
+            waiting.next = next;
+            return Some((Arc::clone(&waiting.job), piece));
+        }
+        Some((queue.pop_front()?.job, piece))
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Requests of an urgency that wait.
+    #[cfg(feature = "tokio_uring")]
+    pub fn len(&self, urgency: crate::Urgency) -> usize {
+        self.0.len(urgency)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::files::FileTable;
     use super::super::job::JobPool;
     use super::super::{FileId, OpKind, OpenMode, Request, Segment};
     use super::*;
-    use crate::{IoBuf, Ticket};
+    use crate::{IoBuf, Ticket, Urgency};
 
     const BLOCK: usize = 4096;
 
@@ -154,6 +184,10 @@ mod tests {
     impl Rig {
         /// A read of `blocks` blocks from each of some files.
         fn job(&self, files: &[usize], blocks: usize) -> (Arc<Job>, Ticket) {
+            self.job_of(Urgency::default(), files, blocks)
+        }
+
+        fn job_of(&self, urgency: Urgency, files: &[usize], blocks: usize) -> (Arc<Job>, Ticket) {
             let part = |(index, &file): (usize, &usize)| Segment {
                 file: self.files[file],
                 offset: 0,
@@ -162,7 +196,7 @@ mod tests {
             };
             let segments = files.iter().enumerate().map(part).collect();
             let buf = IoBuf::zeroed(files.len() * blocks * BLOCK);
-            let request = Request { kind: OpKind::Read, buf, segments };
+            let request = Request::new(OpKind::Read, buf, segments).with_urgency(urgency);
             let mut job = None;
             let ticket = self.jobs.transfer(request, &self.table, BLOCK, |made| job = Some(made));
             (job.unwrap(), ticket)
@@ -218,5 +252,27 @@ mod tests {
         assert!(starts.into_iter().eq((0..12).map(|index| index * BLOCK)), "every block once");
         assert!(lanes.is_empty() && lanes.in_flight() == 0);
         ticket.wait().unwrap();
+    }
+
+    /// The next is chosen when one is done, so that what is in flight stays and the rest of a long request waits.
+    #[test]
+    fn pieces_of_urgent_requests_go_ahead_of_what_is_left_of_others() {
+        let rig = rig(1);
+        let mut lanes = Lanes::new(1);
+        let ((long, long_ticket), (soon, soon_ticket)) =
+            (rig.job(&[0], 3), rig.job_of(Urgency::Soon, &[0], 2));
+        lanes.admit(long);
+        let mut next = lanes.take();
+        lanes.admit(soon);
+        let mut done = Vec::new();
+        while let Some(taken) = next {
+            assert!(lanes.take().is_none(), "one at a time");
+            lanes.done(taken.lane);
+            rig.jobs.finish_piece(taken.job, Ok(()));
+            done.push((taken.piece.start / BLOCK, soon_ticket.is_done(), long_ticket.is_done()));
+            next = lanes.take();
+        }
+        let (yes, no) = (true, false);
+        assert_eq!(done, [(0, no, no), (0, no, no), (1, yes, no), (1, yes, no), (2, yes, yes)]);
     }
 }

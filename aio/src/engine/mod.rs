@@ -2,7 +2,8 @@
 //!
 //! Every engine promises the same: a request either transfers **every** byte of every segment, resubmitting after
 //! short transfers, or fails with an [`IoError`] that names the range. Requests may complete in any order; two
-//! requests that overlap and are in flight together have no defined order, so callers keep a fence.
+//! requests that overlap and are in flight together have no defined order, so callers keep a fence. Of those that wait for a device the
+//! urgent ones go first ([`Urgency`]).
 //! Offsets, lengths and addresses that are not multiples of the file's alignment are handled exactly, at the price
 //! of a copy: the ends of a range go through the page cache, unsuitable memory through an engine buffer.
 //!
@@ -35,7 +36,7 @@ pub use uring::UringEngine;
 pub(crate) use job::check_segments;
 pub(crate) use split::{Alignment, Cursor, Route};
 
-use crate::{IoBuf, IoError, Ticket};
+use crate::{IoBuf, IoError, Ticket, Urgency};
 use smallvec::SmallVec;
 use std::fmt::{self, Debug};
 use std::path::{Path, PathBuf};
@@ -76,6 +77,8 @@ pub struct Request {
     pub buf: IoBuf,
     /// The ranges. Buffer ranges of a read must not overlap.
     pub segments: SmallVec<[Segment; 4]>,
+    /// Whether it goes ahead of others.
+    pub urgency: Urgency,
 }
 
 impl Request {
@@ -90,8 +93,19 @@ impl Request {
     }
 
     fn whole(kind: OpKind, file: FileId, offset: u64, buf: IoBuf) -> Self {
-        let len = buf.len();
-        Self { kind, buf, segments: SmallVec::from_slice(&[Segment { file, offset, start: 0, len }]) }
+        let segments = SmallVec::from_slice(&[Segment { file, offset, start: 0, len: buf.len() }]);
+        Self::new(kind, buf, segments)
+    }
+
+    /// Moves some ranges. Nobody waits for it soon.
+    pub fn new(kind: OpKind, buf: IoBuf, segments: SmallVec<[Segment; 4]>) -> Self {
+        Self { kind, buf, segments, urgency: Urgency::default() }
+    }
+
+    /// The same request with another urgency.
+    #[must_use]
+    pub fn with_urgency(self, urgency: Urgency) -> Self {
+        Self { urgency, ..self }
     }
 
     /// Sum of the segments' lengths in bytes.
@@ -209,10 +223,10 @@ pub trait IoEngine: Send + Sync + Debug {
     /// What the operating system said.
     fn remove(&self, path: &Path) -> Result<(), IoError>;
 
-    /// Starts a request. Blocks when the engine's queue is full (backpressure), never for the transfer itself.
+    /// Starts a request. Blocks when the engine's queue is full of requests of its urgency (backpressure), never for the transfer itself.
     fn submit(&self, request: Request) -> Ticket;
 
-    /// Starts requests, in order, taking them out of `requests` and appending their tickets: as many
+    /// Starts requests, those of an urgency in order, taking them out of `requests` and appending their tickets: as many
     /// [`submit`](Self::submit) calls, but the engine is woken once for all of them.
     fn submit_all(&self, requests: &mut Vec<Request>, tickets: &mut Vec<Ticket>) {
         tickets.extend(requests.drain(..).map(|request| self.submit(request)));

@@ -44,7 +44,8 @@ pub struct SimConfig {
     pub seed: u64,
     /// Requests are split into operations of at most this many bytes.
     pub block_bytes: usize,
-    /// Operations that wait at once, and so may overtake each other; also requests in flight before `submit` blocks.
+    /// Operations that wait at once, and so may overtake each other, of urgent requests before those of others; also requests in flight
+    /// before `submit` blocks, of any kind.
     pub queue_depth: usize,
     /// Bytes one operation may transfer.
     pub transfer_bytes_max: usize,

@@ -1,6 +1,6 @@
 //! A pool of threads that call `pread` and `pwrite`: the engine where io_uring is forbidden.
 //!
-//! Requests wait in bounded queues, one per device. A thread takes the next *piece* for the least busy device, moves it
+//! Requests wait in bounded queues, one per device. A thread takes the next *piece*, an urgent one if there is, for the least busy device, moves it
 //! to the end with the shared progress machine and comes back, so one large request is moved by all threads at once and
 //! a slow device does not occupy them all while another has work.
 //! Dropping the engine finishes what was submitted.
@@ -13,7 +13,7 @@ use super::progress::{Failure, Progress, Step};
 use super::slice::ask_for_short_slices;
 use super::split::{Piece, Route};
 use super::{FileId, IoEngine, OpKind, Request};
-use crate::{IoBuf, IoError, Ticket};
+use crate::{IoBuf, IoError, Ticket, Urgency};
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -33,8 +33,8 @@ struct Queue {
     state: Mutex<QueueState>,
     /// There is work, or the end.
     work: Condvar,
-    /// There is room.
-    room: Condvar,
+    /// There is room, by urgency.
+    room: [Condvar; 2],
     requests_max: usize,
     jobs: JobPool,
 }
@@ -42,8 +42,8 @@ struct Queue {
 #[derive(Debug)]
 struct QueueState {
     lanes: Lanes,
-    /// Requests accepted and not finished.
-    requests: usize,
+    /// Requests accepted and not finished, by urgency.
+    requests: [usize; 2],
     /// Threads that sleep until there is work.
     idle: usize,
     closed: bool,
@@ -59,12 +59,12 @@ impl ThreadsEngine {
         let queue = Arc::new(Queue {
             state: Mutex::new(QueueState {
                 lanes: Lanes::new(config.threads),
-                requests: 0,
+                requests: [0; 2],
                 idle: 0,
                 closed: false,
             }),
             work: Condvar::new(),
-            room: Condvar::new(),
+            room: Urgency::ALL.map(|_| Condvar::new()),
             requests_max: config.requests_max,
             jobs: JobPool::default(),
         });
@@ -82,11 +82,12 @@ impl ThreadsEngine {
     }
 
     fn enqueue(&self, job: Arc<Job>) {
+        let urgency = job.urgency() as usize;
         let mut state = self.queue.lock();
-        while state.requests >= self.queue.requests_max {
-            state = self.queue.room.wait(state).unwrap_or_else(PoisonError::into_inner);
+        while state.requests[urgency] >= self.queue.requests_max {
+            state = self.queue.room[urgency].wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        state.requests += 1;
+        state.requests[urgency] += 1;
         state.lanes.admit(job);
         let is_someone_idle = state.idle > 0;
         drop(state);
@@ -141,13 +142,14 @@ impl Queue {
             } else {
                 move_piece(&job, &piece, transfer_bytes_max, &mut bounce)
             };
+            let urgency = job.urgency() as usize;
             let is_last = self.jobs.finish_piece(job, result);
             let mut state = self.lock();
             state.lanes.done(lane);
             if is_last {
-                state.requests -= 1;
+                state.requests[urgency] -= 1;
                 drop(state);
-                self.room.notify_one();
+                self.room[urgency].notify_one();
             }
         }
     }

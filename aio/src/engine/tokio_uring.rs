@@ -3,9 +3,10 @@
 //! One thread runs its runtime. A request becomes a task for every piece, no more than the queue's depth at once:
 //!
 //! ```text
-//! callers --submit--> channel (bounded) --> admit --permit--> task: read_at / write_at until the piece is whole
+//! callers --submit--> channels (bounded) -> line --permit--> task: read_at / write_at until the piece is whole
 //!         --notify-----------^                                  '--> tickets resolve
 //! ```
+//! There is a channel for each urgency, and in the line the urgent go first.
 //!
 //! **Why not the default:** the crate had its last release in May 2024 and pins an older io-uring. Its `File` must own
 //! its descriptor, so every piece duplicates one and closes it again; completions are found through epoll, one more
@@ -18,10 +19,11 @@
 use super::config::EngineConfig;
 use super::files::{FileTable, serve_files};
 use super::job::{Job, JobPool};
+use super::lanes::PieceLine;
 use super::progress::{Failure, Progress, Step};
 use super::split::{Cursor, Piece, Route};
 use super::{FileId, IoEngine, OpKind, Request, UringEngine, uring};
-use crate::{IoBuf, IoError, Ticket};
+use crate::{IoBuf, IoError, Ticket, Urgency};
 use std::fs::File as StdFile;
 use std::io;
 use std::ops::Range;
@@ -30,7 +32,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, SyncSender, TryRecvError};
 use std::thread::JoinHandle;
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio_uring::fs::File;
 
 /// Reads and writes with the tokio-uring crate.
@@ -38,8 +40,8 @@ use tokio_uring::fs::File;
 pub struct TokioUringEngine {
     files: FileTable,
     block_bytes: usize,
-    /// `None` only while the engine is being dropped.
-    inbox: Option<SyncSender<Arc<Job>>>,
+    /// By urgency; `None` only while the engine is being dropped.
+    inboxes: Option<[SyncSender<Arc<Job>>; 2]>,
     jobs: Arc<JobPool>,
     wake: Arc<Notify>,
     runner: Option<JoinHandle<()>>,
@@ -55,7 +57,9 @@ impl TokioUringEngine {
         UringEngine::probe()?;
         let config = config.clamped();
         let (files, block_bytes) = (FileTable::new(config.direct), config.block_bytes);
-        let (inbox, requests) = mpsc::sync_channel(config.queue_depth);
+        // Half of the accepted requests wait in the channels, half in the line.
+        let [soon, whenever] = Urgency::ALL.map(|_| mpsc::sync_channel(half(config.requests_max)));
+        let (inboxes, requests) = ([soon.0, whenever.0], [soon.1, whenever.1]);
         let (ready, is_ready) = mpsc::channel();
         let wake = Arc::new(Notify::new());
         let jobs = Arc::<JobPool>::default();
@@ -77,11 +81,12 @@ impl TokioUringEngine {
             Ok(Err(error)) => return Err(uring::unavailable(&error)),
             Err(_) => return Err(uring::unavailable(&io::Error::other("the runtime died at its start"))),
         }
-        Ok(Self { files, block_bytes, inbox: Some(inbox), jobs, wake, runner: Some(runner) })
+        Ok(Self { files, block_bytes, inboxes: Some(inboxes), jobs, wake, runner: Some(runner) })
     }
 
     fn enqueue(&self, job: Arc<Job>) {
-        let Some(inbox) = &self.inbox else { return };
+        let Some(inboxes) = &self.inboxes else { return };
+        let inbox = &inboxes[job.urgency() as usize];
         // If the thread is gone the job comes back in the error and is dropped, which resolves the ticket as Closed.
         if inbox.send(job).is_ok() {
             self.wake.notify_one();
@@ -111,8 +116,8 @@ impl IoEngine for TokioUringEngine {
 
 impl Drop for TokioUringEngine {
     fn drop(&mut self) {
-        // A closed channel tells the thread to finish; the wake makes it look.
-        self.inbox = None;
+        // Closed channels tell the thread to finish; the wake makes it look.
+        self.inboxes = None;
         self.wake.notify_one();
         if let Some(runner) = self.runner.take() {
             // A thread that panicked has dropped its jobs, whose tickets then read `Closed`.
@@ -126,42 +131,76 @@ fn start_runtime(queue_depth: usize) -> io::Result<tokio_uring::Runtime> {
     tokio_uring::Runtime::new(tokio_uring::builder().entries(entries))
 }
 
-/// Takes requests from the channel until it is closed, and waits for what is in flight.
-async fn run(config: &EngineConfig, inbox: &Receiver<Arc<Job>>, wake: &Notify, jobs: &Arc<JobPool>) {
+/// Half of the requests that are accepted.
+fn half(requests_max: usize) -> usize {
+    (requests_max / 2).max(1)
+}
+
+/// Takes requests from the channels until they are closed, and waits for what is in flight.
+async fn run(config: &EngineConfig, inboxes: &[Receiver<Arc<Job>>; 2], wake: &Notify, jobs: &Arc<JobPool>) {
     let depth = u32::try_from(config.queue_depth).expect("the depth is bounded by QUEUE_DEPTH_MAX");
     let free = Arc::new(Semaphore::new(config.queue_depth));
+    let (mut line, line_max) = (PieceLine::with_capacity(config.queue_depth), half(config.requests_max));
     loop {
-        match inbox.try_recv() {
-            Ok(job) => issue(job, jobs, &free, config.transfer_bytes_max).await,
+        let are_closed = admit(inboxes, &mut line, line_max);
+        if line.is_empty() {
+            if are_closed {
+                break;
+            }
             // Callers send first and notify after, and a notification without a waiter is kept: none is missed.
-            Err(TryRecvError::Empty) => wake.notified().await,
-            Err(TryRecvError::Disconnected) => break,
+            wake.notified().await;
+            continue;
         }
+        let permit = Arc::clone(&free).acquire_owned().await.expect("the semaphore is never closed");
+        // What has come meanwhile may go first.
+        admit(inboxes, &mut line, line_max);
+        let Some((job, piece)) = line.take() else { continue };
+        start(job, piece, jobs, permit, config.transfer_bytes_max);
     }
     // Every task has its permit until the end.
     let _all = free.acquire_many(depth).await;
 }
 
-/// Starts a task for every piece, each when the queue has room.
-async fn issue(job: Arc<Job>, jobs: &Arc<JobPool>, free: &Arc<Semaphore>, transfer_bytes_max: usize) {
-    let mut cursor = Cursor::default();
-    while let Some(piece) = job.next_piece(&mut cursor) {
-        let permit = Arc::clone(free).acquire_owned().await.expect("the semaphore is never closed");
-        let (job, jobs) = (Arc::clone(&job), Arc::clone(jobs));
-        if job.is_over() {
-            jobs.finish_piece(job, Ok(()));
-            continue;
+/// Lets what is in the channels wait in the line, up to a number of requests of each urgency. Whether the channels are closed, and
+/// empty.
+fn admit(inboxes: &[Receiver<Arc<Job>>; 2], line: &mut PieceLine, line_max: usize) -> bool {
+    let mut closed = 0;
+    for (urgency, inbox) in Urgency::ALL.into_iter().zip(inboxes) {
+        while line.len(urgency) < line_max {
+            match inbox.try_recv() {
+                Ok(job) => line.push(job, Cursor::default()),
+                Err(error) => {
+                    closed += usize::from(error == TryRecvError::Disconnected);
+                    break;
+                }
+            }
         }
-        tokio_uring::spawn(async move {
-            let result = match job.kind() {
-                Some(kind) => move_piece(&job, kind, &piece, transfer_bytes_max).await,
-                None => sync_file(&job, &piece).await,
-            };
-            // Lets go of the job, so that its files may close, and then the engine.
-            jobs.finish_piece(job, result);
-            drop(permit);
-        });
     }
+    closed == inboxes.len()
+}
+
+/// Starts a task for a piece.
+fn start(
+    job: Arc<Job>,
+    piece: Piece,
+    jobs: &Arc<JobPool>,
+    permit: OwnedSemaphorePermit,
+    transfer_bytes_max: usize,
+) {
+    let jobs = Arc::clone(jobs);
+    if job.is_over() {
+        jobs.finish_piece(job, Ok(()));
+        return;
+    }
+    tokio_uring::spawn(async move {
+        let result = match job.kind() {
+            Some(kind) => move_piece(&job, kind, &piece, transfer_bytes_max).await,
+            None => sync_file(&job, &piece).await,
+        };
+        // Lets go of the job, so that its files may close, and then the engine.
+        jobs.finish_piece(job, result);
+        drop(permit);
+    });
 }
 
 /// Moves one piece to its end.

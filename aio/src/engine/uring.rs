@@ -1,7 +1,7 @@
-//! io_uring: rings, each owned by one thread and fed over a bounded channel.
+//! io_uring: rings, each owned by one thread and fed over bounded channels, one for each urgency.
 //!
 //! ```text
-//! callers --submit--> channel (bounded) --> driver thread --SQE--> kernel
+//! callers --submit--> channels (bounded) -> driver thread --SQE--> kernel
 //!         --eventfd, if it sleeps-----wake---^    ^----------CQE-----'
 //!                                                 '--> tickets resolve
 //! ```
@@ -12,7 +12,10 @@
 //! wakes it for new requests, and is only written to while the driver sleeps with room for more. Rejected: a ring
 //! per caller thread (callers of this engine are few and mostly waiting).
 //!
-//! **Bounds:** `queue_depth` operations in flight per device and ring, `requests_max` requests accepted per ring; files
+//! **Urgency:** whatever is in the channels goes to the queues of its devices when a completion makes room there, and the urgent go first.
+//! With several rings that is so in each; they take turns with requests of any kind, and share a device as its drive sees fit.
+//!
+//! **Bounds:** `queue_depth` operations in flight per device and ring, `requests_max` requests of an urgency accepted per ring; files
 //! and memory registered up to the tables' sizes in [`registry`].
 //!
 //! Dropping the engine finishes everything that was submitted, then closes the rings.
@@ -26,7 +29,7 @@ use super::config::EngineConfig;
 use super::files::{FileTable, serve_files};
 use super::job::{Job, JobPool};
 use super::{EngineFacts, FileId, IoEngine, Registration, Request};
-use crate::{IoError, IoErrorKind, Ticket};
+use crate::{IoError, IoErrorKind, Ticket, Urgency};
 use driver::Driver;
 use registry::CHUNK_BYTES_MAX;
 use ring::Wish;
@@ -57,8 +60,8 @@ struct Rings(Vec<Ring>);
 /// The callers' end of one ring.
 #[derive(Debug)]
 struct Ring {
-    /// `None` only while the ring is being closed.
-    inbox: Option<SyncSender<Arc<Job>>>,
+    /// By urgency; `None` only while the ring is being closed.
+    inboxes: Option<[SyncSender<Arc<Job>>; 2]>,
     link: Arc<Link>,
     driver: Option<JoinHandle<()>>,
 }
@@ -139,8 +142,9 @@ impl Ring {
             has_orders: AtomicBool::new(false),
             facts: Mutex::default(),
         });
-        // Half of the accepted requests wait in the channel, half with the driver.
-        let (inbox, requests) = mpsc::sync_channel((config.requests_max / 2).max(1));
+        // Half of the accepted requests wait in the channels, half with the driver.
+        let [soon, whenever] = Urgency::ALL.map(|_| mpsc::sync_channel((config.requests_max / 2).max(1)));
+        let (inboxes, requests) = ([soon.0, whenever.0], [soon.1, whenever.1]);
         let (ready, is_ready) = mpsc::channel();
         let (driver_link, driver_jobs, driver_config) = (Arc::clone(&link), Arc::clone(jobs), config.clone());
         // The ring is made on its own thread, for that is the single issuer.
@@ -156,16 +160,17 @@ impl Ring {
             })
             .map_err(|e| IoError::from_os("starting a thread for", Path::new("disk I/O"), 0, 0, &e))?;
         match is_ready.recv() {
-            Ok(Ok(())) => Ok(Self { inbox: Some(inbox), link, driver: Some(driver) }),
+            Ok(Ok(())) => Ok(Self { inboxes: Some(inboxes), link, driver: Some(driver) }),
             Ok(Err(error)) => Err(unavailable(&error)),
             Err(_) => Err(unavailable(&io::Error::other("the ring's thread died at its start"))),
         }
     }
 
-    /// Puts a job into the channel; the driver is woken only to make room. If the driver is gone the job is dropped,
+    /// Puts a job into its channel; the driver is woken only to make room. If the driver is gone the job is dropped,
     /// which resolves the ticket as Closed.
     fn send(&self, job: Arc<Job>) {
-        let Some(inbox) = &self.inbox else { return };
+        let Some(inboxes) = &self.inboxes else { return };
+        let inbox = &inboxes[job.urgency() as usize];
         if let Err(TrySendError::Full(job)) = inbox.try_send(job) {
             self.link.wake_if_wanted();
             let _ = inbox.send(job);
@@ -280,8 +285,8 @@ impl IoEngine for UringEngine {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // A closed channel tells the driver to finish; the wake makes it look.
-        self.inbox = None;
+        // Closed channels tell the driver to finish; the wake makes it look.
+        self.inboxes = None;
         wake(&self.link.wake);
         if let Some(driver) = self.driver.take() {
             // A driver that panicked has resolved its tickets as Closed on the way out.

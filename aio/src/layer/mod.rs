@@ -3,7 +3,10 @@
 //! They compose in any order, since all they need of the engine below is [`IoEngine`](crate::IoEngine). They see completions through
 //! [`Ticket::observed`](crate::Ticket::observed), so the caller waits for the same ticket that the engine
 //! resolves, without a thread or a copy in between. Only what must hold a completion back (the throttle, and
-//! delays among the faults) makes tickets of its own, which a relay thread resolves.
+//! delays among the faults) makes tickets of its own, which a thread resolves.
+//!
+//! The [`Urgency`](crate::Urgency) of a request goes down with it. Layers that let requests wait themselves (the throttle, and the disk of
+//! a virtual clock) let the urgent go first, as engines do; delays among the faults do not.
 //!
 //! A file belongs to the engine at the bottom: its [`FileId`](crate::FileId) is valid through every layer above.
 

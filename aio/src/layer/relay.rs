@@ -1,7 +1,8 @@
 //! A thread that hands results on, not before they are due.
 //!
 //! Used where a layer must hold a completion back. It takes results in the order they were handed in, so a held one
-//! holds back those behind it; that is what a queue in front of a slow device does.
+//! holds back those behind it, whatever their urgency: what it delays has been moved already, and a delay is a fault that
+//! may strike anybody.
 
 use crate::{Completer, Ticket};
 use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};

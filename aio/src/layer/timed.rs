@@ -1,11 +1,15 @@
 //! A disk that takes its time of a [`VirtualClock`].
 //!
 //! As the [throttle](super::ThrottleLayer) each direction is a lane, or both share one, which a request occupies for its bytes over
-//! the rate; here the transfer happens at the end of that time, when everybody waits, and its ticket resolves.
+//! the rate; here the transfer happens at the end of that time, when everybody waits, and its ticket resolves. Which request is next is
+//! decided when everybody waits, too, so that whoever was woken by the last one has submitted what follows.
 
 use super::{ThrottleConfig, pass_files_on};
-use crate::{FileId, IoEngine, OpKind, Request, Ticket, VirtualClock};
-use std::sync::{Arc, Mutex, PoisonError};
+use crate::urgency::Line;
+use crate::virtual_clock::Shared;
+use crate::{Completer, FileId, IoEngine, Request, Ticket, VirtualClock};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Passes requests on when the time is over that they take.
@@ -14,8 +18,30 @@ pub struct TimedLayer {
     upstream: Arc<dyn IoEngine>,
     clock: Arc<VirtualClock>,
     config: ThrottleConfig,
-    /// When the last request so far leaves its lane: reads and writes.
-    free_at: Mutex<[Duration; 2]>,
+    /// Reads and writes; all of them in the first one, if they share it.
+    lanes: [Arc<Lane>; 2],
+}
+
+/// What requests occupy one after the other. Its events keep it until the last of them is done, with or without the layer.
+#[derive(Debug)]
+struct Lane {
+    upstream: Arc<dyn IoEngine>,
+    clock: Arc<Shared>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    line: Line<Waiting>,
+    /// A request occupies the lane, or the next one is about to be chosen.
+    is_busy: bool,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    request: Request,
+    completer: Completer,
+    cost: Duration,
 }
 
 impl TimedLayer {
@@ -26,22 +52,53 @@ impl TimedLayer {
     /// If a rate is not positive.
     pub fn new(upstream: Arc<dyn IoEngine>, clock: Arc<VirtualClock>, config: ThrottleConfig) -> Self {
         config.check();
-        Self { upstream, clock, config, free_at: Mutex::default() }
+        let lane = || {
+            let state = State { line: Line::with_capacity(0), is_busy: false };
+            Arc::new(Lane {
+                upstream: Arc::clone(&upstream),
+                clock: clock.shared(),
+                state: Mutex::new(state),
+            })
+        };
+        let lanes = [lane(), lane()];
+        Self { upstream, clock, config, lanes }
     }
+}
 
-    /// The time at which a request of so many bytes is done.
-    fn occupy(&self, kind: OpKind, bytes: u64) -> Duration {
-        let (lane, rate) = self.config.lane(kind);
-        let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
-        free_at[lane] = free_at[lane].max(self.clock.now()) + Duration::from_secs_f64(bytes as f64 / rate);
-        free_at[lane]
-    }
-
-    fn at(&self, time: Duration, start: impl FnOnce(&dyn IoEngine) -> Ticket + Send + 'static) -> Ticket {
+impl Lane {
+    fn enter(self: &Arc<Self>, request: Request, cost: Duration) -> Ticket {
         let (ticket, completer) = Ticket::new();
-        let upstream = Arc::clone(&self.upstream);
-        self.clock.at(time, move || completer.complete(start(&*upstream).wait()));
+        let mut state = self.lock();
+        state.line.push(request.urgency, Waiting { request, completer, cost });
+        if !std::mem::replace(&mut state.is_busy, true) {
+            self.choose_when_all_wait();
+        }
         ticket
+    }
+
+    fn choose_when_all_wait(self: &Arc<Self>) {
+        let lane = Arc::clone(self);
+        self.clock.at(self.clock.now(), move || lane.choose());
+    }
+
+    /// Lets the next request occupy the lane for its time.
+    fn choose(self: &Arc<Self>) {
+        let mut state = self.lock();
+        let Some(next) = state.line.turn().and_then(VecDeque::pop_front) else {
+            state.is_busy = false;
+            return;
+        };
+        drop(state);
+        let lane = Arc::clone(self);
+        let Waiting { request, completer, cost } = next;
+        self.clock.at(self.clock.now() + cost, move || {
+            completer.complete(lane.upstream.submit(request).wait());
+            lane.choose_when_all_wait();
+        });
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -49,13 +106,17 @@ impl IoEngine for TimedLayer {
     pass_files_on!(upstream);
 
     fn submit(&self, request: Request) -> Ticket {
-        let time = self.occupy(request.kind, request.bytes());
-        self.at(time, move |upstream| upstream.submit(request))
+        let (lane, rate) = self.config.lane(request.kind);
+        let cost = Duration::from_secs_f64(request.bytes() as f64 / rate);
+        self.lanes[lane].enter(request, cost)
     }
 
     /// Takes no time: it covers completed writes only, and those have taken theirs.
     fn sync(&self, file: FileId) -> Ticket {
-        self.at(self.clock.now(), move |upstream| upstream.sync(file))
+        let (ticket, completer) = Ticket::new();
+        let upstream = Arc::clone(&self.upstream);
+        self.clock.at(self.clock.now(), move || completer.complete(upstream.sync(file).wait()));
+        ticket
     }
 }
 
@@ -63,7 +124,7 @@ impl IoEngine for TimedLayer {
 mod tests {
     use super::*;
     use crate::engine::{SimConfig, SimEngine};
-    use crate::{IoBuf, OpenMode};
+    use crate::{IoBuf, OpenMode, URGENT_IN_A_ROW_MAX, Urgency};
 
     const HOUR: Duration = Duration::from_secs(3600);
 
@@ -108,5 +169,26 @@ mod tests {
         drop(disk);
         tickets.into_iter().for_each(|ticket| drop(ticket.wait().unwrap()));
         assert_eq!(clock.now(), HOUR * 3);
+    }
+
+    /// Each takes an hour; the urgent ones are submitted when the first of the others has begun.
+    #[test]
+    fn urgent_requests_go_ahead_of_what_waits() {
+        let (clock, disk, file) = disk(true);
+        let read = |urgency| disk.submit(Request::read(file, 0, IoBuf::zeroed(100)).with_urgency(urgency));
+        let others: Vec<Ticket> = (0..3).map(|_| read(Urgency::Whenever)).collect();
+        clock.sleep(HOUR / 2);
+        let urgent: Vec<Ticket> = (0..URGENT_IN_A_ROW_MAX + 2).map(|_| read(Urgency::Soon)).collect();
+        let hour = |ticket: Ticket| {
+            ticket.wait().unwrap();
+            clock.now().as_secs() / 3600
+        };
+        let mut others = others.into_iter().map(hour);
+        let ahead = URGENT_IN_A_ROW_MAX as u64;
+        assert_eq!(others.next(), Some(1), "it was not interrupted");
+        let hours: Vec<u64> = urgent.into_iter().map(hour).collect();
+        assert_eq!(hours[..URGENT_IN_A_ROW_MAX], (2..2 + ahead).collect::<Vec<_>>());
+        assert_eq!(hours[URGENT_IN_A_ROW_MAX..], [ahead + 3, ahead + 4], "one of the others had its turn");
+        assert_eq!(others.next_back(), Some(ahead + 5));
     }
 }

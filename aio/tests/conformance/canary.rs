@@ -1,9 +1,10 @@
 //! Engines broken on purpose. If the suite lets one of them pass, the suite is broken.
 
 use crate::rig::{Rig, failures};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use terrace_aio::engine::{SimConfig, SimEngine};
-use terrace_aio::{FileId, IoBuf, IoEngine, OpKind, Request, Ticket};
+use terrace_aio::{Completer, FileId, IoBuf, IoEngine, OpKind, Request, Ticket, Urgency};
 
 /// What is wrong with an engine.
 #[derive(Debug, Clone, Copy)]
@@ -18,12 +19,19 @@ enum Flaw {
     ClobbersNeighbours,
     /// Errors are not reported.
     SwallowsErrors,
+    /// Urgent requests are like any other.
+    IgnoresUrgency,
+    /// Other requests beside several urgent ones are never begun.
+    Starves,
 }
 
 #[derive(Debug)]
 struct Broken {
     inner: SimEngine,
     flaw: Flaw,
+    /// Urgent requests that are not done.
+    urgent: Arc<AtomicUsize>,
+    starved: Mutex<Vec<Completer>>,
 }
 
 impl IoEngine for Broken {
@@ -65,6 +73,20 @@ impl IoEngine for Broken {
                     Err(_) => Ticket::ready(Ok(IoBuf::zeroed(len))),
                 };
             }
+            Flaw::IgnoresUrgency => request.urgency = Urgency::Whenever,
+            Flaw::Starves if request.urgency == Urgency::Soon => {
+                self.urgent.fetch_add(1, Ordering::SeqCst);
+                let urgent = Arc::clone(&self.urgent);
+                return self.inner.submit(request).observed(move |_| {
+                    urgent.fetch_sub(1, Ordering::SeqCst);
+                });
+            }
+            Flaw::Starves if self.urgent.load(Ordering::SeqCst) > 1 => {
+                let (ticket, completer) = Ticket::new();
+                self.starved.lock().unwrap().push(completer);
+                return ticket;
+            }
+            Flaw::Starves => {}
         }
         self.inner.submit(request)
     }
@@ -78,7 +100,10 @@ fn failures_of(flaw: Flaw) -> Vec<&'static str> {
     // Without delays, so that only the flaw can be the cause.
     let config =
         SimConfig { short_one_in: 0, interrupt_one_in: 0, delay_ticks_max: 0, ..SimConfig::default() };
-    failures(|| Rig::in_memory(Arc::new(Broken { inner: SimEngine::new(config.clone()), flaw })))
+    failures(|| {
+        let inner = SimEngine::new(config.clone());
+        Rig::in_memory(Arc::new(Broken { inner, flaw, urgent: Arc::default(), starved: Mutex::default() }))
+    })
 }
 
 #[test]
@@ -104,4 +129,15 @@ fn clobbered_neighbours_are_found() {
 #[test]
 fn swallowed_errors_are_found() {
     assert!(failures_of(Flaw::SwallowsErrors).contains(&"reading_past_the_end_names_the_range"));
+}
+
+#[test]
+fn ignored_urgency_is_found() {
+    assert_eq!(failures_of(Flaw::IgnoresUrgency), ["urgent_requests_go_ahead_of_what_waits"]);
+}
+
+#[test]
+fn starving_is_found() {
+    let case = "others_have_turns_beside_a_stream_of_urgent_requests";
+    assert_eq!(failures_of(Flaw::Starves), [case]);
 }

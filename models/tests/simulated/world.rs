@@ -202,7 +202,7 @@ impl Liar {
         if self.lie == Lie::WriteInFlight {
             let mut buf = IoBuf::zeroed(request.buf.len());
             buf.copy_from_slice(&request.buf);
-            let late = Request { kind: request.kind, buf, segments: request.segments.clone() };
+            let late = Request::new(request.kind, buf, request.segments.clone());
             let left = 1 + state.dice.below(Self::HELD_MAX);
             state.held.push((left, late));
         }

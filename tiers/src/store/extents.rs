@@ -6,7 +6,7 @@ use crate::pool::Lease;
 use crate::volume::Volume;
 use crate::{BlobKey, BlobKind, StoreSpec};
 use std::ops::Range;
-use terrace_aio::{FileId, OpKind};
+use terrace_aio::{FileId, OpKind, Urgency};
 
 /// The layout of a store over its files.
 #[derive(Debug)]
@@ -29,7 +29,7 @@ impl Extents {
         chunks: Range<usize>,
         generation: u64,
         sums: &[u64],
-        lease: Lease,
+        (lease, urgency): (Lease, Urgency),
     ) -> PendingRead {
         let mut checks = Vec::with_capacity(chunks.len());
         let mut start = 0;
@@ -42,7 +42,8 @@ impl Extents {
         assert_eq!(lease.len(), start, "the lease is as long as chunks {chunks:?} of {key:?}");
         let address = self.address(key, chunks.start, generation);
         let label = format!("{} of group {}", key.kind.words(), self.spec.groups[key.group].name);
-        let ticket = self.volume.engine.submit(self.volume.request(OpKind::Read, address, lease.into_io()));
+        let request = self.volume.request(OpKind::Read, address, lease.into_io()).with_urgency(urgency);
+        let ticket = self.volume.engine.submit(request);
         PendingRead::new(ticket, checks, &self.volume, label)
     }
 

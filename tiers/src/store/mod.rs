@@ -52,7 +52,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use terrace_aio::{FileId, IoEngine, IoError, OpKind, OpenMode, Ticket};
+use terrace_aio::{FileId, IoEngine, IoError, OpKind, OpenMode, Ticket, Urgency};
 pub(crate) use transfer::Check;
 pub use transfer::{Arrived, PendingRead, Sealed};
 pub use verify::{Damage, DamageCause, FilePart, Verification};
@@ -250,6 +250,25 @@ impl DiskStore {
         generation: Generation,
         lease: Lease,
     ) -> Result<PendingRead, TierError> {
+        self.read_as(Urgency::Whenever, key, chunks, generation, lease)
+    }
+
+    /// As [`read`](Self::read), with an urgency. It is not that of what the read depends on: a read of a chunk that is being written
+    /// waits for the write, however urgent it is itself ([`write_sealed_as`](Self::write_sealed_as)).
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    ///
+    /// # Panics
+    /// As [`read`](Self::read).
+    pub fn read_as(
+        &self,
+        urgency: Urgency,
+        key: BlobKey,
+        chunks: Range<usize>,
+        generation: Generation,
+        lease: Lease,
+    ) -> Result<PendingRead, TierError> {
         let versions = match generation {
             Generation::Live | Generation::Settled => self.lock(),
             Generation::Next | Generation::Newest => self.fenced(key)?,
@@ -281,7 +300,7 @@ impl DiskStore {
         };
         let sums: Vec<u64> = chunks.clone().map(sum).collect();
         drop(versions);
-        Ok(self.extents.read(key, chunks, generation_index, &sums, lease))
+        Ok(self.extents.read(key, chunks, generation_index, &sums, (lease, urgency)))
     }
 
     /// Starts writing one chunk of the next generation. The lease goes back to its pool when the write is done. The first one
@@ -304,6 +323,23 @@ impl DiskStore {
     /// # Panics
     /// As [`write`](Self::write).
     pub fn write_sealed(&self, key: BlobKey, chunk: usize, sealed: Sealed) -> Result<(), TierError> {
+        self.write_sealed_as(Urgency::Whenever, key, chunk, sealed)
+    }
+
+    /// As [`write_sealed`](Self::write_sealed), with an urgency: that of the read that will wait for it.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    ///
+    /// # Panics
+    /// As [`write`](Self::write).
+    pub fn write_sealed_as(
+        &self,
+        urgency: Urgency,
+        key: BlobKey,
+        chunk: usize,
+        sealed: Sealed,
+    ) -> Result<(), TierError> {
         let Sealed { lease, sum } = sealed;
         let Extents { spec, volume, .. } = &self.extents;
         let len = spec.chunk_bytes(key, chunk);
@@ -314,7 +350,7 @@ impl DiskStore {
             self.mark(&mut versions)?;
             self.extents.address(key, chunk, self.generation_index(&versions, Generation::Next))
         };
-        let request = volume.request(OpKind::Write, address, lease.into_io());
+        let request = volume.request(OpKind::Write, address, lease.into_io()).with_urgency(urgency);
         let ticket = volume.engine.submit(request).without_buffer();
         let entry = self.extents.entry(key, chunk);
         let mut versions = self.lock();

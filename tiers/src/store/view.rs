@@ -27,7 +27,7 @@ use crate::{BlobKey, StoreSpec, Striping, TierError};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use terrace_aio::{IoEngine, OpenMode};
+use terrace_aio::{IoEngine, OpenMode, Urgency};
 
 /// A store that is looked at. Others may look too; nobody can change it meanwhile.
 #[derive(Debug)]
@@ -228,7 +228,7 @@ impl StoreView {
     pub fn read(&self, commit: Commit, key: BlobKey, chunks: Range<usize>, lease: Lease) -> PendingRead {
         let slot = self.slot(commit).expect("only commits that are there are read");
         let sums: Vec<u64> = chunks.clone().map(|chunk| slot.table[self.extents.entry(key, chunk)]).collect();
-        self.extents.read(key, chunks, slot.live, &sums, lease)
+        self.extents.read(key, chunks, slot.live, &sums, (lease, Urgency::Whenever))
     }
 
     /// Makes the previous commit the last one, durably; gives its step. Of a state that has it already nothing is written.

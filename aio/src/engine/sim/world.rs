@@ -10,9 +10,10 @@ use crate::engine::progress::{Failure, Progress, Step};
 use crate::engine::split::{Alignment, Cursor, Piece, Route};
 use crate::engine::{FileId, OpenMode, Request, Segment};
 use crate::random::Random;
-use crate::{Completer, IoBuf, IoError, IoErrorKind};
+use crate::urgency::Line;
+use crate::{Completer, IoBuf, IoError, IoErrorKind, Urgency};
 use smallvec::SmallVec;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -35,7 +36,7 @@ pub(super) struct World {
     requests: BTreeMap<u64, Active>,
     next_request: u64,
     /// Requests with pieces that do not wait yet.
-    unissued: VecDeque<u64>,
+    unissued: Line<u64>,
     waiting: Vec<Op>,
     next_order: u64,
     clock: u64,
@@ -88,7 +89,7 @@ impl World {
             next_file: 0,
             requests: BTreeMap::new(),
             next_request: 0,
-            unissued: VecDeque::new(),
+            unissued: Line::with_capacity(0),
             waiting: Vec::new(),
             next_order: 0,
             clock: 0,
@@ -210,7 +211,7 @@ impl World {
     }
 
     pub fn transfer(&mut self, request: Request, completer: Completer) -> Vec<Finished> {
-        let Request { kind, buf, segments } = request;
+        let Request { kind, buf, segments, urgency } = request;
         let handles = check_segments(doing(Some(kind)), kind, buf.len(), &segments, |id| {
             self.open.get(&id).cloned().ok_or_else(|| unknown(doing(Some(kind)), id))
         })
@@ -225,7 +226,7 @@ impl World {
             return vec![Finished { completer, result: Ok(buf), parked: None }];
         }
         let paths = handles.into_iter().map(|handle| handle.path).collect();
-        self.admit(Some(kind), buf, segments, paths, completer);
+        self.admit(Some(kind), urgency, (buf, completer), segments, paths);
         Vec::new()
     }
 
@@ -250,17 +251,17 @@ impl World {
         }
         let paths = SmallVec::from_iter([handle.path.clone()]);
         let segments = SmallVec::from_iter([Segment { file, offset: 0, start: 0, len: 0 }]);
-        self.admit(None, IoBuf::empty(), segments, paths, completer);
+        self.admit(None, Urgency::default(), (IoBuf::empty(), completer), segments, paths);
         Vec::new()
     }
 
     fn admit(
         &mut self,
         kind: Option<OpKind>,
-        buf: IoBuf,
+        urgency: Urgency,
+        (buf, completer): (IoBuf, Completer),
         segments: SmallVec<[Segment; 4]>,
         paths: SmallVec<[PathBuf; 1]>,
-        completer: Completer,
     ) {
         let id = self.next_request;
         self.next_request += 1;
@@ -278,14 +279,15 @@ impl World {
             uncovered,
         };
         self.requests.insert(id, active);
-        self.unissued.push_back(id);
+        self.unissued.push(urgency, id);
         self.issue();
     }
 
-    /// Lets pieces of the oldest requests wait, up to the depth.
+    /// Lets pieces of the oldest requests wait, urgent ones first, up to the depth.
     fn issue(&mut self) {
         while self.waiting.len() < self.config.queue_depth.max(1) {
-            let Some(&id) = self.unissued.front() else { return };
+            let Some(queue) = self.unissued.turn() else { return };
+            let id = queue[0];
             let active = self.requests.get_mut(&id).expect("an unissued request is in flight");
             let sector = Alignment { offset: self.config.sector_bytes.max(1), memory: 1 };
             let alignments: SmallVec<[Alignment; 4]> = active.segments.iter().map(|_| sector).collect();
@@ -301,7 +303,7 @@ impl World {
             let progress =
                 active.kind.map(|kind| Progress::new(kind, piece.len, unit, self.config.transfer_bytes_max));
             if active.all_issued {
-                self.unissued.pop_front();
+                queue.pop_front();
             }
             let order = self.next_order;
             self.next_order += 1;

@@ -24,7 +24,7 @@ use super::port::Port;
 use super::ring::Wish;
 use super::{Link, Order};
 use crate::completions::Batch;
-use crate::{IoBuf, OpKind};
+use crate::{IoBuf, OpKind, Urgency};
 use io_uring::{opcode, squeue, types};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -55,14 +55,16 @@ pub(super) struct Driver {
     /// Where the kernel puts the eventfd's count.
     wake_count: Box<u64>,
     wake_is_armed: bool,
-    inbox: Receiver<Arc<Job>>,
-    inbox_is_closed: bool,
+    /// By urgency.
+    inboxes: [Receiver<Arc<Job>>; 2],
+    /// Both, which are closed together.
+    inboxes_are_closed: bool,
     jobs: Arc<JobPool>,
     lanes: Lanes,
     /// Whether each lane's device can be polled, as far as is known.
     polling: Vec<Polling>,
-    /// Requests admitted and not finished.
-    requests: usize,
+    /// Requests admitted and not finished, by urgency.
+    requests: [usize; 2],
     requests_max: usize,
     slots: Vec<Option<Op>>,
     free: Vec<usize>,
@@ -110,7 +112,7 @@ impl Driver {
         config: &EngineConfig,
         link: Arc<Link>,
         jobs: Arc<JobPool>,
-        inbox: Receiver<Arc<Job>>,
+        inboxes: [Receiver<Arc<Job>>; 2],
     ) -> io::Result<Self> {
         let depth = config.queue_depth;
         let entries = u32::try_from(depth + 1).map_err(io::Error::other)?;
@@ -123,12 +125,12 @@ impl Driver {
             link,
             wake_count: Box::new(0),
             wake_is_armed: false,
-            inbox,
-            inbox_is_closed: false,
+            inboxes,
+            inboxes_are_closed: false,
             jobs,
             lanes: Lanes::new(depth),
             polling: Vec::new(),
-            requests: 0,
+            requests: [0; 2],
             requests_max: (config.requests_max - config.requests_max / 2).max(1),
             slots: Vec::with_capacity(depth),
             free: Vec::with_capacity(depth),
@@ -147,7 +149,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// Moves requests until the channel is closed and everything is done.
+    /// Moves requests until the channels are closed and everything is done.
     pub fn run(mut self) {
         ask_for_short_slices();
         let reports = Batch::begin();
@@ -156,11 +158,11 @@ impl Driver {
             self.fill_slots();
             self.submit_pending();
             reports.wake();
-            if self.inbox_is_closed && self.requests == 0 {
+            if self.inboxes_are_closed && self.requests == [0; 2] {
                 // The wake read may still be armed, with its wake spent earlier: `drop` ends it.
                 return;
             }
-            if !self.lanes.is_full() && !self.inbox_is_closed {
+            if !self.lanes.is_full() && !self.inboxes_are_closed {
                 self.arm_wake();
                 self.link.wants_wake.store(true, Ordering::Relaxed);
                 fence(Ordering::SeqCst);
@@ -209,8 +211,8 @@ impl Driver {
         }
     }
 
-    /// Takes requests from the channel and starts pieces until every device is busy or the channel is empty. (Pieces of
-    /// a request that is over take no slot, so one round can leave room and the channel full.)
+    /// Takes requests from the channels and starts pieces until every device is busy or the channels are empty. (Pieces of
+    /// a request that is over take no slot, so one round can leave room and a channel full.)
     fn fill_slots(&mut self) {
         loop {
             let more = self.admit_more();
@@ -221,23 +223,29 @@ impl Driver {
         }
     }
 
-    /// Takes requests from the channel, no more than may be accepted: the rest wait in the channel and then in
+    /// Takes requests from the channels, no more than may be accepted: the rest wait in the channels and then in
     /// `submit`. Returns whether there were any.
     fn admit_more(&mut self) -> bool {
         let before = self.requests;
-        while !self.inbox_is_closed && self.requests < self.requests_max {
-            match self.inbox.try_recv() {
-                Ok(job) => {
-                    // What was ordered before the request was sent is carried out before it starts.
-                    self.carry_out_orders();
-                    self.requests += 1;
-                    self.lanes.admit(job);
+        let mut closed = 0;
+        for urgency in Urgency::ALL {
+            while self.requests[urgency as usize] < self.requests_max {
+                match self.inboxes[urgency as usize].try_recv() {
+                    Ok(job) => {
+                        // What was ordered before the request was sent is carried out before it starts.
+                        self.carry_out_orders();
+                        self.requests[urgency as usize] += 1;
+                        self.lanes.admit(job);
+                    }
+                    Err(error) => {
+                        closed += usize::from(error == TryRecvError::Disconnected);
+                        break;
+                    }
                 }
-                Err(TryRecvError::Empty) => break,
-                Err(TryRecvError::Disconnected) => self.inbox_is_closed = true,
             }
         }
-        self.requests > before
+        self.inboxes_are_closed = closed == self.inboxes.len();
+        self.requests != before
     }
 
     /// Gives pieces a slot while a device has room.
@@ -260,8 +268,9 @@ impl Driver {
 
     fn finish(&mut self, lane: usize, job: Arc<Job>, result: Result<(), crate::IoError>) {
         self.lanes.done(lane);
+        let urgency = job.urgency() as usize;
         if self.jobs.finish_piece(job, result) {
-            self.requests -= 1;
+            self.requests[urgency] -= 1;
         }
     }
 

@@ -73,7 +73,7 @@ pub fn bad_ranges_are_refused(rig: Rig) {
     ];
     for segments in bad {
         for kind in [OpKind::Read, OpKind::Write] {
-            let request = Request { kind, buf: rig.zeroed(100), segments: segments.into() };
+            let request = Request::new(kind, rig.zeroed(100), segments.into());
             assert_eq!(
                 rig.engine.submit(request).wait().unwrap_err().kind,
                 IoErrorKind::Invalid,
@@ -82,15 +82,15 @@ pub fn bad_ranges_are_refused(rig: Rig) {
         }
     }
     let overlapping = smallvec![segment(file, 0, 50, 50), segment(file, 4096, 0, 51)];
-    let request = Request { kind: OpKind::Read, buf: rig.zeroed(100), segments: overlapping.clone() };
+    let request = Request::new(OpKind::Read, rig.zeroed(100), overlapping.clone());
     assert_eq!(rig.engine.submit(request).wait().unwrap_err().kind, IoErrorKind::Invalid);
-    let request = Request { kind: OpKind::Write, buf: rig.zeroed(100), segments: overlapping };
+    let request = Request::new(OpKind::Write, rig.zeroed(100), overlapping);
     rig.engine.submit(request).wait().unwrap();
 }
 
 pub fn empty_requests_succeed(rig: Rig) {
     let file = rig.create("a", 10);
-    let none = Request { kind: OpKind::Read, buf: rig.zeroed(10), segments: smallvec![] };
+    let none = Request::new(OpKind::Read, rig.zeroed(10), smallvec![]);
     assert_eq!(rig.engine.submit(none).wait().unwrap().len(), 10);
     for offset in [0, 10, 1000] {
         assert_eq!(rig.engine.submit(Request::read(file, offset, IoBuf::empty())).wait().unwrap().len(), 0);

@@ -74,7 +74,7 @@ pub fn failed_reads_fail_alone(rig: Rig) {
         // One request, a part from each file.
         let at = |part: usize| ((i + part * 7) % COUNT * LEN) as u64;
         let segments = (0..3).map(|part| segment(files[part], at(part), part * LEN, LEN)).collect();
-        rig.engine.submit(Request { kind: OpKind::Read, buf: pool.buf(i), segments })
+        rig.engine.submit(Request::new(OpKind::Read, pool.buf(i), segments))
     };
     let tickets: Vec<Ticket> = (0..COUNT).map(submit).collect();
     for (i, ticket) in tickets.into_iter().enumerate() {
@@ -110,7 +110,7 @@ pub fn real_and_injected_errors_mix(rig: Rig) {
     rig.faults.as_ref().unwrap().fail_nth(Action::Read, 1, IoErrorKind::NoSpace);
     let read = |len: usize| {
         let segments = smallvec![segment(file, 10_000, 0, len)];
-        rig.engine.submit(Request { kind: OpKind::Read, buf: rig.zeroed(len), segments })
+        rig.engine.submit(Request::new(OpKind::Read, rig.zeroed(len), segments))
     };
     let tickets = [read(40_001), read(100), read(40_000)];
     let kinds = tickets.map(|ticket| ticket.wait().err().map(|error| error.kind));

@@ -7,6 +7,7 @@ mod errors;
 mod faults;
 mod lifetimes;
 mod transfers;
+mod urgency;
 
 use crate::rig::Rig;
 
@@ -47,6 +48,8 @@ pub const CASES: &[(&str, Case)] = cases![
     lifetimes::syncing_resolves_to_nothing,
     lifetimes::tickets_are_futures,
     lifetimes::observers_run_once_and_first,
+    urgency::urgent_requests_go_ahead_of_what_waits,
+    urgency::others_have_turns_beside_a_stream_of_urgent_requests,
 ];
 
 /// The cases for an engine under a layer that injects faults.

@@ -37,11 +37,11 @@ pub fn odd_memory_addresses(rig: Rig) {
         buf[start..start + bytes.len()].copy_from_slice(&bytes);
         let offset = 4096 * salt as u64 + salt as u64 % 3;
         let segments = smallvec![segment(file, offset, start, bytes.len())];
-        rig.engine.submit(Request { kind: OpKind::Write, buf, segments: segments.clone() }).wait().unwrap();
+        rig.engine.submit(Request::new(OpKind::Write, buf, segments.clone())).wait().unwrap();
         assert!(rig.read(file, offset, bytes.len()) == bytes, "written from start {start}");
         let mut buf = rig.zeroed(80_000);
         buf.fill(0xaa);
-        let buf = rig.engine.submit(Request { kind: OpKind::Read, buf, segments }).wait().unwrap();
+        let buf = rig.engine.submit(Request::new(OpKind::Read, buf, segments)).wait().unwrap();
         assert!(buf[start..start + bytes.len()] == bytes, "read to start {start}");
         let outside = buf[..start].iter().chain(&buf[start + bytes.len()..]);
         assert!(outside.copied().all(|byte| byte == 0xaa), "bytes outside the segment changed");
@@ -58,8 +58,8 @@ pub fn segments_over_several_files(rig: Rig) {
         segment(files[0], 20_000, 22_289, 0),
         segment(files[1], 30_001, 22_289, 7711),
     ];
-    let write = Request { kind: OpKind::Write, buf: rig.buf_of(&bytes), segments };
-    let read = Request { kind: OpKind::Read, buf: rig.zeroed(30_000), segments: write.segments.clone() };
+    let write = Request::new(OpKind::Write, rig.buf_of(&bytes), segments);
+    let read = Request::new(OpKind::Read, rig.zeroed(30_000), write.segments.clone());
     assert_eq!(write.bytes(), 30_000);
     let returned = rig.engine.submit(write).wait().unwrap();
     assert!(returned[..] == bytes[..], "a write gives its buffer back unchanged");
@@ -81,9 +81,9 @@ pub fn one_request_over_three_files_in_pieces(rig: Rig) {
     let place = |i: usize| (i * 7 % PIECES * LEN) as u64;
     let segments: smallvec::SmallVec<_> =
         (0..PIECES).map(|i| segment(files[i % 3], place(i), i * LEN, LEN)).collect();
-    let write = Request { kind: OpKind::Write, buf: rig.buf_of(&bytes), segments: segments.clone() };
+    let write = Request::new(OpKind::Write, rig.buf_of(&bytes), segments.clone());
     rig.engine.submit(write).wait().unwrap();
-    let read = Request { kind: OpKind::Read, buf: rig.zeroed(bytes.len()), segments };
+    let read = Request::new(OpKind::Read, rig.zeroed(bytes.len()), segments);
     assert!(rig.engine.submit(read).wait().unwrap()[..] == bytes[..]);
     for (which, file) in files.into_iter().enumerate() {
         let got = rig.read(file, 0, PIECES * LEN);
