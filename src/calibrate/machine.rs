@@ -52,6 +52,27 @@ pub fn cpu_name(cpuinfo: &str) -> Option<String> {
     Some(line.split_once(':')?.1.trim().into())
 }
 
+/// Bytes of the last cache before memory, as Linux tells of the first processor; `None` where it does not.
+pub fn last_cache_bytes() -> Option<usize> {
+    let sizes = std::fs::read_dir("/sys/devices/system/cpu/cpu0/cache").ok()?;
+    let sizes = sizes.filter_map(|index| std::fs::read_to_string(index.ok()?.path().join("size")).ok());
+    sizes.filter_map(|size| cache_bytes(&size)).max()
+}
+
+/// A size as Linux writes it: `32768K`.
+fn cache_bytes(text: &str) -> Option<usize> {
+    let text = text.trim();
+    let (number, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
+    let shift = match unit {
+        "" => 0,
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        _ => return None,
+    };
+    number.parse::<usize>().ok()?.checked_mul(1 << shift)
+}
+
 /// `2025-03-01T12:00:00Z`. The days of the Gregorian calendar after Howard Hinnant's `civil_from_days`.
 fn date(time: SystemTime) -> String {
     let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
@@ -70,6 +91,21 @@ fn date(time: SystemTime) -> String {
 mod tests {
     use super::*;
     use std::time::Duration;
+
+    #[test]
+    fn sizes_of_caches() {
+        for (text, bytes) in [
+            ("32768K\n", Some(32 << 20)),
+            ("512", Some(512)),
+            ("1M", Some(1 << 20)),
+            ("", None),
+            ("K", None),
+            ("12X", None),
+            ("99999999999999999999K", None),
+        ] {
+            assert_eq!(cache_bytes(text), bytes, "{text:?}");
+        }
+    }
 
     #[test]
     fn dates_of_the_calendar() {

@@ -3,6 +3,7 @@
 //! Each is the best of as many passes as fit into its time: a floor is made of what the machine can do, not of what it did while
 //! something else was running.
 
+use super::machine::last_cache_bytes;
 use super::profile::{Gemm, MemoryRates, OptimizerRate, Rates, TrainingRate};
 use half::bf16;
 use rayon::prelude::*;
@@ -97,6 +98,20 @@ impl Effort {
         file_bytes: 32 << 20,
         disk_seconds: 0.05,
     };
+}
+
+impl Effort {
+    /// The same with memory that caches do not hold: each of the two halves that [`memory`] goes through is twice the last of them.
+    /// No less than it has, and no more than [`FULL`](Self::FULL); where the cache is not known, what it has.
+    #[must_use]
+    pub fn beyond_caches(self) -> Self {
+        self.beyond(last_cache_bytes().unwrap_or(0))
+    }
+
+    fn beyond(self, cache_bytes: usize) -> Self {
+        let most = Self::FULL.memory_bytes.max(self.memory_bytes);
+        Self { memory_bytes: cache_bytes.saturating_mul(4).clamp(self.memory_bytes, most), ..self }
+    }
 }
 
 /// Something that could not be measured.
@@ -437,6 +452,15 @@ mod tests {
             assert!(found.parameters_per_core_second.is_some_and(|rate| rate > 1.0), "{found:?}");
         }
         assert!(checksums(&pool, TINY) > 1.0);
+    }
+
+    #[test]
+    fn memory_is_measured_beyond_the_caches() {
+        let bytes = |cache: usize| Effort::START.beyond(cache).memory_bytes;
+        let (start, full) = (Effort::START.memory_bytes, Effort::FULL.memory_bytes);
+        assert_eq!([bytes(0), bytes(1 << 20), bytes(32 << 20)], [start, start, 128 << 20]);
+        assert_eq!([bytes(1 << 30), bytes(usize::MAX)], [full, full]);
+        assert_eq!(Effort { memory_bytes: 1 << 30, ..Effort::START }.beyond(0).memory_bytes, 1 << 30);
     }
 
     #[test]

@@ -27,7 +27,7 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
     let placement = PlacementArgs { device: args.device, engine: args.engine, ..PlacementArgs::default() };
     let session = Session::open(&placement, &io, threads, false)?;
     let machine = Machine::here(session.threads, session.card().map(|(name, _)| name));
-    let effort = if args.quick { Effort::QUICK } else { Effort::FULL };
+    let effort = if args.quick { Effort::QUICK } else { Effort::FULL }.beyond_caches();
     let mut calibration = Calibration::new(machine, args.quick);
     let disk = match &args.disk[..] {
         [] => None,

@@ -86,7 +86,7 @@ pub fn of_engine(engine: &Engine, can: &Capabilities) -> Floor {
 
 /// The effort of a start, within a part of the memory that the run may take.
 fn effort(budget: u64) -> Effort {
-    let start = Effort::START;
+    let start = Effort::START.beyond_caches();
     let memory_bytes = start.memory_bytes.min((budget / BUDGET_ONE_IN) as usize).max(1 << 20);
     let layer = if budget < SMALL_BUDGET_BYTES {
         Layer { tokens: 64, hidden: 256, intermediate: 704 }
