@@ -123,3 +123,39 @@ fn weights_that_cannot_be_quantized() {
     std::fs::write(&path, &bytes).unwrap();
     continued(&bench, "int8").fails(1, &[name, "element 50 is inf", "int8", "--weights bf16"]);
 }
+
+/// What is named fits, and one more does not; nothing is named that would not do.
+#[test]
+fn a_refused_generation_says_what_would_do() {
+    let bench = Bench::with(&WIDE);
+    let prompts = bench.path("prompts.jsonl");
+    std::fs::write(&prompts, "{\"prompt_ids\": [1, 2, 3]}\n".repeat(8)).unwrap();
+    let run = |words: &[&str]| {
+        bench.generate("model").path("--prompts", &prompts).args(&["--ignore-eos"]).args(words)
+    };
+    let refusal = |words: &[&str]| run(words).fails(2, &["is too small", "Raise it to"]).stderr;
+    let advice = |text: &str| text.lines().find(|line| line.contains("Raise it to")).unwrap().to_owned();
+    let needs = |text: &str| -> u64 {
+        let words = text.split("needs at least ").nth(1).unwrap().split(".\n").next().unwrap();
+        words.parse::<terrace::config::ByteSize>().unwrap().0
+    };
+    let nothing = advice(&refusal(&["--host-memory", "1KiB", "--max-new-tokens", "60"]));
+    assert!(!nothing.contains(", or "), "nothing fits in a KiB: {nothing}");
+
+    let all = needs(&refusal(&["--host-memory", "1KiB", "--max-new-tokens", "60"]));
+    let budget = (all - all / 50).to_string();
+    let tight = ["--host-memory", &budget, "--max-new-tokens", "60"];
+    let said = advice(&refusal(&tight));
+    for part in ["use --offload disk with a --disk PATH", "use --weights int8"] {
+        assert!(said.contains(part), "{said}");
+    }
+    run(&tight).args(&["--weights", "int8"]).ok();
+    run(&tight).args(&["--offload", "disk"]).path("--disk", &bench.path("disk")).ok();
+    let lowered = |flag: &str| -> usize {
+        let value = said.split(&format!("{flag} to ")).nth(1).unwrap_or_else(|| panic!("{flag}: {said}"));
+        value.split([',', ' ']).next().unwrap().parse().unwrap()
+    };
+    let batch = lowered("--batch-size");
+    run(&tight).args(&["--batch-size", &batch.to_string()]).ok();
+    refusal(&[&tight[..], &["--batch-size", &(batch + 1).to_string()]].concat());
+}

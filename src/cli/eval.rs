@@ -1,6 +1,7 @@
 //! `terrace eval`: the mean negative log-likelihood of a data set.
 
 use super::args::EvalArgs;
+use super::frozen_knobs::{FrozenKnobs, Number};
 use super::generate::{Frozen, frozen_config};
 use super::inputs::{ModelFacts, open_data};
 use super::session::{self, Session};
@@ -29,17 +30,34 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     let batch = args.batch_size.get().min(data.len());
     run::micro_batch(batch, seq_len, false)?;
     let builder = TokenBatch::new(&model);
-    let limits =
-        BatchLimits { sequences: batch, length: seq_len, micro_batches: 1, cache_length: 0, cache_pages: 0 };
-    let config =
-        frozen_config(&args.placement, session::dtype(args.dtype.unwrap_or_default()), &session, limits);
+    let limits = |sequences: usize, length: usize| BatchLimits {
+        sequences,
+        length,
+        micro_batches: 1,
+        cache_length: 0,
+        cache_pages: 0,
+    };
+    let dtype = session::dtype(args.dtype.unwrap_or_default());
+    let config = frozen_config(&args.placement, dtype, &session, limits(batch, seq_len));
+    let numbers: [Number<'_>; 2] = [
+        ("--batch-size", batch, &|batch| limits(batch, seq_len)),
+        ("--seq-len", seq_len, &|seq_len| limits(batch, seq_len)),
+    ];
+    let knobs = FrozenKnobs {
+        backend: &session.backend,
+        model: &model,
+        weights: args.weights,
+        kv: None,
+        numbers: &numbers,
+    };
     let mut frozen = Frozen::open(
         config,
         &args.placement,
         profile.as_ref(),
         &session,
-        (&args.model, session::quant_format(args.weights)),
+        &args.model,
         &builder.blank(batch, seq_len),
+        knobs,
     )?;
     let mut total = Evaluation::default();
     for first in (0..data.len()).step_by(batch) {

@@ -2,7 +2,9 @@
 
 use super::args::{GenerateArgs, KvTier, Offload, PlacementArgs};
 use super::finetune::all_params;
+use super::frozen_knobs::{FrozenKnobs, Number};
 use super::inputs::ModelFacts;
+use super::knobs::advise;
 use super::session::{self, Session};
 use super::{checks, print_json, print_text};
 use crate::data::TextTokenizer;
@@ -12,7 +14,6 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Instant;
 use terrace_aio::profile::DiskProfile;
-use terrace_kernels::QuantFormat;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, TokenBatch};
 use terrace_tiers::{Tier, TierError};
 use terrace_zero::{
@@ -52,7 +53,6 @@ pub fn continue_prompts(
         return Err(CliError::Usage(message.into()));
     }
     checks::model(&args.model)?;
-    let weights = session::quant_format(args.weights);
     let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
     let facts = ModelFacts::read(&args.model)?;
     let profile = session::disk_profile(&args.placement, threads)?;
@@ -79,21 +79,33 @@ pub fn continue_prompts(
     let batch = args.batch_size.map_or(prompts.len(), NonZeroUsize::get).min(prompts.len());
     let builder = TokenBatch::new(&model.config);
     let stop = if args.ignore_eos { Vec::new() } else { stop_ids(&args.model)? };
-    let limits = BatchLimits {
+    let limits = |batch: usize, new_tokens: usize| BatchLimits {
         sequences: batch,
         length: longest,
         micro_batches: 1,
-        cache_length: positions,
-        cache_pages: most_pages(&prompts, batch, args.max_new_tokens.get()),
+        cache_length: longest + new_tokens,
+        cache_pages: most_pages(&prompts, batch, new_tokens),
     };
+    let new_tokens = args.max_new_tokens.get();
     let sample = builder.blank(batch, longest);
     let dtype = session::dtype(args.dtype.unwrap_or_default());
     let config = EngineConfig {
         kv_tier: session::kv_tier(args.kv),
-        ..frozen_config(&args.placement, dtype, &session, limits)
+        ..frozen_config(&args.placement, dtype, &session, limits(batch, new_tokens))
+    };
+    let numbers: [Number<'_>; 2] = [
+        ("--batch-size", batch, &|batch| limits(batch, new_tokens)),
+        ("--max-new-tokens", new_tokens, &|new_tokens| limits(batch, new_tokens)),
+    ];
+    let knobs = FrozenKnobs {
+        backend: &session.backend,
+        model: &model.config,
+        weights: args.weights,
+        kv: Some(args.kv),
+        numbers: &numbers,
     };
     let mut frozen =
-        Frozen::open(config, &args.placement, profile.as_ref(), &session, (&args.model, weights), &sample)?;
+        Frozen::open(config, &args.placement, profile.as_ref(), &session, &args.model, &sample, knobs)?;
     let vocab = model.config.vocab;
     let mut run = Run { engine: frozen.engine(), builder: &builder, args, stop: &stop, vocab };
     let ends = run.all(&prompts, batch)?;
@@ -266,9 +278,11 @@ impl Frozen {
         placement: &PlacementArgs,
         profile: Option<&DiskProfile>,
         session: &Session,
-        (folder, weights): (&std::path::Path, Option<QuantFormat>),
+        folder: &std::path::Path,
         sample: &MicroBatch,
+        knobs: FrozenKnobs<'_>,
     ) -> Result<Self, CliError> {
+        let weights = session::quant_format(knobs.weights);
         // A directory of its own per process, so that training state beside it is never touched.
         let own = |dir: &PathBuf| dir.join(format!("terrace-weights-{}", std::process::id()));
         let dirs: Vec<PathBuf> = placement.disk.iter().map(own).collect();
@@ -296,23 +310,32 @@ impl Frozen {
         if placement.offload.is_none() && session.on_card() {
             tries.push(Placement::Host);
         }
-        for (index, &place) in tries.iter().enumerate().filter(|_| !wants_disk) {
+        if wants_disk {
+            tries.clear();
+        }
+        let may_use_disk = wants_disk || (placement.offload.is_none() && !dirs.is_empty());
+        let places: Vec<Placement> =
+            tries.iter().copied().chain(may_use_disk.then_some(Placement::Disk)).collect();
+        let advised = |config: &EngineConfig, error| -> CliError {
+            advise(error, || knobs.alternatives(config, &places)).into()
+        };
+        for (index, &place) in tries.iter().enumerate() {
             config.placement = place;
-            let may_go_on = index + 1 < tries.len() || (placement.offload.is_none() && !dirs.is_empty());
+            let may_go_on = index + 1 < tries.len() || may_use_disk;
             match open(config.clone()) {
                 Ok(engine) => {
                     frozen.engine = Some(engine);
                     return Ok(frozen);
                 }
                 Err(EngineError::Tier(TierError::Plan(_))) if may_go_on => {}
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(advised(&config, error)),
             }
         }
         config.placement = Placement::Disk;
         config.disk_weights = session::disk_weights(profile, &dirs);
         config.disks.clone_from(&dirs);
         frozen.dirs = dirs;
-        frozen.engine = Some(open(config)?);
+        frozen.engine = Some(open(config.clone()).map_err(|error| advised(&config, error))?);
         Ok(frozen)
     }
 

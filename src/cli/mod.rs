@@ -9,6 +9,7 @@ pub mod eval;
 pub mod export;
 pub mod finetune;
 mod floor;
+mod frozen_knobs;
 pub mod generate;
 mod identity;
 pub mod inputs;
