@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use terrace_kernels::DType;
 use terrace_optimizer::{Algorithm, StateFormat, WeightType};
-use terrace_zero::{Engine, EngineConfig};
+use terrace_zero::{Engine, EngineConfig, Placement};
 
 /// A budget below which measuring takes the least memory that gives a figure.
 const SMALL_BUDGET_BYTES: u64 = 512 << 20;
@@ -125,7 +125,10 @@ fn host(
         }
         None => {
             calibration.gemm = host_gemm(session.threads, config.dtype, effort, 2)?;
-            calibration.checksum_bytes_per_core_second = Some(measure::checksums(&measure::pool(1)?, effort));
+            if config.placement == Placement::Disk {
+                let sums = measure::checksums(&measure::pool(1)?, effort);
+                calibration.checksum_bytes_per_core_second = Some(sums);
+            }
         }
     }
     Ok(())

@@ -2,16 +2,12 @@
 //! change, found by trying it. Only who is refused looks for it.
 
 use super::args::{KvTier, WeightFormat};
-use super::knobs::{any_of, largest_below};
+use super::knobs::{KV_TIERS, WEIGHT_FORMATS, any_of, first_after, largest_below};
 use super::pinned::name;
 use super::session;
 use terrace_models::{Model, ModelConfig, TokenBatch};
 use terrace_tiers::Tier;
 use terrace_zero::{Backend, BatchLimits, Engine, EngineConfig, Placement, PlanningRuns};
-
-/// Formats of weights and tiers of keys and values, from the largest in fast memory to the smallest.
-const FORMATS: [WeightFormat; 3] = [WeightFormat::Bf16, WeightFormat::Int8, WeightFormat::Int4];
-const KV_TIERS: [KvTier; 3] = [KvTier::Device, KvTier::Host, KvTier::Disk];
 
 /// A flag with a number, what it is now, and what a batch is with another.
 pub(super) type Number<'a> = (&'static str, usize, &'a dyn Fn(usize) -> BatchLimits);
@@ -49,12 +45,12 @@ impl FrozenKnobs<'_> {
         if let Some((place, words)) = other.find(|(place, _)| self.fits(&wanted, *place)) {
             found.push(format!("{words}{}", if place == Placement::Disk { on_disk } else { "" }));
         }
-        let mut smaller = FORMATS.into_iter().skip_while(|format| *format != self.weights).skip(1);
-        let weights = smaller.find(|&weights| with(&|wanted| wanted.weights = weights));
+        let weights =
+            first_after(WEIGHT_FORMATS, self.weights, |weights| with(&|wanted| wanted.weights = weights));
         found.extend(weights.map(|format| format!("use --weights {}", name(format))));
         if let Some(now) = self.kv {
-            let mut lower = KV_TIERS.into_iter().skip_while(|tier| *tier != now).skip(1);
-            let tier = lower.find(|&tier| with(&|wanted| wanted.config.kv_tier = session::kv_tier(tier)));
+            let fits = |tier| with(&|wanted| wanted.config.kv_tier = session::kv_tier(tier));
+            let tier = first_after(KV_TIERS, now, fits);
             found.extend(tier.map(|tier| {
                 format!("use --kv {}{}", name(tier), if tier == KvTier::Disk { on_disk } else { "" })
             }));

@@ -4,6 +4,7 @@
 //! A refusal says what the smallest plan needs of a budget. Whether another batch, length, format or place would do instead only
 //! plans can tell. Each knob is turned alone, those that are numbers by halves, and only what helps is named.
 
+use super::args::{KvTier, WeightFormat};
 use terrace_kernels::DType;
 use terrace_models::{ModelConfig, TokenBatch, build};
 use terrace_optimizer::StateFormat;
@@ -13,6 +14,10 @@ use terrace_zero::{Accumulation, Backend, Engine, EngineConfig, EngineError, Pla
 /// State formats, from the largest to the smallest.
 const FORMATS: [StateFormat; 4] =
     [StateFormat::Fp32, StateFormat::Split, StateFormat::Bf16, StateFormat::Compact];
+
+/// Formats of weights, and tiers of keys and values, from what takes most of fast memory to what takes least.
+pub const WEIGHT_FORMATS: [WeightFormat; 3] = [WeightFormat::Bf16, WeightFormat::Int8, WeightFormat::Int4];
+pub const KV_TIERS: [KvTier; 3] = [KvTier::Device, KvTier::Host, KvTier::Disk];
 
 /// What does not fit.
 pub struct Knobs<'a> {
@@ -78,15 +83,14 @@ impl Knobs<'_> {
         if self.config.dtype != DType::BF16 {
             return None;
         }
-        let smaller = FORMATS.into_iter().skip_while(|&format| format != now).skip(1);
-        let fits = |&state: &StateFormat| {
+        let fits = |state: StateFormat| {
             self.fits(&|config| {
                 if let Some(training) = &mut config.training {
                     training.state = state;
                 }
             })
         };
-        smaller.into_iter().find(fits).map(|state| format!("use --state {state}"))
+        first_after(FORMATS, now, fits).map(|state| format!("use --state {state}"))
     }
 
     /// The largest value of a number, below the one that does not fit, that does.
@@ -141,6 +145,15 @@ pub fn largest_below(mut too_much: usize, fits: impl Fn(usize) -> bool) -> Optio
         }
     }
     Some(fitting)
+}
+
+/// The first of `values` after `now` that fits.
+pub fn first_after<T: Copy + PartialEq, const N: usize>(
+    values: [T; N],
+    now: T,
+    fits: impl Fn(T) -> bool,
+) -> Option<T> {
+    values.into_iter().skip_while(|value| *value != now).skip(1).find(|value| fits(*value))
 }
 
 /// Words for changes of which each does: those that are values of flags, and the numbers to lower.

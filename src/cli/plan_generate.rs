@@ -4,7 +4,7 @@
 
 use super::args::{KvTier, Offload, WeightFormat};
 use super::floor::time;
-use super::knobs::{advise, any_of, largest_below};
+use super::knobs::{KV_TIERS, WEIGHT_FORMATS, advise, any_of, first_after, largest_below};
 use super::pinned::{ModelShape, Term, Totals, name};
 use super::placement::PlacedGroups;
 use super::plan::{Planning, exponent, first_best, rows};
@@ -20,9 +20,6 @@ use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, Outlook, Plan
 
 /// What the number of prompts is multiplied with in the table of choices.
 const BATCHES: [usize; 3] = [1, 4, 16];
-
-/// Formats of weights, from the largest to the smallest.
-const FORMATS: [WeightFormat; 3] = [WeightFormat::Bf16, WeightFormat::Int8, WeightFormat::Int4];
 
 /// Of the table of choices.
 const HEADER: &str = "weights  offload  batch        host      device        disk    a token      tok/s";
@@ -154,12 +151,10 @@ fn alternatives(planning: &Planning<'_>, wanted: Wanted) -> Vec<String> {
     let mut places = [Offload::Host, Offload::Disk].into_iter().filter(|place| *place != offload);
     let place = places.find(|&offload| fits(with(Choice { offload, ..wanted.choice })));
     found.extend(place.map(|place| format!("use --offload {}", name(place))));
-    let mut smaller = FORMATS.into_iter().skip_while(|format| *format != weights).skip(1);
-    let weights = smaller.find(|&weights| fits(with(Choice { weights, ..wanted.choice })));
+    let weights =
+        first_after(WEIGHT_FORMATS, weights, |weights| fits(with(Choice { weights, ..wanted.choice })));
     found.extend(weights.map(|format| format!("use --weights {}", name(format))));
-    let tiers = [KvTier::Device, KvTier::Host, KvTier::Disk];
-    let mut lower = tiers.into_iter().skip_while(|tier| *tier != wanted.kv).skip(1);
-    let kv = lower.find(|&kv| fits(Wanted { kv, ..wanted }));
+    let kv = first_after(KV_TIERS, wanted.kv, |kv| fits(Wanted { kv, ..wanted }));
     found.extend(kv.map(|tier| format!("use --kv {}", name(tier))));
     let batch = largest_below(batch, |batch| fits(with(Choice { batch, ..wanted.choice })));
     let length = largest_below(wanted.length, |length| fits(Wanted { length, ..wanted }));
@@ -171,7 +166,7 @@ fn alternatives(planning: &Planning<'_>, wanted: Wanted) -> Vec<String> {
 
 fn choices(planning: &Planning<'_>, chosen: Choice, wanted: impl Fn(Choice) -> Wanted) -> Choices {
     let mut found = Vec::new();
-    for weights in FORMATS {
+    for weights in WEIGHT_FORMATS {
         for offload in planning.places(chosen.offload) {
             for batch in BATCHES {
                 let choice = Choice { weights, offload, batch: batch * chosen.batch };
