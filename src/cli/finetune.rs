@@ -387,7 +387,7 @@ impl Trainer<'_> {
     /// Waits for the save that is being written, if there is one.
     fn finish_save(&mut self) -> Result<(), CliError> {
         let Some(saving) = self.saving.take() else { return Ok(()) };
-        saving.finish(self.run, &mut self.progress, &mut self.summary)
+        saving.finish(&mut self.engine, self.run, &mut self.progress, &mut self.summary)
     }
 
     fn micro_batches(&self, samples: &[crate::data::Sample]) -> Result<Vec<MicroBatch>, CliError> {

@@ -51,13 +51,16 @@ impl Saving {
     /// Waits for its end, says so, and removes saves that are too many.
     pub(super) fn finish(
         self,
+        engine: &mut Engine,
         run: &TrainConfig,
         progress: &mut Progress,
         summary: &mut Summary,
     ) -> Result<(), CliError> {
         let Self { step, folder, export, began, waited } = self;
         let waiting = Instant::now();
-        let Some(written) = export.wait() else {
+        let written = export.wait();
+        engine.finish_save()?;
+        let Some(written) = written else {
             let folder = folder.display();
             return Err(CliError::Failed(format!(
                 "{folder} was not written: its step was never committed, or no thread could be started for it. What was committed last can be \

@@ -3,7 +3,7 @@
 use crate::cache::{exclusive, read_state, write_state};
 use crate::device_state::DeviceState;
 use crate::engine::Engine;
-use crate::state::{StateHome, locked};
+use crate::state::StateHome;
 use crate::{EngineError, Result, WeightSource};
 use half::{bf16, f16};
 use terrace_kernels::DType;
@@ -80,8 +80,8 @@ pub(crate) fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec
                 let key = BlobKey { group, kind: engine.kinds.blobs[index].kind };
                 stored.store.write(key, chunk, lease)?;
             }
-            StateHome::Resident(groups) if state.is_none() => {
-                exclusive(&mut locked(&groups[group])[index])[range].copy_from_slice(&lease);
+            StateHome::Resident(resident) if state.is_none() => {
+                exclusive(&mut resident.change(group)[index])[range].copy_from_slice(&lease);
             }
             StateHome::Resident(_) => {}
         }
@@ -195,14 +195,14 @@ fn differences(stored: &str, given: &str) -> String {
 
 /// Fills resident state from a store.
 pub(crate) fn load_resident(engine: &Engine, store: &DiskStore) -> Result {
-    let StateHome::Resident(groups) = &engine.home else { return Ok(()) };
+    let StateHome::Resident(resident) = &engine.home else { return Ok(()) };
     let all = engine.kinds.all();
-    for (group, blobs) in groups.iter().enumerate() {
+    for group in 0..resident.groups() {
         if engine.state_on_device(group).is_some() {
             continue;
         }
         read_state(store, &engine.kinds, &engine.update_slots, group, &all, |kind, range, lease| {
-            exclusive(&mut locked(blobs)[kind])[range].copy_from_slice(&lease);
+            exclusive(&mut resident.change(group)[kind])[range].copy_from_slice(&lease);
             Ok(())
         })?;
     }
@@ -210,42 +210,8 @@ pub(crate) fn load_resident(engine: &Engine, store: &DiskStore) -> Result {
 }
 
 impl Engine {
-    /// Makes the current step durable. State on disk is [flushed](Self::flush) and, if it waits for a save, committed; resident
-    /// state is written to the configured directories, out of place, so that the previous save survives a crash during this one;
-    /// not so where it is [kept once](crate::Durability::None).
-    ///
-    /// # Errors
-    /// There is no directory, or it cannot be written. The previous save is then intact, unless the state is kept once, and saving
-    /// may be tried again.
-    pub fn save(&mut self) -> Result {
-        self.flush()?;
-        if self.home.disk().is_some() {
-            return self.commit_unsaved();
-        }
-        if self.config.disks.is_empty() {
-            return Err(EngineError::Config(
-                "saving needs a directory for the state: give --disk PATH".into(),
-            ));
-        }
-        let spec = &self.plan.spec;
-        if self.saved.is_none() {
-            let striping = self.config.striping()?;
-            self.saved = Some(DiskStore::create(&self.backend.io, &striping, spec.clone())?);
-        }
-        let result = self.write_resident();
-        if let (Err(_), Some(store), true) = (&result, &self.saved, self.config.keeps_once()) {
-            // All of it is in memory: the next save writes it anew.
-            store.abandon();
-        } else if result.is_err() {
-            // What the failed save left in flight must not meet a second one: close, then look which step is live.
-            self.saved = None;
-            self.saved = DiskStore::open(&self.backend.io, &self.config.disks).ok();
-        }
-        result
-    }
-
     /// Commits the steps since the last save.
-    fn commit_unsaved(&mut self) -> Result {
+    pub(crate) fn commit_unsaved(&mut self) -> Result {
         let (Some(unsaved), Some(stored)) = (self.unsaved.take(), self.home.stored()) else { return Ok(()) };
         let store = &stored.store;
         let result = if unsaved.changed {
@@ -264,7 +230,7 @@ impl Engine {
     }
 
     /// Starts writing all state that is on the device.
-    fn write_from_device(&self, store: &DiskStore) -> Result {
+    pub(crate) fn write_from_device(&self, store: &DiskStore) -> Result {
         let Some(state) = &self.device_state else { return Ok(()) };
         let all = self.kinds.all();
         for group in state.groups() {
@@ -304,23 +270,5 @@ impl Engine {
             })?;
         }
         Ok(())
-    }
-
-    fn write_resident(&self) -> Result {
-        let StateHome::Resident(groups) = &self.home else { return Ok(()) };
-        let store = self.saved.as_ref().expect("`save` opened it");
-        let all = self.kinds.all();
-        for (group, blobs) in groups.iter().enumerate() {
-            if self.state_on_device(group).is_some() {
-                continue;
-            }
-            write_state(store, &self.kinds, &self.update_slots, group, &all, |kind, range, mut lease| {
-                lease.copy_from_slice(&locked(blobs)[kind][range]);
-                Ok(lease)
-            })?;
-        }
-        self.write_from_device(store)?;
-        let words = self.loss_scale.map_or_else(Vec::new, |scale| scale.words(&[]));
-        Ok(store.commit(self.step, &words)?)
     }
 }

@@ -14,8 +14,9 @@ use crate::overlap::Pending;
 use crate::plan::{EnginePlan, GroupPlacement, Placer, Planner, PlanningRuns};
 use crate::rounds::Rounds;
 use crate::runs::Runs;
+use crate::saving::Saving;
 use crate::scale::{self, LossScale};
-use crate::state::{StateHome, StateKinds, Stored, needs_disk};
+use crate::state::{Resident, StateHome, StateKinds, Stored, needs_disk};
 use crate::turns::Turns;
 use crate::update::UpdateSlots;
 use crate::work::{StepWork, step_work};
@@ -62,7 +63,7 @@ pub struct Engine {
     pub(crate) signals: Signals,
     /// Held by the key/value cache while there is one.
     pub(crate) cache_alive: Arc<()>,
-    pub(crate) update_slots: UpdateSlots,
+    pub(crate) update_slots: Arc<UpdateSlots>,
     pub(crate) pool: rayon::ThreadPool,
     pub(crate) step: u64,
     /// The loss scale of the next step.
@@ -74,7 +75,9 @@ pub struct Engine {
     /// What a save commits, if state on disk waits for one.
     pub(crate) unsaved: Option<Unsaved>,
     /// Where resident state is saved; opened at the first save.
-    pub(crate) saved: Option<DiskStore>,
+    pub(crate) saved: Option<Arc<DiskStore>>,
+    /// The save that is being written there.
+    pub(crate) saving: Option<Saving>,
 }
 
 /// Steps that no save has committed yet.
@@ -208,7 +211,7 @@ impl Engine {
         let mut engine = Self::assemble(parts, backend, home)?;
         engine.step = step;
         checkpoint::load_resident(&engine, &store)?;
-        engine.saved = Some(store);
+        engine.saved = Some(Arc::new(store));
         Ok(engine)
     }
 
@@ -224,7 +227,7 @@ impl Engine {
 
     /// What was damaged in the state that the engine was resumed from, and what is used in its place.
     pub fn recoveries(&self) -> &[Recovery] {
-        let store = self.home.disk().or(self.saved.as_ref());
+        let store = self.home.disk().or(self.saved.as_deref());
         store.map_or(&[], DiskStore::recoveries)
     }
 
@@ -295,10 +298,8 @@ impl Engine {
         let lane = Lane::new(&backend, windows.arena_bytes, windows.signals_stay, copies)?;
         let on_disk = home.disk().is_some();
         let slot_io = on_disk.then_some(&backend.io);
-        let weight_slots = match slot_io {
-            Some(_) => Some(SlotClasses::new(&windows.classes, network.groups.len(), &backend)?),
-            None => None,
-        };
+        let slot_classes = |_| SlotClasses::new(&windows.classes, network.groups.len(), &backend);
+        let weight_slots = slot_io.map(slot_classes).transpose()?;
         let device_weights = DeviceWeights::new(&backend, &network, windows.device_room)?;
         let device_state = DeviceState::new(&backend, &network, &kinds, windows.device_room)?;
         let spills = windows.gradients_on_disk || windows.activations_on_disk;
@@ -372,7 +373,7 @@ impl Engine {
             sums,
             signals,
             cache_alive: Arc::default(),
-            update_slots,
+            update_slots: Arc::new(update_slots),
             pool,
             step: 0,
             loss_scale,
@@ -380,6 +381,7 @@ impl Engine {
             unclipped: 0,
             unsaved: None,
             saved: None,
+            saving: None,
         })
     }
 
@@ -391,7 +393,7 @@ impl Engine {
     /// The step that a process which ended now would go back to; `None` if nothing is on disk, or what is there is being
     /// overwritten. It may be one less than [`step`](Self::step), whose update goes on in the next, or that of the last save.
     pub fn durable_step(&self) -> Option<u64> {
-        let store = self.home.disk().or(self.saved.as_ref()).filter(|store| !store.is_changing());
+        let store = self.home.disk().or(self.saved.as_deref()).filter(|store| !store.is_changing());
         store.map(|store| store.committed().step)
     }
 
@@ -448,7 +450,7 @@ impl Engine {
     pub fn remove_state(mut self) -> Result {
         self.pending = None;
         self.ahead = Ahead::default();
-        match std::mem::replace(&mut self.home, StateHome::Resident(Vec::new())) {
+        match std::mem::replace(&mut self.home, StateHome::Resident(Resident::default())) {
             StateHome::Disk(stored) => {
                 Arc::into_inner(stored.store).map_or(Ok(()), |store| Ok(store.remove()?))
             }

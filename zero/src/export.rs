@@ -61,40 +61,49 @@ impl Engine {
 
     /// Gives the weights of the last step to `export` on a thread of its own, while the next steps go on. It begins when that step is
     /// committed, which may be during the next one; the commit of the step after it waits for `export`. Where only saves commit,
-    /// this is a [save](Self::save). Where nothing but memory, or a single place on disk, has the weights, this saves and exports at once.
+    /// this is a [save](Self::save). State in memory is saved beside the next steps first: an update waits where it would change
+    /// what is not copied yet. State on disk that is kept once is saved and exported at once.
     ///
     /// # Errors
-    /// As [`save`](Self::save) and [`weights`](Self::weights).
+    /// As [`save`](Self::save) and [`weights`](Self::weights); what goes wrong later with a save of state in memory is said by
+    /// [`finish_save`](Self::finish_save), and the export is given up.
     pub fn export_beside<T: Send + 'static>(
         &mut self,
         export: impl FnOnce(&mut dyn WeightReader) -> T + Send + 'static,
     ) -> Result<Exporting<T>> {
         let (sender, exporting) = Exporting::new();
-        if self.home.disk().is_none() || self.config.keeps_once() {
+        let on_disk = self.home.disk().is_some();
+        if on_disk && self.config.keeps_once() {
             self.save()?;
             let result = export(&mut self.weights()?);
             sender.send(result).expect("this function has the receiver");
             return Ok(exporting);
         }
-        if self.config.commits_at_saves() {
+        if on_disk && self.config.commits_at_saves() {
             self.save()?;
         }
         let map = self.weight_map()?;
         let buffer = Pool::new("exported weights", 1, map.chunk_bytes)?;
         let run = move |source: Held| {
             let mut reader = Reader { map, cached: None, source: Shelf { held: source, buffer } };
+            let result = export(&mut reader);
+            // Who hears of it finds the store let go of.
+            drop(reader);
             // Whether anybody still wants to know is not this thread's matter.
-            let _ = sender.send(export(&mut reader));
+            let _ = sender.send(result);
         };
         let start: AfterCommit = Box::new(move |store| {
             let Ok(held) = store.hold() else { return };
             // Without a thread `run` is dropped, which tells who waits for it.
             let _ = std::thread::Builder::new().name("terrace-export".into()).spawn(move || run(held));
         });
-        let stored = self.home.stored().expect("state is on disk");
-        match self.pending {
-            Some(_) => stored.after_commit().push(start),
-            None => start(&stored.store),
+        match (self.home.stored(), &self.pending) {
+            (Some(stored), Some(_)) => stored.after_commit().push(start),
+            (Some(stored), None) => start(&stored.store),
+            (None, _) => {
+                self.flush()?;
+                self.begin_save(Some(start))?;
+            }
         }
         Ok(exporting)
     }

@@ -36,6 +36,7 @@ mod quantize;
 mod ranks;
 mod rounds;
 mod runs;
+mod saving;
 mod scale;
 mod schedule;
 mod source;

@@ -143,7 +143,7 @@ impl Gate {
 }
 
 /// Ends a gate's waiting, also when its thread panics.
-struct Ending<'a>(&'a Gate);
+pub(crate) struct Ending<'a>(pub(crate) &'a Gate);
 
 impl Drop for Ending<'_> {
     fn drop(&mut self) {

@@ -4,6 +4,7 @@ use crate::cache::StateCache;
 use crate::device_weights::DeviceRoom;
 use crate::export::AfterCommit;
 use crate::network::Network;
+use crate::overlap::Gate;
 use crate::{EngineConfig, EngineError, Placement, Result};
 use std::fmt;
 use std::ops::Range;
@@ -19,7 +20,7 @@ use terrace_tiers::{
 pub(crate) const KINDS_MAX: usize = 4;
 
 /// The kinds of state, in the order in which the optimizer takes them.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct StateKinds {
     pub(crate) blobs: Vec<BlobSpec>,
     /// Index of the weights among them.
@@ -31,11 +32,20 @@ pub(crate) struct StateKinds {
 /// The state between uses.
 #[derive(Debug)]
 pub(crate) enum StateHome {
-    /// The blobs of every kind of each group, in host memory; none of a group whose state is on the device.
-    Resident(Vec<Mutex<Vec<Arc<HostBlob>>>>),
+    /// In host memory, but for groups whose state is on the device.
+    Resident(Resident),
     /// In a store; only windows of it are in memory, and copies of a part. That of a group whose state is on the device comes there
     /// with a save alone.
     Disk(Box<Stored>),
+}
+
+/// State in host memory.
+#[derive(Debug, Default)]
+pub(crate) struct Resident {
+    /// The blobs of every kind of each group; none of a group whose state is on the device.
+    groups: Vec<Mutex<Vec<Arc<HostBlob>>>>,
+    /// How far the last save has come.
+    saved: Mutex<Option<Arc<Gate>>>,
 }
 
 /// State on disk.
@@ -47,6 +57,32 @@ pub(crate) struct Stored {
     pub(crate) outdated: bool,
     /// Saves alone commit: copies are not written before, and what is not copied may be overwritten.
     pub(crate) saves: bool,
+}
+
+impl Resident {
+    pub(crate) fn groups(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// A group's state, to be read.
+    pub(crate) fn lock(&self, group: usize) -> MutexGuard<'_, Vec<Arc<HostBlob>>> {
+        self.groups[group].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A group's state, to be changed: waits until a save under way has copied it.
+    pub(crate) fn change(&self, group: usize) -> MutexGuard<'_, Vec<Arc<HostBlob>>> {
+        let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(gate) = saved {
+            // A save that failed shares nothing any more, either.
+            gate.wait(group);
+        }
+        self.lock(group)
+    }
+
+    /// A save began; `gate` says how far it is.
+    pub(crate) fn saved_by(&self, gate: Arc<Gate>) {
+        *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = Some(gate);
+    }
 }
 
 impl Stored {
@@ -170,14 +206,15 @@ impl StateHome {
             });
             blobs.collect::<std::result::Result<Vec<_>, TierError>>().map(Mutex::new)
         });
-        Ok(Self::Resident(groups.collect::<std::result::Result<Vec<_>, _>>()?))
+        let groups = groups.collect::<std::result::Result<Vec<_>, _>>()?;
+        Ok(Self::Resident(Resident { groups, saved: Mutex::default() }))
     }
 
     /// The weights of a group, if they are in host memory.
     pub(crate) fn resident_weights(&self, group: usize, kinds: &StateKinds) -> Option<SharedBytes> {
         match self {
-            Self::Resident(groups) => {
-                locked(&groups[group]).get(kinds.weight).map(|blob| SharedBytes::Blob(Arc::clone(blob)))
+            Self::Resident(resident) => {
+                resident.lock(group).get(kinds.weight).map(|blob| SharedBytes::Blob(Arc::clone(blob)))
             }
             Self::Disk(stored) => stored.cache.weights(group, kinds),
         }
@@ -207,11 +244,6 @@ impl fmt::Debug for Stored {
             .field("cache", &self.cache)
             .finish_non_exhaustive()
     }
-}
-
-/// A group's resident state.
-pub(crate) fn locked(blobs: &Mutex<Vec<Arc<HostBlob>>>) -> MutexGuard<'_, Vec<Arc<HostBlob>>> {
-    blobs.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The layout of the state on disk.

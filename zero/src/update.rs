@@ -15,7 +15,7 @@ use crate::cache::{Caching, exclusive};
 use crate::gradients::{Arriving, GradientPark, Landed};
 use crate::overlap::Gate;
 use crate::runs::Runs;
-use crate::state::{KINDS_MAX, StateHome, StateKinds, Stored, locked};
+use crate::state::{KINDS_MAX, StateHome, StateKinds, Stored};
 use crate::timeline::{Resource, Timeline};
 use crate::turns::ChunkMemory;
 use crate::{EngineError, Result};
@@ -239,16 +239,21 @@ impl Updater<'_> {
         chunks: impl Iterator<Item = ChunkAt>,
     ) -> Result<Duration> {
         match home {
-            StateHome::Resident(blobs) => {
+            StateHome::Resident(resident) => {
+                let mut stalled = Duration::ZERO;
                 for (group, chunk) in chunks {
+                    let waiting = Instant::now();
+                    let mut state = resident.change(group);
                     let began = Instant::now();
-                    self.update_resident(&mut locked(&blobs[group]), park, group, chunk)?;
+                    stalled += began - waiting;
+                    self.update_resident(&mut state, park, group, chunk)?;
+                    drop(state);
                     self.note(Resource::Update, began, &(group, chunk));
                     if let Some(gate) = self.gate.filter(|_| chunk + 1 == self.spec.chunks(group)) {
                         gate.open_up_to(group + 1);
                     }
                 }
-                Ok(Duration::ZERO)
+                Ok(stalled)
             }
             StateHome::Disk(stored) => self.stream(stored, park, &mut Items::Known(chunks.collect())),
         }

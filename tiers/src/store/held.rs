@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Keeps the last commit from being overwritten until it is dropped: the next generation may be written meanwhile, but its commit
-/// waits.
+/// waits. Where there is but one generation, its first write waits.
 #[derive(Debug)]
 pub struct Held {
     store: Arc<DiskStore>,
@@ -18,14 +18,14 @@ impl DiskStore {
     /// Holds the last commit. Not to be called while another thread commits.
     ///
     /// # Errors
-    /// A commit failed, so that it is not known which is the last.
-    ///
-    /// # Panics
-    /// If there is but one generation, which the next write overwrites.
+    /// A commit failed, so that it is not known which is the last, or the only generation is being overwritten.
     pub fn hold(self: &Arc<Self>) -> Result<Held, TierError> {
-        assert!(self.extents.spec.generations > 1, "what is kept once cannot be held");
         let mut versions = self.lock();
         self.require_certain(&versions)?;
+        if versions.is_changing {
+            drop(versions);
+            return Err(self.changing());
+        }
         versions.held += 1;
         Ok(Held { store: Arc::clone(self), committed: versions.committed.clone() })
     }

@@ -216,6 +216,12 @@ impl DiskStore {
         self.lock().committed.clone()
     }
 
+    /// Whether a commit failed in a way that leaves open which is the last: this store takes no more writes, and opening it anew
+    /// finds out.
+    pub fn is_uncertain(&self) -> bool {
+        self.lock().is_uncertain
+    }
+
     /// Whether the last commit is no longer there, since its only generation is being overwritten.
     pub fn is_changing(&self) -> bool {
         self.lock().is_changing
@@ -345,7 +351,7 @@ impl DiskStore {
         let len = spec.chunk_bytes(key, chunk);
         assert_eq!(lease.len(), len, "the lease is as long as chunk {chunk} of {key:?}");
         let address = {
-            let mut versions = self.lock();
+            let mut versions = self.when_not_held(self.lock());
             self.require_certain(&versions)?;
             self.mark(&mut versions)?;
             self.extents.address(key, chunk, self.generation_index(&versions, Generation::Next))
@@ -365,6 +371,13 @@ impl DiskStore {
             Ok(()) => Ok(()),
             Err(error) => Err(next.fail(error)),
         }
+    }
+
+    /// Hazard (write beside who reads what is held): with one generation, waits before the first write after a commit.
+    fn when_not_held<'v>(&self, versions: MutexGuard<'v, Versions>) -> MutexGuard<'v, Versions> {
+        let one = self.extents.spec.generations == 1;
+        let held = |versions: &mut Versions| one && !versions.is_changing && versions.held > 0;
+        self.released.wait_while(versions, held).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Hazard (write before the mark): with one generation, makes durable that the last commit is about to be overwritten.

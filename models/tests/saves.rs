@@ -1,0 +1,215 @@
+//! Saves of state in memory go on beside the steps that follow them, and are of the step that they were asked for.
+
+#[path = "engine_support/mod.rs"]
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+use support::{Setup, hash_of, weights_hash};
+use terrace_aio::engine::{EngineConfig as IoConfig, OpKind, ThreadsEngine};
+use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
+use terrace_aio::{FileId, IoEngine, IoErrorKind, Request, Ticket, pass_files_on};
+use terrace_optimizer::StateFormat;
+use terrace_zero::{Durability, EngineError, Placement, WindowOverrides};
+
+const STEPS: u64 = 6;
+
+fn threads() -> Arc<dyn IoEngine> {
+    Arc::new(ThreadsEngine::new(&IoConfig::default()).expect("threads start"))
+}
+
+/// A disk whose writes wait while its door is shut.
+#[derive(Debug)]
+struct Doored {
+    upstream: Arc<dyn IoEngine>,
+    door: Arc<Door>,
+}
+
+#[derive(Debug, Default)]
+struct Door {
+    is_shut: Mutex<bool>,
+    moved: Condvar,
+}
+
+impl Door {
+    fn shut(&self, is_shut: bool) {
+        *self.is_shut.lock().unwrap() = is_shut;
+        self.moved.notify_all();
+    }
+
+    fn pass(&self) {
+        drop(self.moved.wait_while(self.is_shut.lock().unwrap(), |is_shut| *is_shut).unwrap());
+    }
+}
+
+impl IoEngine for Doored {
+    pass_files_on!(upstream);
+
+    fn submit(&self, request: Request) -> Ticket {
+        if request.kind != OpKind::Write {
+            return self.upstream.submit(request);
+        }
+        let (ticket, completer) = Ticket::new();
+        let (upstream, door) = (Arc::clone(&self.upstream), Arc::clone(&self.door));
+        std::thread::spawn(move || {
+            door.pass();
+            completer.complete(upstream.submit(request).wait());
+        });
+        ticket
+    }
+
+    fn sync(&self, file: FileId) -> Ticket {
+        self.upstream.sync(file)
+    }
+}
+
+/// State in host memory, or that of the last `on_device` groups in the memory of a device of its own.
+fn in_memory(base: &Setup, disk: PathBuf, on_device: Option<usize>) -> Setup {
+    let overrides =
+        WindowOverrides { chunk_elements: Some(1 << 14), state_groups: on_device, ..base.overrides };
+    Setup {
+        placement: Placement::Host,
+        disks: vec![disk],
+        discrete: on_device.is_some(),
+        overrides,
+        ..base.clone()
+    }
+}
+
+/// Every way to have state in memory, by name.
+fn variants(base: &Setup, dir: &Path) -> Vec<(String, Setup)> {
+    let mut found = Vec::new();
+    for durability in [Durability::Step, Durability::None] {
+        for on_device in [None, Some(0), Some(2), Some(64)] {
+            let name = format!("{}-{durability:?}-{on_device:?}", base.state);
+            let setup = in_memory(base, dir.join(&name), on_device);
+            found.push((name, Setup { durability, ..setup }));
+        }
+    }
+    found
+}
+
+#[test]
+fn steps_go_on_beside_a_save() {
+    let dir = tempfile::tempdir().unwrap();
+    for (clip, state) in [(Some(0.5), StateFormat::Split), (None, StateFormat::Compact)] {
+        let base = Setup { clip, state, ..Setup::new(true) };
+        let expected: Vec<u64> = (0..=STEPS).map(|steps| base.run(steps).1).collect();
+        for (name, setup) in variants(&base, dir.path()) {
+            let door = Arc::new(Door::default());
+            let doored = Doored { upstream: threads(), door: Arc::clone(&door) };
+            let setup = Setup { io: Some(Arc::new(doored)), ..setup };
+            let mut engine = setup.create();
+            engine.save().unwrap();
+            // What is on the device is copied before a save goes on beside anything, and there are few slots for that.
+            let on_host = matches!(setup.overrides.state_groups, None | Some(0));
+            setup.continue_to(&mut engine, 2);
+            door.shut(on_host);
+            let mut first = engine.export_beside(hash_of).unwrap();
+            assert!(!on_host || !first.is_finished(), "{name}: it was not written yet");
+            let opens = std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(30));
+                door.shut(false);
+            });
+            setup.continue_to(&mut engine, 4);
+            opens.join().unwrap();
+            // The second waits for the first, whose weights may still be read.
+            let second = engine.export_beside(hash_of).unwrap();
+            setup.continue_to(&mut engine, 5);
+            assert_eq!(first.wait().expect("it was committed").unwrap(), expected[2], "{name}");
+            assert_eq!(second.wait().expect("it was committed").unwrap(), expected[4], "{name}");
+            engine.finish_save().unwrap();
+            assert_eq!(engine.durable_step(), Some(4), "{name}");
+            assert_eq!(weights_hash(&mut engine), expected[5], "{name}");
+            drop(engine);
+            let mut engine = setup.resume().unwrap();
+            assert_eq!((engine.step(), weights_hash(&mut engine)), (4, expected[4]), "{name}");
+            setup.continue_to(&mut engine, STEPS);
+            assert_eq!(weights_hash(&mut engine), expected[STEPS as usize], "{name}");
+        }
+    }
+}
+
+/// It fails alone: the steps go on, who waits for the export hears that there is none, and saving may be tried again.
+#[test]
+fn a_save_that_fails_beside_steps_stops_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = Setup::new(true);
+    let expected: Vec<u64> = (0..=STEPS).map(|steps| base.run(steps).1).collect();
+    for (name, setup) in variants(&base, dir.path()) {
+        for action in [Action::Write, Action::Sync] {
+            for nth in (0..).step_by(5) {
+                let faults = Arc::new(FaultLayer::new(threads(), FaultConfig::default()));
+                let disks = vec![dir.path().join(format!("{name}-{action:?}-{nth}"))];
+                let setup = Setup { io: Some(Arc::clone(&faults) as _), disks, ..setup.clone() };
+                let mut engine = setup.create();
+                setup.continue_to(&mut engine, 1);
+                engine.save().unwrap();
+                setup.continue_to(&mut engine, 2);
+                faults.fail_nth(action, nth, IoErrorKind::Device);
+                let begun = engine.export_beside(hash_of);
+                setup.continue_to(&mut engine, 4);
+                // What is copied from the device fails at once.
+                let failed = match begun {
+                    Err(_) => true,
+                    Ok(export) => match export.wait() {
+                        None => {
+                            let error = engine.finish_save().expect_err("there is a reason");
+                            assert!(matches!(error, EngineError::Tier(_)), "{name}: {error}");
+                            true
+                        }
+                        Some(hash) => {
+                            assert_eq!(hash.unwrap(), expected[2], "{name}");
+                            engine.finish_save().unwrap();
+                            false
+                        }
+                    },
+                };
+                assert_eq!(weights_hash(&mut engine), expected[4], "{name} {action:?} {nth}");
+                if setup.durability == Durability::Step || !failed {
+                    let durable = if failed { 1 } else { 2 };
+                    assert_eq!(engine.durable_step(), Some(durable), "{name} {action:?} {nth}");
+                }
+                let mut again = engine.save();
+                if again.is_err() && !failed {
+                    // This one met what was to fail.
+                    again = engine.save();
+                }
+                // Whether the mark of what is kept once is there can be unknown.
+                if setup.durability == Durability::Step || again.is_ok() {
+                    again.unwrap_or_else(|e| panic!("{name} {action:?} {nth}: {e}"));
+                    drop(engine);
+                    let mut engine = setup.resume().unwrap();
+                    assert_eq!((engine.step(), weights_hash(&mut engine)), (4, expected[4]), "{name}");
+                }
+                if !failed {
+                    assert!(nth > 0 || action == Action::Sync, "{name}: there were requests to fail");
+                    break;
+                }
+            }
+        }
+    }
+}
+
+/// Nothing is saved twice, and an engine that goes away lets a save come to its end.
+#[test]
+fn a_save_under_way_is_finished() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = Setup::new(true);
+    let setup = in_memory(&base, dir.path().join("state"), None);
+    let mut engine = setup.create();
+    setup.continue_to(&mut engine, 3);
+    let export = engine.export_beside(hash_of).unwrap();
+    engine.save().unwrap();
+    assert_eq!(engine.durable_step(), Some(3));
+    export.wait().expect("it was committed").unwrap();
+    setup.continue_to(&mut engine, 4);
+    let export = engine.export_beside(hash_of).unwrap();
+    drop(engine);
+    export.wait().expect("it was committed").unwrap();
+    assert_eq!(setup.resume().unwrap().step(), 4);
+    let nowhere = Setup { disks: Vec::new(), ..setup };
+    let error = nowhere.create().export_beside(hash_of).expect_err("there is no place").to_string();
+    assert!(error.contains("--disk PATH"), "{error}");
+}

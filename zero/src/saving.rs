@@ -1,0 +1,180 @@
+//! Saves of resident state beside the steps that follow them.
+//!
+//! What a save writes is in memory, where the next step changes it. But a step only reads weights until its update, and that goes through
+//! the groups in their order. So a thread takes the groups in the same order, copies them chunk by chunk into the slots that go to the
+//! disk, and commits when all are written. A [`Gate`] says how far it has come; who is about to change a group waits for it there
+//! ([`Resident::change`](crate::state::Resident::change)), so that a step waits only if the disk is slower than forward and backward. State that is on the device is copied
+//! from there before the thread starts.
+//!
+//! Hazard (a group is updated while it is being copied): the thread shares the group's memory until the gate is open for it, and
+//! whoever changes it has it alone or stops.
+
+use crate::cache::write_state;
+use crate::engine::Engine;
+use crate::export::AfterCommit;
+use crate::overlap::{Ending, Gate};
+use crate::state::{StateHome, StateKinds};
+use crate::update::UpdateSlots;
+use crate::{EngineError, Result};
+use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
+use terrace_tiers::{DiskStore, HostBlob};
+
+/// A save under way. Dropping it waits for its end.
+#[derive(Debug)]
+pub(crate) struct Saving(Option<JoinHandle<Result>>);
+
+/// What the thread of a save works on.
+struct Saver {
+    store: Arc<DiskStore>,
+    kinds: StateKinds,
+    slots: Arc<UpdateSlots>,
+    step: u64,
+    words: Vec<u8>,
+}
+
+impl Saver {
+    /// Writes groups, by their index, and commits them. `gate` opens for every group that is copied.
+    fn run(self, groups: Vec<(usize, Vec<Arc<HostBlob>>)>, gate: &Gate) -> Result {
+        // Ends after what the groups share is let go of, also when something fails.
+        let _ending = Ending(gate);
+        let all = self.kinds.all();
+        for (group, blobs) in groups {
+            if blobs.is_empty() {
+                continue;
+            }
+            write_state(&self.store, &self.kinds, &self.slots, group, &all, |kind, range, mut lease| {
+                lease.copy_from_slice(&blobs[kind][range]);
+                Ok(lease)
+            })?;
+            drop(blobs);
+            gate.open_up_to(group + 1);
+        }
+        gate.open_up_to(usize::MAX);
+        Ok(self.store.commit(self.step, &self.words)?)
+    }
+}
+
+impl Saving {
+    /// Waits for its end.
+    fn wait(mut self) -> Result {
+        let thread = self.0.take().expect("only this takes it");
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+}
+
+impl Drop for Saving {
+    fn drop(&mut self) {
+        // Whoever wants to know how it ended waits for it.
+        self.0.take().map(JoinHandle::join);
+    }
+}
+
+impl Engine {
+    /// Makes the current step durable. State on disk is [flushed](Self::flush) and, if it waits for a save, committed; resident
+    /// state is written to the configured directories, out of place, so that the previous save survives a crash during this one;
+    /// not so where it is [kept once](crate::Durability::None).
+    ///
+    /// # Errors
+    /// There is no directory, or it cannot be written. The previous save is then intact, unless the state is kept once, and saving
+    /// may be tried again.
+    pub fn save(&mut self) -> Result {
+        self.flush()?;
+        if self.home.disk().is_some() {
+            return self.commit_unsaved();
+        }
+        self.finish_save()?;
+        let saved = self.saved.as_ref().filter(|store| !store.is_changing() && !store.is_uncertain());
+        if saved.is_some_and(|store| store.committed().step == self.step) {
+            return Ok(());
+        }
+        self.begin_save(None)?;
+        self.finish_save()
+    }
+
+    /// Waits for the save of resident state that [`export_beside`](Self::export_beside) began.
+    ///
+    /// # Errors
+    /// It failed. The previous save is then intact, unless the state is kept once, and saving may be tried again.
+    pub fn finish_save(&mut self) -> Result {
+        let Some(saving) = self.saving.take() else { return Ok(()) };
+        let result = saving.wait();
+        if result.is_err() {
+            self.give_up_save();
+        }
+        result
+    }
+
+    /// Begins to save resident state, which is flushed, beside what follows. `after` begins with the commit.
+    pub(crate) fn begin_save(&mut self, after: Option<AfterCommit>) -> Result {
+        if self.config.disks.is_empty() {
+            return Err(EngineError::Config(
+                "saving needs a directory for the state: give --disk PATH".into(),
+            ));
+        }
+        self.finish_save()?;
+        let store = match &self.saved {
+            Some(store) => Arc::clone(store),
+            None => {
+                let striping = self.config.striping()?;
+                let store = DiskStore::create(&self.backend.io, &striping, self.plan.spec.clone())?;
+                Arc::clone(self.saved.insert(Arc::new(store)))
+            }
+        };
+        let begun = self.write_from_device(&store).and_then(|()| self.start_saver(store, after));
+        match begun {
+            Ok(saving) => self.saving = saving,
+            Err(error) => {
+                self.give_up_save();
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn start_saver(&self, store: Arc<DiskStore>, after: Option<AfterCommit>) -> Result<Option<Saving>> {
+        let StateHome::Resident(resident) = &self.home else { return Ok(None) };
+        let words = self.loss_scale.map_or_else(Vec::new, |scale| scale.words(&[]));
+        let (kinds, slots) = (self.kinds.clone(), Arc::clone(&self.update_slots));
+        let groups = (0..resident.groups()).map(|group| (group, resident.lock(group).clone())).collect();
+        let gate = Arc::new(Gate::default());
+        let saver = Saver { store: Arc::clone(&store), kinds, slots, step: self.step, words };
+        let run = {
+            let gate = Arc::clone(&gate);
+            move || {
+                saver.run(groups, &gate)?;
+                if let Some(begin) = after {
+                    begin(&store);
+                }
+                Ok(())
+            }
+        };
+        let thread = Builder::new().name("terrace-save".into()).spawn(run);
+        let thread =
+            thread.map_err(|e| EngineError::Config(format!("cannot start the thread of a save: {e}")))?;
+        resident.saved_by(gate);
+        Ok(Some(Saving(Some(thread))))
+    }
+
+    /// After a save that failed: what it left in flight must not meet a second one.
+    fn give_up_save(&mut self) {
+        let Some(mut store) = self.saved.take() else { return };
+        store.abandon();
+        // What is kept once is all in memory: the next save writes it anew.
+        if self.config.keeps_once() || !store.is_uncertain() {
+            self.saved = Some(store);
+            return;
+        }
+        // Which step is live is found out by opening it again. Nobody reads where a commit failed, but who did may still be about to
+        // let go of it.
+        let store = loop {
+            match Arc::try_unwrap(store) {
+                Ok(store) => break store,
+                Err(shared) => store = shared,
+            }
+            std::thread::yield_now();
+        };
+        drop(store);
+        self.saved = DiskStore::open(&self.backend.io, &self.config.disks).ok().map(Arc::new);
+    }
+}
