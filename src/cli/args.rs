@@ -289,6 +289,9 @@ pub struct GenerateArgs {
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
+    /// Write a timeline: a page to look at if FILE ends in .html, else Chrome's trace format (Perfetto)
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// Print one JSON document to stdout at the end
     #[arg(long)]
     pub json: bool,
@@ -321,6 +324,9 @@ pub struct EvalArgs {
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
+    /// Write a timeline: a page to look at if FILE ends in .html, else Chrome's trace format (Perfetto)
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// Print one JSON document to stdout at the end
     #[arg(long)]
     pub json: bool,
