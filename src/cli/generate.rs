@@ -123,8 +123,8 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
     let mut frozen =
         Frozen::open(config, &args.placement, profile.as_ref(), &session, &args.model, &sample, knobs)?;
     let vocab = model.config.vocab;
-    let mut cache = frozen.engine().new_cache(batch)?;
     let interrupt = Interrupt::listen();
+    let mut cache = frozen.engine().new_cache(batch)?;
     let mut run = Run { engine: frozen.engine(), builder: &builder, args, stop: &stop, vocab, interrupt };
     let ends = run.all(&prompts, &mut cache);
     let traced = frozen.trace(args.trace.as_deref(), &session, Some(&cache));
