@@ -15,6 +15,9 @@ pub enum CliError {
     /// The user stopped the run; the last step is committed: exit code 130.
     #[error("interrupted; the last finished step is saved, --resume continues from it")]
     Interrupted,
+    /// The user stopped what leaves nothing to continue: exit code 130.
+    #[error("interrupted")]
+    Stopped,
 }
 
 impl CliError {
@@ -38,7 +41,7 @@ impl CliError {
         ExitCode::from(match self {
             Self::Failed(_) => 1,
             Self::Usage(_) => 2,
-            Self::Interrupted => 130,
+            Self::Interrupted | Self::Stopped => 130,
         })
     }
 }

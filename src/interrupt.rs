@@ -1,7 +1,7 @@
 //! Ctrl-C: the first asks the run to stop after the step that is running, the second ends the process at once.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// Whether the user wants to stop.
 #[derive(Debug, Clone, Default)]
@@ -9,8 +9,13 @@ pub struct Interrupt(Arc<AtomicBool>);
 
 impl Interrupt {
     /// Listens for SIGINT, SIGTERM and SIGHUP. Where they cannot be caught, they end the process as ever; the state on disk
-    /// is consistent all the same.
+    /// is consistent all the same. A process has one handler of signals, so everything that it runs hears of the same.
     pub fn listen() -> Self {
+        static LISTENING: OnceLock<Interrupt> = OnceLock::new();
+        LISTENING.get_or_init(Self::catch).clone()
+    }
+
+    fn catch() -> Self {
         let interrupt = Self::default();
         let flag = interrupt.clone();
         let caught = ctrlc::set_handler(move || {

@@ -144,9 +144,21 @@ fn paths_that_lead_nowhere() {
     finetune(&data).fails(1, &["--output ", "data.jsonl: this is not a directory; give a folder"]);
     let parts = ["--output ", "data.jsonl is not a directory"];
     finetune(&data.join("out")).fails(1, &parts);
-    let run = || bench.finetune("out");
-    run().path("--trace", &model).fails(1, &["--trace ", "model: this is a directory"]);
-    run().path("--trace", &bench.path("no/t.json")).fails(1, &["--trace ", "No such file", "check the path"]);
+    // Before anything is read: the data and the prompts are not there.
+    let none = bench.path("none.jsonl");
+    let runs = [
+        bench.finetune("out"),
+        eval(&model, &none),
+        cmd(&["generate"]).path("--model", &model).path("--prompts", &none),
+    ];
+    for run in runs {
+        let traced = |path: &Path| run.clone().path("--trace", path);
+        traced(&model).fails(1, &["--trace ", "model: this is a directory"]);
+        traced(&bench.path("no/t.json")).fails(1, &["--trace ", "No such file", "check the path"]);
+    }
+    let trace = bench.path("t.json");
+    eval(&model, &none).path("--trace", &trace).fails(1, &["none.jsonl: No such file"]);
+    assert!(!trace.exists(), "a run that is refused leaves nothing");
 }
 
 #[test]

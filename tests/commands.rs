@@ -6,7 +6,7 @@ mod support;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
-use support::{Bench, Cmd, Ended, Shape, cmd, write_rows};
+use support::{Bench, Cmd, Ended, Shape, cmd, no_bar_covers_another, write_rows};
 use terrace_models::ModelConfig;
 
 /// The CPU as a device with memory of its own: what crosses to it and back is on the timeline, by block.
@@ -86,19 +86,6 @@ fn steps_that_are_not_clipped_are_updated_beside_backward() {
         assert!(waiting.iter().all(|line| line.get("speculated").is_none()));
         assert_eq!(bench.weights(name), bench.weights("waiting"));
         fs::remove_dir_all(bench.path("waiting")).unwrap();
-    }
-}
-
-/// Bars of a lane follow one another, within what numbers of microseconds round off.
-fn no_bar_covers_another(bars: &[Value]) {
-    let mut busy_until = std::collections::HashMap::new();
-    let mut sorted: Vec<&Value> = bars.iter().collect();
-    let start = |bar: &Value| bar["ts"].as_f64().unwrap();
-    sorted.sort_by(|a, b| start(a).total_cmp(&start(b)));
-    for bar in sorted {
-        let end = busy_until.entry(bar["tid"].as_str().unwrap()).or_insert(0.0);
-        assert!(start(bar) >= *end - 1e-3, "{bar} begins before {end}");
-        *end = start(bar) + bar["dur"].as_f64().unwrap();
     }
 }
 

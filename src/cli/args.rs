@@ -289,6 +289,9 @@ pub struct GenerateArgs {
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
+    /// Write a timeline: a page to look at if FILE ends in .html, else Chrome's trace format (Perfetto)
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// Print one JSON document to stdout at the end
     #[arg(long)]
     pub json: bool,
@@ -321,6 +324,9 @@ pub struct EvalArgs {
     /// Where memory, offload and disk stand.
     #[command(flatten)]
     pub placement: PlacementArgs,
+    /// Write a timeline: a page to look at if FILE ends in .html, else Chrome's trace format (Perfetto)
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// Print one JSON document to stdout at the end
     #[arg(long)]
     pub json: bool,
@@ -598,7 +604,24 @@ mod tests {
             panic!("another command")
         };
         assert_eq!(args.prompt_ids, Some(vec![1, 2, 3]));
-        assert_eq!(args.temperature, 0.0);
+        assert_eq!((args.temperature, args.trace), (0.0, None));
+    }
+
+    #[test]
+    fn whatever_runs_the_engine_takes_a_trace() {
+        for line in [
+            "finetune --model m --data d --output o",
+            "generate --model m --prompt x",
+            "eval --model m --data d",
+        ] {
+            let trace = match parse(&format!("{line} --trace t.html")).unwrap().command {
+                Command::Finetune(args) => args.trace,
+                Command::Generate(args) => args.trace,
+                Command::Eval(args) => args.trace,
+                _ => panic!("another command"),
+            };
+            assert_eq!(trace, Some(PathBuf::from("t.html")), "{line}");
+        }
     }
 
     #[test]

@@ -7,11 +7,13 @@ use super::inputs::{ModelFacts, open_data};
 use super::session::{self, Session};
 use super::{checks, print_json, print_text};
 use crate::config::run;
+use crate::data::Dataset;
 use crate::error::CliError;
+use crate::interrupt::Interrupt;
 use serde_json::json;
 use std::num::NonZeroUsize;
 use terrace_models::{ModelConfig, Row, TokenBatch};
-use terrace_zero::{BatchLimits, Evaluation};
+use terrace_zero::{BatchLimits, Engine, Evaluation};
 
 /// Runs the command.
 ///
@@ -19,10 +21,12 @@ use terrace_zero::{BatchLimits, Evaluation};
 /// A setting, the model, the data or a tier is refused.
 pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
     checks::disks(&args.placement.disk)?;
+    args.trace.iter().try_for_each(|path| checks::file("--trace", path))?;
     checks::model(&args.model)?;
     let model = ModelConfig::from_folder(&args.model).map_err(CliError::failed)?;
     let profile = session::disk_profile(&args.placement, threads)?;
-    let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
+    let io = session::io_config(profile.as_ref());
+    let session = Session::open(&args.placement, &io, threads, args.trace.is_some())?;
     let facts = ModelFacts::read(&args.model)?;
     let seq_len = run::seq_len(args.seq_len.map(NonZeroUsize::get), facts.positions_max)?;
     let work_dir = tempdir()?;
@@ -59,16 +63,9 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
         &builder.blank(batch, seq_len),
         knobs,
     )?;
-    let mut total = Evaluation::default();
-    for first in (0..data.len()).step_by(batch) {
-        let indices: Vec<usize> = (first..data.len().min(first + batch)).collect();
-        let samples = data.samples(&indices)?;
-        let rows: Vec<Row<'_>> = samples.iter().map(|s| Row { ids: &s.ids, labels: &s.labels }).collect();
-        let batch = builder.train(&rows, batch, seq_len).map_err(CliError::failed)?;
-        let part = frozen.engine().evaluate(&batch)?;
-        total.loss_sum += part.loss_sum;
-        total.loss_terms += part.loss_terms;
-    }
+    let total = evaluate(frozen.engine(), &builder, &data, batch, seq_len);
+    let traced = frozen.trace(args.trace.as_deref(), &session, None);
+    let total = total?;
     frozen.close()?;
     if total.loss_terms == 0 {
         return Err(CliError::Failed(format!("{}: no token carries loss", args.data.display())));
@@ -76,10 +73,36 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     let nll = total.loss_sum / total.loss_terms as f64;
     let document = json!({ "nll": nll, "perplexity": nll.exp(), "tokens": total.loss_terms });
     if args.json {
-        print_json(&document)
+        print_json(&document)?;
     } else {
-        print_text(&format!("nll {nll:.4} · perplexity {:.3} · {} tokens", nll.exp(), total.loss_terms))
+        print_text(&format!("nll {nll:.4} · perplexity {:.3} · {} tokens", nll.exp(), total.loss_terms))?;
     }
+    traced
+}
+
+/// Evaluates all samples, `batch` at once; the user may stop it after any batch.
+fn evaluate(
+    engine: &mut Engine,
+    builder: &TokenBatch,
+    data: &Dataset,
+    batch: usize,
+    seq_len: usize,
+) -> Result<Evaluation, CliError> {
+    let interrupt = Interrupt::listen();
+    let mut total = Evaluation::default();
+    for first in (0..data.len()).step_by(batch) {
+        if interrupt.requested() {
+            return Err(CliError::Stopped);
+        }
+        let indices: Vec<usize> = (first..data.len().min(first + batch)).collect();
+        let samples = data.samples(&indices)?;
+        let rows: Vec<Row<'_>> = samples.iter().map(|s| Row { ids: &s.ids, labels: &s.labels }).collect();
+        let batch = builder.train(&rows, batch, seq_len).map_err(CliError::failed)?;
+        let part = engine.evaluate(&batch)?;
+        total.loss_sum += part.loss_sum;
+        total.loss_terms += part.loss_terms;
+    }
+    Ok(total)
 }
 
 /// A directory for the tokens of this run, removed when dropped.

@@ -9,6 +9,7 @@ use super::pinned::{
 use super::placement::PlacedGroups;
 use super::saving::{self, Saving};
 use super::session::{self, Session};
+use super::trace::Seen;
 use super::{checks, floor, identity, keeping, print_json, stored, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
 use crate::data::Dataset;
@@ -298,7 +299,8 @@ impl Trainer<'_> {
         // What was never committed because of an error is not an error of its own.
         let saved = if flushed.is_ok() { self.finish_save() } else { Ok(()) };
         // Neither the error nor the model may be lost to a timeline that cannot be written.
-        let traced = run.trace.as_ref().map_or(Ok(()), |path| trace::write(path, self.session, &self.engine));
+        let seen = Seen { engine: &self.engine, cache: None };
+        let traced = trace::write(run.trace.as_deref(), self.session, seen);
         let counted = self.count_last_writes();
         let exported = if result.is_ok() && flushed.is_ok() && saved.is_ok() {
             self.export(&run.output)

@@ -6,12 +6,14 @@ use super::frozen_knobs::{FrozenKnobs, Number};
 use super::inputs::ModelFacts;
 use super::knobs::advise;
 use super::session::{self, Session};
+use super::trace::{self, Seen};
 use super::{checks, print_json, print_text};
 use crate::data::TextTokenizer;
 use crate::error::CliError;
 use crate::generate::{Continuation, Prompt, SamplingConfig, TokenSampler, read_prompts, stop_ids};
+use crate::interrupt::Interrupt;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, TokenBatch};
@@ -26,9 +28,10 @@ use terrace_zero::{
 /// # Errors
 /// A setting, the model, a prompt or a tier is refused.
 pub fn generate(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
-    let continuations = continue_prompts(args, threads)?;
+    let Continued { continuations, traced } = continued(args, threads)?;
     if args.json {
-        return print_json(&continuations);
+        print_json(&continuations)?;
+        return traced;
     }
     for continuation in &continuations {
         match &continuation.text {
@@ -36,7 +39,7 @@ pub fn generate(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<()
             None => print_text(&format!("{:?}", continuation.ids))?,
         }
     }
-    Ok(())
+    traced
 }
 
 /// Continues every prompt.
@@ -47,7 +50,19 @@ pub fn continue_prompts(
     args: &GenerateArgs,
     threads: Option<NonZeroUsize>,
 ) -> Result<Vec<Continuation>, CliError> {
+    let Continued { continuations, traced } = continued(args, threads)?;
+    traced.map(|()| continuations)
+}
+
+/// What there is to say, which is not lost to a timeline that cannot be written.
+struct Continued {
+    continuations: Vec<Continuation>,
+    traced: Result<(), CliError>,
+}
+
+fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Continued, CliError> {
     checks::disks(&args.placement.disk)?;
+    args.trace.iter().try_for_each(|path| checks::file("--trace", path))?;
     if args.kv == KvTier::Disk && args.placement.disk.is_empty() {
         let message = "--kv disk needs a directory for the key/value cache: give --disk PATH";
         return Err(CliError::Usage(message.into()));
@@ -56,7 +71,8 @@ pub fn continue_prompts(
     let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
     let facts = ModelFacts::read(&args.model)?;
     let profile = session::disk_profile(&args.placement, threads)?;
-    let session = Session::open(&args.placement, &session::io_config(profile.as_ref()), threads, false)?;
+    let io = session::io_config(profile.as_ref());
+    let session = Session::open(&args.placement, &io, threads, args.trace.is_some())?;
     let tokenizer = TextTokenizer::find(&args.model)?;
     let prompts = match (&args.prompt, &args.prompt_ids, &args.prompts) {
         (Some(text), _, _) => vec![Prompt::Text(text.clone())],
@@ -107,15 +123,19 @@ pub fn continue_prompts(
     let mut frozen =
         Frozen::open(config, &args.placement, profile.as_ref(), &session, &args.model, &sample, knobs)?;
     let vocab = model.config.vocab;
-    let mut run = Run { engine: frozen.engine(), builder: &builder, args, stop: &stop, vocab };
-    let ends = run.all(&prompts, batch)?;
-    let mut all = Vec::with_capacity(prompts.len());
-    for (prompt_ids, End { ids, seconds }) in prompts.into_iter().zip(ends) {
+    let interrupt = Interrupt::listen();
+    let mut cache = frozen.engine().new_cache(batch)?;
+    let mut run = Run { engine: frozen.engine(), builder: &builder, args, stop: &stop, vocab, interrupt };
+    let ends = run.all(&prompts, &mut cache);
+    let traced = frozen.trace(args.trace.as_deref(), &session, Some(&cache));
+    drop(cache);
+    let mut continuations = Vec::with_capacity(prompts.len());
+    for (prompt_ids, End { ids, seconds }) in prompts.into_iter().zip(ends?) {
         let text = tokenizer.as_ref().map(|t| t.decode(&ids)).transpose()?;
-        all.push(Continuation { prompt_ids, ids, text, seconds });
+        continuations.push(Continuation { prompt_ids, ids, text, seconds });
     }
     frozen.close()?;
-    Ok(all)
+    Ok(Continued { continuations, traced })
 }
 
 /// Pages that any `batch` of the prompts need together.
@@ -133,6 +153,7 @@ struct Run<'a> {
     args: &'a GenerateArgs,
     stop: &'a [u32],
     vocab: usize,
+    interrupt: Interrupt,
 }
 
 /// A prompt in a row of the batch.
@@ -152,10 +173,14 @@ struct End {
 }
 
 impl Run<'_> {
-    /// Continues every prompt. Where one ends, the next takes its row and its pages (Yu et al., "Orca", OSDI 2022).
-    fn all(&mut self, prompts: &[Vec<u32>], batch: usize) -> Result<Vec<End>, CliError> {
+    /// Continues every prompt, as many at once as `cache` has room for. Where one ends, the next takes its row and its pages (Yu et
+    /// al., "Orca", OSDI 2022).
+    ///
+    /// # Errors
+    /// The engine fails, or the user stopped it after a pass.
+    fn all(&mut self, prompts: &[Vec<u32>], cache: &mut KvCache) -> Result<Vec<End>, CliError> {
+        let batch = cache.lengths().len();
         let mut ends: Vec<End> = prompts.iter().map(|_| End::default()).collect();
-        let mut cache = self.engine.new_cache(batch)?;
         let mut rows: Vec<Option<Row>> = (0..batch).map(|_| None).collect();
         let mut waiting = prompts.iter().enumerate();
         let worth_a_pass = rows_worth_a_pass(batch, self.args.max_new_tokens.get());
@@ -171,7 +196,7 @@ impl Run<'_> {
                 if let Some(longest) = views.iter().map(|ids| ids.len()).max() {
                     let batch = self.builder.prefill(&views, longest).map_err(CliError::failed)?;
                     let added: Vec<usize> = views.iter().map(|ids| ids.len()).collect();
-                    self.pass(&batch, &mut cache, (&next, &added), &mut rows, &mut ends)?;
+                    self.pass(&batch, cache, (&next, &added), &mut rows, &mut ends)?;
                 }
             }
             let (running, last): (Vec<usize>, Vec<u32>) = rows
@@ -185,7 +210,7 @@ impl Run<'_> {
             if !running.is_empty() {
                 let lengths: Vec<usize> = running.iter().map(|&row| cache.lengths()[row]).collect();
                 let batch = self.builder.decode(&last, &lengths).map_err(CliError::failed)?;
-                self.pass(&batch, &mut cache, (&running, &vec![1; running.len()]), &mut rows, &mut ends)?;
+                self.pass(&batch, cache, (&running, &vec![1; running.len()]), &mut rows, &mut ends)?;
             }
         }
     }
@@ -210,6 +235,9 @@ impl Run<'_> {
         rows: &mut [Option<Row>],
         ends: &mut [End],
     ) -> Result<(), CliError> {
+        if self.interrupt.requested() {
+            return Err(CliError::Stopped);
+        }
         let logits = self.engine.logits(batch, cache, of_batch, added)?;
         for (&at, logits) in of_batch.iter().zip(logits.chunks_exact(self.vocab)) {
             let row = rows[at].as_mut().expect("a row of the batch has a prompt");
@@ -278,7 +306,7 @@ impl Frozen {
         placement: &PlacementArgs,
         profile: Option<&DiskProfile>,
         session: &Session,
-        folder: &std::path::Path,
+        folder: &Path,
         sample: &MicroBatch,
         knobs: FrozenKnobs<'_>,
     ) -> Result<Self, CliError> {
@@ -341,6 +369,22 @@ impl Frozen {
 
     pub(super) fn engine(&mut self) -> &mut Engine {
         self.engine.as_mut().expect("open until closed")
+    }
+
+    /// Writes the timeline of what the engine did, if there is a file for it.
+    pub(super) fn trace(
+        &mut self,
+        path: Option<&Path>,
+        session: &Session,
+        cache: Option<&KvCache>,
+    ) -> Result<(), CliError> {
+        if path.is_none() {
+            return Ok(());
+        }
+        // With frozen weights there is nothing to flush but the timeline, which has every copy that is done then.
+        let flushed = self.engine().flush();
+        trace::write(path, session, Seen { engine: self.engine(), cache })?;
+        Ok(flushed?)
     }
 
     /// Removes what was written to disk.

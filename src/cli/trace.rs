@@ -10,7 +10,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::time::Duration;
 use terrace_aio::layer::{Action, TraceEvent};
-use terrace_zero::{Engine, Resource, Span};
+use terrace_zero::{Engine, KvCache, Resource, Span};
 
 /// The page; the events take the place of its marker.
 const PAGE: &str = include_str!("trace.html");
@@ -26,12 +26,22 @@ struct Bar {
     args: Value,
 }
 
-/// Writes what the session's engine and disk did. The engine is the one that was seen, whose files are open.
+/// Whose files requests went to, for their names: while they are open.
+#[derive(Clone, Copy)]
+pub struct Seen<'a> {
+    /// The engine that was seen.
+    pub engine: &'a Engine,
+    /// Its key/value cache.
+    pub cache: Option<&'a KvCache>,
+}
+
+/// Writes what the session's engine and disk did, if there is a file to write it to.
 ///
 /// # Errors
 /// The file cannot be written.
-pub fn write(path: &Path, session: &Session, engine: &Engine) -> Result<(), CliError> {
-    let bars = bars(session, engine);
+pub fn write(path: Option<&Path>, session: &Session, seen: Seen<'_>) -> Result<(), CliError> {
+    let Some(path) = path else { return Ok(()) };
+    let bars = bars(session, seen);
     let is_page = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("html"));
     let write = || -> io::Result<()> {
         let mut file = BufWriter::new(File::create(path)?);
@@ -96,7 +106,7 @@ impl Rows {
 }
 
 /// Everything that was done, in the order in which it began.
-fn bars(session: &Session, engine: &Engine) -> Vec<Bar> {
+fn bars(session: &Session, seen: Seen<'_>) -> Vec<Bar> {
     let timeline = session.timeline.as_ref();
     let epoch = timeline.map(|timeline| timeline.epoch());
     let spans = timeline.map_or_else(Vec::new, |timeline| timeline.drain());
@@ -118,20 +128,22 @@ fn bars(session: &Session, engine: &Engine) -> Vec<Bar> {
     if let Some(trace) = &session.trace {
         // Both clocks are the same; only their zeros differ.
         let later = epoch.map_or(Duration::ZERO, |epoch| trace.epoch().saturating_duration_since(epoch));
-        bars.extend(trace.drain().into_iter().map(|event| disk_bar(&event, later, session, engine)));
+        bars.extend(trace.drain().into_iter().map(|event| disk_bar(&event, later, session, seen)));
     }
     bars.sort_by_key(|bar| bar.start);
     bars
 }
 
-fn disk_bar(event: &TraceEvent, later: Duration, session: &Session, engine: &Engine) -> Bar {
+fn disk_bar(event: &TraceEvent, later: Duration, session: &Session, seen: Seen<'_>) -> Bar {
     let (lane, verb) = match event.action {
         Action::Read => ("disk read", "read"),
         Action::Write => ("disk write", "write"),
         Action::Sync => ("disk sync", "sync"),
     };
     let file = || Some(session.backend.io.path(event.file)?.file_name()?.to_string_lossy().into_owned());
-    let what = engine.contents_at(event.file, event.offset).or_else(file);
+    let Seen { engine, cache } = seen;
+    let cached = || engine.cache_contents_at(cache?, event.file, event.offset);
+    let what = engine.contents_at(event.file, event.offset).or_else(cached).or_else(file);
     Bar {
         lane,
         // A file that is closed by now has no name any more.

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test uses its part")]
 
 use serde_json::{Value, json};
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fs;
 use std::io::Write;
@@ -200,6 +201,19 @@ impl Bench {
     pub fn steps_so_far(&self, output: &str) -> usize {
         let bytes = fs::read(self.path(output).join("metrics.jsonl")).unwrap_or_default();
         bytes.iter().filter(|&&b| b == b'\n').count()
+    }
+}
+
+/// Bars of a lane follow one another, within what numbers of microseconds round off.
+pub fn no_bar_covers_another(bars: &[Value]) {
+    let mut busy_until = HashMap::new();
+    let mut sorted: Vec<&Value> = bars.iter().collect();
+    let start = |bar: &Value| bar["ts"].as_f64().unwrap();
+    sorted.sort_by(|a, b| start(a).total_cmp(&start(b)));
+    for bar in sorted {
+        let end = busy_until.entry(bar["tid"].as_str().unwrap()).or_insert(0.0);
+        assert!(start(bar) >= *end - 1e-3, "{bar} begins before {end}");
+        *end = start(bar) + bar["dur"].as_f64().unwrap();
     }
 }
 

@@ -5,9 +5,11 @@ use crate::engine::{Engine, Signals};
 use crate::fetch::{Fetcher, Order};
 use crate::kv::{KvPass, KvPlan, Layers};
 use crate::lane::Signal;
+use crate::timeline::Resource;
 use crate::train::{Pass, zero_loss};
 use crate::{EngineError, KvCache, MicroBatch, Mode, Result};
 use std::sync::Arc;
+use std::time::Instant;
 use terrace_kernels::{Tensor, ViewMut};
 use terrace_tiers::Lease;
 
@@ -27,7 +29,7 @@ impl Engine {
     /// A shape that was not planned or a failing tier.
     pub fn evaluate(&mut self, batch: &MicroBatch) -> Result<Evaluation> {
         let (loss, _) = self.forward_only(batch, Mode::Evaluate, None)?;
-        let bytes = self.lane.read(loss)?;
+        let bytes = self.read(loss, "the loss")?;
         let loss_sum = f64::from_le_bytes(bytes.try_into().expect("the loss is one f64"));
         Ok(Evaluation { loss_sum, loss_terms: batch.loss_terms })
     }
@@ -88,11 +90,20 @@ impl Engine {
         let logits = logits.expect("the last block writes logits in generation");
         cache.added(sequences, added);
         Ok(self
-            .lane
-            .read(logits)?
+            .read(logits, "logits")?
             .chunks_exact(4)
             .map(|b| f32::from_le_bytes(b.try_into().expect("four bytes")))
             .collect())
+    }
+
+    /// Takes a result from the device, which may still be at work on it.
+    fn read(&self, result: Tensor, name: &str) -> Result<Vec<u8>> {
+        let began = Instant::now();
+        let bytes = self.lane.read(result)?;
+        if let Some(timeline) = self.config.timeline.as_ref().filter(|_| !self.lane.unified) {
+            timeline.note(Resource::Wait, began, name.to_owned());
+        }
+        Ok(bytes)
     }
 
     fn forward_only(
@@ -127,12 +138,16 @@ impl Engine {
         let (network, lane, home, kinds) = (&*network, &*lane, &*home, &*kinds);
         let inputs = batch.inputs.iter().map(|t| lane.tensor(t)).collect::<Result<Vec<Tensor>>>()?;
         let mut loss = lane.tensor(&zero_loss())?;
+        let suffix = match (&cache, &config.timeline) {
+            (Some((cache, sequences, _)), Some(_)) => cache.words(sequences, batch.length),
+            _ => String::new(),
+        };
         let pages =
             cache.as_ref().map(|(cache, sequences, _)| lane.tensor(&cache.table(sequences))).transpose()?;
         let mut keys =
             cache.map(|(cache, sequences, added)| cache.pass(lane, sequences, added)).transpose()?;
         let (sequences, length) = (batch.sequences, batch.length);
-        let pass = Pass { network, backend, lane, config, mode, sequences, length, loss_scale: 1.0 };
+        let pass = Pass { network, backend, lane, config, mode, sequences, length, loss_scale: 1.0, suffix };
         let items: Vec<usize> = (0..=network.last()).flat_map(|b| network.groups_of(b)).collect();
         let state = device_state.as_ref();
         let room = plan.windows.device_room;
@@ -159,7 +174,8 @@ impl Engine {
                     if last { Some(Tensor::new(&lane.arena, spec.dtype, &spec.dims)?) } else { None };
                 let mut target =
                     if last { None } else { Some(lane.target(signals.slot(spec.bytes()), spec)?) };
-                keys.iter_mut().try_for_each(|keys| keys.enter(block))?;
+                moved(&pass, block, &mut keys, |keys| keys.enter(block))?;
+                let began = Instant::now();
                 let mut cx = pass.context(&inputs, &mut loss);
                 if let Some((keys, pages)) = keys.as_mut().zip(pages.as_ref()) {
                     cx.kv = keys.slot(block, pages.view());
@@ -171,7 +187,8 @@ impl Engine {
                 };
                 network.blocks[block].forward(&mut cx, &weights, x_view, y)?;
                 drop((cx, weights, x));
-                keys.iter_mut().try_for_each(|keys| keys.leave(block))?;
+                pass.computed(began, "forward", block)?;
+                moved(&pass, block, &mut keys, |keys| keys.leave(block))?;
                 signal = target.map(|t| lane.pass(t)).transpose()?;
                 logits = output;
                 pass.release(&mut fetcher, ready)?;
@@ -180,9 +197,25 @@ impl Engine {
         })?;
         *device_weights = room;
         device_weights.let_go(state);
+        let (going, began) = (keys.as_ref().and_then(KvPass::going), Instant::now());
         keys.map_or(Ok(()), KvPass::finish)?;
+        going.iter().for_each(|&block| pass.note(Resource::Wait, began, "keys and values of", block));
         Ok((loss, logits))
     }
+}
+
+/// Brings or takes back the keys and values of a block, which may have to wait for the disk, the link or those of the block before.
+fn moved<'k>(
+    pass: &Pass<'_>,
+    block: usize,
+    keys: &mut Option<KvPass<'k>>,
+    step: impl FnOnce(&mut KvPass<'k>) -> Result,
+) -> Result {
+    let Some(keys) = keys.as_mut().filter(|keys| keys.comes(block)) else { return Ok(()) };
+    let began = Instant::now();
+    step(keys)?;
+    pass.note(Resource::Wait, began, "keys and values of", block);
+    Ok(())
 }
 
 impl Signals {

@@ -94,6 +94,14 @@ impl KvCache {
         }
     }
 
+    /// Says on a timeline what a pass of `length` positions more of some sequences is for.
+    pub(crate) fn words(&self, sequences: &[usize], length: usize) -> String {
+        match sequences.iter().map(|&sequence| self.lengths[sequence]).max() {
+            None | Some(0) => ", prompt".to_owned(),
+            Some(longest) => format!(", token {}", longest + length),
+        }
+    }
+
     /// Takes note of positions that a pass added.
     pub(crate) fn added(&mut self, sequences: &[usize], added: &[usize]) {
         for (&sequence, added) in sequences.iter().zip(added) {
@@ -162,6 +170,22 @@ fn places(pages: &[i32], positions: Range<usize>) -> impl Iterator<Item = Range<
 }
 
 impl KvPass<'_> {
+    /// Whether the keys and values of `block` are elsewhere between passes.
+    pub(crate) fn comes(&self, block: usize) -> bool {
+        match self {
+            Self::Resident(_) => false,
+            Self::Away(pass) => pass.comes(block),
+        }
+    }
+
+    /// The block whose keys and values [`finish`](Self::finish) waits for.
+    pub(crate) fn going(&self) -> Option<usize> {
+        match self {
+            Self::Resident(_) => None,
+            Self::Away(pass) => pass.going(),
+        }
+    }
+
     /// Makes the keys and values of `block` ready for kernels.
     pub(crate) fn enter(&mut self, block: usize) -> Result {
         match self {

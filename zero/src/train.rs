@@ -43,6 +43,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) sequences: usize,
     pub(crate) length: usize,
     pub(crate) loss_scale: f32,
+    /// Follows the names of what blocks compute, on a timeline.
+    pub(crate) suffix: String,
 }
 
 /// What only training uses.
@@ -307,9 +309,9 @@ impl Engine {
             sequences: batches[0].sequences,
             length: batches[0].length,
             loss_scale: (report.loss_scale.unwrap_or(1.0) / report.loss_terms as f64) as f32,
+            suffix: String::new(),
         };
-        let loss_terms = report.loss_terms;
-        let (step, may_overflow) = (*step + 1, loss_scale.is_some());
+        let (loss_terms, step, may_overflow) = (report.loss_terms, *step + 1, loss_scale.is_some());
         let (keeping, kept) = (plan.windows.keeping, KeptTensors::default());
         let (rounds, sums, signals) = (*rounds, sums.as_ref(), inputs.iter().map(|_| None).collect());
         let mut training = Training {
@@ -718,9 +720,12 @@ impl Pass<'_> {
     }
 
     /// The same of its kernels.
-    fn computed(&self, began: Instant, what: &str, block: usize) -> Result {
-        self.note(Resource::Compute, began, what, block);
-        self.lane.computed(began, || format!("{what} {}", self.network.blocks[block].name()))
+    pub(crate) fn computed(&self, began: Instant, what: &str, block: usize) -> Result {
+        let name = || format!("{what} {}{}", self.network.blocks[block].name(), self.suffix);
+        if let Some(timeline) = &self.config.timeline {
+            timeline.note(Resource::Compute, began, name());
+        }
+        self.lane.computed(began, name)
     }
 
     pub(crate) fn release(&self, fetcher: &mut Fetcher<'_>, ready: Vec<Ready>) -> Result {

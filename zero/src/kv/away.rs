@@ -199,8 +199,13 @@ impl AwayPass<'_> {
         self.settle(last)
     }
 
+    /// The block whose keys and values are on their way back.
+    pub(crate) fn going(&self) -> Option<usize> {
+        self.going.as_ref().map(|(block, _)| *block)
+    }
+
     /// Whether the keys and values of a block are elsewhere between passes.
-    fn comes(&self, block: usize) -> bool {
+    pub(crate) fn comes(&self, block: usize) -> bool {
         self.away.plan.layouts[block].is_some() && self.away.plan.tiers[block] != Tier::Device
     }
 
