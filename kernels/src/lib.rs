@@ -24,6 +24,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod dry;
 mod ops;
+mod packing;
 pub mod quantized;
 pub mod reference;
 mod tensor;
@@ -34,6 +35,7 @@ pub use ops::{
     KernelError, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, Reduce, Residual, Result,
     RmsNorm, Rope, RopeDirection,
 };
+pub use packing::{Packed, Packing};
 pub use quantized::{QuantFormat, QuantizedView};
 pub use tensor::{DType, Shape, Tensor, View, ViewMut};
 pub use terrace_device::{Bytes, BytesMut, memory_node};

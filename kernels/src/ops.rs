@@ -9,7 +9,7 @@
 //! sums are accumulated in f32 (f64 where said), and results are rounded to nearest even once at the end.
 //! Operands of one call may have different dtypes unless a method says otherwise.
 
-use crate::{QuantizedView, View, ViewMut};
+use crate::{DType, QuantizedView, View, ViewMut};
 use std::sync::Arc;
 
 /// A kernel that could not run.
@@ -104,6 +104,12 @@ pub trait Matmul: Send + Sync {
     /// # Errors
     /// The backend failed.
     fn matmul_nt(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, epilogue: Epilogue<'_>) -> Result;
+
+    /// Bytes of [`Packing`](crate::Packing) in which a b of `[rows, cols]` can stay packed for products of its dtype with it and with its
+    /// transpose; zero if this backend gains nothing from that.
+    fn packed_bytes(&self, _: [usize; 2], _: DType) -> usize {
+        0
+    }
 }
 
 /// Matrix products with a quantized right side.

@@ -3,6 +3,7 @@
 //! A [`Tensor`] owns a [`Region`] of an arena; a [`View`] or [`ViewMut`] borrows any bytes, such as a parameter
 //! inside a group's flat weights that lie where the disk engine put them. All are dense and row-major.
 
+use crate::Packed;
 use std::fmt;
 use terrace_device::{Arena, Bytes, BytesMut, DeviceError, Region};
 
@@ -104,6 +105,8 @@ pub struct View<'a> {
     bytes: Bytes<'a>,
     dtype: DType,
     shape: Shape,
+    /// Where all of it, in this shape, may stay packed.
+    pub(crate) packed: Option<&'a Packed<'a>>,
 }
 
 /// A mutably borrowed tensor.
@@ -155,7 +158,7 @@ impl Tensor {
 
     /// Borrows it.
     pub fn view(&self) -> View<'_> {
-        View { bytes: self.region.bytes(), dtype: self.dtype, shape: self.shape }
+        View { bytes: self.region.bytes(), dtype: self.dtype, shape: self.shape, packed: None }
     }
 
     /// Borrows it mutably.
@@ -186,7 +189,7 @@ impl<'a> View<'a> {
             shape.elements() * dtype.size(),
             "bytes match the shape {shape:?} of {dtype}"
         );
-        Self { bytes, dtype, shape }
+        Self { bytes, dtype, shape, packed: None }
     }
 
     /// Element type.
@@ -204,13 +207,20 @@ impl<'a> View<'a> {
         self.bytes
     }
 
+    /// The same tensor, whose elements stay what they are while `place` lives: as the right side of products, as a whole, it may stay
+    /// packed there. A place is for one tensor.
+    #[must_use]
+    pub fn kept_packed(self, place: &'a Packed<'a>) -> Self {
+        Self { packed: Some(place), ..self }
+    }
+
     /// The same elements under another shape.
     ///
     /// # Panics
     /// If the number of elements differs.
     #[must_use]
     pub fn reshape(self, dims: &[usize]) -> Self {
-        Self { shape: reshaped(self.shape, dims), ..self }
+        Self { shape: reshaped(self.shape, dims), packed: None, ..self }
     }
 
     /// Rows `start..end` when the tensor is seen as `[rows, last]`; the result has that two-dimensional shape.
@@ -224,6 +234,7 @@ impl<'a> View<'a> {
         Self {
             bytes: self.bytes.slice(start * row_bytes, end * row_bytes),
             shape: Shape::new(&[end - start, width]),
+            packed: None,
             ..self
         }
     }
@@ -261,7 +272,7 @@ impl<'a> ViewMut<'a> {
 
     /// A shared view of the same elements.
     pub fn view(&self) -> View<'_> {
-        View { bytes: self.bytes.as_bytes(), dtype: self.dtype, shape: self.shape }
+        View { bytes: self.bytes.as_bytes(), dtype: self.dtype, shape: self.shape, packed: None }
     }
 
     /// A shorter-lived mutable view.

@@ -152,6 +152,8 @@ pub struct Windows {
     pub device_groups: usize,
     #[serde(default)]
     pub state_groups: usize,
+    #[serde(default)]
+    pub packed_bytes: usize,
     pub kept_blocks: usize,
     /// Blocks that could keep.
     pub kept_blocks_max: usize,
@@ -280,6 +282,7 @@ impl Windows {
             // Nothing is generated in training.
             kv_on_device: _,
             kv_on_host: _,
+            packed_bytes: Some(packed_bytes),
             overlap: Some(overlap),
         } = chosen
         else {
@@ -297,6 +300,7 @@ impl Windows {
             copied_groups,
             device_groups,
             state_groups,
+            packed_bytes,
             kept_blocks,
             kept_blocks_max,
             overlap,
@@ -320,6 +324,7 @@ impl Windows {
             state_groups: Some(self.state_groups),
             kv_on_device: Some(0),
             kv_on_host: Some(0),
+            packed_bytes: Some(self.packed_bytes),
             overlap: Some(self.overlap),
         }
     }
@@ -649,6 +654,7 @@ mod tests {
             kept_blocks: Some(7),
             copied_weights: Some(6),
             copied_groups: Some(2),
+            packed_bytes: Some(4096),
             device_groups: Some(4),
             state_groups: Some(2),
             kv_on_device: Some(0),

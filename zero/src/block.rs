@@ -326,6 +326,12 @@ pub trait Block: Send + Sync + Debug {
         None
     }
 
+    /// How many times a forward or backward over so many rows multiplies with each of its weights, one part of the rows after the
+    /// other: what a backend gains from weights that stay packed.
+    fn passes(&self, _rows: usize) -> usize {
+        1
+    }
+
     /// Computes `y` from `x` (`None` for the first block). In [`Mode::Train`] it is not called on the last block; in
     /// [`Mode::Evaluate`] the last block adds to [`Context::loss`] instead of writing `y`, which is then empty.
     ///

@@ -25,6 +25,7 @@ impl EnginePlan {
             state_groups: Some(w.device_room.state),
             kv_on_device: Some(w.kv_room.device),
             kv_on_host: Some(w.kv_room.host),
+            packed_bytes: Some(w.packed_bytes),
             overlap: Some(config.overrides.overlap()),
         }
     }

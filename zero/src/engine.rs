@@ -28,7 +28,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::IoEngine;
-use terrace_kernels::DType;
+use terrace_kernels::{DType, Packing};
 use terrace_optimizer::{DeviceOptimizer, Optimizer};
 use terrace_tiers::{DiskStore, MemoryPlan, Pool, Recovery, Striping, Tier};
 
@@ -61,6 +61,8 @@ pub struct Engine {
     /// Gradients in f32 between the rounds of a step, if there are several.
     pub(crate) sums: Option<GradientPark>,
     pub(crate) signals: Signals,
+    /// Where a block's weights stay packed, if the plan has room for that.
+    pub(crate) packing: Option<Packing>,
     /// Held by the key/value cache while there is one.
     pub(crate) cache_alive: Arc<()>,
     pub(crate) update_slots: Arc<UpdateSlots>,
@@ -296,6 +298,7 @@ impl Engine {
             _ => None,
         };
         let lane = Lane::new(&backend, windows.arena_bytes, windows.signals_stay, copies)?;
+        let packing = Some(windows.packed_bytes).filter(|&bytes| bytes > 0).map(Packing::new).transpose()?;
         let on_disk = home.disk().is_some();
         let slot_io = on_disk.then_some(&backend.io);
         let slot_classes = |_| SlotClasses::new(&windows.classes, network.groups.len(), &backend);
@@ -372,6 +375,7 @@ impl Engine {
             rounds,
             sums,
             signals,
+            packing,
             cache_alive: Arc::default(),
             update_slots: Arc::new(update_slots),
             pool,

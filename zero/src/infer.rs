@@ -163,7 +163,7 @@ impl Engine {
             for block in 0..=network.last() {
                 let last = block == network.last();
                 let ready = pass.fetch(&mut fetcher, block)?;
-                let weights = pass.weights(block, &ready);
+                let weights = pass.weights(block, &ready, &[]);
                 let x = match signal.take() {
                     Some(signal) => Some(lane.load(signal, pass.signal(block - 1))?),
                     None => None,

@@ -13,6 +13,7 @@ use crate::kept::{Keeping, KeptTensors};
 use crate::lane::{Lane, Signal};
 use crate::network::Network;
 use crate::overlap::{Bench, Follower, Gate, Pending, defer, follow, join};
+use crate::plan::stays_packed;
 use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::LossScale;
@@ -21,7 +22,7 @@ use crate::timeline::{Resource, Timeline};
 use crate::update::{ChunkAt, Items, Updater};
 use crate::{
     Activations, Backend, Context, EngineConfig, EngineError, HostTensor, Kept, MicroBatch, Mode, Result,
-    StepRates, StepReport, Weights,
+    StepRates, StepReport, Weight, Weights,
 };
 use crossbeam::channel::unbounded;
 use std::ops::Range;
@@ -29,7 +30,7 @@ use std::sync::Arc;
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use terrace_device::Region;
-use terrace_kernels::{DType, Tensor};
+use terrace_kernels::{DType, Packed, Packing, Tensor};
 use terrace_optimizer::{DeviceOptimizer, StepArgs, clip_coefficient, optimizer};
 use terrace_tiers::Tier;
 
@@ -57,6 +58,7 @@ struct Training<'a> {
     park: &'a GradientPark,
     rounds: Rounds,
     sums: Option<&'a GradientPark>,
+    packing: Option<&'a mut Packing>,
     /// Gradients of signals on their way down the blocks, by micro-batch.
     signals: Vec<Option<Signal>>,
     runs: &'a Runs,
@@ -283,6 +285,7 @@ impl Engine {
             rounds,
             sums,
             signals,
+            packing,
             update_slots,
             pool,
             step,
@@ -323,6 +326,7 @@ impl Engine {
             park,
             rounds,
             sums,
+            packing: packing.as_mut(),
             signals,
             runs,
             pool,
@@ -490,7 +494,8 @@ impl<'a> Training<'a> {
         for block in 0..self.pass.network.last() {
             let ready = self.pass.fetch(fetcher, block)?;
             let began = Instant::now();
-            let weights = self.pass.weights(block, &ready);
+            let places = self.pass.places(&mut self.packing, block, round.len());
+            let weights = self.pass.weights(block, &ready, &places);
             for (at, m) in round.clone().enumerate() {
                 let x = match block.checked_sub(1) {
                     Some(b) => Some(self.pass.lane.load(self.activations.take(b, at), self.pass.signal(b))?),
@@ -647,7 +652,8 @@ impl<'a> Training<'a> {
         round: &Range<usize>,
     ) -> Result {
         let (network, lane) = (self.pass.network, self.pass.lane);
-        let weights = self.pass.weights(block, ready);
+        let places = self.pass.places(&mut self.packing, block, round.len());
+        let weights = self.pass.weights(block, ready, &places);
         for (at, m) in self.rounds.backward_of(block, round).enumerate() {
             let below = block.checked_sub(1).map(|b| self.pass.signal(b));
             let x = match (block.checked_sub(1), &below) {
@@ -732,14 +738,38 @@ impl Pass<'_> {
         ready.into_iter().try_for_each(|r| fetcher.release(r))
     }
 
-    /// Views of a block's parameters inside its groups.
-    pub(crate) fn weights<'r>(&self, block: usize, ready: &'r [Ready]) -> Weights<'r> {
-        let views = self.network.params_of(block).map(|(group, param)| {
+    /// Views of a block's parameters inside its groups; the first of them stay packed in `places`.
+    pub(crate) fn weights<'r>(
+        &self,
+        block: usize,
+        ready: &'r [Ready],
+        places: &'r [Packed<'r>],
+    ) -> Weights<'r> {
+        let views = self.network.params_of(block).enumerate().map(|(index, (group, param))| {
             let memory =
                 ready.iter().find(|r| r.group() == group).expect("every group of the block was fetched");
-            self.network.weight(group, param, memory.bytes())
+            match (self.network.weight(group, param, memory.bytes()), places.get(index)) {
+                (Weight::Plain(view), Some(place)) => Weight::Plain(view.kept_packed(place)),
+                (weight, _) => weight,
+            }
         });
         Weights::mixed(views.collect())
+    }
+
+    /// Places where the weights of a block stay packed while so many micro-batches pass through; none where that is worth nothing.
+    fn places<'p>(
+        &self,
+        packing: &'p mut Option<&mut Packing>,
+        block: usize,
+        micro_batches: usize,
+    ) -> Vec<Packed<'p>> {
+        let Some(packing) = packing else { return Vec::new() };
+        if !stays_packed(self.network, block, micro_batches, self.sequences * self.length) {
+            return Vec::new();
+        }
+        packing.restart();
+        let packing = &**packing;
+        self.network.params_of(block).map(|_| packing.place()).collect()
     }
 
     pub(crate) fn signal(&self, block: usize) -> crate::OutputSpec {

@@ -20,7 +20,9 @@ use super::quantized::Rows;
 use super::threads::{Carver, SCRATCH_BYTES, Threads};
 use super::{Cpu, Isa, thin};
 use crate::check::{self, ProductDims};
-use crate::{Epilogue, Matmul, MatmulSpec, Residual, Result, View, ViewMut};
+use crate::packing::Order;
+use crate::{DType, Epilogue, Matmul, MatmulSpec, Packed, Residual, Result, View, ViewMut};
+use std::sync::{Mutex, PoisonError};
 
 /// Widths of the widest panels of a and b.
 const PANEL_ROWS_MAX: usize = 8;
@@ -28,6 +30,8 @@ const PANEL_COLS_MAX: usize = 48;
 /// Smallest tile worth handing out.
 const TILE_ROWS_MIN: usize = 48;
 const TILE_COLS_MIN: usize = 96;
+/// Panels of b that are packed by one thread after one another, where they stay packed.
+const PANELS_TOGETHER: usize = 4;
 /// How many more parts than the fewest a dimension is cut into at most.
 const MORE_PARTS: usize = 12;
 
@@ -68,33 +72,46 @@ const _: () = assert!(
 impl Matmul for Cpu {
     fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result {
         let dims = check::matmul(a, b, &out, spec);
-        let (a, b) = (Floats::new(a), Floats::new(b));
+        let (a, kept, b) = (Floats::new(a), b.packed, Floats::new(b));
         if thin::applies(dims, spec) {
             let residual = if spec.accumulate { Residual::InPlace } else { Residual::None };
             let output = Output::new(out, dims.n, Epilogue { bias: None, residual });
             thin::matmul(&self.threads, a, b, output, dims);
         } else {
-            self.product(a, Right::Floats(b), Output::new(out, dims.n, Epilogue::NONE), dims, spec);
+            self.product(a, Right::Floats(b, kept), Output::new(out, dims.n, Epilogue::NONE), dims, spec);
         }
         Ok(())
     }
 
     fn matmul_nt(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, epilogue: Epilogue<'_>) -> Result {
         let dims = check::matmul_nt(a, b, &out, &epilogue);
-        let (a, b, output) = (Floats::new(a), Floats::new(b), Output::new(out, dims.n, epilogue));
+        let (a, kept, b) = (Floats::new(a), b.packed, Floats::new(b));
+        let output = Output::new(out, dims.n, epilogue);
         if thin::applies(dims, MatmulSpec::NT) {
             thin::matmul(&self.threads, a, b, output, dims);
         } else {
-            self.product(a, Right::Floats(b), output, dims, MatmulSpec::NT);
+            self.product(a, Right::Floats(b, kept), output, dims, MatmulSpec::NT);
         }
         Ok(())
+    }
+
+    fn packed_bytes(&self, [rows, cols]: [usize; 2], dtype: DType) -> usize {
+        let both = |each: &dyn Fn(ProductDims) -> usize| {
+            let dims = |n, l| ProductDims { m: 1, n, l };
+            [dims(rows, cols), dims(cols, rows)].into_iter().map(each).sum()
+        };
+        match self.threads.pair_micro() {
+            Some(micro) if dtype == DType::BF16 => both(&|dims| kept_bytes::<Paired<'_>>(micro, dims)),
+            _ => both(&|dims| kept_bytes::<Widened<'_>>(self.threads.micro(), dims)),
+        }
     }
 }
 
 /// The right side of a product.
 #[derive(Clone, Copy)]
 pub enum Right<'a> {
-    Floats(Floats<'a>),
+    /// With a place where it may stay packed.
+    Floats(Floats<'a>, Option<&'a Packed<'a>>),
     /// Its rows are columns of the product.
     Quantized(Rows<'a>),
 }
@@ -114,9 +131,10 @@ struct Tile {
 /// The operands of a product, and how they are packed.
 trait Operands: Copy + Sync {
     /// What a packed panel consists of.
-    type Word: bytemuck::Pod;
+    type Word: bytemuck::Pod + Send + Sync;
 
     const BLOCKS: Blocks;
+    const WIDENED: bool;
 
     fn micro(self) -> Micro<Self::Word>;
 
@@ -131,6 +149,9 @@ trait Operands: Copy + Sync {
     fn pack_a(self, isa: Isa, rows: Span, block: Span, packed: &mut [Self::Word]);
 
     fn pack_b(self, isa: Isa, cols: Span, block: Span, wide: &mut [f32], packed: &mut [Self::Word]);
+
+    /// Where b may stay packed.
+    fn place(&self) -> Option<&Packed<'_>>;
 }
 
 /// Any operands, as f32.
@@ -147,6 +168,7 @@ impl Operands for Widened<'_> {
     type Word = f32;
 
     const BLOCKS: Blocks = WIDENED;
+    const WIDENED: bool = true;
 
     fn micro(self) -> Micro {
         self.micro
@@ -166,10 +188,17 @@ impl Operands for Widened<'_> {
 
     fn pack_b(self, isa: Isa, cols: Span, block: Span, wide: &mut [f32], packed: &mut [f32]) {
         match self.b {
-            Right::Floats(b) => {
+            Right::Floats(b, _) => {
                 right(b, cols, block, self.dims, self.spec).pack(isa, self.micro.nr, packed);
             }
             Right::Quantized(b) => b.pack(isa, self.micro.nr, cols, block, wide, packed),
+        }
+    }
+
+    fn place(&self) -> Option<&Packed<'_>> {
+        match self.b {
+            Right::Floats(_, place) => place,
+            Right::Quantized(_) => None,
         }
     }
 }
@@ -180,6 +209,7 @@ struct Paired<'a> {
     micro: Micro<Pair>,
     a: Floats<'a>,
     b: Floats<'a>,
+    place: Option<&'a Packed<'a>>,
     dims: ProductDims,
     spec: MatmulSpec,
 }
@@ -188,6 +218,7 @@ impl Operands for Paired<'_> {
     type Word = Pair;
 
     const BLOCKS: Blocks = PAIRED;
+    const WIDENED: bool = false;
 
     fn micro(self) -> Micro<Pair> {
         self.micro
@@ -203,6 +234,10 @@ impl Operands for Paired<'_> {
 
     fn pack_b(self, isa: Isa, cols: Span, block: Span, _wide: &mut [f32], packed: &mut [Pair]) {
         right(self.b, cols, block, self.dims, self.spec).pack_pairs(isa, self.micro.nr, packed);
+    }
+
+    fn place(&self) -> Option<&Packed<'_>> {
+        self.place
     }
 }
 
@@ -221,8 +256,8 @@ impl Cpu {
             return;
         }
         let pairs = self.threads.pair_micro();
-        if let (Some(micro), Floats::BF16(_), Right::Floats(b @ Floats::BF16(_))) = (pairs, a, b) {
-            tiles(&self.threads, Paired { micro, a, b, dims, spec }, output, dims, spec);
+        if let (Some(micro), Floats::BF16(_), Right::Floats(b @ Floats::BF16(_), place)) = (pairs, a, b) {
+            tiles(&self.threads, Paired { micro, a, b, place, dims, spec }, output, dims, spec);
         } else {
             let micro = self.threads.micro();
             tiles(&self.threads, Widened { micro, a, b, dims, spec }, output, dims, spec);
@@ -238,18 +273,59 @@ fn tiles<O: Operands>(
     spec: MatmulSpec,
 ) {
     let micro = operands.micro();
-    let (tile_rows, tile_cols) = tile_size(dims, threads.count(), O::BLOCKS, micro);
+    let place = operands.place();
+    let kept = place.and_then(|place| kept(threads, operands, place, dims, spec));
+    // Tiles of what is packed begin with a panel.
+    let unit = if kept.is_some() { micro.nr } else { micro.lanes };
+    let (tile_rows, tile_cols) = tile_size(dims, threads.count(), O::BLOCKS, micro, unit);
     let across = dims.n.div_ceil(tile_cols);
     threads.run(dims.m.div_ceil(tile_rows) * across, |task, scratch| {
         let (row, col) = (task / across * tile_rows, task % across * tile_cols);
         let tile = Tile { row, col, rows: tile_rows.min(dims.m - row), cols: tile_cols.min(dims.n - col) };
-        compute(threads.isa(), operands, output, dims, spec, tile, scratch);
+        compute(threads.isa(), operands, kept, output, dims, spec, tile, scratch);
     });
+}
+
+/// Bytes of b, packed as a whole: the panels of a depth block after those of the block before.
+fn kept_bytes<O: Operands>(micro: Micro<O::Word>, dims: ProductDims) -> usize {
+    dims.n.next_multiple_of(micro.nr) * O::words(dims.l) * size_of::<O::Word>()
+}
+
+/// All of b, packed now or by a product before; `None` if there is no room for it.
+fn kept<'p, O: Operands>(
+    threads: &Threads,
+    operands: O,
+    place: &'p Packed<'_>,
+    dims: ProductDims,
+    spec: MatmulSpec,
+) -> Option<&'p [O::Word]> {
+    let (nr, isa) = (operands.micro().nr, threads.isa());
+    let order = Order { transposed: spec.trans_b, widened: O::WIDENED };
+    let packed = place.get_or_pack(order, kept_bytes::<O>(operands.micro(), dims), |memory| {
+        let mut left: &mut [O::Word] = bytemuck::cast_slice_mut(memory);
+        let mut parts = Vec::new();
+        for start in (0..dims.l).step_by(O::BLOCKS.depth) {
+            let block = (start, O::BLOCKS.depth.min(dims.l - start));
+            let words = O::words(block.1);
+            for first in (0..dims.n).step_by(nr * PANELS_TOGETHER) {
+                let cols = (nr * PANELS_TOGETHER).min(dims.n - first);
+                let part = left.split_off_mut(..cols.next_multiple_of(nr) * words);
+                parts.push(((first, cols), block, Mutex::new(part.expect("the panels fill the memory"))));
+            }
+        }
+        threads.run(parts.len(), |task, _| {
+            let (cols, block, part) = &parts[task];
+            let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
+            operands.pack_b(isa, *cols, *block, &mut [], &mut part);
+        });
+    })?;
+    Some(bytemuck::cast_slice(packed))
 }
 
 fn compute<O: Operands>(
     isa: Isa,
     operands: O,
+    kept: Option<&[O::Word]>,
     output: Output<'_>,
     dims: ProductDims,
     spec: MatmulSpec,
@@ -274,8 +350,17 @@ fn compute<O: Operands>(
     for start in (0..dims.l.max(1)).step_by(O::BLOCKS.depth) {
         let block = (start, O::BLOCKS.depth.min(dims.l - start));
         operands.pack_a(isa, (tile.row, tile.rows), block, a_packed);
-        operands.pack_b(isa, (tile.col, tile.cols), block, wide, b_packed);
         let size = (tile.rows, tile.cols, O::words(block.1));
+        let b_packed = match kept {
+            Some(kept) => {
+                let before = O::words(start) * dims.n.next_multiple_of(micro.nr) + tile.col * size.2;
+                &kept[before..][..tile.cols.next_multiple_of(micro.nr) * size.2]
+            }
+            None => {
+                operands.pack_b(isa, (tile.col, tile.cols), block, wide, b_packed);
+                &*b_packed
+            }
+        };
         let target = Target { pointer, stride, add: spec.accumulate || start > 0 };
         // SAFETY: the tile lies in the result or in this thread's scratch, and tiles do not overlap.
         unsafe { gemm::product(micro, size, a_packed, b_packed, target) };
@@ -313,7 +398,7 @@ fn operand(
     Panels { data: data.slice(at, data.len() - at), outer, depth, outer_stride, depth_stride }
 }
 
-/// Tiles of nearly equal size, of whole vectors, that take the least time: that of the thread with most of them, each with its
+/// Tiles of nearly equal size, of whole vectors or `unit`s of columns, that take the least time: that of the thread with most of them, each with its
 /// packing, and a sixteenth of a tile for what disturbs a thread (a quarter made f32 products of 512 rows 5 % slower, for no gain beside
 /// other work). The bits of the result do not depend on the choice (see
 /// [`gemm`]), which is why the number of threads may take part in it.
@@ -322,6 +407,7 @@ fn tile_size<W: Copy + 'static>(
     threads: usize,
     blocks: Blocks,
     micro: Micro<W>,
+    unit: usize,
 ) -> (usize, usize) {
     let cost = |rows: usize, cols: usize| {
         let tiles = dims.m.div_ceil(rows) * dims.n.div_ceil(cols);
@@ -335,9 +421,8 @@ fn tile_size<W: Copy + 'static>(
             .take_while(move |part| *part >= least || size.next_multiple_of(unit) == *part)
     };
     let rows = || sizes(dims.m, blocks.rows, TILE_ROWS_MIN, micro.mr);
-    let tiles = rows().flat_map(|rows| {
-        sizes(dims.n, blocks.cols, TILE_COLS_MIN, micro.lanes).map(move |cols| (rows, cols))
-    });
+    let tiles =
+        rows().flat_map(|rows| sizes(dims.n, blocks.cols, TILE_COLS_MIN, unit).map(move |cols| (rows, cols)));
     tiles
         .filter(|(rows, cols)| blocks.fit(*rows, *cols))
         .min_by_key(|(rows, cols)| cost(*rows, *cols))
@@ -359,7 +444,7 @@ mod tests {
                 for m in [1, 9, 100, 512, 1024, 4096] {
                     for n in [1, 97, 768, 1024, 2688, 8192] {
                         let dims = ProductDims { m, n, l: 1024 };
-                        let (rows, cols) = tile_size(dims, threads, blocks, micro);
+                        let (rows, cols) = tile_size(dims, threads, blocks, micro, micro.lanes);
                         assert!(blocks.fit(rows, cols), "{rows}x{cols} of {m}x{n}");
                         if threads <= 8 && m >= 512 && n >= 768 {
                             let tiles = m.div_ceil(rows) * n.div_ceil(cols);

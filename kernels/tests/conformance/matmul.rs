@@ -5,7 +5,9 @@
 use crate::support::{Host, MIXES, Random, assert_close, backends_and_pairs, isas_and_pairs};
 use proptest::prelude::*;
 use terrace_kernels::cpu::{self, CpuConfig};
-use terrace_kernels::{DType, KernelSet, MatmulSpec, reference};
+use terrace_kernels::{DType, KernelSet, MatmulSpec, Packing, View, reference};
+
+const DTYPES: [DType; 3] = [DType::BF16, DType::F32, DType::F16];
 
 /// Of values up to 5: twice what the worst of some ten million results was off.
 pub fn tolerance(l: usize) -> f64 {
@@ -103,6 +105,75 @@ fn larger_than_a_tile() {
     compare(&sets, (200, 500, 40), (DType::BF16, DType::BF16), MatmulSpec::NT);
     compare(&sets, (410, 130, 70), (DType::BF16, DType::F32), MatmulSpec::TN_ACCUMULATE);
     compare(&sets, (50, 1000, 15), (DType::BF16, DType::BF16), MatmulSpec::NN);
+}
+
+/// What stays packed gives the bits of what is packed anew, whatever there is room for, in either order and with any left side.
+#[test]
+fn what_stays_packed_changes_no_bit() {
+    let packs = |set: &KernelSet| set.matmul.packed_bytes([64, 64], DType::BF16) > 0;
+    let sets: Vec<_> = backends_and_pairs().into_iter().filter(|(_, set)| packs(set)).collect();
+    assert!(!sets.is_empty());
+    for ((name, set), dtype) in sets.iter().flat_map(|set| DTYPES.map(|dtype| (set, dtype))) {
+        for (rows, cols) in [(7, 3), (100, 513), (535, 70)] {
+            let b = Host::random(dtype, &[rows, cols], 1.0, 2);
+            let whole = set.matmul.packed_bytes([rows, cols], dtype);
+            for room in [2 * whole, whole / 2, 0] {
+                let packing = Packing::new(room).unwrap();
+                let place = packing.place();
+                // A second round finds it packed. Few rows are multiplied without packing.
+                for (m, left) in [17, 60, 2, 17].into_iter().flat_map(|m| DTYPES.map(|left| (m, left))) {
+                    for trans_b in [true, false] {
+                        let spec = MatmulSpec { trans_b, ..MatmulSpec::NN };
+                        let (n, l) = if trans_b { (rows, cols) } else { (cols, rows) };
+                        let a = Host::random(left, &[m, l], 1.0, m as u64);
+                        let product = |b: View<'_>| {
+                            let mut out = Host::zeros(DType::F32, &[m, n]);
+                            set.matmul.matmul(a.view(), b, out.view_mut(), spec).unwrap();
+                            out
+                        };
+                        let (plain, kept) = (product(b.view()), product(b.view().kept_packed(&place)));
+                        let case = format!("{name}: {m} x {n} x {l}, {left} and {dtype}, room {room}");
+                        assert!(plain.bytes() == kept.bytes(), "{case}");
+                        // A part is another tensor.
+                        if trans_b && rows > 50 {
+                            let part = |b: View<'_>| {
+                                let mut out = Host::zeros(DType::F32, &[m, 40]);
+                                let b = b.rows(10, 50);
+                                set.matmul.matmul(a.view(), b, out.view_mut(), spec).unwrap();
+                                out
+                            };
+                            let (plain, kept) = (part(b.view()), part(b.view().kept_packed(&place)));
+                            assert!(plain.bytes() == kept.bytes(), "a part, {case}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Nothing else would show that it is not packed anew: a place that is tagged to another tensor still has the first.
+#[test]
+fn what_stays_packed_is_what_is_multiplied() {
+    for (name, set) in backends_and_pairs() {
+        for (dtype, spec) in
+            DTYPES.into_iter().flat_map(|dtype| [(dtype, MatmulSpec::NT), (dtype, MatmulSpec::NN)])
+        {
+            let (a, b) = operands(30, 70, 70, dtype, spec);
+            let room = set.matmul.packed_bytes([70, 70], dtype);
+            let packing = Packing::new(room).unwrap();
+            let place = packing.place();
+            let product = |b: View<'_>| {
+                let mut out = Host::zeros(DType::F32, &[30, 70]);
+                set.matmul.matmul(a.view(), b, out.view_mut(), spec).unwrap();
+                out
+            };
+            let first = product(b.view().kept_packed(&place));
+            let other = Host::zeros(dtype, &[70, 70]);
+            let second = product(other.view().kept_packed(&place));
+            assert_eq!(first.bytes() == second.bytes(), room > 0, "{name}: {dtype} {spec:?}");
+        }
+    }
 }
 
 /// An empty sum is zero; an empty result is nothing.

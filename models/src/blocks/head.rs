@@ -110,6 +110,10 @@ impl Block for HeadBlock {
         &self.params
     }
 
+    fn passes(&self, rows: usize) -> usize {
+        rows.div_ceil(self.tile_rows())
+    }
+
     fn borrowed(&self) -> &[String] {
         &self.borrowed
     }

@@ -263,6 +263,7 @@ impl Life {
             // Nothing is generated.
             kv_on_device: None,
             kv_on_host: None,
+            packed_bytes: dice.perhaps(&[0, 4096, 1 << 20]),
         };
         Self {
             placement,

@@ -22,6 +22,11 @@ pub const fn packed_len(outer: usize, width: usize, depth: usize) -> usize {
     outer.next_multiple_of(width) * depth + SLACK
 }
 
+/// Words that packing writes, of a width of which no store leaves its panel.
+pub const fn panels_len(outer: usize, width: usize, depth: usize) -> usize {
+    outer.next_multiple_of(width) * depth + if width < SLACK { SLACK } else { 0 }
+}
+
 /// A block to pack: element `(o, k)` lies at `o·outer_stride + k·depth_stride` of `data`; one of the strides is 1.
 #[derive(Clone, Copy)]
 pub struct Panels<'a> {
@@ -47,14 +52,14 @@ impl Panels<'_> {
     /// Packs into panels of `width`.
     ///
     /// # Panics
-    /// If `packed` is shorter than [`packed_len`] or the block reaches past the data.
+    /// If `packed` is shorter than [`panels_len`] or the block reaches past the data.
     pub fn pack(self, isa: Isa, width: usize, packed: &mut [f32]) {
         if self.outer == 0 || self.depth == 0 {
             return;
         }
         let last = (self.outer - 1) * self.outer_stride + (self.depth - 1) * self.depth_stride;
         assert!(last < self.data.len(), "element {last} of a block lies within {}", self.data.len());
-        assert!(packed.len() >= packed_len(self.outer, width, self.depth), "a packed block fits its buffer");
+        assert!(packed.len() >= panels_len(self.outer, width, self.depth), "a packed block fits its buffer");
         match self.data {
             Floats::F32(data) => self.pack_typed(isa, data, width, packed),
             Floats::BF16(data) => self.pack_typed(isa, data, width, packed),

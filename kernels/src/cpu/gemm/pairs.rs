@@ -26,7 +26,7 @@
 use super::micro::{Micro, Run};
 #[cfg(target_arch = "x86_64")]
 use super::pack::Rows;
-use super::pack::{Panels, packed_len};
+use super::pack::{Panels, panels_len};
 use crate::cpu::Isa;
 use crate::cpu::floats::Floats;
 use crate::cpu::isa::{Level, Pairs};
@@ -75,7 +75,7 @@ impl Panels<'_> {
     /// Packs bf16 into panels of `width` pairs.
     ///
     /// # Panics
-    /// If the data is not bf16, `packed` is shorter than [`packed_len`] of the pairs, or the block reaches past the data.
+    /// If the data is not bf16, `packed` is shorter than [`panels_len`] of the pairs, or the block reaches past the data.
     pub fn pack_pairs(self, isa: Isa, width: usize, packed: &mut [Pair]) {
         let Floats::BF16(data) = self.data else { unreachable!("pairs are of bf16") };
         if self.outer == 0 || self.depth == 0 {
@@ -84,7 +84,7 @@ impl Panels<'_> {
         let last = (self.outer - 1) * self.outer_stride + (self.depth - 1) * self.depth_stride;
         assert!(last < data.len(), "element {last} of a block lies within {}", data.len());
         let pairs = Pair::count(self.depth);
-        assert!(packed.len() >= packed_len(self.outer, width, pairs), "a packed block fits its buffer");
+        assert!(packed.len() >= panels_len(self.outer, width, pairs), "a packed block fits its buffer");
         if self.outer_stride == 1 {
             match width {
                 8 => self.interleave::<8>(isa, data, packed),
@@ -581,7 +581,7 @@ mod x86 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::gemm::{Target, product};
+    use crate::cpu::gemm::{Target, packed_len, product};
 
     /// Every instruction set, its pairs emulated; and those that have the instruction.
     fn isas() -> Vec<Isa> {
