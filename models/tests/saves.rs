@@ -139,13 +139,16 @@ fn a_save_that_fails_beside_steps_stops_none() {
     let expected: Vec<u64> = (0..=STEPS).map(|steps| base.run(steps).1).collect();
     for (name, setup) in variants(&base, dir.path()) {
         for action in [Action::Write, Action::Sync] {
-            for nth in (0..).step_by(5) {
+            // The first save of all makes the place for it.
+            for (nth, is_first) in (0..).step_by(5).flat_map(|nth| [(nth, true), (nth, false)]) {
                 let faults = Arc::new(FaultLayer::new(threads(), FaultConfig::default()));
-                let disks = vec![dir.path().join(format!("{name}-{action:?}-{nth}"))];
+                let disks = vec![dir.path().join(format!("{name}-{action:?}-{nth}-{is_first}"))];
                 let setup = Setup { io: Some(Arc::clone(&faults) as _), disks, ..setup.clone() };
                 let mut engine = setup.create();
                 setup.continue_to(&mut engine, 1);
-                engine.save().unwrap();
+                if !is_first {
+                    engine.save().unwrap();
+                }
                 setup.continue_to(&mut engine, 2);
                 faults.fail_nth(action, nth, IoErrorKind::Device);
                 let begun = engine.export_beside(hash_of);
@@ -168,8 +171,8 @@ fn a_save_that_fails_beside_steps_stops_none() {
                 };
                 assert_eq!(weights_hash(&mut engine), expected[4], "{name} {action:?} {nth}");
                 if setup.durability == Durability::Step || !failed {
-                    let durable = if failed { 1 } else { 2 };
-                    assert_eq!(engine.durable_step(), Some(durable), "{name} {action:?} {nth}");
+                    let durable = if failed { (!is_first).then_some(1) } else { Some(2) };
+                    assert_eq!(engine.durable_step(), durable, "{name} {action:?} {nth}");
                 }
                 let mut again = engine.save();
                 if again.is_err() && !failed {
@@ -183,12 +186,33 @@ fn a_save_that_fails_beside_steps_stops_none() {
                     let mut engine = setup.resume().unwrap();
                     assert_eq!((engine.step(), weights_hash(&mut engine)), (4, expected[4]), "{name}");
                 }
-                if !failed {
+                if !failed && !is_first {
                     assert!(nth > 0 || action == Action::Sync, "{name}: there were requests to fail");
                     break;
                 }
             }
         }
+    }
+}
+
+/// A save at the beginning that fails is not taken for one.
+#[test]
+fn the_first_save_can_fail() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = Setup::new(true);
+    for nth in 0..8 {
+        let faults = Arc::new(FaultLayer::new(threads(), FaultConfig::default()));
+        let setup = in_memory(&base, dir.path().join(nth.to_string()), None);
+        let setup = Setup { io: Some(Arc::clone(&faults) as _), ..setup };
+        let mut engine = setup.create();
+        assert_eq!(engine.durable_step(), None);
+        faults.fail_nth(Action::Write, nth, IoErrorKind::Device);
+        engine.save().expect_err("a write fails");
+        assert_eq!(engine.durable_step(), None, "{nth}");
+        engine.save().unwrap();
+        assert_eq!(engine.durable_step(), Some(0));
+        drop(engine);
+        assert_eq!(setup.resume().unwrap().step(), 0);
     }
 }
 

@@ -302,11 +302,9 @@ impl Trainer<'_> {
         let seen = Seen { engine: &self.engine, cache: None };
         let traced = trace::write(run.trace.as_deref(), self.session, seen);
         let counted = self.count_last_writes();
-        let exported = if result.is_ok() && flushed.is_ok() && saved.is_ok() {
-            self.export(&run.output)
-        } else {
-            Ok(())
-        };
+        // A save that failed leaves the model as it is, perhaps in memory alone.
+        let trained = result.is_ok() && flushed.is_ok();
+        let exported = if trained { self.export(&run.output) } else { Ok(()) };
         self.say_what_it_took();
         result?;
         flushed?;

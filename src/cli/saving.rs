@@ -59,7 +59,12 @@ impl Saving {
         let Self { step, folder, export, began, waited } = self;
         let waiting = Instant::now();
         let written = export.wait();
-        engine.finish_save()?;
+        engine.finish_save().map_err(|error| {
+            CliError::Failed(format!(
+                "{} was not written, since its step was not saved: {error}",
+                folder.display()
+            ))
+        })?;
         let Some(written) = written else {
             let folder = folder.display();
             return Err(CliError::Failed(format!(

@@ -78,8 +78,12 @@ pub struct Engine {
     pub(crate) unsaved: Option<Unsaved>,
     /// Where resident state is saved; opened at the first save.
     pub(crate) saved: Option<Arc<DiskStore>>,
+    /// It was closed after a commit of which is not known whether it happened, and could not be opened again.
+    pub(crate) is_out_of_sight: bool,
     /// The save that is being written there.
     pub(crate) saving: Option<Saving>,
+    /// Why one that nobody waited for was not.
+    pub(crate) failed_save: Option<EngineError>,
 }
 
 /// Steps that no save has committed yet.
@@ -385,7 +389,9 @@ impl Engine {
             unclipped: 0,
             unsaved: None,
             saved: None,
+            is_out_of_sight: false,
             saving: None,
+            failed_save: None,
         })
     }
 
@@ -397,7 +403,8 @@ impl Engine {
     /// The step that a process which ended now would go back to; `None` if nothing is on disk, or what is there is being
     /// overwritten. It may be one less than [`step`](Self::step), whose update goes on in the next, or that of the last save.
     pub fn durable_step(&self) -> Option<u64> {
-        let store = self.home.disk().or(self.saved.as_deref()).filter(|store| !store.is_changing());
+        let store = self.home.disk().or(self.saved.as_deref());
+        let store = store.filter(|store| store.is_committed() && !store.is_changing());
         store.map(|store| store.committed().step)
     }
 

@@ -41,7 +41,8 @@ impl<T> Exporting<T> {
         true
     }
 
-    /// Waits for what the export gave; `None` if it was given up, since its step was never committed, it had no thread, or it panicked.
+    /// Waits for what the export gave; `None` if it was given up, since its step was never committed, its
+    /// [save](Engine::finish_save) failed, it had no thread, or it panicked.
     /// To be called after a step or a [`flush`](Engine::flush), without which an export may wait for the commit of its step.
     pub fn wait(self) -> Option<T> {
         self.arrived.or_else(|| self.result.recv().ok())
@@ -102,7 +103,10 @@ impl Engine {
             (Some(stored), None) => start(&stored.store),
             (None, _) => {
                 self.flush()?;
-                self.begin_save(Some(start))?;
+                match self.saved.as_ref().filter(|_| self.is_saved()) {
+                    Some(store) => start(store),
+                    None => self.begin_save(Some(start))?,
+                }
             }
         }
         Ok(exporting)

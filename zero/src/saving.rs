@@ -18,7 +18,7 @@ use crate::update::UpdateSlots;
 use crate::{EngineError, Result};
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
-use terrace_tiers::{DiskStore, HostBlob};
+use terrace_tiers::{DiskStore, HostBlob, TierError};
 
 /// A save under way. Dropping it waits for its end.
 #[derive(Debug)]
@@ -57,9 +57,8 @@ impl Saver {
 
 impl Saving {
     /// Waits for its end.
-    fn wait(mut self) -> Result {
-        let thread = self.0.take().expect("only this takes it");
-        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    fn wait(mut self) -> std::thread::Result<Result> {
+        self.0.take().expect("only this takes it").join()
     }
 }
 
@@ -83,26 +82,47 @@ impl Engine {
         if self.home.disk().is_some() {
             return self.commit_unsaved();
         }
-        self.finish_save()?;
-        let saved = self.saved.as_ref().filter(|store| !store.is_changing() && !store.is_uncertain());
-        if saved.is_some_and(|store| store.committed().step == self.step) {
+        self.end_save();
+        if self.is_saved() {
             return Ok(());
         }
         self.begin_save(None)?;
-        self.finish_save()
+        self.wait_for_save()
     }
 
-    /// Waits for the save of resident state that [`export_beside`](Self::export_beside) began.
+    /// Waits for saves of resident state that [`export_beside`](Self::export_beside) began.
     ///
     /// # Errors
-    /// It failed. The previous save is then intact, unless the state is kept once, and saving may be tried again.
+    /// One of them failed since this was last called. The save before it is then intact, unless the state is kept once or a later one
+    /// worked, and saving may be tried again.
     pub fn finish_save(&mut self) -> Result {
+        self.end_save();
+        self.failed_save.take().map_or(Ok(()), Err)
+    }
+
+    /// Whether resident state is saved as it is.
+    pub(crate) fn is_saved(&self) -> bool {
+        let whole =
+            |store: &&Arc<DiskStore>| store.is_committed() && !store.is_changing() && !store.is_uncertain();
+        self.saving.is_none()
+            && self.saved.as_ref().filter(whole).is_some_and(|s| s.committed().step == self.step)
+    }
+
+    /// Waits for the save under way, and remembers why it failed: what follows is not to fail with it.
+    fn end_save(&mut self) {
+        if let Err(error) = self.wait_for_save() {
+            tracing::warn!(%error, "a save failed");
+            self.failed_save.get_or_insert(error);
+        }
+    }
+
+    fn wait_for_save(&mut self) -> Result {
         let Some(saving) = self.saving.take() else { return Ok(()) };
-        let result = saving.wait();
-        if result.is_err() {
+        let ended = saving.wait();
+        if !matches!(ended, Ok(Ok(()))) {
             self.give_up_save();
         }
-        result
+        ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
 
     /// Begins to save resident state, which is flushed, beside what follows. `after` begins with the commit.
@@ -112,14 +132,10 @@ impl Engine {
                 "saving needs a directory for the state: give --disk PATH".into(),
             ));
         }
-        self.finish_save()?;
+        self.end_save();
         let store = match &self.saved {
             Some(store) => Arc::clone(store),
-            None => {
-                let striping = self.config.striping()?;
-                let store = DiskStore::create(&self.backend.io, &striping, self.plan.spec.clone())?;
-                Arc::clone(self.saved.insert(Arc::new(store)))
-            }
+            None => Arc::clone(self.saved.insert(Arc::new(self.place_for_saves()?))),
         };
         let begun = self.write_from_device(&store).and_then(|()| self.start_saver(store, after));
         match begun {
@@ -130,6 +146,19 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// A new store, or the one that was closed.
+    fn place_for_saves(&self) -> Result<DiskStore> {
+        if self.is_out_of_sight {
+            match DiskStore::open(&self.backend.io, &self.config.disks) {
+                // The commit did not happen, and there was none before it.
+                Err(TierError::NoState { .. }) => {}
+                found => return Ok(found?),
+            }
+        }
+        let striping = self.config.striping()?;
+        Ok(DiskStore::create(&self.backend.io, &striping, self.plan.spec.clone())?)
     }
 
     fn start_saver(&self, store: Arc<DiskStore>, after: Option<AfterCommit>) -> Result<Option<Saving>> {
@@ -175,6 +204,7 @@ impl Engine {
             std::thread::yield_now();
         };
         drop(store);
-        self.saved = DiskStore::open(&self.backend.io, &self.config.disks).ok().map(Arc::new);
+        self.is_out_of_sight = true;
+        self.saved = self.place_for_saves().ok().map(Arc::new);
     }
 }

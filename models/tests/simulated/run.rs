@@ -147,6 +147,7 @@ pub fn run(setting: &Setting, broken: Broken) -> Events {
             faults: &faults,
             abandoned_failures: 0,
             exports: Vec::new(),
+            beside: None,
         };
         let ended = run.live(Arc::clone(&faults) as _, stored);
         let (is_touched, abandoned) = (run.is_touched, run.abandoned_failures);
@@ -270,6 +271,8 @@ struct Run<'a> {
     abandoned_failures: u64,
     /// Hashes of weights, with their steps.
     exports: Vec<(u64, Exporting<Result<u64, EngineError>>)>,
+    /// The step of state in memory that is being saved beside those that follow.
+    beside: Option<u64>,
 }
 
 impl Run<'_> {
@@ -323,7 +326,7 @@ impl Run<'_> {
                 }
                 // A save is that of the step it was called after.
                 let possible = if self.is_told() { saved } else { Some(step) };
-                return Ended::with(saved, possible, error);
+                return Ended::with(saved, self.beside.or(possible), error);
             }
             if let Trouble::Stop { step: stop, is_lost } = self.life.trouble
                 && step >= stop
@@ -337,7 +340,7 @@ impl Run<'_> {
                 };
                 return Ended {
                     known,
-                    possible: if on_disk && !waits_for_saves { Some(step) } else { saved },
+                    possible: if on_disk && !waits_for_saves { Some(step) } else { self.beside.or(saved) },
                     error: None,
                     is_recovered: false,
                 };
@@ -362,13 +365,13 @@ impl Run<'_> {
                     let under_way = engine.step() + u64::from(!waits_for_saves);
                     return self.failed(Some(engine.step()), error, under_way);
                 }
-                Err(error) => return Ended::with(saved, saved, error),
+                Err(error) => return Ended::with(saved, self.beside.or(saved), error),
             }
         }
-        let ended = Ended { known: saved, possible: saved, error: None, is_recovered: false };
         if !on_disk {
+            let error = self.settle(engine, &mut saved).err();
             self.check_weights(engine);
-            return ended;
+            return Ended { known: saved, possible: self.beside.or(saved), error, is_recovered: false };
         }
         // Where steps do not wait for it, a save is a flush.
         match engine.save() {
@@ -440,17 +443,29 @@ impl Run<'_> {
             );
         }
         if self.life.saves[step as usize] {
+            self.settle(engine, saved)?;
             self.is_touched = true;
             engine.save()?;
             (*saved, self.is_touched) = (Some(step), false);
         }
         if self.life.exports[step as usize] {
+            self.settle(engine, saved)?;
             self.is_touched = true;
             self.exports.push((step, engine.export_beside(hash_of)?));
-            if setup.placement != Placement::Disk || setup.durability != Durability::Step {
+            if setup.placement != Placement::Disk {
+                self.beside = Some(step);
+            } else if setup.durability != Durability::Step {
                 (*saved, self.is_touched) = (Some(step), false);
             }
         }
+        Ok(())
+    }
+
+    /// Waits for the save that goes on beside the steps.
+    fn settle(&mut self, engine: &mut Engine, saved: &mut Option<u64>) -> Result<(), EngineError> {
+        let Some(step) = self.beside else { return Ok(()) };
+        engine.finish_save()?;
+        (*saved, self.is_touched, self.beside) = (Some(step), false, None);
         Ok(())
     }
 

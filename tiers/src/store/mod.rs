@@ -216,6 +216,11 @@ impl DiskStore {
         self.lock().committed.clone()
     }
 
+    /// Whether there is a commit at all.
+    pub fn is_committed(&self) -> bool {
+        self.lock().sequence > 0
+    }
+
     /// Whether a commit failed in a way that leaves open which is the last: this store takes no more writes, and opening it anew
     /// finds out.
     pub fn is_uncertain(&self) -> bool {
