@@ -14,7 +14,7 @@ use crate::overlap::Pending;
 use crate::plan::{EnginePlan, GroupPlacement, Placer, Planner, PlanningRuns};
 use crate::rounds::Rounds;
 use crate::runs::Runs;
-use crate::saving::Saving;
+use crate::saving::Saves;
 use crate::scale::{self, LossScale};
 use crate::state::{Resident, StateHome, StateKinds, Stored, needs_disk};
 use crate::turns::Turns;
@@ -76,14 +76,8 @@ pub struct Engine {
     pub(crate) unclipped: u64,
     /// What a save commits, if state on disk waits for one.
     pub(crate) unsaved: Option<Unsaved>,
-    /// Where resident state is saved; opened at the first save.
-    pub(crate) saved: Option<Arc<DiskStore>>,
-    /// It was closed after a commit of which is not known whether it happened, and could not be opened again.
-    pub(crate) is_out_of_sight: bool,
-    /// The save that is being written there.
-    pub(crate) saving: Option<Saving>,
-    /// Why one that nobody waited for was not.
-    pub(crate) failed_save: Option<EngineError>,
+    /// Of resident state.
+    pub(crate) saves: Saves,
 }
 
 /// Steps that no save has committed yet.
@@ -217,7 +211,7 @@ impl Engine {
         let mut engine = Self::assemble(parts, backend, home)?;
         engine.step = step;
         checkpoint::load_resident(&engine, &store)?;
-        engine.saved = Some(Arc::new(store));
+        engine.saves.store = Some(Arc::new(store));
         Ok(engine)
     }
 
@@ -233,7 +227,7 @@ impl Engine {
 
     /// What was damaged in the state that the engine was resumed from, and what is used in its place.
     pub fn recoveries(&self) -> &[Recovery] {
-        let store = self.home.disk().or(self.saved.as_deref());
+        let store = self.home.disk().or(self.saves.store.as_deref());
         store.map_or(&[], DiskStore::recoveries)
     }
 
@@ -388,10 +382,7 @@ impl Engine {
             pending: None,
             unclipped: 0,
             unsaved: None,
-            saved: None,
-            is_out_of_sight: false,
-            saving: None,
-            failed_save: None,
+            saves: Saves::default(),
         })
     }
 
@@ -403,7 +394,7 @@ impl Engine {
     /// The step that a process which ended now would go back to; `None` if nothing is on disk, or what is there is being
     /// overwritten. It may be one less than [`step`](Self::step), whose update goes on in the next, or that of the last save.
     pub fn durable_step(&self) -> Option<u64> {
-        let store = self.home.disk().or(self.saved.as_deref());
+        let store = self.home.disk().or(self.saves.store.as_deref());
         let store = store.filter(|store| store.is_committed() && !store.is_changing());
         store.map(|store| store.committed().step)
     }

@@ -103,7 +103,7 @@ impl Engine {
             (Some(stored), None) => start(&stored.store),
             (None, _) => {
                 self.flush()?;
-                match self.saved.as_ref().filter(|_| self.is_saved()) {
+                match self.saves.store.as_ref().filter(|_| self.is_saved()) {
                     Some(store) => start(store),
                     None => self.begin_save(Some(start))?,
                 }

@@ -20,6 +20,19 @@ use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use terrace_tiers::{DiskStore, HostBlob, TierError};
 
+/// The saves of an engine's resident state.
+#[derive(Debug, Default)]
+pub(crate) struct Saves {
+    /// Where they go; opened at the first.
+    pub(crate) store: Option<Arc<DiskStore>>,
+    /// It was closed after a commit of which is not known whether it happened, and could not be opened again.
+    is_out_of_sight: bool,
+    /// The one that is being written.
+    under_way: Option<Saving>,
+    /// Why one that nobody waited for was not.
+    failed: Option<EngineError>,
+}
+
 /// A save under way. Dropping it waits for its end.
 #[derive(Debug)]
 pub(crate) struct Saving(Option<JoinHandle<Result>>);
@@ -97,27 +110,27 @@ impl Engine {
     /// worked, and saving may be tried again.
     pub fn finish_save(&mut self) -> Result {
         self.end_save();
-        self.failed_save.take().map_or(Ok(()), Err)
+        self.saves.failed.take().map_or(Ok(()), Err)
     }
 
     /// Whether resident state is saved as it is.
     pub(crate) fn is_saved(&self) -> bool {
         let whole =
             |store: &&Arc<DiskStore>| store.is_committed() && !store.is_changing() && !store.is_uncertain();
-        self.saving.is_none()
-            && self.saved.as_ref().filter(whole).is_some_and(|s| s.committed().step == self.step)
+        self.saves.under_way.is_none()
+            && self.saves.store.as_ref().filter(whole).is_some_and(|s| s.committed().step == self.step)
     }
 
     /// Waits for the save under way, and remembers why it failed: what follows is not to fail with it.
     fn end_save(&mut self) {
         if let Err(error) = self.wait_for_save() {
             tracing::warn!(%error, "a save failed");
-            self.failed_save.get_or_insert(error);
+            self.saves.failed.get_or_insert(error);
         }
     }
 
     fn wait_for_save(&mut self) -> Result {
-        let Some(saving) = self.saving.take() else { return Ok(()) };
+        let Some(saving) = self.saves.under_way.take() else { return Ok(()) };
         let ended = saving.wait();
         if !matches!(ended, Ok(Ok(()))) {
             self.give_up_save();
@@ -133,13 +146,13 @@ impl Engine {
             ));
         }
         self.end_save();
-        let store = match &self.saved {
+        let store = match &self.saves.store {
             Some(store) => Arc::clone(store),
-            None => Arc::clone(self.saved.insert(Arc::new(self.place_for_saves()?))),
+            None => Arc::clone(self.saves.store.insert(Arc::new(self.place_for_saves()?))),
         };
         let begun = self.write_from_device(&store).and_then(|()| self.start_saver(store, after));
         match begun {
-            Ok(saving) => self.saving = saving,
+            Ok(saving) => self.saves.under_way = saving,
             Err(error) => {
                 self.give_up_save();
                 return Err(error);
@@ -150,7 +163,7 @@ impl Engine {
 
     /// A new store, or the one that was closed.
     fn place_for_saves(&self) -> Result<DiskStore> {
-        if self.is_out_of_sight {
+        if self.saves.is_out_of_sight {
             match DiskStore::open(&self.backend.io, &self.config.disks) {
                 // The commit did not happen, and there was none before it.
                 Err(TierError::NoState { .. }) => {}
@@ -187,11 +200,11 @@ impl Engine {
 
     /// After a save that failed: what it left in flight must not meet a second one.
     fn give_up_save(&mut self) {
-        let Some(mut store) = self.saved.take() else { return };
+        let Some(mut store) = self.saves.store.take() else { return };
         store.abandon();
         // What is kept once is all in memory: the next save writes it anew.
         if self.config.keeps_once() || !store.is_uncertain() {
-            self.saved = Some(store);
+            self.saves.store = Some(store);
             return;
         }
         // Which step is live is found out by opening it again. Nobody reads where a commit failed, but who did may still be about to
@@ -204,7 +217,7 @@ impl Engine {
             std::thread::yield_now();
         };
         drop(store);
-        self.is_out_of_sight = true;
-        self.saved = self.place_for_saves().ok().map(Arc::new);
+        self.saves.is_out_of_sight = true;
+        self.saves.store = self.place_for_saves().ok().map(Arc::new);
     }
 }

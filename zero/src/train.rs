@@ -13,7 +13,7 @@ use crate::kept::{Keeping, KeptTensors};
 use crate::lane::{Lane, Signal};
 use crate::network::Network;
 use crate::overlap::{Bench, Follower, Gate, Pending, defer, follow, join};
-use crate::plan::stays_packed;
+use crate::plan::packed;
 use crate::rounds::Rounds;
 use crate::runs::Runs;
 use crate::scale::LossScale;
@@ -266,8 +266,7 @@ impl Engine {
         report: &mut StepReport,
     ) -> Result<Vec<ChunkAt>> {
         let args = self.step_args(lr, self.loss_scale.map_or(1.0, |current| current.inverse()));
-        let speculates = self.speculates();
-        let safe = self.safe_step();
+        let (speculates, safe) = (self.speculates(), self.safe_step());
         let Self {
             config,
             backend,
@@ -339,8 +338,7 @@ impl Engine {
         let room = plan.windows.device_room;
         let room = device_weights.take(backend, network, room, state)?;
         let items = rounds.order(network);
-        let slots = weight_slots.as_ref();
-        let mut left = Vec::new();
+        let (slots, mut left) = (weight_slots.as_ref(), Vec::new());
         *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
             let order = Order { items, gate: pending.as_ref().map(|_| &gate), ahead: None };
             if let Some(pending) = &pending {
@@ -494,7 +492,7 @@ impl<'a> Training<'a> {
         for block in 0..self.pass.network.last() {
             let ready = self.pass.fetch(fetcher, block)?;
             let began = Instant::now();
-            let places = self.pass.places(&mut self.packing, block, round.len());
+            let places = packed::places(&mut self.packing, &self.pass, block, round.len());
             let weights = self.pass.weights(block, &ready, &places);
             for (at, m) in round.clone().enumerate() {
                 let x = match block.checked_sub(1) {
@@ -652,7 +650,7 @@ impl<'a> Training<'a> {
         round: &Range<usize>,
     ) -> Result {
         let (network, lane) = (self.pass.network, self.pass.lane);
-        let places = self.pass.places(&mut self.packing, block, round.len());
+        let places = packed::places(&mut self.packing, &self.pass, block, round.len());
         let weights = self.pass.weights(block, ready, &places);
         for (at, m) in self.rounds.backward_of(block, round).enumerate() {
             let below = block.checked_sub(1).map(|b| self.pass.signal(b));
@@ -754,22 +752,6 @@ impl Pass<'_> {
             }
         });
         Weights::mixed(views.collect())
-    }
-
-    /// Places where the weights of a block stay packed while so many micro-batches pass through; none where that is worth nothing.
-    fn places<'p>(
-        &self,
-        packing: &'p mut Option<&mut Packing>,
-        block: usize,
-        micro_batches: usize,
-    ) -> Vec<Packed<'p>> {
-        let Some(packing) = packing else { return Vec::new() };
-        if !stays_packed(self.network, block, micro_batches, self.sequences * self.length) {
-            return Vec::new();
-        }
-        packing.restart();
-        let packing = &**packing;
-        self.network.params_of(block).map(|_| packing.place()).collect()
     }
 
     pub(crate) fn signal(&self, block: usize) -> crate::OutputSpec {

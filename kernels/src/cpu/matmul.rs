@@ -10,6 +10,10 @@
 //! large products with packing, tiles of 384 × 960 spend 8 to 10 % (AVX2, measured with perf). Panels of b shared by all row tiles would save at most half of that again, for a barrier per block and
 //! a second kind of scratch, and only where tiles remain large: many threads have no use for few large tiles.
 //!
+//! **A right side may stay packed** from one product to the next ([`Packed`]): then the first packs all of it, and tiles begin with a panel.
+//! On Zen 4 that makes bf16 products of 128, 256, 512 and 1024 rows 1.10 to 1.20, 1.03 to 1.10, 1.01 to 1.06 and 1.03 to 1.06 times as
+//! fast, and packing it apart takes 0.22 to 0.35, 0.13 to 0.19, 0.06 to 0.11 and 0.03 to 0.05 of one.
+//!
 //! Tolerance against f64: `|error| ≤ L·ε·Σ|a·b|` with ε = 2⁻²⁴ in the worst case, about `√L·ε` of that in practice; plus
 //! half a unit of the result's dtype. Pairs round as often, and take denormal operands for zeros.
 
@@ -282,7 +286,7 @@ fn tiles<O: Operands>(
     threads.run(dims.m.div_ceil(tile_rows) * across, |task, scratch| {
         let (row, col) = (task / across * tile_rows, task % across * tile_cols);
         let tile = Tile { row, col, rows: tile_rows.min(dims.m - row), cols: tile_cols.min(dims.n - col) };
-        compute(threads.isa(), operands, kept, output, dims, spec, tile, scratch);
+        compute(threads.isa(), (operands, kept), output, dims, spec, tile, scratch);
     });
 }
 
@@ -324,8 +328,7 @@ fn kept<'p, O: Operands>(
 
 fn compute<O: Operands>(
     isa: Isa,
-    operands: O,
-    kept: Option<&[O::Word]>,
+    (operands, kept): (O, Option<&[O::Word]>),
     output: Output<'_>,
     dims: ProductDims,
     spec: MatmulSpec,
