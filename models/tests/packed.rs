@@ -5,9 +5,10 @@ mod support;
 
 use support::{Setup, weights_hash};
 use terrace_kernels::DType;
+use terrace_models::{TokenBatch, build};
 use terrace_optimizer::StateFormat;
 use terrace_tiers::Tier;
-use terrace_zero::{Accumulation, WindowOverrides};
+use terrace_zero::{Accumulation, BatchLimits, Engine, EngineConfig, PlanningRuns, WindowOverrides};
 
 const STEPS: u64 = 3;
 
@@ -43,6 +44,17 @@ fn the_plan_has_room_for_them() {
     let tight = Setup { host_budget: without + 8 * useful as u64, ..base.clone() };
     let (_, part) = memory(&tight);
     assert!((1..=useful / 2).contains(&part), "{part} of {useful} bytes");
+    // Parts of 512 rows are worth as much as micro-batches.
+    let of_tokens = |length: usize| {
+        let limits = BatchLimits { sequences: 1, length, micro_batches: 1, ..base.config().limits };
+        let (config, sample) =
+            (EngineConfig { limits, ..base.config() }, TokenBatch::new(&base.model).blank(1, length));
+        let blocks = build(&base.model);
+        let planned = Engine::outlook(config, &base.backend(), blocks, &sample, &PlanningRuns::default());
+        planned.unwrap().windows.packed_bytes
+    };
+    assert_eq!(of_tokens(1024), Some(0));
+    assert_eq!(of_tokens(1025), Some(useful));
     for other in [Setup { micro_batches: 2, ..base.clone() }, Setup { discrete: true, ..base.clone() }] {
         assert_eq!(memory(&other).1, 0);
     }

@@ -11,13 +11,17 @@ use terrace_tiers::Tier;
 /// of state are worth more, and a block needs little of what its model does.
 const PACKED_PART: u64 = 16;
 
-/// Uses of a block's weights from which they stay packed. To pack them apart costs 3 to 17 % of a product of 1024 to 256 rows, and
-/// saves 3 to 9 % of every one (Zen 4).
-const PACKED_USES_MIN: usize = 3;
+/// Rows that are multiplied with a weight in one go: products of more pack it several times.
+const ROWS_AT_ONCE: usize = 512;
+
+/// Uses of a block's weights, by so many rows, from which they stay packed. To pack them apart takes as long as multiplying 35 to 50
+/// rows, and saves what 20 to 28 take with every use (Zen 4, in [`cpu`](terrace_kernels::cpu)'s products of bf16).
+const USES_MIN: usize = 3;
 
 /// Whether weights of `block` that so many micro-batches of so many tokens pass through are worth keeping packed.
 fn stays_packed(network: &Network, block: usize, micro_batches: usize, tokens: usize) -> bool {
-    micro_batches * network.blocks[block].passes(tokens) >= PACKED_USES_MIN
+    let passes = network.blocks[block].passes(tokens).max(1);
+    micro_batches * passes * tokens.div_ceil(passes).div_ceil(ROWS_AT_ONCE) >= USES_MIN
 }
 
 /// Places where the weights of a block stay packed while so many micro-batches pass through; none where that is worth nothing.
