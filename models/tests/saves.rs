@@ -1,4 +1,4 @@
-//! Saves of state in memory go on beside the steps that follow them, and are of the step that they were asked for.
+//! Saves of state in memory, and of state on disk that they alone commit, go on beside the steps that follow them, and are of the step that they were asked for.
 
 #[path = "engine_support/mod.rs"]
 mod support;
@@ -90,13 +90,25 @@ fn variants(base: &Setup, dir: &Path) -> Vec<(String, Setup)> {
     found
 }
 
+/// State on disk that saves alone commit, of which less or more has copies in memory.
+fn committed_by_saves(base: &Setup, dir: &Path) -> Vec<(String, Setup)> {
+    let copies = [0, 100_000, u64::MAX].map(|cache_bytes| {
+        let name = format!("{}-on-disk-{cache_bytes}", base.state);
+        let setup = in_memory(base, dir.join(&name), None);
+        let (placement, durability) = (Placement::Disk, Durability::Checkpoint);
+        (name, Setup { placement, durability, cache_bytes, ..setup })
+    });
+    copies.into()
+}
+
 #[test]
 fn steps_go_on_beside_a_save() {
     let dir = tempfile::tempdir().unwrap();
     for (clip, state) in [(Some(0.5), StateFormat::Split), (None, StateFormat::Compact)] {
         let base = Setup { clip, state, ..Setup::new(true) };
         let expected: Vec<u64> = (0..=STEPS).map(|steps| base.run(steps).1).collect();
-        for (name, setup) in variants(&base, dir.path()) {
+        let on_disk = committed_by_saves(&base, dir.path());
+        for (name, setup) in variants(&base, dir.path()).into_iter().chain(on_disk) {
             let door = Arc::new(Door::default());
             let doored = Doored { upstream: threads(), door: Arc::clone(&door) };
             let setup = Setup { io: Some(Arc::new(doored)), ..setup };
@@ -105,6 +117,7 @@ fn steps_go_on_beside_a_save() {
             // What is on the device is copied before a save goes on beside anything, and there are few slots for that.
             let on_host = matches!(setup.overrides.state_groups, None | Some(0));
             setup.continue_to(&mut engine, 2);
+            engine.flush().unwrap();
             door.shut(on_host);
             let mut first = engine.export_beside(hash_of).unwrap();
             assert!(!on_host || !first.is_finished(), "{name}: it was not written yet");

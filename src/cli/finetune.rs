@@ -306,12 +306,15 @@ impl Trainer<'_> {
         let trained = result.is_ok() && flushed.is_ok();
         let exported = if trained { self.export(&run.output) } else { Ok(()) };
         self.say_what_it_took();
-        result?;
-        flushed?;
-        saved?;
-        exported?;
-        traced?;
-        counted
+        if trained && exported.is_ok() && saved.is_err() {
+            eprintln!("the trained model is in {}", run.output.display());
+        }
+        // The first is the error; the others are not to be lost.
+        let all = [result, flushed.map_err(CliError::from), exported, saved, traced, counted];
+        let mut errors = all.into_iter().filter_map(Result::err);
+        let first = errors.next();
+        errors.for_each(|error| eprintln!("error: {error}"));
+        first.map_or(Ok(()), Err)
     }
 
     fn say_what_it_took(&self) {
@@ -387,7 +390,13 @@ impl Trainer<'_> {
     /// Waits for the save that is being written, if there is one.
     fn finish_save(&mut self) -> Result<(), CliError> {
         let Some(saving) = self.saving.take() else { return Ok(()) };
-        saving.finish(&mut self.engine, self.run, &mut self.progress, &mut self.summary)
+        let saved = saving.finish(&mut self.engine, self.run, &mut self.progress, &mut self.summary);
+        // The disk may have been full for a moment, and what is in memory would be lost.
+        if saved.is_err() && self.run.offload != Offload::Disk && self.engine.save().is_ok() {
+            let step = self.engine.step();
+            eprintln!("step {step} is saved all the same; --resume continues from it");
+        }
+        saved
     }
 
     fn micro_batches(&self, samples: &[crate::data::Sample]) -> Result<Vec<MicroBatch>, CliError> {

@@ -181,6 +181,11 @@ impl StateCache {
         Ok(())
     }
 
+    /// The copies of every group, shared.
+    pub(crate) fn shared(&self) -> Vec<GroupCopies> {
+        (0..self.groups.len()).map(|group| self.lock(group).clone()).collect()
+    }
+
     /// Reads the copies of some groups from the last commit.
     pub(crate) fn read(
         &self,
@@ -202,7 +207,7 @@ impl StateCache {
 }
 
 /// The kinds that are copied.
-fn copied(copies: &GroupCopies) -> Vec<usize> {
+pub(crate) fn copied(copies: &GroupCopies) -> Vec<usize> {
     (0..copies.len()).filter(|&kind| copies[kind].is_some()).collect()
 }
 

@@ -210,20 +210,6 @@ pub(crate) fn load_resident(engine: &Engine, store: &DiskStore) -> Result {
 }
 
 impl Engine {
-    /// Commits the steps since the last save.
-    pub(crate) fn commit_unsaved(&mut self) -> Result {
-        let (Some(unsaved), Some(stored)) = (self.unsaved.take(), self.home.stored()) else { return Ok(()) };
-        let store = &stored.store;
-        let result = if unsaved.changed {
-            let written = stored.cache.write(store, &self.kinds, &self.update_slots);
-            let written = written.and_then(|()| self.write_from_device(store));
-            written.and_then(|()| stored.commit(self.step, &unsaved.words))
-        } else {
-            stored.commit_unchanged(self.step, &unsaved.words)
-        };
-        result.map_err(|error| self.give_up(error))
-    }
-
     /// The device's state, if that of `group` is there.
     pub(crate) fn state_on_device(&self, group: usize) -> Option<&DeviceState> {
         self.device_state.as_ref().filter(|state| state.has(group))

@@ -155,7 +155,7 @@ pub struct WindowOverrides {
     /// own. Where it is not fixed, as many as fit beside all else within [`EngineConfig::cache_bytes`].
     pub kv_on_host: Option<usize>,
     /// Bytes of host memory in which a block's weights may stay packed for the products of one micro-batch after the other, where kernels
-    /// compute there. Where it is not fixed, what a block can use, up to a part of what is left beside windows and kept activations.
+    /// compute there. Where it is not fixed, what a block can use, up to a part of what is left beside all else.
     pub packed_bytes: Option<usize>,
     /// Update state on disk during other work: each group as backward completes its gradient or, where the update waits for
     /// the gradient's norm, just ahead of the next forward, or beside backward as long as the norm changes nothing. Otherwise compute

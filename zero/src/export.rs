@@ -62,12 +62,12 @@ impl Engine {
 
     /// Gives the weights of the last step to `export` on a thread of its own, while the next steps go on. It begins when that step is
     /// committed, which may be during the next one; the commit of the step after it waits for `export`. Where only saves commit,
-    /// this is a [save](Self::save). State in memory is saved beside the next steps first: an update waits where it would change
-    /// what is not copied yet. State on disk that is kept once is saved and exported at once.
+    /// this is one, which goes on beside the next steps, too: their update waits for its commit. State in memory is saved so as well: an
+    /// update waits where it would change what is not copied yet. State on disk that is kept once is saved and exported at once.
     ///
     /// # Errors
-    /// As [`save`](Self::save) and [`weights`](Self::weights); what goes wrong later with a save of state in memory is said by
-    /// [`finish_save`](Self::finish_save), and the export is given up.
+    /// As [`save`](Self::save) and [`weights`](Self::weights); what goes wrong later with a save is said by
+    /// [`finish_save`](Self::finish_save) or, of state on disk, by the step that waits for it, and the export is given up.
     pub fn export_beside<T: Send + 'static>(
         &mut self,
         export: impl FnOnce(&mut dyn WeightReader) -> T + Send + 'static,
@@ -79,9 +79,6 @@ impl Engine {
             let result = export(&mut self.weights()?);
             sender.send(result).expect("this function has the receiver");
             return Ok(exporting);
-        }
-        if on_disk && self.config.commits_at_saves() {
-            self.save()?;
         }
         let map = self.weight_map()?;
         let buffer = Pool::new("exported weights", 1, map.chunk_bytes)?;
@@ -98,11 +95,17 @@ impl Engine {
             // Without a thread `run` is dropped, which tells who waits for it.
             let _ = std::thread::Builder::new().name("terrace-export".into()).spawn(move || run(held));
         });
+        if on_disk && self.config.commits_at_saves() {
+            self.flush()?;
+            self.begin_commit(Some(start))?;
+            return Ok(exporting);
+        }
         match (self.home.stored(), &self.pending) {
             (Some(stored), Some(_)) => stored.after_commit().push(start),
             (Some(stored), None) => start(&stored.store),
             (None, _) => {
                 self.flush()?;
+                self.end_save();
                 match self.saves.store.as_ref().filter(|_| self.is_saved()) {
                     Some(store) => start(store),
                     None => self.begin_save(Some(start))?,

@@ -23,6 +23,8 @@ impl Engine {
     pub(crate) fn give_up(&mut self, error: EngineError) -> EngineError {
         let mut lost = None;
         if let StateHome::Disk(stored) = &mut self.home {
+            // What failed is why the step is given up, or was found beside that.
+            let _ = stored.end_save();
             stored.store.abandon();
             stored.after_commit().clear();
             stored.outdated = true;

@@ -217,13 +217,13 @@ impl Planner<'_> {
                 let plan = self.keep_what_fits(choice, plan, &keepers)?;
                 let choice = Choice { keeping: plan.windows.keeping, ..choice };
                 let (choice, plan) = self.park_what_fits(choice, plan)?;
-                let (choice, plan) = self.pack_what_fits(choice, plan)?;
                 let (choice, plan) = self.settle_what_fits(choice, plan)?;
                 let (choice, plan) = match fixed_state {
                     None => self.own_what_fits(choice, plan)?,
                     Some(_) => (choice, plan),
                 };
                 let plan = self.cache_what_fits(choice, plan)?;
+                let (choice, plan) = self.pack_what_fits(choice, plan)?;
                 return self.hold_what_fits(choice, plan);
             }
             if smallest.as_ref().is_none_or(|s| plan.bytes() < s.bytes()) {

@@ -9,11 +9,11 @@
 //! Hazard (a group is updated while it is being copied): the thread shares the group's memory until the gate is open for it, and
 //! whoever changes it has it alone or stops.
 
-use crate::cache::write_state;
+use crate::cache::{GroupCopies, copied, write_state};
 use crate::engine::Engine;
 use crate::export::AfterCommit;
 use crate::overlap::{Ending, Gate};
-use crate::state::{StateHome, StateKinds};
+use crate::state::{StateHome, StateKinds, Stored};
 use crate::update::UpdateSlots;
 use crate::{EngineError, Result};
 use std::sync::Arc;
@@ -27,6 +27,8 @@ pub(crate) struct Saves {
     pub(crate) store: Option<Arc<DiskStore>>,
     /// It was closed after a commit of which is not known whether it happened, and could not be opened again.
     is_out_of_sight: bool,
+    /// There was a commit before.
+    was_committed: bool,
     /// The one that is being written.
     under_way: Option<Saving>,
     /// Why one that nobody waited for was not.
@@ -68,10 +70,38 @@ impl Saver {
     }
 }
 
+impl Saver {
+    /// Writes copies, by group, and commits them with what is written.
+    fn commit(self, copies: Vec<GroupCopies>, after: Option<AfterCommit>) -> Result {
+        for (group, copies) in copies.into_iter().enumerate() {
+            let which = copied(&copies);
+            write_state(&self.store, &self.kinds, &self.slots, group, &which, |kind, range, mut lease| {
+                lease.copy_from_slice(&copies[kind].as_ref().expect("it is copied")[range]);
+                Ok(lease)
+            })?;
+        }
+        self.store.commit(self.step, &self.words)?;
+        after.into_iter().for_each(|begin| begin(&self.store));
+        Ok(())
+    }
+}
+
 impl Saving {
     /// Waits for its end.
     fn wait(mut self) -> std::thread::Result<Result> {
         self.0.take().expect("only this takes it").join()
+    }
+
+    /// The same, with a panic of its own.
+    pub(crate) fn finish(self) -> Result {
+        self.wait().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+
+    fn start(run: impl FnOnce() -> Result + Send + 'static) -> Result<Self> {
+        let thread = Builder::new().name("terrace-save".into()).spawn(run);
+        let thread =
+            thread.map_err(|e| EngineError::Config(format!("cannot start the thread of a save: {e}")))?;
+        Ok(Self(Some(thread)))
     }
 }
 
@@ -89,11 +119,12 @@ impl Engine {
     ///
     /// # Errors
     /// There is no directory, or it cannot be written. The previous save is then intact, unless the state is kept once, and saving
-    /// may be tried again.
+    /// may be tried again; not so where it is kept once and whether its commit happened is not known.
     pub fn save(&mut self) -> Result {
         self.flush()?;
         if self.home.disk().is_some() {
-            return self.commit_unsaved();
+            self.begin_commit(None)?;
+            return self.end_commit();
         }
         self.end_save();
         if self.is_saved() {
@@ -103,12 +134,15 @@ impl Engine {
         self.wait_for_save()
     }
 
-    /// Waits for saves of resident state that [`export_beside`](Self::export_beside) began.
+    /// Waits for saves that [`export_beside`](Self::export_beside) began.
     ///
     /// # Errors
     /// One of them failed since this was last called. The save before it is then intact, unless the state is kept once or a later one
     /// worked, and saving may be tried again.
     pub fn finish_save(&mut self) -> Result {
+        if self.home.disk().is_some() {
+            return self.end_commit();
+        }
         self.end_save();
         self.saves.failed.take().map_or(Ok(()), Err)
     }
@@ -122,7 +156,7 @@ impl Engine {
     }
 
     /// Waits for the save under way, and remembers why it failed: what follows is not to fail with it.
-    fn end_save(&mut self) {
+    pub(crate) fn end_save(&mut self) {
         if let Err(error) = self.wait_for_save() {
             tracing::warn!(%error, "a save failed");
             self.saves.failed.get_or_insert(error);
@@ -136,6 +170,38 @@ impl Engine {
             self.give_up_save();
         }
         ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+
+    /// Begins to write what a save of state on disk has to, and to commit the steps since the last, beside what follows: its update waits for
+    /// the commit. State on the device is copied before. `after` begins with the commit.
+    pub(crate) fn begin_commit(&mut self, after: Option<AfterCommit>) -> Result {
+        self.end_commit()?;
+        let begun = match (self.home.stored(), &self.unsaved) {
+            (None, _) => Ok(()),
+            (Some(stored), None) => {
+                after.into_iter().for_each(|begin| begin(&stored.store));
+                Ok(())
+            }
+            (Some(stored), Some(unsaved)) if !unsaved.changed => {
+                let committed = stored.commit_unchanged(self.step, &unsaved.words);
+                committed.map(|()| after.into_iter().for_each(|begin| begin(&stored.store)))
+            }
+            (Some(stored), Some(unsaved)) => self.write_from_device(&stored.store).and_then(|()| {
+                let (store, copies) = (Arc::clone(&stored.store), stored.cache.shared());
+                let (kinds, slots) = (self.kinds.clone(), Arc::clone(&self.update_slots));
+                let saver = Saver { store, kinds, slots, step: self.step, words: unsaved.words.clone() };
+                stored.saved_by(Saving::start(move || saver.commit(copies, after))?);
+                Ok(())
+            }),
+        };
+        self.unsaved = None;
+        begun.map_err(|error| self.give_up(error))
+    }
+
+    /// Waits for the commit under way.
+    fn end_commit(&mut self) -> Result {
+        let ended = self.home.stored().map_or(Ok(()), Stored::end_save);
+        ended.map_err(|error| self.give_up(error))
     }
 
     /// Begins to save resident state, which is flushed, beside what follows. `after` begins with the commit.
@@ -166,7 +232,7 @@ impl Engine {
         if self.saves.is_out_of_sight {
             match DiskStore::open(&self.backend.io, &self.config.disks) {
                 // The commit did not happen, and there was none before it.
-                Err(TierError::NoState { .. }) => {}
+                Err(TierError::NoState { .. }) if !self.saves.was_committed => {}
                 found => return Ok(found?),
             }
         }
@@ -191,11 +257,9 @@ impl Engine {
                 Ok(())
             }
         };
-        let thread = Builder::new().name("terrace-save".into()).spawn(run);
-        let thread =
-            thread.map_err(|e| EngineError::Config(format!("cannot start the thread of a save: {e}")))?;
+        let saving = Saving::start(run)?;
         resident.saved_by(gate);
-        Ok(Some(Saving(Some(thread))))
+        Ok(Some(saving))
     }
 
     /// After a save that failed: what it left in flight must not meet a second one.
@@ -209,6 +273,7 @@ impl Engine {
         }
         // Which step is live is found out by opening it again. Nobody reads where a commit failed, but who did may still be about to
         // let go of it.
+        let was_committed = store.is_committed();
         let store = loop {
             match Arc::try_unwrap(store) {
                 Ok(store) => break store,
@@ -217,7 +282,7 @@ impl Engine {
             std::thread::yield_now();
         };
         drop(store);
-        self.saves.is_out_of_sight = true;
+        (self.saves.is_out_of_sight, self.saves.was_committed) = (true, was_committed);
         self.saves.store = self.place_for_saves().ok().map(Arc::new);
     }
 }

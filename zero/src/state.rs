@@ -5,6 +5,7 @@ use crate::device_weights::DeviceRoom;
 use crate::export::AfterCommit;
 use crate::network::Network;
 use crate::overlap::Gate;
+use crate::saving::Saving;
 use crate::{EngineConfig, EngineError, Placement, Result};
 use std::fmt;
 use std::ops::Range;
@@ -53,6 +54,8 @@ pub(crate) struct Stored {
     pub(crate) store: Arc<DiskStore>,
     pub(crate) cache: StateCache,
     after_commit: Mutex<Vec<AfterCommit>>,
+    /// A save that is being written and committed, where saves alone commit.
+    saving: Mutex<Option<Saving>>,
     /// The copies, and what is on the device, are not what is committed.
     pub(crate) outdated: bool,
     /// Saves alone commit: copies are not written before, and what is not copied may be overwritten.
@@ -87,7 +90,14 @@ impl Resident {
 
 impl Stored {
     pub(crate) fn new(store: DiskStore, cache: StateCache, saves: bool) -> Self {
-        Self { store: Arc::new(store), cache, after_commit: Mutex::default(), outdated: true, saves }
+        Self {
+            store: Arc::new(store),
+            cache,
+            after_commit: Mutex::default(),
+            saving: Mutex::default(),
+            outdated: true,
+            saves,
+        }
     }
 
     /// What begins with the next commit.
@@ -114,9 +124,26 @@ impl Stored {
         waiting.into_iter().for_each(|begin| begin(&self.store));
     }
 
-    /// Waits for writes that an update may read again before they are committed.
+    /// Waits for a save under way, which shares copies and commits what is there, and for writes that an update may read again before
+    /// they are committed.
     pub(crate) fn settle(&self) -> Result {
+        self.end_save()?;
         if self.saves { Ok(self.store.settle()?) } else { Ok(()) }
+    }
+
+    /// A save began.
+    pub(crate) fn saved_by(&self, saving: Saving) {
+        *self.saving() = Some(saving);
+    }
+
+    /// Waits for a save under way. Who comes second waits, too.
+    pub(crate) fn end_save(&self) -> Result {
+        let mut saving = self.saving();
+        saving.take().map_or(Ok(()), Saving::finish)
+    }
+
+    fn saving(&self) -> MutexGuard<'_, Option<Saving>> {
+        self.saving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

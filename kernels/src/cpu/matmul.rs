@@ -102,7 +102,8 @@ impl Matmul for Cpu {
     fn packed_bytes(&self, [rows, cols]: [usize; 2], dtype: DType) -> usize {
         let both = |each: &dyn Fn(ProductDims) -> usize| {
             let dims = |n, l| ProductDims { m: 1, n, l };
-            [dims(rows, cols), dims(cols, rows)].into_iter().map(each).sum()
+            // Each begins at a cache line.
+            [dims(rows, cols), dims(cols, rows)].into_iter().map(|dims| each(dims).next_multiple_of(64)).sum()
         };
         match self.threads.pair_micro() {
             Some(micro) if dtype == DType::BF16 => both(&|dims| kept_bytes::<Paired<'_>>(micro, dims)),

@@ -412,7 +412,8 @@ impl Run<'_> {
 
     /// State on disk after an error: what is known to be committed, or the commit that was under way.
     fn failed(&self, known: Option<u64>, error: EngineError, under_way: u64) -> Ended {
-        let possible = if self.is_told() { known } else { Some(under_way) };
+        // A commit beside the steps comes before that of any of them.
+        let possible = if self.is_told() { known } else { self.beside.or(Some(under_way)) };
         Ended::with(known, possible, error)
     }
 
@@ -434,6 +435,7 @@ impl Run<'_> {
     ) -> Result<(), EngineError> {
         let step = engine.step();
         if self.life.evaluates[step as usize] {
+            self.settle(engine, saved)?;
             let evaluation = engine.evaluate(&setup.batches(0)[0])?;
             let expected = self.expected.evaluated[step as usize];
             assert_eq!(
@@ -452,10 +454,12 @@ impl Run<'_> {
             self.settle(engine, saved)?;
             self.is_touched = true;
             self.exports.push((step, engine.export_beside(hash_of)?));
-            if setup.placement != Placement::Disk {
-                self.beside = Some(step);
-            } else if setup.durability != Durability::Step {
-                (*saved, self.is_touched) = (Some(step), false);
+            match setup.durability {
+                Durability::Step if setup.placement == Placement::Disk => {}
+                Durability::None if setup.placement == Placement::Disk => {
+                    (*saved, self.is_touched) = (Some(step), false);
+                }
+                _ => self.beside = Some(step),
             }
         }
         Ok(())

@@ -7,8 +7,8 @@ use crate::train::Pass;
 use terrace_kernels::{Packed, Packing};
 use terrace_tiers::Tier;
 
-/// Of what is left beside windows and kept activations, one in so many bytes at most keeps weights packed: where the disk binds, copies
-/// of state are worth more, and a block needs little of what its model does.
+/// Of what is left beside all else, copies of state on disk included, one in so many bytes at most keeps weights packed. Where the disk
+/// binds they gain nothing, and the head of a large vocabulary could take much.
 const PACKED_PART: u64 = 16;
 
 /// Rows that are multiplied with a weight in one go: products of more pack it several times.
