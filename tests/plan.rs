@@ -547,6 +547,7 @@ fn every_window_of_a_plan_is_that_of_its_run() {
         ("activations_on_disk", json!(true)),
         ("copied_weights", json!(3)),
         ("copied_groups", json!(1)),
+        ("packed_bytes", json!(8192)),
         ("kept_blocks", json!(1)),
         ("overlap", json!(false)),
     ];
