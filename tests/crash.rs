@@ -145,7 +145,9 @@ fn state_in_memory_is_as_durable_as_its_last_save() {
     let run = |output: &str| steps(&bench, output, STEPS).args(&["--offload", "none", "--save-every", "5"]);
     run("whole").ok();
     let running = run("killed").spawn();
-    assert!(running.wait_until(|| bench.steps_so_far("killed") >= 12));
+    // The save goes on beside the steps after it; its folder is written when it is durable.
+    let saved = bench.path("killed").join("checkpoint-10").join("model.safetensors");
+    assert!(running.wait_until(|| saved.is_file() && bench.steps_so_far("killed") >= 12));
     running.signal(libc::SIGKILL);
     running.wait();
     let resumed = run("killed").args(&["--resume"]).ok();
