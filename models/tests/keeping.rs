@@ -24,6 +24,8 @@ fn keeping(setup: &Setup, blocks: usize) -> Setup {
 fn setups(dir: &std::path::Path) -> Vec<Setup> {
     let mut several = Setup::on_disk(true, vec![dir.join("disk")]);
     several.micro_batches = 3;
+    // Packed weights would take what a larger budget leaves.
+    several.overrides.packed_bytes = Some(0);
     // Gradients of more groups would take what a larger budget leaves.
     let overrides = WindowOverrides { gradient_groups: Some(2), ..WindowOverrides::default() };
     let unclipped = Setup { clip: None, overrides, ..Setup::on_disk(true, vec![dir.join("unclipped")]) };
