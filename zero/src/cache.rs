@@ -173,10 +173,7 @@ impl StateCache {
         for group in 0..self.groups.len() {
             // Whoever needs the weights meanwhile does not wait for the writes.
             let copies = self.lock(group).clone();
-            write_state(store, kinds, slots, group, &copied(&copies), |kind, range, mut lease| {
-                lease.copy_from_slice(&copies[kind].as_ref().expect("it is copied")[range]);
-                Ok(lease)
-            })?;
+            write_copies(store, kinds, slots, group, &copies)?;
         }
         Ok(())
     }
@@ -207,8 +204,22 @@ impl StateCache {
 }
 
 /// The kinds that are copied.
-pub(crate) fn copied(copies: &GroupCopies) -> Vec<usize> {
+fn copied(copies: &GroupCopies) -> Vec<usize> {
     (0..copies.len()).filter(|&kind| copies[kind].is_some()).collect()
+}
+
+/// Starts writing what is copied of a group.
+pub(crate) fn write_copies(
+    store: &DiskStore,
+    kinds: &StateKinds,
+    slots: &UpdateSlots,
+    group: usize,
+    copies: &GroupCopies,
+) -> Result {
+    write_state(store, kinds, slots, group, &copied(copies), |kind, range, mut lease| {
+        lease.copy_from_slice(&copies[kind].as_ref().expect("it is copied")[range]);
+        Ok(lease)
+    })
 }
 
 /// Starts writing some kinds of a group to the next generation of `store`. `fill` fills the slot of a chunk with those bytes of a

@@ -73,8 +73,7 @@ impl Engine {
         export: impl FnOnce(&mut dyn WeightReader) -> T + Send + 'static,
     ) -> Result<Exporting<T>> {
         let (sender, exporting) = Exporting::new();
-        let on_disk = self.home.disk().is_some();
-        if on_disk && self.config.keeps_once() {
+        if self.home.disk().is_some() && self.config.keeps_once() {
             self.save()?;
             let result = export(&mut self.weights()?);
             sender.send(result).expect("this function has the receiver");
@@ -95,12 +94,11 @@ impl Engine {
             // Without a thread `run` is dropped, which tells who waits for it.
             let _ = std::thread::Builder::new().name("terrace-export".into()).spawn(move || run(held));
         });
-        if on_disk && self.config.commits_at_saves() {
-            self.flush()?;
-            self.begin_commit(Some(start))?;
-            return Ok(exporting);
-        }
         match (self.home.stored(), &self.pending) {
+            (Some(_), _) if self.config.commits_at_saves() => {
+                self.flush()?;
+                self.begin_commit(Some(start))?;
+            }
             (Some(stored), Some(_)) => stored.after_commit().push(start),
             (Some(stored), None) => start(&stored.store),
             (None, _) => {

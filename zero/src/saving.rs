@@ -1,15 +1,17 @@
-//! Saves of resident state beside the steps that follow them.
+//! Saves beside the steps that follow them.
 //!
 //! What a save writes is in memory, where the next step changes it. But a step only reads weights until its update, and that goes through
 //! the groups in their order. So a thread takes the groups in the same order, copies them chunk by chunk into the slots that go to the
-//! disk, and commits when all are written. A [`Gate`] says how far it has come; who is about to change a group waits for it there
-//! ([`Resident::change`](crate::state::Resident::change)), so that a step waits only if the disk is slower than forward and backward. State that is on the device is copied
-//! from there before the thread starts.
+//! disk, and commits when all are written. A [`Gate`] says how far it has come; who is about to change a group of resident state waits for
+//! it there ([`Resident::change`](crate::state::Resident::change)), so that a step waits only if the disk is slower than forward and
+//! backward. Of state on disk it writes the copies, and an update waits for the commit
+//! ([`Stored::settle`](crate::state::Stored::settle)): what has no copy goes to the generation that is being committed. State that is on
+//! the device is copied from there before the thread starts.
 //!
 //! Hazard (a group is updated while it is being copied): the thread shares the group's memory until the gate is open for it, and
 //! whoever changes it has it alone or stops.
 
-use crate::cache::{GroupCopies, copied, write_state};
+use crate::cache::{GroupCopies, write_copies};
 use crate::engine::Engine;
 use crate::export::AfterCommit;
 use crate::overlap::{Ending, Gate};
@@ -18,7 +20,7 @@ use crate::update::UpdateSlots;
 use crate::{EngineError, Result};
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
-use terrace_tiers::{DiskStore, HostBlob, TierError};
+use terrace_tiers::{DiskStore, TierError};
 
 /// The saves of an engine's resident state.
 #[derive(Debug, Default)]
@@ -49,36 +51,15 @@ struct Saver {
 }
 
 impl Saver {
-    /// Writes groups, by their index, and commits them. `gate` opens for every group that is copied.
-    fn run(self, groups: Vec<(usize, Vec<Arc<HostBlob>>)>, gate: &Gate) -> Result {
+    /// Writes what is in memory of every group, and commits it with what is written already; `after` begins then. `gate` opens for
+    /// every group that is copied.
+    fn run(self, groups: Vec<GroupCopies>, gate: &Gate, after: Option<AfterCommit>) -> Result {
         // Ends after what the groups share is let go of, also when something fails.
         let _ending = Ending(gate);
-        let all = self.kinds.all();
-        for (group, blobs) in groups {
-            if blobs.is_empty() {
-                continue;
-            }
-            write_state(&self.store, &self.kinds, &self.slots, group, &all, |kind, range, mut lease| {
-                lease.copy_from_slice(&blobs[kind][range]);
-                Ok(lease)
-            })?;
-            drop(blobs);
+        for (group, copies) in groups.into_iter().enumerate() {
+            write_copies(&self.store, &self.kinds, &self.slots, group, &copies)?;
+            drop(copies);
             gate.open_up_to(group + 1);
-        }
-        gate.open_up_to(usize::MAX);
-        Ok(self.store.commit(self.step, &self.words)?)
-    }
-}
-
-impl Saver {
-    /// Writes copies, by group, and commits them with what is written.
-    fn commit(self, copies: Vec<GroupCopies>, after: Option<AfterCommit>) -> Result {
-        for (group, copies) in copies.into_iter().enumerate() {
-            let which = copied(&copies);
-            write_state(&self.store, &self.kinds, &self.slots, group, &which, |kind, range, mut lease| {
-                lease.copy_from_slice(&copies[kind].as_ref().expect("it is copied")[range]);
-                Ok(lease)
-            })?;
         }
         self.store.commit(self.step, &self.words)?;
         after.into_iter().for_each(|begin| begin(&self.store));
@@ -176,23 +157,19 @@ impl Engine {
     /// the commit. State on the device is copied before. `after` begins with the commit.
     pub(crate) fn begin_commit(&mut self, after: Option<AfterCommit>) -> Result {
         self.end_commit()?;
-        let begun = match (self.home.stored(), &self.unsaved) {
-            (None, _) => Ok(()),
-            (Some(stored), None) => {
-                after.into_iter().for_each(|begin| begin(&stored.store));
-                Ok(())
-            }
-            (Some(stored), Some(unsaved)) if !unsaved.changed => {
-                let committed = stored.commit_unchanged(self.step, &unsaved.words);
-                committed.map(|()| after.into_iter().for_each(|begin| begin(&stored.store)))
-            }
-            (Some(stored), Some(unsaved)) => self.write_from_device(&stored.store).and_then(|()| {
-                let (store, copies) = (Arc::clone(&stored.store), stored.cache.shared());
-                let (kinds, slots) = (self.kinds.clone(), Arc::clone(&self.update_slots));
-                let saver = Saver { store, kinds, slots, step: self.step, words: unsaved.words.clone() };
-                stored.saved_by(Saving::start(move || saver.commit(copies, after))?);
+        let Some(stored) = self.home.stored() else { return Ok(()) };
+        let begun = match &self.unsaved {
+            Some(unsaved) if unsaved.changed => self.write_from_device(&stored.store).and_then(|()| {
+                let saver = self.saver(&stored.store, unsaved.words.clone());
+                let copies = stored.cache.shared();
+                // Updates wait for the commit, and so for no group.
+                stored.saved_by(Saving::start(move || saver.run(copies, &Gate::default(), after))?);
                 Ok(())
             }),
+            unsaved => {
+                let unchanged = unsaved.as_ref().map(|u| stored.commit_unchanged(self.step, &u.words));
+                unchanged.unwrap_or(Ok(())).map(|()| after.into_iter().for_each(|begin| begin(&stored.store)))
+            }
         };
         self.unsaved = None;
         begun.map_err(|error| self.give_up(error))
@@ -216,7 +193,7 @@ impl Engine {
             Some(store) => Arc::clone(store),
             None => Arc::clone(self.saves.store.insert(Arc::new(self.place_for_saves()?))),
         };
-        let begun = self.write_from_device(&store).and_then(|()| self.start_saver(store, after));
+        let begun = self.write_from_device(&store).and_then(|()| self.start_saver(&store, after));
         match begun {
             Ok(saving) => self.saves.under_way = saving,
             Err(error) => {
@@ -240,26 +217,23 @@ impl Engine {
         Ok(DiskStore::create(&self.backend.io, &striping, self.plan.spec.clone())?)
     }
 
-    fn start_saver(&self, store: Arc<DiskStore>, after: Option<AfterCommit>) -> Result<Option<Saving>> {
+    fn start_saver(&self, store: &Arc<DiskStore>, after: Option<AfterCommit>) -> Result<Option<Saving>> {
         let StateHome::Resident(resident) = &self.home else { return Ok(None) };
         let words = self.loss_scale.map_or_else(Vec::new, |scale| scale.words(&[]));
-        let (kinds, slots) = (self.kinds.clone(), Arc::clone(&self.update_slots));
-        let groups = (0..resident.groups()).map(|group| (group, resident.lock(group).clone())).collect();
-        let gate = Arc::new(Gate::default());
-        let saver = Saver { store: Arc::clone(&store), kinds, slots, step: self.step, words };
+        let saver = self.saver(store, words);
+        let (gate, saved) = (Arc::new(Gate::default()), resident.shared());
         let run = {
             let gate = Arc::clone(&gate);
-            move || {
-                saver.run(groups, &gate)?;
-                if let Some(begin) = after {
-                    begin(&store);
-                }
-                Ok(())
-            }
+            move || saver.run(saved, &gate, after)
         };
         let saving = Saving::start(run)?;
         resident.saved_by(gate);
         Ok(Some(saving))
+    }
+
+    fn saver(&self, store: &Arc<DiskStore>, words: Vec<u8>) -> Saver {
+        let (kinds, slots) = (self.kinds.clone(), Arc::clone(&self.update_slots));
+        Saver { store: Arc::clone(store), kinds, slots, step: self.step, words }
     }
 
     /// After a save that failed: what it left in flight must not meet a second one.

@@ -1,6 +1,6 @@
 //! Where the training state lives between uses, and the layout that all places share.
 
-use crate::cache::StateCache;
+use crate::cache::{GroupCopies, StateCache};
 use crate::device_weights::DeviceRoom;
 use crate::export::AfterCommit;
 use crate::network::Network;
@@ -70,6 +70,11 @@ impl Resident {
     /// A group's state, to be read.
     pub(crate) fn lock(&self, group: usize) -> MutexGuard<'_, Vec<Arc<HostBlob>>> {
         self.groups[group].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The blobs of every group, shared.
+    pub(crate) fn shared(&self) -> Vec<GroupCopies> {
+        (0..self.groups()).map(|group| self.lock(group).iter().cloned().map(Some).collect()).collect()
     }
 
     /// A group's state, to be changed: waits until a save under way has copied it.
