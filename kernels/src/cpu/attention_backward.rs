@@ -4,7 +4,8 @@
 //! `dq = scale·(ds·k)`, `dk = scale·(dsᵀ·q)`, `dv = pᵀ·dout`.
 //!
 //! *In one pass* a task takes all of a `(b, g)` pair: block of keys by block of keys it sums dk and dv over the rows (heads of a
-//! group included), and adds to dq, which waits in f32 until all keys have been seen. Five products.
+//! group included), and adds to dq, which waits in f32 until all keys have been seen. Five products. Rows are packed once, if there is
+//! room for all of them.
 //!
 //! *In two passes* one task per block of rows sums dq over the keys, then one task per block of keys sums dk and dv. Scores are
 //! computed in both, seven products. This is for few pairs to many threads, and for sequences whose dq does not fit the scratch of
@@ -45,17 +46,23 @@ pub struct Operands<'a> {
 }
 
 /// A block of rows, ready to be multiplied with keys.
-struct RowPack<'s, W: Word> {
-    /// `[rows, K]`.
-    q: &'s mut [W::Element],
-    /// `[rows, K]`.
-    dout: &'s mut [W::Element],
+struct RowPack<'s, W> {
+    /// First row, once there is one.
+    holds: Option<usize>,
     q_packed: &'s mut [W],
     dout_packed: &'s mut [W],
-    /// One row of out, and one of dout.
+    /// q and dout as right operands, their elements as columns, for sums of keys.
+    depth: Option<[&'s mut [W]; 2]>,
+    lse: &'s mut [f32],
+    delta: &'s mut [f32],
+}
+
+/// Room for rows on their way.
+struct RowRoom<'s, W: Word> {
+    /// `[rows, K]`.
+    plain: &'s mut [W::Element],
+    /// Two rows.
     wide: [&'s mut [f32]; 2],
-    lse: [f32; ROWS],
-    delta: [f32; ROWS],
 }
 
 /// A block of keys and values, ready to be multiplied with rows.
@@ -65,11 +72,9 @@ struct KeyPack<'s, W> {
 }
 
 /// Sums of a block of keys, `[KEYS, K]` each.
-struct KeySums<'s, W> {
+struct KeySums<'s> {
     of_k: &'s mut [f32],
     of_v: &'s mut [f32],
-    /// Rows as the right operand, their elements as columns.
-    rows_depth: &'s mut [W],
 }
 
 /// A block of scores and its gradient.
@@ -83,7 +88,7 @@ struct ScorePack<'s, W: Word> {
     packed: &'s mut [W],
 }
 
-impl<W> KeySums<'_, W> {
+impl KeySums<'_> {
     fn clear(&mut self) {
         self.of_k.fill(0.0);
         self.of_v.fill(0.0);
@@ -143,15 +148,36 @@ impl<'a> Operands<'a> {
 
     /// Whether one pass keeps threads as busy as two would, and its buffers, if they are of f32, fit the scratch.
     fn fits_one_pass(&self) -> bool {
-        let (_, micro, head_size) = self.machine::<f32>();
-        let (pairs, threads) =
-            (self.geometry.dims.batch * self.geometry.dims.kv_heads, self.cpu.threads.count());
-        let block = packed_len(ROWS, micro.mr, head_size).max(packed_len(head_size, micro.nr, ROWS));
-        let scores = packed_len(ROWS, micro.mr, KEYS);
-        let floats = 11 * (block.max(packed_len(KEYS, micro.nr, head_size)) + 16)
-            + 4 * (scores + 16)
-            + self.geometry.row_count() * head_size;
-        pairs.div_ceil(threads) * threads * PRODUCTS[0] <= pairs * PRODUCTS[1] && 4 * floats <= SCRATCH_BYTES
+        let (pairs, threads) = (self.geometry.pairs(), self.cpu.threads.count());
+        pairs.div_ceil(threads) * threads * PRODUCTS[0] <= pairs * PRODUCTS[1]
+            && self.one_pass_bytes::<f32>(1) <= SCRATCH_BYTES
+    }
+
+    /// Blocks of rows that are held while one pass goes from keys to keys: all, or one at a time.
+    fn rows_held<W: Word>(&self) -> usize {
+        let all = self.geometry.row_count().div_ceil(ROWS);
+        if self.one_pass_bytes::<W>(all) <= SCRATCH_BYTES { all } else { 1 }
+    }
+
+    /// Scratch of one pass that holds so many blocks of rows.
+    fn one_pass_bytes<W: Word>(&self, blocks: usize) -> usize {
+        let (_, micro, head_size) = self.machine::<W>();
+        let (of_head, of_rows) = (W::words(head_size), W::words(ROWS.max(KEYS)));
+        // Each begins at a cache line.
+        let rows = packed_len(ROWS, micro.mr, of_head) + 16;
+        let keys = packed_len(KEYS, micro.nr, of_head) + 16;
+        let depth = packed_len(head_size, micro.nr, of_rows) + 16;
+        let plain = ROWS.max(KEYS) * head_size + 16;
+        let scores = packed_len(ROWS, micro.mr, KEYS) + 16;
+        let floats = blocks * (2 * (rows + depth) + 2 * (ROWS + 16))
+            + 2 * keys
+            + depth
+            + 3 * plain
+            + 2 * (head_size + 16)
+            + 4 * scores
+            + self.geometry.row_count() * head_size
+            + 16;
+        4 * floats
     }
 
     fn query_gradient<W: Word>(&self, dq: FloatsMut<'_>) {
@@ -185,10 +211,12 @@ impl<'a> Operands<'a> {
     ) -> bool {
         let (isa, micro, head_size) = self.machine::<W>();
         let mut finite = true;
-        let mut pack = self.row_pack::<W>(&mut carver);
+        let mut held: Vec<_> =
+            (0..self.rows_held::<W>()).map(|_| self.row_pack::<W>(true, &mut carver)).collect();
+        let mut room = self.row_room::<W>(&mut carver);
         let mut scores = score_pack::<W>(micro, &mut carver);
         let mut keys_pack = self.key_pack::<W>(&mut carver);
-        let mut key_sums = self.key_sums::<W>(&mut carver);
+        let mut key_sums = self.key_sums(&mut carver);
         let k_depth = carver.take_of(packed_len(head_size, micro.nr, W::words(KEYS)));
         let sums = carver.take(self.geometry.row_count() * head_size);
         sums.fill(0.0);
@@ -197,11 +225,13 @@ impl<'a> Operands<'a> {
             key_sums.clear();
             W::pack(self.as_columns(self.k, (b, g), &keys).turned(), isa, micro.nr, k_depth);
             for rows in self.rows_seeing(b, g, &keys) {
-                self.load_rows(rows, &mut pack);
-                self.score_gradient(rows, &keys, &pack, &keys_pack, &mut scores);
-                self.add_to_keys(rows, &keys, &mut pack, &mut scores, &mut key_sums);
+                let at = rows.first / ROWS % held.len();
+                let pack = &mut held[at];
+                self.load_rows(rows, pack, &mut room);
+                self.score_gradient(rows, &keys, pack, &keys_pack, &mut scores);
+                self.add_to_keys(rows, &keys, pack, &mut room, &mut scores, &mut key_sums);
                 let sums = &mut sums[rows.first * head_size..][..rows.rows * head_size];
-                self.add_to_rows(rows, &keys, k_depth, &mut pack, &mut scores, sums);
+                self.add_to_rows(rows, &keys, k_depth, &mut room, &mut scores, sums);
             }
             finite &= self.write_keys(dk, dv, (b, g), &keys, &mut key_sums);
         }
@@ -211,18 +241,19 @@ impl<'a> Operands<'a> {
 
     fn query_block<W: Word>(&self, dq: FloatsMut<'_>, rows: RowBlock, mut carver: Carver<'_>) -> bool {
         let (isa, micro, head_size) = self.machine::<W>();
-        let mut pack = self.row_pack::<W>(&mut carver);
+        let mut pack = self.row_pack::<W>(false, &mut carver);
+        let mut room = self.row_room::<W>(&mut carver);
         let mut scores = score_pack::<W>(micro, &mut carver);
         let mut keys_pack = self.key_pack::<W>(&mut carver);
         let k_depth = carver.take_of(packed_len(head_size, micro.nr, W::words(KEYS)));
         let sums = carver.take(rows.rows * head_size);
         sums.fill(0.0);
-        self.load_rows(rows, &mut pack);
+        self.load_rows(rows, &mut pack, &mut room);
         for keys in key_blocks(self.geometry.keys_of(0, rows)) {
             self.load_keys((rows.b, rows.g), &keys, &mut keys_pack);
             W::pack(self.as_columns(self.k, (rows.b, rows.g), &keys).turned(), isa, micro.nr, k_depth);
             self.score_gradient(rows, &keys, &pack, &keys_pack, &mut scores);
-            self.add_to_rows(rows, &keys, k_depth, &mut pack, &mut scores, sums);
+            self.add_to_rows(rows, &keys, k_depth, &mut room, &mut scores, sums);
         }
         self.write_rows(dq, rows, sums)
     }
@@ -235,16 +266,17 @@ impl<'a> Operands<'a> {
         keys: &Range<usize>,
         mut carver: Carver<'_>,
     ) -> bool {
-        let mut pack = self.row_pack::<W>(&mut carver);
+        let mut pack = self.row_pack::<W>(true, &mut carver);
+        let mut room = self.row_room::<W>(&mut carver);
         let mut scores = score_pack::<W>(W::micro(&self.cpu.threads), &mut carver);
         let mut keys_pack = self.key_pack::<W>(&mut carver);
-        let mut sums = self.key_sums::<W>(&mut carver);
+        let mut sums = self.key_sums(&mut carver);
         self.load_keys((b, g), keys, &mut keys_pack);
         sums.clear();
         for rows in self.rows_seeing(b, g, keys) {
-            self.load_rows(rows, &mut pack);
+            self.load_rows(rows, &mut pack, &mut room);
             self.score_gradient(rows, keys, &pack, &keys_pack, &mut scores);
-            self.add_to_keys(rows, keys, &mut pack, &mut scores, &mut sums);
+            self.add_to_keys(rows, keys, &pack, &mut room, &mut scores, &mut sums);
         }
         self.write_keys(dk, dv, (b, g), keys, &mut sums)
     }
@@ -255,7 +287,7 @@ impl<'a> Operands<'a> {
         rows: RowBlock,
         keys: &Range<usize>,
         k_depth: &[W],
-        pack: &mut RowPack<'_, W>,
+        room: &mut RowRoom<'_, W>,
         scores: &mut ScorePack<'_, W>,
         sums: &mut [f32],
     ) {
@@ -264,7 +296,7 @@ impl<'a> Operands<'a> {
             for (i, sums) in sums.chunks_exact_mut(head_size).enumerate() {
                 for at in visible(&self.geometry.keys(0, rows.first + i), keys) {
                     let k_at = self.geometry.key_at(rows.b, rows.g, keys.start + at);
-                    let k = self.k.read(isa, k_at, head_size, pack.wide[0]);
+                    let k = self.k.read(isa, k_at, head_size, room.wide[0]);
                     vector::add_weighted_rows(isa, sums, &[scores.ds[i * KEYS + at]], k);
                 }
             }
@@ -284,17 +316,19 @@ impl<'a> Operands<'a> {
         &self,
         rows: RowBlock,
         keys: &Range<usize>,
-        pack: &mut RowPack<'_, W>,
+        pack: &RowPack<'_, W>,
+        room: &mut RowRoom<'_, W>,
         scores: &mut ScorePack<'_, W>,
-        key_sums: &mut KeySums<'_, W>,
+        key_sums: &mut KeySums<'_>,
     ) {
         let (isa, micro, head_size) = self.machine::<W>();
-        let KeySums { of_k, of_v, rows_depth } = key_sums;
+        let KeySums { of_k, of_v } = key_sums;
         if self.apart && !self.geometry.all_see(0, rows, keys) {
             for i in 0..rows.rows {
-                let [of_q, of_dout] = &mut pack.wide;
-                let q = W::widen(isa, &pack.q[i * head_size..][..head_size], of_q);
-                let dout = W::widen(isa, &pack.dout[i * head_size..][..head_size], of_dout);
+                let [of_q, of_dout] = &mut room.wide;
+                let at = self.geometry.q_at(rows.b, rows.g, rows.first + i);
+                let q = self.q.read(isa, at, head_size, of_q);
+                let dout = self.dout.read(isa, at, head_size, of_dout);
                 for at in visible(&self.geometry.keys(0, rows.first + i), keys) {
                     let (score, sums) = (i * KEYS + at, at * head_size..(at + 1) * head_size);
                     vector::add_weighted_rows(isa, &mut of_k[sums.clone()], &[scores.ds[score]], q);
@@ -303,16 +337,15 @@ impl<'a> Operands<'a> {
             }
             return;
         }
-        for (of_score, of_row, sums) in [(&*scores.p, &*pack.dout, of_v), (&*scores.ds, &*pack.q, of_k)] {
+        let [q_depth, dout_depth] = pack.depth.as_ref().expect("rows that keys get something of");
+        for (of_score, of_row, sums) in [(&*scores.p, dout_depth, of_v), (&*scores.ds, q_depth, of_k)] {
             let of_score = W::round(isa, &of_score[..rows.rows * KEYS], scores.rounded);
             let of_score = columns_as_rows::<W>(of_score, keys.len(), rows.rows, KEYS);
             W::pack(of_score, isa, micro.mr, scores.packed);
-            let of_row = columns_as_rows::<W>(of_row, head_size, rows.rows, head_size);
-            W::pack(of_row, isa, micro.nr, rows_depth);
             let target = Target { pointer: sums.as_mut_ptr(), stride: head_size, add: true };
             let size = (keys.len(), head_size, W::words(rows.rows));
             // SAFETY: `sums` holds KEYS rows of this thread's scratch, and a block has no more.
-            unsafe { gemm::product(micro, size, scores.packed, rows_depth, target) };
+            unsafe { gemm::product(micro, size, scores.packed, of_row, target) };
         }
     }
 
@@ -328,15 +361,15 @@ impl<'a> Operands<'a> {
     }
 
     /// Writes the sums of keys to dk and dv; whether they are finite.
-    fn write_keys<W: Word>(
+    fn write_keys(
         &self,
         dk: FloatsMut<'_>,
         dv: FloatsMut<'_>,
         (b, g): (usize, usize),
         keys: &Range<usize>,
-        sums: &mut KeySums<'_, W>,
+        sums: &mut KeySums<'_>,
     ) -> bool {
-        let (isa, _, head_size) = self.machine::<W>();
+        let (isa, _, head_size) = self.machine::<f32>();
         let all = keys.len() * head_size;
         vector::scale(isa, &mut sums.of_k[..all], self.geometry.spec.scale);
         for (i, key) in keys.clone().enumerate() {
@@ -366,22 +399,36 @@ impl<'a> Operands<'a> {
         })
     }
 
-    /// Packs rows of q and dout, and computes delta.
-    fn load_rows<W: Word>(&self, rows: RowBlock, pack: &mut RowPack<'_, W>) {
+    /// Packs rows of q and dout, and computes delta, unless `pack` holds them.
+    fn load_rows<W: Word>(&self, rows: RowBlock, pack: &mut RowPack<'_, W>, room: &mut RowRoom<'_, W>) {
+        if pack.holds == Some(rows.first) {
+            return;
+        }
         let (isa, micro, head_size) = self.machine::<W>();
         let geometry = self.geometry;
-        geometry.gather_rows::<W>(isa, self.q, rows, pack.q);
-        geometry.gather_rows::<W>(isa, self.dout, rows, pack.dout);
-        W::pack(plain_rows::<W>(pack.q, rows.rows, head_size, head_size), isa, micro.mr, pack.q_packed);
-        W::pack(plain_rows::<W>(pack.dout, rows.rows, head_size, head_size), isa, micro.mr, pack.dout_packed);
-        let [of_out, of_dout] = &mut pack.wide;
+        let [q_depth, dout_depth] = match &mut pack.depth {
+            Some([q, dout]) => [Some(&mut **q), Some(&mut **dout)],
+            None => [None, None],
+        };
+        // Of q, then of dout, which stays for delta. Rows are far apart, and lie together in few sets of a cache until they are gathered.
+        let operands =
+            [(self.q, &mut pack.q_packed, q_depth), (self.dout, &mut pack.dout_packed, dout_depth)];
+        for (data, packed, depth) in operands {
+            geometry.gather_rows::<W>(isa, data, rows, room.plain);
+            let panels = plain_rows::<W>(room.plain, rows.rows, head_size, head_size);
+            W::pack(panels, isa, micro.mr, packed);
+            if let Some(depth) = depth {
+                W::pack(panels.turned(), isa, micro.nr, depth);
+            }
+        }
+        let ([of_out, of_dout], dout) = (&mut room.wide, W::floats(room.plain));
         for i in 0..rows.rows {
             let row = rows.first + i;
             let out = self.out.read(isa, geometry.q_at(rows.b, rows.g, row), head_size, of_out);
-            let dout = W::widen(isa, &pack.dout[i * head_size..][..head_size], of_dout);
-            pack.delta[i] = vector::dot(isa, out, dout);
+            pack.delta[i] = vector::dot(isa, out, dout.read(isa, i * head_size, head_size, of_dout));
             pack.lse[i] = self.lse[geometry.lse_at(rows.b, rows.g, row)];
         }
+        pack.holds = Some(rows.first);
     }
 
     /// Packs keys and values.
@@ -424,17 +471,26 @@ impl<'a> Operands<'a> {
         }
     }
 
-    fn row_pack<'s, W: Word>(&self, carver: &mut Carver<'s>) -> RowPack<'s, W> {
+    /// Room for a block of rows; `of_keys` if keys get their sums from it.
+    fn row_pack<'s, W: Word>(&self, of_keys: bool, carver: &mut Carver<'s>) -> RowPack<'s, W> {
         let (_, micro, head_size) = self.machine::<W>();
         let packed = packed_len(ROWS, micro.mr, W::words(head_size));
+        let depth = packed_len(head_size, micro.nr, W::words(ROWS));
         RowPack {
-            q: carver.take_of(ROWS * head_size),
-            dout: carver.take_of(ROWS * head_size),
+            holds: None,
             q_packed: carver.take_of(packed),
             dout_packed: carver.take_of(packed),
+            depth: of_keys.then(|| [carver.take_of(depth), carver.take_of(depth)]),
+            lse: carver.take(ROWS),
+            delta: carver.take(ROWS),
+        }
+    }
+
+    fn row_room<'s, W: Word>(&self, carver: &mut Carver<'s>) -> RowRoom<'s, W> {
+        let head_size = self.geometry.dims.head_size;
+        RowRoom {
+            plain: carver.take_of(ROWS * head_size),
             wide: [carver.take(head_size), carver.take(head_size)],
-            lse: [0.0; ROWS],
-            delta: [0.0; ROWS],
         }
     }
 
@@ -444,13 +500,9 @@ impl<'a> Operands<'a> {
         KeyPack { k_packed: carver.take_of(packed), v_packed: carver.take_of(packed) }
     }
 
-    fn key_sums<'s, W: Word>(&self, carver: &mut Carver<'s>) -> KeySums<'s, W> {
-        let (_, micro, head_size) = self.machine::<W>();
-        KeySums {
-            of_k: carver.take(KEYS * head_size),
-            of_v: carver.take(KEYS * head_size),
-            rows_depth: carver.take_of(packed_len(head_size, micro.nr, W::words(ROWS))),
-        }
+    fn key_sums<'s>(&self, carver: &mut Carver<'s>) -> KeySums<'s> {
+        let head_size = self.geometry.dims.head_size;
+        KeySums { of_k: carver.take(KEYS * head_size), of_v: carver.take(KEYS * head_size) }
     }
 
     fn machine<W: Word>(&self) -> (Isa, Micro<W>, usize) {

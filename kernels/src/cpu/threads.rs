@@ -173,6 +173,11 @@ impl<'a> Carver<'a> {
         &mut taken[..floats]
     }
 
+    /// What is left.
+    pub fn rest(self) -> &'a mut [f32] {
+        self.rest
+    }
+
     /// As many elements of a type no larger than a float.
     pub fn take_of<T: bytemuck::Pod>(&mut self, elements: usize) -> &'a mut [T] {
         const { assert!(size_of::<T>() <= size_of::<f32>(), "room for an element in a float's") };

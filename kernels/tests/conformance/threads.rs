@@ -79,12 +79,14 @@ fn products_with_epilogues() {
 /// Four pairs of sequences and heads: on the CPU one or two threads go backward in one pass, three or eight in two.
 #[test]
 fn attention() {
-    attention_of(DType::BF16, Some(150));
-    attention_of(DType::F32, None);
+    attention_of(DType::BF16, 2, Some(150));
+    attention_of(DType::F32, 2, None);
+    attention_of(DType::BF16, 6, None);
+    attention_of(DType::F16, 6, Some(150));
 }
 
-fn attention_of(dtype: DType, window: Option<usize>) {
-    let (q_dims, k_dims) = ([2, 210, 6, 32], [2, 210, 2, 32]);
+fn attention_of(dtype: DType, kv_heads: usize, window: Option<usize>) {
+    let (q_dims, k_dims) = ([2, 210, 6, 32], [2, 210, kv_heads, 32]);
     let [q, dout] = [1, 4].map(|seed| Host::random(dtype, &q_dims, 1.0, seed));
     let [k, v] = [2, 3].map(|seed| Host::random(dtype, &k_dims, 1.0, seed));
     let starts = Host::zeros(DType::I32, &[2]);

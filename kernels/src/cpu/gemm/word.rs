@@ -38,9 +38,6 @@ pub trait Word: bytemuck::Pod {
 
     /// The elements nearest to `values`, in `room` unless they are the values themselves.
     fn round<'v>(isa: Isa, values: &'v [f32], room: &'v mut [Self::Element]) -> &'v [Self::Element];
-
-    /// The elements as f32, in `room` unless they are.
-    fn widen<'v>(isa: Isa, elements: &'v [Self::Element], room: &'v mut [f32]) -> &'v [f32];
 }
 
 impl Word for f32 {
@@ -68,10 +65,6 @@ impl Word for f32 {
 
     fn round<'v>(_: Isa, values: &'v [f32], _: &'v mut [f32]) -> &'v [f32] {
         values
-    }
-
-    fn widen<'v>(_: Isa, elements: &'v [f32], _: &'v mut [f32]) -> &'v [f32] {
-        elements
     }
 }
 
@@ -102,12 +95,6 @@ impl Word for Pair {
     fn round<'v>(isa: Isa, values: &'v [f32], room: &'v mut [bf16]) -> &'v [bf16] {
         let room = &mut room[..values.len()];
         vector::narrow_bf16(isa, values, room);
-        room
-    }
-
-    fn widen<'v>(isa: Isa, elements: &'v [bf16], room: &'v mut [f32]) -> &'v [f32] {
-        let room = &mut room[..elements.len()];
-        vector::widen_bf16(isa, elements, room);
         room
     }
 }
