@@ -63,7 +63,8 @@ impl Engine {
     /// Gives the weights of the last step to `export` on a thread of its own, while the next steps go on. It begins when that step is
     /// committed, which may be during the next one; the commit of the step after it waits for `export`. Where only saves commit,
     /// this is one, which goes on beside the next steps, too: their update waits for its commit. State in memory is saved so as well: an
-    /// update waits where it would change what is not copied yet. State on disk that is kept once is saved and exported at once.
+    /// update waits where it would change what is not copied yet. Of state on disk that is kept once nothing is overwritten before `export` has
+    /// ended, which the next update waits for.
     ///
     /// # Errors
     /// As [`save`](Self::save) and [`weights`](Self::weights); what goes wrong later with a save is said by
@@ -73,12 +74,6 @@ impl Engine {
         export: impl FnOnce(&mut dyn WeightReader) -> T + Send + 'static,
     ) -> Result<Exporting<T>> {
         let (sender, exporting) = Exporting::new();
-        if self.home.disk().is_some() && self.config.keeps_once() {
-            self.save()?;
-            let result = export(&mut self.weights()?);
-            sender.send(result).expect("this function has the receiver");
-            return Ok(exporting);
-        }
         let map = self.weight_map()?;
         let buffer = Pool::new("exported weights", 1, map.chunk_bytes)?;
         let run = move |source: Held| {
