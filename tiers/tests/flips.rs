@@ -374,6 +374,14 @@ fn a_copy_that_cannot_be_read_is_damaged() {
     }
     // Two headers and two layouts of the manifest, two headers each of two files; two slots.
     assert_eq!((unreadable, refused), (8, 2));
+
+    // With the first header damaged, what the drive says of the other is why nothing can be found.
+    let manifest = Behind::new(&disk, "/disk0/manifest.bin");
+    manifest.flip(Places::of(&manifest).heads[0]);
+    let faults = Arc::new(FaultLayer::new(disk, FaultConfig::default()));
+    faults.fail_nth(Action::Read, 1, IoErrorKind::Device);
+    let error = DiskStore::open(&(faults as _), &dirs()).unwrap_err().to_string();
+    assert!(error.contains("Input/output error") && error.contains("manifest.bin"), "{error}");
 }
 
 /// The exceptions: what the format does not keep twice.

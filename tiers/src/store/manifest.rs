@@ -222,7 +222,9 @@ impl Manifest {
             }
         }
         let is_blank = |page: &[u8]| page.iter().all(|&byte| byte == 0);
-        if is_blank(&first?) && second.is_ok_and(|page| is_blank(&page)) {
+        // What the drive cannot read may be the copy that is whole.
+        let (first, second) = (first?, second?);
+        if is_blank(&first) && is_blank(&second) {
             return never_written(&self.path);
         }
         Err(self.no_layout("neither copy of the manifest's header is one of ours".into()))
