@@ -547,7 +547,8 @@ fn device_optimizer(
 impl Drop for Engine {
     fn drop(&mut self) {
         // Resident state goes with the engine, and one that panicked may be anywhere in a step.
-        if self.home.disk().is_some() && !self.config.commits_at_saves() && !std::thread::panicking() {
+        let commits = self.pending.as_ref().is_some_and(|pending| pending.words.is_some());
+        if self.home.disk().is_some() && commits && !std::thread::panicking() {
             let _ = self.flush();
         }
     }

@@ -62,9 +62,9 @@ impl Engine {
 
     /// Gives the weights of the last step to `export` on a thread of its own, while the next steps go on. It begins when that step is
     /// committed, which may be during the next one; the commit of the step after it waits for `export`. Where only saves commit,
-    /// this is one, which goes on beside the next steps, too: their update waits for its commit. State in memory is saved so as well: an
-    /// update waits where it would change what is not copied yet. Of state on disk that is kept once nothing is overwritten before `export` has
-    /// ended, which the next update waits for.
+    /// this is one, which goes on beside the next step, too, whose update waits for its commit. State in memory is saved so as well: an
+    /// update waits where it would change what is not copied yet. Of state on disk that is kept once nothing is overwritten before
+    /// `export` has ended, which the next step's update waits for.
     ///
     /// # Errors
     /// As [`save`](Self::save) and [`weights`](Self::weights); what goes wrong later with a save is said by
@@ -91,8 +91,10 @@ impl Engine {
         });
         match (self.home.stored(), &self.pending) {
             (Some(_), _) if self.config.commits_at_saves() => {
-                self.flush()?;
-                self.begin_commit(Some(start))?;
+                if let Some(start) = self.commit_with_pending(start) {
+                    self.flush()?;
+                    self.begin_commit(Some(start))?;
+                }
             }
             (Some(stored), Some(_)) => stored.after_commit().push(start),
             (Some(stored), None) => start(&stored.store),

@@ -50,7 +50,7 @@ pub(crate) struct Pending {
     pub(crate) optimizer: Arc<dyn Optimizer>,
     /// What backward has not updated, in order; `None` for everything.
     pub(crate) left: Option<Vec<ChunkAt>>,
-    /// What is committed with it; `None` if it waits for a save.
+    /// What is committed with it; `None` if that waits for a save.
     pub(crate) words: Option<Vec<u8>>,
 }
 
@@ -196,7 +196,8 @@ impl Pending {
         // Groups without parameters, that are updated already, or whose state is on the device may come last.
         gate.open_up_to(bench.spec.groups.len());
         let (Some(stored), Some(words)) = (home.stored(), &self.words) else { return Ok(()) };
-        if self.writes_copies_last() {
+        // Where saves alone commit, no update wrote any.
+        if self.writes_copies_last() || stored.saves {
             stored.cache.write(&stored.store, bench.kinds, bench.slots)?;
         }
         let began = Instant::now();

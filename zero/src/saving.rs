@@ -5,8 +5,9 @@
 //! disk, and commits when all are written. A [`Gate`] says how far it has come; who is about to change a group of resident state waits for
 //! it there ([`Resident::change`](crate::state::Resident::change)), so that a step waits only if the disk is slower than forward and
 //! backward. Of state on disk it writes the copies, and an update waits for the commit
-//! ([`Stored::settle`](crate::state::Stored::settle)): what has no copy goes to the generation that is being committed. State that is on
-//! the device is copied from there before the thread starts.
+//! ([`Stored::settle`](crate::state::Stored::settle)): what has no copy goes to the generation that is being committed. An update of the
+//! step to be saved that is [still to be done](crate::overlap) does all of this at its end instead. State that is on the device is
+//! copied from there before the thread starts.
 //!
 //! Hazard (a group is updated while it is being copied): the thread shares the group's memory until the gate is open for it, and
 //! whoever changes it has it alone or stops.
@@ -173,6 +174,19 @@ impl Engine {
         };
         self.unsaved = None;
         begun.map_err(|error| self.give_up(error))
+    }
+
+    /// Leaves what a save of state on disk has to write, and its commit, to the update that is still to be done, as if every step were
+    /// committed; `after` begins then. Gives that back where there is no such update, or state on the device to be copied first.
+    pub(crate) fn commit_with_pending(&mut self, after: AfterCommit) -> Option<AfterCommit> {
+        let (Some(stored), Some(pending), None) = (self.home.stored(), &mut self.pending, &self.device_state)
+        else {
+            return Some(after);
+        };
+        let Some(unsaved) = self.unsaved.take() else { return Some(after) };
+        pending.words = Some(unsaved.words);
+        stored.after_commit().push(after);
+        None
     }
 
     /// Waits for the commit under way.

@@ -413,8 +413,9 @@ impl Run<'_> {
 
     /// State on disk after an error: what is known to be committed, or the commit that was under way.
     fn failed(&self, known: Option<u64>, error: EngineError, under_way: u64) -> Ended {
-        // A commit beside the steps comes before that of any of them.
-        let possible = if self.is_told() { known } else { self.beside.or(Some(under_way)) };
+        // A commit beside the steps comes before that of any of them, unless it is known to have happened.
+        let beside = self.beside.filter(|step| Some(*step) != known);
+        let possible = if self.is_told() { known } else { beside.or(Some(under_way)) };
         Ended::with(known, possible, error)
     }
 
