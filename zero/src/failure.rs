@@ -8,6 +8,7 @@
 use crate::EngineError;
 use crate::engine::{Engine, Signals};
 use crate::gradients::GradientPark;
+use crate::overlap::Pending;
 use crate::state::StateHome;
 
 impl Engine {
@@ -16,6 +17,12 @@ impl Engine {
         let goes_back = self.config.commits_at_saves() && !self.config.keeps_once();
         let committed = self.home.disk().filter(|_| goes_back);
         committed.map_or(self.step, |store| store.committed().step)
+    }
+
+    /// The same, once an update that is still to be done, and its commit, are: before anything can diverge.
+    pub(crate) fn safe_step_after(&self, pending: Option<&Pending>) -> u64 {
+        let commits = pending.is_some_and(|pending| pending.words.is_some());
+        if commits { self.step } else { self.safe_step() }
     }
 
     /// Gives up a step that failed: its writes are waited for and forgotten. The step is that of the state again. Gives the error,

@@ -266,10 +266,7 @@ impl Engine {
         report: &mut StepReport,
     ) -> Result<Vec<ChunkAt>> {
         let args = self.step_args(lr, self.loss_scale.map_or(1.0, |current| current.inverse()));
-        // What is to be committed is so before anything of this step can fail that leaves the state.
-        let commits = pending.as_ref().is_some_and(|pending| pending.words.is_some());
-        let safe = if commits { self.step } else { self.safe_step() };
-        let speculates = self.speculates();
+        let (speculates, safe) = (self.speculates(), self.safe_step_after(pending.as_ref()));
         let Self {
             config,
             backend,
