@@ -367,6 +367,43 @@ fn parameter_groups() {
     check(&Setup { optimizer, groups, ..Setup::new(false) });
 }
 
+/// The embedding has six chunks, the last of another size, in slots enough that three of them are updated side by side.
+#[test]
+fn chunks_side_by_side() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut model = Setup::new(true).model;
+    model.vocab = 1900;
+    let groups = vec![GroupRule::new("*embed*").lr(GroupLr::Own(1e-3)).weight_decay(0.0)];
+    for state in [StateFormat::Split, StateFormat::Compact] {
+        for clip in [Some(0.5), None] {
+            let base =
+                Setup { model: model.clone(), state, clip, groups: groups.clone(), ..Setup::new(true) };
+            let expected = base.run(STEPS);
+            // Nothing is copied; weights alone; all state of some groups.
+            for cache_bytes in [0, 200_000, 900_000] {
+                for gradients_on_disk in [false, true] {
+                    let name = format!("{state}, {clip:?}, {cache_bytes}, {gradients_on_disk}");
+                    let overrides = WindowOverrides {
+                        chunk_elements: Some(1 << 14),
+                        update_slots: Some(9),
+                        gradients_on_disk: Some(gradients_on_disk),
+                        ..WindowOverrides::default()
+                    };
+                    let setup = Setup {
+                        placement: Placement::Disk,
+                        disks: vec![dir.path().join(&name)],
+                        cache_bytes,
+                        threads: 3,
+                        overrides,
+                        ..base.clone()
+                    };
+                    assert_eq!(setup.run(STEPS), expected, "{name}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn the_two_state_formats_give_the_same_bits() {
     let split = Setup::new(false);

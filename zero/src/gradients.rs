@@ -94,6 +94,14 @@ impl<M: From<Lease>> Arriving<M> {
         self.land()?.verify()
     }
 
+    /// Whether [`land`](Self::land) would not wait.
+    pub(crate) fn is_here(&self) -> bool {
+        match self {
+            Self::Here(_) => true,
+            Self::Reading(read) => read.is_done(),
+        }
+    }
+
     /// Waits for the transfer, and does nothing else.
     pub(crate) fn land(self) -> Result<Landed<M>> {
         Ok(match self {

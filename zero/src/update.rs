@@ -11,7 +11,7 @@
 //! writes of new weights are urgent then. In their turn, behind all that the slots hold, they cost a step up to a quarter of its time where
 //! half of the state is in slots (`tests/virtual_time.rs`).
 
-use crate::cache::{Caching, exclusive};
+use crate::cache::{Caching, GroupCopies, exclusive};
 use crate::gradients::{Arriving, GradientPark, Landed};
 use crate::overlap::Gate;
 use crate::runs::Runs;
@@ -20,12 +20,12 @@ use crate::timeline::{Resource, Timeline};
 use crate::turns::ChunkMemory;
 use crate::{EngineError, Result};
 use crossbeam::channel::Receiver;
-use rayon::prelude::*;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use terrace_aio::{IoEngine, Urgency};
-use terrace_optimizer::{Gradient, Optimizer, StepArgs, update_threaded};
+use terrace_optimizer::{Gradient, Optimizer, OptimizerError, StepArgs, update_threaded};
 use terrace_tiers::{BlobKey, Generation, Lease, Pool, Sealed, StoreSpec};
 
 /// Slots for optimizer state on its way from disk through the update and back, one pool per kind.
@@ -68,6 +68,14 @@ impl UpdateSlots {
             self.forget_ahead();
             pool.acquire(bytes)
         })
+    }
+
+    /// Chunks that are updated at once at most: the rest of the slots is for the disk meanwhile. One where they are done sooner than
+    /// a thread wakes up.
+    fn together(&self) -> usize {
+        let bytes: usize = self.pools.iter().map(Pool::slot_bytes).sum();
+        let slots = self.pools.iter().map(Pool::slots).min().unwrap_or(0);
+        if bytes < SHARED_BYTES_MIN { 1 } else { (slots / 3).max(1) }
     }
 
     fn has_free(&self) -> bool {
@@ -149,6 +157,9 @@ impl UpdateSlots {
     }
 }
 
+/// Bytes of a chunk below which one thread updates it sooner than another wakes up.
+const SHARED_BYTES_MIN: usize = 128 << 10;
+
 /// What an update works on.
 pub(crate) struct Updater<'a> {
     pub(crate) optimizer: &'a dyn Optimizer,
@@ -219,15 +230,50 @@ struct Begun {
 
 /// A chunk whose state is on its way into memory.
 struct Chunk {
-    group: usize,
-    chunk: usize,
+    at: ChunkAt,
     /// As [`Begun::state`].
     state: Vec<Option<Arriving<Lease>>>,
     gradient: Arriving<ChunkMemory>,
 }
 
-/// Bytes of a chunk below which one thread sums them sooner than others wake up.
-const SHARED_BYTES_MIN: usize = 128 << 10;
+/// A chunk all of which is in memory.
+struct LandedChunk {
+    at: ChunkAt,
+    /// As [`Begun::state`], and the gradient's after that if it came from disk.
+    state: Vec<Option<Landed<Lease>>>,
+    gradient: Option<ChunkMemory>,
+}
+
+/// A chunk that is updated.
+struct Updated {
+    at: ChunkAt,
+    /// What is written, by kind.
+    sealed: Vec<(usize, Sealed)>,
+    gradient: ChunkMemory,
+}
+
+/// What is left of a copy of which pieces are taken, one behind the other.
+struct Rest<'a> {
+    bytes: &'a mut [u8],
+    /// Where it begins in the copy.
+    start: usize,
+}
+
+impl Chunk {
+    /// Whether [`Updater::land`] would not wait.
+    fn is_here(&self) -> bool {
+        self.state.iter().flatten().all(Arriving::is_here) && self.gradient.is_here()
+    }
+}
+
+impl<'a> Rest<'a> {
+    fn take(&mut self, range: Range<usize>) -> &'a mut [u8] {
+        let (_, tail) = std::mem::take(&mut self.bytes).split_at_mut(range.start - self.start);
+        let (piece, tail) = tail.split_at_mut(range.len());
+        (self.bytes, self.start) = (tail, range.end);
+        piece
+    }
+}
 
 impl Updater<'_> {
     /// Updates chunks, those of a group in their order and its last one included, with the parked gradients. The
@@ -263,6 +309,7 @@ impl Updater<'_> {
     /// all chunks of those were handed to the store. Who gives the chunks opens it for what follows the last.
     pub(crate) fn stream(&self, stored: &Stored, park: &GradientPark, items: &mut Items) -> Result<Duration> {
         stored.settle()?;
+        let together = self.slots.together().min(self.pool.current_num_threads());
         let mut ahead: VecDeque<Chunk> = VecDeque::new();
         let mut stalled = Duration::ZERO;
         loop {
@@ -276,9 +323,19 @@ impl Updater<'_> {
                 stalled += began.elapsed();
             }
             let Some(next) = ahead.pop_front() else { return Ok(stalled) };
-            stalled += self.finish(stored, park, next)?;
+            let began = Instant::now();
+            let mut here = vec![self.land(next)?];
+            stalled += began.elapsed();
+            let group = here[0].at.0;
+            while here.len() < together
+                && ahead.front().is_some_and(|next| next.at.0 == group && next.is_here())
+                && let Some(next) = ahead.pop_front()
+            {
+                here.push(self.land(next)?);
+            }
+            self.finish(stored, park, here)?;
             if let (Some(gate), Some(group)) =
-                (self.gate, ahead.front().map(|chunk| chunk.group).or_else(|| items.next_group()))
+                (self.gate, ahead.front().map(|chunk| chunk.at.0).or_else(|| items.next_group()))
             {
                 gate.open_up_to(group);
             }
@@ -290,84 +347,130 @@ impl Updater<'_> {
             Some(begun) => begun,
             None => self.slots.begin(stored, self.kinds, self.spec, at, self.leaves_copies)?,
         };
-        Ok(Chunk { group: at.0, chunk: at.1, state: begun.state, gradient: parked(park, at.0, at.1)? })
+        Ok(Chunk { at, state: begun.state, gradient: parked(park, at.0, at.1)? })
     }
 
-    fn finish(&self, stored: &Stored, park: &GradientPark, chunk: Chunk) -> Result<Duration> {
-        let chunk_at = (chunk.group, chunk.chunk);
+    /// Waits for the state of a chunk and its gradient.
+    fn land(&self, chunk: Chunk) -> Result<LandedChunk> {
         let began = Instant::now();
-        let mut landed = Vec::with_capacity(chunk.state.len() + 1);
+        let mut state = Vec::with_capacity(chunk.state.len() + 1);
         for arriving in chunk.state {
-            landed.push(arriving.map(Arriving::land).transpose()?);
+            state.push(arriving.map(Arriving::land).transpose()?);
         }
         // One from disk is verified with the state.
         let gradient = match chunk.gradient.land()? {
             Landed::Here(memory) => Some(memory),
             Landed::Unverified(arrived) => {
-                landed.push(Some(Landed::Unverified(arrived)));
+                state.push(Some(Landed::Unverified(arrived)));
                 None
             }
         };
-        let stalled = began.elapsed();
-        self.note(Resource::UpdateWait, began, &chunk_at);
+        self.note(Resource::UpdateWait, began, &chunk.at);
+        Ok(LandedChunk { at: chunk.at, state, gradient })
+    }
+
+    /// Updates chunks of one group, in their order, and hands them to the store. Each is on one thread from its first checksum to its last,
+    /// in whose caches it stays: with several threads on each, one after the other, a chunk took three times as long, and woke them
+    /// three times.
+    fn finish(&self, stored: &Stored, park: &GradientPark, chunks: Vec<LandedChunk>) -> Result {
+        let group = chunks[0].at.0;
+        let mut copies = stored.cache.lock(group);
+        let mut left = Vec::with_capacity(copies.len());
+        left.extend(
+            copies.iter_mut().map(|copy| copy.as_mut().map(|copy| Rest { bytes: exclusive(copy), start: 0 })),
+        );
+        let work = chunks.into_iter().map(|chunk| {
+            let range = |kind| self.kinds.range(kind, self.spec, group, chunk.at.1);
+            let of_copies = left.iter_mut().enumerate();
+            let of_copies =
+                of_copies.map(|(kind, rest)| rest.as_mut().map(|rest| rest.take(range(kind)))).collect();
+            (chunk, of_copies)
+        });
+        let work: Vec<(LandedChunk, Vec<Option<&mut [u8]>>)> = work.collect();
+        let mut updated: Vec<Option<Result<Updated>>> = work.iter().map(|_| None).collect();
+        self.pool.in_place_scope(|scope| {
+            let mut jobs = work.into_iter().zip(&mut updated);
+            let own = jobs.next();
+            for ((chunk, copies), updated) in jobs {
+                scope.spawn(|_| *updated = Some(self.update(park, chunk, copies)));
+            }
+            if let Some(((chunk, copies), updated)) = own {
+                *updated = Some(self.update(park, chunk, copies));
+            }
+        });
+        for updated in updated.into_iter().flatten() {
+            self.hand_out(stored, park, &copies, updated?)?;
+        }
+        Ok(())
+    }
+
+    /// Verifies, updates and seals a chunk. `copies` has the chunk's bytes of every kind of which there is a copy.
+    fn update(
+        &self,
+        park: &GradientPark,
+        chunk: LandedChunk,
+        mut copies: Vec<Option<&mut [u8]>>,
+    ) -> Result<Updated> {
         let began = Instant::now();
-        let elements = self.spec.chunk_len(chunk.group, chunk.chunk);
-        let verified = self.share(elements, landed, |landed| landed.map(Landed::verify).transpose());
-        let mut leases = verified.into_iter().collect::<Result<Vec<Option<Lease>>>>()?;
+        let (group, at) = chunk.at;
+        let verified = chunk.state.into_iter().map(|landed| landed.map(Landed::verify).transpose());
+        let mut leases = verified.collect::<Result<Vec<Option<Lease>>>>()?;
         let from_disk = || leases.pop().flatten().expect("the gradient came last").into();
-        let gradient = gradient.unwrap_or_else(from_disk);
-        let mut copies = stored.cache.lock(chunk.group);
-        let range = |kind| self.kinds.range(kind, self.spec, chunk.group, chunk.chunk);
-        let state = leases.iter_mut().zip(&mut *copies).enumerate();
-        let slices = state.map(|(kind, (lease, copy))| match copy {
-            Some(copy) => &mut exclusive(copy)[range(kind)],
+        let gradient: ChunkMemory = chunk.gradient.unwrap_or_else(from_disk);
+        let slices = leases.iter_mut().zip(&mut copies).map(|(lease, copy)| match copy {
+            Some(copy) => &mut **copy,
             None => &mut **lease.as_mut().expect("what has no copy was read or will be written"),
         });
-        self.apply(chunk.group, chunk.chunk, park.as_gradient(&gradient), slices)?;
+        self.apply(group, at, park.as_gradient(&gradient), slices, |args, gradient, state| {
+            self.optimizer.update(args, gradient, state)
+        })?;
+        let written = leases.into_iter().zip(&copies).enumerate();
+        let sealed = written.filter_map(|(kind, (lease, copy))| {
+            let mut lease = lease?;
+            if let Some(copy) = copy {
+                lease.copy_from_slice(copy);
+            }
+            Some((kind, Sealed::new(lease)))
+        });
+        let sealed = sealed.collect();
+        self.note(Resource::Update, began, &chunk.at);
+        Ok(Updated { at: chunk.at, sealed, gradient })
+    }
+
+    /// Hands what was updated to those who need it: new state to the store, weights to who waits for them.
+    fn hand_out(
+        &self,
+        stored: &Stored,
+        park: &GradientPark,
+        copies: &GroupCopies,
+        updated: Updated,
+    ) -> Result {
+        let Updated { at, sealed, gradient } = updated;
+        let (group, chunk) = at;
         if self.speculates.is_some() {
-            park.put_back(chunk_at, gradient);
+            park.put_back(at, gradient);
         } else {
             drop(gradient);
         }
         let weight = self.kinds.weight;
         // Who waits for weights of which there is a copy is given that.
-        if let (Some(gate), Some(weights), None) = (self.gate, &leases[weight], &copies[weight]) {
-            gate.leave(chunk.group, range(weight).start, weights);
-        }
-        let is_read = self.gate.is_some() && copies[weight].is_none();
-        let weights_urgency = if is_read { Urgency::Soon } else { Urgency::Whenever };
-        let copy = |kind: usize| copies[kind].as_ref().map(|copy| &copy[range(kind)]);
-        let written =
-            leases.into_iter().enumerate().filter_map(|(kind, lease)| Some((kind, lease?, copy(kind))));
-        let sealed = self.share(elements, written.collect(), |(kind, mut lease, copy)| {
-            if let Some(copy) = copy {
-                lease.copy_from_slice(copy);
-            }
-            (kind, Sealed::new(lease))
-        });
+        let read_by = self.gate.filter(|_| copies[weight].is_none());
         for (kind, sealed) in sealed {
-            let key = BlobKey { group: chunk.group, kind: self.kinds.blobs[kind].kind };
-            let urgency = if kind == weight { weights_urgency } else { Urgency::Whenever };
-            stored.store.write_sealed_as(urgency, key, chunk.chunk, sealed)?;
+            let mut urgency = Urgency::Whenever;
+            if let Some(gate) = read_by.filter(|_| kind == weight) {
+                gate.leave(group, self.kinds.range(kind, self.spec, group, chunk).start, sealed.bytes());
+                urgency = Urgency::Soon;
+            }
+            let key = BlobKey { group, kind: self.kinds.blobs[kind].kind };
+            stored.store.write_sealed_as(urgency, key, chunk, sealed)?;
         }
-        self.note(Resource::Update, began, &chunk_at);
-        Ok(stalled)
+        Ok(())
     }
 
     fn note(&self, resource: Resource, began: Instant, (group, chunk): &(usize, usize)) {
         if let Some(timeline) = self.timeline {
             timeline.note(resource, began, format!("{} #{chunk}", self.spec.groups[*group].name));
         }
-    }
-
-    /// Does `work` on each buffer of a chunk of so many elements, on several threads if they are worth waking: the
-    /// checksums go through as many bytes as the update.
-    fn share<T: Send, U: Send>(&self, elements: usize, buffers: Vec<T>, work: fn(T) -> U) -> Vec<U> {
-        if self.pool.current_num_threads() == 1 || self.kinds.bytes(elements as u64) < SHARED_BYTES_MIN as u64
-        {
-            return buffers.into_iter().map(work).collect();
-        }
-        self.pool.install(|| buffers.into_par_iter().map(work).collect())
     }
 
     fn update_resident(
@@ -384,16 +487,19 @@ impl Updater<'_> {
             let from = kind.bytes(start as u64) as usize;
             &mut exclusive(blob)[from..from + kind.bytes(elements as u64) as usize]
         });
-        self.apply(group, chunk, park.as_gradient(&gradient), slices)
+        self.apply(group, chunk, park.as_gradient(&gradient), slices, |args, gradient, state| {
+            update_threaded(self.optimizer, self.pool, args, gradient, state)
+        })
     }
 
-    /// Steps the runs of a chunk one after the other. `state` is the chunk's bytes of every kind.
+    /// Steps the runs of a chunk one after the other by `update`. `state` is the chunk's bytes of every kind.
     fn apply<'s>(
         &self,
         group: usize,
         chunk: usize,
         gradient: Gradient<'_>,
         state: impl Iterator<Item = &'s mut [u8]>,
+        update: impl Fn(&StepArgs, Gradient<'_>, &mut [&mut [u8]]) -> std::result::Result<(), OptimizerError>,
     ) -> Result {
         let kinds = &self.kinds.blobs;
         let mut state_left: [&mut [u8]; KINDS_MAX] = Default::default();
@@ -409,7 +515,7 @@ impl Updater<'_> {
             (gradient, gradient_left) = gradient_left.split_at(elements);
             if !rates.frozen {
                 let args = rates.args(&self.args);
-                update_threaded(self.optimizer, self.pool, &args, gradient, &mut state[..kinds.len()])?;
+                update(&args, gradient, &mut state[..kinds.len()])?;
             }
         }
         Ok(())

@@ -82,6 +82,11 @@ impl Sealed {
         let sum = checksum(&lease);
         Self { lease, sum }
     }
+
+    /// What was sealed.
+    pub fn bytes(&self) -> &[u8] {
+        &self.lease
+    }
 }
 
 impl Arrived {
