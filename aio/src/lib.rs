@@ -45,7 +45,7 @@ mod virtual_clock;
 pub use buf::{BUF_ALIGN, BufHome, IoBuf};
 pub use completions::CompletionQueue;
 pub use engine::{
-    EngineFacts, FileFacts, FileId, IoEngine, OpKind, OpenMode, Registration, Request, Segment,
+    EngineFacts, FileFacts, FileId, IoEngine, OpKind, OpenMode, Registration, Request, Segment, sync_dir,
 };
 pub use error::{IoError, IoErrorKind};
 pub use ticket::{Completer, Drive, Ticket};

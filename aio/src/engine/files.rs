@@ -330,12 +330,18 @@ fn write_zeros(mut file: &File, len: u64) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Makes a directory's change durable: a crash must not lose a file whose contents were synced, nor bring a removed
-/// one back.
+/// As [`sync_dir`], of the directory that a file is in.
 fn sync_parent(path: &Path) -> io::Result<()> {
-    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    match File::open(parent)?.sync_all() {
-        // Some file systems cannot sync a directory; there the name is as durable as it can be.
+    sync_dir(path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))
+}
+
+/// Makes a directory's change durable: a crash must not lose a file whose contents were synced, nor bring a removed
+/// one back. Some file systems cannot sync a directory; there a name is as durable as it can be.
+///
+/// # Errors
+/// The directory cannot be opened, or the drive failed.
+pub fn sync_dir(dir: &Path) -> io::Result<()> {
+    match File::open(dir)?.sync_all() {
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => Ok(()),
         result => result,
     }
