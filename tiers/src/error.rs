@@ -37,7 +37,7 @@ pub enum TierError {
     },
     /// The file system has too little room for the state.
     #[error(
-        "{what} needs {} on {} but only {} are free, {} too little; {}free space, add another --disk path, or {smaller}",
+        "{what} needs {} on {} but only {} are free, {} too little; {}free space, {smaller}",
         ByteSize(*needed), dir.display(), ByteSize(*free), ByteSize(needed.saturating_sub(*free)),
         if *fits_once { "keep it once instead of twice (--durability none: a run that crashes starts over), " } else { "" }
     )]

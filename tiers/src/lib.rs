@@ -27,7 +27,7 @@ pub use key::{BlobKey, BlobKind, BlobSpec, Generation, GroupSpec, StoreSpec};
 pub use plan::{ByteSize, MemoryPlan, PlanEntry, Tier};
 pub use pool::{Lease, Pool};
 pub use regions::{PendingBlocks, REGION_BLOCK, Regions, joined};
-pub use scratch::{Scratch, ScratchChunk};
+pub use scratch::{Scratch, ScratchChunk, TRAINING_SCRATCH};
 #[doc(hidden)]
 pub use store::fuzzing;
 pub use store::{

@@ -76,7 +76,7 @@ impl Regions {
         let volume = volume.map_err(|error| match error {
             TierError::DiskTooSmall { dir, needed, free, .. } => TierError::DiskTooSmall {
                 what: "the key/value cache",
-                smaller: "lower --batch-size or --max-new-tokens",
+                smaller: "add another --disk path, or lower --batch-size or --max-new-tokens",
                 dir,
                 needed,
                 free,

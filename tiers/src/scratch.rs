@@ -9,6 +9,10 @@ use crate::{Striping, TierError, checksum};
 use std::sync::{Arc, Mutex, PoisonError};
 use terrace_aio::{FileId, IoEngine, OpKind, Ticket, Urgency};
 
+/// The volumes that are in the directories of a [`DiskStore`](crate::DiskStore) while a process trains. Who opens a store to change it removes
+/// what one that ended without notice left of them.
+pub const TRAINING_SCRATCH: [&str; 3] = ["activations.bin", "gradients.bin", "gradient-sums.bin"];
+
 /// A scratch volume with fixed chunks.
 #[derive(Debug)]
 pub struct Scratch {

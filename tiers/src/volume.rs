@@ -502,7 +502,7 @@ pub(crate) fn require_space(dirs: &[PathBuf], bytes: &[u64]) -> Result<(), TierE
         if needed > free {
             return Err(TierError::DiskTooSmall {
                 what: "the training state",
-                smaller: "choose a smaller --state",
+                smaller: "add another --disk path, or choose a smaller --state",
                 dir: dir.clone(),
                 needed,
                 free,

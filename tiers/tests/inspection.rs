@@ -429,6 +429,53 @@ fn a_store_that_is_kept_once_is_whole_or_says_since_when_it_is_not() {
 }
 
 /// Whoever has all of the state elsewhere writes it once more.
+/// One generation: a sync of the manifest that fails does not make anybody throw away what is whole.
+#[test]
+fn a_sync_that_fails_loses_nothing_that_is_kept_once() {
+    let once = StoreSpec { generations: 1, ..spec() };
+    let dirs = [PathBuf::from("/disk0"), PathBuf::from("/disk1")];
+    let (mut marks, mut commits) = (0, 0);
+    for nth in 0.. {
+        let disk: Arc<dyn IoEngine> =
+            Arc::new(SimEngine::new(SimConfig { seed: nth, ..SimConfig::default() }));
+        let store = DiskStore::create(&disk, &Striping::equal(&dirs), once.clone()).unwrap();
+        step(&store, 0).unwrap();
+        drop(store);
+        let faults = Arc::new(FaultLayer::new(Arc::clone(&disk), FaultConfig::default()));
+        let (store, _) = resumed(&(Arc::clone(&faults) as _), &dirs).unwrap();
+        faults.fail_nth(Action::Sync, nth, IoErrorKind::Device);
+        let key = chunks(&once)[0];
+        let lease = Lease::standalone(once.chunk_bytes(key.0, key.1));
+        if store.write(key.0, key.1, lease).is_err() {
+            // The mark: no chunk was overwritten.
+            store.abandon();
+            store.require_whole().unwrap();
+            drop(store);
+            assert_eq!(resumed(&disk, &dirs).unwrap().1, 0);
+            marks += 1;
+            continue;
+        }
+        match step(&store, 1) {
+            Ok(()) if faults.injected() == 0 => break,
+            Ok(()) => panic!("sync {nth} does not matter"),
+            Err(_) if !store.is_uncertain() => {
+                // The data: they may not be there.
+                store.abandon();
+                assert!(matches!(store.require_whole().unwrap_err(), TierError::Changing { .. }));
+            }
+            Err(_) => {
+                store.abandon();
+                let error = store.require_whole().unwrap_err();
+                assert!(matches!(error, TierError::Uncertain { .. }), "{error}");
+                drop(store);
+                assert_eq!(resumed(&disk, &dirs).unwrap().1, 1);
+                commits += 1;
+            }
+        }
+    }
+    assert_eq!((marks, commits), (1, 1));
+}
+
 #[test]
 fn what_was_given_up_becomes_whole_when_all_of_it_is_written_anew() {
     let root = tempfile::tempdir().unwrap();

@@ -293,6 +293,24 @@ fn one_broken_slot_falls_back_and_two_are_refused() {
 }
 
 #[test]
+fn who_opens_a_state_removes_what_a_killed_run_left_beside_it() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = dirs(root.path(), &["a", "b"]);
+    made(&dirs);
+    let scratch = || dirs.iter().flat_map(|dir| terrace_tiers::TRAINING_SCRATCH.map(|name| dir.join(name)));
+    scratch().for_each(|path| std::fs::write(path, "parked").unwrap());
+    let other = dirs[1].join("notes.bin");
+    std::fs::write(&other, "mine").unwrap();
+    DiskStore::open(&engine(), &dirs).unwrap();
+    assert!(scratch().all(|path| !path.exists()) && other.exists());
+    // A directory that was never the state's is not made.
+    let mistyped = root.path().join("c");
+    let error = DiskStore::open(&engine(), &[dirs[0].clone(), mistyped.clone()]).unwrap_err();
+    says(&error, &["/c", "there is no such directory"]);
+    assert!(!mistyped.exists());
+}
+
+#[test]
 fn a_state_larger_than_the_disk_is_refused_with_numbers() {
     let root = tempfile::tempdir().unwrap();
     let dirs = dirs(root.path(), &["a"]);

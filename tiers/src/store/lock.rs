@@ -71,7 +71,7 @@ fn create_durably(dir: &Path) -> std::io::Result<()> {
         Err(error) if error.kind() == ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
         result => result,
     }?;
-    File::open(parent)?.sync_all()
+    terrace_aio::sync_dir(parent)
 }
 
 fn not_a_directory(path: &Path) -> Error {

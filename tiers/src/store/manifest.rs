@@ -306,19 +306,25 @@ impl Manifest {
         Ok(Some((newest, passed_over)))
     }
 
-    /// What both places hold.
+    /// What both places hold. One that the drive cannot read is as good as damaged, if the other is whole.
     pub(super) fn slots(&self, spec: &StoreSpec) -> Result<[Found; 2], TierError> {
         let table_len = spec.table_len();
-        let found = |index: u64| -> Result<Found, TierError> {
-            let page = self.slot_page(index)?;
+        let found = |index: u64, page: &[u8]| {
             let is_sound = |slot: &Slot| slot.sequence % 2 == index && slot.live < spec.generations;
-            Ok(match decode(&page, table_len).filter(is_sound) {
+            match decode(page, table_len).filter(is_sound) {
                 Some(slot) => Found::Whole(slot),
                 None if page.iter().all(|&byte| byte == 0) => Found::Blank,
-                None => Found::Torn(claim(&page).filter(|claim| claim.sequence % 2 == index)),
-            })
+                None => Found::Torn(claim(page).filter(|claim| claim.sequence % 2 == index)),
+            }
         };
-        Ok([found(0)?, found(1)?])
+        let pages = [self.slot_page(0)?, self.slot_page(1)?];
+        let both = [0, 1].map(|i| pages[i].as_ref().map_or(Found::Torn(None), |page| found(i as u64, page)));
+        if newest_of(&both).is_none()
+            && let Some(error) = pages.into_iter().find_map(Result::err)
+        {
+            return Err(error.into());
+        }
+        Ok(both)
     }
 
     /// Where slot `index` lies in the file: offset and length.
@@ -326,15 +332,23 @@ impl Manifest {
         (self.slots_at + index * self.slot_bytes as u64, self.slot_bytes as u64)
     }
 
-    fn slot_page(&self, index: u64) -> Result<IoBuf, TierError> {
+    fn slot_page(&self, index: u64) -> Result<copies::Read, TierError> {
         let (at, _) = self.slot_extent(index);
-        Ok(self.engine.submit(Request::read(self.file.id, at, IoBuf::zeroed(self.slot_bytes))).wait()?)
+        self.read(at, self.slot_bytes)
     }
 
     /// Closes and deletes the file: the store is no more.
     pub(super) fn remove(&self) -> Result<(), TierError> {
         self.file.close()?;
         Ok(self.engine.remove(&self.path)?)
+    }
+
+    /// Makes the place of a sequence number one that was never written, and that durable.
+    pub(super) fn erase(&self, sequence: u64) -> Result<(), TierError> {
+        let (at, _) = self.slot_extent(sequence % 2);
+        self.engine.submit(Request::write(self.file.id, at, IoBuf::zeroed(self.slot_bytes))).wait()?;
+        self.engine.sync(self.file.id).wait()?;
+        Ok(())
     }
 
     /// Writes a slot to the place of its sequence number, over the older one in a commit, and makes it durable.

@@ -41,7 +41,7 @@ mod view;
 
 use crate::pool::Lease;
 use crate::volume::{Volume, World, require_space};
-use crate::{BlobKey, Generation, StoreSpec, Striping, TierError};
+use crate::{BlobKey, Generation, StoreSpec, Striping, TRAINING_SCRATCH, TierError};
 use extents::Extents;
 pub use held::Held;
 use lock::DirLock;
@@ -117,6 +117,15 @@ impl DiskStore {
         Volume::file_bytes(spec.volume_bytes(), striping)
     }
 
+    /// Says so where there is no room for a store in directories that need not be there yet. Nothing is made.
+    ///
+    /// # Errors
+    /// There is too little room, or a directory cannot be examined.
+    pub fn require_room(spec: &StoreSpec, striping: &Striping) -> Result<(), TierError> {
+        let dirs: Vec<PathBuf> = striping.dirs().iter().map(|dir| existing(dir)).collect();
+        require_space(&dirs, &Self::bytes_per_dir(spec, striping))
+    }
+
     /// Makes a store. Nothing is live until the first [`commit`](Self::commit); a creation that never got there leaves files
     /// that the next creation replaces.
     ///
@@ -132,6 +141,7 @@ impl DiskStore {
         let locks = lock_all(world, dirs)?;
         refuse_existing(engine, dirs)?;
         remove_leftovers(engine, dirs)?;
+        remove_scratch(engine, dirs)?;
         if world == World::Real {
             require_room(&spec, striping)?;
         }
@@ -158,13 +168,16 @@ impl DiskStore {
     /// # Errors
     /// There is none, it is in use, it is damaged, it was being overwritten, or it cannot be written.
     pub fn open(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<Self, TierError> {
-        if World::of(&**engine) == World::Real && !dirs[0].is_dir() {
+        // None is made for its lock.
+        let missing = dirs.iter().find(|dir| !dir.is_dir());
+        if let Some(missing) = missing.filter(|_| World::of(&**engine) == World::Real) {
             return Err(TierError::NoState {
-                path: dirs[0].clone(),
+                path: missing.clone(),
                 detail: "there is no such directory".into(),
             });
         }
         let locks = lock_all(World::of(&**engine), dirs)?;
+        remove_scratch(engine, dirs)?;
         let (manifest, spec) = Manifest::open(engine, &dirs[0], OpenMode::ReadWrite)
             .map_err(|e| hint_at_order(engine, dirs, e))?;
         let Some((slot, passed_over)) = manifest.newest(&spec)? else {
@@ -235,9 +248,16 @@ impl DiskStore {
     /// Says so if chunks of the last commit were overwritten and what overwrote them was given up.
     ///
     /// # Errors
-    /// They were.
+    /// They were; or whether what overwrote them was committed is not known.
     pub fn require_whole(&self) -> Result<(), TierError> {
-        if self.lock().is_lost { Err(self.changing()) } else { Ok(()) }
+        let versions = self.lock();
+        if !versions.is_lost {
+            return Ok(());
+        }
+        // Opening it again finds out; it is not to be thrown away before.
+        self.require_certain(&versions)?;
+        drop(versions);
+        Err(self.changing())
     }
 
     fn changing(&self) -> TierError {
@@ -396,7 +416,12 @@ impl DiskStore {
         // Whether a mark is there that could not be made is not known.
         versions.is_uncertain = true;
         // Under the lock: nobody writes before it is there.
-        self.manifest.write(&Slot { is_mark: true, sequence, step, live, table, trainer })?;
+        let marked = self.manifest.write(&Slot { is_mark: true, sequence, step, live, table, trainer });
+        if let Err(error) = marked {
+            // Nothing was overwritten, so the last commit is not to be refused for a mark that is there in spite of the error.
+            versions.is_uncertain = self.manifest.erase(sequence).is_err();
+            return Err(error);
+        }
         (versions.is_uncertain, versions.is_changing, versions.sequence) = (false, true, sequence);
         Ok(())
     }
@@ -589,6 +614,12 @@ impl Next {
     }
 }
 
+/// The closest directory to `dir` that exists.
+fn existing(dir: &Path) -> PathBuf {
+    let whole = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
+    whole.ancestors().find(|path| path.is_dir()).unwrap_or(dir).to_owned()
+}
+
 /// Says so when the directories have no room for a store, and whether they would have for one generation of it.
 fn require_room(spec: &StoreSpec, striping: &Striping) -> Result<(), TierError> {
     let room = |spec: &StoreSpec| require_space(striping.dirs(), &DiskStore::bytes_per_dir(spec, striping));
@@ -679,9 +710,17 @@ fn hint_at_order(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], error: TierError)
 /// Removes what a creation that never committed left behind, so that its space counts as free. The first directory comes
 /// last, as in [`Volume::remove`].
 fn remove_leftovers(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), TierError> {
+    remove_files(engine, dirs, &[manifest::FILE_NAME, DATA_FILE])
+}
+
+/// Removes what a process that ended without notice left of its scratch: who has the lock finds nobody else's.
+fn remove_scratch(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), TierError> {
+    remove_files(engine, dirs, &TRAINING_SCRATCH)
+}
+
+fn remove_files(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], names: &[&str]) -> Result<(), TierError> {
     for dir in dirs.iter().rev() {
-        for name in [manifest::FILE_NAME, DATA_FILE] {
-            let path = dir.join(name);
+        for path in names.iter().map(|name| dir.join(name)) {
             if engine.exists(&path) {
                 engine.remove(&path)?;
             }
