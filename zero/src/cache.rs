@@ -14,10 +14,11 @@ use crate::network::Network;
 use crate::plan::page;
 use crate::state::StateKinds;
 use crate::update::UpdateSlots;
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_device::Device;
-use terrace_tiers::{BlobKey, DiskStore, Generation, HostBlob, Lease, SharedBytes};
+use terrace_tiers::{BlobKey, DiskStore, Generation, HostBlob, Lease, PendingRead, SharedBytes};
 
 /// What of a group is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -255,18 +256,34 @@ pub(crate) fn read_state(
     mut put: impl FnMut(usize, Range<usize>, Lease) -> Result,
 ) -> Result {
     let spec = store.spec();
+    let range = |kind, chunk| kinds.range(kind, spec, group, chunk);
+    let mut finish = |(chunk, reads): (usize, Vec<PendingRead>)| -> Result {
+        for (&kind, read) in which.iter().zip(reads) {
+            put(kind, range(kind, chunk), read.wait()?)?;
+        }
+        Ok(())
+    };
+    let mut reading = VecDeque::new();
     for chunk in 0..spec.chunks(group) {
+        let lens = || which.iter().map(|&kind| (kind, range(kind, chunk).len()));
+        let leases = loop {
+            if let Some(leases) = slots.try_acquire(lens()) {
+                break leases;
+            }
+            // Nobody is waited for with slots in hand that they may wait for.
+            match reading.pop_front() {
+                Some(oldest) => finish(oldest)?,
+                None => break lens().map(|(kind, len)| slots.acquire_one(kind, len)).collect(),
+            }
+        };
         let mut reads = Vec::with_capacity(which.len());
-        for &kind in which {
+        for (&kind, lease) in which.iter().zip(leases) {
             let key = BlobKey { group, kind: kinds.blobs[kind].kind };
-            let lease = slots.acquire_one(kind, kinds.range(kind, spec, group, chunk).len());
             reads.push(store.read(key, chunk..chunk + 1, Generation::Live, lease)?);
         }
-        for (&kind, read) in which.iter().zip(reads) {
-            put(kind, kinds.range(kind, spec, group, chunk), read.wait()?)?;
-        }
+        reading.push_back((chunk, reads));
     }
-    Ok(())
+    reading.into_iter().try_for_each(finish)
 }
 
 /// The bytes of a blob that nobody else holds.

@@ -246,6 +246,24 @@ impl Engine {
         Ok(())
     }
 
+    /// Reads the last commit of state on disk for its checksums, but for what [`refresh`](Self::refresh) reads. A step that found damage
+    /// would find it after it has overwritten a part of the commit before.
+    ///
+    /// # Errors
+    /// A chunk is damaged, or a tier failed.
+    pub(crate) fn verify_committed(&self) -> Result {
+        let Some(stored) = self.home.stored() else { return Ok(()) };
+        for group in 0..self.plan.spec.groups.len() {
+            if self.state_on_device(group).is_some() {
+                continue;
+            }
+            let copied: Vec<bool> = stored.cache.lock(group).iter().map(Option::is_some).collect();
+            let rest: Vec<usize> = (0..copied.len()).filter(|&kind| !copied[kind]).collect();
+            read_state(&stored.store, &self.kinds, &self.update_slots, group, &rest, |_, _, _| Ok(()))?;
+        }
+        Ok(())
+    }
+
     /// Reads all state that is to be on the device from the last commit of `store`.
     fn load_to_device(&self, store: &DiskStore) -> Result {
         let Some(state) = &self.device_state else { return Ok(()) };

@@ -162,7 +162,8 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Plans, allocates and continues from the committed state in the configured directories.
+    /// Plans, allocates and continues from the committed state in the configured directories, all of which is read and verified before
+    /// anything is written.
     ///
     /// # Errors
     /// There is no state, it belongs to another model or configuration, it was kept once and being overwritten, the plan does not
@@ -194,17 +195,13 @@ impl Engine {
             Parts::new(config, &backend, blocks, sample, Some(store.striping()), &PlanningRuns::default())?;
         checkpoint::compare(&parts.plan.spec, store.spec())?;
         let step = store.committed().step;
-        if let Some(config) = parts.config.training.as_ref().and_then(|t| t.loss_scale) {
-            // Step 0 is committed before there is a scale.
-            let committed = &store.committed().trainer;
-            parts.loss_scale =
-                Some(if step == 0 { LossScale::new(config)? } else { LossScale::resume(config, committed)? });
-        }
+        parts.loss_scale = LossScale::committed(&parts.config, step, &store.committed().trainer)?;
         if parts.config.placement == Placement::Disk {
             let home = parts.on_disk(store, &backend)?;
             let mut engine = Self::assemble(parts, backend, home)?;
             engine.step = step;
             engine.refresh()?;
+            engine.verify_committed()?;
             return Ok(engine);
         }
         let home = parts.resident(&backend)?;

@@ -9,6 +9,7 @@ use crate::EngineError;
 use crate::engine::{Engine, Signals};
 use crate::gradients::GradientPark;
 use crate::overlap::Pending;
+use crate::scale::LossScale;
 use crate::state::StateHome;
 
 impl Engine {
@@ -36,7 +37,12 @@ impl Engine {
             stored.after_commit().clear();
             stored.outdated = true;
             self.unsaved = None;
-            self.step = stored.store.committed().step;
+            let committed = stored.store.committed();
+            self.step = committed.step;
+            // What this engine committed, it can read.
+            if let Ok(scale) = LossScale::committed(&self.config, committed.step, &committed.trainer) {
+                self.loss_scale = scale;
+            }
             lost = stored.store.require_whole().err();
         }
         self.forget_step();

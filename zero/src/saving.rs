@@ -129,6 +129,32 @@ impl Engine {
         self.saves.failed.take().map_or(Ok(()), Err)
     }
 
+    /// Says so where saves of resident state have no room in the configured directories, which need not be there yet: better before
+    /// there is something to be lost.
+    ///
+    /// # Errors
+    /// There is too little room, or a directory cannot be examined.
+    pub fn require_room_for_saves(&self) -> Result {
+        let is_needed =
+            self.home.disk().is_none() && self.saves.store.is_none() && !self.config.disks.is_empty();
+        if !is_needed {
+            return Ok(());
+        }
+        let room = DiskStore::require_room(&self.plan.spec, &self.config.striping()?);
+        room.map_err(|error| match error {
+            TierError::DiskTooSmall { dir, needed, free, .. } => TierError::DiskTooSmall {
+                what: "a save of the training state",
+                smaller: "choose an --output on another disk, or a smaller --state",
+                dir,
+                needed,
+                free,
+                fits_once: false,
+            },
+            error => error,
+        })?;
+        Ok(())
+    }
+
     /// Whether resident state is saved as it is.
     pub(crate) fn is_saved(&self) -> bool {
         let whole =

@@ -9,7 +9,7 @@
 //!
 //! all little-endian; the last overflow is all ones when there was none.
 
-use crate::{EngineError, Result};
+use crate::{EngineConfig, EngineError, Result};
 use terrace_optimizer::{LossScaleConfig, LossScaler, LossScalerState};
 
 /// Bytes in front of the trainer's note.
@@ -33,6 +33,13 @@ impl LossScale {
     pub(crate) fn new(config: LossScaleConfig) -> Result<Self> {
         let scaler = LossScaler::new(config).map_err(|e| refused(&e))?;
         Ok(Self { scaler, skipped: 0, stuck: 0 })
+    }
+
+    /// The scale after a committed step, if there is one in a run of this kind; `words` are those of the commit.
+    pub(crate) fn committed(config: &EngineConfig, step: u64, words: &[u8]) -> Result<Option<Self>> {
+        let config = config.training.as_ref().and_then(|training| training.loss_scale);
+        // Step 0 is committed before there is a scale.
+        config.map(|c| if step == 0 { Self::new(c) } else { Self::resume(c, words) }).transpose()
     }
 
     /// The scale that was committed with these words.

@@ -70,6 +70,11 @@ impl UpdateSlots {
         })
     }
 
+    /// Slots of some kinds, if all are free.
+    pub(crate) fn try_acquire(&self, lens: impl Iterator<Item = (usize, usize)>) -> Option<Vec<Lease>> {
+        lens.map(|(kind, bytes)| self.pools[kind].try_acquire(bytes)).collect()
+    }
+
     /// Chunks that are updated at once at most: the rest of the slots is for the disk meanwhile. One where they are done sooner than
     /// a thread wakes up.
     fn together(&self) -> usize {
