@@ -8,8 +8,8 @@
 //!        tokenizer.json, generation_config.json, …   copied from the source folder
 //! ```
 //!
-//! Every file is written under a temporary name, synced and renamed, so that a final name never holds half a file. The
-//! index of an earlier export is removed before its shards are replaced and the new one comes last: a crash between leaves a
+//! Every file is written under a temporary name, synced and renamed, so that a final name never holds half a file. When all
+//! are there, index and weights of an earlier export are removed, the files get their names, and the index comes last: a crash between leaves a
 //! folder that is refused, never a mixture of two models that loads.
 
 use crate::{ModelError, Result};
@@ -18,7 +18,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use terrace_kernels::DType;
-use terrace_zero::{EXPORT_BUFFER_BYTES, ParamSpec, WeightReader};
+use terrace_zero::{EXPORT_BUFFER_BYTES, ParamSpec, WeightReader, sync_dir};
 
 /// What is copied from the source folder: everything a loader needs beside weights and config.json.
 const COPIED: [&str; 14] = [
@@ -40,7 +40,11 @@ const COPIED: [&str; 14] = [
 
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Writes the current weights and everything around them to `out_dir`.
+/// How the temporary name of a file ends.
+const PARTIAL: &str = ".partial";
+
+/// Writes the current weights and everything around them to `out_dir`, which is made if it is not there, and not left empty where that
+/// fails.
 ///
 /// A shard holds at most `shard_bytes` of tensors, but at least one tensor. `config_json` is the text of the model's
 /// `config.json`; its `dtype` (or `torch_dtype`) is set to that of the weights.
@@ -54,7 +58,39 @@ pub fn export_folder(
     shard_bytes: u64,
     config_json: &str,
 ) -> terrace_zero::Result {
+    let is_new = !out_dir.exists();
     std::fs::create_dir_all(out_dir).map_err(ModelError::file("creating", out_dir))?;
+    if is_new && let Some(parent) = out_dir.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+        sync_folder(parent)?;
+    }
+    let written = write_folder(reader, source_dir, out_dir, shard_bytes, config_json);
+    if written.is_err() && is_new {
+        // Only if it is empty; the error that matters is the one at hand.
+        let _ = std::fs::remove_dir(out_dir);
+    }
+    written
+}
+
+/// Removes the weights, whole or not, that an earlier export left in a folder, and makes that durable: what a loader finds there
+/// afterwards is of the next export. Nothing, where there is no folder.
+///
+/// # Errors
+/// The folder cannot be read, or a file in it not removed.
+pub fn remove_weights(folder: &Path) -> Result {
+    if !folder.exists() {
+        return Ok(());
+    }
+    remove_earlier(folder, |name| name == INDEX)?;
+    remove_earlier(folder, |name| is_weight_file(name) || is_partial(name))
+}
+
+fn write_folder(
+    reader: &mut dyn WeightReader,
+    source_dir: Option<&Path>,
+    out_dir: &Path,
+    shard_bytes: u64,
+    config_json: &str,
+) -> terrace_zero::Result {
     let dtype = reader.dtype();
     let (tag, torch_name) = names(dtype)?;
     let config = with_dtype(config_json, torch_name)?;
@@ -77,13 +113,13 @@ pub fn export_folder(
     }
 
     remove_earlier(out_dir, |name| name == INDEX)?;
+    remove_earlier(out_dir, is_weight_file)?;
     around.into_iter().chain(staged).try_for_each(Staged::publish)?;
-    let kept: Vec<&str> = shards.iter().map(|shard| shard.file.as_str()).collect();
-    remove_earlier(out_dir, |name| is_weight_file(name) && !kept.contains(&name))?;
     if let Some(index) = index {
         index.publish()?;
     }
-    sync_folder(out_dir)?;
+    // Nothing is staged any more: what is left under a temporary name is of a process that ended.
+    remove_earlier(out_dir, is_partial)?;
     Ok(())
 }
 
@@ -208,7 +244,7 @@ struct Staged {
 
 impl Staged {
     fn create(folder: &Path, name: &str) -> Result<Self> {
-        let temporary = folder.join(format!(".{name}.partial"));
+        let temporary = folder.join(format!(".{name}{PARTIAL}"));
         let file = File::create(&temporary).map_err(ModelError::file("creating", &temporary))?;
         Ok(Self { file, temporary, path: folder.join(name), published: false })
     }
@@ -265,12 +301,19 @@ fn is_weight_file(name: &str) -> bool {
             .is_some_and(|(index, count)| digits(index) && digits(count))
 }
 
+/// Whether it is what a process that ended in an export leaves of a weight file.
+fn is_partial(name: &str) -> bool {
+    let whole = name.strip_prefix('.').and_then(|name| name.strip_suffix(PARTIAL));
+    whole.is_some_and(|name| name == INDEX || is_weight_file(name))
+}
+
 /// Removes files of an earlier export and makes that durable.
 fn remove_earlier(folder: &Path, doomed: impl Fn(&str) -> bool) -> Result {
     let entries = std::fs::read_dir(folder).map_err(ModelError::file("reading", folder))?;
     for entry in entries {
         let entry = entry.map_err(ModelError::file("reading", folder))?;
-        if entry.file_name().to_str().is_some_and(&doomed) {
+        let is_dir = entry.file_type().is_ok_and(|kind| kind.is_dir());
+        if !is_dir && entry.file_name().to_str().is_some_and(&doomed) {
             std::fs::remove_file(entry.path()).map_err(ModelError::file("removing", &entry.path()))?;
         }
     }
@@ -278,6 +321,5 @@ fn remove_earlier(folder: &Path, doomed: impl Fn(&str) -> bool) -> Result {
 }
 
 fn sync_folder(folder: &Path) -> Result {
-    let synced = File::open(folder).and_then(|folder| folder.sync_all());
-    synced.map_err(ModelError::file("syncing", folder))
+    sync_dir(folder).map_err(ModelError::file("syncing", folder))
 }

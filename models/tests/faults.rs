@@ -414,3 +414,32 @@ fn a_learning_rate_that_is_not_finite_is_refused() {
         assert_eq!(weights_hash(&mut engine), expected(true), "{name}: refusing did no harm");
     }
 }
+
+/// One byte of the newest step is not what was written. Nothing of the step before is overwritten before that is found.
+#[test]
+fn damage_is_found_before_the_step_before_is_overwritten() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = dir.path().join("disk");
+    let overrides = WindowOverrides { chunk_elements: Some(1 << 14), ..WindowOverrides::default() };
+    for cache_bytes in [0, 100_000] {
+        let setup = Setup { overrides, cache_bytes, ..Setup::on_disk(true, vec![disk.clone()]) };
+        drop(setup.run(STEPS));
+        let path = disk.join("state.bin");
+        let whole = std::fs::read(&path).unwrap();
+        let (mut refused, flips) = (0, 24);
+        for flip in 0..flips {
+            let at = 4096 + (whole.len() - 8192) / flips * flip;
+            let mut damaged = whole.clone();
+            damaged[at] ^= 1;
+            std::fs::write(&path, &damaged).unwrap();
+            // Others are in what nothing refers to any more.
+            if let Err(error) = setup.resume() {
+                assert!(error.to_string().contains("state.bin"), "{error}");
+                assert!(std::fs::read(&path).unwrap() == damaged, "byte {at}");
+                refused += 1;
+            }
+        }
+        assert!(refused > flips / 4, "{refused} of {flips} bytes are of the newest step");
+        std::fs::remove_dir_all(&disk).unwrap();
+    }
+}

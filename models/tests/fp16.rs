@@ -4,11 +4,14 @@
 #[path = "engine_support/mod.rs"]
 mod support;
 
+use std::sync::Arc;
 use support::{LR, Setup, weights_hash};
-use terrace_aio::engine::EngineChoice;
+use terrace_aio::IoErrorKind;
+use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, ThreadsEngine};
+use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
 use terrace_kernels::DType;
 use terrace_optimizer::{LossScaleConfig, StateFormat};
-use terrace_zero::{Placement, StepReport, WindowOverrides};
+use terrace_zero::{Durability, Placement, StepReport, WindowOverrides};
 
 const STEPS: u64 = 12;
 
@@ -161,6 +164,47 @@ fn the_scale_survives_a_resume() {
             assert_eq!(engine.updates(), all.iter().filter(|r| !r.skipped).count() as u64);
         }
         assert_eq!((numbers(&all), weights_hash(&mut engine)), expected, "{placement}");
+    }
+}
+
+/// A step that fails goes back to the last commit, and its scale does.
+#[test]
+fn a_failure_goes_back_to_the_scale_of_the_commit() {
+    let dir = tempfile::tempdir().unwrap();
+    // With `step`, the first write of a step that is skipped is its commit, so reads fail there.
+    for (durability, action) in [(Durability::Step, Action::Read), (Durability::Checkpoint, Action::Write)] {
+        let base = f16(overflowing());
+        let mut engine = base.create();
+        base.train_to(&mut engine, STEPS);
+        let expected = (engine.updates(), weights_hash(&mut engine));
+        let disk = Arc::new(ThreadsEngine::new(&IoConfig::default()).unwrap());
+        let faults = Arc::new(FaultLayer::new(disk, FaultConfig::default()));
+        let setup = Setup {
+            placement: Placement::Disk,
+            disks: vec![dir.path().join(format!("{durability:?}"))],
+            durability,
+            io: Some(Arc::clone(&faults) as _),
+            ..base
+        };
+        let mut engine = setup.create();
+        engine.save().unwrap();
+        let (mut failures, mut went_back, mut tried) = (0, 0, 0);
+        while engine.step() < STEPS {
+            let step = engine.step();
+            // The first try of some steps.
+            if step > tried && step % 2 == 0 {
+                tried = step;
+                faults.fail_nth(action, 1, IoErrorKind::Device);
+            }
+            if let Err(error) = engine.train_step(&setup.batches(step), LR) {
+                failures += 1;
+                went_back += u64::from(engine.step() < step);
+                assert!(failures < STEPS, "{durability:?}: {error}");
+            }
+        }
+        assert!(failures > 1, "{durability:?}");
+        assert!(durability == Durability::Step || went_back > 0);
+        assert_eq!((engine.updates(), weights_hash(&mut engine)), expected, "{durability:?}");
     }
 }
 

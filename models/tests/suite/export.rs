@@ -3,7 +3,7 @@
 use crate::fixture::Fixture;
 use std::path::Path;
 use terrace_kernels::DType;
-use terrace_models::{Model, SafetensorsSource, export_folder};
+use terrace_models::{Model, SafetensorsSource, export_folder, remove_weights};
 use terrace_zero::{EngineError, ParamSpec, WeightReader, WeightSource};
 
 /// Gives out what it reads, and fails at one parameter if asked to.
@@ -102,6 +102,53 @@ fn a_failed_export_leaves_the_earlier_one() {
     assert!(error.to_string().contains("cannot be read"));
     assert_eq!(names(out.path()), before);
     same_weights(&fixture.folder, out.path());
+}
+
+#[test]
+fn a_failed_export_leaves_no_folder_of_its_own() {
+    let fixture = Fixture::new("qwen3");
+    let root = tempfile::tempdir().unwrap();
+    let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
+    let mut reader = Copying::new(&fixture.folder, DType::F32);
+    reader.broken = Some("model.norm.weight".into());
+    let out = root.path().join("checkpoint-1");
+    export_folder(&mut reader, None, &out, u64::MAX, &config).unwrap_err();
+    assert!(!out.exists());
+    std::fs::create_dir(&out).unwrap();
+    export_folder(&mut reader, None, &out, u64::MAX, &config).unwrap_err();
+    assert!(out.is_dir(), "one that was there stays");
+}
+
+/// It ends between two of the names: what is found is refused, and not old weights with a new tokenizer.
+#[test]
+fn an_export_that_is_cut_off_over_another_leaves_no_model() {
+    let source = tempfile::tempdir().unwrap();
+    std::fs::write(source.path().join("tokenizer.json"), "{}").unwrap();
+    let fixture = Fixture::new("qwen3");
+    let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
+    for (before, after) in [(u64::MAX, u64::MAX), (u64::MAX, 40_000), (40_000, u64::MAX)] {
+        let out = tempfile::tempdir().unwrap();
+        let mut reader = Copying::new(&fixture.folder, DType::F32);
+        export_folder(&mut reader, None, out.path(), before, &config).unwrap();
+        // A folder cannot be replaced by a file.
+        std::fs::create_dir(out.path().join("tokenizer.json")).unwrap();
+        export_folder(&mut reader, Some(source.path()), out.path(), after, &config).unwrap_err();
+        let left = names(out.path());
+        assert!(
+            !left.iter().any(|name| name.ends_with(".safetensors") || name.contains("index")),
+            "{left:?}"
+        );
+        std::fs::remove_dir(out.path().join("tokenizer.json")).unwrap();
+        // What a process that ended leaves under temporary names goes with the next export, or with all weights.
+        for name in [".model-00001-of-00009.safetensors.partial", ".model.safetensors.index.json.partial"] {
+            std::fs::write(out.path().join(name), "half").unwrap();
+        }
+        export_folder(&mut reader, Some(source.path()), out.path(), after, &config).unwrap();
+        assert!(!names(out.path()).iter().any(|name| name.contains("partial")), "{:?}", names(out.path()));
+        same_weights(&fixture.folder, out.path());
+        remove_weights(out.path()).unwrap();
+        assert_eq!(names(out.path()), ["config.json", "tokenizer.json"]);
+    }
 }
 
 #[test]
