@@ -192,7 +192,7 @@ fn a_failure_goes_back_to_the_scale_of_the_commit() {
         while engine.step() < STEPS {
             let step = engine.step();
             // The first try of some steps.
-            if step > tried && step % 2 == 0 {
+            if step > tried && step.is_multiple_of(2) {
                 tried = step;
                 faults.fail_nth(action, 1, IoErrorKind::Device);
             }

@@ -346,10 +346,14 @@ fn both_copies_are_needed_for_an_error() {
 /// The drive reports its own damage: such a copy has its substitute too.
 #[test]
 fn a_copy_that_cannot_be_read_is_damaged() {
-    let disk: Arc<dyn IoEngine> = disk(4);
-    made(&disk, 2, 2);
+    let fresh = || -> Arc<dyn IoEngine> {
+        let disk: Arc<dyn IoEngine> = disk(4);
+        made(&disk, 2, 2);
+        disk
+    };
     let (mut unreadable, mut steps) = (0, Vec::new());
     for nth in 0.. {
+        let disk = fresh();
         let faults = Arc::new(FaultLayer::new(Arc::clone(&disk), FaultConfig::default()));
         faults.fail_nth(Action::Read, nth, IoErrorKind::Device);
         match DiskStore::open(&(Arc::clone(&faults) as _), &dirs()) {
@@ -366,10 +370,14 @@ fn a_copy_that_cannot_be_read_is_damaged() {
                     assert_eq!(store.committed().step, 2);
                     unreadable += 1;
                 }
-                // A slot has no copy. The other one is the newest, or a step older.
+                // A slot has no copy. The other one is the newest, or a step older, and stays what counts.
                 [Recovery::Commit { step, lost: None, .. }] => {
                     assert!(is_whole(&store));
                     steps.push(*step);
+                    drop(store);
+                    let again = DiskStore::open(&disk, &dirs()).unwrap();
+                    assert_eq!(Some(&again.committed().step), steps.last());
+                    assert!(again.recoveries().is_empty());
                 }
                 others => panic!("read {nth}: {others:?}"),
             },
@@ -380,6 +388,7 @@ fn a_copy_that_cannot_be_read_is_damaged() {
     steps.sort_unstable();
     assert_eq!((unreadable, steps), (8, vec![1, 2]));
 
+    let disk = fresh();
     // With the first header damaged, what the drive says of the other is why nothing can be found.
     let manifest = Behind::new(&disk, "/disk0/manifest.bin");
     manifest.flip(Places::of(&manifest).heads[0]);

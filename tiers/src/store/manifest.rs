@@ -67,6 +67,8 @@ pub(super) enum Found {
     Blank,
     /// No whole slot: damaged, or a commit that was cut off.
     Torn(Option<Claim>),
+    /// What the drive cannot read.
+    Unreadable,
     /// A slot as it was written, a commit or a mark.
     Whole(Slot),
 }
@@ -85,6 +87,8 @@ pub(super) enum PassedOver {
     Newest { step: u64 },
     /// Nothing says whether it was newer or older.
     Either,
+    /// The same, of one that the drive cannot read.
+    Unreadable,
 }
 
 #[derive(Debug)]
@@ -306,7 +310,8 @@ impl Manifest {
         Ok(Some((newest, passed_over)))
     }
 
-    /// What both places hold. One that the drive cannot read is as good as damaged, if the other is whole.
+    /// What both places hold. One that the drive cannot read is as good as damaged, if the other is whole; but of state that is kept once it
+    /// may be the mark.
     pub(super) fn slots(&self, spec: &StoreSpec) -> Result<[Found; 2], TierError> {
         let table_len = spec.table_len();
         let found = |index: u64, page: &[u8]| {
@@ -318,8 +323,8 @@ impl Manifest {
             }
         };
         let pages = [self.slot_page(0)?, self.slot_page(1)?];
-        let both = [0, 1].map(|i| pages[i].as_ref().map_or(Found::Torn(None), |page| found(i as u64, page)));
-        if newest_of(&both).is_none()
+        let both = [0, 1].map(|i| pages[i].as_ref().map_or(Found::Unreadable, |page| found(i as u64, page)));
+        if (newest_of(&both).is_none() || spec.generations == 1)
             && let Some(error) = pages.into_iter().find_map(Result::err)
         {
             return Err(error.into());
@@ -415,7 +420,7 @@ fn padded(text: &[u8]) -> IoBuf {
 pub(super) fn newest_of(found: &[Found; 2]) -> Option<&Slot> {
     let whole = found.iter().filter_map(|found| match found {
         Found::Whole(slot) => Some(slot),
-        Found::Blank | Found::Torn(_) => None,
+        Found::Blank | Found::Torn(_) | Found::Unreadable => None,
     });
     whole.max_by_key(|slot| slot.sequence)
 }

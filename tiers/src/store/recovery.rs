@@ -17,7 +17,7 @@ pub enum Recovery {
         /// Whether it was written anew.
         is_mended: bool,
     },
-    /// One of two commits: damaged, or ended by a power cut.
+    /// One of two commits: damaged, unreadable, or ended by a power cut.
     Commit {
         /// The first directory.
         dir: PathBuf,
@@ -42,7 +42,7 @@ impl Recovery {
         let commit = slot.and_then(|(slot, passed_over)| {
             let lost = match passed_over? {
                 PassedOver::Newest { step } => Some(step),
-                PassedOver::Either => None,
+                PassedOver::Either | PassedOver::Unreadable => None,
             };
             Some(Self::Commit { dir: dir.to_owned(), step: slot.step, lost })
         });
@@ -53,9 +53,12 @@ impl Recovery {
 impl PassedOver {
     /// What `newest` is used in the place of. Numbers of slots follow each other, so a header that names another one is damaged.
     pub(super) fn of(found: &[Found; 2], newest: &Slot) -> Option<Self> {
+        if found.contains(&Found::Unreadable) {
+            return Some(Self::Unreadable);
+        }
         let claim = found.iter().find_map(|found| match found {
             Found::Torn(claim) => Some(*claim),
-            Found::Blank | Found::Whole(_) => None,
+            Found::Blank | Found::Unreadable | Found::Whole(_) => None,
         })?;
         let Some(claim) = claim else { return Some(Self::Either) };
         if claim.sequence.checked_add(1) == Some(newest.sequence) {
@@ -71,7 +74,7 @@ impl PassedOver {
 
 impl fmt::Display for Recovery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const NOT_WHOLE: &str = "is not whole (damaged, or ended by a power cut)";
+        const NOT_WHOLE: &str = "is not whole (damaged, unreadable, or ended by a power cut)";
         match self {
             Self::Copy { copy, is_mended: true } => {
                 write!(f, "{copy}; it was written anew from the other")

@@ -186,6 +186,7 @@ impl StoreView {
                 Found::Whole(slot) if slot.is_mark => SlotState::Changing { since_step: slot.step },
                 Found::Whole(slot) => SlotState::Whole(slot.facts()),
                 Found::Torn(claim) => SlotState::Torn { claimed_step: claim.map(|claim| claim.step) },
+                Found::Unreadable => SlotState::Torn { claimed_step: None },
             };
             SlotFacts { offset, len, state }
         })
@@ -279,7 +280,7 @@ impl StoreView {
             .iter()
             .filter_map(|found| match found {
                 Found::Whole(slot) => Some(slot),
-                Found::Blank | Found::Torn(_) => None,
+                Found::Blank | Found::Torn(_) | Found::Unreadable => None,
             })
             .collect();
         whole.sort_by_key(|slot| std::cmp::Reverse(slot.sequence));
