@@ -48,6 +48,16 @@
 //! `examples/` shows networks of one's own and fine-tuning a model folder; `ARCHITECTURE.md` is the map of the code.
 #![forbid(unsafe_code)]
 
+/// A line on standard error, for all modules below. The standard library's panics where nobody can read it; a run goes on when its
+/// terminal is gone or the log's disk is full.
+macro_rules! eprintln {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        // There is no place to say that this failed.
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
+}
+
 pub mod calibrate;
 pub mod cli;
 pub mod config;

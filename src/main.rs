@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use clap::Parser;
+use std::io::Write;
 use std::process::ExitCode;
 use terrace::cli::{self, args::Cli};
 
@@ -9,7 +10,8 @@ fn main() -> ExitCode {
     match cli::run(Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
+            // Where nobody can read it, the exit code is left.
+            let _ = writeln!(std::io::stderr(), "error: {error}");
             error.exit_code()
         }
     }

@@ -364,7 +364,7 @@ fn going_on_from_the_commit_before_is_said() {
         |step: u64| slots.iter().find(|slot| slot["step"] == step).unwrap()["offset"].as_u64().unwrap();
     let (newer, older) = (place(DONE), place(DONE - 1));
     let dir = dirs[0].display().to_string();
-    let not_whole = "is not whole (damaged, or ended by a power cut)";
+    let not_whole = "is not whole (damaged, unreadable, or ended by a power cut)";
     let newest = format!(
         "note: the newest commit in {dir}, step 4 by its header, {not_whole}; going on from step 3, the one before\n"
     );

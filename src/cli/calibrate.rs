@@ -47,7 +47,7 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
         calibration.card = Some(measured.map_err(CliError::failed)?);
     }
     let profile = Profile { disk, calibration: Some(calibration) };
-    eprint!("{}", table(&profile));
+    eprintln!("{}", table(&profile).trim_end());
     let refused = |why| CliError::Failed(format!("--output {}: {why}", output.display()));
     profile.write(&output).map_err(refused)?;
     let seconds = began.elapsed().as_secs_f64();

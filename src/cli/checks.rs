@@ -1,6 +1,7 @@
 //! What is refused before anything is read or written that takes time: a mistake in a path is no reason to
 //! tokenise a data set first.
 
+use super::retention;
 use crate::error::{CliError, advice};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -26,6 +27,36 @@ pub fn model(folder: &Path) -> Result<(), CliError> {
         Ok(_) => return Ok(()),
     };
     Err(CliError::Failed(format!("--model {shown}: {detail}")))
+}
+
+/// As [`output`], of a run, which writes folders of its own there before the trained model.
+///
+/// # Errors
+/// The output holds a model of somebody else, or `model` is where saves go to; or as [`output`].
+pub fn run_output(output: &Path, model: &Path) -> Result<(), CliError> {
+    let inside = match (output.canonicalize(), model.canonicalize()) {
+        (Ok(output), Ok(model)) => model.strip_prefix(output).map(Path::to_owned).ok(),
+        _ => None,
+    };
+    let save = inside.as_ref().and_then(|inside| retention::step_of(inside.iter().next()?.to_str()?));
+    let shown = output.display();
+    if save.is_some() {
+        return Err(CliError::Usage(format!(
+            "--model {} is in a folder of --output {shown} that saves of this run may replace or remove; give another --output, or move \
+             the model",
+            model.display()
+        )));
+    }
+    // A run writes its metrics there before anything else.
+    let is_model =
+        ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| output.join(name).exists());
+    let is_input = inside.is_some_and(|inside| inside.as_os_str().is_empty());
+    if is_model && !is_input && !output.join("metrics.jsonl").exists() {
+        return Err(CliError::Usage(format!(
+            "--output {shown} holds a model that no run of finetune wrote there: the trained weights would replace it; give another folder"
+        )));
+    }
+    self::output(output, model)
 }
 
 /// Creates the folder that `--output` names; `model` is the folder that is read.

@@ -10,11 +10,11 @@ use super::placement::PlacedGroups;
 use super::saving::{self, Saving};
 use super::session::{self, Session};
 use super::trace::Seen;
-use super::{checks, floor, identity, keeping, print_json, stored, trace};
+use super::{checks, floor, identity, keeping, print_json, retention, stored, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
 use crate::data::Dataset;
 use crate::error::CliError;
-use crate::floor::Floor;
+use crate::floor::{Capabilities, Floor};
 use crate::interrupt::Interrupt;
 use crate::metrics::{MetricsWriter, StepMetrics};
 use crate::progress::{Progress, count, duration};
@@ -57,7 +57,7 @@ pub fn train(
     model: Model,
     source: &mut dyn WeightSource,
 ) -> Result<serde_json::Value, CliError> {
-    checks::output(&args.output, &args.model)?;
+    checks::run_output(&args.output, &args.model)?;
     let (mut session, mut profile) = (None, None);
     let inputs = FinetuneInputs::load_after(args, |run| {
         let disks = if run.offload == Offload::Disk { state_dirs(run) } else { Vec::new() };
@@ -86,24 +86,19 @@ pub fn train(
     let can = floor::capabilities(profile.as_ref(), &session, &run, &config);
     let (builder, shape) = (TokenBatch::new(&model.config), ModelShape::of(&model.config));
     let sample = builder.blank(run.batch_size, run.seq_len);
-    // The best of single products, which is all that a start measures, says too little about a step.
-    if can.training.is_some() && config.overrides.kept_blocks.is_none() {
-        let runs = PlanningRuns::default();
-        config.keep_at_most =
-            keeping::cheapest(&config, &session.backend, &model.config, &sample, &can, &runs)
-                .map_err(|error| advise(error, &config, &session, &model.config))?
-                .0;
-    }
+    keep_what_pays(&mut config, &can, &session, &model.config, &sample)?;
 
     let loading = Instant::now();
     let wanted = config.clone();
     let engine = if run.resume {
+        eprintln!("reading and verifying the training state");
         Engine::resume(config, session.backend.clone(), model.blocks, &sample)
     } else {
         Engine::create(config, session.backend.clone(), model.blocks, &sample, source)
     };
     let engine = engine.map_err(|error| advise(error, &wanted, &session, &model.config))?;
     session.warn_of_slow_copies();
+    check_room_for_saves(&engine, &run)?;
     let windows = say_plan(&engine, &run, loading);
     // The cut into chunks is a property of state that is resumed.
     run.pinned.as_ref().map_or(Ok(()), |pinned| pinned.check_windows(&windows))?;
@@ -124,6 +119,8 @@ pub fn train(
         events,
         progress: Progress::new(steps, engine.step()),
         last,
+        first: engine.step(),
+        is_torn: false,
         engine,
         run: &run,
         session: &session,
@@ -149,6 +146,37 @@ pub fn train(
         "host_peak_bytes": session::peak_resident_bytes(),
         "state": state,
     }))
+}
+
+/// Lets blocks keep no more of forward than makes a step shorter.
+fn keep_what_pays(
+    config: &mut EngineConfig,
+    can: &Capabilities,
+    session: &Session,
+    model: &ModelConfig,
+    sample: &MicroBatch,
+) -> Result<(), EngineError> {
+    // The best of single products, which is all that a start measures, says too little about a step.
+    if can.training.is_some() && config.overrides.kept_blocks.is_none() {
+        let runs = PlanningRuns::default();
+        config.keep_at_most = keeping::cheapest(config, &session.backend, model, sample, can, &runs)
+            .map_err(|error| advise(error, config, session, model))?
+            .0;
+    }
+    Ok(())
+}
+
+/// Refuses saves of state in memory that have no room. A run without any is only warned: of what Ctrl-C will not do.
+fn check_room_for_saves(engine: &Engine, run: &TrainConfig) -> Result<(), CliError> {
+    match engine.require_room_for_saves() {
+        Err(error) if run.save_every.is_none() => {
+            eprintln!(
+                "warning: {error}. Until then a run that is interrupted or fails leaves the model, but cannot be resumed"
+            );
+            Ok(())
+        }
+        checked => Ok(checked?),
+    }
 }
 
 /// A plan that does not fit, with what would.
@@ -267,6 +295,11 @@ fn say_where(run: &TrainConfig, state: &[PathBuf]) {
     if run.offload == Offload::Disk {
         let dirs: Vec<_> = state.iter().map(|d| d.display().to_string()).collect();
         eprintln!("its training state is in {} (for --resume; delete it to free the space)", dirs.join(", "));
+    } else if run.save_every.is_some() && state[0].exists() {
+        let dir = state[0].display();
+        eprintln!(
+            "the training state of the last save is in {dir} (for --resume; delete it to free the space)"
+        );
     }
 }
 
@@ -283,6 +316,10 @@ struct Trainer<'a> {
     events: Option<EventWriter>,
     progress: Progress,
     last: Stats,
+    /// The step that it began at.
+    first: u64,
+    /// A step failed in a way that may have changed a part of the state in memory.
+    is_torn: bool,
     floor: Floor,
     summary: floor::Summary,
     finished: Option<StepMetrics>,
@@ -298,16 +335,25 @@ impl Trainer<'_> {
         let flushed = if on_disk { self.engine.save() } else { self.engine.flush() };
         // What was never committed because of an error is not an error of its own.
         let saved = if flushed.is_ok() { self.finish_save() } else { Ok(()) };
+        let in_memory = !on_disk && !self.is_torn && flushed.is_ok();
+        let failed = saved.is_err() || result.as_ref().is_err_and(|e| !matches!(e, CliError::Interrupted));
+        let mut is_kept = !(in_memory && failed) || self.keep_what_is_in_memory();
         // Neither the error nor the model may be lost to a timeline that cannot be written.
         let seen = Seen { engine: &self.engine, cache: None };
         let traced = trace::write(run.trace.as_deref(), self.session, seen);
         let counted = self.count_last_writes();
         // A save that failed leaves the model as it is, perhaps in memory alone.
         let trained = result.is_ok() && flushed.is_ok();
-        let exported = if trained { self.export(&run.output) } else { Ok(()) };
+        let exported = if trained || !is_kept { self.export(&run.output) } else { Ok(()) };
+        if exported.is_err() && is_kept {
+            is_kept = if in_memory { self.keep_what_is_in_memory() } else { on_disk };
+            if is_kept {
+                eprintln!("the training state is saved: once the model can be written, --resume does that");
+            }
+        }
         self.say_what_it_took();
-        if trained && exported.is_ok() && saved.is_err() {
-            eprintln!("the trained model is in {}", run.output.display());
+        if exported.is_ok() && (!is_kept || trained && saved.is_err()) {
+            eprintln!("the model of step {} is in {}", self.engine.step(), run.output.display());
         }
         // The first is the error; the others are not to be lost.
         let all = [result, flushed.map_err(CliError::from), exported, saved, traced, counted];
@@ -315,6 +361,23 @@ impl Trainer<'_> {
         let first = errors.next();
         errors.for_each(|error| eprintln!("error: {error}"));
         first.map_or(Ok(()), Err)
+    }
+
+    /// Saves state that nothing else has, after an error that has to do with something else: a full disk, a broken row. Whether it is saved,
+    /// or was before.
+    fn keep_what_is_in_memory(&mut self) -> bool {
+        let step = self.engine.step();
+        if step == self.first {
+            return true;
+        }
+        match self.engine.save() {
+            Ok(()) => eprintln!("step {step} is saved all the same; --resume continues from it"),
+            Err(error) => {
+                eprintln!("error: step {step} was not saved: {error}");
+                return false;
+            }
+        }
+        true
     }
 
     fn say_what_it_took(&self) {
@@ -342,12 +405,12 @@ impl Trainer<'_> {
         samples: impl Fn(u64) -> Result<Vec<crate::data::Sample>, CliError>,
     ) -> Result<(), CliError> {
         let interrupt = Interrupt::listen();
-        // A process that ended between a commit and the folder of its step left the latter to do.
-        if self.run.resume && self.saves_now() && !saving::is_there(self.run, self.engine.step()) {
-            self.save()?;
-        }
+        self.make_up_for_saves()?;
         while self.engine.step() < steps {
             let step = self.engine.step();
+            if self.saves_at(step + 1) {
+                saving::make_way(self.run, step + 1)?;
+            }
             let samples = samples(step)?;
             let batches = self.micro_batches(&samples)?;
             // A skipped step leaves the schedule where it was, as in DeepSpeed.
@@ -359,9 +422,12 @@ impl Trainer<'_> {
                 let metrics = step_metrics(report, lr, tokens, &stats.snapshot().since(&last), floor);
                 serde_json::to_vec(&metrics).expect("metrics are plain data")
             };
-            let report = self.engine.train_step_noting(&batches, StepRates { lr, betas }, note)?;
+            let report = self.engine.train_step_noting(&batches, StepRates { lr, betas }, note);
+            // What diverged was found out before anything was changed.
+            self.is_torn = report.as_ref().is_err_and(|error| !matches!(error, EngineError::Diverged(_)));
+            let report = report?;
             self.record(&report, lr, tokens)?;
-            if self.saves_now() {
+            if self.saves_at(self.engine.step()) {
                 self.save()?;
             }
             if self.saving.as_mut().is_some_and(Saving::is_finished) {
@@ -375,10 +441,25 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Whether the last step is one to save.
-    fn saves_now(&self) -> bool {
-        let step = self.engine.step();
+    /// Whether the model of a step is saved.
+    fn saves_at(&self, step: u64) -> bool {
         step > 0 && self.run.save_every.is_some_and(|every| step.is_multiple_of(every))
+    }
+
+    /// Does what a process that ended left to do: the folder of the step that it committed, and those that were one too many.
+    fn make_up_for_saves(&mut self) -> Result<(), CliError> {
+        let (run, step) = (self.run, self.engine.step());
+        retention::sweep(&run.output)?;
+        if !run.resume {
+            return Ok(());
+        }
+        if self.saves_at(step) && !saving::is_there(run, step) {
+            self.save()
+        } else if let Some(limit) = run.save_total_limit {
+            retention::prune(&run.output, step, limit).map(drop)
+        } else {
+            Ok(())
+        }
     }
 
     fn save(&mut self) -> Result<(), CliError> {
@@ -390,13 +471,7 @@ impl Trainer<'_> {
     /// Waits for the save that is being written, if there is one.
     fn finish_save(&mut self) -> Result<(), CliError> {
         let Some(saving) = self.saving.take() else { return Ok(()) };
-        let saved = saving.finish(&mut self.engine, self.run, &mut self.progress, &mut self.summary);
-        // The disk may have been full for a moment, and what is in memory would be lost.
-        if saved.is_err() && self.run.offload != Offload::Disk && self.engine.save().is_ok() {
-            let step = self.engine.step();
-            eprintln!("step {step} is saved all the same; --resume continues from it");
-        }
-        saved
+        saving.finish(&mut self.engine, self.run, &mut self.progress, &mut self.summary)
     }
 
     fn micro_batches(&self, samples: &[crate::data::Sample]) -> Result<Vec<MicroBatch>, CliError> {

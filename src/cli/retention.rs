@@ -1,7 +1,46 @@
 //! `--save-total-limit`: which of a run's saved model folders stay.
+//!
+//! A folder loses its name before its files go, so that a process that ends meanwhile leaves nothing that looks like a save.
 
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
+use terrace_zero::sync_dir;
+
+/// What a folder that is being removed is called, after a dot and its name.
+const REMOVED: &str = ".removed";
+
+/// The step that a saved model folder is of, by its name.
+pub fn step_of(name: &str) -> Option<u64> {
+    name.strip_prefix("checkpoint-")?.parse().ok()
+}
+
+/// Removes what a process that ended while it removed folders left of them.
+///
+/// # Errors
+/// As [`prune`].
+pub fn sweep(output: &Path) -> Result<(), CliError> {
+    for (name, path) in entries(output)? {
+        let whole = name.strip_prefix('.').and_then(|name| name.strip_suffix(REMOVED));
+        if whole.and_then(step_of).is_some() {
+            std::fs::remove_dir_all(&path).map_err(|e| failed("removing", &path, &e))?;
+        }
+    }
+    Ok(())
+}
+
+fn failed(doing: &str, path: &Path, error: &std::io::Error) -> CliError {
+    CliError::Failed(format!("{doing} {}: {error}; the training itself is saved", path.display()))
+}
+
+/// What is in a folder and has a name in UTF-8.
+fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>, CliError> {
+    let read = || -> std::io::Result<Vec<_>> {
+        let entries = std::fs::read_dir(folder)?.collect::<std::io::Result<Vec<_>>>()?;
+        let named = entries.into_iter().filter_map(|e| Some((e.file_name().into_string().ok()?, e.path())));
+        Ok(named.collect())
+    };
+    read().map_err(|e| failed("reading", folder, &e))
+}
 
 /// Removes the oldest `checkpoint-N` folders of `output` until `limit` are left, and gives their paths. Folders with other
 /// names, of steps after `step`, or without a model in them are not this run's, and stay.
@@ -9,28 +48,20 @@ use std::path::{Path, PathBuf};
 /// # Errors
 /// A folder cannot be looked at or removed.
 pub fn prune(output: &Path, step: u64, limit: usize) -> Result<Vec<PathBuf>, CliError> {
-    let failed = |doing: &str, path: &Path, e: std::io::Error| {
-        CliError::Failed(format!("{doing} {}: {e}; the training itself is saved", path.display()))
-    };
-    let mut saved = Vec::new();
-    for entry in std::fs::read_dir(output).map_err(|e| failed("reading", output, e))? {
-        let entry = entry.map_err(|e| failed("reading", output, e))?;
-        let name = entry.file_name();
-        let number = name.to_str().and_then(|name| name.strip_prefix("checkpoint-")?.parse::<u64>().ok());
-        let path = entry.path();
-        if let Some(number) = number.filter(|number| *number <= step)
-            && path.join("config.json").is_file()
-        {
-            saved.push((number, path));
-        }
-    }
+    let all = entries(output)?.into_iter();
+    let numbered = all.filter_map(|(name, path)| Some((step_of(&name)?, path)));
+    let is_saved = |(number, path): &(u64, PathBuf)| *number <= step && path.join("config.json").is_file();
+    let mut saved: Vec<_> = numbered.filter(is_saved).collect();
     saved.sort();
     let surplus = saved.len().saturating_sub(limit);
-    let old: Vec<PathBuf> = saved.into_iter().take(surplus).map(|(_, path)| path).collect();
-    for path in &old {
-        std::fs::remove_dir_all(path).map_err(|e| failed("removing", path, e))?;
+    let old: Vec<(u64, PathBuf)> = saved.into_iter().take(surplus).collect();
+    for (number, path) in &old {
+        let removed = output.join(format!(".checkpoint-{number}{REMOVED}"));
+        std::fs::rename(path, &removed).map_err(|e| failed("removing", path, &e))?;
+        sync_dir(output).map_err(|e| failed("syncing", output, &e))?;
+        std::fs::remove_dir_all(&removed).map_err(|e| failed("removing", &removed, &e))?;
     }
-    Ok(old)
+    Ok(old.into_iter().map(|(_, path)| path).collect())
 }
 
 #[cfg(test)]
@@ -57,6 +88,13 @@ mod tests {
         let kept =
             ["best-3", "checkpoint-1", "checkpoint-10", "checkpoint-3", "checkpoint-90", "checkpoint-x"];
         assert_eq!(left, kept);
+        let cut_off = output.join(".checkpoint-2.removed");
+        std::fs::create_dir(&cut_off).unwrap();
+        std::fs::write(cut_off.join("model.safetensors"), "half").unwrap();
+        std::fs::create_dir(output.join(".checkpoint-x.removed")).unwrap();
+        sweep(output).unwrap();
+        assert!(!cut_off.exists() && output.join(".checkpoint-x.removed").exists());
+        assert!(output.join("checkpoint-10").exists() && output.join("checkpoint-90").exists());
         assert!(prune(&output.join("none"), 1, 1).unwrap_err().to_string().contains("reading"));
     }
 }

@@ -7,7 +7,7 @@ use crate::error::CliError;
 use crate::progress::Progress;
 use std::path::PathBuf;
 use std::time::Instant;
-use terrace_models::export_folder;
+use terrace_models::{export_folder, remove_weights};
 use terrace_zero::{Engine, EngineError, Exporting};
 
 /// Where the model of a step goes.
@@ -19,6 +19,12 @@ fn folder(run: &TrainConfig, step: u64) -> PathBuf {
 pub(super) fn is_there(run: &TrainConfig, step: u64) -> bool {
     let folder = folder(run, step);
     ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| folder.join(name).is_file())
+}
+
+/// Removes the weights that an earlier run left where those of a step will go: before the step is committed, so that who resumes it does not
+/// find them there.
+pub(super) fn make_way(run: &TrainConfig, step: u64) -> Result<(), CliError> {
+    remove_weights(&folder(run, step)).map_err(CliError::failed)
 }
 
 /// A save that is being written.

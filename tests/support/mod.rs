@@ -242,6 +242,11 @@ impl Cmd {
         self
     }
 
+    /// The words after the command's name.
+    pub fn words(&self) -> &[OsString] {
+        &self.args
+    }
+
     /// Takes a flag and its value out again.
     #[must_use]
     pub fn without(mut self, flag: &str) -> Self {

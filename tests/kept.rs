@@ -1,0 +1,127 @@
+//! What a run leaves behind when something beside the training fails: nothing that was trained is lost, and nothing of another run is
+//! taken for this one's.
+#![allow(missing_docs)]
+
+mod support;
+
+use std::fs;
+use std::process::{Command, Stdio};
+use support::{Bench, Shape, SmallDisk};
+
+/// A folder where a file is to be written stands for whatever may be in the way.
+fn obstruct(bench: &Bench, path: &str) {
+    fs::create_dir_all(bench.path(path)).unwrap();
+}
+
+#[test]
+fn weights_of_an_earlier_run_are_not_taken_for_those_of_a_save() {
+    let bench = Bench::tiny();
+    let run = |output: &str, rate: &str| {
+        let run = bench.finetune(output).without("--learning-rate");
+        run.args(&["--learning-rate", rate, "--steps", "4", "--save-every", "2"])
+    };
+    run("out", "1e-3").ok();
+    run("undisturbed", "2e-3").ok();
+    fs::remove_dir_all(bench.path("out/.terrace")).unwrap();
+    let saved = bench.path("out/checkpoint-2/model.safetensors");
+    assert!(saved.exists());
+    // The save of step 2 ends before it replaces anything.
+    obstruct(&bench, "out/checkpoint-2/.model.safetensors.partial");
+    run("out", "2e-3").fails(1, &["out/checkpoint-2/.model.safetensors.partial"]);
+    assert!(!saved.exists(), "a process that goes on would take it for its own");
+    fs::remove_dir(bench.path("out/checkpoint-2/.model.safetensors.partial")).unwrap();
+    run("out", "2e-3").args(&["--resume"]).ok();
+    for folder in ["", "/checkpoint-4"] {
+        let [found, expected] = ["out", "undisturbed"].map(|run| bench.weights(&format!("{run}{folder}")));
+        assert!(found == expected, "{folder}");
+    }
+}
+
+#[test]
+fn what_is_in_memory_is_saved_when_something_else_fails() {
+    let bench = Bench::tiny();
+    bench.finetune("whole").args(&["--steps", "200"]).ok();
+    let Some(small) = SmallDisk::mount(8 << 10) else { return };
+    let run = || bench.finetune("out").args(&["--steps", "200", "--offload", "host"]);
+    let events = small.path().join("events");
+    let failed = run().path("--tensorboard", &events).fails(1, &["tfevents", "No space left", "is saved"]);
+    let saved = failed.stderr.split("step ").filter_map(|text| text.split_once(" is saved all the same"));
+    let step: u64 = saved.map(|(step, _)| step.parse().unwrap()).next().unwrap();
+    assert!(step > 1 && !bench.path("out/model.safetensors").exists());
+    let resumed = run().args(&["--resume"]).ok();
+    assert!(resumed.stderr.contains(&format!("resumed at step {step}")), "{}", resumed.stderr);
+    assert!(bench.weights("out") == bench.weights("whole"));
+}
+
+#[test]
+fn a_loss_that_is_not_finite_leaves_the_step_before() {
+    let bench = Bench::tiny();
+    let run = || {
+        let run = bench.finetune("out").without("--learning-rate").args(&["--steps", "9", "--clip", "0"]);
+        run.args(&["--offload", "host", "--scheduler", "constant"])
+    };
+    let failed =
+        run().args(&["--learning-rate", "1e20"]).fails(1, &["is not finite", "is saved all the same"]);
+    let still = failed.stderr.split("the state is still that of step ").nth(1).unwrap();
+    let step: u64 = still.split('.').next().unwrap().parse().unwrap();
+    let words = format!("step {step} is saved");
+    assert!(failed.stderr.contains(&words), "{words:?} is in: {}", failed.stderr);
+}
+
+#[test]
+fn room_for_saves_is_looked_for_before_training() {
+    let bench = Bench::tiny();
+    let Some(small) = SmallDisk::mount(600 << 10) else { return };
+    let run = || {
+        let run = bench.finetune("unused").without("--output").path("--output", &small.path().join("out"));
+        run.args(&["--steps", "4", "--offload", "host"])
+    };
+    let parts = ["a save of the training state needs", "choose an --output on another disk"];
+    let refused = run().args(&["--save-every", "2"]).fails(1, &parts);
+    assert!(!refused.stderr.contains("--disk"), "{}", refused.stderr);
+    // Who asks for none is told what cannot be done, and gets the model.
+    let ended = run().ok();
+    assert!(ended.stderr.contains("warning: a save of the training state needs"), "{}", ended.stderr);
+    assert!(small.path().join("out/model.safetensors").exists());
+}
+
+#[test]
+fn two_runs_do_not_write_into_one_folder() {
+    let bench = Bench::tiny();
+    let run = |steps: &str| bench.finetune("out").args(&["--steps", steps, "--offload", "host"]);
+    let first = run("400").spawn();
+    assert!(first.wait_until(|| bench.steps_so_far("out") >= 2));
+    run("3").fails(1, &["metrics.jsonl", "another run writes it"]);
+    assert!(first.is_running(), "make the first run longer");
+    assert_eq!(first.wait().code(), Some(0));
+    assert_eq!(bench.steps("out"), (1..=400).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_model_that_saves_would_replace_is_refused() {
+    let bench = Bench::tiny();
+    bench.finetune("out").args(&["--steps", "4", "--save-every", "2"]).ok();
+    let again = bench.finetune("out").without("--model").args(&["--steps", "4"]);
+    let again = again.path("--model", &bench.path("out/checkpoint-2"));
+    again.fails(2, &["--model ", "out/checkpoint-2", "--output", "give another --output"]);
+    // One that is nobody's output is not replaced either.
+    Shape { seed: 3, ..Shape::TINY }.write(&bench.path("precious"));
+    let before = bench.weights("precious");
+    bench.finetune("precious").args(&["--steps", "1"]).fails(2, &["--output ", "holds a model"]);
+    assert!(bench.weights("precious") == before);
+}
+
+#[test]
+fn a_run_outlives_who_reads_what_it_says() {
+    let bench = Bench::tiny();
+    bench.finetune("whole").args(&["--steps", "4"]).ok();
+    for offload in ["host", "disk"] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let run = bench.finetune(offload).args(&["--steps", "4", "--save-every", "2", "--offload", offload]);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_terrace"));
+        command.args(run.words()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(writer);
+        assert!(command.status().unwrap().success(), "--offload {offload}");
+        assert!(bench.weights(offload) == bench.weights("whole"));
+    }
+}
