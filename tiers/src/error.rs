@@ -85,6 +85,17 @@ pub enum TierError {
         /// Which place it was looked for in.
         detail: String,
     },
+    /// The drive cannot read one of the two slots of the manifest.
+    #[error(
+        "{cause}. It may be that of the newest commit. If the drive goes on failing, `terrace inspect --verify --restore-previous` with its \
+         --disk paths goes on from the other, of step {step}, if that is whole"
+    )]
+    UnreadableSlot {
+        /// What the drive said.
+        cause: terrace_aio::IoError,
+        /// The step of the other slot.
+        step: u64,
+    },
     /// A commit failed after it may have reached the disk; nothing can be built on it without looking.
     #[error("an earlier commit to {} failed half-way, so it is unknown which step is live there; open the state again (--resume)", path.display())]
     Uncertain {

@@ -428,7 +428,6 @@ fn a_store_that_is_kept_once_is_whole_or_says_since_when_it_is_not() {
     assert_eq!(before, dirs.iter().map(|dir| files(dir)).collect::<Vec<_>>(), "nobody changed anything");
 }
 
-/// Whoever has all of the state elsewhere writes it once more.
 /// One generation: a sync of the manifest that fails does not make anybody throw away what is whole.
 #[test]
 fn a_sync_that_fails_loses_nothing_that_is_kept_once() {
@@ -476,6 +475,7 @@ fn a_sync_that_fails_loses_nothing_that_is_kept_once() {
     assert_eq!((marks, commits), (1, 1));
 }
 
+/// Whoever has all of the state elsewhere writes it once more.
 #[test]
 fn what_was_given_up_becomes_whole_when_all_of_it_is_written_anew() {
     let root = tempfile::tempdir().unwrap();

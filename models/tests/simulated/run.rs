@@ -299,8 +299,6 @@ impl Run<'_> {
         let is_recovered = !engine.recoveries().is_empty();
         assert!(!is_recovered || matches!(self.life.trouble, Trouble::Fail { .. }), "nothing is damaged");
         self.events.recoveries += u64::from(is_recovered);
-        // A slot that cannot be read is passed over, the newest or not, and does not come back.
-        let stored = if is_recovered { stored.map(|step| step.min(engine.step())) } else { stored };
         assert_eq!(engine.step(), stored.unwrap_or(0), "the step of a new engine");
         self.events.resumes += u64::from(stored.is_some());
         let mut ended = self.train(&setup, &mut engine, stored);

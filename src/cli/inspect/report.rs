@@ -62,8 +62,11 @@ impl Report {
         }
     }
 
-    /// The last step is damaged and the one before it is whole.
+    /// The last step is damaged and the one before it is whole; or it may be in a slot that the drive cannot read, and the other one is whole.
     pub(super) fn can_go_back(&self) -> bool {
+        if self.unreadable().is_some() {
+            return self.last.is_some() && damages(self.last.as_ref()) == 0;
+        }
         damages(self.last.as_ref()) > 0 && self.previous.is_some() && damages(self.previous.as_ref()) == 0
     }
 
@@ -117,6 +120,25 @@ impl Report {
                 None => format!("{what}, and there is no step before it to go back to; {START_AGAIN}"),
             });
         }
+        if let Some(slot) = self.unreadable() {
+            let what = format!(
+                "the drive cannot read a slot of {}, {} bytes at offset {}, which may be that of the newest step, and --resume refuses \
+                 that",
+                self.manifest.display(),
+                slot.len,
+                slot.offset
+            );
+            let flags = stored::flags(&self.dirs);
+            return refused(match self.last {
+                Some(_) => format!(
+                    "{what}. Step {step}, that of the other, is whole: if the drive goes on failing, `terrace inspect {flags} --verify \
+                     --restore-previous` makes it the last, and `terrace finetune --resume` continues from there"
+                ),
+                None => format!(
+                    "{what}. The other one is of step {step}: `terrace inspect {flags} --verify` says whether that is whole"
+                ),
+            });
+        }
         if wants_back {
             eprintln!("step {step} is whole: there is no reason to go back, and nothing was changed");
         }
@@ -139,6 +161,11 @@ impl Report {
             ));
         }
         self.copies_verdict(step)
+    }
+
+    /// The slot that the drive cannot read, if there is one.
+    fn unreadable(&self) -> Option<&SlotFacts> {
+        self.slots.iter().find(|slot| slot.state == SlotState::Unreadable)
     }
 
     /// Success if no copy of what says how the state is laid out is damaged.
@@ -203,13 +230,17 @@ impl Report {
         damages(self.last.as_ref()) + damages(self.previous.as_ref()) == 0
             && self.changing_since.is_none()
             && self.damaged_copies.is_empty()
-            && !self.slots.iter().any(|slot| matches!(slot.state, SlotState::Torn { .. }))
+            && !self
+                .slots
+                .iter()
+                .any(|slot| matches!(slot.state, SlotState::Torn { .. } | SlotState::Unreadable))
     }
 
     fn slot_document(&self, slot: SlotFacts) -> Value {
         let (state, step, generation) = match slot.state {
             SlotState::Blank => ("blank", None, None),
             SlotState::Torn { claimed_step } => ("damaged", claimed_step, None),
+            SlotState::Unreadable => ("unreadable", None, None),
             SlotState::Whole(facts) => ("whole", Some(facts.step), Some(facts.generation)),
             SlotState::Changing { since_step } => ("changing", Some(since_step), None),
         };
@@ -261,12 +292,18 @@ impl Report {
             }
         }
         for slot in &self.slots {
-            if let SlotState::Torn { claimed_step } = slot.state {
-                let claim =
-                    claimed_step.map_or(String::new(), |step| format!("; its header names step {step}"));
-                let place =
-                    format!("{} bytes at offset {} of {}", slot.len, slot.offset, self.manifest.display());
-                line(f, "DAMAGED", &format!("slot of the manifest, {place}{claim}"))?;
+            let place =
+                || format!("{} bytes at offset {} of {}", slot.len, slot.offset, self.manifest.display());
+            match slot.state {
+                SlotState::Torn { claimed_step } => {
+                    let claim =
+                        claimed_step.map_or(String::new(), |step| format!("; its header names step {step}"));
+                    line(f, "DAMAGED", &format!("slot of the manifest, {}{claim}", place()))?;
+                }
+                SlotState::Unreadable => {
+                    line(f, "UNREADABLE", &format!("slot of the manifest, {}", place()))?;
+                }
+                SlotState::Blank | SlotState::Whole(_) | SlotState::Changing { .. } => {}
             }
         }
         for copy in &self.damaged_copies {
@@ -423,4 +460,58 @@ fn damage_document(damage: &Damage) -> Value {
         "parts": parts.collect::<Vec<_>>(),
         "cause": cause,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use terrace_aio::engine::{SimConfig, SimEngine};
+    use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
+    use terrace_aio::{IoEngine, IoErrorKind};
+    use terrace_tiers::{Access, BlobKey, BlobSpec, DiskStore, GroupSpec, Lease, Striping};
+
+    /// A drive that cannot read a slot is no reason to throw the step away that may be there, nor to leave the user without a way.
+    #[test]
+    fn a_slot_that_cannot_be_read_has_a_way_out() {
+        let disk: Arc<dyn IoEngine> = Arc::new(SimEngine::new(SimConfig::default()));
+        let dirs = [PathBuf::from("/disk")];
+        let weights = BlobSpec { kind: BlobKind::Weight, block_elements: 1, block_bytes: 2 };
+        let group = GroupSpec { name: "all".into(), elements: 4096 };
+        let (groups, kinds) = (vec![group], vec![weights]);
+        let spec = StoreSpec { groups, kinds, chunk_elements: 4096, generations: 2, identity: String::new() };
+        let store = DiskStore::create(&disk, &Striping::equal(&dirs), spec.clone()).unwrap();
+        for step in [0, 1] {
+            let key = BlobKey { group: 0, kind: BlobKind::Weight };
+            store.write(key, 0, Lease::standalone(spec.chunk_bytes(key, 0))).unwrap();
+            store.commit(step, &[]).unwrap();
+        }
+        drop(store);
+        let looked = (0..).map_while(|nth| {
+            let faults = Arc::new(FaultLayer::new(Arc::clone(&disk), FaultConfig::default()));
+            faults.fail_nth(Action::Read, nth, IoErrorKind::Device);
+            let view = StoreView::open(&(Arc::clone(&faults) as _), &dirs, Access::Look).unwrap();
+            (faults.injected() > 0).then_some(view)
+        });
+        let mut seen = 0;
+        for mut view in looked {
+            let mut report = Report::of(&view);
+            let Some(place) = report.unreadable().map(|slot| slot.offset) else { continue };
+            seen += 1;
+            let step = view.commit(Commit::Last).unwrap().step;
+            assert!(!report.can_go_back() && !report.is_whole());
+            let said = report.verdict(false).unwrap_err().to_string();
+            let part = format!("offset {place}, which may be that of the newest step");
+            assert!(said.contains(&part) && said.ends_with("--verify` says whether that is whole"), "{said}");
+            let found = view.verify(Commit::Last, &mut |_, _| {}).unwrap().unwrap();
+            report.last = Some(Verified { step, found });
+            assert!(report.can_go_back());
+            let said = report.verdict(false).unwrap_err().to_string();
+            let part = format!("Step {step}, that of the other, is whole: if the drive goes on failing");
+            assert!(said.contains(&part) && said.contains("--restore-previous"), "{said}");
+            assert!(report.to_string().contains("UNREADABLE"), "{report}");
+            assert_eq!(report.document()["whole"], false);
+        }
+        assert_eq!(seen, 2);
+    }
 }

@@ -33,7 +33,7 @@ use crate::file::OpenFile;
 use crate::{StoreSpec, TierError, checksum};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use terrace_aio::{IoBuf, IoEngine, OpenMode, Request};
+use terrace_aio::{IoBuf, IoEngine, IoError, OpenMode, Request};
 
 pub(super) const FILE_NAME: &str = "manifest.bin";
 const PAGE: usize = 4096;
@@ -294,9 +294,10 @@ impl Manifest {
         self.mends.iter().try_for_each(|mend| mend.write(&self.engine))
     }
 
-    /// The newest valid slot, if any was ever committed, and what was passed over for it. The slot may be a mark.
+    /// The newest valid slot, if any was ever committed, and what was passed over for it. The slot may be a mark. A slot that the drive
+    /// cannot read is no reason to go on from the other: that may be an older one, over which a step has begun to write.
     pub(super) fn newest(&self, spec: &StoreSpec) -> Result<Option<(Slot, Option<PassedOver>)>, TierError> {
-        let found = self.slots(spec)?;
+        let (found, unreadable) = self.slots(spec)?;
         // A torn first commit leaves slot 0 blank; anything in it means that there was a whole one.
         let is_lost = found[0] != Found::Blank;
         let Some(newest) = newest_of(&found).cloned() else {
@@ -306,13 +307,16 @@ impl Manifest {
             }
             return Ok(None);
         };
+        if let Some(cause) = unreadable {
+            return Err(TierError::UnreadableSlot { cause, step: newest.step });
+        }
         let passed_over = PassedOver::of(&found, &newest);
         Ok(Some((newest, passed_over)))
     }
 
-    /// What both places hold. One that the drive cannot read is as good as damaged, if the other is whole; but of state that is kept once it
-    /// may be the mark.
-    pub(super) fn slots(&self, spec: &StoreSpec) -> Result<[Found; 2], TierError> {
+    /// What both places hold. One that the drive cannot read comes with what the drive said, if the other is whole; but of state that is
+    /// kept once it may be the mark, and nothing is.
+    pub(super) fn slots(&self, spec: &StoreSpec) -> Result<([Found; 2], Option<IoError>), TierError> {
         let table_len = spec.table_len();
         let found = |index: u64, page: &[u8]| {
             let is_sound = |slot: &Slot| slot.sequence % 2 == index && slot.live < spec.generations;
@@ -324,12 +328,10 @@ impl Manifest {
         };
         let pages = [self.slot_page(0)?, self.slot_page(1)?];
         let both = [0, 1].map(|i| pages[i].as_ref().map_or(Found::Unreadable, |page| found(i as u64, page)));
-        if (newest_of(&both).is_none() || spec.generations == 1)
-            && let Some(error) = pages.into_iter().find_map(Result::err)
-        {
-            return Err(error.into());
+        match pages.into_iter().find_map(Result::err) {
+            Some(error) if newest_of(&both).is_none() || spec.generations == 1 => Err(error.into()),
+            unreadable => Ok((both, unreadable)),
         }
-        Ok(both)
     }
 
     /// Where slot `index` lies in the file: offset and length.

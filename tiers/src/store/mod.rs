@@ -45,7 +45,7 @@ use crate::{BlobKey, Generation, StoreSpec, Striping, TRAINING_SCRATCH, TierErro
 use extents::Extents;
 pub use held::Held;
 use lock::DirLock;
-use manifest::{Manifest, PassedOver, Slot};
+use manifest::{Manifest, Slot};
 pub use recovery::Recovery;
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
@@ -192,10 +192,6 @@ impl DiskStore {
         // Hazard (write after a commit that was cut off). A sync alone would do, had none failed before. The bytes are those that
         // are there, so that a power cut in the middle changes nothing.
         manifest.write(&slot)?;
-        // It may be readable the next time, when the steps from here have overwritten its state.
-        if passed_over == Some(PassedOver::Unreadable) {
-            manifest.erase(slot.sequence.wrapping_add(1))?;
-        }
         manifest.mend()?;
         volume.mend()?;
         Ok(Self {

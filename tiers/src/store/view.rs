@@ -101,6 +101,8 @@ pub enum SlotState {
         /// The step that its header names, if it can be read; it may be wrong.
         claimed_step: Option<u64>,
     },
+    /// The drive cannot read it.
+    Unreadable,
 }
 
 impl StoreView {
@@ -128,7 +130,7 @@ impl StoreView {
             Access::Look => (share_all(dirs)?, OpenMode::Read),
         };
         let (manifest, spec) = Manifest::open(engine, &dirs[0], mode)?;
-        let slots = manifest.slots(&spec)?;
+        let (slots, _) = manifest.slots(&spec)?;
         if slots == [Found::Blank, Found::Blank] {
             let detail = "its creation never finished; start again without --resume".into();
             return Err(TierError::NoState { path: manifest.path.clone(), detail });
@@ -186,7 +188,7 @@ impl StoreView {
                 Found::Whole(slot) if slot.is_mark => SlotState::Changing { since_step: slot.step },
                 Found::Whole(slot) => SlotState::Whole(slot.facts()),
                 Found::Torn(claim) => SlotState::Torn { claimed_step: claim.map(|claim| claim.step) },
-                Found::Unreadable => SlotState::Torn { claimed_step: None },
+                Found::Unreadable => SlotState::Unreadable,
             };
             SlotFacts { offset, len, state }
         })
@@ -232,10 +234,11 @@ impl StoreView {
         self.extents.read(key, chunks, slot.live, &sums, (lease, Urgency::Whenever))
     }
 
-    /// Makes the previous commit the last one, durably; gives its step. Of a state that has it already nothing is written.
+    /// Makes the previous commit the last one, durably; gives its step. Of a state that has it already nothing is written. Where the drive
+    /// cannot read a slot, which may be that of the newest commit, it is the only one that can be read, and the other place is erased.
     ///
     /// # Errors
-    /// There is no previous commit, the only generation is being overwritten, it was not found whole by [`verify`](Self::verify), or the manifest cannot be written; the
+    /// There is no such commit, the only generation is being overwritten, it was not found whole by [`verify`](Self::verify), or the manifest cannot be written; the
     /// previous commit is then as it was.
     ///
     /// # Panics
@@ -246,6 +249,18 @@ impl StoreView {
         let refused = |detail: &str| {
             Err(TierError::NoWayBack { path: self.manifest.path.clone(), detail: detail.into() })
         };
+        if let Some(place) = self.slots.iter().position(|found| *found == Found::Unreadable) {
+            return match (self.slot(Commit::Last), self.damaged[Commit::Last as usize]) {
+                (Some(readable), Some(0)) => {
+                    let (step, sequence) = (readable.step, readable.sequence);
+                    self.manifest.erase(sequence.wrapping_add(1))?;
+                    self.slots[place] = Found::Blank;
+                    Ok(step)
+                }
+                (_, None) => refused("the step that can be read was not verified"),
+                _ => refused("the only step that can be read is not whole"),
+            };
+        }
         let (Some(last), Some(previous)) = (self.slot(Commit::Last), self.slot(Commit::Previous)) else {
             return refused("its manifest has no previous step");
         };
