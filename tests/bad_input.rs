@@ -343,7 +343,7 @@ fn a_disk_that_is_too_small() {
     cmd(&["generate", "--prompt-ids", "1", "--max-new-tokens", "4", "--offload", "disk"])
         .path("--model", &bench.path("model"))
         .path("--disk", &tiny_disk(&disk))
-        .fails(1, &["needs", "are free"]);
+        .fails(1, &["a copy of the weights needs", "are free", "choose smaller --weights", "--offload host"]);
     disk.resize(16 << 20);
     run().ok();
 }

@@ -41,7 +41,7 @@ mod view;
 
 use crate::pool::Lease;
 use crate::volume::{Volume, World, require_space};
-use crate::{BlobKey, Generation, StoreSpec, Striping, TRAINING_SCRATCH, TierError};
+use crate::{BlobKey, BlobKind, Generation, StoreSpec, Striping, TRAINING_SCRATCH, TierError};
 use extents::Extents;
 pub use held::Held;
 use lock::DirLock;
@@ -624,9 +624,14 @@ fn existing(dir: &Path) -> PathBuf {
 fn require_room(spec: &StoreSpec, striping: &Striping) -> Result<(), TierError> {
     let room = |spec: &StoreSpec| require_space(striping.dirs(), &DiskStore::bytes_per_dir(spec, striping));
     room(spec).map_err(|error| match error {
-        TierError::DiskTooSmall { what, smaller, dir, needed, free, .. } => {
+        TierError::DiskTooSmall { mut what, mut smaller, dir, needed, free, .. } => {
             let once = StoreSpec { generations: 1, ..spec.clone() };
             let fits_once = spec.generations > 1 && room(&once).is_ok();
+            // Of a model that is not trained.
+            if spec.kinds.iter().all(|kind| kind.kind == BlobKind::Weight) {
+                what = "a copy of the weights";
+                smaller = "add another --disk path, choose smaller --weights, or keep them in memory (--offload host)";
+            }
             TierError::DiskTooSmall { what, smaller, dir, needed, free, fits_once }
         }
         other => other,
