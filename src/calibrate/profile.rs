@@ -330,6 +330,7 @@ impl Calibration {
             );
         }
         rates.extend(self.gemm.iter().map(|gemm| ("gemm", gemm.operations_per_second)));
+        rates.extend(self.training.iter().map(|rate| ("training", rate.operations_per_second)));
         rates.extend(self.optimizer.iter().map(|rate| ("optimizer", rate.parameters_per_second)));
         let alone = self.optimizer.iter().filter_map(|rate| rate.parameters_per_core_second);
         rates.extend(alone.map(|rate| ("optimizer", rate)));
@@ -424,6 +425,8 @@ mod tests {
         assert!(
             broken(&|d| d["calibration"]["memory"]["read_bytes_per_second"] = 0.into()).contains("memory")
         );
+        let idle = json!([{ "dtype": "bf16", "operations_per_second": 0 }]);
+        assert!(broken(&|d| d["calibration"]["training"] = idle.clone()).contains("0 in \"training\""));
         assert!(Profile::from_json("{").unwrap_err().contains("not JSON"));
         assert!(Profile::from_json("{\"version\": 1}").unwrap_err().contains("section"));
     }

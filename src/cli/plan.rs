@@ -119,6 +119,7 @@ pub fn plan(args: &PlanArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
 
 impl<'a> Planning<'a> {
     fn new(args: &'a PlanArgs, threads: usize) -> Result<Self, CliError> {
+        args.check_rates()?;
         let model = model(args)?;
         let length = run::seq_len(args.seq_len.map(usize::from), Some(model.positions_max))?;
         for (flag, value) in [("--batch-size", args.batch_size), ("--grad-accum", args.grad_accum)] {

@@ -6,6 +6,7 @@ use super::args::{
 };
 use super::values::{count, not_negative_float, parameters, part, positive_float};
 use crate::config::ByteSize;
+use crate::error::CliError;
 use clap::{ArgGroup, Args};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -161,4 +162,26 @@ pub struct PlanArgs {
     /// Print one JSON document to stdout
     #[arg(long)]
     pub json: bool,
+}
+
+impl PlanArgs {
+    /// Refuses a rate of zero, with which whatever it is the rate of would never end.
+    ///
+    /// # Errors
+    /// There is one.
+    pub fn check_rates(&self) -> Result<(), CliError> {
+        let rates = [
+            ("--gpu-bandwidth", self.gpu_bandwidth),
+            ("--link", self.link),
+            ("--dram", self.dram),
+            ("--disk-read", self.disk_read),
+            ("--disk-write", self.disk_write),
+        ];
+        match rates.into_iter().chain(self.ranks.rates()).find(|(_, rate)| *rate == Some(ByteSize(0))) {
+            Some((flag, _)) => {
+                Err(CliError::Usage(format!("{flag} of 0 moves nothing: give the bytes of a second")))
+            }
+            None => Ok(()),
+        }
+    }
 }

@@ -35,13 +35,6 @@ impl RanksArgs {
     /// Nodes cannot be equal, or there is no card.
     pub fn ranks(&self, unified: bool) -> Result<Ranks, CliError> {
         let ranks = Ranks::new(self.ranks, self.nodes)?;
-        for (flag, rate) in self.rates() {
-            if rate == Some(ByteSize(0)) {
-                return Err(CliError::Usage(format!(
-                    "{flag} of 0 moves nothing: give the bytes of a second"
-                )));
-            }
-        }
         if ranks.are_several() && unified {
             return Err(CliError::Usage(format!(
                 "--ranks {} are cards, and this plan computes on the CPU: describe a card with --gpu-memory and --link, or choose one \
@@ -52,7 +45,8 @@ impl RanksArgs {
         Ok(ranks)
     }
 
-    fn rates(&self) -> [(&'static str, Option<ByteSize>); 2] {
+    /// The rates, with their flags.
+    pub(super) fn rates(&self) -> [(&'static str, Option<ByteSize>); 2] {
         [("--network-bandwidth", self.network_bandwidth), ("--peer-bandwidth", self.peer_bandwidth)]
     }
 

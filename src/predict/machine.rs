@@ -117,12 +117,12 @@ impl Machine {
         self.queues[job.lane as usize].done >= job.number
     }
 
-    /// Goes on to the end of the next job; false if there is none.
+    /// Goes on to the end of the next job; false if there is none that ends.
     pub(super) fn advance(&mut self) -> bool {
         let rates = self.rates();
         let seconds = |(queue, rate): (&Queue, &f64)| queue.amounts.front().map(|left| left / rate);
         let ends = self.queues.iter().zip(&rates).filter_map(seconds);
-        let Some(next) = ends.reduce(f64::min) else { return false };
+        let Some(next) = ends.reduce(f64::min).filter(|next| next.is_finite()) else { return false };
         self.now += next;
         for (queue, rate) in self.queues.iter_mut().zip(rates) {
             let Some(left) = queue.amounts.front_mut() else { continue };
@@ -134,6 +134,11 @@ impl Machine {
             }
         }
         true
+    }
+
+    /// Whether a job is left, perhaps one that never ends.
+    pub(super) fn has_work(&self) -> bool {
+        self.queues.iter().any(|queue| !queue.amounts.is_empty())
     }
 
     /// What each lane that has work gets now: lanes on one resource get the same.
@@ -236,6 +241,14 @@ mod tests {
         assert_eq!(machine.now, 1.0);
         assert!(machine.advance() && machine.is_done(gather));
         assert_eq!((machine.now, end(&mut machine)), (2.0, 4.0));
+    }
+
+    #[test]
+    fn what_never_ends_is_not_waited_for() {
+        let link = |rate| Capabilities { upload: Some(rate), download: Some(rate), ..Capabilities::default() };
+        let mut machine = Machine::new(&link(0.0), false);
+        machine.submit(Lane::Up, 1.0);
+        assert!(!machine.advance() && machine.has_work());
     }
 
     #[test]
