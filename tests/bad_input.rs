@@ -74,6 +74,28 @@ fn models_that_are_not_supported() {
     run().fails(1, &["--model ", "the folder has no config.json"]);
 }
 
+/// Dropout is of training alone, which does not compute it.
+#[test]
+fn models_with_dropout_are_not_trained() {
+    let bench = Bench::tiny();
+    let model = bench.path("model");
+    let run = || bench.finetune("out").args(&["--steps", "1"]);
+    let plan = || cmd(&["plan", "--seq-len", "24"]).path("--model", &model);
+    set(&bench, "attention_dropout", &json!(0.1));
+    let parts = ["--model ", "`attention_dropout` is 0.1", "set it to 0.0 to train without"];
+    run().fails(2, &parts);
+    plan().fails(2, &parts);
+    assert!(!bench.path("out").exists(), "something was written");
+    plan().args(&["--generate", "--max-new-tokens", "4"]).ok();
+    bench.generate("model").args(&["--prompt-ids", "1", "--max-new-tokens", "4"]).ok();
+    cmd(&["eval", "--seq-len", "24"]).path("--model", &model).path("--data", &bench.path("data.jsonl")).ok();
+    for none in [json!(0.0), json!(0), Value::Null] {
+        set(&bench, "attention_dropout", &none);
+        plan().ok();
+    }
+    run().ok();
+}
+
 #[test]
 fn data_that_cannot_be_used() {
     let bench = Bench::tiny();

@@ -2,7 +2,7 @@
 //!
 //! Absent entries take the defaults of the family's configuration class in transformers, because `save_pretrained` may
 //! leave them out. Everything that would change the numbers and is not computed here is refused by name; dropout is the
-//! exception: it is not applied, and released checkpoints set it to 0.
+//! exception: only training has it, so that whoever trains asks for it and refuses.
 
 use crate::entries::Entries;
 use crate::rope::Rope;
@@ -83,6 +83,8 @@ pub struct ModelConfig {
     pub rope: Rope,
     /// Positions the model was trained for.
     pub positions_max: usize,
+    /// The part of attention's weights that training would drop, which is not computed here. All else has no dropout.
+    pub attention_dropout: f64,
     /// Standard deviation of freshly initialized weights.
     pub initializer_std: f32,
     /// Tokens that end a generation.
@@ -157,6 +159,7 @@ impl ModelConfig {
             windows: windows(&entries, family, layers)?,
             rope: Rope::parse(&entries, head_size, positions_max)?,
             positions_max,
+            attention_dropout: entries.number_or("attention_dropout", 0.0)?,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
             eos_ids: entries.ids("eos_token_id")?,
         };

@@ -1,7 +1,7 @@
 //! `terrace finetune`: data and model in, a trained Hugging Face folder out.
 
 use super::args::{FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag};
-use super::inputs::FinetuneInputs;
+use super::inputs::{FinetuneInputs, has_no_dropout};
 use super::knobs::Knobs;
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, Pinned, PlanFile, Settings, Step, Term, Totals, Windows,
@@ -57,6 +57,10 @@ pub fn train(
     model: Model,
     source: &mut dyn WeightSource,
 ) -> Result<serde_json::Value, CliError> {
+    // State that is there was made with this configuration, and is not to be lost.
+    if !args.resume {
+        has_no_dropout(&args.model, &model.config)?;
+    }
     checks::run_output(&args.output, &args.model)?;
     let (mut session, mut profile) = (None, None);
     let inputs = FinetuneInputs::load_after(args, |run| {

@@ -6,6 +6,7 @@ use crate::data::{DataConfig, DataError, Dataset, Sampler, TextTokenizer};
 use crate::error::CliError;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
+use terrace_models::ModelConfig;
 
 /// What data and flags are checked against, from a model folder's `config.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +51,20 @@ impl ModelFacts {
             })?,
             positions_max: number(&["max_position_embeddings", "n_positions", "max_sequence_length"]),
         })
+    }
+}
+
+/// Training computes no dropout: a model that has it would be trained with other numbers than its configuration says.
+///
+/// # Errors
+/// The model of the folder, or the `config.json`, at `path` has dropout.
+pub fn has_no_dropout(path: &Path, model: &ModelConfig) -> Result<(), CliError> {
+    match model.attention_dropout {
+        0.0 => Ok(()),
+        part => Err(CliError::Usage(format!(
+            "--model {}: `attention_dropout` is {part} in config.json, and dropout is not computed; set it to 0.0 to train without",
+            path.display()
+        ))),
     }
 }
 

@@ -5,6 +5,7 @@ use super::args::{
     StateFormat as StateFlag,
 };
 use super::floor::time;
+use super::inputs::has_no_dropout;
 use super::knobs::{Knobs, is_about_disk_space};
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
@@ -121,6 +122,9 @@ impl<'a> Planning<'a> {
     fn new(args: &'a PlanArgs, threads: usize) -> Result<Self, CliError> {
         args.check_rates()?;
         let model = model(args)?;
+        if !args.generate {
+            args.model.as_ref().map_or(Ok(()), |path| has_no_dropout(path, &model))?;
+        }
         let length = run::seq_len(args.seq_len.map(usize::from), Some(model.positions_max))?;
         for (flag, value) in [("--batch-size", args.batch_size), ("--grad-accum", args.grad_accum)] {
             run::count(flag, Some(value.get() as u64))?;
