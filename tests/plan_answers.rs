@@ -126,6 +126,31 @@ fn a_machine_that_is_known_in_part_has_no_time() {
     assert!(!text.contains("terrace calibrate"), "a card that is not here cannot be measured: {text}");
 }
 
+/// The row that is marked is the fastest of the table, whatever comes close to it.
+#[test]
+fn the_fastest_is_marked() {
+    let machine = ["--dram", "80GB", "--gpu-bandwidth", "1TB", "--disk-read", "1GB", "--disk-write", "5GB"];
+    let card = ["--gpu-memory", "24GiB", "--host-memory", "64GiB", "--link", "25GB"];
+    // Close to the fastest come a `split` beside it, and smaller batches.
+    let close = ["--durability", "checkpoint", "--grad-accum", "4"];
+    for (tflops, batch, more) in [("20", "4", &close[..]), ("100", "1", &[]), ("100", "8", &["--generate"])] {
+        let run = cmd(&["plan", "--params", "1b", "--tflops", tflops, "--batch-size", batch]);
+        let run = run.args(&machine).args(&card).args(more);
+        let text = run.ok().stdout;
+        let number = |shown: &str| match shown.strip_suffix('k') {
+            Some(thousands) => thousands.parse::<f64>().unwrap() * 1e3,
+            None => shown.parse().unwrap(),
+        };
+        let rows = text.lines().skip_while(|line| !line.ends_with("tok/s")).skip(1);
+        let rows: Vec<&str> = rows.filter(|row| !row.ends_with("does not fit")).collect();
+        let speed = |row: &str| number(row.split("  ←").next().unwrap().split_whitespace().last().unwrap());
+        let most = rows.iter().map(|row| speed(row)).fold(0.0, f64::max);
+        let marked: Vec<&&str> = rows.iter().filter(|row| row.ends_with("← fastest")).collect();
+        assert_eq!(marked.len(), 1, "{more:?}: {text}");
+        assert_eq!(speed(marked[0]), most, "{more:?}: {text}");
+    }
+}
+
 /// Of a disk that was not measured nothing is known, and that is said.
 #[test]
 fn a_disk_that_was_not_measured_is_said() {

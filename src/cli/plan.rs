@@ -46,9 +46,6 @@ const HEADER: &str =
 /// Most micro-batches times layers in horizontal accumulation.
 const PASSES_MAX: usize = 1 << 16;
 
-/// The part of the highest speed from which on a choice counts as no slower.
-const AS_GOOD: f64 = 0.995;
-
 /// One combination of what can be chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Choice {
@@ -631,17 +628,18 @@ pub(super) fn rows<C: Copy, P>(
     choices.iter().enumerate().map(row).collect()
 }
 
-/// The feasible choice with the most tokens a second; of choices that are as good, the first.
+/// The feasible choice with the most tokens a second.
 fn fastest(choices: &[(Choice, Result<Planned, EngineError>)]) -> Option<usize> {
     let speed = |planned: &Planned| Some(planned.outlook.work.tokens as f64 / planned.seconds()?);
     first_best(choices.iter().map(|(_, planned)| planned.as_ref().ok().and_then(speed)))
 }
 
-/// The first of those that are as good as the best.
+/// The row with the most tokens a second. Of those that read the same it is the first, whose numbers are the most precise and whose batch
+/// is the smallest: differences that are too small to be shown are no reason for another.
 pub(super) fn first_best(speeds: impl Iterator<Item = Option<f64>>) -> Option<usize> {
-    let speeds: Vec<f64> = speeds.map(|speed| speed.unwrap_or(0.0)).collect();
-    let most = speeds.iter().copied().fold(0.0, f64::max);
-    speeds.iter().position(|&speed| speed > 0.0 && speed >= most * AS_GOOD)
+    let speeds: Vec<Option<f64>> = speeds.collect();
+    let most = speeds.iter().flatten().copied().max_by(f64::total_cmp).map(count)?;
+    speeds.iter().position(|speed| speed.map(count).as_ref() == Some(&most))
 }
 
 fn row(choice: Choice, planned: Option<&Planned>, fastest: bool) -> String {
