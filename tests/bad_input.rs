@@ -111,13 +111,18 @@ fn data_that_cannot_be_used() {
         assert!(!bench.path("out").join("metrics.jsonl").exists());
     };
     let row = "{\"input_ids\": [1, 2, 3]}\n";
-    refused("a.jsonl", &format!("{row}{{\"input_ids\": [1,\n"), &["a.jsonl:2: invalid JSON"]);
+    refused("a.jsonl", &format!("{row}{{\"input_ids\": [1,\n"), &["a.jsonl:2:17: invalid JSON"]);
     refused(
         "open.json",
         "{\n  \"text\": 1\n}\n",
-        &["open.json:1: invalid JSON", "every line must be a whole"],
+        &["open.json:1:1: invalid JSON", "every line must be a whole"],
     );
-    refused("b.jsonl", &format!("{row}\n[1]\n"), &["b.jsonl:3: expected an object"]);
+    refused("b.jsonl", &format!("{row}\n[1]\n"), &["b.jsonl:3: expected a whole JSON object"]);
+    refused(
+        "w.jsonl",
+        &format!("{row}nope\n"),
+        &["w.jsonl:2:2: invalid JSON: no JSON value begins like this; every line"],
+    );
     refused("c.jsonl", "{\"words\": 1}\n", &["c.jsonl:1: expected a key \"text\""]);
     refused(
         "d.jsonl",
@@ -131,6 +136,9 @@ fn data_that_cannot_be_used() {
     let model = bench.path("model");
     let generate = |words: &[&str]| cmd(&["generate"]).path("--model", &model).args(words);
     generate(&["--prompt", "words"]).fails(1, &["tokenizer.json", "does not exist", "--prompt-ids"]);
+    fs::write(bench.path("p.jsonl"), "{\"prompt_ids\": [1]}\n{\"prompt_ids\": [1}\n").unwrap();
+    let parts = ["p.jsonl:2:18: invalid JSON: expected `,` or `]`; every line must be a whole JSON object"];
+    generate(&["--prompts"]).args(&[bench.path("p.jsonl").to_str().unwrap()]).fails(1, &parts);
     generate(&["--prompt-ids", "1,96"])
         .fails(1, &["prompt token 96 is outside the model's vocabulary of 96"]);
     for tokens in ["64", &usize::MAX.to_string()] {

@@ -156,7 +156,7 @@ fn malformed_rows_name_file_line_and_reason() {
     let good = r#"{"input_ids": [1, 2]}"#;
     for (row, reason) in [
         ("{\"input_ids\": [1, 2]", "invalid JSON"),
-        ("[1, 2]", "expected an object"),
+        ("[1, 2]", "expected a whole JSON object"),
         ("{}", "expected a key \"text\""),
         (r#"{"txt": "x"}"#, "expected a key \"text\""),
         (r#"{"text": 5}"#, "\"text\": expected a string, found a number"),
@@ -181,7 +181,7 @@ fn malformed_rows_name_file_line_and_reason() {
         (r#"{"input_ids": [1, 2], "labels": [1, -1]}"#, "label -1 is neither -100"),
     ] {
         let error = Build::default().run("d.jsonl", format!("{good}\n\n{row}\n{good}\n")).expect_err(row);
-        assert!(error.contains("d.jsonl:3: ") && error.contains(reason), "{row}: {error}");
+        assert!(error.contains("d.jsonl:3:") && error.contains(reason), "{row}: {error}");
     }
     let error = Build::default().run("d.jsonl", b"{\"input_ids\": [1, 2]}\n\xff\n").unwrap_err();
     assert!(error.contains("d.jsonl:2: the line is not UTF-8"), "{error}");

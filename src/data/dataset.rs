@@ -3,7 +3,7 @@
 use super::batch::loss_terms_of;
 use super::encode::{Encoded, Encoder};
 use super::store::{TokenStore, TokenWriter};
-use super::{DataError, Result, Sample, TextTokenizer};
+use super::{DataError, Result, Sample, TextTokenizer, row};
 use rayon::prelude::*;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -181,7 +181,8 @@ impl Builder<'_> {
         if text.trim().is_empty() {
             return Ok(None);
         }
-        self.encoder.row(text).map(Some).map_err(|reason| self.row_error(number, reason))
+        let row = row::object(self.path, number, text)?;
+        self.encoder.row(&row).map(Some).map_err(|reason| self.row_error(number, reason))
     }
 
     fn row(&mut self, row: Encoded) -> Result {
@@ -278,13 +279,13 @@ impl Builder<'_> {
         if summary.loss_tokens == 0 {
             let reason =
                 format!("no token of any row carries loss (rows are cut at {} tokens)", self.config.seq_len);
-            return Err(DataError::Row { path, line: 1, reason });
+            return Err(DataError::Row { path, line: 1, column: None, reason });
         }
         let fingerprint = store.fingerprint();
         Ok(Dataset { store, summary, fingerprint })
     }
 
     fn row_error(&self, line: usize, reason: String) -> DataError {
-        DataError::Row { path: self.path.to_path_buf(), line, reason }
+        DataError::Row { path: self.path.to_path_buf(), line, column: None, reason }
     }
 }

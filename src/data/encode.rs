@@ -36,20 +36,13 @@ type Result<T> = std::result::Result<T, String>;
 
 impl Encoder<'_> {
     /// Encodes one row.
-    pub(super) fn row(&self, line: &str) -> Result<Encoded> {
-        let row: Value = serde_json::from_str(line).map_err(|e| match e.is_eof() {
-            true => format!("invalid JSON: {e}; every line must be a whole object {{…}}"),
-            false => format!("invalid JSON: {e}"),
-        })?;
-        let Value::Object(row) = row else {
-            return Err(format!("expected an object {{…}} in every line, found {}", kind(&row)));
-        };
+    pub(super) fn row(&self, row: &Map<String, Value>) -> Result<Encoded> {
         let plain =
             !["input_ids", "messages", "prompt", "completion"].iter().any(|key| row.contains_key(*key));
         let sample = if let Some(ids) = row.get("input_ids") {
             pretokenized(ids, row.get("labels"))?
         } else if let Some(messages) = row.get("messages") {
-            self.messages(messages, &row)?
+            self.messages(messages, row)?
         } else if plain {
             if !row.contains_key("text") {
                 return Err(
@@ -57,9 +50,9 @@ impl Encoder<'_> {
                         .into(),
                 );
             }
-            self.document(string(&row, "text")?, true)?
+            self.document(string(row, "text")?, true)?
         } else {
-            self.completion(string(&row, "prompt")?, string(&row, "completion")?)?
+            self.completion(string(row, "prompt")?, string(row, "completion")?)?
         };
         self.check(&sample)?;
         // Labels that the user wrote may mask a whole row; anything else without loss is a mistake.
@@ -232,7 +225,8 @@ fn string<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a str> {
     }
 }
 
-fn kind(value: &Value) -> &'static str {
+/// What a value is, in words.
+pub(super) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "nothing",
         Value::Bool(_) => "a boolean",

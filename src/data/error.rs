@@ -8,12 +8,14 @@ use std::path::{Path, PathBuf};
 #[non_exhaustive]
 pub enum DataError {
     /// A row is malformed.
-    #[error("{}:{line}: {reason}", path.display())]
+    #[error("{}:{line}{}: {reason}", path.display(), column.map_or_else(String::new, |column| format!(":{column}")))]
     Row {
         /// The data file.
         path: PathBuf,
         /// The line, from one.
         line: usize,
+        /// The character in it, from one, if it is one that is wrong.
+        column: Option<usize>,
         /// What is wrong with it.
         reason: String,
     },

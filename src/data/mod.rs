@@ -13,6 +13,7 @@ mod chat;
 mod dataset;
 mod encode;
 mod error;
+pub(crate) mod row;
 mod sampler;
 mod store;
 mod tokenizer;

@@ -1,7 +1,7 @@
 //! What to continue.
 
-use crate::data::{DataError, TextTokenizer};
-use serde_json::Value;
+use crate::data::{DataError, TextTokenizer, row};
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// A prompt as given.
@@ -66,9 +66,12 @@ pub fn read_prompts(path: &Path) -> Result<Vec<Prompt>, DataError> {
             continue;
         }
         if rows {
-            prompts.push(row(line).map_err(|reason| DataError::Row {
+            let row = row::object(path, at + 1, line)?;
+            let prompt = prompt_of(&row);
+            prompts.push(prompt.map_err(|reason| DataError::Row {
                 path: owned(),
                 line: at + 1,
+                column: None,
                 reason,
             })?);
         } else {
@@ -78,13 +81,12 @@ pub fn read_prompts(path: &Path) -> Result<Vec<Prompt>, DataError> {
     if prompts.is_empty() { Err(DataError::Empty { path: owned() }) } else { Ok(prompts) }
 }
 
-fn row(line: &str) -> Result<Prompt, String> {
-    let row: Value = serde_json::from_str(line).map_err(|e| format!("invalid JSON: {e}"))?;
-    if let Some(text) = row["prompt"].as_str() {
+fn prompt_of(row: &Map<String, Value>) -> Result<Prompt, String> {
+    if let Some(text) = row.get("prompt").and_then(Value::as_str) {
         return Ok(Prompt::Text(text.into()));
     }
     let wrong = || "expected {\"prompt\": \"…\"} or {\"prompt_ids\": [token ids]}".to_owned();
-    let ids = row["prompt_ids"].as_array().ok_or_else(wrong)?;
+    let ids = row.get("prompt_ids").and_then(Value::as_array).ok_or_else(wrong)?;
     let ids: Option<Vec<u32>> = ids.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect();
     Ok(Prompt::Ids(ids.ok_or_else(wrong)?))
 }

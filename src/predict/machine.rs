@@ -245,7 +245,8 @@ mod tests {
 
     #[test]
     fn what_never_ends_is_not_waited_for() {
-        let link = |rate| Capabilities { upload: Some(rate), download: Some(rate), ..Capabilities::default() };
+        let link =
+            |rate| Capabilities { upload: Some(rate), download: Some(rate), ..Capabilities::default() };
         let mut machine = Machine::new(&link(0.0), false);
         machine.submit(Lane::Up, 1.0);
         assert!(!machine.advance() && machine.has_work());

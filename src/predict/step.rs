@@ -131,7 +131,11 @@ impl<'a> Run<'a> {
                 return Some(self.machine.now);
             }
             if !self.machine.advance() {
-                debug_assert!(self.machine.has_work(), "everybody waits for somebody in pass {}", self.compute.pass);
+                debug_assert!(
+                    self.machine.has_work(),
+                    "everybody waits for somebody in pass {}",
+                    self.compute.pass
+                );
                 return None;
             }
         }
