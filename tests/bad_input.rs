@@ -149,7 +149,11 @@ fn data_that_cannot_be_used() {
     let small = generate(&["--prompt-ids", "1,2", "--max-new-tokens", "4", "--host-memory", "1KiB"]);
     let refused = small.fails(2, &["--host-memory of 1.00 KiB is too small", "Raise it to"]).stderr;
     assert!(!refused.contains(", or "), "nothing else would do: {refused}");
-    cmd(&["eval"]).path("--model", &model).path("--data", &bench.path("e.jsonl")).fails(1, &["no data"]);
+    let eval = |name: &str| cmd(&["eval"]).path("--model", &model).path("--data", &bench.path(name));
+    eval("e.jsonl").fails(1, &["no data"]);
+    fs::write(bench.path("l.jsonl"), "{\"input_ids\": [1, 2], \"label\": [-100, 2]}\n").unwrap();
+    let said = eval("l.jsonl").ok().stderr;
+    assert!(said.contains("l.jsonl:1: the key \"label\" is ignored"), "{said}");
 }
 
 #[test]

@@ -190,6 +190,21 @@ fn malformed_rows_name_file_line_and_reason() {
 }
 
 #[test]
+fn a_key_that_is_almost_right_is_a_warning() {
+    let rows = |keys: &[&str]| {
+        let rows = keys.iter().map(|key| format!("{{\"input_ids\": [1, 2], \"{key}\": [-100, 2]}}\n"));
+        Build::default().run("d.jsonl", rows.collect::<String>()).unwrap()
+    };
+    let data = rows(&["labels", "source", "label", "lables"]);
+    let warning = data.warning().unwrap();
+    assert!(
+        warning.ends_with("d.jsonl:3: the key \"label\" is ignored; if \"labels\" is meant, rename it"),
+        "{warning}"
+    );
+    assert_eq!(rows(&["labels", "source"]).warning(), None);
+}
+
+#[test]
 fn no_data_is_an_error() {
     for (name, text) in [("d.jsonl", ""), ("d.jsonl", "\n \n"), ("d.txt", "")] {
         let error = Build::default().run(name, text).unwrap_err();

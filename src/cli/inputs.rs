@@ -83,7 +83,11 @@ pub fn open_data(
     let tokenizer = TextTokenizer::find(model)?;
     let tokenizer_path = TextTokenizer::file_of(model);
     let config = DataConfig { seq_len, pack, vocab_size: facts.vocab_size, tokenizer_path };
-    Dataset::build(data, tokenizer.as_ref(), &config, work_dir)
+    let data = Dataset::build(data, tokenizer.as_ref(), &config, work_dir)?;
+    if let Some(warning) = data.warning() {
+        eprintln!("warning: {warning}");
+    }
+    Ok(data)
 }
 
 /// Everything that `terrace finetune` knows before the engine is built.

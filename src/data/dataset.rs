@@ -49,6 +49,7 @@ pub struct Dataset {
     store: TokenStore,
     summary: Summary,
     fingerprint: u64,
+    warning: Option<String>,
 }
 
 impl Dataset {
@@ -88,6 +89,7 @@ impl Dataset {
             summary: Summary::default(),
             config,
             path,
+            warning: None,
         };
         let mut reader = BufReader::with_capacity(1 << 18, file);
         if lines {
@@ -128,6 +130,11 @@ impl Dataset {
         &self.summary
     }
 
+    /// What the user should know of a row that was taken all the same: the first whose key is almost one that would count.
+    pub fn warning(&self) -> Option<&str> {
+        self.warning.as_deref()
+    }
+
     /// A hash of all ids and labels and of how they are cut into samples. A run may be resumed on data of the same fingerprint.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
@@ -142,6 +149,7 @@ struct Builder<'a> {
     summary: Summary,
     config: &'a DataConfig,
     path: &'a Path,
+    warning: Option<String>,
 }
 
 impl Builder<'_> {
@@ -163,9 +171,15 @@ impl Builder<'_> {
             }
             let encoded: Vec<Result<Option<Encoded>>> =
                 lines.par_iter().map(|(number, line)| self.encode(*number, line)).collect();
-            for row in encoded {
+            for (row, (number, _)) in encoded.into_iter().zip(&lines) {
                 if let Some(row) = row? {
                     self.summary.rows += 1;
+                    if let (Some((key, meant)), None) = (&row.near_miss, &self.warning) {
+                        self.warning = Some(format!(
+                            "{}:{number}: the key \"{key}\" is ignored; if \"{meant}\" is meant, rename it",
+                            self.path.display()
+                        ));
+                    }
                     self.row(row)?;
                 }
             }
@@ -186,7 +200,7 @@ impl Builder<'_> {
     }
 
     fn row(&mut self, row: Encoded) -> Result {
-        let Encoded { mut sample, plain } = row;
+        let Encoded { mut sample, plain, .. } = row;
         if plain || self.config.pack {
             return self.pack(&sample);
         }
@@ -271,7 +285,7 @@ impl Builder<'_> {
         if rest.ids.len() > 1 || (rest.ids.len() == 1 && self.summary.tokens == 0) {
             self.write(&rest.ids, &rest.labels)?;
         }
-        let (path, summary) = (self.path.to_path_buf(), self.summary);
+        let (path, summary, warning) = (self.path.to_path_buf(), self.summary, self.warning);
         let store = self.writer.finish()?;
         if store.len() == 0 {
             return Err(DataError::Empty { path });
@@ -282,7 +296,7 @@ impl Builder<'_> {
             return Err(DataError::Row { path, line: 1, column: None, reason });
         }
         let fingerprint = store.fingerprint();
-        Ok(Dataset { store, summary, fingerprint })
+        Ok(Dataset { store, summary, fingerprint, warning })
     }
 
     fn row_error(&self, line: usize, reason: String) -> DataError {

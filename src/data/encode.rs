@@ -7,10 +7,12 @@
 //! | `{"prompt", "completion"}` | both as one text, end token | completion and end token |
 //! | `{"text"}` | the text, end token | every token |
 //!
-//! The first of these that a row has counts; other keys are ignored. Prompt and completion are tokenised as one text, so that
+//! The first of these that a row has counts; other keys are ignored, the first that is almost one that
+//! would count with a warning. Prompt and completion are tokenised as one text, so that
 //! the ids are those of the text; a token that straddles the border belongs to the completion.
 
 use super::batch::loss_terms_of;
+use super::row::near_miss;
 use super::tokenizer::{TextTokenizer, TokenSpan};
 use super::{IGNORED, Sample};
 use serde_json::{Map, Value};
@@ -30,6 +32,8 @@ pub(super) struct Encoded {
     pub(super) sample: Sample,
     /// Plain text, which is packed with its neighbours.
     pub(super) plain: bool,
+    /// A key that is ignored, and the one that was perhaps meant.
+    pub(super) near_miss: Option<(String, &'static str)>,
 }
 
 type Result<T> = std::result::Result<T, String>;
@@ -60,7 +64,8 @@ impl Encoder<'_> {
         if !plain && !masked && loss_terms_of(&sample.labels) == 0 {
             return Err("nothing to learn: no token after the first carries loss".into());
         }
-        Ok(Encoded { sample, plain })
+        let near_miss = near_miss(row).map(|(key, meant)| (key.to_owned(), meant));
+        Ok(Encoded { sample, plain, near_miss })
     }
 
     /// A piece of plain text; the first one opens the document, [`end_of_document`](Self::end_of_document) closes it.

@@ -1,4 +1,4 @@
-//! A line of a `.jsonl` file as the object that it must be.
+//! A line of a `.jsonl` file as the object that it must be, and keys of it that are not what was meant.
 
 use super::encode::kind;
 use super::{DataError, Result};
@@ -34,9 +34,80 @@ pub fn object(path: &Path, line: usize, text: &str) -> Result<Map<String, Value>
     }
 }
 
+/// Kinds of row by the key that makes them, the first of which counts, and what else would change what a row of that kind says.
+const KINDS: [(&str, &[&str]); 5] = [
+    ("input_ids", &["labels"]),
+    ("messages", &["input_ids"]),
+    ("prompt", &["input_ids", "messages"]),
+    ("completion", &["input_ids", "messages"]),
+    ("text", &["input_ids", "messages", "prompt", "completion"]),
+];
+
+/// Changes of a letter by which a key may differ from the one that was meant.
+const TYPOS: usize = 2;
+
+/// A key that is ignored and is almost one that `row` lacks and that would change what it says, and that one. Other keys are common:
+/// data sets carry what they know of a row.
+pub fn near_miss(row: &Map<String, Value>) -> Option<(&str, &'static str)> {
+    let (_, meaning) = KINDS.iter().find(|(kind, _)| row.contains_key(*kind))?;
+    let is_known = |key: &str| KINDS.iter().any(|(kind, more)| *kind == key || more.contains(&key));
+    let lacking = || meaning.iter().filter(|meant| !row.contains_key(**meant));
+    let mut others = row.keys().filter(|key| !is_known(key));
+    others.find_map(|key| {
+        let lower = key.to_lowercase();
+        let is_near = |meant: &str| {
+            // As other trainers call them: `label_ids`.
+            meant == "labels" && lower.starts_with("label") || typos(&lower, meant) <= TYPOS
+        };
+        lacking().find(|meant| is_near(meant)).map(|meant| (key.as_str(), *meant))
+    })
+}
+
+/// Letters that are to be put in, taken out or replaced to make `b` of `a` (Levenshtein); more than [`TYPOS`] where lengths say so.
+fn typos(a: &str, b: &str) -> usize {
+    if a.len().abs_diff(b.len()) > TYPOS {
+        return TYPOS + 1;
+    }
+    let (a, b) = (a.as_bytes(), b.as_bytes());
+    let mut last: Vec<usize> = (0..=b.len()).collect();
+    for (row, from) in a.iter().enumerate() {
+        let mut next = vec![row + 1];
+        for (column, to) in b.iter().enumerate() {
+            let replaced = last[column] + usize::from(from != to);
+            next.push(replaced.min(last[column + 1] + 1).min(next[column] + 1));
+        }
+        last = next;
+    }
+    last[b.len()]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn keys_that_are_almost_right() {
+        let found = |text: &str| {
+            let row: Map<String, Value> = serde_json::from_str(text).unwrap();
+            near_miss(&row).map(|(key, meant)| (key.to_owned(), meant))
+        };
+        for (row, key, meant) in [
+            (r#"{"input_ids": 1, "id": 1, "label": 1}"#, "label", "labels"),
+            (r#"{"input_ids": 1, "lables": 1}"#, "lables", "labels"),
+            (r#"{"input_ids": 1, "labels_ids": 1}"#, "labels_ids", "labels"),
+            (r#"{"text": 1, "Input_id": 1}"#, "Input_id", "input_ids"),
+            (r#"{"text": 1, "promt": 1, "completion": 1}"#, "", ""),
+            (r#"{"prompt": 1, "completion": 1, "message": 1}"#, "message", "messages"),
+            (r#"{"text": 1, "completions": 1}"#, "completions", "completion"),
+            (r#"{"input_ids": 1, "labels": 1, "label": 1}"#, "", ""),
+            (r#"{"text": 1, "label": 1, "source": 1, "meta": 1, "prompt_id": 1}"#, "", ""),
+            (r#"{"txet": 1}"#, "", ""),
+        ] {
+            let expected = (!key.is_empty()).then(|| (key.to_owned(), meant));
+            assert_eq!(found(row), expected, "{row}");
+        }
+        assert_eq!([typos("a", "a"), typos("kitten", "sitting"), typos("", "ab")], [0, 3, 2]);
+    }
 
     #[test]
     fn a_place_is_said_once() {
