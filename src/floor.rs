@@ -14,7 +14,7 @@ use crate::calibrate::{Calibration, Gemm, MemoryRates, OptimizerRate, Profile, R
 use crate::predict::{step_seconds, unclipped_step_seconds};
 use serde::Serialize;
 use std::path::PathBuf;
-use terrace_kernels::DType;
+use terrace_kernels::{DType, QuantFormat};
 use terrace_optimizer::StateFormat;
 use terrace_zero::StepWork;
 
@@ -108,7 +108,8 @@ impl Capabilities {
         found.memory = calibration.memory.map(|m: MemoryRates| {
             m.read_bytes_per_second.max(m.copy_bytes_per_second).max(m.update_bytes_per_second)
         });
-        let update = state.and_then(|state| optimizer_rate(calibration, state, dtype));
+        let form = dtype.to_string();
+        let update = state.and_then(|state| optimizer_rate(calibration, state, &form));
         found.updates = update.map(|rate| rate.parameters_per_second);
         found.checksums = calibration.checksum_bytes_per_second;
         let threads = calibration.machine.threads as f64;
@@ -116,24 +117,28 @@ impl Capabilities {
             updates: update.and_then(|rate| rate.parameters_per_core_second).map(|rate| rate * threads),
             checksums: calibration.checksum_bytes_per_core_second.map(|rate| rate * threads),
         };
-        let products = match (&calibration.card, on_card) {
-            (Some(card), true) => {
-                found.upload = Some(card.upload_bytes_per_second);
-                found.download = Some(card.download_bytes_per_second);
-                found.both = Some(card.both_bytes_per_second);
-                found.device_memory = Some(card.device_memory_bytes_per_second);
-                &card.gemm
-            }
-            (None, true) => return found,
-            (_, false) => &calibration.gemm,
-        };
-        found.operations = product_rate(products, dtype);
+        if let Some(card) = calibration.card.as_ref().filter(|_| on_card) {
+            found.upload = Some(card.upload_bytes_per_second);
+            found.download = Some(card.download_bytes_per_second);
+            found.both = Some(card.both_bytes_per_second);
+            found.device_memory = Some(card.device_memory_bytes_per_second);
+        }
+        found.operations = products(calibration, on_card).and_then(|products| product_rate(products, &form));
         let training = calibration.training.iter();
         found.training = training
-            .filter(|rate| !on_card && rate.dtype == product_type(dtype))
+            .filter(|rate| !on_card && rate.dtype == form)
             .map(|rate| rate.operations_per_second)
             .reduce(f64::max);
         found
+    }
+
+    /// The same with products of weights in `format`, as far as `profile` knows them. What little has other weights, the attention and a tied
+    /// head, counts with them.
+    #[must_use]
+    pub fn with_weights(self, profile: &Profile, format: QuantFormat, on_card: bool) -> Self {
+        let products = profile.calibration.as_ref().and_then(|calibration| products(calibration, on_card));
+        let operations = products.and_then(|products| product_rate(products, &format.to_string()));
+        Self { operations, training: None, ..self }
     }
 
     /// Seconds of all drives for so many bytes; 0 where nothing is known.
@@ -228,18 +233,21 @@ fn disk_seconds(read: f64, write: f64, rates: Rates) -> f64 {
     alone.min(mixed)
 }
 
-/// The best of all shapes. Products of f16 are taken for those of bf16.
-fn product_rate(gemm: &[Gemm], dtype: DType) -> Option<f64> {
-    let name = product_type(dtype);
-    gemm.iter().filter(|gemm| gemm.dtype == name).map(|gemm| gemm.operations_per_second).reduce(f64::max)
+/// Products of the card, or of the processor where there is none in use.
+fn products(calibration: &Calibration, on_card: bool) -> Option<&[Gemm]> {
+    if on_card { calibration.card.as_ref().map(|card| &card.gemm[..]) } else { Some(&calibration.gemm) }
 }
 
-fn product_type(dtype: DType) -> &'static str {
-    if dtype == DType::F32 { "f32" } else { "bf16" }
+/// The best of all shapes of operands, or weights, in `form`.
+fn product_rate(gemm: &[Gemm], form: &str) -> Option<f64> {
+    gemm.iter().filter(|gemm| gemm.dtype == form).map(|gemm| gemm.operations_per_second).reduce(f64::max)
 }
 
-fn optimizer_rate(calibration: &Calibration, state: StateFormat, dtype: DType) -> Option<&OptimizerRate> {
-    let weights = product_type(dtype);
+fn optimizer_rate<'a>(
+    calibration: &'a Calibration,
+    state: StateFormat,
+    weights: &str,
+) -> Option<&'a OptimizerRate> {
     let state = state.to_string();
     calibration.optimizer.iter().find(|rate| rate.state == state && rate.weights == weights)
 }

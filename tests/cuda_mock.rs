@@ -241,7 +241,7 @@ fn a_card_is_measured() {
     for rate in ["upload", "download", "both", "device_memory"] {
         assert!(card[format!("{rate}_bytes_per_second")].as_f64().unwrap() > 1.0, "{card}");
     }
-    assert_eq!(card["gemm"].as_array().unwrap().len(), 10);
+    assert_eq!(card["gemm"].as_array().unwrap().len(), 19);
     let ended = train(&bench, "floor", "cuda:0").path("--profile", &output).ok();
     for resource in ["compute", "upload", "download", "link"] {
         assert!(ended.stderr.contains(&format!("{resource} ")), "{}", ended.stderr);

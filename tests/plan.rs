@@ -418,8 +418,8 @@ fn a_calibration_is_found_by_the_machine_it_is_of() {
     let bench = Bench::tiny();
     let document = calibrated(&bench);
     assert_eq!(document["calibration"]["machine"]["threads"], 2);
-    assert_eq!(document["calibration"]["gemm"].as_array().unwrap().len(), 10);
-    assert_eq!(document["calibration"]["optimizer"].as_array().unwrap().len(), 5);
+    assert_eq!(document["calibration"]["gemm"].as_array().unwrap().len(), 19);
+    assert_eq!(document["calibration"]["optimizer"].as_array().unwrap().len(), 6);
     assert_eq!(document["calibration"]["card"], Value::Null);
     let profile = default_profile(&bench);
     let stored: Value = serde_json::from_str(&fs::read_to_string(&profile).unwrap()).unwrap();

@@ -3,7 +3,7 @@
 
 mod support;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use support::{Bench, Cmd, cmd};
 
@@ -185,6 +185,42 @@ fn a_disk_that_was_not_measured_is_said() {
     let file = bench.path("file");
     std::fs::write(&file, "").unwrap();
     plan(&bench).args(&flags).path("--disk", &file).fails(1, &["--disk", "is not a directory"]);
+}
+
+/// Products of one type, or with weights of one format, say nothing of those of another.
+#[test]
+fn types_that_were_not_measured_have_no_time() {
+    let bench = Bench::tiny();
+    let profile = bench.path("profile.json");
+    let machine = json!({ "cpu": "Abacus 9", "threads": 2, "card": null, "date": "", "terrace": "" });
+    let gemm = |dtype: &str, rate: f64| json!({ "dtype": dtype, "of": "", "shape": [1, 1, 1], "operations_per_second": rate });
+    let memory = json!({ "read_bytes_per_second": 1e15, "copy_bytes_per_second": 1e15, "update_bytes_per_second": 1e15 });
+    let calibration = json!({
+        "version": 1, "machine": machine, "quick": false, "memory": memory, "gemm": [gemm("bf16", 2e9), gemm("int8", 1e9)],
+    });
+    std::fs::write(&profile, json!({ "version": 1, "calibration": calibration }).to_string()).unwrap();
+    let plan = |flags: &[&str]| {
+        let run = plan(&bench)
+            .path("--profile", &profile)
+            .args(&["--seq-len", "24", "--offload", "none"])
+            .args(flags);
+        (run.ok().stdout, run.args(&["--json"]).ok().json()["plan"].clone())
+    };
+    let (text, bf16) = plan(&[]);
+    assert!(text.contains("bound by compute") && bf16["step_seconds"].is_f64(), "{text}");
+    let (text, fp16) = plan(&["--dtype", "fp16"]);
+    assert!(
+        text.contains("no step time: nothing is known of the speed of compute in fp16; give --tflops"),
+        "{text}"
+    );
+    assert!(fp16["step_seconds"].is_null() && fp16["unknown"][0]["resource"] == "compute", "{fp16}");
+    let token = |weights| plan(&["--generate", "--max-new-tokens", "8", "--weights", weights]);
+    let [bf16, int8] =
+        ["bf16", "int8"].map(|weights| token(weights).1["seconds"]["compute"].as_f64().unwrap());
+    assert!((int8 / bf16 - 2.0).abs() < 1e-6, "{bf16} and {int8} seconds");
+    let (text, int4) = token("int4");
+    assert!(text.contains("no time: nothing is known of the speed of products with int4 weights"), "{text}");
+    assert!(int4["token_seconds"].is_null(), "{int4}");
 }
 
 /// Fewer moments are less state, and recomputing less memory: as the run says it.

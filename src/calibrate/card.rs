@@ -1,10 +1,10 @@
 //! The measurements on a card: its link in each direction and both at once, its memory, its matrix products.
 
-use super::measure::{Layer, MeasureError, best, gemm, gemm_arena_bytes, rate};
+use super::measure::{Layer, MeasureError, best, gemm, gemm_arena_bytes, quantized, rate};
 use super::profile::{Card, Gemm};
 use std::time::Instant;
 use terrace_device::{Arena, Device, Download, Region, Stream, StreamKind, Upload};
-use terrace_kernels::{DType, KernelSet, Tensor};
+use terrace_kernels::{DType, KernelSet, QuantFormat, Tensor};
 use terrace_tiers::{Lease, Pool};
 
 /// How much.
@@ -47,7 +47,7 @@ const PRODUCT_SECONDS_MAX: f64 = 1.0;
 /// Copies in flight in each direction.
 const WINDOW: usize = 2;
 
-/// Measures `device`, which is not unified, with its kernels on operands of these types.
+/// Measures `device`, which is not unified, with its kernels on operands of these types, and on weights in these formats.
 ///
 /// # Errors
 /// The card has too little memory, or the driver failed.
@@ -56,6 +56,7 @@ pub fn measure(
     kernels: &KernelSet,
     memory_bytes: u64,
     dtypes: &[DType],
+    formats: &[QuantFormat],
     effort: Effort,
 ) -> Result<Card, MeasureError> {
     let Effort { seconds, copy_bytes, layer, shapes } = effort;
@@ -69,13 +70,18 @@ pub fn measure(
     drop(link);
     let device_memory = device_memory(&arena, &*compute, kernels, copy_bytes, seconds)?;
     let mut products = Vec::new();
+    let operations = 2.0 * layer.tokens as f64 * layer.hidden as f64 * layer.intermediate as f64;
+    let is_slow = |gemm: &Gemm| operations / gemm.operations_per_second > PRODUCT_SECONDS_MAX;
+    let seconds = seconds / 3.0;
     for dtype in dtypes {
-        let seconds = seconds / 3.0;
         let first = gemm(device, &*compute, &arena, kernels, *dtype, FIRST, 0.0, 1)?;
-        let operations = 2.0 * layer.tokens as f64 * layer.hidden as f64 * layer.intermediate as f64;
-        let is_slow = |gemm: &Gemm| operations / gemm.operations_per_second > PRODUCT_SECONDS_MAX;
         let layer = if first.iter().any(is_slow) { FIRST } else { layer };
         products.extend(gemm(device, &*compute, &arena, kernels, *dtype, layer, seconds, shapes)?);
+    }
+    for format in formats {
+        let first = quantized(device, &*compute, &arena, kernels, *format, FIRST, 0.0)?;
+        let layer = if first.iter().all(is_slow) { FIRST } else { layer };
+        products.extend(quantized(device, &*compute, &arena, kernels, *format, layer, seconds)?);
     }
     Ok(Card {
         name: device.name().to_owned(),
@@ -169,9 +175,11 @@ mod tests {
     fn the_cpu_plays_a_card() {
         let layer = Layer { tokens: 8, hidden: 16, intermediate: 24 };
         let effort = Effort { seconds: 0.001, copy_bytes: 1 << 16, layer, shapes: usize::MAX };
-        let types = [DType::BF16, DType::F32];
-        let card = measure(&HostDevice::discrete(), &cpu::kernel_set(1), 1 << 30, &types, effort).unwrap();
+        let types = [DType::BF16, DType::F16, DType::F32];
+        let formats = [QuantFormat::Int8, QuantFormat::Int4];
+        let (device, kernels) = (HostDevice::discrete(), cpu::kernel_set(1));
+        let card = measure(&device, &kernels, 1 << 30, &types, &formats, effort).unwrap();
         assert!(card.upload_bytes_per_second > 1.0 && card.both_bytes_per_second > 1.0, "{card:?}");
-        assert_eq!(card.gemm.len(), 10);
+        assert_eq!(card.gemm.len(), 19);
     }
 }

@@ -5,7 +5,7 @@
 
 use super::machine::last_cache_bytes;
 use super::profile::{Gemm, MemoryRates, OptimizerRate, Rates, TrainingRate};
-use half::bf16;
+use half::{bf16, f16};
 use rayon::prelude::*;
 use std::hint::black_box;
 use std::path::PathBuf;
@@ -14,8 +14,10 @@ use terrace_aio::IoBuf;
 use terrace_aio::bench::rates::{self, Effort as DiskEffort};
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::profile::DiskProfile;
-use terrace_device::{Arena, Device, DeviceError, Stream};
-use terrace_kernels::{DType, KernelSet, MatmulSpec, Tensor, View, ViewMut};
+use terrace_device::{Arena, Bytes, Device, DeviceError, Region, Stream};
+use terrace_kernels::{
+    DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, View, ViewMut,
+};
 use terrace_models::{ModelConfig, RandomSource, Row, TokenBatch, build};
 use terrace_optimizer::{
     AdamW, Gradient, OptimizerError, StateFormat, StateLayout, StepArgs, WeightType, optimizer,
@@ -25,8 +27,9 @@ use terrace_tiers::checksum;
 use terrace_zero::{Backend, BatchLimits, Engine, EngineConfig, TrainingConfig};
 
 /// State formats with the weights they go with.
-pub const LAYOUTS: [(StateFormat, WeightType); 5] = [
+pub const LAYOUTS: [(StateFormat, WeightType); 6] = [
     (StateFormat::Fp32, WeightType::F32),
+    (StateFormat::Fp32, WeightType::F16),
     (StateFormat::Fp32, WeightType::Bf16),
     (StateFormat::Split, WeightType::Bf16),
     (StateFormat::Bf16, WeightType::Bf16),
@@ -74,7 +77,7 @@ impl Layer {
 const TRAINING_TIMES: f64 = 4.0;
 
 impl Effort {
-    /// About half a minute in all with one disk.
+    /// Three quarters of a minute in all with one disk.
     pub const FULL: Self = Self {
         seconds: 0.8,
         memory_bytes: 256 << 20,
@@ -82,7 +85,7 @@ impl Effort {
         file_bytes: 1 << 30,
         disk_seconds: 2.0,
     };
-    /// About five seconds.
+    /// About seven seconds.
     pub const QUICK: Self = Self {
         seconds: 0.12,
         memory_bytes: 64 << 20,
@@ -336,6 +339,53 @@ pub fn gemm(
     Ok(found)
 }
 
+/// Positions of a decoding step: few rows have a product of their own.
+const DECODED: usize = 16;
+
+/// Products of activations in bf16 with weights of `layer` in `format`, of a prompt and of a decoding step.
+///
+/// # Errors
+/// The device has too little memory or a kernel failed.
+pub fn quantized(
+    device: &dyn Device,
+    compute: &dyn Stream,
+    arena: &Arena,
+    kernels: &KernelSet,
+    format: QuantFormat,
+    layer: Layer,
+    seconds: f64,
+) -> Result<Vec<Gemm>, MeasureError> {
+    let Layer { tokens, hidden, intermediate } = layer;
+    // All rows are alike: their values change no time, and quantizing takes some.
+    let mut row = vec![0; format.row_bytes(hidden)];
+    format.quantize(&numbers(hidden), &mut row).expect("the numbers are finite");
+    let codes = row.repeat(intermediate);
+    let region = if device.unified() {
+        None
+    } else {
+        Some(on_device(device, arena.alloc(codes.len())?, codes.clone())?)
+    };
+    let bytes = region.as_ref().map_or(Bytes::from_host(&codes), Region::bytes);
+    let weights = QuantizedView::new(bytes, format, &[intermediate, hidden]);
+    let mut found = Vec::new();
+    for (of, rows) in [("gate and up, of a prompt", tokens), ("gate and up, of a decoding step", DECODED)] {
+        let signal = noise(device, arena, kernels, DType::BF16, &[rows, hidden])?;
+        let mut out = Tensor::new(arena, DType::BF16, &[rows, intermediate])?;
+        let timed = best(seconds, || -> Result<(), MeasureError> {
+            kernels.quantized_matmul.matmul_nt(signal.view(), weights, out.view_mut(), Epilogue::NONE)?;
+            Ok(compute.synchronize()?)
+        })?;
+        let operations = 2.0 * rows as f64 * intermediate as f64 * hidden as f64;
+        found.push(Gemm {
+            dtype: format.to_string(),
+            of: of.into(),
+            shape: [rows, intermediate, hidden],
+            operations_per_second: rate(operations, timed),
+        });
+    }
+    Ok(found)
+}
+
 /// Operations per second of forward and backward of a model of one such layer, everything in memory, all blocks keeping what backward
 /// needs. Of the median step, not of the shortest: it is for what a step is expected to take, and the floor has the best products.
 ///
@@ -358,7 +408,7 @@ pub fn training(
     let model = ModelConfig::parse(&text.to_string()).expect("a model of one layer is a model");
     let limits =
         BatchLimits { sequences: 1, length: tokens, micro_batches: 1, cache_length: 0, cache_pages: 0 };
-    let state = if dtype == DType::F32 { StateFormat::Fp32 } else { StateFormat::Split };
+    let state = if dtype == DType::BF16 { StateFormat::Split } else { StateFormat::Fp32 };
     let training = TrainingConfig { state, clip: None, ..TrainingConfig::default() };
     let config = EngineConfig { training: Some(training), threads, ..EngineConfig::new(dtype, limits) };
     let builder = TokenBatch::new(&model);
@@ -392,35 +442,42 @@ fn noise(
 ) -> Result<Tensor, MeasureError> {
     let mut tensor = Tensor::new(arena, dtype, dims)?;
     let elements: usize = dims.iter().product();
+    let values = numbers(elements);
+    if device.unified() {
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let from = View::new(Bytes::from_host(&bytes), DType::F32, &[elements]);
+        kernels.elementwise.cast(from, flat(&mut tensor, elements))?;
+        return Ok(tensor);
+    }
+    let bytes: Vec<u8> = match dtype {
+        DType::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+        DType::F16 => values.iter().flat_map(|value| f16::from_f32(*value).to_le_bytes()).collect(),
+        _ => values.iter().flat_map(|value| bf16::from_f32(*value).to_le_bytes()).collect(),
+    };
+    Ok(Tensor::from_region(on_device(device, tensor.into_region(), bytes)?, dtype, dims))
+}
+
+/// Small numbers of either sign.
+fn numbers(count: usize) -> Vec<f32> {
     let mut state = 0x9e37_79b9_u32;
-    let mut next = || {
+    let next = || {
         state ^= state << 13;
         state ^= state >> 17;
         state ^= state << 5;
         (state >> 8) as f32 / (1 << 23) as f32 - 1.0
     };
-    if device.unified() {
-        let mut bytes = vec![0; elements * 4];
-        bytes.chunks_exact_mut(4).for_each(|out| out.copy_from_slice(&next().to_le_bytes()));
-        let from = View::new(terrace_device::Bytes::from_host(&bytes), DType::F32, &[elements]);
-        kernels.elementwise.cast(from, flat(&mut tensor, elements))?;
-        return Ok(tensor);
-    }
-    let mut bytes = vec![0; elements * dtype.size()];
-    match dtype {
-        DType::F32 => bytes.chunks_exact_mut(4).for_each(|out| out.copy_from_slice(&next().to_le_bytes())),
-        _ => bytes
-            .chunks_exact_mut(2)
-            .for_each(|out| out.copy_from_slice(&bf16::from_f32(next()).to_le_bytes())),
-    }
+    std::iter::repeat_with(next).take(count).collect()
+}
+
+/// `bytes` in memory of a device that has its own.
+fn on_device(device: &dyn Device, region: Region, bytes: Vec<u8>) -> Result<Region, MeasureError> {
     let up = device.stream(terrace_device::StreamKind::Upload)?;
     let compute = device.stream(terrace_device::StreamKind::Compute)?;
     // Memory of the arena that an earlier product used.
     compute.synchronize()?;
-    let (region, source) =
-        terrace_device::Upload::start(&*up, bytes, tensor.into_region())?.ready_on(&*compute)?;
+    let (region, source) = terrace_device::Upload::start(&*up, bytes, region)?.ready_on(&*compute)?;
     source.release()?;
-    Ok(Tensor::from_region(region, dtype, dims))
+    Ok(region)
 }
 
 fn flat(tensor: &mut Tensor, elements: usize) -> ViewMut<'_> {
@@ -467,7 +524,7 @@ mod tests {
     fn a_layer_is_trained() {
         let backend = crate::cpu_backend(1, &IoConfig::default()).unwrap();
         let layer = TINY.layer;
-        for dtype in [DType::F32, DType::BF16] {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
             let found = training(&backend, dtype, layer, 1, 0.001).unwrap();
             assert!(found.operations_per_second > 1.0, "{found:?}");
         }
@@ -476,12 +533,18 @@ mod tests {
     }
 
     #[test]
-    fn products_of_both_types_fit_their_arena() {
+    fn products_of_all_types_fit_their_arena() {
         for device in [HostDevice::unified(), HostDevice::discrete()] {
             let arena = device.arena(gemm_arena_bytes(TINY.layer)).unwrap();
             let compute = device.stream(StreamKind::Compute).unwrap();
-            for dtype in [DType::F32, DType::BF16] {
-                let kernels = cpu::kernel_set(1);
+            let kernels = cpu::kernel_set(1);
+            for format in [QuantFormat::Int8, QuantFormat::Int4] {
+                let found =
+                    quantized(&device, &*compute, &arena, &kernels, format, TINY.layer, 0.001).unwrap();
+                assert_eq!([found[0].shape[0], found[1].shape[0]], [TINY.layer.tokens, DECODED]);
+                assert!(found.iter().all(|gemm| gemm.operations_per_second > 1.0), "{found:?}");
+            }
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
                 let found = gemm(&device, &*compute, &arena, &kernels, dtype, TINY.layer, 0.001, 5).unwrap();
                 assert_eq!(found.len(), 5);
                 assert!(found.iter().all(|gemm| gemm.operations_per_second > 1.0), "{found:?}");

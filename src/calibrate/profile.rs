@@ -103,7 +103,8 @@ pub struct MemoryRates {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Gemm {
-    /// Type of the operands, `bf16` or `f32`.
+    /// Type of the operands, `bf16`, `f16` or `f32`, or format of the weights, `int8` or `int4`. Profiles of before those were measured
+    /// have no `f16` and no formats.
     pub dtype: String,
     /// What a decoder layer does with it.
     pub of: String,
@@ -117,7 +118,7 @@ pub struct Gemm {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainingRate {
-    /// Type of weights and activations, `bf16` or `f32`.
+    /// Type of weights and activations, `bf16`, `f16` or `f32`.
     pub dtype: String,
     /// Two per multiplication and addition.
     pub operations_per_second: f64,
@@ -129,7 +130,7 @@ pub struct TrainingRate {
 pub struct OptimizerRate {
     /// `fp32`, `split`, `bf16` or `compact`.
     pub state: String,
-    /// Type of the weights, `bf16` or `f32`.
+    /// Type of the weights, `bf16`, `f16` or `f32`.
     pub weights: String,
     /// Parameters per second, all threads.
     pub parameters_per_second: f64,

@@ -14,7 +14,12 @@ use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::profile::DiskProfile;
 use terrace_device::host::HostDevice;
 use terrace_device::{Device, StreamKind};
-use terrace_kernels::{DType, cpu};
+use terrace_kernels::{DType, QuantFormat, cpu};
+
+/// What products are measured of: all that runs compute with.
+const DTYPES: [DType; 3] = [DType::BF16, DType::F16, DType::F32];
+/// The same of weights.
+const FORMATS: [QuantFormat; 2] = [QuantFormat::Int8, QuantFormat::Int4];
 
 /// Runs the command.
 ///
@@ -43,7 +48,7 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
     if let Some((_, memory_bytes)) = session.card() {
         let effort = if args.quick { card::Effort::QUICK } else { card::Effort::FULL };
         let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
-        let measured = card::measure(device, kernels, memory_bytes, &[DType::BF16, DType::F32], effort);
+        let measured = card::measure(device, kernels, memory_bytes, &DTYPES, &FORMATS, effort);
         calibration.card = Some(measured.map_err(CliError::failed)?);
     }
     let profile = Profile { disk, calibration: Some(calibration) };
@@ -103,7 +108,7 @@ fn host(calibration: &mut Calibration, session: &Session, effort: Effort) -> Res
     for (format, weights) in LAYOUTS {
         calibration.optimizer.push(measure::update(&pool, format, weights, effort)?);
     }
-    for dtype in [DType::BF16, DType::F32] {
+    for dtype in DTYPES {
         calibration.gemm.extend(host_gemm(threads, dtype, effort, usize::MAX)?);
         // Never tried on a card, and an emulated one needs minutes.
         if session.on_card() {
@@ -117,6 +122,15 @@ fn host(calibration: &mut Calibration, session: &Session, effort: Effort) -> Res
             threads,
             seconds,
         )?);
+    }
+    let (device, kernels) = (HostDevice::unified(), cpu::kernel_set(threads));
+    let arena = device.arena(measure::gemm_arena_bytes(effort.layer))?;
+    let compute = device.stream(StreamKind::Compute)?;
+    for format in FORMATS {
+        let (layer, seconds) = (effort.layer, effort.seconds / 2.0);
+        calibration
+            .gemm
+            .extend(measure::quantized(&device, &*compute, &arena, &kernels, format, layer, seconds)?);
     }
     Ok(())
 }
@@ -176,13 +190,15 @@ fn table(profile: &Profile) -> String {
         line(&format!("host memory, {} threads", calibration.machine.threads), three(rates));
     }
     let products = |line: &mut dyn FnMut(&str, String), name: &str, gemm: &[Gemm]| {
-        for dtype in ["bf16", "f32"] {
+        let types = DTYPES.map(|dtype| (dtype.to_string(), format!("in {dtype}")));
+        let formats = FORMATS.map(|format| (format.to_string(), format!("with {format} weights")));
+        for (form, what) in types.into_iter().chain(formats) {
             let rates: Vec<f64> =
-                gemm.iter().filter(|g| g.dtype == dtype).map(|g| g.operations_per_second).collect();
+                gemm.iter().filter(|g| g.dtype == form).map(|g| g.operations_per_second).collect();
             let (least, most) = rates.iter().fold((f64::MAX, 0.0_f64), |(a, b), &r| (a.min(r), b.max(r)));
             if most > 0.0 {
                 let text = format!("{:.1} to {:.1} GFLOP/s, {} shapes", least / 1e9, most / 1e9, rates.len());
-                line(&format!("{name}, matrix products in {dtype}"), text);
+                line(&format!("{name}, matrix products {what}"), text);
             }
         }
     };

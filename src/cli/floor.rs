@@ -4,7 +4,7 @@ use super::args::Offload;
 use super::calibrate::host_gemm;
 use super::session::{self, Session};
 use crate::calibrate::measure::{self, Effort, Layer, MeasureError};
-use crate::calibrate::{Calibration, Machine, Profile, card};
+use crate::calibrate::{Calibration, Gemm, Machine, Profile, card};
 use crate::config::{ByteSize, TrainConfig};
 use crate::error::CliError;
 use crate::floor::{Capabilities, Floor};
@@ -51,8 +51,11 @@ pub fn capabilities(
     };
     if known.calibration.is_none() {
         let mut calibration = Calibration::new(here, true);
-        warned(host(&mut calibration, session, state, config, effort));
+        warned(host(&mut calibration, session, config, effort));
         known.calibration = Some(calibration);
+    }
+    if let Some(calibration) = &mut known.calibration {
+        warned(of_the_type(calibration, session, state, config.dtype, effort));
     }
     let covered = known.disk.as_ref().is_some_and(|disk| dirs.iter().all(|dir| disk.path_of(dir).is_some()));
     if on_disk && !covered {
@@ -96,40 +99,57 @@ fn effort(budget: u64) -> Effort {
     Effort { memory_bytes, layer, file_bytes: start.file_bytes.min(memory_bytes as u64 * 4), ..start }
 }
 
+/// What there is for every type of weights.
 fn host(
     calibration: &mut Calibration,
     session: &Session,
-    state: Option<StateFormat>,
     config: &EngineConfig,
     effort: Effort,
 ) -> Result<(), MeasureError> {
-    let pool = measure::pool(session.threads)?;
-    calibration.memory = Some(measure::memory(&pool, effort));
-    if let Some(state) = state {
-        let weights = match config.dtype {
-            DType::F32 => WeightType::F32,
-            _ => WeightType::Bf16,
-        };
-        calibration.optimizer = vec![measure::update(&pool, state, weights, effort)?];
+    calibration.memory = Some(measure::memory(&measure::pool(session.threads)?, effort));
+    if !session.on_card() && config.placement == Placement::Disk {
+        let sums = measure::checksums(&measure::pool(1)?, effort);
+        calibration.checksum_bytes_per_core_second = Some(sums);
     }
-    match session.card() {
-        Some((_, memory_bytes)) => {
-            let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
-            // Products of f16 count as those of bf16.
-            let dtype = match config.dtype {
-                DType::F32 => DType::F32,
-                _ => DType::BF16,
-            };
-            let effort = card::Effort::START;
-            calibration.card = Some(card::measure(device, kernels, memory_bytes, &[dtype], effort)?);
+    Ok(())
+}
+
+/// The update and the products of weights of `dtype`, unless `calibration` has them: a profile may be of before they were measured.
+fn of_the_type(
+    calibration: &mut Calibration,
+    session: &Session,
+    state: Option<StateFormat>,
+    dtype: DType,
+    effort: Effort,
+) -> Result<(), MeasureError> {
+    let weights = match dtype {
+        DType::F32 => WeightType::F32,
+        DType::F16 => WeightType::F16,
+        _ => WeightType::Bf16,
+    };
+    let named = |state: StateFormat| {
+        let (state, weights) = (state.to_string(), weights.to_string());
+        calibration.optimizer.iter().any(|rate| rate.state == state && rate.weights == weights)
+    };
+    if let Some(state) = state.filter(|state| !named(*state)) {
+        let pool = measure::pool(session.threads)?;
+        calibration.optimizer.push(measure::update(&pool, state, weights, effort)?);
+    }
+    let has = |products: &[Gemm]| products.iter().any(|gemm| gemm.dtype == dtype.to_string());
+    let Some((_, memory_bytes)) = session.card() else {
+        if !has(&calibration.gemm) {
+            calibration.gemm.extend(host_gemm(session.threads, dtype, effort, 2)?);
         }
-        None => {
-            calibration.gemm = host_gemm(session.threads, config.dtype, effort, 2)?;
-            if config.placement == Placement::Disk {
-                let sums = measure::checksums(&measure::pool(1)?, effort);
-                calibration.checksum_bytes_per_core_second = Some(sums);
-            }
-        }
+        return Ok(());
+    };
+    if calibration.card.as_ref().is_some_and(|card| has(&card.gemm)) {
+        return Ok(());
+    }
+    let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
+    let found = card::measure(device, kernels, memory_bytes, &[dtype], &[], card::Effort::START)?;
+    match &mut calibration.card {
+        Some(card) => card.gemm.extend(found.gemm),
+        None => calibration.card = Some(found),
     }
     Ok(())
 }

@@ -25,7 +25,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_device::host::HostDevice;
-use terrace_kernels::dry;
+use terrace_kernels::{QuantFormat, dry};
 use terrace_models::{ModelConfig, TokenBatch};
 use terrace_optimizer::StateFormat;
 use terrace_tiers::{ByteSize, MemoryPlan, Tier};
@@ -199,7 +199,7 @@ impl<'a> Planning<'a> {
         let sample = TokenBatch::new(&self.model).shape(choice.batch, self.length);
         // Rates of formats are those of AdamW; other algorithms move other bytes.
         let state = Some(choice.state).filter(|_| self.args.optimizer == OptimizerName::Adamw);
-        let can = self.capabilities(state);
+        let can = self.capabilities(state, None);
         let (_, outlook) = keeping::cheapest(&config, &self.backend, &self.model, &sample, &can, &self.runs)?;
         self.enough_disk(&outlook.memory)?;
         let floor = Floor::complete(&outlook.work, &can, false);
@@ -338,7 +338,11 @@ impl<'a> Planning<'a> {
     }
 
     /// The profile's figures, and over them what was given by hand.
-    pub(super) fn capabilities(&self, state: Option<StateFormat>) -> Capabilities {
+    pub(super) fn capabilities(
+        &self,
+        state: Option<StateFormat>,
+        weights: Option<QuantFormat>,
+    ) -> Capabilities {
         let (args, dtype) = (self.args, session::dtype(self.args.dtype));
         let disk = self.profile.as_ref().and_then(|profile| profile.disk.as_ref());
         let whole: Vec<PathBuf> = args.disk.iter().map(|dir| session::whole(dir, disk)).collect();
@@ -347,7 +351,11 @@ impl<'a> Planning<'a> {
                 // Without a directory in mind, all that were measured are meant.
                 let measured = profile.disk.iter().flat_map(|disk| disk.paths.iter().map(|p| p.path.clone()));
                 let dirs = if whole.is_empty() { measured.collect() } else { whole };
-                Capabilities::of(profile, dtype, state, self.on_card, &dirs, None)
+                let can = Capabilities::of(profile, dtype, state, self.on_card, &dirs, None);
+                match weights {
+                    Some(format) => can.with_weights(profile, format, self.on_card),
+                    None => can,
+                }
             }
             None => Capabilities::default(),
         };
@@ -378,6 +386,10 @@ impl<'a> Planning<'a> {
         let disks: Vec<String> = self.args.disk.iter().map(|dir| dir.display().to_string()).collect();
         let words = |unknown: &Unknown| match (unknown.resource, disks.as_slice()) {
             ("the disk", [_, ..]) => format!("--disk {}", disks.join(" and ")),
+            ("compute", _) if self.profile.is_some() => match session::quant_format(self.args.weights) {
+                Some(format) => format!("products with {format} weights"),
+                None => format!("compute in {}", pinned::name(self.args.dtype)),
+            },
             (resource, _) => resource.to_owned(),
         };
         let resources: Vec<String> = floor.unknown.iter().map(words).collect();

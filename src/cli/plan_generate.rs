@@ -120,7 +120,7 @@ fn of(planning: &Planning<'_>, wanted: Wanted) -> Result<Planned, EngineError> {
     let positions = |each: usize| (choice.batch * each) as u64;
     add_cache(&mut prompts, 0, positions(prompt));
     add_cache(&mut token, positions(prompt + new_tokens / 2), positions(1));
-    let can = planning.capabilities(None);
+    let can = planning.capabilities(None, format);
     let floors = [&prompts, &token].map(|outlook| Floor::complete(&outlook.work, &can, planning.on_card));
     Ok(Planned { choice, outlook: prompts, floors, token })
 }
