@@ -73,6 +73,9 @@ pub struct Floor {
     pub unknown: Vec<Unknown>,
 }
 
+/// The name of the disk in an [`Unknown`].
+pub const DISK: &str = "the disk";
+
 /// A resource that is used and of whose speed nothing is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Unknown {
@@ -200,7 +203,7 @@ impl Floor {
             ("the link", "--link", link, can.upload.is_some() && can.download.is_some()),
             ("host memory", "--dram", work.memory_bytes, can.memory.is_some()),
             ("the card's memory", "--gpu-bandwidth", device_memory, can.device_memory.is_some()),
-            ("the disk", "--disk-read and --disk-write", disk, !can.disks.is_empty()),
+            (DISK, "--disk-read and --disk-write", disk, !can.disks.is_empty()),
             ("the network", "--network-bandwidth", exchanged.network_bytes, can.network.is_some()),
             ("the link to other cards", "--peer-bandwidth", exchanged.peer_bytes, can.peers.is_some()),
         ] {

@@ -178,6 +178,14 @@ fn a_disk_that_was_not_measured_is_said() {
     let rates = ["--disk-read", "1GB", "--disk-write", "1GB"];
     let text = plan(&bench).args(&flags).args(&rates).ok().stdout;
     assert!(text.contains("a step takes at least") && text.contains("  memory"), "{text}");
+    // A calibration without a disk is to be done again with one.
+    let mut document: Value = serde_json::from_str(&std::fs::read_to_string(&profile).unwrap()).unwrap();
+    document.as_object_mut().unwrap().remove("disk").unwrap();
+    std::fs::write(&profile, document.to_string()).unwrap();
+    let text = plan(&bench).args(&flags).ok().stdout;
+    let words =
+        "the speed of the disk; run `terrace calibrate --disk PATH`, or give --disk-read and --disk-write";
+    assert!(text.contains(words), "{text}");
     // What is not there would be made.
     let ended = plan(&bench).args(&flags).path("--disk", &known.join("state/run")).ok();
     let words = format!("there is no such folder; the disk of {} is meant", known.display());

@@ -16,7 +16,7 @@ use super::{keeping, placement, print_json, print_text, ranks};
 use crate::config::run;
 use crate::engine::{CUDA_SCRATCH_BYTES, host_updates};
 use crate::error::CliError;
-use crate::floor::{Capabilities, Floor, Unknown};
+use crate::floor::{Capabilities, DISK, Floor, Unknown};
 use crate::progress::count;
 use crate::{cpu_backend, shape};
 use serde_json::{Value, json};
@@ -385,7 +385,7 @@ impl<'a> Planning<'a> {
     pub(super) fn what_is_missing(&self, floor: &Floor) -> String {
         let disks: Vec<String> = self.args.disk.iter().map(|dir| dir.display().to_string()).collect();
         let words = |unknown: &Unknown| match (unknown.resource, disks.as_slice()) {
-            ("the disk", [_, ..]) => format!("--disk {}", disks.join(" and ")),
+            (DISK, [_, ..]) => format!("--disk {}", disks.join(" and ")),
             ("compute", _) if self.profile.is_some() => match session::quant_format(self.args.weights) {
                 Some(format) => format!("products with {format} weights"),
                 None => format!("compute in {}", pinned::name(self.args.dtype)),
@@ -396,7 +396,11 @@ impl<'a> Planning<'a> {
         let flags: Vec<&str> = floor.unknown.iter().map(|unknown| unknown.flags).collect();
         let mut advice = format!("give {}", flags.join(", "));
         if !self.described && self.args.profile.is_none() {
-            let disks: String = disks.iter().map(|dir| format!(" --disk {dir}")).collect();
+            let is_disk = floor.unknown.iter().any(|unknown| unknown.resource == DISK);
+            let disks = match disks.as_slice() {
+                [] if is_disk => " --disk PATH".into(),
+                named => named.iter().map(|dir| format!(" --disk {dir}")).collect::<String>(),
+            };
             advice = format!("run `terrace calibrate{disks}`, or {advice}");
         } else if self.args.profile.is_some() {
             advice += ", or name a --profile that knows it";
