@@ -139,8 +139,13 @@ fn data_that_cannot_be_used() {
     fs::write(bench.path("p.jsonl"), "{\"prompt_ids\": [1]}\n{\"prompt_ids\": [1}\n").unwrap();
     let parts = ["p.jsonl:2:18: invalid JSON: expected `,` or `]`; every line must be a whole JSON object"];
     generate(&["--prompts"]).args(&[bench.path("p.jsonl").to_str().unwrap()]).fails(1, &parts);
-    generate(&["--prompt-ids", "1,96"])
-        .fails(1, &["prompt token 96 is outside the model's vocabulary of 96"]);
+    let outside = "token id 96 is outside the model's vocabulary of 96: ids are from 0 to 95";
+    let ended = generate(&["--prompt-ids", "1,96"]).fails(1, &[&format!("--prompt-ids: {outside}")]);
+    assert!(!ended.stderr.contains("tokenizer"), "{}", ended.stderr);
+    fs::write(bench.path("p.jsonl"), "{\"prompt_ids\": [1]}\n\n{\"prompt_ids\": [96]}\n").unwrap();
+    generate(&["--prompts"])
+        .args(&[bench.path("p.jsonl").to_str().unwrap()])
+        .fails(1, &["p.jsonl: prompt 2: ", outside]);
     for tokens in ["64", &usize::MAX.to_string()] {
         let run = generate(&["--prompt-ids", "1", "--max-new-tokens", tokens]);
         run.fails(2, &["exceed the model's 64 positions"]);

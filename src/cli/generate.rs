@@ -8,7 +8,7 @@ use super::knobs::advise;
 use super::session::{self, Session};
 use super::trace::{self, Seen};
 use super::{checks, print_json, print_text};
-use crate::data::TextTokenizer;
+use crate::data::{DataError, TextTokenizer};
 use crate::error::CliError;
 use crate::generate::{Continuation, Prompt, SamplingConfig, TokenSampler, read_prompts, stop_ids};
 use crate::interrupt::Interrupt;
@@ -74,16 +74,7 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
     let io = session::io_config(profile.as_ref());
     let session = Session::open(&args.placement, &io, threads, args.trace.is_some())?;
     let tokenizer = TextTokenizer::find(&args.model)?;
-    let prompts = match (&args.prompt, &args.prompt_ids, &args.prompts) {
-        (Some(text), _, _) => vec![Prompt::Text(text.clone())],
-        (_, Some(ids), _) => vec![Prompt::Ids(ids.clone())],
-        (_, _, Some(file)) => read_prompts(file)?,
-        (None, None, None) => return Err(CliError::Usage("give --prompt, --prompt-ids or --prompts".into())),
-    };
-    let prompts = prompts
-        .iter()
-        .map(|p| p.ids(tokenizer.as_ref(), &args.model, facts.vocab_size))
-        .collect::<Result<Vec<_>, _>>()?;
+    let prompts = prompts(args, facts.vocab_size, tokenizer.as_ref())?;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(1);
     let positions = longest.saturating_add(args.max_new_tokens.get());
     if positions > model.config.positions_max {
@@ -136,6 +127,32 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
     }
     frozen.close()?;
     Ok(Continued { continuations, traced })
+}
+
+/// The tokens of every prompt.
+fn prompts(
+    args: &GenerateArgs,
+    vocab_size: usize,
+    tokenizer: Option<&TextTokenizer>,
+) -> Result<Vec<Vec<u32>>, CliError> {
+    let prompts = match (&args.prompt, &args.prompt_ids, &args.prompts) {
+        (Some(text), _, _) => vec![Prompt::Text(text.clone())],
+        (_, Some(ids), _) => vec![Prompt::Ids(ids.clone())],
+        (_, _, Some(file)) => read_prompts(file)?,
+        (None, None, None) => return Err(CliError::Usage("give --prompt, --prompt-ids or --prompts".into())),
+    };
+    let name = |at: usize| match &args.prompts {
+        Some(file) => format!("--prompts {}: prompt {}", file.display(), at + 1),
+        None if args.prompt.is_some() => "--prompt".into(),
+        None => "--prompt-ids".into(),
+    };
+    let ids = |(at, prompt): (usize, &Prompt)| {
+        prompt.ids(tokenizer, &args.model, vocab_size).map_err(|error| match error {
+            DataError::Prompt(reason) => CliError::Failed(format!("{}: {reason}", name(at))),
+            other => other.into(),
+        })
+    };
+    prompts.iter().enumerate().map(ids).collect()
 }
 
 /// Pages that any `batch` of the prompts need together.

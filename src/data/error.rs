@@ -45,6 +45,9 @@ pub enum DataError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A prompt has no tokens, or one that the model does not know.
+    #[error("{0}")]
+    Prompt(String),
     /// A file could not be read or written.
     #[error("{doing} {}: {source}; {}", path.display(), advice(source))]
     File {

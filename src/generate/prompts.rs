@@ -14,7 +14,7 @@ pub enum Prompt {
 }
 
 impl Prompt {
-    /// The prompt's tokens. `model` is named in messages.
+    /// The prompt's tokens. `model` is named where its tokenizer is missing or wrong.
     ///
     /// # Errors
     /// Text without a tokenizer, no tokens at all, or an id outside the model's vocabulary.
@@ -36,14 +36,20 @@ impl Prompt {
             }
         };
         if ids.is_empty() {
-            return Err(wrong("a prompt has no tokens; there must be at least one to continue".into()));
+            return Err(DataError::Prompt(
+                "there are no tokens; there must be at least one to continue".into(),
+            ));
         }
-        match ids.iter().find(|&&id| id as usize >= vocab_size) {
-            Some(id) => {
-                Err(wrong(format!("prompt token {id} is outside the model's vocabulary of {vocab_size}")))
+        let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) else { return Ok(ids) };
+        let outside = format!("is outside the model's vocabulary of {vocab_size}");
+        Err(match self {
+            Self::Ids(_) => {
+                DataError::Prompt(format!("token id {id} {outside}: ids are from 0 to {}", vocab_size - 1))
             }
-            None => Ok(ids),
-        }
+            Self::Text(_) => {
+                wrong(format!("it makes token {id} of the prompt, which {outside}: take the model's own"))
+            }
+        })
     }
 }
 
@@ -123,7 +129,11 @@ mod tests {
         let ids =
             |ids: &[u32]| Prompt::Ids(ids.to_vec()).ids(None, Path::new("m"), 10).map_err(|e| e.to_string());
         assert_eq!(ids(&[9]).unwrap(), [9]);
-        assert!(ids(&[10]).unwrap_err().contains("outside the model's vocabulary of 10"));
+        assert!(
+            ids(&[10])
+                .unwrap_err()
+                .starts_with("token id 10 is outside the model's vocabulary of 10: ids are from 0 to 9")
+        );
         assert!(ids(&[]).unwrap_err().contains("at least one"));
         let text = Prompt::Text("x".into()).ids(None, Path::new("m"), 10).unwrap_err().to_string();
         assert!(text.starts_with("m/tokenizer.json") && text.contains("--prompt-ids"), "{text}");
