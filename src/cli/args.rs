@@ -199,7 +199,7 @@ pub struct FinetuneArgs {
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "Memory")]
 pub struct PlacementArgs {
-    /// Slowest tier in use [default: disk]
+    /// Slowest tier in use [default: disk; generate and eval: none, and host or a --disk for weights that do not fit]
     #[arg(long, value_name = "TIER")]
     pub offload: Option<Offload>,
     /// Folder on a local drive for offloaded state; several are striped
