@@ -97,6 +97,37 @@ fn models_with_dropout_are_not_trained() {
 }
 
 #[test]
+fn runs_that_would_train_nothing() {
+    let bench = Bench::tiny();
+    let run = || bench.finetune("out").args(&["--scheduler", "constant"]);
+    let model = bench.path("model");
+    let parts = ["--max-shard-size", "a file of no bytes holds no weights; give a size such as 5GB"];
+    run().args(&["--max-shard-size", "0"]).fails(2, &parts);
+    cmd(&["export", "state", "--output", "out", "--max-shard-size", "0GB"])
+        .path("--model", &model)
+        .fails(2, &parts);
+    for groups in
+        [&["--param-group", "*,frozen"][..], &["--param-group", "*norm*,frozen", "--param-group", "*,frozen"]]
+    {
+        run()
+            .args(groups)
+            .fails(2, &["all parameters are frozen, and nothing is left to train; freeze fewer"]);
+    }
+    assert!(!bench.path("out/.terrace").join("state.bin").exists(), "state was made");
+    run().args(&["--steps", "1", "--param-group", "*norm*,lr=1e-4", "--param-group", "*,frozen"]).ok();
+
+    let run = |steps: &str| bench.finetune("more").args(&["--scheduler", "constant", "--steps", steps]);
+    run("3").ok();
+    let weights = bench.weights("more");
+    let parts = ["is at step 3, and this run would end at step 2: raise --steps", "terrace export"];
+    run("2").args(&["--resume"]).fails(2, &parts);
+    run("3").args(&["--resume"]).ok();
+    assert!(weights == bench.weights("more"), "nothing was left to train");
+    run("4").args(&["--resume"]).ok();
+    assert_eq!(bench.steps("more"), [1, 2, 3, 4]);
+}
+
+#[test]
 fn data_that_cannot_be_used() {
     let bench = Bench::tiny();
     let refused = |name: &str, text: &str, parts: &[&str]| {
@@ -316,7 +347,8 @@ fn values_of_flags_that_make_no_sense() {
         ("--save-every", "0", "must be at least 1"),
         ("--threads", "0", "must be at least 1"),
         ("--threads", "100000", "must be at most 1024"),
-        ("--steps", "-1", "must not be negative"),
+        ("--steps", "-1", "must be at least 1"),
+        ("--steps", "0", "must be at least 1"),
         ("--steps", "many", "expected a whole number"),
         ("--seed", "99999999999999999999", "more than a 64-bit number can hold"),
         ("--host-memory", "-1", "is not a size"),
@@ -474,7 +506,9 @@ fn resuming_another_run() {
     };
     let data = bench.path("data.jsonl");
     let usual = ["--seq-len", "24", "--learning-rate", "1e-3"];
-    run(&usual, &model, &data).args(&["--resume"]).fails(1, &["holds no training state"]);
+    let advice =
+        "leave out --resume to begin a run, or give the --output and each --disk of the one to continue";
+    run(&usual, &model, &data).args(&["--resume"]).fails(1, &["holds no training state", advice]);
     run(&usual, &model, &data).ok();
     let weights = bench.weights("out");
     for (words, model, data, part) in [

@@ -428,7 +428,8 @@ fn a_report_for_people_and_what_is_refused() {
     let bench = Bench::tiny();
     let state = [bench.path("out").join(".terrace")];
     let run = |steps: &str| bench.finetune("out").args(&["--steps", steps]);
-    inspect(&state, &[]).fails(1, &["holds no training state", "no such directory"]);
+    let parts = ["holds no training state: there is no such directory; give each --disk of the run"];
+    inspect(&state, &[]).fails(1, &parts);
     let running = run("4000").spawn();
     assert!(running.wait_until(|| bench.steps_so_far("out") >= 2));
     for words in [&["--verify"][..], &[], &["--verify", "--restore-previous"]] {

@@ -5,7 +5,9 @@ pub use super::durability::DurabilityFlag;
 pub use super::plan_args::PlanArgs;
 pub use super::ranks::RanksArgs;
 pub use super::values::{Betas, DeviceName, DiskCache};
-use super::values::{count, not_negative_float, part, positive_float, probability, threads, token_id, whole};
+use super::values::{
+    count, not_negative_float, part, positive_float, probability, shard_size, threads, token_id, whole,
+};
 use crate::config::{ByteSize, GroupFlag, SchedulerFlag};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -64,7 +66,7 @@ pub struct FinetuneArgs {
     pub config: Option<PathBuf>,
 
     /// Steps to train; wins over --epochs
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole, help_heading = "Training")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = count::<u64>, help_heading = "Training")]
     pub steps: Option<u64>,
     /// Passes over the data, fractions allowed [default: 1]
     #[arg(long, value_name = "E", allow_negative_numbers = true, value_parser = positive_float, help_heading = "Training")]
@@ -180,6 +182,7 @@ pub struct FinetuneArgs {
         long,
         value_name = "SIZE",
         allow_negative_numbers = true,
+        value_parser = shard_size,
         default_value = "5GB",
         help_heading = "Output"
     )]
@@ -379,7 +382,7 @@ pub struct ExportArgs {
     #[arg(long)]
     pub previous: bool,
     /// Largest safetensors file
-    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, default_value = "5GB")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = shard_size, default_value = "5GB")]
     pub max_shard_size: ByteSize,
     /// Print one JSON document to stdout at the end
     #[arg(long)]

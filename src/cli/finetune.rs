@@ -93,15 +93,9 @@ pub fn train(
     keep_what_pays(&mut config, &can, &session, &model.config, &sample)?;
 
     let loading = Instant::now();
-    let wanted = config.clone();
-    let engine = if run.resume {
-        eprintln!("reading and verifying the training state");
-        Engine::resume(config, session.backend.clone(), model.blocks, &sample)
-    } else {
-        Engine::create(config, session.backend.clone(), model.blocks, &sample, source)
-    };
-    let engine = engine.map_err(|error| advise(error, &wanted, &session, &model.config))?;
-    session.warn_of_slow_copies();
+    let fresh = if run.resume { None } else { Some(source) };
+    let engine = open_engine(config, &session, model, &sample, fresh)?;
+    has_steps_left(&engine, steps, &run)?;
     check_room_for_saves(&engine, &run)?;
     let windows = say_plan(&engine, &run, loading);
     // The cut into chunks is a property of state that is resumed.
@@ -181,6 +175,27 @@ fn check_room_for_saves(engine: &Engine, run: &TrainConfig) -> Result<(), CliErr
         }
         checked => Ok(checked?),
     }
+}
+
+/// Makes training state of `source`, or continues what is there without one.
+fn open_engine(
+    config: EngineConfig,
+    session: &Session,
+    model: Model,
+    sample: &MicroBatch,
+    source: Option<&mut dyn WeightSource>,
+) -> Result<Engine, CliError> {
+    let (wanted, backend) = (config.clone(), session.backend.clone());
+    let engine = match source {
+        None => {
+            eprintln!("reading and verifying the training state");
+            Engine::resume(config, backend, model.blocks, sample)
+        }
+        Some(source) => Engine::create(config, backend, model.blocks, sample, source),
+    };
+    let engine = engine.map_err(|error| advise(error, &wanted, session, &model.config))?;
+    session.warn_of_slow_copies();
+    Ok(engine)
 }
 
 /// A plan that does not fit, with what would.
@@ -560,11 +575,19 @@ fn event_writer(folder: &Path) -> Result<EventWriter, CliError> {
     })
 }
 
-/// Says which flag names parameters that the model does not have.
+/// Says which flag names parameters that the model does not have, or that none are left to train.
 fn check_groups(args: &FinetuneArgs, run: &TrainConfig, blocks: &[Box<dyn Block>]) -> Result<(), CliError> {
     let params = all_params(blocks);
     let matches = |group: &&GroupFlag| params.iter().any(|param| group.0.matches(&param.name));
-    let Some(index) = run.groups.iter().position(|group| !matches(&group)) else { return Ok(()) };
+    let Some(index) = run.groups.iter().position(|group| !matches(&group)) else {
+        let first = |param: &ParamSpec| run.groups.iter().find(|group| group.0.matches(&param.name));
+        if params.iter().all(|param| first(param).is_some_and(|group| group.0.frozen)) {
+            let message =
+                "--param-group: all parameters are frozen, and nothing is left to train; freeze fewer";
+            return Err(CliError::Usage(message.into()));
+        }
+        return Ok(());
+    };
     let flag = if index < args.param_group.len() { "--param-group" } else { "--no-decay" };
     let names: Vec<&str> = params.iter().rev().take(3).map(|param| param.name.as_str()).collect();
     Err(CliError::Usage(format!(
@@ -574,11 +597,28 @@ fn check_groups(args: &FinetuneArgs, run: &TrainConfig, blocks: &[Box<dyn Block>
     )))
 }
 
+/// State at the last step of a run may lack its model yet; state that is beyond it is not that of the run that is asked for.
+fn has_steps_left(engine: &Engine, steps: u64, run: &TrainConfig) -> Result<(), CliError> {
+    let step = engine.step();
+    if step <= steps {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "the state in {} is at step {step}, and this run would end at step {steps}: raise --steps or --epochs to go on from it, or write \
+         the model that it holds with `terrace export`",
+        state_dirs(run)[0].display()
+    )))
+}
+
 /// Says before the data is read whether there is state to resume, or in the way of a new run.
 fn check_saved_state(session: &Session, run: &TrainConfig) -> Result<(), CliError> {
     let disks = state_dirs(run);
     match Engine::stored(&session.backend.io, &disks) {
         Err(EngineError::Tier(TierError::NoState { .. })) if !run.resume => Ok(()),
+        Err(EngineError::Tier(error @ TierError::NoState { .. })) => {
+            let what_to_do = "leave out --resume to begin a run, or give the --output and each --disk of the one to continue";
+            Err(CliError::Failed(stored::no_state(&error, what_to_do)))
+        }
         Err(error) => Err(error.into()),
         Ok(stored) if run.resume => {
             stored::say(&stored.recoveries);

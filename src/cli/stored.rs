@@ -34,16 +34,23 @@ pub fn open(args: &StateArgs, access: Access) -> Result<StoreView, CliError> {
             dir.display(),
             lock.display()
         )),
-        TierError::NoState { .. } => {
+        error @ TierError::NoState { .. } => {
             let default = run::default_disk(&dirs[0]);
-            let hint = match default.join("manifest.bin").exists() {
-                true => format!("; the state of a run without --disk is in {0}: give --disk {0}", default.display()),
-                false => String::new(),
-            };
-            CliError::Failed(format!("{error}{hint}"))
+            CliError::Failed(match default.join("manifest.bin").exists() {
+                true => format!("{error}; the state of a run without --disk is in {0}: give --disk {0}", default.display()),
+                false => no_state(&error, "give each --disk of the run, or .terrace in its --output"),
+            })
         }
         other => CliError::failed(other),
     })
+}
+
+/// Says that there is no state, and `what_to_do` unless the store knows better.
+pub fn no_state(error: &TierError, what_to_do: &str) -> String {
+    match error {
+        TierError::NoState { detail, .. } if detail.contains("; ") => error.to_string(),
+        _ => format!("{error}; {what_to_do}"),
+    }
 }
 
 /// Says what was damaged and has a substitute, a line each.

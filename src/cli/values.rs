@@ -105,6 +105,14 @@ pub(super) fn threads(text: &str) -> Result<NonZeroUsize, String> {
     if number.get() > THREADS_MAX { Err(format!("must be at most {THREADS_MAX}")) } else { Ok(number) }
 }
 
+/// The size of a file, which holds something.
+pub(super) fn shard_size(text: &str) -> Result<ByteSize, String> {
+    match text.parse()? {
+        ByteSize(0) => Err("a file of no bytes holds no weights; give a size such as 5GB".into()),
+        size => Ok(size),
+    }
+}
+
 /// A number of parameters, such as `40b`, `1.3B` or `124m`.
 pub(super) fn parameters(text: &str) -> Result<u64, String> {
     let trimmed = text.trim();
