@@ -39,3 +39,16 @@ fn report_in_both_forms() {
     let value: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
     assert_eq!(value["version"], env!("CARGO_PKG_VERSION"));
 }
+
+/// `terrace … | head -1` ends when the reader has seen enough.
+#[test]
+fn a_reader_that_went_away_is_no_error() {
+    for words in [&["report"][..], &["report", "--json"], &["plan", "--params", "1b", "--device", "cpu"]] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = Command::new(env!("CARGO_BIN_EXE_terrace")).args(words).stdout(writer).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{words:?}");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(!stderr.contains("panicked") && !stderr.contains("error"), "{stderr}");
+    }
+}

@@ -55,16 +55,21 @@ pub fn run(cli: Cli) -> Result<(), CliError> {
 /// Prints the one JSON document of `--json` to stdout.
 ///
 /// # Errors
-/// Standard output is closed.
+/// Standard output cannot be written.
 pub fn print_json(document: &impl Serialize) -> Result<(), CliError> {
     let text = serde_json::to_string_pretty(document).map_err(CliError::failed)?;
     print_text(&text)
 }
 
+/// Prints; a reader that has seen enough is no error.
 fn print_text(text: &str) -> Result<(), CliError> {
-    use std::io::Write;
-    writeln!(std::io::stdout(), "{text}")
-        .map_err(|e| CliError::Failed(format!("writing to standard output: {e}")))
+    use std::io::{ErrorKind, Write};
+    match writeln!(std::io::stdout(), "{text}") {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(CliError::Failed(format!("writing to standard output: {error}")))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn report(args: &ReportArgs) -> Result<(), CliError> {
