@@ -49,9 +49,10 @@ pub struct Diagnosis {
 }
 
 impl Evidence<'_> {
-    /// Operations in flight on average.
+    /// Operations in flight on average. What was in flight when the measuring began counts with all of its latency, a part of which was
+    /// before; a short run would have more of them than there can be.
     pub fn in_flight(&self) -> f64 {
-        self.ops_per_second * self.mean_latency_ns / 1e9
+        (self.ops_per_second * self.mean_latency_ns / 1e9).min(self.depth as f64)
     }
 
     /// The first of the possible limits that the figures show.
@@ -160,6 +161,8 @@ mod tests {
         assert!((evidence().in_flight() - 32.0).abs() < 1e-9);
         let small = Evidence { ops_per_second: 200_000.0, mean_latency_ns: 80_000.0, ..evidence() };
         assert!((small.in_flight() - 16.0).abs() < 1e-9);
+        let at_the_edge = Evidence { mean_latency_ns: 32.8e6, ..evidence() }.diagnose();
+        assert!(at_the_edge.evidence.contains("32.0 of 32 operations in flight"), "{at_the_edge:?}");
     }
 
     #[test]

@@ -10,6 +10,9 @@ use terrace_aio::bench::mix::{Direction, Mix};
 use terrace_aio::bench::pattern::PAGE_BYTES;
 use terrace_aio::engine::{EngineChoice, QUEUE_DEPTH_MAX, RINGS_MAX};
 
+/// The largest block.
+const BLOCK_BYTES_MAX: u64 = 1 << 30;
+
 /// Measures what disks really do, through the engine that Terrace uses.
 ///
 /// Sizes take KiB, MiB, GiB, TiB; K, M, G, T mean the same (binary).
@@ -140,7 +143,7 @@ pub struct EngineArgs {
 #[derive(Debug, Args)]
 pub struct LoadArgs {
     /// Bytes of one operation.
-    #[arg(long, alias = "block_size", value_name = "SIZE", default_value = "1MiB", value_parser = parse_size)]
+    #[arg(long, alias = "block_size", value_name = "SIZE", default_value = "1MiB", value_parser = parse_block)]
     pub block_size: u64,
     /// Blocks in flight in each directory.
     #[arg(long, alias = "queue_depth", value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -149,7 +152,7 @@ pub struct LoadArgs {
     #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = parse_seconds)]
     pub seconds: Option<f64>,
     /// How long to run before that [default: a tenth of --seconds, at most 1].
-    #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = parse_seconds)]
+    #[arg(long, value_name = "S", allow_negative_numbers = true, value_parser = parse_warm_up)]
     pub warm_up: Option<f64>,
 }
 
@@ -209,7 +212,7 @@ pub struct Sweep {
 #[derive(Debug, Args)]
 pub struct GridArgs {
     /// Block sizes to try.
-    #[arg(long, value_name = "SIZE,…", value_delimiter = ',', default_value = "256KiB,1MiB,4MiB", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE,…", value_delimiter = ',', default_value = "256KiB,1MiB,4MiB", value_parser = parse_block)]
     pub block_sizes: Vec<u64>,
     /// Depths to try, in rising order; the rest is skipped when two steps gain less than 3 % each.
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,4,8,16,32,64", value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -302,7 +305,6 @@ impl Engine {
 impl Place {
     /// The files to make, of whole blocks of `block` bytes.
     pub fn files(&self, block: u64, blocks_min: u64, copies: u64) -> Result<FilePlan, Failure> {
-        check_block(block)?;
         let data_bytes = self.file_size / block * block;
         if data_bytes < blocks_min * block {
             let block = units::size(block);
@@ -320,16 +322,6 @@ impl Place {
             copies,
         })
     }
-}
-
-/// Refuses a block that cannot be moved directly.
-pub fn check_block(block: u64) -> Result<(), Failure> {
-    if block == 0 || !block.is_multiple_of(PAGE_BYTES as u64) || block > 1 << 30 {
-        return Err(Failure::usage(format!(
-            "a block must be a multiple of {PAGE_BYTES} bytes, at most 1 GiB"
-        )));
-    }
-    Ok(())
 }
 
 impl Shape {
@@ -418,7 +410,21 @@ impl Foreign {
     }
 }
 
+/// Bytes that can be moved directly.
+fn parse_block(text: &str) -> Result<u64, String> {
+    let block = parse_size(text)?;
+    if block == 0 || !block.is_multiple_of(PAGE_BYTES as u64) || block > BLOCK_BYTES_MAX {
+        return Err(format!("a block is a multiple of {PAGE_BYTES} bytes, from {PAGE_BYTES} to 1GiB"));
+    }
+    Ok(block)
+}
+
 fn parse_seconds(text: &str) -> Result<f64, String> {
+    let seconds = parse_warm_up(text).ok().filter(|seconds| *seconds > 0.0);
+    seconds.ok_or_else(|| "seconds are a number above 0 and at most 86400".to_owned())
+}
+
+fn parse_warm_up(text: &str) -> Result<f64, String> {
     let seconds = text.parse::<f64>().ok().filter(|seconds| (0.0..=86_400.0).contains(seconds));
     seconds.ok_or_else(|| "seconds are a number from 0 to 86400".to_owned())
 }

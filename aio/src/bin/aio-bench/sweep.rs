@@ -71,7 +71,6 @@ impl Grid {
             depths
         };
         let depths = sorted(args.queue_depths.iter().map(|depth| *depth as usize).collect());
-        args.block_sizes.iter().try_for_each(|block| options::check_block(*block))?;
         if depths.last().is_some_and(|depth| depth * dirs > QUEUE_DEPTH_MAX) {
             let text = format!("--queue-depths times the directories must be at most {QUEUE_DEPTH_MAX}");
             return Err(Failure::usage(text));
