@@ -80,6 +80,7 @@ fn scalars(metrics: &StepMetrics) -> Vec<(String, f64)> {
         ("train/loss", metrics.loss),
         ("train/grad_norm", metrics.grad_norm),
         ("train/loss_scale", metrics.loss_scale),
+        ("speed/floor_seconds", metrics.floor_seconds),
         ("speed/floor_fraction", metrics.floor_fraction),
     ];
     let mut scalars: Vec<(String, f64)> =
@@ -87,24 +88,19 @@ fn scalars(metrics: &StepMetrics) -> Vec<(String, f64)> {
     scalars.extend(
         [
             ("train/learning_rate", metrics.lr),
+            ("train/tokens", metrics.tokens as f64),
             ("speed/step_seconds", metrics.step_seconds),
             ("speed/tokens_per_second", metrics.tokens_per_second),
             ("disk/read_bytes", metrics.disk_read_bytes as f64),
             ("disk/write_bytes", metrics.disk_write_bytes as f64),
+            ("disk/written_bytes", metrics.disk_written_bytes as f64),
+            ("link/upload_bytes", metrics.upload_bytes as f64),
+            ("link/download_bytes", metrics.download_bytes as f64),
             ("memory/host_peak_bytes", metrics.host_peak_bytes as f64),
+            ("memory/device_peak_bytes", metrics.device_peak_bytes as f64),
         ]
         .map(|(tag, value)| (tag.to_owned(), value)),
     );
-    if metrics.device_peak_bytes > 0 {
-        scalars.extend(
-            [
-                ("link/upload_bytes", metrics.upload_bytes as f64),
-                ("link/download_bytes", metrics.download_bytes as f64),
-                ("memory/device_peak_bytes", metrics.device_peak_bytes as f64),
-            ]
-            .map(|(tag, value)| (tag.to_owned(), value)),
-        );
-    }
     scalars.extend(metrics.stall_seconds.iter().map(|(what, value)| (format!("stall/{what}"), *value)));
     scalars.retain(|(_, value)| value.is_finite());
     scalars
@@ -188,7 +184,15 @@ mod tests {
         let mut writer = EventWriter::create(&folder.path().join("runs/one")).unwrap();
         for step in 1..=3 {
             let stall_seconds = [("weights".to_owned(), 0.5)].into();
-            let metrics = StepMetrics { step, loss: Some(2.5), stall_seconds, ..StepMetrics::default() };
+            let metrics = StepMetrics {
+                step,
+                loss: Some(2.5),
+                floor_seconds: Some(0.5),
+                tokens: 3,
+                disk_written_bytes: 8,
+                stall_seconds,
+                ..StepMetrics::default()
+            };
             writer.append(&metrics).unwrap();
         }
         let bytes = std::fs::read(writer.path()).unwrap();
@@ -205,9 +209,16 @@ mod tests {
         assert_eq!(records.len(), 4);
         let has = |record: &[u8], part: &[u8]| record.windows(part.len()).any(|window| window == part);
         assert!(has(&records[0], b"brain.Event:2"));
-        for part in
-            [&b"train/loss\x15\0\0\x20\x40"[..], b"stall/weights\x15\0\0\0\x3f", b"speed/tokens_per_second"]
-        {
+        for part in [
+            &b"train/loss\x15\0\0\x20\x40"[..],
+            b"train/tokens\x15\0\0\x40\x40",
+            b"stall/weights\x15\0\0\0\x3f",
+            b"speed/floor_seconds\x15\0\0\0\x3f",
+            b"speed/tokens_per_second",
+            b"disk/written_bytes\x15\0\0\0\x41",
+            b"link/upload_bytes",
+            b"link/download_bytes",
+        ] {
             assert!(has(&records[3], part), "{part:?}");
         }
         assert!(!has(&records[3], b"grad_norm"), "there is none");

@@ -509,6 +509,7 @@ impl Trainer<'_> {
         self.metrics
             .append(&metrics)
             .map_err(|e| CliError::Failed(format!("writing {}: {e}", self.metrics_path.display())))?;
+        let metrics = StepMetrics { disk_written_bytes: self.metrics.disk_written_bytes(), ..metrics };
         if let Some(events) = &mut self.events {
             let result = events.append(&metrics);
             result.map_err(|e| CliError::Failed(format!("writing {}: {e}", events.path().display())))?;
