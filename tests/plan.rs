@@ -469,6 +469,11 @@ fn profiles_that_cannot_be_used() {
 
     let calibrate = || cmd(&["calibrate", "--quick"]);
     calibrate().path("--disk", &bench.path("nowhere")).fails(2, &["--disk", "nowhere", "no such folder"]);
+    let deep = bench.path("none/of/them/profile.json");
+    calibrate()
+        .path("--output", &deep)
+        .fails(2, &["--output", "none/of/them; make it, or name another file"]);
+    assert!(!bench.path("none").exists(), "a folder was made");
     fs::write(&profile, "{}").unwrap();
     calibrate().path("--output", &profile).fails(2, &["--output", "profile.json", "cannot take a profile"]);
     assert_eq!(fs::read_to_string(&profile).unwrap(), "{}");

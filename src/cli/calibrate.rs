@@ -84,7 +84,15 @@ fn output(args: &CalibrateArgs) -> Result<PathBuf, CliError> {
                 )));
             }
             let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-            checks::writable("--output", folder.unwrap_or(Path::new(".")))?;
+            let folder = folder.unwrap_or(Path::new("."));
+            if !folder.is_dir() {
+                return Err(CliError::Usage(format!(
+                    "--output {}: there is no folder {}; make it, or name another file",
+                    path.display(),
+                    folder.display()
+                )));
+            }
+            checks::writable("--output", folder)?;
             Ok(path.clone())
         }
         None => Profile::default_path().ok_or_else(|| {
