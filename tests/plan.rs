@@ -460,6 +460,14 @@ fn profiles_that_cannot_be_used() {
     refused("{\"version\": 1, \"calibration\": {\"version\": 2}}", &["\"calibration\"", "version 2"]);
     refused("{\"version\": 1, \"calibration\": {\"version\": 1}}", &["\"calibration\"", "machine"]);
     refused("{\"version\": 1}", &["section"]);
+    let section = |threads: u64, rate: f64| {
+        let machine = json!({ "cpu": "", "threads": threads, "card": null, "date": "", "terrace": "" });
+        let gemm = json!([{ "dtype": "bf16", "of": "", "shape": [1, 1, 1], "operations_per_second": rate }]);
+        let calibration = json!({ "version": 1, "machine": machine, "quick": false, "gemm": gemm });
+        json!({ "version": 1, "calibration": calibration }).to_string()
+    };
+    refused(&section(0, 1.0), &["profile.json", "0 in \"machine.threads\" is no number of threads"]);
+    refused(&section(2, -1.0), &["profile.json", "-1 in \"gemm.operations_per_second\" is no rate"]);
 
     // At the default place it is no reason to stop.
     fs::create_dir_all(bench.path("cache/terrace")).unwrap();

@@ -317,45 +317,61 @@ impl Calibration {
     }
 
     fn check(&self) -> Result<(), String> {
-        let mut rates: Vec<(&str, f64)> = Vec::new();
-        if let Some(r) = &self.disks_together {
-            rates.extend(
-                [r.read_bytes_per_second, r.write_bytes_per_second, r.mixed_bytes_per_second]
-                    .map(|rate| ("disks_together", rate)),
-            );
+        if self.machine.threads == 0 {
+            return Err("in \"calibration\": 0 in \"machine.threads\" is no number of threads".into());
         }
-        if let Some(r) = &self.memory {
-            rates.extend(
-                [r.read_bytes_per_second, r.copy_bytes_per_second, r.update_bytes_per_second]
-                    .map(|rate| ("memory", rate)),
-            );
-        }
-        rates.extend(self.gemm.iter().map(|gemm| ("gemm", gemm.operations_per_second)));
-        rates.extend(self.training.iter().map(|rate| ("training", rate.operations_per_second)));
-        rates.extend(self.optimizer.iter().map(|rate| ("optimizer", rate.parameters_per_second)));
-        let alone = self.optimizer.iter().filter_map(|rate| rate.parameters_per_core_second);
-        rates.extend(alone.map(|rate| ("optimizer", rate)));
-        rates.extend(self.checksum_bytes_per_second.map(|rate| ("checksum_bytes_per_second", rate)));
-        rates
-            .extend(self.checksum_bytes_per_core_second.map(|rate| ("checksum_bytes_per_core_second", rate)));
-        if let Some(card) = &self.card {
-            rates.extend(
-                [
-                    card.upload_bytes_per_second,
-                    card.download_bytes_per_second,
-                    card.both_bytes_per_second,
-                    card.device_memory_bytes_per_second,
-                ]
-                .map(|rate| ("card", rate)),
-            );
-            rates.extend(card.gemm.iter().map(|gemm| ("card", gemm.operations_per_second)));
-        }
-        match rates.iter().find(|(_, rate)| !rate.is_finite() || *rate <= 0.0) {
+        match self.rates().iter().find(|(_, rate)| !rate.is_finite() || *rate <= 0.0) {
             Some((key, rate)) => {
                 Err(format!("in \"calibration\": {rate} in \"{key}\" is no rate; rates are positive numbers"))
             }
             None => Ok(()),
         }
+    }
+
+    /// All rates that are there, with their keys.
+    fn rates(&self) -> Vec<(&'static str, f64)> {
+        let mut rates = Vec::new();
+        if let Some(r) = &self.disks_together {
+            rates.extend([
+                ("disks_together.read_bytes_per_second", r.read_bytes_per_second),
+                ("disks_together.write_bytes_per_second", r.write_bytes_per_second),
+                ("disks_together.mixed_bytes_per_second", r.mixed_bytes_per_second),
+            ]);
+        }
+        if let Some(r) = &self.memory {
+            rates.extend([
+                ("memory.read_bytes_per_second", r.read_bytes_per_second),
+                ("memory.copy_bytes_per_second", r.copy_bytes_per_second),
+                ("memory.update_bytes_per_second", r.update_bytes_per_second),
+            ]);
+        }
+        let mut all = |key, found: &mut dyn Iterator<Item = f64>| rates.extend(found.map(|rate| (key, rate)));
+        all("gemm.operations_per_second", &mut self.gemm.iter().map(|gemm| gemm.operations_per_second));
+        all(
+            "training.operations_per_second",
+            &mut self.training.iter().map(|rate| rate.operations_per_second),
+        );
+        all(
+            "optimizer.parameters_per_second",
+            &mut self.optimizer.iter().map(|rate| rate.parameters_per_second),
+        );
+        let mut alone = self.optimizer.iter().filter_map(|rate| rate.parameters_per_core_second);
+        all("optimizer.parameters_per_core_second", &mut alone);
+        all("checksum_bytes_per_second", &mut self.checksum_bytes_per_second.into_iter());
+        all("checksum_bytes_per_core_second", &mut self.checksum_bytes_per_core_second.into_iter());
+        if let Some(card) = &self.card {
+            all(
+                "card.gemm.operations_per_second",
+                &mut card.gemm.iter().map(|gemm| gemm.operations_per_second),
+            );
+            rates.extend([
+                ("card.upload_bytes_per_second", card.upload_bytes_per_second),
+                ("card.download_bytes_per_second", card.download_bytes_per_second),
+                ("card.both_bytes_per_second", card.both_bytes_per_second),
+                ("card.device_memory_bytes_per_second", card.device_memory_bytes_per_second),
+            ]);
+        }
+        rates
     }
 }
 
@@ -423,11 +439,14 @@ mod tests {
         let future = broken(&|d| d["calibration"]["version"] = 2.into());
         assert!(future.contains("version 2") && future.contains("terrace calibrate"), "{future}");
         assert!(broken(&|d| d["calibration"]["wind"] = 1.into()).contains("wind"));
-        assert!(
-            broken(&|d| d["calibration"]["memory"]["read_bytes_per_second"] = 0.into()).contains("memory")
-        );
-        let idle = json!([{ "dtype": "bf16", "operations_per_second": 0 }]);
-        assert!(broken(&|d| d["calibration"]["training"] = idle.clone()).contains("0 in \"training\""));
+        let rate = "memory.read_bytes_per_second";
+        let memory = broken(&|d| d["calibration"]["memory"]["read_bytes_per_second"] = 0.into());
+        assert!(memory.contains(&format!("0 in \"{rate}\" is no rate")), "{memory}");
+        let idle = json!([{ "dtype": "bf16", "operations_per_second": -1 }]);
+        let training = broken(&|d| d["calibration"]["training"] = idle.clone());
+        assert!(training.contains("-1 in \"training.operations_per_second\""), "{training}");
+        let threads = broken(&|d| d["calibration"]["machine"]["threads"] = 0.into());
+        assert!(threads.contains("0 in \"machine.threads\""), "{threads}");
         assert!(Profile::from_json("{").unwrap_err().contains("not JSON"));
         assert!(Profile::from_json("{\"version\": 1}").unwrap_err().contains("section"));
     }
