@@ -44,7 +44,8 @@ pub fn cheapest(
     let mut best = (expected * (1.0 - GAIN_MIN), None, most);
     for halves in FEWER {
         let fewer = kept * halves / 2;
-        let found = outlook(Some(fewer))?;
+        // With fewer it may not fit: what a block keeps may live in the memory that its gradient has anyway.
+        let Ok(found) = outlook(Some(fewer)) else { continue };
         if let Some(seconds) = step_seconds(&found.work, can)
             && seconds < best.0
         {
@@ -62,8 +63,49 @@ mod tests {
     use terrace_aio::engine::EngineConfig as IoConfig;
     use terrace_kernels::DType;
     use terrace_models::TokenBatch;
-    use terrace_tiers::Tier;
+    use terrace_tiers::{Tier, TierError};
     use terrace_zero::{BatchLimits, Placement, TrainingConfig};
+
+    /// Fewer that keep may take more memory than all: a plan that fits is not refused for them.
+    #[test]
+    fn what_fits_is_not_refused_for_what_does_not() {
+        let model = ModelConfig::parse(
+            r#"{"architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256,
+                "num_hidden_layers": 6, "num_attention_heads": 4}"#,
+        )
+        .unwrap();
+        let backend = cpu_backend(1, &IoConfig::default()).unwrap();
+        let limits =
+            BatchLimits { sequences: 1, length: 8, micro_batches: 1, cache_length: 0, cache_pages: 0 };
+        let sample = TokenBatch::new(&model).blank(1, 8);
+        let config = EngineConfig {
+            training: Some(TrainingConfig::default()),
+            placement: Placement::Host,
+            threads: 1,
+            ..EngineConfig::new(DType::BF16, limits)
+        };
+        let runs = PlanningRuns::default();
+        let plan = |keep_at_most, host_budget| {
+            let config = EngineConfig { keep_at_most, host_budget, ..config.clone() };
+            Engine::outlook(config, &backend, build(&model), &sample, &runs)
+        };
+        let refusal = |keep_at_most| match plan(keep_at_most, 1) {
+            Err(EngineError::Tier(TierError::Plan(refusal))) => refusal.minimum,
+            _ => panic!("a byte is not enough"),
+        };
+        let [all, none] = [None, Some(0)].map(refusal);
+        assert!(all < none, "{all} and {none} bytes");
+        // An update that takes long makes fewer worth a try.
+        let can = Capabilities {
+            operations: Some(1e12),
+            training: Some(1e12),
+            updates: Some(1.0),
+            ..Capabilities::default()
+        };
+        let config = EngineConfig { host_budget: all, ..config.clone() };
+        let (most, found) = cheapest(&config, &backend, &model, &sample, &can, &runs).unwrap();
+        assert!(most.is_none() && found.windows.kept_blocks.is_some_and(|kept| kept > 0), "{most:?}");
+    }
 
     /// Copies of state save a slow disk more than kept activations save the processor, and the other way round.
     #[test]
