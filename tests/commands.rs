@@ -113,6 +113,7 @@ fn a_finetune_document_and_its_metrics() {
     let metrics = bench.metrics("out");
     assert_eq!(bench.steps("out"), [1, 2, 3, 4]);
     assert_eq!(metrics[3]["loss"], document["loss"]);
+    speaks_of_the_mean(&document, &metrics);
     let contract = "step loss grad_norm lr tokens step_seconds tokens_per_second floor_seconds floor_fraction bound_by \
         disk_read_bytes disk_write_bytes disk_written_bytes upload_bytes download_bytes host_peak_bytes device_peak_bytes stall_seconds";
     let mut read = 0;
@@ -221,6 +222,18 @@ fn what_was_written_to_disk_is_counted_over_all_processes() {
     let refused = bench.finetune("none").args(&["--resume"]).path("--trace", &bench.path("t.json"));
     refused.fails(1, &["holds no training state"]);
     assert!(!bench.path("t.json").exists(), "a run that is refused leaves nothing");
+}
+
+/// The speed of all steps, and of what was waited for between them.
+fn speaks_of_the_mean(document: &Value, metrics: &[Value]) {
+    let sum = |key: &str| metrics.iter().map(|line| line[key].as_f64().unwrap()).sum::<f64>();
+    let (mean, whole) =
+        (document["tokens_per_second"].as_f64().unwrap(), document["seconds"].as_f64().unwrap());
+    let (tokens, seconds) = (sum("tokens"), sum("step_seconds"));
+    assert!(
+        (tokens / whole..=tokens / seconds * (1.0 + 1e-9)).contains(&mean),
+        "{mean} tokens/s in {seconds} s of {whole} s"
+    );
 }
 
 fn write_profile(path: &std::path::Path, disks: &[(&std::path::Path, f64)]) {

@@ -139,7 +139,7 @@ pub fn train(
         "steps": trainer.engine.step(),
         "parameters": trainer.engine.parameters(),
         "loss": last.as_ref().map(|m| m.loss),
-        "tokens_per_second": last.as_ref().map(|m| m.tokens_per_second),
+        "tokens_per_second": trainer.summary.tokens_per_second(),
         "seconds": seconds,
         "host_peak_bytes": session::peak_resident_bytes(),
         "state": state,

@@ -9,6 +9,7 @@ use crate::config::{ByteSize, TrainConfig};
 use crate::error::CliError;
 use crate::floor::{Capabilities, Floor};
 use crate::metrics::StepMetrics;
+use crate::progress::count;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use terrace_kernels::DType;
@@ -158,6 +159,7 @@ fn of_the_type(
 #[derive(Debug, Default)]
 pub struct Summary {
     seconds: Vec<f64>,
+    tokens: u64,
     stalls: BTreeMap<String, f64>,
     /// Number of saves, and seconds in which no step went on because of them.
     saves: (u64, f64),
@@ -167,6 +169,7 @@ impl Summary {
     /// Counts a step.
     pub fn add(&mut self, metrics: &StepMetrics) {
         self.seconds.push(metrics.step_seconds);
+        self.tokens += metrics.tokens;
         for (what, seconds) in &metrics.stall_seconds {
             *self.stalls.entry(what.clone()).or_default() += seconds;
         }
@@ -175,6 +178,16 @@ impl Summary {
     /// Counts a save that training waited for so long.
     pub fn add_save(&mut self, seconds: f64) {
         self.saves = (self.saves.0 + 1, self.saves.1 + seconds);
+    }
+
+    /// All steps and what was waited for between them.
+    fn whole_seconds(&self) -> f64 {
+        self.seconds.iter().sum::<f64>() + self.saves.1
+    }
+
+    /// The mean of all steps, with what was waited for between them; `None` if there were no steps.
+    pub fn tokens_per_second(&self) -> Option<f64> {
+        (!self.seconds.is_empty()).then(|| self.tokens as f64 / self.whole_seconds().max(1e-9))
     }
 
     /// Median step, floor, what binds, and a table of what compute waited for; `None` if there were no steps.
@@ -201,10 +214,14 @@ impl Summary {
             }
         }
         let (steps, (saves, saving)) = (self.seconds.len(), self.saves);
-        let whole = self.seconds.iter().sum::<f64>() + saving;
+        let whole = self.whole_seconds();
         let share = |seconds: f64| seconds / whole.max(1e-9) * 100.0;
-        text +=
-            &format!("\n  {} for {steps} step{}, of which", time(whole), if steps == 1 { "" } else { "s" });
+        text += &format!(
+            "\n  {} for {steps} step{}, {} tok/s, of which",
+            time(whole),
+            if steps == 1 { "" } else { "s" },
+            count(self.tokens_per_second().unwrap_or(0.0))
+        );
         let mut row = |what: &str, seconds: f64| {
             text += &format!("\n    {what:<32} {:>10}  {:>5.1} %", time(seconds), share(seconds));
         };
@@ -287,21 +304,25 @@ mod tests {
     fn the_last_word() {
         let mut summary = Summary::default();
         let floor = Floor { seconds: vec![("compute", 0.5), ("disk", 1.5)], ..Floor::default() };
-        assert_eq!(summary.text(&floor), None);
+        assert_eq!((summary.text(&floor), summary.tokens_per_second()), (None, None));
         for seconds in [9.0, 2.0, 1.0] {
             let stall_seconds = [("optimizer_state".to_owned(), 1.0)].into();
-            summary.add(&StepMetrics { step_seconds: seconds, stall_seconds, ..StepMetrics::default() });
+            let metrics =
+                StepMetrics { tokens: 60, step_seconds: seconds, stall_seconds, ..StepMetrics::default() };
+            summary.add(&metrics);
         }
+        assert_eq!(summary.tokens_per_second(), Some(15.0));
         let head = "median step 2.00 s, floor 1.50 s (75 % of floor, bound by disk)\n  \
             each resource alone: disk 1.50 s, compute 500.0 ms\n";
         let stalls = "    waiting for optimizer state          3.00 s";
         assert_eq!(
             summary.text(&floor).unwrap(),
-            format!("{head}  12.00 s for 3 steps, of which\n{stalls}   25.0 %")
+            format!("{head}  12.00 s for 3 steps, 15 tok/s, of which\n{stalls}   25.0 %")
         );
         summary.add_save(3.0);
         let saves = "    waiting for 1 save                   3.00 s";
-        let expected = format!("{head}  15.00 s for 3 steps, of which\n{stalls}   20.0 %\n{saves}   20.0 %");
+        let expected =
+            format!("{head}  15.00 s for 3 steps, 12 tok/s, of which\n{stalls}   20.0 %\n{saves}   20.0 %");
         assert_eq!(summary.text(&floor).unwrap(), expected);
         let unknown = summary.text(&Floor { expected: Some(1.9), ..Floor::default() }).unwrap();
         assert!(unknown.starts_with("median step 2.00 s, expected 1.90 s; no floor"), "{unknown}");
