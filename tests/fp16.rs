@@ -17,7 +17,14 @@ fn overflowing(bench: &Bench, output: &str, more: &str) -> Cmd {
 #[test]
 fn overflowing_steps_are_skipped_and_counted() {
     let bench = Bench::tiny();
-    overflowing(&bench, "out", "loss_scale_window: 4").args(&["--steps", "24"]).ok();
+    let ended = overflowing(&bench, "out", "loss_scale_window: 4").args(&["--steps", "24"]).ok();
+    assert!(!ended.stderr.contains("skipped, because"), "{}", ended.stderr);
+    let vain = overflowing(&bench, "vain", "loss_scale_window: 4").args(&["--steps", "2"]).ok();
+    assert!(
+        vain.stderr.contains("warning: all 2 steps were skipped, because gradients overflowed"),
+        "{}",
+        vain.stderr
+    );
     let lines = bench.metrics("out");
     assert_eq!(bench.steps("out"), (1..=24).collect::<Vec<_>>());
     let is_skipped = |line: &Value| line["skipped"].as_bool().unwrap();
@@ -58,7 +65,12 @@ fn overflowing_steps_are_skipped_and_counted() {
 fn a_scale_that_cannot_go_down_ends_the_run() {
     let bench = Bench::tiny();
     let run = || overflowing(&bench, "out", "min_loss_scale: 134217728").args(&["--steps", "4"]);
-    run().fails(1, &["step 2: a gradient overflowed", "at its minimum, 134217728", "use bf16"]);
+    let ended = run().fails(1, &["step 2: a gradient overflowed", "at its minimum, 134217728", "use bf16"]);
+    assert!(
+        ended.stderr.contains("warning: the only step was skipped, because gradients overflowed"),
+        "{}",
+        ended.stderr
+    );
     assert_eq!(bench.steps("out"), [1]);
     let other = overflowing(&bench, "out", "loss_scale_window: 9").args(&["--steps", "4", "--resume"]);
     other.fails(2, &["fp16 was \"LossScaleConfig", "loss_scale_window: 9", "original settings"]);

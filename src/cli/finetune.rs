@@ -406,6 +406,9 @@ impl Trainer<'_> {
         if let Some(text) = floor::wear(self.metrics.disk_written_bytes(), self.run.endurance) {
             eprintln!("  {text}");
         }
+        if let Some(text) = self.summary.warning() {
+            eprintln!("warning: {text}");
+        }
     }
 
     /// The last update and save came after the last line.

@@ -160,6 +160,8 @@ fn of_the_type(
 pub struct Summary {
     seconds: Vec<f64>,
     tokens: u64,
+    /// Steps that changed nothing but the loss scale.
+    skipped: usize,
     stalls: BTreeMap<String, f64>,
     /// Number of saves, and seconds in which no step went on because of them.
     saves: (u64, f64),
@@ -170,6 +172,7 @@ impl Summary {
     pub fn add(&mut self, metrics: &StepMetrics) {
         self.seconds.push(metrics.step_seconds);
         self.tokens += metrics.tokens;
+        self.skipped += usize::from(metrics.skipped == Some(true));
         for (what, seconds) in &metrics.stall_seconds {
             *self.stalls.entry(what.clone()).or_default() += seconds;
         }
@@ -188,6 +191,18 @@ impl Summary {
     /// The mean of all steps, with what was waited for between them; `None` if there were no steps.
     pub fn tokens_per_second(&self) -> Option<f64> {
         (!self.seconds.is_empty()).then(|| self.tokens as f64 / self.whole_seconds().max(1e-9))
+    }
+
+    /// That nothing was trained, if steps did nothing but look for a loss scale.
+    pub fn warning(&self) -> Option<String> {
+        let steps = self.seconds.len();
+        (steps > 0 && self.skipped == steps).then(|| {
+            format!(
+                "{}, because gradients overflowed in fp16: the model is what it was. Every overflow lowers a dynamic loss scale, so more \
+                 steps may find one that does; or lower initial_scale_power (or loss_scale) of fp16 in --config, or use --dtype bf16",
+                if steps == 1 { "the only step was skipped".into() } else { format!("all {steps} steps were skipped") }
+            )
+        })
     }
 
     /// Median step, floor, what binds, and a table of what compute waited for; `None` if there were no steps.
@@ -301,17 +316,34 @@ mod tests {
     }
 
     #[test]
+    fn a_run_of_skipped_steps_is_said() {
+        let mut summary = Summary::default();
+        let step = |skipped| StepMetrics { skipped, ..StepMetrics::default() };
+        summary.add(&step(Some(true)));
+        assert!(summary.warning().unwrap().starts_with("the only step was skipped"));
+        summary.add(&step(Some(true)));
+        assert!(
+            summary.warning().unwrap().starts_with("all 2 steps were skipped, because gradients overflowed")
+        );
+        summary.add(&step(Some(false)));
+        assert_eq!(summary.warning(), None);
+    }
+
+    #[test]
     fn the_last_word() {
         let mut summary = Summary::default();
         let floor = Floor { seconds: vec![("compute", 0.5), ("disk", 1.5)], ..Floor::default() };
-        assert_eq!((summary.text(&floor), summary.tokens_per_second()), (None, None));
+        assert_eq!(
+            (summary.text(&floor), summary.tokens_per_second(), summary.warning()),
+            (None, None, None)
+        );
         for seconds in [9.0, 2.0, 1.0] {
             let stall_seconds = [("optimizer_state".to_owned(), 1.0)].into();
             let metrics =
                 StepMetrics { tokens: 60, step_seconds: seconds, stall_seconds, ..StepMetrics::default() };
             summary.add(&metrics);
         }
-        assert_eq!(summary.tokens_per_second(), Some(15.0));
+        assert_eq!((summary.tokens_per_second(), summary.warning()), (Some(15.0), None));
         let head = "median step 2.00 s, floor 1.50 s (75 % of floor, bound by disk)\n  \
             each resource alone: disk 1.50 s, compute 500.0 ms\n";
         let stalls = "    waiting for optimizer state          3.00 s";
