@@ -255,6 +255,8 @@ pub fn wear(bytes: u64, endurance: ByteSize) -> Option<String> {
     let part = bytes as f64 / endurance.0.max(1) as f64 * 100.0;
     let part = if part < 0.01 { "less than 0.01".into() } else { format!("{part:.2}") };
     let (written, life) = (ByteSize(bytes), endurance.0 as f64 / 1e12);
+    // Three digits: it may have been said in binary units.
+    let life: f64 = format!("{life:.2e}").parse().unwrap_or(life);
     (bytes > 0).then(|| format!("written to disk so far: {written}, {part} % of the drives' {life} TB"))
 }
 
@@ -313,6 +315,8 @@ mod tests {
         let text = wear(3 << 20, ByteSize(2_000_000_000)).unwrap();
         assert_eq!(text, "written to disk so far: 3.00 MiB, 0.16 % of the drives' 0.002 TB");
         assert!(wear(1, ByteSize(1 << 30)).unwrap().contains("less than 0.01 %"));
+        assert!(wear(1, ByteSize(100 << 40)).unwrap().ends_with("of the drives' 110 TB"));
+        assert!(wear(1, ByteSize(1_200_000_000_000_000)).unwrap().ends_with("of the drives' 1200 TB"));
     }
 
     #[test]
