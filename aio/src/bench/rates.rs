@@ -1,7 +1,8 @@
 //! The rates of a profile: what each of several directories does alone, and what all of them do at once.
 //!
-//! Each directory gets a file that has no name from the moment it is open, so that a kill leaves nothing behind. Every block of it
-//! is written before anything is measured: preallocated blocks that never were are read without touching the drive.
+//! Each directory gets a file that has no name from the moment it is open, so that a kill after it leaves nothing behind; what a kill
+//! before it left is removed by the next measurement there. Every block of it is written before anything is measured: preallocated
+//! blocks that never were are read without touching the drive.
 
 use super::load::{Lane, Load, Manner, Timing, Watch};
 use super::mix::{Direction, Mix, Schedule};
@@ -23,6 +24,9 @@ const MIX: Mix = Mix { read: 1, write: 1 };
 const BLOCKS_MIN: u64 = 2;
 /// The part of the free space that a file takes at most: one in this many bytes.
 const FREE_ONE_IN: u64 = 4;
+
+/// What the names of the files begin with, before the number of the process.
+const PREFIX: &str = ".terrace-measure-";
 
 /// How much to measure.
 #[derive(Debug, Clone, Copy)]
@@ -171,6 +175,7 @@ impl TestFile {
     ) -> Result<Self, RatesError> {
         let failed = |source| RatesError::Directory { path: dir.to_owned(), source };
         let whole = dir.canonicalize().map_err(failed)?;
+        remove_left_over(&whole);
         let (total, free) = space::space_of(&whole).map_err(failed)?;
         let block = config.block_bytes as u64;
         // A file system that does not count its space has none in total.
@@ -179,7 +184,7 @@ impl TestFile {
         if blocks < BLOCKS_MIN {
             return Err(RatesError::Space { path: dir.to_owned(), free });
         }
-        let path = whole.join(format!(".terrace-measure-{}-{index}.dat", std::process::id()));
+        let path = whole.join(format!("{PREFIX}{}-{index}.dat", std::process::id()));
         let id = engine.open(&path, OpenMode::CreateNew { len: blocks * block })?;
         std::fs::remove_file(&path).map_err(failed)?;
         Ok(Self { id, dir: whole, path, blocks })
@@ -196,6 +201,19 @@ impl TestFile {
         } else {
             None
         })
+    }
+}
+
+/// Removes files of processes that are no more: one that was killed while its file got its space could not.
+fn remove_left_over(dir: &Path) {
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let process =
+            name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.split_once('-')?.0.parse().ok());
+        if process.is_some_and(|id: u32| !Path::new("/proc").join(id.to_string()).exists()) {
+            // What cannot be removed is no reason not to measure.
+            let _ = std::fs::remove_file(entry.path());
+        }
     }
 }
 
@@ -277,6 +295,19 @@ mod tests {
         for dir in dirs {
             assert_eq!(std::fs::read_dir(dir).unwrap().count(), 0, "nothing is left behind");
         }
+    }
+
+    #[test]
+    fn files_of_processes_that_were_killed_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let left = |process: u32| dir.path().join(format!("{PREFIX}{process}-0.dat"));
+        // No process has this number, and this one, as its file 7, lives.
+        let (dead, alive) =
+            (left(u32::MAX), dir.path().join(format!("{PREFIX}{}-7.dat", std::process::id())));
+        let other = dir.path().join(".terrace-measurements");
+        [&dead, &alive, &other].into_iter().for_each(|path| std::fs::write(path, "x").unwrap());
+        measure(&config(), &[dir.path().to_owned()], EFFORT).unwrap();
+        assert_eq!([&dead, &alive, &other].map(|path| path.exists()), [false, true, true]);
     }
 
     #[test]
