@@ -45,7 +45,8 @@ mod virtual_clock;
 pub use buf::{BUF_ALIGN, BufHome, IoBuf};
 pub use completions::CompletionQueue;
 pub use engine::{
-    EngineFacts, FileFacts, FileId, IoEngine, OpKind, OpenMode, Registration, Request, Segment, sync_dir,
+    EngineFacts, FileFacts, FileId, IoEngine, OpKind, OpenMode, Registration, Request, Segment,
+    create_dir_durably, sync_dir,
 };
 pub use error::{IoError, IoErrorKind};
 pub use ticket::{Completer, Drive, Ticket};

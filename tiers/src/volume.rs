@@ -40,6 +40,8 @@ pub const STRIPE_BYTES: u64 = 1 << 20;
 const HEADER_BYTES: u64 = 4096;
 const MAGIC: [u8; 8] = *b"TRCVOLUM";
 const VERSION: u32 = 3;
+/// The id of volumes that do not outlive their process.
+pub(crate) const SCRATCH_ID: u64 = 0;
 /// The first version whose header is there twice.
 const TWICE_SINCE: u32 = 3;
 const CYCLE_AT: usize = 48;
@@ -150,7 +152,7 @@ impl Volume {
             }
             require_space(striping.dirs(), &Self::file_bytes(bytes, striping))?;
         }
-        Self::create(engine, striping, name, bytes, 0)
+        Self::create(engine, striping, name, bytes, SCRATCH_ID)
     }
 
     /// Opens a volume with the striping that it was made with.

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_aio::engine::{EngineChoice, EngineConfig, open_default};
 use terrace_tiers::{
-    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, StoreSpec, Striping, TierError,
-    free_space,
+    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, Scratch, StoreSpec, Striping,
+    TierError, free_space,
 };
 
 const CHUNK: u64 = 1 << 17;
@@ -298,11 +298,17 @@ fn who_opens_a_state_removes_what_a_killed_run_left_beside_it() {
     let dirs = dirs(root.path(), &["a", "b"]);
     made(&dirs);
     let scratch = || dirs.iter().flat_map(|dir| terrace_tiers::TRAINING_SCRATCH.map(|name| dir.join(name)));
-    scratch().for_each(|path| std::fs::write(path, "parked").unwrap());
-    let other = dirs[1].join("notes.bin");
-    std::fs::write(&other, "mine").unwrap();
+    let io = engine();
+    for name in terrace_tiers::TRAINING_SCRATCH {
+        std::mem::forget(Scratch::create(&io, &Striping::equal(&dirs), name, 2, 8192).unwrap());
+    }
+    assert!(scratch().all(|path| path.exists()));
     DiskStore::open(&engine(), &dirs).unwrap();
-    assert!(scratch().all(|path| !path.exists()) && other.exists());
+    assert!(scratch().all(|path| !path.exists()));
+    // What has such a name, and is something else, is the user's.
+    scratch().for_each(|path| std::fs::write(path, "mine").unwrap());
+    DiskStore::open(&engine(), &dirs).unwrap();
+    assert!(scratch().all(|path| path.exists()));
     // A directory that was never the state's is not made.
     let mistyped = root.path().join("c");
     let error = DiskStore::open(&engine(), &[dirs[0].clone(), mistyped.clone()]).unwrap_err();
@@ -345,6 +351,12 @@ fn a_full_disk_is_refused_before_or_while_creating() {
         let engine = engine();
         let error = DiskStore::create(&engine, &Striping::equal(&dirs), small()).unwrap_err();
         says(&error, &["manifest.bin", "No space left", "free space on that file system"]);
+
+        // What a creation that never committed left is in nobody's way.
+        mount(root.path(), libc::MS_REMOUNT, &format!("size={}", each + (64 << 10)));
+        drop(DiskStore::create(&engine, &Striping::equal(&dirs), small()).unwrap());
+        assert!(free_space(root.path()).unwrap() < each);
+        DiskStore::require_room(&small(), &Striping::equal(&dirs)).unwrap();
 
         // With room made, the same process can go on.
         mount(root.path(), libc::MS_REMOUNT, &format!("size={}", each + (1 << 20)));

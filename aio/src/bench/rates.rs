@@ -186,7 +186,11 @@ impl TestFile {
         }
         let path = whole.join(format!("{PREFIX}{}-{index}.dat", std::process::id()));
         let id = engine.open(&path, OpenMode::CreateNew { len: blocks * block })?;
-        std::fs::remove_file(&path).map_err(failed)?;
+        match std::fs::remove_file(&path) {
+            // Somebody in another container took it for a leftover.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            removed => removed.map_err(failed)?,
+        }
         Ok(Self { id, dir: whole, path, blocks })
     }
 

@@ -336,15 +336,38 @@ fn sync_parent(path: &Path) -> io::Result<()> {
 }
 
 /// Makes a directory's change durable: a crash must not lose a file whose contents were synced, nor bring a removed
-/// one back. Some file systems cannot sync a directory; there a name is as durable as it can be.
+/// one back. Some file systems cannot sync a directory, and one that may be written but not read cannot be opened; there a
+/// name is as durable as it can be.
 ///
 /// # Errors
 /// The directory cannot be opened, or the drive failed.
 pub fn sync_dir(dir: &Path) -> io::Result<()> {
-    match File::open(dir)?.sync_all() {
-        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => Ok(()),
+    const CANNOT: [i32; 4] = [libc::EINVAL, libc::ENOTSUP, libc::ENOSYS, libc::EACCES];
+    match File::open(dir).and_then(|dir| dir.sync_all()) {
+        Err(e) if e.raw_os_error().is_some_and(|code| CANNOT.contains(&code)) => Ok(()),
         result => result,
     }
+}
+
+/// Creates a directory and those above it, such that a power cut does not take them away with what was synced inside.
+///
+/// # Errors
+/// One cannot be created or synced, or is something else.
+pub fn create_dir_durably(dir: &Path) -> io::Result<()> {
+    if dir.is_dir() {
+        return Ok(());
+    }
+    if dir.exists() {
+        let detail = format!("{} is not a directory", dir.display());
+        return Err(io::Error::new(io::ErrorKind::NotADirectory, detail));
+    }
+    let parent = dir.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    create_dir_durably(parent)?;
+    match std::fs::create_dir(dir) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
+        result => result,
+    }?;
+    sync_dir(parent)
 }
 
 /// Turns read-ahead off on the cached descriptor: edges must not pull their neighbours into the page cache.

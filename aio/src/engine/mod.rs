@@ -27,7 +27,7 @@ pub use config::{
     BLOCK_BYTES_MAX, EngineChoice, EngineConfig, QUEUE_DEPTH_MAX, REQUESTS_MAX, RINGS_MAX,
     TRANSFER_BYTES_MAX, open_default,
 };
-pub use files::sync_dir;
+pub use files::{create_dir_durably, sync_dir};
 pub use sim::{SimConfig, SimEngine};
 pub use threads::ThreadsEngine;
 #[cfg(feature = "tokio_uring")]

@@ -2,7 +2,7 @@
 
 use crate::TierError;
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Error, ErrorKind};
+use std::io::ErrorKind;
 use std::path::Path;
 
 const FILE_NAME: &str = "terrace.lock";
@@ -16,7 +16,7 @@ pub(super) struct DirLock {
 impl DirLock {
     /// Creates the directory if needed and locks it.
     pub(super) fn acquire(dir: &Path) -> Result<Self, TierError> {
-        create_durably(dir).map_err(|source| TierError::File {
+        terrace_aio::create_dir_durably(dir).map_err(|source| TierError::File {
             doing: "creating",
             path: dir.to_owned(),
             source,
@@ -52,28 +52,4 @@ impl DirLock {
             Err(TryLockError::Error(source)) => Err(TierError::File { doing: "locking", path, source }),
         }
     }
-}
-
-/// Creates a directory and those above it, such that a power cut does not take them away with the state inside.
-fn create_durably(dir: &Path) -> std::io::Result<()> {
-    if dir.is_dir() {
-        return Ok(());
-    }
-    if dir.exists() {
-        return Err(not_a_directory(dir));
-    }
-    let parent = match dir.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    create_durably(parent)?;
-    match std::fs::create_dir(dir) {
-        Err(error) if error.kind() == ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
-        result => result,
-    }?;
-    terrace_aio::sync_dir(parent)
-}
-
-fn not_a_directory(path: &Path) -> Error {
-    Error::new(ErrorKind::NotADirectory, format!("{} is not a directory", path.display()))
 }

@@ -40,7 +40,7 @@ mod verify;
 mod view;
 
 use crate::pool::Lease;
-use crate::volume::{Volume, World, require_space};
+use crate::volume::{SCRATCH_ID, Volume, World, require_space};
 use crate::{BlobKey, BlobKind, Generation, StoreSpec, Striping, TRAINING_SCRATCH, TierError};
 use extents::Extents;
 pub use held::Held;
@@ -50,6 +50,7 @@ pub use recovery::Recovery;
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use terrace_aio::{FileId, IoEngine, IoError, OpKind, OpenMode, Ticket, Urgency};
@@ -117,13 +118,18 @@ impl DiskStore {
         Volume::file_bytes(spec.volume_bytes(), striping)
     }
 
-    /// Says so where there is no room for a store in directories that need not be there yet. Nothing is made.
+    /// Says so where there is no room for a store in directories that need not be there yet. Nothing is made. What a creation that never
+    /// committed left there counts as free, as its removal is the first thing that [`create`](Self::create) does.
     ///
     /// # Errors
     /// There is too little room, or a directory cannot be examined.
     pub fn require_room(spec: &StoreSpec, striping: &Striping) -> Result<(), TierError> {
         let dirs: Vec<PathBuf> = striping.dirs().iter().map(|dir| existing(dir)).collect();
-        require_space(&dirs, &Self::bytes_per_dir(spec, striping))
+        let left_over = striping.dirs().iter().map(|dir| allocated_bytes(dir));
+        let bytes = Self::bytes_per_dir(spec, striping);
+        let more: Vec<u64> =
+            bytes.into_iter().zip(left_over).map(|(all, there)| all.saturating_sub(there)).collect();
+        require_space(&dirs, &more)
     }
 
     /// Makes a store. Nothing is live until the first [`commit`](Self::commit); a creation that never got there leaves files
@@ -177,7 +183,6 @@ impl DiskStore {
             });
         }
         let locks = lock_all(World::of(&**engine), dirs)?;
-        remove_scratch(engine, dirs)?;
         let (manifest, spec) = Manifest::open(engine, &dirs[0], OpenMode::ReadWrite)
             .map_err(|e| hint_at_order(engine, dirs, e))?;
         let Some((slot, passed_over)) = manifest.newest(&spec)? else {
@@ -187,6 +192,7 @@ impl DiskStore {
         if slot.is_mark {
             return Err(TierError::Changing { dir: dirs[0].clone(), step: slot.step });
         }
+        remove_scratch(engine, dirs)?;
         let volume =
             Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id, OpenMode::ReadWrite)?;
         // Hazard (write after a commit that was cut off). A sync alone would do, had none failed before. The bytes are those that
@@ -718,9 +724,24 @@ fn remove_leftovers(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), 
     remove_files(engine, dirs, &[manifest::FILE_NAME, DATA_FILE])
 }
 
-/// Removes what a process that ended without notice left of its scratch: who has the lock finds nobody else's.
+/// Removes what a process that ended without notice left of its scratch: who has the lock finds nobody else's. What has the name and is
+/// no scratch is the user's.
 fn remove_scratch(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), TierError> {
-    remove_files(engine, dirs, &TRAINING_SCRATCH)
+    for path in dirs.iter().flat_map(|dir| TRAINING_SCRATCH.map(|name| dir.join(name))) {
+        if let Ok(Some(part)) = Volume::part(engine, &path)
+            && part.id == SCRATCH_ID
+        {
+            engine.remove(&path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Bytes on the disk of the files of a store in a directory, if there are any.
+fn allocated_bytes(dir: &Path) -> u64 {
+    let names = [manifest::FILE_NAME, DATA_FILE].into_iter().chain(TRAINING_SCRATCH);
+    let found = names.filter_map(|name| dir.join(name).metadata().ok());
+    found.map(|file| file.blocks() * 512).sum()
 }
 
 fn remove_files(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], names: &[&str]) -> Result<(), TierError> {
