@@ -18,7 +18,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use terrace_kernels::DType;
-use terrace_zero::{EXPORT_BUFFER_BYTES, ParamSpec, WeightReader, sync_dir};
+use terrace_zero::{EXPORT_BUFFER_BYTES, ParamSpec, WeightReader, create_dir_durably, sync_dir};
 
 /// What is copied from the source folder: everything a loader needs beside weights and config.json.
 const COPIED: [&str; 14] = [
@@ -43,7 +43,7 @@ const INDEX: &str = "model.safetensors.index.json";
 /// How the temporary name of a file ends.
 const PARTIAL: &str = ".partial";
 
-/// Writes the current weights and everything around them to `out_dir`, which is made if it is not there, and not left empty where that
+/// Writes the current weights and everything around them to `out_dir`. Folders that are not there are made, and not left empty where that
 /// fails.
 ///
 /// A shard holds at most `shard_bytes` of tensors, but at least one tensor. `config_json` is the text of the model's
@@ -58,15 +58,15 @@ pub fn export_folder(
     shard_bytes: u64,
     config_json: &str,
 ) -> terrace_zero::Result {
-    let is_new = !out_dir.exists();
-    std::fs::create_dir_all(out_dir).map_err(ModelError::file("creating", out_dir))?;
-    if is_new && let Some(parent) = out_dir.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-        sync_folder(parent)?;
-    }
-    let written = write_folder(reader, source_dir, out_dir, shard_bytes, config_json);
-    if written.is_err() && is_new {
-        // Only if it is empty; the error that matters is the one at hand.
-        let _ = std::fs::remove_dir(out_dir);
+    let new = out_dir.ancestors().take_while(|dir| !dir.as_os_str().is_empty() && !dir.exists());
+    let new: Vec<&Path> = new.collect();
+    let made = create_dir_durably(out_dir).map_err(ModelError::file("creating", out_dir));
+    let written = made
+        .map_err(Into::into)
+        .and_then(|()| write_folder(reader, source_dir, out_dir, shard_bytes, config_json));
+    if written.is_err() {
+        // Only what is empty; the error that matters is the one at hand.
+        let _ = new.into_iter().try_for_each(std::fs::remove_dir);
     }
     written
 }

@@ -7,6 +7,9 @@ pub enum EngineError {
     /// A configuration that cannot work; the message says which knob to turn.
     #[error("{0}")]
     Config(String),
+    /// Micro-batches that a step cannot be made of; nothing was changed.
+    #[error("{0}")]
+    Batch(String),
     /// A model that the blocks do not fit: a missing or misshapen tensor, an unsupported option.
     #[error("{0}")]
     Model(String),

@@ -143,7 +143,7 @@ impl Engine {
         if loss_terms == 0 {
             let message =
                 format!("step {} has no target that carries loss: every label is masked", self.step + 1);
-            return Err(EngineError::Config(message));
+            return Err(EngineError::Batch(message));
         }
         self.lane.take_moved();
         let inputs = batches
@@ -243,11 +243,11 @@ impl Engine {
                 limits.micro_batches,
                 batches.len()
             );
-            return Err(EngineError::Config(message));
+            return Err(EngineError::Batch(message));
         }
         for batch in batches {
             if (batch.sequences, batch.length) != (limits.sequences, limits.length) {
-                return Err(EngineError::Config(format!(
+                return Err(EngineError::Batch(format!(
                     "micro-batches of {} × {} positions were planned, not {} × {}",
                     limits.sequences, limits.length, batch.sequences, batch.length
                 )));
