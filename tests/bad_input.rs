@@ -479,12 +479,17 @@ fn two_processes_on_one_directory() {
     let first = run("shared").spawn();
     assert!(first.wait_until(|| bench.steps_so_far("shared") >= 2));
     // Not even another data set may disturb the run that is under way.
-    let second = cmd(&["finetune", "--steps", "5", "--seq-len", "24"])
-        .path("--model", &bench.path("model"))
-        .path("--output", &bench.path("shared"))
-        .path("--data", &other);
-    second.fails(1, &["is in use by another process", "terrace.lock"]);
-    second.args(&["--resume"]).fails(1, &["is in use by another process"]);
+    let second = |output: &str| {
+        cmd(&["finetune", "--steps", "5", "--seq-len", "24"])
+            .path("--model", &bench.path("model"))
+            .path("--output", &bench.path(output))
+            .path("--data", &other)
+    };
+    second("shared").fails(1, &["--output ", "another run writes there"]);
+    second("shared").args(&["--resume"]).fails(1, &["another run writes there"]);
+    let state = second("elsewhere").path("--disk", &bench.path("shared/.terrace"));
+    state.fails(1, &["is in use by another process", "terrace.lock"]);
+    state.args(&["--resume"]).fails(1, &["is in use by another process"]);
     assert!(first.is_running(), "make the first run longer");
     assert_eq!(first.wait().code(), Some(0));
     assert!(bench.weights("shared") == bench.weights("whole"));

@@ -68,6 +68,23 @@ fn a_loss_that_is_not_finite_leaves_the_step_before() {
     assert!(failed.stderr.contains(&words), "{words:?} is in: {}", failed.stderr);
 }
 
+/// A step without a label ends a run: it is found before the first, wherever it is.
+#[test]
+fn a_step_with_nothing_to_learn_from_is_refused_before_training() {
+    let bench = Bench::tiny();
+    let row = |label: i32| format!("{{\"input_ids\": [1, 2, 3], \"labels\": [1, {label}, {label}]}}\n");
+    let rows: String = (0..40).map(|at| row(if at == 33 { -100 } else { 2 })).collect();
+    fs::write(bench.path("masked.jsonl"), rows).unwrap();
+    let run = |batch: &str, steps: &str| {
+        let run = bench.finetune("out").without("--data").without("--batch-size");
+        let run = run.path("--data", &bench.path("masked.jsonl")).args(&["--batch-size", batch]);
+        run.args(&["--steps", steps, "--offload", "host"])
+    };
+    run("1", "40").fails(1, &["masked.jsonl: step ", "nothing to learn from", "Remove such rows (1 of 40)"]);
+    assert!(!bench.path("out/metrics.jsonl").exists());
+    run("2", "20").ok();
+}
+
 #[test]
 fn room_for_saves_is_looked_for_before_training() {
     let bench = Bench::tiny();
@@ -91,7 +108,7 @@ fn two_runs_do_not_write_into_one_folder() {
     let run = |steps: &str| bench.finetune("out").args(&["--steps", steps, "--offload", "host"]);
     let first = run("400").spawn();
     assert!(first.wait_until(|| bench.steps_so_far("out") >= 2));
-    run("3").fails(1, &["metrics.jsonl", "another run writes it"]);
+    run("3").fails(1, &["--output ", "another run writes there"]);
     assert!(first.is_running(), "make the first run longer");
     assert_eq!(first.wait().code(), Some(0));
     assert_eq!(bench.steps("out"), (1..=400).collect::<Vec<_>>());
@@ -103,7 +120,12 @@ fn a_model_that_saves_would_replace_is_refused() {
     bench.finetune("out").args(&["--steps", "4", "--save-every", "2"]).ok();
     let again = bench.finetune("out").without("--model").args(&["--steps", "4"]);
     let again = again.path("--model", &bench.path("out/checkpoint-2"));
-    again.fails(2, &["--model ", "out/checkpoint-2", "--output", "give another --output"]);
+    again
+        .clone()
+        .args(&["--save-every", "4"])
+        .fails(2, &["--model ", "out/checkpoint-2", "--output", "give another --output"]);
+    // Nothing replaces it where nothing is saved: what is in the way is the state of the run before.
+    again.fails(1, &["already holds training state"]);
     // One that is nobody's output is not replaced either.
     Shape { seed: 3, ..Shape::TINY }.write(&bench.path("precious"));
     let before = bench.weights("precious");

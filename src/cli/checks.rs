@@ -3,8 +3,9 @@
 
 use super::retention;
 use crate::error::{CliError, advice};
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
+use terrace_zero::create_dir_durably;
 
 /// The flag `--model` names a folder with a `config.json`.
 ///
@@ -29,37 +30,47 @@ pub fn model(folder: &Path) -> Result<(), CliError> {
     Err(CliError::Failed(format!("--model {shown}: {detail}")))
 }
 
-/// As [`output`], of a run, which writes folders of its own there before the trained model.
+/// As [`output`], of a run, which writes folders of its own there before the trained model, if it `saves`. Makes the folder, and
+/// gives what keeps other runs out of it as long as it lives. Where there are no locks, nobody is kept out.
 ///
 /// # Errors
-/// The output holds a model of somebody else, or `model` is where saves go to; or as [`output`].
-pub fn run_output(output: &Path, model: &Path) -> Result<(), CliError> {
+/// The output holds a model of somebody else, another run writes there, or `model` is where saves go to; or as [`output`].
+pub fn run_output(output: &Path, model: &Path, saves: bool) -> Result<File, CliError> {
     let inside = match (output.canonicalize(), model.canonicalize()) {
         (Ok(output), Ok(model)) => model.strip_prefix(output).map(Path::to_owned).ok(),
         _ => None,
     };
     let save = inside.as_ref().and_then(|inside| retention::step_of(inside.iter().next()?.to_str()?));
     let shown = output.display();
-    if save.is_some() {
+    if save.is_some() && saves {
         return Err(CliError::Usage(format!(
-            "--model {} is in a folder of --output {shown} that saves of this run may replace or remove; give another --output, or move \
-             the model",
+            "--model {} is in a folder of --output {shown} that saves of this run may replace or remove; give another --output, or a copy \
+             of the model, which --resume takes as well",
             model.display()
         )));
     }
     // A run writes its metrics there before anything else.
-    let is_model =
-        ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| output.join(name).exists());
     let is_input = inside.is_some_and(|inside| inside.as_os_str().is_empty());
-    if is_model && !is_input && !output.join("metrics.jsonl").exists() {
+    if retention::holds_model(output) && !is_input && !output.join("metrics.jsonl").exists() {
         return Err(CliError::Usage(format!(
             "--output {shown} holds a model that no run of finetune wrote there: the trained weights would replace it; give another folder"
         )));
     }
-    self::output(output, model)
+    self::output(output, model)?;
+    let failed = |doing: &str, e: std::io::Error| {
+        CliError::Failed(format!("--output {shown}: {doing} the folder: {e}; {}", advice(&e)))
+    };
+    create_dir_durably(output).map_err(|e| failed("creating", e))?;
+    let folder = File::open(output).map_err(|e| failed("opening", e))?;
+    if matches!(folder.try_lock(), Err(TryLockError::WouldBlock)) {
+        return Err(CliError::Failed(format!(
+            "--output {shown}: another run writes there; give an --output of its own to each"
+        )));
+    }
+    Ok(folder)
 }
 
-/// Creates the folder that `--output` names; `model` is the folder that is read.
+/// The folder that `--output` names can be written; `model` is the folder that is read.
 ///
 /// # Errors
 /// Both are the same, which would replace the model by what is made of it, or the folder cannot be written.
@@ -72,10 +83,7 @@ pub fn output(output: &Path, model: &Path) -> Result<(), CliError> {
             output.display()
         )));
     }
-    writable("--output", output)?;
-    std::fs::create_dir_all(output).map_err(|e| {
-        CliError::Failed(format!("--output {}: creating the folder: {e}; {}", output.display(), advice(&e)))
-    })
+    writable("--output", output)
 }
 
 /// The directories for state on disk can be made and written to. Making them is left to the store, which makes them durably.

@@ -61,7 +61,7 @@ pub fn train(
     if !args.resume {
         has_no_dropout(&args.model, &model.config)?;
     }
-    checks::run_output(&args.output, &args.model)?;
+    let _claim = checks::run_output(&args.output, &args.model, args.save_every.is_some())?;
     let (mut session, mut profile) = (None, None);
     let inputs = FinetuneInputs::load_after(args, |run| {
         let disks = if run.offload == Offload::Disk { state_dirs(run) } else { Vec::new() };
@@ -357,6 +357,7 @@ impl Trainer<'_> {
         let in_memory = !on_disk && !self.is_torn && flushed.is_ok();
         let failed = saved.is_err() || result.as_ref().is_err_and(|e| !matches!(e, CliError::Interrupted));
         let mut is_kept = !(in_memory && failed) || self.keep_what_is_in_memory();
+        let is_asked = in_memory && failed;
         // Neither the error nor the model may be lost to a timeline that cannot be written.
         let seen = Seen { engine: &self.engine, cache: None };
         let traced = trace::write(run.trace.as_deref(), self.session, seen);
@@ -365,7 +366,8 @@ impl Trainer<'_> {
         let trained = result.is_ok() && flushed.is_ok();
         let exported = if trained || !is_kept { self.export(&run.output) } else { Ok(()) };
         if exported.is_err() && is_kept {
-            is_kept = if in_memory { self.keep_what_is_in_memory() } else { on_disk };
+            is_kept =
+                if in_memory && !is_asked { self.keep_what_is_in_memory() } else { on_disk || is_asked };
             if is_kept {
                 eprintln!("the training state is saved: once the model can be written, --resume does that");
             }
@@ -382,7 +384,7 @@ impl Trainer<'_> {
         first.map_or(Ok(()), Err)
     }
 
-    /// Saves state that nothing else has, after an error that has to do with something else: a full disk, a broken row. Whether it is saved,
+    /// Saves state that nothing else has, after an error that has to do with something else: a full disk, data that cannot be read. Whether it is saved,
     /// or was before.
     fn keep_what_is_in_memory(&mut self) -> bool {
         let step = self.engine.step();
@@ -445,8 +447,10 @@ impl Trainer<'_> {
                 serde_json::to_vec(&metrics).expect("metrics are plain data")
             };
             let report = self.engine.train_step_noting(&batches, StepRates { lr, betas }, note);
-            // What diverged was found out before anything was changed.
-            self.is_torn = report.as_ref().is_err_and(|error| !matches!(error, EngineError::Diverged(_)));
+            // What diverged, and batches that cannot be, were found out before anything was changed.
+            let is_before =
+                |error: &EngineError| matches!(error, EngineError::Diverged(_) | EngineError::Batch(_));
+            self.is_torn = report.as_ref().is_err_and(|error| !is_before(error));
             let report = report?;
             self.record(&report, lr, tokens)?;
             if self.saves_at(self.engine.step()) {

@@ -90,6 +90,31 @@ pub fn open_data(
     Ok(data)
 }
 
+/// A step all of whose rows carry no loss has no gradient, and would end the run that comes to it.
+fn every_step_has_loss(
+    run: &TrainConfig,
+    data: &Dataset,
+    sampler: &Sampler,
+    steps: u64,
+) -> Result<(), CliError> {
+    if data.all_carry_loss() {
+        return Ok(());
+    }
+    match (0..steps).find(|step| !data.carries_loss(&sampler.batch_indices(*step))) {
+        None => Ok(()),
+        Some(step) => Err(CliError::Failed(format!(
+            "--data {}: step {} would have nothing to learn from: every label of its {} rows is masked, or cut off at --seq-len {}. Remove \
+             such rows ({} of {}), raise --seq-len, or take more rows a step (--batch-size, --grad-accum)",
+            run.data.display(),
+            step + 1,
+            run.samples_per_step(),
+            run.seq_len,
+            data.summary().without_loss,
+            data.len()
+        ))),
+    }
+}
+
 /// Everything that `terrace finetune` knows before the engine is built.
 #[derive(Debug)]
 pub struct FinetuneInputs {
@@ -141,6 +166,7 @@ impl FinetuneInputs {
         let data = open_data(&run.model, facts, &run.data, run.seq_len, run.pack, &work_dir)?;
         let sampler = Sampler::new(data.len(), run.samples_per_step(), run.seed, run.shuffle);
         let steps = run.total_steps(data.len());
+        every_step_has_loss(&run, &data, &sampler, steps)?;
         Ok(Self { run, data, sampler, steps, metrics })
     }
 }

@@ -14,6 +14,11 @@ pub fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("checkpoint-")?.parse().ok()
 }
 
+/// Whether the weights in a folder are all there: they get their names last.
+pub fn holds_model(folder: &Path) -> bool {
+    ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| folder.join(name).is_file())
+}
+
 /// Removes what a process that ended while it removed folders left of them.
 ///
 /// # Errors
@@ -50,7 +55,7 @@ fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>, CliError> {
 pub fn prune(output: &Path, step: u64, limit: usize) -> Result<Vec<PathBuf>, CliError> {
     let all = entries(output)?.into_iter();
     let numbered = all.filter_map(|(name, path)| Some((step_of(&name)?, path)));
-    let is_saved = |(number, path): &(u64, PathBuf)| *number <= step && path.join("config.json").is_file();
+    let is_saved = |(number, path): &(u64, PathBuf)| *number <= step && holds_model(path);
     let mut saved: Vec<_> = numbered.filter(is_saved).collect();
     saved.sort();
     let surplus = saved.len().saturating_sub(limit);
@@ -76,9 +81,11 @@ mod tests {
             ["checkpoint-2", "checkpoint-10", "checkpoint-4", "checkpoint-90", "checkpoint-x", "best-3"]
         {
             std::fs::create_dir(output.join(name)).unwrap();
-            std::fs::write(output.join(name).join("config.json"), "{}").unwrap();
+            std::fs::write(output.join(name).join("model.safetensors"), "").unwrap();
         }
+        // What has no weights is no save, and takes no place of one.
         std::fs::create_dir(output.join("checkpoint-1")).unwrap();
+        std::fs::write(output.join("checkpoint-1/config.json"), "{}").unwrap();
         std::fs::write(output.join("checkpoint-3"), "a file").unwrap();
         assert_eq!(prune(output, 10, 2).unwrap(), [output.join("checkpoint-2")]);
         assert!(prune(output, 10, 2).unwrap().is_empty());

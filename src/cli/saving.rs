@@ -17,8 +17,7 @@ fn folder(run: &TrainConfig, step: u64) -> PathBuf {
 
 /// Whether the model of a step was saved, as a whole: what names its weights comes last.
 pub(super) fn is_there(run: &TrainConfig, step: u64) -> bool {
-    let folder = folder(run, step);
-    ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| folder.join(name).is_file())
+    retention::holds_model(&folder(run, step))
 }
 
 /// Removes the weights that an earlier run left where those of a step will go: before the step is committed, so that who resumes it does not

@@ -50,6 +50,8 @@ pub struct Dataset {
     summary: Summary,
     fingerprint: u64,
     warning: Option<String>,
+    /// Samples that carry no loss, in order.
+    idle: Vec<usize>,
 }
 
 impl Dataset {
@@ -90,6 +92,8 @@ impl Dataset {
             config,
             path,
             warning: None,
+            samples: 0,
+            idle: Vec::new(),
         };
         let mut reader = BufReader::with_capacity(1 << 18, file);
         if lines {
@@ -130,6 +134,16 @@ impl Dataset {
         &self.summary
     }
 
+    /// Whether any of these samples carries loss.
+    pub fn carries_loss(&self, indices: &[usize]) -> bool {
+        indices.iter().any(|index| self.idle.binary_search(index).is_err())
+    }
+
+    /// Whether all samples carry loss.
+    pub fn all_carry_loss(&self) -> bool {
+        self.idle.is_empty()
+    }
+
     /// What the user should know of a row that was taken all the same: the first whose key is almost one that would count.
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
@@ -150,6 +164,8 @@ struct Builder<'a> {
     config: &'a DataConfig,
     path: &'a Path,
     warning: Option<String>,
+    samples: usize,
+    idle: Vec<usize>,
 }
 
 impl Builder<'_> {
@@ -275,7 +291,12 @@ impl Builder<'_> {
 
     fn write(&mut self, ids: &[u32], labels: &[i32]) -> Result {
         self.summary.tokens += ids.len() as u64;
-        self.summary.loss_tokens += loss_terms_of(labels);
+        let terms = loss_terms_of(labels);
+        self.summary.loss_tokens += terms;
+        if terms == 0 {
+            self.idle.push(self.samples);
+        }
+        self.samples += 1;
         self.writer.push(ids, labels)
     }
 
@@ -285,7 +306,7 @@ impl Builder<'_> {
         if rest.ids.len() > 1 || (rest.ids.len() == 1 && self.summary.tokens == 0) {
             self.write(&rest.ids, &rest.labels)?;
         }
-        let (path, summary, warning) = (self.path.to_path_buf(), self.summary, self.warning);
+        let (path, summary, warning, idle) = (self.path.to_path_buf(), self.summary, self.warning, self.idle);
         let store = self.writer.finish()?;
         if store.len() == 0 {
             return Err(DataError::Empty { path });
@@ -296,7 +317,7 @@ impl Builder<'_> {
             return Err(DataError::Row { path, line: 1, column: None, reason });
         }
         let fingerprint = store.fingerprint();
-        Ok(Dataset { store, summary, fingerprint, warning })
+        Ok(Dataset { store, summary, fingerprint, warning, idle })
     }
 
     fn row_error(&self, line: usize, reason: String) -> DataError {
