@@ -133,6 +133,44 @@ fn a_model_that_saves_would_replace_is_refused() {
     assert!(bench.weights("precious") == before);
 }
 
+/// Copies of weights are a model's size, and a process that was killed cannot remove its own.
+#[test]
+fn copies_of_weights_that_nobody_uses_are_removed() {
+    let bench = Bench::tiny();
+    let disk = bench.path("disk");
+    let run = |tokens: &str| {
+        let run = bench.generate("model").args(&[
+            "--prompt-ids",
+            "1",
+            "--max-new-tokens",
+            tokens,
+            "--offload",
+            "disk",
+        ]);
+        run.path("--disk", &disk)
+    };
+    let is_locked = |entry: &fs::DirEntry| entry.path().join("terrace.lock").exists();
+    let copies = || fs::read_dir(&disk).map_or(0, |found| found.flatten().filter(is_locked).count());
+    let running = run("40").spawn();
+    running.wait_until(|| copies() == 1);
+    running.signal(libc::SIGKILL);
+    running.wait();
+    assert_eq!(copies(), 1, "killed too late");
+    // What is in use stays, and what has no lock may be anything.
+    let used = disk.join("terrace-weights-1");
+    fs::create_dir(&used).unwrap();
+    fs::create_dir(disk.join("terrace-weights-2")).unwrap();
+    let lock = fs::File::create(used.join("terrace.lock")).unwrap();
+    lock.try_lock().unwrap();
+    run("2").ok();
+    let mut left: Vec<_> = fs::read_dir(&disk).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["terrace-weights-1", "terrace-weights-2"]);
+    drop(lock);
+    run("2").ok();
+    assert!(!used.exists());
+}
+
 #[test]
 fn a_run_outlives_who_reads_what_it_says() {
     let bench = Bench::tiny();

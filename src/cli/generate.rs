@@ -12,12 +12,13 @@ use crate::data::{DataError, TextTokenizer};
 use crate::error::CliError;
 use crate::generate::{Continuation, Prompt, SamplingConfig, TokenSampler, read_prompts, stop_ids};
 use crate::interrupt::Interrupt;
+use std::fs::File;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, TokenBatch};
-use terrace_tiers::{Tier, TierError};
+use terrace_tiers::{LOCK_FILE, Tier, TierError};
 use terrace_zero::{
     Accumulation, BatchLimits, CACHE_PAGE, Durability, Engine, EngineConfig, EngineError, KvCache,
     MicroBatch, Placement, WindowOverrides,
@@ -310,6 +311,22 @@ pub(super) fn frozen_config(
     }
 }
 
+/// What a directory for copies of weights is called, before the process id.
+const OWN: &str = "terrace-weights-";
+
+/// Removes copies of weights that processes left which were killed: those that nobody has locked. A model's size each, they would fill the
+/// disk.
+fn remove_left_over(disk: &Path) {
+    for entry in std::fs::read_dir(disk).into_iter().flatten().flatten() {
+        let id = entry.file_name().to_str().and_then(|name| name.strip_prefix(OWN)?.parse::<u32>().ok());
+        let lock = id.and_then(|_| File::open(entry.path().join(LOCK_FILE)).ok());
+        if lock.is_some_and(|lock| lock.try_lock().is_ok()) {
+            // What cannot be removed is in nobody's way but for the space.
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
 /// An engine with frozen weights, and the directories it made for them.
 pub(super) struct Frozen {
     engine: Option<Engine>,
@@ -329,7 +346,8 @@ impl Frozen {
     ) -> Result<Self, CliError> {
         let weights = session::quant_format(knobs.weights);
         // A directory of its own per process, so that training state beside it is never touched.
-        let own = |dir: &PathBuf| dir.join(format!("terrace-weights-{}", std::process::id()));
+        let own = |dir: &PathBuf| dir.join(format!("{OWN}{}", std::process::id()));
+        placement.disk.iter().for_each(|dir| remove_left_over(dir));
         let dirs: Vec<PathBuf> = placement.disk.iter().map(own).collect();
         let wants_disk = placement.offload == Some(Offload::Disk);
         if wants_disk && dirs.is_empty() {

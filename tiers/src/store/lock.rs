@@ -5,7 +5,8 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::ErrorKind;
 use std::path::Path;
 
-const FILE_NAME: &str = "terrace.lock";
+/// The file that whoever uses a directory of state has locked.
+pub const LOCK_FILE: &str = "terrace.lock";
 
 /// An advisory lock on a directory, released when dropped or when the process ends.
 #[derive(Debug)]
@@ -21,7 +22,7 @@ impl DirLock {
             path: dir.to_owned(),
             source,
         })?;
-        let path = dir.join(FILE_NAME);
+        let path = dir.join(LOCK_FILE);
         let file = OpenOptions::new()
             .create(true)
             .truncate(false)
@@ -40,7 +41,7 @@ impl DirLock {
     /// Locks an existing directory against those who change it, but not against others who look. Nothing is created: where the
     /// lock file is missing, as in a copy of the state, there is nobody to keep out and no lock.
     pub(super) fn share(dir: &Path) -> Result<Option<Self>, TierError> {
-        let path = dir.join(FILE_NAME);
+        let path = dir.join(LOCK_FILE);
         let file = match File::open(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),

@@ -45,6 +45,7 @@ use crate::{BlobKey, BlobKind, Generation, StoreSpec, Striping, TRAINING_SCRATCH
 use extents::Extents;
 pub use held::Held;
 use lock::DirLock;
+pub use lock::LOCK_FILE;
 use manifest::{Manifest, Slot};
 pub use recovery::Recovery;
 use std::collections::{HashMap, VecDeque};
