@@ -196,13 +196,11 @@ mod tests {
         let mut writer = MetricsWriter::open(&path, 0, &[]).unwrap();
         (1..=4).for_each(|s| writer.append(&step(s)).unwrap());
         writer.file.write_all(b"{\"step\": 5, \"lo").unwrap();
-        drop(writer);
         let mut writer = MetricsWriter::open(&path, 3, &[]).unwrap();
         assert_eq!(steps(&path), [1, 2, 3]);
         assert_eq!(writer.disk_written_bytes(), 300);
         writer.append(&step(4)).unwrap();
         assert_eq!(writer.disk_written_bytes(), 400);
-        drop(writer);
         assert_eq!(steps(&path), [1, 2, 3, 4]);
         let noted = serde_json::to_vec(&step(5)).unwrap();
         MetricsWriter::open(&path, 5, &noted).unwrap();
@@ -221,7 +219,6 @@ mod tests {
         writer.count(1000);
         (1..=2).for_each(|s| writer.append(&step(s)).unwrap());
         writer.count_after_last(7).unwrap();
-        drop(writer);
         let mut writer = MetricsWriter::open(&path, 2, &[]).unwrap();
         assert_eq!(writer.disk_written_bytes(), 1207);
         writer.count_after_last(3).unwrap();

@@ -40,4 +40,4 @@ pub use error::{ModelError, Result};
 pub use random::RandomSource;
 pub use rope::{Rope, RopeScaling};
 pub use safetensors_in::SafetensorsSource;
-pub use safetensors_out::{export_folder, remove_weights};
+pub use safetensors_out::{export_folder, holds_weights, remove_weights};

@@ -38,6 +38,8 @@ const COPIED: [&str; 14] = [
     "NOTICE",
 ];
 
+/// The one file of a model that needs no index.
+const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// How the temporary name of a file ends.
@@ -58,39 +60,7 @@ pub fn export_folder(
     shard_bytes: u64,
     config_json: &str,
 ) -> terrace_zero::Result {
-    let new = out_dir.ancestors().take_while(|dir| !dir.as_os_str().is_empty() && !dir.exists());
-    let new: Vec<&Path> = new.collect();
-    let made = create_dir_durably(out_dir).map_err(ModelError::file("creating", out_dir));
-    let written = made
-        .map_err(Into::into)
-        .and_then(|()| write_folder(reader, source_dir, out_dir, shard_bytes, config_json));
-    if written.is_err() {
-        // Only what is empty; the error that matters is the one at hand.
-        let _ = new.into_iter().try_for_each(std::fs::remove_dir);
-    }
-    written
-}
-
-/// Removes the weights, whole or not, that an earlier export left in a folder, and makes that durable: what a loader finds there
-/// afterwards is of the next export. Nothing, where there is no folder.
-///
-/// # Errors
-/// The folder cannot be read, or a file in it not removed.
-pub fn remove_weights(folder: &Path) -> Result {
-    if !folder.exists() {
-        return Ok(());
-    }
-    remove_earlier(folder, |name| name == INDEX)?;
-    remove_earlier(folder, |name| is_weight_file(name) || is_partial(name))
-}
-
-fn write_folder(
-    reader: &mut dyn WeightReader,
-    source_dir: Option<&Path>,
-    out_dir: &Path,
-    shard_bytes: u64,
-    config_json: &str,
-) -> terrace_zero::Result {
+    let _made = NewFolders::make(out_dir)?;
     let dtype = reader.dtype();
     let (tag, torch_name) = names(dtype)?;
     let config = with_dtype(config_json, torch_name)?;
@@ -123,6 +93,44 @@ fn write_folder(
     Ok(())
 }
 
+/// Whether the weights in a folder are all there: what names them comes last in an export.
+pub fn holds_weights(folder: &Path) -> bool {
+    [SINGLE, INDEX].iter().any(|name| folder.join(name).is_file())
+}
+
+/// Removes the weights, whole or not, that an earlier export left in a folder, and makes that durable: what a loader finds there
+/// afterwards is of the next export. Nothing, where there is no folder.
+///
+/// # Errors
+/// The folder cannot be read, or a file in it not removed.
+pub fn remove_weights(folder: &Path) -> Result {
+    if !folder.exists() {
+        return Ok(());
+    }
+    remove_earlier(folder, |name| name == INDEX)?;
+    remove_earlier(folder, |name| is_weight_file(name) || is_partial(name))
+}
+
+/// Folders that were made for an export. Those that are empty in the end are removed: it failed.
+#[derive(Debug)]
+struct NewFolders<'a>(Vec<&'a Path>);
+
+impl<'a> NewFolders<'a> {
+    fn make(folder: &'a Path) -> Result<Self> {
+        let new = folder.ancestors().take_while(|dir| !dir.as_os_str().is_empty() && !dir.exists());
+        let made = Self(new.collect());
+        create_dir_durably(folder).map_err(ModelError::file("creating", folder))?;
+        Ok(made)
+    }
+}
+
+impl Drop for NewFolders<'_> {
+    fn drop(&mut self) {
+        // The first that holds something ends it; the error that matters is the one at hand.
+        let _ = self.0.iter().try_for_each(std::fs::remove_dir);
+    }
+}
+
 /// Some parameters that share a file.
 #[derive(Debug)]
 struct Shard {
@@ -147,7 +155,7 @@ fn plan(params: &[ParamSpec], dtype: DType, shard_bytes: u64) -> Vec<Shard> {
     }
     let count = groups.len();
     let file = |index: usize| match count {
-        1 => "model.safetensors".to_owned(),
+        1 => SINGLE.to_owned(),
         _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
     };
     groups.into_iter().enumerate().map(|(index, params)| Shard { file: file(index), params }).collect()

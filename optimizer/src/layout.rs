@@ -7,6 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{OptimizerError, Result};
+use terrace_kernels::DType;
 
 /// The format of a parameter's training state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -37,6 +38,18 @@ pub enum WeightType {
     Bf16,
     /// IEEE half precision, likewise. Its gradients need a [loss scale](crate::LossScaler).
     F16,
+}
+
+impl WeightType {
+    /// The type of weights that compute has as `dtype`, if they can be trained.
+    pub fn of(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F32 => Some(Self::F32),
+            DType::BF16 => Some(Self::Bf16),
+            DType::F16 => Some(Self::F16),
+            _ => None,
+        }
+    }
 }
 
 /// One array of a parameter's state.

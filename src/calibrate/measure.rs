@@ -77,7 +77,7 @@ impl Layer {
 const TRAINING_TIMES: f64 = 4.0;
 
 impl Effort {
-    /// Three quarters of a minute in all with one disk.
+    /// About forty seconds in all with one disk.
     pub const FULL: Self = Self {
         seconds: 0.8,
         memory_bytes: 256 << 20,
@@ -328,15 +328,15 @@ pub fn gemm(
             kernels.matmul.matmul(operands[0].view(), operands[1].view(), out.view_mut(), spec)?;
             Ok(compute.synchronize()?)
         })?;
-        let operations = 2.0 * rows as f64 * columns as f64 * inner as f64;
-        found.push(Gemm {
-            dtype: dtype.to_string(),
-            of: of.into(),
-            shape,
-            operations_per_second: rate(operations, timed),
-        });
+        found.push(product(dtype.to_string(), of, shape, timed));
     }
     Ok(found)
+}
+
+/// A product of rows, columns and inner size `shape` that took so many seconds.
+fn product(dtype: String, of: &str, shape: [usize; 3], seconds: f64) -> Gemm {
+    let operations = 2.0 * shape.into_iter().map(|size| size as f64).product::<f64>();
+    Gemm { dtype, of: of.into(), shape, operations_per_second: rate(operations, seconds) }
 }
 
 /// Positions of a decoding step: few rows have a product of their own.
@@ -375,13 +375,7 @@ pub fn quantized(
             kernels.quantized_matmul.matmul_nt(signal.view(), weights, out.view_mut(), Epilogue::NONE)?;
             Ok(compute.synchronize()?)
         })?;
-        let operations = 2.0 * rows as f64 * intermediate as f64 * hidden as f64;
-        found.push(Gemm {
-            dtype: format.to_string(),
-            of: of.into(),
-            shape: [rows, intermediate, hidden],
-            operations_per_second: rate(operations, timed),
-        });
+        found.push(product(format.to_string(), of, [rows, intermediate, hidden], timed));
     }
     Ok(found)
 }

@@ -5,6 +5,7 @@ use super::retention;
 use crate::error::{CliError, advice};
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
+use terrace_models::holds_weights;
 use terrace_zero::create_dir_durably;
 
 /// The flag `--model` names a folder with a `config.json`.
@@ -51,7 +52,7 @@ pub fn run_output(output: &Path, model: &Path, saves: bool) -> Result<File, CliE
     }
     // A run writes its metrics there before anything else.
     let is_input = inside.is_some_and(|inside| inside.as_os_str().is_empty());
-    if retention::holds_model(output) && !is_input && !output.join("metrics.jsonl").exists() {
+    if holds_weights(output) && !is_input && !output.join("metrics.jsonl").exists() {
         return Err(CliError::Usage(format!(
             "--output {shown} holds a model that no run of finetune wrote there: the trained weights would replace it; give another folder"
         )));

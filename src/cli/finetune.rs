@@ -117,7 +117,7 @@ pub fn train(
         events,
         progress: Progress::new(steps, engine.step()),
         last,
-        first: engine.step(),
+        kept: engine.step(),
         is_torn: false,
         engine,
         run: &run,
@@ -335,8 +335,8 @@ struct Trainer<'a> {
     events: Option<EventWriter>,
     progress: Progress,
     last: Stats,
-    /// The step that it began at.
-    first: u64,
+    /// The step that it began at, or that was saved after an error: it need not be saved for one.
+    kept: u64,
     /// A step failed in a way that may have changed a part of the state in memory.
     is_torn: bool,
     floor: Floor,
@@ -357,7 +357,6 @@ impl Trainer<'_> {
         let in_memory = !on_disk && !self.is_torn && flushed.is_ok();
         let failed = saved.is_err() || result.as_ref().is_err_and(|e| !matches!(e, CliError::Interrupted));
         let mut is_kept = !(in_memory && failed) || self.keep_what_is_in_memory();
-        let is_asked = in_memory && failed;
         // Neither the error nor the model may be lost to a timeline that cannot be written.
         let seen = Seen { engine: &self.engine, cache: None };
         let traced = trace::write(run.trace.as_deref(), self.session, seen);
@@ -366,8 +365,7 @@ impl Trainer<'_> {
         let trained = result.is_ok() && flushed.is_ok();
         let exported = if trained || !is_kept { self.export(&run.output) } else { Ok(()) };
         if exported.is_err() && is_kept {
-            is_kept =
-                if in_memory && !is_asked { self.keep_what_is_in_memory() } else { on_disk || is_asked };
+            is_kept = if in_memory { self.keep_what_is_in_memory() } else { on_disk };
             if is_kept {
                 eprintln!("the training state is saved: once the model can be written, --resume does that");
             }
@@ -384,20 +382,19 @@ impl Trainer<'_> {
         first.map_or(Ok(()), Err)
     }
 
-    /// Saves state that nothing else has, after an error that has to do with something else: a full disk, data that cannot be read. Whether it is saved,
-    /// or was before.
+    /// Saves state that nothing else has, after an error that has to do with something else: a full disk, data that cannot be read.
+    /// Whether it is saved, or was before.
     fn keep_what_is_in_memory(&mut self) -> bool {
         let step = self.engine.step();
-        if step == self.first {
+        if step == self.kept {
             return true;
         }
-        match self.engine.save() {
-            Ok(()) => eprintln!("step {step} is saved all the same; --resume continues from it"),
-            Err(error) => {
-                eprintln!("error: step {step} was not saved: {error}");
-                return false;
-            }
+        if let Err(error) = self.engine.save() {
+            eprintln!("error: step {step} was not saved: {error}");
+            return false;
         }
+        eprintln!("step {step} is saved all the same; --resume continues from it");
+        self.kept = step;
         true
     }
 

@@ -14,6 +14,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use terrace_kernels::DType;
 use terrace_optimizer::{Algorithm, StateFormat, WeightType};
+use terrace_tiers::existing_dir;
 use terrace_zero::{Engine, EngineConfig, Placement};
 
 /// A budget below which measuring takes the least memory that gives a figure.
@@ -60,7 +61,7 @@ pub fn capabilities(
     }
     let covered = known.disk.as_ref().is_some_and(|disk| dirs.iter().all(|dir| disk.path_of(dir).is_some()));
     if on_disk && !covered {
-        let measured: Vec<PathBuf> = dirs.iter().map(|dir| session::existing(dir)).collect();
+        let measured: Vec<PathBuf> = dirs.iter().map(|dir| existing_dir(dir)).collect();
         warned(measure::disks(&session.io_config, &measured, effort).map(|(mut disk, together, notes)| {
             notes.iter().for_each(|note| eprintln!("note: {note}"));
             disk.paths.iter_mut().zip(&dirs).for_each(|(entry, dir)| entry.path.clone_from(dir));
@@ -123,11 +124,7 @@ fn of_the_type(
     dtype: DType,
     effort: Effort,
 ) -> Result<(), MeasureError> {
-    let weights = match dtype {
-        DType::F32 => WeightType::F32,
-        DType::F16 => WeightType::F16,
-        _ => WeightType::Bf16,
-    };
+    let weights = WeightType::of(dtype).unwrap_or(WeightType::Bf16);
     let named = |state: StateFormat| {
         let (state, weights) = (state.to_string(), weights.to_string());
         calibration.optimizer.iter().any(|rate| rate.state == state && rate.weights == weights)

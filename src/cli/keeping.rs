@@ -66,24 +66,26 @@ mod tests {
     use terrace_tiers::{Tier, TierError};
     use terrace_zero::{BatchLimits, Placement, TrainingConfig};
 
-    /// Fewer that keep may take more memory than all: a plan that fits is not refused for them.
-    #[test]
-    fn what_fits_is_not_refused_for_what_does_not() {
-        let model = ModelConfig::parse(
+    fn six_layers() -> ModelConfig {
+        ModelConfig::parse(
             r#"{"architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256,
                 "num_hidden_layers": 6, "num_attention_heads": 4}"#,
         )
-        .unwrap();
-        let backend = cpu_backend(1, &IoConfig::default()).unwrap();
-        let limits =
-            BatchLimits { sequences: 1, length: 8, micro_batches: 1, cache_length: 0, cache_pages: 0 };
+        .unwrap()
+    }
+
+    fn trained(sequences: usize, length: usize) -> EngineConfig {
+        let limits = BatchLimits { sequences, length, micro_batches: 1, cache_length: 0, cache_pages: 0 };
+        let training = Some(TrainingConfig::default());
+        EngineConfig { training, threads: 1, ..EngineConfig::new(DType::BF16, limits) }
+    }
+
+    /// Fewer that keep may take more memory than all: a plan that fits is not refused for them.
+    #[test]
+    fn what_fits_is_not_refused_for_what_does_not() {
+        let (model, backend) = (six_layers(), cpu_backend(1, &IoConfig::default()).unwrap());
         let sample = TokenBatch::new(&model).blank(1, 8);
-        let config = EngineConfig {
-            training: Some(TrainingConfig::default()),
-            placement: Placement::Host,
-            threads: 1,
-            ..EngineConfig::new(DType::BF16, limits)
-        };
+        let config = EngineConfig { placement: Placement::Host, ..trained(1, 8) };
         let runs = PlanningRuns::default();
         let plan = |keep_at_most, host_budget| {
             let config = EngineConfig { keep_at_most, host_budget, ..config.clone() };
@@ -110,22 +112,13 @@ mod tests {
     /// Copies of state save a slow disk more than kept activations save the processor, and the other way round.
     #[test]
     fn memory_goes_to_what_saves_most() {
-        let model = ModelConfig::parse(
-            r#"{"architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256,
-                "num_hidden_layers": 6, "num_attention_heads": 4}"#,
-        )
-        .unwrap();
-        let backend = cpu_backend(1, &IoConfig::default()).unwrap();
-        let limits =
-            BatchLimits { sequences: 2, length: 128, micro_batches: 1, cache_length: 0, cache_pages: 0 };
+        let (model, backend) = (six_layers(), cpu_backend(1, &IoConfig::default()).unwrap());
         let sample = TokenBatch::new(&model).blank(2, 128);
         let config = EngineConfig {
-            training: Some(TrainingConfig::default()),
             placement: Placement::Disk,
             disks: vec!["nowhere".into()],
             cache_bytes: u64::MAX,
-            threads: 1,
-            ..EngineConfig::new(DType::BF16, limits)
+            ..trained(2, 128)
         };
         let runs = PlanningRuns::default();
         let of = |config: &EngineConfig, disk: f64| {

@@ -4,6 +4,7 @@
 
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
+use terrace_models::holds_weights;
 use terrace_zero::sync_dir;
 
 /// What a folder that is being removed is called, after a dot and its name.
@@ -12,11 +13,6 @@ const REMOVED: &str = ".removed";
 /// The step that a saved model folder is of, by its name.
 pub fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("checkpoint-")?.parse().ok()
-}
-
-/// Whether the weights in a folder are all there: they get their names last.
-pub fn holds_model(folder: &Path) -> bool {
-    ["model.safetensors", "model.safetensors.index.json"].iter().any(|name| folder.join(name).is_file())
 }
 
 /// Removes what a process that ended while it removed folders left of them.
@@ -55,7 +51,7 @@ fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>, CliError> {
 pub fn prune(output: &Path, step: u64, limit: usize) -> Result<Vec<PathBuf>, CliError> {
     let all = entries(output)?.into_iter();
     let numbered = all.filter_map(|(name, path)| Some((step_of(&name)?, path)));
-    let is_saved = |(number, path): &(u64, PathBuf)| *number <= step && holds_model(path);
+    let is_saved = |(number, path): &(u64, PathBuf)| *number <= step && holds_weights(path);
     let mut saved: Vec<_> = numbered.filter(is_saved).collect();
     saved.sort();
     let surplus = saved.len().saturating_sub(limit);

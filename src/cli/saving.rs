@@ -7,7 +7,7 @@ use crate::error::CliError;
 use crate::progress::Progress;
 use std::path::PathBuf;
 use std::time::Instant;
-use terrace_models::{export_folder, remove_weights};
+use terrace_models::{export_folder, holds_weights, remove_weights};
 use terrace_zero::{Engine, EngineError, Exporting};
 
 /// Where the model of a step goes.
@@ -17,7 +17,7 @@ fn folder(run: &TrainConfig, step: u64) -> PathBuf {
 
 /// Whether the model of a step was saved, as a whole: what names its weights comes last.
 pub(super) fn is_there(run: &TrainConfig, step: u64) -> bool {
-    retention::holds_model(&folder(run, step))
+    holds_weights(&folder(run, step))
 }
 
 /// Removes the weights that an earlier run left where those of a step will go: before the step is committed, so that who resumes it does not

@@ -16,7 +16,7 @@ use terrace_device::cuda::CudaDevice;
 use terrace_device::host::HostDevice;
 use terrace_kernels::cpu::CpuConfig;
 use terrace_kernels::{DType, QuantFormat};
-use terrace_tiers::{MemoryPlan, Tier};
+use terrace_tiers::{MemoryPlan, Tier, existing_dir};
 use terrace_zero::{Accumulation, Backend, EngineError, Placement, Timeline};
 
 /// Disk operations that `--trace` remembers at most; later ones replace the earliest.
@@ -166,18 +166,12 @@ pub fn whole(dir: &Path, disk: Option<&DiskProfile>) -> PathBuf {
     if disk.is_some_and(|disk| disk.path_of(&named).is_some()) {
         return named;
     }
-    let existing = existing(&named);
+    let existing = existing_dir(&named);
     match (existing.canonicalize(), named.strip_prefix(&existing)) {
         (Ok(real), Ok(rest)) if !rest.as_os_str().is_empty() => real.join(rest),
         (Ok(real), _) => real,
         (Err(_), _) => named,
     }
-}
-
-/// The directory, or the closest one above it that exists.
-pub fn existing(dir: &Path) -> PathBuf {
-    let found = dir.ancestors().find(|path| path.is_dir());
-    found.unwrap_or(dir).to_owned()
 }
 
 /// Settings of the disk engine: those of the profile, else the defaults.

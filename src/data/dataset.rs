@@ -92,7 +92,6 @@ impl Dataset {
             config,
             path,
             warning: None,
-            samples: 0,
             idle: Vec::new(),
         };
         let mut reader = BufReader::with_capacity(1 << 18, file);
@@ -164,7 +163,6 @@ struct Builder<'a> {
     config: &'a DataConfig,
     path: &'a Path,
     warning: Option<String>,
-    samples: usize,
     idle: Vec<usize>,
 }
 
@@ -294,9 +292,8 @@ impl Builder<'_> {
         let terms = loss_terms_of(labels);
         self.summary.loss_tokens += terms;
         if terms == 0 {
-            self.idle.push(self.samples);
+            self.idle.push(self.writer.len());
         }
-        self.samples += 1;
         self.writer.push(ids, labels)
     }
 

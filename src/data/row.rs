@@ -4,6 +4,7 @@ use super::encode::kind;
 use super::{DataError, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
+use strsim::levenshtein as typos;
 
 /// Every line of the file at `path` is an object; this is line `line`, from one.
 ///
@@ -61,24 +62,6 @@ pub fn near_miss(row: &Map<String, Value>) -> Option<(&str, &'static str)> {
         };
         lacking().find(|meant| is_near(meant)).map(|meant| (key.as_str(), *meant))
     })
-}
-
-/// Letters that are to be put in, taken out or replaced to make `b` of `a` (Levenshtein); more than [`TYPOS`] where lengths say so.
-fn typos(a: &str, b: &str) -> usize {
-    if a.len().abs_diff(b.len()) > TYPOS {
-        return TYPOS + 1;
-    }
-    let (a, b) = (a.as_bytes(), b.as_bytes());
-    let mut last: Vec<usize> = (0..=b.len()).collect();
-    for (row, from) in a.iter().enumerate() {
-        let mut next = vec![row + 1];
-        for (column, to) in b.iter().enumerate() {
-            let replaced = last[column] + usize::from(from != to);
-            next.push(replaced.min(last[column + 1] + 1).min(next[column] + 1));
-        }
-        last = next;
-    }
-    last[b.len()]
 }
 
 #[cfg(test)]

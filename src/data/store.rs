@@ -59,6 +59,11 @@ impl TokenWriter {
         })
     }
 
+    /// Samples so far.
+    pub(super) fn len(&self) -> usize {
+        self.ends.len()
+    }
+
     pub(super) fn push(&mut self, ids: &[u32], labels: &[i32]) -> Result<()> {
         assert_eq!(ids.len(), labels.len(), "one label per id");
         assert!(!ids.is_empty(), "a sample has tokens");

@@ -143,6 +143,19 @@ fn advice(source: &std::io::Error) -> &'static str {
     }
 }
 
+impl TierError {
+    /// If there is too little room, says so of `what`, which `smaller` would make smaller, instead of training state.
+    #[must_use]
+    pub fn too_small_for(self, what: &'static str, smaller: &'static str) -> Self {
+        match self {
+            Self::DiskTooSmall { dir, needed, free, .. } => {
+                Self::DiskTooSmall { what, smaller, dir, needed, free, fits_once: false }
+            }
+            other => other,
+        }
+    }
+}
+
 /// A budget that cannot work, with the numbers and the smallest change that would.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{what} of {} is too small: this run needs at least {}.\n{breakdown}Raise it to {}{}{}", ByteSize(*budget), ByteSize(*minimum).rounded_up(), ByteSize(*minimum).rounded_up(), and(*also), or(alternatives))]

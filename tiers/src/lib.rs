@@ -35,4 +35,4 @@ pub use store::{
     LOCK_FILE, PendingRead, Recovery, Sealed, SlotFacts, SlotState, StoreView, Verification,
 };
 pub use stripe::Striping;
-pub use volume::{STRIPE_BYTES, free_space};
+pub use volume::{STRIPE_BYTES, existing_dir, free_space};

@@ -73,16 +73,9 @@ impl Regions {
     ) -> Result<Self, TierError> {
         let region_bytes = whole(region_bytes);
         let volume = Volume::create_scratch(engine, striping, name, (region_bytes * count) as u64);
-        let volume = volume.map_err(|error| match error {
-            TierError::DiskTooSmall { dir, needed, free, .. } => TierError::DiskTooSmall {
-                what: "the key/value cache",
-                smaller: "add another --disk path, or lower --batch-size or --max-new-tokens",
-                dir,
-                needed,
-                free,
-                fits_once: false,
-            },
-            error => error,
+        let volume = volume.map_err(|error| {
+            let smaller = "add another --disk path, or lower --batch-size or --max-new-tokens";
+            error.too_small_for("the key/value cache", smaller)
         })?;
         let blocks = region_bytes / REGION_BLOCK;
         let regions = (0..count).map(|_| Region { sums: vec![0; blocks], writing: None }).collect();

@@ -495,6 +495,12 @@ pub fn free_space(dir: &Path) -> Result<u64, TierError> {
     Ok(stats.f_bavail * stats.f_frsize)
 }
 
+/// The directory, made absolute, or the closest one above it that exists.
+pub fn existing_dir(dir: &Path) -> PathBuf {
+    let whole = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
+    whole.ancestors().find(|path| path.is_dir()).unwrap_or(dir).to_owned()
+}
+
 /// Says so when the free space of any directory is too small for its share; `bytes` has a share for each.
 pub(crate) fn require_space(dirs: &[PathBuf], bytes: &[u64]) -> Result<(), TierError> {
     for dir in dirs {

@@ -152,7 +152,14 @@ impl Engine {
         let home = match parts.config.placement {
             Placement::Disk => {
                 let striping = parts.config.striping()?;
-                let store = DiskStore::create(&backend.io, &striping, parts.plan.spec.clone())?;
+                let store = DiskStore::create(&backend.io, &striping, parts.plan.spec.clone());
+                let store = store.map_err(|error| match parts.config.training {
+                    Some(_) => error,
+                    None => {
+                        let smaller = "add another --disk path, choose smaller --weights, or keep them in memory (--offload host)";
+                        error.too_small_for("a copy of the weights", smaller)
+                    }
+                })?;
                 parts.on_disk(store, &backend)?
             }
             Placement::None | Placement::Host => parts.resident(&backend)?,
@@ -163,7 +170,7 @@ impl Engine {
     }
 
     /// Plans, allocates and continues from the committed state in the configured directories, all of which is read and verified before
-    /// anything is written.
+    /// a step overwrites any of the one before.
     ///
     /// # Errors
     /// There is no state, it belongs to another model or configuration, it was kept once and being overwritten, the plan does not

@@ -72,7 +72,7 @@ pub use schedule::{BlockPass, GroupUpdate, Schedule, UpdateTime, WeightUse};
 pub use source::{EXPORT_BUFFER_BYTES, WeightReader, WeightSource};
 pub use step::{StepRates, StepReport};
 pub use stored::StoredWeights;
-/// Makes the names in a directory durable, for what a [`WeightReader`] is written to.
+/// Durable directories and names in them, for what a [`WeightReader`] is written to.
 pub use terrace_aio::{create_dir_durably, sync_dir};
 pub use timeline::{Resource, Span, Timeline};
 pub use work::StepWork;

@@ -141,16 +141,9 @@ impl Engine {
             return Ok(());
         }
         let room = DiskStore::require_room(&self.plan.spec, &self.config.striping()?);
-        room.map_err(|error| match error {
-            TierError::DiskTooSmall { dir, needed, free, .. } => TierError::DiskTooSmall {
-                what: "a save of the training state",
-                smaller: "choose an --output on another disk, or a smaller --state",
-                dir,
-                needed,
-                free,
-                fits_once: false,
-            },
-            error => error,
+        room.map_err(|error| {
+            let smaller = "choose an --output on another disk, or a smaller --state";
+            error.too_small_for("a save of the training state", smaller)
         })?;
         Ok(())
     }

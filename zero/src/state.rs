@@ -11,7 +11,6 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use terrace_device::Device;
-use terrace_kernels::DType;
 use terrace_optimizer::{Optimizer, StateKind, StateLayout, WeightType, optimizer};
 use terrace_tiers::{
     BlobKind, BlobSpec, DiskStore, GroupSpec, HostBlob, SharedBytes, StoreSpec, Tier, TierError,
@@ -157,15 +156,11 @@ impl StateKinds {
         config: &EngineConfig,
         network: &Network,
     ) -> Result<(Self, Option<Box<dyn Optimizer>>)> {
-        let weight = match config.dtype {
-            DType::F32 => WeightType::F32,
-            DType::BF16 => WeightType::Bf16,
-            DType::F16 => WeightType::F16,
-            other => {
-                return Err(EngineError::Config(format!(
-                    "weights of dtype {other} cannot be used: bf16, fp16 or fp32"
-                )));
-            }
+        let Some(weight) = WeightType::of(config.dtype) else {
+            return Err(EngineError::Config(format!(
+                "weights of dtype {} cannot be used: bf16, fp16 or fp32",
+                config.dtype
+            )));
         };
         let Some(training) = &config.training else {
             let blobs = vec![BlobSpec::plain(BlobKind::Weight, network.element_bytes as u64)];

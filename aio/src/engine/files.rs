@@ -332,7 +332,11 @@ fn write_zeros(mut file: &File, len: u64) -> io::Result<()> {
 
 /// As [`sync_dir`], of the directory that a file is in.
 fn sync_parent(path: &Path) -> io::Result<()> {
-    sync_dir(path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))
+    sync_dir(parent_of(path))
+}
+
+fn parent_of(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Makes a directory's change durable: a crash must not lose a file whose contents were synced, nor bring a removed
@@ -361,13 +365,12 @@ pub fn create_dir_durably(dir: &Path) -> io::Result<()> {
         let detail = format!("{} is not a directory", dir.display());
         return Err(io::Error::new(io::ErrorKind::NotADirectory, detail));
     }
-    let parent = dir.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    create_dir_durably(parent)?;
+    create_dir_durably(parent_of(dir))?;
     match std::fs::create_dir(dir) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
         result => result,
     }?;
-    sync_dir(parent)
+    sync_parent(dir)
 }
 
 /// Turns read-ahead off on the cached descriptor: edges must not pull their neighbours into the page cache.

@@ -87,8 +87,6 @@ pub(super) enum PassedOver {
     Newest { step: u64 },
     /// Nothing says whether it was newer or older.
     Either,
-    /// The same, of one that the drive cannot read.
-    Unreadable,
 }
 
 #[derive(Debug)]
@@ -352,17 +350,18 @@ impl Manifest {
 
     /// Makes the place of a sequence number one that was never written, and that durable.
     pub(super) fn erase(&self, sequence: u64) -> Result<(), TierError> {
-        let (at, _) = self.slot_extent(sequence % 2);
-        self.engine.submit(Request::write(self.file.id, at, IoBuf::zeroed(self.slot_bytes))).wait()?;
-        self.engine.sync(self.file.id).wait()?;
-        Ok(())
+        self.put(sequence, IoBuf::zeroed(self.slot_bytes))
     }
 
     /// Writes a slot to the place of its sequence number, over the older one in a commit, and makes it durable.
     pub(super) fn write(&self, slot: &Slot) -> Result<(), TierError> {
         assert!(slot.trainer.len() <= TRAINER_BYTES_MAX, "the trainer's words fit the slot");
-        let page = encode(slot, self.slot_bytes);
-        let (at, _) = self.slot_extent(slot.sequence % 2);
+        self.put(slot.sequence, encode(slot, self.slot_bytes))
+    }
+
+    /// Writes the page of a sequence number's place and makes it durable.
+    fn put(&self, sequence: u64, page: IoBuf) -> Result<(), TierError> {
+        let (at, _) = self.slot_extent(sequence % 2);
         self.engine.submit(Request::write(self.file.id, at, page)).wait()?;
         self.engine.sync(self.file.id).wait()?;
         Ok(())

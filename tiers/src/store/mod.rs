@@ -40,8 +40,8 @@ mod verify;
 mod view;
 
 use crate::pool::Lease;
-use crate::volume::{SCRATCH_ID, Volume, World, require_space};
-use crate::{BlobKey, BlobKind, Generation, StoreSpec, Striping, TRAINING_SCRATCH, TierError};
+use crate::volume::{SCRATCH_ID, Volume, World, existing_dir, require_space};
+use crate::{BlobKey, Generation, StoreSpec, Striping, TRAINING_SCRATCH, TierError};
 use extents::Extents;
 pub use held::Held;
 use lock::DirLock;
@@ -125,7 +125,7 @@ impl DiskStore {
     /// # Errors
     /// There is too little room, or a directory cannot be examined.
     pub fn require_room(spec: &StoreSpec, striping: &Striping) -> Result<(), TierError> {
-        let dirs: Vec<PathBuf> = striping.dirs().iter().map(|dir| existing(dir)).collect();
+        let dirs: Vec<PathBuf> = striping.dirs().iter().map(|dir| existing_dir(dir)).collect();
         let left_over = striping.dirs().iter().map(|dir| allocated_bytes(dir));
         let bytes = Self::bytes_per_dir(spec, striping);
         let more: Vec<u64> =
@@ -621,24 +621,13 @@ impl Next {
     }
 }
 
-/// The closest directory to `dir` that exists.
-fn existing(dir: &Path) -> PathBuf {
-    let whole = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
-    whole.ancestors().find(|path| path.is_dir()).unwrap_or(dir).to_owned()
-}
-
 /// Says so when the directories have no room for a store, and whether they would have for one generation of it.
 fn require_room(spec: &StoreSpec, striping: &Striping) -> Result<(), TierError> {
     let room = |spec: &StoreSpec| require_space(striping.dirs(), &DiskStore::bytes_per_dir(spec, striping));
     room(spec).map_err(|error| match error {
-        TierError::DiskTooSmall { mut what, mut smaller, dir, needed, free, .. } => {
+        TierError::DiskTooSmall { what, smaller, dir, needed, free, .. } => {
             let once = StoreSpec { generations: 1, ..spec.clone() };
             let fits_once = spec.generations > 1 && room(&once).is_ok();
-            // Of a model that is not trained.
-            if spec.kinds.iter().all(|kind| kind.kind == BlobKind::Weight) {
-                what = "a copy of the weights";
-                smaller = "add another --disk path, choose smaller --weights, or keep them in memory (--offload host)";
-            }
             TierError::DiskTooSmall { what, smaller, dir, needed, free, fits_once }
         }
         other => other,
@@ -722,7 +711,15 @@ fn hint_at_order(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], error: TierError)
 /// Removes what a creation that never committed left behind, so that its space counts as free. The first directory comes
 /// last, as in [`Volume::remove`].
 fn remove_leftovers(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), TierError> {
-    remove_files(engine, dirs, &[manifest::FILE_NAME, DATA_FILE])
+    for dir in dirs.iter().rev() {
+        for name in [manifest::FILE_NAME, DATA_FILE] {
+            let path = dir.join(name);
+            if engine.exists(&path) {
+                engine.remove(&path)?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Removes what a process that ended without notice left of its scratch: who has the lock finds nobody else's. What has the name and is
@@ -743,15 +740,4 @@ fn allocated_bytes(dir: &Path) -> u64 {
     let names = [manifest::FILE_NAME, DATA_FILE].into_iter().chain(TRAINING_SCRATCH);
     let found = names.filter_map(|name| dir.join(name).metadata().ok());
     found.map(|file| file.blocks() * 512).sum()
-}
-
-fn remove_files(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], names: &[&str]) -> Result<(), TierError> {
-    for dir in dirs.iter().rev() {
-        for path in names.iter().map(|name| dir.join(name)) {
-            if engine.exists(&path) {
-                engine.remove(&path)?;
-            }
-        }
-    }
-    Ok(())
 }

@@ -42,7 +42,7 @@ impl Recovery {
         let commit = slot.and_then(|(slot, passed_over)| {
             let lost = match passed_over? {
                 PassedOver::Newest { step } => Some(step),
-                PassedOver::Either | PassedOver::Unreadable => None,
+                PassedOver::Either => None,
             };
             Some(Self::Commit { dir: dir.to_owned(), step: slot.step, lost })
         });
@@ -53,12 +53,10 @@ impl Recovery {
 impl PassedOver {
     /// What `newest` is used in the place of. Numbers of slots follow each other, so a header that names another one is damaged.
     pub(super) fn of(found: &[Found; 2], newest: &Slot) -> Option<Self> {
-        if found.contains(&Found::Unreadable) {
-            return Some(Self::Unreadable);
-        }
         let claim = found.iter().find_map(|found| match found {
             Found::Torn(claim) => Some(*claim),
-            Found::Blank | Found::Unreadable | Found::Whole(_) => None,
+            Found::Unreadable => Some(None),
+            Found::Blank | Found::Whole(_) => None,
         })?;
         let Some(claim) = claim else { return Some(Self::Either) };
         if claim.sequence.checked_add(1) == Some(newest.sequence) {
