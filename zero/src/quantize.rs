@@ -7,7 +7,7 @@
 use crate::engine::Engine;
 use crate::network::Placed;
 use crate::{EngineError, ParamSpec, Result, WeightSource, checkpoint};
-use half::bf16;
+use half::{bf16, f16};
 use rayon::prelude::*;
 use terrace_kernels::quantized::{BLOCK, NotFinite};
 use terrace_kernels::{DType, QuantFormat};
@@ -61,6 +61,7 @@ fn encode(engine: &Engine, spec: &ParamSpec, start: usize, weights: &[f32], code
         codes.clear();
         match engine.config.dtype {
             DType::F32 => codes.extend(weights.iter().flat_map(|w| w.to_le_bytes())),
+            DType::F16 => codes.extend(weights.iter().flat_map(|w| f16::from_f32(*w).to_le_bytes())),
             _ => codes.extend(weights.iter().flat_map(|w| bf16::from_f32(*w).to_le_bytes())),
         }
         return Ok(());

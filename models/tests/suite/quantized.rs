@@ -158,15 +158,18 @@ fn logits_stay_close() {
     for fixture in Fixture::all() {
         let model = ModelConfig::from_folder(&fixture.folder).unwrap();
         let open = || SafetensorsSource::open(&fixture.folder).unwrap();
-        let plain = Setup::new(model.clone(), None, DType::BF16).logits(&mut open());
-        for (format, bound) in [(QuantFormat::Int8, 0.04), (QuantFormat::Int4, 0.5)] {
-            let found = Setup::new(model.clone(), Some(format), DType::BF16).logits(&mut open());
+        let cases = [(QuantFormat::Int8, 0.04), (QuantFormat::Int4, 0.5)];
+        for (dtype, (format, bound)) in
+            [DType::BF16, DType::F16].into_iter().flat_map(|d| cases.map(|c| (d, c)))
+        {
+            let plain = Setup::new(model.clone(), None, dtype).logits(&mut open());
+            let found = Setup::new(model.clone(), Some(format), dtype).logits(&mut open());
             let mean = |values: &mut dyn Iterator<Item = f32>| {
                 (values.map(|v| f64::from(v).powi(2)).sum::<f64>() / plain.len() as f64).sqrt()
             };
             let change =
                 mean(&mut plain.iter().zip(&found).map(|(a, b)| a - b)) / mean(&mut plain.iter().copied());
-            assert!(change > 0.0 && change <= bound, "{} in {format}: {change}", fixture.name);
+            assert!(change > 0.0 && change <= bound, "{} in {dtype:?} and {format}: {change}", fixture.name);
         }
     }
 }
