@@ -37,7 +37,7 @@ fn the_batch_triple() {
             "{{train_batch_size: {batch}, train_micro_batch_size_per_gpu: {micro}, gradient_accumulation_steps: {accum}}}"
         );
         let config = read(&text);
-        assert_eq!((config.micro_batch, config.grad_accum), expected, "{text}");
+        assert_eq!(config.batches(None, None).unwrap(), expected, "{text}");
     }
     refused(&[
         (
@@ -110,7 +110,14 @@ fn optimizers() {
         config.optimizer,
         Some(DsOptimizer { name: Some(OptimizerName::Adamw), ..DsOptimizer::default() })
     );
-    assert_eq!(config.warnings, ["without effect here: optimizer.params.torch_adam"]);
+    assert_eq!(config.warnings, Vec::<String>::new());
+    let decay = |params: &str| {
+        let config = read(&format!("{{optimizer: {{type: \"AdamW\", params: {{{params}}}}}}}"));
+        config.optimizer.unwrap().weight_decay
+    };
+    assert_eq!(decay("torch_adam: true"), Some(0.01), "what torch has where nothing is said");
+    assert_eq!(decay("torch_adam: true, weight_decay: 0"), Some(0.0));
+    assert_eq!(decay("lr: 1e-3"), None);
     let name = |text: &str| read(text).optimizer.unwrap().name.unwrap();
     assert_eq!(
         name("{optimizer: {type: \"Adam\", params: {adam_w_mode: false, weight_decay: 0.1}}}"),
@@ -276,14 +283,15 @@ fn a_usual_file_with_all_its_habits() {
             /* offload everything */
             "zero_optimization": {
                 "stage": 3,
-                "overlap_comm": true,
+                "overlap_comm": true, "allgather_sequential": false, "stage3_allgather_sequential": false,
+                "compute_grad_norm": true, "parameter_alignment": 8, "save_muon_momentum_buffer_in_memory": false,
                 "reduce_bucket_size": 5e8,
                 "offload_optimizer": { "device": "nvme", "nvme_path": "/nvme", "pin_memory": true, "buffer_count": 4, },
             },
             "aio": { "block_size": 1048576, "queue_depth": 16, "thread_count": 2, "typo": 1 },
         }"#,
     );
-    assert_eq!((config.micro_batch, config.grad_accum), (Some(4), Some(4)));
+    assert_eq!(config.batches(None, None).unwrap(), (Some(4), Some(4)));
     assert_eq!(config.gradient_clipping, Some(0.5));
     assert_eq!((config.aio_block_size, config.aio_queue_depth), (Some(1 << 20), Some(16)));
     assert_eq!(config.warnings.len(), 2, "{:?}", config.warnings);

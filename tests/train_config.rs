@@ -38,6 +38,30 @@ fn defaults() {
     assert!(run.shuffle && run.warnings.is_empty());
 }
 
+/// What neither the file nor a flag gives follows from the other two, whichever of them says it.
+#[test]
+fn a_step_keeps_its_size() {
+    let open =
+        r#"{"train_batch_size": 32, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": true}}"#;
+    let fixed = r#"{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": true}}"#;
+    for (line, file, expected) in [
+        ("", open, (32, 1)),
+        ("--batch-size 8", open, (8, 4)),
+        ("--grad-accum 4", open, (8, 4)),
+        ("", fixed, (4, 8)),
+        ("--batch-size 8", fixed, (8, 4)),
+        ("--batch-size 8 --grad-accum 4", fixed, (8, 4)),
+    ] {
+        let run = resolve(line, Some(file), None).unwrap();
+        assert_eq!((run.batch_size, run.grad_accum), expected, "{line} {file}");
+        assert!(run.warnings.is_empty(), "{line}: {:?}", run.warnings);
+    }
+    for (line, flag) in [("--batch-size 5", "--batch-size 5"), ("--grad-accum 3", "--grad-accum 3")] {
+        let message = resolve(line, Some(open), None).unwrap_err().to_string();
+        assert!(message.contains("train_batch_size") && message.contains(flag), "{message}");
+    }
+}
+
 #[test]
 fn flags_win_over_the_file() {
     let file = r#"{
@@ -59,6 +83,9 @@ fn flags_win_over_the_file() {
     let line = "--batch-size 2 --learning-rate 5e-5 --clip 0 --dtype bf16 --disk /b --scheduler cosine --warmup-steps 2";
     let changed = resolve(line, Some(file), None).unwrap();
     assert_eq!((changed.batch_size, changed.grad_accum, changed.clip), (2, 3, None));
+    let warned =
+        |warning: &String| warning.contains("6 sequences") && warning.contains("train_batch_size 12");
+    assert!(changed.warnings.iter().any(warned), "{:?}", changed.warnings);
     assert_eq!((changed.learning_rate, changed.optimizer.weight_decay()), (5e-5, 0.2));
     assert_eq!(changed.dtype, Dtype::Bf16);
     assert_eq!(changed.disks, [PathBuf::from("/b")]);

@@ -490,6 +490,10 @@ impl Pinned {
             Some(Activations::Auto) | None => None,
         };
         self.agree("windows.kept_blocks", &windows.kept_blocks, "--activations: the number", kept)?;
+        if args.optimizer_ratio.is_some() {
+            let message = "the plan says whose state the device updates, group by group; leave --optimizer-ratio out, or make a plan with it";
+            return Err(self.refused(message));
+        }
         // A flag that agrees with the plan wins over the configuration, as everywhere.
         if args.batch_size.is_none() {
             let key = "--config: train_micro_batch_size_per_gpu";
@@ -498,6 +502,10 @@ impl Pinned {
         if args.grad_accum.is_none() {
             let key = "--config: gradient_accumulation_steps";
             self.agree("run.grad_accum", &run.grad_accum, key, config.grad_accum)?;
+        }
+        if args.batch_size.is_none() || args.grad_accum.is_none() {
+            let step = run.batch_size.saturating_mul(run.grad_accum);
+            self.agree("run.batch_size × grad_accum", &step, "--config: train_batch_size", config.batch)?;
         }
         if args.dtype.is_none() {
             self.agree("run.dtype", &name(run.dtype), "--config: the number type", config.dtype().map(name))?;

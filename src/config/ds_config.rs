@@ -17,6 +17,8 @@ use terrace_optimizer::{LossScaleConfig, OptimizerError, ScheduleKind};
 /// What a configuration file asks for. `None` means that it does not say.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct DsConfig {
+    /// Sequences per step.
+    pub batch: Option<u64>,
     /// Sequences per micro-batch.
     pub micro_batch: Option<u64>,
     /// Micro-batches per step.
@@ -147,6 +149,8 @@ const TOP_UNUSED: &[&str] = &[
 const ZERO_UNUSED: &[&str] = &[
     "allgather_bucket_size",
     "allgather_partitions",
+    "allgather_sequential",
+    "compute_grad_norm",
     "cpu_offload_use_pin_memory",
     "contiguous_gradients",
     "elastic_checkpoint",
@@ -164,12 +168,15 @@ const ZERO_UNUSED: &[&str] = &[
     "memory_efficient_linear",
     "overlap_comm",
     "override_module_apply",
+    "parameter_alignment",
     "param_persistence_threshold",
     "pipeline_loading_checkpoint",
     "prefetch_bucket_size",
     "reduce_bucket_size",
     "reduce_scatter",
     "round_robin_gradients",
+    "save_muon_momentum_buffer_in_memory",
+    "stage3_allgather_sequential",
     "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save",
     "stage3_max_live_parameters",
@@ -211,7 +218,10 @@ const BF16_UNUSED: &[&str] = &[
     "bf16_optimizer_states",
 ];
 const FP16_UNUSED: &[&str] = &["auto_cast", "fp16_master_weights_and_grads", "fp16_optimizer_states"];
-const ADAM_UNUSED: &[&str] = &["fp32_optimizer_states", "fused", "foreach", "set_grad_none", "torch_adam"];
+const ADAM_UNUSED: &[&str] = &["fp32_optimizer_states", "fused", "foreach", "set_grad_none"];
+
+/// What torch's AdamW decays weights by where nothing is said.
+const TORCH_ADAMW_DECAY: f64 = 0.01;
 
 impl DsConfig {
     /// The number type that the file asks for.
@@ -222,6 +232,36 @@ impl DsConfig {
             (_, Some(true)) => Some(Dtype::Bf16),
             (None, None) => None,
         }
+    }
+
+    /// Sequences per micro-batch and micro-batches per step, where flags go ahead of the file's entries. Of the triple two give the
+    /// third; `train_batch_size` alone is one micro-batch.
+    ///
+    /// # Errors
+    /// `train_batch_size` is not a multiple of the one that is given.
+    pub fn batches(
+        &self,
+        micro_batch: Option<u64>,
+        grad_accum: Option<u64>,
+    ) -> Result<(Option<u64>, Option<u64>), String> {
+        let others = [
+            (micro_batch, self.micro_batch, "--batch-size", "train_micro_batch_size_per_gpu"),
+            (grad_accum, self.grad_accum, "--grad-accum", "gradient_accumulation_steps"),
+        ];
+        let [micro, accum] = others.map(|(flag, entry, flag_name, entry_name)| match flag {
+            Some(value) => Some((value, flag_name)),
+            None => entry.map(|value| (value, entry_name)),
+        });
+        let divide = |total: u64, (by, name): (u64, &str)| {
+            let quotient = total.is_multiple_of(by).then_some(total / by);
+            quotient.ok_or_else(|| format!("{total} is not a multiple of {name} {by}"))
+        };
+        Ok(match (self.batch, micro, accum) {
+            (Some(total), Some(micro), None) => (Some(micro.0), Some(divide(total, micro)?)),
+            (Some(total), None, Some(accum)) => (Some(divide(total, accum)?), Some(accum.0)),
+            (Some(total), None, None) => (Some(total), Some(1)),
+            (_, micro, accum) => (micro.map(|m| m.0), accum.map(|a| a.0)),
+        })
     }
 
     /// The slowest tier that the offload sections name.
@@ -303,27 +343,18 @@ fn read(value: &hjson::Value) -> Result<DsConfig> {
 
 /// `train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps` on one rank.
 fn batch_triple(root: &Section<'_>, config: &mut DsConfig) -> Result<()> {
-    let batch = root.positive("train_batch_size")?;
-    let micro = root.positive("train_micro_batch_size_per_gpu")?;
-    let accum = root.positive("gradient_accumulation_steps")?;
-    let divide = |total: u64, by: u64, key: &str| {
-        total.is_multiple_of(by).then_some(total / by).ok_or_else(|| {
-            root.error("train_batch_size", &format!("{total} is not a multiple of {key} {by}"))
-        })
-    };
-    (config.micro_batch, config.grad_accum) = match (batch, micro, accum) {
-        (Some(b), Some(m), Some(a)) if m.checked_mul(a) != Some(b) => {
-            let message = format!(
-                "{b} is not train_micro_batch_size_per_gpu {m} × gradient_accumulation_steps {a}; drop one of the three"
-            );
-            return Err(root.error("train_batch_size", &message));
-        }
-        (Some(b), Some(m), None) => (Some(m), Some(divide(b, m, "train_micro_batch_size_per_gpu")?)),
-        (Some(b), None, Some(a)) => (Some(divide(b, a, "gradient_accumulation_steps")?), Some(a)),
-        (Some(b), None, None) => (Some(b), Some(1)),
-        (_, micro, accum) => (micro, accum),
-    };
-    Ok(())
+    config.batch = root.positive("train_batch_size")?;
+    config.micro_batch = root.positive("train_micro_batch_size_per_gpu")?;
+    config.grad_accum = root.positive("gradient_accumulation_steps")?;
+    if let (Some(b), Some(m), Some(a)) = (config.batch, config.micro_batch, config.grad_accum)
+        && m.checked_mul(a) != Some(b)
+    {
+        let message = format!(
+            "{b} is not train_micro_batch_size_per_gpu {m} × gradient_accumulation_steps {a}; drop one of the three"
+        );
+        return Err(root.error("train_batch_size", &message));
+    }
+    config.batches(None, None).map(drop).map_err(|message| root.error("train_batch_size", &message))
 }
 
 fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
@@ -366,6 +397,11 @@ fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
         // DeepSpeed's "Adam" decouples the decay as well, unless told not to.
         if name == OptimizerName::Adamw && params.boolean("adam_w_mode")? == Some(false) {
             name = OptimizerName::Adam;
+        }
+        // Of torch's AdamW, where DeepSpeed's own has none.
+        let torch = params.boolean("torch_adam")? == Some(true) && name == OptimizerName::Adamw;
+        if torch && !params.has("weight_decay") && !params.leaves_open("weight_decay") {
+            optimizer.weight_decay = Some(TORCH_ADAMW_DECAY);
         }
         if name == OptimizerName::Sgd {
             optimizer.momentum = params.not_negative("momentum")?;

@@ -10,6 +10,7 @@ use crate::cli::args::{
 };
 use crate::cli::pinned::Pinned;
 use crate::error::CliError;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use terrace_optimizer::{
     Adagrad, Adam, AdamW, Algorithm, Lion, LossScaleConfig, Schedule, ScheduleKind, Sgd,
@@ -163,6 +164,7 @@ impl TrainConfig {
             );
         }
         let dtype = args.dtype.or(given.dtype()).unwrap_or(Dtype::Bf16);
+        let (batch_size, grad_accum) = batches(args, given, &mut warnings)?;
         let (offload, disks) = placement(args, given, &mut warnings)?;
         let optimizer_ratio = optimizer_ratio(args, given, offload, &mut warnings)?;
         let learning_rate = args.learning_rate.or(adam.lr).unwrap_or(1e-5);
@@ -184,8 +186,8 @@ impl TrainConfig {
             data: args.data.clone(),
             output: args.output.clone(),
             length: args.steps.map_or(Length::Epochs(args.epochs.unwrap_or(1.0)), Length::Steps),
-            batch_size: count("--batch-size", args.batch_size.map(u64::from).or(given.micro_batch))?,
-            grad_accum: count("--grad-accum", args.grad_accum.map(u64::from).or(given.grad_accum))?,
+            batch_size,
+            grad_accum,
             accumulation: args.accumulation.unwrap_or_default(),
             seq_len: seq_len(args.seq_len.map(usize::from), positions_max)?,
             learning_rate,
@@ -284,6 +286,25 @@ pub fn count(name: &str, value: Option<u64>) -> Result<usize, CliError> {
         Ok(value) => Ok(value as usize),
         Err(_) => usage(format!("{name} {} is beyond reason", value.unwrap_or(1))),
     }
+}
+
+/// Sequences per micro-batch and micro-batches per step.
+fn batches(
+    args: &FinetuneArgs,
+    given: &DsConfig,
+    warnings: &mut Vec<String>,
+) -> Result<(usize, usize), CliError> {
+    let flag = |flag: Option<NonZeroU64>| flag.map(u64::from);
+    let found = given.batches(flag(args.batch_size), flag(args.grad_accum));
+    let (micro, accum) =
+        found.map_err(|reason| CliError::Usage(format!("--config: train_batch_size: {reason}")))?;
+    let (micro, accum) = (count("--batch-size", micro)?, count("--grad-accum", accum)?);
+    let step = micro as u64 * accum as u64;
+    if let Some(total) = given.batch.filter(|total| *total != step) {
+        warnings
+            .push(format!("a step has {step} sequences, because flags win over train_batch_size {total}"));
+    }
+    Ok((micro, accum))
 }
 
 /// Refuses a micro-batch whose positions cannot be numbered; `accumulates` if a step may have more of them instead.
