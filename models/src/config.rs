@@ -10,6 +10,7 @@ use crate::{ModelError, Result};
 use serde_json::Value;
 use std::path::Path;
 use terrace_kernels::GateFunction;
+use terrace_kernels::cpu::HEAD_MAX;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
 const FAMILIES: [(Family, &str, &str); 4] = [
@@ -134,7 +135,12 @@ impl ModelConfig {
             None if family == Family::Qwen3 => 128,
             None => divided(hidden, heads)?,
         };
-        let positions_max = entries.size_or("max_position_embeddings", 2048)?;
+        let positions_max = match family {
+            Family::Llama => 2048,
+            Family::Mistral => 131_072,
+            Family::Qwen2 | Family::Qwen3 => 32_768,
+        };
+        let positions_max = entries.size_or("max_position_embeddings", positions_max)?;
         let attention_bias = entries.flag("attention_bias", false)?;
         let config = Self {
             family,
@@ -190,6 +196,10 @@ impl ModelConfig {
         }
         if !self.head_size.is_multiple_of(2) {
             return refuse("head_dim", format!("is {}; rotary embedding needs an even size", self.head_size));
+        }
+        if self.head_size > HEAD_MAX {
+            let detail = format!("is {}; heads of more than {HEAD_MAX} are not computed", self.head_size);
+            return refuse("head_dim", detail);
         }
         if self.vocab > i32::MAX as usize {
             return refuse("vocab_size", format!("is {}; token ids are 32-bit", self.vocab));

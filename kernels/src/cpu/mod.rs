@@ -34,6 +34,7 @@ mod thin;
 mod threads;
 mod vector;
 
+pub use attention::HEAD_MAX;
 pub use isa::Isa;
 
 use crate::KernelSet;

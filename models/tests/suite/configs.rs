@@ -77,6 +77,17 @@ fn windows_follow_the_family() {
     assert!(parse(qwen).unwrap_err().to_string().contains("1 entries for 2 layers"));
 }
 
+/// As the families' classes in transformers 5 have it.
+#[test]
+fn positions_follow_the_family() {
+    let positions = |architecture: &str| {
+        let config = parse(json!({"architectures": [architecture], "max_position_embeddings": null}));
+        config.unwrap().positions_max
+    };
+    let families = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"];
+    assert_eq!(families.map(positions), [2048, 131_072, 32_768, 32_768]);
+}
+
 #[test]
 fn biases_follow_the_family() {
     let biases = |architecture: &str| {
@@ -130,6 +141,7 @@ fn what_is_not_computed_is_refused_by_name() {
         (json!({"hidden_size": 66}), vec!["66", "num_attention_heads = 4"]),
         (json!({"num_key_value_heads": 3}), vec!["num_key_value_heads", "is 3", "num_attention_heads = 4"]),
         (json!({"head_dim": 15}), vec!["head_dim", "15", "even"]),
+        (json!({"head_dim": 1024}), vec!["head_dim", "1024", "more than 512"]),
         (json!({"rms_norm_eps": 0}), vec!["rms_norm_eps", "positive"]),
         (json!({"tie_word_embeddings": "yes"}), vec!["tie_word_embeddings", "true or false"]),
         (json!({"eos_token_id": "</s>"}), vec!["eos_token_id", "token id"]),
