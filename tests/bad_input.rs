@@ -181,6 +181,14 @@ fn data_that_cannot_be_used() {
         let run = generate(&["--prompt-ids", "1", "--max-new-tokens", tokens]);
         run.fails(2, &["exceed the model's 64 positions"]);
     }
+    // Before memory is taken for so many.
+    Shape { positions: 40_000, ..Shape::TINY }.write(&bench.path("long"));
+    let mut rows = "{\"prompt_ids\": [1]}\n".repeat(70_000);
+    rows += &format!("{{\"prompt_ids\": {:?}}}\n", vec![1; 31_000]);
+    fs::write(bench.path("many.jsonl"), rows).unwrap();
+    let many = cmd(&["generate", "--max-new-tokens", "1"]).path("--model", &bench.path("long"));
+    let many = many.path("--prompts", &bench.path("many.jsonl"));
+    many.fails(2, &["70001 prompts at once", "31000 tokens", "lower --batch-size to 69273"]);
     generate(&["--prompt", "-words"]).fails(1, &["tokenizer.json", "does not exist"]);
     let small = generate(&["--prompt-ids", "1,2", "--max-new-tokens", "4", "--host-memory", "1KiB"]);
     let refused = small.fails(2, &["--host-memory of 1.00 KiB is too small", "Raise it to"]).stderr;

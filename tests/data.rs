@@ -251,3 +251,67 @@ fn the_demo_makes_the_same_files_every_time() {
     let text = demo::story(0, 3);
     assert_eq!(tokenizer().decode(&tokenizer().prompt_ids(&text).unwrap()).unwrap(), text);
 }
+
+/// A tokenizer of whole words, in SentencePiece's manner, that closes a text with `</s>` if it is to.
+fn word_tokenizer(closes: bool) -> (tempfile::TempDir, TextTokenizer) {
+    let folder = tempfile::tempdir().unwrap();
+    let close = closes.then(|| serde_json::json!({ "SpecialToken": { "id": "</s>", "type_id": 0 } }));
+    let single: Vec<_> =
+        [serde_json::json!({ "Sequence": { "id": "A", "type_id": 0 } })].into_iter().chain(close).collect();
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null,
+        "added_tokens": [{
+            "id": 0, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true,
+        }],
+        "normalizer": { "type": "Sequence", "normalizers": [
+            { "type": "Prepend", "prepend": "\u{2581}" },
+            { "type": "Replace", "pattern": { "String": " " }, "content": "\u{2581}" },
+        ] },
+        "pre_tokenizer": { "type": "Split", "pattern": { "Regex": "\u{2581}[a-zA-Z]+" }, "behavior": "Isolated", "invert": false },
+        "post_processor": {
+            "type": "TemplateProcessing", "single": single, "pair": [
+                { "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 1 } },
+            ],
+            "special_tokens": { "</s>": { "id": "</s>", "ids": [0], "tokens": ["</s>"] } },
+        },
+        "decoder": { "type": "Sequence", "decoders": [
+            { "type": "Replace", "pattern": { "String": "\u{2581}" }, "content": " " },
+            { "type": "Fuse" },
+            { "type": "Strip", "content": " ", "start": 1, "stop": 0 },
+        ] },
+        "model": { "type": "WordLevel", "unk_token": "</s>", "vocab": {
+            "</s>": 0, "\u{2581}Hello": 1, "\u{2581}world": 2, "ing": 3,
+        } },
+    });
+    std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    std::fs::write(folder.path().join("tokenizer_config.json"), r#"{"eos_token": "</s>"}"#).unwrap();
+    let tokenizer = TextTokenizer::load(folder.path()).unwrap();
+    (folder, tokenizer)
+}
+
+/// The space before a word that goes on with a text is part of what goes on.
+#[test]
+fn what_follows_a_prompt_keeps_its_space() {
+    let (_folder, tokenizer) = word_tokenizer(false);
+    assert_eq!(tokenizer.decode(&[1, 2]).unwrap(), "Hello world");
+    assert_eq!(tokenizer.decode(&[2]).unwrap(), "world", "as a text of its own");
+    assert_eq!(tokenizer.decode_after(&[1], &[2]).unwrap(), " world");
+    assert_eq!(tokenizer.decode_after(&[1], &[3]).unwrap(), "ing");
+    assert_eq!(tokenizer.decode_after(&[], &[1]).unwrap(), "Hello");
+    assert_eq!(tokenizer.decode_after(&[1], &[]).unwrap(), "");
+    // Half of a character before, and the other half.
+    let bytes = self::tokenizer();
+    let ids: Vec<u32> = bytes.encode("é", false).unwrap().iter().map(|span| span.id).collect();
+    assert_eq!(ids.len(), 2);
+    assert_eq!(bytes.decode_after(&ids[..1], &ids[1..]).unwrap(), bytes.decode(&ids[1..]).unwrap());
+}
+
+/// A closing token that the tokenizer adds is taken off a prompt, and one that the user wrote stays.
+#[test]
+fn the_end_of_a_prompt_is_the_users() {
+    for closes in [false, true] {
+        let (_folder, tokenizer) = word_tokenizer(closes);
+        assert_eq!(tokenizer.prompt_ids("Hello").unwrap(), [1]);
+        assert_eq!(tokenizer.prompt_ids("Hello</s>").unwrap(), [1, 0], "{closes}");
+    }
+}

@@ -6,7 +6,7 @@ mod support;
 
 use std::fs;
 use std::process::{Command, Stdio};
-use support::{Bench, Shape, SmallDisk};
+use support::{Bench, Shape, SmallDisk, cmd};
 
 /// A folder where a file is to be written stands for whatever may be in the way.
 fn obstruct(bench: &Bench, path: &str) {
@@ -133,42 +133,67 @@ fn a_model_that_saves_would_replace_is_refused() {
     assert!(bench.weights("precious") == before);
 }
 
-/// Copies of weights are a model's size, and a process that was killed cannot remove its own.
+/// Copies of weights are a model's size, and so may a cache be; a process that was killed cannot remove its own.
 #[test]
-fn copies_of_weights_that_nobody_uses_are_removed() {
+fn what_a_killed_generation_left_is_removed() {
     let bench = Bench::tiny();
-    let disk = bench.path("disk");
-    let run = |tokens: &str| {
-        let run = bench.generate("model").args(&[
-            "--prompt-ids",
-            "1",
-            "--max-new-tokens",
-            tokens,
-            "--offload",
-            "disk",
-        ]);
-        run.path("--disk", &disk)
-    };
-    let is_locked = |entry: &fs::DirEntry| entry.path().join("terrace.lock").exists();
-    let copies = || fs::read_dir(&disk).map_or(0, |found| found.flatten().filter(is_locked).count());
-    let running = run("40").spawn();
-    running.wait_until(|| copies() == 1);
-    running.signal(libc::SIGKILL);
-    running.wait();
-    assert_eq!(copies(), 1, "killed too late");
-    // What is in use stays, and what has no lock may be anything.
-    let used = disk.join("terrace-weights-1");
-    fs::create_dir(&used).unwrap();
-    fs::create_dir(disk.join("terrace-weights-2")).unwrap();
-    let lock = fs::File::create(used.join("terrace.lock")).unwrap();
-    lock.try_lock().unwrap();
-    run("2").ok();
-    let mut left: Vec<_> = fs::read_dir(&disk).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    left.sort();
-    assert_eq!(left, ["terrace-weights-1", "terrace-weights-2"]);
-    drop(lock);
-    run("2").ok();
-    assert!(!used.exists());
+    for flags in [["--offload", "disk"], ["--kv", "disk"]] {
+        let disk = bench.path(flags[0]);
+        let run = |tokens: &str| {
+            let run = bench.generate("model").args(&["--prompt-ids", "1", "--max-new-tokens", tokens]);
+            run.args(&flags).path("--disk", &disk)
+        };
+        let is_locked = |entry: &fs::DirEntry| entry.path().join("frozen.lock").exists();
+        let left_over = || fs::read_dir(&disk).map_or(0, |found| found.flatten().filter(is_locked).count());
+        let running = run("40").spawn();
+        running.wait_until(|| left_over() == 1);
+        running.signal(libc::SIGKILL);
+        running.wait();
+        assert_eq!(left_over(), 1, "killed too late");
+        // What is in use stays, and what has no such lock may be anything: training state, for one.
+        let used = disk.join("terrace-weights-1");
+        fs::create_dir(&used).unwrap();
+        let training =
+            bench.finetune("out").args(&["--steps", "1", "--save-every", "1", "--offload", "disk"]);
+        training.path("--disk", &disk.join("terrace-weights-2")).ok();
+        fs::remove_dir_all(bench.path("out")).unwrap();
+        assert!(disk.join("terrace-weights-2/state.bin").exists());
+        let lock = fs::File::create(used.join("frozen.lock")).unwrap();
+        lock.try_lock().unwrap();
+        run("2").ok();
+        let mut left: Vec<_> = fs::read_dir(&disk).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["terrace-weights-1", "terrace-weights-2"], "{flags:?}");
+        assert!(disk.join("terrace-weights-2/state.bin").exists());
+        drop(lock);
+        run("2").ok();
+        assert!(!used.exists());
+    }
+}
+
+/// What was generated is told, whatever happens after it.
+#[test]
+fn continuations_survive_a_prompt_that_fails() {
+    let bench = Bench::tiny();
+    let path = bench.path("model/model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+    let table = &header["model.embed_tokens.weight"];
+    let at = |index: usize| table["data_offsets"][index].as_u64().unwrap() as usize;
+    let row = (at(1) - at(0)) / table["shape"][0].as_u64().unwrap() as usize;
+    let start = 8 + length + at(0) + 7 * row;
+    // Token 7 is not a number in any type.
+    bytes[start..start + row].fill(0xFF);
+    fs::write(&path, bytes).unwrap();
+    fs::write(bench.path("p.jsonl"), "{\"prompt_ids\": [1]}\n{\"prompt_ids\": [7]}\n{\"prompt_ids\": [2]}\n")
+        .unwrap();
+    let run = cmd(&["generate", "--json", "--batch-size", "1", "--max-new-tokens", "1"]);
+    let run = run.path("--model", &bench.path("model")).path("--prompts", &bench.path("p.jsonl"));
+    let ended = run.fails(1, &["is not a number", "1 of 3 prompts"]);
+    let told = ended.json();
+    assert_eq!(told.as_array().unwrap().len(), 1, "{told}");
+    assert_eq!(told[0]["prompt_ids"], serde_json::json!([1]));
 }
 
 #[test]

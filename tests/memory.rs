@@ -156,6 +156,29 @@ fn a_cache_larger_than_the_budget_is_on_disk() {
     generate(budget).fails(2, &["--host-memory of 22.0 MiB is too small", "use --kv disk"]);
 }
 
+/// A large vocabulary makes large logits, and a token is picked from all of them.
+#[test]
+fn logits_are_in_the_budget() {
+    let bench = Bench::empty();
+    let shape = Shape { vocab: 131_072, hidden: 16, intermediate: 32, layers: 2, ..LARGE };
+    shape.write(&bench.path("model"));
+    let prompts: String = (0..64).map(|row| format!("{{\"prompt_ids\": [5, {row}]}}\n")).collect();
+    fs::write(bench.path("prompts.jsonl"), prompts).unwrap();
+    let generate = |budget: u64| {
+        let run = cmd(&["generate", "--json"]).path("--model", &bench.path("model"));
+        let run = run.path("--prompts", &bench.path("prompts.jsonl"));
+        let run =
+            run.args(&["--max-new-tokens", "3", "--ignore-eos", "--threads", "2", "--temperature", "1"]);
+        run.args(&["--host-memory", &budget.to_string()])
+    };
+    let logits = 64 * u64::from(u32::try_from(shape.vocab).unwrap()) * 4;
+    generate(2 * logits).fails(2, &["is too small", "logits", "Raise it to"]);
+    let budget = 5 * logits;
+    let ended = generate(budget).ok();
+    within(&ended, budget);
+    println!("{} MiB of logits at once: {} MiB", logits / MIB, ended.peak_bytes / MIB);
+}
+
 /// Loading quantizes piece by piece: at no time is the model there in bf16.
 #[test]
 fn quantized_weights_are_all_that_is_in_memory() {

@@ -60,13 +60,13 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
         profile.as_ref(),
         &session,
         &args.model,
-        &builder.blank(batch, seq_len),
+        &builder.shape(batch, seq_len),
         knobs,
     )?;
     let total = evaluate(frozen.engine(), &builder, &data, batch, seq_len);
     let traced = frozen.trace(args.trace.as_deref(), &session, None);
+    let closed = frozen.close();
     let total = total?;
-    frozen.close()?;
     if total.loss_terms == 0 {
         return Err(CliError::Failed(format!("{}: no token carries loss", args.data.display())));
     }
@@ -77,7 +77,7 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     } else {
         print_text(&format!("nll {nll:.4} · perplexity {:.3} · {} tokens", nll.exp(), total.loss_terms))?;
     }
-    traced
+    closed.and(traced)
 }
 
 /// Evaluates all samples, `batch` at once; the user may stop it after any batch.

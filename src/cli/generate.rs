@@ -13,12 +13,13 @@ use crate::error::CliError;
 use crate::generate::{Continuation, Prompt, SamplingConfig, TokenSampler, read_prompts, stop_ids};
 use crate::interrupt::Interrupt;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, TokenBatch};
-use terrace_tiers::{LOCK_FILE, Tier, TierError};
+use terrace_tiers::{Tier, TierError};
 use terrace_zero::{
     Accumulation, BatchLimits, CACHE_PAGE, Durability, Engine, EngineConfig, EngineError, KvCache,
     MicroBatch, Placement, WindowOverrides,
@@ -29,10 +30,16 @@ use terrace_zero::{
 /// # Errors
 /// A setting, the model, a prompt or a tier is refused.
 pub fn generate(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
-    let Continued { continuations, traced } = continued(args, threads)?;
+    let Continued { continuations, prompts, ended } = continued(args, threads)?;
+    let done = continuations.len();
+    if done < prompts {
+        eprintln!(
+            "warning: {done} of {prompts} prompts were continued to their end; what there is of them follows"
+        );
+    }
     if args.json {
         print_json(&continuations)?;
-        return traced;
+        return ended;
     }
     for continuation in &continuations {
         match &continuation.text {
@@ -40,7 +47,7 @@ pub fn generate(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<()
             None => print_text(&format!("{:?}", continuation.ids))?,
         }
     }
-    traced
+    ended
 }
 
 /// Continues every prompt.
@@ -51,14 +58,17 @@ pub fn continue_prompts(
     args: &GenerateArgs,
     threads: Option<NonZeroUsize>,
 ) -> Result<Vec<Continuation>, CliError> {
-    let Continued { continuations, traced } = continued(args, threads)?;
-    traced.map(|()| continuations)
+    let Continued { continuations, ended, .. } = continued(args, threads)?;
+    ended.map(|()| continuations)
 }
 
-/// What there is to say, which is not lost to a timeline that cannot be written.
+/// What there is to say, which is not lost to what happens later: another prompt that fails, Ctrl-C, files that cannot be written or removed.
 struct Continued {
+    /// Of the prompts that came to their end.
     continuations: Vec<Continuation>,
-    traced: Result<(), CliError>,
+    /// How many there are in all.
+    prompts: usize,
+    ended: Result<(), CliError>,
 }
 
 fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Continued, CliError> {
@@ -85,6 +95,7 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
         )));
     }
     let batch = args.batch_size.map_or(prompts.len(), NonZeroUsize::get).min(prompts.len());
+    countable(batch, longest)?;
     let builder = TokenBatch::new(&model.config);
     let stop = if args.ignore_eos { Vec::new() } else { stop_ids(&args.model)? };
     let limits = |batch: usize, new_tokens: usize| BatchLimits {
@@ -95,7 +106,7 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
         cache_pages: most_pages(&prompts, batch, new_tokens),
     };
     let new_tokens = args.max_new_tokens.get();
-    let sample = builder.blank(batch, longest);
+    let sample = builder.shape(batch, longest);
     let dtype = session::dtype(args.dtype.unwrap_or_default());
     let config = EngineConfig {
         kv_tier: session::kv_tier(args.kv),
@@ -117,17 +128,33 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
     let vocab = model.config.vocab;
     let interrupt = Interrupt::listen();
     let mut cache = frozen.engine().new_cache(batch)?;
-    let mut run = Run { engine: frozen.engine(), builder: &builder, args, stop: &stop, vocab, interrupt };
-    let ends = run.all(&prompts, &mut cache);
+    let engine = frozen.engine();
+    let mut run =
+        Run { engine, builder: &builder, args, stop: &stop, vocab, interrupt, candidates: Vec::new() };
+    let mut ends: Vec<Option<End>> = prompts.iter().map(|_| None).collect();
+    let ran = run.all(&prompts, &mut cache, &mut ends);
     let traced = frozen.trace(args.trace.as_deref(), &session, Some(&cache));
     drop(cache);
-    let mut continuations = Vec::with_capacity(prompts.len());
-    for (prompt_ids, End { ids, seconds }) in prompts.into_iter().zip(ends?) {
-        let text = tokenizer.as_ref().map(|t| t.decode(&ids)).transpose()?;
+    let closed = frozen.close();
+    let count = prompts.len();
+    let mut continuations = Vec::with_capacity(count);
+    for (prompt_ids, end) in prompts.into_iter().zip(ends) {
+        let Some(End { ids, seconds }) = end else { continue };
+        let text = tokenizer.as_ref().map(|t| t.decode_after(&prompt_ids, &ids)).transpose()?;
         continuations.push(Continuation { prompt_ids, ids, text, seconds });
     }
-    frozen.close()?;
-    Ok(Continued { continuations, traced })
+    Ok(Continued { continuations, prompts: count, ended: ran.and(closed).and(traced) })
+}
+
+/// Refuses a batch whose positions cannot be numbered.
+fn countable(batch: usize, longest: usize) -> Result<(), CliError> {
+    let most = i32::MAX as usize / longest.max(1);
+    if batch <= most {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "{batch} prompts at once, of which the longest has {longest} tokens, are more than 2³¹ positions; lower --batch-size to {most}"
+    )))
 }
 
 /// The tokens of every prompt.
@@ -172,6 +199,8 @@ struct Run<'a> {
     stop: &'a [u32],
     vocab: usize,
     interrupt: Interrupt,
+    /// Memory for what a token is picked from.
+    candidates: Vec<(u32, f32)>,
 }
 
 /// A prompt in a row of the batch.
@@ -184,7 +213,6 @@ struct Row {
 }
 
 /// What became of a prompt.
-#[derive(Default)]
 struct End {
     ids: Vec<u32>,
     seconds: f64,
@@ -195,10 +223,14 @@ impl Run<'_> {
     /// al., "Orca", OSDI 2022).
     ///
     /// # Errors
-    /// The engine fails, or the user stopped it after a pass.
-    fn all(&mut self, prompts: &[Vec<u32>], cache: &mut KvCache) -> Result<Vec<End>, CliError> {
+    /// The engine fails, or the user stopped it after a pass. `ends` has those that came to their end before.
+    fn all(
+        &mut self,
+        prompts: &[Vec<u32>],
+        cache: &mut KvCache,
+        ends: &mut [Option<End>],
+    ) -> Result<(), CliError> {
         let batch = cache.lengths().len();
-        let mut ends: Vec<End> = prompts.iter().map(|_| End::default()).collect();
         let mut rows: Vec<Option<Row>> = (0..batch).map(|_| None).collect();
         let mut waiting = prompts.iter().enumerate();
         let worth_a_pass = rows_worth_a_pass(batch, self.args.max_new_tokens.get());
@@ -214,7 +246,7 @@ impl Run<'_> {
                 if let Some(longest) = views.iter().map(|ids| ids.len()).max() {
                     let batch = self.builder.prefill(&views, longest).map_err(CliError::failed)?;
                     let added: Vec<usize> = views.iter().map(|ids| ids.len()).collect();
-                    self.pass(&batch, cache, (&next, &added), &mut rows, &mut ends)?;
+                    self.pass(&batch, cache, (&next, &added), &mut rows, ends)?;
                 }
             }
             let (running, last): (Vec<usize>, Vec<u32>) = rows
@@ -223,12 +255,12 @@ impl Run<'_> {
                 .filter_map(|(row, of)| Some((row, *of.as_ref()?.ids.last()?)))
                 .unzip();
             if running.is_empty() && waiting.len() == 0 {
-                return Ok(ends);
+                return Ok(());
             }
             if !running.is_empty() {
                 let lengths: Vec<usize> = running.iter().map(|&row| cache.lengths()[row]).collect();
                 let batch = self.builder.decode(&last, &lengths).map_err(CliError::failed)?;
-                self.pass(&batch, cache, (&running, &vec![1; running.len()]), &mut rows, &mut ends)?;
+                self.pass(&batch, cache, (&running, &vec![1; running.len()]), &mut rows, ends)?;
             }
         }
     }
@@ -251,7 +283,7 @@ impl Run<'_> {
         cache: &mut KvCache,
         (of_batch, added): (&[usize], &[usize]),
         rows: &mut [Option<Row>],
-        ends: &mut [End],
+        ends: &mut [Option<End>],
     ) -> Result<(), CliError> {
         if self.interrupt.requested() {
             return Err(CliError::Stopped);
@@ -259,11 +291,11 @@ impl Run<'_> {
         let logits = self.engine.logits(batch, cache, of_batch, added)?;
         for (&at, logits) in of_batch.iter().zip(logits.chunks_exact(self.vocab)) {
             let row = rows[at].as_mut().expect("a row of the batch has a prompt");
-            let id = row.sampler.pick(logits).map_err(CliError::failed)?;
+            let id = row.sampler.pick(logits, &mut self.candidates).map_err(CliError::failed)?;
             row.ids.push(id);
             if self.stop.contains(&id) || row.ids.len() == self.args.max_new_tokens.get() {
                 let Row { prompt, ids, began, .. } = rows[at].take().expect("as above");
-                ends[prompt] = End { ids, seconds: began.elapsed().as_secs_f64() };
+                ends[prompt] = Some(End { ids, seconds: began.elapsed().as_secs_f64() });
                 cache.clear(at);
             }
         }
@@ -311,15 +343,17 @@ pub(super) fn frozen_config(
     }
 }
 
-/// What a directory for copies of weights is called, before the process id.
+/// What a directory for copies of weights and a key/value cache is called, before the process id.
 const OWN: &str = "terrace-weights-";
+/// The file in it that its process has locked. What has none was made by somebody else, training state among it.
+const OWN_LOCK: &str = "frozen.lock";
 
-/// Removes copies of weights that processes left which were killed: those that nobody has locked. A model's size each, they would fill the
-/// disk.
+/// Removes copies of weights and caches that processes left which were killed: those that nobody has locked. A model's size each, they would
+/// fill the disk.
 fn remove_left_over(disk: &Path) {
     for entry in std::fs::read_dir(disk).into_iter().flatten().flatten() {
-        let id = entry.file_name().to_str().and_then(|name| name.strip_prefix(OWN)?.parse::<u32>().ok());
-        let lock = id.and_then(|_| File::open(entry.path().join(LOCK_FILE)).ok());
+        let is_own = entry.file_name().to_str().is_some_and(|name| name.starts_with(OWN));
+        let lock = is_own.then(|| File::open(entry.path().join(OWN_LOCK)).ok()).flatten();
         if lock.is_some_and(|lock| lock.try_lock().is_ok()) {
             // What cannot be removed is in nobody's way but for the space.
             let _ = std::fs::remove_dir_all(entry.path());
@@ -327,10 +361,55 @@ fn remove_left_over(disk: &Path) {
     }
 }
 
+/// A directory that this process made, and removes.
+struct OwnDir {
+    path: PathBuf,
+    _lock: Option<File>,
+}
+
+impl OwnDir {
+    /// Makes one on each disk.
+    fn make(disks: &[PathBuf]) -> Result<Vec<Self>, EngineError> {
+        disks.iter().map(|disk| Self::on(disk)).collect()
+    }
+
+    fn on(disk: &Path) -> Result<Self, EngineError> {
+        let failed =
+            |path: &Path, source| TierError::File { doing: "creating", path: path.to_owned(), source };
+        std::fs::create_dir_all(disk).map_err(|source| failed(disk, source))?;
+        // In containers that share a disk, process ids are not one's own.
+        for number in 0.. {
+            let again = if number == 0 { String::new() } else { format!("-{number}") };
+            let path = disk.join(format!("{OWN}{}{again}", std::process::id()));
+            match std::fs::create_dir(&path) {
+                Ok(()) => {
+                    let mut own = Self { path, _lock: None };
+                    let name = own.path.join(OWN_LOCK);
+                    let lock = File::create_new(&name).map_err(|source| failed(&name, source))?;
+                    // Where there are no locks, nobody removes what is left.
+                    own._lock = lock.try_lock().is_ok().then_some(lock);
+                    return Ok(own);
+                }
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+                Err(source) => return Err(failed(&path, source).into()),
+            }
+        }
+        unreachable!("some number is free")
+    }
+}
+
+impl Drop for OwnDir {
+    fn drop(&mut self) {
+        // What cannot be removed now is removed by a later process.
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
 /// An engine with frozen weights, and the directories it made for them.
 pub(super) struct Frozen {
+    // Dropped before the directories that its files are in.
     engine: Option<Engine>,
-    dirs: Vec<PathBuf>,
+    dirs: Vec<OwnDir>,
 }
 
 impl Frozen {
@@ -345,12 +424,9 @@ impl Frozen {
         knobs: FrozenKnobs<'_>,
     ) -> Result<Self, CliError> {
         let weights = session::quant_format(knobs.weights);
-        // A directory of its own per process, so that training state beside it is never touched.
-        let own = |dir: &PathBuf| dir.join(format!("{OWN}{}", std::process::id()));
         placement.disk.iter().for_each(|dir| remove_left_over(dir));
-        let dirs: Vec<PathBuf> = placement.disk.iter().map(own).collect();
         let wants_disk = placement.offload == Some(Offload::Disk);
-        if wants_disk && dirs.is_empty() {
+        if wants_disk && placement.disk.is_empty() {
             let message = "--offload disk needs a directory for the weights: give --disk PATH";
             return Err(CliError::Usage(message.into()));
         }
@@ -364,9 +440,7 @@ impl Frozen {
         };
         let mut frozen = Self { engine: None, dirs: Vec::new() };
         if config.kv_tier == Tier::Disk {
-            config.disk_weights = session::disk_weights(profile, &dirs);
-            config.disks.clone_from(&dirs);
-            frozen.dirs.clone_from(&dirs);
+            frozen.use_disks(&mut config, placement, profile)?;
         }
         // Without a tier asked for, weights that do not fit a card stream from memory, and from a disk if there is one.
         let mut tries = vec![config.placement];
@@ -376,7 +450,7 @@ impl Frozen {
         if wants_disk {
             tries.clear();
         }
-        let may_use_disk = wants_disk || (placement.offload.is_none() && !dirs.is_empty());
+        let may_use_disk = wants_disk || (placement.offload.is_none() && !placement.disk.is_empty());
         let places: Vec<Placement> =
             tries.iter().copied().chain(may_use_disk.then_some(Placement::Disk)).collect();
         let advised = |config: &EngineConfig, error| -> CliError {
@@ -395,11 +469,24 @@ impl Frozen {
             }
         }
         config.placement = Placement::Disk;
-        config.disk_weights = session::disk_weights(profile, &dirs);
-        config.disks.clone_from(&dirs);
-        frozen.dirs = dirs;
+        frozen.use_disks(&mut config, placement, profile)?;
         frozen.engine = Some(open(config.clone()).map_err(|error| advised(&config, error))?);
         Ok(frozen)
+    }
+
+    /// Has the files of `config` in directories of this process alone, so that training state beside them is never touched.
+    fn use_disks(
+        &mut self,
+        config: &mut EngineConfig,
+        placement: &PlacementArgs,
+        profile: Option<&DiskProfile>,
+    ) -> Result<(), CliError> {
+        if self.dirs.is_empty() {
+            self.dirs = OwnDir::make(&placement.disk)?;
+            config.disks = self.dirs.iter().map(|dir| dir.path.clone()).collect();
+            config.disk_weights = session::disk_weights(profile, &config.disks);
+        }
+        Ok(())
     }
 
     pub(super) fn engine(&mut self) -> &mut Engine {
@@ -431,12 +518,29 @@ impl Frozen {
     }
 }
 
-impl Drop for Frozen {
-    fn drop(&mut self) {
-        self.engine = None;
-        for dir in &self.dirs {
-            // Copies of weights; what cannot be removed now is named by its process id and safe to delete.
-            let _ = std::fs::remove_dir_all(dir);
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Process ids repeat: after a restart, and in containers, in each of which it may be 1.
+    #[test]
+    fn directories_of_other_processes_are_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = folder.path().join("disk");
+        let others = disk.join(format!("{OWN}{}", std::process::id()));
+        std::fs::create_dir_all(&others).unwrap();
+        std::fs::write(others.join("state.bin"), b"theirs").unwrap();
+        let own = OwnDir::make(&[disk.clone(), folder.path().join("other")]).unwrap();
+        assert_eq!(own.len(), 2);
+        assert_ne!(own[0].path, others);
+        for dir in &own {
+            assert!(dir.path.join(OWN_LOCK).exists());
+            remove_left_over(dir.path.parent().unwrap());
+            assert!(dir.path.exists(), "it is in use");
         }
+        drop(own);
+        let left: Vec<_> = std::fs::read_dir(&disk).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert_eq!(left, [others.clone()]);
+        assert_eq!(std::fs::read(others.join("state.bin")).unwrap(), b"theirs");
     }
 }

@@ -97,11 +97,30 @@ impl TextTokenizer {
     pub fn prompt_ids(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.inner.encode_fast(text, true).map_err(|e| DataError::tokenizer(&self.path, e))?;
         let mut ids = encoding.get_ids().to_vec();
-        // A tokenizer that closes every text would end the prompt before it is continued.
-        if ids.len() > 1 && ids.last().copied() == self.eos {
-            ids.pop();
+        // A tokenizer that closes every text would end the prompt before it is continued. What the prompt itself ends with stays.
+        let ends = |ids: &[u32]| ids.iter().rev().take_while(|id| Some(**id) == self.eos).count();
+        if ids.len() > 1 && ends(&ids) > 0 {
+            let bare =
+                self.inner.encode_fast(text, false).map_err(|e| DataError::tokenizer(&self.path, e))?;
+            if ends(&ids) > ends(bare.get_ids()) {
+                ids.pop();
+            }
         }
         Ok(ids)
+    }
+
+    /// The text of ids that follow `before`, special tokens left out. Many decoders drop the space that a text begins with, which between
+    /// two tokens is there.
+    ///
+    /// # Errors
+    /// The tokenizer refuses the ids.
+    pub fn decode_after(&self, before: &[u32], ids: &[u32]) -> Result<String> {
+        let whole = self.decode(&[before, ids].concat())?;
+        // Where `before` ends within a character, the two have no border.
+        match whole.strip_prefix(&self.decode(before)?) {
+            Some(text) => Ok(text.to_owned()),
+            None => self.decode(ids),
+        }
     }
 
     /// The text of ids, special tokens left out.

@@ -39,21 +39,19 @@ pub enum SamplingError {
 pub struct TokenSampler {
     config: SamplingConfig,
     state: u64,
-    /// Ids and logits of the candidates, kept between tokens to save allocating.
-    candidates: Vec<(u32, f32)>,
 }
 
 impl TokenSampler {
     /// A sampler for the row with number `row` of the input.
     pub fn new(config: SamplingConfig, row: u64) -> Self {
-        Self { config, state: mix(config.seed, row), candidates: Vec::new() }
+        Self { config, state: mix(config.seed, row) }
     }
 
-    /// The next token.
+    /// The next token. `candidates` is memory for ids and logits of all tokens, which samplers may share.
     ///
     /// # Errors
     /// The logits are empty, all minus infinity, or not numbers.
-    pub fn pick(&mut self, logits: &[f32]) -> Result<u32, SamplingError> {
+    pub fn pick(&mut self, logits: &[f32], candidates: &mut Vec<(u32, f32)>) -> Result<u32, SamplingError> {
         if let Some(at) = logits.iter().position(|logit| logit.is_nan()) {
             return Err(SamplingError::NotANumber(at));
         }
@@ -64,20 +62,20 @@ impl TokenSampler {
         let largest = f64::from(logits[best]);
         let temperature = self.config.temperature;
         let weight = |logit: f32| ((f64::from(logit) - largest) / temperature).exp();
-        self.candidates.clear();
-        self.candidates.extend((0..).zip(logits.iter().copied()));
-        keep_top(&mut self.candidates, self.config.top_k, self.config.top_p, weight);
-        let total: f64 = self.candidates.iter().map(|&(_, logit)| weight(logit)).sum();
+        candidates.clear();
+        candidates.extend((0..).zip(logits.iter().copied()));
+        keep_top(candidates, self.config.top_k, self.config.top_p, weight);
+        let total: f64 = candidates.iter().map(|&(_, logit)| weight(logit)).sum();
         let target = self.uniform() * total;
         let mut sum = 0.0;
-        for &(id, logit) in &self.candidates {
+        for &(id, logit) in candidates.iter() {
             sum += weight(logit);
             if target < sum {
                 return Ok(id);
             }
         }
         // Rounding left the target at the very end.
-        Ok(self.candidates.iter().rev().find(|c| weight(c.1) > 0.0).map_or(best as u32, |c| c.0))
+        Ok(candidates.iter().rev().find(|c| weight(c.1) > 0.0).map_or(best as u32, |c| c.0))
     }
 
     /// SplitMix64, 53 bits in `0..1`.
@@ -133,7 +131,7 @@ mod tests {
         let mut counts = vec![0.0; logits.len()];
         let mut sampler = TokenSampler::new(config, 0);
         for _ in 0..20_000 {
-            counts[sampler.pick(logits).unwrap() as usize] += 1.0 / 20_000.0;
+            counts[sampler.pick(logits, &mut Vec::new()).unwrap() as usize] += 1.0 / 20_000.0;
         }
         counts
     }
@@ -145,13 +143,13 @@ mod tests {
     #[test]
     fn greedy_takes_the_lowest_of_equals() {
         let mut greedy = TokenSampler::new(config(0.0, None, None), 0);
-        assert_eq!(greedy.pick(&[0.0, 2.0, 2.0, -1.0]), Ok(1));
-        assert_eq!(greedy.pick(&[f32::NEG_INFINITY, -3.0]), Ok(1));
-        assert_eq!(greedy.pick(&[0.0, f32::NAN]), Err(SamplingError::NotANumber(1)));
-        assert_eq!(greedy.pick(&[f32::NEG_INFINITY]), Err(SamplingError::Nothing));
-        assert_eq!(greedy.pick(&[]), Err(SamplingError::Nothing));
+        assert_eq!(greedy.pick(&[0.0, 2.0, 2.0, -1.0], &mut Vec::new()), Ok(1));
+        assert_eq!(greedy.pick(&[f32::NEG_INFINITY, -3.0], &mut Vec::new()), Ok(1));
+        assert_eq!(greedy.pick(&[0.0, f32::NAN], &mut Vec::new()), Err(SamplingError::NotANumber(1)));
+        assert_eq!(greedy.pick(&[f32::NEG_INFINITY], &mut Vec::new()), Err(SamplingError::Nothing));
+        assert_eq!(greedy.pick(&[], &mut Vec::new()), Err(SamplingError::Nothing));
         let mut infinite = TokenSampler::new(config(1.0, None, None), 0);
-        assert_eq!(infinite.pick(&[0.0, f32::INFINITY]), Ok(1));
+        assert_eq!(infinite.pick(&[0.0, f32::INFINITY], &mut Vec::new()), Ok(1));
     }
 
     #[test]
@@ -184,7 +182,7 @@ mod tests {
         let draw = |seed, row| {
             let mut sampler =
                 TokenSampler::new(SamplingConfig { temperature: 1.0, seed, ..Default::default() }, row);
-            (0..20).map(|_| sampler.pick(&[0.0; 50]).unwrap()).collect::<Vec<_>>()
+            (0..20).map(|_| sampler.pick(&[0.0; 50], &mut Vec::new()).unwrap()).collect::<Vec<_>>()
         };
         assert_eq!(draw(1, 0), draw(1, 0));
         assert_ne!(draw(1, 0), draw(1, 1));

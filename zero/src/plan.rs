@@ -328,7 +328,7 @@ impl Planner<'_> {
         loop {
             let mut caching = plan.windows.caching.clone();
             let left = room.min(self.room(Tier::Host, &plan));
-            let on_disk = plan.windows.device_room.first_with_state(self.network);
+            let on_disk = self.first_not_read(plan.windows.device_room);
             if !caching.extend(self.state(), on_disk, self.kinds, left) {
                 return Ok(plan);
             }
@@ -497,6 +497,7 @@ impl Planner<'_> {
             );
         }
         self.add_signals(&mut memory, &windows);
+        self.add_logits(&mut memory);
         if let Some(kv) = self.kv_plan(choice.kv_room) {
             kv.add_to(&mut memory, config)?;
         }
@@ -515,6 +516,26 @@ impl Planner<'_> {
         memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
         let (ranks, blocks) = (self.ranks(), self.blocks()?);
         Ok(EnginePlan { memory: ranks.memory_of_node(memory), windows, spec, ranks, blocks })
+    }
+
+    /// The first group that is on the device for good, so that a copy in host memory would save nothing.
+    fn first_not_read(&self, room: DeviceRoom) -> usize {
+        match self.config.training {
+            Some(_) => room.first_with_state(self.network),
+            None => self.network.groups.len() - room.staying,
+        }
+    }
+
+    /// Logits on their way to whoever picks tokens, and what one is picked from: a number and a logit for every token there is.
+    fn add_logits(&self, memory: &mut MemoryPlan) {
+        if self.config.limits.cache_length == 0 {
+            return;
+        }
+        let (sequences, last) = (self.sample.sequences, self.network.last());
+        let logits = self.network.output(last, sequences, 1, self.network.dtype, Mode::Generate);
+        let bytes = logits.bytes();
+        memory.add(Tier::Host, "logits", 2, bytes as u64);
+        memory.add(Tier::Host, "tokens to pick from", 1, (2 * bytes / sequences.max(1)) as u64);
     }
 
     fn add_arena(&self, memory: &mut MemoryPlan, windows: &Windows) {
