@@ -31,6 +31,8 @@ pub struct Capabilities {
     pub updates: Option<f64>,
     /// What threads that did nothing else, and had the memory to themselves each, would do of both.
     pub by_cores: ByCores,
+    /// Computing was measured at length, as `calibrate` does: what a step would take follows. A start measures single products.
+    pub predicts: bool,
     /// The drives, each with its part of the bytes.
     pub disks: Vec<(f64, Rates)>,
     /// All drives at once.
@@ -142,6 +144,17 @@ impl Capabilities {
         let products = profile.calibration.as_ref().and_then(|calibration| products(calibration, on_card));
         let operations = products.and_then(|products| product_rate(products, &format.to_string()));
         Self { operations, training: None, ..self }
+    }
+
+    /// The same where the drives take these parts, in any unit, of the bytes.
+    #[must_use]
+    pub fn with_shares(mut self, shares: &[u64]) -> Self {
+        let whole: u64 = shares.iter().sum();
+        if shares.len() == self.disks.len() {
+            let parts = shares.iter().map(|share| *share as f64 / whole as f64);
+            self.disks.iter_mut().zip(parts).for_each(|(disk, part)| disk.0 = part);
+        }
+        self
     }
 
     /// Seconds of all drives for so many bytes; 0 where nothing is known.

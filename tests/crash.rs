@@ -256,6 +256,22 @@ fn assert_no_state(ended: &Ended) {
     assert!(ended.stderr.contains("holds no training state"), "{}", ended.stderr);
 }
 
+/// Steps that no run comes to are not all gone through before the first.
+#[test]
+fn a_run_of_a_billion_steps_begins() {
+    let bench = Bench::tiny();
+    let row = |at: usize| {
+        format!("{{\"input_ids\": [1, 2, 3], \"labels\": [1, {0}, {0}]}}\n", if at == 3 { -100 } else { 2 })
+    };
+    std::fs::write(bench.path("masked.jsonl"), (0..40).map(row).collect::<String>()).unwrap();
+    let run = bench.finetune("out").without("--data").path("--data", &bench.path("masked.jsonl"));
+    let running =
+        run.args(&["--steps", "1000000000", "--scheduler", "constant", "--offload", "none"]).spawn();
+    let began = running.wait_until(|| bench.steps_so_far("out") >= 1);
+    running.signal(libc::SIGINT);
+    assert!(began, "{}", running.wait().stderr);
+}
+
 fn interrupted(placement: &[&str]) {
     let bench = Bench::tiny();
     let run = |output: &str| steps(&bench, output, 60).args(placement);

@@ -235,6 +235,10 @@ fn ranks_that_cannot_be_are_refused() {
         (&["--ranks", "0"][..], &["--ranks", "at least 1"][..]),
         (&["--ranks", "8", "--nodes", "3"], &["--ranks 8", "--nodes 3", "for example 9"]),
         (&["--nodes", "2"], &["--ranks 1", "--nodes 2", "for example 2"]),
+        (
+            &["--ranks", &usize::MAX.to_string(), "--nodes", "2"],
+            &["--ranks 18446744073709551615", "more than"],
+        ),
         (&["--network-bandwidth", "10GB"], &["--ranks"]),
         (&["--ranks", "8", "--network-bandwidth", "0"], &["--network-bandwidth of 0"]),
         (&["--ranks", "8", "--generate"], &["--generate", "cannot be used with", "--ranks"]),
@@ -330,9 +334,18 @@ fn generation_is_planned() {
     for (more, part) in [
         (["--state", "split"], "cannot be used with"),
         (["--max-new-tokens", "9999999"], "positions together, and the model has"),
+        (["--max-new-tokens", &usize::MAX.to_string()], "positions together, and the model has"),
     ] {
         cmd(&["plan", "--params", "8b", "--generate"]).args(&more).fails(2, &[part]);
     }
+    // A prompt is no longer than the new tokens leave room for, unless asked.
+    let small = Bench::tiny();
+    let plan = cmd(&["plan", "--generate", "--max-new-tokens", "40", "--device", "cpu"]);
+    let text = plan.path("--model", &small.path("model")).ok().stdout;
+    assert!(
+        text.contains("prompts of 24 tokens, 40 new tokens") || text.contains("prompt of 24 tokens, 40 new"),
+        "{text}"
+    );
 }
 
 /// Generation within too little memory is refused by its plan as it would be by itself.

@@ -246,6 +246,9 @@ fn optimizers_and_activations_are_planned_as_they_run() {
         ["--optimizer", "lion", "--activations", "recompute"],
         ["--optimizer", "sgd", "--activations", "keep"],
         ["--optimizer", "adamw", "--activations", "recompute"],
+        // The norm of scaled gradients is waited for, clipped or not.
+        ["--dtype", "fp16", "--clip", "0"],
+        ["--dtype", "bf16", "--clip", "0"],
     ] {
         let memory = ["--host-memory", "64MiB"];
         let planned =
@@ -257,7 +260,47 @@ fn optimizers_and_activations_are_planned_as_they_run() {
         assert_eq!(terms(&planned.stdout), terms(&ended.stderr));
         seen.push(terms(&planned.stdout));
     }
-    assert!(seen[0] != seen[1] && seen[1] != seen[2] && seen[0] != seen[2]);
+    assert!(seen[0] != seen[1] && seen[1] != seen[2] && seen[0] != seen[2] && seen[3] != seen[4]);
+}
+
+/// Drives that are not alike take parts of the state by their speed, in a plan as in the run.
+#[test]
+fn uneven_drives_are_planned_as_they_run() {
+    let bench = Bench::tiny();
+    let dirs = ["fast", "slow"].map(|name| bench.path(name));
+    dirs.iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
+    let profile = bench.path("profile.json");
+    let paths = dirs.iter().zip([7e9, 1e9]).map(|(path, rate)| json!({
+        "path": path, "read_bytes_per_second": rate, "write_bytes_per_second": rate, "mixed_bytes_per_second": rate,
+    }));
+    let disk = json!({
+        "engine": "threads", "block_bytes": 1 << 20, "queue_depth": 8, "rings": 1, "register": false, "threads": 2, "paths": paths.collect::<Vec<_>>(),
+    });
+    std::fs::write(&profile, json!({ "version": 1, "disk": disk }).to_string()).unwrap();
+    let seconds = |file: &str| {
+        let text = std::fs::read_to_string(bench.path(file)).unwrap();
+        let plan: serde_json::Value = serde_json::from_str(&text).unwrap();
+        plan["step"]["seconds"]["disk"].as_f64().unwrap_or_else(|| panic!("{plan}"))
+    };
+    let common = |run: Cmd| {
+        let run = run.path("--profile", &profile).path("--disk", &dirs[0]).path("--disk", &dirs[1]);
+        run.args(&["--offload", "disk", "--host-memory", "64MiB", "--device", "cpu"])
+    };
+    let planned = plan(&bench).args(&["--seq-len", "24", "--batch-size", "2"]);
+    common(planned).path("--save", &bench.path("planned.json")).ok();
+    let run = |more: &[&str], file: &str| {
+        let run = common(bench.finetune("out")).args(&["--save-every", "1"]).args(more);
+        run.path("--save-plan", &bench.path(file)).ok();
+        seconds(file)
+    };
+    let planned = seconds("planned.json");
+    let ran = run(&["--steps", "1"], "ran.json");
+    assert!((planned / ran - 1.0).abs() < 0.02, "{planned} planned, {ran} in the run");
+    // State stays as it was shared out: with other rates, those of the slow drive count for its old part.
+    let text = std::fs::read_to_string(&profile).unwrap();
+    std::fs::write(&profile, text.replace("7000000000.0", "1000000000.0")).unwrap();
+    let resumed = run(&["--steps", "1", "--resume"], "resumed.json");
+    assert!(resumed / ran > 5.0, "{resumed} resumed, {ran} before");
 }
 
 #[test]

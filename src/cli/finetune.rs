@@ -100,7 +100,7 @@ pub fn train(
     let windows = say_plan(&engine, &run, loading);
     // The cut into chunks is a property of state that is resumed.
     run.pinned.as_ref().map_or(Ok(()), |pinned| pinned.check_windows(&windows))?;
-    let floor = floor::of_engine(&engine, &can);
+    let floor = floor::of_engine(&engine, can);
     if let Some(path) = &run.save_plan {
         plan_of(&run, shape, windows, &engine, &session, &floor).write("--save-plan", path)?;
     }
@@ -155,7 +155,7 @@ fn keep_what_pays(
     sample: &MicroBatch,
 ) -> Result<(), EngineError> {
     // The best of single products, which is all that a start measures, says too little about a step.
-    if can.training.is_some() && config.overrides.kept_blocks.is_none() {
+    if can.predicts && config.overrides.kept_blocks.is_none() {
         let runs = PlanningRuns::default();
         config.keep_at_most = keeping::cheapest(config, &session.backend, model, sample, can, &runs)
             .map_err(|error| advise(error, config, session, model))?

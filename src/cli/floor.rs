@@ -51,6 +51,7 @@ pub fn capabilities(
             eprintln!("warning: the floor of a step leaves something out: {error}");
         }
     };
+    let of_profile = known.calibration.is_some();
     if known.calibration.is_none() {
         let mut calibration = Calibration::new(here, true);
         warned(host(&mut calibration, session, config, effort));
@@ -71,15 +72,20 @@ pub fn capabilities(
             }
         }));
     }
-    Capabilities::of(&known, config.dtype, state, session.on_card(), &dirs, config.disk_weights.as_deref())
+    let shares = config.disk_weights.as_deref();
+    let can = Capabilities::of(&known, config.dtype, state, session.on_card(), &dirs, shares);
+    let predicts = can.training.is_some() || (of_profile && session.on_card());
+    Capabilities { predicts, ..can }
 }
 
 /// The floor of a step of `engine`, and a line that says it.
-pub fn of_engine(engine: &Engine, can: &Capabilities) -> Floor {
-    let mut floor = Floor::new(&engine.step_work(), can);
+pub fn of_engine(engine: &Engine, can: Capabilities) -> Floor {
+    // State that is resumed lies where it was made, whatever the profile says today.
+    let can = can.with_shares(&engine.disk_shares());
+    let mut floor = Floor::new(&engine.step_work(), &can);
     // The best of single products, which is all that a start measures, says too little about a step.
-    floor.expected = floor.expected.filter(|_| can.training.is_some());
-    floor.unclipped = floor.unclipped.filter(|_| can.training.is_some());
+    floor.expected = floor.expected.filter(|_| can.predicts);
+    floor.unclipped = floor.unclipped.filter(|_| can.predicts);
     if let Some((bound, seconds)) = floor.bound() {
         let unclipped =
             floor.unclipped.map_or(String::new(), |s| format!(", {} while nothing is clipped", time(s)));

@@ -90,6 +90,9 @@ pub fn open_data(
     Ok(data)
 }
 
+/// Rows that are looked at before a run begins: a second's worth.
+const ROWS_LOOKED_AT: u64 = 10_000_000;
+
 /// A step all of whose rows carry no loss has no gradient, and would end the run that comes to it.
 fn every_step_has_loss(
     run: &TrainConfig,
@@ -100,7 +103,9 @@ fn every_step_has_loss(
     if data.all_carry_loss() {
         return Ok(());
     }
-    match (0..steps).find(|step| !data.carries_loss(&sampler.batch_indices(*step))) {
+    // Of what comes later, a step without any is refused when the run comes to it.
+    let soon = steps.min(ROWS_LOOKED_AT / run.samples_per_step().max(1) as u64 + 1);
+    match (0..soon).find(|step| !data.carries_loss(&sampler.batch_indices(*step))) {
         None => Ok(()),
         Some(step) => Err(CliError::Failed(format!(
             "--data {}: step {} would have nothing to learn from: every label of its {} rows is masked, or cut off at --seq-len {}. Remove \

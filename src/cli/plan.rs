@@ -27,7 +27,7 @@ use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{QuantFormat, dry};
 use terrace_models::{ModelConfig, TokenBatch};
-use terrace_optimizer::StateFormat;
+use terrace_optimizer::{LossScaleConfig, StateFormat};
 use terrace_tiers::{ByteSize, MemoryPlan, Tier};
 use terrace_zero::{
     Backend, BatchLimits, EngineConfig, EngineError, Outlook, PlanningRuns, Ranks, TrainingConfig,
@@ -66,6 +66,8 @@ pub(super) struct Planning<'a> {
     device_budget: u64,
     pub(super) length: usize,
     disks: Vec<PathBuf>,
+    /// The parts of the state that the disks take, where they differ.
+    disk_weights: Option<Vec<f64>>,
     profile: Option<crate::calibrate::Profile>,
     /// Another machine is meant.
     described: bool,
@@ -122,7 +124,13 @@ impl<'a> Planning<'a> {
         if !args.generate {
             args.model.as_ref().map_or(Ok(()), |path| has_no_dropout(path, &model))?;
         }
-        let length = run::seq_len(args.seq_len.map(usize::from), Some(model.positions_max))?;
+        // What is generated takes positions as well.
+        let new_tokens = if args.generate { args.max_new_tokens.get() } else { 0 };
+        let most = match args.seq_len {
+            Some(_) => model.positions_max,
+            None => model.positions_max.saturating_sub(new_tokens).max(1),
+        };
+        let length = run::seq_len(args.seq_len.map(usize::from), Some(most))?;
         for (flag, value) in [("--batch-size", args.batch_size), ("--grad-accum", args.grad_accum)] {
             run::count(flag, Some(value.get() as u64))?;
         }
@@ -168,6 +176,8 @@ impl<'a> Planning<'a> {
         } else {
             None
         };
+        let disk_weights =
+            session::disk_weights(profile.as_ref().and_then(|profile| profile.disk.as_ref()), &args.disk);
         let host_budget = session::host_budget(&placement);
         let ranks = args.ranks.ranks(backend.device.unified())?;
         Ok(Self {
@@ -180,6 +190,7 @@ impl<'a> Planning<'a> {
             device_budget,
             length,
             disks,
+            disk_weights,
             profile,
             described,
             runs: PlanningRuns::of(ranks),
@@ -221,6 +232,7 @@ impl<'a> Planning<'a> {
                 optimizer: run::algorithm_named(self.args.optimizer),
                 clip,
                 host_part: self.args.optimizer_ratio,
+                loss_scale: (self.args.dtype == Dtype::Fp16).then(LossScaleConfig::default),
                 ..TrainingConfig::default()
             }),
             accumulation: session::accumulation(self.args.accumulation),
@@ -257,6 +269,7 @@ impl<'a> Planning<'a> {
         EngineConfig {
             placement: session::placement(offload),
             disks: self.disks.clone(),
+            disk_weights: self.disk_weights.clone(),
             host_budget: self.host_budget,
             cache_bytes: self.args.disk_cache.0,
             device_budget: self.device_budget,
@@ -351,7 +364,8 @@ impl<'a> Planning<'a> {
                 // Without a directory in mind, all that were measured are meant.
                 let measured = profile.disk.iter().flat_map(|disk| disk.paths.iter().map(|p| p.path.clone()));
                 let dirs = if whole.is_empty() { measured.collect() } else { whole };
-                let can = Capabilities::of(profile, dtype, state, self.on_card, &dirs, None);
+                let shares = self.disk_weights.as_deref();
+                let can = Capabilities::of(profile, dtype, state, self.on_card, &dirs, shares);
                 match weights {
                     Some(format) => can.with_weights(profile, format, self.on_card),
                     None => can,
@@ -572,6 +586,11 @@ impl Planned {
     fn tokens_that_hide(&self, resource: &str) -> Option<f64> {
         let seconds = self.floor.seconds.iter().find(|(name, _)| *name == resource)?.1;
         let work = &self.outlook.work;
+        // Activations on disk are bytes of every token.
+        let spills = work.schedule.passes.iter().any(|pass| pass.spill_write_bytes > 0);
+        if spills && resource == "disk" {
+            return None;
+        }
         Some(seconds * self.operations_rate? / (work.operations as f64 / work.tokens as f64))
     }
 

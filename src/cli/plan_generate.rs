@@ -65,7 +65,8 @@ pub(super) fn plan(planning: &Planning<'_>) -> Result<(), CliError> {
         new_tokens: args.max_new_tokens.get(),
         kv: args.kv,
     };
-    let (positions, most) = (planning.length + args.max_new_tokens.get(), planning.model.positions_max);
+    let positions = planning.length.saturating_add(args.max_new_tokens.get());
+    let most = planning.model.positions_max;
     if positions > most {
         return Err(CliError::Usage(format!(
             "--seq-len and --max-new-tokens are {positions} positions together, and the model has {most}"

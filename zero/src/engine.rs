@@ -229,6 +229,12 @@ impl Engine {
         Ok(StoredState { step, identity, recoveries: store.recoveries().to_vec() })
     }
 
+    /// How many stripes of a cycle of its state each directory takes, which is settled when state is made; empty without state on disk.
+    pub fn disk_shares(&self) -> Vec<u64> {
+        let store = self.home.disk();
+        store.map_or_else(Vec::new, |store| store.striping().shares().to_vec())
+    }
+
     /// What was damaged in the state that the engine was resumed from, and what is used in its place.
     pub fn recoveries(&self) -> &[Recovery] {
         let store = self.home.disk().or(self.saves.store.as_deref());

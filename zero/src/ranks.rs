@@ -30,6 +30,9 @@ pub struct Ranks {
     nodes: usize,
 }
 
+/// So many that their bytes can be counted.
+const RANKS_MAX: usize = 1 << 20;
+
 /// Bytes that ranks exchange in a step, in each direction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
@@ -49,8 +52,13 @@ impl Ranks {
     /// `count` ranks on `nodes` nodes.
     ///
     /// # Errors
-    /// Nodes would have different numbers of them.
+    /// Nodes would have different numbers of them, or there are more than 2²⁰.
     pub fn new(count: NonZeroUsize, nodes: NonZeroUsize) -> Result<Self> {
+        if count.get() > RANKS_MAX {
+            return Err(EngineError::Config(format!(
+                "--ranks {count} is more than the {RANKS_MAX} that are planned"
+            )));
+        }
         if !count.get().is_multiple_of(nodes.get()) {
             return Err(EngineError::Config(format!(
                 "--ranks {count} cannot be shared equally by --nodes {nodes}: choose a multiple of the nodes, for example {}",

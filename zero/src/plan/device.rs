@@ -22,7 +22,7 @@ impl Planner<'_> {
         if !self.device_updates || every_step {
             let wanted =
                 asked.is_some_and(|groups| groups > 0) || training.host_part.is_some_and(|part| part < 1.0);
-            if wanted && !self.backend.device.unified() && config.placement != Placement::Disk {
+            if wanted && !self.backend.device.unified() && !every_step {
                 return Err(EngineError::Config(format!(
                     "state of {} cannot be updated on this device: let the host hold all of it (a ratio of 1), or use AdamW",
                     training.optimizer
