@@ -15,7 +15,7 @@ pub enum IoErrorKind {
     NotFound,
     /// The path may not be opened or written: permissions or a read-only file system.
     Denied,
-    /// The device failed (EIO and its relatives).
+    /// The device failed, or what it holds is not what was written there: EIO, and what else block layer and file systems call that.
     Device,
     /// The engine was shut down before the request finished.
     Closed,
@@ -70,6 +70,11 @@ fn classify(source: &io::Error) -> IoErrorKind {
         Some(libc::ENOENT | libc::ENOTDIR) => IoErrorKind::NotFound,
         Some(libc::EACCES | libc::EPERM | libc::EROFS) => IoErrorKind::Denied,
         Some(libc::EIO | libc::ENODEV | libc::ENXIO | libc::EREMOTEIO) => IoErrorKind::Device,
+        // Direct I/O passes on what the block layer says (`blk_errors` in block/blk-core.c): a sector that cannot be read, protection
+        // information that does not match, a transport that failed, a request that took too long.
+        Some(libc::ENODATA | libc::EILSEQ | libc::ENOLINK | libc::ETIMEDOUT) => IoErrorKind::Device,
+        // File systems: a wrong checksum, damaged metadata.
+        Some(libc::EBADMSG | libc::EUCLEAN) => IoErrorKind::Device,
         Some(libc::EINVAL | libc::EBADF) => IoErrorKind::Invalid,
         _ => IoErrorKind::Other,
     }
@@ -94,4 +99,29 @@ fn advice(kind: IoErrorKind) -> &'static str {
 
 fn range_text(offset: u64, len: u64) -> String {
     if len == 0 { String::new() } else { format!(" (offset {offset}, {len} bytes)") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_drives_and_damaged_file_systems_report_is_of_the_device() {
+        let kind = |errno| classify(&io::Error::from_raw_os_error(errno));
+        // As the block layer names what drives report, and as file systems name metadata or data with a wrong checksum.
+        let block = [
+            libc::EIO,
+            libc::ENODATA,
+            libc::EILSEQ,
+            libc::EREMOTEIO,
+            libc::ENOLINK,
+            libc::ETIMEDOUT,
+            libc::ENODEV,
+        ];
+        for errno in block.into_iter().chain([libc::EBADMSG, libc::EUCLEAN]) {
+            assert_eq!(kind(errno), IoErrorKind::Device, "{}", io::Error::from_raw_os_error(errno));
+        }
+        assert_eq!(kind(libc::EINVAL), IoErrorKind::Invalid);
+        assert_eq!(kind(libc::ENOMEM), IoErrorKind::Other);
+    }
 }
