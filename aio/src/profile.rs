@@ -80,6 +80,15 @@ impl DiskProfile {
 
     fn check(&self) -> Result<(), String> {
         self.choice()?;
+        let settings = [
+            ("block_bytes", self.block_bytes),
+            ("queue_depth", self.queue_depth),
+            ("rings", self.rings),
+            ("threads", self.threads),
+        ];
+        if let Some((key, _)) = settings.iter().find(|(_, value)| *value == 0) {
+            return Err(format!("in \"disk\": 0 in \"{key}\" moves nothing; it must be at least 1"));
+        }
         for entry in &self.paths {
             let rates =
                 [entry.read_bytes_per_second, entry.write_bytes_per_second, entry.mixed_bytes_per_second];
@@ -182,6 +191,12 @@ mod tests {
         assert!(broken("uring", "libaio").contains("libaio"));
         assert!(broken("queue_depth", "queue_deep").contains("queue_deep"));
         assert!(broken("3000000000.0", "-1.0").contains("/mnt/a"));
+        for key in ["block_bytes", "queue_depth", "rings", "threads"] {
+            let mut document = profile().to_json();
+            document["disk"][key] = 0.into();
+            let error = DiskProfile::from_json(&document.to_string()).unwrap_err();
+            assert!(error.contains(&format!("in \"disk\": 0 in \"{key}\"")), "{error}");
+        }
         assert!(DiskProfile::from_json("{").unwrap_err().contains("not JSON"));
         assert!(DiskProfile::from_json("{\"version\":1}").unwrap_err().contains("aio-bench tune"));
     }

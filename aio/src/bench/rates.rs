@@ -11,7 +11,7 @@ use super::region::Region;
 use super::space;
 use crate::engine::{EngineConfig, open_default};
 use crate::profile::{DiskProfile, PathProfile};
-use crate::{FileId, IoBuf, IoEngine, IoError, OpenMode};
+use crate::{BUF_ALIGN, FileId, IoBuf, IoEngine, IoError, OpenMode};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -93,11 +93,13 @@ pub enum RatesError {
     },
 }
 
-/// Measures `dirs`, which exist, through an engine with the settings that a run uses.
+/// Measures `dirs`, which exist, through an engine with the settings that a run uses: its blocks are cut to whole pages, and to what the
+/// files have room for.
 ///
 /// # Errors
 /// A directory cannot be used, has no space, or a transfer failed.
 pub fn measure(config: &EngineConfig, dirs: &[PathBuf], effort: Effort) -> Result<DiskRates, RatesError> {
+    let config = &measurable(config, effort);
     let engine = open_default(config)?;
     let mut notes = Vec::new();
     let mut files = Vec::new();
@@ -139,6 +141,17 @@ pub fn measure(config: &EngineConfig, dirs: &[PathBuf], effort: Effort) -> Resul
         paths,
     };
     Ok(DiskRates { profile, together, notes })
+}
+
+/// The settings with blocks that are whole pages, of which a file has enough.
+fn measurable(config: &EngineConfig, effort: Effort) -> EngineConfig {
+    let most = usize::try_from(effort.file_bytes / BLOCKS_MIN).unwrap_or(usize::MAX);
+    let block = config.block_bytes.min(most);
+    EngineConfig {
+        block_bytes: (block - block % BUF_ALIGN).max(BUF_ALIGN),
+        queue_depth: config.queue_depth.max(1),
+        ..config.clone()
+    }
 }
 
 struct TestFile {
@@ -299,6 +312,20 @@ mod tests {
         for dir in dirs {
             assert_eq!(std::fs::read_dir(dir).unwrap().count(), 0, "nothing is left behind");
         }
+    }
+
+    #[test]
+    fn blocks_that_cannot_be_are_brought_to_ones_that_can() {
+        let dir = tempfile::tempdir().unwrap();
+        let effort = Effort { memory_bytes: 16 << 20, ..EFFORT };
+        // No whole pages, longer than the file, and none.
+        for (block_bytes, used) in [(1_000_000, 999_424), (1 << 30, 2 << 20), (0, 4096)] {
+            let config = EngineConfig { block_bytes, ..config() };
+            let found = measure(&config, &[dir.path().to_owned()], effort).unwrap();
+            assert_eq!(found.profile.block_bytes, used, "{block_bytes}");
+        }
+        let config = EngineConfig { queue_depth: 0, ..config() };
+        assert_eq!(measure(&config, &[dir.path().to_owned()], effort).unwrap().profile.queue_depth, 1);
     }
 
     #[test]
