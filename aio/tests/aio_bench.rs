@@ -199,6 +199,35 @@ fn kept_files_are_reused_only_on_demand_and_when_large_enough() {
 }
 
 #[test]
+fn a_file_of_which_a_part_was_used_says_no_more_than_what_is_known_of_it() {
+    let dir = TempDir::new().unwrap();
+    let sized = |size: &str, arguments: &[&str]| {
+        let path = dir.path().to_str().unwrap();
+        let common =
+            ["--dir", path, "--file-size", size, "--seconds", "0.05", "--reserve", "0", "--no-probe"];
+        bench(&[arguments, &common].concat())
+    };
+    assert!(sized("8MiB", &["--read", "--keep"]).status.success());
+    // As a run leaves it that was killed while it wrote.
+    let file = OpenOptions::new().read(true).write(true).open(dir.path().join("aio-bench-0.dat")).unwrap();
+    let mut label = vec![0; 4096];
+    file.read_exact_at(&mut label, 8 << 20).unwrap();
+    let text = text(&label).replace("\"stamped\":true", "\"stamped\":false");
+    assert!(text.contains("\"stamped\":false"), "{text}");
+    file.write_all_at(&text.as_bytes()[..4096], 8 << 20).unwrap();
+    file.write_all_at(&vec![7; 4 << 20], 4 << 20).unwrap();
+    file.sync_all().unwrap();
+    let read = ["--read", "--reuse", "--validate"];
+    assert!(sized("4MiB", &read).status.success());
+    let whole = sized("8MiB", &read);
+    assert!(whole.status.success(), "{}", self::text(&whole.stderr));
+    // What lies beyond the part that is used stays known.
+    assert!(sized("4MiB", &["--write", "--reuse"]).status.success());
+    file.read_exact_at(&mut label, 8 << 20).unwrap();
+    assert!(self::text(&label).contains("\"stamped\":true"));
+}
+
+#[test]
 fn it_refuses_to_fill_the_disk() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().to_str().unwrap();

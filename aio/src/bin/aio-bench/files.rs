@@ -5,7 +5,7 @@
 //!                   0                                              data_bytes   + 4096
 //! ```
 //!
-//! The label says who made the file, so that nothing else is ever overwritten. A file that is not to be kept is unlinked
+//! The label says who made the file, so that nothing else is ever overwritten, and whether all of it is as it should be. A file that is not to be kept is unlinked
 //! as soon as it is open; engines open it through `/proc/self/fd`, so a kill leaves nothing behind. Before anything is
 //! measured every block is really written: preallocated blocks that were not are read without touching the drive, and
 //! written more slowly than blocks in use.
@@ -49,6 +49,8 @@ pub struct DataFile {
     pub data_bytes: u64,
     /// Whether every page is known to hold what its key says.
     pub is_stamped: bool,
+    /// The same of what the file holds beyond `data_bytes`: another run made it longer than this one needs it.
+    is_rest_stamped: bool,
     is_kept: bool,
     file: File,
 }
@@ -90,7 +92,16 @@ impl FilePlan {
         }
         let key = Key { seed: self.seed, file: index as u64 };
         let data_bytes = self.data_bytes;
-        let data = DataFile { dir: dir.to_owned(), path, key, data_bytes, is_stamped: false, is_kept, file };
+        let data = DataFile {
+            dir: dir.to_owned(),
+            path,
+            key,
+            data_bytes,
+            is_stamped: false,
+            is_rest_stamped: true,
+            is_kept,
+            file,
+        };
         data.lock()?;
         data.write_label()?;
         Ok(data)
@@ -121,6 +132,7 @@ impl FilePlan {
             key: Key { seed: label.seed, file: label.file },
             data_bytes: self.data_bytes,
             is_stamped: label.stamped,
+            is_rest_stamped: label.stamped || label.data_bytes == self.data_bytes,
             is_kept: true,
             file,
         };
@@ -174,7 +186,7 @@ impl DataFile {
             data_bytes: end - LABEL_BYTES,
             seed: self.key.seed,
             file: self.key.file,
-            stamped: self.is_stamped,
+            stamped: self.is_stamped && self.is_rest_stamped,
         };
         let mut page = MAGIC.as_bytes().to_vec();
         serde_json::to_writer(&mut page, &label).map_err(|e| failed(e.into()))?;
