@@ -438,7 +438,8 @@ impl Op {
         let start = unsafe { memory.add(range.start) };
         let offset = self.piece.offset + range.start as u64;
         let len = u32::try_from(range.len()).expect("a transfer is at most 0x7ffff000 bytes");
-        let chunk = port.chunk_of(start as usize, range.len());
+        // A bounce buffer may lie where memory was whose registration is still to be ended: the kernel has the old pages.
+        let chunk = if self.bounce.is_some() { None } else { port.chunk_of(start as usize, range.len()) };
         let entry = match (self.job.kind(), chunk) {
             (Some(OpKind::Write), None) => opcode::Write::new(fd, start, len).offset(offset).build(),
             (Some(OpKind::Write), Some(chunk)) => {
@@ -516,5 +517,41 @@ impl Drop for Driver {
             }
             std::mem::forget(std::mem::take(&mut self.wake_count));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::OpenMode;
+    use super::super::super::files::FileTable;
+    use super::*;
+    use crate::Request;
+
+    #[test]
+    fn a_bounce_buffer_is_not_taken_for_registered_memory() {
+        // Where io_uring is forbidden, or memory cannot be registered, there is nothing to try.
+        let wish = Wish { entries: 4, completions: 8, ..Wish::default() };
+        let Ok(mut port) = Port::open(wish, true) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let table = FileTable::new(false);
+        let file = table.open(&dir.path().join("file"), OpenMode::CreateNew { len: 4096 }).unwrap();
+        let (jobs, mut made) = (JobPool::default(), None);
+        let request = Request::write(file, 0, IoBuf::zeroed(4096));
+        let ticket = jobs.transfer(request, &table, 4096, |job| made = Some(job));
+        let job = made.expect("there are bytes to move");
+        // As if the memory that was registered at this address were gone, and its registration still to be ended.
+        let bounce = IoBuf::zeroed(4096);
+        let start = bounce.as_ptr() as usize;
+        // SAFETY: the buffer outlives the port, which is dropped below.
+        if unsafe { port.register(&(start..start + 4096)) } {
+            let piece = Piece { segment: 0, offset: 0, start: 0, len: 4096, route: Route::Bounce };
+            let progress = Some(Progress::new(OpKind::Write, 4096, 4096, 4096));
+            let bounce = Some(bounce);
+            let mut op = Op { lane: 0, job: Arc::clone(&job), piece, progress, bounce, is_polled: false };
+            assert_eq!(op.entry(&mut port).get_opcode(), u32::from(opcode::Write::CODE));
+            drop(port);
+        }
+        assert!(jobs.finish_piece(job, Ok(())));
+        ticket.wait().unwrap();
     }
 }
