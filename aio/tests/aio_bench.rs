@@ -228,6 +228,22 @@ fn a_file_of_which_a_part_was_used_says_no_more_than_what_is_known_of_it() {
 }
 
 #[test]
+fn a_grid_of_which_nothing_fits_the_file_is_refused() {
+    let dir = TempDir::new().unwrap();
+    let (path, output) = (dir.path().to_str().unwrap(), dir.path().join("tuned.json"));
+    let grid = ["--dir", path, "--file-size", "4MiB", "--block-sizes", "1MiB,2MiB", "--queue-depths", "8,16"];
+    let tune = ["tune", "--output", output.to_str().unwrap()];
+    for command in [&["sweep"][..], &tune] {
+        let message =
+            refusal(&bench(&[command, &grid, &["--reserve", "0", "--seconds", "0.02"]].concat()), 2);
+        for word in ["4 blocks of 1 MiB", "depth, 8", "--file-size", "--queue-depths", "--block-sizes"] {
+            assert!(message.contains(word), "{word} is in {message}");
+        }
+    }
+    assert!(names(dir.path()).is_empty());
+}
+
+#[test]
 fn it_refuses_to_fill_the_disk() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().to_str().unwrap();

@@ -111,6 +111,21 @@ impl Grid {
         self.blocks.iter().copied().max().unwrap_or(1 << 20)
     }
 
+    /// Refuses a grid of which no point fits files of so many bytes: there would be nothing to measure.
+    pub fn check_fits(&self, data_bytes: u64) -> Result<(), Failure> {
+        let block = self.blocks.iter().copied().min().unwrap_or(1);
+        let depth = self.depths.first().copied().unwrap_or(1);
+        let blocks = data_bytes / block;
+        if blocks >= depth as u64 {
+            return Ok(());
+        }
+        Err(Failure::usage(format!(
+            "a file has {blocks} blocks of {}, fewer than the lowest depth, {depth}: raise --file-size, or lower --queue-depths or \
+             --block-sizes",
+            units::size(block)
+        )))
+    }
+
     /// Measures one direction.
     pub fn explore(
         &self,
@@ -260,6 +275,7 @@ pub fn run(options: &Sweep, interrupt: Interrupt) -> Result<u8, Failure> {
     let place = &options.place;
     let grid = Grid::new(&options.grid, options.shape.random, place.seed, place.dirs.len())?;
     let plan = place.files(grid.block_max(), options.shape.blocks_min(), 1)?;
+    grid.check_fits(plan.data_bytes)?;
     let mut files = plan.open()?;
     let mut meter = Meter::new(interrupt);
     let mut points = Points::default();

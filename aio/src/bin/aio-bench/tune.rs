@@ -31,7 +31,9 @@ pub fn run(options: &Tune, interrupt: Interrupt) -> Result<u8, Failure> {
     let targets = targets(&options.output)?;
     let place = &options.place;
     let grid = Grid::new(&options.grid, false, place.seed, place.dirs.len())?;
-    let mut files = place.files(grid.block_max(), 2, 1)?.open()?;
+    let plan = place.files(grid.block_max(), 2, 1)?;
+    grid.check_fits(plan.data_bytes)?;
+    let mut files = plan.open()?;
     let mut meter = Meter::new(interrupt);
     let mut points = Points::default();
     let tuned = tune(&grid, &mut files, &mut points, &mut meter);
