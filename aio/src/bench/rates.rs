@@ -14,8 +14,8 @@ use crate::profile::{DiskProfile, PathProfile};
 use crate::{BUF_ALIGN, FileId, IoBuf, IoEngine, IoError, OpenMode};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// An optimizer reads and writes the same number of bytes.
@@ -27,6 +27,9 @@ const FREE_ONE_IN: u64 = 4;
 
 /// What the names of the files begin with, before the number of the process.
 const PREFIX: &str = ".terrace-measure-";
+
+/// Held while a file of this process has a name.
+static NAMING: Mutex<()> = Mutex::new(());
 
 /// How much to measure.
 #[derive(Debug, Clone, Copy)]
@@ -188,6 +191,7 @@ impl TestFile {
     ) -> Result<Self, RatesError> {
         let failed = |source| RatesError::Directory { path: dir.to_owned(), source };
         let whole = dir.canonicalize().map_err(failed)?;
+        let _naming = NAMING.lock().unwrap_or_else(PoisonError::into_inner);
         remove_left_over(&whole);
         let (total, free) = space::space_of(&whole).map_err(failed)?;
         let block = config.block_bytes as u64;
@@ -221,13 +225,15 @@ impl TestFile {
     }
 }
 
-/// Removes files of processes that are no more: one that was killed while its file got its space could not.
+/// Removes files of processes that are no more: one that was killed while its file got its space could not. What has the number of this
+/// process is one's too, as [`NAMING`] is held: in a container every process may have the same.
 fn remove_left_over(dir: &Path) {
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let process =
             name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.split_once('-')?.0.parse().ok());
-        if process.is_some_and(|id: u32| !Path::new("/proc").join(id.to_string()).exists()) {
+        let is_gone = |id: u32| id == std::process::id() || !Path::new("/proc").join(id.to_string()).exists();
+        if process.is_some_and(is_gone) {
             // What cannot be removed is no reason not to measure.
             let _ = std::fs::remove_file(entry.path());
         }
@@ -331,14 +337,14 @@ mod tests {
     #[test]
     fn files_of_processes_that_were_killed_are_removed() {
         let dir = tempfile::tempdir().unwrap();
-        let left = |process: u32| dir.path().join(format!("{PREFIX}{process}-0.dat"));
-        // No process has this number, and this one, as its file 7, lives.
-        let (dead, alive) =
-            (left(u32::MAX), dir.path().join(format!("{PREFIX}{}-7.dat", std::process::id())));
-        let other = dir.path().join(".terrace-measurements");
-        [&dead, &alive, &other].into_iter().for_each(|path| std::fs::write(path, "x").unwrap());
+        let left = |process: u32, index: u32| dir.path().join(format!("{PREFIX}{process}-{index}.dat"));
+        // No process has the first number; the second was that of one in another container, and is this one's now; the third lives.
+        let gone = [left(u32::MAX, 0), left(std::process::id(), 0), left(std::process::id(), 7)];
+        let kept = [left(std::os::unix::process::parent_id(), 0), dir.path().join(".terrace-measurements")];
+        gone.iter().chain(&kept).for_each(|path| std::fs::write(path, "x").unwrap());
         measure(&config(), &[dir.path().to_owned()], EFFORT).unwrap();
-        assert_eq!([&dead, &alive, &other].map(|path| path.exists()), [false, true, true]);
+        assert!(gone.iter().all(|path| !path.exists()));
+        assert!(kept.iter().all(|path| path.exists()));
     }
 
     #[test]
