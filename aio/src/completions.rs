@@ -79,9 +79,11 @@ impl CompletionQueue {
     pub fn wait_timeout(&self, at_least: usize, timeout: Duration, done: &mut Vec<usize>) -> bool {
         let mut state = self.shared.lock();
         if state.done.len() < at_least {
-            let deadline = Instant::now() + timeout;
+            // One that is further away than the clock goes never comes.
+            let deadline = Instant::now().checked_add(timeout);
             while state.done.len() < at_least {
-                let left = deadline.saturating_duration_since(Instant::now());
+                let left =
+                    deadline.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
                 if left.is_zero() {
                     break;
                 }
@@ -205,6 +207,18 @@ mod tests {
         completer.complete(Ok(IoBuf::empty()));
         assert!(queue.wait_timeout(1, Duration::ZERO, &mut done));
         assert_eq!((done, ticket.is_done()), (vec![3], true));
+    }
+
+    #[test]
+    fn a_time_without_end_is_waited_for() {
+        let queue = CompletionQueue::new(1);
+        let (ticket, completer) = Ticket::new();
+        drop(queue.track(ticket, 5));
+        let finisher = std::thread::spawn(move || drop(completer));
+        let mut done = Vec::new();
+        assert!(queue.wait_timeout(1, Duration::MAX, &mut done));
+        finisher.join().unwrap();
+        assert_eq!(done, [5]);
     }
 
     #[test]
