@@ -13,8 +13,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock};
 
-/// Smallest offset alignment used for direct I/O, in bytes: a page, so that an edge in the page cache never shares a
-/// page with a direct transfer, and what 4Kn drives need.
+/// Smallest offset alignment used for direct I/O, in bytes: what 4Kn drives need. It is a page at least ([`offset_unit`]).
 const UNIT_MIN: usize = 4096;
 
 /// Memory alignment assumed where the kernel does not tell, in bytes.
@@ -297,7 +296,8 @@ fn open_direct(path: &Path, options: &OpenOptions, cached: &File) -> io::Result<
 
 /// What `statx` says about direct I/O on a file; assumed values where the kernel does not say.
 fn direct_alignment(file: &File) -> io::Result<Alignment> {
-    let assumed = Alignment { offset: UNIT_MIN, memory: MEMORY_ALIGN_ASSUMED };
+    let page = page_bytes();
+    let assumed = Alignment { offset: offset_unit(UNIT_MIN, page), memory: MEMORY_ALIGN_ASSUMED };
     let mut stat = std::mem::MaybeUninit::<libc::statx>::zeroed();
     // SAFETY: the path is a NUL-terminated string and `stat` is a writable statx structure.
     let status = unsafe {
@@ -316,7 +316,20 @@ fn direct_alignment(file: &File) -> io::Result<Alignment> {
     if !offset.is_power_of_two() || !memory.is_power_of_two() {
         return Ok(assumed);
     }
-    Ok(Alignment { offset: offset.max(UNIT_MIN), memory })
+    Ok(Alignment { offset: offset_unit(offset, page), memory })
+}
+
+/// What offsets of direct transfers are multiples of, where the file asks for `asked`: whole pages, so that an edge in the page cache
+/// never shares one with a direct transfer. Some kernels for ARM and POWER have pages of 16 or 64 KiB.
+fn offset_unit(asked: usize, page: usize) -> usize {
+    asked.max(UNIT_MIN).max(page)
+}
+
+/// Bytes of a page of the page cache, at least.
+fn page_bytes() -> usize {
+    // SAFETY: a call that only reads a constant of the system.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(bytes).ok().filter(|bytes| bytes.is_power_of_two()).unwrap_or(UNIT_MIN)
 }
 
 /// Reserves `len` bytes that read as zeros.
@@ -387,4 +400,16 @@ fn warn_buffered_once(path: &Path, error: &io::Error) {
             "the file system refuses direct I/O: going through the page cache, which costs memory and a copy"
         );
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_unit_is_whole_pages_of_every_kernel() {
+        assert_eq!([512, 4096, 16384].map(|asked| offset_unit(asked, 4096)), [4096, 4096, 16384]);
+        assert_eq!([512, 4096, 131_072].map(|asked| offset_unit(asked, 65536)), [65536, 65536, 131_072]);
+        assert!(page_bytes() >= 4096);
+    }
 }
