@@ -244,13 +244,16 @@ fn a_grid_of_which_nothing_fits_the_file_is_refused() {
 }
 
 #[test]
-fn it_refuses_to_fill_the_disk() {
+fn it_refuses_to_fill_the_disk_or_the_memory() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().to_str().unwrap();
     let message = refusal(&bench(&["--dir", path, "--file-size", "4000TiB"]), 1);
     for word in ["4000.0 TiB needed", "free", "reserved", path] {
         assert!(message.contains(word), "{message}");
     }
+    let blocks = ["--file-size", "4000TiB", "--block-size", "1GiB", "--queue-depth", "1024"];
+    let message = refusal(&bench(&[&["--dir", path][..], &blocks].concat()), 1);
+    assert!(message.contains("1.0 TiB of memory") && message.contains("--queue-depth"), "{message}");
     let reserve = bench(&["--dir", path, "--file-size", "4MiB", "--reserve", "4000TiB"]);
     assert!(refusal(&reserve, 1).contains("4000.0 TiB of it reserved"));
     assert!(names(dir.path()).is_empty());

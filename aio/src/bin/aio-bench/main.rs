@@ -12,6 +12,7 @@ mod fio;
 mod html;
 mod interrupt;
 mod measure;
+mod memory;
 mod options;
 mod progress;
 mod report;

@@ -4,6 +4,7 @@ use crate::failure::Failure;
 use crate::files::DataFile;
 use crate::interrupt::Interrupt;
 use crate::measure::{self, Measured, Session, Settings, Workload};
+use crate::memory;
 use crate::options::Run;
 use crate::progress::Meter;
 use crate::report::{self, Report};
@@ -20,6 +21,7 @@ pub fn run(options: &Run, interrupt: Interrupt) -> Result<u8, Failure> {
     report::check_output(&options.output)?;
     let (settings, notes) = settings(options)?;
     let plan = options.place.files(settings.block_bytes, options.shape.blocks_min(), 1)?;
+    memory::check(memory::in_flight_bytes(&settings, plan.data_bytes, plan.dirs.len()))?;
     let mut files = plan.open()?;
     let mut report =
         Report { file_bytes: plan.data_bytes, notes, validated: options.validate, ..Report::default() };
@@ -61,7 +63,7 @@ fn measure_all(
         if meter.interrupt.requested() {
             break;
         }
-        let measured = measure_one(options, &session, files, direction, meter)?;
+        let measured = measure_one(options, &session, files, direction, &mut report.notes, meter)?;
         report.add_mismatches(&measured.tally);
         if measured.depth < settings.queue_depth * files.len() && report.results.is_empty() {
             report
@@ -90,6 +92,7 @@ fn measure_one(
     session: &Session,
     files: &mut [DataFile],
     direction: Direction,
+    notes: &mut Vec<String>,
     meter: &mut Meter,
 ) -> Result<Measured, Failure> {
     let (seconds, mut warm_up) = options.load.times(if options.sustained { 60.0 } else { 5.0 });
@@ -108,7 +111,7 @@ fn measure_one(
     if options.sustained {
         measured.examine_series();
     } else if !options.no_probe && options.loops.is_none() && !meter.interrupt.requested() {
-        measured.gain_at_twice_the_depth = probe(&measured, files, seconds, meter)?;
+        measured.gain_at_twice_the_depth = probe(&measured, files, seconds, notes, meter)?;
     }
     Ok(measured)
 }
@@ -118,6 +121,7 @@ fn probe(
     measured: &Measured,
     files: &mut [DataFile],
     seconds: f64,
+    notes: &mut Vec<String>,
     meter: &mut Meter,
 ) -> Result<Option<f64>, Failure> {
     let mut settings = measured.settings.clone();
@@ -125,6 +129,15 @@ fn probe(
     let has_blocks = |file: &DataFile| file.data_bytes / settings.block_bytes >= settings.queue_depth as u64;
     let rate = measured.gigabytes_per_second();
     if settings.queue_depth > PROBE_DEPTH_MAX || !files.iter().all(has_blocks) || rate == 0.0 {
+        return Ok(None);
+    }
+    let bytes = memory::in_flight_bytes(&settings, files[0].data_bytes, files.len());
+    if memory::is_too_much(bytes, memory::available()) {
+        let note =
+            "twice the depth was not tried: its blocks take more than half of the memory that is available";
+        if !notes.iter().any(|other| other == note) {
+            notes.push(note.to_owned());
+        }
         return Ok(None);
     }
     let length = (seconds / 4.0).clamp(0.05, 1.0);
