@@ -69,7 +69,7 @@ pub enum TierError {
         /// Why not.
         detail: String,
     },
-    /// A directory that new state was to be made in holds state that may still be wanted.
+    /// A directory that new state was to be made in holds state that may still be wanted, or something else in its place.
     #[error("{} {detail}", path.display())]
     StateExists {
         /// The directory or file.
@@ -77,7 +77,7 @@ pub enum TierError {
         /// What it holds and what to do.
         detail: String,
     },
-    /// A file belongs to another run, or to another place in this one.
+    /// A file belongs to another run, to another place in this one, or to none.
     #[error("{} {detail}", path.display())]
     Foreign {
         /// The file.

@@ -72,6 +72,18 @@ pub(crate) struct Part {
     cycle: Cycle,
 }
 
+/// What has the name of a file of a volume.
+#[derive(Debug)]
+pub(crate) enum Found {
+    /// No file.
+    Nothing,
+    /// What a creation leaves that was cut off: zeros, or a header that is not whole.
+    Unfinished,
+    Part(Part),
+    /// What this program did not make.
+    Foreign,
+}
+
 /// What a page is that should be a header.
 #[derive(Debug, PartialEq, Eq)]
 enum Header {
@@ -131,7 +143,7 @@ impl Volume {
     }
 
     /// Makes a volume that does not outlive the process, and its directories if need be. A file that an earlier one left behind is
-    /// replaced; its space counts as free.
+    /// replaced; its space counts as free. What else has its name is refused.
     pub(crate) fn create_scratch(
         engine: &Arc<dyn IoEngine>,
         striping: &Striping,
@@ -145,10 +157,17 @@ impl Volume {
                     path: dir.clone(),
                     source,
                 })?;
-                let old = dir.join(name);
-                if engine.exists(&old) {
-                    engine.remove(&old)?;
+            }
+            let olds: Vec<PathBuf> = striping.dirs().iter().map(|dir| dir.join(name)).collect();
+            for old in &olds {
+                match Self::find(engine, old)? {
+                    Found::Part(part) if part.id != SCRATCH_ID => return Err(not_ours(old)),
+                    Found::Foreign => return Err(not_ours(old)),
+                    Found::Part(_) | Found::Unfinished | Found::Nothing => {}
                 }
+            }
+            for old in olds.iter().filter(|old| engine.exists(old)) {
+                engine.remove(old)?;
             }
             require_space(striping.dirs(), &Self::file_bytes(bytes, striping))?;
         }
@@ -221,23 +240,29 @@ impl Volume {
         self.mends.iter().try_for_each(|mend| mend.write(&self.engine))
     }
 
-    /// What the file at `path` is part of; `None` if there is no such file or it never got its header. Both headers must be readable.
-    pub(crate) fn part(engine: &Arc<dyn IoEngine>, path: &Path) -> Result<Option<Part>, TierError> {
+    /// What the file at `path` is. Both headers must be readable.
+    pub(crate) fn find(engine: &Arc<dyn IoEngine>, path: &Path) -> Result<Found, TierError> {
         let file = match OpenFile::open(engine, path, OpenMode::Read) {
             Ok(file) => file,
-            Err(error) if is_missing(&error) => return Ok(None),
+            Err(error) if is_missing(&error) => return Ok(Found::Nothing),
             Err(error) => return Err(error.into()),
         };
+        let blank_or_foreign = || match file.is_blank() {
+            Ok(true) => Ok(Found::Unfinished),
+            Ok(false) => Ok(Found::Foreign),
+            Err(error) => Err(error.into()),
+        };
         if engine.len(file.id)? < HEADER_BYTES {
-            return Ok(None);
+            return blank_or_foreign();
         }
         let (header, mend) = find_header(engine, &file, path)?;
         if let Some(error) = mend.and_then(|mend| mend.copy.unreadable) {
             return Err(error.into());
         }
         match header {
-            Header::Part(part) => Ok(Some(part)),
-            Header::None | Header::Damaged => Ok(None),
+            Header::Part(part) => Ok(Found::Part(part)),
+            Header::Damaged => Ok(Found::Unfinished),
+            Header::None => blank_or_foreign(),
             Header::Unknown(version) => {
                 let detail = format!(
                     "is part of training state of format version {version}, which this program does not know; choose another \
@@ -347,6 +372,12 @@ impl Volume {
         }
         Ok(())
     }
+}
+
+/// Says of a file that is in the way that nobody but its owner can know what it is.
+pub(crate) fn not_ours(path: &Path) -> TierError {
+    let detail = "has a name that is needed here, and was not left by an earlier run; move it away, or choose another directory";
+    TierError::StateExists { path: path.to_owned(), detail: detail.into() }
 }
 
 /// Waits for every ticket, so that nothing is in flight afterwards, and gives the first error.

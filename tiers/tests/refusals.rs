@@ -316,6 +316,103 @@ fn who_opens_a_state_removes_what_a_killed_run_left_beside_it() {
     assert!(!mistyped.exists());
 }
 
+/// Bytes of which all but one are zeros.
+fn hidden(len: usize, at: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    bytes[at] = 1;
+    bytes
+}
+
+#[test]
+fn files_of_others_with_our_names_are_named_and_kept() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = dirs(root.path(), &["a", "b"]);
+    dirs.iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
+    let contents = [b"mine".to_vec(), vec![7; 64 << 10], hidden(5000, 4999), hidden(3 << 20, 0x18_0000)];
+    for (name, content) in
+        ["manifest.bin", "state.bin"].iter().flat_map(|name| contents.iter().map(move |c| (name, c)))
+    {
+        // Of a manifest only the ends are looked at: a creation that was cut off leaves a layout between them.
+        if *name == "manifest.bin" && content.len() > 1 << 20 {
+            continue;
+        }
+        for dir in &dirs {
+            let path = dir.join(name);
+            std::fs::write(&path, content).unwrap();
+            let named = path.to_str().unwrap();
+            says(&created(&dirs), &[named, "move it away", "another directory"]);
+            assert!(std::fs::read(&path).unwrap() == *content, "{named}");
+            std::fs::remove_file(&path).unwrap();
+        }
+    }
+    for (name, content) in
+        terrace_tiers::TRAINING_SCRATCH.iter().flat_map(|name| contents.iter().map(move |c| (name, c)))
+    {
+        let path = dirs[1].join(name);
+        std::fs::write(&path, content).unwrap();
+        let error = Scratch::create(&engine(), &Striping::equal(&dirs), name, 2, 8192).unwrap_err();
+        says(&error, &[path.to_str().unwrap(), "move it away", "another directory"]);
+        assert!(std::fs::read(&path).unwrap() == *content);
+        std::fs::remove_file(&path).unwrap();
+    }
+    made(&dirs);
+    // Nor does one that continues take another's file for a manifest.
+    let manifest = dirs[0].join("manifest.bin");
+    for content in &contents[..3] {
+        std::fs::write(&manifest, content).unwrap();
+        says(&reopened(&dirs).unwrap_err(), &["manifest.bin", "move it away"]);
+    }
+}
+
+#[test]
+fn what_a_creation_left_that_was_cut_off_is_in_nobodys_way() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = dirs(root.path(), &["a", "b"]);
+    dirs.iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
+    let again = || {
+        made(&dirs);
+        ["manifest.bin", "state.bin"]
+            .iter()
+            .for_each(|name| std::fs::remove_file(dirs[0].join(name)).unwrap());
+        std::fs::remove_file(dirs[1].join("state.bin")).unwrap();
+    };
+    // A file that is getting its space: its length so far, and zeros.
+    for len in [0, 100, 4096, 4097, (3 << 20) + 100] {
+        for name in ["manifest.bin", "state.bin"] {
+            std::fs::write(dirs[0].join(name), vec![0; len]).unwrap();
+            again();
+        }
+    }
+    // Layouts of a manifest that has no header yet.
+    drop(DiskStore::create(&engine(), &Striping::equal(&dirs), small()).unwrap());
+    let manifest = OpenOptions::new().write(true).open(dirs[0].join("manifest.bin")).unwrap();
+    for at in [0, manifest.metadata().unwrap().len() - 4096] {
+        manifest.write_all_at(&[0; 4096], at).unwrap();
+    }
+    again();
+    // Scratch: space, one header of two, a torn header.
+    let name = terrace_tiers::TRAINING_SCRATCH[0];
+    let scratch = || Scratch::create(&engine(), &Striping::equal(&dirs), name, 2, 8192);
+    let path = dirs[0].join(name);
+    for len in [0, 100, (3 << 20) + 100] {
+        std::fs::write(&path, vec![0; len]).unwrap();
+        scratch().unwrap();
+        std::fs::write(&path, vec![0; len]).unwrap();
+        drop(DiskStore::create(&engine(), &Striping::equal(&dirs), small()).unwrap());
+        assert!(!path.exists());
+    }
+    for (from, to) in [(0, 4096), (40, 48)] {
+        std::mem::forget(scratch().unwrap());
+        OpenOptions::new()
+            .write(true)
+            .open(&path)
+            .unwrap()
+            .write_all_at(&vec![0; to - from], from as u64)
+            .unwrap();
+        scratch().unwrap();
+    }
+}
+
 #[test]
 fn a_state_larger_than_the_disk_is_refused_with_numbers() {
     let root = tempfile::tempdir().unwrap();

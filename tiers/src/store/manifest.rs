@@ -200,8 +200,13 @@ impl Manifest {
             let detail = "its manifest was never written".into();
             Err(TierError::NoState { path: path.to_owned(), detail })
         };
-        if len < PAGE as u64 {
+        let is_blank = |page: &[u8]| page.iter().all(|&byte| byte == 0);
+        // Shorter than any manifest: a file that is getting its space, or none of ours.
+        if len < 2 * PAGE as u64 && self.file.is_blank()? {
             return never_written(&self.path);
+        }
+        if len < PAGE as u64 {
+            return Err(self.foreign());
         }
         let first = self.read(0, PAGE)?;
         if let Some(head) = Head::of(&first) {
@@ -223,11 +228,13 @@ impl Manifest {
                 return Ok((head, places));
             }
         }
-        let is_blank = |page: &[u8]| page.iter().all(|&byte| byte == 0);
         // What the drive cannot read may be the copy that is whole.
         let (first, second) = (first?, second?);
-        if is_blank(&first) && is_blank(&second) {
+        if is_blank(&first) && is_blank(&second) && len >= 2 * PAGE as u64 {
             return never_written(&self.path);
+        }
+        if first[..8] != MAGIC && second[..8] != MAGIC {
+            return Err(self.foreign());
         }
         Err(self.no_layout("neither copy of the manifest's header is one of ours".into()))
     }
@@ -276,6 +283,12 @@ impl Manifest {
     fn note(&mut self, what: &'static str, offset: u64, found: copies::Read, bytes: IoBuf) {
         let mend = Mend::new(what, (self.file.id, &self.path), offset, found, bytes);
         self.mends.push(mend);
+    }
+
+    fn foreign(&self) -> TierError {
+        let detail = "is no manifest of training state, or has lost both copies of its header; if it is something else, move it away \
+                      or choose another directory";
+        TierError::Foreign { path: self.path.clone(), detail: detail.into() }
     }
 
     fn no_layout(&self, detail: String) -> TierError {

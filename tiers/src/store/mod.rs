@@ -40,7 +40,7 @@ mod verify;
 mod view;
 
 use crate::pool::Lease;
-use crate::volume::{SCRATCH_ID, Volume, World, existing_dir, require_space};
+use crate::volume::{self, SCRATCH_ID, Volume, World, existing_dir, not_ours, require_space};
 use crate::{BlobKey, Generation, StoreSpec, Striping, TRAINING_SCRATCH, TierError};
 use extents::Extents;
 pub use held::Held;
@@ -658,7 +658,8 @@ fn newest_slot(engine: &Arc<dyn IoEngine>, dir: &Path) -> Result<Option<Slot>, T
 }
 
 /// Says so when a directory holds state that a creation there would destroy: committed state, also of a run that lists its
-/// directories in another order, or a further part of a run whose first directory is elsewhere.
+/// directories in another order, or a further part of a run whose first directory is elsewhere. And what is not state at all: only what a
+/// creation left that never committed is to be removed.
 fn refuse_existing(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), TierError> {
     let refused = |path: &Path, detail| Err(TierError::StateExists { path: path.to_owned(), detail });
     for dir in dirs {
@@ -674,20 +675,26 @@ fn refuse_existing(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), T
         }
     }
     // The first file of a volume is made first and removed last: other parts of a creation that never committed have its id.
-    let first =
-        Volume::part(engine, &dirs[0].join(DATA_FILE))?.filter(|part| part.index == 0).map(|part| part.id);
-    for dir in dirs {
+    let mut first = None;
+    for (number, dir) in dirs.iter().enumerate() {
         let path = dir.join(DATA_FILE);
-        if let Some(part) = Volume::part(engine, &path)?
-            && part.index > 0
-            && Some(part.id) != first
-        {
-            let (index, count) = (part.index + 1, part.count);
-            let detail = format!(
-                "is path {index} of {count} of another run's training state; choose another directory, or remove the file if \
-                 that run is over"
-            );
-            return refused(&path, detail);
+        match Volume::find(engine, &path)? {
+            volume::Found::Nothing | volume::Found::Unfinished => {}
+            volume::Found::Foreign => return Err(not_ours(&path)),
+            volume::Found::Part(part) if part.index == 0 => {
+                if number == 0 {
+                    first = Some(part.id);
+                }
+            }
+            volume::Found::Part(part) if Some(part.id) == first => {}
+            volume::Found::Part(part) => {
+                let (index, count) = (part.index + 1, part.count);
+                let detail = format!(
+                    "is path {index} of {count} of another run's training state; choose another directory, or remove the file if \
+                     that run is over"
+                );
+                return refused(&path, detail);
+            }
         }
     }
     Ok(())
@@ -726,9 +733,12 @@ fn remove_leftovers(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), 
 /// no scratch is the user's.
 fn remove_scratch(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), TierError> {
     for path in dirs.iter().flat_map(|dir| TRAINING_SCRATCH.map(|name| dir.join(name))) {
-        if let Ok(Some(part)) = Volume::part(engine, &path)
-            && part.id == SCRATCH_ID
-        {
+        let is_ours = match Volume::find(engine, &path) {
+            Ok(volume::Found::Part(part)) => part.id == SCRATCH_ID,
+            Ok(volume::Found::Unfinished) => true,
+            Ok(volume::Found::Nothing | volume::Found::Foreign) | Err(_) => false,
+        };
+        if is_ours {
             engine.remove(&path)?;
         }
     }
