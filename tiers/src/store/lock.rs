@@ -2,13 +2,14 @@
 
 use crate::TierError;
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::ErrorKind;
-use std::path::Path;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
 
 /// The file that whoever uses a directory of state has locked.
 pub const LOCK_FILE: &str = "terrace.lock";
 
-/// An advisory lock on a directory, released when dropped or when the process ends.
+/// An advisory lock on a directory, released when dropped or when the process ends. Where the file system has no locks, nobody is kept
+/// out, with a warning.
 #[derive(Debug)]
 pub(super) struct DirLock {
     _file: File,
@@ -29,11 +30,8 @@ impl DirLock {
             .write(true)
             .open(&path)
             .map_err(|source| TierError::File { doing: "opening", path: path.clone(), source })?;
-        match file.try_lock() {
-            Ok(()) => Ok(Self { _file: file }),
-            Err(TryLockError::WouldBlock) => Err(TierError::Locked { dir: dir.to_owned(), lock: path }),
-            Err(TryLockError::Error(source)) => Err(TierError::File { doing: "locking", path, source }),
-        }
+        let locked = file.try_lock();
+        Self::of(file, locked, dir, path)
     }
 }
 
@@ -47,10 +45,54 @@ impl DirLock {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(TierError::File { doing: "opening", path, source }),
         };
-        match file.try_lock_shared() {
-            Ok(()) => Ok(Some(Self { _file: file })),
-            Err(TryLockError::WouldBlock) => Err(TierError::Locked { dir: dir.to_owned(), lock: path }),
-            Err(TryLockError::Error(source)) => Err(TierError::File { doing: "locking", path, source }),
+        let locked = file.try_lock_shared();
+        Self::of(file, locked, dir, path).map(Some)
+    }
+
+    /// What came of locking the file `lock` of `dir`.
+    fn of(
+        file: File,
+        locked: Result<(), TryLockError>,
+        dir: &Path,
+        lock: PathBuf,
+    ) -> Result<Self, TierError> {
+        match locked {
+            Ok(()) => Ok(Self { _file: file }),
+            Err(TryLockError::WouldBlock) => Err(TierError::Locked { dir: dir.to_owned(), lock }),
+            Err(TryLockError::Error(error)) if has_no_locks(&error) => {
+                tracing::warn!(
+                    dir = %dir.display(), %error,
+                    "the file system has no locks: see to it that no other process uses this directory"
+                );
+                Ok(Self { _file: file })
+            }
+            Err(TryLockError::Error(source)) => Err(TierError::File { doing: "locking", path: lock, source }),
         }
+    }
+}
+
+/// Whether locking failed because the file system, or the server that it is on, does no such thing.
+fn has_no_locks(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EOPNOTSUPP | libc::ENOLCK))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_system_without_locks_is_used_without() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(LOCK_FILE);
+        let of = |locked| DirLock::of(File::create(&path).unwrap(), locked, dir.path(), path.clone());
+        let failed = |errno| of(Err(TryLockError::Error(io::Error::from_raw_os_error(errno))));
+        for errno in [libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOTSUP, libc::ENOLCK] {
+            assert!(failed(errno).is_ok(), "{}", io::Error::from_raw_os_error(errno));
+        }
+        for errno in [libc::EIO, libc::EBADF, libc::EINTR] {
+            assert!(matches!(failed(errno), Err(TierError::File { doing: "locking", .. })));
+        }
+        assert!(matches!(of(Err(TryLockError::WouldBlock)), Err(TierError::Locked { .. })));
+        assert!(of(Ok(())).is_ok());
     }
 }
