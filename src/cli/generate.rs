@@ -32,6 +32,9 @@ use terrace_zero::{
 pub fn generate(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
     let Continued { continuations, prompts, ended } = continued(args, threads)?;
     let done = continuations.len();
+    if done == 0 {
+        return ended;
+    }
     if done < prompts {
         eprintln!(
             "warning: {done} of {prompts} prompts were continued to their end; what there is of them follows"
