@@ -6,7 +6,7 @@ mod support;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
-use support::{Bench, Cmd, cmd};
+use support::{Bench, Cmd, Shape, cmd};
 
 const PLACES: [&str; 3] = ["none", "host", "disk"];
 
@@ -172,6 +172,52 @@ fn what_a_card_lacks_is_said() {
     assert!(ended.stderr.contains("warning: the driver could not pin"), "{}", ended.stderr);
     let broken = run().environment("TERRACE_MOCK_FAIL", "cuLaunchKernel:40:700");
     broken.fails(1, &["the device was lost", "start the command again", "the last committed step is safe"]);
+}
+
+/// Wherever a card fails, the process ends and says so: no thread waits for memory that copies on the card hold for ever.
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn a_run_on_a_card_that_fails_ends() {
+    // More groups than there are slots, so that reads wait for slots.
+    let bench = Bench::with(&Shape { vocab: 512, hidden: 128, intermediate: 256, layers: 10, ..Shape::TINY });
+    let profile = bench.path("profile.json");
+    cmd(&["calibrate", "--quick", "--device", "cuda:0"]).path("--output", &profile).ok();
+    let generate = bench.generate("model").path("--disk", &bench.path("disk")).args(&[
+        "--prompt-ids",
+        "1,2,3",
+        "--max-new-tokens",
+        "2",
+        "--device",
+        "cuda:0",
+        "--offload",
+        "disk",
+        "--disk-cache",
+        "0",
+        "--host-memory",
+        "4MiB",
+        "--device-memory",
+        "43.5MiB",
+    ]);
+    let train = |output: &str| {
+        let run = bench.finetune(output).path("--profile", &profile);
+        run.args(&["--steps", "2", "--device", "cuda:0", "--offload", "disk", "--window", "1"])
+    };
+    generate.ok();
+    train("whole").ok();
+    for launch in [20, 60, 100, 115, 125, 140] {
+        let fails = format!("cuLaunchKernel:{launch}:700");
+        for run in [generate.clone(), train(&fails)] {
+            let ended = run.environment("TERRACE_MOCK_FAIL", &fails).ends_within(20);
+            assert_eq!(ended.code(), Some(1), "{fails}: {}", ended.stderr);
+            assert!(ended.stderr.contains("the device was lost"), "{fails}: {}", ended.stderr);
+        }
+    }
+    for record in [15, 35, 55, 75] {
+        let fails = format!("cuEventRecord:{record}:1");
+        for run in [generate.clone(), train(&fails)] {
+            run.environment("TERRACE_MOCK_FAIL", &fails).ends_within(20);
+        }
+    }
 }
 
 /// A driver alone cannot compile kernels: the message says where the compiler was looked for and how to install it.

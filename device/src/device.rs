@@ -42,7 +42,8 @@ pub trait Device: Send + Sync + Debug {
     /// disk engine as well.
     ///
     /// # Safety
-    /// The range stays mapped until the returned value is dropped.
+    /// The range stays mapped until the returned value is dropped, and afterwards where [`Pinned::end`] says that the device has not let
+    /// go of it.
     ///
     /// # Errors
     /// The system can pin no more memory, or part of the range is pinned already.

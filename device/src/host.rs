@@ -5,7 +5,7 @@
 //! waited for, and every region is poisoned when it is taken. A missing wait therefore reads NaNs, and a source that
 //! is recycled too early is copied with its new contents.
 
-use crate::{Arena, Bytes, BytesMut, Device, DeviceError, Event, Space, Stream, StreamKind};
+use crate::{Arena, Bytes, BytesMut, Device, DeviceError, Event, Pinned, Space, Stream, StreamKind};
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -64,6 +64,7 @@ impl Device for HostDevice {
 /// mapping.
 #[derive(Debug)]
 pub struct HostMemory {
+    pinned: Pinned,
     base: NonNull<u8>,
     bytes: usize,
 }
@@ -101,7 +102,13 @@ impl HostMemory {
             // SAFETY: the range is the mapping just made, and the advice changes no byte of it.
             unsafe { libc::madvise(base.as_ptr().cast(), mapped, libc::MADV_HUGEPAGE) };
         }
-        Ok(Self { base, bytes: mapped })
+        Ok(Self { pinned: Pinned::none(), base, bytes: mapped })
+    }
+
+    /// Pins the memory for the copies of `device`, if it needs and gets that.
+    pub fn pin_for(&mut self, device: &dyn Device) {
+        // SAFETY: the memory is unmapped when it is dropped, after the pinning has ended.
+        self.pinned = unsafe { device.pin(self.base, self.bytes) }.unwrap_or_default();
     }
 
     /// The first byte.
@@ -117,8 +124,11 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this length, and no borrow of it is left.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
+        // Hazard (unmapped while pinned): what a lost device may still read stays mapped.
+        if self.pinned.end() {
+            // SAFETY: mapped in `new` with this length, and no borrow of it is left.
+            unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
+        }
     }
 }
 

@@ -5,11 +5,11 @@ use std::fmt;
 /// Keeps host memory pinned for a device; dropping it ends that. See [`Device::pin`](crate::Device::pin).
 #[derive(Default)]
 #[must_use = "dropping it ends the pinning"]
-pub struct Pinned(Option<Box<dyn FnOnce() + Send + Sync>>);
+pub struct Pinned(Option<Box<dyn FnOnce() -> bool + Send + Sync>>);
 
 impl Pinned {
-    /// Pinned until `end` is called, when this is dropped.
-    pub fn new(end: impl FnOnce() + Send + Sync + 'static) -> Self {
+    /// Pinned until `end` is called, when this is dropped. It says whether the device has let go of the memory.
+    pub fn new(end: impl FnOnce() -> bool + Send + Sync + 'static) -> Self {
         Self(Some(Box::new(end)))
     }
 
@@ -22,13 +22,16 @@ impl Pinned {
     pub fn is_some(&self) -> bool {
         self.0.is_some()
     }
+
+    /// Ends the pinning; false if the device may go on reading and writing the memory, which one that is lost may.
+    pub fn end(&mut self) -> bool {
+        self.0.take().is_none_or(|end| end())
+    }
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if let Some(end) = self.0.take() {
-            end();
-        }
+        let _ = self.end();
     }
 }
 

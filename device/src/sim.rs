@@ -153,6 +153,7 @@ impl Device for SimDevice {
         pinned.fetch_add(len as u64, Ordering::Relaxed);
         Ok(Pinned::new(move || {
             pinned.fetch_sub(len as u64, Ordering::Relaxed);
+            true
         }))
     }
 }

@@ -2,6 +2,9 @@
 //!
 //! **Hazard (early reuse):** the source of a copy must not be recycled, nor its destination read, before the copy's
 //! event fires. An [`Upload`] or [`Download`] holds both; the only ways to get them back go through the event.
+//!
+//! Where nobody can tell when a copy is done, both ends are leaked, but for the source of an upload to a device that is lost: whoever
+//! waits for the memory gets it. What the device still reads of it is used by nobody, and pinned memory stays mapped.
 
 use crate::{Bytes, BytesMut, DeviceError, Event, Region, Stream};
 use std::ops::{Deref, DerefMut, Range};
@@ -55,7 +58,7 @@ impl<S: StableBytes> Upload<S> {
         let len = src.len();
         // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
         unsafe { stream.copy(Bytes::from_host(&src), dst.bytes_mut().slice(at, at + len))? };
-        let (event, ends) = record(stream, (src, dst))?;
+        let (event, ends) = record(stream, (src, dst), leak_upload)?;
         Ok(Self { event, ends: Some(ends) })
     }
 
@@ -76,10 +79,10 @@ impl<S: StableBytes> Upload<S> {
             let (from, to) = (Bytes::from_host(&src).slice(start, end), dst.bytes_mut().slice(start, end));
             // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
             if let Err(error) = unsafe { stream.copy(from, to) } {
-                return Err(abandon(stream, (src, dst), error));
+                return Err(abandon(stream, (src, dst), error, leak_upload));
             }
         }
-        let (event, ends) = record(stream, (src, dst))?;
+        let (event, ends) = record(stream, (src, dst), leak_upload)?;
         Ok(Self { event, ends: Some(ends) })
     }
 
@@ -157,7 +160,7 @@ impl<D: StableBytes + DerefMut> Download<D> {
         let len = dst.len();
         // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
         unsafe { stream.copy(src.bytes().slice(at, at + len), BytesMut::from_host(&mut dst))? };
-        let (event, ends) = record(stream, (src, dst))?;
+        let (event, ends) = record(stream, (src, dst), leak_download)?;
         Ok(Self { event, ends: Some(ends) })
     }
 
@@ -180,10 +183,10 @@ impl<D: StableBytes + DerefMut> Download<D> {
             let (from, to) = (src.bytes().slice(start, end), BytesMut::from_host(&mut dst).slice(start, end));
             // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
             if let Err(error) = unsafe { stream.copy(from, to) } {
-                return Err(abandon(stream, (src, dst), error));
+                return Err(abandon(stream, (src, dst), error, leak_download));
             }
         }
-        let (event, ends) = record(stream, (src, dst))?;
+        let (event, ends) = record(stream, (src, dst), leak_download)?;
         Ok(Self { event, ends: Some(ends) })
     }
 
@@ -212,49 +215,64 @@ impl<D: StableBytes + DerefMut> Download<D> {
     }
 }
 
-/// Records the event of a copy between `ends`. Without one nobody can tell when the copy is done, so then they are leaked.
-fn record<T>(stream: &dyn Stream, ends: T) -> Result<(Arc<dyn Event>, T), DeviceError> {
-    match stream.record() {
-        Ok(event) => Ok((event, ends)),
-        Err(error) => {
-            std::mem::forget(ends);
-            Err(error)
-        }
+/// Leaks what a copy that failed, and of which nobody can tell whether it is done, may still touch.
+type Leak<T> = fn(T, &DeviceError);
+
+fn leak_upload<S>((src, dst): (S, Region), error: &DeviceError) {
+    std::mem::forget(dst);
+    leak_source(src, error);
+}
+
+fn leak_source<S>(src: S, error: &DeviceError) {
+    if !matches!(error, DeviceError::Lost { .. }) {
+        std::mem::forget(src);
     }
 }
 
-/// Gives `error`, of a copy between `ends` that was refused after others were enqueued, which are waited for; what cannot be waited
-/// for is leaked.
-fn abandon<T>(stream: &dyn Stream, ends: T, error: DeviceError) -> DeviceError {
-    if stream.synchronize().is_err() {
-        std::mem::forget(ends);
+fn leak_download<D>(ends: (Region, D), _: &DeviceError) {
+    std::mem::forget(ends);
+}
+
+/// Records the event of a copy between `ends`. Without one the copy is waited for at once.
+fn record<T>(stream: &dyn Stream, ends: T, leak: Leak<T>) -> Result<(Arc<dyn Event>, T), DeviceError> {
+    match stream.record() {
+        Ok(event) => Ok((event, ends)),
+        Err(error) => Err(abandon(stream, ends, error, leak)),
+    }
+}
+
+/// Gives `error`, of a copy between `ends` that was refused after others were enqueued, or has no event. What is enqueued is waited
+/// for; what cannot be waited for is leaked.
+fn abandon<T>(stream: &dyn Stream, ends: T, error: DeviceError, leak: Leak<T>) -> DeviceError {
+    if let Err(error) = stream.synchronize() {
+        leak(ends, &error);
     }
     error
 }
 
 /// Waits for the event before the memory is freed; if even that fails, the memory is leaked rather than reused.
-fn settle<T>(event: &dyn Event, held: &mut Option<T>) {
+fn settle<T>(event: &dyn Event, held: &mut Option<T>, leak: Leak<T>) {
     if let Some(held) = held.take()
-        && event.synchronize().is_err()
+        && let Err(error) = event.synchronize()
     {
-        std::mem::forget(held);
+        leak(held, &error);
     }
 }
 
 impl<S: StableBytes> Drop for Upload<S> {
     fn drop(&mut self) {
-        settle(&*self.event, &mut self.ends);
+        settle(&*self.event, &mut self.ends, leak_upload);
     }
 }
 
 impl<S: StableBytes> Drop for UploadSource<S> {
     fn drop(&mut self) {
-        settle(&*self.event, &mut self.src);
+        settle(&*self.event, &mut self.src, leak_source);
     }
 }
 
 impl<D: StableBytes + DerefMut> Drop for Download<D> {
     fn drop(&mut self) {
-        settle(&*self.event, &mut self.ends);
+        settle(&*self.event, &mut self.ends, leak_download);
     }
 }

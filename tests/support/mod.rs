@@ -273,6 +273,17 @@ impl Cmd {
         self.spawn().wait()
     }
 
+    /// Runs, for so many seconds at most.
+    pub fn ends_within(&self, seconds: u64) -> Ended {
+        let running = self.spawn();
+        if running.wait_until(|| running.began.elapsed().as_secs() >= seconds) {
+            running.signal(libc::SIGKILL);
+        }
+        let ended = running.wait();
+        assert_ne!(ended.signal(), Some(libc::SIGKILL), "{:?} hangs\n{}", self.args, ended.stderr);
+        ended
+    }
+
     /// Runs and expects success.
     pub fn ok(&self) -> Ended {
         let ended = self.run();

@@ -4,13 +4,11 @@ use crate::{Lease, TierError};
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use terrace_device::host::HostMemory;
-use terrace_device::{Device, Pinned, StableBytes};
+use terrace_device::{Device, StableBytes};
 
 /// A resident blob: page-aligned, zeroed at first, of fixed size.
 #[derive(Debug)]
 pub struct HostBlob {
-    /// Hazard (unmapped while pinned): declared before the memory, so that it ends first.
-    pinned: Pinned,
     memory: HostMemory,
     len: usize,
 }
@@ -34,13 +32,12 @@ impl HostBlob {
     /// # Errors
     /// The operating system has no memory left.
     pub fn new(len: usize) -> Result<Self, TierError> {
-        Ok(Self { pinned: Pinned::none(), memory: HostMemory::new(len)?, len })
+        Ok(Self { memory: HostMemory::new(len)?, len })
     }
 
     /// Pins the memory for the copies of `device`, if it needs and gets that.
     pub fn pin_for(&mut self, device: &dyn Device) {
-        // SAFETY: the mapping is unmapped when the blob drops it, which is after it dropped `pinned`, declared before it.
-        self.pinned = unsafe { device.pin(self.memory.base(), self.memory.bytes()) }.unwrap_or_default();
+        self.memory.pin_for(device);
     }
 }
 

@@ -9,10 +9,11 @@
 
 use crate::TierError;
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use terrace_aio::{BUF_ALIGN, BufHome, IoBuf, IoEngine, Registration};
 use terrace_device::host::HostMemory;
-use terrace_device::{Device, Pinned, StableBytes};
+use terrace_device::{Device, StableBytes};
 
 /// Bytes of one registration at most: the kernel's limit for a buffer.
 const REGISTRATION_BYTES_MAX: usize = 1 << 30;
@@ -29,7 +30,6 @@ struct Shared {
     /// Hazard (unmapped while registered): fields are dropped in the order of their declaration, so these end before the
     /// memory does.
     registrations: Vec<Registration>,
-    pinned: Pinned,
     memory: HostMemory,
     slot_bytes: usize,
     state: Mutex<State>,
@@ -98,8 +98,7 @@ impl Pool {
         // Lowest slots are handed out first, so that untouched ones never become resident.
         let state = State { free: (0..slots).rev().collect(), out_peak: 0, slots };
         let (state, returned) = (Mutex::new(state), Condvar::new());
-        let pinned = Pinned::none();
-        Self { shared: Arc::new(Shared { name, registrations, pinned, memory, slot_bytes, state, returned }) }
+        Self { shared: Arc::new(Shared { name, registrations, memory, slot_bytes, state, returned }) }
     }
 
     /// Pins the pool's memory for the copies of `device`. Where the device is refused that, or needs none, the pool works all
@@ -110,9 +109,7 @@ impl Pool {
     #[must_use]
     pub fn pinned_for(mut self, device: &dyn Device) -> Self {
         let shared = Arc::get_mut(&mut self.shared).expect("a pool is pinned before it is used");
-        let memory = &shared.memory;
-        // SAFETY: the mapping is unmapped when `Shared` drops it, which is after it dropped `pinned`, declared before it.
-        shared.pinned = unsafe { device.pin(memory.base(), memory.bytes()) }.unwrap_or_default();
+        shared.memory.pin_for(device);
         self
     }
 
@@ -127,14 +124,33 @@ impl Pool {
     /// # Panics
     /// If `len` exceeds the slot size or the pool has no slots at all.
     pub fn acquire(&self, len: usize) -> Lease {
+        self.acquire_unless(len, &AtomicBool::new(false)).expect("nobody gives it up")
+    }
+
+    /// As [`acquire`](Self::acquire), but gives up when no slot is free and `given_up` is set. Whoever sets it while another
+    /// thread may be waiting calls [`wake`](Self::wake) then.
+    ///
+    /// # Panics
+    /// As [`acquire`](Self::acquire).
+    pub fn acquire_unless(&self, len: usize, given_up: &AtomicBool) -> Option<Lease> {
         let mut state = self.shared.lock();
         assert!(state.slots > 0, "pool {} has slots", self.shared.name);
         loop {
             if let Some(slot) = state.free.pop() {
-                return self.lease(state, slot, len);
+                return Some(self.lease(state, slot, len));
+            }
+            if given_up.load(Ordering::Acquire) {
+                return None;
             }
             state = self.shared.returned.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// Has those who wait for a slot look whether they are to give up.
+    pub fn wake(&self) {
+        // Not between a look at the flag and the wait that follows it, which would miss this.
+        let _state = self.shared.lock();
+        self.shared.returned.notify_all();
     }
 
     /// Takes a slot if one is free.
@@ -262,5 +278,21 @@ mod tests {
         assert_eq!(waiter.join().unwrap(), 10);
         drop(b);
         assert_eq!((pool.out(), pool.out_peak()), (0, 2));
+    }
+
+    #[test]
+    fn a_wait_for_a_lease_that_never_comes_back_is_given_up() {
+        let pool = Pool::new("test", 1, 1).unwrap();
+        let given_up = Arc::new(AtomicBool::new(false));
+        std::mem::forget(pool.acquire(1));
+        let waiter = std::thread::spawn({
+            let (pool, given_up) = (pool.clone(), Arc::clone(&given_up));
+            move || pool.acquire_unless(1, &given_up).is_none()
+        });
+        given_up.store(true, Ordering::Release);
+        pool.wake();
+        assert!(waiter.join().unwrap());
+        let other = Pool::new("test", 1, 1).unwrap();
+        assert!(other.acquire_unless(1, &given_up).is_some(), "a free slot is taken all the same");
     }
 }

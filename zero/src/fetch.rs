@@ -14,6 +14,9 @@
 //! While an update is under way that has not reached a group, there is nothing to read: the thread offers the group's slot to the
 //! update ([`Gate::offer`]), which leaves the new weights there.
 //!
+//! When compute goes away, the thread no longer waits for slots: those of copies of which nobody can tell whether they are done never
+//! come back ([`Leaving`]).
+//!
 //! A group moves through [`Residency`]; the transitions are asserted.
 
 use crate::copies::{Cargo, Link};
@@ -25,6 +28,7 @@ use crate::state::{StateHome, StateKinds};
 use crate::{Backend, EngineError, Result};
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
 use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use terrace_aio::Urgency;
@@ -224,7 +228,21 @@ pub(crate) struct Order<'a> {
 #[derive(Debug)]
 enum Source<'a> {
     Resident(&'a StateHome, &'a StateKinds),
-    Thread(Receiver<Staged>),
+    Thread { staged: Receiver<Staged>, _leaving: Leaving<'a> },
+}
+
+/// Tells the fetch thread, when it is dropped, that compute has gone away.
+#[derive(Debug)]
+struct Leaving<'a> {
+    slots: &'a SlotClasses,
+    gone: Arc<AtomicBool>,
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        self.gone.store(true, Ordering::Release);
+        self.slots.pools.iter().for_each(Pool::wake);
+    }
 }
 
 /// A group's weights, ready for kernels until dropped or given back through [`Fetcher::release`].
@@ -285,10 +303,13 @@ impl<'a> Fetcher<'a> {
                 // Never more messages than groups in `staging`. Unbounded, because dropping the receiver of a crossbeam `bounded` channel
                 // keeps the messages, and a fetch thread that waits for the slots in them would wait for ever.
                 let (sender, receiver) = unbounded();
-                std::thread::Builder::new()
+                let leaving = Leaving { slots, gone: Arc::default() };
+                let gone = Arc::clone(&leaving.gone);
+                let staged = std::thread::Builder::new()
                     .name("terrace-fetch".into())
                     .spawn_scoped(scope, move || {
-                        FetchThread::new(home, kinds, slots, gate, &sender).run(&staging, ahead, &again);
+                        let thread = FetchThread::new(home, kinds, slots, gate, &sender, &gone);
+                        thread.run(&staging, ahead, &again);
                     })
                     .map_or_else(
                         |error| {
@@ -298,11 +319,12 @@ impl<'a> Fetcher<'a> {
                             receiver
                         },
                         |_| receiver,
-                    )
+                    );
+                Source::Thread { staged, _leaving: leaving }
             }
             _ => return Self::build(lane, Source::Resident(home, kinds), [upcoming, coming], gate, room),
         };
-        Self::build(lane, Source::Thread(source), [upcoming, coming], None, room)
+        Self::build(lane, source, [upcoming, coming], None, room)
     }
 
     fn build(
@@ -397,7 +419,7 @@ impl<'a> Fetcher<'a> {
                 self.pass_gate(group)?;
                 home.resident_weights(group, kinds).expect("resident state has every group's weights")
             }
-            Source::Thread(receiver) => {
+            Source::Thread { staged: receiver, .. } => {
                 let received = match receiver.try_recv() {
                     Err(TryRecvError::Empty) if wait => {
                         receiver.recv().map_err(|_| TryRecvError::Disconnected)
@@ -484,6 +506,8 @@ struct FetchThread<'a> {
     slots: &'a SlotClasses,
     gate: Option<&'a Gate>,
     sender: &'a Sender<Staged>,
+    /// Compute has gone away.
+    gone: &'a AtomicBool,
     in_flight: VecDeque<(usize, InFlight)>,
     /// Groups whose last lease may still be alive: used again soon, they need no second read.
     recent: HashMap<usize, Weak<Lease>>,
@@ -504,10 +528,11 @@ impl<'a> FetchThread<'a> {
         slots: &'a SlotClasses,
         gate: Option<&'a Gate>,
         sender: &'a Sender<Staged>,
+        gone: &'a AtomicBool,
     ) -> Self {
         let store = home.disk().expect("weights are read from a store");
         let (in_flight, recent) = (VecDeque::new(), HashMap::new());
-        Self { home, store, kinds, slots, gate, sender, in_flight, recent }
+        Self { home, store, kinds, slots, gate, sender, gone, in_flight, recent }
     }
 
     /// Brings `items`, the first of which may have been read [`Ahead`], and then starts to read those that come `again`.
@@ -528,8 +553,9 @@ impl<'a> FetchThread<'a> {
             if self.share(group) {
                 continue;
             }
-            // Every one has a slot of its own, which compute gives back before the pass ends.
-            let lease = self.slots.pool(group).acquire(self.weight_bytes(group));
+            // Every one has a slot of its own, which compute gives back before the pass ends well.
+            let (pool, len) = (self.slots.pool(group), self.weight_bytes(group));
+            let Some(lease) = pool.acquire_unless(len, self.gone) else { return };
             // The next pass tries again, and says what is wrong.
             let Ok(read) = self.read(group, lease) else { break };
             self.in_flight.push_back((group, InFlight::Read(read)));
@@ -580,7 +606,10 @@ impl<'a> FetchThread<'a> {
             }
             // What is in flight holds slots that compute can only free once it has them.
             if self.in_flight.is_empty() {
-                break pool.acquire(len);
+                match pool.acquire_unless(len, self.gone) {
+                    Some(lease) => break lease,
+                    None => return false,
+                }
             }
             if !self.deliver() {
                 return false;

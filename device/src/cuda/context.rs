@@ -82,11 +82,9 @@ impl Context {
     }
 
     /// Runs a driver call that gives back what is held; there is nobody to tell if it fails, which after a lost device
-    /// every call does.
-    pub(super) fn release(&self, call: impl FnOnce() -> CUresult) {
-        if let Ok(_current) = self.enter() {
-            let _ = call();
-        }
+    /// every call does. Whether it did not.
+    pub(super) fn release(&self, call: impl FnOnce() -> CUresult) -> bool {
+        self.enter().is_ok_and(|_current| call() == CUresult::CUDA_SUCCESS)
     }
 
     /// Bytes that are free and bytes there are.

@@ -74,7 +74,7 @@ pub(super) unsafe fn register(
     let start = start.as_ptr() as usize;
     Ok(Pinned::new(move || {
         // SAFETY: the range was registered above and is unregistered once.
-        context.release(|| unsafe { sys::cuMemHostUnregister(start as *mut _) });
+        context.release(|| unsafe { sys::cuMemHostUnregister(start as *mut _) })
     }))
 }
 

@@ -13,7 +13,8 @@
 //! - *an object outlives its context:* every object holds the context, which is released last (`context.rs`);
 //! - *an event is used again too early:* the pool takes an event back when its last user drops it; enqueued waits keep
 //!   the point they were given (`context.rs`);
-//! - *pages are unmapped while pinned:* [`Device::pin`](crate::Device::pin) is unsafe, its value must go first;
+//! - *pages are unmapped while pinned:* [`Device::pin`](crate::Device::pin) is unsafe, its value must go first, and what a lost
+//!   device may still read stays mapped ([`HostMemory`](crate::host::HostMemory));
 //! - *a failed kernel is noticed late:* the error ends the context, every later call says so
 //!   ([`DeviceError::Lost`](crate::DeviceError::Lost)).
 //!

@@ -1,8 +1,11 @@
 //! What a user reads when something is wrong, and that it says what to do.
 
 use crate::{scene, scene_output};
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use terrace_device::cuda::{CudaDevice, PinnedUse, probe};
-use terrace_device::{Bytes, Device, DeviceError, Stream, StreamKind, Upload};
+use terrace_device::{Bytes, Device, DeviceError, StableBytes, Stream, StreamKind, Upload};
 
 fn refusal<T: std::fmt::Debug>(result: Result<T, DeviceError>) -> String {
     result.unwrap_err().to_string()
@@ -73,6 +76,25 @@ fn too_little_memory_says_how_much_is_free() {
     });
 }
 
+/// Says when it is given back.
+struct Held(Vec<u8>, Arc<AtomicBool>);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.1.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Deref for Held {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+// SAFETY: as for the vector, which nobody resizes.
+unsafe impl StableBytes for Held {}
+
 #[test]
 #[ignore = "needs the mock driver: cargo xtask cuda-mock"]
 fn a_lost_device_says_to_start_again() {
@@ -83,7 +105,9 @@ fn a_lost_device_says_to_start_again() {
             let device = CudaDevice::open(0).unwrap();
             let arena = device.arena(1 << 16).unwrap();
             let up = device.stream(StreamKind::Upload).unwrap();
-            let upload = Upload::start(&*up, vec![1u8; 256], arena.alloc(256).unwrap()).unwrap();
+            let held = Held(vec![1u8; 256], Arc::default());
+            let given_back = Arc::clone(&held.1);
+            let upload = Upload::start(&*up, held, arena.alloc(256).unwrap()).unwrap();
             let message = refusal(up.synchronize());
             let advice =
                 ["lost while", "CUDA_ERROR_ILLEGAL_ADDRESS (700)", "start the command again", "step is safe"];
@@ -94,6 +118,7 @@ fn a_lost_device_says_to_start_again() {
             assert!(matches!(device.memory(), Err(DeviceError::Lost { .. })));
             drop(upload);
             assert_eq!(arena.used(), 256, "memory under a transfer whose end nobody can tell is leaked");
+            assert!(given_back.load(Ordering::Relaxed), "but not what is only read");
         },
     );
 }
@@ -101,7 +126,8 @@ fn a_lost_device_says_to_start_again() {
 #[test]
 #[ignore = "needs the mock driver: cargo xtask cuda-mock"]
 fn a_failed_call_says_what_was_being_done() {
-    let failures = "cuMemcpyHtoDAsync_v2:1,cuEventRecord:2,cuStreamCreate:3:304";
+    let failures =
+        "cuMemcpyHtoDAsync_v2:1,cuEventRecord:2,cuEventRecord:4,cuEventRecord:5,cuStreamCreate:3:304";
     scene("errors::a_failed_call_says_what_was_being_done", &[("TERRACE_MOCK_FAIL", failures)], || {
         let device = CudaDevice::open(0).unwrap();
         let arena = device.arena(1 << 16).unwrap();
@@ -111,7 +137,9 @@ fn a_failed_call_says_what_was_being_done() {
         assert_eq!(arena.used(), 0, "a copy that was not enqueued keeps nothing");
         start().unwrap().ready_on(&**device.compute_stream()).unwrap();
         assert_says(&refusal(start()), &["while recording an event"]);
-        assert_eq!(arena.used(), 256, "a copy without an event keeps its memory");
+        assert_eq!(arena.used(), 0, "a copy without an event is waited for");
+        assert_says(&refusal(start()), &["while recording an event"]);
+        assert_eq!(arena.used(), 256, "a copy that cannot be waited for keeps its memory");
         assert_says(&refusal(device.stream(StreamKind::Download)), &["while making a stream"]);
     });
 }
