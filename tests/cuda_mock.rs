@@ -261,9 +261,18 @@ fn auto_goes_on_without_a_card() {
     let bench = bench();
     let none = train(&bench, "none", "auto").environment("TERRACE_MOCK_DEVICES", "0").ok();
     assert!(!none.stderr.contains("warning: computing on the CPU"), "{}", none.stderr);
+    let named = train(&bench, "named", "cuda:0").environment("TERRACE_MOCK_DEVICES", "0");
+    named.fails(2, &["--device cuda:0: there is no CUDA device 0: the driver shows 0"]);
     let old = train(&bench, "old", "auto").environment("TERRACE_MOCK_SM", "70").ok();
     assert!(old.stderr.contains("warning: computing on the CPU"), "{}", old.stderr);
     assert_eq!(bench.weights("none"), bench.weights("old"));
+    let failing = |output: &str, device: &str| {
+        train(&bench, output, device).environment("TERRACE_MOCK_FAIL", "cuInit:1:803")
+    };
+    let auto = failing("failing", "auto").ok();
+    assert!(auto.stderr.contains("warning: computing on the CPU"), "{}", auto.stderr);
+    assert!(auto.stderr.contains("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)"), "{}", auto.stderr);
+    failing("named", "cuda:0").fails(2, &["--device cuda:0: the CUDA driver cannot be used: ", "(803)"]);
 }
 
 #[test]

@@ -163,6 +163,7 @@ const Named ERRORS[] = {
     {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "part or all of the memory is already mapped"},
     {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "pointer does not correspond to a registered region"},
     {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
+    {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "system has unsupported display driver / cuda driver combination"},
     {999, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 
@@ -184,6 +185,7 @@ EXPORT int cuInit(unsigned) {
     Driver &all = driver();
     const std::lock_guard<std::mutex> lock(all.mutex);
     if (all.started) return SUCCESS;
+    if (number("TERRACE_MOCK_DEVICES", 1) == 0) return NO_DEVICE;
     const long memory = number("TERRACE_MOCK_MEMORY", 1L << 30);
     for (long ordinal = 0; ordinal < number("TERRACE_MOCK_DEVICES", 1); ++ordinal)
         all.devices.push_back(std::make_unique<Context>(static_cast<int>(ordinal), memory));

@@ -29,10 +29,16 @@ pub enum DeviceError {
         /// Largest free range.
         largest_hole: usize,
     },
-    /// There is no driver that could be used.
+    /// There is no driver.
     #[error("no CUDA driver: {detail}; install NVIDIA's driver, or compute on the CPU with `--device cpu`")]
     NoDriver {
-        /// Where it was looked for, or what it said.
+        /// Where it was looked for.
+        detail: String,
+    },
+    /// There is a driver, but it does not start, or lacks what the backend calls.
+    #[error("the CUDA driver cannot be used: {detail}; or compute on the CPU with `--device cpu`")]
+    UnusableDriver {
+        /// Which file, and what is wrong with it.
         detail: String,
     },
     /// The driver knows no device of this number.

@@ -122,6 +122,7 @@ fn open_backend(
         match error {
             EngineError::Device(
                 DeviceError::NoDriver { .. }
+                | DeviceError::UnusableDriver { .. }
                 | DeviceError::NoSuchDevice { .. }
                 | DeviceError::Unsupported { .. },
             ) => CliError::Usage(message),

@@ -106,7 +106,8 @@ pub(super) fn device_count() -> Result<u32, DeviceError> {
     let mut count: c_int = 0;
     // SAFETY: the driver was started; `count` is writable.
     match unsafe { sys::cuDeviceGetCount(&raw mut count) } {
-        sys::CUresult::CUDA_ERROR_NO_DEVICE => Ok(0),
+        // The second where the driver found none when it was started.
+        sys::CUresult::CUDA_ERROR_NO_DEVICE | sys::CUresult::CUDA_ERROR_NOT_INITIALIZED => Ok(0),
         result => check(result, "counting devices").map(|()| count.unsigned_abs()),
     }
 }

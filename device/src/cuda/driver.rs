@@ -66,25 +66,24 @@ fn start_once() -> Result<(), DeviceError> {
     };
     let missing: Vec<_> =
         FUNCTIONS.iter().filter(|name| !has(name)).map(|name| name.to_string_lossy()).collect();
+    let unusable = |why: String| DeviceError::UnusableDriver { detail: format!("{} {why}", path.display()) };
     if !missing.is_empty() {
-        let detail = format!("{} is too old: it lacks {}", path.display(), missing.join(", "));
-        return Err(DeviceError::NoDriver { detail });
+        return Err(unusable(format!("is too old, install a newer one: it lacks {}", missing.join(", "))));
     }
     // SAFETY: the library is loaded and has the function; it may be called from any thread.
     let result = unsafe { sys::cuInit(0) };
     match result {
-        CUresult::CUDA_SUCCESS => Ok(()),
-        CUresult::CUDA_ERROR_STUB_LIBRARY => {
-            let detail = format!(
-                "{} is the toolkit's stub; take its folder off LD_LIBRARY_PATH so that the driver's own is found",
-                path.display()
-            );
-            Err(DeviceError::NoDriver { detail })
-        }
-        other => {
-            let detail = format!("{} does not start: {}", path.display(), describe(other));
-            Err(DeviceError::NoDriver { detail })
-        }
+        // A driver that starts without a device counts none (`device_count`).
+        CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NO_DEVICE => Ok(()),
+        CUresult::CUDA_ERROR_STUB_LIBRARY => Err(unusable(
+            "is the toolkit's stub; take its folder off LD_LIBRARY_PATH so that the driver's own is found"
+                .to_owned(),
+        )),
+        CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => Err(unusable(format!(
+            "does not start: {}; restart the machine if its driver was updated",
+            describe(result)
+        ))),
+        other => Err(unusable(format!("does not start: {}", describe(other)))),
     }
 }
 

@@ -22,7 +22,10 @@ fn assert_says(message: &str, parts: &[&str]) {
 fn a_stub_is_no_driver() {
     scene("errors::a_stub_is_no_driver", &[("TERRACE_MOCK_FAIL", "cuInit:1:34")], || {
         let message = refusal(CudaDevice::open(0));
-        assert_says(&message, &["no CUDA driver", "libcuda", "stub", "LD_LIBRARY_PATH", "--device cpu"]);
+        assert_says(
+            &message,
+            &["driver cannot be used", "libcuda", "stub", "LD_LIBRARY_PATH", "--device cpu"],
+        );
         let probe = probe();
         assert_eq!((probe.devices.len(), probe.problem), (0, Some(message)));
     });
@@ -33,6 +36,15 @@ fn a_stub_is_no_driver() {
 fn a_driver_that_does_not_start_says_why() {
     scene("errors::a_driver_that_does_not_start_says_why", &[("TERRACE_MOCK_FAIL", "cuInit:1:999")], || {
         assert_says(&refusal(CudaDevice::open(0)), &["does not start", "CUDA_ERROR_UNKNOWN (999)"]);
+    });
+}
+
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn an_updated_driver_asks_for_a_restart() {
+    scene("errors::an_updated_driver_asks_for_a_restart", &[("TERRACE_MOCK_FAIL", "cuInit:1:803")], || {
+        let message = refusal(CudaDevice::open(0));
+        assert_says(&message, &["CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)", "restart the machine"]);
     });
 }
 
