@@ -59,7 +59,8 @@ pub struct Compiler {
 /// What NVRTC is told to produce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Target {
-    /// Machine code of this very card, with the features that only its generation has (`sm_90a`).
+    /// Machine code of this very card. Features that only its generation has (`sm_90a`) are not asked for: no kernel uses one, and
+    /// older compilers that know the generation do not know them.
     Cubin(Capability),
     /// For a card that is newer than the compiler: code of the newest generation it knows, which the driver translates.
     Ptx(u32),
@@ -239,10 +240,6 @@ impl Nvrtc {
 impl Target {
     fn option(self) -> String {
         match self {
-            // From Hopper on there are features that only code for one generation may use.
-            Self::Cubin(capability) if capability.major >= 9 => {
-                format!("--gpu-architecture=sm_{}a", capability.number())
-            }
             Self::Cubin(capability) => format!("--gpu-architecture=sm_{}", capability.number()),
             Self::Ptx(number) => format!("--gpu-architecture=compute_{number}"),
         }

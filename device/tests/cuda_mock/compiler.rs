@@ -76,7 +76,7 @@ fn the_compilers_messages_are_in_the_error() {
 #[ignore = "needs the mock driver: cargo xtask cuda-mock"]
 fn code_is_for_the_very_card() {
     for (sm, architecture) in
-        [("80", "sm_80"), ("89", "sm_89"), ("90", "sm_90a"), ("120", "sm_120a"), ("130", "compute_121")]
+        [("80", "sm_80"), ("89", "sm_89"), ("90", "sm_90"), ("120", "sm_120"), ("130", "compute_121")]
     {
         scene(
             "compiler::code_is_for_the_very_card",
