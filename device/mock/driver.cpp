@@ -155,6 +155,7 @@ const Named ERRORS[] = {
     {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
     {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {NO_BINARY_FOR_GPU, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
+    {UNSUPPORTED_PTX_VERSION, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "the provided PTX was compiled with an unsupported toolchain."},
     {304, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS"},
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
@@ -194,8 +195,9 @@ EXPORT int cuInit(unsigned) {
 }
 
 EXPORT int cuDriverGetVersion(int *version) {
-    ENTER();
-    *version = 13000;
+    // Also before the driver is started.
+    if (const int injected = Calls::all().enter(__func__)) return injected;
+    *version = version_of("TERRACE_MOCK_DRIVER", 13, 0).cuda();
     return SUCCESS;
 }
 
@@ -516,6 +518,11 @@ EXPORT int cuModuleLoadDataEx(void **module, const void *image, unsigned count, 
     // What the real NVRTC makes loads, too: kernels come from the shim library in any case.
     const bool is_real = text.find(".version") != std::string::npos || text.rfind("\x7f" "ELF", 0) == 0;
     if (text.rfind("TERRACE-MOCK-IMAGE ", 0) != 0 && !is_real) return refuse(INVALID_IMAGE, "neither an image nor PTX");
+    const Version own_version = version_of("TERRACE_MOCK_DRIVER", 13, 0);
+    const Version ptx = version_after(text, ".version ", {0, 0}), compiler = version_after(text, "// NVRTC ", {0, 0});
+    if (own_version.ptx() < ptx)
+        return refuse(UNSUPPORTED_PTX_VERSION, "PTX of this version is not supported");
+    if (own_version.major < compiler.major) return refuse(INVALID_IMAGE, "");
     const std::string own = "sm_" + std::to_string(number("TERRACE_MOCK_SM", 90));
     const std::string first = text.substr(0, text.find('\n'));
     if (!is_real && first.find("sm_") != std::string::npos && first.find(own) == std::string::npos)

@@ -20,6 +20,31 @@ inline long number(const char *name, long otherwise) {
     return suffix == "KiB" ? value << 10 : suffix == "MiB" ? value << 20 : suffix == "GiB" ? value << 30 : value;
 }
 
+// A version of CUDA, or of PTX.
+struct Version {
+    long major, minor;
+    bool operator<(const Version &other) const {
+        return major < other.major || (major == other.major && minor < other.minor);
+    }
+    int cuda() const { return static_cast<int>(major * 1000 + minor * 10); }
+    // Of the newest PTX that CUDA of this version knows.
+    Version ptx() const { return {major - 4, major == 12 && minor > 5 ? minor - 1 : minor}; }
+};
+
+// What follows the first of these words in a text, as `12.4`.
+inline Version version_after(const std::string &text, const std::string &words, Version otherwise) {
+    const size_t at = text.find(words);
+    if (at == std::string::npos) return otherwise;
+    char *point;
+    const long major = std::strtol(text.c_str() + at + words.size(), &point, 10);
+    return {major, *point == '.' ? std::strtol(point + 1, nullptr, 10) : 0};
+}
+
+inline Version version_of(const char *name, long major, long minor) {
+    const char *text = std::getenv(name);
+    return text ? version_after(text, "", {major, minor}) : Version{major, minor};
+}
+
 class Calls {
   public:
     // Counts a call; the error it is to fail with, or 0.

@@ -1,14 +1,21 @@
-// libnvrtc.so.13: "compiles" a source to an image that holds its text. A source with `#error` does not compile.
+// libnvrtc.so.13, or that of another version: "compiles" a source to an image that holds its text. A source with `#error` does not
+// compile.
 #include <algorithm>
 #include <cstring>
 
 #include "faults.h"
+
+#ifndef MOCK_NVRTC_VERSION
+#define MOCK_NVRTC_VERSION {13, 0}
+#endif
 
 using mock::Calls;
 
 namespace {
 
 enum Result { SUCCESS = 0, INVALID_INPUT = 3, INVALID_PROGRAM = 4, INVALID_OPTION = 5, COMPILATION = 6 };
+
+constexpr mock::Version VERSION = MOCK_NVRTC_VERSION;
 
 // Turing to Blackwell, as NVRTC 13.0 lists them.
 const int ARCHITECTURES[] = {75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121};
@@ -44,8 +51,8 @@ int fail(Program &program, size_t at, const std::string &why) {
 
 EXPORT int nvrtcVersion(int *major, int *minor) {
     ENTER();
-    *major = 13;
-    *minor = 0;
+    *major = static_cast<int>(VERSION.major);
+    *minor = static_cast<int>(VERSION.minor);
     return SUCCESS;
 }
 
@@ -103,7 +110,12 @@ EXPORT int nvrtcCompileProgram(Program *program, int count, const char *const *o
         const size_t end = std::min(program->text.find('\n', wrong), program->text.size());
         return fail(*program, wrong, "#error directive:" + program->text.substr(wrong + 6, end - wrong - 6));
     }
-    program->image = "TERRACE-MOCK-IMAGE " + architecture + "\n" + program->text;
+    const auto written = [](mock::Version version) {
+        return std::to_string(version.major) + "." + std::to_string(version.minor) + "\n";
+    };
+    const bool is_ptx = architecture.rfind("compute_", 0) == 0;
+    program->image = "TERRACE-MOCK-IMAGE " + architecture + "\n" +
+                     (is_ptx ? ".version " + written(VERSION.ptx()) : "// NVRTC " + written(VERSION)) + program->text;
     return SUCCESS;
 }
 

@@ -81,15 +81,17 @@ pub enum DeviceError {
     },
     /// There is nothing to compile kernels with.
     #[error(
-        "cannot compile the kernel source {source_name}: {detail}; install it with `pip install nvidia-cuda-nvrtc` or \
+        "cannot compile the kernel source {source_name}: {detail}; install it with `pip install {package}` or \
          the CUDA toolkit, and put its folder on LD_LIBRARY_PATH if it is in none of these places; or take PTX along from a \
          machine that has it (`terrace report --ptx DIR`; TERRACE_PTX=DIR here)"
     )]
     NoCompiler {
         /// Name of the source.
         source_name: String,
-        /// Where the compiler was looked for.
+        /// Where the compiler was looked for, or what is wrong with it.
         detail: String,
+        /// The wheel with the newest compiler that works with the driver.
+        package: &'static str,
     },
     /// A kernel source does not compile, or its image does not load.
     #[error("the kernel source {source_name} was refused ({detail}):\n{log}")]

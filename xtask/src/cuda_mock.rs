@@ -12,9 +12,10 @@ use crate::cuda_shim;
 type Library = (&'static str, &'static [&'static str]);
 
 /// Found by every package.
-const LIBRARIES: [Library; 3] = [
+const LIBRARIES: [Library; 4] = [
     ("libcuda.so.1", &["device/mock/driver.cpp", "device/mock/machine.cpp"]),
     ("libnvrtc.so.13", &["device/mock/nvrtc.cpp"]),
+    ("libnvrtc.so.12", &["device/mock/nvrtc_12.cpp"]),
     ("libcublasLt.so.13", &["kernels/shim/cublaslt.cpp"]),
 ];
 
@@ -89,7 +90,7 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
     let folder = crate::target_folder(root, "cuda-mock")?;
     LIBRARIES.iter().try_for_each(|library| build(root, &folder, library).map(drop))?;
     // The loader asks for the plain names first, which on a machine with a card would find the real ones.
-    for (name, _) in LIBRARIES {
+    for (name, _) in LIBRARIES.iter().filter(|(name, _)| !name.ends_with(".12")) {
         let plain = folder.join(name.split_inclusive(".so").next().expect("a name is not empty"));
         let _ = std::fs::remove_file(&plain);
         std::os::unix::fs::symlink(name, &plain)

@@ -30,7 +30,7 @@ pub(super) struct Cache {
 }
 
 impl Cache {
-    pub(super) fn new(folder: &Path, source: &Source<'_>, options: &[String], compiler: (i32, i32)) -> Self {
+    pub(super) fn new(folder: &Path, source: &Source<'_>, options: &[String], compiler: (u32, u32)) -> Self {
         let mut hash = XxHash3_128::new();
         // Lengths go first, so that no two lists run together to the same bytes.
         let mut add = |text: &str| {
@@ -102,7 +102,7 @@ mod tests {
     const SOURCE: Source<'_> =
         Source { name: "add/one.cu", text: "kernel", headers: &[("a.h", "text")], options: &[] };
 
-    fn key(source: &Source<'_>, options: &[&str], compiler: (i32, i32)) -> u128 {
+    fn key(source: &Source<'_>, options: &[&str], compiler: (u32, u32)) -> u128 {
         let options: Vec<String> = options.iter().map(|&option| option.to_owned()).collect();
         Cache::new(Path::new("folder"), source, &options, compiler).key
     }

@@ -7,9 +7,11 @@
 
 use super::cache::Cache;
 use super::device::{CAPABILITY_MIN, Capability, CudaDevice};
+use super::driver;
 use super::library::Library;
+use super::nvrtc;
 use crate::DeviceError;
-use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
+use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
 
@@ -93,7 +95,8 @@ impl Compiler {
     }
 
     /// Writes PTX of a source to `folder`, for [`compile`](Self::compile) where there is no NVRTC. It is for the oldest generation that
-    /// kernels run on, so that every card's driver can translate it. Needs NVRTC, but no card.
+    /// kernels run on, so that it can be translated for every card; drivers that are older than the NVRTC refuse it. Needs NVRTC, but no
+    /// card.
     ///
     /// # Errors
     /// There is no compiler, the source does not compile, or the file cannot be written.
@@ -157,32 +160,72 @@ impl Compiler {
     /// Adds to what is missing that there is no PTX either.
     fn without_prebuilt(&self, missing: DeviceError) -> DeviceError {
         match (missing, &self.prebuilt) {
-            (DeviceError::NoCompiler { source_name, detail }, Some(folder)) => DeviceError::NoCompiler {
-                source_name,
-                detail: format!("{detail}, and PTX of this version's kernels in {}", folder.display()),
-            },
+            (DeviceError::NoCompiler { source_name, detail, package }, Some(folder)) => {
+                let detail = format!("{detail}, and PTX of this version's kernels in {}", folder.display());
+                DeviceError::NoCompiler { source_name, detail, package }
+            }
             (missing, _) => missing,
         }
     }
+}
+
+/// The Python package of the newest NVRTC whose code the driver loads.
+fn wheel() -> &'static str {
+    match driver::version_if_started() {
+        Some((11, _)) => "nvidia-cuda-nvrtc-cu11",
+        Some((12, _)) => "nvidia-cuda-nvrtc-cu12",
+        _ => "nvidia-cuda-nvrtc",
+    }
+}
+
+/// What an image is of that a driver may be too old for, if there is such a thing, and what to do then.
+pub(super) fn newer_than_driver(image: &[u8]) -> Option<String> {
+    let (major, minor) = driver::version_if_started()?;
+    let supports = format!("and the driver supports CUDA {major}.{minor}: update the driver");
+    if let Some(version) = ptx_version(image) {
+        return Some(format!("it is PTX {version}, {supports}, or take PTX that an older NVRTC wrote"));
+    }
+    let (newer, its_minor, _) = Library::Nvrtc.version().filter(|(newer, ..)| *newer > major)?;
+    Some(format!("NVRTC {newer}.{its_minor} compiled it, {supports}, or `pip install {}`", wheel()))
+}
+
+/// The version of the language that PTX says it is in; `None` for machine code.
+fn ptx_version(image: &[u8]) -> Option<&str> {
+    let text = std::str::from_utf8(image).ok()?;
+    let mut words = text.lines().map(str::split_whitespace);
+    words.find_map(|mut words| words.next().filter(|word| *word == ".version").and(words.next()))
 }
 
 /// The compiler's library, found and asked for its version.
 #[derive(Debug)]
 struct Nvrtc {
     path: &'static Path,
-    version: (i32, i32),
+    version: (u32, u32),
 }
 
 impl Nvrtc {
     fn open(source_name: &str) -> Result<Self, DeviceError> {
         let search = Library::Nvrtc.open();
-        let refusal = |detail| DeviceError::NoCompiler { source_name: source_name.to_owned(), detail };
+        let refusal = |detail| {
+            let (source_name, package) = (source_name.to_owned(), wheel());
+            DeviceError::NoCompiler { source_name, detail, package }
+        };
         let Some(path) = &search.found else {
             let looked_in = search.looked_in.join(", ");
             return Err(refusal(format!("NVRTC (libnvrtc.so) was looked for in {looked_in}")));
         };
-        let version = version().ok_or_else(|| refusal(format!("{} gives no version", path.display())))?;
-        Ok(Self { path, version })
+        let missing = nvrtc::missing();
+        if !missing.is_empty() {
+            let missing = missing.join(", ");
+            return Err(refusal(format!(
+                "{} is too old (11.2 would do): it lacks {missing}",
+                path.display()
+            )));
+        }
+        let version = Library::Nvrtc.version();
+        let (major, minor, _) =
+            version.ok_or_else(|| refusal(format!("{} gives no version", path.display())))?;
+        Ok(Self { path, version: (major, minor) })
     }
 
     fn target(&self, capability: Capability) -> Target {
@@ -229,7 +272,7 @@ impl Nvrtc {
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let count = c_int::try_from(pointers.len()).expect("options are few");
         // SAFETY: the program is alive; as many strings as are counted, which live until the call returns.
-        let result = unsafe { sys::nvrtcCompileProgram(program.raw, count, pointers.as_ptr()) };
+        let result = unsafe { nvrtc::nvrtcCompileProgram(program.raw, count, pointers.as_ptr()) };
         if result != nvrtcResult::NVRTC_SUCCESS {
             return Err(refusal(describe(result), program.log()));
         }
@@ -246,25 +289,17 @@ impl Target {
     }
 }
 
-/// The version of a loaded NVRTC.
-pub(super) fn version() -> Option<(i32, i32)> {
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library was found, and every version has this function; both are writable.
-    let result = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
-    (result == nvrtcResult::NVRTC_SUCCESS).then_some((major, minor))
-}
-
 /// Generations that a loaded NVRTC knows, as 90 for 9.0; empty if it does not say.
 fn architectures() -> Vec<u32> {
     let mut count = 0;
     // SAFETY: the library was found; `count` is writable.
-    let result = unsafe { sys::nvrtcGetNumSupportedArchs(&raw mut count) };
+    let result = unsafe { nvrtc::nvrtcGetNumSupportedArchs(&raw mut count) };
     if result != nvrtcResult::NVRTC_SUCCESS {
         return Vec::new();
     }
     let mut numbers: Vec<c_int> = vec![0; usize::try_from(count).unwrap_or(0)];
     // SAFETY: room for as many numbers as the library said it has.
-    let result = unsafe { sys::nvrtcGetSupportedArchs(numbers.as_mut_ptr()) };
+    let result = unsafe { nvrtc::nvrtcGetSupportedArchs(numbers.as_mut_ptr()) };
     if result != nvrtcResult::NVRTC_SUCCESS {
         return Vec::new();
     }
@@ -273,7 +308,7 @@ fn architectures() -> Vec<u32> {
 
 fn describe(result: nvrtcResult) -> String {
     // SAFETY: the library gave the result; it answers with a constant.
-    let text = unsafe { sys::nvrtcGetErrorString(result) };
+    let text = unsafe { nvrtc::nvrtcGetErrorString(result) };
     if text.is_null() {
         return format!("{result:?}");
     }
@@ -304,7 +339,7 @@ impl Program {
         let mut raw = std::ptr::null_mut();
         // SAFETY: strings that end in zeros, and arrays of as many as are counted, all of which the value keeps as long as the program.
         let result = unsafe {
-            sys::nvrtcCreateProgram(
+            nvrtc::nvrtcCreateProgram(
                 &raw mut raw,
                 strings[0].as_ptr(),
                 strings[1].as_ptr(),
@@ -323,9 +358,9 @@ impl Program {
     fn log(&self) -> String {
         // SAFETY: the program is alive; sizes and buffers are as NVRTC says (`read`).
         let log = self.read(
-            |size| unsafe { sys::nvrtcGetProgramLogSize(self.raw, size) },
+            |size| unsafe { nvrtc::nvrtcGetProgramLogSize(self.raw, size) },
             // SAFETY: as above.
-            |at| unsafe { sys::nvrtcGetProgramLog(self.raw, at) },
+            |at| unsafe { nvrtc::nvrtcGetProgramLog(self.raw, at) },
         );
         let log = log.unwrap_or_else(|detail| {
             format!("(the compiler's messages cannot be read: {detail})").into_bytes()
@@ -337,15 +372,15 @@ impl Program {
         match target {
             // SAFETY: the program is alive and compiled; sizes and buffers are as NVRTC says (`read`).
             Target::Cubin(_) => self.read(
-                |size| unsafe { sys::nvrtcGetCUBINSize(self.raw, size) },
+                |size| unsafe { nvrtc::nvrtcGetCUBINSize(self.raw, size) },
                 // SAFETY: as above.
-                |at| unsafe { sys::nvrtcGetCUBIN(self.raw, at) },
+                |at| unsafe { nvrtc::nvrtcGetCUBIN(self.raw, at) },
             ),
             // SAFETY: as above.
             Target::Ptx(_) => self.read(
-                |size| unsafe { sys::nvrtcGetPTXSize(self.raw, size) },
+                |size| unsafe { nvrtc::nvrtcGetPTXSize(self.raw, size) },
                 // SAFETY: as above.
-                |at| unsafe { sys::nvrtcGetPTX(self.raw, at) },
+                |at| unsafe { nvrtc::nvrtcGetPTX(self.raw, at) },
             ),
         }
     }
@@ -368,6 +403,6 @@ impl Program {
 impl Drop for Program {
     fn drop(&mut self) {
         // SAFETY: created in `new`, destroyed once.
-        let _ = unsafe { sys::nvrtcDestroyProgram(&raw mut self.raw) };
+        let _ = unsafe { nvrtc::nvrtcDestroyProgram(&raw mut self.raw) };
     }
 }

@@ -102,6 +102,11 @@ pub(super) fn version() -> Result<(u32, u32), DeviceError> {
     Ok((version / 1000, version % 1000 / 10))
 }
 
+/// As [`version`], where there is a driver that starts.
+pub(super) fn version_if_started() -> Option<(u32, u32)> {
+    start().and_then(|()| version()).ok()
+}
+
 /// A result as an error that says what was being done.
 pub(super) fn check(result: CUresult, doing: &str) -> Result<(), DeviceError> {
     match result {

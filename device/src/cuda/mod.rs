@@ -8,8 +8,8 @@
 //! backend has one arena and orders work by streams alone.
 //!
 //! Hazards and what closes them:
-//! - *a library is missing:* cudarc panics at the first call, so each library is opened, and the driver's functions looked
-//!   up, before any is called (`library.rs`, `driver.rs`);
+//! - *a library is missing:* cudarc panics at the first call, so each library is opened, and its functions looked up, before
+//!   any is called (`library.rs`, `driver.rs`);
 //! - *an object outlives its context:* every object holds the context, which is released last (`context.rs`);
 //! - *an event is used again too early:* the pool takes an event back when its last user drops it; enqueued waits keep
 //!   the point they were given (`context.rs`);
@@ -28,6 +28,7 @@ mod driver;
 mod library;
 mod memory;
 mod module;
+mod nvrtc;
 mod probe;
 mod stream;
 

@@ -1,6 +1,6 @@
 //! Loaded kernels.
 
-use super::compiler::Image;
+use super::compiler::{self, Image};
 use super::context::Context;
 use super::device::CudaDevice;
 use super::driver::{describe, failure};
@@ -89,11 +89,13 @@ impl Module {
             | CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION => {
                 let end = log.iter().position(|&byte| byte == 0).unwrap_or(log.len());
                 let log = String::from_utf8_lossy(&log[..end]).into_owned();
-                return Err(DeviceError::Compile {
-                    source_name: name.to_owned(),
-                    detail: describe(result),
-                    log,
-                });
+                let newer = compiler::newer_than_driver(&image[..image.len() - 1]);
+                let described = describe(result);
+                let detail = match newer {
+                    Some(newer) => format!("{}: {newer}", described.trim_end_matches('.')),
+                    None => described,
+                };
+                return Err(DeviceError::Compile { source_name: name.to_owned(), detail, log });
             }
             other => return Err(failure(other, &format!("loading the kernels of {name}"))),
         };

@@ -1,6 +1,5 @@
 //! What there is of CUDA on this machine, for reports. Nothing here fails or panics: what is missing is said.
 
-use super::compiler;
 use super::device::{Properties, device_count};
 use super::driver;
 use super::library::{Library, Search};
@@ -69,7 +68,7 @@ pub fn probe() -> Probe {
         Ok(devices) => (devices, None),
         Err(error) => (Vec::new(), Some(error.to_string())),
     };
-    let driver_version = driver::start().and_then(|()| driver::version()).ok();
+    let driver_version = driver::version_if_started();
     Probe { libraries: libraries.into(), driver_version, devices, problem }
 }
 
@@ -111,15 +110,12 @@ fn read<T: FromStr>(folder: &Path, name: &str) -> Option<T> {
 fn version(library: Library) -> Option<String> {
     match library {
         Library::Driver => {
-            let (major, minor) = driver::start().and_then(|()| driver::version()).ok()?;
+            let (major, minor) = driver::version_if_started()?;
             Some(format!("CUDA {major}.{minor}"))
         }
-        Library::Nvrtc => compiler::version().map(|(major, minor)| format!("{major}.{minor}")),
+        Library::Nvrtc => library.version().map(|(major, minor, _)| format!("{major}.{minor}")),
         Library::CublasLt => {
-            // SAFETY: the library was found with this function in it.
-            let version = unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() };
-            // 130001 is 13.0.1, as 120803 is 12.8.3.
-            Some(format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100))
+            library.version().map(|(major, minor, patch)| format!("{major}.{minor}.{patch}"))
         }
     }
 }
