@@ -13,6 +13,9 @@ use crate::command::Step;
 /// What fits through the narrowest door it was made for.
 const BYTES_MAX: u64 = 60 << 20;
 
+/// That of CUDA 12.1: what drivers of early 2023 translate.
+const PTX_VERSION_MAX: (u32, u32) = (8, 1);
+
 /// Programs of one command of Cargo's: the command, and what each file is called in the folder.
 struct Programs {
     command: &'static str,
@@ -104,11 +107,33 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
 
 /// The kernels as PTX, for a machine without NVRTC, where NVRTC can be had here.
 fn write_ptx(root: &Path, folder: &Path) -> Result<(), String> {
-    let Some(environment) = crate::cuda_check::environment(root)? else { return Ok(()) };
+    let Some(compiler) = crate::cuda_check::OLD.folder(root)? else { return Ok(()) };
     Step::new("cargo run --release --quiet -- report --ptx")
         .arguments([&*folder.display().to_string()])
-        .environment("VIRTUAL_ENV", environment.display().to_string())
-        .run(root)
+        .environment("LD_LIBRARY_PATH", compiler.display().to_string())
+        .run(root)?;
+    for (path, _) in entries(folder)? {
+        let ptx = fs::read(&path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
+        let version = ptx_version(&ptx).ok_or_else(|| format!("{} holds no PTX", path.display()))?;
+        if version > PTX_VERSION_MAX {
+            return Err(format!(
+                "{} is PTX {}.{}, too new for older drivers",
+                path.display(),
+                version.0,
+                version.1
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The version of the language that the PTX in a file is in.
+fn ptx_version(file: &[u8]) -> Option<(u32, u32)> {
+    const BEFORE: &[u8] = b"\n.version ";
+    let start = file.windows(BEFORE.len()).position(|window| window == BEFORE)? + BEFORE.len();
+    let line = file[start..].split(u8::is_ascii_whitespace).next()?;
+    let (major, minor) = std::str::from_utf8(line).ok()?.split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
 /// Names and files of the programs that a command of Cargo's builds.
@@ -235,6 +260,17 @@ mod tests {
         assert_eq!(found, ("conformance".to_owned(), PathBuf::from("/t/release/deps/conformance-0f")));
         assert_eq!(program(&message("null")), None);
         assert_eq!(program("{\"reason\":\"build-finished\",\"success\":true}"), None);
+    }
+
+    #[test]
+    fn ptx_says_its_version() {
+        let file = |version: &str| {
+            [b"TERRKERN\xff\n//\n.version ", version.as_bytes(), b"\n.target sm_80\n"].concat()
+        };
+        assert_eq!(ptx_version(&file("8.1")), Some((8, 1)));
+        assert!(ptx_version(&file("8.0")).unwrap() <= PTX_VERSION_MAX);
+        assert!(ptx_version(&file("9.0")).unwrap() > PTX_VERSION_MAX);
+        assert_eq!(ptx_version(b"\x7fELF"), None);
     }
 
     #[test]
