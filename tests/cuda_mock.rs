@@ -154,6 +154,18 @@ fn generating_is_the_same_in_every_place() {
     assert!(all.windows(2).all(|pair| pair[0] == pair[1]), "{all:?}");
 }
 
+/// A cuBLASLt that does not start, as on a driver that is older than it, leaves the card usable.
+#[test]
+#[ignore = "needs the mock driver: cargo xtask cuda-mock"]
+fn a_library_that_does_not_start_is_done_without() {
+    let bench = bench();
+    let run = train(&bench, "out", "cuda:0").environment("TERRACE_SHIM_CUBLASLT_CREATE", "1");
+    let ended = run.ok();
+    for part in ["warning: ", "libcublasLt.so", "does not start (CUBLAS_STATUS_NOT_INITIALIZED)"] {
+        assert!(ended.stderr.contains(part), "{part}: {}", ended.stderr);
+    }
+}
+
 #[test]
 #[ignore = "needs the mock driver: cargo xtask cuda-mock"]
 fn what_a_card_lacks_is_said() {

@@ -115,7 +115,9 @@ fn open_backend(
     let on_card = |ordinal: u32| -> Result<(Backend, Option<u64>), EngineError> {
         let card = CudaDevice::open(ordinal)?;
         let (free, _) = card.memory()?;
-        Ok((cuda_backend(&card, io)?, Some(free as u64)))
+        let backend = cuda_backend(&card, io)?;
+        card.take_warnings().iter().for_each(|warning| eprintln!("warning: {warning}"));
+        Ok((backend, Some(free as u64)))
     };
     let refused = |error: EngineError| {
         let message = format!("--device {device}: {error}");

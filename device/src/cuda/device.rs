@@ -10,8 +10,8 @@ use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute as Attri
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The oldest card whose tensor cores multiply bf16 (Ampere).
 pub const CAPABILITY_MIN: Capability = Capability { major: 8, minor: 0 };
@@ -138,6 +138,7 @@ pub struct CudaDevice {
     memory_node: Option<u32>,
     /// Of the host, that the driver refused.
     unpinned_bytes: AtomicU64,
+    warnings: Mutex<Vec<String>>,
     compute: Arc<CudaStream>,
     context: Arc<Context>,
 }
@@ -161,7 +162,8 @@ impl CudaDevice {
         let context = Arc::new(Context::retain(device, ordinal)?);
         let compute = Arc::new(CudaStream::new(Arc::clone(&context), StreamKind::Compute)?);
         let memory_node = probe::memory_node(&properties.bus_id);
-        Ok(Arc::new(Self { properties, memory_node, unpinned_bytes: AtomicU64::new(0), compute, context }))
+        let (unpinned_bytes, warnings) = (AtomicU64::new(0), Mutex::default());
+        Ok(Arc::new(Self { properties, memory_node, unpinned_bytes, warnings, compute, context }))
     }
 
     /// What the device is.
@@ -219,6 +221,16 @@ impl CudaDevice {
     /// Events made so far, those in the pool included. It stops growing once a step's events are all from the pool.
     pub fn events_made(&self) -> usize {
         self.context.events_made()
+    }
+
+    /// Remembers what a user should know of, but what the device does without.
+    pub fn warn(&self, warning: String) {
+        self.warnings.lock().unwrap_or_else(PoisonError::into_inner).push(warning);
+    }
+
+    /// What [`warn`](Self::warn) remembered since this was last called.
+    pub fn take_warnings(&self) -> Vec<String> {
+        std::mem::take(&mut self.warnings.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn context(&self) -> &Arc<Context> {

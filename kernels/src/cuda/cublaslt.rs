@@ -8,13 +8,16 @@
 //! lies, since regions of memory begin at multiples of 256. So are the sizes: the bits of a row may depend on how many rows
 //! there are. They may differ between versions of the library and between cards, too.
 
+mod functions;
+
 use super::failed;
 use super::matmul::Product;
 use crate::{DType, Result, View};
 use cudarc::cublaslt::sys::{
-    self, cublasComputeType_t, cublasLtEpilogue_t, cublasLtHandle_t, cublasLtMatmulAlgo_t,
-    cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t as DescAttribute, cublasLtMatmulPreference_t,
-    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cublasStatus_t, cudaDataType,
+    cublasComputeType_t, cublasLtEpilogue_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
+    cublasLtMatmulDescAttributes_t as DescAttribute, cublasLtMatmulHeuristicResult_t,
+    cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t,
+    cublasStatus_t, cudaDataType,
 };
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -51,19 +54,24 @@ struct Case {
 }
 
 impl Products {
-    /// `None` if the library is not found.
+    /// `None` if the library is not found, or, with a warning of the device's, if it does not start.
     pub(super) fn new(
         device: &Arc<CudaDevice>,
         stream: &Arc<CudaStream>,
     ) -> Result<Option<Self>, DeviceError> {
-        if !Library::CublasLt.is_found() {
-            return Ok(None);
-        }
+        let Some(path) = &Library::CublasLt.open().found else { return Ok(None) };
         let _current = device.enter()?;
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: the library was found; `raw` is writable and the device's context current.
-        check(unsafe { sys::cublasLtCreate(&raw mut raw) }, "starting cuBLASLt")?;
-        let handle = Handle(raw);
+        let handle = match Handle::new() {
+            Ok(handle) => handle,
+            Err(why) => {
+                device.warn(format!(
+                    "{} {why}, so Terrace's own kernels compute products, more slowly; a cuBLASLt of the driver's CUDA or older, \
+                     first on LD_LIBRARY_PATH, is used",
+                    path.display()
+                ));
+                return Ok(None);
+            }
+        };
         let (device, stream) = (Arc::clone(device), Arc::clone(stream));
         Ok(Some(Self { handle, device, stream, plans: Mutex::default() }))
     }
@@ -87,7 +95,7 @@ impl Products {
         // descriptions give, which `check` compared; one stream uses the workspace. The numbers and the address of the bias
         // stay until the call returns, which is when the library has read them.
         let status = unsafe {
-            sys::cublasLtMatmul(
+            functions::cublasLtMatmul(
                 self.handle.0,
                 description.0,
                 (&raw const alpha).cast(),
@@ -188,11 +196,11 @@ impl Plan {
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_residual)?;
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &of_out)?;
         // SAFETY: plain numbers, for which zero is a value.
-        let mut best: sys::cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
+        let mut best: cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
         let mut found = 0;
         // SAFETY: all descriptions are alive; there is room for the one result that is asked for.
         let status = unsafe {
-            sys::cublasLtMatmulAlgoGetHeuristic(
+            functions::cublasLtMatmulAlgoGetHeuristic(
                 handle.0,
                 description.0,
                 b.0,
@@ -221,10 +229,26 @@ unsafe impl Send for Handle {}
 // SAFETY: as above; calls do not change what it points to but under locks of the library's own.
 unsafe impl Sync for Handle {}
 
+impl Handle {
+    /// The library was found, and the device's context is current. Says why it cannot be used, if so.
+    fn new() -> Result<Self, String> {
+        let missing = functions::missing();
+        if !missing.is_empty() {
+            return Err(format!("is too old: it lacks {}", missing.join(", ")));
+        }
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the library has the function; `raw` is writable.
+        match unsafe { functions::cublasLtCreate(&raw mut raw) } {
+            cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(Self(raw)),
+            other => Err(format!("does not start ({other:?})")),
+        }
+    }
+}
+
 impl Drop for Handle {
     fn drop(&mut self) {
         // SAFETY: made once; no call with it is running.
-        let _ = unsafe { sys::cublasLtDestroy(self.0) };
+        let _ = unsafe { functions::cublasLtDestroy(self.0) };
     }
 }
 
@@ -237,7 +261,7 @@ impl Description {
         let (compute, scale) = (cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is writable.
-        let status = unsafe { sys::cublasLtMatmulDescCreate(&raw mut raw, compute, scale) };
+        let status = unsafe { functions::cublasLtMatmulDescCreate(&raw mut raw, compute, scale) };
         check(status, "describing a product")?;
         Ok(Self(raw))
     }
@@ -262,7 +286,7 @@ impl Description {
         let at = std::ptr::from_ref(value).cast();
         // SAFETY: the description is alive; the value has the size of the attribute's type, which callers know.
         let status =
-            unsafe { sys::cublasLtMatmulDescSetAttribute(self.0, which, at, std::mem::size_of::<T>()) };
+            unsafe { functions::cublasLtMatmulDescSetAttribute(self.0, which, at, std::mem::size_of::<T>()) };
         check(status, "describing a product")
     }
 }
@@ -270,7 +294,7 @@ impl Description {
 impl Drop for Description {
     fn drop(&mut self) {
         // SAFETY: made once.
-        let _ = unsafe { sys::cublasLtMatmulDescDestroy(self.0) };
+        let _ = unsafe { functions::cublasLtMatmulDescDestroy(self.0) };
     }
 }
 
@@ -289,7 +313,13 @@ impl Layout {
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is writable.
         let status = unsafe {
-            sys::cublasLtMatrixLayoutCreate(&raw mut raw, data, rows as u64, columns as u64, rows as i64)
+            functions::cublasLtMatrixLayoutCreate(
+                &raw mut raw,
+                data,
+                rows as u64,
+                columns as u64,
+                rows as i64,
+            )
         };
         check(status, "describing a matrix")?;
         Ok(Self(raw))
@@ -299,7 +329,7 @@ impl Layout {
 impl Drop for Layout {
     fn drop(&mut self) {
         // SAFETY: made once.
-        let _ = unsafe { sys::cublasLtMatrixLayoutDestroy(self.0) };
+        let _ = unsafe { functions::cublasLtMatrixLayoutDestroy(self.0) };
     }
 }
 
@@ -311,15 +341,16 @@ impl Wishes {
     fn new() -> Result<Self, DeviceError> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is writable.
-        check(unsafe { sys::cublasLtMatmulPreferenceCreate(&raw mut raw) }, "describing a product")?;
+        check(unsafe { functions::cublasLtMatmulPreferenceCreate(&raw mut raw) }, "describing a product")?;
         Ok(Self(raw))
     }
 
     fn set<T: Copy>(&self, which: Preference, value: &T) -> Result<(), DeviceError> {
         let at = std::ptr::from_ref(value).cast();
         // SAFETY: the preferences are alive; the value has the size of the attribute's type, which callers know.
-        let status =
-            unsafe { sys::cublasLtMatmulPreferenceSetAttribute(self.0, which, at, std::mem::size_of::<T>()) };
+        let status = unsafe {
+            functions::cublasLtMatmulPreferenceSetAttribute(self.0, which, at, std::mem::size_of::<T>())
+        };
         check(status, "describing a product")
     }
 }
@@ -327,7 +358,7 @@ impl Wishes {
 impl Drop for Wishes {
     fn drop(&mut self) {
         // SAFETY: made once.
-        let _ = unsafe { sys::cublasLtMatmulPreferenceDestroy(self.0) };
+        let _ = unsafe { functions::cublasLtMatmulPreferenceDestroy(self.0) };
     }
 }
 
