@@ -179,6 +179,9 @@ fn what_a_card_lacks_is_said() {
     small.fails(2, &["--device-memory", "needs at least", "weights in turn on the device"]);
     let full = run().environment("TERRACE_MOCK_MEMORY", "16MiB");
     full.fails(1, &["--device cuda:0: ", "cannot allocate", "device memory"]);
+    // What the driver takes to load kernels is not there for a plan.
+    let taken = run().environment("TERRACE_MOCK_MODULE_MEMORY", "40MiB");
+    taken.fails(2, &["--device-memory", "needs at least", "weights in turn on the device"]);
     let unpinned = train(&bench, "unpinned", "cuda:0").args(&["--offload", "host"]);
     let ended = unpinned.environment("TERRACE_MOCK_FAIL", "cuMemHostRegister_v2:1:2").ok();
     assert!(ended.stderr.contains("warning: the driver could not pin"), "{}", ended.stderr);

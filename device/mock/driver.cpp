@@ -33,6 +33,8 @@ struct Function {
 
 struct Module {
     Context *context;
+    // Its own, if it takes any.
+    void *memory = nullptr;
     std::map<std::string, Function> functions;
 };
 
@@ -529,6 +531,9 @@ EXPORT int cuModuleLoadDataEx(void **module, const void *image, unsigned count, 
         return refuse(NO_BINARY_FOR_GPU, first + " does not run on " + own);
     auto made = std::make_unique<Module>();
     made->context = current;
+    const long bytes = number("TERRACE_MOCK_MODULE_MEMORY", 0);
+    if (bytes > 0)
+        if (const int refused = current->memory.allocate(bytes, &made->memory)) return refused;
     *module = made.get();
     const std::lock_guard<std::mutex> lock(driver().mutex);
     driver().modules[made.get()] = std::move(made);
@@ -544,7 +549,11 @@ EXPORT int cuModuleUnload(void *module) {
     ENTER_CONTEXT();
     current->synchronize();
     const std::lock_guard<std::mutex> lock(driver().mutex);
-    return driver().modules.erase(module) ? SUCCESS : INVALID_HANDLE;
+    const auto found = driver().modules.find(module);
+    if (found == driver().modules.end()) return INVALID_HANDLE;
+    if (found->second->memory) current->memory.release(found->second->memory);
+    driver().modules.erase(found);
+    return SUCCESS;
 }
 
 EXPORT int cuModuleGetFunction(void **function, void *module, const char *name) {

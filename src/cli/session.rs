@@ -1,7 +1,7 @@
 //! From flags to backends and budgets, shared by the commands that run the engine.
 
 use super::args::{self, DeviceName, DiskEngine, Dtype, Offload, PlacementArgs, WeightFormat};
-use crate::engine::host_updates;
+use crate::engine::{CUDA_SCRATCH_BYTES, host_updates};
 use crate::error::CliError;
 use crate::{cpu_backend_of, cuda_backend};
 use std::num::NonZeroUsize;
@@ -38,7 +38,8 @@ pub struct Session {
     pub threads: usize,
     /// The settings of the disk engine.
     pub io_config: IoConfig,
-    /// Bytes of the card's memory that were free when it was opened; `None` on the CPU.
+    /// Bytes of the card's memory that a plan may use: those that are free, and those that the backend holds for what every plan has.
+    /// `None` on the CPU.
     device_free: Option<u64>,
 }
 
@@ -114,10 +115,11 @@ fn open_backend(
 ) -> Result<(Backend, Option<u64>), CliError> {
     let on_card = |ordinal: u32| -> Result<(Backend, Option<u64>), EngineError> {
         let card = CudaDevice::open(ordinal)?;
-        let (free, _) = card.memory()?;
         let backend = cuda_backend(&card, io)?;
         card.take_warnings().iter().for_each(|warning| eprintln!("warning: {warning}"));
-        Ok((backend, Some(free as u64)))
+        // What loaded kernels and cuBLASLt took is in no plan; what the backend works in is.
+        let (free, _) = card.memory()?;
+        Ok((backend, Some(free as u64 + CUDA_SCRATCH_BYTES)))
     };
     let refused = |error: EngineError| {
         let message = format!("--device {device}: {error}");
