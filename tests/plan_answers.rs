@@ -284,12 +284,12 @@ fn uneven_drives_are_planned_as_they_run() {
     };
     let common = |run: Cmd| {
         let run = run.path("--profile", &profile).path("--disk", &dirs[0]).path("--disk", &dirs[1]);
-        run.args(&["--offload", "disk", "--host-memory", "64MiB", "--device", "cpu"])
+        run.args(&["--offload", "disk", "--host-memory", "64MiB"])
     };
     let planned = plan(&bench).args(&["--seq-len", "24", "--batch-size", "2"]);
     common(planned).path("--save", &bench.path("planned.json")).ok();
     let run = |more: &[&str], file: &str| {
-        let run = common(bench.finetune("out")).args(&["--save-every", "1"]).args(more);
+        let run = common(bench.finetune("out")).args(&["--device", "cpu", "--save-every", "1"]).args(more);
         run.path("--save-plan", &bench.path(file)).ok();
         seconds(file)
     };
