@@ -57,7 +57,7 @@ fn a_step_keeps_its_size() {
         assert!(run.warnings.is_empty(), "{line}: {:?}", run.warnings);
     }
     for (line, flag) in [("--batch-size 5", "--batch-size 5"), ("--grad-accum 3", "--grad-accum 3")] {
-        let message = resolve(line, Some(open), None).unwrap_err().to_string();
+        let message = resolve(line, Some(open), None).unwrap_err();
         assert!(message.contains("train_batch_size") && message.contains(flag), "{message}");
     }
 }

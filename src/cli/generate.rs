@@ -543,7 +543,7 @@ mod tests {
         }
         drop(own);
         let left: Vec<_> = std::fs::read_dir(&disk).unwrap().map(|entry| entry.unwrap().path()).collect();
-        assert_eq!(left, [others.clone()]);
+        assert_eq!(left, *std::slice::from_ref(&others));
         assert_eq!(std::fs::read(others.join("state.bin")).unwrap(), b"theirs");
     }
 }
