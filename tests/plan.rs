@@ -338,6 +338,16 @@ fn generation_is_planned() {
     ] {
         cmd(&["plan", "--params", "8b", "--generate"]).args(&more).fails(2, &[part]);
     }
+    // What a prompt takes at least does not depend on what comes after it; a token's attention does.
+    let times = |new: &str| {
+        let run =
+            cmd(&["plan", "--params", "8b", "--json", "--generate", "--seq-len", "512", "--offload", "none"]);
+        let document = run.args(&["--max-new-tokens", new]).args(&MACHINE).ok().json();
+        ["prompt_seconds", "operations"].map(|name| document["plan"][name].as_f64().unwrap())
+    };
+    let ([short, few], [long, many]) = (times("16"), times("4096"));
+    assert_eq!(short, long);
+    assert!(many > 1.02 * few, "{few} and {many} operations");
     // A prompt is no longer than the new tokens leave room for, unless asked.
     let small = Bench::tiny();
     let plan = cmd(&["plan", "--generate", "--max-new-tokens", "40", "--device", "cpu"]);

@@ -93,14 +93,10 @@ fn of(planning: &Planning<'_>, wanted: Wanted) -> Result<Planned, EngineError> {
     planning.countable(choice.batch)?;
     let format = session::quant_format(choice.weights);
     let builder = TokenBatch::new(&planning.model);
-    let outlook = |length, windows| {
-        let limits = BatchLimits {
-            sequences: choice.batch,
-            length,
-            micro_batches: 1,
-            cache_length: prompt + new_tokens,
-            cache_pages: 0,
-        };
+    let most = prompt + new_tokens;
+    let outlook = |length, cache_length, windows| {
+        let limits =
+            BatchLimits { sequences: choice.batch, length, micro_batches: 1, cache_length, cache_pages: 0 };
         let config = EngineConfig {
             kv_tier: session::kv_tier(kv),
             overrides: windows,
@@ -115,9 +111,14 @@ fn of(planning: &Planning<'_>, wanted: Wanted) -> Result<Planned, EngineError> {
             &PlanningRuns::default(),
         )
     };
-    let mut prompts = outlook(prompt, Default::default())?;
+    let mut prompts = outlook(prompt, most, Default::default())?;
     planning.enough_disk(&prompts.memory)?;
-    let mut token = outlook(1, prompts.windows)?;
+    let mut token = outlook(1, most, prompts.windows)?;
+    // The cache has room for all of it, and a query sees what is there: in a prompt itself, later half of what is to come.
+    let middle = (prompt + new_tokens / 2).max(1);
+    for (pass, length, sees) in [(&mut prompts, prompt, prompt), (&mut token, 1, middle)] {
+        pass.work.operations = outlook(length, sees, pass.windows)?.work.operations;
+    }
     let positions = |each: usize| (choice.batch * each) as u64;
     add_cache(&mut prompts, 0, positions(prompt));
     add_cache(&mut token, positions(prompt + new_tokens / 2), positions(1));
