@@ -314,6 +314,18 @@ fn flags_that_contradict_each_other_are_refused() {
     cmd(&["plan"]).args(&generate).fails(2, &["cannot be used with"]);
 }
 
+/// A prompt is no longer than the new tokens leave room for, unless asked.
+#[test]
+fn prompts_leave_room_for_new_tokens() {
+    let small = Bench::tiny();
+    let plan = cmd(&["plan", "--generate", "--max-new-tokens", "40", "--device", "cpu"]);
+    let text = plan.path("--model", &small.path("model")).ok().stdout;
+    assert!(
+        text.contains("prompts of 24 tokens, 40 new tokens") || text.contains("prompt of 24 tokens, 40 new"),
+        "{text}"
+    );
+}
+
 /// Generation trains nothing.
 #[test]
 fn generation_is_not_said_to_train() {
