@@ -89,21 +89,18 @@ pub(crate) fn place(engine: &mut Engine, group: usize, chunk: usize, leases: Vec
     Ok(())
 }
 
-fn narrow(weights: &[f32], dtype: DType, out: &mut [u8]) {
+/// Weights as they are stored, in bytes that lie anywhere.
+pub(crate) fn narrow(weights: &[f32], dtype: DType, out: &mut [u8]) {
     match dtype {
         DType::F32 => out.copy_from_slice(bytemuck::cast_slice(weights)),
-        DType::F16 => {
-            let out: &mut [f16] = bytemuck::cast_slice_mut(out);
-            for (out, weight) in out.iter_mut().zip(weights) {
-                *out = f16::from_f32(*weight);
-            }
-        }
-        _ => {
-            let out: &mut [bf16] = bytemuck::cast_slice_mut(out);
-            for (out, weight) in out.iter_mut().zip(weights) {
-                *out = bf16::from_f32(*weight);
-            }
-        }
+        DType::F16 => narrow_to(weights, out, |weight| f16::from_f32(weight).to_ne_bytes()),
+        _ => narrow_to(weights, out, |weight| bf16::from_f32(weight).to_ne_bytes()),
+    }
+}
+
+fn narrow_to(weights: &[f32], out: &mut [u8], bytes: impl Fn(f32) -> [u8; 2]) {
+    for (out, weight) in out.as_chunks_mut::<2>().0.iter_mut().zip(weights) {
+        *out = bytes(*weight);
     }
 }
 

@@ -230,9 +230,9 @@ impl Engine {
     }
 
     /// How many stripes of a cycle of its state each directory takes, which is settled when state is made; empty without state on disk.
-    pub fn disk_shares(&self) -> Vec<u64> {
-        let store = self.home.disk();
-        store.map_or_else(Vec::new, |store| store.striping().shares().to_vec())
+    pub fn disk_shares(&self) -> Vec<f64> {
+        let shares = self.home.disk().map_or(&[][..], |store| store.striping().shares());
+        shares.iter().map(|share| *share as f64).collect()
     }
 
     /// What was damaged in the state that the engine was resumed from, and what is used in its place.

@@ -7,10 +7,9 @@
 use crate::engine::Engine;
 use crate::network::Placed;
 use crate::{EngineError, ParamSpec, Result, WeightSource, checkpoint};
-use half::{bf16, f16};
 use rayon::prelude::*;
+use terrace_kernels::QuantFormat;
 use terrace_kernels::quantized::{BLOCK, NotFinite};
-use terrace_kernels::{DType, QuantFormat};
 use terrace_tiers::Lease;
 
 /// The part of a chunk's bytes that a piece has in weights: with four bytes for each and their codes it stays below the four
@@ -58,12 +57,9 @@ fn pieces(spec: &ParamSpec, piece: usize) -> Vec<(usize, usize)> {
 /// Replaces `codes` by what is stored for a piece.
 fn encode(engine: &Engine, spec: &ParamSpec, start: usize, weights: &[f32], codes: &mut Vec<u8>) -> Result {
     let Some(format) = spec.quantized else {
-        codes.clear();
-        match engine.config.dtype {
-            DType::F32 => codes.extend(weights.iter().flat_map(|w| w.to_le_bytes())),
-            DType::F16 => codes.extend(weights.iter().flat_map(|w| f16::from_f32(*w).to_le_bytes())),
-            _ => codes.extend(weights.iter().flat_map(|w| bf16::from_f32(*w).to_le_bytes())),
-        }
+        let dtype = engine.config.dtype;
+        codes.resize(weights.len() * dtype.size(), 0);
+        checkpoint::narrow(weights, dtype, codes);
         return Ok(());
     };
     let cols = spec.dims.last().copied().unwrap_or(1).min(weights.len());
