@@ -101,11 +101,8 @@ impl Capabilities {
         if let Some(disk) = &profile.disk {
             let rates: Option<Vec<Rates>> =
                 dirs.iter().map(|dir| disk.path_of(dir).map(Rates::from)).collect();
-            let equal = vec![1.0; dirs.len()];
-            let shares = shares.unwrap_or(&equal);
-            let whole: f64 = shares.iter().sum();
-            let parts = shares.iter().map(|share| share / whole);
-            found.disks = parts.zip(rates.unwrap_or_default()).collect();
+            found.disks = rates.unwrap_or_default().into_iter().map(|rates| (1.0, rates)).collect();
+            found = found.with_shares(shares.unwrap_or(&vec![1.0; dirs.len()]));
         }
         let Some(calibration) = &profile.calibration else { return found };
         let all = profile.disk.as_ref().map_or(0, |disk| disk.paths.len());
@@ -148,11 +145,10 @@ impl Capabilities {
 
     /// The same where the drives take these parts, in any unit, of the bytes.
     #[must_use]
-    pub fn with_shares(mut self, shares: &[u64]) -> Self {
-        let whole: u64 = shares.iter().sum();
+    pub fn with_shares(mut self, shares: &[f64]) -> Self {
+        let whole: f64 = shares.iter().sum();
         if shares.len() == self.disks.len() {
-            let parts = shares.iter().map(|share| *share as f64 / whole as f64);
-            self.disks.iter_mut().zip(parts).for_each(|(disk, part)| disk.0 = part);
+            self.disks.iter_mut().zip(shares).for_each(|(disk, share)| disk.0 = share / whole);
         }
         self
     }

@@ -8,6 +8,7 @@ use super::knobs::advise;
 use super::session::{self, Session};
 use super::trace::{self, Seen};
 use super::{checks, print_json, print_text};
+use crate::config::run;
 use crate::data::{DataError, TextTokenizer};
 use crate::error::CliError;
 use crate::generate::{Continuation, Prompt, SamplingConfig, TokenSampler, read_prompts, stop_ids};
@@ -151,7 +152,7 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
 
 /// Refuses a batch whose positions cannot be numbered.
 fn countable(batch: usize, longest: usize) -> Result<(), CliError> {
-    let most = i32::MAX as usize / longest.max(1);
+    let most = run::sequences_max(longest);
     if batch <= most {
         return Ok(());
     }

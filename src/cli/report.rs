@@ -1,5 +1,6 @@
 //! `terrace report`: what this machine offers. Nothing is changed; GPU libraries that are found are loaded and asked.
 
+use super::session::kilobytes;
 use crate::calibrate::machine::cpu_name;
 use crate::config::ByteSize;
 use serde::Serialize;
@@ -246,9 +247,7 @@ fn cpu_features() -> BTreeMap<&'static str, bool> {
 }
 
 fn meminfo_bytes(meminfo: &str, key: &str) -> Option<ByteSize> {
-    let line = meminfo.lines().find(|line| line.split(':').next() == Some(key))?;
-    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    Some(ByteSize(kib << 10))
+    kilobytes(meminfo, key).map(ByteSize)
 }
 
 /// The soft limit.

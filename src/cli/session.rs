@@ -254,7 +254,8 @@ pub fn peak_resident_bytes() -> u64 {
     kilobytes(&text, "VmHWM").unwrap_or(0)
 }
 
-fn kilobytes(text: &str, name: &str) -> Option<u64> {
+/// A size that a text of the kernel's has under a name, in bytes.
+pub(super) fn kilobytes(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find(|line| line.split(':').next() == Some(name))?;
     line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib << 10)
 }

@@ -312,15 +312,20 @@ fn batches(
 /// # Errors
 /// It has more than 2³¹ of them.
 pub fn micro_batch(batch_size: usize, seq_len: usize, accumulates: bool) -> Result<(), CliError> {
-    match batch_size.checked_mul(seq_len).filter(|&tokens| i32::try_from(tokens).is_ok()) {
-        Some(_) => Ok(()),
-        None => usage(format!(
-            "--batch-size {batch_size} of --seq-len {seq_len} is more tokens than a micro-batch can have ({}); lower \
-             --batch-size{}",
-            i32::MAX,
-            if accumulates { " and raise --grad-accum" } else { "" }
-        )),
+    if batch_size <= sequences_max(seq_len) {
+        return Ok(());
     }
+    usage(format!(
+        "--batch-size {batch_size} of --seq-len {seq_len} is more tokens than a micro-batch can have ({}); lower \
+         --batch-size{}",
+        i32::MAX,
+        if accumulates { " and raise --grad-accum" } else { "" }
+    ))
+}
+
+/// Sequences of `length` whose positions can be numbered.
+pub fn sequences_max(length: usize) -> usize {
+    i32::MAX as usize / length.max(1)
 }
 
 /// Formats that need no f32 master are made for bf16 weights.

@@ -95,16 +95,15 @@ impl TextTokenizer {
     /// # Errors
     /// The tokenizer refuses the text.
     pub fn prompt_ids(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.inner.encode_fast(text, true).map_err(|e| DataError::tokenizer(&self.path, e))?;
-        let mut ids = encoding.get_ids().to_vec();
+        let encode = |special| {
+            let encoding = self.inner.encode_fast(text, special);
+            encoding.map_err(|e| DataError::tokenizer(&self.path, e))
+        };
+        let mut ids = encode(true)?.get_ids().to_vec();
         // A tokenizer that closes every text would end the prompt before it is continued. What the prompt itself ends with stays.
         let ends = |ids: &[u32]| ids.iter().rev().take_while(|id| Some(**id) == self.eos).count();
-        if ids.len() > 1 && ends(&ids) > 0 {
-            let bare =
-                self.inner.encode_fast(text, false).map_err(|e| DataError::tokenizer(&self.path, e))?;
-            if ends(&ids) > ends(bare.get_ids()) {
-                ids.pop();
-            }
+        if ids.len() > 1 && ends(&ids) > 0 && ends(&ids) > ends(encode(false)?.get_ids()) {
+            ids.pop();
         }
         Ok(ids)
     }

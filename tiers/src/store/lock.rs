@@ -6,7 +6,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 /// The file that whoever uses a directory of state has locked.
-pub const LOCK_FILE: &str = "terrace.lock";
+const LOCK_FILE: &str = "terrace.lock";
 
 /// An advisory lock on a directory, released when dropped or when the process ends. Where the file system has no locks, nobody is kept
 /// out, with a warning.

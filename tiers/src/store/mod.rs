@@ -45,7 +45,6 @@ use crate::{BlobKey, Generation, StoreSpec, Striping, TRAINING_SCRATCH, TierErro
 use extents::Extents;
 pub use held::Held;
 use lock::DirLock;
-pub use lock::LOCK_FILE;
 use manifest::{Manifest, Slot};
 pub use recovery::Recovery;
 use std::collections::{HashMap, VecDeque};
