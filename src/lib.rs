@@ -73,6 +73,7 @@ pub mod predict;
 pub mod progress;
 mod shape;
 pub mod tensorboard;
+pub mod warnings;
 
 pub use engine::{cpu_backend, cpu_backend_of, cuda_backend};
 pub use terrace_aio as aio;

@@ -5,9 +5,12 @@ use clap::Parser;
 use std::io::Write;
 use std::process::ExitCode;
 use terrace::cli::{self, args::Cli};
+use terrace::warnings;
 
 fn main() -> ExitCode {
-    match cli::run(Cli::parse()) {
+    let cli = Cli::parse();
+    warnings::show();
+    match cli::run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // Where nobody can read it, the exit code is left.

@@ -29,7 +29,7 @@ pub enum IoErrorKind {
 
 /// A failed disk operation: what was being done, where, and what the operating system said.
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("{doing} {}{}: {detail}; {}", .path.display(), range_text(*.offset, *.len), advice(*.kind))]
+#[error("{doing} {}{}: {detail}{}", .path.display(), range_text(*.offset, *.len), advice(*.kind))]
 pub struct IoError {
     /// The class of the failure.
     pub kind: IoErrorKind,
@@ -80,20 +80,23 @@ fn classify(source: &io::Error) -> IoErrorKind {
     }
 }
 
+/// What to do about it, if the kind says that.
 fn advice(kind: IoErrorKind) -> &'static str {
     match kind {
-        IoErrorKind::NoSpace => "free space on that file system or choose another directory",
+        IoErrorKind::NoSpace => "; free space on that file system or choose another directory",
         IoErrorKind::UnexpectedEof => {
-            "the file is shorter than expected: it was truncated or belongs to another run"
+            "; the file is shorter than expected: it was truncated or belongs to another run"
         }
-        IoErrorKind::NotFound => "check the path",
+        IoErrorKind::NotFound => "; check the path",
         IoErrorKind::Denied => {
-            "check the owner, the permissions and whether the file system is mounted read-only"
+            "; check the owner, the permissions and whether the file system is mounted read-only"
         }
-        IoErrorKind::Device => "the drive reported a failure: look at the kernel log and the drive's health",
-        IoErrorKind::Closed => "the engine was shut down while the request was in flight",
-        IoErrorKind::Cancelled => "submit it again if it is still wanted",
-        IoErrorKind::Invalid | IoErrorKind::Other => "see the message above for the cause",
+        IoErrorKind::Device => {
+            "; the drive reported a failure: look at the kernel log and the drive's health"
+        }
+        IoErrorKind::Closed => "; the engine was shut down while the request was in flight",
+        IoErrorKind::Cancelled => "; submit it again if it is still wanted",
+        IoErrorKind::Invalid | IoErrorKind::Other => "",
     }
 }
 

@@ -35,6 +35,7 @@ pub mod fallocate;
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod layer;
+pub mod memory;
 pub mod profile;
 mod random;
 mod sync;

@@ -74,12 +74,12 @@ impl Counter {
     fn bytes(&self, read: &[View<'_>], written: &[&ViewMut<'_>]) {
         let read: usize = read.iter().map(|view| view.bytes().len()).sum();
         let written: usize = written.iter().map(|view| view.view().bytes().len()).sum();
-        self.bytes.fetch_add((read + written) as u64, Relaxed);
+        add(&self.bytes, (read + written) as u64);
     }
 
     /// All of a product with an epilogue but the bytes of b.
     fn product_nt(&self, a: View<'_>, out: &ViewMut<'_>, dims: &check::ProductDims, epilogue: Epilogue<'_>) {
-        self.matmul_flops.fetch_add(2 * (dims.m * dims.n) as u64 * dims.l as u64, Relaxed);
+        self.product(dims.m, dims.n, dims.l);
         self.bytes(&[a], &[out]);
         for added in epilogue.bias.into_iter().chain(epilogue.residual.view(out)) {
             self.other(dims.m * dims.n);
@@ -87,14 +87,29 @@ impl Counter {
         }
     }
 
+    fn product(&self, m: usize, n: usize, l: usize) {
+        add(&self.matmul_flops, times(&[2, m as u64, n as u64, l as u64]));
+    }
+
     fn other(&self, flops: usize) {
-        self.other_flops.fetch_add(flops as u64, Relaxed);
+        add(&self.other_flops, flops as u64);
     }
 
     fn attention(&self, dims: &check::AttentionDims, flops_per_pair: usize, window: Option<usize>) {
-        let pairs = (dims.batch * dims.heads) as u64 * visible_pairs(dims.queries, dims.capacity, window);
-        self.attention_flops.fetch_add(pairs * (flops_per_pair * dims.head_size) as u64, Relaxed);
+        let pairs = visible_pairs(dims.queries, dims.capacity, window);
+        let each = (flops_per_pair * dims.head_size) as u64;
+        add(&self.attention_flops, times(&[dims.batch as u64, dims.heads as u64, pairs, each]));
     }
+}
+
+/// Counts on to the largest number, where it stays: nothing is so large that it looks small.
+fn add(count: &AtomicU64, more: u64) {
+    let _ = count.fetch_update(Relaxed, Relaxed, |count| Some(count.saturating_add(more)));
+}
+
+/// The product, or the largest number.
+fn times(factors: &[u64]) -> u64 {
+    factors.iter().copied().fold(1, u64::saturating_mul)
 }
 
 /// Pairs of a query and a key it sees when the queries are the last ones of `capacity` positions: exact for training
@@ -112,7 +127,7 @@ struct Dry {
 impl Matmul for Dry {
     fn matmul(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, spec: MatmulSpec) -> Result {
         let dims = check::matmul(a, b, &out, spec);
-        self.counter.matmul_flops.fetch_add(2 * (dims.m * dims.n) as u64 * dims.l as u64, Relaxed);
+        self.counter.product(dims.m, dims.n, dims.l);
         self.counter.bytes(&[a, b], &[&out]);
         if spec.accumulate {
             self.counter.bytes(&[out.view()], &[]);
@@ -137,7 +152,7 @@ impl QuantizedMatmul for Dry {
         epilogue: Epilogue<'_>,
     ) -> Result {
         let dims = check::quantized_matmul(a, b, &out, &epilogue);
-        self.counter.bytes.fetch_add(b.bytes().len() as u64, Relaxed);
+        add(&self.counter.bytes, b.bytes().len() as u64);
         self.counter.product_nt(a, &out, &dims, epilogue);
         Ok(())
     }
@@ -278,7 +293,7 @@ impl Embedding for Dry {
         check::gather(ids, table, &out);
         // Only the rows looked up are read: as many elements as are written.
         let read = out.shape().elements() * table.dtype().size();
-        self.counter.bytes.fetch_add(read as u64, Relaxed);
+        add(&self.counter.bytes, read as u64);
         self.counter.bytes(&[ids], &[&out]);
         Ok(())
     }
@@ -287,7 +302,7 @@ impl Embedding for Dry {
         check::scatter_add(ids, dout, &dtable);
         let touched = dout.shape().elements();
         self.counter.other(touched);
-        self.counter.bytes.fetch_add(2 * (touched * dtable.dtype().size()) as u64, Relaxed);
+        add(&self.counter.bytes, 2 * (touched * dtable.dtype().size()) as u64);
         self.counter.bytes(&[ids, dout], &[]);
         Ok(())
     }

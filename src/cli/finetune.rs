@@ -25,6 +25,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::layer::Stats;
+use terrace_aio::memory::peak_resident_bytes;
 use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch, export_folder};
 use terrace_optimizer::{Schedule, StateFormat};
@@ -141,7 +142,7 @@ pub fn train(
         "loss": last.as_ref().map(|m| m.loss),
         "tokens_per_second": trainer.summary.tokens_per_second(),
         "seconds": seconds,
-        "host_peak_bytes": session::peak_resident_bytes(),
+        "host_peak_bytes": peak_resident_bytes(),
         "state": state,
     }))
 }
@@ -561,7 +562,7 @@ fn step_metrics(
         upload_bytes: report.upload_bytes,
         download_bytes: report.download_bytes,
         device_peak_bytes: report.device_peak_bytes,
-        host_peak_bytes: session::peak_resident_bytes(),
+        host_peak_bytes: peak_resident_bytes(),
         stall_seconds: [
             ("weights".to_owned(), report.weights_stall_seconds),
             ("optimizer_state".to_owned(), report.state_stall_seconds),

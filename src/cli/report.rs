@@ -1,12 +1,12 @@
 //! `terrace report`: what this machine offers. Nothing is changed; GPU libraries that are found are loaded and asked.
 
-use super::session::kilobytes;
 use crate::calibrate::machine::cpu_name;
 use crate::config::ByteSize;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
+use terrace_aio::memory::HostMemory;
 use terrace_device::cuda::{self, CAPABILITY_MIN, CardReport, LibraryReport};
 
 /// What `terrace report` prints.
@@ -104,9 +104,7 @@ pub struct IoUring {
 impl Report {
     /// Looks around. `io_uring` tries to set up a ring and says why it cannot.
     pub fn collect(io_uring: impl FnOnce() -> Result<(), String>) -> Self {
-        let meminfo = read("/proc/meminfo").unwrap_or_default();
-        let memory = meminfo_bytes(&meminfo, "MemTotal");
-        let limit = read("/sys/fs/cgroup/memory.max").and_then(|text| text.trim().parse().ok()).map(ByteSize);
+        let memory = HostMemory::now();
         let io_uring = io_uring();
         let cuda = cuda::probe();
         Self {
@@ -117,9 +115,9 @@ impl Report {
             cpu: read("/proc/cpuinfo").and_then(|text| cpu_name(&text)),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             cpu_features: cpu_features(),
-            memory,
-            memory_available: meminfo_bytes(&meminfo, "MemAvailable"),
-            memory_limit: limit.filter(|limit| memory.is_none_or(|memory| *limit < memory)),
+            memory: memory.total.map(ByteSize),
+            memory_available: memory.available.map(ByteSize),
+            memory_limit: memory.limit.map(ByteSize),
             memlock_limit: read("/proc/self/limits").map_or(Memlock::Unknown, |text| memlock(&text)),
             io_uring: IoUring { available: io_uring.is_ok(), reason: io_uring.err() },
             nvidia_driver: read("/proc/driver/nvidia/version").and_then(|text| driver_version(&text)),
@@ -246,10 +244,6 @@ fn cpu_features() -> BTreeMap<&'static str, bool> {
     found.into()
 }
 
-fn meminfo_bytes(meminfo: &str, key: &str) -> Option<ByteSize> {
-    kilobytes(meminfo, key).map(ByteSize)
-}
-
 /// The soft limit.
 fn memlock(limits: &str) -> Memlock {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"));
@@ -273,7 +267,6 @@ mod tests {
 
     #[test]
     fn what_the_kernel_prints_is_read() {
-        assert_eq!(meminfo_bytes("MemTotal:  2048 kB\nMemFree: 1 kB\n", "MemTotal"), Some(ByteSize(2 << 20)));
         assert_eq!(cpu_name("processor : 0\nmodel name\t: Some CPU @ 2\n"), Some("Some CPU @ 2".into()));
         let limits = "Limit   Soft   Hard  Units\nMax locked memory         8388608   unlimited   bytes\n";
         assert_eq!(memlock(limits), Memlock::Bytes(8 << 20));

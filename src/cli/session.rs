@@ -10,6 +10,7 @@ use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig};
 use terrace_aio::layer::{StatsLayer, TraceLayer};
+use terrace_aio::memory::HostMemory;
 use terrace_aio::profile::DiskProfile;
 use terrace_device::DeviceError;
 use terrace_device::cuda::CudaDevice;
@@ -206,58 +207,11 @@ pub fn disk_weights(profile: Option<&DiskProfile>, dirs: &[PathBuf]) -> Option<V
 pub fn host_budget(placement: &PlacementArgs) -> u64 {
     placement.host_memory.map_or_else(
         || {
-            let free = free_memory(&|path| std::fs::read_to_string(path).ok()).unwrap_or(4 << 30);
+            let free = HostMemory::now().available.unwrap_or(4 << 30);
             free.saturating_sub((free / 8).max(RESERVE_BYTES_MIN))
         },
         |size| size.0,
     )
-}
-
-/// Bytes of memory that this process may still take: what the machine has available, and what the limits of its control groups leave. `read`
-/// gives the text of a file of the kernel's.
-fn free_memory(read: &dyn Fn(&str) -> Option<String>) -> Option<u64> {
-    let available = kilobytes(&read("/proc/meminfo")?, "MemAvailable")?;
-    let groups = read("/proc/self/cgroup").unwrap_or_default();
-    let left = groups.lines().flat_map(|line| {
-        // `number:controllers:path`; version 2 has no number and names no controllers.
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (controllers, path) = (parts.next().unwrap_or(""), parts.next().unwrap_or(""));
-        let second = controllers.is_empty();
-        let memory = second || controllers.split(',').any(|name| name == "memory");
-        // In a container the path may be the host's, and what is mounted the container's own group.
-        let groups = memory.then(|| Path::new(path.trim_start_matches('/')).ancestors());
-        groups.into_iter().flatten().filter_map(move |group| left_in_group(read, second, group))
-    });
-    left.chain([available]).min()
-}
-
-/// What the limit of a control group leaves, if it has one. What is charged for files that can be dropped counts as free.
-fn left_in_group(read: &dyn Fn(&str) -> Option<String>, second: bool, group: &Path) -> Option<u64> {
-    let (root, limit, used, files) = if second {
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file ")
-    } else {
-        let root = "/sys/fs/cgroup/memory";
-        (root, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
-    };
-    let text = |name: &str| read(Path::new(root).join(group).join(name).to_str()?);
-    let number = |text: &str| text.trim().parse::<u64>().ok();
-    // Without a limit the file says "max", or, in version 1, a number near 2⁶³.
-    let (limit, used) = (number(&text(limit)?)?, number(&text(used)?)?);
-    let stat = text("memory.stat").unwrap_or_default();
-    let droppable = stat.lines().find_map(|line| number(line.strip_prefix(files)?)).unwrap_or(0);
-    Some(limit.saturating_sub(used.saturating_sub(droppable)))
-}
-
-/// The largest resident size of this process so far, in bytes.
-pub fn peak_resident_bytes() -> u64 {
-    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    kilobytes(&text, "VmHWM").unwrap_or(0)
-}
-
-/// A size that a text of the kernel's has under a name, in bytes.
-pub(super) fn kilobytes(text: &str, name: &str) -> Option<u64> {
-    let line = text.lines().find(|line| line.split(':').next() == Some(name))?;
-    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib << 10)
 }
 
 /// The engine's element type.
@@ -323,51 +277,4 @@ pub fn describe_plan(plan: &MemoryPlan) -> String {
         }
     }
     text.trim_end().to_owned()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_kernel_tells_sizes_in_kilobytes() {
-        assert_eq!(kilobytes("MemTotal: 10 kB\nMemAvailable:    4 kB\n", "MemAvailable"), Some(4096));
-        assert_eq!(kilobytes("MemTotal: 10 kB\n", "MemFree"), None);
-        assert!(peak_resident_bytes() > 0);
-    }
-
-    /// In a container the machine's memory is not what a process may take.
-    #[test]
-    fn limits_of_control_groups_count() {
-        const GIB: u64 = 1 << 30;
-        let machine = ("/proc/meminfo", format!("MemAvailable: {} kB\n", 400 << 20));
-        let free = |files: &[(&str, String)]| {
-            let files: Vec<_> = files.iter().chain([&machine]).collect();
-            free_memory(&|path| files.iter().find(|file| file.0 == path).map(|file| file.1.clone()))
-        };
-        assert_eq!(free(&[]), Some(400 * GIB));
-        let own = |path: &str| ("/proc/self/cgroup", format!("0::{path}\n"));
-        let container = |limit: &str| {
-            let (max, current) = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current");
-            let stat = format!("anon 5\nactive_file 1\ninactive_file {GIB}\n");
-            let used = ((2 * GIB).to_string(), ("/sys/fs/cgroup/memory.stat", stat));
-            vec![own("/a/b"), (max, limit.into()), (current, used.0), used.1]
-        };
-        assert_eq!(free(&container(&format!("{}\n", 8 * GIB))), Some(7 * GIB), "one of two is files");
-        assert_eq!(free(&container("max\n")), Some(400 * GIB));
-        assert_eq!(free(&container("1000\n")), Some(0), "used up");
-        let slice = [
-            own("/system.slice/run.service"),
-            ("/sys/fs/cgroup/system.slice/memory.max", format!("{}", 3 * GIB)),
-            ("/sys/fs/cgroup/system.slice/memory.current", format!("{GIB}")),
-        ];
-        assert_eq!(free(&slice), Some(2 * GIB), "of a group above");
-        let first = [
-            ("/proc/self/cgroup", "5:cpu:/\n4:memory:/x\n".into()),
-            ("/sys/fs/cgroup/memory/memory.limit_in_bytes", format!("{}", 6 * GIB)),
-            ("/sys/fs/cgroup/memory/memory.usage_in_bytes", format!("{}", 5 * GIB)),
-            ("/sys/fs/cgroup/memory/memory.stat", format!("inactive_file 1\ntotal_inactive_file {GIB}\n")),
-        ];
-        assert_eq!(free(&first), Some(2 * GIB));
-    }
 }

@@ -159,7 +159,7 @@ impl Engine {
     /// Waits for the save under way, and remembers why it failed: what follows is not to fail with it.
     pub(crate) fn end_save(&mut self) {
         if let Err(error) = self.wait_for_save() {
-            tracing::warn!(%error, "a save failed");
+            tracing::debug!(%error, "a save failed");
             self.saves.failed.get_or_insert(error);
         }
     }

@@ -638,6 +638,11 @@ impl Rows<'_> {
             }
             let (scores, scale) = (&mut scores[seen], geometry.spec.scale);
             let max = self.max[i].max(vector::max(isa, scores) * scale);
+            if max == f32::NEG_INFINITY && scores.iter().all(|score| *score == max) {
+                // Nothing so far has any weight, and a difference to this maximum would not be a number.
+                scores.fill(0.0);
+                continue;
+            }
             let shrink = (self.max[i] - max).exp();
             self.sum[i] = self.sum[i] * shrink + vector::exp_sum(isa, scores, scale, max);
             self.max[i] = max;

@@ -125,6 +125,31 @@ fn training(queries: usize, heads: usize, kv_heads: usize, head_size: usize, win
     Case { batch: 2, queries, capacity: queries, heads, kv_heads, head_size, window }
 }
 
+/// Scores of minus infinity, as products that overflow give them, are keys without weight, wherever they stand among the others.
+#[test]
+fn keys_of_no_weight_before_others_leave_numbers() {
+    for queries in [1, 70] {
+        let case =
+            Case { batch: 1, queries, capacity: 300, heads: 2, kv_heads: 1, head_size: 32, window: None };
+        // In fp16 nothing is large enough.
+        for mix in MIXES.into_iter().filter(|mix| mix.0 != DType::F16) {
+            let [_, k, v] = case.qkv(mix.0);
+            let q = Host::of(mix.0, &case.q_dims(), std::iter::repeat_n(1e30, queries * 2 * 32));
+            let low =
+                k.values().into_iter().enumerate().map(|(i, x)| if i < 200 * 32 { -1e30 } else { x * 1e-30 });
+            let k = Host::of(mix.0, &case.k_dims(), low);
+            let starts = Host::of(DType::I32, &[1], [300.0 - queries as f64]);
+            let qkv = [q, k, v];
+            let [expected, _] = case.forward(&reference::kernel_set(), &qkv, &starts, DType::F32);
+            for (name, set) in backends_and_pairs() {
+                let [out, _] = case.forward(&set, &qkv, &starts, mix.1);
+                assert!(out.values().iter().all(|x| x.is_finite()), "{name}: {queries} queries, {mix:?}");
+                assert_close(&format!("{name}: {queries} queries, {mix:?}"), &expected, &out, 2e-2);
+            }
+        }
+    }
+}
+
 #[test]
 fn training_shapes() {
     for mix in MIXES {

@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use crate::measure::Settings;
 use crate::units;
+use terrace_aio::memory::HostMemory;
 
 /// The part of the memory available that blocks take at most: one in this many bytes.
 const AVAILABLE_ONE_IN: u64 = 2;
@@ -20,7 +21,7 @@ pub fn is_too_much(bytes: u64, available: Option<u64>) -> bool {
 
 /// Refuses blocks that are too much for the memory that is available.
 pub fn check(bytes: u64) -> Result<(), Failure> {
-    match available() {
+    match HostMemory::now().available {
         Some(free) if is_too_much(bytes, Some(free)) => Err(Failure::failed(format!(
             "the blocks in flight take {} of memory, more than half of the {} that are available: lower --queue-depth or \
              --block-size",
@@ -29,17 +30,6 @@ pub fn check(bytes: u64) -> Result<(), Failure> {
         ))),
         _ => Ok(()),
     }
-}
-
-/// Bytes that can be had without swapping; `None` where the system does not say.
-pub fn available() -> Option<u64> {
-    available_in(&std::fs::read_to_string("/proc/meminfo").ok()?)
-}
-
-fn available_in(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kilobytes.checked_mul(1024)
 }
 
 #[cfg(test)]
@@ -63,8 +53,7 @@ mod tests {
         let bytes = |data_bytes, dirs| in_flight_bytes(&settings, data_bytes, dirs);
         assert_eq!((bytes(1 << 30, 1), bytes(1 << 30, 3)), (32 << 20, 96 << 20));
         assert_eq!(bytes(4 << 20, 2), 8 << 20, "a file has no more blocks than it has");
-        let available = available_in("MemTotal:  9 kB\nMemAvailable:    65536 kB\n");
-        assert_eq!(available, Some(64 << 20));
+        let available = Some(64 << 20);
         assert!(!is_too_much(32 << 20, available) && is_too_much((32 << 20) + 1, available));
         assert!(!is_too_much(u64::MAX, None));
     }

@@ -11,6 +11,7 @@ use crate::report::{self, Report};
 use terrace_aio::bench::load::{Tally, Timing};
 use terrace_aio::bench::mix::Direction;
 use terrace_aio::bench::space;
+use terrace_aio::memory::HostMemory;
 
 /// Twice the depth is tried only up to this many operations in flight in a directory.
 const PROBE_DEPTH_MAX: usize = 512;
@@ -132,7 +133,7 @@ fn probe(
         return Ok(None);
     }
     let bytes = memory::in_flight_bytes(&settings, files[0].data_bytes, files.len());
-    if memory::is_too_much(bytes, memory::available()) {
+    if memory::is_too_much(bytes, HostMemory::now().available) {
         let note =
             "twice the depth was not tried: its blocks take more than half of the memory that is available";
         if !notes.iter().any(|other| other == note) {

@@ -410,9 +410,8 @@ impl Driver {
             if facts.fallbacks.contains(&refusal) {
                 continue;
             }
-            if facts.fallbacks.is_empty() {
-                tracing::warn!(%refusal, "io_uring goes on without");
-            }
+            static WARNED: std::sync::Once = std::sync::Once::new();
+            WARNED.call_once(|| tracing::warn!(%refusal, "io_uring goes on without what it was refused"));
             facts.fallbacks.push(refusal);
         }
     }
