@@ -65,7 +65,11 @@ pub struct StepMetrics {
 #[derive(Debug)]
 pub struct MetricsWriter {
     file: File,
-    /// By all steps in the file and what came between them.
+    /// Where its lines end.
+    end: u64,
+    /// Lines that come after and could not be written yet.
+    unwritten: Vec<u8>,
+    /// By all steps and what came between them.
     disk_written_bytes: u64,
     /// The last line and where it begins.
     last: Option<(u64, StepMetrics)>,
@@ -82,9 +86,14 @@ impl MetricsWriter {
         let mut file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
         let kept = if committed == 0 { Kept::default() } else { committed_lines(&mut file, committed)? };
         file.set_len(kept.bytes)?;
-        file.seek(SeekFrom::End(0))?;
         let last_step = kept.last.as_ref().map_or(0, |(_, metrics)| metrics.step);
-        let mut writer = Self { file, disk_written_bytes: kept.disk_written_bytes, last: kept.last };
+        let mut writer = Self {
+            file,
+            end: kept.bytes,
+            unwritten: Vec::new(),
+            disk_written_bytes: kept.disk_written_bytes,
+            last: kept.last,
+        };
         if last_step < committed
             && let Ok(metrics) = serde_json::from_slice(noted)
         {
@@ -93,24 +102,35 @@ impl MetricsWriter {
         Ok(writer)
     }
 
-    /// Appends one step.
+    /// Appends one step, after those that could not be written before.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// The file cannot be written. The step is kept, and tried again with the next.
     pub fn append(&mut self, metrics: &StepMetrics) -> io::Result<()> {
-        let at = self.file.stream_position()?;
+        let at = self.end + self.unwritten.len() as u64;
         self.disk_written_bytes += metrics.disk_write_bytes;
         let metrics = StepMetrics { disk_written_bytes: self.disk_written_bytes, ..metrics.clone() };
-        self.write(&metrics)?;
+        serde_json::to_writer(&mut self.unwritten, &metrics)?;
+        self.unwritten.push(b'\n');
         self.last = Some((at, metrics));
+        self.write()
+    }
+
+    /// Writes what is not written. Half a line does not stay.
+    fn write(&mut self) -> io::Result<()> {
+        self.file.seek(SeekFrom::Start(self.end))?;
+        if let Err(error) = self.file.write_all(&self.unwritten) {
+            self.file.set_len(self.end)?;
+            return Err(error);
+        }
+        self.end += self.unwritten.len() as u64;
+        self.unwritten.clear();
         Ok(())
     }
 
-    fn write(&mut self, metrics: &StepMetrics) -> io::Result<()> {
-        let mut line = serde_json::to_vec(metrics)?;
-        line.push(b'\n');
-        self.file.write_all(&line)?;
-        self.file.flush()
+    /// Whether steps wait for the file to be writable.
+    pub fn is_behind(&self) -> bool {
+        !self.unwritten.is_empty()
     }
 
     /// Counts what was written to disk and belongs to no step yet: making the state.
@@ -124,13 +144,19 @@ impl MetricsWriter {
     /// The file cannot be written.
     pub fn count_after_last(&mut self, bytes: u64) -> io::Result<()> {
         self.count(bytes);
-        let Some((at, mut metrics)) = self.last.take().filter(|_| bytes > 0) else { return Ok(()) };
+        let Some((at, mut metrics)) = self.last.take().filter(|_| bytes > 0) else { return self.write() };
         metrics.disk_written_bytes = self.disk_written_bytes;
-        self.file.set_len(at)?;
-        self.file.seek(SeekFrom::Start(at))?;
-        self.write(&metrics)?;
+        match at.checked_sub(self.end) {
+            Some(waiting) => self.unwritten.truncate(waiting as usize),
+            None => {
+                self.file.set_len(at)?;
+                self.end = at;
+            }
+        }
+        serde_json::to_writer(&mut self.unwritten, &metrics)?;
+        self.unwritten.push(b'\n');
         self.last = Some((at, metrics));
-        Ok(())
+        self.write()
     }
 
     /// What was written to disk since the run began, in bytes.
@@ -228,6 +254,30 @@ mod tests {
         let sums =
             text.lines().map(|line| serde_json::from_str::<StepMetrics>(line).unwrap().disk_written_bytes);
         assert_eq!(sums.collect::<Vec<_>>(), [1100, 1210, 1310]);
+    }
+
+    /// A disk that is full for a while loses no step.
+    #[test]
+    fn lines_wait_until_they_can_be_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut writer = MetricsWriter::open(&path, 0, &[]).unwrap();
+        writer.append(&step(1)).unwrap();
+        let able = std::mem::replace(&mut writer.file, File::open(&path).unwrap());
+        for s in 2..=3 {
+            writer.append(&step(s)).unwrap_err();
+            assert!(writer.is_behind());
+        }
+        writer.count_after_last(7).unwrap_err();
+        assert_eq!(steps(&path), [1]);
+        writer.file = able;
+        writer.append(&step(4)).unwrap();
+        assert!(!writer.is_behind());
+        assert_eq!(steps(&path), [1, 2, 3, 4]);
+        writer.count_after_last(2).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let last: StepMetrics = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        assert_eq!((last.step, last.disk_written_bytes), (4, 409));
     }
 
     #[test]

@@ -266,6 +266,19 @@ fn the_model_is_not_overwritten() {
     }
     assert!(bench.weights("model") == before);
     assert_eq!(files(&bench.path("model")).len(), 2);
+    // Saves of another trainer may have optimizer state beside their weights.
+    let theirs = bench.path("theirs/checkpoint-3");
+    fs::create_dir_all(&theirs).unwrap();
+    fs::copy(bench.path("model/model.safetensors"), theirs.join("model.safetensors")).unwrap();
+    let run = || bench.finetune("theirs").args(&["--steps", "1"]);
+    run()
+        .args(&["--save-every", "1"])
+        .fails(2, &["theirs holds ", "checkpoint-3, which no run of finetune wrote"]);
+    assert_eq!(files(&bench.path("theirs")).len(), 1);
+    run().ok();
+    fs::remove_dir_all(bench.path("theirs/.terrace")).unwrap();
+    let again = run().args(&["--save-every", "1"]).ok();
+    assert!(again.stderr.contains("metrics.jsonl.1"), "{}", again.stderr);
 }
 
 #[test]

@@ -123,7 +123,13 @@ fn optimizers() {
         name("{optimizer: {type: \"Adam\", params: {adam_w_mode: false, weight_decay: 0.1}}}"),
         OptimizerName::Adam
     );
+    let decoupled = "{optimizer: {type: \"AdamW\", params: {adam_w_mode: false}}}";
+    assert_eq!(name(decoupled), OptimizerName::Adamw, "only \"Adam\" can be told");
     assert_eq!(name("{optimizer: {type: \"Lion\"}}"), OptimizerName::Lion);
+    assert_eq!(
+        name("{optimizer: {type: \"SGD\", params: {betas: \"auto\", eps: \"auto\"}}}"),
+        OptimizerName::Sgd
+    );
     let sgd =
         read("{optimizer: {type: \"SGD\", params: {momentum: 0.8, nesterov: true}}}").optimizer.unwrap();
     assert_eq!((sgd.name, sgd.momentum, sgd.nesterov), (Some(OptimizerName::Sgd), Some(0.8), Some(true)));
@@ -140,6 +146,12 @@ fn optimizers() {
         (&with("betas: [0.9, 1]"), "below 1"),
         (&with("momentum: 0.9"), "optimizer.params.momentum: unknown key"),
         (&with("amsgrad: true"), "only false is available"),
+        ("{optimizer: {type: \"SGD\", params: {betas: [0.1, 0.2]}}}", "optimizer.params.betas: unknown key"),
+        (
+            "{optimizer: {type: \"Adagrad\", params: {betas: [0.1, 0.2]}}}",
+            "optimizer.params.betas: unknown key",
+        ),
+        ("{optimizer: {type: \"Lion\", params: {eps: 1}}}", "optimizer.params.eps: unknown key"),
     ]);
 }
 
@@ -154,6 +166,9 @@ fn schedulers() {
     let lr = ScheduleChoice { warmup_steps: 1000, ..lr };
     assert_eq!(of("WarmupLR", ""), lr);
     assert_eq!(of("WarmupLR", "warmup_max_lr: \"auto\""), lr);
+    for kind in ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] {
+        assert_eq!(of(kind, "warmup_num_steps: \"auto\"").warmup_steps, 0, "as transformers fills it in");
+    }
     let max = |kind, params| of(kind, params).base_lr;
     assert_eq!(max("WarmupLR", "warmup_max_lr: 0.5"), Some(0.5));
     assert_eq!(max("WarmupDecayLR", ""), Some(0.001));

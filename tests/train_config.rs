@@ -52,7 +52,7 @@ fn a_step_keeps_its_size() {
         ("--batch-size 8", fixed, (8, 4)),
         ("--batch-size 8 --grad-accum 4", fixed, (8, 4)),
     ] {
-        let run = resolve(line, Some(file), None).unwrap();
+        let run = resolve(&format!("{line} --scheduler linear"), Some(file), None).unwrap();
         assert_eq!((run.batch_size, run.grad_accum), expected, "{line} {file}");
         assert!(run.warnings.is_empty(), "{line}: {:?}", run.warnings);
     }
@@ -104,6 +104,7 @@ fn a_file_alone_keeps_the_default_tier_and_says_what_it_assumes() {
     assert_eq!(run.offload, Offload::Host);
     assert!(run.disks.is_empty());
     assert!(run.warnings[0].contains("different devices"), "{:?}", run.warnings);
+    assert!(run.warnings[1].contains("falls linearly to 0"), "{:?}", run.warnings);
 }
 
 #[test]
@@ -187,6 +188,17 @@ fn schedules() {
     assert!(run.warnings.is_empty());
     let run = resolve(&format!("--scheduler {cycle} --optimizer sgd"), None, None).unwrap();
     assert_eq!(run.warnings, ["sgd has no betas: OneCycle moves the learning rate alone"]);
+    // What grows without bounds is refused before the run that it would end.
+    let growing = format!("--scheduler {cycle},decay_step_size=1,decay_mom_rate=0.02");
+    let run = resolve(&growing, None, None).unwrap();
+    assert_eq!(run.check_schedule(14).map_err(|e| e.to_string()), Ok(()));
+    let error = run.check_schedule(15).unwrap_err().to_string();
+    assert!(
+        error.contains("before step 15") && error.contains("beta1") && error.contains("decay_mom_rate"),
+        "{error}"
+    );
+    let sgd = resolve(&format!("{growing} --optimizer sgd"), None, None).unwrap();
+    assert!(sgd.check_schedule(15).is_ok(), "it has no betas");
     let schedule = |line: &str| resolve(line, None, None).map(|run| run.schedule(9));
     assert_eq!(schedule("--scheduler WarmupLR --warmup-steps 7").unwrap().warmup_steps, 7);
     let constant = Schedule { total_steps: 9, ..Schedule::constant(1e-5) };

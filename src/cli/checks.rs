@@ -32,11 +32,12 @@ pub fn model(folder: &Path) -> Result<(), CliError> {
 }
 
 /// As [`output`], of a run, which writes folders of its own there before the trained model, if it `saves`. Makes the folder, and
-/// gives what keeps other runs out of it as long as it lives. Where there are no locks, nobody is kept out.
+/// gives what keeps other runs out of it as long as it lives. Where there are no locks, nobody is kept out. A run that `resumes` has been
+/// there.
 ///
 /// # Errors
-/// The output holds a model of somebody else, another run writes there, or `model` is where saves go to; or as [`output`].
-pub fn run_output(output: &Path, model: &Path, saves: bool) -> Result<File, CliError> {
+/// The output holds models of somebody else, another run writes there, or `model` is where saves go to; or as [`output`].
+pub fn run_output(output: &Path, model: &Path, saves: bool, resumes: bool) -> Result<File, CliError> {
     let inside = match (output.canonicalize(), model.canonicalize()) {
         (Ok(output), Ok(model)) => model.strip_prefix(output).map(Path::to_owned).ok(),
         _ => None,
@@ -57,6 +58,14 @@ pub fn run_output(output: &Path, model: &Path, saves: bool) -> Result<File, CliE
             "--output {shown} holds a model that no run of finetune wrote there: the trained weights would replace it; give another folder"
         )));
     }
+    let is_new = !resumes && !output.join("metrics.jsonl").exists();
+    if let Some(save) = retention::any(output).filter(|_| is_new && saves) {
+        return Err(CliError::Usage(format!(
+            "--output {shown} holds {}, which no run of finetune wrote there: saves of this run may replace or remove such folders; give \
+             another folder",
+            save.display()
+        )));
+    }
     self::output(output, model)?;
     let failed = |doing: &str, e: std::io::Error| {
         CliError::Failed(format!("--output {shown}: {doing} the folder: {e}; {}", advice(&e)))
@@ -69,6 +78,28 @@ pub fn run_output(output: &Path, model: &Path, saves: bool) -> Result<File, CliE
         )));
     }
     Ok(folder)
+}
+
+/// As [`output`], for the model that a step of a run had; `config` is the text of its `config.json`.
+///
+/// # Errors
+/// The output holds a model with another configuration; or as [`output`].
+pub fn export_output(output: &Path, model: &Path, config: &str) -> Result<(), CliError> {
+    let of_weights = |text: &str| {
+        let mut config: serde_json::Value = serde_json::from_str(text).unwrap_or_default();
+        if let Some(keys) = config.as_object_mut() {
+            keys.retain(|key, _| !["dtype", "torch_dtype"].contains(&key.as_str()));
+        }
+        config
+    };
+    let found = std::fs::read_to_string(output.join("config.json")).unwrap_or_default();
+    if holds_weights(output) && of_weights(&found) != of_weights(config) {
+        return Err(CliError::Usage(format!(
+            "--output {} holds a model with another config.json, which this one would replace; give another folder",
+            output.display()
+        )));
+    }
+    self::output(output, model)
 }
 
 /// The folder that `--output` names can be written; `model` is the folder that is read.

@@ -13,7 +13,7 @@ use super::trace::Seen;
 use super::{checks, floor, identity, keeping, print_json, retention, stored, trace};
 use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
 use crate::data::Dataset;
-use crate::error::CliError;
+use crate::error::{CliError, advice as advice_of};
 use crate::floor::{Capabilities, Floor};
 use crate::interrupt::Interrupt;
 use crate::metrics::{MetricsWriter, StepMetrics};
@@ -62,7 +62,7 @@ pub fn train(
     if !args.resume {
         has_no_dropout(&args.model, &model.config)?;
     }
-    let _claim = checks::run_output(&args.output, &args.model, args.save_every.is_some())?;
+    let _claim = checks::run_output(&args.output, &args.model, args.save_every.is_some(), args.resume)?;
     let (mut session, mut profile) = (None, None);
     let inputs = FinetuneInputs::load_after(args, |run| {
         let disks = if run.offload == Offload::Disk { state_dirs(run) } else { Vec::new() };
@@ -106,6 +106,9 @@ pub fn train(
         plan_of(&run, shape, windows, &engine, &session, &floor).write("--save-plan", path)?;
     }
     let last = session.stats.snapshot();
+    if !run.resume {
+        keep_earlier_metrics(&metrics)?;
+    }
     let mut metrics_file = MetricsWriter::open(&metrics, engine.step(), &engine.noted())
         .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?;
     metrics_file.count(last.write.bytes);
@@ -297,6 +300,18 @@ fn plan_of(
     }
 }
 
+/// Metrics of an earlier run in the same folder get another name.
+fn keep_earlier_metrics(metrics: &Path) -> Result<(), CliError> {
+    if std::fs::metadata(metrics).map_or(0, |file| file.len()) == 0 {
+        return Ok(());
+    }
+    let earlier = metrics.with_extension("jsonl.1");
+    std::fs::rename(metrics, &earlier)
+        .map_err(|e| CliError::Failed(format!("renaming {}: {e}; {}", metrics.display(), advice_of(&e))))?;
+    eprintln!("note: the metrics of an earlier run are in {} now", earlier.display());
+    Ok(())
+}
+
 /// Says what there is to train on.
 fn say_what(data: &Dataset) {
     let summary = data.summary();
@@ -450,7 +465,7 @@ impl Trainer<'_> {
                 |error: &EngineError| matches!(error, EngineError::Diverged(_) | EngineError::Batch(_));
             self.is_torn = report.as_ref().is_err_and(|error| !is_before(error));
             let report = report?;
-            self.record(&report, lr, tokens)?;
+            self.record(&report, lr, tokens);
             if self.saves_at(self.engine.step()) {
                 self.save()?;
             }
@@ -506,23 +521,34 @@ impl Trainer<'_> {
         batches.collect()
     }
 
-    fn record(&mut self, report: &StepReport, lr: f64, tokens: u64) -> Result<(), CliError> {
+    fn record(&mut self, report: &StepReport, lr: f64, tokens: u64) {
         let now = self.session.stats.snapshot();
         let io = now.since(&self.last);
         self.last = now;
         let metrics = step_metrics(report, lr, tokens, &io, self.floor.bound());
-        self.metrics
-            .append(&metrics)
-            .map_err(|e| CliError::Failed(format!("writing {}: {e}", self.metrics_path.display())))?;
+        let was_behind = self.metrics.is_behind();
+        // Lines that cannot be written are no reason to end a run: they wait for room.
+        if let Err(error) = self.metrics.append(&metrics)
+            && !was_behind
+        {
+            let path = self.metrics_path.display();
+            self.progress
+                .note(&format!("warning: writing {path}: {error}; it is tried again with every step"));
+        }
         let metrics = StepMetrics { disk_written_bytes: self.metrics.disk_written_bytes(), ..metrics };
-        if let Some(events) = &mut self.events {
-            let result = events.append(&metrics);
-            result.map_err(|e| CliError::Failed(format!("writing {}: {e}", events.path().display())))?;
+        if let Some(mut events) = self.events.take() {
+            match events.append(&metrics) {
+                Ok(()) => self.events = Some(events),
+                Err(error) => {
+                    let (path, step) = (events.path().display(), metrics.step);
+                    self.progress
+                        .note(&format!("warning: writing {path}: {error}; it ends before step {step}"));
+                }
+            }
         }
         self.progress.step(&metrics);
         self.summary.add(&metrics);
         self.finished = Some(metrics);
-        Ok(())
     }
 
     fn export(&mut self, folder: &Path) -> Result<(), CliError> {

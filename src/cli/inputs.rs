@@ -171,6 +171,7 @@ impl FinetuneInputs {
         let data = open_data(&run.model, facts, &run.data, run.seq_len, run.pack, &work_dir)?;
         let sampler = Sampler::new(data.len(), run.samples_per_step(), run.seed, run.shuffle);
         let steps = run.total_steps(data.len());
+        run.check_schedule(steps)?;
         every_step_has_loss(&run, &data, &sampler, steps)?;
         Ok(Self { run, data, sampler, steps, metrics })
     }

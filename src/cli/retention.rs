@@ -15,6 +15,12 @@ pub fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("checkpoint-")?.parse().ok()
 }
 
+/// A saved model folder in `output`, if there is one.
+pub fn any(output: &Path) -> Option<PathBuf> {
+    let found = entries(output).ok()?.into_iter();
+    found.filter(|(name, path)| step_of(name).is_some() && holds_weights(path)).map(|(_, path)| path).min()
+}
+
 /// Removes what a process that ended while it removed folders left of them.
 ///
 /// # Errors

@@ -77,12 +77,22 @@ impl Saving {
                  written by `terrace export`"
             )));
         };
-        written?;
+        written.map_err(|error| {
+            let folder = folder.display();
+            CliError::Failed(format!(
+                "{folder} was not written: {error}. Steps that follow leave it out: what was committed last can be written by `terrace \
+                 export`"
+            ))
+        })?;
         summary.add_save(waited + waiting.elapsed().as_secs_f64());
         progress.note(&format!("saved {} in {}", folder.display(), time(began.elapsed().as_secs_f64())));
         if let Some(limit) = run.save_total_limit {
-            for old in retention::prune(&run.output, step, limit)? {
-                progress.note(&format!("removed {}", old.display()));
+            match retention::prune(&run.output, step, limit) {
+                Ok(removed) => {
+                    removed.iter().for_each(|old| progress.note(&format!("removed {}", old.display())));
+                }
+                // What is too much is no reason to end a run.
+                Err(error) => progress.note(&format!("warning: {error}")),
             }
         }
         Ok(())

@@ -384,7 +384,11 @@ fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
             }
         }
         optimizer.lr = params.not_negative("lr")?;
-        optimizer.betas = params.pair("betas")?;
+        let takes =
+            |key: &str, without: &[OptimizerName]| !without.contains(&name) || params.leaves_open(key);
+        if takes("betas", &[OptimizerName::Adagrad, OptimizerName::Sgd]) {
+            optimizer.betas = params.pair("betas")?;
+        }
         if let Some((a, b)) = optimizer.betas
             && !((0.0..1.0).contains(&a) && (0.0..1.0).contains(&b))
         {
@@ -392,10 +396,13 @@ fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
                 params.error("betas", &format!("both must be at least 0 and below 1, found {a} and {b}"))
             );
         }
-        optimizer.eps = params.not_negative("eps")?;
+        if takes("eps", &[OptimizerName::Lion, OptimizerName::Sgd]) {
+            optimizer.eps = params.not_negative("eps")?;
+        }
         optimizer.weight_decay = params.not_negative("weight_decay")?;
-        // DeepSpeed's "Adam" decouples the decay as well, unless told not to.
-        if name == OptimizerName::Adamw && params.boolean("adam_w_mode")? == Some(false) {
+        // DeepSpeed's "Adam" decouples the decay as well, unless told not to; "AdamW" always does.
+        let coupled = name == OptimizerName::Adamw && params.boolean("adam_w_mode")? == Some(false);
+        if coupled && kind.eq_ignore_ascii_case("adam") {
             name = OptimizerName::Adam;
         }
         // Of torch's AdamW, where DeepSpeed's own has none.

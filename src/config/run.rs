@@ -170,6 +170,10 @@ impl TrainConfig {
         let learning_rate = args.learning_rate.or(adam.lr).unwrap_or(1e-5);
         let optimizer = algorithm(args, &adam)?;
         let schedule = schedule(args, given, learning_rate)?;
+        if file.is_some() && given.schedule.is_none() && args.scheduler.is_none() {
+            let note = "the file names no scheduler; the learning rate falls linearly to 0 (--scheduler constant for DeepSpeed's way)";
+            warnings.push(note.into());
+        }
         if schedule.complete(1, learning_rate).betas(0).is_some()
             && optimizer.with_betas(0.5, 0.5) == optimizer
         {
@@ -246,6 +250,29 @@ impl TrainConfig {
                 ((epochs * samples as f64 / per_step - 1e-9).ceil() as u64).max(1)
             }
         }
+    }
+
+    /// Refuses a schedule that leaves its range before the end of a run of `total` steps. Only what grows without bounds can: it does so
+    /// until the last step.
+    ///
+    /// # Errors
+    /// It does.
+    pub fn check_schedule(&self, total: u64) -> Result<(), CliError> {
+        let (schedule, last) = (self.schedule(total), total.saturating_sub(1));
+        let lr = schedule.lr(last);
+        if !lr.is_finite() {
+            return usage(format!(
+                "{} has no finite learning rate at step {total}, the last",
+                self.schedule.kind
+            ));
+        }
+        let Some((beta1, beta2)) = schedule.betas(last) else { return Ok(()) };
+        self.optimizer.with_betas(beta1, beta2).validate().map_err(|error| {
+            let kind = self.schedule.kind;
+            CliError::Usage(format!(
+                "{kind} would end the run before step {total}, its last: {error} there; lower decay_mom_rate, or train fewer steps"
+            ))
+        })
     }
 
     /// The schedule of a run of `total` steps.

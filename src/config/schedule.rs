@@ -221,8 +221,10 @@ fn range_test(params: &Section<'_>) -> Result<ScheduleChoice> {
     Ok(ScheduleChoice { base_lr, ..ScheduleChoice::new(kind) })
 }
 
+/// Left open they are the run's, which has none unless it says so: what transformers fills in.
 fn warmup_steps(params: &Section<'_>) -> Result<u64> {
-    Ok(params.integer("warmup_num_steps")?.unwrap_or(1000))
+    let default = if params.leaves_open("warmup_num_steps") { 0 } else { 1000 };
+    Ok(params.integer("warmup_num_steps")?.unwrap_or(default))
 }
 
 fn warmup_type(params: &Section<'_>) -> Result<Warmup> {
