@@ -259,12 +259,14 @@ fn windows(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<O
         None if !entries.has("sliding_window") => Some(4096),
         window => window,
     };
-    if family == Family::Mistral {
-        return Ok(vec![window; layers]);
-    }
-    let window = if entries.flag("use_sliding_window", false)? { window } else { None };
+    let is_mistral = family == Family::Mistral;
+    let window = if is_mistral || entries.flag("use_sliding_window", false)? { window } else { None };
+    // A Mistral with kinds of layers is what transformers calls Ministral.
     if let Some(kinds) = entries.strings("layer_types")? {
         return kinds.iter().map(|kind| layer_window(kind, window)).collect();
+    }
+    if is_mistral {
+        return Ok(vec![window; layers]);
     }
     let full_layers = entries.size_or_zero("max_window_layers", 28)?;
     Ok((0..layers).map(|layer| window.filter(|_| layer >= full_layers)).collect())

@@ -27,6 +27,16 @@ impl<'a> Entries<'a> {
         }
     }
 
+    /// Whether there is nothing in it.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.map.is_empty()
+    }
+
+    /// The first key whose value is an object.
+    pub(crate) fn first_object(&self) -> Option<&'a str> {
+        self.map.iter().find(|(_, value)| value.is_object()).map(|(key, _)| key.as_str())
+    }
+
     /// Whether the entry is there, null or not.
     pub(crate) fn has(&self, key: &str) -> bool {
         self.map.contains_key(key)

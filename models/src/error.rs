@@ -74,6 +74,16 @@ pub enum ModelError {
         /// Dimensions in the file.
         found: Vec<usize>,
     },
+    /// A head of its own beside a configuration that has it tied.
+    #[error(
+        "`lm_head.weight` in {} differs from the embedding, which config.json says is the head: set tie_word_embeddings to false to use it, or \
+         remove it from the file",
+        path.display()
+    )]
+    HeadNotTied {
+        /// The file.
+        path: PathBuf,
+    },
     /// A tensor of an element type that is not read.
     #[error(
         "tensor `{tensor}` in {} is stored as {found}; supported: F32, BF16, F16 \

@@ -47,10 +47,15 @@ impl Rope {
 
     /// Reads whichever spelling the configuration uses.
     pub(crate) fn parse(config: &Entries<'_>, head_size: usize, positions_max: usize) -> Result<Self> {
-        let nested = match config.object("rope_parameters")? {
-            Some(nested) => Some(nested),
-            None => config.object("rope_scaling")?,
-        };
+        let filled = |key: &str| config.object(key).map(|found| found.filter(|found| !found.is_empty()));
+        let (parameters, older) = (filled("rope_parameters")?, filled("rope_scaling")?);
+        if let (Some(parameters), Some(older)) = (&parameters, &older)
+            && scaling(parameters, positions_max)? != scaling(older, positions_max)?
+        {
+            let detail = "says something else than rope_parameters: put what is meant there and remove it";
+            return Err(config.error("rope_scaling", detail.into()));
+        }
+        let nested = parameters.or(older);
         let theta_at = nested.as_ref().filter(|nested| nested.has_value("rope_theta")).unwrap_or(config);
         let theta =
             if theta_at.has_value("rope_theta") { theta_at.positive("rope_theta")? } else { 10_000.0 };
@@ -104,6 +109,10 @@ impl RopeScaling {
 }
 
 fn scaling(nested: &Entries<'_>, positions_max: usize) -> Result<RopeScaling> {
+    if let Some(key) = nested.first_object() {
+        let detail = "holds parameters of its own for some layers, which are not supported";
+        return Err(nested.error(key, detail.into()));
+    }
     let kind = match nested.string("rope_type")? {
         Some(kind) => kind,
         None => nested.string("type")?.unwrap_or("default"),

@@ -3,7 +3,7 @@
 //! Files are read with positional reads into one bounded buffer; nothing is mapped and no tensor is ever whole in memory.
 //! Headers are parsed and checked against the length of their files when the source is opened.
 
-use crate::{ModelError, Result};
+use crate::{EMBEDDING_NAME, Model, ModelError, Result};
 use half::{bf16, f16};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
@@ -23,6 +23,12 @@ const BUFFER_BYTES: usize = 1 << 20;
 
 /// What causal models prepend to the names of their base model; checkpoints of base models lack it.
 const BASE_PREFIX: &str = "model.";
+
+/// The head's projection, of a model that has one of its own.
+const HEAD_NAME: &str = "lm_head.weight";
+
+/// Elements that are compared at a time.
+const COMPARED: usize = 1 << 16;
 
 /// A folder of safetensors, single or sharded.
 #[derive(Debug)]
@@ -68,6 +74,19 @@ impl SafetensorsSource {
         Ok(source)
     }
 
+    /// Checks the parameters of a model as [`validate`](Self::validate) does. Where the embedding is its head, a head in the files stands for
+    /// the embedding if that is missing, and is compared with it if not.
+    ///
+    /// # Errors
+    /// As [`validate`](Self::validate), or a head that would be lost.
+    pub fn validate_model(&mut self, model: &Model) -> Result {
+        let params = || model.blocks.iter().flat_map(|block| block.params());
+        if let Some(embedding) = params().find(|param| param.name == EMBEDDING_NAME && model.config.tied) {
+            self.settle_head(embedding)?;
+        }
+        params().try_for_each(|param| self.find(param).map(|_| ()))
+    }
+
     /// Checks that every parameter is there with the right shape and a readable element type; called before anything is
     /// written anywhere. Tensors that no parameter asks for are ignored.
     ///
@@ -75,6 +94,55 @@ impl SafetensorsSource {
     /// The first parameter that cannot be read.
     pub fn validate(&self, params: &[ParamSpec]) -> Result {
         params.iter().try_for_each(|param| self.find(param).map(|_| ()))
+    }
+
+    /// What a head in the files is to a model that uses its `embedding` for it.
+    fn settle_head(&mut self, embedding: &ParamSpec) -> Result {
+        let Some(head) = self.tensors.get(HEAD_NAME).cloned() else { return Ok(()) };
+        let there = self.find(embedding);
+        if matches!(there, Err(ModelError::MissingTensor { .. })) {
+            // Of two names for one tensor, savers that know of none keep the first.
+            self.tensors.insert(EMBEDDING_NAME.to_owned(), head);
+            return Ok(());
+        }
+        there?;
+        let spec = ParamSpec::new(HEAD_NAME, &embedding.dims);
+        if head.shape != embedding.dims || self.find(&spec).is_err() || !self.is_same(embedding, &spec)? {
+            return Err(ModelError::HeadNotTied { path: self.shards[head.shard].path.clone() });
+        }
+        Ok(())
+    }
+
+    /// Whether two tensors of one shape hold the same values.
+    fn is_same(&mut self, a: &ParamSpec, b: &ParamSpec) -> Result<bool> {
+        let mut values = [vec![0.0; COMPARED], vec![0.0; COMPARED]];
+        for start in (0..a.elements()).step_by(COMPARED) {
+            let count = COMPARED.min(a.elements() - start);
+            for (param, values) in [a, b].into_iter().zip(&mut values) {
+                self.read_into(param, start, &mut values[..count])?;
+            }
+            let bits = |values: &[f32]| values[..count].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            if bits(&values[0]) != bits(&values[1]) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn read_into(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> Result {
+        let Stored { shard, dtype, offset, .. } = *self.find(param)?;
+        assert!(start + out.len() <= param.elements(), "the range lies within `{}`", param.name);
+        let size = dtype.bitsize() / 8;
+        self.buffer.resize(BUFFER_BYTES, 0);
+        let mut at = offset + (start * size) as u64;
+        for values in out.chunks_mut(BUFFER_BYTES / size) {
+            let bytes = &mut self.buffer[..values.len() * size];
+            let Shard { path, file } = &self.shards[shard];
+            file.read_exact_at(bytes, at).map_err(ModelError::file("reading", path))?;
+            widen(dtype, bytes, values);
+            at += bytes.len() as u64;
+        }
+        Ok(())
     }
 
     fn add(&mut self, path: PathBuf) -> Result {
@@ -118,19 +186,7 @@ impl SafetensorsSource {
 
 impl WeightSource for SafetensorsSource {
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> terrace_zero::Result {
-        let Stored { shard, dtype, offset, .. } = *self.find(param)?;
-        assert!(start + out.len() <= param.elements(), "the range lies within `{}`", param.name);
-        let size = dtype.bitsize() / 8;
-        self.buffer.resize(BUFFER_BYTES, 0);
-        let mut at = offset + (start * size) as u64;
-        for values in out.chunks_mut(BUFFER_BYTES / size) {
-            let bytes = &mut self.buffer[..values.len() * size];
-            let Shard { path, file } = &self.shards[shard];
-            file.read_exact_at(bytes, at).map_err(ModelError::file("reading", path))?;
-            widen(dtype, bytes, values);
-            at += bytes.len() as u64;
-        }
-        Ok(())
+        Ok(self.read_into(param, start, out)?)
     }
 }
 

@@ -71,6 +71,10 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
         return Err(CliError::Failed(format!("{}: no token carries loss", args.data.display())));
     }
     let nll = total.loss_sum / total.loss_terms as f64;
+    if nll.is_nan() {
+        let reason = "the model's loss is not a number; try --dtype fp32, and check the weights";
+        return Err(CliError::Failed(format!("{}: {reason}", args.model.display())));
+    }
     let document = json!({ "nll": nll, "perplexity": nll.exp(), "tokens": total.loss_terms });
     if args.json {
         print_json(&document)?;

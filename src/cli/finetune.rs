@@ -43,7 +43,7 @@ pub fn finetune(args: &FinetuneArgs, threads: Option<NonZeroUsize>) -> Result<()
     checks::model(&args.model)?;
     let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
     let mut source = SafetensorsSource::open(&args.model).map_err(CliError::failed)?;
-    source.validate(&all_params(&model.blocks)).map_err(CliError::failed)?;
+    source.validate_model(&model).map_err(CliError::failed)?;
     let summary = train(args, threads, model, &mut source)?;
     if args.json { print_json(&summary) } else { Ok(()) }
 }

@@ -1,7 +1,6 @@
 //! `terrace generate`: continues prompts with a model whose weights are resident or stream from disk.
 
 use super::args::{GenerateArgs, KvTier, Offload, PlacementArgs};
-use super::finetune::all_params;
 use super::frozen_knobs::{FrozenKnobs, Number};
 use super::inputs::ModelFacts;
 use super::knobs::advise;
@@ -437,7 +436,7 @@ impl Frozen {
         let open = |config: EngineConfig| -> Result<Engine, EngineError> {
             let model = Model::stored_as(ModelConfig::from_folder(folder)?, weights);
             let mut source = SafetensorsSource::open(folder)?;
-            source.validate(&all_params(&model.blocks))?;
+            source.validate_model(&model)?;
             let engine = Engine::create(config, session.backend.clone(), model.blocks, sample, &mut source)?;
             session.warn_of_slow_copies();
             Ok(engine)

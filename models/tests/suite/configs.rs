@@ -66,6 +66,8 @@ fn windows_follow_the_family() {
     assert_eq!(windows(json!({"architectures": [mistral], "sliding_window": 5})), [Some(5), Some(5)]);
     assert_eq!(windows(json!({"architectures": [mistral], "sliding_window": null})), [None, None]);
     assert_eq!(windows(json!({"architectures": [mistral]})), [Some(4096), Some(4096)]);
+    let kinds = json!({"architectures": [mistral], "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]});
+    assert_eq!(windows(kinds), [None, Some(5)], "which transformers calls Ministral");
     let mut qwen =
         json!({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 5, "max_window_layers": 1});
     assert_eq!(windows(qwen.clone()), [None, None], "off by default");
@@ -131,6 +133,18 @@ fn what_is_not_computed_is_refused_by_name() {
         (json!({"partial_rotary_factor": 0.5}), vec!["partial_rotary_factor", "0.5"]),
         (json!({"rope_scaling": {"rope_type": "linear"}}), vec!["`rope_scaling.factor` is missing"]),
         (json!({"rope_scaling": {"rope_type": "linear", "factor": -1}}), vec!["factor", "-1", "positive"]),
+        (
+            json!({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 4}}),
+            vec!["`rope_scaling` says something else than rope_parameters"],
+        ),
+        (
+            json!({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4}}),
+            vec!["yarn"],
+        ),
+        (
+            json!({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}),
+            vec!["`rope_parameters.full_attention` holds parameters of its own"],
+        ),
         (json!({"hidden_size": null}), vec!["`hidden_size` is missing"]),
         (json!({"hidden_size": 0}), vec!["hidden_size", "positive integer", "found 0"]),
         (json!({"hidden_size": "64"}), vec!["hidden_size", "positive integer", "\"64\""]),

@@ -45,6 +45,44 @@ fn half_precision_widens_exactly() {
     assert_eq!(out, values);
 }
 
+/// A model that is tied has its embedding for a head, whichever of the two names the files have.
+#[test]
+fn a_tied_head_is_the_embedding_or_refused() {
+    const EMBEDDING: &str = "model.embed_tokens.weight";
+    let fixture = Fixture::new("llama31");
+    let config = ModelConfig::from_folder(&fixture.folder).unwrap();
+    let bytes = std::fs::read(fixture.folder.join("model.safetensors")).unwrap();
+    let stored = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let (embedding, other) =
+        (stored.tensor(EMBEDDING).unwrap(), vec![0x3f; 4 * config.vocab * config.hidden]);
+    let head = TensorView::new(Dtype::F32, embedding.shape().to_vec(), &other).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    const HEAD: &str = "lm_head.weight";
+    // The model with other tensors in place of its embedding.
+    let validate = |tied, others: &[(&str, &TensorView<'_>)]| {
+        let rest = stored.tensors().into_iter().filter(|(name, _)| name != EMBEDDING);
+        let others = others.iter().map(|(name, tensor)| ((*name).to_owned(), (*tensor).clone()));
+        let path = folder.path().join("model.safetensors");
+        safetensors::serialize_to_file(rest.chain(others), None, &path).unwrap();
+        let mut source = SafetensorsSource::open(folder.path()).unwrap();
+        let checked = source.validate_model(&Model::new(ModelConfig { tied, ..config.clone() }));
+        checked.map(|()| source).map_err(|error| error.to_string())
+    };
+    validate(true, &[(EMBEDDING, &embedding)]).unwrap();
+    validate(true, &[(EMBEDDING, &embedding), (HEAD, &embedding)]).unwrap();
+    let param = ParamSpec::new(EMBEDDING, embedding.shape());
+    let [mut found, mut expected] = [vec![0.0; 100], vec![0.0; 100]];
+    validate(true, &[(HEAD, &embedding)]).unwrap().read(&param, 60, &mut found).unwrap();
+    SafetensorsSource::open(&fixture.folder).unwrap().read(&param, 60, &mut expected).unwrap();
+    assert_eq!(found, expected);
+    let missing = validate(false, &[(HEAD, &embedding)]).unwrap_err();
+    assert!(missing.contains("no tensor `model.embed_tokens.weight`"), "{missing}");
+    let message = validate(true, &[(EMBEDDING, &embedding), (HEAD, &head)]).unwrap_err();
+    assert!(message.contains("model.safetensors differs from the embedding"), "{message}");
+    assert!(message.contains("tie_word_embeddings to false"), "{message}");
+    validate(false, &[(EMBEDDING, &embedding), (HEAD, &head)]).unwrap();
+}
+
 #[test]
 fn damage_is_named() {
     let folder = tempfile::tempdir().unwrap();
@@ -109,18 +147,6 @@ fn incomplete_folders_are_named() {
     SafetensorsSource::open(&folder.path().join("x.safetensors")).expect("nor does a path to a file");
     write(&folder.path().join("y.safetensors"), &[("b", Dtype::F32, &vec![0; 16])]);
     assert!(message().contains("belong together"));
-}
-
-#[test]
-fn tied_models_ignore_a_stored_head() {
-    let fixture = Fixture::new("llama2");
-    let source = SafetensorsSource::open(&fixture.folder).unwrap();
-    let mut config = ModelConfig::from_folder(&fixture.folder).unwrap();
-    config.tied = true;
-    for block in Model::new(config).blocks {
-        source.validate(block.params()).unwrap();
-        assert!(block.params().iter().all(|param| param.name != "lm_head.weight"));
-    }
 }
 
 /// A file of vectors.
