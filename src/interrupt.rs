@@ -2,13 +2,14 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use terrace_aio::signals::on_stop;
 
 /// Whether the user wants to stop.
 #[derive(Debug, Clone, Default)]
 pub struct Interrupt(Arc<AtomicBool>);
 
 impl Interrupt {
-    /// Listens for SIGINT, SIGTERM and SIGHUP. Where they cannot be caught, they end the process as ever; the state on disk
+    /// Listens for SIGINT, SIGTERM and, without `nohup`, SIGHUP. Where they cannot be caught, they end the process as ever; the state on disk
     /// is consistent all the same. A process has one handler of signals, so everything that it runs hears of the same.
     pub fn listen() -> Self {
         static LISTENING: OnceLock<Interrupt> = OnceLock::new();
@@ -18,7 +19,7 @@ impl Interrupt {
     fn catch() -> Self {
         let interrupt = Self::default();
         let flag = interrupt.clone();
-        let caught = ctrlc::set_handler(move || {
+        let caught = on_stop(move || {
             if flag.0.swap(true, Ordering::SeqCst) {
                 std::process::exit(130);
             }

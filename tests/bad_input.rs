@@ -460,19 +460,26 @@ fn a_disk_that_fills_up_while_training() {
     run(&bench.path("whole")).ok();
     let output = small.path().join("out");
     let on_small = || run(&output).path("--disk", &bench.path("state"));
-    on_small().fails(1, &["writing", "metrics.jsonl", "No space left"]);
+    // Lines that cannot be written do not end it, a model that cannot does.
+    let told = [
+        "warning: writing",
+        "metrics.jsonl: No space left",
+        "tried again",
+        ".partial: No space left",
+        "free space",
+    ];
+    on_small().fails(1, &told);
     small.resize(64 << 10);
-    let resumed = on_small().args(&["--resume"]).fails(1, &["resumed at step ", ".partial", "No space left"]);
-    let step = resumed.stderr.split("resumed at step ").nth(1).unwrap().split(' ').next().unwrap();
-    assert!((5..60).contains(&step.parse::<u32>().unwrap()), "{step}");
+    on_small().args(&["--resume"]).fails(1, &["resumed at step 60", ".partial", "No space left"]);
     assert!(!output.join("model.safetensors").exists() && !output.join("config.json").exists());
     small.resize(4 << 20);
     on_small().args(&["--resume"]).ok();
     assert!(fs::read(output.join("model.safetensors")).unwrap() == bench.weights("whole"));
     let text = fs::read_to_string(output.join("metrics.jsonl")).unwrap();
     let steps: Vec<_> =
-        text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["step"].clone()).collect();
-    assert_eq!(steps, (1..=60).map(Value::from).collect::<Vec<_>>());
+        text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["step"].as_u64().unwrap()).collect();
+    assert!(steps.len() > 5 && steps.is_sorted() && steps[..5] == [1, 2, 3, 4, 5], "{steps:?}");
+    assert_eq!(steps.last(), Some(&60), "{steps:?}");
 }
 
 #[test]
@@ -544,8 +551,8 @@ fn resuming_another_run() {
             &data,
             "--learning-rate was 0.001 and is now 0.002",
         ),
-        (&usual, &model, &other, "the rows of --data was \""),
-        (&usual, &bench.path("deeper"), &data, "the model's config.json was \""),
+        (&usual, &model, &other, "the rows of --data was checksum "),
+        (&usual, &bench.path("deeper"), &data, "the model's config.json was checksum "),
         (&["--seq-len", "16", "--learning-rate", "1e-3"], &model, &data, "--seq-len was 24 and is now 16"),
     ] {
         run(words, model, data)
@@ -558,7 +565,11 @@ fn resuming_another_run() {
         .fails(2, &["shuffle was true and is now false"]);
     run(&usual, &model, &data)
         .args(&["--resume", "--no-decay", "*norm*"])
-        .fails(2, &["--no-decay was [] and is now [\"*norm*,weight-decay=0\"]"]);
+        .fails(2, &["--no-decay was none and is now *norm*,weight-decay=0"]);
+    run(&usual, &model, &data).args(&["--resume", "--optimizer", "lion", "--clip", "0"]).fails(
+        2,
+        &["optimizer was adamw, beta1 0.9", "and is now lion, beta1 0.9", "--clip was 1.0 and is now none"],
+    );
     run(&usual, &model, &data).args(&["--resume"]).ok();
     assert!(bench.weights("out") == weights, "the refused runs left the state alone");
 }

@@ -526,3 +526,36 @@ fn what_would_fit_is_named_for_generation() {
     space(&[]).fails(2, &["--disk-space of 10.0 GiB is too small", "or use --weights int8"]);
     space(&["--weights", "int8"]).ok();
 }
+
+#[test]
+fn rates_that_move_nothing_are_refused() {
+    let disks = |read, write| vec!["--disk-read", read, "--disk-write", write];
+    for (more, flag) in [
+        (vec!["--link", "0"], "--link"),
+        (vec!["--dram", "0"], "--dram"),
+        (vec!["--gpu-bandwidth", "0"], "--gpu-bandwidth"),
+        (vec!["--generate", "--link", "0GB"], "--link"),
+        (disks("0", "0"), "--disk-read"),
+        (disks("1GB", "0"), "--disk-write"),
+        (vec!["--ranks", "2", "--peer-bandwidth", "0", "--link", "1GB"], "--peer-bandwidth"),
+    ] {
+        let refusal = format!("{flag} of 0 moves nothing: give the bytes of a second");
+        cmd(&["plan", "--params", "1b"]).args(&more).fails(2, &[&refusal]);
+    }
+    // A link has a card at its end.
+    cmd(&["plan", "--params", "1b", "--link", "25GB"]).fails(2, &["with --gpu-memory"]);
+    // As slow as can be said is a speed.
+    let slow = [
+        "--disk-read",
+        "1",
+        "--disk-write",
+        "1",
+        "--link",
+        "1",
+        "--gpu-memory",
+        "80GiB",
+        "--tflops",
+        "1e-300",
+    ];
+    cmd(&["plan", "--params", "1b"]).args(&slow).ok();
+}

@@ -38,6 +38,9 @@ pub mod layer;
 pub mod memory;
 pub mod profile;
 mod random;
+#[cfg(feature = "signals")]
+#[doc(hidden)]
+pub mod signals;
 mod sync;
 mod ticket;
 mod urgency;

@@ -1,7 +1,7 @@
 //! What can be wrong with a model's files or with the tokens given to it.
 
 use std::path::PathBuf;
-use terrace_zero::EngineError;
+use terrace_zero::{EngineError, file_advice};
 
 /// A model folder or a batch that cannot be used; the message says what to change.
 #[derive(Debug, thiserror::Error)]
@@ -123,7 +123,7 @@ pub enum ModelError {
     #[error("batch: {0}")]
     Batch(String),
     /// The operating system refused.
-    #[error("{doing} {}: {source}", path.display())]
+    #[error("{doing} {}: {source}{}", path.display(), file_advice(source))]
     File {
         /// The verb: "reading", "writing".
         doing: &'static str,

@@ -3,6 +3,7 @@
 //! Files are read with positional reads into one bounded buffer; nothing is mapped and no tensor is ever whole in memory.
 //! Headers are parsed and checked against the length of their files when the source is opened.
 
+use crate::safetensors_out::{WRITER, WRITER_KEY};
 use crate::{EMBEDDING_NAME, Model, ModelError, Result};
 use half::{bf16, f16};
 use safetensors::Dtype;
@@ -37,6 +38,7 @@ pub struct SafetensorsSource {
     shards: Vec<Shard>,
     tensors: HashMap<String, Stored>,
     buffer: Vec<u8>,
+    is_export: bool,
 }
 
 #[derive(Debug)]
@@ -67,11 +69,17 @@ impl SafetensorsSource {
             shards: Vec::new(),
             tensors: HashMap::new(),
             buffer: Vec::new(),
+            is_export: true,
         };
         for path in weight_files(folder)? {
             source.add(path)?;
         }
         Ok(source)
+    }
+
+    /// Whether [`export_folder`](crate::export_folder) wrote all of the files.
+    pub fn is_export(&self) -> bool {
+        self.is_export
     }
 
     /// Checks the parameters of a model as [`validate`](Self::validate) does. Where the embedding is its head, a head in the files stands for
@@ -148,6 +156,8 @@ impl SafetensorsSource {
     fn add(&mut self, path: PathBuf) -> Result {
         let file = File::open(&path).map_err(ModelError::file("opening", &path))?;
         let (data_start, metadata) = read_header(&file, &path)?;
+        let writer = metadata.metadata().as_ref().and_then(|words| words.get(WRITER_KEY));
+        self.is_export &= writer.is_some_and(|writer| writer == WRITER);
         let shard = self.shards.len();
         for (name, info) in metadata.tensors() {
             let offset = data_start + info.data_offsets.0 as u64;

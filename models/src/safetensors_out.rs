@@ -42,6 +42,10 @@ const COPIED: [&str; 14] = [
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
+/// What a weight file says of itself under [`WRITER_KEY`] in its metadata.
+pub(crate) const WRITER: &str = "terrace";
+pub(crate) const WRITER_KEY: &str = "writer";
+
 /// How the temporary name of a file ends.
 const PARTIAL: &str = ".partial";
 
@@ -189,7 +193,7 @@ fn write_shard(
 fn header(shard: &Shard, dtype: DType, tag: &str) -> Vec<u8> {
     let mut tensors = Map::new();
     // transformers refuses files that do not say which framework's layout they have.
-    tensors.insert("__metadata__".into(), json!({"format": "pt"}));
+    tensors.insert("__metadata__".into(), json!({"format": "pt", WRITER_KEY: WRITER}));
     let mut start = 0;
     for param in &shard.params {
         let end = start + param.elements() * dtype.size();

@@ -208,7 +208,7 @@ pub struct PlacementArgs {
     /// Folder on a local drive for offloaded state; several are striped
     #[arg(long, value_name = "PATH")]
     pub disk: Vec<PathBuf>,
-    /// What the disks were measured to do, written by `aio-bench tune`: settings of the disk engine, and how much each --disk
+    /// What the disks were measured to do, written by `terrace calibrate` or `aio-bench tune`: settings of the disk engine, and how much each --disk
     /// takes
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
@@ -418,7 +418,7 @@ pub struct CalibrateArgs {
     /// File for the profile; other sections in it stay [default: profile.json in the cache folder, where later runs find it]
     #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,
-    /// Measure for about 7 seconds instead of 40, less exactly
+    /// Measure for about 10 seconds instead of a minute, less exactly
     #[arg(long)]
     pub quick: bool,
     /// The device to measure beside the CPU: auto, cpu or cuda:N

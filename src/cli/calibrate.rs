@@ -95,9 +95,15 @@ fn output(args: &CalibrateArgs) -> Result<PathBuf, CliError> {
             checks::writable("--output", folder)?;
             Ok(path.clone())
         }
-        None => Profile::default_path().ok_or_else(|| {
-            CliError::Usage("there is no HOME to keep the profile in; give --output FILE".into())
-        }),
+        None => {
+            let path = Profile::default_path().ok_or_else(|| {
+                CliError::Usage("there is no HOME to keep the profile in; give --output FILE".into())
+            })?;
+            let folder = path.parent().unwrap_or(Path::new("/"));
+            checks::writable("the folder of profiles", folder)
+                .map_err(|error| CliError::Failed(format!("{error}; or give --output FILE")))?;
+            Ok(path)
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use super::retention;
 use crate::error::{CliError, advice};
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
-use terrace_models::holds_weights;
+use terrace_models::{SafetensorsSource, holds_weights};
 use terrace_zero::create_dir_durably;
 
 /// The flag `--model` names a folder with a `config.json`.
@@ -22,11 +22,14 @@ pub fn model(folder: &Path) -> Result<(), CliError> {
         Ok(found) if !found.is_dir() => {
             "this is a file; give the folder that holds config.json and the weights".into()
         }
-        Ok(_) if !folder.join("config.json").exists() => {
-            "the folder has no config.json; give a Hugging Face model folder (config.json, safetensors, tokenizer.json)"
-                .into()
-        }
-        Ok(_) => return Ok(()),
+        Ok(_) => match std::fs::metadata(folder.join("config.json")) {
+            Ok(_) => return Ok(()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                "the folder has no config.json; give a Hugging Face model folder (config.json, safetensors, tokenizer.json)"
+                    .into()
+            }
+            Err(error) => format!("config.json: {error}; {}", advice(&error)),
+        },
     };
     Err(CliError::Failed(format!("--model {shown}: {detail}")))
 }
@@ -80,26 +83,23 @@ pub fn run_output(output: &Path, model: &Path, saves: bool, resumes: bool) -> Re
     Ok(folder)
 }
 
-/// As [`output`], for the model that a step of a run had; `config` is the text of its `config.json`.
+/// As [`output`], for the model that a step of a run had: it takes the place of such a model, and of no other.
 ///
 /// # Errors
-/// The output holds a model with another configuration; or as [`output`].
-pub fn export_output(output: &Path, model: &Path, config: &str) -> Result<(), CliError> {
-    let of_weights = |text: &str| {
-        let mut config: serde_json::Value = serde_json::from_str(text).unwrap_or_default();
-        if let Some(keys) = config.as_object_mut() {
-            keys.retain(|key, _| !["dtype", "torch_dtype"].contains(&key.as_str()));
-        }
-        config
+/// The output holds a model of somebody else; or as [`output`].
+pub fn export_output(output: &Path, model: &Path) -> Result<(), CliError> {
+    let is_earlier = || {
+        output.join("metrics.jsonl").exists()
+            || SafetensorsSource::open(output).is_ok_and(|found| found.is_export())
     };
-    let found = std::fs::read_to_string(output.join("config.json")).unwrap_or_default();
-    if holds_weights(output) && of_weights(&found) != of_weights(config) {
+    self::output(output, model)?;
+    if holds_weights(output) && !is_earlier() {
         return Err(CliError::Usage(format!(
-            "--output {} holds a model with another config.json, which this one would replace; give another folder",
+            "--output {} holds a model that neither finetune nor export wrote there: it would be replaced; give another folder",
             output.display()
         )));
     }
-    self::output(output, model)
+    Ok(())
 }
 
 /// The folder that `--output` names can be written; `model` is the folder that is read.

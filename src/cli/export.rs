@@ -29,7 +29,7 @@ pub fn export(args: &ExportArgs) -> Result<(), CliError> {
     let recoveries = view.recoveries().to_vec();
     let weights = StoredWeights::open(view, commit, model.blocks, dtype)?;
     identity.check_config(&args.model.join("config.json"), &config_text)?;
-    checks::export_output(&args.output, &args.model, &config_text)?;
+    checks::export_output(&args.output, &args.model)?;
 
     stored::say(&recoveries);
     let (step, parameters) = (weights.step(), weights.parameters());

@@ -4,14 +4,14 @@ use super::args::{FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag
 use super::inputs::{FinetuneInputs, has_no_dropout};
 use super::knobs::Knobs;
 use super::pinned::{
-    self, Budget, DeviceMemory, ModelShape, Pinned, PlanFile, Settings, Step, Term, Totals, Windows,
+    self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
 };
 use super::placement::PlacedGroups;
 use super::saving::{self, Saving};
 use super::session::{self, Session};
 use super::trace::Seen;
-use super::{checks, floor, identity, keeping, print_json, retention, stored, trace};
-use crate::config::{ByteSize, GroupFlag, TrainConfig, run, schedule};
+use super::{checks, finetune_checks, floor, identity, keeping, print_json, retention, trace};
+use crate::config::{ByteSize, TrainConfig, run, schedule};
 use crate::data::Dataset;
 use crate::error::{CliError, advice as advice_of};
 use crate::floor::{Capabilities, Floor};
@@ -29,7 +29,7 @@ use terrace_aio::memory::peak_resident_bytes;
 use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch, export_folder};
 use terrace_optimizer::{Schedule, StateFormat};
-use terrace_tiers::{Tier, TierError};
+use terrace_tiers::Tier;
 use terrace_zero::{
     BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, PlanningRuns, StepRates,
     StepReport, TrainingConfig, WeightSource, WindowOverrides,
@@ -70,10 +70,7 @@ pub fn train(
         profile = floor::profile(args.placement.profile.as_ref(), threads_here, &disks)?;
         let io = io_config(run, profile.as_ref().and_then(|found| found.disk.as_ref()));
         let opened = Session::open(&args.placement, &io, threads, run.trace.is_some())?;
-        if let Some(pinned) = &run.pinned {
-            check_plan(pinned, run, args, &opened, &model.config)?;
-        }
-        check_saved_state(&opened, run)?;
+        finetune_checks::before_data(run, args, &opened, &model)?;
         session = Some(opened);
         Ok(())
     })?;
@@ -81,7 +78,6 @@ pub fn train(
     let FinetuneInputs { run, data, sampler, steps, metrics } = inputs;
     run.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
     say_what(&data);
-    check_groups(args, &run, &model.blocks)?;
     let events = run.tensorboard.as_deref().map(event_writer).transpose()?;
     let config_text = read_config(&run.model)?;
     let identity = identity::of_run(&run, &config_text, data.fingerprint(), steps);
@@ -96,8 +92,8 @@ pub fn train(
     let loading = Instant::now();
     let fresh = if run.resume { None } else { Some(source) };
     let engine = open_engine(config, &session, model, &sample, fresh)?;
-    has_steps_left(&engine, steps, &run)?;
-    check_room_for_saves(&engine, &run)?;
+    finetune_checks::has_steps_left(&engine, steps, &run)?;
+    finetune_checks::room_for_saves(&engine, &run)?;
     let windows = say_plan(&engine, &run, loading);
     // The cut into chunks is a property of state that is resumed.
     run.pinned.as_ref().map_or(Ok(()), |pinned| pinned.check_windows(&windows))?;
@@ -168,19 +164,6 @@ fn keep_what_pays(
     Ok(())
 }
 
-/// Refuses saves of state in memory that have no room. A run without any is only warned: of what Ctrl-C will not do.
-fn check_room_for_saves(engine: &Engine, run: &TrainConfig) -> Result<(), CliError> {
-    match engine.require_room_for_saves() {
-        Err(error) if run.save_every.is_none() => {
-            eprintln!(
-                "warning: {error}. Until then a run that is interrupted or fails leaves the model, but cannot be resumed"
-            );
-            Ok(())
-        }
-        checked => Ok(checked?),
-    }
-}
-
 /// Makes training state of `source`, or continues what is there without one.
 fn open_engine(
     config: EngineConfig,
@@ -192,6 +175,7 @@ fn open_engine(
     let (wanted, backend) = (config.clone(), session.backend.clone());
     let engine = match source {
         None => {
+            identity::check(&Engine::stored(&backend.io, &config.disks)?.identity, &config.identity)?;
             eprintln!("reading and verifying the training state");
             Engine::resume(config, backend, model.blocks, sample)
         }
@@ -203,44 +187,14 @@ fn open_engine(
 }
 
 /// A plan that does not fit, with what would.
-fn advise(error: EngineError, config: &EngineConfig, session: &Session, model: &ModelConfig) -> EngineError {
-    let runs = PlanningRuns::default();
-    Knobs { config, backend: &session.backend, model, runs: &runs, disk_space: None }.advise(error)
-}
-
-/// Refuses a plan of another run, or one that does not fit here, before anything is written.
-fn check_plan(
-    pinned: &Pinned,
-    run: &TrainConfig,
-    args: &FinetuneArgs,
+pub(super) fn advise(
+    error: EngineError,
+    config: &EngineConfig,
     session: &Session,
     model: &ModelConfig,
-) -> Result<(), CliError> {
-    pinned.check_model(model, session.backend.device.unified())?;
-    let config = engine_config(run, &args.placement, session, String::new())?;
-    pinned.check_budget(config.host_budget, config.device_budget)?;
-    let sample = TokenBatch::new(model).blank(run.batch_size, run.seq_len);
-    let blocks = terrace_models::build(model);
-    let outlook = Engine::outlook(config, &session.backend, blocks, &sample, &PlanningRuns::default());
-    let outlook = outlook.map_err(|error| pinned.explain(error))?;
-    pinned.check_copies(outlook.copied_bytes, args.placement.disk_cache.0)?;
-    let (planned, here) = (pinned.file.bytes, Totals::new(&outlook.memory));
-    if planned != here {
-        eprintln!(
-            "note: with the optimizer, the clipping, the threads and the disks of this run the plan takes {} of host memory, {} of the \
-             device's and {} of disk, not {}, {} and {}",
-            size(here.host),
-            size(here.device),
-            size(here.disk),
-            size(planned.host),
-            size(planned.device),
-            size(planned.disk)
-        );
-    }
-    if run.resume {
-        return Ok(());
-    }
-    pinned.check_windows(&Windows::new(outlook.windows, outlook.keepers))
+) -> EngineError {
+    let runs = PlanningRuns::default();
+    Knobs { config, backend: &session.backend, model, runs: &runs, disk_space: None }.advise(error)
 }
 
 /// Says what was loaded since `loading`, and the plan of the run. Gives its windows.
@@ -607,64 +561,6 @@ fn event_writer(folder: &Path) -> Result<EventWriter, CliError> {
     })
 }
 
-/// Says which flag names parameters that the model does not have, or that none are left to train.
-fn check_groups(args: &FinetuneArgs, run: &TrainConfig, blocks: &[Box<dyn Block>]) -> Result<(), CliError> {
-    let params = all_params(blocks);
-    let matches = |group: &&GroupFlag| params.iter().any(|param| group.0.matches(&param.name));
-    let Some(index) = run.groups.iter().position(|group| !matches(&group)) else {
-        let first = |param: &ParamSpec| run.groups.iter().find(|group| group.0.matches(&param.name));
-        if params.iter().all(|param| first(param).is_some_and(|group| group.0.frozen)) {
-            let message =
-                "--param-group: all parameters are frozen, and nothing is left to train; freeze fewer";
-            return Err(CliError::Usage(message.into()));
-        }
-        return Ok(());
-    };
-    let flag = if index < args.param_group.len() { "--param-group" } else { "--no-decay" };
-    let names: Vec<&str> = params.iter().rev().take(3).map(|param| param.name.as_str()).collect();
-    Err(CliError::Usage(format!(
-        "{flag} {}: no parameter of the model has such a name; names are like {}, and * stands for any characters",
-        run.groups[index].0.pattern,
-        names.join(", ")
-    )))
-}
-
-/// State at the last step of a run may lack its model yet; state that is beyond it is not that of the run that is asked for.
-fn has_steps_left(engine: &Engine, steps: u64, run: &TrainConfig) -> Result<(), CliError> {
-    let step = engine.step();
-    if step <= steps {
-        return Ok(());
-    }
-    Err(CliError::Usage(format!(
-        "the state in {} is at step {step}, and this run would end at step {steps}: raise --steps or --epochs to go on from it, or write \
-         the model that it holds with `terrace export`",
-        state_dirs(run)[0].display()
-    )))
-}
-
-/// Says before the data is read whether there is state to resume, or in the way of a new run.
-fn check_saved_state(session: &Session, run: &TrainConfig) -> Result<(), CliError> {
-    let disks = state_dirs(run);
-    match Engine::stored(&session.backend.io, &disks) {
-        Err(EngineError::Tier(TierError::NoState { .. })) if !run.resume => Ok(()),
-        Err(EngineError::Tier(error @ TierError::NoState { .. })) => {
-            let what_to_do = "leave out --resume to begin a run, or give the --output and each --disk of the one to continue";
-            Err(CliError::Failed(stored::no_state(&error, what_to_do)))
-        }
-        Err(error) => Err(error.into()),
-        Ok(stored) if run.resume => {
-            stored::say(&stored.recoveries);
-            Ok(())
-        }
-        Ok(stored) => Err(CliError::Failed(format!(
-            "{} already holds training state, saved at step {}; pass --resume to continue it, or remove the directory to \
-             start over",
-            disks[0].display(),
-            stored.step
-        ))),
-    }
-}
-
 /// Every parameter of a model.
 pub(super) fn all_params(blocks: &[Box<dyn Block>]) -> Vec<ParamSpec> {
     blocks.iter().flat_map(|b| b.params().iter().cloned()).collect()
@@ -685,12 +581,12 @@ fn io_config(run: &TrainConfig, profile: Option<&DiskProfile>) -> IoConfig {
     }
 }
 
-fn state_dirs(run: &TrainConfig) -> Vec<PathBuf> {
+pub(super) fn state_dirs(run: &TrainConfig) -> Vec<PathBuf> {
     // State in memory is saved to the default directory, when it is saved at all.
     if run.disks.is_empty() { vec![run::default_disk(&run.output)] } else { run.disks.clone() }
 }
 
-fn engine_config(
+pub(super) fn engine_config(
     run: &TrainConfig,
     placement: &PlacementArgs,
     session: &Session,

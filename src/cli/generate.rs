@@ -75,6 +75,15 @@ struct Continued {
 }
 
 fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Continued, CliError> {
+    if args.temperature == 0.0 {
+        for (flag, is_there) in [("--top-p", args.top_p.is_some()), ("--top-k", args.top_k.is_some())] {
+            if is_there {
+                return Err(CliError::Usage(format!(
+                    "{flag} means nothing without --temperature: at 0 the most likely token is taken; give one, or leave it out"
+                )));
+            }
+        }
+    }
     checks::disks(&args.placement.disk)?;
     args.trace.iter().try_for_each(|path| checks::file("--trace", path))?;
     if args.kv == KvTier::Disk && args.placement.disk.is_empty() {

@@ -109,6 +109,32 @@ impl Identity {
     }
 }
 
+/// Refuses state of another run, with what differs as a user would say it.
+///
+/// # Errors
+/// It is one.
+pub fn check(stored: &str, given: &str) -> Result<(), CliError> {
+    let parse = |text: &str| serde_json::from_str::<Map<String, Value>>(text).unwrap_or_default();
+    let (stored, given) = (parse(stored), parse(given));
+    if stored.is_empty() {
+        // Not made by a command: the engine compares it as it stands.
+        return Ok(());
+    }
+    let words = |entries: &Map<String, Value>, key: &str| entries.get(key).map_or("nothing".into(), in_words);
+    let keys = given.keys().chain(stored.keys().filter(|key| !given.contains_key(*key)));
+    let parts: Vec<String> = keys
+        .filter(|key| stored.get(*key) != given.get(*key))
+        .map(|key| format!("{key} was {} and is now {}", words(&stored, key), words(&given, key)))
+        .collect();
+    if parts.is_empty() {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "the training state was made by another run: {}. Resume with the original settings, or choose another directory",
+        parts.join("; ")
+    )))
+}
+
 fn in_words(value: &Value) -> String {
     match value {
         Value::Null => "none".into(),

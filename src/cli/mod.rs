@@ -8,6 +8,7 @@ mod durability;
 pub mod eval;
 pub mod export;
 pub mod finetune;
+mod finetune_checks;
 mod floor;
 mod frozen_knobs;
 pub mod generate;

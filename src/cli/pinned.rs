@@ -543,6 +543,20 @@ impl Pinned {
         }
     }
 
+    /// Refuses sequences that are longer than the model takes: another model was planned for.
+    ///
+    /// # Errors
+    /// They are.
+    pub fn check_length(&self, positions_max: Option<usize>) -> Result<(), CliError> {
+        let planned = self.file.run.seq_len;
+        match positions_max {
+            Some(most) if planned > most => Err(self.refused(format!(
+                "run.seq_len is {planned}, but that of --model takes {most} positions at most; give the model that was planned for, or {ANOTHER}"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     /// Refuses another model, and another kind of device.
     ///
     /// # Errors

@@ -149,6 +149,11 @@ impl<'a> Planning<'a> {
                 "--gpu-memory and --link describe a card, and --device cpu computes without one: leave one of them out".into(),
             ));
         }
+        if args.link.is_some() && placement.device_memory.is_none() {
+            return Err(CliError::Usage(
+                "--link describes a card: give the memory that it has with --gpu-memory".into(),
+            ));
+        }
         let offload = args.offload.unwrap_or(Offload::Disk);
         run::shares_state(args.optimizer_ratio, offload, args.durability)?;
         let (backend, on_card, device_budget) = if imagined {

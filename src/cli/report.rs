@@ -118,7 +118,10 @@ impl Report {
             memory: memory.total.map(ByteSize),
             memory_available: memory.available.map(ByteSize),
             memory_limit: memory.limit.map(ByteSize),
-            memlock_limit: read("/proc/self/limits").map_or(Memlock::Unknown, |text| memlock(&text)),
+            memlock_limit: match read("/proc/self/status") {
+                Some(status) if may_lock_all(&status) => Memlock::Unlimited,
+                _ => read("/proc/self/limits").map_or(Memlock::Unknown, |text| memlock(&text)),
+            },
             io_uring: IoUring { available: io_uring.is_ok(), reason: io_uring.err() },
             nvidia_driver: read("/proc/driver/nvidia/version").and_then(|text| driver_version(&text)),
             cuda_driver: cuda.driver_version.map(|(major, minor)| format!("{major}.{minor}")),
@@ -244,6 +247,12 @@ fn cpu_features() -> BTreeMap<&'static str, bool> {
     found.into()
 }
 
+/// Whether the limit does not hold for this process: with CAP_IPC_LOCK, number 14, as root has it.
+fn may_lock_all(status: &str) -> bool {
+    let mask = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> 14 & 1 == 1)
+}
+
 /// The soft limit.
 fn memlock(limits: &str) -> Memlock {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"));
@@ -272,6 +281,8 @@ mod tests {
         assert_eq!(memlock(limits), Memlock::Bytes(8 << 20));
         assert_eq!(memlock("Max locked memory  unlimited unlimited bytes"), Memlock::Unlimited);
         assert_eq!(memlock(""), Memlock::Unknown);
+        assert!(may_lock_all("CapPrm:\t0000000000000000\nCapEff:\t000001ffffffffff\n"));
+        assert!(!may_lock_all("CapEff:\t0000000000000000\n") && !may_lock_all(""));
         let driver =
             "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\nGCC version: 13.2.0";
         assert_eq!(driver_version(driver), Some("570.86.15".into()));

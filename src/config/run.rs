@@ -137,6 +137,7 @@ impl TrainConfig {
             None => None,
         };
         let pinned = args.plan.as_deref().map(Pinned::read).transpose()?;
+        pinned.as_ref().map_or(Ok(()), |plan| plan.check_length(positions_max))?;
         let settled = pinned.as_ref().map(|plan| plan.settle(args, file.as_ref())).transpose()?;
         let mut run = Self::combine(settled.as_ref().unwrap_or(args), file.as_ref(), positions_max)?;
         run.pinned = pinned;

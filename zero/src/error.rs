@@ -40,7 +40,7 @@ pub enum EngineError {
     #[error(transparent)]
     Optimizer(#[from] terrace_optimizer::OptimizerError),
     /// A file outside the engine's own state could not be read or written.
-    #[error("{doing} {}: {source}", path.display())]
+    #[error("{doing} {}: {source}{}", path.display(), file_advice(source))]
     File {
         /// The verb: "reading", "writing".
         doing: &'static str,
@@ -56,3 +56,15 @@ pub enum EngineError {
 
 /// Result of an engine operation.
 pub type Result<T = (), E = EngineError> = std::result::Result<T, E>;
+
+/// What to do about a file that could not be written, to follow the message; empty unless the system has said enough.
+#[doc(hidden)]
+pub fn file_advice(error: &std::io::Error) -> &'static str {
+    use std::io::ErrorKind;
+    match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "; free space there or choose another folder",
+        ErrorKind::PermissionDenied => "; check the owner and the permissions",
+        ErrorKind::ReadOnlyFilesystem => "; the file system is mounted read-only: choose another folder",
+        _ => "",
+    }
+}

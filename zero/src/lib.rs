@@ -60,6 +60,8 @@ pub use config::{
     WindowOverrides,
 };
 pub use engine::{Engine, Outlook, StoredState};
+#[doc(hidden)]
+pub use error::file_advice;
 pub use error::{EngineError, Result};
 pub use export::Exporting;
 pub use fetch::Residency;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use terrace_aio::signals::on_stop;
 
 /// Whether the user wants to stop. Files that are not to be kept have no name any more, so nothing stays behind.
 #[derive(Debug, Clone, Default)]
@@ -10,11 +11,11 @@ pub struct Interrupt {
 }
 
 impl Interrupt {
-    /// Listens for SIGINT, SIGTERM and SIGHUP.
+    /// Listens for SIGINT, SIGTERM and, without `nohup`, SIGHUP.
     pub fn listen() -> Self {
         let interrupt = Self::default();
         let handler = interrupt.clone();
-        let caught = ctrlc::set_handler(move || {
+        let caught = on_stop(move || {
             if handler.flag.swap(true, Ordering::SeqCst) {
                 std::process::exit(130);
             }
