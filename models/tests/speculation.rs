@@ -13,6 +13,7 @@ use terrace_aio::engine::{EngineChoice, EngineConfig as IoConfig, OpKind, open_d
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
 use terrace_aio::{FileId, IoEngine, IoErrorKind, Request, Ticket, pass_files_on};
 use terrace_kernels::DType;
+use terrace_models::ModelConfig;
 use terrace_optimizer::{LossScaleConfig, StateFormat};
 use terrace_zero::{Accumulation, Durability, Placement, StepReport, WindowOverrides};
 
@@ -59,6 +60,18 @@ fn variants(base: &Setup, dir: &Path) -> Vec<(&'static str, Setup)> {
         ("discrete", Setup { discrete: true, overrides: windows(none), ..disk("discrete") }),
         ("discrete, small", Setup { discrete: true, overrides: narrow(), ..disk("discrete, small") }),
         with("gradients on disk", WindowOverrides { gradients_on_disk: Some(true), ..none }),
+        (
+            "gradients on disk, discrete",
+            Setup {
+                discrete: true,
+                overrides: windows(WindowOverrides {
+                    gradients_on_disk: Some(true),
+                    update_slots: Some(6),
+                    ..none
+                }),
+                ..disk("gradients on disk, discrete")
+            },
+        ),
         with("nothing kept", WindowOverrides { kept_blocks: Some(0), ..none }),
         ("horizontal", Setup { accumulation: Accumulation::Horizontal, ..disk("horizontal") }),
         with(
@@ -174,6 +187,67 @@ fn late_writes_of_an_update_in_vain_are_waited_for() {
         assert_eq!(weights_hash(&mut setup.resume().unwrap()), hash);
     }
     assert!(in_vain > 3, "{in_vain}");
+}
+
+/// A disk that takes long for the state, and not for gradients.
+#[derive(Debug)]
+struct Slow {
+    upstream: Arc<dyn IoEngine>,
+}
+
+impl IoEngine for Slow {
+    pass_files_on!(upstream);
+
+    fn submit(&self, request: Request) -> Ticket {
+        let path = self.upstream.path(request.segments[0].file).expect("an open file");
+        if !path.ends_with("state.bin") {
+            return self.upstream.submit(request);
+        }
+        let (ticket, completer) = Ticket::new();
+        let upstream = Arc::clone(&self.upstream);
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(8));
+            completer.complete(upstream.submit(request).wait());
+        });
+        ticket
+    }
+
+    fn sync(&self, file: FileId) -> Ticket {
+        self.upstream.sync(file)
+    }
+}
+
+/// An update that is far behind backward gets the memory for its gradients, though the last of them are still on their way down when backward
+/// ends. What ends in backward ends the update, too.
+#[test]
+fn an_update_that_is_behind_comes_to_its_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut base = Setup { clip: Some(1e6), ..base(false) };
+    // Chunks enough to be far behind.
+    base.model = ModelConfig { layers: 8, windows: vec![None; 8], feed_forward: 256, ..base.model };
+    let (losses, hash) = base.run(STEPS);
+    let overrides = WindowOverrides {
+        chunk_elements: Some(1 << 14),
+        gradients_on_disk: Some(true),
+        update_slots: Some(6),
+        ..WindowOverrides::default()
+    };
+    for threads in [1, 2] {
+        let io = open_default(&IoConfig { choice: EngineChoice::Threads, ..IoConfig::default() }).unwrap();
+        let name = threads.to_string();
+        let setup = Setup {
+            threads,
+            discrete: true,
+            io: Some(Arc::new(Slow { upstream: io })),
+            overrides,
+            ..on_disk(&base, dir.path(), &name)
+        };
+        let mut engine = setup.create();
+        let reports = setup.train_to(&mut engine, STEPS);
+        assert!(reports.iter().any(|report| report.speculated.is_some()));
+        assert_eq!(reports.iter().map(|report| report.loss).collect::<Vec<_>>(), losses);
+        assert_eq!(weights_hash(&mut engine), hash);
+    }
 }
 
 /// Where a step could not be done again, or copies are written beside backward, or nothing runs beside anything.

@@ -9,7 +9,7 @@
 //!
 //! From a device with memory of its own up to [`DOWNLOAD_WINDOW`] chunks are on their way down at a time, also while the next
 //! block computes. They land in the order in which they were started, and are summed and parked then, so that nothing depends
-//! on when that is.
+//! on when that is. An update that runs beside backward may wait for their memory: they land before it is waited for.
 
 use crate::block::GradientSlot;
 use crate::copies::Cargo;
@@ -256,6 +256,11 @@ impl GradientPark {
         Ok(())
     }
 
+    /// Gives up what is on its way down when it is dropped.
+    pub(crate) fn ending(&self) -> Ending<'_> {
+        Ending(self)
+    }
+
     /// Waits for the oldest chunk on its way down; false if there is none.
     fn land(&self, pool: &rayon::ThreadPool) -> Result<bool> {
         let Some(Coming { group, chunk, last_use, download }) = self.books().coming.pop_front() else {
@@ -384,6 +389,17 @@ impl GradientPark {
     /// Element range of a chunk: start and length.
     fn range(&self, group: usize, chunk: usize) -> (usize, usize) {
         (chunk * self.spec.chunk_elements as usize, self.spec.chunk_len(group, chunk))
+    }
+}
+
+/// The end of a backward pass that parks gradients.
+pub(crate) struct Ending<'a>(&'a GradientPark);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        let coming = std::mem::take(&mut self.0.books().coming);
+        // Waits for the device, and not with the books in hand.
+        drop(coming);
     }
 }
 

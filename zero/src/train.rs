@@ -545,7 +545,14 @@ impl<'a> Training<'a> {
                 Update::There(follower)
             }
         };
+        // The thread that is waited for, here or by a panic, may need the memory of what is still on its way down.
+        let ending = following.is_some().then(|| self.park.ending());
         let result = self.backward(fetcher, loss, round, &mut update, waited);
+        let result = match (&ending, result) {
+            (Some(_), Ok(ended)) => self.park.land_all(self.pool).map(|()| ended),
+            (_, result) => result,
+        };
+        drop(ending);
         let mut left = match update {
             Update::There(follower) => follower.end().collect(),
             Update::Later | Update::Here(..) => Vec::new(),
