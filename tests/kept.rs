@@ -38,18 +38,16 @@ fn weights_of_an_earlier_run_are_not_taken_for_those_of_a_save() {
 }
 
 #[test]
-fn what_is_in_memory_is_saved_when_something_else_fails() {
+fn events_that_cannot_be_written_end_no_run() {
     let bench = Bench::tiny();
     bench.finetune("whole").args(&["--steps", "200"]).ok();
     let Some(small) = SmallDisk::mount(8 << 10) else { return };
     let run = || bench.finetune("out").args(&["--steps", "200", "--offload", "host"]);
     let events = small.path().join("events");
-    let failed = run().path("--tensorboard", &events).fails(1, &["tfevents", "No space left", "is saved"]);
-    let saved = failed.stderr.split("step ").filter_map(|text| text.split_once(" is saved all the same"));
-    let step: u64 = saved.map(|(step, _)| step.parse().unwrap()).next().unwrap();
-    assert!(step > 1 && !bench.path("out/model.safetensors").exists());
-    let resumed = run().args(&["--resume"]).ok();
-    assert!(resumed.stderr.contains(&format!("resumed at step {step}")), "{}", resumed.stderr);
+    let told = run().path("--tensorboard", &events).ok().stderr;
+    for part in ["warning: writing ", "tfevents", "No space left", "it ends before step "] {
+        assert!(told.contains(part), "{part:?} is in: {told}");
+    }
     assert!(bench.weights("out") == bench.weights("whole"));
 }
 

@@ -233,18 +233,37 @@ fn a_failure_goes_back_to_the_last_save() {
 #[test]
 fn a_run_that_diverges_says_where_it_goes_back_to() {
     let dir = tempfile::tempdir().unwrap();
-    let setup = saved(&Setup::new(true), dir.path().join("disk"), Spread::Copies(200_000));
-    let mut engine = setup.create();
-    setup.continue_to(&mut engine, 1);
-    engine.save().unwrap();
-    let saved = weights_hash(&mut engine);
-    setup.continue_to(&mut engine, 2);
-    engine.train_step(&setup.batches(2), 1e30).unwrap();
-    let error = engine.train_step(&setup.batches(3), LR).expect_err("such weights give no finite loss");
-    assert!(matches!(error, EngineError::Diverged(_)));
-    let text = error.to_string();
-    assert!(text.contains("step 4 is not finite") && text.contains("still that of step 1"), "{text}");
-    assert_eq!((engine.step(), weights_hash(&mut engine)), (1, saved));
+    for clip in [Some(0.5), None] {
+        for (index, spread) in SPREADS.into_iter().enumerate() {
+            let base = Setup { clip, ..Setup::new(true) };
+            let setup = saved(&base, dir.path().join(format!("{clip:?}-{index}")), spread);
+            let mut engine = setup.create();
+            setup.continue_to(&mut engine, 1);
+            engine.save().unwrap();
+            let saved = weights_hash(&mut engine);
+            setup.continue_to(&mut engine, 2);
+            engine.train_step(&setup.batches(2), 1e30).unwrap();
+            let error =
+                engine.train_step(&setup.batches(3), LR).expect_err("such weights give no finite loss");
+            assert!(matches!(error, EngineError::Diverged(_)));
+            let text = error.to_string();
+            assert!(text.contains("step 4 is not finite"), "{text}");
+            if clip.is_none() && text.contains("gradient norm") {
+                // Found when groups were updated, unless none of them is on disk.
+                assert!(text.contains("still that of step 1"), "{text}");
+                assert_eq!((engine.step(), weights_hash(&mut engine)), (1, saved));
+                continue;
+            }
+            // Nothing of the step was written: no step since the save is lost.
+            assert!(text.contains("still that of step 3"), "{text}");
+            assert_eq!(engine.step(), 3);
+            let before = weights_hash(&mut engine);
+            engine.save().unwrap();
+            drop(engine);
+            let mut engine = setup.resume().unwrap();
+            assert_eq!((engine.step(), weights_hash(&mut engine)), (3, before), "{spread:?}");
+        }
+    }
 }
 
 /// Steps that a loss scale skips change no state, but they count.

@@ -3,29 +3,16 @@
 //! Where a step is committed it goes to another generation than the last, so a failure goes back to the last commit, whatever failed.
 //! State that is kept once ([`Durability::None`](crate::Durability::None)) has no other generation: what failed after its first write
 //! since the last save leaves no step, and the engine says so and is of no more use. Only a step that *diverged* is known to have
-//! written nothing, as long as its update waits for the norm; it leaves the state of the step before, which can be saved.
+//! written nothing, as long as its update waits for the norm; it leaves the state of the step before, which can be saved, also where the
+//! last commit is some steps behind ([`Durability::Checkpoint`](crate::Durability::Checkpoint)).
 
 use crate::EngineError;
 use crate::engine::{Engine, Signals};
 use crate::gradients::GradientPark;
-use crate::overlap::Pending;
 use crate::scale::LossScale;
 use crate::state::StateHome;
 
 impl Engine {
-    /// The step that one which fails goes back to; of state that is kept once, one which diverges.
-    pub(crate) fn safe_step(&self) -> u64 {
-        let goes_back = self.config.commits_at_saves() && !self.config.keeps_once();
-        let committed = self.home.disk().filter(|_| goes_back);
-        committed.map_or(self.step, |store| store.committed().step)
-    }
-
-    /// The same, once an update that is still to be done, and its commit, are: before anything can diverge.
-    pub(crate) fn safe_step_after(&self, pending: Option<&Pending>) -> u64 {
-        let commits = pending.is_some_and(|pending| pending.words.is_some());
-        if commits { self.step } else { self.safe_step() }
-    }
-
     /// Gives up a step that failed: its writes are waited for and forgotten. The step is that of the state again. Gives the error,
     /// with what it means for state that is kept once.
     pub(crate) fn give_up(&mut self, error: EngineError) -> EngineError {
@@ -52,10 +39,10 @@ impl Engine {
         }
     }
 
-    /// As [`give_up`](Self::give_up), for a step of which nothing was updated if it diverged: state that is kept once stays as the step
+    /// As [`give_up`](Self::give_up), for a step of which nothing was updated if it diverged: state that no step commits stays as the step
     /// before left it.
     pub(crate) fn give_up_before_update(&mut self, error: EngineError) -> EngineError {
-        if !self.config.keeps_once() || !matches!(error, EngineError::Diverged(_)) {
+        if !self.config.commits_at_saves() || !matches!(error, EngineError::Diverged(_)) {
             return self.give_up(error);
         }
         self.forget_step();
@@ -74,8 +61,14 @@ impl Engine {
 
     /// The error of a step whose gradient is not finite.
     pub(crate) fn norm_not_finite(&self) -> EngineError {
-        let may_be_lost = self.config.keeps_once() && self.config.update_follows();
-        not_finite("gradient norm", self.step + 1, (!may_be_lost).then(|| self.safe_step()))
+        let safe = match self.home.disk() {
+            // Groups were updated beside backward.
+            Some(store) if self.config.update_follows() => {
+                (!self.config.keeps_once()).then(|| store.committed().step)
+            }
+            _ => Some(self.step),
+        };
+        not_finite("gradient norm", self.step + 1, safe)
     }
 }
 

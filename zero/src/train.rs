@@ -266,7 +266,7 @@ impl Engine {
         report: &mut StepReport,
     ) -> Result<Vec<ChunkAt>> {
         let args = self.step_args(lr, self.loss_scale.map_or(1.0, |current| current.inverse()));
-        let (speculates, safe) = (self.speculates(), self.safe_step_after(pending.as_ref()));
+        let (speculates, safe) = (self.speculates(), self.step);
         let Self {
             config,
             backend,
@@ -367,7 +367,7 @@ impl Engine {
         park.land_all(&self.pool)?;
         let norm = park.norm_squared(&self.lane)?.norm();
         let scale = match self.loss_scale {
-            Some(scale) => Some(scale.after(self.step + 1, self.safe_step(), norm.is_err())?),
+            Some(scale) => Some(scale.after(self.step + 1, self.step, norm.is_err())?),
             None => None,
         };
         report.grad_norm = match (norm, self.loss_scale) {

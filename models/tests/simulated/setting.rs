@@ -38,6 +38,8 @@ pub enum Clips {
     None,
     /// With a limit that about half of the gradients are within.
     Some,
+    /// None, though the norm is asked for.
+    Never,
     All,
 }
 
@@ -136,6 +138,7 @@ impl Training {
         setup.clip = match self.clips {
             Clips::None => None,
             Clips::Some => Some([1.8, 1.27, 1.04][self.micro_batches - 1]),
+            Clips::Never => Some(1e6),
             Clips::All => Some(0.5),
         };
         setup.overrides = overrides;
@@ -200,6 +203,14 @@ impl Setting {
         let once = Dice::new(seed ^ 0x6f6e_6365).one_in(4);
         if training.clips == Clips::All && Dice::new(seed ^ 0x736f_6d65).one_in(2) {
             training.clips = Clips::Some;
+        }
+        let mut never = Dice::new(seed ^ 0x6e65_7665);
+        if training.clips == Clips::Some && never.one_in(2) {
+            training.clips = Clips::Never;
+            for life in lives.iter_mut().filter(|life| life.placement == Placement::Disk) {
+                // What runs before the norm is known may be far behind.
+                life.overrides.update_slots = never.perhaps(&[3, 4, 6]).or(life.overrides.update_slots);
+            }
         }
         if training.format == Format::Split && Dice::new(seed ^ 0x6266_3136).one_in(3) {
             training.format = Format::Bf16;
