@@ -114,9 +114,10 @@ impl Lane {
         Ok(())
     }
 
-    /// Bytes that were sent up and down since the last call.
+    /// Bytes that were sent up and down since the last call; none to a device without memory of its own.
     pub(crate) fn take_moved(&self) -> [u64; 2] {
-        self.moved.each_ref().map(|bytes| bytes.swap(0, Relaxed))
+        let moved = self.moved.each_ref().map(|bytes| bytes.swap(0, Relaxed));
+        if self.unified { [0, 0] } else { moved }
     }
 
     /// Starts a copy into memory of the arena.

@@ -90,6 +90,8 @@ pub struct WeightUse {
     pub group: usize,
     /// Read from disk, into a slot of this class; none where the weights are in memory.
     pub read_bytes: u64,
+    /// Read from disk where the step before is not updated in this one's forward, which hands them over.
+    pub handed_bytes: u64,
     /// The class of the slot.
     pub class: usize,
     /// Copied to a device with its own memory; none where they are there.
@@ -134,12 +136,18 @@ impl Schedule {
             for group in &mut schedule.groups {
                 group.write_bytes += std::mem::take(&mut group.late_write_bytes);
             }
+            for used in schedule.passes.iter_mut().flat_map(|pass| &mut pass.weights) {
+                // The group that is complete last is always updated in the next forward.
+                let handed = std::mem::take(&mut used.handed_bytes);
+                used.read_bytes += if used.group == 0 { 0 } else { handed };
+            }
             schedule
         })
     }
 
-    /// The order of a step in which the weights of the uses of `read` are read from disk, and `inputs` are uploaded.
-    pub(crate) fn new(count: &Count<'_>, read: &[bool], inputs: u64) -> Self {
+    /// The order of a step in which the weights of the uses of `read` are read from disk, or of `handed` where no update hands them over, and
+    /// `inputs` are uploaded.
+    pub(crate) fn new(count: &Count<'_>, read: &[bool], handed: &[bool], inputs: u64) -> Self {
         let windows = &count.plan.windows;
         let update = count.update_time();
         let network = count.network;
@@ -158,7 +166,8 @@ impl Schedule {
         with_parameters.iter().enumerate().for_each(|(place, &group)| places[group] = place);
         Self {
             update,
-            passes: Passes { count, places, read, used: HashSet::new(), parked: HashSet::new() }.all(inputs),
+            passes: Passes { count, places, read, handed, used: HashSet::new(), parked: HashSet::new() }
+                .all(inputs),
             groups,
             weight_slots: windows.classes.iter().map(|class| class.slots).collect(),
             update_slots: windows.update_slots,
@@ -214,6 +223,8 @@ struct Passes<'a> {
     places: Vec<usize>,
     /// By use, those not yet come to.
     read: &'a [bool],
+    /// The same, of what the update of the step before hands over.
+    handed: &'a [bool],
     /// Groups that were used.
     used: HashSet<usize>,
     /// Groups of which a gradient was parked in the last round.
@@ -337,6 +348,8 @@ impl Passes<'_> {
         let bytes = self.count.weights(&[group]);
         let (read, later) = self.read.split_first().expect("a use for each group of each pass");
         self.read = later;
+        let (handed, later) = self.handed.split_first().expect("as many");
+        self.handed = later;
         let class = self.count.plan.windows.classes.iter().position(|class| class.groups.contains(&group));
         let is_first = self.used.insert(group);
         let comes = !self.count.unified && (is_first || !self.count.stays(group));
@@ -344,6 +357,7 @@ impl Passes<'_> {
         WeightUse {
             group: self.places[group],
             read_bytes: if *read { bytes } else { 0 },
+            handed_bytes: if *handed { bytes } else { 0 },
             class: class.unwrap_or(0),
             upload_bytes: if sent { bytes } else { 0 },
             gathers: self.count.plan.ranks.traffic(if comes { bytes } else { 0 }),

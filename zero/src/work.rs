@@ -116,15 +116,22 @@ impl Count<'_> {
             ..StepWork::default()
         };
         let order = rounds.order(network);
-        let mut read_weights = vec![false; order.len()];
+        let (mut read_weights, mut handed) = (vec![false; order.len()], vec![false; order.len()]);
         if config.placement == Placement::Disk {
             let caching = &plan.windows.caching;
             read_weights = self
                 .reads(&order, |group| !caching.has(group, kinds.weight, kinds) && !self.is_on_device(group));
-            if self.update_time() == UpdateTime::Deferred {
-                // The update hands over new weights where compute waits for them.
-                let is_first = |at: usize| !order[..at].contains(&order[at]);
-                read_weights.iter_mut().enumerate().for_each(|(at, read)| *read &= !is_first(at));
+            // An update in forward hands over new weights where compute waits for them. One beside backward comes to the group that is
+            // complete last when backward is over.
+            let is_first = |at: usize| !order[..at].contains(&order[at]);
+            let hands_over = |at: usize| match self.update_time() {
+                UpdateTime::Deferred => is_first(at),
+                UpdateTime::Beside => is_first(at) && order[at] == 0,
+                UpdateTime::After | UpdateTime::InTurn => false,
+            };
+            for (at, read) in read_weights.iter_mut().enumerate() {
+                handed[at] = *read && hands_over(at);
+                *read &= !handed[at];
             }
             self.disks(&mut work, &order, &read_weights);
         }
@@ -134,7 +141,7 @@ impl Count<'_> {
             inputs = sample.map_or(0, each) * limits.micro_batches as u64;
             self.link(&mut work, inputs);
         }
-        work.schedule = Schedule::new(self, &read_weights, inputs);
+        work.schedule = Schedule::new(self, &read_weights, &handed, inputs);
         let parked = elements * config.dtype.size() as u64;
         work.memory_bytes =
             work.disk_read_bytes + work.disk_write_bytes + work.upload_bytes + work.download_bytes;
