@@ -210,7 +210,7 @@ impl Builder<'_> {
             return Ok(None);
         }
         let row = row::object(self.path, number, text)?;
-        self.encoder.row(&row).map(Some).map_err(|reason| self.row_error(number, reason))
+        self.encoder.row(row).map(Some).map_err(|reason| self.row_error(number, reason))
     }
 
     fn row(&mut self, row: Encoded) -> Result {

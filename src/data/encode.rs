@@ -2,16 +2,17 @@
 //!
 //! | row | tokens | loss |
 //! |---|---|---|
-//! | `{"input_ids", "labels"?}` | as given | `labels`, by default every token |
+//! | `{"input_ids", "labels"?}` and [masks](super::pretokenized) | as given | `labels`, by default every token |
 //! | `{"messages"}` | the chat template's text | what the assistant said |
 //! | `{"prompt", "completion"}` | both as one text, end token | completion and end token |
 //! | `{"text"}` | the text, end token | every token |
 //!
-//! The first of these that a row has counts; other keys are ignored, the first that is almost one that
-//! would count with a warning. Prompt and completion are tokenised as one text, so that
+//! The first of these that a row has counts, one that is `null` as if it were not there; other keys are ignored, the first that
+//! is almost one that would count with a warning. Prompt and completion are tokenised as one text, so that
 //! the ids are those of the text; a token that straddles the border belongs to the completion.
 
 use super::batch::loss_terms_of;
+use super::pretokenized;
 use super::row::near_miss;
 use super::tokenizer::{TextTokenizer, TokenSpan};
 use super::{IGNORED, Sample};
@@ -40,11 +41,14 @@ type Result<T> = std::result::Result<T, String>;
 
 impl Encoder<'_> {
     /// Encodes one row.
-    pub(super) fn row(&self, row: &Map<String, Value>) -> Result<Encoded> {
+    pub(super) fn row(&self, mut row: Map<String, Value>) -> Result<Encoded> {
+        // Files made of tables have every key in every row.
+        row.retain(|_, value| !value.is_null());
+        let row = &row;
         let plain =
             !["input_ids", "messages", "prompt", "completion"].iter().any(|key| row.contains_key(*key));
-        let sample = if let Some(ids) = row.get("input_ids") {
-            pretokenized(ids, row.get("labels"))?
+        let sample = if row.contains_key("input_ids") {
+            pretokenized::sample(row)?
         } else if let Some(messages) = row.get("messages") {
             self.messages(messages, row)?
         } else if plain {
@@ -59,8 +63,8 @@ impl Encoder<'_> {
             self.completion(string(row, "prompt")?, string(row, "completion")?)?
         };
         self.check(&sample)?;
-        // Labels that the user wrote may mask a whole row; anything else without loss is a mistake.
-        let masked = row.get("labels").is_some_and(Value::is_array) && sample.ids.len() > 1;
+        // Labels and masks that the user wrote may mask a whole row; anything else without loss is a mistake.
+        let masked = pretokenized::says_what_is_learnt(row) && sample.ids.len() > 1;
         if !plain && !masked && loss_terms_of(&sample.labels) == 0 {
             return Err("nothing to learn: no token after the first carries loss".into());
         }
@@ -137,7 +141,7 @@ impl Encoder<'_> {
                  \"chat_template\" in tokenizer_config.json"
                 .into());
         };
-        let rendered = chat.conversation(messages, row.get("tools").filter(|tools| !tools.is_null()))?;
+        let rendered = chat.conversation(messages, row.get("tools"))?;
         let spans = tokenizer.encode(&rendered.text, false).map_err(|e| e.to_string())?;
         Ok(Sample::masked(&spans, &rendered.assistant))
     }
@@ -176,7 +180,7 @@ impl Encoder<'_> {
 
 impl Sample {
     /// Every token carries loss.
-    fn all(ids: Vec<u32>) -> Self {
+    pub(super) fn all(ids: Vec<u32>) -> Self {
         let labels = ids.iter().map(|&id| id as i32).collect();
         Self { ids, labels }
     }
@@ -196,30 +200,6 @@ impl Sample {
         self.ids.extend(eos);
         self.labels.extend(eos.map(|id| id as i32));
     }
-}
-
-fn pretokenized(ids: &Value, labels: Option<&Value>) -> Result<Sample> {
-    let ids: Vec<u32> = integers(ids, "input_ids")?;
-    if ids.is_empty() {
-        return Err("\"input_ids\" is empty".into());
-    }
-    let Some(labels) = labels.filter(|labels| !labels.is_null()) else { return Ok(Sample::all(ids)) };
-    let labels: Vec<i32> = integers(labels, "labels")?;
-    if labels.len() != ids.len() {
-        return Err(format!("{} labels for {} input_ids; there must be one each", labels.len(), ids.len()));
-    }
-    Ok(Sample { ids, labels })
-}
-
-fn integers<T: TryFrom<i64>>(value: &Value, key: &str) -> Result<Vec<T>> {
-    let Value::Array(items) = value else {
-        return Err(format!("\"{key}\": expected an array of integers, found {}", kind(value)));
-    };
-    let convert = |(at, item): (usize, &Value)| {
-        let number = item.as_i64().and_then(|number| T::try_from(number).ok());
-        number.ok_or_else(|| format!("\"{key}\"[{at}]: expected a token id, found {item}"))
-    };
-    items.iter().enumerate().map(convert).collect()
 }
 
 fn string<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a str> {

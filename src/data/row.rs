@@ -1,6 +1,7 @@
 //! A line of a `.jsonl` file as the object that it must be, and keys of it that are not what was meant.
 
 use super::encode::kind;
+use super::pretokenized::LOSS_MASKS;
 use super::{DataError, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -37,7 +38,7 @@ pub fn object(path: &Path, line: usize, text: &str) -> Result<Map<String, Value>
 
 /// Kinds of row by the key that makes them, the first of which counts, and what else would change what a row of that kind says.
 const KINDS: [(&str, &[&str]); 5] = [
-    ("input_ids", &["labels"]),
+    ("input_ids", &["labels", "attention_mask", LOSS_MASKS[0], LOSS_MASKS[1], LOSS_MASKS[2]]),
     ("messages", &["input_ids"]),
     ("prompt", &["input_ids", "messages"]),
     ("completion", &["input_ids", "messages"]),
@@ -78,6 +79,8 @@ mod tests {
             (r#"{"input_ids": 1, "id": 1, "label": 1}"#, "label", "labels"),
             (r#"{"input_ids": 1, "lables": 1}"#, "lables", "labels"),
             (r#"{"input_ids": 1, "labels_ids": 1}"#, "labels_ids", "labels"),
+            (r#"{"input_ids": 1, "attention_masks": 1}"#, "attention_masks", "attention_mask"),
+            (r#"{"input_ids": 1, "assistant_masks": 1, "assistant_mask": 1}"#, "", ""),
             (r#"{"text": 1, "Input_id": 1}"#, "Input_id", "input_ids"),
             (r#"{"text": 1, "promt": 1, "completion": 1}"#, "", ""),
             (r#"{"prompt": 1, "completion": 1, "message": 1}"#, "message", "messages"),
