@@ -3,7 +3,7 @@
 //! | row | tokens | loss |
 //! |---|---|---|
 //! | `{"input_ids", "labels"?}` and [masks](super::pretokenized) | as given | `labels`, by default every token |
-//! | `{"messages"}` | the chat template's text | what the assistant said |
+//! | `{"messages"}` | the chat template's text | what the assistant said, but for turns of [weight](messages) 0 |
 //! | `{"prompt", "completion"}` | both as one text, end token | completion and end token |
 //! | `{"text"}` | the text, end token | every token |
 //!
@@ -12,10 +12,9 @@
 //! the ids are those of the text; a token that straddles the border belongs to the completion.
 
 use super::batch::loss_terms_of;
-use super::pretokenized;
 use super::row::near_miss;
 use super::tokenizer::{TextTokenizer, TokenSpan};
-use super::{IGNORED, Sample};
+use super::{IGNORED, Sample, messages, pretokenized};
 use serde_json::{Map, Value};
 use std::ops::Range;
 use std::path::Path;
@@ -47,10 +46,15 @@ impl Encoder<'_> {
         let row = &row;
         let plain =
             !["input_ids", "messages", "prompt", "completion"].iter().any(|key| row.contains_key(*key));
+        // Whether the row itself says what is learnt, which may be nothing.
+        let mut masked = false;
         let sample = if row.contains_key("input_ids") {
+            masked = pretokenized::says_what_is_learnt(row);
             pretokenized::sample(row)?
-        } else if let Some(messages) = row.get("messages") {
-            self.messages(messages, row)?
+        } else if row.contains_key("messages") {
+            let sample;
+            (sample, masked) = self.messages(row)?;
+            sample
         } else if plain {
             if !row.contains_key("text") {
                 return Err(
@@ -63,8 +67,7 @@ impl Encoder<'_> {
             self.completion(string(row, "prompt")?, string(row, "completion")?)?
         };
         self.check(&sample)?;
-        // Labels and masks that the user wrote may mask a whole row; anything else without loss is a mistake.
-        let masked = pretokenized::says_what_is_learnt(row) && sample.ids.len() > 1;
+        masked &= sample.ids.len() > 1;
         if !plain && !masked && loss_terms_of(&sample.labels) == 0 {
             return Err("nothing to learn: no token after the first carries loss".into());
         }
@@ -115,35 +118,18 @@ impl Encoder<'_> {
         Ok(sample)
     }
 
-    fn messages(&self, messages: &Value, row: &Map<String, Value>) -> Result<Sample> {
-        let Value::Array(messages) = messages else {
-            return Err(format!("\"messages\": expected an array, found {}", kind(messages)));
-        };
-        if messages.is_empty() {
-            return Err("\"messages\" is empty".into());
-        }
-        for (at, message) in messages.iter().enumerate() {
-            if !message["role"].is_string() {
-                return Err(format!(
-                    "\"messages\"[{at}]: expected {{\"role\": …, \"content\": …}} with a string as role"
-                ));
-            }
-            // Tool calls come without content, and some templates take a list of parts.
-            let has_calls = message.get("tool_calls").is_some();
-            if !(message["content"].is_string() || message["content"].is_array() || has_calls) {
-                let found = kind(&message["content"]);
-                return Err(format!("\"messages\"[{at}].content: expected a string, found {found}"));
-            }
-        }
+    fn messages(&self, row: &Map<String, Value>) -> Result<(Sample, bool)> {
+        let messages = messages::messages(&row["messages"])?;
+        let tools = row.get("tools").map_or(Ok(None), messages::tools)?;
         let tokenizer = self.tokenizer()?;
         let Some(chat) = tokenizer.chat() else {
             return Err("\"messages\" need a chat template, and the model folder has neither chat_template.jinja nor a \
                  \"chat_template\" in tokenizer_config.json"
                 .into());
         };
-        let rendered = chat.conversation(messages, row.get("tools"))?;
+        let rendered = chat.conversation(&messages, tools.as_ref())?;
         let spans = tokenizer.encode(&rendered.text, false).map_err(|e| e.to_string())?;
-        Ok(Sample::masked(&spans, &rendered.assistant))
+        Ok((Sample::masked(&spans, &rendered.assistant), messages.iter().any(messages::has_no_weight)))
     }
 
     fn tokenizer(&self) -> Result<&TextTokenizer> {

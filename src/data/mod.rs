@@ -13,6 +13,7 @@ mod chat;
 mod dataset;
 mod encode;
 mod error;
+mod messages;
 mod pretokenized;
 pub(crate) mod row;
 mod sampler;

@@ -1,0 +1,163 @@
+//! A conversation as rows hold it, made what chat templates are written for.
+//!
+//! As transformers does: keys of a message without a value are taken out, because many templates only ask whether a key is there;
+//! and reasoning has several names, of which templates read the first.
+
+use super::encode::kind;
+use serde_json::{Map, Value};
+
+/// Names of an assistant's reasoning. Templates read the first, some the second.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+type Result<T> = std::result::Result<T, String>;
+
+/// Whether a message's turn is not to be learnt, as OpenAI's format has it.
+pub(super) fn has_no_weight(message: &Value) -> bool {
+    message["weight"].as_f64() == Some(0.0)
+}
+
+/// The messages of a row.
+pub(super) fn messages(value: &Value) -> Result<Vec<Value>> {
+    let Value::Array(messages) = value else {
+        return Err(format!("\"messages\": expected an array, found {}", kind(value)));
+    };
+    if messages.is_empty() {
+        return Err("\"messages\" is empty".into());
+    }
+    messages.iter().enumerate().map(|(at, value)| message(at, value)).collect()
+}
+
+fn message(at: usize, value: &Value) -> Result<Value> {
+    let wrong =
+        || format!("\"messages\"[{at}]: expected {{\"role\": …, \"content\": …}} with a string as role");
+    let mut message = value.as_object().ok_or_else(wrong)?.clone();
+    message.retain(|_, value| !value.is_null());
+    if !message.get("role").is_some_and(Value::is_string) {
+        return Err(wrong());
+    }
+    // Tool calls come without content, and some templates take a list of parts.
+    let content = message.get("content").unwrap_or(&Value::Null);
+    if !(content.is_string() || content.is_array() || message.contains_key("tool_calls")) {
+        return Err(format!("\"messages\"[{at}].content: expected a string, found {}", kind(content)));
+    }
+    if let Some(weight) = message.get("weight")
+        && !matches!(weight.as_f64(), Some(0.0 | 1.0))
+    {
+        return Err(format!(
+            "\"messages\"[{at}].weight: expected 0, which leaves the turn out of the loss, or 1, found {weight}"
+        ));
+    }
+    Ok(Value::Object(with_reasoning(message)))
+}
+
+fn with_reasoning(message: Map<String, Value>) -> Map<String, Value> {
+    let Some(reasoning) = REASONING.iter().find_map(|key| message.get(*key)).cloned() else { return message };
+    let mut named = Map::new();
+    if !message.contains_key("thinking") {
+        named.insert("thinking".into(), reasoning.clone());
+    }
+    named.extend(message);
+    named.insert("reasoning_content".into(), reasoning);
+    named
+}
+
+/// The tools of a row: an array of objects, or one as text.
+pub(super) fn tools(value: &Value) -> Result<Option<Value>> {
+    let tools = match value {
+        Value::String(text) => serde_json::from_str(text).map_err(|e| {
+            format!("\"tools\": a string must be a JSON array of tools, and this is not JSON: {e}")
+        })?,
+        other => other.clone(),
+    };
+    match &tools {
+        Value::Null => return Ok(None),
+        Value::Array(items) => {
+            if let Some((at, item)) = items.iter().enumerate().find(|(_, item)| !item.is_object()) {
+                return Err(format!("\"tools\"[{at}]: expected an object, found {}", kind(item)));
+            }
+        }
+        other => {
+            return Err(format!(
+                "\"tools\": expected an array of objects, or one as a string, found {}",
+                kind(other)
+            ));
+        }
+    }
+    Ok(Some(tools))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn one(message: &Value) -> Result<Value> {
+        messages(&json!([message])).map(|mut all| all.remove(0))
+    }
+
+    #[test]
+    fn keys_without_a_value_are_taken_out() {
+        let calls = json!([{"function": {"name": "f", "arguments": {"a": null}}}]);
+        let message =
+            json!({"role": "assistant", "content": null, "tool_calls": calls, "name": null, "weight": null});
+        let found = one(&message).unwrap();
+        assert_eq!(found, json!({"role": "assistant", "tool_calls": calls}), "only the message's own keys");
+        let error = one(&json!({"role": "user", "content": null, "tool_calls": null})).unwrap_err();
+        assert_eq!(error, "\"messages\"[0].content: expected a string, found nothing");
+        assert!(one(&json!("Hi")).unwrap_err().contains("\"messages\"[0]: expected"));
+    }
+
+    #[test]
+    fn reasoning_has_one_name() {
+        for (keys, expected) in [
+            (json!({"thinking": "t"}), json!({"thinking": "t", "reasoning_content": "t"})),
+            (json!({"reasoning": "r"}), json!({"thinking": "r", "reasoning": "r", "reasoning_content": "r"})),
+            (json!({"reasoning_content": "c"}), json!({"thinking": "c", "reasoning_content": "c"})),
+            (
+                json!({"reasoning": "r", "thinking": "t", "reasoning_content": null}),
+                json!({"reasoning": "r", "thinking": "t", "reasoning_content": "t"}),
+            ),
+            (json!({"reasoning": null}), json!({})),
+        ] {
+            let with = |keys: &Value| {
+                let mut message = json!({"role": "assistant", "content": "x"});
+                message.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+                message
+            };
+            assert_eq!(one(&with(&keys)).unwrap(), with(&expected), "{keys}");
+        }
+    }
+
+    #[test]
+    fn tools_are_objects_also_as_text() {
+        let expected = Some(json!([{"name": "f"}]));
+        assert_eq!(tools(&json!([{"name": "f"}])).unwrap(), expected);
+        assert_eq!(tools(&json!("[{\"name\": \"f\"}]")).unwrap(), expected);
+        assert_eq!(tools(&json!("null")).unwrap(), None);
+        for (value, reason) in [
+            (json!("f"), "\"tools\": a string must be a JSON array of tools, and this is not JSON"),
+            (json!("[\"f\"]"), "\"tools\"[0]: expected an object, found a string"),
+            (json!([{"name": "f"}, 1]), "\"tools\"[1]: expected an object, found a number"),
+            (
+                json!({"name": "f"}),
+                "\"tools\": expected an array of objects, or one as a string, found an object",
+            ),
+        ] {
+            let error = tools(&value).unwrap_err();
+            assert!(error.contains(reason), "{value}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_weight_is_zero_or_one() {
+        let weighted = |weight: Value| one(&json!({"role": "assistant", "content": "x", "weight": weight}));
+        assert!(has_no_weight(&weighted(json!(0)).unwrap()) && has_no_weight(&weighted(json!(0.0)).unwrap()));
+        assert!(
+            !has_no_weight(&weighted(json!(1)).unwrap()) && !has_no_weight(&weighted(Value::Null).unwrap())
+        );
+        for wrong in [json!(0.5), json!("0"), json!(false), json!(-1)] {
+            let error = weighted(wrong).unwrap_err();
+            assert!(error.contains("\"messages\"[0].weight: expected 0, which"), "{error}");
+        }
+    }
+}
