@@ -5,12 +5,14 @@
 //!
 //! **What the assistant said.** If the template has `{% generation %}` blocks, they say it. Otherwise turn `i` is what
 //! rendering messages `..=i` adds to rendering `..i` with the generation prompt, which is exactly what the model has to produce
-//! at that point. This holds only while each rendering is a prefix of the next. A template that rewrites earlier turns (dropping
-//! their reasoning, say) breaks it; then the row is refused, because any guess would train on text the model never sees.
+//! at that point. This holds only while each rendering is a prefix of the next, but for an end token that closes the whole. A
+//! template that rewrites earlier turns (dropping their reasoning, say) breaks it; then the last turn alone is learnt, of which it
+//! holds in any case. Where not even that does, the row is refused, because any guess would train on text the model never sees.
 //!
 //! **Dates.** `strftime_now` gives 26 Jul 2024, the date that templates fall back to, whatever the day: tokens must not depend
 //! on when the data was read, or a run could not be resumed tomorrow.
 
+use super::messages::has_no_weight;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
 use serde::Serialize;
@@ -39,6 +41,8 @@ pub struct Rendered {
     pub text: String,
     /// Byte ranges that the assistant said, in order.
     pub assistant: Vec<Range<usize>>,
+    /// The template writes earlier turns otherwise once messages follow, and only the last is among the ranges.
+    pub only_last: bool,
 }
 
 impl ChatTemplate {
@@ -71,41 +75,106 @@ impl ChatTemplate {
         Ok(self.run(messages, None, true)?.replace(GENERATION, ""))
     }
 
-    /// Renders a whole conversation and finds what the assistant said.
+    /// Renders a whole conversation and finds what the assistant said, turns of weight 0 left out.
     ///
     /// # Errors
-    /// The template refuses the messages, the assistant says nothing, or the template rewrites earlier turns.
+    /// The template refuses the messages, the assistant says nothing, or what it says cannot be told from the rest.
     pub fn conversation(
         &self,
         messages: &[serde_json::Value],
         tools: Option<&serde_json::Value>,
     ) -> Result<Rendered, String> {
-        let is_assistant = |message: &serde_json::Value| message["role"] == "assistant";
-        if !messages.iter().any(is_assistant) {
+        let said: Vec<usize> =
+            (0..messages.len()).filter(|&at| messages[at]["role"] == "assistant").collect();
+        if said.is_empty() {
             return Err("no message of the role \"assistant\": nothing to learn".into());
         }
         let full = self.run(messages, tools, false)?;
+        let is_learnt = |at: &usize| !has_no_weight(&messages[*at]);
         if self.marks_generation {
-            return split_marks(&full);
-        }
-        let mut assistant: Vec<Range<usize>> = Vec::new();
-        for (at, _) in messages.iter().enumerate().filter(|(_, m)| is_assistant(m)) {
-            let before = if at == 0 { String::new() } else { self.run(&messages[..at], tools, true)? };
-            let after = if at + 1 == messages.len() {
-                full.clone()
-            } else {
-                self.run(&messages[..=at], tools, false)?
-            };
-            if !(after.starts_with(&before) && full.starts_with(&after)) {
-                return Err(format!(
-                    "the chat template changes what was said before message {at} when messages follow, so the assistant's part \
-                     cannot be told apart; give every assistant turn a row of its own, or use a template with \
-                     {{% generation %}} blocks"
-                ));
+            let mut rendered = split_marks(&full)?;
+            if !said.iter().all(is_learnt) {
+                if rendered.assistant.len() != said.len() {
+                    return Err(format!(
+                        "the chat template marks {} parts as generated for {} messages of the assistant, so which of them has \
+                         \"weight\": 0 cannot be told; take the weights out, or give turns rows of their own",
+                        rendered.assistant.len(),
+                        said.len()
+                    ));
+                }
+                let ranges = said.iter().zip(rendered.assistant);
+                rendered.assistant = ranges.filter(|(at, _)| is_learnt(at)).map(|(_, range)| range).collect();
             }
-            assistant.push(before.len()..after.len());
+            return Ok(rendered);
         }
-        Ok(Rendered { text: full, assistant })
+        let learnt: Vec<usize> = said.into_iter().filter(is_learnt).collect();
+        let mut assistant = Vec::with_capacity(learnt.len());
+        for &at in &learnt {
+            let before = self.before(messages, at, tools)?;
+            let is_last = at + 1 == messages.len();
+            let after = if is_last { full.clone() } else { self.run(&messages[..=at], tools, false)? };
+            match self.turn(&full, &before, &after) {
+                Some(range) => assistant.push(range),
+                None => break,
+            }
+        }
+        match learnt.last() {
+            Some(&last) if assistant.len() < learnt.len() => {
+                self.last_turn(messages, last, tools, learnt.len() > 1)
+            }
+            _ => Ok(Rendered { text: full, assistant, only_last: false }),
+        }
+    }
+
+    /// The last turn that is to be learnt, with what comes before it as the model sees it at that point. What follows has no part in
+    /// its loss and is left out, because the template may write the turn otherwise once something follows.
+    fn last_turn(
+        &self,
+        messages: &[serde_json::Value],
+        at: usize,
+        tools: Option<&serde_json::Value>,
+        only_last: bool,
+    ) -> Result<Rendered, String> {
+        let text = self.run(&messages[..=at], tools, false)?;
+        let before = self.before(messages, at, tools)?;
+        if text.starts_with(&before) {
+            let assistant = std::iter::once(before.len()..text.len()).collect();
+            return Ok(Rendered { text, assistant, only_last });
+        }
+        let border =
+            text.chars().zip(before.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum();
+        let [written, prompted] = [&text, &before].map(|text| start_of(&text[border..]));
+        let advice = "so the assistant's part cannot be told apart; give the row as {\"prompt\", \"completion\"} of rendered text, or \
+                      use a template with {% generation %} blocks";
+        Err(if text.starts_with(&self.run(&messages[..at], tools, false)?) {
+            format!(
+                "the generation prompt is not what the chat template writes before the answer (message {at}): it goes on with \
+                 {prompted:?} where the conversation has {written:?}, {advice}"
+            )
+        } else {
+            format!(
+                "the chat template changes what was said before message {at} when that follows: it writes {written:?} where it had \
+                 {prompted:?}, {advice}"
+            )
+        })
+    }
+
+    /// What the model sees before it says message `at`.
+    fn before(
+        &self,
+        messages: &[serde_json::Value],
+        at: usize,
+        tools: Option<&serde_json::Value>,
+    ) -> Result<String, String> {
+        if at == 0 { Ok(String::new()) } else { self.run(&messages[..at], tools, true) }
+    }
+
+    /// Where in `full` the turn is that leads from `before` to `after`. A template may close every conversation with the end token.
+    fn turn(&self, full: &str, before: &str, after: &str) -> Option<Range<usize>> {
+        let closed =
+            |after| full.ends_with(&self.eos).then(|| str::strip_suffix(after, self.eos.as_str()))?;
+        let after = if full.starts_with(after) { after } else { closed(after)? };
+        (after.starts_with(before) && full.starts_with(after)).then_some(before.len()..after.len())
     }
 
     fn run(
@@ -124,6 +193,11 @@ impl ChatTemplate {
         };
         template.render(values).map_err(|e| describe(&e))
     }
+}
+
+/// The first characters of a text, for a message.
+fn start_of(text: &str) -> &str {
+    text.char_indices().nth(24).map_or(text, |(end, _)| &text[..end])
 }
 
 fn describe(error: &Error) -> String {
@@ -155,7 +229,8 @@ fn rewrite_generation(source: &str) -> (String, bool) {
 }
 
 fn split_marks(marked: &str) -> Result<Rendered, String> {
-    let mut rendered = Rendered { text: String::with_capacity(marked.len()), assistant: Vec::new() };
+    let mut rendered =
+        Rendered { text: String::with_capacity(marked.len()), assistant: Vec::new(), only_last: false };
     let mut start = None;
     for c in marked.chars() {
         match c {
@@ -322,7 +397,8 @@ U: {{ message.content | trim }}
         assert!(chatml.conversation(&talk()[..2], None).unwrap_err().contains("nothing to learn"));
         let forgets = "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}{% endfor %}";
         let forgets = ChatTemplate::new(forgets, "", "").unwrap();
-        assert!(forgets.conversation(&talk(), None).unwrap_err().contains("row of its own"));
+        let only = forgets.conversation(&talk(), None).unwrap();
+        assert!(said(&only) == ["So long"] && only.only_last);
         assert_eq!(said(&forgets.conversation(&talk()[1..3], None).unwrap()), ["Hello"]);
     }
 

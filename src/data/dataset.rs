@@ -91,7 +91,8 @@ impl Dataset {
             summary: Summary::default(),
             config,
             path,
-            warning: None,
+            near_miss: None,
+            only_last: (0, 0),
             idle: Vec::new(),
         };
         let mut reader = BufReader::with_capacity(1 << 18, file);
@@ -143,7 +144,8 @@ impl Dataset {
         self.idle.is_empty()
     }
 
-    /// What the user should know of a row that was taken all the same: the first whose key is almost one that would count.
+    /// What the user should know of rows that were taken all the same: the first whose key is almost one that would count, and how
+    /// many of whose turns only the last is learnt.
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
     }
@@ -162,7 +164,10 @@ struct Builder<'a> {
     summary: Summary,
     config: &'a DataConfig,
     path: &'a Path,
-    warning: Option<String>,
+    /// The first row with a key that is almost one that would count.
+    near_miss: Option<String>,
+    /// Rows of whose turns only the last is learnt, and the line of the first.
+    only_last: (u64, usize),
     idle: Vec<usize>,
 }
 
@@ -188,17 +193,42 @@ impl Builder<'_> {
             for (row, (number, _)) in encoded.into_iter().zip(&lines) {
                 if let Some(row) = row? {
                     self.summary.rows += 1;
-                    if let (Some((key, meant)), None) = (&row.near_miss, &self.warning) {
-                        self.warning = Some(format!(
-                            "{}:{number}: the key \"{key}\" is ignored; if \"{meant}\" is meant, rename it",
-                            self.path.display()
-                        ));
-                    }
+                    self.note(&row, *number);
                     self.row(row)?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// Keeps what the user should know of a row.
+    fn note(&mut self, row: &Encoded, number: usize) {
+        if let (Some((key, meant)), None) = (&row.near_miss, &self.near_miss) {
+            self.near_miss = Some(format!(
+                "{}:{number}: the key \"{key}\" is ignored; if \"{meant}\" is meant, rename it",
+                self.path.display()
+            ));
+        }
+        if row.only_last {
+            let (count, first) = self.only_last;
+            self.only_last = (count + 1, if count == 0 { number } else { first });
+        }
+    }
+
+    fn warning(&mut self) -> Option<String> {
+        let only_last = match self.only_last {
+            (0, _) => None,
+            (count, first) => Some(format!(
+                "{}: of {count} {} (the first in line {first}) only the assistant's last turn is learnt, because the chat template \
+                 writes earlier ones otherwise once messages follow; to learn those too, give each a row that ends with it",
+                self.path.display(),
+                if count == 1 { "row" } else { "rows" },
+            )),
+        };
+        match (self.near_miss.take(), only_last) {
+            (Some(one), Some(other)) => Some(format!("{one}; {other}")),
+            (one, other) => one.or(other),
+        }
     }
 
     /// One line; `None` if it is blank.
@@ -303,7 +333,8 @@ impl Builder<'_> {
         if rest.ids.len() > 1 || (rest.ids.len() == 1 && self.summary.tokens == 0) {
             self.write(&rest.ids, &rest.labels)?;
         }
-        let (path, summary, warning, idle) = (self.path.to_path_buf(), self.summary, self.warning, self.idle);
+        let warning = self.warning();
+        let (path, summary, idle) = (self.path.to_path_buf(), self.summary, self.idle);
         let store = self.writer.finish()?;
         if store.len() == 0 {
             return Err(DataError::Empty { path });

@@ -34,6 +34,8 @@ pub(super) struct Encoded {
     pub(super) plain: bool,
     /// A key that is ignored, and the one that was perhaps meant.
     pub(super) near_miss: Option<(String, &'static str)>,
+    /// Of several turns of the assistant only the last is learnt, because the chat template writes the others otherwise.
+    pub(super) only_last: bool,
 }
 
 type Result<T> = std::result::Result<T, String>;
@@ -47,13 +49,13 @@ impl Encoder<'_> {
         let plain =
             !["input_ids", "messages", "prompt", "completion"].iter().any(|key| row.contains_key(*key));
         // Whether the row itself says what is learnt, which may be nothing.
-        let mut masked = false;
+        let (mut masked, mut only_last) = (false, false);
         let sample = if row.contains_key("input_ids") {
             masked = pretokenized::says_what_is_learnt(row);
             pretokenized::sample(row)?
         } else if row.contains_key("messages") {
             let sample;
-            (sample, masked) = self.messages(row)?;
+            (sample, masked, only_last) = self.messages(row)?;
             sample
         } else if plain {
             if !row.contains_key("text") {
@@ -72,7 +74,7 @@ impl Encoder<'_> {
             return Err("nothing to learn: no token after the first carries loss".into());
         }
         let near_miss = near_miss(row).map(|(key, meant)| (key.to_owned(), meant));
-        Ok(Encoded { sample, plain, near_miss })
+        Ok(Encoded { sample, plain, near_miss, only_last })
     }
 
     /// A piece of plain text; the first one opens the document, [`end_of_document`](Self::end_of_document) closes it.
@@ -118,7 +120,8 @@ impl Encoder<'_> {
         Ok(sample)
     }
 
-    fn messages(&self, row: &Map<String, Value>) -> Result<(Sample, bool)> {
+    /// The sample, whether a turn has no weight, and whether only the last is learnt.
+    fn messages(&self, row: &Map<String, Value>) -> Result<(Sample, bool, bool)> {
         let messages = messages::messages(&row["messages"])?;
         let tools = row.get("tools").map_or(Ok(None), messages::tools)?;
         let tokenizer = self.tokenizer()?;
@@ -129,7 +132,8 @@ impl Encoder<'_> {
         };
         let rendered = chat.conversation(&messages, tools.as_ref())?;
         let spans = tokenizer.encode(&rendered.text, false).map_err(|e| e.to_string())?;
-        Ok((Sample::masked(&spans, &rendered.assistant), messages.iter().any(messages::has_no_weight)))
+        let masked = messages.iter().any(messages::has_no_weight);
+        Ok((Sample::masked(&spans, &rendered.assistant), masked, rendered.only_last))
     }
 
     fn tokenizer(&self) -> Result<&TextTokenizer> {
