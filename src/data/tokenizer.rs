@@ -3,7 +3,7 @@
 use super::{ChatTemplate, DataError, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use tokenizers::Tokenizer;
+use tokenizers::{AddedToken, Tokenizer};
 
 /// A token and the bytes of the text it stands for. Tokens that the tokenizer adds of itself stand for nothing: `start == end`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,6 +61,8 @@ impl TextTokenizer {
         inner.with_padding(None);
         let settings_path = model.join("tokenizer_config.json");
         let settings = read_json(&settings_path)?;
+        add_tokens(&mut inner, &settings["added_tokens_decoder"])
+            .map_err(|reason| DataError::tokenizer(&settings_path, reason))?;
         let map = read_json(&model.join("special_tokens_map.json"))?;
         let config = read_json(&model.join("config.json"))?;
         let special = |key: &str| {
@@ -153,6 +155,52 @@ fn read_json(path: &Path) -> Result<Value> {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
         Err(e) => Err(DataError::file("reading", path)(e)),
     }
+}
+
+/// Adds the tokens of `added_tokens_decoder`, an object from ids to tokens, that `tokenizer.json` does not have.
+fn add_tokens(tokenizer: &mut Tokenizer, listed: &Value) -> Result<(), String> {
+    let known = tokenizer.get_added_tokens_decoder();
+    let is_known = |content: &str| known.values().any(|token| token.content == content);
+    let mut missing = Vec::new();
+    for (id, token) in listed.as_object().into_iter().flatten() {
+        let (Ok(id), Some(content)) = (id.parse::<u32>(), token["content"].as_str()) else {
+            return Err(format!(
+                "\"added_tokens_decoder\": expected an id and a token {{\"content\": …}}, found \"{id}\": {token}; correct it or \
+                 download the file again"
+            ));
+        };
+        if !is_known(content) {
+            let flag = |name: &str| token[name].as_bool();
+            let added = AddedToken::from(content, flag("special").unwrap_or(false))
+                .single_word(flag("single_word").unwrap_or(false))
+                .lstrip(flag("lstrip").unwrap_or(false))
+                .rstrip(flag("rstrip").unwrap_or(false));
+            missing.push((
+                id,
+                match flag("normalized") {
+                    Some(normalized) => added.normalized(normalized),
+                    None => added,
+                },
+            ));
+        }
+    }
+    missing.sort_by_key(|(id, _)| *id);
+    // One call for all: each makes the automaton anew.
+    tokenizer.add_tokens(missing.iter().map(|(_, token)| token.clone())).map_err(|e| e.to_string())?;
+    for (id, token) in &missing {
+        let content = &token.content;
+        match tokenizer.token_to_id(content) {
+            Some(found) if found == *id => {}
+            found => {
+                let found = found.map_or("none".into(), |found| found.to_string());
+                return Err(format!(
+                    "\"added_tokens_decoder\" has {content:?} with id {id}, which tokenizer.json lacks, and added there it has {found}: \
+                     the two files do not belong together; download both again"
+                ));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// A special token is written as its text or as an object that holds it.
