@@ -5,6 +5,7 @@ use super::encode::{Encoded, Encoder};
 use super::store::{TokenStore, TokenWriter};
 use super::{DataError, Result, Sample, TextTokenizer, row};
 use rayon::prelude::*;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -72,12 +73,13 @@ impl Dataset {
     ) -> Result<Self> {
         assert!(config.seq_len > 0, "a sample has at least one token");
         DataError::check_file(path)?;
-        let extension = path.extension().and_then(|e| e.to_str()).map(str::to_ascii_lowercase);
-        let lines = match extension.as_deref() {
-            Some("jsonl" | "json" | "ndjson") => false,
-            Some("txt" | "text") => true,
-            _ => return Err(DataError::Format { path: path.into() }),
+        let is_text = |extension: &OsStr| {
+            extension.eq_ignore_ascii_case("txt") || extension.eq_ignore_ascii_case("text")
         };
+        let lines = path.extension().is_some_and(is_text);
+        if !lines && !row::is_file_of_rows(path) {
+            return Err(DataError::Format { path: path.into() });
+        }
         let file = File::open(path).map_err(DataError::file("opening", path))?;
         std::fs::create_dir_all(work_dir).map_err(DataError::file("creating", work_dir))?;
         let mut builder = Builder {

@@ -7,6 +7,12 @@ use serde_json::{Map, Value};
 use std::path::Path;
 use strsim::levenshtein as typos;
 
+/// Whether the name says that every line is an object.
+pub fn is_file_of_rows(path: &Path) -> bool {
+    let rows = ["jsonl", "ndjson", "json"];
+    path.extension().is_some_and(|extension| rows.iter().any(|name| extension.eq_ignore_ascii_case(name)))
+}
+
 /// Every line of the file at `path` is an object; this is line `line`, from one.
 ///
 /// # Errors

@@ -53,14 +53,15 @@ impl Prompt {
     }
 }
 
-/// Reads prompts: the lines of a `.txt` that are not blank, or the rows `{"prompt": "…"}` or `{"prompt_ids": […]}` of a `.jsonl`.
+/// Reads prompts: the rows `{"prompt": "…"}` or `{"prompt_ids": […]}` of a `.jsonl`, `.ndjson` or `.json`, as of training data, and of any other
+/// file the lines that are not blank.
 ///
 /// # Errors
 /// The file cannot be read, a row is malformed, or there is none.
 pub fn read_prompts(path: &Path) -> Result<Vec<Prompt>, DataError> {
     let owned = || -> PathBuf { path.into() };
     DataError::check_file(path)?;
-    let rows = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("jsonl"));
+    let rows = row::is_file_of_rows(path);
     let text = std::fs::read_to_string(path).map_err(|source| DataError::File {
         doing: "reading",
         path: owned(),
@@ -121,6 +122,12 @@ mod tests {
                 .unwrap_err()
                 .contains("a.jsonl:2: expected")
         );
+        for name in ["a.ndjson", "a.json", "a.JSONL"] {
+            assert_eq!(read(name, "{\"prompt\": \"x\"}\n").unwrap(), [Prompt::Text("x".into())], "{name}");
+        }
+        for name in ["a.text", "a", "a.md"] {
+            assert_eq!(read(name, "{\"x\"}\n").unwrap(), [Prompt::Text("{\"x\"}".into())], "{name}");
+        }
         assert!(read("a.txt", "\n \n").unwrap_err().contains("no data"));
     }
 
