@@ -15,6 +15,7 @@ mod encode;
 mod error;
 mod messages;
 mod pretokenized;
+mod python;
 pub(crate) mod row;
 mod sampler;
 mod store;
