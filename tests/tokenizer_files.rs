@@ -60,3 +60,50 @@ fn tokens_with_ids_of_another_file_are_refused() {
         assert!(error.contains("tokenizer_config.json: ") && error.contains(reason), "{error}");
     }
 }
+
+const SHOWS_BOS: &str = "{{ bos_token }}|{{ eos_token }}|{% for m in messages %}{{ m.content }}{% endfor %}";
+
+#[test]
+fn a_token_that_is_null_is_none_to_the_template() {
+    let config = ("config.json", r#"{"bos_token_id": 257, "eos_token_id": 97}"#);
+    for (settings, expected) in [
+        (json!({"chat_template": SHOWS_BOS}), "<s>|<0x61>|x"),
+        (json!({"chat_template": SHOWS_BOS, "bos_token": null}), "|<0x61>|x"),
+        (json!({"chat_template": SHOWS_BOS, "bos_token": null, "eos_token": null}), "||x"),
+    ] {
+        let tokenizer = load(&settings, &[config]).unwrap();
+        assert_eq!(tokenizer.chat().unwrap().prompt(&[json!({"content": "x"})]).unwrap(), expected);
+        assert_eq!(tokenizer.eos(), Some(97), "texts end with what the model ends with");
+    }
+}
+
+#[test]
+fn conversations_with_tools_have_a_template_of_their_own() {
+    let of = |tokenizer: &TextTokenizer| {
+        [tokenizer.chat(), tokenizer.chat_with_tools().unwrap()]
+            .map(|template| template.map(|t| t.prompt(&[]).unwrap()))
+    };
+    let both = [Some("D".to_owned()), Some("T".to_owned())];
+    let list = json!({"chat_template": [
+        {"name": "default", "template": "D"}, {"name": "rag", "template": "R"}, {"name": "tool_use", "template": "T"},
+    ]});
+    assert_eq!(of(&load(&list, &[]).unwrap()), both);
+    let object = json!({"chat_template": {"default": "D", "tool_use": "T"}});
+    assert_eq!(of(&load(&object, &[]).unwrap()), both);
+    assert_eq!(of(&load(&json!({"chat_template": "D"}), &[]).unwrap()), [Some("D".into()), Some("D".into())]);
+    let tools_only = json!({"chat_template": {"tool_use": "T"}});
+    assert_eq!(of(&load(&tools_only, &[]).unwrap()), [None, Some("T".into())]);
+    let wrong = load(&json!({"chat_template": {"default": "D", "tool_use": "{% if %}"}}), &[]).unwrap();
+    assert!(
+        wrong
+            .chat_with_tools()
+            .unwrap_err()
+            .to_string()
+            .contains("tokenizer_config.json: chat template, line 1")
+    );
+    // The file counts, whatever the settings say.
+    assert_eq!(
+        of(&load(&list, &[("chat_template.jinja", "F")]).unwrap()),
+        [Some("F".into()), Some("F".into())]
+    );
+}

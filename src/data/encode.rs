@@ -125,7 +125,9 @@ impl Encoder<'_> {
         let messages = messages::messages(&row["messages"])?;
         let tools = row.get("tools").map_or(Ok(None), messages::tools)?;
         let tokenizer = self.tokenizer()?;
-        let Some(chat) = tokenizer.chat() else {
+        let chat = if tools.is_some() { tokenizer.chat_with_tools() } else { Ok(tokenizer.chat()) };
+        let chat = chat.map_err(ToString::to_string)?;
+        let Some(chat) = chat else {
             return Err("\"messages\" need a chat template, and the model folder has neither chat_template.jinja nor a \
                  \"chat_template\" in tokenizer_config.json"
                 .into());

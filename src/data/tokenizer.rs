@@ -23,6 +23,8 @@ pub struct TextTokenizer {
     inner: Tokenizer,
     eos: Option<u32>,
     chat: Option<ChatTemplate>,
+    /// For conversations with tools, where that is another. What is wrong with it is said when it is needed.
+    tool_use: Option<Result<ChatTemplate>>,
 }
 
 impl TextTokenizer {
@@ -69,17 +71,19 @@ impl TextTokenizer {
             let text = special_text(&settings[key]).or_else(|| special_text(&map[key]));
             let id = text.as_ref().and_then(|text| inner.token_to_id(text));
             let id = id.or_else(|| first_id(&config[&format!("{key}_id")]));
-            (text.or_else(|| inner.id_to_token(id?)), id)
+            // A token that the settings say is none is none to the template, whatever ends a text.
+            let none = settings.get(key).is_some_and(Value::is_null);
+            let text = text.or_else(|| inner.id_to_token(id?)).filter(|_| !none);
+            (text.unwrap_or_default(), id)
         };
         let ((bos, _), (eos, eos_id)) = (special("bos_token"), special("eos_token"));
-        let chat = match chat_source(model, &settings)? {
-            None => None,
-            Some((path, source)) => {
-                let template = ChatTemplate::new(&source, &bos.unwrap_or_default(), &eos.unwrap_or_default());
-                Some(template.map_err(|reason| DataError::tokenizer(&path, reason))?)
-            }
+        let sources = chat_sources(model, &settings)?;
+        let compile = |(path, source): (PathBuf, String)| {
+            let template = ChatTemplate::new(&source, &bos, &eos);
+            template.map_err(|reason| DataError::tokenizer(&path, reason))
         };
-        Ok(Self { path, inner, eos: eos_id, chat })
+        let (chat, tool_use) = (sources.default.map(compile).transpose()?, sources.tool_use.map(compile));
+        Ok(Self { path, inner, eos: eos_id, chat, tool_use })
     }
 
     /// The tokens of a text and where they stand in it. `special` adds the tokens that the model expects around a whole text.
@@ -142,6 +146,17 @@ impl TextTokenizer {
         self.chat.as_ref()
     }
 
+    /// The chat template for a conversation with tools, if the model has one: its own for them, or the one for all.
+    ///
+    /// # Errors
+    /// Its own for them does not compile.
+    pub fn chat_with_tools(&self) -> Result<Option<&ChatTemplate>, &DataError> {
+        match &self.tool_use {
+            Some(template) => template.as_ref().map(Some),
+            None => Ok(self.chat()),
+        }
+    }
+
     /// Number of tokens, added ones included.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
@@ -150,9 +165,14 @@ impl TextTokenizer {
 
 /// A JSON file; `null` if there is none.
 fn read_json(path: &Path) -> Result<Value> {
+    let Some(text) = read_text(path)? else { return Ok(Value::Null) };
+    serde_json::from_str(&text).map_err(|e| DataError::not_json(path, &e))
+}
+
+fn read_text(path: &Path) -> Result<Option<String>> {
     match std::fs::read_to_string(path) {
-        Ok(text) => serde_json::from_str(&text).map_err(|e| DataError::not_json(path, &e)),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
+        Ok(text) => Ok(Some(text)),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(DataError::file("reading", path)(e)),
     }
 }
@@ -213,17 +233,30 @@ fn first_id(value: &Value) -> Option<u32> {
     value.as_u64().and_then(|id| u32::try_from(id).ok())
 }
 
-/// The chat template and its file: `chat_template.jinja`, or the key of `tokenizer_config.json`, whose named variants
-/// are searched for `default`.
-fn chat_source(model: &Path, settings: &Value) -> Result<Option<(PathBuf, String)>> {
+/// Chat templates, each with the file that has it.
+struct ChatSources {
+    default: Option<(PathBuf, String)>,
+    tool_use: Option<(PathBuf, String)>,
+}
+
+/// The chat templates: `chat_template.jinja` and `additional_chat_templates/tool_use.jinja` beside it, or the key of
+/// `tokenizer_config.json`, which is a text, or several by name.
+fn chat_sources(model: &Path, settings: &Value) -> Result<ChatSources> {
     let path = model.join("chat_template.jinja");
-    match std::fs::read_to_string(&path) {
-        Ok(source) => return Ok(Some((path, source))),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
-        Err(e) => return Err(DataError::file("reading", &path)(e)),
+    if let Some(source) = read_text(&path)? {
+        let with_tools = model.join("additional_chat_templates/tool_use.jinja");
+        let tool_use = read_text(&with_tools)?.map(|source| (with_tools, source));
+        return Ok(ChatSources { default: Some((path, source)), tool_use });
     }
-    let template = &settings["chat_template"];
-    let named = template.as_array().into_iter().flatten().find(|t| t["name"] == "default");
-    let source = template.as_str().or_else(|| named?["template"].as_str());
-    Ok(source.map(|source| (model.join("tokenizer_config.json"), source.to_owned())))
+    let templates = &settings["chat_template"];
+    let named = |name: &str| {
+        let listed = templates.as_array().into_iter().flatten().find(|template| template["name"] == name);
+        let template = listed.map_or(&templates[name], |template| &template["template"]);
+        template.as_str().map(str::to_owned)
+    };
+    let of = |source| (model.join("tokenizer_config.json"), source);
+    Ok(ChatSources {
+        default: templates.as_str().map(str::to_owned).or_else(|| named("default")).map(of),
+        tool_use: named("tool_use").map(of),
+    })
 }
