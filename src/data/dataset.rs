@@ -3,6 +3,7 @@
 use super::batch::loss_terms_of;
 use super::encode::{Encoded, Encoder};
 use super::store::{TokenStore, TokenWriter};
+use super::tokenizer::white_space_from;
 use super::{DataError, Result, Sample, TextTokenizer, row};
 use rayon::prelude::*;
 use std::ffi::OsStr;
@@ -297,8 +298,11 @@ impl Builder<'_> {
             self.row_error(line, "the line is not UTF-8".into())
         })?;
         let text = if last.is_none() { text.trim_start_matches('\u{feff}') } else { text };
-        let sample =
-            self.encoder.text(text, last.is_none()).map_err(|reason| self.row_error(first_line, reason))?;
+        let encoded = self.encoder.text(text, last.is_none());
+        let sample = encoded.map_err(|reason| {
+            let wrong = white_space_from(text).map_or("", |at| &text[..at]);
+            self.row_error(first_line + wrong.matches('\n').count(), reason)
+        })?;
         self.pack(&sample)?;
         Ok(sample.ids.last().copied())
     }

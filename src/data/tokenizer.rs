@@ -5,6 +5,12 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use tokenizers::{AddedToken, Tokenizer};
 
+/// Characters of white space in a row from which on a text is refused. The expressions that texts are cut by go back over each of
+/// them, and after a million steps the cutting ends without a word: what follows would be one piece.
+const WHITE_SPACE: usize = 500_000;
+const WHITE_SPACE_REFUSED: &str =
+    "500000 or more characters of white space in a row, which tokenizers do not cut rightly; shorten them";
+
 /// A token and the bytes of the text it stands for. Tokens that the tokenizer adds of itself stand for nothing: `start == end`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenSpan {
@@ -91,6 +97,7 @@ impl TextTokenizer {
     /// # Errors
     /// The tokenizer refuses the text.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<TokenSpan>> {
+        refuse_white_space(text)?;
         let encoding = self.inner.encode(text, special).map_err(|e| DataError::tokenizer(&self.path, e))?;
         let spans = encoding.get_ids().iter().zip(encoding.get_offsets());
         Ok(spans.map(|(&id, &(start, end))| TokenSpan { id, start, end }).collect())
@@ -101,6 +108,7 @@ impl TextTokenizer {
     /// # Errors
     /// The tokenizer refuses the text.
     pub fn prompt_ids(&self, text: &str) -> Result<Vec<u32>> {
+        refuse_white_space(text)?;
         let encode = |special| {
             let encoding = self.inner.encode_fast(text, special);
             encoding.map_err(|e| DataError::tokenizer(&self.path, e))
@@ -161,6 +169,32 @@ impl TextTokenizer {
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
+}
+
+fn refuse_white_space(text: &str) -> Result<()> {
+    white_space_from(text).map_or(Ok(()), |_| Err(DataError::Prompt(WHITE_SPACE_REFUSED.into())))
+}
+
+/// Where in a text white space begins that no tokenizer is trusted with.
+pub(super) fn white_space_from(text: &str) -> Option<usize> {
+    if text.len() < WHITE_SPACE {
+        return None;
+    }
+    let (mut start, mut length) = (0, 0);
+    for (at, c) in text.char_indices() {
+        if !c.is_whitespace() {
+            length = 0;
+            continue;
+        }
+        if length == 0 {
+            start = at;
+        }
+        length += 1;
+        if length == WHITE_SPACE {
+            return Some(start);
+        }
+    }
+    None
 }
 
 /// A JSON file; `null` if there is none.

@@ -1,0 +1,50 @@
+//! White space that no tokenizer can cut is refused.
+
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use terrace::data::{DataConfig, Dataset, TextTokenizer};
+
+/// Letters and line breaks, cut by `pre_tokenizer`, after `normalizer`; the space is `▁`.
+fn tokenizer(
+    folder: &Path,
+    normalizer: &serde_json::Value,
+    pre_tokenizer: &serde_json::Value,
+) -> TextTokenizer {
+    let letters = ('a'..='z').chain(['.', '\n', ' ', '\u{2581}', '\u{120}', '\u{10a}']);
+    let vocab: serde_json::Map<_, _> = (0..).zip(letters).map(|(id, c)| (c.to_string(), id.into())).collect();
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer, "post_processor": null, "decoder": null,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    });
+    std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    TextTokenizer::load(folder).unwrap()
+}
+
+fn build(tokenizer: &TextTokenizer, name: &str, text: &str) -> Result<Vec<u32>, String> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(name);
+    std::fs::write(&path, text).unwrap();
+    let config =
+        DataConfig { seq_len: 4096, pack: false, vocab_size: 64, tokenizer_path: PathBuf::from("t") };
+    let data = Dataset::build(&path, Some(tokenizer), &config, folder.path()).map_err(|e| e.to_string())?;
+    Ok((0..data.len()).flat_map(|at| data.sample(at).unwrap().ids).collect())
+}
+
+#[test]
+fn endless_white_space_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(folder.path(), &json!(null), &json!(null));
+    let long = |length: usize| format!("a\nb{}c\n", " ".repeat(length));
+    let reason = "500000 or more characters of white space in a row";
+    assert!(build(&tokenizer, "d.txt", &long(499_999)).is_ok());
+    let error = build(&tokenizer, "d.txt", &long(500_000)).unwrap_err();
+    assert!(error.contains(&format!("d.txt:2: {reason}")), "{error}");
+    for row in [json!({"text": long(500_000)}), json!({"prompt": "a", "completion": long(600_000)})] {
+        let error = build(&tokenizer, "d.jsonl", &format!("{{\"text\": \"a\"}}\n{row}\n")).unwrap_err();
+        assert!(error.contains(&format!("d.jsonl:2: {reason}")), "{error}");
+    }
+    assert!(tokenizer.prompt_ids(&long(500_000)).unwrap_err().to_string().starts_with(reason));
+    // Words between are enough.
+    assert!(tokenizer.prompt_ids(&long(300_000).repeat(2)).is_ok());
+}
