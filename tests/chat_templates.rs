@@ -136,7 +136,10 @@ fn model(folder: &Path, template: &str) -> TextTokenizer {
     TextTokenizer::load(folder).unwrap()
 }
 
-fn build(template: &str, rows: &[Value]) -> Result<(Vec<(String, String)>, Option<String>), String> {
+/// Text of every row and of what is learnt of it, and the warning.
+type Built = (Vec<(String, String)>, Option<String>);
+
+fn build(template: &str, rows: &[Value]) -> Result<Built, String> {
     let folder = tempfile::tempdir().unwrap();
     let tokenizer = model(folder.path(), template);
     let path = folder.path().join("d.jsonl");

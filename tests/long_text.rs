@@ -1,4 +1,4 @@
-//! White space that no tokenizer can cut is refused.
+//! Texts of more than a piece: tokens are those of the whole text, and white space that no tokenizer can cut is refused.
 
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -29,6 +29,33 @@ fn build(tokenizer: &TextTokenizer, name: &str, text: &str) -> Result<Vec<u32>, 
         DataConfig { seq_len: 4096, pack: false, vocab_size: 64, tokenizer_path: PathBuf::from("t") };
     let data = Dataset::build(&path, Some(tokenizer), &config, folder.path()).map_err(|e| e.to_string())?;
     Ok((0..data.len()).flat_map(|at| data.sample(at).unwrap().ids).collect())
+}
+
+#[test]
+fn pieces_have_no_space_of_their_own() {
+    let text = "the cat sat on the mat.\n".repeat(50_000);
+    assert!(text.len() > 1 << 20, "more than a piece");
+    let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"});
+    let prepend =
+        json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u{2581}"}, replace]});
+    let metaspace = |scheme: &str| json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": false});
+    for (normalizer, pre_tokenizer) in [
+        (prepend, json!(null)),
+        (json!(null), metaspace("first")),
+        (json!(null), metaspace("always")),
+        (json!(null), metaspace("never")),
+        (
+            json!(null),
+            json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true}),
+        ),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let tokenizer = tokenizer(folder.path(), &normalizer, &pre_tokenizer);
+        let whole = tokenizer.prompt_ids(&text).unwrap();
+        let ids = build(&tokenizer, "d.txt", &text).unwrap();
+        assert_eq!(ids.len(), whole.len(), "{normalizer} {pre_tokenizer}");
+        assert!(ids == whole, "{normalizer} {pre_tokenizer}");
+    }
 }
 
 #[test]

@@ -77,12 +77,27 @@ impl Encoder<'_> {
         Ok(Encoded { sample, plain, near_miss, only_last })
     }
 
-    /// A piece of plain text; the first one opens the document, [`end_of_document`](Self::end_of_document) closes it.
+    /// A piece of plain text; the first one opens the document, [`end_of_document`](Self::end_of_document) closes it. The others follow
+    /// a line break.
     pub(super) fn text(&self, text: &str, first: bool) -> Result<Sample> {
-        let spans = self.tokenizer()?.encode(text, first).map_err(|e| e.to_string())?;
-        let sample = Sample::all(spans.iter().map(|span| span.id).collect());
+        let ids = |text: &str| -> Result<Vec<u32>> {
+            let spans = self.tokenizer()?.encode(text, first).map_err(|e| e.to_string())?;
+            Ok(spans.iter().map(|span| span.id).collect())
+        };
+        let ids = if first { ids(text)? } else { self.after_line_break(text, ids)? };
+        let sample = Sample::all(ids);
         self.check_range(&sample)?;
         Ok(sample)
+    }
+
+    /// Tokenizers in SentencePiece's manner put a space before a text. Before a piece it is put before the line break, whose tokens are
+    /// taken off.
+    fn after_line_break(&self, text: &str, ids: impl Fn(&str) -> Result<Vec<u32>>) -> Result<Vec<u32>> {
+        let whole = ids(&format!("\n{text}"))?;
+        match whole.strip_prefix(ids("\n")?.as_slice()) {
+            Some(ids) => Ok(ids.to_vec()),
+            None => ids(text),
+        }
     }
 
     /// The end token, if the model has one and the document does not end with it already.
