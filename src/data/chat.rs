@@ -1,7 +1,7 @@
 //! Chat templates: Jinja as Hugging Face's tokenizers run it, and which part of the text the assistant said.
 //!
-//! The environment is theirs: `trim_blocks`, `lstrip_blocks`, loop controls, Python's string methods, `raise_exception`, a
-//! `tojson` that does not escape HTML, and `{% generation %}` blocks.
+//! The environment is theirs: `trim_blocks`, `lstrip_blocks`, loop controls, `raise_exception`, `{% generation %}` blocks, and what
+//! [Python](super::python) has part in.
 //!
 //! **What the assistant said.** If the template has `{% generation %}` blocks, they say it. Otherwise turn `i` is what
 //! rendering messages `..=i` adds to rendering `..i` with the generation prompt, which is exactly what the model has to produce
@@ -58,6 +58,8 @@ impl ChatTemplate {
         environment.add_filter("tojson", python::to_json);
         environment.add_filter("string", python::string);
         environment.add_test("sequence", python::is_sequence);
+        environment.add_test("number", python::is_number);
+        environment.add_test("iterable", python::is_iterable);
         environment
             .add_filter("__generation", |text: String| format!("{}{text}{}", GENERATION[0], GENERATION[1]));
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {

@@ -26,6 +26,16 @@ pub(super) fn is_sequence(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined)
 }
 
+/// The test `number`, of which booleans are some.
+pub(super) fn is_number(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Number | ValueKind::Bool)
+}
+
+/// The test `iterable`, which `none` is not.
+pub(super) fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && value.try_iter().is_ok()
+}
+
 /// Python's `str(value)`.
 fn str_of(value: &Value) -> String {
     match value.as_str() {
