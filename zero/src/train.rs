@@ -64,8 +64,6 @@ struct Training<'a> {
     runs: &'a Runs,
     pool: &'a rayon::ThreadPool,
     step: u64,
-    /// The step that an error goes back to.
-    safe: u64,
     loss_terms: u64,
     /// A loss that is not finite has a gradient that is not, which a loss scale takes for an overflow.
     may_overflow: bool,
@@ -266,7 +264,7 @@ impl Engine {
         report: &mut StepReport,
     ) -> Result<Vec<ChunkAt>> {
         let args = self.step_args(lr, self.loss_scale.map_or(1.0, |current| current.inverse()));
-        let (speculates, safe) = (self.speculates(), self.step);
+        let speculates = self.speculates();
         let Self {
             config,
             backend,
@@ -330,7 +328,6 @@ impl Engine {
             runs,
             pool,
             step,
-            safe,
             loss_terms,
             may_overflow,
         };
@@ -708,7 +705,7 @@ impl<'a> Training<'a> {
         if mean.is_finite() || self.may_overflow {
             Ok(mean)
         } else {
-            Err(not_finite("loss", self.step, Some(self.safe)))
+            Err(not_finite("loss", self.step, Some(self.step - 1)))
         }
     }
 }
