@@ -1,7 +1,9 @@
 //! What a model folder's files say of its tokenizer, beside `tokenizer.json`.
 
 use serde_json::{Value, json};
+use std::path::Path;
 use terrace::data::TextTokenizer;
+use terrace::generate::read_prompts;
 
 /// A tokenizer with a token for every byte and `<|plain|>` and `<s>` after them, and these settings and files.
 fn load(settings: &Value, files: &[(&str, &str)]) -> Result<TextTokenizer, String> {
@@ -106,4 +108,34 @@ fn conversations_with_tools_have_a_template_of_their_own() {
         of(&load(&list, &[("chat_template.jinja", "F")]).unwrap()),
         [Some("F".into()), Some("F".into())]
     );
+}
+
+/// What is trained on as a conversation is continued as one.
+#[test]
+fn prompts_may_be_messages() {
+    let chat = "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}{% if tools %}t{% endif %}\
+                {% if add_generation_prompt %}a{% endif %}";
+    let settings = json!({"chat_template": {"default": chat, "tool_use": format!("T{chat}")}});
+    let tokenizer = load(&settings, &[]).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("p.jsonl");
+    let texts = |tokenizer: &TextTokenizer, rows: &str| -> Result<Vec<String>, String> {
+        std::fs::write(&path, rows).unwrap();
+        let prompts = read_prompts(&path).map_err(|e| e.to_string())?;
+        let ids = prompts.iter().map(|prompt| prompt.ids(Some(tokenizer), Path::new("m"), 258));
+        let ids = ids.collect::<Result<Vec<_>, _>>().map_err(|e| e.to_string())?;
+        Ok(ids.iter().map(|ids| tokenizer.decode(ids).unwrap()).collect())
+    };
+    let hello = json!([{"role": "user", "content": "hi"}]);
+    let rows = [
+        json!({"messages": hello, "prompt": null}),
+        json!({"messages": hello, "tools": [{"type": "function"}]}),
+        json!({"prompt": "plain"}),
+    ];
+    let rows: String = rows.iter().map(|row| format!("{row}\n")).collect();
+    assert_eq!(texts(&tokenizer, &rows).unwrap(), ["uhi;a", "Tuhi;ta", "plain"]);
+    let refused = texts(&tokenizer, "{\"messages\": [{\"content\": \"x\"}]}\n").unwrap_err();
+    assert!(refused.contains("with a string as role"), "{refused}");
+    let none = load(&json!({}), &[]).unwrap();
+    assert!(texts(&none, &rows).unwrap_err().contains("need a chat template"));
 }

@@ -75,7 +75,19 @@ impl ChatTemplate {
     /// # Errors
     /// The template refuses the messages.
     pub fn prompt(&self, messages: &[serde_json::Value]) -> Result<String, String> {
-        Ok(self.run(messages, None, true)?.replace(GENERATION, ""))
+        self.prompt_with_tools(messages, None)
+    }
+
+    /// The same with tools.
+    ///
+    /// # Errors
+    /// As [`prompt`](Self::prompt).
+    pub fn prompt_with_tools(
+        &self,
+        messages: &[serde_json::Value],
+        tools: Option<&serde_json::Value>,
+    ) -> Result<String, String> {
+        Ok(self.run(messages, tools, true)?.replace(GENERATION, ""))
     }
 
     /// Renders a whole conversation and finds what the assistant said, turns of weight 0 left out.

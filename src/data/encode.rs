@@ -140,13 +140,7 @@ impl Encoder<'_> {
         let messages = messages::messages(&row["messages"])?;
         let tools = row.get("tools").map_or(Ok(None), messages::tools)?;
         let tokenizer = self.tokenizer()?;
-        let chat = if tools.is_some() { tokenizer.chat_with_tools() } else { Ok(tokenizer.chat()) };
-        let chat = chat.map_err(ToString::to_string)?;
-        let Some(chat) = chat else {
-            return Err("\"messages\" need a chat template, and the model folder has neither chat_template.jinja nor a \
-                 \"chat_template\" in tokenizer_config.json"
-                .into());
-        };
+        let chat = messages::template(tokenizer, tools.is_some())?;
         let rendered = chat.conversation(&messages, tools.as_ref())?;
         let spans = tokenizer.encode(&rendered.text, false).map_err(|e| e.to_string())?;
         let masked = messages.iter().any(messages::has_no_weight);

@@ -4,6 +4,7 @@
 //! and reasoning has several names, of which templates read the first.
 
 use super::encode::kind;
+use super::{ChatTemplate, TextTokenizer};
 use serde_json::{Map, Value};
 
 /// Names of an assistant's reasoning. Templates read the first, some the second.
@@ -84,6 +85,25 @@ pub(super) fn tools(value: &Value) -> Result<Option<Value>> {
         }
     }
     Ok(Some(tools))
+}
+
+/// The template for messages, or for messages with tools.
+pub(super) fn template(tokenizer: &TextTokenizer, has_tools: bool) -> Result<&ChatTemplate> {
+    let chat = if has_tools { tokenizer.chat_with_tools() } else { Ok(tokenizer.chat()) };
+    chat.map_err(ToString::to_string)?.ok_or_else(|| {
+        "\"messages\" need a chat template, and the model folder has neither chat_template.jinja nor a \
+         \"chat_template\" in tokenizer_config.json"
+            .into()
+    })
+}
+
+/// The ids of a row `{"messages", "tools"?}` up to where the assistant is to go on.
+pub(crate) fn prompt_ids(tokenizer: &TextTokenizer, row: &Map<String, Value>) -> Result<Vec<u32>> {
+    let messages = messages(&row["messages"])?;
+    let tools = row.get("tools").filter(|tools| !tools.is_null()).map_or(Ok(None), tools)?;
+    let text = template(tokenizer, tools.is_some())?.prompt_with_tools(&messages, tools.as_ref())?;
+    let spans = tokenizer.encode(&text, false).map_err(|e| e.to_string())?;
+    Ok(spans.iter().map(|span| span.id).collect())
 }
 
 #[cfg(test)]

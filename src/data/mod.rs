@@ -13,7 +13,7 @@ mod chat;
 mod dataset;
 mod encode;
 mod error;
-mod messages;
+pub(crate) mod messages;
 mod pretokenized;
 mod python;
 pub(crate) mod row;

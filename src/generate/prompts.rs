@@ -1,6 +1,6 @@
 //! What to continue.
 
-use crate::data::{DataError, TextTokenizer, row};
+use crate::data::{DataError, TextTokenizer, messages, row};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -11,6 +11,8 @@ pub enum Prompt {
     Text(String),
     /// Token ids.
     Ids(Vec<u32>),
+    /// A row of messages, which the chat template makes text of, up to where the assistant goes on.
+    Messages(Map<String, Value>),
 }
 
 impl Prompt {
@@ -29,7 +31,10 @@ impl Prompt {
         let ids = match (self, tokenizer) {
             (Self::Ids(ids), _) => ids.clone(),
             (Self::Text(text), Some(tokenizer)) => tokenizer.prompt_ids(text)?,
-            (Self::Text(_), None) => {
+            (Self::Messages(row), Some(tokenizer)) => {
+                messages::prompt_ids(tokenizer, row).map_err(DataError::Prompt)?
+            }
+            (Self::Text(_) | Self::Messages(_), None) => {
                 return Err(wrong(
                     "this file does not exist, and a text prompt needs it; use --prompt-ids".into(),
                 ));
@@ -46,14 +51,14 @@ impl Prompt {
             Self::Ids(_) => {
                 DataError::Prompt(format!("token id {id} {outside}: ids are from 0 to {}", vocab_size - 1))
             }
-            Self::Text(_) => {
+            Self::Text(_) | Self::Messages(_) => {
                 wrong(format!("it makes token {id} of the prompt, which {outside}: take the model's own"))
             }
         })
     }
 }
 
-/// Reads prompts: the rows `{"prompt": "…"}` or `{"prompt_ids": […]}` of a `.jsonl`, `.ndjson` or `.json`, as of training data, and of any other
+/// Reads prompts: the rows `{"prompt": "…"}`, `{"prompt_ids": […]}` or `{"messages": […]}` of a `.jsonl`, `.ndjson` or `.json`, as of training data, and of any other
 /// file the lines that are not blank.
 ///
 /// # Errors
@@ -92,7 +97,11 @@ fn prompt_of(row: &Map<String, Value>) -> Result<Prompt, String> {
     if let Some(text) = row.get("prompt").and_then(Value::as_str) {
         return Ok(Prompt::Text(text.into()));
     }
-    let wrong = || "expected {\"prompt\": \"…\"} or {\"prompt_ids\": [token ids]}".to_owned();
+    if row.get("messages").is_some_and(|messages| !messages.is_null()) {
+        return Ok(Prompt::Messages(row.clone()));
+    }
+    let wrong =
+        || "expected {\"prompt\": \"…\"}, {\"messages\": […]} or {\"prompt_ids\": [token ids]}".to_owned();
     let ids = row.get("prompt_ids").and_then(Value::as_array).ok_or_else(wrong)?;
     let ids: Option<Vec<u32>> = ids.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect();
     Ok(Prompt::Ids(ids.ok_or_else(wrong)?))
