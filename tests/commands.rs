@@ -460,6 +460,21 @@ fn generation_documents_and_batches() {
     };
     assert_eq!(sample("1"), sample("1"));
     assert_ne!(sample("1"), sample("2"));
+    // With a penalty beyond all logits nothing comes twice. What the folder asks for and no flag says is named.
+    fs::write(bench.path("model/generation_config.json"), r#"{"repetition_penalty": 1.1, "num_beams": 4}"#)
+        .unwrap();
+    let run = |penalty: &str| {
+        let run = bench.generate("model").args(&["--prompt-ids", "5,6", "--max-new-tokens", "20"]);
+        run.args(&["--repetition-penalty", penalty]).ok()
+    };
+    let plain = run("1");
+    assert!(plain.stderr.contains("repetition_penalty 1.1, num_beams 4 are not applied"), "{}", plain.stderr);
+    let penalized = run("1e6");
+    assert!(penalized.stderr.contains("generation_config.json num_beams 4 are"), "{}", penalized.stderr);
+    let mut all = ids(&penalized.json()[0]);
+    all.extend([5, 6]);
+    all.sort_unstable();
+    assert!(all.windows(2).all(|pair| pair[0] != pair[1]), "{all:?}");
 }
 
 #[test]

@@ -270,6 +270,9 @@ pub struct GenerateArgs {
     /// Sample from the K most likely tokens
     #[arg(long, value_name = "K", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, help_heading = "Sampling")]
     pub top_k: Option<NonZeroUsize>,
+    /// Make tokens that were there before less likely: their logits are divided by X, or multiplied if negative; 1 does nothing
+    #[arg(long, value_name = "X", allow_negative_numbers = true, default_value = "1", value_parser = positive_float, help_heading = "Sampling")]
+    pub repetition_penalty: f64,
     /// Seed of the sampling
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole, default_value_t = 0, help_heading = "Sampling")]
     pub seed: u64,

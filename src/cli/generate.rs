@@ -10,8 +10,11 @@ use super::{checks, print_json, print_text};
 use crate::config::run;
 use crate::data::{DataError, TextTokenizer};
 use crate::error::CliError;
-use crate::generate::{Continuation, Prompt, SamplingConfig, TokenSampler, read_prompts, stop_ids};
+use crate::generate::{
+    Continuation, Prompt, SamplingConfig, TokenSampler, not_applied, penalize, read_prompts, stop_ids,
+};
 use crate::interrupt::Interrupt;
+use std::collections::HashSet;
 use std::fs::File;
 use std::io::ErrorKind;
 use std::num::NonZeroUsize;
@@ -110,6 +113,7 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
     countable(batch, longest)?;
     let builder = TokenBatch::new(&model.config);
     let stop = if args.ignore_eos { Vec::new() } else { stop_ids(&args.model)? };
+    say_what_is_not_applied(args)?;
     let limits = |batch: usize, new_tokens: usize| BatchLimits {
         sequences: batch,
         length: longest,
@@ -156,6 +160,26 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
         continuations.push(Continuation { prompt_ids, ids, text, seconds });
     }
     Ok(Continued { continuations, prompts: count, ended: ran.and(closed).and(traced) })
+}
+
+/// Says which settings of `generation_config.json` the flags do not have.
+fn say_what_is_not_applied(args: &GenerateArgs) -> Result<(), CliError> {
+    let given = |key: &str| match key {
+        "do_sample" | "temperature" => args.temperature > 0.0,
+        "top_p" | "top_k" => args.temperature > 0.0 && (args.top_p.is_some() || args.top_k.is_some()),
+        "repetition_penalty" => args.repetition_penalty != 1.0,
+        _ => false,
+    };
+    let settings: Vec<_> = not_applied(&args.model)?.into_iter().filter(|(key, _)| !given(key)).collect();
+    if !settings.is_empty() {
+        let settings: Vec<_> = settings.into_iter().map(|(key, value)| format!("{key} {value}")).collect();
+        eprintln!(
+            "note: of generation_config.json {} are not applied: how tokens are picked is for flags to say (--temperature, --top-p, --top-k, \
+             --repetition-penalty)",
+            settings.join(", ")
+        );
+    }
+    Ok(())
 }
 
 /// Refuses a batch whose positions cannot be numbered.
@@ -221,6 +245,8 @@ struct Row {
     prompt: usize,
     sampler: TokenSampler,
     ids: Vec<u32>,
+    /// Tokens of the prompt and of `ids`, where a repetition is penalized.
+    seen: HashSet<u32>,
     began: Instant,
 }
 
@@ -251,7 +277,7 @@ impl Run<'_> {
             if free.len() == batch || free.len() >= worth_a_pass {
                 let next: Vec<_> = free.into_iter().zip(waiting.by_ref()).collect();
                 for &(row, (prompt, _)) in &next {
-                    rows[row] = Some(self.row(prompt));
+                    rows[row] = Some(self.row(prompt, &prompts[prompt]));
                 }
                 let (next, views): (Vec<usize>, Vec<&[u32]>) =
                     next.into_iter().map(|(row, (_, ids))| (row, &ids[..])).unzip();
@@ -277,7 +303,7 @@ impl Run<'_> {
         }
     }
 
-    fn row(&self, prompt: usize) -> Row {
+    fn row(&self, prompt: usize, of_prompt: &[u32]) -> Row {
         let config = SamplingConfig {
             temperature: self.args.temperature,
             top_k: self.args.top_k.map(NonZeroUsize::get),
@@ -285,7 +311,12 @@ impl Run<'_> {
             seed: self.args.seed,
         };
         let sampler = TokenSampler::new(config, prompt as u64);
-        Row { prompt, sampler, ids: Vec::new(), began: Instant::now() }
+        let seen = if self.penalizes() { of_prompt.iter().copied().collect() } else { HashSet::new() };
+        Row { prompt, sampler, ids: Vec::new(), seen, began: Instant::now() }
+    }
+
+    fn penalizes(&self) -> bool {
+        self.args.repetition_penalty != 1.0
     }
 
     /// Runs a batch of some rows and picks a token for each.
@@ -300,11 +331,18 @@ impl Run<'_> {
         if self.interrupt.requested() {
             return Err(CliError::Stopped);
         }
-        let logits = self.engine.logits(batch, cache, of_batch, added)?;
-        for (&at, logits) in of_batch.iter().zip(logits.chunks_exact(self.vocab)) {
+        let mut logits = self.engine.logits(batch, cache, of_batch, added)?;
+        let penalizes = self.penalizes();
+        for (&at, logits) in of_batch.iter().zip(logits.chunks_exact_mut(self.vocab)) {
             let row = rows[at].as_mut().expect("a row of the batch has a prompt");
+            if penalizes {
+                penalize(logits, &row.seen, self.args.repetition_penalty);
+            }
             let id = row.sampler.pick(logits, &mut self.candidates).map_err(CliError::failed)?;
             row.ids.push(id);
+            if penalizes {
+                row.seen.insert(id);
+            }
             if self.stop.contains(&id) || row.ids.len() == self.args.max_new_tokens.get() {
                 let Row { prompt, ids, began, .. } = rows[at].take().expect("as above");
                 ends[prompt] = Some(End { ids, seconds: began.elapsed().as_secs_f64() });

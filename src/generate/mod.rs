@@ -5,8 +5,8 @@ mod sampling;
 mod stop;
 
 pub use prompts::{Prompt, read_prompts};
-pub use sampling::{SamplingConfig, SamplingError, TokenSampler};
-pub use stop::stop_ids;
+pub use sampling::{SamplingConfig, SamplingError, TokenSampler, penalize};
+pub use stop::{not_applied, stop_ids};
 
 use serde::Serialize;
 

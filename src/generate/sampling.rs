@@ -2,13 +2,15 @@
 //!
 //! `p = softmax(logits / T)` over the survivors of top-k, then of top-p, in that order, as Hugging Face's generation does.
 //! Survivors are found and drawn in the order (probability descending, id ascending), so that ties go to the lowest id, as in
-//! `torch.argmax`, and a result never depends on the sort. Sums are in f64.
+//! `torch.argmax`, and a result never depends on the sort. Sums are in f64. Before all that [`penalize`] may lower the tokens that were there
+//! before (Keskar et al., "CTRL", arXiv 1909.05858, section 4.1).
 //!
 //! Every row of a batch has its own generator, seeded from the seed and the row's number in the *input*, and takes one number
 //! per token: what a row says does not depend on the batch it runs in.
 
 use crate::data::mix;
 use std::cmp::Ordering;
+use std::collections::HashSet;
 
 /// How tokens are picked.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -32,6 +34,17 @@ pub enum SamplingError {
     /// There is no logit above minus infinity.
     #[error("the model gives every token a probability of zero")]
     Nothing,
+}
+
+/// Divides the logits of the `seen` tokens by `penalty`, or multiplies them where they are negative, as transformers'
+/// `RepetitionPenaltyLogitsProcessor`. Tokens without a logit count for nothing.
+pub fn penalize(logits: &mut [f32], seen: &HashSet<u32>, penalty: f64) {
+    let penalty = penalty as f32;
+    for &id in seen {
+        if let Some(logit) = logits.get_mut(id as usize) {
+            *logit = if *logit < 0.0 { *logit * penalty } else { *logit / penalty };
+        }
+    }
 }
 
 /// Picks the tokens of one row.
@@ -175,6 +188,13 @@ mod tests {
     fn ties_at_the_edge_go_to_the_lowest_id() {
         let frequencies = frequencies(config(1.0, Some(2), None), &[1.0, 1.0, 1.0, 1.0]);
         assert!(frequencies[0] > 0.4 && frequencies[1] > 0.4 && frequencies[2] == 0.0);
+    }
+
+    #[test]
+    fn what_was_there_before_is_less_likely() {
+        let mut logits = [2.0, -2.0, 1.0, -1.0, 0.0];
+        penalize(&mut logits, &[0, 1, 4, 9].into(), 4.0);
+        assert_eq!(logits, [0.5, -8.0, 1.0, -1.0, 0.0]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! When a text ends.
+//! What a model folder says of generation: when a text ends, and what is not taken from it.
 
 use crate::data::DataError;
 use serde_json::Value;
@@ -10,15 +10,10 @@ use std::path::Path;
 /// # Errors
 /// A file is there but cannot be read, or the key is neither a number nor a list of numbers.
 pub fn stop_ids(model: &Path) -> Result<Vec<u32>, DataError> {
-    for name in ["generation_config.json", "config.json"] {
+    for name in [GENERATION, "config.json"] {
         let path = model.join(name);
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
-            Err(source) => return Err(DataError::File { doing: "reading", path, source }),
-        };
+        let Some(config) = read(&path)? else { continue };
         let wrong = |reason: String| DataError::Tokenizer { path: path.clone(), reason };
-        let config: Value = serde_json::from_str(&text).map_err(|e| DataError::not_json(&path, &e))?;
         // A composite model keeps the language model's settings one level down.
         let found = [&config["eos_token_id"], &config["text_config"]["eos_token_id"]];
         let Some(ids) = found.into_iter().find(|ids| !ids.is_null()) else { continue };
@@ -32,6 +27,58 @@ pub fn stop_ids(model: &Path) -> Result<Vec<u32>, DataError> {
         };
     }
     Ok(Vec::new())
+}
+
+const GENERATION: &str = "generation_config.json";
+
+/// Settings of `generation_config.json` that change what is generated, and the values with which they do not.
+const SETTINGS: [(&str, &[f64]); 20] = [
+    ("do_sample", &[0.0]),
+    ("temperature", &[1.0]),
+    ("top_p", &[1.0]),
+    // What transformers has without being told.
+    ("top_k", &[0.0, 50.0]),
+    ("repetition_penalty", &[1.0]),
+    ("min_p", &[0.0]),
+    ("typical_p", &[1.0]),
+    ("epsilon_cutoff", &[0.0]),
+    ("eta_cutoff", &[0.0]),
+    ("no_repeat_ngram_size", &[0.0]),
+    ("encoder_no_repeat_ngram_size", &[0.0]),
+    ("min_length", &[0.0]),
+    ("min_new_tokens", &[0.0]),
+    ("num_beams", &[1.0]),
+    ("guidance_scale", &[1.0]),
+    ("suppress_tokens", &[]),
+    ("begin_suppress_tokens", &[]),
+    ("bad_words_ids", &[]),
+    ("forced_bos_token_id", &[]),
+    ("forced_eos_token_id", &[]),
+];
+
+/// Settings of `generation_config.json`, with their values, that would change what is generated: nothing is taken from them.
+///
+/// # Errors
+/// The file is there but cannot be read.
+pub fn not_applied(model: &Path) -> Result<Vec<(&'static str, String)>, DataError> {
+    let config = read(&model.join(GENERATION))?.unwrap_or_default();
+    let number = |value: &Value| value.as_f64().or_else(|| value.as_bool().map(|is| f64::from(u8::from(is))));
+    let changes = |value: &Value, neutral: &[f64]| match value {
+        Value::Null => false,
+        Value::Array(items) => !items.is_empty(),
+        value => number(value).is_none_or(|number| !neutral.contains(&number)),
+    };
+    let settings = SETTINGS.iter().filter(|(key, neutral)| changes(&config[*key], neutral));
+    Ok(settings.map(|(key, _)| (*key, config[*key].to_string())).collect())
+}
+
+/// A file of a model folder; `None` if it is not there.
+fn read(path: &Path) -> Result<Option<Value>, DataError> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => serde_json::from_str(&text).map(Some).map_err(|e| DataError::not_json(path, &e)),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(DataError::File { doing: "reading", path: path.into(), source }),
+    }
 }
 
 #[cfg(test)]
@@ -51,5 +98,25 @@ mod tests {
         assert_eq!(stop_ids(folder.path()).unwrap(), [3, 4]);
         write("generation_config.json", r#"{"eos_token_id": "x"}"#);
         assert!(stop_ids(folder.path()).unwrap_err().to_string().contains("generation_config.json"));
+    }
+
+    #[test]
+    fn settings_that_are_not_taken_are_known() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |text: &str| {
+            std::fs::write(folder.path().join(GENERATION), text).unwrap();
+            not_applied(folder.path()).unwrap()
+        };
+        assert_eq!(not_applied(folder.path()).unwrap(), []);
+        let neutral = r#"{"do_sample": false, "temperature": 1.0, "top_k": 50, "repetition_penalty": null, "eos_token_id": 3, "bad_words_ids": []}"#;
+        assert_eq!(of(neutral), []);
+        let found = of(
+            r#"{"do_sample": true, "repetition_penalty": 1.05, "no_repeat_ngram_size": 2, "suppress_tokens": [7]}"#,
+        );
+        let words: Vec<String> = found.iter().map(|(key, value)| format!("{key} {value}")).collect();
+        assert_eq!(
+            words,
+            ["do_sample true", "repetition_penalty 1.05", "no_repeat_ngram_size 2", "suppress_tokens [7]"]
+        );
     }
 }
