@@ -208,8 +208,12 @@ impl Setting {
         if training.clips == Clips::Some && never.one_in(2) {
             training.clips = Clips::Never;
             for life in lives.iter_mut().filter(|life| life.placement == Placement::Disk) {
-                // What runs before the norm is known may be far behind.
+                // What runs before the norm is known may be far behind, and share the memory of gradients with what comes down from a card.
                 life.overrides.update_slots = never.perhaps(&[3, 4, 6]).or(life.overrides.update_slots);
+                if never.one_in(2) {
+                    life.overrides.gradients_on_disk = Some(true);
+                    life.card = life.card.or(Some(SimDeviceConfig::default()));
+                }
             }
         }
         if training.format == Format::Split && Dice::new(seed ^ 0x6266_3136).one_in(3) {
