@@ -47,18 +47,21 @@ impl Rope {
 
     /// Reads whichever spelling the configuration uses.
     pub(crate) fn parse(config: &Entries<'_>, head_size: usize, positions_max: usize) -> Result<Self> {
+        let theta_of = |at: &Entries<'_>| {
+            let theta_at = if at.has_value("rope_theta") { at } else { config };
+            if theta_at.has_value("rope_theta") { theta_at.positive("rope_theta") } else { Ok(10_000.0) }
+        };
         let filled = |key: &str| config.object(key).map(|found| found.filter(|found| !found.is_empty()));
         let (parameters, older) = (filled("rope_parameters")?, filled("rope_scaling")?);
         if let (Some(parameters), Some(older)) = (&parameters, &older)
-            && scaling(parameters, positions_max)? != scaling(older, positions_max)?
+            && (scaling(parameters, positions_max)? != scaling(older, positions_max)?
+                || older.has_value("rope_theta") && older.positive("rope_theta")? != theta_of(parameters)?)
         {
             let detail = "says something else than rope_parameters: put what is meant there and remove it";
             return Err(config.error("rope_scaling", detail.into()));
         }
         let nested = parameters.or(older);
-        let theta_at = nested.as_ref().filter(|nested| nested.has_value("rope_theta")).unwrap_or(config);
-        let theta =
-            if theta_at.has_value("rope_theta") { theta_at.positive("rope_theta")? } else { 10_000.0 };
+        let theta = nested.as_ref().map_or_else(|| theta_of(config), theta_of)?;
         for at in [Some(config), nested.as_ref()].into_iter().flatten() {
             let partial = at.number_or("partial_rotary_factor", 1.0)?;
             if partial != 1.0 {

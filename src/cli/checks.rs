@@ -35,12 +35,11 @@ pub fn model(folder: &Path) -> Result<(), CliError> {
 }
 
 /// As [`output`], of a run, which writes folders of its own there before the trained model, if it `saves`. Makes the folder, and
-/// gives what keeps other runs out of it as long as it lives. Where there are no locks, nobody is kept out. A run that `resumes` has been
-/// there.
+/// gives what keeps other runs out of it as long as it lives. Where there are no locks, nobody is kept out.
 ///
 /// # Errors
 /// The output holds models of somebody else, another run writes there, or `model` is where saves go to; or as [`output`].
-pub fn run_output(output: &Path, model: &Path, saves: bool, resumes: bool) -> Result<File, CliError> {
+pub fn run_output(output: &Path, model: &Path, saves: bool) -> Result<File, CliError> {
     let inside = match (output.canonicalize(), model.canonicalize()) {
         (Ok(output), Ok(model)) => model.strip_prefix(output).map(Path::to_owned).ok(),
         _ => None,
@@ -61,7 +60,7 @@ pub fn run_output(output: &Path, model: &Path, saves: bool, resumes: bool) -> Re
             "--output {shown} holds a model that no run of finetune wrote there: the trained weights would replace it; give another folder"
         )));
     }
-    let is_new = !resumes && !output.join("metrics.jsonl").exists();
+    let is_new = !output.join("metrics.jsonl").exists();
     if let Some(save) = retention::any(output).filter(|_| is_new && saves) {
         return Err(CliError::Usage(format!(
             "--output {shown} holds {}, which no run of finetune wrote there: saves of this run may replace or remove such folders; give \
@@ -95,7 +94,8 @@ pub fn export_output(output: &Path, model: &Path) -> Result<(), CliError> {
     self::output(output, model)?;
     if holds_weights(output) && !is_earlier() {
         return Err(CliError::Usage(format!(
-            "--output {} holds a model that neither finetune nor export wrote there: it would be replaced; give another folder",
+            "--output {} holds a model that neither finetune nor export wrote there, or an earlier version did: it would be replaced; remove it, or give \
+             another folder",
             output.display()
         )));
     }

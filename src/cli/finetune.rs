@@ -62,7 +62,7 @@ pub fn train(
     if !args.resume {
         has_no_dropout(&args.model, &model.config)?;
     }
-    let _claim = checks::run_output(&args.output, &args.model, args.save_every.is_some(), args.resume)?;
+    let _claim = checks::run_output(&args.output, &args.model, args.save_every.is_some())?;
     let (mut session, mut profile) = (None, None);
     let inputs = FinetuneInputs::load_after(args, |run| {
         let disks = if run.offload == Offload::Disk { state_dirs(run) } else { Vec::new() };
@@ -259,7 +259,8 @@ fn keep_earlier_metrics(metrics: &Path) -> Result<(), CliError> {
     if std::fs::metadata(metrics).map_or(0, |file| file.len()) == 0 {
         return Ok(());
     }
-    let earlier = metrics.with_extension("jsonl.1");
+    let name = |number: u32| metrics.with_extension(format!("jsonl.{number}"));
+    let earlier = (1..).map(name).find(|path| !path.exists()).expect("numbers do not end before files do");
     std::fs::rename(metrics, &earlier)
         .map_err(|e| CliError::Failed(format!("renaming {}: {e}; {}", metrics.display(), advice_of(&e))))?;
     eprintln!("note: the metrics of an earlier run are in {} now", earlier.display());
@@ -386,7 +387,10 @@ impl Trainer<'_> {
         let saved = now.since(&self.last).write.bytes;
         self.last = now;
         let counted = self.metrics.count_after_last(saved);
-        counted.map_err(|e| CliError::Failed(format!("writing {}: {e}", self.metrics_path.display())))
+        counted.map_err(|e| {
+            let (path, steps) = (self.metrics_path.display(), self.metrics.waiting());
+            CliError::Failed(format!("writing {path}: {e}; it lacks the last {steps} steps of this process"))
+        })
     }
 
     /// Trains up to `steps`; the user may stop it after any step.
@@ -442,14 +446,17 @@ impl Trainer<'_> {
     /// Does what a process that ended left to do: the folder of the step that it committed, and those that were one too many.
     fn make_up_for_saves(&mut self) -> Result<(), CliError> {
         let (run, step) = (self.run, self.engine.step());
-        retention::sweep(&run.output)?;
+        // What is too much is no reason to end a run.
+        let warn = |error: CliError| eprintln!("warning: {error}");
+        retention::sweep(&run.output).unwrap_or_else(warn);
         if !run.resume {
             return Ok(());
         }
         if self.saves_at(step) && !saving::is_there(run, step) {
             self.save()
         } else if let Some(limit) = run.save_total_limit {
-            retention::prune(&run.output, step, limit).map(drop)
+            retention::prune(&run.output, step, limit).map(drop).unwrap_or_else(warn);
+            Ok(())
         } else {
             Ok(())
         }
@@ -480,7 +487,7 @@ impl Trainer<'_> {
         let io = now.since(&self.last);
         self.last = now;
         let metrics = step_metrics(report, lr, tokens, &io, self.floor.bound());
-        let was_behind = self.metrics.is_behind();
+        let was_behind = self.metrics.waiting() > 0;
         // Lines that cannot be written are no reason to end a run: they wait for room.
         if let Err(error) = self.metrics.append(&metrics)
             && !was_behind

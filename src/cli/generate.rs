@@ -113,7 +113,7 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
     countable(batch, longest)?;
     let builder = TokenBatch::new(&model.config);
     let stop = if args.ignore_eos { Vec::new() } else { stop_ids(&args.model)? };
-    say_what_is_not_applied(args)?;
+    say_what_is_not_applied(args);
     let limits = |batch: usize, new_tokens: usize| BatchLimits {
         sequences: batch,
         length: longest,
@@ -163,14 +163,16 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
 }
 
 /// Says which settings of `generation_config.json` the flags do not have.
-fn say_what_is_not_applied(args: &GenerateArgs) -> Result<(), CliError> {
+fn say_what_is_not_applied(args: &GenerateArgs) {
     let given = |key: &str| match key {
         "do_sample" | "temperature" => args.temperature > 0.0,
         "top_p" | "top_k" => args.temperature > 0.0 && (args.top_p.is_some() || args.top_k.is_some()),
         "repetition_penalty" => args.repetition_penalty != 1.0,
         _ => false,
     };
-    let settings: Vec<_> = not_applied(&args.model)?.into_iter().filter(|(key, _)| !given(key)).collect();
+    // Whether the file can be read at all is for its end tokens to say.
+    let settings = not_applied(&args.model).unwrap_or_default().into_iter();
+    let settings: Vec<_> = settings.filter(|(key, _)| !given(key)).collect();
     if !settings.is_empty() {
         let settings: Vec<_> = settings.into_iter().map(|(key, value)| format!("{key} {value}")).collect();
         eprintln!(
@@ -179,7 +181,6 @@ fn say_what_is_not_applied(args: &GenerateArgs) -> Result<(), CliError> {
             settings.join(", ")
         );
     }
-    Ok(())
 }
 
 /// Refuses a batch whose positions cannot be numbered.

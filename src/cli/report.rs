@@ -119,7 +119,10 @@ impl Report {
             memory_available: memory.available.map(ByteSize),
             memory_limit: memory.limit.map(ByteSize),
             memlock_limit: match read("/proc/self/status") {
-                Some(status) if may_lock_all(&status) => Memlock::Unlimited,
+                // Capabilities of a user namespace do not count.
+                Some(status) if may_lock_all(&status) && is_initial(&read("/proc/self/uid_map")) => {
+                    Memlock::Unlimited
+                }
                 _ => read("/proc/self/limits").map_or(Memlock::Unknown, |text| memlock(&text)),
             },
             io_uring: IoUring { available: io_uring.is_ok(), reason: io_uring.err() },
@@ -253,6 +256,11 @@ fn may_lock_all(status: &str) -> bool {
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> 14 & 1 == 1)
 }
 
+/// Whether the map of users is that of the system itself.
+fn is_initial(uid_map: &Option<String>) -> bool {
+    uid_map.as_ref().is_some_and(|map| map.split_whitespace().eq(["0", "0", "4294967295"]))
+}
+
 /// The soft limit.
 fn memlock(limits: &str) -> Memlock {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"));
@@ -282,6 +290,8 @@ mod tests {
         assert_eq!(memlock("Max locked memory  unlimited unlimited bytes"), Memlock::Unlimited);
         assert_eq!(memlock(""), Memlock::Unknown);
         assert!(may_lock_all("CapPrm:\t0000000000000000\nCapEff:\t000001ffffffffff\n"));
+        assert!(is_initial(&Some("         0          0 4294967295\n".into())));
+        assert!(!is_initial(&Some("         0      65534          1\n".into())) && !is_initial(&None));
         assert!(!may_lock_all("CapEff:\t0000000000000000\n") && !may_lock_all(""));
         let driver =
             "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\nGCC version: 13.2.0";

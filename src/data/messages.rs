@@ -65,6 +65,8 @@ fn with_reasoning(message: Map<String, Value>) -> Map<String, Value> {
 /// The tools of a row: an array of objects, or one as text.
 pub(super) fn tools(value: &Value) -> Result<Option<Value>> {
     let tools = match value {
+        // Tables have a text where there are no tools, too.
+        Value::String(text) if text.trim().is_empty() => return Ok(None),
         Value::String(text) => serde_json::from_str(text).map_err(|e| {
             format!("\"tools\": a string must be a JSON array of tools, and this is not JSON: {e}")
         })?,

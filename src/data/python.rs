@@ -1,7 +1,8 @@
 //! What chat templates expect of Python: how values are printed, `json.dumps`, methods of strings, `strftime`.
 //!
 //! Templates are run by jinja2 elsewhere, where `{{ value }}` is `str(value)`. What minijinja prints otherwise (`true`, floats in
-//! exponents, containers) would give a model other text than it was trained on.
+//! exponents, containers) would give a model other text than it was trained on. What `~` and `join` put together is minijinja's: only
+//! strings and whole numbers are the same there.
 
 use minijinja::value::{Kwargs, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, Output, State, Value};

@@ -94,11 +94,11 @@ pub fn read_prompts(path: &Path) -> Result<Vec<Prompt>, DataError> {
 }
 
 fn prompt_of(row: &Map<String, Value>) -> Result<Prompt, String> {
-    if let Some(text) = row.get("prompt").and_then(Value::as_str) {
-        return Ok(Prompt::Text(text.into()));
-    }
     if row.get("messages").is_some_and(|messages| !messages.is_null()) {
         return Ok(Prompt::Messages(row.clone()));
+    }
+    if let Some(text) = row.get("prompt").and_then(Value::as_str) {
+        return Ok(Prompt::Text(text.into()));
     }
     let wrong =
         || "expected {\"prompt\": \"…\"}, {\"messages\": […]} or {\"prompt_ids\": [token ids]}".to_owned();

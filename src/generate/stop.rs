@@ -68,7 +68,10 @@ pub fn not_applied(model: &Path) -> Result<Vec<(&'static str, String)>, DataErro
         Value::Array(items) => !items.is_empty(),
         value => number(value).is_none_or(|number| !neutral.contains(&number)),
     };
-    let settings = SETTINGS.iter().filter(|(key, neutral)| changes(&config[*key], neutral));
+    let samples = config["do_sample"].as_bool() != Some(false);
+    let is_asked =
+        |key: &str| samples || !["temperature", "top_p", "top_k", "min_p", "typical_p"].contains(&key);
+    let settings = SETTINGS.iter().filter(|(key, neutral)| is_asked(key) && changes(&config[*key], neutral));
     Ok(settings.map(|(key, _)| (*key, config[*key].to_string())).collect())
 }
 
@@ -108,7 +111,7 @@ mod tests {
             not_applied(folder.path()).unwrap()
         };
         assert_eq!(not_applied(folder.path()).unwrap(), []);
-        let neutral = r#"{"do_sample": false, "temperature": 1.0, "top_k": 50, "repetition_penalty": null, "eos_token_id": 3, "bad_words_ids": []}"#;
+        let neutral = r#"{"do_sample": false, "temperature": 0.6, "top_k": 20, "repetition_penalty": null, "eos_token_id": 3, "bad_words_ids": []}"#;
         assert_eq!(of(neutral), []);
         let found = of(
             r#"{"do_sample": true, "repetition_penalty": 1.05, "no_repeat_ngram_size": 2, "suppress_tokens": [7]}"#,

@@ -138,6 +138,10 @@ fn what_is_not_computed_is_refused_by_name() {
             vec!["`rope_scaling` says something else than rope_parameters"],
         ),
         (
+            json!({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "default", "rope_theta": 1e4}}),
+            vec!["`rope_scaling` says something else than rope_parameters"],
+        ),
+        (
             json!({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4}}),
             vec!["yarn"],
         ),
