@@ -455,7 +455,7 @@ impl Trainer<'_> {
         if self.saves_at(step) && !saving::is_there(run, step) {
             self.save()
         } else if let Some(limit) = run.save_total_limit {
-            retention::prune(&run.output, step, limit).map(drop).unwrap_or_else(warn);
+            retention::prune(&run.output, step, limit).map_or_else(warn, drop);
             Ok(())
         } else {
             Ok(())
