@@ -73,7 +73,10 @@ fn a_scale_that_cannot_go_down_ends_the_run() {
     );
     assert_eq!(bench.steps("out"), [1]);
     let other = overflowing(&bench, "out", "loss_scale_window: 9").args(&["--steps", "4", "--resume"]);
-    other.fails(2, &["fp16 was \"LossScaleConfig", "loss_scale_window: 9", "original settings"]);
+    other.fails(
+        2,
+        &["fp16 was loss_scale 0, initial_scale_power 28", "loss_scale_window 9", "original settings"],
+    );
     run().args(&["--resume"]).fails(1, &["resumed at step 1", "step 2: a gradient overflowed"]);
 }
 
