@@ -51,6 +51,7 @@ impl From<terrace_zero::EngineError> for CliError {
         match error {
             terrace_zero::EngineError::Interrupted => Self::Interrupted,
             terrace_zero::EngineError::Config(message) => Self::Usage(message),
+            other @ terrace_zero::EngineError::AnotherRun { .. } => Self::Usage(other.to_string()),
             terrace_zero::EngineError::Tier(terrace_tiers::TierError::Plan(refusal)) => {
                 Self::Usage(refusal.to_string())
             }

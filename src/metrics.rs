@@ -108,9 +108,14 @@ impl MetricsWriter {
     /// # Errors
     /// The file cannot be written. The step is kept, and tried again with the next.
     pub fn append(&mut self, metrics: &StepMetrics) -> io::Result<()> {
-        let at = self.end + self.unwritten.len() as u64;
         self.disk_written_bytes += metrics.disk_write_bytes;
-        let metrics = StepMetrics { disk_written_bytes: self.disk_written_bytes, ..metrics.clone() };
+        self.put(metrics.clone())
+    }
+
+    /// Makes a step the last line, with what was written to disk by now.
+    fn put(&mut self, metrics: StepMetrics) -> io::Result<()> {
+        let at = self.end + self.unwritten.len() as u64;
+        let metrics = StepMetrics { disk_written_bytes: self.disk_written_bytes, ..metrics };
         serde_json::to_writer(&mut self.unwritten, &metrics)?;
         self.unwritten.push(b'\n');
         self.last = Some((at, metrics));
@@ -145,8 +150,7 @@ impl MetricsWriter {
     /// The file cannot be written.
     pub fn count_after_last(&mut self, bytes: u64) -> io::Result<()> {
         self.count(bytes);
-        let Some((at, mut metrics)) = self.last.take().filter(|_| bytes > 0) else { return self.write() };
-        metrics.disk_written_bytes = self.disk_written_bytes;
+        let Some((at, metrics)) = self.last.take().filter(|_| bytes > 0) else { return self.write() };
         match at.checked_sub(self.end) {
             Some(waiting) => self.unwritten.truncate(waiting as usize),
             None => {
@@ -154,10 +158,7 @@ impl MetricsWriter {
                 self.end = at;
             }
         }
-        serde_json::to_writer(&mut self.unwritten, &metrics)?;
-        self.unwritten.push(b'\n');
-        self.last = Some((at, metrics));
-        self.write()
+        self.put(metrics)
     }
 
     /// What was written to disk since the run began, in bytes.

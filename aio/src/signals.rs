@@ -20,9 +20,13 @@ pub fn on_stop(mut handler: impl FnMut() + Send + 'static) -> io::Result<()> {
 
 /// Whether a process with this `/proc/<pid>/status` ignores a signal.
 fn ignores(status: &str, signal: i32) -> bool {
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    mask >> (signal - 1) & 1 == 1
+    has_bit(status, "SigIgn:", signal as u32 - 1)
+}
+
+/// Whether the mask after `name` in a `/proc/<pid>/status` has a bit; not, if there is no such mask.
+pub fn has_bit(status: &str, name: &str, bit: u32) -> bool {
+    let mask = status.lines().find_map(|line| line.strip_prefix(name));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> bit & 1 == 1)
 }
 
 #[cfg(test)]

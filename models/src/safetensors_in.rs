@@ -88,11 +88,11 @@ impl SafetensorsSource {
     /// # Errors
     /// As [`validate`](Self::validate), or a head that would be lost.
     pub fn validate_model(&mut self, model: &Model) -> Result {
-        let params = || model.blocks.iter().flat_map(|block| block.params());
-        if let Some(embedding) = params().find(|param| param.name == EMBEDDING_NAME && model.config.tied) {
+        let mut params = model.blocks.iter().flat_map(|block| block.params());
+        if let Some(embedding) = params.find(|param| param.name == EMBEDDING_NAME && model.config.tied) {
             self.settle_head(embedding)?;
         }
-        params().try_for_each(|param| self.find(param).map(|_| ()))
+        model.blocks.iter().try_for_each(|block| self.validate(block.params()))
     }
 
     /// Checks that every parameter is there with the right shape and a readable element type; called before anything is
@@ -129,8 +129,7 @@ impl SafetensorsSource {
             for (param, values) in [a, b].into_iter().zip(&mut values) {
                 self.read_into(param, start, &mut values[..count])?;
             }
-            let bits = |values: &[f32]| values[..count].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-            if bits(&values[0]) != bits(&values[1]) {
+            if !values[0][..count].iter().zip(&values[1]).all(|(a, b)| a.to_bits() == b.to_bits()) {
                 return Ok(false);
             }
         }

@@ -134,27 +134,50 @@ fn it_changes_no_bit() {
     }
 }
 
-/// A disk that holds some writes back for longer than a step takes, and then does them.
+/// A disk that is late with some requests.
 #[derive(Debug)]
 struct Late {
     upstream: Arc<dyn IoEngine>,
-    writes: AtomicU64,
+    delays: Delays,
+}
+
+/// What a disk is late with, and how late.
+#[derive(Debug)]
+enum Delays {
+    /// Some of the writes, by their number: longer than a step takes.
+    Writes(AtomicU64),
+    /// All of the state, and not gradients.
+    State,
+}
+
+impl Late {
+    /// How long a request is held back on a thread of its own; `None` if it is not.
+    fn delay(&self, request: &Request) -> Option<Duration> {
+        match &self.delays {
+            Delays::Writes(_) if request.kind != OpKind::Write => None,
+            Delays::Writes(writes) => {
+                let number = writes.fetch_add(1, Ordering::Relaxed);
+                let is_held = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 62 == 0;
+                Some(Duration::from_millis(if is_held { 40 } else { 0 }))
+            }
+            Delays::State => {
+                let path = self.upstream.path(request.segments[0].file).expect("an open file");
+                path.ends_with("state.bin").then(|| Duration::from_millis(8))
+            }
+        }
+    }
 }
 
 impl IoEngine for Late {
     pass_files_on!(upstream);
 
     fn submit(&self, request: Request) -> Ticket {
-        if request.kind != OpKind::Write {
-            return self.upstream.submit(request);
-        }
+        let Some(delay) = self.delay(&request) else { return self.upstream.submit(request) };
         let (ticket, completer) = Ticket::new();
-        let number = self.writes.fetch_add(1, Ordering::Relaxed);
-        let is_held = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 62 == 0;
         let upstream = Arc::clone(&self.upstream);
         std::thread::spawn(move || {
-            if is_held {
-                std::thread::sleep(Duration::from_millis(40));
+            if !delay.is_zero() {
+                std::thread::sleep(delay);
             }
             completer.complete(upstream.submit(request).wait());
         });
@@ -176,7 +199,8 @@ fn late_writes_of_an_update_in_vain_are_waited_for() {
     for first in 0..4 {
         let upstream =
             open_default(&IoConfig { choice: EngineChoice::Threads, ..IoConfig::default() }).unwrap();
-        let late: Arc<dyn IoEngine> = Arc::new(Late { upstream, writes: AtomicU64::new(first) });
+        let late: Arc<dyn IoEngine> =
+            Arc::new(Late { upstream, delays: Delays::Writes(AtomicU64::new(first)) });
         let overrides = WindowOverrides { chunk_elements: Some(1 << 14), ..WindowOverrides::default() };
         let setup = Setup { io: Some(late), overrides, ..on_disk(&base, dir.path(), &first.to_string()) };
         let mut engine = setup.create();
@@ -187,34 +211,6 @@ fn late_writes_of_an_update_in_vain_are_waited_for() {
         assert_eq!(weights_hash(&mut setup.resume().unwrap()), hash);
     }
     assert!(in_vain > 3, "{in_vain}");
-}
-
-/// A disk that takes long for the state, and not for gradients.
-#[derive(Debug)]
-struct Slow {
-    upstream: Arc<dyn IoEngine>,
-}
-
-impl IoEngine for Slow {
-    pass_files_on!(upstream);
-
-    fn submit(&self, request: Request) -> Ticket {
-        let path = self.upstream.path(request.segments[0].file).expect("an open file");
-        if !path.ends_with("state.bin") {
-            return self.upstream.submit(request);
-        }
-        let (ticket, completer) = Ticket::new();
-        let upstream = Arc::clone(&self.upstream);
-        std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(8));
-            completer.complete(upstream.submit(request).wait());
-        });
-        ticket
-    }
-
-    fn sync(&self, file: FileId) -> Ticket {
-        self.upstream.sync(file)
-    }
 }
 
 /// An update that is far behind backward gets the memory for its gradients, though the last of them are still on their way down when backward
@@ -238,7 +234,7 @@ fn an_update_that_is_behind_comes_to_its_end() {
         let setup = Setup {
             threads,
             discrete: true,
-            io: Some(Arc::new(Slow { upstream: io })),
+            io: Some(Arc::new(Late { upstream: io, delays: Delays::State })),
             overrides,
             ..on_disk(&base, dir.path(), &name)
         };

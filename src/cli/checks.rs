@@ -55,13 +55,15 @@ pub fn run_output(output: &Path, model: &Path, saves: bool) -> Result<File, CliE
     }
     // A run writes its metrics there before anything else.
     let is_input = inside.is_some_and(|inside| inside.as_os_str().is_empty());
-    if holds_weights(output) && !is_input && !output.join("metrics.jsonl").exists() {
+    let is_new = !output.join("metrics.jsonl").exists();
+    if holds_weights(output) && !is_input && is_new {
         return Err(CliError::Usage(format!(
             "--output {shown} holds a model that no run of finetune wrote there: the trained weights would replace it; give another folder"
         )));
     }
-    let is_new = !output.join("metrics.jsonl").exists();
-    if let Some(save) = retention::any(output).filter(|_| is_new && saves) {
+    // A folder that is not there holds none.
+    let theirs = if is_new && saves { retention::saves(output).unwrap_or_default() } else { Vec::new() };
+    if let Some((_, save)) = theirs.first() {
         return Err(CliError::Usage(format!(
             "--output {shown} holds {}, which no run of finetune wrote there: saves of this run may replace or remove such folders; give \
              another folder",

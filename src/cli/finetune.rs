@@ -13,7 +13,7 @@ use super::trace::Seen;
 use super::{checks, finetune_checks, floor, identity, keeping, print_json, retention, trace};
 use crate::config::{ByteSize, TrainConfig, run, schedule};
 use crate::data::Dataset;
-use crate::error::{CliError, advice as advice_of};
+use crate::error::{CliError, advice};
 use crate::floor::{Capabilities, Floor};
 use crate::interrupt::Interrupt;
 use crate::metrics::{MetricsWriter, StepMetrics};
@@ -175,13 +175,15 @@ fn open_engine(
     let (wanted, backend) = (config.clone(), session.backend.clone());
     let engine = match source {
         None => {
-            identity::check(&Engine::stored(&backend.io, &config.disks)?.identity, &config.identity)?;
             eprintln!("reading and verifying the training state");
             Engine::resume(config, backend, model.blocks, sample)
         }
         Some(source) => Engine::create(config, backend, model.blocks, sample, source),
     };
-    let engine = engine.map_err(|error| advise(error, &wanted, session, &model.config))?;
+    let engine = engine.map_err(|error| match error {
+        EngineError::AnotherRun { stored, given } => identity::another_run(stored, given),
+        error => advise(error, &wanted, session, &model.config).into(),
+    })?;
     session.warn_of_slow_copies();
     Ok(engine)
 }
@@ -262,7 +264,7 @@ fn keep_earlier_metrics(metrics: &Path) -> Result<(), CliError> {
     let name = |number: u32| metrics.with_extension(format!("jsonl.{number}"));
     let earlier = (1..).map(name).find(|path| !path.exists()).expect("numbers do not end before files do");
     std::fs::rename(metrics, &earlier)
-        .map_err(|e| CliError::Failed(format!("renaming {}: {e}; {}", metrics.display(), advice_of(&e))))?;
+        .map_err(|e| CliError::Failed(format!("renaming {}: {e}; {}", metrics.display(), advice(&e))))?;
     eprintln!("note: the metrics of an earlier run are in {} now", earlier.display());
     Ok(())
 }
@@ -453,13 +455,12 @@ impl Trainer<'_> {
             return Ok(());
         }
         if self.saves_at(step) && !saving::is_there(run, step) {
-            self.save()
-        } else if let Some(limit) = run.save_total_limit {
-            retention::prune(&run.output, step, limit).map_or_else(warn, drop);
-            Ok(())
-        } else {
-            Ok(())
+            return self.save();
         }
+        if let Some(limit) = run.save_total_limit {
+            retention::prune(&run.output, step, limit).map_or_else(warn, drop);
+        }
+        Ok(())
     }
 
     fn save(&mut self) -> Result<(), CliError> {

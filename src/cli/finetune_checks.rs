@@ -9,7 +9,7 @@ use crate::config::{GroupFlag, TrainConfig};
 use crate::error::CliError;
 use terrace_models::{Model, ModelConfig, TokenBatch};
 use terrace_tiers::TierError;
-use terrace_zero::{Block, Engine, EngineError, ParamSpec, PlanningRuns};
+use terrace_zero::{Block, Engine, EngineConfig, EngineError, Outlook, ParamSpec, PlanningRuns};
 
 /// All that can be known without the data.
 pub(super) fn before_data(
@@ -39,11 +39,19 @@ fn fits(
     model: &ModelConfig,
 ) -> Result<(), CliError> {
     let config = engine_config(run, &args.placement, session, String::new())?;
+    let outlook = outlook(config.clone(), run, session, model);
+    outlook.map(drop).map_err(|error| advise(error, &config, session, model).into())
+}
+
+fn outlook(
+    config: EngineConfig,
+    run: &TrainConfig,
+    session: &Session,
+    model: &ModelConfig,
+) -> Result<Outlook, EngineError> {
     let sample = TokenBatch::new(model).blank(run.batch_size, run.seq_len);
     let blocks = terrace_models::build(model);
-    let outlook =
-        Engine::outlook(config.clone(), &session.backend, blocks, &sample, &PlanningRuns::default());
-    outlook.map(drop).map_err(|error| advise(error, &config, session, model).into())
+    Engine::outlook(config, &session.backend, blocks, &sample, &PlanningRuns::default())
 }
 
 /// Says which flags only a card has a use for.
@@ -68,10 +76,7 @@ fn plan(
     pinned.check_model(model, session.backend.device.unified())?;
     let config = engine_config(run, &args.placement, session, String::new())?;
     pinned.check_budget(config.host_budget, config.device_budget)?;
-    let sample = TokenBatch::new(model).blank(run.batch_size, run.seq_len);
-    let blocks = terrace_models::build(model);
-    let outlook = Engine::outlook(config, &session.backend, blocks, &sample, &PlanningRuns::default());
-    let outlook = outlook.map_err(|error| pinned.explain(error))?;
+    let outlook = outlook(config, run, session, model).map_err(|error| pinned.explain(error))?;
     pinned.check_copies(outlook.copied_bytes, args.placement.disk_cache.0)?;
     let (planned, here) = (pinned.file.bytes, Totals::new(&outlook.memory));
     if planned != here {

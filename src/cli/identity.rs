@@ -8,6 +8,7 @@ use crate::error::CliError;
 use serde_json::{Map, Value, json};
 use terrace_kernels::DType;
 use terrace_tiers::{BlobKind, StoreSpec, checksum};
+use terrace_zero::{EngineError, identity_differences};
 
 const CONFIG: &str = "the model's config.json";
 const DTYPE: &str = "--dtype";
@@ -109,30 +110,22 @@ impl Identity {
     }
 }
 
-/// Refuses state of another run, with what differs as a user would say it.
-///
-/// # Errors
-/// It is one.
-pub fn check(stored: &str, given: &str) -> Result<(), CliError> {
-    let parse = |text: &str| serde_json::from_str::<Map<String, Value>>(text).unwrap_or_default();
-    let (stored, given) = (parse(stored), parse(given));
-    if stored.is_empty() {
-        // Not made by a command: the engine compares it as it stands.
-        return Ok(());
+/// The error of a run that would resume another, with what differs as a user would say it.
+pub fn another_run(stored: String, given: String) -> CliError {
+    let words = |value: &Option<Value>| value.as_ref().map_or("nothing".into(), in_words);
+    match identity_differences(&stored, &given) {
+        // Not made by a command.
+        None => EngineError::AnotherRun { stored, given }.into(),
+        Some(parts) => {
+            let parts = parts
+                .iter()
+                .map(|(key, [was, is])| format!("{key} was {} and is now {}", words(was), words(is)));
+            CliError::Usage(format!(
+                "the training state was made by another run: {}. Resume with the original settings, or choose another directory",
+                parts.collect::<Vec<_>>().join("; ")
+            ))
+        }
     }
-    let words = |entries: &Map<String, Value>, key: &str| entries.get(key).map_or("nothing".into(), in_words);
-    let keys = given.keys().chain(stored.keys().filter(|key| !given.contains_key(*key)));
-    let parts: Vec<String> = keys
-        .filter(|key| stored.get(*key) != given.get(*key))
-        .map(|key| format!("{key} was {} and is now {}", words(&stored, key), words(&given, key)))
-        .collect();
-    if parts.is_empty() {
-        return Ok(());
-    }
-    Err(CliError::Usage(format!(
-        "the training state was made by another run: {}. Resume with the original settings, or choose another directory",
-        parts.join("; ")
-    )))
 }
 
 fn in_words(value: &Value) -> String {

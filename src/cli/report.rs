@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 use terrace_aio::memory::HostMemory;
+use terrace_aio::signals::has_bit;
 use terrace_device::cuda::{self, CAPABILITY_MIN, CardReport, LibraryReport};
 
 /// What `terrace report` prints.
@@ -120,7 +121,9 @@ impl Report {
             memory_limit: memory.limit.map(ByteSize),
             memlock_limit: match read("/proc/self/status") {
                 // Capabilities of a user namespace do not count.
-                Some(status) if may_lock_all(&status) && is_initial(&read("/proc/self/uid_map")) => {
+                Some(status)
+                    if may_lock_all(&status) && is_initial(read("/proc/self/uid_map").as_deref()) =>
+                {
                     Memlock::Unlimited
                 }
                 _ => read("/proc/self/limits").map_or(Memlock::Unknown, |text| memlock(&text)),
@@ -252,13 +255,12 @@ fn cpu_features() -> BTreeMap<&'static str, bool> {
 
 /// Whether the limit does not hold for this process: with CAP_IPC_LOCK, number 14, as root has it.
 fn may_lock_all(status: &str) -> bool {
-    let mask = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> 14 & 1 == 1)
+    has_bit(status, "CapEff:", 14)
 }
 
 /// Whether the map of users is that of the system itself.
-fn is_initial(uid_map: &Option<String>) -> bool {
-    uid_map.as_ref().is_some_and(|map| map.split_whitespace().eq(["0", "0", "4294967295"]))
+fn is_initial(uid_map: Option<&str>) -> bool {
+    uid_map.is_some_and(|map| map.split_whitespace().eq(["0", "0", "4294967295"]))
 }
 
 /// The soft limit.
@@ -290,8 +292,8 @@ mod tests {
         assert_eq!(memlock("Max locked memory  unlimited unlimited bytes"), Memlock::Unlimited);
         assert_eq!(memlock(""), Memlock::Unknown);
         assert!(may_lock_all("CapPrm:\t0000000000000000\nCapEff:\t000001ffffffffff\n"));
-        assert!(is_initial(&Some("         0          0 4294967295\n".into())));
-        assert!(!is_initial(&Some("         0      65534          1\n".into())) && !is_initial(&None));
+        assert!(is_initial(Some("         0          0 4294967295\n")));
+        assert!(!is_initial(Some("         0      65534          1\n")) && !is_initial(None));
         assert!(!may_lock_all("CapEff:\t0000000000000000\n") && !may_lock_all(""));
         let driver =
             "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\nGCC version: 13.2.0";

@@ -15,10 +15,15 @@ pub fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("checkpoint-")?.parse().ok()
 }
 
-/// A saved model folder in `output`, if there is one.
-pub fn any(output: &Path) -> Option<PathBuf> {
-    let found = entries(output).ok()?.into_iter();
-    found.filter(|(name, path)| step_of(name).is_some() && holds_weights(path)).map(|(_, path)| path).min()
+/// The saved model folders in `output`, with their steps, the oldest first.
+///
+/// # Errors
+/// The folder cannot be looked at.
+pub fn saves(output: &Path) -> Result<Vec<(u64, PathBuf)>, CliError> {
+    let numbered = entries(output)?.into_iter().filter_map(|(name, path)| Some((step_of(&name)?, path)));
+    let mut saves: Vec<_> = numbered.filter(|(_, path)| holds_weights(path)).collect();
+    saves.sort();
+    Ok(saves)
 }
 
 /// Removes what a process that ended while it removed folders left of them.
@@ -55,11 +60,7 @@ fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>, CliError> {
 /// # Errors
 /// A folder cannot be looked at or removed.
 pub fn prune(output: &Path, step: u64, limit: usize) -> Result<Vec<PathBuf>, CliError> {
-    let all = entries(output)?.into_iter();
-    let numbered = all.filter_map(|(name, path)| Some((step_of(&name)?, path)));
-    let is_saved = |(number, path): &(u64, PathBuf)| *number <= step && holds_weights(path);
-    let mut saved: Vec<_> = numbered.filter(is_saved).collect();
-    saved.sort();
+    let saved: Vec<_> = saves(output)?.into_iter().filter(|(number, _)| *number <= step).collect();
     let surplus = saved.len().saturating_sub(limit);
     let old: Vec<(u64, PathBuf)> = saved.into_iter().take(surplus).collect();
     for (number, path) in &old {

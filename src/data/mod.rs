@@ -28,6 +28,7 @@ pub use error::DataError;
 pub use sampler::Sampler;
 pub(crate) use sampler::mix;
 pub use store::Sample;
+pub(crate) use tokenizer::read_json;
 pub use tokenizer::{TextTokenizer, TokenSpan};
 
 /// The label of a position that carries no loss, as in Hugging Face's trainers.

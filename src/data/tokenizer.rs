@@ -198,7 +198,7 @@ pub(super) fn white_space_from(text: &str) -> Option<usize> {
 }
 
 /// A JSON file; `null` if there is none.
-fn read_json(path: &Path) -> Result<Value> {
+pub(crate) fn read_json(path: &Path) -> Result<Value> {
     let Some(text) = read_text(path)? else { return Ok(Value::Null) };
     serde_json::from_str(&text).map_err(|e| DataError::not_json(path, &e))
 }

@@ -1,6 +1,6 @@
 //! What a model folder says of generation: when a text ends, and what is not taken from it.
 
-use crate::data::DataError;
+use crate::data::{DataError, read_json};
 use serde_json::Value;
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use std::path::Path;
 pub fn stop_ids(model: &Path) -> Result<Vec<u32>, DataError> {
     for name in [GENERATION, "config.json"] {
         let path = model.join(name);
-        let Some(config) = read(&path)? else { continue };
+        let config = read_json(&path)?;
         let wrong = |reason: String| DataError::Tokenizer { path: path.clone(), reason };
         // A composite model keeps the language model's settings one level down.
         let found = [&config["eos_token_id"], &config["text_config"]["eos_token_id"]];
@@ -61,7 +61,7 @@ const SETTINGS: [(&str, &[f64]); 20] = [
 /// # Errors
 /// The file is there but cannot be read.
 pub fn not_applied(model: &Path) -> Result<Vec<(&'static str, String)>, DataError> {
-    let config = read(&model.join(GENERATION))?.unwrap_or_default();
+    let config = read_json(&model.join(GENERATION))?;
     let number = |value: &Value| value.as_f64().or_else(|| value.as_bool().map(|is| f64::from(u8::from(is))));
     let changes = |value: &Value, neutral: &[f64]| match value {
         Value::Null => false,
@@ -73,15 +73,6 @@ pub fn not_applied(model: &Path) -> Result<Vec<(&'static str, String)>, DataErro
         |key: &str| samples || !["temperature", "top_p", "top_k", "min_p", "typical_p"].contains(&key);
     let settings = SETTINGS.iter().filter(|(key, neutral)| is_asked(key) && changes(&config[*key], neutral));
     Ok(settings.map(|(key, _)| (*key, config[*key].to_string())).collect())
-}
-
-/// A file of a model folder; `None` if it is not there.
-fn read(path: &Path) -> Result<Option<Value>, DataError> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => serde_json::from_str(&text).map(Some).map_err(|e| DataError::not_json(path, &e)),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(DataError::File { doing: "reading", path: path.into(), source }),
-    }
 }
 
 #[cfg(test)]

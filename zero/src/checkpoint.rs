@@ -6,6 +6,7 @@ use crate::engine::Engine;
 use crate::state::StateHome;
 use crate::{EngineError, Result, WeightSource};
 use half::{bf16, f16};
+use serde_json::{Map, Value};
 use terrace_kernels::DType;
 use terrace_tiers::{BlobKey, DiskStore, GroupSpec, Lease, StoreSpec};
 
@@ -107,10 +108,10 @@ fn narrow_to(weights: &[f32], out: &mut [u8], bytes: impl Fn(f32) -> [u8; 2]) {
 /// Refuses state that belongs to another model or run, and names what differs.
 pub(crate) fn compare(expected: &StoreSpec, found: &StoreSpec) -> Result {
     if expected.identity != found.identity {
-        return Err(EngineError::Config(format!(
-            "the state on disk was made by another run: {}. Resume with the original settings, or choose another directory",
-            differences(&found.identity, &expected.identity)
-        )));
+        return Err(EngineError::AnotherRun {
+            stored: found.identity.clone(),
+            given: expected.identity.clone(),
+        });
     }
     if expected.kinds != found.kinds {
         return Err(EngineError::Config(format!(
@@ -171,23 +172,27 @@ pub(crate) fn group_difference(stored: &[GroupSpec], given: &[GroupSpec]) -> Str
     )
 }
 
-/// The keys in which two JSON objects differ, with both values.
-fn differences(stored: &str, given: &str) -> String {
-    let parse = |text: &str| serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(text);
-    let (Ok(stored), Ok(given)) = (parse(stored), parse(given)) else {
+/// The keys in which two JSON objects differ, with both values, in words.
+pub(crate) fn differences(stored: &str, given: &str) -> String {
+    let Some(mut found) = identity_differences(stored, given) else {
         return "its description differs".into();
     };
-    let mut keys: Vec<_> = stored.keys().chain(given.keys()).collect();
-    keys.sort();
-    keys.dedup();
-    let show =
-        |value: Option<&serde_json::Value>| value.map_or_else(|| "nothing".into(), ToString::to_string);
-    let parts: Vec<String> = keys
-        .into_iter()
-        .filter(|key| stored.get(*key) != given.get(*key))
-        .map(|key| format!("{key} was {} and is now {}", show(stored.get(key)), show(given.get(key))))
-        .collect();
-    parts.join(", ")
+    found.sort_by(|a, b| a.0.cmp(&b.0));
+    let show = |value: Option<Value>| value.map_or_else(|| "nothing".into(), |value| value.to_string());
+    let parts =
+        found.into_iter().map(|(key, [was, is])| format!("{key} was {} and is now {}", show(was), show(is)));
+    parts.collect::<Vec<_>>().join(", ")
+}
+
+/// The entries in which two identities differ: key, stored value and given value, first those that are given. `None` if either is no JSON
+/// object.
+#[doc(hidden)]
+pub fn identity_differences(stored: &str, given: &str) -> Option<Vec<(String, [Option<Value>; 2])>> {
+    let parse = |text: &str| serde_json::from_str::<Map<String, Value>>(text).ok();
+    let (stored, given) = (parse(stored)?, parse(given)?);
+    let keys = given.keys().chain(stored.keys().filter(|key| !given.contains_key(*key)));
+    let differing = keys.filter(|key| stored.get(*key) != given.get(*key));
+    Some(differing.map(|key| (key.clone(), [stored.get(key).cloned(), given.get(key).cloned()])).collect())
 }
 
 /// Fills resident state from a store.

@@ -1,5 +1,7 @@
 //! What can go wrong in the engine.
 
+use crate::checkpoint::differences;
+
 /// A failure of the engine, with what it was doing.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -7,6 +9,17 @@ pub enum EngineError {
     /// A configuration that cannot work; the message says which knob to turn.
     #[error("{0}")]
     Config(String),
+    /// State that another run made.
+    #[error(
+        "the state on disk was made by another run: {}. Resume with the original settings, or choose another directory",
+        differences(stored, given)
+    )]
+    AnotherRun {
+        /// The identity of the run that made it.
+        stored: String,
+        /// The identity of the run that would resume it.
+        given: String,
+    },
     /// Micro-batches that a step cannot be made of; nothing was changed.
     #[error("{0}")]
     Batch(String),

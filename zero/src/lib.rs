@@ -55,6 +55,8 @@ pub use backend::Backend;
 pub use batch::{HostTensor, MicroBatch};
 pub use block::{Block, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec, ParamSpec, Weight, Weights};
 pub use builder::EngineBuilder;
+#[doc(hidden)]
+pub use checkpoint::identity_differences;
 pub use config::{
     Accumulation, BatchLimits, CACHE_PAGE, Durability, EngineConfig, Placement, TrainingConfig,
     WindowOverrides,
