@@ -2,7 +2,7 @@
 //!
 //! `T ≥ max(operations / products, parameters / updates, cores, disk, uploads / up, downloads / down, memory bytes / memory, network, peers)`
 //!
-//! Where the device is the CPU, products, updates and checksums have the same *cores*, whose time is the sum of what each of them needs:
+//! Where the device is the CPU, products, updates, checksums and what the system takes for disk I/O have the same *cores*, whose time is the sum of what each of them needs:
 //! of updates and checksums, what they take of a thread that has the memory to itself, over all threads. (What all threads take together
 //! would be too much: where memory binds, fewer of them are as fast and leave cores to others.)
 //!
@@ -60,6 +60,8 @@ pub struct ByCores {
     pub updates: Option<f64>,
     /// Bytes per second of checksums.
     pub checksums: Option<f64>,
+    /// Bytes per second that disks could carry if that were all that the cores did.
+    pub disks: Option<f64>,
 }
 
 /// Seconds that each resource needs for a step.
@@ -118,6 +120,7 @@ impl Capabilities {
         found.by_cores = ByCores {
             updates: update.and_then(|rate| rate.parameters_per_core_second).map(|rate| rate * threads),
             checksums: calibration.checksum_bytes_per_core_second.map(|rate| rate * threads),
+            disks: calibration.disk_bytes_per_core_second.map(|rate| rate * threads),
         };
         if let Some(card) = calibration.card.as_ref().filter(|_| on_card) {
             found.upload = Some(card.upload_bytes_per_second);
@@ -264,13 +267,15 @@ fn optimizer_rate<'a>(
     calibration.optimizer.iter().find(|rate| rate.state == state && rate.weights == weights)
 }
 
-/// What the cores need where they are the device: products, and as much of updates and of the checksums of what disks move as is known.
+/// What the cores need where they are the device: products, and as much of updates, and of the checksums and the I/O of what disks move, as is known.
 /// `None` if that is products alone.
 fn core_seconds(work: &StepWork, can: &Capabilities) -> Option<f64> {
     let seconds = |amount: u64, rate: Option<f64>| rate.map_or(0.0, |rate| amount as f64 / rate);
     let products = seconds(work.operations, can.operations);
+    let carried = work.disk_read_bytes + work.disk_write_bytes;
     let others = seconds(work.parameters, can.by_cores.updates)
-        + seconds(work.disk_read_bytes + work.disk_write_bytes, can.by_cores.checksums);
+        + seconds(carried, can.by_cores.checksums)
+        + seconds(carried, can.by_cores.disks);
     (work.unified && products > 0.0 && others > 0.0).then_some(products + others)
 }
 
@@ -341,7 +346,7 @@ mod tests {
 
     #[test]
     fn cores_do_what_there_is_no_card_for() {
-        let by_cores = ByCores { updates: Some(80.0), checksums: Some(1400.0) };
+        let by_cores = ByCores { updates: Some(80.0), checksums: Some(1400.0), disks: None };
         let can = Capabilities {
             operations: Some(3000.0),
             updates: Some(50.0),
@@ -355,6 +360,11 @@ mod tests {
             [("compute", 4.0), ("optimizer", 2.0), ("cores", 7.25)]
         );
         assert_eq!(Floor::new(&work(), &can).seconds, [("compute", 4.0), ("optimizer", 2.0)]);
+        let disks_too = ByCores { disks: Some(5600.0), ..by_cores };
+        assert_eq!(
+            Floor::new(&on_cores, &Capabilities { by_cores: disks_too, ..can.clone() }).bound(),
+            Some(("cores", 7.75))
+        );
         let in_memory = StepWork { disk_read_bytes: 0, disk_write_bytes: 0, ..on_cores.clone() };
         assert_eq!(Floor::new(&in_memory, &can).bound(), Some(("cores", 5.25)));
         // A profile without a thread's rates says nothing about cores.

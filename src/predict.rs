@@ -9,8 +9,8 @@
 //!   gate of a pending update allow, and their uploads; the update, which reads some chunks ahead of the one that it is at, and
 //!   writes those behind it.
 //! - *Resources* (`machine.rs`) are the disks, the link, the device and the cores. Who uses one at the same time shares it in equal
-//!   parts. Reads and writes share the disks as in the floor. On a machine without a card compute, updates and checksums share the
-//!   cores. Rates are those of a training step, where they were measured, and not the best of a single product.
+//!   parts. Reads and writes share the disks as in the floor. On a machine without a card compute, updates, checksums and the
+//!   system's part of disk I/O share the cores. Rates are those of a training step, where they were measured, and not the best of a single product.
 //!
 //! Of several ranks one is played, and all others of its node keep step with it: disks and cores do what all of them need together.
 //! Weights are gathered when a rank's part of them is on the device, as far ahead as there are slots there; gradients are scattered
@@ -18,8 +18,8 @@
 //!
 //! Some steps follow each other until they are alike, whose time is what is expected. The same schedule always takes the same.
 //!
-//! Left out are `fdatasync` and the manifest of a commit, the kernel's own time for disk I/O, latencies, the bandwidth of host memory
-//! that resources share, and the checksums of spilled activations and parked gradients beside a card. All micro-batches of a pass go
+//! Left out are `fdatasync` and the manifest of a commit, latencies, the bandwidth of host memory
+//! that resources share, and beside a card the system's own time for disk I/O and the checksums of spilled activations and parked gradients. All micro-batches of a pass go
 //! through a block at once, and its gradients are parked at once. Groups of very many chunks are updated in fewer, larger pieces.
 //!
 //! Left out, too, is that a disk does first what compute waits for ([`Urgency`](terrace_aio::Urgency)): whoever uses it has an equal part. The
@@ -71,7 +71,7 @@ fn at_once(work: &StepWork, can: &Capabilities) -> f64 {
     let (read, write) = (work.disk_read_bytes as f64, work.disk_write_bytes as f64);
     let (up, down) = (work.upload_bytes as f64, work.download_bytes as f64);
     let compute = per(work.operations as f64, can.training.or(can.operations));
-    let cores = per(work.parameters as f64, can.updates) + per(read + write, can.checksums);
+    let cores = per(work.parameters as f64, can.updates) + handling(read + write, work.unified, can);
     [
         if work.unified { compute + cores } else { compute.max(cores) },
         can.disk_seconds(read, write),
@@ -83,6 +83,11 @@ fn at_once(work: &StepWork, can: &Capabilities) -> f64 {
     ]
     .into_iter()
     .fold(0.0, f64::max)
+}
+
+/// Seconds of the cores for bytes that disks carry: their checksums and, where these cores compute, too, what the system takes of them.
+fn handling(bytes: f64, unified: bool, can: &Capabilities) -> f64 {
+    per(bytes, can.checksums) + per(bytes, can.by_cores.disks.filter(|_| unified))
 }
 
 fn per(amount: f64, rate: Option<f64>) -> f64 {

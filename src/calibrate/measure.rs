@@ -14,9 +14,10 @@ use terrace_aio::IoBuf;
 use terrace_aio::bench::rates::{self, Effort as DiskEffort};
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::profile::DiskProfile;
+use terrace_device::host::HostDevice;
 use terrace_device::{Arena, Bytes, Device, DeviceError, Region, Stream};
 use terrace_kernels::{
-    DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, View, ViewMut,
+    DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, View, ViewMut, cpu,
 };
 use terrace_models::{ModelConfig, RandomSource, Row, TokenBatch, build};
 use terrace_optimizer::{
@@ -73,11 +74,13 @@ impl Layer {
     }
 }
 
+/// How often products are measured with and without disks beside them.
+const ROUNDS_BESIDE: usize = 3;
 /// How much longer training is measured than other figures: a median needs several steps.
 const TRAINING_TIMES: f64 = 4.0;
 
 impl Effort {
-    /// About forty seconds in all with one disk.
+    /// About fifty seconds in all with one disk.
     pub const FULL: Self = Self {
         seconds: 0.8,
         memory_bytes: 256 << 20,
@@ -85,7 +88,7 @@ impl Effort {
         file_bytes: 1 << 30,
         disk_seconds: 2.0,
     };
-    /// About seven seconds.
+    /// About ten seconds.
     pub const QUICK: Self = Self {
         seconds: 0.12,
         memory_bytes: 64 << 20,
@@ -275,6 +278,44 @@ pub fn disks(
         mixed_bytes_per_second: found.together.mixed,
     };
     Ok((found.profile, together, found.notes))
+}
+
+/// Bytes that disks carry for every second of a core that products of matrices on `threads` lose to that; `None` where they lose
+/// nothing that could be measured.
+///
+/// # Errors
+/// There is no memory, a directory cannot be used or a transfer failed.
+pub fn disks_beside_products(
+    config: &IoConfig,
+    dirs: &[PathBuf],
+    threads: usize,
+    effort: Effort,
+) -> Result<Option<f64>, MeasureError> {
+    let device = HostDevice::unified();
+    let arena = device.arena(gemm_arena_bytes(effort.layer))?;
+    let kernels = cpu::kernel_set(threads);
+    let Layer { tokens, hidden, .. } = effort.layer;
+    let a = noise(&device, &arena, &kernels, DType::BF16, &[tokens, hidden])?;
+    let b = noise(&device, &arena, &kernels, DType::BF16, &[hidden, hidden])?;
+    let mut out = Tensor::new(&arena, DType::BF16, &[tokens, hidden])?;
+    let mut result = Ok(());
+    let load = DiskEffort {
+        file_bytes: effort.file_bytes,
+        memory_bytes: effort.memory_bytes as u64,
+        seconds: effort.disk_seconds / 2.0,
+    };
+    let rounds = rates::beside(config, dirs, load, ROUNDS_BESIDE, || {
+        if result.is_ok() {
+            result = kernels.matmul.matmul(a.view(), b.view(), out.view_mut(), MatmulSpec::NT);
+        }
+    })?;
+    result?;
+    let cores = |round: &rates::Beside| (1.0 - round.alone / round.beside) * threads as f64;
+    let mut found: Vec<f64> =
+        rounds.iter().map(|round| cores(round).max(0.0) / round.bytes_per_second).collect();
+    found.sort_by(f64::total_cmp);
+    let median = found[found.len() / 2];
+    Ok((median > 0.0).then(|| rate(1.0, median)))
 }
 
 /// The products of a decoder layer: what for, rows, columns, inner size, and how operands lie.
@@ -482,8 +523,6 @@ fn flat(tensor: &mut Tensor, elements: usize) -> ViewMut<'_> {
 mod tests {
     use super::*;
     use terrace_device::StreamKind;
-    use terrace_device::host::HostDevice;
-    use terrace_kernels::cpu;
 
     const TINY: Effort = Effort {
         seconds: 0.001,
@@ -503,6 +542,16 @@ mod tests {
             assert!(found.parameters_per_core_second.is_some_and(|rate| rate > 1.0), "{found:?}");
         }
         assert!(checksums(&pool, TINY) > 1.0);
+    }
+
+    #[test]
+    fn disks_beside_products_cost_something_or_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let effort = Effort { file_bytes: 4 << 20, disk_seconds: 0.04, ..TINY };
+        let found = disks_beside_products(&IoConfig::default(), &[dir.path().to_owned()], 1, effort).unwrap();
+        assert!(found.is_none_or(|rate| rate >= 1.0), "{found:?}");
+        let gone = disks_beside_products(&IoConfig::default(), &[dir.path().join("gone")], 1, effort);
+        assert!(gone.is_err_and(|why| why.to_string().contains("gone")));
     }
 
     #[test]

@@ -60,6 +60,10 @@ pub struct Calibration {
     /// The same, a thread alone.
     #[serde(default)]
     pub checksum_bytes_per_core_second: Option<f64>,
+    /// What disks carry while the processor computes, for every second of a core that it loses to that: to the system, and on a virtual
+    /// machine to its host.
+    #[serde(default)]
+    pub disk_bytes_per_core_second: Option<f64>,
     /// The card; `null` where there is none.
     #[serde(default)]
     pub card: Option<Card>,
@@ -298,6 +302,7 @@ impl Calibration {
             optimizer: Vec::new(),
             checksum_bytes_per_second: None,
             checksum_bytes_per_core_second: None,
+            disk_bytes_per_core_second: None,
             card: None,
         }
     }
@@ -359,6 +364,7 @@ impl Calibration {
         all("optimizer.parameters_per_core_second", &mut alone);
         all("checksum_bytes_per_second", &mut self.checksum_bytes_per_second.into_iter());
         all("checksum_bytes_per_core_second", &mut self.checksum_bytes_per_core_second.into_iter());
+        all("disk_bytes_per_core_second", &mut self.disk_bytes_per_core_second.into_iter());
         if let Some(card) = &self.card {
             all(
                 "card.gemm.operations_per_second",

@@ -45,6 +45,12 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
         }
     };
     host(&mut calibration, &session, effort).map_err(CliError::failed)?;
+    // With a card the cores have nothing to compute that disks could take them from.
+    if !args.disk.is_empty() && !session.on_card() {
+        let threads = session.threads;
+        let found = measure::disks_beside_products(&session.io_config, &args.disk, threads, effort);
+        calibration.disk_bytes_per_core_second = found.map_err(CliError::failed)?;
+    }
     if let Some((_, memory_bytes)) = session.card() {
         let effort = if args.quick { card::Effort::QUICK } else { card::Effort::FULL };
         let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
@@ -227,6 +233,9 @@ fn table(profile: &Profile) -> String {
     }
     if let Some(rate) = calibration.checksum_bytes_per_second {
         line("checksums", bytes(rate));
+    }
+    if let Some(rate) = calibration.disk_bytes_per_core_second {
+        line("disks, per core that they take of products", bytes(rate));
     }
     match &calibration.card {
         None => line("card", "none in use".into()),

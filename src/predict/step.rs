@@ -1,7 +1,7 @@
 //! The actors of a step.
 
 use super::machine::{Job, Lane, Machine};
-use super::{PIECES, per};
+use super::{PIECES, handling, per};
 use crate::floor::Capabilities;
 use std::collections::VecDeque;
 use terrace_zero::{BlockPass, GroupUpdate, Schedule, Traffic, UpdateTime, WeightUse};
@@ -291,8 +291,8 @@ impl<'a> Run<'a> {
     fn compute_seconds(&self, pass: &BlockPass) -> f64 {
         let spilled = pass.spill_read_bytes + pass.spill_write_bytes;
         let scratch = (spilled + pass.gradient_read_bytes + pass.gradient_write_bytes) as f64;
-        let checksums = if self.unified { per(scratch, self.can.checksums) } else { 0.0 };
-        per(pass.operations as f64, self.can.training.or(self.can.operations)) + checksums
+        let handling = if self.unified { handling(scratch, true, self.can) } else { 0.0 };
+        per(pass.operations as f64, self.can.training.or(self.can.operations)) + handling
     }
 
     /// Reads weights as far ahead as slots and the gate of the update allow.
@@ -313,7 +313,7 @@ impl<'a> Run<'a> {
             fetch.requested += 1;
         }
         while let Some(bytes) = arrived(&mut fetch.reading, machine) {
-            let seconds = per(bytes, self.can.checksums);
+            let seconds = handling(bytes, self.unified, self.can);
             fetch.verifying.push_back(((), machine.submit(Lane::Verify, seconds)));
         }
         while arrived(&mut fetch.verifying, machine).is_some() {
@@ -421,7 +421,8 @@ impl<'a> Run<'a> {
     fn pieces(&self, group: usize) -> impl Iterator<Item = Piece> + use<> {
         let found = &self.schedule.groups[group];
         let [read, write] = [found.read_bytes, found.write_bytes].map(|bytes| bytes as f64);
-        let seconds = per(found.parameters as f64, self.can.updates) + per(read + write, self.can.checksums);
+        let seconds =
+            per(found.parameters as f64, self.can.updates) + handling(read + write, self.unified, self.can);
         let bounded = self.schedule.gradient_chunks.is_some();
         let parked = if bounded { found.parked_chunks as f64 } else { 0.0 };
         cut(pieces(self.schedule, found), group, [seconds, read, write, parked])
@@ -432,7 +433,7 @@ impl<'a> Run<'a> {
         let found = &self.schedule.groups[group];
         let write = found.late_write_bytes as f64;
         let count = if write > 0.0 { pieces(self.schedule, found) } else { 0 };
-        cut(count, group, [per(write, self.can.checksums), 0.0, write, 0.0])
+        cut(count, group, [handling(write, self.unified, self.can), 0.0, write, 0.0])
     }
 }
 

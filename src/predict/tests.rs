@@ -2,7 +2,7 @@ use super::*;
 use crate::calibrate::Rates;
 use crate::cpu_backend;
 use crate::engine::host_updates;
-use crate::floor::Floor;
+use crate::floor::{ByCores, Floor};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use std::num::NonZeroUsize;
@@ -105,6 +105,17 @@ fn compute_alone_takes_its_operations() {
     for update in [UpdateTime::After, UpdateTime::InTurn, UpdateTime::Deferred, UpdateTime::Beside] {
         takes(&TOTALS.work(update), &fast, 9.0);
     }
+}
+
+#[test]
+fn what_the_system_takes_for_disks_is_missing_in_compute() {
+    let by_cores = ByCores { disks: Some(600e3), ..ByCores::default() };
+    let can = Capabilities { disks: disk(100e6), by_cores, ..can() };
+    // 1,200,000 bytes in all, of which the cores carry half as many in a second.
+    let work = TOTALS.work(UpdateTime::Beside);
+    takes(&work, &can, 11.0);
+    let card = StepWork { unified: false, ..work };
+    takes(&card, &can, 9.0);
 }
 
 #[test]

@@ -16,7 +16,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// An optimizer reads and writes the same number of bytes.
 const MIX: Mix = Mix { read: 1, write: 1 };
@@ -144,6 +144,61 @@ pub fn measure(config: &EngineConfig, dirs: &[PathBuf], effort: Effort) -> Resul
         paths,
     };
     Ok(DiskRates { profile, together, notes })
+}
+
+/// A mixed load on all of `dirs`, and what it did to other work.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Beside {
+    /// Bytes per second of the load, in both directions together.
+    pub bytes_per_second: f64,
+    /// Seconds of a call of the work before the load.
+    pub alone: f64,
+    /// The same during it.
+    pub beside: f64,
+}
+
+/// Calls `work` again and again for `effort.seconds` while nothing else runs, then while the directories carry as much as they can in both
+/// directions; `rounds` times.
+///
+/// # Errors
+/// As [`measure`].
+pub fn beside(
+    config: &EngineConfig,
+    dirs: &[PathBuf],
+    effort: Effort,
+    rounds: usize,
+    mut work: impl FnMut(),
+) -> Result<Vec<Beside>, RatesError> {
+    let config = &measurable(config, effort);
+    let engine = open_default(config)?;
+    let made =
+        dirs.iter().enumerate().map(|(index, dir)| TestFile::make(&engine, config, dir, index, effort));
+    let files = made.collect::<Result<Vec<_>, _>>()?;
+    let bench = Bench { engine: &*engine, config, effort };
+    for file in &files {
+        bench.run(std::slice::from_ref(file), Direction::Write, Some(file.blocks))?;
+    }
+    let mut mean = |goes_on: &dyn Fn(Duration) -> bool| {
+        let (began, mut calls) = (Instant::now(), 0);
+        while calls == 0 || goes_on(began.elapsed()) {
+            work();
+            calls += 1;
+        }
+        began.elapsed().as_secs_f64() / f64::from(calls)
+    };
+    mean(&|_| false);
+    let round = |_| {
+        let alone = mean(&|since| since.as_secs_f64() < effort.seconds);
+        std::thread::scope(|scope| {
+            let load = scope.spawn(|| bench.run(&files, Direction::Mixed(MIX), None));
+            let beside = mean(&|_| !load.is_finished());
+            let load = load.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            Ok(Beside { bytes_per_second: load?, alone, beside })
+        })
+    };
+    let found = (0..rounds).map(round).collect::<Result<_, RatesError>>()?;
+    files.iter().try_for_each(|file| engine.close(file.id))?;
+    Ok(found)
 }
 
 /// The settings with blocks that are whole pages, of which a file has enough.
@@ -318,6 +373,22 @@ mod tests {
         for dir in dirs {
             assert_eq!(std::fs::read_dir(dir).unwrap().count(), 0, "nothing is left behind");
         }
+    }
+
+    #[test]
+    fn work_goes_on_beside_a_load() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut calls = 0;
+        let found = beside(&config(), &[dir.path().to_owned()], EFFORT, 3, || {
+            calls += 1;
+            std::thread::sleep(Duration::from_millis(1));
+        });
+        let found = found.unwrap();
+        assert_eq!(found.len(), 3);
+        assert!(found.iter().all(|round| round.bytes_per_second >= 1.0 && round.alone >= 1e-3), "{found:?}");
+        assert!(found.iter().all(|round| round.beside >= 1e-3), "{found:?}");
+        assert!(calls > 2 * 3, "one to warm up, and in every round one of each: {calls}");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left behind");
     }
 
     #[test]
