@@ -76,6 +76,8 @@ impl Layer {
 
 /// How often products are measured with and without disks beside them.
 const ROUNDS_BESIDE: usize = 3;
+/// The part of a disk's file that is enough for it.
+const FILE_BESIDE_ONE_IN: u64 = 4;
 /// How much longer training is measured than other figures: a median needs several steps.
 const TRAINING_TIMES: f64 = 4.0;
 
@@ -300,7 +302,7 @@ pub fn disks_beside_products(
     let mut out = Tensor::new(&arena, DType::BF16, &[tokens, hidden])?;
     let mut result = Ok(());
     let load = DiskEffort {
-        file_bytes: effort.file_bytes,
+        file_bytes: effort.file_bytes / FILE_BESIDE_ONE_IN,
         memory_bytes: effort.memory_bytes as u64,
         seconds: effort.disk_seconds / 2.0,
     };
