@@ -2,8 +2,8 @@
 //!
 //! `T ≥ max(operations / products, parameters / updates, cores, disk, uploads / up, downloads / down, memory bytes / memory, network, peers)`
 //!
-//! Where the device is the CPU, products, updates, checksums and what the system takes for disk I/O have the same *cores*, whose time is the sum of what each of them needs:
-//! of updates and checksums, what they take of a thread that has the memory to itself, over all threads. (What all threads take together
+//! Where the device is the CPU, products, updates, checksums and what the system takes for disk I/O have the same *cores*, whose time is
+//! the sum of what each of them needs: of updates and checksums, what they take of a thread that has the memory to itself, over all threads. (What all threads take together
 //! would be too much: where memory binds, fewer of them are as fast and leave cores to others.)
 //!
 //! A drive shares reading and writing: `R/B_r + W/B_w`, or less where the measured mixed load showed that both go on beside each
@@ -267,8 +267,8 @@ fn optimizer_rate<'a>(
     calibration.optimizer.iter().find(|rate| rate.state == state && rate.weights == weights)
 }
 
-/// What the cores need where they are the device: products, and as much of updates, and of the checksums and the I/O of what disks move, as is known.
-/// `None` if that is products alone.
+/// What the cores need where they are the device: products, and as much of updates, and of the checksums and the I/O of what disks move, as
+/// is known. `None` if that is products alone.
 fn core_seconds(work: &StepWork, can: &Capabilities) -> Option<f64> {
     let seconds = |amount: u64, rate: Option<f64>| rate.map_or(0.0, |rate| amount as f64 / rate);
     let products = seconds(work.operations, can.operations);

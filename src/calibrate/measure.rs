@@ -14,10 +14,9 @@ use terrace_aio::IoBuf;
 use terrace_aio::bench::rates::{self, Effort as DiskEffort};
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_aio::profile::DiskProfile;
-use terrace_device::host::HostDevice;
 use terrace_device::{Arena, Bytes, Device, DeviceError, Region, Stream};
 use terrace_kernels::{
-    DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, View, ViewMut, cpu,
+    DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, View, ViewMut,
 };
 use terrace_models::{ModelConfig, RandomSource, Row, TokenBatch, build};
 use terrace_optimizer::{
@@ -114,6 +113,14 @@ impl Effort {
     #[must_use]
     pub fn beyond_caches(self) -> Self {
         self.beyond(last_cache_bytes().unwrap_or(0))
+    }
+
+    fn of_disks(self) -> DiskEffort {
+        DiskEffort {
+            file_bytes: self.file_bytes,
+            memory_bytes: self.memory_bytes as u64,
+            seconds: self.disk_seconds,
+        }
     }
 
     fn beyond(self, cache_bytes: usize) -> Self {
@@ -268,12 +275,7 @@ pub fn disks(
     dirs: &[PathBuf],
     effort: Effort,
 ) -> Result<(DiskProfile, Rates, Vec<String>), MeasureError> {
-    let effort = DiskEffort {
-        file_bytes: effort.file_bytes,
-        memory_bytes: effort.memory_bytes as u64,
-        seconds: effort.disk_seconds,
-    };
-    let found = rates::measure(config, dirs, effort)?;
+    let found = rates::measure(config, dirs, effort.of_disks())?;
     let together = Rates {
         read_bytes_per_second: found.together.read,
         write_bytes_per_second: found.together.write,
@@ -282,31 +284,32 @@ pub fn disks(
     Ok((found.profile, together, found.notes))
 }
 
-/// Bytes that disks carry for every second of a core that products of matrices on `threads` lose to that; `None` where they lose
-/// nothing that could be measured.
+/// Bytes that disks carry for every second of a core that products of matrices lose to that, on the `threads` of a backend on the CPU; `None`
+/// where they lose nothing that could be measured.
 ///
 /// # Errors
 /// There is no memory, a directory cannot be used or a transfer failed.
 pub fn disks_beside_products(
+    backend: &Backend,
     config: &IoConfig,
     dirs: &[PathBuf],
     threads: usize,
     effort: Effort,
 ) -> Result<Option<f64>, MeasureError> {
-    let device = HostDevice::unified();
+    let (device, kernels) = (&*backend.device, &backend.kernels);
     let arena = device.arena(gemm_arena_bytes(effort.layer))?;
-    let kernels = cpu::kernel_set(threads);
     let Layer { tokens, hidden, .. } = effort.layer;
-    let a = noise(&device, &arena, &kernels, DType::BF16, &[tokens, hidden])?;
-    let b = noise(&device, &arena, &kernels, DType::BF16, &[hidden, hidden])?;
+    let a = noise(device, &arena, kernels, DType::BF16, &[tokens, hidden])?;
+    let b = noise(device, &arena, kernels, DType::BF16, &[hidden, hidden])?;
     let mut out = Tensor::new(&arena, DType::BF16, &[tokens, hidden])?;
     let mut result = Ok(());
-    let load = DiskEffort {
-        file_bytes: effort.file_bytes / FILE_BESIDE_ONE_IN,
-        memory_bytes: effort.memory_bytes as u64,
-        seconds: effort.disk_seconds / 2.0,
+    let disks = effort.of_disks();
+    let disks = DiskEffort {
+        file_bytes: disks.file_bytes / FILE_BESIDE_ONE_IN,
+        seconds: disks.seconds / 2.0,
+        ..disks
     };
-    let rounds = rates::beside(config, dirs, load, ROUNDS_BESIDE, || {
+    let rounds = rates::beside(config, dirs, disks, ROUNDS_BESIDE, || {
         if result.is_ok() {
             result = kernels.matmul.matmul(a.view(), b.view(), out.view_mut(), MatmulSpec::NT);
         }
@@ -525,6 +528,8 @@ fn flat(tensor: &mut Tensor, elements: usize) -> ViewMut<'_> {
 mod tests {
     use super::*;
     use terrace_device::StreamKind;
+    use terrace_device::host::HostDevice;
+    use terrace_kernels::cpu;
 
     const TINY: Effort = Effort {
         seconds: 0.001,
@@ -550,9 +555,11 @@ mod tests {
     fn disks_beside_products_cost_something_or_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let effort = Effort { file_bytes: 4 << 20, disk_seconds: 0.04, ..TINY };
-        let found = disks_beside_products(&IoConfig::default(), &[dir.path().to_owned()], 1, effort).unwrap();
+        let backend = crate::cpu_backend(1, &IoConfig::default()).unwrap();
+        let measured = |dir| disks_beside_products(&backend, &IoConfig::default(), &[dir], 1, effort);
+        let found = measured(dir.path().to_owned()).unwrap();
         assert!(found.is_none_or(|rate| rate >= 1.0), "{found:?}");
-        let gone = disks_beside_products(&IoConfig::default(), &[dir.path().join("gone")], 1, effort);
+        let gone = measured(dir.path().join("gone"));
         assert!(gone.is_err_and(|why| why.to_string().contains("gone")));
     }
 

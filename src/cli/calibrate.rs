@@ -47,8 +47,8 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
     host(&mut calibration, &session, effort).map_err(CliError::failed)?;
     // With a card the cores have nothing to compute that disks could take them from.
     if !args.disk.is_empty() && !session.on_card() {
-        let threads = session.threads;
-        let found = measure::disks_beside_products(&session.io_config, &args.disk, threads, effort);
+        let (backend, config) = (&session.backend, &session.io_config);
+        let found = measure::disks_beside_products(backend, config, &args.disk, session.threads, effort);
         calibration.disk_bytes_per_core_second = found.map_err(CliError::failed)?;
     }
     if let Some((_, memory_bytes)) = session.card() {

@@ -291,7 +291,7 @@ impl<'a> Run<'a> {
     fn compute_seconds(&self, pass: &BlockPass) -> f64 {
         let spilled = pass.spill_read_bytes + pass.spill_write_bytes;
         let scratch = (spilled + pass.gradient_read_bytes + pass.gradient_write_bytes) as f64;
-        let handling = if self.unified { handling(scratch, true, self.can) } else { 0.0 };
+        let handling = if self.unified { handling(scratch, self.unified, self.can) } else { 0.0 };
         per(pass.operations as f64, self.can.training.or(self.can.operations)) + handling
     }
 

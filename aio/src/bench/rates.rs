@@ -104,16 +104,11 @@ pub enum RatesError {
 pub fn measure(config: &EngineConfig, dirs: &[PathBuf], effort: Effort) -> Result<DiskRates, RatesError> {
     let config = &measurable(config, effort);
     let engine = open_default(config)?;
+    let bench = Bench { engine: &engine, config, effort };
+    let files = bench.files(dirs)?;
     let mut notes = Vec::new();
-    let mut files = Vec::new();
-    for (index, dir) in dirs.iter().enumerate() {
-        let file = TestFile::make(&engine, config, dir, index, effort)?;
-        notes.extend(file.note(&*engine, config)?);
-        files.push(file);
-    }
-    let bench = Bench { engine: &*engine, config, effort };
     for file in &files {
-        bench.run(std::slice::from_ref(file), Direction::Write, Some(file.blocks))?;
+        notes.extend(file.note(&*engine, config)?);
     }
     let mut paths = Vec::new();
     for file in &files {
@@ -171,13 +166,8 @@ pub fn beside(
 ) -> Result<Vec<Beside>, RatesError> {
     let config = &measurable(config, effort);
     let engine = open_default(config)?;
-    let made =
-        dirs.iter().enumerate().map(|(index, dir)| TestFile::make(&engine, config, dir, index, effort));
-    let files = made.collect::<Result<Vec<_>, _>>()?;
-    let bench = Bench { engine: &*engine, config, effort };
-    for file in &files {
-        bench.run(std::slice::from_ref(file), Direction::Write, Some(file.blocks))?;
-    }
+    let bench = Bench { engine: &engine, config, effort };
+    let files = bench.files(dirs)?;
     let mut mean = |goes_on: &dyn Fn(Duration) -> bool| {
         let (began, mut calls) = (Instant::now(), 0);
         while calls == 0 || goes_on(began.elapsed()) {
@@ -220,7 +210,7 @@ struct TestFile {
 }
 
 struct Bench<'a> {
-    engine: &'a dyn IoEngine,
+    engine: &'a Arc<dyn IoEngine>,
     config: &'a EngineConfig,
     effort: Effort,
 }
@@ -296,6 +286,19 @@ fn remove_left_over(dir: &Path) {
 }
 
 impl Bench<'_> {
+    /// A file in every directory, all of it written.
+    fn files(&self, dirs: &[PathBuf]) -> Result<Vec<TestFile>, RatesError> {
+        let made = dirs
+            .iter()
+            .enumerate()
+            .map(|(index, dir)| TestFile::make(self.engine, self.config, dir, index, self.effort));
+        let files = made.collect::<Result<Vec<_>, _>>()?;
+        for file in &files {
+            self.run(std::slice::from_ref(file), Direction::Write, Some(file.blocks))?;
+        }
+        Ok(files)
+    }
+
     fn rates(&self, files: &[TestFile]) -> Result<Rates, RatesError> {
         Ok(Rates {
             read: self.run(files, Direction::Read, None)?,
@@ -315,7 +318,7 @@ impl Bench<'_> {
         let path = || files[0].dir.clone();
         let region = Region::new(block * depth * files.len())
             .map_err(|source| RatesError::Directory { path: path(), source })?;
-        let registered = self.config.register.then(|| region.register(self.engine));
+        let registered = self.config.register.then(|| region.register(&**self.engine));
         let mut buffers = region.cut(block);
         fill(&mut buffers);
         let is_direct = files.iter().try_fold(true, |all, file| {
@@ -330,7 +333,7 @@ impl Bench<'_> {
             left,
         });
         let timing = if left.is_some() { Timing::of_passes() } else { Timing::of(seconds / 4.0, seconds) };
-        let load = Load::new(self.engine, lanes.collect(), buffers, manner);
+        let load = Load::new(&**self.engine, lanes.collect(), buffers, manner);
         let tally = load.run(timing, &mut Nobody(AtomicBool::new(false)))?;
         drop(registered);
         let rate = tally.bytes() as f64 / tally.seconds;
