@@ -210,7 +210,7 @@ fn late_writes_of_an_update_in_vain_are_waited_for() {
         drop(engine);
         assert_eq!(weights_hash(&mut setup.resume().unwrap()), hash);
     }
-    assert!(in_vain > 3, "{in_vain}");
+    assert!(in_vain > 0, "the updates of the first steps are in vain");
 }
 
 /// An update that is far behind backward gets the memory for its gradients, though the last of them are still on their way down when backward

@@ -10,7 +10,7 @@ use terrace_aio::engine::SimEngine;
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer, ThrottleConfig, TimedLayer};
 use terrace_aio::{IoEngine, VirtualClock};
 use terrace_device::sim::{SimDevice, SimDeviceConfig};
-use terrace_tiers::{Tier, TierError};
+use terrace_tiers::{TRAINING_SCRATCH, Tier, TierError};
 use terrace_zero::{Durability, Engine, EngineError, Exporting, Placement, StepReport};
 
 /// What is broken on purpose.
@@ -195,7 +195,7 @@ fn check_error(trouble: Trouble, ended: &Ended, disk: &SimEngine, injected: u64,
         // A cut can come when all is done, between the last commit and the end.
         let is_noticed =
             ended.is_recovered || abandoned == injected || matches!(trouble, Trouble::Cut { .. });
-        assert!(!is_due || is_noticed, "nobody noticed that a request failed");
+        assert!(!is_due || is_noticed, "nobody noticed that a request failed: {ended:?}");
         return;
     };
     assert!(is_due, "an error without a cause: {text}");
@@ -268,7 +268,8 @@ struct Run<'a> {
     /// Something may have been written to the state since it was last known to be whole.
     is_touched: bool,
     faults: &'a FaultLayer,
-    /// Failures of writes in steps whose update was in vain: what was written was abandoned, so that nobody may have asked.
+    /// Failures that nobody may have asked about: of writes in steps whose update was in vain, which were abandoned, and of reads
+    /// whether a file that an earlier life left behind is scratch, which is left alone where that cannot be read.
     abandoned_failures: u64,
     /// Hashes of weights, with their steps.
     exports: Vec<(u64, Exporting<Result<u64, EngineError>>)>,
@@ -290,6 +291,7 @@ impl Run<'_> {
         if self.life.is_tight {
             setup = setup.tight();
         }
+        let leaves_scratch = self.is_scratch_left(&setup);
         let engine = if stored.is_some() { setup.resume() } else { setup.try_create() };
         let mut engine = match engine {
             Ok(engine) => engine,
@@ -299,9 +301,16 @@ impl Run<'_> {
         let is_recovered = !engine.recoveries().is_empty();
         assert!(!is_recovered || matches!(self.life.trouble, Trouble::Fail { .. }), "nothing is damaged");
         self.events.recoveries += u64::from(is_recovered);
+        if leaves_scratch {
+            self.abandoned_failures += self.faults.injected();
+        }
         assert_eq!(engine.step(), stored.unwrap_or(0), "the step of a new engine");
         self.events.resumes += u64::from(stored.is_some());
         let mut ended = self.train(&setup, &mut engine, stored);
+        if leaves_scratch && setup.placement != Placement::Disk {
+            // Its first save looked for it.
+            self.abandoned_failures = self.faults.injected();
+        }
         check_memory(&setup, &engine, card.as_ref());
         match self.life.trouble {
             Trouble::Stop { is_lost: true, .. } => lose(engine),
@@ -310,6 +319,12 @@ impl Run<'_> {
         ended.is_recovered = is_recovered;
         self.end_exports(&mut ended);
         ended
+    }
+
+    /// Whether a life before this one left scratch behind.
+    fn is_scratch_left(&self, setup: &Setup) -> bool {
+        let paths = setup.disks.iter().flat_map(|dir| TRAINING_SCRATCH.map(|name| dir.join(name)));
+        paths.into_iter().any(|path| self.faults.exists(&path))
     }
 
     /// Trains until the end or the trouble.

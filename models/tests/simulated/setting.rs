@@ -20,6 +20,8 @@ pub const STEPS: u64 = 6;
 
 /// Blocks that may keep: the decoder layers.
 const LAYERS: usize = 2;
+/// Those of a deep model, which have several chunks each: enough for what runs beside backward to fall behind it.
+const DEEP_LAYERS: usize = 8;
 
 /// All that numbers may depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -30,6 +32,8 @@ pub struct Training {
     pub micro_batches: usize,
     /// Some parameters are not trained.
     pub freezes: bool,
+    /// Of more layers, which are larger.
+    pub is_deep: bool,
 }
 
 /// Which steps are clipped.
@@ -123,6 +127,7 @@ impl Training {
             format: dice.pick(&[Format::Split, Format::Split, Format::Compact, Format::F32, Format::F16]),
             micro_batches: dice.pick(&[1, 2, 2, 3]),
             freezes: dice.one_in(4),
+            is_deep: false,
         }
     }
 
@@ -133,7 +138,7 @@ impl Training {
         setup.device = Some(Arc::new(HostDevice::unified()));
         let overrides =
             WindowOverrides { kept_blocks: Some(0), overlap: Some(false), ..WindowOverrides::default() };
-        setup.model = tiny_llama(self.tied);
+        setup.model = tiny_llama(self.tied, self.is_deep);
         setup.micro_batches = self.micro_batches;
         setup.clip = match self.clips {
             Clips::None => None,
@@ -218,6 +223,28 @@ impl Setting {
         }
         if training.format == Format::Split && Dice::new(seed ^ 0x6266_3136).one_in(3) {
             training.format = Format::Bf16;
+        }
+        let mut deep = Dice::new(seed ^ 0x6465_6570);
+        if deep.one_in(6) {
+            training.is_deep = true;
+            // Whoever gives the state a cut gives it this one.
+            let cut = lives[0].overrides.chunk_elements.map(|_| 1 << 14);
+            let is_far_behind = deep.one_in(2);
+            if is_far_behind {
+                training.clips = deep.pick(&[Clips::Some, Clips::Never]);
+            }
+            for life in &mut lives {
+                life.overrides.chunk_elements = cut;
+                life.overrides.update_slots = deep.perhaps(&[1, 3, 4, 6]);
+                life.overrides.kept_blocks = deep.perhaps(&[0, 3, DEEP_LAYERS]);
+                if is_far_behind && life.placement == Placement::Disk {
+                    // An update beside backward, with all memory there is for it.
+                    life.overrides.update_slots = Some(deep.pick(&[3, 4, 6]));
+                    life.overrides.gradients_on_disk = Some(true);
+                    life.overrides.overlap = None;
+                    life.card = life.card.or(Some(SimDeviceConfig::default()));
+                }
+            }
         }
         Self { seed, training, disks, disk_weights, disk, once, lives }
     }
@@ -330,10 +357,11 @@ fn early(dice: &mut Dice, bound: u64) -> u64 {
 }
 
 /// A Llama that costs next to nothing, but for embeddings of more than one chunk.
-fn tiny_llama(tied: bool) -> ModelConfig {
+fn tiny_llama(tied: bool, is_deep: bool) -> ModelConfig {
+    let (layers, intermediate) = if is_deep { (DEEP_LAYERS, 400) } else { (LAYERS, 48) };
     ModelConfig::parse(&format!(
         r#"{{"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":533,"hidden_size":32,
-        "intermediate_size":48,"num_hidden_layers":{LAYERS},"num_attention_heads":2,"num_key_value_heads":1,
+        "intermediate_size":{intermediate},"num_hidden_layers":{layers},"num_attention_heads":2,"num_key_value_heads":1,
         "max_position_embeddings":64,"rms_norm_eps":1e-5,"rope_theta":10000.0,"hidden_act":"silu",
         "tie_word_embeddings":{tied}}}"#
     ))
