@@ -416,6 +416,11 @@ fn generation_documents_and_batches() {
     };
     let (all, pairs) = (batch(&[]), batch(&["--batch-size", "2"]));
     assert_eq!(all.as_array().unwrap().len(), rows.len());
+    let piped = bench.generate("model").args(&words).args(&["--prompts", "-"]);
+    let piped = piped.input(&bench.path("prompts.jsonl")).ok().json();
+    let continued =
+        |all: &Value| all.as_array().unwrap().iter().map(|one| one["ids"].clone()).collect::<Vec<_>>();
+    assert_eq!(continued(&piped), continued(&all));
     for (index, ids) in rows.iter().enumerate() {
         let list = ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
         let single = bench.generate("model").args(&words).args(&["--prompt-ids", &list]).ok().json();
@@ -570,6 +575,10 @@ fn text_with_a_tokenizer() {
         .ok();
     assert_eq!(ended.json().as_array().unwrap().len(), 2);
     assert_text(&ended);
+    let piped = bench.generate("a").args(&["--prompts", "-", "--max-new-tokens", "3"]);
+    let piped = piped.input(&bench.path("prompts.txt")).ok();
+    assert_eq!(piped.json().as_array().unwrap().len(), 2);
+    assert_text(&piped);
 }
 
 fn assert_text(ended: &Ended) {

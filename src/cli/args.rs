@@ -255,7 +255,8 @@ pub struct GenerateArgs {
     /// Token ids to continue, separated by commas; needs no tokenizer
     #[arg(long, value_name = "IDS", value_delimiter = ',', num_args = 1, value_parser = token_id, allow_hyphen_values = true)]
     pub prompt_ids: Option<Vec<u32>>,
-    /// Prompts to continue: the lines of a .txt that are not blank, or .jsonl rows {"prompt"}, {"messages"} or {"prompt_ids"}
+    /// Prompts to continue: the lines of a .txt that are not blank, or .jsonl rows {"prompt"}, {"messages"} or {"prompt_ids"};
+    /// - reads standard input
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
     /// Largest number of new tokens per prompt

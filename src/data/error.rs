@@ -20,7 +20,7 @@ pub enum DataError {
         reason: String,
     },
     /// There is not a single row.
-    #[error("{}: no data: the file has no rows", path.display())]
+    #[error("{}: no data: there are no rows", path.display())]
     Empty {
         /// The data file.
         path: PathBuf,

@@ -2,7 +2,9 @@
 
 use crate::data::{DataError, TextTokenizer, messages, row};
 use serde_json::{Map, Value};
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+const BYTE_ORDER_MARK: char = '\u{feff}';
 
 /// A prompt as given.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,29 +61,39 @@ impl Prompt {
 }
 
 /// Reads prompts: the rows `{"prompt": "…"}`, `{"prompt_ids": […]}` or `{"messages": […]}` of a `.jsonl`, `.ndjson` or `.json`, as of training data, and of any other
-/// file the lines that are not blank.
+/// file the lines that are not blank. `-` is the standard input, of rows if its first line that is not blank is a JSON object.
 ///
 /// # Errors
 /// The file cannot be read, a row is malformed, or there is none.
 pub fn read_prompts(path: &Path) -> Result<Vec<Prompt>, DataError> {
-    let owned = || -> PathBuf { path.into() };
+    let doing = |path: &Path| {
+        let path = path.to_owned();
+        |source| DataError::File { doing: "reading", path, source }
+    };
+    if path == Path::new("-") {
+        let path = Path::new("standard input");
+        let text = std::io::read_to_string(std::io::stdin().lock()).map_err(doing(path))?;
+        let first = text.trim_start_matches(BYTE_ORDER_MARK).lines().find(|line| !line.trim().is_empty());
+        let is_row = first.is_some_and(|line| serde_json::from_str::<Map<String, Value>>(line).is_ok());
+        return prompts_of(path, &text, is_row);
+    }
     DataError::check_file(path)?;
-    let rows = row::is_file_of_rows(path);
-    let text = std::fs::read_to_string(path).map_err(|source| DataError::File {
-        doing: "reading",
-        path: owned(),
-        source,
-    })?;
+    let text = std::fs::read_to_string(path).map_err(doing(path))?;
+    prompts_of(path, &text, row::is_file_of_rows(path))
+}
+
+/// Prompts of `text`, which `path` is named for.
+fn prompts_of(path: &Path, text: &str, are_rows: bool) -> Result<Vec<Prompt>, DataError> {
     let mut prompts = Vec::new();
-    for (at, line) in text.trim_start_matches('\u{feff}').lines().enumerate() {
+    for (at, line) in text.trim_start_matches(BYTE_ORDER_MARK).lines().enumerate() {
         if line.trim().is_empty() {
             continue;
         }
-        if rows {
+        if are_rows {
             let row = row::object(path, at + 1, line)?;
             let prompt = prompt_of(&row);
             prompts.push(prompt.map_err(|reason| DataError::Row {
-                path: owned(),
+                path: path.into(),
                 line: at + 1,
                 column: None,
                 reason,
@@ -90,7 +102,7 @@ pub fn read_prompts(path: &Path) -> Result<Vec<Prompt>, DataError> {
             prompts.push(Prompt::Text(line.into()));
         }
     }
-    if prompts.is_empty() { Err(DataError::Empty { path: owned() }) } else { Ok(prompts) }
+    if prompts.is_empty() { Err(DataError::Empty { path: path.into() }) } else { Ok(prompts) }
 }
 
 fn prompt_of(row: &Map<String, Value>) -> Result<Prompt, String> {

@@ -222,10 +222,11 @@ pub fn no_bar_covers_another(bars: &[Value]) {
 pub struct Cmd {
     args: Vec<OsString>,
     environment: Vec<(&'static str, String)>,
+    input: Option<PathBuf>,
 }
 
 pub fn cmd(args: &[&str]) -> Cmd {
-    Cmd { args: Vec::new(), environment: Vec::new() }.args(args)
+    Cmd { args: Vec::new(), environment: Vec::new(), input: None }.args(args)
 }
 
 impl Cmd {
@@ -262,10 +263,19 @@ impl Cmd {
         self
     }
 
+    /// Gives it a file as its standard input, which is empty otherwise.
+    #[must_use]
+    pub fn input(mut self, path: &Path) -> Self {
+        self.input = Some(path.into());
+        self
+    }
+
     pub fn spawn(&self) -> Running {
         let mut command = Command::new(env!("CARGO_BIN_EXE_terrace"));
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
-        command.args(&self.args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let open = |path| Stdio::from(fs::File::open(path).expect("the input is there"));
+        let input = self.input.as_ref().map_or_else(Stdio::null, open);
+        command.args(&self.args).stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped());
         Running { child: command.spawn().expect("the binary starts"), began: Instant::now() }
     }
 
