@@ -6,7 +6,7 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
-use support::{Setup, hash_of, weights_hash};
+use support::{LR, Setup, hash_of, weights_hash};
 use terrace_aio::engine::{EngineConfig as IoConfig, OpKind, ThreadsEngine};
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
 use terrace_aio::{FileId, IoEngine, IoErrorKind, Request, Ticket, pass_files_on};
@@ -217,6 +217,45 @@ fn a_save_that_fails_beside_steps_stops_none() {
                 }
             }
         }
+    }
+}
+
+/// Beside a save of state on disk that failed nothing older is taken for the weights, and whoever needs them hears why there are none.
+#[test]
+fn a_commit_that_fails_beside_steps_gives_no_older_weights() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = Setup { clip: None, ..Setup::new(true) };
+    let batch = &base.batches(0)[0];
+    let mut plain = base.create();
+    base.continue_to(&mut plain, 2);
+    let (loss, hash) = (plain.evaluate(batch).unwrap().loss_sum, weights_hash(&mut plain));
+    let is_told = |error: &EngineError| error.to_string().contains("Input/output error");
+    for (name, setup) in committed_by_saves(&base, dir.path()) {
+        let faults = Arc::new(FaultLayer::new(threads(), FaultConfig::default()));
+        let setup = Setup { io: Some(Arc::clone(&faults) as _), ..setup };
+        let mut engine = setup.create();
+        setup.continue_to(&mut engine, 2);
+        engine.flush().unwrap();
+        faults.fail_nth(Action::Sync, 0, IoErrorKind::Device);
+        let export = engine.export_beside(hash_of).unwrap();
+        assert!(export.wait().is_none(), "{name}: its sync failed");
+        match engine.evaluate(batch) {
+            Ok(evaluation) => assert_eq!(evaluation.loss_sum.to_bits(), loss.to_bits(), "{name}"),
+            Err(error) => assert!(is_told(&error), "{name}: {error}"),
+        }
+        match engine.weights().and_then(|mut weights| hash_of(&mut weights)) {
+            Ok(found) => assert_eq!(found, hash, "{name}"),
+            Err(error) => assert!(is_told(&error), "{name}: {error}"),
+        }
+        let error = engine.train_step(&setup.batches(2), LR).expect_err("its save failed");
+        assert!(is_told(&error), "{name}: {error}");
+        if matches!(error, EngineError::Lost { .. }) {
+            assert_eq!(setup.durability, Durability::None, "{name}: {error}");
+            continue;
+        }
+        assert_eq!(engine.step(), 0, "{name}");
+        setup.continue_to(&mut engine, 2);
+        assert_eq!(weights_hash(&mut engine), hash, "{name}");
     }
 }
 

@@ -25,6 +25,8 @@
 //!   retry would overwrite): from then on the store refuses writes, until it is opened again.
 //! - *write over a commit that is held* ([`DiskStore::hold`]: a reader of its own pace needs the last commit as it is): the next
 //!   commit, after which its generation is written to, waits until nobody holds it.
+//! - *older chunks beside a commit that failed* (who reads the newest chunks gets those of the commit before, and takes them for the
+//!   newest): a generation whose commit failed is forgotten by [`DiskStore::abandon`] alone, and cannot be read until then.
 //! - *write before the mark* (with one generation, a power cut could take the mark and leave the write): nothing is written
 //!   after a commit until the mark is durable.
 
@@ -445,7 +447,8 @@ impl DiskStore {
     ///
     /// # Errors
     /// A write or a sync failed; the last committed step is then still intact, with one generation only if no chunk was written
-    /// since. If it was the manifest's, the new step may be the one that is found on opening, and this store takes no more writes.
+    /// since, and reads of what was to be committed say so until it is [given up](Self::abandon). If it was the manifest's, the new
+    /// step may be the one that is found on opening, and this store takes no more writes.
     ///
     /// # Panics
     /// If a chunk of the next generation was never written.
@@ -457,7 +460,10 @@ impl DiskStore {
         match result {
             Ok(slot) => self.publish(slot),
             Err(error) => {
-                self.forget_next();
+                // Hazard (older chunks beside a commit that failed).
+                if let TierError::Io(cause) = &error {
+                    self.lock().next.fail(cause.clone());
+                }
                 Err(error)
             }
         }
