@@ -6,8 +6,10 @@ mod support;
 use support::Setup;
 use terrace_models::{Model, RandomSource};
 use terrace_optimizer::{Algorithm, Lion, StateFormat};
-use terrace_tiers::Tier;
-use terrace_zero::{Durability, Engine, EngineConfig, Outlook, Placement, PlanningRuns, WindowOverrides};
+use terrace_tiers::{Tier, TierError};
+use terrace_zero::{
+    Durability, Engine, EngineConfig, EngineError, Outlook, Placement, PlanningRuns, WindowOverrides,
+};
 
 fn refused(setup: &Setup, overrides: WindowOverrides, parts: &[&str]) {
     let setup = Setup { overrides, ..setup.clone() };
@@ -272,4 +274,34 @@ fn the_windows_of_a_plan_give_that_plan() {
     twice(of(|w| format!("state of {:?} groups on the device", w.state_groups)));
     twice(of(|w| format!("overlap: {:?}", w.overlap)));
     assert_eq!(differ, 13, "every field of {:?}", seen[0]);
+}
+
+/// What a plan takes is enough for it, also where all weights are less than slots as long as a large vocabulary's.
+#[test]
+fn a_plan_fits_in_what_it_takes() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = terrace_models::ModelConfig { vocab: 5000, ..Setup::new(true).model };
+    let overrides = WindowOverrides { chunk_elements: Some(1 << 14), ..WindowOverrides::default() };
+    let base = Setup { model, discrete: true, overrides, ..Setup::new(true) };
+    let disks = vec![dir.path().join("disk")];
+    let plan = |setup: &Setup| {
+        let blocks = Model::new(setup.model.clone()).blocks;
+        Engine::plan_only(setup.config(), &setup.backend(), blocks, &setup.sample())
+    };
+    for placement in [Placement::Disk, Placement::Host] {
+        let setup = Setup { placement, disks: disks.clone(), ..base.clone() };
+        let most = plan(&setup).unwrap().total(Tier::Device);
+        plan(&Setup { device_budget: most, ..setup.clone() })
+            .unwrap_or_else(|e| panic!("{placement:?}: {e}"));
+        let refused =
+            plan(&Setup { device_budget: 0, ..setup.clone() }).expect_err("nothing fits in nothing");
+        let EngineError::Tier(TierError::Plan(refusal)) = refused else { panic!("{placement:?}: {refused}") };
+        assert!(
+            refusal.minimum <= most,
+            "{placement:?}: {} is the least, and {most} are enough",
+            refusal.minimum
+        );
+        plan(&Setup { device_budget: refusal.minimum, ..setup })
+            .unwrap_or_else(|e| panic!("{placement:?}: {e}"));
+    }
 }

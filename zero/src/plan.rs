@@ -212,6 +212,7 @@ impl Planner<'_> {
             let plan = self.evaluate(choice, &copies)?;
             let (choice, plan) =
                 if fixed_state.is_none() { self.relieve_host(choice, plan)? } else { (choice, plan) };
+            let (choice, plan) = self.settle_where_it_saves(choice, plan)?;
             let (choice, plan) = self.keep_where_it_saves(choice, plan, &keepers)?;
             if self.fits(&plan) {
                 let plan = self.keep_what_fits(choice, plan, &keepers)?;

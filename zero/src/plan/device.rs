@@ -96,6 +96,27 @@ impl Planner<'_> {
         }
     }
 
+    /// `plan`, which is that of `choice`, or one in which weights stay on the device, if `plan` does not fit and that takes less: slots are
+    /// as long as the largest group, and few groups beside a large one have less than several of those.
+    pub(super) fn settle_where_it_saves(
+        &self,
+        choice: Choice,
+        plan: EnginePlan,
+    ) -> Result<(Choice, EnginePlan)> {
+        let is_fixed = self.config.overrides.device_groups.is_some() || self.backend.device.unified();
+        if is_fixed || self.fits(&plan) {
+            return Ok((choice, plan));
+        }
+        let with = |device_groups| Choice { device_groups, ..choice };
+        let taken = |groups: &usize| self.device_room(with(*groups)).weights(self.network);
+        let least = (0..=self.network.groups.len()).min_by_key(taken).unwrap_or(0);
+        if taken(&least) >= plan.windows.device_room.weights(self.network) {
+            return Ok((choice, plan));
+        }
+        let plan = self.evaluate(with(least), &plan.windows.caching)?;
+        Ok((with(least), plan))
+    }
+
     /// Raises the number of groups whose weights stay on the device. `plan` is that of `choice`.
     pub(super) fn settle_what_fits(&self, choice: Choice, plan: EnginePlan) -> Result<(Choice, EnginePlan)> {
         if self.config.overrides.device_groups.is_some() || self.backend.device.unified() {
