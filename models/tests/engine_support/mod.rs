@@ -192,6 +192,30 @@ impl Setup {
         }
     }
 
+    /// The same with so many eighths of what lies between the least memory of a tier that the plan can do with and the most it uses.
+    #[must_use]
+    pub fn between(&self, tier: Tier, eighths: u64) -> Self {
+        let plan = |setup: &Self| {
+            let blocks = Model::new(setup.model.clone()).blocks;
+            Engine::plan_only(setup.config(), &setup.backend(), blocks, &setup.sample())
+        };
+        let with = |budget: u64| match tier {
+            Tier::Device => Self { device_budget: budget, ..self.clone() },
+            _ => Self { host_budget: budget, ..self.clone() },
+        };
+        let most = plan(self).unwrap_or_else(|e| panic!("{e}")).total(tier);
+        let least = match plan(&with(0)) {
+            Err(EngineError::Tier(TierError::Plan(refusal))) => refusal.minimum.min(most),
+            Ok(_) => 0,
+            Err(error) => panic!("{error}"),
+        };
+        let setup = with(least + (most - least) * eighths / 8);
+        match plan(&setup) {
+            Err(EngineError::Tier(TierError::Plan(refusal))) => with(refusal.minimum),
+            _ => setup,
+        }
+    }
+
     pub fn sample(&self) -> MicroBatch {
         TokenBatch::new(&self.model).blank(SEQUENCES, LENGTH)
     }

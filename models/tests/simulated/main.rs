@@ -28,7 +28,7 @@ mod support;
 mod world;
 
 use run::{Broken, Events, Expected};
-use setting::{Clips, Format, STEPS, Setting, Training};
+use setting::{Clips, Format, Rule, STEPS, Setting, Training};
 use std::any::Any;
 use std::ops::AddAssign;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -91,6 +91,7 @@ impl AddAssign for Events {
         self.steps += other.steps;
         self.kept += other.kept;
         self.in_vain += other.in_vain;
+        self.persevered += other.persevered;
         self.exported += other.exported;
         self.unexported += other.unexported;
     }
@@ -185,6 +186,8 @@ fn some_steps_in_f16_overflow_and_some_do_not() {
         micro_batches: 2,
         freezes: false,
         is_deep: false,
+        has_schedule: false,
+        rule: Rule::AdamW,
     };
     let expected = Expected::of(training);
     let skipped = expected.steps.iter().filter(|step| step.2).count();

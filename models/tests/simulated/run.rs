@@ -1,17 +1,18 @@
 //! Lives through a setting and checks, all the way, what must hold.
 
 use crate::setting::{Life, STEPS, Setting, Training, Trouble};
-use crate::support::{LR, Setup, hash_of, weights_hash};
+use crate::support::{Setup, hash_of, weights_hash};
 use crate::world::{Liar, Lie, Mood, Pace, World};
 use std::collections::HashMap;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 use terrace_aio::engine::SimEngine;
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer, ThrottleConfig, TimedLayer};
 use terrace_aio::{IoEngine, VirtualClock};
 use terrace_device::sim::{SimDevice, SimDeviceConfig};
 use terrace_tiers::{TRAINING_SCRATCH, Tier, TierError};
-use terrace_zero::{Durability, Engine, EngineError, Exporting, Placement, StepReport};
+use terrace_zero::{Durability, Engine, EngineError, Exporting, Placement, StepReport, WeightReader};
 
 /// What is broken on purpose.
 #[derive(Debug, Clone, Copy, Default)]
@@ -45,6 +46,8 @@ pub struct Events {
     pub kept: u64,
     /// Those in which it was in vain.
     pub in_vain: u64,
+    /// Engines that went on after a request that failed.
+    pub persevered: u64,
     /// Steps whose weights were read beside the next ones.
     pub exported: u64,
     /// Those that were given up with their step.
@@ -72,11 +75,17 @@ struct Ended {
     error: Option<EngineError>,
     /// What says how the state is laid out was read from another copy, which the engine says.
     is_recovered: bool,
+    /// The engine told of a failure before, and went on.
+    has_told: bool,
 }
 
 impl Ended {
+    fn well(known: Option<u64>, possible: Option<u64>) -> Self {
+        Self { known, possible, error: None, is_recovered: false, has_told: false }
+    }
+
     fn with(known: Option<u64>, possible: Option<u64>, error: EngineError) -> Self {
-        Self { known, possible, error: Some(error), is_recovered: false }
+        Self { error: Some(error), ..Self::well(known, possible) }
     }
 }
 
@@ -88,10 +97,11 @@ impl Expected {
         let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
         let place = Arc::clone(known.entry(training).or_default());
         drop(known);
-        Arc::clone(place.get_or_init(|| Arc::new(Self::compute(&training.plain()))))
+        Arc::clone(place.get_or_init(|| Arc::new(Self::compute(training))))
     }
 
-    fn compute(setup: &Setup) -> Self {
+    fn compute(training: Training) -> Self {
+        let setup = training.plain();
         let mut engine = setup.create();
         let mut expected = Self { steps: Vec::new(), evaluated: Vec::new(), hashes: Vec::new() };
         loop {
@@ -102,7 +112,7 @@ impl Expected {
             if engine.step() == STEPS {
                 return expected;
             }
-            let report = engine.train_step(&setup.batches(engine.step()), LR);
+            let report = engine.train_step(&setup.batches(engine.step()), training.rates(engine.step()));
             expected.steps.push(numbers(&report.unwrap_or_else(|e| panic!("training plainly: {e}"))));
         }
     }
@@ -148,6 +158,9 @@ pub fn run(setting: &Setting, broken: Broken) -> Events {
             abandoned_failures: 0,
             exports: Vec::new(),
             beside: None,
+            failed: None,
+            reading: None,
+            has_trained: false,
         };
         let ended = run.live(Arc::clone(&faults) as _, stored);
         let (is_touched, abandoned) = (run.is_touched, run.abandoned_failures);
@@ -193,12 +206,29 @@ fn check_error(trouble: Trouble, ended: &Ended, disk: &SimEngine, injected: u64,
     };
     let Some(text) = text else {
         // A cut can come when all is done, between the last commit and the end.
-        let is_noticed =
-            ended.is_recovered || abandoned == injected || matches!(trouble, Trouble::Cut { .. });
+        let is_noticed = ended.is_recovered
+            || ended.has_told
+            || abandoned == injected
+            || matches!(trouble, Trouble::Cut { .. });
         assert!(!is_due || is_noticed, "nobody noticed that a request failed: {ended:?}");
         return;
     };
     assert!(is_due, "an error without a cause: {text}");
+    if ended.has_told {
+        let is_same = matches!(
+            ended.error,
+            Some(
+                EngineError::Lost { .. }
+                    | EngineError::Tier(TierError::Uncertain { .. } | TierError::Changing { .. })
+            )
+        );
+        return assert!(is_same, "a second error where one request failed: {text}");
+    }
+    check_words(trouble, &text);
+}
+
+/// Says what is wrong with the words of an error, if anything.
+fn check_words(trouble: Trouble, text: &str) {
     let reason = match trouble {
         Trouble::Fail { kind: terrace_aio::IoErrorKind::NoSpace, .. } => "No space left",
         Trouble::Fail { .. } => "Input/output error",
@@ -275,6 +305,12 @@ struct Run<'a> {
     exports: Vec<(u64, Exporting<Result<u64, EngineError>>)>,
     /// The step of state in memory that is being saved beside those that follow.
     beside: Option<u64>,
+    /// What was possible after the failure that the engine went on from.
+    failed: Option<Option<u64>>,
+    /// The step whose weights could not be read.
+    reading: Option<u64>,
+    /// A step was trained.
+    has_trained: bool,
 }
 
 impl Run<'_> {
@@ -290,6 +326,10 @@ impl Run<'_> {
         }
         if self.life.is_tight {
             setup = setup.tight();
+        } else if let Some(eighths) = self.life.host_eighths {
+            setup = setup.between(Tier::Host, eighths);
+        } else if let Some(eighths) = self.life.card_eighths {
+            setup = setup.between(Tier::Device, eighths);
         }
         let leaves_scratch = self.is_scratch_left(&setup);
         let engine = if stored.is_some() { setup.resume() } else { setup.try_create() };
@@ -305,6 +345,8 @@ impl Run<'_> {
             self.abandoned_failures += self.faults.injected();
         }
         assert_eq!(engine.step(), stored.unwrap_or(0), "the step of a new engine");
+        let noted = engine.noted();
+        assert!(noted.is_empty() || noted == note(engine.step()), "the note of step {}", engine.step());
         self.events.resumes += u64::from(stored.is_some());
         let mut ended = self.train(&setup, &mut engine, stored);
         if leaves_scratch && setup.placement != Placement::Disk {
@@ -330,77 +372,126 @@ impl Run<'_> {
     /// Trains until the end or the trouble.
     fn train(&mut self, setup: &Setup, engine: &mut Engine, stored: Option<u64>) -> Ended {
         let on_disk = setup.placement == Placement::Disk;
-        let waits_for_saves = setup.durability != Durability::Step;
         let mut saved = if on_disk { Some(engine.step()) } else { stored };
         loop {
-            let step = engine.step();
-            if let Err(error) = self.after_step(setup, engine, &mut saved) {
-                if on_disk {
-                    let under_way = if waits_for_saves { step } else { engine.step() + 1 };
-                    let known = if waits_for_saves { saved } else { Some(engine.step()) };
-                    return self.failed(known, error, under_way);
-                }
-                // A save is that of the step it was called after.
-                let possible = if self.is_told() { saved } else { Some(step) };
-                return Ended::with(saved, self.beside.or(possible), error);
-            }
-            if let Trouble::Stop { step: stop, is_lost } = self.life.trouble
-                && step >= stop
-            {
-                // An engine that ends well does what is left of the last step; one that is lost does not.
-                let known = match is_lost {
-                    _ if waits_for_saves => saved,
-                    true if on_disk => Some(step.saturating_sub(1).max(stored.unwrap_or(0))),
-                    false if on_disk => Some(step),
-                    _ => saved,
-                };
-                return Ended {
-                    known,
-                    possible: if on_disk && !waits_for_saves { Some(step) } else { self.beside.or(saved) },
-                    error: None,
-                    is_recovered: false,
-                };
-            }
-            if step == STEPS {
-                break;
-            }
-            self.is_touched |= on_disk;
-            let failures = self.faults.injected();
-            match engine.train_step(&setup.batches(step), LR) {
-                Ok(report) => {
-                    if report.speculated == Some(false) && self.is_write_failing() {
-                        self.abandoned_failures += self.faults.injected() - failures;
-                    }
-                    let expected = self.expected.steps[step as usize];
-                    assert_eq!(numbers(&report), expected, "loss and norm of step {}", step + 1);
-                    self.events.steps += 1;
-                    self.events.kept += u64::from(report.speculated == Some(true));
-                    self.events.in_vain += u64::from(report.speculated == Some(false));
-                }
-                Err(error) if on_disk => {
-                    let under_way = engine.step() + u64::from(!waits_for_saves);
-                    return self.failed(Some(engine.step()), error, under_way);
-                }
-                Err(error) => return Ended::with(saved, self.beside.or(saved), error),
-            }
+            let Some(ended) = self.go_on(setup, engine, stored, &mut saved) else { continue };
+            let Some(ended) = self.persevere(engine, ended, &mut saved) else { continue };
+            return Ended { has_told: self.failed.is_some(), ..ended };
         }
+    }
+
+    /// One step and what is to be done before it; how it ended, if it did.
+    fn go_on(
+        &mut self,
+        setup: &Setup,
+        engine: &mut Engine,
+        stored: Option<u64>,
+        saved: &mut Option<u64>,
+    ) -> Option<Ended> {
+        let on_disk = setup.placement == Placement::Disk;
+        let waits_for_saves = setup.durability != Durability::Step;
+        let step = engine.step();
+        if let Some(ended) = self.after_step(setup, engine, saved) {
+            return Some(ended);
+        }
+        if let Trouble::Stop { step: stop, is_lost } = self.life.trouble
+            && step >= stop
+        {
+            // An engine that ends well does what is left of the last step; one that is lost does not.
+            let known = match is_lost {
+                _ if waits_for_saves => *saved,
+                true if on_disk => Some(step.saturating_sub(1).max(stored.unwrap_or(0))),
+                false if on_disk => Some(step),
+                _ => *saved,
+            };
+            let is_step = on_disk && !waits_for_saves;
+            return Some(Ended::well(known, if is_step { Some(step) } else { self.beside.or(*saved) }));
+        }
+        if step == STEPS {
+            return Some(self.end(engine, on_disk, waits_for_saves, saved));
+        }
+        self.is_touched |= on_disk;
+        let failures = self.faults.injected();
+        let rates = self.setting.training.rates(step);
+        match engine.train_step_noting(&setup.batches(step), rates, |report| note(report.step)) {
+            Ok(report) => {
+                if report.speculated == Some(false) && self.is_write_failing() {
+                    self.abandoned_failures += self.faults.injected() - failures;
+                }
+                let expected = self.expected.steps[step as usize];
+                assert_eq!(numbers(&report), expected, "loss and norm of step {}", step + 1);
+                self.has_trained = true;
+                self.events.steps += 1;
+                self.events.kept += u64::from(report.speculated == Some(true));
+                self.events.in_vain += u64::from(report.speculated == Some(false));
+                None
+            }
+            Err(error) if on_disk => {
+                let under_way = engine.step() + u64::from(!waits_for_saves);
+                Some(self.failed(Some(engine.step()), error, under_way))
+            }
+            Err(error) => Some(Ended::with(*saved, self.beside.or(*saved), error)),
+        }
+    }
+
+    /// After the last step.
+    fn end(
+        &mut self,
+        engine: &mut Engine,
+        on_disk: bool,
+        waits_for_saves: bool,
+        saved: &mut Option<u64>,
+    ) -> Ended {
         if !on_disk {
-            let error = self.settle(engine, &mut saved).err();
+            let error = self.settle(engine, saved).err();
             self.check_weights(engine);
-            return Ended { known: saved, possible: self.beside.or(saved), error, is_recovered: false };
+            return Ended { error, ..Ended::well(*saved, self.beside.or(*saved)) };
         }
         // Where steps do not wait for it, a save is a flush.
         match engine.save() {
             Ok(()) => {
                 self.is_touched = false;
+                assert!(!self.has_trained || engine.noted() == note(STEPS), "the note of the last step");
                 self.check_weights(engine);
-                Ended { known: Some(STEPS), possible: Some(STEPS), error: None, is_recovered: false }
+                Ended::well(Some(STEPS), Some(STEPS))
             }
             Err(error) => {
                 let under_way = if waits_for_saves { STEPS } else { engine.step() + 1 };
                 self.failed(Some(engine.step()), error, under_way)
             }
         }
+    }
+
+    /// After a request that failed the engine may go on, from the step that it says. Gives how it ended if it does not.
+    fn persevere(&mut self, engine: &mut Engine, mut ended: Ended, saved: &mut Option<u64>) -> Option<Ended> {
+        let Some(error) = &ended.error else { return Some(ended) };
+        if let Some(possible) = self.failed {
+            // Nothing is written where it is not known which commit is the last.
+            if matches!(error, EngineError::Tier(TierError::Uncertain { .. })) {
+                ended.possible = possible;
+            }
+            return Some(ended);
+        }
+        let is_lost = matches!(error, EngineError::Lost { .. });
+        if is_lost || !self.life.perseveres || !matches!(self.life.trouble, Trouble::Fail { .. }) {
+            return Some(ended);
+        }
+        check_words(self.life.trouble, &error.to_string());
+        self.failed = Some(ended.possible);
+        self.events.persevered += 1;
+        // What could not be read may be what could not be written; then a save says so, too, and is one of the step if not.
+        if self.reading.take() == Some(engine.step()) && engine.save().is_ok() {
+            (*saved, self.beside, self.is_touched) = (Some(engine.step()), None, false);
+            return None;
+        }
+        // State that is kept once may be of no step.
+        if let Some(durable) = engine.durable_step() {
+            let is_known = [ended.known, ended.possible].contains(&Some(durable));
+            assert!(is_known, "step {durable} is said to be durable, {ended:?}");
+            *saved = Some(durable);
+        }
+        self.beside = None;
+        None
     }
 
     /// What was exported must be the weights of its step, or say why not.
@@ -419,7 +510,8 @@ impl Run<'_> {
                 }
                 None => {
                     let is_lost = matches!(self.life.trouble, Trouble::Stop { is_lost: true, .. });
-                    assert!(is_lost || ended.error.is_some(), "the weights of step {step} were not exported");
+                    let is_told = ended.error.is_some() || ended.has_told;
+                    assert!(is_lost || is_told, "the weights of step {step} were not exported");
                     self.events.unexported += 1;
                 }
             }
@@ -443,24 +535,73 @@ impl Run<'_> {
         matches!(self.life.trouble, Trouble::Fail { action: Action::Write, .. })
     }
 
-    /// Saves and evaluates, as the setting says.
-    fn after_step(
-        &mut self,
-        setup: &Setup,
-        engine: &mut Engine,
-        saved: &mut Option<u64>,
-    ) -> Result<(), EngineError> {
+    /// Evaluates, looks at weights, saves and exports, as the setting says; how it ended, if that failed.
+    fn after_step(&mut self, setup: &Setup, engine: &mut Engine, saved: &mut Option<u64>) -> Option<Ended> {
         let step = engine.step();
-        if self.life.evaluates[step as usize] {
-            self.settle(engine, saved)?;
+        let Life { evaluates, looks, is_patient, .. } = self.life;
+        if evaluates[step as usize] || looks[step as usize] {
+            if *is_patient && let Err(error) = self.settle(engine, saved) {
+                return Some(self.save_failed(setup, engine, *saved, step, error));
+            }
+            if let Err(error) = self.read(setup, engine) {
+                self.reading = Some(step);
+                if setup.placement == Placement::Disk && setup.durability == Durability::Step {
+                    return Some(self.failed(Some(engine.step()), error, engine.step() + 1));
+                }
+                return Some(Ended::with(*saved, self.beside.or(*saved), error));
+            }
+        }
+        match self.save(setup, engine, saved) {
+            Ok(()) => None,
+            Err(error) => Some(self.save_failed(setup, engine, *saved, step, error)),
+        }
+    }
+
+    /// A save of `step` failed.
+    fn save_failed(
+        &self,
+        setup: &Setup,
+        engine: &Engine,
+        saved: Option<u64>,
+        step: u64,
+        error: EngineError,
+    ) -> Ended {
+        if setup.placement != Placement::Disk {
+            let possible = if self.is_told() { saved } else { Some(step) };
+            return Ended::with(saved, self.beside.or(possible), error);
+        }
+        match setup.durability {
+            Durability::Step => self.failed(Some(engine.step()), error, engine.step() + 1),
+            _ => self.failed(saved, error, step),
+        }
+    }
+
+    /// Uses the weights without changing them.
+    fn read(&self, setup: &Setup, engine: &mut Engine) -> Result<(), EngineError> {
+        let step = engine.step() as usize;
+        if self.life.evaluates[step] {
             let evaluation = engine.evaluate(&setup.batches(0)[0])?;
-            let expected = self.expected.evaluated[step as usize];
+            let expected = self.expected.evaluated[step];
             assert_eq!(
                 evaluation.loss_sum.to_bits(),
                 expected,
                 "the loss of an evaluation after step {step}"
             );
         }
+        if self.life.looks[step] {
+            let hash = hash_of(&mut engine.weights()?)?;
+            assert_eq!(hash, self.expected.hashes[step], "the weights after step {step}");
+        }
+        Ok(())
+    }
+
+    fn save(
+        &mut self,
+        setup: &Setup,
+        engine: &mut Engine,
+        saved: &mut Option<u64>,
+    ) -> Result<(), EngineError> {
+        let step = engine.step();
         if self.life.saves[step as usize] {
             self.settle(engine, saved)?;
             self.is_touched = true;
@@ -470,7 +611,14 @@ impl Run<'_> {
         if self.life.exports[step as usize] {
             self.settle(engine, saved)?;
             self.is_touched = true;
-            self.exports.push((step, engine.export_beside(hash_of)?));
+            let is_slow = self.life.has_slow_readers && self.clock.is_none();
+            let export = move |weights: &mut dyn WeightReader| {
+                if is_slow {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                hash_of(weights)
+            };
+            self.exports.push((step, engine.export_beside(export)?));
             match setup.durability {
                 Durability::Step if setup.placement == Placement::Disk => {}
                 _ => self.beside = Some(step),
@@ -516,6 +664,10 @@ fn check_memory(setup: &Setup, engine: &Engine, card: Option<&SimDevice>) {
     );
     let pinned = card.pinned_bytes();
     assert!(pinned <= host, "{pinned} bytes are pinned where {host} are planned");
+}
+
+fn note(step: u64) -> Vec<u8> {
+    format!("note of step {step}").into_bytes()
 }
 
 /// Ends an engine as a panic does, which leaves its deferred update undone.

@@ -1,7 +1,7 @@
 //! What a seed stands for: a training, and the lives it is cut into, each with a way to run and with some trouble.
 
 use crate::dice::Dice;
-use crate::support::Setup;
+use crate::support::{LR, Setup};
 use crate::world::{Mood, Pace};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use terrace_device::host::HostDevice;
 use terrace_device::sim::SimDeviceConfig;
 use terrace_kernels::DType;
 use terrace_models::ModelConfig;
-use terrace_optimizer::{GroupRule, LossScaleConfig, StateFormat};
-use terrace_zero::{Accumulation, Durability, Placement, WindowOverrides};
+use terrace_optimizer::{Algorithm, GroupRule, Lion, LossScaleConfig, StateFormat};
+use terrace_zero::{Accumulation, Durability, Placement, StepRates, WindowOverrides};
 
 /// Steps of every training.
 pub const STEPS: u64 = 6;
@@ -34,6 +34,17 @@ pub struct Training {
     pub freezes: bool,
     /// Of more layers, which are larger.
     pub is_deep: bool,
+    /// Rates and betas are other ones in every step.
+    pub has_schedule: bool,
+    pub rule: Rule,
+}
+
+/// The optimizer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Rule {
+    AdamW,
+    /// With one kind of moments, and no kernel for it on a card.
+    Lion,
 }
 
 /// Which steps are clipped.
@@ -95,6 +106,22 @@ pub struct Life {
     pub exports: [bool; STEPS as usize + 1],
     /// Evaluated after these steps, which needs all updates done.
     pub evaluates: [bool; STEPS as usize + 1],
+    /// All weights are read after these steps, for which the same holds.
+    pub looks: [bool; STEPS as usize + 1],
+    /// The engine goes on after a request that failed.
+    pub perseveres: bool,
+    /// A save beside the steps is waited for before weights are used otherwise.
+    pub is_patient: bool,
+    /// What is read beside the steps is read at leisure.
+    pub has_slow_readers: bool,
+    /// How many eighths of what lies between the least memory a plan can do with and the most that it can use there are, of the host's
+    /// and of the card's.
+    pub host_eighths: Option<u64>,
+    pub card_eighths: Option<u64>,
+    /// The part of the update that is the host's beside a card.
+    pub host_part: Option<f64>,
+    /// How the directories are to share what this process makes there, if not as those of the setting.
+    pub disk_weights: Option<Vec<f64>>,
 }
 
 /// What ends a process before its time.
@@ -128,7 +155,18 @@ impl Training {
             micro_batches: dice.pick(&[1, 2, 2, 3]),
             freezes: dice.one_in(4),
             is_deep: false,
+            has_schedule: false,
+            rule: Rule::AdamW,
         }
+    }
+
+    /// What a schedule says about the step after `step`.
+    pub fn rates(self, step: u64) -> StepRates {
+        if !self.has_schedule {
+            return LR.into();
+        }
+        let part = step as f64 / STEPS as f64;
+        StepRates { lr: LR * (1.0 - part), betas: (step % 3 != 1).then_some((0.95 - 0.1 * part, 0.99)) }
     }
 
     /// The training in memory, one thing after the other: what everything is compared with.
@@ -142,7 +180,7 @@ impl Training {
         setup.micro_batches = self.micro_batches;
         setup.clip = match self.clips {
             Clips::None => None,
-            Clips::Some => Some([1.8, 1.27, 1.04][self.micro_batches - 1]),
+            Clips::Some => Some([1.8, 1.27, 1.04, 0.9, 0.8][self.micro_batches - 1]),
             Clips::Never => Some(1e6),
             Clips::All => Some(0.5),
         };
@@ -154,6 +192,9 @@ impl Training {
             Format::F32 => (DType::F32, StateFormat::Fp32),
             Format::F16 => (DType::F16, StateFormat::Fp32),
         };
+        if self.rule == Rule::Lion {
+            setup.optimizer = Algorithm::Lion(Lion { weight_decay: 0.1, ..Lion::default() });
+        }
         if self.format == Format::F16 {
             setup.loss_scale = Some(LossScaleConfig {
                 initial_scale_power: 21,
@@ -246,6 +287,14 @@ impl Setting {
                 }
             }
         }
+        training.vary(&mut Dice::new(seed ^ 0x7661_7279));
+        let mut varying = Dice::new(seed ^ 0x6c69_7665);
+        for life in &mut lives {
+            life.vary(&mut varying, chunk_elements.is_some(), disks.len());
+            if training.rule == Rule::Lion {
+                (life.overrides.state_groups, life.host_part) = (None, None);
+            }
+        }
         Self { seed, training, disks, disk_weights, disk, once, lives }
     }
 
@@ -267,7 +316,8 @@ impl Setting {
         Setup {
             placement: life.placement,
             disks: self.disks.clone(),
-            disk_weights: self.disk_weights.clone(),
+            disk_weights: life.disk_weights.clone().or_else(|| self.disk_weights.clone()),
+            host_part: life.host_part,
             threads: life.threads,
             overrides: life.overrides,
             cache_bytes: life.cache_bytes,
@@ -326,6 +376,60 @@ impl Life {
             saves: std::array::from_fn(|_| dice.one_in(2)),
             exports: [false; STEPS as usize + 1],
             evaluates: std::array::from_fn(|_| dice.one_in(8)),
+            looks: [false; STEPS as usize + 1],
+            perseveres: false,
+            is_patient: true,
+            has_slow_readers: false,
+            host_eighths: None,
+            card_eighths: None,
+            host_part: None,
+            disk_weights: None,
+        }
+    }
+
+    /// Other choices, by dice of their own. Budgets are for a cut of the state that is known.
+    fn vary(&mut self, dice: &mut Dice, has_cut: bool, disks: usize) {
+        self.perseveres = dice.one_in(2);
+        self.is_patient = dice.one_in(2);
+        self.has_slow_readers = dice.one_in(4);
+        let looks = dice.one_in(3);
+        self.looks = std::array::from_fn(|_| dice.one_in(6) && looks);
+        let eighths = [dice.below(9), dice.below(9)];
+        if has_cut && !self.is_tight && dice.one_in(3) {
+            // One of the two: the least of both is that of one plan.
+            if self.card.is_some() && dice.one_in(2) {
+                self.card_eighths = Some(eighths[0]);
+            } else {
+                self.host_eighths = Some(eighths[1]);
+            }
+            // Room for what a plan can do with it.
+            if dice.one_in(2) {
+                let Self { overrides, .. } = self;
+                (overrides.weight_slots, overrides.update_slots, overrides.kept_blocks) = (None, None, None);
+                (overrides.device_groups, overrides.state_groups, overrides.gradient_groups) =
+                    (None, None, None);
+            }
+        }
+        if self.placement != Placement::None && dice.one_in(4) {
+            self.overrides.state_groups = None;
+            self.host_part = Some(dice.pick(&[0.0, 0.3, 0.7, 1.0]));
+        }
+        if disks > 1 && dice.one_in(4) {
+            self.disk_weights = Some((0..disks).map(|_| dice.pick(&[1.0, 1.0, 2.0, 5.0])).collect());
+        }
+    }
+}
+
+impl Training {
+    /// Other choices, by dice of their own.
+    fn vary(&mut self, dice: &mut Dice) {
+        self.has_schedule = dice.one_in(4);
+        // Those of a deep model take their time.
+        if dice.one_in(12) && !self.is_deep {
+            self.micro_batches = 5;
+        }
+        if dice.one_in(8) {
+            self.rule = Rule::Lion;
         }
     }
 }
