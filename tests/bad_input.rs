@@ -170,7 +170,9 @@ fn data_that_cannot_be_used() {
     fs::write(bench.path("p.jsonl"), "{\"prompt_ids\": [1]}\n{\"prompt_ids\": [1}\n").unwrap();
     let parts = ["p.jsonl:2:18: invalid JSON: expected `,` or `]`; every line must be a whole JSON object"];
     generate(&["--prompts"]).args(&[bench.path("p.jsonl").to_str().unwrap()]).fails(1, &parts);
-    generate(&["--prompts", "-"]).input(&bench.path("p.jsonl")).fails(1, &["standard input:2:18: invalid JSON"]);
+    generate(&["--prompts", "-"])
+        .input(&bench.path("p.jsonl"))
+        .fails(1, &["standard input:2:18: invalid JSON"]);
     generate(&["--prompts", "-"]).fails(1, &["standard input: no data"]);
     let outside = "token id 96 is outside the model's vocabulary of 96: ids are from 0 to 95";
     let ended = generate(&["--prompt-ids", "1,96"]).fails(1, &[&format!("--prompt-ids: {outside}")]);

@@ -65,7 +65,8 @@ impl Engine {
     /// what the cache has of `sequences[b]`, each of which comes once; `added[b]` positions of it are valid and stay in the cache.
     ///
     /// # Errors
-    /// The cache is full, a shape was not planned, or a tier failed. The cache then knows of no position more than before.
+    /// The cache is full, a shape was not planned, or a tier failed. The cache then knows of no position more than before; if keys and values
+    /// are not all on the device and a tier failed, it is of no more use.
     ///
     /// # Panics
     /// If `sequences` or `added` do not match the batch, or there is no such sequence.

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use tempfile::TempDir;
-use terrace_aio::IoEngine;
 use terrace_aio::engine::{EngineConfig as IoConfig, SimConfig, SimEngine, open_default};
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer, StatsLayer, TraceEvent, TraceLayer};
+use terrace_aio::{IoEngine, IoErrorKind};
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_device::sim::{SimDevice, SimDeviceConfig};
@@ -44,6 +44,8 @@ struct Place {
     disks: Vec<PathBuf>,
     device_budget: u64,
     cache_bytes: u64,
+    /// Weights come one group at a time, for every pass.
+    streams: bool,
     /// Where they are, if they are real.
     _dir: Option<TempDir>,
 }
@@ -56,8 +58,9 @@ impl Place {
         let disks = vec![dir.path().join("not yet there")];
         let device = Arc::new(device);
         let (held, dtype) = (Some((0, 0)), DType::F32);
-        let (device_budget, cache_bytes) = (u64::MAX, 0);
-        Self { kv, device, placement, held, dtype, io, disks, device_budget, cache_bytes, _dir: Some(dir) }
+        let (device_budget, cache_bytes, streams) = (u64::MAX, 0, false);
+        let _dir = Some(dir);
+        Self { kv, device, placement, held, dtype, io, disks, device_budget, cache_bytes, streams, _dir }
     }
 
     /// With simulated disks, two to stripe over.
@@ -77,6 +80,8 @@ impl Place {
             overrides: WindowOverrides {
                 kv_on_device: self.held.map(|held| held.0),
                 kv_on_host: self.held.map(|held| held.1),
+                weight_slots: self.streams.then_some(1),
+                device_groups: self.streams.then_some(0),
                 ..WindowOverrides::default()
             },
             device_budget: self.device_budget,
@@ -347,4 +352,43 @@ fn a_disk_that_fails_is_named() {
     let none = Place { disks: Vec::new(), ..Place::new(Tier::Disk, HostDevice::unified()) };
     let words = none.engine(6).unwrap_err().to_string();
     assert!(words.contains("a key/value cache on disk needs a directory"), "{words}");
+}
+
+/// A pass that fails may have keys and values in use, wherever it fails.
+#[test]
+fn a_cache_of_a_pass_that_failed_is_given_up() {
+    for kv in [Tier::Host, Tier::Disk] {
+        for device in [HostDevice::unified(), HostDevice::discrete()] {
+            let io = open_default(&IoConfig::default()).unwrap();
+            let faults = Arc::new(FaultLayer::new(io, FaultConfig::default()));
+            let new = Place::new(kv, device);
+            let place =
+                Place { io: Arc::clone(&faults) as _, placement: Placement::Disk, streams: true, ..new };
+            let mut engine = place.engine(0).unwrap();
+            let ids = prompt(1, 70);
+            let run = |engine: &mut Engine, cache: &mut KvCache| pass(engine, cache, &[(0, &ids)]);
+            let mut cache = engine.new_cache(1).unwrap();
+            let expected = run(&mut engine, &mut cache).unwrap();
+            drop(cache);
+            let mut failed = 0;
+            for nth in 0.. {
+                let mut cache = engine.new_cache(1).unwrap();
+                faults.fail_nth(Action::Read, nth, IoErrorKind::Device);
+                let injected = faults.injected();
+                let Err(error) = run(&mut engine, &mut cache) else { break };
+                assert_eq!(faults.injected(), injected + 1);
+                assert!(error.to_string().contains("Input/output error"), "{error}");
+                assert_eq!(cache.lengths(), [0]);
+                match run(&mut engine, &mut cache) {
+                    Ok(found) => assert_eq!(found, expected, "read {nth}"),
+                    Err(error) => assert!(error.to_string().contains("make another"), "{error}"),
+                }
+                drop(cache);
+                let mut cache = engine.new_cache(1).unwrap();
+                assert_eq!(run(&mut engine, &mut cache).unwrap(), expected, "read {nth}");
+                failed += 1;
+            }
+            assert!(failed > 1);
+        }
+    }
 }

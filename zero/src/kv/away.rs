@@ -16,7 +16,7 @@
 
 use super::plan::KvPlan;
 use crate::lane::Lane;
-use crate::{Backend, EngineConfig, KvSlot, Result};
+use crate::{Backend, EngineConfig, EngineError, KvSlot, Result};
 use std::collections::VecDeque;
 use std::ops::Range;
 use terrace_aio::FileId;
@@ -35,6 +35,8 @@ pub(crate) struct Away {
     disk: Option<OnDisk>,
     /// Windows that are not in use.
     windows: Vec<Region>,
+    /// A pass has what it took. One that fails does not give it back.
+    is_taken: bool,
 }
 
 #[derive(Debug)]
@@ -69,7 +71,7 @@ impl Away {
             }
         };
         let (staying, windows) = plan.take(&lane.arena)?;
-        Ok(Self { plan, staying, buffers, disk, windows })
+        Ok(Self { plan, staying, buffers, disk, windows, is_taken: false })
     }
 
     /// The block whose keys and values are at `offset` of a file.
@@ -79,12 +81,20 @@ impl Away {
     }
 
     /// Begins a pass over sequences that have the positions `used` and get the positions `added`, counted through all pages.
+    ///
+    /// # Errors
+    /// A transfer failed, or one before this failed, after which there is no going on.
     pub(crate) fn pass<'a>(
         &'a mut self,
         lane: &'a Lane,
         used: Vec<Range<usize>>,
         added: Vec<Range<usize>>,
     ) -> Result<AwayPass<'a>> {
+        if std::mem::replace(&mut self.is_taken, true) {
+            let why =
+                "a pass that failed had keys and values in use: drop this key/value cache and make another";
+            return Err(EngineError::Config(why.into()));
+        }
         if !self.plan.unified {
             lane.begin_keys()?;
         }
@@ -196,7 +206,9 @@ impl AwayPass<'_> {
     /// Takes back what is still under way; writes to disk go on.
     pub(crate) fn finish(mut self) -> Result {
         let last = self.going.take();
-        self.settle(last)
+        self.settle(last)?;
+        self.away.is_taken = false;
+        Ok(())
     }
 
     /// The block whose keys and values are on their way back.
