@@ -144,6 +144,11 @@ impl DiskProfile {
     }
 }
 
+/// Whether a profile, which is text, can hold the path of the directory `dir`.
+pub fn can_name(dir: &Path) -> bool {
+    dir.canonicalize().map_or(true, |whole| whole.to_str().is_some())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

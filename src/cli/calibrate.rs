@@ -11,7 +11,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use terrace_aio::engine::EngineConfig as IoConfig;
-use terrace_aio::profile::DiskProfile;
+use terrace_aio::profile::{DiskProfile, can_name};
 use terrace_device::host::HostDevice;
 use terrace_device::{Device, StreamKind};
 use terrace_kernels::{DType, QuantFormat, cpu};
@@ -74,6 +74,11 @@ fn output(args: &CalibrateArgs) -> Result<PathBuf, CliError> {
     for dir in &args.disk {
         if !dir.is_dir() {
             let detail = "there is no such folder; make it on the disk that is to be measured";
+            return Err(CliError::Usage(format!("--disk {}: {detail}", dir.display())));
+        }
+        if !can_name(dir) {
+            let detail =
+                "its path is not UTF-8, and a profile cannot name it; give another folder on the same disk";
             return Err(CliError::Usage(format!("--disk {}: {detail}", dir.display())));
         }
     }

@@ -1,7 +1,7 @@
 //! `terrace demo`: the whole loop on made data, without a download.
 
 use super::args::{Cli, Command, DemoArgs, FinetuneArgs, GenerateArgs};
-use super::{finetune, generate, print_json, print_text};
+use super::{finetune, generate, print_json, print_text, shown};
 use crate::config::ByteSize;
 use crate::demo::{self, SEQ_LEN};
 use crate::error::CliError;
@@ -60,7 +60,7 @@ pub fn demo(args: &DemoArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
         return print_json(&json!({
             "training": trained_summary,
             "stories": stories,
-            "model": trained,
+            "model": shown(&trained),
             "seconds": seconds,
         }));
     }

@@ -2,7 +2,7 @@
 
 use super::args::ExportArgs;
 use super::identity::Identity;
-use super::{checks, finetune, print_json, stored};
+use super::{checks, finetune, print_json, shown, stored};
 use crate::error::CliError;
 use crate::progress::ByteProgress;
 use serde_json::json;
@@ -55,13 +55,13 @@ pub fn export(args: &ExportArgs) -> Result<(), CliError> {
         return Ok(());
     }
     print_json(&json!({
-        "output": args.output,
+        "output": shown(&args.output),
         "step": step,
         "dtype": dtype.to_string(),
         "parameters": parameters,
         "bytes": total,
         "seconds": seconds,
-        "state": stored::dirs(&args.state),
+        "state": stored::dirs(&args.state).iter().map(shown).collect::<Vec<_>>(),
     }))
 }
 

@@ -10,7 +10,7 @@ use super::placement::PlacedGroups;
 use super::saving::{self, Saving};
 use super::session::{self, Session};
 use super::trace::Seen;
-use super::{checks, finetune_checks, floor, identity, keeping, print_json, retention, trace};
+use super::{checks, finetune_checks, floor, identity, keeping, print_json, retention, shown, trace};
 use crate::config::{ByteSize, TrainConfig, run, schedule};
 use crate::data::Dataset;
 use crate::error::{CliError, advice};
@@ -135,14 +135,14 @@ pub fn train(
     let state = state_dirs(&run);
     say_where(&run, &state);
     Ok(json!({
-        "output": run.output,
+        "output": shown(&run.output),
         "steps": trainer.engine.step(),
         "parameters": trainer.engine.parameters(),
         "loss": last.as_ref().map(|m| m.loss),
         "tokens_per_second": trainer.summary.tokens_per_second(),
         "seconds": seconds,
         "host_peak_bytes": peak_resident_bytes(),
-        "state": state,
+        "state": state.iter().map(shown).collect::<Vec<_>>(),
     }))
 }
 

@@ -34,6 +34,7 @@ mod values;
 use crate::error::CliError;
 use args::{Cli, Command, ReportArgs};
 use serde::Serialize;
+use std::path::Path;
 
 /// Runs a command.
 ///
@@ -60,6 +61,11 @@ pub fn run(cli: Cli) -> Result<(), CliError> {
 pub fn print_json(document: &impl Serialize) -> Result<(), CliError> {
     let text = serde_json::to_string_pretty(document).map_err(CliError::failed)?;
     print_text(&text)
+}
+
+/// A path in a document, which holds text: what a message would show of one that is none.
+fn shown(path: impl AsRef<Path>) -> String {
+    path.as_ref().to_string_lossy().into_owned()
 }
 
 /// Prints; a reader that has seen enough is no error.

@@ -1,7 +1,7 @@
 //! What `terrace inspect` found: as text, as a document, and in one sentence that says what to do.
 
 use crate::cli::identity::Identity;
-use crate::cli::stored;
+use crate::cli::{shown, stored};
 use crate::config::ByteSize;
 use crate::error::CliError;
 use serde_json::{Value, json};
@@ -199,8 +199,8 @@ impl Report {
             })
         });
         let paths = self.dirs.iter().zip(&self.shares).zip(&self.file_bytes);
-        let paths =
-            paths.map(|((path, share), bytes)| json!({ "path": path, "share": share, "bytes": bytes }));
+        let paths = paths
+            .map(|((path, share), bytes)| json!({ "path": shown(path), "share": share, "bytes": bytes }));
         let generation_bytes = spec.volume_bytes() / spec.generations;
         json!({
             "manifest_version": self.versions.0,
@@ -245,7 +245,7 @@ impl Report {
             SlotState::Changing { since_step } => ("changing", Some(since_step), None),
         };
         json!({
-            "path": self.manifest,
+            "path": shown(&self.manifest),
             "offset": slot.offset,
             "bytes": slot.len,
             "state": state,
@@ -413,7 +413,7 @@ fn copy_document(copy: &DamagedCopy) -> Value {
     let part = &copy.part;
     json!({
         "what": copy.what,
-        "path": part.path,
+        "path": shown(&part.path),
         "offset": part.offset,
         "bytes": part.len,
         "error": copy.unreadable.as_ref().map(ToString::to_string),
@@ -446,7 +446,8 @@ fn verified_document(verified: &Verified) -> Value {
 
 fn damage_document(damage: &Damage) -> Value {
     let parts = damage.parts.iter();
-    let parts = parts.map(|part| json!({ "path": part.path, "offset": part.offset, "bytes": part.len }));
+    let parts =
+        parts.map(|part| json!({ "path": shown(&part.path), "offset": part.offset, "bytes": part.len }));
     let cause = match &damage.cause {
         DamageCause::Checksum { found, expected } => {
             format!("checksum {found:016x} instead of {expected:016x}")

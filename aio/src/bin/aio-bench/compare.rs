@@ -164,7 +164,7 @@ impl Bench<'_> {
     fn describe(&self) -> Value {
         let (seconds, warm_up) = self.options.load.times(5.0);
         json!({
-            "dirs": self.options.place.dirs,
+            "dirs": report::shown(&self.options.place.dirs),
             "file_bytes": self.ours.first().map(|file| file.data_bytes),
             "block_bytes": self.settings.block_bytes,
             "queue_depth": self.settings.queue_depth,

@@ -6,9 +6,10 @@ use crate::measure::Measured;
 use crate::options::Output;
 use crate::units;
 use serde_json::{Map, Value, json};
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use terrace_aio::bench::histogram::Histogram;
 use terrace_aio::bench::load::{Mismatch, Side};
 
@@ -83,7 +84,7 @@ impl Findings for Report {
             "engine": setting(&|m| json!(m.engine)),
             "features": setting(&|m| json!(m.facts.features)),
             "fallbacks": setting(&|m| json!(m.facts.fallbacks)),
-            "dirs": setting(&|m| json!(m.dirs)),
+            "dirs": setting(&|m| json!(shown(&m.dirs))),
             "block_bytes": setting(&|m| json!(m.settings.block_bytes)),
             "queue_depth": setting(&|m| json!(m.settings.queue_depth)),
             "rings": setting(&|m| json!(m.settings.rings)),
@@ -153,6 +154,11 @@ pub fn print(text: &str) -> Result<(), Failure> {
         }
         _ => Ok(()),
     }
+}
+
+/// Paths in a document, which holds text.
+pub fn shown(paths: &[PathBuf]) -> Vec<Cow<'_, str>> {
+    paths.iter().map(|path| path.to_string_lossy()).collect()
 }
 
 /// Writes a report's file, naming it when that fails.
@@ -285,7 +291,7 @@ pub fn result_json(result: &Measured) -> Value {
         "evidence": diagnosis.evidence,
         "gain_at_twice_the_depth": result.gain_at_twice_the_depth,
         "sustained": result.sustained,
-        "dirs": result.dir_rates().map(|(dir, rate)| json!({"dir": dir, "gigabytes_per_second": rate})).collect::<Vec<_>>(),
+        "dirs": result.dir_rates().map(|(dir, rate)| json!({"dir": dir.to_string_lossy(), "gigabytes_per_second": rate})).collect::<Vec<_>>(),
         "series": {
             "window_seconds": tally.window.as_secs_f64(),
             "read_bytes": tally.series.iter().map(|w| w[0]).collect::<Vec<_>>(),
@@ -308,7 +314,7 @@ pub fn result_json(result: &Measured) -> Value {
 }
 
 fn mismatch_json(mismatch: &Mismatch) -> Value {
-    json!({ "file": mismatch.path, "offset": mismatch.offset })
+    json!({ "file": mismatch.path.to_string_lossy(), "offset": mismatch.offset })
 }
 
 /// One result's row.

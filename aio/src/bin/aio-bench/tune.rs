@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use terrace_aio::bench::mix::{Direction, Mix};
-use terrace_aio::profile::{DiskProfile, PathProfile};
+use terrace_aio::profile::{DiskProfile, PathProfile, can_name};
 
 /// An optimizer reads and writes the same number of bytes.
 const MIX: Mix = Mix { read: 1, write: 1 };
@@ -30,6 +30,12 @@ struct Target {
 pub fn run(options: &Tune, interrupt: Interrupt) -> Result<u8, Failure> {
     let targets = targets(&options.output)?;
     let place = &options.place;
+    if let Some(dir) = place.dirs.iter().find(|dir| !can_name(dir)) {
+        return Err(Failure::usage(format!(
+            "--dir {}: its path is not UTF-8, and a profile cannot name it: give another folder on the same disk",
+            dir.display()
+        )));
+    }
     let grid = Grid::new(&options.grid, false, place.seed, place.dirs.len())?;
     let plan = place.files(grid.block_max(), 2, 1)?;
     grid.check_fits(plan.data_bytes)?;
