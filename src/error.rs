@@ -76,6 +76,7 @@ pub(crate) fn advice(error: &std::io::Error) -> &'static str {
         ErrorKind::NotADirectory => "a part of the path is a file",
         ErrorKind::IsADirectory => "give the name of a file",
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free space or choose another place",
+        ErrorKind::FileTooLarge => "raise the limit of a file's size (ulimit -f), or choose another place",
         ErrorKind::InvalidData => "the file is not text in UTF-8",
         _ => "check the path and the file system that it is on",
     }

@@ -48,7 +48,7 @@ pub struct IoError {
 impl IoError {
     /// An error from an operating-system error.
     pub fn from_os(doing: &'static str, path: &Path, offset: u64, len: u64, source: &io::Error) -> Self {
-        Self { kind: classify(source), doing, path: path.to_owned(), offset, len, detail: source.to_string() }
+        Self { kind: classify(source), doing, path: path.to_owned(), offset, len, detail: told(source) }
     }
 
     /// An error that the engine found itself.
@@ -62,6 +62,17 @@ impl IoError {
     ) -> Self {
         Self { kind, doing, path: path.to_owned(), offset, len, detail }
     }
+}
+
+/// What the operating system said, and what it means where that is not in its words.
+fn told(source: &io::Error) -> String {
+    let meaning = match source.raw_os_error() {
+        Some(libc::EFBIG) => {
+            ": larger than the limit of the process (ulimit -f) or the file system lets a file be"
+        }
+        _ => "",
+    };
+    format!("{source}{meaning}")
 }
 
 fn classify(source: &io::Error) -> IoErrorKind {
@@ -126,5 +137,14 @@ mod tests {
         }
         assert_eq!(kind(libc::EINVAL), IoErrorKind::Invalid);
         assert_eq!(kind(libc::ENOMEM), IoErrorKind::Other);
+    }
+
+    #[test]
+    fn limits_are_named_where_the_system_does_not() {
+        for (errno, limit) in [(libc::EFBIG, "ulimit -f")] {
+            let source = io::Error::from_raw_os_error(errno);
+            let text = IoError::from_os("syncing", Path::new("/x"), 0, 0, &source).to_string();
+            assert!(text.contains(limit) && text.contains(&source.to_string()), "{text}");
+        }
     }
 }

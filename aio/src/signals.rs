@@ -1,8 +1,9 @@
-//! Signals that ask a process to stop.
+//! Signals that ask a process to stop, and one that would stop it for a file that is too large.
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use std::io;
+use std::sync::Arc;
 
 /// Has `handler` called, on a thread of its own, for every SIGINT, SIGTERM and SIGHUP from here on; not for SIGHUP where the process was
 /// started to ignore it, as by `nohup`.
@@ -16,6 +17,15 @@ pub fn on_stop(mut handler: impl FnMut() + Send + 'static) -> io::Result<()> {
     let thread = std::thread::Builder::new().name("signals".into());
     thread.spawn(move || signals.forever().for_each(|_| handler()))?;
     Ok(())
+}
+
+/// Has a write beyond the limit of a file's size (`ulimit -f`) fail as one to a full disk does, where it would end the process without a word.
+///
+/// # Errors
+/// The signal cannot be caught.
+pub fn report_large_files() -> io::Result<()> {
+    // Whoever writes is told all the same.
+    signal_hook::flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
 /// Whether a process with this `/proc/<pid>/status` ignores a signal.

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fs;
 use std::io::Write;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -223,10 +223,13 @@ pub struct Cmd {
     args: Vec<OsString>,
     environment: Vec<(&'static str, String)>,
     input: Option<PathBuf>,
+    limits: Vec<(libc::__rlimit_resource_t, u64)>,
+    is_alone: bool,
 }
 
 pub fn cmd(args: &[&str]) -> Cmd {
-    Cmd { args: Vec::new(), environment: Vec::new(), input: None }.args(args)
+    let (environment, limits) = (Vec::new(), Vec::new());
+    Cmd { args: Vec::new(), environment, input: None, limits, is_alone: false }.args(args)
 }
 
 impl Cmd {
@@ -270,9 +273,25 @@ impl Cmd {
         self
     }
 
+    /// Lets the process have no more of a resource.
+    #[must_use]
+    pub fn limit(mut self, resource: libc::__rlimit_resource_t, most: u64) -> Self {
+        self.limits.push((resource, most));
+        self
+    }
+
+    /// Lets the process start no threads, as where there are as many as there may be.
+    #[must_use]
+    pub fn alone(self) -> Self {
+        Self { is_alone: true, ..self }
+    }
+
     pub fn spawn(&self) -> Running {
         let mut command = Command::new(env!("CARGO_BIN_EXE_terrace"));
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        let (limits, filter) = (self.limits.clone(), self.is_alone.then(refuse_threads));
+        // SAFETY: between fork and exec it only makes system calls.
+        unsafe { command.pre_exec(move || restrict(&limits, filter.as_ref())) };
         let open = |path| Stdio::from(fs::File::open(path).expect("the input is there"));
         let input = self.input.as_ref().map_or_else(Stdio::null, open);
         command.args(&self.args).stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -312,6 +331,42 @@ impl Cmd {
         assert!(ended.stderr.contains("error: "), "{}", ended.stderr);
         ended
     }
+}
+
+/// A seccomp filter under which no thread starts.
+fn refuse_threads() -> [libc::sock_filter; 5] {
+    let instruction = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
+    let refusal = libc::SECCOMP_RET_ERRNO | libc::EAGAIN as u32;
+    [
+        // The number of the system call is the first word of what a filter sees.
+        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 2, 0, libc::SYS_clone as u32),
+        instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, 0, libc::SYS_clone3 as u32),
+        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, refusal),
+    ]
+}
+
+/// Takes away what the process may not have. Only system calls: it runs between fork and exec.
+fn restrict(
+    limits: &[(libc::__rlimit_resource_t, u64)],
+    filter: Option<&[libc::sock_filter; 5]>,
+) -> std::io::Result<()> {
+    let ok = |status: i32| if status == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) };
+    for (resource, most) in limits {
+        let limit = libc::rlimit { rlim_cur: *most, rlim_max: *most };
+        // SAFETY: a system call on a structure that outlives it.
+        ok(unsafe { libc::setrlimit(*resource, &raw const limit) })?;
+    }
+    if let Some(filter) = filter {
+        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+        // SAFETY: the filter outlives the calls, and the kernel only reads it.
+        unsafe {
+            ok(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
+            ok(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program))?;
+        }
+    }
+    Ok(())
 }
 
 /// A process under way. What it prints is little and fits the pipes.

@@ -27,9 +27,12 @@ use clap::Parser;
 use interrupt::Interrupt;
 use options::{Cli, Command};
 use std::process::ExitCode;
+use terrace_aio::signals::report_large_files;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    // Where it cannot be caught, a file that is too large ends the process as ever.
+    let _ = report_large_files();
     let interrupt = Interrupt::listen();
     let outcome = match &cli.command {
         None => run::run(&cli.run, interrupt),
