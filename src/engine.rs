@@ -17,10 +17,7 @@ pub(crate) const CUDA_SCRATCH_BYTES: u64 = (cuda::SCRATCH_BYTES + cuda::UPDATE_S
 /// `io` asks for.
 ///
 /// # Errors
-/// `threads` is zero, or the disk engine cannot be started.
-///
-/// # Panics
-/// If the system refuses to start the threads.
+/// `threads` is zero, the system refuses to start them, or the disk engine cannot be started.
 pub fn cpu_backend(threads: usize, io: &IoConfig) -> Result<Backend> {
     cpu_backend_of(CpuConfig::new(threads), io)
 }
@@ -28,10 +25,7 @@ pub fn cpu_backend(threads: usize, io: &IoConfig) -> Result<Backend> {
 /// [`cpu_backend`] as configured.
 ///
 /// # Errors
-/// There are no threads, or the disk engine cannot be started.
-///
-/// # Panics
-/// If the system refuses to start the threads.
+/// There are no threads, the system refuses to start them, or the disk engine cannot be started.
 pub fn cpu_backend_of(config: CpuConfig, io: &IoConfig) -> Result<Backend> {
     let threads = config.threads;
     if threads == 0 {
@@ -39,7 +33,12 @@ pub fn cpu_backend_of(config: CpuConfig, io: &IoConfig) -> Result<Backend> {
     }
     Ok(Backend {
         device: Arc::new(HostDevice::unified()),
-        kernels: cpu::with_config(config),
+        kernels: cpu::try_with_config(config).map_err(|error| {
+            EngineError::Config(format!(
+                "cannot start the {threads} threads that compute: {error}; give fewer --threads, or raise the limits of threads (ulimit -u, \
+                 pids.max of a container) and of memory (ulimit -v)"
+            ))
+        })?,
         updates: None,
         kernel_scratch_bytes: cpu::scratch_bytes(threads) as u64,
         io: open_default(io)?,

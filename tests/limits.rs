@@ -12,3 +12,11 @@ fn a_file_that_would_be_too_large_is_named() {
     let run = bench.finetune("out").args(&["--steps", "2"]).limit(libc::RLIMIT_FSIZE, 100 << 10);
     run.fails(1, &["state.bin", "File too large", "ulimit -f"]);
 }
+
+#[test]
+fn threads_that_cannot_start_are_an_error() {
+    let bench = Bench::tiny();
+    bench.finetune("out").alone().fails(2, &["2 threads that compute", "ulimit -u"]);
+    bench.generate("model").args(&["--prompt-ids", "1,2"]).alone().fails(2, &["2 threads that compute"]);
+    assert!(!bench.path("out").join(".terrace/state.bin").exists());
+}

@@ -70,6 +70,10 @@ fn told(source: &io::Error) -> String {
         Some(libc::EFBIG) => {
             ": larger than the limit of the process (ulimit -f) or the file system lets a file be"
         }
+        // What io_uring hands to threads of the kernel ends like this where there can be no more of them.
+        Some(libc::ECANCELED) => {
+            ": the system refused a thread for it (ulimit -u, pids.max of a container); the threads engine starts all it needs at first"
+        }
         _ => "",
     };
     format!("{source}{meaning}")
@@ -141,7 +145,7 @@ mod tests {
 
     #[test]
     fn limits_are_named_where_the_system_does_not() {
-        for (errno, limit) in [(libc::EFBIG, "ulimit -f")] {
+        for (errno, limit) in [(libc::EFBIG, "ulimit -f"), (libc::ECANCELED, "ulimit -u")] {
             let source = io::Error::from_raw_os_error(errno);
             let text = IoError::from_os("syncing", Path::new("/x"), 0, 0, &source).to_string();
             assert!(text.contains(limit) && text.contains(&source.to_string()), "{text}");

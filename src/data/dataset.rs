@@ -177,6 +177,8 @@ struct Builder<'a> {
 impl Builder<'_> {
     /// Rows are encoded in parallel, a few megabytes of them at a time, and written in order.
     fn rows(&mut self, reader: &mut impl BufRead) -> Result {
+        // Where the system refuses threads, this one does it alone.
+        let pool = rayon::ThreadPoolBuilder::new().build().ok();
         let (mut number, mut ended) = (0, false);
         while !ended {
             let mut lines = Vec::new();
@@ -191,8 +193,11 @@ impl Builder<'_> {
                 bytes += line.len();
                 lines.push((number, line));
             }
-            let encoded: Vec<Result<Option<Encoded>>> =
-                lines.par_iter().map(|(number, line)| self.encode(*number, line)).collect();
+            let encode = |(number, line): &(usize, Vec<u8>)| self.encode(*number, line);
+            let encoded: Vec<Result<Option<Encoded>>> = match &pool {
+                Some(pool) => pool.install(|| lines.par_iter().map(encode).collect()),
+                None => lines.iter().map(encode).collect(),
+            };
             for (row, (number, _)) in encoded.into_iter().zip(&lines) {
                 if let Some(row) = row? {
                     self.summary.rows += 1;

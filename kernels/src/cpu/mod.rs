@@ -38,6 +38,7 @@ pub use attention::HEAD_MAX;
 pub use isa::Isa;
 
 use crate::KernelSet;
+use std::io;
 use std::sync::Arc;
 use threads::Threads;
 
@@ -72,8 +73,19 @@ pub fn kernel_set(threads: usize) -> KernelSet {
 /// # Panics
 /// If the number of threads is zero or the system refuses to start them.
 pub fn with_config(config: CpuConfig) -> KernelSet {
-    let cpu = Arc::new(Cpu { threads: Threads::new(config) });
-    KernelSet {
+    try_with_config(config).unwrap_or_else(|error| panic!("{} threads that compute: {error}", config.threads))
+}
+
+/// As [`with_config`], where the system may refuse.
+///
+/// # Errors
+/// The system refuses a thread or the memory that it works in.
+///
+/// # Panics
+/// If the number of threads is zero.
+pub fn try_with_config(config: CpuConfig) -> io::Result<KernelSet> {
+    let cpu = Arc::new(Cpu { threads: Threads::new(config)? });
+    Ok(KernelSet {
         matmul: cpu.clone(),
         quantized_matmul: cpu.clone(),
         rms_norm: cpu.clone(),
@@ -84,7 +96,7 @@ pub fn with_config(config: CpuConfig) -> KernelSet {
         cross_entropy: cpu.clone(),
         elementwise: cpu.clone(),
         reduce: cpu,
-    }
+    })
 }
 
 /// Bytes of memory that a set of `threads` threads may touch besides its operands: working memory and stacks.

@@ -5,6 +5,7 @@ use super::team::Team;
 use super::{CpuConfig, Isa};
 use crossbeam::utils::CachePadded;
 use std::fmt;
+use std::io::{self, ErrorKind};
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -31,22 +32,25 @@ pub struct Threads {
 }
 
 impl Threads {
+    /// # Errors
+    /// Threads or memory are refused.
+    ///
     /// # Panics
-    /// If the number of threads is zero, or threads or memory are refused.
-    pub fn new(config: CpuConfig) -> Self {
+    /// If the number of threads is zero.
+    pub fn new(config: CpuConfig) -> io::Result<Self> {
         assert!(config.threads > 0, "at least one thread computes");
         let isa = config.isa.unwrap_or_else(Isa::best);
-        let team = Team::new(config.threads, STACK_BYTES, affinity::on_start(config.pinned))
-            .unwrap_or_else(|error| panic!("cannot start {} compute threads: {error}", config.threads));
-        Self {
+        let team = Team::new(config.threads, STACK_BYTES, affinity::on_start(config.pinned))?;
+        let scratch = (0..config.threads).map(|_| Scratch::new(SCRATCH_BYTES).map(Mutex::new));
+        Ok(Self {
             team,
             count: config.threads,
             isa,
             micro: Micro::of(isa),
             pair_micro: Micro::of_pairs(isa),
-            scratch: (0..config.threads).map(|_| Mutex::new(Scratch::new(SCRATCH_BYTES))).collect(),
-            shared: Mutex::new(Scratch::new(SHARED_BYTES)),
-        }
+            scratch: scratch.collect::<io::Result<_>>()?,
+            shared: Mutex::new(Scratch::new(SHARED_BYTES)?),
+        })
     }
 
     pub fn isa(&self) -> Isa {
@@ -136,9 +140,9 @@ struct Scratch {
 }
 
 impl Scratch {
-    fn new(bytes: usize) -> Self {
-        let memory = HostMemory::new(bytes).unwrap_or_else(|error| panic!("compute working memory: {error}"));
-        Self { memory }
+    fn new(bytes: usize) -> io::Result<Self> {
+        let memory = HostMemory::new(bytes).map_err(|error| io::Error::new(ErrorKind::OutOfMemory, error))?;
+        Ok(Self { memory })
     }
 
     fn floats(&mut self) -> &mut [f32] {
@@ -243,7 +247,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn pinned_threads_have_a_core_each() {
         let cores = |pinned| {
-            let threads = Threads::new(CpuConfig { pinned, ..CpuConfig::new(3) });
+            let threads = Threads::new(CpuConfig { pinned, ..CpuConfig::new(3) }).unwrap();
             let cores = Mutex::new(Vec::new());
             threads.team.run(3, |thread| {
                 let status = std::fs::read_to_string("/proc/thread-self/status").expect("Linux says");
