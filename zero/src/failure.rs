@@ -75,8 +75,11 @@ impl Engine {
 /// `safe` is the step that the error goes back to, if that is known.
 pub(crate) fn not_finite(what: &str, step: u64, safe: Option<u64>) -> EngineError {
     let still = safe.map_or_else(String::new, |safe| format!("; the state is still that of step {safe}"));
-    EngineError::Diverged(format!(
-        "the {what} of step {step} is not finite{still}. Lower the learning rate, clip gradients (--clip 1.0) or look for broken \
+    let advice = if step == 1 {
+        "Nothing was updated before it: look for broken weights in the model's folder, not numbers or too large for --dtype, and for broken \
          rows in the data"
-    ))
+    } else {
+        "Lower the learning rate, clip gradients (--clip 1.0) or look for broken rows in the data"
+    };
+    EngineError::Diverged(format!("the {what} of step {step} is not finite{still}. {advice}"))
 }
