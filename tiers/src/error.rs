@@ -118,7 +118,7 @@ pub enum TierError {
         /// Optimizer steps done when it was last whole.
         step: u64,
     },
-    /// What says how the state is laid out is damaged.
+    /// What says how the state is laid out is damaged, or a file is not as it says.
     #[error("the training state in {} is damaged: {detail}. Every step is found by it, so none can be read: restore the directories from a copy, or remove them and start again without --resume", path.display())]
     NoLayout {
         /// The file.

@@ -213,7 +213,7 @@ impl Volume {
                     )));
                 }
             };
-            let damaged = |detail| Err(TierError::Damaged { path: path.clone(), detail });
+            let damaged = |detail| Err(TierError::NoLayout { path: path.clone(), detail });
             let (len, needed) = (engine.len(file.id)?, part.file_bytes());
             version = part.version;
             let cycle = cycle.get_or_insert_with(|| part.cycle.clone());
