@@ -139,6 +139,14 @@ impl MetricsWriter {
         self.unwritten.iter().filter(|byte| **byte == b'\n').count()
     }
 
+    /// What the file lacks since it could not be written, in words.
+    pub fn lacks(&self) -> String {
+        match self.waiting() {
+            0 => "what was written to disk after the last step".into(),
+            steps => format!("the last {steps} steps of this process"),
+        }
+    }
+
     /// Counts what was written to disk and belongs to no step yet: making the state.
     pub fn count(&mut self, bytes: u64) {
         self.disk_written_bytes += bytes;
@@ -266,11 +274,15 @@ mod tests {
         let mut writer = MetricsWriter::open(&path, 0, &[]).unwrap();
         writer.append(&step(1)).unwrap();
         let able = std::mem::replace(&mut writer.file, File::open(&path).unwrap());
+        writer.count_after_last(7).unwrap_err();
+        assert_eq!(writer.lacks(), "what was written to disk after the last step");
+        writer.last = Some((0, step(1)));
         for s in 2..=3 {
             writer.append(&step(s)).unwrap_err();
             assert_eq!(writer.waiting(), s as usize - 1);
         }
         writer.count_after_last(7).unwrap_err();
+        assert_eq!(writer.lacks(), "the last 2 steps of this process");
         assert_eq!(steps(&path), [1]);
         writer.file = able;
         writer.append(&step(4)).unwrap();
@@ -279,7 +291,7 @@ mod tests {
         writer.count_after_last(2).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         let last: StepMetrics = serde_json::from_str(text.lines().last().unwrap()).unwrap();
-        assert_eq!((last.step, last.disk_written_bytes), (4, 409));
+        assert_eq!((last.step, last.disk_written_bytes), (4, 416));
     }
 
     #[test]

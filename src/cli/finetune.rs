@@ -390,8 +390,8 @@ impl Trainer<'_> {
         self.last = now;
         let counted = self.metrics.count_after_last(saved);
         counted.map_err(|e| {
-            let (path, steps) = (self.metrics_path.display(), self.metrics.waiting());
-            CliError::Failed(format!("writing {path}: {e}; it lacks the last {steps} steps of this process"))
+            let (path, lacks) = (self.metrics_path.display(), self.metrics.lacks());
+            CliError::Failed(format!("writing {path}: {e}; it lacks {lacks}"))
         })
     }
 
