@@ -40,6 +40,22 @@ fn weights_that_cannot_be_used() {
     set(&bench, "intermediate_size", &json!(112));
     set(&bench, "num_hidden_layers", &json!(3));
     refused(&["has no tensor `model.layers.2.input_layernorm.weight` (expected shape [48])"]);
+    // A smaller model than there are weights for may be meant.
+    set(&bench, "num_hidden_layers", &json!(1));
+    let warned = "of its tensors are no parameters of the model that its config.json describes";
+    for run in [
+        bench.finetune("out").args(&["--steps", "1"]),
+        bench.generate("model").args(&["--prompt-ids", "1", "--max-new-tokens", "4"]),
+    ] {
+        let words = run.ok().stderr;
+        assert!(
+            words.contains(warned) && words.contains("`model.layers.1.input_layernorm.weight`"),
+            "{words}"
+        );
+    }
+    set(&bench, "num_hidden_layers", &json!(2));
+    let words = bench.generate("model").args(&["--prompt-ids", "1", "--max-new-tokens", "4"]).ok().stderr;
+    assert!(!words.contains(warned), "{words}");
 }
 
 #[test]
@@ -598,7 +614,7 @@ fn a_card_without_a_driver() {
     let bench = Bench::tiny();
     let parts = ["--device cuda:0: no CUDA driver", "libcuda.so.1 was looked for in", "--device cpu"];
     bench.finetune("out").args(&["--steps", "1", "--device", "cuda:0"]).fails(2, &parts);
-    let generate = || bench.generate("model").args(&["--prompt-ids", "1"]);
+    let generate = || bench.generate("model").args(&["--prompt-ids", "1", "--max-new-tokens", "4"]);
     generate().args(&["--device", "cuda:0"]).fails(2, &parts);
     generate().args(&["--kv", "disk"]).fails(2, &["--kv disk needs a directory", "--disk PATH"]);
     generate().args(&["--kv", "host", "--max-new-tokens", "1"]).ok();

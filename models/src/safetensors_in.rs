@@ -10,7 +10,7 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde_json::Value;
 use std::cmp::Ordering;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -27,6 +27,9 @@ const BASE_PREFIX: &str = "model.";
 
 /// The head's projection, of a model that has one of its own.
 const HEAD_NAME: &str = "lm_head.weight";
+
+/// How the names of what positions are turned by end.
+const FREQUENCIES: &str = ".rotary_emb.inv_freq";
 
 /// Elements that are compared at a time.
 const COMPARED: usize = 1 << 16;
@@ -93,6 +96,21 @@ impl SafetensorsSource {
             self.settle_head(embedding)?;
         }
         model.blocks.iter().try_for_each(|block| self.validate(block.params()))
+    }
+
+    /// Names of tensors that the model has no parameter for, in order. A head that is the embedding is none of them, nor are frequencies of
+    /// positions, which older savers wrote and which are computed.
+    pub fn unused(&self, model: &Model) -> Vec<&str> {
+        let params = model.blocks.iter().flat_map(|block| block.params()).map(|param| param.name.as_str());
+        let names = params.flat_map(|name| [Some(name), name.strip_prefix(BASE_PREFIX)]);
+        let used: HashSet<&str> = names.flatten().collect();
+        let is_used = |name: &&str| {
+            used.contains(name) || (model.config.tied && *name == HEAD_NAME) || name.ends_with(FREQUENCIES)
+        };
+        let mut unused: Vec<&str> =
+            self.tensors.keys().map(String::as_str).filter(|name| !is_used(name)).collect();
+        unused.sort_unstable();
+        unused
     }
 
     /// Checks that every parameter is there with the right shape and a readable element type; called before anything is

@@ -5,7 +5,7 @@ use super::retention;
 use crate::error::{CliError, advice};
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
-use terrace_models::{SafetensorsSource, holds_weights};
+use terrace_models::{Model, SafetensorsSource, holds_weights};
 use terrace_zero::create_dir_durably;
 
 /// The flag `--model` names a folder with a `config.json`.
@@ -118,6 +118,18 @@ pub fn output(output: &Path, model: &Path) -> Result<(), CliError> {
         )));
     }
     writable("--output", output)
+}
+
+/// Says so if the files of a model's folder hold tensors that the model has no parameter for.
+pub fn warn_of_unused(source: &SafetensorsSource, model: &Model, folder: &Path) {
+    let unused = source.unused(model);
+    let Some(first) = unused.first() else { return };
+    eprintln!(
+        "warning: --model {}: {} of its tensors are no parameters of the model that its config.json describes and are left out, the first of \
+         them `{first}`; is it the config.json of these weights?",
+        folder.display(),
+        unused.len()
+    );
 }
 
 /// The directories for state on disk can be made and written to. Making them is left to the store, which makes them durably.

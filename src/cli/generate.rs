@@ -14,6 +14,7 @@ use crate::generate::{
     Continuation, Prompt, SamplingConfig, TokenSampler, not_applied, penalize, read_prompts, stop_ids,
 };
 use crate::interrupt::Interrupt;
+use std::cell::OnceCell;
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::ErrorKind;
@@ -481,10 +482,12 @@ impl Frozen {
             let message = "--offload disk needs a directory for the weights: give --disk PATH";
             return Err(CliError::Usage(message.into()));
         }
+        let warned = OnceCell::new();
         let open = |config: EngineConfig| -> Result<Engine, EngineError> {
             let model = Model::stored_as(ModelConfig::from_folder(folder)?, weights);
             let mut source = SafetensorsSource::open(folder)?;
             source.validate_model(&model)?;
+            warned.get_or_init(|| checks::warn_of_unused(&source, &model, folder));
             let engine = Engine::create(config, session.backend.clone(), model.blocks, sample, &mut source)?;
             session.warn_of_slow_copies();
             Ok(engine)

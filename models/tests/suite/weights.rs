@@ -68,7 +68,15 @@ fn a_tied_head_is_the_embedding_or_refused() {
         let checked = source.validate_model(&Model::new(ModelConfig { tied, ..config.clone() }));
         checked.map(|()| source).map_err(|error| error.to_string())
     };
-    validate(true, &[(EMBEDDING, &embedding)]).unwrap();
+    let unused = |tied, source: &SafetensorsSource| -> Vec<String> {
+        let model = Model::new(ModelConfig { tied, ..config.clone() });
+        source.unused(&model).into_iter().map(str::to_owned).collect()
+    };
+    assert!(unused(true, &validate(true, &[(EMBEDDING, &embedding)]).unwrap()).is_empty());
+    let more = [(EMBEDDING, &embedding), (HEAD, &embedding), ("more.b", &head), ("more.a", &head)];
+    assert_eq!(unused(true, &validate(true, &more).unwrap()), ["more.a", "more.b"]);
+    let frequencies = [(EMBEDDING, &embedding), ("model.layers.0.self_attn.rotary_emb.inv_freq", &head)];
+    assert!(unused(true, &validate(true, &frequencies).unwrap()).is_empty());
     validate(true, &[(EMBEDDING, &embedding), (HEAD, &embedding)]).unwrap();
     let param = ParamSpec::new(EMBEDDING, embedding.shape());
     let [mut found, mut expected] = [vec![0.0; 100], vec![0.0; 100]];
