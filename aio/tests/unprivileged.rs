@@ -3,6 +3,10 @@
 //! Each test runs this binary again, as the process it is about; there only [`restricted_process`] runs, and `ROLE`
 //! says what is to hold.
 
+#[path = "support/seccomp.rs"]
+mod seccomp;
+
+use seccomp::{instruction, limit, obey, ok};
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -253,7 +257,6 @@ fn memlock_limit() -> u64 {
 /// A seccomp filter under which every io_uring system call fails with `errno`.
 fn refuse_uring(errno: i32) -> [libc::sock_filter; 5] {
     let (first, last) = (libc::SYS_io_uring_setup as u32, libc::SYS_io_uring_register as u32);
-    let instruction = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
     [
         // The number of the system call is the first word of what a filter sees.
         instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
@@ -266,11 +269,8 @@ fn refuse_uring(errno: i32) -> [libc::sock_filter; 5] {
 
 /// Takes away what the restrictions say. Only system calls: it runs between fork and exec.
 fn restrict(restrictions: Restrictions, filter: Option<&[libc::sock_filter; 5]>) -> io::Result<()> {
-    let ok = |status: i32| if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
     if let Some(bytes) = restrictions.memlock_bytes {
-        let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
-        // SAFETY: a system call on a structure that outlives it.
-        ok(unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) })?;
+        limit(libc::RLIMIT_MEMLOCK, bytes)?;
     }
     if let Some(user) = restrictions.user {
         // SAFETY: system calls without memory of ours.
@@ -280,13 +280,5 @@ fn restrict(restrictions: Restrictions, filter: Option<&[libc::sock_filter; 5]>)
             ok(libc::setresuid(user, user, user))?;
         }
     }
-    if let Some(filter) = filter {
-        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
-        // SAFETY: the filter outlives the calls, and the kernel only reads it.
-        unsafe {
-            ok(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
-            ok(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program))?;
-        }
-    }
-    Ok(())
+    filter.map_or(Ok(()), |filter| obey(filter))
 }

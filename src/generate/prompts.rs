@@ -66,19 +66,16 @@ impl Prompt {
 /// # Errors
 /// The file cannot be read, a row is malformed, or there is none.
 pub fn read_prompts(path: &Path) -> Result<Vec<Prompt>, DataError> {
-    let doing = |path: &Path| {
-        let path = path.to_owned();
-        |source| DataError::File { doing: "reading", path, source }
-    };
     if path == Path::new("-") {
         let path = Path::new("standard input");
-        let text = std::io::read_to_string(std::io::stdin().lock()).map_err(doing(path))?;
+        let text =
+            std::io::read_to_string(std::io::stdin().lock()).map_err(DataError::file("reading", path))?;
         let first = text.trim_start_matches(BYTE_ORDER_MARK).lines().find(|line| !line.trim().is_empty());
         let is_row = first.is_some_and(|line| serde_json::from_str::<Map<String, Value>>(line).is_ok());
         return prompts_of(path, &text, is_row);
     }
     DataError::check_file(path)?;
-    let text = std::fs::read_to_string(path).map_err(doing(path))?;
+    let text = std::fs::read_to_string(path).map_err(DataError::file("reading", path))?;
     prompts_of(path, &text, row::is_file_of_rows(path))
 }
 

@@ -1,6 +1,10 @@
 //! What the tests of the binary share: tiny model folders, data, and a runner that looks at how the process ends.
 #![allow(dead_code, reason = "each test uses its part")]
 
+#[path = "../../aio/tests/support/seccomp.rs"]
+mod seccomp;
+
+use seccomp::{instruction, limit, obey};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -335,7 +339,6 @@ impl Cmd {
 
 /// A seccomp filter under which no thread starts.
 fn refuse_threads() -> [libc::sock_filter; 5] {
-    let instruction = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
     let refusal = libc::SECCOMP_RET_ERRNO | libc::EAGAIN as u32;
     [
         // The number of the system call is the first word of what a filter sees.
@@ -352,21 +355,8 @@ fn restrict(
     limits: &[(libc::__rlimit_resource_t, u64)],
     filter: Option<&[libc::sock_filter; 5]>,
 ) -> std::io::Result<()> {
-    let ok = |status: i32| if status == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) };
-    for (resource, most) in limits {
-        let limit = libc::rlimit { rlim_cur: *most, rlim_max: *most };
-        // SAFETY: a system call on a structure that outlives it.
-        ok(unsafe { libc::setrlimit(*resource, &raw const limit) })?;
-    }
-    if let Some(filter) = filter {
-        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
-        // SAFETY: the filter outlives the calls, and the kernel only reads it.
-        unsafe {
-            ok(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
-            ok(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program))?;
-        }
-    }
-    Ok(())
+    limits.iter().try_for_each(|(resource, most)| limit(*resource, *most))?;
+    filter.map_or(Ok(()), |filter| obey(filter))
 }
 
 /// A process under way. What it prints is little and fits the pipes.
