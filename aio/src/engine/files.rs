@@ -224,6 +224,8 @@ impl OpenFile {
         options.read(true).write(writable);
         let cached = match mode {
             OpenMode::CreateNew { .. } => options.clone().create_new(true).open(path),
+            // Opening a pipe would wait for who writes to it.
+            OpenMode::Read | OpenMode::ReadWrite if is_other(path) => return Err(not_a_file(doing, path)),
             OpenMode::Read | OpenMode::ReadWrite => options.open(path),
         }
         .map_err(failed)?;
@@ -239,8 +241,7 @@ impl OpenFile {
         let metadata = cached.metadata().map_err(failed)?;
         let device = metadata.dev();
         if !metadata.is_file() {
-            let detail = "not a regular file".to_owned();
-            return Err(IoError::new(IoErrorKind::Invalid, doing, path, 0, 0, detail));
+            return Err(not_a_file(doing, path));
         }
         let opened = direct.then(|| open_direct(path, &options, &cached));
         let (direct, alignment, refusal) = match opened {
@@ -281,6 +282,15 @@ impl Drop for EndSignal {
         *self.0.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.0.1.notify_all();
     }
+}
+
+/// Whether something is there that is no regular file.
+fn is_other(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|found| !found.is_file())
+}
+
+fn not_a_file(doing: &'static str, path: &Path) -> IoError {
+    IoError::new(IoErrorKind::Invalid, doing, path, 0, 0, "not a regular file".to_owned())
 }
 
 /// Opens the second descriptor and finds out what it needs.
@@ -411,5 +421,21 @@ mod tests {
         assert_eq!([512, 4096, 16384].map(|asked| offset_unit(asked, 4096)), [4096, 4096, 16384]);
         assert_eq!([512, 4096, 131_072].map(|asked| offset_unit(asked, 65536)), [65536, 65536, 131_072]);
         assert!(page_bytes() >= 4096);
+    }
+
+    /// A pipe that nobody writes to, which waits for whoever opens it, and a folder.
+    #[test]
+    fn what_is_no_regular_file_is_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+        assert!(made.expect("mkfifo is there").success());
+        for (path, mode) in
+            [(&*pipe, OpenMode::Read), (&*pipe, OpenMode::ReadWrite), (dir.path(), OpenMode::Read)]
+        {
+            let error = OpenFile::open(path, mode, true).map(|_| ()).expect_err("it is no file");
+            assert_eq!(error.kind, IoErrorKind::Invalid, "{error}");
+            assert!(error.to_string().contains("not a regular file"), "{error}");
+        }
     }
 }
