@@ -4,6 +4,7 @@
 mod support;
 
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 use support::{LR, Setup, hash_of, weights_hash};
@@ -257,6 +258,35 @@ fn a_commit_that_fails_beside_steps_gives_no_older_weights() {
         setup.continue_to(&mut engine, 2);
         assert_eq!(weights_hash(&mut engine), hash, "{name}");
     }
+}
+
+/// Two exports at once stay within the one buffer that the plan has for them.
+#[test]
+fn the_second_export_reads_when_the_first_has_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = Setup { disks: vec![dir.path().to_owned()], placement: Placement::Disk, ..Setup::new(true) };
+    let mut engine = base.create();
+    base.continue_to(&mut engine, 1);
+    engine.flush().unwrap();
+    let expected = weights_hash(&mut engine);
+    let (reads, is_reading) = channel();
+    let (go_on, may_go_on) = channel();
+    let first = engine.export_beside(move |weights| {
+        let mut byte_pair = [0; 2];
+        let param = weights.params()[0].clone();
+        weights.read(&param, 0, &mut byte_pair)?;
+        reads.send(()).unwrap();
+        may_go_on.recv().unwrap();
+        hash_of(weights)
+    });
+    let first = first.unwrap();
+    is_reading.recv().unwrap();
+    let mut second = engine.export_beside(hash_of).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(!second.is_finished(), "it has a buffer of its own");
+    go_on.send(()).unwrap();
+    assert_eq!(first.wait().expect("it was committed").unwrap(), expected);
+    assert_eq!(second.wait().expect("it was committed").unwrap(), expected);
 }
 
 /// A save at the beginning that fails is not taken for one.

@@ -64,7 +64,8 @@ impl Engine {
     /// committed, which may be during the next one; the commit of the step after it waits for `export`. Where only saves commit,
     /// this is one, which goes on beside the next step, too, whose update waits for its commit. State in memory is saved so as well: an
     /// update waits where it would change what is not copied yet. Of state on disk that is kept once nothing is overwritten before
-    /// `export` has ended, which the next step's update waits for.
+    /// `export` has ended, which the next step's update waits for. The plan has a buffer for one chunk, so that of two at a time the second
+    /// reads its first weights once the first has ended.
     ///
     /// # Errors
     /// As [`save`](Self::save) and [`weights`](Self::weights); what goes wrong later with a save is said by
@@ -75,7 +76,7 @@ impl Engine {
     ) -> Result<Exporting<T>> {
         let (sender, exporting) = Exporting::new();
         let map = self.weight_map()?;
-        let buffer = Pool::new("exported weights", 1, map.chunk_bytes)?;
+        let buffer = self.saves.export_buffer(map.chunk_bytes)?;
         let run = move |source: Held| {
             let mut reader = Reader { map, cached: None, source: Shelf { held: source, buffer } };
             let result = export(&mut reader);

@@ -21,7 +21,7 @@ use crate::update::UpdateSlots;
 use crate::{EngineError, Result};
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
-use terrace_tiers::{DiskStore, TierError};
+use terrace_tiers::{DiskStore, Pool, TierError};
 
 /// The saves of an engine's resident state.
 #[derive(Debug, Default)]
@@ -36,6 +36,19 @@ pub(crate) struct Saves {
     under_way: Option<Saving>,
     /// Why one that nobody waited for was not.
     failed: Option<EngineError>,
+    /// The one chunk that the plan has for exports, made for the first.
+    export_buffer: Option<Pool>,
+}
+
+impl Saves {
+    /// The buffer that exports read through, of `bytes`.
+    pub(crate) fn export_buffer(&mut self, bytes: usize) -> Result<Pool> {
+        if let Some(pool) = &self.export_buffer {
+            return Ok(pool.clone());
+        }
+        let pool = Pool::new("exported weights", 1, bytes)?;
+        Ok(self.export_buffer.insert(pool).clone())
+    }
 }
 
 /// A save under way. Dropping it waits for its end.
