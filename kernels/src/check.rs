@@ -4,7 +4,7 @@
 //! bytes, which is why a planning run over virtual memory makes the same checks as a real one.
 
 use crate::tensor::Shape;
-use crate::{DType, Epilogue, KeyValues, MatmulSpec, QuantizedView, Residual, View, ViewMut};
+use crate::{DType, Epilogue, KeyValues, MatmulSpec, Product, QuantizedView, Residual, View, ViewMut};
 
 /// Sizes of a matrix product.
 #[derive(Debug, Clone, Copy)]
@@ -110,6 +110,24 @@ pub fn matmul_nt(a: View<'_>, b: View<'_>, out: &ViewMut<'_>, epilogue: &Epilogu
     let dims = matmul(a, b, out, MatmulSpec::NT);
     self::epilogue("matmul", &dims, epilogue);
     dims
+}
+
+pub fn product(product: &Product<'_>) {
+    let Product { terms, out, spec, epilogue } = product;
+    assert!(!terms.is_empty(), "matmul: a sum has a term");
+    for &(a, b) in *terms {
+        let dims = matmul(a, b, out, *spec);
+        self::epilogue("matmul", &dims, epilogue);
+    }
+    assert!(
+        terms.len() == 1 || out.dtype() == DType::F32,
+        "matmul: several terms are summed in f32, not {}",
+        out.dtype()
+    );
+    assert!(
+        epilogue.is_none() || (terms.len() == 1 && *spec == MatmulSpec::NT),
+        "matmul: an epilogue belongs to one product of the layout of a linear layer"
+    );
 }
 
 fn epilogue(op: &str, dims: &ProductDims, epilogue: &Epilogue<'_>) {

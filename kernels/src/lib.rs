@@ -32,8 +32,8 @@ pub mod update;
 
 pub use ops::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, GateFunction,
-    KernelError, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, Reduce, Residual, Result,
-    RmsNorm, Rope, RopeDirection,
+    KernelError, KernelSet, KeyValues, Matmul, MatmulSpec, Product, QuantizedMatmul, Reduce, Residual,
+    Result, RmsNorm, Rope, RopeDirection, one_by_one,
 };
 pub use packing::{Packed, Packing};
 pub use quantized::{QuantFormat, QuantizedView};

@@ -60,6 +60,12 @@ pub struct Epilogue<'a> {
 impl Epilogue<'_> {
     /// Nothing.
     pub const NONE: Self = Self { bias: None, residual: Residual::None };
+
+    /// Whether it adds nothing.
+    #[must_use]
+    pub fn is_none(&self) -> bool {
+        self.bias.is_none() && matches!(self.residual, Residual::None)
+    }
 }
 
 /// The tensor around which a product is a branch. Where it lies changes no bit.
@@ -87,6 +93,38 @@ impl<'a> Residual<'a> {
     }
 }
 
+/// One of [several products](Matmul::together): `out[M,N] (+)= Σ op(a)[M,L] · op(b)[L,N]`, and an epilogue.
+#[derive(Debug)]
+pub struct Product<'a> {
+    /// Each a and b; L may differ. What has several is summed in f32 in their order, in an `out` of f32, as products that accumulate are.
+    pub terms: &'a [(View<'a>, View<'a>)],
+    /// The result.
+    pub out: ViewMut<'a>,
+    /// Of each term.
+    pub spec: MatmulSpec,
+    /// With [`MatmulSpec::NT`] and one term; else [`Epilogue::NONE`].
+    pub epilogue: Epilogue<'a>,
+}
+
+/// The products of [`Matmul::together`], one after the other.
+///
+/// # Errors
+/// The backend failed.
+pub fn one_by_one<M: Matmul + ?Sized>(backend: &M, products: &mut [Product<'_>]) -> Result {
+    for Product { terms, out, spec, epilogue } in products {
+        for (index, &(a, b)) in terms.iter().enumerate() {
+            let spec = MatmulSpec { accumulate: spec.accumulate || index > 0, ..*spec };
+            if epilogue.is_none() {
+                backend.matmul(a, b, out.reborrow(), spec)?;
+            } else {
+                assert_eq!(spec, MatmulSpec::NT, "a product with an epilogue is that of a linear layer");
+                backend.matmul_nt(a, b, out.reborrow(), *epilogue)?;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Matrix products.
 pub trait Matmul: Send + Sync {
     /// `out[M,N] (+)= op(a)[M,L] · op(b)[L,N]`; operands f32, bf16 or f16, leading dimensions flattened to rows.
@@ -104,6 +142,15 @@ pub trait Matmul: Send + Sync {
     /// # Errors
     /// The backend failed.
     fn matmul_nt(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, epilogue: Epilogue<'_>) -> Result;
+
+    /// Several products, of which none reads or writes what another writes, with the bits of [one after the other](one_by_one). A
+    /// backend whose threads wait for each other at the end of an operation has them wait once.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn together(&self, products: &mut [Product<'_>]) -> Result {
+        one_by_one(self, products)
+    }
 
     /// Bytes of [`Packing`](crate::Packing) in which a b of `[rows, cols]` can stay packed for products of its dtype with it and with its
     /// transpose; zero if this backend gains nothing from that.

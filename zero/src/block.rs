@@ -13,7 +13,9 @@
 use crate::{Kept, Result};
 use std::fmt::Debug;
 use terrace_device::{Arena, BytesMut};
-use terrace_kernels::{DType, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Tensor, View, ViewMut};
+use terrace_kernels::{
+    DType, Epilogue, KernelSet, MatmulSpec, Product, QuantFormat, QuantizedView, Tensor, View, ViewMut,
+};
 
 /// One parameter tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -302,6 +304,27 @@ impl<'a> Gradients<'a> {
         let spec = MatmulSpec { accumulate: slot.begin(), ..MatmulSpec::TN_ACCUMULATE };
         let out = ViewMut::new(slot.bytes.reborrow(), DType::F32, &slot.dims);
         Ok(self.kernels.matmul.matmul(dout, x, out, spec)?)
+    }
+
+    /// [`add_product`](Self::add_product) of each of `products`, an index with its `dout_RN` and `x_RL`, and `beside`: all
+    /// [at once](terrace_kernels::Matmul::together), with the same bits.
+    ///
+    /// # Errors
+    /// A kernel failed.
+    ///
+    /// # Panics
+    /// If there is no such parameter, one is there twice, or the shapes do not go together.
+    pub fn add_products(&mut self, products: &[(usize, View<'_>, View<'_>)], beside: Product<'_>) -> Result {
+        let terms: Vec<_> = products.iter().map(|&(_, dout, x)| [(dout, x)]).collect();
+        let mut all = vec![beside];
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            let Some(at) = products.iter().position(|product| product.0 == index) else { continue };
+            let spec = MatmulSpec { accumulate: slot.begin(), ..MatmulSpec::TN_ACCUMULATE };
+            let out = ViewMut::new(slot.bytes.reborrow(), DType::F32, &slot.dims);
+            all.push(Product { terms: &terms[at], out, spec, epilogue: Epilogue::NONE });
+        }
+        assert_eq!(all.len(), products.len() + 1, "each product has a parameter of its own");
+        Ok(self.kernels.matmul.together(&mut all)?)
     }
 }
 

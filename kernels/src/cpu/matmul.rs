@@ -14,6 +14,10 @@
 //! On Zen 4 that makes bf16 products of 128, 256, 512 and 1024 rows 1.10 to 1.20, 1.03 to 1.10, 1.01 to 1.06 and 1.03 to 1.06 times as
 //! fast, and packing it apart takes 0.22 to 0.35, 0.13 to 0.19, 0.06 to 0.11 and 0.03 to 0.05 of one.
 //!
+//! **Several products at once** ([`Matmul::together`]) are one list of tiles. At the end of a product a thread waits for what the other was
+//! doing when something else took its core: the disk's thread, an update, the host of a virtual machine. A product of 512 rows is two tiles on two
+//! threads, so that each such moment stops both.
+//!
 //! Tolerance against f64: `|error| ≤ L·ε·Σ|a·b|` with ε = 2⁻²⁴ in the worst case, about `√L·ε` of that in practice; plus
 //! half a unit of the result's dtype. Pairs round as often, and take denormal operands for zeros.
 
@@ -25,7 +29,10 @@ use super::threads::{Carver, SCRATCH_BYTES, Threads};
 use super::{Cpu, Isa, thin};
 use crate::check::{self, ProductDims};
 use crate::packing::Order;
-use crate::{DType, Epilogue, Matmul, MatmulSpec, Packed, Residual, Result, View, ViewMut};
+use crate::{
+    DType, Epilogue, Matmul, MatmulSpec, Packed, Product, Residual, Result, View, ViewMut, one_by_one,
+};
+use std::cmp::Reverse;
 use std::sync::{Mutex, PoisonError};
 
 /// Widths of the widest panels of a and b.
@@ -99,6 +106,34 @@ impl Matmul for Cpu {
         Ok(())
     }
 
+    fn together(&self, products: &mut [Product<'_>]) -> Result {
+        products.iter().for_each(check::product);
+        let is_thin = |Product { terms, out, spec, .. }: &Product<'_>| {
+            terms.iter().any(|&(a, b)| thin::applies(check::matmul(a, b, out, *spec), *spec))
+        };
+        let all = |pairs: bool| {
+            let mut terms = products.iter().flat_map(|product| product.terms);
+            terms.all(|(a, b)| (a.dtype() == DType::BF16 && b.dtype() == DType::BF16) == pairs)
+        };
+        let pairs = self.threads.pair_micro();
+        match pairs {
+            _ if products.iter().any(is_thin) => one_by_one(self, products),
+            Some(micro) if all(true) => {
+                self.sums(products, |a, b, place, dims, spec| Paired { micro, a, b, place, dims, spec });
+                Ok(())
+            }
+            Some(_) if !all(false) => one_by_one(self, products),
+            _ => {
+                let micro = self.threads.micro();
+                self.sums(products, |a, b, place, dims, spec| {
+                    let b = Right::Floats(b, place);
+                    Widened { micro, a, b, dims, spec }
+                });
+                Ok(())
+            }
+        }
+    }
+
     fn packed_bytes(&self, [rows, cols]: [usize; 2], dtype: DType) -> usize {
         let both = |each: &dyn Fn(ProductDims) -> usize| {
             let dims = |n, l| ProductDims { m: 1, n, l };
@@ -143,6 +178,10 @@ trait Operands: Copy + Sync {
 
     fn micro(self) -> Micro<Self::Word>;
 
+    fn dims(self) -> ProductDims;
+
+    fn spec(self) -> MatmulSpec;
+
     /// Words along a block of `depth`.
     fn words(depth: usize) -> usize;
 
@@ -177,6 +216,14 @@ impl Operands for Widened<'_> {
 
     fn micro(self) -> Micro {
         self.micro
+    }
+
+    fn dims(self) -> ProductDims {
+        self.dims
+    }
+
+    fn spec(self) -> MatmulSpec {
+        self.spec
     }
 
     fn words(depth: usize) -> usize {
@@ -229,6 +276,14 @@ impl Operands for Paired<'_> {
         self.micro
     }
 
+    fn dims(self) -> ProductDims {
+        self.dims
+    }
+
+    fn spec(self) -> MatmulSpec {
+        self.spec
+    }
+
     fn words(depth: usize) -> usize {
         Pair::count(depth)
     }
@@ -256,38 +311,101 @@ impl Cpu {
         dims: ProductDims,
         spec: MatmulSpec,
     ) {
-        assert!(!(spec.accumulate && output.adds()), "sums that grow in place get nothing else");
-        if dims.m == 0 || dims.n == 0 {
-            return;
-        }
         let pairs = self.threads.pair_micro();
         if let (Some(micro), Floats::BF16(_), Right::Floats(b @ Floats::BF16(_), place)) = (pairs, a, b) {
-            tiles(&self.threads, Paired { micro, a, b, place, dims, spec }, output, dims, spec);
+            tiles(&self.threads, &[Sum { terms: &[Paired { micro, a, b, place, dims, spec }], output }]);
         } else {
             let micro = self.threads.micro();
-            tiles(&self.threads, Widened { micro, a, b, dims, spec }, output, dims, spec);
+            tiles(&self.threads, &[Sum { terms: &[Widened { micro, a, b, dims, spec }], output }]);
         }
+    }
+
+    /// Products with the operands that `operands` makes of each term.
+    fn sums<'a, O: Operands>(
+        &self,
+        products: &'a mut [Product<'_>],
+        operands: impl Fn(Floats<'a>, Floats<'a>, Option<&'a Packed<'a>>, ProductDims, MatmulSpec) -> O,
+    ) {
+        let mut all = Vec::new();
+        for product in &mut *products {
+            let term = |&(a, b): &(View<'a>, View<'a>)| {
+                let dims = check::matmul(a, b, &product.out, product.spec);
+                operands(Floats::new(a), Floats::new(b), b.packed, dims, product.spec)
+            };
+            all.push(product.terms.iter().map(term).collect::<Vec<_>>());
+        }
+        let sums = products.iter_mut().zip(&all).map(|(product, terms)| {
+            let n = terms[0].dims().n;
+            Sum { terms, output: Output::new(product.out.reborrow(), n, product.epilogue) }
+        });
+        tiles(&self.threads, &sums.collect::<Vec<_>>());
     }
 }
 
-fn tiles<O: Operands>(
-    threads: &Threads,
-    operands: O,
-    output: Output<'_>,
-    dims: ProductDims,
-    spec: MatmulSpec,
-) {
-    let micro = operands.micro();
-    let place = operands.place();
-    let kept = place.and_then(|place| kept(threads, operands, place, dims, spec));
-    // Tiles of what is packed begin with a panel.
-    let unit = if kept.is_some() { micro.nr } else { micro.lanes };
-    let (tile_rows, tile_cols) = tile_size(dims, threads.count(), O::BLOCKS, micro, unit);
-    let across = dims.n.div_ceil(tile_cols);
-    threads.run(dims.m.div_ceil(tile_rows) * across, |task, scratch| {
-        let (row, col) = (task / across * tile_rows, task % across * tile_cols);
-        let tile = Tile { row, col, rows: tile_rows.min(dims.m - row), cols: tile_cols.min(dims.n - col) };
-        compute(threads.isa(), (operands, kept), output, dims, spec, tile, scratch);
+/// What is summed into one result.
+struct Sum<'a, O> {
+    /// Of one size but for the inner one; one at least.
+    terms: &'a [O],
+    output: Output<'a>,
+}
+
+/// A sum on its way, cut into tiles.
+struct Job<'a, O: Operands> {
+    /// Each with its right side, where that stays packed.
+    terms: Vec<(O, Option<&'a [O::Word]>)>,
+    output: Output<'a>,
+    /// Rows and columns of a tile.
+    tile: (usize, usize),
+    /// Tiles beside each other.
+    across: usize,
+    tiles: usize,
+}
+
+impl<'a, O: Operands> Job<'a, O> {
+    fn new(threads: &Threads, sum: &'a Sum<'a, O>) -> Self {
+        let first = sum.terms[0];
+        let (dims, micro) = (first.dims(), first.micro());
+        assert!(!(first.spec().accumulate && sum.output.adds()), "sums that grow in place get nothing else");
+        let kept =
+            |operands: &'a O| (*operands, operands.place().and_then(|place| kept(threads, *operands, place)));
+        let terms: Vec<_> = sum.terms.iter().map(kept).collect();
+        // Tiles of what is packed begin with a panel.
+        let unit = if terms.iter().any(|(_, kept)| kept.is_some()) { micro.nr } else { micro.lanes };
+        let tile = tile_size(dims, threads.count(), O::BLOCKS, micro, unit);
+        let across = dims.n.div_ceil(tile.1);
+        Self { terms, output: sum.output, tile, across, tiles: dims.m.div_ceil(tile.0) * across }
+    }
+
+    fn dims(&self) -> ProductDims {
+        self.terms[0].0.dims()
+    }
+
+    /// Multiplications of a tile.
+    fn work(&self) -> usize {
+        self.tile.0 * self.tile.1 * self.terms.iter().map(|(operands, _)| operands.dims().l).sum::<usize>()
+    }
+
+    fn tile(&self, index: usize) -> Tile {
+        let ((rows, cols), dims) = (self.tile, self.dims());
+        let (row, col) = (index / self.across * rows, index % self.across * cols);
+        Tile { row, col, rows: rows.min(dims.m - row), cols: cols.min(dims.n - col) }
+    }
+}
+
+/// The tiles of all, those that take longest first.
+fn tiles<O: Operands>(threads: &Threads, sums: &[Sum<'_, O>]) {
+    let is_empty = |sum: &&Sum<'_, O>| sum.terms[0].dims().m == 0 || sum.terms[0].dims().n == 0;
+    let mut jobs: Vec<_> =
+        sums.iter().filter(|sum| !is_empty(sum)).map(|sum| Job::new(threads, sum)).collect();
+    jobs.sort_by_key(|job| Reverse(job.work()));
+    threads.run(jobs.iter().map(|job| job.tiles).sum(), |task, scratch| {
+        let mut index = task;
+        for job in &jobs {
+            match index.checked_sub(job.tiles) {
+                Some(later) => index = later,
+                None => return compute(threads.isa(), job, job.tile(index), scratch),
+            }
+        }
     });
 }
 
@@ -297,13 +415,8 @@ fn kept_bytes<O: Operands>(micro: Micro<O::Word>, dims: ProductDims) -> usize {
 }
 
 /// All of b, packed now or by a product before; `None` if there is no room for it.
-fn kept<'p, O: Operands>(
-    threads: &Threads,
-    operands: O,
-    place: &'p Packed<'_>,
-    dims: ProductDims,
-    spec: MatmulSpec,
-) -> Option<&'p [O::Word]> {
+fn kept<'p, O: Operands>(threads: &Threads, operands: O, place: &'p Packed<'_>) -> Option<&'p [O::Word]> {
+    let (dims, spec) = (operands.dims(), operands.spec());
     let (nr, isa) = (operands.micro().nr, threads.isa());
     let order = Order { transposed: spec.trans_b, widened: O::WIDENED };
     let packed = place.get_or_pack(order, kept_bytes::<O>(operands.micro(), dims), |memory| {
@@ -327,47 +440,44 @@ fn kept<'p, O: Operands>(
     Some(bytemuck::cast_slice(packed))
 }
 
-fn compute<O: Operands>(
-    isa: Isa,
-    (operands, kept): (O, Option<&[O::Word]>),
-    output: Output<'_>,
-    dims: ProductDims,
-    spec: MatmulSpec,
-    tile: Tile,
-    scratch: &mut [f32],
-) {
-    let (micro, words) = (operands.micro(), O::words(O::BLOCKS.depth));
+fn compute<O: Operands>(isa: Isa, job: &Job<'_, O>, tile: Tile, scratch: &mut [f32]) {
+    let (output, ProductDims { n, .. }) = (job.output, job.dims());
+    let (micro, words) = (job.terms[0].0.micro(), O::words(O::BLOCKS.depth));
     let mut carver = Carver::new(scratch);
     let a_packed: &mut [O::Word] =
         bytemuck::cast_slice_mut(carver.take(packed_len(tile.rows, micro.mr, words)));
     let b_packed: &mut [O::Word] =
         bytemuck::cast_slice_mut(carver.take(packed_len(tile.cols, micro.nr, words)));
-    let wide = carver.take(operands.wide_len());
+    let wide = carver.take(job.terms[0].0.wide_len());
     let (pointer, stride, sums) = match output.to {
-        FloatsMut::F32(out) if !output.adds() => (out.pointer(tile.row * dims.n + tile.col), dims.n, None),
+        FloatsMut::F32(out) if !output.adds() => (out.pointer(tile.row * n + tile.col), n, None),
         _ => {
             let sums = carver.take(tile.rows * tile.cols);
             (sums.as_mut_ptr(), tile.cols, Some(sums))
         }
     };
-    // An empty inner size still writes zeros.
-    for start in (0..dims.l.max(1)).step_by(O::BLOCKS.depth) {
-        let block = (start, O::BLOCKS.depth.min(dims.l - start));
-        operands.pack_a(isa, (tile.row, tile.rows), block, a_packed);
-        let size = (tile.rows, tile.cols, O::words(block.1));
-        let b_packed = match kept {
-            Some(kept) => {
-                let before = O::words(start) * dims.n.next_multiple_of(micro.nr) + tile.col * size.2;
-                &kept[before..][..tile.cols.next_multiple_of(micro.nr) * size.2]
-            }
-            None => {
-                operands.pack_b(isa, (tile.col, tile.cols), block, wide, b_packed);
-                &*b_packed
-            }
-        };
-        let target = Target { pointer, stride, add: spec.accumulate || start > 0 };
-        // SAFETY: the tile lies in the result or in this thread's scratch, and tiles do not overlap.
-        unsafe { gemm::product(micro, size, a_packed, b_packed, target) };
+    for (index, (operands, kept)) in job.terms.iter().enumerate() {
+        let inner = operands.dims().l;
+        // An empty inner size still writes zeros.
+        for start in (0..inner.max(1)).step_by(O::BLOCKS.depth) {
+            let block = (start, O::BLOCKS.depth.min(inner - start));
+            operands.pack_a(isa, (tile.row, tile.rows), block, a_packed);
+            let size = (tile.rows, tile.cols, O::words(block.1));
+            let b_packed = match kept {
+                Some(kept) => {
+                    let before = O::words(start) * n.next_multiple_of(micro.nr) + tile.col * size.2;
+                    &kept[before..][..tile.cols.next_multiple_of(micro.nr) * size.2]
+                }
+                None => {
+                    operands.pack_b(isa, (tile.col, tile.cols), block, wide, b_packed);
+                    &*b_packed
+                }
+            };
+            let target =
+                Target { pointer, stride, add: operands.spec().accumulate || index > 0 || start > 0 };
+            // SAFETY: the tile lies in the result or in this thread's scratch, and tiles do not overlap.
+            unsafe { gemm::product(micro, size, a_packed, b_packed, target) };
+        }
     }
     if let Some(sums) = sums {
         for (i, row) in sums.chunks_exact_mut(tile.cols).enumerate() {

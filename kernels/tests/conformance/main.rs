@@ -22,3 +22,4 @@ mod rope;
 mod support;
 mod tensor_cores;
 mod threads;
+mod together;

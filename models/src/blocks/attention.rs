@@ -1,7 +1,7 @@
 //! The attention half of a decoder layer with its norm and residual: `y = x + o(attend(rope(qkv(norm(x)))))`.
 
 use super::TILE_ROWS;
-use super::layers::{Linear, Norm, Params, tiles};
+use super::layers::{Linear, Norm, Params, backward_together, forward_together, tiles};
 use crate::ModelConfig;
 use crate::batch::{INV_FREQ, POSITIONS, STARTS};
 use terrace_kernels::{AttentionSpec, DType, KeyValues, Residual, RopeDirection, Tensor, View, ViewMut};
@@ -101,9 +101,10 @@ impl Attention {
         for (start, end) in tiles(tokens, TILE_ROWS) {
             let normed = self.norm.forward(cx, weights, x_TD.rows(start, end))?;
             let h_RD = normed.out.view();
-            self.query.forward_into(cx, weights, h_RD, q.view_mut().rows(start, end))?;
-            self.key.forward_into(cx, weights, h_RD, k.view_mut().rows(start, end))?;
-            self.value.forward_into(cx, weights, h_RD, v.view_mut().rows(start, end))?;
+            let q = (self.query, q.view_mut().rows(start, end));
+            let k = (self.key, k.view_mut().rows(start, end));
+            let v = (self.value, v.view_mut().rows(start, end));
+            forward_together(cx, weights, h_RD, &mut [q, k, v])?;
         }
         Ok(Projected { q, k, v })
     }
@@ -164,10 +165,10 @@ impl Attention {
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let dy_TD = dx_TD.view();
-        self.output.weight_gradient(cx, dy_TD, self.flat(&attended.out_BSHK), gradients)?;
         let mut dout_BSHK = cx.tensor(&self.dims_q(cx))?;
-        let dout_TQ = dout_BSHK.view_mut().reshape(self.flat(&attended.out_BSHK).shape().dims());
-        self.output.input_gradient(cx, weights, dy_TD, dout_TQ, false)?;
+        let out_TQ = self.flat(&attended.out_BSHK);
+        let dout_TQ = dout_BSHK.view_mut().reshape(out_TQ.shape().dims());
+        backward_together(cx, weights, &[(self.output, dy_TD)], out_TQ, dout_TQ, gradients)?;
         let projected = self.attend_backward(cx, weights, projected, attended, dout_BSHK, gradients)?;
         self.project_backward(cx, weights, x_TD, &projected, dx_TD.reborrow(), gradients)
     }
@@ -236,14 +237,10 @@ impl Attention {
         for (start, end) in tiles(x_TD.shape().rows(), TILE_ROWS) {
             let x_RD = x_TD.rows(start, end);
             let normed = self.norm.forward(cx, weights, x_RD)?;
-            for (linear, dout) in branches {
-                linear.weight_gradient(cx, dout.rows(start, end), normed.out.view(), gradients)?;
-            }
-            drop(normed.out);
             let mut dh_RD = cx.tensor_of(DType::F32, &[end - start, self.hidden])?;
-            for (index, (linear, dout)) in branches.into_iter().enumerate() {
-                linear.input_gradient(cx, weights, dout.rows(start, end), dh_RD.view_mut(), index > 0)?;
-            }
+            let branches = branches.map(|(layer, dout)| (layer, dout.rows(start, end)));
+            backward_together(cx, weights, &branches, normed.out.view(), dh_RD.view_mut(), gradients)?;
+            drop(normed.out);
             let dx_RD = dx_TD.reborrow().rows(start, end);
             self.norm.backward(
                 cx,

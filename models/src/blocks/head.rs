@@ -4,7 +4,7 @@ use super::EMBEDDING_NAME;
 use super::layers::{Norm, Normed, Params, product, tiles};
 use crate::ModelConfig;
 use crate::batch::{LABELS, LAST};
-use terrace_kernels::{DType, Epilogue, MatmulSpec, QuantFormat, Tensor, View, ViewMut};
+use terrace_kernels::{DType, Epilogue, MatmulSpec, Product, QuantFormat, Tensor, View, ViewMut};
 use terrace_zero::{Block, Context, Gradients, Mode, OutputSpec, ParamSpec, Result, Weights};
 
 /// Upper limit of a tile of f32 logits, unless that would be less than [`ROWS_MIN`] rows.
@@ -151,16 +151,17 @@ impl Block for HeadBlock {
     ) -> Result {
         let x_TD = x.expect("the head is never the first block");
         let mut dx_TD = dx.expect("the head is never the first block");
-        let matmul = &cx.kernels.matmul;
         for (start, end) in tiles(x_TD.shape().rows(), self.tile_rows()) {
             let x_RD = x_TD.rows(start, end);
             let Normed { out: h_RD, rstd } = self.norm.forward(cx, weights, x_RD)?;
             let logits_RV = self.logits(cx, weights, h_RD.view())?;
             let dlogits_RV = self.logits_gradient(cx, logits_RV, start, end)?;
-            gradients.add_product(TABLE, dlogits_RV.view(), h_RD.view())?;
-            drop(h_RD);
             let mut dh_RD = cx.tensor_of(DType::F32, &[end - start, self.hidden])?;
-            matmul.matmul(dlogits_RV.view(), weights.get(TABLE), dh_RD.view_mut(), MatmulSpec::NN)?;
+            let terms = [(dlogits_RV.view(), weights.get(TABLE))];
+            let out = dh_RD.view_mut();
+            let input = Product { terms: &terms, out, spec: MatmulSpec::NN, epilogue: Epilogue::NONE };
+            gradients.add_products(&[(TABLE, dlogits_RV.view(), h_RD.view())], input)?;
+            drop(h_RD);
             drop(dlogits_RV);
             let dx_RD = dx_TD.reborrow().rows(start, end);
             self.norm.backward(cx, weights, dh_RD.view(), x_RD, rstd.view(), dx_RD, false, gradients)?;

@@ -1,6 +1,6 @@
 //! Linear layers and norms as indices into a block's parameters, with their gradients.
 
-use terrace_kernels::{DType, Epilogue, MatmulSpec, QuantFormat, Residual, Tensor, View, ViewMut};
+use terrace_kernels::{DType, Epilogue, MatmulSpec, Product, QuantFormat, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, ParamSpec, Result, Weight, Weights};
 
 /// Collects a block's parameters in order.
@@ -23,7 +23,7 @@ impl Params {
         let weight = self.push(&format!("{name}.weight"), &[outputs, inputs]);
         self.specs[weight].quantized = self.format;
         let bias = bias.then(|| self.push(&format!("{name}.bias"), &[outputs]));
-        Linear { weight, bias, outputs }
+        Linear { weight, bias }
     }
 
     /// A root-mean-square norm over rows of `width`.
@@ -42,17 +42,9 @@ impl Params {
 pub(crate) struct Linear {
     weight: usize,
     bias: Option<usize>,
-    outputs: usize,
 }
 
 impl Linear {
-    /// The output of `x` as a new tensor of the activation dtype.
-    pub(crate) fn forward(&self, cx: &Context<'_>, weights: &Weights<'_>, x: View<'_>) -> Result<Tensor> {
-        let mut out = cx.tensor(&[x.shape().rows(), self.outputs])?;
-        self.forward_into(cx, weights, x, out.view_mut())?;
-        Ok(out)
-    }
-
     /// Overwrites `out`.
     pub(crate) fn forward_into(
         &self,
@@ -76,35 +68,56 @@ impl Linear {
         let bias = self.bias.map(|bias| weights.get(bias));
         product(cx, x, weights.weight(self.weight), out, Epilogue { bias, residual })
     }
+}
 
-    /// `dx (+)= dout · W`; adding needs an f32 `dx`.
-    pub(crate) fn input_gradient(
-        &self,
-        cx: &Context<'_>,
-        weights: &Weights<'_>,
-        dout: View<'_>,
-        dx: ViewMut<'_>,
-        accumulate: bool,
-    ) -> Result {
-        let spec = MatmulSpec { accumulate, ..MatmulSpec::NN };
-        Ok(cx.kernels.matmul.matmul(dout, weights.get(self.weight), dx, spec)?)
-    }
+/// The outputs of layers that read the same `x`, at once: each `out = x · Wᵀ (+ bias)`.
+pub(crate) fn forward_together(
+    cx: &Context<'_>,
+    weights: &Weights<'_>,
+    x: View<'_>,
+    layers: &mut [(Linear, ViewMut<'_>)],
+) -> Result {
+    let plain = |layer: &(Linear, ViewMut<'_>)| match weights.weight(layer.0.weight) {
+        Weight::Plain(weight) => Some([(x, weight)]),
+        Weight::Quantized(_) => None,
+    };
+    let Some(terms) = layers.iter().map(plain).collect::<Option<Vec<_>>>() else {
+        return layers
+            .iter_mut()
+            .try_for_each(|(layer, out)| layer.forward_into(cx, weights, x, out.reborrow()));
+    };
+    let mut products: Vec<_> = layers
+        .iter_mut()
+        .zip(&terms)
+        .map(|((layer, out), terms)| {
+            let bias = layer.bias.map(|bias| weights.get(bias));
+            let epilogue = Epilogue { bias, residual: Residual::None };
+            Product { terms, out: out.reborrow(), spec: MatmulSpec::NT, epilogue }
+        })
+        .collect();
+    Ok(cx.kernels.matmul.together(&mut products)?)
+}
 
-    /// `dW += doutᵀ · x`, `dbias += Σ_r dout[r]`.
-    pub(crate) fn weight_gradient(
-        &self,
-        cx: &Context<'_>,
-        dout: View<'_>,
-        x: View<'_>,
-        gradients: &mut Gradients<'_>,
-    ) -> Result {
-        let kernels = cx.kernels;
-        gradients.add_product(self.weight, dout, x)?;
-        if let Some(bias) = self.bias {
-            kernels.reduce.sum_rows(dout, gradients.get(bias)?)?;
+/// From the gradients `dout` of the outputs of layers that read the same `x`: `dx = Σ dout · W`, and of each layer `dW += doutᵀ · x` and
+/// `dbias += Σ_r dout[r]`. Several need an f32 `dx`.
+pub(crate) fn backward_together(
+    cx: &Context<'_>,
+    weights: &Weights<'_>,
+    layers: &[(Linear, View<'_>)],
+    x: View<'_>,
+    dx: ViewMut<'_>,
+    gradients: &mut Gradients<'_>,
+) -> Result {
+    let products: Vec<_> = layers.iter().map(|&(layer, dout)| (layer.weight, dout, x)).collect();
+    let terms: Vec<_> = layers.iter().map(|&(layer, dout)| (dout, weights.get(layer.weight))).collect();
+    let input = Product { terms: &terms, out: dx, spec: MatmulSpec::NN, epilogue: Epilogue::NONE };
+    gradients.add_products(&products, input)?;
+    for (layer, dout) in layers {
+        if let Some(bias) = layer.bias {
+            cx.kernels.reduce.sum_rows(*dout, gradients.get(bias)?)?;
         }
-        Ok(())
     }
+    Ok(())
 }
 
 /// `out = x · Wᵀ` and an epilogue.

@@ -1,7 +1,7 @@
 //! The feed-forward half of a decoder layer with its norm and residual: `y += down(f(gate(h))·up(h))`, `h = norm(y)`.
 
 use super::TILE_ROWS;
-use super::layers::{Linear, Norm, Normed, Params, tiles};
+use super::layers::{Linear, Norm, Normed, Params, backward_together, forward_together, tiles};
 use crate::ModelConfig;
 use terrace_kernels::{DType, GateFunction, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
@@ -46,8 +46,7 @@ impl Mlp {
             let y_RD = y_TD.reborrow().rows(start, end);
             let normed = self.norm.forward(cx, weights, y_RD.view())?;
             drop(normed.rstd);
-            let gate_RF = self.gate.forward(cx, weights, normed.out.view())?;
-            let up_RF = self.up.forward(cx, weights, normed.out.view())?;
+            let (gate_RF, up_RF) = self.widen(cx, weights, normed.out.view())?;
             drop(normed.out);
             let act_RF = self.activate(cx, gate_RF.view(), up_RF.view())?;
             drop((gate_RF, up_RF));
@@ -72,8 +71,9 @@ impl Mlp {
             let y1_RD = y1_TD.rows(start, end);
             let normed = self.norm.forward(cx, weights, y1_RD)?;
             drop(normed.rstd);
-            self.gate.forward_into(cx, weights, normed.out.view(), gate_TF.view_mut().rows(start, end))?;
-            self.up.forward_into(cx, weights, normed.out.view(), up_TF.view_mut().rows(start, end))?;
+            let gate = (self.gate, gate_TF.view_mut().rows(start, end));
+            let up = (self.up, up_TF.view_mut().rows(start, end));
+            forward_together(cx, weights, normed.out.view(), &mut [gate, up])?;
             drop(normed.out);
             let (gate_RF, up_RF) = (gate_TF.view().rows(start, end), up_TF.view().rows(start, end));
             let act_RF = self.activate(cx, gate_RF, up_RF)?;
@@ -122,20 +122,17 @@ impl Mlp {
         let Normed { out: h_RD, rstd } = self.norm.forward(cx, weights, y1_RD)?;
         let recomputed = match inner {
             Some(_) => None,
-            None => Some((
-                self.gate.forward(cx, weights, h_RD.view())?,
-                self.up.forward(cx, weights, h_RD.view())?,
-            )),
+            None => Some(self.widen(cx, weights, h_RD.view())?),
         };
         let fresh = recomputed.as_ref().map(|(gate, up): &(Tensor, Tensor)| (gate.view(), up.view()));
         let (gate_RF, up_RF) = inner.or(fresh).expect("what is not kept is recomputed");
         let act_RF = self.activate(cx, gate_RF, up_RF)?;
-        self.down.weight_gradient(cx, dy_RD, act_RF.view(), gradients)?;
-        drop(act_RF);
-
         let dims_RF = [dy_RD.shape().rows(), self.feed_forward];
         let mut dact_RF = cx.tensor(&dims_RF)?;
-        self.down.input_gradient(cx, weights, dy_RD, dact_RF.view_mut(), false)?;
+        let down = [(self.down, dy_RD)];
+        backward_together(cx, weights, &down, act_RF.view(), dact_RF.view_mut(), gradients)?;
+        drop(act_RF);
+
         let mut dgate_RF = cx.tensor(&dims_RF)?;
         let mut dup_RF = cx.tensor(&dims_RF)?;
         cx.kernels.activation.gated_backward(
@@ -148,17 +145,22 @@ impl Mlp {
         )?;
         drop((recomputed, dact_RF));
 
-        self.gate.weight_gradient(cx, dgate_RF.view(), h_RD.view(), gradients)?;
-        self.up.weight_gradient(cx, dup_RF.view(), h_RD.view(), gradients)?;
-        drop(h_RD);
         let mut dh_RD = cx.tensor_of(DType::F32, &[dy_RD.shape().rows(), self.hidden])?;
-        self.gate.input_gradient(cx, weights, dgate_RF.view(), dh_RD.view_mut(), false)?;
-        drop(dgate_RF);
-        self.up.input_gradient(cx, weights, dup_RF.view(), dh_RD.view_mut(), true)?;
-        drop(dup_RF);
+        let layers = [(self.gate, dgate_RF.view()), (self.up, dup_RF.view())];
+        backward_together(cx, weights, &layers, h_RD.view(), dh_RD.view_mut(), gradients)?;
+        drop((h_RD, dgate_RF, dup_RF));
 
         cx.kernels.elementwise.cast(dy_RD, dx_RD.reborrow())?;
         self.norm.backward(cx, weights, dh_RD.view(), y1_RD, rstd.view(), dx_RD, true, gradients)
+    }
+
+    /// Gate and up of `h_RD`.
+    fn widen(&self, cx: &Context<'_>, weights: &Weights<'_>, h_RD: View<'_>) -> Result<(Tensor, Tensor)> {
+        let dims_RF = [h_RD.shape().rows(), self.feed_forward];
+        let (mut gate_RF, mut up_RF) = (cx.tensor(&dims_RF)?, cx.tensor(&dims_RF)?);
+        let layers = &mut [(self.gate, gate_RF.view_mut()), (self.up, up_RF.view_mut())];
+        forward_together(cx, weights, h_RD, layers)?;
+        Ok((gate_RF, up_RF))
     }
 
     fn activate(&self, cx: &Context<'_>, gate_RF: View<'_>, up_RF: View<'_>) -> Result<Tensor> {
