@@ -64,7 +64,7 @@ impl Device for HostDevice {
 /// mapping.
 #[derive(Debug)]
 pub struct HostMemory {
-    pinned: Pinned,
+    pinned: Vec<Pinned>,
     base: NonNull<u8>,
     bytes: usize,
 }
@@ -102,13 +102,26 @@ impl HostMemory {
             // SAFETY: the range is the mapping just made, and the advice changes no byte of it.
             unsafe { libc::madvise(base.as_ptr().cast(), mapped, libc::MADV_HUGEPAGE) };
         }
-        Ok(Self { pinned: Pinned::none(), base, bytes: mapped })
+        Ok(Self { pinned: Vec::new(), base, bytes: mapped })
     }
 
     /// Pins the memory for the copies of `device`, if it needs and gets that.
     pub fn pin_for(&mut self, device: &dyn Device) {
-        // SAFETY: the memory is unmapped when it is dropped, after the pinning has ended.
-        self.pinned = unsafe { device.pin(self.base, self.bytes) }.unwrap_or_default();
+        self.pin_in_parts(device, self.bytes);
+    }
+
+    /// As [`pin_for`](Self::pin_for), `part` bytes at once, of which a copy must not touch two. A part that the device is refused stays as it
+    /// is.
+    ///
+    /// # Panics
+    /// If a part is no bytes.
+    pub fn pin_in_parts(&mut self, device: &dyn Device, part: usize) {
+        self.pinned.clear();
+        for start in (0..self.bytes).step_by(part) {
+            // SAFETY: within the mapping, which ends when it is dropped, after the pinning has ended.
+            let pinned = unsafe { device.pin(self.base.add(start), part.min(self.bytes - start)) };
+            self.pinned.extend(pinned);
+        }
     }
 
     /// The first byte.
@@ -125,7 +138,8 @@ impl HostMemory {
 impl Drop for HostMemory {
     fn drop(&mut self) {
         // Hazard (unmapped while pinned): what a lost device may still read stays mapped.
-        if self.pinned.end() {
+        let left = self.pinned.iter_mut().filter_map(|pinned| (!pinned.end()).then_some(())).count();
+        if left == 0 {
             // SAFETY: mapped in `new` with this length, and no borrow of it is left.
             unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
         }

@@ -17,6 +17,9 @@ use terrace_device::{Device, StableBytes};
 
 /// Bytes of one registration at most: the kernel's limit for a buffer.
 const REGISTRATION_BYTES_MAX: usize = 1 << 30;
+/// Bytes that are pinned at once: drivers of CUDA from r580 on refuse 512 GiB and more
+/// (<https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1234>).
+const PINNED_BYTES_MAX: usize = 64 << 30;
 
 /// A fixed number of equal buffers.
 #[derive(Debug, Clone)]
@@ -60,11 +63,13 @@ impl Pool {
     pub fn new(name: &'static str, slots: usize, slot_bytes: usize) -> Result<Self, TierError> {
         let slot_bytes = slot_bytes.next_multiple_of(BUF_ALIGN).max(BUF_ALIGN);
         let memory = HostMemory::new(slots * slot_bytes)?;
-        Ok(Self::over(name, slots, slot_bytes, memory, Vec::new()))
+        // Lowest slots are handed out first, so that untouched ones never become resident.
+        let state = State { free: (0..slots).rev().collect(), out_peak: 0, slots };
+        let (state, returned, registrations) = (Mutex::new(state), Condvar::new(), Vec::new());
+        Ok(Self { shared: Arc::new(Shared { name, registrations, memory, slot_bytes, state, returned }) })
     }
 
-    /// As [`new`](Self::new), and tells `engine` about the memory, in parts that no slot straddles. Where the engine is refused
-    /// the registration (or has none) the pool works all the same.
+    /// A pool that is [registered with](Self::registered_with) `engine`.
     ///
     /// # Errors
     /// The operating system has no memory left.
@@ -74,43 +79,47 @@ impl Pool {
         slot_bytes: usize,
         engine: &Arc<dyn IoEngine>,
     ) -> Result<Self, TierError> {
-        let slot_bytes = slot_bytes.next_multiple_of(BUF_ALIGN).max(BUF_ALIGN);
-        let memory = HostMemory::new(slots * slot_bytes)?;
-        let registrations = parts(slots, slot_bytes).map(|(start, len)| {
-            // SAFETY: the part lies within the pool's memory.
-            let start = unsafe { memory.base().add(start) };
-            // SAFETY: the mapping is private and anonymous, never remapped or advised away, and is unmapped when the pool's
-            // `Shared` drops it, which is after it dropped the registrations: they are declared first. Every buffer that is
-            // out holds the `Shared`, so requests in flight keep both.
-            unsafe { engine.register(start, len) }
-        });
-        let registrations = registrations.collect();
-        Ok(Self::over(name, slots, slot_bytes, memory, registrations))
+        Ok(Self::new(name, slots, slot_bytes)?.registered_with(engine))
     }
 
-    fn over(
-        name: &'static str,
-        slots: usize,
-        slot_bytes: usize,
-        memory: HostMemory,
-        registrations: Vec<Registration>,
-    ) -> Self {
-        // Lowest slots are handed out first, so that untouched ones never become resident.
-        let state = State { free: (0..slots).rev().collect(), out_peak: 0, slots };
-        let (state, returned) = (Mutex::new(state), Condvar::new());
-        Self { shared: Arc::new(Shared { name, registrations, memory, slot_bytes, state, returned }) }
-    }
-
-    /// Pins the pool's memory for the copies of `device`. Where the device is refused that, or needs none, the pool works all
-    /// the same.
+    /// Pins the pool's memory for the copies of `device`, in parts that no slot straddles. Where the device is refused that, or needs none,
+    /// the pool works all the same. The memory comes from the node that the device is near to if nobody has touched it, which
+    /// [`registered_with`](Self::registered_with) does.
     ///
     /// # Panics
     /// If a buffer is out.
     #[must_use]
     pub fn pinned_for(mut self, device: &dyn Device) -> Self {
-        let shared = Arc::get_mut(&mut self.shared).expect("a pool is pinned before it is used");
-        shared.memory.pin_for(device);
+        let shared = self.alone();
+        let together = (PINNED_BYTES_MAX / shared.slot_bytes).max(1);
+        shared.memory.pin_in_parts(device, together * shared.slot_bytes);
         self
+    }
+
+    /// Tells `engine` about the memory, in parts that no slot straddles. Where the engine is refused the registration (or has none) the
+    /// pool works all the same.
+    ///
+    /// # Panics
+    /// If a buffer is out.
+    #[must_use]
+    pub fn registered_with(mut self, engine: &Arc<dyn IoEngine>) -> Self {
+        let slots = self.slots();
+        let shared = self.alone();
+        let registrations = parts(slots, shared.slot_bytes).map(|(start, len)| {
+            // SAFETY: the part lies within the pool's memory.
+            let start = unsafe { shared.memory.base().add(start) };
+            // SAFETY: the mapping is private and anonymous, never remapped or advised away, and is unmapped when the pool's
+            // `Shared` drops it, which is after it dropped the registrations: they are declared first. Every buffer that is
+            // out holds the `Shared`, so requests in flight keep both.
+            unsafe { engine.register(start, len) }
+        });
+        shared.registrations = registrations.collect();
+        self
+    }
+
+    /// What nobody else has yet.
+    fn alone(&mut self) -> &mut Shared {
+        Arc::get_mut(&mut self.shared).expect("a pool is pinned and registered before it is used")
     }
 
     /// Whether the engine took the whole pool.

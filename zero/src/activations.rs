@@ -76,8 +76,9 @@ impl Activations {
                     boundaries * micro_batches,
                     signal_bytes,
                 )?,
-                pool: Pool::new_registered("spilled activations", SPILL_SLOTS, signal_bytes, engine)?
-                    .pinned_for(device),
+                pool: Pool::new("spilled activations", SPILL_SLOTS, signal_bytes)?
+                    .pinned_for(device)
+                    .registered_with(engine),
                 ahead: None,
             }),
         };

@@ -126,8 +126,8 @@ impl SlotClasses {
         let mut class_of_group = vec![usize::MAX; groups];
         let mut pools = Vec::new();
         for (index, class) in classes.iter().enumerate() {
-            let pool = Pool::new_registered("weights", class.slots, class.slot_bytes, &backend.io)?;
-            pools.push(pool.pinned_for(&*backend.device));
+            let pool = Pool::new("weights", class.slots, class.slot_bytes)?;
+            pools.push(pool.pinned_for(&*backend.device).registered_with(&backend.io));
             for &group in &class.groups {
                 class_of_group[group] = index;
             }

@@ -142,14 +142,14 @@ impl GradientPark {
         let (scratch, pool) = match disk {
             Some((engine, striping)) => (
                 Some(Scratch::create(engine, striping, &format!("{name}.bin"), total, chunk_bytes)?),
-                Pool::new_registered(name, STAGING_SLOTS, chunk_bytes, engine)?,
+                Pool::new(name, STAGING_SLOTS, chunk_bytes)?.pinned_for(device).registered_with(engine),
             ),
-            None => (None, Pool::new(name, host_chunks, chunk_bytes)?),
+            None => (None, Pool::new(name, host_chunks, chunk_bytes)?.pinned_for(device)),
         };
         Ok(Self {
             dtype,
             spec: spec.clone(),
-            pool: pool.pinned_for(device),
+            pool,
             scratch,
             first,
             books: Mutex::new(Books {

@@ -137,14 +137,16 @@ impl Engine {
             ..
         } = self;
         let (network, lane, home, kinds) = (&*network, &*lane, &*home, &*kinds);
-        let inputs = batch.inputs.iter().map(|t| lane.tensor(t)).collect::<Result<Vec<Tensor>>>()?;
-        let mut loss = lane.tensor(&zero_loss())?;
         let suffix = match (&cache, &config.timeline) {
             (Some((cache, sequences, _)), Some(_)) => cache.words(sequences, batch.length),
             _ => String::new(),
         };
-        let pages =
-            cache.as_ref().map(|(cache, sequences, _)| lane.tensor(&cache.table(sequences))).transpose()?;
+        let (zero, table) = (zero_loss(), cache.as_ref().map(|(cache, sequences, _)| cache.table(sequences)));
+        let small = [&zero].into_iter().chain(&table).chain(&batch.inputs);
+        let mut small = lane.tensors(small)?.into_iter();
+        let mut loss = small.next().expect("it was the first");
+        let pages = small.by_ref().take(usize::from(table.is_some())).next();
+        let inputs: Vec<Tensor> = small.collect();
         let mut keys =
             cache.map(|(cache, sequences, added)| cache.pass(lane, sequences, added)).transpose()?;
         let (sequences, length) = (batch.sequences, batch.length);

@@ -253,12 +253,21 @@ impl Lane {
         }))
     }
 
+    /// Copies small host tensors to the device, and waits for all of them at once.
+    pub(crate) fn tensors<'t>(&self, hosts: impl IntoIterator<Item = &'t HostTensor>) -> Result<Vec<Tensor>> {
+        let started = hosts.into_iter().map(|host| {
+            let region = self.arena.alloc(host.bytes.len())?;
+            let (region, source) = self.upload(Cargo::Small, host.bytes.clone(), region)?;
+            Ok((Tensor::from_region(region, host.dtype, &host.dims), source))
+        });
+        let started = started.collect::<Result<Vec<_>>>()?;
+        let arrived = started.into_iter().map(|(tensor, source)| source.release().map(|_| tensor));
+        Ok(arrived.collect::<std::result::Result<_, _>>()?)
+    }
+
     /// Copies a small host tensor to the device.
     pub(crate) fn tensor(&self, host: &HostTensor) -> Result<Tensor> {
-        let region = self.arena.alloc(host.bytes.len())?;
-        let (region, source) = self.upload(Cargo::Small, host.bytes.clone(), region)?;
-        source.release()?;
-        Ok(Tensor::from_region(region, host.dtype, &host.dims))
+        Ok(self.tensors([host])?.remove(0))
     }
 
     /// Copies a small device tensor to the host.

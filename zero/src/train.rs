@@ -144,10 +144,8 @@ impl Engine {
             return Err(EngineError::Batch(message));
         }
         self.lane.take_moved();
-        let inputs = batches
-            .iter()
-            .map(|b| b.inputs.iter().map(|t| self.lane.tensor(t)).collect())
-            .collect::<Result<Vec<Vec<Tensor>>>>()?;
+        let inputs =
+            batches.iter().map(|b| self.lane.tensors(&b.inputs)).collect::<Result<Vec<Vec<Tensor>>>>()?;
         let loss_scale = self.loss_scale.map(|scale| scale.scale());
         let mut report = StepReport { step: self.step + 1, loss_terms, loss_scale, ..StepReport::default() };
         let pending = self.pending.take();

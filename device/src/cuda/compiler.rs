@@ -14,6 +14,7 @@ use crate::DeviceError;
 use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// What is to be compiled.
 #[derive(Debug, Clone, Copy, Default)]
@@ -133,15 +134,23 @@ impl Compiler {
     /// The source does not compile (with the compiler's messages), or there is no compiler.
     pub fn compile(&self, source: &Source<'_>) -> Result<Image, DeviceError> {
         let image = |bytes, origin| Image { source_name: source.name.to_owned(), bytes, origin };
+        // Compilers are no faster side by side, and who waits finds in the cache what it waited for.
+        static TURN: Mutex<()> = Mutex::new(());
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let prebuilt = || Cache::of_prebuilt(self.prebuilt.as_deref()?, source).read();
         let nvrtc = match Nvrtc::open(source.name) {
             Ok(nvrtc) => nvrtc,
             Err(missing) => {
-                let prebuilt = self.prebuilt.as_deref().map(|folder| Cache::of_prebuilt(folder, source));
-                let bytes =
-                    prebuilt.and_then(|file| file.read()).ok_or_else(|| self.without_prebuilt(missing))?;
+                let bytes = prebuilt().ok_or_else(|| self.without_prebuilt(missing))?;
                 return Ok(image(bytes, Origin::Prebuilt));
             }
         };
+        // What it compiles the driver would refuse.
+        if driver::version_if_started().is_some_and(|(major, _)| nvrtc.version.0 > major)
+            && let Some(bytes) = prebuilt()
+        {
+            return Ok(image(bytes, Origin::Prebuilt));
+        }
         let target = nvrtc.target(self.capability);
         let options = nvrtc.options(target, source.options);
         let cache = self.cache.as_deref().map(|folder| Cache::new(folder, source, &options, nvrtc.version));

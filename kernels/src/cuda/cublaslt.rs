@@ -114,6 +114,12 @@ impl Products {
                 self.stream.raw().cast(),
             )
         };
+        drop(description);
+        if status == cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED {
+            // What it had found does not run after all.
+            self.plans.lock().unwrap_or_else(PoisonError::into_inner).insert(case, None);
+            return Ok(false);
+        }
         check(status, "enqueueing a product").map_err(|error| failed(OP, &error))?;
         Ok(true)
     }
@@ -126,6 +132,15 @@ impl Products {
         let plan = Plan::find(&self.handle, case, bias)?.map(Arc::new);
         plans.insert(case, plan.clone());
         Ok(plan)
+    }
+}
+
+impl Drop for Products {
+    fn drop(&mut self) {
+        // The library frees memory of the device; without a context it would make one, on another device perhaps.
+        let _current = self.device.enter();
+        // SAFETY: made once; no call with it is running.
+        let _ = unsafe { functions::cublasLtDestroy(self.handle.0) };
     }
 }
 
@@ -242,13 +257,6 @@ impl Handle {
             cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(Self(raw)),
             other => Err(format!("does not start ({other:?})")),
         }
-    }
-}
-
-impl Drop for Handle {
-    fn drop(&mut self) {
-        // SAFETY: made once; no call with it is running.
-        let _ = unsafe { functions::cublasLtDestroy(self.0) };
     }
 }
 

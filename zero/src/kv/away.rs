@@ -64,7 +64,7 @@ impl Away {
                 let (io, striping) = (&backend.io, config.striping()?);
                 let regions = Regions::create(io, &striping, "keys-and-values.bin", count, bytes)?;
                 let name = "key/value cache in flight";
-                let pool = Pool::new_registered(name, plan.buffers(), bytes, io)?.pinned_for(device);
+                let pool = Pool::new(name, plan.buffers(), bytes)?.pinned_for(device).registered_with(io);
                 let before = |block| plan.blocks(Tier::Disk).take_while(|&other| other < block).count();
                 let places = (0..plan.layouts.len()).map(before).collect();
                 Some(OnDisk { regions, pool, places, writing: VecDeque::new() })
