@@ -284,6 +284,8 @@ impl Windows {
             kv_on_host: _,
             packed_bytes: Some(packed_bytes),
             overlap: Some(overlap),
+            // It is no part of a plan.
+            sync_ahead: _,
         } = chosen
         else {
             unreachable!("a finished plan has settled every window: {chosen:?}")
@@ -326,6 +328,7 @@ impl Windows {
             kv_on_host: Some(0),
             packed_bytes: Some(self.packed_bytes),
             overlap: Some(self.overlap),
+            sync_ahead: None,
         }
     }
 }
@@ -682,6 +685,7 @@ mod tests {
             kv_on_device: Some(0),
             kv_on_host: Some(0),
             overlap: Some(false),
+            sync_ahead: None,
         };
         let windows = Windows::new(chosen, 9);
         assert_eq!(windows.overrides(), chosen);

@@ -346,8 +346,12 @@ impl Volume {
 
     /// Makes every completed write durable.
     pub(crate) fn sync(&self) -> Result<(), TierError> {
-        let tickets: Vec<_> = self.files.iter().map(|f| self.engine.sync(f.id)).collect();
-        wait_all(tickets)
+        wait_all(self.begin_sync())
+    }
+
+    /// Begins to.
+    pub(crate) fn begin_sync(&self) -> Vec<Ticket> {
+        self.files.iter().map(|file| self.engine.sync(file.id)).collect()
     }
 
     /// The file, as an index into `paths`, and the offset of `address`.

@@ -17,7 +17,8 @@ use terrace_aio::engine::{SimConfig, SimEngine};
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer};
 use terrace_aio::{FileId, IoBuf, IoEngine, IoError, IoErrorKind, Request, Ticket};
 use terrace_tiers::{
-    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, StoreSpec, Striping, TierError,
+    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, StoreSpec, Striping, SyncAhead,
+    TierError,
 };
 
 /// Steps after the initial one, whose number is 0.
@@ -349,19 +350,21 @@ fn a_cut_during_recovery_changes_nothing() {
 /// soon the power fails as well.
 #[test]
 fn a_failed_commit_is_not_built_upon() {
-    let (failed_syncs, refused) = failing(&Layout::small());
-    assert!(failed_syncs > 0 && refused > 0, "{failed_syncs} syncs failed, {refused} steps were refused");
+    for sync_ahead in [SyncAhead::Never, SyncAhead::Always] {
+        let (failed_syncs, refused) = failing(&Layout::small(), sync_ahead);
+        assert!(failed_syncs > 0 && refused > 0, "{failed_syncs} syncs failed, {refused} steps were refused");
+    }
 }
 
 /// The same with one generation, which is lost with the step that failed.
 #[test]
 fn a_failed_step_of_the_only_generation_is_not_built_upon() {
-    let (failed_syncs, refused) = failing(&Layout::once());
+    let (failed_syncs, refused) = failing(&Layout::once(), SyncAhead::Always);
     assert!(failed_syncs > 0 && refused > 0, "{failed_syncs} syncs failed, {refused} steps were refused");
 }
 
 /// How many syncs failed, and how many steps were refused after that.
-fn failing(layout: &Layout) -> (u32, u32) {
+fn failing(layout: &Layout, sync_ahead: SyncAhead) -> (u32, u32) {
     let (mut failed_syncs, mut refused) = (0, 0);
     for seed in 300..310 {
         for action in [Action::Sync, Action::Write] {
@@ -372,7 +375,7 @@ fn failing(layout: &Layout) -> (u32, u32) {
                 let mut progress = Progress::default();
                 let engine: Arc<dyn IoEngine> = Arc::clone(&faults) as _;
                 let created = DiskStore::create(&engine, &layout.striping(), layout.spec.clone());
-                if let Ok(mut store) = created {
+                if let Ok(mut store) = created.map(|store| store.sync_ahead(sync_ahead)) {
                     for step in 0..=STEPS {
                         match layout.step(&mut store, step, &mut progress) {
                             Ok(()) => {}
@@ -397,6 +400,37 @@ fn failing(layout: &Layout) -> (u32, u32) {
         }
     }
     (failed_syncs, refused)
+}
+
+/// What was written is made durable in several syncs, of which one that failed is enough to refuse the commit: the next may say that all is
+/// well.
+#[test]
+fn a_sync_ahead_that_failed_fails_the_commit() {
+    let layout = Layout::small();
+    let counts = [SyncAhead::Never, SyncAhead::Auto, SyncAhead::Always].map(|sync_ahead| {
+        let mut failed = 0;
+        for nth in 0.. {
+            let disk = layout.disk(7);
+            let faults = Arc::new(FaultLayer::new(disk as _, FaultConfig::default()));
+            let engine: Arc<dyn IoEngine> = Arc::clone(&faults) as _;
+            let mut progress = Progress::default();
+            let store = DiskStore::create(&engine, &layout.striping(), layout.spec.clone()).unwrap();
+            let mut store = store.sync_ahead(sync_ahead);
+            layout.step(&mut store, 0, &mut progress).unwrap();
+            faults.fail_nth(Action::Sync, nth, IoErrorKind::Device);
+            let result = layout.step(&mut store, 1, &mut progress);
+            assert_eq!(result.is_err(), faults.injected() == 1, "{sync_ahead:?}: sync {nth} failed");
+            if result.is_ok() {
+                break;
+            }
+            assert_eq!(store.committed().step, 0);
+            failed += 1;
+        }
+        failed
+    });
+    // Of data and of the manifest.
+    let [never, auto, always] = counts;
+    assert!(never == auto && always >= never + 2 * layout.dirs.len(), "{counts:?} syncs");
 }
 
 /// A process ends between the write of a slot and its sync, or because of that sync. The next one sees the slot and goes on from

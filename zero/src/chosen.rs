@@ -27,6 +27,7 @@ impl EnginePlan {
             kv_on_host: Some(w.kv_room.host),
             packed_bytes: Some(w.packed_bytes),
             overlap: Some(config.overrides.overlap()),
+            sync_ahead: config.overrides.sync_ahead,
         }
     }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_kernels::{DType, KeyValues};
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, NORM_BLOCK, StateFormat};
-use terrace_tiers::{Striping, Tier};
+use terrace_tiers::{Striping, SyncAhead, Tier};
 
 /// Where the training state lives between uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -161,11 +161,19 @@ pub struct WindowOverrides {
     /// the gradient's norm, just ahead of the next forward, or beside backward as long as the norm changes nothing. Otherwise compute
     /// waits for the update.
     pub overlap: Option<bool>,
+    /// Sync state on disk along the way where every step is committed, or not. Where it is not fixed, as it
+    /// [pays](terrace_tiers::SyncAhead::Auto).
+    pub sync_ahead: Option<bool>,
 }
 
 impl WindowOverrides {
     pub(crate) fn overlap(&self) -> bool {
         self.overlap.unwrap_or(true)
+    }
+
+    pub(crate) fn sync_ahead(&self) -> SyncAhead {
+        self.sync_ahead
+            .map_or(SyncAhead::Auto, |always| if always { SyncAhead::Always } else { SyncAhead::Never })
     }
 }
 

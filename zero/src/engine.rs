@@ -30,7 +30,7 @@ use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_kernels::{DType, Packing};
 use terrace_optimizer::{DeviceOptimizer, Optimizer};
-use terrace_tiers::{DiskStore, MemoryPlan, Pool, Recovery, Striping, Tier};
+use terrace_tiers::{DiskStore, MemoryPlan, Pool, Recovery, Striping, SyncAhead, Tier};
 
 /// A network under training, evaluation or generation.
 ///
@@ -536,6 +536,9 @@ impl Parts {
         let caching = &self.plan.windows.caching;
         let cache = StateCache::new(caching, &self.network, &self.kinds, &*backend.device)?;
         let saves = self.config.commits_at_saves();
+        // What saves commit may be overwritten often before.
+        let sync_ahead = if saves { SyncAhead::Never } else { self.config.overrides.sync_ahead() };
+        let store = store.sync_ahead(sync_ahead);
         Ok(StateHome::Disk(Box::new(Stored::new(store, cache, saves))))
     }
 }

@@ -289,7 +289,9 @@ impl Setting {
         }
         training.vary(&mut Dice::new(seed ^ 0x7661_7279));
         let mut varying = Dice::new(seed ^ 0x6c69_7665);
+        let mut syncing = Dice::new(seed ^ 0x7379_6e63);
         for life in &mut lives {
+            life.overrides.sync_ahead = Some(syncing.one_in(2));
             life.vary(&mut varying, chunk_elements.is_some(), disks.len());
             if training.rule == Rule::Lion {
                 (life.overrides.state_groups, life.host_part) = (None, None);
@@ -356,6 +358,7 @@ impl Life {
             kv_on_device: None,
             kv_on_host: None,
             packed_bytes: dice.perhaps(&[0, 4096, 1 << 20]),
+            sync_ahead: None,
         };
         Self {
             placement,

@@ -27,9 +27,12 @@
 //!   commit, after which its generation is written to, waits until nobody holds it.
 //! - *older chunks beside a commit that failed* (who reads the newest chunks gets those of the commit before, and takes them for the
 //!   newest): a generation whose commit failed is forgotten by [`DiskStore::abandon`] alone, and cannot be read until then.
+//! - *a loss that is told once* (to the sync ahead of a commit, while the commit's own says that all is well): such a sync that failed
+//!   fails the commit.
 //! - *write before the mark* (with one generation, a power cut could take the mark and leave the write): nothing is written
 //!   after a commit until the mark is durable.
 
+mod ahead;
 mod extents;
 #[doc(hidden)]
 pub mod fuzzing;
@@ -44,6 +47,8 @@ mod view;
 use crate::pool::Lease;
 use crate::volume::{self, SCRATCH_ID, Volume, World, existing_dir, not_ours, require_space};
 use crate::{BlobKey, Generation, StoreSpec, Striping, TRAINING_SCRATCH, TierError};
+pub use ahead::SyncAhead;
+use ahead::{Ahead, Experience};
 use extents::Extents;
 pub use held::Held;
 use lock::DirLock;
@@ -55,6 +60,7 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 use terrace_aio::{FileId, IoEngine, IoError, OpKind, OpenMode, Ticket, Urgency};
 pub(crate) use transfer::Check;
 pub use transfer::{Arrived, PendingRead, Sealed};
@@ -72,6 +78,8 @@ pub struct DiskStore {
     /// Says that [`Versions::claimed`] or [`Versions::held`] went down.
     released: Condvar,
     recoveries: Vec<Recovery>,
+    sync_ahead: SyncAhead,
+    experience: Experience,
     _locks: Vec<DirLock>,
 }
 
@@ -112,6 +120,7 @@ struct Next {
     fences: HashMap<BlobKey, VecDeque<Ticket>>,
     /// The first write that failed.
     failed: Option<IoError>,
+    ahead: Ahead,
 }
 
 impl DiskStore {
@@ -166,6 +175,8 @@ impl DiskStore {
             extents: Extents::new(spec, volume),
             manifest,
             recoveries: Vec::new(),
+            sync_ahead: SyncAhead::default(),
+            experience: Experience::default(),
             _locks: locks,
         })
     }
@@ -208,8 +219,17 @@ impl DiskStore {
             released: Condvar::new(),
             extents: Extents::new(spec, volume),
             manifest,
+            sync_ahead: SyncAhead::default(),
+            experience: Experience::default(),
             _locks: locks,
         })
+    }
+
+    /// Has what is written become durable along the way, so that commits have less of it to do at once: for a store with a commit
+    /// in every step. It changes what a commit costs and nothing else.
+    #[must_use]
+    pub fn sync_ahead(self, sync_ahead: SyncAhead) -> Self {
+        Self { sync_ahead, ..self }
     }
 
     /// The layout.
@@ -400,7 +420,10 @@ impl DiskStore {
         // What is done need not be remembered; that it failed, must.
         let done = if fence.front().is_some_and(Ticket::is_done) { fence.pop_front() } else { None };
         fence.push_back(ticket);
-        match done.map_or(Ok(()), |done| done.wait().map(drop)) {
+        let share = spec.volume_bytes() / (spec.generations * spec.groups.len().max(1) as u64);
+        let is_due = next.ahead.is_due(len as u64, share) && self.experience.pays(self.sync_ahead);
+        let ahead = if is_due { next.ahead.begin(volume.begin_sync()) } else { Ok(()) };
+        match done.map_or(Ok(()), |done| done.wait().map(drop)).and(ahead) {
             Ok(()) => Ok(()),
             Err(error) => Err(next.fail(error)),
         }
@@ -453,8 +476,10 @@ impl DiskStore {
     /// # Panics
     /// If a chunk of the next generation was never written.
     pub fn commit(&self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
-        let result = self.complete(step, trainer).and_then(|slot| {
+        let result = self.complete(step, trainer).and_then(|(slot, was_ahead)| {
+            let began = Instant::now();
             self.extents.volume.sync()?;
+            self.experience.note(was_ahead, began.elapsed());
             Ok(slot)
         });
         match result {
@@ -469,24 +494,28 @@ impl DiskStore {
         }
     }
 
-    /// Waits for every write and gives the slot that refers to them.
-    fn complete(&self, step: u64, trainer: &[u8]) -> Result<Slot, TierError> {
+    /// Waits for every write and gives the slot that refers to them, and whether something was synced ahead.
+    fn complete(&self, step: u64, trainer: &[u8]) -> Result<(Slot, bool), TierError> {
         let versions = self.lock();
         self.require_certain(&versions)?;
-        let versions = self.finish_writes(versions);
+        let mut versions = self.finish_writes(versions);
+        if let Err(error) = versions.next.ahead.wait() {
+            versions.next.fail(error);
+        }
         if let Some(error) = &versions.next.failed {
             return Err(error.clone().into());
         }
         let missing = versions.next.written.iter().filter(|w| !**w).count();
         assert_eq!(missing, 0, "every chunk of the next generation is written before a commit");
-        Ok(Slot {
+        let slot = Slot {
             is_mark: false,
             sequence: versions.sequence + 1,
             step,
             live: self.generation_index(&versions, Generation::Next),
             table: versions.next.table.clone(),
             trainer: trainer.to_vec(),
-        })
+        };
+        Ok((slot, versions.next.ahead.any))
     }
 
     /// Commits the live generation once more under another number: a step that changed nothing. What was written for the next
@@ -520,7 +549,7 @@ impl DiskStore {
     /// written to, it is lost: nothing of it is read any more, and only a commit of all chunks makes the store whole.
     pub fn abandon(&self) {
         // The generation is given up, so whether its writes worked does not matter.
-        drop(self.finish_writes(self.lock()));
+        let _ = self.finish_writes(self.lock()).next.ahead.wait();
         self.forget_next();
     }
 
@@ -616,7 +645,8 @@ impl Versions {
 
 impl Next {
     fn new(entries: usize) -> Self {
-        Self { table: vec![0; entries], written: vec![false; entries], fences: HashMap::new(), failed: None }
+        let (table, written) = (vec![0; entries], vec![false; entries]);
+        Self { table, written, fences: HashMap::new(), failed: None, ahead: Ahead::default() }
     }
 
     /// Notes that a write failed, so that no commit follows.
