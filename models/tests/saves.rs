@@ -20,11 +20,18 @@ fn threads() -> Arc<dyn IoEngine> {
     Arc::new(ThreadsEngine::new(&IoConfig::default()).expect("threads start"))
 }
 
-/// A disk whose writes wait while its door is shut.
+/// A disk whose writes, or syncs, wait while its door is shut.
 #[derive(Debug)]
 struct Doored {
     upstream: Arc<dyn IoEngine>,
     door: Arc<Door>,
+    waiting: Waiting,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Waiting {
+    Writes,
+    Syncs,
 }
 
 #[derive(Debug, Default)]
@@ -48,7 +55,7 @@ impl IoEngine for Doored {
     pass_files_on!(upstream);
 
     fn submit(&self, request: Request) -> Ticket {
-        if request.kind != OpKind::Write {
+        if request.kind != OpKind::Write || self.waiting != Waiting::Writes {
             return self.upstream.submit(request);
         }
         let (ticket, completer) = Ticket::new();
@@ -61,7 +68,16 @@ impl IoEngine for Doored {
     }
 
     fn sync(&self, file: FileId) -> Ticket {
-        self.upstream.sync(file)
+        if self.waiting != Waiting::Syncs {
+            return self.upstream.sync(file);
+        }
+        let (ticket, completer) = Ticket::new();
+        let (upstream, door) = (Arc::clone(&self.upstream), Arc::clone(&self.door));
+        std::thread::spawn(move || {
+            door.pass();
+            completer.complete(upstream.sync(file).wait());
+        });
+        ticket
     }
 }
 
@@ -112,7 +128,7 @@ fn steps_go_on_beside_a_save() {
         let on_disk = committed_by_saves(&base, dir.path());
         for (name, setup) in variants(&base, dir.path()).into_iter().chain(on_disk) {
             let door = Arc::new(Door::default());
-            let doored = Doored { upstream: threads(), door: Arc::clone(&door) };
+            let doored = Doored { upstream: threads(), door: Arc::clone(&door), waiting: Waiting::Writes };
             let setup = Setup { io: Some(Arc::new(doored)), ..setup };
             let mut engine = setup.create();
             engine.save().unwrap();
@@ -257,6 +273,39 @@ fn a_commit_that_fails_beside_steps_gives_no_older_weights() {
         assert_eq!(engine.step(), 0, "{name}");
         setup.continue_to(&mut engine, 2);
         assert_eq!(weights_hash(&mut engine), hash, "{name}");
+    }
+}
+
+/// A step is given up with the update that it left to the next one, whose gradients are gone.
+#[test]
+fn a_commit_that_fails_beside_a_step_takes_its_update_with_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = Setup { clip: Some(0.5), ..Setup::new(true) };
+    let expected = base.run(4).1;
+    for (name, setup) in committed_by_saves(&base, dir.path()) {
+        if setup.durability == Durability::None {
+            continue;
+        }
+        let faults = Arc::new(FaultLayer::new(threads(), FaultConfig::default()));
+        let door = Arc::new(Door::default());
+        let (upstream, waiting) = (Arc::clone(&faults) as _, Waiting::Syncs);
+        let doored = Doored { upstream, door: Arc::clone(&door), waiting };
+        let setup = Setup { io: Some(Arc::new(doored)), ..setup };
+        let mut engine = setup.create();
+        setup.continue_to(&mut engine, 2);
+        engine.save().unwrap();
+        setup.continue_to(&mut engine, 3);
+        engine.flush().unwrap();
+        faults.fail_nth(Action::Sync, 0, IoErrorKind::Device);
+        door.shut(true);
+        let export = engine.export_beside(hash_of).unwrap();
+        engine.train_step(&setup.batches(3), LR).unwrap();
+        door.shut(false);
+        engine.finish_save().expect_err("its sync failed");
+        assert!(export.wait().is_none(), "{name}");
+        assert_eq!(engine.step(), 2, "{name}");
+        setup.continue_to(&mut engine, 4);
+        assert_eq!(weights_hash(&mut engine), expected, "{name}");
     }
 }
 

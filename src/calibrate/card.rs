@@ -1,6 +1,6 @@
 //! The measurements on a card: its link in each direction and both at once, its memory, its matrix products.
 
-use super::measure::{Layer, MeasureError, best, gemm, gemm_arena_bytes, quantized, rate};
+use super::measure::{Layer, MeasureError, best_queued, gemm, gemm_arena_bytes, quantized, rate};
 use super::profile::{Card, Gemm};
 use std::time::Instant;
 use terrace_device::{Arena, Device, Download, Region, Stream, StreamKind, Upload};
@@ -61,14 +61,16 @@ pub fn measure(
 ) -> Result<Card, MeasureError> {
     let Effort { seconds, copy_bytes, layer, shapes } = effort;
     let gemm_bytes = gemm_arena_bytes(layer).max(gemm_arena_bytes(FIRST));
-    let arena = device.arena(gemm_bytes.max(2 * WINDOW * copy_bytes + (1 << 20)))?;
+    let arena_bytes = gemm_bytes.max(2 * WINDOW * copy_bytes + (1 << 20));
+    let arena = device.arena(arena_bytes)?;
     let compute = device.stream(StreamKind::Compute)?;
     let link = Link::new(device, &arena, copy_bytes)?;
     let upload = link.rate(seconds, true, false)?;
     let download = link.rate(seconds, false, true)?;
     let both = link.rate(seconds, true, true)?;
     drop(link);
-    let device_memory = device_memory(&arena, &*compute, kernels, copy_bytes, seconds)?;
+    // As much as there is room for: a card's cache holds 50 to 130 MB.
+    let device_memory = device_memory(device, &arena, &*compute, kernels, arena_bytes / 8, seconds)?;
     let mut products = Vec::new();
     let operations = 2.0 * layer.tokens as f64 * layer.hidden as f64 * layer.intermediate as f64;
     let is_slow = |gemm: &Gemm| operations / gemm.operations_per_second > PRODUCT_SECONDS_MAX;
@@ -146,21 +148,20 @@ impl<'a> Link<'a> {
     }
 }
 
-/// Bytes read and written per second by the simplest of kernels.
+/// Bytes read and written per second by the simplest of kernels, on so many elements of six bytes.
 fn device_memory(
+    device: &dyn Device,
     arena: &Arena,
     compute: &dyn Stream,
     kernels: &KernelSet,
-    bytes: usize,
+    elements: usize,
     seconds: f64,
 ) -> Result<f64, MeasureError> {
-    let elements = bytes / 4;
     let mut from = Tensor::new(arena, DType::F32, &[elements])?;
     let mut to = Tensor::new(arena, DType::BF16, &[elements])?;
     kernels.elementwise.zero(from.view_mut())?;
-    let timed = best(seconds, || -> Result<(), MeasureError> {
-        kernels.elementwise.cast(from.view(), to.view_mut())?;
-        Ok(compute.synchronize()?)
+    let timed = best_queued(device, compute, seconds, || {
+        Ok(kernels.elementwise.cast(from.view(), to.view_mut())?)
     })?;
     Ok(rate((elements * 6) as f64, timed))
 }

@@ -105,6 +105,14 @@ pub fn train(
     let last = session.stats.snapshot();
     if !run.resume {
         keep_earlier_metrics(&metrics)?;
+        if let [first, others @ ..] = &retention::set_aside(&run.output)?[..] {
+            let more = if others.is_empty() {
+                String::new()
+            } else {
+                format!(", and {} more of them", others.len())
+            };
+            eprintln!("note: a saved model of an earlier run is in {} now{more}", first.display());
+        }
     }
     let mut metrics_file = MetricsWriter::open(&metrics, engine.step(), &engine.noted())
         .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?;

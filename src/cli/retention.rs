@@ -54,6 +54,23 @@ fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>, CliError> {
     read().map_err(|e| failed("reading", folder, &e))
 }
 
+/// Gives the saves of an earlier run in the same folder other names, `checkpoint-N.1` and so on, under which they are none of this run's: it
+/// would count them, remove others for them, and take one for its own of that step. Gives where they are now.
+///
+/// # Errors
+/// The folder cannot be looked at, or one of them cannot be renamed.
+pub fn set_aside(output: &Path) -> Result<Vec<PathBuf>, CliError> {
+    let mut aside = Vec::new();
+    for (step, path) in saves(output)? {
+        let name = |number: u32| output.join(format!("checkpoint-{step}.{number}"));
+        let free = (1..).map(name).find(|path| !path.exists()).expect("numbers do not end before folders do");
+        std::fs::rename(&path, &free).map_err(|e| failed("renaming", &path, &e))?;
+        aside.push(free);
+    }
+    sync_dir(output).map_err(|e| failed("syncing", output, &e))?;
+    Ok(aside)
+}
+
 /// Removes the oldest `checkpoint-N` folders of `output` until `limit` are left, and gives their paths. Folders with other
 /// names, of steps after `step`, or without a model in them are not this run's, and stay.
 ///
@@ -106,5 +123,26 @@ mod tests {
         assert!(!cut_off.exists() && output.join(".checkpoint-x.removed").exists());
         assert!(output.join("checkpoint-10").exists() && output.join("checkpoint-90").exists());
         assert!(prune(&output.join("none"), 1, 1).unwrap_err().to_string().contains("reading"));
+    }
+
+    #[test]
+    fn an_earlier_runs_saves_are_none_of_this_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = folder.path();
+        let save = |step: u32| {
+            let path = output.join(format!("checkpoint-{step}"));
+            std::fs::create_dir(&path).unwrap();
+            std::fs::write(path.join("model.safetensors"), "").unwrap();
+        };
+        save(2);
+        save(4);
+        let aside = ["checkpoint-2.1", "checkpoint-4.1"].map(|name| output.join(name));
+        assert_eq!(set_aside(output).unwrap(), aside);
+        assert!(set_aside(output).unwrap().is_empty());
+        save(4);
+        assert_eq!(set_aside(output).unwrap(), [output.join("checkpoint-4.2")]);
+        save(6);
+        assert!(prune(output, 6, 1).unwrap().is_empty());
+        assert!(aside.iter().all(|path| path.exists()));
     }
 }

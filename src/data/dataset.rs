@@ -10,6 +10,7 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
+use terrace_zero::create_dir_durably;
 
 /// Plain text is tokenised in pieces of about this size.
 const PIECE_BYTES: usize = 1 << 20;
@@ -82,7 +83,8 @@ impl Dataset {
             return Err(DataError::Format { path: path.into() });
         }
         let file = File::open(path).map_err(DataError::file("opening", path))?;
-        std::fs::create_dir_all(work_dir).map_err(DataError::file("creating", work_dir))?;
+        // Training state may come to lie in it.
+        create_dir_durably(work_dir).map_err(DataError::file("creating", work_dir))?;
         let mut builder = Builder {
             encoder: Encoder {
                 tokenizer,

@@ -51,6 +51,8 @@ impl Engine {
 
     /// Forgets what a step has in memory beside state.
     fn forget_step(&mut self) {
+        // Its gradients are gone.
+        self.pending = None;
         self.device_weights.outdate();
         self.update_slots.forget_ahead();
         self.park.iter().chain(&self.sums).for_each(GradientPark::clear);
