@@ -218,6 +218,20 @@ impl ModelConfig {
 fn family(entries: &Entries<'_>) -> Result<Family> {
     let architecture = entries.first_string("architectures")?;
     let model_type = entries.string("model_type")?;
+    let of = |by: fn(&(Family, &'static str, &'static str)) -> &'static str, name: Option<&str>| {
+        FAMILIES.iter().find(|known| Some(by(known)) == name).map(|(family, ..)| *family)
+    };
+    if let (Some(by_name), Some(by_type)) =
+        (of(|known| known.1, architecture), of(|known| known.2, model_type))
+        && by_name != by_type
+    {
+        let (architecture, model_type) = (architecture.unwrap_or_default(), model_type.unwrap_or_default());
+        let detail = format!(
+            "is \"{model_type}\" and `architectures` names {architecture}: two different models; transformers goes by model_type; correct \
+             the one that is wrong"
+        );
+        return Err(entries.error("model_type", detail));
+    }
     let found = FAMILIES.iter().find(|(_, name, kind)| match architecture {
         Some(architecture) => architecture == *name,
         None => model_type == Some(*kind),

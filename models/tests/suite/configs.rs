@@ -147,6 +147,10 @@ fn what_is_not_computed_is_refused_by_name() {
         (json!({"hidden_act": 3}), vec!["hidden_act", "a string", "3"]),
         (json!({"quantization_config": {"quant_method": "gptq"}}), vec!["quantization_config", "gptq"]),
         (
+            json!({"model_type": "mistral"}),
+            vec!["`model_type` is \"mistral\" and `architectures` names LlamaForCausalLM"],
+        ),
+        (
             json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
             vec!["`max_position_embeddings` is missing", "dynamic"],
         ),
