@@ -5,9 +5,9 @@
 //! exception: only training has it, so that whoever trains asks for it and refuses.
 
 use crate::entries::Entries;
+use crate::json::parse_json;
 use crate::rope::Rope;
 use crate::{ModelError, Result};
-use serde_json::Value;
 use std::path::Path;
 use terrace_kernels::GateFunction;
 use terrace_kernels::cpu::HEAD_MAX;
@@ -113,7 +113,7 @@ impl ModelConfig {
 
     fn read(text: &str) -> Result<Self> {
         let not_json = |e| ModelError::NoObject { detail: format!("is not JSON: {e}") };
-        let value: Value = serde_json::from_str(text).map_err(not_json)?;
+        let value = parse_json(text).map_err(not_json)?;
         let entries = Entries::new(&value)?;
         let family = family(&entries)?;
         refuse_unsupported(&entries)?;

@@ -13,6 +13,7 @@
 //! folder that is refused, never a mixture of two models that loads.
 
 use crate::{ModelError, Result};
+use crate::json::parse_json;
 use serde_json::{Map, Value, json};
 use std::fs::File;
 use std::io::Write;
@@ -220,8 +221,7 @@ fn index_json(shards: &[Shard], dtype: DType) -> String {
 fn with_dtype(config_json: &str, dtype: &str) -> Result<String> {
     let refused =
         |detail: String| ModelError::config_file(Path::new("config.json"))(ModelError::NoObject { detail });
-    let mut value: Value =
-        serde_json::from_str(config_json).map_err(|e| refused(format!("is not JSON: {e}")))?;
+    let mut value = parse_json(config_json).map_err(|e| refused(format!("is not JSON: {e}")))?;
     let config = value.as_object_mut().ok_or_else(|| refused("is not a JSON object".into()))?;
     let keys: Vec<&str> =
         ["dtype", "torch_dtype"].into_iter().filter(|key| config.contains_key(*key)).collect();

@@ -3,6 +3,7 @@
 use super::{ChatTemplate, DataError, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
+use terrace_models::parse_json;
 use tokenizers::{AddedToken, Tokenizer};
 
 /// Characters of white space in a row from which on a text is refused. The expressions that texts are cut by go back over each of
@@ -200,7 +201,7 @@ pub(super) fn white_space_from(text: &str) -> Option<usize> {
 /// A JSON file; `null` if there is none.
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
     let Some(text) = read_text(path)? else { return Ok(Value::Null) };
-    serde_json::from_str(&text).map_err(|e| DataError::not_json(path, &e))
+    parse_json(&text).map_err(|e| DataError::not_json(path, &e))
 }
 
 fn read_text(path: &Path) -> Result<Option<String>> {

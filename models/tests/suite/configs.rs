@@ -77,6 +77,35 @@ fn rotary_frequencies_are_those_of_transformers() {
 }
 
 #[test]
+fn no_token_is_not_an_end() {
+    let ends = |ids: Value| parse(json!({"eos_token_id": ids})).unwrap().eos_ids;
+    assert_eq!((ends(json!(-1)), ends(json!([-1, 3])), ends(json!(null))), (vec![], vec![3], vec![]));
+}
+
+/// Where nobody asks for them, numbers that are none are no reason to refuse a model.
+#[test]
+fn configurations_that_python_wrote() {
+    let text = |entry: &str| {
+        format!(
+            "\u{FEFF}{{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": 128, \"hidden_size\": 64, \"intermediate_size\": 96, \
+             \"num_hidden_layers\": 2, \"num_attention_heads\": 4, {entry}}}"
+        )
+    };
+    let with = |entry: &str| ModelConfig::parse(&text(entry)).map_err(|e| e.to_string());
+    with("\"time_step_limit\": [0.0, Infinity]").unwrap();
+    for (entry, place) in [
+        ("\"rms_norm_eps\": NaN", "`rms_norm_eps` must be a number"),
+        (
+            "\"rope_scaling\": {\"type\": \"linear\", \"factor\": Infinity}",
+            "`rope_scaling.factor` must be a number",
+        ),
+    ] {
+        let message = with(entry).unwrap_err();
+        assert!(message.contains(place), "{message}");
+    }
+}
+
+#[test]
 fn windows_follow_the_family() {
     let windows = |changes: Value| parse(changes).unwrap().windows;
     assert_eq!(windows(json!({"sliding_window": 5})), [None, None], "Llama has none");

@@ -89,6 +89,20 @@ fn the_configuration_names_the_dtype_of_the_weights() {
     }
 }
 
+/// A configuration that Python wrote is written as transformers writes such numbers.
+#[test]
+fn numbers_that_json_does_not_have_are_kept() {
+    let fixture = Fixture::new("llama2");
+    let out = tempfile::tempdir().unwrap();
+    let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
+    let config = config.replacen('{', "\u{FEFF}{\"time_step_limit\": [0.0, Infinity],", 1);
+    let mut reader = Copying::new(&fixture.folder, DType::F32);
+    export_folder(&mut reader, None, out.path(), u64::MAX, &config).unwrap();
+    let text = std::fs::read_to_string(out.path().join("config.json")).unwrap();
+    let written: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(written["time_step_limit"], serde_json::json!([0.0, {"__float__": "Infinity"}]));
+}
+
 #[test]
 fn a_failed_export_leaves_the_earlier_one() {
     let fixture = Fixture::new("qwen3");
