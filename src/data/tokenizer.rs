@@ -4,6 +4,8 @@ use super::{ChatTemplate, DataError, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use terrace_models::parse_json;
+use tokenizers::processors::PostProcessorWrapper;
+use tokenizers::processors::sequence::Sequence;
 use tokenizers::{AddedToken, Tokenizer};
 
 /// Characters of white space in a row from which on a text is refused. The expressions that texts are cut by go back over each of
@@ -68,6 +70,9 @@ impl TextTokenizer {
         // Some files carry the truncation and padding of whoever saved them; lengths are decided here.
         inner.with_truncation(None).map_err(|e| DataError::tokenizer(&path, e))?;
         inner.with_padding(None);
+        if let Some(processor) = inner.get_post_processor().cloned() {
+            inner.with_post_processor(Some(whole_offsets(processor)));
+        }
         let settings_path = model.join("tokenizer_config.json");
         let settings = read_json(&settings_path)?;
         add_tokens(&mut inner, &settings["added_tokens_decoder"])
@@ -196,6 +201,18 @@ pub(super) fn white_space_from(text: &str) -> Option<usize> {
         }
     }
     None
+}
+
+/// The processor without trimming of offsets, which makes white space stand for nothing: it would carry no loss.
+fn whole_offsets(processor: PostProcessorWrapper) -> PostProcessorWrapper {
+    match processor {
+        PostProcessorWrapper::ByteLevel(bytes) => bytes.trim_offsets(false).into(),
+        PostProcessorWrapper::Roberta(roberta) => roberta.trim_offsets(false).into(),
+        PostProcessorWrapper::Sequence(all) => {
+            Sequence::new(all.into_iter().map(whole_offsets).collect()).into()
+        }
+        other => other,
+    }
 }
 
 /// A JSON file; `null` if there is none.
