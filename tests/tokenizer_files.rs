@@ -74,7 +74,7 @@ fn a_token_that_is_null_is_none_to_the_template() {
         (json!({"chat_template": SHOWS_BOS, "bos_token": null, "eos_token": null}), "||x"),
     ] {
         let tokenizer = load(&settings, &[config]).unwrap();
-        assert_eq!(tokenizer.chat().unwrap().prompt(&[json!({"content": "x"})]).unwrap(), expected);
+        assert_eq!(tokenizer.chat().unwrap().unwrap().prompt(&[json!({"content": "x"})]).unwrap(), expected);
         assert_eq!(tokenizer.eos(), Some(97), "texts end with what the model ends with");
     }
 }
@@ -82,7 +82,7 @@ fn a_token_that_is_null_is_none_to_the_template() {
 #[test]
 fn conversations_with_tools_have_a_template_of_their_own() {
     let of = |tokenizer: &TextTokenizer| {
-        [tokenizer.chat(), tokenizer.chat_with_tools().unwrap()]
+        [tokenizer.chat().unwrap(), tokenizer.chat_with_tools().unwrap()]
             .map(|template| template.map(|t| t.prompt(&[]).unwrap()))
     };
     let both = [Some("D".to_owned()), Some("T".to_owned())];
@@ -108,6 +108,16 @@ fn conversations_with_tools_have_a_template_of_their_own() {
         of(&load(&list, &[("chat_template.jinja", "F")]).unwrap()),
         [Some("F".into()), Some("F".into())]
     );
+}
+
+/// Whoever renders nothing needs no template.
+#[test]
+fn a_template_that_does_not_compile_is_refused_where_it_is_needed() {
+    let tokenizer = load(&json!({"chat_template": "{% if %}"}), &[]).unwrap();
+    assert_eq!(tokenizer.prompt_ids("a").unwrap(), [97]);
+    for error in [tokenizer.chat().unwrap_err(), tokenizer.chat_with_tools().unwrap_err()] {
+        assert!(error.to_string().contains("tokenizer_config.json: chat template, line 1"), "{error}");
+    }
 }
 
 /// What is trained on as a conversation is continued as one.

@@ -31,8 +31,9 @@ pub struct TextTokenizer {
     path: PathBuf,
     inner: Tokenizer,
     eos: Option<u32>,
-    chat: Option<ChatTemplate>,
-    /// For conversations with tools, where that is another. What is wrong with it is said when it is needed.
+    /// What is wrong with a template is said when it is needed: other prompts and rows do without.
+    chat: Option<Result<ChatTemplate>>,
+    /// For conversations with tools, where that is another.
     tool_use: Option<Result<ChatTemplate>>,
 }
 
@@ -94,7 +95,7 @@ impl TextTokenizer {
             let template = ChatTemplate::new(&source, &bos, &eos);
             template.map_err(|reason| DataError::tokenizer(&path, reason))
         };
-        let (chat, tool_use) = (sources.default.map(compile).transpose()?, sources.tool_use.map(compile));
+        let (chat, tool_use) = (sources.default.map(compile), sources.tool_use.map(compile));
         Ok(Self { path, inner, eos: eos_id, chat, tool_use })
     }
 
@@ -156,18 +157,21 @@ impl TextTokenizer {
     }
 
     /// The chat template, if the model has one.
-    pub fn chat(&self) -> Option<&ChatTemplate> {
-        self.chat.as_ref()
+    ///
+    /// # Errors
+    /// It does not compile.
+    pub fn chat(&self) -> Result<Option<&ChatTemplate>, &DataError> {
+        self.chat.as_ref().map(Result::as_ref).transpose()
     }
 
     /// The chat template for a conversation with tools, if the model has one: its own for them, or the one for all.
     ///
     /// # Errors
-    /// Its own for them does not compile.
+    /// It does not compile.
     pub fn chat_with_tools(&self) -> Result<Option<&ChatTemplate>, &DataError> {
         match &self.tool_use {
             Some(template) => template.as_ref().map(Some),
-            None => Ok(self.chat()),
+            None => self.chat(),
         }
     }
 
