@@ -1,12 +1,13 @@
 //! A model's tokenizer, special tokens and chat template, as its folder holds them.
 
+use super::special::Named;
 use super::{ChatTemplate, DataError, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use terrace_models::parse_json;
+use tokenizers::Tokenizer;
 use tokenizers::processors::PostProcessorWrapper;
 use tokenizers::processors::sequence::Sequence;
-use tokenizers::{AddedToken, Tokenizer};
 
 /// Characters of white space in a row from which on a text is refused. The expressions that texts are cut by go back over each of
 /// them, and after a million steps the cutting ends without a word: what follows would be one piece.
@@ -74,25 +75,22 @@ impl TextTokenizer {
         if let Some(processor) = inner.get_post_processor().cloned() {
             inner.with_post_processor(Some(whole_offsets(processor)));
         }
-        let settings_path = model.join("tokenizer_config.json");
-        let settings = read_json(&settings_path)?;
-        add_tokens(&mut inner, &settings["added_tokens_decoder"])
-            .map_err(|reason| DataError::tokenizer(&settings_path, reason))?;
-        let map = read_json(&model.join("special_tokens_map.json"))?;
+        let settings = read_json(&model.join("tokenizer_config.json"))?;
+        let sources = chat_sources(model, &settings)?;
+        let named = Named::add(&mut inner, model, settings)?;
         let config = read_json(&model.join("config.json"))?;
         let special = |key: &str| {
-            let text = special_text(&settings[key]).or_else(|| special_text(&map[key]));
+            let text = named.text(key);
             let id = text.as_ref().and_then(|text| inner.token_to_id(text));
             let id = id.or_else(|| first_id(&config[&format!("{key}_id")]));
             // A token that the settings say is none is none to the template, whatever ends a text.
-            let none = settings.get(key).is_some_and(Value::is_null);
-            let text = text.or_else(|| inner.id_to_token(id?)).filter(|_| !none);
+            let text = text.or_else(|| inner.id_to_token(id?)).filter(|_| !named.is_none(key));
             (text.unwrap_or_default(), id)
         };
         let ((bos, _), (eos, eos_id)) = (special("bos_token"), special("eos_token"));
-        let sources = chat_sources(model, &settings)?;
         let compile = |(path, source): (PathBuf, String)| {
             let template = ChatTemplate::new(&source, &bos, &eos);
+            let template = template.map(|template| template.with_special_tokens(named.texts()));
             template.map_err(|reason| DataError::tokenizer(&path, reason))
         };
         let (chat, tool_use) = (sources.default.map(compile), sources.tool_use.map(compile));
@@ -231,57 +229,6 @@ fn read_text(path: &Path) -> Result<Option<String>> {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(DataError::file("reading", path)(e)),
     }
-}
-
-/// Adds the tokens of `added_tokens_decoder`, an object from ids to tokens, that `tokenizer.json` does not have.
-fn add_tokens(tokenizer: &mut Tokenizer, listed: &Value) -> Result<(), String> {
-    let known = tokenizer.get_added_tokens_decoder();
-    let is_known = |content: &str| known.values().any(|token| token.content == content);
-    let mut missing = Vec::new();
-    for (id, token) in listed.as_object().into_iter().flatten() {
-        let (Ok(id), Some(content)) = (id.parse::<u32>(), token["content"].as_str()) else {
-            return Err(format!(
-                "\"added_tokens_decoder\": expected an id and a token {{\"content\": …}}, found \"{id}\": {token}; correct it or \
-                 download the file again"
-            ));
-        };
-        if !is_known(content) {
-            let flag = |name: &str| token[name].as_bool();
-            let added = AddedToken::from(content, flag("special").unwrap_or(false))
-                .single_word(flag("single_word").unwrap_or(false))
-                .lstrip(flag("lstrip").unwrap_or(false))
-                .rstrip(flag("rstrip").unwrap_or(false));
-            missing.push((
-                id,
-                match flag("normalized") {
-                    Some(normalized) => added.normalized(normalized),
-                    None => added,
-                },
-            ));
-        }
-    }
-    missing.sort_by_key(|(id, _)| *id);
-    // One call for all: each makes the automaton anew.
-    tokenizer.add_tokens(missing.iter().map(|(_, token)| token.clone())).map_err(|e| e.to_string())?;
-    for (id, token) in &missing {
-        let content = &token.content;
-        match tokenizer.token_to_id(content) {
-            Some(found) if found == *id => {}
-            found => {
-                let found = found.map_or("none".into(), |found| found.to_string());
-                return Err(format!(
-                    "\"added_tokens_decoder\" has {content:?} with id {id}, which tokenizer.json lacks, and added there it has {found}: \
-                     the two files do not belong together; download both again"
-                ));
-            }
-        }
-    }
-    Ok(())
-}
-
-/// A special token is written as its text or as an object that holds it.
-fn special_text(value: &Value) -> Option<String> {
-    value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
 }
 
 fn first_id(value: &Value) -> Option<u32> {
