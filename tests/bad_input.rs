@@ -108,6 +108,26 @@ fn adapters_are_not_applied_silently() {
     generate().fails(1, &["holds an adapter and no weights of its model", "merge_and_unload"]);
 }
 
+#[test]
+fn models_with_another_kind_of_tokenizer() {
+    let bench = Bench::tiny();
+    let model = bench.path("model");
+    let _ = fs::remove_file(model.join("tokenizer.json"));
+    let generate = || cmd(&["generate", "--prompt", "a", "--max-new-tokens", "1"]).path("--model", &model);
+    let advice = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)";
+    assert!(!generate().fails(1, &["this file does not exist", "use --prompt-ids"]).stderr.contains(advice));
+    fs::write(model.join("vocab.json"), "{}").unwrap();
+    assert!(!generate().fails(1, &["this file does not exist"]).stderr.contains(advice));
+    fs::write(model.join("merges.txt"), "").unwrap();
+    generate().fails(1, &["make it of vocab.json", advice]);
+    fs::write(model.join("tokenizer.model"), "").unwrap();
+    generate().fails(1, &["make it of tokenizer.model", advice]);
+    let data = bench.path("words.jsonl");
+    fs::write(&data, "{\"text\": \"words\"}\n").unwrap();
+    let eval = cmd(&["eval", "--seq-len", "8"]).path("--model", &model).path("--data", &data);
+    eval.fails(1, &["the model folder has no tokenizer", "make it of tokenizer.model", advice]);
+}
+
 /// Dropout is of training alone, which does not compute it.
 #[test]
 fn models_with_dropout_are_not_trained() {

@@ -44,6 +44,19 @@ impl TextTokenizer {
         model.join("tokenizer.json")
     }
 
+    /// How to make the file at `path` of what its folder has instead, starting with a semicolon; empty if there is nothing.
+    pub(crate) fn advice(path: &Path) -> String {
+        let is_there = |name: &&str| path.with_file_name(name).exists();
+        let merges = ["merges.txt"].iter().any(is_there);
+        let others = ["tokenizer.model", "tokenizer.model.v3", "tekken.json", "vocab.json"];
+        match others.iter().find(|name| is_there(name) && (merges || **name != "vocab.json")) {
+            None => String::new(),
+            Some(other) => format!(
+                "; make it of {other} with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            ),
+        }
+    }
+
     /// Reads a model folder's tokenizer; `None` if it has none.
     ///
     /// # Errors
@@ -60,10 +73,13 @@ impl TextTokenizer {
     pub fn load(model: &Path) -> Result<Self> {
         let path = Self::file_of(model);
         if !path.exists() {
+            let advice = Self::advice(&path);
             return Err(DataError::tokenizer(
                 &path,
-                "this file does not exist, and text needs a tokenizer; a model without one takes pre-tokenized rows \
-                 {\"input_ids\": […]} and --prompt-ids",
+                format!(
+                    "this file does not exist, and text needs a tokenizer{advice}; a model without one takes pre-tokenized rows \
+                     {{\"input_ids\": […]}} and --prompt-ids"
+                ),
             ));
         }
         let mut inner = Tokenizer::from_file(&path).map_err(|e| {
