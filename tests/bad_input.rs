@@ -88,6 +88,44 @@ fn models_that_are_not_supported() {
     run().fails(1, &[&format!("{config}: the file is not a JSON object")]);
     fs::remove_file(bench.path("model").join("config.json")).unwrap();
     run().fails(1, &["--model ", "the folder has no config.json"]);
+    fs::write(model.join("adapter_config.json"), "{}").unwrap();
+    run().fails(1, &["--model ", "holds an adapter and no model", "merge_and_unload"]);
+}
+
+#[test]
+fn adapters_are_not_applied_silently() {
+    let bench = Bench::tiny();
+    let model = bench.path("model");
+    let generate =
+        || cmd(&["generate", "--prompt-ids", "1", "--max-new-tokens", "1"]).path("--model", &model);
+    let adapter = "adapter_config.json names an adapter, which is not applied";
+    assert!(!generate().ok().stderr.contains(adapter));
+    fs::write(model.join("adapter_config.json"), "{}").unwrap();
+    fs::write(model.join("adapter_model.safetensors"), "").unwrap();
+    let said = generate().ok().stderr;
+    assert!(said.contains(adapter) && said.contains("merge_and_unload"), "{said}");
+    fs::remove_file(model.join("model.safetensors")).unwrap();
+    generate().fails(1, &["holds an adapter and no weights of its model", "merge_and_unload"]);
+}
+
+#[test]
+fn models_with_another_kind_of_tokenizer() {
+    let bench = Bench::tiny();
+    let model = bench.path("model");
+    let _ = fs::remove_file(model.join("tokenizer.json"));
+    let generate = || cmd(&["generate", "--prompt", "a", "--max-new-tokens", "1"]).path("--model", &model);
+    let advice = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)";
+    assert!(!generate().fails(1, &["this file does not exist", "use --prompt-ids"]).stderr.contains(advice));
+    fs::write(model.join("vocab.json"), "{}").unwrap();
+    assert!(!generate().fails(1, &["this file does not exist"]).stderr.contains(advice));
+    fs::write(model.join("merges.txt"), "").unwrap();
+    generate().fails(1, &["make it of vocab.json", advice]);
+    fs::write(model.join("tokenizer.model"), "").unwrap();
+    generate().fails(1, &["make it of tokenizer.model", advice]);
+    let data = bench.path("words.jsonl");
+    fs::write(&data, "{\"text\": \"words\"}\n").unwrap();
+    let eval = cmd(&["eval", "--seq-len", "8"]).path("--model", &model).path("--data", &data);
+    eval.fails(1, &["the model folder has no tokenizer", "make it of tokenizer.model", advice]);
 }
 
 /// Dropout is of training alone, which does not compute it.

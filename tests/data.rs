@@ -289,6 +289,29 @@ fn word_tokenizer(closes: bool) -> (tempfile::TempDir, TextTokenizer) {
     (folder, tokenizer)
 }
 
+/// Trimmed offsets would say that white space stands for no text, and it would carry no loss.
+#[test]
+fn white_space_of_a_completion_is_learned() {
+    let files = &DEMO.1;
+    let text = std::fs::read_to_string(files.model.join("tokenizer.json")).unwrap();
+    let bytes = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let roberta = serde_json::json!({
+        "type": "RobertaProcessing", "sep": ["</s>", 1], "cls": ["<s>", 0], "trim_offsets": true, "add_prefix_space": false,
+    });
+    let all = serde_json::json!({"type": "Sequence", "processors": [bytes, roberta]});
+    for processor in [bytes, all] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut tokenizer: serde_json::Value = serde_json::from_str(&text).unwrap();
+        tokenizer["post_processor"] = processor;
+        std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+        let tokenizer = TextTokenizer::load(folder.path()).unwrap();
+        let text = "a   b\n\n  c  ";
+        let spans = tokenizer.encode(text, false).unwrap();
+        assert!(spans.iter().any(|span| text[span.start..span.end].trim().is_empty()), "{spans:?}");
+        assert!(spans.iter().all(|span| span.start < span.end), "{spans:?}");
+    }
+}
+
 /// The space before a word that goes on with a text is part of what goes on.
 #[test]
 fn what_follows_a_prompt_keeps_its_space() {

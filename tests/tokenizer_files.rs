@@ -74,7 +74,7 @@ fn a_token_that_is_null_is_none_to_the_template() {
         (json!({"chat_template": SHOWS_BOS, "bos_token": null, "eos_token": null}), "||x"),
     ] {
         let tokenizer = load(&settings, &[config]).unwrap();
-        assert_eq!(tokenizer.chat().unwrap().prompt(&[json!({"content": "x"})]).unwrap(), expected);
+        assert_eq!(tokenizer.chat().unwrap().unwrap().prompt(&[json!({"content": "x"})]).unwrap(), expected);
         assert_eq!(tokenizer.eos(), Some(97), "texts end with what the model ends with");
     }
 }
@@ -82,7 +82,7 @@ fn a_token_that_is_null_is_none_to_the_template() {
 #[test]
 fn conversations_with_tools_have_a_template_of_their_own() {
     let of = |tokenizer: &TextTokenizer| {
-        [tokenizer.chat(), tokenizer.chat_with_tools().unwrap()]
+        [tokenizer.chat().unwrap(), tokenizer.chat_with_tools().unwrap()]
             .map(|template| template.map(|t| t.prompt(&[]).unwrap()))
     };
     let both = [Some("D".to_owned()), Some("T".to_owned())];
@@ -108,6 +108,64 @@ fn conversations_with_tools_have_a_template_of_their_own() {
         of(&load(&list, &[("chat_template.jinja", "F")]).unwrap()),
         [Some("F".into()), Some("F".into())]
     );
+}
+
+/// Whoever renders nothing needs no template.
+#[test]
+fn a_template_that_does_not_compile_is_refused_where_it_is_needed() {
+    let tokenizer = load(&json!({"chat_template": "{% if %}"}), &[]).unwrap();
+    assert_eq!(tokenizer.prompt_ids("a").unwrap(), [97]);
+    for error in [tokenizer.chat().unwrap_err(), tokenizer.chat_with_tools().unwrap_err()] {
+        assert!(error.to_string().contains("tokenizer_config.json: chat template, line 1"), "{error}");
+    }
+}
+
+/// `<|plain|>` is a token of the vocabulary and not among the added ones.
+#[test]
+fn tokens_that_are_special_by_name_alone() {
+    let by_map = |map: Value| vec![("special_tokens_map.json", map.to_string())];
+    let plain = json!(["<|plain|>"]);
+    for (settings, files) in [
+        (json!({"eos_token": "<|plain|>"}), vec![]),
+        (json!({"unk_token": {"content": "<|plain|>", "__type": "AddedToken"}}), vec![]),
+        (json!({"image_token": "<|plain|>"}), vec![]),
+        (json!({"additional_special_tokens": plain}), vec![]),
+        (json!({"extra_special_tokens": plain}), vec![]),
+        (json!({"extra_special_tokens": [token("<|plain|>")]}), vec![]),
+        (json!({"extra_special_tokens": {"image_token": "<|plain|>"}}), vec![]),
+        (json!({}), by_map(json!({"additional_special_tokens": plain}))),
+        (json!({}), by_map(json!({"pad_token": token("<|plain|>")}))),
+    ] {
+        let files: Vec<_> = files.iter().map(|(name, text)| (*name, text.as_str())).collect();
+        let tokenizer = load(&settings, &files).unwrap();
+        assert_eq!(tokenizer.prompt_ids("a<|plain|>b").unwrap(), [97, 256, 98], "{settings}");
+        assert_eq!(tokenizer.decode(&[97, 256]).unwrap(), "a", "{settings}");
+    }
+    let older = r#"{"<|plain|>": 256, "<new>": 258}"#;
+    let tokenizer = load(&json!({"eos_token": "<new>"}), &[("added_tokens.json", older)]).unwrap();
+    assert_eq!(tokenizer.prompt_ids("a<|plain|><new>b").unwrap(), [97, 256, 258, 98]);
+    assert_eq!(tokenizer.decode(&[97, 256, 258]).unwrap(), "a<|plain|>", "only one of them is special");
+    let refused = load(&json!({}), &[("added_tokens.json", r#"{"<new>": 300}"#)]).unwrap_err();
+    assert!(refused.contains("added_tokens.json: the file has \"<new>\" with id 300"), "{refused}");
+    // Newer settings list all there are, and a name without an id gets none.
+    let newer =
+        json!({"added_tokens_decoder": {"257": token("<s>")}, "eos_token": "<none>", "pad_token": ""});
+    let tokenizer = load(&newer, &[("added_tokens.json", r#"{"<new>": 300}"#)]).unwrap();
+    assert_eq!((tokenizer.prompt_ids("<none>").unwrap().len(), tokenizer.vocab_size()), (6, 258));
+}
+
+#[test]
+fn templates_know_all_special_tokens() {
+    let shows =
+        "{{ pad_token }}|{{ unk_token }}|{{ image_token }}|{{ sep_token is defined }}|{{ eos_token }}";
+    let settings = json!({
+        "chat_template": shows, "pad_token": "<pad>", "unk_token": token("<unk>"), "eos_token": null,
+        "extra_special_tokens": {"image_token": "<s>"}, "clean_up_tokenization_spaces": false,
+    });
+    let map = r#"{"eos_token": "</s>", "cls_token": "<cls>"}"#;
+    let tokenizer = load(&settings, &[("special_tokens_map.json", map)]).unwrap();
+    let text = tokenizer.chat().unwrap().unwrap().prompt(&[]).unwrap();
+    assert_eq!(text, "<pad>|<unk>|<s>|False|");
 }
 
 /// What is trained on as a conversation is continued as one.

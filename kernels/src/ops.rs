@@ -209,7 +209,7 @@ pub trait RmsNorm: Send + Sync {
 pub enum RopeDirection {
     /// The rotation itself.
     Forward,
-    /// Its transpose, for gradients.
+    /// Its transpose, for gradients: the other way round, and multiplied by the same scale.
     Backward,
 }
 

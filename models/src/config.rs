@@ -5,9 +5,9 @@
 //! exception: only training has it, so that whoever trains asks for it and refuses.
 
 use crate::entries::Entries;
+use crate::json::parse_json;
 use crate::rope::Rope;
 use crate::{ModelError, Result};
-use serde_json::Value;
 use std::path::Path;
 use terrace_kernels::GateFunction;
 use terrace_kernels::cpu::HEAD_MAX;
@@ -113,7 +113,7 @@ impl ModelConfig {
 
     fn read(text: &str) -> Result<Self> {
         let not_json = |e| ModelError::NoObject { detail: format!("is not JSON: {e}") };
-        let value: Value = serde_json::from_str(text).map_err(not_json)?;
+        let value = parse_json(text).map_err(not_json)?;
         let entries = Entries::new(&value)?;
         let family = family(&entries)?;
         refuse_unsupported(&entries)?;
@@ -218,6 +218,20 @@ impl ModelConfig {
 fn family(entries: &Entries<'_>) -> Result<Family> {
     let architecture = entries.first_string("architectures")?;
     let model_type = entries.string("model_type")?;
+    let of = |by: fn(&(Family, &'static str, &'static str)) -> &'static str, name: Option<&str>| {
+        FAMILIES.iter().find(|known| Some(by(known)) == name).map(|(family, ..)| *family)
+    };
+    if let (Some(by_name), Some(by_type)) =
+        (of(|known| known.1, architecture), of(|known| known.2, model_type))
+        && by_name != by_type
+    {
+        let (architecture, model_type) = (architecture.unwrap_or_default(), model_type.unwrap_or_default());
+        let detail = format!(
+            "is \"{model_type}\" and `architectures` names {architecture}: two different models; transformers goes by model_type; correct \
+             the one that is wrong"
+        );
+        return Err(entries.error("model_type", detail));
+    }
     let found = FAMILIES.iter().find(|(_, name, kind)| match architecture {
         Some(architecture) => architecture == *name,
         None => model_type == Some(*kind),

@@ -1,5 +1,6 @@
 //! Typed look-ups in a JSON object, with errors that name the entry.
 
+use crate::json::FLOAT_TAG;
 use crate::{ModelError, Result};
 use serde_json::{Map, Value};
 
@@ -34,7 +35,10 @@ impl<'a> Entries<'a> {
 
     /// The first key whose value is an object.
     pub(crate) fn first_object(&self) -> Option<&'a str> {
-        self.map.iter().find(|(_, value)| value.is_object()).map(|(key, _)| key.as_str())
+        self.map
+            .iter()
+            .find(|(_, value)| value.is_object() && value.get(FLOAT_TAG).is_none())
+            .map(|(key, _)| key.as_str())
     }
 
     /// Whether the entry is there, null or not.
@@ -143,14 +147,16 @@ impl<'a> Entries<'a> {
         Ok(self.strings(key)?.and_then(|all| all.first().copied()))
     }
 
-    /// One token id, an array of them, or none.
+    /// One token id, an array of them, or none. Negative ones stand for no token.
     pub(crate) fn ids(&self, key: &str) -> Result<Vec<u32>> {
         let id = |value: &Value| value.as_u64().and_then(|n| u32::try_from(n).ok());
-        let ids = match self.value(key) {
-            None => Some(Vec::new()),
-            Some(Value::Array(all)) => all.iter().map(id).collect(),
-            Some(value) => id(value).map(|id| vec![id]),
+        let listed = match self.value(key) {
+            None => &[],
+            Some(Value::Array(all)) => all.as_slice(),
+            Some(value) => std::slice::from_ref(value),
         };
+        let is_token = |value: &&Value| value.as_i64().is_none_or(|n| n >= 0);
+        let ids = listed.iter().filter(is_token).map(id).collect::<Option<Vec<u32>>>();
         match (ids, self.value(key)) {
             (Some(ids), _) => Ok(ids),
             (None, found) => {

@@ -25,6 +25,7 @@ mod blocks;
 mod config;
 mod entries;
 mod error;
+mod json;
 mod random;
 mod rope;
 mod safetensors_in;
@@ -37,6 +38,7 @@ pub use blocks::{
 };
 pub use config::{Family, ModelConfig};
 pub use error::{ModelError, Result};
+pub use json::parse_json;
 pub use random::RandomSource;
 pub use rope::{Rope, RopeScaling};
 pub use safetensors_in::SafetensorsSource;

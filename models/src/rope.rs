@@ -37,6 +37,22 @@ pub enum RopeScaling {
         /// Context of the original training.
         original_positions: f64,
     },
+    /// YaRN (Peng et al., arXiv 2309.00071): by element pair, frequencies that turn fast are kept, slow ones divided by `factor`, with a
+    /// ramp between; cosines and sines are multiplied by `attention_factor`.
+    Yarn {
+        /// The divisor of slow frequencies.
+        factor: f64,
+        /// Multiplies cosines and sines.
+        attention_factor: f64,
+        /// Turns within the original context above which a frequency is kept.
+        beta_fast: f64,
+        /// Turns below which it is divided.
+        beta_slow: f64,
+        /// Context of the original training.
+        original_positions: f64,
+        /// The ends of the ramp are rounded to whole pairs, outwards.
+        truncate: bool,
+    },
 }
 
 impl Rope {
@@ -54,7 +70,7 @@ impl Rope {
         let filled = |key: &str| config.object(key).map(|found| found.filter(|found| !found.is_empty()));
         let (parameters, older) = (filled("rope_parameters")?, filled("rope_scaling")?);
         if let (Some(parameters), Some(older)) = (&parameters, &older)
-            && (scaling(parameters, positions_max)? != scaling(older, positions_max)?
+            && (scaling(config, parameters, positions_max)? != scaling(config, older, positions_max)?
                 || older.has_value("rope_theta") && older.positive("rope_theta")? != theta_of(parameters)?)
         {
             let detail = "says something else than rope_parameters: put what is meant there and remove it";
@@ -73,27 +89,63 @@ impl Rope {
             }
         }
         let scaling = match &nested {
-            Some(nested) => scaling(nested, positions_max)?,
+            Some(nested) => scaling(config, nested, positions_max)?,
             None => RopeScaling::Default,
         };
+        if theta == 1.0 && matches!(scaling, RopeScaling::Yarn { .. }) {
+            return Err(config.error("rope_theta", "is 1, with which \"yarn\" has no frequencies".into()));
+        }
         Ok(Self { theta, scaling })
     }
 
     /// The angle per position of each of the K/2 element pairs of a head. Computed in f64, rounded once.
     pub fn inverse_frequencies(&self, head_size: usize) -> Vec<f32> {
+        let ramp = self.ramp(head_size);
         (0..head_size / 2)
             .map(|i| {
                 let frequency = self.theta.powf(-((2 * i) as f64) / head_size as f64);
-                self.scaling.apply(frequency) as f32
+                match ramp {
+                    Some((low, high, factor)) => {
+                        let divided = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                        (frequency / factor * divided + frequency * (1.0 - divided)) as f32
+                    }
+                    None => self.scaling.apply(frequency) as f32,
+                }
             })
             .collect()
+    }
+
+    /// What cosines and sines are multiplied by.
+    pub fn attention_factor(&self) -> f32 {
+        match self.scaling {
+            RopeScaling::Yarn { attention_factor, .. } => attention_factor as f32,
+            _ => 1.0,
+        }
+    }
+
+    /// Of [`RopeScaling::Yarn`]: the element pairs between which its ramp rises, and the divisor behind it.
+    fn ramp(&self, head_size: usize) -> Option<(f64, f64, f64)> {
+        let RopeScaling::Yarn { factor, beta_fast, beta_slow, original_positions, truncate, .. } =
+            self.scaling
+        else {
+            return None;
+        };
+        let pair_of = |turns: f64| {
+            head_size as f64 * (original_positions / (turns * TAU)).ln() / (2.0 * self.theta.ln())
+        };
+        let (low, high) = (pair_of(beta_fast), pair_of(beta_slow));
+        let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
+        // The upper limit is that of transformers, which counts elements here and pairs everywhere else.
+        let (low, high) = (low.max(0.0), high.min(head_size as f64 - 1.0));
+        Some((low, if low == high { high + 0.001 } else { high }, factor))
     }
 }
 
 impl RopeScaling {
     fn apply(self, frequency: f64) -> f64 {
         match self {
-            Self::Default => frequency,
+            // The ramp of the latter goes by the pair, not by its frequency.
+            Self::Default | Self::Yarn { .. } => frequency,
             Self::Linear { factor } => frequency / factor,
             Self::Llama3 { factor, low_frequency, high_frequency, original_positions } => {
                 let wavelength = TAU / frequency;
@@ -111,7 +163,8 @@ impl RopeScaling {
     }
 }
 
-fn scaling(nested: &Entries<'_>, positions_max: usize) -> Result<RopeScaling> {
+/// `config` is the whole of config.json, `nested` the part of it that describes the scaling.
+fn scaling(config: &Entries<'_>, nested: &Entries<'_>, positions_max: usize) -> Result<RopeScaling> {
     if let Some(key) = nested.first_object() {
         let detail = "holds parameters of its own for some layers, which are not supported";
         return Err(nested.error(key, detail.into()));
@@ -120,8 +173,20 @@ fn scaling(nested: &Entries<'_>, positions_max: usize) -> Result<RopeScaling> {
         Some(kind) => kind,
         None => nested.string("type")?.unwrap_or("default"),
     };
+    // transformers goes by the one of the top level, if it is there.
+    let original = || {
+        let key = "original_max_position_embeddings";
+        let inner = |outer: Option<usize>| outer.map_or_else(|| nested.size_or(key, positions_max), Ok);
+        config.optional_size(key).and_then(inner).map(|positions| positions as f64)
+    };
     match kind {
         "default" => Ok(RopeScaling::Default),
+        // Frequencies change beyond the positions that the model was trained for, and longer sequences are refused.
+        "dynamic" if config.has_value("max_position_embeddings") => Ok(RopeScaling::Default),
+        "dynamic" => {
+            let detail = "is missing; \"dynamic\" scaling of the rotary embedding begins there";
+            Err(config.error("max_position_embeddings", detail.into()))
+        }
         "linear" => Ok(RopeScaling::Linear { factor: nested.positive("factor")? }),
         "llama3" => {
             let low_frequency = nested.positive("low_freq_factor")?;
@@ -130,19 +195,46 @@ fn scaling(nested: &Entries<'_>, positions_max: usize) -> Result<RopeScaling> {
                 let detail = format!("is {high_frequency}; it must exceed low_freq_factor = {low_frequency}");
                 return Err(nested.error("high_freq_factor", detail));
             }
-            let original = nested.size_or("original_max_position_embeddings", positions_max)?;
             let factor = nested.positive("factor")?;
-            Ok(RopeScaling::Llama3 {
-                factor,
-                low_frequency,
-                high_frequency,
-                original_positions: original as f64,
-            })
+            Ok(RopeScaling::Llama3 { factor, low_frequency, high_frequency, original_positions: original()? })
         }
+        "yarn" => yarn(nested, original()?, positions_max),
         other => Err(ModelError::Unsupported {
             what: "rope scaling type".into(),
             found: format!("\"{other}\""),
-            supported: "\"default\", \"linear\", \"llama3\"".into(),
+            supported: "\"default\", \"linear\", \"dynamic\", \"llama3\", \"yarn\"".into(),
         }),
     }
+}
+
+/// `_compute_yarn_parameters` of transformers. It does not read `attn_factor`.
+fn yarn(nested: &Entries<'_>, original_positions: f64, positions_max: usize) -> Result<RopeScaling> {
+    let is_null = |key: &str| nested.has(key) && !nested.has_value(key);
+    let factor = match is_null("factor") {
+        true => positions_max as f64 / original_positions,
+        false => nested.positive("factor")?,
+    };
+    let some = |key: &str| nested.number(key).map(|found| found.filter(|found| *found != 0.0));
+    let scale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+    let attention_factor = match (some("mscale")?, some("mscale_all_dim")?) {
+        _ if nested.has_value("attention_factor") => nested.positive("attention_factor")?,
+        (Some(above), Some(below)) => scale(above) / scale(below),
+        _ => scale(1.0),
+    };
+    if !(attention_factor.is_finite() && attention_factor > 0.0) {
+        let detail = format!("and mscale_all_dim make an attention factor of {attention_factor}");
+        return Err(nested.error("mscale", detail));
+    }
+    let turns = |key: &str, default: f64| match some(key)? {
+        Some(_) => nested.positive(key),
+        None => Ok(default),
+    };
+    Ok(RopeScaling::Yarn {
+        factor,
+        attention_factor,
+        beta_fast: turns("beta_fast", 32.0)?,
+        beta_slow: turns("beta_slow", 1.0)?,
+        original_positions,
+        truncate: !is_null("truncate") && nested.flag("truncate", true)?,
+    })
 }

@@ -6,12 +6,14 @@
 //!        model.safetensors.index.json
 //!        config.json                             with the dtype of the weights
 //!        tokenizer.json, generation_config.json, …   copied from the source folder
+//!        additional_chat_templates/*.jinja           likewise
 //! ```
 //!
 //! Every file is written under a temporary name, synced and renamed, so that a final name never holds half a file. When all
 //! are there, index and weights of an earlier export are removed, the files get their names, and the index comes last: a crash between leaves a
 //! folder that is refused, never a mixture of two models that loads.
 
+use crate::json::parse_json;
 use crate::{ModelError, Result};
 use serde_json::{Map, Value, json};
 use std::fs::File;
@@ -21,10 +23,12 @@ use terrace_kernels::DType;
 use terrace_zero::{EXPORT_BUFFER_BYTES, ParamSpec, WeightReader, create_dir_durably, sync_dir};
 
 /// What is copied from the source folder: everything a loader needs beside weights and config.json.
-const COPIED: [&str; 14] = [
+const COPIED: [&str; 16] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tokenizer.model.v3",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -37,6 +41,9 @@ const COPIED: [&str; 14] = [
     "LICENSE.txt",
     "NOTICE",
 ];
+
+/// The folder whose chat templates are copied, too.
+const TEMPLATES: &str = "additional_chat_templates";
 
 /// The one file of a model that needs no index.
 const SINGLE: &str = "model.safetensors";
@@ -86,8 +93,20 @@ pub fn export_folder(
         }
     }
 
+    let templates = out_dir.join(TEMPLATES);
+    let named = source_dir.map_or(Ok(Vec::new()), |dir| files_of(&dir.join(TEMPLATES), ".jinja"))?;
+    let _made_templates = (!named.is_empty()).then(|| NewFolders::make(&templates)).transpose()?;
+    let mut staged_templates = Vec::new();
+    for (name, source) in named.iter().filter(|(name, source)| *source != templates.join(name)) {
+        staged_templates.push(Staged::copy(&templates, name, source)?);
+    }
+
     remove_earlier(out_dir, |name| name == INDEX)?;
     remove_earlier(out_dir, is_weight_file)?;
+    if !staged_templates.is_empty() {
+        staged_templates.into_iter().try_for_each(Staged::publish)?;
+        sync_folder(&templates)?;
+    }
     around.into_iter().chain(staged).try_for_each(Staged::publish)?;
     if let Some(index) = index {
         index.publish()?;
@@ -220,8 +239,7 @@ fn index_json(shards: &[Shard], dtype: DType) -> String {
 fn with_dtype(config_json: &str, dtype: &str) -> Result<String> {
     let refused =
         |detail: String| ModelError::config_file(Path::new("config.json"))(ModelError::NoObject { detail });
-    let mut value: Value =
-        serde_json::from_str(config_json).map_err(|e| refused(format!("is not JSON: {e}")))?;
+    let mut value = parse_json(config_json).map_err(|e| refused(format!("is not JSON: {e}")))?;
     let config = value.as_object_mut().ok_or_else(|| refused("is not a JSON object".into()))?;
     let keys: Vec<&str> =
         ["dtype", "torch_dtype"].into_iter().filter(|key| config.contains_key(*key)).collect();
@@ -317,6 +335,23 @@ fn is_weight_file(name: &str) -> bool {
 fn is_partial(name: &str) -> bool {
     let whole = name.strip_prefix('.').and_then(|name| name.strip_suffix(PARTIAL));
     whole.is_some_and(|name| name == INDEX || is_weight_file(name))
+}
+
+/// The files of a folder whose names end so, with their names, in order; none where there is no folder.
+fn files_of(folder: &Path, ending: &str) -> Result<Vec<(String, PathBuf)>> {
+    if !folder.is_dir() {
+        return Ok(Vec::new());
+    }
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(ModelError::file("reading", folder))? {
+        let path = entry.map_err(ModelError::file("reading", folder))?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).filter(|name| name.ends_with(ending));
+        if let Some(name) = name.map(str::to_owned).filter(|_| path.is_file()) {
+            files.push((name, path));
+        }
+    }
+    files.sort();
+    Ok(files)
 }
 
 /// Removes files of an earlier export and makes that durable.

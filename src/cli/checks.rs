@@ -8,12 +8,16 @@ use std::path::{Path, PathBuf};
 use terrace_models::{Model, SafetensorsSource, holds_weights};
 use terrace_zero::create_dir_durably;
 
-/// The flag `--model` names a folder with a `config.json`.
+const MERGE_ADAPTER: &str = "merge it into its model with peft (AutoPeftModelForCausalLM.from_pretrained, merge_and_unload, save_pretrained) and give \
+                             that folder";
+
+/// The flag `--model` names a folder with a `config.json`. Says so where an adapter lies beside the model.
 ///
 /// # Errors
 /// It does not.
 pub fn model(folder: &Path) -> Result<(), CliError> {
     let shown = folder.display();
+    let has_adapter = || folder.join("adapter_config.json").exists();
     let detail = match std::fs::metadata(folder) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             "there is no such folder; give a Hugging Face model folder on this machine (nothing is downloaded)".into()
@@ -23,7 +27,20 @@ pub fn model(folder: &Path) -> Result<(), CliError> {
             "this is a file; give the folder that holds config.json and the weights".into()
         }
         Ok(_) => match std::fs::metadata(folder.join("config.json")) {
-            Ok(_) => return Ok(()),
+            Ok(_) if has_adapter() && has_no_weights(folder) => {
+                format!("the folder holds an adapter and no weights of its model; {MERGE_ADAPTER}")
+            }
+            Ok(_) => {
+                if has_adapter() {
+                    eprintln!(
+                        "warning: --model {shown}: adapter_config.json names an adapter, which is not applied; {MERGE_ADAPTER}"
+                    );
+                }
+                return Ok(());
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound && has_adapter() => {
+                format!("the folder holds an adapter and no model; {MERGE_ADAPTER}")
+            }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 "the folder has no config.json; give a Hugging Face model folder (config.json, safetensors, tokenizer.json)"
                     .into()
@@ -32,6 +49,15 @@ pub fn model(folder: &Path) -> Result<(), CliError> {
         },
     };
     Err(CliError::Failed(format!("--model {shown}: {detail}")))
+}
+
+/// Whether the weights of an adapter are all that a folder has.
+fn has_no_weights(folder: &Path) -> bool {
+    let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let names: Vec<String> = files.filter_map(|name| name.into_string().ok()).collect();
+    let mut weights = names.iter().filter(|name| name.ends_with(".safetensors"));
+    names.iter().any(|name| name.starts_with("adapter_model."))
+        && weights.all(|name| name.starts_with("adapter_model."))
 }
 
 /// As [`output`], of a run, which writes folders of its own there before the trained model, if it `saves`. Makes the folder, and

@@ -6,7 +6,7 @@ use crate::data::{DataConfig, DataError, Dataset, Sampler, TextTokenizer};
 use crate::error::CliError;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use terrace_models::ModelConfig;
+use terrace_models::{ModelConfig, parse_json};
 
 /// What data and flags are checked against, from a model folder's `config.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +30,7 @@ impl ModelFacts {
                 path.display()
             ))
         })?;
-        let config: Value = serde_json::from_str(&text).map_err(|e| {
+        let config = parse_json(&text).map_err(|e| {
             CliError::Usage(format!(
                 "{}: the file is not JSON: {e}; correct it or download it again",
                 path.display()

@@ -15,6 +15,7 @@
 use super::messages::has_no_weight;
 use super::python;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Noncharacters that mark a `{% generation %}` block in the rendered text; no text contains them.
@@ -27,6 +28,8 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     bos: String,
     eos: String,
+    /// What else the template may call by name.
+    tokens: BTreeMap<String, String>,
     marks_generation: bool,
 }
 
@@ -67,7 +70,14 @@ impl ChatTemplate {
         });
         environment.add_function("strftime_now", |format: String| python::strftime(&format));
         environment.add_template_owned(TEMPLATE, source).map_err(|e| describe(&e))?;
-        Ok(Self { environment, bos: bos.into(), eos: eos.into(), marks_generation })
+        let tokens = BTreeMap::new();
+        Ok(Self { environment, bos: bos.into(), eos: eos.into(), tokens, marks_generation })
+    }
+
+    /// The same with the texts of other special tokens, such as `pad_token`, by name.
+    pub fn with_special_tokens(mut self, tokens: impl IntoIterator<Item = (String, String)>) -> Self {
+        self.tokens.extend(tokens);
+        self
     }
 
     /// Renders messages for generation: the text ends where the assistant is to speak.
@@ -206,6 +216,7 @@ impl ChatTemplate {
             add_generation_prompt => add_generation_prompt,
             bos_token => self.bos,
             eos_token => self.eos,
+            ..Value::from_serialize(&self.tokens)
         };
         template.render(values).map_err(|e| describe(&e))
     }

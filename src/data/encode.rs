@@ -150,8 +150,9 @@ impl Encoder<'_> {
     fn tokenizer(&self) -> Result<&TextTokenizer> {
         self.tokenizer.ok_or_else(|| {
             format!(
-                "this row is text, and the model folder has no tokenizer ({} does not exist)",
-                self.tokenizer_path.display()
+                "this row is text, and the model folder has no tokenizer ({} does not exist){}",
+                self.tokenizer_path.display(),
+                TextTokenizer::advice(self.tokenizer_path)
             )
         })
     }

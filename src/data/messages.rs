@@ -91,7 +91,7 @@ pub(super) fn tools(value: &Value) -> Result<Option<Value>> {
 
 /// The template for messages, or for messages with tools.
 pub(super) fn template(tokenizer: &TextTokenizer, has_tools: bool) -> Result<&ChatTemplate> {
-    let chat = if has_tools { tokenizer.chat_with_tools() } else { Ok(tokenizer.chat()) };
+    let chat = if has_tools { tokenizer.chat_with_tools() } else { tokenizer.chat() };
     chat.map_err(ToString::to_string)?.ok_or_else(|| {
         "\"messages\" need a chat template, and the model folder has neither chat_template.jinja nor a \
          \"chat_template\" in tokenizer_config.json"

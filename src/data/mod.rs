@@ -18,6 +18,7 @@ mod pretokenized;
 mod python;
 pub(crate) mod row;
 mod sampler;
+mod special;
 mod store;
 mod tokenizer;
 

@@ -1,9 +1,13 @@
 //! A model's tokenizer, special tokens and chat template, as its folder holds them.
 
+use super::special::Named;
 use super::{ChatTemplate, DataError, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use tokenizers::{AddedToken, Tokenizer};
+use terrace_models::parse_json;
+use tokenizers::Tokenizer;
+use tokenizers::processors::PostProcessorWrapper;
+use tokenizers::processors::sequence::Sequence;
 
 /// Characters of white space in a row from which on a text is refused. The expressions that texts are cut by go back over each of
 /// them, and after a million steps the cutting ends without a word: what follows would be one piece.
@@ -28,8 +32,9 @@ pub struct TextTokenizer {
     path: PathBuf,
     inner: Tokenizer,
     eos: Option<u32>,
-    chat: Option<ChatTemplate>,
-    /// For conversations with tools, where that is another. What is wrong with it is said when it is needed.
+    /// What is wrong with a template is said when it is needed: other prompts and rows do without.
+    chat: Option<Result<ChatTemplate>>,
+    /// For conversations with tools, where that is another.
     tool_use: Option<Result<ChatTemplate>>,
 }
 
@@ -37,6 +42,19 @@ impl TextTokenizer {
     /// The file that a model folder's tokenizer is read from.
     pub fn file_of(model: &Path) -> PathBuf {
         model.join("tokenizer.json")
+    }
+
+    /// How to make the file at `path` of what its folder has instead, starting with a semicolon; empty if there is nothing.
+    pub(crate) fn advice(path: &Path) -> String {
+        let is_there = |name: &&str| path.with_file_name(name).exists();
+        let merges = ["merges.txt"].iter().any(is_there);
+        let others = ["tokenizer.model", "tokenizer.model.v3", "tekken.json", "vocab.json"];
+        match others.iter().find(|name| is_there(name) && (merges || **name != "vocab.json")) {
+            None => String::new(),
+            Some(other) => format!(
+                "; make it of {other} with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            ),
+        }
     }
 
     /// Reads a model folder's tokenizer; `None` if it has none.
@@ -55,10 +73,13 @@ impl TextTokenizer {
     pub fn load(model: &Path) -> Result<Self> {
         let path = Self::file_of(model);
         if !path.exists() {
+            let advice = Self::advice(&path);
             return Err(DataError::tokenizer(
                 &path,
-                "this file does not exist, and text needs a tokenizer; a model without one takes pre-tokenized rows \
-                 {\"input_ids\": […]} and --prompt-ids",
+                format!(
+                    "this file does not exist, and text needs a tokenizer{advice}; a model without one takes pre-tokenized rows \
+                     {{\"input_ids\": […]}} and --prompt-ids"
+                ),
             ));
         }
         let mut inner = Tokenizer::from_file(&path).map_err(|e| {
@@ -67,28 +88,28 @@ impl TextTokenizer {
         // Some files carry the truncation and padding of whoever saved them; lengths are decided here.
         inner.with_truncation(None).map_err(|e| DataError::tokenizer(&path, e))?;
         inner.with_padding(None);
-        let settings_path = model.join("tokenizer_config.json");
-        let settings = read_json(&settings_path)?;
-        add_tokens(&mut inner, &settings["added_tokens_decoder"])
-            .map_err(|reason| DataError::tokenizer(&settings_path, reason))?;
-        let map = read_json(&model.join("special_tokens_map.json"))?;
+        if let Some(processor) = inner.get_post_processor().cloned() {
+            inner.with_post_processor(Some(whole_offsets(processor)));
+        }
+        let settings = read_json(&model.join("tokenizer_config.json"))?;
+        let sources = chat_sources(model, &settings)?;
+        let named = Named::add(&mut inner, model, settings)?;
         let config = read_json(&model.join("config.json"))?;
         let special = |key: &str| {
-            let text = special_text(&settings[key]).or_else(|| special_text(&map[key]));
+            let text = named.text(key);
             let id = text.as_ref().and_then(|text| inner.token_to_id(text));
             let id = id.or_else(|| first_id(&config[&format!("{key}_id")]));
             // A token that the settings say is none is none to the template, whatever ends a text.
-            let none = settings.get(key).is_some_and(Value::is_null);
-            let text = text.or_else(|| inner.id_to_token(id?)).filter(|_| !none);
+            let text = text.or_else(|| inner.id_to_token(id?)).filter(|_| !named.is_none(key));
             (text.unwrap_or_default(), id)
         };
         let ((bos, _), (eos, eos_id)) = (special("bos_token"), special("eos_token"));
-        let sources = chat_sources(model, &settings)?;
         let compile = |(path, source): (PathBuf, String)| {
             let template = ChatTemplate::new(&source, &bos, &eos);
+            let template = template.map(|template| template.with_special_tokens(named.texts()));
             template.map_err(|reason| DataError::tokenizer(&path, reason))
         };
-        let (chat, tool_use) = (sources.default.map(compile).transpose()?, sources.tool_use.map(compile));
+        let (chat, tool_use) = (sources.default.map(compile), sources.tool_use.map(compile));
         Ok(Self { path, inner, eos: eos_id, chat, tool_use })
     }
 
@@ -150,18 +171,21 @@ impl TextTokenizer {
     }
 
     /// The chat template, if the model has one.
-    pub fn chat(&self) -> Option<&ChatTemplate> {
-        self.chat.as_ref()
+    ///
+    /// # Errors
+    /// It does not compile.
+    pub fn chat(&self) -> Result<Option<&ChatTemplate>, &DataError> {
+        self.chat.as_ref().map(Result::as_ref).transpose()
     }
 
     /// The chat template for a conversation with tools, if the model has one: its own for them, or the one for all.
     ///
     /// # Errors
-    /// Its own for them does not compile.
+    /// It does not compile.
     pub fn chat_with_tools(&self) -> Result<Option<&ChatTemplate>, &DataError> {
         match &self.tool_use {
             Some(template) => template.as_ref().map(Some),
-            None => Ok(self.chat()),
+            None => self.chat(),
         }
     }
 
@@ -197,10 +221,22 @@ pub(super) fn white_space_from(text: &str) -> Option<usize> {
     None
 }
 
+/// The processor without trimming of offsets, which makes white space stand for nothing: it would carry no loss.
+fn whole_offsets(processor: PostProcessorWrapper) -> PostProcessorWrapper {
+    match processor {
+        PostProcessorWrapper::ByteLevel(bytes) => bytes.trim_offsets(false).into(),
+        PostProcessorWrapper::Roberta(roberta) => roberta.trim_offsets(false).into(),
+        PostProcessorWrapper::Sequence(all) => {
+            Sequence::new(all.into_iter().map(whole_offsets).collect()).into()
+        }
+        other => other,
+    }
+}
+
 /// A JSON file; `null` if there is none.
 pub(crate) fn read_json(path: &Path) -> Result<Value> {
     let Some(text) = read_text(path)? else { return Ok(Value::Null) };
-    serde_json::from_str(&text).map_err(|e| DataError::not_json(path, &e))
+    parse_json(&text).map_err(|e| DataError::not_json(path, &e))
 }
 
 fn read_text(path: &Path) -> Result<Option<String>> {
@@ -209,57 +245,6 @@ fn read_text(path: &Path) -> Result<Option<String>> {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(DataError::file("reading", path)(e)),
     }
-}
-
-/// Adds the tokens of `added_tokens_decoder`, an object from ids to tokens, that `tokenizer.json` does not have.
-fn add_tokens(tokenizer: &mut Tokenizer, listed: &Value) -> Result<(), String> {
-    let known = tokenizer.get_added_tokens_decoder();
-    let is_known = |content: &str| known.values().any(|token| token.content == content);
-    let mut missing = Vec::new();
-    for (id, token) in listed.as_object().into_iter().flatten() {
-        let (Ok(id), Some(content)) = (id.parse::<u32>(), token["content"].as_str()) else {
-            return Err(format!(
-                "\"added_tokens_decoder\": expected an id and a token {{\"content\": …}}, found \"{id}\": {token}; correct it or \
-                 download the file again"
-            ));
-        };
-        if !is_known(content) {
-            let flag = |name: &str| token[name].as_bool();
-            let added = AddedToken::from(content, flag("special").unwrap_or(false))
-                .single_word(flag("single_word").unwrap_or(false))
-                .lstrip(flag("lstrip").unwrap_or(false))
-                .rstrip(flag("rstrip").unwrap_or(false));
-            missing.push((
-                id,
-                match flag("normalized") {
-                    Some(normalized) => added.normalized(normalized),
-                    None => added,
-                },
-            ));
-        }
-    }
-    missing.sort_by_key(|(id, _)| *id);
-    // One call for all: each makes the automaton anew.
-    tokenizer.add_tokens(missing.iter().map(|(_, token)| token.clone())).map_err(|e| e.to_string())?;
-    for (id, token) in &missing {
-        let content = &token.content;
-        match tokenizer.token_to_id(content) {
-            Some(found) if found == *id => {}
-            found => {
-                let found = found.map_or("none".into(), |found| found.to_string());
-                return Err(format!(
-                    "\"added_tokens_decoder\" has {content:?} with id {id}, which tokenizer.json lacks, and added there it has {found}: \
-                     the two files do not belong together; download both again"
-                ));
-            }
-        }
-    }
-    Ok(())
-}
-
-/// A special token is written as its text or as an object that holds it.
-fn special_text(value: &Value) -> Option<String> {
-    value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
 }
 
 fn first_id(value: &Value) -> Option<u32> {

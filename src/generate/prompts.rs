@@ -37,9 +37,10 @@ impl Prompt {
                 messages::prompt_ids(tokenizer, row).map_err(DataError::Prompt)?
             }
             (Self::Text(_) | Self::Messages(_), None) => {
-                return Err(wrong(
-                    "this file does not exist, and a text prompt needs it; use --prompt-ids".into(),
-                ));
+                return Err(wrong(format!(
+                    "this file does not exist, and a text prompt needs it{}; or use --prompt-ids",
+                    TextTokenizer::advice(&path)
+                )));
             }
         };
         if ids.is_empty() {

@@ -4,7 +4,7 @@ use crate::data::{DataError, read_json};
 use serde_json::Value;
 use std::path::Path;
 
-/// The ids that end a text: `eos_token_id`, a number or a list, of `generation_config.json`, or of `config.json` if the former
+/// The ids that end a text: `eos_token_id`, a number or a list, negative ones left out, of `generation_config.json`, or of `config.json` if the former
 /// is absent or silent. Empty if neither says.
 ///
 /// # Errors
@@ -21,10 +21,9 @@ pub fn stop_ids(model: &Path) -> Result<Vec<u32>, DataError> {
             let number = id.as_u64().and_then(|id| u32::try_from(id).ok());
             number.ok_or_else(|| wrong(format!("eos_token_id: expected a token id, found {id}")))
         };
-        return match ids {
-            Value::Array(ids) => ids.iter().map(one).collect(),
-            id => one(id).map(|id| vec![id]),
-        };
+        let listed = ids.as_array().map_or(std::slice::from_ref(ids), Vec::as_slice);
+        let is_token = |id: &&Value| id.as_i64().is_none_or(|id| id >= 0);
+        return listed.iter().filter(is_token).map(one).collect();
     }
     Ok(Vec::new())
 }
@@ -90,6 +89,10 @@ mod tests {
         assert_eq!(stop_ids(folder.path()).unwrap(), [7]);
         write("generation_config.json", r#"{"eos_token_id": [3, 4]}"#);
         assert_eq!(stop_ids(folder.path()).unwrap(), [3, 4]);
+        write("generation_config.json", r#"{"eos_token_id": [-1, 4]}"#);
+        assert_eq!(stop_ids(folder.path()).unwrap(), [4]);
+        write("generation_config.json", "\u{FEFF}{\"eos_token_id\": -1, \"time_limit\": Infinity}");
+        assert_eq!(stop_ids(folder.path()).unwrap(), [0u32; 0], "whatever config.json says");
         write("generation_config.json", r#"{"eos_token_id": "x"}"#);
         assert!(stop_ids(folder.path()).unwrap_err().to_string().contains("generation_config.json"));
     }

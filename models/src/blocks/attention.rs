@@ -17,6 +17,8 @@ pub(crate) struct Attention {
     output: Linear,
     /// Norms of each head of queries and keys.
     head_norms: Option<(Norm, Norm)>,
+    /// Multiplies rotated queries and keys.
+    rotary_scale: f32,
     spec: AttentionSpec,
     hidden: usize,
     heads: usize,
@@ -73,6 +75,7 @@ impl Attention {
                 let query = params.norm("self_attn.q_norm", head_size, eps);
                 (query, params.norm("self_attn.k_norm", head_size, eps))
             }),
+            rotary_scale: config.rope.attention_factor(),
             spec: AttentionSpec { scale: (head_size as f32).sqrt().recip(), window: config.windows[layer] },
             hidden,
             heads: config.heads,
@@ -277,7 +280,8 @@ impl Attention {
 
     fn rotate(&self, cx: &Context<'_>, x: ViewMut<'_>, heads: usize, direction: RopeDirection) -> Result {
         let x = x.reshape(&[cx.tokens(), heads, self.head_size]);
-        Ok(cx.kernels.rope.rotate(x, cx.input(POSITIONS), cx.input(INV_FREQ), 1.0, direction)?)
+        let (positions, inv_freq) = (cx.input(POSITIONS), cx.input(INV_FREQ));
+        Ok(cx.kernels.rope.rotate(x, positions, inv_freq, self.rotary_scale, direction)?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]

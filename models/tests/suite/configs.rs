@@ -1,6 +1,6 @@
 //! Configurations of released models, old and new spellings, and what is refused.
 
-use crate::fixture::Fixture;
+use crate::fixture::{Fixture, numbers};
 use serde_json::{Value, json};
 use terrace_kernels::GateFunction;
 use terrace_models::{Family, ModelConfig, RopeScaling, param_count};
@@ -56,6 +56,53 @@ fn released_models_have_the_published_sizes() {
             "tie_word_embeddings": true, "use_sliding_window": false, "vocab_size": 151936}"#,
     );
     assert_eq!(param_count(&qwen.unwrap()), 596_049_920);
+}
+
+/// Every key of every kind of scaling, as transformers takes it.
+#[test]
+fn rotary_frequencies_are_those_of_transformers() {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/rope.json");
+    let cases: Vec<Value> = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    for case in cases {
+        let config = parse(case["config"].clone()).unwrap();
+        let expected: Vec<f64> = numbers(&case["inv_freq"]);
+        let found = config.rope.inverse_frequencies(config.head_size);
+        assert_eq!(found.len(), expected.len());
+        let off = |(a, b): (f64, f64)| (a - b).abs() / b;
+        let worst = found.iter().map(|f| f64::from(*f)).zip(expected).map(off).fold(0.0, f64::max);
+        assert!(worst < 1e-6, "{}: off by {worst}", case["config"]);
+        let (factor, expected) = (config.rope.attention_factor(), case["attention_factor"].as_f64().unwrap());
+        assert!((f64::from(factor) - expected).abs() < 1e-7, "{}: {factor}", case["config"]);
+    }
+}
+
+#[test]
+fn no_token_is_not_an_end() {
+    let ends = |ids: Value| parse(json!({"eos_token_id": ids})).unwrap().eos_ids;
+    assert_eq!((ends(json!(-1)), ends(json!([-1, 3])), ends(json!(null))), (vec![], vec![3], vec![]));
+}
+
+/// Where nobody asks for them, numbers that are none are no reason to refuse a model.
+#[test]
+fn configurations_that_python_wrote() {
+    let text = |entry: &str| {
+        format!(
+            "\u{FEFF}{{\"architectures\": [\"LlamaForCausalLM\"], \"vocab_size\": 128, \"hidden_size\": 64, \"intermediate_size\": 96, \
+             \"num_hidden_layers\": 2, \"num_attention_heads\": 4, {entry}}}"
+        )
+    };
+    let with = |entry: &str| ModelConfig::parse(&text(entry)).map_err(|e| e.to_string());
+    with("\"time_step_limit\": [0.0, Infinity]").unwrap();
+    for (entry, place) in [
+        ("\"rms_norm_eps\": NaN", "`rms_norm_eps` must be a number"),
+        (
+            "\"rope_scaling\": {\"type\": \"linear\", \"factor\": Infinity}",
+            "`rope_scaling.factor` must be a number",
+        ),
+    ] {
+        let message = with(entry).unwrap_err();
+        assert!(message.contains(place), "{message}");
+    }
 }
 
 #[test]
@@ -128,8 +175,25 @@ fn what_is_not_computed_is_refused_by_name() {
         (json!({"hidden_act": "quick_gelu"}), vec!["hidden_act", "quick_gelu", "\"gelu_pytorch_tanh\""]),
         (json!({"hidden_act": 3}), vec!["hidden_act", "a string", "3"]),
         (json!({"quantization_config": {"quant_method": "gptq"}}), vec!["quantization_config", "gptq"]),
-        (json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}), vec!["dynamic", "llama3"]),
-        (json!({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}), vec!["yarn", "linear"]),
+        (
+            json!({"model_type": "mistral"}),
+            vec!["`model_type` is \"mistral\" and `architectures` names LlamaForCausalLM"],
+        ),
+        (
+            json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+            vec!["`max_position_embeddings` is missing", "dynamic"],
+        ),
+        (json!({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}), vec!["longrope", "\"yarn\""]),
+        (json!({"rope_parameters": {"rope_type": "yarn"}}), vec!["`rope_parameters.factor` is missing"]),
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 0}}),
+            vec!["attention_factor", "positive"],
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 1, "mscale_all_dim": -9}}),
+            vec!["rope_scaling.mscale", "attention factor of -"],
+        ),
+        (json!({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 4}}), vec!["rope_theta"]),
         (json!({"partial_rotary_factor": 0.5}), vec!["partial_rotary_factor", "0.5"]),
         (json!({"rope_scaling": {"rope_type": "linear"}}), vec!["`rope_scaling.factor` is missing"]),
         (json!({"rope_scaling": {"rope_type": "linear", "factor": -1}}), vec!["factor", "-1", "positive"]),
@@ -143,7 +207,7 @@ fn what_is_not_computed_is_refused_by_name() {
         ),
         (
             json!({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", "factor": 4}}),
-            vec!["yarn"],
+            vec!["`rope_scaling` says something else than rope_parameters"],
         ),
         (
             json!({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}),

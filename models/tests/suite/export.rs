@@ -89,6 +89,50 @@ fn the_configuration_names_the_dtype_of_the_weights() {
     }
 }
 
+/// A configuration that Python wrote is written as transformers writes such numbers.
+#[test]
+fn numbers_that_json_does_not_have_are_kept() {
+    let fixture = Fixture::new("llama2");
+    let out = tempfile::tempdir().unwrap();
+    let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
+    let config = config.replacen('{', "\u{FEFF}{\"time_step_limit\": [0.0, Infinity],", 1);
+    let mut reader = Copying::new(&fixture.folder, DType::F32);
+    export_folder(&mut reader, None, out.path(), u64::MAX, &config).unwrap();
+    let text = std::fs::read_to_string(out.path().join("config.json")).unwrap();
+    let written: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(written["time_step_limit"], serde_json::json!([0.0, {"__float__": "Infinity"}]));
+}
+
+#[test]
+fn whatever_the_tokenizer_is_made_of_is_copied() {
+    let source = tempfile::tempdir().unwrap();
+    let names =
+        ["tekken.json", "tokenizer.model.v3", "additional_chat_templates/tool_use.jinja", "readme.jinja"];
+    std::fs::create_dir(source.path().join("additional_chat_templates")).unwrap();
+    for name in names.iter().chain(&["additional_chat_templates/notes.txt"]) {
+        std::fs::write(source.path().join(name), name).unwrap();
+    }
+    let fixture = Fixture::new("qwen3");
+    let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
+    let root = tempfile::tempdir().unwrap();
+    let out = root.path().join("out");
+    let mut reader = Copying::new(&fixture.folder, DType::F32);
+    // Again over itself, which keeps what is there.
+    for from in [source.path(), &out] {
+        export_folder(&mut reader, Some(from), &out, u64::MAX, &config).unwrap();
+        for name in &names[..3] {
+            assert_eq!(std::fs::read_to_string(out.join(name)).unwrap(), *name);
+        }
+        assert!(!out.join("readme.jinja").exists());
+        let templates = std::fs::read_dir(out.join("additional_chat_templates")).unwrap();
+        assert_eq!(templates.count(), 1);
+    }
+    let failed = root.path().join("failed");
+    reader.broken = Some("model.norm.weight".into());
+    export_folder(&mut reader, Some(source.path()), &failed, u64::MAX, &config).unwrap_err();
+    assert!(!failed.exists());
+}
+
 #[test]
 fn a_failed_export_leaves_the_earlier_one() {
     let fixture = Fixture::new("qwen3");

@@ -8,8 +8,17 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 8] =
-    ["llama2", "llama31", "llama_biased", "llama_gelu", "llama_gelu_tanh", "mistral", "qwen2", "qwen3"];
+pub const NAMES: [&str; 9] = [
+    "llama2",
+    "llama31",
+    "llama_biased",
+    "llama_gelu",
+    "llama_gelu_tanh",
+    "llama_yarn",
+    "mistral",
+    "qwen2",
+    "qwen3",
+];
 
 /// The backends that every parity test runs on.
 pub fn backends() -> Vec<(&'static str, KernelSet)> {

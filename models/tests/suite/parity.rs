@@ -20,10 +20,15 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 6] = [
+    let ignored: [(&'static str, Change); 8] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
+        ("llama_yarn", |config| config.rope.scaling = RopeScaling::Default),
+        ("llama_yarn", |config| match &mut config.rope.scaling {
+            RopeScaling::Yarn { attention_factor, .. } => *attention_factor = 1.0,
+            other => panic!("{other:?}"),
+        }),
         ("mistral", |config| config.windows = vec![None; config.layers]),
         ("qwen2", |config| config.windows = vec![None; config.layers]),
         ("qwen3", |config| config.rope.theta = 10_000.0),
