@@ -105,14 +105,7 @@ pub fn train(
     let last = session.stats.snapshot();
     if !run.resume {
         keep_earlier_metrics(&metrics)?;
-        if let [first, others @ ..] = &retention::set_aside(&run.output)?[..] {
-            let more = if others.is_empty() {
-                String::new()
-            } else {
-                format!(", and {} more of them", others.len())
-            };
-            eprintln!("note: a saved model of an earlier run is in {} now{more}", first.display());
-        }
+        keep_earlier_saves(&run.output)?;
     }
     let mut metrics_file = MetricsWriter::open(&metrics, engine.step(), &engine.noted())
         .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?;
@@ -275,6 +268,16 @@ fn keep_earlier_metrics(metrics: &Path) -> Result<(), CliError> {
     std::fs::rename(metrics, &earlier)
         .map_err(|e| CliError::Failed(format!("renaming {}: {e}; {}", metrics.display(), advice(&e))))?;
     eprintln!("note: the metrics of an earlier run are in {} now", earlier.display());
+    Ok(())
+}
+
+/// Saved models of an earlier run in the same folder, too.
+fn keep_earlier_saves(output: &Path) -> Result<(), CliError> {
+    if let [first, others @ ..] = &retention::set_aside(output)?[..] {
+        let more =
+            if others.is_empty() { String::new() } else { format!(", and {} more of them", others.len()) };
+        eprintln!("note: a saved model of an earlier run is in {} now{more}", first.display());
+    }
     Ok(())
 }
 
