@@ -6,10 +6,11 @@ use crate::export::AfterCommit;
 use crate::network::Network;
 use crate::overlap::Gate;
 use crate::saving::Saving;
-use crate::{EngineConfig, EngineError, Placement, Result};
+use crate::{EngineConfig, EngineError, Placement, Result, StepReport};
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use terrace_device::Device;
 use terrace_optimizer::{Optimizer, StateKind, StateLayout, WeightType, optimizer};
 use terrace_tiers::{
@@ -256,6 +257,14 @@ impl StateHome {
         match self {
             Self::Resident(_) => None,
             Self::Disk(stored) => Some(stored),
+        }
+    }
+
+    /// A step is done.
+    pub(crate) fn note_step(&self, report: &StepReport) {
+        if let Some(store) = self.disk() {
+            let [waited, took] = [report.weights_stall_seconds, report.seconds].map(Duration::from_secs_f64);
+            store.note_step(waited, took);
         }
     }
 

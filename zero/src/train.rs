@@ -194,6 +194,7 @@ impl Engine {
         self.step = step;
         report.commit_seconds = committing.elapsed().as_secs_f64();
         report.seconds = began.elapsed().as_secs_f64();
+        self.home.note_step(&report);
         Ok(report)
     }
 

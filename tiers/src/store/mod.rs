@@ -60,7 +60,7 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use terrace_aio::{FileId, IoEngine, IoError, OpKind, OpenMode, Ticket, Urgency};
 pub(crate) use transfer::Check;
 pub use transfer::{Arrived, PendingRead, Sealed};
@@ -230,6 +230,11 @@ impl DiskStore {
     #[must_use]
     pub fn sync_ahead(self, sync_ahead: SyncAhead) -> Self {
         Self { sync_ahead, ..self }
+    }
+
+    /// A step took so long, and waited for reads in it: what [`SyncAhead::Auto`] goes by.
+    pub fn note_step(&self, waited: Duration, took: Duration) {
+        self.experience.note_step(waited, took);
     }
 
     /// The layout.
@@ -479,7 +484,7 @@ impl DiskStore {
         let result = self.complete(step, trainer).and_then(|(slot, was_ahead)| {
             let began = Instant::now();
             self.extents.volume.sync()?;
-            self.experience.note(was_ahead, began.elapsed());
+            self.experience.note_sync(was_ahead, began.elapsed());
             Ok(slot)
         });
         match result {
