@@ -82,7 +82,7 @@ pub struct ModelConfig {
     pub windows: Vec<Option<usize>>,
     /// Rotary position embedding.
     pub rope: Rope,
-    /// Positions the model was trained for.
+    /// Positions the model was trained for, or those that the scaling of its rotary embedding stretches them to.
     pub positions_max: usize,
     /// The part of attention's weights that training would drop, which is not computed here. All else has no dropout.
     pub attention_dropout: f64,
@@ -141,6 +141,7 @@ impl ModelConfig {
             Family::Qwen2 | Family::Qwen3 => 32_768,
         };
         let positions_max = entries.size_or("max_position_embeddings", positions_max)?;
+        let rope = Rope::parse(&entries, head_size, positions_max)?;
         let attention_bias = entries.flag("attention_bias", false)?;
         let config = Self {
             family,
@@ -163,8 +164,9 @@ impl ModelConfig {
             gate_function: gate_function(&entries)?,
             qk_norm: family == Family::Qwen3,
             windows: windows(&entries, family, layers)?,
-            rope: Rope::parse(&entries, head_size, positions_max)?,
-            positions_max,
+            // Folders whose owner was told to add the scaling alone keep the positions of before.
+            positions_max: rope.positions().map_or(positions_max, |stretched| stretched.max(positions_max)),
+            rope,
             attention_dropout: entries.number_or("attention_dropout", 0.0)?,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
             eos_ids: entries.ids("eos_token_id")?,

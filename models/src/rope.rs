@@ -115,6 +115,16 @@ impl Rope {
             .collect()
     }
 
+    /// Positions that the scaling stretches the original context to, if it says so.
+    pub(crate) fn positions(&self) -> Option<usize> {
+        match self.scaling {
+            RopeScaling::Yarn { factor, original_positions, .. } => {
+                Some((factor * original_positions) as usize)
+            }
+            _ => None,
+        }
+    }
+
     /// What cosines and sines are multiplied by.
     pub fn attention_factor(&self) -> f32 {
         match self.scaling {

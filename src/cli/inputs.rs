@@ -49,7 +49,9 @@ impl ModelFacts {
                     path.display()
                 ))
             })?,
-            positions_max: number(&["max_position_embeddings", "n_positions", "max_sequence_length"]),
+            // Scaling may stretch them. What is wrong with the model otherwise is said when it is loaded.
+            positions_max: number(&["max_position_embeddings", "n_positions", "max_sequence_length"])
+                .map(|max| ModelConfig::parse(&text).map_or(max, |model| model.positions_max.max(max))),
         })
     }
 }

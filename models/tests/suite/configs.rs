@@ -137,6 +137,16 @@ fn positions_follow_the_family() {
     assert_eq!(families.map(positions), [2048, 131_072, 32_768, 32_768]);
 }
 
+/// Of a folder to which only the scaling was added, and of one that has the positions it leads to.
+#[test]
+fn yarn_stretches_positions() {
+    for positions in [32_768, 131_072] {
+        let scaling = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768});
+        let config = parse(json!({"max_position_embeddings": positions, "rope_scaling": scaling}));
+        assert_eq!(config.unwrap().positions_max, 131_072);
+    }
+}
+
 #[test]
 fn biases_follow_the_family() {
     let biases = |architecture: &str| {
