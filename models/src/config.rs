@@ -90,6 +90,8 @@ pub struct ModelConfig {
     pub initializer_std: f32,
     /// Tokens that end a generation.
     pub eos_ids: Vec<u32>,
+    /// The token of padding, whose embedding gets no gradient by being looked up, as with `padding_idx` of `torch.nn.Embedding`.
+    pub pad_id: Option<usize>,
 }
 
 impl ModelConfig {
@@ -141,11 +143,12 @@ impl ModelConfig {
             Family::Qwen2 | Family::Qwen3 => 32_768,
         };
         let positions_max = entries.size_or("max_position_embeddings", positions_max)?;
+        let vocab = entries.size("vocab_size")?;
         let rope = Rope::parse(&entries, head_size, positions_max)?;
         let attention_bias = entries.flag("attention_bias", false)?;
         let config = Self {
             family,
-            vocab: entries.size("vocab_size")?,
+            vocab,
             hidden,
             feed_forward: entries.size("intermediate_size")?,
             layers,
@@ -170,6 +173,7 @@ impl ModelConfig {
             attention_dropout: entries.number_or("attention_dropout", 0.0)?,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
             eos_ids: entries.ids("eos_token_id")?,
+            pad_id: pad_id(&entries, vocab)?,
         };
         config.check()?;
         Ok(config)
@@ -215,6 +219,17 @@ impl ModelConfig {
         }
         Ok(())
     }
+}
+
+/// Negative ids count from the end, as those of `padding_idx` do.
+fn pad_id(entries: &Entries<'_>, vocab: usize) -> Result<Option<usize>> {
+    let Some(id) = entries.number("pad_token_id")? else { return Ok(None) };
+    let from_start = if id < 0.0 { id + vocab as f64 } else { id };
+    if from_start.fract() != 0.0 || !(0.0..vocab as f64).contains(&from_start) {
+        let detail = format!("is {id}; it must be a token id below vocab_size = {vocab}");
+        return Err(entries.error("pad_token_id", detail));
+    }
+    Ok(Some(from_start as usize))
 }
 
 fn family(entries: &Entries<'_>) -> Result<Family> {

@@ -11,13 +11,15 @@ use terrace_zero::{Block, Context, Gradients, Mode, OutputSpec, ParamSpec, Resul
 pub struct EmbeddingBlock {
     params: Vec<ParamSpec>,
     hidden: usize,
+    /// The row that gets no gradient.
+    pad_id: Option<usize>,
 }
 
 impl EmbeddingBlock {
     /// The embedding of a model.
     pub fn new(config: &ModelConfig) -> Self {
         let params = vec![ParamSpec::new(EMBEDDING_NAME, &[config.vocab, config.hidden])];
-        Self { params, hidden: config.hidden }
+        Self { params, hidden: config.hidden, pad_id: config.pad_id }
     }
 }
 
@@ -54,6 +56,13 @@ impl Block for EmbeddingBlock {
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let dy = dy.expect("only the last block has no dy, and the embedding is the first");
-        Ok(cx.kernels.embedding.scatter_add(cx.input(IDS), dy, gradients.get(0)?)?)
+        let (kernels, ids) = (cx.kernels, cx.input(IDS));
+        let mut table_VD = gradients.get(0)?;
+        let Some(pad) = self.pad_id else { return Ok(kernels.embedding.scatter_add(ids, dy, table_VD)?) };
+        // What it has of a head that shares the table stays.
+        let mut before_1D = cx.tensor_of(DType::F32, &[1, self.hidden])?;
+        kernels.elementwise.cast(table_VD.view().rows(pad, pad + 1), before_1D.view_mut())?;
+        kernels.embedding.scatter_add(ids, dy, table_VD.reborrow())?;
+        Ok(kernels.elementwise.cast(before_1D.view(), table_VD.rows(pad, pad + 1))?)
     }
 }
