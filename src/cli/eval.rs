@@ -113,10 +113,17 @@ fn evaluate(
 struct WorkDir(std::path::PathBuf);
 
 fn tempdir() -> Result<WorkDir, CliError> {
-    let path = std::env::temp_dir().join(format!("terrace-eval-{}", std::process::id()));
-    std::fs::create_dir_all(&path)
-        .map_err(|e| CliError::Failed(format!("creating {}: {e}", path.display())))?;
-    Ok(WorkDir(path))
+    let (folder, process) = (std::env::temp_dir(), std::process::id());
+    // Containers may share the folder, and have processes of the same number.
+    for attempt in 0_u32.. {
+        let path = folder.join(format!("terrace-eval-{process}-{attempt}"));
+        match std::fs::create_dir(&path) {
+            Ok(()) => return Ok(WorkDir(path)),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(CliError::Failed(format!("creating {}: {error}", path.display()))),
+        }
+    }
+    unreachable!("folders do not have as many names as there are numbers")
 }
 
 impl WorkDir {
