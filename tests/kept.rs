@@ -6,35 +6,52 @@ mod support;
 
 use std::fs;
 use std::process::{Command, Stdio};
-use support::{Bench, Shape, SmallDisk, cmd};
+use support::{Bench, Cmd, Shape, SmallDisk, cmd};
 
 /// A folder where a file is to be written stands for whatever may be in the way.
 fn obstruct(bench: &Bench, path: &str) {
     fs::create_dir_all(bench.path(path)).unwrap();
 }
 
+fn saving(bench: &Bench, output: &str, rate: &str, steps: &str) -> Cmd {
+    let run = bench.finetune(output).without("--learning-rate").args(&["--scheduler", "constant"]);
+    run.args(&["--learning-rate", rate, "--steps", steps, "--save-every", "2"])
+}
+
 #[test]
 fn weights_of_an_earlier_run_are_not_taken_for_those_of_a_save() {
     let bench = Bench::tiny();
-    let run = |output: &str, rate: &str| {
-        let run = bench.finetune(output).without("--learning-rate");
-        run.args(&["--learning-rate", rate, "--steps", "4", "--save-every", "2"])
-    };
-    run("out", "1e-3").ok();
-    run("undisturbed", "2e-3").ok();
-    fs::remove_dir_all(bench.path("out/.terrace")).unwrap();
+    saving(&bench, "earlier", "1e-3", "2").ok();
+    saving(&bench, "undisturbed", "2e-3", "4").ok();
+    saving(&bench, "out", "2e-3", "1").ok();
     let saved = bench.path("out/checkpoint-2/model.safetensors");
-    assert!(saved.exists());
     // The save of step 2 ends before it replaces anything.
     obstruct(&bench, "out/checkpoint-2/.model.safetensors.partial");
-    run("out", "2e-3").fails(1, &["out/checkpoint-2/.model.safetensors.partial"]);
+    fs::copy(bench.path("earlier/checkpoint-2/model.safetensors"), &saved).unwrap();
+    let resumed = || saving(&bench, "out", "2e-3", "4").args(&["--resume"]);
+    resumed().fails(1, &["out/checkpoint-2/.model.safetensors.partial"]);
     assert!(!saved.exists(), "a process that goes on would take it for its own");
     fs::remove_dir(bench.path("out/checkpoint-2/.model.safetensors.partial")).unwrap();
-    run("out", "2e-3").args(&["--resume"]).ok();
+    resumed().ok();
     for folder in ["", "/checkpoint-4"] {
         let [found, expected] = ["out", "undisturbed"].map(|run| bench.weights(&format!("{run}{folder}")));
         assert!(found == expected, "{folder}");
     }
+}
+
+#[test]
+fn saves_of_an_earlier_run_are_set_aside() {
+    let bench = Bench::tiny();
+    saving(&bench, "out", "1e-3", "4").ok();
+    let earlier = bench.weights("out/checkpoint-2");
+    fs::remove_dir_all(bench.path("out/.terrace")).unwrap();
+    let again = saving(&bench, "out", "2e-3", "4").args(&["--save-total-limit", "1"]).ok().stderr;
+    assert!(
+        again.contains("of an earlier run is in") && again.contains("checkpoint-2.1 now, and 1 more"),
+        "{again}"
+    );
+    assert!(bench.weights("out/checkpoint-2.1") == earlier && bench.path("out/checkpoint-4.1").exists());
+    assert!(!bench.path("out/checkpoint-2").exists() && bench.path("out/checkpoint-4").exists());
 }
 
 #[test]

@@ -444,7 +444,12 @@ impl Planner<'_> {
             if config.training.is_some() {
                 for blob in &self.kinds.blobs {
                     let what = format!("optimizer state in flight: {}", blob.kind.words());
-                    memory.add(Tier::Host, what, windows.update_slots as u64, blob.bytes(chunk));
+                    memory.add(
+                        Tier::Host,
+                        what,
+                        windows.update_slots as u64,
+                        page(blob.bytes(chunk) as usize),
+                    );
                 }
             } else {
                 memory.add(Tier::Host, "loading weights", 2, chunk * weight_bytes);
