@@ -138,7 +138,7 @@ impl HostMemory {
 impl Drop for HostMemory {
     fn drop(&mut self) {
         // Hazard (unmapped while pinned): what a lost device may still read stays mapped.
-        let left = self.pinned.iter_mut().filter_map(|pinned| (!pinned.end()).then_some(())).count();
+        let left = self.pinned.iter_mut().map(Pinned::end).filter(|ended| !ended).count();
         if left == 0 {
             // SAFETY: mapped in `new` with this length, and no borrow of it is left.
             unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };

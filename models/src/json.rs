@@ -12,10 +12,10 @@ pub(crate) const FLOAT_TAG: &str = "__float__";
 /// It is no JSON otherwise.
 pub fn parse_json(text: &str) -> serde_json::Result<Value> {
     let text = text.strip_prefix('\u{FEFF}').unwrap_or(text);
-    match (serde_json::from_str(text), tagged(text)) {
-        (Err(_), Some(tagged)) => serde_json::from_str(&tagged),
-        (result, _) => result,
-    }
+    serde_json::from_str(text).or_else(|error| match tagged(text) {
+        Some(tagged) => serde_json::from_str(&tagged),
+        None => Err(error),
+    })
 }
 
 /// The text with its numbers that are not finite as objects; `None` if it has none.

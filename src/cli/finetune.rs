@@ -263,8 +263,7 @@ fn keep_earlier_metrics(metrics: &Path) -> Result<(), CliError> {
     if std::fs::metadata(metrics).map_or(0, |file| file.len()) == 0 {
         return Ok(());
     }
-    let name = |number: u32| metrics.with_extension(format!("jsonl.{number}"));
-    let earlier = (1..).map(name).find(|path| !path.exists()).expect("numbers do not end before files do");
+    let earlier = retention::first_free(|number| metrics.with_extension(format!("jsonl.{number}")));
     std::fs::rename(metrics, &earlier)
         .map_err(|e| CliError::Failed(format!("renaming {}: {e}; {}", metrics.display(), advice(&e))))?;
     eprintln!("note: the metrics of an earlier run are in {} now", earlier.display());

@@ -54,6 +54,11 @@ fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>, CliError> {
     read().map_err(|e| failed("reading", folder, &e))
 }
 
+/// The first of the paths for one, two and so on where nothing is.
+pub fn first_free(name: impl Fn(u32) -> PathBuf) -> PathBuf {
+    (1..).map(name).find(|path| !path.exists()).expect("numbers do not end before files do")
+}
+
 /// Gives the saves of an earlier run in the same folder other names, `checkpoint-N.1` and so on, under which they are none of this run's: it
 /// would count them, remove others for them, and take one for its own of that step. Gives where they are now.
 ///
@@ -62,8 +67,7 @@ fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>, CliError> {
 pub fn set_aside(output: &Path) -> Result<Vec<PathBuf>, CliError> {
     let mut aside = Vec::new();
     for (step, path) in saves(output)? {
-        let name = |number: u32| output.join(format!("checkpoint-{step}.{number}"));
-        let free = (1..).map(name).find(|path| !path.exists()).expect("numbers do not end before folders do");
+        let free = first_free(|number| output.join(format!("checkpoint-{step}.{number}")));
         std::fs::rename(&path, &free).map_err(|e| failed("renaming", &path, &e))?;
         aside.push(free);
     }

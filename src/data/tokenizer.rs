@@ -47,7 +47,7 @@ impl TextTokenizer {
     /// How to make the file at `path` of what its folder has instead, starting with a semicolon; empty if there is nothing.
     pub(crate) fn advice(path: &Path) -> String {
         let is_there = |name: &&str| path.with_file_name(name).exists();
-        let merges = ["merges.txt"].iter().any(is_there);
+        let merges = is_there(&"merges.txt");
         let others = ["tokenizer.model", "tokenizer.model.v3", "tekken.json", "vocab.json"];
         match others.iter().find(|name| is_there(name) && (merges || **name != "vocab.json")) {
             None => String::new(),

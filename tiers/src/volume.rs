@@ -346,7 +346,7 @@ impl Volume {
 
     /// Makes every completed write durable.
     pub(crate) fn sync(&self) -> Result<(), TierError> {
-        wait_all(self.begin_sync())
+        Ok(wait_all(self.begin_sync())?)
     }
 
     /// Begins to.
@@ -385,7 +385,7 @@ pub(crate) fn not_ours(path: &Path) -> TierError {
 }
 
 /// Waits for every ticket, so that nothing is in flight afterwards, and gives the first error.
-pub(crate) fn wait_all(tickets: impl IntoIterator<Item = Ticket>) -> Result<(), TierError> {
+pub(crate) fn wait_all(tickets: impl IntoIterator<Item = Ticket>) -> Result<(), IoError> {
     let mut first = Ok(());
     for ticket in tickets {
         let result = ticket.wait();
@@ -393,7 +393,7 @@ pub(crate) fn wait_all(tickets: impl IntoIterator<Item = Ticket>) -> Result<(), 
             first = result.map(drop);
         }
     }
-    Ok(first?)
+    first
 }
 
 /// Whether to treat paths as real directories: create and lock them and look at their free space. A simulated

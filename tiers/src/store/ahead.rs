@@ -8,6 +8,7 @@
 //! Hazard (an error that is told once): the system says that written bytes were lost to the first sync after it, and the next may say that
 //! all is well. So a sync ahead that failed fails the commit.
 
+use crate::volume::wait_all;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use terrace_aio::{IoError, Ticket};
@@ -115,7 +116,7 @@ pub(super) struct Ahead {
 }
 
 impl Ahead {
-    /// Counts bytes whose writing begins, and whether it is time for a sync: there is none under way, and they are a share.
+    /// Counts bytes whose writing begins while it pays, and says whether it is time for a sync: there is none under way, and they are a share.
     pub(super) fn is_due(&mut self, bytes: u64, share: u64) -> bool {
         self.unsynced += bytes;
         self.unsynced >= share && self.tickets.iter().all(Ticket::is_done)
@@ -130,8 +131,7 @@ impl Ahead {
 
     /// Waits for the last one.
     pub(super) fn wait(&mut self) -> Result<(), IoError> {
-        let all = std::mem::take(&mut self.tickets).into_iter().map(|ticket| ticket.wait().map(drop));
-        all.fold(Ok(()), Result::and)
+        wait_all(std::mem::take(&mut self.tickets))
     }
 }
 

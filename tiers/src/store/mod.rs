@@ -425,8 +425,8 @@ impl DiskStore {
         // What is done need not be remembered; that it failed, must.
         let done = if fence.front().is_some_and(Ticket::is_done) { fence.pop_front() } else { None };
         fence.push_back(ticket);
-        let share = spec.volume_bytes() / (spec.generations * spec.groups.len().max(1) as u64);
-        let is_due = next.ahead.is_due(len as u64, share) && self.experience.pays(self.sync_ahead);
+        let share = || spec.volume_bytes() / (spec.generations * spec.groups.len().max(1) as u64);
+        let is_due = self.experience.pays(self.sync_ahead) && next.ahead.is_due(len as u64, share());
         let ahead = if is_due { next.ahead.begin(volume.begin_sync()) } else { Ok(()) };
         match done.map_or(Ok(()), |done| done.wait().map(drop)).and(ahead) {
             Ok(()) => Ok(()),
