@@ -422,7 +422,7 @@ pub struct CalibrateArgs {
     /// File for the profile; other sections in it stay [default: profile.json in the cache folder, where later runs find it]
     #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,
-    /// Measure for about 10 seconds instead of a minute, less exactly
+    /// Measure for about 10 seconds instead of 40, less exactly
     #[arg(long)]
     pub quick: bool,
     /// The device to measure beside the CPU: auto, cpu or cuda:N
