@@ -9,7 +9,9 @@ use serde_json::json;
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use terrace::data::{DataConfig, Dataset, Sampler, TextTokenizer};
-use terrace::models::{ModelConfig, RandomSource, Row, SafetensorsSource, TokenBatch, build, export_folder};
+use terrace::models::{
+    Model, ModelConfig, RandomSource, Row, SafetensorsSource, TokenBatch, build, export_folder,
+};
 use terrace::optimizer::{Schedule, ScheduleKind};
 use terrace::{
     BatchLimits, Block, DType, Engine, EngineConfig, EngineError, IoConfig, MicroBatch, TrainingConfig,
@@ -40,11 +42,10 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // The model: its shape from config.json, its weights as a source that is read range by range, never as a whole.
     let config_text = std::fs::read_to_string(model.join("config.json"))?;
-    let config = ModelConfig::parse(&config_text)?;
-    let blocks = build(&config);
-    let mut weights = SafetensorsSource::open(&model)?;
+    let Model { config, blocks } = Model::new(ModelConfig::parse(&config_text)?);
+    let described = Model::new(config.clone());
     // Says which tensor is missing or has another shape before anything is written.
-    blocks.iter().try_for_each(|block| weights.validate(block.params()))?;
+    let mut weights = SafetensorsSource::for_model(&model, &described)?;
 
     // The data: tokenised once into a file in the work directory, then read by sample number.
     let tokenizer = TextTokenizer::find(&model)?;
@@ -92,7 +93,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let probe = batches_of(0)?.swap_remove(0);
     let trained = engine.evaluate(&probe)?;
     drop(engine);
-    let mut exported = frozen(build(&config), &batches, &mut SafetensorsSource::open(&output)?)?;
+    let mut written = SafetensorsSource::for_model(&output, &described)?;
+    let mut exported = frozen(described.blocks, &batches, &mut written)?;
     assert_eq!(exported.evaluate(&probe)?, trained);
     if made {
         assert!(losses[losses.len() - 1] < losses[0] - 0.5, "the made model learns: {losses:?}");

@@ -147,6 +147,12 @@ fn models_with_dropout_are_not_trained() {
         set(&bench, "attention_dropout", &none);
         plan().ok();
     }
+    // A family that has more than one, and has them where its configuration is silent.
+    set(&bench, "model_type", &Value::Null);
+    set(&bench, "architectures", &json!(["SeedOssForCausalLM"]));
+    set(&bench, "residual_dropout", &json!(0.2));
+    plan().fails(2, &["`attention_dropout` is 0.1 and `residual_dropout` is 0.2", "set each to 0.0"]);
+    set(&bench, "architectures", &json!(["LlamaForCausalLM"]));
     run().ok();
 }
 

@@ -6,18 +6,21 @@
 
 use crate::entries::Entries;
 use crate::json::parse_json;
-use crate::rope::Rope;
+use crate::rope::{Rope, RopeScaling};
 use crate::{ModelError, Result};
 use std::path::Path;
 use terrace_kernels::GateFunction;
 use terrace_kernels::cpu::HEAD_MAX;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 4] = [
+const FAMILIES: [(Family, &str, &str); 7] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
     (Family::Qwen3, "Qwen3ForCausalLM", "qwen3"),
+    (Family::Phi3, "Phi3ForCausalLM", "phi3"),
+    (Family::SeedOss, "SeedOssForCausalLM", "seed_oss"),
+    (Family::SmolLm3, "SmolLM3ForCausalLM", "smollm3"),
 ];
 
 /// Functions of the feed-forward's gate, as `hidden_act` spells them.
@@ -43,6 +46,78 @@ pub enum Family {
     Qwen2,
     /// Qwen 3: queries and keys are normalized per head.
     Qwen3,
+    /// Phi 3 and 4: files hold query, key and value projections as one tensor, and gate and up as one.
+    Phi3,
+    /// Seed-OSS: biased query, key and value projections, dropout in training.
+    SeedOss,
+    /// SmolLM 3: some layers have no rotary embedding.
+    SmolLm3,
+}
+
+/// What an absent entry means where the classes of transformers differ.
+struct Defaults {
+    /// As many as query heads, if `None`.
+    kv_heads: Option<usize>,
+    /// Hidden size by query heads, if `None`.
+    head_size: Option<usize>,
+    positions: usize,
+    norm_eps: f64,
+    theta: f64,
+    tied: bool,
+    pad: Option<usize>,
+    dropout: f64,
+}
+
+impl Family {
+    fn defaults(self) -> Defaults {
+        let llama = Defaults {
+            kv_heads: None,
+            head_size: None,
+            positions: 2048,
+            norm_eps: 1e-6,
+            theta: 10_000.0,
+            tied: false,
+            pad: None,
+            dropout: 0.0,
+        };
+        match self {
+            Self::Llama => llama,
+            Self::Mistral => Defaults { kv_heads: Some(8), positions: 131_072, ..llama },
+            Self::Qwen2 => Defaults { positions: 32_768, ..llama },
+            Self::Qwen3 => Defaults { head_size: Some(128), positions: 32_768, ..llama },
+            Self::Phi3 => Defaults { positions: 4096, norm_eps: 1e-5, pad: Some(32_000), ..llama },
+            Self::SeedOss => Defaults {
+                kv_heads: Some(8),
+                head_size: Some(128),
+                positions: 524_288,
+                pad: Some(1),
+                dropout: 0.1,
+                ..llama
+            },
+            Self::SmolLm3 => Defaults {
+                kv_heads: Some(4),
+                positions: 32_768,
+                theta: 2_000_000.0,
+                tied: true,
+                pad: Some(128_004),
+                ..llama
+            },
+        }
+    }
+
+    /// The parts that training drops, as config.json spells them.
+    fn dropouts(self) -> &'static [&'static str] {
+        match self {
+            Self::Phi3 => &["attention_dropout", "resid_pdrop", "embd_pdrop"],
+            Self::SeedOss => &["attention_dropout", "residual_dropout"],
+            _ => &["attention_dropout"],
+        }
+    }
+
+    /// Whether files hold projections of the same input as one tensor.
+    pub(crate) fn is_fused(self) -> bool {
+        self == Self::Phi3
+    }
 }
 
 /// What the blocks of a decoder-only model depend on.
@@ -80,12 +155,14 @@ pub struct ModelConfig {
     pub qk_norm: bool,
     /// Sliding window of each layer; `None` sees everything before it.
     pub windows: Vec<Option<usize>>,
+    /// Whether each layer rotates its queries and keys by their positions.
+    pub rotated: Vec<bool>,
     /// Rotary position embedding.
     pub rope: Rope,
     /// Positions the model was trained for, or those that the scaling of its rotary embedding stretches them to.
     pub positions_max: usize,
-    /// The part of attention's weights that training would drop, which is not computed here. All else has no dropout.
-    pub attention_dropout: f64,
+    /// Entries of config.json by which training would drop something, which is not computed here, and the part it would drop.
+    pub dropouts: Vec<(&'static str, f64)>,
     /// Standard deviation of freshly initialized weights.
     pub initializer_std: f32,
     /// Tokens that end a generation.
@@ -127,25 +204,28 @@ impl ModelConfig {
             let detail = format!("is {layers}; more than {LAYERS_MAX} layers are not supported");
             return Err(entries.error("num_hidden_layers", detail));
         }
-        let kv_heads = match (entries.optional_size("num_key_value_heads")?, family) {
-            (Some(kv_heads), _) => kv_heads,
-            (None, Family::Mistral) if !entries.has("num_key_value_heads") => 8,
-            (None, _) => heads,
+        let defaults = family.defaults();
+        let kv_heads = match entries.optional_size("num_key_value_heads")? {
+            Some(kv_heads) => kv_heads,
+            None if entries.has("num_key_value_heads") => heads,
+            None => defaults.kv_heads.unwrap_or(heads),
         };
-        let head_size = match entries.optional_size("head_dim")? {
-            Some(head_size) => head_size,
-            None if family == Family::Qwen3 => 128,
-            None => divided(hidden, heads)?,
+        let head_size = match (entries.optional_size("head_dim")?, family) {
+            (Some(head_size), _) => head_size,
+            (None, Family::SeedOss) if entries.has("head_dim") => divided(hidden, heads)?,
+            (None, _) => defaults.head_size.map_or_else(|| divided(hidden, heads), Ok)?,
         };
-        let positions_max = match family {
-            Family::Llama => 2048,
-            Family::Mistral => 131_072,
-            Family::Qwen2 | Family::Qwen3 => 32_768,
-        };
-        let positions_max = entries.size_or("max_position_embeddings", positions_max)?;
+        let positions_max = entries.size_or("max_position_embeddings", defaults.positions)?;
         let vocab = entries.size("vocab_size")?;
-        let rope = Rope::parse(&entries, head_size, positions_max)?;
-        let attention_bias = entries.flag("attention_bias", false)?;
+        let rope = Rope::parse(&entries, head_size, positions_max, defaults.theta)?;
+        if family == Family::Phi3 && rope.scaling != RopeScaling::Default {
+            return Err(ModelError::Unsupported {
+                what: "rope scaling of Phi3ForCausalLM".into(),
+                found: "\"longrope\", whatever it is called here,".into(),
+                supported: "none (models of 4096 positions, and Phi 4)".into(),
+            });
+        }
+        let attention_bias = entries.flag("attention_bias", family == Family::SeedOss)?;
         let config = Self {
             family,
             vocab,
@@ -155,25 +235,33 @@ impl ModelConfig {
             heads,
             kv_heads,
             head_size,
-            norm_eps: entries.number_or("rms_norm_eps", 1e-6)? as f32,
-            tied: entries.flag("tie_word_embeddings", false)?,
+            norm_eps: entries.number_or("rms_norm_eps", defaults.norm_eps)? as f32,
+            tied: entries.flag("tie_word_embeddings", defaults.tied)?,
             qkv_bias: match family {
                 Family::Qwen2 => true,
-                Family::Mistral => false,
-                Family::Llama | Family::Qwen3 => attention_bias,
+                Family::Mistral | Family::Phi3 => false,
+                Family::Llama | Family::Qwen3 | Family::SeedOss | Family::SmolLm3 => attention_bias,
             },
-            output_bias: matches!(family, Family::Llama | Family::Qwen3) && attention_bias,
-            mlp_bias: family == Family::Llama && entries.flag("mlp_bias", false)?,
+            output_bias: match family {
+                Family::Llama | Family::Qwen3 | Family::SmolLm3 => attention_bias,
+                Family::SeedOss => entries.flag("attention_out_bias", false)?,
+                Family::Mistral | Family::Qwen2 | Family::Phi3 => false,
+            },
+            mlp_bias: match family {
+                Family::Llama | Family::SeedOss => entries.flag("mlp_bias", false)?,
+                _ => false,
+            },
             gate_function: gate_function(&entries)?,
             qk_norm: family == Family::Qwen3,
             windows: windows(&entries, family, layers)?,
+            rotated: rotated(&entries, family, layers)?,
             // Folders whose owner was told to add the scaling alone keep the positions of before.
             positions_max: rope.positions().map_or(positions_max, |stretched| stretched.max(positions_max)),
             rope,
-            attention_dropout: entries.number_or("attention_dropout", 0.0)?,
+            dropouts: dropouts(&entries, family, defaults.dropout)?,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
             eos_ids: entries.ids("eos_token_id")?,
-            pad_id: pad_id(&entries, vocab)?,
+            pad_id: pad_id(&entries, vocab, defaults.pad)?,
         };
         config.check()?;
         Ok(config)
@@ -213,16 +301,21 @@ impl ModelConfig {
         if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
             return refuse("rms_norm_eps", format!("is {}; it must be positive", self.norm_eps));
         }
-        if self.windows.len() != self.layers {
-            let detail = format!("has {} entries for {} layers", self.windows.len(), self.layers);
-            return refuse("layer_types", detail);
+        for (key, entries) in [("layer_types", self.windows.len()), ("no_rope_layers", self.rotated.len())] {
+            if entries != self.layers {
+                return refuse(key, format!("has {entries} entries for {} layers", self.layers));
+            }
         }
         Ok(())
     }
 }
 
 /// Negative ids count from the end, as those of `padding_idx` do.
-fn pad_id(entries: &Entries<'_>, vocab: usize) -> Result<Option<usize>> {
+fn pad_id(entries: &Entries<'_>, vocab: usize, default: Option<usize>) -> Result<Option<usize>> {
+    if !entries.has("pad_token_id") {
+        // A class that has one cannot be built with fewer tokens.
+        return Ok(default.filter(|id| *id < vocab));
+    }
     let Some(id) = entries.number("pad_token_id")? else { return Ok(None) };
     let from_start = if id < 0.0 { id + vocab as f64 } else { id };
     if from_start.fract() != 0.0 || !(0.0..vocab as f64).contains(&from_start) {
@@ -281,10 +374,33 @@ fn refuse_unsupported(entries: &Entries<'_>) -> Result {
     Ok(())
 }
 
+/// The entries that drop something in training.
+fn dropouts(entries: &Entries<'_>, family: Family, default: f64) -> Result<Vec<(&'static str, f64)>> {
+    let part = |key: &&'static str| entries.number_or(key, default).map(|part| (*key, part));
+    let all = family.dropouts().iter().map(part).collect::<Result<Vec<_>>>()?;
+    Ok(all.into_iter().filter(|(_, part)| *part != 0.0).collect())
+}
+
+/// Which layers rotate queries and keys: all, but in SmolLM 3 the last of every `no_rope_layer_interval`.
+fn rotated(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<bool>> {
+    if family != Family::SmolLm3 {
+        return Ok(vec![true; layers]);
+    }
+    if let Some(listed) = entries.numbers("no_rope_layers")? {
+        // Of a longer list the classes of transformers take what they need.
+        return Ok(listed.iter().take(layers).map(|number| *number != 0.0).collect());
+    }
+    let interval = entries.size_or("no_rope_layer_interval", 4)?;
+    Ok((1..=layers).map(|layer| !layer.is_multiple_of(interval)).collect())
+}
+
 /// The sliding window of each layer, as the family's class in transformers derives it.
 fn windows(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
-    if family == Family::Llama {
-        return Ok(vec![None; layers]);
+    match family {
+        Family::Llama | Family::SeedOss => return Ok(vec![None; layers]),
+        Family::Phi3 => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
+        Family::SmolLm3 => return smollm3_windows(entries, layers),
+        Family::Mistral | Family::Qwen2 | Family::Qwen3 => {}
     }
     let window = match entries.optional_size("sliding_window")? {
         None if !entries.has("sliding_window") => Some(4096),
@@ -301,6 +417,17 @@ fn windows(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<O
     }
     let full_layers = entries.size_or_zero("max_window_layers", 28)?;
     Ok((0..layers).map(|layer| window.filter(|_| layer >= full_layers)).collect())
+}
+
+fn smollm3_windows(entries: &Entries<'_>, layers: usize) -> Result<Vec<Option<usize>>> {
+    let window = entries.optional_size("sliding_window")?;
+    let window = if entries.flag("use_sliding_window", false)? { window } else { None };
+    if let Some(kinds) = entries.strings("layer_types")? {
+        return kinds.iter().map(|kind| layer_window(kind, window)).collect();
+    }
+    // What is not rotated by positions sees only some of them.
+    let rotated = rotated(entries, Family::SmolLm3, layers)?;
+    Ok(rotated.iter().map(|rotated| window.filter(|_| !rotated)).collect())
 }
 
 fn layer_window(kind: &str, window: Option<usize>) -> Result<Option<usize>> {

@@ -142,6 +142,16 @@ impl<'a> Entries<'a> {
         }
     }
 
+    /// An array of numbers; `None` when absent or null.
+    pub(crate) fn numbers(&self, key: &str) -> Result<Option<Vec<f64>>> {
+        let Some(value) = self.value(key) else { return Ok(None) };
+        let numbers = value.as_array().and_then(|all| all.iter().map(Value::as_f64).collect());
+        match numbers {
+            Some(numbers) => Ok(Some(numbers)),
+            None => Err(self.wrong(key, "an array of numbers", value)),
+        }
+    }
+
     /// The first of an array of strings; `None` when absent, null or empty.
     pub(crate) fn first_string(&self, key: &str) -> Result<Option<&'a str>> {
         Ok(self.strings(key)?.and_then(|all| all.first().copied()))

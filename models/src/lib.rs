@@ -25,6 +25,7 @@ mod blocks;
 mod config;
 mod entries;
 mod error;
+mod fused;
 mod json;
 mod random;
 mod rope;

@@ -62,10 +62,15 @@ impl Rope {
     }
 
     /// Reads whichever spelling the configuration uses.
-    pub(crate) fn parse(config: &Entries<'_>, head_size: usize, positions_max: usize) -> Result<Self> {
+    pub(crate) fn parse(
+        config: &Entries<'_>,
+        head_size: usize,
+        positions_max: usize,
+        default_theta: f64,
+    ) -> Result<Self> {
         let theta_of = |at: &Entries<'_>| {
             let theta_at = if at.has_value("rope_theta") { at } else { config };
-            if theta_at.has_value("rope_theta") { theta_at.positive("rope_theta") } else { Ok(10_000.0) }
+            if theta_at.has_value("rope_theta") { theta_at.positive("rope_theta") } else { Ok(default_theta) }
         };
         let filled = |key: &str| config.object(key).map(|found| found.filter(|found| !found.is_empty()));
         let (parameters, older) = (filled("rope_parameters")?, filled("rope_scaling")?);

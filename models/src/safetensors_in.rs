@@ -3,6 +3,7 @@
 //! Files are read with positional reads into one bounded buffer; nothing is mapped and no tensor is ever whole in memory.
 //! Headers are parsed and checked against the length of their files when the source is opened.
 
+use crate::fused::file_tensors;
 use crate::safetensors_out::{WRITER, WRITER_KEY};
 use crate::{EMBEDDING_NAME, Model, ModelError, Result};
 use half::{bf16, f16};
@@ -80,17 +81,29 @@ impl SafetensorsSource {
         Ok(source)
     }
 
+    /// [Opens](Self::open) the folder of `model` and [checks](Self::validate_model) that its weights are there.
+    ///
+    /// # Errors
+    /// As these.
+    pub fn for_model(folder: &Path, model: &Model) -> Result<Self> {
+        let mut source = Self::open(folder)?;
+        source.validate_model(model)?;
+        Ok(source)
+    }
+
     /// Whether [`export_folder`](crate::export_folder) wrote all of the files.
     pub fn is_export(&self) -> bool {
         self.is_export
     }
 
     /// Checks the parameters of a model as [`validate`](Self::validate) does. Where the embedding is its head, a head in the files stands for
-    /// the embedding if that is missing, and is compared with it if not.
+    /// the embedding if that is missing, and is compared with it if not. Where files hold several parameters as one tensor, these can be
+    /// read from then on.
     ///
     /// # Errors
     /// As [`validate`](Self::validate), or a head that would be lost.
     pub fn validate_model(&mut self, model: &Model) -> Result {
+        self.take_apart(model)?;
         let mut params = model.blocks.iter().flat_map(|block| block.params());
         if let Some(embedding) = params.find(|param| param.name == EMBEDDING_NAME && model.config.tied) {
             self.settle_head(embedding)?;
@@ -101,8 +114,10 @@ impl SafetensorsSource {
     /// Names of tensors that the model has no parameter for, in order. A head that is the embedding is none of them, nor are frequencies of
     /// positions, which older savers wrote and which are computed.
     pub fn unused(&self, model: &Model) -> Vec<&str> {
-        let params = model.blocks.iter().flat_map(|block| block.params()).map(|param| param.name.as_str());
-        let names = params.flat_map(|name| [Some(name), name.strip_prefix(BASE_PREFIX)]);
+        let params = || model.blocks.iter().flat_map(|block| block.params());
+        let fused = file_tensors(params(), model.config.family.is_fused());
+        let names = params().map(|param| &*param.name).chain(fused.iter().map(|tensor| &*tensor.name));
+        let names = names.flat_map(|name| [Some(name), name.strip_prefix(BASE_PREFIX)]);
         let used: HashSet<&str> = names.flatten().collect();
         let is_used = |name: &&str| {
             used.contains(name) || (model.config.tied && *name == HEAD_NAME) || name.ends_with(FREQUENCIES)
@@ -120,6 +135,25 @@ impl SafetensorsSource {
     /// The first parameter that cannot be read.
     pub fn validate(&self, params: &[ParamSpec]) -> Result {
         params.iter().try_for_each(|param| self.find(param).map(|_| ()))
+    }
+
+    /// Enters the parts of fused tensors. A folder that has the parts themselves needs nothing.
+    fn take_apart(&mut self, model: &Model) -> Result {
+        let params = model.blocks.iter().flat_map(|block| block.params());
+        for fused in file_tensors(params, model.config.family.is_fused()).iter().filter(|t| t.is_fused()) {
+            let has_parts = fused.parts.iter().all(|part| self.find(part).is_ok());
+            if has_parts {
+                continue;
+            }
+            let stored = self.find(&ParamSpec::new(&fused.name, &fused.dims))?.clone();
+            let mut offset = stored.offset;
+            for part in &fused.parts {
+                let entry = Stored { shape: part.dims.clone(), offset, ..stored.clone() };
+                self.tensors.insert(part.name.clone(), entry);
+                offset += (part.elements() * stored.dtype.bitsize() / 8) as u64;
+            }
+        }
+        Ok(())
     }
 
     /// What a head in the files is to a model that uses its `embedding` for it.

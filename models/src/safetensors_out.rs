@@ -13,14 +13,15 @@
 //! are there, index and weights of an earlier export are removed, the files get their names, and the index comes last: a crash between leaves a
 //! folder that is refused, never a mixture of two models that loads.
 
+use crate::fused::{FileTensor, file_tensors};
 use crate::json::parse_json;
-use crate::{ModelError, Result};
+use crate::{ModelConfig, ModelError, Result};
 use serde_json::{Map, Value, json};
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use terrace_kernels::DType;
-use terrace_zero::{EXPORT_BUFFER_BYTES, ParamSpec, WeightReader, create_dir_durably, sync_dir};
+use terrace_zero::{EXPORT_BUFFER_BYTES, WeightReader, create_dir_durably, sync_dir};
 
 /// What is copied from the source folder: everything a loader needs beside weights and config.json.
 const COPIED: [&str; 16] = [
@@ -75,7 +76,9 @@ pub fn export_folder(
     let dtype = reader.dtype();
     let (tag, torch_name) = names(dtype)?;
     let config = with_dtype(config_json, torch_name)?;
-    let shards = plan(&reader.params(), dtype, shard_bytes);
+    // Blocks of others may have a configuration that is no model's here: their parameters are tensors of files.
+    let is_fused = ModelConfig::parse(config_json).is_ok_and(|config| config.family.is_fused());
+    let shards = plan(file_tensors(&reader.params(), is_fused), dtype, shard_bytes);
 
     let mut staged = Vec::new();
     for shard in &shards {
@@ -154,25 +157,25 @@ impl Drop for NewFolders<'_> {
     }
 }
 
-/// Some parameters that share a file.
+/// Some tensors that share a file.
 #[derive(Debug)]
 struct Shard {
     file: String,
-    params: Vec<ParamSpec>,
+    tensors: Vec<FileTensor>,
 }
 
 /// Fills shards in the order of the blocks.
-fn plan(params: &[ParamSpec], dtype: DType, shard_bytes: u64) -> Vec<Shard> {
-    let mut groups: Vec<Vec<ParamSpec>> = vec![Vec::new()];
+fn plan(tensors: Vec<FileTensor>, dtype: DType, shard_bytes: u64) -> Vec<Shard> {
+    let mut groups: Vec<Vec<FileTensor>> = vec![Vec::new()];
     let mut used = 0;
-    for param in params {
-        let bytes = (param.elements() * dtype.size()) as u64;
+    for tensor in tensors {
+        let bytes = (tensor.elements() * dtype.size()) as u64;
         let open = groups.last_mut().expect("starts with one group");
         if !open.is_empty() && used + bytes > shard_bytes {
-            groups.push(vec![param.clone()]);
+            groups.push(vec![tensor]);
             used = bytes;
         } else {
-            open.push(param.clone());
+            open.push(tensor);
             used += bytes;
         }
     }
@@ -181,7 +184,7 @@ fn plan(params: &[ParamSpec], dtype: DType, shard_bytes: u64) -> Vec<Shard> {
         1 => SINGLE.to_owned(),
         _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
     };
-    groups.into_iter().enumerate().map(|(index, params)| Shard { file: file(index), params }).collect()
+    groups.into_iter().enumerate().map(|(index, tensors)| Shard { file: file(index), tensors }).collect()
 }
 
 fn write_shard(
@@ -194,7 +197,7 @@ fn write_shard(
     let mut staged = Staged::create(out_dir, &shard.file)?;
     staged.append(&header(shard, dtype, tag))?;
     let mut buffer = vec![0; EXPORT_BUFFER_BYTES];
-    for param in &shard.params {
+    for param in shard.tensors.iter().flat_map(|tensor| &tensor.parts) {
         let (mut start, elements) = (0, param.elements());
         while start < elements {
             let end = elements.min(start + EXPORT_BUFFER_BYTES / dtype.size());
@@ -214,10 +217,10 @@ fn header(shard: &Shard, dtype: DType, tag: &str) -> Vec<u8> {
     // transformers refuses files that do not say which framework's layout they have.
     tensors.insert("__metadata__".into(), json!({"format": "pt", WRITER_KEY: WRITER}));
     let mut start = 0;
-    for param in &shard.params {
-        let end = start + param.elements() * dtype.size();
-        let entry = json!({"dtype": tag, "shape": param.dims, "data_offsets": [start, end]});
-        tensors.insert(param.name.clone(), entry);
+    for tensor in &shard.tensors {
+        let end = start + tensor.elements() * dtype.size();
+        let entry = json!({"dtype": tag, "shape": tensor.dims, "data_offsets": [start, end]});
+        tensors.insert(tensor.name.clone(), entry);
         start = end;
     }
     let mut text = Value::Object(tensors).to_string().into_bytes();
@@ -228,10 +231,10 @@ fn header(shard: &Shard, dtype: DType, tag: &str) -> Vec<u8> {
 }
 
 fn index_json(shards: &[Shard], dtype: DType) -> String {
-    let all = || shards.iter().flat_map(|shard| shard.params.iter().map(move |param| (shard, param)));
-    let total: usize = all().map(|(_, param)| param.elements() * dtype.size()).sum();
+    let all = || shards.iter().flat_map(|shard| shard.tensors.iter().map(move |tensor| (shard, tensor)));
+    let total: usize = all().map(|(_, tensor)| tensor.elements() * dtype.size()).sum();
     let map: Map<String, Value> =
-        all().map(|(shard, param)| (param.name.clone(), shard.file.clone().into())).collect();
+        all().map(|(shard, tensor)| (tensor.name.clone(), shard.file.clone().into())).collect();
     format!("{:#}\n", json!({"metadata": {"total_size": total}, "weight_map": map}))
 }
 

@@ -42,8 +42,7 @@ use terrace_zero::{
 pub fn finetune(args: &FinetuneArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
     checks::model(&args.model)?;
     let model = Model::from_folder(&args.model).map_err(CliError::failed)?;
-    let mut source = SafetensorsSource::open(&args.model).map_err(CliError::failed)?;
-    source.validate_model(&model).map_err(CliError::failed)?;
+    let mut source = SafetensorsSource::for_model(&args.model, &model).map_err(CliError::failed)?;
     checks::warn_of_unused(&source, &model, &args.model);
     let summary = train(args, threads, model, &mut source)?;
     if args.json { print_json(&summary) } else { Ok(()) }

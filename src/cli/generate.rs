@@ -485,8 +485,7 @@ impl Frozen {
         let warned = OnceCell::new();
         let open = |config: EngineConfig| -> Result<Engine, EngineError> {
             let model = Model::stored_as(ModelConfig::from_folder(folder)?, weights);
-            let mut source = SafetensorsSource::open(folder)?;
-            source.validate_model(&model)?;
+            let mut source = SafetensorsSource::for_model(folder, &model)?;
             warned.get_or_init(|| checks::warn_of_unused(&source, &model, folder));
             let engine = Engine::create(config, session.backend.clone(), model.blocks, sample, &mut source)?;
             session.warn_of_slow_copies();

@@ -61,13 +61,15 @@ impl ModelFacts {
 /// # Errors
 /// The model of the folder, or the `config.json`, at `path` has dropout.
 pub fn has_no_dropout(path: &Path, model: &ModelConfig) -> Result<(), CliError> {
-    match model.attention_dropout {
-        0.0 => Ok(()),
-        part => Err(CliError::Usage(format!(
-            "--model {}: `attention_dropout` is {part} in config.json, and dropout is not computed; set it to 0.0 to train without",
-            path.display()
-        ))),
+    if model.dropouts.is_empty() {
+        return Ok(());
     }
+    let parts: Vec<String> = model.dropouts.iter().map(|(key, part)| format!("`{key}` is {part}")).collect();
+    let (parts, them) = (parts.join(" and "), if parts.len() == 1 { "it" } else { "each" });
+    Err(CliError::Usage(format!(
+        "--model {}: {parts} in config.json, and dropout is not computed; set {them} to 0.0 to train without",
+        path.display()
+    )))
 }
 
 /// Reads `data` for a model into `work_dir`.

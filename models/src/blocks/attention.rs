@@ -17,8 +17,8 @@ pub(crate) struct Attention {
     output: Linear,
     /// Norms of each head of queries and keys.
     head_norms: Option<(Norm, Norm)>,
-    /// Multiplies rotated queries and keys.
-    rotary_scale: f32,
+    /// Multiplies rotated queries and keys; `None` where they are not rotated.
+    rotary_scale: Option<f32>,
     spec: AttentionSpec,
     hidden: usize,
     heads: usize,
@@ -75,7 +75,7 @@ impl Attention {
                 let query = params.norm("self_attn.q_norm", head_size, eps);
                 (query, params.norm("self_attn.k_norm", head_size, eps))
             }),
-            rotary_scale: config.rope.attention_factor(),
+            rotary_scale: config.rotated[layer].then(|| config.rope.attention_factor()),
             spec: AttentionSpec { scale: (head_size as f32).sqrt().recip(), window: config.windows[layer] },
             hidden,
             heads: config.heads,
@@ -279,9 +279,10 @@ impl Attention {
     }
 
     fn rotate(&self, cx: &Context<'_>, x: ViewMut<'_>, heads: usize, direction: RopeDirection) -> Result {
+        let Some(scale) = self.rotary_scale else { return Ok(()) };
         let x = x.reshape(&[cx.tokens(), heads, self.head_size]);
         let (positions, inv_freq) = (cx.input(POSITIONS), cx.input(INV_FREQ));
-        Ok(cx.kernels.rope.rotate(x, positions, inv_freq, self.rotary_scale, direction)?)
+        Ok(cx.kernels.rope.rotate(x, positions, inv_freq, scale, direction)?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]

@@ -58,6 +58,71 @@ fn released_models_have_the_published_sizes() {
     assert_eq!(param_count(&qwen.unwrap()), 596_049_920);
 }
 
+#[test]
+fn released_models_with_fused_projections_dropout_or_layers_without_positions() {
+    // Phi 4: 14,659,507,200 parameters.
+    let phi = ModelConfig::parse(
+        r#"{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 100257,
+            "embd_pdrop": 0.0, "eos_token_id": 100265, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+            "intermediate_size": 17920, "max_position_embeddings": 16384, "model_type": "phi3",
+            "num_attention_heads": 40, "num_hidden_layers": 40, "num_key_value_heads": 10,
+            "original_max_position_embeddings": 16384, "pad_token_id": 100349, "resid_pdrop": 0.0,
+            "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 250000, "sliding_window": null,
+            "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 100352}"#,
+    );
+    let phi = phi.unwrap();
+    assert_eq!((param_count(&phi), phi.pad_id, phi.rope.theta), (14_659_507_200, Some(100_349), 250_000.0));
+    assert!(phi.dropouts.is_empty() && phi.windows.iter().all(Option::is_none));
+
+    // Seed-OSS 36B: 36,151,104,512 parameters.
+    let seed = ModelConfig::parse(
+        r#"{"architectures": ["SeedOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.1,
+            "attention_out_bias": false, "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 27648, "max_position_embeddings": 524288,
+            "mlp_bias": false, "model_type": "seed_oss", "num_attention_heads": 80, "num_hidden_layers": 64,
+            "num_key_value_heads": 8, "pad_token_id": 1, "residual_dropout": 0.1, "rms_norm_eps": 1e-06,
+            "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "tie_word_embeddings": false,
+            "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 155136}"#,
+    );
+    let seed = seed.unwrap();
+    assert_eq!((param_count(&seed), seed.qkv_bias, seed.output_bias), (36_151_104_512, true, false));
+    assert_eq!(seed.dropouts, [("attention_dropout", 0.1), ("residual_dropout", 0.1)]);
+
+    // SmolLM3 3B: 3,075,098,624 parameters; every fourth layer is not rotated.
+    let smol = ModelConfig::parse(
+        r#"{"architectures": ["SmolLM3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "eos_token_id": 128012,
+            "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 65536,
+            "mlp_bias": false, "model_type": "smollm3", "no_rope_layer_interval": 4, "num_attention_heads": 16,
+            "num_hidden_layers": 36, "num_key_value_heads": 4, "pad_token_id": 128004, "rms_norm_eps": 1e-06,
+            "rope_scaling": null, "rope_theta": 5000000.0, "sliding_window": null, "use_sliding_window": false,
+            "vocab_size": 128256}"#,
+    );
+    let smol = smol.unwrap();
+    assert_eq!((param_count(&smol), smol.tied), (3_075_098_624, true));
+    assert_eq!(smol.rotated[..8], [true, true, true, false, true, true, true, false]);
+}
+
+/// What configurations leave out where the classes differ.
+#[test]
+fn defaults_follow_the_family() {
+    let of = |architecture: &str| {
+        let absent =
+            json!({"architectures": [architecture], "num_key_value_heads": 4, "vocab_size": 200_000});
+        let config = parse(absent).unwrap();
+        let dropouts = config.dropouts.len();
+        (config.norm_eps, config.rope.theta, config.tied, config.pad_id, config.head_size, dropouts)
+    };
+    assert_eq!(of("LlamaForCausalLM"), (1e-6, 1e4, false, None, 16, 0));
+    assert_eq!(of("Qwen3ForCausalLM"), (1e-6, 1e4, false, None, 128, 0));
+    assert_eq!(of("Phi3ForCausalLM"), (1e-5, 1e4, false, Some(32_000), 16, 0));
+    assert_eq!(of("SeedOssForCausalLM"), (1e-6, 1e4, false, Some(1), 128, 2));
+    assert_eq!(of("SmolLM3ForCausalLM"), (1e-6, 2e6, true, Some(128_004), 16, 0));
+    let null = json!({"architectures": ["Phi3ForCausalLM"], "pad_token_id": null});
+    assert_eq!(parse(null).unwrap().pad_id, None);
+    let listed = json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1, 1]});
+    assert_eq!(parse(listed).unwrap().rotated, [false, true]);
+}
+
 /// Every key of every kind of scaling, as transformers takes it.
 #[test]
 fn rotary_frequencies_are_those_of_transformers() {
@@ -159,6 +224,9 @@ fn biases_follow_the_family() {
     assert_eq!(biases("MistralForCausalLM"), (false, false, false));
     assert_eq!(biases("Qwen2ForCausalLM"), (true, false, false));
     assert_eq!(biases("Qwen3ForCausalLM"), (true, true, false));
+    assert_eq!(biases("Phi3ForCausalLM"), (false, false, false));
+    assert_eq!(biases("SeedOssForCausalLM"), (true, false, true));
+    assert_eq!(biases("SmolLM3ForCausalLM"), (true, true, false));
     let unnamed = json!({"architectures": null, "model_type": "qwen3"});
     assert_eq!(parse(unnamed).unwrap().family, Family::Qwen3);
 }
@@ -222,6 +290,22 @@ fn what_is_not_computed_is_refused_by_name() {
         (
             json!({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}),
             vec!["`rope_parameters.full_attention` holds parameters of its own"],
+        ),
+        (
+            json!({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+            vec!["rope scaling of Phi3ForCausalLM", "longrope", "Phi 4"],
+        ),
+        (
+            json!({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}),
+            vec!["\"longrope\""],
+        ),
+        (
+            json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}),
+            vec!["no_rope_layers", "1 entries for 2 layers"],
+        ),
+        (
+            json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": "none"}),
+            vec!["no_rope_layers", "array of numbers"],
         ),
         (json!({"hidden_size": null}), vec!["`hidden_size` is missing"]),
         (json!({"hidden_size": 0}), vec!["hidden_size", "positive integer", "found 0"]),

@@ -1,20 +1,20 @@
 //! Parity of the engine as a whole: training with all state on disk gives what torch and transformers give.
 
 use crate::card;
-use crate::fixture::{Fixture, numbers, steps};
+use crate::fixture::{Fixture, numbers, steps, weights_of};
 use crate::parity::furthest;
 use std::sync::Arc;
 use terrace_aio::engine::{EngineConfig as IoConfig, open_default};
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, cpu};
-use terrace_models::{Model, SafetensorsSource, TokenBatch, export_folder};
+use terrace_models::{Model, TokenBatch, export_folder};
 use terrace_optimizer::{AdamW, StateFormat};
 use terrace_zero::{Backend, BatchLimits, Engine, EngineConfig, Placement, TrainingConfig, WindowOverrides};
 
 /// Trains a fixture's ten steps from its folder with state in `disk`.
 fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Vec<f64>, Vec<f64>) {
     let model = Model::from_folder(&fixture.folder).unwrap();
-    let mut source = SafetensorsSource::open(&fixture.folder).unwrap();
+    let mut source = fixture.weights();
     let batches = TokenBatch::new(&model.config);
     let steps = steps(&fixture.json("train.json"), &batches);
     let first = &steps[0];
@@ -78,7 +78,7 @@ fn ten_steps_on_disk_in_f32() {
         let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
         export_folder(&mut engine.weights().unwrap(), Some(&fixture.folder), &out, 64 << 10, &config)
             .unwrap();
-        let mut exported = SafetensorsSource::open(&out).unwrap();
+        let mut exported = weights_of(&out);
         let trained = fixture.arrays("train.safetensors");
         for block in &Model::from_folder(&out).unwrap().blocks {
             for param in block.params() {

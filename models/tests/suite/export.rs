@@ -1,6 +1,6 @@
 //! Writing folders: what was read comes back, and no half-written file has a final name.
 
-use crate::fixture::Fixture;
+use crate::fixture::{Fixture, weights_of};
 use std::path::Path;
 use terrace_kernels::DType;
 use terrace_models::{Model, SafetensorsSource, export_folder, remove_weights};
@@ -18,7 +18,7 @@ impl Copying {
     fn new(folder: &Path, dtype: DType) -> Self {
         let model = Model::from_folder(folder).unwrap();
         let params = model.blocks.iter().flat_map(|block| block.params().to_vec()).collect();
-        Self { source: SafetensorsSource::open(folder).unwrap(), params, dtype, broken: None }
+        Self { source: weights_of(folder), params, dtype, broken: None }
     }
 }
 
@@ -219,8 +219,7 @@ fn tokenizers_travel_along() {
 
 fn same_weights(expected: &Path, found: &Path) {
     let params = Copying::new(expected, DType::F32).params;
-    let (mut expected, mut found) =
-        (SafetensorsSource::open(expected).unwrap(), SafetensorsSource::open(found).unwrap());
+    let (mut expected, mut found) = (weights_of(expected), weights_of(found));
     for param in params {
         let (mut a, mut b) = (vec![0.0; param.elements()], vec![1.0; param.elements()]);
         expected.read(&param, 0, &mut a).unwrap();

@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 9] = [
+pub const NAMES: [&str; 12] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -18,6 +18,9 @@ pub const NAMES: [&str; 9] = [
     "mistral",
     "qwen2",
     "qwen3",
+    "phi3",
+    "seed_oss",
+    "smollm3",
 ];
 
 /// The backends that every parity test runs on.
@@ -36,6 +39,11 @@ pub struct Array {
     pub bytes: Vec<u8>,
 }
 
+/// The weights of a model folder, which are all there.
+pub fn weights_of(folder: &Path) -> SafetensorsSource {
+    SafetensorsSource::for_model(folder, &Model::from_folder(folder).unwrap()).unwrap()
+}
+
 impl Fixture {
     pub fn new(name: &'static str) -> Self {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
@@ -48,8 +56,12 @@ impl Fixture {
 
     pub fn runner(&self, kernels: KernelSet, dtype: DType) -> Runner {
         let model = Model::from_folder(&self.folder).unwrap();
-        let mut source = SafetensorsSource::open(&self.folder).unwrap();
-        Runner::new(model, kernels, dtype, &mut source)
+        Runner::new(model, kernels, dtype, &mut self.weights())
+    }
+
+    /// The weights, whatever the names of their tensors in the files.
+    pub fn weights(&self) -> SafetensorsSource {
+        weights_of(&self.folder)
     }
 
     /// All tensors of a file.

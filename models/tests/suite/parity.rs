@@ -5,7 +5,7 @@ use crate::fixture::{Fixture, backends, numbers, steps};
 use crate::runner::Runner;
 use std::collections::HashMap;
 use terrace_kernels::{DType, KernelSet, reference};
-use terrace_models::{Model, ModelConfig, RopeScaling, SafetensorsSource, TokenBatch};
+use terrace_models::{Model, ModelConfig, RopeScaling, TokenBatch};
 use terrace_zero::MicroBatch;
 
 #[test]
@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 8] = [
+    let ignored: [(&'static str, Change); 12] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -32,12 +32,16 @@ fn logits_notice_every_option() {
         ("mistral", |config| config.windows = vec![None; config.layers]),
         ("qwen2", |config| config.windows = vec![None; config.layers]),
         ("qwen3", |config| config.rope.theta = 10_000.0),
+        ("phi3", |config| config.windows = vec![None; config.layers]),
+        ("seed_oss", |config| config.rope.theta = 100.0),
+        ("smollm3", |config| config.windows = vec![None; config.layers]),
+        ("smollm3", |config| config.rotated = vec![true; config.layers]),
     ];
     for (name, ignore) in ignored {
         let fixture = Fixture::new(name);
         let mut config = ModelConfig::from_folder(&fixture.folder).unwrap();
         ignore(&mut config);
-        let mut source = SafetensorsSource::open(&fixture.folder).unwrap();
+        let mut source = fixture.weights();
         let mut runner = Runner::new(Model::new(config), reference::kernel_set(), DType::F32, &mut source);
         let worst = logits_error(&fixture, &mut runner);
         assert!(worst > 1e-2, "{name}: logits are off by only {worst}");

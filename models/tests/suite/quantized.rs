@@ -8,7 +8,7 @@ use std::sync::Arc;
 use terrace_aio::engine::{EngineConfig as IoConfig, open_default};
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, QuantFormat, cpu};
-use terrace_models::{Model, ModelConfig, RandomSource, SafetensorsSource, TokenBatch};
+use terrace_models::{Model, ModelConfig, RandomSource, TokenBatch};
 use terrace_tiers::Tier;
 use terrace_zero::{
     Backend, BatchLimits, Engine, EngineConfig, ParamSpec, Placement, Result, TrainingConfig, WeightSource,
@@ -129,7 +129,7 @@ fn a_model_is_that_of_its_dequantized_weights() {
     for format in FORMATS {
         for fixture in Fixture::all() {
             let model = ModelConfig::from_folder(&fixture.folder).unwrap();
-            let open = || SafetensorsSource::open(&fixture.folder).unwrap();
+            let open = || fixture.weights();
             let quantized = Setup::new(model.clone(), Some(format), DType::F32).logits(&mut open());
             let plain = Setup::new(model, None, DType::F32);
             let dense = plain.logits(&mut ThereAndBack { source: open(), format });
@@ -157,7 +157,7 @@ fn a_model_is_that_of_its_dequantized_weights() {
 fn logits_stay_close() {
     for fixture in Fixture::all() {
         let model = ModelConfig::from_folder(&fixture.folder).unwrap();
-        let open = || SafetensorsSource::open(&fixture.folder).unwrap();
+        let open = || fixture.weights();
         let cases = [(QuantFormat::Int8, 0.04), (QuantFormat::Int4, 0.5)];
         for (dtype, (format, bound)) in
             [DType::BF16, DType::F16].into_iter().flat_map(|d| cases.map(|c| (d, c)))

@@ -12,7 +12,8 @@ use terrace_zero::{ParamSpec, WeightSource};
 fn every_fixture_validates_and_ranges_agree() {
     for fixture in Fixture::all() {
         let model = Model::from_folder(&fixture.folder).unwrap();
-        let mut source = SafetensorsSource::open(&fixture.folder).unwrap();
+        let mut source = SafetensorsSource::for_model(&fixture.folder, &model).unwrap();
+        assert!(source.unused(&model).is_empty(), "{:?}", source.unused(&model));
         for block in &model.blocks {
             source.validate(block.params()).unwrap();
             for param in block.params() {
@@ -43,6 +44,46 @@ fn half_precision_widens_exactly() {
     // The base model's name of a parameter is found too.
     source.read(&ParamSpec::new("model.b", &[4]), 0, &mut out).unwrap();
     assert_eq!(out, values);
+}
+
+/// Phi 3 as transformers saves it, with its projections by themselves, and what of them is missing or has other rows.
+#[test]
+fn fused_projections_are_taken_apart() {
+    const FUSED: &str = "model.layers.1.self_attn.qkv_proj.weight";
+    let fixture = Fixture::new("phi3");
+    let model = Model::from_folder(&fixture.folder).unwrap();
+    let bytes = std::fs::read(fixture.folder.join("model.safetensors")).unwrap();
+    let stored = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let fused = stored.tensor(FUSED).unwrap();
+    let rows = fused.shape()[0];
+    let row_bytes = fused.data().len() / rows;
+    let of_rows = |start: usize, end: usize| {
+        let data = &fused.data()[start * row_bytes..end * row_bytes];
+        TensorView::new(Dtype::F32, vec![end - start, fused.shape()[1]], data).unwrap()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let with = |others: Vec<(String, TensorView<'_>)>| {
+        let rest = stored.tensors().into_iter().filter(|(name, _)| name != FUSED);
+        let path = folder.path().join("model.safetensors");
+        safetensors::serialize_to_file(rest.chain(others), None, &path).unwrap();
+        SafetensorsSource::for_model(folder.path(), &model)
+    };
+    let part = |name: &str| format!("model.layers.1.self_attn.{name}_proj.weight");
+    let (q, kv) = (model.config.query_width(), model.config.kv_width());
+    let parts =
+        vec![(part("q"), of_rows(0, q)), (part("k"), of_rows(q, q + kv)), (part("v"), of_rows(q + kv, rows))];
+    let mut apart = with(parts).unwrap();
+    let mut whole = fixture.weights();
+    for param in model.blocks.iter().flat_map(|block| block.params()) {
+        let (mut a, mut b) = (vec![0.0; param.elements()], vec![1.0; param.elements()]);
+        apart.read(param, 0, &mut a).unwrap();
+        whole.read(param, 0, &mut b).unwrap();
+        assert_eq!(a, b, "{}", param.name);
+    }
+    let missing = with(Vec::new()).unwrap_err().to_string();
+    assert!(missing.contains(FUSED) && missing.contains("[64, 32]"), "{missing}");
+    let short = with(vec![(FUSED.into(), of_rows(0, rows - 1))]).unwrap_err().to_string();
+    assert!(short.contains(FUSED) && short.contains("[63, 32]"), "{short}");
 }
 
 /// A model that is tied has its embedding for a head, whichever of the two names the files have.
