@@ -92,9 +92,9 @@ pub use terrace_optimizer::{AdamW, StateFormat};
 pub use terrace_tiers as tiers;
 pub use terrace_tiers::{MemoryPlan, Recovery, Tier};
 pub use terrace_zero::{
-    Backend, BatchLimits, Block, BlockPass, CACHE_PAGE, Context, Engine, EngineBuilder, EngineConfig,
-    EngineError, Evaluation, Gradients, GroupUpdate, HostTensor, KvCache, KvSlot, KvSpec, MicroBatch, Mode,
-    Outlook, OutputSpec, ParamSpec, Placement, Result, Schedule, StepReport, StepWork, StoredState,
-    StoredWeights, TrainingConfig, UpdateTime, Weight, WeightReader, WeightSource, WeightUse, Weights,
-    WindowOverrides,
+    Accumulation, Backend, BatchLimits, Block, BlockPass, CACHE_PAGE, Context, Durability, Engine,
+    EngineBuilder, EngineConfig, EngineError, Evaluation, Exporting, Gradients, GroupUpdate, HostTensor,
+    KvCache, KvSlot, KvSpec, MicroBatch, Mode, Outlook, OutputSpec, ParamSpec, Placement, Result, Schedule,
+    StepRates, StepReport, StepWork, StoredState, StoredWeights, Timeline, TrainingConfig, UpdateTime,
+    Weight, WeightReader, WeightSource, WeightUse, Weights, WindowOverrides,
 };

@@ -412,6 +412,9 @@ fn configurations_that_make_no_sense() {
         .path("--data", &bench.path("data.jsonl"))
         .path("--output", &bench.path("out"));
     long.fails(2, &["--seq-len 65", "max_position_embeddings 64"]);
+    // Stretched under another name, as a Vicuna of 16384 positions is; data that is not there comes later.
+    set(&bench, "max_sequence_length", &json!(128));
+    long.path("--config", &bench.path("none.json")).fails(2, &["none.json"]);
     let harmless = [".terrace/tokens.bin", ".terrace/terrace.lock"];
     assert!(
         files(&bench.path("out")).iter().all(|(path, _)| harmless.iter().any(|name| path.ends_with(name)))

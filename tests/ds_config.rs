@@ -323,6 +323,15 @@ fn a_usual_file_with_all_its_habits() {
 }
 
 #[test]
+fn what_would_change_the_training_is_refused_where_it_is_on() {
+    for key in ["curriculum_learning", "data_efficiency", "elasticity", "progressive_layer_drop"] {
+        refused(&[(&format!("{{{key}: {{enabled: true}}}}"), &format!("{key}: not available"))]);
+        read(&format!("{{{key}: {{enabled: false}}}}"));
+        read(&format!("{{{key}: {{}}}}"));
+    }
+}
+
+#[test]
 fn errors_carry_line_and_column() {
     for (text, place) in [
         ("{\n  \"train_batch_size\": 1,\n  \"train_batch_size\": 2\n}", "ds.json:3:3: duplicate key"),

@@ -51,6 +51,18 @@ fn training_state_eight_times_the_budget() {
     let resumed = command.args(&["--resume"]).ok();
     within(&resumed, budget);
 
+    // Too little for the chunks of the state: only what a resumed run may change is offered, and what it is told to raise the budget to does.
+    let with = |budget: &str| {
+        let run = finetune(&bench, "out", MIB).args(&["--max-shard-size", "7MB", "--resume"]);
+        run.without("--host-memory").args(&["--host-memory", budget])
+    };
+    let refused = with("1MiB").fails(2, &["needs at least", "Raise it to"]).stderr;
+    let of_another_run = ["--state", "--seq-len", "--batch-size", "--grad-accum"];
+    assert!(!of_another_run.iter().any(|flag| refused.contains(flag)), "{refused}");
+    let mut words = refused.split("Raise it to ").nth(1).unwrap().split_whitespace();
+    let least = [words.next(), words.next()].map(Option::unwrap).concat();
+    with(least.trim_end_matches([',', '.'])).ok();
+
     // The numbers are those of a run with everything in memory.
     finetune(&bench, "resident", 1 << 30).args(&["--offload", "none", "--max-shard-size", "7MB"]).ok();
     let shards = |output: &str| {

@@ -115,6 +115,8 @@ fn contradictions_are_refused() {
         ("--seq-len 4096", None, "max_position_embeddings 2048"),
         ("--offload host --disk /a", None, "--disk is of no use"),
         ("--disk /a --disk /a", None, "given twice"),
+        ("--disk /proc/self/cwd --disk .", None, "given twice, also as"),
+        ("--disk none/here --disk ./none/here", None, "given twice, also as"),
         ("--disk /a", Some(memory_only), "add --offload disk"),
         ("--batch-size 99999999999", None, "beyond reason"),
     ] {

@@ -39,18 +39,21 @@ unsafe impl Send for IoBuf {}
 unsafe impl Sync for IoBuf {}
 
 impl IoBuf {
-    /// A zeroed buffer of `len` bytes with an allocation of its own.
+    /// A zeroed buffer of `len` bytes with an allocation of its own. As with any allocation, the process ends if there is no memory for it.
+    ///
+    /// # Panics
+    /// If `len`, in whole pages, exceeds `isize::MAX`.
     pub fn zeroed(len: usize) -> Self {
         if len == 0 {
             return Self::empty();
         }
-        let capacity = len.next_multiple_of(BUF_ALIGN);
-        let layout =
-            Layout::from_size_align(capacity, BUF_ALIGN).expect("a buffer is smaller than isize::MAX");
+        let capacity = len.checked_next_multiple_of(BUF_ALIGN);
+        let layout = capacity.and_then(|capacity| Layout::from_size_align(capacity, BUF_ALIGN).ok());
+        let layout = layout.unwrap_or_else(|| panic!("a buffer of {len} bytes is smaller than isize::MAX"));
         // SAFETY: the layout has a non-zero size.
         let raw = unsafe { alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw) else { handle_alloc_error(layout) };
-        Self { ptr, len, capacity, owner: Owner::Allocation(layout) }
+        Self { ptr, len, capacity: layout.size(), owner: Owner::Allocation(layout) }
     }
 
     /// A buffer of no bytes.
@@ -137,6 +140,13 @@ mod tests {
         fn give_back(&self, slot: usize) {
             self.0.lock().unwrap().push(slot);
         }
+    }
+
+    /// Sizes that wrap made buffers of nothing that said they were longer than memory.
+    #[test]
+    #[should_panic(expected = "is smaller than isize::MAX")]
+    fn a_buffer_of_more_than_there_is() {
+        let _ = IoBuf::zeroed(usize::MAX);
     }
 
     #[test]

@@ -104,12 +104,15 @@ impl Ticket {
         let mut slot = self.shared().lock();
         slot.release_early = true;
         let mut released = None;
-        if let State::Done(result) = std::mem::replace(&mut slot.state, State::Taken) {
-            let (result, buffer) = split_buffer(result);
-            slot.state = State::Done(result);
-            released = buffer;
-        } else {
-            slot.state = State::Pending(None);
+        match std::mem::replace(&mut slot.state, State::Taken) {
+            State::Done(result) => {
+                let (result, buffer) = split_buffer(result);
+                slot.state = State::Done(result);
+                released = buffer;
+            }
+            State::Pending(_) => slot.state = State::Pending(None),
+            // Polled to its end: there is no buffer any more.
+            State::Taken | State::Abandoned => {}
         }
         drop(slot);
         drop(released);
@@ -125,7 +128,8 @@ impl Ticket {
 
     /// The same ticket, with `observer` called once on its result before the owner can see it: where the
     /// completion is delivered, or right here if that has happened. It runs even if the ticket is dropped. It must
-    /// be short, must not panic, and must neither submit a request nor wait for one.
+    /// be short, must not panic (where a completion is delivered that is caught, and the ticket resolves), and must neither submit a request
+    /// nor wait for one.
     pub fn observed(self, observer: impl FnOnce(&Result<IoBuf, IoError>) + Send + 'static) -> Self {
         let mut slot = self.shared().lock();
         match std::mem::replace(&mut slot.state, State::Taken) {
@@ -183,6 +187,9 @@ impl Ticket {
     ///
     /// # Errors
     /// The transfer's [`IoError`]; the buffer has then gone back to its pool.
+    ///
+    /// # Panics
+    /// If it was polled until it was ready: its result is gone.
     pub fn wait(self) -> Result<IoBuf, IoError> {
         self.drive();
         let shared = self.shared();
@@ -190,6 +197,10 @@ impl Ticket {
         loop {
             match std::mem::replace(&mut slot.state, State::Taken) {
                 State::Done(result) => return result,
+                State::Taken => {
+                    drop(slot);
+                    panic!("a ticket is not waited for after it was polled and ready");
+                }
                 pending => slot.state = pending,
             }
             slot.is_waited_for = true;
@@ -354,7 +365,7 @@ fn resolve(shared: Arc<Shared>, mut result: Result<IoBuf, IoError>) {
             let observers = std::mem::take(&mut slot.observers);
             drop(slot);
             for observer in observers {
-                observer(&result);
+                observe(observer, &result);
             }
         } else if slot.release_early && !is_released {
             // Home before the owner sees the result, so that a fence's end means a free slot.
@@ -391,6 +402,15 @@ fn resolve(shared: Arc<Shared>, mut result: Result<IoBuf, IoError>) {
         drop(result);
     }
     reports.into_iter().for_each(|(tags, tag)| tags.report(tag));
+}
+
+/// Runs an observer. One that panics, which the thread's hook reports, takes neither its engine nor who waits with it.
+fn observe(observer: Observer, result: &Result<IoBuf, IoError>) {
+    if cfg!(terrace_loom) {
+        observer(result);
+    } else {
+        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| observer(result)));
+    }
 }
 
 /// Takes the buffer out of a result, leaving an empty one.
@@ -448,6 +468,31 @@ mod tests {
         assert_eq!(seen.load(Ordering::SeqCst), 0);
         completer.complete(Ok(IoBuf::empty()));
         assert_eq!(seen.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn an_observer_that_panics_keeps_nobody_waiting() {
+        let seen = Arc::new(AtomicUsize::new(0));
+        let also_seen = Arc::clone(&seen);
+        let (ticket, completer) = Ticket::new();
+        let ticket = ticket.observed(|_| panic!("made"));
+        let ticket = ticket.observed(move |_| also_seen.store(1, Ordering::SeqCst));
+        std::thread::spawn(move || completer.complete(Ok(IoBuf::zeroed(3)))).join().unwrap();
+        assert_eq!((ticket.wait().unwrap().len(), seen.load(Ordering::SeqCst)), (3, 1));
+    }
+
+    /// It hung.
+    #[test]
+    fn a_ticket_is_claimed_once() {
+        for without_buffer in [false, true] {
+            let mut ticket = Ticket::ready(Ok(IoBuf::zeroed(3)));
+            let polled = Pin::new(&mut ticket).poll(&mut Context::from_waker(Waker::noop()));
+            assert!(matches!(polled, Poll::Ready(Ok(buffer)) if buffer.len() == 3));
+            let ticket = if without_buffer { ticket.without_buffer() } else { ticket };
+            let again = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ticket.wait()));
+            let why = *again.unwrap_err().downcast::<&str>().unwrap();
+            assert!(why.contains("after it was polled"), "{why}");
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ mod loop_disk;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use terrace_aio::engine::{EngineConfig, SimConfig, SimEngine, ThreadsEngine, UringEngine};
+use terrace_aio::engine::{EngineConfig, SimConfig, SimEngine, ThreadsEngine, UringEngine, open_default};
 use terrace_aio::layer::{Action, FaultConfig, FaultLayer, StatsLayer, TraceLayer};
 use terrace_aio::{FileId, IoBuf, IoEngine, IoErrorKind, OpenMode, Request};
 
@@ -25,6 +25,27 @@ fn real_engines() -> Vec<Arc<dyn IoEngine>> {
         Err(error) => println!("skipped: {error}"),
     }
     engines
+}
+
+/// Its thread does not wait for itself.
+#[test]
+fn an_engine_may_end_where_a_completion_is_delivered() {
+    let dir = tempfile::tempdir().unwrap();
+    for (index, engine) in real_engines().into_iter().enumerate() {
+        let path = dir.path().join(index.to_string());
+        let file = engine.open(&path, OpenMode::CreateNew { len: 32 << 20 }).unwrap();
+        let ticket = engine.submit(Request::read(file, 0, IoBuf::zeroed(32 << 20)));
+        let ticket = ticket.observed(move |_| drop(engine));
+        assert_eq!(ticket.wait().unwrap().len(), 32 << 20);
+    }
+}
+
+/// What an engine that was chosen for another says of that.
+#[test]
+fn what_is_not_there_is_among_the_facts() {
+    let auto = open_default(&EngineConfig::default()).unwrap();
+    let fell_back = auto.facts().fallbacks.iter().any(|why| why.starts_with("io_uring: "));
+    assert_eq!(auto.name() == "threads", fell_back, "{:?}", auto.facts());
 }
 
 /// What must hold on a disk of about 1 MiB mounted at `dir`.

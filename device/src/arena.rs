@@ -123,9 +123,9 @@ impl Arena {
         Ok(region)
     }
 
-    /// Bytes of an arena that a region of `bytes` takes.
+    /// Bytes of an arena that a region of `bytes` takes: more than any arena has, where whole units of it cannot be counted.
     pub fn region_bytes(bytes: usize) -> usize {
-        bytes.next_multiple_of(REGION_ALIGN).max(REGION_ALIGN)
+        bytes.checked_next_multiple_of(REGION_ALIGN).unwrap_or(usize::MAX).max(REGION_ALIGN)
     }
 
     /// Bytes of the arena.

@@ -80,7 +80,8 @@ impl HostMemory {
     /// # Errors
     /// The operating system has no memory left.
     pub fn new(bytes: usize) -> Result<Self, DeviceError> {
-        let mapped = bytes.max(1).next_multiple_of(4096);
+        // What cannot be counted in pages cannot be had either.
+        let mapped = bytes.max(1).checked_next_multiple_of(4096).unwrap_or(usize::MAX - 4095);
         // SAFETY: a new private anonymous mapping touches no existing memory.
         let base = unsafe {
             libc::mmap(

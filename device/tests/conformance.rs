@@ -72,4 +72,7 @@ fn an_exhausted_arena_says_how_much_it_has() {
     let _held = arena.alloc(4000).unwrap();
     let message = arena.alloc(512).unwrap_err().to_string();
     assert!(message.contains("4096") && message.contains("512"), "{message}");
+    // Whole units of this would wrap to one.
+    arena.alloc(usize::MAX - 3).unwrap_err();
+    HostDevice::unified().arena(usize::MAX).unwrap_err();
 }

@@ -52,13 +52,19 @@ pub struct Shape {
     rank: u8,
 }
 
+/// Elements of a tensor at most: what 47 bits of address hold of the smallest type, and 16 bytes for each do not wrap.
+const ELEMENTS_MAX: usize = 1 << 47;
+
 impl Shape {
     /// A shape of the given dimensions.
     ///
     /// # Panics
-    /// With more than four dimensions.
+    /// With more than four dimensions, or more elements than memory has bytes; dimensions of 0 count as 1 there.
     pub fn new(dims: &[usize]) -> Self {
         assert!(dims.len() <= 4, "tensors have at most four dimensions");
+        // What is computed from it, bytes of any type and rows, then does not wrap.
+        let elements = dims.iter().try_fold(1_usize, |product, dim| product.checked_mul(*dim.max(&1)));
+        assert!(elements.is_some_and(|all| all <= ELEMENTS_MAX), "a tensor of {dims:?} is too large");
         let mut all = [1; 4];
         all[..dims.len()].copy_from_slice(dims);
         Self { dims: all, rank: dims.len() as u8 }
@@ -309,4 +315,22 @@ fn reshaped(shape: Shape, dims: &[usize]) -> Shape {
     let new = Shape::new(dims);
     assert_eq!(shape.elements(), new.elements(), "a reshape from {shape:?} to {new:?} keeps the elements");
     new
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Products that wrap made views of whatever lay behind some bytes, or none.
+    #[test]
+    fn shapes_of_more_than_there_is() {
+        for dims in
+            [&[1 << 31, 1 << 31, 4][..], &[1 << 32, 1 << 30], &[usize::MAX, 2], &[0, 1 << 40, 1 << 40]]
+        {
+            let made = std::panic::catch_unwind(|| Shape::new(dims));
+            let message = *made.expect_err("refused").downcast::<String>().unwrap();
+            assert!(message.contains("is too large"), "{message}");
+        }
+        assert_eq!((Shape::new(&[1 << 30, 1 << 17]).rows(), Shape::new(&[0, 5]).elements()), (1 << 30, 0));
+    }
 }

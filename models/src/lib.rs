@@ -43,4 +43,4 @@ pub use json::parse_json;
 pub use random::RandomSource;
 pub use rope::{Rope, RopeScaling};
 pub use safetensors_in::SafetensorsSource;
-pub use safetensors_out::{export_folder, holds_weights, remove_weights};
+pub use safetensors_out::{export_folder, holds_weights, remove_partials, remove_weights};

@@ -137,6 +137,14 @@ pub fn remove_weights(folder: &Path) -> Result {
     remove_earlier(folder, |name| is_weight_file(name) || is_partial(name))
 }
 
+/// Removes what processes that ended in exports to a folder left under temporary names. Not for a folder that one exports to.
+///
+/// # Errors
+/// The folder cannot be read, or a file in it not removed.
+pub fn remove_partials(folder: &Path) -> Result {
+    remove_earlier(folder, is_partial)
+}
+
 /// Folders that were made for an export. Those that are empty in the end are removed: it failed.
 #[derive(Debug)]
 struct NewFolders<'a>(Vec<&'a Path>);
@@ -334,10 +342,11 @@ fn is_weight_file(name: &str) -> bool {
             .is_some_and(|(index, count)| digits(index) && digits(count))
 }
 
-/// Whether it is what a process that ended in an export leaves of a weight file.
+/// Whether it is what a process that ended in an export leaves under a temporary name.
 fn is_partial(name: &str) -> bool {
     let whole = name.strip_prefix('.').and_then(|name| name.strip_suffix(PARTIAL));
-    whole.is_some_and(|name| name == INDEX || is_weight_file(name))
+    let is_of_export = |name| [INDEX, "config.json"].contains(&name) || COPIED.contains(&name);
+    whole.is_some_and(|name| is_of_export(name) || is_weight_file(name))
 }
 
 /// The files of a folder whose names end so, with their names, in order; none where there is no folder.

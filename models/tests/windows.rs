@@ -39,6 +39,35 @@ fn chunks_that_cut_blocks_are_refused() {
 }
 
 #[test]
+fn what_no_step_can_work_with_is_refused() {
+    let setup = Setup::new(true);
+    let create = |change: &dyn Fn(&mut EngineConfig)| {
+        let mut config = setup.config();
+        change(&mut config);
+        let (model, sample) = (Model::new(setup.model.clone()), setup.batches(0).swap_remove(0));
+        let mut source = RandomSource::new(1);
+        Engine::create(config, setup.backend(), model.blocks, &sample, &mut source).map(drop)
+    };
+    create(&|_| {}).unwrap();
+    let clip = |clip: f64| create(&|config| config.training.as_mut().unwrap().clip = Some(clip));
+    for (result, words) in [
+        (clip(0.0), "TrainingConfig::clip is 0"),
+        (clip(-1.0), "TrainingConfig::clip is -1"),
+        (clip(f64::NAN), "TrainingConfig::clip is NaN"),
+        (create(&|config| config.limits.sequences = 0), "BatchLimits::sequences is 0"),
+        (create(&|config| config.limits.micro_batches = 0), "BatchLimits::micro_batches is 0"),
+        (create(&|config| config.overrides.weight_slots = Some(0)), "WindowOverrides::weight_slots is 0"),
+        (
+            create(&|config| config.overrides.update_slots = Some(usize::MAX)),
+            "WindowOverrides::update_slots is 18446744073709551615",
+        ),
+    ] {
+        let error = result.expect_err(words).to_string();
+        assert!(error.contains(words), "{error}");
+    }
+}
+
+#[test]
 fn any_chunk_that_is_not_refused_works() {
     let dir = tempfile::tempdir().unwrap();
     let expected = Setup { state: StateFormat::Compact, ..Setup::new(true) }.run(2);

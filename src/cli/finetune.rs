@@ -29,7 +29,7 @@ use terrace_aio::memory::peak_resident_bytes;
 use terrace_aio::profile::DiskProfile;
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch, export_folder};
 use terrace_optimizer::{Schedule, StateFormat};
-use terrace_tiers::Tier;
+use terrace_tiers::{Access, StoreView, Tier};
 use terrace_zero::{
     BatchLimits, Block, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec, PlanningRuns, StepRates,
     StepReport, TrainingConfig, WeightSource, WindowOverrides,
@@ -87,7 +87,11 @@ pub fn train(
     let can = floor::capabilities(profile.as_ref(), &session, &run, &config);
     let (builder, shape) = (TokenBatch::new(&model.config), ModelShape::of(&model.config));
     let sample = builder.blank(run.batch_size, run.seq_len);
-    keep_what_pays(&mut config, &can, &session, &model.config, &sample)?;
+    if run.resume {
+        config.overrides.chunk_elements =
+            stored_chunks(&session, &config).or(config.overrides.chunk_elements);
+    }
+    keep_what_pays(&mut config, &can, &session, &model.config, &sample, run.resume)?;
 
     let loading = Instant::now();
     let fresh = if run.resume { None } else { Some(source) };
@@ -154,12 +158,13 @@ fn keep_what_pays(
     session: &Session,
     model: &ModelConfig,
     sample: &MicroBatch,
+    resumes: bool,
 ) -> Result<(), EngineError> {
     // The best of single products, which is all that a start measures, says too little about a step.
     if can.predicts && config.overrides.kept_blocks.is_none() {
         let runs = PlanningRuns::default();
         config.keep_at_most = keeping::cheapest(config, &session.backend, model, sample, can, &runs)
-            .map_err(|error| advise(error, config, session, model))?
+            .map_err(|error| advise(error, config, session, model, resumes))?
             .0;
     }
     Ok(())
@@ -173,7 +178,7 @@ fn open_engine(
     sample: &MicroBatch,
     source: Option<&mut dyn WeightSource>,
 ) -> Result<Engine, CliError> {
-    let (wanted, backend) = (config.clone(), session.backend.clone());
+    let (wanted, backend, resumes) = (config.clone(), session.backend.clone(), source.is_none());
     let engine = match source {
         None => {
             eprintln!("reading and verifying the training state");
@@ -183,7 +188,7 @@ fn open_engine(
     };
     let engine = engine.map_err(|error| match error {
         EngineError::AnotherRun { stored, given } => identity::another_run(stored, given),
-        error => advise(error, &wanted, session, &model.config).into(),
+        error => advise(error, &wanted, session, &model.config, resumes).into(),
     })?;
     session.warn_of_slow_copies();
     Ok(engine)
@@ -195,9 +200,19 @@ pub(super) fn advise(
     config: &EngineConfig,
     session: &Session,
     model: &ModelConfig,
+    resumes: bool,
 ) -> EngineError {
-    let runs = PlanningRuns::default();
-    Knobs { config, backend: &session.backend, model, runs: &runs, disk_space: None }.advise(error)
+    let (backend, runs) = (&session.backend, PlanningRuns::default());
+    Knobs { config, backend, model, runs: &runs, disk_space: None, resumes }.advise(error)
+}
+
+/// How the state that is continued is cut into chunks, which a plan has to go by; what is wrong with it is said when it is opened.
+fn stored_chunks(session: &Session, config: &EngineConfig) -> Option<usize> {
+    let io = &session.backend.io;
+    let view = Some(&config.disks)
+        .filter(|disks| !disks.is_empty())
+        .map(|disks| StoreView::open(io, disks, Access::Look));
+    view?.ok().and_then(|view| usize::try_from(view.spec().chunk_elements).ok())
 }
 
 /// Says what was loaded since `loading`, and the plan of the run. Gives its windows.

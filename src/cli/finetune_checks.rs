@@ -40,7 +40,7 @@ fn fits(
 ) -> Result<(), CliError> {
     let config = engine_config(run, &args.placement, session, String::new())?;
     let outlook = outlook(config.clone(), run, session, model);
-    outlook.map(drop).map_err(|error| advise(error, &config, session, model).into())
+    outlook.map(drop).map_err(|error| advise(error, &config, session, model, run.resume).into())
 }
 
 fn outlook(

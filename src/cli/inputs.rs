@@ -37,9 +37,10 @@ impl ModelFacts {
             ))
         })?;
         // A composite model keeps the language model's settings one level down; GPT-2 has names of its own.
+        // Of several names for one number the largest: what is stretched may say so under one of them alone.
         let number = |names: &[&str]| {
             let values = names.iter().flat_map(|name| [&config[name], &config["text_config"][name]]);
-            values.filter_map(Value::as_u64).next().map(|n| n as usize)
+            values.filter_map(Value::as_u64).max().map(|n| n as usize)
         };
         let vocab_size = number(&["vocab_size"]).filter(|&size| size > 0);
         Ok(Self {

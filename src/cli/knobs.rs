@@ -31,6 +31,8 @@ pub struct Knobs<'a> {
     pub runs: &'a PlanningRuns,
     /// Bytes of all disks, if they are bounded.
     pub disk_space: Option<u64>,
+    /// The run continues another, whose batches and format of state are its own too.
+    pub resumes: bool,
 }
 
 impl Knobs<'_> {
@@ -71,6 +73,9 @@ impl Knobs<'_> {
                     }
                 });
             }
+        }
+        if self.resumes {
+            return found;
         }
         found.extend(self.smaller_state());
         let numbers: Vec<String> = NUMBERS.iter().filter_map(|number| self.lower(number)).collect();

@@ -313,6 +313,7 @@ impl<'a> Planning<'a> {
             model: &self.model,
             runs: &self.runs,
             disk_space: self.args.disk_space.map(|space| space.0),
+            resumes: false,
         };
         let error = knobs.advise(error);
         let once = match self.args.durability {

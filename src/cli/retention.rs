@@ -4,7 +4,7 @@
 
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
-use terrace_models::holds_weights;
+use terrace_models::{holds_weights, remove_partials};
 use terrace_zero::sync_dir;
 
 /// What a folder that is being removed is called, after a dot and its name.
@@ -26,7 +26,7 @@ pub fn saves(output: &Path) -> Result<Vec<(u64, PathBuf)>, CliError> {
     Ok(saves)
 }
 
-/// Removes what a process that ended while it removed folders left of them.
+/// Removes what a process that ended while it wrote saves or removed them left under temporary names.
 ///
 /// # Errors
 /// As [`prune`].
@@ -35,6 +35,8 @@ pub fn sweep(output: &Path) -> Result<(), CliError> {
         let whole = name.strip_prefix('.').and_then(|name| name.strip_suffix(REMOVED));
         if whole.and_then(step_of).is_some() {
             std::fs::remove_dir_all(&path).map_err(|e| failed("removing", &path, &e))?;
+        } else if step_of(&name).is_some() && path.is_dir() {
+            remove_partials(&path).map_err(CliError::failed)?;
         }
     }
     Ok(())
@@ -123,7 +125,12 @@ mod tests {
         std::fs::create_dir(&cut_off).unwrap();
         std::fs::write(cut_off.join("model.safetensors"), "half").unwrap();
         std::fs::create_dir(output.join(".checkpoint-x.removed")).unwrap();
+        // What exports that were cut off left in saves; the last is of somebody else.
+        let partials = [".model.safetensors.partial", ".config.json.partial", ".mine.partial"]
+            .map(|name| output.join("checkpoint-1").join(name));
+        partials.iter().for_each(|path| std::fs::write(path, "half").unwrap());
         sweep(output).unwrap();
+        assert_eq!(partials.each_ref().map(|path| path.exists()), [false, false, true]);
         assert!(!cut_off.exists() && output.join(".checkpoint-x.removed").exists());
         assert!(output.join("checkpoint-10").exists() && output.join("checkpoint-90").exists());
         assert!(prune(&output.join("none"), 1, 1).unwrap_err().to_string().contains("reading"));

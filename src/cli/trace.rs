@@ -3,7 +3,7 @@
 
 use super::session::Session;
 use crate::error::CliError;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -23,7 +23,8 @@ struct Bar {
     category: &'static str,
     start: Duration,
     end: Duration,
-    args: Value,
+    /// The operation of a disk that it is.
+    operation: Option<TraceEvent>,
 }
 
 /// Whose files requests went to, for their names: while they are open.
@@ -122,7 +123,7 @@ fn bars(session: &Session, seen: Seen<'_>) -> Vec<Bar> {
             },
             start,
             end,
-            args: json!({}),
+            operation: None,
         })
         .collect();
     if let Some(trace) = &session.trace {
@@ -151,7 +152,7 @@ fn disk_bar(event: &TraceEvent, later: Duration, session: &Session, seen: Seen<'
         category: "disk",
         start: event.start + later,
         end: event.end + later,
-        args: json!({ "file": event.file.0, "offset": event.offset, "bytes": event.len, "ok": event.ok }),
+        operation: Some(*event),
     }
 }
 
@@ -171,6 +172,7 @@ fn write_events(file: &mut impl Write, bars: &[Bar]) -> io::Result<()> {
             events.push(json!({ "name": what, "ph": "M", "pid": 1, "tid": number, "args": args }));
         }
     }
+    let args = |event: &TraceEvent| json!({ "file": event.file.0, "offset": event.offset, "bytes": event.len, "ok": event.ok });
     let bar = |(bar, row): (&Bar, usize)| {
         json!({
             "name": bar.name,
@@ -180,11 +182,12 @@ fn write_events(file: &mut impl Write, bars: &[Bar]) -> io::Result<()> {
             "tid": numbers[&(bar.lane, row)],
             "ts": bar.start.as_secs_f64() * 1e6,
             "dur": bar.end.saturating_sub(bar.start).as_secs_f64() * 1e6,
-            "args": bar.args,
+            "args": bar.operation.as_ref().map_or(json!({}), args),
         })
     };
     write!(file, "[")?;
     let bars = bars.iter().zip(places).map(bar);
+    // One at a time: all at once would take many times their memory.
     for (index, event) in events.into_iter().chain(bars).enumerate() {
         // A page must not end before its script does.
         let line = event.to_string().replace('<', "\\u003c");
@@ -200,7 +203,7 @@ mod tests {
 
     fn bar(lane: &'static str, name: &str, start: u64, end: u64) -> Bar {
         let [start, end] = [start, end].map(Duration::from_millis);
-        Bar { lane, name: name.into(), category: "engine", start, end, args: json!({}) }
+        Bar { lane, name: name.into(), category: "engine", start, end, operation: None }
     }
 
     #[test]

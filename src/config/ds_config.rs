@@ -110,6 +110,9 @@ pub enum DsConfigError {
     },
 }
 
+/// Sections that change what is trained, or on what, where they are enabled.
+const ALTERING: [&str; 5] =
+    ["curriculum_learning", "data_efficiency", "elasticity", "progressive_layer_drop", "quantize_training"];
 /// DeepSpeed's keys that are about DeepSpeed's own machinery.
 const TOP_UNUSED: &[&str] = &[
     "activation_checkpointing",
@@ -328,6 +331,11 @@ fn read(value: &hjson::Value) -> Result<DsConfig> {
         config.aio_queue_depth = section.at_most("queue_depth", QUEUE_DEPTH_MAX as u64)?;
         notes.unused.extend(section.unused(AIO_UNUSED));
         notes.unknown.extend(section.unknown());
+    }
+    for key in ALTERING {
+        if root.section(key)?.map_or(Ok(None), |section| section.boolean("enabled"))? == Some(true) {
+            return Err(root.error(key, "not available, and it would change what is trained; take it out"));
+        }
     }
     notes.unused.extend(root.unused(TOP_UNUSED));
     notes.unknown.extend(root.unknown());

@@ -1,6 +1,6 @@
 //! A reader for the JSON that people write by hand: Hjson, as DeepSpeed accepts it, and plain JSON, its subset.
 //!
-//! Beyond JSON: `//`, `#` and `/* */` comments, trailing commas, newlines in place of commas, unquoted keys, single-quoted
+//! Beyond JSON: a file without the outermost braces, `//`, `#` and `/* */` comments, trailing commas, newlines in place of commas, unquoted keys, single-quoted
 //! strings, and unquoted strings that run to the end of the line. A key that appears twice in one object is an error: one of
 //! the two would be lost silently. Every value knows its line and column, so that a wrong type can be reported where it is.
 //!
@@ -81,7 +81,12 @@ pub fn parse(text: &str) -> Result<Value, SyntaxError> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let mut parser = Parser { rest: text, at: Position { line: 1, column: 1 }, depth: 0 };
     parser.skip_blank()?;
-    let value = parser.value()?;
+    let value = if parser.begins_with_key() {
+        let at = parser.at;
+        Value { at, kind: parser.members(None)? }
+    } else {
+        parser.value()?
+    };
     parser.skip_blank()?;
     match parser.peek() {
         None => Ok(value),
@@ -187,19 +192,34 @@ impl Parser<'_> {
         Ok(kind)
     }
 
+    /// Whether what follows is a key and a colon: the file is an object without its braces.
+    fn begins_with_key(&self) -> bool {
+        let mut ahead = Parser { rest: self.rest, at: self.at, depth: 0 };
+        let is_key = !matches!(self.peek(), None | Some('{' | '[')) && ahead.key().is_ok();
+        is_key && ahead.skip_blank().is_ok() && ahead.peek() == Some(':')
+    }
+
     fn object(&mut self) -> Result<Kind, SyntaxError> {
         let start = self.at;
         self.next();
+        self.members(Some(start))
+    }
+
+    /// The members of an object up to its brace, or, of one that began with none, to the end of the file.
+    fn members(&mut self, start: Option<Position>) -> Result<Kind, SyntaxError> {
         let mut members: Vec<Member> = Vec::new();
         loop {
             self.skip_blank()?;
-            match self.peek() {
-                None => return Err(SyntaxError { at: start, message: "this object is never closed".into() }),
-                Some('}') => {
+            match (self.peek(), start) {
+                (None, Some(at)) => {
+                    return Err(SyntaxError { at, message: "this object is never closed".into() });
+                }
+                (None, None) => return Ok(Kind::Object(members)),
+                (Some('}'), Some(_)) => {
                     self.next();
                     return Ok(Kind::Object(members));
                 }
-                Some(_) => {}
+                (Some(_), _) => {}
             }
             let at = self.at;
             let key = self.key()?;
@@ -399,6 +419,7 @@ mod tests {
             ("{a: 01\n}", "{a:\"01\"}"),
             ("\u{feff}{}", "{}"),
             ("{a: true}", "{a:true}"),
+            ("# no braces\na: 1\n'b' /* two */ : {c: [2]},\n\"d\": text\n", "{a:1,b:{c:[2]},d:\"text\"}"),
         ] {
             assert_eq!(show(&parse(text).unwrap_or_else(|e| panic!("{text}: {e}"))), expected);
         }
@@ -421,6 +442,8 @@ mod tests {
             ("\"\\q\"", "1:3: invalid escape"),
             ("\"\\ud800x\"", "1:3: invalid \\u escape"),
             ("{,}", "1:2: expected a key, found ','"),
+            ("a: 1\na: 2\n", "2:1: duplicate key \"a\" (first at line 1)"),
+            ("a: 1\n}", "2:1: expected a key, found '}'"),
         ] {
             match parse(text) {
                 Err(e) => assert!(e.to_string().starts_with(expected), "{text}: {e}"),

@@ -478,10 +478,15 @@ fn placement(
     if disks.is_empty() {
         disks.push(default_disk(&args.output));
     }
-    let mut sorted = disks.clone();
-    sorted.sort();
-    if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        return usage(format!("--disk {} is given twice", twice[0].display()));
+    // One folder may have several names.
+    let place = |disk: &PathBuf| {
+        disk.canonicalize().or_else(|_| std::path::absolute(disk)).unwrap_or_else(|_| disk.clone())
+    };
+    let mut places: Vec<_> = disks.iter().map(|disk| (place(disk), disk)).collect();
+    places.sort();
+    if let Some([(_, a), (_, b)]) = places.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        let also = if a == b { String::new() } else { format!(", also as {}", b.display()) };
+        return usage(format!("--disk {} is given twice{also}", a.display()));
     }
     Ok((offload, disks))
 }

@@ -17,6 +17,14 @@ pub enum TierError {
     /// The plan does not fit.
     #[error(transparent)]
     Plan(#[from] PlanRefusal),
+    /// What was asked for cannot be.
+    #[error("{what} {detail}")]
+    Invalid {
+        /// Of what.
+        what: &'static str,
+        /// What is wrong with it.
+        detail: String,
+    },
     /// Another process works in the directory.
     #[error("{} is in use by another process (it holds {}); wait for it or choose another directory", dir.display(), lock.display())]
     Locked {

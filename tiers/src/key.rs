@@ -3,6 +3,7 @@
 //! A *blob* is one kind of state of one parameter group: its weights, its first moments, … A blob is cut into *chunks*
 //! of the same number of elements for every kind, the unit of update, transfer and checksum.
 
+use crate::TierError;
 use serde::{Deserialize, Serialize};
 
 /// Alignment of every extent in a store, in bytes: direct I/O on any drive.
@@ -126,8 +127,60 @@ impl StoreSpec {
         self.groups[group].elements.div_ceil(self.chunk_elements) as usize
     }
 
+    /// The next chunk's place is another blob's.
+    pub(crate) fn require_chunk(&self, group: usize, chunk: usize) {
+        let name = &self.groups[group].name;
+        let chunks = self.chunks(group);
+        assert!(chunk < chunks, "chunk {chunk} is one of the {chunks} of group {name}");
+    }
+
+    /// Says what no store can be laid out by: sizes of nothing, two blobs of one kind, chunks that cut blocks, more bytes than files have.
+    ///
+    /// # Errors
+    /// The first of them.
+    pub fn check(&self) -> Result<(), TierError> {
+        let invalid = |detail: String| Err(TierError::Invalid { what: "the layout of a store", detail });
+        if !(1..=2).contains(&self.generations) {
+            return invalid(format!("has {} generations; there may be 1 or 2", self.generations));
+        }
+        if self.chunk_elements == 0 {
+            return invalid("has chunks of no elements (chunk_elements)".into());
+        }
+        for (index, BlobSpec { kind, block_elements, block_bytes }) in self.kinds.iter().enumerate() {
+            let words = kind.words();
+            if *block_elements == 0 || *block_bytes == 0 {
+                return invalid(format!("has {words} in blocks of nothing"));
+            }
+            if !self.chunk_elements.is_multiple_of(*block_elements) {
+                let detail =
+                    format!("cuts blocks of {block_elements} {words} into chunks of {}", self.chunk_elements);
+                return invalid(detail);
+            }
+            if self.kinds[..index].iter().any(|other| other.kind == *kind) {
+                return invalid(format!("has {words} twice"));
+            }
+        }
+        // What files count with, a page more for each blob, and a sum for each chunk.
+        let bytes = self.groups.iter().try_fold(0_u64, |sum, group| {
+            let of_kinds = self.kinds.iter().try_fold(0_u64, |sum, kind| {
+                let bytes = group.elements.div_ceil(kind.block_elements).checked_mul(kind.block_bytes)?;
+                sum.checked_add(bytes.checked_add(EXTENT_ALIGN)?)
+            })?;
+            sum.checked_add(of_kinds)?
+                .checked_add(group.elements.div_ceil(self.chunk_elements).checked_mul(8)?)
+        });
+        match bytes.and_then(|bytes| bytes.checked_mul(self.generations)) {
+            Some(bytes) if bytes <= i64::MAX as u64 => Ok(()),
+            _ => invalid("has more bytes than files can".into()),
+        }
+    }
+
     /// Elements of chunk `chunk` of group `group`.
+    ///
+    /// # Panics
+    /// If the group has no such chunk.
     pub fn chunk_len(&self, group: usize, chunk: usize) -> usize {
+        self.require_chunk(group, chunk);
         let start = chunk as u64 * self.chunk_elements;
         (self.groups[group].elements - start).min(self.chunk_elements) as usize
     }

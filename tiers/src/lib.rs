@@ -32,7 +32,8 @@ pub use scratch::{Scratch, ScratchChunk, TRAINING_SCRATCH};
 pub use store::fuzzing;
 pub use store::{
     Access, Arrived, Commit, CommitFacts, Committed, Damage, DamageCause, DiskStore, FilePart, Held,
-    PendingRead, Recovery, Sealed, SlotFacts, SlotState, StoreView, SyncAhead, Verification,
+    PendingRead, Recovery, Sealed, SlotFacts, SlotState, StoreView, SyncAhead, TRAINER_BYTES_MAX,
+    Verification,
 };
 pub use stripe::Striping;
 pub use volume::{STRIPE_BYTES, existing_dir, free_space};

@@ -61,8 +61,9 @@ impl Pool {
     /// # Errors
     /// The operating system has no memory left.
     pub fn new(name: &'static str, slots: usize, slot_bytes: usize) -> Result<Self, TierError> {
-        let slot_bytes = slot_bytes.next_multiple_of(BUF_ALIGN).max(BUF_ALIGN);
-        let memory = HostMemory::new(slots * slot_bytes)?;
+        // Of more than can be counted there is not enough.
+        let slot_bytes = slot_bytes.checked_next_multiple_of(BUF_ALIGN).unwrap_or(usize::MAX).max(BUF_ALIGN);
+        let memory = HostMemory::new(slots.saturating_mul(slot_bytes))?;
         // Lowest slots are handed out first, so that untouched ones never become resident.
         let state = State { free: (0..slots).rev().collect(), out_peak: 0, slots };
         let (state, returned, registrations) = (Mutex::new(state), Condvar::new(), Vec::new());
@@ -142,6 +143,7 @@ impl Pool {
     /// # Panics
     /// As [`acquire`](Self::acquire).
     pub fn acquire_unless(&self, len: usize, given_up: &AtomicBool) -> Option<Lease> {
+        self.require_fit(len);
         let mut state = self.shared.lock();
         assert!(state.slots > 0, "pool {} has slots", self.shared.name);
         loop {
@@ -167,18 +169,20 @@ impl Pool {
     /// # Panics
     /// If `len` exceeds the slot size.
     pub fn try_acquire(&self, len: usize) -> Option<Lease> {
+        self.require_fit(len);
         let mut state = self.shared.lock();
         let slot = state.free.pop()?;
         Some(self.lease(state, slot, len))
     }
 
+    /// Before a slot is taken, which would be lost.
+    fn require_fit(&self, len: usize) {
+        let Shared { name, slot_bytes, .. } = &*self.shared;
+        assert!(len <= *slot_bytes, "{len} bytes fit a slot of pool {name} ({slot_bytes} bytes)");
+    }
+
     fn lease(&self, mut state: std::sync::MutexGuard<'_, State>, slot: usize, len: usize) -> Lease {
         let slot_bytes = self.shared.slot_bytes;
-        assert!(
-            len <= slot_bytes,
-            "{len} bytes fit a slot of pool {} ({slot_bytes} bytes)",
-            self.shared.name
-        );
         state.out_peak = state.out_peak.max(state.slots - state.free.len());
         drop(state);
         // SAFETY: the slot lies within the pool's memory.

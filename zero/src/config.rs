@@ -63,7 +63,7 @@ pub struct TrainingConfig {
     pub state: StateFormat,
     /// The optimization algorithm and its hyperparameters.
     pub optimizer: Algorithm,
-    /// Largest global norm of the gradient; larger ones are scaled down to it.
+    /// Largest global norm of the gradient, above 0; larger ones are scaled down to it. `None` clips nothing.
     pub clip: Option<f64>,
     /// The loss scale of fp16: a step whose gradient overflows is skipped, and the scale moves. `None` is for types with a
     /// range that needs none; an overflow is then an error.
@@ -303,8 +303,26 @@ impl EngineConfig {
         self.placement == Placement::Disk && self.training.as_ref().is_some_and(|t| !t.waits_for_norm())
     }
 
+    /// Refuses what no step can work with.
+    pub(crate) fn check(&self) -> Result {
+        let BatchLimits { sequences, length, micro_batches, .. } = self.limits;
+        for (name, number) in [("sequences", sequences), ("length", length), ("micro_batches", micro_batches)]
+        {
+            if number == 0 {
+                return Err(EngineError::Config(format!("BatchLimits::{name} is 0 and must be at least 1")));
+            }
+        }
+        let clip = self.training.as_ref().and_then(|training| training.clip);
+        if let Some(clip) = clip.filter(|clip| !(clip.is_finite() && *clip > 0.0)) {
+            return Err(EngineError::Config(format!(
+                "TrainingConfig::clip is {clip}; it must be a norm above 0, or None to clip nothing"
+            )));
+        }
+        self.check_overrides()
+    }
+
     /// Refuses windows with which no step can work. The gradient's norm is summed in blocks that no chunk may cut.
-    pub(crate) fn check_overrides(&self) -> Result {
+    fn check_overrides(&self) -> Result {
         let WindowOverrides { weight_slots, chunk_elements, update_slots, gradient_groups, .. } =
             self.overrides;
         let unit = if self.training.is_some() { NORM_BLOCK } else { PARAM_ALIGN };
@@ -322,9 +340,11 @@ impl EngineConfig {
             ("update_slots", update_slots),
             ("gradient_groups", gradient_groups),
         ] {
-            if slots == Some(0) {
+            // More than any model has groups or chunks of; their bytes are not to wrap.
+            if slots.is_some_and(|slots| slots == 0 || slots > u32::MAX as usize) {
                 return Err(EngineError::Config(format!(
-                    "WindowOverrides::{name} is 0 and must be at least 1"
+                    "WindowOverrides::{name} is {} and must be at least 1 and below 2^32",
+                    slots.unwrap_or_default()
                 )));
             }
         }

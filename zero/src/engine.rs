@@ -493,7 +493,7 @@ impl Parts {
         planning: &PlanningRuns,
     ) -> Result<Self> {
         needs_disk(&config)?;
-        config.check_overrides()?;
+        config.check()?;
         let network = Network::new(blocks, config.dtype)?;
         if config.training.is_some() {
             Rounds::new(config.accumulation, config.limits, &network).check(&network)?;

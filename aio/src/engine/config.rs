@@ -116,12 +116,12 @@ pub fn open_default(config: &EngineConfig) -> Result<Arc<dyn IoEngine>, IoError>
         EngineChoice::Auto => match UringEngine::new(config) {
             Ok(engine) => Ok(Arc::new(engine)),
             Err(error) => {
+                let reason = error.detail;
                 static WARNED: std::sync::Once = std::sync::Once::new();
                 WARNED.call_once(|| {
-                    let reason = error.detail;
                     tracing::warn!(%reason, "io_uring is not available: reading and writing with threads instead");
                 });
-                Ok(Arc::new(ThreadsEngine::new(config)?))
+                Ok(Arc::new(ThreadsEngine::new(config)?.in_place_of("io_uring", &reason)))
             }
         },
     }

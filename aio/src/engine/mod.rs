@@ -153,6 +153,14 @@ pub struct EngineFacts {
     pub fallbacks: Vec<String>,
 }
 
+/// Waits for a thread of an engine to end; not where the last handle of the engine is dropped on that very thread, which ends by itself.
+pub(crate) fn join(thread: std::thread::JoinHandle<()>) {
+    if thread.thread().id() != std::thread::current().id() {
+        // One that panicked has resolved its tickets as closed on the way out.
+        let _ = thread.join();
+    }
+}
+
 /// Keeps memory registered with an engine; dropping it ends that. See [`IoEngine::register`].
 #[derive(Default)]
 #[must_use = "dropping a registration ends it"]

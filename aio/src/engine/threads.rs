@@ -12,7 +12,7 @@ use super::lanes::{Lanes, Taken};
 use super::progress::{Failure, Progress, Step};
 use super::slice::ask_for_short_slices;
 use super::split::{Piece, Route};
-use super::{FileId, IoEngine, OpKind, Request};
+use super::{EngineFacts, FileId, IoEngine, OpKind, Request};
 use crate::{IoBuf, IoError, Ticket, Urgency};
 use std::io;
 use std::path::Path;
@@ -26,6 +26,7 @@ pub struct ThreadsEngine {
     block_bytes: usize,
     queue: Arc<Queue>,
     workers: Vec<JoinHandle<()>>,
+    fallbacks: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -69,7 +70,8 @@ impl ThreadsEngine {
             jobs: JobPool::default(),
         });
         let files = FileTable::new(config.direct);
-        let mut engine = Self { files, block_bytes: config.block_bytes, queue, workers: Vec::new() };
+        let (block_bytes, workers, fallbacks) = (config.block_bytes, Vec::new(), Vec::new());
+        let mut engine = Self { files, block_bytes, queue, workers, fallbacks };
         for index in 0..config.threads {
             let queue = Arc::clone(&engine.queue);
             let worker = std::thread::Builder::new()
@@ -79,6 +81,12 @@ impl ThreadsEngine {
             engine.workers.push(worker);
         }
         Ok(engine)
+    }
+
+    /// The same in the place of an engine that is not available, and why: among its [facts](IoEngine::facts).
+    pub(super) fn in_place_of(mut self, engine: &str, reason: &str) -> Self {
+        self.fallbacks.push(format!("{engine}: {reason}"));
+        self
     }
 
     fn enqueue(&self, job: Arc<Job>) {
@@ -102,6 +110,10 @@ impl IoEngine for ThreadsEngine {
         "threads"
     }
 
+    fn facts(&self) -> EngineFacts {
+        EngineFacts { fallbacks: self.fallbacks.clone(), ..EngineFacts::default() }
+    }
+
     serve_files!();
 
     fn close(&self, file: FileId) -> Result<(), IoError> {
@@ -122,8 +134,7 @@ impl Drop for ThreadsEngine {
         self.queue.lock().closed = true;
         self.queue.work.notify_all();
         for worker in self.workers.drain(..) {
-            // A worker that panicked has dropped its job, whose ticket then reads `Closed`.
-            let _ = worker.join();
+            super::join(worker);
         }
     }
 }

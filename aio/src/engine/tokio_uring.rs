@@ -120,8 +120,7 @@ impl Drop for TokioUringEngine {
         self.inboxes = None;
         self.wake.notify_one();
         if let Some(runner) = self.runner.take() {
-            // A thread that panicked has dropped its jobs, whose tickets then read `Closed`.
-            let _ = runner.join();
+            super::join(runner);
         }
     }
 }

@@ -289,8 +289,7 @@ impl Drop for Ring {
         self.inboxes = None;
         wake(&self.link.wake);
         if let Some(driver) = self.driver.take() {
-            // A driver that panicked has resolved its tickets as Closed on the way out.
-            let _ = driver.join();
+            super::join(driver);
         }
     }
 }

@@ -66,7 +66,7 @@ impl Drop for Relay {
         self.inbox = None;
         if let Some(thread) = self.thread.take() {
             // A thread that panicked has closed its tickets.
-            let _ = thread.join();
+            crate::engine::join(thread);
         }
     }
 }

@@ -193,7 +193,7 @@ impl Drop for Lane {
         self.queue.work.notify_all();
         if let Some(thread) = self.thread.take() {
             // A thread that panicked has closed its tickets, and those that wait are closed with the queue.
-            let _ = thread.join();
+            crate::engine::join(thread);
         }
     }
 }

@@ -48,6 +48,7 @@ impl Extents {
     }
 
     pub(super) fn address(&self, key: BlobKey, chunk: usize, generation: u64) -> u64 {
+        self.spec.require_chunk(key.group, chunk);
         let kind = self.kind_index(key.kind);
         let offset = self.spec.kinds[kind].bytes(chunk as u64 * self.spec.chunk_elements);
         self.map.address(key.group, kind, generation) + offset
@@ -63,6 +64,7 @@ impl Extents {
 
     /// The place of a chunk in the table of checksums.
     pub(super) fn entry(&self, key: BlobKey, chunk: usize) -> usize {
+        self.spec.require_chunk(key.group, chunk);
         self.map.table_entry(key.group, self.kind_index(key.kind), chunk)
     }
 

@@ -18,7 +18,7 @@ impl DiskStore {
     /// Holds the last commit. Not to be called while another thread commits.
     ///
     /// # Errors
-    /// A commit failed, so that it is not known which is the last, or the only generation is being overwritten.
+    /// There is no commit, one failed, so that it is not known which is the last, or the only generation is being overwritten.
     pub fn hold(self: &Arc<Self>) -> Result<Held, TierError> {
         let mut versions = self.lock();
         self.require_certain(&versions)?;
@@ -26,6 +26,7 @@ impl DiskStore {
             drop(versions);
             return Err(self.changing());
         }
+        self.require_commit(&versions)?;
         versions.held += 1;
         Ok(Held { store: Arc::clone(self), committed: versions.committed.clone() })
     }

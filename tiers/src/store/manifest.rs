@@ -46,7 +46,7 @@ const TWICE_SINCE: u32 = 3;
 const VERSION_MIN: u32 = 2;
 const SLOT_HEADER: usize = 48;
 /// Room for the trainer's own words in every slot.
-pub(super) const TRAINER_BYTES_MAX: usize = 16 << 10;
+pub const TRAINER_BYTES_MAX: usize = 16 << 10;
 
 /// The contents of one slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -379,6 +379,15 @@ impl Manifest {
         self.engine.sync(self.file.id).wait()?;
         Ok(())
     }
+}
+
+/// Before anything is done that an end in the middle would leave uncertain.
+pub(super) fn require_short(trainer: &[u8]) -> Result<(), TierError> {
+    if trainer.len() <= TRAINER_BYTES_MAX {
+        return Ok(());
+    }
+    let detail = format!("has {} bytes; a commit has room for {TRAINER_BYTES_MAX}", trainer.len());
+    Err(TierError::Invalid { what: "the trainer's note", detail })
 }
 
 impl Head {

@@ -43,6 +43,7 @@ mod recovery;
 mod transfer;
 mod verify;
 mod view;
+mod writes;
 
 use crate::pool::Lease;
 use crate::volume::{self, SCRATCH_ID, Volume, World, existing_dir, not_ours, require_space};
@@ -52,6 +53,7 @@ use ahead::{Ahead, Experience};
 use extents::Extents;
 pub use held::Held;
 use lock::DirLock;
+pub use manifest::TRAINER_BYTES_MAX;
 use manifest::{Manifest, Slot};
 pub use recovery::Recovery;
 use std::collections::{HashMap, VecDeque};
@@ -61,7 +63,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use terrace_aio::{FileId, IoEngine, IoError, OpKind, OpenMode, Ticket, Urgency};
+use terrace_aio::{FileId, IoEngine, IoError, OpenMode, Ticket, Urgency};
 pub(crate) use transfer::Check;
 pub use transfer::{Arrived, PendingRead, Sealed};
 pub use verify::{Damage, DamageCause, FilePart, Verification};
@@ -91,8 +93,8 @@ struct Versions {
     live: u64,
     live_table: Vec<u64>,
     next: Next,
-    /// Tickets that readers took out of fences and wait for.
-    claimed: usize,
+    /// Of what the tickets are that somebody took out of fences and waits for.
+    claimed: Vec<(BlobKey, usize)>,
     /// Readers that need the last commit as it is.
     held: usize,
     /// Hazard (write after a failed commit).
@@ -117,7 +119,8 @@ pub struct Committed {
 struct Next {
     table: Vec<u64>,
     written: Vec<bool>,
-    fences: HashMap<BlobKey, VecDeque<Ticket>>,
+    /// Writes in flight of each blob, with their chunks.
+    fences: HashMap<BlobKey, VecDeque<(usize, Ticket)>>,
     /// The first write that failed.
     failed: Option<IoError>,
     ahead: Ahead,
@@ -147,12 +150,13 @@ impl DiskStore {
     /// that the next creation replaces.
     ///
     /// # Errors
-    /// A directory holds state of this or another run, is in use, too small, or cannot be written.
+    /// The layout is none, or a directory holds state of this or another run, is in use, too small, or cannot be written.
     pub fn create(
         engine: &Arc<dyn IoEngine>,
         striping: &Striping,
         spec: StoreSpec,
     ) -> Result<Self, TierError> {
+        spec.check()?;
         let dirs = striping.dirs();
         let world = World::of(&**engine);
         let locks = lock_all(world, dirs)?;
@@ -302,11 +306,11 @@ impl DiskStore {
     ///
     /// # Errors
     /// A write of the generation that is being written failed, and this read is of that; or the chunks were overwritten by what was
-    /// given up.
+    /// given up; or nothing was committed yet.
     ///
     /// # Panics
-    /// If the lease has another length or a chunk of the next generation was not written yet; for
-    /// [`Generation::Newest`], if some of the chunks were written and some not.
+    /// If the group has no such chunks, the store no such kind, the lease has another length or a chunk of the next generation was not
+    /// written yet; for [`Generation::Newest`], if some of the chunks were written and some not.
     pub fn read(
         &self,
         key: BlobKey,
@@ -353,6 +357,9 @@ impl DiskStore {
         {
             return Err(error.clone().into());
         }
+        if generation == Generation::Live {
+            self.require_commit(&versions)?;
+        }
         let generation_index = self.generation_index(&versions, generation);
         let sum = |chunk| {
             let entry = self.extents.entry(key, chunk);
@@ -365,101 +372,6 @@ impl DiskStore {
         let sums: Vec<u64> = chunks.clone().map(sum).collect();
         drop(versions);
         Ok(self.extents.read(key, chunks, generation_index, &sums, (lease, urgency)))
-    }
-
-    /// Starts writing one chunk of the next generation. The lease goes back to its pool when the write is done. The first one
-    /// after a commit of the only generation waits for the mark.
-    ///
-    /// # Errors
-    /// An earlier write of the same blob, or an earlier commit, failed, or the mark cannot be made.
-    ///
-    /// # Panics
-    /// If the lease is not exactly as long as the chunk.
-    pub fn write(&self, key: BlobKey, chunk: usize, lease: Lease) -> Result<(), TierError> {
-        self.write_sealed(key, chunk, Sealed::new(lease))
-    }
-
-    /// As [`write`](Self::write) of a chunk whose checksum is known, so that a caller can sum several at once.
-    ///
-    /// # Errors
-    /// As [`write`](Self::write).
-    ///
-    /// # Panics
-    /// As [`write`](Self::write).
-    pub fn write_sealed(&self, key: BlobKey, chunk: usize, sealed: Sealed) -> Result<(), TierError> {
-        self.write_sealed_as(Urgency::Whenever, key, chunk, sealed)
-    }
-
-    /// As [`write_sealed`](Self::write_sealed), with an urgency: that of the read that will wait for it.
-    ///
-    /// # Errors
-    /// As [`write`](Self::write).
-    ///
-    /// # Panics
-    /// As [`write`](Self::write).
-    pub fn write_sealed_as(
-        &self,
-        urgency: Urgency,
-        key: BlobKey,
-        chunk: usize,
-        sealed: Sealed,
-    ) -> Result<(), TierError> {
-        let Sealed { lease, sum } = sealed;
-        let Extents { spec, volume, .. } = &self.extents;
-        let len = spec.chunk_bytes(key, chunk);
-        assert_eq!(lease.len(), len, "the lease is as long as chunk {chunk} of {key:?}");
-        let address = {
-            let mut versions = self.when_not_held(self.lock());
-            self.require_certain(&versions)?;
-            self.mark(&mut versions)?;
-            self.extents.address(key, chunk, self.generation_index(&versions, Generation::Next))
-        };
-        let request = volume.request(OpKind::Write, address, lease.into_io()).with_urgency(urgency);
-        let ticket = volume.engine.submit(request).without_buffer();
-        let entry = self.extents.entry(key, chunk);
-        let mut versions = self.lock();
-        let next = &mut versions.next;
-        next.table[entry] = sum;
-        next.written[entry] = true;
-        let fence = next.fences.entry(key).or_default();
-        // What is done need not be remembered; that it failed, must.
-        let done = if fence.front().is_some_and(Ticket::is_done) { fence.pop_front() } else { None };
-        fence.push_back(ticket);
-        let share = || spec.volume_bytes() / (spec.generations * spec.groups.len().max(1) as u64);
-        let is_due = self.experience.pays(self.sync_ahead) && next.ahead.is_due(len as u64, share());
-        let ahead = if is_due { next.ahead.begin(volume.begin_sync()) } else { Ok(()) };
-        match done.map_or(Ok(()), |done| done.wait().map(drop)).and(ahead) {
-            Ok(()) => Ok(()),
-            Err(error) => Err(next.fail(error)),
-        }
-    }
-
-    /// Hazard (write beside who reads what is held): with one generation, waits before the first write after a commit.
-    fn when_not_held<'v>(&self, versions: MutexGuard<'v, Versions>) -> MutexGuard<'v, Versions> {
-        let one = self.extents.spec.generations == 1;
-        let held = |versions: &mut Versions| one && !versions.is_changing && versions.held > 0;
-        self.released.wait_while(versions, held).unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Hazard (write before the mark): with one generation, makes durable that the last commit is about to be overwritten.
-    fn mark(&self, versions: &mut Versions) -> Result<(), TierError> {
-        let is_first = versions.sequence > 0 && !versions.is_changing;
-        if self.extents.spec.generations > 1 || !is_first {
-            return Ok(());
-        }
-        let Committed { step, trainer } = versions.committed.clone();
-        let (sequence, live, table) = (versions.sequence + 1, versions.live, versions.live_table.clone());
-        // Whether a mark is there that could not be made is not known.
-        versions.is_uncertain = true;
-        // Under the lock: nobody writes before it is there.
-        let marked = self.manifest.write(&Slot { is_mark: true, sequence, step, live, table, trainer });
-        if let Err(error) = marked {
-            // Nothing was overwritten, so the last commit is not to be refused for a mark that is there in spite of the error.
-            versions.is_uncertain = self.manifest.erase(sequence).is_err();
-            return Err(error);
-        }
-        (versions.is_uncertain, versions.is_changing, versions.sequence) = (false, true, sequence);
-        Ok(())
     }
 
     /// Waits for all writes so far, so that [`Generation::Settled`] may read what they wrote.
@@ -476,11 +388,13 @@ impl DiskStore {
     /// # Errors
     /// A write or a sync failed; the last committed step is then still intact, with one generation only if no chunk was written
     /// since, and reads of what was to be committed say so until it is [given up](Self::abandon). If it was the manifest's, the new
-    /// step may be the one that is found on opening, and this store takes no more writes.
+    /// step may be the one that is found on opening, and this store takes no more writes. Before anything is done: the trainer's words are
+    /// more than [`TRAINER_BYTES_MAX`].
     ///
     /// # Panics
     /// If a chunk of the next generation was never written.
     pub fn commit(&self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
+        manifest::require_short(trainer)?;
         let result = self.complete(step, trainer).and_then(|(slot, was_ahead)| {
             let began = Instant::now();
             self.extents.volume.sync()?;
@@ -532,6 +446,7 @@ impl DiskStore {
     /// # Panics
     /// If nothing was ever committed, or what was is being overwritten.
     pub fn commit_unchanged(&self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
+        manifest::require_short(trainer)?;
         self.abandon();
         let versions = self.lock();
         assert!(versions.sequence > 0 && !versions.is_changing, "there is a live generation");
@@ -568,12 +483,12 @@ impl DiskStore {
     fn finish_writes<'v>(&self, mut versions: MutexGuard<'v, Versions>) -> MutexGuard<'v, Versions> {
         // Under the lock: a reader finds its blob's fence whole, or done.
         let fences = std::mem::take(&mut versions.next.fences);
-        for ticket in fences.into_values().flatten() {
+        for (_, ticket) in fences.into_values().flatten() {
             if let Err(error) = ticket.wait() {
                 versions.next.fail(error);
             }
         }
-        self.released.wait_while(versions, |v| v.claimed > 0).unwrap_or_else(PoisonError::into_inner)
+        self.released.wait_while(versions, |v| !v.claimed.is_empty()).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Deletes the store's files. Used for stores of frozen weights that do not outlive the process.
@@ -587,28 +502,21 @@ impl DiskStore {
         Ok(self.extents.volume.remove()?)
     }
 
+    fn require_commit(&self, versions: &Versions) -> Result<(), TierError> {
+        if versions.sequence > 0 {
+            return Ok(());
+        }
+        Err(TierError::NoState {
+            path: self.manifest.path.clone(),
+            detail: "nothing was committed yet".into(),
+        })
+    }
+
     fn require_certain(&self, versions: &Versions) -> Result<(), TierError> {
         if versions.is_uncertain {
             return Err(TierError::Uncertain { path: self.manifest.path.clone() });
         }
         Ok(())
-    }
-
-    /// Waits for the writes of a blob.
-    fn fenced(&self, key: BlobKey) -> Result<MutexGuard<'_, Versions>, TierError> {
-        let mut versions = self.lock();
-        while let Some(ticket) = versions.next.fences.get_mut(&key).and_then(VecDeque::pop_front) {
-            versions.claimed += 1;
-            drop(versions);
-            let result = ticket.wait();
-            versions = self.lock();
-            versions.claimed -= 1;
-            self.released.notify_all();
-            if let Err(error) = result {
-                return Err(versions.next.fail(error));
-            }
-        }
-        Ok(versions)
     }
 
     fn generation_index(&self, versions: &Versions, generation: Generation) -> u64 {
@@ -627,7 +535,7 @@ impl Versions {
     fn new(committed: Committed, sequence: u64, live: u64, live_table: Vec<u64>) -> Self {
         let next = Next::new(live_table.len());
         let (is_uncertain, is_changing, is_lost) = (false, false, false);
-        let (claimed, held) = (0, 0);
+        let (claimed, held) = (Vec::new(), 0);
         Self {
             committed,
             sequence,
