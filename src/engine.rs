@@ -10,6 +10,10 @@ use terrace_kernels::cuda;
 use terrace_kernels::update::UpdateKernels;
 use terrace_optimizer::host_kernels;
 
+/// Threads that compute at most: more than the processors of any machine this is for. Every one has a workspace, and far more would take
+/// minutes to start.
+pub const THREADS_MAX: usize = 1024;
+
 /// Device memory that the kernels of a card keep.
 pub(crate) const CUDA_SCRATCH_BYTES: u64 = (cuda::SCRATCH_BYTES + cuda::UPDATE_SCRATCH_BYTES) as u64;
 
@@ -17,7 +21,7 @@ pub(crate) const CUDA_SCRATCH_BYTES: u64 = (cuda::SCRATCH_BYTES + cuda::UPDATE_S
 /// `io` asks for.
 ///
 /// # Errors
-/// `threads` is zero, the system refuses to start them, or the disk engine cannot be started.
+/// `threads` is zero or more than [`THREADS_MAX`], the system refuses to start them, or the disk engine cannot be started.
 pub fn cpu_backend(threads: usize, io: &IoConfig) -> Result<Backend> {
     cpu_backend_of(CpuConfig::new(threads), io)
 }
@@ -25,11 +29,12 @@ pub fn cpu_backend(threads: usize, io: &IoConfig) -> Result<Backend> {
 /// [`cpu_backend`] as configured.
 ///
 /// # Errors
-/// There are no threads, the system refuses to start them, or the disk engine cannot be started.
+/// There are no threads or more than [`THREADS_MAX`], the system refuses to start them, or the disk engine cannot be started.
 pub fn cpu_backend_of(config: CpuConfig, io: &IoConfig) -> Result<Backend> {
     let threads = config.threads;
-    if threads == 0 {
-        return Err(EngineError::Config("at least one thread computes: give --threads 1 or more".into()));
+    if !(1..=THREADS_MAX).contains(&threads) {
+        let detail = format!("from 1 to {THREADS_MAX} threads compute, not {threads}: give other --threads");
+        return Err(EngineError::Config(detail));
     }
     Ok(Backend {
         device: Arc::new(HostDevice::unified()),

@@ -75,7 +75,7 @@ mod shape;
 pub mod tensorboard;
 pub mod warnings;
 
-pub use engine::{cpu_backend, cpu_backend_of, cuda_backend};
+pub use engine::{THREADS_MAX, cpu_backend, cpu_backend_of, cuda_backend};
 pub use terrace_aio as aio;
 pub use terrace_aio::IoEngine;
 pub use terrace_aio::engine::EngineConfig as IoConfig;

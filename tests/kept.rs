@@ -145,6 +145,10 @@ fn a_model_that_saves_would_replace_is_refused() {
     Shape { seed: 3, ..Shape::TINY }.write(&bench.path("precious"));
     let before = bench.weights("precious");
     bench.finetune("precious").args(&["--steps", "1"]).fails(2, &["--output ", "holds a model"]);
+    // What cannot be replaced is found before training, not after it.
+    fs::create_dir_all(bench.path("folders/model.safetensors")).unwrap();
+    let folders = bench.finetune("folders").args(&["--steps", "1"]);
+    folders.fails(2, &["--output ", "model.safetensors there is a folder", "move it away"]);
     assert!(bench.weights("precious") == before);
 }
 

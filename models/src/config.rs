@@ -248,8 +248,8 @@ impl ModelConfig {
                 Family::Mistral | Family::Qwen2 | Family::Phi3 => false,
             },
             mlp_bias: match family {
-                Family::Llama | Family::SeedOss => entries.flag("mlp_bias", false)?,
-                _ => false,
+                Family::Llama | Family::SeedOss | Family::SmolLm3 => entries.flag("mlp_bias", false)?,
+                Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Phi3 => false,
             },
             gate_function: gate_function(&entries)?,
             qk_norm: family == Family::Qwen3,

@@ -4,11 +4,13 @@
 mod support;
 
 use support::Setup;
+use terrace_kernels::DType;
 use terrace_models::{Model, RandomSource};
 use terrace_optimizer::{Algorithm, Lion, StateFormat};
 use terrace_tiers::{Tier, TierError};
 use terrace_zero::{
-    Durability, Engine, EngineConfig, EngineError, Outlook, Placement, PlanningRuns, WindowOverrides,
+    Durability, Engine, EngineConfig, EngineError, HostTensor, Outlook, Placement, PlanningRuns,
+    WindowOverrides,
 };
 
 fn refused(setup: &Setup, overrides: WindowOverrides, parts: &[&str]) {
@@ -65,6 +67,32 @@ fn what_no_step_can_work_with_is_refused() {
         let error = result.expect_err(words).to_string();
         assert!(error.contains(words), "{error}");
     }
+}
+
+/// Inputs that somebody else's batches have, or that lack some of their bytes.
+#[test]
+fn batches_that_are_not_those_that_were_planned() {
+    let setup = Setup::new(true);
+    let mut engine = setup.create();
+    type Change = fn(&mut Vec<HostTensor>);
+    let cases: [(Change, &str, bool); 4] = [
+        (|inputs| inputs.truncate(5), "batches of 6 inputs were planned, not 5", true),
+        (|inputs| inputs[1].dtype = DType::F32, "input 1 was planned in i32, not f32", true),
+        (|inputs| inputs[2].bytes.truncate(3), "input 2 of ", true),
+        (|inputs| inputs[0].dims.insert(0, 1), "input 0 was planned as ", false),
+    ];
+    for (change, words, evaluates) in cases {
+        let mut batches = setup.batches(0);
+        change(&mut batches[0].inputs);
+        let error = engine.train_step(&batches, 1e-3).expect_err(words).to_string();
+        assert!(error.contains(words), "{error}");
+        if evaluates {
+            let error = engine.evaluate(&batches[0]).expect_err(words).to_string();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+    assert_eq!(engine.step(), 0);
+    engine.train_step(&setup.batches(0), 1e-3).unwrap();
 }
 
 #[test]

@@ -143,6 +143,14 @@ pub fn output(output: &Path, model: &Path) -> Result<(), CliError> {
             output.display()
         )));
     }
+    for name in ["config.json", "model.safetensors", "model.safetensors.index.json"] {
+        if output.join(name).is_dir() {
+            return Err(CliError::Usage(format!(
+                "--output {}: {name} there is a folder, and a model has a file of that name; move it away, or give another folder",
+                output.display()
+            )));
+        }
+    }
     writable("--output", output)
 }
 

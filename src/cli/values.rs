@@ -1,11 +1,9 @@
 //! Values of flags: what is not one is said in words, with what is expected instead.
 
+use crate::THREADS_MAX;
 use crate::config::ByteSize;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::str::FromStr;
-
-/// More than the processors of any machine this is for. Every thread has a workspace, and far more would take minutes to start.
-const THREADS_MAX: usize = 1024;
 
 /// Where to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

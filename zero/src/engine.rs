@@ -1,6 +1,7 @@
 //! The engine as the embedder holds it: built from a plan, then driven step by step.
 
 use crate::activations::Activations;
+use crate::batch::InputShapes;
 use crate::cache::StateCache;
 use crate::copies::Copies;
 use crate::device_state::{DeviceGradients, DeviceState};
@@ -74,6 +75,8 @@ pub struct Engine {
     pub(crate) pending: Option<Pending>,
     /// Steps, up to the last, whose updates their norms did not change.
     pub(crate) unclipped: u64,
+    /// Of the batches that it was planned for.
+    pub(crate) inputs: InputShapes,
     /// What a save commits, if state on disk waits for one.
     pub(crate) unsaved: Option<Unsaved>,
     /// Of resident state.
@@ -296,7 +299,8 @@ impl Engine {
     }
 
     fn assemble(parts: Parts, backend: Backend, home: StateHome) -> Result<Self> {
-        let Parts { config, network, kinds, runs, optimizer, device_optimizer, plan, loss_scale } = parts;
+        let Parts { config, network, kinds, runs, optimizer, device_optimizer, plan, loss_scale, inputs } =
+            parts;
         let windows = &plan.windows;
         let copies = match &config.timeline {
             Some(timeline) if !backend.device.unified() => {
@@ -391,6 +395,7 @@ impl Engine {
             loss_scale,
             pending: None,
             unclipped: 0,
+            inputs,
             unsaved: None,
             saves: Saves::default(),
         })
@@ -481,6 +486,7 @@ struct Parts {
     device_optimizer: Option<DeviceOptimizer>,
     plan: EnginePlan,
     loss_scale: Option<LossScale>,
+    inputs: InputShapes,
 }
 
 impl Parts {
@@ -522,7 +528,8 @@ impl Parts {
         let plan = planner.plan()?;
         let scaling = config.training.as_ref().and_then(|t| t.loss_scale);
         let loss_scale = scaling.map(LossScale::new).transpose()?;
-        Ok(Self { config, network, kinds, runs, optimizer, device_optimizer, plan, loss_scale })
+        let inputs = sample.input_shapes();
+        Ok(Self { config, network, kinds, runs, optimizer, device_optimizer, plan, loss_scale, inputs })
     }
 
     /// Memory for state of the host, which is what the device has not.

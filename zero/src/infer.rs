@@ -120,6 +120,7 @@ impl Engine {
                 limits.sequences, limits.length, batch.sequences, batch.length
             )));
         }
+        batch.check_inputs(&self.inputs)?;
         self.flush()?;
         let Self {
             config,

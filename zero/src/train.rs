@@ -242,15 +242,7 @@ impl Engine {
             );
             return Err(EngineError::Batch(message));
         }
-        for batch in batches {
-            if (batch.sequences, batch.length) != (limits.sequences, limits.length) {
-                return Err(EngineError::Batch(format!(
-                    "micro-batches of {} × {} positions were planned, not {} × {}",
-                    limits.sequences, limits.length, batch.sequences, batch.length
-                )));
-            }
-        }
-        Ok(())
+        batches.iter().try_for_each(|batch| batch.check_as_planned(&limits, &self.inputs))
     }
 
     /// Gives the chunks, in order, that an update beside backward did not come to.

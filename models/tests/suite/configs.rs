@@ -226,7 +226,7 @@ fn biases_follow_the_family() {
     assert_eq!(biases("Qwen3ForCausalLM"), (true, true, false));
     assert_eq!(biases("Phi3ForCausalLM"), (false, false, false));
     assert_eq!(biases("SeedOssForCausalLM"), (true, false, true));
-    assert_eq!(biases("SmolLM3ForCausalLM"), (true, true, false));
+    assert_eq!(biases("SmolLM3ForCausalLM"), (true, true, true));
     let unnamed = json!({"architectures": null, "model_type": "qwen3"});
     assert_eq!(parse(unnamed).unwrap().family, Family::Qwen3);
 }
