@@ -323,6 +323,12 @@ fn a_usual_file_with_all_its_habits() {
 }
 
 #[test]
+fn an_empty_path_is_none() {
+    let text = r#"{"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": ""}}}"#;
+    refused(&[(text, "nvme_path: empty")]);
+}
+
+#[test]
 fn what_would_change_the_training_is_refused_where_it_is_on() {
     for key in ["curriculum_learning", "data_efficiency", "elasticity", "progressive_layer_drop"] {
         refused(&[(&format!("{{{key}: {{enabled: true}}}}"), &format!("{key}: not available"))]);

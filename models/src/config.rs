@@ -155,8 +155,8 @@ pub struct ModelConfig {
     pub qk_norm: bool,
     /// Sliding window of each layer; `None` sees everything before it.
     pub windows: Vec<Option<usize>>,
-    /// Whether each layer rotates its queries and keys by their positions.
-    pub rotated: Vec<bool>,
+    /// Layers that do not rotate their queries and keys by their positions.
+    pub unrotated: Vec<usize>,
     /// Rotary position embedding.
     pub rope: Rope,
     /// Positions the model was trained for, or those that the scaling of its rotary embedding stretches them to.
@@ -254,7 +254,7 @@ impl ModelConfig {
             gate_function: gate_function(&entries)?,
             qk_norm: family == Family::Qwen3,
             windows: windows(&entries, family, layers)?,
-            rotated: rotated(&entries, family, layers)?,
+            unrotated: unrotated(&entries, family, layers)?,
             // Folders whose owner was told to add the scaling alone keep the positions of before.
             positions_max: rope.positions().map_or(positions_max, |stretched| stretched.max(positions_max)),
             rope,
@@ -301,10 +301,9 @@ impl ModelConfig {
         if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
             return refuse("rms_norm_eps", format!("is {}; it must be positive", self.norm_eps));
         }
-        for (key, entries) in [("layer_types", self.windows.len()), ("no_rope_layers", self.rotated.len())] {
-            if entries != self.layers {
-                return refuse(key, format!("has {entries} entries for {} layers", self.layers));
-            }
+        if self.windows.len() != self.layers {
+            let detail = format!("has {} entries for {} layers", self.windows.len(), self.layers);
+            return refuse("layer_types", detail);
         }
         Ok(())
     }
@@ -381,17 +380,22 @@ fn dropouts(entries: &Entries<'_>, family: Family, default: f64) -> Result<Vec<(
     Ok(all.into_iter().filter(|(_, part)| *part != 0.0).collect())
 }
 
-/// Which layers rotate queries and keys: all, but in SmolLM 3 the last of every `no_rope_layer_interval`.
-fn rotated(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<bool>> {
+/// Which layers do not rotate queries and keys: none, but in SmolLM 3 those that a list has a 0 for, or the last of every
+/// `no_rope_layer_interval`.
+fn unrotated(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<usize>> {
     if family != Family::SmolLm3 {
-        return Ok(vec![true; layers]);
+        return Ok(Vec::new());
     }
-    if let Some(listed) = entries.numbers("no_rope_layers")? {
-        // Of a longer list the classes of transformers take what they need.
-        return Ok(listed.iter().take(layers).map(|number| *number != 0.0).collect());
+    let Some(listed) = entries.numbers("no_rope_layers")? else {
+        let interval = entries.size_or("no_rope_layer_interval", 4)?;
+        return Ok((0..layers).filter(|layer| (layer + 1).is_multiple_of(interval)).collect());
+    };
+    if listed.len() < layers {
+        let detail = format!("has {} entries for {layers} layers", listed.len());
+        return Err(entries.error("no_rope_layers", detail));
     }
-    let interval = entries.size_or("no_rope_layer_interval", 4)?;
-    Ok((1..=layers).map(|layer| !layer.is_multiple_of(interval)).collect())
+    // Of a longer list the classes of transformers take what they need.
+    Ok((0..layers).filter(|layer| listed[*layer] == 0.0).collect())
 }
 
 /// The sliding window of each layer, as the family's class in transformers derives it.
@@ -426,8 +430,8 @@ fn smollm3_windows(entries: &Entries<'_>, layers: usize) -> Result<Vec<Option<us
         return kinds.iter().map(|kind| layer_window(kind, window)).collect();
     }
     // What is not rotated by positions sees only some of them.
-    let rotated = rotated(entries, Family::SmolLm3, layers)?;
-    Ok(rotated.iter().map(|rotated| window.filter(|_| !rotated)).collect())
+    let unrotated = unrotated(entries, Family::SmolLm3, layers)?;
+    Ok((0..layers).map(|layer| window.filter(|_| unrotated.contains(&layer))).collect())
 }
 
 fn layer_window(kind: &str, window: Option<usize>) -> Result<Option<usize>> {

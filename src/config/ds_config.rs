@@ -568,6 +568,7 @@ fn offload(section: &Section<'_>) -> Result<DsOffload> {
         "none" => Ok(DsOffload::None),
         "cpu" => Ok(DsOffload::Host),
         "nvme" => match path {
+            Some("") => Err(section.error("nvme_path", "empty; give a folder on the disk")),
             Some(path) => Ok(DsOffload::Disk(path.into())),
             None => Err(section.error("nvme_path", "missing, but device is \"nvme\"")),
         },

@@ -75,7 +75,7 @@ impl Attention {
                 let query = params.norm("self_attn.q_norm", head_size, eps);
                 (query, params.norm("self_attn.k_norm", head_size, eps))
             }),
-            rotary_scale: config.rotated[layer].then(|| config.rope.attention_factor()),
+            rotary_scale: (!config.unrotated.contains(&layer)).then(|| config.rope.attention_factor()),
             spec: AttentionSpec { scale: (head_size as f32).sqrt().recip(), window: config.windows[layer] },
             hidden,
             heads: config.heads,

@@ -99,7 +99,7 @@ fn released_models_with_fused_projections_dropout_or_layers_without_positions() 
     );
     let smol = smol.unwrap();
     assert_eq!((param_count(&smol), smol.tied), (3_075_098_624, true));
-    assert_eq!(smol.rotated[..8], [true, true, true, false, true, true, true, false]);
+    assert_eq!(smol.unrotated, [3, 7, 11, 15, 19, 23, 27, 31, 35]);
 }
 
 /// What configurations leave out where the classes differ.
@@ -120,7 +120,7 @@ fn defaults_follow_the_family() {
     let null = json!({"architectures": ["Phi3ForCausalLM"], "pad_token_id": null});
     assert_eq!(parse(null).unwrap().pad_id, None);
     let listed = json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1, 1]});
-    assert_eq!(parse(listed).unwrap().rotated, [false, true]);
+    assert_eq!(parse(listed).unwrap().unrotated, [0]);
 }
 
 /// Every key of every kind of scaling, as transformers takes it.

@@ -35,7 +35,7 @@ fn logits_notice_every_option() {
         ("phi3", |config| config.windows = vec![None; config.layers]),
         ("seed_oss", |config| config.rope.theta = 100.0),
         ("smollm3", |config| config.windows = vec![None; config.layers]),
-        ("smollm3", |config| config.rotated = vec![true; config.layers]),
+        ("smollm3", |config| config.unrotated.clear()),
     ];
     for (name, ignore) in ignored {
         let fixture = Fixture::new(name);

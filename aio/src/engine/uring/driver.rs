@@ -414,6 +414,11 @@ impl Driver {
             WARNED.call_once(|| tracing::warn!(%refusal, "io_uring goes on without what it was refused"));
             facts.fallbacks.push(refusal);
         }
+        // What was refused whenever it was asked for is not in use.
+        let memory = "registered memory";
+        if facts.registered_bytes == 0 && facts.fallbacks.iter().any(|why| why.starts_with(memory)) {
+            facts.features.retain(|feature| *feature != memory);
+        }
     }
 }
 
