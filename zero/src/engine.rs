@@ -313,8 +313,8 @@ impl Engine {
         let packing = Some(windows.packed_bytes).filter(|&bytes| bytes > 0).map(Packing::new).transpose()?;
         let on_disk = home.disk().is_some();
         let slot_io = on_disk.then_some(&backend.io);
-        let slot_classes = |_| SlotClasses::new(&windows.classes, network.groups.len(), &backend);
-        let weight_slots = slot_io.map(slot_classes).transpose()?;
+        let slot_classes = || SlotClasses::new(&windows.classes, network.groups.len(), &backend);
+        let weight_slots = on_disk.then(slot_classes).transpose()?;
         let device_weights = DeviceWeights::new(&backend, &network, windows.device_room)?;
         let device_state = DeviceState::new(&backend, &network, &kinds, windows.device_room)?;
         let spills = windows.gradients_on_disk || windows.activations_on_disk;
@@ -361,12 +361,7 @@ impl Engine {
         };
         let slots = if config.training.is_some() && on_disk { windows.update_slots } else { 2 };
         let update_slots = UpdateSlots::new(&kinds, slots, windows.slot_elements, slot_io)?;
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(config.threads)
-            .thread_name(|i| format!("terrace-update-{i}"))
-            .start_handler(terrace_device::affinity::on_start(config.pinned))
-            .build()
-            .map_err(|e| EngineError::Config(format!("cannot start {} threads: {e}", config.threads)))?;
+        let pool = update_pool(&config)?;
         Ok(Self {
             config,
             backend,
@@ -474,6 +469,16 @@ impl Engine {
             StateHome::Resident(_) => Ok(()),
         }
     }
+}
+
+/// Threads for updates.
+fn update_pool(config: &EngineConfig) -> Result<rayon::ThreadPool> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(config.threads)
+        .thread_name(|i| format!("terrace-update-{i}"))
+        .start_handler(terrace_device::affinity::on_start(config.pinned))
+        .build()
+        .map_err(|e| EngineError::Config(format!("cannot start {} threads: {e}", config.threads)))
 }
 
 /// Everything that is known before the first allocation.
