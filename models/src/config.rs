@@ -226,6 +226,7 @@ impl ModelConfig {
             });
         }
         let attention_bias = entries.flag("attention_bias", family == Family::SeedOss)?;
+        let unrotated = unrotated(&entries, family, layers)?;
         let config = Self {
             family,
             vocab,
@@ -253,8 +254,8 @@ impl ModelConfig {
             },
             gate_function: gate_function(&entries)?,
             qk_norm: family == Family::Qwen3,
-            windows: windows(&entries, family, layers)?,
-            unrotated: unrotated(&entries, family, layers)?,
+            windows: windows(&entries, family, layers, &unrotated)?,
+            unrotated,
             // Folders whose owner was told to add the scaling alone keep the positions of before.
             positions_max: rope.positions().map_or(positions_max, |stretched| stretched.max(positions_max)),
             rope,
@@ -399,39 +400,37 @@ fn unrotated(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec
 }
 
 /// The sliding window of each layer, as the family's class in transformers derives it.
-fn windows(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
-    match family {
+fn windows(
+    entries: &Entries<'_>,
+    family: Family,
+    layers: usize,
+    unrotated: &[usize],
+) -> Result<Vec<Option<usize>>> {
+    let (is_for_all, default) = match family {
         Family::Llama | Family::SeedOss => return Ok(vec![None; layers]),
         Family::Phi3 => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
-        Family::SmolLm3 => return smollm3_windows(entries, layers),
-        Family::Mistral | Family::Qwen2 | Family::Qwen3 => {}
-    }
+        Family::Mistral => (true, Some(4096)),
+        Family::Qwen2 | Family::Qwen3 => (false, Some(4096)),
+        Family::SmolLm3 => (false, None),
+    };
     let window = match entries.optional_size("sliding_window")? {
-        None if !entries.has("sliding_window") => Some(4096),
+        None if !entries.has("sliding_window") => default,
         window => window,
     };
-    let is_mistral = family == Family::Mistral;
-    let window = if is_mistral || entries.flag("use_sliding_window", false)? { window } else { None };
+    let window = if is_for_all || entries.flag("use_sliding_window", false)? { window } else { None };
     // A Mistral with kinds of layers is what transformers calls Ministral.
     if let Some(kinds) = entries.strings("layer_types")? {
         return kinds.iter().map(|kind| layer_window(kind, window)).collect();
     }
-    if is_mistral {
+    if is_for_all {
         return Ok(vec![window; layers]);
+    }
+    if family == Family::SmolLm3 {
+        // What is not rotated by positions sees only some of them.
+        return Ok((0..layers).map(|layer| window.filter(|_| unrotated.contains(&layer))).collect());
     }
     let full_layers = entries.size_or_zero("max_window_layers", 28)?;
     Ok((0..layers).map(|layer| window.filter(|_| layer >= full_layers)).collect())
-}
-
-fn smollm3_windows(entries: &Entries<'_>, layers: usize) -> Result<Vec<Option<usize>>> {
-    let window = entries.optional_size("sliding_window")?;
-    let window = if entries.flag("use_sliding_window", false)? { window } else { None };
-    if let Some(kinds) = entries.strings("layer_types")? {
-        return kinds.iter().map(|kind| layer_window(kind, window)).collect();
-    }
-    // What is not rotated by positions sees only some of them.
-    let unrotated = unrotated(entries, Family::SmolLm3, layers)?;
-    Ok((0..layers).map(|layer| window.filter(|_| unrotated.contains(&layer))).collect())
 }
 
 fn layer_window(kind: &str, window: Option<usize>) -> Result<Option<usize>> {

@@ -134,21 +134,24 @@ impl<'a> Entries<'a> {
 
     /// An array of strings; `None` when absent or null.
     pub(crate) fn strings(&self, key: &str) -> Result<Option<Vec<&'a str>>> {
-        let Some(value) = self.value(key) else { return Ok(None) };
-        let strings = value.as_array().and_then(|all| all.iter().map(Value::as_str).collect());
-        match strings {
-            Some(strings) => Ok(Some(strings)),
-            None => Err(self.wrong(key, "an array of strings", value)),
-        }
+        self.array(key, "an array of strings", Value::as_str)
     }
 
     /// An array of numbers; `None` when absent or null.
     pub(crate) fn numbers(&self, key: &str) -> Result<Option<Vec<f64>>> {
+        self.array(key, "an array of numbers", Value::as_f64)
+    }
+
+    fn array<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        of: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<Vec<T>>> {
         let Some(value) = self.value(key) else { return Ok(None) };
-        let numbers = value.as_array().and_then(|all| all.iter().map(Value::as_f64).collect());
-        match numbers {
-            Some(numbers) => Ok(Some(numbers)),
-            None => Err(self.wrong(key, "an array of numbers", value)),
+        match value.as_array().and_then(|all| all.iter().map(of).collect()) {
+            Some(items) => Ok(Some(items)),
+            None => Err(self.wrong(key, expected, value)),
         }
     }
 

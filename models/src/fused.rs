@@ -37,7 +37,7 @@ pub(crate) fn file_tensors<'a>(
 ) -> Vec<FileTensor> {
     let mut tensors: Vec<FileTensor> = Vec::new();
     for param in params {
-        let fused = fused_name(&param.name).filter(|_| is_fused);
+        let fused = if is_fused { fused_name(&param.name) } else { None };
         match tensors.last_mut() {
             Some(last) if fused.as_ref() == Some(&last.name) => {
                 last.dims[0] += param.dims[0];

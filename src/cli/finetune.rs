@@ -208,11 +208,11 @@ pub(super) fn advise(
 
 /// How the state that is continued is cut into chunks, which a plan has to go by; what is wrong with it is said when it is opened.
 fn stored_chunks(session: &Session, config: &EngineConfig) -> Option<usize> {
-    let io = &session.backend.io;
-    let view = Some(&config.disks)
-        .filter(|disks| !disks.is_empty())
-        .map(|disks| StoreView::open(io, disks, Access::Look));
-    view?.ok().and_then(|view| usize::try_from(view.spec().chunk_elements).ok())
+    if config.disks.is_empty() {
+        return None;
+    }
+    let view = StoreView::open(&session.backend.io, &config.disks, Access::Look).ok()?;
+    usize::try_from(view.spec().chunk_elements).ok()
 }
 
 /// Says what was loaded since `loading`, and the plan of the run. Gives its windows.

@@ -21,7 +21,7 @@ use terrace_tiers::{MemoryPlan, Tier, existing_dir};
 use terrace_zero::{Accumulation, Backend, EngineError, Placement, Timeline};
 
 /// Disk operations that `--trace` remembers at most, and as many spans of the engine; later ones replace the earliest. With their names they
-/// take some 100 MB each at the end of a run.
+/// take some 200 MB each at the end of a run.
 const TRACE_EVENTS: usize = 1 << 19;
 /// The part of free memory that default budgets leave alone: an eighth, and at least this much.
 const RESERVE_BYTES_MIN: u64 = 512 << 20;

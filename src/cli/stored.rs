@@ -18,8 +18,8 @@ pub fn dirs(args: &StateArgs) -> &[PathBuf] {
 /// There is none, it is in use, or what says how it is laid out is damaged.
 pub fn open(args: &StateArgs, access: Access) -> Result<StoreView, CliError> {
     let dirs = dirs(args);
-    if let Some(twice) = dirs.iter().enumerate().find_map(|(i, dir)| dirs[..i].contains(dir).then_some(dir)) {
-        return Err(CliError::Usage(format!("{} is given twice", twice.display())));
+    if let Some(what) = run::given_twice(dirs) {
+        return Err(CliError::Usage(what));
     }
     let choice = match args.engine {
         DiskEngine::Auto => EngineChoice::Auto,

@@ -478,17 +478,23 @@ fn placement(
     if disks.is_empty() {
         disks.push(default_disk(&args.output));
     }
-    // One folder may have several names.
-    let place = |disk: &PathBuf| {
-        disk.canonicalize().or_else(|_| std::path::absolute(disk)).unwrap_or_else(|_| disk.clone())
-    };
-    let mut places: Vec<_> = disks.iter().map(|disk| (place(disk), disk)).collect();
-    places.sort();
-    if let Some([(_, a), (_, b)]) = places.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-        let also = if a == b { String::new() } else { format!(", also as {}", b.display()) };
-        return usage(format!("--disk {} is given twice{also}", a.display()));
+    match given_twice(&disks) {
+        Some(what) => usage(format!("--disk {what}")),
+        None => Ok((offload, disks)),
     }
-    Ok((offload, disks))
+}
+
+/// Which of several folders is there twice, perhaps under two names, in words.
+pub fn given_twice(dirs: &[PathBuf]) -> Option<String> {
+    let place = |dir: &PathBuf| {
+        dir.canonicalize().or_else(|_| std::path::absolute(dir)).unwrap_or_else(|_| dir.clone())
+    };
+    let mut places: Vec<_> = dirs.iter().map(|dir| (place(dir), dir)).collect();
+    places.sort();
+    let pair = places.windows(2).find(|pair| pair[0].0 == pair[1].0)?;
+    let (a, b) = (pair[0].1, pair[1].1);
+    let also = if a == b { String::new() } else { format!(", also as {}", b.display()) };
+    Some(format!("{} is given twice{also}", a.display()))
 }
 
 /// An algorithm of which nothing but the name is said. What it keeps is that of any other of the name.

@@ -46,6 +46,17 @@ fn half_precision_widens_exactly() {
     assert_eq!(out, values);
 }
 
+/// Writes a folder's weights with `others` in place of the tensor `name`.
+fn write_instead<'a>(
+    folder: &Path,
+    stored: &safetensors::SafeTensors<'a>,
+    name: &str,
+    others: impl IntoIterator<Item = (String, TensorView<'a>)>,
+) {
+    let rest = stored.tensors().into_iter().filter(|(found, _)| found != name);
+    safetensors::serialize_to_file(rest.chain(others), None, &folder.join("model.safetensors")).unwrap();
+}
+
 /// Phi 3 as transformers saves it, with its projections by themselves, and what of them is missing or has other rows.
 #[test]
 fn fused_projections_are_taken_apart() {
@@ -63,9 +74,7 @@ fn fused_projections_are_taken_apart() {
     };
     let folder = tempfile::tempdir().unwrap();
     let with = |others: Vec<(String, TensorView<'_>)>| {
-        let rest = stored.tensors().into_iter().filter(|(name, _)| name != FUSED);
-        let path = folder.path().join("model.safetensors");
-        safetensors::serialize_to_file(rest.chain(others), None, &path).unwrap();
+        write_instead(folder.path(), &stored, FUSED, others);
         SafetensorsSource::for_model(folder.path(), &model)
     };
     let part = |name: &str| format!("model.layers.1.self_attn.{name}_proj.weight");
@@ -101,10 +110,8 @@ fn a_tied_head_is_the_embedding_or_refused() {
     const HEAD: &str = "lm_head.weight";
     // The model with other tensors in place of its embedding.
     let validate = |tied, others: &[(&str, &TensorView<'_>)]| {
-        let rest = stored.tensors().into_iter().filter(|(name, _)| name != EMBEDDING);
         let others = others.iter().map(|(name, tensor)| ((*name).to_owned(), (*tensor).clone()));
-        let path = folder.path().join("model.safetensors");
-        safetensors::serialize_to_file(rest.chain(others), None, &path).unwrap();
+        write_instead(folder.path(), &stored, EMBEDDING, others);
         let mut source = SafetensorsSource::open(folder.path()).unwrap();
         let checked = source.validate_model(&Model::new(ModelConfig { tied, ..config.clone() }));
         checked.map(|()| source).map_err(|error| error.to_string())
