@@ -221,6 +221,43 @@ fn watched(setup: &Setup) -> (Engine, Arc<Seen>) {
     (engine.unwrap_or_else(|e| panic!("{e}")), seen)
 }
 
+/// On disk in between.
+fn on_disk(setup: &Setup, there: usize, dir: &std::path::Path) -> Setup {
+    let overrides = WindowOverrides { kept_on_disk: Some(there), ..setup.overrides };
+    Setup { overrides, placement: Placement::Disk, disks: vec![dir.join("disk")], ..setup.clone() }
+}
+
+#[test]
+fn what_comes_back_from_disk_is_what_was_left_in_the_planned_memory() {
+    for (tied, accumulation, clip) in [
+        (true, Accumulation::Vertical, Some(0.5)),
+        (false, Accumulation::Vertical, None),
+        (true, Accumulation::Horizontal, Some(0.5)),
+        (false, Accumulation::Horizontal, None),
+    ] {
+        for (here, there, micro_batches) in [(0, 1, 2), (0, 3, 3), (1, 2, 1), (2, 1, 6), (1, 1, 3), (0, 9, 6)]
+        {
+            for slots in [None, Some(1)] {
+                let dir = tempfile::tempdir().unwrap();
+                let base = Setup { micro_batches, accumulation, clip, ..Setup::new(tied) };
+                let mut setup = on_disk(&keeping(&base, here), there, dir.path());
+                setup.overrides.kept_slots = slots;
+                let (mut engine, seen) = watched(&setup);
+                let there = there.min(3 - here);
+                assert_eq!((engine.kept_blocks(), engine.kept_on_disk()), ((here, 3), there));
+                setup.continue_to(&mut engine, 2);
+                let counts = (seen.kept.load(Relaxed), seen.recomputed.load(Relaxed));
+                let per_block = 2 * micro_batches;
+                let words =
+                    format!("{here} and {there} blocks, {micro_batches} micro-batches, {accumulation:?}");
+                assert_eq!(counts, ((here + there) * per_block, (3 - here - there) * per_block), "{words}");
+                let (peak, capacity) = *seen.arena.lock().unwrap();
+                assert_eq!(peak, capacity, "{words}");
+            }
+        }
+    }
+}
+
 /// The canary for mixed-up and for forgotten tensors, and the arena: what was planned is what is taken, to the byte.
 #[test]
 fn every_block_and_micro_batch_gets_its_own_in_the_planned_memory() {
@@ -316,11 +353,21 @@ fn a_step_that_fails_leaves_nothing_behind() {
     // Also none of the gradients that are parked between micro-batches.
     let accumulation = Accumulation::Horizontal;
     fails_in_a_step(&keeping(&Setup { accumulation, ..Setup::new(true) }, 3));
+    // Nor what is on disk in between.
+    for (here, there) in [(0, 3), (1, 1)] {
+        let (one, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let setup = |dir: &std::path::Path| on_disk(&keeping(&Setup::new(true), here), there, dir);
+        fails_in_a_step_of(&setup(one.path()), &setup(other.path()));
+    }
 }
 
 fn fails_in_a_step(setup: &Setup) {
-    let (mut undisturbed, _) = watched(setup);
-    setup.continue_to(&mut undisturbed, 2);
+    fails_in_a_step_of(setup, setup);
+}
+
+fn fails_in_a_step_of(setup: &Setup, as_is: &Setup) {
+    let (mut undisturbed, _) = watched(as_is);
+    as_is.continue_to(&mut undisturbed, 2);
     let (mut engine, seen) = watched(setup);
     seen.fail_next.store(true, Relaxed);
     let error = engine.train_step(&setup.batches(0), LR).expect_err("a block failed");

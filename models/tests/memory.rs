@@ -126,6 +126,7 @@ fn takes_what_is_planned(dir: &std::path::Path) {
         Setup { discrete: true, overrides, ..setup }
     };
     let away = WindowOverrides { gradients_on_disk: Some(true), activations_on_disk: Some(true), ..chunks };
+    let kept = |here, there| WindowOverrides { kept_blocks: Some(here), kept_on_disk: Some(there), ..chunks };
     for (name, setup) in [
         ("host, fp32", host(StateFormat::Fp32)),
         ("host, split", host(StateFormat::Split)),
@@ -138,6 +139,8 @@ fn takes_what_is_planned(dir: &std::path::Path) {
         ("disk, checkpoint", Setup { durability: Durability::Checkpoint, ..disk("checkpoint") }),
         ("disk, none", Setup { durability: Durability::None, ..disk("none") }),
         ("disk, gradients and activations on it", Setup { overrides: away, ..disk("away") }),
+        ("disk, activations kept on it", Setup { overrides: kept(0, 9), ..disk("kept") }),
+        ("disk, some kept on it", Setup { overrides: kept(3, 2), ..disk("some-kept") }),
         ("the same, horizontal", horizontal(Setup { overrides: away, ..disk("away-horizontal") })),
     ] {
         forget_resident_peak();

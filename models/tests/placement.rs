@@ -45,6 +45,28 @@ fn staying(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     all
 }
 
+/// Some blocks keep on disk, through as many buffers as they would have or as few as can be. A card keeps in its own memory.
+fn keeping_on_disk(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
+    let cases = [
+        (0, 3, None, 1, false),
+        (0, 3, Some(1), 2, false),
+        (1, 2, Some(3), 1, false),
+        (2, 1, None, 2, false),
+        (1, 1, Some(2), 1, false),
+        (1, 1, None, 1, true),
+    ];
+    let both = [WindowOverrides::default(), tiny_windows()];
+    let all = cases.into_iter().flat_map(|case| both.map(|windows| (case, windows))).enumerate();
+    let setup = |(number, ((here, there, kept_slots, threads, discrete), windows))| {
+        let (kept_blocks, kept_on_disk) = (Some(here), Some(there));
+        let overrides = WindowOverrides { kept_blocks, kept_on_disk, kept_slots, ..windows };
+        let disks = ["a", "b"].map(|name| dir.join(format!("kept-{number}-{name}"))).to_vec();
+        let setup = Setup { placement: Placement::Disk, disks, overrides, threads, discrete, ..base.clone() };
+        (format!("{here} blocks keep, {there} on disk, {kept_slots:?} buffers, discrete: {discrete}"), setup)
+    };
+    all.map(setup).collect()
+}
+
 /// The device holds and updates the state of some groups, or of all; the host, or a disk, that of the others.
 fn on_device(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     let mut all = Vec::new();
@@ -206,6 +228,7 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         all.push((format!("none, {blocks} blocks keep, discrete"), Setup { discrete: true, ..here }));
         all.push((format!("tiny windows, {blocks} blocks keep, discrete"), elsewhere));
     }
+    all.extend(keeping_on_disk(base, dir));
     if terrace_aio::engine::UringEngine::probe().is_ok() {
         let uring = Setup { choice: EngineChoice::Uring, overrides: tiny_windows(), ..disk("uring", 3) };
         all.push(("io_uring, three paths, tiny windows".to_owned(), uring));

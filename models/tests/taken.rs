@@ -38,6 +38,8 @@ struct Case {
     accumulation: Accumulation,
     gradients_on_disk: bool,
     activations_on_disk: bool,
+    /// Blocks that keep in memory, and on disk; `None` for as many as fit.
+    kept: Option<(usize, usize)>,
     /// Groups whose weights, and whose state, stay on the card.
     on_card: (usize, usize),
     clipped: bool,
@@ -53,6 +55,7 @@ impl Case {
             accumulation: Accumulation::Vertical,
             gradients_on_disk: false,
             activations_on_disk: false,
+            kept: None,
             on_card: (0, 0),
             clipped: true,
             copied: 0,
@@ -65,6 +68,8 @@ impl Case {
             chunk_elements: Some(1 << 14),
             gradients_on_disk: Some(self.gradients_on_disk),
             activations_on_disk: Some(self.activations_on_disk),
+            kept_blocks: self.kept.map(|(here, _)| here),
+            kept_on_disk: self.kept.map(|(_, there)| there),
             device_groups: Some(on_card.0.max(on_card.1)),
             state_groups: Some(on_card.1),
             copied_weights: Some(copied),
@@ -106,6 +111,11 @@ fn cases() -> Vec<Case> {
         cases.push(Case { accumulation, gradients_on_disk: true, ..disk });
         cases.push(Case { accumulation, activations_on_disk: true, ..disk });
         cases.push(Case { accumulation, gradients_on_disk: true, activations_on_disk: true, ..disk });
+    }
+    for kept in [(0, 3), (1, 2), (1, 1), (0, 0)] {
+        cases.push(Case { kept: Some(kept), ..disk });
+        let accumulation = Accumulation::Horizontal;
+        cases.push(Case { kept: Some(kept), accumulation, gradients_on_disk: true, ..disk });
     }
     cases.push(Case { copied: 4, ..disk });
     cases.push(Case { copied: 2, clipped: false, durability: Durability::Checkpoint, ..disk });

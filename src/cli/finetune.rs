@@ -163,9 +163,9 @@ fn keep_what_pays(
     // The best of single products, which is all that a start measures, says too little about a step.
     if can.predicts && config.overrides.kept_blocks.is_none() {
         let runs = PlanningRuns::default();
-        config.keep_at_most = keeping::cheapest(config, &session.backend, model, sample, can, &runs)
-            .map_err(|error| advise(error, config, session, model, resumes))?
-            .0;
+        let found = keeping::cheapest(config, &session.backend, model, sample, can, &runs);
+        let (keep, _) = found.map_err(|error| advise(error, config, session, model, resumes))?;
+        *config = keep.of(config);
     }
     Ok(())
 }
@@ -227,7 +227,13 @@ fn say_plan(engine: &Engine, run: &TrainConfig, loading: Instant) -> Windows {
     );
     eprintln!("{}", session::describe_plan(engine.memory_plan()));
     let (keeping, blocks) = engine.kept_blocks();
-    eprintln!("{keeping} of {blocks} blocks keep their activations for backward, the rest recomputes them");
+    let on_disk = match engine.kept_on_disk() {
+        0 => String::new(),
+        blocks => format!(", {blocks} on disk"),
+    };
+    eprintln!(
+        "{keeping} of {blocks} blocks keep their activations for backward{on_disk}, the rest recomputes them"
+    );
     eprintln!("{}", engine.plan_summary());
     let note = run.durability.note(run.save_every.is_some()).filter(|_| run.offload == Offload::Disk);
     if let Some(note) = note {
@@ -578,6 +584,7 @@ fn step_metrics(
         host_peak_bytes: peak_resident_bytes(),
         stall_seconds: [
             ("weights".to_owned(), report.weights_stall_seconds),
+            ("activations".to_owned(), report.activations_stall_seconds),
             ("optimizer_state".to_owned(), report.state_stall_seconds),
             ("commit".to_owned(), report.commit_seconds),
         ]
@@ -664,6 +671,7 @@ pub(super) fn engine_config(
         accumulation: session::accumulation(run.accumulation),
         kv_tier: Tier::Device,
         keep_at_most: None,
+        keep_on_disk: session::keep_on_disk(run.activations),
         overrides: windows(run),
         timeline: session.timeline.clone(),
         identity,

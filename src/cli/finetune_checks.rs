@@ -3,7 +3,7 @@
 use super::args::FinetuneArgs;
 use super::finetune::{advise, all_params, engine_config, size, state_dirs};
 use super::pinned::{Pinned, Totals, Windows};
-use super::session::Session;
+use super::session::{Session, check_activations};
 use super::stored;
 use crate::config::{GroupFlag, TrainConfig};
 use crate::error::CliError;
@@ -19,6 +19,7 @@ pub(super) fn before_data(
     model: &Model,
 ) -> Result<(), CliError> {
     groups(args, run, &model.blocks)?;
+    check_activations(run.activations, run.offload, session.backend.device.unified())?;
     warn_of_flags_of_cards(args, session);
     if let Some(pinned) = &run.pinned {
         plan(pinned, run, args, session, &model.config)?;

@@ -1,13 +1,16 @@
-//! How many blocks keep their activations for backward, where that is left to the plan.
+//! How many blocks keep their activations for backward, and how many of them on disk, where that is left to the plan.
 //!
 //! What blocks keep saves operations. The memory it takes could hold copies of state on disk, or weights and state on a card, which
 //! saves transfers. The planner gives it to the blocks first; where a step is then expected to wait for a disk or a link, fewer that
-//! keep may be faster.
+//! keep may be faster. Where memory does not hold what all of them keep, the others compute it again, or have it on disk in between, which
+//! costs transfers of the disk: whichever is expected to take less time.
 
 use crate::floor::Capabilities;
 use crate::predict::step_seconds;
 use terrace_models::{ModelConfig, build};
-use terrace_zero::{Backend, Engine, EngineConfig, EngineError, MicroBatch, Outlook, PlanningRuns};
+use terrace_zero::{
+    Backend, Engine, EngineConfig, EngineError, MicroBatch, Outlook, Placement, PlanningRuns,
+};
 
 /// Halves of the blocks for which there is room: more tries take longer than they save.
 const FEWER: [usize; 2] = [1, 0];
@@ -15,8 +18,24 @@ const FEWER: [usize; 2] = [1, 0];
 /// The part of a step that has to be saved by what is expected, which is not exact.
 const GAIN_MIN: f64 = 0.03;
 
-/// The outlook of `config`, and most blocks that may keep in it: those with which a step is expected to be the shortest, `None` for as
-/// many as there is room for. Without figures of what takes how long that is all that is known.
+/// How many blocks keep, at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Keep {
+    /// In memory; `None` for as many as there is room for.
+    in_memory: Option<usize>,
+    /// On disk.
+    on_disk: usize,
+}
+
+impl Keep {
+    /// `config` with these.
+    pub fn of(self, config: &EngineConfig) -> EngineConfig {
+        EngineConfig { keep_at_most: self.in_memory, keep_on_disk: self.on_disk, ..config.clone() }
+    }
+}
+
+/// The outlook of `config`, and most blocks that may keep in it: those with which a step is expected to be the shortest. Without figures of
+/// what takes how long as many keep as there is memory for, and none on disk unless `config` says so.
 ///
 /// # Errors
 /// The plan does not fit.
@@ -27,32 +46,51 @@ pub fn cheapest(
     sample: &MicroBatch,
     can: &Capabilities,
     runs: &PlanningRuns,
-) -> Result<(Option<usize>, Outlook), EngineError> {
-    let outlook = |keep_at_most: Option<usize>| {
-        let config = EngineConfig { keep_at_most, ..config.clone() };
-        Engine::outlook(config, backend, build(model), sample, runs)
-    };
-    let most = outlook(None)?;
-    let kept = most.windows.kept_blocks.unwrap_or(0);
+) -> Result<(Keep, Outlook), EngineError> {
+    let outlook = |keep: Keep| Engine::outlook(keep.of(config), backend, build(model), sample, runs);
+    let given = Keep { in_memory: None, on_disk: config.keep_on_disk };
+    let most = outlook(given)?;
+    let kept = |found: &Outlook| found.windows.kept_blocks.unwrap_or(0);
     let rate = can.training.or(can.operations);
-    let (Some(expected), Some(rate)) = (step_seconds(&most.work, can), rate) else { return Ok((None, most)) };
-    // None has fewer operations.
-    let least = most.work.operations as f64 / rate;
-    if config.overrides.kept_blocks.is_some() || kept == 0 || expected * (1.0 - GAIN_MIN) <= least {
-        return Ok((None, most));
+    let (Some(expected), Some(rate)) = (step_seconds(&most.work, can), rate) else {
+        return Ok((given, most));
+    };
+    if config.overrides.kept_blocks.is_some() {
+        return Ok((given, most));
     }
-    let mut best = (expected * (1.0 - GAIN_MIN), None, most);
-    for halves in FEWER {
-        let fewer = kept * halves / 2;
-        // With fewer it may not fit: what a block keeps may live in the memory that its gradient has anyway.
-        let Ok(found) = outlook(Some(fewer)) else { continue };
+    let mut best = (expected, given, most);
+    // With fewer it may not fit: what a block keeps may live in the memory that its gradient has anyway.
+    let consider = |best: &mut (f64, Keep, Outlook), keep: Keep| {
+        let Ok(found) = outlook(keep) else { return };
+        let to_beat = if best.1 == given { best.0 * (1.0 - GAIN_MIN) } else { best.0 };
         if let Some(seconds) = step_seconds(&found.work, can)
-            && seconds < best.0
+            && seconds < to_beat
         {
-            best = (seconds, Some(fewer), found);
+            *best = (seconds, keep, found);
+        }
+    };
+    let recomputing = best.2.keepers - kept(&best.2);
+    if config.placement == Placement::Disk && given.on_disk == 0 && recomputing > 0 {
+        consider(&mut best, Keep { on_disk: usize::MAX, ..given });
+        let sent = best.2.windows.kept_on_disk.unwrap_or(0);
+        // As many operations as there are with all of them, and time beside: the disk holds it up.
+        if waits(&best, rate) {
+            consider(&mut best, Keep { on_disk: if sent > 0 { sent / 2 } else { recomputing / 2 }, ..given });
+        }
+    }
+    // None has fewer operations.
+    if waits(&best, rate) && kept(&best.2) > 0 {
+        let (all, on_disk) = (kept(&best.2), best.1.on_disk);
+        for halves in FEWER {
+            consider(&mut best, Keep { in_memory: Some(all * halves / 2), on_disk });
         }
     }
     Ok((best.1, best.2))
+}
+
+/// Whether more than the least gain is expected between a step and its operations at `rate`.
+fn waits((seconds, _, found): &(f64, Keep, Outlook), rate: f64) -> bool {
+    seconds * (1.0 - GAIN_MIN) > found.work.operations as f64 / rate
 }
 
 #[cfg(test)]
@@ -106,7 +144,10 @@ mod tests {
         };
         let config = EngineConfig { host_budget: all, ..config.clone() };
         let (most, found) = cheapest(&config, &backend, &model, &sample, &can, &runs).unwrap();
-        assert!(most.is_none() && found.windows.kept_blocks.is_some_and(|kept| kept > 0), "{most:?}");
+        assert!(
+            most.in_memory.is_none() && found.windows.kept_blocks.is_some_and(|kept| kept > 0),
+            "{most:?}"
+        );
     }
 
     /// Copies of state save a slow disk more than kept activations save the processor, and the other way round.
@@ -144,7 +185,7 @@ mod tests {
         let config = fixed(None);
         let (most, seconds, found) = of(&config, 1e7);
         let fewer = found.windows.kept_blocks.unwrap();
-        assert!(most.is_some_and(|most| most >= fewer), "{most:?}, {fewer} keep");
+        assert!(most.in_memory.is_some_and(|most| most >= fewer), "{most:?}, {fewer} keep");
         // As many as there is room for take longer, but for a disk that nobody waits for.
         let (_, everything, all) = of(&EngineConfig { cache_bytes: 0, ..config.clone() }, 1e7);
         let kept = all.windows.kept_blocks.unwrap();
@@ -152,9 +193,9 @@ mod tests {
             kept > fewer && found.copied_bytes > 0 && seconds < everything,
             "{seconds} s, {everything} s with {kept}"
         );
-        assert_eq!(of(&config, 1e15).0, None);
+        assert_eq!(of(&config, 1e15).0.in_memory, None);
         // What is fixed stays so.
         let (most, _, found) = of(&fixed(Some(2)), 1e7);
-        assert_eq!((most, found.windows.kept_blocks), (None, Some(2)));
+        assert_eq!((most.in_memory, found.windows.kept_blocks), (None, Some(2)));
     }
 }

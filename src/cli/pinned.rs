@@ -155,6 +155,10 @@ pub struct Windows {
     #[serde(default)]
     pub packed_bytes: usize,
     pub kept_blocks: usize,
+    #[serde(default)]
+    pub kept_on_disk: usize,
+    #[serde(default)]
+    pub kept_slots: usize,
     /// Blocks that could keep.
     pub kept_blocks_max: usize,
     pub overlap: bool,
@@ -275,6 +279,8 @@ impl Windows {
             activations_on_disk: Some(activations_on_disk),
             signals_stay: Some(signals_stay),
             kept_blocks: Some(kept_blocks),
+            kept_on_disk: Some(kept_on_disk),
+            kept_slots: Some(kept_slots),
             copied_weights: Some(copied_weights),
             copied_groups: Some(copied_groups),
             device_groups: Some(device_groups),
@@ -304,6 +310,8 @@ impl Windows {
             state_groups,
             packed_bytes,
             kept_blocks,
+            kept_on_disk,
+            kept_slots,
             kept_blocks_max,
             overlap,
         }
@@ -320,6 +328,8 @@ impl Windows {
             activations_on_disk: Some(self.activations_on_disk),
             signals_stay: Some(self.signals_stay),
             kept_blocks: Some(self.kept_blocks),
+            kept_on_disk: Some(self.kept_on_disk),
+            kept_slots: Some(self.kept_slots),
             copied_weights: Some(self.copied_weights),
             copied_groups: Some(self.copied_groups),
             device_groups: Some(self.device_groups),
@@ -449,10 +459,11 @@ impl Pinned {
         let places = [
             ("gradients_on_disk", windows.gradients_on_disk),
             ("activations_on_disk", windows.activations_on_disk),
+            ("kept_on_disk", windows.kept_on_disk > 0),
         ];
         match places.iter().find(|(_, on_disk)| *on_disk && run.offload != Offload::Disk) {
             Some((key, _)) => Err(self.refused(format!(
-                "windows.{key} is true, but run.offload is {}: only a run with --offload disk can do that; correct one of the two"
+                "windows.{key} is set, but run.offload is {}: only a run with --offload disk can do that; correct one of the two"
                 , name(run.offload)
             ))),
             None => Ok(()),
@@ -490,9 +501,15 @@ impl Pinned {
         let kept = match args.activations {
             Some(Activations::Keep) => Some(windows.kept_blocks_max),
             Some(Activations::Recompute) => Some(0),
-            Some(Activations::Auto) | None => None,
+            Some(Activations::Auto | Activations::Disk) | None => None,
         };
         self.agree("windows.kept_blocks", &windows.kept_blocks, "--activations: the number", kept)?;
+        let kept_on_disk = match args.activations {
+            Some(Activations::Disk) => Some(windows.kept_blocks_max.saturating_sub(windows.kept_blocks)),
+            Some(Activations::Keep | Activations::Recompute) => Some(0),
+            Some(Activations::Auto) | None => None,
+        };
+        self.agree("windows.kept_on_disk", &windows.kept_on_disk, "--activations: the number", kept_on_disk)?;
         if args.optimizer_ratio.is_some() {
             let message = "the plan says whose state the device updates, group by group; leave --optimizer-ratio out, or make a plan with it";
             return Err(self.refused(message));
@@ -677,6 +694,8 @@ mod tests {
             activations_on_disk: Some(false),
             signals_stay: Some(true),
             kept_blocks: Some(7),
+            kept_on_disk: Some(1),
+            kept_slots: Some(8),
             copied_weights: Some(6),
             copied_groups: Some(2),
             packed_bytes: Some(4096),

@@ -169,6 +169,7 @@ impl<'a> Planning<'a> {
             let budget = session.device_budget(&placement);
             (session.backend.clone(), session.on_card(), budget)
         };
+        session::check_activations(args.activations, offload, backend.device.unified())?;
         let disks =
             if args.disk.is_empty() { vec![PathBuf::from("terrace-state")] } else { args.disk.clone() };
         // Figures of this machine say nothing about another. Other disks may be this machine's.
@@ -242,6 +243,7 @@ impl<'a> Planning<'a> {
             }),
             accumulation: session::accumulation(self.args.accumulation),
             durability: durability.into(),
+            keep_on_disk: session::keep_on_disk(self.args.activations),
             overrides: WindowOverrides {
                 kept_blocks: session::kept_blocks(self.args.activations),
                 ..WindowOverrides::default()

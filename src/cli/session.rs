@@ -259,13 +259,40 @@ pub fn accumulation(accumulation: args::Accumulation) -> Accumulation {
     }
 }
 
-/// The number of blocks that keep, where it is not left to the plan.
+/// The number of blocks that keep in memory, where it is not left to the plan.
 pub fn kept_blocks(activations: args::Activations) -> Option<usize> {
     match activations {
-        args::Activations::Auto => None,
+        args::Activations::Auto | args::Activations::Disk => None,
         args::Activations::Keep => Some(usize::MAX),
         args::Activations::Recompute => Some(0),
     }
+}
+
+/// Most blocks that keep on disk, before it is known what pays.
+pub fn keep_on_disk(activations: args::Activations) -> usize {
+    if activations == args::Activations::Disk { usize::MAX } else { 0 }
+}
+
+/// Refuses activations on disk where they cannot be.
+///
+/// # Errors
+/// They cannot.
+pub fn check_activations(
+    activations: args::Activations,
+    offload: Offload,
+    unified: bool,
+) -> Result<(), CliError> {
+    if activations != args::Activations::Disk || (offload == Offload::Disk && unified) {
+        return Ok(());
+    }
+    let instead = "or choose --activations auto, keep or recompute";
+    Err(CliError::Usage(if unified {
+        format!("--activations disk needs the state on disk, too: add --offload disk, {instead}")
+    } else {
+        format!(
+            "--activations disk is for the CPU: what blocks keep on a card stays in its memory; {instead}"
+        )
+    }))
 }
 
 /// The plan in words, for the start of a run.

@@ -1,4 +1,4 @@
-//! Disk space for bytes that do not outlive the process: parked gradients, spilled activations.
+//! Disk space for bytes that do not outlive the process: parked gradients, spilled and kept activations.
 //!
 //! A scratch volume is a separate file that is made anew at every start. Its checksums live in memory.
 
@@ -11,7 +11,8 @@ use terrace_aio::{FileId, IoEngine, OpKind, Ticket, Urgency};
 
 /// The volumes that are in the directories of a [`DiskStore`](crate::DiskStore) while a process trains. Who opens a store to change it removes
 /// what one that ended without notice left of them.
-pub const TRAINING_SCRATCH: [&str; 3] = ["activations.bin", "gradients.bin", "gradient-sums.bin"];
+pub const TRAINING_SCRATCH: [&str; 4] =
+    ["activations.bin", "kept-activations.bin", "gradients.bin", "gradient-sums.bin"];
 
 /// A scratch volume with fixed chunks.
 #[derive(Debug)]
@@ -63,9 +64,18 @@ impl Scratch {
     /// # Errors
     /// The chunk's previous write failed.
     pub fn write(&self, chunk: ScratchChunk, lease: Lease) -> Result<(), TierError> {
+        self.write_as(Urgency::Whenever, chunk, lease)
+    }
+
+    /// As [`write`](Self::write), with an urgency.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub fn write_as(&self, urgency: Urgency, chunk: ScratchChunk, lease: Lease) -> Result<(), TierError> {
         let (sum, len) = (checksum(&lease), lease.len());
         self.settle(chunk)?;
         let request = self.volume.request(OpKind::Write, self.address(chunk), lease.into_io());
+        let request = request.with_urgency(urgency);
         let ticket = self.volume.engine.submit(request).without_buffer();
         self.lock()[chunk.0] = ChunkState::Writing { ticket, sum, len };
         Ok(())

@@ -14,6 +14,7 @@ use crate::lane::Signal;
 use crate::rounds::Rounds;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use terrace_aio::{FileId, IoEngine, Urgency};
 use terrace_device::Device;
 use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, Striping};
@@ -29,6 +30,8 @@ pub(crate) struct Activations {
     /// Checkpoints in memory, by boundary and micro-batch.
     kept: HashMap<(usize, usize), Signal>,
     spill: Option<Spill>,
+    /// How long compute has waited for the disk.
+    waited: Duration,
 }
 
 #[derive(Debug)]
@@ -83,7 +86,7 @@ impl Activations {
             }),
         };
         let pool = Pool::new("activations", slots, signal_bytes)?.pinned_for(device);
-        Ok(Self { pool, boundaries, micro_batches, kept: HashMap::new(), spill })
+        Ok(Self { pool, boundaries, micro_batches, kept: HashMap::new(), spill, waited: Duration::ZERO })
     }
 
     /// A slot for a signal of `bytes`.
@@ -97,7 +100,9 @@ impl Activations {
             && Self::can_spill(boundary, self.boundaries)
         {
             let lease = signal.into_host()?;
+            let began = Instant::now();
             let mut copy = spill.pool.acquire(lease.len());
+            self.waited += began.elapsed();
             copy.copy_from_slice(&lease);
             spill.scratch.write(chunk(boundary, m, self.micro_batches), copy)?;
             signal = Signal::Host(lease);
@@ -124,12 +129,14 @@ impl Activations {
             self.read_ahead(boundary, m, bytes)?;
             return Ok(signal);
         }
+        let began = Instant::now();
         let spill = self.spill.as_mut().expect("a checkpoint is in memory or spilled");
         let read = match spill.ahead.take() {
             Some((at, read)) if at == (boundary, m) => read,
             _ => spill.read((boundary, m), self.micro_batches, spill.pool.acquire(bytes))?,
         };
         let signal = read.wait()?;
+        self.waited += began.elapsed();
         self.read_ahead(boundary, m, bytes)?;
         Ok(Signal::Host(signal))
     }
@@ -149,6 +156,11 @@ impl Activations {
             spill.ahead = Some((at, spill.read(at, self.micro_batches, lease)?));
         }
         Ok(())
+    }
+
+    /// Seconds that compute waited for the disk since the last call.
+    pub(crate) fn take_waited(&mut self) -> f64 {
+        std::mem::take(&mut self.waited).as_secs_f64()
     }
 
     /// The boundary whose signal is at `offset` of a file.

@@ -19,6 +19,8 @@ impl EnginePlan {
             activations_on_disk: Some(w.activations_on_disk),
             signals_stay: Some(w.signals_stay),
             kept_blocks: Some(w.keeping.count),
+            kept_on_disk: Some(w.keeping.on_disk),
+            kept_slots: Some(w.kept_slots.0),
             copied_weights: Some(w.caching.counts().0),
             copied_groups: Some(w.caching.counts().1),
             device_groups: Some(w.device_room.staying),
@@ -38,7 +40,8 @@ impl EnginePlan {
         let slots: Vec<String> =
             w.classes.iter().map(|c| format!("{} × {}", c.slots, ByteSize(c.slot_bytes as u64))).collect();
         let slots = if slots.is_empty() { "none".into() } else { slots.join(" + ") };
-        let Keeping { count, of, .. } = w.keeping;
+        let Keeping { count, on_disk, of, .. } = w.keeping;
+        let kept_on_disk = if on_disk > 0 { format!(" and on disk by {on_disk}") } else { String::new() };
         let copies = match w.caching.counts() {
             (0, _) => String::new(),
             (weights, all) => {
@@ -73,7 +76,7 @@ impl EnginePlan {
             String::new()
         } else {
             format!(
-                "; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks",
+                "; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{kept_on_disk}",
                 w.update_slots,
                 w.chunk_elements,
                 place(w.gradients_on_disk),

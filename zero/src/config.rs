@@ -135,6 +135,12 @@ pub struct WindowOverrides {
     /// How many blocks, counted from the last, leave what their backward would otherwise recompute; as many as there are if
     /// there are fewer. Where it is not fixed, as many do as fit beside the other windows.
     pub kept_blocks: Option<usize>,
+    /// How many blocks before those leave it on disk in between, where state is there and kernels work in host memory; as many as there are
+    /// if there are fewer. Where it is not fixed, [`EngineConfig::keep_on_disk`].
+    pub kept_on_disk: Option<usize>,
+    /// Buffers for that on its way to disk and back. Where it is not fixed, as many as what a block leaves for a micro-batch takes, or a
+    /// quarter of them.
+    pub kept_slots: Option<usize>,
     /// How many groups' weights on disk have copies in memory, of all groups the smallest ones, the earlier first of equals.
     /// Where it is not fixed, as many as [`EngineConfig::cache_bytes`] and the budget have room for.
     pub copied_weights: Option<usize>,
@@ -215,6 +221,10 @@ pub struct EngineConfig {
     /// Most blocks that keep intermediates for backward where no override fixes their number; what memory that leaves holds copies of
     /// state on disk, or weights and state on a device with its own. `None` for as many as fit.
     pub keep_at_most: Option<usize>,
+    /// Most blocks that keep intermediates for backward on disk, of those for which memory has no room, where no override fixes their number:
+    /// it takes the disk's time and space instead of repeated operations. Only with [`Placement::Disk`], and where kernels work in host
+    /// memory.
+    pub keep_on_disk: usize,
     /// Windows fixed by hand.
     pub overrides: WindowOverrides,
     /// Hears of what is done when, if there is one.
@@ -277,6 +287,7 @@ impl EngineConfig {
             accumulation: Accumulation::default(),
             kv_tier: Tier::Device,
             keep_at_most: None,
+            keep_on_disk: 0,
             overrides: WindowOverrides::default(),
             timeline: None,
             identity: String::new(),

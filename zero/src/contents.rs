@@ -21,6 +21,9 @@ impl Engine {
         if let Some(index) = parked(&self.sums) {
             return Some(format!("{} sums of gradients", group(index)));
         }
+        if let Some(block) = self.kept_away.as_ref().and_then(|away| away.block_at(file, offset)) {
+            return Some(format!("{} activations", group(block)));
+        }
         match &self.signals {
             // A boundary's signal is what the block after it reads.
             Signals::Training(activations) => {

@@ -18,7 +18,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::iter::repeat_n;
 use std::ops::Range;
 use terrace_device::{Arena, Bytes, BytesMut, Region};
-use terrace_kernels::{DType, KernelSet, Tensor, View, ViewMut, dry};
+use terrace_kernels::{DType, KernelSet, Shape, Tensor, View, ViewMut, dry};
 
 /// What a step needs and does.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub(crate) struct DryCost {
 }
 
 /// What a block does in training for one micro-batch: its floating-point operations, and what it can keep.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct BlockCost {
     /// Before backward; none of the last block.
     pub(crate) forward: u64,
@@ -40,6 +40,8 @@ pub(crate) struct BlockCost {
     pub(crate) backward_of_kept: u64,
     /// Bytes of the arena that forward leaves if it is asked; `None` if it leaves nothing.
     pub(crate) kept_bytes: Option<usize>,
+    /// Bytes of every tensor of that.
+    pub(crate) kept_tensors: Vec<usize>,
 }
 
 pub(crate) struct DryRun<'a> {
@@ -74,6 +76,8 @@ struct State {
     kept: KeptTensors,
     /// By block, what it left in turns of micro-batches that were not run again.
     kept_of_others: HashMap<usize, Region>,
+    /// By block, the tensors that each micro-batch has on disk from forward to backward.
+    sent: HashMap<usize, Vec<(DType, Shape)>>,
     parking: Parking,
     /// The same, of f32, between rounds.
     sums: Parking,
@@ -165,6 +169,7 @@ impl DryRun<'_> {
             staying: HashMap::new(),
             kept: KeptTensors::default(),
             kept_of_others: HashMap::new(),
+            sent: HashMap::new(),
             parking: Parking::default(),
             sums: Parking::default(),
             repeated: 0,
@@ -254,11 +259,17 @@ impl DryRun<'_> {
         for m in round.clone() {
             let before = (arena.holes(), turn.map(Arena::holes), state.operations(counter)?);
             let mut cx = self.context(kernels, arena, Mode::Train, &state.inputs, &mut state.loss);
-            cx.kept = self.keeping.asks(block);
+            cx.kept = self.keeping.ask(block);
             cx.lasting = turn.unwrap_or(arena);
             let mut staying = state.staying.remove(&m);
             self.forward(block, Mode::Train, arena, &mut cx, &mut staying)?;
-            state.kept.hold(block, m, cx.kept);
+            match cx.kept {
+                Kept::Left(tensors) if self.keeping.sends(block) => {
+                    let shapes = tensors.iter().map(|tensor| (tensor.dtype(), tensor.shape()));
+                    state.sent.insert(block, shapes.collect());
+                }
+                kept => state.kept.hold(block, m, kept),
+            }
             state.staying.extend(staying.map(|region| (m, region)));
             let rest = round.end - m - 1;
             if rest == 0 || !state.staying.is_empty() || arena.holes() != before.0 {
@@ -296,7 +307,12 @@ impl DryRun<'_> {
                 self.forward(block, Mode::Train, &arena, &mut cx, &mut None)?;
             }
             let kept = cx.kept;
-            let kept_bytes = matches!(kept, Kept::Left(_)).then(|| arena.used() - used);
+            let (mut kept_bytes, mut kept_tensors) = (None, Vec::new());
+            if let Kept::Left(tensors) = &kept {
+                kept_bytes = Some(arena.used() - used);
+                let bytes = |tensor: &Tensor| tensor.shape().elements() * tensor.dtype().size();
+                kept_tensors = tensors.iter().map(bytes).collect();
+            }
             let after_forward = operations(&counter);
             let mut backward = |kept| -> Result<u64> {
                 let before = operations(&counter);
@@ -312,6 +328,7 @@ impl DryRun<'_> {
                 backward: recomputing,
                 backward_of_kept: backward_of_kept.unwrap_or(recomputing),
                 kept_bytes,
+                kept_tensors,
             });
         }
         Ok(blocks)
@@ -391,7 +408,14 @@ impl DryRun<'_> {
             let dy_region = self.crossing(arena, dy.as_ref(), &mut of_dy)?;
             let dx_region = self.crossing(arena, x.as_ref(), &mut None)?;
             let mut cx = self.context(tools.kernels, arena, Mode::Train, &state.inputs, &mut state.loss);
-            cx.kept = state.kept.take(block, m);
+            cx.kept = match state.sent.get(&block) {
+                Some(shapes) => {
+                    let tensors =
+                        shapes.iter().map(|&(dtype, shape)| Tensor::new(arena, dtype, shape.dims()));
+                    Kept::Left(tensors.collect::<std::result::Result<_, _>>()?)
+                }
+                None => state.kept.take(block, m),
+            };
             self.block_backward(block, &mut cx)?;
             let stays = self.staying != Staying::None && !(block == 1 && self.rounds.waits(0));
             state.staying.extend(dx_region.filter(|_| stays).map(|region| (m, region)));

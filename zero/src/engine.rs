@@ -8,6 +8,7 @@ use crate::device_state::{DeviceGradients, DeviceState};
 use crate::device_weights::DeviceWeights;
 use crate::fetch::{Ahead, SlotClasses};
 use crate::gradients::GradientPark;
+use crate::kept::KeptAway;
 use crate::kv::{KvLayout, KvPlan};
 use crate::lane::Lane;
 use crate::network::Network;
@@ -62,6 +63,8 @@ pub struct Engine {
     /// Gradients in f32 between the rounds of a step, if there are several.
     pub(crate) sums: Option<GradientPark>,
     pub(crate) signals: Signals,
+    /// What blocks keep on disk, if any do.
+    pub(crate) kept_away: Option<KeptAway>,
     /// Where a block's weights stay packed, if the plan has room for that.
     pub(crate) packing: Option<Packing>,
     /// Held by the key/value cache while there is one.
@@ -359,6 +362,7 @@ impl Engine {
         } else {
             Signals::ForwardOnly(Pool::new("signals", 2, windows.signal_bytes)?.pinned_for(&*backend.device))
         };
+        let kept_away = plan.kept_away(&config, &backend, rounds)?;
         let slots = if config.training.is_some() && on_disk { windows.update_slots } else { 2 };
         let update_slots = UpdateSlots::new(&kinds, slots, windows.slot_elements, slot_io)?;
         let pool = update_pool(&config)?;
@@ -382,6 +386,7 @@ impl Engine {
             rounds,
             sums,
             signals,
+            kept_away,
             packing,
             cache_alive: Arc::default(),
             update_slots: Arc::new(update_slots),
@@ -434,10 +439,16 @@ impl Engine {
         self.plan.overrides(&self.config)
     }
 
-    /// Number of blocks that keep intermediates from forward to backward, and of those that could; the rest recomputes them.
+    /// Number of blocks that keep intermediates from forward to backward in memory, and of those that could; the rest has them
+    /// [on disk](Self::kept_on_disk) or recomputes them.
     pub fn kept_blocks(&self) -> (usize, usize) {
         let keeping = self.plan.windows.keeping;
         (keeping.count, keeping.of)
+    }
+
+    /// Number of blocks that keep intermediates from forward to backward on disk.
+    pub fn kept_on_disk(&self) -> usize {
+        self.plan.windows.keeping.on_disk
     }
 
     /// Number of parameters, shared ones counted once.

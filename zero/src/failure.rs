@@ -9,6 +9,7 @@
 use crate::EngineError;
 use crate::engine::{Engine, Signals};
 use crate::gradients::GradientPark;
+use crate::kept::KeptAway;
 use crate::scale::LossScale;
 use crate::state::StateHome;
 
@@ -59,6 +60,7 @@ impl Engine {
         if let Signals::Training(activations) = &mut self.signals {
             activations.clear();
         }
+        self.kept_away.iter_mut().for_each(KeptAway::clear);
     }
 
     /// The error of a step whose gradient is not finite.

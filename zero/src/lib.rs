@@ -31,6 +31,7 @@ mod kv;
 mod lane;
 mod network;
 mod overlap;
+mod pass;
 mod plan;
 mod quantize;
 mod ranks;

@@ -10,6 +10,7 @@
 //! | gradients | parked chunks × chunk × weight bytes (and × 4 bytes between the rounds of horizontal accumulation) |
 //! | gradients in turns | Σ over blocks that keep: the larger of gradient and kept activations, where all gradients wait for the norm |
 //! | activations | signal slots × signal (+ spill slots) |
+//! | kept activations in flight | slots × slot, where blocks keep some on disk: all pieces of one block's for one micro-batch, or less |
 //! | device arena | accumulators, inputs, block workspaces and kept activations (but those in turns): the exact peak of a planning run |
 //! | packed weights | what one block's take both ways, or less |
 //! | kernel scratch, checksum tables, loading and export buffers | fixed |
@@ -25,6 +26,7 @@
 //! host's. State that the host has no room for goes to the device before anything else does.
 
 mod device;
+mod kept;
 mod keys;
 pub(crate) mod packed;
 mod placement;
@@ -65,9 +67,6 @@ const UPDATE_SLOT_CHOICES: [usize; 3] = [12, 6, 2];
 /// Gradients of one in this many groups may wait for the next forward, which is that part of what a step computes: backward
 /// takes twice as long.
 const TRAILING_PART: usize = 3;
-/// Most planning runs in search of the number of blocks that keep. The first tries all blocks; what the arena takes grows by
-/// nearly the same for each, so that two more mostly find the number.
-const KEEPING_TRIES: usize = 8;
 
 /// Most pairs of a block and a micro-batch that leave something in the arena of a planning run, which has to go through each of them.
 const LEAVING_MAX: usize = 1 << 15;
@@ -95,6 +94,8 @@ pub(crate) struct Windows {
     /// What is kept in it.
     pub(crate) kept_in_turns: usize,
     pub(crate) keeping: Keeping,
+    /// Leases for what blocks keep on disk, and bytes of each.
+    pub(crate) kept_slots: (usize, usize),
     pub(crate) caching: Caching,
     pub(crate) device_room: DeviceRoom,
     pub(crate) kv_room: KvRoom,
@@ -127,6 +128,8 @@ struct Choice {
     /// See [`WindowOverrides::gradient_groups`](crate::WindowOverrides).
     gradient_groups: usize,
     keeping: Keeping,
+    /// Leases for what blocks keep on disk, if any do.
+    kept_slots: usize,
     /// Groups whose weights stay on a device with its own memory.
     device_groups: usize,
     /// Those of them whose state is there, too.
@@ -261,42 +264,6 @@ impl Planner<'_> {
             && plan.memory.total(Tier::Device) <= self.config.device_budget
     }
 
-    /// Raises the number of blocks that keep to the most that fits beside the windows of `choice`, unless it is fixed. `plan` is
-    /// that of `choice`.
-    fn keep_what_fits(
-        &self,
-        choice: Choice,
-        mut plan: EnginePlan,
-        keepers: &[(usize, usize)],
-    ) -> Result<EnginePlan> {
-        if self.config.overrides.kept_blocks.is_some() {
-            return Ok(plan);
-        }
-        let tier = self.arena_tier();
-        // Some number from `plan`'s up to below `too_many` is the one.
-        let most = self.keep_at_most(choice, keepers);
-        let (mut too_many, mut tried) = (most + 1, most);
-        for _ in 0..KEEPING_TRIES {
-            let fitting = plan.windows.keeping.count;
-            if fitting + 1 >= too_many {
-                break;
-            }
-            let keeping = Keeping::last(keepers, tried.max(fitting + 1));
-            let more = self.evaluate(Choice { keeping, ..choice }, &plan.windows.caching)?;
-            let blocks = more.windows.keeping.count - fitting;
-            let bytes = more.memory.total(tier).saturating_sub(plan.memory.total(tier));
-            if self.fits(&more) {
-                plan = more;
-            } else {
-                too_many = more.windows.keeping.count;
-            }
-            let room = self.room(tier, &plan);
-            let fit = room.saturating_mul(blocks as u64) / bytes.max(1);
-            tried = (plan.windows.keeping.count + fit.min(1 << 32) as usize).min(too_many - 1);
-        }
-        Ok(plan)
-    }
-
     /// Raises the number of groups whose gradients can wait for an update that follows backward. `plan` is that of `choice`.
     fn park_what_fits(&self, choice: Choice, plan: EnginePlan) -> Result<(Choice, EnginePlan)> {
         let fixed = self.config.overrides.gradient_groups.is_some() || !self.config.overrides.overlap();
@@ -340,12 +307,6 @@ impl Planner<'_> {
         }
     }
 
-    /// The blocks that can leave something for backward, in order, and the bytes that each leaves.
-    fn keepers(&self) -> Result<Vec<(usize, usize)>> {
-        let blocks = self.blocks()?;
-        Ok(blocks.iter().enumerate().filter_map(|(block, cost)| Some((block, cost.kept_bytes?))).collect())
-    }
-
     /// What every block does in training. It depends on nothing that a plan chooses.
     fn blocks(&self) -> Result<Arc<[BlockCost]>> {
         if self.config.training.is_none() {
@@ -368,7 +329,7 @@ impl Planner<'_> {
 
     fn choices(&self, keepers: &[(usize, usize)]) -> Vec<Choice> {
         let o = self.config.overrides;
-        let keeping = Keeping::last(keepers, o.kept_blocks.unwrap_or(0));
+        let keeping = self.keeping(keepers, o.kept_blocks.unwrap_or(0));
         let only = |fixed: Option<usize>, all: &[usize]| fixed.map_or_else(|| all.to_vec(), |f| vec![f]);
         let on_disk = self.config.placement == Placement::Disk && self.config.training.is_some();
         let places = |fixed: Option<bool>| match fixed {
@@ -398,23 +359,26 @@ impl Planner<'_> {
                                 o.update_slots,
                                 if tight { &UPDATE_SLOT_CHOICES } else { &UPDATE_SLOT_CHOICES[..2] },
                             ) {
-                                choices.push(Choice {
-                                    chunk_elements,
-                                    weight_slots,
-                                    update_slots,
-                                    gradients_on_disk,
-                                    activations_on_disk,
-                                    signals_stay,
-                                    gradient_groups: groups(tight),
-                                    keeping,
-                                    device_groups: o.device_groups.unwrap_or(0),
-                                    state_groups: 0,
-                                    kv_room: KvRoom {
-                                        device: o.kv_on_device.unwrap_or(0),
-                                        host: o.kv_on_host.unwrap_or(0),
+                                choices.extend(self.kept_slot_choices(keepers).into_iter().map(
+                                    |kept_slots| Choice {
+                                        kept_slots,
+                                        chunk_elements,
+                                        weight_slots,
+                                        update_slots,
+                                        gradients_on_disk,
+                                        activations_on_disk,
+                                        signals_stay,
+                                        gradient_groups: groups(tight),
+                                        keeping,
+                                        device_groups: o.device_groups.unwrap_or(0),
+                                        state_groups: 0,
+                                        kv_room: KvRoom {
+                                            device: o.kv_on_device.unwrap_or(0),
+                                            host: o.kv_on_host.unwrap_or(0),
+                                        },
+                                        packed_bytes: o.packed_bytes.unwrap_or(0),
                                     },
-                                    packed_bytes: o.packed_bytes.unwrap_or(0),
-                                });
+                                ));
                             }
                         }
                     }
@@ -480,6 +444,7 @@ impl Planner<'_> {
                     add_disk(&mut memory, "parked sums of gradients between micro-batches", &new, &sums);
                 }
             }
+            self.add_kept_on_disk(&mut memory, &windows, &new)?;
             if windows.activations_on_disk {
                 let signals = network.last() * self.rounds().together;
                 let activations = Scratch::bytes_per_dir(&new, signals, windows.signal_bytes);
@@ -619,6 +584,7 @@ impl Planner<'_> {
             turn_bytes,
             kept_in_turns: cost.left_bytes.iter().sum(),
             keeping: choice.keeping,
+            kept_slots: self.kept_slots(choice)?,
             caching: caching.clone(),
             device_room,
             kv_room: choice.kv_room,

@@ -7,7 +7,6 @@
 use crate::activations::{Activations, SPILL_SLOTS};
 use crate::fetch::UPLOAD_WINDOW;
 use crate::gradients::DOWNLOAD_WINDOW;
-use crate::kept::Kept;
 use crate::ranks::Traffic;
 use crate::speculation::may_speculate;
 use crate::work::Count;
@@ -32,7 +31,7 @@ pub struct Schedule {
     pub gradient_chunks: Option<usize>,
     /// Uploads of weights that may be in flight or waiting for their use.
     pub uploads_ahead: usize,
-    /// Passes whose spilled activations may still be on their way to disk while a later one computes.
+    /// Passes whose activations may still be on their way to disk while a later one computes.
     pub spills_ahead: usize,
     /// While steps are not clipped, the next are updated as by [`unclipped`](Self::unclipped).
     pub speculates: bool,
@@ -63,7 +62,7 @@ pub struct BlockPass {
     pub operations: u64,
     /// Its weights, in the order in which they are fetched.
     pub weights: Vec<WeightUse>,
-    /// Spilled activations that it starts from, read from disk while the pass before computes.
+    /// Spilled and kept activations that it starts from, read from disk while the pass before computes.
     pub spill_read_bytes: u64,
     /// Activations that it leaves to be written to disk.
     pub spill_write_bytes: u64,
@@ -254,6 +253,7 @@ impl Passes<'_> {
         if windows.activations_on_disk && Activations::can_spill(block, self.count.network.last()) {
             pass.spill_write_bytes = output;
         }
+        pass.spill_write_bytes += together * self.count.kept_on_disk(block);
         if !self.count.unified {
             if windows.signals_stay {
                 pass.late_download_bytes = output;
@@ -275,6 +275,7 @@ impl Passes<'_> {
         if windows.activations_on_disk && block < network.last() {
             pass.spill_read_bytes = below;
         }
+        pass.spill_read_bytes += together * self.count.kept_on_disk(block);
         if !self.count.unified {
             let waits = block.checked_sub(1).is_some_and(|below| rounds.waits(below));
             if windows.signals_stay {
@@ -333,8 +334,8 @@ impl Passes<'_> {
 
     fn pass(&mut self, block: usize, is_backward: bool, together: u64) -> BlockPass {
         let network = self.count.network;
-        let keeps = matches!(self.count.plan.windows.keeping.asks(block), Kept::Wanted);
-        let of = self.count.plan.blocks[block];
+        let keeps = self.count.plan.windows.keeping.asks(block);
+        let of = &self.count.plan.blocks[block];
         let operations = match (is_backward, keeps) {
             (false, _) => of.forward,
             (true, false) => of.backward,

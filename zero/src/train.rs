@@ -9,10 +9,10 @@ use crate::engine::{Engine, Signals, Unsaved};
 use crate::failure::not_finite;
 use crate::fetch::{Fetcher, Order, Ready};
 use crate::gradients::{Accumulator, GradientPark, gradient_slots};
-use crate::kept::{Keeping, KeptTensors};
-use crate::lane::{Lane, Signal};
-use crate::network::Network;
+use crate::kept::KeptInStep;
+use crate::lane::Signal;
 use crate::overlap::{Bench, Follower, Gate, Pending, defer, follow, join};
+use crate::pass::Pass;
 use crate::plan::packed;
 use crate::rounds::Rounds;
 use crate::runs::Runs;
@@ -20,41 +20,23 @@ use crate::scale::LossScale;
 use crate::state::Stored;
 use crate::timeline::{Resource, Timeline};
 use crate::update::{ChunkAt, Items, Updater};
-use crate::{
-    Activations, Backend, Context, EngineConfig, EngineError, HostTensor, Kept, MicroBatch, Mode, Result,
-    StepRates, StepReport, Weight, Weights,
-};
+use crate::{Activations, EngineError, HostTensor, MicroBatch, Mode, Result, StepRates, StepReport};
 use crossbeam::channel::unbounded;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use terrace_device::Region;
-use terrace_kernels::{DType, Packed, Packing, Tensor};
+use terrace_kernels::{DType, Packing, Tensor};
 use terrace_optimizer::{DeviceOptimizer, StepArgs, clip_coefficient, optimizer};
 use terrace_tiers::Tier;
-
-/// The engine's parts that a pass over the blocks uses.
-pub(crate) struct Pass<'a> {
-    pub(crate) network: &'a Network,
-    pub(crate) backend: &'a Backend,
-    pub(crate) lane: &'a Lane,
-    pub(crate) config: &'a EngineConfig,
-    pub(crate) mode: Mode,
-    pub(crate) sequences: usize,
-    pub(crate) length: usize,
-    pub(crate) loss_scale: f32,
-    /// Follows the names of what blocks compute, on a timeline.
-    pub(crate) suffix: String,
-}
 
 /// What only training uses.
 struct Training<'a> {
     pass: Pass<'a>,
     inputs: &'a [Vec<Tensor>],
     activations: &'a mut Activations,
-    keeping: Keeping,
-    kept: KeptTensors,
+    kept: KeptInStep<'a>,
     park: &'a GradientPark,
     rounds: Rounds,
     sums: Option<&'a GradientPark>,
@@ -273,6 +255,7 @@ impl Engine {
             rounds,
             sums,
             signals,
+            kept_away,
             packing,
             update_slots,
             pool,
@@ -303,13 +286,12 @@ impl Engine {
             suffix: String::new(),
         };
         let (loss_terms, step, may_overflow) = (report.loss_terms, *step + 1, loss_scale.is_some());
-        let (keeping, kept) = (plan.windows.keeping, KeptTensors::default());
+        let kept = KeptInStep::new(plan.windows.keeping, kept_away.as_mut(), pool);
         let (rounds, sums, signals) = (*rounds, sums.as_ref(), inputs.iter().map(|_| None).collect());
         let mut training = Training {
             pass,
             inputs,
             activations,
-            keeping,
             kept,
             park,
             rounds,
@@ -340,6 +322,8 @@ impl Engine {
             let mut fetcher = fetcher?;
             left = training.all_rounds(scope, &mut fetcher, deferred, immediate, report)?;
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
+            report.activations_stall_seconds =
+                training.activations.take_waited() + training.kept.take_waited();
             Ok(fetcher.finish())
         })?;
         device_weights.let_go(state);
@@ -490,11 +474,12 @@ impl<'a> Training<'a> {
                 let spec = self.pass.signal(block);
                 let mut y = self.pass.lane.target(self.activations.slot(spec.bytes()), spec)?;
                 let mut cx = self.pass.context(&self.inputs[m], loss);
-                cx.kept = self.keeping.asks(block);
+                cx.kept = self.kept.ask(block);
                 cx.lasting = self.park.turns.of(block).unwrap_or(&self.pass.lane.arena);
                 let x_view = x.as_ref().map(crate::lane::Loaded::view);
                 self.pass.network.blocks[block].forward(&mut cx, &weights, x_view, y.view_mut())?;
-                self.kept.hold(block, m, cx.kept);
+                let kept = cx.kept;
+                self.kept.hold((block, m, at), kept)?;
                 let y = self.pass.lane.pass_and_keep(y)?;
                 if let (Some(b), Some(x)) = (block.checked_sub(1), x) {
                     self.activations.checkpoint(b, at, x.into_host()?);
@@ -567,6 +552,7 @@ impl<'a> Training<'a> {
         let network = self.pass.network;
         let is_last = self.rounds.is_last(round);
         let (mut loss, mut mean) = (loss, f64::NAN);
+        self.kept.turn_round();
         for block in (0..=network.last()).rev() {
             if self.rounds.waits(block) && !is_last {
                 continue;
@@ -663,10 +649,11 @@ impl<'a> Training<'a> {
                 Some(spec) => Some(lane.target(self.activations.slot(spec.bytes()), spec)?),
                 None => None,
             };
+            let kept = self.kept.take(block, m, &self.pass)?;
             let kernels = &self.pass.backend.kernels;
             let mut gradients = gradient_slots(kernels, network, block, groups, accumulators);
             let mut cx = self.pass.context(&self.inputs[m], loss);
-            cx.kept = self.kept.take(block, m);
+            cx.kept = kept;
             network.blocks[block].backward(
                 &mut cx,
                 &weights,
@@ -697,76 +684,6 @@ impl<'a> Training<'a> {
             Ok(mean)
         } else {
             Err(not_finite("loss", self.step, Some(self.step - 1)))
-        }
-    }
-}
-
-impl Pass<'_> {
-    /// Waits for the groups of a block.
-    pub(crate) fn fetch(&self, fetcher: &mut Fetcher<'_>, block: usize) -> Result<Vec<Ready>> {
-        let began = Instant::now();
-        self.lane.at(block);
-        let ready = self.network.groups_of(block).iter().map(|_| fetcher.next()).collect();
-        self.note(Resource::Wait, began, "weights of", block);
-        ready
-    }
-
-    /// Tells the timeline of work on a block that began at `began`.
-    pub(crate) fn note(&self, resource: Resource, began: Instant, what: &str, block: usize) {
-        if let Some(timeline) = &self.config.timeline {
-            timeline.note(resource, began, format!("{what} {}", self.network.blocks[block].name()));
-        }
-    }
-
-    /// The same of its kernels.
-    pub(crate) fn computed(&self, began: Instant, what: &str, block: usize) -> Result {
-        let name = || format!("{what} {}{}", self.network.blocks[block].name(), self.suffix);
-        if let Some(timeline) = &self.config.timeline {
-            timeline.note(Resource::Compute, began, name());
-        }
-        self.lane.computed(began, name)
-    }
-
-    pub(crate) fn release(&self, fetcher: &mut Fetcher<'_>, ready: Vec<Ready>) -> Result {
-        ready.into_iter().try_for_each(|r| fetcher.release(r))
-    }
-
-    /// Views of a block's parameters inside its groups; the first of them stay packed in `places`.
-    pub(crate) fn weights<'r>(
-        &self,
-        block: usize,
-        ready: &'r [Ready],
-        places: &'r [Packed<'r>],
-    ) -> Weights<'r> {
-        let views = self.network.params_of(block).enumerate().map(|(index, (group, param))| {
-            let memory =
-                ready.iter().find(|r| r.group() == group).expect("every group of the block was fetched");
-            match (self.network.weight(group, param, memory.bytes()), places.get(index)) {
-                (Weight::Plain(view), Some(place)) => Weight::Plain(view.kept_packed(place)),
-                (weight, _) => weight,
-            }
-        });
-        Weights::mixed(views.collect())
-    }
-
-    pub(crate) fn signal(&self, block: usize) -> crate::OutputSpec {
-        self.network.output(block, self.sequences, self.length, self.config.dtype, self.mode)
-    }
-
-    pub(crate) fn context<'b>(&'b self, inputs: &'b [Tensor], loss: &'b mut Tensor) -> Context<'b> {
-        Context {
-            kernels: &self.backend.kernels,
-            arena: &self.lane.arena,
-            lasting: &self.lane.arena,
-            dtype: self.config.dtype,
-            mode: self.mode,
-            sequences: self.sequences,
-            length: self.length,
-            inputs,
-            loss: loss.view_mut(),
-            loss_scale: self.loss_scale,
-            kv: None,
-            kept: Kept::Nothing,
         }
     }
 }

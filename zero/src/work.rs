@@ -176,6 +176,15 @@ impl Count<'_> {
             work.disk_read_bytes += spilled;
             work.disk_write_bytes += spilled;
         }
+        let kept: u64 = (0..plan.blocks.len()).map(|block| self.kept_on_disk(block)).sum();
+        work.disk_read_bytes += kept * config.limits.micro_batches as u64;
+        work.disk_write_bytes += kept * config.limits.micro_batches as u64;
+    }
+
+    /// What a block leaves on disk for the backward of a micro-batch.
+    pub(crate) fn kept_on_disk(&self, block: usize) -> u64 {
+        let sends = self.plan.windows.keeping.sends(block);
+        if sends { self.plan.blocks[block].kept_tensors.iter().sum::<usize>() as u64 } else { 0 }
     }
 
     /// What an update reads of all kinds, each of so many elements.

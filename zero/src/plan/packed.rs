@@ -3,7 +3,7 @@
 use super::{Choice, EnginePlan, Planner, page};
 use crate::Result;
 use crate::network::Network;
-use crate::train::Pass;
+use crate::pass::Pass;
 use terrace_kernels::{Packed, Packing};
 use terrace_tiers::Tier;
 

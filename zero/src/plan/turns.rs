@@ -3,7 +3,6 @@
 use super::{Choice, EnginePlan, LEAVING_MAX, Planner};
 use crate::Result;
 use crate::dry::DryCost;
-use crate::kept::Keeping;
 use crate::state::store_spec;
 use crate::turns::gradient_bytes;
 
@@ -28,7 +27,7 @@ impl Planner<'_> {
             return Ok((choice, plan));
         }
         let choice_of_all =
-            Choice { keeping: Keeping::last(keepers, self.keep_at_most(choice, keepers)), ..choice };
+            Choice { keeping: self.keeping(keepers, self.keep_at_most(choice, keepers)), ..choice };
         let plan_of_all = self.evaluate(choice_of_all, &plan.windows.caching)?;
         let saves = plan_of_all.bytes() < plan.bytes();
         Ok(if saves { (choice_of_all, plan_of_all) } else { (choice, plan) })
@@ -37,7 +36,7 @@ impl Planner<'_> {
     /// The most blocks that may keep.
     pub(super) fn keep_at_most(&self, choice: Choice, keepers: &[(usize, usize)]) -> usize {
         let wanted = self.config.keep_at_most.unwrap_or(usize::MAX).min(keepers.len());
-        let keeping = |count| Choice { keeping: Keeping::last(keepers, count), ..choice };
+        let keeping = |count| Choice { keeping: self.keeping(keepers, count), ..choice };
         let counts = (0..=wanted).rev();
         let is_few = |&count: &usize| self.leaving(keeping(count), keepers) <= LEAVING_MAX;
         counts.into_iter().find(is_few).unwrap_or(0)
