@@ -577,6 +577,8 @@ fn every_window_of_a_plan_is_that_of_its_run() {
         ("copied_groups", json!(1)),
         ("packed_bytes", json!(8192)),
         ("kept_blocks", json!(1)),
+        ("kept_on_disk", json!(1)),
+        ("kept_slots", json!(3)),
         ("overlap", json!(false)),
     ];
     let windows = document["windows"].as_object().unwrap();
@@ -591,6 +593,12 @@ fn every_window_of_a_plan_is_that_of_its_run() {
         if key == "copied_weights" {
             // All state of a group has its weights among it.
             changed["windows"]["copied_groups"] = json!(3);
+        }
+        if key.starts_with("kept_") && key != "kept_blocks" {
+            // Of two blocks one keeps in memory, and there are buffers for the other.
+            let other = if key == "kept_slots" { ("kept_on_disk", 1) } else { ("kept_slots", 2) };
+            changed["windows"]["kept_blocks"] = json!(1);
+            changed["windows"][other.0] = json!(other.1);
         }
         fs::write(bench.path("changed.json"), changed.to_string()).unwrap();
         let run = run_of(&bench, "changed.json", key).args(&["--steps", "1"]);
@@ -707,6 +715,10 @@ fn files_that_are_no_plans() {
     refused(
         &changed(&|d| d["windows"]["gradients_on_disk"] = json!(true)),
         &["windows.gradients_on_disk is true", "run.offload is host"],
+    );
+    refused(
+        &changed(&|d| d["windows"]["kept_on_disk"] = json!(2)),
+        &["windows.kept_on_disk is 2", "run.offload is host"],
     );
     run_of(&bench, "nowhere.json", "out").fails(2, &["--plan", "nowhere.json", "check the path"]);
     let nowhere = bench.path("no/such/folder.json");

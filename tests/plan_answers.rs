@@ -1,9 +1,11 @@
-//! What `terrace plan` answers to unusual questions: batches and machines of any size, described in whole or in part.
+//! What `terrace plan` answers to unusual questions: batches and machines of any size, described in whole or in part, and plans that few
+//! machines lead to.
 #![allow(missing_docs)]
 
 mod support;
 
 use serde_json::{Value, json};
+use std::fs;
 use std::time::{Duration, Instant};
 use support::{Bench, Cmd, cmd};
 
@@ -558,4 +560,41 @@ fn rates_that_move_nothing_are_refused() {
         "1e-300",
     ];
     cmd(&["plan", "--params", "1b"]).args(&slow).ok();
+}
+
+/// As a plan in a file says; without figures of this machine none does that by itself.
+#[test]
+fn activations_on_disk_change_no_byte_of_the_model() {
+    let bench = Bench::tiny();
+    let file = bench.path("plan.json");
+    plan(&bench).args(&["--seq-len", "24", "--batch-size", "2"]).path("--save", &file).ok();
+    let run = |out: &str| {
+        let run = bench.finetune(out).args(&["--device", "cpu", "--steps", "3"]);
+        run.environment("XDG_CACHE_HOME", bench.path("cache").to_str().unwrap())
+    };
+    run("memory").path("--plan", &file).ok();
+    let mut document: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    for (key, value) in [("kept_blocks", 0), ("kept_on_disk", 2), ("kept_slots", 4)] {
+        document["windows"][key] = json!(value);
+    }
+    fs::write(&file, document.to_string()).unwrap();
+    let told = run("disk").path("--plan", &file).args(&["--activations", "disk"]).ok().stderr;
+    for words in ["0 of 2 blocks keep their activations for backward, 2 on disk", "waiting for activations"] {
+        assert!(told.contains(words), "{told}");
+    }
+    assert!(bench.weights("memory") == bench.weights("disk"));
+    assert!(!bench.path("disk/.terrace/state/kept-activations.bin").exists());
+    // What memory has room for stays there.
+    let told = run("out").args(&["--activations", "disk", "--offload", "disk"]).ok().stderr;
+    assert!(told.contains("2 of 2 blocks keep their activations for backward, the rest"), "{told}");
+}
+
+#[test]
+fn activations_are_on_disk_where_they_can_be() {
+    let bench = Bench::tiny();
+    let refused = ["--activations disk", "add --offload disk", "auto"];
+    bench.finetune("out").args(&["--activations", "disk", "--offload", "host"]).fails(2, &refused);
+    plan(&bench).args(&["--activations", "disk", "--offload", "none"]).fails(2, &refused);
+    let card = cmd(&["plan", "--gpu-memory", "24GiB", "--activations", "disk"]);
+    card.path("--model", &bench.path("model")).fails(2, &["--activations disk is for the CPU", "auto"]);
 }

@@ -163,7 +163,9 @@ fn failing_requests_during_backward() {
 
 #[test]
 fn failing_requests_with_everything_on_disk() {
-    fail_across(&Setup { overrides: tiny_windows(), ..Setup::on_disk(true, vec!["one".into()]) }, 2, 17);
+    let (kept_blocks, kept_on_disk, kept_slots) = (Some(1), Some(2), Some(3));
+    let overrides = WindowOverrides { kept_blocks, kept_on_disk, kept_slots, ..tiny_windows() };
+    fail_across(&Setup { overrides, ..Setup::on_disk(true, vec!["one".into()]) }, 2, 17);
 }
 
 #[test]

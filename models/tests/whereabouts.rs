@@ -158,12 +158,18 @@ fn is_seen(seen: &Seen, setup: &Setup, name: &str, part: &Placed) {
     let what = match part.content {
         Content::Input => format!("{name} input"),
         Content::GradientSum => format!("{name} sums of gradients"),
+        Content::Activations => format!("{name} activations"),
         content => format!("{name} {}", content.words()),
     };
     let (read, written) = (seen.disk(Action::Read, &what), seen.disk(Action::Write, &what));
     let told = format!("{what} is said to be in {}: {read} read, {written} written", part.place);
     match part.content {
-        Content::Activations => assert_eq!(seen.given.contains(name), at.tier.is_some(), "{told}"),
+        Content::Activations => {
+            assert_eq!(seen.given.contains(name), at.tier.is_some(), "{told}");
+            // Without what an arena rounds up.
+            assert_eq!(written > bytes / 2, at.tier == Some(Tier::Disk), "{told}");
+            assert!(written <= bytes && read == written, "{told}");
+        }
         Content::State(kind) => {
             let by_saves = setup.durability != Durability::Step && at.host_copy;
             // Of what waits for a save there was one.
@@ -249,12 +255,15 @@ fn adds_up(seen: &Seen, setup: &Setup) {
         (least..=least + rounding).contains(&stored) && (stored > 0) == (least > 0),
         "{stored} of {least}"
     );
+    let kept = |part: &Placed, at: At| part.content == Content::Activations && at.tier == Some(Tier::Disk);
+    let (least, stored) = (sum(&kept, |bytes| bytes / 2), planned(Tier::Disk, &|p| p.starts_with("kept")));
+    assert!(stored >= least && (stored > 0) == (least > 0), "kept on disk: {stored} of {least}");
     // A block's gradient and what it keeps share the memory of the larger, or they do not.
     let in_turns = |place: Place| matches!(place, Place::In { in_turns: true, .. });
-    let alone = |part: &Placed, at: At| {
-        part.content == Content::Activations && at.tier.is_some() && !in_turns(part.place)
-    };
     let tier = if setup.discrete { Tier::Device } else { Tier::Host };
+    let alone = |part: &Placed, at: At| {
+        part.content == Content::Activations && at.tier == Some(tier) && !in_turns(part.place)
+    };
     let term = planned(tier, &|p| p.ends_with("blocks keep for backward"));
     assert_eq!(term, sum(&alone, |bytes| bytes), "kept");
     let turns = placement.iter().filter(|group| group.parts.iter().any(|part| in_turns(part.place)));
@@ -291,6 +300,14 @@ fn cases(dir: &std::path::Path) -> Vec<(&'static str, Setup)> {
         ("disk, copies", on_disk("copies", copies(3, 1))),
         ("disk, all copied", on_disk("all", copies(9, 9))),
         ("disk, spilled", on_disk("spilled", WindowOverrides { kept_blocks: Some(2), ..spilled })),
+        (
+            "disk, activations kept there",
+            on_disk("kept", WindowOverrides { kept_blocks: Some(0), kept_on_disk: Some(9), ..copies(0, 0) }),
+        ),
+        (
+            "disk, some activations kept there",
+            on_disk("some", WindowOverrides { kept_blocks: Some(1), kept_on_disk: Some(1), ..spilled }),
+        ),
         (
             "disk, unclipped",
             Setup {

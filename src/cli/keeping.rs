@@ -150,6 +150,55 @@ mod tests {
         );
     }
 
+    /// Activations go to a disk that takes less time for them than computing them again, and to no other.
+    #[test]
+    fn a_quick_disk_takes_what_memory_does_not_hold() {
+        let (model, backend) = (six_layers(), cpu_backend(1, &IoConfig::default()).unwrap());
+        let sample = TokenBatch::new(&model).blank(4, 256);
+        // With clipping what a block keeps may live in the memory of its gradient.
+        let training = Some(TrainingConfig { clip: None, ..TrainingConfig::default() });
+        let (placement, disks) = (Placement::Disk, vec!["nowhere".into()]);
+        let on_disk = EngineConfig { placement, disks, training, ..trained(4, 256) };
+        let runs = PlanningRuns::default();
+        let of = |config: &EngineConfig, disk: f64| {
+            let rates = Rates {
+                read_bytes_per_second: disk,
+                write_bytes_per_second: disk,
+                mixed_bytes_per_second: disk,
+            };
+            let can = Capabilities {
+                operations: Some(1e11),
+                training: Some(1e11),
+                disks: vec![(1.0, rates)],
+                ..Capabilities::default()
+            };
+            let (_, found) = cheapest(config, &backend, &model, &sample, &can, &runs).unwrap();
+            let kept = |blocks: Option<usize>| blocks.unwrap();
+            let seconds = step_seconds(&found.work, &can).unwrap();
+            ((kept(found.windows.kept_blocks), kept(found.windows.kept_on_disk)), seconds)
+        };
+        let overrides = terrace_zero::WindowOverrides { kept_blocks: Some(0), ..on_disk.overrides };
+        let byte = EngineConfig { host_budget: 1, keep_on_disk: usize::MAX, overrides, ..on_disk.clone() };
+        let smallest = match Engine::outlook(byte, &backend, build(&model), &sample, &runs) {
+            Err(EngineError::Tier(TierError::Plan(refusal))) => refusal.minimum,
+            _ => panic!("a byte is not enough"),
+        };
+        // Enough for buffers, and not for what many blocks keep.
+        let tight = EngineConfig { host_budget: smallest + (64 << 10), ..on_disk.clone() };
+        let ((here, there), with) = of(&tight, 1e10);
+        assert!(here + there == 6 && there >= 4, "{here} in memory, {there} on disk");
+        let ((here, there), without) = of(&tight, 1e7);
+        assert!(here <= 2 && there == 0, "{here} in memory, {there} on disk");
+        let overrides = terrace_zero::WindowOverrides { kept_on_disk: Some(0), ..tight.overrides };
+        let (_, recomputing) = of(&EngineConfig { overrides, ..tight.clone() }, 1e10);
+        assert!(with < 0.9 * recomputing, "{with} s, {recomputing} s");
+        // Told to, all keep, although it takes longer.
+        let ((here, there), with) = of(&EngineConfig { keep_on_disk: usize::MAX, ..tight.clone() }, 1e7);
+        assert!(here + there == 6 && with > without, "{with} s, {without} s");
+        // With room, memory is first.
+        assert_eq!(of(&on_disk, 1e10).0, (6, 0));
+    }
+
     /// Copies of state save a slow disk more than kept activations save the processor, and the other way round.
     #[test]
     fn memory_goes_to_what_saves_most() {

@@ -457,14 +457,14 @@ impl Pinned {
     fn check_places(&self) -> Result<(), CliError> {
         let (run, windows) = (&self.file.run, &self.file.windows);
         let places = [
-            ("gradients_on_disk", windows.gradients_on_disk),
-            ("activations_on_disk", windows.activations_on_disk),
-            ("kept_on_disk", windows.kept_on_disk > 0),
+            ("gradients_on_disk", windows.gradients_on_disk, "true".to_owned()),
+            ("activations_on_disk", windows.activations_on_disk, "true".to_owned()),
+            ("kept_on_disk", windows.kept_on_disk > 0, windows.kept_on_disk.to_string()),
         ];
-        match places.iter().find(|(_, on_disk)| *on_disk && run.offload != Offload::Disk) {
-            Some((key, _)) => Err(self.refused(format!(
-                "windows.{key} is set, but run.offload is {}: only a run with --offload disk can do that; correct one of the two"
-                , name(run.offload)
+        match places.iter().find(|(_, on_disk, _)| *on_disk && run.offload != Offload::Disk) {
+            Some((key, _, value)) => Err(self.refused(format!(
+                "windows.{key} is {value}, but run.offload is {}: only a run with --offload disk can do that; correct one of the two",
+                name(run.offload)
             ))),
             None => Ok(()),
         }

@@ -377,6 +377,10 @@ fn outlooks() -> Vec<Outlook> {
             config.overrides = WindowOverrides { overlap: Some(false), gradient_groups: Some(1), ..windows };
         }));
         found.push(overridden(WindowOverrides { kept_blocks: Some(2), weight_slots: Some(1), ..windows }));
+        for (here, there) in [(0, 9), (1, 1)] {
+            let (kept_blocks, kept_on_disk) = (Some(here), Some(there));
+            found.push(overridden(WindowOverrides { kept_blocks, kept_on_disk, ..windows }));
+        }
         found.push(overridden(WindowOverrides {
             signals_stay: Some(false),
             device_groups: Some(3),

@@ -337,7 +337,7 @@ impl Planner<'_> {
             None if on_disk => vec![false, true],
             None => vec![false],
         };
-        let chunks = if on_disk { &DISK_CHUNK_CHOICES } else { &CHUNK_CHOICES };
+        let chunks: &[usize] = if on_disk { &DISK_CHUNK_CHOICES } else { &CHUNK_CHOICES };
         let mut choices = Vec::new();
         // Every window may be as small as it can be in a tight choice.
         let groups = |tight: bool| o.gradient_groups.unwrap_or(if tight || !o.overlap() { 1 } else { 2 });
@@ -346,22 +346,18 @@ impl Planner<'_> {
             Some(stay) => vec![stay],
             None => vec![true, false],
         };
+        let windows = |tight: bool, all: &'static [usize]| if tight { all } else { &all[..2] };
+        let kept_slots = self.kept_slot_choices(keepers);
         for (&signals_stay, tight) in stays.iter().flat_map(|stay| [(stay, false), (stay, true)]) {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
                 for &activations_on_disk in &places(o.activations_on_disk) {
-                    for &chunk_elements in &only(o.chunk_elements, if tight { chunks } else { &chunks[..2] })
-                    {
-                        for &weight_slots in &only(
-                            o.weight_slots,
-                            if tight { &WEIGHT_SLOT_CHOICES } else { &WEIGHT_SLOT_CHOICES[..2] },
-                        ) {
-                            for &update_slots in &only(
-                                o.update_slots,
-                                if tight { &UPDATE_SLOT_CHOICES } else { &UPDATE_SLOT_CHOICES[..2] },
-                            ) {
-                                choices.extend(self.kept_slot_choices(keepers).into_iter().map(
-                                    |kept_slots| Choice {
-                                        kept_slots,
+                    for &kept_slots in &kept_slots {
+                        for &chunk_elements in &only(o.chunk_elements, windows(tight, chunks)) {
+                            for &weight_slots in &only(o.weight_slots, windows(tight, &WEIGHT_SLOT_CHOICES)) {
+                                for &update_slots in
+                                    &only(o.update_slots, windows(tight, &UPDATE_SLOT_CHOICES))
+                                {
+                                    choices.push(Choice {
                                         chunk_elements,
                                         weight_slots,
                                         update_slots,
@@ -370,6 +366,7 @@ impl Planner<'_> {
                                         signals_stay,
                                         gradient_groups: groups(tight),
                                         keeping,
+                                        kept_slots,
                                         device_groups: o.device_groups.unwrap_or(0),
                                         state_groups: 0,
                                         kv_room: KvRoom {
@@ -377,8 +374,8 @@ impl Planner<'_> {
                                             host: o.kv_on_host.unwrap_or(0),
                                         },
                                         packed_bytes: o.packed_bytes.unwrap_or(0),
-                                    },
-                                ));
+                                    });
+                                }
                             }
                         }
                     }

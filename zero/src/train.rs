@@ -286,13 +286,12 @@ impl Engine {
             suffix: String::new(),
         };
         let (loss_terms, step, may_overflow) = (report.loss_terms, *step + 1, loss_scale.is_some());
-        let kept = KeptInStep::new(plan.windows.keeping, kept_away.as_mut(), pool);
         let (rounds, sums, signals) = (*rounds, sums.as_ref(), inputs.iter().map(|_| None).collect());
         let mut training = Training {
             pass,
             inputs,
             activations,
-            kept,
+            kept: KeptInStep::new(plan.windows.keeping, kept_away.as_mut(), pool),
             park,
             rounds,
             sums,

@@ -24,7 +24,7 @@ use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, Striping, T
 /// What a piece of a pair of block and micro-batch may be of what the pair leaves in all: with fewer and larger ones the last of each tensor,
 /// which seldom fills its slot, wastes more.
 const PIECES: usize = 64;
-const SLOT_BYTES_MIN: usize = 64 << 10;
+const SLOT_BYTES_MIN: usize = 16 << 10;
 const SLOT_BYTES_MAX: usize = 4 << 20;
 
 /// Bytes of the longest piece, where a block leaves up to so many for a micro-batch.
@@ -210,6 +210,8 @@ impl KeptAway {
                 })
             })?;
         }
+        // While this pair is in backward.
+        self.read_ahead()?;
         Ok(Some(tensors))
     }
 
@@ -225,5 +227,38 @@ impl KeptAway {
         self.returning.clear();
         self.waiting.clear();
         self.reading.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_few_and_waste_little() {
+        for (pair, slot) in [(0, 16 << 10), (1 << 20, 16 << 10), (82 << 20, 1312 << 10), (9 << 30, 4 << 20)] {
+            assert_eq!(slot_bytes(pair), slot, "{pair}");
+        }
+        // Each tensor begins a piece of its own.
+        assert_eq!(chunks(&[], 4096), 0);
+        assert_eq!(chunks(&[1, 4096, 4097, 0], 4096), 1 + 1 + 2);
+        // A layer of 4096 tokens: a piece of each tensor at most is not full.
+        let tensors = [8 << 20, 8 << 20, 8 << 20, 8 << 20, 256 << 10, 8 << 20, 21 << 20, 21 << 20];
+        let (bytes, slot) = (tensors.iter().sum::<usize>(), slot_bytes(tensors.iter().sum()));
+        let taken = chunks(&tensors, slot) * slot;
+        assert!((bytes..bytes + tensors.len() * slot).contains(&taken), "{taken} of {bytes}");
+    }
+
+    #[test]
+    fn every_pair_has_chunks_of_its_own() {
+        let tensors: Vec<Vec<usize>> = vec![vec![], vec![5000, 10], vec![4096], vec![1]];
+        let keepers = [(1, 5010), (2, 4096), (3, 1)];
+        let places = |count, on_disk, together| {
+            let keeping = Keeping::last(&keepers, count, on_disk);
+            KeptAway::places(keeping, tensors.iter().map(|bytes| &bytes[..]), 4096, together)
+        };
+        assert_eq!(places(0, 3, 2), (vec![(1, 0, 3), (2, 6, 1), (3, 8, 1)], 10));
+        assert_eq!(places(1, 1, 3), (vec![(2, 0, 1)], 3));
+        assert_eq!(places(3, 3, 1), (vec![], 0));
     }
 }

@@ -12,7 +12,7 @@ const KEEPING_TRIES: usize = 8;
 
 /// Parts of what a block leaves for a micro-batch for which there are leases on the way to disk and back, if blocks keep on disk. With all of
 /// it nobody waits whom the disk does not hold up.
-const KEPT_PARTS: [usize; 2] = [1, 4];
+const KEPT_PARTS: [usize; 3] = [1, 2, 4];
 
 impl Planner<'_> {
     /// Raises the number of blocks that keep to the most that fits beside the windows of `choice`, unless it is fixed. `plan` is
