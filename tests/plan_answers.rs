@@ -595,6 +595,13 @@ fn activations_are_on_disk_where_they_can_be() {
     let refused = ["--activations disk", "add --offload disk", "auto"];
     bench.finetune("out").args(&["--activations", "disk", "--offload", "host"]).fails(2, &refused);
     plan(&bench).args(&["--activations", "disk", "--offload", "none"]).fails(2, &refused);
-    let card = cmd(&["plan", "--gpu-memory", "24GiB", "--activations", "disk"]);
-    card.path("--model", &bench.path("model")).fails(2, &["--activations disk is for the CPU", "auto"]);
+    plan(&bench).args(&["--activations", "host"]).fails(2, &["--activations host is for a card", "auto"]);
+    let card = |how: &str, offload: &str| {
+        let card = cmd(&["plan", "--gpu-memory", "24GiB", "--activations", how, "--offload", offload]);
+        card.path("--model", &bench.path("model"))
+    };
+    card("host", "none").fails(2, &["--activations host", "add --offload host or disk", "auto"]);
+    for (how, offload) in [("host", "host"), ("host", "disk"), ("disk", "disk")] {
+        card(how, offload).ok();
+    }
 }

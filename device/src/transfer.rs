@@ -22,7 +22,7 @@ unsafe impl StableBytes for Vec<u8> {}
 /// A host-to-device copy in flight.
 #[derive(Debug)]
 #[must_use = "the copy's memory is held until the event is waited for"]
-pub struct Upload<S: StableBytes> {
+pub struct Upload<S> {
     event: Arc<dyn Event>,
     ends: Option<(S, Region)>,
 }
@@ -30,7 +30,7 @@ pub struct Upload<S: StableBytes> {
 /// A device-to-host copy in flight.
 #[derive(Debug)]
 #[must_use = "the copy's memory is held until the event is waited for"]
-pub struct Download<D: StableBytes + DerefMut> {
+pub struct Download<D> {
     event: Arc<dyn Event>,
     ends: Option<(Region, D)>,
 }
@@ -85,7 +85,33 @@ impl<S: StableBytes> Upload<S> {
         let (event, ends) = record(stream, (src, dst), leak_upload)?;
         Ok(Self { event, ends: Some(ends) })
     }
+}
 
+impl<S: StableBytes> Upload<Vec<S>> {
+    /// Enqueues the copies of `pieces` to `dst`, one after the other from its start on.
+    ///
+    /// # Errors
+    /// The driver refused.
+    ///
+    /// # Panics
+    /// If `dst` ends before the last piece does.
+    pub fn start_pieces(stream: &dyn Stream, pieces: Vec<S>, mut dst: Region) -> Result<Self, DeviceError> {
+        let mut at = 0;
+        for index in 0..pieces.len() {
+            let (start, end) = (at, at + pieces[index].len());
+            let (from, to) = (Bytes::from_host(&pieces[index]), dst.bytes_mut().slice(start, end));
+            // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
+            if let Err(error) = unsafe { stream.copy(from, to) } {
+                return Err(abandon(stream, (pieces, dst), error, leak_upload));
+            }
+            at = end;
+        }
+        let (event, ends) = record(stream, (pieces, dst), leak_upload)?;
+        Ok(Self { event, ends: Some(ends) })
+    }
+}
+
+impl<S> Upload<S> {
     /// What fires when the copy is done.
     pub fn event(&self) -> &Arc<dyn Event> {
         &self.event
@@ -104,12 +130,12 @@ impl<S: StableBytes> Upload<S> {
 
 /// The source of an upload whose destination is already handed out.
 #[derive(Debug)]
-pub struct UploadSource<S: StableBytes> {
+pub struct UploadSource<S> {
     event: Arc<dyn Event>,
     src: Option<S>,
 }
 
-impl<S: StableBytes> UploadSource<S> {
+impl<S> UploadSource<S> {
     /// Whether the copy is done, so that [`release`](Self::release) would not block.
     pub fn is_done(&self) -> bool {
         self.event.is_done()
@@ -189,7 +215,40 @@ impl<D: StableBytes + DerefMut> Download<D> {
         let (event, ends) = record(stream, (src, dst), leak_download)?;
         Ok(Self { event, ends: Some(ends) })
     }
+}
 
+impl<D: StableBytes + DerefMut> Download<Vec<D>> {
+    /// Enqueues the copies of the bytes of `src` from its start on to `pieces`, one after the other, after what `producer` has enqueued
+    /// so far.
+    ///
+    /// # Errors
+    /// The driver refused.
+    ///
+    /// # Panics
+    /// If `src` ends before the last piece does.
+    pub fn start_pieces(
+        stream: &dyn Stream,
+        producer: &dyn Stream,
+        src: Region,
+        mut pieces: Vec<D>,
+    ) -> Result<Self, DeviceError> {
+        stream.wait(&*producer.record()?)?;
+        let mut at = 0;
+        for index in 0..pieces.len() {
+            let (start, end) = (at, at + pieces[index].len());
+            let (from, to) = (src.bytes().slice(start, end), BytesMut::from_host(&mut pieces[index]));
+            // SAFETY: both ends are owned by the returned value (or leaked by its drop) until the event has fired.
+            if let Err(error) = unsafe { stream.copy(from, to) } {
+                return Err(abandon(stream, (src, pieces), error, leak_download));
+            }
+            at = end;
+        }
+        let (event, ends) = record(stream, (src, pieces), leak_download)?;
+        Ok(Self { event, ends: Some(ends) })
+    }
+}
+
+impl<D> Download<D> {
     /// What fires when the copy is done.
     pub fn event(&self) -> &Arc<dyn Event> {
         &self.event
@@ -259,19 +318,19 @@ fn settle<T>(event: &dyn Event, held: &mut Option<T>, leak: Leak<T>) {
     }
 }
 
-impl<S: StableBytes> Drop for Upload<S> {
+impl<S> Drop for Upload<S> {
     fn drop(&mut self) {
         settle(&*self.event, &mut self.ends, leak_upload);
     }
 }
 
-impl<S: StableBytes> Drop for UploadSource<S> {
+impl<S> Drop for UploadSource<S> {
     fn drop(&mut self) {
         settle(&*self.event, &mut self.src, leak_source);
     }
 }
 
-impl<D: StableBytes + DerefMut> Drop for Download<D> {
+impl<D> Drop for Download<D> {
     fn drop(&mut self) {
         settle(&*self.event, &mut self.ends, leak_download);
     }

@@ -12,8 +12,8 @@ use terrace_kernels::{View, ViewMut};
 use terrace_models::{Model, RandomSource};
 use terrace_tiers::Tier;
 use terrace_zero::{
-    Accumulation, Block, Context, Engine, EngineError, Gradients, Kept, KvSpec, Mode, OutputSpec, ParamSpec,
-    Placement, Result, Weights, WindowOverrides,
+    Accumulation, Block, Context, Engine, EngineConfig, EngineError, Gradients, Kept, KvSpec, Mode, Outlook,
+    OutputSpec, ParamSpec, Placement, PlanningRuns, Result, Weights, WindowOverrides,
 };
 
 fn keeping(setup: &Setup, blocks: usize) -> Setup {
@@ -221,41 +221,96 @@ fn watched(setup: &Setup) -> (Engine, Arc<Seen>) {
     (engine.unwrap_or_else(|e| panic!("{e}")), seen)
 }
 
-/// On disk in between.
-fn on_disk(setup: &Setup, there: usize, dir: &std::path::Path) -> Setup {
-    let overrides = WindowOverrides { kept_on_disk: Some(there), ..setup.overrides };
+/// Elsewhere in between: so many blocks on the host, of a card, and so many on disk.
+fn elsewhere(setup: &Setup, (on_host, on_disk): (usize, usize), dir: &std::path::Path) -> Setup {
+    let (kept_on_host, kept_on_disk) = (Some(on_host), Some(on_disk));
+    let overrides = WindowOverrides { kept_on_host, kept_on_disk, ..setup.overrides };
     Setup { overrides, placement: Placement::Disk, disks: vec![dir.join("disk")], ..setup.clone() }
 }
 
 #[test]
-fn what_comes_back_from_disk_is_what_was_left_in_the_planned_memory() {
+fn what_comes_back_is_what_was_left_in_the_planned_memory() {
     for (tied, accumulation, clip) in [
         (true, Accumulation::Vertical, Some(0.5)),
         (false, Accumulation::Vertical, None),
         (true, Accumulation::Horizontal, Some(0.5)),
         (false, Accumulation::Horizontal, None),
     ] {
-        for (here, there, micro_batches) in [(0, 1, 2), (0, 3, 3), (1, 2, 1), (2, 1, 6), (1, 1, 3), (0, 9, 6)]
-        {
+        for (discrete, here, on_host, on_disk, micro_batches) in [
+            (false, 0, 0, 1, 2),
+            (false, 0, 0, 3, 3),
+            (false, 1, 0, 2, 1),
+            (false, 2, 0, 1, 6),
+            (false, 1, 0, 1, 3),
+            // Its memory is the host's.
+            (false, 0, 9, 9, 6),
+            (true, 0, 0, 3, 2),
+            (true, 0, 3, 0, 3),
+            (true, 1, 1, 1, 6),
+            (true, 0, 1, 1, 1),
+            (true, 2, 1, 0, 6),
+        ] {
             for slots in [None, Some(1)] {
                 let dir = tempfile::tempdir().unwrap();
-                let base = Setup { micro_batches, accumulation, clip, ..Setup::new(tied) };
-                let mut setup = on_disk(&keeping(&base, here), there, dir.path());
+                let base = Setup { micro_batches, accumulation, clip, discrete, ..Setup::new(tied) };
+                let mut setup = elsewhere(&keeping(&base, here), (on_host, on_disk), dir.path());
                 setup.overrides.kept_slots = slots;
+                setup.overrides.chunk_elements = Some(1 << 14);
                 let (mut engine, seen) = watched(&setup);
-                let there = there.min(3 - here);
-                assert_eq!((engine.kept_blocks(), engine.kept_on_disk()), ((here, 3), there));
-                setup.continue_to(&mut engine, 2);
+                let on_host = if discrete { on_host } else { 0 };
+                let on_disk = on_disk.min(3 - here - on_host);
+                let found = (engine.kept_blocks(), engine.kept_elsewhere());
+                assert_eq!(found, ((here, 3), (on_host, on_disk)));
+                setup.continue_to(&mut engine, 3);
                 let counts = (seen.kept.load(Relaxed), seen.recomputed.load(Relaxed));
-                let per_block = 2 * micro_batches;
-                let words =
-                    format!("{here} and {there} blocks, {micro_batches} micro-batches, {accumulation:?}");
-                assert_eq!(counts, ((here + there) * per_block, (3 - here - there) * per_block), "{words}");
+                let (per_block, blocks) = (3 * micro_batches, here + on_host + on_disk);
+                let words = format!(
+                    "discrete: {discrete}, {found:?}, {micro_batches} micro-batches, {accumulation:?}"
+                );
+                assert_eq!(counts, (blocks * per_block, (3 - blocks) * per_block), "{words}");
                 let (peak, capacity) = *seen.arena.lock().unwrap();
-                assert_eq!(peak, capacity, "{words}");
+                assert_eq!(peak, capacity, "{words}, tied: {tied}");
             }
         }
     }
+}
+
+/// Of a card: as many blocks as it has room for, then as many as the host has.
+#[test]
+fn what_a_card_has_no_room_for_is_on_the_host_if_that_has() {
+    let base = Setup { discrete: true, placement: Placement::Host, micro_batches: 3, ..Setup::new(false) };
+    let (device_groups, state_groups) = (Some(0), Some(0));
+    let overrides = WindowOverrides { device_groups, state_groups, ..base.overrides };
+    let base = Setup { overrides, ..base };
+    let with = |keep_on_host, device_budget, host_budget| {
+        let config = EngineConfig { keep_on_host, device_budget, host_budget, ..base.config() };
+        let blocks = Model::new(base.model.clone()).blocks;
+        Engine::outlook(config, &base.backend(), blocks, &base.sample(), &PlanningRuns::default()).unwrap()
+    };
+    let kept = |found: &Outlook| (found.windows.kept_blocks.unwrap(), found.windows.kept_on_host.unwrap());
+    let all = with(9, u64::MAX, u64::MAX);
+    assert_eq!(kept(&all), (3, 0));
+    let device = |found: &Outlook| found.memory.total(Tier::Device);
+    let host = |found: &Outlook| found.memory.total(Tier::Host);
+    // Less and less for the card.
+    let mut found = Vec::new();
+    let mut budget = device(&all);
+    while found.last().is_none_or(|&(here, _)| here > 0) {
+        let outlook = with(9, budget, u64::MAX);
+        found.push(kept(&outlook));
+        assert!(device(&outlook) <= budget);
+        budget -= 4096;
+    }
+    found.dedup();
+    assert!(found.iter().all(|&(here, on_host)| here + on_host == 3), "{found:?}");
+    assert!(found.len() >= 2 && found.last() == Some(&(0, 3)), "{found:?}");
+    // And for the host.
+    let tight = budget + 4096;
+    let roomy = with(9, tight, u64::MAX);
+    let less = with(9, tight, host(&roomy) - 4096);
+    assert_eq!((kept(&roomy), kept(&less)), ((0, 3), (0, 2)));
+    assert_eq!(kept(&with(0, tight, u64::MAX)).1, 0);
+    assert_eq!(kept(&with(1, tight, u64::MAX)).1, 1);
 }
 
 /// The canary for mixed-up and for forgotten tensors, and the arena: what was planned is what is taken, to the byte.
@@ -353,10 +408,13 @@ fn a_step_that_fails_leaves_nothing_behind() {
     // Also none of the gradients that are parked between micro-batches.
     let accumulation = Accumulation::Horizontal;
     fails_in_a_step(&keeping(&Setup { accumulation, ..Setup::new(true) }, 3));
-    // Nor what is on disk in between.
-    for (here, there) in [(0, 3), (1, 1)] {
+    // Nor what is elsewhere in between.
+    for (discrete, here, there) in
+        [(false, 0, (0, 3)), (false, 1, (0, 1)), (true, 0, (0, 3)), (true, 0, (3, 0)), (true, 1, (1, 1))]
+    {
         let (one, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let setup = |dir: &std::path::Path| on_disk(&keeping(&Setup::new(true), here), there, dir);
+        let base = keeping(&Setup { discrete, ..Setup::new(true) }, here);
+        let setup = |dir: &std::path::Path| elsewhere(&base, there, dir);
         fails_in_a_step_of(&setup(one.path()), &setup(other.path()));
     }
 }

@@ -127,6 +127,7 @@ fn takes_what_is_planned(dir: &std::path::Path) {
     };
     let away = WindowOverrides { gradients_on_disk: Some(true), activations_on_disk: Some(true), ..chunks };
     let kept = |here, there| WindowOverrides { kept_blocks: Some(here), kept_on_disk: Some(there), ..chunks };
+    let kept_on_host = WindowOverrides { kept_blocks: Some(0), kept_on_host: Some(9), ..chunks };
     for (name, setup) in [
         ("host, fp32", host(StateFormat::Fp32)),
         ("host, split", host(StateFormat::Split)),
@@ -136,6 +137,11 @@ fn takes_what_is_planned(dir: &std::path::Path) {
         ("card, state in host memory", card(0, host(StateFormat::Split))),
         ("card, state on it", card(9, host(StateFormat::Split))),
         ("card, state on it and on disk", card(9, disk("card"))),
+        (
+            "card, activations on the host",
+            card(0, Setup { overrides: kept_on_host, ..host(StateFormat::Split) }),
+        ),
+        ("card, activations on disk", card(0, Setup { overrides: kept(0, 9), ..disk("card-kept") })),
         ("disk, checkpoint", Setup { durability: Durability::Checkpoint, ..disk("checkpoint") }),
         ("disk, none", Setup { durability: Durability::None, ..disk("none") }),
         ("disk, gradients and activations on it", Setup { overrides: away, ..disk("away") }),

@@ -45,26 +45,36 @@ fn staying(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     all
 }
 
-/// Some blocks keep on disk, through as many buffers as they would have or as few as can be. A card keeps in its own memory.
-fn keeping_on_disk(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
+/// Some blocks keep on disk, through as many buffers as they would have or as few as can be, or of a card in the host's memory.
+fn keeping_elsewhere(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     let cases = [
-        (0, 3, None, 1, false),
-        (0, 3, Some(1), 2, false),
-        (1, 2, Some(3), 1, false),
-        (2, 1, None, 2, false),
-        (1, 1, Some(2), 1, false),
-        (1, 1, None, 1, true),
+        (0, 0, 3, None, 1, false),
+        (0, 0, 3, Some(1), 2, false),
+        (1, 0, 2, Some(3), 1, false),
+        (2, 0, 1, None, 2, false),
+        (0, 0, 3, None, 1, true),
+        (0, 3, 0, None, 2, true),
+        (1, 1, 1, Some(1), 1, true),
+        (0, 1, 1, None, 1, true),
     ];
     let both = [WindowOverrides::default(), tiny_windows()];
     let all = cases.into_iter().flat_map(|case| both.map(|windows| (case, windows))).enumerate();
-    let setup = |(number, ((here, there, kept_slots, threads, discrete), windows))| {
-        let (kept_blocks, kept_on_disk) = (Some(here), Some(there));
-        let overrides = WindowOverrides { kept_blocks, kept_on_disk, kept_slots, ..windows };
+    let setup = |(number, ((here, on_host, on_disk, kept_slots, threads, discrete), windows))| {
+        let (kept_blocks, kept_on_host, kept_on_disk) = (Some(here), Some(on_host), Some(on_disk));
+        let overrides = WindowOverrides { kept_blocks, kept_on_host, kept_on_disk, kept_slots, ..windows };
         let disks = ["a", "b"].map(|name| dir.join(format!("kept-{number}-{name}"))).to_vec();
         let setup = Setup { placement: Placement::Disk, disks, overrides, threads, discrete, ..base.clone() };
-        (format!("{here} blocks keep, {there} on disk, {kept_slots:?} buffers, discrete: {discrete}"), setup)
+        let words =
+            format!("{here} blocks keep, {on_host} on the host, {on_disk} on disk, {kept_slots:?} buffers");
+        (format!("{words}, discrete: {discrete}"), setup)
     };
-    all.map(setup).collect()
+    let mut all: Vec<(String, Setup)> = all.map(setup).collect();
+    // Without a disk.
+    let overrides =
+        WindowOverrides { kept_blocks: Some(1), kept_on_host: Some(2), ..WindowOverrides::default() };
+    let host = Setup { placement: Placement::Host, discrete: true, overrides, ..base.clone() };
+    all.push(("host, two blocks keep there".to_owned(), host));
+    all
 }
 
 /// The device holds and updates the state of some groups, or of all; the host, or a disk, that of the others.
@@ -228,7 +238,7 @@ fn variants(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
         all.push((format!("none, {blocks} blocks keep, discrete"), Setup { discrete: true, ..here }));
         all.push((format!("tiny windows, {blocks} blocks keep, discrete"), elsewhere));
     }
-    all.extend(keeping_on_disk(base, dir));
+    all.extend(keeping_elsewhere(base, dir));
     if terrace_aio::engine::UringEngine::probe().is_ok() {
         let uring = Setup { choice: EngineChoice::Uring, overrides: tiny_windows(), ..disk("uring", 3) };
         all.push(("io_uring, three paths, tiny windows".to_owned(), uring));

@@ -20,7 +20,7 @@ const STEPS: u64 = 3;
 const PAGE: u64 = 4096;
 
 /// Terms of host memory that copies to and from a card use: the card is told about them.
-const PINNED: [&str; 7] = [
+const PINNED: [&str; 9] = [
     "weights in flight and in use",
     "gradients",
     "sums of gradients between micro-batches",
@@ -28,6 +28,8 @@ const PINNED: [&str; 7] = [
     "activations in flight",
     "resident state: weights",
     "copies of state on disk: weights",
+    "kept activations",
+    "kept activations in flight",
 ];
 
 #[derive(Debug, Clone, Copy)]
@@ -38,8 +40,8 @@ struct Case {
     accumulation: Accumulation,
     gradients_on_disk: bool,
     activations_on_disk: bool,
-    /// Blocks that keep in memory, and on disk; `None` for as many as fit.
-    kept: Option<(usize, usize)>,
+    /// Blocks that keep where they compute, in the host's memory, and on disk; `None` for as many as fit.
+    kept: Option<(usize, usize, usize)>,
     /// Groups whose weights, and whose state, stay on the card.
     on_card: (usize, usize),
     clipped: bool,
@@ -68,8 +70,9 @@ impl Case {
             chunk_elements: Some(1 << 14),
             gradients_on_disk: Some(self.gradients_on_disk),
             activations_on_disk: Some(self.activations_on_disk),
-            kept_blocks: self.kept.map(|(here, _)| here),
-            kept_on_disk: self.kept.map(|(_, there)| there),
+            kept_blocks: self.kept.map(|(here, ..)| here),
+            kept_on_host: self.kept.map(|(_, on_host, _)| on_host),
+            kept_on_disk: self.kept.map(|(.., on_disk)| on_disk),
             device_groups: Some(on_card.0.max(on_card.1)),
             state_groups: Some(on_card.1),
             copied_weights: Some(copied),
@@ -112,11 +115,12 @@ fn cases() -> Vec<Case> {
         cases.push(Case { accumulation, activations_on_disk: true, ..disk });
         cases.push(Case { accumulation, gradients_on_disk: true, activations_on_disk: true, ..disk });
     }
-    for kept in [(0, 3), (1, 2), (1, 1), (0, 0)] {
+    for kept in [(0, 0, 3), (1, 0, 2), (1, 1, 1), (0, 3, 0), (0, 1, 1), (0, 0, 0)] {
         cases.push(Case { kept: Some(kept), ..disk });
         let accumulation = Accumulation::Horizontal;
         cases.push(Case { kept: Some(kept), accumulation, gradients_on_disk: true, ..disk });
     }
+    cases.push(Case { kept: Some((1, 2, 0)), ..Case::new(Placement::Host) });
     cases.push(Case { copied: 4, ..disk });
     cases.push(Case { copied: 2, clipped: false, durability: Durability::Checkpoint, ..disk });
     cases

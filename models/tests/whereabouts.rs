@@ -169,6 +169,9 @@ fn is_seen(seen: &Seen, setup: &Setup, name: &str, part: &Placed) {
             // Without what an arena rounds up.
             assert_eq!(written > bytes / 2, at.tier == Some(Tier::Disk), "{told}");
             assert!(written <= bytes && read == written, "{told}");
+            // Up and down, of all steps and of tensors of every micro-batch.
+            let crosses = setup.discrete && matches!(at.tier, Some(Tier::Host | Tier::Disk));
+            assert_eq!(seen.copies(&format!("activations of {name}")) > 0, crosses, "{told}");
         }
         Content::State(kind) => {
             let by_saves = setup.durability != Durability::Step && at.host_copy;
@@ -255,6 +258,10 @@ fn adds_up(seen: &Seen, setup: &Setup) {
         (least..=least + rounding).contains(&stored) && (stored > 0) == (least > 0),
         "{stored} of {least}"
     );
+    let kept = |part: &Placed, at: At| part.content == Content::Activations && at.tier == Some(Tier::Host);
+    let held = planned(Tier::Host, &|p| p == "kept activations");
+    let least = if setup.discrete { sum(&kept, |bytes| bytes / 2) } else { 0 };
+    assert!(held >= least && (held > 0) == (least > 0), "kept on the host: {held} of {least}");
     let kept = |part: &Placed, at: At| part.content == Content::Activations && at.tier == Some(Tier::Disk);
     let (least, stored) = (sum(&kept, |bytes| bytes / 2), planned(Tier::Disk, &|p| p.starts_with("kept")));
     assert!(stored >= least && (stored > 0) == (least > 0), "kept on disk: {stored} of {least}");
@@ -323,6 +330,30 @@ fn cases(dir: &std::path::Path) -> Vec<(&'static str, Setup)> {
         (
             "discrete, host",
             Setup { discrete: true, placement: Placement::Host, overrides: on_device, ..base.clone() },
+        ),
+        (
+            "discrete, activations on the host",
+            Setup {
+                discrete: true,
+                placement: Placement::Host,
+                overrides: WindowOverrides { kept_blocks: Some(1), kept_on_host: Some(1), ..on_device },
+                ..base.clone()
+            },
+        ),
+        (
+            "discrete, activations on the host and on disk",
+            Setup {
+                discrete: true,
+                ..on_disk(
+                    "elsewhere",
+                    WindowOverrides {
+                        kept_blocks: Some(0),
+                        kept_on_host: Some(1),
+                        kept_on_disk: Some(1),
+                        ..copies(0, 0)
+                    },
+                )
+            },
         ),
         (
             "discrete, disk",

@@ -141,7 +141,7 @@ pub struct FinetuneArgs {
     #[arg(long, value_name = "R", allow_negative_numbers = true, value_parser = part, help_heading = "Memory")]
     pub optimizer_ratio: Option<f64>,
     /// Which blocks keep what they computed from forward to backward instead of computing it again, and where (on disk only with
-    /// --offload disk, and without a card) [default: auto]
+    /// --offload disk) [default: auto]
     #[arg(long, value_name = "HOW", help_heading = "Memory")]
     pub activations: Option<Activations>,
     /// When training state on disk becomes durable: with every step; with every checkpoint and the end, which writes less; or (none)
@@ -507,11 +507,13 @@ pub enum Accumulation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Activations {
-    /// As many blocks as fit, others on disk where that is expected to be faster than computing again.
+    /// As many blocks as fit, others in the host's memory (of a card) or on disk where that is expected to be faster than computing again.
     #[default]
     Auto,
-    /// All blocks, in memory.
+    /// All blocks, where they compute.
     Keep,
+    /// Of a card: as many blocks as it has room for, and others in the host's memory.
+    Host,
     /// All blocks, on disk what memory has no room for.
     Disk,
     /// No block.

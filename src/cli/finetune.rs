@@ -227,12 +227,11 @@ fn say_plan(engine: &Engine, run: &TrainConfig, loading: Instant) -> Windows {
     );
     eprintln!("{}", session::describe_plan(engine.memory_plan()));
     let (keeping, blocks) = engine.kept_blocks();
-    let on_disk = match engine.kept_on_disk() {
-        0 => String::new(),
-        blocks => format!(", {blocks} on disk"),
-    };
+    let (on_host, on_disk) = engine.kept_elsewhere();
+    let by = |blocks, place| if blocks > 0 { format!(", {blocks} {place}") } else { String::new() };
+    let elsewhere = by(on_host, "in host memory") + &by(on_disk, "on disk");
     eprintln!(
-        "{keeping} of {blocks} blocks keep their activations for backward{on_disk}, the rest recomputes them"
+        "{keeping} of {blocks} blocks keep their activations for backward{elsewhere}, the rest recomputes them"
     );
     eprintln!("{}", engine.plan_summary());
     let note = run.durability.note(run.save_every.is_some()).filter(|_| run.offload == Offload::Disk);
@@ -671,7 +670,8 @@ pub(super) fn engine_config(
         accumulation: session::accumulation(run.accumulation),
         kv_tier: Tier::Device,
         keep_at_most: None,
-        keep_on_disk: session::keep_on_disk(run.activations),
+        keep_on_host: session::keep_elsewhere(run.activations).0,
+        keep_on_disk: session::keep_elsewhere(run.activations).1,
         overrides: windows(run),
         timeline: session.timeline.clone(),
         identity,

@@ -379,6 +379,7 @@ pub(super) fn frozen_config(
         host_budget: session::host_budget(placement),
         cache_bytes: placement.disk_cache.0,
         keep_at_most: None,
+        keep_on_host: 0,
         keep_on_disk: 0,
         durability: Durability::Step,
         device_budget: session.device_budget(placement),

@@ -2,8 +2,8 @@
 //!
 //! What blocks keep saves operations. The memory it takes could hold copies of state on disk, or weights and state on a card, which
 //! saves transfers. The planner gives it to the blocks first; where a step is then expected to wait for a disk or a link, fewer that
-//! keep may be faster. Where memory does not hold what all of them keep, the others compute it again, or have it on disk in between, which
-//! costs transfers of the disk: whichever is expected to take less time.
+//! keep may be faster. Where memory does not hold what all of them keep, the others compute it again, or have it in the host's memory (of a
+//! card) or on disk in between, which costs transfers of the link and the disk: whichever is expected to take less time.
 
 use crate::floor::Capabilities;
 use crate::predict::step_seconds;
@@ -23,14 +23,16 @@ const GAIN_MIN: f64 = 0.03;
 pub struct Keep {
     /// In memory; `None` for as many as there is room for.
     in_memory: Option<usize>,
-    /// On disk.
+    /// In the host's memory, of a card, and on disk.
+    on_host: usize,
     on_disk: usize,
 }
 
 impl Keep {
     /// `config` with these.
     pub fn of(self, config: &EngineConfig) -> EngineConfig {
-        EngineConfig { keep_at_most: self.in_memory, keep_on_disk: self.on_disk, ..config.clone() }
+        let Self { in_memory: keep_at_most, on_host: keep_on_host, on_disk: keep_on_disk } = self;
+        EngineConfig { keep_at_most, keep_on_host, keep_on_disk, ..config.clone() }
     }
 }
 
@@ -48,7 +50,7 @@ pub fn cheapest(
     runs: &PlanningRuns,
 ) -> Result<(Keep, Outlook), EngineError> {
     let outlook = |keep: Keep| Engine::outlook(keep.of(config), backend, build(model), sample, runs);
-    let given = Keep { in_memory: None, on_disk: config.keep_on_disk };
+    let given = Keep { in_memory: None, on_host: config.keep_on_host, on_disk: config.keep_on_disk };
     let most = outlook(given)?;
     let kept = |found: &Outlook| found.windows.kept_blocks.unwrap_or(0);
     let rate = can.training.or(can.operations);
@@ -70,7 +72,15 @@ pub fn cheapest(
         }
     };
     let recomputing = best.2.keepers - kept(&best.2);
-    if config.placement == Placement::Disk && given.on_disk == 0 && recomputing > 0 {
+    let is_open = (given.on_host, given.on_disk) == (0, 0) && recomputing > 0;
+    if is_open && !best.2.work.unified && config.placement != Placement::None {
+        consider(&mut best, Keep { on_host: usize::MAX, ..given });
+        if waits(&best, rate) {
+            consider(&mut best, Keep { on_host: recomputing / 2, ..given });
+        }
+    }
+    let given = best.1;
+    if is_open && config.placement == Placement::Disk {
         consider(&mut best, Keep { on_disk: usize::MAX, ..given });
         let sent = best.2.windows.kept_on_disk.unwrap_or(0);
         // As many operations as there are with all of them, and time beside: the disk holds it up.
@@ -80,9 +90,9 @@ pub fn cheapest(
     }
     // None has fewer operations.
     if waits(&best, rate) && kept(&best.2) > 0 {
-        let (all, on_disk) = (kept(&best.2), best.1.on_disk);
+        let (all, found) = (kept(&best.2), best.1);
         for halves in FEWER {
-            consider(&mut best, Keep { in_memory: Some(all * halves / 2), on_disk });
+            consider(&mut best, Keep { in_memory: Some(all * halves / 2), ..found });
         }
     }
     Ok((best.1, best.2))
@@ -98,7 +108,9 @@ mod tests {
     use super::*;
     use crate::calibrate::Rates;
     use crate::cpu_backend;
+    use std::sync::Arc;
     use terrace_aio::engine::EngineConfig as IoConfig;
+    use terrace_device::host::HostDevice;
     use terrace_kernels::DType;
     use terrace_models::TokenBatch;
     use terrace_tiers::{Tier, TierError};
@@ -197,6 +209,47 @@ mod tests {
         assert!(here + there == 6 && with > without, "{with} s, {without} s");
         // With room, memory is first.
         assert_eq!(of(&on_disk, 1e10).0, (6, 0));
+    }
+
+    /// Of a card they cross a link that takes less time for them.
+    #[test]
+    fn a_quick_link_takes_what_a_card_does_not_hold() {
+        let (model, mut backend) = (six_layers(), cpu_backend(1, &IoConfig::default()).unwrap());
+        backend.device = Arc::new(HostDevice::discrete());
+        let sample = TokenBatch::new(&model).blank(4, 256);
+        let config = EngineConfig { placement: Placement::Host, ..trained(4, 256) };
+        let runs = PlanningRuns::default();
+        let of = |config: &EngineConfig, link: f64| {
+            let can = Capabilities {
+                operations: Some(1e11),
+                training: Some(1e11),
+                upload: Some(link),
+                download: Some(link),
+                ..Capabilities::default()
+            };
+            let (_, found) = cheapest(config, &backend, &model, &sample, &can, &runs).unwrap();
+            let windows = found.windows;
+            let kept = [windows.kept_blocks, windows.kept_on_host, windows.kept_on_disk].map(Option::unwrap);
+            (kept, step_seconds(&found.work, &can).unwrap(), found)
+        };
+        let overrides = terrace_zero::WindowOverrides {
+            kept_blocks: Some(0),
+            device_groups: Some(0),
+            state_groups: Some(0),
+            ..config.overrides
+        };
+        let sent = EngineConfig { keep_on_host: 6, overrides, ..config.clone() };
+        let (kept, with, outlook) = of(&sent, 1e11);
+        assert_eq!(kept, [0, 6, 0]);
+        let without = of(&EngineConfig { keep_on_host: 0, ..sent.clone() }, 1e11).1;
+        assert!(with < 0.9 * without, "{with} s, {without} s");
+        let device_budget = outlook.memory.total(Tier::Device);
+        let overrides = terrace_zero::WindowOverrides { kept_blocks: None, ..overrides };
+        let tight = EngineConfig { device_budget, overrides, ..config.clone() };
+        let ([here, on_host, on_disk], ..) = of(&tight, 1e11);
+        assert!(here + on_host == 6 && on_host >= 3 && on_disk == 0, "{here}, {on_host}");
+        let ([here, on_host, _], ..) = of(&tight, 1e7);
+        assert!(here <= 3 && on_host == 0, "{here}, {on_host}");
     }
 
     /// Copies of state save a slow disk more than kept activations save the processor, and the other way round.

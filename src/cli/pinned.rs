@@ -156,6 +156,8 @@ pub struct Windows {
     pub packed_bytes: usize,
     pub kept_blocks: usize,
     #[serde(default)]
+    pub kept_on_host: usize,
+    #[serde(default)]
     pub kept_on_disk: usize,
     #[serde(default)]
     pub kept_slots: usize,
@@ -279,6 +281,7 @@ impl Windows {
             activations_on_disk: Some(activations_on_disk),
             signals_stay: Some(signals_stay),
             kept_blocks: Some(kept_blocks),
+            kept_on_host: Some(kept_on_host),
             kept_on_disk: Some(kept_on_disk),
             kept_slots: Some(kept_slots),
             copied_weights: Some(copied_weights),
@@ -310,6 +313,7 @@ impl Windows {
             state_groups,
             packed_bytes,
             kept_blocks,
+            kept_on_host,
             kept_on_disk,
             kept_slots,
             kept_blocks_max,
@@ -328,6 +332,7 @@ impl Windows {
             activations_on_disk: Some(self.activations_on_disk),
             signals_stay: Some(self.signals_stay),
             kept_blocks: Some(self.kept_blocks),
+            kept_on_host: Some(self.kept_on_host),
             kept_on_disk: Some(self.kept_on_disk),
             kept_slots: Some(self.kept_slots),
             copied_weights: Some(self.copied_weights),
@@ -501,12 +506,15 @@ impl Pinned {
         let kept = match args.activations {
             Some(Activations::Keep) => Some(windows.kept_blocks_max),
             Some(Activations::Recompute) => Some(0),
-            Some(Activations::Auto | Activations::Disk) | None => None,
+            Some(Activations::Auto | Activations::Host | Activations::Disk) | None => None,
         };
         self.agree("windows.kept_blocks", &windows.kept_blocks, "--activations: the number", kept)?;
         let kept_on_disk = match args.activations {
-            Some(Activations::Disk) => Some(windows.kept_blocks_max.saturating_sub(windows.kept_blocks)),
-            Some(Activations::Keep | Activations::Recompute) => Some(0),
+            Some(Activations::Disk) => {
+                let in_memory = windows.kept_blocks + windows.kept_on_host;
+                Some(windows.kept_blocks_max.saturating_sub(in_memory))
+            }
+            Some(Activations::Keep | Activations::Host | Activations::Recompute) => Some(0),
             Some(Activations::Auto) | None => None,
         };
         self.agree("windows.kept_on_disk", &windows.kept_on_disk, "--activations: the number", kept_on_disk)?;
@@ -694,6 +702,7 @@ mod tests {
             activations_on_disk: Some(false),
             signals_stay: Some(true),
             kept_blocks: Some(7),
+            kept_on_host: Some(2),
             kept_on_disk: Some(1),
             kept_slots: Some(8),
             copied_weights: Some(6),

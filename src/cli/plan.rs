@@ -243,7 +243,8 @@ impl<'a> Planning<'a> {
             }),
             accumulation: session::accumulation(self.args.accumulation),
             durability: durability.into(),
-            keep_on_disk: session::keep_on_disk(self.args.activations),
+            keep_on_host: session::keep_elsewhere(self.args.activations).0,
+            keep_on_disk: session::keep_elsewhere(self.args.activations).1,
             overrides: WindowOverrides {
                 kept_blocks: session::kept_blocks(self.args.activations),
                 ..WindowOverrides::default()

@@ -262,18 +262,22 @@ pub fn accumulation(accumulation: args::Accumulation) -> Accumulation {
 /// The number of blocks that keep in memory, where it is not left to the plan.
 pub fn kept_blocks(activations: args::Activations) -> Option<usize> {
     match activations {
-        args::Activations::Auto | args::Activations::Disk => None,
+        args::Activations::Auto | args::Activations::Host | args::Activations::Disk => None,
         args::Activations::Keep => Some(usize::MAX),
         args::Activations::Recompute => Some(0),
     }
 }
 
-/// Most blocks that keep on disk, before it is known what pays.
-pub fn keep_on_disk(activations: args::Activations) -> usize {
-    if activations == args::Activations::Disk { usize::MAX } else { 0 }
+/// Most blocks that keep in the host's memory and on disk, before it is known what pays.
+pub fn keep_elsewhere(activations: args::Activations) -> (usize, usize) {
+    match activations {
+        args::Activations::Disk => (usize::MAX, usize::MAX),
+        args::Activations::Host => (usize::MAX, 0),
+        args::Activations::Auto | args::Activations::Keep | args::Activations::Recompute => (0, 0),
+    }
 }
 
-/// Refuses activations on disk where they cannot be.
+/// Refuses activations in a tier where they cannot be.
 ///
 /// # Errors
 /// They cannot.
@@ -282,17 +286,20 @@ pub fn check_activations(
     offload: Offload,
     unified: bool,
 ) -> Result<(), CliError> {
-    if activations != args::Activations::Disk || (offload == Offload::Disk && unified) {
-        return Ok(());
-    }
     let instead = "or choose --activations auto, keep or recompute";
-    Err(CliError::Usage(if unified {
-        format!("--activations disk needs the state on disk, too: add --offload disk, {instead}")
-    } else {
-        format!(
-            "--activations disk is for the CPU: what blocks keep on a card stays in its memory; {instead}"
-        )
-    }))
+    let refused = |what: &str| Err(CliError::Usage(format!("--activations {what}, {instead}")));
+    match activations {
+        args::Activations::Disk if offload != Offload::Disk => {
+            refused("disk needs the state on disk, too: add --offload disk")
+        }
+        args::Activations::Host if unified => {
+            refused("host is for a card, whose memory is not the host's: give it one")
+        }
+        args::Activations::Host if offload == Offload::None => {
+            refused("host needs more than the card: add --offload host or disk")
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The plan in words, for the start of a run.

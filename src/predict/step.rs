@@ -28,6 +28,8 @@ struct Compute {
     stage: Stage,
     /// Spilled activations of the next pass, on their way back.
     recall: Option<Job>,
+    /// What blocks keep, on its way up for the next pass.
+    rising: Option<Job>,
     /// Spilled activations on their way to disk.
     spilled: VecDeque<((), Job)>,
     /// Gradients on their way to disk, and down from the device.
@@ -199,6 +201,10 @@ impl<'a> Run<'a> {
                 self.compute.recall = next
                     .filter(|next| next.spill_read_bytes > 0)
                     .map(|next| self.machine.submit(Lane::ReadScratch, next.spill_read_bytes as f64));
+                // Piece by piece, beside what is read of it.
+                self.compute.rising = next
+                    .filter(|next| next.early_upload_bytes > 0)
+                    .map(|next| self.machine.submit(Lane::Up, next.early_upload_bytes as f64));
                 let job = self.machine.submit(Lane::Compute, self.compute_seconds(pass));
                 self.compute.stage = Stage::Operations(job);
             }
@@ -250,6 +256,14 @@ impl<'a> Run<'a> {
             let job =
                 job.unwrap_or_else(|| self.machine.submit(Lane::ReadScratch, pass.spill_read_bytes as f64));
             self.compute.recall = Some(job);
+            if !self.machine.is_done(job) {
+                return false;
+            }
+        }
+        if pass.early_upload_bytes > 0 {
+            let job = self.compute.rising;
+            let job = job.unwrap_or_else(|| self.machine.submit(Lane::Up, pass.early_upload_bytes as f64));
+            self.compute.rising = Some(job);
             if !self.machine.is_done(job) {
                 return false;
             }
@@ -465,8 +479,8 @@ fn cut(count: usize, group: usize, whole: [f64; 4]) -> impl Iterator<Item = Piec
 
 impl Default for Compute {
     fn default() -> Self {
-        let (recall, spilled, parking, landing) = (None, VecDeque::new(), None, None);
-        Self { pass: 0, stage: Stage::Weights, recall, spilled, parking, landing }
+        let (recall, rising, spilled, parking, landing) = (None, None, VecDeque::new(), None, None);
+        Self { pass: 0, stage: Stage::Weights, recall, rising, spilled, parking, landing }
     }
 }
 

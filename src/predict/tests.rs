@@ -377,9 +377,9 @@ fn outlooks() -> Vec<Outlook> {
             config.overrides = WindowOverrides { overlap: Some(false), gradient_groups: Some(1), ..windows };
         }));
         found.push(overridden(WindowOverrides { kept_blocks: Some(2), weight_slots: Some(1), ..windows }));
-        for (here, there) in [(0, 9), (1, 1)] {
-            let (kept_blocks, kept_on_disk) = (Some(here), Some(there));
-            found.push(overridden(WindowOverrides { kept_blocks, kept_on_disk, ..windows }));
+        for (here, on_host, on_disk) in [(0, 0, 9), (1, 0, 1), (0, 9, 0), (1, 1, 1)] {
+            let (kept_blocks, kept_on_host, kept_on_disk) = (Some(here), Some(on_host), Some(on_disk));
+            found.push(overridden(WindowOverrides { kept_blocks, kept_on_host, kept_on_disk, ..windows }));
         }
         found.push(overridden(WindowOverrides {
             signals_stay: Some(false),
@@ -456,7 +456,8 @@ fn the_parts_of_a_schedule_are_its_sums() {
                 + passes(|pass| pass.spill_read_bytes + pass.gradient_read_bytes),
             disk_write_bytes: groups(|group| group.write_bytes + group.late_write_bytes)
                 + passes(|pass| pass.spill_write_bytes + pass.gradient_write_bytes),
-            upload_bytes: weights(|weights| weights.upload_bytes) + passes(|pass| pass.upload_bytes),
+            upload_bytes: weights(|weights| weights.upload_bytes)
+                + passes(|pass| pass.upload_bytes + pass.early_upload_bytes),
             gathers: Traffic {
                 network_bytes: weights(|weights| weights.gathers.network_bytes),
                 peer_bytes: weights(|weights| weights.gathers.peer_bytes),

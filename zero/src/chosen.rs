@@ -1,6 +1,6 @@
 //! What a plan chose: as overrides that leave no other choice, and in words.
 
-use crate::kept::Keeping;
+use crate::kept::{KeepCounts, Keeping};
 use crate::kv::KvRoom;
 use crate::plan::EnginePlan;
 use crate::{EngineConfig, WindowOverrides};
@@ -18,9 +18,10 @@ impl EnginePlan {
             gradients_on_disk: Some(w.gradients_on_disk),
             activations_on_disk: Some(w.activations_on_disk),
             signals_stay: Some(w.signals_stay),
-            kept_blocks: Some(w.keeping.count),
-            kept_on_disk: Some(w.keeping.on_disk),
-            kept_slots: Some(w.kept_slots.0),
+            kept_blocks: Some(w.keeping.counts.here),
+            kept_on_host: Some(w.keeping.counts.on_host),
+            kept_on_disk: Some(w.keeping.counts.on_disk),
+            kept_slots: Some(w.kept_slots.in_flight),
             copied_weights: Some(w.caching.counts().0),
             copied_groups: Some(w.caching.counts().1),
             device_groups: Some(w.device_room.staying),
@@ -40,8 +41,9 @@ impl EnginePlan {
         let slots: Vec<String> =
             w.classes.iter().map(|c| format!("{} × {}", c.slots, ByteSize(c.slot_bytes as u64))).collect();
         let slots = if slots.is_empty() { "none".into() } else { slots.join(" + ") };
-        let Keeping { count, on_disk, of, .. } = w.keeping;
-        let kept_on_disk = if on_disk > 0 { format!(" and on disk by {on_disk}") } else { String::new() };
+        let Keeping { counts: KeepCounts { here: count, on_host, on_disk }, of, .. } = w.keeping;
+        let by = |place, blocks| if blocks > 0 { format!(" and {place} by {blocks}") } else { String::new() };
+        let elsewhere = by("in host memory", on_host) + &by("on disk", on_disk);
         let copies = match w.caching.counts() {
             (0, _) => String::new(),
             (weights, all) => {
@@ -76,7 +78,7 @@ impl EnginePlan {
             String::new()
         } else {
             format!(
-                "; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{kept_on_disk}",
+                "; update slots {} of {} elements; gradients on {}, activations on {}, kept by {count} of {of} blocks{elsewhere}",
                 w.update_slots,
                 w.chunk_elements,
                 place(w.gradients_on_disk),

@@ -135,11 +135,14 @@ pub struct WindowOverrides {
     /// How many blocks, counted from the last, leave what their backward would otherwise recompute; as many as there are if
     /// there are fewer. Where it is not fixed, as many do as fit beside the other windows.
     pub kept_blocks: Option<usize>,
-    /// How many blocks before those leave it on disk in between, where state is there and kernels work in host memory; as many as there are
-    /// if there are fewer. Where it is not fixed, [`EngineConfig::keep_on_disk`].
+    /// How many blocks before those leave it in the host's memory in between, where the device has its own; as many as there are if there are
+    /// fewer. Where it is not fixed, up to [`EngineConfig::keep_on_host`].
+    pub kept_on_host: Option<usize>,
+    /// How many blocks before those leave it on disk in between, where state is there; as many as there are if there are fewer. Where it is
+    /// not fixed, [`EngineConfig::keep_on_disk`].
     pub kept_on_disk: Option<usize>,
-    /// Buffers for that on its way to disk and back. Where it is not fixed, as many as what a block leaves for a micro-batch takes, or a
-    /// quarter of them.
+    /// Buffers for that on its way to disk and back. Where it is not fixed, as many as what a block leaves for a micro-batch takes, or a half or a
+    /// quarter of them; on a device with its own memory twice as many, or as many, which is the least.
     pub kept_slots: Option<usize>,
     /// How many groups' weights on disk have copies in memory, of all groups the smallest ones, the earlier first of equals.
     /// Where it is not fixed, as many as [`EngineConfig::cache_bytes`] and the budget have room for.
@@ -221,9 +224,12 @@ pub struct EngineConfig {
     /// Most blocks that keep intermediates for backward where no override fixes their number; what memory that leaves holds copies of
     /// state on disk, or weights and state on a device with its own. `None` for as many as fit.
     pub keep_at_most: Option<usize>,
+    /// Most blocks that keep intermediates for backward in the host's memory, of those for which a device with its own has no room, where no
+    /// override fixes their number: it takes the link's time instead of repeated operations. As many as fit, and none with
+    /// [`Placement::None`].
+    pub keep_on_host: usize,
     /// Most blocks that keep intermediates for backward on disk, of those for which memory has no room, where no override fixes their number:
-    /// it takes the disk's time and space instead of repeated operations. Only with [`Placement::Disk`], and where kernels work in host
-    /// memory.
+    /// it takes the disk's time and space instead of repeated operations. Only with [`Placement::Disk`].
     pub keep_on_disk: usize,
     /// Windows fixed by hand.
     pub overrides: WindowOverrides,
@@ -287,6 +293,7 @@ impl EngineConfig {
             accumulation: Accumulation::default(),
             kv_tier: Tier::Device,
             keep_at_most: None,
+            keep_on_host: 0,
             keep_on_disk: 0,
             overrides: WindowOverrides::default(),
             timeline: None,

@@ -44,6 +44,8 @@ pub(crate) enum Cargo {
     State(usize),
     /// Keys and values of a block.
     Keys(usize),
+    /// What a block keeps for backward.
+    Kept(usize),
     /// A signal, or the gradient of one, of the block in work.
     Signal,
     /// Inputs of a micro-batch, and the loss.
@@ -99,6 +101,7 @@ impl Copies {
             Cargo::Gradient(group) => format!("gradient of {}", self.names[group]),
             Cargo::State(group) => format!("state of {}", self.names[group]),
             Cargo::Keys(block) => format!("keys and values of {}", self.names[block]),
+            Cargo::Kept(block) => format!("activations of {}", self.names[block]),
             Cargo::Signal => format!("signal of {}", self.names[self.block.load(Relaxed)]),
             Cargo::Small => "inputs and loss".to_owned(),
         };

@@ -78,6 +78,9 @@ struct State {
     kept_of_others: HashMap<usize, Region>,
     /// By block, the tensors that each micro-batch has on disk from forward to backward.
     sent: HashMap<usize, Vec<(DType, Shape)>>,
+    /// On a device with its own memory: those of the last pair that was sent, on their way, and of the next one that comes back.
+    leaving: Vec<Tensor>,
+    coming: Option<Vec<Tensor>>,
     parking: Parking,
     /// The same, of f32, between rounds.
     sums: Parking,
@@ -170,6 +173,8 @@ impl DryRun<'_> {
             kept: KeptTensors::default(),
             kept_of_others: HashMap::new(),
             sent: HashMap::new(),
+            leaving: Vec::new(),
+            coming: None,
             parking: Parking::default(),
             sums: Parking::default(),
             repeated: 0,
@@ -241,6 +246,8 @@ impl DryRun<'_> {
     fn round(&self, tools: &Tools<'_>, round: &Range<usize>, state: &mut State) -> Result {
         let last = self.network.last();
         (0..last).try_for_each(|block| self.forward_of_all(tools, block, round, state))?;
+        // What was on its way is away when backward begins.
+        state.leaving.clear();
         let waits = |block: usize| self.rounds.waits(block) && !self.rounds.is_last(round);
         let mut backward = (0..=last).rev().filter(|&block| !waits(block));
         backward.try_for_each(|block| self.backward(block, tools, round, state))
@@ -267,12 +274,15 @@ impl DryRun<'_> {
                 Kept::Left(tensors) if self.keeping.sends(block) => {
                     let shapes = tensors.iter().map(|tensor| (tensor.dtype(), tensor.shape()));
                     state.sent.insert(block, shapes.collect());
+                    // In host memory they are copied at once.
+                    state.leaving = if self.unified { Vec::new() } else { tensors };
                 }
                 kept => state.kept.hold(block, m, kept),
             }
             state.staying.extend(staying.map(|region| (m, region)));
             let rest = round.end - m - 1;
-            if rest == 0 || !state.staying.is_empty() || arena.holes() != before.0 {
+            let moves = !self.unified && self.keeping.sends(block);
+            if moves || rest == 0 || !state.staying.is_empty() || arena.holes() != before.0 {
                 continue;
             }
             // What is left in turns lies one after the other.
@@ -407,21 +417,19 @@ impl DryRun<'_> {
             let x_region = self.crossing(arena, x.as_ref(), &mut of_x)?;
             let dy_region = self.crossing(arena, dy.as_ref(), &mut of_dy)?;
             let dx_region = self.crossing(arena, x.as_ref(), &mut None)?;
-            let mut cx = self.context(tools.kernels, arena, Mode::Train, &state.inputs, &mut state.loss);
-            cx.kept = match state.sent.get(&block) {
-                Some(shapes) => {
-                    let tensors =
-                        shapes.iter().map(|&(dtype, shape)| Tensor::new(arena, dtype, shape.dims()));
-                    Kept::Left(tensors.collect::<std::result::Result<_, _>>()?)
-                }
+            let kept = match self.come_back(arena, (block, m), &micro_batches, state)? {
+                Some(tensors) => Kept::Left(tensors),
                 None => state.kept.take(block, m),
             };
+            let mut cx = self.context(tools.kernels, arena, Mode::Train, &state.inputs, &mut state.loss);
+            cx.kept = kept;
             self.block_backward(block, &mut cx)?;
             let stays = self.staying != Staying::None && !(block == 1 && self.rounds.waits(0));
             state.staying.extend(dx_region.filter(|_| stays).map(|region| (m, region)));
             drop((x_region, dy_region));
             let rest = micro_batches.end - m - 1;
-            if rest > 0 && state.staying.is_empty() && arena.holes() == before.0 {
+            let moves = !self.unified && self.keeping.sends(block);
+            if !moves && rest > 0 && state.staying.is_empty() && arena.holes() == before.0 {
                 state.repeat(tools.counter, before.1, rest)?;
                 break;
             }
@@ -432,6 +440,32 @@ impl DryRun<'_> {
         }
         state.kept_of_others.remove(&block);
         Ok(())
+    }
+
+    /// As `KeptAway::take`: the tensors of a pair that was sent, and memory for those of the next.
+    fn come_back(
+        &self,
+        arena: &Arena,
+        (block, m): (usize, usize),
+        micro_batches: &Range<usize>,
+        state: &mut State,
+    ) -> Result<Option<Vec<Tensor>>> {
+        let room = |shapes: &Vec<(DType, Shape)>| -> Result<Vec<Tensor>> {
+            let tensors = shapes.iter().map(|&(dtype, shape)| Tensor::new(arena, dtype, shape.dims()));
+            Ok(tensors.collect::<std::result::Result<_, _>>()?)
+        };
+        let Some(shapes) = state.sent.get(&block) else { return Ok(None) };
+        let tensors = state.coming.take().map_or_else(|| room(shapes), Ok)?;
+        if !self.unified {
+            let is_last = m + 1 == micro_batches.end;
+            let next = if is_last {
+                (0..block).rev().find(|next| state.sent.contains_key(next))
+            } else {
+                Some(block)
+            };
+            state.coming = next.map(|next| room(&state.sent[&next])).transpose()?;
+        }
+        Ok(Some(tensors))
     }
 
     /// The backward of a block alone.

@@ -439,16 +439,17 @@ impl Engine {
         self.plan.overrides(&self.config)
     }
 
-    /// Number of blocks that keep intermediates from forward to backward in memory, and of those that could; the rest has them
-    /// [on disk](Self::kept_on_disk) or recomputes them.
+    /// Number of blocks that keep intermediates from forward to backward where they compute, and of those that could; the rest has them
+    /// [elsewhere](Self::kept_elsewhere) or recomputes them.
     pub fn kept_blocks(&self) -> (usize, usize) {
         let keeping = self.plan.windows.keeping;
-        (keeping.count, keeping.of)
+        (keeping.counts.here, keeping.of)
     }
 
-    /// Number of blocks that keep intermediates from forward to backward on disk.
-    pub fn kept_on_disk(&self) -> usize {
-        self.plan.windows.keeping.on_disk
+    /// Numbers of blocks that keep intermediates from forward to backward in the host's memory, where the device has its own, and on disk.
+    pub fn kept_elsewhere(&self) -> (usize, usize) {
+        let counts = self.plan.windows.keeping.counts;
+        (counts.on_host, counts.on_disk)
     }
 
     /// Number of parameters, shared ones counted once.

@@ -1,16 +1,17 @@
 //! What blocks leave from forward to backward, so that backward need not compute it again.
 //!
 //! A kept tensor is not copied and not moved: it is the one that forward computed, and its region of the arena simply lives
-//! until the backward of the same block and micro-batch has used it. On a device with its own memory it stays there; in host memory
-//! it takes turns with the block's gradient where it can (`turns.rs`). What there is no memory for may be on disk in between
-//! (`kept/away.rs`), where the device's memory is the host's.
+//! until the backward of the same block and micro-batch has used it. In host memory it takes turns with the block's gradient where it can
+//! (`turns.rs`). What there is no memory for may be elsewhere in between (`kept/away.rs`): in the host's memory, where the device has its own, or
+//! on disk.
 //! Which blocks keep is the planner's choice ([`Keeping`]); the planning run allocates the same tensors in the same order.
 
 mod away;
 
-pub(crate) use away::{KeptAway, chunks, slot_bytes};
+pub(crate) use away::{KeptAway, KeptSlots, chunks, slot_bytes};
 
 use crate::Result;
+use crate::lane::Lane;
 use crate::pass::Pass;
 use crate::timeline::Resource;
 use std::collections::HashMap;
@@ -29,55 +30,79 @@ pub enum Kept {
     Left(Vec<Tensor>),
 }
 
+/// How many blocks leave what their backward would recompute.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct KeepCounts {
+    /// In the arena.
+    pub(crate) here: usize,
+    /// In host memory, of a device with its own.
+    pub(crate) on_host: usize,
+    /// On disk.
+    pub(crate) on_disk: usize,
+}
+
 /// The blocks that leave what their backward would recompute. Of those that can, the last ones, which backward uses first, leave it in
-/// memory, others before them on disk.
+/// the arena, others before them in the host's memory and, before those, on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Keeping {
-    /// Index of the first block that is asked.
+    /// Index of the first block that is asked, which has it on disk if any has.
     asked_from: usize,
-    /// Index of the first of those whose tensors stay in memory.
+    /// Index of the first of those that have it in host memory, or of a later one.
+    host_from: usize,
+    /// Index of the first of those whose tensors stay in the arena.
     from: usize,
-    /// Number of blocks whose tensors stay in memory.
-    pub(crate) count: usize,
-    /// Number of blocks whose tensors are on disk in between.
-    pub(crate) on_disk: usize,
+    /// Numbers of blocks.
+    pub(crate) counts: KeepCounts,
     /// Number of blocks that could leave something.
     pub(crate) of: usize,
-    /// Bytes that stay in memory for one micro-batch.
+    /// Bytes that stay in the arena for one micro-batch.
     pub(crate) bytes: usize,
 }
 
 impl Default for Keeping {
     fn default() -> Self {
-        Self::last(&[], 0, 0)
+        Self::last(&[], KeepCounts::default())
     }
 }
 
 impl Keeping {
-    /// The last `count` of `keepers`, which are blocks in order and the bytes that each leaves, and up to `on_disk` before them.
-    pub(crate) fn last(keepers: &[(usize, usize)], count: usize, on_disk: usize) -> Self {
-        let of = keepers.len();
-        let (others, kept) = keepers.split_at(of - count.min(of));
-        let away = &others[others.len() - on_disk.min(others.len())..];
-        let from = kept.first().map_or(usize::MAX, |&(block, _)| block);
+    /// The last of `keepers`, which are blocks in order and the bytes that each leaves: as many of each kind as `most` says, if there are.
+    pub(crate) fn last(keepers: &[(usize, usize)], most: KeepCounts) -> Self {
+        let last = |all: &[(usize, usize)], count: usize| all.len() - count.min(all.len());
+        let (others, here) = keepers.split_at(last(keepers, most.here));
+        let (others, on_host) = others.split_at(last(others, most.on_host));
+        let on_disk = &others[last(others, most.on_disk)..];
+        let first = |of: &[(usize, usize)], otherwise| of.first().map_or(otherwise, |&(block, _)| block);
+        let from = first(here, usize::MAX);
+        let host_from = first(on_host, from);
         Self {
-            asked_from: away.first().map_or(from, |&(block, _)| block),
+            asked_from: first(on_disk, host_from),
+            host_from,
             from,
-            count: kept.len(),
-            on_disk: away.len(),
-            of,
-            bytes: kept.iter().map(|&(_, bytes)| bytes).sum(),
+            counts: KeepCounts { here: here.len(), on_host: on_host.len(), on_disk: on_disk.len() },
+            of: keepers.len(),
+            bytes: here.iter().map(|&(_, bytes)| bytes).sum(),
         }
     }
 
-    /// Whether what `block` leaves stays in memory.
+    /// Whether what `block` leaves stays in the arena.
     pub(crate) fn has(&self, block: usize) -> bool {
         block >= self.from
     }
 
-    /// Whether what `block` leaves is on disk until backward.
+    /// Whether what `block` leaves is elsewhere until backward.
     pub(crate) fn sends(&self, block: usize) -> bool {
         (self.asked_from..self.from).contains(&block)
+    }
+
+    /// Whether it is in host memory until then.
+    pub(crate) fn sends_to_host(&self, block: usize) -> bool {
+        (self.host_from..self.from).contains(&block)
+    }
+
+    /// Whether it is on disk until then.
+    pub(crate) fn sends_to_disk(&self, block: usize) -> bool {
+        (self.asked_from..self.host_from).contains(&block)
     }
 
     /// Whether `block` is asked.
@@ -132,10 +157,10 @@ impl<'a> KeptInStep<'a> {
     }
 
     /// Holds what the forward of `block` left for micro-batch `m`, the one at `at` of its round.
-    pub(crate) fn hold(&mut self, (block, m, at): (usize, usize, usize), kept: Kept) -> Result {
+    pub(crate) fn hold(&mut self, (block, m, at): (usize, usize, usize), kept: Kept, lane: &Lane) -> Result {
         match (&mut self.away, kept) {
             (Some(away), Kept::Left(tensors)) if self.keeping.sends(block) => {
-                away.send((block, m, at), &tensors, self.pool)
+                away.send((block, m, at), tensors, lane, self.pool)
             }
             (_, kept) => {
                 self.here.hold(block, m, kept);
@@ -145,8 +170,8 @@ impl<'a> KeptInStep<'a> {
     }
 
     /// Backward follows.
-    pub(crate) fn turn_round(&mut self) {
-        self.away.iter_mut().for_each(|away| away.turn_round());
+    pub(crate) fn turn_round(&mut self) -> Result {
+        self.away.iter_mut().try_for_each(|away| away.turn_round())
     }
 
     /// Gives backward what forward left.
@@ -154,7 +179,7 @@ impl<'a> KeptInStep<'a> {
         let Some(away) = &mut self.away else { return Ok(self.here.take(block, m)) };
         away.read_ahead()?;
         let began = Instant::now();
-        let Some(tensors) = away.take((block, m), &pass.lane.arena, self.pool)? else {
+        let Some(tensors) = away.take((block, m), pass.lane, self.pool)? else {
             return Ok(self.here.take(block, m));
         };
         pass.note(Resource::Wait, began, "activations of", block);
@@ -176,31 +201,39 @@ mod tests {
     #[test]
     fn the_last_blocks_keep() {
         let keepers = [(1, 10), (2, 20), (4, 40)];
-        let numbers = |keeping: Keeping| (keeping.count, keeping.on_disk, keeping.of, keeping.bytes);
-        // `-` recomputes, `d` sends to disk, `m` keeps in memory.
+        let last = |here, on_host, on_disk| Keeping::last(&keepers, KeepCounts { here, on_host, on_disk });
+        let numbers = |of: Keeping| (of.counts.here, of.counts.on_host, of.counts.on_disk, of.bytes);
+        // `-` recomputes, `d` sends to disk, `h` to the host's memory, `m` keeps in the arena.
         let blocks = |keeping: Keeping| {
-            let of = |block| match (keeping.asks(block), keeping.sends(block), keeping.has(block)) {
-                (false, false, false) => '-',
-                (true, true, false) => 'd',
-                (true, false, true) => 'm',
-                _ => unreachable!("a block is at one place, and is asked for what is anywhere"),
+            let of = |block| {
+                let sends = (keeping.sends_to_host(block), keeping.sends_to_disk(block));
+                assert_eq!(keeping.sends(block), sends.0 || sends.1);
+                match (keeping.asks(block), sends, keeping.has(block)) {
+                    (false, (false, false), false) => '-',
+                    (true, (false, true), false) => 'd',
+                    (true, (true, false), false) => 'h',
+                    (true, (false, false), true) => 'm',
+                    _ => unreachable!("a block is at one place, and is asked for what is anywhere"),
+                }
             };
             (0..5).map(of).collect::<String>()
         };
-        for (count, on_disk, expected, found) in [
-            (0, 0, (0, 0, 3, 0), "-----"),
-            (2, 0, (2, 0, 3, 60), "--mmm"),
-            (usize::MAX, usize::MAX, (3, 0, 3, 70), "-mmmm"),
-            (1, 1, (1, 1, 3, 40), "--ddm"),
-            (1, 5, (1, 2, 3, 40), "-dddm"),
-            (0, 2, (0, 2, 3, 0), "--ddd"),
+        for (keeping, expected, found) in [
+            (last(0, 0, 0), (0, 0, 0, 0), "-----"),
+            (last(2, 0, 0), (2, 0, 0, 60), "--mmm"),
+            (last(usize::MAX, 1, usize::MAX), (3, 0, 0, 70), "-mmmm"),
+            (last(1, 0, 1), (1, 0, 1, 40), "--ddm"),
+            (last(1, 0, 5), (1, 0, 2, 40), "-dddm"),
+            (last(1, 1, 5), (1, 1, 1, 40), "-dhhm"),
+            (last(0, 1, 1), (0, 1, 1, 0), "--ddh"),
+            (last(0, 9, 1), (0, 3, 0, 0), "-hhhh"),
+            (last(0, 0, 2), (0, 0, 2, 0), "--ddd"),
         ] {
-            let keeping = Keeping::last(&keepers, count, on_disk);
-            assert_eq!((numbers(keeping), &*blocks(keeping)), (expected, found), "{count}, {on_disk}");
-            assert!(matches!(keeping.ask(0), Kept::Nothing));
+            assert_eq!((numbers(keeping), &*blocks(keeping)), (expected, found));
+            assert!(matches!(keeping.ask(0), Kept::Nothing) && keeping.of == 3);
         }
-        assert!(matches!(Keeping::last(&keepers, 1, 1).ask(2), Kept::Wanted));
-        assert_eq!(Keeping::default(), Keeping::last(&[], 1, 1));
+        assert!(matches!(last(1, 0, 1).ask(2), Kept::Wanted));
+        assert_eq!(Keeping::default(), Keeping::last(&[], KeepCounts { here: 1, on_host: 1, on_disk: 1 }));
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub(crate) struct Lane {
     pub(crate) up: Arc<dyn Stream>,
     /// All else that goes up, see [`Lane::upload`].
     side: Arc<dyn Stream>,
-    /// Keys and values, into windows that nothing else uses.
+    /// Keys and values, and what blocks keep, into memory that nothing else uses.
     keys: Arc<dyn Stream>,
     down: Arc<dyn Stream>,
     pub(crate) arena: Arena,
@@ -172,8 +172,8 @@ impl Lane {
         Ok(download)
     }
 
-    /// Orders copies of keys and values after kernels that were enqueued before, which may have used the windows' memory when it
-    /// was not theirs.
+    /// Orders copies of keys and values, and of what blocks keep, after kernels that were enqueued before, which may have used their memory
+    /// when it was not theirs.
     pub(crate) fn begin_keys(&self) -> Result {
         Ok(self.keys.wait(&*self.compute.record()?)?)
     }
@@ -202,6 +202,33 @@ impl Lane {
         let download = Download::start_parts(&*self.down, &*self.compute, window, dst, parts)?;
         self.started(Link::Down, Cargo::Keys(block), parts.iter().map(Range::len).sum(), download.event());
         Ok(download)
+    }
+
+    /// Starts copying a tensor that a block keeps to its pieces in host memory.
+    pub(crate) fn take_kept(
+        &self,
+        block: usize,
+        region: Region,
+        pieces: Vec<Lease>,
+    ) -> Result<Download<Vec<Lease>>> {
+        let bytes = pieces.iter().map(|piece| piece.len()).sum();
+        let download = Download::start_pieces(&*self.down, &*self.compute, region, pieces)?;
+        self.started(Link::Down, Cargo::Kept(block), bytes, download.event());
+        Ok(download)
+    }
+
+    /// Starts copying it back, into memory that no kernel uses that was enqueued since [`begin_keys`](Self::begin_keys), beside what kernels
+    /// do elsewhere.
+    pub(crate) fn send_kept(
+        &self,
+        block: usize,
+        pieces: Vec<Lease>,
+        region: Region,
+    ) -> Result<(Region, UploadSource<Vec<Lease>>)> {
+        let bytes = pieces.iter().map(|piece| piece.len()).sum();
+        let upload = Upload::start_pieces(&*self.keys, pieces, region)?;
+        self.started(Link::Keys, Cargo::Kept(block), bytes, upload.event());
+        Ok(upload.ready_on(&*self.compute)?)
     }
 
     /// Makes a signal readable by kernels.

@@ -10,7 +10,8 @@
 //! | gradients | parked chunks × chunk × weight bytes (and × 4 bytes between the rounds of horizontal accumulation) |
 //! | gradients in turns | Σ over blocks that keep: the larger of gradient and kept activations, where all gradients wait for the norm |
 //! | activations | signal slots × signal (+ spill slots) |
-//! | kept activations in flight | slots × slot, where blocks keep some on disk: all pieces of one block's for one micro-batch, or less |
+//! | kept activations | of a device with its own memory, slots × slot: all pieces of what blocks keep in host memory |
+//! | kept activations in flight | slots × slot, where blocks keep some on disk: all pieces of one block's for one micro-batch, or twice that, or less |
 //! | device arena | accumulators, inputs, block workspaces and kept activations (but those in turns): the exact peak of a planning run |
 //! | packed weights | what one block's take both ways, or less |
 //! | kernel scratch, checksum tables, loading and export buffers | fixed |
@@ -41,7 +42,7 @@ use crate::device_weights::DeviceRoom;
 use crate::dry::{BlockCost, DryCost, DryRun, Staying};
 use crate::fetch::{SlotClass, plan_classes};
 use crate::gradients::STAGING_SLOTS;
-use crate::kept::Keeping;
+use crate::kept::{Keeping, KeptSlots};
 use crate::kv::KvRoom;
 use crate::network::Network;
 use crate::ranks::Ranks;
@@ -94,8 +95,8 @@ pub(crate) struct Windows {
     /// What is kept in it.
     pub(crate) kept_in_turns: usize,
     pub(crate) keeping: Keeping,
-    /// Leases for what blocks keep on disk, and bytes of each.
-    pub(crate) kept_slots: (usize, usize),
+    /// Leases for what blocks keep elsewhere than in the arena.
+    pub(crate) kept_slots: KeptSlots,
     pub(crate) caching: Caching,
     pub(crate) device_room: DeviceRoom,
     pub(crate) kv_room: KvRoom,
@@ -213,6 +214,7 @@ impl Planner<'_> {
         for choice in choices {
             let choice = Choice { state_groups: fixed_state.unwrap_or(0), ..choice };
             let plan = self.evaluate(choice, &copies)?;
+            let (choice, plan) = self.hold_on_host_what_fits(choice, plan, &keepers)?;
             let (choice, plan) =
                 if fixed_state.is_none() { self.relieve_host(choice, plan)? } else { (choice, plan) };
             let (choice, plan) = self.settle_where_it_saves(choice, plan)?;
@@ -329,7 +331,7 @@ impl Planner<'_> {
 
     fn choices(&self, keepers: &[(usize, usize)]) -> Vec<Choice> {
         let o = self.config.overrides;
-        let keeping = self.keeping(keepers, o.kept_blocks.unwrap_or(0));
+        let keeping = self.keeping(keepers, o.kept_blocks.unwrap_or(0), self.most_on_host());
         let only = |fixed: Option<usize>, all: &[usize]| fixed.map_or_else(|| all.to_vec(), |f| vec![f]);
         let on_disk = self.config.placement == Placement::Disk && self.config.training.is_some();
         let places = |fixed: Option<bool>| match fixed {
@@ -347,7 +349,7 @@ impl Planner<'_> {
             None => vec![true, false],
         };
         let windows = |tight: bool, all: &'static [usize]| if tight { all } else { &all[..2] };
-        let kept_slots = self.kept_slot_choices(keepers);
+        let kept_slots = self.kept_slot_choices(keeping);
         for (&signals_stay, tight) in stays.iter().flat_map(|stay| [(stay, false), (stay, true)]) {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
                 for &activations_on_disk in &places(o.activations_on_disk) {
@@ -441,7 +443,6 @@ impl Planner<'_> {
                     add_disk(&mut memory, "parked sums of gradients between micro-batches", &new, &sums);
                 }
             }
-            self.add_kept_on_disk(&mut memory, &windows, &new)?;
             if windows.activations_on_disk {
                 let signals = network.last() * self.rounds().together;
                 let activations = Scratch::bytes_per_dir(&new, signals, windows.signal_bytes);
@@ -465,6 +466,7 @@ impl Planner<'_> {
             );
         }
         self.add_signals(&mut memory, &windows);
+        self.add_kept_away(&mut memory, &windows)?;
         self.add_logits(&mut memory);
         if let Some(kv) = self.kv_plan(choice.kv_room) {
             kv.add_to(&mut memory, config)?;
@@ -508,7 +510,8 @@ impl Planner<'_> {
 
     fn add_arena(&self, memory: &mut MemoryPlan, windows: &Windows) {
         let arena_tier = self.arena_tier();
-        let Keeping { count, of, bytes, .. } = windows.keeping;
+        let Keeping { counts, of, bytes, .. } = windows.keeping;
+        let count = counts.here;
         // All of them are there at once, when backward begins.
         let kept = (bytes * self.rounds().together).saturating_sub(windows.kept_in_turns) as u64;
         let others = windows.arena_bytes as u64 - kept;

@@ -72,6 +72,8 @@ pub struct BlockPass {
     pub gradient_write_bytes: u64,
     /// Copied to a device with its own memory before it computes.
     pub upload_bytes: u64,
+    /// Copied to it while the pass before computes, if it was read by then.
+    pub early_upload_bytes: u64,
     /// Gradients that are scattered among ranks when it has computed, before they are copied back.
     pub scatters: Traffic,
     /// Copied back while nothing is computed.
@@ -255,8 +257,9 @@ impl Passes<'_> {
         }
         pass.spill_write_bytes += together * self.count.kept_on_disk(block);
         if !self.count.unified {
+            pass.late_download_bytes = together * self.count.kept_across(block);
             if windows.signals_stay {
-                pass.late_download_bytes = output;
+                pass.late_download_bytes += output;
             } else {
                 pass.upload_bytes = block.checked_sub(1).map_or(0, |below| together * self.signal(below));
                 pass.download_bytes = output;
@@ -287,6 +290,7 @@ impl Passes<'_> {
                 (pass.upload_bytes, pass.download_bytes) = (below + above, below);
             }
         }
+        pass.early_upload_bytes = together * self.count.kept_across(block);
         self.gradients(&mut pass, round);
         pass
     }

@@ -478,7 +478,7 @@ impl<'a> Training<'a> {
                 let x_view = x.as_ref().map(crate::lane::Loaded::view);
                 self.pass.network.blocks[block].forward(&mut cx, &weights, x_view, y.view_mut())?;
                 let kept = cx.kept;
-                self.kept.hold((block, m, at), kept)?;
+                self.kept.hold((block, m, at), kept, self.pass.lane)?;
                 let y = self.pass.lane.pass_and_keep(y)?;
                 if let (Some(b), Some(x)) = (block.checked_sub(1), x) {
                     self.activations.checkpoint(b, at, x.into_host()?);
@@ -551,7 +551,7 @@ impl<'a> Training<'a> {
         let network = self.pass.network;
         let is_last = self.rounds.is_last(round);
         let (mut loss, mut mean) = (loss, f64::NAN);
-        self.kept.turn_round();
+        self.kept.turn_round()?;
         for block in (0..=network.last()).rev() {
             if self.rounds.waits(block) && !is_last {
                 continue;

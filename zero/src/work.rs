@@ -183,8 +183,16 @@ impl Count<'_> {
 
     /// What a block leaves on disk for the backward of a micro-batch.
     pub(crate) fn kept_on_disk(&self, block: usize) -> u64 {
-        let sends = self.plan.windows.keeping.sends(block);
-        if sends { self.plan.blocks[block].kept_tensors.iter().sum::<usize>() as u64 } else { 0 }
+        if self.plan.windows.keeping.sends_to_disk(block) { self.kept(block) } else { 0 }
+    }
+
+    /// What crosses to the memory of the host and back of what a block leaves for a micro-batch.
+    pub(crate) fn kept_across(&self, block: usize) -> u64 {
+        if !self.unified && self.plan.windows.keeping.sends(block) { self.kept(block) } else { 0 }
+    }
+
+    fn kept(&self, block: usize) -> u64 {
+        self.plan.blocks[block].kept_tensors.iter().sum::<usize>() as u64
     }
 
     /// What an update reads of all kinds, each of so many elements.
@@ -327,8 +335,10 @@ impl Count<'_> {
         // What waits for the last round crosses both ways.
         let waits = if stay && self.rounds.waits(0) { self.signals(0..1) } else { 0 };
         let sums = self.sum_bytes();
-        work.upload_bytes = inputs + weights + (gradients - own) + up + waits + sums;
-        work.download_bytes = gradients + down + waits + sums;
+        let kept: u64 = (0..self.plan.blocks.len()).map(|block| self.kept_across(block)).sum();
+        let kept = kept * self.config.limits.micro_batches as u64;
+        work.upload_bytes = inputs + weights + (gradients - own) + up + waits + sums + kept;
+        work.download_bytes = gradients + down + waits + sums + kept;
         let (ranks, blocks) = (self.plan.ranks, 0..=self.network.last());
         work.gathers = ranks.traffic(self.weights(&come));
         let scattered = self.elements_of(blocks.flat_map(|block| self.network.groups_of(block))) * 4;

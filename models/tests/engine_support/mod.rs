@@ -134,6 +134,7 @@ impl Setup {
             accumulation: self.accumulation,
             kv_tier: Tier::Device,
             keep_at_most: None,
+            keep_on_host: 0,
             keep_on_disk: 0,
             // What a test counts does not depend on what its disk takes for a sync.
             overrides: WindowOverrides {

@@ -359,6 +359,7 @@ impl Life {
             kv_on_host: None,
             packed_bytes: dice.perhaps(&[0, 4096, 1 << 20]),
             sync_ahead: None,
+            kept_on_host: dice.perhaps(&[0, 1, LAYERS]),
             kept_on_disk: dice.perhaps(&[0, 1, LAYERS]),
             kept_slots: dice.perhaps(&[1, 3, 1000]),
         };

@@ -1,23 +1,28 @@
-//! What blocks keep, on disk from forward to backward.
+//! What blocks keep, elsewhere than in the arena from forward to backward: on disk or, of a device with memory of its own, on the host.
 //!
-//! Where forward and backward of a block lie so far apart that memory does not hold what all blocks leave, the disk does, and backward
-//! need not compute it again: activations are swapped rather than recomputed where the disk takes less time for that (Ratel,
+//! Where forward and backward of a block lie so far apart that the arena does not hold what all blocks leave, another tier does, and backward
+//! need not compute it again: activations are swapped rather than recomputed where that takes less time (Ratel,
 //! <https://arxiv.org/abs/2403.06504>, SSDTrain, <https://arxiv.org/abs/2408.10013>). A tensor is cut into *pieces* of up to
-//! [`slot_bytes`]. Forward copies them into leases of a pool, which are written while the next block computes; the tensor's own memory
+//! [`slot_bytes`], each of which has a lease of a pool on its way, and on the host until backward.
+//!
+//! *Where kernels work in host memory*, forward copies the pieces, which are written while the next block computes; the tensor's own memory
 //! is free at once. Backward takes tensors of the same shapes from the arena and copies them back from leases that were read ahead, as
 //! many as there are, in the order in which it comes to them.
 //!
-//! Only on a device whose memory is the host's. Micro-batches are counted within their round, since what one round leaves is back before
-//! the next one leaves anything.
+//! *On a device with its own memory* a pair of block and micro-batch comes down while the next one computes, and its memory is free when that
+//! was enqueued. Before the kernels of a pair's backward are enqueued the next pair has its memory, so that it can come up beside them.
+//!
+//! Micro-batches are counted within their round, since what one round leaves is back before the next one leaves anything.
 
 use crate::Result;
 use crate::kept::Keeping;
+use crate::lane::Lane;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use terrace_aio::{FileId, IoEngine, Urgency};
-use terrace_device::Arena;
+use terrace_device::{Arena, Device, Download, Region, UploadSource};
 use terrace_kernels::{DType, Shape, Tensor};
 use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, Striping, TierError};
 
@@ -37,22 +42,46 @@ pub(crate) fn chunks(tensors: &[usize], slot_bytes: usize) -> usize {
     tensors.iter().map(|bytes| bytes.div_ceil(slot_bytes)).sum()
 }
 
+/// Leases for what blocks keep.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct KeptSlots {
+    /// On their way to disk and back.
+    pub(crate) in_flight: usize,
+    /// In host memory until backward.
+    pub(crate) on_host: usize,
+    /// Bytes of each.
+    pub(crate) bytes: usize,
+}
+
 #[derive(Debug)]
 pub(crate) struct KeptAway {
-    scratch: Scratch,
-    pool: Pool,
-    slots: usize,
-    /// Of each block that sends: itself, the first of its chunks, and how many a micro-batch has.
+    keeping: Keeping,
+    slots: KeptSlots,
+    disk: Option<Disk>,
+    on_host: Option<Pool>,
+    /// Of each block that sends to disk: itself, the first of its chunks, and how many a micro-batch has.
     places: Vec<(usize, usize, usize)>,
+    /// What forward left on a device with its own memory, on its way down.
+    leaving: Option<Leaving>,
     /// What forward left, in its order.
     left: Vec<Pair>,
     /// What backward has not come to, in its order.
     returning: VecDeque<Pair>,
-    /// The pieces of it that were not asked for yet, and those that were.
+    /// The pieces of it on disk that were not asked for yet, and those that were.
     waiting: VecDeque<Piece>,
     reading: VecDeque<PendingRead>,
+    /// Memory of a device for the first of them, and what still comes up from the host.
+    room: Option<Vec<Region>>,
+    sources: Vec<UploadSource<Vec<Lease>>>,
     /// How long compute has waited for the disk.
     pub(super) waited: Duration,
+}
+
+/// A place on disk, and leases for what is on its way there or back.
+#[derive(Debug)]
+struct Disk {
+    scratch: Scratch,
+    pool: Pool,
 }
 
 /// What a block left for a micro-batch.
@@ -61,7 +90,14 @@ struct Pair {
     block: usize,
     m: usize,
     tensors: Vec<(DType, Shape)>,
-    pieces: Vec<Piece>,
+    pieces: Pieces,
+}
+
+/// Where a pair's bytes are, tensor by tensor.
+#[derive(Debug)]
+enum Pieces {
+    Host(Vec<Vec<Lease>>),
+    Disk(Vec<Piece>),
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -70,8 +106,26 @@ struct Piece {
     bytes: usize,
 }
 
+#[derive(Debug)]
+struct Leaving {
+    pair: Pair,
+    downloads: Vec<Download<Vec<Lease>>>,
+}
+
+impl Pair {
+    fn lengths(&self) -> impl Iterator<Item = usize> {
+        self.tensors.iter().map(|(dtype, shape)| shape.elements() * dtype.size())
+    }
+
+    /// Memory for its tensors.
+    fn room(&self, arena: &Arena) -> Result<Vec<Region>> {
+        let regions = self.lengths().map(|bytes| arena.alloc(bytes));
+        Ok(regions.collect::<std::result::Result<_, _>>()?)
+    }
+}
+
 impl KeptAway {
-    /// Chunks on disk of the blocks that `keeping` sends, whose tensors' bytes are `tensors` by block.
+    /// Chunks on disk of the blocks that `keeping` sends there, whose tensors' bytes are `tensors` by block.
     fn places<'t>(
         keeping: Keeping,
         tensors: impl Iterator<Item = &'t [usize]>,
@@ -79,7 +133,7 @@ impl KeptAway {
         together: usize,
     ) -> (Vec<(usize, usize, usize)>, usize) {
         let (mut places, mut count) = (Vec::new(), 0);
-        for (block, tensors) in tensors.enumerate().filter(|&(block, _)| keeping.sends(block)) {
+        for (block, tensors) in tensors.enumerate().filter(|&(block, _)| keeping.sends_to_disk(block)) {
             let each = chunks(tensors, slot_bytes);
             places.push((block, count, each));
             count += each * together;
@@ -99,24 +153,37 @@ impl KeptAway {
         Scratch::bytes_per_dir(striping, count, slot_bytes)
     }
 
-    /// With `slots` leases.
+    /// With directories where something goes to disk.
     pub(crate) fn new<'t>(
         keeping: Keeping,
         tensors: impl Iterator<Item = &'t [usize]>,
-        (slots, slot_bytes): (usize, usize),
+        slots: KeptSlots,
         together: usize,
-        (engine, striping): (&Arc<dyn IoEngine>, &Striping),
+        device: &dyn Device,
+        disks: Option<(&Arc<dyn IoEngine>, &Striping)>,
     ) -> Result<Self> {
-        let (places, count) = Self::places(keeping, tensors, slot_bytes, together);
+        let bytes = slots.bytes;
+        let (places, count) = Self::places(keeping, tensors, bytes, together);
+        let pool = |name, slots| Ok::<_, TierError>(Pool::new(name, slots, bytes)?.pinned_for(device));
+        let on_host = Some(slots.on_host).filter(|&slots| slots > 0);
+        let disk = |(engine, striping): (&Arc<dyn IoEngine>, &Striping)| {
+            let scratch = Scratch::create(engine, striping, "kept-activations.bin", count, bytes)?;
+            let pool = pool("kept activations in flight", slots.in_flight)?.registered_with(engine);
+            Ok::<_, TierError>(Disk { scratch, pool })
+        };
         Ok(Self {
-            scratch: Scratch::create(engine, striping, "kept-activations.bin", count, slot_bytes)?,
-            pool: Pool::new("kept activations", slots, slot_bytes)?.registered_with(engine),
+            keeping,
             slots,
+            disk: disks.map(disk).transpose()?,
+            on_host: on_host.map(|slots| pool("kept activations", slots)).transpose()?,
             places,
+            leaving: None,
             left: Vec::new(),
             returning: VecDeque::new(),
             waiting: VecDeque::new(),
             reading: VecDeque::new(),
+            room: None,
+            sources: Vec::new(),
             waited: Duration::ZERO,
         })
     }
@@ -126,53 +193,129 @@ impl KeptAway {
     pub(crate) fn send(
         &mut self,
         (block, m, at): (usize, usize, usize),
-        tensors: &[Tensor],
+        tensors: Vec<Tensor>,
+        lane: &Lane,
         pool: &rayon::ThreadPool,
     ) -> Result {
-        let &(_, first, each) =
-            self.places.iter().find(|place| place.0 == block).expect("a block that sends");
-        let bytes =
-            tensors.iter().flat_map(|tensor| tensor.view().bytes().host().chunks(self.pool.slot_bytes()));
-        let pieces: Vec<(ScratchChunk, &[u8])> = (first + at * each..).map(ScratchChunk).zip(bytes).collect();
+        let shapes = tensors.iter().map(|tensor| (tensor.dtype(), tensor.shape())).collect();
+        let mut pair = Pair { block, m, tensors: shapes, pieces: Pieces::Host(Vec::new()) };
+        if self.keeping.sends_to_disk(block) {
+            pair.pieces = Pieces::Disk(self.pieces(&pair, at));
+        }
+        if lane.unified {
+            self.write_out(&pair, &tensors, pool)?;
+            self.left.push(pair);
+            return Ok(());
+        }
+        // The last copies of the round before are done.
+        self.release()?;
+        self.land()?;
+        let began = Instant::now();
+        let leases = match (&self.disk, &self.on_host) {
+            (Some(disk), _) if self.keeping.sends_to_disk(block) => &disk.pool,
+            (_, Some(pool)) => pool,
+            _ => unreachable!("a block sends to where there are leases for it"),
+        };
+        let bytes = self.slots.bytes;
+        let lease =
+            |length: usize| (0..length).step_by(bytes).map(move |at| leases.acquire(bytes.min(length - at)));
+        let leased: Vec<Vec<Lease>> = pair.lengths().map(|length| lease(length).collect()).collect();
+        self.waited += began.elapsed();
+        let each = tensors.into_iter().map(Tensor::into_region).zip(leased);
+        let downloads = each.map(|(region, leases)| lane.take_kept(block, region, leases));
+        let downloads = downloads.collect::<Result<_>>()?;
+        self.leaving = Some(Leaving { pair, downloads });
+        Ok(())
+    }
+
+    /// Chunks on disk for a pair that is at `at` of its round.
+    fn pieces(&self, pair: &Pair, at: usize) -> Vec<Piece> {
+        let place = self.places.iter().find(|place| place.0 == pair.block);
+        let &(block, first, each) = place.expect("a block that sends to disk");
+        let slot = self.slots.bytes;
+        let lengths =
+            pair.lengths().flat_map(|bytes| (0..bytes).step_by(slot).map(move |at| slot.min(bytes - at)));
+        let chunks = (first + at * each..).map(ScratchChunk).zip(lengths);
+        let pieces: Vec<Piece> = chunks.map(|(chunk, bytes)| Piece { chunk, bytes }).collect();
         assert!(pieces.len() <= each, "block {block} leaves no more than was planned for it");
-        for together in pieces.chunks(self.slots) {
+        pieces
+    }
+
+    /// Writes tensors in host memory to disk.
+    fn write_out(&mut self, pair: &Pair, tensors: &[Tensor], pool: &rayon::ThreadPool) -> Result {
+        let Pieces::Disk(pieces) = &pair.pieces else {
+            unreachable!("where the arena is on the host, it keeps")
+        };
+        let slot = self.slots.bytes;
+        let bytes = tensors.iter().flat_map(|tensor| tensor.view().bytes().host().chunks(slot));
+        let pieces: Vec<(&Piece, &[u8])> = pieces.iter().zip(bytes).collect();
+        let Disk { scratch, pool: leases } = self.disk.as_ref().expect("something goes to disk");
+        for together in pieces.chunks(self.slots.in_flight) {
             let began = Instant::now();
             let leased =
-                together.iter().map(|&(chunk, bytes)| (chunk, bytes, self.pool.acquire(bytes.len())));
+                together.iter().map(|&(piece, from)| (piece.chunk, from, leases.acquire(piece.bytes)));
             let leased: Vec<(ScratchChunk, &[u8], Lease)> = leased.collect();
             self.waited += began.elapsed();
             let write = |(chunk, bytes, mut lease): (ScratchChunk, &[u8], Lease)| {
                 lease.copy_from_slice(bytes);
                 // Compute waits for the leases of one pair after the other.
-                self.scratch.write_as(Urgency::Soon, chunk, lease)
+                scratch.write_as(Urgency::Soon, chunk, lease)
             };
             pool.install(|| leased.into_par_iter().try_for_each(write))?;
         }
-        let pieces = pieces.iter().map(|&(chunk, bytes)| Piece { chunk, bytes: bytes.len() }).collect();
-        let tensors = tensors.iter().map(|tensor| (tensor.dtype(), tensor.shape())).collect();
-        self.left.push(Pair { block, m, tensors, pieces });
+        Ok(())
+    }
+
+    /// Waits for what is on its way down. Its memory on the device is free then.
+    fn land(&mut self) -> Result {
+        let Some(Leaving { mut pair, downloads }) = self.leaving.take() else { return Ok(()) };
+        let landed = downloads.into_iter().map(|download| Ok(download.wait()?.1));
+        let landed = landed.collect::<Result<Vec<Vec<Lease>>>>()?;
+        match (&mut pair.pieces, &self.disk) {
+            (Pieces::Disk(pieces), Some(Disk { scratch, .. })) => {
+                let each = pieces.iter().zip(landed.into_iter().flatten());
+                let write =
+                    |(piece, lease): (&Piece, Lease)| scratch.write_as(Urgency::Soon, piece.chunk, lease);
+                { each }.try_for_each(write)?;
+            }
+            (pieces, _) => *pieces = Pieces::Host(landed),
+        }
+        self.left.push(pair);
         Ok(())
     }
 
     /// Forward is over: backward goes through blocks downwards, and upwards through the micro-batches of each.
-    pub(crate) fn turn_round(&mut self) {
+    pub(crate) fn turn_round(&mut self) -> Result {
+        self.land()?;
         self.left.sort_by_key(|pair| (std::cmp::Reverse(pair.block), pair.m));
         self.returning.extend(self.left.drain(..));
-        self.waiting.extend(self.returning.iter().flat_map(|pair| &pair.pieces));
-    }
-
-    /// Reads what comes next into the leases that there are.
-    pub(crate) fn read_ahead(&mut self) -> Result {
-        while let Some(&piece) = self.waiting.front() {
-            let Some(lease) = self.pool.try_acquire(piece.bytes) else { break };
-            self.read(piece, lease)?;
+        for pair in &self.returning {
+            if let Pieces::Disk(pieces) = &pair.pieces {
+                self.waiting.extend(pieces);
+            }
         }
         Ok(())
     }
 
-    fn read(&mut self, piece: Piece, lease: Lease) -> Result {
-        self.waiting.pop_front();
-        self.reading.push_back(self.scratch.read_as(Urgency::Soon, piece.chunk, lease)?);
+    /// Reads what comes next into the leases that there are.
+    pub(crate) fn read_ahead(&mut self) -> Result {
+        let Some(disk) = &self.disk else { return Ok(()) };
+        while let Some(&piece) = self.waiting.front() {
+            let Some(lease) = disk.pool.try_acquire(piece.bytes) else { break };
+            self.waiting.pop_front();
+            self.reading.push_back(disk.scratch.read_as(Urgency::Soon, piece.chunk, lease)?);
+        }
+        Ok(())
+    }
+
+    /// Has at least one piece that is being read.
+    fn read_one(&mut self) -> Result {
+        self.read_ahead()?;
+        if let (true, Some(disk)) = (self.reading.is_empty(), &self.disk) {
+            let piece = self.waiting.pop_front().expect("a piece for every place");
+            let lease = disk.pool.acquire(piece.bytes);
+            self.reading.push_back(disk.scratch.read_as(Urgency::Soon, piece.chunk, lease)?);
+        }
         Ok(())
     }
 
@@ -180,24 +323,28 @@ impl KeptAway {
     pub(crate) fn take(
         &mut self,
         (block, m): (usize, usize),
-        arena: &Arena,
+        lane: &Lane,
         pool: &rayon::ThreadPool,
     ) -> Result<Option<Vec<Tensor>>> {
         let is_next = self.returning.front().is_some_and(|pair| (pair.block, pair.m) == (block, m));
         let Some(pair) = is_next.then(|| self.returning.pop_front()).flatten() else { return Ok(None) };
+        let tensors =
+            if lane.unified { self.read_in(&pair, &lane.arena, pool)? } else { self.bring_up(pair, lane)? };
+        // While this pair is in backward.
+        self.read_ahead()?;
+        Ok(Some(tensors))
+    }
+
+    /// Reads tensors into host memory.
+    fn read_in(&mut self, pair: &Pair, arena: &Arena, pool: &rayon::ThreadPool) -> Result<Vec<Tensor>> {
         let tensors = pair.tensors.iter().map(|&(dtype, shape)| Tensor::new(arena, dtype, shape.dims()));
         let mut tensors = tensors.collect::<std::result::Result<Vec<_>, _>>()?;
-        let slot_bytes = self.pool.slot_bytes();
+        let slot = self.slots.bytes;
         let bytes = tensors.iter_mut().map(|tensor| tensor.view_mut().into_bytes().into_host());
-        let mut places: VecDeque<&mut [u8]> = bytes.flat_map(|bytes| bytes.chunks_mut(slot_bytes)).collect();
+        let mut places: VecDeque<&mut [u8]> = bytes.flat_map(|bytes| bytes.chunks_mut(slot)).collect();
         while !places.is_empty() {
-            self.read_ahead()?;
             let began = Instant::now();
-            if self.reading.is_empty() {
-                let &piece = self.waiting.front().expect("a piece for every place");
-                let lease = self.pool.acquire(piece.bytes);
-                self.read(piece, lease)?;
-            }
+            self.read_one()?;
             let count = self.reading.len().min(places.len());
             let arrived = self.reading.drain(..count).map(PendingRead::arrive);
             let arrived = arrived.collect::<std::result::Result<Vec<_>, _>>()?;
@@ -210,29 +357,82 @@ impl KeptAway {
                 })
             })?;
         }
-        // While this pair is in backward.
-        self.read_ahead()?;
-        Ok(Some(tensors))
+        Ok(tensors)
+    }
+
+    /// Starts copying tensors to the device, and takes memory for those of the next pair.
+    fn bring_up(&mut self, pair: Pair, lane: &Lane) -> Result<Vec<Tensor>> {
+        // Compute has begun on the pair before, so that these are done or nearly so.
+        self.release()?;
+        let room = match self.room.take() {
+            Some(room) => room,
+            None => self.room_for(&pair, lane)?,
+        };
+        let lengths: Vec<usize> = pair.lengths().collect();
+        let mut on_host = match pair.pieces {
+            Pieces::Host(leases) => leases.into_iter(),
+            Pieces::Disk(_) => Vec::new().into_iter(),
+        };
+        let mut tensors = Vec::with_capacity(room.len());
+        for ((region, length), (dtype, shape)) in room.into_iter().zip(lengths).zip(pair.tensors) {
+            let leases = match on_host.next() {
+                Some(leases) => leases,
+                None => self.read_pieces(length.div_ceil(self.slots.bytes))?,
+            };
+            let (region, source) = lane.send_kept(pair.block, leases, region)?;
+            self.sources.push(source);
+            tensors.push(Tensor::from_region(region, dtype, shape.dims()));
+        }
+        if let Some(next) = self.returning.front() {
+            self.room = Some(self.room_for(next, lane)?);
+        }
+        Ok(tensors)
+    }
+
+    /// Gives leases back whose bytes are on the device.
+    fn release(&mut self) -> Result {
+        Ok(self.sources.drain(..).try_for_each(|source| source.release().map(drop))?)
+    }
+
+    fn room_for(&self, pair: &Pair, lane: &Lane) -> Result<Vec<Region>> {
+        let room = pair.room(&lane.arena)?;
+        lane.begin_keys()?;
+        Ok(room)
+    }
+
+    /// The next pieces from disk.
+    fn read_pieces(&mut self, count: usize) -> Result<Vec<Lease>> {
+        let began = Instant::now();
+        let read = |_| {
+            self.read_one()?;
+            Ok(self.reading.pop_front().expect("one is being read").wait()?)
+        };
+        let leases = (0..count).map(read).collect();
+        self.waited += began.elapsed();
+        leases
     }
 
     /// The block that left what is at `offset` of a file.
     pub(crate) fn block_at(&self, file: FileId, offset: u64) -> Option<usize> {
-        let ScratchChunk(chunk) = self.scratch.chunk_at(file, offset)?;
+        let ScratchChunk(chunk) = self.disk.as_ref()?.scratch.chunk_at(file, offset)?;
         self.places.iter().rev().find(|place| place.1 <= chunk).map(|place| place.0)
     }
 
     /// Forgets everything of a step that failed.
     pub(crate) fn clear(&mut self) {
+        self.leaving = None;
         self.left.clear();
         self.returning.clear();
         self.waiting.clear();
         self.reading.clear();
+        (self.room, self.sources) = (None, Vec::new());
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kept::KeepCounts;
 
     #[test]
     fn pieces_are_few_and_waste_little() {
@@ -254,7 +454,7 @@ mod tests {
         let tensors: Vec<Vec<usize>> = vec![vec![], vec![5000, 10], vec![4096], vec![1]];
         let keepers = [(1, 5010), (2, 4096), (3, 1)];
         let places = |count, on_disk, together| {
-            let keeping = Keeping::last(&keepers, count, on_disk);
+            let keeping = Keeping::last(&keepers, KeepCounts { here: count, on_host: 0, on_disk });
             KeptAway::places(keeping, tensors.iter().map(|bytes| &bytes[..]), 4096, together)
         };
         assert_eq!(places(0, 3, 2), (vec![(1, 0, 3), (2, 6, 1), (3, 8, 1)], 10));

@@ -1,7 +1,7 @@
 //! Which blocks leave what backward would recompute, and where that is until then.
 
 use super::{Choice, EnginePlan, Planner, Windows, add_disk, page};
-use crate::kept::{Keeping, KeptAway, chunks, slot_bytes};
+use crate::kept::{KeepCounts, Keeping, KeptAway, KeptSlots, chunks, slot_bytes};
 use crate::rounds::Rounds;
 use crate::{Backend, EngineConfig, Placement, Result};
 use terrace_tiers::{MemoryPlan, Striping, Tier};
@@ -10,12 +10,14 @@ use terrace_tiers::{MemoryPlan, Striping, Tier};
 /// nearly the same for each, so that two more mostly find the number.
 const KEEPING_TRIES: usize = 8;
 
-/// Parts of what a block leaves for a micro-batch for which there are leases on the way to disk and back, if blocks keep on disk. With all of
+/// Quarters of what a block leaves for a micro-batch for which there are leases on the way to disk and back, if blocks keep there. With all of
 /// it nobody waits whom the disk does not hold up.
-const KEPT_PARTS: [usize; 3] = [1, 2, 4];
+const QUARTERS: [usize; 3] = [4, 2, 1];
+/// The same on a device with its own memory, where all of a pair is copied at once. With twice as many the next one is read meanwhile.
+const QUARTERS_OF_A_DEVICE: [usize; 2] = [8, 4];
 
 impl Planner<'_> {
-    /// Raises the number of blocks that keep to the most that fits beside the windows of `choice`, unless it is fixed. `plan` is
+    /// Raises the number of blocks that keep in the arena to the most that fits beside the windows of `choice`, unless it is fixed. `plan` is
     /// that of `choice`.
     pub(super) fn keep_what_fits(
         &self,
@@ -27,28 +29,54 @@ impl Planner<'_> {
             return Ok(plan);
         }
         let tier = self.arena_tier();
+        let on_host = choice.keeping.counts.on_host;
         // Some number from `plan`'s up to below `too_many` is the one.
         let most = self.keep_at_most(choice, keepers);
         let (mut too_many, mut tried) = (most + 1, most);
         for _ in 0..KEEPING_TRIES {
-            let fitting = plan.windows.keeping.count;
+            let fitting = plan.windows.keeping.counts.here;
             if fitting + 1 >= too_many {
                 break;
             }
-            let keeping = self.keeping(keepers, tried.max(fitting + 1));
+            let keeping = self.keeping(keepers, tried.max(fitting + 1), on_host);
             let more = self.evaluate(Choice { keeping, ..choice }, &plan.windows.caching)?;
-            let blocks = more.windows.keeping.count - fitting;
+            let blocks = more.windows.keeping.counts.here - fitting;
             let bytes = more.memory.total(tier).saturating_sub(plan.memory.total(tier));
             if self.fits(&more) {
                 plan = more;
             } else {
-                too_many = more.windows.keeping.count;
+                too_many = more.windows.keeping.counts.here;
             }
             let room = self.room(tier, &plan);
             let fit = room.saturating_mul(blocks as u64) / bytes.max(1);
-            tried = (plan.windows.keeping.count + fit.min(1 << 32) as usize).min(too_many - 1);
+            tried = (plan.windows.keeping.counts.here + fit.min(1 << 32) as usize).min(too_many - 1);
         }
         Ok(plan)
+    }
+
+    /// Lowers the number of blocks that keep in the host's memory to what fits, unless it is fixed. `plan` is that of `choice`.
+    pub(super) fn hold_on_host_what_fits(
+        &self,
+        choice: Choice,
+        plan: EnginePlan,
+        keepers: &[(usize, usize)],
+    ) -> Result<(Choice, EnginePlan)> {
+        let KeepCounts { here, on_host, .. } = choice.keeping.counts;
+        let excess = plan.memory.total(Tier::Host).saturating_sub(self.config.host_budget);
+        if self.config.overrides.kept_on_host.is_some() || on_host == 0 || excess == 0 {
+            return Ok((choice, plan));
+        }
+        let slots = plan.windows.kept_slots;
+        let too_many = excess.div_ceil(page(slots.bytes) * self.ranks().per_node() as u64);
+        let with = |on_host| self.keeping(keepers, here, on_host);
+        let fits = |&on_host: &usize| {
+            let fewer = self.slots_on_host(with(on_host), slots.bytes);
+            fewer.is_ok_and(|fewer| (slots.on_host - fewer) as u64 >= too_many)
+        };
+        let Some(fewer) = (0..on_host).rev().find(fits) else { return Ok((choice, plan)) };
+        let choice = Choice { keeping: with(fewer), ..choice };
+        let plan = self.evaluate(choice, &plan.windows.caching)?;
+        Ok((choice, plan))
     }
 
     /// The blocks that can leave something for backward, in order, and the bytes that each leaves.
@@ -57,76 +85,94 @@ impl Planner<'_> {
         Ok(blocks.iter().enumerate().filter_map(|(block, cost)| Some((block, cost.kept_bytes?))).collect())
     }
 
-    /// The last `count` of `keepers` in memory, and before them on disk what is to be there.
-    pub(super) fn keeping(&self, keepers: &[(usize, usize)], count: usize) -> Keeping {
-        let fixed = self.config.overrides.kept_on_disk;
+    /// The last `here` of `keepers` in the arena, `on_host` before them in the host's memory, and before those on disk what is to be there.
+    pub(super) fn keeping(&self, keepers: &[(usize, usize)], here: usize, on_host: usize) -> Keeping {
+        let (config, unified) = (self.config, self.backend.device.unified());
         // A block that waits for the last round would leave something in each of them.
         let waits = keepers.first().is_some_and(|&(block, _)| self.rounds().waits(block));
-        let unfit = if waits { (keepers.len() - 1).saturating_sub(count) } else { usize::MAX };
-        let on_disk = if self.may_keep_on_disk() { fixed.unwrap_or(self.config.keep_on_disk) } else { 0 };
-        Keeping::last(keepers, count, on_disk.min(unfit))
+        let mut fit = if waits { (keepers.len() - 1).saturating_sub(here) } else { usize::MAX };
+        let trains = config.training.is_some();
+        let on_host = if trains && !unified { on_host.min(fit) } else { 0 };
+        fit -= on_host;
+        let on_disk = match (config.overrides.kept_on_disk, trains && config.placement == Placement::Disk) {
+            (_, false) => 0,
+            (fixed, true) => fixed.unwrap_or(config.keep_on_disk).min(fit),
+        };
+        Keeping::last(keepers, KeepCounts { here, on_host, on_disk })
     }
 
-    /// Kernels have to write to host memory what goes to disk from there.
-    fn may_keep_on_disk(&self) -> bool {
-        let trains = self.config.training.is_some() && self.config.placement == Placement::Disk;
-        trains && self.backend.device.unified()
+    /// Most blocks that keep in the host's memory.
+    pub(super) fn most_on_host(&self) -> usize {
+        // Where everything is on the device, the host has nothing.
+        let may = self.config.placement != Placement::None;
+        self.config.overrides.kept_on_host.unwrap_or(if may { self.config.keep_on_host } else { 0 })
     }
 
-    /// Bytes of a lease, and pieces of what a block leaves for a micro-batch, the most of those that may go to disk.
+    /// Bytes of a lease, and pieces of what a block leaves for a micro-batch, the most of those that are meant.
     fn kept_pieces(&self, of: impl Fn(usize) -> bool) -> Result<(usize, usize)> {
         let blocks = self.blocks()?;
         let left = || {
-            blocks.iter().enumerate().filter(|(block, _)| of(*block)).map(|(_, cost)| &cost.kept_tensors[..])
+            let meant = blocks.iter().enumerate().filter(|(block, _)| of(*block));
+            meant.map(|(_, cost)| &cost.kept_tensors[..])
         };
         let slot = slot_bytes(left().map(|tensors| tensors.iter().sum()).max().unwrap_or(0));
         Ok((slot, left().map(|tensors| chunks(tensors, slot)).max().unwrap_or(0)))
     }
 
     /// Numbers of leases for what blocks keep on disk, roomy first.
-    pub(super) fn kept_slot_choices(&self, keepers: &[(usize, usize)]) -> Vec<usize> {
-        let keeping = self.keeping(keepers, self.config.overrides.kept_blocks.unwrap_or(0));
-        match (self.config.overrides.kept_slots, keeping.on_disk) {
+    pub(super) fn kept_slot_choices(&self, keeping: Keeping) -> Vec<usize> {
+        match (self.config.overrides.kept_slots, keeping.counts.on_disk) {
             (Some(slots), _) => vec![slots],
             (None, 0) => vec![0],
             // Of whichever blocks these will be.
             (None, _) => {
                 let pieces = self.kept_pieces(|_| true).map_or(1, |(_, pieces)| pieces);
-                KEPT_PARTS.map(|part| pieces.div_ceil(part).max(1)).to_vec()
+                let quarters: &[usize] =
+                    if self.backend.device.unified() { &QUARTERS } else { &QUARTERS_OF_A_DEVICE };
+                quarters.iter().map(|quarters| (pieces * quarters).div_ceil(4).max(1)).collect()
             }
         }
     }
 
-    /// Leases of a choice, and bytes of each.
-    pub(super) fn kept_slots(&self, choice: Choice) -> Result<(usize, usize)> {
-        if choice.keeping.on_disk == 0 {
-            return Ok((0, 0));
+    /// Leases of a choice.
+    pub(super) fn kept_slots(&self, choice: Choice) -> Result<KeptSlots> {
+        let keeping = choice.keeping;
+        if keeping.counts.on_disk + keeping.counts.on_host == 0 {
+            return Ok(KeptSlots::default());
         }
-        let (bytes, pieces) = self.kept_pieces(|block| choice.keeping.sends(block))?;
-        Ok((choice.kept_slots.clamp(1, pieces.max(1)), bytes))
+        let (bytes, _) = self.kept_pieces(|block| keeping.sends(block))?;
+        let blocks = self.blocks()?;
+        let of_disk = blocks.iter().enumerate().filter(|(block, _)| keeping.sends_to_disk(*block));
+        let pieces = of_disk.map(|(_, cost)| chunks(&cost.kept_tensors, bytes)).max().unwrap_or(0);
+        let (least, most) =
+            if self.backend.device.unified() { (pieces.min(1), pieces) } else { (pieces, 2 * pieces) };
+        let in_flight = choice.kept_slots.clamp(least, most);
+        Ok(KeptSlots { in_flight, on_host: self.slots_on_host(keeping, bytes)?, bytes })
     }
 
-    pub(super) fn add_kept_on_disk(
-        &self,
-        memory: &mut MemoryPlan,
-        windows: &Windows,
-        striping: &Striping,
-    ) -> Result {
-        let (slots, bytes) = windows.kept_slots;
-        if slots == 0 {
-            return Ok(());
-        }
-        memory.add(Tier::Host, "kept activations in flight", slots as u64, page(bytes));
+    fn slots_on_host(&self, keeping: Keeping, slot_bytes: usize) -> Result<usize> {
         let (blocks, together) = (self.blocks()?, self.rounds().together);
-        let tensors = blocks.iter().map(|cost| &cost.kept_tensors[..]);
-        let on_disk = KeptAway::bytes_per_dir(windows.keeping, tensors, bytes, together, striping);
-        add_disk(memory, "kept activations", striping, &on_disk);
+        let of_host = blocks.iter().enumerate().filter(|(block, _)| keeping.sends_to_host(*block));
+        Ok(of_host.map(|(_, cost)| chunks(&cost.kept_tensors, slot_bytes) * together).sum())
+    }
+
+    pub(super) fn add_kept_away(&self, memory: &mut MemoryPlan, windows: &Windows) -> Result {
+        let KeptSlots { in_flight, on_host, bytes } = windows.kept_slots;
+        memory.add(Tier::Host, "kept activations", on_host as u64, page(bytes));
+        memory.add(Tier::Host, "kept activations in flight", in_flight as u64, page(bytes));
+        if in_flight > 0 {
+            let (blocks, together) = (self.blocks()?, self.rounds().together);
+            let tensors = blocks.iter().map(|cost| &cost.kept_tensors[..]);
+            let striping = self.config.striping()?;
+            let on_disk = KeptAway::bytes_per_dir(windows.keeping, tensors, bytes, together, &striping);
+            add_disk(memory, "kept activations", &striping, &on_disk);
+        }
         Ok(())
     }
 }
 
 impl EnginePlan {
-    /// What blocks keep on disk, as planned.
+    /// What blocks keep elsewhere than in the arena, as planned.
     pub(crate) fn kept_away(
         &self,
         config: &EngineConfig,
@@ -134,11 +180,13 @@ impl EnginePlan {
         rounds: Rounds,
     ) -> Result<Option<KeptAway>> {
         let Windows { keeping, kept_slots, .. } = self.windows;
-        if kept_slots.0 == 0 {
+        if kept_slots == KeptSlots::default() {
             return Ok(None);
         }
+        let striping: Option<Striping> =
+            if kept_slots.in_flight > 0 { Some(config.striping()?) } else { None };
+        let disks = striping.as_ref().map(|striping| (&backend.io, striping));
         let tensors = self.blocks.iter().map(|cost| &cost.kept_tensors[..]);
-        let disks = (&backend.io, &config.striping()?);
-        KeptAway::new(keeping, tensors, kept_slots, rounds.together, disks).map(Some)
+        KeptAway::new(keeping, tensors, kept_slots, rounds.together, &*backend.device, disks).map(Some)
     }
 }

@@ -228,7 +228,9 @@ impl<'a> Placer<'a> {
         let place = if windows.keeping.has(block) {
             let in_turns = windows.turn_bytes.get(block).is_some_and(|&bytes| bytes > 0);
             Place::In { home: self.arena(), host_copy: false, device_copy: false, saved: false, in_turns }
-        } else if windows.keeping.sends(block) {
+        } else if windows.keeping.sends_to_host(block) {
+            Place::tier(Tier::Host)
+        } else if windows.keeping.sends_to_disk(block) {
             Place::tier(Tier::Disk)
         } else {
             Place::Recomputed

@@ -27,7 +27,7 @@ impl Planner<'_> {
             return Ok((choice, plan));
         }
         let choice_of_all =
-            Choice { keeping: self.keeping(keepers, self.keep_at_most(choice, keepers)), ..choice };
+            Choice { keeping: self.keeping(keepers, self.keep_at_most(choice, keepers), 0), ..choice };
         let plan_of_all = self.evaluate(choice_of_all, &plan.windows.caching)?;
         let saves = plan_of_all.bytes() < plan.bytes();
         Ok(if saves { (choice_of_all, plan_of_all) } else { (choice, plan) })
@@ -36,7 +36,8 @@ impl Planner<'_> {
     /// The most blocks that may keep.
     pub(super) fn keep_at_most(&self, choice: Choice, keepers: &[(usize, usize)]) -> usize {
         let wanted = self.config.keep_at_most.unwrap_or(usize::MAX).min(keepers.len());
-        let keeping = |count| Choice { keeping: self.keeping(keepers, count), ..choice };
+        let keeping =
+            |count| Choice { keeping: self.keeping(keepers, count, choice.keeping.counts.on_host), ..choice };
         let counts = (0..=wanted).rev();
         let is_few = |&count: &usize| self.leaving(keeping(count), keepers) <= LEAVING_MAX;
         counts.into_iter().find(is_few).unwrap_or(0)
@@ -48,8 +49,9 @@ impl Planner<'_> {
             return 0;
         }
         let in_turns = |block: usize| self.is_in_turns(choice) && !self.network.is_shared(block);
-        let kept =
-            keepers.iter().filter(|&&(block, _)| choice.keeping.has(block) && !in_turns(block)).count();
+        let moves = |block| !self.backend.device.unified() && choice.keeping.sends(block);
+        let stays = |block| choice.keeping.has(block) && !in_turns(block);
+        let kept = keepers.iter().filter(|&&(block, _)| stays(block) || moves(block)).count();
         let signals = if choice.signals_stay { self.network.last() } else { 0 };
         kept.max(signals).saturating_mul(self.rounds().together)
     }
