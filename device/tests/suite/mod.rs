@@ -6,6 +6,7 @@ use terrace_device::{Device, Download, StreamKind, Upload};
 pub fn all(device: &dyn Device) {
     round_trip(device);
     parts_alone(device);
+    pieces_in_order(device);
     many_in_flight(device);
     dropped_transfers_settle(device);
     events_fire_in_order(device);
@@ -58,6 +59,36 @@ fn parts_alone(device: &dyn Device) {
     }
     let nothing = Upload::start_parts(&*up, pattern(8, 3), arena.alloc(8).unwrap(), &[]).unwrap();
     nothing.ready_on(&*compute).unwrap().1.release().unwrap();
+}
+
+/// One region and many places in host memory, one after the other.
+fn pieces_in_order(device: &dyn Device) {
+    let arena = device.arena(1 << 16).unwrap();
+    let [up, compute, down] = [StreamKind::Upload, StreamKind::Compute, StreamKind::Download]
+        .map(|kind| device.stream(kind).unwrap());
+    let bytes = pattern(1000, 3);
+    let cut = |lengths: &[usize]| {
+        let mut at = 0;
+        let piece = |&length: &usize| {
+            at += length;
+            bytes[at - length..at].to_vec()
+        };
+        lengths.iter().map(piece).collect::<Vec<_>>()
+    };
+    for (there, back) in [
+        (&[1000][..], &[1, 998, 1][..]),
+        (&[256, 256, 488], &[500, 500]),
+        (&[0, 999, 0, 1], &[1000]),
+        (&[], &[0, 0]),
+    ] {
+        let upload = Upload::start_pieces(&*up, cut(there), arena.alloc(1000).unwrap()).unwrap();
+        let (region, source) = upload.ready_on(&*compute).unwrap();
+        let blank = back.iter().map(|&length| vec![7; length]).collect();
+        let download = Download::start_pieces(&*down, &*compute, region, blank).unwrap();
+        let (region, found) = download.wait().unwrap();
+        assert!(found == cut(back) && region.len() >= 1000);
+        assert_eq!(source.release().unwrap(), cut(there));
+    }
 }
 
 fn many_in_flight(device: &dyn Device) {
