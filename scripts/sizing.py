@@ -53,11 +53,12 @@ def main():
     print("# Sizing\n")
     print("Both tables are made by `scripts/sizing.py`, which asks `terrace plan`. The *floor* of a step is the time of the busiest resource,")
     print("with all others perfectly hidden behind it. What is *expected* is found by playing the schedule of a step in virtual time, with the")
-    print("update where it has it: with clipping, which is the default, beside the next forward.\n")
+    print("update where it has it: with clipping, which is the default, beside the next forward, as it is while steps are clipped.\n")
     print("## What a step takes\n")
     print("A card with 24 GiB that sustains 140 · 10¹² operations a second behind a link of 25 GB/s each way, host memory of 80 GB/s, drives")
     print("of 7 GB/s read and 5 GB/s written. 16 sequences of 1024 tokens a step, bf16, AdamW, state on disk, with copies")
-    print("of it in the memory that is left. No such machine was at hand: these are predictions.\n")
+    print("of it in the memory that is left. Blocks have their activations on the card, in host memory, or compute them again, whichever is expected to")
+    print("be faster. No such machine was at hand: these are predictions.\n")
     print("| model | host memory | drives | state | host used | state on disk | floor s | bound by | expected s | tokens/s |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for model in ("8b", "13b", "40b", "70b"):
@@ -90,7 +91,8 @@ def main():
         print(f"| LoHan (arXiv 2403.06504) | 13B, RTX 4090, batch 64, {count} SSD{'s' if count > 1 else ''} | {published} TFLOPS "
               f"| {floor:.0f} TFLOPS, {found['bound_by']} | {expected:.0f} TFLOPS | {(expected / published - 1) * 100:+.0f} % |")
     for batch, published in ZERO3:
-        found = plan(params="8b", batch_size=batch, seq_len=1024, offload="host", state="fp32", host_memory="256GiB", **card)
+        found = plan(params="8b", batch_size=batch, seq_len=1024, offload="host", state="fp32", host_memory="256GiB",
+                     activations="recompute", **card)
         if found is None:
             print(f"| DeepSpeed ZeRO-3, CPU offload | 8B, RTX 4090, batch {batch} | {published} tok/s | does not fit | | |")
             continue
@@ -107,7 +109,7 @@ def main():
     for params, nodes, published in INFINITY:
         cards = nodes * DGX2_CARDS
         found = plan(params=params, ranks=cards, nodes=nodes, batch_size=INFINITY_BATCH, seq_len=1024, offload="disk", state="fp32",
-                     clip=0, disk_cache="none", gpu_memory=INFINITY_MEMORY[params], **DGX2)
+                     activations="recompute", clip=0, disk_cache="none", gpu_memory=INFINITY_MEMORY[params], **DGX2)
         size = float(params[:-1]) * {"b": 1e9, "t": 1e12}[params[-1]]
         if found is None:
             print(f"| ZeRO-Infinity (arXiv 2104.07857) | {params.upper()}, {nodes} DGX-2 | {published:.0f} TFLOPS a card | does not fit | | |")
@@ -118,7 +120,8 @@ def main():
         print(f"| ZeRO-Infinity (arXiv 2104.07857) | {params.upper()}, {nodes} DGX-2 of 16 V100, batch {INFINITY_BATCH} a card | {published:.0f} TFLOPS a card "
               f"| {floor:.0f} TFLOPS, {found['bound_by']} | {expected:.0f} TFLOPS | {(expected / published - 1) * 100:+.0f} % |")
     print("\nLoHan's figures are read as operations with recomputation (8 per parameter and token); it also moves activations to its")
-    print("drives, which the plan, with 768 GiB of host memory, does not (and is asked for no copies of state in it). Its figures for one and for six drives lie near the floor; with two,")
+    print("drives, which the plan leaves in 768 GiB of host memory where that pays (and is asked for no copies of state in it). DeepSpeed's runs are planned")
+    print("with `--activations recompute`, as they compute. LoHan's figures for one and for six drives lie near the floor; with two,")
     print("disk and compute are equally long, which is where overlap matters most. DeepSpeed's small batches are far from theirs:")
     print("it computes and updates one after the other. ZeRO-Inference is planned with a card that leaves hardly any room for weights to")
     print("stay, and with short prompts: neither was published, and its rate of four Gen5 drives and eight is what its disk tool reads.")
