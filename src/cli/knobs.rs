@@ -54,6 +54,11 @@ impl Knobs<'_> {
             let words = "let fewer blocks keep their activations (--activations auto)";
             offer(words, &|config| config.overrides.kept_blocks = None);
         }
+        if config.keep_on_host > 0 || config.keep_on_disk > 0 {
+            offer("leave activations to the plan (--activations auto)", &|config| {
+                (config.keep_on_host, config.keep_on_disk) = (0, 0);
+            });
+        }
         if config.accumulation == Accumulation::Horizontal && config.limits.micro_batches > 1 {
             let words = "accumulate vertically (--accumulation vertical)";
             offer(words, &|config| config.accumulation = Accumulation::Vertical);

@@ -178,11 +178,14 @@ impl<'a> KeptInStep<'a> {
     pub(crate) fn take(&mut self, block: usize, m: usize, pass: &Pass<'_>) -> Result<Kept> {
         let Some(away) = &mut self.away else { return Ok(self.here.take(block, m)) };
         away.read_ahead()?;
-        let began = Instant::now();
+        let (began, before) = (Instant::now(), away.waited);
         let Some(tensors) = away.take((block, m), pass.lane, self.pool)? else {
             return Ok(self.here.take(block, m));
         };
-        pass.note(Resource::Wait, began, "activations of", block);
+        // The rest is copying.
+        if 2 * (away.waited - before) > began.elapsed() {
+            pass.note(Resource::Wait, began, "activations of", block);
+        }
         Ok(Kept::Left(tensors))
     }
 
