@@ -57,7 +57,7 @@ def main():
     print("## What a step takes\n")
     print("A card with 24 GiB that sustains 140 · 10¹² operations a second behind a link of 25 GB/s each way, host memory of 80 GB/s, drives")
     print("of 7 GB/s read and 5 GB/s written. 16 sequences of 1024 tokens a step, bf16, AdamW, state on disk, with copies")
-    print("of it in the memory that is left. Blocks have their activations on the card, in host memory, or compute them again, whichever is expected to")
+    print("of it in the memory that is left. Blocks have their activations on the card, in host memory or on disk, or compute them again, whichever is expected to")
     print("be faster. No such machine was at hand: these are predictions.\n")
     print("| model | host memory | drives | state | host used | state on disk | floor s | bound by | expected s | tokens/s |")
     print("|---|---|---|---|---|---|---|---|---|---|")

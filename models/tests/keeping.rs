@@ -313,6 +313,58 @@ fn what_a_card_has_no_room_for_is_on_the_host_if_that_has() {
     assert_eq!(kept(&with(1, tight, u64::MAX)).1, 1);
 }
 
+/// What neither a card nor the host has room for is on disk, or recomputed where it may not be there.
+#[test]
+fn what_the_host_has_no_room_for_is_on_disk_or_recomputed() {
+    let dir = tempfile::tempdir().unwrap();
+    for (micro_batches, placement) in
+        [(1, Placement::Disk), (3, Placement::Disk), (1, Placement::Host), (3, Placement::Host)]
+    {
+        let disks = if placement == Placement::Disk { vec![dir.path().join("disk")] } else { Vec::new() };
+        let base = Setup { discrete: true, placement, disks, micro_batches, ..Setup::new(false) };
+        let overrides = WindowOverrides {
+            kept_blocks: Some(0),
+            device_groups: Some(0),
+            state_groups: Some(0),
+            weight_slots: Some(2),
+            update_slots: Some(2),
+            chunk_elements: Some(1 << 14),
+            gradients_on_disk: Some(false),
+            activations_on_disk: Some(false),
+            signals_stay: Some(true),
+            ..base.overrides
+        };
+        let base = Setup { overrides, ..base };
+        let with = |host_budget| {
+            let (keep_on_host, keep_on_disk) = (usize::MAX, usize::MAX);
+            let config = EngineConfig { keep_on_host, keep_on_disk, host_budget, ..base.config() };
+            let blocks = Model::new(base.model.clone()).blocks;
+            Engine::outlook(config, &base.backend(), blocks, &base.sample(), &PlanningRuns::default())
+        };
+        let none = EngineConfig { host_budget: u64::MAX, ..base.config() };
+        let blocks = Model::new(base.model.clone()).blocks;
+        let none =
+            Engine::outlook(none, &base.backend(), blocks, &base.sample(), &PlanningRuns::default()).unwrap();
+        let least = none.memory.total(Tier::Host);
+        let all = with(u64::MAX).unwrap().memory.total(Tier::Host);
+        let mut found = Vec::new();
+        // Down to what a run without any takes, whose plan has to fit; on disk there are buffers besides.
+        let last = if placement == Placement::Disk { least + (all - least) / 2 } else { least };
+        for budget in (last..=all).rev().step_by(4096) {
+            let outlook = with(budget).unwrap_or_else(|e| panic!("{budget}, {micro_batches}: {e}"));
+            assert!(outlook.memory.total(Tier::Host) <= budget);
+            let windows = outlook.windows;
+            found.push((windows.kept_on_host.unwrap(), windows.kept_on_disk.unwrap()));
+        }
+        found.dedup();
+        let is_all = |&(on_host, on_disk): &(usize, usize)| on_host + on_disk == 3;
+        match placement {
+            Placement::Disk => assert!(found.iter().all(is_all) && found.len() > 1, "{found:?}"),
+            _ => assert_eq!(found, [(3, 0), (2, 0), (1, 0), (0, 0)]),
+        }
+    }
+}
+
 /// The canary for mixed-up and for forgotten tensors, and the arena: what was planned is what is taken, to the byte.
 #[test]
 fn every_block_and_micro_batch_gets_its_own_in_the_planned_memory() {

@@ -163,7 +163,15 @@ fn keep_what_pays(
     // The best of single products, which is all that a start measures, says too little about a step.
     if can.predicts && config.overrides.kept_blocks.is_none() {
         let runs = PlanningRuns::default();
-        let found = keeping::cheapest(config, &session.backend, model, sample, can, &runs);
+        let found = keeping::cheapest(
+            config,
+            &session.backend,
+            model,
+            sample,
+            can,
+            &runs,
+            session::disk_room(config),
+        );
         let (keep, _) = found.map_err(|error| advise(error, config, session, model, resumes))?;
         *config = keep.of(config);
     }

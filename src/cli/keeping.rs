@@ -1,4 +1,4 @@
-//! How many blocks keep their activations for backward, and how many of them on disk, where that is left to the plan.
+//! How many blocks keep their activations for backward, and how many of them in host memory or on disk, where that is left to the plan.
 //!
 //! What blocks keep saves operations. The memory it takes could hold copies of state on disk, or weights and state on a card, which
 //! saves transfers. The planner gives it to the blocks first; where a step is then expected to wait for a disk or a link, fewer that
@@ -8,6 +8,7 @@
 use crate::floor::Capabilities;
 use crate::predict::step_seconds;
 use terrace_models::{ModelConfig, build};
+use terrace_tiers::Tier;
 use terrace_zero::{
     Backend, Engine, EngineConfig, EngineError, MicroBatch, Outlook, Placement, PlanningRuns,
 };
@@ -37,7 +38,8 @@ impl Keep {
 }
 
 /// The outlook of `config`, and most blocks that may keep in it: those with which a step is expected to be the shortest. Without figures of
-/// what takes how long as many keep as there is memory for, and none on disk unless `config` says so.
+/// what takes how long as many keep as there is memory for, and none elsewhere unless `config` says so. No plan that is tried beside that
+/// takes more than `disk_space`.
 ///
 /// # Errors
 /// The plan does not fit.
@@ -48,11 +50,11 @@ pub fn cheapest(
     sample: &MicroBatch,
     can: &Capabilities,
     runs: &PlanningRuns,
+    disk_space: Option<u64>,
 ) -> Result<(Keep, Outlook), EngineError> {
     let outlook = |keep: Keep| Engine::outlook(keep.of(config), backend, build(model), sample, runs);
     let given = Keep { in_memory: None, on_host: config.keep_on_host, on_disk: config.keep_on_disk };
     let most = outlook(given)?;
-    let kept = |found: &Outlook| found.windows.kept_blocks.unwrap_or(0);
     let rate = can.training.or(can.operations);
     let (Some(expected), Some(rate)) = (step_seconds(&most.work, can), rate) else {
         return Ok((given, most));
@@ -60,47 +62,63 @@ pub fn cheapest(
     if config.overrides.kept_blocks.is_some() {
         return Ok((given, most));
     }
-    let mut best = (expected, given, most);
-    // With fewer it may not fit: what a block keeps may live in the memory that its gradient has anyway.
-    let consider = |best: &mut (f64, Keep, Outlook), keep: Keep| {
-        let Ok(found) = outlook(keep) else { return };
-        let to_beat = if best.1 == given { best.0 * (1.0 - GAIN_MIN) } else { best.0 };
-        if let Some(seconds) = step_seconds(&found.work, can)
-            && seconds < to_beat
-        {
-            *best = (seconds, keep, found);
+    let mut best = Found { seconds: expected, keep: given, outlook: most };
+    // The best of some choices, if it is better by enough. With fewer it may not fit: what a block keeps may live in the memory that its
+    // gradient has anyway.
+    let consider = |best: &mut Found, choices: &[Keep]| {
+        let mut to_beat = best.seconds * (1.0 - GAIN_MIN);
+        for &keep in choices {
+            let Ok(outlook) = outlook(keep) else { continue };
+            let fits = disk_space.is_none_or(|space| outlook.memory.total(Tier::Disk) <= space);
+            if let Some(seconds) = step_seconds(&outlook.work, can)
+                && fits
+                && seconds < to_beat
+            {
+                to_beat = seconds;
+                *best = Found { seconds, keep, outlook };
+            }
         }
     };
-    let recomputing = best.2.keepers - kept(&best.2);
+    let fewer = |found: &Found| {
+        let kept = found.outlook.windows.kept_blocks.unwrap_or(0);
+        // None has fewer operations.
+        let may = kept > 0 && found.waits(rate);
+        let of = |halves| Keep { in_memory: Some(kept * halves / 2), ..found.keep };
+        if may { FEWER.map(of).to_vec() } else { Vec::new() }
+    };
+    let recomputing = best.outlook.keepers - best.outlook.windows.kept_blocks.unwrap_or(0);
     let is_open = (given.on_host, given.on_disk) == (0, 0) && recomputing > 0;
-    if is_open && !best.2.work.unified && config.placement != Placement::None {
-        consider(&mut best, Keep { on_host: usize::MAX, ..given });
-        if waits(&best, rate) {
-            consider(&mut best, Keep { on_host: recomputing / 2, ..given });
-        }
+    let choices = fewer(&best);
+    consider(&mut best, &choices);
+    let here = best.keep;
+    if is_open && !best.outlook.work.unified && config.placement != Placement::None {
+        let on_host = |on_host| Keep { on_host, ..given };
+        consider(&mut best, &[usize::MAX, recomputing / 2].map(on_host));
     }
-    let given = best.1;
     if is_open && config.placement == Placement::Disk {
-        consider(&mut best, Keep { on_disk: usize::MAX, ..given });
-        let sent = best.2.windows.kept_on_disk.unwrap_or(0);
-        // As many operations as there are with all of them, and time beside: the disk holds it up.
-        if waits(&best, rate) {
-            consider(&mut best, Keep { on_disk: if sent > 0 { sent / 2 } else { recomputing / 2 }, ..given });
-        }
+        let below = if best.keep == here { given } else { best.keep };
+        let on_disk = |on_disk| Keep { on_disk, ..below };
+        consider(&mut best, &[usize::MAX, recomputing / 2].map(on_disk));
     }
-    // None has fewer operations.
-    if waits(&best, rate) && kept(&best.2) > 0 {
-        let (all, found) = (kept(&best.2), best.1);
-        for halves in FEWER {
-            consider(&mut best, Keep { in_memory: Some(all * halves / 2), ..found });
-        }
+    if best.keep != here {
+        let choices = fewer(&best);
+        consider(&mut best, &choices);
     }
-    Ok((best.1, best.2))
+    Ok((best.keep, best.outlook))
 }
 
-/// Whether more than the least gain is expected between a step and its operations at `rate`.
-fn waits((seconds, _, found): &(f64, Keep, Outlook), rate: f64) -> bool {
-    seconds * (1.0 - GAIN_MIN) > found.work.operations as f64 / rate
+/// A plan that was tried.
+struct Found {
+    seconds: f64,
+    keep: Keep,
+    outlook: Outlook,
+}
+
+impl Found {
+    /// Whether more than the least gain is expected between a step and its operations at `rate`.
+    fn waits(&self, rate: f64) -> bool {
+        self.seconds * (1.0 - GAIN_MIN) > self.outlook.work.operations as f64 / rate
+    }
 }
 
 #[cfg(test)]
@@ -113,7 +131,7 @@ mod tests {
     use terrace_device::host::HostDevice;
     use terrace_kernels::DType;
     use terrace_models::TokenBatch;
-    use terrace_tiers::{Tier, TierError};
+    use terrace_tiers::TierError;
     use terrace_zero::{BatchLimits, Placement, TrainingConfig};
 
     fn six_layers() -> ModelConfig {
@@ -155,7 +173,7 @@ mod tests {
             ..Capabilities::default()
         };
         let config = EngineConfig { host_budget: all, ..config.clone() };
-        let (most, found) = cheapest(&config, &backend, &model, &sample, &can, &runs).unwrap();
+        let (most, found) = cheapest(&config, &backend, &model, &sample, &can, &runs, None).unwrap();
         assert!(
             most.in_memory.is_none() && found.windows.kept_blocks.is_some_and(|kept| kept > 0),
             "{most:?}"
@@ -184,7 +202,7 @@ mod tests {
                 disks: vec![(1.0, rates)],
                 ..Capabilities::default()
             };
-            let (_, found) = cheapest(config, &backend, &model, &sample, &can, &runs).unwrap();
+            let (_, found) = cheapest(config, &backend, &model, &sample, &can, &runs, None).unwrap();
             let kept = |blocks: Option<usize>| blocks.unwrap();
             let seconds = step_seconds(&found.work, &can).unwrap();
             ((kept(found.windows.kept_blocks), kept(found.windows.kept_on_disk)), seconds)
@@ -207,6 +225,29 @@ mod tests {
         // Told to, all keep, although it takes longer.
         let ((here, there), with) = of(&EngineConfig { keep_on_disk: usize::MAX, ..tight.clone() }, 1e7);
         assert!(here + there == 6 && with > without, "{with} s, {without} s");
+        // No more than there is space for.
+        let cheapest_in = |space| {
+            let can = Capabilities {
+                operations: Some(1e11),
+                training: Some(1e11),
+                disks: vec![(
+                    1.0,
+                    Rates {
+                        read_bytes_per_second: 1e10,
+                        write_bytes_per_second: 1e10,
+                        mixed_bytes_per_second: 1e10,
+                    },
+                )],
+                ..Capabilities::default()
+            };
+            let (_, found) = cheapest(&tight, &backend, &model, &sample, &can, &runs, space).unwrap();
+            (found.windows.kept_on_disk.unwrap(), found.memory.total(Tier::Disk))
+        };
+        let (blocks, needed) = cheapest_in(None);
+        assert_eq!(cheapest_in(Some(needed)), (blocks, needed));
+        let (fewer, taken) = cheapest_in(Some(needed - 1));
+        assert!(fewer < blocks && taken < needed, "{fewer} of {blocks}, {taken} of {needed} bytes");
+        assert_eq!(cheapest_in(Some(0)).0, 0, "what the plan takes anyway is refused by others");
         // With room, memory is first.
         assert_eq!(of(&on_disk, 1e10).0, (6, 0));
     }
@@ -227,7 +268,7 @@ mod tests {
                 download: Some(link),
                 ..Capabilities::default()
             };
-            let (_, found) = cheapest(config, &backend, &model, &sample, &can, &runs).unwrap();
+            let (_, found) = cheapest(config, &backend, &model, &sample, &can, &runs, None).unwrap();
             let windows = found.windows;
             let kept = [windows.kept_blocks, windows.kept_on_host, windows.kept_on_disk].map(Option::unwrap);
             (kept, step_seconds(&found.work, &can).unwrap(), found)
@@ -276,7 +317,7 @@ mod tests {
                 disks: vec![(1.0, rates)],
                 ..Capabilities::default()
             };
-            let (most, found) = cheapest(config, &backend, &model, &sample, &can, &runs).unwrap();
+            let (most, found) = cheapest(config, &backend, &model, &sample, &can, &runs, None).unwrap();
             (most, step_seconds(&found.work, &can).unwrap(), found)
         };
         let roomy = of(&config, 1e9).2.memory.total(Tier::Host);

@@ -71,8 +71,14 @@ impl Knobs<'_> {
                 (now, _) => now != placement,
             };
             if may_help {
-                offer(words, &|config| {
+                // Activations on disk are where state is.
+                let alone = placement == Placement::Host && config.keep_on_disk > 0;
+                let words = if alone { format!("{words} with --activations auto") } else { words.to_owned() };
+                offer(&words, &|config| {
                     config.placement = placement;
+                    if alone {
+                        (config.keep_on_host, config.keep_on_disk) = (0, 0);
+                    }
                     if config.disks.is_empty() {
                         config.disks.push("terrace-state".into());
                     }

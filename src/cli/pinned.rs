@@ -517,6 +517,11 @@ impl Pinned {
             Some(Activations::Keep | Activations::Host | Activations::Recompute) => Some(0),
             Some(Activations::Auto) | None => None,
         };
+        let kept_on_host = match args.activations {
+            Some(Activations::Keep | Activations::Recompute) => Some(0),
+            Some(Activations::Auto | Activations::Host | Activations::Disk) | None => None,
+        };
+        self.agree("windows.kept_on_host", &windows.kept_on_host, "--activations: the number", kept_on_host)?;
         self.agree("windows.kept_on_disk", &windows.kept_on_disk, "--activations: the number", kept_on_disk)?;
         if args.optimizer_ratio.is_some() {
             let message = "the plan says whose state the device updates, group by group; leave --optimizer-ratio out, or make a plan with it";

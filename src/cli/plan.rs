@@ -217,7 +217,15 @@ impl<'a> Planning<'a> {
         // Rates of formats are those of AdamW; other algorithms move other bytes.
         let state = Some(choice.state).filter(|_| self.args.optimizer == OptimizerName::Adamw);
         let can = self.capabilities(state, None);
-        let (_, outlook) = keeping::cheapest(&config, &self.backend, &self.model, &sample, &can, &self.runs)?;
+        let (_, outlook) = keeping::cheapest(
+            &config,
+            &self.backend,
+            &self.model,
+            &sample,
+            &can,
+            &self.runs,
+            self.args.disk_space.map(|space| space.0),
+        )?;
         self.enough_disk(&outlook.memory)?;
         let floor = Floor::complete(&outlook.work, &can, false);
         Ok(Planned { choice, outlook, floor, operations_rate: can.operations })

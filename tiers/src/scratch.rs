@@ -133,6 +133,14 @@ impl Scratch {
         (0..count).try_for_each(|index| self.settle(ScratchChunk(index)))
     }
 
+    /// Waits for every write of a step that is given up, whether it failed or not: the chunks are written anew.
+    pub fn forget_writes(&self) {
+        let count = self.lock().len();
+        (0..count).for_each(|index| {
+            let _ = self.settle(ScratchChunk(index));
+        });
+    }
+
     /// Gives the space of a chunk that will not be used again back to the file system, after its write is done. A chunk that
     /// is reused every step is not given back: its space was reserved when the volume was made, and must stay so.
     ///

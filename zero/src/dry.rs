@@ -76,7 +76,7 @@ struct State {
     kept: KeptTensors,
     /// By block, what it left in turns of micro-batches that were not run again.
     kept_of_others: HashMap<usize, Region>,
-    /// By block, the tensors that each micro-batch has on disk from forward to backward.
+    /// By block, the tensors that each micro-batch has elsewhere from forward to backward.
     sent: HashMap<usize, Vec<(DType, Shape)>>,
     /// On a device with its own memory: those of the last pair that was sent, on their way, and of the next one that comes back.
     leaving: Vec<Tensor>,
@@ -319,9 +319,11 @@ impl DryRun<'_> {
             let kept = cx.kept;
             let (mut kept_bytes, mut kept_tensors) = (None, Vec::new());
             if let Kept::Left(tensors) = &kept {
-                kept_bytes = Some(arena.used() - used);
                 let bytes = |tensor: &Tensor| tensor.shape().elements() * tensor.dtype().size();
-                kept_tensors = tensors.iter().map(bytes).collect();
+                kept_tensors = tensors.iter().map(bytes).collect::<Vec<usize>>();
+                // Of nothing there is nothing to keep.
+                kept_bytes =
+                    Some(arena.used() - used).filter(|_| kept_tensors.iter().any(|&bytes| bytes > 0));
             }
             let after_forward = operations(&counter);
             let mut backward = |kept| -> Result<u64> {

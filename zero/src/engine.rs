@@ -63,7 +63,7 @@ pub struct Engine {
     /// Gradients in f32 between the rounds of a step, if there are several.
     pub(crate) sums: Option<GradientPark>,
     pub(crate) signals: Signals,
-    /// What blocks keep on disk, if any do.
+    /// What blocks keep elsewhere than in the arena, if any do.
     pub(crate) kept_away: Option<KeptAway>,
     /// Where a block's weights stay packed, if the plan has room for that.
     pub(crate) packing: Option<Packing>,

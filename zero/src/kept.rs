@@ -189,6 +189,14 @@ impl<'a> KeptInStep<'a> {
         Ok(Kept::Left(tensors))
     }
 
+    /// Starts what backward comes to next on its way up, beside the kernels that were just enqueued.
+    pub(crate) fn bring_next(&mut self, lane: &Lane) -> Result {
+        match &mut self.away {
+            Some(away) if !lane.unified => away.bring_next(lane),
+            _ => Ok(()),
+        }
+    }
+
     /// Seconds that compute waited for the disk since the last call.
     pub(crate) fn take_waited(&mut self) -> f64 {
         self.away.as_mut().map_or(0.0, |away| std::mem::take(&mut away.waited).as_secs_f64())

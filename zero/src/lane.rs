@@ -224,11 +224,11 @@ impl Lane {
         block: usize,
         pieces: Vec<Lease>,
         region: Region,
-    ) -> Result<(Region, UploadSource<Vec<Lease>>)> {
+    ) -> Result<Upload<Vec<Lease>>> {
         let bytes = pieces.iter().map(|piece| piece.len()).sum();
         let upload = Upload::start_pieces(&*self.keys, pieces, region)?;
         self.started(Link::Keys, Cargo::Kept(block), bytes, upload.event());
-        Ok(upload.ready_on(&*self.compute)?)
+        Ok(upload)
     }
 
     /// Makes a signal readable by kernels.

@@ -349,7 +349,7 @@ impl Planner<'_> {
             None => vec![true, false],
         };
         let windows = |tight: bool, all: &'static [usize]| if tight { all } else { &all[..2] };
-        let kept_slots = self.kept_slot_choices(keeping);
+        let kept_slots = self.kept_slot_choices();
         for (&signals_stay, tight) in stays.iter().flat_map(|stay| [(stay, false), (stay, true)]) {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
                 for &activations_on_disk in &places(o.activations_on_disk) {

@@ -478,8 +478,9 @@ impl<'a> Training<'a> {
                 let x_view = x.as_ref().map(crate::lane::Loaded::view);
                 self.pass.network.blocks[block].forward(&mut cx, &weights, x_view, y.view_mut())?;
                 let kept = cx.kept;
-                self.kept.hold((block, m, at), kept, self.pass.lane)?;
+                // What is waited for comes down first.
                 let y = self.pass.lane.pass_and_keep(y)?;
+                self.kept.hold((block, m, at), kept, self.pass.lane)?;
                 if let (Some(b), Some(x)) = (block.checked_sub(1), x) {
                     self.activations.checkpoint(b, at, x.into_host()?);
                 }
@@ -662,6 +663,7 @@ impl<'a> Training<'a> {
                 &mut gradients,
             )?;
             drop((x, dy));
+            self.kept.bring_next(lane)?;
             if let Some(dx) = dx {
                 let waits = self.rounds.waits(block - 1);
                 self.signals[m] = Some(if waits { lane.pass_down(dx)? } else { lane.pass(dx)? });

@@ -10,7 +10,8 @@
 //! many as there are, in the order in which it comes to them.
 //!
 //! *On a device with its own memory* a pair of block and micro-batch comes down while the next one computes, and its memory is free when that
-//! was enqueued. Before the kernels of a pair's backward are enqueued the next pair has its memory, so that it can come up beside them.
+//! was enqueued. Before the kernels of a pair's backward are enqueued the next pair has its memory, and when they are, it begins to come up
+//! beside them.
 //!
 //! Micro-batches are counted within their round, since what one round leaves is back before the next one leaves anything.
 
@@ -22,7 +23,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use terrace_aio::{FileId, IoEngine, Urgency};
-use terrace_device::{Arena, Device, Download, Region, UploadSource};
+use terrace_device::{Arena, Device, Download, Region, Upload, UploadSource};
 use terrace_kernels::{DType, Shape, Tensor};
 use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, Striping, TierError};
 
@@ -70,8 +71,9 @@ pub(crate) struct KeptAway {
     /// The pieces of it on disk that were not asked for yet, and those that were.
     waiting: VecDeque<Piece>,
     reading: VecDeque<PendingRead>,
-    /// Memory of a device for the first of them, and what still comes up from the host.
-    room: Option<Vec<Region>>,
+    /// Memory of a device for the first of them, with what comes up into it when that was started, and what came up last.
+    room: Vec<Region>,
+    rising: Vec<Upload<Vec<Lease>>>,
     sources: Vec<UploadSource<Vec<Lease>>>,
     /// How long compute has waited for the disk.
     pub(super) waited: Duration,
@@ -167,7 +169,10 @@ impl KeptAway {
         let pool = |name, slots| Ok::<_, TierError>(Pool::new(name, slots, bytes)?.pinned_for(device));
         let on_host = Some(slots.on_host).filter(|&slots| slots > 0);
         let disk = |(engine, striping): (&Arc<dyn IoEngine>, &Striping)| {
-            let scratch = Scratch::create(engine, striping, "kept-activations.bin", count, bytes)?;
+            let smaller =
+                "choose --activations auto or recompute, lower --batch-size, or add another --disk path";
+            let scratch = Scratch::create(engine, striping, "kept-activations.bin", count, bytes)
+                .map_err(|error| error.too_small_for("what blocks keep for backward", smaller))?;
             let pool = pool("kept activations in flight", slots.in_flight)?.registered_with(engine);
             Ok::<_, TierError>(Disk { scratch, pool })
         };
@@ -182,7 +187,8 @@ impl KeptAway {
             returning: VecDeque::new(),
             waiting: VecDeque::new(),
             reading: VecDeque::new(),
-            room: None,
+            room: Vec::new(),
+            rising: Vec::new(),
             sources: Vec::new(),
             waited: Duration::ZERO,
         })
@@ -299,6 +305,14 @@ impl KeptAway {
 
     /// Reads what comes next into the leases that there are.
     pub(crate) fn read_ahead(&mut self) -> Result {
+        let began = Instant::now();
+        let result = self.request();
+        // For what is still being written.
+        self.waited += began.elapsed();
+        result
+    }
+
+    fn request(&mut self) -> Result {
         let Some(disk) = &self.disk else { return Ok(()) };
         while let Some(&piece) = self.waiting.front() {
             let Some(lease) = disk.pool.try_acquire(piece.bytes) else { break };
@@ -310,7 +324,7 @@ impl KeptAway {
 
     /// Has at least one piece that is being read.
     fn read_one(&mut self) -> Result {
-        self.read_ahead()?;
+        self.request()?;
         if let (true, Some(disk)) = (self.reading.is_empty(), &self.disk) {
             let piece = self.waiting.pop_front().expect("a piece for every place");
             let lease = disk.pool.acquire(piece.bytes);
@@ -360,33 +374,54 @@ impl KeptAway {
         Ok(tensors)
     }
 
-    /// Starts copying tensors to the device, and takes memory for those of the next pair.
-    fn bring_up(&mut self, pair: Pair, lane: &Lane) -> Result<Vec<Tensor>> {
-        // Compute has begun on the pair before, so that these are done or nearly so.
+    /// Tensors on the device, and memory for those of the next pair.
+    fn bring_up(&mut self, mut pair: Pair, lane: &Lane) -> Result<Vec<Tensor>> {
+        if self.rising.is_empty() {
+            if self.room.is_empty() {
+                self.room = self.room_for(&pair, lane)?;
+            }
+            self.rise(&mut pair, lane)?;
+        }
+        let mut tensors = Vec::with_capacity(pair.tensors.len());
+        for (upload, (dtype, shape)) in self.rising.drain(..).zip(pair.tensors) {
+            let (region, source) = upload.ready_on(&*lane.compute)?;
+            self.sources.push(source);
+            tensors.push(Tensor::from_region(region, dtype, shape.dims()));
+        }
+        // Before kernels are enqueued that what comes up is not to wait for.
+        if let Some(next) = self.returning.front() {
+            self.room = self.room_for(next, lane)?;
+        }
+        Ok(tensors)
+    }
+
+    /// Starts copying what backward comes to next into the memory that was taken for it.
+    pub(crate) fn bring_next(&mut self, lane: &Lane) -> Result {
+        if self.room.is_empty() {
+            return Ok(());
+        }
+        let mut next = self.returning.pop_front().expect("memory was taken for it");
+        let result = self.rise(&mut next, lane);
+        self.returning.push_front(next);
+        result
+    }
+
+    fn rise(&mut self, pair: &mut Pair, lane: &Lane) -> Result {
+        // Their kernels were enqueued, so that these copies are done or nearly so.
         self.release()?;
-        let room = match self.room.take() {
-            Some(room) => room,
-            None => self.room_for(&pair, lane)?,
-        };
         let lengths: Vec<usize> = pair.lengths().collect();
-        let mut on_host = match pair.pieces {
-            Pieces::Host(leases) => leases.into_iter(),
+        let mut on_host = match &mut pair.pieces {
+            Pieces::Host(leases) => std::mem::take(leases).into_iter(),
             Pieces::Disk(_) => Vec::new().into_iter(),
         };
-        let mut tensors = Vec::with_capacity(room.len());
-        for ((region, length), (dtype, shape)) in room.into_iter().zip(lengths).zip(pair.tensors) {
+        for (region, length) in std::mem::take(&mut self.room).into_iter().zip(lengths) {
             let leases = match on_host.next() {
                 Some(leases) => leases,
                 None => self.read_pieces(length.div_ceil(self.slots.bytes))?,
             };
-            let (region, source) = lane.send_kept(pair.block, leases, region)?;
-            self.sources.push(source);
-            tensors.push(Tensor::from_region(region, dtype, shape.dims()));
+            self.rising.push(lane.send_kept(pair.block, leases, region)?);
         }
-        if let Some(next) = self.returning.front() {
-            self.room = Some(self.room_for(next, lane)?);
-        }
-        Ok(tensors)
+        Ok(())
     }
 
     /// Gives leases back whose bytes are on the device.
@@ -425,7 +460,11 @@ impl KeptAway {
         self.returning.clear();
         self.waiting.clear();
         self.reading.clear();
-        (self.room, self.sources) = (None, Vec::new());
+        (self.room, self.rising, self.sources) = (Vec::new(), Vec::new(), Vec::new());
+        self.waited = Duration::ZERO;
+        if let Some(disk) = &self.disk {
+            disk.scratch.forget_writes();
+        }
     }
 }
 

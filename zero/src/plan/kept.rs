@@ -1,6 +1,6 @@
 //! Which blocks leave what backward would recompute, and where that is until then.
 
-use super::{Choice, EnginePlan, Planner, Windows, add_disk, page};
+use super::{Choice, EnginePlan, LEAVING_MAX, Planner, Windows, add_disk, page};
 use crate::kept::{KeepCounts, Keeping, KeptAway, KeptSlots, chunks, slot_bytes};
 use crate::rounds::Rounds;
 use crate::{Backend, EngineConfig, Placement, Result};
@@ -54,29 +54,31 @@ impl Planner<'_> {
         Ok(plan)
     }
 
-    /// Lowers the number of blocks that keep in the host's memory to what fits, unless it is fixed. `plan` is that of `choice`.
+    /// Lowers the number of blocks that keep in the host's memory to what fits, unless it is fixed. `plan` is that of `choice`. Those that
+    /// go to disk instead have leases on their way, so that it may take more than one try.
     pub(super) fn hold_on_host_what_fits(
         &self,
-        choice: Choice,
-        plan: EnginePlan,
+        mut choice: Choice,
+        mut plan: EnginePlan,
         keepers: &[(usize, usize)],
     ) -> Result<(Choice, EnginePlan)> {
-        let KeepCounts { here, on_host, .. } = choice.keeping.counts;
-        let excess = plan.memory.total(Tier::Host).saturating_sub(self.config.host_budget);
-        if self.config.overrides.kept_on_host.is_some() || on_host == 0 || excess == 0 {
-            return Ok((choice, plan));
+        loop {
+            let KeepCounts { here, on_host, .. } = choice.keeping.counts;
+            let excess = plan.memory.total(Tier::Host).saturating_sub(self.config.host_budget);
+            if self.config.overrides.kept_on_host.is_some() || on_host == 0 || excess == 0 {
+                return Ok((choice, plan));
+            }
+            let slots = plan.windows.kept_slots;
+            let too_many = excess.div_ceil(page(slots.bytes) * self.ranks().per_node() as u64);
+            let with = |on_host| self.keeping(keepers, here, on_host);
+            let fits = |&on_host: &usize| {
+                let fewer = self.slots_on_host(with(on_host), slots.bytes);
+                fewer.is_ok_and(|fewer| (slots.on_host - fewer) as u64 >= too_many)
+            };
+            let fewer = (0..on_host).rev().find(fits).unwrap_or(0);
+            choice.keeping = with(fewer);
+            plan = self.evaluate(choice, &plan.windows.caching)?;
         }
-        let slots = plan.windows.kept_slots;
-        let too_many = excess.div_ceil(page(slots.bytes) * self.ranks().per_node() as u64);
-        let with = |on_host| self.keeping(keepers, here, on_host);
-        let fits = |&on_host: &usize| {
-            let fewer = self.slots_on_host(with(on_host), slots.bytes);
-            fewer.is_ok_and(|fewer| (slots.on_host - fewer) as u64 >= too_many)
-        };
-        let Some(fewer) = (0..on_host).rev().find(fits) else { return Ok((choice, plan)) };
-        let choice = Choice { keeping: with(fewer), ..choice };
-        let plan = self.evaluate(choice, &plan.windows.caching)?;
-        Ok((choice, plan))
     }
 
     /// The blocks that can leave something for backward, in order, and the bytes that each leaves.
@@ -91,21 +93,34 @@ impl Planner<'_> {
         // A block that waits for the last round would leave something in each of them.
         let waits = keepers.first().is_some_and(|&(block, _)| self.rounds().waits(block));
         let mut fit = if waits { (keepers.len() - 1).saturating_sub(here) } else { usize::MAX };
-        let trains = config.training.is_some();
-        let on_host = if trains && !unified { on_host.min(fit) } else { 0 };
+        let others = keepers.len().saturating_sub(here);
+        let on_host = if config.training.is_some() && !unified { on_host.min(fit).min(others) } else { 0 };
         fit -= on_host;
-        let on_disk = match (config.overrides.kept_on_disk, trains && config.placement == Placement::Disk) {
-            (_, false) => 0,
-            (fixed, true) => fixed.unwrap_or(config.keep_on_disk).min(fit),
-        };
+        let on_disk = self.most_on_disk().min(fit);
         Keeping::last(keepers, KeepCounts { here, on_host, on_disk })
     }
 
-    /// Most blocks that keep in the host's memory.
+    /// Most blocks that keep in the host's memory: no more than planning runs can go through, where it is not fixed.
     pub(super) fn most_on_host(&self) -> usize {
         // Where everything is on the device, the host has nothing.
         let may = self.config.placement != Placement::None;
-        self.config.overrides.kept_on_host.unwrap_or(if may { self.config.keep_on_host } else { 0 })
+        let most = if may { self.config.keep_on_host } else { 0 };
+        self.config.overrides.kept_on_host.unwrap_or(most.min(self.most_that_move()))
+    }
+
+    /// Most blocks that keep on disk.
+    fn most_on_disk(&self) -> usize {
+        if self.config.training.is_none() || self.config.placement != Placement::Disk {
+            return 0;
+        }
+        let unified = self.backend.device.unified();
+        let most = if unified { usize::MAX } else { self.most_that_move() };
+        self.config.overrides.kept_on_disk.unwrap_or(self.config.keep_on_disk.min(most))
+    }
+
+    /// Blocks of which a planning run goes through every micro-batch, where half may have to be left to others.
+    fn most_that_move(&self) -> usize {
+        LEAVING_MAX / 2 / self.rounds().together.max(1)
     }
 
     /// Bytes of a lease, and pieces of what a block leaves for a micro-batch, the most of those that are meant.
@@ -120,8 +135,8 @@ impl Planner<'_> {
     }
 
     /// Numbers of leases for what blocks keep on disk, roomy first.
-    pub(super) fn kept_slot_choices(&self, keeping: Keeping) -> Vec<usize> {
-        match (self.config.overrides.kept_slots, keeping.counts.on_disk) {
+    pub(super) fn kept_slot_choices(&self) -> Vec<usize> {
+        match (self.config.overrides.kept_slots, self.most_on_disk()) {
             (Some(slots), _) => vec![slots],
             (None, 0) => vec![0],
             // Of whichever blocks these will be.
