@@ -142,6 +142,17 @@ mod tests {
         .unwrap()
     }
 
+    /// So many operations, and bytes of a disk, a second.
+    fn with_disk(operations: f64, bytes: f64) -> Capabilities {
+        let rates = Rates {
+            read_bytes_per_second: bytes,
+            write_bytes_per_second: bytes,
+            mixed_bytes_per_second: bytes,
+        };
+        let (operations, training) = (Some(operations), Some(operations));
+        Capabilities { operations, training, disks: vec![(1.0, rates)], ..Capabilities::default() }
+    }
+
     fn trained(sequences: usize, length: usize) -> EngineConfig {
         let limits = BatchLimits { sequences, length, micro_batches: 1, cache_length: 0, cache_pages: 0 };
         let training = Some(TrainingConfig::default());
@@ -191,17 +202,7 @@ mod tests {
         let on_disk = EngineConfig { placement, disks, training, ..trained(4, 256) };
         let runs = PlanningRuns::default();
         let of = |config: &EngineConfig, disk: f64| {
-            let rates = Rates {
-                read_bytes_per_second: disk,
-                write_bytes_per_second: disk,
-                mixed_bytes_per_second: disk,
-            };
-            let can = Capabilities {
-                operations: Some(1e11),
-                training: Some(1e11),
-                disks: vec![(1.0, rates)],
-                ..Capabilities::default()
-            };
+            let can = with_disk(1e11, disk);
             let (_, found) = cheapest(config, &backend, &model, &sample, &can, &runs, None).unwrap();
             let kept = |blocks: Option<usize>| blocks.unwrap();
             let seconds = step_seconds(&found.work, &can).unwrap();
@@ -227,19 +228,7 @@ mod tests {
         assert!(here + there == 6 && with > without, "{with} s, {without} s");
         // No more than there is space for.
         let cheapest_in = |space| {
-            let can = Capabilities {
-                operations: Some(1e11),
-                training: Some(1e11),
-                disks: vec![(
-                    1.0,
-                    Rates {
-                        read_bytes_per_second: 1e10,
-                        write_bytes_per_second: 1e10,
-                        mixed_bytes_per_second: 1e10,
-                    },
-                )],
-                ..Capabilities::default()
-            };
+            let can = with_disk(1e11, 1e10);
             let (_, found) = cheapest(&tight, &backend, &model, &sample, &can, &runs, space).unwrap();
             (found.windows.kept_on_disk.unwrap(), found.memory.total(Tier::Disk))
         };
@@ -306,17 +295,7 @@ mod tests {
         };
         let runs = PlanningRuns::default();
         let of = |config: &EngineConfig, disk: f64| {
-            let rates = Rates {
-                read_bytes_per_second: disk,
-                write_bytes_per_second: disk,
-                mixed_bytes_per_second: disk,
-            };
-            let can = Capabilities {
-                operations: Some(1e12),
-                training: Some(1e12),
-                disks: vec![(1.0, rates)],
-                ..Capabilities::default()
-            };
+            let can = with_disk(1e12, disk);
             let (most, found) = cheapest(config, &backend, &model, &sample, &can, &runs, None).unwrap();
             (most, step_seconds(&found.work, &can).unwrap(), found)
         };
