@@ -350,7 +350,7 @@ fn what_the_host_has_no_room_for_is_on_disk_or_recomputed() {
         let mut found = Vec::new();
         // Down to what a run without any takes, whose plan has to fit; on disk there are buffers besides.
         let last = if placement == Placement::Disk { least + (all - least) / 2 } else { least };
-        for budget in (last..=all).rev().step_by(4096) {
+        for budget in (last..=all).rev().step_by(1 << 14) {
             let outlook = with(budget).unwrap_or_else(|e| panic!("{budget}, {micro_batches}: {e}"));
             assert!(outlook.memory.total(Tier::Host) <= budget);
             let windows = outlook.windows;
