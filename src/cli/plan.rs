@@ -239,6 +239,7 @@ impl<'a> Planning<'a> {
             cache_length: 0,
             cache_pages: 0,
         };
+        let (keep_on_host, keep_on_disk) = session::keep_elsewhere(self.args.activations);
         let clip = Some(self.args.clip.unwrap_or(1.0)).filter(|&norm| norm > 0.0);
         EngineConfig {
             training: Some(TrainingConfig {
@@ -251,8 +252,8 @@ impl<'a> Planning<'a> {
             }),
             accumulation: session::accumulation(self.args.accumulation),
             durability: durability.into(),
-            keep_on_host: session::keep_elsewhere(self.args.activations).0,
-            keep_on_disk: session::keep_elsewhere(self.args.activations).1,
+            keep_on_host,
+            keep_on_disk,
             overrides: WindowOverrides {
                 kept_blocks: session::kept_blocks(self.args.activations),
                 ..WindowOverrides::default()

@@ -5,7 +5,6 @@ use crate::engine::{CUDA_SCRATCH_BYTES, host_updates};
 use crate::error::CliError;
 use crate::{cpu_backend_of, cuda_backend};
 use std::num::NonZeroUsize;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use terrace_aio::IoEngine;
@@ -18,7 +17,7 @@ use terrace_device::cuda::CudaDevice;
 use terrace_device::host::HostDevice;
 use terrace_kernels::cpu::CpuConfig;
 use terrace_kernels::{DType, QuantFormat};
-use terrace_tiers::{MemoryPlan, Tier, existing_dir, free_space};
+use terrace_tiers::{MemoryPlan, Tier, existing_dir, free_space, same_file_system};
 use terrace_zero::{Accumulation, Backend, EngineConfig, EngineError, Placement, Timeline};
 
 /// Disk operations that `--trace` remembers at most, and as many spans of the engine; later ones replace the earliest. With their names they
@@ -307,12 +306,11 @@ pub fn check_activations(
 /// be seen.
 pub fn disk_room(config: &EngineConfig) -> Option<u64> {
     let dirs: Vec<PathBuf> = config.disks.iter().map(|dir| existing_dir(dir)).collect();
-    let device = |dir: &PathBuf| std::fs::metadata(dir).map(|found| found.dev()).ok();
     let weights = config.disk_weights.clone().unwrap_or_else(|| vec![1.0; dirs.len()]);
     let whole: f64 = weights.iter().sum();
     let mut room = f64::INFINITY;
     for dir in &dirs {
-        let sharing = dirs.iter().zip(&weights).filter(|(other, _)| device(other) == device(dir));
+        let sharing = dirs.iter().zip(&weights).filter(|(other, _)| same_file_system(other, dir));
         let part = sharing.map(|(_, weight)| weight).sum::<f64>() / whole;
         room = room.min(free_space(dir).ok()? as f64 / part);
     }

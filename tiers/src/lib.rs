@@ -36,4 +36,4 @@ pub use store::{
     Verification,
 };
 pub use stripe::Striping;
-pub use volume::{STRIPE_BYTES, existing_dir, free_space};
+pub use volume::{STRIPE_BYTES, existing_dir, free_space, same_file_system};

@@ -556,7 +556,8 @@ pub(crate) fn require_space(dirs: &[PathBuf], bytes: &[u64]) -> Result<(), TierE
     Ok(())
 }
 
-fn same_file_system(a: &Path, b: &Path) -> bool {
+/// Whether two directories that exist share free space.
+pub fn same_file_system(a: &Path, b: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
     match (std::fs::metadata(a), std::fs::metadata(b)) {
         (Ok(a), Ok(b)) => a.dev() == b.dev(),

@@ -6,7 +6,7 @@
 
 use crate::activations::Activations;
 use crate::gradients::DOWNLOAD_WINDOW;
-use crate::kept::{Keeping, KeptTensors};
+use crate::kept::{Keeping, KeptTensors, Shapes};
 use crate::kv::{KvLayout, KvPlan};
 use crate::network::Network;
 use crate::rounds::Rounds;
@@ -18,7 +18,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::iter::repeat_n;
 use std::ops::Range;
 use terrace_device::{Arena, Bytes, BytesMut, Region};
-use terrace_kernels::{DType, KernelSet, Shape, Tensor, View, ViewMut, dry};
+use terrace_kernels::{DType, KernelSet, Tensor, View, ViewMut, dry};
 
 /// What a step needs and does.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -77,7 +77,7 @@ struct State {
     /// By block, what it left in turns of micro-batches that were not run again.
     kept_of_others: HashMap<usize, Region>,
     /// By block, the tensors that each micro-batch has elsewhere from forward to backward.
-    sent: HashMap<usize, Vec<(DType, Shape)>>,
+    sent: HashMap<usize, Shapes>,
     /// On a device with its own memory: those of the last pair that was sent, on their way, and of the next one that comes back.
     leaving: Vec<Tensor>,
     coming: Option<Vec<Tensor>>,
@@ -272,8 +272,7 @@ impl DryRun<'_> {
             self.forward(block, Mode::Train, arena, &mut cx, &mut staying)?;
             match cx.kept {
                 Kept::Left(tensors) if self.keeping.sends(block) => {
-                    let shapes = tensors.iter().map(|tensor| (tensor.dtype(), tensor.shape()));
-                    state.sent.insert(block, shapes.collect());
+                    state.sent.insert(block, Shapes::of(&tensors));
                     // In host memory they are copied at once.
                     state.leaving = if self.unified { Vec::new() } else { tensors };
                 }
@@ -319,8 +318,7 @@ impl DryRun<'_> {
             let kept = cx.kept;
             let (mut kept_bytes, mut kept_tensors) = (None, Vec::new());
             if let Kept::Left(tensors) = &kept {
-                let bytes = |tensor: &Tensor| tensor.shape().elements() * tensor.dtype().size();
-                kept_tensors = tensors.iter().map(bytes).collect::<Vec<usize>>();
+                kept_tensors = Shapes::of(tensors).bytes().collect::<Vec<usize>>();
                 // Of nothing there is nothing to keep.
                 kept_bytes =
                     Some(arena.used() - used).filter(|_| kept_tensors.iter().any(|&bytes| bytes > 0));
@@ -452,12 +450,8 @@ impl DryRun<'_> {
         micro_batches: &Range<usize>,
         state: &mut State,
     ) -> Result<Option<Vec<Tensor>>> {
-        let room = |shapes: &Vec<(DType, Shape)>| -> Result<Vec<Tensor>> {
-            let tensors = shapes.iter().map(|&(dtype, shape)| Tensor::new(arena, dtype, shape.dims()));
-            Ok(tensors.collect::<std::result::Result<_, _>>()?)
-        };
         let Some(shapes) = state.sent.get(&block) else { return Ok(None) };
-        let tensors = state.coming.take().map_or_else(|| room(shapes), Ok)?;
+        let tensors = state.coming.take().map_or_else(|| shapes.take(arena), Ok)?;
         if !self.unified {
             let is_last = m + 1 == micro_batches.end;
             let next = if is_last {
@@ -465,7 +459,7 @@ impl DryRun<'_> {
             } else {
                 Some(block)
             };
-            state.coming = next.map(|next| room(&state.sent[&next])).transpose()?;
+            state.coming = next.map(|next| state.sent[&next].take(arena)).transpose()?;
         }
         Ok(Some(tensors))
     }

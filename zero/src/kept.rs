@@ -16,7 +16,8 @@ use crate::pass::Pass;
 use crate::timeline::Resource;
 use std::collections::HashMap;
 use std::time::Instant;
-use terrace_kernels::Tensor;
+use terrace_device::{Arena, Region};
+use terrace_kernels::{DType, Shape, Tensor};
 
 /// Tensors on their way from a block's forward to its backward: a field of [`Context`](crate::Context).
 #[derive(Debug, Default)]
@@ -138,6 +139,33 @@ impl KeptTensors {
     }
 }
 
+/// What tensors are without their memory.
+#[derive(Debug)]
+pub(crate) struct Shapes(Vec<(DType, Shape)>);
+
+impl Shapes {
+    pub(crate) fn of(tensors: &[Tensor]) -> Self {
+        Self(tensors.iter().map(|tensor| (tensor.dtype(), tensor.shape())).collect())
+    }
+
+    /// Bytes of each.
+    pub(crate) fn bytes(&self) -> impl Iterator<Item = usize> {
+        self.0.iter().map(|(dtype, shape)| shape.elements() * dtype.size())
+    }
+
+    /// Memory for tensors of these shapes.
+    pub(crate) fn take(&self, arena: &Arena) -> Result<Vec<Tensor>> {
+        let tensors = self.0.iter().map(|&(dtype, shape)| Tensor::new(arena, dtype, shape.dims()));
+        Ok(tensors.collect::<std::result::Result<_, _>>()?)
+    }
+
+    /// The tensors in memory that is given.
+    fn over(self, regions: Vec<Region>) -> Vec<Tensor> {
+        let each = regions.into_iter().zip(self.0);
+        each.map(|(region, (dtype, shape))| Tensor::from_region(region, dtype, shape.dims())).collect()
+    }
+}
+
 /// The way of what blocks leave in one step, wherever it is in between.
 pub(crate) struct KeptInStep<'a> {
     keeping: Keeping,
@@ -177,7 +205,6 @@ impl<'a> KeptInStep<'a> {
     /// Gives backward what forward left.
     pub(crate) fn take(&mut self, block: usize, m: usize, pass: &Pass<'_>) -> Result<Kept> {
         let Some(away) = &mut self.away else { return Ok(self.here.take(block, m)) };
-        away.read_ahead()?;
         let (began, before) = (Instant::now(), away.waited);
         let Some(tensors) = away.take((block, m), pass.lane, self.pool)? else {
             return Ok(self.here.take(block, m));
@@ -206,8 +233,6 @@ impl<'a> KeptInStep<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use terrace_device::Arena;
-    use terrace_kernels::DType;
 
     #[test]
     fn the_last_blocks_keep() {

@@ -201,7 +201,7 @@ impl Planner<'_> {
             o.copied_weights.unwrap_or(0),
             o.copied_groups.unwrap_or(0),
         );
-        let mut choices = self.choices(&keepers);
+        let mut choices = self.choices(&keepers)?;
         choices.retain(|&choice| self.leaving(choice, &keepers) <= LEAVING_MAX);
         if choices.is_empty() {
             let micro_batches = self.config.limits.micro_batches;
@@ -329,7 +329,7 @@ impl Planner<'_> {
         if self.backend.device.unified() { Tier::Host } else { Tier::Device }
     }
 
-    fn choices(&self, keepers: &[(usize, usize)]) -> Vec<Choice> {
+    fn choices(&self, keepers: &[(usize, usize)]) -> Result<Vec<Choice>> {
         let o = self.config.overrides;
         let keeping = self.keeping(keepers, o.kept_blocks.unwrap_or(0), self.most_on_host());
         let only = |fixed: Option<usize>, all: &[usize]| fixed.map_or_else(|| all.to_vec(), |f| vec![f]);
@@ -349,7 +349,7 @@ impl Planner<'_> {
             None => vec![true, false],
         };
         let windows = |tight: bool, all: &'static [usize]| if tight { all } else { &all[..2] };
-        let kept_slots = self.kept_slot_choices();
+        let kept_slots = self.kept_slot_choices()?;
         for (&signals_stay, tight) in stays.iter().flat_map(|stay| [(stay, false), (stay, true)]) {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
                 for &activations_on_disk in &places(o.activations_on_disk) {
@@ -384,7 +384,7 @@ impl Planner<'_> {
                 }
             }
         }
-        choices
+        Ok(choices)
     }
 
     fn evaluate(&self, choice: Choice, caching: &Caching) -> Result<EnginePlan> {

@@ -16,7 +16,7 @@
 //! Micro-batches are counted within their round, since what one round leaves is back before the next one leaves anything.
 
 use crate::Result;
-use crate::kept::Keeping;
+use crate::kept::{Keeping, Shapes};
 use crate::lane::Lane;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use std::collections::VecDeque;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use terrace_aio::{FileId, IoEngine, Urgency};
 use terrace_device::{Arena, Device, Download, Region, Upload, UploadSource};
-use terrace_kernels::{DType, Shape, Tensor};
+use terrace_kernels::Tensor;
 use terrace_tiers::{Lease, PendingRead, Pool, Scratch, ScratchChunk, Striping, TierError};
 
 /// What a piece of a pair of block and micro-batch may be of what the pair leaves in all: with fewer and larger ones the last of each tensor,
@@ -41,6 +41,11 @@ pub(crate) fn slot_bytes(pair_bytes: usize) -> usize {
 /// Pieces of tensors of so many bytes.
 pub(crate) fn chunks(tensors: &[usize], slot_bytes: usize) -> usize {
     tensors.iter().map(|bytes| bytes.div_ceil(slot_bytes)).sum()
+}
+
+/// Lengths of the pieces of a tensor of so many bytes.
+fn cut(bytes: usize, slot_bytes: usize) -> impl Iterator<Item = usize> {
+    (0..bytes).step_by(slot_bytes).map(move |at| slot_bytes.min(bytes - at))
 }
 
 /// Leases for what blocks keep.
@@ -91,7 +96,7 @@ struct Disk {
 struct Pair {
     block: usize,
     m: usize,
-    tensors: Vec<(DType, Shape)>,
+    tensors: Shapes,
     pieces: Pieces,
 }
 
@@ -112,18 +117,6 @@ struct Piece {
 struct Leaving {
     pair: Pair,
     downloads: Vec<Download<Vec<Lease>>>,
-}
-
-impl Pair {
-    fn lengths(&self) -> impl Iterator<Item = usize> {
-        self.tensors.iter().map(|(dtype, shape)| shape.elements() * dtype.size())
-    }
-
-    /// Memory for its tensors.
-    fn room(&self, arena: &Arena) -> Result<Vec<Region>> {
-        let regions = self.lengths().map(|bytes| arena.alloc(bytes));
-        Ok(regions.collect::<std::result::Result<_, _>>()?)
-    }
 }
 
 impl KeptAway {
@@ -203,8 +196,7 @@ impl KeptAway {
         lane: &Lane,
         pool: &rayon::ThreadPool,
     ) -> Result {
-        let shapes = tensors.iter().map(|tensor| (tensor.dtype(), tensor.shape())).collect();
-        let mut pair = Pair { block, m, tensors: shapes, pieces: Pieces::Host(Vec::new()) };
+        let mut pair = Pair { block, m, tensors: Shapes::of(&tensors), pieces: Pieces::Host(Vec::new()) };
         if self.keeping.sends_to_disk(block) {
             pair.pieces = Pieces::Disk(self.pieces(&pair, at));
         }
@@ -222,10 +214,8 @@ impl KeptAway {
             (_, Some(pool)) => pool,
             _ => unreachable!("a block sends to where there are leases for it"),
         };
-        let bytes = self.slots.bytes;
-        let lease =
-            |length: usize| (0..length).step_by(bytes).map(move |at| leases.acquire(bytes.min(length - at)));
-        let leased: Vec<Vec<Lease>> = pair.lengths().map(|length| lease(length).collect()).collect();
+        let lease = |bytes| cut(bytes, self.slots.bytes).map(|length| leases.acquire(length)).collect();
+        let leased: Vec<Vec<Lease>> = pair.tensors.bytes().map(lease).collect();
         self.waited += began.elapsed();
         let each = tensors.into_iter().map(Tensor::into_region).zip(leased);
         let downloads = each.map(|(region, leases)| lane.take_kept(block, region, leases));
@@ -238,9 +228,7 @@ impl KeptAway {
     fn pieces(&self, pair: &Pair, at: usize) -> Vec<Piece> {
         let place = self.places.iter().find(|place| place.0 == pair.block);
         let &(block, first, each) = place.expect("a block that sends to disk");
-        let slot = self.slots.bytes;
-        let lengths =
-            pair.lengths().flat_map(|bytes| (0..bytes).step_by(slot).map(move |at| slot.min(bytes - at)));
+        let lengths = pair.tensors.bytes().flat_map(|bytes| cut(bytes, self.slots.bytes));
         let chunks = (first + at * each..).map(ScratchChunk).zip(lengths);
         let pieces: Vec<Piece> = chunks.map(|(chunk, bytes)| Piece { chunk, bytes }).collect();
         assert!(pieces.len() <= each, "block {block} leaves no more than was planned for it");
@@ -304,7 +292,7 @@ impl KeptAway {
     }
 
     /// Reads what comes next into the leases that there are.
-    pub(crate) fn read_ahead(&mut self) -> Result {
+    fn read_ahead(&mut self) -> Result {
         let began = Instant::now();
         let result = self.request();
         // For what is still being written.
@@ -341,7 +329,10 @@ impl KeptAway {
         pool: &rayon::ThreadPool,
     ) -> Result<Option<Vec<Tensor>>> {
         let is_next = self.returning.front().is_some_and(|pair| (pair.block, pair.m) == (block, m));
-        let Some(pair) = is_next.then(|| self.returning.pop_front()).flatten() else { return Ok(None) };
+        let Some(pair) = is_next.then(|| self.returning.pop_front()).flatten() else {
+            self.read_ahead()?;
+            return Ok(None);
+        };
         let tensors =
             if lane.unified { self.read_in(&pair, &lane.arena, pool)? } else { self.bring_up(pair, lane)? };
         // While this pair is in backward.
@@ -351,8 +342,7 @@ impl KeptAway {
 
     /// Reads tensors into host memory.
     fn read_in(&mut self, pair: &Pair, arena: &Arena, pool: &rayon::ThreadPool) -> Result<Vec<Tensor>> {
-        let tensors = pair.tensors.iter().map(|&(dtype, shape)| Tensor::new(arena, dtype, shape.dims()));
-        let mut tensors = tensors.collect::<std::result::Result<Vec<_>, _>>()?;
+        let mut tensors = pair.tensors.take(arena)?;
         let slot = self.slots.bytes;
         let bytes = tensors.iter_mut().map(|tensor| tensor.view_mut().into_bytes().into_host());
         let mut places: VecDeque<&mut [u8]> = bytes.flat_map(|bytes| bytes.chunks_mut(slot)).collect();
@@ -382,17 +372,17 @@ impl KeptAway {
             }
             self.rise(&mut pair, lane)?;
         }
-        let mut tensors = Vec::with_capacity(pair.tensors.len());
-        for (upload, (dtype, shape)) in self.rising.drain(..).zip(pair.tensors) {
+        let mut regions = Vec::with_capacity(self.rising.len());
+        for upload in self.rising.drain(..) {
             let (region, source) = upload.ready_on(&*lane.compute)?;
             self.sources.push(source);
-            tensors.push(Tensor::from_region(region, dtype, shape.dims()));
+            regions.push(region);
         }
         // Before kernels are enqueued that what comes up is not to wait for.
         if let Some(next) = self.returning.front() {
             self.room = self.room_for(next, lane)?;
         }
-        Ok(tensors)
+        Ok(pair.tensors.over(regions))
     }
 
     /// Starts copying what backward comes to next into the memory that was taken for it.
@@ -409,7 +399,7 @@ impl KeptAway {
     fn rise(&mut self, pair: &mut Pair, lane: &Lane) -> Result {
         // Their kernels were enqueued, so that these copies are done or nearly so.
         self.release()?;
-        let lengths: Vec<usize> = pair.lengths().collect();
+        let lengths: Vec<usize> = pair.tensors.bytes().collect();
         let mut on_host = match &mut pair.pieces {
             Pieces::Host(leases) => std::mem::take(leases).into_iter(),
             Pieces::Disk(_) => Vec::new().into_iter(),
@@ -430,9 +420,9 @@ impl KeptAway {
     }
 
     fn room_for(&self, pair: &Pair, lane: &Lane) -> Result<Vec<Region>> {
-        let room = pair.room(&lane.arena)?;
+        let room = pair.tensors.take(&lane.arena)?;
         lane.begin_keys()?;
-        Ok(room)
+        Ok(room.into_iter().map(Tensor::into_region).collect())
     }
 
     /// The next pieces from disk.

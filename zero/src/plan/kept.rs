@@ -123,30 +123,34 @@ impl Planner<'_> {
         LEAVING_MAX / 2 / self.rounds().together.max(1)
     }
 
-    /// Bytes of a lease, and pieces of what a block leaves for a micro-batch, the most of those that are meant.
-    fn kept_pieces(&self, of: impl Fn(usize) -> bool) -> Result<(usize, usize)> {
+    /// Bytes of a lease for what the blocks that are meant leave for a micro-batch.
+    fn kept_slot_bytes(&self, of: impl Fn(usize) -> bool) -> Result<usize> {
         let blocks = self.blocks()?;
-        let left = || {
-            let meant = blocks.iter().enumerate().filter(|(block, _)| of(*block));
-            meant.map(|(_, cost)| &cost.kept_tensors[..])
-        };
-        let slot = slot_bytes(left().map(|tensors| tensors.iter().sum()).max().unwrap_or(0));
-        Ok((slot, left().map(|tensors| chunks(tensors, slot)).max().unwrap_or(0)))
+        let meant = blocks.iter().enumerate().filter(|(block, _)| of(*block));
+        Ok(slot_bytes(meant.map(|(_, cost)| cost.kept_tensors.iter().sum()).max().unwrap_or(0)))
+    }
+
+    /// Pieces that each of the blocks that are meant leaves for a micro-batch.
+    fn kept_pieces(&self, slot_bytes: usize, of: impl Fn(usize) -> bool) -> Result<Vec<usize>> {
+        let blocks = self.blocks()?;
+        let meant = blocks.iter().enumerate().filter(|(block, _)| of(*block));
+        Ok(meant.map(|(_, cost)| chunks(&cost.kept_tensors, slot_bytes)).collect())
     }
 
     /// Numbers of leases for what blocks keep on disk, roomy first.
-    pub(super) fn kept_slot_choices(&self) -> Vec<usize> {
-        match (self.config.overrides.kept_slots, self.most_on_disk()) {
-            (Some(slots), _) => vec![slots],
-            (None, 0) => vec![0],
-            // Of whichever blocks these will be.
-            (None, _) => {
-                let pieces = self.kept_pieces(|_| true).map_or(1, |(_, pieces)| pieces);
-                let quarters: &[usize] =
-                    if self.backend.device.unified() { &QUARTERS } else { &QUARTERS_OF_A_DEVICE };
-                quarters.iter().map(|quarters| (pieces * quarters).div_ceil(4).max(1)).collect()
-            }
+    pub(super) fn kept_slot_choices(&self) -> Result<Vec<usize>> {
+        if let Some(slots) = self.config.overrides.kept_slots {
+            return Ok(vec![slots]);
         }
+        if self.most_on_disk() == 0 {
+            return Ok(vec![0]);
+        }
+        // Of whichever blocks these will be.
+        let all = |_| true;
+        let pieces = self.kept_pieces(self.kept_slot_bytes(all)?, all)?.into_iter().max().unwrap_or(0);
+        let quarters: &[usize] =
+            if self.backend.device.unified() { &QUARTERS } else { &QUARTERS_OF_A_DEVICE };
+        Ok(quarters.iter().map(|quarters| (pieces * quarters).div_ceil(4).max(1)).collect())
     }
 
     /// Leases of a choice.
@@ -155,10 +159,9 @@ impl Planner<'_> {
         if keeping.counts.on_disk + keeping.counts.on_host == 0 {
             return Ok(KeptSlots::default());
         }
-        let (bytes, _) = self.kept_pieces(|block| keeping.sends(block))?;
-        let blocks = self.blocks()?;
-        let of_disk = blocks.iter().enumerate().filter(|(block, _)| keeping.sends_to_disk(*block));
-        let pieces = of_disk.map(|(_, cost)| chunks(&cost.kept_tensors, bytes)).max().unwrap_or(0);
+        let bytes = self.kept_slot_bytes(|block| keeping.sends(block))?;
+        let of_disk = self.kept_pieces(bytes, |block| keeping.sends_to_disk(block))?;
+        let pieces = of_disk.into_iter().max().unwrap_or(0);
         let (least, most) =
             if self.backend.device.unified() { (pieces.min(1), pieces) } else { (pieces, 2 * pieces) };
         let in_flight = choice.kept_slots.clamp(least, most);
@@ -166,9 +169,8 @@ impl Planner<'_> {
     }
 
     fn slots_on_host(&self, keeping: Keeping, slot_bytes: usize) -> Result<usize> {
-        let (blocks, together) = (self.blocks()?, self.rounds().together);
-        let of_host = blocks.iter().enumerate().filter(|(block, _)| keeping.sends_to_host(*block));
-        Ok(of_host.map(|(_, cost)| chunks(&cost.kept_tensors, slot_bytes) * together).sum())
+        let pieces = self.kept_pieces(slot_bytes, |block| keeping.sends_to_host(block))?;
+        Ok(pieces.into_iter().sum::<usize>() * self.rounds().together)
     }
 
     pub(super) fn add_kept_away(&self, memory: &mut MemoryPlan, windows: &Windows) -> Result {
