@@ -27,6 +27,8 @@ pub struct RopeDims {
     pub tokens: usize,
     pub heads: usize,
     pub head_size: usize,
+    /// Pairs of elements of a head that are rotated (P).
+    pub half: usize,
 }
 
 /// Sizes of an attention call.
@@ -202,12 +204,12 @@ pub fn rope(x: &ViewMut<'_>, positions: View<'_>, inv_freq: View<'_>) -> RopeDim
     float("rope", "x", x.dtype());
     let (heads, head_size) = (dims[dims.len() - 2], dims[dims.len() - 1]);
     let tokens = dims[..dims.len() - 2].iter().product();
-    assert_eq!(head_size % 2, 0, "rope: the head size {head_size} is even");
+    let half = inv_freq.shape().elements();
+    assert!(2 * half <= head_size, "rope: {half} pairs of elements are in a head of {head_size}");
     same("rope", "positions", tokens, positions.shape().elements());
-    same("rope", "inv_freq", head_size / 2, inv_freq.shape().elements());
     exact("rope", "positions", positions.dtype(), DType::I32);
     exact("rope", "inv_freq", inv_freq.dtype(), DType::F32);
-    RopeDims { tokens, heads, head_size }
+    RopeDims { tokens, heads, head_size, half }
 }
 
 fn attention(q: View<'_>, KeyValues { k, v, pages }: KeyValues<'_>) -> AttentionDims {

@@ -196,7 +196,7 @@ impl Rope for Dry {
         _direction: RopeDirection,
     ) -> Result {
         let dims = check::rope(&x, positions, inv_freq);
-        self.counter.other(3 * dims.tokens * dims.heads * dims.head_size);
+        self.counter.other(3 * dims.tokens * dims.heads * 2 * dims.half);
         self.counter.bytes(&[x.view(), positions, inv_freq], &[&x]);
         Ok(())
     }

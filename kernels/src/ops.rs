@@ -215,8 +215,8 @@ pub enum RopeDirection {
 
 /// Rotary position embedding (Su et al., arXiv 2104.09864), in the half-split layout of Hugging Face.
 pub trait Rope: Send + Sync {
-    /// Rotates `x[T, heads, K]` in place. `positions` i32 `[T]`, `inv_freq` f32 `[K/2]`. Element pair `(i, i+K/2)` is
-    /// turned by `positions[t]·inv_freq[i]`; cosine and sine are multiplied by `scale`.
+    /// Rotates the first 2P elements of each head of `x[T, heads, K]` in place, 2P ≤ K. `positions` i32 `[T]`, `inv_freq` f32 `[P]`.
+    /// Element pair `(i, i+P)` is turned by `positions[t]·inv_freq[i]`; cosine and sine are multiplied by `scale`. The others stay.
     ///
     /// # Errors
     /// The backend failed.

@@ -1,6 +1,6 @@
 //! Rows of tokens to the inputs that the blocks read.
 //!
-//! Legend: B sequences, S positions, T = B·S, K head size.
+//! Legend: B sequences, S positions, T = B·S, P rotated pairs of elements of a head.
 //!
 //! Every batch has the same six inputs in the same order, padded on the right to one length:
 //!
@@ -10,7 +10,7 @@
 //!  2 POSITIONS  i32 [T]     position of each token in its sequence
 //!  3 STARTS     i32 [B]     position of each sequence's first token in this batch (0 in training)
 //!  4 LAST       i32 [B]     row in 0..T of each sequence's last valid token
-//!  5 INV_FREQ   f32 [K/2]   angle per position of the rotary embedding
+//!  5 INV_FREQ   f32 [P]     angle per position of the rotary embedding
 //! ```
 
 use crate::{ModelConfig, ModelError, Result};
@@ -48,12 +48,32 @@ pub struct Row<'a> {
 pub struct TokenBatch {
     vocab: usize,
     inv_freq: Vec<f32>,
+    /// Where longer sequences have frequencies of their own: how long, and those.
+    beyond: Option<(usize, Vec<f32>)>,
+    /// How long sequences become; `None` where each batch tells.
+    reach: Option<usize>,
 }
 
 impl TokenBatch {
     /// A builder for models of this configuration.
     pub fn new(config: &ModelConfig) -> Self {
-        Self { vocab: config.vocab, inv_freq: config.rope.inverse_frequencies(config.head_size) }
+        let rope = &config.rope;
+        let beyond = rope.short_positions().map(|short| (short, rope.inverse_frequencies(short + 1)));
+        Self { vocab: config.vocab, inv_freq: rope.inverse_frequencies(0), beyond, reach: None }
+    }
+
+    /// The same for sequences that grow to `positions`. Keys in a cache were rotated when they were short: of a rotary embedding that has other
+    /// frequencies for long sequences, all steps of a generation must use the same.
+    pub fn reaching(self, positions: usize) -> Self {
+        Self { reach: Some(positions), ..self }
+    }
+
+    /// The frequencies of a batch whose longest sequence has `positions`.
+    fn frequencies(&self, positions: usize) -> &[f32] {
+        match &self.beyond {
+            Some((short, long)) if self.reach.unwrap_or(positions) > *short => long,
+            _ => &self.inv_freq,
+        }
     }
 
     /// A batch of `sequences` rows of `length` positions. Shorter rows are padded, missing rows are all padding; padding
@@ -77,7 +97,8 @@ impl TokenBatch {
                 columns.labels[index * length + t - 1] = label;
             }
         }
-        Ok(columns.finish(&self.inv_freq))
+        let longest = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
+        Ok(columns.finish(self.frequencies(longest)))
     }
 
     /// A batch for generation: `rows[b]` continues sequence b, of which `starts[b]` positions are in the cache. Rows are padded
@@ -98,7 +119,8 @@ impl TokenBatch {
             }
             self.fill(&mut columns, index, ids, start)?;
         }
-        Ok(columns.finish(&self.inv_freq))
+        let longest = rows.iter().zip(starts).map(|(ids, start)| start + ids.len()).max().unwrap_or(0);
+        Ok(columns.finish(self.frequencies(longest)))
     }
 
     /// The first batch of a generation: whole prompts, padded on the right to `length`.

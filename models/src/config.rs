@@ -46,7 +46,7 @@ pub enum Family {
     Qwen2,
     /// Qwen 3: queries and keys are normalized per head.
     Qwen3,
-    /// Phi 3 and 4: files hold query, key and value projections as one tensor, and gate and up as one.
+    /// Phi 3 and 4: files hold query, key and value projections as one tensor, and gate and up as one; some rotate a part of each head.
     Phi3,
     /// Seed-OSS: biased query, key and value projections, dropout in training.
     SeedOss,
@@ -217,14 +217,7 @@ impl ModelConfig {
         };
         let positions_max = entries.size_or("max_position_embeddings", defaults.positions)?;
         let vocab = entries.size("vocab_size")?;
-        let rope = Rope::parse(&entries, head_size, positions_max, defaults.theta)?;
-        if family == Family::Phi3 && rope.scaling != RopeScaling::Default {
-            return Err(ModelError::Unsupported {
-                what: "rope scaling of Phi3ForCausalLM".into(),
-                found: "\"longrope\", whatever it is called here,".into(),
-                supported: "none (models of 4096 positions, and Phi 4)".into(),
-            });
-        }
+        let rope = Rope::parse(&entries, family, head_size, positions_max, defaults.theta)?;
         let attention_bias = entries.flag("attention_bias", family == Family::SeedOss)?;
         let unrotated = unrotated(&entries, family, layers)?;
         let config = Self {
@@ -291,6 +284,16 @@ impl ModelConfig {
         }
         if !self.head_size.is_multiple_of(2) {
             return refuse("head_dim", format!("is {}; rotary embedding needs an even size", self.head_size));
+        }
+        if self.rope.size > self.head_size || !self.rope.size.is_multiple_of(2) {
+            let detail = format!("makes {} of {} elements of a head", self.rope.size, self.head_size);
+            return refuse("partial_rotary_factor", detail);
+        }
+        if let RopeScaling::Long { short, long, .. } = &self.rope.scaling
+            && [short, long].iter().any(|divisors| divisors.len() < self.rope.size / 2)
+        {
+            let detail = format!("and long_factor have fewer than {} numbers", self.rope.size / 2);
+            return refuse("short_factor", detail);
         }
         if self.head_size > HEAD_MAX {
             let detail = format!("is {}; heads of more than {HEAD_MAX} are not computed", self.head_size);

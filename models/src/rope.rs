@@ -3,6 +3,7 @@
 //! Both spellings are read: `rope_theta` beside `rope_scaling` (with `rope_type` or the older `type`), and
 //! `rope_parameters`, which holds everything. The formulas are those of transformers' `modeling_rope_utils`.
 
+use crate::config::Family;
 use crate::entries::Entries;
 use crate::{ModelError, Result};
 use std::f64::consts::TAU;
@@ -12,12 +13,14 @@ use std::f64::consts::TAU;
 pub struct Rope {
     /// Base of the geometric series of wavelengths.
     pub theta: f64,
+    /// Elements of each head that are rotated, 2P: the first ones.
+    pub size: usize,
     /// How the series is changed for longer contexts.
     pub scaling: RopeScaling,
 }
 
 /// Change of the frequencies that extends the context.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum RopeScaling {
     /// None.
     Default,
@@ -53,17 +56,25 @@ pub enum RopeScaling {
         /// The ends of the ramp are rounded to whole pairs, outwards.
         truncate: bool,
     },
+    /// LongRoPE (Ding et al., arXiv 2402.13753): the frequency of each element pair divided by a factor of its own; cosines and sines are
+    /// multiplied by `attention_factor`.
+    Long {
+        /// The divisors for sequences within the original context.
+        short: Vec<f64>,
+        /// The divisors for longer ones, at all of their positions.
+        long: Vec<f64>,
+        /// Multiplies cosines and sines.
+        attention_factor: f64,
+        /// Context of the original training.
+        original_positions: usize,
+    },
 }
 
 impl Rope {
-    /// No scaling.
-    pub fn new(theta: f64) -> Self {
-        Self { theta, scaling: RopeScaling::Default }
-    }
-
     /// Reads whichever spelling the configuration uses.
     pub(crate) fn parse(
         config: &Entries<'_>,
+        family: Family,
         head_size: usize,
         positions_max: usize,
         default_theta: f64,
@@ -74,8 +85,16 @@ impl Rope {
         };
         let filled = |key: &str| config.object(key).map(|found| found.filter(|found| !found.is_empty()));
         let (parameters, older) = (filled("rope_parameters")?, filled("rope_scaling")?);
+        let all = [parameters.as_ref(), older.as_ref(), Some(config)].into_iter().flatten();
+        let mut size = None;
+        for at in all.filter(|at| at.has_value(PART)) {
+            let of_this = rotated_size(at, family, head_size)?;
+            size = size.or(Some(of_this));
+        }
+        let size = size.unwrap_or(head_size);
+        let scaling = |nested: &Entries<'_>| scaling(config, nested, family, size, positions_max);
         if let (Some(parameters), Some(older)) = (&parameters, &older)
-            && (scaling(config, parameters, positions_max)? != scaling(config, older, positions_max)?
+            && (scaling(parameters)? != scaling(older)?
                 || older.has_value("rope_theta") && older.positive("rope_theta")? != theta_of(parameters)?)
         {
             let detail = "says something else than rope_parameters: put what is meant there and remove it";
@@ -83,41 +102,41 @@ impl Rope {
         }
         let nested = parameters.or(older);
         let theta = nested.as_ref().map_or_else(|| theta_of(config), theta_of)?;
-        for at in [Some(config), nested.as_ref()].into_iter().flatten() {
-            let partial = at.number_or("partial_rotary_factor", 1.0)?;
-            if partial != 1.0 {
-                return Err(ModelError::Unsupported {
-                    what: "partial_rotary_factor".into(),
-                    found: partial.to_string(),
-                    supported: format!("1 (all {head_size} elements of a head are rotated)"),
-                });
-            }
-        }
-        let scaling = match &nested {
-            Some(nested) => scaling(config, nested, positions_max)?,
-            None => RopeScaling::Default,
-        };
+        let scaling = nested.as_ref().map_or(Ok(RopeScaling::Default), scaling)?;
         if theta == 1.0 && matches!(scaling, RopeScaling::Yarn { .. }) {
             return Err(config.error("rope_theta", "is 1, with which \"yarn\" has no frequencies".into()));
         }
-        Ok(Self { theta, scaling })
+        Ok(Self { theta, size, scaling })
     }
 
-    /// The angle per position of each of the K/2 element pairs of a head. Computed in f64, rounded once.
-    pub fn inverse_frequencies(&self, head_size: usize) -> Vec<f32> {
-        let ramp = self.ramp(head_size);
-        (0..head_size / 2)
+    /// The angle per position of each of the P element pairs of a head that are rotated, for sequences of `positions`. Computed in f64,
+    /// rounded once.
+    pub fn inverse_frequencies(&self, positions: usize) -> Vec<f32> {
+        let ramp = self.ramp();
+        (0..self.size / 2)
             .map(|i| {
-                let frequency = self.theta.powf(-((2 * i) as f64) / head_size as f64);
-                match ramp {
-                    Some((low, high, factor)) => {
+                let frequency = self.theta.powf(-((2 * i) as f64) / self.size as f64);
+                match (ramp, &self.scaling) {
+                    (Some((low, high, factor)), _) => {
                         let divided = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
                         (frequency / factor * divided + frequency * (1.0 - divided)) as f32
                     }
-                    None => self.scaling.apply(frequency) as f32,
+                    (None, RopeScaling::Long { short, long, original_positions, .. }) => {
+                        let divisors = if positions > *original_positions { long } else { short };
+                        (frequency / divisors[i]) as f32
+                    }
+                    (None, scaling) => scaling.apply(frequency) as f32,
                 }
             })
             .collect()
+    }
+
+    /// The longest sequences for which [`inverse_frequencies`](Self::inverse_frequencies) are those of short ones, if there are others.
+    pub fn short_positions(&self) -> Option<usize> {
+        match self.scaling {
+            RopeScaling::Long { original_positions, .. } => Some(original_positions),
+            _ => None,
+        }
     }
 
     /// Positions that the scaling stretches the original context to, if it says so.
@@ -133,34 +152,36 @@ impl Rope {
     /// What cosines and sines are multiplied by.
     pub fn attention_factor(&self) -> f32 {
         match self.scaling {
-            RopeScaling::Yarn { attention_factor, .. } => attention_factor as f32,
+            RopeScaling::Yarn { attention_factor, .. } | RopeScaling::Long { attention_factor, .. } => {
+                attention_factor as f32
+            }
             _ => 1.0,
         }
     }
 
     /// Of [`RopeScaling::Yarn`]: the element pairs between which its ramp rises, and the divisor behind it.
-    fn ramp(&self, head_size: usize) -> Option<(f64, f64, f64)> {
+    fn ramp(&self) -> Option<(f64, f64, f64)> {
         let RopeScaling::Yarn { factor, beta_fast, beta_slow, original_positions, truncate, .. } =
             self.scaling
         else {
             return None;
         };
         let pair_of = |turns: f64| {
-            head_size as f64 * (original_positions / (turns * TAU)).ln() / (2.0 * self.theta.ln())
+            self.size as f64 * (original_positions / (turns * TAU)).ln() / (2.0 * self.theta.ln())
         };
         let (low, high) = (pair_of(beta_fast), pair_of(beta_slow));
         let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
         // The upper limit is that of transformers, which counts elements here and pairs everywhere else.
-        let (low, high) = (low.max(0.0), high.min(head_size as f64 - 1.0));
+        let (low, high) = (low.max(0.0), high.min(self.size as f64 - 1.0));
         Some((low, if low == high { high + 0.001 } else { high }, factor))
     }
 }
 
 impl RopeScaling {
-    fn apply(self, frequency: f64) -> f64 {
-        match self {
-            // The ramp of the latter goes by the pair, not by its frequency.
-            Self::Default | Self::Yarn { .. } => frequency,
+    fn apply(&self, frequency: f64) -> f64 {
+        match *self {
+            // The latter two go by the pair, not by its frequency.
+            Self::Default | Self::Yarn { .. } | Self::Long { .. } => frequency,
             Self::Linear { factor } => frequency / factor,
             Self::Llama3 { factor, low_frequency, high_frequency, original_positions } => {
                 let wavelength = TAU / frequency;
@@ -178,8 +199,41 @@ impl RopeScaling {
     }
 }
 
+/// The part of each head that is rotated.
+const PART: &str = "partial_rotary_factor";
+
+/// As many elements of a head as that part has.
+fn rotated_size(at: &Entries<'_>, family: Family, head_size: usize) -> Result<usize> {
+    let part = at.positive(PART)?;
+    if part == 1.0 {
+        return Ok(head_size);
+    }
+    // The classes of the others rotate all of a head, whatever is said here.
+    if family != Family::Phi3 {
+        return Err(ModelError::Unsupported {
+            what: PART.into(),
+            found: part.to_string(),
+            supported: format!("1 (all {head_size} elements of a head are rotated)"),
+        });
+    }
+    let size = (head_size as f64 * part) as usize;
+    if !(part < 1.0 && size > 0 && size.is_multiple_of(2)) {
+        let detail = format!(
+            "is {part}, which makes {size} of the {head_size} elements of a head; it must be a part for which that is an even number"
+        );
+        return Err(at.error(PART, detail));
+    }
+    Ok(size)
+}
+
 /// `config` is the whole of config.json, `nested` the part of it that describes the scaling.
-fn scaling(config: &Entries<'_>, nested: &Entries<'_>, positions_max: usize) -> Result<RopeScaling> {
+fn scaling(
+    config: &Entries<'_>,
+    nested: &Entries<'_>,
+    family: Family,
+    size: usize,
+    positions_max: usize,
+) -> Result<RopeScaling> {
     if let Some(key) = nested.first_object() {
         let detail = "holds parameters of its own for some layers, which are not supported";
         return Err(nested.error(key, detail.into()));
@@ -191,11 +245,24 @@ fn scaling(config: &Entries<'_>, nested: &Entries<'_>, positions_max: usize) -> 
     // transformers goes by the one of the top level, if it is there.
     let original = || {
         let key = "original_max_position_embeddings";
-        let inner = |outer: Option<usize>| outer.map_or_else(|| nested.size_or(key, positions_max), Ok);
+        let inner = |outer: Option<usize>| match (outer, family) {
+            (Some(outer), _) => Ok(outer),
+            // The class has the entry, whatever is nested.
+            (None, Family::Phi3) => Ok(4096),
+            (None, _) => nested.size_or(key, positions_max),
+        };
         config.optional_size(key).and_then(inner).map(|positions| positions as f64)
     };
     match kind {
         "default" => Ok(RopeScaling::Default),
+        // Phi 3 had two other names for it at first.
+        "longrope" => long(nested, size, original()? as usize, positions_max),
+        "su" | "yarn" if family == Family::Phi3 => long(nested, size, original()? as usize, positions_max),
+        other if family == Family::Phi3 => Err(ModelError::Unsupported {
+            what: "rope scaling type of Phi3ForCausalLM".into(),
+            found: format!("\"{other}\""),
+            supported: "\"default\", \"longrope\"".into(),
+        }),
         // Frequencies change beyond the positions that the model was trained for, and longer sequences are refused.
         "dynamic" if config.has_value("max_position_embeddings") => Ok(RopeScaling::Default),
         "dynamic" => {
@@ -217,9 +284,46 @@ fn scaling(config: &Entries<'_>, nested: &Entries<'_>, positions_max: usize) -> 
         other => Err(ModelError::Unsupported {
             what: "rope scaling type".into(),
             found: format!("\"{other}\""),
-            supported: "\"default\", \"linear\", \"dynamic\", \"llama3\", \"yarn\"".into(),
+            supported: "\"default\", \"linear\", \"dynamic\", \"llama3\", \"yarn\", \"longrope\"".into(),
         }),
     }
+}
+
+/// `_compute_longrope_parameters` of transformers, of heads of which `size` elements are rotated.
+fn long(
+    nested: &Entries<'_>,
+    size: usize,
+    original_positions: usize,
+    positions_max: usize,
+) -> Result<RopeScaling> {
+    let divisors = |key: &str| {
+        let listed = nested.numbers(key)?.ok_or_else(|| nested.error(key, "is missing".into()))?;
+        if listed.len() != size / 2 || listed.iter().any(|divisor| *divisor <= 0.0) {
+            let detail = format!(
+                "has {} numbers; it must have {}, one for every two of the {size} elements of a head that are rotated, each above zero",
+                listed.len(),
+                size / 2
+            );
+            return Err(nested.error(key, detail));
+        }
+        Ok(listed)
+    };
+    let attention_factor = match nested.has_value("attention_factor") {
+        true => nested.positive("attention_factor")?,
+        false => {
+            let factor = match nested.has_value("factor") {
+                true => nested.positive("factor")?,
+                false => positions_max as f64 / original_positions as f64,
+            };
+            if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original_positions as f64).ln()).sqrt() }
+        }
+    };
+    if !attention_factor.is_finite() {
+        let detail = format!("is {original_positions}; with it there is no attention factor");
+        return Err(nested.error("original_max_position_embeddings", detail));
+    }
+    let (short, long) = (divisors("short_factor")?, divisors("long_factor")?);
+    Ok(RopeScaling::Long { short, long, attention_factor, original_positions })
 }
 
 /// `_compute_yarn_parameters` of transformers. It does not read `attn_factor`.

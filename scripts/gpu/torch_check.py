@@ -119,11 +119,14 @@ def rope(case):
     x, scale = case["x"], case.number("scale")
     angles = case.operands["positions"].float()[:, None] * case.operands["inv_freq"][None]
     angles = angles.double()[:, None] * (1 if case.facts["direction"] == "forward" else -1)
-    # Elements i and i + K/2 are one complex number.
-    first, second = x.chunk(2, -1)
+    # Elements i and i + P are one complex number, of the first 2P.
+    turning = 2 * angles.shape[-1]
+    first, second = x[..., :turning].chunk(2, -1)
     turned = torch.complex(first, second) * torch.polar(torch.full_like(angles, scale), angles)
     bound = 2.0**-22 * scale * (first.abs() + second.abs())
-    return {"x": (torch.cat([turned.real, turned.imag], -1), torch.cat([bound, bound], -1))}
+    rest = x[..., turning:]
+    bounds = torch.cat([bound, bound, torch.zeros_like(rest)], -1)
+    return {"x": (torch.cat([turned.real, turned.imag, rest], -1), bounds)}
 
 
 class Scores:

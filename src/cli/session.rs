@@ -17,7 +17,7 @@ use terrace_device::cuda::CudaDevice;
 use terrace_device::host::HostDevice;
 use terrace_kernels::cpu::CpuConfig;
 use terrace_kernels::{DType, QuantFormat};
-use terrace_tiers::{MemoryPlan, Tier, existing_dir, free_space, same_file_system};
+use terrace_tiers::{MemoryPlan, Tier, allocated_bytes, existing_dir, free_space, same_file_system};
 use terrace_zero::{Accumulation, Backend, EngineConfig, EngineError, Placement, Timeline};
 
 /// Disk operations that `--trace` remembers at most, and as many spans of the engine; later ones replace the earliest. With their names they
@@ -302,8 +302,8 @@ pub fn check_activations(
     }
 }
 
-/// Bytes that the directories of state have room for, by the parts that they take, what is there already included; `None` where that cannot
-/// be seen.
+/// Bytes that the directories of state have room for, by the parts that they take, state that is there already included; `None` where that
+/// cannot be seen.
 pub fn disk_room(config: &EngineConfig) -> Option<u64> {
     let dirs: Vec<PathBuf> = config.disks.iter().map(|dir| existing_dir(dir)).collect();
     let weights = config.disk_weights.clone().unwrap_or_else(|| vec![1.0; dirs.len()]);
@@ -314,8 +314,7 @@ pub fn disk_room(config: &EngineConfig) -> Option<u64> {
         let part = sharing.map(|(_, weight)| weight).sum::<f64>() / whole;
         room = room.min(free_space(dir).ok()? as f64 / part);
     }
-    let files = config.disks.iter().flat_map(|dir| std::fs::read_dir(dir).into_iter().flatten().flatten());
-    let there: u64 = files.filter_map(|file| Some(file.metadata().ok()?.len())).sum();
+    let there: u64 = config.disks.iter().map(|dir| allocated_bytes(dir)).sum();
     room.is_finite().then_some(room as u64 + there)
 }
 

@@ -33,7 +33,7 @@ pub use store::fuzzing;
 pub use store::{
     Access, Arrived, Commit, CommitFacts, Committed, Damage, DamageCause, DiskStore, FilePart, Held,
     PendingRead, Recovery, Sealed, SlotFacts, SlotState, StoreView, SyncAhead, TRAINER_BYTES_MAX,
-    Verification,
+    Verification, allocated_bytes,
 };
 pub use stripe::Striping;
 pub use volume::{STRIPE_BYTES, existing_dir, free_space, same_file_system};

@@ -19,10 +19,10 @@ pub fn run(rig: &Rig) {
             in_place(rig, [rows, width], mix.0);
         }
     }
-    for ([tokens, heads, size], dtype) in
-        pairs(&rig.sizes(&[[100, 8, 128], [37, 3, 80]], &[[5, 2, 16], [3, 1, 10]]), &FLOATS)
-    {
-        rope(rig, [tokens, heads, size], dtype);
+    let shapes = [[100, 8, 128, 64], [100, 8, 128, 48], [37, 3, 80, 40]];
+    let tiny = [[5, 2, 16, 8], [5, 2, 16, 6], [3, 1, 10, 5]];
+    for (dims, dtype) in pairs(&rig.sizes(&shapes, &tiny), &FLOATS) {
+        rope(rig, dims, dtype);
     }
     for ([rows, words], dtype) in
         pairs(&rig.sizes(&[[64, 32_000], [37, 1003]], &[[6, 512], [5, 77]]), &FLOATS[..2])
@@ -142,18 +142,18 @@ fn in_place(rig: &Rig, dims: [usize; 2], dtype: DType) {
     case.finish(&[("out", &out)]);
 }
 
-fn rope(rig: &Rig, [tokens, heads, size]: [usize; 3], dtype: DType) {
+fn rope(rig: &Rig, [tokens, heads, size, turning]: [usize; 4], dtype: DType) {
     for (direction, word, scale) in
         [(RopeDirection::Forward, "forward", 1.0f32), (RopeDirection::Backward, "backward", 1.25)]
     {
-        let name = format!("{tokens}x{heads}x{size} {dtype} {word}");
+        let name = format!("{tokens}x{heads}x{size} {turning} pairs {dtype} {word}");
         let mut case = rig.case("rope", name).with("direction", word).with("scale", f64::from(scale));
         let mut x = case.operand("x", dtype, &[tokens, heads, size], 1.0);
         let positions: Vec<i32> = (0..tokens as i32).map(|t| t * 41).collect();
         let positions = case.integers("positions", &[tokens], &positions);
-        let frequency = |i: usize| 10_000f32.powf(-2.0 * i as f32 / size as f32);
-        let frequencies: Vec<f32> = (0..size / 2).map(frequency).collect();
-        let inv_freq = case.operand_of("inv_freq", DType::F32, &[size / 2], &frequencies);
+        let frequency = |i: usize| 10_000f32.powf(-(i as f32) / turning as f32);
+        let frequencies: Vec<f32> = (0..turning).map(frequency).collect();
+        let inv_freq = case.operand_of("inv_freq", DType::F32, &[turning], &frequencies);
         let rope = &rig.kernels().rope;
         rope.rotate(x.view_mut(), positions.view(), inv_freq.view(), scale, direction).expect("rope runs");
         case.finish(&[("x", &x)]);

@@ -1,4 +1,4 @@
-//! Rotary position embedding (Su et al., arXiv 2104.09864), pairs `(i, i + K/2)`.
+//! Rotary position embedding (Su et al., arXiv 2104.09864), pairs `(i, i + P)` of the first 2P elements of each head.
 //!
 //! The angle is the f32 product of position and frequency, as Hugging Face computes it; its sine and cosine are taken
 //! in f64 and rounded, once per token and pair, for all heads. Those of angles up to a million and a half are computed here, in vectors and
@@ -24,9 +24,9 @@ impl Rope for Cpu {
     ) -> Result {
         let dims = check::rope(&x, positions, inv_freq);
         let (positions_t, inv_freq_i) = (ints(positions), floats(inv_freq));
-        let (x, isa, half) = (FloatsMut::new(x), self.threads.isa(), dims.head_size / 2);
+        let (x, isa, half) = (FloatsMut::new(x), self.threads.isa(), dims.half);
         let token_len = dims.heads * dims.head_size;
-        if token_len == 0 {
+        if token_len == 0 || half == 0 {
             return Ok(());
         }
         let sign = if direction == RopeDirection::Forward { 1.0 } else { -1.0 };
@@ -34,7 +34,7 @@ impl Rope for Cpu {
         let task_tokens = (CHUNK / (token_len + 4 * half)).max(1);
         self.threads.run_ranges(dims.tokens, task_tokens, |tokens, scratch| {
             let mut carver = Carver::new(scratch);
-            let (cos, sin, row) = (carver.take(half), carver.take(half), carver.take(dims.head_size));
+            let (cos, sin, row) = (carver.take(half), carver.take(half), carver.take(2 * half));
             for t in tokens {
                 let angles = |inv_freq: &f32| positions_t[t] as f32 * inv_freq;
                 cos.iter_mut().zip(inv_freq_i).for_each(|(angle, inv_freq)| *angle = angles(inv_freq));

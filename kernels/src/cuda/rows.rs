@@ -66,12 +66,12 @@ impl Rope for Cuda {
         direction: RopeDirection,
     ) -> Result {
         let dims = check::rope(&x, positions, inv_freq);
-        if dims.tokens * dims.heads * dims.head_size == 0 {
+        if dims.tokens * dims.heads * dims.half == 0 {
             return Ok(());
         }
         let mut arguments = self.arguments().write(&x).only(positions).only(inv_freq).float(scale);
         arguments = arguments.flag(direction == RopeDirection::Backward).long(dims.tokens);
-        arguments = arguments.size(dims.heads).size(dims.head_size / 2);
+        arguments = arguments.size(dims.heads).size(dims.head_size).size(dims.half);
         self.launch("rope", "rope_rotate", [self.blocks(dims.tokens), 1, 1], THREADS, 0, &mut arguments)
     }
 }

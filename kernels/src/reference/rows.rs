@@ -71,7 +71,6 @@ impl Rope for Reference {
         direction: RopeDirection,
     ) -> Result {
         let dims = check::rope(&x, positions, inv_freq);
-        let half = dims.head_size / 2;
         let mut x_thk = values::read(x.view());
         let (positions_t, inv_freq_i) = (values::ints(positions), values::floats(inv_freq));
         for (t, &position) in positions_t.iter().enumerate() {
@@ -81,9 +80,9 @@ impl Rope for Reference {
                 let sin = if direction == RopeDirection::Forward { sin } else { -sin };
                 for h in 0..dims.heads {
                     let at = (t * dims.heads + h) * dims.head_size + i;
-                    let (low, high) = (x_thk[at], x_thk[at + half]);
+                    let (low, high) = (x_thk[at], x_thk[at + dims.half]);
                     x_thk[at] = low * cos - high * sin;
-                    x_thk[at + half] = high * cos + low * sin;
+                    x_thk[at + dims.half] = high * cos + low * sin;
                 }
             }
         }

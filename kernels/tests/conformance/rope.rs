@@ -4,14 +4,22 @@ use crate::support::{Host, assert_close, backends};
 use proptest::prelude::*;
 use terrace_kernels::{DType, RopeDirection, reference};
 
-fn inv_freq(head_size: usize) -> Host {
-    let half = head_size / 2;
+fn inv_freq(half: usize) -> Host {
     Host::of(DType::F32, &[half], (0..half).map(|i| 10_000f64.powf(-(i as f64) / half as f64)))
 }
 
 #[test]
 fn rotates_like_the_reference() {
-    for sizes in [(1, 1, 2), (3, 2, 6), (65, 3, 64), (2, 5, 130)] {
+    // The last three rotate a part of each head, or nothing of it.
+    for sizes in [
+        (1, 1, 2, 1),
+        (3, 2, 6, 3),
+        (65, 3, 64, 32),
+        (2, 5, 130, 65),
+        (3, 2, 128, 48),
+        (65, 3, 15, 7),
+        (2, 2, 8, 0),
+    ] {
         for dtype in FLOATS {
             check(sizes, dtype);
         }
@@ -20,20 +28,25 @@ fn rotates_like_the_reference() {
 
 const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-fn check((tokens, heads, head_size): (usize, usize, usize), dtype: DType) {
+fn check((tokens, heads, head_size, half): (usize, usize, usize, usize), dtype: DType) {
     for direction in [RopeDirection::Forward, RopeDirection::Backward] {
         let x = Host::random(dtype, &[tokens, heads, head_size], 1.0, 1);
         // Positions up to 100 000 need an exact range reduction.
         let positions = Host::of(DType::I32, &[tokens], (0..tokens).map(|t| (t * 99_991 % 100_003) as f64));
-        let inv_freq = inv_freq(head_size);
+        let inv_freq = inv_freq(half);
         let mut expected = x.cast(DType::F32);
         let rope = reference::kernel_set().rope;
         rope.rotate(expected.view_mut(), positions.view(), inv_freq.view(), 1.1, direction).unwrap();
         for (name, set) in backends() {
             let mut out = x.clone();
             set.rope.rotate(out.view_mut(), positions.view(), inv_freq.view(), 1.1, direction).unwrap();
-            let what = format!("{name}: [{tokens}, {heads}, {head_size}] {dtype} {direction:?}");
+            let what =
+                format!("{name}: [{tokens}, {heads}, {head_size}], {half} pairs {dtype} {direction:?}");
             assert_close(&what, &expected, &out, 4e-6);
+            // What is not rotated is not touched.
+            for (at, (before, after)) in x.values().into_iter().zip(out.values()).enumerate() {
+                assert!(at % head_size < 2 * half || before == after, "{what}: element {at}");
+            }
         }
     }
 }
@@ -41,8 +54,9 @@ fn check((tokens, heads, head_size): (usize, usize, usize), dtype: DType) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn any_shape(tokens in 1usize..70, heads in 1usize..9, half in 1usize..100, dtype in 0..FLOATS.len()) {
-        check((tokens, heads, 2 * half), FLOATS[dtype]);
+    fn any_shape(tokens in 1usize..70, heads in 1usize..9, half in 1usize..100, rest in 0usize..70, dtype in 0..FLOATS.len()) {
+        let rest = rest.saturating_sub(35);
+        check((tokens, heads, 2 * half + rest, half), FLOATS[dtype]);
     }
 }
 

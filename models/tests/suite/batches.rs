@@ -1,6 +1,6 @@
 //! Inputs of the blocks, and what is refused.
 
-use terrace_models::batch::{IDS, LABELS, LAST, POSITIONS, STARTS};
+use terrace_models::batch::{IDS, INV_FREQ, LABELS, LAST, POSITIONS, STARTS};
 use terrace_models::{ModelConfig, Row, TokenBatch};
 use terrace_zero::MicroBatch;
 
@@ -32,6 +32,30 @@ fn generation_continues_at_its_starts() {
     let batch = builder().decode(&[4, 5], &[9, 2]).unwrap();
     assert_eq!((batch.length, column(&batch, POSITIONS)), (1, vec![9, 2]));
     assert_eq!(column(&batch, LAST), [0, 1]);
+}
+
+/// As in transformers the longest row of a batch decides, not what pads it; but all steps of a generation have the same.
+#[test]
+fn long_sequences_have_frequencies_of_their_own() {
+    let config = ModelConfig::parse(
+        r#"{"architectures": ["Phi3ForCausalLM"], "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "original_max_position_embeddings": 3, "max_position_embeddings": 64,
+            "rope_scaling": {"type": "longrope", "short_factor": [1, 1], "long_factor": [2, 4]}}"#,
+    );
+    let batches = TokenBatch::new(&config.unwrap());
+    let frequencies = |batch: MicroBatch| {
+        let bytes = &batch.inputs[INV_FREQ].bytes;
+        bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect::<Vec<_>>()
+    };
+    let (short, long) = (vec![1.0, 0.01], vec![0.5, 0.0025]);
+    let row = |len: usize| Row { ids: &[1; 8][..len], labels: &[1; 8][..len] };
+    assert_eq!(frequencies(batches.train(&[row(3), row(2)], 2, 8).unwrap()), short);
+    assert_eq!(frequencies(batches.train(&[row(2), row(4)], 2, 8).unwrap()), long);
+    assert_eq!(frequencies(batches.prefill(&[&[1, 2]], 8).unwrap()), short);
+    assert_eq!(frequencies(batches.decode(&[1], &[3]).unwrap()), long);
+    let reaching = |positions| batches.clone().reaching(positions);
+    assert_eq!(frequencies(reaching(4).prefill(&[&[1, 2]], 8).unwrap()), long);
+    assert_eq!(frequencies(reaching(3).prefill(&[&[1, 2]], 8).unwrap()), short);
 }
 
 #[test]

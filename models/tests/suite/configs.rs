@@ -74,6 +74,24 @@ fn released_models_with_fused_projections_dropout_or_layers_without_positions() 
     assert_eq!((param_count(&phi), phi.pad_id, phi.rope.theta), (14_659_507_200, Some(100_349), 250_000.0));
     assert!(phi.dropouts.is_empty() && phi.windows.iter().all(Option::is_none));
 
+    // Phi 4 mini: 3,836,021,760 parameters; three quarters of each head are rotated.
+    let divisors = vec!["1.5"; 48].join(", ");
+    let mini = ModelConfig::parse(&format!(
+        r#"{{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 199999,
+            "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+            "initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": false,
+            "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "phi3", "num_attention_heads": 24,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096, "pad_token_id": 199999,
+            "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+            "rope_scaling": {{"long_factor": [{divisors}], "short_factor": [{divisors}], "type": "longrope"}},
+            "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+            "use_cache": true, "vocab_size": 200064}}"#
+    ));
+    let mini = mini.unwrap();
+    assert_eq!((param_count(&mini), mini.rope.size, mini.head_size), (3_836_021_760, 96, 128));
+    assert_eq!((mini.rope.short_positions(), mini.positions_max), (Some(4096), 131_072));
+    assert!((mini.rope.attention_factor() - 1.190_238).abs() < 1e-6);
+
     // Seed-OSS 36B: 36,151,104,512 parameters.
     let seed = ModelConfig::parse(
         r#"{"architectures": ["SeedOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.1,
@@ -130,12 +148,17 @@ fn rotary_frequencies_are_those_of_transformers() {
     let cases: Vec<Value> = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
     for case in cases {
         let config = parse(case["config"].clone()).unwrap();
-        let expected: Vec<f64> = numbers(&case["inv_freq"]);
-        let found = config.rope.inverse_frequencies(config.head_size);
-        assert_eq!(found.len(), expected.len());
-        let off = |(a, b): (f64, f64)| (a - b).abs() / b;
-        let worst = found.iter().map(|f| f64::from(*f)).zip(expected).map(off).fold(0.0, f64::max);
-        assert!(worst < 1e-6, "{}: off by {worst}", case["config"]);
+        let short = config.rope.short_positions();
+        let long = short.map(|positions| ("long_inv_freq", positions + 1));
+        assert_eq!(long.is_some(), case.get("long_inv_freq").is_some(), "{}", case["config"]);
+        for (key, positions) in [("inv_freq", short.unwrap_or(2048))].into_iter().chain(long) {
+            let expected: Vec<f64> = numbers(&case[key]);
+            let found = config.rope.inverse_frequencies(positions);
+            assert_eq!(found.len(), expected.len());
+            let off = |(a, b): (f64, f64)| (a - b).abs() / b;
+            let worst = found.iter().map(|f| f64::from(*f)).zip(expected).map(off).fold(0.0, f64::max);
+            assert!(worst < 1e-6, "{}: {key} off by {worst}", case["config"]);
+        }
         let (factor, expected) = (config.rope.attention_factor(), case["attention_factor"].as_f64().unwrap());
         assert!((f64::from(factor) - expected).abs() < 1e-7, "{}: {factor}", case["config"]);
     }
@@ -258,10 +281,52 @@ fn what_is_not_computed_is_refused_by_name() {
             vec!["`model_type` is \"mistral\" and `architectures` names LlamaForCausalLM"],
         ),
         (
+            json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}),
+            vec!["no_rope_layers", "1 entries for 2 layers"],
+        ),
+        (
+            json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": "none"}),
+            vec!["no_rope_layers", "array of numbers"],
+        ),
+        (json!({"hidden_size": null}), vec!["`hidden_size` is missing"]),
+        (json!({"hidden_size": 0}), vec!["hidden_size", "positive integer", "found 0"]),
+        (json!({"hidden_size": "64"}), vec!["hidden_size", "positive integer", "\"64\""]),
+        (
+            json!({"num_hidden_layers": 4_000_000_000_u64}),
+            vec!["num_hidden_layers", "4000000000", "65536 layers"],
+        ),
+        (json!({"hidden_size": 66}), vec!["66", "num_attention_heads = 4"]),
+        (json!({"num_key_value_heads": 3}), vec!["num_key_value_heads", "is 3", "num_attention_heads = 4"]),
+        (json!({"head_dim": 15}), vec!["head_dim", "15", "even"]),
+        (json!({"head_dim": 1024}), vec!["head_dim", "1024", "more than 512"]),
+        (json!({"rms_norm_eps": 0}), vec!["rms_norm_eps", "positive"]),
+        (json!({"tie_word_embeddings": "yes"}), vec!["tie_word_embeddings", "true or false"]),
+        (json!({"eos_token_id": "</s>"}), vec!["eos_token_id", "token id"]),
+    ];
+    check_refusals(refused);
+    assert!(ModelConfig::parse("{").unwrap_err().to_string().contains("not JSON"));
+    assert!(ModelConfig::parse("[]").unwrap_err().to_string().contains("not a JSON object"));
+}
+
+#[test]
+fn rotary_embeddings_that_cannot_be_are_refused_by_name() {
+    check_refusals([
+        (
             json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
             vec!["`max_position_embeddings` is missing", "dynamic"],
         ),
-        (json!({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}), vec!["longrope", "\"yarn\""]),
+        (
+            json!({"rope_parameters": {"rope_type": "su", "factor": 2.0}}),
+            vec!["\"su\"", "\"yarn\"", "longrope"],
+        ),
+        (
+            json!({"rope_parameters": {"rope_type": "longrope"}, "max_position_embeddings": 64}),
+            vec!["`rope_parameters.short_factor` is missing"],
+        ),
+        (
+            json!({"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 2]}}),
+            vec!["rope_parameters.short_factor", "has 2 numbers", "must have 8", "16 elements"],
+        ),
         (json!({"rope_parameters": {"rope_type": "yarn"}}), vec!["`rope_parameters.factor` is missing"]),
         (
             json!({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 0}}),
@@ -292,44 +357,32 @@ fn what_is_not_computed_is_refused_by_name() {
             vec!["`rope_parameters.full_attention` holds parameters of its own"],
         ),
         (
-            json!({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "yarn", "factor": 4.0}}),
-            vec!["rope scaling of Phi3ForCausalLM", "longrope", "Phi 4"],
+            json!({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "linear", "factor": 4.0}}),
+            vec!["rope scaling type of Phi3ForCausalLM", "\"linear\"", "\"longrope\""],
         ),
         (
-            json!({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}),
-            vec!["\"longrope\""],
+            json!({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "su", "short_factor": [1.0, 0.0]}}),
+            vec!["rope_scaling.short_factor", "has 2 numbers", "must have 8"],
         ),
         (
-            json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}),
-            vec!["no_rope_layers", "1 entries for 2 layers"],
+            json!({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.2}),
+            vec!["partial_rotary_factor", "3 of the 16 elements", "even"],
         ),
         (
-            json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": "none"}),
-            vec!["no_rope_layers", "array of numbers"],
+            json!({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0}),
+            vec!["partial_rotary_factor", "positive"],
         ),
-        (json!({"hidden_size": null}), vec!["`hidden_size` is missing"]),
-        (json!({"hidden_size": 0}), vec!["hidden_size", "positive integer", "found 0"]),
-        (json!({"hidden_size": "64"}), vec!["hidden_size", "positive integer", "\"64\""]),
-        (
-            json!({"num_hidden_layers": 4_000_000_000_u64}),
-            vec!["num_hidden_layers", "4000000000", "65536 layers"],
-        ),
-        (json!({"hidden_size": 66}), vec!["66", "num_attention_heads = 4"]),
-        (json!({"num_key_value_heads": 3}), vec!["num_key_value_heads", "is 3", "num_attention_heads = 4"]),
-        (json!({"head_dim": 15}), vec!["head_dim", "15", "even"]),
-        (json!({"head_dim": 1024}), vec!["head_dim", "1024", "more than 512"]),
-        (json!({"rms_norm_eps": 0}), vec!["rms_norm_eps", "positive"]),
-        (json!({"tie_word_embeddings": "yes"}), vec!["tie_word_embeddings", "true or false"]),
-        (json!({"eos_token_id": "</s>"}), vec!["eos_token_id", "token id"]),
-    ];
+    ]);
+}
+
+/// Configurations, and what the message of each names.
+fn check_refusals(refused: impl IntoIterator<Item = (Value, Vec<&'static str>)>) {
     for (changes, parts) in refused {
         let message = parse(changes.clone()).expect_err(&changes.to_string()).to_string();
         for part in parts {
             assert!(message.contains(part), "{changes}: {message:?} names {part:?}");
         }
     }
-    assert!(ModelConfig::parse("{").unwrap_err().to_string().contains("not JSON"));
-    assert!(ModelConfig::parse("[]").unwrap_err().to_string().contains("not a JSON object"));
 }
 
 #[test]

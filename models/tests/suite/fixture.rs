@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 12] = [
+pub const NAMES: [&str; 13] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -19,6 +19,7 @@ pub const NAMES: [&str; 12] = [
     "qwen2",
     "qwen3",
     "phi3",
+    "phi3_long",
     "seed_oss",
     "smollm3",
 ];

@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 12] = [
+    let ignored: [(&'static str, Change); 15] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -33,6 +33,15 @@ fn logits_notice_every_option() {
         ("qwen2", |config| config.windows = vec![None; config.layers]),
         ("qwen3", |config| config.rope.theta = 10_000.0),
         ("phi3", |config| config.windows = vec![None; config.layers]),
+        ("phi3_long", |config| config.rope.size = 4),
+        ("phi3_long", |config| match &mut config.rope.scaling {
+            RopeScaling::Long { original_positions, .. } => *original_positions = 64,
+            other => panic!("{other:?}"),
+        }),
+        ("phi3_long", |config| match &mut config.rope.scaling {
+            RopeScaling::Long { attention_factor, .. } => *attention_factor = 1.0,
+            other => panic!("{other:?}"),
+        }),
         ("seed_oss", |config| config.rope.theta = 100.0),
         ("smollm3", |config| config.windows = vec![None; config.layers]),
         ("smollm3", |config| config.unrotated.clear()),
@@ -182,7 +191,8 @@ fn logits_error(fixture: &Fixture, runner: &mut Runner) -> f32 {
     let arrays = fixture.arrays("logits.safetensors");
     let (ids, expected) = (arrays["input_ids"].ids(), arrays["logits"].floats());
     let [sequences, length, vocab] = arrays["logits"].shape[..] else { panic!("three dimensions") };
-    let batches = TokenBatch::new(&runner.model.config);
+    // The prefixes stand for positions of the whole.
+    let batches = TokenBatch::new(&runner.model.config).reaching(length);
     let mut worst = 0f32;
     for end in 1..=length {
         let rows: Vec<&[u32]> = ids.chunks(length).map(|row| &row[..end]).collect();

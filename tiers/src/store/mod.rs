@@ -694,7 +694,7 @@ fn remove_scratch(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), Ti
 }
 
 /// Bytes on the disk of the files of a store in a directory, if there are any.
-fn allocated_bytes(dir: &Path) -> u64 {
+pub fn allocated_bytes(dir: &Path) -> u64 {
     let names = [manifest::FILE_NAME, DATA_FILE].into_iter().chain(TRAINING_SCRATCH);
     let found = names.filter_map(|name| dir.join(name).metadata().ok());
     found.map(|file| file.blocks() * 512).sum()
