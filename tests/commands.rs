@@ -131,7 +131,7 @@ fn a_finetune_document_and_its_metrics() {
             read += line["disk_read_bytes"].as_u64().unwrap();
         }
         assert!(line["host_peak_bytes"].as_u64().unwrap() > 1 << 20, "{line}");
-        for part in ["weights", "optimizer_state", "commit"] {
+        for part in ["weights", "activations", "gradient_buffers", "optimizer_state", "commit"] {
             assert!(line["stall_seconds"][part].as_f64().unwrap() >= 0.0, "{line}");
         }
     }

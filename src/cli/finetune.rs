@@ -592,6 +592,7 @@ fn step_metrics(
         stall_seconds: [
             ("weights".to_owned(), report.weights_stall_seconds),
             ("activations".to_owned(), report.activations_stall_seconds),
+            ("gradient_buffers".to_owned(), report.gradients_stall_seconds),
             ("optimizer_state".to_owned(), report.state_stall_seconds),
             ("commit".to_owned(), report.commit_seconds),
         ]

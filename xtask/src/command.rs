@@ -19,6 +19,11 @@ impl Step {
         Self { program, arguments: words.collect(), environment: Vec::new() }
     }
 
+    /// The program in a file.
+    pub fn of_file(file: &Path) -> Self {
+        Self { program: file.display().to_string(), arguments: Vec::new(), environment: Vec::new() }
+    }
+
     /// Adds arguments verbatim.
     pub fn arguments<'a>(mut self, more: impl IntoIterator<Item = &'a str>) -> Self {
         self.arguments.extend(more.into_iter().map(str::to_owned));

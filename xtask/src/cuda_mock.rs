@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use crate::command::Step;
 use crate::cuda_shim;
+use crate::programs::{self, Program};
 
 /// A shared library, by its file's name, and its sources.
 type Library = (&'static str, &'static [&'static str]);
@@ -22,7 +23,9 @@ const LIBRARIES: [Library; 4] = [
 /// Tests that need a card.
 struct Suite {
     package: &'static str,
-    /// Which tests, in Cargo's words.
+    /// Its test targets.
+    targets: &'static [&'static str],
+    /// Which of their tests, in the words of a test's executable.
     tests: &'static str,
     /// Builds the library with their kernels, in the folder if it is theirs alone.
     kernels: fn(&Path, &Path) -> Result<PathBuf, String>,
@@ -31,7 +34,8 @@ struct Suite {
 const SUITES: [Suite; 5] = [
     Suite {
         package: "terrace-device",
-        tests: "--test cuda_mock -- --ignored",
+        targets: &["cuda_mock"],
+        tests: "--ignored",
         kernels: |root, folder| {
             build(root, folder, &("libterrace_device_kernels.so", &["device/mock/test_kernels.cpp"]))
         },
@@ -39,7 +43,8 @@ const SUITES: [Suite; 5] = [
     // The suites that every backend passes: the library's name makes them run on the card.
     Suite {
         package: "terrace-kernels",
-        tests: "--test conformance --test tensor_cores -- --include-ignored",
+        targets: &["conformance", "tensor_cores"],
+        tests: "--include-ignored",
         kernels: |root, _| {
             cuda_shim::selftest(root)?;
             cuda_shim::build(root)
@@ -48,19 +53,22 @@ const SUITES: [Suite; 5] = [
     // State updated by kernels, byte for byte as by the loops of the CPU.
     Suite {
         package: "terrace-optimizer",
-        tests: "--test on_device -- --include-ignored",
+        targets: &["on_device"],
+        tests: "--include-ignored",
         kernels: |root, _| cuda_shim::build(root),
     },
     // Parity with torch and placement on the card, which the variable below selects.
     Suite {
         package: "terrace-models",
-        tests: "--test suite --test placement --test fp16 -- engine:: quantized::placement quantized::logits \
-                bf16_with_split_state_untied_without_clipping f32 placement_changes_nothing keys::numbers",
+        targets: &["suite", "placement", "fp16"],
+        tests: "engine:: quantized::placement quantized::logits bf16_with_split_state_untied_without_clipping f32 \
+                placement_changes_nothing keys::numbers",
         kernels: |root, _| cuda_shim::build(root),
     },
     Suite {
         package: "terrace",
-        tests: "--test cuda_mock -- --ignored",
+        targets: &["cuda_mock"],
+        tests: "--ignored",
         kernels: |root, _| cuda_shim::build(root),
     },
 ];
@@ -81,12 +89,19 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
             _ => return Err(format!("unknown argument `{}`: see `cargo xtask help`", pair[0])),
         }
     }
-    if chosen.is_empty() {
-        chosen.extend(&SUITES);
-    }
     if !has_compiler(root) {
         return Err("g++ not found: it builds the mock driver".to_owned());
     }
+    // All of them with the features that the whole has, as `cargo test --workspace` built them; Cargo would build most crates again for one
+    // package alone.
+    let command = if chosen.is_empty() {
+        chosen.extend(&SUITES);
+        "cargo test --release --no-run --workspace".to_owned()
+    } else {
+        let packages: String = chosen.iter().map(|suite| format!(" -p {}", suite.package)).collect();
+        format!("cargo test --release --no-run{packages}")
+    };
+    let programs = programs::build(root, || Step::new(&command))?;
     let folder = crate::target_folder(root, "cuda-mock")?;
     LIBRARIES.iter().try_for_each(|library| build(root, &folder, library).map(drop))?;
     // The loader asks for the plain names first, which on a machine with a card would find the real ones.
@@ -96,17 +111,26 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
         std::os::unix::fs::symlink(name, &plain)
             .map_err(|e| format!("cannot link {}: {e}", plain.display()))?;
     }
-    for Suite { package, tests, kernels } in chosen {
+    for Suite { package, targets, tests, kernels } in chosen {
         let kernels = kernels(root, &folder)?;
-        Step::new(&format!("cargo test --release -p {package} {tests}"))
-            .environment("LD_LIBRARY_PATH", search_path(&folder))
-            .environment("TERRACE_SHIM_LIBRARY", kernels.display().to_string())
-            // Threads of a block in another order at every launch; a seed that is set decides which.
-            .environment("TERRACE_SHIM_ORDER", std::env::var("TERRACE_SHIM_ORDER").unwrap_or("1".to_owned()))
-            .environment("TERRACE_TEST_DEVICE", "cuda:0".to_owned())
-            // What the mock compiler makes must not be taken for a real compiler's.
-            .environment("XDG_CACHE_HOME", folder.join("cache").display().to_string())
-            .run(root)?;
+        for target in *targets {
+            let is_it = |program: &&Program| program.package == *package && program.name == *target;
+            let program =
+                programs.iter().find(is_it).ok_or(format!("`{command}` built no {target} of {package}"))?;
+            Step::of_file(&program.file)
+                .arguments(tests.split_whitespace())
+                .environment("LD_LIBRARY_PATH", search_path(&folder))
+                .environment("TERRACE_SHIM_LIBRARY", kernels.display().to_string())
+                // Threads of a block in another order at every launch; a seed that is set decides which.
+                .environment(
+                    "TERRACE_SHIM_ORDER",
+                    std::env::var("TERRACE_SHIM_ORDER").unwrap_or("1".to_owned()),
+                )
+                .environment("TERRACE_TEST_DEVICE", "cuda:0".to_owned())
+                // What the mock compiler makes must not be taken for a real compiler's.
+                .environment("XDG_CACHE_HOME", folder.join("cache").display().to_string())
+                .run(&program.folder)?;
+        }
     }
     Ok(())
 }

@@ -9,6 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::command::Step;
+use crate::programs::{self, Program};
 
 /// What fits through the narrowest door it was made for.
 const BYTES_MAX: u64 = 60 << 20;
@@ -80,7 +81,7 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
         }
     }
     for programs in &PROGRAMS {
-        for (name, file) in build(root, programs.command)? {
+        for Program { name, file, .. } in build(root, programs.command)? {
             if let Some(place) = place(programs.places, &name) {
                 squeeze(root, &file, &folder.join(place))?;
             }
@@ -136,30 +137,14 @@ fn ptx_version(file: &[u8]) -> Option<(u32, u32)> {
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// Names and files of the programs that a command of Cargo's builds.
-fn build(root: &Path, command: &str) -> Result<Vec<(String, PathBuf)>, String> {
+/// The programs that a command of Cargo's builds, without this machine's paths in them.
+fn build(root: &Path, command: &str) -> Result<Vec<Program>, String> {
     let wrapper = root.join("scripts/gpu").join(WRAPPER);
-    let step = || {
+    programs::build(root, || {
         Step::new(command)
             .environment("RUSTC_WORKSPACE_WRAPPER", wrapper.display().to_string())
             .environment("TERRACE_PACK_ROOT", root.display().to_string())
-    };
-    step().run(root)?;
-    // Nothing is left to build, so this only says what there is.
-    let messages = step().arguments(["--message-format=json"]).read_quietly(root).unwrap_or_default();
-    let programs: Vec<_> = messages.lines().filter_map(program).collect();
-    if programs.is_empty() { Err(format!("`{command}` built no program")) } else { Ok(programs) }
-}
-
-/// The target's name and the file in a message of Cargo's, if it is about a program.
-fn program(message: &str) -> Option<(String, PathBuf)> {
-    let text = |text: &str, key: &str| {
-        let start = text.find(key)? + key.len();
-        Some(text[start..start + text[start..].find('"')?].to_owned())
-    };
-    let file = text(message, "\"executable\":\"")?;
-    let target = &message[message.find("\"target\":{")?..];
-    Some((text(target, "\"name\":\"")?, PathBuf::from(file)))
+    })
 }
 
 fn place(places: &[(&str, &str)], name: &str) -> Option<String> {
@@ -247,20 +232,6 @@ fn write(path: &Path, text: &str) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn programs_are_found_in_messages() {
-        let message = |executable: &str| {
-            format!(
-                "{{\"reason\":\"compiler-artifact\",\"package_id\":\"path+file:///p/kernels#terrace-kernels@0.1.0\",\
-                 \"target\":{{\"kind\":[\"test\"],\"name\":\"conformance\",\"src_path\":\"/p/x.rs\"}},\"executable\":{executable}}}"
-            )
-        };
-        let found = program(&message("\"/t/release/deps/conformance-0f\"")).unwrap();
-        assert_eq!(found, ("conformance".to_owned(), PathBuf::from("/t/release/deps/conformance-0f")));
-        assert_eq!(program(&message("null")), None);
-        assert_eq!(program("{\"reason\":\"build-finished\",\"success\":true}"), None);
-    }
 
     #[test]
     fn ptx_says_its_version() {

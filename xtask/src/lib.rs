@@ -10,6 +10,7 @@ pub mod cuda_check;
 pub mod cuda_mock;
 pub mod cuda_shim;
 pub mod gpu_pack;
+pub mod programs;
 pub mod test;
 pub mod tidy;
 

@@ -22,7 +22,7 @@ pub fn run(root: &Path) -> Result<(), String> {
             "cargo test -p terrace-aio --release --features tokio_uring --test conformance --test real_disk --test unprivileged",
         ),
         // Every interleaving of a ticket's two halves. The switch rebuilds everything, hence a folder of its own.
-        Step::new("cargo test -p terrace-aio --release --test loom_ticket --target-dir target/loom")
+        Step::new("cargo test -p terrace-aio --no-default-features --release --test loom_ticket --target-dir target/loom")
             .environment("RUSTFLAGS", "--cfg terrace_loom"),
         // Benchmarks and examples run once, small.
         Step::new("cargo bench --workspace -- --test").minutes(30),

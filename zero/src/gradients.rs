@@ -23,6 +23,7 @@ use bytemuck::cast_slice;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 use terrace_aio::{FileId, IoEngine, Urgency};
 use terrace_device::{Device, Download, Region};
 use terrace_kernels::{DType, KernelSet, View, ViewMut};
@@ -48,6 +49,8 @@ pub(crate) struct GradientPark {
     pub(crate) on_device: Option<DeviceGradients>,
     /// Memory of the gradients of some blocks, which have it in turns with what they keep; the pool has none for these.
     pub(crate) turns: Turns,
+    /// How long backward has waited for room, until updates or the disk had taken what was parked before.
+    waited: Mutex<Duration>,
 }
 
 /// What is parked, so that one thread can park and another take.
@@ -159,6 +162,7 @@ impl GradientPark {
             }),
             on_device: None,
             turns: Turns::default(),
+            waited: Mutex::default(),
         })
     }
 
@@ -230,7 +234,7 @@ impl GradientPark {
             if lane.unified {
                 let mut memory = match self.turns.of(group) {
                     Some(arena) => ChunkMemory::Turn(arena.alloc(bytes)?),
-                    None => self.pool.acquire(bytes).into(),
+                    None => self.room(bytes).into(),
                 };
                 ops.cast(from, flat_mut(&mut memory, self.dtype))?;
                 self.keep(group, chunk, last_use, memory, pool)?;
@@ -243,11 +247,26 @@ impl GradientPark {
             ops.cast(from, ViewMut::new(region.bytes_mut(), self.dtype, &[len]))?;
             // Waits only for what the update, or a write, gives back by itself: a group's chunks have a slot each. Landing one
             // before its turn instead would give device memory back in another order than a planning run does.
-            let lease = self.pool.acquire(bytes);
+            let lease = self.room(bytes);
             let download = lane.download(Cargo::Gradient(group), region, lease)?;
             self.books().coming.push_back(Coming { group, chunk, last_use, download });
         }
         Ok(())
+    }
+
+    /// Memory for a chunk.
+    fn room(&self, bytes: usize) -> Lease {
+        self.pool.try_acquire(bytes).unwrap_or_else(|| {
+            let began = Instant::now();
+            let lease = self.pool.acquire(bytes);
+            *self.waited() += began.elapsed();
+            lease
+        })
+    }
+
+    /// How long backward has waited for room in this step; whoever counts it takes it.
+    pub(crate) fn waited(&self) -> MutexGuard<'_, Duration> {
+        self.waited.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until everything that was parked has come down.
@@ -345,6 +364,7 @@ impl GradientPark {
         books.parked.iter_mut().flatten().for_each(|p| *p = None);
         books.coming.clear();
         self.on_device.iter().for_each(DeviceGradients::clear);
+        *self.waited() = Duration::ZERO;
     }
 
     /// Parks what was [taken](Self::take) again, unchanged; what is on disk is still there.

@@ -47,6 +47,8 @@ pub struct StepReport {
     pub weights_stall_seconds: f64,
     /// Seconds that compute waited for activations that go to disk and come back.
     pub activations_stall_seconds: f64,
+    /// Seconds that backward waited for room for gradients, until updates or the disk had taken earlier ones.
+    pub gradients_stall_seconds: f64,
     /// Seconds that the optimizer waited for its state or gradients.
     pub state_stall_seconds: f64,
     /// Bytes sent to a device with memory of its own during the step.

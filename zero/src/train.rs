@@ -321,8 +321,7 @@ impl Engine {
             let mut fetcher = fetcher?;
             left = training.all_rounds(scope, &mut fetcher, deferred, immediate, report)?;
             report.weights_stall_seconds = fetcher.stalled.as_secs_f64();
-            report.activations_stall_seconds =
-                training.activations.take_waited() + training.kept.take_waited();
+            training.note_waits(report);
             Ok(fetcher.finish())
         })?;
         device_weights.let_go(state);
@@ -582,21 +581,7 @@ impl<'a> Training<'a> {
                 mean = self.read_loss(loss)?;
                 loss = self.pass.lane.tensor(&zero_loss())?;
             }
-            for (&group, acc) in groups.iter().zip(&mut accumulators) {
-                if is_last {
-                    self.forget_frozen(group, acc)?;
-                    self.park.park(
-                        self.pass.backend,
-                        self.pass.lane,
-                        group,
-                        &acc.region,
-                        group == block,
-                        self.pool,
-                    )?;
-                } else {
-                    before.park(self.pass.backend, self.pass.lane, group, &acc.region, false, self.pool)?;
-                }
-            }
+            self.park_all(block, &groups, &mut accumulators, (!is_last).then_some(before))?;
             drop(accumulators);
             self.pass.computed(began, "backward", block)?;
             // The update of what stays on the device waits for the end of backward.
@@ -670,6 +655,47 @@ impl<'a> Training<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Parks the gradients of a block's groups: for the update, or as what is summed so far in `sums`.
+    fn park_all(
+        &self,
+        block: usize,
+        groups: &[usize],
+        accumulators: &mut [Accumulator],
+        sums: Option<&GradientPark>,
+    ) -> Result {
+        let (began, waited) = (Instant::now(), self.waited_for_room());
+        let Pass { backend, lane, .. } = self.pass;
+        for (&group, acc) in groups.iter().zip(accumulators) {
+            match sums {
+                Some(sums) => sums.park(backend, lane, group, &acc.region, false, self.pool)?,
+                None => {
+                    self.forget_frozen(group, acc)?;
+                    self.park.park(backend, lane, group, &acc.region, group == block, self.pool)?;
+                }
+            }
+        }
+        if 2 * (self.waited_for_room() - waited) > began.elapsed() {
+            self.pass.note(Resource::Wait, began, "room for gradients of", block);
+        }
+        Ok(())
+    }
+
+    /// How long backward has waited for updates or the disk to take earlier gradients.
+    fn waited_for_room(&self) -> Duration {
+        self.parks().map(|park| *park.waited()).sum()
+    }
+
+    /// What the whole step has waited for besides weights.
+    fn note_waits(&mut self, report: &mut StepReport) {
+        report.activations_stall_seconds = self.activations.take_waited() + self.kept.take_waited();
+        let of_room: Duration = self.parks().map(|park| std::mem::take(&mut *park.waited())).sum();
+        report.gradients_stall_seconds = of_room.as_secs_f64();
+    }
+
+    fn parks(&self) -> impl Iterator<Item = &GradientPark> {
+        std::iter::once(self.park).chain(self.sums)
     }
 
     /// Frozen parameters have no gradient, so that the norm is that of what is trained.
