@@ -242,6 +242,8 @@ fn scaling(
         Some(kind) => kind,
         None => nested.string("type")?.unwrap_or("default"),
     };
+    // Phi 3 had two other names for it at first.
+    let kind = if family == Family::Phi3 && ["su", "yarn"].contains(&kind) { "longrope" } else { kind };
     // transformers goes by the one of the top level, if it is there.
     let original = || {
         let key = "original_max_position_embeddings";
@@ -251,13 +253,11 @@ fn scaling(
             (None, Family::Phi3) => Ok(4096),
             (None, _) => nested.size_or(key, positions_max),
         };
-        config.optional_size(key).and_then(inner).map(|positions| positions as f64)
+        config.optional_size(key).and_then(inner)
     };
     match kind {
         "default" => Ok(RopeScaling::Default),
-        // Phi 3 had two other names for it at first.
-        "longrope" => long(nested, size, original()? as usize, positions_max),
-        "su" | "yarn" if family == Family::Phi3 => long(nested, size, original()? as usize, positions_max),
+        "longrope" => long(nested, size, original()?, positions_max),
         other if family == Family::Phi3 => Err(ModelError::Unsupported {
             what: "rope scaling type of Phi3ForCausalLM".into(),
             found: format!("\"{other}\""),
@@ -278,9 +278,10 @@ fn scaling(
                 return Err(nested.error("high_freq_factor", detail));
             }
             let factor = nested.positive("factor")?;
-            Ok(RopeScaling::Llama3 { factor, low_frequency, high_frequency, original_positions: original()? })
+            let original_positions = original()? as f64;
+            Ok(RopeScaling::Llama3 { factor, low_frequency, high_frequency, original_positions })
         }
-        "yarn" => yarn(nested, original()?, positions_max),
+        "yarn" => yarn(nested, original()? as f64, positions_max),
         other => Err(ModelError::Unsupported {
             what: "rope scaling type".into(),
             found: format!("\"{other}\""),

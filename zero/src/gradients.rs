@@ -49,8 +49,6 @@ pub(crate) struct GradientPark {
     pub(crate) on_device: Option<DeviceGradients>,
     /// Memory of the gradients of some blocks, which have it in turns with what they keep; the pool has none for these.
     pub(crate) turns: Turns,
-    /// How long backward has waited for room, until updates or the disk had taken what was parked before.
-    waited: Mutex<Duration>,
 }
 
 /// What is parked, so that one thread can park and another take.
@@ -61,6 +59,8 @@ struct Books {
     sums: Vec<SumOfSquares>,
     /// Oldest first.
     coming: VecDeque<Coming>,
+    /// How long backward has waited for room in this step, until updates or the disk had taken what was parked before.
+    waited: Duration,
 }
 
 /// A chunk on its way down from the device.
@@ -159,10 +159,10 @@ impl GradientPark {
                 parked: (0..groups).map(|g| (0..spec.chunks(g)).map(|_| None).collect()).collect(),
                 sums: vec![SumOfSquares::new(); groups],
                 coming: VecDeque::new(),
+                waited: Duration::ZERO,
             }),
             on_device: None,
             turns: Turns::default(),
-            waited: Mutex::default(),
         })
     }
 
@@ -259,14 +259,19 @@ impl GradientPark {
         self.pool.try_acquire(bytes).unwrap_or_else(|| {
             let began = Instant::now();
             let lease = self.pool.acquire(bytes);
-            *self.waited() += began.elapsed();
+            self.books().waited += began.elapsed();
             lease
         })
     }
 
-    /// How long backward has waited for room in this step; whoever counts it takes it.
-    pub(crate) fn waited(&self) -> MutexGuard<'_, Duration> {
-        self.waited.lock().unwrap_or_else(PoisonError::into_inner)
+    /// How long backward has waited for room in this step.
+    pub(crate) fn waited(&self) -> Duration {
+        self.books().waited
+    }
+
+    /// Seconds of that, which count from now on again.
+    pub(crate) fn take_waited(&self) -> f64 {
+        std::mem::take(&mut self.books().waited).as_secs_f64()
     }
 
     /// Waits until everything that was parked has come down.
@@ -363,8 +368,8 @@ impl GradientPark {
         let mut books = self.books();
         books.parked.iter_mut().flatten().for_each(|p| *p = None);
         books.coming.clear();
+        books.waited = Duration::ZERO;
         self.on_device.iter().for_each(DeviceGradients::clear);
-        *self.waited() = Duration::ZERO;
     }
 
     /// Parks what was [taken](Self::take) again, unchanged; what is on disk is still there.

@@ -13,7 +13,6 @@ pub(crate) use away::{KeptAway, KeptSlots, chunks, slot_bytes};
 use crate::Result;
 use crate::lane::Lane;
 use crate::pass::Pass;
-use crate::timeline::Resource;
 use std::collections::HashMap;
 use std::time::Instant;
 use terrace_device::{Arena, Region};
@@ -210,9 +209,7 @@ impl<'a> KeptInStep<'a> {
             return Ok(self.here.take(block, m));
         };
         // The rest is copying.
-        if 2 * (away.waited - before) > began.elapsed() {
-            pass.note(Resource::Wait, began, "activations of", block);
-        }
+        pass.note_wait(began, away.waited - before, "activations of", block);
         Ok(Kept::Left(tensors))
     }
 

@@ -5,7 +5,7 @@ use crate::lane::Lane;
 use crate::network::Network;
 use crate::timeline::Resource;
 use crate::{Backend, Context, EngineConfig, Kept, Mode, OutputSpec, Result, Weight, Weights};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use terrace_kernels::{Packed, Tensor};
 
 /// The engine's parts that a pass over the blocks uses.
@@ -39,7 +39,14 @@ impl Pass<'_> {
         }
     }
 
-    /// The same of its kernels.
+    /// Tells it of a wait, if of the time since `began` most was waited and not worked.
+    pub(crate) fn note_wait(&self, began: Instant, waited: Duration, what: &str, block: usize) {
+        if 2 * waited > began.elapsed() {
+            self.note(Resource::Wait, began, what, block);
+        }
+    }
+
+    /// Tells the timeline of a block's kernels, enqueued since `began`.
     pub(crate) fn computed(&self, began: Instant, what: &str, block: usize) -> Result {
         let name = || format!("{what} {}{}", self.network.blocks[block].name(), self.suffix);
         if let Some(timeline) = &self.config.timeline {

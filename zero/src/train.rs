@@ -676,22 +676,19 @@ impl<'a> Training<'a> {
                 }
             }
         }
-        if 2 * (self.waited_for_room() - waited) > began.elapsed() {
-            self.pass.note(Resource::Wait, began, "room for gradients of", block);
-        }
+        self.pass.note_wait(began, self.waited_for_room() - waited, "room for gradients of", block);
         Ok(())
     }
 
     /// How long backward has waited for updates or the disk to take earlier gradients.
     fn waited_for_room(&self) -> Duration {
-        self.parks().map(|park| *park.waited()).sum()
+        self.parks().map(GradientPark::waited).sum()
     }
 
     /// What the whole step has waited for besides weights.
     fn note_waits(&mut self, report: &mut StepReport) {
         report.activations_stall_seconds = self.activations.take_waited() + self.kept.take_waited();
-        let of_room: Duration = self.parks().map(|park| std::mem::take(&mut *park.waited())).sum();
-        report.gradients_stall_seconds = of_room.as_secs_f64();
+        report.gradients_stall_seconds = self.parks().map(GradientPark::take_waited).sum();
     }
 
     fn parks(&self) -> impl Iterator<Item = &GradientPark> {
