@@ -47,8 +47,8 @@ impl MatmulSpec {
 
 /// What is added to a product before it is rounded: `out = round((a·bᵀ + bias) + residual)`, the sums in f32.
 ///
-/// A pass of its own for either would read and write the result once more (2·M·N elements) and round in between. CUDA adds
-/// a bias that cuBLASLt takes along after the residual.
+/// A pass of its own for either would read and write the result once more (2·M·N elements) and round in between. On CUDA
+/// cuBLASLt adds a bias after the residual, and rounds results of 16 bits in between, too, as `cuda/cublaslt.rs` says.
 #[derive(Debug, Clone, Copy)]
 pub struct Epilogue<'a> {
     /// `[N]`, f32, bf16 or f16; every row gets it.

@@ -69,14 +69,18 @@ def sums(count, magnitude):
 
 
 def matmul(case):
-    """Bound: `sums` of all L products and what is added."""
+    """Bound: `sums` of all L products and what is added; cuBLASLt may round before it adds each of them."""
     a, b = case["a"], case["b"]
     a = a.t() if case.is_set("trans_a") else a
     b = b.t() if case.is_set("trans_b") else b
     more = [case[name] for name in ("bias", "residual") if name in case]
     reference = sum(more, a @ b)
     magnitude = sum((term.abs() for term in more), a.abs() @ b.abs())
-    return {"out": (reference, sums(a.shape[1], magnitude))}
+    bound = sums(a.shape[1], magnitude)
+    if case.facts["variant"] == "cublaslt" and case.results["out"].dtype != torch.float32:
+        rounded = len(more) * (a @ b).abs() + sum(term.abs() for term in more) * (len(more) > 1)
+        bound = bound + 1.01 * UNITS[case.results["out"].dtype] * rounded
+    return {"out": (reference, bound)}
 
 
 def quantized(case):

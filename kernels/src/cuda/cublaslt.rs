@@ -4,6 +4,9 @@
 //! first and no operand is moved. Sums are f32 (no TF32). Which of its kernels computes a product is asked once for a
 //! [`Case`] and kept, so the same shapes always get the same bits; kernels that would add partial sums rounded to the
 //! result's dtype are left out. A residual goes in as the library's C, a bias as its epilogue, which is added after C.
+//! Results of 16 bits are rounded once, but for two cases in which the library (13.1 on Hopper) rounds before it adds, as trainers that
+//! add in an operation of its own do: a residual in the place of the result, and a bias where rows are no multiple of 16 bytes. Since
+//! where a residual lies must not change bits, it is always in the result's place (`matmul.rs`).
 //! The alignment of the operands is part of a case: it follows from the layout of a group's weights, not from where the group
 //! lies, since regions of memory begin at multiples of 256. So are the sizes: the bits of a row may depend on how many rows
 //! there are. They may differ between versions of the library and between cards, too.
@@ -20,6 +23,7 @@ use cudarc::cublaslt::sys::{
     cublasStatus_t, cudaDataType,
 };
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 use terrace_device::cuda::{CudaDevice, CudaStream, Library};
@@ -37,7 +41,9 @@ pub(super) struct Products {
     handle: Handle,
     device: Arc<CudaDevice>,
     stream: Arc<CudaStream>,
-    plans: Mutex<HashMap<Case, Option<Arc<Plan>>>>,
+    /// Locked from the look for a plan until its product is enqueued: the description says where the bias lies, and kernels of one
+    /// product hand parts of sums to each other in the workspace, so that none of another may come between them in the stream.
+    plans: Mutex<HashMap<Case, Option<Plan>>>,
 }
 
 /// All that decides which kernel computes a product.
@@ -47,8 +53,8 @@ struct Case {
     trans: (bool, bool),
     operands: DType,
     out: DType,
-    /// Of b, a, the residual (out where there is none) and out: bytes, 16 at most.
-    alignments: [u32; 4],
+    /// Of b, a and out: bytes, 16 at most.
+    alignments: [u32; 3],
     /// Of the bias, if there is one.
     bias: Option<u32>,
 }
@@ -82,12 +88,20 @@ impl Products {
         let Some(case) = Case::of(product) else { return Ok(false) };
         let _current = self.device.enter().map_err(|error| failed(OP, &error))?;
         let bias = product.bias.map(|bias| pointer(bias.bytes()));
-        let plan = self.plan(case, bias).map_err(|error| failed(OP, &error))?;
-        let Some(plan) = plan else { return Ok(false) };
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let plan = match plans.entry(case) {
+            Entry::Occupied(found) => found.into_mut(),
+            Entry::Vacant(place) => {
+                let plan = Plan::find(&self.handle, case, bias).map_err(|error| failed(OP, &error))?;
+                place.insert(plan)
+            }
+        };
+        let Some(Plan { description, a, b, out, algorithm }) = plan else { return Ok(false) };
         let alpha = 1.0f32;
         let beta = if product.residual.is_some() { 1.0f32 } else { 0.0 };
         assert!(workspace.len() >= WORKSPACE_BYTES, "the workspace was planned");
-        let description = plan.description.lock().unwrap_or_else(PoisonError::into_inner);
+        let in_place = |residual: View<'_>| pointer(residual.bytes()) == pointer(product.out.bytes());
+        assert!(product.residual.is_none_or(in_place), "a residual is in the result's place");
         if let Some(bias) = bias {
             description.bias(bias).map_err(|error| failed(OP, &error))?;
         }
@@ -100,38 +114,27 @@ impl Products {
                 description.0,
                 (&raw const alpha).cast(),
                 pointer(product.b.bytes()),
-                plan.b.0,
+                b.0,
                 pointer(product.a.bytes()),
-                plan.a.0,
+                a.0,
                 (&raw const beta).cast(),
-                pointer(product.residual.unwrap_or(product.out).bytes()),
-                plan.out.0,
                 pointer(product.out.bytes()),
-                plan.out.0,
-                &raw const plan.algorithm,
+                out.0,
+                pointer(product.out.bytes()),
+                out.0,
+                std::ptr::from_ref(algorithm),
                 pointer(workspace),
                 WORKSPACE_BYTES,
                 self.stream.raw().cast(),
             )
         };
-        drop(description);
         if status == cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED {
             // What it had found does not run after all.
-            self.plans.lock().unwrap_or_else(PoisonError::into_inner).insert(case, None);
+            plans.insert(case, None);
             return Ok(false);
         }
         check(status, "enqueueing a product").map_err(|error| failed(OP, &error))?;
         Ok(true)
-    }
-
-    fn plan(&self, case: Case, bias: Option<*mut c_void>) -> Result<Option<Arc<Plan>>, DeviceError> {
-        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(plan) = plans.get(&case) {
-            return Ok(plan.clone());
-        }
-        let plan = Plan::find(&self.handle, case, bias)?.map(Arc::new);
-        plans.insert(case, plan.clone());
-        Ok(plan)
     }
 }
 
@@ -156,7 +159,7 @@ impl Case {
             trans: (spec.trans_a, spec.trans_b),
             operands: a.dtype(),
             out: out.dtype(),
-            alignments: [b, a, residual.unwrap_or(out), out].map(alignment),
+            alignments: [b, a, out].map(alignment),
             bias: bias.map(alignment),
         })
     }
@@ -169,18 +172,15 @@ fn pointer(bytes: Bytes<'_>) -> *mut c_void {
 /// How to compute the products of one case.
 #[derive(Debug)]
 struct Plan {
-    /// Locked from when it is told where the bias lies until a product is enqueued.
-    description: Mutex<Description>,
+    description: Description,
     a: Layout,
     b: Layout,
     out: Layout,
     algorithm: cublasLtMatmulAlgo_t,
 }
 
-// SAFETY: once they are made the descriptions are only read, but for the one behind a lock.
+// SAFETY: the library's descriptions are plain memory, used from one thread at a time (`Products::plans`).
 unsafe impl Send for Plan {}
-// SAFETY: as above.
-unsafe impl Sync for Plan {}
 
 impl Plan {
     /// `None` if the library has no kernel for the case.
@@ -203,12 +203,12 @@ impl Plan {
         let wishes = Wishes::new()?;
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &(WORKSPACE_BYTES as u64))?;
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &ADD_IN_COMPUTE_TYPE)?;
-        let [of_b, of_a, of_residual, of_out] = case.alignments;
+        let [of_b, of_a, of_out] = case.alignments;
         // There is no wish for the bias, which is read as the result is written.
         let of_out = case.bias.map_or(of_out, |of_bias| of_bias.min(of_out));
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &of_b)?;
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &of_a)?;
-        wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_residual)?;
+        wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_out)?;
         wishes.set(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &of_out)?;
         // SAFETY: plain numbers, for which zero is a value.
         let mut best: cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
@@ -232,7 +232,7 @@ impl Plan {
             return Ok(None);
         }
         check(status, "choosing a kernel for a product")?;
-        Ok(Some(Self { description: Mutex::new(description), a, b, out, algorithm: best.algo }))
+        Ok(Some(Self { description, a, b, out, algorithm: best.algo }))
     }
 }
 

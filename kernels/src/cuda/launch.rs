@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::Arc;
 use terrace_device::cuda::{Compiler, CudaDevice, CudaStream, Function, Module};
-use terrace_device::{Bytes, DeviceError, Space};
+use terrace_device::{Bytes, BytesMut, DeviceError, Space, Stream};
 
 /// Most parameters of a kernel.
 const PARAMETERS_MAX: usize = 32;
@@ -154,6 +154,18 @@ impl OnCard {
         let mut addresses = arguments.addresses();
         // SAFETY: the caller's promise is the same.
         unsafe { function.launch(&self.stream, grid, [threads, 1, 1], shared_bytes, &mut addresses) }
+    }
+
+    /// Enqueues a copy within the card.
+    ///
+    /// # Safety
+    /// As [`Stream::copy`].
+    ///
+    /// # Errors
+    /// The driver refused.
+    pub(super) unsafe fn copy(&self, from: Bytes<'_>, to: BytesMut<'_>) -> Result<(), DeviceError> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { self.stream.copy(from, to) }
     }
 
     /// The memory that kernels reach.

@@ -1,8 +1,8 @@
 //! Products: by cuBLASLt where it can, else by the kernels of `matmul_mma.cu`, `matmul.cu` and `quantized.cu`.
 
-use super::{Cuda, THREADS, VECTOR, operand, too_large};
+use super::{Cuda, THREADS, VECTOR, failed, operand, too_large};
 use crate::check::{self, ProductDims};
-use crate::{Epilogue, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
+use crate::{Epilogue, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Residual, Result, View, ViewMut};
 
 /// Rows and columns of a tile.
 const TILE: usize = 64;
@@ -43,14 +43,28 @@ impl Matmul for Cuda {
         self.product(&Product { a, b, out: out.view(), spec, dims, bias: None, residual })
     }
 
-    fn matmul_nt(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>, epilogue: Epilogue<'_>) -> Result {
+    fn matmul_nt(&self, a: View<'_>, b: View<'_>, mut out: ViewMut<'_>, epilogue: Epilogue<'_>) -> Result {
         let dims = check::matmul_nt(a, b, &out, &epilogue);
+        let epilogue = Epilogue { residual: self.in_place(epilogue.residual, &mut out)?, ..epilogue };
         let (bias, residual) = (epilogue.bias, epilogue.residual.view(&out));
         self.product(&Product { a, b, out: out.view(), spec: MatmulSpec::NT, dims, bias, residual })
     }
 }
 
 impl Cuda {
+    /// Where cuBLASLt may add it, the residual in the result's place: it rounds otherwise in place than from elsewhere, and where a
+    /// residual lies must not change bits. A copy reads and writes 2·M·N elements, where the product reads and writes M·N and computes.
+    fn in_place<'a>(&self, residual: Residual<'a>, out: &mut ViewMut<'_>) -> Result<Residual<'a>> {
+        match residual {
+            Residual::Of(residual) if self.products.is_some() && residual.dtype() == out.dtype() => {
+                // SAFETY: the caller keeps both valid, and ordered by the stream, as operands of the operation.
+                let copied = unsafe { self.card.copy(residual.bytes(), out.reborrow().into_bytes()) };
+                copied.map(|()| Residual::InPlace).map_err(|error| failed("matmul", &error))
+            }
+            other => Ok(other),
+        }
+    }
+
     fn product(&self, product: &Product<'_>) -> Result {
         const OP: &str = "matmul";
         let &Product { a, b, out, spec, dims, bias, residual } = product;
