@@ -189,6 +189,10 @@ pub(super) fn best_queued(
         Ok(compute.synchronize()?)
     };
     let mut count = 1;
+    if !device.unified() {
+        // Libraries load their kernels at the first use, which takes longer than many passes.
+        passes(1)?;
+    }
     while !device.unified() && count < QUEUED_MAX {
         let began = Instant::now();
         passes(count)?;
