@@ -39,7 +39,8 @@ const PROGRAMS: [Programs; 6] = [
         places: &[("on_device", "tests/kernels-update")],
     },
     Programs {
-        command: "cargo test --release --no-run -p terrace-models --test *",
+        command: "cargo test --release --no-run -p terrace-models --test suite --test placement --test fp16 --test keeping \
+                  --test accumulation --test packed",
         places: &[("*", "tests/models-*")],
     },
     Programs {

@@ -25,7 +25,7 @@
 // Order of sums: eight columns of a score at a time, even eights apart from odd ones; values by lane of keys, ascending, then
 // lanes, then pieces ascending. No atomics. f32 throughout. Of values, those that no row sees are not read.
 //
-// Compiled for sm_80 to sm_120 and emulated, not run on hardware.
+// Compiled for sm_80 to sm_120; run emulated and on an H200 (sm_90).
 
 #define DECODE_THREADS 128
 #define DECODE_TILE 64
