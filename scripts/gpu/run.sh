@@ -18,7 +18,7 @@ stages, all without any; each has a time limit, and what fails in one does not k
   --output DIR    results: results.jsonl, table.txt, a log a stage [default: $OUT, else results]
   --scratch DIR   for models, state and compiled kernels, on a local drive [default: scratch beside this script]
   --budget N      seconds for everything [default: 590]
-  --tests NAMES   of the engine's test programs, separated by commas [default: placement,suite,fp16]; others fail where they count
+  --tests NAMES   of the engine's test programs in tests/, separated by commas [default: placement,suite,fp16]; others fail where they count
                   what only a device that shares the host's memory has
   --filter TEXT   only tests of the stages kernels and engine whose name contains it
   --rounds N      of the stage bench [default: 2]

@@ -192,14 +192,14 @@ pub(super) fn best_queued(
     if !device.unified() {
         // Libraries load their kernels at the first use, which takes longer than many passes.
         passes(1)?;
-    }
-    while !device.unified() && count < QUEUED_MAX {
-        let began = Instant::now();
-        passes(count)?;
-        if began.elapsed().as_secs_f64() >= QUEUED_SECONDS {
-            break;
+        while count < QUEUED_MAX {
+            let began = Instant::now();
+            passes(count)?;
+            if began.elapsed().as_secs_f64() >= QUEUED_SECONDS {
+                break;
+            }
+            count *= 2;
         }
-        count *= 2;
     }
     Ok(best(seconds, || passes(count))? / f64::from(count))
 }
