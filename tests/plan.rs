@@ -587,7 +587,14 @@ fn every_window_of_a_plan_is_that_of_its_run() {
     // The CPU has no memory of its own for signals, weights and state to stay in, or to have activations from; the last is what the model has.
     assert_eq!(
         untested,
-        ["signals_stay", "device_groups", "state_groups", "kept_on_host", "kept_blocks_max"]
+        [
+            "signals_stay",
+            "gradients_whole",
+            "device_groups",
+            "state_groups",
+            "kept_on_host",
+            "kept_blocks_max"
+        ]
     );
     for (key, value) in changes {
         assert_ne!(document["windows"][key], value, "{key}: the plan chose another");

@@ -172,8 +172,13 @@ fn the_scale_survives_a_resume() {
 fn a_failure_goes_back_to_the_scale_of_the_commit() {
     let dir = tempfile::tempdir().unwrap();
     // With `step`, the first write of a step that is skipped is its commit, so reads fail there.
-    for (durability, action) in [(Durability::Step, Action::Read), (Durability::Checkpoint, Action::Write)] {
-        let base = f16(overflowing());
+    let cases = [(Durability::Step, Action::Read), (Durability::Checkpoint, Action::Write)];
+    for ((durability, action), discrete) in
+        cases.into_iter().flat_map(|case| [false, true].map(|discrete| (case, discrete)))
+    {
+        // What a device has of the state is not written before a save.
+        let overrides = WindowOverrides { state_groups: Some(0), ..WindowOverrides::default() };
+        let base = Setup { discrete, overrides, ..f16(overflowing()) };
         let mut engine = base.create();
         base.train_to(&mut engine, STEPS);
         let expected = (engine.updates(), weights_hash(&mut engine));
@@ -181,7 +186,7 @@ fn a_failure_goes_back_to_the_scale_of_the_commit() {
         let faults = Arc::new(FaultLayer::new(disk, FaultConfig::default()));
         let setup = Setup {
             placement: Placement::Disk,
-            disks: vec![dir.path().join(format!("{durability:?}"))],
+            disks: vec![dir.path().join(format!("{durability:?}, {discrete}"))],
             durability,
             io: Some(Arc::clone(&faults) as _),
             ..base
@@ -202,9 +207,9 @@ fn a_failure_goes_back_to_the_scale_of_the_commit() {
                 assert!(failures < STEPS, "{durability:?}: {error}");
             }
         }
-        assert!(failures > 1, "{durability:?}");
+        assert!(failures > 1, "{durability:?}, {discrete}");
         assert!(durability == Durability::Step || went_back > 0);
-        assert_eq!((engine.updates(), weights_hash(&mut engine)), expected, "{durability:?}");
+        assert_eq!((engine.updates(), weights_hash(&mut engine)), expected, "{durability:?}, {discrete}");
     }
 }
 

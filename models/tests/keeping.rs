@@ -407,13 +407,16 @@ fn the_planned_memory_is_exact_wherever_gradients_go() {
             (Accumulation::Horizontal, false),
             (Accumulation::Horizontal, true),
         ] {
-            for (blocks, signals_stay) in [(0, true), (0, false), (2, true)] {
+            for (blocks, signals_stay, whole) in
+                [(0, true, true), (0, true, false), (0, false, true), (2, true, true), (2, true, false)]
+            {
                 number += 1;
-                let setup_words = format!("tied: {tied}, {clip:?}, {accumulation:?}");
+                let setup_words = format!("tied: {tied}, {clip:?}, {accumulation:?}, whole: {whole}");
                 let overrides = WindowOverrides {
                     chunk_elements: Some(1 << 14),
                     gradients_on_disk: Some(gradients_on_disk),
                     signals_stay: Some(signals_stay),
+                    gradients_whole: Some(whole),
                     ..WindowOverrides::default()
                 };
                 let disks = vec![dir.path().join(number.to_string())];
@@ -434,10 +437,19 @@ fn the_planned_memory_is_exact_whatever_the_device_updates() {
     for (tied, accumulation) in
         [(true, Accumulation::Vertical), (false, Accumulation::Vertical), (true, Accumulation::Horizontal)]
     {
-        for (state_groups, blocks) in [(0, 0), (1, 0), (3, 2), (9, 0)] {
+        for (state_groups, blocks, whole) in [
+            (0, 0, true),
+            (0, 0, false),
+            (1, 0, true),
+            (1, 0, false),
+            (3, 2, true),
+            (3, 2, false),
+            (9, 0, true),
+        ] {
             let overrides = WindowOverrides {
                 chunk_elements: Some(1 << 14),
                 state_groups: Some(state_groups),
+                gradients_whole: Some(whole),
                 ..WindowOverrides::default()
             };
             let base = Setup { placement: Placement::Host, accumulation, overrides, ..Setup::new(tied) };
@@ -447,7 +459,7 @@ fn the_planned_memory_is_exact_whatever_the_device_updates() {
             let (peak, capacity) = *seen.arena.lock().unwrap();
             assert_eq!(
                 peak, capacity,
-                "tied: {tied}, {accumulation:?}, {state_groups} groups, {blocks} keep"
+                "tied: {tied}, {accumulation:?}, {state_groups} groups, {blocks} keep, whole: {whole}"
             );
         }
     }

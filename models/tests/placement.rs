@@ -436,6 +436,40 @@ fn chunks_side_by_side() {
     }
 }
 
+/// Chunks of state in host memory are updated together, a group at a time, and gradients come down whole or by chunks.
+#[test]
+fn groups_at_once() {
+    let mut model = Setup::new(true).model;
+    model.vocab = 1900;
+    let groups = vec![
+        GroupRule::new("*embed*").lr(GroupLr::Own(1e-3)).weight_decay(0.0),
+        GroupRule::new("*layers.1.mlp*").frozen(),
+    ];
+    for (state, tied) in [(StateFormat::Split, true), (StateFormat::Compact, false)] {
+        for clip in [Some(0.5), None] {
+            let model = terrace_models::ModelConfig { tied, ..model.clone() };
+            let base = Setup { model, state, clip, groups: groups.clone(), ..Setup::new(tied) };
+            let expected = base.run(STEPS);
+            for (chunk_elements, threads) in [(1 << 14, 1), (1 << 14, 3), (1 << 16, 2)] {
+                for (discrete, whole, overlap) in
+                    [(false, false, true), (true, true, true), (true, false, true), (true, true, false)]
+                {
+                    let overrides = WindowOverrides {
+                        chunk_elements: Some(chunk_elements),
+                        gradients_whole: Some(whole),
+                        overlap: Some(overlap),
+                        ..WindowOverrides::default()
+                    };
+                    let placement = Placement::Host;
+                    let setup = Setup { placement, discrete, threads, overrides, ..base.clone() };
+                    let name = format!("{state}, {clip:?}, {chunk_elements}, {discrete}, {whole}, {overlap}");
+                    assert_eq!(setup.run(STEPS), expected, "{name}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn the_two_state_formats_give_the_same_bits() {
     let split = Setup::new(false);

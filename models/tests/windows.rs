@@ -324,13 +324,14 @@ fn the_windows_of_a_plan_give_that_plan() {
     twice(of(|w| format!("gradients on disk: {:?}", w.gradients_on_disk)));
     twice(of(|w| format!("activations on disk: {:?}", w.activations_on_disk)));
     twice(of(|w| format!("signals stay: {:?}", w.signals_stay)));
+    twice(of(|w| format!("gradients come whole: {:?}", w.gradients_whole)));
     twice(of(|w| format!("{:?} blocks keep", w.kept_blocks)));
     twice(of(|w| format!("weights of {:?} groups", w.copied_weights)));
     twice(of(|w| format!("all of {:?} groups", w.copied_groups)));
     twice(of(|w| format!("weights of {:?} groups on the device", w.device_groups)));
     twice(of(|w| format!("state of {:?} groups on the device", w.state_groups)));
     twice(of(|w| format!("overlap: {:?}", w.overlap)));
-    assert_eq!(differ, 13, "every field of {:?}", seen[0]);
+    assert_eq!(differ, 14, "every field of {:?}", seen[0]);
 }
 
 /// What a plan takes is enough for it, also where all weights are less than slots as long as a large vocabulary's.

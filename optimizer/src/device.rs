@@ -100,7 +100,7 @@ impl Adam for Host {
         let AdamState { weight, rest, m, v, .. } = state;
         let mut state = vec![weight.into_bytes().into_host()];
         state.extend(rest.into_iter().chain([m, v]).map(BytesMut::into_host));
-        let one = |gradient: Gradient<'_>, state: &mut [&mut [u8]]| {
+        let one = |_, gradient: Gradient<'_>, state: &mut [&mut [u8]]| {
             let isa = Isa::best();
             if step.decoupled {
                 store::update(isa, &layout, Scalars::<true>::from_step(*step), step.seed, gradient, state);
@@ -109,7 +109,7 @@ impl Adam for Host {
             }
             Ok(())
         };
-        in_pieces(&layout, &self.pool, host_gradient(gradient), &mut state, one)
+        in_pieces(&layout, &self.pool, vec![(host_gradient(gradient), state)], one)
     }
 }
 
@@ -118,7 +118,7 @@ impl update::SumOfSquares for Host {
         assert_eq!(total.dtype(), DType::F64, "sum_of_squares: the total is f64");
         let total: &mut [f64] = bytemuck::cast_slice_mut(total.into_bytes().into_host());
         let mut sum = SumOfSquares::from_total(total[0]);
-        sum.add_threaded(&self.pool, host_gradient(gradient));
+        sum.add_threaded(&self.pool, &[host_gradient(gradient)]);
         total[0] = sum.total();
         Ok(())
     }

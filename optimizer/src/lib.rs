@@ -62,4 +62,4 @@ pub use layout::{COMPACT_BLOCK, KindLayout, Moments, StateFormat, StateKind, Sta
 pub use loss_scale::{LossScaleConfig, LossScaler, LossScalerState};
 pub use norm::{NORM_BLOCK, SumOfSquares, clip_coefficient};
 pub use schedule::{MomentumCycle, OneCycle, Schedule, ScheduleKind, Warmup};
-pub use update::{Gradient, Optimizer, StepArgs, THREAD_CHUNK, update_threaded};
+pub use update::{Gradient, Optimizer, Part, StepArgs, THREAD_CHUNK, update_parts, update_threaded};

@@ -82,25 +82,28 @@ impl SumOfSquares {
         }
     }
 
-    /// [`add`](Self::add) with the blocks divided over the threads of `pool`: the same bits.
+    /// [`add`](Self::add) of chunks that follow each other, with their blocks divided over the threads of `pool`: the same bits.
     ///
     /// # Panics
     /// As [`add`](Self::add).
-    pub fn add_threaded(&mut self, pool: &rayon::ThreadPool, gradient: Gradient<'_>) {
-        self.begin(gradient);
+    pub fn add_threaded(&mut self, pool: &rayon::ThreadPool, chunks: &[Gradient<'_>]) {
+        chunks.iter().for_each(|chunk| self.begin(*chunk));
         let isa = Isa::best();
+        let mut blocks = chunks.iter().flat_map(|chunk| chunk.chunks(NORM_BLOCK));
+        let mut at_once = Vec::with_capacity(BLOCKS_AT_ONCE);
         pool.install(|| {
-            for blocks in gradient.chunks(BLOCKS_AT_ONCE * NORM_BLOCK) {
+            loop {
+                at_once.extend(blocks.by_ref().take(BLOCKS_AT_ONCE));
+                if at_once.is_empty() {
+                    return;
+                }
                 let mut sums = [0.0; BLOCKS_AT_ONCE];
-                let sums = &mut sums[..blocks.len().div_ceil(NORM_BLOCK)];
-                sums.par_iter_mut().enumerate().for_each(|(at, sum)| {
-                    let (_, rest) = blocks.split_at(at * NORM_BLOCK);
-                    let (block, _) = rest.split_at(NORM_BLOCK.min(rest.len()));
-                    *sum = block_sum(isa, block);
-                });
+                let sums = &mut sums[..at_once.len()];
+                sums.par_iter_mut().zip(&at_once).for_each(|(sum, block)| *sum = block_sum(isa, *block));
                 for sum in sums {
                     self.total += *sum;
                 }
+                at_once.clear();
             }
         });
     }
@@ -216,10 +219,14 @@ mod tests {
                 let (mut serial, mut threaded) = (SumOfSquares::new(), SumOfSquares::new());
                 for chunk in gradient.chunks(blocks * NORM_BLOCK) {
                     serial.add(chunk);
-                    threaded.add_threaded(&pool, chunk);
+                    threaded.add_threaded(&pool, &[chunk]);
                 }
                 assert_eq!(serial.total().to_bits(), whole.total().to_bits(), "{blocks} blocks a chunk");
                 assert_eq!(threaded, serial);
+                let mut together = SumOfSquares::new();
+                let chunks: Vec<_> = gradient.chunks(blocks * NORM_BLOCK).collect();
+                together.add_threaded(&pool, &chunks);
+                assert_eq!(together, serial);
             }
         }
     }
@@ -232,7 +239,7 @@ mod tests {
         for length in [AT_ONCE, AT_ONCE + 1, values.len()] {
             let (mut serial, mut threaded) = (SumOfSquares::new(), SumOfSquares::new());
             serial.add(Gradient::F32(&values[..length]));
-            threaded.add_threaded(&pool, Gradient::F32(&values[..length]));
+            threaded.add_threaded(&pool, &[Gradient::F32(&values[..length])]);
             assert_eq!(threaded, serial, "{length}");
         }
     }

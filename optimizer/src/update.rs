@@ -1,6 +1,7 @@
 //! What every optimizer looks like to the engine: a pure function from a gradient to new state bytes.
 
 use half::{bf16, f16};
+use rayon::prelude::*;
 use terrace_kernels::memory_node;
 
 use crate::error::Result;
@@ -121,6 +122,17 @@ pub trait Optimizer: Send + Sync {
     fn initialize(&self, weights: &[f32], state: &mut [&mut [u8]]) -> Result<()>;
 }
 
+/// A run of parameters that is updated beside others.
+#[derive(Debug)]
+pub struct Part<'a> {
+    /// What this run gets.
+    pub args: StepArgs,
+    /// Of its parameters.
+    pub gradient: Gradient<'a>,
+    /// As [`Optimizer::update`] takes it.
+    pub state: Vec<&'a mut [u8]>,
+}
+
 /// [`Optimizer::update`] divided over the threads of `pool` in pieces of [`THREAD_CHUNK`] parameters. On a machine with several
 /// memory nodes a thread begins with those that its own node has.
 ///
@@ -135,37 +147,58 @@ pub fn update_threaded(
     gradient: Gradient<'_>,
     state: &mut [&mut [u8]],
 ) -> Result<()> {
-    let layout = optimizer.layout();
-    layout.check(gradient.len(), state)?;
-    if gradient.len() <= THREAD_CHUNK || pool.current_num_threads() == 1 {
-        return optimizer.update(args, gradient, state);
-    }
-    in_pieces(layout, pool, gradient, state, |gradient, state| optimizer.update(args, gradient, state))
+    let state = state.iter_mut().map(|slice| &mut **slice).collect();
+    update_parts(optimizer, pool, vec![Part { args: *args, gradient, state }])
 }
 
-/// Calls `update` for pieces of [`THREAD_CHUNK`] parameters on the threads of `pool`. `state` has passed `layout`'s check.
+/// [`update_threaded`] for many runs at once. Threads come together once for all of them: sixteen threads that do so for every million
+/// parameters wait for each other most of the time.
 ///
-/// On a machine with one memory node nothing is allocated; on others, lists of the pieces.
+/// # Errors
+/// Those of [`Optimizer::update`]; the state of all runs is then untouched.
+pub fn update_parts(optimizer: &dyn Optimizer, pool: &rayon::ThreadPool, parts: Vec<Part<'_>>) -> Result<()> {
+    let layout = optimizer.layout();
+    for part in &parts {
+        part.args.check()?;
+        layout.check(part.gradient.len(), &part.state)?;
+    }
+    let parameters: usize = parts.iter().map(|part| part.gradient.len()).sum();
+    if parameters <= THREAD_CHUNK || pool.current_num_threads() == 1 {
+        return parts
+            .into_iter()
+            .try_for_each(|mut part| optimizer.update(&part.args, part.gradient, &mut part.state));
+    }
+    let args: Vec<StepArgs> = parts.iter().map(|part| part.args).collect();
+    let wholes = parts.into_iter().map(|part| (part.gradient, part.state)).collect();
+    in_pieces(layout, pool, wholes, |at, gradient, state| optimizer.update(&args[at], gradient, state))
+}
+
+/// Calls `update` for pieces of [`THREAD_CHUNK`] parameters of each of `wholes`, with its number there, on the threads of `pool`. The state of all
+/// has passed `layout`'s check.
 pub(crate) fn in_pieces<E: Send>(
     layout: &StateLayout,
     pool: &rayon::ThreadPool,
-    gradient: Gradient<'_>,
-    state: &mut [&mut [u8]],
-    update: impl Fn(Gradient<'_>, &mut [&mut [u8]]) -> Result<(), E> + Sync,
+    wholes: Vec<(Gradient<'_>, Vec<&mut [u8]>)>,
+    update: impl Fn(usize, Gradient<'_>, &mut [&mut [u8]]) -> Result<(), E> + Sync,
 ) -> Result<(), E> {
-    let whole = Piece::new(layout, gradient, state);
-    let update = |mut piece: Piece<'_>| update(piece.gradient, &mut piece.state[..layout.kinds().len()]);
+    let wholes = wholes.into_iter().enumerate();
+    let wholes = wholes.map(|(at, (gradient, state))| Piece::new(layout, at, gradient, state));
+    let update =
+        |mut piece: Piece<'_>| update(piece.of, piece.gradient, &mut piece.state[..layout.kinds().len()]);
     if memory_node::count() == 1 {
-        return pool.install(|| in_halves(layout, whole, &update));
+        let wholes: Vec<_> = wholes.collect();
+        return pool
+            .install(|| wholes.into_par_iter().try_for_each(|whole| in_halves(layout, whole, &update)));
     }
-    let mut pieces = Vec::with_capacity(gradient.len().div_ceil(THREAD_CHUNK));
-    let mut rest = whole;
-    while rest.gradient.len() > THREAD_CHUNK {
-        let (piece, tail) = rest.split_at(layout, THREAD_CHUNK);
-        pieces.push(piece);
-        rest = tail;
+    let mut pieces = Vec::new();
+    for mut rest in wholes {
+        while rest.gradient.len() > THREAD_CHUNK {
+            let (piece, tail) = rest.split_at(layout, THREAD_CHUNK);
+            pieces.push(piece);
+            rest = tail;
+        }
+        pieces.push(rest);
     }
-    pieces.push(rest);
     let node_of = |piece: &Piece<'_>| {
         let largest = piece.state.iter().max_by_key(|slice| slice.len());
         largest.and_then(|slice| memory_node::of(slice))
@@ -190,16 +223,18 @@ fn in_halves<E: Send>(
 
 /// A run of parameters.
 struct Piece<'a> {
+    /// The number of what it is a piece of.
+    of: usize,
     gradient: Gradient<'a>,
     /// A slice of each kind of the layout; what follows them is empty.
     state: [&'a mut [u8]; KINDS_MAX],
 }
 
 impl<'a> Piece<'a> {
-    fn new(layout: &StateLayout, gradient: Gradient<'a>, state: &'a mut [&mut [u8]]) -> Self {
+    fn new(layout: &StateLayout, of: usize, gradient: Gradient<'a>, state: Vec<&'a mut [u8]>) -> Self {
         assert_eq!(state.len(), layout.kinds().len(), "the slices were checked");
-        let mut slices = state.iter_mut();
-        Self { gradient, state: std::array::from_fn(|_| slices.next().map_or(&mut [][..], |slice| slice)) }
+        let mut slices = state.into_iter();
+        Self { of, gradient, state: std::array::from_fn(|_| slices.next().unwrap_or_default()) }
     }
 
     /// The first `at` parameters, a multiple of [`THREAD_CHUNK`], and the rest.
@@ -210,6 +245,6 @@ impl<'a> Piece<'a> {
             (*slice, *tail) = std::mem::take(slice).split_at_mut(kind.bytes_for(at));
         }
         let (head, tail) = self.gradient.split_at(at);
-        (Self { gradient: head, state }, Self { gradient: tail, state: tails })
+        (Self { gradient: head, state, ..self }, Self { of: self.of, gradient: tail, state: tails })
     }
 }

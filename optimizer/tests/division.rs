@@ -6,8 +6,8 @@ mod common;
 use common::{Arrived, State, layout, layouts, noise};
 use half::bf16;
 use terrace_optimizer::{
-    AdamW, COMPACT_BLOCK, Gradient, OptimizerError, StateFormat, StepArgs, SumOfSquares, THREAD_CHUNK,
-    WeightType, adamw, update_threaded,
+    AdamW, COMPACT_BLOCK, Gradient, OptimizerError, Part, StateFormat, StepArgs, SumOfSquares, THREAD_CHUNK,
+    WeightType, adamw, update_parts, update_threaded,
 };
 
 /// Odd, and more than two thread chunks.
@@ -67,6 +67,53 @@ fn threads_change_nothing() {
             let slices = &mut threaded.slices();
             update_threaded(optimizer.as_ref(), &pool, &args, Gradient::F32(&gradient), slices).unwrap();
             assert_eq!(threaded, serial, "{layout:?} on {threads} threads");
+        }
+    }
+}
+
+/// Runs with arguments of their own, whose lengths have nothing to do with pieces, as if each were updated alone.
+#[test]
+fn runs_together_change_nothing() {
+    let lengths = [64, 0, 3 * THREAD_CHUNK + 128, THREAD_CHUNK, 4096];
+    let gradients: Vec<Vec<f32>> = lengths.iter().map(|&n| noise(n as u32 + 7, n)).collect();
+    let args = |at: usize| StepArgs { weight_decay: 0.1 * at as f64, ..AdamW::default().step(1, 1e-3) };
+    for layout in layouts() {
+        let optimizer = adamw(AdamW::default(), layout);
+        let start = |n: usize| State::initialized(optimizer.as_ref(), &noise(n as u32 + 5, n));
+        let start: Vec<State> = lengths.into_iter().map(start).collect();
+        let mut alone = start.clone();
+        for (at, (state, gradient)) in alone.iter_mut().zip(&gradients).enumerate() {
+            optimizer.update(&args(at), Gradient::F32(gradient), &mut state.slices()).unwrap();
+        }
+        for threads in [1, 2, 5] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let mut together = start.clone();
+            let parts = together.iter_mut().zip(&gradients).enumerate().map(|(at, (state, gradient))| Part {
+                args: args(at),
+                gradient: Gradient::F32(gradient),
+                state: state.slices(),
+            });
+            update_parts(optimizer.as_ref(), &pool, parts.collect()).unwrap();
+            assert!(together == alone, "{layout:?} on {threads} threads");
+            // The last does not fit, or has arguments that none may have: nothing is touched.
+            for is_short in [true, false] {
+                let mut refused = start.clone();
+                let parts = refused.iter_mut().zip(&gradients).enumerate();
+                let parts = parts.map(|(at, (state, gradient))| {
+                    let is_last = at + 1 == lengths.len();
+                    let gradient = if is_last && is_short { &gradient[..64] } else { gradient };
+                    let lr = if is_last && !is_short { f64::NAN } else { 1e-3 };
+                    let args = StepArgs { lr, ..args(at) };
+                    Part { args, gradient: Gradient::F32(gradient), state: state.slices() }
+                });
+                let error = update_parts(optimizer.as_ref(), &pool, parts.collect()).unwrap_err();
+                assert_eq!(
+                    matches!(error, OptimizerError::KindLength { params: 64, .. }),
+                    is_short,
+                    "{error}"
+                );
+                assert!(refused == start, "{layout:?} on {threads} threads");
+            }
         }
     }
 }

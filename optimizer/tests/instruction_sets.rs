@@ -54,7 +54,7 @@ fn norms_agree_at_every_length() {
                 assert_eq!(sum.total().to_bits(), expected, "{isa} {gradient_type} {length}");
             }
             let mut sum = SumOfSquares::new();
-            sum.add_threaded(&pool, gradient);
+            sum.add_threaded(&pool, &[gradient]);
             assert_eq!(sum.total().to_bits(), expected, "{gradient_type} {length} on threads");
         }
     }

@@ -3,6 +3,10 @@
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Instant;
+
+/// A command that takes no less says how long it took.
+const SECONDS_SAID_MIN: u64 = 10;
 
 /// A command that will run in the project root.
 pub struct Step {
@@ -43,13 +47,18 @@ impl Step {
         self
     }
 
-    /// Runs it with the terminal's output.
+    /// Runs it with the terminal's output, and says how long it took if that was long.
     ///
     /// # Errors
     /// When it cannot start or does not succeed.
     pub fn run(&self, root: &Path) -> Result<(), String> {
         eprintln!("$ {self}");
+        let began = Instant::now();
         let status = self.command(root).status().map_err(|e| format!("cannot start `{self}`: {e}"))?;
+        let seconds = began.elapsed().as_secs();
+        if seconds >= SECONDS_SAID_MIN {
+            eprintln!("({seconds} s: {self})");
+        }
         if status.success() { Ok(()) } else { Err(format!("`{self}` failed: {status}")) }
     }
 

@@ -54,6 +54,8 @@ pub(crate) struct DryRun<'a> {
     pub(crate) rounds: Rounds,
     /// Elements of a chunk of gradient on its way down (devices with their own memory only).
     pub(crate) chunk_elements: usize,
+    /// Gradients come down whole.
+    pub(crate) come_whole: bool,
     /// The update follows backward, which lands every block's gradients for it.
     pub(crate) update_follows: bool,
     pub(crate) limits: BatchLimits,
@@ -101,7 +103,7 @@ struct Tools<'a> {
 struct Parking {
     /// Groups of which something is parked.
     known: HashSet<usize>,
-    /// Chunks on their way down.
+    /// Chunks, or all of a group's, on their way down.
     coming: VecDeque<Region>,
 }
 
@@ -112,6 +114,15 @@ impl Parking {
             self.coming.pop_front();
         }
         self.coming.push_back(arena.alloc(bytes)?);
+        Ok(())
+    }
+
+    /// Takes room for all of a group, then gives back what others had.
+    fn park_whole(&mut self, arena: &Arena, bytes: usize) -> Result {
+        if bytes > 0 {
+            self.coming.push_back(arena.alloc(bytes)?);
+        }
+        self.coming.drain(..self.coming.len().saturating_sub(1));
         Ok(())
     }
 
@@ -491,12 +502,15 @@ impl DryRun<'_> {
         Ok(())
     }
 
-    /// As `GradientPark::park`: the last chunks are on their way down while the next block computes.
+    /// As `GradientPark::park`: all of it, or the last chunks, are on their way down while the next block computes.
     fn park_gradient(&self, arena: &Arena, group: usize, parking: &mut Parking, size: usize) -> Result {
         if self.unified {
             return Ok(());
         }
         parking.known.insert(group);
+        if self.come_whole {
+            return parking.park_whole(arena, self.network.groups[group].elements * size);
+        }
         self.gradient_chunks(group, size).try_for_each(|bytes| parking.park(arena, bytes))
     }
 

@@ -324,34 +324,21 @@ impl Engine {
         let striping = if spills { Some(config.striping()?) } else { None };
         let disks =
             |wanted: bool| striping.as_ref().filter(|_| wanted).map(|striping| (&backend.io, striping));
-        let mut park = match config.training {
-            Some(_) => Some(GradientPark::new(
-                "gradients",
-                config.dtype,
-                &plan.spec,
-                windows.gradient_chunks,
-                &*backend.device,
-                disks(windows.gradients_on_disk),
-            )?),
-            None => None,
+        let new_park = |name, dtype, chunks| {
+            let (device, disks) = (&*backend.device, disks(windows.gradients_on_disk));
+            GradientPark::new(name, dtype, &plan.spec, chunks, device, disks, windows.gradients_whole)
         };
+        let trains = config.training.is_some();
+        let rounds = Rounds::new(config.accumulation, config.limits, &network);
+        let park = trains.then(|| new_park("gradients", config.dtype, windows.gradient_chunks));
+        let mut park = park.transpose()?;
         if let Some(park) = &mut park {
             park.turns = Turns::new(&*backend.device, &windows.turn_bytes)?;
             park.on_device = DeviceGradients::new(&backend, &network, config.dtype, windows.device_room)?;
         }
-        let rounds = Rounds::new(config.accumulation, config.limits, &network);
-        let sums = match config.training {
-            Some(_) if rounds.are_several() => Some(GradientPark::new(
-                "gradient-sums",
-                DType::F32,
-                &plan.spec,
-                windows.sum_chunks,
-                &*backend.device,
-                disks(windows.gradients_on_disk),
-            )?),
-            _ => None,
-        };
-        let signals = if config.training.is_some() {
+        let sums = trains && rounds.are_several();
+        let sums = sums.then(|| new_park("gradient-sums", DType::F32, windows.sum_chunks)).transpose()?;
+        let signals = if trains {
             Signals::Training(Box::new(Activations::new(
                 network.last(),
                 rounds,
@@ -363,7 +350,7 @@ impl Engine {
             Signals::ForwardOnly(Pool::new("signals", 2, windows.signal_bytes)?.pinned_for(&*backend.device))
         };
         let kept_away = plan.kept_away(&config, &backend, rounds)?;
-        let slots = if config.training.is_some() && on_disk { windows.update_slots } else { 2 };
+        let slots = if trains && on_disk { windows.update_slots } else { 2 };
         let update_slots = UpdateSlots::new(&kinds, slots, windows.slot_elements, slot_io)?;
         let pool = update_pool(&config)?;
         Ok(Self {

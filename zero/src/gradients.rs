@@ -7,8 +7,10 @@
 //!
 //! Gradients of groups whose state is on the device (`device_state.rs`) stay there.
 //!
-//! From a device with memory of its own up to [`DOWNLOAD_WINDOW`] chunks are on their way down at a time, also while the next
-//! block computes. They land in the order in which they were started, and are summed and parked then, so that nothing depends
+//! From a device with memory of its own a group's gradient comes down whole while the next block computes, and lands when that
+//! block's is on its way: backward hands the device all its work before it waits for anything. That takes device memory for
+//! the gradients of two groups. Where a plan has no room for it, up to [`DOWNLOAD_WINDOW`] chunks are on their way at a time, and
+//! the device waits for the rest. They land in the order in which they were started, and are summed and parked then, so that nothing depends
 //! on when that is. An update that runs beside backward may wait for their memory: they land before it is waited for.
 
 use crate::block::GradientSlot;
@@ -33,7 +35,7 @@ use terrace_tiers::{Arrived, Lease, PendingRead, Pool, Scratch, ScratchChunk, St
 /// Chunks in memory when gradients are parked on disk: one being filled, two being written or read.
 pub(crate) const STAGING_SLOTS: usize = 4;
 
-/// Chunks on their way down from a device with memory of its own.
+/// Chunks on their way down from a device with memory of its own, where gradients do not come whole.
 pub(crate) const DOWNLOAD_WINDOW: usize = 2;
 const _: () = assert!(DOWNLOAD_WINDOW <= STAGING_SLOTS, "a chunk more than are on their way has a slot");
 
@@ -46,6 +48,8 @@ pub(crate) struct GradientPark {
     /// First scratch chunk of every group.
     first: Vec<usize>,
     books: Mutex<Books>,
+    /// On a device with memory of its own: gradients of a group come down whole.
+    come_whole: bool,
     pub(crate) on_device: Option<DeviceGradients>,
     /// Memory of the gradients of some blocks, which have it in turns with what they keep; the pool has none for these.
     pub(crate) turns: Turns,
@@ -63,13 +67,14 @@ struct Books {
     waited: Duration,
 }
 
-/// A chunk on its way down from the device.
+/// Chunks on their way down from the device.
 #[derive(Debug)]
 struct Coming {
     group: usize,
-    chunk: usize,
+    first: usize,
     last_use: bool,
-    download: Download<Lease>,
+    /// To a lease for each.
+    download: Download<Vec<Lease>>,
 }
 
 #[derive(Debug)]
@@ -132,7 +137,9 @@ impl GradientPark {
         host_chunks: usize,
         device: &dyn Device,
         disk: Option<(&Arc<dyn IoEngine>, &Striping)>,
+        come_whole: bool,
     ) -> Result<Self> {
+        assert!(!come_whole || disk.is_none(), "a group's chunks have a lease each");
         let groups = spec.groups.len();
         let longest = (0..groups).map(|g| spec.chunk_len(g, 0)).max().unwrap_or(0);
         let chunk_bytes = longest * dtype.size();
@@ -161,6 +168,7 @@ impl GradientPark {
                 coming: VecDeque::new(),
                 waited: Duration::ZERO,
             }),
+            come_whole,
             on_device: None,
             turns: Turns::default(),
         })
@@ -226,31 +234,75 @@ impl GradientPark {
         if let Some(gradients) = self.stays(group) {
             return gradients.park(backend, group, acc, last_use);
         }
-        let ops = &backend.kernels.elementwise;
-        for chunk in 0..self.spec.chunks(group) {
-            let (start, len) = self.range(group, chunk);
-            let from = View::new(acc.bytes().slice(start * 4, (start + len) * 4), DType::F32, &[len]);
-            let bytes = len * self.dtype.size();
-            if lane.unified {
-                let mut memory = match self.turns.of(group) {
-                    Some(arena) => ChunkMemory::Turn(arena.alloc(bytes)?),
-                    None => self.room(bytes).into(),
-                };
-                ops.cast(from, flat_mut(&mut memory, self.dtype))?;
-                self.keep(group, chunk, last_use, memory, pool)?;
-                continue;
+        let chunks = self.spec.chunks(group);
+        if lane.unified {
+            return self.park_here(backend, group, acc, last_use, pool);
+        }
+        if self.come_whole {
+            if chunks > 0 {
+                self.send(backend, lane, group, 0..chunks, acc, last_use)?;
             }
+            while self.books().coming.len() > 1 {
+                self.land(pool)?;
+            }
+            return Ok(());
+        }
+        for chunk in 0..chunks {
             if self.books().coming.len() == DOWNLOAD_WINDOW {
                 self.land(pool)?;
             }
-            let mut region = lane.arena.alloc(bytes)?;
-            ops.cast(from, ViewMut::new(region.bytes_mut(), self.dtype, &[len]))?;
-            // Waits only for what the update, or a write, gives back by itself: a group's chunks have a slot each. Landing one
-            // before its turn instead would give device memory back in another order than a planning run does.
-            let lease = self.room(bytes);
-            let download = lane.download(Cargo::Gradient(group), region, lease)?;
-            self.books().coming.push_back(Coming { group, chunk, last_use, download });
+            self.send(backend, lane, group, chunk..chunk + 1, acc, last_use)?;
         }
+        Ok(())
+    }
+
+    /// Parks a gradient that is in host memory.
+    fn park_here(
+        &self,
+        backend: &Backend,
+        group: usize,
+        acc: &Region,
+        last_use: bool,
+        pool: &rayon::ThreadPool,
+    ) -> Result {
+        for chunk in 0..self.spec.chunks(group) {
+            let (start, len) = self.range(group, chunk);
+            let bytes = len * self.dtype.size();
+            let mut memory = match self.turns.of(group) {
+                Some(arena) => ChunkMemory::Turn(arena.alloc(bytes)?),
+                None => self.room(bytes).into(),
+            };
+            let from = View::new(acc.bytes().slice(start * 4, (start + len) * 4), DType::F32, &[len]);
+            backend.kernels.elementwise.cast(from, flat_mut(&mut memory, self.dtype))?;
+            self.keep(group, chunk, last_use, vec![memory], pool)?;
+        }
+        Ok(())
+    }
+
+    /// Starts to bring chunks of an accumulated gradient down.
+    fn send(
+        &self,
+        backend: &Backend,
+        lane: &Lane,
+        group: usize,
+        chunks: Range<usize>,
+        acc: &Region,
+        last_use: bool,
+    ) -> Result {
+        let start = self.range(group, chunks.start).0;
+        let lens = chunks.clone().map(|chunk| self.range(group, chunk).1);
+        let elements: usize = lens.clone().sum();
+        let mut region = lane.arena.alloc(elements * self.dtype.size())?;
+        let from = acc.bytes().slice(start * 4, (start + elements) * 4);
+        backend.kernels.elementwise.cast(
+            View::new(from, DType::F32, &[elements]),
+            ViewMut::new(region.bytes_mut(), self.dtype, &[elements]),
+        )?;
+        // Waits only for what the update, or a write, gives back by itself: a group's chunks have a slot each. Landing one
+        // before its turn instead would give device memory back in another order than a planning run does.
+        let leases = lens.map(|len| self.room(len * self.dtype.size())).collect();
+        let download = lane.download_pieces(Cargo::Gradient(group), region, leases)?;
+        self.books().coming.push_back(Coming { group, first: chunks.start, last_use, download });
         Ok(())
     }
 
@@ -285,40 +337,48 @@ impl GradientPark {
         Ending(self)
     }
 
-    /// Waits for the oldest chunk on its way down; false if there is none.
+    /// Waits for the oldest download; false if there is none.
     fn land(&self, pool: &rayon::ThreadPool) -> Result<bool> {
-        let Some(Coming { group, chunk, last_use, download }) = self.books().coming.pop_front() else {
+        let Some(Coming { group, first, last_use, download }) = self.books().coming.pop_front() else {
             return Ok(false);
         };
-        let lease = download.wait()?.1;
-        self.keep(group, chunk, last_use, lease.into(), pool)?;
+        let (region, leases) = download.wait()?;
+        drop(region);
+        let chunks = leases.into_iter().map(ChunkMemory::from).collect();
+        self.keep(group, first, last_use, chunks, pool)?;
         Ok(true)
     }
 
-    /// Sums and parks a chunk that is in host memory; those of a group in their order.
+    /// Sums and parks chunks that are in host memory, from number `first` on; those of a group in their order.
     fn keep(
         &self,
         group: usize,
-        chunk: usize,
+        first: usize,
         last_use: bool,
-        memory: ChunkMemory,
+        chunks: Vec<ChunkMemory>,
         pool: &rayon::ThreadPool,
     ) -> Result {
-        let mut sum = if chunk == 0 { SumOfSquares::new() } else { self.books().sums[group] };
+        let mut sum = if first == 0 { SumOfSquares::new() } else { self.books().sums[group] };
         if last_use {
-            sum.add_threaded(pool, as_gradient(&memory, self.dtype));
+            let gradients: Vec<_> = chunks.iter().map(|chunk| as_gradient(chunk, self.dtype)).collect();
+            sum.add_threaded(pool, &gradients);
         }
-        let parked = match (&self.scratch, memory) {
-            (Some(scratch), ChunkMemory::Slot(lease)) => {
-                let place = self.place(group, chunk);
-                scratch.write(place, lease)?;
-                Parked::Disk(place)
-            }
-            (_, memory) => Parked::Host(memory),
+        let park = |(chunk, memory)| {
+            Ok(match (&self.scratch, memory) {
+                (Some(scratch), ChunkMemory::Slot(lease)) => {
+                    let place = self.place(group, chunk);
+                    scratch.write(place, lease)?;
+                    Parked::Disk(place)
+                }
+                (_, memory) => Parked::Host(memory),
+            })
         };
+        let parked: Vec<Parked> = (first..).zip(chunks).map(park).collect::<Result<_>>()?;
         let mut books = self.books();
         books.sums[group] = sum;
-        books.parked[group][chunk] = Some(parked);
+        for (place, parked) in books.parked[group][first..].iter_mut().zip(parked) {
+            *place = Some(parked);
+        }
         Ok(())
     }
 

@@ -204,16 +204,16 @@ impl Lane {
         Ok(download)
     }
 
-    /// Starts copying a tensor that a block keeps to its pieces in host memory.
-    pub(crate) fn take_kept(
+    /// Starts copying memory that compute writes to its pieces in host memory.
+    pub(crate) fn download_pieces(
         &self,
-        block: usize,
+        cargo: Cargo,
         region: Region,
         pieces: Vec<Lease>,
     ) -> Result<Download<Vec<Lease>>> {
         let bytes = pieces.iter().map(|piece| piece.len()).sum();
         let download = Download::start_pieces(&*self.down, &*self.compute, region, pieces)?;
-        self.started(Link::Down, Cargo::Kept(block), bytes, download.event());
+        self.started(Link::Down, cargo, bytes, download.event());
         Ok(download)
     }
 

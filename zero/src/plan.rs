@@ -88,6 +88,7 @@ pub(crate) struct Windows {
     pub(crate) gradients_on_disk: bool,
     pub(crate) activations_on_disk: bool,
     pub(crate) signals_stay: bool,
+    pub(crate) gradients_whole: bool,
     pub(crate) signal_bytes: usize,
     pub(crate) arena_bytes: usize,
     /// Of every block: memory that its gradient and what it keeps have in turns; 0 where they do not.
@@ -126,6 +127,8 @@ struct Choice {
     activations_on_disk: bool,
     /// On a device with its own memory: signals stay there from one block to the next.
     signals_stay: bool,
+    /// On a device with its own memory: a group's gradient comes down whole.
+    gradients_whole: bool,
     /// See [`WindowOverrides::gradient_groups`](crate::WindowOverrides).
     gradient_groups: usize,
     keeping: Keeping,
@@ -139,10 +142,11 @@ struct Choice {
     packed_bytes: usize,
 }
 
-/// What a planning run depends on beside the network: elements of a chunk where gradients are copied, whether the update follows
-/// backward, which signals and which gradients stay, who keeps, the batch with its
+/// What a planning run depends on beside the network: elements of a chunk where gradients are copied and whether they come down whole, whether
+/// the update follows backward, which signals and which gradients stay, who keeps, the batch with its
 /// order, where the key/value cache is, and whether gradients take turns with what is kept.
-type CostKey = (usize, bool, Staying, usize, Keeping, BatchLimits, Accumulation, (Tier, KvRoom), bool);
+type CostKey =
+    ((usize, bool), bool, Staying, usize, Keeping, BatchLimits, Accumulation, (Tier, KvRoom), bool);
 
 /// What each block's cost depends on beside the network: sequences of a micro-batch, and their length.
 type Shape = (usize, usize);
@@ -350,8 +354,16 @@ impl Planner<'_> {
         };
         let windows = |tight: bool, all: &'static [usize]| if tight { all } else { &all[..2] };
         let kept_slots = self.kept_slot_choices()?;
-        for (&signals_stay, tight) in stays.iter().flat_map(|stay| [(stay, false), (stay, true)]) {
+        let whole = match o.gradients_whole {
+            _ if self.backend.device.unified() || self.config.training.is_none() => vec![false],
+            Some(whole) => vec![whole],
+            None => vec![true, false],
+        };
+        let of_device = stays.iter().flat_map(|&stay| whole.iter().map(move |&whole| (stay, whole)));
+        let of_device = of_device.flat_map(|choice| [(choice, false), (choice, true)]);
+        for ((signals_stay, whole), tight) in of_device {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
+                let gradients_whole = whole && !gradients_on_disk;
                 for &activations_on_disk in &places(o.activations_on_disk) {
                     for &kept_slots in &kept_slots {
                         for &chunk_elements in &only(o.chunk_elements, windows(tight, chunks)) {
@@ -366,6 +378,7 @@ impl Planner<'_> {
                                         gradients_on_disk,
                                         activations_on_disk,
                                         signals_stay,
+                                        gradients_whole,
                                         gradient_groups: groups(tight),
                                         keeping,
                                         kept_slots,
@@ -579,6 +592,7 @@ impl Planner<'_> {
             gradients_on_disk: choice.gradients_on_disk,
             activations_on_disk: choice.activations_on_disk,
             signals_stay: choice.signals_stay,
+            gradients_whole: choice.gradients_whole,
             signal_bytes: (0..network.last()).map(signal).max().unwrap_or(0),
             arena_bytes: cost.arena_bytes.max(256),
             turn_bytes,
@@ -612,6 +626,7 @@ impl Planner<'_> {
             sample: self.sample,
             rounds: self.rounds(),
             chunk_elements,
+            come_whole: false,
             update_follows: self.config.update_follows(),
             limits: self.config.limits,
             kv: None,
@@ -624,7 +639,7 @@ impl Planner<'_> {
     /// What planning runs of `choice` find. Most choices differ in nothing that a run depends on, and share one.
     fn cost(&self, choice: Choice, modes: &[Mode]) -> Result<DryCost> {
         let unified = self.backend.device.unified();
-        let chunk_elements = if unified { 0 } else { choice.chunk_elements };
+        let chunks = if unified { (0, false) } else { (choice.chunk_elements, choice.gradients_whole) };
         let (config, follows) = (self.config, !unified && self.config.update_follows());
         let keeping = choice.keeping;
         let staying = Staying::of(choice.signals_stay, choice.activations_on_disk);
@@ -632,14 +647,15 @@ impl Planner<'_> {
         let kv = (config.kv_place(unified), choice.kv_room);
         let in_turns = self.is_in_turns(choice);
         let (limits, order) = (config.limits, config.accumulation);
-        let key = (chunk_elements, follows, staying, state_groups, keeping, limits, order, kv, in_turns);
+        let key = (chunks, follows, staying, state_groups, keeping, limits, order, kv, in_turns);
         if let Some((_, cost)) = self.runs.found.borrow().iter().find(|(known, _)| *known == key) {
             return Ok(cost.clone());
         }
         let mut cost = DryCost::default();
         for &mode in modes {
             let run = self.dry_run(choice.chunk_elements, staying, keeping, state_groups);
-            let dry = DryRun { kv: self.kv_plan(choice.kv_room), in_turns, ..run }.measure(mode)?;
+            let (kv, come_whole) = (self.kv_plan(choice.kv_room), choice.gradients_whole);
+            let dry = DryRun { kv, in_turns, come_whole, ..run }.measure(mode)?;
             cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
             cost.flops = cost.flops.max(dry.flops);
             if mode == Mode::Train {

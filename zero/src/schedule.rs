@@ -328,9 +328,13 @@ impl Passes<'_> {
         }
         if !self.count.unified {
             pass.upload_bytes += before;
-            // The last chunks are on their way down while the next block computes, unless an update is to have them.
+            // All or the last chunks are on their way down while the next block computes, unless an update is to have them.
             let lands = pass.completes.is_some() && self.count.config.update_follows();
-            let late = if lands { 0 } else { (DOWNLOAD_WINDOW as u64).min(chunks) };
+            let late = match self.count.plan.windows.gradients_whole {
+                _ if lands => 0,
+                true => chunks,
+                false => (DOWNLOAD_WINDOW as u64).min(chunks),
+            };
             pass.late_download_bytes = parked * late / chunks.max(1);
             pass.download_bytes += parked - pass.late_download_bytes;
         }

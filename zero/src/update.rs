@@ -15,7 +15,7 @@ use crate::cache::{Caching, GroupCopies, exclusive};
 use crate::gradients::{Arriving, GradientPark, Landed};
 use crate::overlap::Gate;
 use crate::runs::Runs;
-use crate::state::{KINDS_MAX, StateHome, StateKinds, Stored};
+use crate::state::{Resident, StateHome, StateKinds, Stored};
 use crate::timeline::{Resource, Timeline};
 use crate::turns::ChunkMemory;
 use crate::{EngineError, Result};
@@ -25,7 +25,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use terrace_aio::{IoEngine, Urgency};
-use terrace_optimizer::{Gradient, Optimizer, OptimizerError, StepArgs, update_threaded};
+use terrace_optimizer::{Gradient, Optimizer, OptimizerError, Part, StepArgs, update_parts};
 use terrace_tiers::{BlobKey, Generation, Lease, Pool, Sealed, StoreSpec};
 
 /// Slots for optimizer state on its way from disk through the update and back, one pool per kind.
@@ -292,15 +292,14 @@ impl Updater<'_> {
         match home {
             StateHome::Resident(resident) => {
                 let mut stalled = Duration::ZERO;
-                for (group, chunk) in chunks {
-                    let waiting = Instant::now();
-                    let mut state = resident.change(group);
-                    let began = Instant::now();
-                    stalled += began - waiting;
-                    self.update_resident(&mut state, park, group, chunk)?;
-                    drop(state);
-                    self.note(Resource::Update, began, &(group, chunk));
-                    if let Some(gate) = self.gate.filter(|_| chunk + 1 == self.spec.chunks(group)) {
+                let mut chunks = chunks.peekable();
+                while let Some((group, first)) = chunks.next() {
+                    let mut end = first + 1;
+                    while end - first < park.reads_max() && chunks.next_if_eq(&(group, end)).is_some() {
+                        end += 1;
+                    }
+                    stalled += self.update_resident(resident, park, group, first..end)?;
+                    if let Some(gate) = self.gate.filter(|_| end == self.spec.chunks(group)) {
                         gate.open_up_to(group + 1);
                     }
                 }
@@ -426,8 +425,8 @@ impl Updater<'_> {
             Some(copy) => &mut **copy,
             None => &mut **lease.as_mut().expect("what has no copy was read or will be written"),
         });
-        self.apply(group, at, park.as_gradient(&gradient), slices, |args, gradient, state| {
-            self.optimizer.update(args, gradient, state)
+        self.apply(group, at, park.as_gradient(&gradient), slices, |args, gradient, mut state| {
+            self.optimizer.update(&args, gradient, &mut state)
         })?;
         let written = leases.into_iter().zip(&copies).enumerate();
         let sealed = written.filter_map(|(kind, (lease, copy))| {
@@ -478,23 +477,35 @@ impl Updater<'_> {
         }
     }
 
+    /// Updates chunks of a group in host memory, all at once. Returns the time spent waiting for saves and the disk.
     fn update_resident(
         &self,
-        blobs: &mut [Arc<terrace_tiers::HostBlob>],
+        resident: &Resident,
         park: &GradientPark,
         group: usize,
-        chunk: usize,
-    ) -> Result {
-        let gradient = parked(park, group, chunk)?.wait()?;
-        let start = chunk * self.spec.chunk_elements as usize;
-        let elements = self.spec.chunk_len(group, chunk);
-        let slices = blobs.iter_mut().zip(&self.kinds.blobs).map(|(blob, kind)| {
-            let from = kind.bytes(start as u64) as usize;
-            &mut exclusive(blob)[from..from + kind.bytes(elements as u64) as usize]
-        });
-        self.apply(group, chunk, park.as_gradient(&gradient), slices, |args, gradient, state| {
-            update_threaded(self.optimizer, self.pool, args, gradient, state)
-        })
+        chunks: Range<usize>,
+    ) -> Result<Duration> {
+        let waiting = Instant::now();
+        let mut blobs = resident.change(group);
+        let gradients: Vec<_> =
+            chunks.clone().map(|chunk| parked(park, group, chunk)).collect::<Result<_>>()?;
+        let gradients: Vec<ChunkMemory> = gradients.into_iter().map(Arriving::wait).collect::<Result<_>>()?;
+        let began = Instant::now();
+        let bytes = blobs.iter_mut().map(|blob| Rest { bytes: exclusive(blob), start: 0 });
+        let mut left: Vec<Rest<'_>> = bytes.collect();
+        let mut parts = Vec::new();
+        for (chunk, gradient) in chunks.clone().zip(&gradients) {
+            let of_kind = left.iter_mut().enumerate();
+            let slices =
+                of_kind.map(|(kind, rest)| rest.take(self.kinds.range(kind, self.spec, group, chunk)));
+            self.apply(group, chunk, park.as_gradient(gradient), slices, |args, gradient, state| {
+                parts.push(Part { args, gradient, state });
+                Ok(())
+            })?;
+        }
+        update_parts(self.optimizer, self.pool, parts)?;
+        self.note(Resource::Update, began, &(group, chunks.start));
+        Ok(began - waiting)
     }
 
     /// Steps the runs of a chunk one after the other by `update`. `state` is the chunk's bytes of every kind.
@@ -502,25 +513,29 @@ impl Updater<'_> {
         &self,
         group: usize,
         chunk: usize,
-        gradient: Gradient<'_>,
+        gradient: Gradient<'s>,
         state: impl Iterator<Item = &'s mut [u8]>,
-        update: impl Fn(&StepArgs, Gradient<'_>, &mut [&mut [u8]]) -> std::result::Result<(), OptimizerError>,
+        mut update: impl FnMut(
+            StepArgs,
+            Gradient<'s>,
+            Vec<&'s mut [u8]>,
+        ) -> std::result::Result<(), OptimizerError>,
     ) -> Result {
         let kinds = &self.kinds.blobs;
-        let mut state_left: [&mut [u8]; KINDS_MAX] = Default::default();
-        state_left.iter_mut().zip(state).for_each(|(left, slice)| *left = slice);
+        let mut state_left: Vec<&'s mut [u8]> = state.collect();
         let mut gradient_left = gradient;
         let start = chunk * self.spec.chunk_elements as usize;
         for (elements, rates) in self.runs.within(group, start..start + gradient.len()) {
-            let mut state: [&mut [u8]; KINDS_MAX] = Default::default();
-            for ((state, left), kind) in state.iter_mut().zip(&mut state_left).zip(kinds) {
-                (*state, *left) = std::mem::take(left).split_at_mut(kind.bytes(elements as u64) as usize);
+            let mut state = Vec::with_capacity(kinds.len());
+            for (left, kind) in state_left.iter_mut().zip(kinds) {
+                let (piece, rest) = std::mem::take(left).split_at_mut(kind.bytes(elements as u64) as usize);
+                state.push(piece);
+                *left = rest;
             }
             let gradient;
             (gradient, gradient_left) = gradient_left.split_at(elements);
             if !rates.frozen {
-                let args = rates.args(&self.args);
-                update(&args, gradient, &mut state[..kinds.len()])?;
+                update(rates.args(&self.args), gradient, state)?;
             }
         }
         Ok(())

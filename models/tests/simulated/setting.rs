@@ -347,6 +347,7 @@ impl Life {
             gradients_on_disk: dice.perhaps(&[true, false]).filter(|_| on_disk),
             activations_on_disk: dice.perhaps(&[true, false]).filter(|_| on_disk),
             signals_stay: dice.perhaps(&[true, false]),
+            gradients_whole: None,
             kept_blocks: dice.perhaps(&[0, 1, LAYERS]),
             gradient_groups: dice.perhaps(&[1, 2, 3, 8]),
             copied_weights: None,
@@ -423,6 +424,7 @@ impl Life {
         if disks > 1 && dice.one_in(4) {
             self.disk_weights = Some((0..disks).map(|_| dice.pick(&[1.0, 1.0, 2.0, 5.0])).collect());
         }
+        self.overrides.gradients_whole = dice.perhaps(&[true, false]);
     }
 }
 

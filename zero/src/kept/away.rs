@@ -16,6 +16,7 @@
 //! Micro-batches are counted within their round, since what one round leaves is back before the next one leaves anything.
 
 use crate::Result;
+use crate::copies::Cargo;
 use crate::kept::{Keeping, Shapes};
 use crate::lane::Lane;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
@@ -218,7 +219,7 @@ impl KeptAway {
         let leased: Vec<Vec<Lease>> = pair.tensors.bytes().map(lease).collect();
         self.waited += began.elapsed();
         let each = tensors.into_iter().map(Tensor::into_region).zip(leased);
-        let downloads = each.map(|(region, leases)| lane.take_kept(block, region, leases));
+        let downloads = each.map(|(region, leases)| lane.download_pieces(Cargo::Kept(block), region, leases));
         let downloads = downloads.collect::<Result<_>>()?;
         self.leaving = Some(Leaving { pair, downloads });
         Ok(())
