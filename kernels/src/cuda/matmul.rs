@@ -1,4 +1,4 @@
-//! Products: by cuBLASLt where it can, else by the kernels of `matmul_mma.cu`, `matmul.cu` and `quantized.cu`.
+//! Products: by cuBLASLt where it can, else by the kernels of `matmul_mma.cu`, `matmul.cu`, `quantized_mma.cu` and `quantized.cu`.
 
 use super::{Cuda, THREADS, VECTOR, failed, operand, too_large};
 use crate::check::{self, ProductDims};
@@ -116,6 +116,22 @@ impl QuantizedMatmul for Cuda {
         let operands =
             self.arguments().read(a).bytes(b.bytes()).int(operand::format_code(b.format())).write(&out);
         let operands = operands.optional(epilogue.bias).optional(epilogue.residual.view(&out));
+        if let Some((kernel, tile)) = self.quantized_on_tensor_cores(a, b, dims) {
+            let down =
+                u32::try_from(dims.m.div_ceil(tile.rows)).map_err(|_| too_large(OP, "rows", dims.m))?;
+            // A grid has 65535 blocks in its second direction.
+            let across = dims.n.div_ceil(tile.columns);
+            let across = u16::try_from(across).map_err(|_| too_large(OP, "columns", dims.n))?;
+            let mut arguments = operands.long(dims.m).long(dims.n).long(dims.l);
+            return self.launch(
+                OP,
+                kernel,
+                [down, across.into(), 1],
+                THREADS,
+                tile.shared_bytes,
+                &mut arguments,
+            );
+        }
         if dims.m > THIN_ROWS {
             let mut arguments = operands.long(dims.m).long(dims.n).long(dims.l);
             return self.launch(
@@ -135,6 +151,35 @@ impl QuantizedMatmul for Cuda {
         let shared = u32::try_from(shared).expect("eight rows at most");
         self.launch(OP, "quantized_thin", [blocks, 1, 1], THREADS, shared, &mut arguments)
     }
+}
+
+impl Cuda {
+    /// The kernel of `quantized_mma.cu` that takes this product, if any does, and what a block of it has.
+    fn quantized_on_tensor_cores(
+        &self,
+        a: View<'_>,
+        b: QuantizedView<'_>,
+        dims: ProductDims,
+    ) -> Option<(&'static str, Tile)> {
+        let whole_words = b.bytes().address().as_ptr().addr().is_multiple_of(8);
+        if dims.l == 0 || !dims.l.is_multiple_of(VECTOR) || !whole_words || !self.fits_tensor_cores(&[a], &[])
+        {
+            return None;
+        }
+        Some(match dims.m {
+            1..=8 => ("quantized_mma_8", Tile { rows: 16, columns: 16, shared_bytes: 1536 }),
+            9..=16 => ("quantized_mma_16", Tile { rows: 16, columns: 16, shared_bytes: 3072 }),
+            17..=64 => ("quantized_mma_32", Tile { rows: 32, columns: 16, shared_bytes: 6144 }),
+            _ => ("quantized_mma_many", Tile { rows: 32, columns: 64, shared_bytes: 0 }),
+        })
+    }
+}
+
+/// What a block has of a product, and the memory that its threads share.
+struct Tile {
+    rows: usize,
+    columns: usize,
+    shared_bytes: u32,
 }
 
 fn tiles(op: &'static str, dims: ProductDims, side: usize) -> Result<[u32; 3]> {

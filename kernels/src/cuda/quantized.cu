@@ -1,5 +1,6 @@
-// Products with a quantized matrix: out[m, n] = Σ_l a[m, l] · w[n, l] + bias[n] + residual[m, n]; the format of w is that of
-// kernels/src/quantized.rs, bias and residual are as in matmul.cu.
+// Products with a quantized matrix, for operands that quantized_mma.cu does not take:
+// out[m, n] = Σ_l a[m, l] · w[n, l] + bias[n] + residual[m, n]; the format of w is that of kernels/src/quantized.rs, bias and
+// residual are as in matmul.cu.
 //
 //   quantized_thin   up to 8 rows of a: a warp for every output column
 //   quantized_tile   any number of rows: tiles as in matmul.cu, whose slabs of w are dequantized on the way in
@@ -9,9 +10,6 @@
 //
 // Order of sums. thin: lane t adds its four weights of every block of 128, blocks ascending, then lanes; the other rows
 // of a change nothing. tile: l ascending.
-//
-// A twin for tensor cores would split a weight into two bf16 (it has at most fifteen significant bits, so the split is
-// exact) and multiply twice.
 
 enum { INT8 = 0, INT4 = 1 };
 

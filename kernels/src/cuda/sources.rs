@@ -45,7 +45,7 @@ macro_rules! source {
 }
 
 /// The operations of a [`KernelSet`](crate::KernelSet).
-pub(super) static SOURCES: [KernelSource; 13] = [
+pub(super) static SOURCES: [KernelSource; 14] = [
     source!(
         "elementwise.cu",
         "elementwise_add",
@@ -62,6 +62,13 @@ pub(super) static SOURCES: [KernelSource; 13] = [
     source!("matmul.cu", "matmul_plain"),
     source!(tensor_cores "matmul_mma.cu", "matmul_mma_nt", "matmul_mma_nn", "matmul_mma_tn"),
     source!("quantized.cu", "quantized_thin", "quantized_tile"),
+    source!(
+        tensor_cores "quantized_mma.cu",
+        "quantized_mma_8",
+        "quantized_mma_16",
+        "quantized_mma_32",
+        "quantized_mma_many"
+    ),
     source!(
         "attention.cu",
         "attention_forward_64",

@@ -5,11 +5,15 @@
 //! sixteen bits as integers below 2¹⁵ times a power of two of their block, so that each that is no such multiple may be off by
 //! half that power: times the magnitudes of the weights that meet it, that is what each result may be off besides.
 
+use crate::cuda::on_device;
 use crate::support::{Host, assert_within, backends};
 use proptest::prelude::*;
 use terrace_device::Bytes;
 use terrace_kernels::cpu::{self, CpuConfig, Isa};
-use terrace_kernels::{DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, dry, reference};
+use terrace_kernels::cuda::CudaConfig;
+use terrace_kernels::{
+    DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Residual, dry, reference,
+};
 
 pub const FORMATS: [QuantFormat; 2] = [QuantFormat::Int8, QuantFormat::Int4];
 
@@ -76,6 +80,13 @@ impl Quantized {
     }
 }
 
+/// Those of all operations, and on the mock driver kernels for tensor cores.
+fn sets() -> Vec<(String, KernelSet)> {
+    let config = CudaConfig { own_products: true, plain_kernels: false };
+    let tensor_cores = on_device(0, config).map(|set| ("cuda, tensor cores".to_owned(), set));
+    backends().into_iter().chain(tensor_cores).collect()
+}
+
 fn compare(sets: &[(String, KernelSet)], size: (usize, usize, usize), a_dtype: DType, out_dtype: DType) {
     let (m, n, l) = size;
     let a = Host::random(a_dtype, &[m, l], 1.0, 1);
@@ -110,7 +121,7 @@ fn the_reference_is_the_dense_one() {
 
 #[test]
 fn every_odd_size() {
-    let sets = backends();
+    let sets = sets();
     for m in [1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17] {
         compare(&sets, (m, 3 * m + 2, 133), DType::BF16, DType::F32);
     }
@@ -125,19 +136,82 @@ fn every_odd_size() {
 /// A sum in which the rounding of a few activations adds up.
 #[test]
 fn few_that_are_rounded_the_same_way() {
-    compare(&backends(), (14, 59, 34), DType::BF16, DType::F32);
+    compare(&sets(), (14, 59, 34), DType::BF16, DType::F32);
 }
 
 /// Several tiles in both directions, and rows of several stretches.
 #[test]
 fn larger_than_a_tile() {
-    compare(&backends(), (200, 500, 300), DType::BF16, DType::BF16);
-    compare(&backends(), (3, 20, 2500), DType::BF16, DType::F32);
+    compare(&sets(), (200, 500, 300), DType::BF16, DType::BF16);
+    compare(&sets(), (3, 20, 2500), DType::BF16, DType::F32);
+}
+
+/// Rows that begin at multiples of sixteen bytes, which kernels for tensor cores take: all, a part and none of a tile is there, of a
+/// block of weights, and of what a warp has of them.
+#[test]
+fn rows_of_whole_vectors() {
+    let sets = sets();
+    for (m, n) in
+        [(1, 1), (5, 16), (8, 17), (9, 23), (16, 8), (17, 40), (33, 9), (64, 66), (65, 63), (130, 129)]
+    {
+        for (l, a_dtype, out_dtype) in [
+            (8, DType::BF16, DType::F32),
+            (136, DType::F16, DType::F32),
+            (408, DType::BF16, DType::BF16),
+            (1304, DType::F16, DType::F16),
+        ] {
+            compare(&sets, (m, n, l), a_dtype, out_dtype);
+        }
+    }
+}
+
+#[test]
+fn what_is_added() {
+    let (n, l) = (43, 264);
+    for m in [1, 12, 64, 70] {
+        let a = Host::random(DType::BF16, &[m, l], 1.0, 1);
+        for (format, dtype) in FORMATS.into_iter().flat_map(|f| [(f, DType::BF16), (f, DType::F32)]) {
+            let b = Quantized::random(format, n, l, 2);
+            let (bias, residual) = (Host::random(dtype, &[n], 1.0, 4), Host::random(dtype, &[m, n], 1.0, 5));
+            let added = Epilogue { bias: Some(bias.view()), residual: Residual::Of(residual.view()) };
+            let of = |set: &KernelSet, dtype| {
+                let mut out = Host::zeros(dtype, &[m, n]);
+                set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut(), added).unwrap();
+                out
+            };
+            let expected = of(&reference::kernel_set(), DType::F32);
+            for (name, set) in sets() {
+                let what = format!("{name}: {format} {m} {dtype}");
+                assert_within(&what, &expected, &of(&set, dtype), &tolerances(&a, &b));
+            }
+        }
+    }
+}
+
+/// What the last rows are changes no bit of the others, as many as there are of a kind of kernel.
+#[test]
+fn a_row_depends_on_no_other() {
+    let (n, l) = (37, 264);
+    for (name, set) in sets() {
+        for (format, m) in FORMATS.into_iter().flat_map(|format| [2, 8, 15, 40, 100].map(|m| (format, m))) {
+            let b = Quantized::random(format, n, l, 2);
+            let of = |a: &Host| {
+                let mut out = Host::zeros(DType::F32, &[m, n]);
+                set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut(), Epilogue::NONE).unwrap();
+                out.values()[..(m - 1) * n].to_vec()
+            };
+            let a = Host::random(DType::BF16, &[m, l], 1.0, 1);
+            let mut values = a.values();
+            values[(m - 1) * l..].fill(f64::NAN);
+            let other = Host::of(DType::BF16, &[m, l], values.into_iter());
+            assert_eq!(of(&a), of(&other), "{name}: {format} {m}");
+        }
+    }
 }
 
 #[test]
 fn empty_sizes() {
-    for (name, set) in backends() {
+    for (name, set) in sets() {
         for format in FORMATS {
             let (a, b) = (Host::zeros(DType::F32, &[3, 0]), Quantized::random(format, 4, 0, 1));
             let mut out = Host::random(DType::F32, &[3, 4], 1.0, 1);
@@ -325,6 +399,6 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn any_shape(m in 1usize..30, n in 1usize..130, l in 1usize..600) {
-        compare(&backends(), (m, n, l), DType::BF16, DType::F32);
+        compare(&sets(), (m, n, l), DType::BF16, DType::F32);
     }
 }

@@ -5,6 +5,7 @@
 //! dtype: by 2⁻⁸ of each term in bf16, of values of order 1 and gradients of order 10 over up to 130 rows, with random signs.
 
 use crate::cuda::on_device;
+use crate::quantized::{FORMATS, Quantized};
 use crate::support::{Host, assert_close};
 use terrace_kernels::cuda::CudaConfig;
 use terrace_kernels::{
@@ -41,6 +42,24 @@ fn compare(sets: &Sets, what: &str, fits: bool, tolerance: f64, run: impl Fn(&Ke
         bytes(&run(&sets.tensor_cores[1], false)) == plain,
         "{what}: odd places are for the plain kernels"
     );
+}
+
+/// Those for tensor cores scale the sum of a group of weights, the others every weight.
+#[test]
+fn quantized_products() {
+    let Some(sets) = sets() else { return };
+    for (format, m) in FORMATS.into_iter().flat_map(|format| [3, 16, 50, 90].map(|m| (format, m))) {
+        for (dtype, l) in [(DType::BF16, 520), (DType::F16, 520), (DType::BF16, 516), (DType::F32, 520)] {
+            let (a, b) = (Host::random(dtype, &[m, l], 1.0, 1), Quantized::random(format, 70, l, 2));
+            let fits = dtype != DType::F32 && l % 8 == 0;
+            let what = format!("{format} {m} {dtype} {l}");
+            compare(&sets, &what, fits, l as f64 * 2f64.powi(-22) + 1e-7, |set, _| {
+                let mut out = Host::zeros(DType::F32, &[m, 70]);
+                set.quantized_matmul.matmul_nt(a.view(), b.view(), out.view_mut(), Epilogue::NONE).unwrap();
+                vec![out]
+            });
+        }
+    }
 }
 
 /// Which kernel computed a product cannot be told by its bits: the emulated instruction adds in the plain kernel's order.
