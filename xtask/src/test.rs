@@ -35,7 +35,7 @@ pub fn run(root: &Path) -> Result<(), String> {
         Step::new("cargo doc --workspace --no-deps").environment("RUSTDOCFLAGS", "-D warnings"),
     ];
     steps.iter().try_for_each(|step| step.run(root))?;
-    crate::cuda_check::run(root)?;
+    crate::cuda_check::ends(root)?;
     if crate::cuda_mock::has_compiler(root) {
         crate::cuda_mock::run(root, &[])
     } else {

@@ -203,7 +203,7 @@ fn a_row_depends_on_no_other() {
             let a = Host::random(DType::BF16, &[m, l], 1.0, 1);
             let mut values = a.values();
             values[(m - 1) * l..].fill(f64::NAN);
-            let other = Host::of(DType::BF16, &[m, l], values.into_iter());
+            let other = Host::of(DType::BF16, &[m, l], values);
             assert_eq!(of(&a), of(&other), "{name}: {format} {m}");
         }
     }
