@@ -129,9 +129,12 @@ impl Capabilities {
             found.device_memory = Some(card.device_memory_bytes_per_second);
         }
         found.operations = products(calibration, on_card).and_then(|products| product_rate(products, &form));
-        let training = calibration.training.iter();
+        let of_card = calibration.card.as_ref().map(|card| &card.training);
+        let training = if on_card { of_card } else { Some(&calibration.training) };
         found.training = training
-            .filter(|rate| !on_card && rate.dtype == form)
+            .into_iter()
+            .flatten()
+            .filter(|rate| rate.dtype == form)
             .map(|rate| rate.operations_per_second)
             .reduce(f64::max);
         found

@@ -16,7 +16,8 @@
 //! Weights are gathered when a rank's part of them is on the device, as far ahead as there are slots there; gradients are scattered
 //! when a block has computed, before the next one does, for which the device has no second memory. Both share network and peers.
 //!
-//! Some steps follow each other until they are alike, whose time is what is expected. The same schedule always takes the same.
+//! Some steps follow each other until they are alike, whose time is what is expected. The same schedule always takes the same. A device with
+//! memory of its own updates the state that it has when the norm is known, before its next kernels: what that takes by its bytes is added.
 //!
 //! Left out are `fdatasync` and the manifest of a commit, latencies, the bandwidth of host memory
 //! that resources share, and beside a card the system's own time for disk I/O and the checksums of spilled activations and parked gradients. All micro-batches of a pass go
@@ -48,21 +49,22 @@ pub fn step_seconds(work: &StepWork, can: &Capabilities) -> Option<f64> {
     if work.schedule.passes.is_empty() {
         return Some(at_once(work, can)).filter(|seconds| *seconds > 0.0);
     }
-    played(&work.schedule, work.unified, can)
+    played(work, &work.schedule, can)
 }
 
 /// The same where no step is clipped; `None` if that makes no difference.
 pub fn unclipped_step_seconds(work: &StepWork, can: &Capabilities) -> Option<f64> {
-    played(&work.schedule.unclipped()?, work.unified, can)
+    played(work, &work.schedule.unclipped()?, can)
 }
 
-fn played(schedule: &Schedule, unified: bool, can: &Capabilities) -> Option<f64> {
-    let mut run = Run::new(schedule, unified, can);
+fn played(work: &StepWork, schedule: &Schedule, can: &Capabilities) -> Option<f64> {
+    let mut run = Run::new(schedule, work.unified, can);
     let mut ends = [0.0; STEPS];
     for end in &mut ends {
         *end = run.step()?;
     }
     let seconds = (ends[STEPS - 1] - ends[STEPS - 1 - MEASURED]) / MEASURED as f64;
+    let seconds = seconds + per(work.device_memory_bytes as f64, can.device_memory);
     Some(seconds).filter(|seconds| *seconds > 0.0)
 }
 

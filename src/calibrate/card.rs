@@ -1,11 +1,14 @@
 //! The measurements on a card: its link in each direction and both at once, its memory, its matrix products.
 
-use super::measure::{Layer, MeasureError, best_queued, gemm, gemm_arena_bytes, quantized, rate};
+use super::measure::{
+    Layer, MeasureError, best_queued, gemm, gemm_arena_bytes, quantized, rate, training_on_card,
+};
 use super::profile::{Card, Gemm};
 use std::time::Instant;
 use terrace_device::{Arena, Device, Download, Region, Stream, StreamKind, Upload};
 use terrace_kernels::{DType, KernelSet, QuantFormat, Tensor};
 use terrace_tiers::{Lease, Pool};
+use terrace_zero::Backend;
 
 /// How much.
 #[derive(Debug, Clone, Copy)]
@@ -38,6 +41,11 @@ impl Effort {
     /// For the start of a run: one shape.
     pub const START: Self = Self { seconds: 0.04, copy_bytes: 16 << 20, shapes: 1, ..Self::QUICK };
 }
+
+/// The layer whose training is measured.
+const TRAINED: Layer = Layer { tokens: 4096, hidden: 2048, intermediate: 5632 };
+/// Operations per second of its products below which it is not: an emulated card would need minutes.
+const TRAINED_MIN: f64 = 1e12;
 
 /// The layer that is tried first.
 const FIRST: Layer = Layer { tokens: 128, hidden: 256, intermediate: 704 };
@@ -93,7 +101,25 @@ pub fn measure(
         both_bytes_per_second: both,
         device_memory_bytes_per_second: device_memory,
         gemm: products,
+        training: Vec::new(),
     })
+}
+
+/// Adds what training a layer takes on the card of `backend`, which `card` has the other figures of: for those types of operands whose products
+/// are fast enough. A card that has not the memory goes without.
+pub fn measure_training(card: &mut Card, backend: &Backend, seconds: f64) {
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        let of_type = card.gemm.iter().filter(|gemm| gemm.dtype == dtype.to_string());
+        let products = of_type.map(|gemm| gemm.operations_per_second).fold(0.0, f64::max);
+        if products < TRAINED_MIN {
+            continue;
+        }
+        let memory = card.device_memory_bytes_per_second;
+        match training_on_card(backend, dtype, TRAINED, memory, seconds) {
+            Ok(found) => card.training.push(found),
+            Err(why) => eprintln!("note: training in {dtype} is not measured: {why}"),
+        }
+    }
 }
 
 struct Link<'a> {

@@ -8,4 +8,4 @@ pub mod measure;
 pub mod profile;
 
 pub use machine::Machine;
-pub use profile::{Calibration, Card, Found, Gemm, MemoryRates, OptimizerRate, Profile, Rates};
+pub use profile::{Calibration, Card, Found, Gemm, MemoryRates, OptimizerRate, Profile, Rates, TrainingRate};

@@ -161,6 +161,9 @@ pub struct Card {
     pub device_memory_bytes_per_second: f64,
     /// Matrix products on it.
     pub gemm: Vec<Gemm>,
+    /// Forward and backward of a layer on it.
+    #[serde(default)]
+    pub training: Vec<TrainingRate>,
 }
 
 /// A profile that later runs find without being told.
@@ -369,6 +372,10 @@ impl Calibration {
             all(
                 "card.gemm.operations_per_second",
                 &mut card.gemm.iter().map(|gemm| gemm.operations_per_second),
+            );
+            all(
+                "card.training.operations_per_second",
+                &mut card.training.iter().map(|rate| rate.operations_per_second),
             );
             rates.extend([
                 ("card.upload_bytes_per_second", card.upload_bytes_per_second),

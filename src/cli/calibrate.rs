@@ -4,7 +4,7 @@ use super::args::{CalibrateArgs, PlacementArgs};
 use super::session::Session;
 use super::{checks, print_json};
 use crate::calibrate::measure::{self, Effort, LAYOUTS, MeasureError};
-use crate::calibrate::{Calibration, Gemm, Machine, Profile, card};
+use crate::calibrate::{Calibration, Gemm, Machine, Profile, TrainingRate, card};
 use crate::error::CliError;
 use crate::progress::{count, duration};
 use std::num::NonZeroUsize;
@@ -55,7 +55,9 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
         let effort = if args.quick { card::Effort::QUICK } else { card::Effort::FULL };
         let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
         let measured = card::measure(device, kernels, memory_bytes, &DTYPES, &FORMATS, effort);
-        calibration.card = Some(measured.map_err(CliError::failed)?);
+        let mut measured = measured.map_err(CliError::failed)?;
+        card::measure_training(&mut measured, &session.backend, effort.seconds);
+        calibration.card = Some(measured);
     }
     let profile = Profile { disk, calibration: Some(calibration) };
     eprintln!("{}", table(&profile).trim_end());
@@ -135,7 +137,7 @@ fn host(calibration: &mut Calibration, session: &Session, effort: Effort) -> Res
     }
     for dtype in DTYPES {
         calibration.gemm.extend(host_gemm(threads, dtype, effort, usize::MAX)?);
-        // Never tried on a card, and an emulated one needs minutes.
+        // A card's training is measured with its other figures.
         if session.on_card() {
             continue;
         }
@@ -227,11 +229,14 @@ fn table(profile: &Profile) -> String {
             }
         }
     };
+    let trained = |line: &mut dyn FnMut(&str, String), name: &str, rates: &[TrainingRate]| {
+        for rate in rates {
+            let what = format!("{name}, a layer forward and backward in {}", rate.dtype);
+            line(&what, format!("{:.1} GFLOP/s", rate.operations_per_second / 1e9));
+        }
+    };
     products(&mut line, "cpu", &calibration.gemm);
-    for rate in &calibration.training {
-        let what = format!("cpu, a layer forward and backward in {}", rate.dtype);
-        line(&what, format!("{:.1} GFLOP/s", rate.operations_per_second / 1e9));
-    }
+    trained(&mut line, "cpu", &calibration.training);
     for rate in &calibration.optimizer {
         let what = format!("update, state {} of {} weights", rate.state, rate.weights);
         line(&what, format!("{} parameters/s", count(rate.parameters_per_second)));
@@ -253,6 +258,7 @@ fn table(profile: &Profile) -> String {
             line(&format!("link of {}", card.name), three(rates));
             line("memory of the card", bytes(card.device_memory_bytes_per_second));
             products(&mut line, "card", &card.gemm);
+            trained(&mut line, "card", &card.training);
         }
     }
     text

@@ -246,6 +246,16 @@ fn ranks_gather_before_a_block_and_scatter_after_it() {
     takes(&work, &can, 5.0 + 6.0 + 2.0);
 }
 
+/// What the device has of the state it updates between steps.
+#[test]
+fn a_device_updates_its_own_state_after_all_else() {
+    let can = Capabilities { device_memory: Some(2000.0), ..can() };
+    let mut work = StepWork { unified: false, ..TOTALS.work(UpdateTime::Deferred) };
+    let before = step_seconds(&work, &can).unwrap();
+    work.device_memory_bytes = 3000;
+    assert!((step_seconds(&work, &can).unwrap() - before - 1.5).abs() < 1e-9);
+}
+
 /// Every resource's seconds, one after the other.
 fn sum(work: &StepWork, can: &Capabilities) -> f64 {
     let (read, write) = (work.disk_read_bytes as f64, work.disk_write_bytes as f64);
@@ -258,6 +268,7 @@ fn sum(work: &StepWork, can: &Capabilities) -> f64 {
         + per(work.download_bytes as f64, can.download)
         + per(work.exchanged().network_bytes as f64, can.network)
         + per(work.exchanged().peer_bytes as f64, can.peers)
+        + per(work.device_memory_bytes as f64, can.device_memory)
 }
 
 fn any_totals() -> impl Strategy<Value = (StepWork, Capabilities)> {
