@@ -139,6 +139,40 @@ fn outlook(setup: &Setup) -> terrace_zero::Result<Outlook> {
     Engine::outlook(setup.config(), &setup.backend(), blocks, &setup.sample(), &runs)
 }
 
+/// Gradients come down whole where the device has room for that; where it has not, by chunks, and still to host memory.
+#[test]
+fn gradients_come_down_whole_where_there_is_room() {
+    for (placement, clip) in [
+        (Placement::Disk, Some(0.5)),
+        (Placement::Host, Some(0.5)),
+        (Placement::Host, None),
+        (Placement::Disk, None),
+    ] {
+        let overrides = WindowOverrides {
+            chunk_elements: Some(1 << 14),
+            device_groups: Some(0),
+            state_groups: Some(0),
+            kept_blocks: Some(0),
+            kept_on_host: Some(0),
+            ..WindowOverrides::default()
+        };
+        let disks = vec!["nowhere".into()];
+        let setup = Setup { discrete: true, placement, clip, disks, overrides, ..Setup::new(false) };
+        let of = |gradients_whole, device_budget| {
+            let overrides = WindowOverrides { gradients_whole, ..overrides };
+            outlook(&Setup { overrides, device_budget, ..setup.clone() }).unwrap()
+        };
+        let by_chunks = of(Some(false), u64::MAX).memory.total(Tier::Device);
+        let most = of(None, u64::MAX);
+        let follows = placement == Placement::Disk && clip.is_none();
+        assert_eq!(most.windows.gradients_whole, Some(!follows), "{placement:?}, {clip:?}");
+        assert_eq!(most.memory.total(Tier::Device) > by_chunks, !follows, "{placement:?}, {clip:?}");
+        let least = of(None, by_chunks).windows;
+        let found = (least.gradients_whole, least.gradients_on_disk);
+        assert_eq!(found, (Some(false), Some(false)), "{placement:?}, {clip:?}");
+    }
+}
+
 /// The last groups stay on the device, as many as there is room for.
 #[test]
 fn what_a_device_has_room_for_stays_there() {

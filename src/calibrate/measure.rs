@@ -114,7 +114,7 @@ impl Effort {
 impl Effort {
     /// The same with memory that caches do not hold: each of the two halves that [`memory`] goes through is twice the last of them, and
     /// what [`update`] changes three times.
-    /// No less than it has, and no more than eight times that; where the cache is not known, what it has.
+    /// No less than it has, and no more than [`FULL`](Self::FULL) or eight times that; where the cache is not known, what it has.
     #[must_use]
     pub fn beyond_caches(self) -> Self {
         self.beyond(last_cache_bytes().unwrap_or(0))
@@ -129,7 +129,7 @@ impl Effort {
     }
 
     fn beyond(self, cache_bytes: usize) -> Self {
-        let most = self.memory_bytes.saturating_mul(8);
+        let most = self.memory_bytes.saturating_mul(8).max(Self::FULL.memory_bytes);
         Self { memory_bytes: cache_bytes.saturating_mul(4).clamp(self.memory_bytes, most), ..self }
     }
 }
@@ -661,9 +661,9 @@ mod tests {
     #[test]
     fn memory_is_measured_beyond_the_caches() {
         let bytes = |cache: usize| Effort::START.beyond(cache).memory_bytes;
-        let start = Effort::START.memory_bytes;
+        let (start, full) = (Effort::START.memory_bytes, Effort::FULL.memory_bytes);
         assert_eq!([bytes(0), bytes(1 << 20), bytes(32 << 20)], [start, start, 128 << 20]);
-        assert_eq!([bytes(1 << 30), bytes(usize::MAX)], [8 * start, 8 * start]);
+        assert_eq!([bytes(1 << 30), bytes(usize::MAX)], [full, full]);
         assert_eq!(Effort::FULL.beyond(300 << 20).memory_bytes, 1200 << 20);
         assert_eq!(Effort { memory_bytes: 1 << 30, ..Effort::START }.beyond(0).memory_bytes, 1 << 30);
     }

@@ -133,7 +133,7 @@ pub struct WindowOverrides {
     /// Leave signals on a device with its own memory from one block to the next.
     pub signals_stay: Option<bool>,
     /// Bring a group's gradient down whole from a device with its own memory, while the next block computes. Where it is not fixed, where the
-    /// device has room for the gradients of two groups; never where gradients are parked on disk.
+    /// device has room for the gradients of two groups; never where gradients are parked on disk, or the update follows backward.
     pub gradients_whole: Option<bool>,
     /// How many blocks, counted from the last, leave what their backward would otherwise recompute; as many as there are if
     /// there are fewer. Where it is not fixed, as many do as fit beside the other windows.

@@ -46,6 +46,8 @@ pub(crate) struct BlockCost {
 
 pub(crate) struct DryRun<'a> {
     pub(crate) network: &'a Network,
+    /// As a rank has it: of which gradients come down.
+    pub(crate) state: &'a Network,
     pub(crate) dtype: DType,
     pub(crate) unified: bool,
     /// Signals stay on the device from one block to the next (devices with their own memory only).
@@ -509,7 +511,7 @@ impl DryRun<'_> {
         }
         parking.known.insert(group);
         if self.come_whole {
-            return parking.park_whole(arena, self.network.groups[group].elements * size);
+            return parking.park_whole(arena, self.state.groups[group].elements * size);
         }
         self.gradient_chunks(group, size).try_for_each(|bytes| parking.park(arena, bytes))
     }

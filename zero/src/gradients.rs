@@ -1,6 +1,6 @@
 //! Gradients between backward and update.
 //!
-//! A block's gradient is accumulated in f32 on the device over all micro-batches, then comes down once, chunk by chunk,
+//! A block's gradient is accumulated in f32 on the device over all micro-batches, then comes down once, in chunks,
 //! in the dtype of the weights. Chunks are parked in host leases or on a scratch volume until the update takes them.
 //! A group that several blocks use (tied embeddings) comes down after each of its uses; the later use starts from what
 //! the earlier one parked. Between the rounds of a step (`rounds.rs`) a second park of f32 holds what is summed so far.
@@ -221,7 +221,7 @@ impl GradientPark {
     }
 
     /// Brings a group's accumulated gradient down and parks it; its norm counts when this was the group's last use. The
-    /// last chunks may still be [on their way](Self::land_all).
+    /// last of it, or all, may still be [on their way](Self::land_all).
     pub(crate) fn park(
         &self,
         backend: &Backend,

@@ -354,16 +354,15 @@ impl Planner<'_> {
         };
         let windows = |tight: bool, all: &'static [usize]| if tight { all } else { &all[..2] };
         let kept_slots = self.kept_slot_choices()?;
-        let whole = match o.gradients_whole {
-            _ if self.backend.device.unified() || self.config.training.is_none() => vec![false],
+        let trains = self.config.training.is_some() && !self.backend.device.unified();
+        // An update that follows backward waits for all of a gradient before the next block begins.
+        let comes = |on_disk: bool| match o.gradients_whole {
+            _ if !trains || on_disk || self.config.update_follows() => vec![false],
             Some(whole) => vec![whole],
             None => vec![true, false],
         };
-        let of_device = stays.iter().flat_map(|&stay| whole.iter().map(move |&whole| (stay, whole)));
-        let of_device = of_device.flat_map(|choice| [(choice, false), (choice, true)]);
-        for ((signals_stay, whole), tight) in of_device {
+        for (&signals_stay, tight) in stays.iter().flat_map(|stay| [(stay, false), (stay, true)]) {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
-                let gradients_whole = whole && !gradients_on_disk;
                 for &activations_on_disk in &places(o.activations_on_disk) {
                     for &kept_slots in &kept_slots {
                         for &chunk_elements in &only(o.chunk_elements, windows(tight, chunks)) {
@@ -371,25 +370,27 @@ impl Planner<'_> {
                                 for &update_slots in
                                     &only(o.update_slots, windows(tight, &UPDATE_SLOT_CHOICES))
                                 {
-                                    choices.push(Choice {
-                                        chunk_elements,
-                                        weight_slots,
-                                        update_slots,
-                                        gradients_on_disk,
-                                        activations_on_disk,
-                                        signals_stay,
-                                        gradients_whole,
-                                        gradient_groups: groups(tight),
-                                        keeping,
-                                        kept_slots,
-                                        device_groups: o.device_groups.unwrap_or(0),
-                                        state_groups: 0,
-                                        kv_room: KvRoom {
-                                            device: o.kv_on_device.unwrap_or(0),
-                                            host: o.kv_on_host.unwrap_or(0),
-                                        },
-                                        packed_bytes: o.packed_bytes.unwrap_or(0),
-                                    });
+                                    for gradients_whole in comes(gradients_on_disk) {
+                                        choices.push(Choice {
+                                            chunk_elements,
+                                            weight_slots,
+                                            update_slots,
+                                            gradients_on_disk,
+                                            activations_on_disk,
+                                            signals_stay,
+                                            gradients_whole,
+                                            gradient_groups: groups(tight),
+                                            keeping,
+                                            kept_slots,
+                                            device_groups: o.device_groups.unwrap_or(0),
+                                            state_groups: 0,
+                                            kv_room: KvRoom {
+                                                device: o.kv_on_device.unwrap_or(0),
+                                                host: o.kv_on_host.unwrap_or(0),
+                                            },
+                                            packed_bytes: o.packed_bytes.unwrap_or(0),
+                                        });
+                                    }
                                 }
                             }
                         }
@@ -620,6 +621,7 @@ impl Planner<'_> {
     ) -> DryRun<'_> {
         DryRun {
             network: self.network,
+            state: self.state(),
             dtype: self.config.dtype,
             unified: self.backend.device.unified(),
             staying,

@@ -119,18 +119,9 @@ impl QuantizedMatmul for Cuda {
         if let Some((kernel, tile)) = self.quantized_on_tensor_cores(a, b, dims) {
             let down =
                 u32::try_from(dims.m.div_ceil(tile.rows)).map_err(|_| too_large(OP, "rows", dims.m))?;
-            // A grid has 65535 blocks in its second direction.
-            let across = dims.n.div_ceil(tile.columns);
-            let across = u16::try_from(across).map_err(|_| too_large(OP, "columns", dims.n))?;
+            let across = u32::try_from(dims.n.div_ceil(tile.columns)).expect("it fits a grid");
             let mut arguments = operands.long(dims.m).long(dims.n).long(dims.l);
-            return self.launch(
-                OP,
-                kernel,
-                [down, across.into(), 1],
-                THREADS,
-                tile.shared_bytes,
-                &mut arguments,
-            );
+            return self.launch(OP, kernel, [down, across, 1], THREADS, tile.shared_bytes, &mut arguments);
         }
         if dims.m > THIN_ROWS {
             let mut arguments = operands.long(dims.m).long(dims.n).long(dims.l);
@@ -166,12 +157,14 @@ impl Cuda {
         {
             return None;
         }
-        Some(match dims.m {
+        let found = match dims.m {
             1..=8 => ("quantized_mma_8", Tile { rows: 16, columns: 16, shared_bytes: 1536 }),
             9..=16 => ("quantized_mma_16", Tile { rows: 16, columns: 16, shared_bytes: 3072 }),
             17..=64 => ("quantized_mma_32", Tile { rows: 32, columns: 16, shared_bytes: 6144 }),
             _ => ("quantized_mma_many", Tile { rows: 32, columns: 64, shared_bytes: 0 }),
-        })
+        };
+        // A grid has no more blocks in its second direction.
+        (dims.n.div_ceil(found.1.columns) <= usize::from(u16::MAX)).then_some(found)
     }
 }
 

@@ -217,7 +217,7 @@ __device__ __forceinline__ void product(const u16 *a, const u8 *w, void *out, in
         product<F16, INT4, __VA_ARGS__>(rows, w, out, out_dtype, epilogue, m, n, l);                                   \
     }
 
-// 256 threads. Grid: the rows in the name a block (8: all; many: 32), so that blocks that run together share codes in the L2 cache; then
+// 256 threads. Grid: the rows in the name a block (8: 16, of which 8 are there; many: 32), so that blocks that run together share codes in the L2 cache; then
 // 16 columns a block (many: 64). Shared: 2 · 3 · 32 floats for each sum of a lane, which has 2, 4 and 8: 1536, 3072 and 6144 bytes (many: none).
 extern "C" __global__ void __launch_bounds__(THREADS, 2) quantized_mma_8(PARAMETERS) { PRODUCT(1, false, 4, 3) }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) quantized_mma_16(PARAMETERS) { PRODUCT(1, true, 4, 2) }
