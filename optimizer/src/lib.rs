@@ -6,7 +6,7 @@
 //!
 //! - [`AdamW`] with the semantics of `torch.optim.AdamW`, over the formats of [`StateFormat`];
 //! - [`Algorithm`] and [`optimizer`]: AdamW and, with the same guarantees, [`Adam`], [`Adagrad`], [`Lion`] and [`Sgd`];
-//! - [`update_threaded`], the same bits on many threads, and [`Isa`], the same bits on every instruction set;
+//! - [`update_threaded`] and, for many runs at once, [`update_parts`], the same bits on many threads, and [`Isa`], the same bits on every instruction set;
 //! - [`DeviceOptimizer`], the same bits by a kernel on state in device memory, and [`host_kernels`], the host in its place;
 //! - [`SumOfSquares`] and [`clip_coefficient`]: the global gradient norm, with bits that do not depend on the cut;
 //! - [`LossScaler`]: the static or dynamic loss scale of fp16 training, step for step as in DeepSpeed;

@@ -151,8 +151,8 @@ pub fn update_threaded(
     update_parts(optimizer, pool, vec![Part { args: *args, gradient, state }])
 }
 
-/// [`update_threaded`] for many runs at once. Threads come together once for all of them: sixteen threads that do so for every million
-/// parameters wait for each other most of the time.
+/// [`update_threaded`] for many runs at once. Threads come together once for all of them, and not for each: sixteen threads that did so
+/// for every million parameters moved about half of what memory can.
 ///
 /// # Errors
 /// Those of [`Optimizer::update`]; the state of all runs is then untouched.

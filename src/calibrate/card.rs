@@ -106,8 +106,9 @@ pub fn measure(
 }
 
 /// Adds what training a layer takes on the card of `backend`, which `card` has the other figures of: for those types of operands whose products
-/// are fast enough. A card that has not the memory goes without.
-pub fn measure_training(card: &mut Card, backend: &Backend, seconds: f64) {
+/// are fast enough. Says of which it could not be measured, and why: a card that has not the memory goes without.
+pub fn measure_training(card: &mut Card, backend: &Backend, seconds: f64) -> Vec<String> {
+    let mut notes = Vec::new();
     for dtype in [DType::BF16, DType::F16, DType::F32] {
         let of_type = card.gemm.iter().filter(|gemm| gemm.dtype == dtype.to_string());
         let products = of_type.map(|gemm| gemm.operations_per_second).fold(0.0, f64::max);
@@ -117,9 +118,10 @@ pub fn measure_training(card: &mut Card, backend: &Backend, seconds: f64) {
         let memory = card.device_memory_bytes_per_second;
         match training_on_card(backend, dtype, TRAINED, memory, seconds) {
             Ok(found) => card.training.push(found),
-            Err(why) => eprintln!("note: training in {dtype} is not measured: {why}"),
+            Err(why) => notes.push(format!("training in {dtype} is not measured: {why}")),
         }
     }
+    notes
 }
 
 struct Link<'a> {

@@ -56,7 +56,8 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
         let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
         let measured = card::measure(device, kernels, memory_bytes, &DTYPES, &FORMATS, effort);
         let mut measured = measured.map_err(CliError::failed)?;
-        card::measure_training(&mut measured, &session.backend, effort.seconds);
+        let notes = card::measure_training(&mut measured, &session.backend, effort.seconds);
+        notes.iter().for_each(|note| eprintln!("note: {note}"));
         calibration.card = Some(measured);
     }
     let profile = Profile { disk, calibration: Some(calibration) };

@@ -42,7 +42,7 @@ pub fn run(root: &Path) -> Result<(), String> {
     [NEW, OLD].iter().try_for_each(|compiler| compile(root, compiler, compiler.architectures))
 }
 
-/// Compiles all kernels for the oldest generation by the old compiler and for the newest by the new one, in a quarter of the time: no kernel has
+/// Compiles all kernels for the oldest generation by the old compiler and for the newest by the new one, in a third of the time: no kernel has
 /// parts that only some generations compile.
 ///
 /// # Errors

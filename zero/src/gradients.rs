@@ -9,7 +9,7 @@
 //!
 //! From a device with memory of its own a group's gradient comes down whole while the next block computes, and lands when that
 //! block's is on its way: backward hands the device all its work before it waits for anything. That takes device memory for
-//! the gradients of two groups. Where a plan has no room for it, up to [`DOWNLOAD_WINDOW`] chunks are on their way at a time, and
+//! the gradients of two groups. Where a plan has no room for it, or the update follows backward, up to [`DOWNLOAD_WINDOW`] chunks are on their way at a time, and
 //! the device waits for the rest. They land in the order in which they were started, and are summed and parked then, so that nothing depends
 //! on when that is. An update that runs beside backward may wait for their memory: they land before it is waited for.
 
@@ -342,8 +342,7 @@ impl GradientPark {
         let Some(Coming { group, first, last_use, download }) = self.books().coming.pop_front() else {
             return Ok(false);
         };
-        let (region, leases) = download.wait()?;
-        drop(region);
+        let leases = download.wait()?.1;
         let chunks = leases.into_iter().map(ChunkMemory::from).collect();
         self.keep(group, first, last_use, chunks, pool)?;
         Ok(true)

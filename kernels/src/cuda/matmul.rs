@@ -153,8 +153,9 @@ impl Cuda {
         dims: ProductDims,
     ) -> Option<(&'static str, Tile)> {
         let whole_words = b.bytes().address().as_ptr().addr().is_multiple_of(8);
-        if dims.l == 0 || !dims.l.is_multiple_of(VECTOR) || !whole_words || !self.fits_tensor_cores(&[a], &[])
-        {
+        // Places within a tile of rows are numbers of 32 bits.
+        let whole_rows = (1..1 << 24).contains(&dims.l) && dims.l.is_multiple_of(VECTOR);
+        if !whole_words || !whole_rows || !self.fits_tensor_cores(&[a], &[]) {
             return None;
         }
         let found = match dims.m {
