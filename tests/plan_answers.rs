@@ -605,3 +605,52 @@ fn activations_are_on_disk_where_they_can_be() {
         card(how, offload).ok();
     }
 }
+
+/// What eight cards of one node need of its memory, its disks and its processor is what they need together.
+#[test]
+fn ranks_of_a_node_share_its_budget() {
+    let flags = ["--params", "8b", "--offload", "host", "--json", "--gpu-memory", "80GiB", "--link", "25GB"];
+    let run = |ranks: &str, host: &str, ratio: &str| {
+        let memory = ["--host-memory", host, "--optimizer-ratio", ratio];
+        cmd(&["plan", "--ranks", ranks]).args(&memory).args(&flags)
+    };
+    let [one, eight] = ["1", "8"].map(|ranks| run(ranks, "512GiB", "1").ok().json()["plan"].clone());
+    let state = 12.0 * 8.03e9;
+    let [one, eight] = [&one, &eight].map(|plan| plan["host_bytes"].as_f64().unwrap() - state);
+    assert!(eight > 0.0 && eight < 8.0 * one + 0.01 * state, "{one} and {eight} beside the state");
+    run("8", "80GiB", "1").fails(2, &["--host-memory of 80.0 GiB is too small", "resident state"]);
+}
+
+/// Where the memory of a node has no room for all state, shards of it are on the cards. They cross no link, and are gathered as before.
+#[test]
+fn state_on_the_device_of_several_ranks_is_shards() {
+    let run = |host: &str, more: &[&str]| {
+        let flags = ["--params", "8b", "--ranks", "8", "--offload", "host", "--json", "--link", "25GB"];
+        let memory = ["--gpu-memory", "26GiB", "--host-memory", host];
+        cmd(&["plan"]).args(&flags).args(&memory).args(more).ok().json()
+    };
+    let on_host = run("512GiB", &["--optimizer-ratio", "1"]);
+    let [tight, on_device] = [run("80GiB", &[]), run("512GiB", &["--optimizer-ratio", "0"])];
+    let of = |document: &Value, name: &str| document["plan"][name].as_f64().unwrap();
+    let term = |document: &Value, purpose: &str| {
+        let terms = document["memory"].as_array().unwrap().iter();
+        let named = terms.filter(|term| term["purpose"].as_str().unwrap().starts_with(purpose));
+        named.map(|term| term["bytes"].as_f64().unwrap()).sum::<f64>()
+    };
+    let state = 12.0 * 8.03e9;
+    // The parts of all cards and of the host are the whole.
+    for document in [&on_host, &tight, &on_device] {
+        let whole = term(document, "resident state") + 8.0 * term(document, "state on the device");
+        assert!((whole / state - 1.0).abs() < 0.01, "{whole} of {state}");
+        let exchanged = of(document, "peer_bytes") / 7.0 * 8.0;
+        let once = term(document, "weights that stay on the device");
+        let parameters = document["model"]["parameters"].as_f64().unwrap();
+        assert!((exchanged / (8.0 * parameters - once) - 1.0).abs() < 0.01, "{exchanged}, {once} once");
+    }
+    assert_eq!(term(&on_host, "state on the device"), 0.0);
+    assert!(of(&tight, "host_bytes") <= 80.0 * 1024f64.powi(3) && term(&tight, "resident state") > 0.0);
+    assert_eq!(term(&on_device, "resident state"), 0.0);
+    for name in ["upload_bytes", "download_bytes"] {
+        assert!(of(&on_device, name) < of(&tight, name) && of(&tight, name) < of(&on_host, name), "{name}");
+    }
+}
