@@ -13,6 +13,7 @@ use terrace_zero::{
 };
 
 fn plan(setup: &Setup) -> Outlook {
+    let setup = setup.on_cpu();
     let blocks = Model::new(setup.model.clone()).blocks;
     let runs = PlanningRuns::default();
     Engine::outlook(setup.config(), &setup.backend(), blocks, &setup.sample(), &runs).unwrap()

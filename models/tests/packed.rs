@@ -32,7 +32,7 @@ fn packed_weights_change_no_bit() {
 /// As much as a block can use, no more than a part of what is left, and nothing where nothing is used again.
 #[test]
 fn the_plan_has_room_for_them() {
-    let base = Setup { micro_batches: 4, ..Setup::new(false) };
+    let base = Setup { micro_batches: 4, ..Setup::new(false) }.on_cpu();
     let memory = |setup: &Setup| {
         let engine = setup.create();
         (engine.memory_plan().total(Tier::Host), engine.windows().packed_bytes.unwrap())
@@ -55,7 +55,9 @@ fn the_plan_has_room_for_them() {
     };
     assert_eq!(of_tokens(1024), Some(0));
     assert_eq!(of_tokens(1025), Some(useful));
-    for other in [Setup { micro_batches: 2, ..base.clone() }, Setup { discrete: true, ..base.clone() }] {
+    for other in
+        [Setup { micro_batches: 2, ..base.clone() }, Setup { discrete: true, ..base.clone() }.on_cpu()]
+    {
         assert_eq!(memory(&other).1, 0);
     }
     // The same plan again, from what it chose.

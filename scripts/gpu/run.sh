@@ -18,8 +18,8 @@ stages, all without any; each has a time limit, and what fails in one does not k
   --output DIR    results: results.jsonl, table.txt, a log a stage [default: $OUT, else results]
   --scratch DIR   for models, state and compiled kernels, on a local drive [default: scratch beside this script]
   --budget N      seconds for everything [default: 590]
-  --tests NAMES   of the engine's test programs in tests/, separated by commas [default: placement,suite,fp16]; others fail where they count
-                  what only a device that shares the host's memory has
+  --tests NAMES   of the engine's test programs in tests/, separated by commas [default: placement,suite,fp16,accumulation,keeping,
+                  packed]
   --filter TEXT   only tests of the stages kernels and engine whose name contains it
   --rounds N      of the stage bench [default: 2]
   --peer FILE     a script that trains with DeepSpeed; scripts/gpu/end_to_end.py says how it is called
@@ -158,7 +158,8 @@ engine() {
         for name in ${tests//,/ }; do programs+=("tests/models-$name"); done
     else
         # What matters most comes first, in case the time is short.
-        programs=(tests/models-placement tests/models-suite tests/models-fp16)
+        programs=(tests/models-placement tests/models-suite tests/models-fp16 tests/models-accumulation tests/models-keeping
+            tests/models-packed)
     fi
     run_tests --include-ignored -- "${programs[@]}"
 }

@@ -105,24 +105,24 @@ struct Tools<'a> {
 struct Parking {
     /// Groups of which something is parked.
     known: HashSet<usize>,
-    /// Chunks, or all of a group's, on their way down.
-    coming: VecDeque<Region>,
+    /// Chunks, or all of a group's, on their way down, and which group's.
+    coming: VecDeque<(usize, Region)>,
 }
 
 impl Parking {
     /// Takes room for a chunk, if need be that of the oldest on its way.
-    fn park(&mut self, arena: &Arena, bytes: usize) -> Result {
+    fn park(&mut self, arena: &Arena, group: usize, bytes: usize) -> Result {
         if self.coming.len() == DOWNLOAD_WINDOW {
             self.coming.pop_front();
         }
-        self.coming.push_back(arena.alloc(bytes)?);
+        self.coming.push_back((group, arena.alloc(bytes)?));
         Ok(())
     }
 
     /// Takes room for all of a group, then gives back what others had.
-    fn park_whole(&mut self, arena: &Arena, bytes: usize) -> Result {
+    fn park_whole(&mut self, arena: &Arena, group: usize, bytes: usize) -> Result {
         if bytes > 0 {
-            self.coming.push_back(arena.alloc(bytes)?);
+            self.coming.push_back((group, arena.alloc(bytes)?));
         }
         self.coming.drain(..self.coming.len().saturating_sub(1));
         Ok(())
@@ -130,7 +130,8 @@ impl Parking {
 
     /// What later chunks depend on, beside the holes of the arena.
     fn layout(&self) -> (usize, Vec<(usize, usize)>) {
-        (self.known.len(), self.coming.iter().map(|region| (region.start(), region.len())).collect())
+        let coming = self.coming.iter().map(|(_, region)| (region.start(), region.len()));
+        (self.known.len(), coming.collect())
     }
 }
 
@@ -261,6 +262,7 @@ impl DryRun<'_> {
         (0..last).try_for_each(|block| self.forward_of_all(tools, block, round, state))?;
         // What was on its way is away when backward begins.
         state.leaving.clear();
+        state.sums.coming.clear();
         let waits = |block: usize| self.rounds.waits(block) && !self.rounds.is_last(round);
         let mut backward = (0..=last).rev().filter(|&block| !waits(block));
         backward.try_for_each(|block| self.backward(block, tools, round, state))
@@ -497,7 +499,9 @@ impl DryRun<'_> {
         if self.unified || !parking.known.contains(&group) {
             return Ok(());
         }
-        parking.coming.clear();
+        while parking.coming.iter().any(|coming| coming.0 == group) {
+            parking.coming.pop_front();
+        }
         for bytes in self.gradient_chunks(group, size) {
             let _chunk = arena.alloc(bytes)?;
         }
@@ -511,9 +515,9 @@ impl DryRun<'_> {
         }
         parking.known.insert(group);
         if self.come_whole {
-            return parking.park_whole(arena, self.state.groups[group].elements * size);
+            return parking.park_whole(arena, group, self.state.groups[group].elements * size);
         }
-        self.gradient_chunks(group, size).try_for_each(|bytes| parking.park(arena, bytes))
+        self.gradient_chunks(group, size).try_for_each(|bytes| parking.park(arena, group, bytes))
     }
 
     /// Whether the state of a group is on the device.
@@ -652,7 +656,7 @@ mod tests {
             let mut blocks: Vec<_> = (0..10).map(|_| Some(arena.alloc(BLOCK).unwrap())).collect();
             (0..blocks.len()).filter(|at| holes >> at & 1 == 1).for_each(|at| blocks[at] = None);
             let mut parking = Parking::default();
-            before.iter().chain(chunks).for_each(|len| parking.park(&arena, len * BLOCK).unwrap());
+            before.iter().chain(chunks).for_each(|len| parking.park(&arena, 0, len * BLOCK).unwrap());
             format!("{:?}", parking.coming)
         };
         for (holes, chunk) in (0..1 << 10).flat_map(|holes| [(holes, 1), (holes, 2), (holes, 3)]) {

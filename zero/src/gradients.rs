@@ -201,7 +201,9 @@ impl GradientPark {
             return Ok(false);
         }
         let ops = &backend.kernels.elementwise;
-        self.land_all(pool)?;
+        while self.books().brings(group) {
+            self.land(pool)?;
+        }
         for chunk in 0..self.spec.chunks(group) {
             let Some(arriving) = self.take(Urgency::Soon, group, chunk)? else { continue };
             let memory = arriving.wait()?;
@@ -490,7 +492,12 @@ impl Drop for Ending<'_> {
 impl Books {
     /// Whether anything of a group is parked or on its way.
     fn knows(&self, group: usize) -> bool {
-        self.parked[group].iter().any(Option::is_some) || self.coming.iter().any(|c| c.group == group)
+        self.parked[group].iter().any(Option::is_some) || self.brings(group)
+    }
+
+    /// Whether anything of a group is on its way.
+    fn brings(&self, group: usize) -> bool {
+        self.coming.iter().any(|coming| coming.group == group)
     }
 }
 

@@ -552,6 +552,8 @@ impl<'a> Training<'a> {
         let is_last = self.rounds.is_last(round);
         let (mut loss, mut mean) = (loss, f64::NAN);
         self.kept.turn_round()?;
+        // What the round before sent last had all of forward, and takes no memory from backward.
+        self.sums.map_or(Ok(()), |sums| sums.land_all(self.pool))?;
         for block in (0..=network.last()).rev() {
             if self.rounds.waits(block) && !is_last {
                 continue;

@@ -7,6 +7,8 @@ use terrace_kernels::update::UpdateKernels;
 use terrace_kernels::{KernelSet, cuda};
 use terrace_zero::Backend;
 
+const VARIABLE: &str = "TERRACE_TEST_DEVICE";
+
 static CARD: OnceLock<Option<Card>> = OnceLock::new();
 
 #[derive(Clone)]
@@ -14,6 +16,11 @@ struct Card {
     device: Arc<CudaDevice>,
     kernels: KernelSet,
     updates: UpdateKernels,
+}
+
+/// Whether the variable names one.
+pub fn is_named() -> bool {
+    std::env::var_os(VARIABLE).is_some()
 }
 
 /// The card as a backend.
@@ -27,7 +34,7 @@ pub fn backend(io: &Arc<dyn IoEngine>) -> Option<Backend> {
 }
 
 fn open() -> Option<Card> {
-    let name = std::env::var("TERRACE_TEST_DEVICE").ok()?;
+    let name = std::env::var(VARIABLE).ok()?;
     let ordinal = name.strip_prefix("cuda:").and_then(|number| number.parse().ok());
     let device = CudaDevice::open(ordinal.expect("a device like cuda:0")).unwrap_or_else(|e| panic!("{e}"));
     let kernels = cuda::kernel_set(&device, device.compute_stream()).unwrap_or_else(|e| panic!("{e}"));

@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test uses its part")]
 
 #[path = "../card/mod.rs"]
-mod card;
+pub mod card;
 mod timed;
 
 use std::path::PathBuf;
@@ -168,6 +168,13 @@ impl Setup {
             None => kernels,
         };
         Backend { device, kernels, updates, kernel_scratch_bytes, io }
+    }
+
+    /// The same on the CPU where all others are on a card: for what is planned for a device that shares the host's memory.
+    #[must_use]
+    pub fn on_cpu(&self) -> Self {
+        let device = if self.discrete { HostDevice::discrete() } else { HostDevice::unified() };
+        Self { device: Some(Arc::new(device)), ..self.clone() }
     }
 
     pub fn create(&self) -> Engine {

@@ -146,7 +146,7 @@ fn story(engine: &mut Engine) -> terrace_zero::Result<Vec<Vec<u32>>> {
 
 /// Whether every engine here computes on a card.
 fn on_card() -> bool {
-    card::backend(&open_default(&IoConfig::default()).unwrap()).is_some()
+    card::is_named()
 }
 
 #[test]
