@@ -165,7 +165,10 @@ fn costs(case: &Case, memory: &mut Engine, steps: usize, path: &Path) -> Result<
     }
     let mut works = vec![memory.step_work()];
     works.extend(engines.iter().map(Engine::step_work));
-    let profile = measure::disks(&IoConfig::default(), &[path.to_owned()], measure::Effort::QUICK)?.0;
+    let profile = {
+        let disks = measure::open_disks(&IoConfig::default(), &[path.to_owned()], measure::Effort::QUICK)?;
+        measure::disks(&disks)?.0
+    };
     let found = profile.paths.first().ok_or("a disk was measured")?;
     let (mut rounds, mut updates) = (Vec::new(), Vec::new());
     // The first steps find empty windows.

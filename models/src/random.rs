@@ -25,14 +25,13 @@ impl RandomSource {
         Self { seed, std: f64::from(config.initializer_std) }
     }
 
-    /// Element `index` of a weight with the stream `key`: one half of a Box–Muller pair.
-    fn normal(&self, key: u64, index: usize) -> f32 {
-        let pair = (index / 2) as u64;
+    /// Elements `2 · pair` and the one after it of a weight with the stream `key`: a Box–Muller pair.
+    fn normal(&self, key: u64, pair: usize) -> [f32; 2] {
+        let counter = 2 * pair as u64;
         // 53 random bits, moved off zero so that the logarithm is finite.
-        let radius = (-2.0 * (unit(key, 2 * pair) + f64::EPSILON / 4.0).ln()).sqrt();
-        let angle = TAU * unit(key, 2 * pair + 1);
-        let turned = if index.is_multiple_of(2) { angle.cos() } else { angle.sin() };
-        (self.std * radius * turned) as f32
+        let radius = (-2.0 * (unit(key, counter) + f64::EPSILON / 4.0).ln()).sqrt();
+        let angle = TAU * unit(key, counter + 1);
+        [angle.cos(), angle.sin()].map(|turned| (self.std * radius * turned) as f32)
     }
 }
 
@@ -44,8 +43,12 @@ impl WeightSource for RandomSource {
             out.fill(0.0);
         } else {
             let key = mix(self.seed ^ hash(&param.name));
-            for (offset, value) in out.iter_mut().enumerate() {
-                *value = self.normal(key, start + offset);
+            // The second half of a pair whose first is in another range.
+            let (odd, pairs) = out.split_at_mut((start % 2).min(out.len()));
+            odd.iter_mut().for_each(|value| *value = self.normal(key, start / 2)[1]);
+            for (pair, values) in pairs.chunks_mut(2).enumerate() {
+                let drawn = self.normal(key, start.div_ceil(2) + pair);
+                values.copy_from_slice(&drawn[..values.len()]);
             }
         }
         Ok(())

@@ -37,20 +37,20 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
     let disk = match &args.disk[..] {
         [] => None,
         dirs => {
-            let (disk, together, notes) =
-                measure::disks(&session.io_config, dirs, effort).map_err(CliError::failed)?;
+            let disks = measure::open_disks(&session.io_config, dirs, effort).map_err(CliError::failed)?;
+            let (disk, together, notes) = measure::disks(&disks).map_err(CliError::failed)?;
             notes.iter().for_each(|note| eprintln!("note: {note}"));
             calibration.disks_together = (dirs.len() > 1).then_some(together);
+            // With a card the cores have nothing to compute that disks could take them from.
+            if !session.on_card() {
+                let (backend, threads) = (&session.backend, session.threads);
+                let found = measure::disks_beside_products(backend, &disks, threads, effort);
+                calibration.disk_bytes_per_core_second = found.map_err(CliError::failed)?;
+            }
             Some(disk)
         }
     };
     host(&mut calibration, &session, effort).map_err(CliError::failed)?;
-    // With a card the cores have nothing to compute that disks could take them from.
-    if !args.disk.is_empty() && !session.on_card() {
-        let (backend, config) = (&session.backend, &session.io_config);
-        let found = measure::disks_beside_products(backend, config, &args.disk, session.threads, effort);
-        calibration.disk_bytes_per_core_second = found.map_err(CliError::failed)?;
-    }
     if let Some((_, memory_bytes)) = session.card() {
         let effort = if args.quick { card::Effort::QUICK } else { card::Effort::FULL };
         let (device, kernels) = (&*session.backend.device, &session.backend.kernels);
@@ -177,7 +177,7 @@ pub(super) fn host_gemm(
     let arena = device.arena(measure::gemm_arena_bytes(effort.layer))?;
     let compute = device.stream(StreamKind::Compute)?;
     let kernels = cpu::kernel_set(threads);
-    let seconds = effort.seconds / 2.0;
+    let seconds = effort.seconds / 3.0;
     measure::gemm(&device, &*compute, &arena, &kernels, dtype, effort.layer, seconds, only)
 }
 

@@ -63,7 +63,9 @@ pub fn capabilities(
     let covered = known.disk.as_ref().is_some_and(|disk| dirs.iter().all(|dir| disk.path_of(dir).is_some()));
     if on_disk && !covered {
         let measured: Vec<PathBuf> = dirs.iter().map(|dir| existing_dir(dir)).collect();
-        warned(measure::disks(&session.io_config, &measured, effort).map(|(mut disk, together, notes)| {
+        let opened = measure::open_disks(&session.io_config, &measured, effort);
+        let rates = opened.and_then(|disks| measure::disks(&disks));
+        warned(rates.map(|(mut disk, together, notes)| {
             notes.iter().for_each(|note| eprintln!("note: {note}"));
             disk.paths.iter_mut().zip(&dirs).for_each(|(entry, dir)| entry.path.clone_from(dir));
             known.disk = Some(disk);

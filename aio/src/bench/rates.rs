@@ -96,52 +96,15 @@ pub enum RatesError {
     },
 }
 
-/// Measures `dirs`, which exist, through an engine with the settings that a run uses: its blocks are cut to whole pages, and to what the
-/// files have room for.
+/// As [`Disks::open`] and [`Disks::rates`].
 ///
 /// # Errors
 /// A directory cannot be used, has no space, or a transfer failed.
 pub fn measure(config: &EngineConfig, dirs: &[PathBuf], effort: Effort) -> Result<DiskRates, RatesError> {
-    let config = &measurable(config, effort);
-    let engine = open_default(config)?;
-    let bench = Bench { engine: &engine, config, effort };
-    let files = bench.files(dirs)?;
-    let mut notes = Vec::new();
-    for file in &files {
-        notes.extend(file.note(&*engine, config)?);
-    }
-    let mut paths = Vec::new();
-    for file in &files {
-        let Rates { read, write, mixed } = bench.rates(std::slice::from_ref(file))?;
-        paths.push(PathProfile {
-            path: file.dir.clone(),
-            read_bytes_per_second: read,
-            write_bytes_per_second: write,
-            mixed_bytes_per_second: mixed,
-        });
-    }
-    let together = match &paths[..] {
-        [one] => Rates {
-            read: one.read_bytes_per_second,
-            write: one.write_bytes_per_second,
-            mixed: one.mixed_bytes_per_second,
-        },
-        _ => bench.rates(&files)?,
-    };
-    files.iter().try_for_each(|file| engine.close(file.id))?;
-    let profile = DiskProfile {
-        engine: if engine.name() == "threads" { "threads" } else { "uring" }.to_owned(),
-        block_bytes: config.block_bytes,
-        queue_depth: config.queue_depth,
-        rings: config.rings,
-        register: config.register,
-        threads: config.threads,
-        paths,
-    };
-    Ok(DiskRates { profile, together, notes })
+    Disks::open(config, dirs, effort)?.rates()
 }
 
-/// A mixed load on all of `dirs`, and what it did to other work.
+/// A mixed load on all directories, and what it did to other work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Beside {
     /// Bytes per second of the load, in both directions together.
@@ -150,45 +113,6 @@ pub struct Beside {
     pub alone: f64,
     /// The same during it.
     pub beside: f64,
-}
-
-/// Calls `work` again and again for `effort.seconds` while nothing else runs, then while the directories carry as much as they can in both
-/// directions; `rounds` times.
-///
-/// # Errors
-/// As [`measure`].
-pub fn beside(
-    config: &EngineConfig,
-    dirs: &[PathBuf],
-    effort: Effort,
-    rounds: usize,
-    mut work: impl FnMut(),
-) -> Result<Vec<Beside>, RatesError> {
-    let config = &measurable(config, effort);
-    let engine = open_default(config)?;
-    let bench = Bench { engine: &engine, config, effort };
-    let files = bench.files(dirs)?;
-    let mut mean = |goes_on: &dyn Fn(Duration) -> bool| {
-        let (began, mut calls) = (Instant::now(), 0);
-        while calls == 0 || goes_on(began.elapsed()) {
-            work();
-            calls += 1;
-        }
-        began.elapsed().as_secs_f64() / f64::from(calls)
-    };
-    mean(&|_| false);
-    let round = |_| {
-        let alone = mean(&|since| since.as_secs_f64() < effort.seconds);
-        std::thread::scope(|scope| {
-            let load = scope.spawn(|| bench.run(&files, Direction::Mixed(MIX), None));
-            let beside = mean(&|_| !load.is_finished());
-            let load = load.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            Ok(Beside { bytes_per_second: load?, alone, beside })
-        })
-    };
-    let found = (0..rounds).map(round).collect::<Result<_, RatesError>>()?;
-    files.iter().try_for_each(|file| engine.close(file.id))?;
-    Ok(found)
 }
 
 /// The settings with blocks that are whole pages, of which a file has enough.
@@ -209,10 +133,45 @@ struct TestFile {
     blocks: u64,
 }
 
-struct Bench<'a> {
-    engine: &'a Arc<dyn IoEngine>,
-    config: &'a EngineConfig,
+/// Directories with a file in each, which are open as long as this lives.
+pub struct Disks {
+    engine: Arc<dyn IoEngine>,
+    config: EngineConfig,
     effort: Effort,
+    files: Vec<TestFile>,
+}
+
+impl std::fmt::Debug for Disks {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let dirs = self.files.iter().map(|file| &file.dir);
+        f.debug_list().entries(dirs).finish()
+    }
+}
+
+impl Drop for Disks {
+    fn drop(&mut self) {
+        for file in &self.files {
+            // They have no names, and nobody reads them again.
+            let _ = self.engine.close(file.id);
+        }
+    }
+}
+
+/// How much of a load.
+#[derive(Debug, Clone, Copy)]
+enum Amount {
+    /// In each file.
+    Blocks(u64),
+    Seconds(f64),
+}
+
+impl Amount {
+    fn blocks(self) -> Option<u64> {
+        match self {
+            Self::Blocks(blocks) => Some(blocks),
+            Self::Seconds(_) => None,
+        }
+    }
 }
 
 /// Nobody watches, and nobody stops it.
@@ -285,31 +244,110 @@ fn remove_left_over(dir: &Path) {
     }
 }
 
-impl Bench<'_> {
-    /// A file in every directory, all of it written.
-    fn files(&self, dirs: &[PathBuf]) -> Result<Vec<TestFile>, RatesError> {
-        let made = dirs
-            .iter()
-            .enumerate()
-            .map(|(index, dir)| TestFile::make(self.engine, self.config, dir, index, self.effort));
-        let files = made.collect::<Result<Vec<_>, _>>()?;
-        for file in &files {
-            self.run(std::slice::from_ref(file), Direction::Write, Some(file.blocks))?;
+impl Disks {
+    /// Prepares to measure `dirs`, which exist, through an engine with the settings that a run uses: its blocks are cut to whole pages, and
+    /// to what the files have room for. All of each file is written.
+    ///
+    /// # Errors
+    /// A directory cannot be used, has no space, or a transfer failed.
+    pub fn open(config: &EngineConfig, dirs: &[PathBuf], effort: Effort) -> Result<Self, RatesError> {
+        let config = measurable(config, effort);
+        let engine = open_default(&config)?;
+        let mut disks = Self { engine, config, effort, files: Vec::new() };
+        for (index, dir) in dirs.iter().enumerate() {
+            disks.files.push(TestFile::make(&disks.engine, &disks.config, dir, index, effort)?);
         }
-        Ok(files)
+        for file in &disks.files {
+            disks.run(std::slice::from_ref(file), Direction::Write, Amount::Blocks(file.blocks))?;
+        }
+        Ok(disks)
     }
 
-    fn rates(&self, files: &[TestFile]) -> Result<Rates, RatesError> {
+    /// What each directory does alone, and all do at once.
+    ///
+    /// # Errors
+    /// A transfer failed.
+    pub fn rates(&self) -> Result<DiskRates, RatesError> {
+        let (config, files) = (&self.config, &self.files);
+        let mut notes = Vec::new();
+        for file in files {
+            notes.extend(file.note(&*self.engine, config)?);
+        }
+        let mut paths = Vec::new();
+        for file in files {
+            let Rates { read, write, mixed } = self.rates_of(std::slice::from_ref(file))?;
+            paths.push(PathProfile {
+                path: file.dir.clone(),
+                read_bytes_per_second: read,
+                write_bytes_per_second: write,
+                mixed_bytes_per_second: mixed,
+            });
+        }
+        let together = match &paths[..] {
+            [one] => Rates {
+                read: one.read_bytes_per_second,
+                write: one.write_bytes_per_second,
+                mixed: one.mixed_bytes_per_second,
+            },
+            _ => self.rates_of(files)?,
+        };
+        let profile = DiskProfile {
+            engine: if self.engine.name() == "threads" { "threads" } else { "uring" }.to_owned(),
+            block_bytes: config.block_bytes,
+            queue_depth: config.queue_depth,
+            rings: config.rings,
+            register: config.register,
+            threads: config.threads,
+            paths,
+        };
+        Ok(DiskRates { profile, together, notes })
+    }
+
+    /// Calls `work` again and again for so many seconds while nothing else runs, then while the directories carry as much as they can in
+    /// both directions; `rounds` times.
+    ///
+    /// # Errors
+    /// A transfer failed.
+    pub fn beside(
+        &self,
+        seconds: f64,
+        rounds: usize,
+        mut work: impl FnMut(),
+    ) -> Result<Vec<Beside>, RatesError> {
+        let mut mean = |goes_on: &dyn Fn(Duration) -> bool| {
+            let (began, mut calls) = (Instant::now(), 0);
+            while calls == 0 || goes_on(began.elapsed()) {
+                work();
+                calls += 1;
+            }
+            began.elapsed().as_secs_f64() / f64::from(calls)
+        };
+        mean(&|_| false);
+        let round = |_| {
+            let alone = mean(&|since| since.as_secs_f64() < seconds);
+            std::thread::scope(|scope| {
+                let load =
+                    scope.spawn(|| self.run(&self.files, Direction::Mixed(MIX), Amount::Seconds(seconds)));
+                let beside = mean(&|_| !load.is_finished());
+                let load = load.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                Ok(Beside { bytes_per_second: load?, alone, beside })
+            })
+        };
+        (0..rounds).map(round).collect()
+    }
+
+    fn rates_of(&self, files: &[TestFile]) -> Result<Rates, RatesError> {
+        let amount = Amount::Seconds(self.effort.seconds);
         Ok(Rates {
-            read: self.run(files, Direction::Read, None)?,
-            write: self.run(files, Direction::Write, None)?,
-            mixed: self.run(files, Direction::Mixed(MIX), None)?,
+            read: self.run(files, Direction::Read, amount)?,
+            write: self.run(files, Direction::Write, amount)?,
+            mixed: self.run(files, Direction::Mixed(MIX), amount)?,
         })
     }
 
-    /// Bytes per second of one load on `files`, for so many operations in each or for as long as was asked.
-    fn run(&self, files: &[TestFile], direction: Direction, left: Option<u64>) -> Result<f64, RatesError> {
-        let Effort { memory_bytes, seconds, .. } = self.effort;
+    /// Bytes per second of one load on `files`.
+    fn run(&self, files: &[TestFile], direction: Direction, amount: Amount) -> Result<f64, RatesError> {
+        let memory_bytes = self.effort.memory_bytes;
         let block = self.config.block_bytes;
         let blocks = files.iter().map(|file| file.blocks).min().unwrap_or(1);
         // A mixed load goes through half of the blocks in each direction.
@@ -318,7 +356,7 @@ impl Bench<'_> {
         let path = || files[0].dir.clone();
         let region = Region::new(block * depth * files.len())
             .map_err(|source| RatesError::Directory { path: path(), source })?;
-        let registered = self.config.register.then(|| region.register(&**self.engine));
+        let registered = self.config.register.then(|| region.register(&*self.engine));
         let mut buffers = region.cut(block);
         fill(&mut buffers);
         let is_direct = files.iter().try_fold(true, |all, file| {
@@ -330,10 +368,13 @@ impl Bench<'_> {
             path: file.path.clone(),
             key: Key { seed: 0, file: index as u64 },
             schedule: Schedule::new(direction, file.blocks, None),
-            left,
+            left: amount.blocks(),
         });
-        let timing = if left.is_some() { Timing::of_passes() } else { Timing::of(seconds / 4.0, seconds) };
-        let load = Load::new(&**self.engine, lanes.collect(), buffers, manner);
+        let timing = match amount {
+            Amount::Blocks(_) => Timing::of_passes(),
+            Amount::Seconds(seconds) => Timing::of(seconds / 4.0, seconds),
+        };
+        let load = Load::new(&*self.engine, lanes.collect(), buffers, manner);
         let tally = load.run(timing, &mut Nobody(AtomicBool::new(false)))?;
         drop(registered);
         let rate = tally.bytes() as f64 / tally.seconds;
@@ -341,7 +382,7 @@ impl Bench<'_> {
             // A profile reads back as it was written.
             Ok(rate.round())
         } else {
-            Err(RatesError::Nothing { path: path(), seconds })
+            Err(RatesError::Nothing { path: path(), seconds: tally.seconds })
         }
     }
 }
@@ -382,7 +423,8 @@ mod tests {
     fn work_goes_on_beside_a_load() {
         let dir = tempfile::tempdir().unwrap();
         let mut calls = 0;
-        let found = beside(&config(), &[dir.path().to_owned()], EFFORT, 3, || {
+        let disks = Disks::open(&config(), &[dir.path().to_owned()], EFFORT).unwrap();
+        let found = disks.beside(EFFORT.seconds, 3, || {
             calls += 1;
             std::thread::sleep(Duration::from_millis(1));
         });
