@@ -4,8 +4,10 @@
 
 mod support;
 
+use std::path::Path;
+use std::sync::OnceLock;
 use std::time::Duration;
-use support::{Bench, Cmd, Ended, Random, seed};
+use support::{Bench, Cmd, Ended, Random, cmd, seed};
 
 const STEPS: u64 = 60;
 /// Kills while the state is being made, before there may be anything to resume.
@@ -179,8 +181,23 @@ fn state_is_not_overwritten() {
     }
 }
 
+/// With a profile, which is measured once: without one every run would spend most of its time on that.
 fn steps(bench: &Bench, output: &str, steps: u64) -> Cmd {
-    bench.finetune(output).args(&["--steps", &steps.to_string()])
+    static PROFILE: OnceLock<Vec<u8>> = OnceLock::new();
+    let measured = PROFILE.get_or_init(|| {
+        let folder = Bench::empty();
+        let profile = folder.path("profile.json");
+        // The disk of every bench.
+        let disk = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let calibrate = cmd(&["calibrate", "--quick", "--threads", "2"]).path("--disk", disk);
+        calibrate.path("--output", &profile).ok();
+        std::fs::read(profile).unwrap()
+    });
+    let profile = bench.path("profile.json");
+    if !profile.exists() {
+        std::fs::write(&profile, measured).unwrap();
+    }
+    bench.finetune(output).path("--profile", &profile).args(&["--steps", &steps.to_string()])
 }
 
 /// Kills `command`, and what resumes it, at random instants until all steps are done. Gives the number of kills.
