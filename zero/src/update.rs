@@ -369,7 +369,7 @@ impl Updater<'_> {
                 None
             }
         };
-        self.note(Resource::UpdateWait, began, &chunk.at);
+        self.note(Resource::UpdateWait, began, chunk.at.0, chunk.at.1..chunk.at.1 + 1);
         Ok(LandedChunk { at: chunk.at, state, gradient })
     }
 
@@ -437,7 +437,7 @@ impl Updater<'_> {
             Some((kind, Sealed::new(lease)))
         });
         let sealed = sealed.collect();
-        self.note(Resource::Update, began, &chunk.at);
+        self.note(Resource::Update, began, chunk.at.0, chunk.at.1..chunk.at.1 + 1);
         Ok(Updated { at: chunk.at, sealed, gradient })
     }
 
@@ -471,10 +471,19 @@ impl Updater<'_> {
         Ok(())
     }
 
-    fn note(&self, resource: Resource, began: Instant, (group, chunk): &(usize, usize)) {
-        if let Some(timeline) = self.timeline {
-            timeline.note(resource, began, format!("{} #{chunk}", self.spec.groups[*group].name));
-        }
+    /// Notes what ends now, of these chunks of a group; all of them are the group.
+    fn note(&self, resource: Resource, began: Instant, group: usize, chunks: Range<usize>) {
+        let Some(timeline) = self.timeline else { return };
+        let name = &self.spec.groups[group].name;
+        let (first, last) = (chunks.start, chunks.end.saturating_sub(1));
+        let words = if first < last && chunks.len() == self.spec.chunks(group) {
+            name.clone()
+        } else if first < last {
+            format!("{name} #{first} to #{last}")
+        } else {
+            format!("{name} #{first}")
+        };
+        timeline.note(resource, began, words);
     }
 
     /// Updates chunks of a group in host memory, all at once. Returns the time spent waiting for saves and the disk.
@@ -504,7 +513,7 @@ impl Updater<'_> {
             })?;
         }
         update_parts(self.optimizer, self.pool, parts)?;
-        self.note(Resource::Update, began, &(group, chunks.start));
+        self.note(Resource::Update, began, group, chunks);
         Ok(began - waiting)
     }
 
