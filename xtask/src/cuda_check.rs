@@ -4,6 +4,7 @@
 //! environment of their own below the folder Cargo builds in; they need no card and no toolkit. `kernels/shim/compile.py` calls them and
 //! prints registers and spills. Where there is no Python or a wheel cannot be had, the command says what was not compiled and succeeds.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::command::Step;
@@ -42,14 +43,30 @@ pub fn run(root: &Path) -> Result<(), String> {
     [NEW, OLD].iter().try_for_each(|compiler| compile(root, compiler, compiler.architectures))
 }
 
-/// Compiles all kernels for the oldest generation by the old compiler and for the newest by the new one, in a third of the time: no kernel has
-/// parts that only some generations compile.
+/// Compiles all kernels for the oldest generation by the old compiler and for the newest by the new one, in a third of the time: enough as long
+/// as no kernel has parts that only some generations compile. If one has, all are compiled for all.
 ///
 /// # Errors
 /// As [`run`].
 pub fn ends(root: &Path) -> Result<(), String> {
+    if has_parts(&root.join("kernels/src/cuda"))? {
+        return run(root);
+    }
     compile(root, &OLD, &OLD.architectures[..1])?;
     compile(root, &NEW, &NEW.architectures[NEW.architectures.len() - 1..])
+}
+
+/// Whether any file in `folder` asks for which generation it is compiled.
+fn has_parts(folder: &Path) -> Result<bool, String> {
+    let failed = |why| format!("{}: {why}", folder.display());
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        let is_source = path.extension().is_some_and(|extension| extension == "cu" || extension == "cuh");
+        if is_source && fs::read_to_string(&path).map_err(failed)?.contains("__CUDA_ARCH") {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn compile(root: &Path, compiler: &Compiler, architectures: &[&str]) -> Result<(), String> {
@@ -114,8 +131,8 @@ impl Compiler {
     }
 
     fn find(&self, folder: &Path) -> Option<PathBuf> {
-        let entries = std::fs::read_dir(folder.join("lib")).ok()?;
-        let site = |entry: std::io::Result<std::fs::DirEntry>| Some(entry.ok()?.path().join("site-packages"));
+        let entries = fs::read_dir(folder.join("lib")).ok()?;
+        let site = |entry: std::io::Result<fs::DirEntry>| Some(entry.ok()?.path().join("site-packages"));
         entries.filter_map(site).map(|site| site.join(self.library)).find(|path| path.exists())
     }
 }
