@@ -368,16 +368,23 @@ pub trait Activation: Send + Sync {
 
 /// Table look-up.
 pub trait Embedding: Send + Sync {
-    /// `out[t] = table[ids[t]]`; ids i32 `[T]`, table `[V, D]`, out `[T, D]`. Ids are in range (the caller checked).
+    /// `out[t] = table[ids[t]]`; ids i32 `[T]`, table `[V, D]`, out `[T, D]`. Ids are in range: the caller checked, as
+    /// `TokenBatch` of `terrace-models` does. A card does not look.
     ///
     /// # Errors
     /// The backend failed.
+    ///
+    /// # Panics
+    /// On the CPU: an id is out of range.
     fn gather(&self, ids: View<'_>, table: View<'_>, out: ViewMut<'_>) -> Result;
 
-    /// `dtable[ids[t]] += dout[t]` in increasing t; dtable f32 `[V, D]`.
+    /// `dtable[ids[t]] += dout[t]` in increasing t; dtable f32 `[V, D]`. Ids are in range, as for [`gather`](Self::gather).
     ///
     /// # Errors
     /// The backend failed.
+    ///
+    /// # Panics
+    /// As [`gather`](Self::gather).
     fn scatter_add(&self, ids: View<'_>, dout: View<'_>, dtable: ViewMut<'_>) -> Result;
 }
 
