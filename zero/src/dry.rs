@@ -499,7 +499,8 @@ impl DryRun<'_> {
         if self.unified || !parking.known.contains(&group) {
             return Ok(());
         }
-        while parking.coming.iter().any(|coming| coming.0 == group) {
+        while parking.coming.len() >= DOWNLOAD_WINDOW || parking.coming.iter().any(|coming| coming.0 == group)
+        {
             parking.coming.pop_front();
         }
         for bytes in self.gradient_chunks(group, size) {

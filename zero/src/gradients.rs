@@ -201,7 +201,9 @@ impl GradientPark {
             return Ok(false);
         }
         let ops = &backend.kernels.elementwise;
-        while self.books().brings(group) {
+        // The memory of a read is that of chunks on their way, too: as many are left of them as `park` leaves when it waits for some, or it
+        // could wait for an update that waits for the same.
+        while self.books().must_land(group) {
             self.land(pool)?;
         }
         for chunk in 0..self.spec.chunks(group) {
@@ -493,6 +495,11 @@ impl Books {
     /// Whether anything of a group is parked or on its way.
     fn knows(&self, group: usize) -> bool {
         self.parked[group].iter().any(Option::is_some) || self.brings(group)
+    }
+
+    /// Whether something has to land before what is parked of a group can be taken for its next use.
+    fn must_land(&self, group: usize) -> bool {
+        self.coming.len() >= DOWNLOAD_WINDOW || self.brings(group)
     }
 
     /// Whether anything of a group is on its way.

@@ -118,6 +118,27 @@ template <int DTYPE> __device__ __forceinline__ u32 halves(float low, float high
 #endif
 }
 
+// x·y + z of both elements of registers, each rounded once to nearest even.
+template <int DTYPE> __device__ __forceinline__ u32 fma_halves(u32 x, u32 y, u32 z) {
+#ifdef TERRACE_SHIM
+    u32 bits = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        float of[3] = {from_half(x >> shift & 0xFFFFu, DTYPE), from_half(y >> shift & 0xFFFFu, DTYPE),
+                       from_half(z >> shift & 0xFFFFu, DTYPE)};
+        bits |= to_half(fmaf(of[0], of[1], of[2]), DTYPE) << shift;
+    }
+    return bits;
+#else
+    u32 bits;
+    if (DTYPE == BF16) {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(bits) : "r"(x), "r"(y), "r"(z));
+    } else {
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(bits) : "r"(x), "r"(y), "r"(z));
+    }
+    return bits;
+#endif
+}
+
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
 // Where a chunk of eight elements lies. Rows of 32 elements are half a line of banks, so pairs of them are told apart.

@@ -7,7 +7,7 @@
 // quantized_thin and quantized_tile. out, bias and residual have any dtype and begin anywhere.
 //
 // Codes are whole numbers up to 127, exact in either dtype, so that tensor cores multiply them as they are: a group of 32 weights
-// is two steps of 16, whose sum is then scaled and added in f32. Nothing is rounded but sums; a·q may overflow where a is beyond 2^120.
+// is two steps of 16, whose sum is then scaled and added in f32. Nothing is rounded but sums; a·q may overflow where a is beyond 2^116.
 //
 // FLOPs: 2·m·n·l. Bytes: the codes once per tile of rows, a once per 16 columns (quantized_mma_many: 64) from the caches.
 //
@@ -19,7 +19,8 @@
 //   int4   words 4t .. 4t + 4, which have weights i and i + 16 of every group, i = 4t .. 4t + 4: sixteen bytes for all of a block.
 //          Step s has i = 4t + 2s and 4t + 2s + 1.
 //
-// The codes of the next DEPTH blocks of a warp are on their way while it computes one, since a load takes longer than that.
+// A warp has the codes of DEPTH blocks in registers or on their way, since a load takes longer than computing one. Which registers a block is in
+// is known when this is compiled: moving them would wait for what is on its way.
 //
 // Order of sums: within a group that of the hardware, blocks that a warp has ascending (every fourth one of few rows), then warps. A
 // row of a changes no other's result.
@@ -62,26 +63,21 @@ __device__ __forceinline__ void load_codes(Codes<FORMAT> &codes, const u8 *row, 
     for (int j = 0; j < 2; j++) codes.scales[j] = *(const uint2 *)(at + of_sums[j]);
 }
 
-// The codes of bytes `first` and `first` + 1.
+// The codes of bytes `first` and `first` + 1, for `first` 0 or 2. A conversion from whole numbers would take as long as all else here.
 template <int DTYPE> __device__ __forceinline__ u32 pair_of_bytes(u32 word, int first) {
-    float low = (float)(signed char)(word >> 8 * first & 0xFFu), high = (float)(signed char)(word >> (8 * first + 8) & 0xFFu);
-    return halves<DTYPE>(low, high);
+    u32 bytes = __byte_perm(word, 0, first == 0 ? 0x4140 : 0x4342);
+    // 128 + the lowest seven bits, minus 128 + the sign's 128.
+    if (DTYPE == BF16) return fma_halves<BF16>((bytes & 0x00800080u) | 0x43004300u, 0xBF80BF80u, (bytes & 0x007F007Fu) | 0x43004300u);
+    // 1024 + (q + 128), minus 1152.
+    return fma_halves<F16>((bytes ^ 0x00800080u) | 0x64006400u, 0x3C003C00u, 0xE480E480u);
 }
 
 // Codes from the lowest four bits of either half of `word`.
 template <int DTYPE> __device__ __forceinline__ u32 pair_of_nibbles(u32 word) {
-#ifdef TERRACE_SHIM
-    return halves<DTYPE>((float)((int)(word & 0xFu) - 8), (float)((int)(word >> 16 & 0xFu) - 8));
-#else
     // 128 + (q + 8) in bf16, 1024 + (q + 8) in f16; then minus 136 or 1032, as a multiplication by one and an addition.
-    u32 bits = (word & 0x000F000Fu) | (DTYPE == BF16 ? 0x43004300u : 0x64006400u), pair;
-    if (DTYPE == BF16) {
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(bits), "r"(0x3F803F80u), "r"(0xC308C308u));
-    } else {
-        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(bits), "r"(0x3C003C00u), "r"(0xE408E408u));
-    }
-    return pair;
-#endif
+    u32 bits = word & 0x000F000Fu;
+    if (DTYPE == BF16) return fma_halves<BF16>(bits | 0x43004300u, 0x3F803F80u, 0xC308C308u);
+    return fma_halves<F16>(bits | 0x64006400u, 0x3C003C00u, 0xE408E408u);
 }
 
 // The two b of a group.
@@ -100,15 +96,17 @@ __device__ __forceinline__ void group_of_codes(u32 b[2][2], const Codes<FORMAT> 
     }
 }
 
-// A row of a for both steps of a group, from the lane's first element on; zeros if it is not there. `left`: elements from there to the
-// row's end.
-template <int FORMAT> __device__ __forceinline__ void load_row(u32 a[2][2], const u16 *from, bool there, int left) {
+// A row of a for both steps of a group, from the lane's first element on. `left`: elements from there to the row's end, beyond which are
+// zeros. Loads are of addresses that are always there, so that none waits for a comparison: `row` is where the row begins.
+template <int FORMAT> __device__ __forceinline__ void load_row(u32 a[2][2], const u16 *row, int from, int left) {
     if (FORMAT == INT8) {
-        uint4 eight = there && left > 0 ? *(const uint4 *)from : make_uint4(0, 0, 0, 0);
-        a[0][0] = eight.x, a[0][1] = eight.y, a[1][0] = eight.z, a[1][1] = eight.w;
+        uint4 eight = *(const uint4 *)(row + (left > 0 ? from : 0));
+        u32 mask = left > 0 ? ~0u : 0u;
+        a[0][0] = eight.x & mask, a[0][1] = eight.y & mask, a[1][0] = eight.z & mask, a[1][1] = eight.w & mask;
     } else {
-        uint2 low = there && left > 0 ? *(const uint2 *)from : make_uint2(0, 0);
-        uint2 high = there && left > 16 ? *(const uint2 *)(from + 16) : make_uint2(0, 0);
+        uint2 low = *(const uint2 *)(row + (left > 0 ? from : 0)), high = *(const uint2 *)(row + (left > 16 ? from + 16 : 0));
+        u32 of_low = left > 0 ? ~0u : 0u, of_high = left > 16 ? ~0u : 0u;
+        low.x &= of_low, low.y &= of_low, high.x &= of_high, high.y &= of_high;
         a[0][0] = (low.x & 0xFFFFu) | high.x << 16, a[0][1] = low.x >> 16 | (high.x & 0xFFFF0000u);
         a[1][0] = (low.y & 0xFFFFu) | high.y << 16, a[1][1] = low.y >> 16 | (high.y & 0xFFFF0000u);
     }
@@ -118,6 +116,34 @@ template <int FORMAT> __device__ __forceinline__ void load_row(u32 a[2][2], cons
 __device__ __forceinline__ float scale_of(uint2 four, int group) {
     u32 two = group < 2 ? four.x : four.y;
     return __uint_as_float(group % 2 ? two & 0xFFFF0000u : two << 16);
+}
+
+// Adds the products of a block of weights, for rows at `a_rows` from element `first` on.
+template <int DTYPE, int FORMAT, int STACK, int HALVES>
+__device__ __forceinline__ void add_block(float sums[STACK][2 * HALVES], const Codes<FORMAT> &codes,
+                                          const u16 *const a_rows[STACK * HALVES], int first, int length) {
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+        u32 b[2][2];
+        group_of_codes<DTYPE>(b, codes, group);
+        float scales[2] = {scale_of(codes.scales[0], group), scale_of(codes.scales[1], group)};
+        int from = first + group * GROUP;
+#pragma unroll
+        for (int i = 0; i < STACK; i++) {
+            u32 rows[2][2][2] = {};
+#pragma unroll
+            for (int half = 0; half < HALVES; half++)
+                load_row<FORMAT>(rows[half], a_rows[i * HALVES + half], from, length - from);
+            float of_group[4] = {};
+#pragma unroll
+            for (int step = 0; step < 2; step++) {
+                u32 of_a[4] = {rows[0][step][0], rows[1][step][0], rows[0][step][1], rows[1][step][1]};
+                mma_m16n8k16<DTYPE>(of_group, of_a, b[step]);
+            }
+#pragma unroll
+            for (int j = 0; j < 2 * HALVES; j++) sums[i][j] += scales[j % 2] * of_group[j];
+        }
+    }
 }
 
 // What the threads of a block have: rows, in STACK tiles of 16, of which the upper halves are left out if there are 8 at most; WARPS /
@@ -136,42 +162,25 @@ __device__ __forceinline__ void product(const u16 *a, const u8 *w, void *out, in
     int of_sums[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) of_sums[j] = (min(2 * t + j, last) - min(g, last)) * row_bytes;
-    int first = (FORMAT == INT8 ? 8 : 4) * t, rows_left = (int)min(m - row, (i64)16 * STACK);
-    const u16 *a_row = a + row * l + first;
+    int first = (FORMAT == INT8 ? 8 : 4) * t;
+    // A row that is not there is the last one, whose sums nobody stores twice.
+    const u16 *a_rows[STACK * HALVES];
+#pragma unroll
+    for (int i = 0; i < STACK * HALVES; i++) a_rows[i] = a + min(row + 16 / HALVES * i, m - 1) * l;
 
     Codes<FORMAT> ring[DEPTH];
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) load_codes(ring[d], codes_row, of_sums, min(sharer + d * SHARERS, blocks - 1));
     float sums[STACK][2 * HALVES] = {};
 #pragma unroll 1
-    for (int block = sharer; block < blocks; block += SHARERS) {
-        Codes<FORMAT> now = ring[0];
+    for (int block = sharer; block < blocks;) {
 #pragma unroll
-        for (int d = 0; d + 1 < DEPTH; d++) ring[d] = ring[d + 1];
-        load_codes(ring[DEPTH - 1], codes_row, of_sums, min(block + DEPTH * SHARERS, blocks - 1));
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            u32 b[2][2];
-            group_of_codes<DTYPE>(b, now, group);
-            float scales[2] = {scale_of(now.scales[0], group), scale_of(now.scales[1], group)};
-            int inner = block * BLOCK + group * GROUP, left = length - inner - first;
-#pragma unroll
-            for (int i = 0; i < STACK; i++) {
-                u32 rows[2][2][2] = {};
-#pragma unroll
-                for (int half = 0; half < HALVES; half++) {
-                    int below = 16 * i + 8 * half;
-                    load_row<FORMAT>(rows[half], a_row + (below * length + inner), below < rows_left, left);
-                }
-                float of_group[4] = {};
-#pragma unroll
-                for (int step = 0; step < 2; step++) {
-                    u32 of_a[4] = {rows[0][step][0], rows[1][step][0], rows[0][step][1], rows[1][step][1]};
-                    mma_m16n8k16<DTYPE>(of_group, of_a, b[step]);
-                }
-#pragma unroll
-                for (int j = 0; j < 2 * HALVES; j++) sums[i][j] += scales[j % 2] * of_group[j];
-            }
+        for (int d = 0; d < DEPTH; d++) {
+            // The same for a whole warp.
+            if (block >= blocks) continue;
+            add_block<DTYPE, FORMAT, STACK, HALVES>(sums, ring[d], a_rows, block * BLOCK + first, length);
+            load_codes(ring[d], codes_row, of_sums, min(block + DEPTH * SHARERS, blocks - 1));
+            block += SHARERS;
         }
     }
 
@@ -219,7 +228,7 @@ __device__ __forceinline__ void product(const u16 *a, const u8 *w, void *out, in
 
 // 256 threads. Grid: the rows in the name a block (8: 16, of which 8 are there; many: 32), so that blocks that run together share codes in the L2 cache; then
 // 16 columns a block (many: 64). Shared: 2 · 3 · 32 floats for each sum of a lane, which has 2, 4 and 8: 1536, 3072 and 6144 bytes (many: none).
-extern "C" __global__ void __launch_bounds__(THREADS, 2) quantized_mma_8(PARAMETERS) { PRODUCT(1, false, 4, 3) }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) quantized_mma_16(PARAMETERS) { PRODUCT(1, true, 4, 2) }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) quantized_mma_32(PARAMETERS) { PRODUCT(2, true, 4, 1) }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) quantized_mma_many(PARAMETERS) { PRODUCT(2, true, 1, 1) }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) quantized_mma_8(PARAMETERS) { PRODUCT(1, false, 4, 4) }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) quantized_mma_16(PARAMETERS) { PRODUCT(1, true, 4, 3) }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) quantized_mma_32(PARAMETERS) { PRODUCT(2, true, 4, 2) }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) quantized_mma_many(PARAMETERS) { PRODUCT(2, true, 1, 2) }

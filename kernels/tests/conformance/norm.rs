@@ -4,7 +4,9 @@ use crate::support::{Host, MIXES, assert_close, backends};
 use proptest::prelude::*;
 use terrace_kernels::{DType, reference};
 
-const SIZES: [(usize, usize); 7] = [(1, 1), (3, 5), (2, 64), (300, 128), (7, 1023), (5, 1025), (513, 96)];
+/// The last are wider than what threads of a card hold in registers, whole vectors of it and not.
+const SIZES: [(usize, usize); 10] =
+    [(1, 1), (3, 5), (2, 64), (300, 128), (7, 1023), (5, 1025), (513, 96), (2, 8200), (2, 8197), (1, 16_400)];
 
 #[test]
 fn forward() {

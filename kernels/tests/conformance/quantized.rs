@@ -144,6 +144,10 @@ fn few_that_are_rounded_the_same_way() {
 fn larger_than_a_tile() {
     compare(&sets(), (200, 500, 300), DType::BF16, DType::BF16);
     compare(&sets(), (3, 20, 2500), DType::BF16, DType::F32);
+    // Of whole vectors, and so long that every warp comes back to the registers that it began with.
+    for m in [3, 12, 20] {
+        compare(&sets(), (m, 20, 2504), DType::BF16, DType::F32);
+    }
 }
 
 /// Rows that begin at multiples of sixteen bytes, which kernels for tensor cores take: all, a part and none of a tile is there, of a
