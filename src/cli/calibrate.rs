@@ -177,7 +177,8 @@ pub(super) fn host_gemm(
     let arena = device.arena(measure::gemm_arena_bytes(effort.layer))?;
     let compute = device.stream(StreamKind::Compute)?;
     let kernels = cpu::kernel_set(threads);
-    let seconds = effort.seconds / 3.0;
+    // At the start of a run a part of that would be too short.
+    let seconds = (effort.seconds / 3.0).max(Effort::START.seconds / 2.0);
     measure::gemm(&device, &*compute, &arena, &kernels, dtype, effort.layer, seconds, only)
 }
 

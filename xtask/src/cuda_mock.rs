@@ -65,7 +65,7 @@ const SUITES: [Suite; 6] = [
                 placement_changes_nothing keys::numbers",
         kernels: |root, _| cuda_shim::build(root),
     },
-    // Device memory as planned, also by a step that fails.
+    // Horizontal accumulation, and device memory as planned, also by a step that fails.
     Suite {
         package: "terrace-models",
         targets: &["accumulation", "keeping"],

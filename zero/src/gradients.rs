@@ -37,7 +37,12 @@ pub(crate) const STAGING_SLOTS: usize = 4;
 
 /// Chunks on their way down from a device with memory of its own, where gradients do not come whole.
 pub(crate) const DOWNLOAD_WINDOW: usize = 2;
-const _: () = assert!(DOWNLOAD_WINDOW <= STAGING_SLOTS, "a chunk more than are on their way has a slot");
+/// Reads of an update at once when gradients are on disk.
+const READS_MAX: usize = STAGING_SLOTS - 1;
+const _: () = assert!(
+    DOWNLOAD_WINDOW - 1 + READS_MAX <= STAGING_SLOTS,
+    "an update gets all slots that it waits for, whatever is on its way down when backward waits for one"
+);
 
 #[derive(Debug)]
 pub(crate) struct GradientPark {
@@ -460,7 +465,7 @@ impl GradientPark {
 
     /// Chunks a reader may have in flight at once without starving itself.
     pub(crate) fn reads_max(&self) -> usize {
-        if self.scratch.is_some() { STAGING_SLOTS - 1 } else { usize::MAX }
+        if self.scratch.is_some() { READS_MAX } else { usize::MAX }
     }
 
     fn place(&self, group: usize, chunk: usize) -> ScratchChunk {

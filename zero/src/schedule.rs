@@ -330,10 +330,12 @@ impl Passes<'_> {
             pass.upload_bytes += before;
             // All or the last chunks are on their way down while the next block computes, unless an update is to have them.
             let lands = pass.completes.is_some() && self.count.config.update_follows();
+            // Where the next block goes on from sums of earlier rounds, a chunk lands before it begins.
+            let goes_on = rounds.are_several() && round.start > 0 && !is_last;
             let late = match self.count.plan.windows.gradients_whole {
                 _ if lands => 0,
                 true => chunks,
-                false => (DOWNLOAD_WINDOW as u64).min(chunks),
+                false => ((DOWNLOAD_WINDOW - usize::from(goes_on)) as u64).min(chunks),
             };
             pass.late_download_bytes = parked * late / chunks.max(1);
             pass.download_bytes += parked - pass.late_download_bytes;

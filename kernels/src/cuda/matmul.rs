@@ -153,7 +153,7 @@ impl Cuda {
         dims: ProductDims,
     ) -> Option<(&'static str, Tile)> {
         let whole_words = b.bytes().address().as_ptr().addr().is_multiple_of(8);
-        // Places within a tile of rows are numbers of 32 bits.
+        // Places within a row, and in codes of the eight rows of a warp, are numbers of 32 bits.
         let whole_rows = (1..1 << 24).contains(&dims.l) && dims.l.is_multiple_of(VECTOR);
         if !whole_words || !whole_rows || !self.fits_tensor_cores(&[a], &[]) {
             return None;

@@ -97,7 +97,7 @@ __device__ __forceinline__ void group_of_codes(u32 b[2][2], const Codes<FORMAT> 
 }
 
 // A row of a for both steps of a group, from the lane's first element on. `left`: elements from there to the row's end, beyond which are
-// zeros. Loads are of addresses that are always there, so that none waits for a comparison: `row` is where the row begins.
+// zeros. Loads are of addresses that are always there, so that none is behind a branch: `row` is where the row begins.
 template <int FORMAT> __device__ __forceinline__ void load_row(u32 a[2][2], const u16 *row, int from, int left) {
     if (FORMAT == INT8) {
         uint4 eight = *(const uint4 *)(row + (left > 0 ? from : 0));
