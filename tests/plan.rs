@@ -435,6 +435,8 @@ fn profiles_that_cannot_be_used() {
 
     let calibrate = || cmd(&["calibrate", "--quick"]);
     calibrate().path("--disk", &bench.path("nowhere")).fails(2, &["--disk", "nowhere", "no such folder"]);
+    calibrate().args(&["--sustained", "--disk", "."]).fails(2, &["--quick", "--sustained"]);
+    cmd(&["calibrate", "--sustained"]).fails(2, &["--disk"]);
     let deep = bench.path("none/of/them/profile.json");
     calibrate()
         .path("--output", &deep)

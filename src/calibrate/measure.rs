@@ -51,6 +51,8 @@ pub struct Effort {
     pub file_bytes: u64,
     /// Of each figure of a disk.
     pub disk_seconds: f64,
+    /// Whether what a disk keeps up is measured, its syncs counted.
+    pub sustained: bool,
 }
 
 /// The measures of a decoder layer.
@@ -92,6 +94,7 @@ impl Effort {
         layer: Layer { tokens: 512, hidden: 2048, intermediate: 5632 },
         file_bytes: 1 << 30,
         disk_seconds: 1.2,
+        sustained: false,
     };
     /// About ten seconds.
     pub const QUICK: Self = Self {
@@ -100,6 +103,7 @@ impl Effort {
         layer: Layer { tokens: 256, hidden: 1024, intermediate: 2816 },
         file_bytes: 128 << 20,
         disk_seconds: 0.3,
+        sustained: false,
     };
     /// What a run measures at its start: less than a second.
     pub const START: Self = Self {
@@ -108,6 +112,7 @@ impl Effort {
         layer: Layer { tokens: 256, hidden: 512, intermediate: 1408 },
         file_bytes: 32 << 20,
         disk_seconds: 0.05,
+        sustained: false,
     };
 }
 
@@ -120,11 +125,18 @@ impl Effort {
         self.beyond(last_cache_bytes().unwrap_or(0))
     }
 
+    /// The same with what disks keep up over a minute, in files that caches of drives and hosts hold little of.
+    #[must_use]
+    pub fn sustained(self) -> Self {
+        Self { file_bytes: 16 << 30, disk_seconds: 60.0, sustained: true, ..self }
+    }
+
     fn of_disks(self) -> DiskEffort {
         DiskEffort {
             file_bytes: self.file_bytes,
             memory_bytes: self.memory_bytes as u64,
             seconds: self.disk_seconds,
+            sustained: self.sustained,
         }
     }
 

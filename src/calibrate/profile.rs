@@ -39,6 +39,9 @@ pub struct Calibration {
     pub machine: Machine,
     /// Whether it was short.
     pub quick: bool,
+    /// Whether rates of disks are what they keep up over a minute, syncs counted.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub sustained: bool,
     /// All directories of the `disk` section at once.
     #[serde(default)]
     pub disks_together: Option<Rates>,
@@ -298,6 +301,7 @@ impl Calibration {
             version: CALIBRATION_VERSION,
             machine,
             quick,
+            sustained: false,
             disks_together: None,
             memory: None,
             gemm: Vec::new(),

@@ -422,9 +422,13 @@ pub struct CalibrateArgs {
     /// File for the profile; other sections in it stay [default: profile.json in the cache folder, where later runs find it]
     #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,
-    /// Measure for about 10 seconds instead of 40, less exactly
+    /// Measure for about 10 seconds instead of 35, less exactly
     #[arg(long)]
     pub quick: bool,
+    /// Measure what disks keep up over a minute each of reading, writing and both, with caches full and syncs counted, as steps find them
+    /// that move many gigabytes: some minutes a disk, and some hundred gigabytes written to a fast one
+    #[arg(long, requires = "disk", conflicts_with = "quick")]
+    pub sustained: bool,
     /// The device to measure beside the CPU: auto, cpu or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceName,

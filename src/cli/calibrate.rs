@@ -33,7 +33,9 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
     let session = Session::open(&placement, &io, threads, false)?;
     let machine = Machine::here(session.threads, session.card().map(|(name, _)| name));
     let effort = if args.quick { Effort::QUICK } else { Effort::FULL }.beyond_caches();
+    let effort = if args.sustained { effort.sustained() } else { effort };
     let mut calibration = Calibration::new(machine, args.quick);
+    calibration.sustained = args.sustained;
     let disk = match &args.disk[..] {
         [] => None,
         dirs => {
