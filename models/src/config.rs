@@ -65,6 +65,7 @@ struct Defaults {
     theta: f64,
     tied: bool,
     pad: Option<usize>,
+    eos: Option<u32>,
     dropout: f64,
 }
 
@@ -78,14 +79,17 @@ impl Family {
             theta: 10_000.0,
             tied: false,
             pad: None,
+            eos: Some(2),
             dropout: 0.0,
         };
         match self {
             Self::Llama => llama,
             Self::Mistral => Defaults { kv_heads: Some(8), positions: 131_072, ..llama },
-            Self::Qwen2 => Defaults { positions: 32_768, ..llama },
-            Self::Qwen3 => Defaults { head_size: Some(128), positions: 32_768, ..llama },
-            Self::Phi3 => Defaults { positions: 4096, norm_eps: 1e-5, pad: Some(32_000), ..llama },
+            Self::Qwen2 => Defaults { positions: 32_768, eos: None, ..llama },
+            Self::Qwen3 => Defaults { head_size: Some(128), positions: 32_768, eos: None, ..llama },
+            Self::Phi3 => {
+                Defaults { positions: 4096, norm_eps: 1e-5, pad: Some(32_000), eos: Some(32_000), ..llama }
+            }
             Self::SeedOss => Defaults {
                 kv_heads: Some(8),
                 head_size: Some(128),
@@ -100,6 +104,7 @@ impl Family {
                 theta: 2_000_000.0,
                 tied: true,
                 pad: Some(128_004),
+                eos: Some(128_001),
                 ..llama
             },
         }
@@ -159,7 +164,8 @@ pub struct ModelConfig {
     pub unrotated: Vec<usize>,
     /// Rotary position embedding.
     pub rope: Rope,
-    /// Positions the model was trained for, or those that the scaling of its rotary embedding stretches them to.
+    /// Positions the model was trained for, or those that the scaling of its rotary embedding stretches them to: the largest that
+    /// `max_position_embeddings`, other names for it and the scaling say.
     pub positions_max: usize,
     /// Entries of config.json by which training would drop something, which is not computed here, and the part it would drop.
     pub dropouts: Vec<(&'static str, f64)>,
@@ -249,12 +255,14 @@ impl ModelConfig {
             qk_norm: family == Family::Qwen3,
             windows: windows(&entries, family, layers, &unrotated)?,
             unrotated,
-            // Folders whose owner was told to add the scaling alone keep the positions of before.
-            positions_max: rope.positions().map_or(positions_max, |stretched| stretched.max(positions_max)),
+            positions_max: rope.positions(positions_max, other_positions(&entries)?),
             rope,
             dropouts: dropouts(&entries, family, defaults.dropout)?,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
-            eos_ids: entries.ids("eos_token_id")?,
+            eos_ids: match defaults.eos.filter(|_| !entries.has("eos_token_id")) {
+                Some(id) => vec![id],
+                None => entries.ids("eos_token_id")?,
+            },
             pad_id: pad_id(&entries, vocab, defaults.pad)?,
         };
         config.check()?;
@@ -311,6 +319,12 @@ impl ModelConfig {
         }
         Ok(())
     }
+}
+
+/// What is said about positions under names that only some folders use.
+fn other_positions(entries: &Entries<'_>) -> Result<Option<usize>> {
+    let found = ["max_sequence_length", "n_positions"].map(|key| entries.optional_size(key));
+    Ok(found.into_iter().collect::<Result<Vec<_>>>()?.into_iter().flatten().max())
 }
 
 /// Negative ids count from the end, as those of `padding_idx` do.
@@ -372,6 +386,13 @@ fn refuse_unsupported(entries: &Entries<'_>) -> Result {
             what: "quantization_config".into(),
             found: entries.string_at("quantization_config", "quant_method").unwrap_or("(unnamed)").into(),
             supported: "unquantized f32, bf16 or f16 weights (convert the checkpoint first)".into(),
+        });
+    }
+    if !entries.flag("is_causal", true)? {
+        return Err(ModelError::Unsupported {
+            what: "is_causal".into(),
+            found: "false".into(),
+            supported: "true (a token sees those before it)".into(),
         });
     }
     Ok(())

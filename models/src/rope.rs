@@ -29,6 +29,9 @@ pub enum RopeScaling {
         /// The divisor.
         factor: f64,
     },
+    /// Frequencies that change with the length of what is longer than the model was trained for: none up to there, and longer
+    /// sequences are refused.
+    Dynamic,
     /// Llama 3.1: long wavelengths divided by `factor`, short ones kept, a smooth transition between.
     Llama3 {
         /// The divisor of long wavelengths.
@@ -139,14 +142,17 @@ impl Rope {
         }
     }
 
-    /// Positions that the scaling stretches the original context to, if it says so.
-    pub(crate) fn positions(&self) -> Option<usize> {
-        match self.scaling {
-            RopeScaling::Yarn { factor, original_positions, .. } => {
-                Some((factor * original_positions) as usize)
-            }
-            _ => None,
-        }
+    /// The longest sequences of a model whose `config.json` names `positions_max`, and under `other_names` for that number others, if so.
+    ///
+    /// Folders whose owner was told to add the scaling alone keep the positions of before. Some say the longer context elsewhere.
+    pub(crate) fn positions(&self, positions_max: usize, other_names: Option<usize>) -> usize {
+        let stretched = match self.scaling {
+            RopeScaling::Dynamic => return positions_max,
+            RopeScaling::Yarn { factor, original_positions, .. } => (factor * original_positions) as usize,
+            RopeScaling::Linear { factor } => (factor * positions_max as f64) as usize,
+            _ => positions_max,
+        };
+        stretched.max(positions_max).max(other_names.unwrap_or(0))
     }
 
     /// What cosines and sines are multiplied by.
@@ -181,7 +187,7 @@ impl RopeScaling {
     fn apply(&self, frequency: f64) -> f64 {
         match *self {
             // The latter two go by the pair, not by its frequency.
-            Self::Default | Self::Yarn { .. } | Self::Long { .. } => frequency,
+            Self::Default | Self::Dynamic | Self::Yarn { .. } | Self::Long { .. } => frequency,
             Self::Linear { factor } => frequency / factor,
             Self::Llama3 { factor, low_frequency, high_frequency, original_positions } => {
                 let wavelength = TAU / frequency;
@@ -263,8 +269,7 @@ fn scaling(
             found: format!("\"{other}\""),
             supported: "\"default\", \"longrope\"".into(),
         }),
-        // Frequencies change beyond the positions that the model was trained for, and longer sequences are refused.
-        "dynamic" if config.has_value("max_position_embeddings") => Ok(RopeScaling::Default),
+        "dynamic" if config.has_value("max_position_embeddings") => Ok(RopeScaling::Dynamic),
         "dynamic" => {
             let detail = "is missing; \"dynamic\" scaling of the rotary embedding begins there";
             Err(config.error("max_position_embeddings", detail.into()))

@@ -7,6 +7,7 @@
 //!        config.json                             with the dtype of the weights
 //!        tokenizer.json, generation_config.json, …   copied from the source folder
 //!        additional_chat_templates/*.jinja           likewise
+//!        *.py                                        likewise, where `auto_map` of config.json names code of the folder
 //! ```
 //!
 //! Every file is written under a temporary name, synced and renamed, so that a final name never holds half a file. When all
@@ -42,6 +43,11 @@ const COPIED: [&str; 16] = [
     "LICENSE.txt",
     "NOTICE",
 ];
+/// Those of them, the last ones, that no loader looks for.
+const NOT_LOADED: usize = 3;
+
+/// How files end that are copied, too, where a configuration names code of its own folder.
+const CODE: &str = ".py";
 
 /// The folder whose chat templates are copied, too.
 const TEMPLATES: &str = "additional_chat_templates";
@@ -88,12 +94,15 @@ pub fn export_folder(
         .then(|| Staged::write(out_dir, INDEX, index_json(&shards, dtype).as_bytes()))
         .transpose()?;
     let mut around = vec![Staged::write(out_dir, "config.json", config.as_bytes())?];
-    for name in COPIED {
-        let source = source_dir.map(|dir| dir.join(name));
-        // An export over its own source keeps the files that are there.
-        if let Some(source) = source.filter(|source| source.is_file() && *source != out_dir.join(name)) {
-            around.push(Staged::copy(out_dir, name, &source)?);
-        }
+    let mut beside =
+        source_dir.map_or(Vec::new(), |dir| COPIED.map(|name| (name.into(), dir.join(name))).into());
+    beside.retain(|(_, source): &(String, PathBuf)| source.is_file());
+    if let Some(source) = source_dir.filter(|_| names_code(&config)) {
+        beside.extend(files_of(source, CODE)?);
+    }
+    // An export over its own source keeps the files that are there.
+    for (name, source) in beside.iter().filter(|(name, source)| *source != out_dir.join(name)) {
+        around.push(Staged::copy(out_dir, name, source)?);
     }
 
     let templates = out_dir.join(TEMPLATES);
@@ -104,8 +113,18 @@ pub fn export_folder(
         staged_templates.push(Staged::copy(&templates, name, source)?);
     }
 
+    let is_of_another = source_dir.is_some() && holds_another_model(out_dir, &config);
     remove_earlier(out_dir, |name| name == INDEX)?;
     remove_earlier(out_dir, is_weight_file)?;
+    if is_of_another {
+        // Loaders would take for this model's what came with that one.
+        let is_new = |of: &[(String, PathBuf)], name: &str| of.iter().any(|(new, _)| new == name);
+        let loaded = &COPIED[..COPIED.len() - NOT_LOADED];
+        remove_earlier(out_dir, |name| loaded.contains(&name) && !is_new(&beside, name))?;
+        if templates.is_dir() {
+            remove_earlier(&templates, |name| name.ends_with(".jinja") && !is_new(&named, name))?;
+        }
+    }
     if !staged_templates.is_empty() {
         staged_templates.into_iter().try_for_each(Staged::publish)?;
         sync_folder(&templates)?;
@@ -117,6 +136,26 @@ pub fn export_folder(
     // Nothing is staged any more: what is left under a temporary name is of a process that ended.
     remove_earlier(out_dir, is_partial)?;
     Ok(())
+}
+
+/// Whether an earlier export to a folder is of another model than that with this configuration; what its owner put beside the same model
+/// is not to be lost.
+fn holds_another_model(folder: &Path, config: &str) -> bool {
+    let without_dtype = |text: &str| {
+        let mut value = parse_json(text).ok()?;
+        let entries = value.as_object_mut()?;
+        ["dtype", "torch_dtype"].iter().for_each(|key| drop(entries.shift_remove(*key)));
+        Some(value)
+    };
+    let earlier = std::fs::read_to_string(folder.join("config.json"));
+    earlier.is_ok_and(|earlier| without_dtype(&earlier) != without_dtype(config))
+}
+
+/// Whether a configuration names code that lies beside it, and not in another repository.
+fn names_code(config: &str) -> bool {
+    let is_beside = |name: &Value| name.as_str().is_some_and(|name| !name.contains("--"));
+    let named = |config: Value| config.get("auto_map")?.as_object().map(|map| map.values().any(is_beside));
+    parse_json(config).ok().and_then(named).unwrap_or(false)
 }
 
 /// Whether the weights in a folder are all there: what names them comes last in an export.
@@ -215,8 +254,7 @@ fn write_shard(
             start = end;
         }
     }
-    staged.sync()?;
-    Ok(staged)
+    Ok(staged.complete()?)
 }
 
 /// Length, JSON, and spaces up to a multiple of 8 so that the data is aligned.
@@ -277,7 +315,8 @@ fn names(dtype: DType) -> Result<(&'static str, &'static str)> {
 /// A complete file under a temporary name; removed again unless it is published.
 #[derive(Debug)]
 struct Staged {
-    file: File,
+    /// Until it is complete: a process may have fewer files open than a model has shards.
+    file: Option<File>,
     temporary: PathBuf,
     path: PathBuf,
     published: bool,
@@ -287,30 +326,35 @@ impl Staged {
     fn create(folder: &Path, name: &str) -> Result<Self> {
         let temporary = folder.join(format!(".{name}{PARTIAL}"));
         let file = File::create(&temporary).map_err(ModelError::file("creating", &temporary))?;
-        Ok(Self { file, temporary, path: folder.join(name), published: false })
+        Ok(Self { file: Some(file), temporary, path: folder.join(name), published: false })
     }
 
     fn write(folder: &Path, name: &str, bytes: &[u8]) -> Result<Self> {
         let mut staged = Self::create(folder, name)?;
         staged.append(bytes)?;
-        staged.sync()?;
-        Ok(staged)
+        staged.complete()
     }
 
     fn copy(folder: &Path, name: &str, source: &Path) -> Result<Self> {
         let mut staged = Self::create(folder, name)?;
         let mut from = File::open(source).map_err(ModelError::file("opening", source))?;
-        std::io::copy(&mut from, &mut staged.file).map_err(ModelError::file("copying", source))?;
-        staged.sync()?;
-        Ok(staged)
+        let file = staged.file.as_mut();
+        file.map_or(Ok(0), |file| std::io::copy(&mut from, file))
+            .map_err(ModelError::file("copying", source))?;
+        staged.complete()
     }
 
     fn append(&mut self, bytes: &[u8]) -> Result {
-        self.file.write_all(bytes).map_err(ModelError::file("writing", &self.temporary))
+        let file = self.file.as_mut();
+        file.map_or(Ok(()), |file| file.write_all(bytes))
+            .map_err(ModelError::file("writing", &self.temporary))
     }
 
-    fn sync(&self) -> Result {
-        self.file.sync_all().map_err(ModelError::file("syncing", &self.temporary))
+    /// Makes it durable, and closes it.
+    fn complete(mut self) -> Result<Self> {
+        let file = self.file.take();
+        file.map_or(Ok(()), |file| file.sync_all()).map_err(ModelError::file("syncing", &self.temporary))?;
+        Ok(self)
     }
 
     fn publish(mut self) -> Result {
@@ -345,7 +389,8 @@ fn is_weight_file(name: &str) -> bool {
 /// Whether it is what a process that ended in an export leaves under a temporary name.
 fn is_partial(name: &str) -> bool {
     let whole = name.strip_prefix('.').and_then(|name| name.strip_suffix(PARTIAL));
-    let is_of_export = |name| [INDEX, "config.json"].contains(&name) || COPIED.contains(&name);
+    let is_of_export =
+        |name: &str| [INDEX, "config.json"].contains(&name) || COPIED.contains(&name) || name.ends_with(CODE);
     whole.is_some_and(|name| is_of_export(name) || is_weight_file(name))
 }
 

@@ -167,7 +167,8 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
 fn say_what_is_not_applied(args: &GenerateArgs) {
     let given = |key: &str| match key {
         "do_sample" | "temperature" => args.temperature > 0.0,
-        "top_p" | "top_k" => args.temperature > 0.0 && (args.top_p.is_some() || args.top_k.is_some()),
+        "top_p" => args.temperature > 0.0 && args.top_p.is_some(),
+        "top_k" => args.temperature > 0.0 && args.top_k.is_some(),
         "repetition_penalty" => args.repetition_penalty != 1.0,
         _ => false,
     };

@@ -51,8 +51,10 @@ impl ModelFacts {
                 ))
             })?,
             // Scaling may stretch them. What is wrong with the model otherwise is said when it is loaded.
-            positions_max: number(&["max_position_embeddings", "n_positions", "max_sequence_length"])
-                .map(|max| ModelConfig::parse(&text).map_or(max, |model| model.positions_max.max(max))),
+            positions_max: ModelConfig::parse(&text).map_or_else(
+                |_| number(&["max_position_embeddings", "n_positions", "max_sequence_length"]),
+                |model| Some(model.positions_max),
+            ),
         })
     }
 }

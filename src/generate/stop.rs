@@ -3,9 +3,10 @@
 use crate::data::{DataError, read_json};
 use serde_json::Value;
 use std::path::Path;
+use terrace_models::ModelConfig;
 
 /// The ids that end a text: `eos_token_id`, a number or a list, negative ones left out, of `generation_config.json`, or of `config.json` if the former
-/// is absent or silent. Empty if neither says.
+/// is absent or silent. Where the latter is, too, that of the family, if it has one.
 ///
 /// # Errors
 /// A file is there but cannot be read, or the key is neither a number nor a list of numbers.
@@ -25,13 +26,14 @@ pub fn stop_ids(model: &Path) -> Result<Vec<u32>, DataError> {
         let is_token = |id: &&Value| id.as_i64().is_none_or(|id| id >= 0);
         return listed.iter().filter(is_token).map(one).collect();
     }
-    Ok(Vec::new())
+    // What else is wrong with the file is for the model to say.
+    Ok(ModelConfig::from_folder(model).map_or(Vec::new(), |config| config.eos_ids))
 }
 
 const GENERATION: &str = "generation_config.json";
 
 /// Settings of `generation_config.json` that change what is generated, and the values with which they do not.
-const SETTINGS: [(&str, &[f64]); 20] = [
+const SETTINGS: [(&str, &[f64]); 26] = [
     ("do_sample", &[0.0]),
     ("temperature", &[1.0]),
     ("top_p", &[1.0]),
@@ -53,6 +55,12 @@ const SETTINGS: [(&str, &[f64]); 20] = [
     ("bad_words_ids", &[]),
     ("forced_bos_token_id", &[]),
     ("forced_eos_token_id", &[]),
+    ("stop_strings", &[]),
+    ("exponential_decay_length_penalty", &[]),
+    ("penalty_alpha", &[0.0]),
+    ("watermarking_config", &[]),
+    ("dola_layers", &[]),
+    ("force_words_ids", &[]),
 ];
 
 /// Settings of `generation_config.json`, with their values, that would change what is generated: nothing is taken from them.
@@ -83,6 +91,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
         assert_eq!(stop_ids(folder.path()).unwrap(), [0u32; 0]);
+        let sizes = r#""num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 9"#;
+        let of = |eos: &str| format!(r#"{{"architectures": ["LlamaForCausalLM"], {sizes}{eos}}}"#);
+        write("config.json", &of(""));
+        assert_eq!(stop_ids(folder.path()).unwrap(), [2], "what the family has");
+        write("config.json", &of(r#", "eos_token_id": null"#));
+        assert_eq!(stop_ids(folder.path()).unwrap(), [0u32; 0]);
         write("config.json", r#"{"eos_token_id": 7}"#);
         assert_eq!(stop_ids(folder.path()).unwrap(), [7]);
         write("generation_config.json", r#"{"bos_token_id": 1}"#);
@@ -107,6 +121,8 @@ mod tests {
         assert_eq!(not_applied(folder.path()).unwrap(), []);
         let neutral = r#"{"do_sample": false, "temperature": 0.6, "top_k": 20, "repetition_penalty": null, "eos_token_id": 3, "bad_words_ids": []}"#;
         assert_eq!(of(neutral), []);
+        let [(key, _)] = of(r#"{"stop_strings": ["END"]}"#)[..] else { panic!("another number of settings") };
+        assert_eq!(key, "stop_strings");
         let found = of(
             r#"{"do_sample": true, "repetition_penalty": 1.05, "no_repeat_ngram_size": 2, "suppress_tokens": [7]}"#,
         );

@@ -235,6 +235,41 @@ fn yarn_stretches_positions() {
     }
 }
 
+/// Whose owner was told to leave the positions as they were, as those of yarn; and those who say the longer context under another name.
+#[test]
+fn linear_scaling_and_other_names_stretch_positions() {
+    let positions = |more: Value| {
+        let mut config = json!({"max_position_embeddings": 4096});
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        parse(config).unwrap().positions_max
+    };
+    let linear = json!({"type": "linear", "factor": 4.0});
+    assert_eq!(positions(json!({})), 4096);
+    assert_eq!(positions(json!({ "rope_scaling": linear })), 16_384);
+    assert_eq!(positions(json!({"rope_scaling": linear, "max_sequence_length": 16_384})), 16_384);
+    assert_eq!(positions(json!({"max_sequence_length": 16_384, "n_positions": 2048})), 16_384);
+    // The frequencies of longer sequences would be others.
+    let dynamic = json!({"type": "dynamic", "factor": 4.0});
+    assert_eq!(positions(json!({"rope_scaling": dynamic, "max_sequence_length": 16_384})), 4096);
+}
+
+/// As the families' classes in transformers 5 have it.
+#[test]
+fn end_tokens_follow_the_family() {
+    let ends = |architecture: &str, more: Value| {
+        let mut config = json!({"architectures": [architecture], "vocab_size": 200_000});
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        parse(config).unwrap().eos_ids
+    };
+    let families = ["LlamaForCausalLM", "MistralForCausalLM", "SeedOssForCausalLM"];
+    families.into_iter().for_each(|family| assert_eq!(ends(family, json!({})), [2], "{family}"));
+    assert_eq!(ends("Phi3ForCausalLM", json!({})), [32_000]);
+    assert_eq!(ends("SmolLM3ForCausalLM", json!({})), [128_001]);
+    assert_eq!(ends("Qwen3ForCausalLM", json!({})), [0; 0]);
+    assert_eq!(ends("LlamaForCausalLM", json!({"eos_token_id": null})), [0; 0]);
+    assert_eq!(ends("LlamaForCausalLM", json!({"eos_token_id": 7})), [7]);
+}
+
 #[test]
 fn biases_follow_the_family() {
     let biases = |architecture: &str| {

@@ -133,6 +133,69 @@ fn whatever_the_tokenizer_is_made_of_is_copied() {
     assert!(!failed.exists());
 }
 
+/// Of another model nothing stays that a loader would take for this one's; what somebody put beside the same model does.
+#[test]
+fn what_came_with_another_model_goes() {
+    let folder = |names: &[&str]| {
+        let folder = tempfile::tempdir().unwrap();
+        for name in names {
+            let path = folder.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, name).unwrap();
+        }
+        folder
+    };
+    let (mine, its) = ("additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja");
+    let earlier = folder(&["tokenizer.json", "chat_template.jinja", "generation_config.json", its]);
+    let next = folder(&["tokenizer.json", mine]);
+    let fixture = Fixture::new("qwen3");
+    let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
+    let other = config.replacen('{', "{\"_name_or_path\": \"another\",", 1);
+    let mut reader = Copying::new(&fixture.folder, DType::F32);
+    let out = tempfile::tempdir().unwrap();
+    let mut export = |from: &tempfile::TempDir, config: &str| {
+        export_folder(&mut reader, Some(from.path()), out.path(), u64::MAX, config).unwrap();
+        let templates = out.path().join("additional_chat_templates");
+        [names(out.path()), names(&templates)].concat()
+    };
+    export(&earlier, &config);
+    std::fs::write(out.path().join("LICENSE"), "mine").unwrap();
+    let whole = export(&next, &config);
+    for name in ["LICENSE", "chat_template.jinja", "generation_config.json", "rag.jinja", "tool_use.jinja"] {
+        assert!(whole.iter().any(|found| found == name), "{name} of {whole:?}");
+    }
+    let expected = [
+        "LICENSE",
+        "additional_chat_templates",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "rag.jinja",
+    ];
+    assert_eq!(export(&next, &other), expected);
+}
+
+#[test]
+fn code_that_the_configuration_names_is_copied() {
+    let source = tempfile::tempdir().unwrap();
+    for name in ["modeling_mine.py", "helper.py", "notes.txt"] {
+        std::fs::write(source.path().join(name), name).unwrap();
+    }
+    let fixture = Fixture::new("qwen3");
+    let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
+    let mut reader = Copying::new(&fixture.folder, DType::F32);
+    let mut export = |auto_map: &str| {
+        let config = config.replacen('{', &format!("{{\"auto_map\": {auto_map},"), 1);
+        let out = tempfile::tempdir().unwrap();
+        export_folder(&mut reader, Some(source.path()), out.path(), u64::MAX, &config).unwrap();
+        names(out.path())
+    };
+    let whole = export(r#"{"AutoModelForCausalLM": "modeling_mine.Mine"}"#);
+    assert_eq!(whole, ["config.json", "helper.py", "model.safetensors", "modeling_mine.py"]);
+    let elsewhere = export(r#"{"AutoModelForCausalLM": "someone/model--modeling_mine.Mine"}"#);
+    assert_eq!(elsewhere, ["config.json", "model.safetensors"]);
+}
+
 #[test]
 fn a_failed_export_leaves_the_earlier_one() {
     let fixture = Fixture::new("qwen3");
