@@ -315,9 +315,7 @@ fn placement_changes_no_byte() {
         println!("skipped: io_uring, {}", report["io_uring"]["reason"]);
         disks("uring", 1).args(&["--engine", "uring"]).fails(1, &["io_uring"]);
     }
-    let minimum = disks("tight", 1).args(&["--host-memory", "1KiB"]).fails(2, &["needs at least "]).stderr;
-    let minimum = minimum.split("needs at least ").nth(1).unwrap().split(".\n").next().unwrap();
-    same("tight", disks("tight", 1).args(&["--host-memory", minimum]));
+    same("tight", disks("tight", 1).args(&["--host-memory", &least_memory(&disks("tight", 1))]));
     let one_thread = |words: &[&str]| {
         cmd(&[
             "finetune",
@@ -591,20 +589,32 @@ fn assert_text(ended: &Ended) {
 
 /// What crosses to a device with memory of its own and back is what the plan says, but for inputs and losses, and no more of its
 /// memory is used.
+/// The smallest budget that a run takes.
+fn least_memory(run: &support::Cmd) -> String {
+    let refused = run.clone().args(&["--host-memory", "1KiB"]).fails(2, &["needs at least "]).stderr;
+    refused.split("needs at least ").nth(1).unwrap().split(".\n").next().unwrap().to_owned()
+}
+
 #[test]
 fn metrics_say_what_crosses_to_a_device() {
     let bench = Bench::tiny();
-    let cases: [(&str, &[&str]); 4] = [
+    let spilled = ["--offload", "disk", "--disk-cache", "none", "--grad-accum", "24"];
+    let run = bench.finetune("spilled").args(&["--steps", "3", "--device", "cpu", "--discrete"]);
+    let memory = least_memory(&run.args(&spilled));
+    let spilled = [&spilled[..], &["--host-memory", &memory]].concat();
+    let cases: [(&str, &[&str]); 5] = [
         ("host", &["--offload", "host", "--optimizer-ratio", "1"]),
         ("half", &["--offload", "host", "--optimizer-ratio", "0.5"]),
         ("device", &["--offload", "none"]),
         ("rounds", &["--offload", "host", "--grad-accum", "3"]),
+        ("spilled", &spilled),
     ];
     for (output, args) in cases {
         let run = bench.finetune(output).args(&["--steps", "3", "--device", "cpu", "--discrete"]);
         let json = bench.path("plan.json");
         run.args(args).path("--save-plan", &json).ok();
         let plan: Value = serde_json::from_str(&fs::read_to_string(&json).unwrap()).unwrap();
+        assert_eq!(plan["windows"]["activations_on_disk"], output == "spilled");
         for line in &bench.metrics(output)[1..] {
             for name in ["upload_bytes", "download_bytes"] {
                 let (found, planned) = (line[name].as_u64().unwrap(), plan["step"][name].as_u64().unwrap());

@@ -481,6 +481,18 @@ fn the_parts_of_a_schedule_are_its_sums() {
             ..outlook.work.clone()
         };
         assert_eq!(sums, outlook.work, "{}", outlook.summary);
+        // A group's weights are as many bytes wherever they come from.
+        for group in 0..schedule.groups.len() {
+            let uses =
+                schedule.passes.iter().flat_map(|pass| &pass.weights).filter(|used| used.group == group);
+            let bytes: Vec<u64> =
+                uses.map(|used| used.read_bytes + used.handed_bytes).filter(|&bytes| bytes > 0).collect();
+            assert!(
+                bytes.windows(2).all(|pair| pair[0] == pair[1]),
+                "{group}: {bytes:?}, {}",
+                outlook.summary
+            );
+        }
     }
 }
 

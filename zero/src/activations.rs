@@ -39,10 +39,12 @@ struct Spill {
     scratch: Scratch,
     pool: Pool,
     ahead: Option<((usize, usize), PendingRead)>,
+    /// Of the signal that was written last, by boundary.
+    bytes: Vec<usize>,
 }
 
 impl Spill {
-    /// Starts to read a checkpoint that backward comes to next.
+    /// Starts to read a checkpoint that backward comes to next into a lease of its length.
     fn read(&self, (boundary, m): (usize, usize), micro_batches: usize, lease: Lease) -> Result<PendingRead> {
         Ok(self.scratch.read_as(Urgency::Soon, chunk(boundary, m, micro_batches), lease)?)
     }
@@ -83,6 +85,7 @@ impl Activations {
                     .pinned_for(device)
                     .registered_with(engine),
                 ahead: None,
+                bytes: vec![0; boundaries],
             }),
         };
         let pool = Pool::new("activations", slots, signal_bytes)?.pinned_for(device);
@@ -96,10 +99,11 @@ impl Activations {
 
     /// Keeps the signal at `boundary` as the next block's input and as a checkpoint for backward.
     pub(crate) fn keep(&mut self, boundary: usize, m: usize, mut signal: Signal) -> Result {
-        if let Some(spill) = &self.spill
+        if let Some(spill) = &mut self.spill
             && Self::can_spill(boundary, self.boundaries)
         {
             let lease = signal.into_host()?;
+            spill.bytes[boundary] = lease.len();
             let began = Instant::now();
             let mut copy = spill.pool.acquire(lease.len());
             self.waited += began.elapsed();
@@ -126,7 +130,7 @@ impl Activations {
     /// Takes a checkpoint in backward, reading it back if it was spilled, and starts reading the one that follows.
     pub(crate) fn recall(&mut self, boundary: usize, m: usize, bytes: usize) -> Result<Signal> {
         if let Some(signal) = self.kept.remove(&(boundary, m)) {
-            self.read_ahead(boundary, m, bytes)?;
+            self.read_ahead(boundary, m)?;
             return Ok(signal);
         }
         let began = Instant::now();
@@ -137,12 +141,12 @@ impl Activations {
         };
         let signal = read.wait()?;
         self.waited += began.elapsed();
-        self.read_ahead(boundary, m, bytes)?;
+        self.read_ahead(boundary, m)?;
         Ok(Signal::Host(signal))
     }
 
     /// Backward visits boundaries downwards and micro-batches upwards within each.
-    fn read_ahead(&mut self, boundary: usize, m: usize, bytes: usize) -> Result {
+    fn read_ahead(&mut self, boundary: usize, m: usize) -> Result {
         let following = if m + 1 < self.micro_batches {
             Some((boundary, m + 1))
         } else {
@@ -151,7 +155,7 @@ impl Activations {
         let Some(at) = following.filter(|at| !self.kept.contains_key(at)) else { return Ok(()) };
         if let Some(spill) = &mut self.spill
             && spill.ahead.is_none()
-            && let Some(lease) = spill.pool.try_acquire(bytes)
+            && let Some(lease) = spill.pool.try_acquire(spill.bytes[at.0])
         {
             spill.ahead = Some((at, spill.read(at, self.micro_batches, lease)?));
         }
@@ -180,4 +184,43 @@ impl Activations {
 
 fn chunk(boundary: usize, m: usize, micro_batches: usize) -> ScratchChunk {
     ScratchChunk(boundary * micro_batches + m)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use terrace_aio::engine::{EngineConfig, open_default};
+    use terrace_device::host::HostDevice;
+
+    /// Each comes back with the bytes that it had, those that are read ahead from another boundary among them.
+    #[test]
+    fn signals_of_different_sizes_are_spilled() {
+        const BYTES: [usize; 4] = [8192, 4096, 12_288, 4096];
+        let folder = tempfile::tempdir().unwrap();
+        let io = open_default(&EngineConfig::default()).unwrap();
+        let striping = Striping::equal(&[folder.path().to_owned()]);
+        let rounds = Rounds::vertical(2);
+        let device = HostDevice::unified();
+        let mut all = Activations::new(BYTES.len(), rounds, 12_288, &device, Some((&io, &striping))).unwrap();
+        let content = |boundary: usize, m: usize| (16 * boundary + m + 1) as u8;
+        for (boundary, bytes) in BYTES.into_iter().enumerate() {
+            for m in 0..2 {
+                let mut lease = all.slot(bytes);
+                lease.fill(content(boundary, m));
+                all.keep(boundary, m, Signal::Host(lease)).unwrap();
+            }
+            // The last ones stay for backward.
+            for m in 0..if boundary + 1 < BYTES.len() { 2 } else { 0 } {
+                let lease = all.take(boundary, m).into_host().unwrap();
+                all.checkpoint(boundary, m, lease);
+            }
+        }
+        for (boundary, bytes) in BYTES.into_iter().enumerate().rev() {
+            for m in 0..2 {
+                let signal = all.recall(boundary, m, bytes).unwrap().into_host().unwrap();
+                assert_eq!(signal.len(), bytes);
+                assert!(signal.iter().all(|&byte| byte == content(boundary, m)), "{boundary}, {m}");
+            }
+        }
+    }
 }

@@ -138,14 +138,14 @@ impl Parking {
 impl State {
     /// Counts `times` more of the operations since `before`.
     fn repeat(&mut self, counter: &dry::Counter, before: u64, times: usize) -> Result {
-        let each = operations(counter) + self.repeated - before;
+        let each = self.operations(counter)? - before;
         let repeated = each.checked_mul(times as u64).and_then(|more| more.checked_add(self.repeated));
         self.repeated = repeated.ok_or_else(too_many_operations)?;
         Ok(())
     }
 
     fn operations(&self, counter: &dry::Counter) -> Result<u64> {
-        operations(counter).checked_add(self.repeated).ok_or_else(too_many_operations)
+        operations(counter)?.checked_add(self.repeated).ok_or_else(too_many_operations)
     }
 }
 
@@ -318,13 +318,13 @@ impl DryRun<'_> {
     /// What every block does, each on its own.
     pub(crate) fn blocks(&self) -> Result<Vec<BlockCost>> {
         let arena = Arena::virtual_memory();
-        let (kernels, counter) = dry::kernel_set();
         let inputs = self.sample.inputs.iter().map(|t| Tensor::new(&arena, t.dtype, &t.dims));
         let inputs = inputs.collect::<std::result::Result<Vec<_>, _>>()?;
         let mut loss = Tensor::new(&arena, DType::F64, &[1])?;
         let mut blocks = Vec::new();
         for block in 0..=self.network.last() {
-            let (used, before) = (arena.used(), operations(&counter));
+            let (kernels, counter) = dry::kernel_set();
+            let used = arena.used();
             let mut cx = self.context(&kernels, &arena, Mode::Train, &inputs, &mut loss);
             cx.kept = Kept::Wanted;
             if block < self.network.last() {
@@ -338,18 +338,18 @@ impl DryRun<'_> {
                 kept_bytes =
                     Some(arena.used() - used).filter(|_| kept_tensors.iter().any(|&bytes| bytes > 0));
             }
-            let after_forward = operations(&counter);
+            let forward = operations(&counter)?;
             let mut backward = |kept| -> Result<u64> {
-                let before = operations(&counter);
+                let before = operations(&counter)?;
                 let mut cx = self.context(&kernels, &arena, Mode::Train, &inputs, &mut loss);
                 cx.kept = kept;
                 self.block_backward(block, &mut cx)?;
-                Ok(operations(&counter) - before)
+                Ok(operations(&counter)? - before)
             };
             let backward_of_kept = if let Kept::Left(_) = kept { Some(backward(kept)?) } else { None };
             let recomputing = backward(Kept::Nothing)?;
             blocks.push(BlockCost {
-                forward: after_forward - before,
+                forward,
                 backward: recomputing,
                 backward_of_kept: backward_of_kept.unwrap_or(recomputing),
                 kept_bytes,
@@ -604,14 +604,17 @@ fn telling_chunks(elements: usize, chunk: usize) -> impl Iterator<Item = usize> 
     repeat_n(chunk, full - turns * DOWNLOAD_WINDOW).chain((rest > 0).then_some(rest))
 }
 
-fn operations(counter: &dry::Counter) -> u64 {
+/// What was counted so far; a counter stays at the largest number of a kind.
+fn operations(counter: &dry::Counter) -> Result<u64> {
     let totals = counter.totals();
-    totals.matmul_flops + totals.attention_flops + totals.other_flops
+    let sum = totals.matmul_flops.checked_add(totals.attention_flops);
+    let sum = sum.and_then(|sum| sum.checked_add(totals.other_flops)).filter(|&sum| sum < u64::MAX);
+    sum.ok_or_else(too_many_operations)
 }
 
 fn too_many_operations() -> EngineError {
     EngineError::Config(
-        "a step of so many micro-batches has more operations than can be counted (2⁶⁴): lower --grad-accum"
+        "a step has more operations than can be counted (2⁶⁴): lower --grad-accum, --batch-size or --seq-len"
             .into(),
     )
 }

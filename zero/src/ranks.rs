@@ -18,6 +18,7 @@
 //! An engine is one rank: [`Engine::outlook`](crate::Engine::outlook) alone plans more, for which [`PlanningRuns::of`](
 //! crate::PlanningRuns::of) takes their number.
 
+use crate::schedule::WeightUse;
 use crate::work::StepWork;
 use crate::{EngineError, Result};
 use std::num::NonZeroUsize;
@@ -141,7 +142,9 @@ impl Ranks {
             &mut node.memory_bytes,
         ]);
         for pass in &mut node.schedule.passes {
-            pass.weights.iter_mut().for_each(|weights| scale(&mut [&mut weights.read_bytes]));
+            let of_disk =
+                |weights: &mut WeightUse| scale(&mut [&mut weights.read_bytes, &mut weights.handed_bytes]);
+            pass.weights.iter_mut().for_each(of_disk);
             scale(&mut [
                 &mut pass.spill_read_bytes,
                 &mut pass.spill_write_bytes,

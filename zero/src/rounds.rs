@@ -33,6 +33,12 @@ impl Rounds {
         }
     }
 
+    /// One round of all.
+    #[cfg(test)]
+    pub(crate) fn vertical(micro_batches: usize) -> Self {
+        Self { micro_batches, together: micro_batches, first_waits: false }
+    }
+
     /// Refuses a network whose gradients only vertical accumulation sums in the right order.
     pub(crate) fn check(&self, network: &Network) -> Result {
         let users =

@@ -107,6 +107,11 @@ impl Drop for Saving {
     }
 }
 
+fn no_room_for_a_save(error: TierError) -> TierError {
+    let smaller = "choose an --output on another disk, or a smaller --state";
+    error.too_small_for("a save of the training state", smaller)
+}
+
 impl Engine {
     /// Makes the current step durable. State on disk is [flushed](Self::flush) and, if it waits for a save, committed; resident
     /// state is written to the configured directories, out of place, so that the previous save survives a crash during this one;
@@ -154,11 +159,7 @@ impl Engine {
             return Ok(());
         }
         let room = DiskStore::require_room(&self.plan.spec, &self.config.striping()?);
-        room.map_err(|error| {
-            let smaller = "choose an --output on another disk, or a smaller --state";
-            error.too_small_for("a save of the training state", smaller)
-        })?;
-        Ok(())
+        Ok(room.map_err(no_room_for_a_save)?)
     }
 
     /// Whether resident state is saved as it is.
@@ -260,7 +261,8 @@ impl Engine {
             }
         }
         let striping = self.config.striping()?;
-        Ok(DiskStore::create(&self.backend.io, &striping, self.plan.spec.clone())?)
+        let store = DiskStore::create(&self.backend.io, &striping, self.plan.spec.clone());
+        Ok(store.map_err(no_room_for_a_save)?)
     }
 
     fn start_saver(&self, store: &Arc<DiskStore>, after: Option<AfterCommit>) -> Result<Option<Saving>> {

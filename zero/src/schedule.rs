@@ -252,16 +252,21 @@ impl Passes<'_> {
         let (windows, together) = (&self.count.plan.windows, round.len() as u64);
         let mut pass = self.pass(block, false, together);
         let output = together * self.signal(block);
-        if windows.activations_on_disk && Activations::can_spill(block, self.count.network.last()) {
+        let is_spilled =
+            |at| windows.activations_on_disk && Activations::can_spill(at, self.count.network.last());
+        if is_spilled(block) {
             pass.spill_write_bytes = output;
         }
         pass.spill_write_bytes += together * self.count.kept_on_disk(block);
         if !self.count.unified {
             pass.late_download_bytes = together * self.count.kept_across(block);
-            if windows.signals_stay {
+            // What goes on to the disk is waited for, and comes from the host's memory to the next block.
+            let comes = |below: &usize| !windows.signals_stay || is_spilled(*below);
+            let below = block.checked_sub(1).filter(comes);
+            pass.upload_bytes = below.map_or(0, |below| together * self.signal(below));
+            if windows.signals_stay && !is_spilled(block) {
                 pass.late_download_bytes += output;
             } else {
-                pass.upload_bytes = block.checked_sub(1).map_or(0, |below| together * self.signal(below));
                 pass.download_bytes = output;
             }
         }

@@ -102,10 +102,8 @@ impl Engine {
     /// lost when the process is killed between the two; this cannot. State that is not on disk keeps no notes.
     ///
     /// # Errors
-    /// As [`train_step`](Self::train_step).
-    ///
-    /// # Panics
-    /// If the note is longer than 16 000 bytes.
+    /// As [`train_step`](Self::train_step), and where the note is longer than 16 000 bytes: what is committed after an update, that of
+    /// the next step or of [`flush`](Self::flush).
     pub fn train_step_noting(
         &mut self,
         batches: &[MicroBatch],

@@ -329,9 +329,10 @@ impl Count<'_> {
         let sent: Vec<usize> = come.iter().copied().filter(|&group| !self.is_on_device(group)).collect();
         let weights = self.weights(&sent);
         let stay = self.plan.windows.signals_stay;
-        // Forward: outputs come down; inputs go up, unless they stayed. Backward: checkpoints go up, the last of which may
-        // have stayed; gradients of signals cross both ways unless they stay.
-        let (up, down) = if stay { (all - last, all) } else { (3 * all - last, 2 * all) };
+        // Forward: outputs come down; inputs go up, unless they stayed, as those do not of which a copy went to disk. Backward:
+        // checkpoints go up, the last of which may have stayed; gradients of signals cross both ways unless they stay.
+        let spilled = if self.plan.windows.activations_on_disk { all - last } else { 0 };
+        let (up, down) = if stay { (all - last + spilled, all) } else { (3 * all - last, 2 * all) };
         // What waits for the last round crosses both ways.
         let waits = if stay && self.rounds.waits(0) { self.signals(0..1) } else { 0 };
         let sums = self.sum_bytes();

@@ -146,8 +146,8 @@ impl DiskStore {
         require_space(&dirs, &more)
     }
 
-    /// Makes a store. Nothing is live until the first [`commit`](Self::commit); a creation that never got there leaves files
-    /// that the next creation replaces.
+    /// Makes a store. Nothing is live until the first [`commit`](Self::commit): a store that is dropped before removes its files, and those
+    /// that a process left which was killed before are replaced by the next creation.
     ///
     /// # Errors
     /// The layout is none, or a directory holds state of this or another run, is in use, too small, or cannot be written.
@@ -232,8 +232,9 @@ impl DiskStore {
     /// Has what is written become durable along the way, so that commits have less of it to do at once: for a store with a commit
     /// in every step. It changes what a commit costs and nothing else.
     #[must_use]
-    pub fn sync_ahead(self, sync_ahead: SyncAhead) -> Self {
-        Self { sync_ahead, ..self }
+    pub fn sync_ahead(mut self, sync_ahead: SyncAhead) -> Self {
+        self.sync_ahead = sync_ahead;
+        self
     }
 
     /// A step took so long, and waited for reads in it: what [`SyncAhead::Auto`] goes by.
@@ -528,6 +529,22 @@ impl DiskStore {
 
     fn lock(&self) -> MutexGuard<'_, Versions> {
         self.versions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// State that never was is of no use to anybody, and may fill the disk.
+impl Drop for DiskStore {
+    fn drop(&mut self) {
+        let never_was = {
+            let versions = self.lock();
+            versions.sequence == 0 && !versions.is_uncertain
+        };
+        if never_was && !std::thread::panicking() {
+            self.abandon();
+            // What cannot be removed, or was already, is left to the next creation.
+            let _ = self.manifest.remove();
+            let _ = self.extents.volume.remove();
+        }
     }
 }
 
