@@ -4,7 +4,8 @@
 //! H query heads, G key/value heads (H is a multiple of G), K head size, F feed-forward size, V vocabulary,
 //! M, N, L rows, columns and inner size of a product.
 //!
-//! Every operation is deterministic and gives the same bits for any number of threads: work is divided over
+//! Every operation is deterministic and gives the same bits for any number of threads (where something is not finite, those of attention
+//! may differ): work is divided over
 //! outputs, and sums over rows are taken in a fixed block order. bf16 and f16 operands are widened to f32,
 //! sums are accumulated in f32 (f64 where said), and results are rounded to nearest even once at the end.
 //! Operands of one call may have different dtypes unless a method says otherwise.

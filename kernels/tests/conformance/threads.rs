@@ -9,7 +9,7 @@ use terrace_kernels::{
 };
 
 fn same_for_every_thread_count(what: &str, run: impl Fn(&KernelSet) -> Vec<Host>) {
-    same_on(Isa::available(), what, &run);
+    same_on(isas_and_pairs(), what, &run);
     // cuBLASLt, the last variant, may add in an order of its own.
     let mut cuda = crate::cuda::backends().unwrap_or_default();
     cuda.truncate(2);

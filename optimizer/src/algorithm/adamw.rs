@@ -23,7 +23,7 @@ use super::adam::Scalars;
 use super::{Elementwise, Loops};
 use crate::error::Result;
 use crate::isa::Isa;
-use crate::layout::StateLayout;
+use crate::layout::{Moments, StateLayout};
 use crate::ranges::{check_beta, check_non_negative};
 use crate::update::{Optimizer, StepArgs};
 
@@ -67,12 +67,19 @@ impl Default for AdamW {
 }
 
 /// AdamW over state stored as `layout`, on the widest instruction set of this processor.
+///
+/// # Panics
+/// If the layout lacks a moment.
 pub fn adamw(config: AdamW, layout: StateLayout) -> Box<dyn Optimizer> {
     adamw_on(Isa::best(), config, layout)
 }
 
 /// AdamW over state stored as `layout`, on an instruction set of choice: the bits are the same on all.
+///
+/// # Panics
+/// If the layout lacks a moment.
 pub fn adamw_on(isa: Isa, config: AdamW, layout: StateLayout) -> Box<dyn Optimizer> {
+    assert_eq!(layout.moments(), Moments::Both, "AdamW keeps both moments");
     Box::new(Loops { isa, algorithm: config, layout })
 }
 
