@@ -139,8 +139,19 @@ fn a_model_that_saves_would_replace_is_refused() {
         .clone()
         .args(&["--save-every", "4"])
         .fails(2, &["--model ", "out/checkpoint-2", "--output", "give another --output"]);
-    // Nothing replaces it where nothing is saved: what is in the way is the state of the run before.
-    again.fails(1, &["already holds training state"]);
+    // A run that begins gives it another name, whether it saves or not.
+    let refused =
+        |run: &Cmd| run.clone().fails(2, &["--model ", "this run may rename", "give another --output"]);
+    refused(&again);
+    fs::remove_dir_all(bench.path("out/.terrace")).unwrap();
+    refused(&again);
+    assert!(bench.path("out/checkpoint-2/tokenizer.json").exists());
+    // So it would do with those of somebody else.
+    let folders = bench.path("trainer/checkpoint-500");
+    fs::create_dir_all(&folders).unwrap();
+    fs::copy(bench.path("model/model.safetensors"), folders.join("model.safetensors")).unwrap();
+    let theirs = bench.finetune("trainer").args(&["--steps", "1"]);
+    theirs.fails(2, &["--output ", "checkpoint-500, which no run of finetune wrote there", "may rename"]);
     // One that is nobody's output is not replaced either.
     Shape { seed: 3, ..Shape::TINY }.write(&bench.path("precious"));
     let before = bench.weights("precious");

@@ -60,22 +60,24 @@ fn has_no_weights(folder: &Path) -> bool {
         && weights.all(|name| name.starts_with("adapter_model."))
 }
 
-/// As [`output`], of a run, which writes folders of its own there before the trained model, if it `saves`. Makes the folder, and
-/// gives what keeps other runs out of it as long as it lives. Where there are no locks, nobody is kept out.
+/// As [`output`], of a run, which writes folders of its own there before the trained model, if it saves, and else gives those of an
+/// earlier run other names, if it `begins`. Makes the folder, and gives what keeps other runs out of it as long as it lives. Where there
+/// are no locks, nobody is kept out.
 ///
 /// # Errors
 /// The output holds models of somebody else, another run writes there, or `model` is where saves go to; or as [`output`].
-pub fn run_output(output: &Path, model: &Path, saves: bool) -> Result<File, CliError> {
+pub fn run_output(output: &Path, model: &Path, saves: bool, begins: bool) -> Result<File, CliError> {
+    let changes_saves = saves || begins;
     let inside = match (output.canonicalize(), model.canonicalize()) {
         (Ok(output), Ok(model)) => model.strip_prefix(output).map(Path::to_owned).ok(),
         _ => None,
     };
     let save = inside.as_ref().and_then(|inside| retention::step_of(inside.iter().next()?.to_str()?));
     let shown = output.display();
-    if save.is_some() && saves {
+    if save.is_some() && changes_saves {
         return Err(CliError::Usage(format!(
-            "--model {} is in a folder of --output {shown} that saves of this run may replace or remove; give another --output, or a copy \
-             of the model, which --resume takes as well",
+            "--model {} is in a folder of --output {shown} that this run may rename, or its saves replace or remove; give another --output, \
+             or a copy of the model, which --resume takes as well",
             model.display()
         )));
     }
@@ -88,11 +90,12 @@ pub fn run_output(output: &Path, model: &Path, saves: bool) -> Result<File, CliE
         )));
     }
     // A folder that is not there holds none.
-    let theirs = if is_new && saves { retention::saves(output).unwrap_or_default() } else { Vec::new() };
+    let theirs =
+        if is_new && changes_saves { retention::saves(output).unwrap_or_default() } else { Vec::new() };
     if let Some((_, save)) = theirs.first() {
         return Err(CliError::Usage(format!(
-            "--output {shown} holds {}, which no run of finetune wrote there: saves of this run may replace or remove such folders; give \
-             another folder",
+            "--output {shown} holds {}, which no run of finetune wrote there: this run may rename such folders, or its saves replace or \
+             remove them; give another folder",
             save.display()
         )));
     }

@@ -1,6 +1,6 @@
 //! What a run is refused for before its data is read, which may take long, or before anything of it is written.
 
-use super::args::FinetuneArgs;
+use super::args::{FinetuneArgs, Offload};
 use super::finetune::{advise, all_params, engine_config, size, state_dirs};
 use super::pinned::{Pinned, Totals, Windows};
 use super::session::{Session, check_activations};
@@ -139,7 +139,15 @@ fn saved_state(session: &Session, run: &TrainConfig) -> Result<(), CliError> {
     match Engine::stored(&session.backend.io, &disks) {
         Err(EngineError::Tier(TierError::NoState { .. })) if !run.resume => Ok(()),
         Err(EngineError::Tier(error @ TierError::NoState { .. })) => {
-            let what_to_do = "leave out --resume to begin a run, or give the --output and each --disk of the one to continue";
+            let what_to_do = match run.offload {
+                Offload::Disk => {
+                    "leave out --resume to begin a run, or give the --output and each --disk of the one to continue"
+                }
+                Offload::None | Offload::Host => {
+                    "leave out --resume to begin a run, or give the --output of the one to continue; with --offload disk and each --disk of it \
+                     if its state is elsewhere"
+                }
+            };
             Err(CliError::Failed(stored::no_state(&error, what_to_do)))
         }
         Err(error) => Err(error.into()),
