@@ -345,6 +345,32 @@ fn a_sweep_reports_its_points() {
     check_page(&fs::read_to_string(html).unwrap());
 }
 
+#[test]
+fn every_engine_and_number_of_rings_is_tried_without_registration() {
+    let dir = TempDir::new().unwrap();
+    let sweep = |grid: &[&str]| {
+        let common =
+            ["sweep", "--read", "--json", "--block-sizes", "64K", "--queue-depths", "1", "--rings", "1,2"];
+        let document = json(&short(dir.path(), &[&common[..], grid].concat()));
+        let points = document["points"].as_array().unwrap().clone();
+        let of = |point: &Value| {
+            let engine = point["engine"].as_str().unwrap().to_owned();
+            (engine, point["rings"].as_u64().unwrap(), point["registered"] == true)
+        };
+        points.iter().map(of).collect::<Vec<_>>()
+    };
+    let tried = sweep(&["--registered", "no", "--engines", "auto,threads"]);
+    assert_eq!(tried.iter().map(|point| point.1).collect::<Vec<_>>(), [1, 2, 1], "{tried:?}");
+    assert_eq!(tried[2].0, "threads");
+    let tried = sweep(&["--registered", "both", "--engines", "threads,auto"]);
+    for rings in [1, 2] {
+        let is = |registered| tried.contains(&("uring".to_owned(), rings, registered));
+        assert!(!is(true) || is(false), "{rings} of {tried:?}");
+    }
+    let tried = sweep(&["--registered", "both", "--engines", "threads"]);
+    assert_eq!(tried.len(), 1, "threads register nothing: {tried:?}");
+}
+
 fn tune(dir: &Path, output: &Path) -> Output {
     let arguments =
         ["tune", "--file-size", "4MiB", "--reserve", "0", "--seconds", "0.03", "--registered", "yes"];

@@ -141,10 +141,10 @@ impl Grid {
         let (block, depth) = (best.settings.block_bytes, best.settings.queue_depth);
         // A variant that needs a shallower queue starts one step lower; what lies below is dominated.
         let from = self.depths.iter().position(|d| *d >= depth).unwrap_or(0).saturating_sub(1);
-        // Where nothing can be registered, asking for it or not is the same.
-        let registers = points.all.iter().any(|point| point.is_registered);
-        for variant in self.variants[1..].iter().filter(|variant| variant.register || registers) {
-            self.climb(variant, block, &self.depths[from..], (direction, &mut *files), points, meter)?;
+        for variant in &self.variants[1..] {
+            if !points.twin_was_unregistered(variant) {
+                self.climb(variant, block, &self.depths[from..], (direction, &mut *files), points, meter)?;
+            }
         }
         let tried = points.all.iter().filter(|point| point.workload.direction == direction).count();
         points.skipped += self.variants.len() * self.blocks.len() * self.depths.len() - tried;
@@ -205,6 +205,15 @@ impl Points {
         let best = of_direction().map(Measured::gigabytes_per_second).fold(0.0, f64::max);
         let equal = of_direction().filter(|point| point.gigabytes_per_second() >= EQUAL * best);
         equal.min_by(|a, b| a.cpu_seconds_per_gigabyte().total_cmp(&b.cpu_seconds_per_gigabyte()))
+    }
+
+    /// Whether a variant without registration is what the same with it was: where nothing can be registered, asking for it or not is the same.
+    fn twin_was_unregistered(&self, variant: &Settings) -> bool {
+        let is_twin = |settings: &Settings| {
+            settings.register && settings.engine == variant.engine && settings.rings == variant.rings
+        };
+        let mut twins = self.all.iter().filter(|point| is_twin(&point.settings)).peekable();
+        !variant.register && twins.peek().is_some() && twins.all(|point| !point.is_registered)
     }
 
     /// The directions in the order they were measured.
