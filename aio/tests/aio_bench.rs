@@ -254,6 +254,14 @@ fn it_refuses_to_fill_the_disk_or_the_memory() {
     let blocks = ["--file-size", "4000TiB", "--block-size", "1GiB", "--queue-depth", "1024"];
     let message = refusal(&bench(&[&["--dir", path][..], &blocks].concat()), 1);
     assert!(message.contains("1.0 TiB of memory") && message.contains("--queue-depth"), "{message}");
+    let message = refusal(&bench(&[&["compare", "--dir", path][..], &blocks].concat()), 1);
+    assert!(message.contains("1.0 TiB of memory") && message.contains("--queue-depth"), "{message}");
+    let grid = ["--file-size", "4000TiB", "--block-sizes", "1GiB,4KiB", "--queue-depths", "1,1024"];
+    let output = dir.path().join("tuned.json");
+    for command in [&["sweep"][..], &["tune", "--output", output.to_str().unwrap()]] {
+        let message = refusal(&bench(&[command, &["--dir", path], &grid].concat()), 1);
+        assert!(message.contains("1.0 TiB of memory") && message.contains("--queue-depths"), "{message}");
+    }
     let reserve = bench(&["--dir", path, "--file-size", "4MiB", "--reserve", "4000TiB"]);
     assert!(refusal(&reserve, 1).contains("4000.0 TiB of it reserved"));
     assert!(names(dir.path()).is_empty());

@@ -6,6 +6,7 @@ use crate::fio::{self, Figures, Job};
 use crate::html;
 use crate::interrupt::Interrupt;
 use crate::measure::{self, Measured, Session, Settings, Workload};
+use crate::memory;
 use crate::options::Compare;
 use crate::progress::Meter;
 use crate::report::{self, Findings};
@@ -62,6 +63,8 @@ pub fn run(options: &Compare, interrupt: Interrupt) -> Result<u8, Failure> {
         return Err(Failure::usage("compare measures io_uring on both sides: use --engine auto or uring"));
     }
     let settings = Settings { engine: EngineChoice::Uring, ..settings };
+    let mut plan = options.place.files(settings.block_bytes, options.shape.blocks_min(), 2)?;
+    memory::check_settings(&settings, &plan)?;
     let fio = match fio::find() {
         Ok(fio) => fio,
         Err(failure) => {
@@ -71,7 +74,6 @@ pub fn run(options: &Compare, interrupt: Interrupt) -> Result<u8, Failure> {
             return Err(failure);
         }
     };
-    let mut plan = options.place.files(settings.block_bytes, options.shape.blocks_min(), 2)?;
     let ours = plan.open()?;
     (plan.keep, plan.reuse, plan.copies) = (false, false, 1);
     let theirs = plan.open()?;

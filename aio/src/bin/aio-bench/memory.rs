@@ -1,6 +1,7 @@
 //! Whether the blocks in flight fit in memory: they are all in use at once, and a machine that swaps measures nothing.
 
 use crate::failure::Failure;
+use crate::files::FilePlan;
 use crate::measure::Settings;
 use crate::units;
 use terrace_aio::memory::HostMemory;
@@ -19,12 +20,17 @@ pub fn is_too_much(bytes: u64, available: Option<u64>) -> bool {
     available.is_some_and(|available| bytes > available / AVAILABLE_ONE_IN)
 }
 
-/// Refuses blocks that are too much for the memory that is available.
-pub fn check(bytes: u64) -> Result<(), Failure> {
+/// Refuses settings with which the blocks in flight are too much for the memory that is available.
+pub fn check_settings(settings: &Settings, plan: &FilePlan) -> Result<(), Failure> {
+    let bytes = in_flight_bytes(settings, plan.data_bytes, plan.dirs.len());
+    check(bytes, "--queue-depth or --block-size")
+}
+
+/// Refuses blocks that are too much for the memory that is available. `flags` say how many and how large they are.
+pub fn check(bytes: u64, flags: &str) -> Result<(), Failure> {
     match HostMemory::now().available {
         Some(free) if is_too_much(bytes, Some(free)) => Err(Failure::failed(format!(
-            "the blocks in flight take {} of memory, more than half of the {} that are available: lower --queue-depth or \
-             --block-size",
+            "the blocks in flight take {} of memory, more than half of the {} that are available: lower {flags}",
             units::about(bytes),
             units::about(free)
         ))),

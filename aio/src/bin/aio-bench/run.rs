@@ -22,7 +22,7 @@ pub fn run(options: &Run, interrupt: Interrupt) -> Result<u8, Failure> {
     report::check_output(&options.output)?;
     let (settings, notes) = settings(options)?;
     let plan = options.place.files(settings.block_bytes, options.shape.blocks_min(), 1)?;
-    memory::check(memory::in_flight_bytes(&settings, plan.data_bytes, plan.dirs.len()))?;
+    memory::check_settings(&settings, &plan)?;
     let mut files = plan.open()?;
     let mut report =
         Report { file_bytes: plan.data_bytes, notes, validated: options.validate, ..Report::default() };

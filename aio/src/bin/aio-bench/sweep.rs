@@ -4,10 +4,11 @@
 //! in a row gained less than 3 %; then, on the best block size only, the other rings, engines and unregistered memory.
 
 use crate::failure::Failure;
-use crate::files::DataFile;
+use crate::files::{DataFile, FilePlan};
 use crate::html;
 use crate::interrupt::Interrupt;
 use crate::measure::{self, Measured, Session, Settings, Workload};
+use crate::memory;
 use crate::options::{self, GridArgs, Register, Sweep};
 use crate::progress::Meter;
 use crate::report::{self, Findings};
@@ -111,19 +112,29 @@ impl Grid {
         self.blocks.iter().copied().max().unwrap_or(1 << 20)
     }
 
-    /// Refuses a grid of which no point fits files of so many bytes: there would be nothing to measure.
-    pub fn check_fits(&self, data_bytes: u64) -> Result<(), Failure> {
+    /// Refuses a grid of which no point fits these files, for there would be nothing to measure, or some point does not fit in memory.
+    pub fn check_fits(&self, plan: &FilePlan) -> Result<(), Failure> {
         let block = self.blocks.iter().copied().min().unwrap_or(1);
         let depth = self.depths.first().copied().unwrap_or(1);
-        let blocks = data_bytes / block;
+        let blocks = plan.data_bytes / block;
         if blocks >= depth as u64 {
-            return Ok(());
+            let bytes = self.in_flight_bytes(plan.data_bytes) * plan.dirs.len() as u64;
+            return memory::check(bytes, "--queue-depths or --block-sizes");
         }
         Err(Failure::usage(format!(
             "a file has {blocks} blocks of {}, fewer than the lowest depth, {depth}: raise --file-size, or lower --queue-depths or \
              --block-sizes",
             units::size(block)
         )))
+    }
+
+    /// Bytes of the blocks in flight in a file of `data_bytes` at most: a depth beyond the file's blocks is not tried.
+    fn in_flight_bytes(&self, data_bytes: u64) -> u64 {
+        let deepest = |block: &u64| {
+            let fitting = self.depths.iter().filter(|depth| **depth as u64 <= data_bytes / block);
+            fitting.max().map_or(0, |depth| *depth as u64 * block)
+        };
+        self.blocks.iter().map(deepest).max().unwrap_or(0)
     }
 
     /// Measures one direction.
@@ -284,7 +295,7 @@ pub fn run(options: &Sweep, interrupt: Interrupt) -> Result<u8, Failure> {
     let place = &options.place;
     let grid = Grid::new(&options.grid, options.shape.random, place.seed, place.dirs.len())?;
     let plan = place.files(grid.block_max(), options.shape.blocks_min(), 1)?;
-    grid.check_fits(plan.data_bytes)?;
+    grid.check_fits(&plan)?;
     let mut files = plan.open()?;
     let mut meter = Meter::new(interrupt);
     let mut points = Points::default();

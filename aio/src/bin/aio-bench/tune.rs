@@ -38,7 +38,7 @@ pub fn run(options: &Tune, interrupt: Interrupt) -> Result<u8, Failure> {
     }
     let grid = Grid::new(&options.grid, false, place.seed, place.dirs.len())?;
     let plan = place.files(grid.block_max(), 2, 1)?;
-    grid.check_fits(plan.data_bytes)?;
+    grid.check_fits(&plan)?;
     let mut files = plan.open()?;
     let mut meter = Meter::new(interrupt);
     let mut points = Points::default();
