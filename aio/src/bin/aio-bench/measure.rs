@@ -139,8 +139,8 @@ impl Session {
         let mut buffers = region.cut(block_bytes);
         fill(&mut buffers);
         let is_direct = self.files.iter().all(|(_, facts)| facts.is_direct);
-        let manner =
-            Manner { validate: workload.validate, count_sync: !is_direct && workload.direction.writes() };
+        let count_sync = counts_sync(is_direct, workload.direction);
+        let manner = Manner { validate: workload.validate, count_sync };
         let timing = if workload.loops.is_some() { Timing::of_passes() } else { timing };
         let load = Load::new(&*self.engine, self.lanes(files, workload), buffers, manner);
         let tally = load.run(timing, meter).map_err(|e| self.rename(e, files))?;
@@ -289,7 +289,21 @@ impl Measured {
 
     /// Bytes of each full window, both directions.
     pub fn windows(&self) -> Vec<u64> {
-        let full = (self.tally.seconds / self.tally.window.as_secs_f64()) as usize;
+        self.windows_of(self.tally.seconds)
+    }
+
+    /// The same without an `fdatasync` that counts: no block completes in it, which is no drop of the rate.
+    fn windows_before_sync(&self) -> Vec<u64> {
+        self.windows_of(self.seconds_before_sync())
+    }
+
+    fn seconds_before_sync(&self) -> f64 {
+        let counted = counts_sync(self.is_direct, self.workload.direction);
+        self.tally.seconds - if counted { self.tally.sync_seconds } else { 0.0 }
+    }
+
+    fn windows_of(&self, seconds: f64) -> Vec<u64> {
+        let full = (seconds / self.tally.window.as_secs_f64()) as usize;
         let mut windows: Vec<u64> = self.tally.series.iter().take(full).map(|[r, w]| r + w).collect();
         // Windows at the end in which nothing completed are windows all the same.
         windows.resize(full.min(1 << 16), 0);
@@ -301,9 +315,9 @@ impl Measured {
         let tally = &self.tally;
         let submitter = per_second(tally.cpu.thread, tally.seconds);
         let threads = self.settings.threads(self.dirs.len());
-        let windows = self.windows();
+        let windows = self.windows_before_sync();
         let evidence = Evidence {
-            ops_per_second: self.iops(),
+            ops_per_second: per_second(tally.ops() as f64, self.seconds_before_sync()),
             mean_latency_ns: self.latency().mean(),
             depth: self.depth,
             submitter_busy: submitter,
@@ -319,11 +333,79 @@ impl Measured {
 
     /// Looks for a drop of the rate.
     pub fn examine_series(&mut self) {
-        self.sustained = sustained::examine(&self.windows(), self.tally.window.as_secs_f64());
+        self.sustained = sustained::examine(&self.windows_before_sync(), self.tally.window.as_secs_f64());
     }
+}
+
+/// Whether the measured time ends with the `fdatasync`: through the page cache a rate without it would flatter.
+fn counts_sync(is_direct: bool, direction: Direction) -> bool {
+    !is_direct && direction.writes()
 }
 
 /// `amount` per `seconds`; 0 when there were none.
 fn per_second(amount: f64, seconds: f64) -> f64 {
     if seconds > 0.0 { amount / seconds } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::interrupt::Interrupt;
+    use std::time::Duration;
+    use terrace_aio::engine::{SimConfig, SimEngine};
+
+    /// A measurement in which nothing was moved.
+    fn measured(is_direct: bool, direction: Direction) -> Measured {
+        let (engine, mut meter) = (SimEngine::new(SimConfig::default()), Meter::new(Interrupt::default()));
+        let manner = Manner { validate: false, count_sync: counts_sync(is_direct, direction) };
+        let load = Load::new(&engine, Vec::new(), Vec::new(), manner);
+        Measured {
+            settings: Settings {
+                engine: EngineChoice::Auto,
+                block_bytes: 1 << 20,
+                queue_depth: 1,
+                rings: 1,
+                threads: None,
+                register: false,
+                sq_poll: false,
+                io_poll: false,
+                direct: is_direct,
+            },
+            workload: Workload { direction, random: false, seed: 0, validate: false, loops: None },
+            engine: "sim".to_owned(),
+            facts: EngineFacts::default(),
+            is_registered: false,
+            is_direct,
+            dirs: Vec::new(),
+            depth: 1,
+            tally: load.run(Timing::of_passes(), &mut meter).unwrap(),
+            gain_at_twice_the_depth: None,
+            sustained: None,
+        }
+    }
+
+    /// A second of even windows, and as long a sync.
+    fn even(is_direct: bool, direction: Direction, seconds: f64) -> Measured {
+        let mut measured = measured(is_direct, direction);
+        let tally = &mut measured.tally;
+        (tally.series, tally.window) = (vec![[0, 1 << 20]; 8], Duration::from_millis(125));
+        (tally.seconds, tally.sync_seconds) = (seconds, 1.0);
+        tally.write.ops = 8;
+        tally.write.latency.record(125_000_000);
+        measured.examine_series();
+        measured
+    }
+
+    #[test]
+    fn a_sync_that_counts_is_no_drop_of_the_rate() {
+        let cached = even(false, Direction::Write, 2.0);
+        assert_eq!(cached.diagnose().limit, "cache");
+        assert_eq!(cached.sustained.as_ref().map(|s| (s.kept, s.drop.clone())), Some((1.0, None)));
+        assert_eq!(cached.windows().len(), 16, "the series is of all that was measured");
+        // Elsewhere the time measured is without it.
+        for (is_direct, direction) in [(true, Direction::Write), (false, Direction::Read)] {
+            assert_eq!(even(is_direct, direction, 1.0).windows_before_sync().len(), 8);
+            assert_eq!(even(is_direct, direction, 2.0).diagnose().limit, "throttled");
+        }
+    }
 }
