@@ -30,6 +30,8 @@ pub struct Evidence<'a> {
     pub engine_busy: f64,
     /// Threads that move the bytes.
     pub engine_threads: usize,
+    /// A thread polls: it is busy whatever there is to do.
+    pub polls: bool,
     /// Processors this process may use.
     pub processors: usize,
     /// Bytes per full window, in order.
@@ -82,7 +84,7 @@ impl Evidence<'_> {
         let per_engine_thread = self.engine_busy / self.engine_threads.max(1) as f64;
         let text = if self.submitter_busy >= BUSY {
             format!("the submitting thread was busy {:.0} % of the time", self.submitter_busy * 100.0)
-        } else if per_engine_thread >= BUSY {
+        } else if per_engine_thread >= BUSY && !self.polls {
             let threads = self.engine_threads;
             let busy = per_engine_thread * 100.0;
             format!("the engine's {threads} thread(s) were busy {busy:.0} % of the time; more rings may help")
@@ -148,6 +150,7 @@ mod tests {
             submitter_busy: 0.1,
             engine_busy: 0.2,
             engine_threads: 1,
+            polls: false,
             processors: 4,
             windows: &EVEN,
             gain_at_twice_the_depth: Some(1.0),
@@ -175,6 +178,8 @@ mod tests {
         assert_eq!(limit(Evidence { submitter_busy: 0.97, ..evidence() }), "cpu");
         assert_eq!(limit(Evidence { engine_busy: 0.97, ..evidence() }), "cpu");
         assert_eq!(limit(Evidence { engine_busy: 0.97, engine_threads: 2, ..evidence() }), "drive");
+        assert_eq!(limit(Evidence { engine_busy: 1.2, polls: true, ..evidence() }), "drive");
+        assert_eq!(limit(Evidence { engine_busy: 3.8, polls: true, ..evidence() }), "cpu");
         assert_eq!(
             limit(Evidence { engine_busy: 1.8, engine_threads: 4, processors: 2, ..evidence() }),
             "cpu"

@@ -323,6 +323,7 @@ impl Measured {
             submitter_busy: submitter,
             engine_busy: per_second(tally.cpu.process, tally.seconds) - submitter,
             engine_threads: if self.engine == "threads" { threads } else { self.settings.rings },
+            polls: self.facts.features.iter().any(|feature| ["sqpoll", "iopoll"].contains(feature)),
             processors: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             windows: &windows,
             gain_at_twice_the_depth: self.gain_at_twice_the_depth,
