@@ -417,10 +417,15 @@ fn tuning_keeps_other_sections_and_refuses_other_files() {
     assert!(tune(dir.path(), &file).status.success());
     let mut document: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     document["device"] = 1.into();
-    fs::write(&file, document.to_string()).unwrap();
+    document["calibration"] =
+        serde_json::json!({ "quick": true, "disks_together": { "read_bytes_per_second": 1e9 } });
+    let before = document.to_string();
+    fs::write(&file, &before).unwrap();
     assert!(tune(dir.path(), &file).status.success());
     let document: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     assert_eq!(document["device"], 1);
+    let kept = serde_json::json!({ "quick": true });
+    assert_eq!(document["calibration"], kept, "the directories are others, and what they do together");
     assert!(document["aio"].is_object() && document["disk"].is_object());
     for content in ["{}", "precious"] {
         fs::write(&file, content).unwrap();

@@ -6,8 +6,8 @@
 //!   "calibration": { "version": 1, "machine": { … }, "memory": { … }, … } }
 //! ```
 //!
-//! Each section has a version of its own, and neither tool touches what it does not write. A reader of disks alone reads files of
-//! both.
+//! Each section has a version of its own, and neither tool touches what it does not write, but that `tune` takes `disks_together` out of the
+//! calibration, which is of the directories that were in `disk` before. A reader of disks alone reads files of both.
 
 use super::Machine;
 use crate::error::advice;

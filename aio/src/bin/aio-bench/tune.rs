@@ -177,11 +177,17 @@ impl Target {
         Ok(Self { path, document, sections })
     }
 
-    /// Replaces our sections, and keeps the others.
+    /// Replaces our sections, and keeps the others but for what they say of all directories at once.
     fn write(&self, sections: &Map<String, Value>) -> Result<(), Failure> {
         let mut document = self.document.clone();
         for (name, section) in sections.iter().filter(|(name, _)| self.sections.contains(&name.as_str())) {
             document.insert(name.clone(), section.clone());
+        }
+        // Of the directories that were in `disk` before.
+        if self.sections.contains(&"disk")
+            && let Some(calibration) = document.get_mut("calibration").and_then(Value::as_object_mut)
+        {
+            calibration.remove("disks_together");
         }
         report::write_file(&self.path, &format!("{:#}\n", Value::Object(document)))
     }
