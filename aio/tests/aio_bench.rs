@@ -421,7 +421,10 @@ fn tuning_keeps_other_sections_and_refuses_other_files() {
         serde_json::json!({ "quick": true, "disks_together": { "read_bytes_per_second": 1e9 } });
     let before = document.to_string();
     fs::write(&file, &before).unwrap();
+    let mut reader = fs::File::open(&file).unwrap();
     assert!(tune(dir.path(), &file).status.success());
+    assert_eq!(std::io::read_to_string(&mut reader).unwrap(), before, "no reader sees a half");
+    assert_eq!(names(dir.path()), ["both.json"]);
     let document: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     assert_eq!(document["device"], 1);
     let kept = serde_json::json!({ "quick": true });

@@ -189,6 +189,6 @@ impl Target {
         {
             calibration.remove("disks_together");
         }
-        report::write_file(&self.path, &format!("{:#}\n", Value::Object(document)))
+        report::replace_file(&self.path, &format!("{:#}\n", Value::Object(document)))
     }
 }
