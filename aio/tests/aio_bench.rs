@@ -437,6 +437,17 @@ fn tuning_keeps_other_sections_and_refuses_other_files() {
     }
 }
 
+#[cfg(feature = "tokio_uring")]
+#[test]
+fn an_engine_that_a_profile_cannot_name_is_refused_before_anything_is_measured() {
+    let dir = TempDir::new().unwrap();
+    let output = dir.path().join("tuned.json");
+    let places = ["--dir", dir.path().to_str().unwrap(), "--output", output.to_str().unwrap()];
+    let message = refusal(&bench(&[&["tune", "--engines", "auto,tokio-uring"][..], &places].concat()), 2);
+    assert!(message.contains("tokio-uring") && message.contains("--engines"), "{message}");
+    assert!(names(dir.path()).is_empty());
+}
+
 #[test]
 fn options_of_ds_io_mean_the_same_or_are_explained() {
     let dir = TempDir::new().unwrap();

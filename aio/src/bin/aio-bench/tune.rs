@@ -4,6 +4,8 @@ use crate::failure::Failure;
 use crate::files::DataFile;
 use crate::interrupt::Interrupt;
 use crate::measure::{Measured, Settings};
+#[cfg(feature = "tokio_uring")]
+use crate::options::Engine;
 use crate::options::Tune;
 use crate::progress::Meter;
 use crate::report;
@@ -35,6 +37,12 @@ pub fn run(options: &Tune, interrupt: Interrupt) -> Result<u8, Failure> {
             "--dir {}: its path is not UTF-8, and a profile cannot name it: give another folder on the same disk",
             dir.display()
         )));
+    }
+    #[cfg(feature = "tokio_uring")]
+    if options.grid.engines.contains(&Engine::TokioUring) {
+        return Err(Failure::usage(
+            "a profile cannot name tokio-uring: leave it out of --engines, or sweep with it",
+        ));
     }
     let grid = Grid::new(&options.grid, false, place.seed, place.dirs.len())?;
     let plan = place.files(grid.block_max(), 2, 1)?;
