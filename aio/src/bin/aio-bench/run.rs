@@ -64,7 +64,7 @@ fn measure_all(
         if meter.interrupt.requested() {
             break;
         }
-        let measured = measure_one(options, &session, files, direction, &mut report.notes, meter)?;
+        let measured = measure_one(options, &session, files, direction, report, meter)?;
         report.add_mismatches(&measured.tally);
         if measured.depth < settings.queue_depth * files.len() && report.results.is_empty() {
             report
@@ -93,7 +93,7 @@ fn measure_one(
     session: &Session,
     files: &mut [DataFile],
     direction: Direction,
-    notes: &mut Vec<String>,
+    report: &mut Report,
     meter: &mut Meter,
 ) -> Result<Measured, Failure> {
     let (seconds, mut warm_up) = options.load.times(if options.sustained { 60.0 } else { 5.0 });
@@ -112,7 +112,7 @@ fn measure_one(
     if options.sustained {
         measured.examine_series();
     } else if !options.no_probe && options.loops.is_none() && !meter.interrupt.requested() {
-        measured.gain_at_twice_the_depth = probe(&measured, files, seconds, notes, meter)?;
+        measured.gain_at_twice_the_depth = probe(&measured, files, seconds, report, meter)?;
     }
     Ok(measured)
 }
@@ -122,7 +122,7 @@ fn probe(
     measured: &Measured,
     files: &mut [DataFile],
     seconds: f64,
-    notes: &mut Vec<String>,
+    report: &mut Report,
     meter: &mut Meter,
 ) -> Result<Option<f64>, Failure> {
     let mut settings = measured.settings.clone();
@@ -136,14 +136,15 @@ fn probe(
     if memory::is_too_much(bytes, HostMemory::now().available) {
         let note =
             "twice the depth was not tried: its blocks take more than half of the memory that is available";
-        if !notes.iter().any(|other| other == note) {
-            notes.push(note.to_owned());
+        if !report.notes.iter().any(|other| other == note) {
+            report.notes.push(note.to_owned());
         }
         return Ok(None);
     }
     let length = (seconds / 4.0).clamp(0.05, 1.0);
     let session = Session::open(&settings, files)?;
     let deeper = session.measure(files, measured.workload, Timing::of(length / 4.0, length), meter)?;
+    report.add_mismatches(&deeper.tally);
     Ok((!deeper.tally.interrupted).then(|| deeper.gigabytes_per_second() / rate))
 }
 
@@ -201,5 +202,55 @@ fn exit_code(report: &Report) -> u8 {
         130
     } else {
         0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::files::FilePlan;
+    use std::os::unix::fs::FileExt;
+    use terrace_aio::engine::EngineChoice;
+
+    #[test]
+    fn what_the_probe_reads_is_checked_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let plan = FilePlan {
+            dirs: vec![dir.path().to_owned()],
+            data_bytes: 1 << 20,
+            keep: false,
+            reuse: false,
+            reserve: Some(0),
+            seed: 1,
+            copies: 1,
+        };
+        let (mut files, mut meter) = (plan.open().unwrap(), Meter::new(Interrupt::default()));
+        measure::stamp(&mut files, false, &mut meter).unwrap();
+        let settings = Settings {
+            engine: EngineChoice::Threads,
+            block_bytes: 64 << 10,
+            queue_depth: 2,
+            rings: 1,
+            threads: None,
+            register: false,
+            sq_poll: false,
+            io_poll: false,
+            direct: true,
+        };
+        let session = Session::open(&settings, &files).unwrap();
+        let workload =
+            Workload { direction: Direction::Read, random: false, seed: 0, validate: true, loops: Some(1) };
+        let measured = session.measure(&mut files, workload, Timing::of_passes(), &mut meter).unwrap();
+        assert_eq!(measured.tally.mismatches_count, 0);
+        let file = std::fs::OpenOptions::new().read(true).write(true).open(files[0].open_path()).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, 300_000).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], 300_000).unwrap();
+        file.sync_all().unwrap();
+        let mut report = Report::default();
+        let gain = probe(&measured, &mut files, 0.1, &mut report, &mut meter).unwrap();
+        assert!(gain.is_some());
+        assert_eq!((report.mismatches_count, report.mismatches[0].offset), (1, 300_000));
+        assert_eq!(exit_code(&report), 1);
     }
 }
