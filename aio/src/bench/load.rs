@@ -142,7 +142,10 @@ enum SlotState {
 enum Phase {
     WarmUp,
     Measuring,
+    /// Nothing more is submitted.
     Draining,
+    /// The same, stopped before anything was measured: nothing counts.
+    Abandoned,
 }
 
 impl Timing {
@@ -213,7 +216,7 @@ impl<'a> Load<'a> {
             let is_over = self.error.is_some() || self.is_over(timing, phase, now, watch);
             for slot in batch.drain(..) {
                 self.complete(slot, now, phase);
-                if !is_over && phase != Phase::Draining {
+                if !is_over && matches!(phase, Phase::WarmUp | Phase::Measuring) {
                     self.prepare_next(slot, now);
                 }
             }
@@ -239,7 +242,7 @@ impl<'a> Load<'a> {
         match phase {
             Phase::WarmUp if is_over => {
                 self.tally.interrupted = true;
-                Phase::Draining
+                Phase::Abandoned
             }
             Phase::WarmUp if now >= timing.warm_up.as_nanos() as u64 => self.begin(now),
             Phase::Measuring if is_over => {
@@ -273,7 +276,7 @@ impl<'a> Load<'a> {
         syncs.into_iter().try_for_each(|ticket| ticket.wait().map(drop))?;
         let now = self.now();
         self.tally.sync_seconds = (now - before) as f64 / 1e9;
-        if self.manner.count_sync {
+        if self.manner.count_sync && phase != Phase::Abandoned {
             self.tally.end(now);
         }
         Ok(self.tally)
@@ -434,6 +437,50 @@ impl Tally {
         self.mismatches_count += 1;
         if self.mismatches.len() < MISMATCHES_KEPT && !self.mismatches.contains(&mismatch) {
             self.mismatches.push(mismatch);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{EngineConfig, ThreadsEngine};
+    use crate::{OpenMode, bench::mix::Direction};
+
+    /// Asks for a stop from the start.
+    struct Stopped(AtomicBool);
+
+    impl Watch for Stopped {
+        fn progress(&mut self, _: Duration, _: u64) {}
+
+        fn stop_flag(&self) -> &AtomicBool {
+            &self.0
+        }
+    }
+
+    #[test]
+    fn nothing_counts_of_a_run_that_is_stopped_while_it_warms_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        for count_sync in [false, true] {
+            let engine =
+                ThreadsEngine::new(&EngineConfig { direct: false, ..EngineConfig::default() }).unwrap();
+            let file = engine.open(&path, OpenMode::CreateNew { len: 1 << 20 }).unwrap();
+            let lane = Lane {
+                file,
+                path: path.clone(),
+                key: Key { seed: 0, file: 0 },
+                schedule: Schedule::new(Direction::Write, 256, None),
+                left: None,
+            };
+            let buffers = (0..8).map(|_| IoBuf::zeroed(PAGE_BYTES)).collect();
+            let load = Load::new(&engine, vec![lane], buffers, Manner { validate: false, count_sync });
+            let tally = load.run(Timing::of(60.0, 60.0), &mut Stopped(AtomicBool::new(true))).unwrap();
+            assert!(tally.interrupted);
+            assert_eq!((tally.seconds, tally.ops(), tally.bytes()), (0.0, 0, 0), "{count_sync}");
+            assert!(tally.series.is_empty() && tally.lanes == [[0; 2]]);
+            engine.close(file).unwrap();
+            std::fs::remove_file(&path).unwrap();
         }
     }
 }
