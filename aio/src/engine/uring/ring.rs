@@ -30,6 +30,7 @@ pub(super) fn set_up(wish: Wish) -> io::Result<(IoUring, Vec<&'static str>)> {
     for flags in attempts {
         match build(wish, flags) {
             Ok(ring) => {
+                check_features(wish, &ring)?;
                 check_operations(&ring)?;
                 return Ok((ring, flags.to_vec()));
             }
@@ -58,6 +59,14 @@ fn build(wish: Wish, flags: &[&str]) -> io::Result<IoUring> {
         };
     }
     builder.build(wish.entries)
+}
+
+/// Before Linux 5.11 a kernel thread that polls for submissions takes registered files alone: anything else fails with EBADF.
+fn check_features(wish: Wish, ring: &IoUring) -> io::Result<()> {
+    if wish.sq_poll && !ring.params().is_feature_sqpoll_nonfixed() {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, "polling for submissions needs Linux 5.11"));
+    }
+    Ok(())
 }
 
 fn check_operations(ring: &IoUring) -> io::Result<()> {
