@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The label says who made the file, so that nothing else is ever overwritten, and whether all of it is as it should be. A file that is not to be kept is unlinked
-//! as soon as it is open; engines open it through `/proc/self/fd`, so a kill leaves nothing behind. Before anything is
-//! measured every block is really written: preallocated blocks that were not are read without touching the drive, and
+//! as soon as it is open; engines open it through `/proc/self/fd`, so a kill leaves nothing behind. What a kill before that left, while
+//! the file got its space, is removed by the next run there. Before anything is measured every block is really written: preallocated blocks that were not are read without touching the drive, and
 //! written more slowly than blocks in use.
 
 use crate::failure::Failure;
@@ -24,6 +24,9 @@ use terrace_aio::fallocate;
 const MAGIC: &str = "a file of aio-bench; safe to delete when it does not run\n";
 const LABEL_BYTES: u64 = PAGE_BYTES as u64;
 const LABEL_VERSION: u32 = 1;
+
+/// What the names of files that are not to be kept begin with, before the number of the process.
+const PREFIX: &str = ".aio-bench-";
 
 /// What files to make.
 #[derive(Debug, Clone)]
@@ -68,6 +71,7 @@ impl FilePlan {
     /// Checks directories and space, and opens or makes the files. New ones are not stamped yet.
     pub fn open(&self) -> Result<Vec<DataFile>, Failure> {
         self.dirs.iter().try_for_each(|dir| check_dir(dir))?;
+        self.dirs.iter().for_each(|dir| remove_left_over(dir));
         let missing: Vec<PathBuf> = (self.dirs.iter().enumerate())
             .filter(|(index, dir)| !self.reuse || !kept_path(dir, *index).exists())
             .map(|(_, dir)| dir.clone())
@@ -81,14 +85,18 @@ impl FilePlan {
         let path = if is_kept {
             kept_path(dir, index)
         } else {
-            dir.join(format!("aio-bench-{}-{index}.dat", std::process::id()))
+            dir.join(format!("{PREFIX}{}-{index}.dat", std::process::id()))
         };
         if is_kept && path.exists() {
             return self.reopen(dir, path);
         }
         let file = create(&path, self.data_bytes + LABEL_BYTES)?;
         if !is_kept {
-            std::fs::remove_file(&path).map_err(|e| Failure::io("unlinking", &path, &e))?;
+            match std::fs::remove_file(&path) {
+                // Somebody in another container took it for a leftover.
+                Err(e) if e.kind() == ErrorKind::NotFound => {}
+                removed => removed.map_err(|e| Failure::io("unlinking", &path, &e))?,
+            }
         }
         let key = Key { seed: self.seed, file: index as u64 };
         let data_bytes = self.data_bytes;
@@ -215,6 +223,21 @@ fn check_dir(dir: &Path) -> Result<(), Failure> {
     }
 }
 
+/// Removes files of processes that are no more: one that was killed while its file got its space could not. What has the number of this
+/// process is one's too: in a container every process may have the same.
+fn remove_left_over(dir: &Path) {
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let process =
+            name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.split_once('-')?.0.parse().ok());
+        let is_gone = |id: u32| id == std::process::id() || !Path::new("/proc").join(id.to_string()).exists();
+        if process.is_some_and(is_gone) {
+            // What cannot be removed is no reason not to measure.
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
 fn create(path: &Path, len: u64) -> Result<File, Failure> {
     let made = OpenOptions::new().read(true).write(true).create_new(true).open(path);
     let file = made.map_err(|e| match e.kind() {
@@ -245,4 +268,24 @@ fn read_label(file: &File) -> Option<Label> {
     let line = text.split(|byte| *byte == b'\n').next()?;
     let label: Label = serde_json::from_slice(line).ok()?;
     (label.version == LABEL_VERSION && label.data_bytes == start).then_some(label)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_runs_that_were_killed_are_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let left = |process: u32, index: u32| dir.path().join(format!("{PREFIX}{process}-{index}.dat"));
+        // No process has the first number; the second was that of one in another container, and is this one's now; the third lives.
+        let gone = [left(u32::MAX, 0), left(std::process::id(), 0)];
+        let kept = [left(std::os::unix::process::parent_id(), 0), kept_path(dir.path(), 7)];
+        gone.iter().chain(&kept).for_each(|path| std::fs::write(path, "x").unwrap());
+        let dirs = vec![dir.path().to_owned()];
+        let (keep, reuse, reserve) = (false, false, Some(0));
+        FilePlan { dirs, data_bytes: 4096, keep, reuse, reserve, seed: 1, copies: 1 }.open().unwrap();
+        assert!(gone.iter().all(|path| !path.exists()));
+        assert!(kept.iter().all(|path| path.exists()));
+    }
 }
