@@ -196,6 +196,16 @@ fn messages_are_read_as_transformers_reads_them() {
         assert!(error.contains("d.jsonl:1: \"tools\""), "{error}");
     }
 
+    let parts = |part: Value| json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}, assistant("y")]});
+    let (rows, _) = build(has_calls, &[parts(json!({"type": "text", "text": " z"}))]).unwrap();
+    assert_eq!(rows, [("ux zay.".into(), "y.".into())]);
+    let error = build(has_calls, &[parts(json!({"type": "image_url", "image_url": {"url": "data:,"}}))]);
+    let error = error.unwrap_err();
+    assert!(
+        error.contains("d.jsonl:1: \"messages\"[0].content[1]: ") && error.contains("\"image_url\""),
+        "{error}"
+    );
+
     let mut silent = assistant("y");
     silent["weight"] = 0.into();
     let talk = json!({"messages": [user("x"), silent, user("x"), assistant("z")]});

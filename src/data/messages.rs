@@ -1,7 +1,8 @@
 //! A conversation as rows hold it, made what chat templates are written for.
 //!
 //! As transformers does: keys of a message without a value are taken out, because many templates only ask whether a key is there;
-//! and reasoning has several names, of which templates read the first.
+//! and reasoning has several names, of which templates read the first. Content in parts, which some templates write as nothing or as JSON,
+//! becomes the text that it is.
 
 use super::encode::kind;
 use super::{ChatTemplate, TextTokenizer};
@@ -18,7 +19,7 @@ pub(super) fn has_no_weight(message: &Value) -> bool {
 }
 
 /// The messages of a row.
-pub(super) fn messages(value: &Value) -> Result<Vec<Value>> {
+pub(crate) fn messages(value: &Value) -> Result<Vec<Value>> {
     let Value::Array(messages) = value else {
         return Err(format!("\"messages\": expected an array, found {}", kind(value)));
     };
@@ -36,9 +37,12 @@ fn message(at: usize, value: &Value) -> Result<Value> {
     if !message.get("role").is_some_and(Value::is_string) {
         return Err(wrong());
     }
-    // Tool calls come without content, and some templates take a list of parts.
+    // Tool calls come without content.
     let content = message.get("content").unwrap_or(&Value::Null);
-    if !(content.is_string() || content.is_array() || message.contains_key("tool_calls")) {
+    if let Value::Array(parts) = content {
+        let text = text_of(at, parts)?;
+        message.insert("content".into(), text.into());
+    } else if !(content.is_string() || message.contains_key("tool_calls")) {
         return Err(format!("\"messages\"[{at}].content: expected a string, found {}", kind(content)));
     }
     if let Some(weight) = message.get("weight")
@@ -49,6 +53,26 @@ fn message(at: usize, value: &Value) -> Result<Value> {
         ));
     }
     Ok(Value::Object(with_reasoning(message)))
+}
+
+/// Parts of text as one, which templates for either write alike.
+fn text_of(at: usize, parts: &[Value]) -> Result<String> {
+    let text = |(part, value): (usize, &Value)| {
+        let refused = |found: &str| {
+            format!(
+                "\"messages\"[{at}].content[{part}]: expected a part {{\"type\": \"text\", \"text\": …}} with a string as text, found \
+                 {found}; models read text alone here"
+            )
+        };
+        match (value["type"].as_str(), &value["text"]) {
+            (Some("text"), Value::String(text)) => Ok(text.clone()),
+            (Some("text"), other) => Err(refused(&format!("{} as text", kind(other)))),
+            (Some(other), _) => Err(refused(&format!("one of the type {other:?}"))),
+            (None, _) if value.is_object() => Err(refused("an object without a type")),
+            (None, _) => Err(refused(kind(value))),
+        }
+    };
+    parts.iter().enumerate().map(text).collect()
 }
 
 fn with_reasoning(message: Map<String, Value>) -> Map<String, Value> {
@@ -127,6 +151,26 @@ mod tests {
         let error = one(&json!({"role": "user", "content": null, "tool_calls": null})).unwrap_err();
         assert_eq!(error, "\"messages\"[0].content: expected a string, found nothing");
         assert!(one(&json!("Hi")).unwrap_err().contains("\"messages\"[0]: expected"));
+    }
+
+    #[test]
+    fn parts_of_text_are_one_text() {
+        let parts = |parts: Value| one(&json!({"role": "user", "content": parts}));
+        let text = |text: &str| json!({"type": "text", "text": text, "image_url": null});
+        let found = parts(json!([text("Look: "), text("a fox.")])).unwrap();
+        assert_eq!(found, json!({"role": "user", "content": "Look: a fox."}));
+        assert_eq!(parts(json!([])).unwrap()["content"], "");
+        let image = json!({"type": "image_url", "image_url": {"url": "data:,"}});
+        for (wrong, found) in [
+            (image, "one of the type \"image_url\"; models read text alone"),
+            (json!({"type": "text", "text": 1}), "a number as text"),
+            (json!({"text": "a"}), "an object without a type"),
+            (json!("a"), "a string"),
+        ] {
+            let error = parts(json!([text("a"), wrong])).unwrap_err();
+            assert!(error.starts_with("\"messages\"[0].content[1]: expected a part {\"type\": "), "{error}");
+            assert!(error.contains(&format!("found {found}")), "{error}");
+        }
     }
 
     #[test]

@@ -104,7 +104,8 @@ fn prompts_of(path: &Path, text: &str, are_rows: bool) -> Result<Vec<Prompt>, Da
 }
 
 fn prompt_of(row: &Map<String, Value>) -> Result<Prompt, String> {
-    if row.get("messages").is_some_and(|messages| !messages.is_null()) {
+    if let Some(given) = row.get("messages").filter(|messages| !messages.is_null()) {
+        messages::messages(given)?;
         return Ok(Prompt::Messages(row.clone()));
     }
     if let Some(text) = row.get("prompt").and_then(Value::as_str) {
@@ -141,6 +142,9 @@ mod tests {
                 .unwrap_err()
                 .contains("a.jsonl:2: expected")
         );
+        let image = r#"{"messages": [{"role": "user", "content": [{"type": "image"}]}]}"#;
+        let error = read("a.jsonl", &format!("{{\"prompt\": \"x\"}}\n{image}\n")).unwrap_err();
+        assert!(error.contains("a.jsonl:2: \"messages\"[0].content[0]: expected a part"), "{error}");
         for name in ["a.ndjson", "a.json", "a.JSONL"] {
             assert_eq!(read(name, "{\"prompt\": \"x\"}\n").unwrap(), [Prompt::Text("x".into())], "{name}");
         }
