@@ -54,6 +54,22 @@ fn saves_of_an_earlier_run_are_set_aside() {
     assert!(!bench.path("out/checkpoint-2").exists() && bench.path("out/checkpoint-4").exists());
 }
 
+/// The state is made, and the process ends before its first step: who goes on from there must not take what is there for its own.
+#[test]
+fn what_an_earlier_run_left_is_not_resumed() {
+    let bench = Bench::tiny();
+    saving(&bench, "out", "1e-3", "4").ok();
+    let metrics = fs::read(bench.path("out/metrics.jsonl")).unwrap();
+    let earlier = bench.weights("out/checkpoint-2");
+    fs::remove_dir_all(bench.path("out/.terrace")).unwrap();
+    let again = || saving(&bench, "out", "2e-3", "4").args(&["--save-total-limit", "1"]);
+    again().args(&["--save-plan", "/dev/full"]).fails(1, &["--save-plan /dev/full: "]);
+    again().args(&["--resume"]).ok();
+    assert!(fs::read(bench.path("out/metrics.jsonl.1")).unwrap() == metrics);
+    assert!(bench.weights("out/checkpoint-2.1") == earlier && bench.path("out/checkpoint-4.1").exists());
+    assert!(!bench.path("out/checkpoint-2").exists() && bench.path("out/checkpoint-4").exists());
+}
+
 #[test]
 fn events_that_cannot_be_written_end_no_run() {
     let bench = Bench::tiny();

@@ -93,6 +93,11 @@ pub fn train(
     }
     keep_what_pays(&mut config, &can, &session, &model.config, &sample, run.resume)?;
 
+    // Before there is state: whoever resumes that takes what is here for its own.
+    if !run.resume {
+        keep_earlier_metrics(&metrics)?;
+        keep_earlier_saves(&run.output)?;
+    }
     let loading = Instant::now();
     let fresh = if run.resume { None } else { Some(source) };
     let engine = open_engine(config, &session, model, &sample, fresh)?;
@@ -106,10 +111,6 @@ pub fn train(
         plan_of(&run, shape, windows, &engine, &session, &floor).write("--save-plan", path)?;
     }
     let last = session.stats.snapshot();
-    if !run.resume {
-        keep_earlier_metrics(&metrics)?;
-        keep_earlier_saves(&run.output)?;
-    }
     let mut metrics_file = MetricsWriter::open(&metrics, engine.step(), &engine.noted())
         .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?;
     metrics_file.count(last.write.bytes);
@@ -285,13 +286,14 @@ fn plan_of(
     }
 }
 
-/// Metrics of an earlier run in the same folder get another name.
+/// Metrics of an earlier run in the same folder get another name, and an empty file theirs: what else is in the folder is still a run's.
 fn keep_earlier_metrics(metrics: &Path) -> Result<(), CliError> {
     if std::fs::metadata(metrics).map_or(0, |file| file.len()) == 0 {
         return Ok(());
     }
     let earlier = retention::first_free(|number| metrics.with_extension(format!("jsonl.{number}")));
     std::fs::rename(metrics, &earlier)
+        .and_then(|()| std::fs::File::create_new(metrics))
         .map_err(|e| CliError::Failed(format!("renaming {}: {e}; {}", metrics.display(), advice(&e))))?;
     eprintln!("note: the metrics of an earlier run are in {} now", earlier.display());
     Ok(())
