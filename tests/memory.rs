@@ -35,6 +35,23 @@ fn a_tiny_run_takes_little() {
     assert!(ended.peak_bytes <= UNPLANNED_BYTES, "{} bytes without a model", ended.peak_bytes);
 }
 
+/// Shapes are enough to say that a batch does not fit.
+#[test]
+fn a_batch_that_is_far_too_large_is_refused_within_little() {
+    let bench = Bench::tiny();
+    let run = |batch: &str| {
+        let run = bench.finetune("out").without("--batch-size").args(&["--batch-size", batch]);
+        run.args(&["--steps", "2", "--host-memory", "16MiB"])
+    };
+    let few = |ended: &Ended| {
+        println!("{:.1} MiB", ended.peak_bytes as f64 / MIB as f64);
+        assert!(ended.peak_bytes <= 8 * UNPLANNED_BYTES, "{} bytes", ended.peak_bytes);
+    };
+    few(&run("2000000").fails(2, &["--host-memory of 16.0 MiB is too small", "lower --batch-size"]));
+    run("2").ok();
+    few(&run("2000000").args(&["--resume"]).fails(2, &["--host-memory of 16.0 MiB is too small"]));
+}
+
 #[test]
 fn training_state_eight_times_the_budget() {
     let bench = large();

@@ -86,7 +86,7 @@ pub fn train(
     config.disk_weights = session::disk_weights(disk_profile, &config.disks);
     let can = floor::capabilities(profile.as_ref(), &session, &run, &config);
     let (builder, shape) = (TokenBatch::new(&model.config), ModelShape::of(&model.config));
-    let sample = builder.blank(run.batch_size, run.seq_len);
+    let sample = builder.shape(run.batch_size, run.seq_len);
     if run.resume {
         config.overrides.chunk_elements =
             stored_chunks(&session, &config).or(config.overrides.chunk_elements);

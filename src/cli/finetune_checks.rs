@@ -50,7 +50,7 @@ fn outlook(
     session: &Session,
     model: &ModelConfig,
 ) -> Result<Outlook, EngineError> {
-    let sample = TokenBatch::new(model).blank(run.batch_size, run.seq_len);
+    let sample = TokenBatch::new(model).shape(run.batch_size, run.seq_len);
     let blocks = terrace_models::build(model);
     Engine::outlook(config, &session.backend, blocks, &sample, &PlanningRuns::default())
 }
