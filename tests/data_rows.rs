@@ -73,3 +73,16 @@ fn keys_without_a_value_are_absent() {
     assert!(error.contains("this row is text, and the model folder has no tokenizer"), "{error}");
     assert!(build(r#"{"input_ids": null}"#).unwrap_err().contains("expected a key \"text\""));
 }
+
+#[test]
+fn a_row_has_a_longest_length() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("d.json");
+    std::fs::write(&path, "{\"input_ids\": [5, 6]}\n").unwrap();
+    // Of zeros that take no room.
+    std::fs::File::options().append(true).open(&path).unwrap().set_len(257 << 20).unwrap();
+    let tokenizer_path = PathBuf::from("m/tokenizer.json");
+    let config = DataConfig { seq_len: 64, pack: false, vocab_size: 100, tokenizer_path };
+    let error = Dataset::build(&path, None, &config, folder.path()).unwrap_err().to_string();
+    assert!(error.contains("d.json:2: a row of more than 256 MiB"), "{error}");
+}

@@ -33,8 +33,9 @@ fn build(tokenizer: &TextTokenizer, name: &str, text: &str) -> Result<Vec<u32>, 
 
 #[test]
 fn pieces_have_no_space_of_their_own() {
-    let text = "the cat sat on the mat.\n".repeat(50_000);
-    assert!(text.len() > 1 << 20, "more than a piece");
+    let lines = "the cat sat on the mat.\n".repeat(50_000);
+    let line = "the cat sat on the mat. ".repeat(100_000);
+    assert!(lines.len() > 1 << 20 && line.len() > 1 << 21, "more than a piece");
     let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"});
     let prepend =
         json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u{2581}"}, replace]});
@@ -51,10 +52,42 @@ fn pieces_have_no_space_of_their_own() {
     ] {
         let folder = tempfile::tempdir().unwrap();
         let tokenizer = tokenizer(folder.path(), &normalizer, &pre_tokenizer);
-        let whole = tokenizer.prompt_ids(&text).unwrap();
-        let ids = build(&tokenizer, "d.txt", &text).unwrap();
-        assert_eq!(ids.len(), whole.len(), "{normalizer} {pre_tokenizer}");
-        assert!(ids == whole, "{normalizer} {pre_tokenizer}");
+        for text in [&lines, &line] {
+            let whole = tokenizer.prompt_ids(text).unwrap();
+            let ids = build(&tokenizer, "d.txt", text).unwrap();
+            assert_eq!(ids.len(), whole.len(), "{normalizer} {pre_tokenizer}");
+            assert!(ids == whole, "{normalizer} {pre_tokenizer}");
+        }
+    }
+}
+
+#[test]
+fn tokens_that_close_a_text_stand_at_its_end_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    tokenizer(folder.path(), &json!(null), &json!(null));
+    let path = folder.path().join("tokenizer.json");
+    let mut file: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let added = |id: u32, content: &str| json!({"id": id, "content": content, "special": true, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false});
+    file["added_tokens"] = json!([added(32, "<s>"), added(33, "</s>")]);
+    let special = |name: &str| json!({"SpecialToken": {"id": name, "type_id": 0}});
+    file["post_processor"] = json!({
+        "type": "TemplateProcessing",
+        "single": [special("<s>"), {"Sequence": {"id": "A", "type_id": 0}}, special("</s>")],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<s>": {"id": "<s>", "ids": [32], "tokens": ["<s>"]}, "</s>": {"id": "</s>", "ids": [33], "tokens": ["</s>"]},
+        },
+    });
+    std::fs::write(&path, file.to_string()).unwrap();
+    std::fs::write(folder.path().join("tokenizer_config.json"), r#"{"eos_token": "</s>"}"#).unwrap();
+    let tokenizer = TextTokenizer::load(folder.path()).unwrap();
+    // Those of the text's own stay, also where a piece ends.
+    let (lines, own) = ("the cat sat.\n".repeat(100_000), "a</s> ".repeat(400_000));
+    for text in ["a cat.".into(), lines, own] {
+        let whole = tokenizer.encode(&text, true).unwrap();
+        let whole: Vec<u32> = whole.iter().map(|span| span.id).collect();
+        assert_eq!((whole.first(), whole.last()), (Some(&32), Some(&33)));
+        assert!(build(&tokenizer, "d.txt", &text).unwrap() == whole, "{} bytes", text.len());
     }
 }
 

@@ -3,9 +3,10 @@
 
 mod support;
 
+use serde_json::json;
 use std::fs;
 use std::hash::{DefaultHasher, Hasher};
-use std::io::Read;
+use std::io::{Read, Write};
 use std::path::Path;
 use support::{Bench, Cmd, Ended, Shape, cmd, write_rows};
 
@@ -50,6 +51,28 @@ fn a_batch_that_is_far_too_large_is_refused_within_little() {
     few(&run("2000000").fails(2, &["--host-memory of 16.0 MiB is too small", "lower --batch-size"]));
     run("2").ok();
     few(&run("2000000").args(&["--resume"]).fails(2, &["--host-memory of 16.0 MiB is too small"]));
+}
+
+/// A text without line breaks is read and tokenised in pieces, too.
+#[test]
+fn a_text_of_one_line_takes_little() {
+    let bench = Bench::tiny();
+    let words = ["the", "cat", "sat", "on", "a", "mat", "?"];
+    let vocab: serde_json::Map<_, _> = (0..).zip(words).map(|(id, word)| (word.into(), id.into())).collect();
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "?"},
+    });
+    fs::write(bench.path("model/tokenizer.json"), tokenizer.to_string()).unwrap();
+    let mut file = fs::File::create(bench.path("line.txt")).unwrap();
+    let part = "the cat sat on a mat ".repeat(50_000);
+    (0..16).for_each(|_| file.write_all(part.as_bytes()).unwrap());
+    let run = bench.finetune("out").without("--data").path("--data", &bench.path("line.txt"));
+    let ended = run.args(&["--steps", "1", "--host-memory", "16MiB"]).ok();
+    println!("{:.1} MiB", ended.peak_bytes as f64 / MIB as f64);
+    assert!(ended.stderr.contains("4.80M tokens"), "{}", ended.stderr);
+    assert!(ended.peak_bytes <= 500 * MIB, "{} bytes", ended.peak_bytes);
 }
 
 #[test]

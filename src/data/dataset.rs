@@ -1,21 +1,25 @@
 //! A data file, tokenised: samples by number.
 
 use super::batch::loss_terms_of;
-use super::encode::{Encoded, Encoder};
+use super::encode::{Encoded, Encoder, Part};
 use super::store::{TokenStore, TokenWriter};
 use super::tokenizer::white_space_from;
 use super::{DataError, Result, Sample, TextTokenizer, row};
 use rayon::prelude::*;
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use terrace_zero::create_dir_durably;
 
 /// Plain text is tokenised in pieces of about this size.
 const PIECE_BYTES: usize = 1 << 20;
+/// A line that is longer is read in parts.
+const LINE_BYTES: u64 = 1 << 18;
 /// Rows are read and encoded this many bytes at a time.
 const ROWS_BYTES: usize = 4 << 20;
+/// The longest row.
+const ROW_BYTES_MAX: usize = 256 << 20;
 
 /// How rows become samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -187,11 +191,16 @@ impl Builder<'_> {
             let mut bytes = 0;
             while bytes < ROWS_BYTES {
                 let mut line = Vec::new();
-                if reader.read_until(b'\n', &mut line).map_err(DataError::file("reading", self.path))? == 0 {
+                let mut row = reader.by_ref().take(ROW_BYTES_MAX as u64 + 1);
+                if row.read_until(b'\n', &mut line).map_err(DataError::file("reading", self.path))? == 0 {
                     ended = true;
                     break;
                 }
                 number += 1;
+                if line.len() > ROW_BYTES_MAX {
+                    let reason = "a row of more than 256 MiB; give each text or conversation a line of its own, or plain text as .txt";
+                    return Err(self.row_error(number, reason.into()));
+                }
                 bytes += line.len();
                 lines.push((number, line));
             }
@@ -268,25 +277,27 @@ impl Builder<'_> {
     }
 
     /// One document, read in pieces. A piece ends after a line break between two characters that are no white space, where
-    /// tokenizers split anyway, so that the tokens are those of the whole text; failing that, at any line break.
+    /// tokenizers split anyway, so that the tokens are those of the whole text; failing that, at any line break, or [in a line](end_of).
     fn plain_file(&mut self, reader: &mut impl BufRead) -> Result {
         let (mut piece, mut line, mut last) = (Vec::new(), Vec::new(), None);
-        let (mut number, mut first_line) = (0, 1);
+        let mut first_line = 1;
         loop {
             line.clear();
-            let read = reader.read_until(b'\n', &mut line).map_err(DataError::file("reading", self.path))?;
+            // Of a long line it is a part.
+            let mut part = reader.by_ref().take(LINE_BYTES);
+            let read = part.read_until(b'\n', &mut line).map_err(DataError::file("reading", self.path))?;
             let clean = line.first().is_some_and(|b| !b.is_ascii_whitespace())
                 && matches!(piece.as_slice(), [.., before, b'\n'] if !before.is_ascii_whitespace());
             let full = piece.len() >= 2 * PIECE_BYTES || (piece.len() >= PIECE_BYTES && clean);
             if (read == 0 || full) && !piece.is_empty() {
-                last = self.piece(&piece, first_line, last)?.or(last);
-                piece.clear();
-                first_line = number + 1;
+                let rest = if read == 0 { Vec::new() } else { piece.split_off(end_of(&piece)) };
+                last = self.piece(&piece, first_line, last, read == 0)?.or(last);
+                first_line += piece.iter().filter(|&&b| b == b'\n').count();
+                piece = rest;
             }
             if read == 0 {
                 break;
             }
-            number += 1;
             piece.extend_from_slice(&line);
         }
         if let Some(last) = last {
@@ -298,14 +309,25 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// Packs one piece of a document and gives its last token. `last` is the document's last token so far.
-    fn piece(&mut self, piece: &[u8], first_line: usize, last: Option<u32>) -> Result<Option<u32>> {
+    /// Packs one piece of a document, perhaps the one that `ends` it, and gives its last token. `last` is the document's last token so far.
+    fn piece(
+        &mut self,
+        piece: &[u8],
+        first_line: usize,
+        last: Option<u32>,
+        ends: bool,
+    ) -> Result<Option<u32>> {
         let text = std::str::from_utf8(piece).map_err(|e| {
             let line = first_line + piece[..e.valid_up_to()].iter().filter(|&&b| b == b'\n').count();
             self.row_error(line, "the line is not UTF-8".into())
         })?;
         let text = if last.is_none() { text.trim_start_matches('\u{feff}') } else { text };
-        let encoded = self.encoder.text(text, last.is_none());
+        let part = match last {
+            Some(_) => Part::Later,
+            None if ends => Part::Whole,
+            None => Part::Beginning,
+        };
+        let encoded = self.encoder.text(text, part);
         let sample = encoded.map_err(|reason| {
             let wrong = white_space_from(text).map_or("", |at| &text[..at]);
             self.row_error(first_line + wrong.matches('\n').count(), reason)
@@ -363,5 +385,53 @@ impl Builder<'_> {
 
     fn row_error(&self, line: usize, reason: String) -> DataError {
         DataError::Row { path: self.path.to_path_buf(), line, column: None, reason }
+    }
+}
+
+/// Where a piece ends: after its last line break, if nothing follows that, or in its second half before a space between two words, where
+/// tokenizers split, too; failing that behind any word, failing that between any two characters.
+fn end_of(piece: &[u8]) -> usize {
+    if piece.ends_with(b"\n") {
+        return piece.len();
+    }
+    let half = piece.len() / 2;
+    let is_between = |bytes: &[u8]| matches!(bytes, [before, b' ', after] if !before.is_ascii_whitespace() && !after.is_ascii_whitespace());
+    if let Some(at) = piece[half..].windows(3).rposition(is_between) {
+        return half + at + 1;
+    }
+    // The last character may be cut; what else is no UTF-8 is said of the piece that begins with it.
+    let text = piece.utf8_chunks().next().map_or("", |chunk| chunk.valid());
+    let mut ends = text.char_indices().rev().take_while(|(at, _)| *at > half);
+    let behind_word =
+        ends.find(|(at, next)| !next.is_alphanumeric() && text[..*at].ends_with(char::is_alphanumeric));
+    match behind_word {
+        Some((at, _)) => at,
+        None if text.is_empty() => piece.len(),
+        None => text.len(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_piece_of_a_line_ends_between_words() {
+        for (piece, end) in [
+            ("a word\n", "a word\n"),
+            ("a word, and an", "a word, and"),
+            ("a b cd  ef\tgh", "a b cd  ef"),
+            ("ab\u{fc}cd. \u{fc}f", "ab\u{fc}cd."),
+            (
+                "\u{4eca}\u{5929}\u{3002}\u{660e}\u{65e5}\u{3002}\u{660e}",
+                "\u{4eca}\u{5929}\u{3002}\u{660e}\u{65e5}",
+            ),
+            ("a bcdefghij", "a bcdefghij"),
+        ] {
+            assert_eq!(&piece[..end_of(piece.as_bytes())], end, "{piece}");
+        }
+        // Half a character stays for the next piece.
+        assert_eq!(end_of(&"ab\u{fc}".as_bytes()[..3]), 2);
+        assert_eq!(end_of(b"\xffabc"), 4);
     }
 }

@@ -38,6 +38,17 @@ pub(super) struct Encoded {
     pub(super) only_last: bool,
 }
 
+/// What of a document a text is.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Part {
+    /// All of it.
+    Whole,
+    /// Its beginning, and more follows.
+    Beginning,
+    /// What follows a line break, or begins with the space before a word.
+    Later,
+}
+
 type Result<T> = std::result::Result<T, String>;
 
 impl Encoder<'_> {
@@ -64,7 +75,7 @@ impl Encoder<'_> {
                         .into(),
                 );
             }
-            self.document(string(row, "text")?, true)?
+            self.document(string(row, "text")?)?
         } else {
             self.completion(string(row, "prompt")?, string(row, "completion")?)?
         };
@@ -77,14 +88,18 @@ impl Encoder<'_> {
         Ok(Encoded { sample, plain, near_miss, only_last })
     }
 
-    /// A piece of plain text; the first one opens the document, [`end_of_document`](Self::end_of_document) closes it. The others follow
-    /// a line break.
-    pub(super) fn text(&self, text: &str, first: bool) -> Result<Sample> {
-        let ids = |text: &str| -> Result<Vec<u32>> {
-            let spans = self.tokenizer()?.encode(text, first).map_err(|e| e.to_string())?;
+    /// Plain text, or a piece of it, which [`end_of_document`](Self::end_of_document) closes.
+    pub(super) fn text(&self, text: &str, part: Part) -> Result<Sample> {
+        let tokenizer = self.tokenizer()?;
+        let ids = |text: &str, special| -> Result<Vec<u32>> {
+            let spans = tokenizer.encode(text, special).map_err(|e| e.to_string())?;
             Ok(spans.iter().map(|span| span.id).collect())
         };
-        let ids = if first { ids(text)? } else { self.after_line_break(text, ids)? };
+        let ids = match part {
+            Part::Whole => ids(text, true)?,
+            Part::Beginning => tokenizer.ids_that_go_on(text).map_err(|e| e.to_string())?,
+            Part::Later => self.after_line_break(text, |text| ids(text, false))?,
+        };
         let sample = Sample::all(ids);
         self.check_range(&sample)?;
         Ok(sample)
@@ -105,11 +120,11 @@ impl Encoder<'_> {
         self.tokenizer.and_then(TextTokenizer::eos).filter(|&eos| last != Some(eos))
     }
 
-    fn document(&self, text: &str, first: bool) -> Result<Sample> {
+    fn document(&self, text: &str) -> Result<Sample> {
         if text.is_empty() {
             return Err("\"text\" is empty".into());
         }
-        let mut sample = self.text(text, first)?;
+        let mut sample = self.text(text, Part::Whole)?;
         sample.close(self.end_of_document(sample.ids.last().copied()));
         Ok(sample)
     }

@@ -1,7 +1,8 @@
 //! Training data: from rows of text to batches of tokens.
 //!
 //! A data file is read once, line by line, tokenised and written to a token file in the work directory; afterwards batches are
-//! read from there by position. Memory use is a few megabytes of rows plus eight bytes per sample, whatever the size of the data.
+//! read from there by position. Memory use is that of tokenising a few megabytes of rows or text at a time, or a row that is larger (256 MiB
+//! at most), plus eight bytes per sample, whatever the size of the data.
 //!
 //! ```text
 //! file ─▶ rows ─▶ Encoder (TextTokenizer, ChatTemplate) ─▶ TokenWriter ─▶ tokens.bin ─▶ Dataset::sample

@@ -124,6 +124,20 @@ impl TextTokenizer {
         Ok(spans.map(|(&id, &(start, end))| TokenSpan { id, start, end }).collect())
     }
 
+    /// The ids of a text that goes on behind it: with the special tokens that the model expects before a whole text, without those that
+    /// close one.
+    ///
+    /// # Errors
+    /// The tokenizer refuses the text.
+    pub(super) fn ids_that_go_on(&self, text: &str) -> Result<Vec<u32>> {
+        refuse_white_space(text)?;
+        let encoding = self.inner.encode_fast(text, true).map_err(|e| DataError::tokenizer(&self.path, e))?;
+        // Of tokens of the text none is marked, special or not.
+        let marks = encoding.get_special_tokens_mask();
+        let end = marks.iter().rposition(|&mark| mark == 0).map_or(0, |last| last + 1);
+        Ok(encoding.get_ids()[..end].to_vec())
+    }
+
     /// The ids of a prompt, with the special tokens that the model expects around a whole text.
     ///
     /// # Errors
