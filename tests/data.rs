@@ -132,6 +132,20 @@ fn a_text_file_is_one_document_however_long() {
 }
 
 #[test]
+fn tokens_are_gone_with_the_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("d.jsonl");
+    std::fs::write(&path, "{\"input_ids\": [1, 2, 3]}\n").unwrap();
+    // As an earlier version left it.
+    let work_dir = folder.path().join("work");
+    std::fs::create_dir(&work_dir).unwrap();
+    std::fs::write(work_dir.join("tokens.bin"), "old").unwrap();
+    let data = Build { tokenizer: false, ..Build::default() }.open(&path, &work_dir).unwrap();
+    assert_eq!(std::fs::read_dir(&work_dir).unwrap().count(), 0);
+    assert_eq!(samples(&data)[0].ids, [1, 2, 3]);
+}
+
+#[test]
 fn rows_are_cut_or_packed() {
     let text = "{\"input_ids\": [1, 2, 3, 4, 5, 6]}\n{\"input_ids\": [7, 8, 9]}\n";
     let cut = Build { seq_len: 4, tokenizer: false, ..Build::default() }.run("d.jsonl", text).unwrap();

@@ -4,7 +4,8 @@
 //! tokens.bin   sample 0: id label id label …   sample 1: …        u32 id, i32 label, little-endian, no padding
 //! index        ends: [tokens up to and with sample 0, … 1, …]     in memory, 8 bytes a sample
 //! ```
-//! The file belongs to one run and is rebuilt by the next; what outlives it is the fingerprint, which a resumed run compares.
+//! The file belongs to one process and is made anew by the next; what outlives it is the fingerprint, which a resumed run compares. It has a
+//! name only until it is open, so that its space is free again once the process ends, however that ends.
 
 use super::{DataError, Result};
 use std::fs::File;
@@ -45,12 +46,13 @@ pub(super) struct TokenStore {
 impl TokenWriter {
     pub(super) fn create(path: &Path) -> Result<Self> {
         // A new file takes over the name. Another run that reads the one before it, and that this process is about to be
-        // refused for, keeps what it has open.
+        // refused for, keeps what it has open. Where a file that is open cannot be removed, the next takes over its name.
         let fresh = path.with_extension(std::process::id().to_string());
         let mut options = File::options();
         let file = options.read(true).write(true).create(true).truncate(true).open(&fresh);
         let file = file.map_err(DataError::file("creating", &fresh))?;
         std::fs::rename(&fresh, path).map_err(DataError::file("creating", path))?;
+        let _ = std::fs::remove_file(path);
         Ok(Self {
             path: path.into(),
             file: BufWriter::with_capacity(1 << 18, file),
