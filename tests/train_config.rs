@@ -298,6 +298,11 @@ fn algorithms() {
     assert_eq!(named("", Some(&file("\"SGD\""))), Ok(sgd), "as torch's");
     let lion = Lion { beta1: 0.9, beta2: 0.999, weight_decay: 0.0 };
     assert_eq!(named("", Some(&file("\"Lion\""))), Ok(Algorithm::Lion(lion)), "as DeepSpeed's");
+    let auto =
+        |kind: &str, key: &str| format!("{{optimizer: {{type: \"{kind}\", params: {{{key}: \"auto\"}}}}}}");
+    let sgd = Algorithm::Sgd(Sgd { momentum: 0.9, nesterov: false, weight_decay: 0.0 });
+    assert_eq!(named("", Some(&auto("SGD", "momentum"))), Ok(sgd), "as the flag's");
+    assert_eq!(named("", Some(&auto("Lion", "betas"))), Ok(Algorithm::Lion(lion)), "as transformers'");
     for line in ["--optimizer sgd --betas 0.9,0.95", "--optimizer lion --eps 1e-6", "--momentum 0.9"] {
         let message = named(line, None).unwrap_err();
         assert!(message.contains("means nothing"), "{message}");

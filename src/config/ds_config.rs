@@ -433,10 +433,11 @@ fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
     if is_left_out("lr") {
         optimizer.lr.get_or_insert(if name == OptimizerName::Adagrad { 1e-2 } else { 1e-3 });
     }
+    // Of its betas transformers' trainer fills in the same, which are Adam's.
     if name == OptimizerName::Lion {
         optimizer.betas.get_or_insert((0.9, 0.999));
     }
-    if name == OptimizerName::Sgd {
+    if name == OptimizerName::Sgd && is_left_out("momentum") {
         optimizer.momentum.get_or_insert(0.0);
     }
     Ok(optimizer)
