@@ -117,29 +117,40 @@ impl Volume {
         id: u64,
     ) -> Result<Self, TierError> {
         let paths: Arc<[PathBuf]> = striping.dirs().iter().map(|d| d.join(name)).collect();
-        let mut files = Vec::new();
-        for (index, path) in paths.iter().enumerate() {
-            if engine.exists(path) {
-                engine.remove(path)?;
-            }
-            let (index, count, cycle) = (index as u32, paths.len() as u32, striping.cycle().clone());
-            let part = Part { version: VERSION, index, count, id, bytes, cycle };
-            let file = OpenFile::open(engine, path, OpenMode::CreateNew { len: part.file_bytes() })?;
-            for at in [0, part.copy_at()] {
-                engine.submit(Request::write(file.id, at, part.encode())).wait()?;
-            }
-            engine.sync(file.id).wait()?;
-            files.push(file);
-        }
-        Ok(Self {
+        let mut volume = Self {
             engine: Arc::clone(engine),
-            files,
+            files: Vec::new(),
             paths,
             striping: striping.clone(),
             bytes,
             version: VERSION,
             mends: Vec::new(),
-        })
+        };
+        volume.create_files(id).inspect_err(|_| {
+            // Those that there are. What cannot be removed is left to the next creation.
+            let _ = volume.remove();
+        })?;
+        Ok(volume)
+    }
+
+    fn create_files(&mut self, id: u64) -> Result<(), TierError> {
+        let (engine, bytes) = (&self.engine, self.bytes);
+        for (index, path) in self.paths.iter().enumerate() {
+            if engine.exists(path) {
+                engine.remove(path)?;
+            }
+            let (index, count, cycle) =
+                (index as u32, self.paths.len() as u32, self.striping.cycle().clone());
+            let part = Part { version: VERSION, index, count, id, bytes, cycle };
+            let file = OpenFile::open(engine, path, OpenMode::CreateNew { len: part.file_bytes() })?;
+            let file_id = file.id;
+            self.files.push(file);
+            for at in [0, part.copy_at()] {
+                engine.submit(Request::write(file_id, at, part.encode())).wait()?;
+            }
+            engine.sync(file_id).wait()?;
+        }
+        Ok(())
     }
 
     /// Makes a volume that does not outlive the process, and its directories if need be. A file that an earlier one left behind is

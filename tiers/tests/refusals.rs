@@ -85,6 +85,20 @@ fn reopened(dirs: &[PathBuf]) -> Result<u64, TierError> {
     Ok(store.committed().step)
 }
 
+/// Leaves what a process does that is killed before its store's first commit; one that ends otherwise leaves nothing.
+fn killed(dirs: &[PathBuf]) {
+    let store = DiskStore::create(&engine(), &Striping::equal(dirs), small()).unwrap();
+    let files = dirs.iter().flat_map(|dir| ["manifest.bin", "state.bin"].map(|name| dir.join(name)));
+    let files: Vec<PathBuf> = files.filter(|file| file.exists()).collect();
+    let kept = |file: &PathBuf| file.with_extension("kept");
+    files.iter().for_each(|file| std::fs::hard_link(file, kept(file)).unwrap());
+    drop(store);
+    for file in &files {
+        assert!(!file.exists(), "nothing was committed in {}", file.display());
+        std::fs::rename(kept(file), file).unwrap();
+    }
+}
+
 fn created(dirs: &[PathBuf]) -> TierError {
     DiskStore::create(&engine(), &Striping::equal(dirs), small()).map(drop).expect_err("refused")
 }
@@ -179,7 +193,7 @@ fn there_is_nothing_to_open() {
     assert!(matches!(error, TierError::NoState { .. }));
     says(&error, &["no manifest"]);
     // A creation that never committed.
-    drop(DiskStore::create(&engine(), &Striping::equal(&empty), small()).unwrap());
+    killed(&empty);
     let error = reopened(&empty).unwrap_err();
     assert!(matches!(error, TierError::NoState { .. }));
     says(&error, &["never finished", "without --resume"]);
@@ -385,7 +399,7 @@ fn what_a_creation_left_that_was_cut_off_is_in_nobodys_way() {
         }
     }
     // Layouts of a manifest that has no header yet.
-    drop(DiskStore::create(&engine(), &Striping::equal(&dirs), small()).unwrap());
+    killed(&dirs);
     let manifest = OpenOptions::new().write(true).open(dirs[0].join("manifest.bin")).unwrap();
     for at in [0, manifest.metadata().unwrap().len() - 4096] {
         manifest.write_all_at(&[0; 4096], at).unwrap();
@@ -449,10 +463,11 @@ fn a_full_disk_is_refused_before_or_while_creating() {
         let engine = engine();
         let error = DiskStore::create(&engine, &Striping::equal(&dirs), small()).unwrap_err();
         says(&error, &["manifest.bin", "No space left", "free space on that file system"]);
+        assert!(!root.path().join("state.bin").exists(), "what could be made is of no use");
 
         // What a creation that never committed left is in nobody's way.
         mount(root.path(), libc::MS_REMOUNT, &format!("size={}", each + (64 << 10)));
-        drop(DiskStore::create(&engine, &Striping::equal(&dirs), small()).unwrap());
+        killed(&dirs);
         assert!(free_space(root.path()).unwrap() < each);
         DiskStore::require_room(&small(), &Striping::equal(&dirs)).unwrap();
 

@@ -168,7 +168,10 @@ impl DiskStore {
         }
         let id = RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()));
         let volume = Volume::create(engine, striping, DATA_FILE, spec.volume_bytes(), id)?;
-        let manifest = Manifest::create(engine, striping.first(), &spec, id)?;
+        let manifest = Manifest::create(engine, striping.first(), &spec, id).inspect_err(|_| {
+            // What cannot be removed is left to the next creation.
+            let _ = volume.remove();
+        })?;
         let table = vec![0; spec.table_len()];
         // With two generations the first commit makes generation 0 live.
         let live = spec.generations - 1;
