@@ -55,6 +55,20 @@ fn saves_of_an_earlier_run_are_set_aside() {
 }
 
 /// The state is made, and the process ends before its first step: who goes on from there must not take what is there for its own.
+/// Of a run that is refused when its state is made everything has its name again, and there is no state.
+#[test]
+fn a_run_that_does_not_begin_sets_nothing_aside() {
+    let Some(small) = SmallDisk::mount(64 << 10) else { return };
+    let bench = Bench::tiny();
+    saving(&bench, "out", "1e-3", "4").path("--disk", &bench.path("disk")).ok();
+    let before = support::files(&bench.path("out"));
+    let again = saving(&bench, "out", "1e-3", "4").path("--disk", small.path());
+    let refused = again.fails(1, &["the training state needs", "are free"]);
+    assert!(!refused.stderr.contains("of an earlier run"), "{}", refused.stderr);
+    assert_eq!(support::files(&bench.path("out")), before);
+    assert!(support::files(small.path()).iter().all(|(path, _)| path.ends_with("terrace.lock")));
+}
+
 #[test]
 fn what_an_earlier_run_left_is_not_resumed() {
     let bench = Bench::tiny();

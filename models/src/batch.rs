@@ -140,12 +140,12 @@ impl TokenBatch {
         self.generate(&rows, lengths, 1)
     }
 
-    /// A batch of padding: the shapes of a real one, for planning.
+    /// A batch of padding, which can be computed with.
     pub fn blank(&self, sequences: usize, length: usize) -> MicroBatch {
         Columns::new(sequences, length).finish(&self.inv_freq)
     }
 
-    /// The shapes alone, for plans of engines that are never built: zeros that no memory is touched for, however many.
+    /// The shapes alone, which is all that a plan and an engine ask for: zeros that no memory is touched for, however many.
     pub fn shape(&self, sequences: usize, length: usize) -> MicroBatch {
         let tokens = sequences * length;
         let zeros = |dtype: DType, elements: usize| HostTensor {

@@ -1,6 +1,7 @@
 //! `terrace finetune`: data and model in, a trained Hugging Face folder out.
 
 use super::args::{FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag};
+use super::earlier::Earlier;
 use super::inputs::{FinetuneInputs, has_no_dropout};
 use super::knobs::Knobs;
 use super::pinned::{
@@ -13,7 +14,7 @@ use super::trace::Seen;
 use super::{checks, finetune_checks, floor, identity, keeping, print_json, retention, shown, trace};
 use crate::config::{ByteSize, TrainConfig, run, schedule};
 use crate::data::Dataset;
-use crate::error::{CliError, advice};
+use crate::error::CliError;
 use crate::floor::{Capabilities, Floor};
 use crate::interrupt::Interrupt;
 use crate::metrics::{MetricsWriter, StepMetrics};
@@ -93,16 +94,16 @@ pub fn train(
     }
     keep_what_pays(&mut config, &can, &session, &model.config, &sample, run.resume)?;
 
-    // Before there is state: whoever resumes that takes what is here for its own.
-    if !run.resume {
-        keep_earlier_metrics(&metrics)?;
-        keep_earlier_saves(&run.output)?;
-    }
+    let earlier = if run.resume { Earlier::default() } else { Earlier::set_aside(&metrics, &run.output)? };
     let loading = Instant::now();
     let fresh = if run.resume { None } else { Some(source) };
-    let engine = open_engine(config, &session, model, &sample, fresh)?;
-    finetune_checks::has_steps_left(&engine, steps, &run)?;
-    finetune_checks::room_for_saves(&engine, &run)?;
+    let opened = open_engine(config, &session, model, &sample, fresh).and_then(|engine| {
+        finetune_checks::has_steps_left(&engine, steps, &run)?;
+        finetune_checks::room_for_saves(&engine, &run)?;
+        Ok(engine)
+    });
+    let engine = opened.inspect_err(|_| earlier.put_back())?;
+    earlier.say();
     let windows = say_plan(&engine, &run, loading);
     // The cut into chunks is a property of state that is resumed.
     run.pinned.as_ref().map_or(Ok(()), |pinned| pinned.check_windows(&windows))?;
@@ -284,29 +285,6 @@ fn plan_of(
         placement: PlacedGroups::all(&engine.placement()),
         step: Step::new(&engine.step_work(), floor),
     }
-}
-
-/// Metrics of an earlier run in the same folder get another name, and an empty file theirs: what else is in the folder is still a run's.
-fn keep_earlier_metrics(metrics: &Path) -> Result<(), CliError> {
-    if std::fs::metadata(metrics).map_or(0, |file| file.len()) == 0 {
-        return Ok(());
-    }
-    let earlier = retention::first_free(|number| metrics.with_extension(format!("jsonl.{number}")));
-    std::fs::rename(metrics, &earlier)
-        .and_then(|()| std::fs::File::create_new(metrics))
-        .map_err(|e| CliError::Failed(format!("renaming {}: {e}; {}", metrics.display(), advice(&e))))?;
-    eprintln!("note: the metrics of an earlier run are in {} now", earlier.display());
-    Ok(())
-}
-
-/// Saved models of an earlier run in the same folder, too.
-fn keep_earlier_saves(output: &Path) -> Result<(), CliError> {
-    if let [first, others @ ..] = &retention::set_aside(output)?[..] {
-        let more =
-            if others.is_empty() { String::new() } else { format!(", and {} more of them", others.len()) };
-        eprintln!("note: a saved model of an earlier run is in {} now{more}", first.display());
-    }
-    Ok(())
 }
 
 /// Says what there is to train on.

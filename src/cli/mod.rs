@@ -5,6 +5,7 @@ pub mod calibrate;
 mod checks;
 pub mod demo;
 mod durability;
+mod earlier;
 pub mod eval;
 pub mod export;
 pub mod finetune;

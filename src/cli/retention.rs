@@ -62,19 +62,17 @@ pub fn first_free(name: impl Fn(u32) -> PathBuf) -> PathBuf {
 }
 
 /// Gives the saves of an earlier run in the same folder other names, `checkpoint-N.1` and so on, under which they are none of this run's: it
-/// would count them, remove others for them, and take one for its own of that step. Gives where they are now.
+/// would count them, remove others for them, and take one for its own of that step. `aside` gets what they were called and where they are now.
 ///
 /// # Errors
 /// The folder cannot be looked at, or one of them cannot be renamed.
-pub fn set_aside(output: &Path) -> Result<Vec<PathBuf>, CliError> {
-    let mut aside = Vec::new();
+pub fn set_aside(output: &Path, aside: &mut Vec<(PathBuf, PathBuf)>) -> Result<(), CliError> {
     for (step, path) in saves(output)? {
         let free = first_free(|number| output.join(format!("checkpoint-{step}.{number}")));
         std::fs::rename(&path, &free).map_err(|e| failed("renaming", &path, &e))?;
-        aside.push(free);
+        aside.push((path, free));
     }
-    sync_dir(output).map_err(|e| failed("syncing", output, &e))?;
-    Ok(aside)
+    sync_dir(output).map_err(|e| failed("syncing", output, &e))
 }
 
 /// Removes the oldest `checkpoint-N` folders of `output` until `limit` are left, and gives their paths. Folders with other
@@ -148,10 +146,15 @@ mod tests {
         save(2);
         save(4);
         let aside = ["checkpoint-2.1", "checkpoint-4.1"].map(|name| output.join(name));
-        assert_eq!(set_aside(output).unwrap(), aside);
-        assert!(set_aside(output).unwrap().is_empty());
+        let set_aside = || {
+            let mut aside = Vec::new();
+            super::set_aside(output, &mut aside).unwrap();
+            aside.into_iter().map(|(_, now)| now).collect::<Vec<_>>()
+        };
+        assert_eq!(set_aside(), aside);
+        assert!(set_aside().is_empty());
         save(4);
-        assert_eq!(set_aside(output).unwrap(), [output.join("checkpoint-4.2")]);
+        assert_eq!(set_aside(), [output.join("checkpoint-4.2")]);
         save(6);
         assert!(prune(output, 6, 1).unwrap().is_empty());
         assert!(aside.iter().all(|path| path.exists()));
