@@ -7,7 +7,7 @@
 //!        config.json                             with the dtype of the weights
 //!        tokenizer.json, generation_config.json, …   copied from the source folder
 //!        additional_chat_templates/*.jinja           likewise
-//!        *.py                                        likewise, where `auto_map` of config.json names code of the folder
+//!        *.py                                        likewise, where an `auto_map` names code of the folder
 //! ```
 //!
 //! Every file is written under a temporary name, synced and renamed, so that a final name never holds half a file. When all
@@ -97,7 +97,7 @@ pub fn export_folder(
     let mut beside =
         source_dir.map_or(Vec::new(), |dir| COPIED.map(|name| (name.into(), dir.join(name))).into());
     beside.retain(|(_, source): &(String, PathBuf)| source.is_file());
-    if let Some(source) = source_dir.filter(|_| names_code(&config)) {
+    if let Some(source) = source_dir.filter(|source| names_code(&config) || tokenizer_names_code(source)) {
         beside.extend(files_of(source, CODE)?);
     }
     // An export over its own source keeps the files that are there.
@@ -151,9 +151,19 @@ fn holds_another_model(folder: &Path, config: &str) -> bool {
     earlier.is_ok_and(|earlier| without_dtype(&earlier) != without_dtype(config))
 }
 
+fn tokenizer_names_code(folder: &Path) -> bool {
+    std::fs::read_to_string(folder.join("tokenizer_config.json")).is_ok_and(|config| names_code(&config))
+}
+
 /// Whether a configuration names code that lies beside it, and not in another repository.
 fn names_code(config: &str) -> bool {
-    let is_beside = |name: &Value| name.as_str().is_some_and(|name| !name.contains("--"));
+    fn is_beside(name: &Value) -> bool {
+        match name {
+            Value::String(name) => !name.contains("--"),
+            Value::Array(names) => names.iter().any(is_beside),
+            _ => false,
+        }
+    }
     let named = |config: Value| config.get("auto_map")?.as_object().map(|map| map.values().any(is_beside));
     parse_json(config).ok().and_then(named).unwrap_or(false)
 }

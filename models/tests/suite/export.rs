@@ -192,8 +192,11 @@ fn code_that_the_configuration_names_is_copied() {
     };
     let whole = export(r#"{"AutoModelForCausalLM": "modeling_mine.Mine"}"#);
     assert_eq!(whole, ["config.json", "helper.py", "model.safetensors", "modeling_mine.py"]);
-    let elsewhere = export(r#"{"AutoModelForCausalLM": "someone/model--modeling_mine.Mine"}"#);
-    assert_eq!(elsewhere, ["config.json", "model.safetensors"]);
+    let elsewhere = r#"{"AutoModelForCausalLM": "someone/model--modeling_mine.Mine"}"#;
+    assert_eq!(export(elsewhere), ["config.json", "model.safetensors"]);
+    let tokenizer = r#"{"auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", null]}}"#;
+    std::fs::write(source.path().join("tokenizer_config.json"), tokenizer).unwrap();
+    assert!(export(elsewhere).contains(&"helper.py".to_owned()));
 }
 
 #[test]
