@@ -417,8 +417,7 @@ fn tuning_keeps_other_sections_and_refuses_other_files() {
     assert!(tune(dir.path(), &file).status.success());
     let mut document: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     document["device"] = 1.into();
-    document["calibration"] =
-        serde_json::json!({ "quick": true, "disks_together": { "read_bytes_per_second": 1e9 } });
+    document["calibration"] = serde_json::json!({ "quick": true, "sustained": true, "disks_together": { "read_bytes_per_second": 1e9 } });
     let before = document.to_string();
     fs::write(&file, &before).unwrap();
     let mut reader = fs::File::open(&file).unwrap();
@@ -430,6 +429,11 @@ fn tuning_keeps_other_sections_and_refuses_other_files() {
     let kept = serde_json::json!({ "quick": true });
     assert_eq!(document["calibration"], kept, "the directories are others, and what they do together");
     assert!(document["aio"].is_object() && document["disk"].is_object());
+    // What `terrace calibrate` wrote without a disk has no section of ours yet.
+    fs::write(&file, r#"{"version": 1, "calibration": {"quick": true}}"#).unwrap();
+    assert!(tune(dir.path(), &file).status.success());
+    let document: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    assert!(document["calibration"] == kept && document["disk"].is_object());
     for content in ["{}", "precious"] {
         fs::write(&file, content).unwrap();
         assert!(refusal(&tune(dir.path(), &file), 1).contains("both.json"));

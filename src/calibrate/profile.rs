@@ -273,8 +273,8 @@ impl Profile {
         // Whoever reads meanwhile sees the old file or the new one.
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let half = path.with_file_name(format!(".{name}.{}", std::process::id()));
-        std::fs::write(&half, format!("{:#}\n", Value::Object(document))).map_err(told)?;
-        std::fs::rename(&half, path).map_err(|e| {
+        let written = std::fs::write(&half, format!("{:#}\n", Value::Object(document)));
+        written.and_then(|()| std::fs::rename(&half, path)).map_err(|e| {
             // What could not take its place is of no use.
             let _ = std::fs::remove_file(&half);
             told(e)

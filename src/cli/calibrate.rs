@@ -35,7 +35,9 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
     let effort = if args.quick { Effort::QUICK } else { Effort::FULL }.beyond_caches();
     let effort = if args.sustained { effort.sustained() } else { effort };
     let mut calibration = Calibration::new(machine, args.quick);
-    calibration.sustained = args.sustained;
+    // Without disks their section stays what it was.
+    let stays = || Profile::read(&output).ok()?.calibration.map(|earlier| earlier.sustained);
+    calibration.sustained = args.sustained || (args.disk.is_empty() && stays().unwrap_or(false));
     let disk = match &args.disk[..] {
         [] => None,
         dirs => {

@@ -173,7 +173,11 @@ impl Target {
             _ => Map::new(),
         };
         let has_aio = document.get("aio").is_some_and(Value::is_object);
-        let has_disk = DiskProfile::from_json(&text).is_ok();
+        // `terrace calibrate` without a disk writes none of that.
+        let is_calibration =
+            document.contains_key("version") && document.get("calibration").is_some_and(Value::is_object);
+        let has_disk =
+            DiskProfile::from_json(&text).is_ok() || is_calibration && !document.contains_key("disk");
         let is_ours = if sections.contains(&"disk") { has_disk } else { has_aio };
         if !is_ours {
             let (shown, kind) =
@@ -185,7 +189,7 @@ impl Target {
         Ok(Self { path, document, sections })
     }
 
-    /// Replaces our sections, and keeps the others but for what they say of all directories at once.
+    /// Replaces our sections, and keeps the others but for what they say of all directories at once, and of how long they were measured.
     fn write(&self, sections: &Map<String, Value>) -> Result<(), Failure> {
         let mut document = self.document.clone();
         for (name, section) in sections.iter().filter(|(name, _)| self.sections.contains(&name.as_str())) {
@@ -196,6 +200,7 @@ impl Target {
             && let Some(calibration) = document.get_mut("calibration").and_then(Value::as_object_mut)
         {
             calibration.remove("disks_together");
+            calibration.remove("sustained");
         }
         report::replace_file(&self.path, &format!("{:#}\n", Value::Object(document)))
     }
