@@ -587,14 +587,14 @@ fn assert_text(ended: &Ended) {
     }
 }
 
-/// What crosses to a device with memory of its own and back is what the plan says, but for inputs and losses, and no more of its
-/// memory is used.
 /// The smallest budget that a run takes.
 fn least_memory(run: &support::Cmd) -> String {
     let refused = run.clone().args(&["--host-memory", "1KiB"]).fails(2, &["needs at least "]).stderr;
     refused.split("needs at least ").nth(1).unwrap().split(".\n").next().unwrap().to_owned()
 }
 
+/// What crosses to a device with memory of its own and back is what the plan says, but for inputs and losses, and no more of its
+/// memory is used.
 #[test]
 fn metrics_say_what_crosses_to_a_device() {
     let bench = Bench::tiny();

@@ -39,7 +39,8 @@ pub enum Command {
     Inspect(InspectArgs),
     /// Write the model of a directory of training state as a Hugging Face folder
     Export(ExportArgs),
-    /// Make a small data set and model, train it, and generate from it
+    /// Make a small data set and model, train it, and generate from it: within 256 MiB of planned host memory and with the state in
+    /// OUTPUT/state, if no flag says otherwise
     Demo(Box<DemoArgs>),
     /// Measure what disks, memory, processor and card of this machine can do
     Calibrate(CalibrateArgs),
@@ -205,11 +206,11 @@ pub struct PlacementArgs {
     /// Slowest tier in use [default: disk; generate and eval: none, and host or a --disk for weights that do not fit]
     #[arg(long, value_name = "TIER")]
     pub offload: Option<Offload>,
-    /// Folder on a local drive for offloaded state; several are striped
+    /// Folder on a local drive for offloaded state; several are striped [default of finetune: OUTPUT/.terrace]
     #[arg(long, value_name = "PATH")]
     pub disk: Vec<PathBuf>,
-    /// What the disks were measured to do, written by `terrace calibrate` or `aio-bench tune`: settings of the disk engine, and how much each --disk
-    /// takes
+    /// What the machine was measured to do, written by `terrace calibrate` or `aio-bench tune`: settings of the disk engine, how much each --disk
+    /// takes, and what steps are compared with [default: that of this machine that `calibrate` keeps in the cache folder]
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
     /// Host memory to use, for example 24GiB [default: what is free, less a reserve]

@@ -23,9 +23,10 @@ pub fn demo(args: &DemoArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     let began = Instant::now();
     let output = &args.output;
     let trained = output.join("trained");
-    if trained.join("config.json").exists() {
+    // One that was stopped is not gone on with: its model has no weights that a run could begin with.
+    if ["config.json", "metrics.jsonl"].iter().any(|name| trained.join(name).exists()) {
         return Err(CliError::Usage(format!(
-            "{} already holds a demo; remove it or give another --output",
+            "{} already holds a demo, or a part of one; remove it or give another --output",
             output.display()
         )));
     }
@@ -50,7 +51,11 @@ pub fn demo(args: &DemoArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     );
     let model = Model::from_folder(&files.model).map_err(CliError::failed)?;
     let mut source = RandomSource::for_config(&model.config, args.seed);
-    let trained_summary = finetune::train(&finetune_args, threads, model, &mut source)?;
+    let stopped = |error| match error {
+        CliError::Interrupted => CliError::Stopped,
+        other => other,
+    };
+    let trained_summary = finetune::train(&finetune_args, threads, model, &mut source).map_err(stopped)?;
 
     eprintln!("3. generating from {}", trained.display());
     let generate_args = generate_args(&trained, &files.prompt, args.seed)?;

@@ -42,13 +42,13 @@ pub struct PlanArgs {
     /// Largest global gradient norm, 0 for none [default: 1.0]: an update that has to know the norm waits for the next forward
     #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = not_negative_float)]
     pub clip: Option<f64>,
-    /// Slowest tier in use [default: disk]; the table of choices has no other if it is given
+    /// Slowest tier in use [default: disk, with --generate too]; the table of choices has no other if it is given
     #[arg(long, value_name = "TIER")]
     pub offload: Option<Offload>,
     /// Optimization algorithm
     #[arg(long, value_name = "NAME", default_value = "adamw")]
     pub optimizer: OptimizerName,
-    /// Which blocks keep what they computed from forward to backward: as many as fit, all, or none
+    /// Which blocks keep what they computed from forward to backward
     #[arg(long, value_name = "HOW", default_value = "auto")]
     pub activations: Activations,
     /// The part of the state that the host holds and updates, as in `terrace finetune`
