@@ -34,8 +34,9 @@ use crate::floor::Capabilities;
 use step::Run;
 use terrace_zero::{Schedule, StepWork};
 
-/// Steps that are played: the first has no update before it, and the second finds more read ahead than those that follow.
-const STEPS: usize = 6;
+/// Steps that are played: the first has no update before it, the second finds more read ahead than those that follow, and where the disk is hardly
+/// idle it takes some more until they alternate.
+const STEPS: usize = 8;
 /// The last of them, whose mean is taken: where the disk is hardly idle a step that finds much read ahead leaves little to the next.
 const MEASURED: usize = 2;
 

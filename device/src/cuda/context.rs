@@ -109,7 +109,7 @@ impl Context {
         }
         let detail = match self.memory() {
             Ok((free, total)) if what == "device" => {
-                format!("{free} of its {total} bytes are free (other processes hold the rest)")
+                format!("{free} of its {total} bytes are free (this and other processes hold the rest)")
             }
             _ => super::driver::describe(result),
         };
