@@ -16,6 +16,7 @@ import math
 import pathlib
 import random
 import subprocess
+import zlib
 
 SEQ_LEN, BATCH = 128, 8
 COLORS = {"fp32": "#444444", "split": "#2a9d8f", "bf16": "#1f77b4", "compact": "#d62728"}
@@ -58,6 +59,8 @@ def main():
     parser.add_argument("--seeds", default="1", help="orders of the rows; the picture shows the first")
     parser.add_argument("--threads", default="2")
     args = parser.parse_args()
+    if "fp32" not in args.formats.split(","):
+        parser.error("--formats: fp32 is what the others are compared with")
     train, held_out = write_data(args)
     results = {}
     for regime in args.regimes.split(","):
@@ -109,7 +112,9 @@ def write_weights(path):
 
 def run(args, regime, seed, state, train, held_out):
     """The loss of every step, and the loss on the held-out rows."""
-    folder = args.work / f"{regime.replace(' ', '-')}-{args.steps}-seed{seed}-{state}"
+    # Of other rows or another rate it is another run.
+    rows = zlib.crc32(pathlib.Path(train).read_bytes() + pathlib.Path(held_out).read_bytes())
+    folder = args.work / f"{regime.replace(' ', '-')}-{args.steps}-{args.rate}-{rows:08x}-seed{seed}-{state}"
     metrics, evaluation = folder / "metrics.jsonl", folder / "held_out.json"
     if not evaluation.exists():
         command = [args.terrace, "finetune", "--model", args.work / "model", "--data", train, "--output", folder]

@@ -60,6 +60,7 @@ for crate in "$@"; do
     done
 done
 
+[ -s "$root/tests.list" ] || { echo "no tests were built of: $*" >&2; exit 1; }
 cp "$(command -v busybox)" "$root/bin/busybox"
 cat > "$root/init" <<'INIT'
 #!/bin/busybox sh

@@ -255,6 +255,12 @@ fn a_driver_without_a_compiler_is_said() {
         run
     };
     let looked_in = alone.to_str().unwrap();
+    if run("installed", "cuda:0").run().code() == Some(0) {
+        println!(
+            "skipped: NVRTC is installed on this machine, where it is found whatever the environment says"
+        );
+        return;
+    }
     run("none", "cuda:0")
         .fails(1, &["--device cuda:0: ", "cannot compile the kernel source", looked_in, "pip install"]);
     // With kernels that were compiled elsewhere it computes.

@@ -27,6 +27,10 @@ TINY = {"tiny": dict(hidden=128, layers=2, vocabulary=256, batch=2, seq_len=32, 
 OFFLOADS = {"none": "none", "host": "cpu", "disk": "nvme"}
 
 
+# The status of a stage that time did not suffice for.
+INCOMPLETE = 75
+
+
 def emit(**line):
     print(json.dumps(line), flush=True)
 
@@ -57,11 +61,16 @@ class Runs:
         self.options = options
         self.until = time.monotonic() + options.budget
         self.failures = 0
+        self.left_out = 0
 
     def limit(self, wanted):
         """Seconds a run may take; none if nothing is left to begin it."""
         left = self.until - time.monotonic() - 6
         return min(wanted, left) if left > 5 else None
+
+    def no_time_left(self, what):
+        self.left_out += 1
+        emit(source="terrace", part="end-to-end", name=what, variant="no time left")
 
     def failed(self, what, status):
         self.failures += 1
@@ -71,7 +80,7 @@ class Runs:
         what = f"finetune {name} offload {offload}"
         limit = self.limit(model["limit"])
         if limit is None:
-            return emit(source="terrace", part="end-to-end", name=what, variant="no time left")
+            return self.no_time_left(what)
         output, disk = folder / "output", folder / "disk"
         command = [self.options.terrace, "finetune", "--model", folder, "--data", folder / "rows.jsonl"]
         command += ["--output", output, "--steps", 8, "--batch-size", model["batch"], "--seq-len", model["seq_len"]]
@@ -83,8 +92,10 @@ class Runs:
         steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         shutil.rmtree(output, ignore_errors=True)
         shutil.rmtree(disk, ignore_errors=True)
-        if status or not all(step["loss"] is not None for step in steps):
+        # Without the time for all steps it is no failure, without a single one it is.
+        if status or not steps or not all(step["loss"] is not None for step in steps):
             return self.failed(what, status)
+        self.left_out += status is None
         # The first steps also warm up.
         counted = steps[2:] or steps
         of = lambda key: median([step[key] for step in counted])
@@ -103,9 +114,11 @@ class Runs:
         done = {offload: losses for offload, losses in runs.items() if losses}
         steps = min(map(len, done.values()), default=0)
         same = len({tuple(losses[:steps]) for losses in done.values()}) <= 1
+        variant = "not compared" if len(done) < 2 else "same" if same else "DIFFERENT"
         emit(source="terrace", part="end-to-end", name=f"losses {name} do not depend on placement",
-             variant="same" if same else "DIFFERENT", steps=steps, offloads=sorted(done))
+             variant=variant, steps=steps, offloads=sorted(done))
         self.failures += not same
+        self.left_out += len(done) < 2
 
     def generate(self, name, folder, tokens):
         cases = [("none", "bf16", 1), ("none", "bf16", 16), ("none", "int8", 1), ("none", "int4", 1), ("host", "bf16", 16)]
@@ -113,7 +126,7 @@ class Runs:
             what = f"generate {name} offload {offload} {weights} batch {batch}"
             limit = self.limit(25)
             if limit is None:
-                return emit(source="terrace", part="end-to-end", name=what, variant="no time left")
+                return self.no_time_left(what)
             prompts = folder / "some.jsonl"
             rows = (folder / "prompts.jsonl").read_text().splitlines(keepends=True)
             prompts.write_text("".join(rows[:batch]))
@@ -122,7 +135,7 @@ class Runs:
             command += ["--device", self.options.device, "--json"]
             text, status = run(list(map(str, command)), limit)
             if status is None:
-                emit(source="terrace", part="end-to-end", name=what, variant="no time left")
+                self.no_time_left(what)
             elif status:
                 self.failed(what, status)
             else:
@@ -181,7 +194,7 @@ def main():
                 runs.peer(name, model, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    return 1 if runs.failures else 0
+    return 1 if runs.failures else INCOMPLETE if runs.left_out else 0
 
 
 if __name__ == "__main__":

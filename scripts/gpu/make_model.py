@@ -4,11 +4,15 @@ The geometry follows from --hidden: heads of 64, feed-forward 8/3 of the width i
 """
 
 import argparse
+import array
 import json
+import math
+import random
 import struct
 from pathlib import Path
 
-import numpy as np
+# Random values that are drawn: larger tensors repeat them.
+DRAWN = (1 << 20) - 3
 
 
 def tensors(hidden, wide, layers, vocabulary):
@@ -28,13 +32,14 @@ def tensors(hidden, wide, layers, vocabulary):
 
 def bf16(values):
     """The upper halves of float32, rounded towards zero, which random weights do not mind."""
-    return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return array.array("H", (word >> 16 for word in array.array("I", array.array("f", values).tobytes())))
 
 
-def write_weights(path, shapes, random):
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+def write_weights(path, shapes, source):
+    drawn = memoryview(bf16(source.gauss(0.0, 0.02) for _ in range(DRAWN)))
+    header, offset, at = {"__metadata__": {"format": "pt"}}, 0, 0
     for name, shape in shapes:
-        size = 2 * int(np.prod(shape))
+        size = 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
@@ -43,11 +48,13 @@ def write_weights(path, shapes, random):
         file.write(struct.pack("<Q", len(text)) + text)
         for _, shape in shapes:
             if len(shape) == 1:
-                values = np.ones(shape, np.float32)
-            else:
-                values = random.standard_normal(shape, np.float32)
-                values *= np.float32(0.02)
-            bf16(values).tofile(file)
+                bf16([1.0] * shape[0]).tofile(file)
+                continue
+            left = math.prod(shape)
+            while left:
+                part = drawn[at : at + left]
+                file.write(part)
+                left, at = left - len(part), (at + len(part)) % DRAWN
     return offset // 2
 
 
@@ -77,9 +84,9 @@ def make(folder, hidden, layers, vocabulary, seq_len, rows):
         "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    random = np.random.default_rng(0)
-    count = write_weights(folder / "model.safetensors", list(tensors(hidden, wide, layers, vocabulary)), random)
-    ids = lambda length: random.integers(3, vocabulary, length).tolist()
+    source = random.Random(0)
+    count = write_weights(folder / "model.safetensors", list(tensors(hidden, wide, layers, vocabulary)), source)
+    ids = lambda length: [source.randrange(3, vocabulary) for _ in range(length)]
     with open(folder / "rows.jsonl", "w") as file:
         file.writelines(json.dumps({"input_ids": ids(seq_len)}) + "\n" for _ in range(rows))
     with open(folder / "prompts.jsonl", "w") as file:

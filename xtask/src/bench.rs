@@ -19,6 +19,7 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
     let step = Step::new("cargo bench --bench *")
         .arguments(if arguments.packages.is_empty() { vec!["--workspace"] } else { arguments.packages })
         .arguments(arguments.criterion);
+    let conditions = Conditions::of(root);
     let measurements = parse(&step.run_and_read(root)?);
     if measurements.is_empty() {
         return Err("the benchmarks printed no measurement: nothing to record".to_owned());
@@ -28,7 +29,7 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
         arguments.host.map(str::to_owned).or_else(|| quiet("uname -n")).unwrap_or("unknown".to_owned());
     let date = quiet("date -u +%F").ok_or("`date -u +%F` failed")?;
     let path = root.join("benches/record").join(format!("{date}-{host}.md"));
-    let section = section(&Conditions::of(root), &step.to_string(), &measurements);
+    let section = section(&conditions, &step.to_string(), &measurements);
     append(&path, &format!("# Benchmarks of {date} on {host}\n"), &section)
         .map_err(|e| format!("cannot write {}: {e}", path.display()))?;
     eprintln!("recorded {} measurements in {}", measurements.len(), path.display());
@@ -116,7 +117,9 @@ impl Conditions {
     fn of(root: &Path) -> Self {
         let quiet = |line: &str| Step::new(line).read_quietly(root);
         let unknown = || "unknown".to_owned();
-        let dirty = quiet("git status --porcelain").is_some_and(|changes| !changes.is_empty());
+        // Records of before are no part of what is measured.
+        let dirty = quiet("git status --porcelain -- . :(exclude)benches/record")
+            .is_some_and(|changes| !changes.is_empty());
         let commit = quiet("git rev-parse --short=12 HEAD").unwrap_or_else(unknown);
         let cpu = field("/proc/cpuinfo", "model name").unwrap_or_else(unknown);
         let cores = std::thread::available_parallelism().map_or(0, usize::from);

@@ -8,6 +8,12 @@ use std::time::Instant;
 /// A command that takes no less says how long it took.
 const SECONDS_SAID_MIN: u64 = 10;
 
+/// Ends a command after some time, with this status.
+const TIMEOUT: &str = "timeout";
+const TIMED_OUT: i32 = 124;
+/// Sends a command a signal when the process that started it ends.
+const SETPRIV: &str = "/usr/bin/setpriv";
+
 /// A command that will run in the project root.
 pub struct Step {
     program: String,
@@ -40,10 +46,16 @@ impl Step {
         self
     }
 
-    /// Ends the command, and all that it started, if it runs for longer.
+    /// Ends the command, and all that it started, if it runs for longer, or if this process ends, by Ctrl-C for example: it has a group
+    /// of its own, which the terminal's signals do not reach.
     pub fn minutes(mut self, limit: u32) -> Self {
-        let whole = [format!("{limit}m"), std::mem::replace(&mut self.program, "timeout".into())];
-        self.arguments.splice(..0, whole);
+        let limit = [format!("{limit}m"), std::mem::replace(&mut self.program, TIMEOUT.into())];
+        self.arguments.splice(..0, limit);
+        if Path::new(SETPRIV).exists() {
+            let ends = ["--pdeathsig", "TERM", TIMEOUT].map(str::to_owned);
+            self.program = SETPRIV.into();
+            self.arguments.splice(..0, ends);
+        }
         self
     }
 
@@ -59,7 +71,15 @@ impl Step {
         if seconds >= SECONDS_SAID_MIN {
             eprintln!("({seconds} s: {self})");
         }
-        if status.success() { Ok(()) } else { Err(format!("`{self}` failed: {status}")) }
+        match status.code() {
+            _ if status.success() => Ok(()),
+            Some(TIMED_OUT) if self.is_limited() => Err(format!("`{self}`: the time was up")),
+            _ => Err(format!("`{self}` failed: {status}")),
+        }
+    }
+
+    fn is_limited(&self) -> bool {
+        self.program == TIMEOUT || self.arguments.iter().any(|argument| argument == TIMEOUT)
     }
 
     /// Runs it, passing its standard output on and returning it too.

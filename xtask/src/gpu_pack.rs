@@ -56,6 +56,9 @@ const PROGRAMS: [Programs; 6] = [
 /// Files that are copied as they are: folders from the project's root, and where their files go.
 const FILES: [(&str, &str); 2] = [("scripts/gpu", "."), ("models/tests/fixtures", "models/tests/fixtures")];
 
+/// What a pack says of itself, by which it is known.
+const ABOUT: &str = "about.json";
+
 /// What compiles the project's own crates for the pack.
 const WRAPPER: &str = "rustc-relative.sh";
 
@@ -74,6 +77,9 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
         }
         _ => return Err("usage: cargo xtask gpu-pack [--output DIR]".to_owned()),
     };
+    refuse_others(&folder)?;
+    // Before the folder is one of the changes.
+    let about = about(root);
     // What an earlier pack left would travel, too; only what a pack holds is removed.
     for old in ["bin", "tests", "models", "ptx"] {
         let old = folder.join(old);
@@ -81,6 +87,8 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
             fs::remove_dir_all(&old).map_err(|e| format!("cannot empty {}: {e}", old.display()))?;
         }
     }
+    fs::create_dir_all(&folder).map_err(|e| format!("cannot make {}: {e}", folder.display()))?;
+    write(&folder.join(ABOUT), &about)?;
     for programs in &PROGRAMS {
         for Program { name, file, .. } in build(root, programs.command)? {
             if let Some(place) = place(programs.places, &name) {
@@ -92,7 +100,6 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
     for (from, to) in FILES {
         copy(&root.join(from), &folder.join(to))?;
     }
-    write(&folder.join("about.json"), &about(root))?;
     let (bytes, mut files) = sizes(&folder)?;
     files.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
     for (bytes, file) in files.iter().take(15) {
@@ -105,6 +112,15 @@ pub fn run(root: &Path, arguments: &[&str]) -> Result<(), String> {
     }
     eprintln!("{summary}");
     Ok(())
+}
+
+/// Refuses a folder that holds something and is no pack: parts of it would be removed.
+fn refuse_others(folder: &Path) -> Result<(), String> {
+    let is_empty = fs::read_dir(folder).map_or(true, |mut entries| entries.next().is_none());
+    if is_empty || folder.join(ABOUT).is_file() {
+        return Ok(());
+    }
+    Err(format!("{} holds something else than a pack; give a new folder, or an empty one", folder.display()))
 }
 
 /// The kernels as PTX, for a machine without NVRTC, where NVRTC can be had here.
@@ -233,6 +249,18 @@ fn write(path: &Path, text: &str) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_packs_are_replaced() {
+        let folder = std::env::temp_dir().join(format!("terrace-gpu-pack-{}", std::process::id()));
+        assert_eq!(refuse_others(&folder), Ok(()), "it is made");
+        fs::create_dir_all(folder.join("tests")).unwrap();
+        let refused = refuse_others(&folder);
+        fs::write(folder.join(ABOUT), "{}").unwrap();
+        let taken = refuse_others(&folder);
+        fs::remove_dir_all(&folder).unwrap();
+        assert!(refused.is_err_and(|why| why.contains("else than a pack")) && taken.is_ok());
+    }
 
     #[test]
     fn ptx_says_its_version() {
