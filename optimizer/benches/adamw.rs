@@ -26,6 +26,8 @@ use terrace_optimizer::{
 
 /// Far beyond the caches, as a chunk from disk is.
 const PARAMS_DEFAULT: usize = 20_000_000;
+/// Those of a run that only shows that everything runs.
+const PARAMS_TEST: usize = 1 << 16;
 
 const LAYOUTS: [(StateFormat, WeightType); 5] = [
     (StateFormat::Fp32, WeightType::F32),
@@ -163,8 +165,11 @@ fn seconds(work: impl FnOnce()) -> f64 {
 }
 
 fn params() -> usize {
+    // As one of the workspace's benchmarks under `--test`, everything runs small.
+    let is_test = std::env::args().any(|argument| argument == "--test");
+    let default = if is_test { PARAMS_TEST } else { PARAMS_DEFAULT };
     let text = std::env::var("TERRACE_BENCH_PARAMS");
-    text.map_or(PARAMS_DEFAULT, |text| text.parse().expect("TERRACE_BENCH_PARAMS is a number"))
+    text.map_or(default, |text| text.parse().expect("TERRACE_BENCH_PARAMS is a number"))
 }
 
 fn pool(threads: usize) -> rayon::ThreadPool {
