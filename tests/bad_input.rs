@@ -334,14 +334,16 @@ fn the_model_is_not_overwritten() {
     let theirs = bench.path("theirs/checkpoint-3");
     fs::create_dir_all(&theirs).unwrap();
     fs::copy(bench.path("model/model.safetensors"), theirs.join("model.safetensors")).unwrap();
-    let run = || bench.finetune("theirs").args(&["--steps", "1"]);
-    run()
-        .args(&["--save-every", "1"])
-        .fails(2, &["theirs holds ", "checkpoint-3, which no run of finetune wrote"]);
-    assert_eq!(files(&bench.path("theirs")).len(), 1);
+    // A run that saves nothing would give them other names.
+    for saves in [&["--save-every", "1"][..], &[]] {
+        let run = bench.finetune("theirs").args(&["--steps", "1"]).args(saves);
+        run.fails(2, &["theirs holds ", "checkpoint-3, which no run of finetune wrote"]);
+        assert_eq!(files(&bench.path("theirs")).len(), 1);
+    }
+    let run = || bench.finetune("mine").args(&["--steps", "1", "--save-every", "1"]);
     run().ok();
-    fs::remove_dir_all(bench.path("theirs/.terrace")).unwrap();
-    let again = run().args(&["--save-every", "1"]).ok();
+    fs::remove_dir_all(bench.path("mine/.terrace")).unwrap();
+    let again = run().ok();
     assert!(again.stderr.contains("metrics.jsonl.1"), "{}", again.stderr);
 }
 
