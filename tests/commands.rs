@@ -618,7 +618,9 @@ fn metrics_say_what_crosses_to_a_device() {
         for line in &bench.metrics(output)[1..] {
             for name in ["upload_bytes", "download_bytes"] {
                 let (found, planned) = (line[name].as_u64().unwrap(), plan["step"][name].as_u64().unwrap());
-                assert!(found - planned < 3 << 10, "{output}: {name} {found}, planned {planned}");
+                // Of every micro-batch.
+                let inputs = if output == "spilled" { 24 << 10 } else { 3 << 10 };
+                assert!(found - planned < inputs, "{output}: {name} {found}, planned {planned}");
             }
             let peak = line["device_peak_bytes"].as_u64().unwrap();
             let terms = plan["memory"].as_array().unwrap().iter().filter(|term| term["tier"] == "device");

@@ -175,7 +175,7 @@ fn a_model_that_saves_would_replace_is_refused() {
     refused(&again);
     fs::remove_dir_all(bench.path("out/.terrace")).unwrap();
     refused(&again);
-    assert!(bench.path("out/checkpoint-2/tokenizer.json").exists());
+    assert!(bench.path("out/checkpoint-2/model.safetensors").exists());
     // So it would do with those of somebody else.
     let folders = bench.path("trainer/checkpoint-500");
     fs::create_dir_all(&folders).unwrap();
