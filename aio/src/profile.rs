@@ -144,6 +144,19 @@ impl DiskProfile {
     }
 }
 
+/// Replaces the file of a profile as a whole: whoever reads meanwhile, and who comes after a kill, sees the old one or the new one.
+///
+/// # Errors
+/// It cannot be written, or its folder not; then the old one stays.
+pub fn replace_file(path: &Path, text: &str) -> std::io::Result<()> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let half = path.with_file_name(format!(".{name}.{}", std::process::id()));
+    std::fs::write(&half, text).and_then(|()| std::fs::rename(&half, path)).inspect_err(|_| {
+        // What could not take its place is of no use.
+        let _ = std::fs::remove_file(&half);
+    })
+}
+
 /// Whether a profile, which is text, can hold the path of the directory `dir`.
 pub fn can_name(dir: &Path) -> bool {
     dir.canonicalize().map_or(true, |whole| whole.to_str().is_some())

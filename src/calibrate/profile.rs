@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use terrace_aio::profile::{DiskProfile, PROFILE_VERSION, PathProfile};
+use terrace_aio::profile::{DiskProfile, PROFILE_VERSION, PathProfile, replace_file};
 
 /// Version of the `calibration` section.
 pub const CALIBRATION_VERSION: u64 = 1;
@@ -270,15 +270,7 @@ impl Profile {
         if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(told)?;
         }
-        // Whoever reads meanwhile sees the old file or the new one.
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let half = path.with_file_name(format!(".{name}.{}", std::process::id()));
-        let written = std::fs::write(&half, format!("{:#}\n", Value::Object(document)));
-        written.and_then(|()| std::fs::rename(&half, path)).map_err(|e| {
-            // What could not take its place is of no use.
-            let _ = std::fs::remove_file(&half);
-            told(e)
-        })
+        replace_file(path, &format!("{:#}\n", Value::Object(document))).map_err(told)
     }
 
     /// The sections as a document.

@@ -28,7 +28,10 @@ const FORMATS: [QuantFormat; 2] = [QuantFormat::Int8, QuantFormat::Int4];
 pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
     let output = output(args)?;
     let began = Instant::now();
-    let io = io_config(&output);
+    let known = Profile::read(&output).ok();
+    // The settings that `aio-bench tune` found, if the profile has them, else the defaults.
+    let disk = known.as_ref().and_then(|profile| profile.disk.as_ref());
+    let io = disk.map_or_else(IoConfig::default, DiskProfile::engine_config);
     let placement = PlacementArgs { device: args.device, engine: args.engine, ..PlacementArgs::default() };
     let session = Session::open(&placement, &io, threads, false)?;
     let machine = Machine::here(session.threads, session.card().map(|(name, _)| name));
@@ -36,8 +39,8 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
     let effort = if args.sustained { effort.sustained() } else { effort };
     let mut calibration = Calibration::new(machine, args.quick);
     // Without disks their section stays what it was.
-    let stays = || Profile::read(&output).ok()?.calibration.map(|earlier| earlier.sustained);
-    calibration.sustained = args.sustained || (args.disk.is_empty() && stays().unwrap_or(false));
+    let stays = known.and_then(|profile| profile.calibration).is_some_and(|earlier| earlier.sustained);
+    calibration.sustained = args.sustained || (args.disk.is_empty() && stays);
     let disk = match &args.disk[..] {
         [] => None,
         dirs => {
@@ -123,12 +126,6 @@ fn output(args: &CalibrateArgs) -> Result<PathBuf, CliError> {
             Ok(path)
         }
     }
-}
-
-/// The settings that `aio-bench tune` found, if the profile has them, else the defaults.
-fn io_config(output: &Path) -> IoConfig {
-    let known = Profile::read(output).ok().and_then(|profile| profile.disk);
-    known.as_ref().map_or_else(IoConfig::default, DiskProfile::engine_config)
 }
 
 fn host(calibration: &mut Calibration, session: &Session, effort: Effort) -> Result<(), MeasureError> {

@@ -3,6 +3,7 @@
 
 pub mod cpu;
 pub mod histogram;
+pub mod left_over;
 pub mod load;
 pub mod mix;
 pub mod pattern;

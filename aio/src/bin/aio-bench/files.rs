@@ -18,6 +18,7 @@ use std::io::{self, ErrorKind};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use terrace_aio::bench::left_over;
 use terrace_aio::bench::pattern::{Key, PAGE_BYTES};
 use terrace_aio::fallocate;
 
@@ -71,7 +72,7 @@ impl FilePlan {
     /// Checks directories and space, and opens or makes the files. New ones are not stamped yet.
     pub fn open(&self) -> Result<Vec<DataFile>, Failure> {
         self.dirs.iter().try_for_each(|dir| check_dir(dir))?;
-        self.dirs.iter().for_each(|dir| remove_left_over(dir));
+        self.dirs.iter().for_each(|dir| left_over::remove(dir, PREFIX));
         let missing: Vec<PathBuf> = (self.dirs.iter().enumerate())
             .filter(|(index, dir)| !self.reuse || !kept_path(dir, *index).exists())
             .map(|(_, dir)| dir.clone())
@@ -220,21 +221,6 @@ fn check_dir(dir: &Path) -> Result<(), Failure> {
             "{shown} does not exist: create it, or give --dir a directory that does"
         ))),
         Err(e) => Err(Failure::usage(format!("{shown} cannot be used: {e}: check its permissions"))),
-    }
-}
-
-/// Removes files of processes that are no more: one that was killed while its file got its space could not. What has the number of this
-/// process is one's too: in a container every process may have the same.
-fn remove_left_over(dir: &Path) {
-    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-        let name = entry.file_name();
-        let process =
-            name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.split_once('-')?.0.parse().ok());
-        let is_gone = |id: u32| id == std::process::id() || !Path::new("/proc").join(id.to_string()).exists();
-        if process.is_some_and(is_gone) {
-            // What cannot be removed is no reason not to measure.
-            let _ = std::fs::remove_file(entry.path());
-        }
     }
 }
 

@@ -166,18 +166,6 @@ pub fn write_file(path: &Path, text: &str) -> Result<(), Failure> {
     std::fs::write(path, text).map_err(|e| Failure::io("writing", path, &e))
 }
 
-/// Replaces a file as a whole: whoever reads meanwhile, and who comes after a kill, sees the old one or the new one.
-pub fn replace_file(path: &Path, text: &str) -> Result<(), Failure> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let half = path.with_file_name(format!(".{name}.{}", std::process::id()));
-    let replaced = std::fs::write(&half, text).and_then(|()| std::fs::rename(&half, path));
-    replaced.map_err(|e| {
-        // What could not take its place is of no use.
-        let _ = std::fs::remove_file(&half);
-        Failure::io("writing", path, &e)
-    })
-}
-
 /// `["engine", …]` aligned in columns, the first to the left and the others to the right.
 pub fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);

@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use terrace_aio::bench::mix::{Direction, Mix};
-use terrace_aio::profile::{DiskProfile, PathProfile, can_name};
+use terrace_aio::profile::{DiskProfile, PathProfile, can_name, replace_file};
 
 /// An optimizer reads and writes the same number of bytes.
 const MIX: Mix = Mix { read: 1, write: 1 };
@@ -202,6 +202,7 @@ impl Target {
             calibration.remove("disks_together");
             calibration.remove("sustained");
         }
-        report::replace_file(&self.path, &format!("{:#}\n", Value::Object(document)))
+        let text = format!("{:#}\n", Value::Object(document));
+        replace_file(&self.path, &text).map_err(|e| Failure::io("writing", &self.path, &e))
     }
 }
