@@ -25,7 +25,7 @@ use terrace_kernels::DType;
 use terrace_zero::{EXPORT_BUFFER_BYTES, WeightReader, create_dir_durably, sync_dir};
 
 /// What is copied from the source folder: everything a loader needs beside weights and config.json.
-const COPIED: [&str; 16] = [
+const COPIED: [&str; 13] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -39,12 +39,9 @@ const COPIED: [&str; 16] = [
     "preprocessor_config.json",
     "chat_template.jinja",
     "chat_template.json",
-    "LICENSE",
-    "LICENSE.txt",
-    "NOTICE",
 ];
-/// Those of them, the last ones, that no loader looks for.
-const NOT_LOADED: usize = 3;
+/// What is copied, too, and no loader looks for.
+const LICENCES: [&str; 3] = ["LICENSE", "LICENSE.txt", "NOTICE"];
 
 /// How files end that are copied, too, where a configuration names code of its own folder.
 const CODE: &str = ".py";
@@ -94,9 +91,11 @@ pub fn export_folder(
         .then(|| Staged::write(out_dir, INDEX, index_json(&shards, dtype).as_bytes()))
         .transpose()?;
     let mut around = vec![Staged::write(out_dir, "config.json", config.as_bytes())?];
-    let mut beside =
-        source_dir.map_or(Vec::new(), |dir| COPIED.map(|name| (name.into(), dir.join(name))).into());
-    beside.retain(|(_, source): &(String, PathBuf)| source.is_file());
+    let mut beside: Vec<(String, PathBuf)> = Vec::new();
+    for name in COPIED.iter().chain(&LICENCES) {
+        let source = source_dir.map(|dir| dir.join(name)).filter(|source| source.is_file());
+        beside.extend(source.map(|source| ((*name).to_owned(), source)));
+    }
     if let Some(source) = source_dir.filter(|source| names_code(&config) || tokenizer_names_code(source)) {
         beside.extend(files_of(source, CODE)?);
     }
@@ -119,8 +118,7 @@ pub fn export_folder(
     if is_of_another {
         // Loaders would take for this model's what came with that one.
         let is_new = |of: &[(String, PathBuf)], name: &str| of.iter().any(|(new, _)| new == name);
-        let loaded = &COPIED[..COPIED.len() - NOT_LOADED];
-        remove_earlier(out_dir, |name| loaded.contains(&name) && !is_new(&beside, name))?;
+        remove_earlier(out_dir, |name| COPIED.contains(&name) && !is_new(&beside, name))?;
         if templates.is_dir() {
             remove_earlier(&templates, |name| name.ends_with(".jinja") && !is_new(&named, name))?;
         }
@@ -251,8 +249,8 @@ fn write_shard(
     tag: &str,
     out_dir: &Path,
 ) -> terrace_zero::Result<Staged> {
-    let mut staged = Staged::create(out_dir, &shard.file)?;
-    staged.append(&header(shard, dtype, tag))?;
+    let mut draft = Draft::create(out_dir, &shard.file)?;
+    draft.append(&header(shard, dtype, tag))?;
     let mut buffer = vec![0; EXPORT_BUFFER_BYTES];
     for param in shard.tensors.iter().flat_map(|tensor| &tensor.parts) {
         let (mut start, elements) = (0, param.elements());
@@ -260,11 +258,11 @@ fn write_shard(
             let end = elements.min(start + EXPORT_BUFFER_BYTES / dtype.size());
             let bytes = &mut buffer[..(end - start) * dtype.size()];
             reader.read(param, start, bytes)?;
-            staged.append(bytes)?;
+            draft.append(bytes)?;
             start = end;
         }
     }
-    Ok(staged.complete()?)
+    Ok(draft.complete()?)
 }
 
 /// Length, JSON, and spaces up to a multiple of 8 so that the data is aligned.
@@ -325,46 +323,48 @@ fn names(dtype: DType) -> Result<(&'static str, &'static str)> {
 /// A complete file under a temporary name; removed again unless it is published.
 #[derive(Debug)]
 struct Staged {
-    /// Until it is complete: a process may have fewer files open than a model has shards.
-    file: Option<File>,
     temporary: PathBuf,
     path: PathBuf,
     published: bool,
 }
 
-impl Staged {
+/// One that is being written. It is open, which a complete one is not: a process may have fewer files open than a model has shards.
+#[derive(Debug)]
+struct Draft {
+    file: File,
+    staged: Staged,
+}
+
+impl Draft {
     fn create(folder: &Path, name: &str) -> Result<Self> {
         let temporary = folder.join(format!(".{name}{PARTIAL}"));
         let file = File::create(&temporary).map_err(ModelError::file("creating", &temporary))?;
-        Ok(Self { file: Some(file), temporary, path: folder.join(name), published: false })
-    }
-
-    fn write(folder: &Path, name: &str, bytes: &[u8]) -> Result<Self> {
-        let mut staged = Self::create(folder, name)?;
-        staged.append(bytes)?;
-        staged.complete()
-    }
-
-    fn copy(folder: &Path, name: &str, source: &Path) -> Result<Self> {
-        let mut staged = Self::create(folder, name)?;
-        let mut from = File::open(source).map_err(ModelError::file("opening", source))?;
-        let file = staged.file.as_mut();
-        file.map_or(Ok(0), |file| std::io::copy(&mut from, file))
-            .map_err(ModelError::file("copying", source))?;
-        staged.complete()
+        Ok(Self { file, staged: Staged { temporary, path: folder.join(name), published: false } })
     }
 
     fn append(&mut self, bytes: &[u8]) -> Result {
-        let file = self.file.as_mut();
-        file.map_or(Ok(()), |file| file.write_all(bytes))
-            .map_err(ModelError::file("writing", &self.temporary))
+        self.file.write_all(bytes).map_err(ModelError::file("writing", &self.staged.temporary))
     }
 
     /// Makes it durable, and closes it.
-    fn complete(mut self) -> Result<Self> {
-        let file = self.file.take();
-        file.map_or(Ok(()), |file| file.sync_all()).map_err(ModelError::file("syncing", &self.temporary))?;
-        Ok(self)
+    fn complete(self) -> Result<Staged> {
+        self.file.sync_all().map_err(ModelError::file("syncing", &self.staged.temporary))?;
+        Ok(self.staged)
+    }
+}
+
+impl Staged {
+    fn write(folder: &Path, name: &str, bytes: &[u8]) -> Result<Self> {
+        let mut draft = Draft::create(folder, name)?;
+        draft.append(bytes)?;
+        draft.complete()
+    }
+
+    fn copy(folder: &Path, name: &str, source: &Path) -> Result<Self> {
+        let mut draft = Draft::create(folder, name)?;
+        let mut from = File::open(source).map_err(ModelError::file("opening", source))?;
+        std::io::copy(&mut from, &mut draft.file).map_err(ModelError::file("copying", source))?;
+        draft.complete()
     }
 
     fn publish(mut self) -> Result {
@@ -399,9 +399,10 @@ fn is_weight_file(name: &str) -> bool {
 /// Whether it is what a process that ended in an export leaves under a temporary name.
 fn is_partial(name: &str) -> bool {
     let whole = name.strip_prefix('.').and_then(|name| name.strip_suffix(PARTIAL));
-    let is_of_export =
-        |name: &str| [INDEX, "config.json"].contains(&name) || COPIED.contains(&name) || name.ends_with(CODE);
-    whole.is_some_and(|name| is_of_export(name) || is_weight_file(name))
+    let mut others = [INDEX, "config.json"].iter().chain(&COPIED).chain(&LICENCES);
+    whole.is_some_and(|name| {
+        others.any(|other| *other == name) || name.ends_with(CODE) || is_weight_file(name)
+    })
 }
 
 /// The files of a folder whose names end so, with their names, in order; none where there is no folder.

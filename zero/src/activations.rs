@@ -128,7 +128,7 @@ impl Activations {
     }
 
     /// Takes a checkpoint in backward, reading it back if it was spilled, and starts reading the one that follows.
-    pub(crate) fn recall(&mut self, boundary: usize, m: usize, bytes: usize) -> Result<Signal> {
+    pub(crate) fn recall(&mut self, boundary: usize, m: usize) -> Result<Signal> {
         if let Some(signal) = self.kept.remove(&(boundary, m)) {
             self.read_ahead(boundary, m)?;
             return Ok(signal);
@@ -137,7 +137,7 @@ impl Activations {
         let spill = self.spill.as_mut().expect("a checkpoint is in memory or spilled");
         let read = match spill.ahead.take() {
             Some((at, read)) if at == (boundary, m) => read,
-            _ => spill.read((boundary, m), self.micro_batches, spill.pool.acquire(bytes))?,
+            _ => spill.read((boundary, m), self.micro_batches, spill.pool.acquire(spill.bytes[boundary]))?,
         };
         let signal = read.wait()?;
         self.waited += began.elapsed();
@@ -217,7 +217,7 @@ mod tests {
         }
         for (boundary, bytes) in BYTES.into_iter().enumerate().rev() {
             for m in 0..2 {
-                let signal = all.recall(boundary, m, bytes).unwrap().into_host().unwrap();
+                let signal = all.recall(boundary, m).unwrap().into_host().unwrap();
                 assert_eq!(signal.len(), bytes);
                 assert!(signal.iter().all(|&byte| byte == content(boundary, m)), "{boundary}, {m}");
             }

@@ -621,9 +621,7 @@ impl<'a> Training<'a> {
         for (at, m) in self.rounds.backward_of(block, round).enumerate() {
             let below = block.checked_sub(1).map(|b| self.pass.signal(b));
             let x = match (block.checked_sub(1), &below) {
-                (Some(b), Some(spec)) => {
-                    Some(lane.load(self.activations.recall(b, at, spec.bytes())?, spec.clone())?)
-                }
+                (Some(b), Some(spec)) => Some(lane.load(self.activations.recall(b, at)?, spec.clone())?),
                 _ => None,
             };
             let dy = match self.signals[m].take() {
