@@ -8,17 +8,17 @@ use std::time::Instant;
 /// A command that takes no less says how long it took.
 const SECONDS_SAID_MIN: u64 = 10;
 
-/// Ends a command after some time, with this status.
-const TIMEOUT: &str = "timeout";
+/// The status with which `timeout` ends a command.
 const TIMED_OUT: i32 = 124;
 /// Sends a command a signal when the process that started it ends.
-const SETPRIV: &str = "/usr/bin/setpriv";
+const WITH_ITS_PARENT: [&str; 3] = ["/usr/bin/setpriv", "--pdeathsig", "TERM"];
 
 /// A command that will run in the project root.
 pub struct Step {
     program: String,
     arguments: Vec<String>,
     environment: Vec<(&'static str, String)>,
+    minutes_max: Option<u32>,
 }
 
 impl Step {
@@ -26,12 +26,13 @@ impl Step {
     pub fn new(line: &str) -> Self {
         let mut words = line.split_whitespace().map(str::to_owned);
         let program = words.next().expect("a step names its program");
-        Self { program, arguments: words.collect(), environment: Vec::new() }
+        Self { program, arguments: words.collect(), environment: Vec::new(), minutes_max: None }
     }
 
     /// The program in a file.
     pub fn of_file(file: &Path) -> Self {
-        Self { program: file.display().to_string(), arguments: Vec::new(), environment: Vec::new() }
+        let program = file.display().to_string();
+        Self { program, arguments: Vec::new(), environment: Vec::new(), minutes_max: None }
     }
 
     /// Adds arguments verbatim.
@@ -48,15 +49,8 @@ impl Step {
 
     /// Ends the command, and all that it started, if it runs for longer, or if this process ends, by Ctrl-C for example: it has a group
     /// of its own, which the terminal's signals do not reach.
-    pub fn minutes(mut self, limit: u32) -> Self {
-        let limit = [format!("{limit}m"), std::mem::replace(&mut self.program, TIMEOUT.into())];
-        self.arguments.splice(..0, limit);
-        if Path::new(SETPRIV).exists() {
-            let ends = ["--pdeathsig", "TERM", TIMEOUT].map(str::to_owned);
-            self.program = SETPRIV.into();
-            self.arguments.splice(..0, ends);
-        }
-        self
+    pub fn minutes(self, limit: u32) -> Self {
+        Self { minutes_max: Some(limit), ..self }
     }
 
     /// Runs it with the terminal's output, and says how long it took if that was long.
@@ -71,15 +65,11 @@ impl Step {
         if seconds >= SECONDS_SAID_MIN {
             eprintln!("({seconds} s: {self})");
         }
-        match status.code() {
-            _ if status.success() => Ok(()),
-            Some(TIMED_OUT) if self.is_limited() => Err(format!("`{self}`: the time was up")),
+        match (status.code(), self.minutes_max) {
+            (Some(0), _) => Ok(()),
+            (Some(TIMED_OUT), Some(minutes)) => Err(format!("`{self}` took more than {minutes} minutes")),
             _ => Err(format!("`{self}` failed: {status}")),
         }
-    }
-
-    fn is_limited(&self) -> bool {
-        self.program == TIMEOUT || self.arguments.iter().any(|argument| argument == TIMEOUT)
     }
 
     /// Runs it, passing its standard output on and returning it too.
@@ -110,7 +100,18 @@ impl Step {
     }
 
     fn command(&self, root: &Path) -> Command {
-        let mut command = Command::new(&self.program);
+        let mut command = match self.minutes_max {
+            None => Command::new(&self.program),
+            Some(minutes) => {
+                let [ends, rest @ ..] = WITH_ITS_PARENT;
+                let mut command = Command::new(if Path::new(ends).exists() { ends } else { "timeout" });
+                if Path::new(ends).exists() {
+                    command.args(rest).arg("timeout");
+                }
+                command.arg(format!("{minutes}m")).arg(&self.program);
+                command
+            }
+        };
         command
             .args(&self.arguments)
             .envs(self.environment.iter().map(|(name, value)| (name, value)))
