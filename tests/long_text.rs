@@ -79,15 +79,20 @@ fn tokens_that_close_a_text_stand_at_its_end_alone() {
         },
     });
     std::fs::write(&path, file.to_string()).unwrap();
-    std::fs::write(folder.path().join("tokenizer_config.json"), r#"{"eos_token": "</s>"}"#).unwrap();
-    let tokenizer = TextTokenizer::load(folder.path()).unwrap();
     // Those of the text's own stay, also where a piece ends.
     let (lines, own) = ("the cat sat.\n".repeat(100_000), "a</s> ".repeat(400_000));
     for text in ["a cat.".into(), lines, own] {
-        let whole = tokenizer.encode(&text, true).unwrap();
-        let whole: Vec<u32> = whole.iter().map(|span| span.id).collect();
-        assert_eq!((whole.first(), whole.last()), (Some(&32), Some(&33)));
-        assert!(build(&tokenizer, "d.txt", &text).unwrap() == whole, "{} bytes", text.len());
+        // The end token follows what closes a text, if it is another.
+        for (eos, added) in [("</s>", vec![]), ("<s>", vec![32])] {
+            let config = json!({ "eos_token": eos }).to_string();
+            std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+            let tokenizer = TextTokenizer::load(folder.path()).unwrap();
+            let whole = tokenizer.encode(&text, true).unwrap();
+            let mut whole: Vec<u32> = whole.iter().map(|span| span.id).collect();
+            assert_eq!((whole.first(), whole.last()), (Some(&32), Some(&33)));
+            whole.extend(added);
+            assert!(build(&tokenizer, "d.txt", &text).unwrap() == whole, "{} bytes, {eos}", text.len());
+        }
     }
 }
 

@@ -105,6 +105,13 @@ fn a_file_alone_keeps_the_default_tier_and_says_what_it_assumes() {
     assert!(run.disks.is_empty());
     assert!(run.warnings[0].contains("different devices"), "{:?}", run.warnings);
     assert!(run.warnings[1].contains("falls linearly to 0"), "{:?}", run.warnings);
+    let shared = r#"{"bf16": {"enabled": true}, "zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}"#;
+    for (line, warns) in [("", false), ("--plan p.json", true)] {
+        let run = resolve(line, Some(shared), None).unwrap();
+        let warned =
+            run.warnings.iter().any(|warning| warning.contains("offload_optimizer.ratio is not used"));
+        assert_eq!(warned, warns, "{line}: {:?}", run.warnings);
+    }
 }
 
 #[test]
@@ -303,6 +310,8 @@ fn algorithms() {
     let sgd = Algorithm::Sgd(Sgd { momentum: 0.9, nesterov: false, weight_decay: 0.0 });
     assert_eq!(named("", Some(&auto("SGD", "momentum"))), Ok(sgd), "as the flag's");
     assert_eq!(named("", Some(&auto("Lion", "betas"))), Ok(Algorithm::Lion(lion)), "as transformers'");
+    let adagrad = Algorithm::Adagrad(Adagrad { eps: 1e-8, ..Adagrad::default() });
+    assert_eq!(named("", Some(&auto("Adagrad", "eps"))), Ok(adagrad), "as transformers'");
     for line in ["--optimizer sgd --betas 0.9,0.95", "--optimizer lion --eps 1e-6", "--momentum 0.9"] {
         let message = named(line, None).unwrap_err();
         assert!(message.contains("means nothing"), "{message}");

@@ -408,6 +408,11 @@ fn a_tuned_profile_can_be_loaded() {
     );
     assert!(section.values().all(|value| value.is_u64() || value.is_boolean()));
     assert!(tune(dir.path(), &output).status.success(), "its own files are replaced");
+    // A name that leaves no room for the half that is written first.
+    let lost = tune(dir.path(), &dir.path().join(format!("{}.json", "p".repeat(250))));
+    assert!(!lost.status.success() && text(&lost.stderr).contains("writing"), "{}", text(&lost.stderr));
+    let said = |done: &Output| text(&done.stdout).lines().filter(|line| !line.starts_with("wrote")).count();
+    assert_eq!(said(&lost), said(&done), "{}", text(&lost.stdout));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Throughput of products and attention on this machine, in FLOP/s.
 //!
-//! `gemm` (the crate, f32, one thread) is the yardstick: it is what the engine would use if it had no kernels of its own.
+//! `gemm-f32` (the part of the crate `gemm` that is for f32; one thread) is the yardstick: it is what the engine would use if it had no kernels of its own.
 //! Set `THREADS` to choose the number of threads of the set (default: one).
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -50,30 +50,30 @@ fn products(c: &mut Criterion) {
             });
         }
         let (a, b, mut out) = (vec![1.0f32; M * l], vec![1.0f32; l * n], vec![0.0f32; M * n]);
-        group.bench_function(BenchmarkId::new("gemm crate NT", "f32"), |bench| {
+        group.bench_function(BenchmarkId::new("gemm-f32 NT", "f32"), |bench| {
             bench.iter(|| yardstick((M, n, l), &a, &b, &mut out));
         });
         group.finish();
     }
 }
 
-/// `out[M, N] = a[M, L]·b[N, L]ᵀ` by the `gemm` crate.
+/// `out[M, N] = a[M, L]·b[N, L]ᵀ` by `gemm-f32`, which counts by columns: there it is the product of b and aᵀ.
 fn yardstick((m, n, l): (usize, usize, usize), a: &[f32], b: &[f32], out: &mut [f32]) {
     assert!(a.len() == m * l && b.len() == n * l && out.len() == m * n);
     // SAFETY: the strides describe dense row-major matrices of the lengths asserted above.
     unsafe {
-        gemm::gemm(
-            m,
+        gemm_f32::gemm::f32::get_gemm_fn()(
             n,
+            m,
             l,
             out.as_mut_ptr(),
-            1,
             n as isize,
+            1,
             false,
-            a.as_ptr(),
+            b.as_ptr(),
             1,
             l as isize,
-            b.as_ptr(),
+            a.as_ptr(),
             l as isize,
             1,
             0.0,
@@ -81,7 +81,7 @@ fn yardstick((m, n, l): (usize, usize, usize), a: &[f32], b: &[f32], out: &mut [
             false,
             false,
             false,
-            gemm::Parallelism::None,
+            gemm_common::Parallelism::None,
         );
     }
 }

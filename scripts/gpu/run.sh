@@ -66,7 +66,16 @@ if [[ -z ${VIRTUAL_ENV:-} ]]; then
     VIRTUAL_ENV=$("$python" -c 'import sys; print(sys.prefix)' 2>/dev/null) && export VIRTUAL_ENV
 fi
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-export TERRACE_TEST_DEVICE=${TERRACE_TEST_DEVICE:-cuda:0}
+# One card alone is shown to every stage, as the first.
+card=${TERRACE_TEST_DEVICE:-cuda:0}
+card=${card#cuda:}
+[[ $card =~ ^[0-9]+$ ]] || { echo "TERRACE_TEST_DEVICE=$TERRACE_TEST_DEVICE: name a card as cuda:0" >&2; exit 2; }
+IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES:-}"
+if ((${#visible[@]})); then
+    ((card < ${#visible[@]})) || { echo "cuda:$card: CUDA_VISIBLE_DEVICES shows ${#visible[@]}" >&2; exit 2; }
+    card=${visible[card]}
+fi
+export CUDA_VISIBLE_DEVICES=$card TERRACE_TEST_DEVICE=cuda:0
 # Makes the kernels' suites run on the card; a driver that plays one finds its kernels by it.
 export TERRACE_SHIM_LIBRARY=${TERRACE_SHIM_LIBRARY:-card}
 # State of tests is written with direct I/O, which not every /tmp takes; compiled kernels are kept for later runs.

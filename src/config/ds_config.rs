@@ -407,6 +407,10 @@ fn optimizer(section: &Section<'_>, notes: &mut Notes) -> Result<DsOptimizer> {
         if takes("eps", &[OptimizerName::Lion, OptimizerName::Sgd]) {
             optimizer.eps = params.not_negative("eps")?;
         }
+        // What transformers' trainer fills in, whichever the optimizer is.
+        if name == OptimizerName::Adagrad && params.leaves_open("eps") {
+            optimizer.eps = Some(1e-8);
+        }
         optimizer.weight_decay = params.not_negative("weight_decay")?;
         // DeepSpeed's "Adam" decouples the decay as well, unless told not to; "AdamW" always does.
         let coupled = name == OptimizerName::Adamw && params.boolean("adam_w_mode")? == Some(false);

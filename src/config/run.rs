@@ -435,6 +435,12 @@ fn optimizer_ratio(
                 .into(),
         );
     }
+    if choice && args.plan.is_some() && given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
+        warnings.push(
+            "offload_optimizer.ratio is not used: the plan of --plan says whose state the device updates"
+                .into(),
+        );
+    }
     Ok(args.optimizer_ratio.or(given.offload_ratio).filter(|_| choice))
 }
 

@@ -322,10 +322,11 @@ impl Builder<'_> {
             self.row_error(line, "the line is not UTF-8".into())
         })?;
         let text = if last.is_none() { text.trim_start_matches('\u{feff}') } else { text };
-        let part = match last {
-            Some(_) => Part::Later,
-            None if ends => Part::Whole,
-            None => Part::Beginning,
+        let part = match (last, ends) {
+            (None, true) => Part::Whole,
+            (None, false) => Part::Beginning,
+            (Some(_), false) => Part::Later,
+            (Some(_), true) => Part::End,
         };
         let encoded = self.encoder.text(text, part);
         let sample = encoded.map_err(|reason| {

@@ -45,8 +45,10 @@ pub(super) enum Part {
     Whole,
     /// Its beginning, and more follows.
     Beginning,
-    /// What follows a line break, or begins with the space before a word.
+    /// What follows a line break, or begins with the space before a word, and goes on.
     Later,
+    /// The same, but the document's end.
+    End,
 }
 
 type Result<T> = std::result::Result<T, String>;
@@ -99,6 +101,11 @@ impl Encoder<'_> {
             Part::Whole => ids(text, true)?,
             Part::Beginning => tokenizer.ids_that_go_on(text).map_err(|e| e.to_string())?,
             Part::Later => self.after_line_break(text, |text| ids(text, false))?,
+            Part::End => {
+                let mut ids = self.after_line_break(text, |text| ids(text, false))?;
+                ids.extend(tokenizer.closing_ids().map_err(|e| e.to_string())?);
+                ids
+            }
         };
         let sample = Sample::all(ids);
         self.check_range(&sample)?;

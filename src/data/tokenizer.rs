@@ -131,11 +131,24 @@ impl TextTokenizer {
     /// The tokenizer refuses the text.
     pub(super) fn ids_that_go_on(&self, text: &str) -> Result<Vec<u32>> {
         refuse_white_space(text)?;
+        Ok(self.ids_and_closing(text)?.0)
+    }
+
+    /// The tokens that close a text, whichever it is.
+    ///
+    /// # Errors
+    /// The tokenizer refuses any text.
+    pub(super) fn closing_ids(&self) -> Result<Vec<u32>> {
+        Ok(self.ids_and_closing("a")?.1)
+    }
+
+    fn ids_and_closing(&self, text: &str) -> Result<(Vec<u32>, Vec<u32>)> {
         let encoding = self.inner.encode_fast(text, true).map_err(|e| DataError::tokenizer(&self.path, e))?;
         // Of tokens of the text none is marked, special or not.
         let marks = encoding.get_special_tokens_mask();
         let end = marks.iter().rposition(|&mark| mark == 0).map_or(0, |last| last + 1);
-        Ok(encoding.get_ids()[..end].to_vec())
+        let (ids, closing) = encoding.get_ids().split_at(end);
+        Ok((ids.to_vec(), closing.to_vec()))
     }
 
     /// The ids of a prompt, with the special tokens that the model expects around a whole text.

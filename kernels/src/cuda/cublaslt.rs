@@ -35,6 +35,9 @@ pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
 /// `CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE`: parts of a sum are added in f32, in the workspace.
 const ADD_IN_COMPUTE_TYPE: u32 = 2;
 
+/// Prompts of ever other lengths are ever other cases, of about a kilobyte each: with this many all are looked for again.
+const PLANS_MAX: usize = 4096;
+
 /// The library's handle and what was found for each case.
 #[derive(Debug)]
 pub(super) struct Products {
@@ -89,6 +92,9 @@ impl Products {
         let _current = self.device.enter().map_err(|error| failed(OP, &error))?;
         let bias = product.bias.map(|bias| pointer(bias.bytes()));
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if plans.len() >= PLANS_MAX && !plans.contains_key(&case) {
+            plans.clear();
+        }
         let plan = match plans.entry(case) {
             Entry::Occupied(found) => found.into_mut(),
             Entry::Vacant(place) => {

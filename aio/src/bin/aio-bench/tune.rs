@@ -54,18 +54,21 @@ pub fn run(options: &Tune, interrupt: Interrupt) -> Result<u8, Failure> {
     meter.clear();
     let Some((chosen, measured)) = tuned? else { return Ok(130) };
     let sections = sections(&chosen, &measured)?;
+    // What was measured is said, also where a file of it cannot be written.
+    let mut written = Ok(());
     for target in targets {
-        target.write(&sections)?;
-        if !options.json {
+        let this = target.write(&sections);
+        if this.is_ok() && !options.json {
             report::print(&format!("wrote {}\n", target.path.display()))?;
         }
+        written = written.and(this);
     }
     if options.json {
         report::print(&format!("{:#}\n", Value::Object(sections)))?;
     } else {
         report::print(&summary(&measured, &points.notes))?;
     }
-    Ok(0)
+    written.map(|()| 0)
 }
 
 /// The best settings for a mixed load and each direction's figures with them; `None` when it was interrupted.
