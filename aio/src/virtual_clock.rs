@@ -26,15 +26,21 @@
 //!
 //! [`TimedLayer`]: crate::layer::TimedLayer
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use std::{fs, io};
 
 /// Where the kernel says what the threads of a process do.
 const THREADS: &str = "/proc/self/task";
+/// More than it says of one, whose longest lines have a bit for each processor and memory node there may be.
+const STATUS_BYTES: usize = 16 << 10;
 /// Clocks do not wait for each other.
 const NAME: &str = "virtual-clock";
 /// For what is awake to fall asleep.
@@ -79,11 +85,12 @@ impl VirtualClock {
 
     /// `on_deadlock` is given the names of the threads that wait, once for every `patience`.
     fn with(patience: Duration, on_deadlock: impl Fn(&[String]) + Send + 'static) -> io::Result<Self> {
-        look()?;
+        let mut threads = Threads::default();
+        threads.look()?;
         let shared = Arc::new(Shared { agenda: Mutex::default(), is_over: AtomicBool::new(false) });
         let thread = std::thread::Builder::new().name(NAME.into()).spawn({
             let shared = Arc::clone(&shared);
-            move || shared.run(patience, on_deadlock)
+            move || shared.run(threads, patience, on_deadlock)
         })?;
         Ok(Self { shared, thread: Some(thread) })
     }
@@ -144,10 +151,10 @@ impl Shared {
         Some(action)
     }
 
-    fn run(&self, patience: Duration, on_deadlock: impl Fn(&[String])) {
+    fn run(&self, mut threads: Threads, patience: Duration, on_deadlock: impl Fn(&[String])) {
         let mut last = Instant::now();
         while !self.is_over.load(Ordering::Acquire) {
-            let Some(threads) = all_asleep() else {
+            let Some(names) = threads.all_asleep() else {
                 last = Instant::now();
                 std::thread::sleep(NAP);
                 continue;
@@ -156,7 +163,7 @@ impl Shared {
                 action();
                 last = Instant::now();
             } else if last.elapsed() > patience {
-                on_deadlock(&threads);
+                on_deadlock(&names);
                 last = Instant::now();
             } else {
                 std::thread::sleep(NAP);
@@ -175,49 +182,73 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// The names of the threads, if all of them sleep.
-///
-/// Threads are looked at one after the other, and one that was seen asleep may be woken by the next before that falls asleep itself. Then it
-/// has run, which the second look tells from how often it was taken off a processor.
-fn all_asleep() -> Option<Vec<String>> {
-    let first = look().ok().flatten()?;
-    let second = look().ok().flatten()?;
-    (first == second).then(|| first.into_iter().map(|thread| thread.name).collect())
+/// Where the kernel says what each thread does. Files stay open: a run looks thousands of times, and opening one takes as long as reading it.
+#[derive(Default)]
+struct Threads {
+    files: HashMap<OsString, File>,
+    text: Vec<u8>,
+}
+
+impl Threads {
+    /// The names of the threads, if all of them sleep.
+    ///
+    /// Threads are looked at one after the other, and one that was seen asleep may be woken by the next before that falls asleep itself. Then
+    /// it has run, which the second look tells from how often it was taken off a processor.
+    fn all_asleep(&mut self) -> Option<Vec<String>> {
+        let first = self.look().ok().flatten()?;
+        let second = self.look().ok().flatten()?;
+        (first == second).then(|| first.into_iter().map(|thread| thread.name).collect())
+    }
+
+    /// All threads but clocks; `None` as soon as one is seen that does not sleep.
+    fn look(&mut self) -> io::Result<Option<Vec<Sleeper>>> {
+        let mut sleepers = Vec::new();
+        for entry in fs::read_dir(THREADS)? {
+            let id = entry?.file_name();
+            if self.read(&id).is_err() {
+                // One that has just ended was awake, and its number may come to be another's.
+                self.files.remove(&id);
+                return Ok(None);
+            }
+            let text = String::from_utf8_lossy(&self.text);
+            let field = |name| text.lines().find_map(|line: &str| line.strip_prefix(name)).map(str::trim);
+            let number = |name| field(name).and_then(|count| count.parse().ok());
+            let missing = || io::Error::other(format!("{THREADS} does not say how often threads waited"));
+            let name = field("Name:").unwrap_or_default();
+            if name == NAME {
+                continue;
+            }
+            let switches = [number("voluntary_ctxt_switches:"), number("nonvoluntary_ctxt_switches:")];
+            let [Some(waited), Some(gave_way)] = switches else { return Err(missing()) };
+            if !field("State:").is_some_and(|state| state.starts_with('S')) {
+                return Ok(None);
+            }
+            sleepers.push(Sleeper { id, name: name.to_owned(), switches: [waited, gave_way] });
+        }
+        sleepers.sort();
+        Ok(Some(sleepers))
+    }
+
+    /// Reads what the kernel says of one thread.
+    fn read(&mut self, id: &OsStr) -> io::Result<()> {
+        if !self.files.contains_key(id) {
+            let file = File::open(Path::new(THREADS).join(id).join("status"))?;
+            self.files.insert(id.to_owned(), file);
+        }
+        self.text.resize(STATUS_BYTES, 0);
+        let length = self.files[id].read_at(&mut self.text, 0)?;
+        self.text.truncate(length);
+        Ok(())
+    }
 }
 
 /// A thread that sleeps.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Sleeper {
-    id: String,
+    id: OsString,
     name: String,
     /// Times that it began to wait, and that it had to give way.
     switches: [u64; 2],
-}
-
-/// All threads but clocks; `None` as soon as one is seen that does not sleep.
-fn look() -> io::Result<Option<Vec<Sleeper>>> {
-    let mut sleepers = Vec::new();
-    for entry in fs::read_dir(THREADS)? {
-        let path = entry?.path();
-        // One that has just ended was awake.
-        let Ok(status) = fs::read_to_string(path.join("status")) else { return Ok(None) };
-        let field = |name| status.lines().find_map(|line: &str| line.strip_prefix(name)).map(str::trim);
-        let number = |name| field(name).and_then(|count| count.parse().ok());
-        let missing = || io::Error::other(format!("{THREADS} does not say how often threads waited"));
-        let name = field("Name:").unwrap_or_default();
-        if name == NAME {
-            continue;
-        }
-        let switches = [number("voluntary_ctxt_switches:"), number("nonvoluntary_ctxt_switches:")];
-        let [Some(waited), Some(gave_way)] = switches else { return Err(missing()) };
-        if !field("State:").is_some_and(|state| state.starts_with('S')) {
-            return Ok(None);
-        }
-        let id = path.file_name().map(|id| id.to_string_lossy().into_owned()).unwrap_or_default();
-        sleepers.push(Sleeper { id, name: name.to_owned(), switches: [waited, gave_way] });
-    }
-    sleepers.sort();
-    Ok(Some(sleepers))
 }
 
 #[cfg(test)]

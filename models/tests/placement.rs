@@ -252,8 +252,13 @@ fn check(base: &Setup) {
     let base = &Setup { overrides: keeping(0), ..base.clone() };
     let expected = base.run(STEPS);
     assert!(expected.0[0].is_finite() && expected.0[3] < expected.0[0] + 1.0, "it trains: {:?}", expected.0);
-    for (name, setup) in variants(base, dir.path()) {
-        assert_eq!(setup.run(STEPS), expected, "{name}");
+    // On a card, whose kernels may be emulated, one number type has the first, third and so on, and the others the rest.
+    let is_turn =
+        |number: usize| !support::card::is_named() || number % 2 == usize::from(base.dtype == DType::F32);
+    for (number, (name, setup)) in variants(base, dir.path()).into_iter().enumerate() {
+        if is_turn(number) {
+            assert_eq!(setup.run(STEPS), expected, "{name}");
+        }
     }
 }
 

@@ -19,6 +19,7 @@ use crate::error::CliError;
 use crate::floor::{Capabilities, DISK, Floor, Unknown};
 use crate::progress::count;
 use crate::{cpu_backend, shape};
+use rayon::iter::{IntoParallelIterator as _, ParallelIterator as _};
 use serde_json::{Value, json};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -446,17 +447,28 @@ impl<'a> Planning<'a> {
             Dtype::Bf16 => &[StateFormat::Fp32, StateFormat::Split, StateFormat::Bf16, StateFormat::Compact],
             _ => &[StateFormat::Fp32],
         };
-        let mut found = Vec::new();
-        for &state in states {
-            for offload in self.places(chosen.offload) {
-                for (batch, accum) in BATCHES {
-                    let choice =
-                        Choice { state, offload, batch: batch * chosen.batch, accum: accum * chosen.accum };
-                    found.push((choice, self.of(choice)));
-                }
-            }
-        }
-        found
+        let places = self.places(chosen.offload);
+        let of_batch = |(batch, accum): (usize, usize)| {
+            let choices =
+                states.iter().flat_map(|&state| places.iter().map(move |&offload| (state, offload)));
+            let choices = choices.map(|(state, offload)| Choice {
+                state,
+                offload,
+                batch: batch * chosen.batch,
+                accum: accum * chosen.accum,
+            });
+            choices.map(|choice| (choice, self.of(choice))).collect::<Vec<_>>()
+        };
+        // Choices of the same batch share what takes the time, so that each batch is one thread's. Where the system refuses threads, this
+        // one does it alone.
+        let found: Vec<_> = match rayon::ThreadPoolBuilder::new().build() {
+            Ok(pool) => pool.install(|| BATCHES.into_par_iter().map(of_batch).collect()),
+            Err(_) => BATCHES.into_iter().map(of_batch).collect(),
+        };
+        // State by state and place by place, as they are read.
+        let mut batches: Vec<_> = found.into_iter().map(Vec::into_iter).collect();
+        let rows = states.len() * places.len();
+        (0..rows).flat_map(|_| batches.iter_mut().filter_map(Iterator::next).collect::<Vec<_>>()).collect()
     }
 
     fn text(&self, planned: &Planned, choices: &[(Choice, Result<Planned, EngineError>)]) -> String {

@@ -4,7 +4,10 @@
 //! the library can do and which interface it has.
 
 use std::fs;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::SystemTime;
 
 use crate::command::Step;
@@ -42,17 +45,18 @@ pub fn build(root: &Path) -> Result<PathBuf, String> {
     let compiler = compiler();
     let headers = ["kernels/src/cuda/common.cuh", "kernels/src/cuda/mma.cuh"];
     let shared = newest(root, &["kernels/shim", headers[0], headers[1], "xtask/src/cuda_shim.rs"]);
-    let mut objects = Vec::new();
-    let mut changed = !library.exists();
+    let mut files = Vec::new();
     for source in &sources {
         let wrapper = write(&folder.join(format!("{}.cpp", source.name)), &wrapper(root, source))?;
-        let since = newest(root, &[&source.path.display().to_string()]).max(shared);
-        changed |= compile(root, &compiler, &wrapper, since, &mut objects)?;
+        files.push((wrapper, newest(root, &[&source.path.display().to_string()]).max(shared)));
     }
     let registry = write(&folder.join("registry.cpp"), &registry(root, &sources))?;
-    changed |=
-        compile(root, &compiler, &registry, newest(root, &["kernels/src/cuda"]).max(shared), &mut objects)?;
-    if changed {
+    files.push((registry, newest(root, &["kernels/src/cuda"]).max(shared)));
+    let objects: Vec<String> = files.iter().map(|(file, _)| object(file).display().to_string()).collect();
+    // Those whose object is older than what it is made of.
+    files.retain(|(file, since)| modified(&object(file)) <= *since);
+    compile(root, &compiler, &files)?;
+    if !files.is_empty() || !library.exists() {
         Step::new(&compiler)
             .arguments(["-shared", "-Wl,--no-undefined", "-o"])
             .arguments([library.display().to_string().as_str()])
@@ -160,24 +164,27 @@ fn registry(root: &Path, sources: &[Source]) -> String {
     )
 }
 
-/// Compiles a file whose object is older than `since`; whether it did.
-fn compile(
-    root: &Path,
-    compiler: &str,
-    file: &Path,
-    since: Option<SystemTime>,
-    objects: &mut Vec<String>,
-) -> Result<bool, String> {
-    let object = file.with_extension("o");
-    objects.push(object.display().to_string());
-    if modified(&object) > since {
-        return Ok(false);
-    }
-    Step::new(compiler)
-        .arguments(FLAGS.split_whitespace())
-        .arguments(["-c", &file.display().to_string(), "-o", &object.display().to_string()])
-        .run(root)?;
-    Ok(true)
+/// Compiles files, as many at a time as there are processors.
+fn compile(root: &Path, compiler: &str, files: &[(PathBuf, Option<SystemTime>)]) -> Result<(), String> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some((file, _)) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
+            Step::new(compiler)
+                .arguments(FLAGS.split_whitespace())
+                .arguments(["-c", &file.display().to_string(), "-o", &object(file).display().to_string()])
+                .run(root)?;
+        }
+        Ok(())
+    };
+    let workers = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("a step reports its errors"))
+    })
+}
+
+fn object(file: &Path) -> PathBuf {
+    file.with_extension("o")
 }
 
 fn compiler() -> String {

@@ -52,8 +52,7 @@ use crate::{
     Accumulation, Backend, BatchLimits, EXPORT_BUFFER_BYTES, EngineConfig, EngineError, MicroBatch, Mode,
     Placement, Result, WindowOverrides,
 };
-use std::cell::{OnceCell, RefCell};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use terrace_tiers::{
     ByteSize, DiskStore, MemoryPlan, PlanRefusal, Scratch, StoreSpec, Striping, Tier, TierError,
 };
@@ -152,14 +151,37 @@ type CostKey =
 type Shape = (usize, usize);
 
 /// What planning runs of one network on one kind of device found. Plans that differ in state, placement or budgets alone share
-/// most of it.
+/// most of it, also where several threads plan at once.
 #[derive(Debug, Default)]
 pub struct PlanningRuns {
-    found: RefCell<Vec<(CostKey, DryCost)>>,
-    blocks: RefCell<Vec<(Shape, Arc<[BlockCost]>)>>,
+    found: Known<CostKey, DryCost>,
+    blocks: Known<Shape, Arc<[BlockCost]>>,
     ranks: Ranks,
     /// What one of several ranks holds of the state.
-    shard: OnceCell<Network>,
+    shard: OnceLock<Network>,
+}
+
+/// What was found so far, by what it depends on.
+#[derive(Debug)]
+struct Known<K, V>(Mutex<Vec<(K, V)>>);
+
+impl<K, V> Default for Known<K, V> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
+impl<K: PartialEq, V: Clone> Known<K, V> {
+    /// Finds it, if it is not known. Nobody waits meanwhile: two threads may find the same.
+    fn get_or_find(&self, key: K, find: impl FnOnce() -> Result<V>) -> Result<V> {
+        let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, value)) = lock().iter().find(|(known, _)| *known == key) {
+            return Ok(value.clone());
+        }
+        let value = find()?;
+        lock().push((key, value.clone()));
+        Ok(value)
+    }
 }
 
 impl PlanningRuns {
@@ -319,13 +341,10 @@ impl Planner<'_> {
             return Ok(Arc::default());
         }
         let shape = (self.sample.sequences, self.sample.length);
-        if let Some((_, blocks)) = self.runs.blocks.borrow().iter().find(|(known, _)| *known == shape) {
-            return Ok(Arc::clone(blocks));
-        }
-        let run = self.dry_run(CHUNK_CHOICES[0], Staying::None, Keeping::default(), 0);
-        let blocks: Arc<[BlockCost]> = run.blocks()?.into();
-        self.runs.blocks.borrow_mut().push((shape, Arc::clone(&blocks)));
-        Ok(blocks)
+        self.runs.blocks.get_or_find(shape, || {
+            let run = self.dry_run(CHUNK_CHOICES[0], Staying::None, Keeping::default(), 0);
+            Ok(run.blocks()?.into())
+        })
     }
 
     /// Where the arena is.
@@ -650,22 +669,20 @@ impl Planner<'_> {
         let in_turns = self.is_in_turns(choice);
         let (limits, order) = (config.limits, config.accumulation);
         let key = (chunks, follows, staying, state_groups, keeping, limits, order, kv, in_turns);
-        if let Some((_, cost)) = self.runs.found.borrow().iter().find(|(known, _)| *known == key) {
-            return Ok(cost.clone());
-        }
-        let mut cost = DryCost::default();
-        for &mode in modes {
-            let run = self.dry_run(choice.chunk_elements, staying, keeping, state_groups);
-            let (kv, come_whole) = (self.kv_plan(choice.kv_room), choice.gradients_whole);
-            let dry = DryRun { kv, in_turns, come_whole, ..run }.measure(mode)?;
-            cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
-            cost.flops = cost.flops.max(dry.flops);
-            if mode == Mode::Train {
-                cost.left_bytes = dry.left_bytes;
+        self.runs.found.get_or_find(key, || {
+            let mut cost = DryCost::default();
+            for &mode in modes {
+                let run = self.dry_run(choice.chunk_elements, staying, keeping, state_groups);
+                let (kv, come_whole) = (self.kv_plan(choice.kv_room), choice.gradients_whole);
+                let dry = DryRun { kv, in_turns, come_whole, ..run }.measure(mode)?;
+                cost.arena_bytes = cost.arena_bytes.max(dry.arena_bytes);
+                cost.flops = cost.flops.max(dry.flops);
+                if mode == Mode::Train {
+                    cost.left_bytes = dry.left_bytes;
+                }
             }
-        }
-        self.runs.found.borrow_mut().push((key, cost.clone()));
-        Ok(cost)
+            Ok(cost)
+        })
     }
 
     /// Gradient chunks in host memory: all of them when clipping must see the norm first (or state is resident), else those of

@@ -129,6 +129,11 @@ thread_local! {
     static CUDA: Option<Vec<(String, KernelSet)>> = crate::cuda::backends();
 }
 
+/// Whether the tests are those of CUDA, on a card or the mock driver.
+pub fn is_for_cuda() -> bool {
+    CUDA.with(Option::is_some)
+}
+
 /// Every backend that must agree with the reference: those of the CPU, or on the mock driver that of CUDA.
 pub fn backends() -> Vec<(String, KernelSet)> {
     sets(Isa::available())
