@@ -48,6 +48,25 @@ struct Holes {
     used: usize,
     /// Highest end of any region so far: the capacity that would have been enough.
     peak: usize,
+    /// What was asked since somebody wanted to know.
+    requests: Option<Vec<Request>>,
+}
+
+/// What an arena is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// A region, and where it came to begin.
+    Take {
+        /// Bytes of it.
+        bytes: usize,
+        /// Where it begins.
+        start: usize,
+    },
+    /// Back with the region that begins there.
+    Give {
+        /// Where it began.
+        start: usize,
+    },
 }
 
 // SAFETY: the base pointer is only turned into borrows of disjoint regions.
@@ -83,7 +102,7 @@ impl Arena {
         poison: Option<u8>,
         memory: Option<Box<dyn Keep>>,
     ) -> Self {
-        let holes = Holes { free: vec![(0, capacity)], used: 0, peak: 0 };
+        let holes = Holes { free: vec![(0, capacity)], used: 0, peak: 0, requests: None };
         Self {
             inner: Arc::new(Inner {
                 base,
@@ -115,6 +134,7 @@ impl Arena {
         }
         holes.used += need;
         holes.peak = holes.peak.max(start + need);
+        holes.note(Request::Take { bytes, start });
         drop(holes);
         let mut region = Region { inner: Arc::clone(&self.inner), start, len: bytes };
         if let Some(value) = self.inner.poison {
@@ -136,6 +156,13 @@ impl Arena {
     /// The free ranges, `(start, end)` each, in order: while they are the same, the same requests get the same places.
     pub fn holes(&self) -> Vec<(usize, usize)> {
         self.inner.lock().free.clone()
+    }
+
+    /// What `work` asks of the arena, in order, beside its result.
+    pub fn requests_of<T>(&self, work: impl FnOnce() -> T) -> (T, Vec<Request>) {
+        self.inner.lock().requests = Some(Vec::new());
+        let done = work();
+        (done, self.inner.lock().requests.take().unwrap_or_default())
     }
 
     /// Bytes in use now, rounded up per region.
@@ -190,6 +217,7 @@ impl Drop for Region {
     fn drop(&mut self) {
         let end = self.start + Arena::region_bytes(self.len);
         let mut holes = self.inner.lock();
+        holes.note(Request::Give { start: self.start });
         holes.used -= end - self.start;
         let at = holes.free.partition_point(|(start, _)| *start < self.start);
         holes.free.insert(at, (self.start, end));
@@ -200,6 +228,14 @@ impl Drop for Region {
         if at > 0 && holes.free[at - 1].1 == holes.free[at].0 {
             holes.free[at - 1].1 = holes.free[at].1;
             holes.free.remove(at);
+        }
+    }
+}
+
+impl Holes {
+    fn note(&mut self, request: Request) {
+        if let Some(requests) = &mut self.requests {
+            requests.push(request);
         }
     }
 }
@@ -229,5 +265,28 @@ mod tests {
         drop(d);
         assert_eq!(arena.used(), 0);
         assert_eq!(arena.inner.lock().free.len(), 1);
+    }
+
+    #[test]
+    fn requests_are_noted_while_work_goes_on() {
+        let arena = Arena::virtual_memory();
+        let before = arena.alloc(10).unwrap();
+        let (region, requests) = arena.requests_of(|| {
+            let region = arena.alloc(300).unwrap();
+            drop(arena.alloc(1).unwrap());
+            drop(before);
+            region
+        });
+        assert_eq!(
+            requests,
+            [
+                Request::Take { bytes: 300, start: 256 },
+                Request::Take { bytes: 1, start: 768 },
+                Request::Give { start: 768 },
+                Request::Give { start: 0 },
+            ]
+        );
+        drop(region);
+        assert!(arena.requests_of(|| ()).1.is_empty());
     }
 }

@@ -17,7 +17,7 @@ mod pinned;
 pub mod sim;
 mod transfer;
 
-pub use arena::{Arena, Keep, Region};
+pub use arena::{Arena, Keep, Region, Request};
 pub use bytes::{Bytes, BytesMut, Space};
 pub use device::{Device, Event, Stream, StreamKind};
 pub use error::DeviceError;

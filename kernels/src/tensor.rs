@@ -152,6 +152,11 @@ impl Tensor {
         self.region
     }
 
+    /// Where its memory begins in its arena.
+    pub fn start(&self) -> usize {
+        self.region.start()
+    }
+
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype

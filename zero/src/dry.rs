@@ -2,7 +2,7 @@
 //!
 //! What comes out is exact, holes of the arena included, because regions are placed first-fit in the same order. Only of chunks that
 //! take each other's places again and again a few are enough, and of micro-batches and rounds that find the arena as the one before
-//! them found it, one: they would do what that did.
+//! them found it, one: they would do what that did. Of others a block asks what it asked for the first ([`Script`]).
 
 use crate::activations::Activations;
 use crate::gradients::DOWNLOAD_WINDOW;
@@ -17,7 +17,7 @@ use crate::{
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::iter::repeat_n;
 use std::ops::Range;
-use terrace_device::{Arena, Bytes, BytesMut, Region};
+use terrace_device::{Arena, Bytes, BytesMut, Region, Request};
 use terrace_kernels::{DType, KernelSet, Tensor, View, ViewMut, dry};
 
 /// What a step needs and does.
@@ -90,6 +90,9 @@ struct State {
     sums: Parking,
     /// Operations of what was not run again.
     repeated: u64,
+    /// By block, what its forward and its backward ask of the arena.
+    forwards: HashMap<usize, Script>,
+    backwards: HashMap<usize, Script>,
 }
 
 /// What a run is made with.
@@ -192,6 +195,8 @@ impl DryRun<'_> {
             parking: Parking::default(),
             sums: Parking::default(),
             repeated: 0,
+            forwards: HashMap::new(),
+            backwards: HashMap::new(),
         };
         let pages = generates.then(|| self.page_table(&arena)).transpose()?;
         let turns = if self.in_turns && trains {
@@ -216,7 +221,7 @@ impl DryRun<'_> {
                     cx.kv = Some(layout.slot(buffer, pages.view()));
                 }
                 let mut staying = state.staying.remove(&0);
-                self.forward(block, mode, &arena, &mut cx, &mut staying)?;
+                self.forward(block, mode, &mut cx, &mut staying, |work, cx| work(cx))?;
                 state.staying.extend(staying.map(|region| (0, region)));
             }
         }
@@ -284,7 +289,11 @@ impl DryRun<'_> {
             cx.kept = self.keeping.ask(block);
             cx.lasting = turn.unwrap_or(arena);
             let mut staying = state.staying.remove(&m);
-            self.forward(block, Mode::Train, arena, &mut cx, &mut staying)?;
+            let (scripts, repeated) = (&mut state.forwards, &mut state.repeated);
+            self.forward(block, Mode::Train, &mut cx, &mut staying, |work, cx| match turn {
+                None => Script::perform(scripts, block, (counter, repeated), cx, work),
+                Some(_) => work(cx),
+            })?;
             match cx.kept {
                 Kept::Left(tensors) if self.keeping.sends(block) => {
                     state.sent.insert(block, Shapes::of(&tensors));
@@ -328,7 +337,7 @@ impl DryRun<'_> {
             let mut cx = self.context(&kernels, &arena, Mode::Train, &inputs, &mut loss);
             cx.kept = Kept::Wanted;
             if block < self.network.last() {
-                self.forward(block, Mode::Train, &arena, &mut cx, &mut None)?;
+                self.forward(block, Mode::Train, &mut cx, &mut None, |work, cx| work(cx))?;
             }
             let kept = cx.kept;
             let (mut kept_bytes, mut kept_tensors) = (None, Vec::new());
@@ -359,14 +368,16 @@ impl DryRun<'_> {
         Ok(blocks)
     }
 
+    /// The forward of a block; `perform` is given its own part of it.
     fn forward(
         &self,
         block: usize,
         mode: Mode,
-        arena: &Arena,
         cx: &mut Context<'_>,
         staying: &mut Option<Region>,
+        perform: impl FnOnce(&dyn Fn(&mut Context<'_>) -> Result, &mut Context<'_>) -> Result,
     ) -> Result {
+        let arena = cx.arena;
         let last = block == self.network.last();
         let x = block.checked_sub(1).map(|b| self.signal(b, mode));
         let y = self.signal(block, mode);
@@ -374,9 +385,11 @@ impl DryRun<'_> {
         // Logits always live in the arena; other outputs only where signals cross by copy.
         let y_region =
             if last { Some(arena.alloc(y.bytes())?) } else { self.crossing(arena, Some(&y), &mut None)? };
-        let weights = self.weights(block);
-        let y = ViewMut::new(BytesMut::virtual_range(y.bytes()), y.dtype, &y.dims);
-        self.network.blocks[block].forward(cx, &weights, x.as_ref().map(virtual_view), y)?;
+        let work = |cx: &mut Context<'_>| {
+            let out = ViewMut::new(BytesMut::virtual_range(y.bytes()), y.dtype, &y.dims);
+            self.network.blocks[block].forward(cx, &self.weights(block), x.as_ref().map(virtual_view), out)
+        };
+        perform(&work, cx)?;
         // What is spilled leaves at once; the last boundary is not.
         let spilled = self.staying == Staying::UnlessSpilled
             && mode == Mode::Train
@@ -438,7 +451,10 @@ impl DryRun<'_> {
             };
             let mut cx = self.context(tools.kernels, arena, Mode::Train, &state.inputs, &mut state.loss);
             cx.kept = kept;
-            self.block_backward(block, &mut cx)?;
+            let count = (tools.counter, &mut state.repeated);
+            Script::perform(&mut state.backwards, block, count, &mut cx, |cx| {
+                self.block_backward(block, cx)
+            })?;
             let stays = self.staying != Staying::None && !(block == 1 && self.rounds.waits(0));
             state.staying.extend(dx_region.filter(|_| stays).map(|region| (m, region)));
             drop((x_region, dy_region));
@@ -589,6 +605,89 @@ impl DryRun<'_> {
     fn page_table(&self, arena: &Arena) -> Result<Tensor> {
         let dims = [self.sample.sequences, self.limits.pages_per_sequence()];
         Ok(Tensor::new(arena, DType::I32, &dims)?)
+    }
+}
+
+/// What a block asks of the arena for one micro-batch. It asks the same for every other, which need not be gone through: what is asked in
+/// the same order comes to lie where the block's own tensors would.
+struct Script {
+    steps: Vec<Play>,
+    /// What is left for backward, by the numbers of its regions; `None` if the block left it open.
+    left: Option<(Vec<usize>, Shapes)>,
+    operations: u64,
+}
+
+/// Regions have numbers: first those that the block is given, then each as it is taken.
+enum Play {
+    Take(usize),
+    Give(usize),
+}
+
+impl Script {
+    /// Plays what is known of `block`, or lets it do its `work` and notes that.
+    fn perform(
+        scripts: &mut HashMap<usize, Self>,
+        block: usize,
+        (counter, repeated): (&dry::Counter, &mut u64),
+        cx: &mut Context<'_>,
+        work: impl FnOnce(&mut Context<'_>) -> Result,
+    ) -> Result {
+        if let Some(script) = scripts.get(&block) {
+            *repeated = repeated.checked_add(script.operations).ok_or_else(too_many_operations)?;
+            return script.play(cx);
+        }
+        let given: Vec<usize> = match &cx.kept {
+            Kept::Left(tensors) => tensors.iter().map(Tensor::start).collect(),
+            Kept::Nothing | Kept::Wanted => Vec::new(),
+        };
+        let (arena, before) = (cx.arena, operations(counter)?);
+        let (done, requests) = arena.requests_of(|| work(cx));
+        done?;
+        let operations = operations(counter)? - before;
+        let left = match &cx.kept {
+            Kept::Left(tensors) => tensors.as_slice(),
+            Kept::Nothing | Kept::Wanted => &[],
+        };
+        // What has ended is not at its place any more: the last region that began there is meant.
+        let (mut numbers, mut steps) = (given, Vec::with_capacity(requests.len()));
+        let last = |numbers: &[usize], start: usize| numbers.iter().rposition(|&of| of == start);
+        for request in requests {
+            steps.push(match request {
+                Request::Take { bytes, start } => {
+                    numbers.push(start);
+                    Play::Take(bytes)
+                }
+                // Of what lived before a block gives back what it was given alone.
+                Request::Give { start } => Play::Give(last(&numbers, start).expect("it was taken or given")),
+            });
+        }
+        let left = matches!(cx.kept, Kept::Left(_)).then(|| {
+            let of = |tensor: &Tensor| last(&numbers, tensor.start()).expect("a block leaves what it took");
+            (left.iter().map(of).collect(), Shapes::of(left))
+        });
+        scripts.insert(block, Self { steps, left, operations });
+        Ok(())
+    }
+
+    fn play(&self, cx: &mut Context<'_>) -> Result {
+        let mut regions: Vec<Option<Region>> = match std::mem::take(&mut cx.kept) {
+            Kept::Left(tensors) => tensors.into_iter().map(|tensor| Some(tensor.into_region())).collect(),
+            asked => {
+                cx.kept = asked;
+                Vec::new()
+            }
+        };
+        for step in &self.steps {
+            match *step {
+                Play::Take(bytes) => regions.push(Some(cx.arena.alloc(bytes)?)),
+                Play::Give(number) => regions[number] = None,
+            }
+        }
+        if let Some((numbers, shapes)) = &self.left {
+            let taken = numbers.iter().map(|&number| regions[number].take().expect("it is left"));
+            cx.kept = Kept::Left(shapes.clone().over(taken.collect()));
+        }
+        Ok(())
     }
 }
 

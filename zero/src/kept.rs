@@ -139,7 +139,7 @@ impl KeptTensors {
 }
 
 /// What tensors are without their memory.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Shapes(Vec<(DType, Shape)>);
 
 impl Shapes {
@@ -159,7 +159,7 @@ impl Shapes {
     }
 
     /// The tensors in memory that is given.
-    fn over(self, regions: Vec<Region>) -> Vec<Tensor> {
+    pub(crate) fn over(self, regions: Vec<Region>) -> Vec<Tensor> {
         let each = regions.into_iter().zip(self.0);
         each.map(|(region, (dtype, shape))| Tensor::from_region(region, dtype, shape.dims())).collect()
     }
