@@ -4,6 +4,8 @@
 //! take each other's places again and again a few are enough, and of micro-batches and rounds that find the arena as the one before
 //! them found it, one: they would do what that did. Of others a block asks what it asked for the first ([`Script`]).
 
+mod script;
+
 use crate::activations::Activations;
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors, Shapes};
@@ -14,10 +16,11 @@ use crate::turns::Turns;
 use crate::{
     BatchLimits, Context, EngineError, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights,
 };
+use script::Script;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::iter::repeat_n;
 use std::ops::Range;
-use terrace_device::{Arena, Bytes, BytesMut, Region, Request};
+use terrace_device::{Arena, Bytes, BytesMut, Region};
 use terrace_kernels::{DType, KernelSet, Tensor, View, ViewMut, dry};
 
 /// What a step needs and does.
@@ -605,89 +608,6 @@ impl DryRun<'_> {
     fn page_table(&self, arena: &Arena) -> Result<Tensor> {
         let dims = [self.sample.sequences, self.limits.pages_per_sequence()];
         Ok(Tensor::new(arena, DType::I32, &dims)?)
-    }
-}
-
-/// What a block asks of the arena for one micro-batch. It asks the same for every other, which need not be gone through: what is asked in
-/// the same order comes to lie where the block's own tensors would.
-struct Script {
-    steps: Vec<Play>,
-    /// What is left for backward, by the numbers of its regions; `None` if the block left it open.
-    left: Option<(Vec<usize>, Shapes)>,
-    operations: u64,
-}
-
-/// Regions have numbers: first those that the block is given, then each as it is taken.
-enum Play {
-    Take(usize),
-    Give(usize),
-}
-
-impl Script {
-    /// Plays what is known of `block`, or lets it do its `work` and notes that.
-    fn perform(
-        scripts: &mut HashMap<usize, Self>,
-        block: usize,
-        (counter, repeated): (&dry::Counter, &mut u64),
-        cx: &mut Context<'_>,
-        work: impl FnOnce(&mut Context<'_>) -> Result,
-    ) -> Result {
-        if let Some(script) = scripts.get(&block) {
-            *repeated = repeated.checked_add(script.operations).ok_or_else(too_many_operations)?;
-            return script.play(cx);
-        }
-        let given: Vec<usize> = match &cx.kept {
-            Kept::Left(tensors) => tensors.iter().map(Tensor::start).collect(),
-            Kept::Nothing | Kept::Wanted => Vec::new(),
-        };
-        let (arena, before) = (cx.arena, operations(counter)?);
-        let (done, requests) = arena.requests_of(|| work(cx));
-        done?;
-        let operations = operations(counter)? - before;
-        let left = match &cx.kept {
-            Kept::Left(tensors) => tensors.as_slice(),
-            Kept::Nothing | Kept::Wanted => &[],
-        };
-        // What has ended is not at its place any more: the last region that began there is meant.
-        let (mut numbers, mut steps) = (given, Vec::with_capacity(requests.len()));
-        let last = |numbers: &[usize], start: usize| numbers.iter().rposition(|&of| of == start);
-        for request in requests {
-            steps.push(match request {
-                Request::Take { bytes, start } => {
-                    numbers.push(start);
-                    Play::Take(bytes)
-                }
-                // Of what lived before a block gives back what it was given alone.
-                Request::Give { start } => Play::Give(last(&numbers, start).expect("it was taken or given")),
-            });
-        }
-        let left = matches!(cx.kept, Kept::Left(_)).then(|| {
-            let of = |tensor: &Tensor| last(&numbers, tensor.start()).expect("a block leaves what it took");
-            (left.iter().map(of).collect(), Shapes::of(left))
-        });
-        scripts.insert(block, Self { steps, left, operations });
-        Ok(())
-    }
-
-    fn play(&self, cx: &mut Context<'_>) -> Result {
-        let mut regions: Vec<Option<Region>> = match std::mem::take(&mut cx.kept) {
-            Kept::Left(tensors) => tensors.into_iter().map(|tensor| Some(tensor.into_region())).collect(),
-            asked => {
-                cx.kept = asked;
-                Vec::new()
-            }
-        };
-        for step in &self.steps {
-            match *step {
-                Play::Take(bytes) => regions.push(Some(cx.arena.alloc(bytes)?)),
-                Play::Give(number) => regions[number] = None,
-            }
-        }
-        if let Some((numbers, shapes)) = &self.left {
-            let taken = numbers.iter().map(|&number| regions[number].take().expect("it is left"));
-            cx.kept = Kept::Left(shapes.clone().over(taken.collect()));
-        }
-        Ok(())
     }
 }
 
