@@ -4,6 +4,7 @@
 use super::retention;
 use crate::error::{CliError, advice};
 use std::fs::{File, TryLockError};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use terrace_models::{Model, SafetensorsSource, holds_weights};
 use terrace_zero::create_dir_durably;
@@ -231,6 +232,10 @@ pub(super) fn writable(flag: &str, dir: &Path) -> Result<(), CliError> {
     if !existing.is_dir() {
         let subject = if existing == whole { "this".into() } else { existing.display().to_string() };
         return refused(format!("{subject} is not a directory; give a folder, or a name that is free"));
+    }
+    // A file that has no name leaves nothing behind, whenever the process is killed. Not every file system has them.
+    if File::options().write(true).custom_flags(libc::O_TMPFILE).open(existing).is_ok() {
+        return Ok(());
     }
     let probe = existing.join(format!(".terrace-probe-{}", std::process::id()));
     match File::create_new(&probe) {
