@@ -23,6 +23,9 @@ use std::ops::Range;
 use terrace_device::{Arena, Bytes, BytesMut, Region};
 use terrace_kernels::{DType, KernelSet, Tensor, View, ViewMut, dry};
 
+/// Rows of the largest micro-batch whose requests are noted.
+const PLAYED_ROWS_MAX: usize = 1 << 17;
+
 /// What a step needs and does.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct DryCost {
@@ -294,8 +297,8 @@ impl DryRun<'_> {
             let mut staying = state.staying.remove(&m);
             let (scripts, repeated) = (&mut state.forwards, &mut state.repeated);
             self.forward(block, Mode::Train, &mut cx, &mut staying, |work, cx| match turn {
-                None => Script::perform(scripts, block, (counter, repeated), cx, work),
-                Some(_) => work(cx),
+                None if self.are_played() => Script::perform(scripts, block, (counter, repeated), cx, work),
+                _ => work(cx),
             })?;
             match cx.kept {
                 Kept::Left(tensors) if self.keeping.sends(block) => {
@@ -454,10 +457,12 @@ impl DryRun<'_> {
             };
             let mut cx = self.context(tools.kernels, arena, Mode::Train, &state.inputs, &mut state.loss);
             cx.kept = kept;
-            let count = (tools.counter, &mut state.repeated);
-            Script::perform(&mut state.backwards, block, count, &mut cx, |cx| {
-                self.block_backward(block, cx)
-            })?;
+            if self.are_played() {
+                let (scripts, count) = (&mut state.backwards, (tools.counter, &mut state.repeated));
+                Script::perform(scripts, block, count, &mut cx, |cx| self.block_backward(block, cx))?;
+            } else {
+                self.block_backward(block, &mut cx)?;
+            }
             let stays = self.staying != Staying::None && !(block == 1 && self.rounds.waits(0));
             state.staying.extend(dx_region.filter(|_| stays).map(|region| (m, region)));
             drop((x_region, dy_region));
@@ -496,6 +501,13 @@ impl DryRun<'_> {
             state.coming = next.map(|next| state.sent[&next].take(arena)).transpose()?;
         }
         Ok(Some(tensors))
+    }
+
+    /// Whether what blocks ask is noted and played: for several micro-batches, of which each asks for little. Blocks go through a
+    /// batch in parts and ask for each of them.
+    fn are_played(&self) -> bool {
+        let rows = self.sample.sequences.saturating_mul(self.sample.length);
+        self.rounds.micro_batches() > 1 && rows <= PLAYED_ROWS_MAX
     }
 
     /// The backward of a block alone.

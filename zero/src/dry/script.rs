@@ -51,32 +51,29 @@ impl Script {
     /// `None` if the block holds memory of its own from one micro-batch to the next.
     fn of(given: Vec<usize>, requests: &[Request], kept: &Kept, operations: u64) -> Option<Self> {
         let (first, mut steps) = (given.len(), Vec::with_capacity(requests.len()));
-        // Where regions begin that are not given back.
-        let mut numbers: Vec<Option<usize>> = given.into_iter().map(Some).collect();
-        let number =
-            |numbers: &[Option<usize>], start: usize| numbers.iter().position(|of| *of == Some(start));
+        // By where they begin, the numbers of the regions that are not given back.
+        let mut numbers: HashMap<usize, usize> = given.into_iter().zip(0..).collect();
+        let mut next = first;
         for request in requests {
             steps.push(match *request {
                 Request::Take { bytes, start } => {
-                    numbers.push(Some(start));
+                    numbers.insert(start, next);
+                    next += 1;
                     Play::Take(bytes)
                 }
-                Request::Give { start } => {
-                    let number = number(&numbers, start)?;
-                    numbers[number] = None;
-                    Play::Give(number)
-                }
+                Request::Give { start } => Play::Give(numbers.remove(&start)?),
             });
         }
         let left = match kept {
             Kept::Left(tensors) => {
-                let of = |tensor: &Tensor| number(&numbers, tensor.start());
+                let of = |tensor: &Tensor| numbers.get(&tensor.start()).copied();
                 Some((tensors.iter().map(of).collect::<Option<Vec<_>>>()?, Shapes::of(tensors)))
             }
             Kept::Nothing | Kept::Wanted => None,
         };
         let all_left = left.as_ref().map_or(0, |(numbers, _)| numbers.len());
-        (numbers[first..].iter().flatten().count() == all_left).then_some(Self { steps, left, operations })
+        let taken = numbers.values().filter(|&&number| number >= first).count();
+        (taken == all_left).then_some(Self { steps, left, operations })
     }
 
     fn play(&self, cx: &mut Context<'_>) -> Result {
