@@ -428,18 +428,15 @@ fn optimizer_ratio(
     warnings: &mut Vec<String>,
 ) -> Result<Option<f64>, CliError> {
     let choice = shares_state(args.optimizer_ratio, offload, args.durability.unwrap_or_default())?;
-    if !choice && given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
-        warnings.push(
-            "offload_optimizer.ratio is not used: sharing the state with a card takes --offload host, or --offload disk and --durability \
-             checkpoint or none"
-                .into(),
-        );
-    }
-    if choice && args.plan.is_some() && given.offload_ratio.is_some_and(|ratio| ratio < 1.0) {
-        warnings.push(
-            "offload_optimizer.ratio is not used: the plan of --plan says whose state the device updates"
-                .into(),
-        );
+    let unused = match (choice, &args.plan) {
+        (false, _) => Some(
+            "sharing the state with a card takes --offload host, or --offload disk and --durability checkpoint or none",
+        ),
+        (true, Some(_)) => Some("the plan of --plan says whose state the device updates"),
+        (true, None) => None,
+    };
+    if let Some(why) = unused.filter(|_| given.offload_ratio.is_some_and(|ratio| ratio < 1.0)) {
+        warnings.push(format!("offload_optimizer.ratio is not used: {why}"));
     }
     Ok(args.optimizer_ratio.or(given.offload_ratio).filter(|_| choice))
 }

@@ -44,7 +44,8 @@ const SUITES: [Suite; 6] = [
     Suite {
         package: "terrace-kernels",
         targets: &["conformance", "tensor_cores"],
-        tests: "--include-ignored",
+        // Those two are of the CPU alone.
+        tests: "--include-ignored --skip threads::matmul --skip threads::products_with_epilogues",
         kernels: |root, _| {
             cuda_shim::selftest(root)?;
             cuda_shim::build(root)

@@ -19,7 +19,7 @@ use terrace_kernels::{
 use terrace_kernels::{DType, reference};
 
 /// Set by `cargo xtask cuda-mock`: the kernels' library.
-pub const VARIABLE: &str = "TERRACE_SHIM_LIBRARY";
+const VARIABLE: &str = "TERRACE_SHIM_LIBRARY";
 
 /// All variants with the plain kernels, if there is a driver to run them on.
 pub fn backends() -> Option<Vec<(String, KernelSet)>> {

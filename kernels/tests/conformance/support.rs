@@ -129,11 +129,6 @@ thread_local! {
     static CUDA: Option<Vec<(String, KernelSet)>> = crate::cuda::backends();
 }
 
-/// Whether the tests are those of CUDA, on a card or the mock driver.
-pub fn is_for_cuda() -> bool {
-    std::env::var_os(crate::cuda::VARIABLE).is_some()
-}
-
 /// Every backend that must agree with the reference: those of the CPU, or on the mock driver that of CUDA.
 pub fn backends() -> Vec<(String, KernelSet)> {
     sets(Isa::available())
