@@ -7,6 +7,7 @@
 
 use crate::{Arena, Bytes, BytesMut, Device, DeviceError, Event, Pinned, Space, Stream, StreamKind};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,6 +16,9 @@ pub const POISON: u8 = 0xFF;
 
 /// Mappings of this size ask for huge pages.
 const HUGE_BYTES_MIN: usize = 4 << 20;
+
+/// The smallest page of x86-64.
+const PAGE_BYTES: usize = 4096;
 
 /// The CPU.
 #[derive(Debug, Clone)]
@@ -81,7 +85,8 @@ impl HostMemory {
     /// The operating system has no memory left.
     pub fn new(bytes: usize) -> Result<Self, DeviceError> {
         // What cannot be counted in pages cannot be had either.
-        let mapped = bytes.max(1).checked_next_multiple_of(4096).unwrap_or(usize::MAX - 4095);
+        let mapped =
+            bytes.max(1).checked_next_multiple_of(PAGE_BYTES).unwrap_or(usize::MAX - (PAGE_BYTES - 1));
         // SAFETY: a new private anonymous mapping touches no existing memory.
         let base = unsafe {
             libc::mmap(
@@ -104,6 +109,25 @@ impl HostMemory {
             unsafe { libc::madvise(base.as_ptr().cast(), mapped, libc::MADV_HUGEPAGE) };
         }
         Ok(Self { pinned: Vec::new(), base, bytes: mapped })
+    }
+
+    /// Makes the pages of a range resident that are not yet: what touching them would do, one by one and by whoever comes first. Several
+    /// threads may do parts of it at once. Nothing happens where the system cannot (before Linux 5.14).
+    ///
+    /// # Panics
+    /// If the range reaches past the mapping.
+    pub fn populate(&self, range: Range<usize>) {
+        assert!(
+            range.start <= range.end && range.end <= self.bytes,
+            "{range:?} lies within {} bytes",
+            self.bytes
+        );
+        let start = range.start / PAGE_BYTES * PAGE_BYTES;
+        // SAFETY: whole pages of the mapping, of which no byte changes.
+        unsafe {
+            let first = self.base.as_ptr().add(start);
+            libc::madvise(first.cast(), range.end - start, libc::MADV_POPULATE_WRITE);
+        }
     }
 
     /// Pins the memory for the copies of `device`, if it needs and gets that.
@@ -230,5 +254,48 @@ impl Event for HostEvent {
 impl Queue {
     fn lock(&self) -> std::sync::MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Which pages of a mapping are resident.
+    fn resident(memory: &HostMemory) -> Vec<bool> {
+        let mut pages = vec![0u8; memory.bytes() / PAGE_BYTES];
+        // SAFETY: the range is a mapping, and there is a byte for each of its pages.
+        let result =
+            unsafe { libc::mincore(memory.base().as_ptr().cast(), memory.bytes(), pages.as_mut_ptr()) };
+        assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+        pages.into_iter().map(|page| page & 1 == 1).collect()
+    }
+
+    #[test]
+    fn populated_pages_are_resident_and_keep_their_bytes() {
+        let memory = HostMemory::new(16 * PAGE_BYTES).unwrap();
+        // A touched byte of a huge page makes many small ones resident.
+        // SAFETY: the range is the mapping, and the advice changes no byte of it.
+        unsafe { libc::madvise(memory.base().as_ptr().cast(), memory.bytes(), libc::MADV_NOHUGEPAGE) };
+        // SAFETY: within the mapping, of which there is no reference.
+        unsafe { memory.base().add(5 * PAGE_BYTES).write(7) };
+        let touched: Vec<bool> = (0..16).map(|page| page == 5).collect();
+        assert_eq!(resident(&memory), touched, "what nobody has touched is not resident");
+        memory.populate(2 * PAGE_BYTES + 1..6 * PAGE_BYTES + 1);
+        let populated: Vec<bool> = (0..16).map(|page| (2..7).contains(&page)).collect();
+        let found = resident(&memory);
+        assert!(
+            found == populated || found == touched,
+            "{found:?}; the latter is a system before Linux 5.14"
+        );
+        // SAFETY: as above.
+        assert_eq!(unsafe { memory.base().add(5 * PAGE_BYTES).read() }, 7);
+        memory.populate(0..0);
+    }
+
+    #[test]
+    #[should_panic(expected = "lies within")]
+    fn nothing_outside_of_a_mapping_is_populated() {
+        HostMemory::new(PAGE_BYTES).unwrap().populate(0..PAGE_BYTES + 1);
     }
 }

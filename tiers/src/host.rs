@@ -1,7 +1,7 @@
 //! Blobs that live in host memory for the whole run.
 
 use crate::{Lease, TierError};
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 use terrace_device::host::HostMemory;
 use terrace_device::{Device, StableBytes};
@@ -33,6 +33,14 @@ impl HostBlob {
     /// The operating system has no memory left.
     pub fn new(len: usize) -> Result<Self, TierError> {
         Ok(Self { memory: HostMemory::new(len)?, len })
+    }
+
+    /// Makes the pages of a range resident, as [`HostMemory::populate`].
+    ///
+    /// # Panics
+    /// If the range reaches past the blob.
+    pub fn populate(&self, range: Range<usize>) {
+        self.memory.populate(range);
     }
 
     /// Pins the memory for the copies of `device`, if it needs and gets that.

@@ -353,6 +353,7 @@ impl Engine {
         let slots = if trains && on_disk { windows.update_slots } else { 2 };
         let update_slots = UpdateSlots::new(&kinds, slots, windows.slot_elements, slot_io)?;
         let pool = update_pool(&config)?;
+        home.populate(&pool);
         Ok(Self {
             config,
             backend,

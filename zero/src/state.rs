@@ -7,6 +7,7 @@ use crate::network::Network;
 use crate::overlap::Gate;
 use crate::saving::Saving;
 use crate::{EngineConfig, EngineError, Placement, Result, StepReport};
+use rayon::prelude::*;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,6 +17,9 @@ use terrace_optimizer::{Optimizer, StateKind, StateLayout, WeightType, optimizer
 use terrace_tiers::{
     BlobKind, BlobSpec, DiskStore, GroupSpec, HostBlob, SharedBytes, StoreSpec, Tier, TierError,
 };
+
+/// Bytes that a thread makes resident at a time.
+const POPULATED_BYTES: usize = 16 << 20;
 
 /// The kinds of state, in the order in which the optimizer takes them.
 #[derive(Debug, Clone)]
@@ -209,6 +213,12 @@ impl StateKinds {
     }
 }
 
+/// Parts of a blob that one thread makes resident at a time.
+fn parts(blob: &Arc<HostBlob>) -> impl Iterator<Item = (&HostBlob, Range<usize>)> {
+    let len = blob.len();
+    (0..len).step_by(POPULATED_BYTES).map(move |start| (&**blob, start..len.min(start + POPULATED_BYTES)))
+}
+
 impl StateHome {
     /// Allocates resident state, but for what `room` has on the device; `device` will read the weights.
     pub(crate) fn resident(
@@ -247,6 +257,23 @@ impl StateHome {
     /// Whether there are [`resident_weights`](Self::resident_weights) of a group of state on disk, without getting hold of them.
     pub(crate) fn has_copied_weights(&self, group: usize, kinds: &StateKinds) -> bool {
         self.stored().is_some_and(|stored| stored.cache.lock(group)[kinds.weight].is_some())
+    }
+
+    /// Makes all of its memory resident with the threads of `pool`, which one of them that writes it first would take longer for.
+    pub(crate) fn populate(&self, pool: &rayon::ThreadPool) {
+        let groups: Vec<Vec<_>> = match self {
+            Self::Resident(resident) => {
+                (0..resident.groups.len()).map(|group| resident.lock(group).clone()).collect()
+            }
+            Self::Disk(stored) => stored
+                .cache
+                .shared()
+                .into_iter()
+                .map(|copies| copies.into_iter().flatten().collect())
+                .collect(),
+        };
+        let parts: Vec<_> = groups.iter().flatten().flat_map(parts).collect();
+        pool.install(|| parts.into_par_iter().for_each(|(blob, part)| blob.populate(part)));
     }
 
     pub(crate) fn stored(&self) -> Option<&Stored> {
