@@ -2,7 +2,7 @@
 //!
 //! Legend: B sequences, S positions, T = B·S, P rotated pairs of elements of a head.
 //!
-//! Every batch has the same six inputs in the same order, padded on the right to one length:
+//! Every batch has the same inputs in the same order, padded on the right to one length:
 //!
 //! ```text
 //!  0 IDS        i32 [T]     token ids, 0 in padding
@@ -11,6 +11,7 @@
 //!  3 STARTS     i32 [B]     position of each sequence's first token in this batch (0 in training)
 //!  4 LAST       i32 [B]     row in 0..T of each sequence's last valid token
 //!  5 INV_FREQ   f32 [P]     angle per position of the rotary embedding
+//!  6 WINDOW_INV_FREQ  f32 [P]  that of layers with a window, of models where it is another
 //! ```
 
 use crate::{ModelConfig, ModelError, Result};
@@ -29,6 +30,8 @@ pub const STARTS: usize = 3;
 pub const LAST: usize = 4;
 /// Input with the rotary frequencies.
 pub const INV_FREQ: usize = 5;
+/// Input with the rotary frequencies of layers with a window, of models that have [others](ModelConfig::window_rope) there.
+pub const WINDOW_INV_FREQ: usize = 6;
 
 /// The label that carries no loss. Any negative label is treated like it.
 pub const IGNORED: i32 = -100;
@@ -48,6 +51,8 @@ pub struct Row<'a> {
 pub struct TokenBatch {
     vocab: usize,
     inv_freq: Vec<f32>,
+    /// Of layers with a window, if they have others.
+    window_inv_freq: Option<Vec<f32>>,
     /// Where longer sequences have frequencies of their own: how long, and those.
     beyond: Option<(usize, Vec<f32>)>,
     /// How long sequences become; `None` where each batch tells.
@@ -59,7 +64,9 @@ impl TokenBatch {
     pub fn new(config: &ModelConfig) -> Self {
         let rope = &config.rope;
         let beyond = rope.short_positions().map(|short| (short, rope.inverse_frequencies(short + 1)));
-        Self { vocab: config.vocab, inv_freq: rope.inverse_frequencies(0), beyond, reach: None }
+        let window_inv_freq = config.window_rope.as_ref().map(|rope| rope.inverse_frequencies(0));
+        let inv_freq = rope.inverse_frequencies(0);
+        Self { vocab: config.vocab, inv_freq, window_inv_freq, beyond, reach: None }
     }
 
     /// The same for sequences that grow to `positions`. Keys in a cache were rotated when they were short: of a rotary embedding that has other
@@ -69,11 +76,12 @@ impl TokenBatch {
     }
 
     /// The frequencies of a batch whose longest sequence has `positions`.
-    fn frequencies(&self, positions: usize) -> &[f32] {
-        match &self.beyond {
+    fn frequencies(&self, positions: usize) -> Vec<&[f32]> {
+        let of_all = match &self.beyond {
             Some((short, long)) if self.reach.unwrap_or(positions) > *short => long,
             _ => &self.inv_freq,
-        }
+        };
+        std::iter::once(of_all).chain(&self.window_inv_freq).map(Vec::as_slice).collect()
     }
 
     /// A batch of `sequences` rows of `length` positions. Shorter rows are padded, missing rows are all padding; padding
@@ -98,7 +106,7 @@ impl TokenBatch {
             }
         }
         let longest = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
-        Ok(columns.finish(self.frequencies(longest)))
+        Ok(columns.finish(&self.frequencies(longest)))
     }
 
     /// A batch for generation: `rows[b]` continues sequence b, of which `starts[b]` positions are in the cache. Rows are padded
@@ -120,7 +128,7 @@ impl TokenBatch {
             self.fill(&mut columns, index, ids, start)?;
         }
         let longest = rows.iter().zip(starts).map(|(ids, start)| start + ids.len()).max().unwrap_or(0);
-        Ok(columns.finish(self.frequencies(longest)))
+        Ok(columns.finish(&self.frequencies(longest)))
     }
 
     /// The first batch of a generation: whole prompts, padded on the right to `length`.
@@ -142,7 +150,7 @@ impl TokenBatch {
 
     /// A batch of padding, which can be computed with.
     pub fn blank(&self, sequences: usize, length: usize) -> MicroBatch {
-        Columns::new(sequences, length).finish(&self.inv_freq)
+        Columns::new(sequences, length).finish(&self.frequencies(0))
     }
 
     /// The shapes alone, which is all that a plan and an engine ask for: zeros that no memory is touched for, however many.
@@ -155,7 +163,9 @@ impl TokenBatch {
         };
         let of_tokens = (0..3).map(|_| zeros(DType::I32, tokens));
         let of_sequences = (0..2).map(|_| zeros(DType::I32, sequences));
-        let inputs = of_tokens.chain(of_sequences).chain([zeros(DType::F32, self.inv_freq.len())]).collect();
+        let frequencies = std::iter::once(&self.inv_freq).chain(&self.window_inv_freq);
+        let frequencies = frequencies.map(|frequencies| zeros(DType::F32, frequencies.len()));
+        let inputs = of_tokens.chain(of_sequences).chain(frequencies).collect();
         MicroBatch { sequences, length, inputs, loss_terms: 0 }
     }
 
@@ -222,17 +232,17 @@ impl Columns {
         }
     }
 
-    fn finish(self, inv_freq: &[f32]) -> MicroBatch {
+    fn finish(self, frequencies: &[&[f32]]) -> MicroBatch {
         let (sequences, length, tokens) = (self.sequences, self.length, self.ids.len());
         let loss_terms = self.labels.iter().filter(|label| **label >= 0).count() as u64;
-        let inputs = vec![
+        let mut inputs = vec![
             HostTensor::from_i32(&[tokens], &self.ids),
             HostTensor::from_i32(&[tokens], &self.labels),
             HostTensor::from_i32(&[tokens], &self.positions),
             HostTensor::from_i32(&[sequences], &self.starts),
             HostTensor::from_i32(&[sequences], &self.last),
-            HostTensor::from_f32(&[inv_freq.len()], inv_freq),
         ];
+        inputs.extend(frequencies.iter().map(|each| HostTensor::from_f32(&[each.len()], each)));
         MicroBatch { sequences, length, inputs, loss_terms }
     }
 }

@@ -13,7 +13,7 @@ use terrace_kernels::GateFunction;
 use terrace_kernels::cpu::HEAD_MAX;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 7] = [
+const FAMILIES: [(Family, &str, &str); 9] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
@@ -21,6 +21,8 @@ const FAMILIES: [(Family, &str, &str); 7] = [
     (Family::Phi3, "Phi3ForCausalLM", "phi3"),
     (Family::SeedOss, "SeedOssForCausalLM", "seed_oss"),
     (Family::SmolLm3, "SmolLM3ForCausalLM", "smollm3"),
+    (Family::Olmo2, "Olmo2ForCausalLM", "olmo2"),
+    (Family::Olmo3, "Olmo3ForCausalLM", "olmo3"),
 ];
 
 /// Functions of the feed-forward's gate, as `hidden_act` spells them.
@@ -52,6 +54,19 @@ pub enum Family {
     SeedOss,
     /// SmolLM 3: some layers have no rotary embedding.
     SmolLm3,
+    /// OLMo 2: what attention and feed-forward give is normalized, and not what they are given; so are queries and keys, all heads together.
+    Olmo2,
+    /// OLMo 3: an OLMo 2 of which three layers in four have a window, with a rotary embedding of their own.
+    Olmo3,
+}
+
+/// How the queries and the keys are normalized, before they are rotated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QkNorm {
+    /// Each head by itself, `K` weights.
+    PerHead,
+    /// All heads of a token together, `H·K` and `G·K` weights.
+    AllHeads,
 }
 
 /// What an absent entry means where the classes of transformers differ.
@@ -107,6 +122,8 @@ impl Family {
                 eos: Some(128_001),
                 ..llama
             },
+            Self::Olmo2 => Defaults { norm_eps: 1e-5, pad: Some(1), eos: Some(50_279), ..llama },
+            Self::Olmo3 => Defaults { theta: 500_000.0, ..Self::Olmo2.defaults() },
         }
     }
 
@@ -122,6 +139,11 @@ impl Family {
     /// Whether files hold projections of the same input as one tensor.
     pub(crate) fn is_fused(self) -> bool {
         self == Self::Phi3
+    }
+
+    /// Whether norms follow attention and feed-forward.
+    fn norm_after(self) -> bool {
+        matches!(self, Self::Olmo2 | Self::Olmo3)
     }
 }
 
@@ -156,14 +178,18 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// What is done to the feed-forward's gate.
     pub gate_function: GateFunction,
-    /// Queries and keys are normalized per head.
-    pub qk_norm: bool,
+    /// Whether and how queries and keys are normalized.
+    pub qk_norm: Option<QkNorm>,
+    /// Norms follow attention and feed-forward, whose results they take before those are added to the residual, instead of preceding them.
+    pub norm_after: bool,
     /// Sliding window of each layer; `None` sees everything before it.
     pub windows: Vec<Option<usize>>,
     /// Layers that do not rotate their queries and keys by their positions.
     pub unrotated: Vec<usize>,
     /// Rotary position embedding.
     pub rope: Rope,
+    /// That of layers with a window, if it is another; one that does not change with the length of sequences.
+    pub window_rope: Option<Rope>,
     /// Positions the model was trained for, or those that the scaling of its rotary embedding stretches them to: the largest that
     /// `max_position_embeddings`, other names for it and the scaling say.
     pub positions_max: usize,
@@ -223,7 +249,7 @@ impl ModelConfig {
         };
         let positions_max = entries.size_or("max_position_embeddings", defaults.positions)?;
         let vocab = entries.size("vocab_size")?;
-        let rope = Rope::parse(&entries, family, head_size, positions_max, defaults.theta)?;
+        let (rope, window_rope) = Rope::parse(&entries, family, head_size, positions_max, defaults.theta)?;
         let attention_bias = entries.flag("attention_bias", family == Family::SeedOss)?;
         let unrotated = unrotated(&entries, family, layers)?;
         let config = Self {
@@ -241,22 +267,31 @@ impl ModelConfig {
                 Family::Qwen2 => true,
                 Family::Mistral | Family::Phi3 => false,
                 Family::Llama | Family::Qwen3 | Family::SeedOss | Family::SmolLm3 => attention_bias,
+                Family::Olmo2 | Family::Olmo3 => attention_bias,
             },
             output_bias: match family {
                 Family::Llama | Family::Qwen3 | Family::SmolLm3 => attention_bias,
+                Family::Olmo2 | Family::Olmo3 => attention_bias,
                 Family::SeedOss => entries.flag("attention_out_bias", false)?,
                 Family::Mistral | Family::Qwen2 | Family::Phi3 => false,
             },
             mlp_bias: match family {
                 Family::Llama | Family::SeedOss | Family::SmolLm3 => entries.flag("mlp_bias", false)?,
                 Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Phi3 => false,
+                Family::Olmo2 | Family::Olmo3 => false,
             },
             gate_function: gate_function(&entries)?,
-            qk_norm: family == Family::Qwen3,
+            qk_norm: match family {
+                Family::Qwen3 => Some(QkNorm::PerHead),
+                _ if family.norm_after() => Some(QkNorm::AllHeads),
+                _ => None,
+            },
+            norm_after: family.norm_after(),
             windows: windows(&entries, family, layers, &unrotated)?,
             unrotated,
             positions_max: rope.positions(positions_max, other_positions(&entries)?),
             rope,
+            window_rope,
             dropouts: dropouts(&entries, family, defaults.dropout)?,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
             eos_ids: match defaults.eos.filter(|_| !entries.has("eos_token_id")) {
@@ -293,9 +328,11 @@ impl ModelConfig {
         if !self.head_size.is_multiple_of(2) {
             return refuse("head_dim", format!("is {}; rotary embedding needs an even size", self.head_size));
         }
-        if self.rope.size > self.head_size || !self.rope.size.is_multiple_of(2) {
-            let detail = format!("makes {} of {} elements of a head", self.rope.size, self.head_size);
-            return refuse("partial_rotary_factor", detail);
+        for Rope { size, .. } in std::iter::once(&self.rope).chain(&self.window_rope) {
+            if *size > self.head_size || !size.is_multiple_of(2) {
+                let detail = format!("makes {size} of {} elements of a head", self.head_size);
+                return refuse("partial_rotary_factor", detail);
+            }
         }
         if let RopeScaling::Long { short, long, .. } = &self.rope.scaling
             && [short, long].iter().any(|divisors| divisors.len() < self.rope.size / 2)
@@ -431,17 +468,18 @@ fn windows(
     unrotated: &[usize],
 ) -> Result<Vec<Option<usize>>> {
     let (is_for_all, default) = match family {
-        Family::Llama | Family::SeedOss => return Ok(vec![None; layers]),
+        Family::Llama | Family::SeedOss | Family::Olmo2 => return Ok(vec![None; layers]),
         Family::Phi3 => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
         Family::Mistral => (true, Some(4096)),
-        Family::Qwen2 | Family::Qwen3 => (false, Some(4096)),
+        Family::Qwen2 | Family::Qwen3 | Family::Olmo3 => (false, Some(4096)),
         Family::SmolLm3 => (false, None),
     };
     let window = match entries.optional_size("sliding_window")? {
         None if !entries.has("sliding_window") => default,
         window => window,
     };
-    let window = if is_for_all || entries.flag("use_sliding_window", false)? { window } else { None };
+    let uses_it = is_for_all || family == Family::Olmo3 || entries.flag("use_sliding_window", false)?;
+    let window = if uses_it { window } else { None };
     // A Mistral with kinds of layers is what transformers calls Ministral.
     if let Some(kinds) = entries.strings("layer_types")? {
         return kinds.iter().map(|kind| layer_window(kind, window)).collect();
@@ -452,6 +490,9 @@ fn windows(
     if family == Family::SmolLm3 {
         // What is not rotated by positions sees only some of them.
         return Ok((0..layers).map(|layer| window.filter(|_| unrotated.contains(&layer))).collect());
+    }
+    if family == Family::Olmo3 {
+        return Ok((0..layers).map(|layer| window.filter(|_| !(layer + 1).is_multiple_of(4))).collect());
     }
     let full_layers = entries.size_or_zero("max_window_layers", 28)?;
     Ok((0..layers).map(|layer| window.filter(|_| layer >= full_layers)).collect())

@@ -73,9 +73,51 @@ pub enum RopeScaling {
     },
 }
 
+/// What OLMo 3 calls its kinds of layers: those that see everything, and those with a window.
+const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
+
 impl Rope {
-    /// Reads whichever spelling the configuration uses.
+    /// Reads whichever spelling the configuration uses; and that of layers with a window, if it is another.
     pub(crate) fn parse(
+        config: &Entries<'_>,
+        family: Family,
+        head_size: usize,
+        positions_max: usize,
+        default_theta: f64,
+    ) -> Result<(Self, Option<Self>)> {
+        if family != Family::Olmo3 {
+            return Ok((Self::parse_one(config, family, head_size, positions_max, default_theta)?, None));
+        }
+        let of_kinds = config.object("rope_parameters")?.filter(|all| KINDS.iter().any(|kind| all.has(kind)));
+        let Some(of_kinds) = of_kinds else {
+            // The older spelling, whose scaling is for layers that see everything.
+            let rope = Self::parse_one(config, family, head_size, positions_max, default_theta)?;
+            let window = Self { scaling: RopeScaling::Default, ..rope.clone() };
+            return Ok((rope, Some(window)));
+        };
+        let [rope, window] = KINDS.map(|kind| {
+            let Some(nested) = of_kinds.object(kind)? else {
+                return Ok(Self { theta: default_theta, size: head_size, scaling: RopeScaling::Default });
+            };
+            let theta = match nested.has_value("rope_theta") {
+                true => nested.positive("rope_theta")?,
+                false => default_theta,
+            };
+            let scaling = scaling(config, &nested, family, head_size, positions_max)?;
+            Ok(Self { theta, size: head_size, scaling })
+        });
+        let (rope, window) = (rope?, window?);
+        if matches!(window.scaling, RopeScaling::Dynamic | RopeScaling::Long { .. }) {
+            return Err(ModelError::Unsupported {
+                what: "rope scaling type of layers with a window".into(),
+                found: "one that changes with the length".into(),
+                supported: "\"default\", \"linear\", \"llama3\", \"yarn\"".into(),
+            });
+        }
+        Ok((rope, Some(window)))
+    }
+
+    fn parse_one(
         config: &Entries<'_>,
         family: Family,
         head_size: usize,

@@ -327,7 +327,8 @@ fn f32() {
     check(&Setup { dtype: DType::F32, state: StateFormat::Fp32, ..Setup::new(true) });
 }
 
-/// What blocks keep is not the same in every family: head norms, biases, windows of attention, one key head for all queries.
+/// What blocks keep is not the same in every family: head norms, biases, windows of attention, one key head for all queries, norms that
+/// follow.
 #[test]
 fn every_family_keeps() {
     let model = |architecture: &str, rest: &str| {
@@ -342,6 +343,11 @@ fn every_family_keeps() {
         model("Qwen3ForCausalLM", r#""num_key_value_heads":2,"head_dim":16,"tie_word_embeddings":true"#),
         model("Qwen2ForCausalLM", r#""num_key_value_heads":1,"tie_word_embeddings":false"#),
         model("MistralForCausalLM", r#""num_key_value_heads":4,"sliding_window":5"#),
+        model(
+            "Olmo3ForCausalLM",
+            r#""num_key_value_heads":2,"sliding_window":5,"layer_types":["sliding_attention","full_attention","sliding_attention"],
+            "rope_parameters":{"full_attention":{"rope_type":"linear","factor":4.0}}"#,
+        ),
         model(
             "LlamaForCausalLM",
             r#""num_key_value_heads":2,"attention_bias":true,"mlp_bias":true,"tie_word_embeddings":true"#,

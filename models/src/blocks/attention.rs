@@ -1,9 +1,10 @@
-//! The attention half of a decoder layer with its norm and residual: `y = x + o(attend(rope(qkv(norm(x)))))`.
+//! The attention half of a decoder layer with its norm and residual: `y = x + o(attend(rope(qkv(norm(x)))))`, or, of models whose norms
+//! follow, `y = x + norm(o(attend(rope(qkv(x)))))`.
 
 use super::TILE_ROWS;
-use super::layers::{Linear, Norm, Params, backward_together, forward_together, tiles};
-use crate::ModelConfig;
-use crate::batch::{INV_FREQ, POSITIONS, STARTS};
+use super::layers::{Linear, Norm, Normed, Params, add_normed, backward_together, forward_together, tiles};
+use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ};
+use crate::{ModelConfig, QkNorm};
 use terrace_kernels::{AttentionSpec, DType, KeyValues, Residual, RopeDirection, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, KvSpec, Result, Weights};
 
@@ -11,14 +12,16 @@ use terrace_zero::{Context, Gradients, KvSpec, Result, Weights};
 #[derive(Debug)]
 pub(crate) struct Attention {
     norm: Norm,
+    /// Whether it takes what is added to the residual, instead of the input.
+    norm_after: bool,
     query: Linear,
     key: Linear,
     value: Linear,
     output: Linear,
-    /// Norms of each head of queries and keys.
-    head_norms: Option<(Norm, Norm)>,
-    /// Multiplies rotated queries and keys; `None` where they are not rotated.
-    rotary_scale: Option<f32>,
+    /// Norms of queries and keys: of each head, or of all together.
+    qk_norms: Option<(QkNorm, Norm, Norm)>,
+    /// The input with the frequencies, and what multiplies rotated queries and keys; `None` where they are not rotated.
+    rotary: Option<(usize, f32)>,
     spec: AttentionSpec,
     hidden: usize,
     heads: usize,
@@ -26,9 +29,9 @@ pub(crate) struct Attention {
     head_size: usize,
 }
 
-/// What the projections give, before head norms and rotation: `[T, H·K]` and twice `[T, G·K]`.
+/// What the projections give, before norms and rotation: `[T, H·K]` and twice `[T, G·K]`.
 ///
-/// Without head norms queries and keys are rotated in place, so that after [`Attention::attend`] they hold the rotated ones.
+/// Without norms queries and keys are rotated in place, so that after [`Attention::attend`] they hold the rotated ones.
 #[derive(Debug)]
 pub(crate) struct Projected {
     pub(crate) q: Tensor,
@@ -36,7 +39,7 @@ pub(crate) struct Projected {
     pub(crate) v: Tensor,
 }
 
-/// Queries and keys as attention sees them, apart from the projections because of the head norms.
+/// Queries and keys as attention sees them, apart from the projections because of their norms.
 #[derive(Debug)]
 struct Heads {
     q_BSHK: Tensor,
@@ -65,17 +68,28 @@ impl Attention {
     pub(crate) fn new(config: &ModelConfig, layer: usize, params: &mut Params) -> Self {
         let (hidden, head_size, eps) = (config.hidden, config.head_size, config.norm_eps);
         let (queries, keys) = (config.query_width(), config.kv_width());
+        let norm = if config.norm_after { "post_attention_layernorm" } else { "input_layernorm" };
         Self {
-            norm: params.norm("input_layernorm", hidden, eps),
+            norm: params.norm(norm, hidden, eps),
+            norm_after: config.norm_after,
             query: params.linear("self_attn.q_proj", queries, hidden, config.qkv_bias),
             key: params.linear("self_attn.k_proj", keys, hidden, config.qkv_bias),
             value: params.linear("self_attn.v_proj", keys, hidden, config.qkv_bias),
             output: params.linear("self_attn.o_proj", hidden, queries, config.output_bias),
-            head_norms: config.qk_norm.then(|| {
-                let query = params.norm("self_attn.q_norm", head_size, eps);
-                (query, params.norm("self_attn.k_norm", head_size, eps))
+            qk_norms: config.qk_norm.map(|kind| {
+                let [of_query, of_key] = match kind {
+                    QkNorm::PerHead => [head_size; 2],
+                    QkNorm::AllHeads => [queries, keys],
+                };
+                let query = params.norm("self_attn.q_norm", of_query, eps);
+                (kind, query, params.norm("self_attn.k_norm", of_key, eps))
             }),
-            rotary_scale: (!config.unrotated.contains(&layer)).then(|| config.rope.attention_factor()),
+            rotary: (!config.unrotated.contains(&layer)).then(|| {
+                match config.window_rope.as_ref().filter(|_| config.windows[layer].is_some()) {
+                    Some(rope) => (WINDOW_INV_FREQ, rope.attention_factor()),
+                    None => (INV_FREQ, config.rope.attention_factor()),
+                }
+            }),
             spec: AttentionSpec { scale: (head_size as f32).sqrt().recip(), window: config.windows[layer] },
             hidden,
             heads: config.heads,
@@ -102,8 +116,9 @@ impl Attention {
         let mut k = cx.lasting_tensor(&[tokens, kv_width])?;
         let mut v = cx.lasting_tensor(&[tokens, kv_width])?;
         for (start, end) in tiles(tokens, TILE_ROWS) {
-            let normed = self.norm.forward(cx, weights, x_TD.rows(start, end))?;
-            let h_RD = normed.out.view();
+            let x_RD = x_TD.rows(start, end);
+            let normed = self.normed_input(cx, weights, x_RD)?;
+            let h_RD = normed.as_ref().map_or(x_RD, |normed| normed.out.view());
             let q = (self.query, q.view_mut().rows(start, end));
             let k = (self.key, k.view_mut().rows(start, end));
             let v = (self.value, v.view_mut().rows(start, end));
@@ -143,7 +158,17 @@ impl Attention {
         Ok(Attended { out_BSHK, lse_BHS })
     }
 
-    /// `y = x + o(attended)`.
+    /// What the projections read of their input's rows, if that is not the rows themselves.
+    fn normed_input(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        x_RD: View<'_>,
+    ) -> Result<Option<Normed>> {
+        if self.norm_after { Ok(None) } else { self.norm.forward(cx, weights, x_RD).map(Some) }
+    }
+
+    /// `y = x + o(attended)`, or with a norm of what is added. That stays for [`backward`](Self::backward) if `stays`.
     pub(crate) fn residual(
         &self,
         cx: &Context<'_>,
@@ -151,11 +176,17 @@ impl Attention {
         attended: &Attended,
         x_TD: View<'_>,
         y_TD: ViewMut<'_>,
-    ) -> Result {
-        self.output.branch(cx, weights, self.flat(&attended.out_BSHK), Residual::Of(x_TD), y_TD)
+        stays: bool,
+    ) -> Result<Option<Tensor>> {
+        let out_TQ = self.flat(&attended.out_BSHK);
+        if !self.norm_after {
+            self.output.branch(cx, weights, out_TQ, Residual::Of(x_TD), y_TD)?;
+            return Ok(None);
+        }
+        add_normed(cx, weights, (self.output, self.norm), out_TQ, x_TD, y_TD, stays)
     }
 
-    /// On entry `dx` is the gradient of `y`; on return that of `x`.
+    /// On entry `dx` is the gradient of `y`; on return that of `x`. `branch_TD` is what [`residual`](Self::residual) gave.
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     pub(crate) fn backward(
         &self,
@@ -164,14 +195,22 @@ impl Attention {
         x_TD: View<'_>,
         projected: Projected,
         attended: Attended,
+        branch_TD: Option<Tensor>,
         mut dx_TD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result {
-        let dy_TD = dx_TD.view();
+        let dbranch_TD = match branch_TD {
+            Some(branch) => {
+                Some(self.norm.backward_of(cx, weights, dx_TD.view(), branch.view(), gradients)?)
+            }
+            None => None,
+        };
+        let dy_TD = dbranch_TD.as_ref().map_or(dx_TD.view(), Tensor::view);
         let mut dout_BSHK = cx.tensor(&self.dims_q(cx))?;
         let out_TQ = self.flat(&attended.out_BSHK);
         let dout_TQ = dout_BSHK.view_mut().reshape(out_TQ.shape().dims());
         backward_together(cx, weights, &[(self.output, dy_TD)], out_TQ, dout_TQ, gradients)?;
+        drop(dbranch_TD);
         let projected = self.attend_backward(cx, weights, projected, attended, dout_BSHK, gradients)?;
         self.project_backward(cx, weights, x_TD, &projected, dx_TD.reborrow(), gradients)
     }
@@ -186,8 +225,8 @@ impl Attention {
         dout_BSHK: Tensor,
         gradients: &mut Gradients<'_>,
     ) -> Result<ProjectedGradients> {
-        // Without head norms the projections were rotated in place by `attend`; they must not be turned twice.
-        let heads = match self.head_norms {
+        // Without norms the projections were rotated in place by `attend`; they must not be turned twice.
+        let heads = match self.qk_norms {
             Some(_) => self.rotated(cx, weights, &mut projected)?,
             None => None,
         };
@@ -212,12 +251,12 @@ impl Attention {
         drop((attended, dout_BSHK));
         self.rotate(cx, dq.view_mut(), self.heads, RopeDirection::Backward)?;
         self.rotate(cx, dk.view_mut(), self.kv_heads, RopeDirection::Backward)?;
-        if let (Some((q_norm, k_norm)), Some(heads)) = (self.head_norms, heads) {
+        if let (Some((_, q_norm, k_norm)), Some(heads)) = (self.qk_norms, heads) {
             let Heads { q_BSHK, q_rstd, k_BSGK, k_rstd } = heads;
             drop((q_BSHK, k_BSGK));
             let (q, k) = (projected.q.view(), projected.k.view());
-            dq = self.head_norm_backward(cx, weights, q_norm, &dq, q, &q_rstd, gradients)?;
-            dk = self.head_norm_backward(cx, weights, k_norm, &dk, k, &k_rstd, gradients)?;
+            dq = self.qk_norm_backward(cx, weights, q_norm, &dq, q, &q_rstd, gradients)?;
+            dk = self.qk_norm_backward(cx, weights, k_norm, &dk, k, &k_rstd, gradients)?;
         }
         Ok(ProjectedGradients { dq, dk, dv })
     }
@@ -239,54 +278,54 @@ impl Attention {
         ];
         for (start, end) in tiles(x_TD.shape().rows(), TILE_ROWS) {
             let x_RD = x_TD.rows(start, end);
-            let normed = self.norm.forward(cx, weights, x_RD)?;
+            let normed = self.normed_input(cx, weights, x_RD)?;
+            let h_RD = normed.as_ref().map_or(x_RD, |normed| normed.out.view());
             let mut dh_RD = cx.tensor_of(DType::F32, &[end - start, self.hidden])?;
             let branches = branches.map(|(layer, dout)| (layer, dout.rows(start, end)));
-            backward_together(cx, weights, &branches, normed.out.view(), dh_RD.view_mut(), gradients)?;
-            drop(normed.out);
+            backward_together(cx, weights, &branches, h_RD, dh_RD.view_mut(), gradients)?;
             let dx_RD = dx_TD.reborrow().rows(start, end);
-            self.norm.backward(
-                cx,
-                weights,
-                dh_RD.view(),
-                x_RD,
-                normed.rstd.view(),
-                dx_RD,
-                true,
-                gradients,
-            )?;
+            let Some(Normed { out, rstd }) = normed else {
+                cx.kernels.elementwise.add_assign(dx_RD, dh_RD.view())?;
+                continue;
+            };
+            drop(out);
+            self.norm.backward(cx, weights, dh_RD.view(), x_RD, rstd.view(), dx_RD, true, gradients)?;
         }
         Ok(())
     }
 
-    /// Rotates queries and keys: in place without head norms (`None`), into new tensors with them.
-    fn rotated(
+    /// Rotates queries and keys: in place without norms (`None`), into new tensors with them.
+    fn rotated<'p>(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
-        projected: &mut Projected,
+        projected: &'p mut Projected,
     ) -> Result<Option<Heads>> {
-        let Some((q_norm, k_norm)) = self.head_norms else {
+        let Some((kind, q_norm, k_norm)) = self.qk_norms else {
             self.rotate(cx, projected.q.view_mut(), self.heads, RopeDirection::Forward)?;
             self.rotate(cx, projected.k.view_mut(), self.kv_heads, RopeDirection::Forward)?;
             return Ok(None);
         };
-        let mut q = q_norm.forward(cx, weights, projected.q.view().reshape(&self.dims_q(cx)))?;
-        let mut k = k_norm.forward(cx, weights, projected.k.view().reshape(&self.dims_k(cx)))?;
+        let of = |projection: &'p Tensor, dims: [usize; 4]| match kind {
+            QkNorm::PerHead => projection.view().reshape(&dims),
+            QkNorm::AllHeads => projection.view(),
+        };
+        let mut q = q_norm.forward(cx, weights, of(&projected.q, self.dims_q(cx)))?;
+        let mut k = k_norm.forward(cx, weights, of(&projected.k, self.dims_k(cx)))?;
         self.rotate(cx, q.out.view_mut(), self.heads, RopeDirection::Forward)?;
         self.rotate(cx, k.out.view_mut(), self.kv_heads, RopeDirection::Forward)?;
         Ok(Some(Heads { q_BSHK: q.out, q_rstd: q.rstd, k_BSGK: k.out, k_rstd: k.rstd }))
     }
 
     fn rotate(&self, cx: &Context<'_>, x: ViewMut<'_>, heads: usize, direction: RopeDirection) -> Result {
-        let Some(scale) = self.rotary_scale else { return Ok(()) };
+        let Some((frequencies, scale)) = self.rotary else { return Ok(()) };
         let x = x.reshape(&[cx.tokens(), heads, self.head_size]);
-        let (positions, inv_freq) = (cx.input(POSITIONS), cx.input(INV_FREQ));
+        let (positions, inv_freq) = (cx.input(POSITIONS), cx.input(frequencies));
         Ok(cx.kernels.rope.rotate(x, positions, inv_freq, scale, direction)?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
-    fn head_norm_backward(
+    fn qk_norm_backward(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -296,10 +335,12 @@ impl Attention {
         rstd: &Tensor,
         gradients: &mut Gradients<'_>,
     ) -> Result<Tensor> {
-        let shape = dout.shape();
-        let mut dx = cx.tensor(shape.dims())?;
-        let x = x.reshape(shape.dims());
-        norm.backward(cx, weights, dout.view(), x, rstd.view(), dx.view_mut(), false, gradients)?;
+        let mut dx = cx.tensor(dout.shape().dims())?;
+        // Rows are heads, or tokens.
+        let rows = rstd.shape().elements();
+        let dims = [rows, dout.shape().elements() / rows.max(1)];
+        let (dout, x, to) = (dout.view().reshape(&dims), x.reshape(&dims), dx.view_mut().reshape(&dims));
+        norm.backward(cx, weights, dout, x, rstd.view(), to, false, gradients)?;
         Ok(dx)
     }
 

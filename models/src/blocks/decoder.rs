@@ -13,7 +13,7 @@ use terrace_zero::{Block, Context, Gradients, KvSpec, Mode, OutputSpec, ParamSpe
 /// and [`TILE_ROWS`](super::TILE_ROWS): forward the larger of T·(2H+2G)·K in attention and R·3F in the feed-forward; backward the
 /// larger of T·((2H+2G)·K + D) + R·(D+5F) in the feed-forward and T·(4H+4G)·K in attention. Head norms add T·(H+G)·K while
 /// in attention. A layer that keeps leaves T·((2H+2G)·K + D + 2F) elements and the log-sum-exp of attention from forward to
-/// backward, which then computes no product of the forward again.
+/// backward, which then computes no product of the forward again. Norms that follow add T·2D to that, and T·2D at most elsewhere.
 #[derive(Debug)]
 pub struct DecoderBlock {
     name: String,
@@ -28,6 +28,8 @@ pub struct DecoderBlock {
 struct Intermediates {
     projected: Projected,
     attended: Attended,
+    /// What a norm after attention is given.
+    branch_TD: Option<Tensor>,
     /// Between the halves.
     y1_TD: Tensor,
     /// Recomputed tile by tile, if it was not kept.
@@ -54,8 +56,8 @@ impl DecoderBlock {
         let mut projected = self.attention.project(cx, weights, x)?;
         let attended = self.attention.attend(cx, weights, &mut projected)?;
         let mut y1_TD = cx.lasting_tensor(x.shape().dims())?;
-        self.attention.residual(cx, weights, &attended, x, y1_TD.view_mut())?;
-        Ok(Intermediates { projected, attended, y1_TD, inner: None })
+        let branch_TD = self.attention.residual(cx, weights, &attended, x, y1_TD.view_mut(), true)?;
+        Ok(Intermediates { projected, attended, branch_TD, y1_TD, inner: None })
     }
 }
 
@@ -93,7 +95,7 @@ impl Block for DecoderBlock {
         let mut projected = self.attention.project(cx, weights, x)?;
         let attended = self.attention.attend(cx, weights, &mut projected)?;
         drop(projected);
-        self.attention.residual(cx, weights, &attended, x, y.reborrow())?;
+        self.attention.residual(cx, weights, &attended, x, y.reborrow(), false)?;
         drop(attended);
         self.mlp.forward(cx, weights, y)
     }
@@ -110,34 +112,42 @@ impl Block for DecoderBlock {
         let x = x.expect("a decoder layer is never the first block");
         let dy = dy.expect("a decoder layer is never the last block");
         let mut dx = dx.expect("a decoder layer is never the first block");
-        let Intermediates { projected, attended, y1_TD, inner } = match cx.take_kept() {
+        let Intermediates { projected, attended, branch_TD, y1_TD, inner } = match cx.take_kept() {
             Some(kept) => Intermediates::from_tensors(kept),
             None => self.first_half(cx, weights, x)?,
         };
         self.mlp.backward(cx, weights, y1_TD.view(), inner.as_ref(), dy, dx.reborrow(), gradients)?;
         drop((y1_TD, inner));
-        self.attention.backward(cx, weights, x, projected, attended, dx, gradients)
+        self.attention.backward(cx, weights, x, projected, attended, branch_TD, dx, gradients)
     }
 }
 
 impl Intermediates {
     /// In the order of [`from_tensors`](Self::from_tensors).
     fn into_tensors(self) -> Vec<Tensor> {
-        let Self { projected: Projected { q, k, v }, attended: Attended { out_BSHK, lse_BHS }, y1_TD, inner } =
-            self;
+        let Self { projected: Projected { q, k, v }, attended, branch_TD, y1_TD, inner } = self;
+        let Attended { out_BSHK, lse_BHS } = attended;
         let mut tensors = vec![q, k, v, out_BSHK, lse_BHS, y1_TD];
-        tensors.extend(inner.into_iter().flat_map(|Inner { gate_TF, up_TF }| [gate_TF, up_TF]));
+        if let Some(Inner { gate_TF, up_TF, branch_TD }) = inner {
+            tensors.extend([gate_TF, up_TF]);
+            tensors.extend(branch_TD);
+        }
+        tensors.extend(branch_TD);
         tensors
     }
 
     fn from_tensors(kept: Vec<Tensor>) -> Self {
+        let mut kept = kept.into_iter();
+        let first: [Option<Tensor>; 8] = std::array::from_fn(|_| kept.next());
         let [q, k, v, out_BSHK, lse_BHS, y1_TD, gate_TF, up_TF] =
-            kept.try_into().expect("a layer gets what its own forward kept");
+            first.map(|tensor| tensor.expect("a layer gets what its own forward kept"));
+        let (of_mlp, of_attention) = (kept.next(), kept.next());
         Self {
             projected: Projected { q, k, v },
             attended: Attended { out_BSHK, lse_BHS },
+            branch_TD: of_attention,
             y1_TD,
-            inner: Some(Inner { gate_TF, up_TF }),
+            inner: Some(Inner { gate_TF, up_TF, branch_TD: of_mlp }),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Linear layers and norms as indices into a block's parameters, with their gradients.
 
+use super::TILE_ROWS;
 use terrace_kernels::{DType, Epilogue, MatmulSpec, Product, QuantFormat, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, ParamSpec, Result, Weight, Weights};
 
@@ -179,6 +180,54 @@ impl Norm {
         let dweight = gradients.get(self.weight)?;
         Ok(cx.kernels.rms_norm.backward(dout, x, weight, rstd, dx, accumulate_dx, dweight)?)
     }
+
+    /// The gradient of `x_TD`, from that of its norm.
+    pub(crate) fn backward_of(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        dout_TD: View<'_>,
+        x_TD: View<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Tensor> {
+        let mut dx_TD = cx.tensor(x_TD.shape().dims())?;
+        for (start, end) in tiles(x_TD.shape().rows(), TILE_ROWS) {
+            let (dout_RD, x_RD) = (dout_TD.rows(start, end), x_TD.rows(start, end));
+            let Normed { out, rstd } = self.forward(cx, weights, x_RD)?;
+            drop(out);
+            let dx_RD = dx_TD.view_mut().rows(start, end);
+            self.backward(cx, weights, dout_RD, x_RD, rstd.view(), dx_RD, false, gradients)?;
+        }
+        Ok(dx_TD)
+    }
+}
+
+/// `y = x + norm(layer(input))`; gives `layer(input)` if it `stays`.
+pub(crate) fn add_normed(
+    cx: &Context<'_>,
+    weights: &Weights<'_>,
+    (layer, norm): (Linear, Norm),
+    input_TN: View<'_>,
+    x_TD: View<'_>,
+    mut y_TD: ViewMut<'_>,
+    stays: bool,
+) -> Result<Option<Tensor>> {
+    let mut all = stays.then(|| cx.lasting_tensor(x_TD.shape().dims())).transpose()?;
+    for (start, end) in tiles(x_TD.shape().rows(), TILE_ROWS) {
+        let mut tile = match all {
+            Some(_) => None,
+            None => Some(cx.tensor(x_TD.rows(start, end).shape().dims())?),
+        };
+        let mut branch_RD = match (&mut all, &mut tile) {
+            (Some(all), _) => all.view_mut().rows(start, end),
+            (None, tile) => tile.as_mut().expect("a tile for what does not stay").view_mut(),
+        };
+        layer.forward_into(cx, weights, input_TN.rows(start, end), branch_RD.reborrow())?;
+        let normed = norm.forward(cx, weights, branch_RD.view())?;
+        let y_RD = y_TD.reborrow().rows(start, end);
+        cx.kernels.elementwise.add(x_TD.rows(start, end), normed.out.view(), y_RD)?;
+    }
+    Ok(all)
 }
 
 /// Consecutive row ranges of at most `size` rows that cover `rows`.

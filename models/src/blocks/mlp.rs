@@ -1,4 +1,5 @@
-//! The feed-forward half of a decoder layer with its norm and residual: `y += down(f(gate(h))·up(h))`, `h = norm(y)`.
+//! The feed-forward half of a decoder layer with its norm and residual: `y += down(f(gate(h))·up(h))`, `h = norm(y)`, or, of models whose
+//! norms follow, `y += norm(down(f(gate(y))·up(y)))`.
 
 use super::TILE_ROWS;
 use super::layers::{Linear, Norm, Normed, Params, backward_together, forward_together, tiles};
@@ -11,12 +12,24 @@ use terrace_zero::{Context, Gradients, Result, Weights};
 pub(crate) struct Inner {
     pub(crate) gate_TF: Tensor,
     pub(crate) up_TF: Tensor,
+    /// `[T, D]`: what a norm that follows is given.
+    pub(crate) branch_TD: Option<Tensor>,
+}
+
+/// Rows of [`Inner`].
+#[derive(Clone, Copy)]
+struct InnerRows<'a> {
+    gate_RF: View<'a>,
+    up_RF: View<'a>,
+    branch_RD: Option<View<'a>>,
 }
 
 /// Parameters of the feed-forward half.
 #[derive(Debug)]
 pub(crate) struct Mlp {
     norm: Norm,
+    /// Whether it takes what is added to the residual, instead of the input.
+    norm_after: bool,
     gate: Linear,
     up: Linear,
     down: Linear,
@@ -29,8 +42,10 @@ impl Mlp {
     /// Takes its parameters from the layer's list.
     pub(crate) fn new(config: &ModelConfig, params: &mut Params) -> Self {
         let (hidden, feed_forward, bias) = (config.hidden, config.feed_forward, config.mlp_bias);
+        let norm = if config.norm_after { "post_feedforward_layernorm" } else { "post_attention_layernorm" };
         Self {
-            norm: params.norm("post_attention_layernorm", hidden, config.norm_eps),
+            norm: params.norm(norm, hidden, config.norm_eps),
+            norm_after: config.norm_after,
             gate: params.linear("mlp.gate_proj", feed_forward, hidden, bias),
             up: params.linear("mlp.up_proj", feed_forward, hidden, bias),
             down: params.linear("mlp.down_proj", hidden, feed_forward, bias),
@@ -44,13 +59,20 @@ impl Mlp {
     pub(crate) fn forward(&self, cx: &Context<'_>, weights: &Weights<'_>, mut y_TD: ViewMut<'_>) -> Result {
         for (start, end) in tiles(y_TD.shape().rows(), TILE_ROWS) {
             let y_RD = y_TD.reborrow().rows(start, end);
-            let normed = self.norm.forward(cx, weights, y_RD.view())?;
-            drop(normed.rstd);
-            let (gate_RF, up_RF) = self.widen(cx, weights, normed.out.view())?;
-            drop(normed.out);
+            let normed = self.normed_input(cx, weights, y_RD.view())?;
+            let h_RD = normed.as_ref().map_or(y_RD.view(), Tensor::view);
+            let (gate_RF, up_RF) = self.widen(cx, weights, h_RD)?;
+            drop(normed);
             let act_RF = self.activate(cx, gate_RF.view(), up_RF.view())?;
             drop((gate_RF, up_RF));
-            self.down.branch(cx, weights, act_RF.view(), Residual::InPlace, y_RD)?;
+            if !self.norm_after {
+                self.down.branch(cx, weights, act_RF.view(), Residual::InPlace, y_RD)?;
+                continue;
+            }
+            let branch_RD = self.branch(cx, weights, act_RF.view())?;
+            drop(act_RF);
+            let normed = self.norm.forward(cx, weights, branch_RD.view())?;
+            cx.kernels.elementwise.add_assign(y_RD, normed.out.view())?;
         }
         Ok(())
     }
@@ -67,20 +89,30 @@ impl Mlp {
         let dims_TF = [y1_TD.shape().rows(), self.feed_forward];
         let mut gate_TF = cx.lasting_tensor(&dims_TF)?;
         let mut up_TF = cx.lasting_tensor(&dims_TF)?;
+        let dims_TD = y1_TD.shape();
+        let mut branch_TD = self.norm_after.then(|| cx.lasting_tensor(dims_TD.dims())).transpose()?;
         for (start, end) in tiles(y1_TD.shape().rows(), TILE_ROWS) {
             let y1_RD = y1_TD.rows(start, end);
-            let normed = self.norm.forward(cx, weights, y1_RD)?;
-            drop(normed.rstd);
+            let normed = self.normed_input(cx, weights, y1_RD)?;
             let gate = (self.gate, gate_TF.view_mut().rows(start, end));
             let up = (self.up, up_TF.view_mut().rows(start, end));
-            forward_together(cx, weights, normed.out.view(), &mut [gate, up])?;
-            drop(normed.out);
+            let h_RD = normed.as_ref().map_or(y1_RD, Tensor::view);
+            forward_together(cx, weights, h_RD, &mut [gate, up])?;
+            drop(normed);
             let (gate_RF, up_RF) = (gate_TF.view().rows(start, end), up_TF.view().rows(start, end));
             let act_RF = self.activate(cx, gate_RF, up_RF)?;
             let y_RD = y_TD.reborrow().rows(start, end);
-            self.down.branch(cx, weights, act_RF.view(), Residual::Of(y1_RD), y_RD)?;
+            let Some(branch) = &mut branch_TD else {
+                self.down.branch(cx, weights, act_RF.view(), Residual::Of(y1_RD), y_RD)?;
+                continue;
+            };
+            let mut branch_RD = branch.view_mut().rows(start, end);
+            self.down.forward_into(cx, weights, act_RF.view(), branch_RD.reborrow())?;
+            drop(act_RF);
+            let normed = self.norm.forward(cx, weights, branch_RD.view())?;
+            cx.kernels.elementwise.add(y1_RD, normed.out.view(), y_RD)?;
         }
-        Ok(Inner { gate_TF, up_TF })
+        Ok(Inner { gate_TF, up_TF, branch_TD })
     }
 
     /// `dx = dy + ∂(feed-forward)/∂y1 · dy`, where `y1_TD` is what [`forward`](Self::forward) was given. Without what
@@ -99,39 +131,52 @@ impl Mlp {
         for (start, end) in tiles(y1_TD.shape().rows(), TILE_ROWS) {
             let dx_RD = dx_TD.reborrow().rows(start, end);
             let (y1_RD, dy_RD) = (y1_TD.rows(start, end), dy_TD.rows(start, end));
-            let inner = inner.map(|Inner { gate_TF, up_TF }| {
-                (gate_TF.view().rows(start, end), up_TF.view().rows(start, end))
+            let inner = inner.map(|Inner { gate_TF, up_TF, branch_TD }| InnerRows {
+                gate_RF: gate_TF.view().rows(start, end),
+                up_RF: up_TF.view().rows(start, end),
+                branch_RD: branch_TD.as_ref().map(|branch| branch.view().rows(start, end)),
             });
             self.backward_tile(cx, weights, y1_RD, inner, dy_RD, dx_RD, gradients)?;
         }
         Ok(())
     }
 
-    /// Holds at most five `[R, F]` tensors: gate, up (unless `inner` has them), dact, dgate, dup.
+    /// Holds at most five `[R, F]` tensors: gate, up (unless `inner` has them), dact, dgate, dup; and two `[R, D]` ones beside the first three
+    /// where the norm follows.
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     fn backward_tile(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
         y1_RD: View<'_>,
-        inner: Option<(View<'_>, View<'_>)>,
+        inner: Option<InnerRows<'_>>,
         dy_RD: View<'_>,
         mut dx_RD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result {
-        let Normed { out: h_RD, rstd } = self.norm.forward(cx, weights, y1_RD)?;
+        let before = if self.norm_after { None } else { Some(self.norm.forward(cx, weights, y1_RD)?) };
+        let h_RD = before.as_ref().map_or(y1_RD, |normed| normed.out.view());
         let recomputed = match inner {
             Some(_) => None,
-            None => Some(self.widen(cx, weights, h_RD.view())?),
+            None => Some(self.widen(cx, weights, h_RD)?),
         };
-        let fresh = recomputed.as_ref().map(|(gate, up): &(Tensor, Tensor)| (gate.view(), up.view()));
-        let (gate_RF, up_RF) = inner.or(fresh).expect("what is not kept is recomputed");
+        let fresh = recomputed.as_ref().map(|(gate, up): &(Tensor, Tensor)| InnerRows {
+            gate_RF: gate.view(),
+            up_RF: up.view(),
+            branch_RD: None,
+        });
+        let InnerRows { gate_RF, up_RF, branch_RD } =
+            inner.or(fresh).expect("what is not kept is recomputed");
         let act_RF = self.activate(cx, gate_RF, up_RF)?;
+        let dbranch_RD = match before {
+            Some(_) => None,
+            None => Some(self.branch_gradient(cx, weights, act_RF.view(), branch_RD, dy_RD, gradients)?),
+        };
         let dims_RF = [dy_RD.shape().rows(), self.feed_forward];
         let mut dact_RF = cx.tensor(&dims_RF)?;
-        let down = [(self.down, dy_RD)];
+        let down = [(self.down, dbranch_RD.as_ref().map_or(dy_RD, Tensor::view))];
         backward_together(cx, weights, &down, act_RF.view(), dact_RF.view_mut(), gradients)?;
-        drop(act_RF);
+        drop((act_RF, dbranch_RD));
 
         let mut dgate_RF = cx.tensor(&dims_RF)?;
         let mut dup_RF = cx.tensor(&dims_RF)?;
@@ -147,11 +192,54 @@ impl Mlp {
 
         let mut dh_RD = cx.tensor_of(DType::F32, &[dy_RD.shape().rows(), self.hidden])?;
         let layers = [(self.gate, dgate_RF.view()), (self.up, dup_RF.view())];
-        backward_together(cx, weights, &layers, h_RD.view(), dh_RD.view_mut(), gradients)?;
-        drop((h_RD, dgate_RF, dup_RF));
-
+        backward_together(cx, weights, &layers, h_RD, dh_RD.view_mut(), gradients)?;
+        drop((dgate_RF, dup_RF));
+        let Some(Normed { out, rstd }) = before else {
+            return Ok(cx.kernels.elementwise.add(dy_RD, dh_RD.view(), dx_RD)?);
+        };
+        drop(out);
         cx.kernels.elementwise.cast(dy_RD, dx_RD.reborrow())?;
         self.norm.backward(cx, weights, dh_RD.view(), y1_RD, rstd.view(), dx_RD, true, gradients)
+    }
+
+    /// What gate and up read of rows, if that is not the rows themselves.
+    fn normed_input(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y_RD: View<'_>,
+    ) -> Result<Option<Tensor>> {
+        if self.norm_after {
+            return Ok(None);
+        }
+        let Normed { out, rstd } = self.norm.forward(cx, weights, y_RD)?;
+        drop(rstd);
+        Ok(Some(out))
+    }
+
+    /// What a norm that follows is given.
+    fn branch(&self, cx: &Context<'_>, weights: &Weights<'_>, act_RF: View<'_>) -> Result<Tensor> {
+        let mut branch_RD = cx.tensor(&[act_RF.shape().rows(), self.hidden])?;
+        self.down.forward_into(cx, weights, act_RF, branch_RD.view_mut())?;
+        Ok(branch_RD)
+    }
+
+    /// The gradient of what a norm that follows is given, which is computed again unless it was kept.
+    fn branch_gradient(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        act_RF: View<'_>,
+        kept_RD: Option<View<'_>>,
+        dy_RD: View<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Tensor> {
+        let fresh = match kept_RD {
+            Some(_) => None,
+            None => Some(self.branch(cx, weights, act_RF)?),
+        };
+        let branch_RD = kept_RD.or(fresh.as_ref().map(Tensor::view)).expect("kept, or computed again");
+        self.norm.backward_of(cx, weights, dy_RD, branch_RD, gradients)
     }
 
     /// Gate and up of `h_RD`.

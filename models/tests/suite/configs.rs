@@ -3,7 +3,7 @@
 use crate::fixture::{Fixture, numbers};
 use serde_json::{Value, json};
 use terrace_kernels::GateFunction;
-use terrace_models::{Family, ModelConfig, RopeScaling, param_count};
+use terrace_models::{Family, ModelConfig, QkNorm, RopeScaling, param_count};
 
 #[test]
 fn old_and_new_spellings_are_the_same_model() {
@@ -120,6 +120,54 @@ fn released_models_with_fused_projections_dropout_or_layers_without_positions() 
     assert_eq!(smol.unrotated, [3, 7, 11, 15, 19, 23, 27, 31, 35]);
 }
 
+#[test]
+fn released_models_whose_norms_follow() {
+    // OLMo 2 7B: 7,298,617,344 parameters.
+    let olmo = ModelConfig::parse(
+        r#"{"architectures": ["Olmo2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "eos_token_id": 100257,
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+            "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 32, "num_hidden_layers": 32,
+            "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": null,
+            "rope_theta": 500000, "tie_word_embeddings": false, "torch_dtype": "float32", "use_cache": false,
+            "vocab_size": 100352}"#,
+    );
+    let olmo = olmo.unwrap();
+    assert_eq!((param_count(&olmo), olmo.norm_after), (7_298_617_344, true));
+    assert_eq!(
+        (olmo.qk_norm, olmo.pad_id, olmo.rope.theta),
+        (Some(QkNorm::AllHeads), Some(100_277), 500_000.0)
+    );
+    assert_eq!(olmo.window_rope, None);
+}
+
+/// OLMo 3 7B: 7,298,011,136 parameters.
+#[test]
+fn layers_with_a_window_may_have_another_rotary_embedding() {
+    let olmo = |more: Value| {
+        let mut config = json!({"architectures": ["Olmo3ForCausalLM"], "vocab_size": 100_278, "hidden_size": 4096,
+            "intermediate_size": 11_008, "max_position_embeddings": 65_536, "num_attention_heads": 32, "num_hidden_layers": 32,
+            "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "sliding_window": 4096});
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        ModelConfig::parse(&config.to_string()).unwrap()
+    };
+    let yarn = json!({"attention_factor": 1.2, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn"});
+    // The older spelling: the scaling is for layers that see everything, every fourth.
+    let older = olmo(json!({"rope_scaling": yarn, "rope_theta": 500_000}));
+    assert_eq!((param_count(&older), older.positions_max), (7_298_011_136, 65_536));
+    let full: Vec<usize> = (0..32).filter(|layer| older.windows[*layer].is_none()).collect();
+    assert_eq!(full, [3, 7, 11, 15, 19, 23, 27, 31]);
+    let window = older.window_rope.as_ref().unwrap();
+    assert_eq!((older.rope.attention_factor(), window.attention_factor(), window.theta), (1.2, 1.0, 5e5));
+
+    // The same as transformers 5 writes it; and one embedding for both kinds.
+    let mut of_full = yarn;
+    of_full["rope_theta"] = json!(5e5);
+    assert_eq!(olmo(json!({"rope_parameters": {"full_attention": of_full}})), older);
+    let plain = olmo(json!({}));
+    assert_eq!((plain.rope.theta, plain.window_rope.as_ref()), (5e5, Some(&plain.rope)));
+}
+
 /// What configurations leave out where the classes differ.
 #[test]
 fn defaults_follow_the_family() {
@@ -135,6 +183,7 @@ fn defaults_follow_the_family() {
     assert_eq!(of("Phi3ForCausalLM"), (1e-5, 1e4, false, Some(32_000), 16, 0));
     assert_eq!(of("SeedOssForCausalLM"), (1e-6, 1e4, false, Some(1), 128, 2));
     assert_eq!(of("SmolLM3ForCausalLM"), (1e-6, 2e6, true, Some(128_004), 16, 0));
+    assert_eq!(of("Olmo2ForCausalLM"), (1e-5, 1e4, false, Some(1), 16, 0));
     let null = json!({"architectures": ["Phi3ForCausalLM"], "pad_token_id": null});
     assert_eq!(parse(null).unwrap().pad_id, None);
     let listed = json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1, 1]});
@@ -265,6 +314,7 @@ fn end_tokens_follow_the_family() {
     families.into_iter().for_each(|family| assert_eq!(ends(family, json!({})), [2], "{family}"));
     assert_eq!(ends("Phi3ForCausalLM", json!({})), [32_000]);
     assert_eq!(ends("SmolLM3ForCausalLM", json!({})), [128_001]);
+    assert_eq!(ends("Olmo2ForCausalLM", json!({})), [50_279]);
     assert_eq!(ends("Qwen3ForCausalLM", json!({})), [0; 0]);
     assert_eq!(ends("LlamaForCausalLM", json!({"eos_token_id": null})), [0; 0]);
     assert_eq!(ends("LlamaForCausalLM", json!({"eos_token_id": 7})), [7]);
@@ -285,6 +335,7 @@ fn biases_follow_the_family() {
     assert_eq!(biases("Phi3ForCausalLM"), (false, false, false));
     assert_eq!(biases("SeedOssForCausalLM"), (true, false, true));
     assert_eq!(biases("SmolLM3ForCausalLM"), (true, true, true));
+    assert_eq!(biases("Olmo2ForCausalLM"), (true, true, false));
     let unnamed = json!({"architectures": null, "model_type": "qwen3"});
     assert_eq!(parse(unnamed).unwrap().family, Family::Qwen3);
 }
@@ -372,6 +423,11 @@ fn rotary_embeddings_that_cannot_be_are_refused_by_name() {
             vec!["rope_scaling.mscale", "attention factor of -"],
         ),
         (json!({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 4}}), vec!["rope_theta"]),
+        (
+            json!({"architectures": ["Olmo3ForCausalLM"],
+                   "max_position_embeddings": 64, "rope_parameters": {"sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}}),
+            vec!["layers with a window", "changes with the length", "\"yarn\""],
+        ),
         (json!({"partial_rotary_factor": 0.5}), vec!["partial_rotary_factor", "0.5"]),
         (json!({"rope_scaling": {"rope_type": "linear"}}), vec!["`rope_scaling.factor` is missing"]),
         (json!({"rope_scaling": {"rope_type": "linear", "factor": -1}}), vec!["factor", "-1", "positive"]),

@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 13] = [
+pub const NAMES: [&str; 15] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -22,6 +22,8 @@ pub const NAMES: [&str; 13] = [
     "phi3_long",
     "seed_oss",
     "smollm3",
+    "olmo2",
+    "olmo3",
 ];
 
 /// The backends that every parity test runs on.

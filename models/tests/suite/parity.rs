@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 15] = [
+    let ignored: [(&'static str, Change); 19] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -45,6 +45,10 @@ fn logits_notice_every_option() {
         ("seed_oss", |config| config.rope.theta = 100.0),
         ("smollm3", |config| config.windows = vec![None; config.layers]),
         ("smollm3", |config| config.unrotated.clear()),
+        ("olmo2", |config| config.rope.theta = 100.0),
+        ("olmo3", |config| config.window_rope = None),
+        ("olmo3", |config| config.rope.scaling = RopeScaling::Default),
+        ("olmo3", |config| config.windows = vec![None; config.layers]),
     ];
     for (name, ignore) in ignored {
         let fixture = Fixture::new(name);

@@ -8,19 +8,26 @@ use terrace_models::{Model, ModelConfig, RandomSource, Row, TILE_ROWS, TokenBatc
 
 #[test]
 fn layers_beyond_one_tile() {
-    let config = config(16, 4, 8, TILE_ROWS);
-    compare(config, 4, TILE_ROWS / 3);
+    for architecture in ["Qwen3ForCausalLM", "Olmo2ForCausalLM"] {
+        compare(config(architecture, 16, 4, 8, TILE_ROWS), 4, TILE_ROWS / 3);
+    }
 }
 
 #[test]
 fn logits_beyond_one_tile() {
     // At this vocabulary a tile has the minimum of 128 rows.
-    compare(config(70_000, 4, 8, 128), 3, 60);
+    compare(config("Qwen3ForCausalLM", 70_000, 4, 8, 128), 3, 60);
 }
 
-fn config(vocab: usize, hidden: usize, feed_forward: usize, positions: usize) -> ModelConfig {
+fn config(
+    architecture: &str,
+    vocab: usize,
+    hidden: usize,
+    feed_forward: usize,
+    positions: usize,
+) -> ModelConfig {
     ModelConfig::parse(&format!(
-        r#"{{"architectures": ["Qwen3ForCausalLM"], "vocab_size": {vocab}, "hidden_size": {hidden},
+        r#"{{"architectures": ["{architecture}"], "vocab_size": {vocab}, "hidden_size": {hidden},
             "intermediate_size": {feed_forward}, "num_hidden_layers": 1, "num_attention_heads": 1,
             "num_key_value_heads": 1, "head_dim": 2, "attention_bias": true, "initializer_range": 0.5,
             "max_position_embeddings": {positions}}}"#
