@@ -346,6 +346,12 @@ impl Elementwise for Dry {
         Ok(())
     }
 
+    fn scale(&self, x: ViewMut<'_>, _: f32) -> Result {
+        self.counter.other(check::elementwise("scale", &[check::write("x", &x)]));
+        self.counter.bytes(&[x.view()], &[&x]);
+        Ok(())
+    }
+
     fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
         check::elementwise("cast", &[check::read("x", x), check::write("out", &out)]);
         self.counter.bytes(&[x], &[&out]);

@@ -431,6 +431,12 @@ pub trait Elementwise: Send + Sync {
     /// The backend failed.
     fn add_bias(&self, x: ViewMut<'_>, bias: View<'_>) -> Result;
 
+    /// `x *= factor`, in f32, rounded once.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn scale(&self, x: ViewMut<'_>, factor: f32) -> Result;
+
     /// `out = x` with a change of dtype (f32, bf16, f16), rounding to nearest even; equal dtypes copy.
     ///
     /// # Errors

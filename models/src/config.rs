@@ -13,7 +13,7 @@ use terrace_kernels::GateFunction;
 use terrace_kernels::cpu::HEAD_MAX;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 9] = [
+const FAMILIES: [(Family, &str, &str); 10] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
@@ -23,6 +23,7 @@ const FAMILIES: [(Family, &str, &str); 9] = [
     (Family::SmolLm3, "SmolLM3ForCausalLM", "smollm3"),
     (Family::Olmo2, "Olmo2ForCausalLM", "olmo2"),
     (Family::Olmo3, "Olmo3ForCausalLM", "olmo3"),
+    (Family::Granite, "GraniteForCausalLM", "granite"),
 ];
 
 /// Functions of the feed-forward's gate, as `hidden_act` spells them.
@@ -58,6 +59,39 @@ pub enum Family {
     Olmo2,
     /// OLMo 3: an OLMo 2 of which three layers in four have a window, with a rotary embedding of their own.
     Olmo3,
+    /// Granite 3: embeddings, scores, what is added to the residual, and logits are multiplied by numbers.
+    Granite,
+}
+
+/// Numbers by which a model multiplies what it computes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Multipliers {
+    /// Embeddings of tokens.
+    pub embedding: f32,
+    /// What attention and feed-forward add to the residual, where no norm follows them.
+    pub residual: f32,
+    /// Scores of attention; `K^-½` if `None`.
+    pub attention: Option<f32>,
+    /// Logits.
+    pub logits: f32,
+}
+
+impl Multipliers {
+    /// None.
+    pub const NONE: Self = Self { embedding: 1.0, residual: 1.0, attention: None, logits: 1.0 };
+
+    fn parse(entries: &Entries<'_>, family: Family) -> Result<Self> {
+        if family != Family::Granite {
+            return Ok(Self::NONE);
+        }
+        let of = |key: &str| if entries.has_value(key) { entries.positive(key) } else { Ok(1.0) };
+        Ok(Self {
+            embedding: of("embedding_multiplier")? as f32,
+            residual: of("residual_multiplier")? as f32,
+            attention: Some(of("attention_multiplier")? as f32),
+            logits: of("logits_scaling")?.recip() as f32,
+        })
+    }
 }
 
 /// How the queries and the keys are normalized, before they are rotated.
@@ -123,6 +157,7 @@ impl Family {
                 ..llama
             },
             Self::Olmo2 => Defaults { norm_eps: 1e-5, pad: Some(1), eos: Some(50_279), ..llama },
+            Self::Granite => llama,
             Self::Olmo3 => Defaults { theta: 500_000.0, ..Self::Olmo2.defaults() },
         }
     }
@@ -186,6 +221,8 @@ pub struct ModelConfig {
     pub windows: Vec<Option<usize>>,
     /// Layers that do not rotate their queries and keys by their positions.
     pub unrotated: Vec<usize>,
+    /// Numbers by which it multiplies what it computes.
+    pub multipliers: Multipliers,
     /// Rotary position embedding.
     pub rope: Rope,
     /// That of layers with a window, if it is another; one that does not change with the length of sequences.
@@ -267,16 +304,18 @@ impl ModelConfig {
                 Family::Qwen2 => true,
                 Family::Mistral | Family::Phi3 => false,
                 Family::Llama | Family::Qwen3 | Family::SeedOss | Family::SmolLm3 => attention_bias,
-                Family::Olmo2 | Family::Olmo3 => attention_bias,
+                Family::Olmo2 | Family::Olmo3 | Family::Granite => attention_bias,
             },
             output_bias: match family {
                 Family::Llama | Family::Qwen3 | Family::SmolLm3 => attention_bias,
-                Family::Olmo2 | Family::Olmo3 => attention_bias,
+                Family::Olmo2 | Family::Olmo3 | Family::Granite => attention_bias,
                 Family::SeedOss => entries.flag("attention_out_bias", false)?,
                 Family::Mistral | Family::Qwen2 | Family::Phi3 => false,
             },
             mlp_bias: match family {
-                Family::Llama | Family::SeedOss | Family::SmolLm3 => entries.flag("mlp_bias", false)?,
+                Family::Llama | Family::SeedOss | Family::SmolLm3 | Family::Granite => {
+                    entries.flag("mlp_bias", false)?
+                }
                 Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Phi3 => false,
                 Family::Olmo2 | Family::Olmo3 => false,
             },
@@ -287,6 +326,7 @@ impl ModelConfig {
                 _ => None,
             },
             norm_after: family.norm_after(),
+            multipliers: Multipliers::parse(&entries, family)?,
             windows: windows(&entries, family, layers, &unrotated)?,
             unrotated,
             positions_max: rope.positions(positions_max, other_positions(&entries)?),
@@ -346,6 +386,18 @@ impl ModelConfig {
         }
         if self.vocab > i32::MAX as usize {
             return refuse("vocab_size", format!("is {}; token ids are 32-bit", self.vocab));
+        }
+        let Multipliers { embedding, residual, attention, logits } = self.multipliers;
+        let multipliers = [
+            ("embedding_multiplier", embedding),
+            ("residual_multiplier", residual),
+            ("attention_multiplier", attention.unwrap_or(1.0)),
+            ("logits_scaling", logits.recip()),
+        ];
+        if let Some((key, factor)) =
+            multipliers.into_iter().find(|(_, factor)| !(factor.is_normal() && *factor > 0.0))
+        {
+            return refuse(key, format!("is {factor}; it must be positive, and neither tiny nor huge"));
         }
         if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
             return refuse("rms_norm_eps", format!("is {}; it must be positive", self.norm_eps));
@@ -468,7 +520,9 @@ fn windows(
     unrotated: &[usize],
 ) -> Result<Vec<Option<usize>>> {
     let (is_for_all, default) = match family {
-        Family::Llama | Family::SeedOss | Family::Olmo2 => return Ok(vec![None; layers]),
+        Family::Llama | Family::SeedOss | Family::Olmo2 | Family::Granite => {
+            return Ok(vec![None; layers]);
+        }
         Family::Phi3 => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
         Family::Mistral => (true, Some(4096)),
         Family::Qwen2 | Family::Qwen3 | Family::Olmo3 => (false, Some(4096)),

@@ -327,8 +327,8 @@ fn f32() {
     check(&Setup { dtype: DType::F32, state: StateFormat::Fp32, ..Setup::new(true) });
 }
 
-/// What blocks keep is not the same in every family: head norms, biases, windows of attention, one key head for all queries, norms that
-/// follow.
+/// What blocks keep is not the same in every family: head norms, biases, windows of attention, one key head for all queries, norms or
+/// numbers that follow.
 #[test]
 fn every_family_keeps() {
     let model = |architecture: &str, rest: &str| {
@@ -347,6 +347,11 @@ fn every_family_keeps() {
             "Olmo3ForCausalLM",
             r#""num_key_value_heads":2,"sliding_window":5,"layer_types":["sliding_attention","full_attention","sliding_attention"],
             "rope_parameters":{"full_attention":{"rope_type":"linear","factor":4.0}}"#,
+        ),
+        model(
+            "GraniteForCausalLM",
+            r#""num_key_value_heads":2,"embedding_multiplier":3.0,"residual_multiplier":0.3,"attention_multiplier":0.2,
+            "logits_scaling":2.0"#,
         ),
         model(
             "LlamaForCausalLM",

@@ -78,6 +78,20 @@ impl Elementwise for Cpu {
         Ok(())
     }
 
+    fn scale(&self, x: ViewMut<'_>, factor: f32) -> Result {
+        let elements = check::elementwise("scale", &[check::write("x", &x)]);
+        let (x, isa) = (FloatsMut::new(x), self.threads.isa());
+        blocks(&self.threads, elements, |at, len, [buffer]| {
+            let buffer = &mut buffer[..len];
+            // SAFETY: blocks are disjoint.
+            unsafe { x.read(isa, at, buffer) };
+            vector::scale(isa, buffer, factor);
+            // SAFETY: as above.
+            unsafe { x.write(isa, at, buffer) };
+        });
+        Ok(())
+    }
+
     fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
         let elements = check::elementwise("cast", &[check::read("x", x), check::write("out", &out)]);
         if x.dtype() == out.dtype() {

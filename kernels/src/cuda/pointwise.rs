@@ -75,6 +75,15 @@ impl Elementwise for Cuda {
         self.launch("add_bias", "elementwise_add_bias", grid, threads, 0, &mut arguments)
     }
 
+    fn scale(&self, x: ViewMut<'_>, factor: f32) -> Result {
+        let n = check::elementwise("scale", &[check::write("x", &x)]);
+        if n == 0 {
+            return Ok(());
+        }
+        let mut arguments = self.arguments().write(&x).float(factor).long(n);
+        self.launch_flat("scale", "elementwise_scale", n.div_ceil(VECTOR), &mut arguments)
+    }
+
     fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
         let n = check::elementwise("cast", &[check::read("x", x), check::write("out", &out)]);
         if n == 0 {

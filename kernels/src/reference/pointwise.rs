@@ -76,6 +76,13 @@ impl Elementwise for Reference {
         Ok(())
     }
 
+    fn scale(&self, x: ViewMut<'_>, factor: f32) -> Result {
+        check::elementwise("scale", &[check::write("x", &x)]);
+        let scaled: Vec<_> = values::read(x.view()).iter().map(|x| x * f64::from(factor)).collect();
+        values::write(x, &scaled);
+        Ok(())
+    }
+
     fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
         check::elementwise("cast", &[check::read("x", x), check::write("out", &out)]);
         values::write(out, &values::read(x));

@@ -395,6 +395,10 @@ impl Elementwise for OnDevice {
         on_device!(self, [bias], [x], self.set.elementwise.add_bias(x, bias))
     }
 
+    fn scale(&self, x: ViewMut<'_>, factor: f32) -> Result {
+        on_device!(self, [], [x], self.set.elementwise.scale(x, factor))
+    }
+
     fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
         on_device!(self, [x], [out], self.set.elementwise.cast(x, out))
     }

@@ -1,8 +1,10 @@
 //! The attention half of a decoder layer with its norm and residual: `y = x + o(attend(rope(qkv(norm(x)))))`, or, of models whose norms
-//! follow, `y = x + norm(o(attend(rope(qkv(x)))))`.
+//! follow, `y = x + norm(o(attend(rope(qkv(x)))))`; of some what is added is multiplied by a number.
 
 use super::TILE_ROWS;
-use super::layers::{Linear, Norm, Normed, Params, add_normed, backward_together, forward_together, tiles};
+use super::layers::{
+    After, Linear, Norm, Normed, Params, add_branch, backward_together, forward_together, tiles,
+};
 use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ};
 use crate::{ModelConfig, QkNorm};
 use terrace_kernels::{AttentionSpec, DType, KeyValues, Residual, RopeDirection, Tensor, View, ViewMut};
@@ -11,9 +13,9 @@ use terrace_zero::{Context, Gradients, KvSpec, Result, Weights};
 /// Parameters of the attention half.
 #[derive(Debug)]
 pub(crate) struct Attention {
-    norm: Norm,
-    /// Whether it takes what is added to the residual, instead of the input.
-    norm_after: bool,
+    /// Of the input.
+    before: Option<Norm>,
+    after: After,
     query: Linear,
     key: Linear,
     value: Linear,
@@ -68,10 +70,11 @@ impl Attention {
     pub(crate) fn new(config: &ModelConfig, layer: usize, params: &mut Params) -> Self {
         let (hidden, head_size, eps) = (config.hidden, config.head_size, config.norm_eps);
         let (queries, keys) = (config.query_width(), config.kv_width());
-        let norm = if config.norm_after { "post_attention_layernorm" } else { "input_layernorm" };
+        let name = if config.norm_after { "post_attention_layernorm" } else { "input_layernorm" };
+        let (before, after) = After::around(params.norm(name, hidden, eps), config);
         Self {
-            norm: params.norm(norm, hidden, eps),
-            norm_after: config.norm_after,
+            before,
+            after,
             query: params.linear("self_attn.q_proj", queries, hidden, config.qkv_bias),
             key: params.linear("self_attn.k_proj", keys, hidden, config.qkv_bias),
             value: params.linear("self_attn.v_proj", keys, hidden, config.qkv_bias),
@@ -90,7 +93,10 @@ impl Attention {
                     None => (INV_FREQ, config.rope.attention_factor()),
                 }
             }),
-            spec: AttentionSpec { scale: (head_size as f32).sqrt().recip(), window: config.windows[layer] },
+            spec: AttentionSpec {
+                scale: config.multipliers.attention.unwrap_or_else(|| (head_size as f32).sqrt().recip()),
+                window: config.windows[layer],
+            },
             hidden,
             heads: config.heads,
             kv_heads: config.kv_heads,
@@ -165,10 +171,10 @@ impl Attention {
         weights: &Weights<'_>,
         x_RD: View<'_>,
     ) -> Result<Option<Normed>> {
-        if self.norm_after { Ok(None) } else { self.norm.forward(cx, weights, x_RD).map(Some) }
+        self.before.map(|norm| norm.forward(cx, weights, x_RD)).transpose()
     }
 
-    /// `y = x + o(attended)`, or with a norm of what is added. That stays for [`backward`](Self::backward) if `stays`.
+    /// `y = x + after(o(attended))`. With a norm `o(attended)` stays for [`backward`](Self::backward) if `stays`.
     pub(crate) fn residual(
         &self,
         cx: &Context<'_>,
@@ -179,11 +185,12 @@ impl Attention {
         stays: bool,
     ) -> Result<Option<Tensor>> {
         let out_TQ = self.flat(&attended.out_BSHK);
-        if !self.norm_after {
+        if matches!(self.after, After::Nothing) {
             self.output.branch(cx, weights, out_TQ, Residual::Of(x_TD), y_TD)?;
             return Ok(None);
         }
-        add_normed(cx, weights, (self.output, self.norm), out_TQ, x_TD, y_TD, stays)
+        let stays = stays && self.after.needs_branch();
+        add_branch(cx, weights, (self.output, self.after), out_TQ, x_TD, y_TD, stays)
     }
 
     /// On entry `dx` is the gradient of `y`; on return that of `x`. `branch_TD` is what [`residual`](Self::residual) gave.
@@ -199,12 +206,9 @@ impl Attention {
         mut dx_TD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result {
-        let dbranch_TD = match branch_TD {
-            Some(branch) => {
-                Some(self.norm.backward_of(cx, weights, dx_TD.view(), branch.view(), gradients)?)
-            }
-            None => None,
-        };
+        let of_branch = branch_TD.as_ref().map(Tensor::view);
+        let dbranch_TD = self.after.backward(cx, weights, dx_TD.view(), of_branch, gradients)?;
+        drop(branch_TD);
         let dy_TD = dbranch_TD.as_ref().map_or(dx_TD.view(), Tensor::view);
         let mut dout_BSHK = cx.tensor(&self.dims_q(cx))?;
         let out_TQ = self.flat(&attended.out_BSHK);
@@ -284,12 +288,12 @@ impl Attention {
             let branches = branches.map(|(layer, dout)| (layer, dout.rows(start, end)));
             backward_together(cx, weights, &branches, h_RD, dh_RD.view_mut(), gradients)?;
             let dx_RD = dx_TD.reborrow().rows(start, end);
-            let Some(Normed { out, rstd }) = normed else {
+            let Some((norm, Normed { out, rstd })) = self.before.zip(normed) else {
                 cx.kernels.elementwise.add_assign(dx_RD, dh_RD.view())?;
                 continue;
             };
             drop(out);
-            self.norm.backward(cx, weights, dh_RD.view(), x_RD, rstd.view(), dx_RD, true, gradients)?;
+            norm.backward(cx, weights, dh_RD.view(), x_RD, rstd.view(), dx_RD, true, gradients)?;
         }
         Ok(())
     }

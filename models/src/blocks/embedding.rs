@@ -1,9 +1,10 @@
 //! Token ids to hidden states.
 
 use super::EMBEDDING_NAME;
+use super::layers::scaled;
 use crate::ModelConfig;
 use crate::batch::IDS;
-use terrace_kernels::{DType, View, ViewMut};
+use terrace_kernels::{DType, Tensor, View, ViewMut};
 use terrace_zero::{Block, Context, Gradients, Mode, OutputSpec, ParamSpec, Result, Weights};
 
 /// The first block: looks ids up in a table `[V, D]`.
@@ -13,13 +14,15 @@ pub struct EmbeddingBlock {
     hidden: usize,
     /// The row that gets no gradient.
     pad_id: Option<usize>,
+    /// Multiplies rows that were looked up.
+    factor: f32,
 }
 
 impl EmbeddingBlock {
     /// The embedding of a model.
     pub fn new(config: &ModelConfig) -> Self {
         let params = vec![ParamSpec::new(EMBEDDING_NAME, &[config.vocab, config.hidden])];
-        Self { params, hidden: config.hidden, pad_id: config.pad_id }
+        Self { params, hidden: config.hidden, pad_id: config.pad_id, factor: config.multipliers.embedding }
     }
 }
 
@@ -41,9 +44,13 @@ impl Block for EmbeddingBlock {
         cx: &mut Context<'_>,
         weights: &Weights<'_>,
         _x: Option<View<'_>>,
-        y: ViewMut<'_>,
+        mut y: ViewMut<'_>,
     ) -> Result {
-        Ok(cx.kernels.embedding.gather(cx.input(IDS), weights.get(0), y)?)
+        cx.kernels.embedding.gather(cx.input(IDS), weights.get(0), y.reborrow())?;
+        if self.factor != 1.0 {
+            cx.kernels.elementwise.scale(y, self.factor)?;
+        }
+        Ok(())
     }
 
     fn backward(
@@ -56,6 +63,8 @@ impl Block for EmbeddingBlock {
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let dy = dy.expect("only the last block has no dy, and the embedding is the first");
+        let of_rows = (self.factor != 1.0).then(|| scaled(cx, dy, self.factor)).transpose()?;
+        let dy = of_rows.as_ref().map_or(dy, Tensor::view);
         let (kernels, ids) = (cx.kernels, cx.input(IDS));
         let mut table_VD = gradients.get(0)?;
         let Some(pad) = self.pad_id else { return Ok(kernels.embedding.scatter_add(ids, dy, table_VD)?) };

@@ -28,6 +28,8 @@ pub struct HeadBlock {
     norm: Norm,
     hidden: usize,
     vocab: usize,
+    /// Multiplies logits.
+    factor: f32,
 }
 
 impl HeadBlock {
@@ -46,7 +48,8 @@ impl HeadBlock {
         } else {
             params.linear("lm_head", config.vocab, config.hidden, false);
         }
-        Self { params: params.specs, borrowed, norm, hidden: config.hidden, vocab: config.vocab }
+        let factor = config.multipliers.logits;
+        Self { params: params.specs, borrowed, norm, hidden: config.hidden, vocab: config.vocab, factor }
     }
 
     /// Rows of a tile of logits.
@@ -57,7 +60,16 @@ impl HeadBlock {
     fn logits(&self, cx: &Context<'_>, weights: &Weights<'_>, h_RD: View<'_>) -> Result<Tensor> {
         let mut logits_RV = cx.tensor_of(DType::F32, &[h_RD.shape().rows(), self.vocab])?;
         product(cx, h_RD, weights.weight(TABLE), logits_RV.view_mut(), Epilogue::NONE)?;
+        self.multiply(cx, logits_RV.view_mut())?;
         Ok(logits_RV)
+    }
+
+    /// Multiplies logits, or takes their gradient to that of the product.
+    fn multiply(&self, cx: &Context<'_>, logits_RV: ViewMut<'_>) -> Result {
+        if self.factor != 1.0 {
+            cx.kernels.elementwise.scale(logits_RV, self.factor)?;
+        }
+        Ok(())
     }
 
     fn evaluate(&self, cx: &mut Context<'_>, weights: &Weights<'_>, x_TD: View<'_>) -> Result {
@@ -72,12 +84,19 @@ impl HeadBlock {
         Ok(())
     }
 
-    fn generate(&self, cx: &Context<'_>, weights: &Weights<'_>, x_TD: View<'_>, y_BV: ViewMut<'_>) -> Result {
+    fn generate(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        x_TD: View<'_>,
+        mut y_BV: ViewMut<'_>,
+    ) -> Result {
         let mut last_BD = cx.tensor(&[cx.sequences, self.hidden])?;
         cx.kernels.embedding.gather(cx.input(LAST), x_TD, last_BD.view_mut())?;
         let normed = self.norm.forward(cx, weights, last_BD.view())?;
         drop(last_BD);
-        product(cx, normed.out.view(), weights.weight(TABLE), y_BV, Epilogue::NONE)
+        product(cx, normed.out.view(), weights.weight(TABLE), y_BV.reborrow(), Epilogue::NONE)?;
+        self.multiply(cx, y_BV)
     }
 
     /// Replaces logits by their gradient, in the activation dtype so that the products that follow run at its speed.
@@ -92,6 +111,7 @@ impl HeadBlock {
         let labels_R = rows_of(inputs[LABELS].view(), start, end);
         let loss = cx.loss.reborrow();
         kernels.cross_entropy.loss_and_gradient(logits_RV.view_mut(), labels_R, scale, loss)?;
+        self.multiply(cx, logits_RV.view_mut())?;
         if cx.dtype == DType::F32 {
             return Ok(logits_RV);
         }

@@ -1,6 +1,7 @@
 //! Linear layers and norms as indices into a block's parameters, with their gradients.
 
 use super::TILE_ROWS;
+use crate::ModelConfig;
 use terrace_kernels::{DType, Epilogue, MatmulSpec, Product, QuantFormat, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, ParamSpec, Result, Weight, Weights};
 
@@ -202,11 +203,81 @@ impl Norm {
     }
 }
 
-/// `y = x + norm(layer(input))`; gives `layer(input)` if it `stays`.
-pub(crate) fn add_normed(
+/// What becomes of the result of attention or feed-forward before it is added to the residual.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum After {
+    /// Nothing.
+    Nothing,
+    /// It is normalized.
+    Norm(Norm),
+    /// It is multiplied by a number.
+    Scale(f32),
+}
+
+impl After {
+    /// What precedes attention or feed-forward, and what follows, of which one has the norm.
+    pub(crate) fn around(norm: Norm, config: &ModelConfig) -> (Option<Norm>, Self) {
+        match config.multipliers.residual {
+            _ if config.norm_after => (None, Self::Norm(norm)),
+            1.0 => (Some(norm), Self::Nothing),
+            factor => (Some(norm), Self::Scale(factor)),
+        }
+    }
+
+    /// What is added, if it is not `branch_RD`, which may be another afterwards.
+    pub(crate) fn apply(
+        self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        branch_RD: ViewMut<'_>,
+    ) -> Result<Option<Tensor>> {
+        match self {
+            Self::Nothing => {}
+            Self::Norm(norm) => return Ok(Some(norm.forward(cx, weights, branch_RD.view())?.out)),
+            Self::Scale(factor) => cx.kernels.elementwise.scale(branch_RD, factor)?,
+        }
+        Ok(None)
+    }
+
+    /// Whether backward needs the result as it was.
+    pub(crate) fn needs_branch(self) -> bool {
+        matches!(self, Self::Norm(_))
+    }
+
+    /// The gradient of a result from `dy_TD`, that of what it was added to, unless it is the same. `branch_TD` is the result as it was, where
+    /// that is [needed](Self::needs_branch).
+    pub(crate) fn backward(
+        self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        dy_TD: View<'_>,
+        branch_TD: Option<View<'_>>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Option<Tensor>> {
+        match self {
+            Self::Nothing => Ok(None),
+            Self::Norm(norm) => {
+                let branch = branch_TD.expect("what a norm was given is there");
+                norm.backward_of(cx, weights, dy_TD, branch, gradients).map(Some)
+            }
+            Self::Scale(factor) => scaled(cx, dy_TD, factor).map(Some),
+        }
+    }
+}
+
+/// `factor·x`.
+pub(crate) fn scaled(cx: &Context<'_>, x: View<'_>, factor: f32) -> Result<Tensor> {
+    let mut out = cx.tensor(x.shape().dims())?;
+    cx.kernels.elementwise.cast(x, out.view_mut())?;
+    cx.kernels.elementwise.scale(out.view_mut(), factor)?;
+    Ok(out)
+}
+
+/// `y = x + after(layer(input))`; gives `layer(input)` if it `stays`.
+pub(crate) fn add_branch(
     cx: &Context<'_>,
     weights: &Weights<'_>,
-    (layer, norm): (Linear, Norm),
+    branch: (Linear, After),
     input_TN: View<'_>,
     x_TD: View<'_>,
     mut y_TD: ViewMut<'_>,
@@ -214,20 +285,33 @@ pub(crate) fn add_normed(
 ) -> Result<Option<Tensor>> {
     let mut all = stays.then(|| cx.lasting_tensor(x_TD.shape().dims())).transpose()?;
     for (start, end) in tiles(x_TD.shape().rows(), TILE_ROWS) {
-        let mut tile = match all {
-            Some(_) => None,
-            None => Some(cx.tensor(x_TD.rows(start, end).shape().dims())?),
-        };
-        let mut branch_RD = match (&mut all, &mut tile) {
-            (Some(all), _) => all.view_mut().rows(start, end),
-            (None, tile) => tile.as_mut().expect("a tile for what does not stay").view_mut(),
-        };
-        layer.forward_into(cx, weights, input_TN.rows(start, end), branch_RD.reborrow())?;
-        let normed = norm.forward(cx, weights, branch_RD.view())?;
-        let y_RD = y_TD.reborrow().rows(start, end);
-        cx.kernels.elementwise.add(x_TD.rows(start, end), normed.out.view(), y_RD)?;
+        let (input_RN, x_RD) = (input_TN.rows(start, end), x_TD.rows(start, end));
+        let to = all.as_mut().map(|all| all.view_mut().rows(start, end));
+        add_branch_rows(cx, weights, branch, input_RN, x_RD, y_TD.reborrow().rows(start, end), to)?;
     }
     Ok(all)
+}
+
+/// The same of some rows, of which `layer(input)` is left in `to`, if there is that.
+pub(crate) fn add_branch_rows(
+    cx: &Context<'_>,
+    weights: &Weights<'_>,
+    (layer, after): (Linear, After),
+    input_RN: View<'_>,
+    x_RD: View<'_>,
+    y_RD: ViewMut<'_>,
+    to: Option<ViewMut<'_>>,
+) -> Result {
+    let mut own = match to {
+        Some(_) => None,
+        None => Some(cx.tensor(x_RD.shape().dims())?),
+    };
+    let mut branch_RD =
+        to.or_else(|| own.as_mut().map(Tensor::view_mut)).expect("a place for what does not stay");
+    layer.forward_into(cx, weights, input_RN, branch_RD.reborrow())?;
+    let other = after.apply(cx, weights, branch_RD.reborrow())?;
+    let added = other.as_ref().map_or(branch_RD.view(), Tensor::view);
+    Ok(cx.kernels.elementwise.add(x_RD, added, y_RD)?)
 }
 
 /// Consecutive row ranges of at most `size` rows that cover `rows`.

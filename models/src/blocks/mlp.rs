@@ -1,8 +1,10 @@
 //! The feed-forward half of a decoder layer with its norm and residual: `y += down(f(gate(h))·up(h))`, `h = norm(y)`, or, of models whose
-//! norms follow, `y += norm(down(f(gate(y))·up(y)))`.
+//! norms follow, `y += norm(down(f(gate(y))·up(y)))`; of some what is added is multiplied by a number.
 
 use super::TILE_ROWS;
-use super::layers::{Linear, Norm, Normed, Params, backward_together, forward_together, tiles};
+use super::layers::{
+    After, Linear, Norm, Normed, Params, add_branch_rows, backward_together, forward_together, tiles,
+};
 use crate::ModelConfig;
 use terrace_kernels::{DType, GateFunction, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
@@ -27,9 +29,9 @@ struct InnerRows<'a> {
 /// Parameters of the feed-forward half.
 #[derive(Debug)]
 pub(crate) struct Mlp {
-    norm: Norm,
-    /// Whether it takes what is added to the residual, instead of the input.
-    norm_after: bool,
+    /// Of the input.
+    before: Option<Norm>,
+    after: After,
     gate: Linear,
     up: Linear,
     down: Linear,
@@ -42,10 +44,11 @@ impl Mlp {
     /// Takes its parameters from the layer's list.
     pub(crate) fn new(config: &ModelConfig, params: &mut Params) -> Self {
         let (hidden, feed_forward, bias) = (config.hidden, config.feed_forward, config.mlp_bias);
-        let norm = if config.norm_after { "post_feedforward_layernorm" } else { "post_attention_layernorm" };
+        let name = if config.norm_after { "post_feedforward_layernorm" } else { "post_attention_layernorm" };
+        let (before, after) = After::around(params.norm(name, hidden, config.norm_eps), config);
         Self {
-            norm: params.norm(norm, hidden, config.norm_eps),
-            norm_after: config.norm_after,
+            before,
+            after,
             gate: params.linear("mlp.gate_proj", feed_forward, hidden, bias),
             up: params.linear("mlp.up_proj", feed_forward, hidden, bias),
             down: params.linear("mlp.down_proj", hidden, feed_forward, bias),
@@ -65,14 +68,15 @@ impl Mlp {
             drop(normed);
             let act_RF = self.activate(cx, gate_RF.view(), up_RF.view())?;
             drop((gate_RF, up_RF));
-            if !self.norm_after {
+            if matches!(self.after, After::Nothing) {
                 self.down.branch(cx, weights, act_RF.view(), Residual::InPlace, y_RD)?;
                 continue;
             }
-            let branch_RD = self.branch(cx, weights, act_RF.view())?;
+            let mut branch_RD = self.branch(cx, weights, act_RF.view())?;
             drop(act_RF);
-            let normed = self.norm.forward(cx, weights, branch_RD.view())?;
-            cx.kernels.elementwise.add_assign(y_RD, normed.out.view())?;
+            let other = self.after.apply(cx, weights, branch_RD.view_mut())?;
+            let added = other.as_ref().unwrap_or(&branch_RD);
+            cx.kernels.elementwise.add_assign(y_RD, added.view())?;
         }
         Ok(())
     }
@@ -90,7 +94,8 @@ impl Mlp {
         let mut gate_TF = cx.lasting_tensor(&dims_TF)?;
         let mut up_TF = cx.lasting_tensor(&dims_TF)?;
         let dims_TD = y1_TD.shape();
-        let mut branch_TD = self.norm_after.then(|| cx.lasting_tensor(dims_TD.dims())).transpose()?;
+        let stays = self.after.needs_branch();
+        let mut branch_TD = stays.then(|| cx.lasting_tensor(dims_TD.dims())).transpose()?;
         for (start, end) in tiles(y1_TD.shape().rows(), TILE_ROWS) {
             let y1_RD = y1_TD.rows(start, end);
             let normed = self.normed_input(cx, weights, y1_RD)?;
@@ -102,15 +107,13 @@ impl Mlp {
             let (gate_RF, up_RF) = (gate_TF.view().rows(start, end), up_TF.view().rows(start, end));
             let act_RF = self.activate(cx, gate_RF, up_RF)?;
             let y_RD = y_TD.reborrow().rows(start, end);
-            let Some(branch) = &mut branch_TD else {
+            if matches!(self.after, After::Nothing) {
                 self.down.branch(cx, weights, act_RF.view(), Residual::Of(y1_RD), y_RD)?;
                 continue;
-            };
-            let mut branch_RD = branch.view_mut().rows(start, end);
-            self.down.forward_into(cx, weights, act_RF.view(), branch_RD.reborrow())?;
-            drop(act_RF);
-            let normed = self.norm.forward(cx, weights, branch_RD.view())?;
-            cx.kernels.elementwise.add(y1_RD, normed.out.view(), y_RD)?;
+            }
+            let down = (self.down, self.after);
+            let to = branch_TD.as_mut().map(|branch| branch.view_mut().rows(start, end));
+            add_branch_rows(cx, weights, down, act_RF.view(), y1_RD, y_RD, to)?;
         }
         Ok(Inner { gate_TF, up_TF, branch_TD })
     }
@@ -154,7 +157,7 @@ impl Mlp {
         mut dx_RD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result {
-        let before = if self.norm_after { None } else { Some(self.norm.forward(cx, weights, y1_RD)?) };
+        let before = self.before.map(|norm| norm.forward(cx, weights, y1_RD)).transpose()?;
         let h_RD = before.as_ref().map_or(y1_RD, |normed| normed.out.view());
         let recomputed = match inner {
             Some(_) => None,
@@ -168,10 +171,7 @@ impl Mlp {
         let InnerRows { gate_RF, up_RF, branch_RD } =
             inner.or(fresh).expect("what is not kept is recomputed");
         let act_RF = self.activate(cx, gate_RF, up_RF)?;
-        let dbranch_RD = match before {
-            Some(_) => None,
-            None => Some(self.branch_gradient(cx, weights, act_RF.view(), branch_RD, dy_RD, gradients)?),
-        };
+        let dbranch_RD = self.branch_gradient(cx, weights, act_RF.view(), branch_RD, dy_RD, gradients)?;
         let dims_RF = [dy_RD.shape().rows(), self.feed_forward];
         let mut dact_RF = cx.tensor(&dims_RF)?;
         let down = [(self.down, dbranch_RD.as_ref().map_or(dy_RD, Tensor::view))];
@@ -194,12 +194,12 @@ impl Mlp {
         let layers = [(self.gate, dgate_RF.view()), (self.up, dup_RF.view())];
         backward_together(cx, weights, &layers, h_RD, dh_RD.view_mut(), gradients)?;
         drop((dgate_RF, dup_RF));
-        let Some(Normed { out, rstd }) = before else {
+        let Some((norm, Normed { out, rstd })) = self.before.zip(before) else {
             return Ok(cx.kernels.elementwise.add(dy_RD, dh_RD.view(), dx_RD)?);
         };
         drop(out);
         cx.kernels.elementwise.cast(dy_RD, dx_RD.reborrow())?;
-        self.norm.backward(cx, weights, dh_RD.view(), y1_RD, rstd.view(), dx_RD, true, gradients)
+        norm.backward(cx, weights, dh_RD.view(), y1_RD, rstd.view(), dx_RD, true, gradients)
     }
 
     /// What gate and up read of rows, if that is not the rows themselves.
@@ -209,22 +209,18 @@ impl Mlp {
         weights: &Weights<'_>,
         y_RD: View<'_>,
     ) -> Result<Option<Tensor>> {
-        if self.norm_after {
-            return Ok(None);
-        }
-        let Normed { out, rstd } = self.norm.forward(cx, weights, y_RD)?;
-        drop(rstd);
-        Ok(Some(out))
+        let normed = self.before.map(|norm| norm.forward(cx, weights, y_RD)).transpose()?;
+        Ok(normed.map(|Normed { out, .. }| out))
     }
 
-    /// What a norm that follows is given.
+    /// What something that follows is given.
     fn branch(&self, cx: &Context<'_>, weights: &Weights<'_>, act_RF: View<'_>) -> Result<Tensor> {
         let mut branch_RD = cx.tensor(&[act_RF.shape().rows(), self.hidden])?;
         self.down.forward_into(cx, weights, act_RF, branch_RD.view_mut())?;
         Ok(branch_RD)
     }
 
-    /// The gradient of what a norm that follows is given, which is computed again unless it was kept.
+    /// The gradient of what something that follows is given, which is computed again if that is needed and was not kept.
     fn branch_gradient(
         &self,
         cx: &Context<'_>,
@@ -233,13 +229,11 @@ impl Mlp {
         kept_RD: Option<View<'_>>,
         dy_RD: View<'_>,
         gradients: &mut Gradients<'_>,
-    ) -> Result<Tensor> {
-        let fresh = match kept_RD {
-            Some(_) => None,
-            None => Some(self.branch(cx, weights, act_RF)?),
-        };
-        let branch_RD = kept_RD.or(fresh.as_ref().map(Tensor::view)).expect("kept, or computed again");
-        self.norm.backward_of(cx, weights, dy_RD, branch_RD, gradients)
+    ) -> Result<Option<Tensor>> {
+        let again = kept_RD.is_none() && self.after.needs_branch();
+        let fresh = again.then(|| self.branch(cx, weights, act_RF)).transpose()?;
+        let branch_RD = kept_RD.or(fresh.as_ref().map(Tensor::view));
+        self.after.backward(cx, weights, dy_RD, branch_RD, gradients)
     }
 
     /// Gate and up of `h_RD`.

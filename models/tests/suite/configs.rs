@@ -3,7 +3,7 @@
 use crate::fixture::{Fixture, numbers};
 use serde_json::{Value, json};
 use terrace_kernels::GateFunction;
-use terrace_models::{Family, ModelConfig, QkNorm, RopeScaling, param_count};
+use terrace_models::{Family, ModelConfig, Multipliers, QkNorm, RopeScaling, param_count};
 
 #[test]
 fn old_and_new_spellings_are_the_same_model() {
@@ -138,6 +138,33 @@ fn released_models_whose_norms_follow() {
         (Some(QkNorm::AllHeads), Some(100_277), 500_000.0)
     );
     assert_eq!(olmo.window_rope, None);
+}
+
+/// Granite 3.1 8B: 8,170,848,256 parameters.
+#[test]
+fn models_may_multiply_what_they_compute() {
+    let granite = |more: Value| {
+        let mut config = json!({"architectures": ["GraniteForCausalLM"], "vocab_size": 49_155, "hidden_size": 4096,
+            "intermediate_size": 12_800, "max_position_embeddings": 131_072, "num_attention_heads": 32, "num_hidden_layers": 40,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e7, "tie_word_embeddings": true});
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        ModelConfig::parse(&config.to_string())
+    };
+    let all = json!({"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.007_812_5,
+        "logits_scaling": 16.0});
+    let found = granite(all).unwrap();
+    let expected =
+        Multipliers { embedding: 12.0, residual: 0.22, attention: Some(1.0 / 128.0), logits: 1.0 / 16.0 };
+    assert_eq!((param_count(&found), found.multipliers), (8_170_848_256, expected));
+    // The class multiplies scores by 1 where nothing is said.
+    let expected = Multipliers { attention: Some(1.0), ..Multipliers::NONE };
+    assert_eq!(granite(json!({})).unwrap().multipliers, expected);
+    for (key, value) in
+        [("logits_scaling", 0.0), ("attention_multiplier", -1.0), ("residual_multiplier", 1e-300)]
+    {
+        let message = granite(json!({key: value})).unwrap_err().to_string();
+        assert!(message.contains(key) && message.contains("positive"), "{message}");
+    }
 }
 
 /// OLMo 3 7B: 7,298,011,136 parameters.
@@ -336,6 +363,7 @@ fn biases_follow_the_family() {
     assert_eq!(biases("SeedOssForCausalLM"), (true, false, true));
     assert_eq!(biases("SmolLM3ForCausalLM"), (true, true, true));
     assert_eq!(biases("Olmo2ForCausalLM"), (true, true, false));
+    assert_eq!(biases("GraniteForCausalLM"), (true, true, true));
     let unnamed = json!({"architectures": null, "model_type": "qwen3"});
     assert_eq!(parse(unnamed).unwrap().family, Family::Qwen3);
 }

@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 15] = [
+pub const NAMES: [&str; 16] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -24,6 +24,7 @@ pub const NAMES: [&str; 15] = [
     "smollm3",
     "olmo2",
     "olmo3",
+    "granite",
 ];
 
 /// The backends that every parity test runs on.
