@@ -431,11 +431,11 @@ pub trait Elementwise: Send + Sync {
     /// The backend failed.
     fn add_bias(&self, x: ViewMut<'_>, bias: View<'_>) -> Result;
 
-    /// `x *= factor`, in f32, rounded once.
+    /// `x = factor·x + offset`, in f32. One of the two that changes nothing costs no rounding.
     ///
     /// # Errors
     /// The backend failed.
-    fn scale(&self, x: ViewMut<'_>, factor: f32) -> Result;
+    fn affine(&self, x: ViewMut<'_>, factor: f32, offset: f32) -> Result;
 
     /// `out = x` with a change of dtype (f32, bf16, f16), rounding to nearest even; equal dtypes copy.
     ///

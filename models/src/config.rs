@@ -13,7 +13,7 @@ use terrace_kernels::GateFunction;
 use terrace_kernels::cpu::HEAD_MAX;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 10] = [
+const FAMILIES: [(Family, &str, &str); 12] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
@@ -24,6 +24,8 @@ const FAMILIES: [(Family, &str, &str); 10] = [
     (Family::Olmo2, "Olmo2ForCausalLM", "olmo2"),
     (Family::Olmo3, "Olmo3ForCausalLM", "olmo3"),
     (Family::Granite, "GraniteForCausalLM", "granite"),
+    (Family::Gemma, "GemmaForCausalLM", "gemma"),
+    (Family::Gemma3, "Gemma3ForCausalLM", "gemma3_text"),
 ];
 
 /// Functions of the feed-forward's gate, as `hidden_act` spells them.
@@ -61,6 +63,21 @@ pub enum Family {
     Olmo3,
     /// Granite 3: embeddings, scores, what is added to the residual, and logits are multiplied by numbers.
     Granite,
+    /// Gemma 1: the weights of norms are added to 1, and embeddings multiplied by the root of the hidden size.
+    Gemma,
+    /// Gemma 3 for text alone: a Gemma with norms on both sides, normalized queries and keys, and windows in five layers of six.
+    Gemma3,
+}
+
+/// Where a decoder layer has norms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Norms {
+    /// Before attention and feed-forward.
+    Before,
+    /// Behind them, before what they give is added to the residual.
+    After,
+    /// At both places.
+    Both,
 }
 
 /// Numbers by which a model multiplies what it computes.
@@ -80,7 +97,18 @@ impl Multipliers {
     /// None.
     pub const NONE: Self = Self { embedding: 1.0, residual: 1.0, attention: None, logits: 1.0 };
 
-    fn parse(entries: &Entries<'_>, family: Family) -> Result<Self> {
+    fn parse(entries: &Entries<'_>, family: Family, hidden: usize) -> Result<Self> {
+        if family.is_gemma() {
+            let attention = match family {
+                Family::Gemma3 if entries.has_value("query_pre_attn_scalar") => {
+                    entries.positive("query_pre_attn_scalar")?
+                }
+                Family::Gemma3 => 256.0,
+                _ => return Ok(Self { embedding: (hidden as f32).sqrt(), ..Self::NONE }),
+            };
+            let attention = Some(attention.sqrt().recip() as f32);
+            return Ok(Self { embedding: (hidden as f32).sqrt(), attention, ..Self::NONE });
+        }
         if family != Family::Granite {
             return Ok(Self::NONE);
         }
@@ -158,6 +186,21 @@ impl Family {
             },
             Self::Olmo2 => Defaults { norm_eps: 1e-5, pad: Some(1), eos: Some(50_279), ..llama },
             Self::Granite => llama,
+            Self::Gemma => Defaults {
+                kv_heads: Some(16),
+                head_size: Some(256),
+                positions: 8192,
+                tied: true,
+                pad: Some(0),
+                eos: Some(1),
+                ..llama
+            },
+            Self::Gemma3 => Defaults {
+                kv_heads: Some(4),
+                positions: 131_072,
+                theta: 1_000_000.0,
+                ..Self::Gemma.defaults()
+            },
             Self::Olmo3 => Defaults { theta: 500_000.0, ..Self::Olmo2.defaults() },
         }
     }
@@ -176,9 +219,16 @@ impl Family {
         self == Self::Phi3
     }
 
-    /// Whether norms follow attention and feed-forward.
-    fn norm_after(self) -> bool {
-        matches!(self, Self::Olmo2 | Self::Olmo3)
+    pub(crate) fn is_gemma(self) -> bool {
+        matches!(self, Self::Gemma | Self::Gemma3)
+    }
+
+    fn norms(self) -> Norms {
+        match self {
+            Self::Olmo2 | Self::Olmo3 => Norms::After,
+            Self::Gemma3 => Norms::Both,
+            _ => Norms::Before,
+        }
     }
 }
 
@@ -215,8 +265,10 @@ pub struct ModelConfig {
     pub gate_function: GateFunction,
     /// Whether and how queries and keys are normalized.
     pub qk_norm: Option<QkNorm>,
-    /// Norms follow attention and feed-forward, whose results they take before those are added to the residual, instead of preceding them.
-    pub norm_after: bool,
+    /// Where layers have norms.
+    pub norms: Norms,
+    /// Norms multiply by one more than their weights.
+    pub norm_plus_one: bool,
     /// Sliding window of each layer; `None` sees everything before it.
     pub windows: Vec<Option<usize>>,
     /// Layers that do not rotate their queries and keys by their positions.
@@ -305,10 +357,12 @@ impl ModelConfig {
                 Family::Mistral | Family::Phi3 => false,
                 Family::Llama | Family::Qwen3 | Family::SeedOss | Family::SmolLm3 => attention_bias,
                 Family::Olmo2 | Family::Olmo3 | Family::Granite => attention_bias,
+                Family::Gemma | Family::Gemma3 => attention_bias,
             },
             output_bias: match family {
                 Family::Llama | Family::Qwen3 | Family::SmolLm3 => attention_bias,
                 Family::Olmo2 | Family::Olmo3 | Family::Granite => attention_bias,
+                Family::Gemma | Family::Gemma3 => attention_bias,
                 Family::SeedOss => entries.flag("attention_out_bias", false)?,
                 Family::Mistral | Family::Qwen2 | Family::Phi3 => false,
             },
@@ -317,16 +371,17 @@ impl ModelConfig {
                     entries.flag("mlp_bias", false)?
                 }
                 Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Phi3 => false,
-                Family::Olmo2 | Family::Olmo3 => false,
+                Family::Olmo2 | Family::Olmo3 | Family::Gemma | Family::Gemma3 => false,
             },
-            gate_function: gate_function(&entries)?,
+            gate_function: gate_function(&entries, family)?,
             qk_norm: match family {
-                Family::Qwen3 => Some(QkNorm::PerHead),
-                _ if family.norm_after() => Some(QkNorm::AllHeads),
+                Family::Qwen3 | Family::Gemma3 => Some(QkNorm::PerHead),
+                Family::Olmo2 | Family::Olmo3 => Some(QkNorm::AllHeads),
                 _ => None,
             },
-            norm_after: family.norm_after(),
-            multipliers: Multipliers::parse(&entries, family)?,
+            norms: family.norms(),
+            norm_plus_one: family.is_gemma(),
+            multipliers: Multipliers::parse(&entries, family, hidden)?,
             windows: windows(&entries, family, layers, &unrotated)?,
             unrotated,
             positions_max: rope.positions(positions_max, other_positions(&entries)?),
@@ -459,11 +514,17 @@ fn family(entries: &Entries<'_>) -> Result<Family> {
     })
 }
 
-fn gate_function(entries: &Entries<'_>) -> Result<GateFunction> {
-    let name = entries.string("hidden_act")?.unwrap_or("silu");
+fn gate_function(entries: &Entries<'_>, family: Family) -> Result<GateFunction> {
+    let key = if family == Family::Gemma3 { "hidden_activation" } else { "hidden_act" };
+    let default = if family.is_gemma() { "gelu_pytorch_tanh" } else { "silu" };
+    let name = match (entries.string(key)?.unwrap_or(default), family) {
+        // What its first folders say, and do not mean.
+        ("gelu", Family::Gemma) => default,
+        (name, _) => name,
+    };
     let found = GATE_FUNCTIONS.iter().find(|(known, _)| *known == name);
     found.map(|(_, function)| *function).ok_or_else(|| ModelError::Unsupported {
-        what: "hidden_act".into(),
+        what: key.into(),
         found: format!("\"{name}\""),
         supported: GATE_FUNCTIONS.map(|(known, _)| format!("\"{known}\"")).join(", "),
     })
@@ -475,6 +536,22 @@ fn refuse_unsupported(entries: &Entries<'_>) -> Result {
             what: "quantization_config".into(),
             found: entries.string_at("quantization_config", "quant_method").unwrap_or("(unnamed)").into(),
             supported: "unquantized f32, bf16 or f16 weights (convert the checkpoint first)".into(),
+        });
+    }
+    for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+        if entries.has_value(key) {
+            return Err(ModelError::Unsupported {
+                what: key.into(),
+                found: entries.number(key)?.map_or_else(String::new, |cap| cap.to_string()),
+                supported: "null (logits and scores are not capped)".into(),
+            });
+        }
+    }
+    if entries.flag("use_bidirectional_attention", false)? {
+        return Err(ModelError::Unsupported {
+            what: "use_bidirectional_attention".into(),
+            found: "true".into(),
+            supported: "false (a token sees those before it)".into(),
         });
     }
     if !entries.flag("is_causal", true)? {
@@ -520,19 +597,25 @@ fn windows(
     unrotated: &[usize],
 ) -> Result<Vec<Option<usize>>> {
     let (is_for_all, default) = match family {
-        Family::Llama | Family::SeedOss | Family::Olmo2 | Family::Granite => {
+        Family::Llama | Family::SeedOss | Family::Olmo2 | Family::Granite | Family::Gemma => {
             return Ok(vec![None; layers]);
         }
         Family::Phi3 => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
         Family::Mistral => (true, Some(4096)),
-        Family::Qwen2 | Family::Qwen3 | Family::Olmo3 => (false, Some(4096)),
+        Family::Qwen2 | Family::Qwen3 | Family::Olmo3 | Family::Gemma3 => (false, Some(4096)),
         Family::SmolLm3 => (false, None),
     };
     let window = match entries.optional_size("sliding_window")? {
         None if !entries.has("sliding_window") => default,
         window => window,
     };
-    let uses_it = is_for_all || family == Family::Olmo3 || entries.flag("use_sliding_window", false)?;
+    // Every so many layers one sees everything.
+    let every = match family {
+        Family::Olmo3 => Some(4),
+        Family::Gemma3 => Some(entries.size_or("sliding_window_pattern", 6)?),
+        _ => None,
+    };
+    let uses_it = is_for_all || every.is_some() || entries.flag("use_sliding_window", false)?;
     let window = if uses_it { window } else { None };
     // A Mistral with kinds of layers is what transformers calls Ministral.
     if let Some(kinds) = entries.strings("layer_types")? {
@@ -545,8 +628,8 @@ fn windows(
         // What is not rotated by positions sees only some of them.
         return Ok((0..layers).map(|layer| window.filter(|_| unrotated.contains(&layer))).collect());
     }
-    if family == Family::Olmo3 {
-        return Ok((0..layers).map(|layer| window.filter(|_| !(layer + 1).is_multiple_of(4))).collect());
+    if let Some(every) = every {
+        return Ok((0..layers).map(|layer| window.filter(|_| !(layer + 1).is_multiple_of(every))).collect());
     }
     let full_layers = entries.size_or_zero("max_window_layers", 28)?;
     Ok((0..layers).map(|layer| window.filter(|_| layer >= full_layers)).collect())

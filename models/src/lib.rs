@@ -37,7 +37,7 @@ pub use blocks::{
     DecoderBlock, EMBEDDING_NAME, EmbeddingBlock, HeadBlock, Model, TILE_ROWS, build, build_quantized,
     param_count,
 };
-pub use config::{Family, ModelConfig, Multipliers, QkNorm};
+pub use config::{Family, ModelConfig, Multipliers, Norms, QkNorm};
 pub use error::{ModelError, Result};
 pub use json::parse_json;
 pub use random::RandomSource;

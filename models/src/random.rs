@@ -4,7 +4,7 @@ use crate::ModelConfig;
 use std::f64::consts::TAU;
 use terrace_zero::{ParamSpec, Result, WeightSource};
 
-/// Draws weights the way transformers initializes a model: normal with the configured deviation, norms 1, biases 0.
+/// Draws weights the way transformers initializes a model: normal with the configured deviation, norms of scale 1, biases 0.
 ///
 /// Element i of a tensor depends on the seed, the tensor's name and i alone (a counter-based generator), so that any
 /// split into ranges gives the same model.
@@ -12,17 +12,20 @@ use terrace_zero::{ParamSpec, Result, WeightSource};
 pub struct RandomSource {
     seed: u64,
     std: f64,
+    /// The weights of norms.
+    norm: f32,
 }
 
 impl RandomSource {
     /// Deviation 0.02.
     pub fn new(seed: u64) -> Self {
-        Self { seed, std: 0.02 }
+        Self { seed, std: 0.02, norm: 1.0 }
     }
 
     /// The deviation that the configuration names.
     pub fn for_config(config: &ModelConfig, seed: u64) -> Self {
-        Self { seed, std: f64::from(config.initializer_std) }
+        let norm = if config.norm_plus_one { 0.0 } else { 1.0 };
+        Self { seed, std: f64::from(config.initializer_std), norm }
     }
 
     /// Elements `2 · pair` and the one after it of a weight with the stream `key`: a Box–Muller pair.
@@ -38,7 +41,7 @@ impl RandomSource {
 impl WeightSource for RandomSource {
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> Result {
         if param.name.ends_with("norm.weight") {
-            out.fill(1.0);
+            out.fill(self.norm);
         } else if param.name.ends_with(".bias") {
             out.fill(0.0);
         } else {

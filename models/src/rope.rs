@@ -73,7 +73,7 @@ pub enum RopeScaling {
     },
 }
 
-/// What OLMo 3 calls its kinds of layers: those that see everything, and those with a window.
+/// What some families call their kinds of layers: those that see everything, and those with a window.
 const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 
 impl Rope {
@@ -85,28 +85,36 @@ impl Rope {
         positions_max: usize,
         default_theta: f64,
     ) -> Result<(Self, Option<Self>)> {
-        if family != Family::Olmo3 {
-            return Ok((Self::parse_one(config, family, head_size, positions_max, default_theta)?, None));
-        }
+        // The base of layers with a window, unless it is that of the others.
+        let local_theta = match family {
+            Family::Olmo3 => None,
+            Family::Gemma3 if config.has_value("rope_local_base_freq") => {
+                Some(config.positive("rope_local_base_freq")?)
+            }
+            Family::Gemma3 => Some(10_000.0),
+            _ => {
+                return Ok((Self::parse_one(config, family, head_size, positions_max, default_theta)?, None));
+            }
+        };
         let of_kinds = config.object("rope_parameters")?.filter(|all| KINDS.iter().any(|kind| all.has(kind)));
         let Some(of_kinds) = of_kinds else {
             // The older spelling, whose scaling is for layers that see everything.
             let rope = Self::parse_one(config, family, head_size, positions_max, default_theta)?;
-            let window = Self { scaling: RopeScaling::Default, ..rope.clone() };
-            return Ok((rope, Some(window)));
+            let (theta, scaling) = (local_theta.unwrap_or(rope.theta), RopeScaling::Default);
+            return Ok((rope, Some(Self { theta, size: head_size, scaling })));
         };
-        let [rope, window] = KINDS.map(|kind| {
-            let Some(nested) = of_kinds.object(kind)? else {
-                return Ok(Self { theta: default_theta, size: head_size, scaling: RopeScaling::Default });
-            };
-            let theta = match nested.has_value("rope_theta") {
-                true => nested.positive("rope_theta")?,
-                false => default_theta,
-            };
+        let theta = match config.has_value("rope_theta") {
+            true => config.positive("rope_theta")?,
+            false => default_theta,
+        };
+        let of = |kind: &str, theta: f64| {
+            let plain = Self { theta, size: head_size, scaling: RopeScaling::Default };
+            let Some(nested) = of_kinds.object(kind)? else { return Ok(plain) };
+            let theta = if nested.has_value("rope_theta") { nested.positive("rope_theta")? } else { theta };
             let scaling = scaling(config, &nested, family, head_size, positions_max)?;
-            Ok(Self { theta, size: head_size, scaling })
-        });
-        let (rope, window) = (rope?, window?);
+            Ok(Self { theta, scaling, ..plain })
+        };
+        let (rope, window) = (of(KINDS[0], theta)?, of(KINDS[1], local_theta.unwrap_or(theta))?);
         if matches!(window.scaling, RopeScaling::Dynamic | RopeScaling::Long { .. }) {
             return Err(ModelError::Unsupported {
                 what: "rope scaling type of layers with a window".into(),

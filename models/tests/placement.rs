@@ -354,6 +354,10 @@ fn every_family_keeps() {
             "logits_scaling":2.0"#,
         ),
         model(
+            "Gemma3ForCausalLM",
+            r#""num_key_value_heads":2,"head_dim":16,"sliding_window":5,"sliding_window_pattern":2"#,
+        ),
+        model(
             "LlamaForCausalLM",
             r#""num_key_value_heads":2,"attention_bias":true,"mlp_bias":true,"tie_word_embeddings":true"#,
         ),

@@ -78,14 +78,14 @@ impl Elementwise for Cpu {
         Ok(())
     }
 
-    fn scale(&self, x: ViewMut<'_>, factor: f32) -> Result {
-        let elements = check::elementwise("scale", &[check::write("x", &x)]);
+    fn affine(&self, x: ViewMut<'_>, factor: f32, offset: f32) -> Result {
+        let elements = check::elementwise("affine", &[check::write("x", &x)]);
         let (x, isa) = (FloatsMut::new(x), self.threads.isa());
         blocks(&self.threads, elements, |at, len, [buffer]| {
             let buffer = &mut buffer[..len];
             // SAFETY: blocks are disjoint.
             unsafe { x.read(isa, at, buffer) };
-            vector::scale(isa, buffer, factor);
+            vector::affine(isa, buffer, factor, offset);
             // SAFETY: as above.
             unsafe { x.write(isa, at, buffer) };
         });

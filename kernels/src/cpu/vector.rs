@@ -83,6 +83,15 @@ multiversion! {
 }
 
 multiversion! {
+    /// `a = factor·a + offset`, each rounded.
+    pub fn affine(a: &mut [f32], factor: f32, offset: f32) {
+        for a in a {
+            *a = *a * factor + offset;
+        }
+    }
+}
+
+multiversion! {
     /// `Σ a·b`.
     pub fn dot(a: &[f32], b: &[f32]) -> f32 {
         reduce2(a, b, |acc, a, b| fma::<FMA>(a, b, acc))

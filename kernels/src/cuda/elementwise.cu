@@ -2,7 +2,7 @@
 //
 //   elementwise_add       out[i] = a[i] + b[i]; out may be a             n elements      1 FLOP an element
 //   elementwise_add_bias  x[r, c] += bias[c]                            rows × width    1 FLOP an element
-//   elementwise_scale     x[i] *= factor                                n elements      1 FLOP an element
+//   elementwise_affine    x[i] = factor * x[i] + offset                 n elements      2 FLOP an element
 //   elementwise_cast      out[i] = x[i] rounded to nearest even; equal dtypes copy bits
 //   elementwise_zero      bytes of zeros
 //
@@ -46,17 +46,19 @@ elementwise_add_bias(void *x, int x_dtype, const void *bias, int bias_dtype, i64
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) elementwise_scale(void *x, int x_dtype, float factor, i64 n) {
+extern "C" __global__ void __launch_bounds__(256)
+elementwise_affine(void *x, int x_dtype, float factor, float offset, i64 n) {
     i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, threads = (i64)gridDim.x * blockDim.x;
     i64 vectors = aligned16(x) ? n / 8 : 0;
     for (i64 v = thread; v < vectors; v += threads) {
         float values[8];
         load8(x, x_dtype, 8 * v, values);
 #pragma unroll
-        for (int j = 0; j < 8; j++) values[j] *= factor;
+        for (int j = 0; j < 8; j++) values[j] = values[j] * factor + offset;
         store8(x, x_dtype, 8 * v, values);
     }
-    for (i64 i = 8 * vectors + thread; i < n; i += threads) store(x, x_dtype, i, load(x, x_dtype, i) * factor);
+    for (i64 i = 8 * vectors + thread; i < n; i += threads)
+        store(x, x_dtype, i, load(x, x_dtype, i) * factor + offset);
 }
 
 // Equal dtypes keep every bit, NaNs included.

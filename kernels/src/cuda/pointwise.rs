@@ -75,13 +75,13 @@ impl Elementwise for Cuda {
         self.launch("add_bias", "elementwise_add_bias", grid, threads, 0, &mut arguments)
     }
 
-    fn scale(&self, x: ViewMut<'_>, factor: f32) -> Result {
-        let n = check::elementwise("scale", &[check::write("x", &x)]);
+    fn affine(&self, x: ViewMut<'_>, factor: f32, offset: f32) -> Result {
+        let n = check::elementwise("affine", &[check::write("x", &x)]);
         if n == 0 {
             return Ok(());
         }
-        let mut arguments = self.arguments().write(&x).float(factor).long(n);
-        self.launch_flat("scale", "elementwise_scale", n.div_ceil(VECTOR), &mut arguments)
+        let mut arguments = self.arguments().write(&x).float(factor).float(offset).long(n);
+        self.launch_flat("affine", "elementwise_affine", n.div_ceil(VECTOR), &mut arguments)
     }
 
     fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {

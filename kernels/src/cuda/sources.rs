@@ -50,7 +50,7 @@ pub(super) static SOURCES: [KernelSource; 14] = [
         "elementwise.cu",
         "elementwise_add",
         "elementwise_add_bias",
-        "elementwise_scale",
+        "elementwise_affine",
         "elementwise_cast",
         "elementwise_zero"
     ),

@@ -76,10 +76,11 @@ impl Elementwise for Reference {
         Ok(())
     }
 
-    fn scale(&self, x: ViewMut<'_>, factor: f32) -> Result {
-        check::elementwise("scale", &[check::write("x", &x)]);
-        let scaled: Vec<_> = values::read(x.view()).iter().map(|x| x * f64::from(factor)).collect();
-        values::write(x, &scaled);
+    fn affine(&self, x: ViewMut<'_>, factor: f32, offset: f32) -> Result {
+        check::elementwise("affine", &[check::write("x", &x)]);
+        let (factor, offset) = (f64::from(factor), f64::from(offset));
+        let mapped: Vec<_> = values::read(x.view()).iter().map(|x| x * factor + offset).collect();
+        values::write(x, &mapped);
         Ok(())
     }
 

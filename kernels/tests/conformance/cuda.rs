@@ -395,8 +395,8 @@ impl Elementwise for OnDevice {
         on_device!(self, [bias], [x], self.set.elementwise.add_bias(x, bias))
     }
 
-    fn scale(&self, x: ViewMut<'_>, factor: f32) -> Result {
-        on_device!(self, [], [x], self.set.elementwise.scale(x, factor))
+    fn affine(&self, x: ViewMut<'_>, factor: f32, offset: f32) -> Result {
+        on_device!(self, [], [x], self.set.elementwise.affine(x, factor, offset))
     }
 
     fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {

@@ -19,12 +19,12 @@ fn check_sums_and_casts(elements: usize, (dtype, out_dtype): (DType, DType)) {
     let run = |set: &KernelSet, dtype| {
         let (mut sum, mut acc, mut cast) =
             (Host::zeros(dtype, &[elements]), old.cast(dtype), old.cast(dtype));
-        let mut scaled = old.cast(dtype);
+        let mut affine = old.cast(dtype);
         set.elementwise.add(a.view(), b.view(), sum.view_mut()).unwrap();
         set.elementwise.add_assign(acc.view_mut(), a.view()).unwrap();
         set.elementwise.cast(b.view(), cast.view_mut()).unwrap();
-        set.elementwise.scale(scaled.view_mut(), -2.3).unwrap();
-        [sum, acc, cast, scaled]
+        set.elementwise.affine(affine.view_mut(), -2.3, 0.7).unwrap();
+        [sum, acc, cast, affine]
     };
     let expected = run(&reference::kernel_set(), DType::F32);
     for (name, set) in backends() {

@@ -182,18 +182,18 @@ fn elements() {
         let inv_freq = Host::random(DType::F32, &[21], 0.5, 6);
         same_for_every_thread_count(&format!("elements of {dtype}"), |set| {
             let (elementwise, activation) = (&set.elementwise, &set.activation);
-            let (mut sum, mut acc, mut biased, mut scaled) = (x.clone(), x.clone(), x.clone(), x.clone());
+            let (mut sum, mut acc, mut biased, mut affine) = (x.clone(), x.clone(), x.clone(), x.clone());
             let (mut wide, mut narrow) =
                 (Host::zeros(DType::F32, &[rows, width]), Host::zeros(DType::F16, &[rows, width]));
             let mut cleared = x.clone();
             elementwise.add(x.view(), y.view(), sum.view_mut()).unwrap();
             elementwise.add_assign(acc.view_mut(), y.view()).unwrap();
             elementwise.add_bias(biased.view_mut(), bias.view()).unwrap();
-            elementwise.scale(scaled.view_mut(), 0.3).unwrap();
+            elementwise.affine(affine.view_mut(), 0.3, 0.2).unwrap();
             elementwise.cast(x.view(), wide.view_mut()).unwrap();
             elementwise.cast(x.view(), narrow.view_mut()).unwrap();
             elementwise.zero(cleared.view_mut()).unwrap();
-            let mut results = vec![sum, acc, biased, scaled, wide, narrow, cleared];
+            let mut results = vec![sum, acc, biased, affine, wide, narrow, cleared];
             for f in GateFunction::ALL {
                 let (mut out, mut dgate, mut dup) = (x.clone(), x.clone(), x.clone());
                 activation.gated(f, x.view(), y.view(), out.view_mut()).unwrap();

@@ -70,8 +70,7 @@ impl Attention {
     pub(crate) fn new(config: &ModelConfig, layer: usize, params: &mut Params) -> Self {
         let (hidden, head_size, eps) = (config.hidden, config.head_size, config.norm_eps);
         let (queries, keys) = (config.query_width(), config.kv_width());
-        let name = if config.norm_after { "post_attention_layernorm" } else { "input_layernorm" };
-        let (before, after) = After::around(params.norm(name, hidden, eps), config);
+        let (before, after) = After::around(config, params, ["input_layernorm", "post_attention_layernorm"]);
         Self {
             before,
             after,

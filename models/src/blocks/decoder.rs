@@ -44,7 +44,7 @@ impl DecoderBlock {
 
     /// The same with the weights of its linear layers in `format`.
     pub(crate) fn stored_as(config: &ModelConfig, layer: usize, format: Option<QuantFormat>) -> Self {
-        let mut params = Params::new(&format!("model.layers.{layer}."), format);
+        let mut params = Params::new(&format!("model.layers.{layer}."), config, format);
         let attention = Attention::new(config, layer, &mut params);
         let mlp = Mlp::new(config, &mut params);
         let name = format!("layers.{layer}");

@@ -4,6 +4,7 @@ use super::EMBEDDING_NAME;
 use super::layers::scaled;
 use crate::ModelConfig;
 use crate::batch::IDS;
+use half::{bf16, f16};
 use terrace_kernels::{DType, Tensor, View, ViewMut};
 use terrace_zero::{Block, Context, Gradients, Mode, OutputSpec, ParamSpec, Result, Weights};
 
@@ -16,13 +17,29 @@ pub struct EmbeddingBlock {
     pad_id: Option<usize>,
     /// Multiplies rows that were looked up.
     factor: f32,
+    /// It is rounded to the type of activations first.
+    factor_is_rounded: bool,
 }
 
 impl EmbeddingBlock {
     /// The embedding of a model.
     pub fn new(config: &ModelConfig) -> Self {
         let params = vec![ParamSpec::new(EMBEDDING_NAME, &[config.vocab, config.hidden])];
-        Self { params, hidden: config.hidden, pad_id: config.pad_id, factor: config.multipliers.embedding }
+        Self {
+            params,
+            hidden: config.hidden,
+            pad_id: config.pad_id,
+            factor: config.multipliers.embedding,
+            factor_is_rounded: config.family.is_gemma(),
+        }
+    }
+
+    fn factor(&self, dtype: DType) -> f32 {
+        match dtype {
+            DType::BF16 if self.factor_is_rounded => bf16::from_f32(self.factor).to_f32(),
+            DType::F16 if self.factor_is_rounded => f16::from_f32(self.factor).to_f32(),
+            _ => self.factor,
+        }
     }
 }
 
@@ -48,7 +65,7 @@ impl Block for EmbeddingBlock {
     ) -> Result {
         cx.kernels.embedding.gather(cx.input(IDS), weights.get(0), y.reborrow())?;
         if self.factor != 1.0 {
-            cx.kernels.elementwise.scale(y, self.factor)?;
+            cx.kernels.elementwise.affine(y, self.factor(cx.dtype), 0.0)?;
         }
         Ok(())
     }
@@ -63,7 +80,8 @@ impl Block for EmbeddingBlock {
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let dy = dy.expect("only the last block has no dy, and the embedding is the first");
-        let of_rows = (self.factor != 1.0).then(|| scaled(cx, dy, self.factor)).transpose()?;
+        let factor = self.factor(cx.dtype);
+        let of_rows = (factor != 1.0).then(|| scaled(cx, dy, factor)).transpose()?;
         let dy = of_rows.as_ref().map_or(dy, Tensor::view);
         let (kernels, ids) = (cx.kernels, cx.input(IDS));
         let mut table_VD = gradients.get(0)?;

@@ -40,7 +40,7 @@ impl HeadBlock {
 
     /// The same with a projection of its own in `format`. A borrowed table stays as it is, since ids are looked up in it.
     pub(crate) fn stored_as(config: &ModelConfig, format: Option<QuantFormat>) -> Self {
-        let mut params = Params::new("", format);
+        let mut params = Params::new("", config, format);
         let norm = params.norm("model.norm", config.hidden, config.norm_eps);
         let mut borrowed = Vec::new();
         if config.tied {
@@ -67,7 +67,7 @@ impl HeadBlock {
     /// Multiplies logits, or takes their gradient to that of the product.
     fn multiply(&self, cx: &Context<'_>, logits_RV: ViewMut<'_>) -> Result {
         if self.factor != 1.0 {
-            cx.kernels.elementwise.scale(logits_RV, self.factor)?;
+            cx.kernels.elementwise.affine(logits_RV, self.factor, 0.0)?;
         }
         Ok(())
     }

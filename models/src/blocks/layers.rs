@@ -1,7 +1,7 @@
 //! Linear layers and norms as indices into a block's parameters, with their gradients.
 
 use super::TILE_ROWS;
-use crate::ModelConfig;
+use crate::{ModelConfig, Norms};
 use terrace_kernels::{DType, Epilogue, MatmulSpec, Product, QuantFormat, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, ParamSpec, Result, Weight, Weights};
 
@@ -12,12 +12,14 @@ pub(crate) struct Params {
     prefix: String,
     /// How the weights of linear layers are stored.
     format: Option<QuantFormat>,
+    /// See [`ModelConfig::norm_plus_one`].
+    norm_plus_one: bool,
 }
 
 impl Params {
     /// Every name will start with `prefix`; weights of linear layers are stored in `format`, if any.
-    pub(crate) fn new(prefix: &str, format: Option<QuantFormat>) -> Self {
-        Self { specs: Vec::new(), prefix: prefix.to_owned(), format }
+    pub(crate) fn new(prefix: &str, config: &ModelConfig, format: Option<QuantFormat>) -> Self {
+        Self { specs: Vec::new(), prefix: prefix.to_owned(), format, norm_plus_one: config.norm_plus_one }
     }
 
     /// A linear layer stored `[outputs, inputs]`.
@@ -30,7 +32,7 @@ impl Params {
 
     /// A root-mean-square norm over rows of `width`.
     pub(crate) fn norm(&mut self, name: &str, width: usize, eps: f32) -> Norm {
-        Norm { weight: self.push(&format!("{name}.weight"), &[width]), eps }
+        Norm { weight: self.push(&format!("{name}.weight"), &[width]), eps, plus_one: self.norm_plus_one }
     }
 
     fn push(&mut self, name: &str, dims: &[usize]) -> usize {
@@ -142,6 +144,8 @@ pub(crate) fn product(
 pub(crate) struct Norm {
     weight: usize,
     eps: f32,
+    /// The scale is one more than the weight.
+    plus_one: bool,
 }
 
 /// A norm's output and what its backward needs.
@@ -160,8 +164,21 @@ impl Norm {
         let mut out = cx.tensor(shape.dims())?;
         let mut rstd = cx.tensor_of(DType::F32, &[shape.rows()])?;
         let weight = weights.get(self.weight);
-        cx.kernels.rms_norm.forward(x, weight, self.eps, out.view_mut(), rstd.view_mut())?;
+        let scale = self.scale(cx, weight)?;
+        let scale = scale.as_ref().map_or(weight, Tensor::view);
+        cx.kernels.rms_norm.forward(x, scale, self.eps, out.view_mut(), rstd.view_mut())?;
         Ok(Normed { out, rstd })
+    }
+
+    /// The scale in f32, if it is not the weight.
+    fn scale(&self, cx: &Context<'_>, weight: View<'_>) -> Result<Option<Tensor>> {
+        if !self.plus_one {
+            return Ok(None);
+        }
+        let mut scale = cx.tensor_of(DType::F32, weight.shape().dims())?;
+        cx.kernels.elementwise.cast(weight, scale.view_mut())?;
+        cx.kernels.elementwise.affine(scale.view_mut(), 1.0, 1.0)?;
+        Ok(Some(scale))
     }
 
     /// `dx (+)= …` and the scale's gradient.
@@ -178,8 +195,10 @@ impl Norm {
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let weight = weights.get(self.weight);
+        let scale = self.scale(cx, weight)?;
+        let scale = scale.as_ref().map_or(weight, Tensor::view);
         let dweight = gradients.get(self.weight)?;
-        Ok(cx.kernels.rms_norm.backward(dout, x, weight, rstd, dx, accumulate_dx, dweight)?)
+        Ok(cx.kernels.rms_norm.backward(dout, x, scale, rstd, dx, accumulate_dx, dweight)?)
     }
 
     /// The gradient of `x_TD`, from that of its norm.
@@ -215,13 +234,20 @@ pub(crate) enum After {
 }
 
 impl After {
-    /// What precedes attention or feed-forward, and what follows, of which one has the norm.
-    pub(crate) fn around(norm: Norm, config: &ModelConfig) -> (Option<Norm>, Self) {
-        match config.multipliers.residual {
-            _ if config.norm_after => (None, Self::Norm(norm)),
-            1.0 => (Some(norm), Self::Nothing),
-            factor => (Some(norm), Self::Scale(factor)),
-        }
+    /// What precedes attention or feed-forward and what follows; norms have these names.
+    pub(crate) fn around(
+        config: &ModelConfig,
+        params: &mut Params,
+        [before, after]: [&str; 2],
+    ) -> (Option<Norm>, Self) {
+        let mut norm = |name| params.norm(name, config.hidden, config.norm_eps);
+        let before = (config.norms != Norms::After).then(|| norm(before));
+        let follows = match config.multipliers.residual {
+            _ if config.norms != Norms::Before => Self::Norm(norm(after)),
+            1.0 => Self::Nothing,
+            factor => Self::Scale(factor),
+        };
+        (before, follows)
     }
 
     /// What is added, if it is not `branch_RD`, which may be another afterwards.
@@ -234,7 +260,7 @@ impl After {
         match self {
             Self::Nothing => {}
             Self::Norm(norm) => return Ok(Some(norm.forward(cx, weights, branch_RD.view())?.out)),
-            Self::Scale(factor) => cx.kernels.elementwise.scale(branch_RD, factor)?,
+            Self::Scale(factor) => cx.kernels.elementwise.affine(branch_RD, factor, 0.0)?,
         }
         Ok(None)
     }
@@ -269,7 +295,7 @@ impl After {
 pub(crate) fn scaled(cx: &Context<'_>, x: View<'_>, factor: f32) -> Result<Tensor> {
     let mut out = cx.tensor(x.shape().dims())?;
     cx.kernels.elementwise.cast(x, out.view_mut())?;
-    cx.kernels.elementwise.scale(out.view_mut(), factor)?;
+    cx.kernels.elementwise.affine(out.view_mut(), factor, 0.0)?;
     Ok(out)
 }
 

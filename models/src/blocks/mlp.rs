@@ -5,7 +5,7 @@ use super::TILE_ROWS;
 use super::layers::{
     After, Linear, Norm, Normed, Params, add_branch_rows, backward_together, forward_together, tiles,
 };
-use crate::ModelConfig;
+use crate::{ModelConfig, Norms};
 use terrace_kernels::{DType, GateFunction, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
 
@@ -44,8 +44,11 @@ impl Mlp {
     /// Takes its parameters from the layer's list.
     pub(crate) fn new(config: &ModelConfig, params: &mut Params) -> Self {
         let (hidden, feed_forward, bias) = (config.hidden, config.feed_forward, config.mlp_bias);
-        let name = if config.norm_after { "post_feedforward_layernorm" } else { "post_attention_layernorm" };
-        let (before, after) = After::around(params.norm(name, hidden, config.norm_eps), config);
+        let name = match config.norms {
+            Norms::Before | Norms::After => "post_attention_layernorm",
+            Norms::Both => "pre_feedforward_layernorm",
+        };
+        let (before, after) = After::around(config, params, [name, "post_feedforward_layernorm"]);
         Self {
             before,
             after,

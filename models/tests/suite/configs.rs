@@ -3,7 +3,7 @@
 use crate::fixture::{Fixture, numbers};
 use serde_json::{Value, json};
 use terrace_kernels::GateFunction;
-use terrace_models::{Family, ModelConfig, Multipliers, QkNorm, RopeScaling, param_count};
+use terrace_models::{Family, ModelConfig, Multipliers, Norms, QkNorm, RopeScaling, param_count};
 
 #[test]
 fn old_and_new_spellings_are_the_same_model() {
@@ -132,12 +132,49 @@ fn released_models_whose_norms_follow() {
             "vocab_size": 100352}"#,
     );
     let olmo = olmo.unwrap();
-    assert_eq!((param_count(&olmo), olmo.norm_after), (7_298_617_344, true));
+    assert_eq!((param_count(&olmo), olmo.norms), (7_298_617_344, Norms::After));
     assert_eq!(
         (olmo.qk_norm, olmo.pad_id, olmo.rope.theta),
         (Some(QkNorm::AllHeads), Some(100_277), 500_000.0)
     );
     assert_eq!(olmo.window_rope, None);
+}
+
+#[test]
+fn gemmas_add_one_to_norms_and_multiply_embeddings() {
+    // Gemma 2B: 2,506,172,416 parameters.
+    let gemma = ModelConfig::parse(
+        r#"{"architectures": ["GemmaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 2,
+            "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu", "hidden_size": 2048, "initializer_range": 0.02,
+            "intermediate_size": 16384, "max_position_embeddings": 8192, "model_type": "gemma", "num_attention_heads": 8,
+            "num_hidden_layers": 18, "num_key_value_heads": 1, "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_scaling": null,
+            "rope_theta": 10000.0, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 256000}"#,
+    );
+    let gemma = gemma.unwrap();
+    assert_eq!((param_count(&gemma), gemma.tied, gemma.norms), (2_506_172_416, true, Norms::Before));
+    // Its folders say `gelu` and mean the other.
+    assert_eq!((gemma.gate_function, gemma.norm_plus_one), (GateFunction::GeluTanh, true));
+    assert_eq!((gemma.multipliers.embedding, gemma.multipliers.attention), (2048f32.sqrt(), None));
+
+    // Gemma 3 1B: 999,885,952 parameters; every sixth layer sees everything.
+    let gemma = ModelConfig::parse(
+        r#"{"architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+            "attn_logit_softcapping": null, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+            "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+            "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+            "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": null,
+            "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+            "use_cache": true, "vocab_size": 262144}"#,
+    );
+    let gemma = gemma.unwrap();
+    assert_eq!((param_count(&gemma), gemma.tied, gemma.norms), (999_885_952, true, Norms::Both));
+    assert_eq!((gemma.gate_function, gemma.qk_norm), (GateFunction::GeluTanh, Some(QkNorm::PerHead)));
+    assert_eq!((gemma.multipliers.attention, gemma.head_size), (Some(1.0 / 16.0), 256));
+    assert_eq!((gemma.rope.theta, gemma.window_rope.as_ref().unwrap().theta), (1e6, 1e4));
+    let full: Vec<usize> = (0..26).filter(|layer| gemma.windows[*layer].is_none()).collect();
+    assert_eq!((full, gemma.windows[0]), (vec![5, 11, 17, 23], Some(512)));
+    assert_eq!(gemma.eos_ids, [1, 106]);
 }
 
 /// Granite 3.1 8B: 8,170,848,256 parameters.
@@ -211,6 +248,8 @@ fn defaults_follow_the_family() {
     assert_eq!(of("SeedOssForCausalLM"), (1e-6, 1e4, false, Some(1), 128, 2));
     assert_eq!(of("SmolLM3ForCausalLM"), (1e-6, 2e6, true, Some(128_004), 16, 0));
     assert_eq!(of("Olmo2ForCausalLM"), (1e-5, 1e4, false, Some(1), 16, 0));
+    assert_eq!(of("GemmaForCausalLM"), (1e-6, 1e4, true, Some(0), 256, 0));
+    assert_eq!(of("Gemma3ForCausalLM"), (1e-6, 1e6, true, Some(0), 256, 0));
     let null = json!({"architectures": ["Phi3ForCausalLM"], "pad_token_id": null});
     assert_eq!(parse(null).unwrap().pad_id, None);
     let listed = json!({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1, 1]});
@@ -342,6 +381,7 @@ fn end_tokens_follow_the_family() {
     assert_eq!(ends("Phi3ForCausalLM", json!({})), [32_000]);
     assert_eq!(ends("SmolLM3ForCausalLM", json!({})), [128_001]);
     assert_eq!(ends("Olmo2ForCausalLM", json!({})), [50_279]);
+    assert_eq!(ends("Gemma3ForCausalLM", json!({})), [1]);
     assert_eq!(ends("Qwen3ForCausalLM", json!({})), [0; 0]);
     assert_eq!(ends("LlamaForCausalLM", json!({"eos_token_id": null})), [0; 0]);
     assert_eq!(ends("LlamaForCausalLM", json!({"eos_token_id": 7})), [7]);
@@ -364,6 +404,8 @@ fn biases_follow_the_family() {
     assert_eq!(biases("SmolLM3ForCausalLM"), (true, true, true));
     assert_eq!(biases("Olmo2ForCausalLM"), (true, true, false));
     assert_eq!(biases("GraniteForCausalLM"), (true, true, true));
+    assert_eq!(biases("GemmaForCausalLM"), (true, true, false));
+    assert_eq!(biases("Gemma3ForCausalLM"), (true, true, false));
     let unnamed = json!({"architectures": null, "model_type": "qwen3"});
     assert_eq!(parse(unnamed).unwrap().family, Family::Qwen3);
 }
@@ -389,6 +431,15 @@ fn what_is_not_computed_is_refused_by_name() {
         (json!({"architectures": null}), vec!["model_type (none)"]),
         (json!({"hidden_act": "quick_gelu"}), vec!["hidden_act", "quick_gelu", "\"gelu_pytorch_tanh\""]),
         (json!({"hidden_act": 3}), vec!["hidden_act", "a string", "3"]),
+        (
+            json!({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "relu"}),
+            vec!["hidden_activation", "\"relu\"", "\"gelu_pytorch_tanh\""],
+        ),
+        (json!({"final_logit_softcapping": 30.0}), vec!["final_logit_softcapping", "30", "not capped"]),
+        (
+            json!({"use_bidirectional_attention": true}),
+            vec!["use_bidirectional_attention", "a token sees those before it"],
+        ),
         (json!({"quantization_config": {"quant_method": "gptq"}}), vec!["quantization_config", "gptq"]),
         (
             json!({"model_type": "mistral"}),

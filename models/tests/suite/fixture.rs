@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 16] = [
+pub const NAMES: [&str; 18] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -25,6 +25,8 @@ pub const NAMES: [&str; 16] = [
     "olmo2",
     "olmo3",
     "granite",
+    "gemma",
+    "gemma3",
 ];
 
 /// The backends that every parity test runs on.

@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 23] = [
+    let ignored: [(&'static str, Change); 29] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -53,6 +53,12 @@ fn logits_notice_every_option() {
         ("granite", |config| config.multipliers.residual = 1.0),
         ("granite", |config| config.multipliers.attention = None),
         ("granite", |config| config.multipliers.logits = 1.0),
+        ("gemma", |config| config.norm_plus_one = false),
+        ("gemma", |config| config.multipliers.embedding = 1.0),
+        ("gemma3", |config| config.norm_plus_one = false),
+        ("gemma3", |config| config.window_rope = None),
+        ("gemma3", |config| config.multipliers.attention = None),
+        ("gemma3", |config| config.windows = vec![None; config.layers]),
     ];
     for (name, ignore) in ignored {
         let fixture = Fixture::new(name);

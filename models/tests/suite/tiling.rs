@@ -8,7 +8,7 @@ use terrace_models::{Model, ModelConfig, RandomSource, Row, TILE_ROWS, TokenBatc
 
 #[test]
 fn layers_beyond_one_tile() {
-    for architecture in ["Qwen3ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM"] {
+    for architecture in ["Qwen3ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM"] {
         compare(config(architecture, 16, 4, 8, TILE_ROWS), 4, TILE_ROWS / 3);
     }
 }
