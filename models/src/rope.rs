@@ -115,6 +115,12 @@ impl Rope {
             Ok(Self { theta, scaling, ..plain })
         };
         let (rope, window) = (of(KINDS[0], theta)?, of(KINDS[1], local_theta.unwrap_or(theta))?);
+        let older = config.object("rope_scaling")?.filter(|older| !older.is_empty());
+        if let Some(older) = older
+            && scaling(config, &older, family, head_size, positions_max)? != rope.scaling
+        {
+            return Err(two_scalings(config));
+        }
         if matches!(window.scaling, RopeScaling::Dynamic | RopeScaling::Long { .. }) {
             return Err(ModelError::Unsupported {
                 what: "rope scaling type of layers with a window".into(),
@@ -150,8 +156,7 @@ impl Rope {
             && (scaling(parameters)? != scaling(older)?
                 || older.has_value("rope_theta") && older.positive("rope_theta")? != theta_of(parameters)?)
         {
-            let detail = "says something else than rope_parameters: put what is meant there and remove it";
-            return Err(config.error("rope_scaling", detail.into()));
+            return Err(two_scalings(config));
         }
         let nested = parameters.or(older);
         let theta = nested.as_ref().map_or_else(|| theta_of(config), theta_of)?;
@@ -253,6 +258,11 @@ impl RopeScaling {
             }
         }
     }
+}
+
+fn two_scalings(config: &Entries<'_>) -> ModelError {
+    let detail = "says something else than rope_parameters: put what is meant there and remove it";
+    config.error("rope_scaling", detail.into())
 }
 
 /// The part of each head that is rotated.

@@ -507,6 +507,11 @@ fn rotary_embeddings_that_cannot_be_are_refused_by_name() {
                    "max_position_embeddings": 64, "rope_parameters": {"sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}}),
             vec!["layers with a window", "changes with the length", "\"yarn\""],
         ),
+        (
+            json!({"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"full_attention": {"rope_type": "default"}},
+                   "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+            vec!["`rope_scaling` says something else than rope_parameters"],
+        ),
         (json!({"partial_rotary_factor": 0.5}), vec!["partial_rotary_factor", "0.5"]),
         (json!({"rope_scaling": {"rope_type": "linear"}}), vec!["`rope_scaling.factor` is missing"]),
         (json!({"rope_scaling": {"rope_type": "linear", "factor": -1}}), vec!["factor", "-1", "positive"]),
