@@ -65,8 +65,9 @@ def ours(terrace, row, folder, shape, steps, threads):
     command = [
         terrace, "finetune", "--model", f"{folder}/model", "--data", f"{folder}/data.jsonl", "--output", output,
         "--steps", str(steps), "--batch-size", str(sequences), "--seq-len", str(positions),
-        *([] if "--clip" in flags else ["--clip", "1.0"]), "--learning-rate", "1e-3", "--betas", "0.9,0.95", "--weight-decay", "0.1", "--no-shuffle", "--state", state,
-        "--offload", offload, "--threads", str(threads), *(["--disk", disk] if offload == "disk" else []), *flags,
+        "--learning-rate", "1e-3", "--betas", "0.9,0.95", "--weight-decay", "0.1", "--no-shuffle", "--state", state,
+        *([] if "--clip" in flags else ["--clip", "1.0"]), "--offload", offload, "--threads", str(threads),
+        *(["--disk", disk] if offload == "disk" else []), *flags,
     ]
     peak = 0
     with tempfile.TemporaryFile() as errors:

@@ -163,8 +163,7 @@ impl TokenBatch {
         };
         let of_tokens = (0..3).map(|_| zeros(DType::I32, tokens));
         let of_sequences = (0..2).map(|_| zeros(DType::I32, sequences));
-        let frequencies = std::iter::once(&self.inv_freq).chain(&self.window_inv_freq);
-        let frequencies = frequencies.map(|frequencies| zeros(DType::F32, frequencies.len()));
+        let frequencies = self.frequencies(0).into_iter().map(|each| zeros(DType::F32, each.len()));
         let inputs = of_tokens.chain(of_sequences).chain(frequencies).collect();
         MicroBatch { sequences, length, inputs, loss_terms: 0 }
     }

@@ -85,6 +85,8 @@ pub enum Norms {
 pub struct Multipliers {
     /// Embeddings of tokens.
     pub embedding: f32,
+    /// That number is rounded to the type of activations first.
+    pub embedding_is_rounded: bool,
     /// What attention and feed-forward add to the residual, where no norm follows them.
     pub residual: f32,
     /// Scores of attention; `K^-½` if `None`.
@@ -95,29 +97,26 @@ pub struct Multipliers {
 
 impl Multipliers {
     /// None.
-    pub const NONE: Self = Self { embedding: 1.0, residual: 1.0, attention: None, logits: 1.0 };
+    pub const NONE: Self =
+        Self { embedding: 1.0, embedding_is_rounded: false, residual: 1.0, attention: None, logits: 1.0 };
 
     fn parse(entries: &Entries<'_>, family: Family, hidden: usize) -> Result<Self> {
-        if family.is_gemma() {
-            let attention = match family {
-                Family::Gemma3 if entries.has_value("query_pre_attn_scalar") => {
-                    entries.positive("query_pre_attn_scalar")?
-                }
-                Family::Gemma3 => 256.0,
-                _ => return Ok(Self { embedding: (hidden as f32).sqrt(), ..Self::NONE }),
-            };
-            let attention = Some(attention.sqrt().recip() as f32);
-            return Ok(Self { embedding: (hidden as f32).sqrt(), attention, ..Self::NONE });
-        }
-        if family != Family::Granite {
-            return Ok(Self::NONE);
-        }
-        let of = |key: &str| if entries.has_value(key) { entries.positive(key) } else { Ok(1.0) };
-        Ok(Self {
-            embedding: of("embedding_multiplier")? as f32,
-            residual: of("residual_multiplier")? as f32,
-            attention: Some(of("attention_multiplier")? as f32),
-            logits: of("logits_scaling")?.recip() as f32,
+        let positive = |key: &str, default: f64| entries.positive_or(key, default);
+        let of_gemma = Self { embedding: (hidden as f32).sqrt(), embedding_is_rounded: true, ..Self::NONE };
+        Ok(match family {
+            Family::Gemma => of_gemma,
+            Family::Gemma3 => {
+                let width = positive("query_pre_attn_scalar", 256.0)?;
+                Self { attention: Some(width.sqrt().recip() as f32), ..of_gemma }
+            }
+            Family::Granite => Self {
+                embedding: positive("embedding_multiplier", 1.0)? as f32,
+                residual: positive("residual_multiplier", 1.0)? as f32,
+                attention: Some(positive("attention_multiplier", 1.0)? as f32),
+                logits: positive("logits_scaling", 1.0)?.recip() as f32,
+                ..Self::NONE
+            },
+            _ => Self::NONE,
         })
     }
 }
@@ -219,7 +218,7 @@ impl Family {
         self == Self::Phi3
     }
 
-    pub(crate) fn is_gemma(self) -> bool {
+    fn is_gemma(self) -> bool {
         matches!(self, Self::Gemma | Self::Gemma3)
     }
 
@@ -442,7 +441,7 @@ impl ModelConfig {
         if self.vocab > i32::MAX as usize {
             return refuse("vocab_size", format!("is {}; token ids are 32-bit", self.vocab));
         }
-        let Multipliers { embedding, residual, attention, logits } = self.multipliers;
+        let Multipliers { embedding, residual, attention, logits, .. } = self.multipliers;
         let multipliers = [
             ("embedding_multiplier", embedding),
             ("residual_multiplier", residual),
@@ -539,27 +538,23 @@ fn refuse_unsupported(entries: &Entries<'_>) -> Result {
         });
     }
     for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
-        if entries.has_value(key) {
+        if let Some(cap) = entries.number(key)? {
             return Err(ModelError::Unsupported {
                 what: key.into(),
-                found: entries.number(key)?.map_or_else(String::new, |cap| cap.to_string()),
+                found: cap.to_string(),
                 supported: "null (logits and scores are not capped)".into(),
             });
         }
     }
-    if entries.flag("use_bidirectional_attention", false)? {
-        return Err(ModelError::Unsupported {
-            what: "use_bidirectional_attention".into(),
-            found: "true".into(),
-            supported: "false (a token sees those before it)".into(),
-        });
-    }
-    if !entries.flag("is_causal", true)? {
-        return Err(ModelError::Unsupported {
-            what: "is_causal".into(),
-            found: "false".into(),
-            supported: "true (a token sees those before it)".into(),
-        });
+    for (key, causal) in [("use_bidirectional_attention", false), ("is_causal", true)] {
+        let found = entries.flag(key, causal)?;
+        if found != causal {
+            return Err(ModelError::Unsupported {
+                what: key.into(),
+                found: found.to_string(),
+                supported: format!("{causal} (a token sees those before it)"),
+            });
+        }
     }
     Ok(())
 }

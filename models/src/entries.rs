@@ -109,6 +109,11 @@ impl<'a> Entries<'a> {
         }
     }
 
+    /// The same with a default.
+    pub(crate) fn positive_or(&self, key: &str, default: f64) -> Result<f64> {
+        if self.has_value(key) { self.positive(key) } else { Ok(default) }
+    }
+
     /// A boolean with a default.
     pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool> {
         match self.value(key) {

@@ -88,10 +88,7 @@ impl Rope {
         // The base of layers with a window, unless it is that of the others.
         let local_theta = match family {
             Family::Olmo3 => None,
-            Family::Gemma3 if config.has_value("rope_local_base_freq") => {
-                Some(config.positive("rope_local_base_freq")?)
-            }
-            Family::Gemma3 => Some(10_000.0),
+            Family::Gemma3 => Some(config.positive_or("rope_local_base_freq", 10_000.0)?),
             _ => {
                 return Ok((Self::parse_one(config, family, head_size, positions_max, default_theta)?, None));
             }
@@ -103,14 +100,11 @@ impl Rope {
             let (theta, scaling) = (local_theta.unwrap_or(rope.theta), RopeScaling::Default);
             return Ok((rope, Some(Self { theta, size: head_size, scaling })));
         };
-        let theta = match config.has_value("rope_theta") {
-            true => config.positive("rope_theta")?,
-            false => default_theta,
-        };
+        let theta = config.positive_or("rope_theta", default_theta)?;
         let of = |kind: &str, theta: f64| {
             let plain = Self { theta, size: head_size, scaling: RopeScaling::Default };
             let Some(nested) = of_kinds.object(kind)? else { return Ok(plain) };
-            let theta = if nested.has_value("rope_theta") { nested.positive("rope_theta")? } else { theta };
+            let theta = nested.positive_or("rope_theta", theta)?;
             let scaling = scaling(config, &nested, family, head_size, positions_max)?;
             Ok(Self { theta, scaling, ..plain })
         };
@@ -140,7 +134,7 @@ impl Rope {
     ) -> Result<Self> {
         let theta_of = |at: &Entries<'_>| {
             let theta_at = if at.has_value("rope_theta") { at } else { config };
-            if theta_at.has_value("rope_theta") { theta_at.positive("rope_theta") } else { Ok(default_theta) }
+            theta_at.positive_or("rope_theta", default_theta)
         };
         let filled = |key: &str| config.object(key).map(|found| found.filter(|found| !found.is_empty()));
         let (parameters, older) = (filled("rope_parameters")?, filled("rope_scaling")?);
@@ -377,10 +371,7 @@ fn long(
     let attention_factor = match nested.has_value("attention_factor") {
         true => nested.positive("attention_factor")?,
         false => {
-            let factor = match nested.has_value("factor") {
-                true => nested.positive("factor")?,
-                false => positions_max as f64 / original_positions as f64,
-            };
+            let factor = nested.positive_or("factor", positions_max as f64 / original_positions as f64)?;
             if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original_positions as f64).ln()).sqrt() }
         }
     };

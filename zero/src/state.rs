@@ -261,18 +261,13 @@ impl StateHome {
 
     /// Makes all of its memory resident with the threads of `pool`, which one of them that writes it first would take longer for.
     pub(crate) fn populate(&self, pool: &rayon::ThreadPool) {
-        let groups: Vec<Vec<_>> = match self {
+        let blobs: Vec<Arc<HostBlob>> = match self {
             Self::Resident(resident) => {
-                (0..resident.groups.len()).map(|group| resident.lock(group).clone()).collect()
+                (0..resident.groups.len()).flat_map(|group| resident.lock(group).clone()).collect()
             }
-            Self::Disk(stored) => stored
-                .cache
-                .shared()
-                .into_iter()
-                .map(|copies| copies.into_iter().flatten().collect())
-                .collect(),
+            Self::Disk(stored) => stored.cache.shared().into_iter().flatten().flatten().collect(),
         };
-        let parts: Vec<_> = groups.iter().flatten().flat_map(parts).collect();
+        let parts: Vec<_> = blobs.iter().flat_map(parts).collect();
         pool.install(|| parts.into_par_iter().for_each(|(blob, part)| blob.populate(part)));
     }
 

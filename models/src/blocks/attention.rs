@@ -7,7 +7,7 @@ use super::layers::{
 };
 use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ};
 use crate::{ModelConfig, QkNorm};
-use terrace_kernels::{AttentionSpec, DType, KeyValues, Residual, RopeDirection, Tensor, View, ViewMut};
+use terrace_kernels::{AttentionSpec, DType, KeyValues, RopeDirection, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, KvSpec, Result, Weights};
 
 /// Parameters of the attention half.
@@ -122,7 +122,7 @@ impl Attention {
         let mut v = cx.lasting_tensor(&[tokens, kv_width])?;
         for (start, end) in tiles(tokens, TILE_ROWS) {
             let x_RD = x_TD.rows(start, end);
-            let normed = self.normed_input(cx, weights, x_RD)?;
+            let normed = self.before.map(|norm| norm.forward(cx, weights, x_RD)).transpose()?;
             let h_RD = normed.as_ref().map_or(x_RD, |normed| normed.out.view());
             let q = (self.query, q.view_mut().rows(start, end));
             let k = (self.key, k.view_mut().rows(start, end));
@@ -163,16 +163,6 @@ impl Attention {
         Ok(Attended { out_BSHK, lse_BHS })
     }
 
-    /// What the projections read of their input's rows, if that is not the rows themselves.
-    fn normed_input(
-        &self,
-        cx: &Context<'_>,
-        weights: &Weights<'_>,
-        x_RD: View<'_>,
-    ) -> Result<Option<Normed>> {
-        self.before.map(|norm| norm.forward(cx, weights, x_RD)).transpose()
-    }
-
     /// `y = x + after(o(attended))`. With a norm `o(attended)` stays for [`backward`](Self::backward) if `stays`.
     pub(crate) fn residual(
         &self,
@@ -184,11 +174,6 @@ impl Attention {
         stays: bool,
     ) -> Result<Option<Tensor>> {
         let out_TQ = self.flat(&attended.out_BSHK);
-        if matches!(self.after, After::Nothing) {
-            self.output.branch(cx, weights, out_TQ, Residual::Of(x_TD), y_TD)?;
-            return Ok(None);
-        }
-        let stays = stays && self.after.needs_branch();
         add_branch(cx, weights, (self.output, self.after), out_TQ, x_TD, y_TD, stays)
     }
 
@@ -281,7 +266,7 @@ impl Attention {
         ];
         for (start, end) in tiles(x_TD.shape().rows(), TILE_ROWS) {
             let x_RD = x_TD.rows(start, end);
-            let normed = self.normed_input(cx, weights, x_RD)?;
+            let normed = self.before.map(|norm| norm.forward(cx, weights, x_RD)).transpose()?;
             let h_RD = normed.as_ref().map_or(x_RD, |normed| normed.out.view());
             let mut dh_RD = cx.tensor_of(DType::F32, &[end - start, self.hidden])?;
             let branches = branches.map(|(layer, dout)| (layer, dout.rows(start, end)));

@@ -138,9 +138,8 @@ impl Intermediates {
 
     fn from_tensors(kept: Vec<Tensor>) -> Self {
         let mut kept = kept.into_iter();
-        let first: [Option<Tensor>; 8] = std::array::from_fn(|_| kept.next());
         let [q, k, v, out_BSHK, lse_BHS, y1_TD, gate_TF, up_TF] =
-            first.map(|tensor| tensor.expect("a layer gets what its own forward kept"));
+            std::array::from_fn(|_| kept.next().expect("a layer gets what its own forward kept"));
         let (of_mlp, of_attention) = (kept.next(), kept.next());
         Self {
             projected: Projected { q, k, v },

@@ -30,7 +30,7 @@ impl EmbeddingBlock {
             hidden: config.hidden,
             pad_id: config.pad_id,
             factor: config.multipliers.embedding,
-            factor_is_rounded: config.family.is_gemma(),
+            factor_is_rounded: config.multipliers.embedding_is_rounded,
         }
     }
 

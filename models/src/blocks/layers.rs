@@ -251,7 +251,7 @@ impl After {
     }
 
     /// What is added, if it is not `branch_RD`, which may be another afterwards.
-    pub(crate) fn apply(
+    fn apply(
         self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -299,45 +299,59 @@ pub(crate) fn scaled(cx: &Context<'_>, x: View<'_>, factor: f32) -> Result<Tenso
     Ok(out)
 }
 
-/// `y = x + after(layer(input))`; gives `layer(input)` if it `stays`.
+/// `y = x + after(layer(input))`; gives `layer(input)` if it `stays` and backward [needs](After::needs_branch) it.
 pub(crate) fn add_branch(
     cx: &Context<'_>,
     weights: &Weights<'_>,
-    branch: (Linear, After),
+    (layer, after): (Linear, After),
     input_TN: View<'_>,
     x_TD: View<'_>,
     mut y_TD: ViewMut<'_>,
     stays: bool,
 ) -> Result<Option<Tensor>> {
+    if let After::Nothing = after {
+        layer.branch(cx, weights, input_TN, Residual::Of(x_TD), y_TD)?;
+        return Ok(None);
+    }
+    let stays = stays && after.needs_branch();
     let mut all = stays.then(|| cx.lasting_tensor(x_TD.shape().dims())).transpose()?;
     for (start, end) in tiles(x_TD.shape().rows(), TILE_ROWS) {
         let (input_RN, x_RD) = (input_TN.rows(start, end), x_TD.rows(start, end));
         let to = all.as_mut().map(|all| all.view_mut().rows(start, end));
-        add_branch_rows(cx, weights, branch, input_RN, x_RD, y_TD.reborrow().rows(start, end), to)?;
+        let y_RD = y_TD.reborrow().rows(start, end);
+        add_branch_rows(cx, weights, (layer, after), input_RN, Some(x_RD), y_RD, to)?;
     }
     Ok(all)
 }
 
-/// The same of some rows, of which `layer(input)` is left in `to`, if there is that.
+/// The same of some rows, of which `layer(input)` is left in `to`, if there is that; added to `y_RD` itself without `x_RD`.
 pub(crate) fn add_branch_rows(
     cx: &Context<'_>,
     weights: &Weights<'_>,
     (layer, after): (Linear, After),
     input_RN: View<'_>,
-    x_RD: View<'_>,
+    x_RD: Option<View<'_>>,
     y_RD: ViewMut<'_>,
     to: Option<ViewMut<'_>>,
 ) -> Result {
+    if let After::Nothing = after {
+        let residual = x_RD.map_or(Residual::InPlace, Residual::Of);
+        return layer.branch(cx, weights, input_RN, residual, y_RD);
+    }
     let mut own = match to {
         Some(_) => None,
-        None => Some(cx.tensor(x_RD.shape().dims())?),
+        None => Some(cx.tensor(y_RD.shape().dims())?),
     };
     let mut branch_RD =
         to.or_else(|| own.as_mut().map(Tensor::view_mut)).expect("a place for what does not stay");
     layer.forward_into(cx, weights, input_RN, branch_RD.reborrow())?;
     let other = after.apply(cx, weights, branch_RD.reborrow())?;
     let added = other.as_ref().map_or(branch_RD.view(), Tensor::view);
-    Ok(cx.kernels.elementwise.add(x_RD, added, y_RD)?)
+    match x_RD {
+        Some(x_RD) => cx.kernels.elementwise.add(x_RD, added, y_RD)?,
+        None => cx.kernels.elementwise.add_assign(y_RD, added)?,
+    }
+    Ok(())
 }
 
 /// Consecutive row ranges of at most `size` rows that cover `rows`.

@@ -6,7 +6,7 @@ use super::layers::{
     After, Linear, Norm, Normed, Params, add_branch_rows, backward_together, forward_together, tiles,
 };
 use crate::{ModelConfig, Norms};
-use terrace_kernels::{DType, GateFunction, Residual, Tensor, View, ViewMut};
+use terrace_kernels::{DType, GateFunction, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
 
 /// What gate and up give for all rows, kept for backward: `[T, F]` each.
@@ -71,15 +71,8 @@ impl Mlp {
             drop(normed);
             let act_RF = self.activate(cx, gate_RF.view(), up_RF.view())?;
             drop((gate_RF, up_RF));
-            if matches!(self.after, After::Nothing) {
-                self.down.branch(cx, weights, act_RF.view(), Residual::InPlace, y_RD)?;
-                continue;
-            }
-            let mut branch_RD = self.branch(cx, weights, act_RF.view())?;
-            drop(act_RF);
-            let other = self.after.apply(cx, weights, branch_RD.view_mut())?;
-            let added = other.as_ref().unwrap_or(&branch_RD);
-            cx.kernels.elementwise.add_assign(y_RD, added.view())?;
+            let down = (self.down, self.after);
+            add_branch_rows(cx, weights, down, act_RF.view(), None, y_RD, None)?;
         }
         Ok(())
     }
@@ -110,13 +103,9 @@ impl Mlp {
             let (gate_RF, up_RF) = (gate_TF.view().rows(start, end), up_TF.view().rows(start, end));
             let act_RF = self.activate(cx, gate_RF, up_RF)?;
             let y_RD = y_TD.reborrow().rows(start, end);
-            if matches!(self.after, After::Nothing) {
-                self.down.branch(cx, weights, act_RF.view(), Residual::Of(y1_RD), y_RD)?;
-                continue;
-            }
             let down = (self.down, self.after);
             let to = branch_TD.as_mut().map(|branch| branch.view_mut().rows(start, end));
-            add_branch_rows(cx, weights, down, act_RF.view(), y1_RD, y_RD, to)?;
+            add_branch_rows(cx, weights, down, act_RF.view(), Some(y1_RD), y_RD, to)?;
         }
         Ok(Inner { gate_TF, up_TF, branch_TD })
     }
@@ -216,13 +205,6 @@ impl Mlp {
         Ok(normed.map(|Normed { out, .. }| out))
     }
 
-    /// What something that follows is given.
-    fn branch(&self, cx: &Context<'_>, weights: &Weights<'_>, act_RF: View<'_>) -> Result<Tensor> {
-        let mut branch_RD = cx.tensor(&[act_RF.shape().rows(), self.hidden])?;
-        self.down.forward_into(cx, weights, act_RF, branch_RD.view_mut())?;
-        Ok(branch_RD)
-    }
-
     /// The gradient of what something that follows is given, which is computed again if that is needed and was not kept.
     fn branch_gradient(
         &self,
@@ -234,7 +216,10 @@ impl Mlp {
         gradients: &mut Gradients<'_>,
     ) -> Result<Option<Tensor>> {
         let again = kept_RD.is_none() && self.after.needs_branch();
-        let fresh = again.then(|| self.branch(cx, weights, act_RF)).transpose()?;
+        let mut fresh = again.then(|| cx.tensor(dy_RD.shape().dims())).transpose()?;
+        if let Some(fresh) = &mut fresh {
+            self.down.forward_into(cx, weights, act_RF, fresh.view_mut())?;
+        }
         let branch_RD = kept_RD.or(fresh.as_ref().map(Tensor::view));
         self.after.backward(cx, weights, dy_RD, branch_RD, gradients)
     }

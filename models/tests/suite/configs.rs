@@ -190,8 +190,13 @@ fn models_may_multiply_what_they_compute() {
     let all = json!({"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.007_812_5,
         "logits_scaling": 16.0});
     let found = granite(all).unwrap();
-    let expected =
-        Multipliers { embedding: 12.0, residual: 0.22, attention: Some(1.0 / 128.0), logits: 1.0 / 16.0 };
+    let expected = Multipliers {
+        embedding: 12.0,
+        embedding_is_rounded: false,
+        residual: 0.22,
+        attention: Some(1.0 / 128.0),
+        logits: 1.0 / 16.0,
+    };
     assert_eq!((param_count(&found), found.multipliers), (8_170_848_256, expected));
     // The class multiplies scores by 1 where nothing is said.
     let expected = Multipliers { attention: Some(1.0), ..Multipliers::NONE };
