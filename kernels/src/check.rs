@@ -4,7 +4,10 @@
 //! bytes, which is why a planning run over virtual memory makes the same checks as a real one.
 
 use crate::tensor::Shape;
-use crate::{DType, Epilogue, KeyValues, MatmulSpec, Product, QuantizedView, Residual, View, ViewMut};
+use crate::{
+    DType, Epilogue, KernelError, KeyValues, MatmulSpec, Product, QuantizedView, Residual, Result, View,
+    ViewMut,
+};
 
 /// Sizes of a matrix product.
 #[derive(Debug, Clone, Copy)]
@@ -78,6 +81,42 @@ pub struct AppendDims {
     /// Elements of a row (G·K).
     pub width: usize,
     pub paging: Paging,
+}
+
+/// Sizes of a choice of experts.
+#[derive(Debug, Clone, Copy)]
+pub struct ChoiceDims {
+    /// T.
+    pub tokens: usize,
+    /// E.
+    pub experts: usize,
+    /// Experts of a token (X).
+    pub choices: usize,
+}
+
+impl ChoiceDims {
+    /// Routed rows (R).
+    pub fn routed(&self) -> usize {
+        self.tokens * self.choices
+    }
+}
+
+/// Sizes of an operation on routed rows.
+#[derive(Debug, Clone, Copy)]
+pub struct RoutedDims {
+    /// T.
+    pub tokens: usize,
+    /// Experts of a token (X).
+    pub choices: usize,
+    /// Elements of a row (D or F).
+    pub width: usize,
+}
+
+impl RoutedDims {
+    /// Routed rows (R).
+    pub fn routed(&self) -> usize {
+        self.tokens * self.choices
+    }
 }
 
 impl AttentionDims {
@@ -425,9 +464,130 @@ pub fn sum_of_squares(gradient: View<'_>, total: &ViewMut<'_>) -> usize {
     gradient.shape().elements()
 }
 
+pub fn route(
+    logits: View<'_>,
+    weights: &ViewMut<'_>,
+    chosen: &ViewMut<'_>,
+    rows: &ViewMut<'_>,
+    starts: &ViewMut<'_>,
+) -> ChoiceDims {
+    let dims = choices("route", logits, weights.view(), chosen.view());
+    exact("route", "rows", rows.dtype(), DType::I32);
+    exact("route", "starts", starts.dtype(), DType::I32);
+    matrix("route", "rows", [dims.tokens, dims.choices], rows.shape());
+    same("route", "starts", dims.experts + 1, starts.shape().elements());
+    assert!(i32::try_from(dims.routed()).is_ok(), "route: {} routed rows have numbers in i32", dims.routed());
+    dims
+}
+
+pub fn route_backward(
+    logits: View<'_>,
+    weights: View<'_>,
+    chosen: View<'_>,
+    dweights: View<'_>,
+    dlogits: &ViewMut<'_>,
+) -> ChoiceDims {
+    let dims = choices("route backward", logits, weights, chosen);
+    exact("route backward", "dweights", dweights.dtype(), DType::F32);
+    float("route backward", "dlogits", dlogits.dtype());
+    matrix("route backward", "dweights", [dims.tokens, dims.choices], dweights.shape());
+    matrix("route backward", "dlogits", [dims.tokens, dims.experts], dlogits.shape());
+    dims
+}
+
+fn choices(op: &str, logits: View<'_>, weights: View<'_>, chosen: View<'_>) -> ChoiceDims {
+    let RowDims { rows: tokens, width: experts } = rows(op, logits);
+    let choices = chosen.shape().last();
+    assert!((1..=experts).contains(&choices), "{op}: a token chooses 1 to {experts} experts, not {choices}");
+    exact(op, "weights", weights.dtype(), DType::F32);
+    exact(op, "chosen", chosen.dtype(), DType::I32);
+    matrix(op, "weights", [tokens, choices], weights.shape());
+    matrix(op, "chosen", [tokens, choices], chosen.shape());
+    ChoiceDims { tokens, experts, choices }
+}
+
+/// Number of experts.
+pub fn expert_starts(starts: View<'_>) -> usize {
+    let elements = starts.shape().elements();
+    exact("starts", "starts", starts.dtype(), DType::I32);
+    assert!(elements > 1, "starts: {elements} elements are those of no expert");
+    elements - 1
+}
+
+/// The first routed row of each expert and the number of all, from the bytes a real backend sees.
+pub fn first_rows(starts: &[i32], routed: usize) -> Result<Vec<usize>> {
+    let firsts: Option<Vec<usize>> = starts.iter().map(|start| usize::try_from(*start).ok()).collect();
+    let are_ranges = |firsts: &Vec<usize>| {
+        firsts.is_sorted() && firsts.first() == Some(&0) && firsts.last() == Some(&routed)
+    };
+    firsts.filter(are_ranges).ok_or_else(|| KernelError {
+        op: "starts",
+        detail: format!(
+            "first rows of experts that do not divide {routed} routed rows; `route` wrote others"
+        ),
+    })
+}
+
+pub fn spread(x: View<'_>, rows: View<'_>, out: &ViewMut<'_>) -> RoutedDims {
+    let dims = routed("spread", rows, x.shape().last());
+    float("spread", "x", x.dtype());
+    float("spread", "out", out.dtype());
+    matrix("spread", "x", [dims.tokens, dims.width], x.shape());
+    matrix("spread", "out", [dims.routed(), dims.width], out.shape());
+    dims
+}
+
+pub fn collect(x: View<'_>, rows: View<'_>, residual: &Residual<'_>, out: &ViewMut<'_>) -> RoutedDims {
+    let dims = routed("collect", rows, x.shape().last());
+    float("collect", "x", x.dtype());
+    float("collect", "out", out.dtype());
+    matrix("collect", "x", [dims.routed(), dims.width], x.shape());
+    matrix("collect", "out", [dims.tokens, dims.width], out.shape());
+    if let Residual::Of(residual) = residual {
+        float("collect", "residual", residual.dtype());
+        same("collect", "residual", dims.tokens * dims.width, residual.shape().elements());
+    }
+    dims
+}
+
+pub fn weigh(x: View<'_>, rows: View<'_>, weights: View<'_>, out: &ViewMut<'_>) -> RoutedDims {
+    let dims = routed("weigh", rows, x.shape().last());
+    float("weigh", "x", x.dtype());
+    float("weigh", "out", out.dtype());
+    exact("weigh", "weights", weights.dtype(), DType::F32);
+    matrix("weigh", "x", [dims.routed(), dims.width], x.shape());
+    matrix("weigh", "out", [dims.routed(), dims.width], out.shape());
+    matrix("weigh", "weights", [dims.tokens, dims.choices], weights.shape());
+    dims
+}
+
+pub fn weigh_backward(
+    d: &ViewMut<'_>,
+    x: View<'_>,
+    rows: View<'_>,
+    weights: View<'_>,
+    dweights: &ViewMut<'_>,
+) -> RoutedDims {
+    let dims = weigh(x, rows, weights, d);
+    exact("weigh backward", "dweights", dweights.dtype(), DType::F32);
+    matrix("weigh backward", "dweights", [dims.tokens, dims.choices], dweights.shape());
+    dims
+}
+
+/// Sizes from `rows[T, X]`.
+fn routed(op: &str, rows: View<'_>, width: usize) -> RoutedDims {
+    exact(op, "rows", rows.dtype(), DType::I32);
+    RoutedDims { tokens: rows.shape().rows(), choices: rows.shape().last(), width }
+}
+
 fn rows(op: &str, x: View<'_>) -> RowDims {
     float(op, "x", x.dtype());
     RowDims { rows: x.shape().rows(), width: x.shape().last() }
+}
+
+/// The shape is that of a matrix, leading dimensions flattened to rows.
+fn matrix(op: &str, operand: &str, expected: [usize; 2], shape: Shape) {
+    assert_eq!([shape.rows(), shape.last()], expected, "{op}: {operand} is {expected:?}, not {shape:?}");
 }
 
 fn flip(pair: (usize, usize), swap: bool) -> (usize, usize) {

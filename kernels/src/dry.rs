@@ -5,9 +5,9 @@
 
 use crate::check;
 use crate::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, GateFunction,
-    KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Result, RmsNorm, Rope,
-    RopeDirection, View, ViewMut,
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, Experts,
+    GateFunction, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Residual,
+    Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -26,7 +26,8 @@ pub fn kernel_set() -> (KernelSet, Arc<Counter>) {
         embedding: dry.clone(),
         cross_entropy: dry.clone(),
         elementwise: dry.clone(),
-        reduce: dry,
+        reduce: dry.clone(),
+        experts: dry,
     };
     (set, counter)
 }
@@ -369,6 +370,84 @@ impl Reduce for Dry {
         let dims = check::sum_rows(x, &out);
         self.counter.other(dims.rows * dims.width);
         self.counter.bytes(&[x, out.view()], &[&out]);
+        Ok(())
+    }
+}
+
+impl Experts for Dry {
+    /// An exponential, its sum and the comparison of each logit.
+    fn route(
+        &self,
+        logits: View<'_>,
+        normalize: bool,
+        weights: ViewMut<'_>,
+        chosen: ViewMut<'_>,
+        rows: ViewMut<'_>,
+        starts: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::route(logits, &weights, &chosen, &rows, &starts);
+        let of_choices = if normalize { 3 } else { 1 };
+        self.counter.other(4 * dims.tokens * dims.experts + of_choices * dims.routed());
+        self.counter.bytes(&[logits], &[&weights, &chosen, &rows, &starts]);
+        Ok(())
+    }
+
+    fn route_backward(
+        &self,
+        logits: View<'_>,
+        normalize: bool,
+        weights: View<'_>,
+        chosen: View<'_>,
+        dweights: View<'_>,
+        dlogits: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::route_backward(logits, weights, chosen, dweights, &dlogits);
+        let of_choices = if normalize { 7 } else { 2 };
+        self.counter.other(6 * dims.tokens * dims.experts + of_choices * dims.routed());
+        self.counter.bytes(&[logits, weights, chosen, dweights], &[&dlogits]);
+        Ok(())
+    }
+
+    fn starts(&self, starts: View<'_>, routed: usize) -> Result<Vec<usize>> {
+        let experts = check::expert_starts(starts);
+        self.counter.bytes(&[starts], &[]);
+        Ok((0..=experts).map(|expert| expert * routed / experts).collect())
+    }
+
+    fn spread(&self, x: View<'_>, rows: View<'_>, out: ViewMut<'_>) -> Result {
+        check::spread(x, rows, &out);
+        self.counter.bytes(&[x, rows], &[&out]);
+        Ok(())
+    }
+
+    fn collect(&self, x: View<'_>, rows: View<'_>, residual: Residual<'_>, out: ViewMut<'_>) -> Result {
+        let dims = check::collect(x, rows, &residual, &out);
+        let added = residual.view(&out);
+        let terms = dims.choices - usize::from(added.is_none());
+        self.counter.other(terms * dims.tokens * dims.width);
+        self.counter.bytes(&[x, rows], &[&out]);
+        self.counter.bytes(added.as_slice(), &[]);
+        Ok(())
+    }
+
+    fn weigh(&self, x: View<'_>, rows: View<'_>, weights: View<'_>, out: ViewMut<'_>) -> Result {
+        let dims = check::weigh(x, rows, weights, &out);
+        self.counter.other(dims.routed() * dims.width);
+        self.counter.bytes(&[x, rows, weights], &[&out]);
+        Ok(())
+    }
+
+    fn weigh_backward(
+        &self,
+        d: ViewMut<'_>,
+        x: View<'_>,
+        rows: View<'_>,
+        weights: View<'_>,
+        dweights: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::weigh_backward(&d, x, rows, weights, &dweights);
+        self.counter.other(3 * dims.routed() * dims.width);
+        self.counter.bytes(&[d.view(), x, rows, weights], &[&d, &dweights]);
         Ok(())
     }
 }

@@ -1,7 +1,8 @@
 //! Compute kernels: one small trait per operation, one [`KernelSet`] per backend.
 //!
 //! Operations take [`View`]s and [`ViewMut`]s of tensors in device memory and write their results to tensors;
-//! nothing is returned to the host, so that a backend may run them asynchronously on its compute stream.
+//! nothing is returned to the host but where experts' rows begin ([`Experts::starts`]), so that a backend may run all else
+//! asynchronously on its compute stream.
 //! Backends: [`mod@reference`] (plain loops, f64 accumulation, the yardstick of every test), [`cpu`] (blocked and
 //! threaded) and [`dry`] (does nothing but count FLOPs and bytes; planning runs on it). Operations on training state are
 //! apart: [`update`].
@@ -31,9 +32,9 @@ mod tensor;
 pub mod update;
 
 pub use ops::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, GateFunction,
-    KernelError, KernelSet, KeyValues, Matmul, MatmulSpec, Product, QuantizedMatmul, Reduce, Residual,
-    Result, RmsNorm, Rope, RopeDirection, one_by_one,
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, Experts,
+    GateFunction, KernelError, KernelSet, KeyValues, Matmul, MatmulSpec, Product, QuantizedMatmul, Reduce,
+    Residual, Result, RmsNorm, Rope, RopeDirection, one_by_one,
 };
 pub use packing::{Packed, Packing};
 pub use quantized::{QuantFormat, QuantizedView};

@@ -459,6 +459,88 @@ pub trait Reduce: Send + Sync {
     fn sum_rows(&self, x: View<'_>, out: ViewMut<'_>) -> Result;
 }
 
+/// Mixture of experts: each token goes through a few of many feed-forwards (Shazeer et al., arXiv 1701.06538; as here, Jiang et al.,
+/// "Mixtral of Experts", arXiv 2401.04088).
+///
+/// E experts, X of them chosen by each token, R = T·X *routed rows*: one for each token and choice, those of expert 0 first, those of
+/// one expert in the order of their tokens. `rows` i32 `[T, X]` names the routed row of each choice; each routed row is named once.
+/// What is not so, and a `chosen` that is no expert, the CPU refuses by a panic where it would harm; a card does not look.
+pub trait Experts: Send + Sync {
+    /// What tokens choose, from `logits[T, E]`. With p the softmax of a row, in f32: `chosen` i32 `[T, X]`, the experts of the X
+    /// largest logits, the largest first, of equal ones the lower expert; `weights` f32 `[T, X]`, their p, divided by the sum of the
+    /// X if `normalize`; `rows`; and `starts` i32 `[E + 1]`, the first routed row of each expert and R.
+    ///
+    /// A NaN counts as less than everything else: whatever the logits are, each token chooses X different experts.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn route(
+        &self,
+        logits: View<'_>,
+        normalize: bool,
+        weights: ViewMut<'_>,
+        chosen: ViewMut<'_>,
+        rows: ViewMut<'_>,
+        starts: ViewMut<'_>,
+    ) -> Result;
+
+    /// Writes the gradient of logits over `dlogits[T, E]`, from `dweights` f32 `[T, X]` and what [`route`](Self::route) was given and
+    /// wrote: `p·(g − Σ p·g)`, where g is zero for experts that were not chosen and, if `normalize`, `(dw − Σ dw·w) / Σ p` with
+    /// sums over the chosen for those that were, else `dw`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn route_backward(
+        &self,
+        logits: View<'_>,
+        normalize: bool,
+        weights: View<'_>,
+        chosen: View<'_>,
+        dweights: View<'_>,
+        dlogits: ViewMut<'_>,
+    ) -> Result;
+
+    /// `starts` of [`route`](Self::route), of which the last is `routed`, as numbers of the host: the one thing that it hears of a
+    /// tensor's contents, because products of the rows of an expert need to know which they are. A card is waited for. A planning
+    /// run gets equal shares.
+    ///
+    /// # Errors
+    /// The backend failed, or has computed numbers that are none.
+    fn starts(&self, starts: View<'_>, routed: usize) -> Result<Vec<usize>>;
+
+    /// `out[rows[t, j]] = x[t]`: x `[T, D]`, out `[R, D]`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn spread(&self, x: View<'_>, rows: View<'_>, out: ViewMut<'_>) -> Result;
+
+    /// `out[t] = residual[t] + Σ_j x[rows[t, j]]`, j ascending, in f32, rounded once: x `[R, D]`, out and the residual `[T, D]`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn collect(&self, x: View<'_>, rows: View<'_>, residual: Residual<'_>, out: ViewMut<'_>) -> Result;
+
+    /// `out[r] = w·x[r]`, where r = `rows[t, j]` and w = `weights[t, j]`: x and out `[R, F]`, weights f32 `[T, X]`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn weigh(&self, x: View<'_>, rows: View<'_>, weights: View<'_>, out: ViewMut<'_>) -> Result;
+
+    /// Its gradients: `dweights[t, j] = Σ_f d[r]·x[r]`, f32 `[T, X]`, and then `d[r] = w·d[r]`, where `d[R, F]` is the gradient of what
+    /// [`weigh`](Self::weigh) wrote, and becomes that of x.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn weigh_backward(
+        &self,
+        d: ViewMut<'_>,
+        x: View<'_>,
+        rows: View<'_>,
+        weights: View<'_>,
+        dweights: ViewMut<'_>,
+    ) -> Result;
+}
+
 /// One backend's implementation of every operation.
 #[derive(Clone)]
 #[expect(missing_docs, reason = "each field is its trait")]
@@ -473,6 +555,7 @@ pub struct KernelSet {
     pub cross_entropy: Arc<dyn CrossEntropy>,
     pub elementwise: Arc<dyn Elementwise>,
     pub reduce: Arc<dyn Reduce>,
+    pub experts: Arc<dyn Experts>,
 }
 
 impl std::fmt::Debug for KernelSet {

@@ -53,6 +53,7 @@ fn working_memory_is_bounded() {
         quantized(&set, &arena);
         attention(&set, &arena);
         rows(&set, &arena);
+        experts(&set, &arena);
         let taken = PEAK.load(Relaxed) - before;
         let planned = cpu::scratch_bytes(threads);
         assert!(
@@ -160,5 +161,32 @@ fn rows(set: &KernelSet, arena: &Arena) {
         set.cross_entropy.loss_and_gradient(out.view_mut(), ids.view(), 1.0, loss.view_mut()).unwrap();
         let heads = x.view_mut().reshape(&[rows, 4, width / 4]);
         set.rope.rotate(heads, ids.view(), inv_freq.view(), 1.0, RopeDirection::Forward).unwrap();
+    }
+}
+
+/// Experts that fit in a buffer, and more.
+fn experts(set: &KernelSet, arena: &Arena) {
+    for (tokens, count, choices, width) in [(3000, 128, 8, 700), (20, 5000, 300, 40)] {
+        let of_choices = |dtype| tensor(arena, dtype, &[tokens, choices]);
+        let (logits, mut dlogits) =
+            (tensor(arena, DType::BF16, &[tokens, count]), tensor(arena, DType::BF16, &[tokens, count]));
+        let (mut weights, mut dweights) = (of_choices(DType::F32), of_choices(DType::F32));
+        let (mut chosen, mut rows) = (of_choices(DType::I32), of_choices(DType::I32));
+        let mut starts = tensor(arena, DType::I32, &[count + 1]);
+        let (to_weights, to_chosen, to_rows) = (weights.view_mut(), chosen.view_mut(), rows.view_mut());
+        set.experts.route(logits.view(), true, to_weights, to_chosen, to_rows, starts.view_mut()).unwrap();
+        set.experts.starts(starts.view(), tokens * choices).unwrap();
+        let mut x = tensor(arena, DType::BF16, &[tokens, width]);
+        let routed = || tensor(arena, DType::BF16, &[tokens * choices, width]);
+        let (mut spread, mut d) = (routed(), routed());
+        set.experts.spread(x.view(), rows.view(), spread.view_mut()).unwrap();
+        set.experts.weigh(spread.view(), rows.view(), weights.view(), d.view_mut()).unwrap();
+        set.experts.collect(spread.view(), rows.view(), Residual::InPlace, x.view_mut()).unwrap();
+        let (into, to_weights) = (d.view_mut(), dweights.view_mut());
+        set.experts.weigh_backward(into, spread.view(), rows.view(), weights.view(), to_weights).unwrap();
+        let (of_choices, to_logits) = (chosen.view(), dlogits.view_mut());
+        set.experts
+            .route_backward(logits.view(), true, weights.view(), of_choices, dweights.view(), to_logits)
+            .unwrap();
     }
 }

@@ -285,6 +285,72 @@ def cross_entropy(case):
     return results
 
 
+def route(case):
+    """The very experts, rows and starts. Bound of weights: 2⁻²⁰ of themselves, times the logarithm of the softmax's."""
+    logits, choices = case["logits"], int(case.facts["choices"])
+    chosen = logits.sort(dim=1, descending=True, stable=True).indices[:, :choices]
+    p = logits.softmax(1).gather(1, chosen)
+    weights = p / p.sum(1, keepdim=True) if case.is_set("normalize") else p
+    rows = torch.empty_like(chosen).flatten()
+    rows[chosen.flatten().argsort(stable=True)] = torch.arange(chosen.numel(), device=chosen.device)
+    starts = F.pad(chosen.flatten().bincount(minlength=logits.shape[1]).cumsum(0), (1, 0))
+    bound = 2.0**-20 * weights * (1 - p.log())
+    return {"weights": (weights, bound)} | {
+        name: (value.double(), EXACT) for name, value in {"chosen": chosen, "rows": rows, "starts": starts}.items()
+    }
+
+
+def route_backward(case):
+    """Bound: 2⁻²⁰ of probabilities times the magnitudes of what they are multiplied by, and times their logarithms."""
+    logits, dweights = case["logits"].requires_grad_(), case["dweights"]
+    chosen = logits.sort(dim=1, descending=True, stable=True).indices[:, : dweights.shape[1]]
+    p = logits.softmax(1)
+    weights = p.gather(1, chosen)
+    total = weights.sum(1, keepdim=True) if case.is_set("normalize") else torch.ones_like(weights[:, :1])
+    weights = weights / total
+    (dlogits,) = torch.autograd.grad(weights, logits, dweights)
+    p, weights, total = p.detach(), weights.detach(), total.detach()
+    mean = (weights * dweights.abs()).sum(1, keepdim=True)
+    magnitude = torch.zeros_like(p).scatter(1, chosen, (dweights.abs() + mean) / total)
+    magnitude = magnitude + (p * magnitude).sum(1, keepdim=True)
+    return {"dlogits": (dlogits, 2.0**-20 * p * magnitude * (1 - p.log()))}
+
+
+def spread(case):
+    """The very bits."""
+    x, rows = case["x"], case.integers("rows")
+    out = torch.empty(rows.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+    out[rows] = x[:, None].expand(-1, rows.shape[1], -1)
+    return {"out": (out, EXACT)}
+
+
+def collect(case):
+    """Bound: `sums` over choices and the residual."""
+    terms = case["x"][case.integers("rows")]
+    if "residual" in case:
+        terms = torch.cat([terms, case["residual"][:, None]], 1)
+    return {"out": (terms.sum(1), sums(terms.shape[1], terms.abs().sum(1)))}
+
+
+def weighed(x, rows, weights):
+    """Each row of x multiplied by the weight of the choice that names it."""
+    return x * torch.zeros_like(x[:, 0]).index_put((rows.flatten(),), weights.flatten())[:, None]
+
+
+def weigh(case):
+    """Bound: a rounding to f32 before that to the result's dtype."""
+    out = weighed(case["x"], case.integers("rows"), case["weights"])
+    return {"out": (out, SINGLE * out.abs())}
+
+
+def weigh_backward(case):
+    """Bound: as of `weigh` of d; `sums` over a row for gradients of weights."""
+    x, weights, rows, d = case["x"].requires_grad_(), case["weights"].requires_grad_(), case.integers("rows"), case["d"]
+    dx, dweights = torch.autograd.grad(weighed(x, rows, weights), (x, weights), d)
+    magnitude = (d * x.detach()).abs().sum(1)[rows]
+    return {"d": (dx, SINGLE * dx.abs()), "dweights": (dweights, sums(x.shape[1], magnitude))}
+
+
 def add(case):
     """Bound: a rounding to f32 before that to the result's dtype."""
     out = case["a"] + case["b"]
@@ -345,7 +411,8 @@ def sum_of_squares(case):
 
 OPERATIONS = [
     matmul, quantized, attention, attention_backward, append, rms_norm, rms_norm_backward, rope, gated, gated_backward,
-    gather, scatter_add, cross_entropy, add, cast, sum_rows, zero, adam, sum_of_squares,
+    gather, scatter_add, cross_entropy, route, route_backward, spread, collect, weigh, weigh_backward, add, cast, sum_rows,
+    zero, adam, sum_of_squares,
 ]  # fmt: skip
 BY_NAME = {operation.__name__: operation for operation in OPERATIONS}
 

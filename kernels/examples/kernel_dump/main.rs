@@ -11,6 +11,7 @@
 
 mod attention;
 mod case;
+mod experts;
 mod products;
 mod rows;
 mod update;
@@ -30,10 +31,11 @@ use terrace_kernels::{DType, KernelSet, cpu};
 type Part = (&'static str, fn(&Rig));
 
 /// Parts in the order in which they run.
-const PARTS: [Part; 4] = [
+const PARTS: [Part; 5] = [
     ("products", products::run),
     ("attention", attention::run),
     ("rows", rows::run),
+    ("experts", experts::run),
     ("update", update::run),
 ];
 

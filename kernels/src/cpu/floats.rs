@@ -152,6 +152,11 @@ pub fn ints(view: View<'_>) -> &[i32] {
     typed(view.bytes().host())
 }
 
+/// As [`ints`], to write.
+pub fn ints_mut(view: ViewMut<'_>) -> &mut [i32] {
+    typed_mut(view.into_bytes().into_host())
+}
+
 fn typed<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> &[T] {
     bytemuck::try_cast_slice(bytes).expect("a tensor is aligned to its elements and holds whole ones")
 }

@@ -92,17 +92,17 @@ impl Cpu {
     }
 }
 
-/// What the loss needs to know of a row.
+/// What a softmax needs to know of a row.
 #[derive(Clone, Copy)]
-struct Statistics {
-    max: f32,
+pub struct Statistics {
+    pub max: f32,
     /// `Σ exp(x − max)`.
-    sum: f64,
+    pub sum: f64,
 }
 
 impl Statistics {
     /// `row(at, len, out)` reads elements of the row.
-    fn of(isa: Isa, width: usize, row: impl Fn(usize, usize, &mut [f32])) -> Self {
+    pub fn of(isa: Isa, width: usize, row: impl Fn(usize, usize, &mut [f32])) -> Self {
         let mut buffer = [0.0; BLOCK];
         let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0f64);
         for at in (0..width).step_by(BLOCK) {

@@ -19,6 +19,7 @@ mod columns;
 mod elementwise;
 mod embedding;
 mod epilogue;
+mod experts;
 mod floats;
 mod gated;
 mod gemm;
@@ -95,7 +96,8 @@ pub fn try_with_config(config: CpuConfig) -> io::Result<KernelSet> {
         embedding: cpu.clone(),
         cross_entropy: cpu.clone(),
         elementwise: cpu.clone(),
-        reduce: cpu,
+        reduce: cpu.clone(),
+        experts: cpu,
     })
 }
 

@@ -168,6 +168,17 @@ impl OnCard {
         unsafe { self.stream.copy(from, to) }
     }
 
+    /// Copies to the host, and waits for that and all before it.
+    ///
+    /// # Errors
+    /// The driver refused, or an earlier asynchronous operation failed.
+    pub(super) fn read_back(&self, from: Bytes<'_>, to: &mut [u8]) -> Result<(), DeviceError> {
+        assert_eq!(from.space(), self.space(), "operands are memory that the kernels reach");
+        // SAFETY: both are borrowed until the stream has done the copy; what writes `from` is ordered by the stream.
+        unsafe { self.stream.copy(from, BytesMut::from_host(to)) }?;
+        self.stream.synchronize()
+    }
+
     /// The memory that kernels reach.
     pub(super) fn space(&self) -> Space {
         Space::Device(self.device.properties().ordinal)

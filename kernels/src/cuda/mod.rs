@@ -3,18 +3,19 @@
 //! The files say what each kernel computes, in which order and at what cost; `common.cuh` is put in front of all of them,
 //! `mma.cuh` in front of those for tensor cores, which take bf16 and f16 operands of the commonest shapes.
 //! This side checks operands as every backend does, chooses grids, and launches on one stream: operands are device
-//! memory, nothing is waited for. Products go to cuBLASLt where it is found ([`CudaConfig`]), else to the kernels of
-//! `matmul_mma.cu` and `matmul.cu`.
+//! memory, nothing is waited for but the numbers of `Experts::starts`. Products go to cuBLASLt where it is found
+//! ([`CudaConfig`]), else to the kernels of `matmul_mma.cu` and `matmul.cu`.
 //!
 //! Every result depends on operands and shapes alone, on one card and one version of the libraries. Working memory is
 //! taken when the set is made and never grows: [`SCRATCH_BYTES`].
 //!
 //! The kernels were compiled for every generation from Ampere to Blackwell (`cargo xtask cuda-check`) and pass the
-//! conformance suites emulated on a CPU (`kernels/shim`) and on an H200 (`benches/record`), where `quantized_mma.cu` and `rms_norm.cu` in its
-//! present form have not run. No other card has run any.
+//! conformance suites emulated on a CPU (`kernels/shim`) and on an H200 (`benches/record`), where `quantized_mma.cu`, `rms_norm.cu` in its
+//! present form, `experts.cu` and `elementwise_affine` have not run. No other card has run any.
 
 mod attention;
 mod cublaslt;
+mod experts;
 mod launch;
 mod matmul;
 mod operand;
@@ -87,7 +88,8 @@ pub fn with_config(
         embedding: cuda.clone(),
         cross_entropy: cuda.clone(),
         elementwise: cuda.clone(),
-        reduce: cuda,
+        reduce: cuda.clone(),
+        experts: cuda,
     })
 }
 

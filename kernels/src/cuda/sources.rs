@@ -45,7 +45,7 @@ macro_rules! source {
 }
 
 /// The operations of a [`KernelSet`](crate::KernelSet).
-pub(super) static SOURCES: [KernelSource; 14] = [
+pub(super) static SOURCES: [KernelSource; 15] = [
     source!(
         "elementwise.cu",
         "elementwise_add",
@@ -59,6 +59,18 @@ pub(super) static SOURCES: [KernelSource; 14] = [
     source!("reduce.cu", "reduce_sum_rows"),
     source!("rope.cu", "rope_rotate"),
     source!("embedding.cu", "embedding_gather", "embedding_scatter_add"),
+    source!(
+        "experts.cu",
+        "experts_choose",
+        "experts_count",
+        "experts_starts",
+        "experts_rows",
+        "experts_route_backward",
+        "experts_spread",
+        "experts_collect",
+        "experts_weigh",
+        "experts_weigh_backward"
+    ),
     source!("cross_entropy.cu", "cross_entropy_rows", "cross_entropy_add"),
     source!("matmul.cu", "matmul_plain"),
     source!(tensor_cores "matmul_mma.cu", "matmul_mma_nt", "matmul_mma_nn", "matmul_mma_tn"),

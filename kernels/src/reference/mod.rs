@@ -5,6 +5,7 @@
 //! by finite differences. One thread.
 
 mod attention;
+mod experts;
 mod pointwise;
 mod rows;
 mod values;
@@ -31,7 +32,8 @@ pub fn kernel_set() -> KernelSet {
         embedding: reference.clone(),
         cross_entropy: reference.clone(),
         elementwise: reference.clone(),
-        reduce: reference,
+        reduce: reference.clone(),
+        experts: reference,
     }
 }
 

@@ -20,6 +20,11 @@ pub fn ints(view: View<'_>) -> &[i32] {
     bytemuck::cast_slice(view.bytes().host())
 }
 
+/// The elements of an i32 view, to write.
+pub fn ints_mut(view: ViewMut<'_>) -> &mut [i32] {
+    bytemuck::cast_slice_mut(view.into_bytes().into_host())
+}
+
 /// The elements of an f32 view.
 pub fn floats(view: View<'_>) -> &[f32] {
     bytemuck::cast_slice(view.bytes().host())
@@ -37,7 +42,7 @@ pub fn write(view: ViewMut<'_>, values: &[f64]) {
         }
         DType::F16 => fill(bytemuck::cast_slice_mut::<_, f16>(bytes), values, |x| f16::from_f32(to_odd(x))),
         DType::F64 => fill(bytemuck::cast_slice_mut::<_, f64>(bytes), values, |x| x),
-        DType::I32 => unreachable!("no operation writes integers"),
+        DType::I32 => unreachable!("integers are no rounded sums"),
     }
 }
 

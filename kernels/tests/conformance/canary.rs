@@ -1,7 +1,10 @@
 //! The suites can fail: a backend with one defect is found by the comparison they all use.
 
+use crate::experts;
 use crate::support::{Host, mismatch};
-use terrace_kernels::{DType, Epilogue, Matmul, MatmulSpec, Result, View, ViewMut, cpu, reference};
+use terrace_kernels::{
+    DType, Epilogue, Experts, Matmul, MatmulSpec, Residual, Result, View, ViewMut, cpu, reference,
+};
 
 /// Drops the last term of every sum.
 struct Broken;
@@ -36,4 +39,76 @@ fn a_broken_kernel_is_found() {
     let expected = run(&*reference::kernel_set().matmul);
     assert_eq!(mismatch(&expected, &run(&*cpu::kernel_set(1).matmul), 1e-3), None);
     assert!(mismatch(&expected, &run(&Broken), 1e-3).is_some());
+}
+
+/// The same defect in what tokens choose: the last expert is nobody's.
+impl Experts for Broken {
+    fn route(
+        &self,
+        logits: View<'_>,
+        normalize: bool,
+        weights: ViewMut<'_>,
+        chosen: ViewMut<'_>,
+        rows: ViewMut<'_>,
+        starts: ViewMut<'_>,
+    ) -> Result {
+        let (width, values) = (logits.shape().last(), bytemuck::cast_slice::<_, f32>(logits.bytes().host()));
+        let without = |(i, x): (usize, &f32)| if i % width == width - 1 { -9.0 } else { f64::from(*x) };
+        let logits =
+            Host::of(DType::F32, &[values.len() / width, width], values.iter().enumerate().map(without));
+        cpu::kernel_set(1).experts.route(logits.view(), normalize, weights, chosen, rows, starts)
+    }
+
+    fn route_backward(
+        &self,
+        _: View<'_>,
+        _: bool,
+        _: View<'_>,
+        _: View<'_>,
+        _: View<'_>,
+        _: ViewMut<'_>,
+    ) -> Result {
+        unreachable!("the choice above is what is compared")
+    }
+
+    fn starts(&self, _: View<'_>, _: usize) -> Result<Vec<usize>> {
+        unreachable!("as above")
+    }
+
+    fn spread(&self, _: View<'_>, _: View<'_>, _: ViewMut<'_>) -> Result {
+        unreachable!("as above")
+    }
+
+    fn collect(&self, _: View<'_>, _: View<'_>, _: Residual<'_>, _: ViewMut<'_>) -> Result {
+        unreachable!("as above")
+    }
+
+    fn weigh(&self, _: View<'_>, _: View<'_>, _: View<'_>, _: ViewMut<'_>) -> Result {
+        unreachable!("as above")
+    }
+
+    fn weigh_backward(
+        &self,
+        _: ViewMut<'_>,
+        _: View<'_>,
+        _: View<'_>,
+        _: View<'_>,
+        _: ViewMut<'_>,
+    ) -> Result {
+        unreachable!("as above")
+    }
+}
+
+/// What is compared of a choice, one by one: weights that are off, and then experts, too.
+#[test]
+fn a_broken_choice_is_found() {
+    let found_of = |last: f64| {
+        let logits = Host::of(DType::F32, &[1, 4], [0.5, 3.0, 2.0, last]);
+        let expected = experts::route(&*reference::kernel_set().experts, &logits, 2, false);
+        let right = experts::route(&*cpu::kernel_set(1).experts, &logits, 2, false);
+        assert_eq!(experts::disagreement(&expected, &right), None);
+        experts::disagreement(&expected, &experts::route(&Broken, &logits, 2, false)).unwrap()
+    };
+    assert!(found_of(1.0).starts_with("weight 0"), "{}", found_of(1.0));
+    assert!(found_of(4.0).starts_with("chosen"), "{}", found_of(4.0));
 }

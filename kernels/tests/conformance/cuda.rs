@@ -12,9 +12,9 @@ use terrace_device::cuda::{CudaDevice, CudaStream};
 use terrace_device::{Arena, Bytes, BytesMut, Device, Region, Stream};
 use terrace_kernels::cuda::{self, CudaConfig};
 use terrace_kernels::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, GateFunction,
-    KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Residual, Result,
-    RmsNorm, Rope, RopeDirection, View, ViewMut,
+    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, Experts,
+    GateFunction, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Residual,
+    Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
 };
 use terrace_kernels::{DType, reference};
 
@@ -52,7 +52,8 @@ pub fn on_device(misplaced: usize, config: CudaConfig) -> Option<KernelSet> {
         embedding: card.clone(),
         cross_entropy: card.clone(),
         elementwise: card.clone(),
-        reduce: card,
+        reduce: card.clone(),
+        experts: card,
     })
 }
 
@@ -411,6 +412,82 @@ impl Elementwise for OnDevice {
 impl Reduce for OnDevice {
     fn sum_rows(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
         on_device!(self, [x], [out], self.set.reduce.sum_rows(x, out))
+    }
+}
+
+impl Experts for OnDevice {
+    fn route(
+        &self,
+        logits: View<'_>,
+        normalize: bool,
+        weights: ViewMut<'_>,
+        chosen: ViewMut<'_>,
+        rows: ViewMut<'_>,
+        starts: ViewMut<'_>,
+    ) -> Result {
+        on_device!(
+            self,
+            [logits],
+            [weights, chosen, rows, starts],
+            self.set.experts.route(logits, normalize, weights, chosen, rows, starts)
+        )
+    }
+
+    fn route_backward(
+        &self,
+        logits: View<'_>,
+        normalize: bool,
+        weights: View<'_>,
+        chosen: View<'_>,
+        dweights: View<'_>,
+        dlogits: ViewMut<'_>,
+    ) -> Result {
+        on_device!(
+            self,
+            [logits, weights, chosen, dweights],
+            [dlogits],
+            self.set.experts.route_backward(logits, normalize, weights, chosen, dweights, dlogits)
+        )
+    }
+
+    fn starts(&self, starts: View<'_>, routed: usize) -> Result<Vec<usize>> {
+        let copied = self.view(starts);
+        let numbers = self.set.experts.starts(copied.of(starts), routed);
+        self.unchanged("starts", &[&copied]);
+        numbers
+    }
+
+    fn spread(&self, x: View<'_>, rows: View<'_>, out: ViewMut<'_>) -> Result {
+        on_device!(self, [x, rows], [out], self.set.experts.spread(x, rows, out))
+    }
+
+    fn collect(&self, x: View<'_>, rows: View<'_>, residual: Residual<'_>, out: ViewMut<'_>) -> Result {
+        let experts = &self.set.experts;
+        let Residual::Of(added) = residual else {
+            return on_device!(self, [x, rows], [out], experts.collect(x, rows, residual, out));
+        };
+        on_device!(self, [x, rows, added], [out], experts.collect(x, rows, Residual::Of(added), out))
+    }
+
+    fn weigh(&self, x: View<'_>, rows: View<'_>, weights: View<'_>, out: ViewMut<'_>) -> Result {
+        on_device!(self, [x, rows, weights], [out], self.set.experts.weigh(x, rows, weights, out))
+    }
+
+    fn weigh_backward(
+        &self,
+        d: ViewMut<'_>,
+        x: View<'_>,
+        rows: View<'_>,
+        weights: View<'_>,
+        dweights: ViewMut<'_>,
+    ) -> Result {
+        let experts = &self.set.experts;
+        on_device!(
+            self,
+            [x, rows, weights],
+            [d, dweights],
+            experts.weigh_backward(d, x, rows, weights, dweights)
+        )
     }
 }
 

@@ -94,6 +94,68 @@ fn gates_are_read_once() {
     }
 }
 
+/// 10 tokens that choose 3 of 4 experts. Nobody knows which; planning takes it that experts have as many rows each.
+#[test]
+fn experts_have_equal_shares() {
+    let (set, counter) = dry::kernel_set();
+    let (logits, mut dlogits) = (tensor(DType::BF16, &[10, 4]), tensor(DType::BF16, &[10, 4]));
+    let (mut weights, mut dweights) = (tensor(DType::F32, &[10, 3]), tensor(DType::F32, &[10, 3]));
+    let (mut chosen, mut rows) = (tensor(DType::I32, &[10, 3]), tensor(DType::I32, &[10, 3]));
+    let mut starts = tensor(DType::I32, &[5]);
+    let mut x = tensor(DType::BF16, &[10, 8]);
+    let (mut routed, other) = (tensor(DType::BF16, &[30, 8]), tensor(DType::BF16, &[30, 8]));
+    let counted = |flops, bytes| {
+        assert_eq!(counter.totals(), Totals { other_flops: flops, bytes, ..Totals::default() });
+        counter.reset();
+    };
+    for (normalize, of_choices, of_choices_backward) in [(false, 1, 2), (true, 3, 7)] {
+        let (to_weights, to_chosen, to_rows) = (weights.view_mut(), chosen.view_mut(), rows.view_mut());
+        set.experts
+            .route(logits.view(), normalize, to_weights, to_chosen, to_rows, starts.view_mut())
+            .unwrap();
+        counted(4 * 40 + of_choices * 30, 2 * 40 + 4 * 3 * 30 + 4 * 5);
+        let (of_weights, to_logits) = (dweights.view(), dlogits.view_mut());
+        set.experts
+            .route_backward(logits.view(), normalize, weights.view(), chosen.view(), of_weights, to_logits)
+            .unwrap();
+        counted(6 * 40 + of_choices_backward * 30, 2 * 2 * 40 + 4 * 3 * 30);
+    }
+    assert_eq!(set.experts.starts(starts.view(), 30).unwrap(), [0, 7, 15, 22, 30]);
+    counted(0, 4 * 5);
+    set.experts.spread(x.view(), rows.view(), routed.view_mut()).unwrap();
+    counted(0, 2 * (80 + 240) + 4 * 30);
+    for (residual, terms, more) in [(Residual::None, 2, 0), (Residual::InPlace, 3, 2 * 80)] {
+        set.experts.collect(routed.view(), rows.view(), residual, x.view_mut()).unwrap();
+        counted(terms * 80, 2 * (80 + 240) + 4 * 30 + more);
+    }
+    set.experts.weigh(other.view(), rows.view(), weights.view(), routed.view_mut()).unwrap();
+    counted(240, 2 * 2 * 240 + 2 * 4 * 30);
+    let (d, of_weights) = (routed.view_mut(), dweights.view_mut());
+    set.experts.weigh_backward(d, other.view(), rows.view(), weights.view(), of_weights).unwrap();
+    counted(3 * 240, 3 * 2 * 240 + 3 * 4 * 30);
+}
+
+/// All of an operation's operands have one number of tokens, and a token has no more choices than there are experts.
+#[test]
+fn experts_and_choices_are_checked() {
+    let refused = |tokens: usize, choices: usize| {
+        let run = || {
+            let (set, _) = dry::kernel_set();
+            let (logits, mut starts) = (tensor(DType::F32, &[10, 4]), tensor(DType::I32, &[5]));
+            let mut weights = tensor(DType::F32, &[tokens, choices]);
+            let [mut chosen, mut rows] = [(); 2].map(|()| tensor(DType::I32, &[tokens, choices]));
+            let (to_weights, to_chosen, to_rows) = (weights.view_mut(), chosen.view_mut(), rows.view_mut());
+            set.experts
+                .route(logits.view(), true, to_weights, to_chosen, to_rows, starts.view_mut())
+                .unwrap();
+        };
+        std::panic::catch_unwind(run).err().map(|message| *message.downcast::<String>().unwrap())
+    };
+    assert_eq!(refused(10, 4), None);
+    assert!(refused(10, 5).unwrap().contains("a token chooses 1 to 4 experts, not 5"));
+    assert!(refused(9, 4).unwrap().contains("weights is [10, 4], not [9, 4]"));
+}
+
 #[test]
 #[should_panic(expected = "multiple of")]
 fn shapes_are_checked() {

@@ -4,9 +4,10 @@
 //! results are f32, whose rounding (6e-8 relative of sums up to ~10) divided by the step of 2e-2 leaves about 3e-5;
 //! the truncation error of order step² times a third derivative of order 1 leaves about 1e-4 to 1e-3. Allowed: 2e-3.
 
+use crate::experts::{Routed, route};
 use crate::support::Host;
 use terrace_kernels::{
-    AttentionSpec, DType, GateFunction, KernelSet, KeyValues, MatmulSpec, RopeDirection, reference,
+    AttentionSpec, DType, GateFunction, KernelSet, KeyValues, MatmulSpec, Residual, RopeDirection, reference,
 };
 
 const STEP: f64 = 2e-2;
@@ -140,6 +141,56 @@ fn bias() {
         set.elementwise.add_bias(x.view_mut(), bias.view()).unwrap();
         dot(&x, &c)
     });
+}
+
+/// Logits further apart than a step moves them: what is chosen has no gradient.
+#[test]
+fn routing() {
+    let set = reference::kernel_set();
+    let logits = Host::of(DType::F32, &[3, 5], (0..15).map(|i| 0.3 * f64::from(i * 7 % 15) - 2.0));
+    let c = f32s(&[3, 2], 1);
+    for normalize in [false, true] {
+        let Routed { weights, chosen, .. } = route(&*set.experts, &logits, 2, normalize);
+        let mut dlogits = Host::zeros(DType::F32, &[3, 5]);
+        let (of_choices, to_logits) = (chosen.view(), dlogits.view_mut());
+        set.experts
+            .route_backward(logits.view(), normalize, weights.view(), of_choices, c.view(), to_logits)
+            .unwrap();
+        check(&format!("dlogits, {normalize}"), &logits, &dlogits, |logits| {
+            dot(&route(&*set.experts, logits, 2, normalize).weights, &c)
+        });
+    }
+}
+
+/// The gradient of spreading is collecting, and that of collecting spreading.
+#[test]
+fn routed_rows() {
+    let experts = &reference::kernel_set().experts;
+    let (x, y, weights) = (f32s(&[3, 4], 1), f32s(&[6, 4], 2), f32s(&[3, 2], 3));
+    let (c, of_tokens) = (f32s(&[6, 4], 4), f32s(&[3, 4], 5));
+    let rows = Host::of(DType::I32, &[3, 2], [4.0, 0.0, 1.0, 5.0, 3.0, 2.0]);
+    let spread = |x: &Host| {
+        let mut out = Host::zeros(DType::F32, &[6, 4]);
+        experts.spread(x.view(), rows.view(), out.view_mut()).unwrap();
+        out
+    };
+    let collect = |y: &Host| {
+        let mut out = Host::zeros(DType::F32, &[3, 4]);
+        experts.collect(y.view(), rows.view(), Residual::None, out.view_mut()).unwrap();
+        out
+    };
+    let weigh = |y: &Host, weights: &Host| {
+        let mut out = Host::zeros(DType::F32, &[6, 4]);
+        experts.weigh(y.view(), rows.view(), weights.view(), out.view_mut()).unwrap();
+        out
+    };
+    let (mut d, mut dweights) = (c.clone(), Host::zeros(DType::F32, &[3, 2]));
+    let (into, to_weights) = (d.view_mut(), dweights.view_mut());
+    experts.weigh_backward(into, y.view(), rows.view(), weights.view(), to_weights).unwrap();
+    check("spread", &x, &collect(&c), |x| dot(&spread(x), &c));
+    check("collect", &y, &spread(&of_tokens), |y| dot(&collect(y), &of_tokens));
+    check("weigh", &y, &d, |y| dot(&weigh(y, &weights), &c));
+    check("dweights", &weights, &dweights, |weights| dot(&weigh(&y, weights), &c));
 }
 
 fn attention_out(set: &KernelSet, q: &Host, k: &Host, v: &Host, spec: AttentionSpec) -> [Host; 2] {

@@ -13,6 +13,7 @@ mod dry;
 mod elementwise;
 mod embedding;
 mod epilogue;
+mod experts;
 mod gradients;
 mod loss;
 mod matmul;

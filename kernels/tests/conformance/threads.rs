@@ -1,6 +1,7 @@
 //! The number of threads never changes a bit: results are compared by their bytes. Nor does, on a card, the order in which
 //! threads run (a new one at every launch if TERRACE_SHIM_ORDER is set), nor where operands lie.
 
+use crate::experts::{Routed, route};
 use crate::support::{Host, Random, isas_and_pairs};
 use std::hash::{DefaultHasher, Hasher};
 use terrace_kernels::cpu::{self, CpuConfig, Isa};
@@ -166,6 +167,42 @@ fn attention_from_a_start() {
         let what = format!("{queries} queries of {dtype}, {window:?}");
         same_on(isas_and_pairs(), &what, run);
         same_for_every_thread_count(&what, run);
+    }
+}
+
+/// Choices, and rows to their experts and back.
+#[test]
+fn experts() {
+    for (dtype, normalize) in [(DType::F32, true), (DType::BF16, false), (DType::F16, true)] {
+        let (tokens, experts, choices, width) = (700, 60, 3, 300);
+        let logits = Host::random(dtype, &[tokens, experts], 1.0, 1);
+        let x = Host::random(dtype, &[tokens, width], 1.0, 2);
+        let dweights = Host::random(DType::F32, &[tokens, choices], 1.0, 3);
+        same_for_every_thread_count(&format!("experts of {dtype}"), |set| {
+            let Routed { weights, chosen, rows, starts } = route(&*set.experts, &logits, choices, normalize);
+            let mut dlogits = Host::zeros(dtype, &[tokens, experts]);
+            let (to_logits, of_choices) = (dlogits.view_mut(), chosen.view());
+            set.experts
+                .route_backward(
+                    logits.view(),
+                    normalize,
+                    weights.view(),
+                    of_choices,
+                    dweights.view(),
+                    to_logits,
+                )
+                .unwrap();
+            let routed = || Host::zeros(dtype, &[tokens * choices, width]);
+            let (mut spread, mut weighed, mut d, mut out) = (routed(), routed(), routed(), x.clone());
+            let mut of_weights = dweights.clone();
+            set.experts.spread(x.view(), rows.view(), spread.view_mut()).unwrap();
+            set.experts.weigh(spread.view(), rows.view(), weights.view(), weighed.view_mut()).unwrap();
+            set.experts.collect(weighed.view(), rows.view(), Residual::InPlace, out.view_mut()).unwrap();
+            set.experts.spread(out.view(), rows.view(), d.view_mut()).unwrap();
+            let (into, to_weights) = (d.view_mut(), of_weights.view_mut());
+            set.experts.weigh_backward(into, spread.view(), rows.view(), weights.view(), to_weights).unwrap();
+            vec![weights, chosen, rows, starts, dlogits, spread, weighed, out, d, of_weights]
+        });
     }
 }
 

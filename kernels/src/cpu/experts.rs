@@ -1,0 +1,326 @@
+//! Mixture of experts (Shazeer et al., arXiv 1701.06538).
+//!
+//! A task of `route` takes some tokens: their softmax as [`loss`](super::loss) takes it, and the largest logits in one pass, which
+//! inserts each among those it keeps. Routed rows are numbered by a counting sort, which is serial: it goes over T·X integers where
+//! the products after it go over as many rows. All else moves rows through small buffers block by block.
+//!
+//! Tolerance against f64: weights 1e-6; gradients of logits 1e-6·X of the largest gradient of a weight; sums of X rows of order 1
+//! 1e-6·X; gradients of weights, sums of F products of order 1, 1e-5·√F; the rest is rounded once.
+
+use super::Cpu;
+use super::floats::{BLOCK, CHUNK, Floats, FloatsMut, floats, floats_mut, ints, ints_mut};
+use super::loss::Statistics;
+use super::threads::{Carver, SharedMut};
+use super::{Isa, vector};
+use crate::check::{self, ChoiceDims};
+use crate::{Experts, Residual, Result, View, ViewMut};
+
+impl Experts for Cpu {
+    fn route(
+        &self,
+        logits: View<'_>,
+        normalize: bool,
+        weights: ViewMut<'_>,
+        chosen: ViewMut<'_>,
+        rows: ViewMut<'_>,
+        starts: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::route(logits, &weights, &chosen, &rows, &starts);
+        let chosen_tx = ints_mut(chosen);
+        self.choose(dims, Floats::new(logits), normalize, floats_mut(weights), chosen_tx);
+        number(chosen_tx, ints_mut(rows), ints_mut(starts));
+        Ok(())
+    }
+
+    fn route_backward(
+        &self,
+        logits: View<'_>,
+        normalize: bool,
+        weights: View<'_>,
+        chosen: View<'_>,
+        dweights: View<'_>,
+        dlogits: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::route_backward(logits, weights, chosen, dweights, &dlogits);
+        let (isa, dlogits) = (self.threads.isa(), FloatsMut::new(dlogits));
+        let gradient = RouteGradient {
+            dims,
+            logits: Floats::new(logits),
+            normalize,
+            weights_tx: floats(weights),
+            chosen_tx: ints(chosen),
+            dweights_tx: floats(dweights),
+            dlogits,
+        };
+        self.threads.run_ranges(dims.tokens, rows_per_task(dims.experts), |tokens, scratch| {
+            let mut carver = Carver::new(scratch);
+            let buffers = [BLOCK, dims.choices, dims.choices].map(|floats| carver.take(floats));
+            let [block, p_x, g_x] = buffers;
+            for t in tokens {
+                // SAFETY: row t belongs to this task.
+                unsafe { gradient.run(isa, t, block, p_x, g_x) };
+            }
+        });
+        Ok(())
+    }
+
+    fn starts(&self, starts: View<'_>, routed: usize) -> Result<Vec<usize>> {
+        check::expert_starts(starts);
+        check::first_rows(ints(starts), routed)
+    }
+
+    fn spread(&self, x: View<'_>, rows: View<'_>, out: ViewMut<'_>) -> Result {
+        let dims = check::spread(x, rows, &out);
+        let (x, rows_tx, out, isa) = (Floats::new(x), ints(rows), FloatsMut::new(out), self.threads.isa());
+        self.assert_named_once(rows_tx);
+        self.threads.run_ranges(dims.tokens, rows_per_task(dims.width), |tokens, _| {
+            let mut buffer = [0.0; BLOCK];
+            for t in tokens {
+                for (col, len) in blocks(dims.width) {
+                    let values = x.read(isa, t * dims.width + col, len, &mut buffer);
+                    for &row in &rows_tx[t * dims.choices..][..dims.choices] {
+                        // SAFETY: each routed row is named once, and this one by a token of this task.
+                        unsafe { out.write(isa, row as usize * dims.width + col, values) };
+                    }
+                }
+            }
+        });
+        Ok(())
+    }
+
+    /// The residual last.
+    fn collect(&self, x: View<'_>, rows: View<'_>, residual: Residual<'_>, out: ViewMut<'_>) -> Result {
+        let dims = check::collect(x, rows, &residual, &out);
+        let (x, rows_tx, out, isa) = (Floats::new(x), ints(rows), FloatsMut::new(out), self.threads.isa());
+        self.threads.run_ranges(dims.tokens, rows_per_task(dims.width * dims.choices), |tokens, _| {
+            let (mut buffer, mut sum) = ([0.0; BLOCK], [0.0; BLOCK]);
+            for t in tokens {
+                for (col, len) in blocks(dims.width) {
+                    let (at, sum) = (t * dims.width + col, &mut sum[..len]);
+                    sum.fill(0.0);
+                    for &row in &rows_tx[t * dims.choices..][..dims.choices] {
+                        let row = x.read(isa, row as usize * dims.width + col, len, &mut buffer);
+                        vector::add_assign(isa, sum, row);
+                    }
+                    match residual {
+                        Residual::None => {}
+                        Residual::InPlace => {
+                            // SAFETY: row t belongs to this task.
+                            unsafe { out.read(isa, at, &mut buffer[..len]) };
+                            vector::add_assign(isa, sum, &buffer[..len]);
+                        }
+                        Residual::Of(view) => {
+                            vector::add_assign(isa, sum, Floats::new(view).read(isa, at, len, &mut buffer));
+                        }
+                    }
+                    // SAFETY: as above.
+                    unsafe { out.write(isa, at, sum) };
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn weigh(&self, x: View<'_>, rows: View<'_>, weights: View<'_>, out: ViewMut<'_>) -> Result {
+        let dims = check::weigh(x, rows, weights, &out);
+        let (x, rows_tx, weights_tx) = (Floats::new(x), ints(rows), floats(weights));
+        let (out, isa) = (FloatsMut::new(out), self.threads.isa());
+        self.assert_named_once(rows_tx);
+        self.threads.run_ranges(dims.routed(), rows_per_task(dims.width), |choices, _| {
+            let mut buffer = [0.0; BLOCK];
+            for choice in choices {
+                for (col, len) in blocks(dims.width) {
+                    let (at, block) = (rows_tx[choice] as usize * dims.width + col, &mut buffer[..len]);
+                    x.slice(at, len).widen(isa, block);
+                    vector::scale(isa, block, weights_tx[choice]);
+                    // SAFETY: each routed row is named once, and this one by a choice of this task.
+                    unsafe { out.write(isa, at, block) };
+                }
+            }
+        });
+        Ok(())
+    }
+
+    /// A row's products are added in f32 within a block of [`BLOCK`] and in f64 over blocks.
+    fn weigh_backward(
+        &self,
+        d: ViewMut<'_>,
+        x: View<'_>,
+        rows: View<'_>,
+        weights: View<'_>,
+        dweights: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::weigh_backward(&d, x, rows, weights, &dweights);
+        let (x, rows_tx, weights_tx) = (Floats::new(x), ints(rows), floats(weights));
+        let (d, dweights_tx) = (FloatsMut::new(d), SharedMut::new(floats_mut(dweights)));
+        let isa = self.threads.isa();
+        self.assert_named_once(rows_tx);
+        self.threads.run_ranges(dims.routed(), rows_per_task(dims.width), |choices, _| {
+            let (mut of_x, mut of_d) = ([0.0; BLOCK], [0.0; BLOCK]);
+            for choice in choices {
+                let mut sum = 0.0f64;
+                for (col, len) in blocks(dims.width) {
+                    let (at, d_f) = (rows_tx[choice] as usize * dims.width + col, &mut of_d[..len]);
+                    // SAFETY: each routed row is named once, and this one by a choice of this task.
+                    unsafe { d.read(isa, at, d_f) };
+                    sum += f64::from(vector::dot(isa, d_f, x.read(isa, at, len, &mut of_x)));
+                    vector::scale(isa, d_f, weights_tx[choice]);
+                    // SAFETY: as above.
+                    unsafe { d.write(isa, at, d_f) };
+                }
+                // SAFETY: the choice belongs to this task.
+                unsafe { dweights_tx.set(choice, sum as f32) };
+            }
+        });
+        Ok(())
+    }
+}
+
+fn rows_per_task(width: usize) -> usize {
+    (CHUNK / width.max(1)).max(1)
+}
+
+/// The first column and the length of every block of a row.
+fn blocks(width: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..width).step_by(BLOCK).map(move |col| (col, BLOCK.min(width - col)))
+}
+
+impl Cpu {
+    /// The experts of every token and their weights.
+    fn choose(
+        &self,
+        dims: ChoiceDims,
+        logits: Floats<'_>,
+        normalize: bool,
+        weights_tx: &mut [f32],
+        chosen_tx: &mut [i32],
+    ) {
+        let isa = self.threads.isa();
+        let (weights_tx, chosen_tx) = (SharedMut::new(weights_tx), SharedMut::new(chosen_tx));
+        self.threads.run_ranges(dims.tokens, rows_per_task(dims.experts), |tokens, _| {
+            for t in tokens {
+                let (row, first) = (logits.slice(t * dims.experts, dims.experts), t * dims.choices);
+                // SAFETY: the choices of token t belong to this task.
+                let weights_x = unsafe { weights_tx.slice(first, dims.choices) };
+                // SAFETY: as above.
+                let chosen_x = unsafe { chosen_tx.slice(first, dims.choices) };
+                largest(isa, row, weights_x, chosen_x);
+                let (max, factor) = softmax(isa, row);
+                vector::softmax_gradient(isa, weights_x, max, factor);
+                if normalize {
+                    let sum: f32 = weights_x.iter().sum();
+                    weights_x.iter_mut().for_each(|weight| *weight /= sum);
+                }
+            }
+        });
+    }
+
+    /// # Panics
+    /// `rows` does not name each of as many rows once: tasks would write the same memory.
+    fn assert_named_once(&self, rows: &[i32]) {
+        let mut shared = self.threads.shared();
+        let words: &mut [u32] = bytemuck::cast_slice_mut(shared.floats());
+        let at_once = 32 * words.len();
+        for first in (0..rows.len()).step_by(at_once) {
+            let wanted = at_once.min(rows.len() - first);
+            let words = &mut words[..wanted.div_ceil(32)];
+            words.fill(0);
+            // Of a negative number comes one beyond every row.
+            for at in rows.iter().map(|row| (*row as usize).wrapping_sub(first)).filter(|at| *at < wanted) {
+                words[at / 32] |= 1 << (at % 32);
+            }
+            let found: usize = words.iter().map(|word| word.count_ones() as usize).sum();
+            assert_eq!(found, wanted, "each of {} routed rows is named once", rows.len());
+        }
+    }
+}
+
+/// The largest logits of a row and their experts, largest first, of equal ones the lower expert; NaNs last.
+fn largest(isa: Isa, row: Floats<'_>, logits_x: &mut [f32], chosen_x: &mut [i32]) {
+    let (mut buffer, mut count) = ([0.0; BLOCK], 0);
+    for (first, len) in blocks(row.len()) {
+        for (e, &logit) in row.read(isa, first, len, &mut buffer).iter().enumerate() {
+            let is_larger = |than: f32| logit > than || (than.is_nan() && !logit.is_nan());
+            if count == logits_x.len() && !is_larger(logits_x[count - 1]) {
+                continue;
+            }
+            let at = logits_x[..count].partition_point(|&kept| !is_larger(kept));
+            count = logits_x.len().min(count + 1);
+            logits_x[at..count].rotate_right(1);
+            chosen_x[at..count].rotate_right(1);
+            (logits_x[at], chosen_x[at]) = (logit, (first + e) as i32);
+        }
+    }
+}
+
+/// The maximum of a row, and what `exp(x − max)` is to be multiplied by for its softmax.
+fn softmax(isa: Isa, row: Floats<'_>) -> (f32, f32) {
+    let statistics = Statistics::of(isa, row.len(), |at, len, out| row.slice(at, len).widen(isa, out));
+    (statistics.max, (1.0 / statistics.sum) as f32)
+}
+
+/// Numbers choices by their expert, those of one expert in their order, and says where each expert's begin: a counting sort.
+fn number(chosen_tx: &[i32], rows_tx: &mut [i32], starts: &mut [i32]) {
+    starts.fill(0);
+    for &expert in chosen_tx {
+        starts[expert as usize + 1] += 1;
+    }
+    for expert in 1..starts.len() {
+        starts[expert] += starts[expert - 1];
+    }
+    // While rows are given away, a start is the next row of its expert, and in the end the first of the expert after it.
+    for (row, &expert) in rows_tx.iter_mut().zip(chosen_tx) {
+        *row = starts[expert as usize];
+        starts[expert as usize] += 1;
+    }
+    starts.copy_within(..starts.len() - 1, 1);
+    starts[0] = 0;
+}
+
+/// The gradient of logits, token by token.
+struct RouteGradient<'a> {
+    dims: ChoiceDims,
+    logits: Floats<'a>,
+    normalize: bool,
+    weights_tx: &'a [f32],
+    chosen_tx: &'a [i32],
+    dweights_tx: &'a [f32],
+    dlogits: FloatsMut<'a>,
+}
+
+impl RouteGradient<'_> {
+    /// # Safety
+    /// No other task touches row `t` of dlogits.
+    unsafe fn run(&self, isa: Isa, t: usize, block: &mut [f32], p_x: &mut [f32], g_x: &mut [f32]) {
+        let (experts, choices) = (self.dims.experts, t * self.dims.choices..(t + 1) * self.dims.choices);
+        let (row, chosen_x) = (self.logits.slice(t * experts, experts), &self.chosen_tx[choices.clone()]);
+        let (max, factor) = softmax(isa, row);
+        for (p, &expert) in p_x.iter_mut().zip(chosen_x) {
+            row.slice(expert as usize, 1).widen(isa, std::slice::from_mut(p));
+        }
+        vector::softmax_gradient(isa, p_x, max, factor);
+        g_x.copy_from_slice(&self.dweights_tx[choices.clone()]);
+        if self.normalize {
+            let (sum, mean) = (p_x.iter().sum::<f32>(), dot(g_x, &self.weights_tx[choices]));
+            g_x.iter_mut().for_each(|g| *g = (*g - mean) / sum);
+        }
+        let inner = dot(p_x, g_x);
+        for (first, len) in blocks(experts) {
+            let block = &mut block[..len];
+            row.slice(first, len).widen(isa, block);
+            vector::softmax_gradient(isa, block, max, -factor * inner);
+            for ((p, g), &expert) in p_x.iter().zip(&*g_x).zip(chosen_x) {
+                if let Some(dlogit) = (expert as usize).checked_sub(first).and_then(|at| block.get_mut(at)) {
+                    *dlogit = p * (g - inner);
+                }
+            }
+            // SAFETY: the caller's promise.
+            unsafe { self.dlogits.write(isa, t * experts + first, block) };
+        }
+    }
+}
+
+/// `Σ a·b` of a few elements, in order.
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}

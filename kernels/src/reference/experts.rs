@@ -1,0 +1,157 @@
+//! Mixture of experts, token by token.
+
+use super::rows::log_sum_exp;
+use super::{Reference, values};
+use crate::check;
+use crate::{Experts, Residual, Result, View, ViewMut};
+
+impl Experts for Reference {
+    /// Experts are sorted by logit and choices by expert; both sorts keep the order of what is equal.
+    fn route(
+        &self,
+        logits: View<'_>,
+        normalize: bool,
+        weights: ViewMut<'_>,
+        chosen: ViewMut<'_>,
+        rows: ViewMut<'_>,
+        starts: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::route(logits, &weights, &chosen, &rows, &starts);
+        let (mut weights_tx, mut chosen_tx) = (Vec::new(), Vec::new());
+        for logits_e in values::read(logits).chunks(dims.experts) {
+            let p_e = softmax(logits_e);
+            let largest = &descending(logits_e)[..dims.choices];
+            let sum = if normalize { largest.iter().map(|&e| p_e[e]).sum() } else { 1.0 };
+            weights_tx.extend(largest.iter().map(|&e| p_e[e] / sum));
+            chosen_tx.extend(largest.iter().map(|&e| e as i32));
+        }
+        let mut order: Vec<usize> = (0..dims.routed()).collect();
+        order.sort_by_key(|&choice| chosen_tx[choice]);
+        let rows_tx = values::ints_mut(rows);
+        for (row, &choice) in order.iter().enumerate() {
+            rows_tx[choice] = row as i32;
+        }
+        for (e, start) in values::ints_mut(starts).iter_mut().enumerate() {
+            *start = chosen_tx.iter().filter(|&&chosen| chosen < e as i32).count() as i32;
+        }
+        values::write(weights, &weights_tx);
+        values::ints_mut(chosen).copy_from_slice(&chosen_tx);
+        Ok(())
+    }
+
+    /// `p·(g − Σ p·g)`, with g of all experts in memory.
+    fn route_backward(
+        &self,
+        logits: View<'_>,
+        normalize: bool,
+        weights: View<'_>,
+        chosen: View<'_>,
+        dweights: View<'_>,
+        dlogits: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::route_backward(logits, weights, chosen, dweights, &dlogits);
+        let (logits_te, weights_tx, dweights_tx) =
+            (values::read(logits), values::read(weights), values::read(dweights));
+        let chosen_tx = values::ints(chosen);
+        let mut dlogits_te = Vec::with_capacity(logits_te.len());
+        for (t, logits_e) in logits_te.chunks(dims.experts).enumerate() {
+            let of_token = t * dims.choices..(t + 1) * dims.choices;
+            let (p_e, chosen_x) = (softmax(logits_e), &chosen_tx[of_token.clone()]);
+            let (weights_x, dweights_x) = (&weights_tx[of_token.clone()], &dweights_tx[of_token]);
+            let (mut mean, mut sum) = (0.0, 1.0);
+            if normalize {
+                mean = weights_x.iter().zip(dweights_x).map(|(w, dw)| w * dw).sum();
+                sum = chosen_x.iter().map(|&e| p_e[e as usize]).sum();
+            }
+            let mut g_e = vec![0.0; dims.experts];
+            for (&e, dw) in chosen_x.iter().zip(dweights_x) {
+                g_e[e as usize] = (dw - mean) / sum;
+            }
+            let inner: f64 = p_e.iter().zip(&g_e).map(|(p, g)| p * g).sum();
+            dlogits_te.extend(p_e.iter().zip(&g_e).map(|(p, g)| p * (g - inner)));
+        }
+        values::write(dlogits, &dlogits_te);
+        Ok(())
+    }
+
+    fn starts(&self, starts: View<'_>, routed: usize) -> Result<Vec<usize>> {
+        check::expert_starts(starts);
+        check::first_rows(values::ints(starts), routed)
+    }
+
+    fn spread(&self, x: View<'_>, rows: View<'_>, out: ViewMut<'_>) -> Result {
+        let dims = check::spread(x, rows, &out);
+        let x_td = values::read(x);
+        let mut out_rd = vec![0.0; dims.routed() * dims.width];
+        for (choice, &row) in values::ints(rows).iter().enumerate() {
+            let token = &x_td[choice / dims.choices * dims.width..][..dims.width];
+            out_rd[row as usize * dims.width..][..dims.width].copy_from_slice(token);
+        }
+        values::write(out, &out_rd);
+        Ok(())
+    }
+
+    /// The residual last.
+    fn collect(&self, x: View<'_>, rows: View<'_>, residual: Residual<'_>, out: ViewMut<'_>) -> Result {
+        let dims = check::collect(x, rows, &residual, &out);
+        let x_rd = values::read(x);
+        let mut out_td = vec![0.0; dims.tokens * dims.width];
+        for (choice, &row) in values::ints(rows).iter().enumerate() {
+            let sums = &mut out_td[choice / dims.choices * dims.width..][..dims.width];
+            let row = &x_rd[row as usize * dims.width..][..dims.width];
+            sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+        }
+        if let Some(residual) = residual.view(&out) {
+            out_td.iter_mut().zip(values::read(residual)).for_each(|(sum, residual)| *sum += residual);
+        }
+        values::write(out, &out_td);
+        Ok(())
+    }
+
+    fn weigh(&self, x: View<'_>, rows: View<'_>, weights: View<'_>, out: ViewMut<'_>) -> Result {
+        let dims = check::weigh(x, rows, weights, &out);
+        let (mut rows_rf, weights_tx) = (values::read(x), values::read(weights));
+        for (&row, weight) in values::ints(rows).iter().zip(weights_tx) {
+            rows_rf[row as usize * dims.width..][..dims.width].iter_mut().for_each(|x| *x *= weight);
+        }
+        values::write(out, &rows_rf);
+        Ok(())
+    }
+
+    fn weigh_backward(
+        &self,
+        d: ViewMut<'_>,
+        x: View<'_>,
+        rows: View<'_>,
+        weights: View<'_>,
+        dweights: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::weigh_backward(&d, x, rows, weights, &dweights);
+        let (mut d_rf, x_rf, weights_tx) = (values::read(d.view()), values::read(x), values::read(weights));
+        let mut dweights_tx = Vec::with_capacity(weights_tx.len());
+        for (&row, weight) in values::ints(rows).iter().zip(weights_tx) {
+            let of_row = row as usize * dims.width..(row as usize + 1) * dims.width;
+            let d_f = &mut d_rf[of_row.clone()];
+            dweights_tx.push(d_f.iter().zip(&x_rf[of_row]).map(|(d, x)| *d * x).sum());
+            d_f.iter_mut().for_each(|d| *d *= weight);
+        }
+        values::write(d, &d_rf);
+        values::write(dweights, &dweights_tx);
+        Ok(())
+    }
+}
+
+fn softmax(row: &[f64]) -> Vec<f64> {
+    let lse = log_sum_exp(row);
+    row.iter().map(|x| (x - lse).exp()).collect()
+}
+
+/// Experts by descending logit, NaNs last.
+fn descending(logits_e: &[f64]) -> Vec<usize> {
+    let mut experts: Vec<usize> = (0..logits_e.len()).collect();
+    experts.sort_by(|&a, &b| {
+        let (a, b) = (logits_e[a], logits_e[b]);
+        b.partial_cmp(&a).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
+    });
+    experts
+}
