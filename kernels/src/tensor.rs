@@ -314,6 +314,18 @@ impl<'a> ViewMut<'a> {
             dtype: self.dtype,
         }
     }
+
+    /// The first `row` rows and the others, as [`rows`](Self::rows) gives them.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    #[must_use]
+    pub fn split_rows(self, row: usize) -> (Self, Self) {
+        let (width, dtype) = (self.shape.last(), self.dtype);
+        let left = self.shape.rows() - row;
+        let (first, others) = self.bytes.split_at(row * width * dtype.size());
+        (Self::new(first, dtype, &[row, width]), Self::new(others, dtype, &[left, width]))
+    }
 }
 
 fn reshaped(shape: Shape, dims: &[usize]) -> Shape {

@@ -1,11 +1,12 @@
 //! The configuration of a Hugging Face model folder, checked and reduced to what the blocks need.
 //!
 //! Absent entries take the defaults of the family's configuration class in transformers, because `save_pretrained` may
-//! leave them out. Everything that would change the numbers and is not computed here is refused by name; dropout is the
-//! exception: only training has it, so that whoever trains asks for it and refuses.
+//! leave them out. Everything that would change the numbers and is not computed here is refused by name; dropout and the like are the
+//! exception: only training has them, so that whoever trains asks for them and refuses.
 
 use crate::entries::Entries;
 use crate::json::parse_json;
+use crate::mixture::Mixture;
 use crate::rope::{Rope, RopeScaling};
 use crate::{ModelError, Result};
 use std::path::Path;
@@ -13,7 +14,7 @@ use terrace_kernels::GateFunction;
 use terrace_kernels::cpu::HEAD_MAX;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 12] = [
+const FAMILIES: [(Family, &str, &str); 15] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
@@ -26,6 +27,9 @@ const FAMILIES: [(Family, &str, &str); 12] = [
     (Family::Granite, "GraniteForCausalLM", "granite"),
     (Family::Gemma, "GemmaForCausalLM", "gemma"),
     (Family::Gemma3, "Gemma3ForCausalLM", "gemma3_text"),
+    (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
+    (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
+    (Family::Olmoe, "OlmoeForCausalLM", "olmoe"),
 ];
 
 /// Functions of the feed-forward's gate, as `hidden_act` spells them.
@@ -67,6 +71,12 @@ pub enum Family {
     Gemma,
     /// Gemma 3 for text alone: a Gemma with norms on both sides, normalized queries and keys, and windows in five layers of six.
     Gemma3,
+    /// Mixtral: a Mistral with experts, of which each token goes through two.
+    Mixtral,
+    /// Qwen 3 with experts (30B-A3B, 235B-A22B).
+    Qwen3Moe,
+    /// OLMoE: experts, and queries and keys that are normalized with all heads together.
+    Olmoe,
 }
 
 /// Where a decoder layer has norms.
@@ -201,14 +211,24 @@ impl Family {
                 ..Self::Gemma.defaults()
             },
             Self::Olmo3 => Defaults { theta: 500_000.0, ..Self::Olmo2.defaults() },
+            Self::Mixtral => Defaults {
+                kv_heads: Some(8),
+                positions: 131_072,
+                norm_eps: 1e-5,
+                theta: 1_000_000.0,
+                ..llama
+            },
+            Self::Qwen3Moe => Defaults { kv_heads: Some(4), positions: 32_768, eos: None, ..llama },
+            Self::Olmoe => Defaults { positions: 4096, ..Self::Olmo2.defaults() },
         }
     }
 
-    /// The parts that training drops, as config.json spells them.
+    /// What training drops or disturbs, as config.json spells it.
     fn dropouts(self) -> &'static [&'static str] {
         match self {
             Self::Phi3 => &["attention_dropout", "resid_pdrop", "embd_pdrop"],
             Self::SeedOss => &["attention_dropout", "residual_dropout"],
+            Self::Mixtral => &["attention_dropout", "router_jitter_noise"],
             _ => &["attention_dropout"],
         }
     }
@@ -216,6 +236,10 @@ impl Family {
     /// Whether files hold projections of the same input as one tensor.
     pub(crate) fn is_fused(self) -> bool {
         self == Self::Phi3
+    }
+
+    fn has_experts(self) -> bool {
+        matches!(self, Self::Mixtral | Self::Qwen3Moe | Self::Olmoe)
     }
 
     fn is_gemma(self) -> bool {
@@ -240,8 +264,10 @@ pub struct ModelConfig {
     pub vocab: usize,
     /// Hidden size, D.
     pub hidden: usize,
-    /// Feed-forward size, F.
+    /// Feed-forward size, F, of layers without experts.
     pub feed_forward: usize,
+    /// What the feed-forwards of layers with experts are.
+    pub mixture: Option<Mixture>,
     /// Number of decoder layers.
     pub layers: usize,
     /// Query heads, H.
@@ -281,8 +307,9 @@ pub struct ModelConfig {
     /// Positions the model was trained for, or those that the scaling of its rotary embedding stretches them to: the largest that
     /// `max_position_embeddings`, other names for it and the scaling say.
     pub positions_max: usize,
-    /// Entries of config.json by which training would drop something, which is not computed here, and the part it would drop.
-    pub dropouts: Vec<(&'static str, f64)>,
+    /// Entries of config.json by which training would compute something that is not computed here, and what they are: dropout, noise in
+    /// what routers read, a loss that balances experts.
+    pub only_in_training: Vec<(&'static str, f64)>,
     /// Standard deviation of freshly initialized weights.
     pub initializer_std: f32,
     /// Tokens that end a generation.
@@ -345,6 +372,7 @@ impl ModelConfig {
             vocab,
             hidden,
             feed_forward: entries.size("intermediate_size")?,
+            mixture: Mixture::parse(&entries, family, layers)?,
             layers,
             heads,
             kv_heads,
@@ -353,7 +381,8 @@ impl ModelConfig {
             tied: entries.flag("tie_word_embeddings", defaults.tied)?,
             qkv_bias: match family {
                 Family::Qwen2 => true,
-                Family::Mistral | Family::Phi3 => false,
+                Family::Mistral | Family::Phi3 | Family::Mixtral => false,
+                Family::Qwen3Moe | Family::Olmoe => attention_bias,
                 Family::Llama | Family::Qwen3 | Family::SeedOss | Family::SmolLm3 => attention_bias,
                 Family::Olmo2 | Family::Olmo3 | Family::Granite => attention_bias,
                 Family::Gemma | Family::Gemma3 => attention_bias,
@@ -363,7 +392,8 @@ impl ModelConfig {
                 Family::Olmo2 | Family::Olmo3 | Family::Granite => attention_bias,
                 Family::Gemma | Family::Gemma3 => attention_bias,
                 Family::SeedOss => entries.flag("attention_out_bias", false)?,
-                Family::Mistral | Family::Qwen2 | Family::Phi3 => false,
+                Family::Qwen3Moe | Family::Olmoe => attention_bias,
+                Family::Mistral | Family::Qwen2 | Family::Phi3 | Family::Mixtral => false,
             },
             mlp_bias: match family {
                 Family::Llama | Family::SeedOss | Family::SmolLm3 | Family::Granite => {
@@ -371,11 +401,12 @@ impl ModelConfig {
                 }
                 Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Phi3 => false,
                 Family::Olmo2 | Family::Olmo3 | Family::Gemma | Family::Gemma3 => false,
+                Family::Mixtral | Family::Qwen3Moe | Family::Olmoe => false,
             },
             gate_function: gate_function(&entries, family)?,
             qk_norm: match family {
-                Family::Qwen3 | Family::Gemma3 => Some(QkNorm::PerHead),
-                Family::Olmo2 | Family::Olmo3 => Some(QkNorm::AllHeads),
+                Family::Qwen3 | Family::Gemma3 | Family::Qwen3Moe => Some(QkNorm::PerHead),
+                Family::Olmo2 | Family::Olmo3 | Family::Olmoe => Some(QkNorm::AllHeads),
                 _ => None,
             },
             norms: family.norms(),
@@ -386,7 +417,7 @@ impl ModelConfig {
             positions_max: rope.positions(positions_max, other_positions(&entries)?),
             rope,
             window_rope,
-            dropouts: dropouts(&entries, family, defaults.dropout)?,
+            only_in_training: only_in_training(&entries, family, defaults.dropout)?,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
             eos_ids: match defaults.eos.filter(|_| !entries.has("eos_token_id")) {
                 Some(id) => vec![id],
@@ -396,6 +427,11 @@ impl ModelConfig {
         };
         config.check()?;
         Ok(config)
+    }
+
+    /// The experts of a layer; `None` if it has one feed-forward for all tokens.
+    pub fn mixture_of(&self, layer: usize) -> Option<&Mixture> {
+        self.mixture.as_ref().filter(|mixture| !mixture.dense_layers.contains(&layer))
     }
 
     /// Width of all query heads together, H·K.
@@ -456,6 +492,7 @@ impl ModelConfig {
         if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
             return refuse("rms_norm_eps", format!("is {}; it must be positive", self.norm_eps));
         }
+        self.mixture.iter().try_for_each(Mixture::check)?;
         if self.windows.len() != self.layers {
             let detail = format!("has {} entries for {} layers", self.windows.len(), self.layers);
             return refuse("layer_types", detail);
@@ -546,6 +583,13 @@ fn refuse_unsupported(entries: &Entries<'_>) -> Result {
             });
         }
     }
+    if let Some(most) = entries.number("clip_qkv")? {
+        return Err(ModelError::Unsupported {
+            what: "clip_qkv".into(),
+            found: most.to_string(),
+            supported: "null (queries, keys and values are not limited)".into(),
+        });
+    }
     for (key, causal) in [("use_bidirectional_attention", false), ("is_causal", true)] {
         let found = entries.flag(key, causal)?;
         if found != causal {
@@ -559,10 +603,14 @@ fn refuse_unsupported(entries: &Entries<'_>) -> Result {
     Ok(())
 }
 
-/// The entries that drop something in training.
-fn dropouts(entries: &Entries<'_>, family: Family, default: f64) -> Result<Vec<(&'static str, f64)>> {
+/// The entries of what only training computes.
+fn only_in_training(entries: &Entries<'_>, family: Family, default: f64) -> Result<Vec<(&'static str, f64)>> {
     let part = |key: &&'static str| entries.number_or(key, default).map(|part| (*key, part));
-    let all = family.dropouts().iter().map(part).collect::<Result<Vec<_>>>()?;
+    let mut all = family.dropouts().iter().map(part).collect::<Result<Vec<_>>>()?;
+    if family.has_experts() && entries.flag("output_router_logits", false)? {
+        let default = if family == Family::Olmoe { 0.01 } else { 0.001 };
+        all.push(("router_aux_loss_coef", entries.number_or("router_aux_loss_coef", default)?));
+    }
     Ok(all.into_iter().filter(|(_, part)| *part != 0.0).collect())
 }
 
@@ -595,9 +643,11 @@ fn windows(
         Family::Llama | Family::SeedOss | Family::Olmo2 | Family::Granite | Family::Gemma => {
             return Ok(vec![None; layers]);
         }
-        Family::Phi3 => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
+        Family::Olmoe => return Ok(vec![None; layers]),
+        Family::Phi3 | Family::Mixtral => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
         Family::Mistral => (true, Some(4096)),
         Family::Qwen2 | Family::Qwen3 | Family::Olmo3 | Family::Gemma3 => (false, Some(4096)),
+        Family::Qwen3Moe => (entries.flag("use_sliding_window", false)?, Some(4096)),
         Family::SmolLm3 => (false, None),
     };
     let window = match entries.optional_size("sliding_window")? {

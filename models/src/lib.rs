@@ -27,6 +27,7 @@ mod entries;
 mod error;
 mod fused;
 mod json;
+mod mixture;
 mod random;
 mod rope;
 mod safetensors_in;
@@ -40,6 +41,7 @@ pub use blocks::{
 pub use config::{Family, ModelConfig, Multipliers, Norms, QkNorm};
 pub use error::{ModelError, Result};
 pub use json::parse_json;
+pub use mixture::Mixture;
 pub use random::RandomSource;
 pub use rope::{Rope, RopeScaling};
 pub use safetensors_in::SafetensorsSource;

@@ -327,18 +327,41 @@ fn f32() {
     check(&Setup { dtype: DType::F32, state: StateFormat::Fp32, ..Setup::new(true) });
 }
 
+fn model(architecture: &str, rest: &str) -> ModelConfig {
+    let text = format!(
+        r#"{{"architectures":["{architecture}"],"vocab_size":97,"hidden_size":48,"intermediate_size":112,
+        "num_hidden_layers":3,"num_attention_heads":4,"max_position_embeddings":64,"rms_norm_eps":1e-5,
+        "rope_theta":10000.0,"hidden_act":"silu",{rest}}}"#
+    );
+    ModelConfig::parse(&text).unwrap_or_else(|e| panic!("{text}: {e}"))
+}
+
+/// Experts in two layers of three, more of them than some micro-batches have tokens for.
+fn with_experts() -> ModelConfig {
+    model(
+        "Qwen3MoeForCausalLM",
+        r#""num_key_value_heads":2,"head_dim":16,"tie_word_embeddings":true,"num_experts":24,"num_experts_per_tok":3,
+        "moe_intermediate_size":32,"norm_topk_prob":true,"mlp_only_layers":[1]"#,
+    )
+}
+
+#[test]
+fn experts() {
+    check(&Setup { model: with_experts(), ..Setup::new(true) });
+    check(&Setup { model: with_experts(), clip: None, ..Setup::new(true) });
+}
+
+#[test]
+fn experts_in_other_types() {
+    let model = with_experts();
+    check(&Setup { model: model.clone(), dtype: DType::F32, state: StateFormat::Fp32, ..Setup::new(true) });
+    check_horizontal(&Setup { model, ..Setup::new(true) });
+}
+
 /// What blocks keep is not the same in every family: head norms, biases, windows of attention, one key head for all queries, norms or
-/// numbers that follow.
+/// numbers that follow, experts.
 #[test]
 fn every_family_keeps() {
-    let model = |architecture: &str, rest: &str| {
-        let text = format!(
-            r#"{{"architectures":["{architecture}"],"vocab_size":97,"hidden_size":48,"intermediate_size":112,
-            "num_hidden_layers":3,"num_attention_heads":4,"max_position_embeddings":64,"rms_norm_eps":1e-5,
-            "rope_theta":10000.0,"hidden_act":"silu",{rest}}}"#
-        );
-        ModelConfig::parse(&text).unwrap_or_else(|e| panic!("{text}: {e}"))
-    };
     for model in [
         model("Qwen3ForCausalLM", r#""num_key_value_heads":2,"head_dim":16,"tie_word_embeddings":true"#),
         model("Qwen2ForCausalLM", r#""num_key_value_heads":1,"tie_word_embeddings":false"#),
@@ -357,6 +380,9 @@ fn every_family_keeps() {
             "Gemma3ForCausalLM",
             r#""num_key_value_heads":2,"head_dim":16,"sliding_window":5,"sliding_window_pattern":2"#,
         ),
+        model("MixtralForCausalLM", r#""num_key_value_heads":2,"sliding_window":5,"num_local_experts":4"#),
+        model("OlmoeForCausalLM", r#""num_key_value_heads":2,"num_experts":6,"num_experts_per_tok":2"#),
+        with_experts(),
         model(
             "LlamaForCausalLM",
             r#""num_key_value_heads":2,"attention_bias":true,"mlp_bias":true,"tie_word_embeddings":true"#,

@@ -2,7 +2,7 @@
 
 use super::args::{FinetuneArgs, Offload, PlacementArgs, StateFormat as StateFlag};
 use super::earlier::Earlier;
-use super::inputs::{FinetuneInputs, has_no_dropout};
+use super::inputs::{FinetuneInputs, trains_as_it_says};
 use super::knobs::Knobs;
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
@@ -61,7 +61,7 @@ pub fn train(
 ) -> Result<serde_json::Value, CliError> {
     // State that is there was made with this configuration, and is not to be lost.
     if !args.resume {
-        has_no_dropout(&args.model, &model.config)?;
+        trains_as_it_says(&args.model, &model.config)?;
     }
     let _claim = checks::run_output(&args.output, &args.model, args.save_every.is_some(), !args.resume)?;
     let (mut session, mut profile) = (None, None);

@@ -59,18 +59,20 @@ impl ModelFacts {
     }
 }
 
-/// Training computes no dropout: a model that has it would be trained with other numbers than its configuration says.
+/// Training computes no dropout, no noise and no loss that balances experts: a model that has them would be trained with other numbers than
+/// its configuration says.
 ///
 /// # Errors
-/// The model of the folder, or the `config.json`, at `path` has dropout.
-pub fn has_no_dropout(path: &Path, model: &ModelConfig) -> Result<(), CliError> {
-    if model.dropouts.is_empty() {
+/// The model of the folder, or the `config.json`, at `path` has one of them.
+pub fn trains_as_it_says(path: &Path, model: &ModelConfig) -> Result<(), CliError> {
+    if model.only_in_training.is_empty() {
         return Ok(());
     }
-    let parts: Vec<String> = model.dropouts.iter().map(|(key, part)| format!("`{key}` is {part}")).collect();
+    let parts: Vec<String> =
+        model.only_in_training.iter().map(|(key, part)| format!("`{key}` is {part}")).collect();
     let (parts, them) = (parts.join(" and "), if parts.len() == 1 { "it" } else { "each" });
     Err(CliError::Usage(format!(
-        "--model {}: {parts} in config.json, and dropout is not computed; set {them} to 0.0 to train without",
+        "--model {}: {parts} in config.json, which is not computed in training; set {them} to 0.0 to train without",
         path.display()
     )))
 }

@@ -5,7 +5,7 @@ use super::args::{
     StateFormat as StateFlag,
 };
 use super::floor::time;
-use super::inputs::has_no_dropout;
+use super::inputs::trains_as_it_says;
 use super::knobs::{Knobs, is_about_disk_space};
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
@@ -27,7 +27,7 @@ use std::sync::Arc;
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{QuantFormat, dry};
-use terrace_models::{ModelConfig, TokenBatch};
+use terrace_models::{Mixture, ModelConfig, TokenBatch};
 use terrace_optimizer::{LossScaleConfig, StateFormat};
 use terrace_tiers::{ByteSize, MemoryPlan, Tier};
 use terrace_zero::{
@@ -123,7 +123,7 @@ impl<'a> Planning<'a> {
         args.check_rates()?;
         let model = model(args)?;
         if !args.generate {
-            args.model.as_ref().map_or(Ok(()), |path| has_no_dropout(path, &model))?;
+            args.model.as_ref().map_or(Ok(()), |path| trains_as_it_says(path, &model))?;
         }
         // What is generated takes positions as well.
         let new_tokens = if args.generate { args.max_new_tokens.get() } else { 0 };
@@ -357,12 +357,17 @@ impl<'a> Planning<'a> {
     /// The shape of the model, in words.
     pub(super) fn shape(&self, parameters: u64) -> String {
         let m = &self.model;
+        let feed_forward = match &m.mixture {
+            Some(Mixture { experts, chosen, feed_forward, .. }) => {
+                format!("{chosen} of {experts} experts of {feed_forward}")
+            }
+            None => format!("feed-forward {}", m.feed_forward),
+        };
         format!(
-            "{} parameters: {} layers of {} (feed-forward {}), {} heads, {} key/value heads, vocabulary {}",
+            "{} parameters: {} layers of {} ({feed_forward}), {} heads, {} key/value heads, vocabulary {}",
             count(parameters as f64),
             m.layers,
             m.hidden,
-            m.feed_forward,
             m.heads,
             m.kv_heads,
             m.vocab

@@ -8,7 +8,8 @@
 //! [`Context::keep`]; a block that does not answer is simply recomputed. All memory a block uses beside its operands comes from
 //! [`Context::arena`] and [`Context::lasting`]; the engine runs every block once over virtual memory and
 //! [dry kernels](terrace_kernels::dry) to learn the exact peak, so a block
-//! must take the same memory for the same batch shape every time, and never read tensor contents on the host.
+//! must take the same memory for the same batch shape every time, and never read tensor contents on the host, but for
+//! [what rows are those of an expert](terrace_kernels::Experts::starts).
 
 use crate::{Kept, Result};
 use std::fmt::Debug;
@@ -314,16 +315,23 @@ impl<'a> Gradients<'a> {
     ///
     /// # Panics
     /// If there is no such parameter, one is there twice, or the shapes do not go together.
-    pub fn add_products(&mut self, products: &[(usize, View<'_>, View<'_>)], beside: Product<'_>) -> Result {
+    pub fn add_products(
+        &mut self,
+        products: &[(usize, View<'_>, View<'_>)],
+        beside: Vec<Product<'_>>,
+    ) -> Result {
         let terms: Vec<_> = products.iter().map(|&(_, dout, x)| [(dout, x)]).collect();
-        let mut all = vec![beside];
-        for (index, slot) in self.slots.iter_mut().enumerate() {
-            let Some(at) = products.iter().position(|product| product.0 == index) else { continue };
+        let mut all = beside;
+        let expected = all.len() + products.len();
+        let mut places: Vec<Option<usize>> = vec![None; self.slots.len()];
+        products.iter().enumerate().for_each(|(at, product)| places[product.0] = Some(at));
+        for (slot, at) in self.slots.iter_mut().zip(places) {
+            let Some(at) = at else { continue };
             let spec = MatmulSpec { accumulate: slot.begin(), ..MatmulSpec::TN_ACCUMULATE };
             let out = ViewMut::new(slot.bytes.reborrow(), DType::F32, &slot.dims);
             all.push(Product { terms: &terms[at], out, spec, epilogue: Epilogue::NONE });
         }
-        assert_eq!(all.len(), products.len() + 1, "each product has a parameter of its own");
+        assert_eq!(all.len(), expected, "each product has a parameter of its own");
         Ok(self.kernels.matmul.together(&mut all)?)
     }
 }

@@ -111,13 +111,17 @@ impl Matmul for Cpu {
         let is_thin = |Product { terms, out, spec, .. }: &Product<'_>| {
             terms.iter().any(|&(a, b)| thin::applies(check::matmul(a, b, out, *spec), *spec))
         };
+        // Products of few rows, as experts have in generation, are no reason to wait for the others one by one.
+        products.sort_by_key(|product| !is_thin(product));
+        let (few, products) = products.split_at_mut(products.partition_point(is_thin));
+        one_by_one(self, few)?;
         let all = |pairs: bool| {
             let mut terms = products.iter().flat_map(|product| product.terms);
             terms.all(|(a, b)| (a.dtype() == DType::BF16 && b.dtype() == DType::BF16) == pairs)
         };
         let pairs = self.threads.pair_micro();
         match pairs {
-            _ if products.iter().any(is_thin) => one_by_one(self, products),
+            _ if products.is_empty() => Ok(()),
             Some(micro) if all(true) => {
                 self.sums(products, |a, b, place, dims, spec| Paired { micro, a, b, place, dims, spec });
                 Ok(())

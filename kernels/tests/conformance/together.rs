@@ -60,7 +60,16 @@ fn pass(
         Product { terms: &terms, out: from_wide.view_mut(), spec: MatmulSpec::NT, epilogue },
         Product { terms: &others, out: from_narrow.view_mut(), spec: MatmulSpec::NT, epilogue },
     ]);
-    outs.into_iter().chain(dw).chain(mixed).chain([dx]).collect()
+    // Few rows beside many, as experts have them.
+    let mut parted = Host::zeros(dtype, &[m, n[0]]);
+    let (many, few) = parted.view_mut().split_rows(m.saturating_sub(2));
+    let rows = [(0, m.saturating_sub(2)), (m.saturating_sub(2), m)];
+    let [of_many, of_few] = rows.map(|(start, end)| [(x.view().rows(start, end), first)]);
+    run(&mut [
+        Product { terms: &of_many, out: many, spec: MatmulSpec::NT, epilogue },
+        Product { terms: &of_few, out: few, spec: MatmulSpec::NT, epilogue },
+    ]);
+    outs.into_iter().chain(dw).chain(mixed).chain([dx, parted]).collect()
 }
 
 #[test]

@@ -163,6 +163,11 @@ impl Attention {
         Ok(Attended { out_BSHK, lse_BHS })
     }
 
+    /// Whether [`residual`](Self::residual) gives something that backward needs.
+    pub(crate) fn needs_branch(&self) -> bool {
+        self.after.needs_branch()
+    }
+
     /// `y = x + after(o(attended))`. With a norm `o(attended)` stays for [`backward`](Self::backward) if `stays`.
     pub(crate) fn residual(
         &self,

@@ -2,6 +2,7 @@
 
 use super::attention::{Attended, Attention, Projected};
 use super::layers::Params;
+use super::mixture::{MixtureMlp, Routed};
 use super::mlp::{Inner, Mlp};
 use crate::ModelConfig;
 use terrace_kernels::{DType, QuantFormat, Tensor, View, ViewMut};
@@ -19,8 +20,17 @@ pub struct DecoderBlock {
     name: String,
     params: Vec<ParamSpec>,
     attention: Attention,
-    mlp: Mlp,
+    feed_forward: FeedForward,
     hidden: usize,
+}
+
+/// The second half.
+#[derive(Debug)]
+enum FeedForward {
+    /// One for all tokens.
+    Dense(Mlp),
+    /// Some of many for each.
+    Mixture(MixtureMlp),
 }
 
 /// What backward needs of the forward.
@@ -32,8 +42,8 @@ struct Intermediates {
     branch_TD: Option<Tensor>,
     /// Between the halves.
     y1_TD: Tensor,
-    /// Recomputed tile by tile, if it was not kept.
-    inner: Option<Inner>,
+    /// What the feed-forward left; recomputed tile by tile, if there is nothing.
+    inner: Vec<Tensor>,
 }
 
 impl DecoderBlock {
@@ -46,9 +56,12 @@ impl DecoderBlock {
     pub(crate) fn stored_as(config: &ModelConfig, layer: usize, format: Option<QuantFormat>) -> Self {
         let mut params = Params::new(&format!("model.layers.{layer}."), config, format);
         let attention = Attention::new(config, layer, &mut params);
-        let mlp = Mlp::new(config, &mut params);
+        let feed_forward = match config.mixture_of(layer) {
+            None => FeedForward::Dense(Mlp::new(config, &mut params)),
+            Some(mixture) => FeedForward::Mixture(MixtureMlp::new(config, mixture, &mut params)),
+        };
         let name = format!("layers.{layer}");
-        Self { name, params: params.specs, attention, mlp, hidden: config.hidden }
+        Self { name, params: params.specs, attention, feed_forward, hidden: config.hidden }
     }
 
     /// The forward up to the feed-forward.
@@ -57,7 +70,7 @@ impl DecoderBlock {
         let attended = self.attention.attend(cx, weights, &mut projected)?;
         let mut y1_TD = cx.lasting_tensor(x.shape().dims())?;
         let branch_TD = self.attention.residual(cx, weights, &attended, x, y1_TD.view_mut(), true)?;
-        Ok(Intermediates { projected, attended, branch_TD, y1_TD, inner: None })
+        Ok(Intermediates { projected, attended, branch_TD, y1_TD, inner: Vec::new() })
     }
 }
 
@@ -88,7 +101,11 @@ impl Block for DecoderBlock {
         let x = x.expect("a decoder layer is never the first block");
         if cx.keeps() {
             let mut half = self.first_half(cx, weights, x)?;
-            half.inner = Some(self.mlp.forward_keeping(cx, weights, half.y1_TD.view(), y)?);
+            let y1_TD = half.y1_TD.view();
+            half.inner = match &self.feed_forward {
+                FeedForward::Dense(mlp) => mlp.forward_keeping(cx, weights, y1_TD, y)?.into_tensors(),
+                FeedForward::Mixture(mlp) => mlp.forward_keeping(cx, weights, y1_TD, y)?.into_tensors(),
+            };
             cx.keep(half.into_tensors());
             return Ok(());
         }
@@ -97,7 +114,10 @@ impl Block for DecoderBlock {
         drop(projected);
         self.attention.residual(cx, weights, &attended, x, y.reborrow(), false)?;
         drop(attended);
-        self.mlp.forward(cx, weights, y)
+        match &self.feed_forward {
+            FeedForward::Dense(mlp) => mlp.forward(cx, weights, y),
+            FeedForward::Mixture(mlp) => mlp.forward(cx, weights, y),
+        }
     }
 
     fn backward(
@@ -113,11 +133,22 @@ impl Block for DecoderBlock {
         let dy = dy.expect("a decoder layer is never the last block");
         let mut dx = dx.expect("a decoder layer is never the first block");
         let Intermediates { projected, attended, branch_TD, y1_TD, inner } = match cx.take_kept() {
-            Some(kept) => Intermediates::from_tensors(kept),
+            Some(kept) => Intermediates::from_tensors(kept, self.attention.needs_branch()),
             None => self.first_half(cx, weights, x)?,
         };
-        self.mlp.backward(cx, weights, y1_TD.view(), inner.as_ref(), dy, dx.reborrow(), gradients)?;
-        drop((y1_TD, inner));
+        let (y1, to) = (y1_TD.view(), dx.reborrow());
+        let is_kept = !inner.is_empty();
+        match &self.feed_forward {
+            FeedForward::Dense(mlp) => {
+                let inner = is_kept.then(|| Inner::from_tensors(inner));
+                mlp.backward(cx, weights, y1, inner.as_ref(), dy, to, gradients)?;
+            }
+            FeedForward::Mixture(mlp) => {
+                let routed = is_kept.then(|| Routed::from_tensors(inner));
+                mlp.backward(cx, weights, y1, routed.as_ref(), dy, to, gradients)?;
+            }
+        }
+        drop(y1_TD);
         self.attention.backward(cx, weights, x, projected, attended, branch_TD, dx, gradients)
     }
 }
@@ -127,26 +158,22 @@ impl Intermediates {
     fn into_tensors(self) -> Vec<Tensor> {
         let Self { projected: Projected { q, k, v }, attended, branch_TD, y1_TD, inner } = self;
         let Attended { out_BSHK, lse_BHS } = attended;
-        let mut tensors = vec![q, k, v, out_BSHK, lse_BHS, y1_TD];
-        if let Some(Inner { gate_TF, up_TF, branch_TD }) = inner {
-            tensors.extend([gate_TF, up_TF]);
-            tensors.extend(branch_TD);
-        }
-        tensors.extend(branch_TD);
-        tensors
+        let half = [q, k, v, out_BSHK, lse_BHS, y1_TD];
+        half.into_iter().chain(branch_TD).chain(inner).collect()
     }
 
-    fn from_tensors(kept: Vec<Tensor>) -> Self {
+    /// `has_branch` if there is what a norm after attention is given.
+    fn from_tensors(kept: Vec<Tensor>, has_branch: bool) -> Self {
         let mut kept = kept.into_iter();
-        let [q, k, v, out_BSHK, lse_BHS, y1_TD, gate_TF, up_TF] =
-            std::array::from_fn(|_| kept.next().expect("a layer gets what its own forward kept"));
-        let (of_mlp, of_attention) = (kept.next(), kept.next());
+        let mut next = || kept.next().expect("a layer gets what its own forward kept");
+        let [q, k, v, out_BSHK, lse_BHS, y1_TD] = std::array::from_fn(|_| next());
+        let branch_TD = has_branch.then(next);
         Self {
             projected: Projected { q, k, v },
             attended: Attended { out_BSHK, lse_BHS },
-            branch_TD: of_attention,
+            branch_TD,
             y1_TD,
-            inner: Some(Inner { gate_TF, up_TF, branch_TD: of_mlp }),
+            inner: kept.collect(),
         }
     }
 }

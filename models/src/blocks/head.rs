@@ -180,7 +180,7 @@ impl Block for HeadBlock {
             let terms = [(dlogits_RV.view(), weights.get(TABLE))];
             let out = dh_RD.view_mut();
             let input = Product { terms: &terms, out, spec: MatmulSpec::NN, epilogue: Epilogue::NONE };
-            gradients.add_products(&[(TABLE, dlogits_RV.view(), h_RD.view())], input)?;
+            gradients.add_products(&[(TABLE, dlogits_RV.view(), h_RD.view())], vec![input])?;
             drop(h_RD);
             drop(dlogits_RV);
             let dx_RD = dx_TD.reborrow().rows(start, end);

@@ -30,6 +30,11 @@ impl Params {
         Linear { weight, bias }
     }
 
+    /// One without a bias that is never quantized.
+    pub(crate) fn plain_linear(&mut self, name: &str, outputs: usize, inputs: usize) -> Linear {
+        Linear { weight: self.push(&format!("{name}.weight"), &[outputs, inputs]), bias: None }
+    }
+
     /// A root-mean-square norm over rows of `width`.
     pub(crate) fn norm(&mut self, name: &str, width: usize, eps: f32) -> Norm {
         Norm { weight: self.push(&format!("{name}.weight"), &[width]), eps, plus_one: self.norm_plus_one }
@@ -44,7 +49,7 @@ impl Params {
 /// `out = x · Wᵀ (+ bias)`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Linear {
-    weight: usize,
+    pub(super) weight: usize,
     bias: Option<usize>,
 }
 
@@ -81,25 +86,30 @@ pub(crate) fn forward_together(
     x: View<'_>,
     layers: &mut [(Linear, ViewMut<'_>)],
 ) -> Result {
-    let plain = |layer: &(Linear, ViewMut<'_>)| match weights.weight(layer.0.weight) {
+    let layers = layers.iter_mut().map(|(layer, out)| (*layer, x, out.reborrow()));
+    forward_each(cx, weights, layers.collect())
+}
+
+/// The same of layers that each read an `x` of their own.
+pub(crate) fn forward_each(
+    cx: &Context<'_>,
+    weights: &Weights<'_>,
+    layers: Vec<(Linear, View<'_>, ViewMut<'_>)>,
+) -> Result {
+    let plain = |(layer, x): (Linear, _)| match weights.weight(layer.weight) {
         Weight::Plain(weight) => Some([(x, weight)]),
         Weight::Quantized(_) => None,
     };
-    let Some(terms) = layers.iter().map(plain).collect::<Option<Vec<_>>>() else {
-        return layers
-            .iter_mut()
-            .try_for_each(|(layer, out)| layer.forward_into(cx, weights, x, out.reborrow()));
+    let read = layers.iter().map(|(layer, x, _)| (*layer, *x));
+    let Some(terms) = read.map(plain).collect::<Option<Vec<_>>>() else {
+        return layers.into_iter().try_for_each(|(layer, x, out)| layer.forward_into(cx, weights, x, out));
     };
-    let mut products: Vec<_> = layers
-        .iter_mut()
-        .zip(&terms)
-        .map(|((layer, out), terms)| {
-            let bias = layer.bias.map(|bias| weights.get(bias));
-            let epilogue = Epilogue { bias, residual: Residual::None };
-            Product { terms, out: out.reborrow(), spec: MatmulSpec::NT, epilogue }
-        })
-        .collect();
-    Ok(cx.kernels.matmul.together(&mut products)?)
+    let products = layers.into_iter().zip(&terms).map(|((layer, _, out), terms)| {
+        let bias = layer.bias.map(|bias| weights.get(bias));
+        let epilogue = Epilogue { bias, residual: Residual::None };
+        Product { terms, out, spec: MatmulSpec::NT, epilogue }
+    });
+    Ok(cx.kernels.matmul.together(&mut products.collect::<Vec<_>>())?)
 }
 
 /// From the gradients `dout` of the outputs of layers that read the same `x`: `dx = Σ dout · W`, and of each layer `dW += doutᵀ · x` and
@@ -115,7 +125,7 @@ pub(crate) fn backward_together(
     let products: Vec<_> = layers.iter().map(|&(layer, dout)| (layer.weight, dout, x)).collect();
     let terms: Vec<_> = layers.iter().map(|&(layer, dout)| (dout, weights.get(layer.weight))).collect();
     let input = Product { terms: &terms, out: dx, spec: MatmulSpec::NN, epilogue: Epilogue::NONE };
-    gradients.add_products(&products, input)?;
+    gradients.add_products(&products, vec![input])?;
     for (layer, dout) in layers {
         if let Some(bias) = layer.bias {
             cx.kernels.reduce.sum_rows(*dout, gradients.get(bias)?)?;

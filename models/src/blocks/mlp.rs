@@ -239,3 +239,20 @@ impl Mlp {
         Ok(act_RF)
     }
 }
+
+impl Inner {
+    /// In the order of [`from_tensors`](Self::from_tensors).
+    pub(crate) fn into_tensors(self) -> Vec<Tensor> {
+        let Self { gate_TF, up_TF, branch_TD } = self;
+        [gate_TF, up_TF].into_iter().chain(branch_TD).collect()
+    }
+
+    /// # Panics
+    /// If they are not what a feed-forward left.
+    pub(crate) fn from_tensors(kept: Vec<Tensor>) -> Self {
+        let mut kept = kept.into_iter();
+        let mut next = || kept.next().expect("a layer gets what its own forward kept");
+        let (gate_TF, up_TF) = (next(), next());
+        Self { gate_TF, up_TF, branch_TD: kept.next() }
+    }
+}

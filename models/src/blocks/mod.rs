@@ -1,7 +1,7 @@
 //! The blocks of a decoder-only transformer: embedding, decoder layers, head.
 //!
 //! Legend: B sequences, S positions, T = B·S tokens, D hidden, H query heads, G key/value heads, K head size, F feed-forward,
-//! V vocabulary, R rows of a tile, C capacity of the key/value cache.
+//! V vocabulary, E experts, X of them chosen by a token, R rows of a tile, P = R·X routed rows, C capacity of the key/value cache.
 //!
 //! Hidden states travel between blocks as `[T, D]` in the activation dtype. Everything that works on rows alone (norms,
 //! projections, feed-forward, loss) runs over tiles of [`TILE_ROWS`] rows, so that its intermediates stay bounded
@@ -12,6 +12,7 @@ mod decoder;
 mod embedding;
 mod head;
 mod layers;
+mod mixture;
 mod mlp;
 
 pub use decoder::DecoderBlock;
@@ -94,6 +95,13 @@ fn blocks_of(config: &ModelConfig, format: Option<QuantFormat>) -> Vec<Box<dyn B
 /// Number of parameters of a configuration; a tied table counts once.
 pub fn param_count(config: &ModelConfig) -> u64 {
     let count = |block: &dyn Block| block.params().iter().map(|p| p.elements() as u64).sum::<u64>();
-    let layer = count(&DecoderBlock::new(config, 0));
-    count(&EmbeddingBlock::new(config)) + layer * config.layers as u64 + count(&HeadBlock::new(config))
+    // Layers with experts are alike, and so are those without.
+    let with_experts = (0..config.layers).filter(|&layer| config.mixture_of(layer).is_some()).count();
+    let of_kind = |has_experts: bool, layers: usize| {
+        let mut all = 0..config.layers;
+        let first = all.find(|&layer| config.mixture_of(layer).is_some() == has_experts);
+        first.map_or(0, |layer| count(&DecoderBlock::new(config, layer)) * layers as u64)
+    };
+    let layers = of_kind(true, with_experts) + of_kind(false, config.layers - with_experts);
+    count(&EmbeddingBlock::new(config)) + layers + count(&HeadBlock::new(config))
 }

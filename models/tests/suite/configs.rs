@@ -3,7 +3,9 @@
 use crate::fixture::{Fixture, numbers};
 use serde_json::{Value, json};
 use terrace_kernels::GateFunction;
-use terrace_models::{Family, ModelConfig, Multipliers, Norms, QkNorm, RopeScaling, param_count};
+use terrace_models::{
+    Family, Mixture, ModelConfig, Multipliers, Norms, QkNorm, RopeScaling, build, param_count,
+};
 
 #[test]
 fn old_and_new_spellings_are_the_same_model() {
@@ -72,7 +74,7 @@ fn released_models_with_fused_projections_dropout_or_layers_without_positions() 
     );
     let phi = phi.unwrap();
     assert_eq!((param_count(&phi), phi.pad_id, phi.rope.theta), (14_659_507_200, Some(100_349), 250_000.0));
-    assert!(phi.dropouts.is_empty() && phi.windows.iter().all(Option::is_none));
+    assert!(phi.only_in_training.is_empty() && phi.windows.iter().all(Option::is_none));
 
     // Phi 4 mini: 3,836,021,760 parameters; three quarters of each head are rotated.
     let divisors = vec!["1.5"; 48].join(", ");
@@ -104,7 +106,7 @@ fn released_models_with_fused_projections_dropout_or_layers_without_positions() 
     );
     let seed = seed.unwrap();
     assert_eq!((param_count(&seed), seed.qkv_bias, seed.output_bias), (36_151_104_512, true, false));
-    assert_eq!(seed.dropouts, [("attention_dropout", 0.1), ("residual_dropout", 0.1)]);
+    assert_eq!(seed.only_in_training, [("attention_dropout", 0.1), ("residual_dropout", 0.1)]);
 
     // SmolLM3 3B: 3,075,098,624 parameters; every fourth layer is not rotated.
     let smol = ModelConfig::parse(
@@ -177,6 +179,92 @@ fn gemmas_add_one_to_norms_and_multiply_embeddings() {
     assert_eq!(gemma.eos_ids, [1, 106]);
 }
 
+#[test]
+fn released_models_with_experts() {
+    let of = |text: &str| ModelConfig::parse(text).unwrap();
+    // Mixtral 8x7B: 46,702,792,704 parameters.
+    let mixtral = of(
+        r#"{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": false,
+            "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
+            "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 32000}"#,
+    );
+    assert_eq!(param_count(&mixtral), 46_702_792_704);
+    assert!(mixtral.mixture.as_ref().unwrap().normalize && mixtral.windows == [None; 32]);
+    assert!(mixtral.only_in_training.is_empty());
+    let names: Vec<_> = build(&ModelConfig { layers: 1, windows: vec![None], ..mixtral })[1]
+        .params()
+        .iter()
+        .map(|param| param.name.clone())
+        .filter(|name| name.contains("moe"))
+        .collect();
+    assert_eq!((names.len(), names[0].as_str()), (25, "model.layers.0.block_sparse_moe.gate.weight"));
+    assert_eq!(names[24], "model.layers.0.block_sparse_moe.experts.7.w2.weight");
+
+    // Qwen 3 30B-A3B: 30,532,122,624 parameters.
+    let qwen = of(
+        r#"{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151643,
+            "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+            "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+            "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06, "rope_scaling": null,
+            "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
+            "torch_dtype": "bfloat16", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}"#,
+    );
+    assert_eq!(param_count(&qwen), 30_532_122_624);
+    let expected =
+        Mixture { experts: 128, chosen: 8, feed_forward: 768, normalize: true, dense_layers: Vec::new() };
+    assert_eq!(qwen.mixture, Some(expected));
+
+    // OLMoE 1B-7B: 6,919,161,856 parameters.
+    let olmoe = of(
+        r#"{"architectures": ["OlmoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "clip_qkv": null,
+            "eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 1024,
+            "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": false, "num_attention_heads": 16,
+            "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16,
+            "output_router_logits": false, "pad_token_id": 1, "rope_scaling": null, "rope_theta": 10000.0,
+            "router_aux_loss_coef": 0.01, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true,
+            "vocab_size": 50304}"#,
+    );
+    assert_eq!((param_count(&olmoe), olmoe.qk_norm), (6_919_161_856, Some(QkNorm::AllHeads)));
+}
+
+/// Which layers have experts, what an absent entry means, and what is refused.
+#[test]
+fn experts_of_some_layers() {
+    let qwen = |more: Value| {
+        let mut config = json!({"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 6});
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        parse(config)
+    };
+    let dense = |more| qwen(more).unwrap().mixture.unwrap().dense_layers;
+    assert_eq!(dense(json!({})), [0; 0]);
+    assert_eq!(dense(json!({"decoder_sparse_step": 3})), [0, 1, 3, 4]);
+    assert_eq!(dense(json!({"decoder_sparse_step": 2, "mlp_only_layers": [3, 9]})), [0, 2, 3, 4]);
+    let absent = qwen(json!({})).unwrap().mixture.unwrap();
+    assert_eq!((absent.experts, absent.chosen, absent.feed_forward, absent.normalize), (128, 8, 768, false));
+    assert_eq!(qwen(json!({"num_local_experts": 16})).unwrap().mixture.unwrap().experts, 16);
+    assert_eq!(qwen(json!({"use_sliding_window": true})).unwrap().windows, [Some(4096); 6]);
+
+    for (more, parts) in [
+        (json!({"num_experts_per_tok": 9, "num_experts": 8}), ["num_experts_per_tok", "is 9, of 8 experts"]),
+        (json!({"num_experts": 1_000_000}), ["num_experts", "more than 4096"]),
+        (json!({"mlp_only_layers": "all"}), ["mlp_only_layers", "an array of numbers"]),
+        (json!({"clip_qkv": 8.0}), ["clip_qkv", "null"]),
+    ] {
+        let message = qwen(more).unwrap_err().to_string();
+        assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+    }
+    // What only training computes.
+    let balanced = qwen(json!({"output_router_logits": true, "router_aux_loss_coef": 0.02})).unwrap();
+    assert_eq!(balanced.only_in_training, [("router_aux_loss_coef", 0.02)]);
+    let noisy = json!({"architectures": ["MixtralForCausalLM"], "router_jitter_noise": 0.1});
+    assert_eq!(parse(noisy).unwrap().only_in_training, [("router_jitter_noise", 0.1)]);
+}
+
 /// Granite 3.1 8B: 8,170,848,256 parameters.
 #[test]
 fn models_may_multiply_what_they_compute() {
@@ -244,7 +332,7 @@ fn defaults_follow_the_family() {
         let absent =
             json!({"architectures": [architecture], "num_key_value_heads": 4, "vocab_size": 200_000});
         let config = parse(absent).unwrap();
-        let dropouts = config.dropouts.len();
+        let dropouts = config.only_in_training.len();
         (config.norm_eps, config.rope.theta, config.tied, config.pad_id, config.head_size, dropouts)
     };
     assert_eq!(of("LlamaForCausalLM"), (1e-6, 1e4, false, None, 16, 0));

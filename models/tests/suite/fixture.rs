@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 18] = [
+pub const NAMES: [&str; 21] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -27,6 +27,9 @@ pub const NAMES: [&str; 18] = [
     "granite",
     "gemma",
     "gemma3",
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
 ];
 
 /// The backends that every parity test runs on.

@@ -5,7 +5,7 @@ use crate::fixture::{Fixture, backends, numbers, steps};
 use crate::runner::Runner;
 use std::collections::HashMap;
 use terrace_kernels::{DType, KernelSet, reference};
-use terrace_models::{Model, ModelConfig, RopeScaling, TokenBatch};
+use terrace_models::{Mixture, Model, ModelConfig, RopeScaling, TokenBatch};
 use terrace_zero::MicroBatch;
 
 #[test]
@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 29] = [
+    let ignored: [(&'static str, Change); 34] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -59,6 +59,11 @@ fn logits_notice_every_option() {
         ("gemma3", |config| config.window_rope = None),
         ("gemma3", |config| config.multipliers.attention = None),
         ("gemma3", |config| config.windows = vec![None; config.layers]),
+        ("mixtral", |config| config.windows = vec![None; config.layers]),
+        ("mixtral", |config| mixture(config).normalize = false),
+        ("mixtral", |config| mixture(config).chosen = 1),
+        ("qwen3_moe", |config| mixture(config).chosen = 2),
+        ("olmoe", |config| mixture(config).normalize = true),
     ];
     for (name, ignore) in ignored {
         let fixture = Fixture::new(name);
@@ -69,6 +74,10 @@ fn logits_notice_every_option() {
         let worst = logits_error(&fixture, &mut runner);
         assert!(worst > 1e-2, "{name}: logits are off by only {worst}");
     }
+}
+
+fn mixture(config: &mut ModelConfig) -> &mut Mixture {
+    config.mixture.as_mut().unwrap()
 }
 
 #[test]

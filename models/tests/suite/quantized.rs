@@ -110,7 +110,8 @@ impl<S: WeightSource> WeightSource for ThereAndBack<S> {
 }
 
 fn is_linear(name: &str) -> bool {
-    name.ends_with("_proj.weight") || name == "lm_head.weight"
+    let is_experts = [".w1.weight", ".w2.weight", ".w3.weight"].iter().any(|end| name.ends_with(end));
+    name.ends_with("_proj.weight") || name == "lm_head.weight" || is_experts
 }
 
 /// Rows of more than one block, some of them not whole, biases, and a head of its own unless tied.

@@ -8,7 +8,13 @@ use terrace_models::{Model, ModelConfig, RandomSource, Row, TILE_ROWS, TokenBatc
 
 #[test]
 fn layers_beyond_one_tile() {
-    for architecture in ["Qwen3ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM"] {
+    for architecture in [
+        "Qwen3ForCausalLM",
+        "Olmo2ForCausalLM",
+        "GraniteForCausalLM",
+        "Gemma3ForCausalLM",
+        "OlmoeForCausalLM",
+    ] {
         compare(config(architecture, 16, 4, 8, TILE_ROWS), 4, TILE_ROWS / 3);
     }
 }
@@ -29,7 +35,7 @@ fn config(
     ModelConfig::parse(&format!(
         r#"{{"architectures": ["{architecture}"], "vocab_size": {vocab}, "hidden_size": {hidden},
             "intermediate_size": {feed_forward}, "num_hidden_layers": 1, "num_attention_heads": 1,
-            "num_key_value_heads": 1, "head_dim": 2, "attention_bias": true, "initializer_range": 0.5,
+            "num_key_value_heads": 1, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 2, "attention_bias": true, "initializer_range": 0.5,
             "max_position_embeddings": {positions}}}"#
     ))
     .unwrap()

@@ -1,0 +1,489 @@
+//! The feed-forward half of a decoder layer with experts, of which each token goes through a few:
+//! `y += Σ_j w_j·down_j(f(gate_j(h))·up_j(h))` over those that a router chose, `h = norm(y)`.
+//!
+//! E experts, X chosen by each token, P = R·X routed rows of a tile ([`Experts`](terrace_kernels::Experts)): a row for each token and choice,
+//! those of an expert together. The weight multiplies what `down` is given, and not what it gives: its gradient is then the product of two rows of F
+//! numbers that backward has anyway.
+
+use super::TILE_ROWS;
+use super::layers::{Linear, Norm, Normed, Params, forward_each, tiles};
+use crate::{Mixture, ModelConfig};
+use std::array;
+use terrace_kernels::{DType, Epilogue, GateFunction, MatmulSpec, Product, Residual, Tensor, View, ViewMut};
+use terrace_zero::{Context, Gradients, Result, Weights};
+
+/// Parameters of the feed-forward half.
+#[derive(Debug)]
+pub(crate) struct MixtureMlp {
+    before: Norm,
+    router: Linear,
+    experts: Vec<Expert>,
+    f: GateFunction,
+    hidden: usize,
+    feed_forward: usize,
+    chosen: usize,
+    normalize: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Expert {
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+/// One of an expert's layers.
+type LayerOf = fn(&Expert) -> Linear;
+
+/// What the router gives for all rows, kept for backward.
+#[derive(Debug)]
+struct Routing {
+    /// f32 `[T, E]`.
+    logits: Tensor,
+    /// f32 `[T, X]`.
+    weights: Tensor,
+    /// i32 `[T, X]`.
+    chosen: Tensor,
+    /// i32 `[T, X]`, of the routed rows of their tile.
+    rows: Tensor,
+    /// i32 `[tiles, E + 1]`.
+    starts: Tensor,
+}
+
+/// What forward leaves for backward.
+#[derive(Debug)]
+pub(crate) struct Routed {
+    routing: Routing,
+    /// `[T·X, F]`.
+    gate: Tensor,
+    /// `[T·X, F]`.
+    up: Tensor,
+}
+
+/// A tile of rows.
+#[derive(Clone, Copy)]
+struct Tile {
+    index: usize,
+    start: usize,
+    end: usize,
+}
+
+impl Tile {
+    /// Those of so many rows.
+    fn all(rows: usize) -> impl Iterator<Item = Self> {
+        tiles(rows, TILE_ROWS).enumerate().map(|(index, (start, end))| Self { index, start, end })
+    }
+
+    fn rows(self) -> usize {
+        self.end - self.start
+    }
+}
+
+/// The rows of a tile of [`Routing`], and which routed rows are those of each expert.
+struct Routes<'a> {
+    logits_RE: View<'a>,
+    weights_RX: View<'a>,
+    chosen_RX: View<'a>,
+    rows_RX: View<'a>,
+    /// `[E + 1]`.
+    starts: Vec<usize>,
+}
+
+impl MixtureMlp {
+    /// Takes its parameters from the layer's list.
+    pub(crate) fn new(config: &ModelConfig, mixture: &Mixture, params: &mut Params) -> Self {
+        let (hidden, feed_forward) = (config.hidden, mixture.feed_forward);
+        let names = config.family.expert_names();
+        let before = params.norm("post_attention_layernorm", hidden, config.norm_eps);
+        let router = params.plain_linear(&format!("{}.gate", names.module), mixture.experts, hidden);
+        let expert = |index| {
+            let mut linear = |name, outputs, inputs| {
+                params.linear(&format!("{}.experts.{index}.{name}", names.module), outputs, inputs, false)
+            };
+            Expert {
+                gate: linear(names.gate, feed_forward, hidden),
+                up: linear(names.up, feed_forward, hidden),
+                down: linear(names.down, hidden, feed_forward),
+            }
+        };
+        Self {
+            before,
+            router,
+            experts: (0..mixture.experts).map(expert).collect(),
+            f: config.gate_function,
+            hidden,
+            feed_forward,
+            chosen: mixture.chosen,
+            normalize: mixture.normalize,
+        }
+    }
+
+    /// Adds the feed-forward of `y_TD` to it.
+    pub(crate) fn forward(&self, cx: &Context<'_>, weights: &Weights<'_>, mut y_TD: ViewMut<'_>) -> Result {
+        for tile in Tile::all(y_TD.shape().rows()) {
+            let y_RD = y_TD.reborrow().rows(tile.start, tile.end);
+            let h_RD = self.normed(cx, weights, y_RD.view())?;
+            let mut routing = self.routing(tile.rows(), 1, &|dtype, dims| cx.tensor_of(dtype, dims))?;
+            let alone = Tile { index: 0, start: 0, end: tile.rows() };
+            self.route(cx, weights, h_RD.view(), &mut routing, alone)?;
+            let routes = self.routes(cx, &routing, alone)?;
+            let dims_PF = [tile.rows() * self.chosen, self.feed_forward];
+            let (mut gate_PF, mut up_PF) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
+            self.widen(cx, weights, h_RD, &routes, [gate_PF.view_mut(), up_PF.view_mut()])?;
+            let act_PF = self.activate(cx, gate_PF.view(), up_PF.view())?;
+            drop((gate_PF, up_PF));
+            self.narrow(cx, weights, act_PF, &routes, Residual::InPlace, y_RD)?;
+        }
+        Ok(())
+    }
+
+    /// As [`forward`](Self::forward), with the same bits, but `y1_TD` stays and `y = y1 + feed-forward(y1)`; gives what
+    /// [`backward`](Self::backward) would recompute.
+    pub(crate) fn forward_keeping(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y1_TD: View<'_>,
+        mut y_TD: ViewMut<'_>,
+    ) -> Result<Routed> {
+        let rows = y1_TD.shape().rows();
+        let lasting = |dtype, dims: &[usize]| cx.lasting_tensor_of(dtype, dims);
+        let mut routing = self.routing(rows, Tile::all(rows).count(), &lasting)?;
+        let dims = [rows * self.chosen, self.feed_forward];
+        let (mut gate, mut up) = (cx.lasting_tensor(&dims)?, cx.lasting_tensor(&dims)?);
+        for tile in Tile::all(rows) {
+            let y1_RD = y1_TD.rows(tile.start, tile.end);
+            let h_RD = self.normed(cx, weights, y1_RD)?;
+            self.route(cx, weights, h_RD.view(), &mut routing, tile)?;
+            let routes = self.routes(cx, &routing, tile)?;
+            let (start, end) = (tile.start * self.chosen, tile.end * self.chosen);
+            let wide = [gate.view_mut().rows(start, end), up.view_mut().rows(start, end)];
+            self.widen(cx, weights, h_RD, &routes, wide)?;
+            let act_PF = self.activate(cx, gate.view().rows(start, end), up.view().rows(start, end))?;
+            let y_RD = y_TD.reborrow().rows(tile.start, tile.end);
+            self.narrow(cx, weights, act_PF, &routes, Residual::Of(y1_RD), y_RD)?;
+        }
+        Ok(Routed { routing, gate, up })
+    }
+
+    /// `dx = dy + ∂(feed-forward)/∂y1 · dy`, where `y1_TD` is what [`forward`](Self::forward) was given. Without what
+    /// [`forward_keeping`](Self::forward_keeping) gave it is recomputed, tile by tile.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    pub(crate) fn backward(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y1_TD: View<'_>,
+        kept: Option<&Routed>,
+        dy_TD: View<'_>,
+        mut dx_TD: ViewMut<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        for tile in Tile::all(y1_TD.shape().rows()) {
+            let dx_RD = dx_TD.reborrow().rows(tile.start, tile.end);
+            let (y1_RD, dy_RD) = (y1_TD.rows(tile.start, tile.end), dy_TD.rows(tile.start, tile.end));
+            let normed = self.before.forward(cx, weights, y1_RD)?;
+            let h_RD = normed.out.view();
+            let dh_RD = match kept {
+                Some(Routed { routing, gate, up }) => {
+                    let (start, end) = (tile.start * self.chosen, tile.end * self.chosen);
+                    let wide = [gate.view().rows(start, end), up.view().rows(start, end)];
+                    let routes = self.routes(cx, routing, tile)?;
+                    self.backward_tile(cx, weights, h_RD, &routes, wide, dy_RD, gradients)?
+                }
+                None => {
+                    let fresh = self.again(cx, weights, h_RD)?;
+                    let alone = Tile { index: 0, start: 0, end: tile.rows() };
+                    let routes = self.routes(cx, &fresh.routing, alone)?;
+                    let wide = [fresh.gate.view(), fresh.up.view()];
+                    self.backward_tile(cx, weights, h_RD, &routes, wide, dy_RD, gradients)?
+                }
+            };
+            let Normed { out, rstd } = normed;
+            drop(out);
+            let mut dx_RD = dx_RD;
+            cx.kernels.elementwise.cast(dy_RD, dx_RD.reborrow())?;
+            let (dh_RD, rstd) = (dh_RD.view(), rstd.view());
+            self.before.backward(cx, weights, dh_RD, y1_RD, rstd, dx_RD, true, gradients)?;
+        }
+        Ok(())
+    }
+
+    /// The gradient of `h_RD`, f32. Holds, beside gate and up, at most three `[P, F]` tensors and a `[P, D]` one at a time, or
+    /// two and two.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    fn backward_tile(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        h_RD: View<'_>,
+        routes: &Routes<'_>,
+        [gate_PF, up_PF]: [View<'_>; 2],
+        dy_RD: View<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Tensor> {
+        let experts = &cx.kernels.experts;
+        let (routed, dims_PF) = (gate_PF.shape().rows(), gate_PF.shape());
+        let Routes { rows_RX, weights_RX, .. } = *routes;
+        let act_PF = self.activate(cx, gate_PF, up_PF)?;
+        let mut dact_PF = cx.tensor(dims_PF.dims())?;
+        let mut weighed_PF = cx.tensor(dims_PF.dims())?;
+        experts.weigh(act_PF.view(), rows_RX, weights_RX, weighed_PF.view_mut())?;
+        let dy_PD = self.spread(cx, dy_RD, routes)?;
+        let down: [(LayerOf, View<'_>); 1] = [(|expert| expert.down, dy_PD.view())];
+        let x_PF = weighed_PF.view();
+        self.backward_experts(weights, routes, &down, x_PF, dact_PF.view_mut(), gradients)?;
+        drop((weighed_PF, dy_PD));
+        let mut dweights_RX = cx.tensor_of(DType::F32, weights_RX.shape().dims())?;
+        let (act, dweights) = (act_PF.view(), dweights_RX.view_mut());
+        experts.weigh_backward(dact_PF.view_mut(), act, rows_RX, weights_RX, dweights)?;
+        drop(act_PF);
+
+        let (mut dgate_PF, mut dup_PF) = (cx.tensor(dims_PF.dims())?, cx.tensor(dims_PF.dims())?);
+        let (dact, dgate, dup) = (dact_PF.view(), dgate_PF.view_mut(), dup_PF.view_mut());
+        cx.kernels.activation.gated_backward(self.f, gate_PF, up_PF, dact, dgate, dup)?;
+        drop(dact_PF);
+        let h_PD = self.spread(cx, h_RD, routes)?;
+        let mut dh_PD = cx.tensor_of(DType::F32, &[routed, self.hidden])?;
+        let wide: [(LayerOf, View<'_>); 2] =
+            [(|expert| expert.gate, dgate_PF.view()), (|expert| expert.up, dup_PF.view())];
+        self.backward_experts(weights, routes, &wide, h_PD.view(), dh_PD.view_mut(), gradients)?;
+        drop((dgate_PF, dup_PF, h_PD));
+        let mut dh_RD = cx.tensor_of(DType::F32, h_RD.shape().dims())?;
+        experts.collect(dh_PD.view(), rows_RX, Residual::None, dh_RD.view_mut())?;
+        drop(dh_PD);
+        self.backward_router(cx, weights, h_RD, routes, dweights_RX.view(), dh_RD.view_mut(), gradients)?;
+        Ok(dh_RD)
+    }
+
+    /// Adds to `dh_RD` what comes through the router.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    fn backward_router(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        h_RD: View<'_>,
+        routes: &Routes<'_>,
+        dweights_RX: View<'_>,
+        dh_RD: ViewMut<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        let Routes { logits_RE, weights_RX, chosen_RX, .. } = *routes;
+        let mut dlogits_RE = cx.tensor_of(DType::F32, logits_RE.shape().dims())?;
+        cx.kernels.experts.route_backward(
+            logits_RE,
+            self.normalize,
+            weights_RX,
+            chosen_RX,
+            dweights_RX,
+            dlogits_RE.view_mut(),
+        )?;
+        gradients.add_product(self.router.weight, dlogits_RE.view(), h_RD)?;
+        let spec = MatmulSpec { accumulate: true, ..MatmulSpec::NN };
+        Ok(cx.kernels.matmul.matmul(dlogits_RE.view(), weights.get(self.router.weight), dh_RD, spec)?)
+    }
+
+    fn normed(&self, cx: &Context<'_>, weights: &Weights<'_>, y_RD: View<'_>) -> Result<Tensor> {
+        Ok(self.before.forward(cx, weights, y_RD)?.out)
+    }
+
+    /// Memory for the choices of so many rows, in tiles.
+    fn routing(
+        &self,
+        rows: usize,
+        tiles: usize,
+        tensor: &dyn Fn(DType, &[usize]) -> Result<Tensor>,
+    ) -> Result<Routing> {
+        let dims_TX = [rows, self.chosen];
+        Ok(Routing {
+            logits: tensor(DType::F32, &[rows, self.experts.len()])?,
+            weights: tensor(DType::F32, &dims_TX)?,
+            chosen: tensor(DType::I32, &dims_TX)?,
+            rows: tensor(DType::I32, &dims_TX)?,
+            starts: tensor(DType::I32, &[tiles, self.experts.len() + 1])?,
+        })
+    }
+
+    /// What the rows of a tile choose. Logits are not rounded to the type of activations.
+    fn route(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        h_RD: View<'_>,
+        routing: &mut Routing,
+        Tile { index, start, end }: Tile,
+    ) -> Result {
+        let Routing { logits, weights: shares, chosen, rows, starts } = routing;
+        let logits_RE = logits.view_mut().rows(start, end);
+        self.router.forward_into(cx, weights, h_RD, logits_RE)?;
+        Ok(cx.kernels.experts.route(
+            logits.view().rows(start, end),
+            self.normalize,
+            shares.view_mut().rows(start, end),
+            chosen.view_mut().rows(start, end),
+            rows.view_mut().rows(start, end),
+            starts.view_mut().rows(index, index + 1).reshape(&[self.experts.len() + 1]),
+        )?)
+    }
+
+    fn routes<'r>(&self, cx: &Context<'_>, routing: &'r Routing, tile: Tile) -> Result<Routes<'r>> {
+        let Tile { index, start, end } = tile;
+        let starts = routing.starts.view().rows(index, index + 1).reshape(&[self.experts.len() + 1]);
+        Ok(Routes {
+            logits_RE: routing.logits.view().rows(start, end),
+            weights_RX: routing.weights.view().rows(start, end),
+            chosen_RX: routing.chosen.view().rows(start, end),
+            rows_RX: routing.rows.view().rows(start, end),
+            starts: cx.kernels.experts.starts(starts, tile.rows() * self.chosen)?,
+        })
+    }
+
+    /// What [`forward_keeping`](Self::forward_keeping) leaves of a tile, computed again.
+    fn again(&self, cx: &Context<'_>, weights: &Weights<'_>, h_RD: View<'_>) -> Result<Routed> {
+        let rows = h_RD.shape().rows();
+        let mut routing = self.routing(rows, 1, &|dtype, dims| cx.tensor_of(dtype, dims))?;
+        let tile = Tile { index: 0, start: 0, end: rows };
+        self.route(cx, weights, h_RD, &mut routing, tile)?;
+        let routes = self.routes(cx, &routing, tile)?;
+        let dims_PF = [rows * self.chosen, self.feed_forward];
+        let (mut gate, mut up) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
+        let h_PD = self.spread(cx, h_RD, &routes)?;
+        self.widen_spread(cx, weights, h_PD.view(), &routes, [gate.view_mut(), up.view_mut()])?;
+        Ok(Routed { routing, gate, up })
+    }
+
+    /// A row for each routed one.
+    fn spread(&self, cx: &Context<'_>, x_RD: View<'_>, routes: &Routes<'_>) -> Result<Tensor> {
+        let mut x_PD = cx.tensor(&[x_RD.shape().rows() * self.chosen, self.hidden])?;
+        cx.kernels.experts.spread(x_RD, routes.rows_RX, x_PD.view_mut())?;
+        Ok(x_PD)
+    }
+
+    /// Gate and up of `h_RD`.
+    fn widen(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        h_RD: Tensor,
+        routes: &Routes<'_>,
+        wide: [ViewMut<'_>; 2],
+    ) -> Result {
+        let h_PD = self.spread(cx, h_RD.view(), routes)?;
+        drop(h_RD);
+        self.widen_spread(cx, weights, h_PD.view(), routes, wide)
+    }
+
+    fn widen_spread(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        h_PD: View<'_>,
+        routes: &Routes<'_>,
+        [gate_PF, up_PF]: [ViewMut<'_>; 2],
+    ) -> Result {
+        let mut layers = self.shares(|expert| expert.gate, routes, h_PD, gate_PF);
+        layers.extend(self.shares(|expert| expert.up, routes, h_PD, up_PF));
+        forward_each(cx, weights, layers)
+    }
+
+    fn activate(&self, cx: &Context<'_>, gate_PF: View<'_>, up_PF: View<'_>) -> Result<Tensor> {
+        let mut act_PF = cx.tensor(gate_PF.shape().dims())?;
+        cx.kernels.activation.gated(self.f, gate_PF, up_PF, act_PF.view_mut())?;
+        Ok(act_PF)
+    }
+
+    /// `y = residual + Σ down(w·act)` over the routed rows of each token.
+    fn narrow(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        act_PF: Tensor,
+        routes: &Routes<'_>,
+        residual: Residual<'_>,
+        y_RD: ViewMut<'_>,
+    ) -> Result {
+        let mut weighed_PF = cx.tensor(act_PF.view().shape().dims())?;
+        cx.kernels.experts.weigh(act_PF.view(), routes.rows_RX, routes.weights_RX, weighed_PF.view_mut())?;
+        drop(act_PF);
+        let mut out_PD = cx.tensor(&[weighed_PF.view().shape().rows(), self.hidden])?;
+        let layers = self.shares(|expert| expert.down, routes, weighed_PF.view(), out_PD.view_mut());
+        forward_each(cx, weights, layers)?;
+        Ok(cx.kernels.experts.collect(out_PD.view(), routes.rows_RX, residual, y_RD)?)
+    }
+
+    /// The experts that have routed rows, and the first and the last but one of them.
+    fn busy<'e>(&'e self, routes: &'e Routes<'_>) -> impl Iterator<Item = (&'e Expert, usize, usize)> {
+        let spans = routes.starts.iter().zip(&routes.starts[1..]);
+        let spans = self.experts.iter().zip(spans).map(|(expert, (&from, &to))| (expert, from, to));
+        spans.filter(|(_, from, to)| from < to)
+    }
+
+    /// A layer of each busy expert with its rows of x and out.
+    fn shares<'v>(
+        &self,
+        layer: LayerOf,
+        routes: &Routes<'_>,
+        x: View<'v>,
+        out: ViewMut<'v>,
+    ) -> Vec<(Linear, View<'v>, ViewMut<'v>)> {
+        let mut left = Some(out);
+        let share = |(expert, from, to): (&Expert, usize, usize)| {
+            let (mine, others) =
+                left.take().expect("what the experts before have left").split_rows(to - from);
+            left = Some(others);
+            (layer(expert), x.rows(from, to), mine)
+        };
+        self.busy(routes).map(share).collect()
+    }
+
+    /// From the gradients `dout` of the outputs of layers that read the same `x`, of the expert of each routed row: `dx = Σ dout · W`, and of
+    /// each layer `dW += doutᵀ · x`. Several need an f32 `dx`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    fn backward_experts<const N: usize>(
+        &self,
+        weights: &Weights<'_>,
+        routes: &Routes<'_>,
+        layers: &[(LayerOf, View<'_>); N],
+        x: View<'_>,
+        dx: ViewMut<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        let mut products = Vec::new();
+        let mut terms: Vec<[_; N]> = Vec::new();
+        for (expert, from, to) in self.busy(routes) {
+            let of = |index: usize| {
+                let (layer, dout) = layers[index];
+                (layer(expert).weight, dout.rows(from, to))
+            };
+            products.extend((0..N).map(of).map(|(weight, dout)| (weight, dout, x.rows(from, to))));
+            terms.push(array::from_fn(|index| {
+                let (weight, dout) = of(index);
+                (dout, weights.get(weight))
+            }));
+        }
+        let shares = self.shares(layers[0].0, routes, x, dx);
+        let inputs = terms.iter().zip(shares).map(|(terms, (_, _, out))| Product {
+            terms,
+            out,
+            spec: MatmulSpec::NN,
+            epilogue: Epilogue::NONE,
+        });
+        gradients.add_products(&products, inputs.collect())
+    }
+}
+
+impl Routed {
+    /// In the order of [`from_tensors`](Self::from_tensors).
+    pub(crate) fn into_tensors(self) -> Vec<Tensor> {
+        let Self { routing: Routing { logits, weights, chosen, rows, starts }, gate, up } = self;
+        vec![logits, weights, chosen, rows, starts, gate, up]
+    }
+
+    /// # Panics
+    /// If they are not what a feed-forward with experts left.
+    pub(crate) fn from_tensors(kept: Vec<Tensor>) -> Self {
+        let [logits, weights, chosen, rows, starts, gate, up] =
+            kept.try_into().expect("a layer gets what its own forward kept");
+        Self { routing: Routing { logits, weights, chosen, rows, starts }, gate, up }
+    }
+}
