@@ -63,7 +63,7 @@ const SUITES: [Suite; 6] = [
         package: "terrace-models",
         targets: &["suite", "placement", "fp16"],
         tests: "engine:: quantized::placement quantized::logits bf16_with_split_state_untied_without_clipping f32 \
-                placement_changes_nothing keys::numbers",
+                placement_changes_nothing keys::numbers demand::",
         kernels: |root, _| cuda_shim::build(root),
     },
     // Horizontal accumulation, and device memory as planned, also by a step that fails.

@@ -13,6 +13,7 @@
 
 use crate::{Kept, Result};
 use std::fmt::Debug;
+use std::ops::Range;
 use terrace_device::{Arena, BytesMut};
 use terrace_kernels::{
     DType, Epilogue, KernelSet, MatmulSpec, Product, QuantFormat, QuantizedView, Tensor, View, ViewMut,
@@ -336,6 +337,15 @@ impl<'a> Gradients<'a> {
     }
 }
 
+/// What the first half of a forward leaves to the second.
+#[derive(Debug)]
+pub struct Begun {
+    /// Which of the block's [parts](Block::parts) it uses, in rising order.
+    pub wanted: Vec<usize>,
+    /// Whatever the second half needs.
+    pub tensors: Vec<Tensor>,
+}
+
 /// A piece of a network with parameters, a forward and a backward.
 pub trait Block: Send + Sync + Debug {
     /// Name for traces and messages, for example `layers.3`.
@@ -361,6 +371,48 @@ pub trait Block: Send + Sync + Debug {
     /// other: what a backend gains from weights that stay packed.
     fn passes(&self, _rows: usize) -> usize {
         1
+    }
+
+    /// Parts of its own parameters, as ranges of their indices that follow one another, of which a forward uses some, and knows only on the way
+    /// which. None by default.
+    fn parts(&self) -> Vec<Range<usize>> {
+        Vec::new()
+    }
+
+    /// How much of its [parts](Self::parts) a forward over so many rows is expected to use. Where that is little, and one that does not train, the engine may
+    /// ask for [halves](Self::begin).
+    fn parts_used(&self, _rows: usize) -> f64 {
+        1.0
+    }
+
+    /// The first half of a [`forward`](Self::forward) that does not train, of a block with [parts](Self::parts), whose weights may be anything
+    /// yet.
+    ///
+    /// # Errors
+    /// A kernel or the device failed.
+    fn begin(
+        &self,
+        _cx: &mut Context<'_>,
+        _weights: &Weights<'_>,
+        _x: Option<View<'_>>,
+        _y: ViewMut<'_>,
+    ) -> Result<Begun> {
+        unreachable!("a block with parts has a forward in halves")
+    }
+
+    /// The second half, when the parts that the first one [wants](Begun::wanted) are there. Both take no more memory than `forward` does, and
+    /// give the same bits.
+    ///
+    /// # Errors
+    /// A kernel or the device failed.
+    fn finish(
+        &self,
+        _cx: &mut Context<'_>,
+        _weights: &Weights<'_>,
+        _begun: Begun,
+        _y: ViewMut<'_>,
+    ) -> Result {
+        unreachable!("a block with parts has a forward in halves")
     }
 
     /// Computes `y` from `x` (`None` for the first block). In [`Mode::Train`] it is not called on the last block; in

@@ -9,6 +9,9 @@
 //! Passes of frozen weights follow each other in the same order, so the first reads of the next one are started before this one
 //! ends ([`Ahead`]).
 //!
+//! Of a group with parts on demand (`on_demand.rs`) only the other chunks are read ahead, and compute has the rest read when it knows what it uses
+//! ([`Fetcher::complete`]).
+//!
 //! Reads are urgent: the disk does them ahead of the reads and writes of an update, of which there may be seconds in its slots.
 //!
 //! While an update is under way that has not reached a group, there is nothing to read: the thread offers the group's slot to the
@@ -19,10 +22,13 @@
 //!
 //! A group moves through [`Residency`]; the transitions are asserted.
 
+mod complete;
+
 use crate::copies::{Cargo, Link};
 use crate::device_weights::{DeviceWeights, Place};
 use crate::lane::Lane;
 use crate::network::Network;
+use crate::on_demand::OnDemand;
 use crate::overlap::{Gate, Offer};
 use crate::state::{StateHome, StateKinds};
 use crate::{Backend, EngineError, Result};
@@ -192,7 +198,24 @@ fn leased(lease: Lease) -> SharedBytes {
     SharedBytes::Lease(Arc::new(lease))
 }
 
-type Staged = Result<(usize, SharedBytes)>;
+type Staged = Result<Delivered>;
+
+/// A group's weights in host memory.
+#[derive(Debug)]
+struct Delivered {
+    group: usize,
+    bytes: SharedBytes,
+    /// Parts on demand are there, too.
+    is_whole: bool,
+}
+
+/// A group on its way to the device.
+#[derive(Debug)]
+struct Uploading {
+    group: usize,
+    upload: Upload<SharedBytes>,
+    is_whole: bool,
+}
 
 /// Gives a block its weights, in the order in which the schedule asks for them.
 #[derive(Debug)]
@@ -200,7 +223,7 @@ pub(crate) struct Fetcher<'a> {
     lane: &'a Lane,
     source: Source<'a>,
     /// Uploads started ahead of their use (devices with their own memory).
-    uploads: VecDeque<(usize, Upload<SharedBytes>)>,
+    uploads: VecDeque<Uploading>,
     /// Groups in the order of their use.
     upcoming: VecDeque<usize>,
     /// Those of them that are still to come to host memory, once each if they stay on the device.
@@ -208,6 +231,8 @@ pub(crate) struct Fetcher<'a> {
     regions: VecDeque<(Region, Option<Arc<dyn Event>>)>,
     places: Vec<Option<Place>>,
     residency: Vec<Residency>,
+    /// See [`Order::on_demand`].
+    on_demand: &'a [Option<OnDemand>],
     /// Holds back what an update of resident state has not reached.
     gate: Option<&'a Gate>,
     /// Time compute waited for weights.
@@ -223,12 +248,14 @@ pub(crate) struct Order<'a> {
     pub(crate) gate: Option<&'a Gate>,
     /// The same pass comes again, and its first reads may be started.
     pub(crate) ahead: Option<&'a Ahead>,
+    /// What is left out of each group until it is asked for. Without an entry nothing is.
+    pub(crate) on_demand: &'a [Option<OnDemand>],
 }
 
 #[derive(Debug)]
 enum Source<'a> {
     Resident(&'a StateHome, &'a StateKinds),
-    Thread { staged: Receiver<Staged>, _leaving: Leaving<'a> },
+    Thread { staged: Receiver<Staged>, store: &'a DiskStore, _leaving: Leaving<'a> },
 }
 
 /// Tells the fetch thread, when it is dropped, that compute has gone away.
@@ -250,6 +277,7 @@ impl Drop for Leaving<'_> {
 pub(crate) struct Ready {
     group: usize,
     memory: ReadyMemory,
+    is_whole: bool,
 }
 
 #[derive(Debug)]
@@ -262,6 +290,11 @@ enum ReadyMemory {
 impl Ready {
     pub(crate) fn group(&self) -> usize {
         self.group
+    }
+
+    /// Whether all of it is there; else parts on demand are not.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.is_whole
     }
 
     pub(crate) fn bytes(&self) -> Bytes<'_> {
@@ -287,7 +320,7 @@ impl<'a> Fetcher<'a> {
     where
         'a: 'scope,
     {
-        let Order { items, gate, ahead } = order;
+        let Order { items, gate, ahead, on_demand } = order;
         let staging = to_stage(&items, &room.places);
         let again: Vec<usize> = match (ahead, slots) {
             (Some(_), Some(slots)) => {
@@ -299,7 +332,7 @@ impl<'a> Fetcher<'a> {
         };
         let (upcoming, coming) = (VecDeque::from(items), VecDeque::from(staging.clone()));
         let source = match (home.disk(), slots) {
-            (Some(_), Some(slots)) => {
+            (Some(store), Some(slots)) => {
                 // Never more messages than groups in `staging`. Unbounded, because dropping the receiver of a crossbeam `bounded` channel
                 // keeps the messages, and a fetch thread that waits for the slots in them would wait for ever.
                 let (sender, receiver) = unbounded();
@@ -309,7 +342,7 @@ impl<'a> Fetcher<'a> {
                     .name("terrace-fetch".into())
                     .spawn_scoped(scope, move || {
                         let thread = FetchThread::new(home, kinds, slots, gate, &sender, &gone);
-                        thread.run(&staging, ahead, &again);
+                        FetchThread { on_demand, ..thread }.run(&staging, ahead, &again);
                     })
                     .map_or_else(
                         |error| {
@@ -320,11 +353,11 @@ impl<'a> Fetcher<'a> {
                         },
                         |_| receiver,
                     );
-                Source::Thread { staged, _leaving: leaving }
+                Source::Thread { staged, store, _leaving: leaving }
             }
             _ => return Self::build(lane, Source::Resident(home, kinds), [upcoming, coming], gate, room),
         };
-        Self::build(lane, source, [upcoming, coming], None, room)
+        Ok(Self { on_demand, ..Self::build(lane, source, [upcoming, coming], None, room)? })
     }
 
     fn build(
@@ -340,46 +373,61 @@ impl<'a> Fetcher<'a> {
         }
         let regions = room.slots.into_iter().map(|region| (region, None)).collect();
         let residency = vec![Residency::Home; upcoming.iter().max().map_or(0, |group| group + 1)];
-        let (uploads, stalled, places) = (VecDeque::new(), Duration::ZERO, room.places);
-        Ok(Self { lane, source, uploads, upcoming, staging, regions, places, residency, gate, stalled })
+        Ok(Self {
+            lane,
+            source,
+            uploads: VecDeque::new(),
+            upcoming,
+            staging,
+            regions,
+            places: room.places,
+            residency,
+            on_demand: &[],
+            gate,
+            stalled: Duration::ZERO,
+        })
     }
 
     /// Waits for the next group of the schedule.
     pub(crate) fn next(&mut self) -> Result<Ready> {
         let began = Instant::now();
         let group = self.upcoming.pop_front().expect("the schedule asks for no more groups than it listed");
-        let memory = if self.lane.unified {
-            let bytes = self.staged(group, true)?.expect("waited for");
+        let (memory, is_whole) = if self.lane.unified {
+            let Delivered { bytes, is_whole, .. } = self.staged(group, true)?.expect("waited for");
             self.staging.pop_front();
             self.set(group, &[Residency::Staged, Residency::Ready]);
-            ReadyMemory::Host(bytes)
+            (ReadyMemory::Host(bytes), is_whole)
         } else {
             self.next_on_device(group)?
         };
         self.stalled += began.elapsed();
-        Ok(Ready { group, memory })
+        Ok(Ready { group, memory, is_whole })
     }
 
-    fn next_on_device(&mut self, group: usize) -> Result<ReadyMemory> {
+    /// A group on the device, and whether all of it is there.
+    fn next_on_device(&mut self, group: usize) -> Result<(ReadyMemory, bool)> {
         if let Some(Some(Place::Here(region))) = self.places.get(group) {
             let region = Arc::clone(region);
             self.start_uploads(false)?;
             self.set(group, &[Residency::Staged, Residency::Ready]);
-            return Ok(ReadyMemory::Place { region, source: None });
+            return Ok((ReadyMemory::Place { region, source: None }, true));
         }
         self.start_uploads(self.uploads.is_empty())?;
-        let (uploaded, upload) = self.uploads.pop_front().expect("at least one upload was started");
+        let Uploading { group: uploaded, upload, is_whole } =
+            self.uploads.pop_front().expect("at least one upload was started");
         assert_eq!(uploaded, group, "groups are uploaded in the order of the schedule");
         let (region, source) = upload.ready_on(&*self.lane.compute)?;
         self.set(group, &[Residency::Ready]);
-        // The host slot is free for the next read as soon as its bytes have crossed.
-        let source = if source.is_done() { source.release().map(|_| None)? } else { Some(source) };
+        // The host slot is free for the next read as soon as its bytes have crossed, unless more are to come.
+        let source =
+            if is_whole && source.is_done() { source.release().map(|_| None)? } else { Some(source) };
         let Some(Some(place)) = self.places.get_mut(group) else {
-            return Ok(ReadyMemory::Slot { region, source });
+            return Ok((ReadyMemory::Slot { region, source }, is_whole));
         };
+        assert!(is_whole, "what stays on the device is read as a whole");
         let region = Arc::new(region);
         *place = Place::Here(Arc::clone(&region));
-        Ok(ReadyMemory::Place { region, source })
+        Ok((ReadyMemory::Place { region, source }, true))
     }
 
     /// Gives a group's memory back after its use.
@@ -410,14 +458,16 @@ impl<'a> Fetcher<'a> {
     }
 
     /// The next group to be staged, in host memory; `None` if it is not there yet and `wait` is false.
-    fn staged(&self, group: usize, wait: bool) -> Result<Option<SharedBytes>> {
-        let bytes = match &self.source {
+    fn staged(&self, group: usize, wait: bool) -> Result<Option<Delivered>> {
+        Ok(Some(match &self.source {
             Source::Resident(home, kinds) => {
                 if !wait && !self.gate.is_none_or(|gate| gate.is_open(group)) {
                     return Ok(None);
                 }
                 self.pass_gate(group)?;
-                home.resident_weights(group, kinds).expect("resident state has every group's weights")
+                let weights = home.resident_weights(group, kinds);
+                let bytes = weights.expect("resident state has every group's weights");
+                Delivered { group, bytes, is_whole: true }
             }
             Source::Thread { staged: receiver, .. } => {
                 let received = match receiver.try_recv() {
@@ -433,11 +483,10 @@ impl<'a> Fetcher<'a> {
                         return Err(EngineError::Config("the fetch thread ended early".into()));
                     }
                 };
-                assert_eq!(staged.0, group, "groups arrive in the order of the schedule");
-                staged.1
+                assert_eq!(staged.group, group, "groups arrive in the order of the schedule");
+                staged
             }
-        };
-        Ok(Some(bytes))
+        }))
     }
 
     /// Waits until a group of resident state is updated, if an update is under way.
@@ -454,7 +503,7 @@ impl<'a> Fetcher<'a> {
             if !stays && self.regions.is_empty() {
                 return Ok(());
             }
-            let Some(bytes) = self.staged(group, wait)? else { return Ok(()) };
+            let Some(Delivered { bytes, is_whole, .. }) = self.staged(group, wait)? else { return Ok(()) };
             wait = false;
             let region = match &mut self.places[group] {
                 Some(place) => match std::mem::replace(place, Place::Coming) {
@@ -469,12 +518,17 @@ impl<'a> Fetcher<'a> {
                     region
                 }
             };
-            let len = bytes.len();
-            let upload = Upload::start(&*self.lane.up, bytes, region)?;
-            self.lane.started(Link::Up, Cargo::Weights(group), len, upload.event());
+            let upload = if is_whole {
+                let len = bytes.len();
+                let upload = Upload::start(&*self.lane.up, bytes, region)?;
+                self.lane.started(Link::Up, Cargo::Weights(group), len, upload.event());
+                upload
+            } else {
+                self.upload_ahead(group, bytes, region)?
+            };
             self.staging.pop_front();
             self.set(group, &[Residency::Staged, Residency::Uploading]);
-            self.uploads.push_back((group, upload));
+            self.uploads.push_back(Uploading { group, upload, is_whole });
         }
         Ok(())
     }
@@ -508,6 +562,8 @@ struct FetchThread<'a> {
     sender: &'a Sender<Staged>,
     /// Compute has gone away.
     gone: &'a AtomicBool,
+    /// See [`Order::on_demand`].
+    on_demand: &'a [Option<OnDemand>],
     in_flight: VecDeque<(usize, InFlight)>,
     /// Groups whose last lease may still be alive: used again soon, they need no second read.
     recent: HashMap<usize, Weak<Lease>>,
@@ -515,7 +571,10 @@ struct FetchThread<'a> {
 
 #[derive(Debug)]
 pub(crate) enum InFlight {
-    Read(PendingRead),
+    Read {
+        read: PendingRead,
+        is_whole: bool,
+    },
     Here(SharedBytes),
     /// In the hands of the update.
     Offered,
@@ -532,7 +591,7 @@ impl<'a> FetchThread<'a> {
     ) -> Self {
         let store = home.disk().expect("weights are read from a store");
         let (in_flight, recent) = (VecDeque::new(), HashMap::new());
-        Self { home, store, kinds, slots, gate, sender, gone, in_flight, recent }
+        Self { home, store, kinds, slots, gate, sender, gone, on_demand: &[], in_flight, recent }
     }
 
     /// Brings `items`, the first of which may have been read [`Ahead`], and then starts to read those that come `again`.
@@ -557,8 +616,8 @@ impl<'a> FetchThread<'a> {
             let (pool, len) = (self.slots.pool(group), self.weight_bytes(group));
             let Some(lease) = pool.acquire_unless(len, self.gone) else { return };
             // The next pass tries again, and says what is wrong.
-            let Ok(read) = self.read(group, lease) else { break };
-            self.in_flight.push_back((group, InFlight::Read(read)));
+            let Ok(read) = self.read_ahead(group, lease) else { break };
+            self.in_flight.push_back((group, read));
         }
         ahead.put(self.in_flight);
     }
@@ -571,6 +630,17 @@ impl<'a> FetchThread<'a> {
         let key = BlobKey { group, kind: BlobKind::Weight };
         let chunks = 0..self.store.spec().chunks(group);
         Ok(self.store.read_as(Urgency::Soon, key, chunks, Generation::Newest, lease)?)
+    }
+
+    /// Starts the read of a group but for what is on demand.
+    fn read_ahead(&self, group: usize, lease: Lease) -> Result<InFlight> {
+        let Some(on_demand) = self.on_demand.get(group).and_then(Option::as_ref) else {
+            return Ok(InFlight::Read { read: self.read(group, lease)?, is_whole: true });
+        };
+        let key = BlobKey { group, kind: BlobKind::Weight };
+        let span = (0..self.store.spec().chunks(group), &on_demand.ahead()[..]);
+        let read = self.store.read_parts_as(Urgency::Soon, key, span, Generation::Newest, lease)?;
+        Ok(InFlight::Read { read, is_whole: false })
     }
 
     /// Brings a group that is still in memory once more; false if it has to be read.
@@ -624,8 +694,8 @@ impl<'a> FetchThread<'a> {
         if !self.pass_gate(group) {
             return false;
         }
-        match self.read(group, lease) {
-            Ok(read) => self.in_flight.push_back((group, InFlight::Read(read))),
+        match self.read_ahead(group, lease) {
+            Ok(read) => self.in_flight.push_back((group, read)),
             Err(error) => {
                 let _ = self.sender.send(Err(error));
                 return false;
@@ -667,10 +737,12 @@ impl<'a> FetchThread<'a> {
     /// Hands the oldest group over; false when compute has gone away or the read failed.
     fn deliver(&mut self) -> bool {
         let (group, item) = self.in_flight.pop_front().expect("something is in flight");
-        let arrived = match item {
-            InFlight::Here(bytes) => Ok(bytes),
-            InFlight::Read(read) => read.wait().map(leased).map_err(EngineError::from),
-            InFlight::Offered => self.updated(group).map(leased),
+        let (arrived, is_whole) = match item {
+            InFlight::Here(bytes) => (Ok(bytes), true),
+            InFlight::Read { read, is_whole } => {
+                (read.wait().map(leased).map_err(EngineError::from), is_whole)
+            }
+            InFlight::Offered => (self.updated(group).map(leased), true),
         };
         let bytes = match arrived {
             Ok(bytes) => bytes,
@@ -679,9 +751,12 @@ impl<'a> FetchThread<'a> {
                 return false;
             }
         };
-        if let SharedBytes::Lease(lease) = &bytes {
+        // What is not whole has one user, who completes it.
+        if let SharedBytes::Lease(lease) = &bytes
+            && is_whole
+        {
             self.recent.insert(group, Arc::downgrade(lease));
         }
-        self.sender.send(Ok((group, bytes))).is_ok()
+        self.sender.send(Ok(Delivered { group, bytes, is_whole })).is_ok()
     }
 }

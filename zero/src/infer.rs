@@ -1,17 +1,22 @@
 //! Forward only: evaluation and generation.
 
+use crate::device_weights::DeviceWeights;
 use crate::dry::allocate_caches;
 use crate::engine::{Engine, Signals};
-use crate::fetch::{Fetcher, Order};
+use crate::fetch::{Fetcher, Order, Ready};
 use crate::kv::{KvPass, KvPlan, Layers};
 use crate::lane::Signal;
+use crate::network::Network;
+use crate::on_demand::OnDemand;
 use crate::pass::Pass;
+use crate::state::StateHome;
 use crate::timeline::Resource;
 use crate::train::zero_loss;
-use crate::{EngineError, KvCache, MicroBatch, Mode, Result};
+use crate::{Context, EngineConfig, EngineError, KvCache, MicroBatch, Mode, Result};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
-use terrace_kernels::{Tensor, ViewMut};
+use terrace_kernels::{Tensor, View, ViewMut};
 use terrace_tiers::Lease;
 
 /// The sum of loss terms over a batch.
@@ -108,12 +113,7 @@ impl Engine {
         Ok(bytes)
     }
 
-    fn forward_only(
-        &mut self,
-        batch: &MicroBatch,
-        mode: Mode,
-        cache: Option<(&mut KvCache, &[usize], &[usize])>,
-    ) -> Result<(Tensor, Option<Tensor>)> {
+    fn require_planned(&self, batch: &MicroBatch) -> Result {
         let limits = self.config.limits;
         if batch.sequences > limits.sequences || batch.length > limits.length {
             return Err(EngineError::Config(format!(
@@ -121,7 +121,16 @@ impl Engine {
                 limits.sequences, limits.length, batch.sequences, batch.length
             )));
         }
-        batch.check_inputs(&self.inputs)?;
+        batch.check_inputs(&self.inputs)
+    }
+
+    fn forward_only(
+        &mut self,
+        batch: &MicroBatch,
+        mode: Mode,
+        cache: Option<(&mut KvCache, &[usize], &[usize])>,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        self.require_planned(batch)?;
         self.flush()?;
         let Self {
             config,
@@ -160,15 +169,15 @@ impl Engine {
         let slots = weight_slots.as_ref();
         // Nothing changes frozen weights between two passes.
         let ahead = Some(&*ahead).filter(|_| config.training.is_none());
+        let demand = &Demand::new(config, network, home, &room, sequences * length);
         let (room, logits) = std::thread::scope(|scope| -> Result<_> {
-            let order = Order { items, gate: None, ahead };
+            let order = Order { items, gate: None, ahead, on_demand: &demand.now };
             let mut fetcher = Fetcher::start(scope, lane, home, kinds, slots, order, room)?;
             let mut signal: Option<Signal> = None;
             let mut logits = None;
             for block in 0..=network.last() {
                 let last = block == network.last();
                 let ready = pass.fetch(&mut fetcher, block)?;
-                let weights = pass.weights(block, &ready, &[]);
                 let x = match signal.take() {
                     Some(signal) => Some(lane.load(signal, pass.signal(block - 1))?),
                     None => None,
@@ -190,8 +199,8 @@ impl Engine {
                     (None, Some(output)) => output.view_mut(),
                     (None, None) => unreachable!("one of the two was made"),
                 };
-                network.blocks[block].forward(&mut cx, &weights, x_view, y)?;
-                drop((cx, weights, x));
+                let ready = demand.forward(&pass, &mut fetcher, (block, ready), &mut cx, (x_view, y))?;
+                drop((cx, x));
                 pass.computed(began, "forward", block)?;
                 moved(&pass, block, &mut keys, |keys| keys.leave(block))?;
                 signal = target.map(|t| lane.pass(t)).transpose()?;
@@ -206,6 +215,71 @@ impl Engine {
         keys.map_or(Ok(()), KvPass::finish)?;
         going.iter().for_each(|&block| pass.note(Resource::Wait, began, "keys and values of", block));
         Ok((loss, logits))
+    }
+}
+
+/// What comes on demand in a pass.
+struct Demand {
+    /// Of each group, for as few rows as can be: what one that is not whole lacks.
+    most: Vec<Option<OnDemand>>,
+    /// Of each group, for the rows of this pass.
+    now: Vec<Option<OnDemand>>,
+}
+
+impl Demand {
+    /// Of a pass over so many rows into the `room` there is on the device; nothing if the weights are not frozen and on disk.
+    fn new(
+        config: &EngineConfig,
+        network: &Network,
+        home: &StateHome,
+        room: &DeviceWeights,
+        rows: usize,
+    ) -> Self {
+        let Some(store) = home.disk().filter(|_| config.training.is_none()) else {
+            return Self { most: Vec::new(), now: Vec::new() };
+        };
+        let stays = |group: usize| matches!(room.places.get(group), Some(Some(_)));
+        let all = |rows| {
+            let of =
+                |group| if stays(group) { None } else { OnDemand::of(network, store.spec(), group, rows) };
+            (0..=network.last()).map(of).collect()
+        };
+        Self { most: all(1), now: all(rows) }
+    }
+
+    /// A block's forward. Of one whose parts on demand are not there in halves, with a read of what it turns out to use between them, or, if
+    /// the pass uses all, after reading the rest.
+    fn forward(
+        &self,
+        pass: &Pass<'_>,
+        fetcher: &mut Fetcher<'_>,
+        (block, ready): (usize, Vec<Ready>),
+        cx: &mut Context<'_>,
+        (x, mut y): (Option<View<'_>>, ViewMut<'_>),
+    ) -> Result<Vec<Ready>> {
+        let body = &pass.network.blocks[block];
+        if ready.iter().all(Ready::is_whole) {
+            body.forward(cx, &pass.weights(block, &ready, &[]), x, y)?;
+            return Ok(ready);
+        }
+        let layout = self.most[block].as_ref().expect("what is not whole has parts on demand");
+        let mut complete = |ready: Vec<Ready>, runs: &[Range<usize>]| -> Result<Vec<Ready>> {
+            let began = Instant::now();
+            let whole =
+                |ready: Ready| if ready.is_whole() { Ok(ready) } else { fetcher.complete(ready, runs) };
+            let ready = ready.into_iter().map(whole).collect();
+            pass.note(Resource::Wait, began, "weights on demand of", block);
+            ready
+        };
+        if self.now[block].is_none() {
+            let ready = complete(ready, &[layout.later()])?;
+            body.forward(cx, &pass.weights(block, &ready, &[]), x, y)?;
+            return Ok(ready);
+        }
+        let begun = body.begin(cx, &pass.weights(block, &ready, &[]), x, y.reborrow())?;
+        let ready = complete(ready, &layout.wanted(&begun.wanted))?;
+        body.finish(cx, &pass.weights(block, &ready, &[]), begun, y)?;
+        Ok(ready)
     }
 }
 

@@ -30,6 +30,7 @@ mod kept;
 mod kv;
 mod lane;
 mod network;
+mod on_demand;
 mod overlap;
 mod pass;
 mod plan;
@@ -54,7 +55,9 @@ mod work;
 use activations::Activations;
 pub use backend::Backend;
 pub use batch::{HostTensor, MicroBatch};
-pub use block::{Block, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec, ParamSpec, Weight, Weights};
+pub use block::{
+    Begun, Block, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec, ParamSpec, Weight, Weights,
+};
 pub use builder::EngineBuilder;
 #[doc(hidden)]
 pub use checkpoint::identity_differences;

@@ -9,6 +9,7 @@
 
 use crate::{Block, EngineError, OutputSpec, ParamSpec, Result, Weight};
 use std::collections::HashMap;
+use std::ops::Range;
 use terrace_device::Bytes;
 use terrace_kernels::{DType, QuantizedView, View};
 
@@ -130,6 +131,14 @@ impl Network {
             Some(format) => Weight::Quantized(QuantizedView::new(bytes, format, &spec.dims)),
             None => Weight::Plain(View::new(bytes, self.dtype, &spec.dims)),
         }
+    }
+
+    /// The [parts](Block::parts) of a block as ranges of its group's elements, one after the other.
+    pub(crate) fn parts(&self, block: usize) -> Vec<Range<usize>> {
+        let group = &self.groups[block];
+        let start = |param: usize| group.params.get(param).map_or(group.elements, |placed| placed.offset);
+        let parts = self.blocks[block].parts().into_iter();
+        parts.map(|part| start(part.start)..start(part.end)).collect()
     }
 
     /// Group and index of a block's parameters, own ones first, then borrowed.

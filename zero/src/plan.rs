@@ -45,6 +45,7 @@ use crate::gradients::STAGING_SLOTS;
 use crate::kept::{Keeping, KeptSlots};
 use crate::kv::KvRoom;
 use crate::network::Network;
+use crate::on_demand;
 use crate::ranks::Ranks;
 use crate::rounds::Rounds;
 use crate::state::{StateKinds, store_spec};
@@ -363,6 +364,9 @@ impl Planner<'_> {
             None => vec![false],
         };
         let chunks: &[usize] = if on_disk { &DISK_CHUNK_CHOICES } else { &CHUNK_CHOICES };
+        let of_parts =
+            if self.config.training.is_none() { on_demand::chunk_elements(self.network) } else { None };
+        let chunk = o.chunk_elements.or(of_parts);
         let mut choices = Vec::new();
         // Every window may be as small as it can be in a tight choice.
         let groups = |tight: bool| o.gradient_groups.unwrap_or(if tight || !o.overlap() { 1 } else { 2 });
@@ -384,7 +388,7 @@ impl Planner<'_> {
             for &gradients_on_disk in &places(o.gradients_on_disk) {
                 for &activations_on_disk in &places(o.activations_on_disk) {
                     for &kept_slots in &kept_slots {
-                        for &chunk_elements in &only(o.chunk_elements, windows(tight, chunks)) {
+                        for &chunk_elements in &only(chunk, windows(tight, chunks)) {
                             for &weight_slots in &only(o.weight_slots, windows(tight, &WEIGHT_SLOT_CHOICES)) {
                                 for &update_slots in
                                     &only(o.update_slots, windows(tight, &UPDATE_SLOT_CHOICES))

@@ -307,7 +307,7 @@ impl Engine {
         let items = rounds.order(network);
         let (slots, mut left) = (weight_slots.as_ref(), Vec::new());
         *device_weights = std::thread::scope(|scope| -> Result<DeviceWeights> {
-            let order = Order { items, gate: pending.as_ref().map(|_| &gate), ahead: None };
+            let order = Order { items, gate: pending.as_ref().map(|_| &gate), ahead: None, on_demand: &[] };
             if let Some(pending) = &pending {
                 pending.open(&gate);
             }

@@ -2,7 +2,8 @@
 //! time is made of.
 //!
 //! Bytes of disk and link are those that the engine moves. Where a group's second fetch may share the memory of the first,
-//! depending on timing, it is not counted, so that the sums are never more than what is moved.
+//! depending on timing, it is not counted, so that the sums are never more than what is moved. Of frozen weights with
+//! [parts](crate::Block::parts) that counts which a pass is expected to use.
 //! Bytes of host memory are what cannot be avoided, each counted once: transfers of disk and link, the update's state and
 //! gradients, and on a unified device the weights and gradients that kernels go through.
 //!
@@ -10,12 +11,14 @@
 //! node; operations and the link those of a device; tokens those of all ranks.
 
 use crate::network::Network;
+use crate::on_demand::USED_MAX;
 use crate::plan::EnginePlan;
 use crate::ranks::Traffic;
 use crate::rounds::Rounds;
 use crate::schedule::{Schedule, UpdateTime};
 use crate::state::StateKinds;
 use crate::{Engine, EngineConfig, MicroBatch, Mode, Placement};
+use std::ops::Range;
 use terrace_optimizer::StateFormat;
 
 /// The work of one step of the largest batch; of frozen weights, of one pass of the planned batch, as it is when others came before.
@@ -210,16 +213,21 @@ impl Count<'_> {
         let comes = |group: usize| unified || !self.stays(group);
         let read = |group| comes(group) && !caching.has(group, kinds.weight, kinds);
         let mut work = StepWork::default();
+        let mut left_out = 0;
         if self.config.placement == Placement::Disk {
-            work.disk_read_bytes = self.weight_bytes(&order, &self.reads(&order, read));
+            let reads = self.reads(&order, read);
+            let read = order.iter().zip(&reads).filter(|(_, read)| **read).map(|(group, _)| *group);
+            left_out = read.map(|group| self.unused(group, USED_MAX)).sum();
+            work.disk_read_bytes = self.weight_bytes(&order, &reads) - left_out;
         }
+        let unused: u64 = order.iter().map(|&group| self.unused(group, 1.0)).sum();
         if unified {
-            work.memory_bytes = work.disk_read_bytes + self.weights(&order);
+            work.memory_bytes = work.disk_read_bytes + self.weights(&order) - unused;
         } else {
             let sent: Vec<usize> = order.iter().copied().filter(|&group| comes(group)).collect();
-            work.upload_bytes = self.weights(&sent);
+            work.upload_bytes = self.weights(&sent) - left_out;
             work.memory_bytes = work.disk_read_bytes + work.upload_bytes;
-            work.device_memory_bytes = self.weights(&order);
+            work.device_memory_bytes = self.weights(&order) - unused;
         }
         work
     }
@@ -252,6 +260,17 @@ impl Count<'_> {
     fn weight_bytes(&self, order: &[usize], reads: &[bool]) -> u64 {
         let read = order.iter().zip(reads).filter(|(_, read)| **read);
         self.weights(&read.map(|(group, _)| *group).collect::<Vec<_>>())
+    }
+
+    /// Bytes of a group of which the planned batch is expected to make no use, if it uses less than `most` of its parts.
+    fn unused(&self, group: usize, most: f64) -> u64 {
+        let (network, limits) = (self.network, self.config.limits);
+        let used = network.blocks[group].parts_used(limits.sequences * limits.length);
+        if used >= most {
+            return 0;
+        }
+        let elements: usize = network.parts(group).iter().map(Range::len).sum();
+        ((1.0 - used) * (elements * network.element_bytes) as f64) as u64
     }
 
     /// Whether a group's weights stay on the device.

@@ -2,11 +2,12 @@
 
 use super::attention::{Attended, Attention, Projected};
 use super::layers::Params;
-use super::mixture::{MixtureMlp, Routed};
+use super::mixture::{MixtureMlp, Routed, Routing};
 use super::mlp::{Inner, Mlp};
 use crate::ModelConfig;
+use std::ops::Range;
 use terrace_kernels::{DType, QuantFormat, Tensor, View, ViewMut};
-use terrace_zero::{Block, Context, Gradients, KvSpec, Mode, OutputSpec, ParamSpec, Result, Weights};
+use terrace_zero::{Begun, Block, Context, Gradients, KvSpec, Mode, OutputSpec, ParamSpec, Result, Weights};
 
 /// A decoder layer.
 ///
@@ -64,6 +65,15 @@ impl DecoderBlock {
         Self { name, params: params.specs, attention, feed_forward, hidden: config.hidden }
     }
 
+    /// The forward up to the feed-forward, of which nothing but `y` stays.
+    fn attend(&self, cx: &mut Context<'_>, weights: &Weights<'_>, x: View<'_>, y: ViewMut<'_>) -> Result {
+        let mut projected = self.attention.project(cx, weights, x)?;
+        let attended = self.attention.attend(cx, weights, &mut projected)?;
+        drop(projected);
+        self.attention.residual(cx, weights, &attended, x, y, false)?;
+        Ok(())
+    }
+
     /// The forward up to the feed-forward.
     fn first_half(&self, cx: &mut Context<'_>, weights: &Weights<'_>, x: View<'_>) -> Result<Intermediates> {
         let mut projected = self.attention.project(cx, weights, x)?;
@@ -91,6 +101,48 @@ impl Block for DecoderBlock {
         Some(self.attention.kv())
     }
 
+    fn parts(&self) -> Vec<Range<usize>> {
+        match &self.feed_forward {
+            FeedForward::Dense(_) => Vec::new(),
+            FeedForward::Mixture(mlp) => mlp.parts(),
+        }
+    }
+
+    fn parts_used(&self, rows: usize) -> f64 {
+        match &self.feed_forward {
+            FeedForward::Dense(_) => 1.0,
+            FeedForward::Mixture(mlp) => mlp.parts_used(rows),
+        }
+    }
+
+    fn begin(
+        &self,
+        cx: &mut Context<'_>,
+        weights: &Weights<'_>,
+        x: Option<View<'_>>,
+        mut y: ViewMut<'_>,
+    ) -> Result<Begun> {
+        let x = x.expect("a decoder layer is never the first block");
+        self.attend(cx, weights, x, y.reborrow())?;
+        let FeedForward::Mixture(mlp) = &self.feed_forward else {
+            unreachable!("only experts are on demand")
+        };
+        let (h_TD, routing) = mlp.begin(cx, weights, y.view())?;
+        let wanted = mlp.wanted(cx, &routing)?;
+        let tensors = routing.into_tensors().into_iter().chain([h_TD]);
+        Ok(Begun { wanted, tensors: tensors.collect() })
+    }
+
+    fn finish(&self, cx: &mut Context<'_>, weights: &Weights<'_>, begun: Begun, y: ViewMut<'_>) -> Result {
+        let FeedForward::Mixture(mlp) = &self.feed_forward else {
+            unreachable!("only experts are on demand")
+        };
+        let tensors = begun.tensors.try_into();
+        let [logits, weights_TX, chosen, rows, starts, h_TD] = tensors.expect("what the first half left");
+        let routing = Routing::from_tensors([logits, weights_TX, chosen, rows, starts]);
+        mlp.finish(cx, weights, h_TD, &routing, y)
+    }
+
     fn forward(
         &self,
         cx: &mut Context<'_>,
@@ -109,11 +161,7 @@ impl Block for DecoderBlock {
             cx.keep(half.into_tensors());
             return Ok(());
         }
-        let mut projected = self.attention.project(cx, weights, x)?;
-        let attended = self.attention.attend(cx, weights, &mut projected)?;
-        drop(projected);
-        self.attention.residual(cx, weights, &attended, x, y.reborrow(), false)?;
-        drop(attended);
+        self.attend(cx, weights, x, y.reborrow())?;
         match &self.feed_forward {
             FeedForward::Dense(mlp) => mlp.forward(cx, weights, y),
             FeedForward::Mixture(mlp) => mlp.forward(cx, weights, y),

@@ -9,6 +9,7 @@ use super::TILE_ROWS;
 use super::layers::{Linear, Norm, Normed, Params, forward_each, tiles};
 use crate::{Mixture, ModelConfig};
 use std::array;
+use std::ops::Range;
 use terrace_kernels::{DType, Epilogue, GateFunction, MatmulSpec, Product, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
 
@@ -37,7 +38,7 @@ type LayerOf = fn(&Expert) -> Linear;
 
 /// What the router gives for all rows, kept for backward.
 #[derive(Debug)]
-struct Routing {
+pub(crate) struct Routing {
     /// f32 `[T, E]`.
     logits: Tensor,
     /// f32 `[T, X]`.
@@ -72,6 +73,11 @@ impl Tile {
     /// Those of so many rows.
     fn all(rows: usize) -> impl Iterator<Item = Self> {
         tiles(rows, TILE_ROWS).enumerate().map(|(index, (start, end))| Self { index, start, end })
+    }
+
+    /// The only one of so many rows.
+    fn alone(rows: usize) -> Self {
+        Self { index: 0, start: 0, end: rows }
     }
 
     fn rows(self) -> usize {
@@ -120,21 +126,62 @@ impl MixtureMlp {
 
     /// Adds the feed-forward of `y_TD` to it.
     pub(crate) fn forward(&self, cx: &Context<'_>, weights: &Weights<'_>, mut y_TD: ViewMut<'_>) -> Result {
-        for tile in Tile::all(y_TD.shape().rows()) {
-            let y_RD = y_TD.reborrow().rows(tile.start, tile.end);
-            let h_RD = self.normed(cx, weights, y_RD.view())?;
-            let mut routing = self.routing(tile.rows(), 1, &|dtype, dims| cx.tensor_of(dtype, dims))?;
-            let alone = Tile { index: 0, start: 0, end: tile.rows() };
-            self.route(cx, weights, h_RD.view(), &mut routing, alone)?;
-            let routes = self.routes(cx, &routing, alone)?;
-            let dims_PF = [tile.rows() * self.chosen, self.feed_forward];
-            let (mut gate_PF, mut up_PF) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
-            self.widen(cx, weights, h_RD, &routes, [gate_PF.view_mut(), up_PF.view_mut()])?;
-            let act_PF = self.activate(cx, gate_PF.view(), up_PF.view())?;
-            drop((gate_PF, up_PF));
-            self.narrow(cx, weights, act_PF, &routes, Residual::InPlace, y_RD)?;
+        for Tile { start, end, .. } in Tile::all(y_TD.shape().rows()) {
+            let y_RD = y_TD.reborrow().rows(start, end);
+            let (h_RD, routing) = self.begin(cx, weights, y_RD.view())?;
+            self.finish(cx, weights, h_RD, &routing, y_RD)?;
         }
         Ok(())
+    }
+
+    /// The experts, as ranges of parameters.
+    pub(crate) fn parts(&self) -> Vec<Range<usize>> {
+        self.experts.iter().map(|expert| expert.gate.weight..expert.down.weight + 1).collect()
+    }
+
+    /// How much of them so many rows use, if they choose as if by chance. What is more than a tile uses all.
+    pub(crate) fn parts_used(&self, rows: usize) -> f64 {
+        let chosen = self.chosen as f64 / self.experts.len() as f64;
+        if rows > TILE_ROWS { 1.0 } else { 1.0 - (1.0 - chosen).powf(rows as f64) }
+    }
+
+    /// Rows of a tile, normalized, and what they choose.
+    pub(crate) fn begin(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y_RD: View<'_>,
+    ) -> Result<(Tensor, Routing)> {
+        let h_RD = self.normed(cx, weights, y_RD)?;
+        let mut routing = self.routing(y_RD.shape().rows(), 1, &|dtype, dims| cx.tensor_of(dtype, dims))?;
+        self.route(cx, weights, h_RD.view(), &mut routing, Tile::alone(y_RD.shape().rows()))?;
+        Ok((h_RD, routing))
+    }
+
+    /// The experts that any row of a tile chose.
+    pub(crate) fn wanted(&self, cx: &Context<'_>, routing: &Routing) -> Result<Vec<usize>> {
+        let routes = self.routes(cx, routing, Tile::alone(routing.rows.shape().rows()))?;
+        let spans = routes.starts.iter().zip(&routes.starts[1..]).enumerate();
+        Ok(spans.filter(|(_, (from, to))| from < to).map(|(expert, _)| expert).collect())
+    }
+
+    /// Adds to the rows of a tile what the experts make of them.
+    pub(crate) fn finish(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        h_RD: Tensor,
+        routing: &Routing,
+        y_RD: ViewMut<'_>,
+    ) -> Result {
+        let rows = y_RD.shape().rows();
+        let routes = self.routes(cx, routing, Tile::alone(rows))?;
+        let dims_PF = [rows * self.chosen, self.feed_forward];
+        let (mut gate_PF, mut up_PF) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
+        self.widen(cx, weights, h_RD, &routes, [gate_PF.view_mut(), up_PF.view_mut()])?;
+        let act_PF = self.activate(cx, gate_PF.view(), up_PF.view())?;
+        drop((gate_PF, up_PF));
+        self.narrow(cx, weights, act_PF, &routes, Residual::InPlace, y_RD)
     }
 
     /// As [`forward`](Self::forward), with the same bits, but `y1_TD` stays and `y = y1 + feed-forward(y1)`; gives what
@@ -193,8 +240,7 @@ impl MixtureMlp {
                 }
                 None => {
                     let fresh = self.again(cx, weights, h_RD)?;
-                    let alone = Tile { index: 0, start: 0, end: tile.rows() };
-                    let routes = self.routes(cx, &fresh.routing, alone)?;
+                    let routes = self.routes(cx, &fresh.routing, Tile::alone(tile.rows()))?;
                     let wide = [fresh.gate.view(), fresh.up.view()];
                     self.backward_tile(cx, weights, h_RD, &routes, wide, dy_RD, gradients)?
                 }
@@ -342,7 +388,7 @@ impl MixtureMlp {
     fn again(&self, cx: &Context<'_>, weights: &Weights<'_>, h_RD: View<'_>) -> Result<Routed> {
         let rows = h_RD.shape().rows();
         let mut routing = self.routing(rows, 1, &|dtype, dims| cx.tensor_of(dtype, dims))?;
-        let tile = Tile { index: 0, start: 0, end: rows };
+        let tile = Tile::alone(rows);
         self.route(cx, weights, h_RD, &mut routing, tile)?;
         let routes = self.routes(cx, &routing, tile)?;
         let dims_PF = [rows * self.chosen, self.feed_forward];
@@ -438,7 +484,6 @@ impl MixtureMlp {
 
     /// From the gradients `dout` of the outputs of layers that read the same `x`, of the expert of each routed row: `dx = Σ dout · W`, and of
     /// each layer `dW += doutᵀ · x`. Several need an f32 `dx`.
-    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     fn backward_experts<const N: usize>(
         &self,
         weights: &Weights<'_>,
@@ -472,11 +517,23 @@ impl MixtureMlp {
     }
 }
 
+impl Routing {
+    /// In the order of [`from_tensors`](Self::from_tensors).
+    pub(crate) fn into_tensors(self) -> [Tensor; 5] {
+        let Self { logits, weights, chosen, rows, starts } = self;
+        [logits, weights, chosen, rows, starts]
+    }
+
+    pub(crate) fn from_tensors([logits, weights, chosen, rows, starts]: [Tensor; 5]) -> Self {
+        Self { logits, weights, chosen, rows, starts }
+    }
+}
+
 impl Routed {
     /// In the order of [`from_tensors`](Self::from_tensors).
     pub(crate) fn into_tensors(self) -> Vec<Tensor> {
-        let Self { routing: Routing { logits, weights, chosen, rows, starts }, gate, up } = self;
-        vec![logits, weights, chosen, rows, starts, gate, up]
+        let Self { routing, gate, up } = self;
+        routing.into_tensors().into_iter().chain([gate, up]).collect()
     }
 
     /// # Panics

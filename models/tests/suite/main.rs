@@ -8,6 +8,7 @@ mod batches;
 #[path = "../card/mod.rs"]
 mod card;
 mod configs;
+mod demand;
 mod engine;
 mod export;
 mod fixture;

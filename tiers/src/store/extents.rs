@@ -21,28 +21,37 @@ impl Extents {
         Self { map: AddressMap::new(&spec), spec, volume }
     }
 
-    /// Starts reading chunks `chunks` of a blob of generation `generation` into `lease`, which is exactly as long as they are.
-    /// `sums` is what they must be.
+    /// Starts reading the chunks of a blob of generation `generation` that `sums` has what they must be of, in rising order, each to its place in
+    /// `lease`, which is exactly as long as chunks `span`.
     pub(super) fn read(
         &self,
         key: BlobKey,
-        chunks: Range<usize>,
+        span: Range<usize>,
         generation: u64,
-        sums: &[u64],
+        sums: &[(usize, u64)],
         (lease, urgency): (Lease, Urgency),
     ) -> PendingRead {
-        let mut checks = Vec::with_capacity(chunks.len());
-        let mut start = 0;
-        for (chunk, &sum) in chunks.clone().zip(sums) {
+        let mut checks = Vec::with_capacity(sums.len());
+        let mut parts: Vec<Range<usize>> = Vec::new();
+        let (mut start, mut wanted) = (0, sums.iter().peekable());
+        for chunk in span.clone() {
             let len = self.spec.chunk_bytes(key, chunk);
-            let (file, offset) = self.volume.locate(self.address(key, chunk, generation));
-            checks.push(Check { start, len, sum, chunk, file, offset });
+            if let Some(&(_, sum)) = wanted.next_if(|wanted| wanted.0 == chunk) {
+                let (file, offset) = self.volume.locate(self.address(key, chunk, generation));
+                checks.push(Check { start, len, sum, chunk, file, offset });
+                match parts.last_mut().filter(|part| part.end == start) {
+                    Some(part) => part.end += len,
+                    None => parts.push(start..start + len),
+                }
+            }
             start += len;
         }
-        assert_eq!(lease.len(), start, "the lease is as long as chunks {chunks:?} of {key:?}");
-        let address = self.address(key, chunks.start, generation);
+        assert_eq!(wanted.next(), None, "what is read of {key:?} is of chunks {span:?}, in their order");
+        assert_eq!(lease.len(), start, "the lease is as long as chunks {span:?} of {key:?}");
+        let address = self.address(key, span.start, generation);
         let label = format!("{} of group {}", key.kind.words(), self.spec.groups[key.group].name);
-        let request = self.volume.request(OpKind::Read, address, lease.into_io()).with_urgency(urgency);
+        let request = self.volume.request_parts(OpKind::Read, address, lease.into_io(), &parts);
+        let request = request.with_urgency(urgency);
         let ticket = self.volume.engine.submit(request);
         PendingRead::new(ticket, checks, &self.volume, label)
     }

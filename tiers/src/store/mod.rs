@@ -341,13 +341,34 @@ impl DiskStore {
         generation: Generation,
         lease: Lease,
     ) -> Result<PendingRead, TierError> {
+        let parts = std::slice::from_ref(&chunks);
+        self.read_parts_as(urgency, key, (chunks.clone(), parts), generation, lease)
+    }
+
+    /// As [`read_as`](Self::read_as), of some chunks of a span, each to its place in `lease`, which is exactly as long as the span; what lies between
+    /// them stays as it is. `parts` follow one another, and are apart.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    ///
+    /// # Panics
+    /// As [`read`](Self::read), and if there is no part or `parts` are not of the span in their order.
+    pub fn read_parts_as(
+        &self,
+        urgency: Urgency,
+        key: BlobKey,
+        (span, parts): (Range<usize>, &[Range<usize>]),
+        generation: Generation,
+        lease: Lease,
+    ) -> Result<PendingRead, TierError> {
+        let chunks = || parts.iter().flat_map(Range::clone);
         let versions = match generation {
             Generation::Live | Generation::Settled => self.lock(),
             Generation::Next | Generation::Newest => self.fenced(key)?,
         };
         let is_written = |chunk| versions.next.written[self.extents.entry(key, chunk)];
         let generation = match generation {
-            Generation::Newest | Generation::Settled if chunks.clone().any(is_written) => Generation::Next,
+            Generation::Newest | Generation::Settled if chunks().any(is_written) => Generation::Next,
             Generation::Newest | Generation::Settled => Generation::Live,
             named => named,
         };
@@ -373,9 +394,9 @@ impl DiskStore {
             assert!(is_written(chunk), "chunk {chunk} of {key:?} is written before it is read");
             versions.next.table[entry]
         };
-        let sums: Vec<u64> = chunks.clone().map(sum).collect();
+        let sums: Vec<(usize, u64)> = chunks().map(|chunk| (chunk, sum(chunk))).collect();
         drop(versions);
-        Ok(self.extents.read(key, chunks, generation_index, &sums, (lease, urgency)))
+        Ok(self.extents.read(key, span, generation_index, &sums, (lease, urgency)))
     }
 
     /// Waits for all writes so far, so that [`Generation::Settled`] may read what they wrote.

@@ -230,7 +230,8 @@ impl StoreView {
     /// If there is no such commit, or the lease has another length.
     pub fn read(&self, commit: Commit, key: BlobKey, chunks: Range<usize>, lease: Lease) -> PendingRead {
         let slot = self.slot(commit).expect("only commits that are there are read");
-        let sums: Vec<u64> = chunks.clone().map(|chunk| slot.table[self.extents.entry(key, chunk)]).collect();
+        let sum = |chunk| (chunk, slot.table[self.extents.entry(key, chunk)]);
+        let sums: Vec<(usize, u64)> = chunks.clone().map(sum).collect();
         self.extents.read(key, chunks, slot.live, &sums, (lease, Urgency::Whenever))
     }
 
