@@ -238,10 +238,6 @@ impl Family {
         self == Self::Phi3
     }
 
-    fn has_experts(self) -> bool {
-        matches!(self, Self::Mixtral | Self::Qwen3Moe | Self::Olmoe)
-    }
-
     fn is_gemma(self) -> bool {
         matches!(self, Self::Gemma | Self::Gemma3)
     }
@@ -367,12 +363,14 @@ impl ModelConfig {
         let (rope, window_rope) = Rope::parse(&entries, family, head_size, positions_max, defaults.theta)?;
         let attention_bias = entries.flag("attention_bias", family == Family::SeedOss)?;
         let unrotated = unrotated(&entries, family, layers)?;
+        let mixture = Mixture::parse(&entries, family, layers)?;
         let config = Self {
             family,
             vocab,
             hidden,
             feed_forward: entries.size("intermediate_size")?,
-            mixture: Mixture::parse(&entries, family, layers)?,
+            only_in_training: only_in_training(&entries, family, defaults.dropout, mixture.is_some())?,
+            mixture,
             layers,
             heads,
             kv_heads,
@@ -417,7 +415,6 @@ impl ModelConfig {
             positions_max: rope.positions(positions_max, other_positions(&entries)?),
             rope,
             window_rope,
-            only_in_training: only_in_training(&entries, family, defaults.dropout)?,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
             eos_ids: match defaults.eos.filter(|_| !entries.has("eos_token_id")) {
                 Some(id) => vec![id],
@@ -604,10 +601,15 @@ fn refuse_unsupported(entries: &Entries<'_>) -> Result {
 }
 
 /// The entries of what only training computes.
-fn only_in_training(entries: &Entries<'_>, family: Family, default: f64) -> Result<Vec<(&'static str, f64)>> {
+fn only_in_training(
+    entries: &Entries<'_>,
+    family: Family,
+    default: f64,
+    has_experts: bool,
+) -> Result<Vec<(&'static str, f64)>> {
     let part = |key: &&'static str| entries.number_or(key, default).map(|part| (*key, part));
     let mut all = family.dropouts().iter().map(part).collect::<Result<Vec<_>>>()?;
-    if family.has_experts() && entries.flag("output_router_logits", false)? {
+    if has_experts && entries.flag("output_router_logits", false)? {
         let default = if family == Family::Olmoe { 0.01 } else { 0.001 };
         all.push(("router_aux_loss_coef", entries.number_or("router_aux_loss_coef", default)?));
     }

@@ -7,7 +7,7 @@ use crate::fetch::{Fetcher, Order, Ready};
 use crate::kv::{KvPass, KvPlan, Layers};
 use crate::lane::Signal;
 use crate::network::Network;
-use crate::on_demand::OnDemand;
+use crate::on_demand::{OnDemand, uses_few};
 use crate::pass::Pass;
 use crate::state::StateHome;
 use crate::timeline::Resource;
@@ -220,9 +220,9 @@ impl Engine {
 
 /// What comes on demand in a pass.
 struct Demand {
-    /// Of each group, for as few rows as can be: what one that is not whole lacks.
-    most: Vec<Option<OnDemand>>,
-    /// Of each group, for the rows of this pass.
+    /// Of each group, what one that is not whole lacks.
+    layouts: Vec<Option<OnDemand>>,
+    /// Of each group, what this pass leaves out until it is asked for.
     now: Vec<Option<OnDemand>>,
 }
 
@@ -236,15 +236,16 @@ impl Demand {
         rows: usize,
     ) -> Self {
         let Some(store) = home.disk().filter(|_| config.training.is_none()) else {
-            return Self { most: Vec::new(), now: Vec::new() };
+            return Self { layouts: Vec::new(), now: Vec::new() };
         };
         let stays = |group: usize| matches!(room.places.get(group), Some(Some(_)));
-        let all = |rows| {
-            let of =
-                |group| if stays(group) { None } else { OnDemand::of(network, store.spec(), group, rows) };
-            (0..=network.last()).map(of).collect()
+        let of = |group| if stays(group) { None } else { OnDemand::of(network, store.spec(), group) };
+        let layouts: Vec<Option<OnDemand>> = (0..=network.last()).map(of).collect();
+        let left_out = |(group, layout): (usize, &Option<OnDemand>)| {
+            layout.clone().filter(|_| uses_few(network, group, rows))
         };
-        Self { most: all(1), now: all(rows) }
+        let now = layouts.iter().enumerate().map(left_out).collect();
+        Self { layouts, now }
     }
 
     /// A block's forward. Of one whose parts on demand are not there in halves, with a read of what it turns out to use between them, or, if
@@ -262,7 +263,7 @@ impl Demand {
             body.forward(cx, &pass.weights(block, &ready, &[]), x, y)?;
             return Ok(ready);
         }
-        let layout = self.most[block].as_ref().expect("what is not whole has parts on demand");
+        let layout = self.layouts[block].as_ref().expect("what is not whole has parts on demand");
         let mut complete = |ready: Vec<Ready>, runs: &[Range<usize>]| -> Result<Vec<Ready>> {
             let began = Instant::now();
             let whole =

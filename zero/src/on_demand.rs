@@ -13,12 +13,17 @@ use std::ops::Range;
 use terrace_tiers::StoreSpec;
 
 /// How much of a block's parts a pass must be expected to use for all to be fetched ahead of it, beside what is computed before.
-pub(crate) const USED_MAX: f64 = 0.5;
+const USED_MAX: f64 = 0.5;
 
 /// Fewest and most elements of a chunk where there are parts.
 const CHUNK_ELEMENTS: [usize; 2] = [1 << 16, 1 << 19];
 /// Chunks of a part at least, of which the first and the last may come for it alone: an eighth more bytes than the part, on average.
 const CHUNKS_OF_PART: usize = 8;
+
+/// Whether a pass over so many rows is to wait for the parts of a block that it uses.
+pub(crate) fn uses_few(network: &Network, block: usize, rows: usize) -> bool {
+    network.blocks[block].parts_used(rows) < USED_MAX
+}
 
 /// Elements of a chunk of weights that may come in parts; `None` if no block has any.
 pub(crate) fn chunk_elements(network: &Network) -> Option<usize> {
@@ -40,11 +45,8 @@ pub(crate) struct OnDemand {
 }
 
 impl OnDemand {
-    /// Of the group of `block`'s own parameters, for a forward over so many rows; `None` if all of it is fetched ahead.
-    pub(crate) fn of(network: &Network, spec: &StoreSpec, block: usize, rows: usize) -> Option<Self> {
-        if network.blocks[block].parts_used(rows) >= USED_MAX {
-            return None;
-        }
+    /// Of the group of `block`'s own parameters; `None` if nothing of it can be left out.
+    pub(crate) fn of(network: &Network, spec: &StoreSpec, block: usize) -> Option<Self> {
         Self::new(&network.parts(block), network.groups[block].elements, spec.chunk_elements as usize)
     }
 

@@ -11,7 +11,7 @@
 //! node; operations and the link those of a device; tokens those of all ranks.
 
 use crate::network::Network;
-use crate::on_demand::USED_MAX;
+use crate::on_demand::uses_few;
 use crate::plan::EnginePlan;
 use crate::ranks::Traffic;
 use crate::rounds::Rounds;
@@ -217,10 +217,11 @@ impl Count<'_> {
         if self.config.placement == Placement::Disk {
             let reads = self.reads(&order, read);
             let read = order.iter().zip(&reads).filter(|(_, read)| **read).map(|(group, _)| *group);
-            left_out = read.map(|group| self.unused(group, USED_MAX)).sum();
+            let in_parts = read.filter(|&group| uses_few(self.network, group, self.rows()));
+            left_out = in_parts.map(|group| self.unused(group)).sum();
             work.disk_read_bytes = self.weight_bytes(&order, &reads) - left_out;
         }
-        let unused: u64 = order.iter().map(|&group| self.unused(group, 1.0)).sum();
+        let unused: u64 = order.iter().map(|&group| self.unused(group)).sum();
         if unified {
             work.memory_bytes = work.disk_read_bytes + self.weights(&order) - unused;
         } else {
@@ -262,15 +263,16 @@ impl Count<'_> {
         self.weights(&read.map(|(group, _)| *group).collect::<Vec<_>>())
     }
 
-    /// Bytes of a group of which the planned batch is expected to make no use, if it uses less than `most` of its parts.
-    fn unused(&self, group: usize, most: f64) -> u64 {
-        let (network, limits) = (self.network, self.config.limits);
-        let used = network.blocks[group].parts_used(limits.sequences * limits.length);
-        if used >= most {
-            return 0;
-        }
-        let elements: usize = network.parts(group).iter().map(Range::len).sum();
-        ((1.0 - used) * (elements * network.element_bytes) as f64) as u64
+    /// Bytes of a group's parts of which the planned batch is expected to make no use.
+    fn unused(&self, group: usize) -> u64 {
+        let used = self.network.blocks[group].parts_used(self.rows());
+        let elements: usize = self.network.parts(group).iter().map(Range::len).sum();
+        ((1.0 - used) * (elements * self.network.element_bytes) as f64) as u64
+    }
+
+    /// Rows of the planned batch.
+    fn rows(&self) -> usize {
+        self.config.limits.sequences * self.config.limits.length
     }
 
     /// Whether a group's weights stay on the device.

@@ -95,6 +95,14 @@ struct Routes<'a> {
     starts: Vec<usize>,
 }
 
+impl Routes<'_> {
+    /// The experts that have routed rows, and the first and the last but one of them.
+    fn busy(&self) -> impl Iterator<Item = (usize, usize, usize)> {
+        let spans = self.starts.iter().zip(&self.starts[1..]).enumerate();
+        spans.map(|(expert, (&from, &to))| (expert, from, to)).filter(|(_, from, to)| from < to)
+    }
+}
+
 impl MixtureMlp {
     /// Takes its parameters from the layer's list.
     pub(crate) fn new(config: &ModelConfig, mixture: &Mixture, params: &mut Params) -> Self {
@@ -153,16 +161,14 @@ impl MixtureMlp {
         y_RD: View<'_>,
     ) -> Result<(Tensor, Routing)> {
         let h_RD = self.normed(cx, weights, y_RD)?;
-        let mut routing = self.routing(y_RD.shape().rows(), 1, &|dtype, dims| cx.tensor_of(dtype, dims))?;
-        self.route(cx, weights, h_RD.view(), &mut routing, Tile::alone(y_RD.shape().rows()))?;
+        let routing = self.choose(cx, weights, h_RD.view())?;
         Ok((h_RD, routing))
     }
 
     /// The experts that any row of a tile chose.
     pub(crate) fn wanted(&self, cx: &Context<'_>, routing: &Routing) -> Result<Vec<usize>> {
         let routes = self.routes(cx, routing, Tile::alone(routing.rows.shape().rows()))?;
-        let spans = routes.starts.iter().zip(&routes.starts[1..]).enumerate();
-        Ok(spans.filter(|(_, (from, to))| from < to).map(|(expert, _)| expert).collect())
+        Ok(routes.busy().map(|(expert, ..)| expert).collect())
     }
 
     /// Adds to the rows of a tile what the experts make of them.
@@ -227,7 +233,7 @@ impl MixtureMlp {
         gradients: &mut Gradients<'_>,
     ) -> Result {
         for tile in Tile::all(y1_TD.shape().rows()) {
-            let dx_RD = dx_TD.reborrow().rows(tile.start, tile.end);
+            let mut dx_RD = dx_TD.reborrow().rows(tile.start, tile.end);
             let (y1_RD, dy_RD) = (y1_TD.rows(tile.start, tile.end), dy_TD.rows(tile.start, tile.end));
             let normed = self.before.forward(cx, weights, y1_RD)?;
             let h_RD = normed.out.view();
@@ -247,7 +253,6 @@ impl MixtureMlp {
             };
             let Normed { out, rstd } = normed;
             drop(out);
-            let mut dx_RD = dx_RD;
             cx.kernels.elementwise.cast(dy_RD, dx_RD.reborrow())?;
             let (dh_RD, rstd) = (dh_RD.view(), rstd.view());
             self.before.backward(cx, weights, dh_RD, y1_RD, rstd, dx_RD, true, gradients)?;
@@ -350,6 +355,14 @@ impl MixtureMlp {
         })
     }
 
+    /// What the rows of a tile choose, by itself.
+    fn choose(&self, cx: &Context<'_>, weights: &Weights<'_>, h_RD: View<'_>) -> Result<Routing> {
+        let rows = h_RD.shape().rows();
+        let mut routing = self.routing(rows, 1, &|dtype, dims| cx.tensor_of(dtype, dims))?;
+        self.route(cx, weights, h_RD, &mut routing, Tile::alone(rows))?;
+        Ok(routing)
+    }
+
     /// What the rows of a tile choose. Logits are not rounded to the type of activations.
     fn route(
         &self,
@@ -387,10 +400,8 @@ impl MixtureMlp {
     /// What [`forward_keeping`](Self::forward_keeping) leaves of a tile, computed again.
     fn again(&self, cx: &Context<'_>, weights: &Weights<'_>, h_RD: View<'_>) -> Result<Routed> {
         let rows = h_RD.shape().rows();
-        let mut routing = self.routing(rows, 1, &|dtype, dims| cx.tensor_of(dtype, dims))?;
-        let tile = Tile::alone(rows);
-        self.route(cx, weights, h_RD, &mut routing, tile)?;
-        let routes = self.routes(cx, &routing, tile)?;
+        let routing = self.choose(cx, weights, h_RD)?;
+        let routes = self.routes(cx, &routing, Tile::alone(rows))?;
         let dims_PF = [rows * self.chosen, self.feed_forward];
         let (mut gate, mut up) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
         let h_PD = self.spread(cx, h_RD, &routes)?;
@@ -457,13 +468,6 @@ impl MixtureMlp {
         Ok(cx.kernels.experts.collect(out_PD.view(), routes.rows_RX, residual, y_RD)?)
     }
 
-    /// The experts that have routed rows, and the first and the last but one of them.
-    fn busy<'e>(&'e self, routes: &'e Routes<'_>) -> impl Iterator<Item = (&'e Expert, usize, usize)> {
-        let spans = routes.starts.iter().zip(&routes.starts[1..]);
-        let spans = self.experts.iter().zip(spans).map(|(expert, (&from, &to))| (expert, from, to));
-        spans.filter(|(_, from, to)| from < to)
-    }
-
     /// A layer of each busy expert with its rows of x and out.
     fn shares<'v>(
         &self,
@@ -473,13 +477,13 @@ impl MixtureMlp {
         out: ViewMut<'v>,
     ) -> Vec<(Linear, View<'v>, ViewMut<'v>)> {
         let mut left = Some(out);
-        let share = |(expert, from, to): (&Expert, usize, usize)| {
+        let share = |(expert, from, to): (usize, usize, usize)| {
             let (mine, others) =
                 left.take().expect("what the experts before have left").split_rows(to - from);
             left = Some(others);
-            (layer(expert), x.rows(from, to), mine)
+            (layer(&self.experts[expert]), x.rows(from, to), mine)
         };
-        self.busy(routes).map(share).collect()
+        routes.busy().map(share).collect()
     }
 
     /// From the gradients `dout` of the outputs of layers that read the same `x`, of the expert of each routed row: `dx = Σ dout · W`, and of
@@ -495,10 +499,10 @@ impl MixtureMlp {
     ) -> Result {
         let mut products = Vec::new();
         let mut terms: Vec<[_; N]> = Vec::new();
-        for (expert, from, to) in self.busy(routes) {
+        for (expert, from, to) in routes.busy() {
             let of = |index: usize| {
                 let (layer, dout) = layers[index];
-                (layer(expert).weight, dout.rows(from, to))
+                (layer(&self.experts[expert]).weight, dout.rows(from, to))
             };
             products.extend((0..N).map(of).map(|(weight, dout)| (weight, dout, x.rows(from, to))));
             terms.push(array::from_fn(|index| {
