@@ -4,33 +4,17 @@
 //! leave them out. Everything that would change the numbers and is not computed here is refused by name; dropout and the like are the
 //! exception: only training has them, so that whoever trains asks for them and refuses.
 
+use crate::composite::{TEXT, language_model};
 use crate::entries::Entries;
+use crate::family::{Family, family};
 use crate::json::parse_json;
 use crate::mixture::Mixture;
 use crate::rope::{Rope, RopeScaling};
 use crate::{ModelError, Result};
+use serde_json::Value;
 use std::path::Path;
 use terrace_kernels::GateFunction;
 use terrace_kernels::cpu::HEAD_MAX;
-
-/// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 15] = [
-    (Family::Llama, "LlamaForCausalLM", "llama"),
-    (Family::Mistral, "MistralForCausalLM", "mistral"),
-    (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
-    (Family::Qwen3, "Qwen3ForCausalLM", "qwen3"),
-    (Family::Phi3, "Phi3ForCausalLM", "phi3"),
-    (Family::SeedOss, "SeedOssForCausalLM", "seed_oss"),
-    (Family::SmolLm3, "SmolLM3ForCausalLM", "smollm3"),
-    (Family::Olmo2, "Olmo2ForCausalLM", "olmo2"),
-    (Family::Olmo3, "Olmo3ForCausalLM", "olmo3"),
-    (Family::Granite, "GraniteForCausalLM", "granite"),
-    (Family::Gemma, "GemmaForCausalLM", "gemma"),
-    (Family::Gemma3, "Gemma3ForCausalLM", "gemma3_text"),
-    (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
-    (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
-    (Family::Olmoe, "OlmoeForCausalLM", "olmoe"),
-];
 
 /// Functions of the feed-forward's gate, as `hidden_act` spells them.
 const GATE_FUNCTIONS: [(&str, GateFunction); 5] = [
@@ -43,41 +27,6 @@ const GATE_FUNCTIONS: [(&str, GateFunction); 5] = [
 
 /// Far more layers than any model has; a broken number must not become an allocation.
 const LAYERS_MAX: usize = 1 << 16;
-
-/// A line of models that share their structure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
-    /// Llama 2, 3, 3.1 and what follows their layout.
-    Llama,
-    /// Mistral: a sliding window over all layers.
-    Mistral,
-    /// Qwen 2 and 2.5: biased query, key and value projections.
-    Qwen2,
-    /// Qwen 3: queries and keys are normalized per head.
-    Qwen3,
-    /// Phi 3 and 4: files hold query, key and value projections as one tensor, and gate and up as one; some rotate a part of each head.
-    Phi3,
-    /// Seed-OSS: biased query, key and value projections, dropout in training.
-    SeedOss,
-    /// SmolLM 3: some layers have no rotary embedding.
-    SmolLm3,
-    /// OLMo 2: what attention and feed-forward give is normalized, and not what they are given; so are queries and keys, all heads together.
-    Olmo2,
-    /// OLMo 3: an OLMo 2 of which three layers in four have a window, with a rotary embedding of their own.
-    Olmo3,
-    /// Granite 3: embeddings, scores, what is added to the residual, and logits are multiplied by numbers.
-    Granite,
-    /// Gemma 1: the weights of norms are added to 1, and embeddings multiplied by the root of the hidden size.
-    Gemma,
-    /// Gemma 3 for text alone: a Gemma with norms on both sides, normalized queries and keys, and windows in five layers of six.
-    Gemma3,
-    /// Mixtral: a Mistral with experts, of which each token goes through two.
-    Mixtral,
-    /// Qwen 3 with experts (30B-A3B, 235B-A22B).
-    Qwen3Moe,
-    /// OLMoE: experts, and queries and keys that are normalized with all heads together.
-    Olmoe,
-}
 
 /// Where a decoder layer has norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,122 +89,13 @@ pub enum QkNorm {
     AllHeads,
 }
 
-/// What an absent entry means where the classes of transformers differ.
-struct Defaults {
-    /// As many as query heads, if `None`.
-    kv_heads: Option<usize>,
-    /// Hidden size by query heads, if `None`.
-    head_size: Option<usize>,
-    positions: usize,
-    norm_eps: f64,
-    theta: f64,
-    tied: bool,
-    pad: Option<usize>,
-    eos: Option<u32>,
-    dropout: f64,
-}
-
-impl Family {
-    fn defaults(self) -> Defaults {
-        let llama = Defaults {
-            kv_heads: None,
-            head_size: None,
-            positions: 2048,
-            norm_eps: 1e-6,
-            theta: 10_000.0,
-            tied: false,
-            pad: None,
-            eos: Some(2),
-            dropout: 0.0,
-        };
-        match self {
-            Self::Llama => llama,
-            Self::Mistral => Defaults { kv_heads: Some(8), positions: 131_072, ..llama },
-            Self::Qwen2 => Defaults { positions: 32_768, eos: None, ..llama },
-            Self::Qwen3 => Defaults { head_size: Some(128), positions: 32_768, eos: None, ..llama },
-            Self::Phi3 => {
-                Defaults { positions: 4096, norm_eps: 1e-5, pad: Some(32_000), eos: Some(32_000), ..llama }
-            }
-            Self::SeedOss => Defaults {
-                kv_heads: Some(8),
-                head_size: Some(128),
-                positions: 524_288,
-                pad: Some(1),
-                dropout: 0.1,
-                ..llama
-            },
-            Self::SmolLm3 => Defaults {
-                kv_heads: Some(4),
-                positions: 32_768,
-                theta: 2_000_000.0,
-                tied: true,
-                pad: Some(128_004),
-                eos: Some(128_001),
-                ..llama
-            },
-            Self::Olmo2 => Defaults { norm_eps: 1e-5, pad: Some(1), eos: Some(50_279), ..llama },
-            Self::Granite => llama,
-            Self::Gemma => Defaults {
-                kv_heads: Some(16),
-                head_size: Some(256),
-                positions: 8192,
-                tied: true,
-                pad: Some(0),
-                eos: Some(1),
-                ..llama
-            },
-            Self::Gemma3 => Defaults {
-                kv_heads: Some(4),
-                positions: 131_072,
-                theta: 1_000_000.0,
-                ..Self::Gemma.defaults()
-            },
-            Self::Olmo3 => Defaults { theta: 500_000.0, ..Self::Olmo2.defaults() },
-            Self::Mixtral => Defaults {
-                kv_heads: Some(8),
-                positions: 131_072,
-                norm_eps: 1e-5,
-                theta: 1_000_000.0,
-                ..llama
-            },
-            Self::Qwen3Moe => Defaults { kv_heads: Some(4), positions: 32_768, eos: None, ..llama },
-            Self::Olmoe => Defaults { positions: 4096, ..Self::Olmo2.defaults() },
-        }
-    }
-
-    /// What training drops or disturbs, as config.json spells it.
-    fn dropouts(self) -> &'static [&'static str] {
-        match self {
-            Self::Phi3 => &["attention_dropout", "resid_pdrop", "embd_pdrop"],
-            Self::SeedOss => &["attention_dropout", "residual_dropout"],
-            Self::Mixtral => &["attention_dropout", "router_jitter_noise"],
-            _ => &["attention_dropout"],
-        }
-    }
-
-    /// Whether files hold projections of the same input as one tensor.
-    pub(crate) fn is_fused(self) -> bool {
-        self == Self::Phi3
-    }
-
-    fn is_gemma(self) -> bool {
-        matches!(self, Self::Gemma | Self::Gemma3)
-    }
-
-    fn norms(self) -> Norms {
-        match self {
-            Self::Olmo2 | Self::Olmo3 => Norms::After,
-            Self::Gemma3 => Norms::Both,
-            _ => Norms::Before,
-        }
-    }
-}
-
 /// What the blocks of a decoder-only model depend on.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     /// The line of models.
     pub family: Family,
+    /// It is the language model of a folder that holds more, whose tensors are named accordingly.
+    pub is_part: bool,
     /// Vocabulary size, V.
     pub vocab: usize,
     /// Hidden size, D.
@@ -335,8 +175,10 @@ impl ModelConfig {
 
     fn read(text: &str) -> Result<Self> {
         let not_json = |e| ModelError::NoObject { detail: format!("is not JSON: {e}") };
-        let value = parse_json(text).map_err(not_json)?;
-        let entries = Entries::new(&value)?;
+        let whole = parse_json(text).map_err(not_json)?;
+        let part = language_model(&whole)?;
+        let is_nested = part.is_some() && whole.get(TEXT).is_some_and(Value::is_object);
+        let entries = Entries::new(part.as_ref().unwrap_or(&whole))?.under(if is_nested { TEXT } else { "" });
         let family = family(&entries)?;
         refuse_unsupported(&entries)?;
 
@@ -366,6 +208,7 @@ impl ModelConfig {
         let mixture = Mixture::parse(&entries, family, layers)?;
         let config = Self {
             family,
+            is_part: part.is_some(),
             vocab,
             hidden,
             feed_forward: entries.size("intermediate_size")?,
@@ -517,34 +360,6 @@ fn pad_id(entries: &Entries<'_>, vocab: usize, default: Option<usize>) -> Result
         return Err(entries.error("pad_token_id", detail));
     }
     Ok(Some(from_start as usize))
-}
-
-fn family(entries: &Entries<'_>) -> Result<Family> {
-    let architecture = entries.first_string("architectures")?;
-    let model_type = entries.string("model_type")?;
-    let of = |by: fn(&(Family, &'static str, &'static str)) -> &'static str, name: Option<&str>| {
-        FAMILIES.iter().find(|known| Some(by(known)) == name).map(|(family, ..)| *family)
-    };
-    if let (Some(by_name), Some(by_type)) =
-        (of(|known| known.1, architecture), of(|known| known.2, model_type))
-        && by_name != by_type
-    {
-        let (architecture, model_type) = (architecture.unwrap_or_default(), model_type.unwrap_or_default());
-        let detail = format!(
-            "is \"{model_type}\" and `architectures` names {architecture}: two different models; transformers goes by model_type; correct \
-             the one that is wrong"
-        );
-        return Err(entries.error("model_type", detail));
-    }
-    let found = FAMILIES.iter().find(|(_, name, kind)| match architecture {
-        Some(architecture) => architecture == *name,
-        None => model_type == Some(*kind),
-    });
-    found.map(|(family, ..)| *family).ok_or_else(|| ModelError::Unsupported {
-        what: if architecture.is_some() { "architecture" } else { "model_type" }.into(),
-        found: architecture.or(model_type).map_or("(none)".into(), |name| format!("\"{name}\"")),
-        supported: FAMILIES.map(|(_, name, _)| name).join(", "),
-    })
 }
 
 fn gate_function(entries: &Entries<'_>, family: Family) -> Result<GateFunction> {

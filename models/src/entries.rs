@@ -19,6 +19,12 @@ impl<'a> Entries<'a> {
         Ok(Self { map, prefix: String::new() })
     }
 
+    /// The same, named as the object under `key` of something else; of nothing, if that is empty.
+    pub(crate) fn under(self, key: &str) -> Self {
+        let prefix = if key.is_empty() { String::new() } else { format!("{key}.") };
+        Self { prefix, ..self }
+    }
+
     /// The object under `key`; `None` when absent or null.
     pub(crate) fn object(&self, key: &str) -> Result<Option<Self>> {
         match self.value(key) {

@@ -22,9 +22,11 @@
 
 pub mod batch;
 mod blocks;
+mod composite;
 mod config;
 mod entries;
 mod error;
+mod family;
 mod fused;
 mod json;
 mod mixture;
@@ -38,8 +40,9 @@ pub use blocks::{
     DecoderBlock, EMBEDDING_NAME, EmbeddingBlock, HeadBlock, Model, TILE_ROWS, build, build_quantized,
     param_count,
 };
-pub use config::{Family, ModelConfig, Multipliers, Norms, QkNorm};
+pub use config::{ModelConfig, Multipliers, Norms, QkNorm};
 pub use error::{ModelError, Result};
+pub use family::Family;
 pub use json::parse_json;
 pub use mixture::Mixture;
 pub use random::RandomSource;

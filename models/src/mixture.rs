@@ -1,7 +1,7 @@
 //! Feed-forwards with experts, as `config.json` describes them.
 
-use crate::config::Family;
 use crate::entries::Entries;
+use crate::family::Family;
 use crate::{ModelError, Result};
 
 /// Experts, of which each token goes through a few.

@@ -3,8 +3,8 @@
 //! Both spellings are read: `rope_theta` beside `rope_scaling` (with `rope_type` or the older `type`), and
 //! `rope_parameters`, which holds everything. The formulas are those of transformers' `modeling_rope_utils`.
 
-use crate::config::Family;
 use crate::entries::Entries;
+use crate::family::Family;
 use crate::{ModelError, Result};
 use std::f64::consts::TAU;
 

@@ -3,6 +3,7 @@
 //! Files are read with positional reads into one bounded buffer; nothing is mapped and no tensor is ever whole in memory.
 //! Headers are parsed and checked against the length of their files when the source is opened.
 
+use crate::composite::Naming;
 use crate::fused::file_tensors;
 use crate::safetensors_out::{WRITER, WRITER_KEY};
 use crate::{EMBEDDING_NAME, Model, ModelError, Result};
@@ -11,7 +12,7 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde_json::Value;
 use std::cmp::Ordering;
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -41,6 +42,8 @@ pub struct SafetensorsSource {
     folder: PathBuf,
     shards: Vec<Shard>,
     tensors: HashMap<String, Stored>,
+    /// Those of other parts than the language model, in order, once that is known to be one.
+    others: BTreeMap<String, Stored>,
     buffer: Vec<u8>,
     is_export: bool,
 }
@@ -72,6 +75,7 @@ impl SafetensorsSource {
             folder: folder.to_owned(),
             shards: Vec::new(),
             tensors: HashMap::new(),
+            others: BTreeMap::new(),
             buffer: Vec::new(),
             is_export: true,
         };
@@ -97,12 +101,15 @@ impl SafetensorsSource {
     }
 
     /// Checks the parameters of a model as [`validate`](Self::validate) does. Where the embedding is its head, a head in the files stands for
-    /// the embedding if that is missing, and is compared with it if not. Where files hold several parameters as one tensor, these can be
-    /// read from then on.
+    /// the embedding if that is missing, and is compared with it if not. Where files hold several parameters as one tensor, or more than a
+    /// language model, its parameters can be read from then on.
     ///
     /// # Errors
     /// As [`validate`](Self::validate), or a head that would be lost.
     pub fn validate_model(&mut self, model: &Model) -> Result {
+        if model.config.is_part {
+            self.take_part();
+        }
         self.take_apart(model)?;
         let mut params = model.blocks.iter().flat_map(|block| block.params());
         if let Some(embedding) = params.find(|param| param.name == EMBEDDING_NAME && model.config.tied) {
@@ -135,6 +142,37 @@ impl SafetensorsSource {
     /// The first parameter that cannot be read.
     pub fn validate(&self, params: &[ParamSpec]) -> Result {
         params.iter().try_for_each(|param| self.find(param).map(|_| ()))
+    }
+
+    /// Names the tensors of a language model that is a part of what the files hold as if it were alone, and sets those of the rest aside.
+    /// Says how the files name them, unless there are none; does nothing the second time.
+    pub(crate) fn take_part(&mut self) -> Option<Naming> {
+        let naming = Naming::of(self.tensors.keys().map(String::as_str))?;
+        for (name, stored) in std::mem::take(&mut self.tensors) {
+            match naming.parameter(&name) {
+                Some(parameter) => drop(self.tensors.insert(parameter, stored)),
+                None => drop(self.others.insert(name, stored)),
+            }
+        }
+        Some(naming)
+    }
+
+    /// The tensors of the other parts: names, element types, shapes and sizes in bytes.
+    pub(crate) fn others(&self) -> impl Iterator<Item = (&str, Dtype, &[usize], u64)> {
+        self.others.iter().map(|(name, stored)| {
+            let bits = stored.shape.iter().product::<usize>() * stored.dtype.bitsize();
+            (&**name, stored.dtype, &*stored.shape, (bits / 8) as u64)
+        })
+    }
+
+    /// Bytes of one of them, from `start` on.
+    ///
+    /// # Panics
+    /// If there is none of that name.
+    pub(crate) fn read_other(&self, name: &str, start: u64, out: &mut [u8]) -> Result {
+        let stored = &self.others[name];
+        let Shard { path, file } = &self.shards[stored.shard];
+        file.read_exact_at(out, stored.offset + start).map_err(ModelError::file("reading", path))
     }
 
     /// Enters the parts of fused tensors. A folder that has the parts themselves needs nothing.

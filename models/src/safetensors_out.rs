@@ -14,18 +14,19 @@
 //! are there, index and weights of an earlier export are removed, the files get their names, and the index comes last: a crash between leaves a
 //! folder that is refused, never a mixture of two models that loads.
 
+use crate::composite::{Naming, TEXT};
 use crate::fused::{FileTensor, file_tensors};
 use crate::json::parse_json;
-use crate::{ModelConfig, ModelError, Result};
+use crate::{ModelConfig, ModelError, Result, SafetensorsSource};
 use serde_json::{Map, Value, json};
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use terrace_kernels::DType;
-use terrace_zero::{EXPORT_BUFFER_BYTES, WeightReader, create_dir_durably, sync_dir};
+use terrace_zero::{EXPORT_BUFFER_BYTES, ParamSpec, WeightReader, create_dir_durably, sync_dir};
 
 /// What is copied from the source folder: everything a loader needs beside weights and config.json.
-const COPIED: [&str; 13] = [
+const COPIED: [&str; 15] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -37,6 +38,8 @@ const COPIED: [&str; 13] = [
     "merges.txt",
     "generation_config.json",
     "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
     "chat_template.jinja",
     "chat_template.json",
 ];
@@ -57,6 +60,9 @@ const INDEX: &str = "model.safetensors.index.json";
 pub(crate) const WRITER: &str = "terrace";
 pub(crate) const WRITER_KEY: &str = "writer";
 
+/// How a configuration says the element type of its weights.
+const DTYPE_KEYS: [&str; 2] = ["dtype", "torch_dtype"];
+
 /// How the temporary name of a file ends.
 const PARTIAL: &str = ".partial";
 
@@ -64,10 +70,11 @@ const PARTIAL: &str = ".partial";
 /// fails.
 ///
 /// A shard holds at most `shard_bytes` of tensors, but at least one tensor. `config_json` is the text of the model's
-/// `config.json`; its `dtype` (or `torch_dtype`) is set to that of the weights.
+/// `config.json`; its `dtype` (or `torch_dtype`) is set to that of the weights. Where the model is the language model of a folder that holds
+/// more, the rest is copied from `source_dir`.
 ///
 /// # Errors
-/// A file cannot be written, the state cannot be read, or `config_json` is not a JSON object.
+/// A file cannot be written, the state cannot be read, `config_json` is not a JSON object, or `source_dir` lacks the rest of the model.
 pub fn export_folder(
     reader: &mut dyn WeightReader,
     source_dir: Option<&Path>,
@@ -80,15 +87,22 @@ pub fn export_folder(
     let (tag, torch_name) = names(dtype)?;
     let config = with_dtype(config_json, torch_name)?;
     // Blocks of others may have a configuration that is no model's here: their parameters are tensors of files.
-    let is_fused = ModelConfig::parse(config_json).is_ok_and(|config| config.family.is_fused());
-    let shards = plan(file_tensors(&reader.params(), is_fused), dtype, shard_bytes);
+    let known = ModelConfig::parse(config_json).ok();
+    let is_fused = known.as_ref().is_some_and(|config| config.family.is_fused());
+    let rest = known.filter(|config| config.is_part).map(|_| Rest::of(source_dir)).transpose()?;
+    let mut tensors: Vec<OutTensor> = file_tensors(&reader.params(), is_fused)
+        .into_iter()
+        .map(|tensor| OutTensor::of_weights(tensor, rest.as_ref(), dtype, tag))
+        .collect();
+    tensors.extend(rest.iter().flat_map(Rest::tensors));
+    let shards = plan(tensors, shard_bytes);
 
     let mut staged = Vec::new();
     for shard in &shards {
-        staged.push(write_shard(reader, shard, dtype, tag, out_dir)?);
+        staged.push(write_shard(reader, rest.as_ref(), shard, dtype, out_dir)?);
     }
     let index = (shards.len() > 1)
-        .then(|| Staged::write(out_dir, INDEX, index_json(&shards, dtype).as_bytes()))
+        .then(|| Staged::write(out_dir, INDEX, index_json(&shards).as_bytes()))
         .transpose()?;
     let mut around = vec![Staged::write(out_dir, "config.json", config.as_bytes())?];
     let mut beside: Vec<(String, PathBuf)> = Vec::new();
@@ -142,7 +156,10 @@ fn holds_another_model(folder: &Path, config: &str) -> bool {
     let without_dtype = |text: &str| {
         let mut value = parse_json(text).ok()?;
         let entries = value.as_object_mut()?;
-        ["dtype", "torch_dtype"].iter().for_each(|key| drop(entries.shift_remove(*key)));
+        DTYPE_KEYS.iter().for_each(|key| drop(entries.shift_remove(*key)));
+        if let Some(part) = entries.get_mut(TEXT).and_then(Value::as_object_mut) {
+            DTYPE_KEYS.iter().for_each(|key| drop(part.shift_remove(*key)));
+        }
         Some(value)
     };
     let earlier = std::fs::read_to_string(folder.join("config.json"));
@@ -212,19 +229,82 @@ impl Drop for NewFolders<'_> {
     }
 }
 
+/// What a folder holds beside the language model.
+#[derive(Debug)]
+struct Rest {
+    source: SafetensorsSource,
+    naming: Naming,
+}
+
+impl Rest {
+    /// That of the folder a model came from.
+    fn of(source_dir: Option<&Path>) -> Result<Self> {
+        let dir = source_dir.ok_or_else(|| ModelError::Unsupported {
+            what: "export of a language model that is a part of a folder".into(),
+            found: "without that folder".into(),
+            supported: "the folder it came from, for the other tensors".into(),
+        })?;
+        let mut source = SafetensorsSource::open(dir)?;
+        let naming = source.take_part().ok_or_else(|| ModelError::NoWeights {
+            folder: dir.to_owned(),
+            expected: "those of the language model and of the rest".into(),
+            hint: "",
+        })?;
+        Ok(Self { source, naming })
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = OutTensor> {
+        self.source.others().map(|(name, dtype, dims, bytes)| OutTensor {
+            name: name.to_owned(),
+            dims: dims.to_vec(),
+            tag: dtype.to_string(),
+            bytes,
+            content: Content::Rest,
+        })
+    }
+}
+
+/// A tensor of an export.
+#[derive(Debug)]
+struct OutTensor {
+    name: String,
+    dims: Vec<usize>,
+    /// Its element type, as safetensors call it.
+    tag: String,
+    bytes: u64,
+    content: Content,
+}
+
+#[derive(Debug)]
+enum Content {
+    /// Weights, one parameter after the other.
+    Parts(Vec<ParamSpec>),
+    /// The tensor of that name of the [`Rest`].
+    Rest,
+}
+
+impl OutTensor {
+    fn of_weights(tensor: FileTensor, rest: Option<&Rest>, dtype: DType, tag: &str) -> Self {
+        let bytes = (tensor.elements() * dtype.size()) as u64;
+        let FileTensor { name, dims, parts } = tensor;
+        let name = rest.map_or_else(|| name.clone(), |rest| rest.naming.in_files(&name));
+        Self { name, dims, tag: tag.to_owned(), bytes, content: Content::Parts(parts) }
+    }
+}
+
 /// Some tensors that share a file.
 #[derive(Debug)]
 struct Shard {
     file: String,
-    tensors: Vec<FileTensor>,
+    tensors: Vec<OutTensor>,
 }
 
-/// Fills shards in the order of the blocks.
-fn plan(tensors: Vec<FileTensor>, dtype: DType, shard_bytes: u64) -> Vec<Shard> {
-    let mut groups: Vec<Vec<FileTensor>> = vec![Vec::new()];
+/// Fills shards in order.
+fn plan(tensors: Vec<OutTensor>, shard_bytes: u64) -> Vec<Shard> {
+    let mut groups: Vec<Vec<OutTensor>> = vec![Vec::new()];
     let mut used = 0;
     for tensor in tensors {
-        let bytes = (tensor.elements() * dtype.size()) as u64;
+        let bytes = tensor.bytes;
         let open = groups.last_mut().expect("starts with one group");
         if !open.is_empty() && used + bytes > shard_bytes {
             groups.push(vec![tensor]);
@@ -244,36 +324,61 @@ fn plan(tensors: Vec<FileTensor>, dtype: DType, shard_bytes: u64) -> Vec<Shard> 
 
 fn write_shard(
     reader: &mut dyn WeightReader,
+    rest: Option<&Rest>,
     shard: &Shard,
     dtype: DType,
-    tag: &str,
     out_dir: &Path,
 ) -> terrace_zero::Result<Staged> {
     let mut draft = Draft::create(out_dir, &shard.file)?;
-    draft.append(&header(shard, dtype, tag))?;
+    draft.append(&header(shard))?;
     let mut buffer = vec![0; EXPORT_BUFFER_BYTES];
-    for param in shard.tensors.iter().flat_map(|tensor| &tensor.parts) {
-        let (mut start, elements) = (0, param.elements());
-        while start < elements {
-            let end = elements.min(start + EXPORT_BUFFER_BYTES / dtype.size());
-            let bytes = &mut buffer[..(end - start) * dtype.size()];
-            reader.read(param, start, bytes)?;
-            draft.append(bytes)?;
-            start = end;
+    for tensor in &shard.tensors {
+        match (&tensor.content, rest) {
+            (Content::Parts(parts), _) => {
+                for param in parts {
+                    write_weights(reader, param, dtype, &mut buffer, &mut draft)?;
+                }
+            }
+            (Content::Rest, rest) => {
+                let Rest { source, .. } = rest.expect("only a rest has such tensors");
+                for start in (0..tensor.bytes).step_by(EXPORT_BUFFER_BYTES) {
+                    let count = (tensor.bytes - start).min(EXPORT_BUFFER_BYTES as u64) as usize;
+                    source.read_other(&tensor.name, start, &mut buffer[..count])?;
+                    draft.append(&buffer[..count])?;
+                }
+            }
         }
     }
     Ok(draft.complete()?)
 }
 
+fn write_weights(
+    reader: &mut dyn WeightReader,
+    param: &ParamSpec,
+    dtype: DType,
+    buffer: &mut [u8],
+    draft: &mut Draft,
+) -> terrace_zero::Result {
+    let (mut start, elements) = (0, param.elements());
+    while start < elements {
+        let end = elements.min(start + buffer.len() / dtype.size());
+        let bytes = &mut buffer[..(end - start) * dtype.size()];
+        reader.read(param, start, bytes)?;
+        draft.append(bytes)?;
+        start = end;
+    }
+    Ok(())
+}
+
 /// Length, JSON, and spaces up to a multiple of 8 so that the data is aligned.
-fn header(shard: &Shard, dtype: DType, tag: &str) -> Vec<u8> {
+fn header(shard: &Shard) -> Vec<u8> {
     let mut tensors = Map::new();
     // transformers refuses files that do not say which framework's layout they have.
     tensors.insert("__metadata__".into(), json!({"format": "pt", WRITER_KEY: WRITER}));
     let mut start = 0;
     for tensor in &shard.tensors {
-        let end = start + tensor.elements() * dtype.size();
-        let entry = json!({"dtype": tag, "shape": tensor.dims, "data_offsets": [start, end]});
+        let end = start + tensor.bytes;
+        let entry = json!({"dtype": tensor.tag, "shape": tensor.dims, "data_offsets": [start, end]});
         tensors.insert(tensor.name.clone(), entry);
         start = end;
     }
@@ -284,24 +389,30 @@ fn header(shard: &Shard, dtype: DType, tag: &str) -> Vec<u8> {
     header
 }
 
-fn index_json(shards: &[Shard], dtype: DType) -> String {
+fn index_json(shards: &[Shard]) -> String {
     let all = || shards.iter().flat_map(|shard| shard.tensors.iter().map(move |tensor| (shard, tensor)));
-    let total: usize = all().map(|(_, tensor)| tensor.elements() * dtype.size()).sum();
+    let total: u64 = all().map(|(_, tensor)| tensor.bytes).sum();
     let map: Map<String, Value> =
         all().map(|(shard, tensor)| (tensor.name.clone(), shard.file.clone().into())).collect();
     format!("{:#}\n", json!({"metadata": {"total_size": total}, "weight_map": map}))
 }
 
-/// The configuration with the dtype of the weights, under the spelling it uses already.
+/// The configuration with the dtype of the weights, under the spelling it uses already; that of a language model in it, too.
 fn with_dtype(config_json: &str, dtype: &str) -> Result<String> {
     let refused =
         |detail: String| ModelError::config_file(Path::new("config.json"))(ModelError::NoObject { detail });
     let mut value = parse_json(config_json).map_err(|e| refused(format!("is not JSON: {e}")))?;
     let config = value.as_object_mut().ok_or_else(|| refused("is not a JSON object".into()))?;
-    let keys: Vec<&str> =
-        ["dtype", "torch_dtype"].into_iter().filter(|key| config.contains_key(*key)).collect();
+    let keys: Vec<&str> = DTYPE_KEYS.into_iter().filter(|key| config.contains_key(*key)).collect();
     for key in if keys.is_empty() { vec!["torch_dtype"] } else { keys } {
         config.insert(key.into(), dtype.into());
+    }
+    if let Some(part) = config.get_mut(TEXT).and_then(Value::as_object_mut) {
+        for said in DTYPE_KEYS {
+            if let Some(said) = part.get_mut(said).filter(|said| said.is_string()) {
+                *said = dtype.into();
+            }
+        }
     }
     Ok(format!("{value:#}\n"))
 }

@@ -4,7 +4,6 @@ use super::checks;
 use crate::config::{TrainConfig, run};
 use crate::data::{DataConfig, DataError, Dataset, Sampler, TextTokenizer};
 use crate::error::CliError;
-use serde_json::Value;
 use std::path::{Path, PathBuf};
 use terrace_models::{ModelConfig, parse_json};
 
@@ -36,23 +35,22 @@ impl ModelFacts {
                 path.display()
             ))
         })?;
-        // A composite model keeps the language model's settings one level down; GPT-2 has names of its own.
+        // What is wrong with the model otherwise is said when it is loaded.
+        let model = ModelConfig::parse(&text).ok();
         // Of several names for one number the largest: what is stretched may say so under one of them alone.
-        let number = |names: &[&str]| {
-            let values = names.iter().flat_map(|name| [&config[name], &config["text_config"][name]]);
-            values.filter_map(Value::as_u64).max().map(|n| n as usize)
-        };
-        let vocab_size = number(&["vocab_size"]).filter(|&size| size > 0);
+        let number =
+            |names: &[&str]| names.iter().filter_map(|name| config[name].as_u64()).max().map(|n| n as usize);
+        let vocab_size = model.as_ref().map(|model| model.vocab).or_else(|| number(&["vocab_size"]));
         Ok(Self {
-            vocab_size: vocab_size.ok_or_else(|| {
+            vocab_size: vocab_size.filter(|&size| size > 0).ok_or_else(|| {
                 CliError::Usage(format!(
                     "{}: `vocab_size` is missing; does the folder hold a language model?",
                     path.display()
                 ))
             })?,
-            // Scaling may stretch them. What is wrong with the model otherwise is said when it is loaded.
-            positions_max: ModelConfig::parse(&text).map_or_else(
-                |_| number(&["max_position_embeddings", "n_positions", "max_sequence_length"]),
+            // Scaling may stretch them.
+            positions_max: model.map_or_else(
+                || number(&["max_position_embeddings", "n_positions", "max_sequence_length"]),
                 |model| Some(model.positions_max),
             ),
         })

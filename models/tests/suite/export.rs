@@ -7,7 +7,7 @@ use terrace_models::{Model, SafetensorsSource, export_folder, remove_weights};
 use terrace_zero::{EngineError, ParamSpec, WeightReader, WeightSource};
 
 /// Gives out what it reads, and fails at one parameter if asked to.
-struct Copying {
+pub struct Copying {
     source: SafetensorsSource,
     params: Vec<ParamSpec>,
     dtype: DType,
@@ -15,7 +15,7 @@ struct Copying {
 }
 
 impl Copying {
-    fn new(folder: &Path, dtype: DType) -> Self {
+    pub fn new(folder: &Path, dtype: DType) -> Self {
         let model = Model::from_folder(folder).unwrap();
         let params = model.blocks.iter().flat_map(|block| block.params().to_vec()).collect();
         Self { source: weights_of(folder), params, dtype, broken: None }

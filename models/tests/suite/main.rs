@@ -7,6 +7,7 @@ mod ahead;
 mod batches;
 #[path = "../card/mod.rs"]
 mod card;
+mod composite;
 mod configs;
 mod demand;
 mod engine;

@@ -1,0 +1,205 @@
+//! The families of models, and what their configuration classes in transformers fill in.
+
+use crate::composite::COMPOSITES;
+use crate::config::Norms;
+use crate::entries::Entries;
+use crate::{ModelError, Result};
+
+/// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
+const FAMILIES: [(Family, &str, &str); 15] = [
+    (Family::Llama, "LlamaForCausalLM", "llama"),
+    (Family::Mistral, "MistralForCausalLM", "mistral"),
+    (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
+    (Family::Qwen3, "Qwen3ForCausalLM", "qwen3"),
+    (Family::Phi3, "Phi3ForCausalLM", "phi3"),
+    (Family::SeedOss, "SeedOssForCausalLM", "seed_oss"),
+    (Family::SmolLm3, "SmolLM3ForCausalLM", "smollm3"),
+    (Family::Olmo2, "Olmo2ForCausalLM", "olmo2"),
+    (Family::Olmo3, "Olmo3ForCausalLM", "olmo3"),
+    (Family::Granite, "GraniteForCausalLM", "granite"),
+    (Family::Gemma, "GemmaForCausalLM", "gemma"),
+    (Family::Gemma3, "Gemma3ForCausalLM", "gemma3_text"),
+    (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
+    (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
+    (Family::Olmoe, "OlmoeForCausalLM", "olmoe"),
+];
+
+/// A line of models that share their structure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// Llama 2, 3, 3.1 and what follows their layout.
+    Llama,
+    /// Mistral: a sliding window over all layers.
+    Mistral,
+    /// Qwen 2 and 2.5: biased query, key and value projections.
+    Qwen2,
+    /// Qwen 3: queries and keys are normalized per head.
+    Qwen3,
+    /// Phi 3 and 4: files hold query, key and value projections as one tensor, and gate and up as one; some rotate a part of each head.
+    Phi3,
+    /// Seed-OSS: biased query, key and value projections, dropout in training.
+    SeedOss,
+    /// SmolLM 3: some layers have no rotary embedding.
+    SmolLm3,
+    /// OLMo 2: what attention and feed-forward give is normalized, and not what they are given; so are queries and keys, all heads together.
+    Olmo2,
+    /// OLMo 3: an OLMo 2 of which three layers in four have a window, with a rotary embedding of their own.
+    Olmo3,
+    /// Granite 3: embeddings, scores, what is added to the residual, and logits are multiplied by numbers.
+    Granite,
+    /// Gemma 1: the weights of norms are added to 1, and embeddings multiplied by the root of the hidden size.
+    Gemma,
+    /// Gemma 3 for text alone: a Gemma with norms on both sides, normalized queries and keys, and windows in five layers of six.
+    Gemma3,
+    /// Mixtral: a Mistral with experts, of which each token goes through two.
+    Mixtral,
+    /// Qwen 3 with experts (30B-A3B, 235B-A22B).
+    Qwen3Moe,
+    /// OLMoE: experts, and queries and keys that are normalized with all heads together.
+    Olmoe,
+}
+
+/// What an absent entry means where the classes of transformers differ.
+pub(crate) struct Defaults {
+    /// As many as query heads, if `None`.
+    pub(crate) kv_heads: Option<usize>,
+    /// Hidden size by query heads, if `None`.
+    pub(crate) head_size: Option<usize>,
+    pub(crate) positions: usize,
+    pub(crate) norm_eps: f64,
+    pub(crate) theta: f64,
+    pub(crate) tied: bool,
+    pub(crate) pad: Option<usize>,
+    pub(crate) eos: Option<u32>,
+    pub(crate) dropout: f64,
+}
+
+impl Family {
+    pub(crate) fn defaults(self) -> Defaults {
+        let llama = Defaults {
+            kv_heads: None,
+            head_size: None,
+            positions: 2048,
+            norm_eps: 1e-6,
+            theta: 10_000.0,
+            tied: false,
+            pad: None,
+            eos: Some(2),
+            dropout: 0.0,
+        };
+        match self {
+            Self::Llama => llama,
+            Self::Mistral => Defaults { kv_heads: Some(8), positions: 131_072, ..llama },
+            Self::Qwen2 => Defaults { positions: 32_768, eos: None, ..llama },
+            Self::Qwen3 => Defaults { head_size: Some(128), positions: 32_768, eos: None, ..llama },
+            Self::Phi3 => {
+                Defaults { positions: 4096, norm_eps: 1e-5, pad: Some(32_000), eos: Some(32_000), ..llama }
+            }
+            Self::SeedOss => Defaults {
+                kv_heads: Some(8),
+                head_size: Some(128),
+                positions: 524_288,
+                pad: Some(1),
+                dropout: 0.1,
+                ..llama
+            },
+            Self::SmolLm3 => Defaults {
+                kv_heads: Some(4),
+                positions: 32_768,
+                theta: 2_000_000.0,
+                tied: true,
+                pad: Some(128_004),
+                eos: Some(128_001),
+                ..llama
+            },
+            Self::Olmo2 => Defaults { norm_eps: 1e-5, pad: Some(1), eos: Some(50_279), ..llama },
+            Self::Granite => llama,
+            Self::Gemma => Defaults {
+                kv_heads: Some(16),
+                head_size: Some(256),
+                positions: 8192,
+                tied: true,
+                pad: Some(0),
+                eos: Some(1),
+                ..llama
+            },
+            Self::Gemma3 => Defaults {
+                kv_heads: Some(4),
+                positions: 131_072,
+                theta: 1_000_000.0,
+                ..Self::Gemma.defaults()
+            },
+            Self::Olmo3 => Defaults { theta: 500_000.0, ..Self::Olmo2.defaults() },
+            Self::Mixtral => Defaults {
+                kv_heads: Some(8),
+                positions: 131_072,
+                norm_eps: 1e-5,
+                theta: 1_000_000.0,
+                ..llama
+            },
+            Self::Qwen3Moe => Defaults { kv_heads: Some(4), positions: 32_768, eos: None, ..llama },
+            Self::Olmoe => Defaults { positions: 4096, ..Self::Olmo2.defaults() },
+        }
+    }
+
+    /// What training drops or disturbs, as config.json spells it.
+    pub(crate) fn dropouts(self) -> &'static [&'static str] {
+        match self {
+            Self::Phi3 => &["attention_dropout", "resid_pdrop", "embd_pdrop"],
+            Self::SeedOss => &["attention_dropout", "residual_dropout"],
+            Self::Mixtral => &["attention_dropout", "router_jitter_noise"],
+            _ => &["attention_dropout"],
+        }
+    }
+
+    /// Whether files hold projections of the same input as one tensor.
+    pub(crate) fn is_fused(self) -> bool {
+        self == Self::Phi3
+    }
+
+    pub(crate) fn is_gemma(self) -> bool {
+        matches!(self, Self::Gemma | Self::Gemma3)
+    }
+
+    pub(crate) fn norms(self) -> Norms {
+        match self {
+            Self::Olmo2 | Self::Olmo3 => Norms::After,
+            Self::Gemma3 => Norms::Both,
+            _ => Norms::Before,
+        }
+    }
+}
+
+/// The family that a `config.json` names.
+pub(crate) fn family(entries: &Entries<'_>) -> Result<Family> {
+    let architecture = entries.first_string("architectures")?;
+    let model_type = entries.string("model_type")?;
+    let of = |by: fn(&(Family, &'static str, &'static str)) -> &'static str, name: Option<&str>| {
+        FAMILIES.iter().find(|known| Some(by(known)) == name).map(|(family, ..)| *family)
+    };
+    if let (Some(by_name), Some(by_type)) =
+        (of(|known| known.1, architecture), of(|known| known.2, model_type))
+        && by_name != by_type
+    {
+        let (architecture, model_type) = (architecture.unwrap_or_default(), model_type.unwrap_or_default());
+        let detail = format!(
+            "is \"{model_type}\" and `architectures` names {architecture}: two different models; transformers goes by model_type; correct \
+             the one that is wrong"
+        );
+        return Err(entries.error("model_type", detail));
+    }
+    let found = FAMILIES.iter().find(|(_, name, kind)| match architecture {
+        Some(architecture) => architecture == *name,
+        None => model_type == Some(*kind),
+    });
+    let supported: Vec<&str> = FAMILIES
+        .iter()
+        .map(|known| known.1)
+        .chain(COMPOSITES.iter().map(|known| known.architecture))
+        .collect();
+    found.map(|(family, ..)| *family).ok_or_else(|| ModelError::Unsupported {
+        what: if architecture.is_some() { "architecture" } else { "model_type" }.into(),
+        found: architecture.or(model_type).map_or("(none)".into(), |name| format!("\"{name}\"")),
+        supported: supported.join(", "),
+    })
+}
