@@ -260,6 +260,7 @@ fn gate_flops(f: GateFunction) -> [usize; 2] {
         GateFunction::Silu => [5, 11],
         GateFunction::Gelu => [6, 14],
         GateFunction::GeluTanh => [9, 18],
+        GateFunction::ClampedSwish => [10, 19],
     }
 }
 

@@ -218,12 +218,22 @@ def append(case):
     return results
 
 
-GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+def clamped_swish(x):
+    x = x.clamp(max=7.0)
+    return x * torch.sigmoid(1.702 * x)
+
+
+GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "clamped_swish": clamped_swish}
+
+
+def factor(function, up):
+    """What the function of the gate is multiplied by."""
+    return up.clamp(-7.0, 7.0) + 1 if function == "clamped_swish" else up
 
 
 def gate_errors(function, gate):
     """Relative error of a share, and what torch's own `1 + erf` and `1 + tanh` in float64 lose where they are small."""
-    if function == "silu":
+    if function in ("silu", "clamped_swish"):
         return 2.0**-19, 0
     return 2.0**-15, 2.0**-50 * (1 + gate.abs()) ** 3
 
@@ -231,7 +241,7 @@ def gate_errors(function, gate):
 def gated(case):
     """Bound: 2⁻¹⁹ of the result, for an exponential, a quotient and products; of GELU 2⁻¹⁵, since the exponents of its smallest
     shares, up to 88, have rounding errors of their own."""
-    gate, up = case["gate"], case["up"]
+    gate, up = case["gate"], factor(case.facts["function"], case["up"])
     out = GATES[case.facts["function"]](gate) * up
     relative, least = gate_errors(case.facts["function"], gate)
     return {"out": (out, relative * out.abs() + least * up.abs())}
@@ -241,9 +251,9 @@ def gated_backward(case):
     """Bound: as of `gated` of dup, and of dgate with the magnitudes of its two terms."""
     function = GATES[case.facts["function"]]
     gate, up, dout = case["gate"].requires_grad_(), case["up"].requires_grad_(), case["dout"]
-    dgate, dup = torch.autograd.grad(function(gate) * up, (gate, up), dout)
+    dgate, dup = torch.autograd.grad(function(gate) * factor(case.facts["function"], up), (gate, up), dout)
     (slope,) = torch.autograd.grad(function(gate).sum(), gate)
-    gate, up = gate.detach(), up.detach()
+    gate, up = gate.detach(), factor(case.facts["function"], up.detach())
     relative, least = gate_errors(case.facts["function"], gate)
     share = function(gate) / torch.where(gate == 0, 1, gate)
     magnitude = share.abs() + (slope - share).abs()

@@ -11,7 +11,7 @@
 //!
 //! The kernels were compiled for every generation from Ampere to Blackwell (`cargo xtask cuda-check`) and pass the
 //! conformance suites emulated on a CPU (`kernels/shim`) and on an H200 (`benches/record`), where `quantized_mma.cu`, `rms_norm.cu` in its
-//! present form, `experts.cu` and `elementwise_affine` have not run. No other card has run any.
+//! present form, `experts.cu`, `elementwise_affine` and the clamped swish of `gated.cu` have not run. No other card has run any.
 
 mod attention;
 mod cublaslt;

@@ -79,9 +79,12 @@ fn gates_are_read_once() {
     let (set, counter) = dry::kernel_set();
     let [gate, up] = [(); 2].map(|()| tensor(DType::BF16, &[10, 20]));
     let (mut out, mut dup) = (tensor(DType::BF16, &[10, 20]), tensor(DType::BF16, &[10, 20]));
-    for (f, flops, flops_backward) in
-        [(GateFunction::Silu, 5, 11), (GateFunction::Gelu, 6, 14), (GateFunction::GeluTanh, 9, 18)]
-    {
+    for (f, flops, flops_backward) in [
+        (GateFunction::Silu, 5, 11),
+        (GateFunction::Gelu, 6, 14),
+        (GateFunction::GeluTanh, 9, 18),
+        (GateFunction::ClampedSwish, 10, 19),
+    ] {
         counter.reset();
         set.activation.gated(f, gate.view(), up.view(), out.view_mut()).unwrap();
         let expected = Totals { other_flops: flops * 200, bytes: 3 * 400, ..Totals::default() };

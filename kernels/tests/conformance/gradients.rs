@@ -102,6 +102,27 @@ fn gated() {
     }
 }
 
+/// On both sides of the limits, further from them than a step.
+#[test]
+fn clamped_swish() {
+    let set = reference::kernel_set();
+    let gate = Host::of(DType::F32, &[3, 6], [-8.0, -1.5, 0.5, 2.0, 6.5, 7.5].repeat(3));
+    let up = Host::of(DType::F32, &[3, 6], [[-7.5, 6.9, 0.3], [-0.5, 7.1, -6.9]].concat().repeat(3));
+    let c = f32s(&[3, 6], 3);
+    let forward = |gate: &Host, up: &Host| {
+        let mut out = Host::zeros(DType::F32, &[3, 6]);
+        set.activation.gated(GateFunction::ClampedSwish, gate.view(), up.view(), out.view_mut()).unwrap();
+        out
+    };
+    let (mut dgate, mut dup) = (Host::zeros(DType::F32, &[3, 6]), Host::zeros(DType::F32, &[3, 6]));
+    let (of_gate, of_up) = (dgate.view_mut(), dup.view_mut());
+    set.activation
+        .gated_backward(GateFunction::ClampedSwish, gate.view(), up.view(), c.view(), of_gate, of_up)
+        .unwrap();
+    check("dgate", &gate, &dgate, |gate| dot(&forward(gate, &up), &c));
+    check("dup", &up, &dup, |up| dot(&forward(&gate, up), &c));
+}
+
 #[test]
 fn embedding() {
     let set = reference::kernel_set();
