@@ -301,7 +301,8 @@ pub trait Attention: Send + Sync {
         to_v: ViewMut<'_>,
     ) -> Result;
 
-    /// Gradients for training, where all starts are 0 and C = S: writes dq, dk, dv (shapes of q, k, v).
+    /// Gradients for training, where all starts are 0 and C = S: writes dq, dk, dv (shapes of q, k, v). `out` and `lse` are what
+    /// [`forward`](Self::forward) wrote or, with sinks, what [`Sinks::add`] made of it.
     ///
     /// # Errors
     /// The backend failed.
@@ -318,6 +319,39 @@ pub trait Attention: Send + Sync {
         dk: ViewMut<'_>,
         dv: ViewMut<'_>,
         spec: AttentionSpec,
+    ) -> Result;
+}
+
+/// Attention sinks (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453; a learned number for
+/// each head, as here, in gpt-oss, OpenAI, arXiv 2508.10925): every row of scores has one more, of a key whose value is zero, so that
+/// a query need not attend to anything.
+///
+/// They are a pass of their own over what [`Attention::forward`] wrote, in one run or in pages alike, and not part of its kernels: it
+/// reads and writes out and lse once, 2·B·S·H·K elements against 4·K operations for each pair of a query and a key.
+///
+/// sinks `[H]`, out and dout `[B,S,H,K]`, all f32, bf16 or f16; lse f32 `[B,H,S]`.
+pub trait Sinks: Send + Sync {
+    /// `lse = ln(exp(lse) + exp(sinks[h]))`, and `out = out·exp(old lse − lse) = out·σ(old lse − sinks[h])`, rounded once.
+    ///
+    /// Where nothing was seen, an lse of −∞, out becomes zero, whatever it was, and lse the sink. A sink of −∞ changes nothing.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn add(&self, sinks: View<'_>, out: ViewMut<'_>, lse: ViewMut<'_>) -> Result;
+
+    /// The gradient of sinks, from what [`add`](Self::add) left in out and lse:
+    /// `dsinks[h] −= Σ_bs exp(sinks[h] − lse[b,h,s])·Σ_k dout·out`, f32 `[H]`. Those of queries, keys and values are what
+    /// [`Attention::backward`] makes of the same out and lse.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn backward(
+        &self,
+        sinks: View<'_>,
+        out: View<'_>,
+        lse: View<'_>,
+        dout: View<'_>,
+        dsinks: ViewMut<'_>,
     ) -> Result;
 }
 
@@ -559,6 +593,7 @@ pub struct KernelSet {
     pub rms_norm: Arc<dyn RmsNorm>,
     pub rope: Arc<dyn Rope>,
     pub attention: Arc<dyn Attention>,
+    pub sinks: Arc<dyn Sinks>,
     pub activation: Arc<dyn Activation>,
     pub embedding: Arc<dyn Embedding>,
     pub cross_entropy: Arc<dyn CrossEntropy>,
