@@ -204,6 +204,31 @@ def attention_backward(case):
     return {name: more(*result) for name, result in results.items()}
 
 
+def with_sinks(out, lse, sinks):
+    """out `[B, S, H, K]` and lse `[B, H, S]` of rows that have one more score each, without a value."""
+    joined = torch.logaddexp(lse, sinks[:, None])
+    return out * (lse - joined).exp().transpose(1, 2)[..., None], joined
+
+
+def sinks(case):
+    """Bound: 2⁻²⁰ of the result, for an exponential and a quotient; of lse 2⁻²² of itself and of a logarithm."""
+    out, lse = with_sinks(case["out"], case["lse"], case["sinks"])
+    return {"out": (out, 2.0**-20 * out.abs()), "lse": (lse, 2.0**-22 * (lse.abs() + 1))}
+
+
+def sinks_backward(case):
+    """Bound: `sums` over the products of all rows, 2⁻¹⁸ of each for lse in float32 and an exponential, and six deviations of what
+    the rounding of out moves them."""
+    sinks, dout = case["sinks"].requires_grad_(), case["dout"]
+    out, lse = with_sinks(case["out"], case["lse"], sinks)
+    (dsinks,) = torch.autograd.grad(out, sinks, dout)
+    share = (sinks.detach()[:, None] - lse.detach()).exp().transpose(1, 2)[..., None]
+    products, old = (share * out.detach() * dout).abs(), case["dsinks"]
+    magnitude, squares = products.sum((0, 1, 3)), products.square().sum((0, 1, 3))
+    bound = sums(out[:, :, 0].numel(), magnitude + old.abs()) + 2.0**-18 * magnitude
+    return {"dsinks": (old + dsinks, bound + 6 * UNITS[case.operands["out"].dtype] * squares.sqrt())}
+
+
 def append(case):
     """The very bits: rows of k and v at their places in the pages, everything else as it was."""
     starts, pages, results = case.integers("starts"), case.integers("pages"), {}
@@ -420,9 +445,9 @@ def sum_of_squares(case):
 
 
 OPERATIONS = [
-    matmul, quantized, attention, attention_backward, append, rms_norm, rms_norm_backward, rope, gated, gated_backward,
-    gather, scatter_add, cross_entropy, route, route_backward, spread, collect, weigh, weigh_backward, add, cast, sum_rows,
-    zero, adam, sum_of_squares,
+    matmul, quantized, attention, attention_backward, sinks, sinks_backward, append, rms_norm, rms_norm_backward, rope, gated,
+    gated_backward, gather, scatter_add, cross_entropy, route, route_backward, spread, collect, weigh, weigh_backward, add, cast,
+    sum_rows, zero, adam, sum_of_squares,
 ]  # fmt: skip
 BY_NAME = {operation.__name__: operation for operation in OPERATIONS}
 
