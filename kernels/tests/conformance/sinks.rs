@@ -104,7 +104,7 @@ fn extremes() {
     let heads = cases.len();
     // Every third position is one of the head's case, the others are of a sink that is as likely as all keys.
     let (positions, size) = (40, 10);
-    let is_case = |s: usize| s % 3 == 0;
+    let is_case = |s: usize| s.is_multiple_of(3);
     let sinks = Host::of(DType::F32, &[heads], cases.map(|case| case.0));
     let lse = cases.iter().flat_map(|case| (0..positions).map(|s| if is_case(s) { case.1 } else { case.0 }));
     let lse = Host::of(DType::F32, &[1, heads, positions], lse);
