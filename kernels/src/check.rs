@@ -83,6 +83,36 @@ pub struct AppendDims {
     pub paging: Paging,
 }
 
+/// Sizes of an operation on sinks of attention.
+#[derive(Debug, Clone, Copy)]
+pub struct SinkDims {
+    /// Sequences (B).
+    pub batch: usize,
+    /// Query positions per sequence (S).
+    pub queries: usize,
+    /// Query heads (H).
+    pub heads: usize,
+    /// Elements per head (K).
+    pub head_size: usize,
+}
+
+impl SinkDims {
+    /// Queries of all sequences and heads.
+    pub fn rows(&self) -> usize {
+        self.batch * self.queries * self.heads
+    }
+
+    /// Where lse has those of a head of a sequence.
+    pub fn lse(&self, b: usize, h: usize) -> usize {
+        (b * self.heads + h) * self.queries
+    }
+
+    /// Where out has a query of a head of a sequence.
+    pub fn out(&self, b: usize, s: usize, h: usize) -> usize {
+        ((b * self.queries + s) * self.heads + h) * self.head_size
+    }
+}
+
 /// Sizes of a choice of experts.
 #[derive(Debug, Clone, Copy)]
 pub struct ChoiceDims {
@@ -345,6 +375,43 @@ pub fn attention_backward(
     same("attention backward", "lse", dims.batch * dims.heads * dims.queries, lse.shape().elements());
     exact("attention backward", "lse", lse.dtype(), DType::F32);
     dims
+}
+
+pub fn sinks_add(sinks: View<'_>, out: &ViewMut<'_>, lse: &ViewMut<'_>) -> SinkDims {
+    self::sinks("sinks", sinks, out.view(), lse.view())
+}
+
+pub fn sinks_backward(
+    sinks: View<'_>,
+    out: View<'_>,
+    lse: View<'_>,
+    dout: View<'_>,
+    dsinks: &ViewMut<'_>,
+) -> SinkDims {
+    let dims = self::sinks("sinks backward", sinks, out, lse);
+    same("sinks backward", "dout", out.shape().elements(), dout.shape().elements());
+    float("sinks backward", "dout", dout.dtype());
+    same("sinks backward", "dsinks", dims.heads, dsinks.shape().elements());
+    exact("sinks backward", "dsinks", dsinks.dtype(), DType::F32);
+    dims
+}
+
+fn sinks(op: &str, sinks: View<'_>, out: View<'_>, lse: View<'_>) -> SinkDims {
+    let shape = out.shape();
+    let &[batch, queries, heads, head_size] = shape.dims() else {
+        panic!("{op}: out is [B, S, H, K], not {shape:?}");
+    };
+    same(op, "sinks", heads, sinks.shape().elements());
+    float(op, "sinks", sinks.dtype());
+    float(op, "out", out.dtype());
+    assert_eq!(
+        lse.shape().dims(),
+        [batch, heads, queries],
+        "{op}: lse of out {shape:?} is [B, H, S], not {:?}",
+        lse.shape()
+    );
+    exact(op, "lse", lse.dtype(), DType::F32);
+    SinkDims { batch, queries, heads, head_size }
 }
 
 pub fn append(

@@ -7,7 +7,7 @@ use crate::check;
 use crate::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, Experts,
     GateFunction, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Residual,
-    Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
+    Result, RmsNorm, Rope, RopeDirection, Sinks, View, ViewMut,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -22,6 +22,7 @@ pub fn kernel_set() -> (KernelSet, Arc<Counter>) {
         rms_norm: dry.clone(),
         rope: dry.clone(),
         attention: dry.clone(),
+        sinks: dry.clone(),
         activation: dry.clone(),
         embedding: dry.clone(),
         cross_entropy: dry.clone(),
@@ -254,12 +255,38 @@ impl Attention for Dry {
     }
 }
 
+impl Sinks for Dry {
+    /// A product for each element, and of each row a difference, an exponential, a share of three and an lse of two.
+    fn add(&self, sinks: View<'_>, out: ViewMut<'_>, lse: ViewMut<'_>) -> Result {
+        let dims = check::sinks_add(sinks, &out, &lse);
+        self.counter.other(dims.rows() * (dims.head_size + 7));
+        self.counter.bytes(&[sinks, out.view(), lse.view()], &[&out, &lse]);
+        Ok(())
+    }
+
+    /// A product and a sum for each element, and of each row a difference, an exponential, a product and a sum.
+    fn backward(
+        &self,
+        sinks: View<'_>,
+        out: View<'_>,
+        lse: View<'_>,
+        dout: View<'_>,
+        dsinks: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::sinks_backward(sinks, out, lse, dout, &dsinks);
+        self.counter.other(dims.rows() * (2 * dims.head_size + 4));
+        self.counter.bytes(&[sinks, out, lse, dout, dsinks.view()], &[&dsinks]);
+        Ok(())
+    }
+}
+
 /// Operations of an element of a gated activation, forward and backward; an exponential or an error function is one.
 fn gate_flops(f: GateFunction) -> [usize; 2] {
     match f {
         GateFunction::Silu => [5, 11],
         GateFunction::Gelu => [6, 14],
         GateFunction::GeluTanh => [9, 18],
+        GateFunction::ClampedSwish => [10, 19],
     }
 }
 

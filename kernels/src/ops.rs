@@ -301,7 +301,8 @@ pub trait Attention: Send + Sync {
         to_v: ViewMut<'_>,
     ) -> Result;
 
-    /// Gradients for training, where all starts are 0 and C = S: writes dq, dk, dv (shapes of q, k, v).
+    /// Gradients for training, where all starts are 0 and C = S: writes dq, dk, dv (shapes of q, k, v). `out` and `lse` are what
+    /// [`forward`](Self::forward) wrote or, with sinks, what [`Sinks::add`] made of it.
     ///
     /// # Errors
     /// The backend failed.
@@ -321,7 +322,41 @@ pub trait Attention: Send + Sync {
     ) -> Result;
 }
 
-/// What is done to the gate before up is multiplied by it. Each is `f(x) = x·share(x)` with a share that goes from 0 to 1.
+/// Attention sinks (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453; a learned number for
+/// each head, as here, in gpt-oss, OpenAI, arXiv 2508.10925): every row of scores has one more, of a key whose value is zero, so that
+/// a query need not attend to anything.
+///
+/// They are a pass of their own over what [`Attention::forward`] wrote, in one run or in pages alike, and not part of its kernels: it
+/// reads and writes out and lse once, 2·B·S·H·K elements against 4·K operations for each pair of a query and a key.
+///
+/// sinks `[H]`, out and dout `[B,S,H,K]`, all f32, bf16 or f16; lse f32 `[B,H,S]`.
+pub trait Sinks: Send + Sync {
+    /// `lse = ln(exp(lse) + exp(sinks[h]))`, and `out = out·exp(old lse − lse) = out·σ(old lse − sinks[h])`, rounded once.
+    ///
+    /// Where nothing was seen, an lse of −∞, out becomes zero, whatever it was, and lse the sink. A sink of −∞ changes nothing.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn add(&self, sinks: View<'_>, out: ViewMut<'_>, lse: ViewMut<'_>) -> Result;
+
+    /// The gradient of sinks, from what [`add`](Self::add) left in out and lse:
+    /// `dsinks[h] −= Σ_bs exp(sinks[h] − lse[b,h,s])·Σ_k dout·out`, f32 `[H]`. Those of queries, keys and values are what
+    /// [`Attention::backward`] makes of the same out and lse.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn backward(
+        &self,
+        sinks: View<'_>,
+        out: View<'_>,
+        lse: View<'_>,
+        dout: View<'_>,
+        dsinks: ViewMut<'_>,
+    ) -> Result;
+}
+
+/// What is done to the gate before up is multiplied by it: `f(x) = x·share(x)` with a share that goes from 0 to 1, and
+/// `out = f(gate)·up`. [`ClampedSwish`](Self::ClampedSwish) holds both of them first, and adds 1 to up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum GateFunction {
     /// `x·σ(x)`, σ the logistic function; also called swish. With it the activation is SwiGLU.
@@ -331,16 +366,23 @@ pub enum GateFunction {
     Gelu,
     /// `x·½(1 + tanh(√(2/π)·(x + 0.044715·x³)))`, the same article's approximation of GELU.
     GeluTanh,
+    /// That of gpt-oss (OpenAI, arXiv 2508.10925): `out = f(g)·(u + 1)` with `f(x) = x·σ(1.702·x)`, g the gate but at most 7, and u
+    /// up, held between −7 and 7. Beyond these limits gradients are 0; at them they are not. NaNs stay NaNs.
+    ClampedSwish,
 }
 
 impl GateFunction {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Silu, Self::Gelu, Self::GeluTanh];
+    pub const ALL: [Self; 4] = [Self::Silu, Self::Gelu, Self::GeluTanh, Self::ClampedSwish];
+    /// What multiplies x in the σ of [`ClampedSwish`](Self::ClampedSwish): σ is Φ then, nearly.
+    pub const SWISH_SLOPE: f64 = 1.702;
+    /// The most that [`ClampedSwish`](Self::ClampedSwish) takes of a gate, and of an up of either sign.
+    pub const SWISH_LIMIT: f64 = 7.0;
 }
 
 /// Gated activations (Shazeer, arXiv 2002.05202).
 pub trait Activation: Send + Sync {
-    /// `out = f(gate)·up`, all `[T, F]`.
+    /// `out = f(gate)·up`, all `[T, F]`, or as [`GateFunction::ClampedSwish`] says.
     ///
     /// It is a pass of its own and no [`Epilogue`] of the two products before it. A product of both would hold two tiles of sums
     /// where it holds one, so tiles of half the size, which pack an operand twice as often (`kernels/src/cpu/matmul.rs`)
@@ -352,7 +394,8 @@ pub trait Activation: Send + Sync {
     /// The backend failed.
     fn gated(&self, f: GateFunction, gate: View<'_>, up: View<'_>, out: ViewMut<'_>) -> Result;
 
-    /// Its gradients, `dgate = dout·up·f′(gate)` and `dup = dout·f(gate)`, which are overwritten.
+    /// Its gradients, `dgate = dout·up·f′(gate)` and `dup = dout·f(gate)`, which are overwritten. Those of
+    /// [`GateFunction::ClampedSwish`] are `dout·(u + 1)·f′(g)` where gate ≤ 7 and `dout·f(g)` where −7 ≤ up ≤ 7, else 0.
     ///
     /// # Errors
     /// The backend failed.
@@ -550,6 +593,7 @@ pub struct KernelSet {
     pub rms_norm: Arc<dyn RmsNorm>,
     pub rope: Arc<dyn Rope>,
     pub attention: Arc<dyn Attention>,
+    pub sinks: Arc<dyn Sinks>,
     pub activation: Arc<dyn Activation>,
     pub embedding: Arc<dyn Embedding>,
     pub cross_entropy: Arc<dyn CrossEntropy>,

@@ -52,6 +52,7 @@ fn working_memory_is_bounded() {
         products(&set, &arena);
         quantized(&set, &arena);
         attention(&set, &arena);
+        sinks(&set, &arena);
         rows(&set, &arena);
         experts(&set, &arena);
         let taken = PEAK.load(Relaxed) - before;
@@ -135,6 +136,18 @@ fn attention(set: &KernelSet, arena: &Arena) {
     }
 }
 
+/// Rows whose sums are cut into parts, heads and elements of more than a block.
+fn sinks(set: &KernelSet, arena: &Arena) {
+    for dims in [[2, 3000, 64, 8], [1, 40, 3, 2000], [3, 7, 300, 16], [1, 5000, 1, 1]] {
+        let [b, s, h, _] = dims;
+        let (of_heads, mut dsinks) = (tensor(arena, DType::BF16, &[h]), tensor(arena, DType::F32, &[h]));
+        let (mut out, dout) = (tensor(arena, DType::BF16, &dims), tensor(arena, DType::BF16, &dims));
+        let mut lse = tensor(arena, DType::F32, &[b, h, s]);
+        set.sinks.add(of_heads.view(), out.view_mut(), lse.view_mut()).unwrap();
+        set.sinks.backward(of_heads.view(), out.view(), lse.view(), dout.view(), dsinks.view_mut()).unwrap();
+    }
+}
+
 fn rows(set: &KernelSet, arena: &Arena) {
     for (rows, width) in [(5000, 512), (300, 20_000)] {
         let of_x = || tensor(arena, DType::BF16, &[rows, width]);
@@ -157,7 +170,9 @@ fn rows(set: &KernelSet, arena: &Arena) {
             )
             .unwrap();
         set.reduce.sum_rows(x.view(), dweight.view_mut()).unwrap();
-        set.activation.gated(GateFunction::Gelu, x.view(), out.view(), dx.view_mut()).unwrap();
+        for f in GateFunction::ALL {
+            set.activation.gated(f, x.view(), out.view(), dx.view_mut()).unwrap();
+        }
         set.cross_entropy.loss_and_gradient(out.view_mut(), ids.view(), 1.0, loss.view_mut()).unwrap();
         let heads = x.view_mut().reshape(&[rows, 4, width / 4]);
         set.rope.rotate(heads, ids.view(), inv_freq.view(), 1.0, RopeDirection::Forward).unwrap();

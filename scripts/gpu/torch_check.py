@@ -204,6 +204,31 @@ def attention_backward(case):
     return {name: more(*result) for name, result in results.items()}
 
 
+def with_sinks(out, lse, sinks):
+    """out `[B, S, H, K]` and lse `[B, H, S]` of rows that have one more score each, without a value."""
+    joined = torch.logaddexp(lse, sinks[:, None])
+    return out * (lse - joined).exp().transpose(1, 2)[..., None], joined
+
+
+def sinks(case):
+    """Bound: 2⁻²⁰ of the result, for an exponential and a quotient; of lse 2⁻²² of itself and of a logarithm."""
+    out, lse = with_sinks(case["out"], case["lse"], case["sinks"])
+    return {"out": (out, 2.0**-20 * out.abs()), "lse": (lse, 2.0**-22 * (lse.abs() + 1))}
+
+
+def sinks_backward(case):
+    """Bound: `sums` over the products of all rows, 2⁻¹⁸ of each for lse in float32 and an exponential, and six deviations of what
+    the rounding of out moves them."""
+    sinks, dout = case["sinks"].requires_grad_(), case["dout"]
+    out, lse = with_sinks(case["out"], case["lse"], sinks)
+    (dsinks,) = torch.autograd.grad(out, sinks, dout)
+    share = (sinks.detach()[:, None] - lse.detach()).exp().transpose(1, 2)[..., None]
+    products, old = (share * out.detach() * dout).abs(), case["dsinks"]
+    magnitude, squares = products.sum((0, 1, 3)), products.square().sum((0, 1, 3))
+    bound = sums(out[:, :, 0].numel(), magnitude + old.abs()) + 2.0**-18 * magnitude
+    return {"dsinks": (old + dsinks, bound + 6 * UNITS[case.operands["out"].dtype] * squares.sqrt())}
+
+
 def append(case):
     """The very bits: rows of k and v at their places in the pages, everything else as it was."""
     starts, pages, results = case.integers("starts"), case.integers("pages"), {}
@@ -218,12 +243,22 @@ def append(case):
     return results
 
 
-GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+def clamped_swish(x):
+    x = x.clamp(max=7.0)
+    return x * torch.sigmoid(1.702 * x)
+
+
+GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "clamped_swish": clamped_swish}
+
+
+def factor(function, up):
+    """What the function of the gate is multiplied by."""
+    return up.clamp(-7.0, 7.0) + 1 if function == "clamped_swish" else up
 
 
 def gate_errors(function, gate):
     """Relative error of a share, and what torch's own `1 + erf` and `1 + tanh` in float64 lose where they are small."""
-    if function == "silu":
+    if function in ("silu", "clamped_swish"):
         return 2.0**-19, 0
     return 2.0**-15, 2.0**-50 * (1 + gate.abs()) ** 3
 
@@ -231,7 +266,7 @@ def gate_errors(function, gate):
 def gated(case):
     """Bound: 2⁻¹⁹ of the result, for an exponential, a quotient and products; of GELU 2⁻¹⁵, since the exponents of its smallest
     shares, up to 88, have rounding errors of their own."""
-    gate, up = case["gate"], case["up"]
+    gate, up = case["gate"], factor(case.facts["function"], case["up"])
     out = GATES[case.facts["function"]](gate) * up
     relative, least = gate_errors(case.facts["function"], gate)
     return {"out": (out, relative * out.abs() + least * up.abs())}
@@ -241,9 +276,9 @@ def gated_backward(case):
     """Bound: as of `gated` of dup, and of dgate with the magnitudes of its two terms."""
     function = GATES[case.facts["function"]]
     gate, up, dout = case["gate"].requires_grad_(), case["up"].requires_grad_(), case["dout"]
-    dgate, dup = torch.autograd.grad(function(gate) * up, (gate, up), dout)
+    dgate, dup = torch.autograd.grad(function(gate) * factor(case.facts["function"], up), (gate, up), dout)
     (slope,) = torch.autograd.grad(function(gate).sum(), gate)
-    gate, up = gate.detach(), up.detach()
+    gate, up = gate.detach(), factor(case.facts["function"], up.detach())
     relative, least = gate_errors(case.facts["function"], gate)
     share = function(gate) / torch.where(gate == 0, 1, gate)
     magnitude = share.abs() + (slope - share).abs()
@@ -410,9 +445,9 @@ def sum_of_squares(case):
 
 
 OPERATIONS = [
-    matmul, quantized, attention, attention_backward, append, rms_norm, rms_norm_backward, rope, gated, gated_backward,
-    gather, scatter_add, cross_entropy, route, route_backward, spread, collect, weigh, weigh_backward, add, cast, sum_rows,
-    zero, adam, sum_of_squares,
+    matmul, quantized, attention, attention_backward, sinks, sinks_backward, append, rms_norm, rms_norm_backward, rope, gated,
+    gated_backward, gather, scatter_add, cross_entropy, route, route_backward, spread, collect, weigh, weigh_backward, add, cast,
+    sum_rows, zero, adam, sum_of_squares,
 ]  # fmt: skip
 BY_NAME = {operation.__name__: operation for operation in OPERATIONS}
 

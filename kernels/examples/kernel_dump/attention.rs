@@ -1,4 +1,4 @@
-//! Attention of training, forward and backward, and of decoding over keys in rows and in pages.
+//! Attention of training, forward and backward, and of decoding over keys in rows and in pages; sinks.
 
 use crate::products::pairs;
 use crate::{Case, MIXES, Rig};
@@ -79,6 +79,7 @@ impl Sizes {
 pub fn run(rig: &Rig) {
     for (sizes, mix) in pairs(&rig.sizes(&TRAINING, &TRAINING_TINY), &MIXES) {
         training(rig, sizes, mix);
+        sinks(rig, sizes, mix);
     }
     let capacity = if rig.tiny { 2 * PAGE } else { 9 * PAGE };
     for (sizes, mix) in pairs(&rig.sizes(&DECODING, &DECODING_TINY), &MIXES) {
@@ -164,6 +165,29 @@ fn shuffled_pages(case: &mut Case<'_>, sizes: Sizes, capacity: usize) -> (usize,
     order.truncate(sizes.batch * per_sequence);
     order[sizes.queries.div_ceil(PAGE)..per_sequence].fill(-1);
     (count, case.integers("pages", &[sizes.batch, per_sequence], &order))
+}
+
+/// Of out and lse that are any. Backward is given what the sinks made of them.
+fn sinks(rig: &Rig, sizes: Sizes, (dtype, of_out): (DType, DType)) {
+    let (sinks, of_heads) = (&rig.kernels().sinks, [sizes.heads]);
+    let Sizes { batch, queries, heads, head_size, .. } = sizes;
+    for backward in [false, true] {
+        let op = if backward { "sinks_backward" } else { "sinks" };
+        let mut case = rig.case(op, format!("B{batch} S{queries} H{heads} K{head_size} {dtype} to {of_out}"));
+        let sink = case.operand("sinks", dtype, &of_heads, 2.0);
+        let mut out = case.operand("out", of_out, &sizes.of_q(), 1.0);
+        let mut lse = case.operand("lse", DType::F32, &[batch, heads, queries], 3.0);
+        sinks.add(sink.view(), out.view_mut(), lse.view_mut()).expect("sinks are added");
+        if !backward {
+            case.finish(&[("out", &out), ("lse", &lse)]);
+            continue;
+        }
+        let dout = case.operand("dout", dtype, &sizes.of_q(), 1.0);
+        let mut dsinks = case.operand("dsinks", DType::F32, &of_heads, 1.0);
+        let (out, lse) = (out.view(), lse.view());
+        sinks.backward(sink.view(), out, lse, dout.view(), dsinks.view_mut()).expect("sinks have a gradient");
+        case.finish(&[("dsinks", &dsinks)]);
+    }
 }
 
 fn append(rig: &Rig, from: DType, to: DType) {

@@ -62,16 +62,18 @@ fn norm(rig: &Rig, dims: [usize; 2], (dtype, of_out): (DType, DType), what: &str
 
 fn gated(rig: &Rig, dims: [usize; 2], (dtype, of_out): (DType, DType), what: &str) {
     let activation = &rig.kernels().activation;
-    for (f, name) in GateFunction::ALL.into_iter().zip(["silu", "gelu", "gelu_tanh"]) {
+    for (f, name) in GateFunction::ALL.into_iter().zip(["silu", "gelu", "gelu_tanh", "clamped_swish"]) {
         let what = format!("{what} {name}");
+        // Limits lie at 7.
+        let of_up = if f == GateFunction::ClampedSwish { 4.0 } else { 2.0 };
         let mut case = rig.case("gated", what.clone()).with("function", name);
-        let (gate, up) = (case.operand("gate", dtype, &dims, 3.0), case.operand("up", dtype, &dims, 2.0));
+        let (gate, up) = (case.operand("gate", dtype, &dims, 3.0), case.operand("up", dtype, &dims, of_up));
         let mut out = case.result(of_out, &dims);
         activation.gated(f, gate.view(), up.view(), out.view_mut()).expect("gated runs");
         case.finish(&[("out", &out)]);
 
         let mut case = rig.case("gated_backward", what).with("function", name);
-        let (gate, up) = (case.operand("gate", dtype, &dims, 3.0), case.operand("up", dtype, &dims, 2.0));
+        let (gate, up) = (case.operand("gate", dtype, &dims, 3.0), case.operand("up", dtype, &dims, of_up));
         let dout = case.operand("dout", dtype, &dims, 1.0);
         let (mut dgate, mut dup) = (case.result(of_out, &dims), case.result(of_out, &dims));
         let (gate, up, dout) = (gate.view(), up.view(), dout.view());

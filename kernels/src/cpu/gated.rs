@@ -1,7 +1,8 @@
 //! Gated activations (Shazeer, arXiv 2002.05202), element by element in f32, one rounding per result.
 //!
-//! Every function is `x·share(x)`: the shares are σ(x) for SiLU, Φ(x) for GELU, and for its approximation by a tanh
-//! `½(1 + tanh u) = σ(2u)`, which unlike the left side loses nothing where it is small.
+//! Every function is `x·share(x)`: the shares are σ(x) for SiLU, Φ(x) for GELU, for its approximation by a tanh
+//! `½(1 + tanh u) = σ(2u)`, which unlike the left side loses nothing where it is small, and σ(1.702·x) for the clamped swish, which
+//! has loops of its own, since what it does to up the others do not pay for.
 //!
 //! Tolerance against f64, before the rounding: a few units in the last place of f32, from the exponential (see [`exp`]), as long as
 //! its exponent is small; that of a share near 0 has an error of half a unit of its own, so that shares of 10⁻³⁰ are within 2e-5.
@@ -64,12 +65,13 @@ impl Activation for Cpu {
 }
 
 multiversion! {
-    /// `out = f(gate)·up`.
+    /// See [`Activation::gated`].
     fn forward(f: GateFunction, gate: &[f32], up: &[f32], out: &mut [f32]) {
         match f {
             GateFunction::Silu => forward_by(gate, up, out, sigmoid::<FMA>),
             GateFunction::Gelu => forward_by(gate, up, out, normal::<FMA>),
             GateFunction::GeluTanh => forward_by(gate, up, out, |x| sigmoid::<FMA>(tanh_exponent::<FMA>(x))),
+            GateFunction::ClampedSwish => clamped_forward::<FMA>(gate, up, out),
         }
     }
 }
@@ -93,6 +95,7 @@ multiversion! {
                 let slope = fma::<FMA>(x * x, 3.0 * TANH_CUBIC, TANH_LINEAR);
                 (share, [fma::<FMA>(share * (1.0 - share), x * slope, share), 1.0])
             }),
+            GateFunction::ClampedSwish => clamped_backward::<FMA>(operands, dgate, dup),
         }
     }
 }
@@ -117,6 +120,40 @@ fn backward_by(
         *dgate = dout * up * slope[0] * slope[1];
         *dup = dout * gate * share;
     }
+}
+
+const SWISH_SLOPE: f32 = GateFunction::SWISH_SLOPE as f32;
+const SWISH_LIMIT: f32 = GateFunction::SWISH_LIMIT as f32;
+
+#[inline(always)]
+fn clamped_forward<const FMA: bool>(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+        let (g, u) = (at_most(*gate), -at_most(-at_most(*up)));
+        *out = g * sigmoid::<FMA>(SWISH_SLOPE * g) * (u + 1.0);
+    }
+}
+
+/// The slope is `share + 1.702·g·share·(1 − share)`, where nothing overflows: far below zero a share of 0 comes first.
+#[inline(always)]
+fn clamped_backward<const FMA: bool>(
+    (gate, up, dout): (&[f32], &[f32], &[f32]),
+    dgate: &mut [f32],
+    dup: &mut [f32],
+) {
+    for ((((gate, up), dout), dgate), dup) in gate.iter().zip(up).zip(dout).zip(dgate).zip(dup) {
+        let (g, u) = (at_most(*gate), -at_most(-at_most(*up)));
+        let share = sigmoid::<FMA>(SWISH_SLOPE * g);
+        let slope = fma::<FMA>(share * (1.0 - share) * SWISH_SLOPE, g, share);
+        let (of_gate, of_up) = (dout * (u + 1.0) * slope, dout * g * share);
+        *dgate = if *gate > SWISH_LIMIT { 0.0 } else { of_gate };
+        *dup = if up.abs() > SWISH_LIMIT { 0.0 } else { of_up };
+    }
+}
+
+/// x up to the limit. NaN stays, which it would not of `f32::min`.
+#[inline(always)]
+fn at_most(x: f32) -> f32 {
+    if x > SWISH_LIMIT { SWISH_LIMIT } else { x }
 }
 
 /// `2√(2/π)`, and 0.044715 times that.
@@ -183,10 +220,12 @@ mod tests {
         let ones = vec![1.0f32; gate.len()];
         for isa in Isa::available() {
             for f in GateFunction::ALL {
+                // What makes the factor 1.
+                let up = vec![if f == GateFunction::ClampedSwish { 0.0f32 } else { 1.0 }; gate.len()];
                 let (mut slope, mut value) = (ones.clone(), ones.clone());
-                backward(isa, f, &gate, &ones, &ones, &mut slope, &mut value);
+                backward(isa, f, &gate, &up, &ones, &mut slope, &mut value);
                 let mut again = ones.clone();
-                forward(isa, f, &gate, &ones, &mut again);
+                forward(isa, f, &gate, &up, &mut again);
                 assert_eq!(value, again, "{f:?} {}", isa.name());
                 for ((x, value), slope) in gate.iter().zip(&value).zip(&slope) {
                     let (exact, exact_slope) = crate::reference::gate(f, f64::from(*x));

@@ -30,6 +30,7 @@ mod norm;
 mod quantized;
 mod rope;
 mod shorts;
+mod sinks;
 mod team;
 mod thin;
 mod threads;
@@ -92,6 +93,7 @@ pub fn try_with_config(config: CpuConfig) -> io::Result<KernelSet> {
         rms_norm: cpu.clone(),
         rope: cpu.clone(),
         attention: cpu.clone(),
+        sinks: cpu.clone(),
         activation: cpu.clone(),
         embedding: cpu.clone(),
         cross_entropy: cpu.clone(),

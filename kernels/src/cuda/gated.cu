@@ -6,13 +6,16 @@
 //   SILU        share = σ(x) = 1 / (1 + exp(−x))
 //   GELU        share = Φ(x) = ½·erfc(−x/√2)                                    Hendrycks and Gimpel, arXiv 1606.08415
 //   GELU_TANH   share = ½(1 + tanh u) = σ(2u),  u = √(2/π)·(x + 0.044715·x³)    their approximation
+//   CLAMPED_SWISH  share = σ(1.702·x)                                           OpenAI, arXiv 2508.10925
+//
+// The last holds the gate below 7 and up between −7 and 7 first, and adds 1 to up; what was beyond has a gradient of 0.
 //
 // All operands have n elements. Bytes: three and five operands once. About 10 and 15 FLOPs an element (20 and 30 of GELU), an
 // exponential or an error function among them, in f32. The branch is the same for all threads. Far from zero a share is 0 or
 // 1, never NaN: exp overflows to infinity.
 
 // Codes of `GateFunction`; kernels/src/cuda/operand.rs has the same.
-enum { SILU = 0, GELU = 1, GELU_TANH = 2 };
+enum { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED_SWISH = 3 };
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -23,8 +26,23 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-
 // x held where σ(2u) is 0 or 1 in f32 and nothing overflows. NaN stays.
 __device__ __forceinline__ float within(float x) { return x > 16.0f ? 16.0f : x < -16.0f ? -16.0f : x; }
 
+// `SWISH_SLOPE` and `SWISH_LIMIT` of `GateFunction`.
+#define SWISH_SLOPE 1.702f
+#define SWISH_LIMIT 7.0f
+
+// x up to the limit. NaN stays, which it would not of fminf.
+__device__ __forceinline__ float at_most(float x) { return x > SWISH_LIMIT ? SWISH_LIMIT : x; }
+
+// What is done to the operands before all else.
+__device__ __forceinline__ void hold(int function, float &gate, float &up) {
+    if (function != CLAMPED_SWISH) return;
+    gate = at_most(gate);
+    up = -at_most(-at_most(up)) + 1.0f;
+}
+
 __device__ __forceinline__ float share_of(int function, float x) {
     if (function == GELU) return 0.5f * erfcf(x * -0.70710678f);
+    if (function == CLAMPED_SWISH) return sigmoid(SWISH_SLOPE * x);
     if (function == GELU_TANH) {
         x = within(x);
         x = x * (TANH_LINEAR + TANH_CUBIC * (x * x));
@@ -41,19 +59,32 @@ gated_forward(int function, const void *gate, int gate_dtype, const void *up, in
         load8(gate, gate_dtype, 8 * v, g);
         load8(up, up_dtype, 8 * v, u);
 #pragma unroll
-        for (int j = 0; j < 8; j++) u[j] *= g[j] * share_of(function, g[j]);
+        for (int j = 0; j < 8; j++) {
+            hold(function, g[j], u[j]);
+            u[j] *= g[j] * share_of(function, g[j]);
+        }
         store8(out, out_dtype, 8 * v, u);
     }
     for (i64 i = 8 * vectors + thread; i < n; i += threads) {
-        float g = load(gate, gate_dtype, i);
-        store(out, out_dtype, i, load(up, up_dtype, i) * (g * share_of(function, g)));
+        float g = load(gate, gate_dtype, i), u = load(up, up_dtype, i);
+        hold(function, g, u);
+        store(out, out_dtype, i, u * (g * share_of(function, g)));
     }
 }
 
 // The results may be the operands.
 __device__ __forceinline__ void gradient(int function, float gate, float up, float dout, float &dgate, float &dup) {
+    bool is_beyond = gate > SWISH_LIMIT, up_is_beyond = fabsf(up) > SWISH_LIMIT;
+    hold(function, gate, up);
     float share = share_of(function, gate), x = gate;
     dup = dout * (gate * share);
+    if (function == CLAMPED_SWISH) {
+        // Far below zero a share of 0 comes first: nothing overflows.
+        float slope = share + share * (1.0f - share) * SWISH_SLOPE * x;
+        dgate = is_beyond ? 0.0f : dout * up * slope;
+        dup = up_is_beyond ? 0.0f : dup;
+        return;
+    }
     if (function == SILU) {
         dgate = dout * up * share * (1.0f + x * (1.0f - share));
         return;

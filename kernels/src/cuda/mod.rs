@@ -10,8 +10,8 @@
 //! taken when the set is made and never grows: [`SCRATCH_BYTES`].
 //!
 //! The kernels were compiled for every generation from Ampere to Blackwell (`cargo xtask cuda-check`) and pass the
-//! conformance suites emulated on a CPU (`kernels/shim`) and on an H200 (`benches/record`), where `quantized_mma.cu`, `rms_norm.cu` in its
-//! present form, `experts.cu` and `elementwise_affine` have not run. No other card has run any.
+//! conformance suites emulated on a CPU (`kernels/shim`) and on an H200 (`benches/record`), where `quantized_mma.cu`, `rms_norm.cu` and
+//! `gated.cu` in their present form, `experts.cu`, `sinks.cu` and `elementwise_affine` have not run. No other card has run any.
 
 mod attention;
 mod cublaslt;
@@ -21,6 +21,7 @@ mod matmul;
 mod operand;
 mod pointwise;
 mod rows;
+mod sinks;
 mod sources;
 mod update;
 
@@ -84,6 +85,7 @@ pub fn with_config(
         rms_norm: cuda.clone(),
         rope: cuda.clone(),
         attention: cuda.clone(),
+        sinks: cuda.clone(),
         activation: cuda.clone(),
         embedding: cuda.clone(),
         cross_entropy: cuda.clone(),

@@ -27,5 +27,6 @@ pub(super) fn gate_code(f: GateFunction) -> i32 {
         GateFunction::Silu => 0,
         GateFunction::Gelu => 1,
         GateFunction::GeluTanh => 2,
+        GateFunction::ClampedSwish => 3,
     }
 }

@@ -45,7 +45,7 @@ macro_rules! source {
 }
 
 /// The operations of a [`KernelSet`](crate::KernelSet).
-pub(super) static SOURCES: [KernelSource; 15] = [
+pub(super) static SOURCES: [KernelSource; 16] = [
     source!(
         "elementwise.cu",
         "elementwise_add",
@@ -99,6 +99,7 @@ pub(super) static SOURCES: [KernelSource; 15] = [
         "attention_decode_merge",
         "attention_append"
     ),
+    source!("sinks.cu", "sinks_add", "sinks_backward"),
     source!(
         tensor_cores "attention_mma.cu",
         "attention_forward_mma_64",

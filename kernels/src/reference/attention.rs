@@ -76,9 +76,9 @@ impl Attention for Reference {
         Ok(())
     }
 
-    /// Recomputes everything from q, k and v; `out` and `lse` are only checked for shape.
+    /// Recomputes everything from q, k, v and `lse`, in which sinks may be; `out` is only checked for shape.
     ///
-    /// `dp_j = dout·v_j`, `ds_j = p_j·(dp_j − Σ p·dp)·scale`, `dq = Σ ds_j·k_j`, `dk_j = Σ ds_j·q`, `dv_j = Σ p_j·dout`.
+    /// `p_j = exp(scale·q·k_j − lse)`, `dp_j = dout·v_j`, `ds_j = p_j·(dp_j − Σ p·dp)·scale`, `dq = Σ ds_j·k_j`, `dk_j = Σ ds_j·q`, `dv_j = Σ p_j·dout`.
     fn backward(
         &self,
         q: View<'_>,
@@ -94,6 +94,7 @@ impl Attention for Reference {
     ) -> Result {
         let dims = check::attention_backward(q, k, v, out, lse, dout, &dq, &dk, &dv);
         let (q, k, v, dout) = (values::read(q), values::read(k), values::read(v), values::read(dout));
+        let lse_bhs = values::read(lse);
         let scale = f64::from(spec.scale);
         let (mut of_q, mut of_k, mut of_v) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
         for row in rows(&dims) {
@@ -101,7 +102,7 @@ impl Attention for Reference {
             let keys = row.keys(0, spec.window);
             let scores: Vec<f64> =
                 keys.clone().map(|j| scale * dot(&q[at..at + width], &k[row.key(&dims, j)..])).collect();
-            let lse = log_sum_exp(&scores);
+            let lse = lse_bhs[row.lse(&dims)];
             let p: Vec<f64> = scores.iter().map(|score| (score - lse).exp()).collect();
             let dp: Vec<f64> =
                 keys.clone().map(|j| dot(&dout[at..at + width], &v[row.key(&dims, j)..])).collect();

@@ -8,6 +8,7 @@ mod attention;
 mod experts;
 mod pointwise;
 mod rows;
+mod sinks;
 mod values;
 
 use crate::check::{self, ProductDims};
@@ -28,6 +29,7 @@ pub fn kernel_set() -> KernelSet {
         rms_norm: reference.clone(),
         rope: reference.clone(),
         attention: reference.clone(),
+        sinks: reference.clone(),
         activation: reference.clone(),
         embedding: reference.clone(),
         cross_entropy: reference.clone(),

@@ -11,7 +11,8 @@ impl Activation for Reference {
             &[check::read("gate", gate), check::read("up", up), check::write("out", &out)],
         );
         let (gate, up) = (values::read(gate), values::read(up));
-        let result: Vec<f64> = gate.iter().zip(&up).map(|(gate, up)| function(f, *gate).0 * up).collect();
+        let result: Vec<f64> =
+            gate.iter().zip(&up).map(|(gate, up)| function(f, *gate).0 * linear(f, *up).0).collect();
         values::write(out, &result);
         Ok(())
     }
@@ -39,9 +40,9 @@ impl Activation for Reference {
         let mut of_gate = Vec::with_capacity(gate.len());
         let mut of_up = Vec::with_capacity(gate.len());
         for ((gate, up), dout) in gate.iter().zip(&up).zip(&dout) {
-            let (value, slope) = function(f, *gate);
-            of_gate.push(dout * up * slope);
-            of_up.push(dout * value);
+            let ((value, slope), (factor, factor_slope)) = (function(f, *gate), linear(f, *up));
+            of_gate.push(dout * factor * slope);
+            of_up.push(dout * value * factor_slope);
         }
         values::write(dgate, &of_gate);
         values::write(dup, &of_up);
@@ -96,9 +97,24 @@ impl Elementwise for Reference {
     }
 }
 
-/// `x·share(x)`, and its derivative `share + x·share′`.
+/// What up becomes as a factor, and its derivative.
+fn linear(f: GateFunction, up: f64) -> (f64, f64) {
+    const LIMIT: f64 = GateFunction::SWISH_LIMIT;
+    match f {
+        GateFunction::Silu | GateFunction::Gelu | GateFunction::GeluTanh => (up, 1.0),
+        // `clamp` keeps NaNs.
+        GateFunction::ClampedSwish => {
+            (up.clamp(-LIMIT, LIMIT) + 1.0, if up.abs() > LIMIT { 0.0 } else { 1.0 })
+        }
+    }
+}
+
+/// `x·share(x)`, and its derivative `share + x·share′`; x is held first where the function says so.
 pub(crate) fn function(f: GateFunction, x: f64) -> (f64, f64) {
     use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI, PI};
+    if f == GateFunction::ClampedSwish && x > GateFunction::SWISH_LIMIT {
+        return (function(f, GateFunction::SWISH_LIMIT).0, 0.0);
+    }
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     let (share, derivative) = match f {
         GateFunction::Silu => {
@@ -113,6 +129,10 @@ pub(crate) fn function(f: GateFunction, x: f64) -> (f64, f64) {
             let share = sigmoid(2.0 * FRAC_2_PI.sqrt() * (x + 0.044715 * x.powi(3)));
             let slope = 2.0 * FRAC_2_PI.sqrt() * (1.0 + 3.0 * 0.044715 * x * x);
             (share, share * (1.0 - share) * slope)
+        }
+        GateFunction::ClampedSwish => {
+            let share = sigmoid(GateFunction::SWISH_SLOPE * x);
+            (share, share * (1.0 - share) * GateFunction::SWISH_SLOPE)
         }
     };
     (x * share, share + x * derivative)

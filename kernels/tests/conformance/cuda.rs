@@ -14,7 +14,7 @@ use terrace_kernels::cuda::{self, CudaConfig};
 use terrace_kernels::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, Experts,
     GateFunction, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Residual,
-    Result, RmsNorm, Rope, RopeDirection, View, ViewMut,
+    Result, RmsNorm, Rope, RopeDirection, Sinks, View, ViewMut,
 };
 use terrace_kernels::{DType, reference};
 
@@ -48,6 +48,7 @@ pub fn on_device(misplaced: usize, config: CudaConfig) -> Option<KernelSet> {
         rms_norm: card.clone(),
         rope: card.clone(),
         attention: card.clone(),
+        sinks: card.clone(),
         activation: card.clone(),
         embedding: card.clone(),
         cross_entropy: card.clone(),
@@ -323,6 +324,28 @@ impl Attention for OnDevice {
             [q, k, v, out, lse, dout],
             [dq, dk, dv],
             self.set.attention.backward(q, k, v, out, lse, dout, dq, dk, dv, spec)
+        )
+    }
+}
+
+impl Sinks for OnDevice {
+    fn add(&self, sinks: View<'_>, out: ViewMut<'_>, lse: ViewMut<'_>) -> Result {
+        on_device!(self, [sinks], [out, lse], self.set.sinks.add(sinks, out, lse))
+    }
+
+    fn backward(
+        &self,
+        sinks: View<'_>,
+        out: View<'_>,
+        lse: View<'_>,
+        dout: View<'_>,
+        dsinks: ViewMut<'_>,
+    ) -> Result {
+        on_device!(
+            self,
+            [sinks, out, lse, dout],
+            [dsinks],
+            self.set.sinks.backward(sinks, out, lse, dout, dsinks)
         )
     }
 }

@@ -73,15 +73,52 @@ fn attention_counts_visible_pairs() {
     }
 }
 
+/// Two sequences of 5 positions and 4 heads of 8 elements: 40 rows.
+#[test]
+fn sinks_are_a_pass_over_out() {
+    let (set, counter) = dry::kernel_set();
+    let (sinks, mut dsinks) = (tensor(DType::BF16, &[4]), tensor(DType::F32, &[4]));
+    let (mut out, mut lse) = (tensor(DType::BF16, &[2, 5, 4, 8]), tensor(DType::F32, &[2, 4, 5]));
+    let dout = tensor(DType::BF16, &[2, 5, 4, 8]);
+    set.sinks.add(sinks.view(), out.view_mut(), lse.view_mut()).unwrap();
+    let bytes = 2 * 4 + 2 * (2 * 40 * 8 + 4 * 40);
+    assert_eq!(counter.totals(), Totals { other_flops: 40 * (8 + 7), bytes, ..Totals::default() });
+    counter.reset();
+    set.sinks.backward(sinks.view(), out.view(), lse.view(), dout.view(), dsinks.view_mut()).unwrap();
+    let bytes = 2 * 4 + 2 * 2 * 40 * 8 + 4 * 40 + 2 * 4 * 4;
+    assert_eq!(counter.totals(), Totals { other_flops: 40 * (2 * 8 + 4), bytes, ..Totals::default() });
+}
+
+/// A sink for each query head, and lse with heads before positions.
+#[test]
+fn sinks_are_those_of_the_heads() {
+    let refused = |heads: usize, lse_dims: [usize; 3], dtype| {
+        let run = || {
+            let (set, _) = dry::kernel_set();
+            let (sinks, mut lse) = (tensor(DType::F32, &[heads]), tensor(dtype, &lse_dims));
+            let mut out = tensor(DType::F32, &[2, 5, 4, 8]);
+            set.sinks.add(sinks.view(), out.view_mut(), lse.view_mut()).unwrap();
+        };
+        std::panic::catch_unwind(run).err().map(|message| *message.downcast::<String>().unwrap())
+    };
+    assert_eq!(refused(4, [2, 4, 5], DType::F32), None);
+    assert!(refused(2, [2, 4, 5], DType::F32).unwrap().contains("sinks has 4 elements, not 2"));
+    assert!(refused(4, [2, 5, 4], DType::F32).unwrap().contains("is [B, H, S], not [2, 5, 4]"));
+    assert!(refused(4, [2, 4, 5], DType::BF16).unwrap().contains("lse is f32, not bf16"));
+}
+
 /// The functions differ in what an element costs.
 #[test]
 fn gates_are_read_once() {
     let (set, counter) = dry::kernel_set();
     let [gate, up] = [(); 2].map(|()| tensor(DType::BF16, &[10, 20]));
     let (mut out, mut dup) = (tensor(DType::BF16, &[10, 20]), tensor(DType::BF16, &[10, 20]));
-    for (f, flops, flops_backward) in
-        [(GateFunction::Silu, 5, 11), (GateFunction::Gelu, 6, 14), (GateFunction::GeluTanh, 9, 18)]
-    {
+    for (f, flops, flops_backward) in [
+        (GateFunction::Silu, 5, 11),
+        (GateFunction::Gelu, 6, 14),
+        (GateFunction::GeluTanh, 9, 18),
+        (GateFunction::ClampedSwish, 10, 19),
+    ] {
         counter.reset();
         set.activation.gated(f, gate.view(), up.view(), out.view_mut()).unwrap();
         let expected = Totals { other_flops: flops * 200, bytes: 3 * 400, ..Totals::default() };

@@ -5,6 +5,7 @@
 //! the truncation error of order step² times a third derivative of order 1 leaves about 1e-4 to 1e-3. Allowed: 2e-3.
 
 use crate::experts::{Routed, route};
+use crate::sinks;
 use crate::support::Host;
 use terrace_kernels::{
     AttentionSpec, DType, GateFunction, KernelSet, KeyValues, MatmulSpec, Residual, RopeDirection, reference,
@@ -100,6 +101,27 @@ fn gated() {
         check(&format!("dgate, {f:?}"), &gate, &dgate, |gate| dot(&forward(gate, &up), &c));
         check(&format!("dup, {f:?}"), &up, &dup, |up| dot(&forward(&gate, up), &c));
     }
+}
+
+/// On both sides of the limits, further from them than a step.
+#[test]
+fn clamped_swish() {
+    let set = reference::kernel_set();
+    let gate = Host::of(DType::F32, &[3, 6], [-8.0, -1.5, 0.5, 2.0, 6.5, 7.5].repeat(3));
+    let up = Host::of(DType::F32, &[3, 6], [[-7.5, 6.9, 0.3], [-0.5, 7.1, -6.9]].concat().repeat(3));
+    let c = f32s(&[3, 6], 3);
+    let forward = |gate: &Host, up: &Host| {
+        let mut out = Host::zeros(DType::F32, &[3, 6]);
+        set.activation.gated(GateFunction::ClampedSwish, gate.view(), up.view(), out.view_mut()).unwrap();
+        out
+    };
+    let (mut dgate, mut dup) = (Host::zeros(DType::F32, &[3, 6]), Host::zeros(DType::F32, &[3, 6]));
+    let (of_gate, of_up) = (dgate.view_mut(), dup.view_mut());
+    set.activation
+        .gated_backward(GateFunction::ClampedSwish, gate.view(), up.view(), c.view(), of_gate, of_up)
+        .unwrap();
+    check("dgate", &gate, &dgate, |gate| dot(&forward(gate, &up), &c));
+    check("dup", &up, &dup, |up| dot(&forward(&gate, up), &c));
 }
 
 #[test]
@@ -238,5 +260,27 @@ fn attention() {
         check("dq", &q, &dq, |q| value(q, &k, &v));
         check("dk", &k, &dk, |k| value(&q, k, &v));
         check("dv", &v, &dv, |v| value(&q, &k, v));
+    }
+}
+
+/// Of attention and its sinks as a whole, sinks included.
+#[test]
+fn attention_with_sinks() {
+    let set = reference::kernel_set();
+    for window in [None, Some(2)] {
+        let spec = AttentionSpec { scale: 0.6, window };
+        let (q_dims, k_dims) = ([1, 5, 4, 3], [1, 5, 2, 3]);
+        let (q, k, v, c) = (f32s(&q_dims, 1), f32s(&k_dims, 2), f32s(&k_dims, 3), f32s(&q_dims, 4));
+        let of_heads = Host::of(DType::F32, &[4], [-1.0, 0.0, 0.7, 2.5]);
+        let value = |q: &Host, k: &Host, v: &Host, of_heads: &Host| {
+            let [out, lse] = attention_out(&set, q, k, v, spec);
+            dot(&sinks::add(&set, of_heads, &out, &lse)[0], &c)
+        };
+        let [_, _, dq, dk, dv, dsinks] =
+            sinks::attention(&set, [&q, &k, &v, &of_heads, &c], spec, DType::F32);
+        check("dq", &q, &dq, |q| value(q, &k, &v, &of_heads));
+        check("dk", &k, &dk, |k| value(&q, k, &v, &of_heads));
+        check("dv", &v, &dv, |v| value(&q, &k, v, &of_heads));
+        check("dsinks", &of_heads, &dsinks, |of_heads| value(&q, &k, &v, of_heads));
     }
 }

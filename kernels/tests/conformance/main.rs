@@ -20,6 +20,7 @@ mod matmul;
 mod norm;
 mod quantized;
 mod rope;
+mod sinks;
 mod support;
 mod tensor_cores;
 mod threads;

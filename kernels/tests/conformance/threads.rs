@@ -2,6 +2,7 @@
 //! threads run (a new one at every launch if TERRACE_SHIM_ORDER is set), nor where operands lie.
 
 use crate::experts::{Routed, route};
+use crate::sinks;
 use crate::support::{Host, Random, isas_and_pairs};
 use std::hash::{DefaultHasher, Hasher};
 use terrace_kernels::cpu::{self, CpuConfig, Isa};
@@ -167,6 +168,24 @@ fn attention_from_a_start() {
         let what = format!("{queries} queries of {dtype}, {window:?}");
         same_on(isas_and_pairs(), &what, run);
         same_for_every_thread_count(&what, run);
+    }
+}
+
+/// Many rows, whose sums are cut into parts, and few.
+#[test]
+fn sinks() {
+    for (dtype, [b, s, h, k]) in
+        [(DType::F32, [2, 700, 10, 40]), (DType::BF16, [1, 1200, 3, 64]), (DType::F16, [3, 5, 200, 8])]
+    {
+        let of_heads = Host::random(dtype, &[h], 2.0, 1);
+        let [out, dout] = [2, 3].map(|seed| Host::random(dtype, &[b, s, h, k], 1.0, seed));
+        let lse = Host::random(DType::F32, &[b, h, s], 3.0, 4);
+        let old = Host::random(DType::F32, &[h], 1.0, 5);
+        same_for_every_thread_count(&format!("sinks of {dtype}"), |set| {
+            let [out, lse] = sinks::add(set, &of_heads, &out, &lse);
+            let dsinks = sinks::backward(set, [&of_heads, &out, &lse, &dout], &old);
+            vec![out, lse, dsinks]
+        });
     }
 }
 
