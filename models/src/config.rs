@@ -16,6 +16,9 @@ use std::path::Path;
 use terrace_kernels::GateFunction;
 use terrace_kernels::cpu::HEAD_MAX;
 
+/// How weights may be stored that are read in spite of a `quantization_config`.
+const MXFP4: &str = "mxfp4";
+
 /// Functions of the feed-forward's gate, as `hidden_act` spells them.
 const GATE_FUNCTIONS: [(&str, GateFunction); 5] = [
     ("silu", GateFunction::Silu),
@@ -126,6 +129,8 @@ pub struct ModelConfig {
     pub gate_function: GateFunction,
     /// Whether and how queries and keys are normalized.
     pub qk_norm: Option<QkNorm>,
+    /// Each query head has an attention sink.
+    pub has_sinks: bool,
     /// Where layers have norms.
     pub norms: Norms,
     /// Norms multiply by one more than their weights.
@@ -180,7 +185,7 @@ impl ModelConfig {
         let is_nested = part.is_some() && whole.get(TEXT).is_some_and(Value::is_object);
         let entries = Entries::new(part.as_ref().unwrap_or(&whole))?.under(if is_nested { TEXT } else { "" });
         let family = family(&entries)?;
-        refuse_unsupported(&entries)?;
+        refuse_unsupported(&entries, family)?;
 
         let hidden = entries.size("hidden_size")?;
         let heads = entries.size("num_attention_heads")?;
@@ -203,7 +208,8 @@ impl ModelConfig {
         let positions_max = entries.size_or("max_position_embeddings", defaults.positions)?;
         let vocab = entries.size("vocab_size")?;
         let (rope, window_rope) = Rope::parse(&entries, family, head_size, positions_max, defaults.theta)?;
-        let attention_bias = entries.flag("attention_bias", family == Family::SeedOss)?;
+        let is_biased = matches!(family, Family::SeedOss | Family::GptOss);
+        let attention_bias = entries.flag("attention_bias", is_biased)?;
         let unrotated = unrotated(&entries, family, layers)?;
         let mixture = Mixture::parse(&entries, family, layers)?;
         let config = Self {
@@ -226,12 +232,12 @@ impl ModelConfig {
                 Family::Qwen3Moe | Family::Olmoe => attention_bias,
                 Family::Llama | Family::Qwen3 | Family::SeedOss | Family::SmolLm3 => attention_bias,
                 Family::Olmo2 | Family::Olmo3 | Family::Granite => attention_bias,
-                Family::Gemma | Family::Gemma3 => attention_bias,
+                Family::Gemma | Family::Gemma3 | Family::GptOss => attention_bias,
             },
             output_bias: match family {
                 Family::Llama | Family::Qwen3 | Family::SmolLm3 => attention_bias,
                 Family::Olmo2 | Family::Olmo3 | Family::Granite => attention_bias,
-                Family::Gemma | Family::Gemma3 => attention_bias,
+                Family::Gemma | Family::Gemma3 | Family::GptOss => attention_bias,
                 Family::SeedOss => entries.flag("attention_out_bias", false)?,
                 Family::Qwen3Moe | Family::Olmoe => attention_bias,
                 Family::Mistral | Family::Qwen2 | Family::Phi3 | Family::Mixtral => false,
@@ -242,7 +248,7 @@ impl ModelConfig {
                 }
                 Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Phi3 => false,
                 Family::Olmo2 | Family::Olmo3 | Family::Gemma | Family::Gemma3 => false,
-                Family::Mixtral | Family::Qwen3Moe | Family::Olmoe => false,
+                Family::Mixtral | Family::Qwen3Moe | Family::Olmoe | Family::GptOss => false,
             },
             gate_function: gate_function(&entries, family)?,
             qk_norm: match family {
@@ -250,6 +256,7 @@ impl ModelConfig {
                 Family::Olmo2 | Family::Olmo3 | Family::Olmoe => Some(QkNorm::AllHeads),
                 _ => None,
             },
+            has_sinks: family == Family::GptOss,
             norms: family.norms(),
             norm_plus_one: family.is_gemma(),
             multipliers: Multipliers::parse(&entries, family, hidden)?,
@@ -370,6 +377,9 @@ fn gate_function(entries: &Entries<'_>, family: Family) -> Result<GateFunction> 
         ("gelu", Family::Gemma) => default,
         (name, _) => name,
     };
+    if family == Family::GptOss && name == default {
+        return clamped_swish(entries);
+    }
     let found = GATE_FUNCTIONS.iter().find(|(known, _)| *known == name);
     found.map(|(_, function)| *function).ok_or_else(|| ModelError::Unsupported {
         what: key.into(),
@@ -378,11 +388,29 @@ fn gate_function(entries: &Entries<'_>, family: Family) -> Result<GateFunction> 
     })
 }
 
-fn refuse_unsupported(entries: &Entries<'_>) -> Result {
-    if entries.has_value("quantization_config") {
+/// What gpt-oss makes of the name of another.
+fn clamped_swish(entries: &Entries<'_>) -> Result<GateFunction> {
+    let (slope, limit) = (GateFunction::SWISH_SLOPE, GateFunction::SWISH_LIMIT);
+    for (key, computed) in [("swiglu_alpha", slope), ("swiglu_limit", limit)] {
+        let found = entries.number_or(key, computed)?;
+        if found != computed {
+            return Err(ModelError::Unsupported {
+                what: key.into(),
+                found: found.to_string(),
+                supported: computed.to_string(),
+            });
+        }
+    }
+    Ok(GateFunction::ClampedSwish)
+}
+
+fn refuse_unsupported(entries: &Entries<'_>, family: Family) -> Result {
+    let method = entries.string_at("quantization_config", "quant_method");
+    let is_read = family == Family::GptOss && method == Some(MXFP4);
+    if entries.has_value("quantization_config") && !is_read {
         return Err(ModelError::Unsupported {
             what: "quantization_config".into(),
-            found: entries.string_at("quantization_config", "quant_method").unwrap_or("(unnamed)").into(),
+            found: method.unwrap_or("(unnamed)").into(),
             supported: "unquantized f32, bf16 or f16 weights (convert the checkpoint first)".into(),
         });
     }
@@ -461,6 +489,7 @@ fn windows(
             return Ok(vec![None; layers]);
         }
         Family::Olmoe => return Ok(vec![None; layers]),
+        Family::GptOss => (false, Some(128)),
         Family::Phi3 | Family::Mixtral => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
         Family::Mistral => (true, Some(4096)),
         Family::Qwen2 | Family::Qwen3 | Family::Olmo3 | Family::Gemma3 => (false, Some(4096)),
@@ -474,6 +503,7 @@ fn windows(
     // Every so many layers one sees everything.
     let every = match family {
         Family::Olmo3 => Some(4),
+        Family::GptOss => Some(2),
         Family::Gemma3 => Some(entries.size_or("sliding_window_pattern", 6)?),
         _ => None,
     };

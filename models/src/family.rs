@@ -3,10 +3,11 @@
 use crate::composite::COMPOSITES;
 use crate::config::Norms;
 use crate::entries::Entries;
+use crate::fused::Packing;
 use crate::{ModelError, Result};
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 15] = [
+const FAMILIES: [(Family, &str, &str); 16] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
@@ -22,6 +23,7 @@ const FAMILIES: [(Family, &str, &str); 15] = [
     (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
     (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
     (Family::Olmoe, "OlmoeForCausalLM", "olmoe"),
+    (Family::GptOss, "GptOssForCausalLM", "gpt_oss"),
 ];
 
 /// A line of models that share their structure.
@@ -57,6 +59,8 @@ pub enum Family {
     Qwen3Moe,
     /// OLMoE: experts, and queries and keys that are normalized with all heads together.
     Olmoe,
+    /// gpt-oss: experts with biases, attention sinks, windows in every other layer; files hold the experts of a layer together, often as MXFP4.
+    GptOss,
 }
 
 /// What an absent entry means where the classes of transformers differ.
@@ -139,6 +143,15 @@ impl Family {
             },
             Self::Qwen3Moe => Defaults { kv_heads: Some(4), positions: 32_768, eos: None, ..llama },
             Self::Olmoe => Defaults { positions: 4096, ..Self::Olmo2.defaults() },
+            Self::GptOss => Defaults {
+                kv_heads: Some(8),
+                head_size: Some(64),
+                positions: 131_072,
+                norm_eps: 1e-5,
+                theta: 150_000.0,
+                eos: None,
+                ..llama
+            },
         }
     }
 
@@ -152,9 +165,13 @@ impl Family {
         }
     }
 
-    /// Whether files hold projections of the same input as one tensor.
-    pub(crate) fn is_fused(self) -> bool {
-        self == Self::Phi3
+    /// What files hold as one tensor.
+    pub(crate) fn packing(self) -> Packing {
+        match self {
+            Self::Phi3 => Packing::Projections,
+            Self::GptOss => Packing::Experts,
+            _ => Packing::Apart,
+        }
     }
 
     pub(crate) fn is_gemma(self) -> bool {

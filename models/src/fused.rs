@@ -1,68 +1,138 @@
-//! Projections of the same input that the files of some families hold as one tensor.
+//! Parameters that the files of some families hold as one tensor.
 //!
-//! The blocks have a parameter for each. Linear layers are stored `[outputs, inputs]`, so that the rows of a fused tensor are those of its parts
-//! one after the other: reading one is an offset, and writing one after the other is fusing them.
+//! The blocks have a parameter for each. Linear layers are stored `[outputs, inputs]`, so that the rows of a tensor of projections are those of
+//! its parts one after the other: reading one is an offset, and writing one after the other is fusing them. A tensor of experts has them the
+//! other way round, `[inputs, outputs]`, and where it holds two layers of each, an output of one after an output of the other.
 
+use std::collections::HashMap;
 use terrace_zero::ParamSpec;
 
+/// What files hold together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Packing {
+    /// Nothing.
+    Apart,
+    /// Projections of the same input.
+    Projections,
+    /// The experts of a layer.
+    Experts,
+}
+
 /// A fused layer and its parts, in the order of their rows.
-const FUSED: [(&str, &[&str]); 2] = [
+const PROJECTIONS: [(&str, &[&str]); 2] = [
     (".self_attn.qkv_proj.", &[".self_attn.q_proj.", ".self_attn.k_proj.", ".self_attn.v_proj."]),
     (".mlp.gate_up_proj.", &[".mlp.gate_proj.", ".mlp.up_proj."]),
 ];
 
-/// A tensor as files hold it: one parameter, or several one after the other.
+/// A tensor of experts and the layers of each in it.
+const OF_EXPERTS: [(&str, &[&str]); 2] =
+    [("gate_up_proj", &["gate_proj", "up_proj"]), ("down_proj", &["down_proj"])];
+
+/// What precedes the number of an expert.
+const EXPERTS: &str = ".experts.";
+
+/// A tensor as files hold it: one parameter, or several.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct FileTensor {
     pub(crate) name: String,
     pub(crate) dims: Vec<usize>,
-    /// In the order of their bytes.
+    /// In the order of their bytes, or of experts and their layers.
     pub(crate) parts: Vec<ParamSpec>,
+    /// How many of the parts follow one another output by output, `[E, inputs, layers · outputs]`; `None` if part follows part.
+    pub(crate) woven: Option<usize>,
 }
 
 impl FileTensor {
+    fn of(name: String, part: &ParamSpec, woven: Option<usize>) -> Self {
+        Self { name, dims: part.dims.clone(), parts: vec![part.clone()], woven }
+    }
+
     pub(crate) fn elements(&self) -> usize {
         self.dims.iter().product()
     }
 
     pub(crate) fn is_fused(&self) -> bool {
-        self.parts.len() > 1
+        self.parts.len() > 1 || self.woven.is_some()
     }
 }
 
-/// The tensors that files hold `params` as; each as itself, unless the family fuses.
+/// The tensors that files hold `params` as; each as itself, unless the family packs.
 pub(crate) fn file_tensors<'a>(
     params: impl IntoIterator<Item = &'a ParamSpec>,
-    is_fused: bool,
+    packing: Packing,
 ) -> Vec<FileTensor> {
+    match packing {
+        Packing::Apart => {
+            params.into_iter().map(|param| FileTensor::of(param.name.clone(), param, None)).collect()
+        }
+        Packing::Projections => of_projections(params),
+        Packing::Experts => of_experts(params),
+    }
+}
+
+fn of_projections<'a>(params: impl IntoIterator<Item = &'a ParamSpec>) -> Vec<FileTensor> {
+    let fused_name = |name: &str| {
+        PROJECTIONS.iter().find_map(|(fused, parts)| {
+            let part = parts.iter().find(|part| name.contains(**part))?;
+            Some(name.replacen(part, fused, 1))
+        })
+    };
     let mut tensors: Vec<FileTensor> = Vec::new();
     for param in params {
-        let fused = if is_fused { fused_name(&param.name) } else { None };
+        let fused = fused_name(&param.name);
         match tensors.last_mut() {
             Some(last) if fused.as_ref() == Some(&last.name) => {
                 last.dims[0] += param.dims[0];
                 last.parts.push(param.clone());
             }
-            _ => tensors.push(FileTensor {
-                name: fused.unwrap_or_else(|| param.name.clone()),
-                dims: param.dims.clone(),
-                parts: vec![param.clone()],
-            }),
+            _ => tensors.push(FileTensor::of(fused.unwrap_or_else(|| param.name.clone()), param, None)),
         }
     }
     tensors
 }
 
-fn fused_name(name: &str) -> Option<String> {
-    FUSED.iter().find_map(|(fused, parts)| {
-        let part = parts.iter().find(|part| name.contains(**part))?;
-        Some(name.replacen(part, fused, 1))
-    })
+fn of_experts<'a>(params: impl IntoIterator<Item = &'a ParamSpec>) -> Vec<FileTensor> {
+    let mut tensors: Vec<FileTensor> = Vec::new();
+    let mut places: HashMap<String, usize> = HashMap::new();
+    for param in params {
+        let Some((name, layers)) = name_of_experts(&param.name) else {
+            tensors.push(FileTensor::of(param.name.clone(), param, None));
+            continue;
+        };
+        match places.get(&name) {
+            Some(&place) => tensors[place].parts.push(param.clone()),
+            None => {
+                places.insert(name.clone(), tensors.len());
+                tensors.push(FileTensor::of(name, param, Some(layers)));
+            }
+        }
+    }
+    for tensor in &mut tensors {
+        let Some(layers) = tensor.woven else { continue };
+        let experts = tensor.parts.len() / layers;
+        let (outputs, inputs) = (tensor.dims[0] * layers, tensor.dims.get(1).copied());
+        tensor.dims = [experts].into_iter().chain(inputs).chain([outputs]).collect();
+    }
+    tensors
+}
+
+/// What files call the tensor of a layer of an expert, and how many layers of each are in it.
+fn name_of_experts(name: &str) -> Option<(String, usize)> {
+    let (layer, expert) = name.split_once(EXPERTS)?;
+    let (_, of_expert) = expert.split_once('.')?;
+    let (of_expert, kind) = of_expert.split_once('.')?;
+    let (fused, layers) = OF_EXPERTS.iter().find(|(_, layers)| layers.contains(&of_expert))?;
+    let kind = if kind == "weight" { String::new() } else { format!("_{kind}") };
+    Some((format!("{layer}{EXPERTS}{fused}{kind}"), layers.len()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn names(tensors: Vec<FileTensor>) -> Vec<(String, Vec<usize>, usize)> {
+        tensors.into_iter().map(|tensor| (tensor.name, tensor.dims, tensor.parts.len())).collect()
+    }
 
     #[test]
     fn parts_follow_one_another() {
@@ -76,14 +146,44 @@ mod tests {
             spec("mlp.gate_proj", 12),
             spec("mlp.up_proj", 12),
         ];
-        let of = |is_fused| {
-            let tensors = file_tensors(&params, is_fused);
-            tensors.into_iter().map(|t| (t.name, t.dims[0], t.parts.len())).collect::<Vec<_>>()
-        };
         let name = |name: &str| format!("model.layers.3.{name}.weight");
         let expected =
             [("self_attn.qkv_proj", 24, 3), ("self_attn.o_proj", 8, 1), ("mlp.gate_up_proj", 24, 2)];
-        assert_eq!(of(true), expected.map(|(n, rows, parts)| (name(n), rows, parts)));
-        assert_eq!(of(false).len(), params.len());
+        assert_eq!(
+            names(file_tensors(&params, Packing::Projections)),
+            expected.map(|(n, rows, parts)| (name(n), vec![rows, 8], parts))
+        );
+        assert_eq!(file_tensors(&params, Packing::Apart).len(), params.len());
+    }
+
+    #[test]
+    fn experts_are_woven() {
+        let mut params = vec![ParamSpec::new("model.layers.3.mlp.router.bias", &[2])];
+        for expert in 0..2 {
+            for (layer, [outputs, inputs]) in
+                [("gate_proj", [12, 8]), ("up_proj", [12, 8]), ("down_proj", [8, 12])]
+            {
+                let name = format!("model.layers.3.mlp.experts.{expert}.{layer}");
+                params.push(ParamSpec::new(format!("{name}.weight"), &[outputs, inputs]));
+                params.push(ParamSpec::new(format!("{name}.bias"), &[outputs]));
+            }
+        }
+        let tensors = file_tensors(&params, Packing::Experts);
+        let order: Vec<&str> = tensors[1].parts.iter().map(|part| &part.name[27..]).collect();
+        assert_eq!(
+            order,
+            ["0.gate_proj.weight", "0.up_proj.weight", "1.gate_proj.weight", "1.up_proj.weight"]
+        );
+        let expected = [
+            ("router.bias", vec![2], 1),
+            ("experts.gate_up_proj", vec![2, 8, 24], 4),
+            ("experts.gate_up_proj_bias", vec![2, 24], 4),
+            ("experts.down_proj", vec![2, 12, 8], 2),
+            ("experts.down_proj_bias", vec![2, 8], 2),
+        ];
+        assert_eq!(
+            names(tensors),
+            expected.map(|(name, dims, parts)| (format!("model.layers.3.mlp.{name}"), dims, parts))
+        );
     }
 }

@@ -30,6 +30,7 @@ mod family;
 mod fused;
 mod json;
 mod mixture;
+mod mxfp4;
 mod random;
 mod rope;
 mod safetensors_in;

@@ -15,6 +15,8 @@ pub struct Mixture {
     pub feed_forward: usize,
     /// The weights of those that a token goes through are divided by their sum.
     pub normalize: bool,
+    /// The router and the experts have biases.
+    pub biased: bool,
     /// Layers that have one feed-forward for all tokens instead.
     pub dense_layers: Vec<usize>,
 }
@@ -22,6 +24,7 @@ pub struct Mixture {
 /// What parameters of experts are called within a layer.
 pub(crate) struct ExpertNames {
     pub(crate) module: &'static str,
+    pub(crate) router: &'static str,
     pub(crate) gate: &'static str,
     pub(crate) up: &'static str,
     pub(crate) down: &'static str,
@@ -38,12 +41,14 @@ impl Mixture {
         let chosen = |default: usize| entries.size_or("num_experts_per_tok", default);
         let normalize = || entries.flag("norm_topk_prob", false);
         let of_num_experts = ["num_experts", "num_local_experts"];
+        let of_num_local_experts = ["num_local_experts", "num_experts"];
         Ok(match family {
             Family::Mixtral => Some(Self {
-                experts: experts(["num_local_experts", "num_experts"], 8)?,
+                experts: experts(of_num_local_experts, 8)?,
                 chosen: chosen(2)?,
                 feed_forward: entries.size("intermediate_size")?,
                 normalize: true,
+                biased: false,
                 dense_layers: Vec::new(),
             }),
             Family::Olmoe => Some(Self {
@@ -51,6 +56,7 @@ impl Mixture {
                 chosen: chosen(8)?,
                 feed_forward: entries.size("intermediate_size")?,
                 normalize: normalize()?,
+                biased: false,
                 dense_layers: Vec::new(),
             }),
             Family::Qwen3Moe => Some(Self {
@@ -58,7 +64,16 @@ impl Mixture {
                 chosen: chosen(8)?,
                 feed_forward: entries.size_or("moe_intermediate_size", 768)?,
                 normalize: normalize()?,
+                biased: false,
                 dense_layers: dense_layers(entries, layers)?,
+            }),
+            Family::GptOss => Some(Self {
+                experts: experts(of_num_local_experts, 128)?,
+                chosen: chosen(4)?,
+                feed_forward: entries.size("intermediate_size")?,
+                normalize: true,
+                biased: true,
+                dense_layers: Vec::new(),
             }),
             _ => None,
         })
@@ -93,9 +108,23 @@ fn dense_layers(entries: &Entries<'_>, layers: usize) -> Result<Vec<usize>> {
 impl Family {
     /// Of a family with experts.
     pub(crate) fn expert_names(self) -> ExpertNames {
+        let usual = ExpertNames {
+            module: "mlp",
+            router: "mlp.gate",
+            gate: "gate_proj",
+            up: "up_proj",
+            down: "down_proj",
+        };
         match self {
-            Self::Mixtral => ExpertNames { module: "block_sparse_moe", gate: "w1", up: "w3", down: "w2" },
-            _ => ExpertNames { module: "mlp", gate: "gate_proj", up: "up_proj", down: "down_proj" },
+            Self::Mixtral => ExpertNames {
+                module: "block_sparse_moe",
+                router: "block_sparse_moe.gate",
+                gate: "w1",
+                up: "w3",
+                down: "w2",
+            },
+            Self::GptOss => ExpertNames { router: "mlp.router", ..usual },
+            _ => usual,
         }
     }
 }

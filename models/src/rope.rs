@@ -154,7 +154,11 @@ impl Rope {
         }
         let nested = parameters.or(older);
         let theta = nested.as_ref().map_or_else(|| theta_of(config), theta_of)?;
-        let scaling = nested.as_ref().map_or(Ok(RopeScaling::Default), scaling)?;
+        let scaling = match nested.as_ref() {
+            Some(nested) => scaling(nested)?,
+            None if family == Family::GptOss => RopeScaling::OF_GPT_OSS,
+            None => RopeScaling::Default,
+        };
         if theta == 1.0 && matches!(scaling, RopeScaling::Yarn { .. }) {
             return Err(config.error("rope_theta", "is 1, with which \"yarn\" has no frequencies".into()));
         }
@@ -233,6 +237,17 @@ impl Rope {
 }
 
 impl RopeScaling {
+    /// What its class in transformers fills in.
+    const OF_GPT_OSS: Self = Self::Yarn {
+        factor: 32.0,
+        // 1 + ln(32)/10.
+        attention_factor: 1.346_573_590_279_972_7,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        original_positions: 4096.0,
+        truncate: false,
+    };
+
     fn apply(&self, frequency: f64) -> f64 {
         match *self {
             // The latter two go by the pair, not by its frequency.

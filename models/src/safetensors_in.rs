@@ -4,7 +4,8 @@
 //! Headers are parsed and checked against the length of their files when the source is opened.
 
 use crate::composite::Naming;
-use crate::fused::file_tensors;
+use crate::fused::{FileTensor, file_tensors};
+use crate::mxfp4;
 use crate::safetensors_out::{WRITER, WRITER_KEY};
 use crate::{EMBEDDING_NAME, Model, ModelError, Result};
 use half::{bf16, f16};
@@ -45,6 +46,8 @@ pub struct SafetensorsSource {
     /// Those of other parts than the language model, in order, once that is known to be one.
     others: BTreeMap<String, Stored>,
     buffer: Vec<u8>,
+    /// What of a woven tensor was read last, as a whole, so that pieces of it come from the system's cache.
+    warm: Option<(usize, u64)>,
     is_export: bool,
 }
 
@@ -52,6 +55,15 @@ pub struct SafetensorsSource {
 struct Shard {
     path: PathBuf,
     file: File,
+}
+
+/// A layer in a woven tensor.
+struct Piece {
+    shard: usize,
+    dtype: Dtype,
+    /// Of its first element.
+    offset: u64,
+    layers: usize,
 }
 
 /// Where a tensor lies.
@@ -62,6 +74,22 @@ struct Stored {
     shape: Vec<usize>,
     /// Of its first byte, from the start of the file.
     offset: u64,
+    form: Form,
+}
+
+/// How the elements of a tensor lie.
+#[derive(Debug, Clone, Copy)]
+enum Form {
+    /// Row after row.
+    Rows,
+    /// Column after column, `layers · rows` elements apart, with the elements of other layers between those of a column.
+    Woven {
+        layers: usize,
+        /// Where the first column of the first of these layers begins.
+        first: u64,
+    },
+    /// Rows of [`mxfp4`] blocks with rows of other layers between them; the scales lie elsewhere.
+    Mxfp4 { layers: usize, scales_shard: usize, scales: u64 },
 }
 
 impl SafetensorsSource {
@@ -77,6 +105,7 @@ impl SafetensorsSource {
             tensors: HashMap::new(),
             others: BTreeMap::new(),
             buffer: Vec::new(),
+            warm: None,
             is_export: true,
         };
         for path in weight_files(folder)? {
@@ -122,8 +151,11 @@ impl SafetensorsSource {
     /// positions, which older savers wrote and which are computed.
     pub fn unused(&self, model: &Model) -> Vec<&str> {
         let params = || model.blocks.iter().flat_map(|block| block.params());
-        let fused = file_tensors(params(), model.config.family.is_fused());
+        let fused = file_tensors(params(), model.config.family.packing());
+        let packed: Vec<String> =
+            fused.iter().filter(|t| t.woven.is_some()).flat_map(|t| mxfp4::names(&t.name)).collect();
         let names = params().map(|param| &*param.name).chain(fused.iter().map(|tensor| &*tensor.name));
+        let names = names.chain(packed.iter().map(String::as_str));
         let names = names.flat_map(|name| [Some(name), name.strip_prefix(BASE_PREFIX)]);
         let used: HashSet<&str> = names.flatten().collect();
         let is_used = |name: &&str| {
@@ -178,9 +210,13 @@ impl SafetensorsSource {
     /// Enters the parts of fused tensors. A folder that has the parts themselves needs nothing.
     fn take_apart(&mut self, model: &Model) -> Result {
         let params = model.blocks.iter().flat_map(|block| block.params());
-        for fused in file_tensors(params, model.config.family.is_fused()).iter().filter(|t| t.is_fused()) {
+        for fused in file_tensors(params, model.config.family.packing()).iter().filter(|t| t.is_fused()) {
             let has_parts = fused.parts.iter().all(|part| self.find(part).is_ok());
             if has_parts {
+                continue;
+            }
+            if let Some(layers) = fused.woven {
+                self.take_experts_apart(fused, layers)?;
                 continue;
             }
             let stored = self.find(&ParamSpec::new(&fused.name, &fused.dims))?.clone();
@@ -192,6 +228,60 @@ impl SafetensorsSource {
             }
         }
         Ok(())
+    }
+
+    /// Enters the layers of experts, of which a tensor holds `layers` of each.
+    fn take_experts_apart(&mut self, fused: &FileTensor, layers: usize) -> Result {
+        let whole = ParamSpec::new(&fused.name, &fused.dims);
+        let [blocks, scales] = mxfp4::names(&fused.name);
+        if !self.has(&fused.name) && fused.dims.len() == 3 && self.has(&blocks) {
+            let [experts, inputs, outputs] = [0, 1, 2].map(|axis| fused.dims[axis]);
+            let groups = mxfp4::groups(inputs).ok_or_else(|| self.not_in_blocks(&blocks, inputs))?;
+            let blocks = self.raw(&blocks, &[experts, outputs, groups, mxfp4::BLOCK_BYTES])?;
+            let scales = self.raw(&scales, &[experts, outputs, groups])?;
+            for (at, part) in fused.parts.iter().enumerate() {
+                // Rows of the tensor, which has those of all experts one after the other.
+                let row = (at / layers * outputs + at % layers) * groups;
+                let form =
+                    Form::Mxfp4 { layers, scales_shard: scales.shard, scales: scales.offset + row as u64 };
+                let offset = blocks.offset + (row * mxfp4::BLOCK_BYTES) as u64;
+                let entry = Stored { shape: part.dims.clone(), offset, form, ..blocks.clone() };
+                self.tensors.insert(part.name.clone(), entry);
+            }
+            return Ok(());
+        }
+        let stored = self.find(&whole)?.clone();
+        let size = (stored.dtype.bitsize() / 8) as u64;
+        for (at, part) in fused.parts.iter().enumerate() {
+            let of_expert = (layers * part.elements()) as u64 * size;
+            let first = stored.offset + (at / layers) as u64 * of_expert;
+            let (offset, form) = (first + (at % layers) as u64 * size, Form::Woven { layers, first });
+            let entry = Stored { shape: part.dims.clone(), offset, form, ..stored.clone() };
+            self.tensors.insert(part.name.clone(), entry);
+        }
+        Ok(())
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+            || name.strip_prefix(BASE_PREFIX).is_some_and(|name| self.tensors.contains_key(name))
+    }
+
+    fn not_in_blocks(&self, name: &str, inputs: usize) -> ModelError {
+        ModelError::Corrupt {
+            path: self.folder.clone(),
+            detail: format!("`{name}` would be blocks of {} of {inputs} numbers", mxfp4::BLOCK),
+        }
+    }
+
+    /// A tensor of bytes.
+    fn raw(&self, name: &str, dims: &[usize]) -> Result<Stored> {
+        let param = ParamSpec::new(name, dims);
+        let stored = self.there(&param)?;
+        if stored.dtype != Dtype::U8 {
+            return Err(self.wrong_dtype(&param, stored));
+        }
+        Ok(stored.clone())
     }
 
     /// What a head in the files is to a model that uses its `embedding` for it.
@@ -227,8 +317,20 @@ impl SafetensorsSource {
     }
 
     fn read_into(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> Result {
-        let Stored { shard, dtype, offset, .. } = *self.find(param)?;
+        let Stored { shard, dtype, offset, form, .. } = *self.find(param)?;
         assert!(start + out.len() <= param.elements(), "the range lies within `{}`", param.name);
+        match form {
+            Form::Rows => {}
+            Form::Woven { layers, first } => {
+                self.warm(shard, first, layers * param.elements() * (dtype.bitsize() / 8))?;
+                let piece = Piece { shard, dtype, offset, layers };
+                return self.read_woven(&piece, &param.dims, start, out);
+            }
+            Form::Mxfp4 { layers, scales_shard, scales } => {
+                let rows = [(shard, offset), (scales_shard, scales)];
+                return self.read_mxfp4(rows, layers, &param.dims, start, out);
+            }
+        }
         let size = dtype.bitsize() / 8;
         self.buffer.resize(BUFFER_BYTES, 0);
         let mut at = offset + (start * size) as u64;
@@ -242,6 +344,79 @@ impl SafetensorsSource {
         Ok(())
     }
 
+    /// Reads so much of a file once, from its start to its end.
+    fn warm(&mut self, shard: usize, offset: u64, bytes: usize) -> Result {
+        if self.warm.replace((shard, offset)) == Some((shard, offset)) {
+            return Ok(());
+        }
+        self.buffer.resize(BUFFER_BYTES, 0);
+        for start in (0..bytes).step_by(BUFFER_BYTES) {
+            let buffer = &mut self.buffer[..BUFFER_BYTES.min(bytes - start)];
+            let Shard { path, file } = &self.shards[shard];
+            file.read_exact_at(buffer, offset + start as u64).map_err(ModelError::file("reading", path))?;
+        }
+        Ok(())
+    }
+
+    /// Elements of a `[R, C]` tensor from `start` on, of which files have columns.
+    fn read_woven(&mut self, piece: &Piece, dims: &[usize], start: usize, out: &mut [f32]) -> Result {
+        let Piece { shard, dtype, offset, layers } = *piece;
+        let (rows, columns) = (dims[0], dims.get(1).copied().unwrap_or(1));
+        let (size, end) = (dtype.bitsize() / 8, start + out.len());
+        let Shard { path, file } = &self.shards[shard];
+        self.buffer.resize(BUFFER_BYTES, 0);
+        let mut values = vec![0.0; BUFFER_BYTES / size];
+        let (mut row, last) = (start / columns, end.div_ceil(columns));
+        while row < last {
+            let count = (last - row).min((values.len() - 1) / layers + 1);
+            // Without what other layers have behind the last.
+            let elements = (count - 1) * layers + 1;
+            for column in 0..columns {
+                let at = (column * layers * rows + row * layers) * size;
+                let bytes = &mut self.buffer[..elements * size];
+                file.read_exact_at(bytes, offset + at as u64).map_err(ModelError::file("reading", path))?;
+                widen(dtype, bytes, &mut values[..elements]);
+                for (row, value) in (row..row + count).zip(values.iter().step_by(layers)) {
+                    let index = row * columns + column;
+                    if (start..end).contains(&index) {
+                        out[index - start] = *value;
+                    }
+                }
+            }
+            row += count;
+        }
+        Ok(())
+    }
+
+    /// Elements of a `[R, C]` tensor from `start` on, whose blocks and scales begin where `first` says.
+    fn read_mxfp4(
+        &mut self,
+        first: [(usize, u64); 2],
+        layers: usize,
+        dims: &[usize],
+        start: usize,
+        out: &mut [f32],
+    ) -> Result {
+        let (columns, end) = (dims[1], start + out.len());
+        let groups = columns / mxfp4::BLOCK;
+        let mut row_bytes = [vec![0; groups * mxfp4::BLOCK_BYTES], vec![0; groups]];
+        let mut values = vec![0.0; columns];
+        for row in start / columns..end.div_ceil(columns) {
+            for ((shard, offset), bytes) in first.into_iter().zip(&mut row_bytes) {
+                let Shard { path, file } = &self.shards[shard];
+                let at = offset + (row * layers * bytes.len()) as u64;
+                file.read_exact_at(bytes, at).map_err(ModelError::file("reading", path))?;
+            }
+            let [blocks, scales] = &row_bytes;
+            mxfp4::decode(blocks, scales, &mut values);
+            let whole = row * columns..(row + 1) * columns;
+            let wanted = whole.start.max(start)..whole.end.min(end);
+            let from = &values[wanted.start - whole.start..wanted.end - whole.start];
+            out[wanted.start - start..wanted.end - start].copy_from_slice(from);
+        }
+        Ok(())
+    }
+
     fn add(&mut self, path: PathBuf) -> Result {
         let file = File::open(&path).map_err(ModelError::file("opening", &path))?;
         let (data_start, metadata) = read_header(&file, &path)?;
@@ -250,13 +425,29 @@ impl SafetensorsSource {
         let shard = self.shards.len();
         for (name, info) in metadata.tensors() {
             let offset = data_start + info.data_offsets.0 as u64;
-            self.tensors.insert(name, Stored { shard, dtype: info.dtype, shape: info.shape.clone(), offset });
+            let (dtype, shape) = (info.dtype, info.shape.clone());
+            self.tensors.insert(name, Stored { shard, dtype, shape, offset, form: Form::Rows });
         }
         self.shards.push(Shard { path, file });
         Ok(())
     }
 
     fn find(&self, param: &ParamSpec) -> Result<&Stored> {
+        let stored = self.there(param)?;
+        let is_packed = matches!(stored.form, Form::Mxfp4 { .. });
+        if !is_packed && !matches!(stored.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
+            return Err(self.wrong_dtype(param, stored));
+        }
+        Ok(stored)
+    }
+
+    fn wrong_dtype(&self, param: &ParamSpec, stored: &Stored) -> ModelError {
+        let path = self.shards[stored.shard].path.clone();
+        ModelError::WrongDtype { path, tensor: param.name.clone(), found: stored.dtype.to_string() }
+    }
+
+    /// A tensor of that name and shape.
+    fn there(&self, param: &ParamSpec) -> Result<&Stored> {
         let stored = self
             .tensors
             .get(&param.name)
@@ -274,10 +465,6 @@ impl SafetensorsSource {
                 expected: param.dims.clone(),
                 found: stored.shape.clone(),
             });
-        }
-        if !matches!(stored.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
-            let found = stored.dtype.to_string();
-            return Err(ModelError::WrongDtype { path: path(), tensor: param.name.clone(), found });
         }
         Ok(stored)
     }

@@ -15,12 +15,12 @@
 //! folder that is refused, never a mixture of two models that loads.
 
 use crate::composite::{Naming, TEXT};
-use crate::fused::{FileTensor, file_tensors};
+use crate::fused::{FileTensor, Packing, file_tensors};
 use crate::json::parse_json;
 use crate::{ModelConfig, ModelError, Result, SafetensorsSource};
 use serde_json::{Map, Value, json};
 use std::fs::File;
-use std::io::Write;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use terrace_kernels::DType;
 use terrace_zero::{EXPORT_BUFFER_BYTES, ParamSpec, WeightReader, create_dir_durably, sync_dir};
@@ -85,12 +85,12 @@ pub fn export_folder(
     let _made = NewFolders::make(out_dir)?;
     let dtype = reader.dtype();
     let (tag, torch_name) = names(dtype)?;
-    let config = with_dtype(config_json, torch_name)?;
     // Blocks of others may have a configuration that is no model's here: their parameters are tensors of files.
     let known = ModelConfig::parse(config_json).ok();
-    let is_fused = known.as_ref().is_some_and(|config| config.family.is_fused());
+    let packing = known.as_ref().map_or(Packing::Apart, |config| config.family.packing());
+    let config = with_dtype(config_json, torch_name, known.is_some())?;
     let rest = known.filter(|config| config.is_part).map(|_| Rest::of(source_dir)).transpose()?;
-    let mut tensors: Vec<OutTensor> = file_tensors(&reader.params(), is_fused)
+    let mut tensors: Vec<OutTensor> = file_tensors(&reader.params(), packing)
         .into_iter()
         .map(|tensor| OutTensor::of_weights(tensor, rest.as_ref(), dtype, tag))
         .collect();
@@ -277,8 +277,8 @@ struct OutTensor {
 
 #[derive(Debug)]
 enum Content {
-    /// Weights, one parameter after the other.
-    Parts(Vec<ParamSpec>),
+    /// Weights, as a [`FileTensor`] holds them.
+    Parts { parts: Vec<ParamSpec>, woven: Option<usize> },
     /// The tensor of that name of the [`Rest`].
     Rest,
 }
@@ -286,9 +286,9 @@ enum Content {
 impl OutTensor {
     fn of_weights(tensor: FileTensor, rest: Option<&Rest>, dtype: DType, tag: &str) -> Self {
         let bytes = (tensor.elements() * dtype.size()) as u64;
-        let FileTensor { name, dims, parts } = tensor;
+        let FileTensor { name, dims, parts, woven } = tensor;
         let name = rest.map_or_else(|| name.clone(), |rest| rest.naming.in_files(&name));
-        Self { name, dims, tag: tag.to_owned(), bytes, content: Content::Parts(parts) }
+        Self { name, dims, tag: tag.to_owned(), bytes, content: Content::Parts { parts, woven } }
     }
 }
 
@@ -334,7 +334,12 @@ fn write_shard(
     let mut buffer = vec![0; EXPORT_BUFFER_BYTES];
     for tensor in &shard.tensors {
         match (&tensor.content, rest) {
-            (Content::Parts(parts), _) => {
+            (Content::Parts { parts, woven: Some(layers) }, _) => {
+                for parts in parts.chunks(*layers) {
+                    write_woven(reader, parts, dtype, &mut buffer, &mut draft)?;
+                }
+            }
+            (Content::Parts { parts, woven: None }, _) => {
                 for param in parts {
                     write_weights(reader, param, dtype, &mut buffer, &mut draft)?;
                 }
@@ -370,6 +375,41 @@ fn write_weights(
     Ok(())
 }
 
+/// Layers `[R, C]` of one expert as `[C, layers · R]`: pieces of columns are written where they belong, for as many rows at a time as `buffer`
+/// has room for twice.
+fn write_woven(
+    reader: &mut dyn WeightReader,
+    layers: &[ParamSpec],
+    dtype: DType,
+    buffer: &mut Vec<u8>,
+    draft: &mut Draft,
+) -> terrace_zero::Result {
+    let (size, count, dims) = (dtype.size(), layers.len(), &layers[0].dims);
+    let (rows, columns) = (dims[0], dims.get(1).copied().unwrap_or(1));
+    let row_bytes = columns * size;
+    let at_once = (EXPORT_BUFFER_BYTES / (2 * count * row_bytes)).clamp(1, rows.max(1));
+    // A row alone may need more than there is.
+    buffer.resize(EXPORT_BUFFER_BYTES.max(2 * count * row_bytes), 0);
+    for first in (0..rows).step_by(at_once) {
+        let some = at_once.min(rows - first);
+        let (plain, woven) = buffer.split_at_mut(count * some * row_bytes);
+        for (layer, bytes) in layers.iter().zip(plain.chunks_mut(some * row_bytes)) {
+            reader.read(layer, first * columns, bytes)?;
+        }
+        let piece_bytes = some * count * size;
+        for (column, piece) in woven.chunks_mut(piece_bytes).take(columns).enumerate() {
+            for (at, element) in piece.chunks_mut(size).enumerate() {
+                let (layer, row) = (at % count, at / count);
+                let from = ((layer * some + row) * columns + column) * size;
+                element.copy_from_slice(&plain[from..from + size]);
+            }
+            draft.write_at(((column * rows + first) * count * size) as u64, piece)?;
+        }
+    }
+    draft.skip((count * rows * row_bytes) as u64);
+    Ok(())
+}
+
 /// Length, JSON, and spaces up to a multiple of 8 so that the data is aligned.
 fn header(shard: &Shard) -> Vec<u8> {
     let mut tensors = Map::new();
@@ -397,12 +437,16 @@ fn index_json(shards: &[Shard]) -> String {
     format!("{:#}\n", json!({"metadata": {"total_size": total}, "weight_map": map}))
 }
 
-/// The configuration with the dtype of the weights, under the spelling it uses already; that of a language model in it, too.
-fn with_dtype(config_json: &str, dtype: &str) -> Result<String> {
+/// The configuration with the dtype of the weights, under the spelling it uses already; that of a language model in it, too. Of a model that
+/// `is_known` it says no more that weights are quantized: they were, and are read.
+fn with_dtype(config_json: &str, dtype: &str, is_known: bool) -> Result<String> {
     let refused =
         |detail: String| ModelError::config_file(Path::new("config.json"))(ModelError::NoObject { detail });
     let mut value = parse_json(config_json).map_err(|e| refused(format!("is not JSON: {e}")))?;
     let config = value.as_object_mut().ok_or_else(|| refused("is not a JSON object".into()))?;
+    if is_known {
+        config.shift_remove("quantization_config");
+    }
     let keys: Vec<&str> = DTYPE_KEYS.into_iter().filter(|key| config.contains_key(*key)).collect();
     for key in if keys.is_empty() { vec!["torch_dtype"] } else { keys } {
         config.insert(key.into(), dtype.into());
@@ -443,6 +487,8 @@ struct Staged {
 #[derive(Debug)]
 struct Draft {
     file: File,
+    /// Bytes that are written or skipped.
+    end: u64,
     staged: Staged,
 }
 
@@ -450,11 +496,24 @@ impl Draft {
     fn create(folder: &Path, name: &str) -> Result<Self> {
         let temporary = folder.join(format!(".{name}{PARTIAL}"));
         let file = File::create(&temporary).map_err(ModelError::file("creating", &temporary))?;
-        Ok(Self { file, staged: Staged { temporary, path: folder.join(name), published: false } })
+        Ok(Self { file, end: 0, staged: Staged { temporary, path: folder.join(name), published: false } })
     }
 
     fn append(&mut self, bytes: &[u8]) -> Result {
-        self.file.write_all(bytes).map_err(ModelError::file("writing", &self.staged.temporary))
+        self.write_at(0, bytes)?;
+        self.skip(bytes.len() as u64);
+        Ok(())
+    }
+
+    /// Writes behind what is written or skipped, `offset` further.
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result {
+        let written = self.file.write_all_at(bytes, self.end + offset);
+        written.map_err(ModelError::file("writing", &self.staged.temporary))
+    }
+
+    /// What follows is written so much further.
+    fn skip(&mut self, bytes: u64) {
+        self.end += bytes;
     }
 
     /// Makes it durable, and closes it.

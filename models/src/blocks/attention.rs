@@ -22,6 +22,8 @@ pub(crate) struct Attention {
     output: Linear,
     /// Norms of queries and keys: of each head, or of all together.
     qk_norms: Option<(QkNorm, Norm, Norm)>,
+    /// A number for each query head.
+    sinks: Option<usize>,
     /// The input with the frequencies, and what multiplies rotated queries and keys; `None` where they are not rotated.
     rotary: Option<(usize, f32)>,
     spec: AttentionSpec,
@@ -86,6 +88,7 @@ impl Attention {
                 let query = params.norm("self_attn.q_norm", of_query, eps);
                 (kind, query, params.norm("self_attn.k_norm", of_key, eps))
             }),
+            sinks: config.has_sinks.then(|| params.numbers("self_attn.sinks", config.heads)),
             rotary: (!config.unrotated.contains(&layer)).then(|| {
                 match config.window_rope.as_ref().filter(|_| config.windows[layer].is_some()) {
                     Some(rope) => (WINDOW_INV_FREQ, rope.attention_factor()),
@@ -160,6 +163,9 @@ impl Attention {
             }
         };
         kernel.forward(q_BSHK, keys, starts.view(), out, lse, self.spec)?;
+        if let Some(sinks) = self.sinks {
+            cx.kernels.sinks.add(weights.get(sinks), out_BSHK.view_mut(), lse_BHS.view_mut())?;
+        }
         Ok(Attended { out_BSHK, lse_BHS })
     }
 
@@ -223,6 +229,11 @@ impl Attention {
             Some(_) => self.rotated(cx, weights, &mut projected)?,
             None => None,
         };
+        if let Some(sinks) = self.sinks {
+            let Attended { out_BSHK: out, lse_BHS: lse } = &attended;
+            let (out, lse, dsinks) = (out.view(), lse.view(), gradients.get(sinks)?);
+            cx.kernels.sinks.backward(weights.get(sinks), out, lse, dout_BSHK.view(), dsinks)?;
+        }
         let (dims_q, dims_k) = (self.dims_q(cx), self.dims_k(cx));
         let mut dq = cx.tensor(&dims_q)?;
         let mut dk = cx.tensor(&dims_k)?;

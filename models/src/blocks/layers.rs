@@ -30,9 +30,16 @@ impl Params {
         Linear { weight, bias }
     }
 
-    /// One without a bias that is never quantized.
-    pub(crate) fn plain_linear(&mut self, name: &str, outputs: usize, inputs: usize) -> Linear {
-        Linear { weight: self.push(&format!("{name}.weight"), &[outputs, inputs]), bias: None }
+    /// One that is never quantized.
+    pub(crate) fn plain_linear(&mut self, name: &str, outputs: usize, inputs: usize, bias: bool) -> Linear {
+        let weight = self.push(&format!("{name}.weight"), &[outputs, inputs]);
+        let bias = bias.then(|| self.push(&format!("{name}.bias"), &[outputs]));
+        Linear { weight, bias }
+    }
+
+    /// Numbers that are neither a layer's nor a norm's.
+    pub(crate) fn numbers(&mut self, name: &str, count: usize) -> usize {
+        self.push(name, &[count])
     }
 
     /// A root-mean-square norm over rows of `width`.
@@ -50,7 +57,7 @@ impl Params {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Linear {
     pub(super) weight: usize,
-    bias: Option<usize>,
+    pub(super) bias: Option<usize>,
 }
 
 impl Linear {

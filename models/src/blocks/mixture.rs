@@ -3,7 +3,7 @@
 //!
 //! E experts, X chosen by each token, P = R·X routed rows of a tile ([`Experts`](terrace_kernels::Experts)): a row for each token and choice,
 //! those of an expert together. The weight multiplies what `down` is given, and not what it gives: its gradient is then the product of two rows of F
-//! numbers that backward has anyway.
+//! numbers that backward has anyway. Where `down` has a bias it multiplies what `down` gives, and the bias adds its share to that gradient.
 
 use super::TILE_ROWS;
 use super::layers::{Linear, Norm, Normed, Params, forward_each, tiles};
@@ -24,6 +24,7 @@ pub(crate) struct MixtureMlp {
     feed_forward: usize,
     chosen: usize,
     normalize: bool,
+    biased: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -109,10 +110,11 @@ impl MixtureMlp {
         let (hidden, feed_forward) = (config.hidden, mixture.feed_forward);
         let names = config.family.expert_names();
         let before = params.norm("post_attention_layernorm", hidden, config.norm_eps);
-        let router = params.plain_linear(&format!("{}.gate", names.module), mixture.experts, hidden);
+        let biased = mixture.biased;
+        let router = params.plain_linear(names.router, mixture.experts, hidden, biased);
         let expert = |index| {
             let mut linear = |name, outputs, inputs| {
-                params.linear(&format!("{}.experts.{index}.{name}", names.module), outputs, inputs, false)
+                params.linear(&format!("{}.experts.{index}.{name}", names.module), outputs, inputs, biased)
             };
             Expert {
                 gate: linear(names.gate, feed_forward, hidden),
@@ -129,6 +131,7 @@ impl MixtureMlp {
             feed_forward,
             chosen: mixture.chosen,
             normalize: mixture.normalize,
+            biased,
         }
     }
 
@@ -144,7 +147,8 @@ impl MixtureMlp {
 
     /// The experts, as ranges of parameters.
     pub(crate) fn parts(&self) -> Vec<Range<usize>> {
-        self.experts.iter().map(|expert| expert.gate.weight..expert.down.weight + 1).collect()
+        let last = |Linear { weight, bias }: Linear| bias.unwrap_or(weight);
+        self.experts.iter().map(|expert| expert.gate.weight..last(expert.down) + 1).collect()
     }
 
     /// How much of them so many rows use, if they choose as if by chance. What is more than a tile uses all.
@@ -284,11 +288,12 @@ impl MixtureMlp {
         let down: [(LayerOf, View<'_>); 1] = [(|expert| expert.down, dy_PD.view())];
         let x_PF = weighed_PF.view();
         self.backward_experts(weights, routes, &down, x_PF, dact_PF.view_mut(), gradients)?;
-        drop((weighed_PF, dy_PD));
+        drop(weighed_PF);
         let mut dweights_RX = cx.tensor_of(DType::F32, weights_RX.shape().dims())?;
         let (act, dweights) = (act_PF.view(), dweights_RX.view_mut());
         experts.weigh_backward(dact_PF.view_mut(), act, rows_RX, weights_RX, dweights)?;
         drop(act_PF);
+        self.backward_down_biases(cx, weights, routes, dy_PD, dweights_RX.view_mut(), gradients)?;
 
         let (mut dgate_PF, mut dup_PF) = (cx.tensor(dims_PF.dims())?, cx.tensor(dims_PF.dims())?);
         let (dact, dgate, dup) = (dact_PF.view(), dgate_PF.view_mut(), dup_PF.view_mut());
@@ -299,6 +304,7 @@ impl MixtureMlp {
         let wide: [(LayerOf, View<'_>); 2] =
             [(|expert| expert.gate, dgate_PF.view()), (|expert| expert.up, dup_PF.view())];
         self.backward_experts(weights, routes, &wide, h_PD.view(), dh_PD.view_mut(), gradients)?;
+        self.backward_biases(cx, routes, &wide, gradients)?;
         drop((dgate_PF, dup_PF, h_PD));
         let mut dh_RD = cx.tensor_of(DType::F32, h_RD.shape().dims())?;
         experts.collect(dh_PD.view(), rows_RX, Residual::None, dh_RD.view_mut())?;
@@ -330,6 +336,9 @@ impl MixtureMlp {
             dlogits_RE.view_mut(),
         )?;
         gradients.add_product(self.router.weight, dlogits_RE.view(), h_RD)?;
+        if let Some(bias) = self.router.bias {
+            cx.kernels.reduce.sum_rows(dlogits_RE.view(), gradients.get(bias)?)?;
+        }
         let spec = MatmulSpec { accumulate: true, ..MatmulSpec::NN };
         Ok(cx.kernels.matmul.matmul(dlogits_RE.view(), weights.get(self.router.weight), dh_RD, spec)?)
     }
@@ -459,13 +468,25 @@ impl MixtureMlp {
         residual: Residual<'_>,
         y_RD: ViewMut<'_>,
     ) -> Result {
-        let mut weighed_PF = cx.tensor(act_PF.view().shape().dims())?;
-        cx.kernels.experts.weigh(act_PF.view(), routes.rows_RX, routes.weights_RX, weighed_PF.view_mut())?;
-        drop(act_PF);
-        let mut out_PD = cx.tensor(&[weighed_PF.view().shape().rows(), self.hidden])?;
-        let layers = self.shares(|expert| expert.down, routes, weighed_PF.view(), out_PD.view_mut());
-        forward_each(cx, weights, layers)?;
+        let dims_PD = [act_PF.shape().rows(), self.hidden];
+        let down = |x_PF: Tensor| -> Result<Tensor> {
+            let mut out_PD = cx.tensor(&dims_PD)?;
+            let layers = self.shares(|expert| expert.down, routes, x_PF.view(), out_PD.view_mut());
+            forward_each(cx, weights, layers)?;
+            Ok(out_PD)
+        };
+        let out_PD = match self.biased {
+            false => down(self.weighed(cx, routes, act_PF)?)?,
+            true => self.weighed(cx, routes, down(act_PF)?)?,
+        };
         Ok(cx.kernels.experts.collect(out_PD.view(), routes.rows_RX, residual, y_RD)?)
+    }
+
+    /// Routed rows times their weights.
+    fn weighed(&self, cx: &Context<'_>, routes: &Routes<'_>, x: Tensor) -> Result<Tensor> {
+        let mut out = cx.tensor(x.shape().dims())?;
+        cx.kernels.experts.weigh(x.view(), routes.rows_RX, routes.weights_RX, out.view_mut())?;
+        Ok(out)
     }
 
     /// A layer of each busy expert with its rows of x and out.
@@ -518,6 +539,52 @@ impl MixtureMlp {
             epilogue: Epilogue::NONE,
         });
         gradients.add_products(&products, inputs.collect())
+    }
+
+    /// Of the same layers' biases, if they have any: `db += Σ_p dout[p]`.
+    fn backward_biases(
+        &self,
+        cx: &Context<'_>,
+        routes: &Routes<'_>,
+        layers: &[(LayerOf, View<'_>)],
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        for (expert, from, to) in routes.busy() {
+            for (layer, dout) in layers {
+                let Some(bias) = layer(&self.experts[expert]).bias else { continue };
+                cx.kernels.reduce.sum_rows(dout.rows(from, to), gradients.get(bias)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What the biases of `down` have of the gradient of the weights, and theirs: `dw[p] += dy[p]·b` and `db += Σ_p w[p]·dy[p]`.
+    fn backward_down_biases(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        routes: &Routes<'_>,
+        mut dy_PD: Tensor,
+        dweights_RX: ViewMut<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        if !self.biased {
+            return Ok(());
+        }
+        let Routes { rows_RX, weights_RX, .. } = *routes;
+        let (elementwise, layer): (_, LayerOf) = (&cx.kernels.elementwise, |expert| expert.down);
+        let mut bias_PD = cx.tensor(dy_PD.shape().dims())?;
+        elementwise.zero(bias_PD.view_mut())?;
+        for (expert, from, to) in routes.busy() {
+            let bias = layer(&self.experts[expert]).bias.expect("all layers of experts have biases, or none");
+            elementwise.add_bias(bias_PD.view_mut().rows(from, to), weights.get(bias))?;
+        }
+        let mut share_RX = cx.tensor_of(DType::F32, weights_RX.shape().dims())?;
+        let (dy, bias, share) = (dy_PD.view_mut(), bias_PD.view(), share_RX.view_mut());
+        cx.kernels.experts.weigh_backward(dy, bias, rows_RX, weights_RX, share)?;
+        drop(bias_PD);
+        elementwise.add_assign(dweights_RX, share_RX.view())?;
+        self.backward_biases(cx, routes, &[(layer, dy_PD.view())], gradients)
     }
 }
 

@@ -10,10 +10,10 @@ use terrace_models::{Model, ModelConfig, SafetensorsSource, export_folder, param
 
 const COMPOSITES: [&str; 4] = ["gemma3_vision", "mistral3", "qwen2_5_vl", "qwen3_vl"];
 
-type Tensors = BTreeMap<String, (safetensors::Dtype, Vec<usize>, Vec<u8>)>;
+pub type Tensors = BTreeMap<String, (safetensors::Dtype, Vec<usize>, Vec<u8>)>;
 
 /// All tensors of a folder.
-fn tensors(folder: &Path) -> Tensors {
+pub fn tensors(folder: &Path) -> Tensors {
     let mut all = Tensors::new();
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

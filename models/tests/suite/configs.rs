@@ -215,8 +215,14 @@ fn released_models_with_experts() {
             "torch_dtype": "bfloat16", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}"#,
     );
     assert_eq!(param_count(&qwen), 30_532_122_624);
-    let expected =
-        Mixture { experts: 128, chosen: 8, feed_forward: 768, normalize: true, dense_layers: Vec::new() };
+    let expected = Mixture {
+        experts: 128,
+        chosen: 8,
+        feed_forward: 768,
+        normalize: true,
+        biased: false,
+        dense_layers: Vec::new(),
+    };
     assert_eq!(qwen.mixture, Some(expected));
 
     // OLMoE 1B-7B: 6,919,161,856 parameters.

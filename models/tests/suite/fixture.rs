@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 25] = [
+pub const NAMES: [&str; 26] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -30,6 +30,7 @@ pub const NAMES: [&str; 25] = [
     "mixtral",
     "qwen3_moe",
     "olmoe",
+    "gpt_oss",
     "gemma3_vision",
     "mistral3",
     "qwen2_5_vl",

@@ -13,6 +13,7 @@ mod demand;
 mod engine;
 mod export;
 mod fixture;
+mod gpt_oss;
 mod keys;
 mod memory;
 mod pages;

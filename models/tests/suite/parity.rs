@@ -4,7 +4,7 @@ use crate::adamw::{self, State};
 use crate::fixture::{Fixture, backends, numbers, steps};
 use crate::runner::Runner;
 use std::collections::HashMap;
-use terrace_kernels::{DType, KernelSet, reference};
+use terrace_kernels::{DType, GateFunction, KernelSet, reference};
 use terrace_models::{Mixture, Model, ModelConfig, RopeScaling, TokenBatch};
 use terrace_zero::MicroBatch;
 
@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 34] = [
+    let ignored: [(&'static str, Change); 41] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -64,6 +64,13 @@ fn logits_notice_every_option() {
         ("mixtral", |config| mixture(config).chosen = 1),
         ("qwen3_moe", |config| mixture(config).chosen = 2),
         ("olmoe", |config| mixture(config).normalize = true),
+        ("gpt_oss", |config| config.windows = vec![None; config.layers]),
+        ("gpt_oss", |config| config.has_sinks = false),
+        ("gpt_oss", |config| config.gate_function = GateFunction::Silu),
+        ("gpt_oss", |config| config.output_bias = false),
+        ("gpt_oss", |config| config.rope.scaling = RopeScaling::Default),
+        ("gpt_oss", |config| mixture(config).biased = false),
+        ("qwen2_5_vl", |config| config.rope.theta = 10_000.0),
     ];
     for (name, ignore) in ignored {
         let fixture = Fixture::new(name);
