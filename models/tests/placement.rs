@@ -345,6 +345,19 @@ fn with_experts() -> ModelConfig {
     )
 }
 
+fn gpt_oss() -> ModelConfig {
+    model(
+        "GptOssForCausalLM",
+        r#""num_key_value_heads":2,"head_dim":16,"sliding_window":5,"num_local_experts":12,"num_experts_per_tok":3,
+        "rope_scaling":{"rope_type":"linear","factor":2.0}"#,
+    )
+}
+
+#[test]
+fn attention_sinks_and_experts_with_biases() {
+    check(&Setup { model: gpt_oss(), ..Setup::new(true) });
+}
+
 #[test]
 fn experts() {
     check(&Setup { model: with_experts(), ..Setup::new(true) });
@@ -383,6 +396,7 @@ fn every_family_keeps() {
         model("MixtralForCausalLM", r#""num_key_value_heads":2,"sliding_window":5,"num_local_experts":4"#),
         model("OlmoeForCausalLM", r#""num_key_value_heads":2,"num_experts":6,"num_experts_per_tok":2"#),
         with_experts(),
+        gpt_oss(),
         model(
             "LlamaForCausalLM",
             r#""num_key_value_heads":2,"attention_bias":true,"mlp_bias":true,"tie_word_embeddings":true"#,

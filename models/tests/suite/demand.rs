@@ -27,8 +27,20 @@ fn model() -> ModelConfig {
     .unwrap()
 }
 
+/// The same with biases, which belong to experts.
+fn biased() -> ModelConfig {
+    ModelConfig::parse(
+        r#"{"architectures":["GptOssForCausalLM"],"vocab_size":101,"hidden_size":64,"intermediate_size":128,
+        "num_hidden_layers":6,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":16,"max_position_embeddings":64,
+        "num_local_experts":64,"num_experts_per_tok":2,"sliding_window":9,"rope_scaling":{"rope_type":"linear","factor":2.0},
+        "initializer_range":0.2}"#,
+    )
+    .unwrap()
+}
+
 #[derive(Clone, Copy)]
 struct Setup {
+    model: fn() -> ModelConfig,
     placement: Placement,
     discrete: bool,
     weight_slots: usize,
@@ -61,7 +73,7 @@ impl Setup {
             kernel_scratch_bytes: cpu::scratch_bytes(2) as u64,
             io,
         });
-        let model = Model::stored_as(model(), self.format);
+        let model = Model::stored_as((self.model)(), self.format);
         let sample = TokenBatch::new(&model.config).blank(2, LENGTH);
         let mut source = RandomSource::for_config(&model.config, 1);
         Engine::create(config, backend, model.blocks, &sample, &mut source).unwrap()
@@ -72,7 +84,7 @@ impl Setup {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let stats = Arc::new(StatsLayer::new(open_default(&IoConfig::default()).unwrap()));
         let mut engine = self.engine(dir.path(), Arc::clone(&stats) as _);
-        let batches = TokenBatch::new(&model());
+        let batches = TokenBatch::new(&(self.model)());
         let (mut logits, mut bytes) = (Vec::new(), Vec::new());
         for length in [LENGTH, SHORT, LENGTH] {
             let rows =
@@ -97,14 +109,16 @@ impl Setup {
 
 #[test]
 fn experts_that_no_token_chooses_are_not_read() {
-    let memory =
-        Setup { placement: Placement::None, discrete: false, weight_slots: 1, format: None, copies: 0 };
-    for format in [None, Some(QuantFormat::Int8)] {
-        let (expected, _) = Setup { format, ..memory }.run();
+    let cases: [(fn() -> ModelConfig, Option<QuantFormat>); 3] =
+        [(model, None), (model, Some(QuantFormat::Int8)), (biased, None)];
+    for (model, format) in cases {
+        let memory =
+            Setup { model, placement: Placement::None, discrete: false, weight_slots: 1, format, copies: 0 };
+        let (expected, _) = memory.run();
         assert!(expected.windows(2).all(|pair| pair[0] != pair[1]));
         for weight_slots in [1, 3] {
             for discrete in [false, true] {
-                let disk = Setup { placement: Placement::Disk, discrete, weight_slots, format, ..memory };
+                let disk = Setup { placement: Placement::Disk, discrete, weight_slots, ..memory };
                 let (logits, bytes) = disk.run();
                 let words = format!("{format:?}, {weight_slots} slots, discrete {discrete}: {bytes:?} read");
                 assert!(logits == expected, "{words}");
@@ -119,8 +133,14 @@ fn experts_that_no_token_chooses_are_not_read() {
 /// Where copies of a layer's weights are in memory nothing of it is read.
 #[test]
 fn copies_have_all_experts() {
-    let memory =
-        Setup { placement: Placement::None, discrete: false, weight_slots: 1, format: None, copies: 0 };
+    let memory = Setup {
+        model,
+        placement: Placement::None,
+        discrete: false,
+        weight_slots: 1,
+        format: None,
+        copies: 0,
+    };
     let (expected, _) = memory.run();
     for copies in [1 << 20, 5 << 20, u64::MAX] {
         let (logits, bytes) = Setup { placement: Placement::Disk, copies, ..memory }.run();
