@@ -476,16 +476,20 @@ impl MixtureMlp {
             Ok(out_PD)
         };
         let out_PD = match self.biased {
-            false => down(self.weighed(cx, routes, act_PF)?)?,
-            true => self.weighed(cx, routes, down(act_PF)?)?,
+            false => {
+                let weighed_PF = self.weighed(cx, routes, act_PF.view())?;
+                drop(act_PF);
+                down(weighed_PF)?
+            }
+            true => self.weighed(cx, routes, down(act_PF)?.view())?,
         };
         Ok(cx.kernels.experts.collect(out_PD.view(), routes.rows_RX, residual, y_RD)?)
     }
 
     /// Routed rows times their weights.
-    fn weighed(&self, cx: &Context<'_>, routes: &Routes<'_>, x: Tensor) -> Result<Tensor> {
+    fn weighed(&self, cx: &Context<'_>, routes: &Routes<'_>, x: View<'_>) -> Result<Tensor> {
         let mut out = cx.tensor(x.shape().dims())?;
-        cx.kernels.experts.weigh(x.view(), routes.rows_RX, routes.weights_RX, out.view_mut())?;
+        cx.kernels.experts.weigh(x, routes.rows_RX, routes.weights_RX, out.view_mut())?;
         Ok(out)
     }
 

@@ -38,9 +38,11 @@ fn biased() -> ModelConfig {
     .unwrap()
 }
 
+type Describe = fn() -> ModelConfig;
+
 #[derive(Clone, Copy)]
 struct Setup {
-    model: fn() -> ModelConfig,
+    model: Describe,
     placement: Placement,
     discrete: bool,
     weight_slots: usize,
@@ -109,7 +111,7 @@ impl Setup {
 
 #[test]
 fn experts_that_no_token_chooses_are_not_read() {
-    let cases: [(fn() -> ModelConfig, Option<QuantFormat>); 3] =
+    let cases: [(Describe, Option<QuantFormat>); 3] =
         [(model, None), (model, Some(QuantFormat::Int8)), (biased, None)];
     for (model, format) in cases {
         let memory =
