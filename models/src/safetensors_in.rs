@@ -37,6 +37,9 @@ const FREQUENCIES: &str = ".rotary_emb.inv_freq";
 /// Elements that are compared at a time.
 const COMPARED: usize = 1 << 16;
 
+/// Most elements of a column of a woven tensor that are read at a time.
+const PIECE: usize = 1 << 14;
+
 /// A folder of safetensors, single or sharded.
 #[derive(Debug)]
 pub struct SafetensorsSource {
@@ -365,7 +368,7 @@ impl SafetensorsSource {
         let (size, end) = (dtype.bitsize() / 8, start + out.len());
         let Shard { path, file } = &self.shards[shard];
         self.buffer.resize(BUFFER_BYTES, 0);
-        let mut values = vec![0.0; BUFFER_BYTES / size];
+        let mut values = vec![0.0; PIECE];
         let (mut row, last) = (start / columns, end.div_ceil(columns));
         while row < last {
             let count = (last - row).min((values.len() - 1) / layers + 1);

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use terrace_kernels::{DType, GateFunction};
 use terrace_models::{Model, ModelConfig, RopeScaling, SafetensorsSource, export_folder, param_count};
-use terrace_zero::WeightSource;
+use terrace_zero::{ParamSpec, WeightReader, WeightSource};
 
 fn fixture() -> Fixture {
     Fixture::new("gpt_oss")
@@ -176,6 +176,69 @@ fn an_export_has_no_blocks() {
         let text = std::fs::read_to_string(out.path().join("config.json")).unwrap();
         assert!(!text.contains("quantization_config"), "{text}");
     }
+}
+
+/// Weights that say where they are.
+struct Places(Vec<ParamSpec>);
+
+impl Places {
+    fn value(&self, param: &ParamSpec, index: usize) -> f32 {
+        let place = self.0.iter().position(|other| other.name == param.name).unwrap();
+        (place * 1_000_003 + index) as f32
+    }
+}
+
+impl WeightReader for Places {
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn params(&self) -> Vec<ParamSpec> {
+        self.0.clone()
+    }
+
+    fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [u8]) -> terrace_zero::Result {
+        for (at, bytes) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            *bytes = self.value(param, start + at).to_le_bytes();
+        }
+        Ok(())
+    }
+}
+
+/// Experts so wide that they are written and read in several pieces.
+#[test]
+fn wide_experts_come_back() {
+    let mut config = fixture().json("config.json");
+    for (key, value) in [("intermediate_size", 20_000), ("num_local_experts", 2), ("num_hidden_layers", 1)] {
+        config[key] = value.into();
+    }
+    config["layer_types"] = json!(["full_attention"]);
+    let model = Model::new(parse(&config).unwrap());
+    let mut places = Places(model.blocks.iter().flat_map(|block| block.params().to_vec()).collect());
+    let out = tempfile::tempdir().unwrap();
+    export_folder(&mut places, None, out.path(), u64::MAX, &config.to_string()).unwrap();
+    let mut source = SafetensorsSource::for_model(out.path(), &model).unwrap();
+    for param in &places.0 {
+        let mut values = vec![f32::NAN; param.elements()];
+        source.read(param, 0, &mut values).unwrap();
+        let wrong = values.iter().enumerate().find(|(at, value)| **value != places.value(param, *at));
+        assert_eq!(wrong, None, "{}", param.name);
+    }
+    let written = &tensors(out.path())["model.layers.0.mlp.experts.gate_up_proj"];
+    let at = |expert: usize, input: usize, output: usize| {
+        let index = (expert * 32 + input) * 40_000 + output;
+        f32::from_le_bytes(written.2.as_chunks::<4>().0[index])
+    };
+    let param = |name: &str| {
+        places
+            .0
+            .iter()
+            .find(|param| param.name == format!("model.layers.0.mlp.experts.{name}.weight"))
+            .unwrap()
+    };
+    assert_eq!(written.1, [2, 32, 40_000]);
+    assert_eq!(at(1, 5, 2 * 12_345), places.value(param("1.gate_proj"), 12_345 * 32 + 5));
+    assert_eq!(at(0, 31, 2 * 19_999 + 1), places.value(param("0.up_proj"), 19_999 * 32 + 31));
 }
 
 #[test]
