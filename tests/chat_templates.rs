@@ -212,3 +212,34 @@ fn messages_are_read_as_transformers_reads_them() {
     let (rows, _) = build(MARKED, &[talk]).unwrap();
     assert_eq!(rows, [("UxAyUxAz".into(), "Az".into())]);
 }
+
+/// In the manner of LLaVA 1.5: what is said is read part by part, and a text has none.
+const LLAVA: &str = "{% for m in messages %}{{ m['role'] | upper + ': ' }}{% for part in m['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}";
+
+#[test]
+fn a_template_that_reads_parts_gets_them() {
+    let talk = [user("Hi"), assistant("Yo"), user("More"), assistant("Ok")];
+    let rendered = conversation(LLAVA, &talk).unwrap();
+    assert_eq!(rendered.text, "USER: Hi ASSISTANT: Yo USER: More ASSISTANT: Ok ");
+    assert_eq!(said(&rendered), ["Yo ", "Ok "]);
+    let template = ChatTemplate::new(LLAVA, "", "").unwrap();
+    assert_eq!(template.prompt(&talk[..1]).unwrap(), "USER: Hi ASSISTANT: ");
+    // One that reads both gets what it always got.
+    let both = "{% for m in messages %}{% if m.content is string %}text {{ m.content }}{% else %}parts {{ m.content[0].text }}{% endif %}{% endfor %}";
+    assert_eq!(ChatTemplate::new(both, "", "").unwrap().prompt(&talk[..1]).unwrap(), "text Hi");
+}
+
+#[test]
+fn a_template_may_come_with_the_processor() {
+    let folder = tempfile::tempdir().unwrap();
+    drop(model(folder.path(), LLAVA));
+    std::fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
+    let of_processor = folder.path().join("chat_template.json");
+    std::fs::write(&of_processor, json!({"chat_template": LLAVA}).to_string()).unwrap();
+    let tokenizer = TextTokenizer::load(folder.path()).unwrap();
+    let template = tokenizer.chat().unwrap().unwrap();
+    assert_eq!(template.prompt(&[user("Hi")]).unwrap(), "USER: Hi ASSISTANT: ");
+    std::fs::write(&of_processor, "{").unwrap();
+    let message = TextTokenizer::load(folder.path()).unwrap_err().to_string();
+    assert!(message.contains("chat_template.json") && message.contains("not JSON"), "{message}");
+}

@@ -15,6 +15,18 @@ pub(crate) struct Composite {
     model_type: &'static str,
     /// The first, if its type is not said.
     parts: &'static [Part],
+    says: Says,
+}
+
+/// Where a composite's configuration says what.
+#[derive(Clone, Copy, PartialEq)]
+enum Says {
+    /// What the language model is: among the rest, if not under a key of its own. Whether its head is tied: at either place.
+    Anywhere,
+    /// The first under a key of its own alone.
+    Apart,
+    /// The same, and what the whole says of the head counts only where the part says nothing: savers of different age mean different things.
+    OfThePart,
 }
 
 /// A language model as a part.
@@ -35,27 +47,37 @@ pub(crate) const COMPOSITES: [Composite; 7] = [
             read_as: "Gemma3ForCausalLM",
             absent: r#"{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}"#,
         }],
+        says: Says::Apart,
     },
-    Composite { architecture: "Mistral3ForConditionalGeneration", model_type: "mistral3", parts: &[MISTRAL] },
+    Composite {
+        architecture: "Mistral3ForConditionalGeneration",
+        model_type: "mistral3",
+        parts: &[MISTRAL],
+        says: Says::OfThePart,
+    },
     Composite {
         architecture: "LlavaForConditionalGeneration",
         model_type: "llava",
         parts: &[LLAMA, MISTRAL, QWEN2],
+        says: Says::Apart,
     },
     Composite {
         architecture: "LlavaNextForConditionalGeneration",
         model_type: "llava_next",
         parts: &[LLAMA, MISTRAL, QWEN2],
+        says: Says::Apart,
     },
     Composite {
         architecture: "Qwen2VLForConditionalGeneration",
         model_type: "qwen2_vl",
         parts: &[Part { model_type: "qwen2_vl_text", read_as: "Qwen2ForCausalLM", absent: OF_QWEN2_VL }],
+        says: Says::Anywhere,
     },
     Composite {
         architecture: "Qwen2_5_VLForConditionalGeneration",
         model_type: "qwen2_5_vl",
         parts: &[Part { model_type: "qwen2_5_vl_text", read_as: "Qwen2ForCausalLM", absent: OF_QWEN2_VL }],
+        says: Says::Anywhere,
     },
     Composite {
         architecture: "Qwen3VLForConditionalGeneration",
@@ -63,8 +85,12 @@ pub(crate) const COMPOSITES: [Composite; 7] = [
         parts: &[Part {
             model_type: "qwen3_vl_text",
             read_as: "Qwen3ForCausalLM",
-            absent: r#"{"num_key_value_heads": 32, "max_position_embeddings": 128000, "rope_theta": 500000.0}"#,
+            absent: r#"{
+                "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+                "num_key_value_heads": 32, "max_position_embeddings": 128000, "rope_theta": 500000.0
+            }"#,
         }],
+        says: Says::Apart,
     },
 ];
 
@@ -80,15 +106,27 @@ const MISTRAL: Part = Part {
     absent: r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}"#,
 };
 
-const QWEN2: Part = Part { model_type: "qwen2", read_as: "Qwen2ForCausalLM", absent: "{}" };
+const QWEN2: Part = Part {
+    model_type: "qwen2",
+    read_as: "Qwen2ForCausalLM",
+    absent: r#"{
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32
+    }"#,
+};
 
-const OF_QWEN2_VL: &str = r#"{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1000000.0, "eos_token_id": 151645}"#;
+const OF_QWEN2_VL: &str = r#"{
+    "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1000000.0, "eos_token_id": 151645
+}"#;
 
 /// Under what the language model's part is described, unless it is described among the rest.
 pub(crate) const TEXT: &str = "text_config";
 
 /// What is said of the whole and means the language model.
-const OF_THE_WHOLE: [&str; 2] = ["eos_token_id", "quantization_config"];
+const OF_THE_WHOLE: [&str; 2] = [EOS, "quantization_config"];
+
+const EOS: &str = "eos_token_id";
 
 const TIED: &str = "tie_word_embeddings";
 
@@ -115,6 +153,13 @@ pub(crate) fn language_model(whole: &Value) -> Result<Option<Value>> {
             }
         })?,
     };
+    if nested.is_none() && composite.says != Says::Anywhere {
+        return Err(entries.error(TEXT, "is missing: it describes the language model".into()));
+    }
+    // What is wrong with them is said of where they stand.
+    entries.ids(EOS)?;
+    let tied = entries.optional_flag(TIED)?;
+    let of_part = nested.as_ref().unwrap_or(&entries).optional_flag(TIED)?;
     let described = whole.get(TEXT).filter(|_| nested.is_some()).unwrap_or(whole);
     let mut model = described.as_object().cloned().unwrap_or_default();
     for key in OF_THE_WHOLE {
@@ -122,10 +167,13 @@ pub(crate) fn language_model(whole: &Value) -> Result<Option<Value>> {
             model.insert(key.into(), value.clone());
         }
     }
-    // Savers of different age say it in one of two places, and mean it if they say it in either.
-    let tied = [whole.get(TIED), described.get(TIED)].into_iter().flatten();
-    if let Some(tied) = tied.max_by_key(|tied| tied.as_bool() != Some(false)) {
-        model.insert(TIED.into(), tied.clone());
+    let tied = match composite.says {
+        Says::OfThePart => of_part.or(tied),
+        _ => [of_part, tied].into_iter().flatten().max(),
+    };
+    match tied {
+        Some(tied) => drop(model.insert(TIED.into(), tied.into())),
+        None => drop(model.shift_remove(TIED)),
     }
     model.insert("architectures".into(), vec![part.read_as].into());
     model.shift_remove("model_type");
@@ -168,6 +216,10 @@ pub(crate) struct Naming {
 const BASE: &str = "model.";
 const HEAD: &str = "lm_head.";
 
+/// What a language model has below its base.
+const OF_MODEL: [&str; 3] = ["embed_tokens.", LAYERS, "norm."];
+const LAYERS: &str = "layers.";
+
 /// By age; the last is that of models that name their other part apart.
 const NAMINGS: [Naming; 3] = [
     Naming { base: "language_model.model.", head: "language_model.lm_head." },
@@ -179,15 +231,19 @@ impl Naming {
     /// That of files with these tensors.
     pub(crate) fn of<'a>(names: impl Iterator<Item = &'a str>) -> Option<Self> {
         let is_layer =
-            |name: &str, base| name.strip_prefix(base).is_some_and(|rest| rest.starts_with("layers."));
+            |name: &str, base| name.strip_prefix(base).is_some_and(|rest| rest.starts_with(LAYERS));
         let found = names.filter_map(|name| NAMINGS.iter().position(|naming| is_layer(name, naming.base)));
         found.min().map(|index| NAMINGS[index])
     }
 
     /// The parameter that files call so; `None` for a tensor of another part.
     pub(crate) fn parameter(self, name: &str) -> Option<String> {
-        let renamed = |from: &str, to: &str| Some(to.to_owned() + name.strip_prefix(from)?);
-        renamed(self.base, BASE).or_else(|| renamed(self.head, HEAD))
+        if let Some(rest) = name.strip_prefix(self.head) {
+            return Some(HEAD.to_owned() + rest);
+        }
+        // Other parts may be below the same.
+        let rest = name.strip_prefix(self.base)?;
+        OF_MODEL.iter().any(|of| rest.starts_with(of)).then(|| BASE.to_owned() + rest)
     }
 
     /// What files call a parameter.

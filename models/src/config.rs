@@ -262,7 +262,7 @@ impl ModelConfig {
             multipliers: Multipliers::parse(&entries, family, hidden)?,
             windows: windows(&entries, family, layers, &unrotated)?,
             unrotated,
-            positions_max: rope.positions(positions_max, other_positions(&entries)?),
+            positions_max: rope.positions(family, positions_max, other_positions(&entries)?),
             rope,
             window_rope,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
@@ -339,7 +339,7 @@ impl ModelConfig {
         if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
             return refuse("rms_norm_eps", format!("is {}; it must be positive", self.norm_eps));
         }
-        self.mixture.iter().try_for_each(Mixture::check)?;
+        self.mixture.iter().try_for_each(|mixture| mixture.check(self.layers))?;
         if self.windows.len() != self.layers {
             let detail = format!("has {} entries for {} layers", self.windows.len(), self.layers);
             return refuse("layer_types", detail);
@@ -370,6 +370,9 @@ fn pad_id(entries: &Entries<'_>, vocab: usize, default: Option<usize>) -> Result
 }
 
 fn gate_function(entries: &Entries<'_>, family: Family) -> Result<GateFunction> {
+    if family == Family::GptOss {
+        return clamped_swish(entries);
+    }
     let key = if family == Family::Gemma3 { "hidden_activation" } else { "hidden_act" };
     let default = if family.is_gemma() { "gelu_pytorch_tanh" } else { "silu" };
     let name = match (entries.string(key)?.unwrap_or(default), family) {
@@ -377,9 +380,6 @@ fn gate_function(entries: &Entries<'_>, family: Family) -> Result<GateFunction> 
         ("gelu", Family::Gemma) => default,
         (name, _) => name,
     };
-    if family == Family::GptOss && name == default {
-        return clamped_swish(entries);
-    }
     let found = GATE_FUNCTIONS.iter().find(|(known, _)| *known == name);
     found.map(|(_, function)| *function).ok_or_else(|| ModelError::Unsupported {
         what: key.into(),
@@ -388,7 +388,7 @@ fn gate_function(entries: &Entries<'_>, family: Family) -> Result<GateFunction> 
     })
 }
 
-/// What gpt-oss makes of the name of another.
+/// That of gpt-oss, whatever its configuration calls it.
 fn clamped_swish(entries: &Entries<'_>) -> Result<GateFunction> {
     let (slope, limit) = (GateFunction::SWISH_SLOPE, GateFunction::SWISH_LIMIT);
     for (key, computed) in [("swiglu_alpha", slope), ("swiglu_limit", limit)] {

@@ -129,6 +129,11 @@ impl<'a> Entries<'a> {
         }
     }
 
+    /// A boolean; `None` when absent or null.
+    pub(crate) fn optional_flag(&self, key: &str) -> Result<Option<bool>> {
+        if self.has_value(key) { self.flag(key, false).map(Some) } else { Ok(None) }
+    }
+
     /// A string; `None` when absent or null.
     pub(crate) fn string(&self, key: &str) -> Result<Option<&'a str>> {
         match self.value(key) {

@@ -80,11 +80,17 @@ impl Mixture {
     }
 
     /// What a hand-made one must fulfil too.
-    pub(crate) fn check(&self) -> Result {
+    pub(crate) fn check(&self, layers: usize) -> Result {
         let refuse = |key: &str, detail: String| Err(ModelError::Config { key: key.into(), detail });
         let Self { experts, chosen, .. } = *self;
         if experts > EXPERTS_MAX {
             return refuse("num_experts", format!("is {experts}; more than {EXPERTS_MAX} are not supported"));
+        }
+        if experts * layers > ALL_EXPERTS_MAX {
+            let detail = format!(
+                "is {experts}, in {layers} layers; more than {ALL_EXPERTS_MAX} in all are not supported"
+            );
+            return refuse("num_experts", detail);
         }
         if chosen == 0 || chosen > experts {
             let detail = format!("is {chosen}, of {experts} experts; it must be at least 1 and at most that");
@@ -96,6 +102,7 @@ impl Mixture {
 
 /// Far more than any model has; a broken number must not become an allocation.
 const EXPERTS_MAX: usize = 1 << 12;
+const ALL_EXPERTS_MAX: usize = 1 << 18;
 
 /// Those that a list names, and all but the last of every `decoder_sparse_step`.
 fn dense_layers(entries: &Entries<'_>, layers: usize) -> Result<Vec<usize>> {

@@ -198,10 +198,17 @@ impl Rope {
     /// The longest sequences of a model whose `config.json` names `positions_max`, and under `other_names` for that number others, if so.
     ///
     /// Folders whose owner was told to add the scaling alone keep the positions of before. Some say the longer context elsewhere.
-    pub(crate) fn positions(&self, positions_max: usize, other_names: Option<usize>) -> usize {
+    pub(crate) fn positions(
+        &self,
+        family: Family,
+        positions_max: usize,
+        other_names: Option<usize>,
+    ) -> usize {
         let stretched = match self.scaling {
             RopeScaling::Dynamic => return positions_max,
             RopeScaling::Yarn { factor, original_positions, .. } => (factor * original_positions) as usize,
+            // Whose positions are stretched already.
+            RopeScaling::Linear { .. } if family == Family::Gemma3 => positions_max,
             RopeScaling::Linear { factor } => (factor * positions_max as f64) as usize,
             _ => positions_max,
         };

@@ -15,6 +15,7 @@ use serde_json::Value;
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use terrace_zero::{ParamSpec, WeightSource};
@@ -37,8 +38,8 @@ const FREQUENCIES: &str = ".rotary_emb.inv_freq";
 /// Elements that are compared at a time.
 const COMPARED: usize = 1 << 16;
 
-/// Most elements of a column of a woven tensor that are read at a time.
-const PIECE: usize = 1 << 14;
+/// Most bytes of a column of a woven tensor that are read at a time.
+const PIECE_BYTES: usize = 1 << 12;
 
 /// A folder of safetensors, single or sharded.
 #[derive(Debug)]
@@ -46,10 +47,14 @@ pub struct SafetensorsSource {
     folder: PathBuf,
     shards: Vec<Shard>,
     tensors: HashMap<String, Stored>,
-    /// Those of other parts than the language model, in order, once that is known to be one.
+    /// How files name what is in `tensors`, once that is known to be a part of what they hold.
+    naming: Option<Naming>,
+    /// What else they hold then, in order.
     others: BTreeMap<String, Stored>,
     buffer: Vec<u8>,
-    /// What of a woven tensor was read last, as a whole, so that pieces of it come from the system's cache.
+    /// What of a woven tensor `buffer` holds, row after row.
+    band: Option<Band>,
+    /// The woven matrices that were read last, as a whole, so that pieces of them come from the system's cache.
     warm: Option<(usize, u64)>,
     is_export: bool,
 }
@@ -67,6 +72,20 @@ struct Piece {
     /// Of its first element.
     offset: u64,
     layers: usize,
+}
+
+/// Rows of a [`Piece`].
+#[derive(Debug)]
+struct Band {
+    shard: usize,
+    offset: u64,
+    rows: Range<usize>,
+}
+
+impl Band {
+    fn is_of(&self, piece: &Piece) -> bool {
+        (self.shard, self.offset) == (piece.shard, piece.offset)
+    }
 }
 
 /// Where a tensor lies.
@@ -106,8 +125,10 @@ impl SafetensorsSource {
             folder: folder.to_owned(),
             shards: Vec::new(),
             tensors: HashMap::new(),
+            naming: None,
             others: BTreeMap::new(),
             buffer: Vec::new(),
+            band: None,
             warm: None,
             is_export: true,
         };
@@ -152,7 +173,7 @@ impl SafetensorsSource {
 
     /// Names of tensors that the model has no parameter for, in order. A head that is the embedding is none of them, nor are frequencies of
     /// positions, which older savers wrote and which are computed.
-    pub fn unused(&self, model: &Model) -> Vec<&str> {
+    pub fn unused(&self, model: &Model) -> Vec<String> {
         let params = || model.blocks.iter().flat_map(|block| block.params());
         let fused = file_tensors(params(), model.config.family.packing());
         let packed: Vec<String> =
@@ -164,8 +185,8 @@ impl SafetensorsSource {
         let is_used = |name: &&str| {
             used.contains(name) || (model.config.tied && *name == HEAD_NAME) || name.ends_with(FREQUENCIES)
         };
-        let mut unused: Vec<&str> =
-            self.tensors.keys().map(String::as_str).filter(|name| !is_used(name)).collect();
+        let unused = self.tensors.keys().map(String::as_str).filter(|name| !is_used(name));
+        let mut unused: Vec<String> = unused.map(|name| self.in_files(name)).collect();
         unused.sort_unstable();
         unused
     }
@@ -180,9 +201,13 @@ impl SafetensorsSource {
     }
 
     /// Names the tensors of a language model that is a part of what the files hold as if it were alone, and sets those of the rest aside.
-    /// Says how the files name them, unless there are none; does nothing the second time.
+    /// Says how the files name them, unless there are none.
     pub(crate) fn take_part(&mut self) -> Option<Naming> {
+        if self.naming.is_some() {
+            return self.naming;
+        }
         let naming = Naming::of(self.tensors.keys().map(String::as_str))?;
+        self.naming = Some(naming);
         for (name, stored) in std::mem::take(&mut self.tensors) {
             match naming.parameter(&name) {
                 Some(parameter) => drop(self.tensors.insert(parameter, stored)),
@@ -325,7 +350,9 @@ impl SafetensorsSource {
         match form {
             Form::Rows => {}
             Form::Woven { layers, first } => {
-                self.warm(shard, first, layers * param.elements() * (dtype.bitsize() / 8))?;
+                if param.dims.len() > 1 {
+                    self.warm(shard, first, layers * param.elements() * (dtype.bitsize() / 8))?;
+                }
                 let piece = Piece { shard, dtype, offset, layers };
                 return self.read_woven(&piece, &param.dims, start, out);
             }
@@ -335,6 +362,7 @@ impl SafetensorsSource {
             }
         }
         let size = dtype.bitsize() / 8;
+        self.band = None;
         self.buffer.resize(BUFFER_BYTES, 0);
         let mut at = offset + (start * size) as u64;
         for values in out.chunks_mut(BUFFER_BYTES / size) {
@@ -352,6 +380,7 @@ impl SafetensorsSource {
         if self.warm.replace((shard, offset)) == Some((shard, offset)) {
             return Ok(());
         }
+        self.band = None;
         self.buffer.resize(BUFFER_BYTES, 0);
         for start in (0..bytes).step_by(BUFFER_BYTES) {
             let buffer = &mut self.buffer[..BUFFER_BYTES.min(bytes - start)];
@@ -361,34 +390,55 @@ impl SafetensorsSource {
         Ok(())
     }
 
-    /// Elements of a `[R, C]` tensor from `start` on, of which files have columns.
+    /// Elements of a `[R, C]` tensor from `start` on, of which files have columns. Rows behind those that are asked for wait in a band: what
+    /// is read next follows.
     fn read_woven(&mut self, piece: &Piece, dims: &[usize], start: usize, out: &mut [f32]) -> Result {
-        let Piece { shard, dtype, offset, layers } = *piece;
-        let (rows, columns) = (dims[0], dims.get(1).copied().unwrap_or(1));
-        let (size, end) = (dtype.bitsize() / 8, start + out.len());
-        let Shard { path, file } = &self.shards[shard];
-        self.buffer.resize(BUFFER_BYTES, 0);
-        let mut values = vec![0.0; PIECE];
-        let (mut row, last) = (start / columns, end.div_ceil(columns));
-        while row < last {
-            let count = (last - row).min((values.len() - 1) / layers + 1);
-            // Without what other layers have behind the last.
-            let elements = (count - 1) * layers + 1;
-            for column in 0..columns {
-                let at = (column * layers * rows + row * layers) * size;
-                let bytes = &mut self.buffer[..elements * size];
-                file.read_exact_at(bytes, offset + at as u64).map_err(ModelError::file("reading", path))?;
-                widen(dtype, bytes, &mut values[..elements]);
-                for (row, value) in (row..row + count).zip(values.iter().step_by(layers)) {
-                    let index = row * columns + column;
-                    if (start..end).contains(&index) {
-                        out[index - start] = *value;
-                    }
-                }
-            }
-            row += count;
+        let columns = dims.get(1).copied().unwrap_or(1);
+        let row_bytes = columns * piece.dtype.bitsize() / 8;
+        let (mut at, end) = (start, start + out.len());
+        while at < end {
+            let row = at / columns;
+            let is_there = |band: &Band| band.is_of(piece) && band.rows.contains(&row);
+            let rows = match self.band.take().filter(is_there) {
+                Some(Band { rows, .. }) => rows,
+                None => self.read_band(piece, dims, row)?,
+            };
+            let (first, last) =
+                (at - rows.start * columns, end.min(rows.end * columns) - rows.start * columns);
+            let size = row_bytes / columns;
+            widen(
+                piece.dtype,
+                &self.buffer[first * size..last * size],
+                &mut out[at - start..][..last - first],
+            );
+            at += last - first;
+            self.band = Some(Band { shard: piece.shard, offset: piece.offset, rows });
         }
         Ok(())
+    }
+
+    /// Fills the buffer with rows from `first` on, and says which they are.
+    fn read_band(&mut self, piece: &Piece, dims: &[usize], first: usize) -> Result<Range<usize>> {
+        let Piece { shard, dtype, offset, layers } = *piece;
+        let (rows, columns, size) = (dims[0], dims.get(1).copied().unwrap_or(1), dtype.bitsize() / 8);
+        let count = (BUFFER_BYTES / (columns * size)).clamp(1, rows - first);
+        self.buffer.resize(BUFFER_BYTES.max(columns * size), 0);
+        let Shard { path, file } = &self.shards[shard];
+        let mut read = [0; PIECE_BYTES];
+        let at_once = (PIECE_BYTES / size - 1) / layers + 1;
+        for row in (0..count).step_by(at_once) {
+            // Without what other layers have behind the last.
+            let some = at_once.min(count - row);
+            let read = &mut read[..((some - 1) * layers + 1) * size];
+            for column in 0..columns {
+                let at = (column * rows + first + row) * layers * size;
+                file.read_exact_at(read, offset + at as u64).map_err(ModelError::file("reading", path))?;
+                for (row, element) in (row..row + some).zip(read.chunks(size).step_by(layers)) {
+                    self.buffer[(row * columns + column) * size..][..size].copy_from_slice(element);
+                }
+            }
+        }
+        Ok(first..first + count)
     }
 
     /// Elements of a `[R, C]` tensor from `start` on, whose blocks and scales begin where `first` says.
@@ -446,7 +496,12 @@ impl SafetensorsSource {
 
     fn wrong_dtype(&self, param: &ParamSpec, stored: &Stored) -> ModelError {
         let path = self.shards[stored.shard].path.clone();
-        ModelError::WrongDtype { path, tensor: param.name.clone(), found: stored.dtype.to_string() }
+        ModelError::WrongDtype { path, tensor: self.in_files(&param.name), found: stored.dtype.to_string() }
+    }
+
+    /// What the files call a parameter.
+    fn in_files(&self, name: &str) -> String {
+        self.naming.map_or_else(|| name.to_owned(), |naming| naming.in_files(name))
     }
 
     /// A tensor of that name and shape.
@@ -457,14 +512,14 @@ impl SafetensorsSource {
             .or_else(|| self.tensors.get(param.name.strip_prefix(BASE_PREFIX)?))
             .ok_or_else(|| ModelError::MissingTensor {
                 folder: self.folder.clone(),
-                tensor: param.name.clone(),
+                tensor: self.in_files(&param.name),
                 expected: param.dims.clone(),
             })?;
         let path = || self.shards[stored.shard].path.clone();
         if stored.shape != param.dims {
             return Err(ModelError::WrongShape {
                 path: path(),
-                tensor: param.name.clone(),
+                tensor: self.in_files(&param.name),
                 expected: param.dims.clone(),
                 found: stored.shape.clone(),
             });

@@ -63,6 +63,9 @@ pub(crate) const WRITER_KEY: &str = "writer";
 /// How a configuration says the element type of its weights.
 const DTYPE_KEYS: [&str; 2] = ["dtype", "torch_dtype"];
 
+/// Rows of a woven tensor that are written side by side.
+const ROWS_AT_ONCE: usize = 32;
+
 /// How the temporary name of a file ends.
 const PARTIAL: &str = ".partial";
 
@@ -375,38 +378,46 @@ fn write_weights(
     Ok(())
 }
 
-/// Layers `[R, C]` of one expert as `[C, layers · R]`: pieces of columns are written where they belong, for as many rows at a time as `buffer`
-/// has room for twice.
+/// Layers `[R, C]` of one expert as `[C, layers · R]`. All of them are held at once, for which a plan has
+/// [memory](terrace_zero::Block::export_elements), and written through the buffer.
 fn write_woven(
     reader: &mut dyn WeightReader,
     layers: &[ParamSpec],
     dtype: DType,
-    buffer: &mut Vec<u8>,
+    buffer: &mut [u8],
     draft: &mut Draft,
 ) -> terrace_zero::Result {
     let (size, count, dims) = (dtype.size(), layers.len(), &layers[0].dims);
     let (rows, columns) = (dims[0], dims.get(1).copied().unwrap_or(1));
-    let row_bytes = columns * size;
-    let at_once = (EXPORT_BUFFER_BYTES / (2 * count * row_bytes)).clamp(1, rows.max(1));
-    // A row alone may need more than there is.
-    buffer.resize(EXPORT_BUFFER_BYTES.max(2 * count * row_bytes), 0);
-    for first in (0..rows).step_by(at_once) {
-        let some = at_once.min(rows - first);
-        let (plain, woven) = buffer.split_at_mut(count * some * row_bytes);
-        for (layer, bytes) in layers.iter().zip(plain.chunks_mut(some * row_bytes)) {
-            reader.read(layer, first * columns, bytes)?;
-        }
-        let piece_bytes = some * count * size;
-        for (column, piece) in woven.chunks_mut(piece_bytes).take(columns).enumerate() {
-            for (at, element) in piece.chunks_mut(size).enumerate() {
-                let (layer, row) = (at % count, at / count);
-                let from = ((layer * some + row) * columns + column) * size;
-                element.copy_from_slice(&plain[from..from + size]);
-            }
-            draft.write_at(((column * rows + first) * count * size) as u64, piece)?;
+    let mut all = vec![0; count * rows * columns * size];
+    for (layer, bytes) in layers.iter().zip(all.chunks_mut(rows * columns * size)) {
+        for (start, bytes) in
+            (0..).step_by(EXPORT_BUFFER_BYTES / size).zip(bytes.chunks_mut(EXPORT_BUFFER_BYTES))
+        {
+            reader.read(layer, start, bytes)?;
         }
     }
-    draft.skip((count * rows * row_bytes) as u64);
+    // Elements of a file's row, for as many rows at a time as there is room for, so that a line of memory is read once for all of them.
+    let wide = count * rows;
+    let pieces = (buffer.len() / size / ROWS_AT_ONCE).max(1);
+    for first in (0..columns).step_by(ROWS_AT_ONCE) {
+        let some = ROWS_AT_ONCE.min(columns - first);
+        for start in (0..wide).step_by(pieces) {
+            let length = pieces.min(wide - start);
+            let piece = &mut buffer[..some * length * size];
+            for at in 0..length {
+                let (layer, row) = ((start + at) % count, (start + at) / count);
+                let from = ((layer * rows + row) * columns + first) * size;
+                for (column, element) in all[from..from + some * size].chunks(size).enumerate() {
+                    piece[(column * length + at) * size..][..size].copy_from_slice(element);
+                }
+            }
+            for (column, piece) in (first..).zip(piece.chunks(length * size)) {
+                draft.write_at(((column * wide + start) * size) as u64, piece)?;
+            }
+        }
+    }
+    draft.skip(all.len() as u64);
     Ok(())
 }
 

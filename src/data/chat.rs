@@ -9,21 +9,27 @@
 //! template that rewrites earlier turns (dropping their reasoning, say) breaks it; then the last turn alone is learnt, of which it
 //! holds in any case. Where not even that does, the row is refused, because any guess would train on text the model never sees.
 //!
+//! **Parts.** Templates of models that read pictures may read a message's content as parts alone, and nothing of a text: they get it as one
+//! part. Those that read both get texts.
+//!
 //! **Dates.** `strftime_now` gives 26 Jul 2024, the date that templates fall back to, whatever the day: tokens must not depend
 //! on when the data was read, or a run could not be resumed tomorrow.
 
 use super::messages::has_no_weight;
 use super::python;
 use minijinja::{Environment, Error, ErrorKind, Value, context};
+use serde_json::json;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Noncharacters that mark a `{% generation %}` block in the rendered text; no text contains them.
 const GENERATION: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 const TEMPLATE: &str = "chat_template";
+/// What a template is asked to render, to see whether it reads texts.
+const PROBE: &str = "probe\u{FDD2}";
 
 /// A compiled chat template.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
     bos: String,
@@ -31,6 +37,8 @@ pub struct ChatTemplate {
     /// What else the template may call by name.
     tokens: BTreeMap<String, String>,
     marks_generation: bool,
+    /// It reads what is said as parts, and nothing of a text.
+    wants_parts: bool,
 }
 
 /// A conversation as text.
@@ -71,7 +79,16 @@ impl ChatTemplate {
         environment.add_function("strftime_now", |format: String| python::strftime(&format));
         environment.add_template_owned(TEMPLATE, source).map_err(|e| describe(&e))?;
         let tokens = BTreeMap::new();
-        Ok(Self { environment, bos: bos.into(), eos: eos.into(), tokens, marks_generation })
+        let (bos, eos) = (bos.into(), eos.into());
+        let template = Self { environment, bos, eos, tokens, marks_generation, wants_parts: false };
+        let wants_parts = !template.says(PROBE) && Self { wants_parts: true, ..template.clone() }.says(PROBE);
+        Ok(Self { wants_parts, ..template })
+    }
+
+    /// Whether what a user says is in what it renders.
+    fn says(&self, text: &str) -> bool {
+        let message = json!({"role": "user", "content": text});
+        self.run(&[message], None, true).is_ok_and(|rendered| rendered.contains(text))
     }
 
     /// The same with the texts of other special tokens, such as `pad_token`, by name.
@@ -202,6 +219,21 @@ impl ChatTemplate {
         (after.starts_with(before) && full.starts_with(after)).then_some(before.len()..after.len())
     }
 
+    /// Messages as the template reads them.
+    fn messages(&self, messages: &[serde_json::Value]) -> Value {
+        if !self.wants_parts {
+            return Value::from_serialize(messages);
+        }
+        let in_parts = |message: &serde_json::Value| {
+            let mut message = message.clone();
+            if let Some(text) = message["content"].as_str() {
+                message["content"] = json!([{"type": "text", "text": text}]);
+            }
+            message
+        };
+        Value::from_serialize(messages.iter().map(in_parts).collect::<Vec<_>>())
+    }
+
     fn run(
         &self,
         messages: &[serde_json::Value],
@@ -210,7 +242,7 @@ impl ChatTemplate {
     ) -> Result<String, String> {
         let template = self.environment.get_template(TEMPLATE).map_err(|e| describe(&e))?;
         let values = context! {
-            messages => Value::from_serialize(messages),
+            messages => self.messages(messages),
             tools => tools.map(Value::from_serialize),
             documents => (),
             add_generation_prompt => add_generation_prompt,

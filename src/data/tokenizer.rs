@@ -286,7 +286,7 @@ struct ChatSources {
 }
 
 /// The chat templates: `chat_template.jinja` and `additional_chat_templates/tool_use.jinja` beside it, or the key of
-/// `tokenizer_config.json`, which is a text, or several by name.
+/// `tokenizer_config.json`, which is a text, or several by name, or that of `chat_template.json`.
 fn chat_sources(model: &Path, settings: &Value) -> Result<ChatSources> {
     let path = model.join("chat_template.jinja");
     if let Some(source) = read_text(&path)? {
@@ -301,8 +301,21 @@ fn chat_sources(model: &Path, settings: &Value) -> Result<ChatSources> {
         template.as_str().map(str::to_owned)
     };
     let of = |source| (model.join("tokenizer_config.json"), source);
-    Ok(ChatSources {
-        default: templates.as_str().map(str::to_owned).or_else(|| named("default")).map(of),
-        tool_use: named("tool_use").map(of),
-    })
+    let default = templates.as_str().map(str::to_owned).or_else(|| named("default")).map(of);
+    if default.is_some() {
+        return Ok(ChatSources { default, tool_use: named("tool_use").map(of) });
+    }
+    // What comes with older models that read pictures.
+    let path = model.join("chat_template.json");
+    let of_processor = match read_text(&path)? {
+        None => None,
+        Some(text) => {
+            let value: Value = serde_json::from_str(&text).map_err(|error| DataError::Tokenizer {
+                path: path.clone(),
+                reason: format!("the file is not JSON: {error}"),
+            })?;
+            value["chat_template"].as_str().map(str::to_owned)
+        }
+    };
+    Ok(ChatSources { default: of_processor.map(|source| (path, source)), tool_use: None })
 }

@@ -379,6 +379,11 @@ pub trait Block: Send + Sync + Debug {
         Vec::new()
     }
 
+    /// Elements of its parameters that an export holds at once, where files have them in another order than the block.
+    fn export_elements(&self) -> usize {
+        0
+    }
+
     /// How much of its [parts](Self::parts) a forward over so many rows is expected to use. Where that is little, and one that does not train, the engine may
     /// ask for [halves](Self::begin).
     fn parts_used(&self, _rows: usize) -> f64 {

@@ -6,6 +6,7 @@
 use crate::engine::Engine;
 use crate::network::Placed;
 use crate::{EngineError, ParamSpec, Result, WeightReader};
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
@@ -120,7 +121,7 @@ impl Engine {
         let dtype = self.config.dtype;
         Ok(WeightMap {
             dtype,
-            params: groups.flat_map(|(index, g)| g.params.iter().map(move |p| (index, p.clone()))).collect(),
+            params: Params::of(groups.flat_map(|(index, g)| g.params.iter().map(move |p| (index, p)))),
             kind: self.kinds.blobs[self.kinds.weight].kind,
             chunk_bytes: self.plan.spec.chunk_elements as usize * dtype.size(),
         })
@@ -130,8 +131,7 @@ impl Engine {
 /// Where every parameter is.
 struct WeightMap {
     dtype: DType,
-    /// With the index of its group.
-    params: Vec<(usize, Placed)>,
+    params: Params,
     kind: BlobKind,
     chunk_bytes: usize,
 }
@@ -158,12 +158,12 @@ impl<S: Source> WeightReader for Reader<S> {
     }
 
     fn params(&self) -> Vec<ParamSpec> {
-        self.map.params.iter().map(|(_, placed)| placed.spec.clone()).collect()
+        self.map.params.specs.clone()
     }
 
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [u8]) -> Result {
         let WeightMap { dtype, params, kind, chunk_bytes } = &self.map;
-        let (group, offset) = find(params.iter().map(|(group, placed)| (*group, placed)), &param.name)?;
+        let (group, offset) = params.find(&param.name)?;
         let first = (offset + start) * dtype.size();
         if let Some(weights) = self.source.resident(group) {
             out.copy_from_slice(&weights[first..first + out.len()]);
@@ -220,14 +220,30 @@ impl Source for Shelf {
     }
 }
 
-/// The group of a parameter, and where in that it begins, among parameters with their groups.
-pub(crate) fn find<'p>(
-    params: impl IntoIterator<Item = (usize, &'p Placed)>,
-    name: &str,
-) -> Result<(usize, usize)> {
-    let found = params.into_iter().find(|(_, placed)| placed.spec.name == name);
-    let found = found.map(|(group, placed)| (group, placed.offset));
-    found.ok_or_else(|| EngineError::Model(format!("the network has no parameter {name}")))
+/// Parameters, and where each is.
+#[derive(Debug)]
+pub(crate) struct Params {
+    pub(crate) specs: Vec<ParamSpec>,
+    /// The group of each, and where in that it begins.
+    places: HashMap<String, (usize, usize)>,
+}
+
+impl Params {
+    /// Of those with their groups.
+    pub(crate) fn of<'p>(params: impl Iterator<Item = (usize, &'p Placed)>) -> Self {
+        let mut of = Self { specs: Vec::new(), places: HashMap::new() };
+        for (group, placed) in params {
+            of.places.insert(placed.spec.name.clone(), (group, placed.offset));
+            of.specs.push(placed.spec.clone());
+        }
+        of
+    }
+
+    /// The group of a parameter, and where in that it begins.
+    pub(crate) fn find(&self, name: &str) -> Result<(usize, usize)> {
+        let found = self.places.get(name).copied();
+        found.ok_or_else(|| EngineError::Model(format!("the network has no parameter {name}")))
+    }
 }
 
 /// A part of a range of bytes that lies in one chunk.

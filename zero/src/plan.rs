@@ -515,8 +515,11 @@ impl Planner<'_> {
         memory.add(self.arena_tier(), "kernel scratch", 1, self.backend.kernel_scratch_bytes);
         memory.add(Tier::Host, "a block's weights, packed for its products", 1, windows.packed_bytes as u64);
         // Weights come in as f32; they go out through a chunk of them and a buffer of the file.
-        let exporting =
-            if config.training.is_some() { chunk * weight_bytes + EXPORT_BUFFER_BYTES as u64 } else { 0 };
+        let held = network.blocks.iter().map(|block| block.export_elements()).max().unwrap_or(0) as u64;
+        let exporting = match config.training {
+            Some(_) => (chunk + held) * weight_bytes + EXPORT_BUFFER_BYTES as u64,
+            None => 0,
+        };
         memory.add(Tier::Host, "loading and export buffers", 1, exporting.max(chunk * 4));
         // The table of the live and the next generation, and a manifest slot on its way out.
         let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();

@@ -4,7 +4,7 @@
 //! order of the parameters, so the chunks that follow are read ahead.
 
 use crate::checkpoint::group_difference;
-use crate::export::{find, pieces};
+use crate::export::{Params, pieces};
 use crate::network::{Network, ParamGroup};
 use crate::{Block, EngineError, ParamSpec, Result, WeightReader};
 use std::collections::VecDeque;
@@ -21,7 +21,7 @@ pub struct StoredWeights {
     commit: Commit,
     step: u64,
     dtype: DType,
-    groups: Vec<ParamGroup>,
+    params: Params,
     pool: Pool,
     current: Option<(Place, Lease)>,
     ahead: VecDeque<(Place, PendingRead)>,
@@ -66,13 +66,16 @@ impl StoredWeights {
             )));
         }
         let chunk_elements = spec.chunk_elements.min(network.group_elements_max() as u64) as usize;
+        let groups = network.groups.iter().enumerate();
+        let params = groups.flat_map(|(index, group)| group.params.iter().map(move |placed| (index, placed)));
+        let params = Params::of(params);
         let pool = Pool::new("weights for export", READS_AHEAD + 2, chunk_elements * dtype.size())?;
         Ok(Self {
             view,
             commit,
             step: facts.step,
             dtype,
-            groups: network.groups,
+            params,
             pool,
             current: None,
             ahead: VecDeque::new(),
@@ -86,13 +89,14 @@ impl StoredWeights {
 
     /// Number of parameters, shared ones counted once.
     pub fn parameters(&self) -> u64 {
-        self.groups.iter().flat_map(|g| &g.params).map(|p| p.spec.elements() as u64).sum()
+        self.params.specs.iter().map(|spec| spec.elements() as u64).sum()
     }
 
-    /// Brings a chunk in, and sends for those that follow.
+    /// Brings a chunk in, and sends for those that follow, if it followed itself.
     fn fetch(&mut self, place: Place) -> Result<&[u8]> {
         if self.current.as_ref().is_none_or(|(current, _)| *current != place) {
-            self.current = None;
+            let before = self.current.take().map(|(before, _)| before);
+            let follows = before.is_none_or(|before| self.after(before) == Some(place));
             // What was read ahead and is not wanted holds only padding, or the reader jumped.
             while self.ahead.front().is_some_and(|(next, _)| *next != place) {
                 self.ahead.pop_front();
@@ -103,7 +107,8 @@ impl StoredWeights {
             let (_, read) = self.ahead.pop_front().expect("the chunk is on its way");
             self.current = Some((place, read.wait()?));
             let mut last = self.ahead.back().map_or(place, |(last, _)| *last);
-            while self.ahead.len() < READS_AHEAD
+            while follows
+                && self.ahead.len() < READS_AHEAD
                 && let Some(next) = self.after(last)
             {
                 self.send_for(next);
@@ -137,13 +142,11 @@ impl WeightReader for StoredWeights {
     }
 
     fn params(&self) -> Vec<ParamSpec> {
-        self.groups.iter().flat_map(|g| &g.params).map(|p| p.spec.clone()).collect()
+        self.params.specs.clone()
     }
 
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [u8]) -> Result {
-        let groups = self.groups.iter().enumerate();
-        let params = groups.flat_map(|(index, group)| group.params.iter().map(move |placed| (index, placed)));
-        let (group, offset) = find(params, &param.name)?;
+        let (group, offset) = self.params.find(&param.name)?;
         let size = self.dtype.size();
         let chunk_bytes = self.view.spec().chunk_elements as usize * size;
         for piece in pieces((offset + start) * size, out.len(), chunk_bytes) {

@@ -108,6 +108,13 @@ impl Block for DecoderBlock {
         }
     }
 
+    fn export_elements(&self) -> usize {
+        match &self.feed_forward {
+            FeedForward::Dense(_) => 0,
+            FeedForward::Mixture(mlp) => mlp.export_elements(),
+        }
+    }
+
     fn parts_used(&self, rows: usize) -> f64 {
         match &self.feed_forward {
             FeedForward::Dense(_) => 1.0,

@@ -7,6 +7,7 @@
 
 use super::TILE_ROWS;
 use super::layers::{Linear, Norm, Normed, Params, forward_each, tiles};
+use crate::fused::Packing;
 use crate::{Mixture, ModelConfig};
 use std::array;
 use std::ops::Range;
@@ -25,6 +26,7 @@ pub(crate) struct MixtureMlp {
     chosen: usize,
     normalize: bool,
     biased: bool,
+    woven: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -132,6 +134,7 @@ impl MixtureMlp {
             chosen: mixture.chosen,
             normalize: mixture.normalize,
             biased,
+            woven: config.family.packing() == Packing::Experts,
         }
     }
 
@@ -149,6 +152,11 @@ impl MixtureMlp {
     pub(crate) fn parts(&self) -> Vec<Range<usize>> {
         let last = |Linear { weight, bias }: Linear| bias.unwrap_or(weight);
         self.experts.iter().map(|expert| expert.gate.weight..last(expert.down) + 1).collect()
+    }
+
+    /// See [`Block::export_elements`](terrace_zero::Block::export_elements): gate and up of an expert.
+    pub(crate) fn export_elements(&self) -> usize {
+        if self.woven { 2 * self.feed_forward * self.hidden } else { 0 }
     }
 
     /// How much of them so many rows use, if they choose as if by chance. What is more than a tile uses all.

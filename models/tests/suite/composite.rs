@@ -97,7 +97,7 @@ fn a_missing_tensor_is_named() {
     let rest = stored.tensors().into_iter().filter(|(name, _)| !name.contains("layers.1.mlp.up_proj"));
     safetensors::serialize_to_file(rest, None, &folder.path().join("model.safetensors")).unwrap();
     let message = SafetensorsSource::for_model(folder.path(), &model).unwrap_err().to_string();
-    assert!(message.contains("no tensor `model.layers.1.mlp.up_proj.weight`"), "{message}");
+    assert!(message.contains("no tensor `language_model.model.layers.1.mlp.up_proj.weight`"), "{message}");
 }
 
 fn parse(config: &Value) -> ModelConfig {
@@ -120,6 +120,8 @@ fn released_models_have_the_published_sizes() {
     assert_eq!(param_count(&gemma), 3_880_263_168);
     assert_eq!((gemma.vocab, gemma.heads, gemma.kv_heads, gemma.head_size), (262_208, 8, 4, 256));
     assert_eq!((gemma.eos_ids.as_slice(), gemma.pad_id, gemma.tied), (&[1, 106][..], Some(0), true));
+    // They are stretched already.
+    assert_eq!(gemma.positions_max, 131_072);
     assert_eq!(gemma.windows.iter().filter(|window| **window == Some(1024)).count(), 29);
     // Mistral Small 3.1.
     let mistral = parse(&json!({
@@ -170,17 +172,25 @@ fn released_models_have_the_published_sizes() {
 
 #[test]
 fn either_place_ties_the_head() {
-    let mut config = Fixture::new("mistral3").json("config.json");
-    for (whole, text, tied) in [
-        (json!(false), json!(false), false),
-        (json!(true), json!(false), true),
-        (json!(false), json!(true), true),
-        (Value::Null, json!(true), true),
-        (Value::Null, Value::Null, false),
+    let null = Value::Null;
+    for (name, whole, text, tied) in [
+        ("qwen3_vl", &json!(false), &json!(false), false),
+        ("qwen3_vl", &json!(true), &json!(false), true),
+        ("qwen3_vl", &json!(false), &json!(true), true),
+        ("qwen3_vl", &null, &json!(true), true),
+        ("qwen3_vl", &null, &null, false),
+        ("gemma3_vision", &null, &json!(false), false),
+        ("gemma3_vision", &null, &null, true),
+        // Newer savers write true for the whole where nothing was said, whatever there is.
+        ("mistral3", &json!(true), &json!(false), false),
+        ("mistral3", &json!(true), &null, true),
+        ("mistral3", &json!(false), &json!(true), true),
+        ("mistral3", &null, &null, false),
     ] {
+        let mut config = Fixture::new(name).json("config.json");
         config["tie_word_embeddings"] = whole.clone();
         config["text_config"]["tie_word_embeddings"] = text.clone();
-        assert_eq!(parse(&config).tied, tied, "{whole} {text}");
+        assert_eq!(parse(&config).tied, tied, "{name}: {whole} {text}");
     }
 }
 
@@ -197,6 +207,10 @@ fn what_is_not_computed_is_refused_where_it_stands() {
     assert!(message.contains("text_config.hidden_size"), "{message}");
     let message = refused(|config| config["quantization_config"] = json!({"quant_method": "fp8"}));
     assert!(message.contains("fp8"), "{message}");
+    let message = refused(|config| config["eos_token_id"] = "end".into());
+    assert!(message.contains("`eos_token_id`"), "{message}");
+    let message = refused(|config| drop(config.as_object_mut().unwrap().remove("text_config")));
+    assert!(message.contains("`text_config` is missing"), "{message}");
     let message = refused(|config| config["architectures"] = json!(["Idefics9ForConditionalGeneration"]));
     assert!(message.contains("Mistral3ForConditionalGeneration"), "{message}");
 }

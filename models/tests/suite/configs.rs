@@ -258,6 +258,7 @@ fn experts_of_some_layers() {
     for (more, parts) in [
         (json!({"num_experts_per_tok": 9, "num_experts": 8}), ["num_experts_per_tok", "is 9, of 8 experts"]),
         (json!({"num_experts": 1_000_000}), ["num_experts", "more than 4096"]),
+        (json!({"num_experts": 4096, "num_hidden_layers": 65}), ["num_experts", "more than 262144 in all"]),
         (json!({"mlp_only_layers": "all"}), ["mlp_only_layers", "an array of numbers"]),
         (json!({"clip_qkv": 8.0}), ["clip_qkv", "null"]),
     ] {

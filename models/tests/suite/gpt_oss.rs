@@ -57,6 +57,8 @@ fn the_released_model_has_its_size() {
         "swiglu_limit",
     ];
     left_out.iter().for_each(|key| drop(short.as_object_mut().unwrap().remove(*key)));
+    // The class has its own activation, whatever this says.
+    short["hidden_act"] = "gelu".into();
     let filled = parse(&short).unwrap();
     assert!(matches!(filled.rope.scaling, RopeScaling::Yarn { truncate: false, .. }));
     let frequencies = |config: &ModelConfig| config.rope.inverse_frequencies(4096);
@@ -82,7 +84,7 @@ fn what_is_not_computed_is_refused_by_name() {
     let mut config = released();
     config.as_object_mut().unwrap().extend(llama.as_object().unwrap().clone());
     let message = parse(&config).unwrap_err();
-    assert!(message.contains("quantization_config \"mxfp4\"") || message.contains("mxfp4"), "{message}");
+    assert!(message.contains("quantization_config") && message.contains("mxfp4"), "{message}");
 }
 
 fn write(folder: &Path, tensors: &Tensors) {
