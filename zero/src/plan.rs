@@ -514,18 +514,22 @@ impl Planner<'_> {
         self.add_device_room(&mut memory, windows.device_room);
         memory.add(self.arena_tier(), "kernel scratch", 1, self.backend.kernel_scratch_bytes);
         memory.add(Tier::Host, "a block's weights, packed for its products", 1, windows.packed_bytes as u64);
-        // Weights come in as f32; they go out through a chunk of them and a buffer of the file.
-        let held = network.blocks.iter().map(|block| block.export_elements()).max().unwrap_or(0) as u64;
-        let exporting = match config.training {
-            Some(_) => (chunk + held) * weight_bytes + EXPORT_BUFFER_BYTES as u64,
-            None => 0,
-        };
-        memory.add(Tier::Host, "loading and export buffers", 1, exporting.max(chunk * 4));
+        // Weights come in as f32.
+        memory.add(Tier::Host, "loading and export buffers", 1, self.export_bytes(chunk).max(chunk * 4));
         // The table of the live and the next generation, and a manifest slot on its way out.
         let entries: usize = (0..spec.groups.len()).map(|g| spec.chunks(g)).sum::<usize>() * spec.kinds.len();
         memory.add(Tier::Host, "checksum tables", entries as u64 * 4, 8);
         let (ranks, blocks) = (self.ranks(), self.blocks()?);
         Ok(EnginePlan { memory: ranks.memory_of_node(memory), windows, spec, ranks, blocks })
+    }
+
+    /// Weights go out through a chunk of them, what a block asks to have at once, and a buffer of the file.
+    fn export_bytes(&self, chunk: u64) -> u64 {
+        let held = self.network.blocks.iter().map(|block| block.export_elements()).max().unwrap_or(0) as u64;
+        match self.config.training {
+            Some(_) => (chunk + held) * self.network.element_bytes as u64 + EXPORT_BUFFER_BYTES as u64,
+            None => 0,
+        }
     }
 
     /// The first group that is on the device for good, so that a copy in host memory would save nothing.
