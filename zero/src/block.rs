@@ -344,6 +344,8 @@ pub struct Begun {
     pub wanted: Vec<usize>,
     /// Whatever the second half needs.
     pub tensors: Vec<Tensor>,
+    /// What of that the host knows already.
+    pub numbers: Vec<usize>,
 }
 
 /// A piece of a network with parameters, a forward and a backward.

@@ -2,7 +2,7 @@
 
 use super::attention::{Attended, Attention, Projected};
 use super::layers::Params;
-use super::mixture::{MixtureMlp, Routed, Routing};
+use super::mixture::{MixtureMlp, Routed, Routing, chosen_experts};
 use super::mlp::{Inner, Mlp};
 use crate::ModelConfig;
 use std::ops::Range;
@@ -135,9 +135,9 @@ impl Block for DecoderBlock {
             unreachable!("only experts are on demand")
         };
         let (h_TD, routing) = mlp.begin(cx, weights, y.view())?;
-        let wanted = mlp.wanted(cx, &routing)?;
+        let starts = mlp.starts(cx, &routing)?;
         let tensors = routing.into_tensors().into_iter().chain([h_TD]);
-        Ok(Begun { wanted, tensors: tensors.collect() })
+        Ok(Begun { wanted: chosen_experts(&starts), tensors: tensors.collect(), numbers: starts })
     }
 
     fn finish(&self, cx: &mut Context<'_>, weights: &Weights<'_>, begun: Begun, y: ViewMut<'_>) -> Result {
@@ -147,7 +147,7 @@ impl Block for DecoderBlock {
         let tensors = begun.tensors.try_into();
         let [logits, weights_TX, chosen, rows, starts, h_TD] = tensors.expect("what the first half left");
         let routing = Routing::from_tensors([logits, weights_TX, chosen, rows, starts]);
-        mlp.finish(cx, weights, h_TD, &routing, y)
+        mlp.finish(cx, weights, h_TD, &routing, begun.numbers, y)
     }
 
     fn forward(

@@ -98,12 +98,31 @@ struct Routes<'a> {
     starts: Vec<usize>,
 }
 
-impl Routes<'_> {
-    /// The experts that have routed rows, and the first and the last but one of them.
-    fn busy(&self) -> impl Iterator<Item = (usize, usize, usize)> {
-        let spans = self.starts.iter().zip(&self.starts[1..]).enumerate();
-        spans.map(|(expert, (&from, &to))| (expert, from, to)).filter(|(_, from, to)| from < to)
+impl<'a> Routes<'a> {
+    fn of(routing: &'a Routing, Tile { start, end, .. }: Tile, starts: Vec<usize>) -> Self {
+        Self {
+            logits_RE: routing.logits.view().rows(start, end),
+            weights_RX: routing.weights.view().rows(start, end),
+            chosen_RX: routing.chosen.view().rows(start, end),
+            rows_RX: routing.rows.view().rows(start, end),
+            starts,
+        }
     }
+
+    fn busy(&self) -> impl Iterator<Item = (usize, usize, usize)> {
+        busy(&self.starts)
+    }
+}
+
+/// The experts that have routed rows, and the first and the last but one of them.
+fn busy(starts: &[usize]) -> impl Iterator<Item = (usize, usize, usize)> {
+    let spans = starts.iter().zip(&starts[1..]).enumerate();
+    spans.map(|(expert, (&from, &to))| (expert, from, to)).filter(|(_, from, to)| from < to)
+}
+
+/// The experts that any row of a tile chose.
+pub(crate) fn chosen_experts(starts: &[usize]) -> Vec<usize> {
+    busy(starts).map(|(expert, ..)| expert).collect()
 }
 
 impl MixtureMlp {
@@ -143,7 +162,8 @@ impl MixtureMlp {
         for Tile { start, end, .. } in Tile::all(y_TD.shape().rows()) {
             let y_RD = y_TD.reborrow().rows(start, end);
             let (h_RD, routing) = self.begin(cx, weights, y_RD.view())?;
-            self.finish(cx, weights, h_RD, &routing, y_RD)?;
+            let starts = self.starts(cx, &routing)?;
+            self.finish(cx, weights, h_RD, &routing, starts, y_RD)?;
         }
         Ok(())
     }
@@ -177,10 +197,10 @@ impl MixtureMlp {
         Ok((h_RD, routing))
     }
 
-    /// The experts that any row of a tile chose.
-    pub(crate) fn wanted(&self, cx: &Context<'_>, routing: &Routing) -> Result<Vec<usize>> {
-        let routes = self.routes(cx, routing, Tile::alone(routing.rows.shape().rows()))?;
-        Ok(routes.busy().map(|(expert, ..)| expert).collect())
+    /// Where the routed rows of each expert begin, of the rows of a tile by itself. A card is waited for.
+    pub(crate) fn starts(&self, cx: &Context<'_>, routing: &Routing) -> Result<Vec<usize>> {
+        let starts = routing.starts.view().reshape(&[self.experts.len() + 1]);
+        Ok(cx.kernels.experts.starts(starts, routing.rows.shape().elements())?)
     }
 
     /// Adds to the rows of a tile what the experts make of them.
@@ -190,10 +210,11 @@ impl MixtureMlp {
         weights: &Weights<'_>,
         h_RD: Tensor,
         routing: &Routing,
+        starts: Vec<usize>,
         y_RD: ViewMut<'_>,
     ) -> Result {
         let rows = y_RD.shape().rows();
-        let routes = self.routes(cx, routing, Tile::alone(rows))?;
+        let routes = Routes::of(routing, Tile::alone(rows), starts);
         let dims_PF = [rows * self.chosen, self.feed_forward];
         let (mut gate_PF, mut up_PF) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
         self.widen(cx, weights, h_RD, &routes, [gate_PF.view_mut(), up_PF.view_mut()])?;
@@ -403,15 +424,10 @@ impl MixtureMlp {
     }
 
     fn routes<'r>(&self, cx: &Context<'_>, routing: &'r Routing, tile: Tile) -> Result<Routes<'r>> {
-        let Tile { index, start, end } = tile;
+        let Tile { index, .. } = tile;
         let starts = routing.starts.view().rows(index, index + 1).reshape(&[self.experts.len() + 1]);
-        Ok(Routes {
-            logits_RE: routing.logits.view().rows(start, end),
-            weights_RX: routing.weights.view().rows(start, end),
-            chosen_RX: routing.chosen.view().rows(start, end),
-            rows_RX: routing.rows.view().rows(start, end),
-            starts: cx.kernels.experts.starts(starts, tile.rows() * self.chosen)?,
-        })
+        let starts = cx.kernels.experts.starts(starts, tile.rows() * self.chosen)?;
+        Ok(Routes::of(routing, tile, starts))
     }
 
     /// What [`forward_keeping`](Self::forward_keeping) leaves of a tile, computed again.
