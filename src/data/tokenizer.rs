@@ -302,8 +302,9 @@ fn chat_sources(model: &Path, settings: &Value) -> Result<ChatSources> {
     };
     let of = |source| (model.join("tokenizer_config.json"), source);
     let default = templates.as_str().map(str::to_owned).or_else(|| named("default")).map(of);
+    let tool_use = named("tool_use").map(of);
     if default.is_some() {
-        return Ok(ChatSources { default, tool_use: named("tool_use").map(of) });
+        return Ok(ChatSources { default, tool_use });
     }
     // What comes with older models that read pictures.
     let path = model.join("chat_template.json");
@@ -317,5 +318,5 @@ fn chat_sources(model: &Path, settings: &Value) -> Result<ChatSources> {
             value["chat_template"].as_str().map(str::to_owned)
         }
     };
-    Ok(ChatSources { default: of_processor.map(|source| (path, source)), tool_use: None })
+    Ok(ChatSources { default: of_processor.map(|source| (path, source)), tool_use })
 }
