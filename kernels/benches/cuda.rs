@@ -491,7 +491,12 @@ fn losses(rig: &Rig) {
 /// Products of a few rows with one weight matrix after another, so that none is in a cache: bytes of weights a second.
 fn quantized(rig: &Rig) {
     let (n, l) = rig.size((14_336, 4096), (64, 256));
-    let formats = [("bf16", None), ("int8", Some(QuantFormat::Int8)), ("int4", Some(QuantFormat::Int4))];
+    let formats = [
+        ("bf16", None),
+        ("int8", Some(QuantFormat::Int8)),
+        ("int4", Some(QuantFormat::Int4)),
+        ("mxfp4", Some(QuantFormat::Mxfp4)),
+    ];
     let cache = rig.size(rig.device.properties().cache_bytes as usize, 0);
     for (name, format) in formats {
         let bytes = format.map_or(2 * n * l, |format| format.bytes(&[n, l]));

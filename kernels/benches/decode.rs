@@ -109,9 +109,12 @@ fn main() {
             (m, x, Tensor::new(&arena, DType::BF16, &[m, n]).expect("the arena is large enough"))
         })
         .collect();
-    for (name, format) in
-        [("bf16", None), ("int8", Some(QuantFormat::Int8)), ("int4", Some(QuantFormat::Int4))]
-    {
+    for (name, format) in [
+        ("bf16", None),
+        ("int8", Some(QuantFormat::Int8)),
+        ("int4", Some(QuantFormat::Int4)),
+        ("mxfp4", Some(QuantFormat::Mxfp4)),
+    ] {
         let bytes = format.map_or(2 * n * l, |format| format.bytes(&[n, l]));
         let mut memory = arena.alloc(bytes).expect("the arena is large enough");
         // Any bits are codes. They differ, because some hosts keep memory that repeats itself only once; as scales and bf16 they are

@@ -84,7 +84,7 @@ fn products(set: &KernelSet, arena: &Arena) {
 }
 
 fn quantized(set: &KernelSet, arena: &Arena) {
-    for format in [QuantFormat::Int8, QuantFormat::Int4] {
+    for format in [QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Mxfp4] {
         for (m, n, l) in
             [(600, 1000, 700), (8, 300, 20_000), (20, 40, 50_000), (7, 40, 100_000), (1, 9, 200_000)]
         {

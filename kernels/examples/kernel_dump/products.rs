@@ -119,7 +119,8 @@ fn quantized(rig: &Rig) {
         &[[1, 32, 128], [5, 19, 140]],
     );
     for ([m, n, l], mix) in pairs(&shapes, &MIXES) {
-        for (format, added) in pairs(&[QuantFormat::Int8, QuantFormat::Int4], &[NOTHING, ADDED[2]]) {
+        let formats = [QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Mxfp4];
+        for (format, added) in pairs(&formats, &[NOTHING, ADDED[2]]) {
             let name = format!("{format} {m}x{n}x{l} {} to {}, {}", mix.0, mix.1, added.name);
             let mut case = rig.case("quantized", name);
             let (a, codes) = (case.operand("a", mix.0, &[m, l], 1.0), case.quantized("b", format, [n, l]));

@@ -7,7 +7,18 @@
 //! Methods are inlined into a caller that is compiled for the instruction set, which is what makes calling them sound.
 
 use super::vector::LANES;
+use crate::quantized::MXFP4_CODES;
 use half::{bf16, f16};
+
+/// As floats.
+const MXFP4_FLOATS: [f32; 16] = {
+    let (mut floats, mut i) = ([0.0; 16], 0);
+    while i < floats.len() {
+        floats[i] = MXFP4_CODES[i] as f32;
+        i += 1;
+    }
+    floats
+};
 
 /// Sixteen lanes, or a part of them.
 pub trait Lanes: Copy {
@@ -113,6 +124,12 @@ pub trait Lanes: Copy {
     /// # Safety
     /// See [`zero`](Self::zero).
     unsafe fn masked(words: Self::Words, mask: i32) -> Self;
+
+    /// [`MXFP4_CODES`] of nibble 0 to 3 of each word. What is 0 may have a sign.
+    ///
+    /// # Safety
+    /// See [`zero`](Self::zero).
+    unsafe fn looked_up(words: Self::Words, nibble: usize) -> Self;
 }
 
 /// For any machine.
@@ -198,6 +215,11 @@ impl<const WIDTH: usize> Lanes for Generic<WIDTH> {
     unsafe fn masked(words: [u32; WIDTH], mask: i32) -> Self {
         Self(words.map(|word| (word as i32 & mask) as f32))
     }
+
+    #[inline(always)]
+    unsafe fn looked_up(words: [u32; WIDTH], nibble: usize) -> Self {
+        Self(words.map(|word| MXFP4_FLOATS[(word >> (4 * nibble) & 0xF) as usize]))
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -205,7 +227,7 @@ pub use x86::{Avx2, Avx2Half, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{LANES, Lanes};
+    use super::{LANES, Lanes, MXFP4_FLOATS};
     use half::{bf16, f16};
     use std::arch::x86_64::*;
 
@@ -337,6 +359,18 @@ mod x86 {
             // SAFETY: the caller's promise.
             unsafe { Self(_mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(mask)))) }
         }
+
+        #[inline(always)]
+        unsafe fn looked_up(words: __m256i, nibble: usize) -> Self {
+            // SAFETY: the caller's promise; half of the table is eight floats.
+            unsafe {
+                // The lowest three bits of a lane choose one of eight; the fourth is the sign.
+                let places = _mm256_srl_epi32(words, _mm_cvtsi32_si128(4 * nibble as i32));
+                let sizes = _mm256_permutevar8x32_ps(_mm256_loadu_ps(MXFP4_FLOATS.as_ptr()), places);
+                let signs = _mm256_and_si256(_mm256_slli_epi32::<28>(places), _mm256_set1_epi32(i32::MIN));
+                Self(_mm256_or_ps(sizes, _mm256_castsi256_ps(signs)))
+            }
+        }
     }
 
     /// Two registers of eight.
@@ -437,6 +471,12 @@ mod x86 {
         unsafe fn masked(words: Self::Words, mask: i32) -> Self {
             // SAFETY: the caller's promise.
             unsafe { Self(Avx2Half::masked(words.0, mask), Avx2Half::masked(words.1, mask)) }
+        }
+
+        #[inline(always)]
+        unsafe fn looked_up(words: Self::Words, nibble: usize) -> Self {
+            // SAFETY: the caller's promise.
+            unsafe { Self(Avx2Half::looked_up(words.0, nibble), Avx2Half::looked_up(words.1, nibble)) }
         }
     }
 
@@ -547,6 +587,16 @@ mod x86 {
         unsafe fn masked(words: Self::Words, mask: i32) -> Self {
             // SAFETY: the caller's promise.
             unsafe { Self(_mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(mask)))) }
+        }
+
+        #[inline(always)]
+        unsafe fn looked_up(words: __m512i, nibble: usize) -> Self {
+            // SAFETY: the caller's promise; the table is sixteen floats.
+            unsafe {
+                // The lowest four bits of a lane choose one of sixteen.
+                let places = _mm512_srl_epi32(words, _mm_cvtsi32_si128(4 * nibble as i32));
+                Self(_mm512_permutexvar_ps(places, _mm512_loadu_ps(MXFP4_FLOATS.as_ptr())))
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Sums of integers are exact; how many lanes they are spread over is that of the instruction set.
 
 use super::lanes::{Generic, Lanes};
-use crate::quantized::GROUP;
+use crate::quantized::{GROUP, MXFP4_CODES};
 
 /// 16-bit integers beside lanes of f32.
 pub trait Shorts: Lanes {
@@ -27,6 +27,18 @@ pub trait Shorts: Lanes {
     /// # Safety
     /// See [`load_i16`](Self::load_i16).
     unsafe fn nibble(words: Self::Shorts, nibble: usize) -> Self::Shorts;
+
+    /// [`MXFP4_CODES`] of the lower nibble of every byte, and of the upper one, each a signed byte in its place.
+    ///
+    /// # Safety
+    /// See [`load_i16`](Self::load_i16).
+    unsafe fn look_up(words: Self::Shorts) -> [Self::Shorts; 2];
+
+    /// The signed byte 0 or 1 of each, times 2⁸.
+    ///
+    /// # Safety
+    /// See [`load_i16`](Self::load_i16).
+    unsafe fn upper_bytes(bytes: Self::Shorts, byte: usize) -> Self::Shorts;
 
     /// Products, each element's in one lane, added to others of it: at least neighbours, `a[2i]·b[2i] + a[2i + 1]·b[2i + 1]`.
     ///
@@ -68,6 +80,22 @@ impl Shorts for Generic<8> {
     }
 
     #[inline(always)]
+    unsafe fn look_up(words: [i16; GROUP]) -> [[i16; GROUP]; 2] {
+        [0, 4].map(|shift| {
+            words.map(|word| {
+                let bytes = [word as u8, (word >> 8) as u8];
+                let codes = bytes.map(|byte| MXFP4_CODES[usize::from(byte >> shift & 0xF)]);
+                i16::from(codes[1]) << 8 | i16::from(codes[0] as u8)
+            })
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn upper_bytes(bytes: [i16; GROUP], byte: usize) -> [i16; GROUP] {
+        bytes.map(|two| if byte == 0 { two << 8 } else { two & !0xFF })
+    }
+
+    #[inline(always)]
     unsafe fn products(a: [i16; GROUP], b: [i16; GROUP]) -> [u32; 8] {
         let product = |i: usize| i32::from(a[i]) * i32::from(b[i]);
         let neighbours = |i: usize| product(2 * i).wrapping_add(product(2 * i + 1));
@@ -84,6 +112,7 @@ impl Shorts for Generic<8> {
 mod x86 {
     use super::Shorts;
     use crate::cpu::lanes::{Avx2Half, Avx512};
+    use crate::quantized::MXFP4_CODES;
     use std::arch::x86_64::*;
 
     impl Shorts for Avx2Half {
@@ -116,6 +145,27 @@ mod x86 {
         }
 
         #[inline(always)]
+        unsafe fn look_up(words: [__m256i; 2]) -> [[__m256i; 2]; 2] {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let (first, second) = (half_look_up(words[0]), half_look_up(words[1]));
+                [[first[0], second[0]], [first[1], second[1]]]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn upper_bytes(bytes: [__m256i; 2], byte: usize) -> [__m256i; 2] {
+            // SAFETY: the caller's promise.
+            unsafe {
+                if byte == 0 {
+                    return [_mm256_slli_epi16::<8>(bytes[0]), _mm256_slli_epi16::<8>(bytes[1])];
+                }
+                let mask = _mm256_set1_epi16(!0xFF);
+                [_mm256_and_si256(bytes[0], mask), _mm256_and_si256(bytes[1], mask)]
+            }
+        }
+
+        #[inline(always)]
         unsafe fn products(a: [__m256i; 2], b: [__m256i; 2]) -> __m256i {
             // SAFETY: the caller's promise.
             unsafe { _mm256_add_epi32(_mm256_madd_epi16(a[0], b[0]), _mm256_madd_epi16(a[1], b[1])) }
@@ -144,6 +194,23 @@ mod x86 {
         }
     }
 
+    /// [`Shorts::look_up`] of half a group.
+    ///
+    /// # Safety
+    /// The processor has AVX2.
+    #[inline(always)]
+    unsafe fn half_look_up(words: __m256i) -> [__m256i; 2] {
+        // SAFETY: the caller's promise; the table is sixteen bytes.
+        unsafe {
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(MXFP4_CODES.as_ptr().cast()));
+            let nibbles = _mm256_set1_epi8(0xF);
+            [
+                _mm256_shuffle_epi8(table, _mm256_and_si256(words, nibbles)),
+                _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16::<4>(words), nibbles)),
+            ]
+        }
+    }
+
     impl Shorts for Avx512 {
         type Shorts = __m512i;
 
@@ -168,6 +235,31 @@ mod x86 {
                 }
                 let kept = _mm512_and_si512(words, _mm512_set1_epi16(0xF << (4 * nibble)));
                 _mm512_sub_epi16(kept, _mm512_set1_epi16(8 << (4 * nibble)))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn look_up(words: __m512i) -> [__m512i; 2] {
+            // SAFETY: the caller's promise; the table is sixteen bytes.
+            unsafe {
+                let table = _mm512_broadcast_i32x4(_mm_loadu_si128(MXFP4_CODES.as_ptr().cast()));
+                let nibbles = _mm512_set1_epi8(0xF);
+                [
+                    _mm512_shuffle_epi8(table, _mm512_and_si512(words, nibbles)),
+                    _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16::<4>(words), nibbles)),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn upper_bytes(bytes: __m512i, byte: usize) -> __m512i {
+            // SAFETY: the caller's promise.
+            unsafe {
+                if byte == 0 {
+                    _mm512_slli_epi16::<8>(bytes)
+                } else {
+                    _mm512_and_si512(bytes, _mm512_set1_epi16(!0xFF))
+                }
             }
         }
 

@@ -18,6 +18,7 @@ pub(super) fn format_code(format: QuantFormat) -> i32 {
     match format {
         QuantFormat::Int8 => 0,
         QuantFormat::Int4 => 1,
+        QuantFormat::Mxfp4 => 2,
     }
 }
 

@@ -11,7 +11,7 @@
 // Order of sums. thin: lane t adds its four weights of every block of 128, blocks ascending, then lanes; the other rows
 // of a change nothing. tile: l ascending.
 
-enum { INT8 = 0, INT4 = 1 };
+enum { INT8 = 0, INT4 = 1, MXFP4 = 2 };
 
 #define BLOCK 128
 #define SCALE_BYTES 8
@@ -21,7 +21,14 @@ enum { INT8 = 0, INT4 = 1 };
 
 __device__ __forceinline__ i64 block_bytes(int format) { return SCALE_BYTES + (format == INT8 ? BLOCK : BLOCK / 2); }
 
-// The four weights of a block that lane t of a warp takes. int8: 4t .. 4t + 4, of one group. int4: word t/2 has weights
+// q of a code in the lowest four bits, in int4 and mxfp4: there the lower three are the place in a list, the fourth is the sign.
+__device__ __forceinline__ float of_nibble(int format, u32 bits) {
+    if (format == INT4) return (float)((int)(bits & 0xFu) - 8);
+    int size = (int)(0xC8643210u >> 4 * (bits & 7u) & 0xFu);
+    return (float)(bits & 8u ? -size : size);
+}
+
+// The four weights of a block that lane t of a warp takes. int8: 4t .. 4t + 4, of one group. Else word t/2 has weights
 // i + 16h + 32g; lane t takes i = t/2, h = t % 2 and all four groups g.
 __device__ __forceinline__ int lane_weight(int format, int lane, int j) {
     return format == INT8 ? 4 * lane + j : lane / 2 + 16 * (lane % 2) + 32 * j;
@@ -42,7 +49,7 @@ __device__ __forceinline__ void lane_weights(const u8 *block, int format, int la
     } else {
         codes >>= 16 * (lane % 2);
 #pragma unroll
-        for (int j = 0; j < 4; j++) w[j] = scales[j] * (float)((int)(codes >> (4 * j) & 0xFu) - 8);
+        for (int j = 0; j < 4; j++) w[j] = scales[j] * of_nibble(format, codes >> (4 * j));
     }
 }
 
@@ -53,8 +60,7 @@ __device__ __forceinline__ float one_weight(const u8 *row, int format, i64 l) {
     float scale = bf16_to_float(block[2 * group] | (u32)block[2 * group + 1] << 8);
     if (format == INT8) return scale * (float)(signed char)block[SCALE_BYTES + e];
     int bit = 4 * group + 16 * (e / 16 % 2);
-    u32 code = block[SCALE_BYTES + 4 * (e % 16) + bit / 8] >> (bit % 8) & 0xFu;
-    return scale * (float)((int)code - 8);
+    return scale * of_nibble(format, block[SCALE_BYTES + 4 * (e % 16) + bit / 8] >> (bit % 8));
 }
 
 // Weights d .. d + 8 of the group that begins at `l`, d a multiple of 8.
@@ -76,7 +82,7 @@ __device__ __forceinline__ void eight_weights(const u8 *row, int format, i64 l, 
         const u32 *words = (const u32 *)(block + SCALE_BYTES) + d % 16;
         int shift = 4 * group + d / 16 * 16;
 #pragma unroll
-        for (int j = 0; j < 8; j++) w[j] = scale * (float)((int)(words[j] >> shift & 0xFu) - 8);
+        for (int j = 0; j < 8; j++) w[j] = scale * of_nibble(format, words[j] >> shift);
     }
 }
 

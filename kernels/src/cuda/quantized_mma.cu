@@ -16,7 +16,7 @@
 // weights of a group:
 //
 //   int8   8t .. 8t + 8: eight bytes of codes, sixteen of a. Step s has weights 8t + 4s .. 8t + 4s + 4.
-//   int4   words 4t .. 4t + 4, which have weights i and i + 16 of every group, i = 4t .. 4t + 4: sixteen bytes for all of a block.
+//   else   words 4t .. 4t + 4, which have weights i and i + 16 of every group, i = 4t .. 4t + 4: sixteen bytes for all of a block.
 //          Step s has i = 4t + 2s and 4t + 2s + 1.
 //
 // A warp has the codes of DEPTH blocks in registers or on their way, since a load takes longer than computing one. Which registers a block is in
@@ -27,7 +27,7 @@
 //
 // Compiled for sm_80 to sm_120 and run emulated; no card has run it.
 
-enum { INT8 = 0, INT4 = 1 };
+enum { INT8 = 0, INT4 = 1, MXFP4 = 2 };
 
 #define BLOCK 128
 #define GROUP 32
@@ -38,7 +38,7 @@ enum { INT8 = 0, INT4 = 1 };
 
 // What a lane needs of a block of weights.
 template <int FORMAT> struct Codes {
-    // int8: of every group; int4: of all.
+    // int8: of every group; else of all.
     uint2 words[FORMAT == INT8 ? GROUPS : 2];
     // Of the two columns of which the lane has sums: four bf16 each.
     uint2 scales[2];
@@ -73,7 +73,14 @@ template <int DTYPE> __device__ __forceinline__ u32 pair_of_bytes(u32 word, int 
 }
 
 // Codes from the lowest four bits of either half of `word`.
-template <int DTYPE> __device__ __forceinline__ u32 pair_of_nibbles(u32 word) {
+template <int DTYPE, int FORMAT> __device__ __forceinline__ u32 pair_of_nibbles(u32 word) {
+    if (FORMAT == MXFP4) {
+        // Sign, exponent and mantissa where the dtype has its own, of which they are the end of the exponent and the beginning of the
+        // mantissa: the number times 2^-126 or 2^-14, the smallest ones below the normal numbers as they are here. Then twice it.
+        u32 signs = (word & 0x00080008u) << 12;
+        if (DTYPE == BF16) return fma_halves<BF16>((word & 0x00070007u) << 6 | signs, 0x7F007F00u, 0u);
+        return fma_halves<F16>((word & 0x00070007u) << 9 | signs, 0x78007800u, 0u);
+    }
     // 128 + (q + 8) in bf16, 1024 + (q + 8) in f16; then minus 136 or 1032, as a multiplication by one and an addition.
     u32 bits = word & 0x000F000Fu;
     if (DTYPE == BF16) return fma_halves<BF16>(bits | 0x43004300u, 0x3F803F80u, 0xC308C308u);
@@ -90,8 +97,8 @@ __device__ __forceinline__ void group_of_codes(u32 b[2][2], const Codes<FORMAT> 
     } else {
 #pragma unroll
         for (int step = 0; step < 2; step++) {
-            b[step][0] = pair_of_nibbles<DTYPE>(codes.words[step].x >> 4 * group);
-            b[step][1] = pair_of_nibbles<DTYPE>(codes.words[step].y >> 4 * group);
+            b[step][0] = pair_of_nibbles<DTYPE, FORMAT>(codes.words[step].x >> 4 * group);
+            b[step][1] = pair_of_nibbles<DTYPE, FORMAT>(codes.words[step].y >> 4 * group);
         }
     }
 }
@@ -211,19 +218,21 @@ __device__ __forceinline__ void product(const u16 *a, const u8 *w, void *out, in
 #define PARAMETERS                                                                                                     \
     const void *a, int a_dtype, const u8 *w, int format, void *out, int out_dtype, const void *bias, int bias_dtype,       \
         const void *residual, int residual_dtype, i64 m, i64 n, i64 l
+#define PRODUCT_OF(DTYPE, ...)                                                                                         \
+    if (format == INT8) {                                                                                              \
+        product<DTYPE, INT8, __VA_ARGS__>(rows, w, out, out_dtype, epilogue, m, n, l);                                 \
+    } else if (format == INT4) {                                                                                       \
+        product<DTYPE, INT4, __VA_ARGS__>(rows, w, out, out_dtype, epilogue, m, n, l);                                 \
+    } else {                                                                                                           \
+        product<DTYPE, MXFP4, __VA_ARGS__>(rows, w, out, out_dtype, epilogue, m, n, l);                                \
+    }
 #define PRODUCT(...)                                                                                                   \
     Epilogue epilogue = {bias, bias_dtype, residual, residual_dtype};                                                  \
     const u16 *rows = (const u16 *)a;                                                                                  \
     if (a_dtype == BF16) {                                                                                             \
-        if (format == INT8) {                                                                                          \
-            product<BF16, INT8, __VA_ARGS__>(rows, w, out, out_dtype, epilogue, m, n, l);                              \
-        } else {                                                                                                       \
-            product<BF16, INT4, __VA_ARGS__>(rows, w, out, out_dtype, epilogue, m, n, l);                              \
-        }                                                                                                              \
-    } else if (format == INT8) {                                                                                       \
-        product<F16, INT8, __VA_ARGS__>(rows, w, out, out_dtype, epilogue, m, n, l);                                   \
+        PRODUCT_OF(BF16, __VA_ARGS__)                                                                                  \
     } else {                                                                                                           \
-        product<F16, INT4, __VA_ARGS__>(rows, w, out, out_dtype, epilogue, m, n, l);                                   \
+        PRODUCT_OF(F16, __VA_ARGS__)                                                                                   \
     }
 
 // 256 threads. Grid: the rows in the name a block (8: 16, of which 8 are there; many: 32), so that blocks that run together share codes in the L2 cache; then

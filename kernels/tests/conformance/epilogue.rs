@@ -49,7 +49,7 @@ fn cases(added: DType) -> [Case; 6] {
 struct Operands {
     a: Host,
     b: Host,
-    codes: [quantized::Quantized; 2],
+    codes: [quantized::Quantized; 3],
     bias: Host,
     old: Host,
     size: (usize, usize, usize),
@@ -134,7 +134,7 @@ impl Operands {
     }
 }
 
-const KINDS: [Kind; 3] = [Kind::Dense, Kind::Quantized(0), Kind::Quantized(1)];
+const KINDS: [Kind; 4] = [Kind::Dense, Kind::Quantized(0), Kind::Quantized(1), Kind::Quantized(2)];
 
 fn compare(
     sets: &[(String, KernelSet)],

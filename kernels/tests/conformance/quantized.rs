@@ -15,7 +15,7 @@ use terrace_kernels::{
     DType, Epilogue, KernelSet, MatmulSpec, QuantFormat, QuantizedView, Residual, dry, reference,
 };
 
-pub const FORMATS: [QuantFormat; 2] = [QuantFormat::Int8, QuantFormat::Int4];
+pub const FORMATS: [QuantFormat; 3] = [QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Mxfp4];
 
 /// Rows of sixteen bits that the CPU multiplies as integers; of f32 it is half as many.
 const FEW: usize = 16;
@@ -130,6 +130,37 @@ fn every_odd_size() {
         compare(&sets, (3, 5, l), DType::F32, DType::F32);
         compare(&sets, (2, 5, l), DType::F16, DType::F32);
         compare(&sets, (19, 50, l), DType::F16, DType::F16);
+    }
+}
+
+/// Every code of four bits at every place of a block, among them the one that quantizing to mxfp4 never writes: products with rows
+/// that have a single one are the weights themselves, of few rows and of many.
+#[test]
+fn every_code_at_every_place() {
+    let single: Vec<f64> = (0..BLOCK * BLOCK).map(|i| f64::from(u8::from(i / BLOCK == i % BLOCK))).collect();
+    let a = Host::of(DType::BF16, &[BLOCK, BLOCK], single);
+    for format in [QuantFormat::Int4, QuantFormat::Mxfp4] {
+        let block = |row: u8| {
+            let scales = [0.5f32, 0.125, 4.0, 1.0].map(|s| ((s.to_bits() >> 16) as u16).to_le_bytes());
+            let codes = (0..64u8).map(move |i| ((i + row) % 16) | (((i / 4 * 3 + row) % 16) << 4));
+            scales.into_iter().flatten().chain(codes).collect::<Vec<u8>>()
+        };
+        let b = Quantized { format, dims: [16, BLOCK], bytes: (0..16).flat_map(block).collect() };
+        let weights = b.dequantized().values();
+        let expected: Vec<f64> = (0..BLOCK * 16).map(|i| weights[i % 16 * BLOCK + i / 16]).collect();
+        for (name, set) in sets() {
+            for m in [1, 8, 16, BLOCK] {
+                let mut found = Vec::new();
+                for first in (0..BLOCK).step_by(m) {
+                    let mut out = Host::zeros(DType::F32, &[m, 16]);
+                    set.quantized_matmul
+                        .matmul_nt(a.view().rows(first, first + m), b.view(), out.view_mut(), Epilogue::NONE)
+                        .unwrap();
+                    found.extend(out.values());
+                }
+                assert_eq!(found, expected, "{name}: {format}, {m} rows");
+            }
+        }
     }
 }
 
@@ -375,7 +406,7 @@ fn the_dry_backend_counts_the_bytes_of_the_codes() {
     let arena = terrace_device::Arena::virtual_memory();
     let a = terrace_kernels::Tensor::new(&arena, DType::BF16, &[2, 130]).unwrap();
     let mut out = terrace_kernels::Tensor::new(&arena, DType::F32, &[2, 7]).unwrap();
-    for (format, bytes) in [(QuantFormat::Int8, 7 * 2 * 136), (QuantFormat::Int4, 7 * 2 * 72)] {
+    for (format, bytes) in FORMATS.into_iter().zip([7 * 2 * 136, 7 * 2 * 72, 7 * 2 * 72]) {
         counter.reset();
         let b = QuantizedView::new(Bytes::virtual_range(bytes), format, &[7, 130]);
         set.quantized_matmul.matmul_nt(a.view(), b, out.view_mut(), Epilogue::NONE).unwrap();

@@ -81,6 +81,28 @@ impl Codes for Int4 {
     }
 }
 
+/// [`QuantFormat::Mxfp4`].
+pub struct Mxfp4;
+
+impl Codes for Mxfp4 {
+    const BYTES: usize = QuantFormat::Mxfp4.block_bytes();
+    const OFFSET: f32 = 0.0;
+    const SHIFTS: [f32; GROUPS] = [1.0; GROUPS];
+    type Opened<V: Lanes> = [V::Words; 2];
+
+    #[inline(always)]
+    unsafe fn open<V: Lanes>(block: *const u8) -> Self::Opened<V> {
+        // SAFETY: within the block.
+        unsafe { Int4::open::<V>(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn run<V: Lanes>(words: Self::Opened<V>, group: usize, half: usize) -> V {
+        // SAFETY: the processor has the instructions.
+        unsafe { V::looked_up(words[half], group) }
+    }
+}
+
 /// The weights of some blocks, of the last one as many as are asked for.
 pub fn unpack<C: Codes>(isa: Isa, blocks: &[u8], out: &mut [f32]) {
     let (whole, part) = out.as_chunks_mut::<BLOCK>();

@@ -1,6 +1,6 @@
 //! Products of few rows of activations with blocks of codes, in integers.
 
-use super::blocks::{Codes, Int4, Int8};
+use super::blocks::{Codes, Int4, Int8, Mxfp4};
 use crate::cpu::Isa;
 use crate::cpu::isa::Level;
 use crate::cpu::lanes;
@@ -87,6 +87,29 @@ impl Products for Int4 {
         for (i, pair) in group.as_chunks_mut::<2>().0.iter_mut().enumerate() {
             *pair = [straight[i], straight[i + GROUP / 2]];
         }
+    }
+}
+
+impl Products for Mxfp4 {
+    // Codes are in the upper bytes.
+    const FACTORS: [f32; GROUPS] = [1.0 / 256.0; GROUPS];
+    /// Of groups 0 and 2 in the lower and upper bytes, and of groups 1 and 3.
+    type Read<V: Shorts> = [V::Shorts; 2];
+
+    #[inline(always)]
+    unsafe fn read<V: Shorts>(block: *const u8) -> Self::Read<V> {
+        // SAFETY: within the block.
+        unsafe { V::look_up(V::load_i16(block.add(SCALE_BYTES).cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn group<V: Shorts>(codes: Self::Read<V>, group: usize) -> V::Shorts {
+        // SAFETY: the processor has the instructions.
+        unsafe { V::upper_bytes(codes[group % 2], group / 2) }
+    }
+
+    fn arrange(group: &mut [i16; GROUP]) {
+        Int4::arrange(group);
     }
 }
 

@@ -12,7 +12,8 @@
 //! `out[m, n] = Σ_blocks 2ᵉ·(Σ_groups s·(Σ_l q·a'))`, eight or sixteen lanes added pairwise at the end.
 //!
 //! int4 codes are masked where they lie, which leaves `16ᵏ·(q + 8)`, and `8·16ᵏ` is subtracted; the power of sixteen is in the
-//! scale.
+//! scale. mxfp4 codes are looked up by bytes, which leaves two signed bytes in each integer; either is then put into the upper half,
+//! `2⁸·q`.
 //!
 //! For one row of a, rows of b are read one after the other, in the order of memory, by each thread those of its own part. For
 //! several, some blocks of [`COLS`] rows of b take turns while the same blocks of four rows of a stay in the first-level cache, and
@@ -37,7 +38,7 @@ use super::{Cpu, Isa, matmul};
 use crate::check::{self, ProductDims};
 use crate::quantized::BLOCK;
 use crate::{Epilogue, MatmulSpec, QuantFormat, QuantizedMatmul, QuantizedView, Result, View, ViewMut};
-use blocks::{Int4, Int8, unpack};
+use blocks::{Int4, Int8, Mxfp4, unpack};
 use dots::{Activations, COLS, LANES, Products, ROWS, dots};
 
 /// Columns of the result per task: two turns of rows of weights.
@@ -62,6 +63,7 @@ impl QuantizedMatmul for Cpu {
             match b.format {
                 QuantFormat::Int8 => few::<Int8>(&self.threads, a, b, output, dims),
                 QuantFormat::Int4 => few::<Int4>(&self.threads, a, b, output, dims),
+                QuantFormat::Mxfp4 => few::<Mxfp4>(&self.threads, a, b, output, dims),
             }
         } else {
             self.product(a, matmul::Right::Quantized(b), output, dims, MatmulSpec::NT);
@@ -129,6 +131,7 @@ impl<'a> Rows<'a> {
         match self.format {
             QuantFormat::Int8 => unpack::<Int8>(isa, blocks, out),
             QuantFormat::Int4 => unpack::<Int4>(isa, blocks, out),
+            QuantFormat::Mxfp4 => unpack::<Mxfp4>(isa, blocks, out),
         }
     }
 }
