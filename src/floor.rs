@@ -145,7 +145,10 @@ impl Capabilities {
     #[must_use]
     pub fn with_weights(self, profile: &Profile, format: QuantFormat, on_card: bool) -> Self {
         let products = profile.calibration.as_ref().and_then(|calibration| products(calibration, on_card));
-        let operations = products.and_then(|products| product_rate(products, &format.to_string()));
+        let rate = |format: QuantFormat| product_rate(products?, &format.to_string());
+        // Of the same size, and hardly slower.
+        let alike = if format == QuantFormat::Mxfp4 { QuantFormat::Int4 } else { format };
+        let operations = rate(format).or_else(|| rate(alike));
         Self { operations, training: None, ..self }
     }
 

@@ -548,6 +548,8 @@ pub enum WeightFormat {
     Int8,
     /// 4-bit groups.
     Int4,
+    /// 4-bit floats; of gpt-oss, which is published so, the experts, exactly.
+    Mxfp4,
 }
 
 /// Where the key/value cache lives.

@@ -230,6 +230,7 @@ pub fn quant_format(weights: WeightFormat) -> Option<QuantFormat> {
         WeightFormat::Bf16 => None,
         WeightFormat::Int8 => Some(QuantFormat::Int8),
         WeightFormat::Int4 => Some(QuantFormat::Int4),
+        WeightFormat::Mxfp4 => Some(QuantFormat::Mxfp4),
     }
 }
 

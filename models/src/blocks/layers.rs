@@ -1,7 +1,7 @@
 //! Linear layers and norms as indices into a block's parameters, with their gradients.
 
 use super::TILE_ROWS;
-use crate::{ModelConfig, Norms};
+use crate::{Family, ModelConfig, Norms};
 use terrace_kernels::{DType, Epilogue, MatmulSpec, Product, QuantFormat, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, ParamSpec, Result, Weight, Weights};
 
@@ -12,22 +12,38 @@ pub(crate) struct Params {
     prefix: String,
     /// How the weights of linear layers are stored.
     format: Option<QuantFormat>,
+    /// The same of experts.
+    expert_format: Option<QuantFormat>,
     /// See [`ModelConfig::norm_plus_one`].
     norm_plus_one: bool,
 }
 
 impl Params {
-    /// Every name will start with `prefix`; weights of linear layers are stored in `format`, if any.
+    /// Every name will start with `prefix`; weights of linear layers are stored in `format`, if any. Of gpt-oss MXFP4 holds the experts and nothing
+    /// else, which is how it is published.
     pub(crate) fn new(prefix: &str, config: &ModelConfig, format: Option<QuantFormat>) -> Self {
-        Self { specs: Vec::new(), prefix: prefix.to_owned(), format, norm_plus_one: config.norm_plus_one }
+        let of_experts_alone = config.family == Family::GptOss && format == Some(QuantFormat::Mxfp4);
+        Self {
+            specs: Vec::new(),
+            prefix: prefix.to_owned(),
+            format: format.filter(|_| !of_experts_alone),
+            expert_format: format,
+            norm_plus_one: config.norm_plus_one,
+        }
     }
 
     /// A linear layer stored `[outputs, inputs]`.
     pub(crate) fn linear(&mut self, name: &str, outputs: usize, inputs: usize, bias: bool) -> Linear {
-        let weight = self.push(&format!("{name}.weight"), &[outputs, inputs]);
-        self.specs[weight].quantized = self.format;
-        let bias = bias.then(|| self.push(&format!("{name}.bias"), &[outputs]));
-        Linear { weight, bias }
+        let layer = self.plain_linear(name, outputs, inputs, bias);
+        self.specs[layer.weight].quantized = self.format;
+        layer
+    }
+
+    /// One of an expert.
+    pub(crate) fn of_expert(&mut self, name: &str, outputs: usize, inputs: usize, bias: bool) -> Linear {
+        let layer = self.plain_linear(name, outputs, inputs, bias);
+        self.specs[layer.weight].quantized = self.expert_format;
+        layer
     }
 
     /// One that is never quantized.

@@ -135,7 +135,7 @@ impl MixtureMlp {
         let router = params.plain_linear(names.router, mixture.experts, hidden, biased);
         let expert = |index| {
             let mut linear = |name, outputs, inputs| {
-                params.linear(&format!("{}.experts.{index}.{name}", names.module), outputs, inputs, biased)
+                params.of_expert(&format!("{}.experts.{index}.{name}", names.module), outputs, inputs, biased)
             };
             Expert {
                 gate: linear(names.gate, feed_forward, hidden),

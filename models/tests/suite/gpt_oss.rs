@@ -111,6 +111,20 @@ fn packed() -> (Tensors, Tensors) {
     (packed, whole)
 }
 
+/// A folder with all experts as blocks and scales.
+pub fn write_published(folder: &Path) {
+    let (mut packed, _) = packed();
+    let of_first: Tensors = packed
+        .iter()
+        .filter(|(name, _)| name.ends_with("_blocks") || name.ends_with("_scales"))
+        .map(|(name, tensor)| (name.replace("layers.0", "layers.1"), tensor.clone()))
+        .collect();
+    packed.retain(|name, _| !(name.contains("layers.1.mlp.experts") && name.ends_with("_proj")));
+    packed.extend(of_first);
+    write(folder, &packed);
+    std::fs::copy(fixture().folder.join("config.json"), folder.join("config.json")).unwrap();
+}
+
 #[test]
 fn blocks_are_read_as_transformers_dequantizes_them() {
     let model = Model::from_folder(&fixture().folder).unwrap();

@@ -2,20 +2,22 @@
 
 use crate::card;
 use crate::fixture::Fixture;
+use crate::gpt_oss;
 use crate::parity::furthest;
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use terrace_aio::engine::{EngineConfig as IoConfig, open_default};
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, QuantFormat, cpu};
-use terrace_models::{Model, ModelConfig, RandomSource, TokenBatch};
+use terrace_models::{Model, ModelConfig, RandomSource, SafetensorsSource, TokenBatch};
 use terrace_tiers::Tier;
 use terrace_zero::{
     Backend, BatchLimits, Engine, EngineConfig, ParamSpec, Placement, Result, TrainingConfig, WeightSource,
     WindowOverrides,
 };
 
-const FORMATS: [QuantFormat; 2] = [QuantFormat::Int8, QuantFormat::Int4];
+const FORMATS: [QuantFormat; 3] = [QuantFormat::Int8, QuantFormat::Int4, QuantFormat::Mxfp4];
 
 /// Two prompts, and the tokens that follow them.
 const PROMPTS: [[u32; 6]; 2] = [[3, 14, 15, 9, 26, 5], [35, 8, 9, 79, 3, 2]];
@@ -89,11 +91,22 @@ impl Setup {
 struct ThereAndBack<S> {
     source: S,
     format: QuantFormat,
+    /// Names of those that are.
+    quantized: HashSet<String>,
+}
+
+impl<S> ThereAndBack<S> {
+    fn new(source: S, model: &ModelConfig, format: QuantFormat) -> Self {
+        let stored = Model::stored_as(model.clone(), Some(format));
+        let params = stored.blocks.iter().flat_map(|block| block.params());
+        let quantized = params.filter(|param| param.quantized.is_some()).map(|param| param.name.clone());
+        Self { source, format, quantized: quantized.collect() }
+    }
 }
 
 impl<S: WeightSource> WeightSource for ThereAndBack<S> {
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> Result {
-        if !is_linear(&param.name) {
+        if !self.quantized.contains(&param.name) {
             return self.source.read(param, start, out);
         }
         let cols = *param.dims.last().unwrap();
@@ -110,8 +123,7 @@ impl<S: WeightSource> WeightSource for ThereAndBack<S> {
 }
 
 fn is_linear(name: &str) -> bool {
-    let is_experts = [".w1.weight", ".w2.weight", ".w3.weight"].iter().any(|end| name.ends_with(end));
-    name.ends_with("_proj.weight") || name == "lm_head.weight" || is_experts
+    name.ends_with("_proj.weight") || name == "lm_head.weight"
 }
 
 /// Rows of more than one block, some of them not whole, biases, and a head of its own unless tied.
@@ -132,8 +144,8 @@ fn a_model_is_that_of_its_dequantized_weights() {
             let model = ModelConfig::from_folder(&fixture.folder).unwrap();
             let open = || fixture.weights();
             let quantized = Setup::new(model.clone(), Some(format), DType::F32).logits(&mut open());
-            let plain = Setup::new(model, None, DType::F32);
-            let dense = plain.logits(&mut ThereAndBack { source: open(), format });
+            let plain = Setup::new(model.clone(), None, DType::F32);
+            let dense = plain.logits(&mut ThereAndBack::new(open(), &model, format));
             let off = furthest(&quantized, &dense);
             assert!(off <= 1e-5, "{} in {format}: off by {off}", fixture.name);
             assert!(
@@ -145,7 +157,8 @@ fn a_model_is_that_of_its_dequantized_weights() {
         let model = wide(false);
         let source = RandomSource::for_config(&model, 1);
         let quantized = Setup::new(model.clone(), Some(format), DType::F32).logits(&mut source.clone());
-        let dense = Setup::new(model, None, DType::F32).logits(&mut ThereAndBack { source, format });
+        let mut back = ThereAndBack::new(source, &model, format);
+        let dense = Setup::new(model, None, DType::F32).logits(&mut back);
         let off = furthest(&quantized, &dense);
         assert!(off <= 1e-4, "wide in {format}: off by {off}");
     }
@@ -161,7 +174,7 @@ fn logits_stay_close() {
         let open = || fixture.weights();
         // A token that hardly prefers its experts to others goes through these.
         let [int8, int4] = if model.mixture.is_some() { [0.2, 0.8] } else { [0.04, 0.5] };
-        let cases = [(QuantFormat::Int8, int8), (QuantFormat::Int4, int4)];
+        let cases = [(QuantFormat::Int8, int8), (QuantFormat::Int4, int4), (QuantFormat::Mxfp4, 1.2 * int4)];
         for (dtype, (format, bound)) in
             [DType::BF16, DType::F16].into_iter().flat_map(|d| cases.map(|c| (d, c)))
         {
@@ -174,6 +187,27 @@ fn logits_stay_close() {
                 mean(&mut plain.iter().zip(&found).map(|(a, b)| a - b)) / mean(&mut plain.iter().copied());
             assert!(change > 0.0 && change <= bound, "{} in {dtype:?} and {format}: {change}", fixture.name);
         }
+    }
+}
+
+/// gpt-oss as it is published: what its files hold is what is computed with, and nothing else is in that format.
+#[test]
+fn published_experts_lose_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    gpt_oss::write_published(folder.path());
+    let model = Model::from_folder(folder.path()).unwrap();
+    let stored = Model::stored_as(model.config.clone(), Some(QuantFormat::Mxfp4));
+    let params = stored.blocks.iter().flat_map(|block| block.params());
+    for param in params {
+        let is_expert = param.name.contains(".experts.") && param.name.ends_with(".weight");
+        assert_eq!(param.quantized.is_some(), is_expert, "{}", param.name);
+    }
+    let open = || SafetensorsSource::for_model(folder.path(), &model).unwrap();
+    let plain = Setup::new(model.config.clone(), None, DType::F32).logits(&mut open());
+    for (format, most) in [(QuantFormat::Mxfp4, 1e-5), (QuantFormat::Int4, f32::INFINITY)] {
+        let found = Setup::new(model.config.clone(), Some(format), DType::F32).logits(&mut open());
+        let off = furthest(&found, &plain);
+        assert!(off <= most && (most < 1.0 || off > 1e-3), "{format}: off by {off}");
     }
 }
 
