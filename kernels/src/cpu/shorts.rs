@@ -34,11 +34,11 @@ pub trait Shorts: Lanes {
     /// See [`load_i16`](Self::load_i16).
     unsafe fn look_up(words: Self::Shorts) -> [Self::Shorts; 2];
 
-    /// The signed byte 0 or 1 of each, times 2⁸.
+    /// The signed byte of each: byte 0 times 2⁸, or byte 1 as it is.
     ///
     /// # Safety
     /// See [`load_i16`](Self::load_i16).
-    unsafe fn upper_bytes(bytes: Self::Shorts, byte: usize) -> Self::Shorts;
+    unsafe fn signed_byte(bytes: Self::Shorts, byte: usize) -> Self::Shorts;
 
     /// Products, each element's in one lane, added to others of it: at least neighbours, `a[2i]·b[2i] + a[2i + 1]·b[2i + 1]`.
     ///
@@ -91,8 +91,8 @@ impl Shorts for Generic<8> {
     }
 
     #[inline(always)]
-    unsafe fn upper_bytes(bytes: [i16; GROUP], byte: usize) -> [i16; GROUP] {
-        bytes.map(|two| if byte == 0 { two << 8 } else { two & !0xFF })
+    unsafe fn signed_byte(bytes: [i16; GROUP], byte: usize) -> [i16; GROUP] {
+        bytes.map(|two| if byte == 0 { two << 8 } else { two >> 8 })
     }
 
     #[inline(always)]
@@ -154,14 +154,13 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn upper_bytes(bytes: [__m256i; 2], byte: usize) -> [__m256i; 2] {
+        unsafe fn signed_byte(bytes: [__m256i; 2], byte: usize) -> [__m256i; 2] {
             // SAFETY: the caller's promise.
             unsafe {
                 if byte == 0 {
                     return [_mm256_slli_epi16::<8>(bytes[0]), _mm256_slli_epi16::<8>(bytes[1])];
                 }
-                let mask = _mm256_set1_epi16(!0xFF);
-                [_mm256_and_si256(bytes[0], mask), _mm256_and_si256(bytes[1], mask)]
+                [_mm256_srai_epi16::<8>(bytes[0]), _mm256_srai_epi16::<8>(bytes[1])]
             }
         }
 
@@ -252,13 +251,13 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn upper_bytes(bytes: __m512i, byte: usize) -> __m512i {
+        unsafe fn signed_byte(bytes: __m512i, byte: usize) -> __m512i {
             // SAFETY: the caller's promise.
             unsafe {
                 if byte == 0 {
                     _mm512_slli_epi16::<8>(bytes)
                 } else {
-                    _mm512_and_si512(bytes, _mm512_set1_epi16(!0xFF))
+                    _mm512_srai_epi16::<8>(bytes)
                 }
             }
         }
