@@ -3,7 +3,7 @@
 //! Sums of integers are exact; how many lanes they are spread over is that of the instruction set.
 
 use super::lanes::{Generic, Lanes};
-use crate::quantized::{GROUP, MXFP4_CODES};
+use crate::quantized::GROUP;
 
 /// 16-bit integers beside lanes of f32.
 pub trait Shorts: Lanes {
@@ -28,17 +28,17 @@ pub trait Shorts: Lanes {
     /// See [`load_i16`](Self::load_i16).
     unsafe fn nibble(words: Self::Shorts, nibble: usize) -> Self::Shorts;
 
-    /// [`MXFP4_CODES`] of the lower nibble of every byte, and of the upper one, each a signed byte in its place.
+    /// [`MXFP4_CODES`](crate::quantized::MXFP4_CODES) of the lower nibble of every byte, and of the upper one, each a signed byte in its place.
     ///
     /// # Safety
     /// See [`load_i16`](Self::load_i16).
     unsafe fn look_up(words: Self::Shorts) -> [Self::Shorts; 2];
 
-    /// The signed byte 0 or 1 of each, times 2⁸.
+    /// The signed byte of each: byte 0 times 2⁸, or byte 1 as it is.
     ///
     /// # Safety
     /// See [`load_i16`](Self::load_i16).
-    unsafe fn upper_bytes(bytes: Self::Shorts, byte: usize) -> Self::Shorts;
+    unsafe fn signed_byte(bytes: Self::Shorts, byte: usize) -> Self::Shorts;
 
     /// Products, each element's in one lane, added to others of it: at least neighbours, `a[2i]·b[2i] + a[2i + 1]·b[2i + 1]`.
     ///
@@ -81,18 +81,14 @@ impl Shorts for Generic<8> {
 
     #[inline(always)]
     unsafe fn look_up(words: [i16; GROUP]) -> [[i16; GROUP]; 2] {
-        [0, 4].map(|shift| {
-            words.map(|word| {
-                let bytes = [word as u8, (word >> 8) as u8];
-                let codes = bytes.map(|byte| MXFP4_CODES[usize::from(byte >> shift & 0xF)]);
-                i16::from(codes[1]) << 8 | i16::from(codes[0] as u8)
-            })
-        })
+        // Not in the table, which would be element by element.
+        let bytes: [u8; 2 * GROUP] = bytemuck::cast(words);
+        [bytemuck::cast(bytes.map(mxfp4)), bytemuck::cast(bytes.map(|byte| mxfp4(byte >> 4)))]
     }
 
     #[inline(always)]
-    unsafe fn upper_bytes(bytes: [i16; GROUP], byte: usize) -> [i16; GROUP] {
-        bytes.map(|two| if byte == 0 { two << 8 } else { two & !0xFF })
+    unsafe fn signed_byte(bytes: [i16; GROUP], byte: usize) -> [i16; GROUP] {
+        bytes.map(|two| if byte == 0 { two << 8 } else { two >> 8 })
     }
 
     #[inline(always)]
@@ -106,6 +102,15 @@ impl Shorts for Generic<8> {
     unsafe fn float(words: [u32; 8]) -> Self {
         Self(words.map(|word| word as i32 as f32))
     }
+}
+
+/// [`MXFP4_CODES`](crate::quantized::MXFP4_CODES) of the lower nibble, as a signed byte.
+#[inline(always)]
+fn mxfp4(code: u8) -> u8 {
+    let (place, sign) = (code & 7, (code >> 3 & 1).wrapping_neg());
+    // Steps of one up to 4, of two up to 8, then of four.
+    let size = place + place.saturating_sub(4) + 2 * place.saturating_sub(6);
+    (size ^ sign).wrapping_sub(sign)
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -154,14 +159,13 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn upper_bytes(bytes: [__m256i; 2], byte: usize) -> [__m256i; 2] {
+        unsafe fn signed_byte(bytes: [__m256i; 2], byte: usize) -> [__m256i; 2] {
             // SAFETY: the caller's promise.
             unsafe {
                 if byte == 0 {
                     return [_mm256_slli_epi16::<8>(bytes[0]), _mm256_slli_epi16::<8>(bytes[1])];
                 }
-                let mask = _mm256_set1_epi16(!0xFF);
-                [_mm256_and_si256(bytes[0], mask), _mm256_and_si256(bytes[1], mask)]
+                [_mm256_srai_epi16::<8>(bytes[0]), _mm256_srai_epi16::<8>(bytes[1])]
             }
         }
 
@@ -252,15 +256,9 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn upper_bytes(bytes: __m512i, byte: usize) -> __m512i {
+        unsafe fn signed_byte(bytes: __m512i, byte: usize) -> __m512i {
             // SAFETY: the caller's promise.
-            unsafe {
-                if byte == 0 {
-                    _mm512_slli_epi16::<8>(bytes)
-                } else {
-                    _mm512_and_si512(bytes, _mm512_set1_epi16(!0xFF))
-                }
-            }
+            unsafe { if byte == 0 { _mm512_slli_epi16::<8>(bytes) } else { _mm512_srai_epi16::<8>(bytes) } }
         }
 
         #[inline(always)]

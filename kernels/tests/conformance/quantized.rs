@@ -142,7 +142,7 @@ fn every_code_at_every_place() {
     for format in [QuantFormat::Int4, QuantFormat::Mxfp4] {
         let block = |row: u8| {
             let scales = [0.5f32, 0.125, 4.0, 1.0].map(|s| ((s.to_bits() >> 16) as u16).to_le_bytes());
-            let codes = (0..64u8).map(move |i| ((i + row) % 16) | (((i / 4 * 3 + row) % 16) << 4));
+            let codes = (0..64u8).map(move |i| ((i + i / 16 + row) % 16) | (((i / 4 * 3 + row) % 16) << 4));
             scales.into_iter().flatten().chain(codes).collect::<Vec<u8>>()
         };
         let b = Quantized { format, dims: [16, BLOCK], bytes: (0..16).flat_map(block).collect() };

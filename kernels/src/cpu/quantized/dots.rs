@@ -91,8 +91,8 @@ impl Products for Int4 {
 }
 
 impl Products for Mxfp4 {
-    // Codes are in the upper bytes.
-    const FACTORS: [f32; GROUPS] = [1.0 / 256.0; GROUPS];
+    // Lower bytes are put into the upper ones, upper ones shifted down with their sign.
+    const FACTORS: [f32; GROUPS] = [1.0 / 256.0, 1.0 / 256.0, 1.0, 1.0];
     /// Of groups 0 and 2 in the lower and upper bytes, and of groups 1 and 3.
     type Read<V: Shorts> = [V::Shorts; 2];
 
@@ -105,7 +105,7 @@ impl Products for Mxfp4 {
     #[inline(always)]
     unsafe fn group<V: Shorts>(codes: Self::Read<V>, group: usize) -> V::Shorts {
         // SAFETY: the processor has the instructions.
-        unsafe { V::upper_bytes(codes[group % 2], group / 2) }
+        unsafe { V::signed_byte(codes[group % 2], group / 2) }
     }
 
     fn arrange(group: &mut [i16; GROUP]) {

@@ -12,8 +12,8 @@
 //! `out[m, n] = Σ_blocks 2ᵉ·(Σ_groups s·(Σ_l q·a'))`, eight or sixteen lanes added pairwise at the end.
 //!
 //! int4 codes are masked where they lie, which leaves `16ᵏ·(q + 8)`, and `8·16ᵏ` is subtracted; the power of sixteen is in the
-//! scale. mxfp4 codes are looked up by bytes, which leaves two signed bytes in each integer; either is then put into the upper half,
-//! `2⁸·q`.
+//! scale. mxfp4 codes are looked up by bytes, which leaves two signed bytes in each integer: the lower one is put into the upper half,
+//! `2⁸·q`, the upper one is shifted down.
 //!
 //! For one row of a, rows of b are read one after the other, in the order of memory, by each thread those of its own part. For
 //! several, some blocks of [`COLS`] rows of b take turns while the same blocks of four rows of a stay in the first-level cache, and
