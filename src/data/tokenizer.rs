@@ -308,15 +308,6 @@ fn chat_sources(model: &Path, settings: &Value) -> Result<ChatSources> {
     }
     // What comes with older models that read pictures.
     let path = model.join("chat_template.json");
-    let of_processor = match read_text(&path)? {
-        None => None,
-        Some(text) => {
-            let value: Value = serde_json::from_str(&text).map_err(|error| DataError::Tokenizer {
-                path: path.clone(),
-                reason: format!("the file is not JSON: {error}"),
-            })?;
-            value["chat_template"].as_str().map(str::to_owned)
-        }
-    };
+    let of_processor = read_json(&path)?["chat_template"].as_str().map(str::to_owned);
     Ok(ChatSources { default: of_processor.map(|source| (path, source)), tool_use })
 }

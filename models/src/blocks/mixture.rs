@@ -199,8 +199,13 @@ impl MixtureMlp {
 
     /// Where the routed rows of each expert begin, of the rows of a tile by itself. A card is waited for.
     pub(crate) fn starts(&self, cx: &Context<'_>, routing: &Routing) -> Result<Vec<usize>> {
-        let starts = routing.starts.view().reshape(&[self.experts.len() + 1]);
-        Ok(cx.kernels.experts.starts(starts, routing.rows.shape().elements())?)
+        self.starts_of(cx, routing, Tile::alone(routing.rows.shape().rows()))
+    }
+
+    fn starts_of(&self, cx: &Context<'_>, routing: &Routing, tile: Tile) -> Result<Vec<usize>> {
+        let starts = routing.starts.view().rows(tile.index, tile.index + 1);
+        let starts = starts.reshape(&[self.experts.len() + 1]);
+        Ok(cx.kernels.experts.starts(starts, tile.rows() * self.chosen)?)
     }
 
     /// Adds to the rows of a tile what the experts make of them.
@@ -424,10 +429,7 @@ impl MixtureMlp {
     }
 
     fn routes<'r>(&self, cx: &Context<'_>, routing: &'r Routing, tile: Tile) -> Result<Routes<'r>> {
-        let Tile { index, .. } = tile;
-        let starts = routing.starts.view().rows(index, index + 1).reshape(&[self.experts.len() + 1]);
-        let starts = cx.kernels.experts.starts(starts, tile.rows() * self.chosen)?;
-        Ok(Routes::of(routing, tile, starts))
+        Ok(Routes::of(routing, tile, self.starts_of(cx, routing, tile)?))
     }
 
     /// What [`forward_keeping`](Self::forward_keeping) leaves of a tile, computed again.
