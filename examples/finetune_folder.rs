@@ -53,7 +53,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let data_config = DataConfig { seq_len: LENGTH, pack: false, vocab_size: config.vocab, tokenizer_path };
     let data = Dataset::build(&data, tokenizer.as_ref(), &data_config, work.path())?;
     let sampler = Sampler::new(data.len(), SEQUENCES * MICRO_BATCHES, 0, true);
-    let batches = TokenBatch::new(&config);
+    let batches = TokenBatch::for_model(&model, &config)?;
     let batches_of = |step: u64| -> Result<Vec<MicroBatch>, Box<dyn Error>> {
         let samples = data.samples(&sampler.batch_indices(step))?;
         let rows: Vec<Row<'_>> = samples.iter().map(|s| Row { ids: &s.ids, labels: &s.labels }).collect();

@@ -5,8 +5,8 @@
 
 use crate::tensor::Shape;
 use crate::{
-    DType, Epilogue, KernelError, KeyValues, MatmulSpec, Product, QuantizedView, Residual, Result, View,
-    ViewMut,
+    DType, Epilogue, Gating, KernelError, KeyValues, MatmulSpec, Product, QuantizedView, Residual, Result,
+    View, ViewMut,
 };
 
 /// Sizes of a matrix product.
@@ -533,6 +533,7 @@ pub fn sum_of_squares(gradient: View<'_>, total: &ViewMut<'_>) -> usize {
 
 pub fn route(
     logits: View<'_>,
+    gating: Gating<'_>,
     weights: &ViewMut<'_>,
     chosen: &ViewMut<'_>,
     rows: &ViewMut<'_>,
@@ -543,6 +544,10 @@ pub fn route(
     exact("route", "starts", starts.dtype(), DType::I32);
     matrix("route", "rows", [dims.tokens, dims.choices], rows.shape());
     same("route", "starts", dims.experts + 1, starts.shape().elements());
+    if let Some(bias) = gating.bias {
+        exact("route", "bias", bias.dtype(), DType::F32);
+        same("route", "bias", dims.experts, bias.shape().elements());
+    }
     assert!(i32::try_from(dims.routed()).is_ok(), "route: {} routed rows have numbers in i32", dims.routed());
     dims
 }

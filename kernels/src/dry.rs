@@ -6,8 +6,8 @@
 use crate::check;
 use crate::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, Experts,
-    GateFunction, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Residual,
-    Result, RmsNorm, Rope, RopeDirection, Sinks, View, ViewMut,
+    GateFunction, Gating, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce,
+    Residual, Result, RmsNorm, Rope, RopeDirection, Sinks, View, ViewMut,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -406,30 +406,31 @@ impl Experts for Dry {
     fn route(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: ViewMut<'_>,
         chosen: ViewMut<'_>,
         rows: ViewMut<'_>,
         starts: ViewMut<'_>,
     ) -> Result {
-        let dims = check::route(logits, &weights, &chosen, &rows, &starts);
-        let of_choices = if normalize { 3 } else { 1 };
+        let dims = check::route(logits, gating, &weights, &chosen, &rows, &starts);
+        let of_choices = if gating.normalize { 3 } else { 1 };
         self.counter.other(4 * dims.tokens * dims.experts + of_choices * dims.routed());
         self.counter.bytes(&[logits], &[&weights, &chosen, &rows, &starts]);
+        self.counter.bytes(gating.bias.as_slice(), &[]);
         Ok(())
     }
 
     fn route_backward(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: View<'_>,
         chosen: View<'_>,
         dweights: View<'_>,
         dlogits: ViewMut<'_>,
     ) -> Result {
         let dims = check::route_backward(logits, weights, chosen, dweights, &dlogits);
-        let of_choices = if normalize { 7 } else { 2 };
+        let of_choices = if gating.normalize { 7 } else { 2 };
         self.counter.other(6 * dims.tokens * dims.experts + of_choices * dims.routed());
         self.counter.bytes(&[logits, weights, chosen, dweights], &[&dlogits]);
         Ok(())

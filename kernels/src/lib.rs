@@ -33,8 +33,8 @@ pub mod update;
 
 pub use ops::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, Experts,
-    GateFunction, KernelError, KernelSet, KeyValues, Matmul, MatmulSpec, Product, QuantizedMatmul, Reduce,
-    Residual, Result, RmsNorm, Rope, RopeDirection, Sinks, one_by_one,
+    GateFunction, Gating, KernelError, KernelSet, KeyValues, Matmul, MatmulSpec, Product, QuantizedMatmul,
+    Reduce, Residual, Result, RmsNorm, Rope, RopeDirection, Scores, Sinks, one_by_one,
 };
 pub use packing::{Packed, Packing};
 pub use quantized::{QuantFormat, QuantizedView};

@@ -502,6 +502,35 @@ pub trait Reduce: Send + Sync {
     fn sum_rows(&self, x: View<'_>, out: ViewMut<'_>) -> Result;
 }
 
+/// What makes scores of a token's logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scores {
+    /// `exp(x) / Σ exp(x)` over all experts.
+    Softmax,
+    /// `1 / (1 + exp(−x))` of each by itself.
+    Sigmoid,
+}
+
+/// How experts are chosen, and what their weights are.
+#[derive(Debug, Clone, Copy)]
+pub struct Gating<'a> {
+    /// What is compared, and weighs.
+    pub scores: Scores,
+    /// f32 `[E]`: what is added to scores where they are compared, and not where they weigh (Wang et al., arXiv 2408.15664).
+    pub bias: Option<View<'a>>,
+    /// The weights of a token are divided by their sum.
+    pub normalize: bool,
+    /// What they are multiplied by in the end.
+    pub scale: f32,
+}
+
+impl Gating<'static> {
+    /// The softmax of all logits, without bias.
+    pub const fn softmax(normalize: bool) -> Self {
+        Self { scores: Scores::Softmax, bias: None, normalize, scale: 1.0 }
+    }
+}
+
 /// Mixture of experts: each token goes through a few of many feed-forwards (Shazeer et al., arXiv 1701.06538; as here, Jiang et al.,
 /// "Mixtral of Experts", arXiv 2401.04088).
 ///
@@ -509,9 +538,10 @@ pub trait Reduce: Send + Sync {
 /// one expert in the order of their tokens. `rows` i32 `[T, X]` names the routed row of each choice; each routed row is named once.
 /// What is not so, and a `chosen` that is no expert, the CPU refuses by a panic where it would harm; a card does not look.
 pub trait Experts: Send + Sync {
-    /// What tokens choose, from `logits[T, E]`. With p the softmax of a row, in f32: `chosen` i32 `[T, X]`, the experts of the X
-    /// largest logits, the largest first, of equal ones the lower expert; `weights` f32 `[T, X]`, their p, divided by the sum of the
-    /// X if `normalize`; `rows`; and `starts` i32 `[E + 1]`, the first routed row of each expert and R.
+    /// What tokens choose, from `logits[T, E]`, whose scores `gating` makes in f32: `chosen` i32 `[T, X]`, the experts of the X largest
+    /// logits, or, with a bias, of the X largest sums of score and bias, the largest first, of equal ones the lower expert; `weights` f32
+    /// `[T, X]`, their scores, divided by the sum of the X if they are normalized, times the scale; `rows`; and `starts` i32 `[E + 1]`, the
+    /// first routed row of each expert and R.
     ///
     /// A NaN counts as less than everything else: whatever the logits are, each token chooses X different experts.
     ///
@@ -520,7 +550,7 @@ pub trait Experts: Send + Sync {
     fn route(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: ViewMut<'_>,
         chosen: ViewMut<'_>,
         rows: ViewMut<'_>,
@@ -528,15 +558,15 @@ pub trait Experts: Send + Sync {
     ) -> Result;
 
     /// Writes the gradient of logits over `dlogits[T, E]`, from `dweights` f32 `[T, X]` and what [`route`](Self::route) was given and
-    /// wrote: `p·(g − Σ p·g)`, where g is zero for experts that were not chosen and, if `normalize`, `(dw − Σ dw·w) / Σ p` with
-    /// sums over the chosen for those that were, else `dw`.
+    /// wrote. With p the scores, c the scale, and g zero for experts that were not chosen and, if normalized, `(c·dw − Σ dw·w) / Σ p` with
+    /// sums over the chosen for those that were, else `c·dw`: `p·(g − Σ p·g)` of a softmax, `p·(1 − p)·g` of sigmoids.
     ///
     /// # Errors
     /// The backend failed.
     fn route_backward(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: View<'_>,
         chosen: View<'_>,
         dweights: View<'_>,

@@ -8,7 +8,7 @@ use terrace_device::Arena;
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{
-    AttentionSpec, DType, Epilogue, GateFunction, KernelSet, KeyValues, MatmulSpec, QuantFormat,
+    AttentionSpec, DType, Epilogue, GateFunction, Gating, KernelSet, KeyValues, MatmulSpec, QuantFormat,
     QuantizedView, Residual, RopeDirection, Tensor, cpu,
 };
 
@@ -189,7 +189,9 @@ fn experts(set: &KernelSet, arena: &Arena) {
         let (mut chosen, mut rows) = (of_choices(DType::I32), of_choices(DType::I32));
         let mut starts = tensor(arena, DType::I32, &[count + 1]);
         let (to_weights, to_chosen, to_rows) = (weights.view_mut(), chosen.view_mut(), rows.view_mut());
-        set.experts.route(logits.view(), true, to_weights, to_chosen, to_rows, starts.view_mut()).unwrap();
+        set.experts
+            .route(logits.view(), Gating::softmax(true), to_weights, to_chosen, to_rows, starts.view_mut())
+            .unwrap();
         set.experts.starts(starts.view(), tokens * choices).unwrap();
         let mut x = tensor(arena, DType::BF16, &[tokens, width]);
         let routed = || tensor(arena, DType::BF16, &[tokens * choices, width]);
@@ -201,7 +203,14 @@ fn experts(set: &KernelSet, arena: &Arena) {
         set.experts.weigh_backward(into, spread.view(), rows.view(), weights.view(), to_weights).unwrap();
         let (of_choices, to_logits) = (chosen.view(), dlogits.view_mut());
         set.experts
-            .route_backward(logits.view(), true, weights.view(), of_choices, dweights.view(), to_logits)
+            .route_backward(
+                logits.view(),
+                Gating::softmax(true),
+                weights.view(),
+                of_choices,
+                dweights.view(),
+                to_logits,
+            )
             .unwrap();
     }
 }

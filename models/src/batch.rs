@@ -12,11 +12,13 @@
 //!  4 LAST       i32 [B]     row in 0..T of each sequence's last valid token
 //!  5 INV_FREQ   f32 [P]     angle per position of the rotary embedding
 //!  6 WINDOW_INV_FREQ  f32 [P]  that of layers with a window, of models where it is another
+//!  then SCORE_BIASES  f32 [N, E]  what is added to scores of experts, of models whose files have that: N layers with E experts
 //! ```
 
-use crate::{ModelConfig, ModelError, Result};
+use crate::{ModelConfig, ModelError, Result, SafetensorsSource};
+use std::path::Path;
 use terrace_kernels::DType;
-use terrace_zero::{HostTensor, MicroBatch};
+use terrace_zero::{HostTensor, MicroBatch, ParamSpec, WeightSource};
 
 /// Input with the token ids.
 pub const IDS: usize = 0;
@@ -57,16 +59,69 @@ pub struct TokenBatch {
     beyond: Option<(usize, Vec<f32>)>,
     /// How long sequences become; `None` where each batch tells.
     reach: Option<usize>,
+    /// Of models whose files have them.
+    score_biases: Option<ScoreBiases>,
+}
+
+/// What is added to scores of experts, `[N, E]`.
+#[derive(Debug, Clone)]
+struct ScoreBiases {
+    dims: [usize; 2],
+    /// Zeros until they are read.
+    numbers: Vec<f32>,
+    are_read: bool,
 }
 
 impl TokenBatch {
-    /// A builder for models of this configuration.
+    /// A builder for models of this configuration. Of one with [constants](ModelConfig::constants), for [shapes](Self::shape) and
+    /// [padding](Self::blank) alone.
     pub fn new(config: &ModelConfig) -> Self {
         let rope = &config.rope;
         let beyond = rope.short_positions().map(|short| (short, rope.inverse_frequencies(short + 1)));
         let window_inv_freq = config.window_rope.as_ref().map(|rope| rope.inverse_frequencies(0));
         let inv_freq = rope.inverse_frequencies(0);
-        Self { vocab: config.vocab, inv_freq, window_inv_freq, beyond, reach: None }
+        let constants = config.constants();
+        let score_biases = constants.first().map(|first| {
+            let dims = [constants.len(), first.elements()];
+            ScoreBiases { dims, numbers: vec![0.0; dims.iter().product()], are_read: false }
+        });
+        Self { vocab: config.vocab, inv_freq, window_inv_freq, beyond, reach: None, score_biases }
+    }
+
+    /// A builder for the model in a folder, with what is constant in its files.
+    ///
+    /// # Errors
+    /// That is not there, or cannot be read.
+    pub fn for_model(folder: &Path, config: &ModelConfig) -> Result<Self> {
+        if config.constants().is_empty() {
+            return Ok(Self::new(config));
+        }
+        let mut source = SafetensorsSource::open(folder)?;
+        if config.is_part {
+            source.take_part();
+        }
+        Self::with_constants(config, |constant, numbers| source.read_into(constant, 0, numbers))
+    }
+
+    /// A builder for a model whose weights and constants come from `source`.
+    ///
+    /// # Errors
+    /// Those of the source.
+    pub fn for_source(config: &ModelConfig, source: &mut dyn WeightSource) -> terrace_zero::Result<Self> {
+        Self::with_constants(config, |constant, numbers| source.read(constant, 0, numbers))
+    }
+
+    fn with_constants<E>(
+        config: &ModelConfig,
+        mut read: impl FnMut(&ParamSpec, &mut [f32]) -> std::result::Result<(), E>,
+    ) -> std::result::Result<Self, E> {
+        let mut batch = Self::new(config);
+        if let Some(ScoreBiases { dims, numbers, are_read }) = &mut batch.score_biases {
+            let rows = numbers.chunks_mut(dims[1]);
+            config.constants().iter().zip(rows).try_for_each(|(constant, row)| read(constant, row))?;
+            *are_read = true;
+        }
+        Ok(batch)
     }
 
     /// The same for sequences that grow to `positions`. Keys in a cache were rotated when they were short: of a rotary embedding that has other
@@ -75,13 +130,28 @@ impl TokenBatch {
         Self { reach: Some(positions), ..self }
     }
 
-    /// The frequencies of a batch whose longest sequence has `positions`.
-    fn frequencies(&self, positions: usize) -> Vec<&[f32]> {
+    /// What is the same for all tokens of a batch whose longest sequence has `positions`.
+    fn constants(&self, positions: usize) -> Vec<HostTensor> {
         let of_all = match &self.beyond {
             Some((short, long)) if self.reach.unwrap_or(positions) > *short => long,
             _ => &self.inv_freq,
         };
-        std::iter::once(of_all).chain(&self.window_inv_freq).map(Vec::as_slice).collect()
+        let frequencies = std::iter::once(of_all).chain(&self.window_inv_freq);
+        let frequencies = frequencies.map(|each| HostTensor::from_f32(&[each.len()], each));
+        let biases =
+            self.score_biases.iter().map(|biases| HostTensor::from_f32(&biases.dims, &biases.numbers));
+        frequencies.chain(biases).collect()
+    }
+
+    /// Refuses to compute with zeros in the place of what is in the model's files.
+    fn have_constants(&self) -> Result {
+        if self.score_biases.as_ref().is_none_or(|biases| biases.are_read) {
+            return Ok(());
+        }
+        refuse(
+            "experts are chosen with numbers of the model's files: make batches by TokenBatch::for_model"
+                .into(),
+        )
     }
 
     /// A batch of `sequences` rows of `length` positions. Shorter rows are padded, missing rows are all padding; padding
@@ -106,7 +176,8 @@ impl TokenBatch {
             }
         }
         let longest = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
-        Ok(columns.finish(&self.frequencies(longest)))
+        self.have_constants()?;
+        Ok(columns.finish(self.constants(longest)))
     }
 
     /// A batch for generation: `rows[b]` continues sequence b, of which `starts[b]` positions are in the cache. Rows are padded
@@ -128,7 +199,8 @@ impl TokenBatch {
             self.fill(&mut columns, index, ids, start)?;
         }
         let longest = rows.iter().zip(starts).map(|(ids, start)| start + ids.len()).max().unwrap_or(0);
-        Ok(columns.finish(&self.frequencies(longest)))
+        self.have_constants()?;
+        Ok(columns.finish(self.constants(longest)))
     }
 
     /// The first batch of a generation: whole prompts, padded on the right to `length`.
@@ -150,7 +222,7 @@ impl TokenBatch {
 
     /// A batch of padding, which can be computed with.
     pub fn blank(&self, sequences: usize, length: usize) -> MicroBatch {
-        Columns::new(sequences, length).finish(&self.frequencies(0))
+        Columns::new(sequences, length).finish(self.constants(0))
     }
 
     /// The shapes alone, which is all that a plan and an engine ask for: zeros that no memory is touched for, however many.
@@ -163,8 +235,8 @@ impl TokenBatch {
         };
         let of_tokens = (0..3).map(|_| zeros(DType::I32, tokens));
         let of_sequences = (0..2).map(|_| zeros(DType::I32, sequences));
-        let frequencies = self.frequencies(0).into_iter().map(|each| zeros(DType::F32, each.len()));
-        let inputs = of_tokens.chain(of_sequences).chain(frequencies).collect();
+        let constants = self.constants(0);
+        let inputs = of_tokens.chain(of_sequences).chain(constants).collect();
         MicroBatch { sequences, length, inputs, loss_terms: 0 }
     }
 
@@ -231,7 +303,7 @@ impl Columns {
         }
     }
 
-    fn finish(self, frequencies: &[&[f32]]) -> MicroBatch {
+    fn finish(self, constants: Vec<HostTensor>) -> MicroBatch {
         let (sequences, length, tokens) = (self.sequences, self.length, self.ids.len());
         let loss_terms = self.labels.iter().filter(|label| **label >= 0).count() as u64;
         let mut inputs = vec![
@@ -241,7 +313,7 @@ impl Columns {
             HostTensor::from_i32(&[sequences], &self.starts),
             HostTensor::from_i32(&[sequences], &self.last),
         ];
-        inputs.extend(frequencies.iter().map(|each| HostTensor::from_f32(&[each.len()], each)));
+        inputs.extend(constants);
         MicroBatch { sequences, length, inputs, loss_terms }
     }
 }

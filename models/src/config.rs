@@ -15,6 +15,7 @@ use serde_json::Value;
 use std::path::Path;
 use terrace_kernels::GateFunction;
 use terrace_kernels::cpu::HEAD_MAX;
+use terrace_zero::ParamSpec;
 
 /// How weights may be stored that are read in spite of a `quantization_config`.
 const MXFP4: &str = "mxfp4";
@@ -228,8 +229,9 @@ impl ModelConfig {
             tied: entries.flag("tie_word_embeddings", defaults.tied)?,
             qkv_bias: match family {
                 Family::Qwen2 => true,
+                Family::Qwen2Moe => entries.flag("qkv_bias", true)?,
                 Family::Mistral | Family::Phi3 | Family::Mixtral => false,
-                Family::Qwen3Moe | Family::Olmoe => attention_bias,
+                Family::Qwen3Moe | Family::Olmoe | Family::Glm4Moe => attention_bias,
                 Family::Llama | Family::Qwen3 | Family::SeedOss | Family::SmolLm3 => attention_bias,
                 Family::Olmo2 | Family::Olmo3 | Family::Granite => attention_bias,
                 Family::Gemma | Family::Gemma3 | Family::GptOss => attention_bias,
@@ -241,6 +243,7 @@ impl ModelConfig {
                 Family::SeedOss => entries.flag("attention_out_bias", false)?,
                 Family::Qwen3Moe | Family::Olmoe => attention_bias,
                 Family::Mistral | Family::Qwen2 | Family::Phi3 | Family::Mixtral => false,
+                Family::Qwen2Moe | Family::Glm4Moe => false,
             },
             mlp_bias: match family {
                 Family::Llama | Family::SeedOss | Family::SmolLm3 | Family::Granite => {
@@ -249,11 +252,13 @@ impl ModelConfig {
                 Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Phi3 => false,
                 Family::Olmo2 | Family::Olmo3 | Family::Gemma | Family::Gemma3 => false,
                 Family::Mixtral | Family::Qwen3Moe | Family::Olmoe | Family::GptOss => false,
+                Family::Qwen2Moe | Family::Glm4Moe => false,
             },
             gate_function: gate_function(&entries, family)?,
             qk_norm: match family {
                 Family::Qwen3 | Family::Gemma3 | Family::Qwen3Moe => Some(QkNorm::PerHead),
                 Family::Olmo2 | Family::Olmo3 | Family::Olmoe => Some(QkNorm::AllHeads),
+                Family::Glm4Moe if entries.flag("use_qk_norm", false)? => Some(QkNorm::PerHead),
                 _ => None,
             },
             has_sinks: family == Family::GptOss,
@@ -279,6 +284,18 @@ impl ModelConfig {
     /// The experts of a layer; `None` if it has one feed-forward for all tokens.
     pub fn mixture_of(&self, layer: usize) -> Option<&Mixture> {
         self.mixture.as_ref().filter(|mixture| !mixture.dense_layers.contains(&layer))
+    }
+
+    /// Tensors of the model's files that are neither trained nor moved: numbers that are added to scores of experts, f32 `[E]` for each layer
+    /// that has any. A [batch](crate::TokenBatch::for_model) brings them, and exports copy them.
+    pub fn constants(&self) -> Vec<ParamSpec> {
+        let names = self.family.expert_names();
+        let of_layer = |layer: usize| {
+            let mixture = self.mixture_of(layer).filter(|mixture| mixture.has_score_biases)?;
+            let name = format!("model.layers.{layer}.{}.e_score_correction_bias", names.router);
+            Some(ParamSpec::new(name, &[mixture.experts]))
+        };
+        (0..self.layers).filter_map(of_layer).collect()
     }
 
     /// Width of all query heads together, H·K.
@@ -488,11 +505,13 @@ fn windows(
         Family::Llama | Family::SeedOss | Family::Olmo2 | Family::Granite | Family::Gemma => {
             return Ok(vec![None; layers]);
         }
-        Family::Olmoe => return Ok(vec![None; layers]),
+        Family::Olmoe | Family::Glm4Moe => return Ok(vec![None; layers]),
         Family::GptOss => (false, Some(128)),
         Family::Phi3 | Family::Mixtral => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
         Family::Mistral => (true, Some(4096)),
-        Family::Qwen2 | Family::Qwen3 | Family::Olmo3 | Family::Gemma3 => (false, Some(4096)),
+        Family::Qwen2 | Family::Qwen2Moe | Family::Qwen3 | Family::Olmo3 | Family::Gemma3 => {
+            (false, Some(4096))
+        }
         Family::Qwen3Moe => (entries.flag("use_sliding_window", false)?, Some(4096)),
         Family::SmolLm3 => (false, None),
     };
@@ -524,6 +543,11 @@ fn windows(
         return Ok((0..layers).map(|layer| window.filter(|_| !(layer + 1).is_multiple_of(every))).collect());
     }
     let full_layers = entries.size_or_zero("max_window_layers", 28)?;
+    if family == Family::Qwen2Moe {
+        // Its class means every other one of the layers before that.
+        let has_window = |layer: &usize| layer.is_multiple_of(2) && *layer < full_layers;
+        return Ok((0..layers).map(|layer| window.filter(|_| has_window(&layer))).collect());
+    }
     Ok((0..layers).map(|layer| window.filter(|_| layer >= full_layers)).collect())
 }
 

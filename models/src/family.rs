@@ -7,7 +7,7 @@ use crate::fused::Packing;
 use crate::{ModelError, Result};
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 16] = [
+const FAMILIES: [(Family, &str, &str); 18] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
@@ -21,8 +21,10 @@ const FAMILIES: [(Family, &str, &str); 16] = [
     (Family::Gemma, "GemmaForCausalLM", "gemma"),
     (Family::Gemma3, "Gemma3ForCausalLM", "gemma3_text"),
     (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
+    (Family::Qwen2Moe, "Qwen2MoeForCausalLM", "qwen2_moe"),
     (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
     (Family::Olmoe, "OlmoeForCausalLM", "olmoe"),
+    (Family::Glm4Moe, "Glm4MoeForCausalLM", "glm4_moe"),
     (Family::GptOss, "GptOssForCausalLM", "gpt_oss"),
 ];
 
@@ -55,10 +57,14 @@ pub enum Family {
     Gemma3,
     /// Mixtral: a Mistral with experts, of which each token goes through two.
     Mixtral,
+    /// Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B), and a feed-forward beside them of which each token has a part.
+    Qwen2Moe,
     /// Qwen 3 with experts (30B-A3B, 235B-A22B).
     Qwen3Moe,
     /// OLMoE: experts, and queries and keys that are normalized with all heads together.
     Olmoe,
+    /// GLM 4.5, 4.6 and 4.7 with experts: chosen by sigmoids and a bias, with a feed-forward beside them; half of each head is rotated.
+    Glm4Moe,
     /// gpt-oss: experts with biases, attention sinks, windows in every other layer; files hold the experts of a layer together, often as MXFP4.
     GptOss,
 }
@@ -141,8 +147,12 @@ impl Family {
                 theta: 1_000_000.0,
                 ..llama
             },
+            Self::Qwen2Moe => Defaults { kv_heads: Some(16), positions: 32_768, eos: None, ..llama },
             Self::Qwen3Moe => Defaults { kv_heads: Some(4), positions: 32_768, eos: None, ..llama },
             Self::Olmoe => Defaults { positions: 4096, ..Self::Olmo2.defaults() },
+            Self::Glm4Moe => {
+                Defaults { kv_heads: Some(8), positions: 131_072, norm_eps: 1e-5, eos: None, ..llama }
+            }
             Self::GptOss => Defaults {
                 kv_heads: Some(8),
                 head_size: Some(64),

@@ -45,7 +45,7 @@ pub use config::{ModelConfig, Multipliers, Norms, QkNorm};
 pub use error::{ModelError, Result};
 pub use family::Family;
 pub use json::parse_json;
-pub use mixture::Mixture;
+pub use mixture::{Mixture, SharedExpert};
 pub use random::RandomSource;
 pub use rope::{Rope, RopeScaling};
 pub use safetensors_in::SafetensorsSource;

@@ -3,9 +3,10 @@
 use crate::entries::Entries;
 use crate::family::Family;
 use crate::{ModelError, Result};
+use terrace_kernels::Scores;
 
 /// Experts, of which each token goes through a few.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Mixture {
     /// Experts of a layer, E.
     pub experts: usize,
@@ -13,18 +14,36 @@ pub struct Mixture {
     pub chosen: usize,
     /// Feed-forward size of each.
     pub feed_forward: usize,
+    /// What makes scores, which are compared and weigh, of a router's logits.
+    pub scores: Scores,
+    /// The model's files have numbers that are added to scores where these are compared: [`constants`](crate::ModelConfig::constants).
+    pub has_score_biases: bool,
     /// The weights of those that a token goes through are divided by their sum.
     pub normalize: bool,
+    /// What they are multiplied by in the end.
+    pub scale: f32,
     /// The router and the experts have biases.
     pub biased: bool,
+    /// What all tokens go through beside their experts.
+    pub shared: Option<SharedExpert>,
     /// Layers that have one feed-forward for all tokens instead.
     pub dense_layers: Vec<usize>,
+}
+
+/// A feed-forward beside the experts of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SharedExpert {
+    /// Its size.
+    pub feed_forward: usize,
+    /// What it gives is multiplied by a number between 0 and 1 that each token has.
+    pub is_gated: bool,
 }
 
 /// What parameters of experts are called within a layer.
 pub(crate) struct ExpertNames {
     pub(crate) module: &'static str,
     pub(crate) router: &'static str,
+    pub(crate) shared: &'static str,
     pub(crate) gate: &'static str,
     pub(crate) up: &'static str,
     pub(crate) down: &'static str,
@@ -42,40 +61,77 @@ impl Mixture {
         let normalize = || entries.flag("norm_topk_prob", false);
         let of_num_experts = ["num_experts", "num_local_experts"];
         let of_num_local_experts = ["num_local_experts", "num_experts"];
+        let usual = |experts, chosen, feed_forward| Self {
+            experts,
+            chosen,
+            feed_forward,
+            scores: Scores::Softmax,
+            has_score_biases: false,
+            normalize: true,
+            scale: 1.0,
+            biased: false,
+            shared: None,
+            dense_layers: Vec::new(),
+        };
+        let inner = || entries.size("intermediate_size");
+        let inner_of_experts = |default: usize| entries.size_or("moe_intermediate_size", default);
         Ok(match family {
-            Family::Mixtral => Some(Self {
-                experts: experts(of_num_local_experts, 8)?,
-                chosen: chosen(2)?,
-                feed_forward: entries.size("intermediate_size")?,
-                normalize: true,
-                biased: false,
-                dense_layers: Vec::new(),
-            }),
+            Family::Mixtral => Some(usual(experts(of_num_local_experts, 8)?, chosen(2)?, inner()?)),
             Family::Olmoe => Some(Self {
-                experts: experts(of_num_experts, 64)?,
-                chosen: chosen(8)?,
-                feed_forward: entries.size("intermediate_size")?,
                 normalize: normalize()?,
-                biased: false,
-                dense_layers: Vec::new(),
+                ..usual(experts(of_num_experts, 64)?, chosen(8)?, inner()?)
             }),
             Family::Qwen3Moe => Some(Self {
-                experts: experts(of_num_experts, 128)?,
-                chosen: chosen(8)?,
-                feed_forward: entries.size_or("moe_intermediate_size", 768)?,
                 normalize: normalize()?,
-                biased: false,
                 dense_layers: dense_layers(entries, layers)?,
+                ..usual(experts(of_num_experts, 128)?, chosen(8)?, inner_of_experts(768)?)
             }),
+            Family::Qwen2Moe => Some(Self {
+                normalize: normalize()?,
+                shared: Some(SharedExpert {
+                    feed_forward: entries.size_or("shared_expert_intermediate_size", 5632)?,
+                    is_gated: true,
+                }),
+                dense_layers: dense_layers(entries, layers)?,
+                ..usual(experts(of_num_experts, 60)?, chosen(4)?, inner_of_experts(1408)?)
+            }),
+            Family::Glm4Moe => Some(Self::with_groups(entries, layers)?),
             Family::GptOss => Some(Self {
-                experts: experts(of_num_local_experts, 128)?,
-                chosen: chosen(4)?,
-                feed_forward: entries.size("intermediate_size")?,
-                normalize: true,
                 biased: true,
-                dense_layers: Vec::new(),
+                ..usual(experts(of_num_local_experts, 128)?, chosen(4)?, inner()?)
             }),
             _ => None,
+        })
+    }
+
+    /// As DeepSeek V3 has them (arXiv 2412.19437) and GLM 4.5 took them over, of which the groups of experts are not computed.
+    fn with_groups(entries: &Entries<'_>, layers: usize) -> Result<Self> {
+        let groups = entries.size_or("n_group", 1)?;
+        if groups != 1 {
+            return Err(ModelError::Unsupported {
+                what: "n_group".into(),
+                found: groups.to_string(),
+                supported: "1 (experts are chosen from all)".into(),
+            });
+        }
+        let feed_forward = entries.size_or("moe_intermediate_size", 1408)?;
+        let shared = entries.size_or_zero("n_shared_experts", 1)?;
+        let of_shared = feed_forward.checked_mul(shared).filter(|inner| u32::try_from(*inner).is_ok());
+        let of_shared = of_shared.ok_or_else(|| {
+            entries
+                .error("n_shared_experts", format!("is {shared}, of {feed_forward} each; that is too many"))
+        })?;
+        Ok(Self {
+            experts: entries.size_or("n_routed_experts", 128)?,
+            chosen: entries.size_or("num_experts_per_tok", 8)?,
+            feed_forward,
+            scores: Scores::Sigmoid,
+            has_score_biases: true,
+            normalize: entries.flag("norm_topk_prob", true)?,
+            scale: entries.positive_or("routed_scaling_factor", 1.0)? as f32,
+            biased: false,
+            shared: (shared > 0).then_some(SharedExpert { feed_forward: of_shared, is_gated: false }),
+            dense_layers: (0..entries.size_or_zero("first_k_dense_replace", 1)?.min(layers)).collect(),
         })
     }
 
@@ -118,6 +174,7 @@ impl Family {
         let usual = ExpertNames {
             module: "mlp",
             router: "mlp.gate",
+            shared: "mlp.shared_expert",
             gate: "gate_proj",
             up: "up_proj",
             down: "down_proj",
@@ -129,7 +186,9 @@ impl Family {
                 gate: "w1",
                 up: "w3",
                 down: "w2",
+                ..usual
             },
+            Self::Glm4Moe => ExpertNames { shared: "mlp.shared_experts", ..usual },
             Self::GptOss => ExpertNames { router: "mlp.router", ..usual },
             _ => usual,
         }

@@ -144,7 +144,11 @@ impl Rope {
             let of_this = rotated_size(at, family, head_size)?;
             size = size.or(Some(of_this));
         }
-        let size = size.unwrap_or(head_size);
+        let size = match size {
+            Some(size) => size,
+            None if family == Family::Glm4Moe => part_of(config, head_size, 0.5)?,
+            None => head_size,
+        };
         let scaling = |nested: &Entries<'_>| scaling(config, nested, family, size, positions_max);
         if let (Some(parameters), Some(older)) = (&parameters, &older)
             && (scaling(parameters)? != scaling(older)?
@@ -291,13 +295,17 @@ fn rotated_size(at: &Entries<'_>, family: Family, head_size: usize) -> Result<us
         return Ok(head_size);
     }
     // The classes of the others rotate all of a head, whatever is said here.
-    if family != Family::Phi3 {
+    if !matches!(family, Family::Phi3 | Family::Glm4Moe) {
         return Err(ModelError::Unsupported {
             what: PART.into(),
             found: part.to_string(),
             supported: format!("1 (all {head_size} elements of a head are rotated)"),
         });
     }
+    part_of(at, head_size, part)
+}
+
+fn part_of(at: &Entries<'_>, head_size: usize, part: f64) -> Result<usize> {
     let size = (head_size as f64 * part) as usize;
     if !(part < 1.0 && size > 0 && size.is_multiple_of(2)) {
         let detail = format!(

@@ -49,7 +49,7 @@ pub struct SafetensorsSource {
     tensors: HashMap<String, Stored>,
     /// How files name what is in `tensors`, once that is known to be a part of what they hold.
     naming: Option<Naming>,
-    /// What else they hold then, in order.
+    /// What else they hold then, in order, and constants.
     others: BTreeMap<String, Stored>,
     buffer: Vec<u8>,
     /// What of a woven tensor `buffer` holds, row after row.
@@ -168,7 +168,8 @@ impl SafetensorsSource {
         if let Some(embedding) = params.find(|param| param.name == EMBEDDING_NAME && model.config.tied) {
             self.settle_head(embedding)?;
         }
-        model.blocks.iter().try_for_each(|block| self.validate(block.params()))
+        model.blocks.iter().try_for_each(|block| self.validate(block.params()))?;
+        self.validate(&model.config.constants())
     }
 
     /// Names of tensors that the model has no parameter for, in order. A head that is the embedding is none of them, nor are frequencies of
@@ -178,7 +179,11 @@ impl SafetensorsSource {
         let fused = file_tensors(params(), model.config.family.packing());
         let packed: Vec<String> =
             fused.iter().filter(|t| t.woven.is_some()).flat_map(|t| mxfp4::names(&t.name)).collect();
-        let names = params().map(|param| &*param.name).chain(fused.iter().map(|tensor| &*tensor.name));
+        let constants = model.config.constants();
+        let names = params()
+            .chain(&constants)
+            .map(|param| &*param.name)
+            .chain(fused.iter().map(|tensor| &*tensor.name));
         let names = names.chain(packed.iter().map(String::as_str));
         let names = names.flat_map(|name| [Some(name), name.strip_prefix(BASE_PREFIX)]);
         let used: HashSet<&str> = names.flatten().collect();
@@ -217,7 +222,16 @@ impl SafetensorsSource {
         Some(naming)
     }
 
-    /// The tensors of the other parts: names, element types, shapes and sizes in bytes.
+    /// Sets tensors aside that are no parameters.
+    pub(crate) fn set_aside(&mut self, constants: &[ParamSpec]) -> Result {
+        for constant in constants {
+            let stored = self.find(constant)?.clone();
+            self.others.insert(self.in_files(&constant.name), stored);
+        }
+        Ok(())
+    }
+
+    /// The tensors that are no parameters: names, element types, shapes and sizes in bytes.
     pub(crate) fn others(&self) -> impl Iterator<Item = (&str, Dtype, &[usize], u64)> {
         self.others.iter().map(|(name, stored)| {
             let bits = stored.shape.iter().product::<usize>() * stored.dtype.bitsize();
@@ -344,7 +358,8 @@ impl SafetensorsSource {
         Ok(true)
     }
 
-    fn read_into(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> Result {
+    /// Elements of a parameter from `start` on.
+    pub(crate) fn read_into(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> Result {
         let Stored { shard, dtype, offset, form, .. } = *self.find(param)?;
         assert!(start + out.len() <= param.elements(), "the range lies within `{}`", param.name);
         match form {

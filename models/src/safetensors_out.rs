@@ -92,7 +92,7 @@ pub fn export_folder(
     let known = ModelConfig::parse(config_json).ok();
     let packing = known.as_ref().map_or(Packing::Apart, |config| config.family.packing());
     let config = with_dtype(config_json, torch_name, known.is_some())?;
-    let rest = known.filter(|config| config.is_part).map(|_| Rest::of(source_dir)).transpose()?;
+    let rest = known.as_ref().map(|config| Rest::of(source_dir, config)).transpose()?.flatten();
     let mut tensors: Vec<OutTensor> = file_tensors(&reader.params(), packing)
         .into_iter()
         .map(|tensor| OutTensor::of_weights(tensor, rest.as_ref(), dtype, tag))
@@ -232,28 +232,45 @@ impl Drop for NewFolders<'_> {
     }
 }
 
-/// What a folder holds beside the language model.
+/// What a folder holds beside the parameters of the language model.
 #[derive(Debug)]
 struct Rest {
     source: SafetensorsSource,
-    naming: Naming,
+    /// What the folder calls them, if the language model is a part of what it holds.
+    naming: Option<Naming>,
 }
 
 impl Rest {
-    /// That of the folder a model came from.
-    fn of(source_dir: Option<&Path>) -> Result<Self> {
+    /// That of the folder a model came from, of models that have any.
+    fn of(source_dir: Option<&Path>, config: &ModelConfig) -> Result<Option<Self>> {
+        let constants = config.constants();
+        if !config.is_part && constants.is_empty() {
+            return Ok(None);
+        }
+        let what = if config.is_part {
+            "export of a language model that is a part of a folder"
+        } else {
+            "export of a model with tensors that are not trained"
+        };
         let dir = source_dir.ok_or_else(|| ModelError::Unsupported {
-            what: "export of a language model that is a part of a folder".into(),
+            what: what.into(),
             found: "without that folder".into(),
             supported: "the folder it came from, for the other tensors".into(),
         })?;
         let mut source = SafetensorsSource::open(dir)?;
-        let naming = source.take_part().ok_or_else(|| ModelError::NoWeights {
-            folder: dir.to_owned(),
-            expected: "those of the language model and of the rest".into(),
-            hint: "",
-        })?;
-        Ok(Self { source, naming })
+        let mut naming = None;
+        if config.is_part {
+            naming = source.take_part();
+            if naming.is_none() {
+                return Err(ModelError::NoWeights {
+                    folder: dir.to_owned(),
+                    expected: "those of the language model and of the rest".into(),
+                    hint: "",
+                });
+            }
+        }
+        source.set_aside(&constants)?;
+        Ok(Some(Self { source, naming }))
     }
 
     fn tensors(&self) -> impl Iterator<Item = OutTensor> {
@@ -290,7 +307,8 @@ impl OutTensor {
     fn of_weights(tensor: FileTensor, rest: Option<&Rest>, dtype: DType, tag: &str) -> Self {
         let bytes = (tensor.elements() * dtype.size()) as u64;
         let FileTensor { name, dims, parts, woven } = tensor;
-        let name = rest.map_or_else(|| name.clone(), |rest| rest.naming.in_files(&name));
+        let naming = rest.and_then(|rest| rest.naming);
+        let name = naming.map_or_else(|| name.clone(), |naming| naming.in_files(&name));
         Self { name, dims, tag: tag.to_owned(), bytes, content: Content::Parts { parts, woven } }
     }
 }

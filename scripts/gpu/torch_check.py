@@ -320,12 +320,19 @@ def cross_entropy(case):
     return results
 
 
+def chosen_and_scores(case, logits, choices):
+    """Experts by descending logit, or score and bias, and all scores."""
+    p = logits.sigmoid() if case.facts["scores"] == "Sigmoid" else logits.softmax(1)
+    compared = p.detach() + case["bias"] if "bias" in case else logits
+    return compared.sort(dim=1, descending=True, stable=True).indices[:, :choices], p
+
+
 def route(case):
-    """The very experts, rows and starts. Bound of weights: 2⁻²⁰ of themselves, times the logarithm of the softmax's."""
-    logits, choices = case["logits"], int(case.facts["choices"])
-    chosen = logits.sort(dim=1, descending=True, stable=True).indices[:, :choices]
-    p = logits.softmax(1).gather(1, chosen)
-    weights = p / p.sum(1, keepdim=True) if case.is_set("normalize") else p
+    """The very experts, rows and starts. Bound of weights: 2⁻²⁰ of themselves, times the logarithm of the scores."""
+    logits = case["logits"]
+    chosen, p = chosen_and_scores(case, logits, int(case.facts["choices"]))
+    p = p.gather(1, chosen)
+    weights = (p / p.sum(1, keepdim=True) if case.is_set("normalize") else p) * case.number("scale")
     rows = torch.empty_like(chosen).flatten()
     rows[chosen.flatten().argsort(stable=True)] = torch.arange(chosen.numel(), device=chosen.device)
     starts = F.pad(chosen.flatten().bincount(minlength=logits.shape[1]).cumsum(0), (1, 0))
@@ -338,11 +345,10 @@ def route(case):
 def route_backward(case):
     """Bound: 2⁻²⁰ of probabilities times the magnitudes of what they are multiplied by, and times their logarithms."""
     logits, dweights = case["logits"].requires_grad_(), case["dweights"]
-    chosen = logits.sort(dim=1, descending=True, stable=True).indices[:, : dweights.shape[1]]
-    p = logits.softmax(1)
+    chosen, p = chosen_and_scores(case, logits, dweights.shape[1])
     weights = p.gather(1, chosen)
     total = weights.sum(1, keepdim=True) if case.is_set("normalize") else torch.ones_like(weights[:, :1])
-    weights = weights / total
+    weights, dweights = weights / total, case.number("scale") * dweights
     (dlogits,) = torch.autograd.grad(weights, logits, dweights)
     p, weights, total = p.detach(), weights.detach(), total.detach()
     mean = (weights * dweights.abs()).sum(1, keepdim=True)

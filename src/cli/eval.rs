@@ -33,7 +33,7 @@ pub fn eval(args: &EvalArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
     let data = open_data(&args.model, facts, &args.data, seq_len, args.pack, work_dir.path())?;
     let batch = args.batch_size.get().min(data.len());
     run::micro_batch(batch, seq_len, false)?;
-    let builder = TokenBatch::new(&model);
+    let builder = TokenBatch::for_model(&args.model, &model).map_err(CliError::failed)?;
     let limits = |sequences: usize, length: usize| BatchLimits {
         sequences,
         length,

@@ -86,7 +86,8 @@ pub fn train(
     let disk_profile = profile.as_ref().and_then(|found| found.disk.as_ref());
     config.disk_weights = session::disk_weights(disk_profile, &config.disks);
     let can = floor::capabilities(profile.as_ref(), &session, &run, &config);
-    let (builder, shape) = (TokenBatch::new(&model.config), ModelShape::of(&model.config));
+    let builder = TokenBatch::for_source(&model.config, source).map_err(CliError::failed)?;
+    let shape = ModelShape::of(&model.config);
     let sample = builder.shape(run.batch_size, run.seq_len);
     if run.resume {
         config.overrides.chunk_elements =

@@ -112,7 +112,8 @@ fn continued(args: &GenerateArgs, threads: Option<NonZeroUsize>) -> Result<Conti
     }
     let batch = args.batch_size.map_or(prompts.len(), NonZeroUsize::get).min(prompts.len());
     countable(batch, longest)?;
-    let builder = TokenBatch::new(&model.config).reaching(positions);
+    let builder = TokenBatch::for_model(&args.model, &model.config).map_err(CliError::failed)?;
+    let builder = builder.reaching(positions);
     let stop = if args.ignore_eos { Vec::new() } else { stop_ids(&args.model)? };
     say_what_is_not_applied(args);
     let limits = |batch: usize, new_tokens: usize| BatchLimits {

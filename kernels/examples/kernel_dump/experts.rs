@@ -3,7 +3,7 @@
 use crate::case::Case;
 use crate::products::pairs;
 use crate::{MIXES, Rig};
-use terrace_kernels::{DType, Residual, Tensor};
+use terrace_kernels::{DType, Gating, Residual, Scores, Tensor};
 
 /// Tokens, experts, choices of a token, and elements of a row.
 const SHAPES: [[usize; 4]; 4] = [[512, 128, 8, 768], [300, 8, 2, 1030], [77, 64, 64, 33], [1, 3, 1, 5]];
@@ -11,8 +11,14 @@ const SHAPES_TINY: [[usize; 4]; 2] = [[9, 40, 4, 64], [5, 3, 1, 37]];
 
 pub fn run(rig: &Rig) {
     for (shape, mix) in pairs(&rig.sizes(&SHAPES, &SHAPES_TINY), &MIXES) {
-        for normalize in [false, true] {
-            route(rig, shape, mix, normalize);
+        let sigmoid = Gating { scores: Scores::Sigmoid, scale: 2.5, ..Gating::softmax(true) };
+        for (gating, is_biased) in [
+            (Gating::softmax(false), false),
+            (Gating::softmax(true), false),
+            (sigmoid, false),
+            (sigmoid, true),
+        ] {
+            route(rig, shape, mix, gating, is_biased);
         }
         let [tokens, _, choices, width] = shape;
         let what = format!("{tokens}x{width} to {choices} each {} to {}", mix.0, mix.1);
@@ -22,28 +28,35 @@ pub fn run(rig: &Rig) {
     }
 }
 
-/// A choice and its gradient.
+/// A choice and its gradient, with something added to scores or not.
 fn route(
     rig: &Rig,
     [tokens, count, choices, _]: [usize; 4],
     (dtype, of_out): (DType, DType),
-    normalize: bool,
+    gating: Gating<'static>,
+    is_biased: bool,
 ) {
     let experts = &rig.kernels().experts;
     let what = format!(
-        "{choices} of {count} by {tokens} {dtype} to {of_out}{}",
-        if normalize { ", normalized" } else { "" }
+        "{choices} of {count} by {tokens} {dtype} to {of_out}, {:?}{}{}",
+        gating.scores,
+        if gating.normalize { ", normalized" } else { "" },
+        if is_biased { ", biased" } else { "" }
     );
     for backward in [false, true] {
         let op = if backward { "route_backward" } else { "route" };
-        let mut case = rig.case(op, what.clone()).with("normalize", normalize).with("choices", choices);
+        let mut case =
+            rig.case(op, what.clone()).with("normalize", gating.normalize).with("choices", choices);
+        case = case.with("scores", format!("{:?}", gating.scores)).with("scale", f64::from(gating.scale));
         let logits = case.operand("logits", dtype, &[tokens, count], 2.0);
+        let bias = is_biased.then(|| case.operand("bias", DType::F32, &[count], 0.5));
+        let gating = Gating { bias: bias.as_ref().map(Tensor::view), ..gating };
         let of_choices = |dtype| case.result(dtype, &[tokens, choices]);
         let [mut weights, mut chosen, mut rows] = [DType::F32, DType::I32, DType::I32].map(of_choices);
         let mut starts = case.result(DType::I32, &[count + 1]);
         let (to_weights, to_chosen, to_rows) = (weights.view_mut(), chosen.view_mut(), rows.view_mut());
         experts
-            .route(logits.view(), normalize, to_weights, to_chosen, to_rows, starts.view_mut())
+            .route(logits.view(), gating, to_weights, to_chosen, to_rows, starts.view_mut())
             .expect("route runs");
         if !backward {
             case.finish(&[("weights", &weights), ("chosen", &chosen), ("rows", &rows), ("starts", &starts)]);
@@ -53,7 +66,7 @@ fn route(
         let mut dlogits = case.result(of_out, &[tokens, count]);
         let (weights, chosen, to_logits) = (weights.view(), chosen.view(), dlogits.view_mut());
         experts
-            .route_backward(logits.view(), normalize, weights, chosen, dweights.view(), to_logits)
+            .route_backward(logits.view(), gating, weights, chosen, dweights.view(), to_logits)
             .expect("route_backward runs");
         case.finish(&[("dlogits", &dlogits)]);
     }

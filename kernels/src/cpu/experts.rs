@@ -1,7 +1,7 @@
 //! Mixture of experts (Shazeer et al., arXiv 1701.06538).
 //!
-//! A task of `route` takes some tokens: their softmax as [`loss`](super::loss) takes it, and the largest logits in one pass, which
-//! inserts each among those it keeps. Routed rows are numbered by a counting sort, which is serial: it goes over T·X integers where
+//! A task of `route` takes some tokens: their softmax as [`loss`](super::loss) takes it, and the largest logits, or sums of score and bias, in one
+//! pass, which inserts each among those it keeps. Routed rows are numbered by a counting sort, which is serial: it goes over T·X integers where
 //! the products after it go over as many rows. All else moves rows through small buffers block by block.
 //!
 //! Tolerance against f64: weights 1e-6; gradients of logits 1e-6·X of the largest gradient of a weight; sums of X rows of order 1
@@ -13,21 +13,21 @@ use super::loss::Statistics;
 use super::threads::{Carver, SharedMut};
 use super::{Isa, vector};
 use crate::check::{self, ChoiceDims};
-use crate::{Experts, Residual, Result, View, ViewMut};
+use crate::{Experts, Gating, Residual, Result, Scores, View, ViewMut};
 
 impl Experts for Cpu {
     fn route(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: ViewMut<'_>,
         chosen: ViewMut<'_>,
         rows: ViewMut<'_>,
         starts: ViewMut<'_>,
     ) -> Result {
-        let dims = check::route(logits, &weights, &chosen, &rows, &starts);
+        let dims = check::route(logits, gating, &weights, &chosen, &rows, &starts);
         let chosen_tx = ints_mut(chosen);
-        self.choose(dims, Floats::new(logits), normalize, floats_mut(weights), chosen_tx);
+        self.choose(dims, Floats::new(logits), gating, floats_mut(weights), chosen_tx);
         number(chosen_tx, ints_mut(rows), ints_mut(starts));
         Ok(())
     }
@@ -35,7 +35,7 @@ impl Experts for Cpu {
     fn route_backward(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: View<'_>,
         chosen: View<'_>,
         dweights: View<'_>,
@@ -46,7 +46,7 @@ impl Experts for Cpu {
         let gradient = RouteGradient {
             dims,
             logits: Floats::new(logits),
-            normalize,
+            gating,
             weights_tx: floats(weights),
             chosen_tx: ints(chosen),
             dweights_tx: floats(dweights),
@@ -191,11 +191,11 @@ impl Cpu {
         &self,
         dims: ChoiceDims,
         logits: Floats<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights_tx: &mut [f32],
         chosen_tx: &mut [i32],
     ) {
-        let isa = self.threads.isa();
+        let (isa, bias_e) = (self.threads.isa(), gating.bias.map(floats));
         let (weights_tx, chosen_tx) = (SharedMut::new(weights_tx), SharedMut::new(chosen_tx));
         self.threads.run_ranges(dims.tokens, rows_per_task(dims.experts), |tokens, _| {
             for t in tokens {
@@ -204,13 +204,17 @@ impl Cpu {
                 let weights_x = unsafe { weights_tx.slice(first, dims.choices) };
                 // SAFETY: as above.
                 let chosen_x = unsafe { chosen_tx.slice(first, dims.choices) };
-                largest(isa, row, weights_x, chosen_x);
-                let (max, factor) = softmax(isa, row);
-                vector::softmax_gradient(isa, weights_x, max, factor);
-                if normalize {
+                let scores = RowScores::of(isa, row, gating.scores);
+                largest(isa, row, bias_e.map(|bias_e| (scores, bias_e)), weights_x, chosen_x);
+                if bias_e.is_some() {
+                    logits_of(isa, row, chosen_x, weights_x);
+                }
+                scores.apply(isa, weights_x);
+                if gating.normalize {
                     let sum: f32 = weights_x.iter().sum();
                     weights_x.iter_mut().for_each(|weight| *weight /= sum);
                 }
+                vector::scale(isa, weights_x, gating.scale);
             }
         });
     }
@@ -235,28 +239,73 @@ impl Cpu {
     }
 }
 
-/// The largest logits of a row and their experts, largest first, of equal ones the lower expert; NaNs last.
-fn largest(isa: Isa, row: Floats<'_>, logits_x: &mut [f32], chosen_x: &mut [i32]) {
+/// The largest logits of a row, or sums of score and bias, and their experts, largest first, of equal ones the lower expert; NaNs last.
+fn largest(
+    isa: Isa,
+    row: Floats<'_>,
+    biased: Option<(RowScores, &[f32])>,
+    largest_x: &mut [f32],
+    chosen_x: &mut [i32],
+) {
     let (mut buffer, mut count) = ([0.0; BLOCK], 0);
     for (first, len) in blocks(row.len()) {
-        for (e, &logit) in row.read(isa, first, len, &mut buffer).iter().enumerate() {
-            let is_larger = |than: f32| logit > than || (than.is_nan() && !logit.is_nan());
-            if count == logits_x.len() && !is_larger(logits_x[count - 1]) {
+        let block = &mut buffer[..len];
+        row.slice(first, len).widen(isa, block);
+        if let Some((scores, bias_e)) = biased {
+            scores.apply(isa, block);
+            vector::add_assign(isa, block, &bias_e[first..first + len]);
+        }
+        for (e, &value) in block.iter().enumerate() {
+            let is_larger = |than: f32| value > than || (than.is_nan() && !value.is_nan());
+            if count == largest_x.len() && !is_larger(largest_x[count - 1]) {
                 continue;
             }
-            let at = logits_x[..count].partition_point(|&kept| !is_larger(kept));
-            count = logits_x.len().min(count + 1);
-            logits_x[at..count].rotate_right(1);
+            let at = largest_x[..count].partition_point(|&kept| !is_larger(kept));
+            count = largest_x.len().min(count + 1);
+            largest_x[at..count].rotate_right(1);
             chosen_x[at..count].rotate_right(1);
-            (logits_x[at], chosen_x[at]) = (logit, (first + e) as i32);
+            (largest_x[at], chosen_x[at]) = (value, (first + e) as i32);
         }
     }
 }
 
-/// The maximum of a row, and what `exp(x − max)` is to be multiplied by for its softmax.
-fn softmax(isa: Isa, row: Floats<'_>) -> (f32, f32) {
-    let statistics = Statistics::of(isa, row.len(), |at, len, out| row.slice(at, len).widen(isa, out));
-    (statistics.max, (1.0 / statistics.sum) as f32)
+/// The logits of chosen experts.
+fn logits_of(isa: Isa, row: Floats<'_>, chosen_x: &[i32], logits_x: &mut [f32]) {
+    for (logit, &expert) in logits_x.iter_mut().zip(chosen_x) {
+        row.slice(expert as usize, 1).widen(isa, std::slice::from_mut(logit));
+    }
+}
+
+/// What makes scores of the logits of a row.
+#[derive(Clone, Copy)]
+enum RowScores {
+    /// `exp(x − max)·factor`.
+    Softmax {
+        max: f32,
+        factor: f32,
+    },
+    Sigmoid,
+}
+
+impl RowScores {
+    fn of(isa: Isa, row: Floats<'_>, scores: Scores) -> Self {
+        match scores {
+            Scores::Softmax => {
+                let of_row = |at, len, out: &mut [f32]| row.slice(at, len).widen(isa, out);
+                let Statistics { max, sum } = Statistics::of(isa, row.len(), of_row);
+                Self::Softmax { max, factor: (1.0 / sum) as f32 }
+            }
+            Scores::Sigmoid => Self::Sigmoid,
+        }
+    }
+
+    /// Makes scores of logits.
+    fn apply(self, isa: Isa, x: &mut [f32]) {
+        match self {
+            Self::Softmax { max, factor } => vector::softmax_gradient(isa, x, max, factor),
+            Self::Sigmoid => vector::sigmoids(isa, x),
+        }
+    }
 }
 
 /// Numbers choices by their expert, those of one expert in their order, and says where each expert's begin: a counting sort.
@@ -281,7 +330,7 @@ fn number(chosen_tx: &[i32], rows_tx: &mut [i32], starts: &mut [i32]) {
 struct RouteGradient<'a> {
     dims: ChoiceDims,
     logits: Floats<'a>,
-    normalize: bool,
+    gating: Gating<'a>,
     weights_tx: &'a [f32],
     chosen_tx: &'a [i32],
     dweights_tx: &'a [f32],
@@ -294,24 +343,32 @@ impl RouteGradient<'_> {
     unsafe fn run(&self, isa: Isa, t: usize, block: &mut [f32], p_x: &mut [f32], g_x: &mut [f32]) {
         let (experts, choices) = (self.dims.experts, t * self.dims.choices..(t + 1) * self.dims.choices);
         let (row, chosen_x) = (self.logits.slice(t * experts, experts), &self.chosen_tx[choices.clone()]);
-        let (max, factor) = softmax(isa, row);
-        for (p, &expert) in p_x.iter_mut().zip(chosen_x) {
-            row.slice(expert as usize, 1).widen(isa, std::slice::from_mut(p));
-        }
-        vector::softmax_gradient(isa, p_x, max, factor);
-        g_x.copy_from_slice(&self.dweights_tx[choices.clone()]);
-        if self.normalize {
-            let (sum, mean) = (p_x.iter().sum::<f32>(), dot(g_x, &self.weights_tx[choices]));
+        let scores = RowScores::of(isa, row, self.gating.scores);
+        logits_of(isa, row, chosen_x, p_x);
+        scores.apply(isa, p_x);
+        let dweights_x = &self.dweights_tx[choices.clone()];
+        g_x.copy_from_slice(dweights_x);
+        vector::scale(isa, g_x, self.gating.scale);
+        if self.gating.normalize {
+            let (sum, mean) = (p_x.iter().sum::<f32>(), dot(dweights_x, &self.weights_tx[choices]));
             g_x.iter_mut().for_each(|g| *g = (*g - mean) / sum);
         }
         let inner = dot(p_x, g_x);
         for (first, len) in blocks(experts) {
             let block = &mut block[..len];
-            row.slice(first, len).widen(isa, block);
-            vector::softmax_gradient(isa, block, max, -factor * inner);
+            match scores {
+                RowScores::Softmax { max, factor } => {
+                    row.slice(first, len).widen(isa, block);
+                    vector::softmax_gradient(isa, block, max, -factor * inner);
+                }
+                RowScores::Sigmoid => block.fill(0.0),
+            }
             for ((p, g), &expert) in p_x.iter().zip(&*g_x).zip(chosen_x) {
                 if let Some(dlogit) = (expert as usize).checked_sub(first).and_then(|at| block.get_mut(at)) {
-                    *dlogit = p * (g - inner);
+                    *dlogit = match scores {
+                        RowScores::Softmax { .. } => p * (g - inner),
+                        RowScores::Sigmoid => p * (1.0 - p) * g,
+                    };
                 }
             }
             // SAFETY: the caller's promise.

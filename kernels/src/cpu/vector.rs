@@ -148,6 +148,15 @@ multiversion! {
 }
 
 multiversion! {
+    /// `x = 1 / (1 + exp(−x))`.
+    pub fn sigmoids(x: &mut [f32]) {
+        for x in x {
+            *x = sigmoid::<FMA>(*x);
+        }
+    }
+}
+
+multiversion! {
     /// `scores = exp(scale·scores − lse)·(dp − delta)`: the gradient of a row of scaled scores. Leaves the probabilities in `dp`.
     pub fn score_gradient(scores: &mut [f32], dp: &mut [f32], scale: f32, lse: f32, delta: f32) {
         for (score, dp) in scores.iter_mut().zip(dp) {

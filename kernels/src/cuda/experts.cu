@@ -1,11 +1,11 @@
 // Mixture of experts (Shazeer et al., arXiv 1701.06538): which experts tokens choose, and rows to their experts and back.
 //
-//   experts_choose           chosen[t] = the experts of the largest of logits[t], weights[t] = their softmax, divided by its sum
-//                            over them if `normalize`
+//   experts_choose           chosen[t] = the experts of the largest of logits[t], or of scores[t] + bias; weights[t] = their scores,
+//                            divided by the sum over them if `normalize`, times `scale`; scores are a softmax, or sigmoids
 //   experts_count            starts[e + 1] = choices of expert e
 //   experts_starts           starts[e] = Σ choices of experts before e
 //   experts_rows             rows[i] = starts[chosen[i]] + choices of the same expert before i
-//   experts_route_backward   dlogits = p·(g − Σ p·g), g as `Experts::route_backward` has it
+//   experts_route_backward   dlogits = p·(g − Σ p·g), or p·(1 − p)·g of sigmoids, g as `Experts::route_backward` has it
 //   experts_spread           out[rows[t, j]] = x[t]
 //   experts_collect          out[t] = Σ_j x[rows[t, j]] + residual[t], j ascending
 //   experts_weigh            out[rows[i]] = weights[i]·x[rows[i]]
@@ -14,7 +14,8 @@
 // Shapes: logits [tokens, experts]; weights, chosen and rows [tokens, choices]; routed rows [tokens·choices, width].
 //
 // A warp takes the logits of a token. It finds the largest again for every choice, as the first of those that come after the one
-// before, which needs no memory of what was chosen: experts·choices/32 comparisons a lane, of logits in the first-level cache.
+// before, which needs no memory of what was chosen: experts·choices/32 comparisons a lane, of logits in the first-level cache, and with a
+// bias as many scores.
 //
 // Routed rows are numbered by a counting sort without atomics: a block for every expert walks all choices, in order, twice.
 // That reads choices·experts integers, from the second-level cache (128 experts and 32 Ki choices: 16 MiB).
@@ -24,7 +25,7 @@
 
 #define WARPS 8
 
-// Whether logit `a` of expert `e` comes before logit `b` of expert `f`: larger ones first, then lower experts, NaNs last.
+// Whether `a` of expert `e` comes before `b` of expert `f`: larger ones first, then lower experts, NaNs last.
 __device__ __forceinline__ bool comes_before(float a, int e, float b, int f) {
     bool a_is_nan = a != a, b_is_nan = b != b;
     if (a_is_nan != b_is_nan) return b_is_nan;
@@ -32,29 +33,34 @@ __device__ __forceinline__ bool comes_before(float a, int e, float b, int f) {
     return e < f;
 }
 
-// The maximum of a row and 1/Σ exp(x − maximum), for every lane.
-struct RowSoftmax {
+// What makes scores of a row's logits, for every lane: of a softmax its maximum and 1/Σ exp(x − maximum).
+struct RowScores {
+    int sigmoid;
     float most, inverse;
 
-    __device__ __forceinline__ float of(float x) const { return expf(x - most) * inverse; }
+    __device__ __forceinline__ float of(float x) const {
+        return sigmoid ? 1.0f / (1.0f + expf(-x)) : expf(x - most) * inverse;
+    }
 };
 
-__device__ __forceinline__ RowSoftmax warp_softmax(const void *logits, int dtype, i64 at, int experts) {
+__device__ __forceinline__ RowScores warp_scores(const void *logits, int dtype, int sigmoid, i64 at, int experts) {
+    if (sigmoid) return {1, 0.0f, 0.0f};
     int lane = threadIdx.x % 32;
     float most = __uint_as_float(0xFF800000u), sum = 0.0f;
     for (int e = lane; e < experts; e += 32) most = fmaxf(most, load(logits, dtype, at + e));
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, lanes));
     for (int e = lane; e < experts; e += 32) sum += expf(load(logits, dtype, at + e) - most);
-    return {most, 1.0f / warp_sum(sum)};
+    return {0, most, 1.0f / warp_sum(sum)};
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-experts_choose(const void *logits, int dtype, int normalize, float *weights, int *chosen, i64 tokens, int experts, int choices) {
+experts_choose(const void *logits, int dtype, int sigmoid, int normalize, float scale, const float *bias, float *weights, int *chosen,
+               i64 tokens, int experts, int choices) {
     int lane = threadIdx.x % 32;
     for (i64 t = (i64)blockIdx.x * WARPS + threadIdx.x / 32; t < tokens; t += (i64)gridDim.x * WARPS) {
         i64 at = t * experts, to = t * choices;
-        RowSoftmax softmax = warp_softmax(logits, dtype, at, experts);
+        RowScores scores = warp_scores(logits, dtype, sigmoid, at, experts);
         float last = 0.0f, sum = 0.0f;
         int last_expert = -1;
         for (int j = 0; j < choices; j++) {
@@ -62,6 +68,7 @@ experts_choose(const void *logits, int dtype, int normalize, float *weights, int
             int best_expert = -1;
             for (int e = lane; e < experts; e += 32) {
                 float x = load(logits, dtype, at + e);
+                if (bias) x = scores.of(x) + bias[e];
                 if (last_expert >= 0 && !comes_before(last, last_expert, x, e)) continue;
                 if (best_expert < 0 || comes_before(x, e, best, best_expert)) best = x, best_expert = e;
             }
@@ -72,12 +79,12 @@ experts_choose(const void *logits, int dtype, int normalize, float *weights, int
                 if (e >= 0 && (best_expert < 0 || comes_before(x, e, best, best_expert))) best = x, best_expert = e;
             }
             last = best, last_expert = best_expert;
-            float p = softmax.of(best);
+            float p = scores.of(bias ? load(logits, dtype, at + best_expert) : best);
             sum += p;
             if (lane == 0) chosen[to + j] = best_expert, weights[to + j] = p;
         }
-        if (normalize && lane == 0)
-            for (int j = 0; j < choices; j++) weights[to + j] /= sum;
+        if (lane == 0)
+            for (int j = 0; j < choices; j++) weights[to + j] = (normalize ? weights[to + j] / sum : weights[to + j]) * scale;
     }
 }
 
@@ -132,30 +139,31 @@ experts_rows(const int *chosen, const int *starts, int *rows, i64 routed, int ex
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-experts_route_backward(const void *logits, int dtype, int normalize, const float *weights, const int *chosen, const float *dweights,
-                       void *dlogits, int dlogits_dtype, i64 tokens, int experts, int choices) {
+experts_route_backward(const void *logits, int dtype, int sigmoid, int normalize, float scale, const float *weights, const int *chosen,
+                       const float *dweights, void *dlogits, int dlogits_dtype, i64 tokens, int experts, int choices) {
     int lane = threadIdx.x % 32;
     for (i64 t = (i64)blockIdx.x * WARPS + threadIdx.x / 32; t < tokens; t += (i64)gridDim.x * WARPS) {
         i64 at = t * experts, of = t * choices;
-        RowSoftmax softmax = warp_softmax(logits, dtype, at, experts);
+        RowScores scores = warp_scores(logits, dtype, sigmoid, at, experts);
         float inverse = 1.0f, mean = 0.0f;
         if (normalize) {
             float chosen_sum = 0.0f;
             for (int j = lane; j < choices; j += 32) {
-                chosen_sum += softmax.of(load(logits, dtype, at + chosen[of + j]));
+                chosen_sum += scores.of(load(logits, dtype, at + chosen[of + j]));
                 mean += dweights[of + j] * weights[of + j];
             }
             inverse = 1.0f / warp_sum(chosen_sum), mean = warp_sum(mean);
         }
         float inner = 0.0f;
         for (int j = lane; j < choices; j += 32)
-            inner += softmax.of(load(logits, dtype, at + chosen[of + j])) * ((dweights[of + j] - mean) * inverse);
+            inner += scores.of(load(logits, dtype, at + chosen[of + j])) * ((scale * dweights[of + j] - mean) * inverse);
         inner = warp_sum(inner);
         for (int e = lane; e < experts; e += 32) {
             float g = 0.0f;
             for (int j = 0; j < choices; j++)
-                if (chosen[of + j] == e) g = (dweights[of + j] - mean) * inverse;
-            store(dlogits, dlogits_dtype, at + e, softmax.of(load(logits, dtype, at + e)) * (g - inner));
+                if (chosen[of + j] == e) g = (scale * dweights[of + j] - mean) * inverse;
+            float p = scores.of(load(logits, dtype, at + e));
+            store(dlogits, dlogits_dtype, at + e, sigmoid ? p * (1.0f - p) * g : p * (g - inner));
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Mixture of experts.
 
+use super::launch::Arguments;
 use super::{Cuda, THREADS, failed, row_threads};
-use crate::{Experts, Residual, Result, View, ViewMut, check};
+use crate::{Experts, Gating, Residual, Result, Scores, View, ViewMut, check};
 
 /// Tokens of a block: each has a warp.
 const TOKENS: usize = THREADS as usize / 32;
@@ -10,16 +11,17 @@ impl Experts for Cuda {
     fn route(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: ViewMut<'_>,
         chosen: ViewMut<'_>,
         rows: ViewMut<'_>,
         starts: ViewMut<'_>,
     ) -> Result {
         const OP: &str = "route";
-        let dims = check::route(logits, &weights, &chosen, &rows, &starts);
+        let dims = check::route(logits, gating, &weights, &chosen, &rows, &starts);
         let (chosen, rows, starts) = (chosen.view(), rows.view(), starts.view());
-        let mut choose = self.arguments().read(logits).flag(normalize).only(weights.view()).only(chosen);
+        let mut choose = gated(self.arguments().read(logits), gating).optional_only(gating.bias);
+        choose = choose.only(weights.view()).only(chosen);
         choose = choose.long(dims.tokens).size(dims.experts).size(dims.choices);
         let grid = [self.blocks(dims.tokens.div_ceil(TOKENS)), 1, 1];
         self.launch(OP, "experts_choose", grid, THREADS, 0, &mut choose)?;
@@ -36,14 +38,14 @@ impl Experts for Cuda {
     fn route_backward(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: View<'_>,
         chosen: View<'_>,
         dweights: View<'_>,
         dlogits: ViewMut<'_>,
     ) -> Result {
         let dims = check::route_backward(logits, weights, chosen, dweights, &dlogits);
-        let mut arguments = self.arguments().read(logits).flag(normalize).only(weights).only(chosen);
+        let mut arguments = gated(self.arguments().read(logits), gating).only(weights).only(chosen);
         arguments = arguments.only(dweights).write(&dlogits);
         arguments = arguments.long(dims.tokens).size(dims.experts).size(dims.choices);
         let grid = [self.blocks(dims.tokens.div_ceil(TOKENS)), 1, 1];
@@ -95,6 +97,11 @@ impl Experts for Cuda {
         let grid = [self.blocks(dims.routed()), 1, 1];
         self.launch("weigh backward", "experts_weigh_backward", grid, threads(dims.width), 0, &mut arguments)
     }
+}
+
+/// How scores are made, and weights of them.
+fn gated(arguments: Arguments, gating: Gating<'_>) -> Arguments {
+    arguments.flag(gating.scores == Scores::Sigmoid).flag(gating.normalize).float(gating.scale)
 }
 
 /// Threads of a block that moves a row.

@@ -3,26 +3,29 @@
 use super::rows::log_sum_exp;
 use super::{Reference, values};
 use crate::check;
-use crate::{Experts, Residual, Result, View, ViewMut};
+use crate::{Experts, Gating, Residual, Result, Scores, View, ViewMut};
 
 impl Experts for Reference {
-    /// Experts are sorted by logit and choices by expert; both sorts keep the order of what is equal.
+    /// Experts are sorted by logit, or score and bias, and choices by expert; both sorts keep the order of what is equal.
     fn route(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: ViewMut<'_>,
         chosen: ViewMut<'_>,
         rows: ViewMut<'_>,
         starts: ViewMut<'_>,
     ) -> Result {
-        let dims = check::route(logits, &weights, &chosen, &rows, &starts);
+        let dims = check::route(logits, gating, &weights, &chosen, &rows, &starts);
         let (mut weights_tx, mut chosen_tx) = (Vec::new(), Vec::new());
+        let (bias_e, scale) = (gating.bias.map(values::read), f64::from(gating.scale));
         for logits_e in values::read(logits).chunks(dims.experts) {
-            let p_e = softmax(logits_e);
-            let largest = &descending(logits_e)[..dims.choices];
-            let sum = if normalize { largest.iter().map(|&e| p_e[e]).sum() } else { 1.0 };
-            weights_tx.extend(largest.iter().map(|&e| p_e[e] / sum));
+            let p_e = scores(logits_e, gating.scores);
+            let biased = |bias_e: &Vec<f64>| p_e.iter().zip(bias_e).map(|(p, bias)| p + bias).collect();
+            let compared: Option<Vec<f64>> = bias_e.as_ref().map(biased);
+            let largest = &descending(compared.as_deref().unwrap_or(logits_e))[..dims.choices];
+            let sum = if gating.normalize { largest.iter().map(|&e| p_e[e]).sum() } else { 1.0 };
+            weights_tx.extend(largest.iter().map(|&e| p_e[e] / sum * scale));
             chosen_tx.extend(largest.iter().map(|&e| e as i32));
         }
         let mut order: Vec<usize> = (0..dims.routed()).collect();
@@ -39,11 +42,11 @@ impl Experts for Reference {
         Ok(())
     }
 
-    /// `p·(g − Σ p·g)`, with g of all experts in memory.
+    /// With g of all experts in memory.
     fn route_backward(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: View<'_>,
         chosen: View<'_>,
         dweights: View<'_>,
@@ -52,23 +55,26 @@ impl Experts for Reference {
         let dims = check::route_backward(logits, weights, chosen, dweights, &dlogits);
         let (logits_te, weights_tx, dweights_tx) =
             (values::read(logits), values::read(weights), values::read(dweights));
-        let chosen_tx = values::ints(chosen);
+        let (chosen_tx, scale) = (values::ints(chosen), f64::from(gating.scale));
         let mut dlogits_te = Vec::with_capacity(logits_te.len());
         for (t, logits_e) in logits_te.chunks(dims.experts).enumerate() {
             let of_token = t * dims.choices..(t + 1) * dims.choices;
-            let (p_e, chosen_x) = (softmax(logits_e), &chosen_tx[of_token.clone()]);
+            let (p_e, chosen_x) = (scores(logits_e, gating.scores), &chosen_tx[of_token.clone()]);
             let (weights_x, dweights_x) = (&weights_tx[of_token.clone()], &dweights_tx[of_token]);
             let (mut mean, mut sum) = (0.0, 1.0);
-            if normalize {
+            if gating.normalize {
                 mean = weights_x.iter().zip(dweights_x).map(|(w, dw)| w * dw).sum();
                 sum = chosen_x.iter().map(|&e| p_e[e as usize]).sum();
             }
             let mut g_e = vec![0.0; dims.experts];
             for (&e, dw) in chosen_x.iter().zip(dweights_x) {
-                g_e[e as usize] = (dw - mean) / sum;
+                g_e[e as usize] = (scale * dw - mean) / sum;
             }
             let inner: f64 = p_e.iter().zip(&g_e).map(|(p, g)| p * g).sum();
-            dlogits_te.extend(p_e.iter().zip(&g_e).map(|(p, g)| p * (g - inner)));
+            dlogits_te.extend(p_e.iter().zip(&g_e).map(|(p, g)| match gating.scores {
+                Scores::Softmax => p * (g - inner),
+                Scores::Sigmoid => p * (1.0 - p) * g,
+            }));
         }
         values::write(dlogits, &dlogits_te);
         Ok(())
@@ -141,16 +147,20 @@ impl Experts for Reference {
     }
 }
 
-fn softmax(row: &[f64]) -> Vec<f64> {
+fn scores(row: &[f64], kind: Scores) -> Vec<f64> {
     let lse = log_sum_exp(row);
-    row.iter().map(|x| (x - lse).exp()).collect()
+    let score = |x: &f64| match kind {
+        Scores::Softmax => (x - lse).exp(),
+        Scores::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+    };
+    row.iter().map(score).collect()
 }
 
-/// Experts by descending logit, NaNs last.
-fn descending(logits_e: &[f64]) -> Vec<usize> {
-    let mut experts: Vec<usize> = (0..logits_e.len()).collect();
+/// Experts by descending logit or sum, NaNs last.
+fn descending(compared_e: &[f64]) -> Vec<usize> {
+    let mut experts: Vec<usize> = (0..compared_e.len()).collect();
     experts.sort_by(|&a, &b| {
-        let (a, b) = (logits_e[a], logits_e[b]);
+        let (a, b) = (compared_e[a], compared_e[b]);
         b.partial_cmp(&a).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
     });
     experts

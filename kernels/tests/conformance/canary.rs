@@ -3,7 +3,7 @@
 use crate::experts;
 use crate::support::{Host, mismatch};
 use terrace_kernels::{
-    DType, Epilogue, Experts, Matmul, MatmulSpec, Residual, Result, View, ViewMut, cpu, reference,
+    DType, Epilogue, Experts, Gating, Matmul, MatmulSpec, Residual, Result, View, ViewMut, cpu, reference,
 };
 
 /// Drops the last term of every sum.
@@ -46,7 +46,7 @@ impl Experts for Broken {
     fn route(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: ViewMut<'_>,
         chosen: ViewMut<'_>,
         rows: ViewMut<'_>,
@@ -56,13 +56,13 @@ impl Experts for Broken {
         let without = |(i, x): (usize, &f32)| if i % width == width - 1 { -9.0 } else { f64::from(*x) };
         let logits =
             Host::of(DType::F32, &[values.len() / width, width], values.iter().enumerate().map(without));
-        cpu::kernel_set(1).experts.route(logits.view(), normalize, weights, chosen, rows, starts)
+        cpu::kernel_set(1).experts.route(logits.view(), gating, weights, chosen, rows, starts)
     }
 
     fn route_backward(
         &self,
         _: View<'_>,
-        _: bool,
+        _: Gating<'_>,
         _: View<'_>,
         _: View<'_>,
         _: View<'_>,
@@ -104,10 +104,11 @@ impl Experts for Broken {
 fn a_broken_choice_is_found() {
     let found_of = |last: f64| {
         let logits = Host::of(DType::F32, &[1, 4], [0.5, 3.0, 2.0, last]);
-        let expected = experts::route(&*reference::kernel_set().experts, &logits, 2, false);
-        let right = experts::route(&*cpu::kernel_set(1).experts, &logits, 2, false);
+        let expected = experts::route(&*reference::kernel_set().experts, &logits, 2, Gating::softmax(false));
+        let right = experts::route(&*cpu::kernel_set(1).experts, &logits, 2, Gating::softmax(false));
         assert_eq!(experts::disagreement(&expected, &right), None);
-        experts::disagreement(&expected, &experts::route(&Broken, &logits, 2, false)).unwrap()
+        experts::disagreement(&expected, &experts::route(&Broken, &logits, 2, Gating::softmax(false)))
+            .unwrap()
     };
     assert!(found_of(1.0).starts_with("weight 0"), "{}", found_of(1.0));
     assert!(found_of(4.0).starts_with("chosen"), "{}", found_of(4.0));

@@ -13,8 +13,8 @@ use terrace_device::{Arena, Bytes, BytesMut, Device, Region, Stream};
 use terrace_kernels::cuda::{self, CudaConfig};
 use terrace_kernels::{
     Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, Experts,
-    GateFunction, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Residual,
-    Result, RmsNorm, Rope, RopeDirection, Sinks, View, ViewMut,
+    GateFunction, Gating, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce,
+    Residual, Result, RmsNorm, Rope, RopeDirection, Sinks, View, ViewMut,
 };
 use terrace_kernels::{DType, reference};
 
@@ -442,24 +442,29 @@ impl Experts for OnDevice {
     fn route(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: ViewMut<'_>,
         chosen: ViewMut<'_>,
         rows: ViewMut<'_>,
         starts: ViewMut<'_>,
     ) -> Result {
-        on_device!(
+        let bias = gating.bias.map(|bias| self.view(bias));
+        let of_card = bias.as_ref().zip(gating.bias).map(|(copied, view)| copied.of(view));
+        let gating = Gating { bias: of_card, ..gating };
+        let done = on_device!(
             self,
             [logits],
             [weights, chosen, rows, starts],
-            self.set.experts.route(logits, normalize, weights, chosen, rows, starts)
-        )
+            self.set.experts.route(logits, gating, weights, chosen, rows, starts)
+        );
+        self.unchanged("route", &bias.iter().collect::<Vec<_>>());
+        done
     }
 
     fn route_backward(
         &self,
         logits: View<'_>,
-        normalize: bool,
+        gating: Gating<'_>,
         weights: View<'_>,
         chosen: View<'_>,
         dweights: View<'_>,
@@ -469,7 +474,7 @@ impl Experts for OnDevice {
             self,
             [logits, weights, chosen, dweights],
             [dlogits],
-            self.set.experts.route_backward(logits, normalize, weights, chosen, dweights, dlogits)
+            self.set.experts.route_backward(logits, gating, weights, chosen, dweights, dlogits)
         )
     }
 

@@ -3,7 +3,7 @@
 use terrace_device::Arena;
 use terrace_kernels::dry::{self, Totals};
 use terrace_kernels::{
-    AttentionSpec, DType, Epilogue, GateFunction, KeyValues, MatmulSpec, QuantFormat, QuantizedView,
+    AttentionSpec, DType, Epilogue, GateFunction, Gating, KeyValues, MatmulSpec, QuantFormat, QuantizedView,
     Residual, Tensor,
 };
 
@@ -148,12 +148,26 @@ fn experts_have_equal_shares() {
     for (normalize, of_choices, of_choices_backward) in [(false, 1, 2), (true, 3, 7)] {
         let (to_weights, to_chosen, to_rows) = (weights.view_mut(), chosen.view_mut(), rows.view_mut());
         set.experts
-            .route(logits.view(), normalize, to_weights, to_chosen, to_rows, starts.view_mut())
+            .route(
+                logits.view(),
+                Gating::softmax(normalize),
+                to_weights,
+                to_chosen,
+                to_rows,
+                starts.view_mut(),
+            )
             .unwrap();
         counted(4 * 40 + of_choices * 30, 2 * 40 + 4 * 3 * 30 + 4 * 5);
         let (of_weights, to_logits) = (dweights.view(), dlogits.view_mut());
         set.experts
-            .route_backward(logits.view(), normalize, weights.view(), chosen.view(), of_weights, to_logits)
+            .route_backward(
+                logits.view(),
+                Gating::softmax(normalize),
+                weights.view(),
+                chosen.view(),
+                of_weights,
+                to_logits,
+            )
             .unwrap();
         counted(6 * 40 + of_choices_backward * 30, 2 * 2 * 40 + 4 * 3 * 30);
     }
@@ -183,7 +197,14 @@ fn experts_and_choices_are_checked() {
             let [mut chosen, mut rows] = [(); 2].map(|()| tensor(DType::I32, &[tokens, choices]));
             let (to_weights, to_chosen, to_rows) = (weights.view_mut(), chosen.view_mut(), rows.view_mut());
             set.experts
-                .route(logits.view(), true, to_weights, to_chosen, to_rows, starts.view_mut())
+                .route(
+                    logits.view(),
+                    Gating::softmax(true),
+                    to_weights,
+                    to_chosen,
+                    to_rows,
+                    starts.view_mut(),
+                )
                 .unwrap();
         };
         std::panic::catch_unwind(run).err().map(|message| *message.downcast::<String>().unwrap())

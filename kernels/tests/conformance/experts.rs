@@ -5,7 +5,7 @@
 use crate::support::{Host, MIXES, assert_close, backends};
 use proptest::prelude::*;
 use std::panic::AssertUnwindSafe;
-use terrace_kernels::{DType, Experts, KernelSet, Residual, cpu, reference};
+use terrace_kernels::{DType, Experts, Gating, KernelSet, Residual, Scores, cpu, reference};
 
 /// Tokens, experts and choices: one of each, all experts, one expert, many, more than a warp and a block of a card have threads, and
 /// more than a buffer of the CPU holds.
@@ -34,13 +34,36 @@ pub struct Routed {
 /// What results hold before they are written.
 const UNWRITTEN: f64 = -7.0;
 
-pub fn route(experts: &dyn Experts, logits: &Host, choices: usize, normalize: bool) -> Routed {
+/// Every kind of scores, with and without what is added to them, divided by their sum or not, and multiplied by another number.
+pub fn gatings(bias: &Host) -> [Gating<'_>; 6] {
+    let gating = |scores, is_biased: bool, normalize, scale| Gating {
+        scores,
+        bias: is_biased.then(|| bias.view()),
+        normalize,
+        scale,
+    };
+    [
+        Gating::softmax(false),
+        Gating::softmax(true),
+        gating(Scores::Softmax, true, true, 0.5),
+        gating(Scores::Sigmoid, false, false, 1.0),
+        gating(Scores::Sigmoid, true, false, 2.5),
+        gating(Scores::Sigmoid, true, true, 1.5),
+    ]
+}
+
+/// What is added to the scores of so many experts.
+pub fn biases(experts: usize) -> Host {
+    Host::random(DType::F32, &[experts], 0.5, 9)
+}
+
+pub fn route(experts: &dyn Experts, logits: &Host, choices: usize, gating: Gating<'_>) -> Routed {
     let [tokens, count] = *logits.dims() else { panic!("logits are a matrix") };
     let of_choices = |dtype| Host::of(dtype, &[tokens, choices], vec![UNWRITTEN; tokens * choices]);
     let [mut weights, mut chosen, mut rows] = [DType::F32, DType::I32, DType::I32].map(of_choices);
     let mut starts = Host::of(DType::I32, &[count + 1], vec![UNWRITTEN; count + 1]);
     let (to_weights, to_chosen, to_rows) = (weights.view_mut(), chosen.view_mut(), rows.view_mut());
-    experts.route(logits.view(), normalize, to_weights, to_chosen, to_rows, starts.view_mut()).unwrap();
+    experts.route(logits.view(), gating, to_weights, to_chosen, to_rows, starts.view_mut()).unwrap();
     Routed { weights, chosen, rows, starts }
 }
 
@@ -62,11 +85,11 @@ pub fn disagreement(expected: &Routed, found: &Routed) -> Option<String> {
 }
 
 /// Backends agree with the reference on logits; what it says.
-fn check_route(logits: &Host, choices: usize, normalize: bool) -> Routed {
-    let expected = route(&*reference::kernel_set().experts, logits, choices, normalize);
+fn check_route(logits: &Host, choices: usize, gating: Gating<'_>) -> Routed {
+    let expected = route(&*reference::kernel_set().experts, logits, choices, gating);
     for (name, set) in backends() {
-        let found = route(&*set.experts, logits, choices, normalize);
-        let what = format!("{name}: {choices} of {:?} {}", logits.dims(), logits.dtype());
+        let found = route(&*set.experts, logits, choices, gating);
+        let what = format!("{name}: {choices} of {:?} {}, {}", logits.dims(), logits.dtype(), words(gating));
         if let Some(found) = disagreement(&expected, &found) {
             panic!("{what}: {found}");
         }
@@ -77,17 +100,23 @@ fn check_route(logits: &Host, choices: usize, normalize: bool) -> Routed {
     expected
 }
 
+fn words(Gating { scores, bias, normalize, scale }: Gating<'_>) -> String {
+    let bias = if bias.is_some() { " and a bias" } else { "" };
+    let normalized = if normalize { ", normalized" } else { "" };
+    format!("{scores:?}{bias}{normalized}, times {scale}")
+}
+
 #[test]
 fn choices_and_their_rows() {
     for (tokens, experts, choices) in SIZES {
         for dtype in FLOATS {
-            for normalize in [false, true] {
+            for gating in gatings(&biases(experts)) {
                 let logits = Host::random(dtype, &[tokens, experts], 2.0, 1);
-                let routed = check_route(&logits, choices, normalize);
+                let routed = check_route(&logits, choices, gating);
                 each_row_is_of_its_expert(&routed, choices);
-                if normalize {
+                if gating.normalize {
                     for weights in routed.weights.values().chunks(choices) {
-                        assert!((weights.iter().sum::<f64>() - 1.0).abs() < 1e-6);
+                        assert!((weights.iter().sum::<f64>() - f64::from(gating.scale)).abs() < 1e-6);
                     }
                 }
             }
@@ -112,12 +141,12 @@ fn each_row_is_of_its_expert(routed: &Routed, choices: usize) {
 fn equal_logits_go_to_lower_experts() {
     for experts in [6, 70, 1500] {
         let logits = Host::of(DType::BF16, &[2, experts], vec![0.5; 2 * experts]);
-        let chosen = check_route(&logits, 4, true).chosen.values();
+        let chosen = check_route(&logits, 4, Gating::softmax(true)).chosen.values();
         assert_eq!(chosen, [0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0]);
     }
     // A zero is as large as the other.
     let logits = Host::of(DType::F32, &[2, 3], [-0.0, 0.0, 1.0, 0.0, -0.0, 1.0]);
-    assert_eq!(check_route(&logits, 2, false).chosen.values(), [2.0, 0.0, 2.0, 0.0]);
+    assert_eq!(check_route(&logits, 2, Gating::softmax(false)).chosen.values(), [2.0, 0.0, 2.0, 0.0]);
 }
 
 /// A token with such logits gets weights that are none, so that the loss says so, but a place like any other.
@@ -134,22 +163,42 @@ fn what_is_no_number_comes_last() {
         for (logits, expected) in rows {
             for choices in 1..=5 {
                 let logits = Host::of(dtype, &[1, 5], logits);
-                let routed = check_route(&logits, choices, choices % 2 == 0);
+                let routed = check_route(&logits, choices, Gating::softmax(choices % 2 == 0));
                 assert_eq!(routed.chosen.values(), expected[..choices]);
                 assert!(routed.weights.values().iter().all(|weight| weight.is_nan()), "{dtype}");
             }
         }
         // What is infinitely unlikely is a number.
         let logits = Host::of(dtype, &[1, 3], [-inf, 0.0, -inf]);
-        assert_eq!(check_route(&logits, 2, true).weights.values(), [1.0, 0.0]);
+        assert_eq!(check_route(&logits, 2, Gating::softmax(true)).weights.values(), [1.0, 0.0]);
     }
+}
+
+/// What is added decides who is chosen, and weighs nothing.
+#[test]
+fn a_bias_chooses_and_does_not_weigh() {
+    let logits = Host::of(DType::F32, &[1, 4], [0.0, 1.0, 2.0, 3.0]);
+    let bias = Host::of(DType::F32, &[4], [1.0, 0.0, -1.0, -1.0]);
+    let gating = Gating { scores: Scores::Sigmoid, bias: Some(bias.view()), normalize: true, scale: 2.0 };
+    let routed = check_route(&logits, 2, gating);
+    assert_eq!(routed.chosen.values(), [0.0, 1.0]);
+    let sigmoid = 1.0 / (1.0 + (-1.0f64).exp());
+    let expected = [0.5, sigmoid].map(|score| 2.0 * score / (0.5 + sigmoid));
+    for (expected, found) in expected.iter().zip(routed.weights.values()) {
+        assert!((expected - found).abs() < 1e-6, "{found} instead of {expected}");
+    }
+    // Each score is of its own logit: one that is no number harms no other.
+    let logits = Host::of(DType::F32, &[1, 4], [0.0, f64::NAN, 2.0, 3.0]);
+    let routed = check_route(&logits, 3, Gating { normalize: false, ..gating });
+    assert_eq!(routed.chosen.values(), [0.0, 3.0, 2.0]);
+    assert!(routed.weights.values().iter().all(|weight| weight.is_finite()));
 }
 
 #[test]
 fn experts_that_nobody_chose() {
     let logit = |expert: usize| if [2, 5].contains(&expert) { 9.0 } else { -(expert as f64) };
     let logits = Host::of(DType::F32, &[3, 8], (0..24).map(|i| logit(i % 8)));
-    let routed = check_route(&logits, 2, true);
+    let routed = check_route(&logits, 2, Gating::softmax(true));
     assert_eq!(routed.starts.values(), [0.0, 0.0, 0.0, 3.0, 3.0, 3.0, 6.0, 6.0, 6.0]);
     assert_eq!(routed.rows.values(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
 }
@@ -157,7 +206,7 @@ fn experts_that_nobody_chose() {
 /// A batch may have no tokens.
 #[test]
 fn no_tokens() {
-    let routed = check_route(&Host::zeros(DType::F32, &[0, 4]), 2, true);
+    let routed = check_route(&Host::zeros(DType::F32, &[0, 4]), 2, Gating::softmax(true));
     assert_eq!(routed.starts.values(), [0.0; 5]);
 }
 
@@ -177,8 +226,8 @@ fn numbers_that_are_no_starts() {
 fn gradients_of_logits() {
     for (tokens, experts, choices) in SIZES {
         for mix in MIXES {
-            for normalize in [false, true] {
-                check_route_backward((tokens, experts, choices), mix, normalize);
+            for gating in gatings(&biases(experts)) {
+                check_route_backward((tokens, experts, choices), mix, gating);
             }
         }
     }
@@ -187,24 +236,25 @@ fn gradients_of_logits() {
 fn check_route_backward(
     (tokens, experts, choices): (usize, usize, usize),
     (dtype, out_dtype): (DType, DType),
-    normalize: bool,
+    gating: Gating<'_>,
 ) {
     let logits = Host::random(dtype, &[tokens, experts], 2.0, 1);
-    let Routed { weights, chosen, .. } =
-        route(&*reference::kernel_set().experts, &logits, choices, normalize);
+    let Routed { weights, chosen, .. } = route(&*reference::kernel_set().experts, &logits, choices, gating);
     let dweights = Host::random(DType::F32, &[tokens, choices], 1.0, 2);
     let run = |set: &KernelSet, dtype| {
         let mut dlogits = Host::random(dtype, &[tokens, experts], 1.0, 3);
         let (weights, chosen, dweights) = (weights.view(), chosen.view(), dweights.view());
         set.experts
-            .route_backward(logits.view(), normalize, weights, chosen, dweights, dlogits.view_mut())
+            .route_backward(logits.view(), gating, weights, chosen, dweights, dlogits.view_mut())
             .unwrap();
         dlogits
     };
     let expected = run(&reference::kernel_set(), DType::F32);
-    let largest = dweights.values().into_iter().map(f64::abs).fold(0.0, f64::max);
+    let largest =
+        dweights.values().into_iter().map(f64::abs).fold(0.0, f64::max) * f64::from(gating.scale.max(1.0));
     for (name, set) in backends() {
-        let what = format!("{name}: {choices} of [{tokens}, {experts}] {dtype} {out_dtype}, {normalize}");
+        let what =
+            format!("{name}: {choices} of [{tokens}, {experts}] {dtype} {out_dtype}, {}", words(gating));
         assert_close(&what, &expected, &run(&set, out_dtype), 1e-6 * choices as f64 * largest);
     }
 }
@@ -219,7 +269,7 @@ fn rows_to_experts_and_back() {
 
 fn check_rows((tokens, experts, choices): (usize, usize, usize), width: usize, mix: (DType, DType)) {
     let logits = Host::random(DType::F32, &[tokens, experts], 2.0, 1);
-    let routed = route(&*reference::kernel_set().experts, &logits, choices, true);
+    let routed = route(&*reference::kernel_set().experts, &logits, choices, Gating::softmax(true));
     let what =
         |name: &str| format!("{name}: {choices} of {experts}, [{tokens}, {width}] {} {}", mix.0, mix.1);
     check_spread_and_collect(&routed, width, mix, what);
@@ -307,15 +357,16 @@ proptest! {
     #[test]
     fn any_shape(
         tokens in 1usize..60, experts in 1usize..200, choices in 1usize..20, width in 1usize..1500,
-        mix in 0..MIXES.len(), normalize in any::<bool>(), seed in 1u64..1000,
+        mix in 0..MIXES.len(), gating in 0usize..6, seed in 1u64..1000,
     ) {
         let choices = choices.min(experts);
         // Few different values: many are equal.
         let logits = Host::random(DType::F32, &[tokens, experts], 2.0, seed);
         let coarse = Host::of(DType::F32, &[tokens, experts], logits.values().into_iter().map(f64::round));
-        check_route(&logits, choices, normalize);
-        check_route(&coarse, choices, normalize);
-        check_route_backward((tokens, experts, choices), MIXES[mix], normalize);
+        let (bias, zeros) = (biases(experts), Host::zeros(DType::F32, &[experts]));
+        check_route(&logits, choices, gatings(&bias)[gating]);
+        check_route(&coarse, choices, gatings(&zeros)[gating]);
+        check_route_backward((tokens, experts, choices), MIXES[mix], gatings(&bias)[gating]);
         check_rows((tokens, experts, choices), width, MIXES[mix]);
     }
 }

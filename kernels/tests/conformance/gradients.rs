@@ -4,7 +4,7 @@
 //! results are f32, whose rounding (6e-8 relative of sums up to ~10) divided by the step of 2e-2 leaves about 3e-5;
 //! the truncation error of order step² times a third derivative of order 1 leaves about 1e-4 to 1e-3. Allowed: 2e-3.
 
-use crate::experts::{Routed, route};
+use crate::experts::{Routed, gatings, route};
 use crate::sinks;
 use crate::support::Host;
 use terrace_kernels::{
@@ -171,15 +171,16 @@ fn routing() {
     let set = reference::kernel_set();
     let logits = Host::of(DType::F32, &[3, 5], (0..15).map(|i| 0.3 * f64::from(i * 7 % 15) - 2.0));
     let c = f32s(&[3, 2], 1);
-    for normalize in [false, true] {
-        let Routed { weights, chosen, .. } = route(&*set.experts, &logits, 2, normalize);
+    let bias = Host::of(DType::F32, &[5], [0.3, -0.2, 0.0, 0.1, -0.4]);
+    for gating in gatings(&bias) {
+        let Routed { weights, chosen, .. } = route(&*set.experts, &logits, 2, gating);
         let mut dlogits = Host::zeros(DType::F32, &[3, 5]);
         let (of_choices, to_logits) = (chosen.view(), dlogits.view_mut());
         set.experts
-            .route_backward(logits.view(), normalize, weights.view(), of_choices, c.view(), to_logits)
+            .route_backward(logits.view(), gating, weights.view(), of_choices, c.view(), to_logits)
             .unwrap();
-        check(&format!("dlogits, {normalize}"), &logits, &dlogits, |logits| {
-            dot(&route(&*set.experts, logits, 2, normalize).weights, &c)
+        check(&format!("dlogits, {gating:?}"), &logits, &dlogits, |logits| {
+            dot(&route(&*set.experts, logits, 2, gating).weights, &c)
         });
     }
 }

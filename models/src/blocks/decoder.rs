@@ -59,7 +59,7 @@ impl DecoderBlock {
         let attention = Attention::new(config, layer, &mut params);
         let feed_forward = match config.mixture_of(layer) {
             None => FeedForward::Dense(Mlp::new(config, &mut params)),
-            Some(mixture) => FeedForward::Mixture(MixtureMlp::new(config, mixture, &mut params)),
+            Some(mixture) => FeedForward::Mixture(MixtureMlp::new(config, layer, mixture, &mut params)),
         };
         let name = format!("layers.{layer}");
         Self { name, params: params.specs, attention, feed_forward, hidden: config.hidden }

@@ -1,5 +1,5 @@
 //! The feed-forward half of a decoder layer with experts, of which each token goes through a few:
-//! `y += Σ_j w_j·down_j(f(gate_j(h))·up_j(h))` over those that a router chose, `h = norm(y)`.
+//! `y += Σ_j w_j·down_j(f(gate_j(h))·up_j(h))` over those that a router chose, `h = norm(y)`; in some models [another](super::shared) beside them.
 //!
 //! E experts, X chosen by each token, P = R·X routed rows of a tile ([`Experts`](terrace_kernels::Experts)): a row for each token and choice,
 //! those of an expert together. The weight multiplies what `down` is given, and not what it gives: its gradient is then the product of two rows of F
@@ -7,11 +7,15 @@
 
 use super::TILE_ROWS;
 use super::layers::{Linear, Norm, Normed, Params, forward_each, tiles};
+use super::shared::Shared;
+use crate::batch::INV_FREQ;
 use crate::fused::Packing;
 use crate::{Mixture, ModelConfig};
 use std::array;
 use std::ops::Range;
-use terrace_kernels::{DType, Epilogue, GateFunction, MatmulSpec, Product, Residual, Tensor, View, ViewMut};
+use terrace_kernels::{
+    DType, Epilogue, GateFunction, Gating, MatmulSpec, Product, Residual, Scores, Tensor, View, ViewMut,
+};
 use terrace_zero::{Context, Gradients, Result, Weights};
 
 /// Parameters of the feed-forward half.
@@ -19,12 +23,17 @@ use terrace_zero::{Context, Gradients, Result, Weights};
 pub(crate) struct MixtureMlp {
     before: Norm,
     router: Linear,
+    shared: Option<Shared>,
     experts: Vec<Expert>,
     f: GateFunction,
     hidden: usize,
     feed_forward: usize,
     chosen: usize,
+    scores: Scores,
+    /// The input with what is added to scores, and the row of this layer in it.
+    score_biases: Option<(usize, usize)>,
     normalize: bool,
+    scale: f32,
     biased: bool,
     woven: bool,
 }
@@ -62,6 +71,8 @@ pub(crate) struct Routed {
     gate: Tensor,
     /// `[T·X, F]`.
     up: Tensor,
+    /// Gate and up of what is beside the experts.
+    shared: Option<[Tensor; 2]>,
 }
 
 /// A tile of rows.
@@ -127,12 +138,13 @@ pub(crate) fn chosen_experts(starts: &[usize]) -> Vec<usize> {
 
 impl MixtureMlp {
     /// Takes its parameters from the layer's list.
-    pub(crate) fn new(config: &ModelConfig, mixture: &Mixture, params: &mut Params) -> Self {
+    pub(crate) fn new(config: &ModelConfig, layer: usize, mixture: &Mixture, params: &mut Params) -> Self {
         let (hidden, feed_forward) = (config.hidden, mixture.feed_forward);
         let names = config.family.expert_names();
         let before = params.norm("post_attention_layernorm", hidden, config.norm_eps);
         let biased = mixture.biased;
         let router = params.plain_linear(names.router, mixture.experts, hidden, biased);
+        let shared = mixture.shared.map(|expert| Shared::new(config, expert, params));
         let expert = |index| {
             let mut linear = |name, outputs, inputs| {
                 params.of_expert(&format!("{}.experts.{index}.{name}", names.module), outputs, inputs, biased)
@@ -146,12 +158,19 @@ impl MixtureMlp {
         Self {
             before,
             router,
+            shared,
             experts: (0..mixture.experts).map(expert).collect(),
             f: config.gate_function,
             hidden,
             feed_forward,
             chosen: mixture.chosen,
+            scores: mixture.scores,
+            score_biases: mixture.has_score_biases.then(|| {
+                let input = INV_FREQ + 1 + usize::from(config.window_rope.is_some());
+                (input, (0..layer).filter(|&before| config.mixture_of(before).is_some()).count())
+            }),
             normalize: mixture.normalize,
+            scale: mixture.scale,
             biased,
             woven: config.family.packing() == Packing::Experts,
         }
@@ -216,9 +235,12 @@ impl MixtureMlp {
         h_RD: Tensor,
         routing: &Routing,
         starts: Vec<usize>,
-        y_RD: ViewMut<'_>,
+        mut y_RD: ViewMut<'_>,
     ) -> Result {
         let rows = y_RD.shape().rows();
+        if let Some(shared) = &self.shared {
+            shared.forward(cx, weights, h_RD.view(), Residual::InPlace, y_RD.reborrow())?;
+        }
         let routes = Routes::of(routing, Tile::alone(rows), starts);
         let dims_PF = [rows * self.chosen, self.feed_forward];
         let (mut gate_PF, mut up_PF) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
@@ -242,19 +264,29 @@ impl MixtureMlp {
         let mut routing = self.routing(rows, Tile::all(rows).count(), &lasting)?;
         let dims = [rows * self.chosen, self.feed_forward];
         let (mut gate, mut up) = (cx.lasting_tensor(&dims)?, cx.lasting_tensor(&dims)?);
+        let wide_of = |shared: &Shared| -> Result<[Tensor; 2]> {
+            Ok([cx.lasting_tensor(&shared.dims(rows))?, cx.lasting_tensor(&shared.dims(rows))?])
+        };
+        let mut of_shared = self.shared.as_ref().map(wide_of).transpose()?;
         for tile in Tile::all(rows) {
             let y1_RD = y1_TD.rows(tile.start, tile.end);
             let h_RD = self.normed(cx, weights, y1_RD)?;
+            let (mut y_RD, mut residual) = (y_TD.reborrow().rows(tile.start, tile.end), Residual::Of(y1_RD));
+            if let (Some(shared), Some(wide)) = (&self.shared, &mut of_shared) {
+                let wide = wide.each_mut().map(|wide| wide.view_mut().rows(tile.start, tile.end));
+                let h_RD = h_RD.view();
+                shared.forward_keeping(cx, weights, h_RD, wide, residual, y_RD.reborrow())?;
+                residual = Residual::InPlace;
+            }
             self.route(cx, weights, h_RD.view(), &mut routing, tile)?;
             let routes = self.routes(cx, &routing, tile)?;
             let (start, end) = (tile.start * self.chosen, tile.end * self.chosen);
             let wide = [gate.view_mut().rows(start, end), up.view_mut().rows(start, end)];
             self.widen(cx, weights, h_RD, &routes, wide)?;
             let act_PF = self.activate(cx, gate.view().rows(start, end), up.view().rows(start, end))?;
-            let y_RD = y_TD.reborrow().rows(tile.start, tile.end);
-            self.narrow(cx, weights, act_PF, &routes, Residual::Of(y1_RD), y_RD)?;
+            self.narrow(cx, weights, act_PF, &routes, residual, y_RD)?;
         }
-        Ok(Routed { routing, gate, up })
+        Ok(Routed { routing, gate, up, shared: of_shared })
     }
 
     /// `dx = dy + ∂(feed-forward)/∂y1 · dy`, where `y1_TD` is what [`forward`](Self::forward) was given. Without what
@@ -275,18 +307,24 @@ impl MixtureMlp {
             let (y1_RD, dy_RD) = (y1_TD.rows(tile.start, tile.end), dy_TD.rows(tile.start, tile.end));
             let normed = self.before.forward(cx, weights, y1_RD)?;
             let h_RD = normed.out.view();
+            let of_shared = kept.and_then(|kept| kept.shared.as_ref());
+            let of_shared =
+                of_shared.map(|wide| wide.each_ref().map(|wide| wide.view().rows(tile.start, tile.end)));
+            let shared = self.shared.as_ref();
+            let dh_RD = shared.map(|it| it.backward(cx, weights, h_RD, of_shared, dy_RD, gradients));
+            let dh_RD = dh_RD.transpose()?;
             let dh_RD = match kept {
-                Some(Routed { routing, gate, up }) => {
+                Some(Routed { routing, gate, up, .. }) => {
                     let (start, end) = (tile.start * self.chosen, tile.end * self.chosen);
                     let wide = [gate.view().rows(start, end), up.view().rows(start, end)];
                     let routes = self.routes(cx, routing, tile)?;
-                    self.backward_tile(cx, weights, h_RD, &routes, wide, dy_RD, gradients)?
+                    self.backward_tile(cx, weights, h_RD, &routes, wide, dy_RD, dh_RD, gradients)?
                 }
                 None => {
-                    let fresh = self.again(cx, weights, h_RD)?;
-                    let routes = self.routes(cx, &fresh.routing, Tile::alone(tile.rows()))?;
-                    let wide = [fresh.gate.view(), fresh.up.view()];
-                    self.backward_tile(cx, weights, h_RD, &routes, wide, dy_RD, gradients)?
+                    let (routing, [gate, up]) = self.again(cx, weights, h_RD)?;
+                    let routes = self.routes(cx, &routing, Tile::alone(tile.rows()))?;
+                    let wide = [gate.view(), up.view()];
+                    self.backward_tile(cx, weights, h_RD, &routes, wide, dy_RD, dh_RD, gradients)?
                 }
             };
             let Normed { out, rstd } = normed;
@@ -298,7 +336,7 @@ impl MixtureMlp {
         Ok(())
     }
 
-    /// The gradient of `h_RD`, f32. Holds, beside gate and up, at most three `[P, F]` tensors and a `[P, D]` one at a time, or
+    /// The gradient of `h_RD`, f32, added to what it has from elsewhere. Holds, beside gate and up, at most three `[P, F]` tensors and a `[P, D]` one at a time, or
     /// two and two.
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     fn backward_tile(
@@ -309,6 +347,7 @@ impl MixtureMlp {
         routes: &Routes<'_>,
         [gate_PF, up_PF]: [View<'_>; 2],
         dy_RD: View<'_>,
+        so_far_RD: Option<Tensor>,
         gradients: &mut Gradients<'_>,
     ) -> Result<Tensor> {
         let experts = &cx.kernels.experts;
@@ -340,8 +379,10 @@ impl MixtureMlp {
         self.backward_experts(weights, routes, &wide, h_PD.view(), dh_PD.view_mut(), gradients)?;
         self.backward_biases(cx, routes, &wide, gradients)?;
         drop((dgate_PF, dup_PF, h_PD));
-        let mut dh_RD = cx.tensor_of(DType::F32, h_RD.shape().dims())?;
-        experts.collect(dh_PD.view(), rows_RX, Residual::None, dh_RD.view_mut())?;
+        let residual = if so_far_RD.is_some() { Residual::InPlace } else { Residual::None };
+        let fresh = || cx.tensor_of(DType::F32, h_RD.shape().dims());
+        let mut dh_RD = so_far_RD.map_or_else(fresh, Ok)?;
+        experts.collect(dh_PD.view(), rows_RX, residual, dh_RD.view_mut())?;
         drop(dh_PD);
         self.backward_router(cx, weights, h_RD, routes, dweights_RX.view(), dh_RD.view_mut(), gradients)?;
         Ok(dh_RD)
@@ -363,7 +404,7 @@ impl MixtureMlp {
         let mut dlogits_RE = cx.tensor_of(DType::F32, logits_RE.shape().dims())?;
         cx.kernels.experts.route_backward(
             logits_RE,
-            self.normalize,
+            self.gating(cx),
             weights_RX,
             chosen_RX,
             dweights_RX,
@@ -375,6 +416,18 @@ impl MixtureMlp {
         }
         let spec = MatmulSpec { accumulate: true, ..MatmulSpec::NN };
         Ok(cx.kernels.matmul.matmul(dlogits_RE.view(), weights.get(self.router.weight), dh_RD, spec)?)
+    }
+
+    /// How experts are chosen.
+    fn gating<'c>(&self, cx: &'c Context<'_>) -> Gating<'c> {
+        let of_layer =
+            |(input, row): (usize, usize)| cx.input(input).rows(row, row + 1).reshape(&[self.experts.len()]);
+        Gating {
+            scores: self.scores,
+            bias: self.score_biases.map(of_layer),
+            normalize: self.normalize,
+            scale: self.scale,
+        }
     }
 
     fn normed(&self, cx: &Context<'_>, weights: &Weights<'_>, y_RD: View<'_>) -> Result<Tensor> {
@@ -420,7 +473,7 @@ impl MixtureMlp {
         self.router.forward_into(cx, weights, h_RD, logits_RE)?;
         Ok(cx.kernels.experts.route(
             logits.view().rows(start, end),
-            self.normalize,
+            self.gating(cx),
             shares.view_mut().rows(start, end),
             chosen.view_mut().rows(start, end),
             rows.view_mut().rows(start, end),
@@ -432,8 +485,13 @@ impl MixtureMlp {
         Ok(Routes::of(routing, tile, self.starts_of(cx, routing, tile)?))
     }
 
-    /// What [`forward_keeping`](Self::forward_keeping) leaves of a tile, computed again.
-    fn again(&self, cx: &Context<'_>, weights: &Weights<'_>, h_RD: View<'_>) -> Result<Routed> {
+    /// What [`forward_keeping`](Self::forward_keeping) leaves of a tile's experts, computed again: choices, gate and up.
+    fn again(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        h_RD: View<'_>,
+    ) -> Result<(Routing, [Tensor; 2])> {
         let rows = h_RD.shape().rows();
         let routing = self.choose(cx, weights, h_RD)?;
         let routes = self.routes(cx, &routing, Tile::alone(rows))?;
@@ -441,7 +499,7 @@ impl MixtureMlp {
         let (mut gate, mut up) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
         let h_PD = self.spread(cx, h_RD, &routes)?;
         self.widen_spread(cx, weights, h_PD.view(), &routes, [gate.view_mut(), up.view_mut()])?;
-        Ok(Routed { routing, gate, up })
+        Ok((routing, [gate, up]))
     }
 
     /// A row for each routed one.
@@ -633,15 +691,18 @@ impl Routing {
 impl Routed {
     /// In the order of [`from_tensors`](Self::from_tensors).
     pub(crate) fn into_tensors(self) -> Vec<Tensor> {
-        let Self { routing, gate, up } = self;
-        routing.into_tensors().into_iter().chain([gate, up]).collect()
+        let Self { routing, gate, up, shared } = self;
+        routing.into_tensors().into_iter().chain([gate, up]).chain(shared.into_iter().flatten()).collect()
     }
 
     /// # Panics
     /// If they are not what a feed-forward with experts left.
     pub(crate) fn from_tensors(kept: Vec<Tensor>) -> Self {
-        let [logits, weights, chosen, rows, starts, gate, up] =
-            kept.try_into().expect("a layer gets what its own forward kept");
-        Self { routing: Routing { logits, weights, chosen, rows, starts }, gate, up }
+        let mut kept = kept.into_iter();
+        let mut next = || kept.next().expect("a layer gets what its own forward kept");
+        let routing = Routing::from_tensors(array::from_fn(|_| next()));
+        let (gate, up) = (next(), next());
+        let shared: Vec<Tensor> = kept.collect();
+        Self { routing, gate, up, shared: shared.try_into().ok() }
     }
 }

@@ -14,6 +14,7 @@ mod head;
 mod layers;
 mod mixture;
 mod mlp;
+mod shared;
 
 pub use decoder::DecoderBlock;
 pub use embedding::EmbeddingBlock;

@@ -2,10 +2,11 @@
 
 use crate::fixture::{Fixture, numbers};
 use serde_json::{Value, json};
-use terrace_kernels::GateFunction;
+use terrace_kernels::{GateFunction, Scores};
 use terrace_models::{
-    Family, Mixture, ModelConfig, Multipliers, Norms, QkNorm, RopeScaling, build, param_count,
+    Family, Mixture, ModelConfig, Multipliers, Norms, QkNorm, RopeScaling, SharedExpert, build, param_count,
 };
+use terrace_zero::ParamSpec;
 
 #[test]
 fn old_and_new_spellings_are_the_same_model() {
@@ -219,11 +220,50 @@ fn released_models_with_experts() {
         experts: 128,
         chosen: 8,
         feed_forward: 768,
+        scores: Scores::Softmax,
+        has_score_biases: false,
         normalize: true,
+        scale: 1.0,
         biased: false,
+        shared: None,
         dense_layers: Vec::new(),
     };
     assert_eq!(qwen.mixture, Some(expected));
+
+    // Qwen 2 57B-A14B: 57,408,658,944 parameters.
+    let qwen = of(
+        r#"{"architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1,
+            "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+            "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2_moe",
+            "moe_intermediate_size": 2560, "norm_topk_prob": false, "num_attention_heads": 28, "num_experts": 64,
+            "num_experts_per_tok": 8, "num_hidden_layers": 28, "num_key_value_heads": 4, "output_router_logits": false,
+            "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 20480, "sliding_window": 65536, "tie_word_embeddings": false,
+            "torch_dtype": "bfloat16", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}"#,
+    );
+    let shared = Some(SharedExpert { feed_forward: 20480, is_gated: true });
+    assert_eq!((param_count(&qwen), qwen.mixture.as_ref().unwrap().shared), (57_408_658_944, shared));
+    assert!(qwen.qkv_bias && qwen.windows == [None; 28] && qwen.constants().is_empty());
+
+    // GLM 4.5 Air: 106,852,245,504 parameters without the layer that predicts further tokens.
+    let glm = of(
+        r#"{"architectures": ["Glm4MoeForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+            "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 131072,
+            "model_type": "glm4_moe", "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+            "norm_topk_prob": true, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+            "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+            "tie_word_embeddings": false, "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": true, "use_qk_norm": false,
+            "vocab_size": 151552}"#,
+    );
+    assert_eq!((param_count(&glm), glm.qk_norm, glm.rope.size), (106_852_245_504, None, 64));
+    let mixture = glm.mixture.as_ref().unwrap();
+    assert_eq!((mixture.dense_layers.as_slice(), mixture.scores), (&[0][..], Scores::Sigmoid));
+    assert_eq!(mixture.shared, Some(SharedExpert { feed_forward: 1408, is_gated: false }));
+    let constants = glm.constants();
+    let first = ParamSpec::new("model.layers.1.mlp.gate.e_score_correction_bias", &[128]);
+    assert_eq!((constants.len(), &constants[0]), (45, &first));
 
     // OLMoE 1B-7B: 6,919,161,856 parameters.
     let olmoe = of(
@@ -236,6 +276,35 @@ fn released_models_with_experts() {
             "vocab_size": 50304}"#,
     );
     assert_eq!((param_count(&olmoe), olmoe.qk_norm), (6_919_161_856, Some(QkNorm::AllHeads)));
+}
+
+/// What GLM 4.5 leaves out, and what is refused of it.
+#[test]
+fn experts_with_one_beside_them() {
+    let glm = |more: Value| {
+        let mut config = json!({"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 3});
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        parse(config)
+    };
+    let absent = glm(json!({"head_dim": 16})).unwrap();
+    let mixture = absent.mixture.unwrap();
+    assert_eq!((mixture.experts, mixture.chosen, mixture.feed_forward, mixture.scale), (128, 8, 1408, 1.0));
+    assert_eq!((mixture.dense_layers.as_slice(), absent.rope.size), (&[0][..], 8));
+    let several = glm(json!({"n_shared_experts": 3, "moe_intermediate_size": 10})).unwrap().mixture.unwrap();
+    assert_eq!(several.shared, Some(SharedExpert { feed_forward: 30, is_gated: false }));
+    assert_eq!(glm(json!({"n_shared_experts": 0})).unwrap().mixture.unwrap().shared, None);
+    let all_dense = glm(json!({"first_k_dense_replace": 92})).unwrap();
+    assert!((0..3).all(|layer| all_dense.mixture_of(layer).is_none()) && all_dense.constants().is_empty());
+    for (more, parts) in [
+        (json!({"n_group": 8}), ["n_group", "1 (experts are chosen from all)"]),
+        (json!({"n_shared_experts": 1u64 << 31}), ["n_shared_experts", "that is too many"]),
+        (json!({"routed_scaling_factor": -1}), ["routed_scaling_factor", "must be positive"]),
+        (json!({"partial_rotary_factor": 0.3, "head_dim": 10}), ["partial_rotary_factor", "3 of the 10"]),
+        (json!({"head_dim": 6}), ["partial_rotary_factor", "3 of the 6"]),
+    ] {
+        let error = glm(more).unwrap_err().to_string();
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    }
 }
 
 /// Which layers have experts, what an absent entry means, and what is refused.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use terrace_aio::engine::{EngineConfig as IoConfig, open_default};
 use terrace_device::host::HostDevice;
 use terrace_kernels::{DType, cpu};
-use terrace_models::{Model, TokenBatch, export_folder};
+use terrace_models::{Model, export_folder};
 use terrace_optimizer::{AdamW, StateFormat};
 use terrace_zero::{Backend, BatchLimits, Engine, EngineConfig, Placement, TrainingConfig, WindowOverrides};
 
@@ -15,7 +15,7 @@ use terrace_zero::{Backend, BatchLimits, Engine, EngineConfig, Placement, Traini
 fn train(fixture: &Fixture, dtype: DType, disk: &std::path::Path) -> (Engine, Vec<f64>, Vec<f64>) {
     let model = Model::from_folder(&fixture.folder).unwrap();
     let mut source = fixture.weights();
-    let batches = TokenBatch::new(&model.config);
+    let batches = fixture.batches(&model.config);
     let steps = steps(&fixture.json("train.json"), &batches);
     let first = &steps[0];
     let state = if dtype == DType::F32 { StateFormat::Fp32 } else { StateFormat::Split };

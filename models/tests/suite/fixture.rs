@@ -5,10 +5,10 @@ use serde_json::Value;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use terrace_kernels::{DType, KernelSet, cpu, reference};
-use terrace_models::{Model, Row, SafetensorsSource, TokenBatch};
+use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 26] = [
+pub const NAMES: [&str; 28] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -28,7 +28,9 @@ pub const NAMES: [&str; 26] = [
     "gemma",
     "gemma3",
     "mixtral",
+    "qwen2_moe",
     "qwen3_moe",
+    "glm4_moe",
     "olmoe",
     "gpt_oss",
     "gemma3_vision",
@@ -66,6 +68,11 @@ impl Fixture {
 
     pub fn all() -> impl Iterator<Item = Self> {
         NAMES.into_iter().map(Self::new)
+    }
+
+    /// A builder of batches for its weights and a configuration.
+    pub fn batches(&self, config: &ModelConfig) -> TokenBatch {
+        TokenBatch::for_model(&self.folder, config).unwrap()
     }
 
     pub fn runner(&self, kernels: KernelSet, dtype: DType) -> Runner {

@@ -20,5 +20,6 @@ mod pages;
 mod parity;
 mod quantized;
 mod runner;
+mod shared;
 mod tiling;
 mod weights;

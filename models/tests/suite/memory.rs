@@ -15,7 +15,8 @@ fn planned_peaks_are_the_real_ones() {
         for dtype in [DType::F32, DType::BF16] {
             let mut real = fixture.runner(reference::kernel_set(), dtype);
             let mut dry = Runner::dry(Model::from_folder(&fixture.folder).unwrap(), dtype);
-            let (real, dry) = (all_modes(&mut real), all_modes(&mut dry));
+            let batches = fixture.batches(&real.model.config);
+            let (real, dry) = (all_modes(&mut real, &batches), all_modes(&mut dry, &batches));
             assert_eq!(dry, real, "{} in {dtype}", fixture.name);
             assert!(real.iter().any(|(block, what, _)| block == "head" && *what == "backward"));
         }
@@ -44,8 +45,7 @@ fn long_sequences_are_tiled() {
     assert_eq!(peak, whole + tile);
 }
 
-fn all_modes(runner: &mut Runner) -> Vec<Peak> {
-    let batches = TokenBatch::new(&runner.model.config);
+fn all_modes(runner: &mut Runner, batches: &TokenBatch) -> Vec<Peak> {
     let blank = batches.blank(SEQUENCES, LENGTH);
     runner.train(&blank, 1.0, &mut HashMap::new());
     runner.evaluate(&blank);

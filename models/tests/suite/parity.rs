@@ -4,8 +4,8 @@ use crate::adamw::{self, State};
 use crate::fixture::{Fixture, backends, numbers, steps};
 use crate::runner::Runner;
 use std::collections::HashMap;
-use terrace_kernels::{DType, GateFunction, KernelSet, reference};
-use terrace_models::{Mixture, Model, ModelConfig, RopeScaling, TokenBatch};
+use terrace_kernels::{DType, GateFunction, KernelSet, Scores, reference};
+use terrace_models::{Mixture, Model, ModelConfig, RopeScaling};
 use terrace_zero::MicroBatch;
 
 #[test]
@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 41] = [
+    let ignored: [(&'static str, Change); 51] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -64,6 +64,16 @@ fn logits_notice_every_option() {
         ("mixtral", |config| mixture(config).chosen = 1),
         ("qwen3_moe", |config| mixture(config).chosen = 2),
         ("olmoe", |config| mixture(config).normalize = true),
+        ("qwen2_moe", |config| config.windows = vec![None; config.layers]),
+        ("qwen2_moe", |config| mixture(config).shared = None),
+        ("qwen2_moe", |config| mixture(config).shared.as_mut().unwrap().is_gated = false),
+        ("glm4_moe", |config| config.qk_norm = None),
+        ("glm4_moe", |config| config.rope.size = config.head_size),
+        ("glm4_moe", |config| mixture(config).scores = Scores::Softmax),
+        ("glm4_moe", |config| mixture(config).has_score_biases = false),
+        ("glm4_moe", |config| mixture(config).normalize = false),
+        ("glm4_moe", |config| mixture(config).scale = 1.0),
+        ("glm4_moe", |config| mixture(config).shared = None),
         ("gpt_oss", |config| config.windows = vec![None; config.layers]),
         ("gpt_oss", |config| config.has_sinks = false),
         ("gpt_oss", |config| config.gate_function = GateFunction::Silu),
@@ -94,7 +104,7 @@ fn greedy_ids_through_the_cache() {
         let prompts: Vec<Vec<u32>> = numbers(&greedy["prompts"]);
         let expected: Vec<Vec<u32>> = numbers(&greedy["outputs"]);
         let mut runner = fixture.runner(kernels, DType::F32);
-        let batches = TokenBatch::new(&runner.model.config);
+        let batches = fixture.batches(&runner.model.config);
 
         let rows: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
         let longest = rows.iter().map(|row| row.len()).max().unwrap();
@@ -120,7 +130,7 @@ fn greedy_ids_by_recomputing_everything() {
         let expected: Vec<Vec<u32>> = numbers(&greedy["outputs"]);
         let prompt_lengths: Vec<usize> = rows.iter().map(Vec::len).collect();
         let mut runner = fixture.runner(kernels, DType::F32);
-        let batches = TokenBatch::new(&runner.model.config);
+        let batches = fixture.batches(&runner.model.config);
         for _ in 0..expected[0].len() {
             let views: Vec<&[u32]> = rows.iter().map(Vec::as_slice).collect();
             let batch = batches.prefill(&views, 32).unwrap();
@@ -140,7 +150,7 @@ fn a_prompt_in_two_parts_gives_the_logits_of_the_whole() {
     for (fixture, (backend, kernels)) in cases() {
         let ids = fixture.arrays("logits.safetensors")["input_ids"].ids();
         let mut runner = fixture.runner(kernels, DType::F32);
-        let batches = TokenBatch::new(&runner.model.config);
+        let batches = fixture.batches(&runner.model.config);
         let row = &ids[..20];
         let mut cache = runner.cache(1, 24);
         let whole = runner.generate(&batches.prefill(&[row], 20).unwrap(), &mut cache);
@@ -158,7 +168,7 @@ fn a_prompt_in_two_parts_gives_the_logits_of_the_whole() {
 fn gradients_of_the_first_step() {
     for (fixture, (backend, kernels)) in cases() {
         let mut runner = fixture.runner(kernels, DType::F32);
-        let batches = TokenBatch::new(&runner.model.config);
+        let batches = fixture.batches(&runner.model.config);
         let step = steps(&fixture.json("train.json"), &batches).swap_remove(0);
         let (_, gradients) = forward_backward(&mut runner, &step);
         let expected = fixture.arrays("train.safetensors");
@@ -206,7 +216,7 @@ fn ten_steps_in_bf16() {
 fn evaluation_sums_the_losses_of_training() {
     for (fixture, (backend, kernels)) in cases() {
         let mut runner = fixture.runner(kernels, DType::F32);
-        let batches = TokenBatch::new(&runner.model.config);
+        let batches = fixture.batches(&runner.model.config);
         let step = steps(&fixture.json("train.json"), &batches).swap_remove(0);
         for batch in &step {
             let trained = runner.train(batch, 1.0, &mut HashMap::new());
@@ -222,7 +232,7 @@ fn logits_error(fixture: &Fixture, runner: &mut Runner) -> f32 {
     let (ids, expected) = (arrays["input_ids"].ids(), arrays["logits"].floats());
     let [sequences, length, vocab] = arrays["logits"].shape[..] else { panic!("three dimensions") };
     // The prefixes stand for positions of the whole.
-    let batches = TokenBatch::new(&runner.model.config).reaching(length);
+    let batches = fixture.batches(&runner.model.config).reaching(length);
     let mut worst = 0f32;
     for end in 1..=length {
         let rows: Vec<&[u32]> = ids.chunks(length).map(|row| &row[..end]).collect();
@@ -253,7 +263,7 @@ fn train_all(fixture: &Fixture, kernels: KernelSet, dtype: DType) -> Trained {
         let values: Vec<f32> = bytes.iter().map(|b| f32::from_le_bytes(*b)).collect();
         states.insert(param.name.clone(), State::new(&values));
     }
-    let batches = TokenBatch::new(&runner.model.config);
+    let batches = fixture.batches(&runner.model.config);
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for (index, step) in steps(&fixture.json("train.json"), &batches).iter().enumerate() {
         let (loss, gradients) = forward_backward(&mut runner, step);

@@ -74,7 +74,7 @@ impl Setup {
     fn logits(&self, source: &mut dyn WeightSource) -> Vec<f32> {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let mut engine = self.engine(source, vec![dir.path().to_owned()]).unwrap();
-        let batches = TokenBatch::new(&self.model);
+        let batches = TokenBatch::for_source(&self.model, source).unwrap();
         let mut cache = engine.new_cache(2).unwrap();
         let rows: Vec<&[u32]> = PROMPTS.iter().map(|row| &row[..]).collect();
         let mut all =
