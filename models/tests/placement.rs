@@ -353,6 +353,23 @@ fn gpt_oss() -> ModelConfig {
     )
 }
 
+/// Beside the experts is one that all tokens go through; chosen with what batches bring in the first, with a share of each token in the second.
+fn with_shared() -> [ModelConfig; 2] {
+    let glm = r#""num_key_value_heads":2,"n_routed_experts":6,"num_experts_per_tok":2,"moe_intermediate_size":24,
+        "n_shared_experts":2,"routed_scaling_factor":1.5,"use_qk_norm":true,"first_k_dense_replace":1"#;
+    let qwen = r#""num_key_value_heads":2,"num_experts":6,"num_experts_per_tok":2,"moe_intermediate_size":24,
+        "shared_expert_intermediate_size":40,"mlp_only_layers":[1]"#;
+    [model("Glm4MoeForCausalLM", glm), model("Qwen2MoeForCausalLM", qwen)]
+}
+
+#[test]
+fn shared_experts() {
+    for model in with_shared() {
+        check(&Setup { model: model.clone(), ..Setup::new(true) });
+        check_horizontal(&Setup { model, dtype: DType::F32, state: StateFormat::Fp32, ..Setup::new(true) });
+    }
+}
+
 #[test]
 fn attention_sinks_and_experts_with_biases() {
     check(&Setup { model: gpt_oss(), ..Setup::new(true) });
@@ -397,6 +414,8 @@ fn every_family_keeps() {
         model("OlmoeForCausalLM", r#""num_key_value_heads":2,"num_experts":6,"num_experts_per_tok":2"#),
         with_experts(),
         gpt_oss(),
+        with_shared()[0].clone(),
+        with_shared()[1].clone(),
         model(
             "LlamaForCausalLM",
             r#""num_key_value_heads":2,"attention_bias":true,"mlp_bias":true,"tie_word_embeddings":true"#,

@@ -358,8 +358,9 @@ impl<'a> Planning<'a> {
     pub(super) fn shape(&self, parameters: u64) -> String {
         let m = &self.model;
         let feed_forward = match &m.mixture {
-            Some(Mixture { experts, chosen, feed_forward, .. }) => {
-                format!("{chosen} of {experts} experts of {feed_forward}")
+            Some(Mixture { experts, chosen, feed_forward, shared, .. }) => {
+                let beside = shared.map(|shared| format!(" and one of {} for all", shared.feed_forward));
+                format!("{chosen} of {experts} experts of {feed_forward}{}", beside.unwrap_or_default())
             }
             None => format!("feed-forward {}", m.feed_forward),
         };

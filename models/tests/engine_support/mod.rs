@@ -235,7 +235,7 @@ impl Setup {
 
     /// The micro-batches of step `step`; some rows are short, some labels masked.
     pub fn batches(&self, step: u64) -> Vec<MicroBatch> {
-        let builder = TokenBatch::new(&self.model);
+        let builder = TokenBatch::for_source(&self.model, &mut RandomSource::new(7)).expect("random numbers");
         let vocab = self.model.vocab as u64;
         let mut state = step.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0xabcd;
         let mut next = move || {

@@ -38,6 +38,17 @@ fn biased() -> ModelConfig {
     .unwrap()
 }
 
+/// Chosen with numbers of the files, and with one beside them that all tokens go through.
+fn shared() -> ModelConfig {
+    ModelConfig::parse(
+        r#"{"architectures":["Glm4MoeForCausalLM"],"vocab_size":101,"hidden_size":64,"intermediate_size":192,
+        "num_hidden_layers":6,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":16,"max_position_embeddings":64,
+        "n_routed_experts":64,"num_experts_per_tok":2,"moe_intermediate_size":128,"first_k_dense_replace":1,
+        "routed_scaling_factor":1.5,"initializer_range":0.2}"#,
+    )
+    .unwrap()
+}
+
 type Describe = fn() -> ModelConfig;
 
 #[derive(Clone, Copy)]
@@ -86,7 +97,9 @@ impl Setup {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let stats = Arc::new(StatsLayer::new(open_default(&IoConfig::default()).unwrap()));
         let mut engine = self.engine(dir.path(), Arc::clone(&stats) as _);
-        let batches = TokenBatch::new(&(self.model)());
+        let model = (self.model)();
+        let mut source = RandomSource::for_config(&model, 1);
+        let batches = TokenBatch::for_source(&model, &mut source).unwrap();
         let (mut logits, mut bytes) = (Vec::new(), Vec::new());
         for length in [LENGTH, SHORT, LENGTH] {
             let rows =
@@ -111,8 +124,8 @@ impl Setup {
 
 #[test]
 fn experts_that_no_token_chooses_are_not_read() {
-    let cases: [(Describe, Option<QuantFormat>); 3] =
-        [(model, None), (model, Some(QuantFormat::Int8)), (biased, None)];
+    let cases: [(Describe, Option<QuantFormat>); 4] =
+        [(model, None), (model, Some(QuantFormat::Int8)), (biased, None), (shared, Some(QuantFormat::Int4))];
     for (model, format) in cases {
         let memory =
             Setup { model, placement: Placement::None, discrete: false, weight_slots: 1, format, copies: 0 };
