@@ -209,8 +209,7 @@ impl ModelConfig {
         let positions_max = entries.size_or("max_position_embeddings", defaults.positions)?;
         let vocab = entries.size("vocab_size")?;
         let (rope, window_rope) = Rope::parse(&entries, family, head_size, positions_max, defaults.theta)?;
-        let is_biased = matches!(family, Family::SeedOss | Family::GptOss);
-        let attention_bias = entries.flag("attention_bias", is_biased)?;
+        let biases = family.biases(&entries)?;
         let unrotated = unrotated(&entries, family, layers)?;
         let mixture = Mixture::parse(&entries, family, layers)?;
         let config = Self {
@@ -227,33 +226,9 @@ impl ModelConfig {
             head_size,
             norm_eps: entries.number_or("rms_norm_eps", defaults.norm_eps)? as f32,
             tied: entries.flag("tie_word_embeddings", defaults.tied)?,
-            qkv_bias: match family {
-                Family::Qwen2 => true,
-                Family::Qwen2Moe => entries.flag("qkv_bias", true)?,
-                Family::Mistral | Family::Phi3 | Family::Mixtral => false,
-                Family::Qwen3Moe | Family::Olmoe | Family::Glm4Moe => attention_bias,
-                Family::Llama | Family::Qwen3 | Family::SeedOss | Family::SmolLm3 => attention_bias,
-                Family::Olmo2 | Family::Olmo3 | Family::Granite => attention_bias,
-                Family::Gemma | Family::Gemma3 | Family::GptOss => attention_bias,
-            },
-            output_bias: match family {
-                Family::Llama | Family::Qwen3 | Family::SmolLm3 => attention_bias,
-                Family::Olmo2 | Family::Olmo3 | Family::Granite => attention_bias,
-                Family::Gemma | Family::Gemma3 | Family::GptOss => attention_bias,
-                Family::SeedOss => entries.flag("attention_out_bias", false)?,
-                Family::Qwen3Moe | Family::Olmoe => attention_bias,
-                Family::Mistral | Family::Qwen2 | Family::Phi3 | Family::Mixtral => false,
-                Family::Qwen2Moe | Family::Glm4Moe => false,
-            },
-            mlp_bias: match family {
-                Family::Llama | Family::SeedOss | Family::SmolLm3 | Family::Granite => {
-                    entries.flag("mlp_bias", false)?
-                }
-                Family::Mistral | Family::Qwen2 | Family::Qwen3 | Family::Phi3 => false,
-                Family::Olmo2 | Family::Olmo3 | Family::Gemma | Family::Gemma3 => false,
-                Family::Mixtral | Family::Qwen3Moe | Family::Olmoe | Family::GptOss => false,
-                Family::Qwen2Moe | Family::Glm4Moe => false,
-            },
+            qkv_bias: biases.qkv,
+            output_bias: biases.output,
+            mlp_bias: biases.mlp,
             gate_function: gate_function(&entries, family)?,
             qk_norm: match family {
                 Family::Qwen3 | Family::Gemma3 | Family::Qwen3Moe => Some(QkNorm::PerHead),

@@ -84,6 +84,13 @@ pub(crate) struct Defaults {
     pub(crate) dropout: f64,
 }
 
+/// Which layers have biases.
+pub(crate) struct Biases {
+    pub(crate) qkv: bool,
+    pub(crate) output: bool,
+    pub(crate) mlp: bool,
+}
+
 impl Family {
     pub(crate) fn defaults(self) -> Defaults {
         let llama = Defaults {
@@ -173,6 +180,28 @@ impl Family {
             Self::Mixtral => &["attention_dropout", "router_jitter_noise"],
             _ => &["attention_dropout"],
         }
+    }
+
+    pub(crate) fn biases(self, entries: &Entries<'_>) -> Result<Biases> {
+        let attention = entries.flag("attention_bias", matches!(self, Self::SeedOss | Self::GptOss))?;
+        let qkv = match self {
+            Self::Qwen2 => true,
+            Self::Qwen2Moe => entries.flag("qkv_bias", true)?,
+            Self::Mistral | Self::Phi3 | Self::Mixtral => false,
+            _ => attention,
+        };
+        let output = match self {
+            Self::SeedOss => entries.flag("attention_out_bias", false)?,
+            Self::Mistral | Self::Qwen2 | Self::Phi3 | Self::Mixtral | Self::Qwen2Moe | Self::Glm4Moe => {
+                false
+            }
+            _ => attention,
+        };
+        let mlp = match self {
+            Self::Llama | Self::SeedOss | Self::SmolLm3 | Self::Granite => entries.flag("mlp_bias", false)?,
+            _ => false,
+        };
+        Ok(Biases { qkv, output, mlp })
     }
 
     /// What files hold as one tensor.
