@@ -287,6 +287,7 @@ fn gate_flops(f: GateFunction) -> [usize; 2] {
         GateFunction::Gelu => [6, 14],
         GateFunction::GeluTanh => [9, 18],
         GateFunction::ClampedSwish => [10, 19],
+        GateFunction::Sigmoid => [4, 8],
     }
 }
 

@@ -355,8 +355,8 @@ pub trait Sinks: Send + Sync {
     ) -> Result;
 }
 
-/// What is done to the gate before up is multiplied by it: `f(x) = x·share(x)` with a share that goes from 0 to 1, and
-/// `out = f(gate)·up`. [`ClampedSwish`](Self::ClampedSwish) holds both of them first, and adds 1 to up.
+/// What is done to the gate before up is multiplied by it: `f(x) = x·share(x)` with a share that goes from 0 to 1, or that
+/// share alone, and `out = f(gate)·up`. [`ClampedSwish`](Self::ClampedSwish) holds both of them first, and adds 1 to up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum GateFunction {
     /// `x·σ(x)`, σ the logistic function; also called swish. With it the activation is SwiGLU.
@@ -369,11 +369,13 @@ pub enum GateFunction {
     /// That of gpt-oss (OpenAI, arXiv 2508.10925): `out = f(g)·(u + 1)` with `f(x) = x·σ(1.702·x)`, g the gate but at most 7, and u
     /// up, held between −7 and 7. Beyond these limits gradients are 0; at them they are not. NaNs stay NaNs.
     ClampedSwish,
+    /// `σ(x)`: up is let through by a part. The gated linear unit (Dauphin et al., arXiv 1612.08083).
+    Sigmoid,
 }
 
 impl GateFunction {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Silu, Self::Gelu, Self::GeluTanh, Self::ClampedSwish];
+    pub const ALL: [Self; 5] = [Self::Silu, Self::Gelu, Self::GeluTanh, Self::ClampedSwish, Self::Sigmoid];
     /// What multiplies x in the σ of [`ClampedSwish`](Self::ClampedSwish): σ is Φ then, nearly.
     pub const SWISH_SLOPE: f64 = 1.702;
     /// The most that [`ClampedSwish`](Self::ClampedSwish) takes of a gate, and of an up of either sign.

@@ -248,7 +248,13 @@ def clamped_swish(x):
     return x * torch.sigmoid(1.702 * x)
 
 
-GATES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "clamped_swish": clamped_swish}
+GATES = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "clamped_swish": clamped_swish,
+    "sigmoid": torch.sigmoid,
+}
 
 
 def factor(function, up):
@@ -258,7 +264,7 @@ def factor(function, up):
 
 def gate_errors(function, gate):
     """Relative error of a share, and what torch's own `1 + erf` and `1 + tanh` in float64 lose where they are small."""
-    if function in ("silu", "clamped_swish"):
+    if function in ("silu", "clamped_swish", "sigmoid"):
         return 2.0**-19, 0
     return 2.0**-15, 2.0**-50 * (1 + gate.abs()) ** 3
 

@@ -82,6 +82,26 @@ pub struct KvSpec {
     pub head_size: usize,
 }
 
+/// What a recurrent block wants to carry from one pass of a generation to the next, of each sequence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CarrySpec {
+    /// Dimensions of its latest inputs, in the dtype of activations.
+    pub recent: Vec<usize>,
+    /// Dimensions of its state, in f32.
+    pub state: Vec<usize>,
+}
+
+/// What a recurrent block carries of all sequences during generation. Of a sequence whose first position is in the batch it means nothing yet.
+#[derive(Debug)]
+pub struct CarrySlot<'a> {
+    /// `[N, …]` as [`CarrySpec::recent`] says.
+    pub recent: ViewMut<'a>,
+    /// f32 `[N, …]` as [`CarrySpec::state`] says.
+    pub state: ViewMut<'a>,
+    /// i32 `[B]`: which of the N is that of each sequence of the batch.
+    pub slots: View<'a>,
+}
+
 /// A block's slice of the key/value cache during generation.
 #[derive(Debug)]
 pub struct KvSlot<'a> {
@@ -117,6 +137,8 @@ pub struct Context<'a> {
     pub loss_scale: f32,
     /// The block's key/value cache in [`Mode::Generate`].
     pub kv: Option<KvSlot<'a>>,
+    /// What the block [carries](Block::carries) in [`Mode::Generate`].
+    pub carried: Option<CarrySlot<'a>>,
     /// Memory for what [`keep`](Self::keep) leaves: where the engine can, that of the block's gradient, which comes later.
     pub lasting: &'a Arena,
     /// In [`Mode::Train`]: what goes from forward to backward; blocks call [`keep`](Self::keep) and
@@ -366,6 +388,11 @@ pub trait Block: Send + Sync + Debug {
 
     /// The key/value cache it needs in [`Mode::Generate`].
     fn kv(&self) -> Option<KvSpec> {
+        None
+    }
+
+    /// What it carries from pass to pass in [`Mode::Generate`], if it is recurrent.
+    fn carries(&self) -> Option<CarrySpec> {
         None
     }
 

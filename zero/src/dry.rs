@@ -7,6 +7,7 @@
 mod script;
 
 use crate::activations::Activations;
+use crate::carry::Carried;
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors, Shapes};
 use crate::kv::{KvLayout, KvPlan};
@@ -186,6 +187,7 @@ impl DryRun<'_> {
         let away = self.kv.as_ref().filter(|_| generates);
         let mut caches = if generates && away.is_none() { self.caches(&arena)? } else { Vec::new() };
         let _away = away.map(|away| away.take(&arena)).transpose()?;
+        let mut carried = if generates { self.carried(&arena)? } else { Vec::new() };
         let trains = mode == Mode::Train;
         let micro_batches = if trains { self.rounds.micro_batches() } else { 1 };
         let (inputs, _others) = self.inputs(&arena, micro_batches)?;
@@ -205,6 +207,7 @@ impl DryRun<'_> {
             backwards: HashMap::new(),
         };
         let pages = generates.then(|| self.page_table(&arena)).transpose()?;
+        let slots = carried.iter().flatten().next().map(|_| self.slots(&arena)).transpose()?;
         let turns = if self.in_turns && trains {
             Turns::planned(self.network, self.keeping)
         } else {
@@ -226,6 +229,8 @@ impl DryRun<'_> {
                     let buffer = BytesMut::virtual_range(layout.bytes());
                     cx.kv = Some(layout.slot(buffer, pages.view()));
                 }
+                let carries = carried.get_mut(block).and_then(Option::as_mut).zip(slots.as_ref());
+                cx.carried = carries.map(|(carried, slots)| carried.slot(slots.view()));
                 let mut staying = state.staying.remove(&0);
                 self.forward(block, mode, &mut cx, &mut staying, |work, cx| work(cx))?;
                 state.staying.extend(staying.map(|region| (0, region)));
@@ -609,12 +614,21 @@ impl DryRun<'_> {
             loss: loss.view_mut(),
             loss_scale: 1.0,
             kv: None,
+            carried: None,
             kept: Kept::Nothing,
         }
     }
 
     fn caches(&self, arena: &Arena) -> Result<Vec<Option<(Tensor, Tensor)>>> {
         allocate_caches(self.network, arena, self.dtype, self.limits)
+    }
+
+    fn carried(&self, arena: &Arena) -> Result<Vec<Option<Carried>>> {
+        Carried::allocate(self.network, arena, self.dtype, self.limits.sequences)
+    }
+
+    fn slots(&self, arena: &Arena) -> Result<Tensor> {
+        Ok(Tensor::new(arena, DType::I32, &[self.sample.sequences])?)
     }
 
     fn page_table(&self, arena: &Arena) -> Result<Tensor> {

@@ -1,5 +1,6 @@
 //! Forward only: evaluation and generation.
 
+use crate::carry::Carried;
 use crate::device_weights::DeviceWeights;
 use crate::dry::allocate_caches;
 use crate::engine::{Engine, Signals};
@@ -64,7 +65,9 @@ impl Engine {
                     limits,
                 )?),
             };
-        Ok(KvCache::new(layers, sequences, limits, Arc::clone(&self.cache_alive)))
+        let arena = &self.lane.arena;
+        let carried = Carried::allocate(&self.network, arena, self.config.dtype, limits.sequences)?;
+        Ok(KvCache::new(layers, carried, sequences, limits, Arc::clone(&self.cache_alive)))
     }
 
     /// Runs a batch over the cache and gives the logits `[B, V]` of each row's last valid position. Row b of the batch goes on from
@@ -72,7 +75,7 @@ impl Engine {
     ///
     /// # Errors
     /// The cache is full, a shape was not planned, or a tier failed. The cache then knows of no position more than before; if keys and values
-    /// are not all on the device and a tier failed, it is of no more use.
+    /// are not all on the device, or blocks are recurrent, and a tier failed, it is of no more use.
     ///
     /// # Panics
     /// If `sequences` or `added` do not match the batch, or there is no such sequence.
@@ -153,13 +156,15 @@ impl Engine {
             _ => String::new(),
         };
         let (zero, table) = (zero_loss(), cache.as_ref().map(|(cache, sequences, _)| cache.table(sequences)));
-        let small = [&zero].into_iter().chain(&table).chain(&batch.inputs);
+        let numbers = cache.as_ref().and_then(|(cache, sequences, _)| cache.slots(sequences));
+        let small = [&zero].into_iter().chain(&table).chain(&numbers).chain(&batch.inputs);
         let mut small = lane.tensors(small)?.into_iter();
         let mut loss = small.next().expect("it was the first");
         let pages = small.by_ref().take(usize::from(table.is_some())).next();
+        let of_sequences = small.by_ref().take(usize::from(numbers.is_some())).next();
         let inputs: Vec<Tensor> = small.collect();
-        let mut keys =
-            cache.map(|(cache, sequences, added)| cache.pass(lane, sequences, added)).transpose()?;
+        let passed = cache.map(|(cache, sequences, added)| cache.pass(lane, sequences, added)).transpose()?;
+        let (mut keys, mut carried) = passed.unzip();
         let (sequences, length) = (batch.sequences, batch.length);
         let pass = Pass { network, backend, lane, config, mode, sequences, length, loss_scale: 1.0, suffix };
         let items: Vec<usize> = (0..=network.last()).flat_map(|b| network.groups_of(b)).collect();
@@ -194,6 +199,9 @@ impl Engine {
                 if let Some((keys, pages)) = keys.as_mut().zip(pages.as_ref()) {
                     cx.kv = keys.slot(block, pages.view());
                 }
+                let carries = carried.as_mut().and_then(|carried| carried[block].as_mut());
+                cx.carried =
+                    carries.zip(of_sequences.as_ref()).map(|(carried, slots)| carried.slot(slots.view()));
                 let y: ViewMut<'_> = match (&mut target, &mut output) {
                     (Some(target), _) => target.view_mut(),
                     (None, Some(output)) => output.view_mut(),

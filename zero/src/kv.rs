@@ -7,6 +7,7 @@ mod plan;
 pub(crate) use layout::KvLayout;
 pub(crate) use plan::{KvPlan, KvRoom};
 
+use crate::carry::{Carried, slots};
 use crate::lane::Lane;
 use crate::{BatchLimits, CACHE_PAGE, EngineError, HostTensor, KvSlot, Result};
 use away::{Away, AwayPass};
@@ -21,6 +22,10 @@ use terrace_tiers::joined;
 #[derive(Debug)]
 pub struct KvCache {
     layers: Layers,
+    /// What recurrent blocks carry, per block.
+    carried: Vec<Option<Carried>>,
+    /// A pass changes what blocks carry. One that fails leaves it unknown.
+    is_changing: bool,
     lengths: Vec<usize>,
     /// Of each sequence, those of its first positions first.
     pages: Vec<Vec<i32>>,
@@ -59,10 +64,16 @@ impl Layers {
 }
 
 impl KvCache {
-    pub(crate) fn new(layers: Layers, sequences: usize, limits: BatchLimits, alive: Arc<()>) -> Self {
+    pub(crate) fn new(
+        layers: Layers,
+        carried: Vec<Option<Carried>>,
+        sequences: usize,
+        limits: BatchLimits,
+        alive: Arc<()>,
+    ) -> Self {
         let free = (0..limits.pages() as i32).rev().collect();
         let (lengths, pages) = (vec![0; sequences], vec![Vec::new(); sequences]);
-        Self { layers, lengths, pages, free, limits, _alive: alive }
+        Self { layers, carried, is_changing: false, lengths, pages, free, limits, _alive: alive }
     }
 
     /// Positions in the cache, per sequence.
@@ -104,6 +115,7 @@ impl KvCache {
 
     /// Takes note of positions that a pass added.
     pub(crate) fn added(&mut self, sequences: &[usize], added: &[usize]) {
+        self.is_changing = false;
         for (&sequence, added) in sequences.iter().zip(added) {
             self.lengths[sequence] += added;
         }
@@ -134,16 +146,25 @@ impl KvCache {
         HostTensor::from_i32(&[sequences.len(), width], &pages)
     }
 
-    /// Begins a pass of a batch that adds so many positions to sequences.
+    /// i32 `[B]`: where blocks carry what they carry of sequences; `None` if no block does.
+    pub(crate) fn slots(&self, sequences: &[usize]) -> Option<HostTensor> {
+        self.carried.iter().any(Option::is_some).then(|| slots(sequences))
+    }
+
+    /// Begins a pass of a batch that adds so many positions to sequences; with it what blocks carry.
     pub(crate) fn pass<'a>(
         &'a mut self,
         lane: &'a Lane,
         sequences: &[usize],
         added: &[usize],
-    ) -> Result<KvPass<'a>> {
-        let Self { layers, lengths, pages, .. } = self;
-        match layers {
-            Layers::Resident(layers) => Ok(KvPass::Resident(layers)),
+    ) -> Result<(KvPass<'a>, &'a mut [Option<Carried>])> {
+        let Self { layers, carried, is_changing, lengths, pages, .. } = self;
+        if carried.iter().any(Option::is_some) && std::mem::replace(is_changing, true) {
+            let why = "a pass that failed has changed what recurrent layers carry: drop this key/value cache and make another";
+            return Err(EngineError::Config(why.into()));
+        }
+        let pass = match layers {
+            Layers::Resident(layers) => KvPass::Resident(layers),
             Layers::Away(away) => {
                 let row = |(&sequence, &added): (&usize, &usize)| {
                     let length = lengths[sequence];
@@ -152,9 +173,10 @@ impl KvCache {
                 let rows: Vec<_> = sequences.iter().zip(added).map(row).collect();
                 let used = joined(rows.iter().flat_map(|&(pages, length, _)| places(pages, 0..length)));
                 let added = joined(rows.iter().flat_map(|&(pages, length, end)| places(pages, length..end)));
-                Ok(KvPass::Away(Box::new(away.pass(lane, used, added)?)))
+                KvPass::Away(Box::new(away.pass(lane, used, added)?))
             }
-        }
+        };
+        Ok((pass, carried))
     }
 }
 

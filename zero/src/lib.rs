@@ -11,6 +11,7 @@ mod batch;
 mod block;
 mod builder;
 mod cache;
+mod carry;
 mod checkpoint;
 mod chosen;
 mod config;
@@ -56,7 +57,8 @@ use activations::Activations;
 pub use backend::Backend;
 pub use batch::{HostTensor, MicroBatch};
 pub use block::{
-    Begun, Block, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec, ParamSpec, Weight, Weights,
+    Begun, Block, CarrySlot, CarrySpec, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec, ParamSpec,
+    Weight, Weights,
 };
 pub use builder::EngineBuilder;
 #[doc(hidden)]

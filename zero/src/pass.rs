@@ -94,6 +94,7 @@ impl Pass<'_> {
             loss: loss.view_mut(),
             loss_scale: self.loss_scale,
             kv: None,
+            carried: None,
             kept: Kept::Nothing,
         }
     }

@@ -62,7 +62,9 @@ fn norm(rig: &Rig, dims: [usize; 2], (dtype, of_out): (DType, DType), what: &str
 
 fn gated(rig: &Rig, dims: [usize; 2], (dtype, of_out): (DType, DType), what: &str) {
     let activation = &rig.kernels().activation;
-    for (f, name) in GateFunction::ALL.into_iter().zip(["silu", "gelu", "gelu_tanh", "clamped_swish"]) {
+    for (f, name) in
+        GateFunction::ALL.into_iter().zip(["silu", "gelu", "gelu_tanh", "clamped_swish", "sigmoid"])
+    {
         let what = format!("{what} {name}");
         // Limits lie at 7.
         let of_up = if f == GateFunction::ClampedSwish { 4.0 } else { 2.0 };

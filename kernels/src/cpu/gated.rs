@@ -2,7 +2,7 @@
 //!
 //! Every function is `x·share(x)`: the shares are σ(x) for SiLU, Φ(x) for GELU, for its approximation by a tanh
 //! `½(1 + tanh u) = σ(2u)`, which unlike the left side loses nothing where it is small, and σ(1.702·x) for the clamped swish, which
-//! has loops of its own, since what it does to up the others do not pay for.
+//! has loops of its own, since what it does to up the others do not pay for; so has σ(x) alone, which is no multiple of x.
 //!
 //! Tolerance against f64, before the rounding: a few units in the last place of f32, from the exponential (see [`exp`]), as long as
 //! its exponent is small; that of a share near 0 has an error of half a unit of its own, so that shares of 10⁻³⁰ are within 2e-5.
@@ -72,6 +72,11 @@ multiversion! {
             GateFunction::Gelu => forward_by(gate, up, out, normal::<FMA>),
             GateFunction::GeluTanh => forward_by(gate, up, out, |x| sigmoid::<FMA>(tanh_exponent::<FMA>(x))),
             GateFunction::ClampedSwish => clamped_forward::<FMA>(gate, up, out),
+            GateFunction::Sigmoid => {
+                for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+                    *out = sigmoid::<FMA>(*gate) * up;
+                }
+            }
         }
     }
 }
@@ -96,6 +101,13 @@ multiversion! {
                 (share, [fma::<FMA>(share * (1.0 - share), x * slope, share), 1.0])
             }),
             GateFunction::ClampedSwish => clamped_backward::<FMA>(operands, dgate, dup),
+            GateFunction::Sigmoid => {
+                for ((((gate, up), dout), dgate), dup) in gate.iter().zip(up).zip(dout).zip(dgate).zip(dup) {
+                    let share = sigmoid::<FMA>(*gate);
+                    *dgate = dout * up * (share * (1.0 - share));
+                    *dup = dout * share;
+                }
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-// Gated activations (Shazeer, arXiv 2002.05202), with f(x) = x·share(x):
+// Gated activations (Shazeer, arXiv 2002.05202), with f(x) = x·share(x), or share(x) alone:
 //
 //   gated_forward    out = f(gate)·up
 //   gated_backward   dgate = dout·up·f'(gate),  dup = dout·f(gate)
@@ -7,15 +7,16 @@
 //   GELU        share = Φ(x) = ½·erfc(−x/√2)                                    Hendrycks and Gimpel, arXiv 1606.08415
 //   GELU_TANH   share = ½(1 + tanh u) = σ(2u),  u = √(2/π)·(x + 0.044715·x³)    their approximation
 //   CLAMPED_SWISH  share = σ(1.702·x)                                           OpenAI, arXiv 2508.10925
+//   SIGMOID     share = σ(x), alone                                             Dauphin et al., arXiv 1612.08083
 //
-// The last holds the gate below 7 and up between −7 and 7 first, and adds 1 to up; what was beyond has a gradient of 0.
+// The last but one holds the gate below 7 and up between −7 and 7 first, and adds 1 to up; what was beyond has a gradient of 0.
 //
 // All operands have n elements. Bytes: three and five operands once. About 10 and 15 FLOPs an element (20 and 30 of GELU), an
 // exponential or an error function among them, in f32. The branch is the same for all threads. Far from zero a share is 0 or
 // 1, never NaN: exp overflows to infinity.
 
 // Codes of `GateFunction`; kernels/src/cuda/operand.rs has the same.
-enum { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED_SWISH = 3 };
+enum { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED_SWISH = 3, SIGMOID = 4 };
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -50,6 +51,11 @@ __device__ __forceinline__ float share_of(int function, float x) {
     return sigmoid(x);
 }
 
+__device__ __forceinline__ float function_of(int function, float x) {
+    float share = share_of(function, x);
+    return function == SIGMOID ? share : x * share;
+}
+
 extern "C" __global__ void __launch_bounds__(256)
 gated_forward(int function, const void *gate, int gate_dtype, const void *up, int up_dtype, void *out, int out_dtype, i64 n) {
     i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, threads = (i64)gridDim.x * blockDim.x;
@@ -61,14 +67,14 @@ gated_forward(int function, const void *gate, int gate_dtype, const void *up, in
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             hold(function, g[j], u[j]);
-            u[j] *= g[j] * share_of(function, g[j]);
+            u[j] *= function_of(function, g[j]);
         }
         store8(out, out_dtype, 8 * v, u);
     }
     for (i64 i = 8 * vectors + thread; i < n; i += threads) {
         float g = load(gate, gate_dtype, i), u = load(up, up_dtype, i);
         hold(function, g, u);
-        store(out, out_dtype, i, u * (g * share_of(function, g)));
+        store(out, out_dtype, i, u * function_of(function, g));
     }
 }
 
@@ -77,12 +83,16 @@ __device__ __forceinline__ void gradient(int function, float gate, float up, flo
     bool is_beyond = gate > SWISH_LIMIT, up_is_beyond = fabsf(up) > SWISH_LIMIT;
     hold(function, gate, up);
     float share = share_of(function, gate), x = gate;
-    dup = dout * (gate * share);
+    dup = dout * (function == SIGMOID ? share : gate * share);
     if (function == CLAMPED_SWISH) {
         // Far below zero a share of 0 comes first: nothing overflows.
         float slope = share + share * (1.0f - share) * SWISH_SLOPE * x;
         dgate = is_beyond ? 0.0f : dout * up * slope;
         dup = up_is_beyond ? 0.0f : dup;
+        return;
+    }
+    if (function == SIGMOID) {
+        dgate = dout * up * (share * (1.0f - share));
         return;
     }
     if (function == SILU) {

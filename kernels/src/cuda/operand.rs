@@ -29,5 +29,6 @@ pub(super) fn gate_code(f: GateFunction) -> i32 {
         GateFunction::Gelu => 1,
         GateFunction::GeluTanh => 2,
         GateFunction::ClampedSwish => 3,
+        GateFunction::Sigmoid => 4,
     }
 }

@@ -101,7 +101,7 @@ impl Elementwise for Reference {
 fn linear(f: GateFunction, up: f64) -> (f64, f64) {
     const LIMIT: f64 = GateFunction::SWISH_LIMIT;
     match f {
-        GateFunction::Silu | GateFunction::Gelu | GateFunction::GeluTanh => (up, 1.0),
+        GateFunction::Silu | GateFunction::Gelu | GateFunction::GeluTanh | GateFunction::Sigmoid => (up, 1.0),
         // `clamp` keeps NaNs.
         GateFunction::ClampedSwish => {
             (up.clamp(-LIMIT, LIMIT) + 1.0, if up.abs() > LIMIT { 0.0 } else { 1.0 })
@@ -109,7 +109,7 @@ fn linear(f: GateFunction, up: f64) -> (f64, f64) {
     }
 }
 
-/// `x·share(x)`, and its derivative `share + x·share′`; x is held first where the function says so.
+/// `x·share(x)`, and its derivative `share + x·share′`, or share and derivative themselves; x is held first where the function says so.
 pub(crate) fn function(f: GateFunction, x: f64) -> (f64, f64) {
     use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI, PI};
     if f == GateFunction::ClampedSwish && x > GateFunction::SWISH_LIMIT {
@@ -117,6 +117,10 @@ pub(crate) fn function(f: GateFunction, x: f64) -> (f64, f64) {
     }
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     let (share, derivative) = match f {
+        GateFunction::Sigmoid => {
+            let share = sigmoid(x);
+            return (share, share * (1.0 - share));
+        }
         GateFunction::Silu => {
             let share = sigmoid(x);
             (share, share * (1.0 - share))

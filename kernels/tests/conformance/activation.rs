@@ -71,6 +71,11 @@ fn values_of_torch() {
             [-0.0115841666, 0.0010617439, 0.6953540952, 1.1277107932, 1.0000000008],
         ),
         (
+            GateFunction::Sigmoid,
+            [0.0474258732, 0.3208213008, 0.5621765009, 0.8175744762, 0.9975273768],
+            [0.0451766597, 0.2178949938, 0.2461340827, 0.1491464521, 0.0024665093],
+        ),
+        (
             // Twice x·σ(1.702·x), since up is 1.
             GateFunction::ClampedSwish,
             [-0.0361426194, -0.3272198849, 0.3023992998, 2.7833243969, 11.9995592929],
@@ -157,7 +162,8 @@ fn clamped_swish_beside_its_limits() {
     }
 }
 
-/// Far from zero a function is 0 or the identity, never NaN, and so is its slope; one that is clamped stays what it is at the limit.
+/// Far from zero a function is 0 or the identity, never NaN, and so is its slope; one that is clamped stays what it is at the limit, and a
+/// share by itself is 1.
 #[test]
 fn extreme_gates() {
     let gate = Host::of(DType::F32, &[1, 8], [-3e38, -1e19, -1e3, -90.0, 90.0, 1e3, 1e19, 3e38]);
@@ -174,6 +180,11 @@ fn extreme_gates() {
                 assert!(out[4..].iter().all(|x| (x - 14.0).abs() < 1e-3), "{name} {f:?}: {out:?}");
                 assert_eq!(dgate[4..], [0.0; 4], "{name} {f:?}");
                 assert_eq!(dup, out.iter().map(|x| x / 2.0).collect::<Vec<_>>(), "{name} {f:?}");
+                continue;
+            }
+            if f == GateFunction::Sigmoid {
+                assert_eq!((&out[4..], &dgate[4..]), (&[1.0; 4][..], &[0.0; 4][..]), "{name} {f:?}");
+                assert_eq!(out, dup, "{name} {f:?}");
                 continue;
             }
             assert_eq!(out[4..], gate.values()[4..], "{name} {f:?}");

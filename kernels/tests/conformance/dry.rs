@@ -118,6 +118,7 @@ fn gates_are_read_once() {
         (GateFunction::Gelu, 6, 14),
         (GateFunction::GeluTanh, 9, 18),
         (GateFunction::ClampedSwish, 10, 19),
+        (GateFunction::Sigmoid, 4, 8),
     ] {
         counter.reset();
         set.activation.gated(f, gate.view(), up.view(), out.view_mut()).unwrap();

@@ -5,6 +5,7 @@
 //! are of.
 
 use crate::activations::Activations;
+use crate::carry;
 use crate::kv::{KvLayout, KvPlan};
 use crate::network::Network;
 use crate::plan::EnginePlan;
@@ -50,6 +51,8 @@ pub enum Content {
     Activations,
     /// Keys and values of all sequences.
     Keys,
+    /// What a recurrent block carries of all sequences.
+    Carried,
 }
 
 /// Where something waits between uses.
@@ -82,6 +85,7 @@ impl Content {
             Self::Input => "inputs of blocks",
             Self::Activations => "activations of blocks",
             Self::Keys => "key/value cache",
+            Self::Carried => "recurrent state",
         }
     }
 }
@@ -174,6 +178,7 @@ impl<'a> Placer<'a> {
             parts.extend(self.activations(group));
         }
         parts.extend(self.keys(group));
+        parts.extend(self.carried(group));
         parts.retain(|part| part.bytes > 0);
         GroupPlacement { name: self.network.groups[group].name.clone(), parts }
     }
@@ -245,6 +250,13 @@ impl<'a> Placer<'a> {
         let tier = self.kv.as_ref().map_or(Tier::Device, |kv| kv.tier(block));
         let home = if tier == Tier::Device { self.arena() } else { tier };
         Some(Placed { content: Content::Keys, bytes: layout.bytes() as u64, place: Place::tier(home) })
+    }
+
+    fn carried(&self, block: usize) -> Option<Placed> {
+        let EngineConfig { limits, dtype, .. } = self.config;
+        let spec = self.network.blocks.get(block)?.carries().filter(|_| limits.cache_length > 0)?;
+        let bytes = carry::bytes(&spec, *dtype, limits.sequences);
+        Some(Placed { content: Content::Carried, bytes, place: Place::tier(self.arena()) })
     }
 
     fn arena(&self) -> Tier {
