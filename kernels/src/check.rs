@@ -3,6 +3,10 @@
 //! A wrong shape is a defect of the calling code, so these assert. They look at shapes and dtypes only and never at
 //! bytes, which is why a planning run over virtual memory makes the same checks as a real one.
 
+mod delta;
+
+pub use delta::*;
+
 use crate::tensor::Shape;
 use crate::{
     DType, Epilogue, Gating, KernelError, KeyValues, MatmulSpec, Product, QuantizedView, Residual, Result,

@@ -4,10 +4,12 @@
 //! views may be in any address space.
 
 use crate::check;
+use crate::ops::Waves;
 use crate::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, Experts,
-    GateFunction, Gating, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce,
-    Residual, Result, RmsNorm, Rope, RopeDirection, Sinks, View, ViewMut,
+    Activation, Attention, AttentionSpec, Carried, CrossEntropy, DeltaRule, DeltaSpec, Elementwise,
+    Embedding, Epilogue, Experts, GateFunction, Gating, KernelSet, KeyValues, Matmul, MatmulSpec,
+    QuantizedMatmul, QuantizedView, Reduce, Residual, Result, RmsNorm, Rope, RopeDirection, Sinks, View,
+    ViewMut,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -28,7 +30,8 @@ pub fn kernel_set() -> (KernelSet, Arc<Counter>) {
         cross_entropy: dry.clone(),
         elementwise: dry.clone(),
         reduce: dry.clone(),
-        experts: dry,
+        experts: dry.clone(),
+        delta_rule: dry,
     };
     (set, counter)
 }
@@ -478,5 +481,133 @@ impl Experts for Dry {
         self.counter.other(3 * dims.routed() * dims.width);
         self.counter.bytes(&[d.view(), x, rows, weights], &[&d, &dweights]);
         Ok(())
+    }
+}
+
+/// An exponential is one operation.
+impl DeltaRule for Dry {
+    /// A product and a sum for each tap, and a SiLU of 5.
+    fn convolve(
+        &self,
+        x: View<'_>,
+        weight: View<'_>,
+        carried: Option<Carried<'_>>,
+        out: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::convolve(x, weight, carried.as_ref(), &out);
+        self.counter.other(dims.tokens() * dims.channels * (2 * dims.taps + 5));
+        self.counter.bytes(&[x, weight], &[&out]);
+        self.carried(carried, dims.sequences);
+        Ok(())
+    }
+
+    /// The sum again and the slope, and of each tap a product and a sum for the input and for the weight.
+    fn convolve_backward(
+        &self,
+        x: View<'_>,
+        weight: View<'_>,
+        dout: View<'_>,
+        dx: ViewMut<'_>,
+        dweight: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::convolve_backward(x, weight, dout, &dx, &dweight);
+        self.counter.other(dims.tokens() * dims.channels * (6 * dims.taps + 9));
+        self.counter.bytes(&[x, weight, dout, dweight.view()], &[&dx, &dweight]);
+        Ok(())
+    }
+
+    fn gates(
+        &self,
+        a: View<'_>,
+        b: View<'_>,
+        a_log: View<'_>,
+        dt_bias: View<'_>,
+        decay: ViewMut<'_>,
+        beta: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::gates(a, b, a_log, dt_bias, &decay, &beta);
+        self.counter.other(10 * dims.rows * dims.width);
+        self.counter.bytes(&[a, b, a_log, dt_bias], &[&decay, &beta]);
+        Ok(())
+    }
+
+    fn gates_backward(
+        &self,
+        a: View<'_>,
+        b: View<'_>,
+        a_log: View<'_>,
+        dt_bias: View<'_>,
+        ddecay: View<'_>,
+        dbeta: View<'_>,
+        da: ViewMut<'_>,
+        db: ViewMut<'_>,
+        da_log: ViewMut<'_>,
+        ddt_bias: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::gates_backward(a, b, a_log, dt_bias, ddecay, dbeta, &da, &db, &da_log, &ddt_bias);
+        self.counter.other(20 * dims.rows * dims.width);
+        self.counter.bytes(&[a, b, a_log, dt_bias, ddecay, dbeta], &[&da, &db]);
+        self.counter.bytes(&[da_log.view(), ddt_bias.view()], &[&da_log, &ddt_bias]);
+        Ok(())
+    }
+
+    /// Of each element of a state a product by the factor, and a product and a sum for what it holds, for the correction, and for what
+    /// comes out; of each of a query or a key 4.
+    fn scan(
+        &self,
+        qkv: View<'_>,
+        decay: View<'_>,
+        beta: View<'_>,
+        spec: DeltaSpec,
+        carried: Option<Carried<'_>>,
+        out: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::scan(qkv, decay, beta, spec, carried.as_ref(), &out);
+        self.scanned(&dims, 7);
+        self.counter.bytes(&[qkv, decay, beta], &[&out]);
+        self.carried(carried, dims.sequences);
+        Ok(())
+    }
+
+    /// States are computed twice, of 5 operations an element, and go back in 15. Bytes are also those of the states in the scratch: one of
+    /// each stretch and of each position is written and read.
+    fn scan_backward(
+        &self,
+        qkv: View<'_>,
+        decay: View<'_>,
+        beta: View<'_>,
+        spec: DeltaSpec,
+        dout: View<'_>,
+        dqkv: ViewMut<'_>,
+        ddecay: ViewMut<'_>,
+        dbeta: ViewMut<'_>,
+        scratch: ViewMut<'_>,
+    ) -> Result {
+        let dims = check::scan_backward(qkv, decay, beta, spec, dout, &dqkv, &ddecay, &dbeta, &scratch);
+        self.scanned(&dims, 25);
+        self.counter.bytes(&[qkv, decay, beta, dout], &[&dqkv, &ddecay, &dbeta]);
+        let waves = Waves::new(dims.sequences, dims.length, spec);
+        let states =
+            [dims.pairs(), waves.stretches + dims.length, waves.of_state()].map(|count| count as u64);
+        add(&self.counter.bytes, times(&[8, times(&states)]));
+        Ok(())
+    }
+}
+
+impl Dry {
+    /// States of sequences are read and written.
+    fn carried(&self, carried: Option<Carried<'_>>, sequences: usize) {
+        let Some(Carried { state, slots, starts, last }) = carried else { return };
+        let of_slot = state.view().bytes().len() / state.shape().dims()[0].max(1);
+        add(&self.counter.bytes, times(&[2, sequences as u64, of_slot as u64]));
+        self.counter.bytes(&[slots, starts, last], &[]);
+    }
+
+    fn scanned(&self, dims: &check::ScanDims, of_element: u64) {
+        let heads = &dims.heads;
+        let of_states =
+            times(&[of_element, heads.value_heads as u64, heads.key_size as u64, heads.value_size as u64]);
+        let of_keys = times(&[8, heads.key_heads as u64, heads.key_size as u64]);
+        add(&self.counter.other_flops, times(&[dims.tokens() as u64, of_states.saturating_add(of_keys)]));
     }
 }

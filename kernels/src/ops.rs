@@ -10,6 +10,11 @@
 //! sums are accumulated in f32 (f64 where said), and results are rounded to nearest even once at the end.
 //! Operands of one call may have different dtypes unless a method says otherwise.
 
+mod delta;
+
+pub use delta::{Carried, DeltaRule, DeltaSpec, delta_scratch};
+pub(crate) use delta::{SQUARES_EPS, Waves};
+
 use crate::{DType, QuantizedView, View, ViewMut};
 use std::sync::Arc;
 
@@ -632,6 +637,7 @@ pub struct KernelSet {
     pub elementwise: Arc<dyn Elementwise>,
     pub reduce: Arc<dyn Reduce>,
     pub experts: Arc<dyn Experts>,
+    pub delta_rule: Arc<dyn DeltaRule>,
 }
 
 impl std::fmt::Debug for KernelSet {

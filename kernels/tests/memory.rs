@@ -8,8 +8,8 @@ use terrace_device::Arena;
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{
-    AttentionSpec, DType, Epilogue, GateFunction, Gating, KernelSet, KeyValues, MatmulSpec, QuantFormat,
-    QuantizedView, Residual, RopeDirection, Tensor, cpu,
+    AttentionSpec, Carried, DType, DeltaSpec, Epilogue, GateFunction, Gating, KernelSet, KeyValues,
+    MatmulSpec, QuantFormat, QuantizedView, Residual, RopeDirection, Tensor, cpu, delta_scratch,
 };
 
 struct Counting;
@@ -55,6 +55,7 @@ fn working_memory_is_bounded() {
         sinks(&set, &arena);
         rows(&set, &arena);
         experts(&set, &arena);
+        delta_rule(&set, &arena);
         let taken = PEAK.load(Relaxed) - before;
         let planned = cpu::scratch_bytes(threads);
         assert!(
@@ -212,5 +213,65 @@ fn experts(set: &KernelSet, arena: &Arena) {
                 to_logits,
             )
             .unwrap();
+    }
+}
+
+/// Keys as long as they may be, values of more columns than a task takes, sequences of many stretches; as many taps as there may be.
+fn delta_rule(set: &KernelSet, arena: &Arena) {
+    for (b, s, [key_heads, value_heads, key_size, value_size]) in
+        [(1, 70, [1, 2, 256, 1100]), (2, 700, [2, 6, 16, 8]), (5, 1, [4, 4, 128, 128])]
+    {
+        let spec = DeltaSpec { key_heads, value_heads, key_size, value_size };
+        let of_channels = || tensor(arena, DType::BF16, &[b, s, spec.channels()]);
+        let of_gates = || tensor(arena, DType::F32, &[b * s, value_heads]);
+        let of_values = || tensor(arena, DType::BF16, &[b, s, value_heads, value_size]);
+        let (qkv, mut other, dout, mut out) = (of_channels(), of_channels(), of_values(), of_values());
+        let (weight, mut dweight) = (
+            tensor(arena, DType::BF16, &[spec.channels(), DeltaSpec::TAPS_MAX]),
+            tensor(arena, DType::F32, &[spec.channels(), DeltaSpec::TAPS_MAX]),
+        );
+        let mut inputs = tensor(arena, DType::BF16, &[b, DeltaSpec::TAPS_MAX - 1, spec.channels()]);
+        let mut states = tensor(arena, DType::F32, &[b, value_heads, key_size, value_size]);
+        let (mut slots, mut last) = (tensor(arena, DType::I32, &[b]), tensor(arena, DType::I32, &[b]));
+        let starts = tensor(arena, DType::I32, &[b]);
+        for i in 0..b {
+            let of = |integers: &mut Tensor, value: usize| {
+                let bytes = integers.view_mut().into_bytes().into_host();
+                bytes[4 * i..4 * (i + 1)].copy_from_slice(&(value as i32).to_ne_bytes());
+            };
+            of(&mut slots, i);
+            of(&mut last, i * s + s - 1);
+        }
+        let (slots, starts, last) = (slots.view(), starts.view(), last.view());
+        let rule = &set.delta_rule;
+        let carried = Carried { state: inputs.view_mut(), slots, starts, last };
+        rule.convolve(qkv.view(), weight.view(), Some(carried), other.view_mut()).unwrap();
+        let (to_x, to_weight) = (other.view_mut(), dweight.view_mut());
+        rule.convolve_backward(qkv.view(), weight.view(), qkv.view(), to_x, to_weight).unwrap();
+        let [mut decay, mut beta, a, mut da] = [(); 4].map(|()| of_gates());
+        let [a_log, mut da_log, mut dt_bias] = [(); 3].map(|()| tensor(arena, DType::F32, &[value_heads]));
+        let (a, a_log) = (a.view(), a_log.view());
+        rule.gates(a, a, a_log, a_log, decay.view_mut(), beta.view_mut()).unwrap();
+        let mut db = of_gates();
+        let (to_a, to_b, to_rate, to_bias) =
+            (da.view_mut(), db.view_mut(), da_log.view_mut(), dt_bias.view_mut());
+        rule.gates_backward(a, a, a_log, a_log, a, a, to_a, to_b, to_rate, to_bias).unwrap();
+        let carried = Carried { state: states.view_mut(), slots, starts, last };
+        rule.scan(qkv.view(), decay.view(), beta.view(), spec, Some(carried), out.view_mut()).unwrap();
+        let mut scratch = tensor(arena, DType::F32, &[delta_scratch(b, s, spec)]);
+        let (of_qkv, of_decay, of_beta) = (other.view_mut(), da.view_mut(), db.view_mut());
+        let (decay, beta) = (decay.view(), beta.view());
+        rule.scan_backward(
+            qkv.view(),
+            decay,
+            beta,
+            spec,
+            dout.view(),
+            of_qkv,
+            of_decay,
+            of_beta,
+            scratch.view_mut(),
+        )
+        .unwrap();
     }
 }

@@ -16,6 +16,7 @@ mod isa;
 mod attention;
 mod attention_backward;
 mod columns;
+mod delta;
 mod elementwise;
 mod embedding;
 mod epilogue;
@@ -99,7 +100,8 @@ pub fn try_with_config(config: CpuConfig) -> io::Result<KernelSet> {
         cross_entropy: cpu.clone(),
         elementwise: cpu.clone(),
         reduce: cpu.clone(),
-        experts: cpu,
+        experts: cpu.clone(),
+        delta_rule: cpu,
     })
 }
 

@@ -13,7 +13,6 @@
 use super::Cpu;
 use super::columns::{self, COLS};
 use super::floats::{BLOCK, CHUNK, Floats, FloatsMut, floats, floats_mut};
-use super::isa::fma;
 use super::threads::{Carver, SharedMut};
 use super::{Isa, vector};
 use crate::check::{self, RowDims};
@@ -127,7 +126,7 @@ multiversion! {
             let difference = if *lse == sink { 0.0 } else { *lse - sink };
             let e = vector::exp::<FMA>(-difference.abs());
             *left = if difference < 0.0 { e } else { 1.0 } / (1.0 + e);
-            *lse = if *lse > sink { *lse } else { sink } + ln_1p::<FMA>(e);
+            *lse = if *lse > sink { *lse } else { sink } + vector::ln_1p::<FMA>(e);
         }
     }
 }
@@ -142,20 +141,6 @@ multiversion! {
             *share = vector::exp::<FMA>(sink - lse);
         }
     }
-}
-
-/// `ln(1 + e)` for e from 0 to 1, NaN for NaN, within 3e-7 of itself.
-///
-/// It is `2·artanh z` with `z = e/(2 + e)`, at most ⅓, whose series `2z·(1 + z²/3 + z⁴/5 + …)` leaves 1.5e-8 of it after seven terms.
-#[inline(always)]
-fn ln_1p<const FMA: bool>(e: f32) -> f32 {
-    let z = e / (2.0 + e);
-    let square = z * z;
-    let mut series = 1.0 / 13.0;
-    for term in [1.0 / 11.0, 1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0, 1.0] {
-        series = fma::<FMA>(series, square, term);
-    }
-    2.0 * z * series
 }
 
 #[cfg(test)]
@@ -177,17 +162,6 @@ mod tests {
                 let exact = 1.0 / (1.0 + f64::from(-*lse).exp());
                 let error = (f64::from(*left) - exact).abs();
                 assert!(error <= 4e-7 * exact + 1e-37, "{}: σ({lse}) = {left}, {exact}", isa.name());
-            }
-        }
-    }
-
-    #[test]
-    fn logarithms_near_one_keep_their_digits() {
-        for i in 0..=100_000 {
-            let e = i as f32 / 100_000.0;
-            for found in [ln_1p::<false>(e), ln_1p::<true>(e)] {
-                let exact = f64::from(e).ln_1p();
-                assert!((f64::from(found) - exact).abs() <= 3e-7 * exact, "ln(1 + {e}) = {found}, {exact}");
             }
         }
     }

@@ -15,6 +15,7 @@
 
 mod attention;
 mod cublaslt;
+mod delta;
 mod experts;
 mod launch;
 mod matmul;
@@ -91,7 +92,8 @@ pub fn with_config(
         cross_entropy: cuda.clone(),
         elementwise: cuda.clone(),
         reduce: cuda.clone(),
-        experts: cuda,
+        experts: cuda.clone(),
+        delta_rule: cuda,
     })
 }
 

@@ -5,6 +5,7 @@
 //! by finite differences. One thread.
 
 mod attention;
+mod delta;
 mod experts;
 mod pointwise;
 mod rows;
@@ -35,7 +36,8 @@ pub fn kernel_set() -> KernelSet {
         cross_entropy: reference.clone(),
         elementwise: reference.clone(),
         reduce: reference.clone(),
-        experts: reference,
+        experts: reference.clone(),
+        delta_rule: reference,
     }
 }
 

@@ -12,9 +12,10 @@ use terrace_device::cuda::{CudaDevice, CudaStream};
 use terrace_device::{Arena, Bytes, BytesMut, Device, Region, Stream};
 use terrace_kernels::cuda::{self, CudaConfig};
 use terrace_kernels::{
-    Activation, Attention, AttentionSpec, CrossEntropy, Elementwise, Embedding, Epilogue, Experts,
-    GateFunction, Gating, KernelSet, KeyValues, Matmul, MatmulSpec, QuantizedMatmul, QuantizedView, Reduce,
-    Residual, Result, RmsNorm, Rope, RopeDirection, Sinks, View, ViewMut,
+    Activation, Attention, AttentionSpec, Carried, CrossEntropy, DeltaRule, DeltaSpec, Elementwise,
+    Embedding, Epilogue, Experts, GateFunction, Gating, KernelSet, KeyValues, Matmul, MatmulSpec,
+    QuantizedMatmul, QuantizedView, Reduce, Residual, Result, RmsNorm, Rope, RopeDirection, Sinks, View,
+    ViewMut,
 };
 use terrace_kernels::{DType, reference};
 
@@ -54,7 +55,8 @@ pub fn on_device(misplaced: usize, config: CudaConfig) -> Option<KernelSet> {
         cross_entropy: card.clone(),
         elementwise: card.clone(),
         reduce: card.clone(),
-        experts: card,
+        experts: card.clone(),
+        delta_rule: card,
     })
 }
 
@@ -515,6 +517,121 @@ impl Experts for OnDevice {
             [x, rows, weights],
             [d, dweights],
             experts.weigh_backward(d, x, rows, weights, dweights)
+        )
+    }
+}
+
+impl DeltaRule for OnDevice {
+    fn convolve(
+        &self,
+        x: View<'_>,
+        weight: View<'_>,
+        carried: Option<Carried<'_>>,
+        out: ViewMut<'_>,
+    ) -> Result {
+        let rule = &self.set.delta_rule;
+        let Some(Carried { state, slots, starts, last }) = carried else {
+            return on_device!(self, [x, weight], [out], rule.convolve(x, weight, None, out));
+        };
+        on_device!(
+            self,
+            [x, weight, slots, starts, last],
+            [state, out],
+            rule.convolve(x, weight, Some(Carried { state, slots, starts, last }), out)
+        )
+    }
+
+    fn convolve_backward(
+        &self,
+        x: View<'_>,
+        weight: View<'_>,
+        dout: View<'_>,
+        dx: ViewMut<'_>,
+        dweight: ViewMut<'_>,
+    ) -> Result {
+        let rule = &self.set.delta_rule;
+        on_device!(
+            self,
+            [x, weight, dout],
+            [dx, dweight],
+            rule.convolve_backward(x, weight, dout, dx, dweight)
+        )
+    }
+
+    fn gates(
+        &self,
+        a: View<'_>,
+        b: View<'_>,
+        a_log: View<'_>,
+        dt_bias: View<'_>,
+        decay: ViewMut<'_>,
+        beta: ViewMut<'_>,
+    ) -> Result {
+        let rule = &self.set.delta_rule;
+        on_device!(self, [a, b, a_log, dt_bias], [decay, beta], rule.gates(a, b, a_log, dt_bias, decay, beta))
+    }
+
+    fn gates_backward(
+        &self,
+        a: View<'_>,
+        b: View<'_>,
+        a_log: View<'_>,
+        dt_bias: View<'_>,
+        ddecay: View<'_>,
+        dbeta: View<'_>,
+        da: ViewMut<'_>,
+        db: ViewMut<'_>,
+        da_log: ViewMut<'_>,
+        ddt_bias: ViewMut<'_>,
+    ) -> Result {
+        let rule = &self.set.delta_rule;
+        on_device!(
+            self,
+            [a, b, a_log, dt_bias, ddecay, dbeta],
+            [da, db, da_log, ddt_bias],
+            rule.gates_backward(a, b, a_log, dt_bias, ddecay, dbeta, da, db, da_log, ddt_bias)
+        )
+    }
+
+    fn scan(
+        &self,
+        qkv: View<'_>,
+        decay: View<'_>,
+        beta: View<'_>,
+        spec: DeltaSpec,
+        carried: Option<Carried<'_>>,
+        out: ViewMut<'_>,
+    ) -> Result {
+        let rule = &self.set.delta_rule;
+        let Some(Carried { state, slots, starts, last }) = carried else {
+            return on_device!(self, [qkv, decay, beta], [out], rule.scan(qkv, decay, beta, spec, None, out));
+        };
+        on_device!(
+            self,
+            [qkv, decay, beta, slots, starts, last],
+            [state, out],
+            rule.scan(qkv, decay, beta, spec, Some(Carried { state, slots, starts, last }), out)
+        )
+    }
+
+    fn scan_backward(
+        &self,
+        qkv: View<'_>,
+        decay: View<'_>,
+        beta: View<'_>,
+        spec: DeltaSpec,
+        dout: View<'_>,
+        dqkv: ViewMut<'_>,
+        ddecay: ViewMut<'_>,
+        dbeta: ViewMut<'_>,
+        scratch: ViewMut<'_>,
+    ) -> Result {
+        let rule = &self.set.delta_rule;
+        on_device!(
+            self,
+            [qkv, decay, beta, dout],
+            [dqkv, ddecay, dbeta, scratch],
+            rule.scan_backward(qkv, decay, beta, spec, dout, dqkv, ddecay, dbeta, scratch)
         )
     }
 }

@@ -3,8 +3,8 @@
 use terrace_device::Arena;
 use terrace_kernels::dry::{self, Totals};
 use terrace_kernels::{
-    AttentionSpec, DType, Epilogue, GateFunction, Gating, KeyValues, MatmulSpec, QuantFormat, QuantizedView,
-    Residual, Tensor,
+    AttentionSpec, Carried, DType, DeltaSpec, Epilogue, GateFunction, Gating, KeyValues, MatmulSpec,
+    QuantFormat, QuantizedView, Residual, Tensor, delta_scratch,
 };
 
 fn tensor(dtype: DType, dims: &[usize]) -> Tensor {
@@ -230,5 +230,117 @@ fn shapes_are_checked() {
         out.view_mut(),
         lse.view_mut(),
         spec,
+    );
+}
+
+const DELTA: DeltaSpec = DeltaSpec { key_heads: 2, value_heads: 4, key_size: 8, value_size: 6 };
+
+/// Two sequences of 9 positions of 56 channels: 18 rows.
+#[test]
+fn states_are_read_and_written() {
+    let (set, counter) = dry::kernel_set();
+    let counted = |flops, bytes| {
+        assert_eq!(counter.totals(), Totals { other_flops: flops, bytes, ..Totals::default() });
+        counter.reset();
+    };
+    let (qkv, mut other) = (tensor(DType::BF16, &[2, 9, 56]), tensor(DType::BF16, &[2, 9, 56]));
+    let (weight, mut dweight) = (tensor(DType::BF16, &[56, 4]), tensor(DType::F32, &[56, 4]));
+    let [slots, starts, last] = [(); 3].map(|()| tensor(DType::I32, &[2]));
+    let (mut inputs, mut states) = (tensor(DType::BF16, &[5, 3, 56]), tensor(DType::F32, &[5, 4, 8, 6]));
+    let carried = |state: &mut Tensor, run: &dyn Fn(Carried<'_>)| {
+        let (slots, starts, last) = (slots.view(), starts.view(), last.view());
+        run(Carried { state: state.view_mut(), slots, starts, last });
+    };
+    let rule = &set.delta_rule;
+    rule.convolve(qkv.view(), weight.view(), None, other.view_mut()).unwrap();
+    let (flops, bytes) = (18 * 56 * (2 * 4 + 5), 2 * 56 * 4 + 2 * 2 * 18 * 56);
+    counted(flops, bytes);
+    let out = std::cell::RefCell::new(tensor(DType::BF16, &[2, 9, 56]));
+    carried(&mut inputs, &|carried| {
+        rule.convolve(qkv.view(), weight.view(), Some(carried), out.borrow_mut().view_mut()).unwrap();
+    });
+    counted(flops, bytes + 2 * 2 * (2 * 3 * 56) + 3 * 4 * 2);
+    let (to_x, to_weight) = (other.view_mut(), dweight.view_mut());
+    rule.convolve_backward(qkv.view(), weight.view(), qkv.view(), to_x, to_weight).unwrap();
+    counted(18 * 56 * (6 * 4 + 9), 2 * 56 * 4 + 3 * 2 * 18 * 56 + 2 * 4 * 56 * 4);
+    let [decay, beta] = [(); 2].map(|()| tensor(DType::F32, &[18, 4]));
+    let [mut ddecay, mut dbeta] = [(); 2].map(|()| tensor(DType::F32, &[18, 4]));
+    let out = std::cell::RefCell::new(tensor(DType::F32, &[2, 9, 4, 6]));
+    let (decay, beta) = (decay.view(), beta.view());
+    rule.scan(qkv.view(), decay, beta, DELTA, None, out.borrow_mut().view_mut()).unwrap();
+    let flops = |of_element: u64| 18 * (of_element * 4 * 8 * 6 + 8 * 2 * 8);
+    let bytes = 2 * 18 * 56 + 2 * 4 * 18 * 4 + 4 * 18 * 4 * 6;
+    counted(flops(7), bytes);
+    carried(&mut states, &|carried| {
+        rule.scan(qkv.view(), decay, beta, DELTA, Some(carried), out.borrow_mut().view_mut()).unwrap();
+    });
+    counted(flops(7), bytes + 2 * 2 * (4 * 4 * 8 * 6) + 3 * 4 * 2);
+    let mut scratch = tensor(DType::F32, &[delta_scratch(2, 9, DELTA)]);
+    let (of_qkv, of_decay, of_beta) = (other.view_mut(), ddecay.view_mut(), dbeta.view_mut());
+    let out = out.into_inner();
+    rule.scan_backward(
+        qkv.view(),
+        decay,
+        beta,
+        DELTA,
+        out.view(),
+        of_qkv,
+        of_decay,
+        of_beta,
+        scratch.view_mut(),
+    )
+    .unwrap();
+    // Three stretches of three positions; keys are rounded up to 16.
+    counted(flops(25), bytes + 2 * 18 * 56 + 2 * 4 * 18 * 4 + 8 * (8 * (3 + 9) * 16 * 6));
+    let [a, b, mut da, mut db] = [(); 4].map(|()| tensor(DType::BF16, &[18, 4]));
+    let [a_log, dt_bias, mut da_log, mut ddt_bias] = [(); 4].map(|()| tensor(DType::F32, &[4]));
+    let (a, b, a_log, dt_bias) = (a.view(), b.view(), a_log.view(), dt_bias.view());
+    rule.gates(a, b, a_log, dt_bias, ddecay.view_mut(), dbeta.view_mut()).unwrap();
+    counted(10 * 72, 2 * 2 * 72 + 2 * 4 * 72 + 2 * 4 * 4);
+    let (to_a, to_b, to_rate, to_bias) =
+        (da.view_mut(), db.view_mut(), da_log.view_mut(), ddt_bias.view_mut());
+    rule.gates_backward(a, b, a_log, dt_bias, decay, beta, to_a, to_b, to_rate, to_bias).unwrap();
+    counted(20 * 72, 4 * 2 * 72 + 2 * 4 * 72 + 6 * 4 * 4);
+}
+
+/// Channels are those of the heads, states those of their operation, and the scratch as large as it has to be.
+#[test]
+fn states_and_channels_are_checked() {
+    let refused = |spec: DeltaSpec, channels: usize, state: (DType, &[usize]), elements: usize| {
+        let run = || {
+            let (set, _) = dry::kernel_set();
+            let (qkv, mut out) = (tensor(DType::F32, &[2, 9, channels]), tensor(DType::F32, &[2, 9, 4, 6]));
+            let [decay, beta, mut ddecay, mut dbeta] = [(); 4].map(|()| tensor(DType::F32, &[18, 4]));
+            let [slots, starts, last] = [(); 3].map(|()| tensor(DType::I32, &[2]));
+            let mut state = tensor(state.0, state.1);
+            let (slots, starts, last) = (slots.view(), starts.view(), last.view());
+            let carried = Carried { state: state.view_mut(), slots, starts, last };
+            let (decay, beta) = (decay.view(), beta.view());
+            set.delta_rule.scan(qkv.view(), decay, beta, spec, Some(carried), out.view_mut()).unwrap();
+            let (mut dqkv, mut scratch) =
+                (tensor(DType::F32, &[2, 9, channels]), tensor(DType::F32, &[elements]));
+            let (of_qkv, of_decay, of_beta) = (dqkv.view_mut(), ddecay.view_mut(), dbeta.view_mut());
+            let scratch = scratch.view_mut();
+            set.delta_rule
+                .scan_backward(qkv.view(), decay, beta, spec, out.view(), of_qkv, of_decay, of_beta, scratch)
+                .unwrap();
+        };
+        let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
+        caught.err().map(|message| *message.downcast::<String>().unwrap())
+    };
+    let (elements, state) = (delta_scratch(2, 9, DELTA), (DType::F32, &[5, 4, 8, 6][..]));
+    assert_eq!(refused(DELTA, 56, state, elements), None);
+    let message = |spec, channels, state, elements| refused(spec, channels, state, elements).unwrap();
+    assert!(message(DELTA, 57, state, elements).contains("has the channels of"));
+    assert!(message(DELTA, 56, (DType::BF16, state.1), elements).contains("state is f32, not bf16"));
+    assert!(
+        message(DELTA, 56, (DType::F32, &[5, 4, 6, 8]), elements).contains("a state is [N] of [4, 8, 6]")
+    );
+    assert!(message(DELTA, 56, state, elements - 1).contains("scratch has"));
+    let three = DeltaSpec { key_heads: 3, ..DELTA };
+    assert!(message(three, 56, state, elements).contains("4 value heads are a multiple of 3 key heads"));
+    let large = DeltaSpec { key_size: 257, ..DELTA };
+    assert!(
+        message(large, large.channels(), state, elements).contains("a key has 1 to 256 elements, not 257")
     );
 }

@@ -4,6 +4,7 @@
 //! results are f32, whose rounding (6e-8 relative of sums up to ~10) divided by the step of 2e-2 leaves about 3e-5;
 //! the truncation error of order step² times a third derivative of order 1 leaves about 1e-4 to 1e-3. Allowed: 2e-3.
 
+use crate::delta;
 use crate::experts::{Routed, gatings, route};
 use crate::sinks;
 use crate::support::Host;
@@ -284,4 +285,52 @@ fn attention_with_sinks() {
         check("dv", &v, &dv, |v| value(&q, &k, v, &of_heads));
         check("dsinks", &of_heads, &dsinks, |of_heads| value(&q, &k, &v, of_heads));
     }
+}
+
+#[test]
+fn convolution() {
+    let set = reference::kernel_set();
+    let (x, weight, c) = (f32s(&[2, 5, 3], 1), f32s(&[3, 3], 2), f32s(&[2, 5, 3], 3));
+    let zeros = Host::zeros(DType::F32, &[3, 3]);
+    let [dx, dweight] = delta::convolve_backward(&set, [&x, &weight, &c], DType::F32, &zeros);
+    let value = |x: &Host, weight: &Host| dot(&delta::convolve(&set, [x, weight], DType::F32, None), &c);
+    check("dx", &x, &dx, |x| value(x, &weight));
+    check("dweight", &weight, &dweight, |weight| value(&x, weight));
+}
+
+#[test]
+fn gates_of_states() {
+    let set = reference::kernel_set();
+    let [a, b, c_decay, c_beta] = [1, 2, 3, 4].map(|seed| f32s(&[3, 2], seed));
+    let (a_log, dt_bias) = (f32s(&[2], 5), f32s(&[2], 6));
+    let zeros = Host::zeros(DType::F32, &[2]);
+    let operands = [&a, &b, &a_log, &dt_bias];
+    let [da, db, da_log, ddt_bias] =
+        delta::gates_backward(&set, operands, [&c_decay, &c_beta], DType::F32, &zeros);
+    let value = |operands: [&Host; 4]| {
+        let [decay, beta] = delta::gates(&set, operands);
+        dot(&decay, &c_decay) + dot(&beta, &c_beta)
+    };
+    check("da", &a, &da, |a| value([a, &b, &a_log, &dt_bias]));
+    check("db", &b, &db, |b| value([&a, b, &a_log, &dt_bias]));
+    check("da_log", &a_log, &da_log, |a_log| value([&a, &b, a_log, &dt_bias]));
+    check("ddt_bias", &dt_bias, &ddt_bias, |dt_bias| value([&a, &b, &a_log, dt_bias]));
+}
+
+/// Queries and keys far from zero, where a step turns them little.
+#[test]
+fn scan() {
+    let set = reference::kernel_set();
+    let size = delta::size([2, 6, 2, 4, 3, 2]);
+    let [mut qkv, _, beta, c] = delta::operands(size, DType::F32);
+    for (i, value) in qkv.values().into_iter().enumerate() {
+        qkv.set(i, value + 1.5 * value.signum());
+    }
+    let decay = f32s(&[2, 6, 4], 5).values().into_iter().map(|x| -0.5 * x.abs());
+    let decay = Host::of(DType::F32, &[2, 6, 4], decay);
+    let [dqkv, ddecay, dbeta] = delta::scan_backward(&set, [&qkv, &decay, &beta], size.spec, &c, DType::F32);
+    let value = |operands: [&Host; 3]| dot(&delta::scan(&set, operands, size.spec, DType::F32, None), &c);
+    check("dqkv", &qkv, &dqkv, |qkv| value([qkv, &decay, &beta]));
+    check("ddecay", &decay, &ddecay, |decay| value([&qkv, decay, &beta]));
+    check("dbeta", &beta, &dbeta, |beta| value([&qkv, &decay, beta]));
 }

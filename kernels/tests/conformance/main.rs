@@ -9,6 +9,7 @@ mod activation;
 mod attention;
 mod canary;
 mod cuda;
+mod delta;
 mod dry;
 mod elementwise;
 mod embedding;

@@ -1,6 +1,7 @@
 //! The number of threads never changes a bit: results are compared by their bytes. Nor does, on a card, the order in which
 //! threads run (a new one at every launch if TERRACE_SHIM_ORDER is set), nor where operands lie.
 
+use crate::delta::{self, Places};
 use crate::experts::{Routed, biases, gatings, route};
 use crate::sinks;
 use crate::support::{Host, Random, isas_and_pairs};
@@ -185,6 +186,44 @@ fn sinks() {
             let [out, lse] = sinks::add(set, &of_heads, &out, &lse);
             let dsinks = sinks::backward(set, [&of_heads, &out, &lse, &dout], &old);
             vec![out, lse, dsinks]
+        });
+    }
+}
+
+/// Few pairs, whose states are cut into parts for many threads, and more than a wave; sums over rows in parts.
+#[test]
+fn delta_rule() {
+    for (dtype, size) in [
+        (DType::F32, delta::size([1, 30, 1, 2, 20, 100])),
+        (DType::BF16, delta::size([3, 9, 2, 26, 16, 8])),
+        (DType::F16, delta::size([2, 300, 1, 2, 5, 3])),
+    ] {
+        let (spec, channels) = (size.spec, size.spec.channels());
+        let [qkv, decay, beta, dout] = delta::operands(size, dtype);
+        let (weight, old) =
+            (Host::random(dtype, &[channels, 4], 1.0, 5), Host::zeros(DType::F32, &[channels, 4]));
+        let heads = [spec.value_heads];
+        let [a_log, dt_bias, old_heads] = [6, 7, 8].map(|seed| Host::random(DType::F32, &heads, 1.0, seed));
+        let each: Vec<_> = (0..size.b).map(|b| (b, b, size.s - b)).collect();
+        let places = Places::new(size.s, &each);
+        let old_states = [size.b, spec.value_heads, spec.key_size, spec.value_size];
+        let old_states = Host::random(DType::F32, &old_states, 1.0, 9);
+        let old_inputs = Host::random(dtype, &[size.b, 3, channels], 1.0, 10);
+        same_for_every_thread_count(&format!("{size:?} of {dtype}"), |set| {
+            let (mut states, mut inputs) = (old_states.clone(), old_inputs.clone());
+            let (operands, of_gates) = ([&qkv, &decay, &beta], [&decay, &beta, &a_log, &dt_bias]);
+            let mut results = vec![
+                delta::convolve(set, [&qkv, &weight], dtype, Some((&places, &mut inputs))),
+                delta::scan(set, operands, spec, dtype, None),
+                delta::scan(set, operands, spec, dtype, Some((&places, &mut states))),
+                states,
+                inputs,
+            ];
+            results.extend(delta::convolve_backward(set, [&qkv, &weight, &qkv], dtype, &old));
+            results.extend(delta::gates(set, of_gates));
+            results.extend(delta::gates_backward(set, of_gates, [&decay, &beta], dtype, &old_heads));
+            results.extend(delta::scan_backward(set, operands, spec, &dout, dtype));
+            results
         });
     }
 }
