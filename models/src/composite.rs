@@ -38,7 +38,7 @@ struct Part {
     absent: &'static str,
 }
 
-pub(crate) const COMPOSITES: [Composite; 7] = [
+pub(crate) const COMPOSITES: [Composite; 9] = [
     Composite {
         architecture: "Gemma3ForConditionalGeneration",
         model_type: "gemma3",
@@ -89,6 +89,28 @@ pub(crate) const COMPOSITES: [Composite; 7] = [
                 "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
                 "num_key_value_heads": 32, "max_position_embeddings": 128000, "rope_theta": 500000.0
             }"#,
+        }],
+        says: Says::Apart,
+    },
+    Composite {
+        architecture: "Qwen3_5ForConditionalGeneration",
+        model_type: "qwen3_5",
+        parts: &[Part {
+            model_type: "qwen3_5_text",
+            read_as: "Qwen3_5ForCausalLM",
+            absent: r#"{
+                "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16
+            }"#,
+        }],
+        says: Says::Apart,
+    },
+    Composite {
+        architecture: "Qwen3_5MoeForConditionalGeneration",
+        model_type: "qwen3_5_moe",
+        parts: &[Part {
+            model_type: "qwen3_5_moe_text",
+            read_as: "Qwen3_5MoeForCausalLM",
+            absent: r#"{"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16}"#,
         }],
         says: Says::Apart,
     },

@@ -13,8 +13,8 @@ use crate::rope::{Rope, RopeScaling};
 use crate::{ModelError, Result};
 use serde_json::Value;
 use std::path::Path;
-use terrace_kernels::GateFunction;
 use terrace_kernels::cpu::HEAD_MAX;
+use terrace_kernels::{DeltaSpec, GateFunction};
 use terrace_zero::ParamSpec;
 
 /// How weights may be stored that are read in spite of a `quantization_config`.
@@ -28,6 +28,9 @@ const GATE_FUNCTIONS: [(&str, GateFunction); 5] = [
     ("gelu_new", GateFunction::GeluTanh),
     ("gelu_pytorch_tanh", GateFunction::GeluTanh),
 ];
+
+/// Far more than the heads of any model make; a broken number must not become an allocation.
+const CHANNELS_MAX: usize = 1 << 40;
 
 /// Far more layers than any model has; a broken number must not become an allocation.
 const LAYERS_MAX: usize = 1 << 16;
@@ -93,6 +96,17 @@ pub enum QkNorm {
     AllHeads,
 }
 
+/// Layers with the gated delta rule in the place of attention.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeltaNet {
+    /// Which they are.
+    pub layers: Vec<usize>,
+    /// Their heads.
+    pub spec: DeltaSpec,
+    /// Positions that the convolution in front of the rule sees, W.
+    pub taps: usize,
+}
+
 /// What the blocks of a decoder-only model depend on.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
@@ -132,6 +146,10 @@ pub struct ModelConfig {
     pub qk_norm: Option<QkNorm>,
     /// Each query head has an attention sink.
     pub has_sinks: bool,
+    /// What attention gives is multiplied by `σ` of a projection of its own.
+    pub gated_attention: bool,
+    /// Layers that have something else in the place of attention.
+    pub delta: Option<DeltaNet>,
     /// Where layers have norms.
     pub norms: Norms,
     /// Norms multiply by one more than their weights.
@@ -158,6 +176,73 @@ pub struct ModelConfig {
     pub eos_ids: Vec<u32>,
     /// The token of padding, whose embedding gets no gradient by being looked up, as with `padding_idx` of `torch.nn.Embedding`.
     pub pad_id: Option<usize>,
+}
+
+impl DeltaNet {
+    fn parse(entries: &Entries<'_>, layers: usize) -> Result<Self> {
+        let spec = DeltaSpec {
+            key_heads: entries.size_or("linear_num_key_heads", 16)?,
+            value_heads: entries.size_or("linear_num_value_heads", 32)?,
+            key_size: entries.size_or("linear_key_head_dim", 128)?,
+            value_size: entries.size_or("linear_value_head_dim", 128)?,
+        };
+        let taps = entries.size_or("linear_conv_kernel_dim", 4)?;
+        let Some(kinds) = entries.strings("layer_types")? else {
+            let interval = entries.size_or("full_attention_interval", 4)?;
+            let layers = (0..layers).filter(|layer| !(layer + 1).is_multiple_of(interval)).collect();
+            return Ok(Self { layers, spec, taps });
+        };
+        if kinds.len() != layers {
+            return Err(
+                entries.error("layer_types", format!("has {} entries for {layers} layers", kinds.len()))
+            );
+        }
+        let mut listed = Vec::new();
+        for (layer, kind) in kinds.into_iter().enumerate() {
+            match kind {
+                "linear_attention" => listed.push(layer),
+                "full_attention" => {}
+                other => {
+                    return Err(ModelError::Unsupported {
+                        what: "layer_types entry".into(),
+                        found: format!("\"{other}\""),
+                        supported: "\"full_attention\", \"linear_attention\"".into(),
+                    });
+                }
+            }
+        }
+        Ok(Self { layers: listed, spec, taps })
+    }
+
+    fn check(&self) -> Result {
+        let refuse = |key: &str, detail: String| Err(ModelError::Config { key: key.into(), detail });
+        let DeltaSpec { key_heads, value_heads, key_size, value_size } = self.spec;
+        if !value_heads.is_multiple_of(key_heads) {
+            let detail =
+                format!("is {value_heads}, which is no multiple of linear_num_key_heads = {key_heads}");
+            return refuse("linear_num_value_heads", detail);
+        }
+        if key_size > DeltaSpec::KEY_SIZE_MAX {
+            let most = DeltaSpec::KEY_SIZE_MAX;
+            return refuse(
+                "linear_key_head_dim",
+                format!("is {key_size}; keys of more than {most} are not computed"),
+            );
+        }
+        if self.taps > DeltaSpec::TAPS_MAX {
+            let most = DeltaSpec::TAPS_MAX;
+            return refuse(
+                "linear_conv_kernel_dim",
+                format!("is {}; more than {most} are not computed", self.taps),
+            );
+        }
+        let sizes = [key_heads, value_heads, key_size, value_size];
+        let channels = sizes.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
+        if channels.is_none_or(|product| product > CHANNELS_MAX) {
+            return refuse("linear_num_value_heads", "and the other numbers of heads are too large".into());
+        }
+        Ok(())
+    }
 }
 
 impl ModelConfig {
@@ -217,7 +302,11 @@ impl ModelConfig {
             is_part: part.is_some(),
             vocab,
             hidden,
-            feed_forward: entries.size("intermediate_size")?,
+            feed_forward: match family {
+                // All of its layers have experts.
+                Family::Qwen35Moe => entries.size_or("intermediate_size", 1)?,
+                _ => entries.size("intermediate_size")?,
+            },
             only_in_training: only_in_training(&entries, family, defaults.dropout, mixture.is_some())?,
             mixture,
             layers,
@@ -233,12 +322,15 @@ impl ModelConfig {
             qk_norm: match family {
                 Family::Qwen3 | Family::Gemma3 | Family::Qwen3Moe => Some(QkNorm::PerHead),
                 Family::Olmo2 | Family::Olmo3 | Family::Olmoe => Some(QkNorm::AllHeads),
+                Family::Qwen35 | Family::Qwen35Moe => Some(QkNorm::PerHead),
                 Family::Glm4Moe if entries.flag("use_qk_norm", false)? => Some(QkNorm::PerHead),
                 _ => None,
             },
             has_sinks: family == Family::GptOss,
+            gated_attention: family.has_delta(),
+            delta: if family.has_delta() { Some(DeltaNet::parse(&entries, layers)?) } else { None },
             norms: family.norms(),
-            norm_plus_one: family.is_gemma(),
+            norm_plus_one: family.is_gemma() || family.has_delta(),
             multipliers: Multipliers::parse(&entries, family, hidden)?,
             windows: windows(&entries, family, layers, &unrotated)?,
             unrotated,
@@ -254,6 +346,11 @@ impl ModelConfig {
         };
         config.check()?;
         Ok(config)
+    }
+
+    /// What a layer has in the place of attention; `None` if it has attention.
+    pub fn delta_of(&self, layer: usize) -> Option<&DeltaNet> {
+        self.delta.as_ref().filter(|delta| delta.layers.contains(&layer))
     }
 
     /// The experts of a layer; `None` if it has one feed-forward for all tokens.
@@ -331,6 +428,7 @@ impl ModelConfig {
         if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
             return refuse("rms_norm_eps", format!("is {}; it must be positive", self.norm_eps));
         }
+        self.delta.iter().try_for_each(DeltaNet::check)?;
         self.mixture.iter().try_for_each(|mixture| mixture.check(self.layers))?;
         if self.windows.len() != self.layers {
             let detail = format!("has {} entries for {} layers", self.windows.len(), self.layers);
@@ -480,7 +578,9 @@ fn windows(
         Family::Llama | Family::SeedOss | Family::Olmo2 | Family::Granite | Family::Gemma => {
             return Ok(vec![None; layers]);
         }
-        Family::Olmoe | Family::Glm4Moe => return Ok(vec![None; layers]),
+        Family::Olmoe | Family::Glm4Moe | Family::Qwen35 | Family::Qwen35Moe => {
+            return Ok(vec![None; layers]);
+        }
         Family::GptOss => (false, Some(128)),
         Family::Phi3 | Family::Mixtral => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
         Family::Mistral => (true, Some(4096)),

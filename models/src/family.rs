@@ -7,7 +7,7 @@ use crate::fused::Packing;
 use crate::{ModelError, Result};
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 18] = [
+const FAMILIES: [(Family, &str, &str); 20] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
@@ -24,6 +24,8 @@ const FAMILIES: [(Family, &str, &str); 18] = [
     (Family::Qwen2Moe, "Qwen2MoeForCausalLM", "qwen2_moe"),
     (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
     (Family::Olmoe, "OlmoeForCausalLM", "olmoe"),
+    (Family::Qwen35, "Qwen3_5ForCausalLM", "qwen3_5_text"),
+    (Family::Qwen35Moe, "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     (Family::Glm4Moe, "Glm4MoeForCausalLM", "glm4_moe"),
     (Family::GptOss, "GptOssForCausalLM", "gpt_oss"),
 ];
@@ -63,6 +65,11 @@ pub enum Family {
     Qwen3Moe,
     /// OLMoE: experts, and queries and keys that are normalized with all heads together.
     Olmoe,
+    /// Qwen 3.5: the gated delta rule in three layers of four, gates behind attention in the fourth, whose files hold them with the queries; norms
+    /// whose weights are added to 1, and a quarter of each head rotated.
+    Qwen35,
+    /// Qwen 3.5 with experts, and one beside them as in Qwen 2.
+    Qwen35Moe,
     /// GLM 4.5, 4.6 and 4.7 with experts: chosen by sigmoids and a bias, with a feed-forward beside them; half of each head is rotated.
     Glm4Moe,
     /// gpt-oss: experts with biases, attention sinks, windows in every other layer; files hold the experts of a layer together, often as MXFP4.
@@ -160,6 +167,10 @@ impl Family {
             Self::Glm4Moe => {
                 Defaults { kv_heads: Some(8), positions: 131_072, norm_eps: 1e-5, eos: None, ..llama }
             }
+            Self::Qwen35 => {
+                Defaults { kv_heads: Some(4), head_size: Some(256), positions: 32_768, eos: None, ..llama }
+            }
+            Self::Qwen35Moe => Defaults { kv_heads: Some(2), ..Self::Qwen35.defaults() },
             Self::GptOss => Defaults {
                 kv_heads: Some(8),
                 head_size: Some(64),
@@ -209,12 +220,28 @@ impl Family {
         match self {
             Self::Phi3 => Packing::Projections,
             Self::GptOss => Packing::Experts,
+            Self::Qwen35 => Packing::Gates,
+            Self::Qwen35Moe => Packing::GatesAndExperts,
             _ => Packing::Apart,
         }
     }
 
     pub(crate) fn is_gemma(self) -> bool {
         matches!(self, Self::Gemma | Self::Gemma3)
+    }
+
+    /// The gated delta rule takes the place of attention in some layers.
+    pub(crate) fn has_delta(self) -> bool {
+        matches!(self, Self::Qwen35 | Self::Qwen35Moe)
+    }
+
+    /// The part of each head that is rotated where configurations do not say.
+    pub(crate) fn rotated_part(self) -> f64 {
+        match self {
+            Self::Glm4Moe => 0.5,
+            Self::Qwen35 | Self::Qwen35Moe => 0.25,
+            _ => 1.0,
+        }
     }
 
     pub(crate) fn norms(self) -> Norms {

@@ -41,7 +41,7 @@ pub use blocks::{
     DecoderBlock, EMBEDDING_NAME, EmbeddingBlock, HeadBlock, Model, TILE_ROWS, build, build_quantized,
     param_count,
 };
-pub use config::{ModelConfig, Multipliers, Norms, QkNorm};
+pub use config::{DeltaNet, ModelConfig, Multipliers, Norms, QkNorm};
 pub use error::{ModelError, Result};
 pub use family::Family;
 pub use json::parse_json;

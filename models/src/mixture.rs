@@ -95,6 +95,13 @@ impl Mixture {
                 dense_layers: dense_layers(entries, layers)?,
                 ..usual(experts(of_num_experts, 60)?, chosen(4)?, inner_of_experts(1408)?)
             }),
+            Family::Qwen35Moe => Some(Self {
+                shared: Some(SharedExpert {
+                    feed_forward: entries.size_or("shared_expert_intermediate_size", 512)?,
+                    is_gated: true,
+                }),
+                ..usual(experts(of_num_experts, 256)?, chosen(8)?, inner_of_experts(512)?)
+            }),
             Family::Glm4Moe => Some(Self::with_groups(entries, layers)?),
             Family::GptOss => Some(Self {
                 biased: true,

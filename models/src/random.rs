@@ -40,7 +40,9 @@ impl RandomSource {
 
 impl WeightSource for RandomSource {
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> Result {
-        if param.name.ends_with("norm.weight") {
+        if param.name.ends_with("linear_attn.norm.weight") {
+            out.fill(1.0);
+        } else if param.name.ends_with("norm.weight") {
             out.fill(self.norm);
         } else if param.name.ends_with(".bias") {
             out.fill(0.0);

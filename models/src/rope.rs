@@ -146,7 +146,7 @@ impl Rope {
         }
         let size = match size {
             Some(size) => size,
-            None if family == Family::Glm4Moe => part_of(config, head_size, 0.5)?,
+            None if family.rotated_part() < 1.0 => part_of(config, head_size, family.rotated_part())?,
             None => head_size,
         };
         let scaling = |nested: &Entries<'_>| scaling(config, nested, family, size, positions_max);
@@ -295,7 +295,7 @@ fn rotated_size(at: &Entries<'_>, family: Family, head_size: usize) -> Result<us
         return Ok(head_size);
     }
     // The classes of the others rotate all of a head, whatever is said here.
-    if !matches!(family, Family::Phi3 | Family::Glm4Moe) {
+    if family != Family::Phi3 && family.rotated_part() == 1.0 {
         return Err(ModelError::Unsupported {
             what: PART.into(),
             found: part.to_string(),

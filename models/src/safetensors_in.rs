@@ -4,7 +4,7 @@
 //! Headers are parsed and checked against the length of their files when the source is opened.
 
 use crate::composite::Naming;
-use crate::fused::{FileTensor, file_tensors};
+use crate::fused::{FileTensor, Order, file_tensors};
 use crate::mxfp4;
 use crate::safetensors_out::{WRITER, WRITER_KEY};
 use crate::{EMBEDDING_NAME, Model, ModelError, Result};
@@ -110,6 +110,8 @@ enum Form {
         /// Where the first column of the first of these layers begins.
         first: u64,
     },
+    /// So many elements at a time, with as many of each other part between them.
+    Turns { elements: usize, parts: usize },
     /// Rows of [`mxfp4`] blocks with rows of other layers between them; the scales lie elsewhere.
     Mxfp4 { layers: usize, scales_shard: usize, scales: u64 },
 }
@@ -176,9 +178,9 @@ impl SafetensorsSource {
     /// positions, which older savers wrote and which are computed.
     pub fn unused(&self, model: &Model) -> Vec<String> {
         let params = || model.blocks.iter().flat_map(|block| block.params());
-        let fused = file_tensors(params(), model.config.family.packing());
+        let fused = file_tensors(params(), model.config.family.packing(), model.config.head_size);
         let packed: Vec<String> =
-            fused.iter().filter(|t| t.woven.is_some()).flat_map(|t| mxfp4::names(&t.name)).collect();
+            fused.iter().filter(|t| t.is_woven()).flat_map(|t| mxfp4::names(&t.name)).collect();
         let constants = model.config.constants();
         let names = params()
             .chain(&constants)
@@ -252,21 +254,28 @@ impl SafetensorsSource {
     /// Enters the parts of fused tensors. A folder that has the parts themselves needs nothing.
     fn take_apart(&mut self, model: &Model) -> Result {
         let params = model.blocks.iter().flat_map(|block| block.params());
-        for fused in file_tensors(params, model.config.family.packing()).iter().filter(|t| t.is_fused()) {
+        let (packing, head_size) = (model.config.family.packing(), model.config.head_size);
+        for fused in file_tensors(params, packing, head_size).iter().filter(|t| t.is_fused()) {
             let has_parts = fused.parts.iter().all(|part| self.find(part).is_ok());
             if has_parts {
                 continue;
             }
-            if let Some(layers) = fused.woven {
+            if let Order::Woven { layers } = fused.order {
                 self.take_experts_apart(fused, layers)?;
                 continue;
             }
             let stored = self.find(&ParamSpec::new(&fused.name, &fused.dims))?.clone();
             let mut offset = stored.offset;
             for part in &fused.parts {
-                let entry = Stored { shape: part.dims.clone(), offset, ..stored.clone() };
+                let (mut form, mut elements) = (stored.form, part.elements());
+                if let Order::Turns { rows } = fused.order {
+                    // The first rows of the next part follow those of this one.
+                    elements = rows * part.elements() / part.dims[0];
+                    form = Form::Turns { elements, parts: fused.parts.len() };
+                }
+                let entry = Stored { shape: part.dims.clone(), offset, form, ..stored.clone() };
                 self.tensors.insert(part.name.clone(), entry);
-                offset += (part.elements() * stored.dtype.bitsize() / 8) as u64;
+                offset += (elements * stored.dtype.bitsize() / 8) as u64;
             }
         }
         Ok(())
@@ -363,19 +372,41 @@ impl SafetensorsSource {
         let Stored { shard, dtype, offset, form, .. } = *self.find(param)?;
         assert!(start + out.len() <= param.elements(), "the range lies within `{}`", param.name);
         match form {
-            Form::Rows => {}
+            Form::Rows => self.read_rows(shard, dtype, offset, start, out),
+            Form::Turns { elements, parts } => {
+                let (mut at, mut left) = (start, out);
+                while !left.is_empty() {
+                    let (turn, within) = (at / elements, at % elements);
+                    let (now, later) = left.split_at_mut((elements - within).min(left.len()));
+                    self.read_rows(shard, dtype, offset, turn * elements * parts + within, now)?;
+                    at += now.len();
+                    left = later;
+                }
+                Ok(())
+            }
             Form::Woven { layers, first } => {
                 if param.dims.len() > 1 {
                     self.warm(shard, first, layers * param.elements() * (dtype.bitsize() / 8))?;
                 }
                 let piece = Piece { shard, dtype, offset, layers };
-                return self.read_woven(&piece, &param.dims, start, out);
+                self.read_woven(&piece, &param.dims, start, out)
             }
             Form::Mxfp4 { layers, scales_shard, scales } => {
                 let rows = [(shard, offset), (scales_shard, scales)];
-                return self.read_mxfp4(rows, layers, &param.dims, start, out);
+                self.read_mxfp4(rows, layers, &param.dims, start, out)
             }
         }
+    }
+
+    /// Elements that follow one another, from `start` on behind `offset`.
+    fn read_rows(
+        &mut self,
+        shard: usize,
+        dtype: Dtype,
+        offset: u64,
+        start: usize,
+        out: &mut [f32],
+    ) -> Result {
         let size = dtype.bitsize() / 8;
         self.band = None;
         self.buffer.resize(BUFFER_BYTES, 0);

@@ -15,11 +15,12 @@
 //! folder that is refused, never a mixture of two models that loads.
 
 use crate::composite::{Naming, TEXT};
-use crate::fused::{FileTensor, Packing, file_tensors};
+use crate::fused::{FileTensor, Order, Packing, file_tensors};
 use crate::json::parse_json;
 use crate::{ModelConfig, ModelError, Result, SafetensorsSource};
 use serde_json::{Map, Value, json};
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use terrace_kernels::DType;
@@ -90,10 +91,11 @@ pub fn export_folder(
     let (tag, torch_name) = names(dtype)?;
     // Blocks of others may have a configuration that is no model's here: their parameters are tensors of files.
     let known = ModelConfig::parse(config_json).ok();
-    let packing = known.as_ref().map_or(Packing::Apart, |config| config.family.packing());
+    let (packing, head_size) =
+        known.as_ref().map_or((Packing::Apart, 1), |config| (config.family.packing(), config.head_size));
     let config = with_dtype(config_json, torch_name, known.is_some())?;
     let rest = known.as_ref().map(|config| Rest::of(source_dir, config)).transpose()?.flatten();
-    let mut tensors: Vec<OutTensor> = file_tensors(&reader.params(), packing)
+    let mut tensors: Vec<OutTensor> = file_tensors(&reader.params(), packing, head_size)
         .into_iter()
         .map(|tensor| OutTensor::of_weights(tensor, rest.as_ref(), dtype, tag))
         .collect();
@@ -298,7 +300,7 @@ struct OutTensor {
 #[derive(Debug)]
 enum Content {
     /// Weights, as a [`FileTensor`] holds them.
-    Parts { parts: Vec<ParamSpec>, woven: Option<usize> },
+    Parts { parts: Vec<ParamSpec>, order: Order },
     /// The tensor of that name of the [`Rest`].
     Rest,
 }
@@ -306,10 +308,10 @@ enum Content {
 impl OutTensor {
     fn of_weights(tensor: FileTensor, rest: Option<&Rest>, dtype: DType, tag: &str) -> Self {
         let bytes = (tensor.elements() * dtype.size()) as u64;
-        let FileTensor { name, dims, parts, woven } = tensor;
+        let FileTensor { name, dims, parts, order } = tensor;
         let naming = rest.and_then(|rest| rest.naming);
         let name = naming.map_or_else(|| name.clone(), |naming| naming.in_files(&name));
-        Self { name, dims, tag: tag.to_owned(), bytes, content: Content::Parts { parts, woven } }
+        Self { name, dims, tag: tag.to_owned(), bytes, content: Content::Parts { parts, order } }
     }
 }
 
@@ -355,14 +357,22 @@ fn write_shard(
     let mut buffer = vec![0; EXPORT_BUFFER_BYTES];
     for tensor in &shard.tensors {
         match (&tensor.content, rest) {
-            (Content::Parts { parts, woven: Some(layers) }, _) => {
+            (Content::Parts { parts, order: Order::Woven { layers } }, _) => {
                 for parts in parts.chunks(*layers) {
                     write_woven(reader, parts, dtype, &mut buffer, &mut draft)?;
                 }
             }
-            (Content::Parts { parts, woven: None }, _) => {
+            (Content::Parts { parts, order: Order::Following }, _) => {
                 for param in parts {
-                    write_weights(reader, param, dtype, &mut buffer, &mut draft)?;
+                    write_weights(reader, param, 0..param.elements(), dtype, &mut buffer, &mut draft)?;
+                }
+            }
+            (Content::Parts { parts, order: Order::Turns { rows } }, _) => {
+                let turn = rows * parts[0].elements() / parts[0].dims[0];
+                for start in (0..parts[0].elements()).step_by(turn) {
+                    for param in parts {
+                        write_weights(reader, param, start..start + turn, dtype, &mut buffer, &mut draft)?;
+                    }
                 }
             }
             (Content::Rest, rest) => {
@@ -381,13 +391,13 @@ fn write_shard(
 fn write_weights(
     reader: &mut dyn WeightReader,
     param: &ParamSpec,
+    Range { mut start, end: last }: Range<usize>,
     dtype: DType,
     buffer: &mut [u8],
     draft: &mut Draft,
 ) -> terrace_zero::Result {
-    let (mut start, elements) = (0, param.elements());
-    while start < elements {
-        let end = elements.min(start + buffer.len() / dtype.size());
+    while start < last {
+        let end = last.min(start + buffer.len() / dtype.size());
         let bytes = &mut buffer[..(end - start) * dtype.size()];
         reader.read(param, start, bytes)?;
         draft.append(bytes)?;

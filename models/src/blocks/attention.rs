@@ -1,13 +1,13 @@
 //! The attention half of a decoder layer with its norm and residual: `y = x + o(attend(rope(qkv(norm(x)))))`, or, of models whose norms
-//! follow, `y = x + norm(o(attend(rope(qkv(x)))))`; of some what is added is multiplied by a number.
+//! follow, `y = x + norm(o(attend(rope(qkv(x)))))`; of some what is added is multiplied by a number, or what `o` reads by `σ(g(norm(x)))`.
 
 use super::TILE_ROWS;
 use super::layers::{
-    After, Linear, Norm, Normed, Params, add_branch, backward_together, forward_together, tiles,
+    After, Linear, Norm, Params, add_branch, backward_together, forward_together, input_backward, tiles,
 };
 use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ};
 use crate::{ModelConfig, QkNorm};
-use terrace_kernels::{AttentionSpec, DType, KeyValues, RopeDirection, Tensor, View, ViewMut};
+use terrace_kernels::{AttentionSpec, DType, GateFunction, KeyValues, RopeDirection, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, KvSpec, Result, Weights};
 
 /// Parameters of the attention half.
@@ -17,6 +17,8 @@ pub(crate) struct Attention {
     before: Option<Norm>,
     after: After,
     query: Linear,
+    /// Of what attention gives.
+    gate: Option<Linear>,
     key: Linear,
     value: Linear,
     output: Linear,
@@ -27,13 +29,12 @@ pub(crate) struct Attention {
     /// The input with the frequencies, and what multiplies rotated queries and keys; `None` where they are not rotated.
     rotary: Option<(usize, f32)>,
     spec: AttentionSpec,
-    hidden: usize,
     heads: usize,
     kv_heads: usize,
     head_size: usize,
 }
 
-/// What the projections give, before norms and rotation: `[T, H·K]` and twice `[T, G·K]`.
+/// What the projections give, before norms and rotation: `[T, H·K]`, twice `[T, G·K]`, and a gate `[T, H·K]` of some.
 ///
 /// Without norms queries and keys are rotated in place, so that after [`Attention::attend`] they hold the rotated ones.
 #[derive(Debug)]
@@ -41,6 +42,18 @@ pub(crate) struct Projected {
     pub(crate) q: Tensor,
     pub(crate) k: Tensor,
     pub(crate) v: Tensor,
+    pub(crate) gate: Option<Tensor>,
+}
+
+impl Projected {
+    pub(crate) fn gate(&self) -> Option<View<'_>> {
+        self.gate.as_ref().map(Tensor::view)
+    }
+
+    /// What is left when attention is done.
+    pub(crate) fn into_gate(self) -> Option<Tensor> {
+        self.gate
+    }
 }
 
 /// Queries and keys as attention sees them, apart from the projections because of their norms.
@@ -77,6 +90,9 @@ impl Attention {
             before,
             after,
             query: params.linear("self_attn.q_proj", queries, hidden, config.qkv_bias),
+            gate: config
+                .gated_attention
+                .then(|| params.linear("self_attn.q_gate_proj", queries, hidden, config.qkv_bias)),
             key: params.linear("self_attn.k_proj", keys, hidden, config.qkv_bias),
             value: params.linear("self_attn.v_proj", keys, hidden, config.qkv_bias),
             output: params.linear("self_attn.o_proj", hidden, queries, config.output_bias),
@@ -88,7 +104,7 @@ impl Attention {
                 let query = params.norm("self_attn.q_norm", of_query, eps);
                 (kind, query, params.norm("self_attn.k_norm", of_key, eps))
             }),
-            sinks: config.has_sinks.then(|| params.numbers("self_attn.sinks", config.heads)),
+            sinks: config.has_sinks.then(|| params.numbers("self_attn.sinks", &[config.heads])),
             rotary: (!config.unrotated.contains(&layer)).then(|| {
                 match config.window_rope.as_ref().filter(|_| config.windows[layer].is_some()) {
                     Some(rope) => (WINDOW_INV_FREQ, rope.attention_factor()),
@@ -99,7 +115,6 @@ impl Attention {
                 scale: config.multipliers.attention.unwrap_or_else(|| (head_size as f32).sqrt().recip()),
                 window: config.windows[layer],
             },
-            hidden,
             heads: config.heads,
             kv_heads: config.kv_heads,
             head_size,
@@ -123,6 +138,8 @@ impl Attention {
         let mut q = cx.lasting_tensor(&[tokens, self.heads * self.head_size])?;
         let mut k = cx.lasting_tensor(&[tokens, kv_width])?;
         let mut v = cx.lasting_tensor(&[tokens, kv_width])?;
+        let gate = self.gate.map(|_| cx.lasting_tensor(&[tokens, self.heads * self.head_size]));
+        let mut gate = gate.transpose()?;
         for (start, end) in tiles(tokens, TILE_ROWS) {
             let x_RD = x_TD.rows(start, end);
             let normed = self.before.map(|norm| norm.forward(cx, weights, x_RD)).transpose()?;
@@ -130,9 +147,12 @@ impl Attention {
             let q = (self.query, q.view_mut().rows(start, end));
             let k = (self.key, k.view_mut().rows(start, end));
             let v = (self.value, v.view_mut().rows(start, end));
-            forward_together(cx, weights, h_RD, &mut [q, k, v])?;
+            let gate = self.gate.zip(gate.as_mut());
+            let gate = gate.map(|(layer, gate)| (layer, gate.view_mut().rows(start, end)));
+            let mut layers: Vec<_> = [q, k, v].into_iter().chain(gate).collect();
+            forward_together(cx, weights, h_RD, &mut layers)?;
         }
-        Ok(Projected { q, k, v })
+        Ok(Projected { q, k, v, gate })
     }
 
     /// Head norms, rotation and attention over the sequence itself, or over the cache when there is one.
@@ -143,7 +163,7 @@ impl Attention {
         projected: &mut Projected,
     ) -> Result<Attended> {
         let heads = self.rotated(cx, weights, projected)?;
-        let Projected { q, k, v } = projected;
+        let Projected { q, k, v, .. } = projected;
         let (q, k) = heads.as_ref().map_or((&*q, &*k), |heads| (&heads.q_BSHK, &heads.k_BSGK));
         let dims_q = self.dims_q(cx);
         let mut out_BSHK = cx.lasting_tensor(&dims_q)?;
@@ -174,18 +194,35 @@ impl Attention {
         self.after.needs_branch()
     }
 
+    /// Whether there is a gate.
+    pub(crate) fn is_gated(&self) -> bool {
+        self.gate.is_some()
+    }
+
+    /// What the output projection reads, if that is not what attention gives.
+    fn gated(&self, cx: &Context<'_>, out_TQ: View<'_>, gate_TQ: Option<View<'_>>) -> Result<Option<Tensor>> {
+        let Some(gate_TQ) = gate_TQ else { return Ok(None) };
+        let mut gated_TQ = cx.tensor(out_TQ.shape().dims())?;
+        cx.kernels.activation.gated(GateFunction::Sigmoid, gate_TQ, out_TQ, gated_TQ.view_mut())?;
+        Ok(Some(gated_TQ))
+    }
+
     /// `y = x + after(o(attended))`. With a norm `o(attended)` stays for [`backward`](Self::backward) if `stays`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     pub(crate) fn residual(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
         attended: &Attended,
+        gate_TQ: Option<View<'_>>,
         x_TD: View<'_>,
         y_TD: ViewMut<'_>,
         stays: bool,
     ) -> Result<Option<Tensor>> {
         let out_TQ = self.flat(&attended.out_BSHK);
-        add_branch(cx, weights, (self.output, self.after), out_TQ, x_TD, y_TD, stays)
+        let gated_TQ = self.gated(cx, out_TQ, gate_TQ)?;
+        let input_TQ = gated_TQ.as_ref().map_or(out_TQ, Tensor::view);
+        add_branch(cx, weights, (self.output, self.after), input_TQ, x_TD, y_TD, stays)
     }
 
     /// On entry `dx` is the gradient of `y`; on return that of `x`. `branch_TD` is what [`residual`](Self::residual) gave.
@@ -198,7 +235,7 @@ impl Attention {
         projected: Projected,
         attended: Attended,
         branch_TD: Option<Tensor>,
-        mut dx_TD: ViewMut<'_>,
+        dx_TD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let of_branch = branch_TD.as_ref().map(Tensor::view);
@@ -207,11 +244,31 @@ impl Attention {
         let dy_TD = dbranch_TD.as_ref().map_or(dx_TD.view(), Tensor::view);
         let mut dout_BSHK = cx.tensor(&self.dims_q(cx))?;
         let out_TQ = self.flat(&attended.out_BSHK);
-        let dout_TQ = dout_BSHK.view_mut().reshape(out_TQ.shape().dims());
-        backward_together(cx, weights, &[(self.output, dy_TD)], out_TQ, dout_TQ, gradients)?;
-        drop(dbranch_TD);
+        let dims_TQ = out_TQ.shape();
+        let gated_TQ = self.gated(cx, out_TQ, projected.gate())?;
+        let input_TQ = gated_TQ.as_ref().map_or(out_TQ, Tensor::view);
+        let dinput_TQ = dout_BSHK.view_mut().reshape(dims_TQ.dims());
+        backward_together(cx, weights, &[(self.output, dy_TD)], input_TQ, dinput_TQ, gradients)?;
+        drop((dbranch_TD, gated_TQ));
+        let mut dgate_TQ = None;
+        if let Some(gate_TQ) = projected.gate() {
+            // The gradient of what was gated becomes that of what attention gave.
+            let (mut dgate, mut dout) = (cx.tensor(dims_TQ.dims())?, cx.tensor(&self.dims_q(cx))?);
+            let (dgated, to_out) = (self.flat(&dout_BSHK), dout.view_mut().reshape(dims_TQ.dims()));
+            let (f, to_gate) = (GateFunction::Sigmoid, dgate.view_mut());
+            cx.kernels.activation.gated_backward(f, gate_TQ, out_TQ, dgated, to_gate, to_out)?;
+            dout_BSHK = dout;
+            dgate_TQ = Some(dgate);
+        }
         let projected = self.attend_backward(cx, weights, projected, attended, dout_BSHK, gradients)?;
-        self.project_backward(cx, weights, x_TD, &projected, dx_TD.reborrow(), gradients)
+        let branches = [
+            (self.query, self.flat(&projected.dq)),
+            (self.key, self.flat(&projected.dk)),
+            (self.value, self.flat(&projected.dv)),
+        ];
+        let gate = self.gate.zip(dgate_TQ.as_ref().map(Tensor::view));
+        let branches: Vec<_> = branches.into_iter().chain(gate).collect();
+        input_backward(cx, weights, self.before, &branches, x_TD, dx_TD, gradients)
     }
 
     /// From the gradient of attention's output to those of the projections.
@@ -263,39 +320,6 @@ impl Attention {
             dk = self.qk_norm_backward(cx, weights, k_norm, &dk, k, &k_rstd, gradients)?;
         }
         Ok(ProjectedGradients { dq, dk, dv })
-    }
-
-    /// From the gradients of the projections to that of the layer's input, which is added to `dx`.
-    fn project_backward(
-        &self,
-        cx: &Context<'_>,
-        weights: &Weights<'_>,
-        x_TD: View<'_>,
-        projected: &ProjectedGradients,
-        mut dx_TD: ViewMut<'_>,
-        gradients: &mut Gradients<'_>,
-    ) -> Result {
-        let branches = [
-            (self.query, self.flat(&projected.dq)),
-            (self.key, self.flat(&projected.dk)),
-            (self.value, self.flat(&projected.dv)),
-        ];
-        for (start, end) in tiles(x_TD.shape().rows(), TILE_ROWS) {
-            let x_RD = x_TD.rows(start, end);
-            let normed = self.before.map(|norm| norm.forward(cx, weights, x_RD)).transpose()?;
-            let h_RD = normed.as_ref().map_or(x_RD, |normed| normed.out.view());
-            let mut dh_RD = cx.tensor_of(DType::F32, &[end - start, self.hidden])?;
-            let branches = branches.map(|(layer, dout)| (layer, dout.rows(start, end)));
-            backward_together(cx, weights, &branches, h_RD, dh_RD.view_mut(), gradients)?;
-            let dx_RD = dx_TD.reborrow().rows(start, end);
-            let Some((norm, Normed { out, rstd })) = self.before.zip(normed) else {
-                cx.kernels.elementwise.add_assign(dx_RD, dh_RD.view())?;
-                continue;
-            };
-            drop(out);
-            norm.backward(cx, weights, dh_RD.view(), x_RD, rstd.view(), dx_RD, true, gradients)?;
-        }
-        Ok(())
     }
 
     /// Rotates queries and keys: in place without norms (`None`), into new tensors with them.

@@ -1,13 +1,15 @@
-//! One decoder layer: attention and feed-forward, each behind a norm and around a residual.
+//! One decoder layer: attention, or what is in its place, and feed-forward, each behind a norm and around a residual.
 
-use super::attention::{Attended, Attention, Projected};
 use super::layers::Params;
+use super::mixer::{Mixed, Mixer};
 use super::mixture::{MixtureMlp, Routed, Routing, chosen_experts};
 use super::mlp::{Inner, Mlp};
 use crate::ModelConfig;
 use std::ops::Range;
 use terrace_kernels::{DType, QuantFormat, Tensor, View, ViewMut};
-use terrace_zero::{Begun, Block, Context, Gradients, KvSpec, Mode, OutputSpec, ParamSpec, Result, Weights};
+use terrace_zero::{
+    Begun, Block, CarrySpec, Context, Gradients, KvSpec, Mode, OutputSpec, ParamSpec, Result, Weights,
+};
 
 /// A decoder layer.
 ///
@@ -20,7 +22,7 @@ use terrace_zero::{Begun, Block, Context, Gradients, KvSpec, Mode, OutputSpec, P
 pub struct DecoderBlock {
     name: String,
     params: Vec<ParamSpec>,
-    attention: Attention,
+    mixer: Mixer,
     feed_forward: FeedForward,
     hidden: usize,
 }
@@ -37,8 +39,7 @@ enum FeedForward {
 /// What backward needs of the forward.
 #[derive(Debug)]
 struct Intermediates {
-    projected: Projected,
-    attended: Attended,
+    mixed: Mixed,
     /// What a norm after attention is given.
     branch_TD: Option<Tensor>,
     /// Between the halves.
@@ -56,31 +57,21 @@ impl DecoderBlock {
     /// The same with the weights of its linear layers in `format`.
     pub(crate) fn stored_as(config: &ModelConfig, layer: usize, format: Option<QuantFormat>) -> Self {
         let mut params = Params::new(&format!("model.layers.{layer}."), config, format);
-        let attention = Attention::new(config, layer, &mut params);
+        let mixer = Mixer::new(config, layer, &mut params);
         let feed_forward = match config.mixture_of(layer) {
             None => FeedForward::Dense(Mlp::new(config, &mut params)),
             Some(mixture) => FeedForward::Mixture(MixtureMlp::new(config, layer, mixture, &mut params)),
         };
         let name = format!("layers.{layer}");
-        Self { name, params: params.specs, attention, feed_forward, hidden: config.hidden }
-    }
-
-    /// The forward up to the feed-forward, of which nothing but `y` stays.
-    fn attend(&self, cx: &mut Context<'_>, weights: &Weights<'_>, x: View<'_>, y: ViewMut<'_>) -> Result {
-        let mut projected = self.attention.project(cx, weights, x)?;
-        let attended = self.attention.attend(cx, weights, &mut projected)?;
-        drop(projected);
-        self.attention.residual(cx, weights, &attended, x, y, false)?;
-        Ok(())
+        Self { name, params: params.specs, mixer, feed_forward, hidden: config.hidden }
     }
 
     /// The forward up to the feed-forward.
     fn first_half(&self, cx: &mut Context<'_>, weights: &Weights<'_>, x: View<'_>) -> Result<Intermediates> {
-        let mut projected = self.attention.project(cx, weights, x)?;
-        let attended = self.attention.attend(cx, weights, &mut projected)?;
+        let mixed = self.mixer.mix(cx, weights, x)?;
         let mut y1_TD = cx.lasting_tensor(x.shape().dims())?;
-        let branch_TD = self.attention.residual(cx, weights, &attended, x, y1_TD.view_mut(), true)?;
-        Ok(Intermediates { projected, attended, branch_TD, y1_TD, inner: Vec::new() })
+        let branch_TD = self.mixer.residual(cx, weights, &mixed, x, y1_TD.view_mut())?;
+        Ok(Intermediates { mixed, branch_TD, y1_TD, inner: Vec::new() })
     }
 }
 
@@ -98,7 +89,11 @@ impl Block for DecoderBlock {
     }
 
     fn kv(&self) -> Option<KvSpec> {
-        Some(self.attention.kv())
+        self.mixer.kv()
+    }
+
+    fn carries(&self) -> Option<CarrySpec> {
+        self.mixer.carries()
     }
 
     fn parts(&self) -> Vec<Range<usize>> {
@@ -130,7 +125,7 @@ impl Block for DecoderBlock {
         mut y: ViewMut<'_>,
     ) -> Result<Begun> {
         let x = x.expect("a decoder layer is never the first block");
-        self.attend(cx, weights, x, y.reborrow())?;
+        self.mixer.forward(cx, weights, x, y.reborrow())?;
         let FeedForward::Mixture(mlp) = &self.feed_forward else {
             unreachable!("only experts are on demand")
         };
@@ -168,7 +163,7 @@ impl Block for DecoderBlock {
             cx.keep(half.into_tensors());
             return Ok(());
         }
-        self.attend(cx, weights, x, y.reborrow())?;
+        self.mixer.forward(cx, weights, x, y.reborrow())?;
         match &self.feed_forward {
             FeedForward::Dense(mlp) => mlp.forward(cx, weights, y),
             FeedForward::Mixture(mlp) => mlp.forward(cx, weights, y),
@@ -187,8 +182,8 @@ impl Block for DecoderBlock {
         let x = x.expect("a decoder layer is never the first block");
         let dy = dy.expect("a decoder layer is never the last block");
         let mut dx = dx.expect("a decoder layer is never the first block");
-        let Intermediates { projected, attended, branch_TD, y1_TD, inner } = match cx.take_kept() {
-            Some(kept) => Intermediates::from_tensors(kept, self.attention.needs_branch()),
+        let Intermediates { mixed, branch_TD, y1_TD, inner } = match cx.take_kept() {
+            Some(kept) => Intermediates::from_tensors(kept, &self.mixer),
             None => self.first_half(cx, weights, x)?,
         };
         let (y1, to) = (y1_TD.view(), dx.reborrow());
@@ -204,31 +199,23 @@ impl Block for DecoderBlock {
             }
         }
         drop(y1_TD);
-        self.attention.backward(cx, weights, x, projected, attended, branch_TD, dx, gradients)
+        self.mixer.backward(cx, weights, x, mixed, branch_TD, dx, gradients)
     }
 }
 
 impl Intermediates {
     /// In the order of [`from_tensors`](Self::from_tensors).
     fn into_tensors(self) -> Vec<Tensor> {
-        let Self { projected: Projected { q, k, v }, attended, branch_TD, y1_TD, inner } = self;
-        let Attended { out_BSHK, lse_BHS } = attended;
-        let half = [q, k, v, out_BSHK, lse_BHS, y1_TD];
-        half.into_iter().chain(branch_TD).chain(inner).collect()
+        let Self { mixed, branch_TD, y1_TD, inner } = self;
+        mixed.into_tensors().into_iter().chain([y1_TD]).chain(branch_TD).chain(inner).collect()
     }
 
-    /// `has_branch` if there is what a norm after attention is given.
-    fn from_tensors(kept: Vec<Tensor>, has_branch: bool) -> Self {
+    fn from_tensors(kept: Vec<Tensor>, mixer: &Mixer) -> Self {
         let mut kept = kept.into_iter();
+        let mixed = mixer.mixed(&mut kept);
         let mut next = || kept.next().expect("a layer gets what its own forward kept");
-        let [q, k, v, out_BSHK, lse_BHS, y1_TD] = std::array::from_fn(|_| next());
-        let branch_TD = has_branch.then(next);
-        Self {
-            projected: Projected { q, k, v },
-            attended: Attended { out_BSHK, lse_BHS },
-            branch_TD,
-            y1_TD,
-            inner: kept.collect(),
-        }
+        let y1_TD = next();
+        let branch_TD = mixer.needs_branch().then(next);
+        Self { mixed, branch_TD, y1_TD, inner: kept.collect() }
     }
 }

@@ -54,13 +54,18 @@ impl Params {
     }
 
     /// Numbers that are neither a layer's nor a norm's.
-    pub(crate) fn numbers(&mut self, name: &str, count: usize) -> usize {
-        self.push(name, &[count])
+    pub(crate) fn numbers(&mut self, name: &str, dims: &[usize]) -> usize {
+        self.push(name, dims)
     }
 
     /// A root-mean-square norm over rows of `width`.
     pub(crate) fn norm(&mut self, name: &str, width: usize, eps: f32) -> Norm {
-        Norm { weight: self.push(&format!("{name}.weight"), &[width]), eps, plus_one: self.norm_plus_one }
+        Norm { plus_one: self.norm_plus_one, ..self.plain_norm(name, width, eps) }
+    }
+
+    /// One whose scale is its weight, whatever those of the others are.
+    pub(crate) fn plain_norm(&mut self, name: &str, width: usize, eps: f32) -> Norm {
+        Norm { weight: self.push(&format!("{name}.weight"), &[width]), eps, plus_one: false }
     }
 
     fn push(&mut self, name: &str, dims: &[usize]) -> usize {
@@ -383,6 +388,34 @@ pub(crate) fn add_branch_rows(
     match x_RD {
         Some(x_RD) => cx.kernels.elementwise.add(x_RD, added, y_RD)?,
         None => cx.kernels.elementwise.add_assign(y_RD, added)?,
+    }
+    Ok(())
+}
+
+/// From the gradients of layers that read `norm(x)`, or x itself without a norm, to that of `x_TD`, which is added to `dx`.
+pub(crate) fn input_backward(
+    cx: &Context<'_>,
+    weights: &Weights<'_>,
+    before: Option<Norm>,
+    layers: &[(Linear, View<'_>)],
+    x_TD: View<'_>,
+    mut dx_TD: ViewMut<'_>,
+    gradients: &mut Gradients<'_>,
+) -> Result {
+    for (start, end) in tiles(x_TD.shape().rows(), TILE_ROWS) {
+        let x_RD = x_TD.rows(start, end);
+        let normed = before.map(|norm| norm.forward(cx, weights, x_RD)).transpose()?;
+        let h_RD = normed.as_ref().map_or(x_RD, |normed| normed.out.view());
+        let mut dh_RD = cx.tensor_of(DType::F32, x_RD.shape().dims())?;
+        let layers: Vec<_> = layers.iter().map(|(layer, dout)| (*layer, dout.rows(start, end))).collect();
+        backward_together(cx, weights, &layers, h_RD, dh_RD.view_mut(), gradients)?;
+        let dx_RD = dx_TD.reborrow().rows(start, end);
+        let Some((norm, Normed { out, rstd })) = before.zip(normed) else {
+            cx.kernels.elementwise.add_assign(dx_RD, dh_RD.view())?;
+            continue;
+        };
+        drop(out);
+        norm.backward(cx, weights, dh_RD.view(), x_RD, rstd.view(), dx_RD, true, gradients)?;
     }
     Ok(())
 }

@@ -9,9 +9,11 @@
 
 mod attention;
 mod decoder;
+mod delta;
 mod embedding;
 mod head;
 mod layers;
+mod mixer;
 mod mixture;
 mod mlp;
 mod shared;

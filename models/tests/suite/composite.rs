@@ -8,7 +8,7 @@ use std::path::Path;
 use terrace_kernels::DType;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, export_folder, param_count};
 
-const COMPOSITES: [&str; 4] = ["gemma3_vision", "mistral3", "qwen2_5_vl", "qwen3_vl"];
+const COMPOSITES: [&str; 5] = ["gemma3_vision", "mistral3", "qwen2_5_vl", "qwen3_5_vision", "qwen3_vl"];
 
 pub type Tensors = BTreeMap<String, (safetensors::Dtype, Vec<usize>, Vec<u8>)>;
 

@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 28] = [
+pub const NAMES: [&str; 31] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -32,10 +32,13 @@ pub const NAMES: [&str; 28] = [
     "qwen3_moe",
     "glm4_moe",
     "olmoe",
+    "qwen3_5",
+    "qwen3_5_moe",
     "gpt_oss",
     "gemma3_vision",
     "mistral3",
     "qwen2_5_vl",
+    "qwen3_5_vision",
     "qwen3_vl",
 ];
 

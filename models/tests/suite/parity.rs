@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 51] = [
+    let ignored: [(&'static str, Change); 55] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -74,6 +74,10 @@ fn logits_notice_every_option() {
         ("glm4_moe", |config| mixture(config).normalize = false),
         ("glm4_moe", |config| mixture(config).scale = 1.0),
         ("glm4_moe", |config| mixture(config).shared = None),
+        ("qwen3_5", |config| config.norm_plus_one = false),
+        ("qwen3_5", |config| config.gated_attention = false),
+        ("qwen3_5", |config| config.rope.size = config.head_size),
+        ("qwen3_5_moe", |config| mixture(config).shared = None),
         ("gpt_oss", |config| config.windows = vec![None; config.layers]),
         ("gpt_oss", |config| config.has_sinks = false),
         ("gpt_oss", |config| config.gate_function = GateFunction::Silu),

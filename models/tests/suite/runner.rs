@@ -9,7 +9,7 @@ use terrace_device::{Arena, Device, Space};
 use terrace_kernels::{DType, KernelSet, Tensor};
 use terrace_models::Model;
 use terrace_zero::{
-    Block, CACHE_PAGE, Context, Gradients, HostTensor, Kept, KvSlot, MicroBatch, Mode, ParamSpec,
+    Block, CACHE_PAGE, CarrySlot, Context, Gradients, HostTensor, Kept, KvSlot, MicroBatch, Mode, ParamSpec,
     WeightSource, Weights,
 };
 
@@ -34,6 +34,10 @@ pub struct Runner {
 pub struct Cache {
     /// Keys and values per block that has them.
     slots: Vec<Option<(Tensor, Tensor)>>,
+    /// What recurrent blocks carry: latest inputs and states.
+    carried: Vec<Option<(Tensor, Tensor)>>,
+    /// Sequences in reverse order.
+    places: Tensor,
     pages: Tensor,
     pub lengths: Vec<usize>,
 }
@@ -101,7 +105,7 @@ impl Runner {
         let (last, earlier) = run.model.blocks.split_last().unwrap();
         let mut outputs: Vec<Tensor> = Vec::new();
         for block in earlier {
-            let y = run.forward(&**block, outputs.last(), None);
+            let y = run.forward(&**block, outputs.last(), (None, None));
             outputs.push(y);
         }
         let mut dy: Option<Tensor> = None;
@@ -119,7 +123,7 @@ impl Runner {
         let mut run = Run::new(self, batch, Mode::Evaluate, f32::NAN);
         let mut x = None;
         for block in &run.model.blocks {
-            x = Some(run.forward(&**block, x.as_ref(), None));
+            x = Some(run.forward(&**block, x.as_ref(), (None, None)));
         }
         run.finish()
     }
@@ -137,20 +141,37 @@ impl Runner {
         let page = |at: usize| (at % per_sequence * sequences + at / per_sequence) as i32;
         let table: Vec<i32> = (0..sequences * per_sequence).map(page).collect();
         let pages = self.upload(&HostTensor::from_i32(&[sequences, per_sequence], &table));
-        Cache { slots, pages, lengths: vec![0; sequences] }
+        let of_sequences = |dtype, dims: &[usize]| {
+            let dims: Vec<usize> = [sequences].iter().chain(dims).copied().collect();
+            Tensor::new(&self.state, dtype, &dims).unwrap()
+        };
+        let carried = self.model.blocks.iter().map(|block| {
+            let spec = block.carries()?;
+            Some((of_sequences(self.dtype, &spec.recent), of_sequences(DType::F32, &spec.state)))
+        });
+        let carried = carried.collect();
+        let places: Vec<i32> = (0..sequences as i32).rev().collect();
+        let places = self.upload(&HostTensor::from_i32(&[sequences], &places));
+        Cache { slots, carried, places, pages, lengths: vec![0; sequences] }
     }
 
     /// Logits `[B][V]` of each sequence's last token (none in a planning run).
     pub fn generate(&mut self, batch: &MicroBatch, cache: &mut Cache) -> Vec<Vec<f32>> {
         let mut run = Run::new(self, batch, Mode::Generate, f32::NAN);
         let mut x: Option<Tensor> = None;
-        for (block, slot) in run.model.blocks.iter().zip(&mut cache.slots) {
+        for ((block, slot), carried) in run.model.blocks.iter().zip(&mut cache.slots).zip(&mut cache.carried)
+        {
             let slot = slot.as_mut().map(|(keys, values)| KvSlot {
                 keys: keys.view_mut(),
                 values: values.view_mut(),
                 pages: cache.pages.view(),
             });
-            x = Some(run.forward(&**block, x.as_ref(), slot));
+            let carried = carried.as_mut().map(|(recent, state)| CarrySlot {
+                recent: recent.view_mut(),
+                state: state.view_mut(),
+                slots: cache.places.view(),
+            });
+            x = Some(run.forward(&**block, x.as_ref(), (slot, carried)));
         }
         run.finish();
         let logits_BV = x.unwrap();
@@ -212,7 +233,12 @@ impl<'a> Run<'a> {
         Tensor::new(self.state, dtype, dims).unwrap()
     }
 
-    fn forward(&mut self, block: &dyn Block, x: Option<&Tensor>, kv: Option<KvSlot<'_>>) -> Tensor {
+    fn forward(
+        &mut self,
+        block: &dyn Block,
+        x: Option<&Tensor>,
+        (kv, carried): (Option<KvSlot<'_>>, Option<CarrySlot<'_>>),
+    ) -> Tensor {
         let spec = block.output(self.sequences, self.length, self.dtype, self.mode);
         let mut y = self.tensor(spec.dtype, &spec.dims);
         let weights = self.weights;
@@ -221,7 +247,7 @@ impl<'a> Run<'a> {
             Mode::Evaluate => "evaluate",
             Mode::Generate => "generate",
         };
-        self.with_context(block, what, kv, |cx| {
+        self.with_context(block, what, (kv, carried), |cx| {
             block.forward(cx, &views(block, weights), x.map(Tensor::view), y.view_mut()).unwrap();
         });
         y
@@ -257,7 +283,7 @@ impl<'a> Run<'a> {
             accumulators.iter_mut().map(|(t, dims)| (t.view_mut().into_bytes(), dims.clone())).collect();
         let mut slots = Gradients::new(self.kernels, slots);
         let weights = self.weights;
-        self.with_context(block, "backward", None, |cx| {
+        self.with_context(block, "backward", (None, None), |cx| {
             let (x, dy) = (x.map(Tensor::view), dy.map(Tensor::view));
             let dx = dx.map(Tensor::view_mut);
             block.backward(cx, &views(block, weights), x, dy, dx, &mut slots).unwrap();
@@ -274,7 +300,7 @@ impl<'a> Run<'a> {
         &mut self,
         block: &dyn Block,
         what: &'static str,
-        kv: Option<KvSlot<'_>>,
+        (kv, carried): (Option<KvSlot<'_>>, Option<CarrySlot<'_>>),
         body: impl FnOnce(&mut Context<'_>),
     ) {
         let host = self.loss.view().bytes().space() == Space::Host;
@@ -294,6 +320,7 @@ impl<'a> Run<'a> {
             loss: self.loss.view_mut(),
             loss_scale: self.loss_scale,
             kv,
+            carried,
             kept: Kept::Nothing,
         };
         body(&mut context);
