@@ -52,6 +52,15 @@ impl Arguments {
         }
     }
 
+    /// An operand of the one dtype that the kernel knows, where there is one; else a null address.
+    #[must_use]
+    pub(super) fn only_if(self, view: Option<View<'_>>) -> Self {
+        match view {
+            Some(view) => self.only(view),
+            None => self.push(&0u64.to_ne_bytes()),
+        }
+    }
+
     /// An operand of the one dtype that the kernel knows.
     #[must_use]
     pub(super) fn only(self, view: View<'_>) -> Self {
