@@ -6,7 +6,7 @@
 //!
 //! Methods are inlined into a caller that is compiled for the instruction set, which is what makes calling them sound.
 
-use super::vector::LANES;
+use super::vector::{LANES, sum_lanes};
 use crate::quantized::MXFP4_CODES;
 use half::{bf16, f16};
 
@@ -106,6 +106,23 @@ pub trait Lanes: Copy {
     /// # Safety
     /// See [`zero`](Self::zero).
     unsafe fn fma(self, factor: Self, term: Self) -> Self;
+
+    /// The sum of the lanes of each, added as [`sum_lanes`] does.
+    ///
+    /// # Safety
+    /// See [`zero`](Self::zero).
+    #[inline(always)]
+    unsafe fn sums(four: [Self; 4]) -> [f32; 4] {
+        const { assert!(Self::WIDTH == LANES) };
+        let mut sums = [0.0; 4];
+        for (sum, lanes) in sums.iter_mut().zip(four) {
+            let mut apart = [0.0; LANES];
+            // SAFETY: there is room for all of them; the caller's promise.
+            unsafe { lanes.store(apart.as_mut_ptr()) };
+            *sum = sum_lanes(apart);
+        }
+        sums
+    }
 
     /// As many little-endian words.
     ///
@@ -373,6 +390,31 @@ mod x86 {
         }
     }
 
+    /// The sums of the lanes of four, with as few steps as for one and a half of them.
+    ///
+    /// # Safety
+    /// See [`Lanes::zero`].
+    #[inline(always)]
+    unsafe fn sums_of_eight(four: [__m256; 4]) -> [f32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            // Not by `map`, whose closure is not always compiled into its caller and then not for its instructions.
+            let halves = [
+                [_mm256_castps256_ps128(four[0]), _mm256_extractf128_ps::<1>(four[0])],
+                [_mm256_castps256_ps128(four[1]), _mm256_extractf128_ps::<1>(four[1])],
+                [_mm256_castps256_ps128(four[2]), _mm256_extractf128_ps::<1>(four[2])],
+                [_mm256_castps256_ps128(four[3]), _mm256_extractf128_ps::<1>(four[3])],
+            ];
+            let (a, b) = (_mm_add_ps(halves[0][0], halves[0][1]), _mm_add_ps(halves[1][0], halves[1][1]));
+            let (c, d) = (_mm_add_ps(halves[2][0], halves[2][1]), _mm_add_ps(halves[3][0], halves[3][1]));
+            let ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+            let cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+            let mut sums = [0.0; 4];
+            _mm_storeu_ps(sums.as_mut_ptr(), _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
+            sums
+        }
+    }
+
     /// Two registers of eight.
     #[derive(Clone, Copy)]
     pub struct Avx2(Avx2Half, Avx2Half);
@@ -456,6 +498,20 @@ mod x86 {
         }
 
         #[inline(always)]
+        unsafe fn sums(four: [Self; 4]) -> [f32; 4] {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let [a, b, c, d] = four;
+                sums_of_eight([
+                    _mm256_add_ps(a.0.0, a.1.0),
+                    _mm256_add_ps(b.0.0, b.1.0),
+                    _mm256_add_ps(c.0.0, c.1.0),
+                    _mm256_add_ps(d.0.0, d.1.0),
+                ])
+            }
+        }
+
+        #[inline(always)]
         unsafe fn load_words(at: *const u8) -> Self::Words {
             // SAFETY: the caller's promise.
             unsafe { (Avx2Half::load_words(at), Avx2Half::load_words(at.add(2 * LANES))) }
@@ -483,6 +539,21 @@ mod x86 {
     /// One register.
     #[derive(Clone, Copy)]
     pub struct Avx512(pub(in crate::cpu) __m512);
+
+    impl Avx512 {
+        /// The sum of its halves.
+        ///
+        /// # Safety
+        /// See [`Lanes::zero`].
+        #[inline(always)]
+        unsafe fn halves(self) -> __m256 {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let upper = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(self.0)));
+                _mm256_add_ps(_mm512_castps512_ps256(self.0), upper)
+            }
+        }
+    }
 
     impl Lanes for Avx512 {
         const WIDTH: usize = LANES;
@@ -569,6 +640,15 @@ mod x86 {
         unsafe fn fma(self, factor: Self, term: Self) -> Self {
             // SAFETY: the caller's promise.
             unsafe { Self(_mm512_fmadd_ps(self.0, factor.0, term.0)) }
+        }
+
+        #[inline(always)]
+        unsafe fn sums(four: [Self; 4]) -> [f32; 4] {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let [a, b, c, d] = four;
+                sums_of_eight([a.halves(), b.halves(), c.halves(), d.halves()])
+            }
         }
 
         #[inline(always)]

@@ -20,7 +20,7 @@ impl Experts for Cuda {
         const OP: &str = "route";
         let dims = check::route(logits, gating, &weights, &chosen, &rows, &starts);
         let (chosen, rows, starts) = (chosen.view(), rows.view(), starts.view());
-        let mut choose = gated(self.arguments().read(logits), gating).optional_only(gating.bias);
+        let mut choose = gated(self.arguments().read(logits), gating).only_if(gating.bias);
         choose = choose.only(weights.view()).only(chosen);
         choose = choose.long(dims.tokens).size(dims.experts).size(dims.choices);
         let grid = [self.blocks(dims.tokens.div_ceil(TOKENS)), 1, 1];

@@ -54,7 +54,7 @@ impl Arguments {
 
     /// An operand of the one dtype that the kernel knows, where there is one; else a null address.
     #[must_use]
-    pub(super) fn optional_only(self, view: Option<View<'_>>) -> Self {
+    pub(super) fn only_if(self, view: Option<View<'_>>) -> Self {
         match view {
             Some(view) => self.only(view),
             None => self.push(&0u64.to_ne_bytes()),

@@ -45,7 +45,7 @@ macro_rules! source {
 }
 
 /// The operations of a [`KernelSet`](crate::KernelSet).
-pub(super) static SOURCES: [KernelSource; 16] = [
+pub(super) static SOURCES: [KernelSource; 18] = [
     source!(
         "elementwise.cu",
         "elementwise_add",
@@ -70,6 +70,28 @@ pub(super) static SOURCES: [KernelSource; 16] = [
         "experts_collect",
         "experts_weigh",
         "experts_weigh_backward"
+    ),
+    source!(
+        "delta.cu",
+        "delta_convolve",
+        "delta_convolve_state",
+        "delta_convolve_backward",
+        "delta_gates",
+        "delta_gates_backward",
+        "delta_gates_sums"
+    ),
+    source!(
+        "delta_scan.cu",
+        "delta_scan_64",
+        "delta_scan_128",
+        "delta_scan_256",
+        "delta_begin_64",
+        "delta_begin_128",
+        "delta_begin_256",
+        "delta_back_64",
+        "delta_back_128",
+        "delta_back_256",
+        "delta_finish"
     ),
     source!("cross_entropy.cu", "cross_entropy_rows", "cross_entropy_add"),
     source!("matmul.cu", "matmul_plain"),

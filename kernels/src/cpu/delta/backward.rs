@@ -175,18 +175,17 @@ impl<'a> Part<'a> {
     }
 
     /// State `index` of the pair, of these columns: the gradient, then those at the beginnings of stretches but the first, then those of
-    /// the positions of a stretch.
+    /// the positions of a stretch. Those of a part lie side by side, since whole states are powers of two apart.
     ///
     /// # Safety
     /// No other slice of it is alive.
     #[expect(clippy::mut_from_ref, reason = "the caller's promise")]
     unsafe fn state(&self, index: usize) -> &mut [f32] {
-        let Waves { key_size, .. } = self.call.waves;
-        let start = self.place * self.call.waves.of_pair() + index * self.call.waves.of_state();
+        let waves = &self.call.waves;
+        let (states, width) = (waves.stretches + waves.positions, self.columns.len());
+        let of_part = self.place * waves.of_pair() + self.columns.start * states * waves.key_size;
         // SAFETY: the caller's promise.
-        unsafe {
-            self.call.scratch.slice(start + self.columns.start * key_size, self.columns.len() * key_size)
-        }
+        unsafe { self.call.scratch.slice(of_part + index * width * waves.key_size, width * waves.key_size) }
     }
 
     /// Clears the gradient, and computes the states at the beginnings of stretches.

@@ -219,7 +219,7 @@ unsafe fn advance_rows<L: Lanes, const R: usize>(
                 *held = key.fma(L::load(before.add(r * keys + at)), *held);
             }
         }
-        let held = held.map(|held| sum(held));
+        let held = sums_of(held);
         let mut delta = [L::zero(); R];
         for (r, delta) in delta.iter_mut().enumerate() {
             *delta = L::splat(beta * (*v.get_unchecked(column + r) - factor * held[r]));
@@ -342,24 +342,27 @@ unsafe fn back_rows<L: Lanes, const R: usize>(
                 ddelta[r] = key.fma(L::load(dstate.add(r * keys + at)), ddelta[r]);
             }
         }
+        let (held, ddelta) = (sums_of(held), sums_of(ddelta));
         // Of each column: dout, dheld, δ, and the first two times the factor.
         let mut of_columns = [[L::zero(); 5]; R];
         for (r, of_column) in of_columns.iter_mut().enumerate() {
             let dout = *dout.get_unchecked(column + r);
-            let error = *v.get_unchecked(column + r) - factor * sum(held[r]);
-            let ddelta = sum(ddelta[r]) + query_key * dout;
+            let error = *v.get_unchecked(column + r) - factor * held[r];
+            let ddelta = ddelta[r] + query_key * dout;
             let (delta, dv) = (beta * error, beta * ddelta);
             *sums.dv.get_unchecked_mut(column + r) = dv;
             sums.beta += ddelta * error;
             sums.out_delta += dout * delta;
-            *of_column = [dout, -dv, delta, factor * dout, -factor * dv].map(|x| L::splat(x));
+            for (lanes, x) in of_column.iter_mut().zip([dout, -dv, delta, factor * dout, -factor * dv]) {
+                *lanes = L::splat(x);
+            }
         }
         let (kept, mut of_states) = (L::splat(factor), L::zero());
         let [of_out, of_held, of_delta] =
             [&mut *sums.of_out, &mut *sums.of_held, &mut *sums.of_delta].map(<[f32]>::as_mut_ptr);
         for at in (0..keys).step_by(LANES) {
             let (query, key) = (L::load(q.as_ptr().add(at)), L::load(k.as_ptr().add(at)));
-            let mut totals = [of_out, of_held, of_delta].map(|sums| L::load(sums.add(at)));
+            let mut totals = [L::load(of_out.add(at)), L::load(of_held.add(at)), L::load(of_delta.add(at))];
             for (r, [dout, dheld, delta, kept_dout, kept_dheld]) in of_columns.into_iter().enumerate() {
                 let (state, to) = (L::load(before.add(r * keys + at)), dstate.add(r * keys + at));
                 let gradient = L::load(to);
@@ -375,6 +378,26 @@ unsafe fn back_rows<L: Lanes, const R: usize>(
         }
         of_states
     }
+}
+
+/// The sum of the lanes of each.
+///
+/// # Safety
+/// The processor has the instruction set.
+#[inline(always)]
+unsafe fn sums_of<L: Lanes, const R: usize>(lanes: [L; R]) -> [f32; R] {
+    let mut sums = [0.0; R];
+    // SAFETY: the caller's promise.
+    unsafe {
+        if let (Some(four), Some(of_four)) = (lanes.first_chunk(), sums.first_chunk_mut()) {
+            *of_four = L::sums(*four);
+        } else {
+            for (sum, lanes) in sums.iter_mut().zip(lanes) {
+                *sum = self::sum(lanes);
+            }
+        }
+    }
+    sums
 }
 
 /// The sum of lanes.
