@@ -362,6 +362,26 @@ fn with_shared() -> [ModelConfig; 2] {
     [model("Glm4MoeForCausalLM", glm), model("Qwen2MoeForCausalLM", qwen)]
 }
 
+/// Two layers of the gated delta rule before one of attention with a gate.
+fn recurrent() -> ModelConfig {
+    model(
+        "Qwen3_5ForCausalLM",
+        r#""num_key_value_heads":2,"head_dim":16,"tie_word_embeddings":true,"full_attention_interval":3,
+        "linear_num_key_heads":2,"linear_num_value_heads":6,"linear_key_head_dim":20,"linear_value_head_dim":12"#,
+    )
+}
+
+#[test]
+fn the_delta_rule() {
+    check(&Setup { model: recurrent(), ..Setup::new(true) });
+    check_horizontal(&Setup {
+        model: recurrent(),
+        dtype: DType::F32,
+        state: StateFormat::Fp32,
+        ..Setup::new(true)
+    });
+}
+
 #[test]
 fn shared_experts() {
     for model in with_shared() {
@@ -416,6 +436,7 @@ fn every_family_keeps() {
         gpt_oss(),
         with_shared()[0].clone(),
         with_shared()[1].clone(),
+        recurrent(),
         model(
             "LlamaForCausalLM",
             r#""num_key_value_heads":2,"attention_bias":true,"mlp_bias":true,"tie_word_embeddings":true"#,

@@ -33,7 +33,21 @@ fn model() -> ModelConfig {
     .unwrap()
 }
 
+/// Three layers of the gated delta rule, which carry what they know, and two of attention.
+fn recurrent() -> ModelConfig {
+    ModelConfig::parse(&format!(
+        r#"{{"architectures":["Qwen3_5ForCausalLM"],"vocab_size":101,"hidden_size":96,"intermediate_size":200,
+        "num_hidden_layers":{LAYERS},"num_attention_heads":4,"num_key_value_heads":1,"head_dim":24,"max_position_embeddings":{CACHE},
+        "linear_num_key_heads":2,"linear_num_value_heads":4,"linear_key_head_dim":20,"linear_value_head_dim":12,
+        "full_attention_interval":2,"partial_rotary_factor":0.5,"initializer_range":0.08}}"#
+    ))
+    .unwrap()
+}
+
+type Describe = fn() -> ModelConfig;
+
 struct Place {
+    model: Describe,
     kv: Tier,
     device: Arc<dyn Device>,
     placement: Placement,
@@ -60,7 +74,21 @@ impl Place {
         let (held, dtype) = (Some((0, 0)), DType::F32);
         let (device_budget, cache_bytes, streams) = (u64::MAX, 0, false);
         let _dir = Some(dir);
-        Self { kv, device, placement, held, dtype, io, disks, device_budget, cache_bytes, streams, _dir }
+        let model = model;
+        Self {
+            model,
+            kv,
+            device,
+            placement,
+            held,
+            dtype,
+            io,
+            disks,
+            device_budget,
+            cache_bytes,
+            streams,
+            _dir,
+        }
     }
 
     /// With simulated disks, two to stripe over.
@@ -97,7 +125,7 @@ impl Place {
             kernel_scratch_bytes: cpu::scratch_bytes(2) as u64,
             io: Arc::clone(&self.io),
         });
-        let model = Model::new(model());
+        let model = Model::new((self.model)());
         let sample = TokenBatch::new(&model.config).blank(2, LONGEST);
         let mut source = RandomSource::for_config(&model.config, 1);
         Engine::create(config, backend, model.blocks, &sample, &mut source)
@@ -114,6 +142,15 @@ fn pass(
     cache: &mut KvCache,
     rows: &[(usize, &[u32])],
 ) -> terrace_zero::Result<Vec<u32>> {
+    pass_of(model, engine, cache, rows)
+}
+
+fn pass_of(
+    model: Describe,
+    engine: &mut Engine,
+    cache: &mut KvCache,
+    rows: &[(usize, &[u32])],
+) -> terrace_zero::Result<Vec<u32>> {
     let (sequences, ids): (Vec<usize>, Vec<&[u32]>) = rows.iter().copied().unzip();
     let starts: Vec<usize> = sequences.iter().map(|&sequence| cache.lengths()[sequence]).collect();
     let added: Vec<usize> = ids.iter().map(|ids| ids.len()).collect();
@@ -125,6 +162,13 @@ fn pass(
 
 /// Sequences that come, go on together and alone, leave their pages to others, and cross pages.
 fn story(engine: &mut Engine) -> terrace_zero::Result<Vec<Vec<u32>>> {
+    story_of(model, engine)
+}
+
+fn story_of(model: Describe, engine: &mut Engine) -> terrace_zero::Result<Vec<Vec<u32>>> {
+    let pass = |engine: &mut Engine, cache: &mut KvCache, rows: &[(usize, &[u32])]| {
+        pass_of(model, engine, cache, rows)
+    };
     let (a, b, c) = (prompt(1, 140), prompt(2, 5), prompt(3, 70));
     let mut cache = engine.new_cache(2)?;
     let mut seen = vec![
@@ -189,6 +233,55 @@ fn numbers_are_those_of_a_cache_on_the_device() {
             }
         }
     }
+}
+
+/// What recurrent layers carry stays where kernels are, wherever keys and values and weights are.
+#[test]
+fn recurrent_layers_carry_on() {
+    let told = |place: Place| story_of(recurrent, &mut place.engine(6).unwrap()).unwrap();
+    let place = |kv, device| Place { model: recurrent, ..Place::new(kv, device) };
+    let expected = told(place(Tier::Device, HostDevice::unified()));
+    assert!(expected.iter().flatten().all(|&bits| f32::from_bits(bits).is_finite()));
+    for kv in [Tier::Host, Tier::Disk] {
+        for (placement, held) in [(Placement::None, (0, 0)), (Placement::Disk, (1, 1))] {
+            let device = place(kv, HostDevice::discrete());
+            let found = told(Place { placement, held: Some(held), ..device });
+            assert!(found == expected, "{kv:?}, weights on {placement}, {held:?}");
+        }
+    }
+    for seed in if on_card() { 0..0 } else { 0..4 } {
+        let device = SimDevice::new(SimDeviceConfig { seed, ..SimDeviceConfig::default() });
+        let simulated = Place { model: recurrent, ..Place::simulated(Tier::Host, device, seed) };
+        assert!(told(simulated) == expected, "seed {seed}");
+    }
+}
+
+/// A pass that fails has changed what layers carry, even where all keys and values are at home.
+#[test]
+fn what_a_failed_pass_carried_is_given_up() {
+    let io = open_default(&IoConfig::default()).unwrap();
+    let faults = Arc::new(FaultLayer::new(io, FaultConfig::default()));
+    let new = Place::new(Tier::Device, HostDevice::unified());
+    let (io, placement) = (Arc::clone(&faults) as _, Placement::Disk);
+    let mut engine = Place { model: recurrent, io, placement, streams: true, ..new }.engine(0).unwrap();
+    let run = |engine: &mut Engine, cache: &mut KvCache, ids: &[u32]| {
+        pass_of(recurrent, engine, cache, &[(0, ids)])
+    };
+    let mut cache = engine.new_cache(1).unwrap();
+    let begun = run(&mut engine, &mut cache, &[3, 4, 5]).unwrap();
+    let expected = run(&mut engine, &mut cache, &[6]).unwrap();
+    drop(cache);
+    let mut cache = engine.new_cache(1).unwrap();
+    assert_eq!(run(&mut engine, &mut cache, &[3, 4, 5]).unwrap(), begun);
+    faults.fail_nth(Action::Read, 4, IoErrorKind::Device);
+    let words = run(&mut engine, &mut cache, &[6]).unwrap_err().to_string();
+    assert!(words.contains("Input/output error"), "{words}");
+    let words = run(&mut engine, &mut cache, &[6]).unwrap_err().to_string();
+    assert!(words.contains("recurrent layers") && words.contains("make another"), "{words}");
+    drop(cache);
+    let mut cache = engine.new_cache(1).unwrap();
+    run(&mut engine, &mut cache, &[3, 4, 5]).unwrap();
+    assert_eq!(run(&mut engine, &mut cache, &[6]).unwrap(), expected);
 }
 
 /// A copy that nobody waits for is found: the test above can fail.
