@@ -364,8 +364,11 @@ impl<'a> Planning<'a> {
             }
             None => format!("feed-forward {}", m.feed_forward),
         };
+        let delta =
+            m.delta.as_ref().map(|delta| format!("{} with the gated delta rule; ", delta.layers.len()));
+        let delta = delta.unwrap_or_default();
         format!(
-            "{} parameters: {} layers of {} ({feed_forward}), {} heads, {} key/value heads, vocabulary {}",
+            "{} parameters: {} layers of {} ({delta}{feed_forward}), {} heads, {} key/value heads, vocabulary {}",
             count(parameters as f64),
             m.layers,
             m.hidden,

@@ -23,6 +23,7 @@ pub use embedding::EmbeddingBlock;
 pub use head::HeadBlock;
 
 use crate::{ModelConfig, Result};
+use std::collections::HashMap;
 use std::path::Path;
 use terrace_kernels::QuantFormat;
 use terrace_zero::Block;
@@ -98,13 +99,11 @@ fn blocks_of(config: &ModelConfig, format: Option<QuantFormat>) -> Vec<Box<dyn B
 /// Number of parameters of a configuration; a tied table counts once.
 pub fn param_count(config: &ModelConfig) -> u64 {
     let count = |block: &dyn Block| block.params().iter().map(|p| p.elements() as u64).sum::<u64>();
-    // Layers with experts are alike, and so are those without.
-    let with_experts = (0..config.layers).filter(|&layer| config.mixture_of(layer).is_some()).count();
-    let of_kind = |has_experts: bool, layers: usize| {
-        let mut all = 0..config.layers;
-        let first = all.find(|&layer| config.mixture_of(layer).is_some() == has_experts);
-        first.map_or(0, |layer| count(&DecoderBlock::new(config, layer)) * layers as u64)
-    };
-    let layers = of_kind(true, with_experts) + of_kind(false, config.layers - with_experts);
+    // Layers are alike that are alike in these.
+    let kind = |layer: usize| (config.mixture_of(layer).is_some(), config.delta_of(layer).is_some());
+    let mut of_kinds: HashMap<(bool, bool), u64> = HashMap::new();
+    let of_layer =
+        |layer| *of_kinds.entry(kind(layer)).or_insert_with(|| count(&DecoderBlock::new(config, layer)));
+    let layers: u64 = (0..config.layers).map(of_layer).sum();
     count(&EmbeddingBlock::new(config)) + layers + count(&HeadBlock::new(config))
 }

@@ -9,6 +9,7 @@ mod batches;
 mod card;
 mod composite;
 mod configs;
+mod delta;
 mod demand;
 mod engine;
 mod export;
