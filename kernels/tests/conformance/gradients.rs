@@ -324,7 +324,7 @@ fn scan() {
     let size = delta::size([2, 6, 2, 4, 3, 2]);
     let [mut qkv, _, beta, c] = delta::operands(size, DType::F32);
     for (i, value) in qkv.values().into_iter().enumerate() {
-        qkv.set(i, value + 1.5 * value.signum());
+        qkv.set(i, value + value.signum());
     }
     let decay = f32s(&[2, 6, 4], 5).values().into_iter().map(|x| -0.5 * x.abs());
     let decay = Host::of(DType::F32, &[2, 6, 4], decay);

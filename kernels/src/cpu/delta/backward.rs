@@ -12,7 +12,7 @@
 //! them. Then other tasks, position by position, add what columns and heads of a key head have left, in their order, and make gradients of queries and keys
 //! out of those of normalized ones.
 //!
-//! Tolerance against f64: 4e-5 of the largest gradient of their kind, before the rounding.
+//! Tolerance against f64: 4e-6·√S of the largest gradient of its kind, before the rounding; of queries and keys of a norm below 1 that divided by it.
 
 use super::scan::{Heads, Operands, POSITIONS, reciprocal_norm};
 use super::states::{self, BackSums, COLUMNS, Position};

@@ -6,7 +6,7 @@
 //! The gradient of a weight is a sum over T: products of up to [`ROWS`] positions are added, then these sums in their order within
 //! parts of T that depend on shapes alone, and then the parts.
 //!
-//! Tolerance against f64: 4e-7·(W + 2) of the sum of absolute terms, before the rounding; gradients of weights, sums of T terms of order 1,
+//! Tolerance against f64, of terms of order 1: 2e-6·√W, before the rounding, gradients of inputs 4e-6·√W; those of weights, sums over T,
 //! 2e-6·√T.
 
 use crate::DeltaSpec;

@@ -3,8 +3,9 @@
 //! `convolution` goes through the channels, gates are below, `scan` takes states through positions forward and `backward` back, over
 //! `states`, the loops over elements of states.
 //!
-//! Tolerance against f64: decay 1e-6 of itself, beta 4e-7; gradients of a and b 2e-6 of those of the gates times the rate,
-//! those of a_log and dt_bias, sums over T, 4e-6·√T of it. The other files state their own.
+//! Tolerance against f64: decay 1e-6 of itself, beta 4e-7; gradients of gates of order 1 become gradients of a within 4e-7 of the rate, of b
+//! within 2e-7; those of a_log and dt_bias are sums over T of such numbers, and 4e-7·√T of a decay or of the rate off. The other files
+//! state their own.
 
 mod backward;
 mod convolution;

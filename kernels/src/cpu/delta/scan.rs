@@ -4,8 +4,8 @@
 //! keys are normalized once for these parts. States are repacked at both ends, which costs as much as a position or two. How many parts
 //! a task has depends on how many pairs there are for the threads, and changes no bit.
 //!
-//! Tolerance against f64: 1e-5 of the largest of states, values and results, before the rounding, with factors that forget within some hundreds
-//! of positions; those of carried states are the same.
+//! Tolerance against f64: 2e-6 of the largest of states and values, before the rounding, with factors that forget within some hundreds of
+//! positions; that of carried states is the same.
 
 use super::states::{self, COLUMNS, Positions};
 use crate::DeltaSpec;
