@@ -17,7 +17,8 @@ use terrace_zero::{
 /// and [`TILE_ROWS`](super::TILE_ROWS): forward the larger of T·(2H+2G)·K in attention and R·3F in the feed-forward; backward the
 /// larger of T·((2H+2G)·K + D) + R·(D+5F) in the feed-forward and T·(4H+4G)·K in attention. Head norms add T·(H+G)·K while
 /// in attention. A layer that keeps leaves T·((2H+2G)·K + D + 2F) elements and the log-sum-exp of attention from forward to
-/// backward, which then computes no product of the forward again. Norms that follow add T·2D to that, and T·2D at most elsewhere.
+/// backward, which then computes no product of the forward again. Norms that follow add T·2D to that, and T·2D at most elsewhere; a gate
+/// behind attention T·2H·K. What is in the place of attention says its own ([`Delta`](super::delta::Delta)).
 #[derive(Debug)]
 pub struct DecoderBlock {
     name: String,
