@@ -13,7 +13,7 @@ use crate::error::CliError;
 use crate::generate::{
     Continuation, Prompt, SamplingConfig, TokenSampler, not_applied, penalize, read_prompts, stop_ids,
 };
-use crate::interrupt::Interrupt;
+use crate::interrupt::{Interrupt, Interruptible};
 use std::cell::OnceCell;
 use std::collections::HashSet;
 use std::fs::{File, Metadata, TryLockError};
@@ -518,7 +518,11 @@ pub(super) struct Frozen {
 }
 
 impl Frozen {
-    /// Loads a model's weights, quantized if there is a format, into memory if they fit, else onto the disks given.
+    /// Loads a model's weights, quantized if there is a format, into memory if they fit, else onto the disks given. The user may stop it, which
+    /// leaves nothing there.
+    ///
+    /// # Errors
+    /// A setting, the model or a tier is refused, or the user stopped it.
     pub(super) fn open(
         mut config: EngineConfig,
         placement: &PlacementArgs,
@@ -535,11 +539,12 @@ impl Frozen {
             let message = "--offload disk needs a directory for the weights: give --disk PATH";
             return Err(CliError::Usage(message.into()));
         }
-        let warned = OnceCell::new();
+        let (warned, interrupt) = (OnceCell::new(), Interrupt::listen());
         let open = |config: EngineConfig| -> Result<Engine, EngineError> {
             let model = Model::stored_as(ModelConfig::from_folder(folder)?, weights);
-            let mut source = SafetensorsSource::for_model(folder, &model)?;
+            let source = SafetensorsSource::for_model(folder, &model)?;
             warned.get_or_init(|| checks::warn_of_unused(&source, &model, folder));
+            let mut source = Interruptible::new(source, interrupt.clone());
             let engine = Engine::create(config, session.backend.clone(), model.blocks, sample, &mut source)?;
             session.warn_of_slow_copies();
             Ok(engine)
@@ -559,8 +564,9 @@ impl Frozen {
         let may_use_disk = wants_disk || (placement.offload.is_none() && !placement.disk.is_empty());
         let places: Vec<Placement> =
             tries.iter().copied().chain(may_use_disk.then_some(Placement::Disk)).collect();
-        let advised = |config: &EngineConfig, error| -> CliError {
-            advise(error, || knobs.alternatives(config, &places)).into()
+        let advised = |config: &EngineConfig, error| match error {
+            EngineError::Interrupted => CliError::Stopped,
+            error => advise(error, || knobs.alternatives(config, &places)).into(),
         };
         for (index, &place) in tries.iter().enumerate() {
             config.placement = place;
