@@ -233,6 +233,17 @@ fn data_that_cannot_be_used() {
     generate(&["--prompts", "-"])
         .input(&bench.path("p.jsonl"))
         .fails(1, &["standard input:2:18: invalid JSON"]);
+    for (penalty, word) in [("1e-300", "too close to zero"), ("1e300", "too large"), ("0", "more than zero")]
+    {
+        let run = generate(&["--prompt-ids", "1", "--repetition-penalty", penalty]);
+        run.fails(2, &["--repetition-penalty", word]);
+    }
+    // The first row says what there is, broken or not; in a text it is no text.
+    for first in ["{\"prompt_ids\": [1}", "  {\"prompt_ids\": [1]", "\n{'prompt': 'x'}"] {
+        fs::write(bench.path("broken"), format!("{first}\n{{\"prompt_ids\": [1]}}\n")).unwrap();
+        let run = generate(&["--prompts", "-"]).input(&bench.path("broken"));
+        run.fails(1, &["standard input:", ": invalid JSON: ", "every line must be a whole JSON object"]);
+    }
     generate(&["--prompts", "-"]).fails(1, &["standard input: no data"]);
     let outside = "token id 96 is outside the model's vocabulary of 96: ids are from 0 to 95";
     let ended = generate(&["--prompt-ids", "1,96"]).fails(1, &[&format!("--prompt-ids: {outside}")]);

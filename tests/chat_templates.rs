@@ -224,6 +224,18 @@ fn a_template_that_reads_parts_gets_them() {
     assert_eq!(said(&rendered), ["Yo ", "Ok "]);
     let template = ChatTemplate::new(LLAVA, "", "").unwrap();
     assert_eq!(template.prompt(&talk[..1]).unwrap(), "USER: Hi ASSISTANT: ");
+    // One that shows a part of the text, whatever it is, reads texts; so does one that writes parts as they are.
+    for (source, text) in [
+        ("{% for m in messages %}{{ m.content[:1] }}{% endfor %}", "H"),
+        ("{{ messages[0].content[0] }}", "H"),
+        (
+            "{% for part in messages[0].content %}{% if part is mapping %}{{ part | tojson }}{% endif %}{% endfor %}",
+            "",
+        ),
+    ] {
+        let template = ChatTemplate::new(source, "", "").unwrap();
+        assert_eq!(template.prompt(&talk[..1]).unwrap(), text, "{source}");
+    }
     // One that reads both gets what it always got.
     let both = "{% for m in messages %}{% if m.content is string %}text {{ m.content }}{% else %}parts {{ m.content[0].text }}{% endif %}{% endfor %}";
     assert_eq!(ChatTemplate::new(both, "", "").unwrap().prompt(&talk[..1]).unwrap(), "text Hi");

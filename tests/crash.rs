@@ -7,7 +7,7 @@ mod support;
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Duration;
-use support::{Bench, Cmd, Ended, Random, cmd, seed};
+use support::{Bench, Cmd, Ended, Random, Shape, cmd, seed};
 
 const STEPS: u64 = 60;
 /// Kills while the state is being made, before there may be anything to resume.
@@ -183,6 +183,30 @@ fn state_is_not_overwritten() {
         run().fails(1, &["already holds training state", "at step ", "--resume", "remove the directory"]);
         assert!(before == state(), "--offload {offload}: the refused run touched the state");
         assert_eq!(metrics, bench.metrics(offload));
+    }
+}
+
+/// A copy of a model's weights, half of it or all, is as large as the model.
+#[test]
+fn a_copy_of_weights_that_is_interrupted_is_removed() {
+    let shape = Shape { hidden: 256, intermediate: 1024, layers: 24, ..Shape::TINY };
+    let bench = Bench::with(&shape);
+    let disk = bench.path("disk");
+    let is_copying = || std::fs::read_dir(&disk).is_ok_and(|mut dirs| dirs.next().is_some());
+    let eval = cmd(&["eval", "--json", "--threads", "2", "--seq-len", "24"]);
+    let eval = eval.path("--model", &bench.path("model")).path("--data", &bench.path("data.jsonl"));
+    let generate =
+        bench.generate("model").args(&["--prompt-ids", "1,2", "--max-new-tokens", "60", "--ignore-eos"]);
+    for (run, signal) in [(generate, libc::SIGINT), (eval, libc::SIGTERM)] {
+        let run = run.args(&["--offload", "disk", "--disk-cache", "none"]).path("--disk", &disk);
+        let running = run.spawn();
+        assert!(running.wait_until(is_copying));
+        running.signal(signal);
+        let ended = running.wait();
+        assert_eq!(ended.code(), Some(130), "{}", ended.stderr);
+        assert!(ended.stderr.ends_with("error: interrupted\n"), "{}", ended.stderr);
+        assert!(ended.stdout.is_empty(), "{}", ended.stdout);
+        assert!(!is_copying(), "something is left on the disk");
     }
 }
 

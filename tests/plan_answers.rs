@@ -163,10 +163,17 @@ fn a_disk_that_was_not_measured_is_said() {
     let xdg = bench.path("cache");
     let calibrate =
         cmd(&["calibrate", "--quick", "--threads", "2", "--device", "cpu"]).path("--disk", &known);
-    calibrate.environment("XDG_CACHE_HOME", xdg.to_str().unwrap()).ok();
+    // What is damaged at the default place is replaced, and nothing that is no file.
+    let calibrate = calibrate.environment("XDG_CACHE_HOME", xdg.to_str().unwrap());
+    let profile = xdg.join("terrace/profile.json");
+    std::fs::create_dir_all(&profile).unwrap();
+    calibrate.fails(1, &["profile.json: this is a directory", "move it away, or give --output FILE"]);
+    std::fs::remove_dir(&profile).unwrap();
+    std::fs::write(&profile, "{").unwrap();
+    let ended = calibrate.ok();
+    assert!(ended.stderr.contains("not JSON") && ended.stderr.contains("is replaced\n"), "{}", ended.stderr);
     let text = plan(&bench).args(&flags).path("--disk", &known).ok().stdout;
     assert!(text.contains("a step takes at least") && text.contains("  disk"), "{text}");
-    let profile = xdg.join("terrace/profile.json");
     for named in [false, true] {
         let run = plan(&bench).args(&flags).path("--disk", &other);
         let run = if named { run.path("--profile", &profile) } else { run };

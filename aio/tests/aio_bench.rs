@@ -458,6 +458,35 @@ fn an_engine_that_a_profile_cannot_name_is_refused_before_anything_is_measured()
 }
 
 #[test]
+fn options_that_would_do_nothing_are_refused() {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().to_str().unwrap();
+    for (words, parts) in [
+        (&["--engine", "threads", "--rings", "2"][..], ["--rings", "engine threads"]),
+        (&["--engine", "threads", "--sq-poll"], ["--sq-poll", "engine threads"]),
+        (&["--engine", "threads", "--io-poll"], ["--io-poll", "engine threads"]),
+        (&["--engine", "uring", "--threads", "2"], ["--threads", "engine uring"]),
+        (&["--read", "--mix", "3:2"], ["--mix", "add --mixed"]),
+        (&["compare", "--threads", "2"], ["--threads", "engine uring"]),
+        (&["compare", "--write", "--mix", "3:2"], ["--mix", "add --mixed"]),
+        (&["sweep", "--read", "--mix", "3:2"], ["--mix", "add --mixed"]),
+    ] {
+        let message = refusal(&bench(&[words, &["--dir", path]].concat()), 2);
+        assert!(parts.iter().all(|part| message.contains(part)), "{words:?}: {message}");
+    }
+    // Which engine there is shows when it is opened.
+    let idle = ["--rings", "2", "--threads", "2", "--read", "--json", "--no-probe"];
+    let document = json(&short(dir.path(), &idle));
+    let is_noted = |flag: &str| {
+        let words = format!("{flag} did nothing");
+        document["notes"].as_array().unwrap().iter().any(|note| note.as_str().unwrap().contains(&words))
+    };
+    let has_threads = document["engine"] == "threads";
+    assert_eq!((is_noted("--rings"), is_noted("--threads")), (has_threads, !has_threads), "{document}");
+    assert!(names(dir.path()).is_empty());
+}
+
+#[test]
 fn options_of_ds_io_mean_the_same_or_are_explained() {
     let dir = TempDir::new().unwrap();
     let common = ["--folder", dir.path().to_str().unwrap(), "--io_size", "4M", "--reserve", "0", "--read"];
@@ -466,6 +495,12 @@ fn options_of_ds_io_mean_the_same_or_are_explained() {
     assert_eq!(document["file_bytes"], 4 << 20);
     assert_eq!((&document["rings"], &document["queue_depth"]), (&2.into(), &8.into()));
     assert_eq!(document["results"][0]["bytes"], 3 * (4 << 20));
+    // N times a depth that is allowed may be none.
+    let deep = ["--queue_depth", "1024", "--io_parallel", "5"];
+    let message = refusal(&bench(&[&common[..], &deep].concat()), 2);
+    assert!(message.contains("--io_parallel") && message.contains("at most 4096"), "{message}");
+    let threads = ["--engine", "threads", "--loops", "1", "--json", "--io_parallel", "2"];
+    assert_eq!(json(&bench(&[&common[..], &threads].concat()))["queue_depth"], 64);
     for flag in ["--single_submit", "--sequential_requests", "--gpu", "--use_gds", "--handle"] {
         let message = refusal(&bench(&[&common[..], &[flag]].concat()), 2);
         assert!(message.contains(flag) && message.contains("ds_io"), "{message}");

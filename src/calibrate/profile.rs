@@ -210,8 +210,29 @@ impl Profile {
     /// # Errors
     /// It cannot be read or is no profile; the message does not name it.
     pub fn read(path: &Path) -> Result<Self, String> {
-        let text = std::fs::read_to_string(path).map_err(|e| format!("{e}; {}", advice(&e)))?;
+        let text = std::fs::read_to_string(path).map_err(|e| told(&e))?;
         Self::from_json(&text)
+    }
+
+    /// What can be read of the file at `path`, section by section, and why the rest cannot be. Nothing of a file that is not there.
+    pub fn salvage(path: &Path) -> (Self, Option<String>) {
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == ErrorKind::NotFound => return (Self::default(), None),
+            Err(e) => return (Self::default(), Some(told(&e))),
+        };
+        let why = match Self::from_json(&text) {
+            Ok(profile) => return (profile, None),
+            Err(why) => why,
+        };
+        let alone = |section: &str| {
+            let document: Value = serde_json::from_str(&text).ok()?;
+            let part = json!({ "version": document.get("version")?, section: document.get(section)? });
+            Self::from_json(&part.to_string()).ok()
+        };
+        let disk = alone("disk").and_then(|profile| profile.disk);
+        let calibration = alone("calibration").and_then(|profile| profile.calibration);
+        (Self { disk, calibration }, Some(why))
     }
 
     /// Where later runs look: `$XDG_CACHE_HOME/terrace/profile.json`, else `~/.cache/terrace/profile.json`.
@@ -251,15 +272,38 @@ impl Profile {
     /// # Errors
     /// The file exists and is something else, or it cannot be written; the message does not name it.
     pub fn write(&self, path: &Path) -> Result<(), String> {
-        let told = |e: std::io::Error| format!("{e}; {}", advice(&e));
-        let mut document = match std::fs::read_to_string(path) {
+        let document = match std::fs::read_to_string(path) {
             Ok(text) => match serde_json::from_str::<Value>(&text) {
                 Ok(Value::Object(map)) if map.contains_key("version") => map,
                 _ => return Err("the file exists and is no profile; move it away or name another".into()),
             },
             Err(e) if e.kind() == ErrorKind::NotFound => Map::new(),
-            Err(e) => return Err(told(e)),
+            Err(e) => return Err(told(&e)),
         };
+        self.write_into(document, path)
+    }
+
+    /// As [`write`](Self::write), at a place that is Terrace's own: what cannot be read there is left out.
+    ///
+    /// # Errors
+    /// It cannot be written; the message does not name it.
+    pub fn replace(&self, path: &Path) -> Result<(), String> {
+        let (kept, _) = Self::salvage(path);
+        let found = std::fs::read_to_string(path).ok().and_then(|text| serde_json::from_str(&text).ok());
+        let Value::Object(mut document) = found.unwrap_or_default() else {
+            return self.write_into(Map::new(), path);
+        };
+        for (section, is_read) in [("disk", kept.disk.is_some()), ("calibration", kept.calibration.is_some())]
+        {
+            if !is_read {
+                document.remove(section);
+            }
+        }
+        self.write_into(document, path)
+    }
+
+    /// Puts the sections that are there into `document`, and that to `path`.
+    fn write_into(&self, mut document: Map<String, Value>, path: &Path) -> Result<(), String> {
         document.insert("version".into(), PROFILE_VERSION.into());
         if let Some(disk) = &self.disk {
             document.insert("disk".into(), json!(disk));
@@ -268,9 +312,9 @@ impl Profile {
             document.insert("calibration".into(), json!(calibration));
         }
         if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-            std::fs::create_dir_all(folder).map_err(told)?;
+            std::fs::create_dir_all(folder).map_err(|e| told(&e))?;
         }
-        replace_file(path, &format!("{:#}\n", Value::Object(document))).map_err(told)
+        replace_file(path, &format!("{:#}\n", Value::Object(document))).map_err(|e| told(&e))
     }
 
     /// The sections as a document.
@@ -284,6 +328,10 @@ impl Profile {
         }
         document
     }
+}
+
+fn told(error: &std::io::Error) -> String {
+    format!("{error}; {}", advice(error))
 }
 
 impl Calibration {
@@ -434,6 +482,61 @@ mod tests {
         let profile = Profile { disk: None, calibration: Some(calibration()) };
         assert!(profile.write(&path).unwrap_err().contains("no profile"));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "[1]");
+    }
+
+    #[test]
+    fn what_is_no_profile_is_replaced_where_it_is_terrace_s_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("profile.json");
+        let profile = Profile { disk: None, calibration: Some(calibration()) };
+        for (text, why) in [
+            ("", "not JSON"),
+            ("{\"version\": 1, \"cal", "not JSON"),
+            ("[1]", "no \"version\""),
+            ("{}", "no \"version\""),
+            ("{\"version\": 9, \"disk\": {}}", "format version 9"),
+        ] {
+            std::fs::write(&path, text).unwrap();
+            let (kept, lost) = Profile::salvage(&path);
+            assert!(kept == Profile::default() && lost.unwrap().contains(why), "{text}");
+            profile.replace(&path).unwrap();
+            assert_eq!(Profile::read(&path).unwrap(), profile, "{text}");
+        }
+        std::fs::write(&path, [0xFF, 0]).unwrap();
+        assert!(Profile::salvage(&path).1.unwrap().contains("UTF-8"));
+        profile.replace(&path).unwrap();
+        assert_eq!(Profile::salvage(&path), (profile, None));
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(Profile::salvage(&path), (Profile::default(), None));
+    }
+
+    #[test]
+    fn sections_that_cannot_be_read_are_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("profile.json");
+        let both = Profile { disk: Some(disk()), calibration: Some(calibration()) };
+        let damaged = |change: &dyn Fn(&mut Value)| {
+            let mut document = both.to_json();
+            document["notes"] = "kept".into();
+            change(&mut document);
+            std::fs::write(&path, document.to_string()).unwrap();
+            let (kept, lost) = Profile::salvage(&path);
+            (kept, lost.unwrap())
+        };
+        let alone = Profile { disk: None, calibration: Some(calibration()) };
+        let no_rate = |d: &mut Value| d["disk"]["paths"][0]["read_bytes_per_second"] = Value::Null;
+        let unknown = |d: &mut Value| d["disk"]["wind"] = 1.into();
+        for (change, key) in [(&no_rate as &dyn Fn(&mut Value), "f64"), (&unknown, "wind")] {
+            let (kept, lost) = damaged(change);
+            assert!(kept == alone && lost.contains(key), "{lost}");
+            alone.replace(&path).unwrap();
+            assert_eq!(Profile::read(&path).unwrap(), alone, "a section is kept that nobody can read");
+            assert!(std::fs::read_to_string(&path).unwrap().contains("\"notes\": \"kept\""));
+        }
+        let (kept, lost) = damaged(&|d| d["calibration"]["wind"] = 1.into());
+        assert!(kept == Profile { disk: Some(disk()), calibration: None } && lost.contains("wind"), "{lost}");
+        alone.replace(&path).unwrap();
+        assert_eq!(Profile::read(&path).unwrap(), both);
     }
 
     #[test]

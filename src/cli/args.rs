@@ -6,7 +6,8 @@ pub use super::plan_args::PlanArgs;
 pub use super::ranks::RanksArgs;
 pub use super::values::{Betas, DeviceName, DiskCache};
 use super::values::{
-    count, not_negative_float, part, positive_float, probability, shard_size, threads, token_id, whole,
+    count, not_negative_float, part, positive_float, positive_single, probability, shard_size, threads,
+    token_id, whole,
 };
 use crate::config::{ByteSize, GroupFlag, SchedulerFlag};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
@@ -273,7 +274,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "K", allow_negative_numbers = true, value_parser = count::<NonZeroUsize>, help_heading = "Sampling")]
     pub top_k: Option<NonZeroUsize>,
     /// Make tokens that were there before less likely: their logits are divided by X, or multiplied if negative; 1 does nothing
-    #[arg(long, value_name = "X", allow_negative_numbers = true, default_value = "1", value_parser = positive_float, help_heading = "Sampling")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, default_value = "1", value_parser = positive_single, help_heading = "Sampling")]
     pub repetition_penalty: f64,
     /// Seed of the sampling
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole, default_value_t = 0, help_heading = "Sampling")]

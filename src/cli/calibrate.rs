@@ -28,10 +28,14 @@ const FORMATS: [QuantFormat; 2] = [QuantFormat::Int8, QuantFormat::Int4];
 pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<(), CliError> {
     let output = output(args)?;
     let began = Instant::now();
-    let known = Profile::read(&output).ok();
+    let (known, lost) = Profile::salvage(&output);
+    if let Some(why) = lost {
+        let has_disks = known.disk.is_some() || !args.disk.is_empty();
+        let disks = if has_disks { "" } else { "; give --disk PATH for rates of disks" };
+        eprintln!("note: {}: {why}; what cannot be read of it is replaced{disks}", output.display());
+    }
     // The settings that `aio-bench tune` found, if the profile has them, else the defaults.
-    let disk = known.as_ref().and_then(|profile| profile.disk.as_ref());
-    let io = disk.map_or_else(IoConfig::default, DiskProfile::engine_config);
+    let io = known.disk.as_ref().map_or_else(IoConfig::default, DiskProfile::engine_config);
     let placement = PlacementArgs { device: args.device, engine: args.engine, ..PlacementArgs::default() };
     let session = Session::open(&placement, &io, threads, false)?;
     let machine = Machine::here(session.threads, session.card().map(|(name, _)| name));
@@ -39,7 +43,7 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
     let effort = if args.sustained { effort.sustained() } else { effort };
     let mut calibration = Calibration::new(machine, args.quick);
     // Without disks their section stays what it was.
-    let stays = known.and_then(|profile| profile.calibration).is_some_and(|earlier| earlier.sustained);
+    let stays = known.calibration.is_some_and(|earlier| earlier.sustained);
     calibration.sustained = args.sustained || (args.disk.is_empty() && stays);
     let disk = match &args.disk[..] {
         [] => None,
@@ -69,10 +73,14 @@ pub fn calibrate(args: &CalibrateArgs, threads: Option<NonZeroUsize>) -> Result<
     }
     let profile = Profile { disk, calibration: Some(calibration) };
     eprintln!("{}", table(&profile).trim_end());
-    let refused = |why| CliError::Failed(format!("--output {}: {why}", output.display()));
-    profile.write(&output).map_err(refused)?;
+    let shown = output.display();
+    let written = match &args.output {
+        Some(_) => profile.write(&output).map_err(|why| format!("--output {shown}: {why}")),
+        None => profile.replace(&output).map_err(|why| format!("{shown}: {why}, or give --output FILE")),
+    };
+    written.map_err(CliError::Failed)?;
     let seconds = began.elapsed().as_secs_f64();
-    eprintln!("measured in {}; the profile is in {}", duration(seconds), output.display());
+    eprintln!("measured in {}; the profile is in {shown}", duration(seconds));
     if args.output.is_none() {
         eprintln!("later runs on this machine use it; --profile names another");
     }
@@ -120,6 +128,10 @@ fn output(args: &CalibrateArgs) -> Result<PathBuf, CliError> {
             let path = Profile::default_path().ok_or_else(|| {
                 CliError::Usage("there is no HOME to keep the profile in; give --output FILE".into())
             })?;
+            if path.is_dir() {
+                let detail = "this is a directory, where Terrace keeps its profile; move it away, or give --output FILE";
+                return Err(CliError::Failed(format!("{}: {detail}", path.display())));
+            }
             let folder = path.parent().unwrap_or(Path::new("/"));
             checks::writable("the folder of profiles", folder)
                 .map_err(|error| CliError::Failed(format!("{error}; or give --output FILE")))?;

@@ -13,12 +13,13 @@ use crate::error::CliError;
 use crate::generate::{
     Continuation, Prompt, SamplingConfig, TokenSampler, not_applied, penalize, read_prompts, stop_ids,
 };
-use crate::interrupt::Interrupt;
+use crate::interrupt::{Interrupt, Interruptible};
 use std::cell::OnceCell;
 use std::collections::HashSet;
-use std::fs::File;
+use std::fs::{File, Metadata, TryLockError};
 use std::io::ErrorKind;
 use std::num::NonZeroUsize;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use terrace_aio::profile::DiskProfile;
@@ -404,16 +405,45 @@ const OWN: &str = "terrace-weights-";
 /// The file in it that its process has locked. What has none was made by somebody else, training state among it.
 const OWN_LOCK: &str = "frozen.lock";
 
+/// Names of directories that are tried.
+const OWN_NAMES_MAX: usize = 1000;
+
 /// Removes copies of weights and caches that processes left which were killed: those that nobody has locked. A model's size each, they would
 /// fill the disk.
 fn remove_left_over(disk: &Path) {
     for entry in std::fs::read_dir(disk).into_iter().flatten().flatten() {
         let is_own = entry.file_name().to_str().is_some_and(|name| name.starts_with(OWN));
-        let lock = is_own.then(|| File::open(entry.path().join(OWN_LOCK)).ok()).flatten();
-        if lock.is_some_and(|lock| lock.try_lock().is_ok()) {
+        let name = entry.path().join(OWN_LOCK);
+        // Locked until all is removed: what is there is then nobody else's to lock.
+        let Some(lock) = is_own.then(|| File::open(&name).ok()).flatten() else { continue };
+        if matches!(locked(lock, &name), Lock::Held(_lock)) {
             // What cannot be removed is in nobody's way but for the space.
             let _ = std::fs::remove_dir_all(entry.path());
         }
+    }
+}
+
+/// What came of locking a file.
+enum Lock {
+    Held(File),
+    /// Another process has it, or has removed it.
+    Theirs,
+    /// There are no locks here.
+    Unknown,
+}
+
+/// Locks `file`, which was opened as `name`. Whoever had the lock before may have removed it: the name is no more, or another file's.
+fn locked(file: File, name: &Path) -> Lock {
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => return Lock::Theirs,
+        Err(TryLockError::Error(_)) => return Lock::Unknown,
+        Ok(()) => {}
+    }
+    let place = |found: &Metadata| (found.dev(), found.ino());
+    match (file.metadata(), std::fs::metadata(name)) {
+        (Ok(locked), Ok(named)) if place(&locked) != place(&named) => Lock::Theirs,
+        (_, Err(error)) if error.kind() == ErrorKind::NotFound => Lock::Theirs,
+        _ => Lock::Held(file),
     }
 }
 
@@ -434,23 +464,42 @@ impl OwnDir {
             |path: &Path, source| TierError::File { doing: "creating", path: path.to_owned(), source };
         std::fs::create_dir_all(disk).map_err(|source| failed(disk, source))?;
         // In containers that share a disk, process ids are not one's own.
-        for number in 0.. {
-            let again = if number == 0 { String::new() } else { format!("-{number}") };
-            let path = disk.join(format!("{OWN}{}{again}", std::process::id()));
+        let named = |number: usize| match number {
+            0 => disk.join(format!("{OWN}{}", std::process::id())),
+            _ => disk.join(format!("{OWN}{}-{number}", std::process::id())),
+        };
+        for path in (0..OWN_NAMES_MAX).map(named) {
             match std::fs::create_dir(&path) {
-                Ok(()) => {
-                    let mut own = Self { path, _lock: None };
-                    let name = own.path.join(OWN_LOCK);
-                    let lock = File::create_new(&name).map_err(|source| failed(&name, source))?;
-                    // Where there are no locks, nobody removes what is left.
-                    own._lock = lock.try_lock().is_ok().then_some(lock);
-                    return Ok(own);
-                }
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+                Ok(()) => {}
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => continue,
                 Err(source) => return Err(failed(&path, source).into()),
             }
+            if let Some(own) = Self::lock(&path).map_err(|source| failed(&path.join(OWN_LOCK), source))? {
+                return Ok(own);
+            }
         }
-        unreachable!("some number is free")
+        Err(failed(&named(OWN_NAMES_MAX), ErrorKind::AlreadyExists.into()).into())
+    }
+
+    /// Makes the directory `path`, which is new, this process's; `None` where another took it for left over before it was locked, and removes it.
+    fn lock(path: &Path) -> std::io::Result<Option<Self>> {
+        let name = path.join(OWN_LOCK);
+        let file = match File::create_new(&name) {
+            Ok(file) => file,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => {
+                // It is empty, and without a lock nobody else would remove it.
+                let _ = std::fs::remove_dir(path);
+                return Err(error);
+            }
+        };
+        let path = path.to_owned();
+        Ok(match locked(file, &name) {
+            Lock::Held(lock) => Some(Self { path, _lock: Some(lock) }),
+            Lock::Theirs => None,
+            // Where there are no locks, nobody removes what is left.
+            Lock::Unknown => Some(Self { path, _lock: None }),
+        })
     }
 }
 
@@ -469,7 +518,11 @@ pub(super) struct Frozen {
 }
 
 impl Frozen {
-    /// Loads a model's weights, quantized if there is a format, into memory if they fit, else onto the disks given.
+    /// Loads a model's weights, quantized if there is a format, into memory if they fit, else onto the disks given. The user may stop it, which
+    /// leaves nothing there.
+    ///
+    /// # Errors
+    /// A setting, the model or a tier is refused, or the user stopped it.
     pub(super) fn open(
         mut config: EngineConfig,
         placement: &PlacementArgs,
@@ -486,11 +539,12 @@ impl Frozen {
             let message = "--offload disk needs a directory for the weights: give --disk PATH";
             return Err(CliError::Usage(message.into()));
         }
-        let warned = OnceCell::new();
+        let (warned, interrupt) = (OnceCell::new(), Interrupt::listen());
         let open = |config: EngineConfig| -> Result<Engine, EngineError> {
             let model = Model::stored_as(ModelConfig::from_folder(folder)?, weights);
-            let mut source = SafetensorsSource::for_model(folder, &model)?;
+            let source = SafetensorsSource::for_model(folder, &model)?;
             warned.get_or_init(|| checks::warn_of_unused(&source, &model, folder));
+            let mut source = Interruptible::new(source, interrupt.clone());
             let engine = Engine::create(config, session.backend.clone(), model.blocks, sample, &mut source)?;
             session.warn_of_slow_copies();
             Ok(engine)
@@ -510,8 +564,9 @@ impl Frozen {
         let may_use_disk = wants_disk || (placement.offload.is_none() && !placement.disk.is_empty());
         let places: Vec<Placement> =
             tries.iter().copied().chain(may_use_disk.then_some(Placement::Disk)).collect();
-        let advised = |config: &EngineConfig, error| -> CliError {
-            advise(error, || knobs.alternatives(config, &places)).into()
+        let advised = |config: &EngineConfig, error| match error {
+            EngineError::Interrupted => CliError::Stopped,
+            error => advise(error, || knobs.alternatives(config, &places)).into(),
         };
         for (index, &place) in tries.iter().enumerate() {
             config.placement = place;
@@ -578,6 +633,7 @@ impl Frozen {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     /// Process ids repeat: after a restart, and in containers, in each of which it may be 1.
     #[test]
@@ -599,5 +655,44 @@ mod tests {
         let left: Vec<_> = std::fs::read_dir(&disk).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert_eq!(left, *std::slice::from_ref(&others));
         assert_eq!(std::fs::read(others.join("state.bin")).unwrap(), b"theirs");
+    }
+
+    /// Between making a directory and locking it, another process may take it for left over.
+    #[test]
+    fn directories_are_not_removed_while_they_are_made() {
+        let folder = tempfile::tempdir().unwrap();
+        let (disk, ended) = (folder.path(), AtomicBool::new(false));
+        std::thread::scope(|threads| {
+            for _ in 0..2 {
+                threads.spawn(|| {
+                    while !ended.load(Ordering::Relaxed) {
+                        remove_left_over(disk);
+                    }
+                });
+            }
+            let made: Vec<_> = (0..200).map(|_| OwnDir::on(disk)).collect();
+            ended.store(true, Ordering::Relaxed);
+            remove_left_over(disk);
+            for own in made.iter().map(|own| own.as_ref().unwrap()) {
+                assert!(own._lock.is_some(), "there are locks here");
+                assert!(own.path.join(OWN_LOCK).exists(), "{} is in use", own.path.display());
+            }
+        });
+        remove_left_over(disk);
+        assert_eq!(std::fs::read_dir(disk).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_file_that_was_removed_is_not_locked() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = folder.path().join(OWN_LOCK);
+        let first = File::create_new(&name).unwrap();
+        let [waiting, late] = [File::open(&name).unwrap(), File::open(&name).unwrap()];
+        let Lock::Held(held) = locked(first, &name) else { panic!("nobody else has it") };
+        assert!(matches!(locked(waiting, &name), Lock::Theirs), "it is in use");
+        std::fs::remove_file(&name).unwrap();
+        assert!(matches!(locked(held, &name), Lock::Theirs), "it has no name");
+        let _another = File::create_new(&name).unwrap();
+        assert!(matches!(locked(late, &name), Lock::Theirs), "the name is another's");
     }
 }

@@ -313,7 +313,9 @@ pub fn disk_room(config: &EngineConfig) -> Option<u64> {
     for dir in &dirs {
         let sharing = dirs.iter().zip(&weights).filter(|(other, _)| same_file_system(other, dir));
         let part = sharing.map(|(_, weight)| weight).sum::<f64>() / whole;
-        room = room.min(free_space(dir).ok()? as f64 / part);
+        // What is not counted may be any number.
+        let free = free_space(dir).ok()?.map_or(f64::INFINITY, |free| free as f64);
+        room = room.min(free / part);
     }
     let there: u64 = config.disks.iter().map(|dir| allocated_bytes(dir)).sum();
     room.is_finite().then_some(room as u64 + there)

@@ -148,6 +148,16 @@ pub(super) fn positive_float(text: &str) -> Result<f64, String> {
     float(text).and_then(|n| if n > 0.0 { Ok(n) } else { Err("must be more than zero".into()) })
 }
 
+/// A number above 0 that is computed with in 32 bits.
+pub(super) fn positive_single(text: &str) -> Result<f64, String> {
+    let number = positive_float(text)?;
+    match number as f32 {
+        0.0 => Err(format!("is too close to zero; the least is {:e}", f32::from_bits(1))),
+        single if single.is_infinite() => Err(format!("is too large; the most is {:e}", f32::MAX)),
+        _ => Ok(number),
+    }
+}
+
 /// A number from 0 to 1.
 pub(super) fn part(text: &str) -> Result<f64, String> {
     float(text).and_then(|n| if (0.0..=1.0).contains(&n) { Ok(n) } else { Err("must be from 0 to 1".into()) })

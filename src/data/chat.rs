@@ -27,6 +27,8 @@ const GENERATION: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 const TEMPLATE: &str = "chat_template";
 /// What a template is asked to render, to see whether it reads texts.
 const PROBE: &str = "probe\u{FDD2}";
+/// A key of the same as a part, which nobody asks for by name.
+const UNREAD: &str = "unread-key-of-a-probe";
 
 /// A compiled chat template.
 #[derive(Debug, Clone)]
@@ -68,6 +70,9 @@ impl ChatTemplate {
         environment.set_formatter(python::print);
         environment.add_filter("tojson", python::to_json);
         environment.add_filter("string", python::string);
+        environment.add_filter("title", python::title);
+        environment.add_filter("e", python::escape);
+        environment.add_filter("escape", python::escape);
         environment.add_test("sequence", python::is_sequence);
         environment.add_test("number", python::is_number);
         environment.add_test("iterable", python::is_iterable);
@@ -81,14 +86,16 @@ impl ChatTemplate {
         let tokens = BTreeMap::new();
         let (bos, eos) = (bos.into(), eos.into());
         let template = Self { environment, bos, eos, tokens, marks_generation, wants_parts: false };
-        let wants_parts = !template.says(PROBE) && Self { wants_parts: true, ..template.clone() }.says(PROBE);
+        let wants_parts = !template.says(&json!(PROBE))
+            && template.says(&json!([{"type": "text", "text": PROBE, UNREAD: UNREAD}]));
         Ok(Self { wants_parts, ..template })
     }
 
-    /// Whether what a user says is in what it renders.
-    fn says(&self, text: &str) -> bool {
-        let message = json!({"role": "user", "content": text});
-        self.run(&[message], None, true).is_ok_and(|rendered| rendered.contains(text))
+    /// Whether the probe is in what it renders of a user who says `content`: its text, not a part as Python or JSON would write it.
+    fn says(&self, content: &serde_json::Value) -> bool {
+        let message = json!({"role": "user", "content": content});
+        let rendered = self.run(&[message], None, true);
+        rendered.is_ok_and(|rendered| rendered.contains(PROBE) && !rendered.contains(UNREAD))
     }
 
     /// The same with the texts of other special tokens, such as `pad_token`, by name.

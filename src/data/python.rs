@@ -22,6 +22,39 @@ pub(super) fn string(value: &Value) -> Value {
     if value.as_str().is_some() { value.clone() } else { str_of(value).into() }
 }
 
+/// The filter `title`, which begins a word where jinja2 does: after white space, a hyphen or an opening bracket. The method of that name begins
+/// one after whatever is no letter.
+pub(super) fn title(value: &Value) -> String {
+    let is_between =
+        |c: char| c.is_whitespace() || matches!(c, '-' | '(' | '{' | '[' | '<' | '\u{1C}'..='\u{1F}');
+    let mut text = String::new();
+    for piece in str_of(value).split_inclusive(is_between) {
+        let first = piece.chars().next().map_or(0, char::len_utf8);
+        text += &piece[..first].to_uppercase();
+        text += &piece[first..].to_lowercase();
+    }
+    text
+}
+
+/// The filter `escape`, with the references that markupsafe writes.
+pub(super) fn escape(value: &Value) -> Value {
+    if value.is_safe() {
+        return value.clone();
+    }
+    let mut text = String::new();
+    for c in str_of(value).chars() {
+        match c {
+            '&' => text.push_str("&amp;"),
+            '<' => text.push_str("&lt;"),
+            '>' => text.push_str("&gt;"),
+            '\'' => text.push_str("&#39;"),
+            '"' => text.push_str("&#34;"),
+            c => text.push(c),
+        }
+    }
+    Value::from_safe_string(text)
+}
+
 /// The test `sequence`: whatever has a length and items by number or key.
 pub(super) fn is_sequence(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined)
@@ -164,7 +197,7 @@ pub(super) fn to_json(
     options.assert_all_used()?;
     let mut json = Json { text: String::new(), ascii, sorted, indent, between };
     json.value(value, 1)?;
-    Ok(Value::from_safe_string(json.text))
+    Ok(json.text.into())
 }
 
 struct Json {

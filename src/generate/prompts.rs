@@ -62,7 +62,7 @@ impl Prompt {
 }
 
 /// Reads prompts: the rows `{"prompt": "…"}`, `{"prompt_ids": […]}` or `{"messages": […]}` of a `.jsonl`, `.ndjson` or `.json`, as of training data, and of any other
-/// file the lines that are not blank. `-` is the standard input, of rows if its first line that is not blank is a JSON object.
+/// file the lines that are not blank. `-` is the standard input, of rows if its first line that is not blank begins with `{`.
 ///
 /// # Errors
 /// The file cannot be read, a row is malformed, or there is none.
@@ -72,7 +72,7 @@ pub fn read_prompts(path: &Path) -> Result<Vec<Prompt>, DataError> {
         let text =
             std::io::read_to_string(std::io::stdin().lock()).map_err(DataError::file("reading", path))?;
         let first = text.trim_start_matches(BYTE_ORDER_MARK).lines().find(|line| !line.trim().is_empty());
-        let is_row = first.is_some_and(|line| serde_json::from_str::<Map<String, Value>>(line).is_ok());
+        let is_row = first.is_some_and(|line| line.trim_start().starts_with('{'));
         return prompts_of(path, &text, is_row);
     }
     DataError::check_file(path)?;

@@ -6,7 +6,8 @@
 //! before (Keskar et al., "CTRL", arXiv 1909.05858, section 4.1).
 //!
 //! Every row of a batch has its own generator, seeded from the seed and the row's number in the *input*, and takes one number
-//! per token: what a row says does not depend on the batch it runs in.
+//! per token: which numbers a row draws does not depend on the batch it runs in. Its logits may, in their last bits: products of few
+//! rows in 16 bits or of codes round otherwise than those of many.
 
 use crate::data::mix;
 use std::cmp::Ordering;

@@ -524,11 +524,11 @@ fn version_of(page: &[u8]) -> u32 {
     u32::from_le_bytes(page[8..12].try_into().expect("four bytes"))
 }
 
-/// Bytes that an unprivileged process may still write on the file system of `dir`.
+/// Bytes that an unprivileged process may still write on the file system of `dir`; `None` where that is not counted, as in ramfs.
 ///
 /// # Errors
 /// The directory cannot be examined.
-pub fn free_space(dir: &Path) -> Result<u64, TierError> {
+pub fn free_space(dir: &Path) -> Result<Option<u64>, TierError> {
     let failed = |source| TierError::File { doing: "examining", path: dir.to_owned(), source };
     let name = std::ffi::CString::new(dir.as_os_str().as_encoded_bytes())
         .map_err(|_| failed(std::io::ErrorKind::InvalidInput.into()))?;
@@ -538,7 +538,7 @@ pub fn free_space(dir: &Path) -> Result<u64, TierError> {
     if unsafe { libc::statvfs(name.as_ptr(), &raw mut stats) } != 0 {
         return Err(failed(std::io::Error::last_os_error()));
     }
-    Ok(stats.f_bavail * stats.f_frsize)
+    Ok((stats.f_blocks > 0).then_some(stats.f_bavail * stats.f_frsize))
 }
 
 /// The directory, made absolute, or the closest one above it that exists.
@@ -552,7 +552,9 @@ pub(crate) fn require_space(dirs: &[PathBuf], bytes: &[u64]) -> Result<(), TierE
     for dir in dirs {
         // Directories on one file system share its free space.
         let sharing = dirs.iter().zip(bytes).filter(|(other, _)| same_file_system(other, dir));
-        let (needed, free) = (sharing.map(|(_, bytes)| bytes).sum(), free_space(dir)?);
+        let needed = sharing.map(|(_, bytes)| bytes).sum();
+        // Where it is not counted, reserving it finds that there is none.
+        let Some(free) = free_space(dir)? else { continue };
         if needed > free {
             return Err(TierError::DiskTooSmall {
                 what: "the training state",

@@ -1,6 +1,6 @@
 //! What a store refuses on real file systems, and what it says.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -434,10 +434,29 @@ fn a_state_larger_than_the_disk_is_refused_with_numbers() {
     let dirs = dirs(root.path(), &["a"]);
     let error = DiskStore::create(&engine(), &Striping::equal(&dirs), spec(1 << 50)).unwrap_err();
     let TierError::DiskTooSmall { needed, free, .. } = &error else { panic!("{error}") };
-    assert!(*needed > 12 << 50 && *free <= free_space(root.path()).unwrap() + (1 << 30));
+    assert!(*needed > 12 << 50 && *free <= free_space(root.path()).unwrap().unwrap() + (1 << 30));
     says(&error, &["needs 12.0 PiB", "are free", "--disk", "--state"]);
     assert!(!error.to_string().contains("--durability"), "half of it does not fit either: {error}");
     assert!(!dirs[0].join("state.bin").exists());
+}
+
+#[test]
+fn a_file_system_that_does_not_count_its_space_is_not_full() {
+    let dirs = [PathBuf::from("/proc")];
+    assert_eq!(free_space(&dirs[0]).unwrap(), None);
+    DiskStore::require_room(&small(), &Striping::equal(&dirs)).unwrap();
+    in_own_mounts(|| {
+        let root = tempfile::tempdir().unwrap();
+        if !try_mount(c"ramfs", root.path(), 0, "") {
+            println!("skipped, there is no ramfs here: {}", std::io::Error::last_os_error());
+            return;
+        }
+        let dirs = [root.path().to_owned()];
+        let mut store = DiskStore::create(&engine(), &Striping::equal(&dirs), small()).unwrap();
+        step(&mut store, 0).unwrap();
+        drop(store);
+        assert_eq!(reopened(&dirs).unwrap(), 0);
+    });
 }
 
 #[test]
@@ -468,7 +487,7 @@ fn a_full_disk_is_refused_before_or_while_creating() {
         // What a creation that never committed left is in nobody's way.
         mount(root.path(), libc::MS_REMOUNT, &format!("size={}", each + (64 << 10)));
         killed(&dirs);
-        assert!(free_space(root.path()).unwrap() < each);
+        assert!(free_space(root.path()).unwrap().unwrap() < each);
         DiskStore::require_room(&small(), &Striping::equal(&dirs)).unwrap();
 
         // With room made, the same process can go on.
@@ -499,7 +518,9 @@ fn a_read_only_file_system_is_refused() {
 fn in_own_mounts(test: fn()) {
     let thread = std::thread::spawn(move || {
         // SAFETY: affects only the file system view of this thread and of those it starts.
-        if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0 || !try_mount(Path::new("/"), PRIVATE, "") {
+        if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0
+            || !try_mount(c"tmpfs", Path::new("/"), PRIVATE, "")
+        {
             println!("skipped, may not mount here: {}", std::io::Error::last_os_error());
             return;
         }
@@ -514,15 +535,14 @@ const PRIVATE: libc::c_ulong = libc::MS_REC | libc::MS_PRIVATE;
 
 #[track_caller]
 fn mount(at: &Path, flags: libc::c_ulong, options: &str) {
-    assert!(try_mount(at, flags, options), "{}", std::io::Error::last_os_error());
+    assert!(try_mount(c"tmpfs", at, flags, options), "{}", std::io::Error::last_os_error());
 }
 
-fn try_mount(at: &Path, flags: libc::c_ulong, options: &str) -> bool {
+fn try_mount(kind: &CStr, at: &Path, flags: libc::c_ulong, options: &str) -> bool {
     let at = CString::new(at.to_str().unwrap()).unwrap();
     let options = CString::new(options).unwrap();
     // SAFETY: every pointer is a C string that lives until the call returns.
-    let rc = unsafe {
-        libc::mount(c"tmpfs".as_ptr(), at.as_ptr(), c"tmpfs".as_ptr(), flags, options.as_ptr().cast())
-    };
+    let rc =
+        unsafe { libc::mount(kind.as_ptr(), at.as_ptr(), kind.as_ptr(), flags, options.as_ptr().cast()) };
     rc == 0
 }

@@ -7,7 +7,7 @@ use crate::html;
 use crate::interrupt::Interrupt;
 use crate::measure::{self, Measured, Session, Settings, Workload};
 use crate::memory;
-use crate::options::Compare;
+use crate::options::{Compare, Engine};
 use crate::progress::Meter;
 use crate::report::{self, Findings};
 use crate::run;
@@ -62,6 +62,8 @@ pub fn run(options: &Compare, interrupt: Interrupt) -> Result<u8, Failure> {
     if !matches!(settings.engine, EngineChoice::Auto | EngineChoice::Uring) {
         return Err(Failure::usage("compare measures io_uring on both sides: use --engine auto or uring"));
     }
+    options.engine.check_for(Engine::Uring)?;
+    options.shape.check()?;
     let settings = Settings { engine: EngineChoice::Uring, ..settings };
     let mut plan = options.place.files(settings.block_bytes, options.shape.blocks_min(), 2)?;
     memory::check_settings(&settings, &plan)?;

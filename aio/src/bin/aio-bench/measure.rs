@@ -105,6 +105,11 @@ impl Session {
         Ok(Self { engine, settings: settings.clone(), files: opened })
     }
 
+    /// Whether it is the engine of threads.
+    pub fn has_threads(&self) -> bool {
+        self.engine.name() == "threads"
+    }
+
     /// Why each file that is not read and written directly is not.
     pub fn refusals<'a>(&'a self, files: &'a [DataFile]) -> impl Iterator<Item = (&'a Path, &'a str)> {
         let facts = self.files.iter().map(|(_, facts)| facts);

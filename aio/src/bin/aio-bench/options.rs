@@ -105,9 +105,9 @@ pub struct Shape {
     /// Measure reading and writing at once: reads in the file's first half, writes in its second.
     #[arg(long)]
     pub mixed: bool,
-    /// Bytes read to bytes written in a mixed measurement.
-    #[arg(long, value_name = "R:W", default_value = "1:1")]
-    pub mix: Mix,
+    /// Bytes read to bytes written in a mixed measurement [default: 1:1].
+    #[arg(long, value_name = "R:W")]
+    pub mix: Option<Mix>,
     /// Blocks in random order.
     #[arg(long)]
     pub random: bool,
@@ -325,13 +325,21 @@ impl Place {
 }
 
 impl Shape {
+    /// Refuses a mix that is not measured.
+    pub fn check(&self) -> Result<(), Failure> {
+        if self.mix.is_some() && !self.mixed && (self.read || self.write) {
+            return Err(Failure::usage("--mix is for a mixed measurement: add --mixed, or leave --mix out"));
+        }
+        Ok(())
+    }
+
     /// The directions in the order they are measured.
     pub fn directions(&self) -> Vec<Direction> {
         let all = !(self.read || self.write || self.mixed);
         let wanted = [
             (self.read, Direction::Read),
             (self.write, Direction::Write),
-            (self.mixed, Direction::Mixed(self.mix)),
+            (self.mixed, Direction::Mixed(self.mix.unwrap_or(Mix { read: 1, write: 1 }))),
         ];
         wanted.into_iter().filter(|(asked, _)| *asked || all).map(|(_, direction)| direction).collect()
     }
@@ -343,8 +351,33 @@ impl Shape {
 }
 
 impl EngineArgs {
+    /// The flags that are given and do nothing with an engine.
+    pub fn idle_flags(&self, engine: Engine) -> Vec<&'static str> {
+        let of_rings =
+            [("--rings", self.rings.is_some()), ("--sq-poll", self.sq_poll), ("--io-poll", self.io_poll)];
+        let of_threads = [("--threads", self.threads.is_some())];
+        let idle = match engine {
+            Engine::Auto => &[][..],
+            Engine::Uring => &of_threads,
+            Engine::Threads => &of_rings,
+            #[cfg(feature = "tokio_uring")]
+            Engine::TokioUring => &[of_rings[0], of_rings[1], of_rings[2], of_threads[0]],
+        };
+        idle.iter().filter(|(_, is_given)| *is_given).map(|(flag, _)| *flag).collect()
+    }
+
+    /// Refuses flags that do nothing with an engine.
+    pub fn check_for(&self, engine: Engine) -> Result<(), Failure> {
+        let Some(flag) = self.idle_flags(engine).first().copied() else { return Ok(()) };
+        let name = engine.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
+        Err(Failure::usage(format!(
+            "{flag} does nothing with the engine {name}: leave it out, or name another --engine"
+        )))
+    }
+
     /// The settings for these arguments.
     pub fn settings(&self, load: &LoadArgs, dirs: usize) -> Result<Settings, Failure> {
+        self.check_for(self.engine)?;
         let depth = load.queue_depth as usize;
         if dirs * depth > QUEUE_DEPTH_MAX {
             let text = format!("--queue-depth times the directories must be at most {QUEUE_DEPTH_MAX}");

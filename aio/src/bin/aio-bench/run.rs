@@ -5,12 +5,13 @@ use crate::files::DataFile;
 use crate::interrupt::Interrupt;
 use crate::measure::{self, Measured, Session, Settings, Workload};
 use crate::memory;
-use crate::options::Run;
+use crate::options::{Engine, Run};
 use crate::progress::Meter;
 use crate::report::{self, Report};
 use terrace_aio::bench::load::{Tally, Timing};
 use terrace_aio::bench::mix::Direction;
 use terrace_aio::bench::space;
+use terrace_aio::engine::{EngineChoice, QUEUE_DEPTH_MAX};
 use terrace_aio::memory::HostMemory;
 
 /// Twice the depth is tried only up to this many operations in flight in a directory.
@@ -19,6 +20,7 @@ const PROBE_DEPTH_MAX: usize = 512;
 /// Measures and reports. Gives the exit code.
 pub fn run(options: &Run, interrupt: Interrupt) -> Result<u8, Failure> {
     options.foreign.check()?;
+    options.shape.check()?;
     report::check_output(&options.output)?;
     let (settings, notes) = settings(options)?;
     let plan = options.place.files(settings.block_bytes, options.shape.blocks_min(), 1)?;
@@ -41,10 +43,21 @@ fn settings(options: &Run) -> Result<(Settings, Vec<String>), Failure> {
     let mut settings = options.engine.settings(&options.load, options.place.dirs.len())?;
     let mut notes = Vec::new();
     if let Some(queues) = options.foreign.io_parallel {
-        settings.rings = queues as usize;
         settings.queue_depth *= queues as usize;
         let depth = settings.queue_depth;
-        notes.push(format!("--io_parallel {queues} means --rings {queues} and --queue-depth {depth} here"));
+        if depth * options.place.dirs.len() > QUEUE_DEPTH_MAX {
+            return Err(Failure::usage(format!(
+                "--queue-depth times --io_parallel times the directories must be at most {QUEUE_DEPTH_MAX}: lower one of them"
+            )));
+        }
+        if settings.engine == EngineChoice::Threads {
+            notes.push(format!("--io_parallel {queues} means --queue-depth {depth} here"));
+        } else {
+            settings.rings = queues as usize;
+            notes.push(format!(
+                "--io_parallel {queues} means --rings {queues} and --queue-depth {depth} here"
+            ));
+        }
     }
     Ok((settings, notes))
 }
@@ -60,6 +73,11 @@ fn measure_all(
     measure::stamp(files, !settings.direct, meter)?;
     let session = Session::open(settings, files)?;
     report.notes.extend(notes(&session, files));
+    if options.engine.engine == Engine::Auto {
+        let found = if session.has_threads() { Engine::Threads } else { Engine::Uring };
+        let idle = options.engine.idle_flags(found).into_iter();
+        report.notes.extend(idle.map(|flag| format!("{flag} did nothing with the engine that was found")));
+    }
     for direction in options.shape.directions() {
         if meter.interrupt.requested() {
             break;
@@ -129,7 +147,9 @@ fn probe(
     settings.queue_depth *= 2;
     let has_blocks = |file: &DataFile| file.data_bytes / settings.block_bytes >= settings.queue_depth as u64;
     let rate = measured.gigabytes_per_second();
-    if settings.queue_depth > PROBE_DEPTH_MAX || !files.iter().all(has_blocks) || rate == 0.0 {
+    let is_too_deep =
+        settings.queue_depth > PROBE_DEPTH_MAX || settings.queue_depth * files.len() > QUEUE_DEPTH_MAX;
+    if is_too_deep || !files.iter().all(has_blocks) || rate == 0.0 {
         return Ok(None);
     }
     let bytes = memory::in_flight_bytes(&settings, files[0].data_bytes, files.len());
@@ -210,7 +230,6 @@ mod tests {
     use super::*;
     use crate::files::FilePlan;
     use std::os::unix::fs::FileExt;
-    use terrace_aio::engine::EngineChoice;
 
     #[test]
     fn what_the_probe_reads_is_checked_too() {

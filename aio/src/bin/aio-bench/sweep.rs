@@ -293,6 +293,7 @@ impl Findings for Points {
 pub fn run(options: &Sweep, interrupt: Interrupt) -> Result<u8, Failure> {
     report::check_output(&options.output)?;
     let place = &options.place;
+    options.shape.check()?;
     let grid = Grid::new(&options.grid, options.shape.random, place.seed, place.dirs.len())?;
     let plan = place.files(grid.block_max(), options.shape.blocks_min(), 1)?;
     grid.check_fits(&plan)?;
