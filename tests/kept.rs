@@ -85,6 +85,25 @@ fn what_an_earlier_run_left_is_not_resumed() {
 }
 
 #[test]
+fn folders_that_only_look_like_saves_stay() {
+    let bench = Bench::tiny();
+    saving(&bench, "out", "1e-3", "4").ok();
+    for theirs in ["checkpoint-002", "checkpoint-+1"].map(|name| bench.path("out").join(name)) {
+        fs::create_dir(&theirs).unwrap();
+        fs::copy(bench.path("model/model.safetensors"), theirs.join("model.safetensors")).unwrap();
+    }
+    let more = saving(&bench, "out", "1e-3", "5").args(&["--resume", "--save-total-limit", "1"]);
+    let removed = more.ok().stderr;
+    assert!(
+        removed.lines().any(|line| line.starts_with("removed ") && line.ends_with("checkpoint-2")),
+        "{removed}"
+    );
+    let left = |name: &str| bench.path("out").join(name).join("model.safetensors").exists();
+    let names = ["checkpoint-2", "checkpoint-4", "checkpoint-002", "checkpoint-+1"];
+    assert_eq!(names.map(left), [false, true, true, true]);
+}
+
+#[test]
 fn events_that_cannot_be_written_end_no_run() {
     let bench = Bench::tiny();
     bench.finetune("whole").args(&["--steps", "200"]).ok();

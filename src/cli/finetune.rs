@@ -477,7 +477,10 @@ impl Trainer<'_> {
             return self.save();
         }
         if let Some(limit) = run.save_total_limit {
-            retention::prune(&run.output, step, limit).map_or_else(warn, drop);
+            match retention::prune(&run.output, step, limit) {
+                Ok(removed) => retention::say_removed(&removed, &self.progress),
+                Err(error) => warn(error),
+            }
         }
         Ok(())
     }
