@@ -334,6 +334,11 @@ impl Engine {
         let park = self.park.as_ref().expect("a training engine parks gradients");
         park.land_all(&self.pool)?;
         let norm = park.norm_squared(&self.lane)?.norm();
+        if let (Err(_), Some(_), Some(error)) =
+            (&norm, self.loss_scale, self.overflow_without_end(report.loss))
+        {
+            return Err(error);
+        }
         let scale = match self.loss_scale {
             Some(scale) => Some(scale.after(self.step + 1, self.step, norm.is_err())?),
             None => None,
@@ -705,7 +710,7 @@ impl<'a> Training<'a> {
         if mean.is_finite() || self.may_overflow {
             Ok(mean)
         } else {
-            Err(not_finite("loss", self.step, Some(self.step - 1)))
+            Err(not_finite("loss", self.step, self.step == 1, Some(self.step - 1)))
         }
     }
 }
