@@ -63,7 +63,7 @@ pub fn train(
     if !args.resume {
         trains_as_it_says(&args.model, &model.config)?;
     }
-    let _claim = checks::run_output(&args.output, &args.model, args.save_every.is_some(), !args.resume)?;
+    let _claim = checks::run_output(&args.output, &args.model, args.save_every, !args.resume)?;
     let (mut session, mut profile) = (None, None);
     let inputs = FinetuneInputs::load_after(args, |run| {
         let disks = if run.offload == Offload::Disk { state_dirs(run) } else { Vec::new() };

@@ -28,6 +28,16 @@ pub fn saves(output: &Path) -> Result<Vec<(u64, PathBuf)>, CliError> {
     Ok(saves)
 }
 
+/// What is called like a save after every `every` steps in `output`, and is no folder.
+///
+/// # Errors
+/// The folder cannot be looked at.
+pub fn in_the_way(output: &Path, every: u64) -> Result<Option<PathBuf>, CliError> {
+    let is_save = |name: &str| step_of(name).is_some_and(|step| step.is_multiple_of(every));
+    let found = entries(output)?.into_iter().find(|(name, path)| is_save(name) && !path.is_dir());
+    Ok(found.map(|(_, path)| path))
+}
+
 /// Removes what a process that ended while it wrote saves or removed them left under temporary names.
 ///
 /// # Errors
