@@ -352,6 +352,11 @@ fn the_model_is_not_overwritten() {
         assert_eq!(files(&bench.path("theirs")).len(), 1);
     }
     let run = || bench.finetune("mine").args(&["--steps", "1", "--save-every", "1"]);
+    fs::create_dir(bench.path("mine")).unwrap();
+    fs::write(bench.path("mine/checkpoint-7"), "a file").unwrap();
+    run().fails(2, &["mine/checkpoint-7 is not a folder", "move it away"]);
+    assert_eq!(files(&bench.path("mine")).len(), 1);
+    fs::rename(bench.path("mine/checkpoint-7"), bench.path("mine/checkpoint-07")).unwrap();
     run().ok();
     fs::remove_dir_all(bench.path("mine/.terrace")).unwrap();
     let again = run().ok();

@@ -39,6 +39,14 @@ fn what_python_refuses_is_refused() {
         "{{ 'abc'.index('x') }}",
         "{{ 'abc'.removeprefix() }}",
         "{{ 'abc'.unheard_of() }}",
+        "{{ 1 | indent }}",
+        "{{ 'a' | indent(2, width=2) }}",
+        "{{ 'a' | round }}",
+        "{{ nothing | round }}",
+        "{{ 1.5 | round(1.5) }}",
+        "{{ 1.5 | round(method='up') }}",
+        // What Python prints of a method is of no use.
+        "{{ messages[0] | attr('items') }}",
     ] {
         let template = ChatTemplate::new(source, "", "").unwrap();
         assert!(template.prompt(&[json!({"a": 1})]).is_err(), "{source}");

@@ -85,6 +85,50 @@ fn what_an_earlier_run_left_is_not_resumed() {
 }
 
 #[test]
+fn folders_that_only_look_like_saves_stay() {
+    let bench = Bench::tiny();
+    saving(&bench, "out", "1e-3", "4").ok();
+    for theirs in ["checkpoint-002", "checkpoint-+1"].map(|name| bench.path("out").join(name)) {
+        fs::create_dir(&theirs).unwrap();
+        fs::copy(bench.path("model/model.safetensors"), theirs.join("model.safetensors")).unwrap();
+    }
+    let more = saving(&bench, "out", "1e-3", "5").args(&["--resume", "--save-total-limit", "1"]);
+    let removed = more.ok().stderr;
+    assert!(
+        removed.lines().any(|line| line.starts_with("removed ") && line.ends_with("checkpoint-2")),
+        "{removed}"
+    );
+    let left = |name: &str| bench.path("out").join(name).join("model.safetensors").exists();
+    let names = ["checkpoint-2", "checkpoint-4", "checkpoint-002", "checkpoint-+1"];
+    assert_eq!(names.map(left), [false, true, true, true]);
+}
+
+/// A process that ends between a commit and the line of its step.
+#[test]
+fn the_line_of_the_last_step_comes_back_wherever_the_state_is() {
+    let bench = Bench::tiny();
+    let run = |output: &str, steps: &str, offload: &str| {
+        let run = bench.finetune(output).args(&["--scheduler", "constant", "--steps", steps]);
+        run.args(&["--offload", offload, "--save-every", "5"])
+    };
+    for (before, after) in
+        [("disk", "disk"), ("disk", "host"), ("disk", "none"), ("host", "disk"), ("none", "host")]
+    {
+        let output = format!("{before}-{after}");
+        run(&output, "5", before).ok();
+        let path = bench.path(&output).join("metrics.jsonl");
+        let lines = fs::read_to_string(&path).unwrap();
+        let end = lines.trim_end().rfind('\n').unwrap() + 1;
+        fs::write(&path, &lines[..end]).unwrap();
+        run(&output, "8", after).args(&["--resume"]).ok();
+        assert_eq!(bench.steps(&output), (1..=8).collect::<Vec<_>>(), "{output}");
+        let [found, expected] = [&bench.metrics(&output)[4], &serde_json::from_str(&lines[end..]).unwrap()]
+            .map(|line| line["loss"].clone());
+        assert_eq!(found, expected, "{output}");
+    }
+}
+
+#[test]
 fn events_that_cannot_be_written_end_no_run() {
     let bench = Bench::tiny();
     bench.finetune("whole").args(&["--steps", "200"]).ok();

@@ -4,6 +4,7 @@
 use super::retention;
 use crate::error::{CliError, advice};
 use std::fs::{File, TryLockError};
+use std::num::NonZeroU64;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use terrace_models::{Model, SafetensorsSource, holds_weights};
@@ -61,14 +62,19 @@ fn has_no_weights(folder: &Path) -> bool {
         && weights.all(|name| name.starts_with("adapter_model."))
 }
 
-/// As [`output`], of a run, which writes folders of its own there before the trained model, if it saves, and else gives those of an
-/// earlier run other names, if it `begins`. Makes the folder, and gives what keeps other runs out of it as long as it lives. Where there
-/// are no locks, nobody is kept out.
+/// As [`output`], of a run, which writes folders of its own there before the trained model, if it `saves` after every so many steps, and
+/// else gives those of an earlier run other names, if it `begins`. Makes the folder, and gives what keeps other runs out of it as long as
+/// it lives. Where there are no locks, nobody is kept out.
 ///
 /// # Errors
-/// The output holds models of somebody else, another run writes there, or `model` is where saves go to; or as [`output`].
-pub fn run_output(output: &Path, model: &Path, saves: bool, begins: bool) -> Result<File, CliError> {
-    let changes_saves = saves || begins;
+/// The output holds models of somebody else, another run writes there, or `model` or a file is where saves go to; or as [`output`].
+pub fn run_output(
+    output: &Path,
+    model: &Path,
+    saves: Option<NonZeroU64>,
+    begins: bool,
+) -> Result<File, CliError> {
+    let changes_saves = saves.is_some() || begins;
     let inside = match (output.canonicalize(), model.canonicalize()) {
         (Ok(output), Ok(model)) => model.strip_prefix(output).map(Path::to_owned).ok(),
         _ => None,
@@ -98,6 +104,13 @@ pub fn run_output(output: &Path, model: &Path, saves: bool, begins: bool) -> Res
             "--output {shown} holds {}, which no run of finetune wrote there: this run may rename such folders, or its saves replace or \
              remove them; give another folder",
             save.display()
+        )));
+    }
+    let in_the_way = saves.and_then(|every| retention::in_the_way(output, every.get()).ok()?);
+    if let Some(path) = in_the_way {
+        return Err(CliError::Usage(format!(
+            "--output {shown}: {} is not a folder, and a save of this run may have that name; move it away, or give another folder",
+            path.display()
         )));
     }
     self::output(output, model)?;

@@ -63,7 +63,7 @@ pub fn train(
     if !args.resume {
         trains_as_it_says(&args.model, &model.config)?;
     }
-    let _claim = checks::run_output(&args.output, &args.model, args.save_every.is_some(), !args.resume)?;
+    let _claim = checks::run_output(&args.output, &args.model, args.save_every, !args.resume)?;
     let (mut session, mut profile) = (None, None);
     let inputs = FinetuneInputs::load_after(args, |run| {
         let disks = if run.offload == Offload::Disk { state_dirs(run) } else { Vec::new() };
@@ -477,7 +477,10 @@ impl Trainer<'_> {
             return self.save();
         }
         if let Some(limit) = run.save_total_limit {
-            retention::prune(&run.output, step, limit).map_or_else(warn, drop);
+            match retention::prune(&run.output, step, limit) {
+                Ok(removed) => retention::say_removed(&removed, &self.progress),
+                Err(error) => warn(error),
+            }
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 //! A folder loses its name before its files go, so that a process that ends meanwhile leaves nothing that looks like a save.
 
 use crate::error::CliError;
+use crate::progress::Progress;
 use std::path::{Path, PathBuf};
 use terrace_models::{holds_weights, remove_partials};
 use terrace_zero::sync_dir;
@@ -10,9 +11,10 @@ use terrace_zero::sync_dir;
 /// What a folder that is being removed is called, after a dot and its name.
 const REMOVED: &str = ".removed";
 
-/// The step that a saved model folder is of, by its name.
+/// The step that a saved model folder is of, by its name: exactly as saves are called. Others number in their own ways.
 pub fn step_of(name: &str) -> Option<u64> {
-    name.strip_prefix("checkpoint-")?.parse().ok()
+    let step = name.strip_prefix("checkpoint-")?.parse().ok()?;
+    (name == format!("checkpoint-{step}")).then_some(step)
 }
 
 /// The saved model folders in `output`, with their steps, the oldest first.
@@ -24,6 +26,16 @@ pub fn saves(output: &Path) -> Result<Vec<(u64, PathBuf)>, CliError> {
     let mut saves: Vec<_> = numbered.filter(|(_, path)| holds_weights(path)).collect();
     saves.sort();
     Ok(saves)
+}
+
+/// What is called like a save after every `every` steps in `output`, and is no folder.
+///
+/// # Errors
+/// The folder cannot be looked at.
+pub fn in_the_way(output: &Path, every: u64) -> Result<Option<PathBuf>, CliError> {
+    let is_save = |name: &str| step_of(name).is_some_and(|step| step.is_multiple_of(every));
+    let found = entries(output)?.into_iter().find(|(name, path)| is_save(name) && !path.is_dir());
+    Ok(found.map(|(_, path)| path))
 }
 
 /// Removes what a process that ended while it wrote saves or removed them left under temporary names.
@@ -93,6 +105,11 @@ pub fn prune(output: &Path, step: u64, limit: usize) -> Result<Vec<PathBuf>, Cli
     Ok(old.into_iter().map(|(_, path)| path).collect())
 }
 
+/// Says which folders are gone.
+pub fn say_removed(removed: &[PathBuf], progress: &Progress) {
+    removed.iter().for_each(|old| progress.note(&format!("removed {}", old.display())));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,8 +118,9 @@ mod tests {
     fn the_oldest_go_and_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path();
+        let others = ["best-3", "checkpoint-+1", "checkpoint-002", "checkpoint-x"];
         for name in
-            ["checkpoint-2", "checkpoint-10", "checkpoint-4", "checkpoint-90", "checkpoint-x", "best-3"]
+            ["checkpoint-2", "checkpoint-10", "checkpoint-4", "checkpoint-90"].into_iter().chain(others)
         {
             std::fs::create_dir(output.join(name)).unwrap();
             std::fs::write(output.join(name).join("model.safetensors"), "").unwrap();
@@ -116,20 +134,24 @@ mod tests {
         assert_eq!(prune(output, 10, 1).unwrap(), [output.join("checkpoint-4")]);
         let mut left: Vec<_> = std::fs::read_dir(output).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
-        let kept =
-            ["best-3", "checkpoint-1", "checkpoint-10", "checkpoint-3", "checkpoint-90", "checkpoint-x"];
+        let mut kept: Vec<_> = ["checkpoint-1", "checkpoint-10", "checkpoint-3", "checkpoint-90"]
+            .into_iter()
+            .chain(others)
+            .collect();
+        kept.sort_unstable();
         assert_eq!(left, kept);
         let cut_off = output.join(".checkpoint-2.removed");
         std::fs::create_dir(&cut_off).unwrap();
         std::fs::write(cut_off.join("model.safetensors"), "half").unwrap();
-        std::fs::create_dir(output.join(".checkpoint-x.removed")).unwrap();
+        let theirs = [".checkpoint-x.removed", ".checkpoint-+1.removed"].map(|name| output.join(name));
+        theirs.iter().for_each(|path| std::fs::create_dir(path).unwrap());
         // What exports that were cut off left in saves; the last is of somebody else.
         let partials = [".model.safetensors.partial", ".config.json.partial", ".mine.partial"]
             .map(|name| output.join("checkpoint-1").join(name));
         partials.iter().for_each(|path| std::fs::write(path, "half").unwrap());
         sweep(output).unwrap();
         assert_eq!(partials.each_ref().map(|path| path.exists()), [false, false, true]);
-        assert!(!cut_off.exists() && output.join(".checkpoint-x.removed").exists());
+        assert!(!cut_off.exists() && theirs.iter().all(|path| path.exists()));
         assert!(output.join("checkpoint-10").exists() && output.join("checkpoint-90").exists());
         assert!(prune(&output.join("none"), 1, 1).unwrap_err().to_string().contains("reading"));
     }
@@ -145,6 +167,9 @@ mod tests {
         };
         save(2);
         save(4);
+        let theirs = output.join("checkpoint-002");
+        std::fs::create_dir(&theirs).unwrap();
+        std::fs::write(theirs.join("model.safetensors"), "").unwrap();
         let aside = ["checkpoint-2.1", "checkpoint-4.1"].map(|name| output.join(name));
         let set_aside = || {
             let mut aside = Vec::new();
@@ -157,6 +182,6 @@ mod tests {
         assert_eq!(set_aside(), [output.join("checkpoint-4.2")]);
         save(6);
         assert!(prune(output, 6, 1).unwrap().is_empty());
-        assert!(aside.iter().all(|path| path.exists()));
+        assert!(aside.iter().all(|path| path.exists()) && theirs.exists());
     }
 }

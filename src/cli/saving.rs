@@ -88,9 +88,7 @@ impl Saving {
         progress.note(&format!("saved {} in {}", folder.display(), time(began.elapsed().as_secs_f64())));
         if let Some(limit) = run.save_total_limit {
             match retention::prune(&run.output, step, limit) {
-                Ok(removed) => {
-                    removed.iter().for_each(|old| progress.note(&format!("removed {}", old.display())));
-                }
+                Ok(removed) => retention::say_removed(&removed, progress),
                 // What is too much is no reason to end a run.
                 Err(error) => progress.note(&format!("warning: {error}")),
             }

@@ -1,7 +1,7 @@
 //! Chat templates: Jinja as Hugging Face's tokenizers run it, and which part of the text the assistant said.
 //!
 //! The environment is theirs: `trim_blocks`, `lstrip_blocks`, loop controls, `raise_exception`, `{% generation %}` blocks, and what
-//! [Python](super::python) has part in.
+//! [Python](super::python) has part in, with [its filters](super::filters).
 //!
 //! **What the assistant said.** If the template has `{% generation %}` blocks, they say it. Otherwise turn `i` is what
 //! rendering messages `..=i` adds to rendering `..i` with the generation prompt, which is exactly what the model has to produce
@@ -16,7 +16,7 @@
 //! on when the data was read, or a run could not be resumed tomorrow.
 
 use super::messages::has_no_weight;
-use super::python;
+use super::{filters, python};
 use minijinja::{Environment, Error, ErrorKind, Value, context};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -73,6 +73,7 @@ impl ChatTemplate {
         environment.add_filter("title", python::title);
         environment.add_filter("e", python::escape);
         environment.add_filter("escape", python::escape);
+        filters::add(&mut environment);
         environment.add_test("sequence", python::is_sequence);
         environment.add_test("number", python::is_number);
         environment.add_test("iterable", python::is_iterable);

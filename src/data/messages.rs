@@ -5,7 +5,7 @@
 //! becomes the text that it is.
 
 use super::encode::kind;
-use super::{ChatTemplate, TextTokenizer};
+use super::{ChatTemplate, TextTokenizer, row};
 use serde_json::{Map, Value};
 
 /// Names of an assistant's reasoning. Templates read the first, some the second.
@@ -91,9 +91,15 @@ pub(super) fn tools(value: &Value) -> Result<Option<Value>> {
     let tools = match value {
         // Tables have a text where there are no tools, too.
         Value::String(text) if text.trim().is_empty() => return Ok(None),
-        Value::String(text) => serde_json::from_str(text).map_err(|e| {
-            format!("\"tools\": a string must be a JSON array of tools, and this is not JSON: {e}")
-        })?,
+        Value::String(text) => {
+            let tools = serde_json::from_str(text).map_err(|e| {
+                format!("\"tools\": a string must be a JSON array of tools, and this is not JSON: {e}")
+            })?;
+            if let Some((_, reason)) = row::beyond_64_bits(text, true) {
+                return Err(format!("\"tools\": {reason}"));
+            }
+            tools
+        }
         other => other.clone(),
     };
     match &tools {
@@ -202,6 +208,7 @@ mod tests {
         assert_eq!(tools(&json!("null")).unwrap(), None);
         for (value, reason) in [
             (json!("f"), "\"tools\": a string must be a JSON array of tools, and this is not JSON"),
+            (json!("[{\"n\": 18446744073709551616}]"), "\"tools\": the whole number 18446744073709551616 is"),
             (json!("[\"f\"]"), "\"tools\"[0]: expected an object, found a string"),
             (json!([{"name": "f"}, 1]), "\"tools\"[1]: expected an object, found a number"),
             (

@@ -14,6 +14,7 @@ mod chat;
 mod dataset;
 mod encode;
 mod error;
+mod filters;
 pub(crate) mod messages;
 mod pretokenized;
 mod python;

@@ -22,7 +22,13 @@ pub fn object(path: &Path, line: usize, text: &str) -> Result<Map<String, Value>
     // The parser must see no second line, which it would count from.
     let text = text.trim_end_matches(['\n', '\r']);
     match serde_json::from_str(text) {
-        Ok(Value::Object(row)) => Ok(row),
+        Ok(Value::Object(row)) => {
+            let is_chat = row.contains_key("messages") && !row.contains_key("input_ids");
+            match is_chat.then(|| beyond_64_bits(text, false)).flatten() {
+                Some((at, reason)) => Err(refused(Some(text[..at].chars().count() + 1), reason)),
+                None => Ok(row),
+            }
+        }
         Ok(other) => {
             let found = kind(&other);
             Err(refused(None, format!("expected a whole JSON object {{…}} in every line, found {found}")))
@@ -40,6 +46,65 @@ pub fn object(path: &Path, line: usize, text: &str) -> Result<Map<String, Value>
             Err(refused(Some(column), reason))
         }
     }
+}
+
+/// Keys of a row whose values chat templates write.
+const WRITTEN: [&str; 2] = ["\"messages\"", "\"tools\""];
+
+/// Where the first whole number is that the parser makes a float, for want of bits, and what is to be said of it. `text` is valid JSON: a row,
+/// in which what chat templates write counts, or, if it `is_written`, something of which they write everything.
+pub(super) fn beyond_64_bits(text: &str, mut is_written: bool) -> Option<(usize, String)> {
+    let (mut depth, mut at) = (0_usize, 0);
+    while let Some(found) =
+        text[at..].find(|c: char| matches!(c, '"' | '[' | ']' | '{' | '}' | '-' | '0'..='9'))
+    {
+        at += found;
+        let length = match text.as_bytes()[at] {
+            b'"' => {
+                let token = &text[at..at + string_bytes(&text[at..])];
+                let is_key = depth == 1 && text[at + token.len()..].trim_start().starts_with(':');
+                is_written = if is_key { WRITTEN.contains(&token) } else { is_written };
+                token.len()
+            }
+            b'[' | b'{' => {
+                depth += 1;
+                1
+            }
+            b']' | b'}' => {
+                depth = depth.saturating_sub(1);
+                1
+            }
+            _ => {
+                let is_part = |c: char| matches!(c, '+' | '-' | '.' | '0'..='9' | 'e' | 'E');
+                let number = &text[at..at + text[at..].find(|c| !is_part(c)).unwrap_or(text.len() - at)];
+                if is_written && !has_64_bits(number) {
+                    let reason = format!(
+                        "the whole number {number} is beyond 64 bits, and a chat template would write it as a float; make it a string"
+                    );
+                    return Some((at, reason));
+                }
+                number.len()
+            }
+        };
+        at += length;
+    }
+    None
+}
+
+/// Bytes of the string in JSON that `text` begins with, quotes included.
+fn string_bytes(text: &str) -> usize {
+    let mut is_escaped = true;
+    let end = text.bytes().position(|byte| {
+        let is_end = byte == b'"' && !is_escaped;
+        is_escaped = byte == b'\\' && !is_escaped;
+        is_end
+    });
+    end.map_or(text.len(), |end| end + 1)
+}
+
+/// Of floats it is not asked.
+fn has_64_bits(number: &str) -> bool {
+    number.contains(['.', 'e', 'E']) || number.parse::<u64>().is_ok() || number.parse::<i64>().is_ok()
 }
 
 /// Kinds of row by the key that makes them, the first of which counts, and what else would change what a row of that kind says.
@@ -99,6 +164,31 @@ mod tests {
             assert_eq!(found(row), expected, "{row}");
         }
         assert_eq!([typos("a", "a"), typos("kitten", "sitting"), typos("", "ab")], [0, 3, 2]);
+    }
+
+    #[test]
+    fn whole_numbers_keep_their_digits() {
+        let refused = |text: &str| object(Path::new("a.jsonl"), 7, text).unwrap_err().to_string();
+        let long = "123456789012345678901";
+        for (row, column, number) in [
+            (format!(r#"{{"messages": [{{"a": {long}}}]}}"#), 21, long),
+            (format!(r#"{{"n": {long}, "tools": [[-{long}], 1], "messages": 1}}"#), 41, &*format!("-{long}")),
+            (format!(r#"{{"é": "\"messages\": \\", "messages": {long}}}"#), 39, long),
+        ] {
+            let error = refused(&row);
+            let place = format!("a.jsonl:7:{column}: the whole number {number} is beyond 64 bits");
+            assert!(error.starts_with(&place), "{error} instead of {place}");
+        }
+        for row in [
+            format!(
+                r#"{{"messages": [{{"a": "{long}", "{long}": {long}.0}}], "n": [{{"messages": {long}}}]}}"#
+            ),
+            format!(r#"{{"messages": [{}, {}, {long}e2, -1E-5]}}"#, u64::MAX, i64::MIN),
+            format!(r#"{{"input_ids": [1], "messages": {long}}}"#),
+            format!(r#"{{"text": "a", "tools": {long}}}"#),
+        ] {
+            object(Path::new("a.jsonl"), 1, &row).unwrap();
+        }
     }
 
     #[test]

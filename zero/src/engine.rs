@@ -84,6 +84,8 @@ pub struct Engine {
     pub(crate) unsaved: Option<Unsaved>,
     /// Of resident state.
     pub(crate) saves: Saves,
+    /// What the trainer noted of the last step, for saves of resident state.
+    pub(crate) note: Vec<u8>,
 }
 
 /// Steps that no save has committed yet.
@@ -221,6 +223,7 @@ impl Engine {
         let mut engine = Self::assemble(parts, backend, home)?;
         engine.step = step;
         checkpoint::load_resident(&engine, &store)?;
+        engine.note = scale::note(&store.committed().trainer).to_vec();
         engine.saves.store = Some(Arc::new(store));
         Ok(engine)
     }
@@ -386,6 +389,7 @@ impl Engine {
             inputs,
             unsaved: None,
             saves: Saves::default(),
+            note: Vec::new(),
         })
     }
 
@@ -409,7 +413,8 @@ impl Engine {
 
     /// The note that was committed last; empty if there was none.
     pub fn noted(&self) -> Vec<u8> {
-        self.home.disk().map_or_else(Vec::new, |store| scale::note(&store.committed().trainer).to_vec())
+        let store = self.home.disk().or(self.saves.store.as_deref());
+        store.map_or_else(Vec::new, |store| scale::note(&store.committed().trainer).to_vec())
     }
 
     /// The bytes of every tier.

@@ -72,14 +72,21 @@ impl Engine {
             }
             _ => Some(self.step),
         };
-        not_finite("gradient norm", self.step + 1, safe)
+        not_finite("gradient norm", self.step + 1, self.updates() == 0, safe)
+    }
+
+    /// The error of a step whose scaled gradient overflowed, where a lower scale is no help: the loss, which no scale changes, is not finite
+    /// with the weights that the run began with. Later the weights of one bad update would look the same, and such steps are skipped.
+    pub(crate) fn overflow_without_end(&self, loss: f64) -> Option<EngineError> {
+        let is_first = self.updates() == 0;
+        (is_first && !loss.is_finite()).then(|| not_finite("loss", self.step + 1, is_first, Some(self.step)))
     }
 }
 
-/// `safe` is the step that the error goes back to, if that is known.
-pub(crate) fn not_finite(what: &str, step: u64, safe: Option<u64>) -> EngineError {
+/// `is_first` if nothing was updated before the step, and `safe` is the step that the error goes back to, if that is known.
+pub(crate) fn not_finite(what: &str, step: u64, is_first: bool, safe: Option<u64>) -> EngineError {
     let still = safe.map_or_else(String::new, |safe| format!("; the state is still that of step {safe}"));
-    let advice = if step == 1 {
+    let advice = if is_first {
         "Nothing was updated before it: look for broken weights in the model's folder, not numbers or too large for --dtype, and for broken \
          rows in the data"
     } else {

@@ -267,7 +267,7 @@ impl Engine {
 
     fn start_saver(&self, store: &Arc<DiskStore>, after: Option<AfterCommit>) -> Result<Option<Saving>> {
         let StateHome::Resident(resident) = &self.home else { return Ok(None) };
-        let words = self.loss_scale.map_or_else(Vec::new, |scale| scale.words(&[]));
+        let words = self.loss_scale.map_or_else(|| self.note.clone(), |scale| scale.words(&self.note));
         let saver = self.saver(store, words);
         let (gate, saved) = (Arc::new(Gate::default()), resident.shared());
         let run = {

@@ -99,7 +99,7 @@ impl Engine {
 
     /// As [`train_step`](Self::train_step); what `note` makes of the report (of everything but the commit) is committed with
     /// the step, and [`noted`](Self::noted) gives it after a resume. What a trainer writes elsewhere after a step can be
-    /// lost when the process is killed between the two; this cannot. State that is not on disk keeps no notes.
+    /// lost when the process is killed between the two; this cannot. Of state that is not on disk a save has the note of its step.
     ///
     /// # Errors
     /// As [`train_step`](Self::train_step), and where the note is longer than 16 000 bytes: what is committed after an update, that of
@@ -146,10 +146,8 @@ impl Engine {
         report.device_peak_bytes = self.device_peak_bytes();
         let committing = Instant::now();
         let step = self.step + 1;
-        let words = self.home.disk().map_or_else(Vec::new, |_| {
-            let note = note(&report);
-            scale.as_ref().map_or_else(|| note.clone(), |scale| scale.words(&note))
-        });
+        let note = note(&report);
+        let words = scale.as_ref().map_or_else(|| note.clone(), |scale| scale.words(&note));
         let words = if self.config.commits_at_saves() {
             let changed = !report.skipped || self.unsaved.as_ref().is_some_and(|unsaved| unsaved.changed);
             self.unsaved = Some(Unsaved { changed, words });
@@ -172,6 +170,7 @@ impl Engine {
         }
         self.loss_scale = scale;
         self.step = step;
+        self.note = note;
         report.commit_seconds = committing.elapsed().as_secs_f64();
         report.seconds = began.elapsed().as_secs_f64();
         self.home.note_step(&report);
@@ -334,6 +333,11 @@ impl Engine {
         let park = self.park.as_ref().expect("a training engine parks gradients");
         park.land_all(&self.pool)?;
         let norm = park.norm_squared(&self.lane)?.norm();
+        if let (Err(_), Some(_), Some(error)) =
+            (&norm, self.loss_scale, self.overflow_without_end(report.loss))
+        {
+            return Err(error);
+        }
         let scale = match self.loss_scale {
             Some(scale) => Some(scale.after(self.step + 1, self.step, norm.is_err())?),
             None => None,
@@ -705,7 +709,7 @@ impl<'a> Training<'a> {
         if mean.is_finite() || self.may_overflow {
             Ok(mean)
         } else {
-            Err(not_finite("loss", self.step, Some(self.step - 1)))
+            Err(not_finite("loss", self.step, self.step == 1, Some(self.step - 1)))
         }
     }
 }
