@@ -456,10 +456,137 @@ def sum_of_squares(case):
     return {"total": (total, 2.0**-45 * total)}
 
 
+def before_sequences(case, size):
+    """The states of sequences, of `size` trailing dimensions, or zeros; which slots they are; how many positions are no padding."""
+    state, starts = case["state"], case.integers("starts")
+    held = state[case.integers("slots")]
+    held = torch.where((starts == 0).reshape(-1, *[1] * size), 0.0, held)
+    return held, case.integers("slots"), case.integers("last")
+
+
+def convolved(x, before, weight):
+    """The sums of a convolution over positions of x `[B, S, C]` behind `before`, for weights `[C, W]`."""
+    inputs = torch.cat([before, x], 1)
+    return sum(inputs[:, w : w + x.shape[1]] * weight[:, w] for w in range(weight.shape[1]))
+
+
+def convolve(case):
+    """Bound: `sums` over taps with the slope of SiLU, at most 1.1, and 2⁻²⁰ of the result for an exponential; states have the very bits."""
+    x, weight = case["x"], case["weight"]
+    taps, results = weight.shape[1], {}
+    before = torch.zeros_like(x[:, :1]).repeat(1, taps - 1, 1)
+    if "state" in case:
+        before, slots, last = before_sequences(case, 2)
+        state, inputs = case["state"], torch.cat([before, x], 1)
+        for b, (slot, row) in enumerate(zip(slots.tolist(), last.tolist())):
+            valid = row + 1 - b * x.shape[1]
+            state[slot] = inputs[b, valid : valid + taps - 1]
+        results["state"] = state, EXACT
+    out = F.silu(convolved(x, before, weight))
+    magnitude = convolved(x.abs(), before.abs(), weight.abs())
+    return results | {"out": (out, 1.1 * sums(taps, magnitude) + 2.0**-20 * out.abs())}
+
+
+def convolve_backward(case):
+    """Bound: of each gradient before the SiLU 2⁻²⁰ and what the sum is off times the slope's, at most 0.5; `sums` over taps or rows."""
+    x, weight = case["x"].requires_grad_(), case["weight"].requires_grad_()
+    dout, taps, old = case["dout"], case["weight"].shape[1], case["dweight"]
+    before = torch.zeros_like(x[:, :1]).repeat(1, taps - 1, 1).detach()
+    total = convolved(x, before, weight)
+    dx, dweight, dtotal = torch.autograd.grad(F.silu(total), (x, weight, total), dout)
+    x, weight = x.detach(), weight.detach()
+    off = 2.0**-20 * (1 + dtotal.abs()) + dout.abs() * 0.5 * sums(taps, convolved(x.abs(), before.abs(), weight.abs()))
+    shifted = lambda of, w: F.pad(of, (0, 0, 0, taps - 1 - w))[:, taps - 1 - w :]
+    inputs = torch.cat([before, x], 1).abs()
+    of_x = sum(shifted(off + SINGLE * 12 * dtotal.abs(), w) * weight[:, w].abs() for w in range(taps))
+    seen = lambda of: torch.stack([(inputs[:, w : w + x.shape[1]] * of).sum((0, 1)) for w in range(taps)], 1)
+    of_weight = seen(off) + sums(x.shape[0] * x.shape[1], seen(dtotal.abs()) + old.abs())
+    return {"dx": (dx, of_x), "dweight": (old + dweight, of_weight)}
+
+
+def gates_of(case):
+    a, b, a_log, dt_bias = leaves = [case[name].requires_grad_() for name in ("a", "b", "a_log", "dt_bias")]
+    return leaves, -a_log.exp() * F.softplus(a + dt_bias), b.sigmoid()
+
+
+def gates(case):
+    """Bound: 2⁻²⁰ of a decay and what a sum in float32 moves it by; 2⁻²¹ of beta."""
+    (a, _, a_log, dt_bias), decay, beta = gates_of(case)
+    moved = SINGLE * a_log.exp() * (a.abs() + dt_bias.abs())
+    return {"decay": (decay.detach(), (2.0**-20 * decay.abs() + moved).detach()), "beta": (beta.detach(), 2.0**-21 * beta.detach())}
+
+
+def gates_backward(case):
+    """Bound: 2⁻¹⁹ of the rate, for a sum in float32 and two exponentials; 2⁻²¹ without a rate; `sums` over rows."""
+    (a, b, a_log, dt_bias), decay, beta = leaves, *_ = gates_of(case)
+    ddecay, dbeta, (old, old_bias) = case["ddecay"], case["dbeta"], (case["da_log"], case["ddt_bias"])
+    da, db, da_log, ddt_bias = torch.autograd.grad((decay, beta), leaves, (ddecay, dbeta))
+    rate, decay = a_log.exp().detach(), decay.detach()
+    of_a, of_rate = 2.0**-19 * rate * ddecay.abs(), 2.0**-19 * (decay.abs() + rate) * ddecay.abs()
+    more = lambda terms, old: sums(len(terms), terms.abs().sum(0) + old.abs())
+    return {
+        "da": (da, of_a), "db": (db, 2.0**-21 * dbeta.abs()),
+        "da_log": (old + da_log, of_rate.sum(0) + more(decay * ddecay, old)),
+        "ddt_bias": (old_bias + ddt_bias, of_a.sum(0) + more(da, old_bias)),
+    }  # fmt: skip
+
+
+def scanned(case, qkv, decay, beta, state):
+    """What comes out of every position, and the states after it, by the rule as its article has it."""
+    out, states, heads = [], [], decay.shape[2]
+    key_heads, size = int(case.number("key_heads")), int(case.number("key_size"))
+    q, k, v = qkv.split([key_heads * size, key_heads * size, qkv.shape[2] - 2 * key_heads * size], 2)
+    unit = lambda x: x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    shared = lambda x: unit(x.unflatten(2, (key_heads, size))).repeat_interleave(heads // key_heads, 2)
+    q, k, v = shared(q) * size**-0.5, shared(k), v.unflatten(2, (heads, -1))
+    for s in range(qkv.shape[1]):
+        state = state * decay[:, s, :, None, None].exp()
+        delta = beta[:, s, :, None] * (v[:, s] - torch.einsum("bhkv,bhk->bhv", state, k[:, s]))
+        state = state + k[:, s, :, :, None] * delta[:, :, None]
+        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, s]))
+        states.append(state)
+    return torch.stack(out, 1), torch.stack(states, 1)
+
+
+def first_state(case, values):
+    batch, _, heads = case["decay"].shape
+    return torch.zeros(batch, heads, int(case.number("key_size")), values, dtype=torch.float64, device=case["qkv"].device)
+
+
+def scan(case):
+    """Bound: 2⁻²¹ of the largest value or element of a state; zeros behind the last token."""
+    qkv, decay, beta = (case[name] for name in ("qkv", "decay", "beta"))
+    batch, length, _ = qkv.shape
+    if "state" not in case:
+        out, _ = scanned(case, qkv, decay, beta, first_state(case, case.results["out"].shape[3]))
+        return {"out": (out, torch.full_like(out, 2.0**-21 * qkv.abs().max().item()))}
+    held, slots, last = before_sequences(case, 3)
+    out, states = scanned(case, qkv, decay, beta, held)
+    state, allowed = case["state"], 2.0**-21 * max(qkv.abs().max().item(), held.abs().max().item())
+    of_state = torch.zeros_like(state)
+    for b, (slot, row) in enumerate(zip(slots.tolist(), last.tolist())):
+        valid = row + 1 - b * length
+        out[b, valid:] = 0
+        state[slot], of_state[slot] = states[b, valid - 1], allowed
+    return {"out": (out, torch.full_like(out, allowed)), "state": (state, of_state)}
+
+
+def scan_backward(case):
+    """Bound: 2⁻²⁰·√S of the largest gradient of its kind, with queries and keys that are not near zero."""
+    leaves = [case[name].requires_grad_() for name in ("qkv", "decay", "beta")]
+    out, _ = scanned(case, *leaves, first_state(case, case["dout"].shape[3]))
+    gradients = torch.autograd.grad(out, leaves, case["dout"])
+    part = 2.0**-20 * math.sqrt(out.shape[1])
+    return {
+        name: (gradient, torch.full_like(gradient, part * gradient.abs().max().item()))
+        for name, gradient in zip(("dqkv", "ddecay", "dbeta"), gradients)
+    }
+
+
 OPERATIONS = [
     matmul, quantized, attention, attention_backward, sinks, sinks_backward, append, rms_norm, rms_norm_backward, rope, gated,
     gated_backward, gather, scatter_add, cross_entropy, route, route_backward, spread, collect, weigh, weigh_backward, add, cast,
-    sum_rows, zero, adam, sum_of_squares,
+    sum_rows, zero, adam, sum_of_squares, convolve, convolve_backward, gates, gates_backward, scan, scan_backward,
 ]  # fmt: skip
 BY_NAME = {operation.__name__: operation for operation in OPERATIONS}
 

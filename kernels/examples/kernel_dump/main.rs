@@ -11,6 +11,7 @@
 
 mod attention;
 mod case;
+mod delta;
 mod experts;
 mod products;
 mod rows;
@@ -31,11 +32,12 @@ use terrace_kernels::{DType, KernelSet, cpu};
 type Part = (&'static str, fn(&Rig));
 
 /// Parts in the order in which they run.
-const PARTS: [Part; 5] = [
+const PARTS: [Part; 6] = [
     ("products", products::run),
     ("attention", attention::run),
     ("rows", rows::run),
     ("experts", experts::run),
+    ("delta", delta::run),
     ("update", update::run),
 ];
 

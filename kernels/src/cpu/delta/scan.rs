@@ -1,8 +1,9 @@
 //! States through positions, forward.
 //!
-//! A task takes some parts of the state of a pair (b, h), of [`COLUMNS`] columns each, and all positions, [`POSITIONS`] at a time: their queries and
-//! keys are normalized once for these parts. States are repacked at both ends, which costs as much as a position or two. How many parts
-//! a task has depends on how many pairs there are for the threads, and changes no bit.
+//! A task takes some parts of the state of a pair (b, h), of [`COLUMNS`] columns each, and all positions, [`POSITIONS`] at a time: their
+//! queries and keys are normalized once for these parts. Carried states are repacked at both ends; with one position what counts is
+//! that they come from memory and go back. How many parts a task has depends on how many pairs there are for the threads, and changes
+//! no bit.
 //!
 //! Tolerance against f64: 2e-6 of the largest of states and values, before the rounding, with factors that forget within some hundreds of
 //! positions; that of carried states is the same.

@@ -1,9 +1,9 @@
 //! Loops over the elements of states, on [`Lanes`].
 //!
-//! Forward a part of a state lies as `[K, COLUMNS]`, small enough for the first-level cache, and goes through some positions there. What a position's
-//! key finds is summed while the position before writes the state, so that each of them is one pass: with two of its own, one that reads and
-//! one that writes, it would take 1.3 times as long. All sums are over k, ascending, in the lane of their column: neither pieces of a sequence nor
-//! parts of a state change a bit.
+//! Forward a part of a state lies as `[K, COLUMNS]`, small enough for the first-level cache, and goes through some positions there. What a
+//! position's key finds is summed while the position before writes the state, so that each of them is one pass, and not one that reads and
+//! one that writes. All sums are over k, ascending, in the lane of their column: neither pieces of a sequence nor parts of a state change
+//! a bit.
 //!
 //! Backward a state lies as `[V, K]`, K rounded up with zeros: of the sums that a position asks for three are over columns and one over k.
 //! Columns are taken [`ROWS`] at a time.
