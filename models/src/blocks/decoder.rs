@@ -18,7 +18,7 @@ use terrace_zero::{
 /// larger of T·((2H+2G)·K + D) + R·(D+5F) in the feed-forward and T·(4H+4G)·K in attention. Head norms add T·(H+G)·K while
 /// in attention. A layer that keeps leaves T·((2H+2G)·K + D + 2F) elements and the log-sum-exp of attention from forward to
 /// backward, which then computes no product of the forward again. Norms that follow add T·2D to that, and T·2D at most elsewhere; a gate
-/// behind attention T·2H·K. What is in the place of attention says its own ([`Delta`](super::delta::Delta)).
+/// behind attention T·2H·K. Layers with the gated delta rule take what `delta.rs` says.
 #[derive(Debug)]
 pub struct DecoderBlock {
     name: String,
