@@ -35,6 +35,11 @@ pub const INV_FREQ: usize = 5;
 /// Input with the rotary frequencies of layers with a window, of models that have [others](ModelConfig::window_rope) there.
 pub const WINDOW_INV_FREQ: usize = 6;
 
+/// Input with what is added to scores of experts, of models whose files have that: behind all frequencies.
+pub(crate) fn score_biases_input(config: &ModelConfig) -> usize {
+    if config.window_rope.is_some() { WINDOW_INV_FREQ + 1 } else { INV_FREQ + 1 }
+}
+
 /// The label that carries no loss. Any negative label is treated like it.
 pub const IGNORED: i32 = -100;
 

@@ -70,9 +70,6 @@ impl ChatTemplate {
         environment.set_formatter(python::print);
         environment.add_filter("tojson", python::to_json);
         environment.add_filter("string", python::string);
-        environment.add_filter("title", python::title);
-        environment.add_filter("e", python::escape);
-        environment.add_filter("escape", python::escape);
         filters::add(&mut environment);
         environment.add_test("sequence", python::is_sequence);
         environment.add_test("number", python::is_number);

@@ -3,14 +3,18 @@
 //! `attr` finds keys of mappings there, and here none, as jinja2 does; `indent` takes a line's end from the text; `round` rounds halves away
 //! from zero.
 
+use super::python;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 /// Puts them in place of minijinja's.
 pub(super) fn add(environment: &mut Environment<'_>) {
     environment.add_filter("attr", attr);
+    environment.add_filter("e", python::escape);
+    environment.add_filter("escape", python::escape);
     environment.add_filter("indent", indent);
     environment.add_filter("round", round);
+    environment.add_filter("title", python::title);
 }
 
 /// What has attributes and looks like a mapping.

@@ -3,7 +3,8 @@
 
 use super::TILE_ROWS;
 use super::layers::{
-    After, Linear, Norm, Params, add_branch, backward_together, forward_together, input_backward, tiles,
+    After, Linear, Norm, Params, activate, add_branch, backward_together, forward_together, input_backward,
+    tiles,
 };
 use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ};
 use crate::{ModelConfig, QkNorm};
@@ -202,9 +203,7 @@ impl Attention {
     /// What the output projection reads, if that is not what attention gives.
     fn gated(&self, cx: &Context<'_>, out_TQ: View<'_>, gate_TQ: Option<View<'_>>) -> Result<Option<Tensor>> {
         let Some(gate_TQ) = gate_TQ else { return Ok(None) };
-        let mut gated_TQ = cx.tensor(out_TQ.shape().dims())?;
-        cx.kernels.activation.gated(GateFunction::Sigmoid, gate_TQ, out_TQ, gated_TQ.view_mut())?;
-        Ok(Some(gated_TQ))
+        activate(cx, GateFunction::Sigmoid, gate_TQ, out_TQ).map(Some)
     }
 
     /// `y = x + after(o(attended))`. With a norm `o(attended)` stays for [`backward`](Self::backward) if `stays`.

@@ -2,7 +2,9 @@
 
 use super::TILE_ROWS;
 use crate::{Family, ModelConfig, Norms};
-use terrace_kernels::{DType, Epilogue, MatmulSpec, Product, QuantFormat, Residual, Tensor, View, ViewMut};
+use terrace_kernels::{
+    DType, Epilogue, GateFunction, MatmulSpec, Product, QuantFormat, Residual, Tensor, View, ViewMut,
+};
 use terrace_zero::{Context, Gradients, ParamSpec, Result, Weight, Weights};
 
 /// Collects a block's parameters in order.
@@ -418,6 +420,13 @@ pub(crate) fn input_backward(
         norm.backward(cx, weights, dh_RD.view(), x_RD, rstd.view(), dx_RD, true, gradients)?;
     }
     Ok(())
+}
+
+/// `f(gate)·up`.
+pub(crate) fn activate(cx: &Context<'_>, f: GateFunction, gate: View<'_>, up: View<'_>) -> Result<Tensor> {
+    let mut out = cx.tensor(gate.shape().dims())?;
+    cx.kernels.activation.gated(f, gate, up, out.view_mut())?;
+    Ok(out)
 }
 
 /// Consecutive row ranges of at most `size` rows that cover `rows`.

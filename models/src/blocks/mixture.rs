@@ -6,9 +6,9 @@
 //! numbers that backward has anyway. Where `down` has a bias it multiplies what `down` gives, and the bias adds its share to that gradient.
 
 use super::TILE_ROWS;
-use super::layers::{Linear, Norm, Normed, Params, forward_each, tiles};
+use super::layers::{Linear, Norm, Normed, Params, activate, forward_each, tiles};
 use super::shared::Shared;
-use crate::batch::INV_FREQ;
+use crate::batch::score_biases_input;
 use crate::fused::Packing;
 use crate::{Mixture, ModelConfig};
 use std::array;
@@ -166,8 +166,8 @@ impl MixtureMlp {
             chosen: mixture.chosen,
             scores: mixture.scores,
             score_biases: mixture.has_score_biases.then(|| {
-                let input = INV_FREQ + 1 + usize::from(config.window_rope.is_some());
-                (input, (0..layer).filter(|&before| config.mixture_of(before).is_some()).count())
+                let row = (0..layer).filter(|&before| config.mixture_of(before).is_some()).count();
+                (score_biases_input(config), row)
             }),
             normalize: mixture.normalize,
             scale: mixture.scale,
@@ -245,7 +245,7 @@ impl MixtureMlp {
         let dims_PF = [rows * self.chosen, self.feed_forward];
         let (mut gate_PF, mut up_PF) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
         self.widen(cx, weights, h_RD, &routes, [gate_PF.view_mut(), up_PF.view_mut()])?;
-        let act_PF = self.activate(cx, gate_PF.view(), up_PF.view())?;
+        let act_PF = activate(cx, self.f, gate_PF.view(), up_PF.view())?;
         drop((gate_PF, up_PF));
         self.narrow(cx, weights, act_PF, &routes, Residual::InPlace, y_RD)
     }
@@ -283,7 +283,7 @@ impl MixtureMlp {
             let (start, end) = (tile.start * self.chosen, tile.end * self.chosen);
             let wide = [gate.view_mut().rows(start, end), up.view_mut().rows(start, end)];
             self.widen(cx, weights, h_RD, &routes, wide)?;
-            let act_PF = self.activate(cx, gate.view().rows(start, end), up.view().rows(start, end))?;
+            let act_PF = activate(cx, self.f, gate.view().rows(start, end), up.view().rows(start, end))?;
             self.narrow(cx, weights, act_PF, &routes, residual, y_RD)?;
         }
         Ok(Routed { routing, gate, up, shared: of_shared })
@@ -353,7 +353,7 @@ impl MixtureMlp {
         let experts = &cx.kernels.experts;
         let (routed, dims_PF) = (gate_PF.shape().rows(), gate_PF.shape());
         let Routes { rows_RX, weights_RX, .. } = *routes;
-        let act_PF = self.activate(cx, gate_PF, up_PF)?;
+        let act_PF = activate(cx, self.f, gate_PF, up_PF)?;
         let mut dact_PF = cx.tensor(dims_PF.dims())?;
         let mut weighed_PF = cx.tensor(dims_PF.dims())?;
         experts.weigh(act_PF.view(), rows_RX, weights_RX, weighed_PF.view_mut())?;
@@ -534,12 +534,6 @@ impl MixtureMlp {
         let mut layers = self.shares(|expert| expert.gate, routes, h_PD, gate_PF);
         layers.extend(self.shares(|expert| expert.up, routes, h_PD, up_PF));
         forward_each(cx, weights, layers)
-    }
-
-    fn activate(&self, cx: &Context<'_>, gate_PF: View<'_>, up_PF: View<'_>) -> Result<Tensor> {
-        let mut act_PF = cx.tensor(gate_PF.shape().dims())?;
-        cx.kernels.activation.gated(self.f, gate_PF, up_PF, act_PF.view_mut())?;
-        Ok(act_PF)
     }
 
     /// `y = residual + Σ down(w·act)` over the routed rows of each token.

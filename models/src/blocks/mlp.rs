@@ -3,7 +3,8 @@
 
 use super::TILE_ROWS;
 use super::layers::{
-    After, Linear, Norm, Normed, Params, add_branch_rows, backward_together, forward_together, tiles,
+    After, Linear, Norm, Normed, Params, activate, add_branch_rows, backward_together, forward_together,
+    tiles,
 };
 use crate::{ModelConfig, Norms};
 use terrace_kernels::{DType, GateFunction, Tensor, View, ViewMut};
@@ -69,7 +70,7 @@ impl Mlp {
             let h_RD = normed.as_ref().map_or(y_RD.view(), Tensor::view);
             let (gate_RF, up_RF) = self.widen(cx, weights, h_RD)?;
             drop(normed);
-            let act_RF = self.activate(cx, gate_RF.view(), up_RF.view())?;
+            let act_RF = activate(cx, self.f, gate_RF.view(), up_RF.view())?;
             drop((gate_RF, up_RF));
             let down = (self.down, self.after);
             add_branch_rows(cx, weights, down, act_RF.view(), None, y_RD, None)?;
@@ -101,7 +102,7 @@ impl Mlp {
             forward_together(cx, weights, h_RD, &mut [gate, up])?;
             drop(normed);
             let (gate_RF, up_RF) = (gate_TF.view().rows(start, end), up_TF.view().rows(start, end));
-            let act_RF = self.activate(cx, gate_RF, up_RF)?;
+            let act_RF = activate(cx, self.f, gate_RF, up_RF)?;
             let y_RD = y_TD.reborrow().rows(start, end);
             let down = (self.down, self.after);
             let to = branch_TD.as_mut().map(|branch| branch.view_mut().rows(start, end));
@@ -162,7 +163,7 @@ impl Mlp {
         });
         let InnerRows { gate_RF, up_RF, branch_RD } =
             inner.or(fresh).expect("what is not kept is recomputed");
-        let act_RF = self.activate(cx, gate_RF, up_RF)?;
+        let act_RF = activate(cx, self.f, gate_RF, up_RF)?;
         let dbranch_RD = self.branch_gradient(cx, weights, act_RF.view(), branch_RD, dy_RD, gradients)?;
         let dims_RF = [dy_RD.shape().rows(), self.feed_forward];
         let mut dact_RF = cx.tensor(&dims_RF)?;
@@ -231,12 +232,6 @@ impl Mlp {
         let layers = &mut [(self.gate, gate_RF.view_mut()), (self.up, up_RF.view_mut())];
         forward_together(cx, weights, h_RD, layers)?;
         Ok((gate_RF, up_RF))
-    }
-
-    fn activate(&self, cx: &Context<'_>, gate_RF: View<'_>, up_RF: View<'_>) -> Result<Tensor> {
-        let mut act_RF = cx.tensor(gate_RF.shape().dims())?;
-        cx.kernels.activation.gated(self.f, gate_RF, up_RF, act_RF.view_mut())?;
-        Ok(act_RF)
     }
 }
 

@@ -4,7 +4,7 @@
 //! Such a share is what a router gives that has one expert to choose, and is made and weighed by the same kernels; like an expert's weight
 //! it multiplies what `down` is given.
 
-use super::layers::{Linear, Params, backward_together, forward_together};
+use super::layers::{Linear, Params, activate, backward_together, forward_together};
 use crate::{ModelConfig, SharedExpert};
 use terrace_kernels::{DType, GateFunction, Gating, MatmulSpec, Residual, Scores, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
@@ -107,7 +107,7 @@ impl Shared {
         let recomputed = if kept.is_some() { None } else { Some(again()?) };
         let fresh = recomputed.as_ref().map(|wide| wide.each_ref().map(Tensor::view));
         let [gate_RF, up_RF] = kept.or(fresh).expect("what is not kept is recomputed");
-        let act_RF = self.activate(cx, gate_RF, up_RF)?;
+        let act_RF = activate(cx, self.f, gate_RF, up_RF)?;
         let shares = self.shares(cx, weights, h_RD)?;
         let mut dact_RF = cx.tensor(&dims_RF)?;
         let weighed_RF = shares.as_ref().map(|shares| shares.weigh(cx, act_RF.view())).transpose()?;
@@ -142,7 +142,7 @@ impl Shared {
     ) -> Result<Tensor> {
         let layers = &mut [(self.gate, gate_RF.reborrow()), (self.up, up_RF.reborrow())];
         forward_together(cx, weights, h_RD, layers)?;
-        self.activate(cx, gate_RF.view(), up_RF.view())
+        activate(cx, self.f, gate_RF.view(), up_RF.view())
     }
 
     fn narrow(
@@ -159,12 +159,6 @@ impl Shared {
             None => act_RF,
         };
         self.down.branch(cx, weights, x_RF.view(), residual, y_RD)
-    }
-
-    fn activate(&self, cx: &Context<'_>, gate_RF: View<'_>, up_RF: View<'_>) -> Result<Tensor> {
-        let mut act_RF = cx.tensor(gate_RF.shape().dims())?;
-        cx.kernels.activation.gated(self.f, gate_RF, up_RF, act_RF.view_mut())?;
-        Ok(act_RF)
     }
 
     /// `None` where all of it is added.
