@@ -21,7 +21,7 @@ use terrace_kernels::cuda::{CudaConfig, update_kernels, with_config};
 use terrace_kernels::update::{AdamFormat, AdamState, AdamStep};
 use terrace_kernels::{
     AttentionSpec, DType, Epilogue, GateFunction, KernelSet, KeyValues, MatmulSpec, QuantFormat,
-    QuantizedView, Result, RopeDirection, Tensor, View,
+    QuantizedView, Result, RopeDirection, RopeLayout, Tensor, View,
 };
 
 type Part = (&'static str, fn(&Rig));
@@ -436,7 +436,7 @@ fn rows(rig: &Rig) {
     let mut heads = rig.random(&[tokens, hidden / head_size, head_size]);
     let timing = rig.time(|| {
         let (x, positions) = (heads.view_mut(), positions.view());
-        set.rope.rotate(x, positions, frequencies.view(), 1.0, RopeDirection::Forward)
+        set.rope.rotate(x, positions, frequencies.view(), RopeLayout::HALVES, 1.0, RopeDirection::Forward)
     });
     report("rows", &format!("rope {shape}"), "own", Work::Bytes(2 * element), &timing);
     losses(rig);

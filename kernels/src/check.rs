@@ -3,14 +3,16 @@
 //! A wrong shape is a defect of the calling code, so these assert. They look at shapes and dtypes only and never at
 //! bytes, which is why a planning run over virtual memory makes the same checks as a real one.
 
+mod columns;
 mod delta;
 
+pub use columns::*;
 pub use delta::*;
 
 use crate::tensor::Shape;
 use crate::{
-    DType, Epilogue, Gating, KernelError, KeyValues, MatmulSpec, Product, QuantizedView, Residual, Result,
-    View, ViewMut,
+    DType, Epilogue, ExpertGroups, Gating, GroupScore, KernelError, KeyValues, MatmulSpec, Product,
+    QuantizedView, Residual, Result, RopeLayout, View, ViewMut,
 };
 
 /// Sizes of a matrix product.
@@ -270,7 +272,7 @@ pub fn norm_backward(
     dims
 }
 
-pub fn rope(x: &ViewMut<'_>, positions: View<'_>, inv_freq: View<'_>) -> RopeDims {
+pub fn rope(x: &ViewMut<'_>, positions: View<'_>, inv_freq: View<'_>, layout: RopeLayout) -> RopeDims {
     let shape = x.shape();
     let dims = shape.dims();
     assert!(dims.len() >= 3, "rope: x is [tokens, heads, head size], not {shape:?}");
@@ -278,7 +280,11 @@ pub fn rope(x: &ViewMut<'_>, positions: View<'_>, inv_freq: View<'_>) -> RopeDim
     let (heads, head_size) = (dims[dims.len() - 2], dims[dims.len() - 1]);
     let tokens = dims[..dims.len() - 2].iter().product();
     let half = inv_freq.shape().elements();
-    assert!(2 * half <= head_size, "rope: {half} pairs of elements are in a head of {head_size}");
+    let first = layout.first;
+    assert!(
+        first <= head_size && 2 * half <= head_size - first,
+        "rope: {half} pairs of elements from {first} are in a head of {head_size}"
+    );
     same("rope", "positions", tokens, positions.shape().elements());
     exact("rope", "positions", positions.dtype(), DType::I32);
     exact("rope", "inv_freq", inv_freq.dtype(), DType::F32);
@@ -552,6 +558,9 @@ pub fn route(
         exact("route", "bias", bias.dtype(), DType::F32);
         same("route", "bias", dims.experts, bias.shape().elements());
     }
+    if let Some(groups) = gating.groups {
+        self::groups(groups, dims);
+    }
     assert!(i32::try_from(dims.routed()).is_ok(), "route: {} routed rows have numbers in i32", dims.routed());
     dims
 }
@@ -569,6 +578,19 @@ pub fn route_backward(
     matrix("route backward", "dweights", [dims.tokens, dims.choices], dweights.shape());
     matrix("route backward", "dlogits", [dims.tokens, dims.experts], dlogits.shape());
     dims
+}
+
+fn groups(ExpertGroups { count, kept, by }: ExpertGroups, dims: ChoiceDims) {
+    let ChoiceDims { experts, choices, .. } = dims;
+    assert!(
+        (1..=ExpertGroups::COUNT_MAX).contains(&count) && experts.is_multiple_of(count),
+        "route: {experts} experts are in equal groups, at most {}, not in {count}",
+        ExpertGroups::COUNT_MAX
+    );
+    assert!((1..=count).contains(&kept), "route: 1 to {count} groups are kept, not {kept}");
+    let size = experts / count;
+    assert!(choices <= kept * size, "route: {choices} choices are among {kept} groups of {size} experts");
+    assert!(by == GroupScore::Largest || size > 1, "route: a group has two experts whose scores are added");
 }
 
 fn choices(op: &str, logits: View<'_>, weights: View<'_>, chosen: View<'_>) -> ChoiceDims {

@@ -6,10 +6,10 @@
 use crate::check;
 use crate::ops::Waves;
 use crate::{
-    Activation, Attention, AttentionSpec, Carried, CrossEntropy, DeltaRule, DeltaSpec, Elementwise,
-    Embedding, Epilogue, Experts, GateFunction, Gating, KernelSet, KeyValues, Matmul, MatmulSpec,
-    QuantizedMatmul, QuantizedView, Reduce, Residual, Result, RmsNorm, Rope, RopeDirection, Sinks, View,
-    ViewMut,
+    Activation, Attention, AttentionSpec, Carried, Columns, CrossEntropy, DType, DeltaRule, DeltaSpec,
+    Elementwise, Embedding, Epilogue, Experts, GateFunction, Gating, KernelSet, KeyValues, Matmul,
+    MatmulSpec, QuantizedMatmul, QuantizedView, Reduce, Residual, Result, RmsNorm, Rope, RopeDirection,
+    RopeLayout, Sinks, View, ViewMut,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -23,6 +23,7 @@ pub fn kernel_set() -> (KernelSet, Arc<Counter>) {
         quantized_matmul: dry.clone(),
         rms_norm: dry.clone(),
         rope: dry.clone(),
+        columns: dry.clone(),
         attention: dry.clone(),
         sinks: dry.clone(),
         activation: dry.clone(),
@@ -80,6 +81,12 @@ impl Counter {
         let read: usize = read.iter().map(|view| view.bytes().len()).sum();
         let written: usize = written.iter().map(|view| view.view().bytes().len()).sum();
         add(&self.bytes, (read + written) as u64);
+    }
+
+    /// Columns of both matrices, and no others.
+    fn columns(&self, dims: &check::ColumnDims, dtype: DType) {
+        let elements = (dims.rows + dims.groups()) * dims.width;
+        add(&self.bytes, (elements * dtype.size()) as u64);
     }
 
     /// All of a product with an epilogue but the bytes of b.
@@ -197,12 +204,35 @@ impl Rope for Dry {
         x: ViewMut<'_>,
         positions: View<'_>,
         inv_freq: View<'_>,
+        layout: RopeLayout,
         _scale: f32,
         _direction: RopeDirection,
     ) -> Result {
-        let dims = check::rope(&x, positions, inv_freq);
+        let dims = check::rope(&x, positions, inv_freq, layout);
         self.counter.other(3 * dims.tokens * dims.heads * 2 * dims.half);
         self.counter.bytes(&[x.view(), positions, inv_freq], &[&x]);
+        Ok(())
+    }
+}
+
+impl Columns for Dry {
+    fn copy(&self, x: View<'_>, from: usize, out: ViewMut<'_>, to: usize, width: usize) -> Result {
+        let dims = check::columns_copy(x, from, &out, to, width);
+        self.counter.columns(&dims, x.dtype());
+        Ok(())
+    }
+
+    /// A sum for each term after the first.
+    fn fold(&self, x: View<'_>, from: usize, out: ViewMut<'_>, to: usize, width: usize) -> Result {
+        let dims = check::columns_fold(x, from, &out, to, width);
+        self.counter.other((dims.rows - dims.groups()) * width);
+        self.counter.columns(&dims, x.dtype());
+        Ok(())
+    }
+
+    fn clear(&self, out: ViewMut<'_>, at: usize, width: usize) -> Result {
+        let [rows, _] = check::columns_clear(&out, at, width);
+        add(&self.counter.bytes, (rows * width * out.dtype().size()) as u64);
         Ok(())
     }
 }
@@ -406,7 +436,7 @@ impl Reduce for Dry {
 }
 
 impl Experts for Dry {
-    /// An exponential, its sum and the comparison of each logit.
+    /// An exponential, its sum and the comparison of each logit, and with groups another.
     fn route(
         &self,
         logits: View<'_>,
@@ -418,7 +448,8 @@ impl Experts for Dry {
     ) -> Result {
         let dims = check::route(logits, gating, &weights, &chosen, &rows, &starts);
         let of_choices = if gating.normalize { 3 } else { 1 };
-        self.counter.other(4 * dims.tokens * dims.experts + of_choices * dims.routed());
+        let of_experts = 4 + usize::from(gating.groups.is_some());
+        self.counter.other(of_experts * dims.tokens * dims.experts + of_choices * dims.routed());
         self.counter.bytes(&[logits], &[&weights, &chosen, &rows, &starts]);
         self.counter.bytes(gating.bias.as_slice(), &[]);
         Ok(())

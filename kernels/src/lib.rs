@@ -32,10 +32,10 @@ mod tensor;
 pub mod update;
 
 pub use ops::{
-    Activation, Attention, AttentionSpec, Carried, CrossEntropy, DeltaRule, DeltaSpec, Elementwise,
-    Embedding, Epilogue, Experts, GateFunction, Gating, KernelError, KernelSet, KeyValues, Matmul,
-    MatmulSpec, Product, QuantizedMatmul, Reduce, Residual, Result, RmsNorm, Rope, RopeDirection, Scores,
-    Sinks, delta_scratch, one_by_one,
+    Activation, Attention, AttentionSpec, Carried, Columns, CrossEntropy, DeltaRule, DeltaSpec, Elementwise,
+    Embedding, Epilogue, ExpertGroups, Experts, GateFunction, Gating, GroupScore, KernelError, KernelSet,
+    KeyValues, Matmul, MatmulSpec, Product, QuantizedMatmul, Reduce, Residual, Result, RmsNorm, Rope,
+    RopeDirection, RopeLayout, RopePairs, Scores, Sinks, delta_scratch, one_by_one,
 };
 pub use packing::{Packed, Packing};
 pub use quantized::{QuantFormat, QuantizedView};

@@ -10,8 +10,10 @@
 //! sums are accumulated in f32 (f64 where said), and results are rounded to nearest even once at the end.
 //! Operands of one call may have different dtypes unless a method says otherwise.
 
+mod columns;
 mod delta;
 
+pub use columns::Columns;
 pub use delta::{Carried, DeltaRule, DeltaSpec, delta_scratch};
 pub(crate) use delta::{SQUARES_EPS, Waves};
 
@@ -219,10 +221,33 @@ pub enum RopeDirection {
     Backward,
 }
 
-/// Rotary position embedding (Su et al., arXiv 2104.09864), in the half-split layout of Hugging Face.
+/// How the rotated elements of a head, of which there are 2P, are paired.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RopePairs {
+    /// `(i, i + P)`, as Hugging Face has them.
+    Halves,
+    /// `(2i, 2i + 1)`, as the paper and DeepSeek have them.
+    Neighbours,
+}
+
+/// Which elements of a head are rotated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RopeLayout {
+    /// The first that is.
+    pub first: usize,
+    /// Of those from there on.
+    pub pairs: RopePairs,
+}
+
+impl RopeLayout {
+    /// From the beginning of each head, in halves.
+    pub const HALVES: Self = Self { first: 0, pairs: RopePairs::Halves };
+}
+
+/// Rotary position embedding (Su et al., arXiv 2104.09864).
 pub trait Rope: Send + Sync {
-    /// Rotates the first 2P elements of each head of `x[T, heads, K]` in place, 2P ≤ K. `positions` i32 `[T]`, `inv_freq` f32 `[P]`.
-    /// Element pair `(i, i+P)` is turned by `positions[t]·inv_freq[i]`; cosine and sine are multiplied by `scale`. The others stay.
+    /// Rotates elements `first..first + 2P` of each head of `x[T, heads, K]` in place, first + 2P ≤ K. `positions` i32 `[T]`, `inv_freq` f32
+    /// `[P]`. Pair i of the layout is turned by `positions[t]·inv_freq[i]`; cosine and sine are multiplied by `scale`. The others stay.
     ///
     /// # Errors
     /// The backend failed.
@@ -231,6 +256,7 @@ pub trait Rope: Send + Sync {
         x: ViewMut<'_>,
         positions: View<'_>,
         inv_freq: View<'_>,
+        layout: RopeLayout,
         scale: f32,
         direction: RopeDirection,
     ) -> Result;
@@ -518,6 +544,31 @@ pub enum Scores {
     Sigmoid,
 }
 
+/// What ranks groups of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupScore {
+    /// The largest of what its experts are compared by (DeepSeek-V2, arXiv 2405.04434).
+    Largest,
+    /// The sum of the two largest scores, with biases if there are any (DeepSeek-V3, arXiv 2412.19437).
+    TwoLargest,
+}
+
+/// Experts in groups of consecutive ones, as many in each, of which a token chooses from some groups only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertGroups {
+    /// Groups, which divide E; at most [`COUNT_MAX`](Self::COUNT_MAX).
+    pub count: usize,
+    /// Groups that a token chooses from: those of the largest scores, of equal ones the lower group.
+    pub kept: usize,
+    /// What a group's score is. One that is a NaN, which it is where all, or of two all but one, are, counts as less than everything else.
+    pub by: GroupScore,
+}
+
+impl ExpertGroups {
+    /// Most groups: on a card their scores are in a block's shared memory.
+    pub const COUNT_MAX: usize = 512;
+}
+
 /// How experts are chosen, and what their weights are.
 #[derive(Debug, Clone, Copy)]
 pub struct Gating<'a> {
@@ -529,12 +580,14 @@ pub struct Gating<'a> {
     pub normalize: bool,
     /// What they are multiplied by in the end.
     pub scale: f32,
+    /// Where a token may not choose from all experts.
+    pub groups: Option<ExpertGroups>,
 }
 
 impl Gating<'static> {
-    /// The softmax of all logits, without bias.
+    /// The softmax of all logits, without bias or groups.
     pub const fn softmax(normalize: bool) -> Self {
-        Self { scores: Scores::Softmax, bias: None, normalize, scale: 1.0 }
+        Self { scores: Scores::Softmax, bias: None, normalize, scale: 1.0, groups: None }
     }
 }
 
@@ -549,6 +602,8 @@ pub trait Experts: Send + Sync {
     /// logits, or, with a bias, of the X largest sums of score and bias, the largest first, of equal ones the lower expert; `weights` f32
     /// `[T, X]`, their scores, divided by the sum of the X if they are normalized, times the scale; `rows`; and `starts` i32 `[E + 1]`, the
     /// first routed row of each expert and R.
+    ///
+    /// With groups the X are those of the experts in the groups that are kept, at least X of them; that has no gradient.
     ///
     /// A NaN counts as less than everything else: whatever the logits are, each token chooses X different experts.
     ///
@@ -629,6 +684,7 @@ pub struct KernelSet {
     pub quantized_matmul: Arc<dyn QuantizedMatmul>,
     pub rms_norm: Arc<dyn RmsNorm>,
     pub rope: Arc<dyn Rope>,
+    pub columns: Arc<dyn Columns>,
     pub attention: Arc<dyn Attention>,
     pub sinks: Arc<dyn Sinks>,
     pub activation: Arc<dyn Activation>,

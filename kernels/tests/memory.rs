@@ -9,7 +9,7 @@ use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{
     AttentionSpec, Carried, DType, DeltaSpec, Epilogue, GateFunction, Gating, KernelSet, KeyValues,
-    MatmulSpec, QuantFormat, QuantizedView, Residual, RopeDirection, Tensor, cpu, delta_scratch,
+    MatmulSpec, QuantFormat, QuantizedView, Residual, RopeDirection, RopeLayout, Tensor, cpu, delta_scratch,
 };
 
 struct Counting;
@@ -176,7 +176,9 @@ fn rows(set: &KernelSet, arena: &Arena) {
         }
         set.cross_entropy.loss_and_gradient(out.view_mut(), ids.view(), 1.0, loss.view_mut()).unwrap();
         let heads = x.view_mut().reshape(&[rows, 4, width / 4]);
-        set.rope.rotate(heads, ids.view(), inv_freq.view(), 1.0, RopeDirection::Forward).unwrap();
+        set.rope
+            .rotate(heads, ids.view(), inv_freq.view(), RopeLayout::HALVES, 1.0, RopeDirection::Forward)
+            .unwrap();
     }
 }
 

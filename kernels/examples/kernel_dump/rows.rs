@@ -2,7 +2,7 @@
 
 use crate::products::pairs;
 use crate::{MIXES, Rig};
-use terrace_kernels::{DType, GateFunction, RopeDirection};
+use terrace_kernels::{DType, GateFunction, RopeDirection, RopeLayout};
 
 /// Rows and their width: whole vectors and blocks, and neither.
 const SHAPES: [[usize; 2]; 4] = [[256, 1024], [33, 771], [5, 4096], [1, 3]];
@@ -159,7 +159,8 @@ fn rope(rig: &Rig, [tokens, heads, size, turning]: [usize; 4], dtype: DType) {
         let frequencies: Vec<f32> = (0..turning).map(frequency).collect();
         let inv_freq = case.operand_of("inv_freq", DType::F32, &[turning], &frequencies);
         let rope = &rig.kernels().rope;
-        rope.rotate(x.view_mut(), positions.view(), inv_freq.view(), scale, direction).expect("rope runs");
+        rope.rotate(x.view_mut(), positions.view(), inv_freq.view(), RopeLayout::HALVES, scale, direction)
+            .expect("rope runs");
         case.finish(&[("x", &x)]);
     }
 }

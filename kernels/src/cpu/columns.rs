@@ -1,91 +1,69 @@
-//! Sums over rows: the gradients of biases and of normalization weights.
+//! Columns of matrices. Copies move the bytes of a row at once; sums go through small buffers block by block.
 //!
-//! Rows are cut into parts by shape alone; each part is summed in row order, and the parts are added in order. The number
-//! of parts is bounded by the shared scratch that holds their sums.
+//! Tolerance of sums against f64: n·2⁻²⁴ of the sum of magnitudes, before the rounding; of one row none.
 
 use super::Cpu;
-use super::floats::{Floats, floats_mut};
-use super::threads::{SHARED_BYTES, SharedMut, Threads};
+use super::floats::{BLOCK, CHUNK, Floats, FloatsMut};
+use super::threads::SharedMut;
 use super::vector;
-use crate::check::{self, RowDims};
-use crate::{Reduce, Result, View, ViewMut};
-use std::ops::Range;
+use crate::check;
+use crate::{Columns, Result, View, ViewMut};
 
-/// Columns per task.
-pub const COLS: usize = 128;
-/// Rows per part, unless that gives too many parts.
-const PART_ROWS: usize = 256;
-const PARTS_MAX: usize = 32;
+/// Bytes per task when nothing is computed.
+const BYTES: usize = 64 << 10;
 
-/// A block of rows and columns to be summed.
-#[derive(Clone, Copy)]
-pub struct Block {
-    pub first_row: usize,
-    pub rows: usize,
-    pub first_col: usize,
-    pub cols: usize,
-}
-
-impl Block {
-    pub fn rows(&self) -> Range<usize> {
-        self.first_row..self.first_row + self.rows
-    }
-}
-
-/// `out[d] += Σ_r term(r, d)`: `add(block, sums)` adds the terms of a block to its zeroed `sums`, rows in order.
-pub fn sum(threads: &Threads, dims: RowDims, out: &mut [f32], add: impl Fn(Block, &mut [f32]) + Sync) {
-    if dims.rows == 0 || dims.width == 0 {
-        return;
-    }
-    let fit = SHARED_BYTES / size_of::<f32>() / dims.width;
-    let parts = dims.rows.div_ceil(PART_ROWS).min(PARTS_MAX).min(fit).max(1);
-    let part_rows = dims.rows.div_ceil(parts);
-    let parts = dims.rows.div_ceil(part_rows);
-    let chunks = dims.width.div_ceil(COLS);
-    let block = |part: usize, chunk: usize| Block {
-        first_row: part * part_rows,
-        rows: part_rows.min(dims.rows - part * part_rows),
-        first_col: chunk * COLS,
-        cols: COLS.min(dims.width - chunk * COLS),
-    };
-    let isa = threads.isa();
-    if parts == 1 {
-        let out = SharedMut::new(out);
-        threads.run(chunks, |chunk, _| {
-            let block = block(0, chunk);
-            let mut sums = [0.0; COLS];
-            add(block, &mut sums[..block.cols]);
-            // SAFETY: these columns belong to this task.
-            vector::add_assign(isa, unsafe { out.slice(block.first_col, block.cols) }, &sums[..block.cols]);
+impl Columns for Cpu {
+    fn copy(&self, x: View<'_>, from: usize, out: ViewMut<'_>, to: usize, width: usize) -> Result {
+        let dims = check::columns_copy(x, from, &out, to, width);
+        let [x_row, out_row, from, to, len] =
+            [dims.x_width, dims.out_width, from, to, width].map(|elements| elements * x.dtype().size());
+        if len == 0 {
+            return Ok(());
+        }
+        let (x, out) = (x.bytes().host(), SharedMut::new(out.into_bytes().into_host()));
+        self.threads.run_ranges(dims.rows, (BYTES / len).max(1), |rows, _| {
+            for r in rows {
+                // SAFETY: row r belongs to this task.
+                let out = unsafe { out.slice(r * out_row + to, len) };
+                out.copy_from_slice(&x[r / dims.group * x_row + from..][..len]);
+            }
         });
-        return;
+        Ok(())
     }
-    let mut shared = threads.shared();
-    let partial = &mut shared.floats()[..parts * dims.width];
-    partial.fill(0.0);
-    {
-        let partial = SharedMut::new(partial);
-        threads.run(parts * chunks, |task, _| {
-            let (part, block) = (task / chunks, block(task / chunks, task % chunks));
-            // SAFETY: this part's sums of these columns belong to this task.
-            add(block, unsafe { partial.slice(part * dims.width + block.first_col, block.cols) });
-        });
-    }
-    for sums in partial.chunks_exact(dims.width) {
-        vector::add_assign(isa, out, sums);
-    }
-}
 
-impl Reduce for Cpu {
-    /// Tolerance against f64: `R·2⁻²⁴·Σ|x|`, far less in practice since parts are short.
-    fn sum_rows(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
-        let dims = check::sum_rows(x, &out);
-        let (x, isa) = (Floats::new(x), self.threads.isa());
-        sum(&self.threads, dims, floats_mut(out), |block, sums| {
-            let mut buffer = [0.0; COLS];
-            for r in block.rows() {
-                let row = x.read(isa, r * dims.width + block.first_col, block.cols, &mut buffer);
-                vector::add_assign(isa, sums, row);
+    fn fold(&self, x: View<'_>, from: usize, out: ViewMut<'_>, to: usize, width: usize) -> Result {
+        let dims = check::columns_fold(x, from, &out, to, width);
+        let (x, out, isa) = (Floats::new(x), FloatsMut::new(out), self.threads.isa());
+        let each = (CHUNK / (width * dims.group).max(1)).max(1);
+        self.threads.run_ranges(dims.groups(), each, |rows, _| {
+            let (mut sum, mut buffer) = ([0.0; BLOCK], [0.0; BLOCK]);
+            for r in rows {
+                for col in (0..width).step_by(BLOCK) {
+                    let len = BLOCK.min(width - col);
+                    let at = |i: usize| (r * dims.group + i) * dims.x_width + from + col;
+                    x.slice(at(0), len).widen(isa, &mut sum[..len]);
+                    for i in 1..dims.group {
+                        vector::add_assign(isa, &mut sum[..len], x.read(isa, at(i), len, &mut buffer));
+                    }
+                    // SAFETY: row r belongs to this task.
+                    unsafe { out.write(isa, r * dims.out_width + to + col, &sum[..len]) };
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn clear(&self, out: ViewMut<'_>, at: usize, width: usize) -> Result {
+        let [rows, all] = check::columns_clear(&out, at, width);
+        let [row, at, len] = [all, at, width].map(|elements| elements * out.dtype().size());
+        if len == 0 {
+            return Ok(());
+        }
+        let out = SharedMut::new(out.into_bytes().into_host());
+        self.threads.run_ranges(rows, (BYTES / len).max(1), |rows, _| {
+            for r in rows {
+                // SAFETY: row r belongs to this task.
+                unsafe { out.slice(r * row + at, len) }.fill(0);
             }
         });
         Ok(())

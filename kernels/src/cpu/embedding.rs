@@ -1,8 +1,8 @@
 //! Table look-up and its gradient.
 
 use super::Cpu;
-use super::columns::COLS;
 use super::floats::{BLOCK, CHUNK, Floats, FloatsMut, floats_mut, ints};
+use super::reduce::COLS;
 use super::threads::SharedMut;
 use super::vector;
 use crate::check;

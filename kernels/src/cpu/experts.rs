@@ -1,7 +1,7 @@
 //! Mixture of experts (Shazeer et al., arXiv 1701.06538).
 //!
 //! A task of `route` takes some tokens: their softmax as [`loss`](super::loss) takes it, and the largest logits, or sums of score and bias, in one
-//! pass, which inserts each among those it keeps. Routed rows are numbered by a counting sort, which is serial: it goes over T·X integers where
+//! pass, which inserts each among those it keeps; with groups after a pass that finds those of the largest scores. Routed rows are numbered by a counting sort, which is serial: it goes over T·X integers where
 //! the products after it go over as many rows. All else moves rows through small buffers block by block.
 //!
 //! Tolerance against f64: weights 1e-6; gradients of logits 1e-6·X of the largest gradient of a weight; sums of X rows of order 1
@@ -13,7 +13,7 @@ use super::loss::Statistics;
 use super::threads::{Carver, SharedMut};
 use super::{Isa, vector};
 use crate::check::{self, ChoiceDims};
-use crate::{Experts, Gating, Residual, Result, Scores, View, ViewMut};
+use crate::{ExpertGroups, Experts, Gating, GroupScore, Residual, Result, Scores, View, ViewMut};
 
 impl Experts for Cpu {
     fn route(
@@ -197,7 +197,10 @@ impl Cpu {
     ) {
         let (isa, bias_e) = (self.threads.isa(), gating.bias.map(floats));
         let (weights_tx, chosen_tx) = (SharedMut::new(weights_tx), SharedMut::new(chosen_tx));
-        self.threads.run_ranges(dims.tokens, rows_per_task(dims.experts), |tokens, _| {
+        self.threads.run_ranges(dims.tokens, rows_per_task(dims.experts), |tokens, scratch| {
+            let mut carver = Carver::new(scratch);
+            let count = gating.groups.map_or(0, |groups| groups.count);
+            let (scores_g, kept_g) = (carver.take(count), carver.take_of(count));
             for t in tokens {
                 let (row, first) = (logits.slice(t * dims.experts, dims.experts), t * dims.choices);
                 // SAFETY: the choices of token t belong to this task.
@@ -205,7 +208,16 @@ impl Cpu {
                 // SAFETY: as above.
                 let chosen_x = unsafe { chosen_tx.slice(first, dims.choices) };
                 let scores = RowScores::of(isa, row, gating.scores);
-                largest(isa, row, bias_e.map(|bias_e| (scores, bias_e)), weights_x, chosen_x);
+                let compared = bias_e.map_or(Compared::Logits, |bias_e| Compared::Biased(scores, bias_e));
+                let kept = gating.groups.map(|groups| {
+                    let compared = match (groups.by, compared) {
+                        (GroupScore::TwoLargest, Compared::Logits) => Compared::Scores(scores),
+                        _ => compared,
+                    };
+                    keep(isa, row, compared, groups, scores_g, kept_g);
+                    (&*kept_g, dims.experts / groups.count)
+                });
+                largest(isa, row, compared, kept, weights_x, chosen_x);
                 if bias_e.is_some() {
                     logits_of(isa, row, chosen_x, weights_x);
                 }
@@ -239,40 +251,116 @@ impl Cpu {
     }
 }
 
-/// The largest logits of a row, or sums of score and bias, and their experts, largest first, of equal ones the lower expert; NaNs last.
+/// The largest of what experts of a row are compared by, and these experts, largest first, of equal ones the lower; NaNs last. `kept`
+/// marks the groups they are in, of so many experts, if not all of them are.
 fn largest(
     isa: Isa,
     row: Floats<'_>,
-    biased: Option<(RowScores, &[f32])>,
+    compared: Compared<'_>,
+    kept: Option<(&[u8], usize)>,
     largest_x: &mut [f32],
     chosen_x: &mut [i32],
 ) {
     let (mut buffer, mut count) = ([0.0; BLOCK], 0);
-    for (first, len) in blocks(row.len()) {
-        let block = &mut buffer[..len];
-        row.slice(first, len).widen(isa, block);
-        if let Some((scores, bias_e)) = biased {
-            scores.apply(isa, block);
-            vector::add_assign(isa, block, &bias_e[first..first + len]);
-        }
-        for (e, &value) in block.iter().enumerate() {
-            let is_larger = |than: f32| value > than || (than.is_nan() && !value.is_nan());
-            if count == largest_x.len() && !is_larger(largest_x[count - 1]) {
+    let mut insert = |values: &[f32], first: usize| {
+        for (e, &value) in values.iter().enumerate() {
+            if count == largest_x.len() && !is_larger(value, largest_x[count - 1]) {
                 continue;
             }
-            let at = largest_x[..count].partition_point(|&kept| !is_larger(kept));
+            let at = largest_x[..count].partition_point(|&kept| !is_larger(value, kept));
             count = largest_x.len().min(count + 1);
             largest_x[at..count].rotate_right(1);
             chosen_x[at..count].rotate_right(1);
             (largest_x[at], chosen_x[at]) = (value, (first + e) as i32);
         }
+    };
+    for (first, len) in blocks(row.len()) {
+        let block = &mut buffer[..len];
+        compared.read(isa, row, first, block);
+        let Some((kept_g, size)) = kept else {
+            insert(block, first);
+            continue;
+        };
+        for g in first / size..(first + len).div_ceil(size) {
+            if kept_g[g] != 0 {
+                let start = first.max(g * size);
+                insert(&block[start - first..len.min((g + 1) * size - first)], start);
+            }
+        }
     }
+}
+
+/// Marks the groups of a row that are kept, by their scores.
+fn keep(
+    isa: Isa,
+    row: Floats<'_>,
+    compared: Compared<'_>,
+    groups: ExpertGroups,
+    scores_g: &mut [f32],
+    kept_g: &mut [u8],
+) {
+    let (mut buffer, size) = ([0.0; BLOCK], row.len() / groups.count);
+    let (mut most, mut second) = (f32::NAN, f32::NAN);
+    for (first, len) in blocks(row.len()) {
+        let block = &mut buffer[..len];
+        compared.read(isa, row, first, block);
+        for (e, &value) in block.iter().enumerate() {
+            if is_larger(value, most) {
+                (most, second) = (value, most);
+            } else if is_larger(value, second) {
+                second = value;
+            }
+            if (first + e + 1).is_multiple_of(size) {
+                scores_g[(first + e) / size] = match groups.by {
+                    GroupScore::Largest => most,
+                    GroupScore::TwoLargest => most + second,
+                };
+                (most, second) = (f32::NAN, f32::NAN);
+            }
+        }
+    }
+    for (g, kept) in kept_g.iter_mut().enumerate() {
+        let precedes = |&h: &usize| match h < g {
+            true => !is_larger(scores_g[g], scores_g[h]),
+            false => is_larger(scores_g[h], scores_g[g]),
+        };
+        *kept = u8::from((0..groups.count).filter(precedes).count() < groups.kept);
+    }
+}
+
+/// Whether one of two values to be compared is; a NaN is less than everything else.
+fn is_larger(value: f32, than: f32) -> bool {
+    value > than || (than.is_nan() && !value.is_nan())
 }
 
 /// The logits of chosen experts.
 fn logits_of(isa: Isa, row: Floats<'_>, chosen_x: &[i32], logits_x: &mut [f32]) {
     for (logit, &expert) in logits_x.iter_mut().zip(chosen_x) {
         row.slice(expert as usize, 1).widen(isa, std::slice::from_mut(logit));
+    }
+}
+
+/// What experts of a row are compared by.
+#[derive(Clone, Copy)]
+enum Compared<'a> {
+    Logits,
+    Scores(RowScores),
+    /// Scores, and what is added to them.
+    Biased(RowScores, &'a [f32]),
+}
+
+impl Compared<'_> {
+    /// That of the experts from `first` on.
+    fn read(self, isa: Isa, row: Floats<'_>, first: usize, out: &mut [f32]) {
+        row.slice(first, out.len()).widen(isa, out);
+        match self {
+            Self::Logits => {}
+            Self::Scores(scores) => scores.apply(isa, out),
+            Self::Biased(scores, bias_e) => {
+                scores.apply(isa, out);
+                vector::add_assign(isa, out, &bias_e[first..first + out.len()]);
+            }
+        }
     }
 }
 

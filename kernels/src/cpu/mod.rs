@@ -29,6 +29,7 @@ mod loss;
 mod matmul;
 mod norm;
 mod quantized;
+mod reduce;
 mod rope;
 mod shorts;
 mod sinks;
@@ -93,6 +94,7 @@ pub fn try_with_config(config: CpuConfig) -> io::Result<KernelSet> {
         quantized_matmul: cpu.clone(),
         rms_norm: cpu.clone(),
         rope: cpu.clone(),
+        columns: cpu.clone(),
         attention: cpu.clone(),
         sinks: cpu.clone(),
         activation: cpu.clone(),

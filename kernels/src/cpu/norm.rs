@@ -11,9 +11,9 @@
 //! Tolerance against f64: 4 units in the last place of f32 times the magnitude of the terms, before the rounding.
 
 use super::Cpu;
-use super::columns;
 use super::elementwise::buffers;
 use super::floats::{BLOCK, CHUNK, Floats, FloatsMut, floats, floats_mut};
+use super::reduce;
 use super::threads::SharedMut;
 use super::{Isa, vector};
 use crate::check::{self, RowDims};
@@ -57,7 +57,7 @@ impl RmsNorm for Cpu {
     }
 
     /// With `g = dout·weight` and `x̂ = x·rstd`: `dx (+)= rstd·(g − x̂·mean(g·x̂))`, `dweight += Σ_r dout·x̂`; the sum over
-    /// rows as [`columns`] describes.
+    /// rows as [`reduce`] describes.
     fn backward(
         &self,
         dout: View<'_>,
@@ -80,8 +80,8 @@ impl RmsNorm for Cpu {
                 unsafe { row.run(isa, r, rstd_r[r], buffers) };
             }
         });
-        columns::sum(&self.threads, dims, floats_mut(dweight), |block, sums| {
-            let (mut of_dout, mut of_x) = ([0.0; columns::COLS], [0.0; columns::COLS]);
+        reduce::sum(&self.threads, dims, floats_mut(dweight), |block, sums| {
+            let (mut of_dout, mut of_x) = ([0.0; reduce::COLS], [0.0; reduce::COLS]);
             for r in block.rows() {
                 let at = r * dims.width + block.first_col;
                 let dout = dout.read(isa, at, block.cols, &mut of_dout);

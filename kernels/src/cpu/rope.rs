@@ -1,4 +1,4 @@
-//! Rotary position embedding (Su et al., arXiv 2104.09864), pairs `(i, i + P)` of the first 2P elements of each head.
+//! Rotary position embedding (Su et al., arXiv 2104.09864) of 2P elements of each head.
 //!
 //! The angle is the f32 product of position and frequency, as Hugging Face computes it; its sine and cosine are taken
 //! in f64 and rounded, once per token and pair, for all heads. Those of angles up to a million and a half are computed here, in vectors and
@@ -11,7 +11,7 @@ use super::isa::Isa;
 use super::threads::Carver;
 use super::vector;
 use crate::check;
-use crate::{Result, Rope, RopeDirection, View, ViewMut};
+use crate::{Result, Rope, RopeDirection, RopeLayout, RopePairs, View, ViewMut};
 
 impl Rope for Cpu {
     fn rotate(
@@ -19,10 +19,11 @@ impl Rope for Cpu {
         x: ViewMut<'_>,
         positions: View<'_>,
         inv_freq: View<'_>,
+        layout: RopeLayout,
         scale: f32,
         direction: RopeDirection,
     ) -> Result {
-        let dims = check::rope(&x, positions, inv_freq);
+        let dims = check::rope(&x, positions, inv_freq, layout);
         let (positions_t, inv_freq_i) = (ints(positions), floats(inv_freq));
         let (x, isa, half) = (FloatsMut::new(x), self.threads.isa(), dims.half);
         let token_len = dims.heads * dims.head_size;
@@ -40,11 +41,16 @@ impl Rope for Cpu {
                 cos.iter_mut().zip(inv_freq_i).for_each(|(angle, inv_freq)| *angle = angles(inv_freq));
                 circle(isa, cos, sin, scale, sign * scale);
                 for h in 0..dims.heads {
-                    let at = t * token_len + h * dims.head_size;
+                    let at = t * token_len + h * dims.head_size + layout.first;
                     // SAFETY: token t belongs to this task.
                     unsafe { x.read(isa, at, row) };
-                    let (low, high) = row.split_at_mut(half);
-                    vector::rotate(isa, low, high, cos, sin);
+                    match layout.pairs {
+                        RopePairs::Halves => {
+                            let (low, high) = row.split_at_mut(half);
+                            vector::rotate(isa, low, high, cos, sin);
+                        }
+                        RopePairs::Neighbours => vector::rotate_neighbours(isa, row, cos, sin),
+                    }
                     // SAFETY: as above.
                     unsafe { x.write(isa, at, row) };
                 }

@@ -4,15 +4,15 @@
 //! as it lies. With `d = lse − sink` and `e = exp(−|d|)`, which is at most 1, what is left of a row is `1/(1 + e)` or `e/(1 + e)` of it,
 //! and `lse = max(lse, sink) + ln(1 + e)`: nothing overflows, and infinities are those of the formula.
 //!
-//! The gradient is a sum over rows as [`columns`] describes, of which a row's terms are products of out and dout, added in f32 within
+//! The gradient is a sum over rows as [`reduce`] describes, of which a row's terms are products of out and dout, added in f32 within
 //! a block of [`BLOCK`] and in f64 over blocks.
 //!
 //! Tolerance against f64: 4e-7 of the result, before its rounding; of lse 2e-7 and its rounding. Gradients, sums of R·K products of
 //! order 1: 2e-6·√(R·K).
 
 use super::Cpu;
-use super::columns::{self, COLS};
 use super::floats::{BLOCK, CHUNK, Floats, FloatsMut, floats, floats_mut};
+use super::reduce::{self, COLS};
 use super::threads::{Carver, SharedMut};
 use super::{Isa, vector};
 use crate::check::{self, RowDims};
@@ -76,7 +76,7 @@ impl Sinks for Cpu {
             (Floats::new(sinks), Floats::new(out), floats(lse), Floats::new(dout));
         let (isa, rows) =
             (self.threads.isa(), RowDims { rows: dims.batch * dims.queries, width: dims.heads });
-        columns::sum(&self.threads, rows, floats_mut(dsinks), |block, sums| {
+        reduce::sum(&self.threads, rows, floats_mut(dsinks), |block, sums| {
             let (mut of_out, mut of_dout) = ([0.0; BLOCK], [0.0; BLOCK]);
             let mut shares_hs = [[0.0; LINE]; COLS];
             let mut row = block.first_row;

@@ -254,6 +254,17 @@ multiversion! {
     }
 }
 
+multiversion! {
+    /// The same of pairs `(x[2i], x[2i + 1])`.
+    pub fn rotate_neighbours(x: &mut [f32], cos: &[f32], sin: &[f32]) {
+        for (([low, high], cos), sin) in x.as_chunks_mut().0.iter_mut().zip(cos).zip(sin) {
+            let (a, b) = (*low, *high);
+            *low = a * cos - b * sin;
+            *high = b * cos + a * sin;
+        }
+    }
+}
+
 /// Folds two slices of equal length in [`LANES`] accumulators.
 #[inline(always)]
 fn reduce2(a: &[f32], b: &[f32], step: impl Fn(f32, f32, f32) -> f32) -> f32 {

@@ -1,7 +1,8 @@
 // Mixture of experts (Shazeer et al., arXiv 1701.06538): which experts tokens choose, and rows to their experts and back.
 //
 //   experts_choose           chosen[t] = the experts of the largest of logits[t], or of scores[t] + bias; weights[t] = their scores,
-//                            divided by the sum over them if `normalize`, times `scale`; scores are a softmax, or sigmoids
+//                            divided by the sum over them if `normalize`, times `scale`; scores are a softmax, or sigmoids. If there are
+//                            `groups`, experts are of the `kept` ones whose largest, or whose two largest scores' sum, is largest
 //   experts_count            starts[e + 1] = choices of expert e
 //   experts_starts           starts[e] = Σ choices of experts before e
 //   experts_rows             rows[i] = starts[chosen[i]] + choices of the same expert before i
@@ -15,7 +16,7 @@
 //
 // A warp takes the logits of a token. It finds the largest again for every choice, as the first of those that come after the one
 // before, which needs no memory of what was chosen: experts·choices/32 comparisons a lane, of logits in the first-level cache, and with a
-// bias as many scores.
+// bias as many scores. Before that a lane finds the score of a group, one expert after the other, and which groups come before it.
 //
 // Routed rows are numbered by a counting sort without atomics: a block for every expert walks all choices, in order, twice.
 // That reads choices·experts integers, from the second-level cache (128 experts and 32 Ki choices: 16 MiB).
@@ -54,19 +55,52 @@ __device__ __forceinline__ RowScores warp_scores(const void *logits, int dtype, 
     return {0, most, 1.0f / warp_sum(sum)};
 }
 
+// Marks the groups of a token that are kept, by a warp; `of_groups` is memory of it for twice as many. `value` gives what experts are compared
+// by, or what is added.
+template <typename Value>
+__device__ __forceinline__ void keep_groups(float *of_groups, int groups, int kept, int by_two, int experts, Value value) {
+    int lane = threadIdx.x % 32, size = experts / groups;
+    float *scores = of_groups, *marks = of_groups + groups;
+    // What an earlier token left there is still read.
+    __syncwarp();
+    for (int g = lane; g < groups; g += 32) {
+        float most = __uint_as_float(0x7FC00000u), second = most;
+        for (int e = g * size; e < (g + 1) * size; e++) {
+            float x = value(e);
+            if (x > most || (most != most && x == x)) second = most, most = x;
+            else if (x > second || (second != second && x == x)) second = x;
+        }
+        scores[g] = by_two ? most + second : most;
+    }
+    __syncwarp();
+    for (int g = lane; g < groups; g += 32) {
+        int before = 0;
+        for (int h = 0; h < groups; h++) before += h != g && comes_before(scores[h], h, scores[g], g);
+        marks[g] = before < kept ? 1.0f : 0.0f;
+    }
+    __syncwarp();
+}
+
 extern "C" __global__ void __launch_bounds__(256)
 experts_choose(const void *logits, int dtype, int sigmoid, int normalize, float scale, const float *bias, float *weights, int *chosen,
-               i64 tokens, int experts, int choices) {
-    int lane = threadIdx.x % 32;
+               i64 tokens, int experts, int choices, int groups, int kept, int by_two) {
+    int lane = threadIdx.x % 32, size = groups ? experts / groups : experts;
+    float *of_groups = (float *)dynamic_shared + threadIdx.x / 32 * 2 * groups, *marks = of_groups + groups;
     for (i64 t = (i64)blockIdx.x * WARPS + threadIdx.x / 32; t < tokens; t += (i64)gridDim.x * WARPS) {
         i64 at = t * experts, to = t * choices;
         RowScores scores = warp_scores(logits, dtype, sigmoid, at, experts);
+        if (groups)
+            keep_groups(of_groups, groups, kept, by_two, experts, [&](int e) {
+                float x = load(logits, dtype, at + e);
+                return bias ? scores.of(x) + bias[e] : by_two ? scores.of(x) : x;
+            });
         float last = 0.0f, sum = 0.0f;
         int last_expert = -1;
         for (int j = 0; j < choices; j++) {
             float best = 0.0f;
             int best_expert = -1;
             for (int e = lane; e < experts; e += 32) {
+                if (groups && marks[e / size] == 0.0f) continue;
                 float x = load(logits, dtype, at + e);
                 if (bias) x = scores.of(x) + bias[e];
                 if (last_expert >= 0 && !comes_before(last, last_expert, x, e)) continue;

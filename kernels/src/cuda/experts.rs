@@ -2,10 +2,14 @@
 
 use super::launch::Arguments;
 use super::{Cuda, THREADS, failed, row_threads};
-use crate::{Experts, Gating, Residual, Result, Scores, View, ViewMut, check};
+use crate::{ExpertGroups, Experts, Gating, GroupScore, Residual, Result, Scores, View, ViewMut, check};
 
 /// Tokens of a block: each has a warp.
 const TOKENS: usize = THREADS as usize / 32;
+
+/// Shared memory of a group of a token: its score, and whether it is kept.
+const GROUP_BYTES: usize = 8;
+const _: () = assert!(TOKENS * ExpertGroups::COUNT_MAX * GROUP_BYTES <= 48 << 10, "what any block may have");
 
 impl Experts for Cuda {
     fn route(
@@ -23,8 +27,12 @@ impl Experts for Cuda {
         let mut choose = gated(self.arguments().read(logits), gating).only_if(gating.bias);
         choose = choose.only(weights.view()).only(chosen);
         choose = choose.long(dims.tokens).size(dims.experts).size(dims.choices);
+        let (groups, kept) = gating.groups.map_or((0, 0), |groups| (groups.count, groups.kept));
+        let by_two = gating.groups.is_some_and(|groups| groups.by == GroupScore::TwoLargest);
+        choose = choose.size(groups).size(kept).flag(by_two);
         let grid = [self.blocks(dims.tokens.div_ceil(TOKENS)), 1, 1];
-        self.launch(OP, "experts_choose", grid, THREADS, 0, &mut choose)?;
+        let shared = (TOKENS * groups * GROUP_BYTES) as u32;
+        self.launch(OP, "experts_choose", grid, THREADS, shared, &mut choose)?;
         let of_experts = [self.blocks(dims.experts), 1, 1];
         let mut count = self.arguments().only(chosen).only(starts).long(dims.routed()).size(dims.experts);
         self.launch(OP, "experts_count", of_experts, THREADS, 0, &mut count)?;

@@ -11,10 +11,11 @@
 //!
 //! The kernels were compiled for every generation from Ampere to Blackwell (`cargo xtask cuda-check`) and pass the
 //! conformance suites emulated on a CPU (`kernels/shim`) and on an H200 (`benches/record`), where `quantized_mma.cu`, `rms_norm.cu` and
-//! `gated.cu` in their present form, `experts.cu`, `sinks.cu`, `delta.cu`, `delta_scan.cu` and `elementwise_affine` have not run. No other
+//! `gated.cu` in their present form, `columns.cu`, `rope.cu`'s layouts, `experts.cu`, `sinks.cu`, `delta.cu`, `delta_scan.cu` and `elementwise_affine` have not run. No other
 //! card has run any.
 
 mod attention;
+mod columns;
 mod cublaslt;
 mod delta;
 mod experts;
@@ -86,6 +87,7 @@ pub fn with_config(
         quantized_matmul: cuda.clone(),
         rms_norm: cuda.clone(),
         rope: cuda.clone(),
+        columns: cuda.clone(),
         attention: cuda.clone(),
         sinks: cuda.clone(),
         activation: cuda.clone(),

@@ -1,7 +1,10 @@
 //! Operations that work row by row: normalization, rotation, look-up, loss, sums.
 
 use super::{Cuda, THREADS, row_threads};
-use crate::{CrossEntropy, Embedding, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut, check};
+use crate::{
+    CrossEntropy, Embedding, Reduce, Result, RmsNorm, Rope, RopeDirection, RopeLayout, RopePairs, View,
+    ViewMut, check,
+};
 use std::sync::PoisonError;
 
 /// Memory for the losses of rows, until they are added in order. More rows are taken in stretches.
@@ -62,16 +65,18 @@ impl Rope for Cuda {
         x: ViewMut<'_>,
         positions: View<'_>,
         inv_freq: View<'_>,
+        layout: RopeLayout,
         scale: f32,
         direction: RopeDirection,
     ) -> Result {
-        let dims = check::rope(&x, positions, inv_freq);
+        let dims = check::rope(&x, positions, inv_freq, layout);
         if dims.tokens * dims.heads * dims.half == 0 {
             return Ok(());
         }
         let mut arguments = self.arguments().write(&x).only(positions).only(inv_freq).float(scale);
         arguments = arguments.flag(direction == RopeDirection::Backward).long(dims.tokens);
         arguments = arguments.size(dims.heads).size(dims.head_size).size(dims.half);
+        arguments = arguments.size(layout.first).flag(layout.pairs == RopePairs::Neighbours);
         self.launch("rope", "rope_rotate", [self.blocks(dims.tokens), 1, 1], THREADS, 0, &mut arguments)
     }
 }

@@ -45,7 +45,7 @@ macro_rules! source {
 }
 
 /// The operations of a [`KernelSet`](crate::KernelSet).
-pub(super) static SOURCES: [KernelSource; 18] = [
+pub(super) static SOURCES: [KernelSource; 19] = [
     source!(
         "elementwise.cu",
         "elementwise_add",
@@ -58,6 +58,7 @@ pub(super) static SOURCES: [KernelSource; 18] = [
     source!("rms_norm.cu", "rms_norm_forward", "rms_norm_dx", "rms_norm_dweight"),
     source!("reduce.cu", "reduce_sum_rows"),
     source!("rope.cu", "rope_rotate"),
+    source!("columns.cu", "columns_copy", "columns_clear", "columns_fold"),
     source!("embedding.cu", "embedding_gather", "embedding_scatter_add"),
     source!(
         "experts.cu",

@@ -3,7 +3,7 @@
 use super::rows::log_sum_exp;
 use super::{Reference, values};
 use crate::check;
-use crate::{Experts, Gating, Residual, Result, Scores, View, ViewMut};
+use crate::{ExpertGroups, Experts, Gating, GroupScore, Residual, Result, Scores, View, ViewMut};
 
 impl Experts for Reference {
     /// Experts are sorted by logit, or score and bias, and choices by expert; both sorts keep the order of what is equal.
@@ -23,7 +23,16 @@ impl Experts for Reference {
             let p_e = scores(logits_e, gating.scores);
             let biased = |bias_e: &Vec<f64>| p_e.iter().zip(bias_e).map(|(p, bias)| p + bias).collect();
             let compared: Option<Vec<f64>> = bias_e.as_ref().map(biased);
-            let largest = &descending(compared.as_deref().unwrap_or(logits_e))[..dims.choices];
+            let mut largest = descending(compared.as_deref().unwrap_or(logits_e));
+            if let Some(groups) = gating.groups {
+                let compared_e = match groups.by {
+                    GroupScore::Largest => compared.as_deref().unwrap_or(logits_e),
+                    GroupScore::TwoLargest => compared.as_deref().unwrap_or(&p_e),
+                };
+                let kept = kept_groups(compared_e, groups);
+                largest.retain(|e| kept.contains(&(e / (dims.experts / groups.count))));
+            }
+            largest.truncate(dims.choices);
             let sum = if gating.normalize { largest.iter().map(|&e| p_e[e]).sum() } else { 1.0 };
             weights_tx.extend(largest.iter().map(|&e| p_e[e] / sum * scale));
             chosen_tx.extend(largest.iter().map(|&e| e as i32));
@@ -156,12 +165,25 @@ fn scores(row: &[f64], kind: Scores) -> Vec<f64> {
     row.iter().map(score).collect()
 }
 
-/// Experts by descending logit or sum, NaNs last.
-fn descending(compared_e: &[f64]) -> Vec<usize> {
-    let mut experts: Vec<usize> = (0..compared_e.len()).collect();
-    experts.sort_by(|&a, &b| {
-        let (a, b) = (compared_e[a], compared_e[b]);
+/// The groups that a token chooses from.
+fn kept_groups(compared_e: &[f64], ExpertGroups { count, kept, by }: ExpertGroups) -> Vec<usize> {
+    let score = |group_e: &[f64]| {
+        let order = descending(group_e);
+        match by {
+            GroupScore::Largest => group_e[order[0]],
+            GroupScore::TwoLargest => group_e[order[0]] + group_e[order[1]],
+        }
+    };
+    let scores_g: Vec<f64> = compared_e.chunks(compared_e.len() / count).map(score).collect();
+    descending(&scores_g)[..kept].to_vec()
+}
+
+/// Indices by descending value, NaNs last, of equal ones the lower first.
+fn descending(values: &[f64]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..values.len()).collect();
+    order.sort_by(|&a, &b| {
+        let (a, b) = (values[a], values[b]);
         b.partial_cmp(&a).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
     });
-    experts
+    order
 }

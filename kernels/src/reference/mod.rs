@@ -5,6 +5,7 @@
 //! by finite differences. One thread.
 
 mod attention;
+mod columns;
 mod delta;
 mod experts;
 mod pointwise;
@@ -29,6 +30,7 @@ pub fn kernel_set() -> KernelSet {
         quantized_matmul: reference.clone(),
         rms_norm: reference.clone(),
         rope: reference.clone(),
+        columns: reference.clone(),
         attention: reference.clone(),
         sinks: reference.clone(),
         activation: reference.clone(),

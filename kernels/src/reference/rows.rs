@@ -2,7 +2,10 @@
 
 use super::{Reference, values};
 use crate::check;
-use crate::{CrossEntropy, Embedding, Reduce, Result, RmsNorm, Rope, RopeDirection, View, ViewMut};
+use crate::{
+    CrossEntropy, Embedding, Reduce, Result, RmsNorm, Rope, RopeDirection, RopeLayout, RopePairs, View,
+    ViewMut,
+};
 
 impl RmsNorm for Reference {
     /// `rstd = 1/√(Σx²/D + eps)`, columns ascending; `out = x·rstd·weight` with the unrounded rstd.
@@ -67,10 +70,11 @@ impl Rope for Reference {
         x: ViewMut<'_>,
         positions: View<'_>,
         inv_freq: View<'_>,
+        layout: RopeLayout,
         scale: f32,
         direction: RopeDirection,
     ) -> Result {
-        let dims = check::rope(&x, positions, inv_freq);
+        let dims = check::rope(&x, positions, inv_freq, layout);
         let mut x_thk = values::read(x.view());
         let (positions_t, inv_freq_i) = (values::ints(positions), values::floats(inv_freq));
         for (t, &position) in positions_t.iter().enumerate() {
@@ -79,10 +83,15 @@ impl Rope for Reference {
                 let (sin, cos) = (sin * f64::from(scale), cos * f64::from(scale));
                 let sin = if direction == RopeDirection::Forward { sin } else { -sin };
                 for h in 0..dims.heads {
-                    let at = (t * dims.heads + h) * dims.head_size + i;
-                    let (low, high) = (x_thk[at], x_thk[at + dims.half]);
-                    x_thk[at] = low * cos - high * sin;
-                    x_thk[at + dims.half] = high * cos + low * sin;
+                    let head = (t * dims.heads + h) * dims.head_size + layout.first;
+                    let [low, high] = match layout.pairs {
+                        RopePairs::Halves => [i, i + dims.half],
+                        RopePairs::Neighbours => [2 * i, 2 * i + 1],
+                    }
+                    .map(|element| head + element);
+                    let (x, y) = (x_thk[low], x_thk[high]);
+                    x_thk[low] = x * cos - y * sin;
+                    x_thk[high] = y * cos + x * sin;
                 }
             }
         }

@@ -12,10 +12,10 @@ use terrace_device::cuda::{CudaDevice, CudaStream};
 use terrace_device::{Arena, Bytes, BytesMut, Device, Region, Stream};
 use terrace_kernels::cuda::{self, CudaConfig};
 use terrace_kernels::{
-    Activation, Attention, AttentionSpec, Carried, CrossEntropy, DeltaRule, DeltaSpec, Elementwise,
+    Activation, Attention, AttentionSpec, Carried, Columns, CrossEntropy, DeltaRule, DeltaSpec, Elementwise,
     Embedding, Epilogue, Experts, GateFunction, Gating, KernelSet, KeyValues, Matmul, MatmulSpec,
-    QuantizedMatmul, QuantizedView, Reduce, Residual, Result, RmsNorm, Rope, RopeDirection, Sinks, View,
-    ViewMut,
+    QuantizedMatmul, QuantizedView, Reduce, Residual, Result, RmsNorm, Rope, RopeDirection, RopeLayout,
+    Sinks, View, ViewMut,
 };
 use terrace_kernels::{DType, reference};
 
@@ -48,6 +48,7 @@ pub fn on_device(misplaced: usize, config: CudaConfig) -> Option<KernelSet> {
         quantized_matmul: card.clone(),
         rms_norm: card.clone(),
         rope: card.clone(),
+        columns: card.clone(),
         attention: card.clone(),
         sinks: card.clone(),
         activation: card.clone(),
@@ -255,11 +256,31 @@ impl Rope for OnDevice {
         x: ViewMut<'_>,
         positions: View<'_>,
         inv_freq: View<'_>,
+        layout: RopeLayout,
         scale: f32,
         direction: RopeDirection,
     ) -> Result {
         let rope = &self.set.rope;
-        on_device!(self, [positions, inv_freq], [x], rope.rotate(x, positions, inv_freq, scale, direction))
+        on_device!(
+            self,
+            [positions, inv_freq],
+            [x],
+            rope.rotate(x, positions, inv_freq, layout, scale, direction)
+        )
+    }
+}
+
+impl Columns for OnDevice {
+    fn copy(&self, x: View<'_>, from: usize, out: ViewMut<'_>, to: usize, width: usize) -> Result {
+        on_device!(self, [x], [out], self.set.columns.copy(x, from, out, to, width))
+    }
+
+    fn fold(&self, x: View<'_>, from: usize, out: ViewMut<'_>, to: usize, width: usize) -> Result {
+        on_device!(self, [x], [out], self.set.columns.fold(x, from, out, to, width))
+    }
+
+    fn clear(&self, out: ViewMut<'_>, at: usize, width: usize) -> Result {
+        on_device!(self, [], [out], self.set.columns.clear(out, at, width))
     }
 }
 

@@ -41,6 +41,7 @@ pub fn gatings(bias: &Host) -> [Gating<'_>; 6] {
         bias: is_biased.then(|| bias.view()),
         normalize,
         scale,
+        groups: None,
     };
     [
         Gating::softmax(false),
@@ -100,10 +101,11 @@ fn check_route(logits: &Host, choices: usize, gating: Gating<'_>) -> Routed {
     expected
 }
 
-fn words(Gating { scores, bias, normalize, scale }: Gating<'_>) -> String {
+fn words(Gating { scores, bias, normalize, scale, groups }: Gating<'_>) -> String {
     let bias = if bias.is_some() { " and a bias" } else { "" };
     let normalized = if normalize { ", normalized" } else { "" };
-    format!("{scores:?}{bias}{normalized}, times {scale}")
+    let grouped = groups.map_or(String::new(), |groups| format!(", {groups:?}"));
+    format!("{scores:?}{bias}{normalized}, times {scale}{grouped}")
 }
 
 #[test]
@@ -179,7 +181,8 @@ fn what_is_no_number_comes_last() {
 fn a_bias_chooses_and_does_not_weigh() {
     let logits = Host::of(DType::F32, &[1, 4], [0.0, 1.0, 2.0, 3.0]);
     let bias = Host::of(DType::F32, &[4], [1.0, 0.0, -1.0, -1.0]);
-    let gating = Gating { scores: Scores::Sigmoid, bias: Some(bias.view()), normalize: true, scale: 2.0 };
+    let gating = Gating { scores: Scores::Sigmoid, bias: Some(bias.view()), ..Gating::softmax(true) };
+    let gating = Gating { scale: 2.0, ..gating };
     let routed = check_route(&logits, 2, gating);
     assert_eq!(routed.chosen.values(), [0.0, 1.0]);
     let sigmoid = 1.0 / (1.0 + (-1.0f64).exp());

@@ -9,7 +9,8 @@ use crate::experts::{Routed, gatings, route};
 use crate::sinks;
 use crate::support::Host;
 use terrace_kernels::{
-    AttentionSpec, DType, GateFunction, KernelSet, KeyValues, MatmulSpec, Residual, RopeDirection, reference,
+    AttentionSpec, DType, GateFunction, KernelSet, KeyValues, MatmulSpec, Residual, RopeDirection,
+    RopeLayout, reference,
 };
 
 const STEP: f64 = 2e-2;
@@ -78,7 +79,9 @@ fn rope() {
     let inv_freq = Host::of(DType::F32, &[2], [1.0, 0.1]);
     let turned = |x: &Host, direction| {
         let mut x = x.clone();
-        set.rope.rotate(x.view_mut(), positions.view(), inv_freq.view(), 1.3, direction).unwrap();
+        set.rope
+            .rotate(x.view_mut(), positions.view(), inv_freq.view(), RopeLayout::HALVES, 1.3, direction)
+            .unwrap();
         x
     };
     let dx = turned(&c, RopeDirection::Backward);

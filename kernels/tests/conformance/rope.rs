@@ -2,7 +2,7 @@
 
 use crate::support::{Host, assert_close, backends};
 use proptest::prelude::*;
-use terrace_kernels::{DType, RopeDirection, reference};
+use terrace_kernels::{DType, RopeDirection, RopeLayout, reference};
 
 fn inv_freq(half: usize) -> Host {
     Host::of(DType::F32, &[half], (0..half).map(|i| 10_000f64.powf(-(i as f64) / half as f64)))
@@ -36,10 +36,20 @@ fn check((tokens, heads, head_size, half): (usize, usize, usize, usize), dtype: 
         let inv_freq = inv_freq(half);
         let mut expected = x.cast(DType::F32);
         let rope = reference::kernel_set().rope;
-        rope.rotate(expected.view_mut(), positions.view(), inv_freq.view(), 1.1, direction).unwrap();
+        rope.rotate(
+            expected.view_mut(),
+            positions.view(),
+            inv_freq.view(),
+            RopeLayout::HALVES,
+            1.1,
+            direction,
+        )
+        .unwrap();
         for (name, set) in backends() {
             let mut out = x.clone();
-            set.rope.rotate(out.view_mut(), positions.view(), inv_freq.view(), 1.1, direction).unwrap();
+            set.rope
+                .rotate(out.view_mut(), positions.view(), inv_freq.view(), RopeLayout::HALVES, 1.1, direction)
+                .unwrap();
             let what =
                 format!("{name}: [{tokens}, {heads}, {head_size}], {half} pairs {dtype} {direction:?}");
             assert_close(&what, &expected, &out, 4e-6);
@@ -67,8 +77,24 @@ fn layout() {
     let positions = Host::of(DType::I32, &[1], [1.0]);
     let quarter = Host::of(DType::F32, &[2], [std::f64::consts::FRAC_PI_2; 2]);
     let rope = reference::kernel_set().rope;
-    rope.rotate(x.view_mut(), positions.view(), quarter.view(), 1.0, RopeDirection::Forward).unwrap();
+    rope.rotate(
+        x.view_mut(),
+        positions.view(),
+        quarter.view(),
+        RopeLayout::HALVES,
+        1.0,
+        RopeDirection::Forward,
+    )
+    .unwrap();
     assert_close("quarter turn", &Host::of(DType::F32, &[4], [-3.0, -4.0, 1.0, 2.0]), &x, 1e-6);
-    rope.rotate(x.view_mut(), positions.view(), quarter.view(), 1.0, RopeDirection::Backward).unwrap();
+    rope.rotate(
+        x.view_mut(),
+        positions.view(),
+        quarter.view(),
+        RopeLayout::HALVES,
+        1.0,
+        RopeDirection::Backward,
+    )
+    .unwrap();
     assert_close("and back", &Host::of(DType::F32, &[4], [1.0, 2.0, 3.0, 4.0]), &x, 1e-6);
 }

@@ -9,6 +9,7 @@ use std::hash::{DefaultHasher, Hasher};
 use terrace_kernels::cpu::{self, CpuConfig, Isa};
 use terrace_kernels::{
     AttentionSpec, DType, Epilogue, GateFunction, KernelSet, KeyValues, MatmulSpec, Residual, RopeDirection,
+    RopeLayout,
 };
 
 fn same_for_every_thread_count(what: &str, run: impl Fn(&KernelSet) -> Vec<Host>) {
@@ -295,7 +296,9 @@ fn elements() {
             set.cross_entropy.loss(x.view(), labels.view(), loss.view_mut()).unwrap();
             let mut turned = heads.clone();
             let (view, direction) = (turned.view_mut(), RopeDirection::Backward);
-            set.rope.rotate(view, labels.view(), inv_freq.view(), 1.0, direction).unwrap();
+            set.rope
+                .rotate(view, labels.view(), inv_freq.view(), RopeLayout::HALVES, 1.0, direction)
+                .unwrap();
             results.extend([loss, turned]);
             results
         });
@@ -326,7 +329,9 @@ fn rows_and_elements() {
         set.embedding.gather(ids.view(), x.view(), gathered.view_mut()).unwrap();
         set.embedding.scatter_add(ids.view(), y.view(), dtable.view_mut()).unwrap();
         let heads = rotated.view_mut().reshape(&[rows, 2, width / 2]);
-        set.rope.rotate(heads, ids.view(), inv_freq.view(), 1.0, RopeDirection::Forward).unwrap();
+        set.rope
+            .rotate(heads, ids.view(), inv_freq.view(), RopeLayout::HALVES, 1.0, RopeDirection::Forward)
+            .unwrap();
         set.activation
             .gated_backward(
                 GateFunction::Silu,

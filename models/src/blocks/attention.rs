@@ -8,7 +8,9 @@ use super::layers::{
 };
 use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ};
 use crate::{ModelConfig, QkNorm};
-use terrace_kernels::{AttentionSpec, DType, GateFunction, KeyValues, RopeDirection, Tensor, View, ViewMut};
+use terrace_kernels::{
+    AttentionSpec, DType, GateFunction, KeyValues, RopeDirection, RopeLayout, Tensor, View, ViewMut,
+};
 use terrace_zero::{Context, Gradients, KvSpec, Result, Weights};
 
 /// Parameters of the attention half.
@@ -348,7 +350,7 @@ impl Attention {
         let Some((frequencies, scale)) = self.rotary else { return Ok(()) };
         let x = x.reshape(&[cx.tokens(), heads, self.head_size]);
         let (positions, inv_freq) = (cx.input(POSITIONS), cx.input(frequencies));
-        Ok(cx.kernels.rope.rotate(x, positions, inv_freq, scale, direction)?)
+        Ok(cx.kernels.rope.rotate(x, positions, inv_freq, RopeLayout::HALVES, scale, direction)?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]

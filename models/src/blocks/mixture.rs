@@ -427,6 +427,7 @@ impl MixtureMlp {
             bias: self.score_biases.map(of_layer),
             normalize: self.normalize,
             scale: self.scale,
+            groups: None,
         }
     }
 

@@ -13,8 +13,8 @@ mod scan;
 mod states;
 
 use super::Cpu;
-use super::columns;
 use super::floats::{BLOCK, CHUNK, Floats, FloatsMut, floats, floats_mut, ints};
+use super::reduce;
 use super::threads::{Carver, SharedMut};
 use super::vector::{self, exp, ln_1p, sigmoid};
 use crate::check;
@@ -87,7 +87,7 @@ impl DeltaRule for Cpu {
         Ok(())
     }
 
-    /// The sums over rows as [`columns`] describes, each element of da and db on the way.
+    /// The sums over rows as [`reduce`] describes, each element of da and db on the way.
     fn gates_backward(
         &self,
         a: View<'_>,
@@ -105,16 +105,16 @@ impl DeltaRule for Cpu {
         let [a, b, a_log, dt_bias] = [a, b, a_log, dt_bias].map(Floats::new);
         let (ddecay_th, dbeta_th, isa) = (floats(ddecay), floats(dbeta), self.threads.isa());
         let (da, db) = (FloatsMut::new(da), FloatsMut::new(db));
-        let of_heads = |block: columns::Block| {
-            let [mut rate_h, mut bias_h] = [[0.0; columns::COLS]; 2];
+        let of_heads = |block: reduce::Block| {
+            let [mut rate_h, mut bias_h] = [[0.0; reduce::COLS]; 2];
             a_log.slice(block.first_col, block.cols).widen(isa, &mut rate_h[..block.cols]);
             vector::exp_sum(isa, &mut rate_h[..block.cols], 1.0, 0.0);
             dt_bias.slice(block.first_col, block.cols).widen(isa, &mut bias_h[..block.cols]);
             (rate_h, bias_h)
         };
-        columns::sum(&self.threads, dims, floats_mut(ddt_bias), |block, sums| {
+        reduce::sum(&self.threads, dims, floats_mut(ddt_bias), |block, sums| {
             let (rate_h, bias_h) = of_heads(block);
-            let [mut of_row, mut dx_h] = [[0.0; columns::COLS]; 2];
+            let [mut of_row, mut dx_h] = [[0.0; reduce::COLS]; 2];
             let cols = block.cols;
             for at in block.rows().map(|row| row * dims.width + block.first_col) {
                 let (dx_h, ddecay_h) = (&mut dx_h[..cols], &ddecay_th[at..][..cols]);
@@ -128,9 +128,9 @@ impl DeltaRule for Cpu {
                 unsafe { db.write(isa, at, dx_h) };
             }
         });
-        columns::sum(&self.threads, dims, floats_mut(da_log), |block, sums| {
+        reduce::sum(&self.threads, dims, floats_mut(da_log), |block, sums| {
             let (rate_h, bias_h) = of_heads(block);
-            let [mut of_row, mut decay_h] = [[0.0; columns::COLS]; 2];
+            let [mut of_row, mut decay_h] = [[0.0; reduce::COLS]; 2];
             let cols = block.cols;
             for at in block.rows().map(|row| row * dims.width + block.first_col) {
                 let a_h = a.read(isa, at, cols, &mut of_row);
