@@ -8,8 +8,9 @@ use terrace_device::Arena;
 use terrace_device::Device;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{
-    AttentionSpec, Carried, DType, DeltaSpec, Epilogue, GateFunction, Gating, KernelSet, KeyValues,
-    MatmulSpec, QuantFormat, QuantizedView, Residual, RopeDirection, RopeLayout, Tensor, cpu, delta_scratch,
+    AttentionSpec, Carried, DType, DeltaSpec, Epilogue, ExpertGroups, GateFunction, Gating, GroupScore,
+    KernelSet, KeyValues, MatmulSpec, QuantFormat, QuantizedView, Residual, RopeDirection, RopeLayout,
+    RopePairs, Tensor, cpu, delta_scratch,
 };
 
 struct Counting;
@@ -55,6 +56,7 @@ fn working_memory_is_bounded() {
         sinks(&set, &arena);
         rows(&set, &arena);
         experts(&set, &arena);
+        columns(&set, &arena);
         delta_rule(&set, &arena);
         let taken = PEAK.load(Relaxed) - before;
         let planned = cpu::scratch_bytes(threads);
@@ -157,7 +159,7 @@ fn rows(set: &KernelSet, arena: &Arena) {
         let (mut rstd, mut dweight) =
             (tensor(arena, DType::F32, &[rows]), tensor(arena, DType::F32, &[width]));
         let (ids, mut loss) = (tensor(arena, DType::I32, &[rows]), tensor(arena, DType::F64, &[1]));
-        let inv_freq = tensor(arena, DType::F32, &[width / 8]);
+        let inv_freq = tensor(arena, DType::F32, &[width / 8 - 1]);
         set.rms_norm.forward(x.view(), weight.view(), 1e-6, out.view_mut(), rstd.view_mut()).unwrap();
         set.rms_norm
             .backward(
@@ -175,16 +177,30 @@ fn rows(set: &KernelSet, arena: &Arena) {
             set.activation.gated(f, x.view(), out.view(), dx.view_mut()).unwrap();
         }
         set.cross_entropy.loss_and_gradient(out.view_mut(), ids.view(), 1.0, loss.view_mut()).unwrap();
-        let heads = x.view_mut().reshape(&[rows, 4, width / 4]);
-        set.rope
-            .rotate(heads, ids.view(), inv_freq.view(), RopeLayout::HALVES, 1.0, RopeDirection::Forward)
-            .unwrap();
+        for layout in [RopeLayout::HALVES, RopeLayout { first: 1, pairs: RopePairs::Neighbours }] {
+            let heads = x.view_mut().reshape(&[rows, 4, width / 4]);
+            let (ids, direction) = (ids.view(), RopeDirection::Forward);
+            set.rope.rotate(heads, ids, inv_freq.view(), layout, 1.0, direction).unwrap();
+        }
     }
 }
 
-/// Experts that fit in a buffer, and more.
+/// More columns than a buffer has.
+fn columns(set: &KernelSet, arena: &Arena) {
+    let (mut few, mut many) =
+        (tensor(arena, DType::BF16, &[70, 3000]), tensor(arena, DType::BF16, &[700, 2500]));
+    set.columns.copy(few.view(), 200, many.view_mut(), 50, 2400).unwrap();
+    set.columns.fold(many.view(), 50, few.view_mut(), 200, 2400).unwrap();
+    set.columns.clear(many.view_mut(), 50, 2400).unwrap();
+}
+
+/// Experts that fit in a buffer, and more; as many groups as there may be.
 fn experts(set: &KernelSet, arena: &Arena) {
-    for (tokens, count, choices, width) in [(3000, 128, 8, 700), (20, 5000, 300, 40)] {
+    for (tokens, count, choices, width, groups) in
+        [(3000, 128, 8, 700, 8), (20, 5000, 300, 40, 500), (9, 1024, 8, 5, ExpertGroups::COUNT_MAX)]
+    {
+        let groups = ExpertGroups { count: groups, kept: groups / 2, by: GroupScore::TwoLargest };
+        let gating = Gating { groups: Some(groups), ..Gating::softmax(true) };
         let of_choices = |dtype| tensor(arena, dtype, &[tokens, choices]);
         let (logits, mut dlogits) =
             (tensor(arena, DType::BF16, &[tokens, count]), tensor(arena, DType::BF16, &[tokens, count]));
@@ -192,9 +208,7 @@ fn experts(set: &KernelSet, arena: &Arena) {
         let (mut chosen, mut rows) = (of_choices(DType::I32), of_choices(DType::I32));
         let mut starts = tensor(arena, DType::I32, &[count + 1]);
         let (to_weights, to_chosen, to_rows) = (weights.view_mut(), chosen.view_mut(), rows.view_mut());
-        set.experts
-            .route(logits.view(), Gating::softmax(true), to_weights, to_chosen, to_rows, starts.view_mut())
-            .unwrap();
+        set.experts.route(logits.view(), gating, to_weights, to_chosen, to_rows, starts.view_mut()).unwrap();
         set.experts.starts(starts.view(), tokens * choices).unwrap();
         let mut x = tensor(arena, DType::BF16, &[tokens, width]);
         let routed = || tensor(arena, DType::BF16, &[tokens * choices, width]);
@@ -206,14 +220,7 @@ fn experts(set: &KernelSet, arena: &Arena) {
         set.experts.weigh_backward(into, spread.view(), rows.view(), weights.view(), to_weights).unwrap();
         let (of_choices, to_logits) = (chosen.view(), dlogits.view_mut());
         set.experts
-            .route_backward(
-                logits.view(),
-                Gating::softmax(true),
-                weights.view(),
-                of_choices,
-                dweights.view(),
-                to_logits,
-            )
+            .route_backward(logits.view(), gating, weights.view(), of_choices, dweights.view(), to_logits)
             .unwrap();
     }
 }

@@ -123,14 +123,47 @@ def rope(case):
     x, scale = case["x"], case.number("scale")
     angles = case.operands["positions"].float()[:, None] * case.operands["inv_freq"][None]
     angles = angles.double()[:, None] * (1 if case.facts["direction"] == "forward" else -1)
-    # Elements i and i + P are one complex number, of the first 2P.
-    turning = 2 * angles.shape[-1]
-    first, second = x[..., :turning].chunk(2, -1)
+    # A pair is one complex number.
+    before, turning, after = x.tensor_split((int(case.facts["first"]), int(case.facts["first"]) + 2 * angles.shape[-1]), -1)
+    neighbours = case.facts["pairs"] == "Neighbours"
+    first, second = turning.unflatten(-1, (-1, 2)).unbind(-1) if neighbours else turning.chunk(2, -1)
     turned = torch.complex(first, second) * torch.polar(torch.full_like(angles, scale), angles)
     bound = 2.0**-22 * scale * (first.abs() + second.abs())
-    rest = x[..., turning:]
-    bounds = torch.cat([bound, bound, torch.zeros_like(rest)], -1)
-    return {"x": (torch.cat([turned.real, turned.imag, rest], -1), bounds)}
+
+    def joined(pair):
+        return torch.stack(pair, -1).flatten(-2) if neighbours else torch.cat(pair, -1)
+
+    bounds = torch.cat([torch.zeros_like(before), joined([bound, bound]), torch.zeros_like(after)], -1)
+    return {"x": (torch.cat([before, joined([turned.real, turned.imag]), after], -1), bounds)}
+
+
+def columns(case, moved):
+    """`out` with other columns in some places."""
+    out, to = case["out"].clone(), int(case.facts["to"])
+    out[:, to : to + int(case.facts["width"])] = moved
+    return out
+
+
+def columns_copy(case):
+    """The very bits."""
+    start, width = int(case.facts["from"]), int(case.facts["width"])
+    moved = case["x"][:, start : start + width].repeat_interleave(int(case.facts["group"]), 0)
+    return {"out": (columns(case, moved), EXACT)}
+
+
+def columns_fold(case):
+    """Bound: `sums` over the rows of a group; the very bits elsewhere."""
+    start, width, group = int(case.facts["from"]), int(case.facts["width"]), int(case.facts["group"])
+    terms = case["x"][:, start : start + width].unflatten(0, (-1, group))
+    out, allowed = columns(case, terms.sum(1)), torch.zeros_like(case["out"])
+    to = int(case.facts["to"])
+    allowed[:, to : to + width] = sums(group, terms.abs().sum(1))
+    return {"out": (out, allowed)}
+
+
+def columns_clear(case):
+    """The very bits."""
+    return {"out": (columns(case, 0), EXACT)}
 
 
 class Scores:
@@ -330,6 +363,14 @@ def chosen_and_scores(case, logits, choices):
     """Experts by descending logit, or score and bias, and all scores."""
     p = logits.sigmoid() if case.facts["scores"] == "Sigmoid" else logits.softmax(1)
     compared = p.detach() + case["bias"] if "bias" in case else logits
+    if "groups" in case.facts:
+        grouped = compared if case.facts["by"] == "Largest" or "bias" in case else p.detach()
+        grouped = grouped.unflatten(1, (int(case.facts["groups"]), -1))
+        scores = grouped.topk(1 if case.facts["by"] == "Largest" else 2, 2).values.sum(2)
+        kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : int(case.facts["kept"])]
+        of_experts = torch.arange(logits.shape[1], device=logits.device) // grouped.shape[2]
+        is_kept = (of_experts[:, None] == kept[:, None]).any(2)
+        compared = compared.masked_fill(~is_kept, -math.inf)
     return compared.sort(dim=1, descending=True, stable=True).indices[:, :choices], p
 
 
@@ -584,7 +625,8 @@ def scan_backward(case):
 
 
 OPERATIONS = [
-    matmul, quantized, attention, attention_backward, sinks, sinks_backward, append, rms_norm, rms_norm_backward, rope, gated,
+    matmul, quantized, attention, attention_backward, sinks, sinks_backward, append, rms_norm, rms_norm_backward, rope,
+    columns_copy, columns_fold, columns_clear, gated,
     gated_backward, gather, scatter_add, cross_entropy, route, route_backward, spread, collect, weigh, weigh_backward, add, cast,
     sum_rows, zero, adam, sum_of_squares, convolve, convolve_backward, gates, gates_backward, scan, scan_backward,
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 use crate::case::Case;
 use crate::products::pairs;
 use crate::{MIXES, Rig};
-use terrace_kernels::{DType, Gating, Residual, Scores, Tensor};
+use terrace_kernels::{DType, ExpertGroups, Gating, GroupScore, Residual, Scores, Tensor};
 
 /// Tokens, experts, choices of a token, and elements of a row.
 const SHAPES: [[usize; 4]; 4] = [[512, 128, 8, 768], [300, 8, 2, 1030], [77, 64, 64, 33], [1, 3, 1, 5]];
@@ -12,11 +12,20 @@ const SHAPES_TINY: [[usize; 4]; 2] = [[9, 40, 4, 64], [5, 3, 1, 37]];
 pub fn run(rig: &Rig) {
     for (shape, mix) in pairs(&rig.sizes(&SHAPES, &SHAPES_TINY), &MIXES) {
         let sigmoid = Gating { scores: Scores::Sigmoid, scale: 2.5, ..Gating::softmax(true) };
+        let grouped = |by, gating: Gating<'static>| {
+            let [_, experts, choices, _] = shape;
+            // Each group has two experts, where there are as many.
+            let count = (1..=8).rev().find(|count| experts % count == 0 && experts / count > 1).unwrap_or(1);
+            let kept = (choices * count).div_ceil(experts).midpoint(count);
+            Gating { groups: Some(ExpertGroups { count, kept, by }), ..gating }
+        };
         for (gating, is_biased) in [
             (Gating::softmax(false), false),
             (Gating::softmax(true), false),
             (sigmoid, false),
             (sigmoid, true),
+            (grouped(GroupScore::Largest, Gating::softmax(false)), false),
+            (grouped(GroupScore::TwoLargest, sigmoid), true),
         ] {
             route(rig, shape, mix, gating, is_biased);
         }
@@ -38,16 +47,22 @@ fn route(
 ) {
     let experts = &rig.kernels().experts;
     let what = format!(
-        "{choices} of {count} by {tokens} {dtype} to {of_out}, {:?}{}{}",
+        "{choices} of {count} by {tokens} {dtype} to {of_out}, {:?}{}{}{}",
         gating.scores,
         if gating.normalize { ", normalized" } else { "" },
-        if is_biased { ", biased" } else { "" }
+        if is_biased { ", biased" } else { "" },
+        gating
+            .groups
+            .map_or(String::new(), |of| format!(", {} of {} groups, {:?}", of.kept, of.count, of.by))
     );
     for backward in [false, true] {
         let op = if backward { "route_backward" } else { "route" };
         let mut case =
             rig.case(op, what.clone()).with("normalize", gating.normalize).with("choices", choices);
         case = case.with("scores", format!("{:?}", gating.scores)).with("scale", f64::from(gating.scale));
+        if let Some(ExpertGroups { count, kept, by }) = gating.groups {
+            case = case.with("groups", count).with("kept", kept).with("by", format!("{by:?}"));
+        }
         let logits = case.operand("logits", dtype, &[tokens, count], 2.0);
         let bias = is_biased.then(|| case.operand("bias", DType::F32, &[count], 0.5));
         let gating = Gating { bias: bias.as_ref().map(Tensor::view), ..gating };

@@ -2,7 +2,7 @@
 
 use crate::products::pairs;
 use crate::{MIXES, Rig};
-use terrace_kernels::{DType, GateFunction, RopeDirection, RopeLayout};
+use terrace_kernels::{DType, GateFunction, RopeDirection, RopeLayout, RopePairs};
 
 /// Rows and their width: whole vectors and blocks, and neither.
 const SHAPES: [[usize; 2]; 4] = [[256, 1024], [33, 771], [5, 4096], [1, 3]];
@@ -22,7 +22,18 @@ pub fn run(rig: &Rig) {
     let shapes = [[100, 8, 128, 64], [100, 8, 128, 48], [37, 3, 80, 40]];
     let tiny = [[5, 2, 16, 8], [5, 2, 16, 6], [3, 1, 10, 5]];
     for (dims, dtype) in pairs(&rig.sizes(&shapes, &tiny), &FLOATS) {
-        rope(rig, dims, dtype);
+        rope(rig, dims, RopeLayout::HALVES, dtype);
+    }
+    let shapes = [[100, 16, 192, 32], [37, 3, 81, 20]];
+    for (dims, dtype) in pairs(&rig.sizes(&shapes, &[[5, 2, 16, 4], [3, 1, 11, 3]]), &FLOATS) {
+        let [_, _, size, turning] = dims;
+        for pairs in [RopePairs::Halves, RopePairs::Neighbours] {
+            rope(rig, dims, RopeLayout { first: size - 2 * turning, pairs }, dtype);
+        }
+    }
+    let moves = [[300, 16, 576, 192, 64], [100, 1, 256, 2100, 200], [37, 3, 15, 9, 5]];
+    for (sizes, dtype) in pairs(&rig.sizes(&moves, &[[5, 4, 40, 24, 16], [3, 2, 15, 9, 5]]), &FLOATS) {
+        columns(rig, sizes, dtype);
     }
     for ([rows, words], dtype) in
         pairs(&rig.sizes(&[[64, 32_000], [37, 1003]], &[[6, 512], [5, 77]]), &FLOATS[..2])
@@ -146,12 +157,37 @@ fn in_place(rig: &Rig, dims: [usize; 2], dtype: DType) {
     case.finish(&[("out", &out)]);
 }
 
-fn rope(rig: &Rig, [tokens, heads, size, turning]: [usize; 4], dtype: DType) {
+/// Columns from the end of rows of `from` elements to the end of those of `to`, of which `group` are one's, and back.
+fn columns(rig: &Rig, [rows, group, from, to, width]: [usize; 5], dtype: DType) {
+    let columns = &rig.kernels().columns;
+    let what = format!("{width} of {rows}x{from} to {}x{to} {dtype}", rows * group);
+    let begin = |op, what: &str| rig.case(op, what.to_owned()).with("group", group).with("width", width);
+    let (few, many) = ([rows, from], [rows * group, to]);
+
+    let mut case = begin("columns_copy", &what).with("from", from - width).with("to", to - width);
+    let (x, mut out) = (case.operand("x", dtype, &few, 1.0), case.operand("out", dtype, &many, 1.0));
+    columns.copy(x.view(), from - width, out.view_mut(), to - width, width).expect("columns run");
+    case.finish(&[("out", &out)]);
+
+    let mut case = begin("columns_fold", &what).with("from", to - width).with("to", from - width);
+    let (x, mut out) = (case.operand("x", dtype, &many, 1.0), case.operand("out", dtype, &few, 1.0));
+    columns.fold(x.view(), to - width, out.view_mut(), from - width, width).expect("columns run");
+    case.finish(&[("out", &out)]);
+
+    let mut case = begin("columns_clear", &what).with("to", to - width);
+    let mut out = case.operand("out", dtype, &many, 1.0);
+    columns.clear(out.view_mut(), to - width, width).expect("columns run");
+    case.finish(&[("out", &out)]);
+}
+
+fn rope(rig: &Rig, [tokens, heads, size, turning]: [usize; 4], layout: RopeLayout, dtype: DType) {
     for (direction, word, scale) in
         [(RopeDirection::Forward, "forward", 1.0f32), (RopeDirection::Backward, "backward", 1.25)]
     {
-        let name = format!("{tokens}x{heads}x{size} {turning} pairs {dtype} {word}");
+        let RopeLayout { first, pairs } = layout;
+        let name = format!("{tokens}x{heads}x{size} {turning} pairs from {first}, {pairs:?} {dtype} {word}");
         let mut case = rig.case("rope", name).with("direction", word).with("scale", f64::from(scale));
+        case = case.with("first", first).with("pairs", format!("{pairs:?}"));
         let mut x = case.operand("x", dtype, &[tokens, heads, size], 1.0);
         let positions: Vec<i32> = (0..tokens as i32).map(|t| t * 41).collect();
         let positions = case.integers("positions", &[tokens], &positions);
@@ -159,7 +195,7 @@ fn rope(rig: &Rig, [tokens, heads, size, turning]: [usize; 4], dtype: DType) {
         let frequencies: Vec<f32> = (0..turning).map(frequency).collect();
         let inv_freq = case.operand_of("inv_freq", DType::F32, &[turning], &frequencies);
         let rope = &rig.kernels().rope;
-        rope.rotate(x.view_mut(), positions.view(), inv_freq.view(), RopeLayout::HALVES, scale, direction)
+        rope.rotate(x.view_mut(), positions.view(), inv_freq.view(), layout, scale, direction)
             .expect("rope runs");
         case.finish(&[("x", &x)]);
     }

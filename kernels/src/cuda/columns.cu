@@ -4,8 +4,8 @@
 //   columns_clear   out[r, at + c] = 0
 //   columns_fold    out[r, to + c] = Σ_i x[r·group + i, from + c], i ascending in f32
 //
-// Each for c < width; rows of x and out are `x_width` and `out_width` long. A copy and a clear do not know of elements: all that is
-// counted in a row is counted in units of 16, 4 or 2 bytes, the largest in which everything is whole and aligned.
+// Each for c < width; rows of x and out are `x_width` and `out_width` long. A copy and a clear move bits: what is counted in a row is
+// counted in units of 16 bytes where all of it is whole and aligned, else in elements, of 4 or 2.
 //
 // A block takes as many rows at a time as it has threads for: a row has a power of two of `lanes`, at most 256, each with every
 // lanes-th unit, or eight columns, of it. Bytes: what moves once, from x as often as rows share it, which are neighbours. FLOPs: one a

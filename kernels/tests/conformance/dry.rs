@@ -3,8 +3,9 @@
 use terrace_device::Arena;
 use terrace_kernels::dry::{self, Totals};
 use terrace_kernels::{
-    AttentionSpec, Carried, DType, DeltaSpec, Epilogue, GateFunction, Gating, KeyValues, MatmulSpec,
-    QuantFormat, QuantizedView, Residual, Tensor, delta_scratch,
+    AttentionSpec, Carried, DType, DeltaSpec, Epilogue, ExpertGroups, GateFunction, Gating, GroupScore,
+    KeyValues, MatmulSpec, QuantFormat, QuantizedView, Residual, RopeDirection, RopeLayout, RopePairs,
+    Tensor, delta_scratch,
 };
 
 fn tensor(dtype: DType, dims: &[usize]) -> Tensor {
@@ -132,6 +133,114 @@ fn gates_are_read_once() {
     }
 }
 
+/// The message of a panic, if there is one.
+fn refused(run: impl FnOnce() + std::panic::UnwindSafe) -> Option<String> {
+    std::panic::catch_unwind(run).err().map(|message| *message.downcast::<String>().unwrap())
+}
+
+/// Of 6 rows of 10 columns to 18 of 12: no other columns than those that move.
+#[test]
+fn columns_are_read_and_written() {
+    let (set, counter) = dry::kernel_set();
+    let (mut few, mut many) = (tensor(DType::BF16, &[2, 3, 10]), tensor(DType::BF16, &[18, 12]));
+    let counted = |flops, bytes| {
+        assert_eq!(counter.totals(), Totals { other_flops: flops, bytes, ..Totals::default() });
+        counter.reset();
+    };
+    set.columns.copy(few.view(), 3, many.view_mut(), 5, 7).unwrap();
+    counted(0, 2 * (6 + 18) * 7);
+    set.columns.fold(many.view(), 5, few.view_mut(), 3, 7).unwrap();
+    counted(12 * 7, 2 * (6 + 18) * 7);
+    set.columns.clear(many.view_mut(), 11, 1).unwrap();
+    counted(0, 2 * 18);
+}
+
+/// Columns are within their rows, rows a multiple of rows, and dtypes one.
+#[test]
+fn columns_are_checked() {
+    let of = |fold: bool, x: (DType, [usize; 2]), out: [usize; 2], [from, to, width]: [usize; 3]| {
+        refused(move || {
+            let (set, _) = dry::kernel_set();
+            let (x, mut out) = (tensor(x.0, &x.1), tensor(DType::BF16, &out));
+            let columns = &set.columns;
+            match fold {
+                true => columns.fold(x.view(), from, out.view_mut(), to, width).unwrap(),
+                false => columns.copy(x.view(), from, out.view_mut(), to, width).unwrap(),
+            }
+        })
+    };
+    let bf16 = |dims| (DType::BF16, dims);
+    assert_eq!(of(false, bf16([3, 8]), [6, 9], [1, 2, 7]), None);
+    assert_eq!(of(true, bf16([6, 8]), [3, 9], [1, 2, 7]), None);
+    assert_eq!(of(false, bf16([0, 8]), [0, 9], [0, 0, 8]), None);
+    let beyond = "columns: 7 columns from 2 are within the 8 of x";
+    assert!(of(false, bf16([3, 8]), [6, 9], [2, 2, 7]).unwrap().contains(beyond));
+    let beyond = "columns: 7 columns from 3 are within the 9 of out";
+    assert!(of(false, bf16([3, 8]), [6, 9], [1, 3, 7]).unwrap().contains(beyond));
+    let wraps = of(false, bf16([3, 8]), [6, 9], [1, 3, usize::MAX]).unwrap();
+    assert!(wraps.contains("are within the 8 of x"), "{wraps}");
+    for (fold, x, out) in
+        [(false, [3, 8], [7, 9]), (false, [3, 8], [0, 9]), (false, [0, 8], [3, 9]), (true, [3, 8], [6, 9])]
+    {
+        assert!(of(fold, bf16(x), out, [0, 0, 8]).unwrap().contains("a multiple of"), "{fold} {x:?} {out:?}");
+    }
+    let mixed = of(false, (DType::F32, [3, 8]), [3, 9], [0, 0, 8]).unwrap();
+    assert!(mixed.contains("x and out have one dtype"), "{mixed}");
+    let ends = refused(|| {
+        let (set, _) = dry::kernel_set();
+        set.columns.clear(tensor(DType::F32, &[2, 8]).view_mut(), 4, 5).unwrap();
+    });
+    assert!(ends.unwrap().contains("5 columns from 4 are within the 8 of out"));
+}
+
+/// What is rotated is within a head.
+#[test]
+fn layouts_are_checked() {
+    let rotate = |first, half| {
+        refused(move || {
+            let (set, _) = dry::kernel_set();
+            let (mut x, positions) = (tensor(DType::F32, &[3, 2, 10]), tensor(DType::I32, &[3]));
+            let inv_freq = tensor(DType::F32, &[half]);
+            let (x, layout) = (x.view_mut(), RopeLayout { first, pairs: RopePairs::Neighbours });
+            let direction = RopeDirection::Forward;
+            set.rope.rotate(x, positions.view(), inv_freq.view(), layout, 1.0, direction).unwrap();
+        })
+    };
+    assert_eq!(rotate(4, 3), None);
+    for (first, half) in [(5, 3), (11, 0), (usize::MAX, 1), (0, 6)] {
+        assert!(rotate(first, half).unwrap().contains("are in a head of 10"), "{first} {half}");
+    }
+}
+
+/// Groups are equal, and those that are kept have enough experts.
+#[test]
+fn groups_are_checked() {
+    let route = |experts: usize, choices: usize, count, kept, by| {
+        refused(move || {
+            let (set, _) = dry::kernel_set();
+            let (logits, mut starts) =
+                (tensor(DType::F32, &[5, experts]), tensor(DType::I32, &[experts + 1]));
+            let mut weights = tensor(DType::F32, &[5, choices]);
+            let [mut chosen, mut rows] = [(); 2].map(|()| tensor(DType::I32, &[5, choices]));
+            let gating = Gating { groups: Some(ExpertGroups { count, kept, by }), ..Gating::softmax(true) };
+            let (to_weights, to_chosen, to_rows) = (weights.view_mut(), chosen.view_mut(), rows.view_mut());
+            set.experts
+                .route(logits.view(), gating, to_weights, to_chosen, to_rows, starts.view_mut())
+                .unwrap();
+        })
+    };
+    use GroupScore::{Largest, TwoLargest};
+    assert_eq!(route(12, 6, 4, 2, TwoLargest), None);
+    assert_eq!(route(12, 12, 12, 12, Largest), None);
+    assert!(route(12, 7, 4, 2, TwoLargest).unwrap().contains("7 choices are among 2 groups of 3 experts"));
+    assert!(route(12, 2, 5, 2, Largest).unwrap().contains("12 experts are in equal groups"));
+    assert!(route(12, 2, 0, 0, Largest).unwrap().contains("12 experts are in equal groups"));
+    assert!(route(1026, 2, 513, 2, Largest).unwrap().contains("at most 512, not in 513"));
+    assert!(route(12, 2, 4, 0, Largest).unwrap().contains("1 to 4 groups are kept, not 0"));
+    assert!(route(12, 2, 4, 5, Largest).unwrap().contains("1 to 4 groups are kept, not 5"));
+    assert!(route(12, 2, 12, 5, TwoLargest).unwrap().contains("a group has two experts"));
+}
+
 /// 10 tokens that choose 3 of 4 experts. Nobody knows which; planning takes it that experts have as many rows each.
 #[test]
 fn experts_have_equal_shares() {
@@ -146,29 +255,17 @@ fn experts_have_equal_shares() {
         assert_eq!(counter.totals(), Totals { other_flops: flops, bytes, ..Totals::default() });
         counter.reset();
     };
-    for (normalize, of_choices, of_choices_backward) in [(false, 1, 2), (true, 3, 7)] {
+    let pairs = ExpertGroups { count: 2, kept: 2, by: GroupScore::TwoLargest };
+    for (normalize, groups, of_experts, of_choices, of_choices_backward) in
+        [(false, None, 4, 1, 2), (true, None, 4, 3, 7), (true, Some(pairs), 5, 3, 7)]
+    {
+        let gating = Gating { groups, ..Gating::softmax(normalize) };
         let (to_weights, to_chosen, to_rows) = (weights.view_mut(), chosen.view_mut(), rows.view_mut());
-        set.experts
-            .route(
-                logits.view(),
-                Gating::softmax(normalize),
-                to_weights,
-                to_chosen,
-                to_rows,
-                starts.view_mut(),
-            )
-            .unwrap();
-        counted(4 * 40 + of_choices * 30, 2 * 40 + 4 * 3 * 30 + 4 * 5);
+        set.experts.route(logits.view(), gating, to_weights, to_chosen, to_rows, starts.view_mut()).unwrap();
+        counted(of_experts * 40 + of_choices * 30, 2 * 40 + 4 * 3 * 30 + 4 * 5);
         let (of_weights, to_logits) = (dweights.view(), dlogits.view_mut());
         set.experts
-            .route_backward(
-                logits.view(),
-                Gating::softmax(normalize),
-                weights.view(),
-                chosen.view(),
-                of_weights,
-                to_logits,
-            )
+            .route_backward(logits.view(), gating, weights.view(), chosen.view(), of_weights, to_logits)
             .unwrap();
         counted(6 * 40 + of_choices_backward * 30, 2 * 2 * 40 + 4 * 3 * 30);
     }

@@ -5,7 +5,9 @@
 use crate::support::{Host, MIXES, assert_close, backends};
 use proptest::prelude::*;
 use std::panic::AssertUnwindSafe;
-use terrace_kernels::{DType, Experts, Gating, KernelSet, Residual, Scores, cpu, reference};
+use terrace_kernels::{
+    DType, ExpertGroups, Experts, Gating, GroupScore, KernelSet, Residual, Scores, cpu, reference,
+};
 
 /// Tokens, experts and choices: one of each, all experts, one expert, many, more than a warp and a block of a card have threads, and
 /// more than a buffer of the CPU holds.
@@ -51,6 +53,26 @@ pub fn gatings(bias: &Host) -> [Gating<'_>; 6] {
         gating(Scores::Sigmoid, true, false, 2.5),
         gating(Scores::Sigmoid, true, true, 1.5),
     ]
+}
+
+/// Groups of so many experts, of which some are kept that have as many as a token chooses.
+fn groups(experts: usize, choices: usize) -> Vec<ExpertGroups> {
+    let mut all = Vec::new();
+    for count in [1, 2, 4, 8, 10, 103, experts] {
+        let size = experts / count.min(experts);
+        if count > ExpertGroups::COUNT_MAX || count * size != experts {
+            continue;
+        }
+        let least = choices.div_ceil(size);
+        for kept in [least, least.midpoint(count), count] {
+            for by in [GroupScore::Largest, GroupScore::TwoLargest] {
+                if size > 1 || by == GroupScore::Largest {
+                    all.push(ExpertGroups { count, kept, by });
+                }
+            }
+        }
+    }
+    all
 }
 
 /// What is added to the scores of so many experts.
@@ -124,6 +146,78 @@ fn choices_and_their_rows() {
             }
         }
     }
+}
+
+/// A token's experts are in no more groups than are kept; with all of them it chooses as without groups.
+#[test]
+fn choices_from_some_groups() {
+    for (tokens, experts, choices) in SIZES {
+        for dtype in FLOATS {
+            let bias = biases(experts);
+            let logits = Host::random(dtype, &[tokens, experts], 2.0, 1);
+            for (gating, groups) in gatings(&bias)
+                .into_iter()
+                .flat_map(|gating| groups(experts, choices).into_iter().map(move |of| (gating, of)))
+            {
+                let routed = check_route(&logits, choices, Gating { groups: Some(groups), ..gating });
+                each_row_is_of_its_expert(&routed, choices);
+                for chosen in routed.chosen.values().chunks(choices) {
+                    let mut from: Vec<usize> =
+                        chosen.iter().map(|&expert| expert as usize / (experts / groups.count)).collect();
+                    from.sort_unstable();
+                    from.dedup();
+                    assert!(from.len() <= groups.kept, "{from:?} with {groups:?}");
+                }
+                if groups.kept == groups.count {
+                    let free = route(&*reference::kernel_set().experts, &logits, choices, gating);
+                    assert_eq!(disagreement(&free, &routed), None, "{groups:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Which groups are kept, by hand.
+#[test]
+fn groups_by_their_scores() {
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
+    let largest = |kept| ExpertGroups { count: 3, kept, by: GroupScore::Largest };
+    let two = |kept| ExpertGroups { count: 3, kept, by: GroupScore::TwoLargest };
+    let sigmoid = Gating { scores: Scores::Sigmoid, ..Gating::softmax(true) };
+    let rows: [([f64; 6], ExpertGroups, usize, &[f64]); 10] = [
+        // One large score, or two that are not small.
+        ([2.0, -3.0, 1.0, 1.0, -1.0, -1.0], largest(1), 2, &[0.0, 1.0]),
+        ([2.0, -3.0, 1.0, 1.0, -1.0, -1.0], two(1), 2, &[2.0, 3.0]),
+        ([2.0, -3.0, 1.0, 1.0, -1.0, -1.0], two(2), 3, &[0.0, 2.0, 3.0]),
+        // The choice is of the largest among those that are left.
+        ([0.0, 3.0, 2.0, 2.5, 4.0, -9.0], largest(2), 4, &[4.0, 1.0, 0.0, 5.0]),
+        // Of equal groups the lower ones.
+        ([1.0, 0.0, 0.0, 1.0, 1.0, 0.0], largest(1), 1, &[0.0]),
+        ([0.0, 1.0, 1.0, 0.0, 1.0, 0.0], two(2), 2, &[1.0, 2.0]),
+        // NaNs are less than everything, alone or in a sum.
+        ([nan, nan, -inf, -inf, -1.0, nan], largest(2), 4, &[4.0, 2.0, 3.0, 5.0]),
+        ([nan, 9.0, -2.0, -3.0, nan, 8.0], two(1), 2, &[2.0, 3.0]),
+        ([nan, 9.0, -2.0, -3.0, nan, 8.0], largest(1), 2, &[1.0, 0.0]),
+        ([nan; 6], two(2), 4, &[0.0, 1.0, 2.0, 3.0]),
+    ];
+    for dtype in FLOATS {
+        for (logits, groups, choices, expected) in rows {
+            let logits = Host::of(dtype, &[1, 6], logits);
+            let routed = check_route(&logits, choices, Gating { groups: Some(groups), ..sigmoid });
+            assert_eq!(routed.chosen.values(), expected, "{:?} {groups:?}", logits.values());
+        }
+    }
+    // What is added to scores counts for groups, too.
+    let logits = Host::zeros(DType::F32, &[1, 6]);
+    let bias = Host::of(DType::F32, &[6], [0.0, 0.3, 0.25, 0.25, 0.2, 0.2]);
+    for (groups, expected) in [(largest(1), [1.0, 0.0]), (two(1), [2.0, 3.0])] {
+        let gating = Gating { bias: Some(bias.view()), groups: Some(groups), ..sigmoid };
+        assert_eq!(check_route(&logits, 2, gating).chosen.values(), expected);
+    }
+    // Two probabilities that are large together, of logits that are not.
+    let logits = Host::of(DType::F32, &[1, 6], [-1.0, -9.0, -1.5, -1.5, -5.0, -5.0]);
+    let gating = Gating { groups: Some(two(1)), ..Gating::softmax(false) };
+    assert_eq!(check_route(&logits, 1, gating).chosen.values(), [2.0]);
 }
 
 /// The documentation's words, of the reference: those of one expert follow each other in the order of their tokens.
@@ -360,7 +454,7 @@ proptest! {
     #[test]
     fn any_shape(
         tokens in 1usize..60, experts in 1usize..200, choices in 1usize..20, width in 1usize..1500,
-        mix in 0..MIXES.len(), gating in 0usize..6, seed in 1u64..1000,
+        mix in 0..MIXES.len(), gating in 0usize..6, seed in 1u64..1000, grouped in 0usize..100,
     ) {
         let choices = choices.min(experts);
         // Few different values: many are equal.
@@ -369,6 +463,12 @@ proptest! {
         let (bias, zeros) = (biases(experts), Host::zeros(DType::F32, &[experts]));
         check_route(&logits, choices, gatings(&bias)[gating]);
         check_route(&coarse, choices, gatings(&zeros)[gating]);
+        let of_groups = groups(experts, choices);
+        let groups = Some(of_groups[grouped % of_groups.len()]);
+        check_route(&logits, choices, Gating { groups, ..gatings(&bias)[gating] });
+        // Different sums of sigmoids of both signs may be equal, but for roundings.
+        let positive = Host::of(DType::F32, &[tokens, experts], coarse.values().into_iter().map(f64::abs));
+        check_route(&positive, choices, Gating { groups, ..gatings(&zeros)[gating] });
         check_route_backward((tokens, experts, choices), MIXES[mix], gatings(&bias)[gating]);
         check_rows((tokens, experts, choices), width, MIXES[mix]);
     }

@@ -10,7 +10,7 @@ use crate::sinks;
 use crate::support::Host;
 use terrace_kernels::{
     AttentionSpec, DType, GateFunction, KernelSet, KeyValues, MatmulSpec, Residual, RopeDirection,
-    RopeLayout, reference,
+    RopeLayout, RopePairs, reference,
 };
 
 const STEP: f64 = 2e-2;
@@ -74,18 +74,18 @@ fn rms_norm() {
 #[test]
 fn rope() {
     let set = reference::kernel_set();
-    let (x, c) = (f32s(&[3, 2, 4], 1), f32s(&[3, 2, 4], 2));
+    let (x, c) = (f32s(&[3, 2, 5], 1), f32s(&[3, 2, 5], 2));
     let positions = Host::of(DType::I32, &[3], [0.0, 1.0, 7.0]);
     let inv_freq = Host::of(DType::F32, &[2], [1.0, 0.1]);
-    let turned = |x: &Host, direction| {
-        let mut x = x.clone();
-        set.rope
-            .rotate(x.view_mut(), positions.view(), inv_freq.view(), RopeLayout::HALVES, 1.3, direction)
-            .unwrap();
-        x
-    };
-    let dx = turned(&c, RopeDirection::Backward);
-    check("dx", &x, &dx, |x| dot(&turned(x, RopeDirection::Forward), &c));
+    for layout in [RopeLayout::HALVES, RopeLayout { first: 1, pairs: RopePairs::Neighbours }] {
+        let turned = |x: &Host, direction| {
+            let mut x = x.clone();
+            set.rope.rotate(x.view_mut(), positions.view(), inv_freq.view(), layout, 1.3, direction).unwrap();
+            x
+        };
+        let dx = turned(&c, RopeDirection::Backward);
+        check("dx", &x, &dx, |x| dot(&turned(x, RopeDirection::Forward), &c));
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@
 mod activation;
 mod attention;
 mod canary;
+mod columns;
 mod cuda;
 mod delta;
 mod dry;

@@ -53,6 +53,11 @@ impl Host {
         &cast_slice(&self.words)[..self.len() * self.dtype.size()]
     }
 
+    /// Other bytes, one after the other.
+    pub fn fill_bytes(&mut self, bytes: impl FnMut() -> u8) {
+        self.bytes_mut().fill_with(bytes);
+    }
+
     fn bytes_mut(&mut self) -> &mut [u8] {
         let bytes = self.len() * self.dtype.size();
         &mut cast_slice_mut(&mut self.words)[..bytes]

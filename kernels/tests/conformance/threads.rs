@@ -8,8 +8,8 @@ use crate::support::{Host, Random, isas_and_pairs};
 use std::hash::{DefaultHasher, Hasher};
 use terrace_kernels::cpu::{self, CpuConfig, Isa};
 use terrace_kernels::{
-    AttentionSpec, DType, Epilogue, GateFunction, KernelSet, KeyValues, MatmulSpec, Residual, RopeDirection,
-    RopeLayout,
+    AttentionSpec, DType, Epilogue, ExpertGroups, GateFunction, Gating, GroupScore, KernelSet, KeyValues,
+    MatmulSpec, Residual, RopeDirection, RopeLayout, RopePairs,
 };
 
 fn same_for_every_thread_count(what: &str, run: impl Fn(&KernelSet) -> Vec<Host>) {
@@ -229,16 +229,37 @@ fn delta_rule() {
     }
 }
 
+#[test]
+fn columns() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let (few, many) =
+            (Host::random(dtype, &[700, 300], 1.0, 1), Host::random(dtype, &[2100, 410], 1.0, 2));
+        same_for_every_thread_count(&format!("columns of {dtype}"), |set| {
+            let (mut copied, mut folded, mut cleared) = (many.clone(), few.clone(), few.clone());
+            set.columns.copy(few.view(), 7, copied.view_mut(), 64, 290).unwrap();
+            set.columns.fold(many.view(), 64, folded.view_mut(), 7, 290).unwrap();
+            set.columns.clear(cleared.view_mut(), 8, 280).unwrap();
+            vec![copied, folded, cleared]
+        });
+    }
+}
+
 /// Choices, and rows to their experts and back.
 #[test]
 fn experts() {
-    for (dtype, gating) in [(DType::F32, 1), (DType::BF16, 0), (DType::F16, 5)] {
+    let pairs = ExpertGroups { count: 12, kept: 5, by: GroupScore::TwoLargest };
+    for (dtype, gating, groups) in [
+        (DType::F32, 1, None),
+        (DType::BF16, 0, None),
+        (DType::F16, 5, Some(pairs)),
+        (DType::F32, 3, Some(pairs)),
+    ] {
         let (tokens, experts, choices, width) = (700, 60, 3, 300);
         let logits = Host::random(dtype, &[tokens, experts], 1.0, 1);
         let x = Host::random(dtype, &[tokens, width], 1.0, 2);
         let dweights = Host::random(DType::F32, &[tokens, choices], 1.0, 3);
         let bias = biases(experts);
-        let gating = gatings(&bias)[gating];
+        let gating = Gating { groups, ..gatings(&bias)[gating] };
         same_for_every_thread_count(&format!("experts of {dtype}"), |set| {
             let Routed { weights, chosen, rows, starts } = route(&*set.experts, &logits, choices, gating);
             let mut dlogits = Host::zeros(dtype, &[tokens, experts]);
@@ -296,9 +317,8 @@ fn elements() {
             set.cross_entropy.loss(x.view(), labels.view(), loss.view_mut()).unwrap();
             let mut turned = heads.clone();
             let (view, direction) = (turned.view_mut(), RopeDirection::Backward);
-            set.rope
-                .rotate(view, labels.view(), inv_freq.view(), RopeLayout::HALVES, 1.0, direction)
-                .unwrap();
+            let layout = RopeLayout { first: 1, pairs: RopePairs::Neighbours };
+            set.rope.rotate(view, labels.view(), inv_freq.view(), layout, 1.0, direction).unwrap();
             results.extend([loss, turned]);
             results
         });
