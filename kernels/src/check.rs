@@ -426,27 +426,27 @@ fn sinks(op: &str, sinks: View<'_>, out: View<'_>, lse: View<'_>) -> SinkDims {
 
 pub fn append(
     k: View<'_>,
-    v: View<'_>,
+    values: &Option<(View<'_>, ViewMut<'_>)>,
     starts: View<'_>,
     pages: View<'_>,
     to_k: &ViewMut<'_>,
-    to_v: &ViewMut<'_>,
 ) -> AppendDims {
     let (shape, cache) = (k.shape(), to_k.shape());
     let &[batch, length, kv_heads, head_size] = shape.dims() else {
         panic!("append: k is [B, S, G, K], not {shape:?}");
     };
-    assert_eq!(shape, v.shape(), "append: k and v have one shape");
-    assert_eq!(cache, to_v.shape(), "append: pages of k and v have one shape");
+    if let Some((v, to_v)) = values {
+        assert_eq!(shape, v.shape(), "append: k and v have one shape");
+        assert_eq!(cache, to_v.shape(), "append: pages of k and v have one shape");
+        float("append", "v", v.dtype());
+        float("append", "pages of v", to_v.dtype());
+    }
     let paging = paging("append", pages, batch, cache);
     assert_eq!(cache.dims()[2..], [kv_heads, head_size], "append: k {shape:?} matches its pages {cache:?}");
     same("append", "starts", batch, starts.shape().elements());
     exact("append", "starts", starts.dtype(), DType::I32);
-    let dtypes =
-        [("k", k.dtype()), ("v", v.dtype()), ("pages of k", to_k.dtype()), ("pages of v", to_v.dtype())];
-    for (name, dtype) in dtypes {
-        float("append", name, dtype);
-    }
+    float("append", "k", k.dtype());
+    float("append", "pages of k", to_k.dtype());
     AppendDims { batch, length, width: kv_heads * head_size, paging }
 }
 

@@ -317,19 +317,18 @@ pub trait Attention: Send + Sync {
         spec: AttentionSpec,
     ) -> Result;
 
-    /// Writes k and v `[B,S,G,K]` to positions `starts[b]..starts[b]+S` of each sequence's pages `[N,P,G,K]`, rounded to nearest
-    /// even; `pages` as in [`KeyValues`]. Positions without a page are left out.
+    /// Writes k and, if there are any, values `[B,S,G,K]` to positions `starts[b]..starts[b]+S` of each sequence's pages `[N,P,G,K]`, those of
+    /// values given with them, rounded to nearest even; `pages` as in [`KeyValues`]. Positions without a page are left out.
     ///
     /// # Errors
     /// The backend failed.
     fn append(
         &self,
         k: View<'_>,
-        v: View<'_>,
+        values: Option<(View<'_>, ViewMut<'_>)>,
         starts: View<'_>,
         pages: View<'_>,
         to_k: ViewMut<'_>,
-        to_v: ViewMut<'_>,
     ) -> Result;
 
     /// Gradients for training, where all starts are 0 and C = S: writes dq, dk, dv (shapes of q, k, v). `out` and `lse` are what

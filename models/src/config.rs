@@ -7,7 +7,9 @@
 use crate::composite::{TEXT, language_model};
 use crate::entries::Entries;
 use crate::family::{Family, family};
+use crate::fp8;
 use crate::json::parse_json;
+use crate::latent::LatentAttention;
 use crate::mixture::Mixture;
 use crate::rope::{Rope, RopeScaling};
 use crate::{ModelError, Result};
@@ -150,6 +152,8 @@ pub struct ModelConfig {
     pub gated_attention: bool,
     /// Layers that have something else in the place of attention.
     pub delta: Option<DeltaNet>,
+    /// Keys and values are made of a latent.
+    pub latent: Option<LatentAttention>,
     /// Where layers have norms.
     pub norms: Norms,
     /// Norms multiply by one more than their weights.
@@ -176,6 +180,15 @@ pub struct ModelConfig {
     pub eos_ids: Vec<u32>,
     /// The token of padding, whose embedding gets no gradient by being looked up, as with `padding_idx` of `torch.nn.Embedding`.
     pub pad_id: Option<usize>,
+    /// How weights of the model's files lie that are FP8.
+    pub fp8: Option<Fp8>,
+}
+
+/// Weights as FP8 with scales.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fp8 {
+    /// Rows and columns that have a scale; all of a weight, if `None`.
+    pub block: Option<[usize; 2]>,
 }
 
 impl DeltaNet {
@@ -286,14 +299,18 @@ impl ModelConfig {
             None if entries.has("num_key_value_heads") => heads,
             None => defaults.kv_heads.unwrap_or(heads),
         };
+        let latent = LatentAttention::parse(&entries, family)?;
         let head_size = match (entries.optional_size("head_dim")?, family) {
+            // What transformers calls so is the part that is rotated.
+            _ if latent.is_some() => latent.map_or(0, |latent| latent.head_size()),
             (Some(head_size), _) => head_size,
             (None, Family::SeedOss) if entries.has("head_dim") => divided(hidden, heads)?,
             (None, _) => defaults.head_size.map_or_else(|| divided(hidden, heads), Ok)?,
         };
         let positions_max = entries.size_or("max_position_embeddings", defaults.positions)?;
         let vocab = entries.size("vocab_size")?;
-        let (rope, window_rope) = Rope::parse(&entries, family, head_size, positions_max, defaults.theta)?;
+        let rotated = latent.map_or(head_size, |latent| latent.rotated);
+        let (rope, window_rope) = Rope::parse(&entries, family, rotated, positions_max, defaults.theta)?;
         let biases = family.biases(&entries)?;
         let unrotated = unrotated(&entries, family, layers)?;
         let mixture = Mixture::parse(&entries, family, layers)?;
@@ -331,7 +348,11 @@ impl ModelConfig {
             delta: if family.has_delta() { Some(DeltaNet::parse(&entries, layers)?) } else { None },
             norms: family.norms(),
             norm_plus_one: family.is_gemma() || family.has_delta(),
-            multipliers: Multipliers::parse(&entries, family, hidden)?,
+            multipliers: match latent {
+                Some(latent) => Multipliers { attention: Some(latent.scale(&entries)?), ..Multipliers::NONE },
+                None => Multipliers::parse(&entries, family, hidden)?,
+            },
+            latent,
             windows: windows(&entries, family, layers, &unrotated)?,
             unrotated,
             positions_max: rope.positions(family, positions_max, other_positions(&entries)?),
@@ -343,6 +364,7 @@ impl ModelConfig {
                 None => entries.ids("eos_token_id")?,
             },
             pad_id: pad_id(&entries, vocab, defaults.pad)?,
+            fp8: fp8(&entries)?,
         };
         config.check()?;
         Ok(config)
@@ -391,7 +413,8 @@ impl ModelConfig {
                 format!("is {}, which does not divide num_attention_heads = {}", self.kv_heads, self.heads);
             return refuse("num_key_value_heads", detail);
         }
-        if !self.head_size.is_multiple_of(2) {
+        self.latent.iter().try_for_each(|latent| latent.check(self))?;
+        if self.latent.is_none() && !self.head_size.is_multiple_of(2) {
             return refuse("head_dim", format!("is {}; rotary embedding needs an even size", self.head_size));
         }
         for Rope { size, .. } in std::iter::once(&self.rope).chain(&self.window_rope) {
@@ -496,12 +519,13 @@ fn clamped_swish(entries: &Entries<'_>) -> Result<GateFunction> {
 
 fn refuse_unsupported(entries: &Entries<'_>, family: Family) -> Result {
     let method = entries.string_at("quantization_config", "quant_method");
-    let is_read = family == Family::GptOss && method == Some(MXFP4);
+    let is_read = method == Some(if family == Family::GptOss { MXFP4 } else { fp8::METHOD });
     if entries.has_value("quantization_config") && !is_read {
         return Err(ModelError::Unsupported {
             what: "quantization_config".into(),
             found: method.unwrap_or("(unnamed)").into(),
-            supported: "unquantized f32, bf16 or f16 weights (convert the checkpoint first)".into(),
+            supported: "unquantized f32, bf16 or f16 weights, or \"fp8\" (convert the checkpoint first)"
+                .into(),
         });
     }
     for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
@@ -512,6 +536,13 @@ fn refuse_unsupported(entries: &Entries<'_>, family: Family) -> Result {
                 supported: "null (logits and scores are not capped)".into(),
             });
         }
+    }
+    if family == Family::DeepseekV2 && entries.flag("mlp_bias", false)? {
+        return Err(ModelError::Unsupported {
+            what: "mlp_bias".into(),
+            found: "true".into(),
+            supported: "false (in a DeepSeek V2)".into(),
+        });
     }
     if let Some(most) = entries.number("clip_qkv")? {
         return Err(ModelError::Unsupported {
@@ -531,6 +562,17 @@ fn refuse_unsupported(entries: &Entries<'_>, family: Family) -> Result {
         }
     }
     Ok(())
+}
+
+fn fp8(entries: &Entries<'_>) -> Result<Option<Fp8>> {
+    let quantization = entries.object("quantization_config")?;
+    let is_fp8 = |quantization: &Entries<'_>| {
+        quantization.string("quant_method").map(|method| method == Some(fp8::METHOD))
+    };
+    match quantization {
+        Some(quantization) if is_fp8(&quantization)? => Ok(Some(Fp8 { block: fp8::block(&quantization)? })),
+        _ => Ok(None),
+    }
 }
 
 /// The entries of what only training computes.
@@ -581,6 +623,7 @@ fn windows(
         Family::Olmoe | Family::Glm4Moe | Family::Qwen35 | Family::Qwen35Moe => {
             return Ok(vec![None; layers]);
         }
+        Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 => return Ok(vec![None; layers]),
         Family::GptOss => (false, Some(128)),
         Family::Phi3 | Family::Mixtral => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
         Family::Mistral => (true, Some(4096)),

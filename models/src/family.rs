@@ -7,7 +7,7 @@ use crate::fused::Packing;
 use crate::{ModelError, Result};
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 20] = [
+const FAMILIES: [(Family, &str, &str); 23] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
@@ -27,6 +27,9 @@ const FAMILIES: [(Family, &str, &str); 20] = [
     (Family::Qwen35, "Qwen3_5ForCausalLM", "qwen3_5_text"),
     (Family::Qwen35Moe, "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     (Family::Glm4Moe, "Glm4MoeForCausalLM", "glm4_moe"),
+    (Family::Glm4MoeLite, "Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
+    (Family::DeepseekV2, "DeepseekV2ForCausalLM", "deepseek_v2"),
+    (Family::DeepseekV3, "DeepseekV3ForCausalLM", "deepseek_v3"),
     (Family::GptOss, "GptOssForCausalLM", "gpt_oss"),
 ];
 
@@ -72,6 +75,12 @@ pub enum Family {
     Qwen35Moe,
     /// GLM 4.5, 4.6 and 4.7 with experts: chosen by sigmoids and a bias, with a feed-forward beside them; half of each head is rotated.
     Glm4Moe,
+    /// GLM 4.7 Flash: a smaller one, with the attention of DeepSeek.
+    Glm4MoeLite,
+    /// DeepSeek V2 with experts: keys and values are made of a latent; experts beside one for all tokens, in the larger models in groups.
+    DeepseekV2,
+    /// DeepSeek V3 and R1, Kimi K2, Moonlight: the same attention, experts chosen by sigmoids and a bias.
+    DeepseekV3,
     /// gpt-oss: experts with biases, attention sinks, windows in every other layer; files hold the experts of a layer together, often as MXFP4.
     GptOss,
 }
@@ -171,6 +180,9 @@ impl Family {
                 Defaults { kv_heads: Some(4), head_size: Some(256), positions: 32_768, eos: None, ..llama }
             }
             Self::Qwen35Moe => Defaults { kv_heads: Some(2), ..Self::Qwen35.defaults() },
+            Self::Glm4MoeLite => Defaults { positions: 202_752, norm_eps: 1e-5, eos: Some(1), ..llama },
+            Self::DeepseekV2 => llama,
+            Self::DeepseekV3 => Defaults { positions: 4096, eos: Some(1), ..llama },
             Self::GptOss => Defaults {
                 kv_heads: Some(8),
                 head_size: Some(64),

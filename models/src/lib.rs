@@ -27,8 +27,10 @@ mod config;
 mod entries;
 mod error;
 mod family;
+mod fp8;
 mod fused;
 mod json;
+mod latent;
 mod mixture;
 mod mxfp4;
 mod random;
@@ -41,10 +43,11 @@ pub use blocks::{
     DecoderBlock, EMBEDDING_NAME, EmbeddingBlock, HeadBlock, Model, TILE_ROWS, build, build_quantized,
     param_count,
 };
-pub use config::{DeltaNet, ModelConfig, Multipliers, Norms, QkNorm};
+pub use config::{DeltaNet, Fp8, ModelConfig, Multipliers, Norms, QkNorm};
 pub use error::{ModelError, Result};
 pub use family::Family;
 pub use json::parse_json;
+pub use latent::LatentAttention;
 pub use mixture::{Mixture, SharedExpert};
 pub use random::RandomSource;
 pub use rope::{Rope, RopeScaling};

@@ -3,7 +3,7 @@
 use crate::entries::Entries;
 use crate::family::Family;
 use crate::{ModelError, Result};
-use terrace_kernels::Scores;
+use terrace_kernels::{ExpertGroups, GroupScore, Scores};
 
 /// Experts, of which each token goes through a few.
 #[derive(Debug, Clone, PartialEq)]
@@ -16,6 +16,8 @@ pub struct Mixture {
     pub feed_forward: usize,
     /// What makes scores, which are compared and weigh, of a router's logits.
     pub scores: Scores,
+    /// Experts are chosen from some groups of them alone.
+    pub groups: Option<ExpertGroups>,
     /// The model's files have numbers that are added to scores where these are compared: [`constants`](crate::ModelConfig::constants).
     pub has_score_biases: bool,
     /// The weights of those that a token goes through are divided by their sum.
@@ -66,6 +68,7 @@ impl Mixture {
             chosen,
             feed_forward,
             scores: Scores::Softmax,
+            groups: None,
             has_score_biases: false,
             normalize: true,
             scale: 1.0,
@@ -102,7 +105,9 @@ impl Mixture {
                 }),
                 ..usual(experts(of_num_experts, 256)?, chosen(8)?, inner_of_experts(512)?)
             }),
-            Family::Glm4Moe => Some(Self::with_groups(entries, layers)?),
+            Family::Glm4Moe | Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 => {
+                Some(Self::of_deepseek(entries, family, layers)?)
+            }
             Family::GptOss => Some(Self {
                 biased: true,
                 ..usual(experts(of_num_local_experts, 128)?, chosen(4)?, inner()?)
@@ -111,34 +116,53 @@ impl Mixture {
         })
     }
 
-    /// As DeepSeek V3 has them (arXiv 2412.19437) and GLM 4.5 took them over, of which the groups of experts are not computed.
-    fn with_groups(entries: &Entries<'_>, layers: usize) -> Result<Self> {
-        let groups = entries.size_or("n_group", 1)?;
-        if groups != 1 {
-            return Err(ModelError::Unsupported {
-                what: "n_group".into(),
-                found: groups.to_string(),
-                supported: "1 (experts are chosen from all)".into(),
-            });
-        }
-        let feed_forward = entries.size_or("moe_intermediate_size", 1408)?;
-        let shared = entries.size_or_zero("n_shared_experts", 1)?;
+    /// As DeepSeek V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437) have them, and GLM 4.5 took them over.
+    fn of_deepseek(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Self> {
+        // Experts, chosen, their size, those for all tokens, groups, of which chosen from, scale.
+        let (experts, chosen, inner, shared, groups, kept, scale) = match family {
+            Family::DeepseekV2 => (64, None, 1407, 2, 1, 1, 1.0),
+            Family::DeepseekV3 => (256, Some(8), 2048, 1, 8, 4, 2.5),
+            Family::Glm4MoeLite => (64, Some(4), 1536, 1, 1, 1, 1.8),
+            _ => (128, Some(8), 1408, 1, 1, 1, 1.0),
+        };
+        let feed_forward = entries.size_or("moe_intermediate_size", inner)?;
+        let shared = entries.size_or_zero("n_shared_experts", shared)?;
         let of_shared = feed_forward.checked_mul(shared).filter(|inner| u32::try_from(*inner).is_ok());
         let of_shared = of_shared.ok_or_else(|| {
             entries
                 .error("n_shared_experts", format!("is {shared}, of {feed_forward} each; that is too many"))
         })?;
+        let is_v2 = family == Family::DeepseekV2;
+        let (count, kept) = (entries.size_or("n_group", groups)?, entries.size_or("topk_group", kept)?);
+        let groups = match is_v2 {
+            true if !chooses_groups(entries)? => None,
+            true => Some(ExpertGroups { count, kept, by: GroupScore::Largest }),
+            // A choice from all groups is one without groups.
+            false if count == kept => None,
+            false => Some(ExpertGroups { count, kept, by: GroupScore::TwoLargest }),
+        };
+        if is_v2 && entries.flag("norm_topk_prob", false)? {
+            return Err(ModelError::Unsupported {
+                what: "norm_topk_prob".into(),
+                found: "true".into(),
+                supported: "false (transformers does not read it in a DeepSeek V2)".into(),
+            });
+        }
         Ok(Self {
-            experts: entries.size_or("n_routed_experts", 128)?,
-            chosen: entries.size_or("num_experts_per_tok", 8)?,
+            experts: entries.size_or("n_routed_experts", experts)?,
+            chosen: match chosen {
+                Some(chosen) => entries.size_or("num_experts_per_tok", chosen)?,
+                None => entries.size("num_experts_per_tok")?,
+            },
             feed_forward,
-            scores: Scores::Sigmoid,
-            has_score_biases: true,
-            normalize: entries.flag("norm_topk_prob", true)?,
-            scale: entries.positive_or("routed_scaling_factor", 1.0)? as f32,
+            scores: if is_v2 { Scores::Softmax } else { Scores::Sigmoid },
+            groups,
+            has_score_biases: !is_v2,
+            normalize: !is_v2 && entries.flag("norm_topk_prob", true)?,
+            scale: entries.positive_or("routed_scaling_factor", scale)? as f32,
             biased: false,
             shared: (shared > 0).then_some(SharedExpert { feed_forward: of_shared, is_gated: false }),
-            dense_layers: (0..entries.size_or_zero("first_k_dense_replace", 1)?.min(layers)).collect(),
+            dense_layers: first_dense_layers(entries, family, layers)?,
         })
     }
 
@@ -159,6 +183,24 @@ impl Mixture {
             let detail = format!("is {chosen}, of {experts} experts; it must be at least 1 and at most that");
             return refuse("num_experts_per_tok", detail);
         }
+        if let Some(ExpertGroups { count, kept, by }) = self.groups {
+            if count == 0 || !experts.is_multiple_of(count) {
+                let detail = format!("is {count}, which does not divide {experts} experts");
+                return refuse("n_group", detail);
+            }
+            let size = experts / count;
+            if by == GroupScore::TwoLargest && size < 2 {
+                return refuse("n_group", format!("is {count}; of {experts} experts no group has two"));
+            }
+            if kept == 0 || kept > count {
+                let detail = format!("is {kept}, of {count} groups; it must be at least 1 and at most that");
+                return refuse("topk_group", detail);
+            }
+            if chosen > kept * size {
+                let detail = format!("is {kept}, of {size} experts each, fewer than the {chosen} of a token");
+                return refuse("topk_group", detail);
+            }
+        }
         Ok(())
     }
 }
@@ -173,6 +215,55 @@ fn dense_layers(entries: &Entries<'_>, layers: usize) -> Result<Vec<usize>> {
     let listed = entries.numbers("mlp_only_layers")?.unwrap_or_default();
     let is_dense = |layer: &usize| !(layer + 1).is_multiple_of(step) || listed.contains(&(*layer as f64));
     Ok((0..layers).filter(is_dense).collect())
+}
+
+/// Layers before those with experts.
+fn first_dense_layers(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<usize>> {
+    let step = entries.size_or("moe_layer_freq", 1)?;
+    if step != 1 {
+        return Err(ModelError::Unsupported {
+            what: "moe_layer_freq".into(),
+            found: step.to_string(),
+            supported: "1 (all layers behind the first have experts)".into(),
+        });
+    }
+    let first = match family {
+        Family::DeepseekV2 => 0,
+        Family::DeepseekV3 => 3,
+        _ => 1,
+    };
+    if family != Family::Glm4MoeLite {
+        return Ok((0..entries.size_or_zero("first_k_dense_replace", first)?.min(layers)).collect());
+    }
+    let Some(kinds) = entries.strings("mlp_layer_types")? else { return Ok((0..first).collect()) };
+    if kinds.len() != layers {
+        return Err(
+            entries.error("mlp_layer_types", format!("has {} entries for {layers} layers", kinds.len()))
+        );
+    }
+    let is_dense = |(layer, kind): (usize, &&str)| match *kind {
+        "dense" => Ok(Some(layer)),
+        "sparse" => Ok(None),
+        other => Err(ModelError::Unsupported {
+            what: "mlp_layer_types entry".into(),
+            found: format!("\"{other}\""),
+            supported: "\"dense\", \"sparse\"".into(),
+        }),
+    };
+    kinds.iter().enumerate().filter_map(|kind| is_dense(kind).transpose()).collect()
+}
+
+/// Whether a DeepSeek V2 chooses groups of experts first.
+fn chooses_groups(entries: &Entries<'_>) -> Result<bool> {
+    match entries.string("topk_method")? {
+        None | Some("greedy") => Ok(false),
+        Some("group_limited_greedy") => Ok(true),
+        Some(other) => Err(ModelError::Unsupported {
+            what: "topk_method".into(),
+            found: format!("\"{other}\""),
+            supported: "\"greedy\", \"group_limited_greedy\"".into(),
+        }),
+    }
 }
 
 impl Family {
@@ -195,7 +286,9 @@ impl Family {
                 down: "w2",
                 ..usual
             },
-            Self::Glm4Moe => ExpertNames { shared: "mlp.shared_experts", ..usual },
+            Self::Glm4Moe | Self::Glm4MoeLite | Self::DeepseekV2 | Self::DeepseekV3 => {
+                ExpertNames { shared: "mlp.shared_experts", ..usual }
+            }
             Self::GptOss => ExpertNames { router: "mlp.router", ..usual },
             _ => usual,
         }

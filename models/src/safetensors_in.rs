@@ -4,10 +4,11 @@
 //! Headers are parsed and checked against the length of their files when the source is opened.
 
 use crate::composite::Naming;
+use crate::fp8;
 use crate::fused::{FileTensor, Order, file_tensors};
 use crate::mxfp4;
 use crate::safetensors_out::{WRITER, WRITER_KEY};
-use crate::{EMBEDDING_NAME, Model, ModelError, Result};
+use crate::{EMBEDDING_NAME, Fp8, Model, ModelError, Result};
 use half::{bf16, f16};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
@@ -114,6 +115,8 @@ enum Form {
     Turns { elements: usize, parts: usize },
     /// Rows of [`mxfp4`] blocks with rows of other layers between them; the scales lie elsewhere.
     Mxfp4 { layers: usize, scales_shard: usize, scales: u64 },
+    /// Rows of [`fp8`] codes, of which each block has a scale.
+    Fp8 { block: [usize; 2], scales_shard: usize, scales: u64, scales_dtype: Dtype },
 }
 
 impl SafetensorsSource {
@@ -166,6 +169,10 @@ impl SafetensorsSource {
             self.take_part();
         }
         self.take_apart(model)?;
+        if let Some(fp8) = model.config.fp8 {
+            let params = model.blocks.iter().flat_map(|block| block.params());
+            params.into_iter().try_for_each(|param| self.take_scales(param, fp8))?;
+        }
         let mut params = model.blocks.iter().flat_map(|block| block.params());
         if let Some(embedding) = params.find(|param| param.name == EMBEDDING_NAME && model.config.tied) {
             self.settle_head(embedding)?;
@@ -186,7 +193,9 @@ impl SafetensorsSource {
             .chain(&constants)
             .map(|param| &*param.name)
             .chain(fused.iter().map(|tensor| &*tensor.name));
-        let names = names.chain(packed.iter().map(String::as_str));
+        let of_fp8 = params().filter(|_| model.config.fp8.is_some());
+        let scales: Vec<String> = of_fp8.map(|param| fp8::scales_of(&param.name)).collect();
+        let names = names.chain(packed.iter().chain(&scales).map(String::as_str));
         let names = names.flat_map(|name| [Some(name), name.strip_prefix(BASE_PREFIX)]);
         let used: HashSet<&str> = names.flatten().collect();
         let is_used = |name: &&str| {
@@ -313,6 +322,26 @@ impl SafetensorsSource {
         Ok(())
     }
 
+    /// Enters the scales of a weight, if it is FP8.
+    fn take_scales(&mut self, param: &ParamSpec, fp8: Fp8) -> Result {
+        let Ok(stored) = self.there(param) else { return Ok(()) };
+        let (Dtype::F8_E4M3, Form::Rows, &[rows, columns]) = (stored.dtype, stored.form, &*param.dims) else {
+            return Ok(());
+        };
+        let name = fp8::scales_of(&param.name);
+        let block = fp8.block.unwrap_or([rows, columns]);
+        let dims = [rows.div_ceil(block[0]), columns.div_ceil(block[1])];
+        // One scale may have no dimensions of its own.
+        let alone = [ParamSpec::new(&name, &[]), ParamSpec::new(&name, &[1])];
+        let alone = alone.iter().filter(|_| fp8.block.is_none()).find(|alone| self.find(alone).is_ok());
+        let Stored { shard, dtype, offset, .. } =
+            *self.find(alone.unwrap_or(&ParamSpec::new(&name, &dims)))?;
+        let form = Form::Fp8 { block, scales_shard: shard, scales: offset, scales_dtype: dtype };
+        let entry = Stored { form, ..self.there(param)?.clone() };
+        self.tensors.insert(param.name.clone(), entry);
+        Ok(())
+    }
+
     fn has(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
             || name.strip_prefix(BASE_PREFIX).is_some_and(|name| self.tensors.contains_key(name))
@@ -394,6 +423,10 @@ impl SafetensorsSource {
             Form::Mxfp4 { layers, scales_shard, scales } => {
                 let rows = [(shard, offset), (scales_shard, scales)];
                 self.read_mxfp4(rows, layers, &param.dims, start, out)
+            }
+            Form::Fp8 { block, scales_shard, scales, scales_dtype } => {
+                let scales = (scales_shard, scales, scales_dtype);
+                self.read_fp8((shard, offset), scales, block, param.dims[1], start, out)
             }
         }
     }
@@ -516,6 +549,40 @@ impl SafetensorsSource {
         Ok(())
     }
 
+    /// Elements of a matrix of `columns` from `start` on, whose codes and scales begin where the first two say.
+    fn read_fp8(
+        &mut self,
+        codes: (usize, u64),
+        (scales_shard, first_scale, dtype): (usize, u64, Dtype),
+        block: [usize; 2],
+        columns: usize,
+        start: usize,
+        out: &mut [f32],
+    ) -> Result {
+        let (per_row, size) = (columns.div_ceil(block[1]), dtype.bitsize() / 8);
+        let (mut scale_bytes, mut scales) = (vec![0; per_row * size], vec![0.0; per_row]);
+        self.band = None;
+        self.buffer.resize(BUFFER_BYTES, 0);
+        let (mut at, mut left, mut of_rows) = (start, out, None);
+        while !left.is_empty() {
+            let (row, column) = (at / columns, at % columns);
+            let (now, later) = left.split_at_mut((columns - column).min(left.len()).min(BUFFER_BYTES));
+            if of_rows.replace(row / block[0]) != Some(row / block[0]) {
+                let Shard { path, file } = &self.shards[scales_shard];
+                let offset = first_scale + (row / block[0] * scale_bytes.len()) as u64;
+                file.read_exact_at(&mut scale_bytes, offset).map_err(ModelError::file("reading", path))?;
+                widen(dtype, &scale_bytes, &mut scales);
+            }
+            let Shard { path, file } = &self.shards[codes.0];
+            let bytes = &mut self.buffer[..now.len()];
+            file.read_exact_at(bytes, codes.1 + at as u64).map_err(ModelError::file("reading", path))?;
+            fp8::decode(bytes, column, &scales, block[1], now);
+            at += now.len();
+            left = later;
+        }
+        Ok(())
+    }
+
     fn add(&mut self, path: PathBuf) -> Result {
         let file = File::open(&path).map_err(ModelError::file("opening", &path))?;
         let (data_start, metadata) = read_header(&file, &path)?;
@@ -533,7 +600,7 @@ impl SafetensorsSource {
 
     fn find(&self, param: &ParamSpec) -> Result<&Stored> {
         let stored = self.there(param)?;
-        let is_packed = matches!(stored.form, Form::Mxfp4 { .. });
+        let is_packed = matches!(stored.form, Form::Mxfp4 { .. } | Form::Fp8 { .. });
         if !is_packed && !matches!(stored.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
             return Err(self.wrong_dtype(param, stored));
         }

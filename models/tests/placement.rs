@@ -382,6 +382,22 @@ fn the_delta_rule() {
     });
 }
 
+/// Keys and values of a latent, queries of another, and values as short as an odd number; experts in groups.
+fn with_latents() -> ModelConfig {
+    model(
+        "DeepseekV3ForCausalLM",
+        r#""num_key_value_heads":4,"kv_lora_rank":20,"q_lora_rank":28,"qk_nope_head_dim":12,"qk_rope_head_dim":8,"v_head_dim":9,
+        "n_routed_experts":8,"num_experts_per_tok":2,"n_group":4,"topk_group":2,"moe_intermediate_size":24,"first_k_dense_replace":1"#,
+    )
+}
+
+#[test]
+fn latents() {
+    let model = with_latents();
+    check(&Setup { model: model.clone(), ..Setup::new(true) });
+    check_horizontal(&Setup { model, dtype: DType::F32, state: StateFormat::Fp32, ..Setup::new(true) });
+}
+
 #[test]
 fn shared_experts() {
     for model in with_shared() {
@@ -437,6 +453,7 @@ fn every_family_keeps() {
         with_shared()[0].clone(),
         with_shared()[1].clone(),
         recurrent(),
+        with_latents(),
         model(
             "LlamaForCausalLM",
             r#""num_key_value_heads":2,"attention_bias":true,"mlp_bias":true,"tie_word_embeddings":true"#,

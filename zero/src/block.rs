@@ -80,6 +80,8 @@ pub struct KvSpec {
     pub heads: usize,
     /// Head size, K.
     pub head_size: usize,
+    /// Values are kept beside keys. Without them a block makes values of what it keeps as keys.
+    pub has_values: bool,
 }
 
 /// What a recurrent block wants to carry from one pass of a generation to the next, of each sequence.
@@ -107,8 +109,8 @@ pub struct CarrySlot<'a> {
 pub struct KvSlot<'a> {
     /// Pages of keys `[N, P, G, K]`.
     pub keys: ViewMut<'a>,
-    /// Pages of values `[N, P, G, K]`.
-    pub values: ViewMut<'a>,
+    /// Pages of values `[N, P, G, K]`, where [`KvSpec::has_values`] asks for them.
+    pub values: Option<ViewMut<'a>>,
     /// i32 `[B, M]`: each sequence's pages, as [`KeyValues::pages`](terrace_kernels::KeyValues::pages) has them. There are pages for
     /// all that is in the cache and for the valid positions of this batch.
     pub pages: View<'a>,

@@ -10,7 +10,7 @@ use crate::activations::Activations;
 use crate::carry::Carried;
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors, Shapes};
-use crate::kv::{KvLayout, KvPlan};
+use crate::kv::{KvLayout, KvPlan, KvTensors};
 use crate::network::Network;
 use crate::rounds::Rounds;
 use crate::turns::Turns;
@@ -222,7 +222,7 @@ impl DryRun<'_> {
                 if let Some(((keys, values), pages)) =
                     caches.get_mut(block).and_then(Option::as_mut).zip(pages.as_ref())
                 {
-                    let (keys, values) = (keys.view_mut(), values.view_mut());
+                    let (keys, values) = (keys.view_mut(), values.as_mut().map(Tensor::view_mut));
                     cx.kv = Some(KvSlot { keys, values, pages: pages.view() });
                 }
                 if let Some((layout, pages)) = away.and_then(|away| away.layout(block)).zip(pages.as_ref()) {
@@ -619,7 +619,7 @@ impl DryRun<'_> {
         }
     }
 
-    fn caches(&self, arena: &Arena) -> Result<Vec<Option<(Tensor, Tensor)>>> {
+    fn caches(&self, arena: &Arena) -> Result<Vec<Option<KvTensors>>> {
         allocate_caches(self.network, arena, self.dtype, self.limits)
     }
 
@@ -664,17 +664,18 @@ fn too_many_operations() -> EngineError {
     )
 }
 
-/// The pages of keys and of values of every block that wants a cache: `[N, P, G, K]` each.
+/// The pages of keys, and of values if it has any, of every block that wants a cache: `[N, P, G, K]` each.
 pub(crate) fn allocate_caches(
     network: &Network,
     arena: &Arena,
     dtype: DType,
     limits: BatchLimits,
-) -> Result<Vec<Option<(Tensor, Tensor)>>> {
+) -> Result<Vec<Option<KvTensors>>> {
     let tensors = |layout: Option<KvLayout>| {
         layout.map_or(Ok(None), |layout| {
-            let dims = layout.dims();
-            Ok(Some((Tensor::new(arena, dtype, dims)?, Tensor::new(arena, dtype, dims)?)))
+            let new = || Tensor::new(arena, dtype, layout.dims());
+            let keys = new()?;
+            Ok(Some((keys, (layout.count() > 1).then(new).transpose()?)))
         })
     };
     KvLayout::all(network, dtype, limits).into_iter().map(tensors).collect()

@@ -36,18 +36,21 @@ pub struct KvCache {
     _alive: Arc<()>,
 }
 
+/// Pages of the keys of a block, and of its values if it keeps any.
+pub(crate) type KvTensors = (Tensor, Option<Tensor>);
+
 /// Where keys and values are between passes.
 #[derive(Debug)]
 pub(crate) enum Layers {
     /// In the arena: keys and values of every block that has any.
-    Resident(Vec<Option<(Tensor, Tensor)>>),
+    Resident(Vec<Option<KvTensors>>),
     Away(Box<Away>),
 }
 
 /// The layers in a pass through the blocks.
 #[derive(Debug)]
 pub(crate) enum KvPass<'a> {
-    Resident(&'a mut [Option<(Tensor, Tensor)>]),
+    Resident(&'a mut [Option<KvTensors>]),
     Away(Box<AwayPass<'a>>),
 }
 
@@ -221,7 +224,7 @@ impl KvPass<'_> {
         match self {
             Self::Resident(layers) => layers[block].as_mut().map(|(keys, values)| KvSlot {
                 keys: keys.view_mut(),
-                values: values.view_mut(),
+                values: values.as_mut().map(Tensor::view_mut),
                 pages,
             }),
             Self::Away(pass) => pass.slot(block, pages),

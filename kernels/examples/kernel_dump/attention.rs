@@ -204,6 +204,7 @@ fn append(rig: &Rig, from: DType, to: DType) {
     let [mut to_k, mut to_v] = ["to_k", "to_v"].map(|name| case.operand(name, to, &of_cache, 1.0));
     let attention = &rig.kernels().attention;
     let (into_k, into_v) = (to_k.view_mut(), to_v.view_mut());
-    attention.append(k.view(), v.view(), starts.view(), pages.view(), into_k, into_v).expect("append runs");
+    let values = Some((v.view(), into_v));
+    attention.append(k.view(), values, starts.view(), pages.view(), into_k).expect("append runs");
     case.finish(&[("to_k", &to_k), ("to_v", &to_v)]);
 }

@@ -33,7 +33,7 @@ use std::ops::Range;
 pub const ROWS: usize = 96;
 pub const KEYS: usize = 96;
 /// Largest head size.
-pub const HEAD_MAX: usize = 512;
+pub const HEAD_MAX: usize = 576;
 /// Up to this many rows, dot products with unpacked keys are faster than packing them.
 const ROWS_THIN: usize = 8;
 /// Columns that a task appends.
@@ -87,24 +87,23 @@ impl Attention for Cpu {
     fn append(
         &self,
         k: View<'_>,
-        v: View<'_>,
+        values: Option<(View<'_>, ViewMut<'_>)>,
         starts: View<'_>,
         pages: View<'_>,
         to_k: ViewMut<'_>,
-        to_v: ViewMut<'_>,
     ) -> Result {
-        let dims = check::append(k, v, starts, pages, &to_k, &to_v);
+        let dims = check::append(k, &values, starts, pages, &to_k);
         let (starts_b, table) = (ints(starts), ints(pages));
         check::pages(&dims.paging, table);
         let isa = self.threads.isa();
-        let (k, v) = (Floats::new(k), Floats::new(v));
-        let (to_k, to_v) = (FloatsMut::new(to_k), FloatsMut::new(to_v));
+        let of_values = values.map(|(v, to_v)| (Floats::new(v), FloatsMut::new(to_v)));
+        let copies = [Some((Floats::new(k), FloatsMut::new(to_k))), of_values];
         self.threads.run_ranges(dims.width, COLUMNS, |columns, _| {
             let mut buffer = [0.0; COLUMNS];
             for token in 0..dims.batch * dims.length {
                 let (b, i) = (token / dims.length, token % dims.length);
                 let Some(row) = page_row(&dims.paging, table, b, starts_b[b] as usize + i) else { continue };
-                for (from, to) in [(k, to_k), (v, to_v)] {
+                for (from, to) in copies.iter().flatten() {
                     let at = token * dims.width + columns.start;
                     let values = from.read(isa, at, columns.len(), &mut buffer);
                     // SAFETY: these columns of all rows belong to this task.

@@ -162,22 +162,23 @@ impl Attention for Cuda {
     fn append(
         &self,
         k: View<'_>,
-        v: View<'_>,
+        values: Option<(View<'_>, ViewMut<'_>)>,
         starts: View<'_>,
         pages: View<'_>,
         to_k: ViewMut<'_>,
-        to_v: ViewMut<'_>,
     ) -> Result {
         const OP: &str = "append";
-        let dims = check::append(k, v, starts, pages, &to_k, &to_v);
+        let dims = check::append(k, &values, starts, pages, &to_k);
         if dims.batch * dims.length * dims.width == 0 {
             return Ok(());
         }
-        let arguments =
-            self.arguments().read(k).read(v).only(pages).size(page_shift(&dims.paging)).only(starts);
-        let mut arguments = arguments.write(&to_k).write(&to_v).size(dims.length).size(dims.width);
-        arguments = arguments.size(dims.paging.per_sequence);
-        let grid = [number(OP, "positions", dims.batch * dims.length)?, 2, 1];
+        let (v, to_v) = values.map_or((None, None), |(v, to_v)| (Some(v), Some(to_v)));
+        let kinds = 1 + u32::from(v.is_some());
+        let arguments = self.arguments().read(k).optional(v).only(pages);
+        let arguments = arguments.size(page_shift(&dims.paging)).only(starts);
+        let arguments = arguments.write(&to_k).optional(to_v.as_ref().map(ViewMut::view));
+        let mut arguments = arguments.size(dims.length).size(dims.width).size(dims.paging.per_sequence);
+        let grid = [number(OP, "positions", dims.batch * dims.length)?, kinds, 1];
         self.launch(OP, "attention_append", grid, SPLIT_THREADS, 0, &mut arguments)
     }
 

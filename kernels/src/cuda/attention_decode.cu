@@ -201,7 +201,7 @@ attention_decode_merge(const float *partials, int pieces, void *out, int out_dty
 }
 
 // Rows of k and v [B, S, G·K] to positions starts[b] … of the sequences' pages; those without a page are left out.
-// Grid: (B·S, keys or values).
+// Grid: (B·S, keys or values, if there are any).
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
 attention_append(const void *k, int k_dtype, const void *v, int v_dtype, const int *pages, int page_shift, const int *starts,
                  void *to_k, int to_k_dtype, void *to_v, int to_v_dtype, int length, int width, int per_sequence) {

@@ -49,17 +49,16 @@ impl Attention for Reference {
     fn append(
         &self,
         k: View<'_>,
-        v: View<'_>,
+        values: Option<(View<'_>, ViewMut<'_>)>,
         starts: View<'_>,
         pages: View<'_>,
         to_k: ViewMut<'_>,
-        to_v: ViewMut<'_>,
     ) -> Result {
-        let dims = check::append(k, v, starts, pages, &to_k, &to_v);
+        let dims = check::append(k, &values, starts, pages, &to_k);
         let (paging, width, starts) = (dims.paging, dims.width, values::ints(starts));
         let pages = values::ints(pages);
         check::pages(&paging, pages);
-        for (new, to) in [(k, to_k), (v, to_v)] {
+        for (new, to) in std::iter::once((k, to_k)).chain(values) {
             let (new, mut all) = (values::read(new), values::read(to.view()));
             for (row, new) in new.chunks_exact(width).enumerate() {
                 let (b, position) =

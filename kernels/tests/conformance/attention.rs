@@ -451,7 +451,11 @@ fn rows_are_appended_to_pages() {
             let old = |seed| Host::random(to, &[7, 64, kv_heads, head_size], 1.0, seed);
             let (mut to_k, mut to_v) = (old(3), old(4));
             let (into_k, into_v) = (to_k.view_mut(), to_v.view_mut());
-            set.attention.append(k.view(), v.view(), starts.view(), pages.view(), into_k, into_v).unwrap();
+            let values = Some((v.view(), into_v));
+            set.attention.append(k.view(), values, starts.view(), pages.view(), into_k).unwrap();
+            let mut alone = old(3);
+            set.attention.append(k.view(), None, starts.view(), pages.view(), alone.view_mut()).unwrap();
+            assert!(alone.values() == to_k.values(), "keys alone");
             [to_k, to_v]
         };
         let expected = run(&reference::kernel_set());
@@ -473,13 +477,13 @@ fn pages_are_checked() {
     let (starts, pages) = (Host::zeros(DType::I32, &[1]), Host::of(DType::I32, &[1, 1], [7.0]));
     let attention = terrace_kernels::cpu::kernel_set(1).attention;
     let (to_k, to_v) = (to_k.view_mut(), to_v.view_mut());
-    let _ = attention.append(k.view(), k.view(), starts.view(), pages.view(), to_k, to_v);
+    let _ = attention.append(k.view(), Some((k.view(), to_v)), starts.view(), pages.view(), to_k);
 }
 
 #[test]
 fn large_heads() {
     let case =
-        Case { batch: 1, queries: 100, capacity: 100, heads: 2, kv_heads: 1, head_size: 512, window: None };
+        Case { batch: 1, queries: 100, capacity: 100, heads: 2, kv_heads: 1, head_size: 576, window: None };
     case.check_forward(&[0], MIXES[0]);
     case.check_backward(MIXES[0]);
 }

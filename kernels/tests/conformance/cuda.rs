@@ -314,18 +314,25 @@ impl Attention for OnDevice {
     fn append(
         &self,
         k: View<'_>,
-        v: View<'_>,
+        values: Option<(View<'_>, ViewMut<'_>)>,
         starts: View<'_>,
         pages: View<'_>,
         to_k: ViewMut<'_>,
-        to_v: ViewMut<'_>,
     ) -> Result {
         let attention = &self.set.attention;
+        let Some((v, to_v)) = values else {
+            return on_device!(
+                self,
+                [k, starts, pages],
+                [to_k],
+                attention.append(k, None, starts, pages, to_k)
+            );
+        };
         on_device!(
             self,
             [k, v, starts, pages],
             [to_k, to_v],
-            attention.append(k, v, starts, pages, to_k, to_v)
+            attention.append(k, Some((v, to_v)), starts, pages, to_k)
         )
     }
 

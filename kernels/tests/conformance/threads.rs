@@ -163,7 +163,8 @@ fn attention_from_a_start() {
             }
             let new = Host::random(DType::F32, &[3, queries, 2, 24], 1.0, 4);
             let (to_k, to_v) = (page_k.view_mut(), page_v.view_mut());
-            set.attention.append(new.view(), new.view(), starts.view(), pages.view(), to_k, to_v).unwrap();
+            let values = Some((new.view(), to_v));
+            set.attention.append(new.view(), values, starts.view(), pages.view(), to_k).unwrap();
             results.extend([page_k, page_v]);
             results
         };

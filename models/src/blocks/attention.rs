@@ -126,7 +126,7 @@ impl Attention {
 
     /// The cache it appends to in generation.
     pub(crate) fn kv(&self) -> KvSpec {
-        KvSpec { heads: self.kv_heads, head_size: self.head_size }
+        KvSpec { heads: self.kv_heads, head_size: self.head_size, has_values: true }
     }
 
     /// Norm and the three projections of `x_TD`.
@@ -180,9 +180,10 @@ impl Attention {
             None => KeyValues::rows(k_BSGK, v_BSGK),
             // Rows of padding go where there is a page for them: no valid query sees them, and the next ones overwrite them.
             Some(slot) => {
-                let (to_k, to_v) = (slot.keys.reborrow(), slot.values.reborrow());
-                kernel.append(k_BSGK, v_BSGK, starts.view(), slot.pages, to_k, to_v)?;
-                KeyValues { k: slot.keys.view(), v: slot.values.view(), pages: Some(slot.pages) }
+                let values = slot.values.as_mut().expect("this block asked for values");
+                let (to_k, of_v) = (slot.keys.reborrow(), Some((v_BSGK, values.reborrow())));
+                kernel.append(k_BSGK, of_v, starts.view(), slot.pages, to_k)?;
+                KeyValues { k: slot.keys.view(), v: values.view(), pages: Some(slot.pages) }
             }
         };
         kernel.forward(q_BSHK, keys, starts.view(), out, lse, self.spec)?;

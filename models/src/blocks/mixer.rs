@@ -2,6 +2,7 @@
 
 use super::attention::{Attended, Attention, Projected};
 use super::delta::{Channels, Delta};
+use super::latent::{Expanded, Latent};
 use super::layers::Params;
 use crate::ModelConfig;
 use terrace_kernels::{Tensor, View, ViewMut};
@@ -12,6 +13,8 @@ use terrace_zero::{CarrySpec, Context, Gradients, KvSpec, Result, Weights};
 pub(crate) enum Mixer {
     /// Softmax attention.
     Attention(Attention),
+    /// The same, of keys and values that are made of a latent.
+    Latent(Latent),
     /// The gated delta rule.
     Delta(Delta),
 }
@@ -20,28 +23,31 @@ pub(crate) enum Mixer {
 #[derive(Debug)]
 pub(crate) enum Mixed {
     Attention(Projected, Attended),
+    Latent(Expanded),
     Delta(Channels, Tensor),
 }
 
 impl Mixer {
     /// That of a layer, which takes its parameters from the layer's list.
     pub(crate) fn new(config: &ModelConfig, layer: usize, params: &mut Params) -> Self {
-        match config.delta_of(layer) {
-            Some(delta) => Self::Delta(Delta::new(config, delta, params)),
-            None => Self::Attention(Attention::new(config, layer, params)),
+        match (config.delta_of(layer), &config.latent) {
+            (Some(delta), _) => Self::Delta(Delta::new(config, delta, params)),
+            (None, Some(latent)) => Self::Latent(Latent::new(config, latent, layer, params)),
+            (None, None) => Self::Attention(Attention::new(config, layer, params)),
         }
     }
 
     pub(crate) fn kv(&self) -> Option<KvSpec> {
         match self {
             Self::Attention(attention) => Some(attention.kv()),
+            Self::Latent(latent) => Some(latent.kv()),
             Self::Delta(_) => None,
         }
     }
 
     pub(crate) fn carries(&self) -> Option<CarrySpec> {
         match self {
-            Self::Attention(_) => None,
+            Self::Attention(_) | Self::Latent(_) => None,
             Self::Delta(delta) => Some(delta.carries()),
         }
     }
@@ -62,6 +68,7 @@ impl Mixer {
                 let gate = gate.as_ref().map(Tensor::view);
                 attention.residual(cx, weights, &attended, gate, x, y, false)?;
             }
+            Self::Latent(latent) => latent.forward(cx, weights, x, y)?,
             Self::Delta(delta) => {
                 let channels = delta.project(cx, weights, x)?;
                 let scanned = delta.scan(cx, weights, &channels)?;
@@ -81,6 +88,7 @@ impl Mixer {
                 let attended = attention.attend(cx, weights, &mut projected)?;
                 Mixed::Attention(projected, attended)
             }
+            Self::Latent(latent) => Mixed::Latent(latent.expand(cx, weights, x)?),
             Self::Delta(delta) => {
                 let channels = delta.project(cx, weights, x)?;
                 let scanned = delta.scan(cx, weights, &channels)?;
@@ -102,6 +110,7 @@ impl Mixer {
             (Self::Attention(attention), Mixed::Attention(projected, attended)) => {
                 attention.residual(cx, weights, attended, projected.gate(), x, y, true)
             }
+            (Self::Latent(latent), Mixed::Latent(expanded)) => latent.residual(cx, weights, expanded, x, y),
             (Self::Delta(delta), Mixed::Delta(channels, scanned)) => {
                 delta.residual(cx, weights, channels.z(), scanned.view(), x, y, true)
             }
@@ -112,6 +121,7 @@ impl Mixer {
     pub(crate) fn needs_branch(&self) -> bool {
         match self {
             Self::Attention(attention) => attention.needs_branch(),
+            Self::Latent(latent) => latent.needs_branch(),
             Self::Delta(delta) => delta.needs_branch(),
         }
     }
@@ -132,6 +142,9 @@ impl Mixer {
             (Self::Attention(attention), Mixed::Attention(projected, attended)) => {
                 attention.backward(cx, weights, x, projected, attended, branch, dx, gradients)
             }
+            (Self::Latent(latent), Mixed::Latent(expanded)) => {
+                latent.backward(cx, weights, x, expanded, branch, dx, gradients)
+            }
             (Self::Delta(delta), Mixed::Delta(channels, scanned)) => {
                 delta.backward(cx, weights, x, channels, scanned, branch, dx, gradients)
             }
@@ -148,6 +161,7 @@ impl Mixer {
                 let gate = attention.is_gated().then(next);
                 Mixed::Attention(Projected { q, k, v, gate }, Attended { out_BSHK, lse_BHS })
             }
+            Self::Latent(latent) => Mixed::Latent(latent.expanded(&mut next)),
             Self::Delta(_) => {
                 let channels = Channels::from_tensors(std::array::from_fn(|_| next()));
                 Mixed::Delta(channels, next())
@@ -163,6 +177,7 @@ impl Mixed {
             Self::Attention(Projected { q, k, v, gate }, Attended { out_BSHK, lse_BHS }) => {
                 [q, k, v, out_BSHK, lse_BHS].into_iter().chain(gate).collect()
             }
+            Self::Latent(expanded) => expanded.into_tensors().collect(),
             Self::Delta(channels, scanned) => channels.into_tensors().into_iter().chain([scanned]).collect(),
         }
     }

@@ -14,7 +14,8 @@ use crate::{Mixture, ModelConfig};
 use std::array;
 use std::ops::Range;
 use terrace_kernels::{
-    DType, Epilogue, GateFunction, Gating, MatmulSpec, Product, Residual, Scores, Tensor, View, ViewMut,
+    DType, Epilogue, ExpertGroups, GateFunction, Gating, MatmulSpec, Product, Residual, Scores, Tensor, View,
+    ViewMut,
 };
 use terrace_zero::{Context, Gradients, Result, Weights};
 
@@ -30,6 +31,7 @@ pub(crate) struct MixtureMlp {
     feed_forward: usize,
     chosen: usize,
     scores: Scores,
+    groups: Option<ExpertGroups>,
     /// The input with what is added to scores, and the row of this layer in it.
     score_biases: Option<(usize, usize)>,
     normalize: bool,
@@ -165,6 +167,7 @@ impl MixtureMlp {
             feed_forward,
             chosen: mixture.chosen,
             scores: mixture.scores,
+            groups: mixture.groups,
             score_biases: mixture.has_score_biases.then(|| {
                 let row = (0..layer).filter(|&before| config.mixture_of(before).is_some()).count();
                 (score_biases_input(config), row)
@@ -425,9 +428,9 @@ impl MixtureMlp {
         Gating {
             scores: self.scores,
             bias: self.score_biases.map(of_layer),
+            groups: self.groups,
             normalize: self.normalize,
             scale: self.scale,
-            groups: None,
         }
     }
 

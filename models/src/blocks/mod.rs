@@ -12,6 +12,7 @@ mod decoder;
 mod delta;
 mod embedding;
 mod head;
+mod latent;
 mod layers;
 mod mixer;
 mod mixture;

@@ -221,6 +221,7 @@ fn released_models_with_experts() {
         chosen: 8,
         feed_forward: 768,
         scores: Scores::Softmax,
+        groups: None,
         has_score_biases: false,
         normalize: true,
         scale: 1.0,
@@ -296,7 +297,7 @@ fn experts_with_one_beside_them() {
     let all_dense = glm(json!({"first_k_dense_replace": 92})).unwrap();
     assert!((0..3).all(|layer| all_dense.mixture_of(layer).is_none()) && all_dense.constants().is_empty());
     for (more, parts) in [
-        (json!({"n_group": 8}), ["n_group", "1 (experts are chosen from all)"]),
+        (json!({"n_group": 8, "topk_group": 9}), ["topk_group", "is 9, of 8 groups"]),
         (json!({"n_shared_experts": 1u64 << 31}), ["n_shared_experts", "that is too many"]),
         (json!({"routed_scaling_factor": -1}), ["routed_scaling_factor", "must be positive"]),
         (json!({"partial_rotary_factor": 0.3, "head_dim": 10}), ["partial_rotary_factor", "3 of the 10"]),
@@ -632,7 +633,7 @@ fn what_is_not_computed_is_refused_by_name() {
         (json!({"hidden_size": 66}), vec!["66", "num_attention_heads = 4"]),
         (json!({"num_key_value_heads": 3}), vec!["num_key_value_heads", "is 3", "num_attention_heads = 4"]),
         (json!({"head_dim": 15}), vec!["head_dim", "15", "even"]),
-        (json!({"head_dim": 1024}), vec!["head_dim", "1024", "more than 512"]),
+        (json!({"head_dim": 1024}), vec!["head_dim", "1024", "more than 576"]),
         (json!({"rms_norm_eps": 0}), vec!["rms_norm_eps", "positive"]),
         (json!({"tie_word_embeddings": "yes"}), vec!["tie_word_embeddings", "true or false"]),
         (json!({"eos_token_id": "</s>"}), vec!["eos_token_id", "token id"]),

@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 31] = [
+pub const NAMES: [&str; 34] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -31,6 +31,9 @@ pub const NAMES: [&str; 31] = [
     "qwen2_moe",
     "qwen3_moe",
     "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v2",
+    "deepseek_v3",
     "olmoe",
     "qwen3_5",
     "qwen3_5_moe",

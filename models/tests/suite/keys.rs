@@ -44,6 +44,17 @@ fn recurrent() -> ModelConfig {
     .unwrap()
 }
 
+/// What is kept are latents, once for all heads, and no values.
+fn latent() -> ModelConfig {
+    ModelConfig::parse(&format!(
+        r#"{{"architectures":["DeepseekV3ForCausalLM"],"vocab_size":101,"hidden_size":96,"intermediate_size":200,
+        "num_hidden_layers":{LAYERS},"num_attention_heads":4,"num_key_value_heads":4,"max_position_embeddings":{CACHE},
+        "kv_lora_rank":20,"q_lora_rank":28,"qk_nope_head_dim":12,"qk_rope_head_dim":8,"v_head_dim":10,
+        "first_k_dense_replace":{LAYERS},"initializer_range":0.08}}"#
+    ))
+    .unwrap()
+}
+
 type Describe = fn() -> ModelConfig;
 
 struct Place {
@@ -238,8 +249,17 @@ fn numbers_are_those_of_a_cache_on_the_device() {
 /// What recurrent layers carry stays where kernels are, wherever keys and values and weights are.
 #[test]
 fn recurrent_layers_carry_on() {
-    let told = |place: Place| story_of(recurrent, &mut place.engine(6).unwrap()).unwrap();
-    let place = |kv, device| Place { model: recurrent, ..Place::new(kv, device) };
+    tells_the_same(recurrent);
+}
+
+#[test]
+fn latents_without_values() {
+    tells_the_same(latent);
+}
+
+fn tells_the_same(model: Describe) {
+    let told = |place: Place| story_of(model, &mut place.engine(6).unwrap()).unwrap();
+    let place = |kv, device| Place { model, ..Place::new(kv, device) };
     let expected = told(place(Tier::Device, HostDevice::unified()));
     assert!(expected.iter().flatten().all(|&bits| f32::from_bits(bits).is_finite()));
     for kv in [Tier::Host, Tier::Disk] {
@@ -251,7 +271,7 @@ fn recurrent_layers_carry_on() {
     }
     for seed in if on_card() { 0..0 } else { 0..4 } {
         let device = SimDevice::new(SimDeviceConfig { seed, ..SimDeviceConfig::default() });
-        let simulated = Place { model: recurrent, ..Place::simulated(Tier::Host, device, seed) };
+        let simulated = Place { model, ..Place::simulated(Tier::Host, device, seed) };
         assert!(told(simulated) == expected, "seed {seed}");
     }
 }

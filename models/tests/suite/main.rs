@@ -16,6 +16,7 @@ mod export;
 mod fixture;
 mod gpt_oss;
 mod keys;
+mod latent;
 mod memory;
 mod pages;
 mod parity;

@@ -4,7 +4,7 @@ use crate::adamw::{self, State};
 use crate::fixture::{Fixture, backends, numbers, steps};
 use crate::runner::Runner;
 use std::collections::HashMap;
-use terrace_kernels::{DType, GateFunction, KernelSet, Scores, reference};
+use terrace_kernels::{DType, GateFunction, GroupScore, KernelSet, RopePairs, Scores, reference};
 use terrace_models::{Mixture, Model, ModelConfig, RopeScaling};
 use terrace_zero::MicroBatch;
 
@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 55] = [
+    let ignored: [(&'static str, Change); 63] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -74,6 +74,14 @@ fn logits_notice_every_option() {
         ("glm4_moe", |config| mixture(config).normalize = false),
         ("glm4_moe", |config| mixture(config).scale = 1.0),
         ("glm4_moe", |config| mixture(config).shared = None),
+        ("glm4_moe_lite", |config| config.latent.as_mut().unwrap().pairs = RopePairs::Neighbours),
+        ("deepseek_v2", |config| mixture(config).groups = None),
+        ("deepseek_v2", |config| config.multipliers.attention = None),
+        ("deepseek_v2", |config| config.latent.as_mut().unwrap().pairs = RopePairs::Halves),
+        ("deepseek_v3", |config| mixture(config).groups = None),
+        ("deepseek_v3", |config| mixture(config).groups.as_mut().unwrap().by = GroupScore::Largest),
+        ("deepseek_v3", |config| config.qkv_bias = false),
+        ("deepseek_v3", |config| config.rope.scaling = RopeScaling::Default),
         ("qwen3_5", |config| config.norm_plus_one = false),
         ("qwen3_5", |config| config.gated_attention = false),
         ("qwen3_5", |config| config.rope.size = config.head_size),

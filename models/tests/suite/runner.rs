@@ -33,7 +33,7 @@ pub struct Runner {
 /// The key/value cache of a generation.
 pub struct Cache {
     /// Keys and values per block that has them.
-    slots: Vec<Option<(Tensor, Tensor)>>,
+    slots: Vec<Option<(Tensor, Option<Tensor>)>>,
     /// What recurrent blocks carry: latest inputs and states.
     carried: Vec<Option<(Tensor, Tensor)>>,
     /// Sequences in reverse order.
@@ -134,7 +134,7 @@ impl Runner {
             let kv = block.kv()?;
             let dims = [sequences * per_sequence, CACHE_PAGE, kv.heads, kv.head_size];
             let tensor = || Tensor::new(&self.state, self.dtype, &dims).unwrap();
-            Some((tensor(), tensor()))
+            Some((tensor(), kv.has_values.then(tensor)))
         };
         let slots = self.model.blocks.iter().map(|block| slot(&**block)).collect();
         // The sequences' pages alternate.
@@ -163,7 +163,7 @@ impl Runner {
         {
             let slot = slot.as_mut().map(|(keys, values)| KvSlot {
                 keys: keys.view_mut(),
-                values: values.view_mut(),
+                values: values.as_mut().map(Tensor::view_mut),
                 pages: cache.pages.view(),
             });
             let carried = carried.as_mut().map(|(recent, state)| CarrySlot {
