@@ -338,7 +338,7 @@ impl ModelConfig {
             gate_function: gate_function(&entries, family)?,
             qk_norm: match family {
                 Family::Qwen3 | Family::Gemma3 | Family::Qwen3Moe => Some(QkNorm::PerHead),
-                Family::Olmo2 | Family::Olmo3 | Family::Olmoe => Some(QkNorm::AllHeads),
+                Family::Olmo2 | Family::Olmo3 | Family::Olmoe | Family::MiniMaxM2 => Some(QkNorm::AllHeads),
                 Family::Qwen35 | Family::Qwen35Moe => Some(QkNorm::PerHead),
                 Family::Glm4Moe if entries.flag("use_qk_norm", false)? => Some(QkNorm::PerHead),
                 _ => None,
@@ -386,7 +386,7 @@ impl ModelConfig {
         let names = self.family.expert_names();
         let of_layer = |layer: usize| {
             let mixture = self.mixture_of(layer).filter(|mixture| mixture.has_score_biases)?;
-            let name = format!("model.layers.{layer}.{}.e_score_correction_bias", names.router);
+            let name = format!("model.layers.{layer}.{}.e_score_correction_bias", names.score_biases);
             Some(ParamSpec::new(name, &[mixture.experts]))
         };
         (0..self.layers).filter_map(of_layer).collect()
@@ -623,7 +623,9 @@ fn windows(
         Family::Olmoe | Family::Glm4Moe | Family::Qwen35 | Family::Qwen35Moe => {
             return Ok(vec![None; layers]);
         }
-        Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 => return Ok(vec![None; layers]),
+        Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 | Family::MiniMaxM2 => {
+            return Ok(vec![None; layers]);
+        }
         Family::GptOss => (false, Some(128)),
         Family::Phi3 | Family::Mixtral => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
         Family::Mistral => (true, Some(4096)),

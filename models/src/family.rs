@@ -7,7 +7,7 @@ use crate::fused::Packing;
 use crate::{ModelError, Result};
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 23] = [
+const FAMILIES: [(Family, &str, &str); 24] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
@@ -30,6 +30,7 @@ const FAMILIES: [(Family, &str, &str); 23] = [
     (Family::Glm4MoeLite, "Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
     (Family::DeepseekV2, "DeepseekV2ForCausalLM", "deepseek_v2"),
     (Family::DeepseekV3, "DeepseekV3ForCausalLM", "deepseek_v3"),
+    (Family::MiniMaxM2, "MiniMaxM2ForCausalLM", "minimax_m2"),
     (Family::GptOss, "GptOssForCausalLM", "gpt_oss"),
 ];
 
@@ -81,6 +82,8 @@ pub enum Family {
     DeepseekV2,
     /// DeepSeek V3 and R1, Kimi K2, Moonlight: the same attention, experts chosen by sigmoids and a bias.
     DeepseekV3,
+    /// MiniMax M2: experts chosen by sigmoids and a bias, queries and keys normalized with all heads together, half of each head rotated.
+    MiniMaxM2,
     /// gpt-oss: experts with biases, attention sinks, windows in every other layer; files hold the experts of a layer together, often as MXFP4.
     GptOss,
 }
@@ -183,6 +186,14 @@ impl Family {
             Self::Glm4MoeLite => Defaults { positions: 202_752, norm_eps: 1e-5, eos: Some(1), ..llama },
             Self::DeepseekV2 => llama,
             Self::DeepseekV3 => Defaults { positions: 4096, eos: Some(1), ..llama },
+            Self::MiniMaxM2 => Defaults {
+                kv_heads: Some(8),
+                head_size: Some(128),
+                positions: 196_608,
+                theta: 5_000_000.0,
+                eos: Some(200_020),
+                ..llama
+            },
             Self::GptOss => Defaults {
                 kv_heads: Some(8),
                 head_size: Some(64),
@@ -200,7 +211,7 @@ impl Family {
         match self {
             Self::Phi3 => &["attention_dropout", "resid_pdrop", "embd_pdrop"],
             Self::SeedOss => &["attention_dropout", "residual_dropout"],
-            Self::Mixtral => &["attention_dropout", "router_jitter_noise"],
+            Self::Mixtral | Self::MiniMaxM2 => &["attention_dropout", "router_jitter_noise"],
             _ => &["attention_dropout"],
         }
     }
@@ -210,7 +221,7 @@ impl Family {
         let qkv = match self {
             Self::Qwen2 => true,
             Self::Qwen2Moe => entries.flag("qkv_bias", true)?,
-            Self::Mistral | Self::Phi3 | Self::Mixtral => false,
+            Self::Mistral | Self::Phi3 | Self::Mixtral | Self::MiniMaxM2 => false,
             _ => attention,
         };
         let output = match self {
@@ -218,6 +229,7 @@ impl Family {
             Self::Mistral | Self::Qwen2 | Self::Phi3 | Self::Mixtral | Self::Qwen2Moe | Self::Glm4Moe => {
                 false
             }
+            Self::MiniMaxM2 => false,
             _ => attention,
         };
         let mlp = match self {

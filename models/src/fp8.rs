@@ -11,6 +11,9 @@ use std::sync::LazyLock;
 /// What `quantization_config` calls it.
 pub(crate) const METHOD: &str = "fp8";
 
+/// How the format of numbers is spelled.
+const FORMATS: [&str; 2] = ["e4m3", "float8_e4m3fn"];
+
 /// What files call the scales of a weight.
 pub(crate) fn scales_of(tensor: &str) -> String {
     format!("{tensor}_scale_inv")
@@ -19,11 +22,11 @@ pub(crate) fn scales_of(tensor: &str) -> String {
 /// Rows and columns of a block; `None` where a weight has one scale.
 pub(crate) fn block(quantization: &Entries<'_>) -> Result<Option<[usize; 2]>> {
     let format = quantization.string("fmt")?.unwrap_or("e4m3");
-    if format != "e4m3" {
+    if !FORMATS.contains(&format) {
         return Err(ModelError::Unsupported {
             what: "fmt of quantization_config".into(),
             found: format!("\"{format}\""),
-            supported: "\"e4m3\"".into(),
+            supported: FORMATS.map(|known| format!("\"{known}\"")).join(", "),
         });
     }
     let Some(sizes) = quantization.numbers("weight_block_size")? else { return Ok(None) };

@@ -45,6 +45,7 @@ pub struct SharedExpert {
 pub(crate) struct ExpertNames {
     pub(crate) module: &'static str,
     pub(crate) router: &'static str,
+    pub(crate) score_biases: &'static str,
     pub(crate) shared: &'static str,
     pub(crate) gate: &'static str,
     pub(crate) up: &'static str,
@@ -108,6 +109,11 @@ impl Mixture {
             Family::Glm4Moe | Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 => {
                 Some(Self::of_deepseek(entries, family, layers)?)
             }
+            Family::MiniMaxM2 => Some(Self {
+                scores: Scores::Sigmoid,
+                has_score_biases: true,
+                ..usual(experts(of_num_local_experts, 256)?, chosen(8)?, inner()?)
+            }),
             Family::GptOss => Some(Self {
                 biased: true,
                 ..usual(experts(of_num_local_experts, 128)?, chosen(4)?, inner()?)
@@ -272,15 +278,17 @@ impl Family {
         let usual = ExpertNames {
             module: "mlp",
             router: "mlp.gate",
+            score_biases: "mlp.gate",
             shared: "mlp.shared_expert",
             gate: "gate_proj",
             up: "up_proj",
             down: "down_proj",
         };
         match self {
-            Self::Mixtral => ExpertNames {
+            Self::Mixtral | Self::MiniMaxM2 => ExpertNames {
                 module: "block_sparse_moe",
                 router: "block_sparse_moe.gate",
+                score_biases: "block_sparse_moe",
                 gate: "w1",
                 up: "w3",
                 down: "w2",

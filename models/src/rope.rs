@@ -146,6 +146,10 @@ impl Rope {
         }
         let size = match size {
             Some(size) => size,
+            // As the published folders say it.
+            None if family == Family::MiniMaxM2 && config.has_value("rotary_dim") => {
+                config.size("rotary_dim")?
+            }
             None if family.rotated_part() < 1.0 => part_of(config, head_size, family.rotated_part())?,
             None => head_size,
         };
@@ -295,7 +299,7 @@ fn rotated_size(at: &Entries<'_>, family: Family, head_size: usize) -> Result<us
         return Ok(head_size);
     }
     // The classes of the others rotate all of a head, whatever is said here.
-    if family != Family::Phi3 && family.rotated_part() == 1.0 {
+    if !matches!(family, Family::Phi3 | Family::MiniMaxM2) && family.rotated_part() == 1.0 {
         return Err(ModelError::Unsupported {
             what: PART.into(),
             found: part.to_string(),

@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 34] = [
+pub const NAMES: [&str; 35] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -34,6 +34,7 @@ pub const NAMES: [&str; 34] = [
     "glm4_moe_lite",
     "deepseek_v2",
     "deepseek_v3",
+    "minimax_m2",
     "olmoe",
     "qwen3_5",
     "qwen3_5_moe",

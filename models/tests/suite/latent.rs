@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use std::path::Path;
 use terrace_kernels::{DType, ExpertGroups, GroupScore, RopePairs, Scores};
 use terrace_models::{
-    Fp8, LatentAttention, Model, ModelConfig, ModelError, SafetensorsSource, SharedExpert, export_folder,
-    param_count,
+    Fp8, LatentAttention, Model, ModelConfig, ModelError, QkNorm, SafetensorsSource, SharedExpert,
+    export_folder, param_count,
 };
 use terrace_zero::{ParamSpec, WeightSource};
 
@@ -91,6 +91,24 @@ fn released_models() {
     assert_eq!((param_count(&flash), flash.head_size), (29_943_390_976, 256));
     assert_eq!((flash.multipliers.attention, flash.latent.unwrap().values), (Some(0.0625), 256));
     assert_eq!(flash.mixture.unwrap().dense_layers, [0]);
+}
+
+/// 228,689,748,992 parameters in transformers. What the folders say beside is what is computed anyway.
+#[test]
+fn minimax_m2() {
+    let config = json!({"architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1, 1], "bos_token_id": 200019, "eos_token_id": 200020,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608,
+        "model_type": "minimax_m2", "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62,
+        "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+        "quantization_config": {"activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+        "weight_block_size": [128, 128], "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
+        "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid", "shared_intermediate_size": 0,
+        "tie_word_embeddings": false, "use_mtp": true, "use_qk_norm": true, "use_routing_bias": true, "vocab_size": 200064});
+    let config = changed(config, &json!({})).unwrap();
+    assert_eq!((param_count(&config), config.rope.size), (228_689_748_992, 64));
+    assert_eq!((config.qk_norm, config.fp8), (Some(QkNorm::AllHeads), Some(Fp8 { block: Some([128, 128]) })));
+    let first = ParamSpec::new("model.layers.0.block_sparse_moe.e_score_correction_bias", &[256]);
+    assert_eq!((config.constants().len(), &config.constants()[0]), (62, &first));
 }
 
 #[test]

@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 63] = [
+    let ignored: [(&'static str, Change); 66] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -82,6 +82,9 @@ fn logits_notice_every_option() {
         ("deepseek_v3", |config| mixture(config).groups.as_mut().unwrap().by = GroupScore::Largest),
         ("deepseek_v3", |config| config.qkv_bias = false),
         ("deepseek_v3", |config| config.rope.scaling = RopeScaling::Default),
+        ("minimax_m2", |config| config.rope.size = config.head_size),
+        ("minimax_m2", |config| mixture(config).has_score_biases = false),
+        ("minimax_m2", |config| mixture(config).scores = Scores::Softmax),
         ("qwen3_5", |config| config.norm_plus_one = false),
         ("qwen3_5", |config| config.gated_attention = false),
         ("qwen3_5", |config| config.rope.size = config.head_size),
