@@ -590,7 +590,10 @@ fn groups(ExpertGroups { count, kept, by }: ExpertGroups, dims: ChoiceDims) {
     assert!((1..=count).contains(&kept), "route: 1 to {count} groups are kept, not {kept}");
     let size = experts / count;
     assert!(choices <= kept * size, "route: {choices} choices are among {kept} groups of {size} experts");
-    assert!(by == GroupScore::Largest || size > 1, "route: a group has two experts whose scores are added");
+    assert!(
+        by == GroupScore::Largest || size > 1,
+        "route: a group has two experts whose scores are added, not {size}"
+    );
 }
 
 fn choices(op: &str, logits: View<'_>, weights: View<'_>, chosen: View<'_>) -> ChoiceDims {

@@ -262,32 +262,46 @@ fn largest(
     chosen_x: &mut [i32],
 ) {
     let (mut buffer, mut count) = ([0.0; BLOCK], 0);
-    let mut insert = |values: &[f32], first: usize| {
-        for (e, &value) in values.iter().enumerate() {
-            if count == largest_x.len() && !is_larger(value, largest_x[count - 1]) {
-                continue;
-            }
-            let at = largest_x[..count].partition_point(|&kept| !is_larger(value, kept));
-            count = largest_x.len().min(count + 1);
-            largest_x[at..count].rotate_right(1);
-            chosen_x[at..count].rotate_right(1);
-            (largest_x[at], chosen_x[at]) = (value, (first + e) as i32);
-        }
-    };
     for (first, len) in blocks(row.len()) {
         let block = &mut buffer[..len];
         compared.read(isa, row, first, block);
         let Some((kept_g, size)) = kept else {
-            insert(block, first);
+            count = insert(block, first, count, largest_x, chosen_x);
             continue;
         };
         for g in first / size..(first + len).div_ceil(size) {
             if kept_g[g] != 0 {
                 let start = first.max(g * size);
-                insert(&block[start - first..len.min((g + 1) * size - first)], start);
+                let of_group = &block[start - first..len.min((g + 1) * size - first)];
+                count = insert(of_group, start, count, largest_x, chosen_x);
             }
         }
     }
+}
+
+/// Inserts values of the experts from `first` on among the largest so far, of which there are `count`; how many there are then.
+#[inline(always)]
+fn insert(
+    values: &[f32],
+    first: usize,
+    mut count: usize,
+    largest_x: &mut [f32],
+    chosen_x: &mut [i32],
+) -> usize {
+    let most = largest_x.len();
+    let mut least = if count == most { largest_x[count - 1] } else { f32::NAN };
+    for (e, &value) in values.iter().enumerate() {
+        if count == most && !is_larger(value, least) {
+            continue;
+        }
+        let at = largest_x[..count].partition_point(|&kept| !is_larger(value, kept));
+        count = most.min(count + 1);
+        largest_x[at..count].rotate_right(1);
+        chosen_x[at..count].rotate_right(1);
+        (largest_x[at], chosen_x[at]) = (value, (first + e) as i32);
+        least = largest_x[count - 1];
+    }
+    count
 }
 
 /// Marks the groups of a row that are kept, by their scores.
