@@ -52,7 +52,7 @@ pub(crate) const COMPOSITES: [Composite; 9] = [
     Composite {
         architecture: "Mistral3ForConditionalGeneration",
         model_type: "mistral3",
-        parts: &[MISTRAL],
+        parts: &[MISTRAL, MINISTRAL],
         says: Says::OfThePart,
     },
     Composite {
@@ -126,6 +126,12 @@ const MISTRAL: Part = Part {
     model_type: "mistral",
     read_as: "MistralForCausalLM",
     absent: r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}"#,
+};
+
+const MINISTRAL: Part = Part {
+    model_type: "ministral3",
+    read_as: "Ministral3ForCausalLM",
+    absent: r#"{"vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 34, "num_attention_heads": 32}"#,
 };
 
 const QWEN2: Part = Part {

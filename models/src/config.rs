@@ -627,7 +627,9 @@ fn windows(
             return Ok(vec![None; layers]);
         }
         Family::GptOss => (false, Some(128)),
-        Family::Phi3 | Family::Mixtral => return Ok(vec![entries.optional_size("sliding_window")?; layers]),
+        Family::Phi3 | Family::Mixtral | Family::Ministral3 => {
+            return Ok(vec![entries.optional_size("sliding_window")?; layers]);
+        }
         Family::Mistral => (true, Some(4096)),
         Family::Qwen2 | Family::Qwen2Moe | Family::Qwen3 | Family::Olmo3 | Family::Gemma3 => {
             (false, Some(4096))

@@ -7,9 +7,10 @@ use crate::fused::Packing;
 use crate::{ModelError, Result};
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 24] = [
+const FAMILIES: [(Family, &str, &str); 25] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
+    (Family::Ministral3, "Ministral3ForCausalLM", "ministral3"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
     (Family::Qwen3, "Qwen3ForCausalLM", "qwen3"),
     (Family::Phi3, "Phi3ForCausalLM", "phi3"),
@@ -41,6 +42,8 @@ pub enum Family {
     Llama,
     /// Mistral: a sliding window over all layers.
     Mistral,
+    /// Ministral 3, Devstral 2: a Mistral whose queries are multiplied by a number behind the context of its training, up to which it is computed.
+    Ministral3,
     /// Qwen 2 and 2.5: biased query, key and value projections.
     Qwen2,
     /// Qwen 3: queries and keys are normalized per head.
@@ -126,6 +129,15 @@ impl Family {
         match self {
             Self::Llama => llama,
             Self::Mistral => Defaults { kv_heads: Some(8), positions: 131_072, ..llama },
+            Self::Ministral3 => Defaults {
+                kv_heads: Some(8),
+                head_size: Some(128),
+                positions: 262_144,
+                norm_eps: 1e-5,
+                theta: 1_000_000.0,
+                pad: Some(11),
+                ..llama
+            },
             Self::Qwen2 => Defaults { positions: 32_768, eos: None, ..llama },
             Self::Qwen3 => Defaults { head_size: Some(128), positions: 32_768, eos: None, ..llama },
             Self::Phi3 => {
@@ -221,7 +233,7 @@ impl Family {
         let qkv = match self {
             Self::Qwen2 => true,
             Self::Qwen2Moe => entries.flag("qkv_bias", true)?,
-            Self::Mistral | Self::Phi3 | Self::Mixtral | Self::MiniMaxM2 => false,
+            Self::Mistral | Self::Ministral3 | Self::Phi3 | Self::Mixtral | Self::MiniMaxM2 => false,
             _ => attention,
         };
         let output = match self {
@@ -229,7 +241,7 @@ impl Family {
             Self::Mistral | Self::Qwen2 | Self::Phi3 | Self::Mixtral | Self::Qwen2Moe | Self::Glm4Moe => {
                 false
             }
-            Self::MiniMaxM2 => false,
+            Self::Ministral3 | Self::MiniMaxM2 => false,
             _ => attention,
         };
         let mlp = match self {

@@ -19,6 +19,12 @@ pub(crate) fn scales_of(tensor: &str) -> String {
     format!("{tensor}_scale_inv")
 }
 
+/// What files may have beside a weight: its scales, and that of what is multiplied with it, of which nothing is made here.
+pub(crate) fn beside(tensor: &str) -> [String; 2] {
+    let layer = tensor.strip_suffix("weight").unwrap_or(tensor);
+    [scales_of(tensor), format!("{layer}activation_scale")]
+}
+
 /// Rows and columns of a block; `None` where a weight has one scale.
 pub(crate) fn block(quantization: &Entries<'_>) -> Result<Option<[usize; 2]>> {
     let format = quantization.string("fmt")?.unwrap_or("e4m3");

@@ -194,6 +194,10 @@ impl Mixture {
                 let detail = format!("is {count}, which does not divide {experts} experts");
                 return refuse("n_group", detail);
             }
+            if count > ExpertGroups::COUNT_MAX {
+                let most = ExpertGroups::COUNT_MAX;
+                return refuse("n_group", format!("is {count}; more than {most} groups are not computed"));
+            }
             let size = experts / count;
             if by == GroupScore::TwoLargest && size < 2 {
                 return refuse("n_group", format!("is {count}; of {experts} experts no group has two"));

@@ -165,6 +165,7 @@ impl Rope {
         let scaling = match nested.as_ref() {
             Some(nested) => scaling(nested)?,
             None if family == Family::GptOss => RopeScaling::OF_GPT_OSS,
+            None if family == Family::Ministral3 => RopeScaling::OF_MINISTRAL,
             None => RopeScaling::Default,
         };
         if theta == 1.0 && matches!(scaling, RopeScaling::Yarn { .. }) {
@@ -214,6 +215,10 @@ impl Rope {
     ) -> usize {
         let stretched = match self.scaling {
             RopeScaling::Dynamic => return positions_max,
+            // What its queries are multiplied by is 1 up to there.
+            RopeScaling::Yarn { original_positions, .. } if family == Family::Ministral3 => {
+                return positions_max.min(original_positions as usize);
+            }
             RopeScaling::Yarn { factor, original_positions, .. } => (factor * original_positions) as usize,
             // Whose positions are stretched already.
             RopeScaling::Linear { .. } if family == Family::Gemma3 => positions_max,
@@ -261,6 +266,16 @@ impl RopeScaling {
         beta_slow: 1.0,
         original_positions: 4096.0,
         truncate: false,
+    };
+
+    /// What the configuration class of Ministral 3 fills in.
+    const OF_MINISTRAL: Self = Self::Yarn {
+        factor: 16.0,
+        attention_factor: 1.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        original_positions: 16_384.0,
+        truncate: true,
     };
 
     fn apply(&self, frequency: f64) -> f64 {

@@ -194,7 +194,7 @@ impl SafetensorsSource {
             .map(|param| &*param.name)
             .chain(fused.iter().map(|tensor| &*tensor.name));
         let of_fp8 = params().filter(|_| model.config.fp8.is_some());
-        let scales: Vec<String> = of_fp8.map(|param| fp8::scales_of(&param.name)).collect();
+        let scales: Vec<String> = of_fp8.flat_map(|param| fp8::beside(&param.name)).collect();
         let names = names.chain(packed.iter().chain(&scales).map(String::as_str));
         let names = names.flat_map(|name| [Some(name), name.strip_prefix(BASE_PREFIX)]);
         let used: HashSet<&str> = names.flatten().collect();

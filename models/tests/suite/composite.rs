@@ -8,7 +8,8 @@ use std::path::Path;
 use terrace_kernels::DType;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, export_folder, param_count};
 
-const COMPOSITES: [&str; 5] = ["gemma3_vision", "mistral3", "qwen2_5_vl", "qwen3_5_vision", "qwen3_vl"];
+const COMPOSITES: [&str; 6] =
+    ["gemma3_vision", "mistral3", "ministral3", "qwen2_5_vl", "qwen3_5_vision", "qwen3_vl"];
 
 pub type Tensors = BTreeMap<String, (safetensors::Dtype, Vec<usize>, Vec<u8>)>;
 
@@ -135,6 +136,23 @@ fn released_models_have_the_published_sizes() {
     }));
     assert_eq!(param_count(&mistral), 23_572_403_200);
     assert_eq!((mistral.tied, mistral.windows[0], mistral.rope.theta), (false, None, 1e9));
+    // Ministral 3 8B, of which the class fills in the sizes; its queries change behind the context of its training.
+    let ministral = parse(&json!({
+        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+        "text_config": {"hidden_size": 4096, "model_type": "ministral3", "tie_word_embeddings": false}
+    }));
+    assert_eq!(param_count(&ministral), 8_489_553_920);
+    assert_eq!((ministral.positions_max, ministral.rope.theta, ministral.windows[0]), (16_384, 1e6, None));
+    let spelled = parse(&json!({
+        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+        "text_config": {
+            "hidden_size": 4096, "max_position_embeddings": 262144, "model_type": "ministral3", "rope_parameters": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16384, "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"
+            }
+        }
+    }));
+    assert_eq!(spelled.rope, ministral.rope);
     // Qwen 2.5 VL says it among the rest.
     let qwen = json!({
         "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,

@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 35] = [
+pub const NAMES: [&str; 36] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -41,6 +41,7 @@ pub const NAMES: [&str; 35] = [
     "gpt_oss",
     "gemma3_vision",
     "mistral3",
+    "ministral3",
     "qwen2_5_vl",
     "qwen3_5_vision",
     "qwen3_vl",

@@ -145,6 +145,7 @@ fn what_is_refused() {
         (lite(), json!({"moe_layer_freq": 2}), ["moe_layer_freq", "1 (all layers"]),
         (lite(), json!({"mlp_bias": true}), ["mlp_bias", "false"]),
         (v3(), json!({"n_group": 7}), ["n_group", "does not divide 256"]),
+        (v3(), json!({"n_group": 1024, "n_routed_experts": 2048}), ["n_group", "more than 512 groups"]),
         (v3(), json!({"n_group": 256}), ["n_group", "no group has two"]),
         (v3(), json!({"topk_group": 9}), ["topk_group", "is 9, of 8 groups"]),
         (v3(), json!({"n_group": 128, "topk_group": 3}), ["topk_group", "fewer than the 8 of a token"]),
@@ -248,6 +249,9 @@ fn weights_with_one_scale() {
             format!("{name}_scale_inv"),
             (Dtype::BF16, shape, half::bf16::from_f32(3.0).to_le_bytes().to_vec()),
         );
+        // Of activations, which are not quantized here.
+        let of_inputs = name.replace("weight", "activation_scale");
+        stored.insert(of_inputs, (Dtype::F32, vec![1], 2f32.to_le_bytes().to_vec()));
         write(folder.path(), &stored, json!({"quant_method": "fp8", "weight_block_size": null}));
         let mut values = [0.0; 70];
         open(folder.path())
@@ -255,6 +259,8 @@ fn weights_with_one_scale() {
             .read(&ParamSpec::new(name, &dequantized[name].1), 9, &mut values)
             .unwrap();
         assert_eq!(values, [4.5; 70]);
+        let model = Model::from_folder(folder.path()).unwrap();
+        assert_eq!(open(folder.path()).unwrap().unused(&model), [""; 0]);
     }
 }
 

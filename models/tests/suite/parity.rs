@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 66] = [
+    let ignored: [(&'static str, Change); 67] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -95,6 +95,7 @@ fn logits_notice_every_option() {
         ("gpt_oss", |config| config.output_bias = false),
         ("gpt_oss", |config| config.rope.scaling = RopeScaling::Default),
         ("gpt_oss", |config| mixture(config).biased = false),
+        ("ministral3", |config| config.rope.scaling = RopeScaling::Default),
         ("qwen2_5_vl", |config| config.rope.theta = 10_000.0),
     ];
     for (name, ignore) in ignored {
