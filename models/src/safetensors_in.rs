@@ -4,7 +4,7 @@
 //! Headers are parsed and checked against the length of their files when the source is opened.
 
 use crate::composite::Naming;
-use crate::fused::{FileTensor, Order, file_tensors};
+use crate::fused::{FileTensor, Layout, Order, STRIPS_MAX, file_tensors};
 use crate::mxfp4;
 use crate::safetensors_out::{WRITER, WRITER_KEY};
 use crate::{EMBEDDING_NAME, Model, ModelError, Result};
@@ -110,10 +110,21 @@ enum Form {
         /// Where the first column of the first of these layers begins.
         first: u64,
     },
-    /// So many elements at a time, with as many of each other part between them.
-    Turns { elements: usize, parts: usize },
+    /// Some elements at a time, with others between them: by the strip that they are of. A turn of all has so many.
+    Turns { strips: [Strip; STRIPS_MAX], turn: usize },
     /// Rows of [`mxfp4`] blocks with rows of other layers between them; the scales lie elsewhere.
     Mxfp4 { layers: usize, scales_shard: usize, scales: u64 },
+}
+
+/// Elements of a tensor that take turns with others. One without elements is none.
+#[derive(Debug, Clone, Copy, Default)]
+struct Strip {
+    /// The first, in the tensor.
+    first: usize,
+    /// How many of a turn.
+    elements: usize,
+    /// Where they begin in a turn.
+    offset: usize,
 }
 
 impl SafetensorsSource {
@@ -178,7 +189,7 @@ impl SafetensorsSource {
     /// positions, which older savers wrote and which are computed.
     pub fn unused(&self, model: &Model) -> Vec<String> {
         let params = || model.blocks.iter().flat_map(|block| block.params());
-        let fused = file_tensors(params(), model.config.family.packing(), model.config.head_size);
+        let fused = file_tensors(params(), &Layout::of(&model.config));
         let packed: Vec<String> =
             fused.iter().filter(|t| t.is_woven()).flat_map(|t| mxfp4::names(&t.name)).collect();
         let constants = model.config.constants();
@@ -254,8 +265,7 @@ impl SafetensorsSource {
     /// Enters the parts of fused tensors. A folder that has the parts themselves needs nothing.
     fn take_apart(&mut self, model: &Model) -> Result {
         let params = model.blocks.iter().flat_map(|block| block.params());
-        let (packing, head_size) = (model.config.family.packing(), model.config.head_size);
-        for fused in file_tensors(params, packing, head_size).iter().filter(|t| t.is_fused()) {
+        for fused in file_tensors(params, &Layout::of(&model.config)).iter().filter(|t| t.is_fused()) {
             let has_parts = fused.parts.iter().all(|part| self.find(part).is_ok());
             if has_parts {
                 continue;
@@ -266,16 +276,16 @@ impl SafetensorsSource {
             }
             let stored = self.find(&ParamSpec::new(&fused.name, &fused.dims))?.clone();
             let mut offset = stored.offset;
-            for part in &fused.parts {
-                let (mut form, mut elements) = (stored.form, part.elements());
-                if let Order::Turns { rows } = fused.order {
-                    // The first rows of the next part follow those of this one.
-                    elements = rows * part.elements() / part.dims[0];
-                    form = Form::Turns { elements, parts: fused.parts.len() };
+            for (index, part) in fused.parts.iter().enumerate() {
+                if let Order::Turns(_) = fused.order {
+                    let entry =
+                        Stored { shape: part.dims.clone(), form: turns(fused, index), ..stored.clone() };
+                    self.tensors.insert(part.name.clone(), entry);
+                    continue;
                 }
-                let entry = Stored { shape: part.dims.clone(), offset, form, ..stored.clone() };
+                let entry = Stored { shape: part.dims.clone(), offset, ..stored.clone() };
                 self.tensors.insert(part.name.clone(), entry);
-                offset += (elements * stored.dtype.bitsize() / 8) as u64;
+                offset += (part.elements() * stored.dtype.bitsize() / 8) as u64;
             }
         }
         Ok(())
@@ -373,12 +383,15 @@ impl SafetensorsSource {
         assert!(start + out.len() <= param.elements(), "the range lies within `{}`", param.name);
         match form {
             Form::Rows => self.read_rows(shard, dtype, offset, start, out),
-            Form::Turns { elements, parts } => {
+            Form::Turns { strips, turn } => {
                 let (mut at, mut left) = (start, out);
                 while !left.is_empty() {
-                    let (turn, within) = (at / elements, at % elements);
-                    let (now, later) = left.split_at_mut((elements - within).min(left.len()));
-                    self.read_rows(shard, dtype, offset, turn * elements * parts + within, now)?;
+                    let is_there = |strip: &&Strip| strip.elements > 0 && strip.first <= at;
+                    let strip = strips.iter().rfind(is_there).expect("strips begin with the first element");
+                    let (index, within) =
+                        ((at - strip.first) / strip.elements, (at - strip.first) % strip.elements);
+                    let (now, later) = left.split_at_mut((strip.elements - within).min(left.len()));
+                    self.read_rows(shard, dtype, offset, index * turn + strip.offset + within, now)?;
                     at += now.len();
                     left = later;
                 }
@@ -572,6 +585,22 @@ impl SafetensorsSource {
         }
         Ok(stored)
     }
+}
+
+/// How a part lies in a tensor whose parts take turns.
+fn turns(fused: &FileTensor, part: usize) -> Form {
+    let Order::Turns(all) = &fused.order else { return Form::Rows };
+    let of_row = fused.elements() / fused.dims[0];
+    let (mut strips, mut count, mut turn) = ([Strip::default(); STRIPS_MAX], 0, 0);
+    for strip in all {
+        let elements = strip.rows * of_row;
+        if strip.part == part {
+            strips[count] = Strip { first: strip.first * of_row, elements, offset: turn };
+            count += 1;
+        }
+        turn += elements;
+    }
+    Form::Turns { strips, turn }
 }
 
 impl WeightSource for SafetensorsSource {
