@@ -339,7 +339,7 @@ impl ModelConfig {
             qk_norm: match family {
                 Family::Qwen3 | Family::Gemma3 | Family::Qwen3Moe => Some(QkNorm::PerHead),
                 Family::Olmo2 | Family::Olmo3 | Family::Olmoe | Family::MiniMaxM2 => Some(QkNorm::AllHeads),
-                Family::Qwen35 | Family::Qwen35Moe => Some(QkNorm::PerHead),
+                Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => Some(QkNorm::PerHead),
                 Family::Glm4Moe if entries.flag("use_qk_norm", false)? => Some(QkNorm::PerHead),
                 _ => None,
             },
@@ -620,7 +620,7 @@ fn windows(
         Family::Llama | Family::SeedOss | Family::Olmo2 | Family::Granite | Family::Gemma => {
             return Ok(vec![None; layers]);
         }
-        Family::Olmoe | Family::Glm4Moe | Family::Qwen35 | Family::Qwen35Moe => {
+        Family::Olmoe | Family::Glm4Moe | Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => {
             return Ok(vec![None; layers]);
         }
         Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 | Family::MiniMaxM2 => {

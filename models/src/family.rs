@@ -7,7 +7,7 @@ use crate::fused::Packing;
 use crate::{ModelError, Result};
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 25] = [
+const FAMILIES: [(Family, &str, &str); 26] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Ministral3, "Ministral3ForCausalLM", "ministral3"),
@@ -25,6 +25,7 @@ const FAMILIES: [(Family, &str, &str); 25] = [
     (Family::Qwen2Moe, "Qwen2MoeForCausalLM", "qwen2_moe"),
     (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
     (Family::Olmoe, "OlmoeForCausalLM", "olmoe"),
+    (Family::Qwen3Next, "Qwen3NextForCausalLM", "qwen3_next"),
     (Family::Qwen35, "Qwen3_5ForCausalLM", "qwen3_5_text"),
     (Family::Qwen35Moe, "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     (Family::Glm4Moe, "Glm4MoeForCausalLM", "glm4_moe"),
@@ -72,6 +73,9 @@ pub enum Family {
     Qwen3Moe,
     /// OLMoE: experts, and queries and keys that are normalized with all heads together.
     Olmoe,
+    /// Qwen 3 Next and Qwen 3 Coder Next (80B-A3B): a Qwen 3.5 with experts of some layers, whose files hold what the delta rule is given by heads of
+    /// keys, and experts apart.
+    Qwen3Next,
     /// Qwen 3.5: the gated delta rule in three layers of four, gates behind attention in the fourth, whose files hold them with the queries; norms
     /// whose weights are added to 1, and a quarter of each head rotated.
     Qwen35,
@@ -194,7 +198,7 @@ impl Family {
             Self::Qwen35 => {
                 Defaults { kv_heads: Some(4), head_size: Some(256), positions: 32_768, eos: None, ..llama }
             }
-            Self::Qwen35Moe => Defaults { kv_heads: Some(2), ..Self::Qwen35.defaults() },
+            Self::Qwen3Next | Self::Qwen35Moe => Defaults { kv_heads: Some(2), ..Self::Qwen35.defaults() },
             Self::Glm4MoeLite => Defaults { positions: 202_752, norm_eps: 1e-5, eos: Some(1), ..llama },
             Self::DeepseekV2 => llama,
             Self::DeepseekV3 => Defaults { positions: 4096, eos: Some(1), ..llama },
@@ -258,6 +262,7 @@ impl Family {
             Self::GptOss => Packing::Experts,
             Self::Qwen35 => Packing::Gates,
             Self::Qwen35Moe => Packing::GatesAndExperts,
+            Self::Qwen3Next => Packing::GatesAndDelta,
             _ => Packing::Apart,
         }
     }
@@ -268,14 +273,14 @@ impl Family {
 
     /// The gated delta rule takes the place of attention in some layers.
     pub(crate) fn has_delta(self) -> bool {
-        matches!(self, Self::Qwen35 | Self::Qwen35Moe)
+        matches!(self, Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe)
     }
 
     /// The part of each head that is rotated where configurations do not say.
     pub(crate) fn rotated_part(self) -> f64 {
         match self {
             Self::Glm4Moe => 0.5,
-            Self::Qwen35 | Self::Qwen35Moe => 0.25,
+            Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => 0.25,
             _ => 1.0,
         }
     }

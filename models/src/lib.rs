@@ -35,6 +35,7 @@ mod mixture;
 mod mxfp4;
 mod random;
 mod rope;
+mod safetensors_files;
 mod safetensors_in;
 mod safetensors_out;
 

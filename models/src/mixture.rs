@@ -99,6 +99,15 @@ impl Mixture {
                 dense_layers: dense_layers(entries, layers)?,
                 ..usual(experts(of_num_experts, 60)?, chosen(4)?, inner_of_experts(1408)?)
             }),
+            Family::Qwen3Next => Some(Self {
+                normalize: entries.flag("norm_topk_prob", true)?,
+                shared: Some(SharedExpert {
+                    feed_forward: entries.size_or("shared_expert_intermediate_size", 512)?,
+                    is_gated: true,
+                }),
+                dense_layers: dense_layers(entries, layers)?,
+                ..usual(experts(of_num_experts, 512)?, chosen(10)?, inner_of_experts(512)?)
+            }),
             Family::Qwen35Moe => Some(Self {
                 shared: Some(SharedExpert {
                     feed_forward: entries.size_or("shared_expert_intermediate_size", 512)?,

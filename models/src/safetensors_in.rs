@@ -5,24 +5,19 @@
 
 use crate::composite::Naming;
 use crate::fp8;
-use crate::fused::{FileTensor, Order, file_tensors};
+use crate::fused::{FileTensor, Layout, Order, STRIPS_MAX, file_tensors};
 use crate::mxfp4;
+use crate::safetensors_files::{read_header, weight_files};
 use crate::safetensors_out::{WRITER, WRITER_KEY};
 use crate::{EMBEDDING_NAME, Fp8, Model, ModelError, Result};
 use half::{bf16, f16};
 use safetensors::Dtype;
-use safetensors::tensor::Metadata;
-use serde_json::Value;
-use std::cmp::Ordering;
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use terrace_zero::{ParamSpec, WeightSource};
-
-/// Largest header that is read; safetensors itself allows no more.
-const HEADER_BYTES_MAX: u64 = 100_000_000;
 
 /// Bytes read at a time.
 const BUFFER_BYTES: usize = 1 << 20;
@@ -111,12 +106,23 @@ enum Form {
         /// Where the first column of the first of these layers begins.
         first: u64,
     },
-    /// So many elements at a time, with as many of each other part between them.
-    Turns { elements: usize, parts: usize },
+    /// Some elements at a time, with others between them: by the strip that they are of. A turn of all has so many.
+    Turns { strips: [Strip; STRIPS_MAX], turn: usize },
     /// Rows of [`mxfp4`] blocks with rows of other layers between them; the scales lie elsewhere.
     Mxfp4 { layers: usize, scales_shard: usize, scales: u64 },
     /// Rows of [`fp8`] codes, of which each block has a scale.
     Fp8 { block: [usize; 2], scales_shard: usize, scales: u64, scales_dtype: Dtype },
+}
+
+/// Elements of a tensor that take turns with others. One without elements is none.
+#[derive(Debug, Clone, Copy, Default)]
+struct Strip {
+    /// The first, in the tensor.
+    first: usize,
+    /// How many of a turn.
+    elements: usize,
+    /// Where they begin in a turn.
+    offset: usize,
 }
 
 impl SafetensorsSource {
@@ -185,7 +191,7 @@ impl SafetensorsSource {
     /// positions, which older savers wrote and which are computed.
     pub fn unused(&self, model: &Model) -> Vec<String> {
         let params = || model.blocks.iter().flat_map(|block| block.params());
-        let fused = file_tensors(params(), model.config.family.packing(), model.config.head_size);
+        let fused = file_tensors(params(), &Layout::of(&model.config));
         let packed: Vec<String> =
             fused.iter().filter(|t| t.is_woven()).flat_map(|t| mxfp4::names(&t.name)).collect();
         let constants = model.config.constants();
@@ -263,8 +269,7 @@ impl SafetensorsSource {
     /// Enters the parts of fused tensors. A folder that has the parts themselves needs nothing.
     fn take_apart(&mut self, model: &Model) -> Result {
         let params = model.blocks.iter().flat_map(|block| block.params());
-        let (packing, head_size) = (model.config.family.packing(), model.config.head_size);
-        for fused in file_tensors(params, packing, head_size).iter().filter(|t| t.is_fused()) {
+        for fused in file_tensors(params, &Layout::of(&model.config)).iter().filter(|t| t.is_fused()) {
             let has_parts = fused.parts.iter().all(|part| self.find(part).is_ok());
             if has_parts {
                 continue;
@@ -275,16 +280,16 @@ impl SafetensorsSource {
             }
             let stored = self.find(&ParamSpec::new(&fused.name, &fused.dims))?.clone();
             let mut offset = stored.offset;
-            for part in &fused.parts {
-                let (mut form, mut elements) = (stored.form, part.elements());
-                if let Order::Turns { rows } = fused.order {
-                    // The first rows of the next part follow those of this one.
-                    elements = rows * part.elements() / part.dims[0];
-                    form = Form::Turns { elements, parts: fused.parts.len() };
+            for (index, part) in fused.parts.iter().enumerate() {
+                if let Order::Turns(_) = fused.order {
+                    let entry =
+                        Stored { shape: part.dims.clone(), form: turns(fused, index), ..stored.clone() };
+                    self.tensors.insert(part.name.clone(), entry);
+                    continue;
                 }
-                let entry = Stored { shape: part.dims.clone(), offset, form, ..stored.clone() };
+                let entry = Stored { shape: part.dims.clone(), offset, ..stored.clone() };
                 self.tensors.insert(part.name.clone(), entry);
-                offset += (elements * stored.dtype.bitsize() / 8) as u64;
+                offset += (part.elements() * stored.dtype.bitsize() / 8) as u64;
             }
         }
         Ok(())
@@ -402,12 +407,15 @@ impl SafetensorsSource {
         assert!(start + out.len() <= param.elements(), "the range lies within `{}`", param.name);
         match form {
             Form::Rows => self.read_rows(shard, dtype, offset, start, out),
-            Form::Turns { elements, parts } => {
+            Form::Turns { strips, turn } => {
                 let (mut at, mut left) = (start, out);
                 while !left.is_empty() {
-                    let (turn, within) = (at / elements, at % elements);
-                    let (now, later) = left.split_at_mut((elements - within).min(left.len()));
-                    self.read_rows(shard, dtype, offset, turn * elements * parts + within, now)?;
+                    let is_there = |strip: &&Strip| strip.elements > 0 && strip.first <= at;
+                    let strip = strips.iter().rfind(is_there).expect("strips begin with the first element");
+                    let (index, within) =
+                        ((at - strip.first) / strip.elements, (at - strip.first) % strip.elements);
+                    let (now, later) = left.split_at_mut((strip.elements - within).min(left.len()));
+                    self.read_rows(shard, dtype, offset, index * turn + strip.offset + within, now)?;
                     at += now.len();
                     left = later;
                 }
@@ -641,6 +649,22 @@ impl SafetensorsSource {
     }
 }
 
+/// How a part lies in a tensor whose parts take turns.
+fn turns(fused: &FileTensor, part: usize) -> Form {
+    let Order::Turns(all) = &fused.order else { return Form::Rows };
+    let of_row = fused.elements() / fused.dims[0];
+    let (mut strips, mut count, mut turn) = ([Strip::default(); STRIPS_MAX], 0, 0);
+    for strip in all {
+        let elements = strip.rows * of_row;
+        if strip.part == part {
+            strips[count] = Strip { first: strip.first * of_row, elements, offset: turn };
+            count += 1;
+        }
+        turn += elements;
+    }
+    Form::Turns { strips, turn }
+}
+
 impl WeightSource for SafetensorsSource {
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> terrace_zero::Result {
         Ok(self.read_into(param, start, out)?)
@@ -666,115 +690,4 @@ fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
         }
         other => unreachable!("`find` lets no {other} through"),
     }
-}
-
-/// Position of the first data byte, and the header. Parsing checks that tensors follow one another without a gap and
-/// occupy what their shapes and types need; here they are checked against the length of the file.
-fn read_header(file: &File, path: &Path) -> Result<(u64, Metadata)> {
-    let corrupt = |detail: String| ModelError::Corrupt { path: path.to_owned(), detail };
-    let found = file.metadata().map_err(ModelError::file("reading", path))?.len();
-    if found < 8 {
-        return Err(corrupt(format!("it has only {found} bytes")));
-    }
-    let mut prefix = [0; 8];
-    file.read_exact_at(&mut prefix, 0).map_err(ModelError::file("reading", path))?;
-    let header_bytes = u64::from_le_bytes(prefix);
-    if header_bytes > HEADER_BYTES_MAX {
-        return Err(corrupt(format!("its header claims {header_bytes} bytes")));
-    }
-    let truncated = |expected| Err(ModelError::Truncated { path: path.to_owned(), expected, found });
-    let data_start = 8 + header_bytes;
-    if data_start > found {
-        return truncated(data_start);
-    }
-    let mut header = vec![0; header_bytes as usize];
-    file.read_exact_at(&mut header, 8).map_err(ModelError::file("reading", path))?;
-    let metadata: Metadata =
-        serde_json::from_slice(&header).map_err(|e| corrupt(format!("its header: {e}")))?;
-    let expected = data_start.saturating_add(metadata.data_len() as u64);
-    match found.cmp(&expected) {
-        Ordering::Less => truncated(expected),
-        Ordering::Equal => Ok((data_start, metadata)),
-        Ordering::Greater => {
-            let surplus = found - expected;
-            Err(corrupt(format!("it has {surplus} bytes more than the {expected} its header describes")))
-        }
-    }
-}
-
-/// The files that hold a folder's weights.
-fn weight_files(folder: &Path) -> Result<Vec<PathBuf>> {
-    if folder.is_file() {
-        return Ok(vec![folder.to_owned()]);
-    }
-    let single = folder.join("model.safetensors");
-    if single.is_file() {
-        return Ok(vec![single]);
-    }
-    let index = folder.join("model.safetensors.index.json");
-    if index.is_file() {
-        return shards_of(folder, &index);
-    }
-    let entries = std::fs::read_dir(folder).map_err(ModelError::file("reading", folder))?;
-    let names: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
-    let with_extension = |extension: &str| -> Vec<PathBuf> {
-        names.iter().filter(|path| path.extension().is_some_and(|e| e == extension)).cloned().collect()
-    };
-    let found = with_extension("safetensors");
-    match found.len() {
-        1 => Ok(found),
-        0 => Err(ModelError::NoWeights {
-            folder: folder.to_owned(),
-            expected: "model.safetensors or model.safetensors.index.json".into(),
-            hint: if with_extension("bin").is_empty() {
-                ""
-            } else {
-                "; pickled .bin weights are not read: convert them to safetensors"
-            },
-        }),
-        _ => Err(ModelError::NoWeights {
-            folder: folder.to_owned(),
-            expected: "model.safetensors.index.json".into(),
-            hint: " to say how its several .safetensors files belong together",
-        }),
-    }
-}
-
-/// The files that an index names, each once.
-fn shards_of(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
-    let corrupt = |detail: String| ModelError::Corrupt { path: index.to_owned(), detail };
-    let text = std::fs::read_to_string(index).map_err(ModelError::file("reading", index))?;
-    let value: Value = serde_json::from_str(&text).map_err(|e| corrupt(e.to_string()))?;
-    let map = value
-        .get("weight_map")
-        .and_then(Value::as_object)
-        .ok_or_else(|| corrupt("it has no weight_map".into()))?;
-    let mut names = BTreeSet::new();
-    for (tensor, file) in map {
-        let name =
-            file.as_str().ok_or_else(|| corrupt(format!("weight_map of `{tensor}` is not a string")))?;
-        if Path::new(name).file_name().is_none_or(|plain| plain != name) {
-            return Err(corrupt(format!(
-                "weight_map of `{tensor}` names {name:?}, which is not a plain file name"
-            )));
-        }
-        names.insert(name);
-    }
-    if names.is_empty() {
-        return Err(corrupt("its weight_map is empty".into()));
-    }
-    names
-        .into_iter()
-        .map(|name| {
-            let path = folder.join(name);
-            if path.is_file() {
-                return Ok(path);
-            }
-            Err(ModelError::NoWeights {
-                folder: folder.to_owned(),
-                expected: name.to_owned(),
-                hint: ", which model.safetensors.index.json names; the download is incomplete",
-            })
-        })
-        .collect()
 }

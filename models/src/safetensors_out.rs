@@ -15,7 +15,7 @@
 //! folder that is refused, never a mixture of two models that loads.
 
 use crate::composite::{Naming, TEXT};
-use crate::fused::{FileTensor, Order, Packing, file_tensors};
+use crate::fused::{FileTensor, Layout, Order, file_tensors};
 use crate::json::parse_json;
 use crate::{ModelConfig, ModelError, Result, SafetensorsSource};
 use serde_json::{Map, Value, json};
@@ -91,11 +91,10 @@ pub fn export_folder(
     let (tag, torch_name) = names(dtype)?;
     // Blocks of others may have a configuration that is no model's here: their parameters are tensors of files.
     let known = ModelConfig::parse(config_json).ok();
-    let (packing, head_size) =
-        known.as_ref().map_or((Packing::Apart, 1), |config| (config.family.packing(), config.head_size));
+    let layout = known.as_ref().map_or(Layout::APART, Layout::of);
     let config = with_dtype(config_json, torch_name, known.is_some())?;
     let rest = known.as_ref().map(|config| Rest::of(source_dir, config)).transpose()?.flatten();
-    let mut tensors: Vec<OutTensor> = file_tensors(&reader.params(), packing, head_size)
+    let mut tensors: Vec<OutTensor> = file_tensors(&reader.params(), &layout)
         .into_iter()
         .map(|tensor| OutTensor::of_weights(tensor, rest.as_ref(), dtype, tag))
         .collect();
@@ -367,11 +366,13 @@ fn write_shard(
                     write_weights(reader, param, 0..param.elements(), dtype, &mut buffer, &mut draft)?;
                 }
             }
-            (Content::Parts { parts, order: Order::Turns { rows } }, _) => {
-                let turn = rows * parts[0].elements() / parts[0].dims[0];
-                for start in (0..parts[0].elements()).step_by(turn) {
-                    for param in parts {
-                        write_weights(reader, param, start..start + turn, dtype, &mut buffer, &mut draft)?;
+            (Content::Parts { parts, order: Order::Turns(strips) }, _) => {
+                let rows: usize = strips.iter().map(|strip| strip.rows).sum();
+                for turn in 0..tensor.dims[0] / rows {
+                    for strip in strips {
+                        let (param, first) = (&parts[strip.part], strip.first + turn * strip.rows);
+                        let range = elements_of(param, first..first + strip.rows);
+                        write_weights(reader, param, range, dtype, &mut buffer, &mut draft)?;
                     }
                 }
             }
@@ -386,6 +387,12 @@ fn write_shard(
         }
     }
     Ok(draft.complete()?)
+}
+
+/// Those of some rows.
+fn elements_of(param: &ParamSpec, rows: Range<usize>) -> Range<usize> {
+    let of_row = param.elements() / param.dims[0];
+    rows.start * of_row..rows.end * of_row
 }
 
 fn write_weights(

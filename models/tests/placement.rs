@@ -371,8 +371,19 @@ fn recurrent() -> ModelConfig {
     )
 }
 
+/// The same with experts in one layer of three.
+fn recurrent_with_experts() -> ModelConfig {
+    model(
+        "Qwen3NextForCausalLM",
+        r#""num_key_value_heads":2,"head_dim":16,"full_attention_interval":3,"linear_num_key_heads":2,"linear_num_value_heads":4,
+        "linear_key_head_dim":12,"linear_value_head_dim":20,"num_experts":6,"num_experts_per_tok":2,"moe_intermediate_size":24,
+        "shared_expert_intermediate_size":40,"mlp_only_layers":[0,2]"#,
+    )
+}
+
 #[test]
 fn the_delta_rule() {
+    check(&Setup { model: recurrent_with_experts(), ..Setup::new(true) });
     check(&Setup { model: recurrent(), ..Setup::new(true) });
     check_horizontal(&Setup {
         model: recurrent(),

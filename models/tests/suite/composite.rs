@@ -219,7 +219,7 @@ fn what_is_not_computed_is_refused_where_it_stands() {
         change(&mut config);
         ModelConfig::parse(&config.to_string()).unwrap_err().to_string()
     };
-    let message = refused(|config| config["text_config"]["model_type"] = "ministral3".into());
+    let message = refused(|config| config["text_config"]["model_type"] = "mistral4".into());
     assert!(message.contains("text_config.model_type") && message.contains("\"mistral\""), "{message}");
     let message = refused(|config| config["text_config"]["hidden_size"] = "wide".into());
     assert!(message.contains("text_config.hidden_size"), "{message}");

@@ -1,4 +1,4 @@
-//! Qwen 3.5: what its configuration says, and experts that files hold together or apart.
+//! Qwen 3.5 and 3 Next: what their configurations say, and what files hold together or apart.
 
 use crate::composite::tensors;
 use crate::export::Copying;
@@ -87,4 +87,49 @@ fn experts_and_gates_are_exported_together() {
     let parts =
         (0..4).flat_map(|expert| ["gate_proj", "up_proj"].map(|layer| apart(expert, layer).2.clone()));
     assert!(together.2 == parts.collect::<Vec<_>>().concat());
+}
+
+/// Qwen 3 Next 80B: 79,674,391,296 parameters by transformers' class, and 40,090,596,096 with one feed-forward in the layers that are named.
+#[test]
+fn qwen_3_next() {
+    let of = |more: Value| {
+        let mut config = json!({
+            "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048,
+            "intermediate_size": 5632, "num_hidden_layers": 48, "num_attention_heads": 16, "rope_theta": 10000000
+        });
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        ModelConfig::parse(&config.to_string()).unwrap()
+    };
+    let next = of(json!({}));
+    let spec = DeltaSpec { key_heads: 16, value_heads: 32, key_size: 128, value_size: 128 };
+    let delta = next.delta.as_ref().unwrap();
+    assert_eq!((param_count(&next), delta.spec, delta.taps), (79_674_391_296, spec, 4));
+    assert_eq!((delta.layers.len(), &delta.layers[..4]), (36, &[0, 1, 2, 4][..]));
+    assert_eq!((next.kv_heads, next.head_size, next.rope.size), (2, 256, 64));
+    assert!(next.norm_plus_one && next.gated_attention && next.eos_ids.is_empty() && !next.tied);
+    let mixture = next.mixture.as_ref().unwrap();
+    assert_eq!((mixture.experts, mixture.chosen, mixture.normalize), (512, 10, true));
+    let sparse = of(
+        json!({"intermediate_size": 5120, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": false}),
+    );
+    assert_eq!(param_count(&sparse), 40_090_596_096);
+    assert!(sparse.mixture_of(3).is_none() && sparse.mixture_of(4).is_none());
+    assert!(!sparse.mixture_of(5).unwrap().normalize);
+}
+
+/// What transformers wrote is written again as it was, tensor by tensor, whatever else takes turns in what the delta rule is given.
+#[test]
+fn inputs_of_the_delta_rule_are_exported_as_they_were() {
+    let fixture = Fixture::new("qwen3_next");
+    let config = std::fs::read_to_string(fixture.folder.join("config.json")).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let mut reader = Copying::new(&fixture.folder, DType::F32);
+    export_folder(&mut reader, Some(&fixture.folder), out.path(), 40_000, &config).unwrap();
+    let (before, after) = (tensors(&fixture.folder), tensors(out.path()));
+    assert!(before.contains_key("model.layers.0.linear_attn.in_proj_qkvz.weight"));
+    assert!(before.contains_key("model.layers.0.mlp.experts.3.gate_proj.weight"));
+    assert!(before == after);
+    let model = Model::from_folder(out.path()).unwrap();
+    let source = SafetensorsSource::for_model(out.path(), &model).unwrap();
+    assert!(source.unused(&model).is_empty(), "{:?}", source.unused(&model));
 }

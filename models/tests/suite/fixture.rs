@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 36] = [
+pub const NAMES: [&str; 37] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -38,6 +38,7 @@ pub const NAMES: [&str; 36] = [
     "olmoe",
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen3_next",
     "gpt_oss",
     "gemma3_vision",
     "mistral3",

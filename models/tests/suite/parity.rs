@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 67] = [
+    let ignored: [(&'static str, Change); 70] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -89,6 +89,9 @@ fn logits_notice_every_option() {
         ("qwen3_5", |config| config.gated_attention = false),
         ("qwen3_5", |config| config.rope.size = config.head_size),
         ("qwen3_5_moe", |config| mixture(config).shared = None),
+        ("qwen3_next", |config| mixture(config).normalize = false),
+        ("qwen3_next", |config| mixture(config).shared = None),
+        ("qwen3_next", |config| config.gated_attention = false),
         ("gpt_oss", |config| config.windows = vec![None; config.layers]),
         ("gpt_oss", |config| config.has_sinks = false),
         ("gpt_oss", |config| config.gate_function = GateFunction::Silu),
