@@ -174,7 +174,9 @@ fn rows(set: &KernelSet, arena: &Arena) {
         for f in GateFunction::ALL {
             set.activation.gated(f, x.view(), out.view(), dx.view_mut()).unwrap();
         }
-        set.cross_entropy.loss_and_gradient(out.view_mut(), ids.view(), 1.0, loss.view_mut()).unwrap();
+        set.cross_entropy
+            .loss_and_gradient(out.view_mut(), ids.view(), 1.0, Some(9.0), loss.view_mut())
+            .unwrap();
         let heads = x.view_mut().reshape(&[rows, 4, width / 4]);
         set.rope.rotate(heads, ids.view(), inv_freq.view(), 1.0, RopeDirection::Forward).unwrap();
     }

@@ -110,7 +110,7 @@ impl HeadBlock {
         let (kernels, scale, inputs) = (cx.kernels, cx.loss_scale, cx.inputs);
         let labels_R = rows_of(inputs[LABELS].view(), start, end);
         let loss = cx.loss.reborrow();
-        kernels.cross_entropy.loss_and_gradient(logits_RV.view_mut(), labels_R, scale, loss)?;
+        kernels.cross_entropy.loss_and_gradient(logits_RV.view_mut(), labels_R, scale, None, loss)?;
         self.multiply(cx, logits_RV.view_mut())?;
         if cx.dtype == DType::F32 {
             return Ok(logits_RV);
