@@ -28,6 +28,7 @@ mod entries;
 mod error;
 mod family;
 mod fused;
+mod heads;
 mod json;
 mod mixture;
 mod mxfp4;
@@ -44,6 +45,7 @@ pub use blocks::{
 pub use config::{DeltaNet, ModelConfig, Multipliers, Norms, QkNorm};
 pub use error::{ModelError, Result};
 pub use family::Family;
+pub use heads::KvHeads;
 pub use json::parse_json;
 pub use mixture::{Mixture, SharedExpert};
 pub use random::RandomSource;

@@ -44,6 +44,18 @@ fn recurrent() -> ModelConfig {
     .unwrap()
 }
 
+/// Every other layer with a window, and with other heads than the rest.
+fn by_layer() -> ModelConfig {
+    ModelConfig::parse(&format!(
+        r#"{{"architectures":["Gemma4ForCausalLM"],"vocab_size":101,"hidden_size":96,"intermediate_size":200,
+        "num_hidden_layers":{LAYERS},"num_attention_heads":4,"num_key_value_heads":2,"head_dim":24,"max_position_embeddings":{CACHE},
+        "layer_types":["full_attention","sliding_attention","full_attention","sliding_attention","full_attention"],"sliding_window":70,
+        "global_head_dim":40,"num_global_key_value_heads":1,"attention_k_eq_v":true,"hidden_size_per_layer_input":0,
+        "initializer_range":0.08}}"#
+    ))
+    .unwrap()
+}
+
 type Describe = fn() -> ModelConfig;
 
 struct Place {
@@ -155,7 +167,9 @@ fn pass_of(
     let starts: Vec<usize> = sequences.iter().map(|&sequence| cache.lengths()[sequence]).collect();
     let added: Vec<usize> = ids.iter().map(|ids| ids.len()).collect();
     let longest = *added.iter().max().unwrap();
-    let batch = TokenBatch::new(&model()).generate(&ids, &starts, longest).unwrap();
+    let model = model();
+    let batches = TokenBatch::for_source(&model, &mut RandomSource::for_config(&model, 1)).unwrap();
+    let batch = batches.generate(&ids, &starts, longest).unwrap();
     let logits = engine.logits(&batch, cache, &sequences, &added)?;
     Ok(logits.into_iter().map(f32::to_bits).collect())
 }
@@ -232,6 +246,26 @@ fn numbers_are_those_of_a_cache_on_the_device() {
                 assert!(told(place, &name) == expected, "{name}");
             }
         }
+    }
+}
+
+/// Layers whose keys and values are of several sizes.
+#[test]
+fn layers_with_heads_of_their_own() {
+    let told = |place: Place| story_of(by_layer, &mut place.engine(6).unwrap()).unwrap();
+    let place = |kv, device| Place { model: by_layer, ..Place::new(kv, device) };
+    let expected = told(place(Tier::Device, HostDevice::unified()));
+    assert!(expected.iter().flatten().all(|&bits| f32::from_bits(bits).is_finite()));
+    for kv in [Tier::Host, Tier::Disk] {
+        for (placement, held) in [(Placement::None, (0, 0)), (Placement::Disk, (1, 2))] {
+            let found = told(Place { placement, held: Some(held), ..place(kv, HostDevice::discrete()) });
+            assert!(found == expected, "{kv:?}, weights on {placement}, {held:?}");
+        }
+    }
+    for seed in if on_card() { 0..0 } else { 0..4 } {
+        let device = SimDevice::new(SimDeviceConfig { seed, ..SimDeviceConfig::default() });
+        let simulated = Place { model: by_layer, ..Place::simulated(Tier::Disk, device, seed) };
+        assert!(told(simulated) == expected, "seed {seed}");
     }
 }
 
