@@ -131,7 +131,7 @@ impl Block for Head {
         k.matmul.matmul(x_TD, w.get(0), logits_TV.view_mut(), MatmulSpec::NT)?;
         // Replaces the logits by their gradient, times one over the number of predictions in the whole step.
         let (labels_T, scale) = (cx.inputs[C].view(), cx.loss_scale);
-        k.cross_entropy.loss_and_gradient(logits_TV.view_mut(), labels_T, scale, cx.loss.reborrow())?;
+        k.cross_entropy.loss_and_gradient(logits_TV.view_mut(), labels_T, scale, None, cx.loss.reborrow())?;
         gradients.add_product(0, logits_TV.view(), x_TD)?;
         Ok(k.matmul.matmul(logits_TV.view(), w.get(0), dx_TD, MatmulSpec::NN)?)
     }

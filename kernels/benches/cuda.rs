@@ -483,7 +483,7 @@ fn losses(rig: &Rig) {
     report("rows", &format!("cross_entropy {shape}"), "own", Work::Bytes(bytes), &timing);
     let timing = rig.time(|| {
         let (logits, loss) = (logits.view_mut(), loss.view_mut());
-        cross_entropy.loss_and_gradient(logits, labels.view(), 1.0, loss)
+        cross_entropy.loss_and_gradient(logits, labels.view(), 1.0, None, loss)
     });
     report("rows", &format!("cross_entropy and gradient {shape}"), "own", Work::Bytes(2 * bytes), &timing);
 }

@@ -519,6 +519,12 @@ pub fn write(name: &'static str, view: &ViewMut<'_>) -> Operand {
     (name, view.shape().elements(), view.dtype())
 }
 
+pub fn scale(x: &ViewMut<'_>, factor: View<'_>) -> usize {
+    float("scale", "factor", factor.dtype());
+    same("scale", "factor", 1, factor.shape().elements());
+    elementwise("scale", &[write("x", x)])
+}
+
 pub fn add_bias(x: &ViewMut<'_>, bias: View<'_>) -> RowDims {
     let dims = rows("add_bias", x.view());
     float("add_bias", "bias", bias.dtype());

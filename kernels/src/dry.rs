@@ -380,9 +380,17 @@ impl CrossEntropy for Dry {
         Ok(())
     }
 
-    fn loss_and_gradient(&self, logits: ViewMut<'_>, labels: View<'_>, _: f32, loss: ViewMut<'_>) -> Result {
+    fn loss_and_gradient(
+        &self,
+        logits: ViewMut<'_>,
+        labels: View<'_>,
+        _: f32,
+        cap: Option<f32>,
+        loss: ViewMut<'_>,
+    ) -> Result {
         let dims = check::cross_entropy(logits.view(), labels, &loss);
-        self.counter.other(7 * dims.rows * dims.width);
+        let of_element = if cap.is_some() { 11 } else { 7 };
+        self.counter.other(of_element * dims.rows * dims.width);
         self.counter.bytes(&[logits.view(), labels], &[&logits, &loss]);
         Ok(())
     }
@@ -412,6 +420,18 @@ impl Elementwise for Dry {
 
     fn affine(&self, x: ViewMut<'_>, _: f32, _: f32) -> Result {
         self.counter.other(2 * check::elementwise("affine", &[check::write("x", &x)]));
+        self.counter.bytes(&[x.view()], &[&x]);
+        Ok(())
+    }
+
+    fn scale(&self, x: ViewMut<'_>, factor: View<'_>) -> Result {
+        self.counter.other(check::scale(&x, factor));
+        self.counter.bytes(&[x.view(), factor], &[&x]);
+        Ok(())
+    }
+
+    fn cap(&self, x: ViewMut<'_>, _: f32) -> Result {
+        self.counter.other(3 * check::elementwise("cap", &[check::write("x", &x)]));
         self.counter.bytes(&[x.view()], &[&x]);
         Ok(())
     }

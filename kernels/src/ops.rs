@@ -475,6 +475,9 @@ pub trait CrossEntropy: Send + Sync {
 
     /// As [`loss`](Self::loss), and replaces logits by `scale·(softmax(logits) − onehot(label))`, zero in ignored rows.
     ///
+    /// Of logits that [`Elementwise::cap`] made by a `cap`, the gradient is that of what it was given: times `1 − (logit/cap)²`. It is
+    /// taken here because the capped logits are, which this overwrites, so that no copy of them is kept.
+    ///
     /// # Errors
     /// The backend failed.
     fn loss_and_gradient(
@@ -482,6 +485,7 @@ pub trait CrossEntropy: Send + Sync {
         logits: ViewMut<'_>,
         labels: View<'_>,
         scale: f32,
+        cap: Option<f32>,
         loss: ViewMut<'_>,
     ) -> Result;
 }
@@ -511,6 +515,19 @@ pub trait Elementwise: Send + Sync {
     /// # Errors
     /// The backend failed.
     fn affine(&self, x: ViewMut<'_>, factor: f32, offset: f32) -> Result;
+
+    /// `x = factor·x` with a factor of one element, in f32.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn scale(&self, x: ViewMut<'_>, factor: View<'_>) -> Result;
+
+    /// `x = cap·tanh(x/cap)`, in f32: nearly x where that is small, and never beyond ±cap. As Bello et al., arXiv 1611.09940, did to logits.
+    /// For its gradient see [`CrossEntropy::loss_and_gradient`].
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn cap(&self, x: ViewMut<'_>, cap: f32) -> Result;
 
     /// `out = x` with a change of dtype (f32, bf16, f16), rounding to nearest even; equal dtypes copy.
     ///

@@ -176,7 +176,9 @@ fn rows(set: &KernelSet, arena: &Arena) {
         for f in GateFunction::ALL {
             set.activation.gated(f, x.view(), out.view(), dx.view_mut()).unwrap();
         }
-        set.cross_entropy.loss_and_gradient(out.view_mut(), ids.view(), 1.0, loss.view_mut()).unwrap();
+        set.cross_entropy
+            .loss_and_gradient(out.view_mut(), ids.view(), 1.0, Some(9.0), loss.view_mut())
+            .unwrap();
         for layout in [RopeLayout::HALVES, RopeLayout { first: 1, pairs: RopePairs::Neighbours }] {
             let heads = x.view_mut().reshape(&[rows, 4, width / 4]);
             let (ids, direction) = (ids.view(), RopeDirection::Forward);

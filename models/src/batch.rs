@@ -12,7 +12,7 @@
 //!  4 LAST       i32 [B]     row in 0..T of each sequence's last valid token
 //!  5 INV_FREQ   f32 [P]     angle per position of the rotary embedding
 //!  6 WINDOW_INV_FREQ  f32 [P]  that of layers with a window, of models where it is another
-//!  then SCORE_BIASES  f32 [N, E]  what is added to scores of experts, of models whose files have that: N layers with E experts
+//!  then CONSTANTS  f32 [N, C]  numbers of the model's files that are not trained, of models that have such: C of each of N layers
 //! ```
 
 use crate::{ModelConfig, ModelError, Result, SafetensorsSource};
@@ -35,8 +35,8 @@ pub const INV_FREQ: usize = 5;
 /// Input with the rotary frequencies of layers with a window, of models that have [others](ModelConfig::window_rope) there.
 pub const WINDOW_INV_FREQ: usize = 6;
 
-/// Input with what is added to scores of experts, of models whose files have that: behind all frequencies.
-pub(crate) fn score_biases_input(config: &ModelConfig) -> usize {
+/// Input with the [constants](ModelConfig::constants) of a model that has any: behind all frequencies.
+pub(crate) fn constants_input(config: &ModelConfig) -> usize {
     if config.window_rope.is_some() { WINDOW_INV_FREQ + 1 } else { INV_FREQ + 1 }
 }
 
@@ -65,12 +65,12 @@ pub struct TokenBatch {
     /// How long sequences become; `None` where each batch tells.
     reach: Option<usize>,
     /// Of models whose files have them.
-    score_biases: Option<ScoreBiases>,
+    constants: Option<Constants>,
 }
 
-/// What is added to scores of experts, `[N, E]`.
+/// Numbers of the files that are not trained, `[N, C]`.
 #[derive(Debug, Clone)]
-struct ScoreBiases {
+struct Constants {
     dims: [usize; 2],
     /// Zeros until they are read.
     numbers: Vec<f32>,
@@ -86,11 +86,11 @@ impl TokenBatch {
         let window_inv_freq = config.window_rope.as_ref().map(|rope| rope.inverse_frequencies(0));
         let inv_freq = rope.inverse_frequencies(0);
         let constants = config.constants();
-        let score_biases = constants.first().map(|first| {
+        let constants = constants.first().map(|first| {
             let dims = [constants.len(), first.elements()];
-            ScoreBiases { dims, numbers: vec![0.0; dims.iter().product()], are_read: false }
+            Constants { dims, numbers: vec![0.0; dims.iter().product()], are_read: false }
         });
-        Self { vocab: config.vocab, inv_freq, window_inv_freq, beyond, reach: None, score_biases }
+        Self { vocab: config.vocab, inv_freq, window_inv_freq, beyond, reach: None, constants }
     }
 
     /// A builder for the model in a folder, with what is constant in its files.
@@ -121,7 +121,7 @@ impl TokenBatch {
         mut read: impl FnMut(&ParamSpec, &mut [f32]) -> std::result::Result<(), E>,
     ) -> std::result::Result<Self, E> {
         let mut batch = Self::new(config);
-        if let Some(ScoreBiases { dims, numbers, are_read }) = &mut batch.score_biases {
+        if let Some(Constants { dims, numbers, are_read }) = &mut batch.constants {
             let rows = numbers.chunks_mut(dims[1]);
             config.constants().iter().zip(rows).try_for_each(|(constant, row)| read(constant, row))?;
             *are_read = true;
@@ -136,25 +136,24 @@ impl TokenBatch {
     }
 
     /// What is the same for all tokens of a batch whose longest sequence has `positions`.
-    fn constants(&self, positions: usize) -> Vec<HostTensor> {
+    fn shared(&self, positions: usize) -> Vec<HostTensor> {
         let of_all = match &self.beyond {
             Some((short, long)) if self.reach.unwrap_or(positions) > *short => long,
             _ => &self.inv_freq,
         };
         let frequencies = std::iter::once(of_all).chain(&self.window_inv_freq);
         let frequencies = frequencies.map(|each| HostTensor::from_f32(&[each.len()], each));
-        let biases =
-            self.score_biases.iter().map(|biases| HostTensor::from_f32(&biases.dims, &biases.numbers));
-        frequencies.chain(biases).collect()
+        let constants = self.constants.iter().map(|all| HostTensor::from_f32(&all.dims, &all.numbers));
+        frequencies.chain(constants).collect()
     }
 
     /// Refuses to compute with zeros in the place of what is in the model's files.
     fn have_constants(&self) -> Result {
-        if self.score_biases.as_ref().is_none_or(|biases| biases.are_read) {
+        if self.constants.as_ref().is_none_or(|constants| constants.are_read) {
             return Ok(());
         }
         refuse(
-            "experts are chosen with numbers of the model's files: make batches by TokenBatch::for_model"
+            "the model computes with numbers of its files that are not trained: make batches by TokenBatch::for_model"
                 .into(),
         )
     }
@@ -182,7 +181,7 @@ impl TokenBatch {
         }
         let longest = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
         self.have_constants()?;
-        Ok(columns.finish(self.constants(longest)))
+        Ok(columns.finish(self.shared(longest)))
     }
 
     /// A batch for generation: `rows[b]` continues sequence b, of which `starts[b]` positions are in the cache. Rows are padded
@@ -205,7 +204,7 @@ impl TokenBatch {
         }
         let longest = rows.iter().zip(starts).map(|(ids, start)| start + ids.len()).max().unwrap_or(0);
         self.have_constants()?;
-        Ok(columns.finish(self.constants(longest)))
+        Ok(columns.finish(self.shared(longest)))
     }
 
     /// The first batch of a generation: whole prompts, padded on the right to `length`.
@@ -227,7 +226,7 @@ impl TokenBatch {
 
     /// A batch of padding, which can be computed with.
     pub fn blank(&self, sequences: usize, length: usize) -> MicroBatch {
-        Columns::new(sequences, length).finish(self.constants(0))
+        Columns::new(sequences, length).finish(self.shared(0))
     }
 
     /// The shapes alone, which is all that a plan and an engine ask for: zeros that no memory is touched for, however many.
@@ -240,7 +239,7 @@ impl TokenBatch {
         };
         let of_tokens = (0..3).map(|_| zeros(DType::I32, tokens));
         let of_sequences = (0..2).map(|_| zeros(DType::I32, sequences));
-        let constants = self.constants(0);
+        let constants = self.shared(0);
         let inputs = of_tokens.chain(of_sequences).chain(constants).collect();
         MicroBatch { sequences, length, inputs, loss_terms: 0 }
     }

@@ -38,7 +38,7 @@ struct Part {
     absent: &'static str,
 }
 
-pub(crate) const COMPOSITES: [Composite; 9] = [
+pub(crate) const COMPOSITES: [Composite; 11] = [
     Composite {
         architecture: "Gemma3ForConditionalGeneration",
         model_type: "gemma3",
@@ -46,6 +46,29 @@ pub(crate) const COMPOSITES: [Composite; 9] = [
             model_type: "gemma3_text",
             read_as: "Gemma3ForCausalLM",
             absent: r#"{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}"#,
+        }],
+        says: Says::Apart,
+    },
+    Composite {
+        architecture: "Gemma4ForConditionalGeneration",
+        model_type: "gemma4",
+        parts: &[Part {
+            model_type: "gemma4_text",
+            read_as: "Gemma4ForCausalLM",
+            absent: r#"{"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8}"#,
+        }],
+        says: Says::Apart,
+    },
+    Composite {
+        architecture: "Gemma4UnifiedForConditionalGeneration",
+        model_type: "gemma4_unified",
+        parts: &[Part {
+            model_type: "gemma4_unified_text",
+            read_as: "Gemma4ForCausalLM",
+            absent: r#"{
+                "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
+                "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0
+            }"#,
         }],
         says: Says::Apart,
     },

@@ -8,6 +8,7 @@ use crate::composite::{TEXT, language_model};
 use crate::entries::Entries;
 use crate::family::{Family, family};
 use crate::fp8;
+use crate::heads::{self, KvHeads, refuse_of_gemma4};
 use crate::json::parse_json;
 use crate::latent::LatentAttention;
 use crate::mixture::Mixture;
@@ -15,7 +16,6 @@ use crate::rope::{Rope, RopeScaling};
 use crate::{ModelError, Result};
 use serde_json::Value;
 use std::path::Path;
-use terrace_kernels::cpu::HEAD_MAX;
 use terrace_kernels::{DeltaSpec, GateFunction};
 use terrace_zero::ParamSpec;
 
@@ -30,6 +30,9 @@ const GATE_FUNCTIONS: [(&str, GateFunction); 5] = [
     ("gelu_new", GateFunction::GeluTanh),
     ("gelu_pytorch_tanh", GateFunction::GeluTanh),
 ];
+
+/// The entry that caps logits.
+const LOGIT_CAP: &str = "final_logit_softcapping";
 
 /// Far more than the heads of any model make; a broken number must not become an allocation.
 const CHANNELS_MAX: usize = 1 << 40;
@@ -77,6 +80,7 @@ impl Multipliers {
                 let width = positive("query_pre_attn_scalar", 256.0)?;
                 Self { attention: Some(width.sqrt().recip() as f32), ..of_gemma }
             }
+            Family::Gemma4 => Self { attention: Some(1.0), ..of_gemma },
             Family::Granite => Self {
                 embedding: positive("embedding_multiplier", 1.0)? as f32,
                 residual: positive("residual_multiplier", 1.0)? as f32,
@@ -132,6 +136,8 @@ pub struct ModelConfig {
     pub kv_heads: usize,
     /// Head size, K.
     pub head_size: usize,
+    /// Heads of layers without a window, if they are others.
+    pub full_heads: Option<KvHeads>,
     /// Added to the mean square in every normalization.
     pub norm_eps: f32,
     /// The output projection is the embedding table.
@@ -146,6 +152,10 @@ pub struct ModelConfig {
     pub gate_function: GateFunction,
     /// Whether and how queries and keys are normalized.
     pub qk_norm: Option<QkNorm>,
+    /// Values are normalized too, each head by itself, without weights.
+    pub value_norm: bool,
+    /// Layers without a window have no projection of values: they take that of keys, before its norm.
+    pub keys_are_values: bool,
     /// Each query head has an attention sink.
     pub has_sinks: bool,
     /// What attention gives is multiplied by `σ` of a projection of its own.
@@ -164,6 +174,10 @@ pub struct ModelConfig {
     pub unrotated: Vec<usize>,
     /// Numbers by which it multiplies what it computes.
     pub multipliers: Multipliers,
+    /// What each layer gives is multiplied by a number of the model's files: [`constants`](Self::constants).
+    pub has_layer_scales: bool,
+    /// Logits x are `cap·tanh(x/cap)` in the end.
+    pub logit_cap: Option<f32>,
     /// Rotary position embedding.
     pub rope: Rope,
     /// That of layers with a window, if it is another; one that does not change with the length of sequences.
@@ -294,25 +308,31 @@ impl ModelConfig {
             return Err(entries.error("num_hidden_layers", detail));
         }
         let defaults = family.defaults();
-        let kv_heads = match entries.optional_size("num_key_value_heads")? {
-            Some(kv_heads) => kv_heads,
-            None if entries.has("num_key_value_heads") => heads,
-            None => defaults.kv_heads.unwrap_or(heads),
-        };
         let latent = LatentAttention::parse(&entries, family)?;
-        let head_size = match (entries.optional_size("head_dim")?, family) {
-            // What transformers calls so is the part that is rotated.
-            _ if latent.is_some() => latent.map_or(0, |latent| latent.head_size()),
-            (Some(head_size), _) => head_size,
-            (None, Family::SeedOss) if entries.has("head_dim") => divided(hidden, heads)?,
-            (None, _) => defaults.head_size.map_or_else(|| divided(hidden, heads), Ok)?,
-        };
         let positions_max = entries.size_or("max_position_embeddings", defaults.positions)?;
         let vocab = entries.size("vocab_size")?;
-        let rotated = latent.map_or(head_size, |latent| latent.rotated);
-        let (rope, window_rope) = Rope::parse(&entries, family, rotated, positions_max, defaults.theta)?;
         let biases = family.biases(&entries)?;
         let unrotated = unrotated(&entries, family, layers)?;
+        let mut windows = windows(&entries, family, layers, &unrotated)?;
+        let keys_are_values = family == Family::Gemma4 && entries.flag("attention_k_eq_v", false)?;
+        let of_all = kv_heads(&entries, family, hidden, heads, latent.as_ref())?;
+        let mut heads_by_kind = (of_all, None);
+        if family == Family::Gemma4 {
+            // Its class makes the last layer one that sees everything, whatever is said of it.
+            windows.last_mut().into_iter().for_each(|window| *window = None);
+            heads_by_kind = KvHeads::by_kind(&entries, &windows, keys_are_values, heads_by_kind.0)?;
+        }
+        let (KvHeads { count: kv_heads, size: head_size }, full_heads) = heads_by_kind;
+        let (rope, window_rope) = match family {
+            Family::Gemma4 => {
+                let full_size = full_heads.map_or(head_size, |heads| heads.size);
+                Rope::parse_by_kind(&entries, family, [full_size, head_size], positions_max)?
+            }
+            _ => {
+                let size = latent.map_or(head_size, |latent| latent.rotated);
+                Rope::parse(&entries, family, size, positions_max, defaults.theta)?
+            }
+        };
         let mixture = Mixture::parse(&entries, family, layers)?;
         let config = Self {
             family,
@@ -330,6 +350,7 @@ impl ModelConfig {
             heads,
             kv_heads,
             head_size,
+            full_heads,
             norm_eps: entries.number_or("rms_norm_eps", defaults.norm_eps)? as f32,
             tied: entries.flag("tie_word_embeddings", defaults.tied)?,
             qkv_bias: biases.qkv,
@@ -337,23 +358,30 @@ impl ModelConfig {
             mlp_bias: biases.mlp,
             gate_function: gate_function(&entries, family)?,
             qk_norm: match family {
-                Family::Qwen3 | Family::Gemma3 | Family::Qwen3Moe => Some(QkNorm::PerHead),
+                Family::Qwen3 | Family::Gemma3 | Family::Gemma4 | Family::Qwen3Moe => Some(QkNorm::PerHead),
                 Family::Olmo2 | Family::Olmo3 | Family::Olmoe | Family::MiniMaxM2 => Some(QkNorm::AllHeads),
                 Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => Some(QkNorm::PerHead),
                 Family::Glm4Moe if entries.flag("use_qk_norm", false)? => Some(QkNorm::PerHead),
                 _ => None,
             },
+            value_norm: family == Family::Gemma4,
+            keys_are_values,
             has_sinks: family == Family::GptOss,
             gated_attention: family.has_delta(),
             delta: if family.has_delta() { Some(DeltaNet::parse(&entries, layers)?) } else { None },
             norms: family.norms(),
-            norm_plus_one: family.is_gemma() || family.has_delta(),
+            norm_plus_one: family.norm_plus_one(),
             multipliers: match latent {
                 Some(latent) => Multipliers { attention: Some(latent.scale(&entries)?), ..Multipliers::NONE },
                 None => Multipliers::parse(&entries, family, hidden)?,
             },
             latent,
-            windows: windows(&entries, family, layers, &unrotated)?,
+            has_layer_scales: family == Family::Gemma4,
+            logit_cap: match family {
+                Family::Gemma4 if entries.has_value(LOGIT_CAP) => Some(entries.positive(LOGIT_CAP)? as f32),
+                _ => None,
+            },
+            windows,
             unrotated,
             positions_max: rope.positions(family, positions_max, other_positions(&entries)?),
             rope,
@@ -380,9 +408,25 @@ impl ModelConfig {
         self.mixture.as_ref().filter(|mixture| !mixture.dense_layers.contains(&layer))
     }
 
-    /// Tensors of the model's files that are neither trained nor moved: numbers that are added to scores of experts, f32 `[E]` for each layer
-    /// that has any. A [batch](crate::TokenBatch::for_model) brings them, and exports copy them.
+    /// Heads of a layer that has attention.
+    pub fn heads_of(&self, layer: usize) -> KvHeads {
+        let usual = KvHeads { count: self.kv_heads, size: self.head_size };
+        self.full_heads.filter(|_| self.windows[layer].is_none()).unwrap_or(usual)
+    }
+
+    /// Whether a layer that has attention has a projection of values.
+    pub fn projects_values(&self, layer: usize) -> bool {
+        !self.keys_are_values || self.windows[layer].is_some()
+    }
+
+    /// Tensors of the model's files that are neither trained nor moved, all of one size, f32, of each layer that has any: numbers that are
+    /// added to scores of experts, `[E]`, or one that multiplies what the layer gives, `[1]`. A [batch](crate::TokenBatch::for_model) brings
+    /// them, and exports copy them.
     pub fn constants(&self) -> Vec<ParamSpec> {
+        if self.has_layer_scales {
+            let name = |layer: usize| format!("model.layers.{layer}.layer_scalar");
+            return (0..self.layers).map(|layer| ParamSpec::new(name(layer), &[1])).collect();
+        }
         let names = self.family.expert_names();
         let of_layer = |layer: usize| {
             let mixture = self.mixture_of(layer).filter(|mixture| mixture.has_score_biases)?;
@@ -392,14 +436,15 @@ impl ModelConfig {
         (0..self.layers).filter_map(of_layer).collect()
     }
 
-    /// Width of all query heads together, H·K.
-    pub fn query_width(&self) -> usize {
-        self.heads * self.head_size
+    /// Width of all query heads of a layer together, H·K.
+    pub fn query_width(&self, layer: usize) -> usize {
+        self.heads * self.heads_of(layer).size
     }
 
-    /// Width of all key (or value) heads together, G·K.
-    pub fn kv_width(&self) -> usize {
-        self.kv_heads * self.head_size
+    /// Width of all key (or value) heads of a layer together, G·K.
+    pub fn kv_width(&self, layer: usize) -> usize {
+        let KvHeads { count, size } = self.heads_of(layer);
+        count * size
     }
 
     /// What a hand-made configuration must fulfil too.
@@ -408,30 +453,19 @@ impl ModelConfig {
     /// Numbers that do not fit together.
     pub fn check(&self) -> Result {
         let refuse = |key: &str, detail: String| Err(ModelError::Config { key: key.into(), detail });
-        if !self.heads.is_multiple_of(self.kv_heads) {
-            let detail =
-                format!("is {}, which does not divide num_attention_heads = {}", self.kv_heads, self.heads);
-            return refuse("num_key_value_heads", detail);
-        }
         self.latent.iter().try_for_each(|latent| latent.check(self))?;
-        if self.latent.is_none() && !self.head_size.is_multiple_of(2) {
-            return refuse("head_dim", format!("is {}; rotary embedding needs an even size", self.head_size));
+        heads::check(self)?;
+        if self.logit_cap.is_some_and(|cap| !(cap.is_normal() && cap > 0.0)) {
+            return refuse(LOGIT_CAP, "must be positive, and neither tiny nor huge".into());
         }
-        for Rope { size, .. } in std::iter::once(&self.rope).chain(&self.window_rope) {
-            if *size > self.head_size || !size.is_multiple_of(2) {
-                let detail = format!("makes {size} of {} elements of a head", self.head_size);
-                return refuse("partial_rotary_factor", detail);
-            }
+        if self.has_layer_scales && self.mixture.iter().any(|mixture| mixture.has_score_biases) {
+            return refuse("layer_scalar", "and biases of scores are not computed together".into());
         }
         if let RopeScaling::Long { short, long, .. } = &self.rope.scaling
             && [short, long].iter().any(|divisors| divisors.len() < self.rope.size / 2)
         {
             let detail = format!("and long_factor have fewer than {} numbers", self.rope.size / 2);
             return refuse("short_factor", detail);
-        }
-        if self.head_size > HEAD_MAX {
-            let detail = format!("is {}; heads of more than {HEAD_MAX} are not computed", self.head_size);
-            return refuse("head_dim", detail);
         }
         if self.vocab > i32::MAX as usize {
             return refuse("vocab_size", format!("is {}; token ids are 32-bit", self.vocab));
@@ -461,6 +495,30 @@ impl ModelConfig {
     }
 }
 
+/// Heads of keys and values, as the configuration says it of all layers.
+fn kv_heads(
+    entries: &Entries<'_>,
+    family: Family,
+    hidden: usize,
+    heads: usize,
+    latent: Option<&LatentAttention>,
+) -> Result<KvHeads> {
+    let defaults = family.defaults();
+    let count = match entries.optional_size("num_key_value_heads")? {
+        Some(count) => count,
+        None if entries.has("num_key_value_heads") => heads,
+        None => defaults.kv_heads.unwrap_or(heads),
+    };
+    let size = match (entries.optional_size("head_dim")?, family) {
+        // What transformers calls so is the part that is rotated.
+        _ if latent.is_some() => latent.map_or(0, LatentAttention::head_size),
+        (Some(size), _) => size,
+        (None, Family::SeedOss) if entries.has("head_dim") => divided(hidden, heads)?,
+        (None, _) => defaults.head_size.map_or_else(|| divided(hidden, heads), Ok)?,
+    };
+    Ok(KvHeads { count, size })
+}
+
 /// What is said about positions under names that only some folders use.
 fn other_positions(entries: &Entries<'_>) -> Result<Option<usize>> {
     let found = ["max_sequence_length", "n_positions"].map(|key| entries.optional_size(key));
@@ -486,7 +544,8 @@ fn gate_function(entries: &Entries<'_>, family: Family) -> Result<GateFunction> 
     if family == Family::GptOss {
         return clamped_swish(entries);
     }
-    let key = if family == Family::Gemma3 { "hidden_activation" } else { "hidden_act" };
+    let of_later_gemma = matches!(family, Family::Gemma3 | Family::Gemma4);
+    let key = if of_later_gemma { "hidden_activation" } else { "hidden_act" };
     let default = if family.is_gemma() { "gelu_pytorch_tanh" } else { "silu" };
     let name = match (entries.string(key)?.unwrap_or(default), family) {
         // What its first folders say, and do not mean.
@@ -528,8 +587,9 @@ fn refuse_unsupported(entries: &Entries<'_>, family: Family) -> Result {
                 .into(),
         });
     }
-    for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
-        if let Some(cap) = entries.number(key)? {
+    for key in ["attn_logit_softcapping", LOGIT_CAP] {
+        let is_computed = family == Family::Gemma4 && key == LOGIT_CAP;
+        if let Some(cap) = entries.number(key)?.filter(|_| !is_computed) {
             return Err(ModelError::Unsupported {
                 what: key.into(),
                 found: cap.to_string(),
@@ -551,7 +611,13 @@ fn refuse_unsupported(entries: &Entries<'_>, family: Family) -> Result {
             supported: "null (queries, keys and values are not limited)".into(),
         });
     }
+    if family == Family::Gemma4 {
+        refuse_of_gemma4(entries)?;
+    }
     for (key, causal) in [("use_bidirectional_attention", false), ("is_causal", true)] {
+        if family == Family::Gemma4 && !causal {
+            continue;
+        }
         let found = entries.flag(key, causal)?;
         if found != causal {
             return Err(ModelError::Unsupported {
@@ -634,6 +700,7 @@ fn windows(
         Family::Qwen2 | Family::Qwen2Moe | Family::Qwen3 | Family::Olmo3 | Family::Gemma3 => {
             (false, Some(4096))
         }
+        Family::Gemma4 => (false, Some(512)),
         Family::Qwen3Moe => (entries.flag("use_sliding_window", false)?, Some(4096)),
         Family::SmolLm3 => (false, None),
     };
@@ -646,6 +713,7 @@ fn windows(
         Family::Olmo3 => Some(4),
         Family::GptOss => Some(2),
         Family::Gemma3 => Some(entries.size_or("sliding_window_pattern", 6)?),
+        Family::Gemma4 => Some(6),
         _ => None,
     };
     let uses_it = is_for_all || every.is_some() || entries.flag("use_sliding_window", false)?;

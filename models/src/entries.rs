@@ -47,6 +47,11 @@ impl<'a> Entries<'a> {
             .map(|(key, _)| key.as_str())
     }
 
+    /// All of its keys.
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &'a str> + use<'a> {
+        self.map.keys().map(String::as_str)
+    }
+
     /// Whether the entry is there, null or not.
     pub(crate) fn has(&self, key: &str) -> bool {
         self.map.contains_key(key)

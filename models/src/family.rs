@@ -7,7 +7,7 @@ use crate::fused::Packing;
 use crate::{ModelError, Result};
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 26] = [
+const FAMILIES: [(Family, &str, &str); 27] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Ministral3, "Ministral3ForCausalLM", "ministral3"),
@@ -21,6 +21,7 @@ const FAMILIES: [(Family, &str, &str); 26] = [
     (Family::Granite, "GraniteForCausalLM", "granite"),
     (Family::Gemma, "GemmaForCausalLM", "gemma"),
     (Family::Gemma3, "Gemma3ForCausalLM", "gemma3_text"),
+    (Family::Gemma4, "Gemma4ForCausalLM", "gemma4_text"),
     (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
     (Family::Qwen2Moe, "Qwen2MoeForCausalLM", "qwen2_moe"),
     (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
@@ -65,6 +66,9 @@ pub enum Family {
     Gemma,
     /// Gemma 3 for text alone: a Gemma with norms on both sides, normalized queries and keys, and windows in five layers of six.
     Gemma3,
+    /// Gemma 4 (31B): norms multiply by their weights, values have norms, what a layer gives is multiplied by a number of the files; layers
+    /// without a window have other heads and no projection of values.
+    Gemma4,
     /// Mixtral: a Mistral with experts, of which each token goes through two.
     Mixtral,
     /// Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B), and a feed-forward beside them of which each token has a part.
@@ -181,6 +185,7 @@ impl Family {
                 theta: 1_000_000.0,
                 ..Self::Gemma.defaults()
             },
+            Self::Gemma4 => Self::Gemma3.defaults(),
             Self::Olmo3 => Defaults { theta: 500_000.0, ..Self::Olmo2.defaults() },
             Self::Mixtral => Defaults {
                 kv_heads: Some(8),
@@ -268,7 +273,12 @@ impl Family {
     }
 
     pub(crate) fn is_gemma(self) -> bool {
-        matches!(self, Self::Gemma | Self::Gemma3)
+        matches!(self, Self::Gemma | Self::Gemma3 | Self::Gemma4)
+    }
+
+    /// The weights of norms are added to 1.
+    pub(crate) fn norm_plus_one(self) -> bool {
+        matches!(self, Self::Gemma | Self::Gemma3) || self.has_delta()
     }
 
     /// The gated delta rule takes the place of attention in some layers.
@@ -288,7 +298,7 @@ impl Family {
     pub(crate) fn norms(self) -> Norms {
         match self {
             Self::Olmo2 | Self::Olmo3 => Norms::After,
-            Self::Gemma3 => Norms::Both,
+            Self::Gemma3 | Self::Gemma4 => Norms::Both,
             _ => Norms::Before,
         }
     }

@@ -29,6 +29,7 @@ mod error;
 mod family;
 mod fp8;
 mod fused;
+mod heads;
 mod json;
 mod latent;
 mod mixture;
@@ -47,6 +48,7 @@ pub use blocks::{
 pub use config::{DeltaNet, Fp8, ModelConfig, Multipliers, Norms, QkNorm};
 pub use error::{ModelError, Result};
 pub use family::Family;
+pub use heads::KvHeads;
 pub use json::parse_json;
 pub use latent::LatentAttention;
 pub use mixture::{Mixture, SharedExpert};

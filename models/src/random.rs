@@ -4,7 +4,8 @@ use crate::ModelConfig;
 use std::f64::consts::TAU;
 use terrace_zero::{ParamSpec, Result, WeightSource};
 
-/// Draws weights the way transformers initializes a model: normal with the configured deviation, norms of scale 1, biases 0.
+/// Draws weights the way transformers initializes a model: normal with the configured deviation, norms of scale 1, biases 0, layers
+/// that are multiplied by 1.
 ///
 /// Element i of a tensor depends on the seed, the tensor's name and i alone (a counter-based generator), so that any
 /// split into ranges gives the same model.
@@ -44,6 +45,8 @@ impl WeightSource for RandomSource {
             out.fill(1.0);
         } else if param.name.ends_with("norm.weight") {
             out.fill(self.norm);
+        } else if param.name.ends_with("layer_scalar") {
+            out.fill(1.0);
         } else if param.name.ends_with(".bias") {
             out.fill(0.0);
         } else {

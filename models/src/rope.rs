@@ -59,6 +59,13 @@ pub enum RopeScaling {
         /// The ends of the ramp are rounded to whole pairs, outwards.
         truncate: bool,
     },
+    /// That of Gemma 4: the series of all pairs of a head, divided by `factor`, of which the first `pairs` turn and the others do not.
+    Proportional {
+        /// How many turn.
+        pairs: usize,
+        /// The divisor.
+        factor: f64,
+    },
     /// LongRoPE (Ding et al., arXiv 2402.13753): the frequency of each element pair divided by a factor of its own; cosines and sines are
     /// multiplied by `attention_factor`.
     Long {
@@ -115,14 +122,57 @@ impl Rope {
         {
             return Err(two_scalings(config));
         }
-        if matches!(window.scaling, RopeScaling::Dynamic | RopeScaling::Long { .. }) {
-            return Err(ModelError::Unsupported {
-                what: "rope scaling type of layers with a window".into(),
-                found: "one that changes with the length".into(),
-                supported: "\"default\", \"linear\", \"llama3\", \"yarn\"".into(),
-            });
-        }
+        window.refuse_lengths()?;
         Ok((rope, Some(window)))
+    }
+
+    /// Those of Gemma 4, whose heads are of `sizes` in layers that see everything and in those with a window.
+    pub(crate) fn parse_by_kind(
+        config: &Entries<'_>,
+        family: Family,
+        sizes: [usize; 2],
+        positions_max: usize,
+    ) -> Result<(Self, Option<Self>)> {
+        let [full_size, window_size] = sizes;
+        let Some(of_kinds) = config.object("rope_parameters")? else {
+            let scaling = RopeScaling::Proportional { pairs: full_size / 8, factor: 1.0 };
+            let window = Self { theta: 10_000.0, size: window_size, scaling: RopeScaling::Default };
+            return Ok((Self { theta: 1_000_000.0, size: full_size, scaling }, Some(window)));
+        };
+        let of = |kind: &str, size: usize| {
+            let nested = of_kinds.object(kind)?;
+            let nested = nested.ok_or_else(|| of_kinds.error(kind, "is missing".into()))?;
+            let theta = nested.positive("rope_theta")?;
+            if nested.string("rope_type")? == Some("proportional") {
+                let part = nested.positive_or(PART, 1.0)?;
+                if part > 1.0 {
+                    return Err(nested.error(PART, format!("is {part}; it must be at most 1")));
+                }
+                let pairs = (part * size as f64 / 2.0) as usize;
+                let scaling = RopeScaling::Proportional { pairs, factor: nested.positive_or("factor", 1.0)? };
+                return Ok(Self { theta, size, scaling });
+            }
+            if nested.has_value(PART) {
+                rotated_size(&nested, family, size)?;
+            }
+            let scaling = scaling(config, &nested, family, size, positions_max)?;
+            Ok(Self { theta, size, scaling })
+        };
+        let (rope, window) = (of(KINDS[0], full_size)?, of(KINDS[1], window_size)?);
+        window.refuse_lengths()?;
+        Ok((rope, Some(window)))
+    }
+
+    /// Refuses frequencies that change with the length of sequences.
+    fn refuse_lengths(&self) -> Result {
+        if !matches!(self.scaling, RopeScaling::Dynamic | RopeScaling::Long { .. }) {
+            return Ok(());
+        }
+        Err(ModelError::Unsupported {
+            what: "rope scaling type of layers with a window".into(),
+            found: "one that changes with the length".into(),
+            supported: "\"default\", \"linear\", \"llama3\", \"yarn\"".into(),
+        })
     }
 
     fn parse_one(
@@ -190,6 +240,7 @@ impl Rope {
                         let divisors = if positions > *original_positions { long } else { short };
                         (frequency / divisors[i]) as f32
                     }
+                    (None, RopeScaling::Proportional { pairs, .. }) if i >= *pairs => 0.0,
                     (None, scaling) => scaling.apply(frequency) as f32,
                 }
             })
@@ -221,7 +272,7 @@ impl Rope {
             }
             RopeScaling::Yarn { factor, original_positions, .. } => (factor * original_positions) as usize,
             // Whose positions are stretched already.
-            RopeScaling::Linear { .. } if family == Family::Gemma3 => positions_max,
+            RopeScaling::Linear { .. } if family.is_gemma() => positions_max,
             RopeScaling::Linear { factor } => (factor * positions_max as f64) as usize,
             _ => positions_max,
         };
@@ -282,7 +333,7 @@ impl RopeScaling {
         match *self {
             // The latter two go by the pair, not by its frequency.
             Self::Default | Self::Dynamic | Self::Yarn { .. } | Self::Long { .. } => frequency,
-            Self::Linear { factor } => frequency / factor,
+            Self::Linear { factor } | Self::Proportional { factor, .. } => frequency / factor,
             Self::Llama3 { factor, low_frequency, high_frequency, original_positions } => {
                 let wavelength = TAU / frequency;
                 if wavelength < original_positions / high_frequency {

@@ -362,6 +362,15 @@ fn with_shared() -> [ModelConfig; 2] {
     [model("Glm4MoeForCausalLM", glm), model("Qwen2MoeForCausalLM", qwen)]
 }
 
+/// Layers with a window, and one whose heads are others and whose keys are values; capped logits, and numbers of the files that multiply layers.
+fn heads_by_layer() -> ModelConfig {
+    model(
+        "Gemma4ForCausalLM",
+        r#""num_key_value_heads":2,"head_dim":16,"global_head_dim":24,"num_global_key_value_heads":1,"attention_k_eq_v":true,
+        "sliding_window":5,"hidden_size_per_layer_input":0,"final_logit_softcapping":4.0"#,
+    )
+}
+
 /// Two layers of the gated delta rule before one of attention with a gate.
 fn recurrent() -> ModelConfig {
     model(
@@ -407,6 +416,13 @@ fn latents() {
     let model = with_latents();
     check(&Setup { model: model.clone(), ..Setup::new(true) });
     check_horizontal(&Setup { model, dtype: DType::F32, state: StateFormat::Fp32, ..Setup::new(true) });
+}
+
+#[test]
+fn heads_that_differ_by_layer() {
+    check(&Setup { model: heads_by_layer(), ..Setup::new(true) });
+    let (dtype, state) = (DType::F32, StateFormat::Fp32);
+    check_horizontal(&Setup { model: heads_by_layer(), dtype, state, ..Setup::new(true) });
 }
 
 #[test]
@@ -457,6 +473,7 @@ fn every_family_keeps() {
             "Gemma3ForCausalLM",
             r#""num_key_value_heads":2,"head_dim":16,"sliding_window":5,"sliding_window_pattern":2"#,
         ),
+        heads_by_layer(),
         model("MixtralForCausalLM", r#""num_key_value_heads":2,"sliding_window":5,"num_local_experts":4"#),
         model("OlmoeForCausalLM", r#""num_key_value_heads":2,"num_experts":6,"num_experts_per_tok":2"#),
         with_experts(),

@@ -213,7 +213,9 @@ fn cross_entropy(rig: &Rig, [rows, words]: [usize; 2], dtype: DType) {
         let mut loss = case.operand_of("loss", DType::F64, &[1], &[2.5]);
         if gradient {
             let (logits, loss) = (logits.view_mut(), loss.view_mut());
-            cross_entropy.loss_and_gradient(logits, labels.view(), 0.125, loss).expect("cross_entropy runs");
+            cross_entropy
+                .loss_and_gradient(logits, labels.view(), 0.125, None, loss)
+                .expect("cross_entropy runs");
         } else {
             cross_entropy.loss(logits.view(), labels.view(), loss.view_mut()).expect("cross_entropy runs");
         }

@@ -92,6 +92,36 @@ impl Elementwise for Cpu {
         Ok(())
     }
 
+    fn scale(&self, x: ViewMut<'_>, factor: View<'_>) -> Result {
+        let elements = check::scale(&x, factor);
+        let (x, isa) = (FloatsMut::new(x), self.threads.isa());
+        let mut of_factor = [0.0];
+        let factor = Floats::new(factor).read(isa, 0, 1, &mut of_factor)[0];
+        blocks(&self.threads, elements, |at, len, [buffer]| {
+            let buffer = &mut buffer[..len];
+            // SAFETY: blocks are disjoint.
+            unsafe { x.read(isa, at, buffer) };
+            vector::scale(isa, buffer, factor);
+            // SAFETY: as above.
+            unsafe { x.write(isa, at, buffer) };
+        });
+        Ok(())
+    }
+
+    fn cap(&self, x: ViewMut<'_>, cap: f32) -> Result {
+        let elements = check::elementwise("cap", &[check::write("x", &x)]);
+        let (x, isa) = (FloatsMut::new(x), self.threads.isa());
+        blocks(&self.threads, elements, |at, len, [buffer]| {
+            let buffer = &mut buffer[..len];
+            // SAFETY: blocks are disjoint.
+            unsafe { x.read(isa, at, buffer) };
+            vector::cap(isa, buffer, cap);
+            // SAFETY: as above.
+            unsafe { x.write(isa, at, buffer) };
+        });
+        Ok(())
+    }
+
     fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
         let elements = check::elementwise("cast", &[check::read("x", x), check::write("out", &out)]);
         if x.dtype() == out.dtype() {

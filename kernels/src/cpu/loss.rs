@@ -32,13 +32,14 @@ impl CrossEntropy for Cpu {
         logits: ViewMut<'_>,
         labels: View<'_>,
         scale: f32,
+        cap: Option<f32>,
         loss: ViewMut<'_>,
     ) -> Result {
         let dims = check::cross_entropy(logits.view(), labels, &loss);
         let (logits, labels_r, isa) = (FloatsMut::new(logits), ints(labels), self.threads.isa());
         self.add_rows(dims, loss, |r| {
             let first = r * dims.width;
-            let mut buffer = [0.0; BLOCK];
+            let (mut buffer, mut capped) = ([0.0; BLOCK], [0.0; BLOCK]);
             let Ok(label) = usize::try_from(labels_r[r]) else {
                 for at in (0..dims.width).step_by(BLOCK) {
                     // SAFETY: row r belongs to this task.
@@ -56,9 +57,15 @@ impl CrossEntropy for Cpu {
             for at in (0..dims.width).step_by(BLOCK) {
                 let block = &mut buffer[..BLOCK.min(dims.width - at)];
                 row(at, block.len(), block);
+                if cap.is_some() {
+                    capped[..block.len()].copy_from_slice(block);
+                }
                 vector::softmax_gradient(isa, block, statistics.max, factor);
                 if (at..at + block.len()).contains(&label) {
                     block[label - at] -= scale;
+                }
+                if let Some(cap) = cap {
+                    vector::cap_gradient(isa, block, &capped[..block.len()], cap);
                 }
                 // SAFETY: as above.
                 unsafe { logits.write(isa, first + at, block) };

@@ -1,7 +1,8 @@
 // Softmax cross-entropy over rows of logits [rows, classes] with labels [rows]; a negative label leaves its row out.
 //
 //   cross_entropy_rows   losses[r] = lse(logits[r]) − logits[r, labels[r]], 0 if left out; and, with `gradient`,
-//                        logits[r] ← scale·(softmax(logits[r]) − onehot(labels[r])), 0 if left out
+//                        logits[r] ← scale·(softmax(logits[r]) − onehot(labels[r]))·(1 − (logits[r]·inverse_cap)²), 0 if left
+//                        out; an inverse_cap of 0 for logits without a cap changes no bit
 //   cross_entropy_add    loss[0] += losses[r], r ascending, in f64
 //
 // A block takes a row, or several one after the other. Bytes: logits once, with gradient also written once and read once
@@ -66,8 +67,8 @@ __device__ __forceinline__ Softmax row_softmax(const void *logits, int dtype, i6
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-cross_entropy_rows(void *logits, int dtype, const int *labels, int gradient, float scale, double *losses, i64 rows,
-                   i64 classes) {
+cross_entropy_rows(void *logits, int dtype, const int *labels, int gradient, float scale, float inverse_cap,
+                   double *losses, i64 rows, i64 classes) {
     __shared__ Softmax warps[32];
     bool vector = classes % 8 == 0 && aligned16(logits);
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -94,7 +95,8 @@ cross_entropy_rows(void *logits, int dtype, const int *labels, int gradient, flo
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 float p = expf(x[j] - softmax.most) * inverse;
-                x[j] = label < 0 ? 0.0f : scale * (c + j == label ? p - 1.0f : p);
+                float t = x[j] * inverse_cap, slope = 1.0f - t * t;
+                x[j] = label < 0 ? 0.0f : scale * (c + j == label ? p - 1.0f : p) * slope;
             }
             store8_or_less(logits, dtype, at + c, count, vector, x);
         }

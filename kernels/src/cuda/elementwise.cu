@@ -3,6 +3,8 @@
 //   elementwise_add       out[i] = a[i] + b[i]; out may be a             n elements      1 FLOP an element
 //   elementwise_add_bias  x[r, c] += bias[c]                            rows × width    1 FLOP an element
 //   elementwise_affine    x[i] = factor * x[i] + offset                 n elements      2 FLOP an element
+//   elementwise_scale     x[i] *= factor[0]                             n elements      1 FLOP an element
+//   elementwise_cap       x[i] = cap * tanh(x[i] / cap)                 n elements      a tanh and 2 FLOP an element
 //   elementwise_cast      out[i] = x[i] rounded to nearest even; equal dtypes copy bits
 //   elementwise_zero      bytes of zeros
 //
@@ -46,19 +48,33 @@ elementwise_add_bias(void *x, int x_dtype, const void *bias, int bias_dtype, i64
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256)
-elementwise_affine(void *x, int x_dtype, float factor, float offset, i64 n) {
+// Replaces every element by what `f` makes of it.
+template <typename F> __device__ __forceinline__ void in_place(void *x, int x_dtype, i64 n, F f) {
     i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, threads = (i64)gridDim.x * blockDim.x;
     i64 vectors = aligned16(x) ? n / 8 : 0;
     for (i64 v = thread; v < vectors; v += threads) {
         float values[8];
         load8(x, x_dtype, 8 * v, values);
 #pragma unroll
-        for (int j = 0; j < 8; j++) values[j] = values[j] * factor + offset;
+        for (int j = 0; j < 8; j++) values[j] = f(values[j]);
         store8(x, x_dtype, 8 * v, values);
     }
-    for (i64 i = 8 * vectors + thread; i < n; i += threads)
-        store(x, x_dtype, i, load(x, x_dtype, i) * factor + offset);
+    for (i64 i = 8 * vectors + thread; i < n; i += threads) store(x, x_dtype, i, f(load(x, x_dtype, i)));
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+elementwise_affine(void *x, int x_dtype, float factor, float offset, i64 n) {
+    in_place(x, x_dtype, n, [=](float x) { return x * factor + offset; });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+elementwise_scale(void *x, int x_dtype, const void *factor, int factor_dtype, i64 n) {
+    float by = load(factor, factor_dtype, 0);
+    in_place(x, x_dtype, n, [=](float x) { return x * by; });
+}
+
+extern "C" __global__ void __launch_bounds__(256) elementwise_cap(void *x, int x_dtype, float cap, i64 n) {
+    in_place(x, x_dtype, n, [=](float x) { return cap * tanhf(x / cap); });
 }
 
 // Equal dtypes keep every bit, NaNs included.

@@ -84,6 +84,24 @@ impl Elementwise for Cuda {
         self.launch_flat("affine", "elementwise_affine", n.div_ceil(VECTOR), &mut arguments)
     }
 
+    fn scale(&self, x: ViewMut<'_>, factor: View<'_>) -> Result {
+        let n = check::scale(&x, factor);
+        if n == 0 {
+            return Ok(());
+        }
+        let mut arguments = self.arguments().write(&x).read(factor).long(n);
+        self.launch_flat("scale", "elementwise_scale", n.div_ceil(VECTOR), &mut arguments)
+    }
+
+    fn cap(&self, x: ViewMut<'_>, cap: f32) -> Result {
+        let n = check::elementwise("cap", &[check::write("x", &x)]);
+        if n == 0 {
+            return Ok(());
+        }
+        let mut arguments = self.arguments().write(&x).float(cap).long(n);
+        self.launch_flat("cap", "elementwise_cap", n.div_ceil(VECTOR), &mut arguments)
+    }
+
     fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
         let n = check::elementwise("cast", &[check::read("x", x), check::write("out", &out)]);
         if n == 0 {

@@ -112,16 +112,18 @@ impl Cuda {
         op: &'static str,
         logits: View<'_>,
         labels: View<'_>,
-        gradient: Option<f32>,
+        gradient: Option<(f32, Option<f32>)>,
         loss: &ViewMut<'_>,
     ) -> Result {
         let dims = check::cross_entropy(logits, labels, loss);
         let (losses, labels) = (self.losses(), labels.reshape(&[dims.rows, 1]));
+        let (scale, cap) = gradient.unwrap_or((0.0, None));
+        let inverse_cap = cap.map_or(0.0, f32::recip);
         let _others_wait = self.losses.lock().unwrap_or_else(PoisonError::into_inner);
         for start in (0..dims.rows).step_by(LOSS_BYTES / 8) {
             let end = dims.rows.min(start + LOSS_BYTES / 8);
             let mut each = self.arguments().read(logits.rows(start, end)).only(labels.rows(start, end));
-            each = each.flag(gradient.is_some()).float(gradient.unwrap_or(0.0)).bytes(losses);
+            each = each.flag(gradient.is_some()).float(scale).float(inverse_cap).bytes(losses);
             each = each.long(end - start).long(dims.width);
             let grid = [self.blocks(end - start), 1, 1];
             self.launch(op, "cross_entropy_rows", grid, row_threads(dims.width), 0, &mut each)?;
@@ -142,9 +144,10 @@ impl CrossEntropy for Cuda {
         logits: ViewMut<'_>,
         labels: View<'_>,
         scale: f32,
+        cap: Option<f32>,
         loss: ViewMut<'_>,
     ) -> Result {
-        self.cross_entropy("cross_entropy gradient", logits.view(), labels, Some(scale), &loss)
+        self.cross_entropy("cross_entropy gradient", logits.view(), labels, Some((scale, cap)), &loss)
     }
 }
 

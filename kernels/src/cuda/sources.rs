@@ -51,6 +51,8 @@ pub(super) static SOURCES: [KernelSource; 19] = [
         "elementwise_add",
         "elementwise_add_bias",
         "elementwise_affine",
+        "elementwise_scale",
+        "elementwise_cap",
         "elementwise_cast",
         "elementwise_zero"
     ),

@@ -85,6 +85,22 @@ impl Elementwise for Reference {
         Ok(())
     }
 
+    fn scale(&self, x: ViewMut<'_>, factor: View<'_>) -> Result {
+        check::scale(&x, factor);
+        let factor = values::read(factor)[0];
+        let scaled: Vec<_> = values::read(x.view()).iter().map(|x| factor * x).collect();
+        values::write(x, &scaled);
+        Ok(())
+    }
+
+    fn cap(&self, x: ViewMut<'_>, cap: f32) -> Result {
+        check::elementwise("cap", &[check::write("x", &x)]);
+        let cap = f64::from(cap);
+        let capped: Vec<_> = values::read(x.view()).iter().map(|x| cap * (x / cap).tanh()).collect();
+        values::write(x, &capped);
+        Ok(())
+    }
+
     fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {
         check::elementwise("cast", &[check::read("x", x), check::write("out", &out)]);
         values::write(out, &values::read(x));

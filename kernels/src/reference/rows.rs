@@ -142,6 +142,7 @@ impl CrossEntropy for Reference {
         mut logits: ViewMut<'_>,
         labels: View<'_>,
         scale: f32,
+        cap: Option<f32>,
         loss: ViewMut<'_>,
     ) -> Result {
         let dims = check::cross_entropy(logits.view(), labels, &loss);
@@ -155,7 +156,8 @@ impl CrossEntropy for Reference {
             let lse = log_sum_exp(row);
             for (v, logit) in row.iter_mut().enumerate() {
                 let hot = if v == label as usize { 1.0 } else { 0.0 };
-                *logit = f64::from(scale) * ((*logit - lse).exp() - hot);
+                let slope = cap.map_or(1.0, |cap| 1.0 - (*logit / f64::from(cap)).powi(2));
+                *logit = f64::from(scale) * ((*logit - lse).exp() - hot) * slope;
             }
         }
         values::write(logits.reborrow(), &logits_rv);

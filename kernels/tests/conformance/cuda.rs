@@ -424,6 +424,7 @@ impl CrossEntropy for OnDevice {
         logits: ViewMut<'_>,
         labels: View<'_>,
         scale: f32,
+        cap: Option<f32>,
         loss: ViewMut<'_>,
     ) -> Result {
         let cross_entropy = &self.set.cross_entropy;
@@ -431,7 +432,7 @@ impl CrossEntropy for OnDevice {
             self,
             [labels],
             [logits, loss],
-            cross_entropy.loss_and_gradient(logits, labels, scale, loss)
+            cross_entropy.loss_and_gradient(logits, labels, scale, cap, loss)
         )
     }
 }
@@ -451,6 +452,14 @@ impl Elementwise for OnDevice {
 
     fn affine(&self, x: ViewMut<'_>, factor: f32, offset: f32) -> Result {
         on_device!(self, [], [x], self.set.elementwise.affine(x, factor, offset))
+    }
+
+    fn scale(&self, x: ViewMut<'_>, factor: View<'_>) -> Result {
+        on_device!(self, [factor], [x], self.set.elementwise.scale(x, factor))
+    }
+
+    fn cap(&self, x: ViewMut<'_>, cap: f32) -> Result {
+        on_device!(self, [], [x], self.set.elementwise.cap(x, cap))
     }
 
     fn cast(&self, x: View<'_>, out: ViewMut<'_>) -> Result {

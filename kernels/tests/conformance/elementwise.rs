@@ -19,18 +19,44 @@ fn check_sums_and_casts(elements: usize, (dtype, out_dtype): (DType, DType)) {
     let run = |set: &KernelSet, dtype| {
         let (mut sum, mut acc, mut cast) =
             (Host::zeros(dtype, &[elements]), old.cast(dtype), old.cast(dtype));
-        let mut affine = old.cast(dtype);
+        let (mut affine, mut scaled, mut capped) = (old.cast(dtype), old.cast(dtype), old.cast(dtype));
         set.elementwise.add(a.view(), b.view(), sum.view_mut()).unwrap();
         set.elementwise.add_assign(acc.view_mut(), a.view()).unwrap();
         set.elementwise.cast(b.view(), cast.view_mut()).unwrap();
         set.elementwise.affine(affine.view_mut(), -2.3, 0.7).unwrap();
-        [sum, acc, cast, affine]
+        let factor = a.view().reshape(&[elements, 1]).rows(0, 1);
+        set.elementwise.scale(scaled.view_mut(), factor).unwrap();
+        set.elementwise.cap(capped.view_mut(), 0.6).unwrap();
+        [sum, acc, cast, affine, scaled, capped]
     };
     let expected = run(&reference::kernel_set(), DType::F32);
     for (name, set) in backends() {
         for (expected, found) in expected.iter().zip(&run(&set, out_dtype)) {
             assert_close(&format!("{name}: {elements} {dtype} {out_dtype}"), expected, found, 1e-6);
         }
+    }
+}
+
+/// Small numbers keep their digits, large ones reach the cap, and NaN stays NaN.
+#[test]
+fn caps_of_any_size() {
+    let sizes = (0..2000).map(|i| 10f64.powf(f64::from(i) / 100.0 - 12.0));
+    let values: Vec<f64> = sizes.flat_map(|size| [size, -size]).chain([0.0]).collect();
+    let x = Host::of(DType::F32, &[values.len()], values.iter().copied());
+    for (name, set) in backends() {
+        let mut capped = x.clone();
+        set.elementwise.cap(capped.view_mut(), 30.0).unwrap();
+        for (x, found) in x.values().iter().zip(capped.values()) {
+            let expected = 30.0 * (x / 30.0).tanh();
+            let off = (found - expected).abs();
+            assert!(
+                off <= 5e-7 * expected.abs() && found.abs() <= 30.0,
+                "{name}: {found} of {x}, not {expected}"
+            );
+        }
+        let mut nan = Host::of(DType::F32, &[1], [f64::NAN]);
+        set.elementwise.cap(nan.view_mut(), 30.0).unwrap();
+        assert!(nan.values()[0].is_nan(), "{name}");
     }
 }
 

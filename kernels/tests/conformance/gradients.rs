@@ -147,13 +147,21 @@ fn cross_entropy() {
     let set = reference::kernel_set();
     let logits = f32s(&[4, 5], 1);
     let labels = Host::of(DType::I32, &[4], [0.0, 4.0, -100.0, 2.0]);
-    let (mut gradient, mut loss) = (logits.clone(), Host::zeros(DType::F64, &[1]));
-    set.cross_entropy.loss_and_gradient(gradient.view_mut(), labels.view(), 0.7, loss.view_mut()).unwrap();
-    check("dlogits", &logits, &gradient, |logits| {
-        let mut loss = Host::zeros(DType::F64, &[1]);
-        set.cross_entropy.loss(logits.view(), labels.view(), loss.view_mut()).unwrap();
-        0.7 * loss.values()[0]
-    });
+    for cap in [None, Some(1.3)] {
+        let capped = |logits: &Host| {
+            let mut logits = logits.clone();
+            cap.into_iter().for_each(|cap| set.elementwise.cap(logits.view_mut(), cap).unwrap());
+            logits
+        };
+        let (mut gradient, mut loss) = (capped(&logits), Host::zeros(DType::F64, &[1]));
+        let (to, of_loss) = (gradient.view_mut(), loss.view_mut());
+        set.cross_entropy.loss_and_gradient(to, labels.view(), 0.7, cap, of_loss).unwrap();
+        check("dlogits", &logits, &gradient, |logits| {
+            let mut loss = Host::zeros(DType::F64, &[1]);
+            set.cross_entropy.loss(capped(logits).view(), labels.view(), loss.view_mut()).unwrap();
+            0.7 * loss.values()[0]
+        });
+    }
 }
 
 #[test]

@@ -24,12 +24,21 @@ const FLOATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 fn check(rows: usize, classes: usize, dtype: DType) {
     let (logits, labels) = (Host::random(dtype, &[rows, classes], 4.0, 1), labels(rows, classes));
+    check_capped(&logits, &labels, None);
+    let (cap, mut capped) = (4.5, logits);
+    reference::kernel_set().elementwise.cap(capped.view_mut(), cap).unwrap();
+    check_capped(&capped, &labels, Some(cap));
+}
+
+fn check_capped(logits: &Host, labels: &Host, cap: Option<f32>) {
+    let (view, rows) = (logits.view(), labels.view().shape().elements());
+    let (classes, dtype) = (view.shape().elements() / rows, view.dtype());
     let scale = 0.37;
     let run = |set: &KernelSet, mut logits: Host| {
         let (mut only, mut both) = (Host::of(DType::F64, &[1], [5.0]), Host::of(DType::F64, &[1], [5.0]));
         set.cross_entropy.loss(logits.view(), labels.view(), only.view_mut()).unwrap();
         set.cross_entropy
-            .loss_and_gradient(logits.view_mut(), labels.view(), scale, both.view_mut())
+            .loss_and_gradient(logits.view_mut(), labels.view(), scale, cap, both.view_mut())
             .unwrap();
         assert_eq!(only.bytes(), both.bytes(), "the loss with and without gradient");
         (both.values()[0], logits)
@@ -37,7 +46,7 @@ fn check(rows: usize, classes: usize, dtype: DType) {
     let (expected_loss, expected) = run(&reference::kernel_set(), logits.cast(DType::F32));
     for (name, set) in backends() {
         let (loss, gradient) = run(&set, logits.clone());
-        let what = format!("{name}: [{rows}, {classes}] {dtype}");
+        let what = format!("{name}: [{rows}, {classes}] {dtype}, cap {cap:?}");
         let allowed = 1e-6 * expected_loss + 1e-6 * rows as f64;
         assert!((loss - expected_loss).abs() <= allowed, "{what}: {loss} instead of {expected_loss}");
         assert_close(&what, &expected, &gradient, 1e-6 * f64::from(scale));

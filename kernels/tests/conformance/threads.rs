@@ -296,6 +296,7 @@ fn elements() {
         same_for_every_thread_count(&format!("elements of {dtype}"), |set| {
             let (elementwise, activation) = (&set.elementwise, &set.activation);
             let (mut sum, mut acc, mut biased, mut affine) = (x.clone(), x.clone(), x.clone(), x.clone());
+            let (mut scaled, mut capped) = (x.clone(), x.clone());
             let (mut wide, mut narrow) =
                 (Host::zeros(DType::F32, &[rows, width]), Host::zeros(DType::F16, &[rows, width]));
             let mut cleared = x.clone();
@@ -303,10 +304,12 @@ fn elements() {
             elementwise.add_assign(acc.view_mut(), y.view()).unwrap();
             elementwise.add_bias(biased.view_mut(), bias.view()).unwrap();
             elementwise.affine(affine.view_mut(), 0.3, 0.2).unwrap();
+            elementwise.scale(scaled.view_mut(), inv_freq.view().reshape(&[21, 1]).rows(3, 4)).unwrap();
+            elementwise.cap(capped.view_mut(), 0.8).unwrap();
             elementwise.cast(x.view(), wide.view_mut()).unwrap();
             elementwise.cast(x.view(), narrow.view_mut()).unwrap();
             elementwise.zero(cleared.view_mut()).unwrap();
-            let mut results = vec![sum, acc, biased, affine, wide, narrow, cleared];
+            let mut results = vec![sum, acc, biased, affine, scaled, capped, wide, narrow, cleared];
             for f in GateFunction::ALL {
                 let (mut out, mut dgate, mut dup) = (x.clone(), x.clone(), x.clone());
                 activation.gated(f, x.view(), y.view(), out.view_mut()).unwrap();
@@ -365,7 +368,9 @@ fn rows_and_elements() {
             .unwrap();
         set.reduce.sum_rows(x.view(), sums.view_mut()).unwrap();
         let mut logits = y.clone();
-        set.cross_entropy.loss_and_gradient(logits.view_mut(), ids.view(), 0.1, loss.view_mut()).unwrap();
+        set.cross_entropy
+            .loss_and_gradient(logits.view_mut(), ids.view(), 0.1, Some(2.0), loss.view_mut())
+            .unwrap();
         vec![out, rstd, dx, dweight, gathered, dtable, rotated, dgate, dup, sums, logits, loss]
     });
 }

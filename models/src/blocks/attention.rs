@@ -1,13 +1,16 @@
 //! The attention half of a decoder layer with its norm and residual: `y = x + o(attend(rope(qkv(norm(x)))))`, or, of models whose norms
 //! follow, `y = x + norm(o(attend(rope(qkv(x)))))`; of some what is added is multiplied by a number, or what `o` reads by `σ(g(norm(x)))`.
+//!
+//! Values may have a norm without weights, and be what keys are before theirs: then there is no projection of values, and that of keys gets
+//! the gradients of both.
 
 use super::TILE_ROWS;
 use super::layers::{
-    After, Linear, Norm, Params, activate, add_branch, backward_together, forward_together, input_backward,
-    tiles,
+    After, Linear, Norm, Normed, Params, activate, add_branch, backward_together, forward_together,
+    input_backward, tiles,
 };
 use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ};
-use crate::{ModelConfig, QkNorm};
+use crate::{KvHeads, ModelConfig, QkNorm};
 use terrace_kernels::{
     AttentionSpec, DType, GateFunction, KeyValues, RopeDirection, RopeLayout, Tensor, View, ViewMut,
 };
@@ -23,10 +26,13 @@ pub(crate) struct Attention {
     /// Of what attention gives.
     gate: Option<Linear>,
     key: Linear,
-    value: Linear,
+    /// What keys are, before their norm, without one.
+    value: Option<Linear>,
     output: Linear,
     /// Norms of queries and keys: of each head, or of all together.
     qk_norms: Option<(QkNorm, Norm, Norm)>,
+    /// Of each head of values.
+    value_norm: Option<Norm>,
     /// A number for each query head.
     sinks: Option<usize>,
     /// The input with the frequencies, and what multiplies rotated queries and keys; `None` where they are not rotated.
@@ -37,14 +43,15 @@ pub(crate) struct Attention {
     head_size: usize,
 }
 
-/// What the projections give, before norms and rotation: `[T, H·K]`, twice `[T, G·K]`, and a gate `[T, H·K]` of some.
+/// What the projections give, before norms and rotation: `[T, H·K]`, twice `[T, G·K]`, or once where keys are values, too, and a gate
+/// `[T, H·K]` of some.
 ///
 /// Without norms queries and keys are rotated in place, so that after [`Attention::attend`] they hold the rotated ones.
 #[derive(Debug)]
 pub(crate) struct Projected {
     pub(crate) q: Tensor,
     pub(crate) k: Tensor,
-    pub(crate) v: Tensor,
+    pub(crate) v: Option<Tensor>,
     pub(crate) gate: Option<Tensor>,
 }
 
@@ -59,13 +66,14 @@ impl Projected {
     }
 }
 
-/// Queries and keys as attention sees them, apart from the projections because of their norms.
+/// Queries and keys as attention sees them, apart from the projections because of their norms, and values that have a norm.
 #[derive(Debug)]
 struct Heads {
     q_BSHK: Tensor,
     q_rstd: Tensor,
     k_BSGK: Tensor,
     k_rstd: Tensor,
+    v: Option<Normed>,
 }
 
 /// The result of attention.
@@ -80,14 +88,15 @@ pub(crate) struct Attended {
 struct ProjectedGradients {
     dq: Tensor,
     dk: Tensor,
-    dv: Tensor,
+    dv: Option<Tensor>,
 }
 
 impl Attention {
     /// Takes its parameters from the layer's list.
     pub(crate) fn new(config: &ModelConfig, layer: usize, params: &mut Params) -> Self {
-        let (hidden, head_size, eps) = (config.hidden, config.head_size, config.norm_eps);
-        let (queries, keys) = (config.query_width(), config.kv_width());
+        let KvHeads { count: kv_heads, size: head_size } = config.heads_of(layer);
+        let (hidden, eps) = (config.hidden, config.norm_eps);
+        let (queries, keys) = (config.query_width(layer), config.kv_width(layer));
         let (before, after) = After::around(config, params, ["input_layernorm", "post_attention_layernorm"]);
         Self {
             before,
@@ -97,7 +106,9 @@ impl Attention {
                 .gated_attention
                 .then(|| params.linear("self_attn.q_gate_proj", queries, hidden, config.qkv_bias)),
             key: params.linear("self_attn.k_proj", keys, hidden, config.qkv_bias),
-            value: params.linear("self_attn.v_proj", keys, hidden, config.qkv_bias),
+            value: config
+                .projects_values(layer)
+                .then(|| params.linear("self_attn.v_proj", keys, hidden, config.qkv_bias)),
             output: params.linear("self_attn.o_proj", hidden, queries, config.output_bias),
             qk_norms: config.qk_norm.map(|kind| {
                 let [of_query, of_key] = match kind {
@@ -107,6 +118,7 @@ impl Attention {
                 let query = params.norm("self_attn.q_norm", of_query, eps);
                 (kind, query, params.norm("self_attn.k_norm", of_key, eps))
             }),
+            value_norm: config.value_norm.then(|| Params::norm_without_weight(eps)),
             sinks: config.has_sinks.then(|| params.numbers("self_attn.sinks", &[config.heads])),
             rotary: (!config.unrotated.contains(&layer)).then(|| {
                 match config.window_rope.as_ref().filter(|_| config.windows[layer].is_some()) {
@@ -119,7 +131,7 @@ impl Attention {
                 window: config.windows[layer],
             },
             heads: config.heads,
-            kv_heads: config.kv_heads,
+            kv_heads,
             head_size,
         }
     }
@@ -140,7 +152,7 @@ impl Attention {
         let kv_width = self.kv_heads * self.head_size;
         let mut q = cx.lasting_tensor(&[tokens, self.heads * self.head_size])?;
         let mut k = cx.lasting_tensor(&[tokens, kv_width])?;
-        let mut v = cx.lasting_tensor(&[tokens, kv_width])?;
+        let mut v = self.value.map(|_| cx.lasting_tensor(&[tokens, kv_width])).transpose()?;
         let gate = self.gate.map(|_| cx.lasting_tensor(&[tokens, self.heads * self.head_size]));
         let mut gate = gate.transpose()?;
         for (start, end) in tiles(tokens, TILE_ROWS) {
@@ -149,10 +161,9 @@ impl Attention {
             let h_RD = normed.as_ref().map_or(x_RD, |normed| normed.out.view());
             let q = (self.query, q.view_mut().rows(start, end));
             let k = (self.key, k.view_mut().rows(start, end));
-            let v = (self.value, v.view_mut().rows(start, end));
-            let gate = self.gate.zip(gate.as_mut());
-            let gate = gate.map(|(layer, gate)| (layer, gate.view_mut().rows(start, end)));
-            let mut layers: Vec<_> = [q, k, v].into_iter().chain(gate).collect();
+            let others = [self.value.zip(v.as_mut()), self.gate.zip(gate.as_mut())].into_iter().flatten();
+            let others = others.map(|(layer, out)| (layer, out.view_mut().rows(start, end)));
+            let mut layers: Vec<_> = [q, k].into_iter().chain(others).collect();
             forward_together(cx, weights, h_RD, &mut layers)?;
         }
         Ok(Projected { q, k, v, gate })
@@ -166,8 +177,9 @@ impl Attention {
         projected: &mut Projected,
     ) -> Result<Attended> {
         let heads = self.rotated(cx, weights, projected)?;
-        let Projected { q, k, v, .. } = projected;
-        let (q, k) = heads.as_ref().map_or((&*q, &*k), |heads| (&heads.q_BSHK, &heads.k_BSGK));
+        let v = values(heads.as_ref(), projected);
+        let Projected { q, k, .. } = &*projected;
+        let (q, k) = heads.as_ref().map_or((q, k), |heads| (&heads.q_BSHK, &heads.k_BSGK));
         let dims_q = self.dims_q(cx);
         let mut out_BSHK = cx.lasting_tensor(&dims_q)?;
         let mut lse_BHS = cx.lasting_tensor_of(DType::F32, &[cx.sequences, self.heads, cx.length])?;
@@ -196,6 +208,11 @@ impl Attention {
     /// Whether [`residual`](Self::residual) gives something that backward needs.
     pub(crate) fn needs_branch(&self) -> bool {
         self.after.needs_branch()
+    }
+
+    /// Whether there is a projection of values.
+    pub(crate) fn projects_values(&self) -> bool {
+        self.value.is_some()
     }
 
     /// Whether there is a gate.
@@ -263,13 +280,10 @@ impl Attention {
             dgate_TQ = Some(dgate);
         }
         let projected = self.attend_backward(cx, weights, projected, attended, dout_BSHK, gradients)?;
-        let branches = [
-            (self.query, self.flat(&projected.dq)),
-            (self.key, self.flat(&projected.dk)),
-            (self.value, self.flat(&projected.dv)),
-        ];
+        let branches = [(self.query, self.flat(&projected.dq)), (self.key, self.flat(&projected.dk))];
+        let value = self.value.zip(projected.dv.as_ref().map(|dv| self.flat(dv)));
         let gate = self.gate.zip(dgate_TQ.as_ref().map(Tensor::view));
-        let branches: Vec<_> = branches.into_iter().chain(gate).collect();
+        let branches: Vec<_> = branches.into_iter().chain(value).chain(gate).collect();
         input_backward(cx, weights, self.before, &branches, x_TD, dx_TD, gradients)
     }
 
@@ -302,7 +316,7 @@ impl Attention {
         cx.kernels.attention.backward(
             q.view().reshape(&dims_q),
             k.view().reshape(&dims_k),
-            projected.v.view().reshape(&dims_k),
+            values(heads.as_ref(), &projected).view().reshape(&dims_k),
             attended.out_BSHK.view(),
             attended.lse_BHS.view(),
             dout_BSHK.view(),
@@ -315,16 +329,27 @@ impl Attention {
         self.rotate(cx, dq.view_mut(), self.heads, RopeDirection::Backward)?;
         self.rotate(cx, dk.view_mut(), self.kv_heads, RopeDirection::Backward)?;
         if let (Some((_, q_norm, k_norm)), Some(heads)) = (self.qk_norms, heads) {
-            let Heads { q_BSHK, q_rstd, k_BSGK, k_rstd } = heads;
+            let Heads { q_BSHK, q_rstd, k_BSGK, k_rstd, v: normed } = heads;
             drop((q_BSHK, k_BSGK));
             let (q, k) = (projected.q.view(), projected.k.view());
-            dq = self.qk_norm_backward(cx, weights, q_norm, &dq, q, &q_rstd, gradients)?;
-            dk = self.qk_norm_backward(cx, weights, k_norm, &dk, k, &k_rstd, gradients)?;
+            dq = self.head_norm_backward(cx, weights, q_norm, &dq, q, &q_rstd, None, gradients)?;
+            if let Some((norm, Normed { out, rstd })) = self.value_norm.zip(normed) {
+                drop(out);
+                let v = projected.v.as_ref().map_or(k, Tensor::view);
+                dv = self.head_norm_backward(cx, weights, norm, &dv, v, &rstd, None, gradients)?;
+            }
+            if !self.projects_values() {
+                // Keys that are values get the gradients of both.
+                let dk =
+                    self.head_norm_backward(cx, weights, k_norm, &dk, k, &k_rstd, Some(dv), gradients)?;
+                return Ok(ProjectedGradients { dq, dk, dv: None });
+            }
+            dk = self.head_norm_backward(cx, weights, k_norm, &dk, k, &k_rstd, None, gradients)?;
         }
-        Ok(ProjectedGradients { dq, dk, dv })
+        Ok(ProjectedGradients { dq, dk, dv: Some(dv) })
     }
 
-    /// Rotates queries and keys: in place without norms (`None`), into new tensors with them.
+    /// Rotates queries and keys: in place without norms (`None`), into new tensors with them. Normalizes values that have a norm.
     fn rotated<'p>(
         &self,
         cx: &Context<'_>,
@@ -344,7 +369,9 @@ impl Attention {
         let mut k = k_norm.forward(cx, weights, of(&projected.k, self.dims_k(cx)))?;
         self.rotate(cx, q.out.view_mut(), self.heads, RopeDirection::Forward)?;
         self.rotate(cx, k.out.view_mut(), self.kv_heads, RopeDirection::Forward)?;
-        Ok(Some(Heads { q_BSHK: q.out, q_rstd: q.rstd, k_BSGK: k.out, k_rstd: k.rstd }))
+        let of_values = projected.v.as_ref().unwrap_or(&projected.k).view().reshape(&self.dims_k(cx));
+        let v = self.value_norm.map(|norm| norm.forward(cx, weights, of_values)).transpose()?;
+        Ok(Some(Heads { q_BSHK: q.out, q_rstd: q.rstd, k_BSGK: k.out, k_rstd: k.rstd, v }))
     }
 
     fn rotate(&self, cx: &Context<'_>, x: ViewMut<'_>, heads: usize, direction: RopeDirection) -> Result {
@@ -354,8 +381,9 @@ impl Attention {
         Ok(cx.kernels.rope.rotate(x, positions, inv_freq, RopeLayout::HALVES, scale, direction)?)
     }
 
+    /// The gradient of what was normalized, added to what it has from elsewhere.
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
-    fn qk_norm_backward(
+    fn head_norm_backward(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -363,14 +391,16 @@ impl Attention {
         dout: &Tensor,
         x: View<'_>,
         rstd: &Tensor,
+        so_far: Option<Tensor>,
         gradients: &mut Gradients<'_>,
     ) -> Result<Tensor> {
-        let mut dx = cx.tensor(dout.shape().dims())?;
+        let accumulate = so_far.is_some();
+        let mut dx = so_far.map_or_else(|| cx.tensor(dout.shape().dims()), Ok)?;
         // Rows are heads, or tokens.
         let rows = rstd.shape().elements();
         let dims = [rows, dout.shape().elements() / rows.max(1)];
         let (dout, x, to) = (dout.view().reshape(&dims), x.reshape(&dims), dx.view_mut().reshape(&dims));
-        norm.backward(cx, weights, dout, x, rstd.view(), to, false, gradients)?;
+        norm.backward(cx, weights, dout, x, rstd.view(), to, accumulate, gradients)?;
         Ok(dx)
     }
 
@@ -389,4 +419,10 @@ impl Attention {
     fn dims_k(&self, cx: &Context<'_>) -> [usize; 4] {
         [cx.sequences, cx.length, self.kv_heads, self.head_size]
     }
+}
+
+/// Values as attention sees them.
+fn values<'t>(heads: Option<&'t Heads>, projected: &'t Projected) -> &'t Tensor {
+    let normed = heads.and_then(|heads| heads.v.as_ref()).map(|normed| &normed.out);
+    normed.or(projected.v.as_ref()).expect("values that are keys have a norm")
 }

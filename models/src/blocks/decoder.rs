@@ -5,6 +5,7 @@ use super::mixer::{Mixed, Mixer};
 use super::mixture::{MixtureMlp, Routed, Routing, chosen_experts};
 use super::mlp::{Inner, Mlp};
 use crate::ModelConfig;
+use crate::batch::constants_input;
 use std::ops::Range;
 use terrace_kernels::{DType, QuantFormat, Tensor, View, ViewMut};
 use terrace_zero::{
@@ -16,9 +17,9 @@ use terrace_zero::{
 /// Memory beside operands, in elements of the activation dtype (norms and statistics left out), with R the smaller of T
 /// and [`TILE_ROWS`](super::TILE_ROWS): forward the larger of T·(2H+2G)·K in attention and R·3F in the feed-forward; backward the
 /// larger of T·((2H+2G)·K + D) + R·(D+5F) in the feed-forward and T·(4H+4G)·K in attention. Head norms add T·(H+G)·K while
-/// in attention. A layer that keeps leaves T·((2H+2G)·K + D + 2F) elements and the log-sum-exp of attention from forward to
-/// backward, which then computes no product of the forward again. Norms that follow add T·2D to that, and T·2D at most elsewhere; a gate
-/// behind attention T·2H·K. Layers with the gated delta rule take what `delta.rs` says.
+/// in attention, those of values T·G·K. A layer that keeps leaves T·((2H+2G)·K + D + 2F) elements and the log-sum-exp of attention from
+/// forward to backward, which then computes no product of the forward again. Norms that follow add T·2D to that, and T·2D at most
+/// elsewhere; a gate behind attention T·2H·K; a number that multiplies what the layer gives T·D in the backward of the feed-forward. Layers with the gated delta rule take what `delta.rs` says.
 #[derive(Debug)]
 pub struct DecoderBlock {
     name: String,
@@ -26,6 +27,8 @@ pub struct DecoderBlock {
     mixer: Mixer,
     feed_forward: FeedForward,
     hidden: usize,
+    /// The input with what multiplies all that a layer gives, and the row of this one in it.
+    scale: Option<(usize, usize)>,
 }
 
 /// The second half.
@@ -64,7 +67,29 @@ impl DecoderBlock {
             Some(mixture) => FeedForward::Mixture(MixtureMlp::new(config, layer, mixture, &mut params)),
         };
         let name = format!("layers.{layer}");
-        Self { name, params: params.specs, mixer, feed_forward, hidden: config.hidden }
+        let scale = config.has_layer_scales.then(|| (constants_input(config), layer));
+        Self { name, params: params.specs, mixer, feed_forward, hidden: config.hidden, scale }
+    }
+
+    /// Multiplies what the layer gives, or its gradient.
+    fn multiply(&self, cx: &Context<'_>, y_TD: ViewMut<'_>) -> Result {
+        match self.scale {
+            Some((input, row)) => {
+                Ok(cx.kernels.elementwise.scale(y_TD, cx.input(input).rows(row, row + 1))?)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The gradient of what is multiplied, if it is not `dy_TD`.
+    fn multiplied(&self, cx: &Context<'_>, dy_TD: View<'_>) -> Result<Option<Tensor>> {
+        if self.scale.is_none() {
+            return Ok(None);
+        }
+        let mut out_TD = cx.tensor(dy_TD.shape().dims())?;
+        cx.kernels.elementwise.cast(dy_TD, out_TD.view_mut())?;
+        self.multiply(cx, out_TD.view_mut())?;
+        Ok(Some(out_TD))
     }
 
     /// The forward up to the feed-forward.
@@ -136,14 +161,21 @@ impl Block for DecoderBlock {
         Ok(Begun { wanted: chosen_experts(&starts), tensors: tensors.collect(), numbers: starts })
     }
 
-    fn finish(&self, cx: &mut Context<'_>, weights: &Weights<'_>, begun: Begun, y: ViewMut<'_>) -> Result {
+    fn finish(
+        &self,
+        cx: &mut Context<'_>,
+        weights: &Weights<'_>,
+        begun: Begun,
+        mut y: ViewMut<'_>,
+    ) -> Result {
         let FeedForward::Mixture(mlp) = &self.feed_forward else {
             unreachable!("only experts are on demand")
         };
         let tensors = begun.tensors.try_into();
         let [logits, weights_TX, chosen, rows, starts, h_TD] = tensors.expect("what the first half left");
         let routing = Routing::from_tensors([logits, weights_TX, chosen, rows, starts]);
-        mlp.finish(cx, weights, h_TD, &routing, begun.numbers, y)
+        mlp.finish(cx, weights, h_TD, &routing, begun.numbers, y.reborrow())?;
+        self.multiply(cx, y)
     }
 
     fn forward(
@@ -156,19 +188,20 @@ impl Block for DecoderBlock {
         let x = x.expect("a decoder layer is never the first block");
         if cx.keeps() {
             let mut half = self.first_half(cx, weights, x)?;
-            let y1_TD = half.y1_TD.view();
+            let (y1_TD, to) = (half.y1_TD.view(), y.reborrow());
             half.inner = match &self.feed_forward {
-                FeedForward::Dense(mlp) => mlp.forward_keeping(cx, weights, y1_TD, y)?.into_tensors(),
-                FeedForward::Mixture(mlp) => mlp.forward_keeping(cx, weights, y1_TD, y)?.into_tensors(),
+                FeedForward::Dense(mlp) => mlp.forward_keeping(cx, weights, y1_TD, to)?.into_tensors(),
+                FeedForward::Mixture(mlp) => mlp.forward_keeping(cx, weights, y1_TD, to)?.into_tensors(),
             };
             cx.keep(half.into_tensors());
-            return Ok(());
+            return self.multiply(cx, y);
         }
         self.mixer.forward(cx, weights, x, y.reborrow())?;
         match &self.feed_forward {
-            FeedForward::Dense(mlp) => mlp.forward(cx, weights, y),
-            FeedForward::Mixture(mlp) => mlp.forward(cx, weights, y),
+            FeedForward::Dense(mlp) => mlp.forward(cx, weights, y.reborrow())?,
+            FeedForward::Mixture(mlp) => mlp.forward(cx, weights, y.reborrow())?,
         }
+        self.multiply(cx, y)
     }
 
     fn backward(
@@ -188,6 +221,8 @@ impl Block for DecoderBlock {
             None => self.first_half(cx, weights, x)?,
         };
         let (y1, to) = (y1_TD.view(), dx.reborrow());
+        let dsum_TD = self.multiplied(cx, dy)?;
+        let dy = dsum_TD.as_ref().map_or(dy, Tensor::view);
         let is_kept = !inner.is_empty();
         match &self.feed_forward {
             FeedForward::Dense(mlp) => {
@@ -199,7 +234,7 @@ impl Block for DecoderBlock {
                 mlp.backward(cx, weights, y1, routed.as_ref(), dy, to, gradients)?;
             }
         }
-        drop(y1_TD);
+        drop((y1_TD, dsum_TD));
         self.mixer.backward(cx, weights, x, mixed, branch_TD, dx, gradients)
     }
 }

@@ -30,6 +30,8 @@ pub struct HeadBlock {
     vocab: usize,
     /// Multiplies logits.
     factor: f32,
+    /// See [`ModelConfig::logit_cap`].
+    cap: Option<f32>,
 }
 
 impl HeadBlock {
@@ -48,8 +50,15 @@ impl HeadBlock {
         } else {
             params.linear("lm_head", config.vocab, config.hidden, false);
         }
-        let factor = config.multipliers.logits;
-        Self { params: params.specs, borrowed, norm, hidden: config.hidden, vocab: config.vocab, factor }
+        Self {
+            params: params.specs,
+            borrowed,
+            norm,
+            hidden: config.hidden,
+            vocab: config.vocab,
+            factor: config.multipliers.logits,
+            cap: config.logit_cap,
+        }
     }
 
     /// Rows of a tile of logits.
@@ -60,11 +69,20 @@ impl HeadBlock {
     fn logits(&self, cx: &Context<'_>, weights: &Weights<'_>, h_RD: View<'_>) -> Result<Tensor> {
         let mut logits_RV = cx.tensor_of(DType::F32, &[h_RD.shape().rows(), self.vocab])?;
         product(cx, h_RD, weights.weight(TABLE), logits_RV.view_mut(), Epilogue::NONE)?;
-        self.multiply(cx, logits_RV.view_mut())?;
+        self.finish(cx, logits_RV.view_mut())?;
         Ok(logits_RV)
     }
 
-    /// Multiplies logits, or takes their gradient to that of the product.
+    /// Makes logits of what the product gives.
+    fn finish(&self, cx: &Context<'_>, mut logits_RV: ViewMut<'_>) -> Result {
+        self.multiply(cx, logits_RV.reborrow())?;
+        match self.cap {
+            Some(cap) => Ok(cx.kernels.elementwise.cap(logits_RV, cap)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Multiplies what the product gives, or takes the gradient of that to the product's.
     fn multiply(&self, cx: &Context<'_>, logits_RV: ViewMut<'_>) -> Result {
         if self.factor != 1.0 {
             cx.kernels.elementwise.affine(logits_RV, self.factor, 0.0)?;
@@ -96,7 +114,7 @@ impl HeadBlock {
         let normed = self.norm.forward(cx, weights, last_BD.view())?;
         drop(last_BD);
         product(cx, normed.out.view(), weights.weight(TABLE), y_BV.reborrow(), Epilogue::NONE)?;
-        self.multiply(cx, y_BV)
+        self.finish(cx, y_BV)
     }
 
     /// Replaces logits by their gradient, in the activation dtype so that the products that follow run at its speed.
@@ -110,7 +128,7 @@ impl HeadBlock {
         let (kernels, scale, inputs) = (cx.kernels, cx.loss_scale, cx.inputs);
         let labels_R = rows_of(inputs[LABELS].view(), start, end);
         let loss = cx.loss.reborrow();
-        kernels.cross_entropy.loss_and_gradient(logits_RV.view_mut(), labels_R, scale, loss)?;
+        kernels.cross_entropy.loss_and_gradient(logits_RV.view_mut(), labels_R, scale, self.cap, loss)?;
         self.multiply(cx, logits_RV.view_mut())?;
         if cx.dtype == DType::F32 {
             return Ok(logits_RV);

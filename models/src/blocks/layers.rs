@@ -67,7 +67,12 @@ impl Params {
 
     /// One whose scale is its weight, whatever those of the others are.
     pub(crate) fn plain_norm(&mut self, name: &str, width: usize, eps: f32) -> Norm {
-        Norm { weight: self.push(&format!("{name}.weight"), &[width]), eps, plus_one: false }
+        Norm { weight: Some(self.push(&format!("{name}.weight"), &[width])), eps, plus_one: false }
+    }
+
+    /// One that multiplies by nothing.
+    pub(crate) fn norm_without_weight(eps: f32) -> Norm {
+        Norm { weight: None, eps, plus_one: false }
     }
 
     fn push(&mut self, name: &str, dims: &[usize]) -> usize {
@@ -179,10 +184,10 @@ pub(crate) fn product(
     Ok(())
 }
 
-/// Root-mean-square norm with a learned scale.
+/// Root-mean-square norm with a learned scale, or none.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Norm {
-    weight: usize,
+    weight: Option<usize>,
     eps: f32,
     /// The scale is one more than the weight.
     plus_one: bool,
@@ -203,21 +208,25 @@ impl Norm {
         let shape = x.shape();
         let mut out = cx.tensor(shape.dims())?;
         let mut rstd = cx.tensor_of(DType::F32, &[shape.rows()])?;
-        let weight = weights.get(self.weight);
-        let scale = self.scale(cx, weight)?;
-        let scale = scale.as_ref().map_or(weight, Tensor::view);
+        let weight = self.weight.map(|weight| weights.get(weight));
+        let own = self.own_scale(cx, weight, x)?;
+        let scale = scale_of(&own, weight);
         cx.kernels.rms_norm.forward(x, scale, self.eps, out.view_mut(), rstd.view_mut())?;
         Ok(Normed { out, rstd })
     }
 
     /// The scale in f32, if it is not the weight.
-    fn scale(&self, cx: &Context<'_>, weight: View<'_>) -> Result<Option<Tensor>> {
-        if !self.plus_one {
-            return Ok(None);
+    fn own_scale(&self, cx: &Context<'_>, weight: Option<View<'_>>, x: View<'_>) -> Result<Option<Tensor>> {
+        let elementwise = &cx.kernels.elementwise;
+        let mut scale = match weight {
+            Some(_) if !self.plus_one => return Ok(None),
+            _ => cx.tensor_of(DType::F32, &[x.shape().last()])?,
+        };
+        match weight {
+            Some(weight) => elementwise.cast(weight, scale.view_mut())?,
+            None => elementwise.zero(scale.view_mut())?,
         }
-        let mut scale = cx.tensor_of(DType::F32, weight.shape().dims())?;
-        cx.kernels.elementwise.cast(weight, scale.view_mut())?;
-        cx.kernels.elementwise.affine(scale.view_mut(), 1.0, 1.0)?;
+        elementwise.affine(scale.view_mut(), 1.0, 1.0)?;
         Ok(Some(scale))
     }
 
@@ -234,11 +243,18 @@ impl Norm {
         accumulate_dx: bool,
         gradients: &mut Gradients<'_>,
     ) -> Result {
-        let weight = weights.get(self.weight);
-        let scale = self.scale(cx, weight)?;
-        let scale = scale.as_ref().map_or(weight, Tensor::view);
-        let dweight = gradients.get(self.weight)?;
-        Ok(cx.kernels.rms_norm.backward(dout, x, scale, rstd, dx, accumulate_dx, dweight)?)
+        let weight = self.weight.map(|weight| weights.get(weight));
+        let own = self.own_scale(cx, weight, x)?;
+        let scale = scale_of(&own, weight);
+        let kernel = &cx.kernels.rms_norm;
+        if let Some(weight) = self.weight {
+            let dweight = gradients.get(weight)?;
+            return Ok(kernel.backward(dout, x, scale, rstd, dx, accumulate_dx, dweight)?);
+        }
+        // The gradient of a scale that nobody learns.
+        let mut dscale = cx.tensor_of(DType::F32, &[x.shape().last()])?;
+        cx.kernels.elementwise.zero(dscale.view_mut())?;
+        Ok(kernel.backward(dout, x, scale, rstd, dx, accumulate_dx, dscale.view_mut())?)
     }
 
     /// The gradient of `x_TD`, from that of its norm.
@@ -260,6 +276,11 @@ impl Norm {
         }
         Ok(dx_TD)
     }
+}
+
+/// A norm's scale: one of its own, or the weight itself.
+fn scale_of<'a>(own: &'a Option<Tensor>, weight: Option<View<'a>>) -> View<'a> {
+    own.as_ref().map(Tensor::view).or(weight).expect("a norm without weight has a scale of its own")
 }
 
 /// What becomes of the result of attention or feed-forward before it is added to the residual.

@@ -157,7 +157,8 @@ impl Mixer {
         let mut next = || kept.next().expect("a layer gets what its own forward kept");
         match self {
             Self::Attention(attention) => {
-                let [q, k, v, out_BSHK, lse_BHS] = std::array::from_fn(|_| next());
+                let [q, k, out_BSHK, lse_BHS] = std::array::from_fn(|_| next());
+                let v = attention.projects_values().then(&mut next);
                 let gate = attention.is_gated().then(next);
                 Mixed::Attention(Projected { q, k, v, gate }, Attended { out_BSHK, lse_BHS })
             }
@@ -175,7 +176,7 @@ impl Mixed {
     pub(crate) fn into_tensors(self) -> Vec<Tensor> {
         match self {
             Self::Attention(Projected { q, k, v, gate }, Attended { out_BSHK, lse_BHS }) => {
-                [q, k, v, out_BSHK, lse_BHS].into_iter().chain(gate).collect()
+                [q, k, out_BSHK, lse_BHS].into_iter().chain(v).chain(gate).collect()
             }
             Self::Latent(expanded) => expanded.into_tensors().collect(),
             Self::Delta(channels, scanned) => channels.into_tensors().into_iter().chain([scanned]).collect(),

@@ -8,7 +8,7 @@
 use super::TILE_ROWS;
 use super::layers::{Linear, Norm, Normed, Params, activate, forward_each, tiles};
 use super::shared::Shared;
-use crate::batch::score_biases_input;
+use crate::batch::constants_input;
 use crate::fused::Packing;
 use crate::{Mixture, ModelConfig};
 use std::array;
@@ -170,7 +170,7 @@ impl MixtureMlp {
             groups: mixture.groups,
             score_biases: mixture.has_score_biases.then(|| {
                 let row = (0..layer).filter(|&before| config.mixture_of(before).is_some()).count();
-                (score_biases_input(config), row)
+                (constants_input(config), row)
             }),
             normalize: mixture.normalize,
             scale: mixture.scale,

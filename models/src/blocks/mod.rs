@@ -101,8 +101,11 @@ fn blocks_of(config: &ModelConfig, format: Option<QuantFormat>) -> Vec<Box<dyn B
 pub fn param_count(config: &ModelConfig) -> u64 {
     let count = |block: &dyn Block| block.params().iter().map(|p| p.elements() as u64).sum::<u64>();
     // Layers are alike that are alike in these.
-    let kind = |layer: usize| (config.mixture_of(layer).is_some(), config.delta_of(layer).is_some());
-    let mut of_kinds: HashMap<(bool, bool), u64> = HashMap::new();
+    let kind = |layer: usize| {
+        let [has_experts, has_delta] = [config.mixture_of(layer).is_some(), config.delta_of(layer).is_some()];
+        (has_experts, has_delta, config.heads_of(layer), config.projects_values(layer))
+    };
+    let mut of_kinds: HashMap<_, u64> = HashMap::new();
     let of_layer =
         |layer| *of_kinds.entry(kind(layer)).or_insert_with(|| count(&DecoderBlock::new(config, layer)));
     let layers: u64 = (0..config.layers).map(of_layer).sum();

@@ -16,8 +16,8 @@ use terrace_models::{Model, ModelConfig, RandomSource, Row, TokenBatch};
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, StateFormat, host_kernels};
 use terrace_tiers::{Tier, TierError, checksum};
 use terrace_zero::{
-    Accumulation, Backend, BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, Placement,
-    StepReport, TrainingConfig, WeightReader, WindowOverrides,
+    Accumulation, Backend, BatchLimits, Durability, Engine, EngineConfig, EngineError, MicroBatch, ParamSpec,
+    Placement, StepReport, TrainingConfig, WeightReader, WeightSource, WindowOverrides,
 };
 
 /// A Llama of some 100k parameters; tied when asked.
@@ -29,6 +29,19 @@ pub fn small_llama(tied: bool) -> ModelConfig {
         "tie_word_embeddings":{tied}}}"#
     ))
     .expect("a valid configuration")
+}
+
+/// What batches bring: random numbers, and what multiplies layers is not 1.
+struct Constants(RandomSource);
+
+impl WeightSource for Constants {
+    fn read(&mut self, constant: &ParamSpec, start: usize, out: &mut [f32]) -> terrace_zero::Result {
+        self.0.read(constant, start, out)?;
+        if constant.name.ends_with("layer_scalar") {
+            out.fill(0.75);
+        }
+        Ok(())
+    }
 }
 
 /// One way to run the same training.
@@ -235,7 +248,8 @@ impl Setup {
 
     /// The micro-batches of step `step`; some rows are short, some labels masked.
     pub fn batches(&self, step: u64) -> Vec<MicroBatch> {
-        let builder = TokenBatch::for_source(&self.model, &mut RandomSource::new(7)).expect("random numbers");
+        let builder = TokenBatch::for_source(&self.model, &mut Constants(RandomSource::new(7)))
+            .expect("random numbers");
         let vocab = self.model.vocab as u64;
         let mut state = step.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0xabcd;
         let mut next = move || {

@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 37] = [
+pub const NAMES: [&str; 40] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -27,6 +27,7 @@ pub const NAMES: [&str; 37] = [
     "granite",
     "gemma",
     "gemma3",
+    "gemma4",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
@@ -41,6 +42,8 @@ pub const NAMES: [&str; 37] = [
     "qwen3_next",
     "gpt_oss",
     "gemma3_vision",
+    "gemma4_vision",
+    "gemma4_unified",
     "mistral3",
     "ministral3",
     "qwen2_5_vl",

@@ -55,6 +55,18 @@ fn latent() -> ModelConfig {
     .unwrap()
 }
 
+/// Every other layer with a window, and with other heads than the rest.
+fn by_layer() -> ModelConfig {
+    ModelConfig::parse(&format!(
+        r#"{{"architectures":["Gemma4ForCausalLM"],"vocab_size":101,"hidden_size":96,"intermediate_size":200,
+        "num_hidden_layers":{LAYERS},"num_attention_heads":4,"num_key_value_heads":2,"head_dim":24,"max_position_embeddings":{CACHE},
+        "layer_types":["full_attention","sliding_attention","full_attention","sliding_attention","full_attention"],"sliding_window":70,
+        "global_head_dim":40,"num_global_key_value_heads":1,"attention_k_eq_v":true,"hidden_size_per_layer_input":0,
+        "initializer_range":0.08}}"#
+    ))
+    .unwrap()
+}
+
 type Describe = fn() -> ModelConfig;
 
 struct Place {
@@ -166,7 +178,9 @@ fn pass_of(
     let starts: Vec<usize> = sequences.iter().map(|&sequence| cache.lengths()[sequence]).collect();
     let added: Vec<usize> = ids.iter().map(|ids| ids.len()).collect();
     let longest = *added.iter().max().unwrap();
-    let batch = TokenBatch::new(&model()).generate(&ids, &starts, longest).unwrap();
+    let model = model();
+    let batches = TokenBatch::for_source(&model, &mut RandomSource::for_config(&model, 1)).unwrap();
+    let batch = batches.generate(&ids, &starts, longest).unwrap();
     let logits = engine.logits(&batch, cache, &sequences, &added)?;
     Ok(logits.into_iter().map(f32::to_bits).collect())
 }
@@ -246,6 +260,12 @@ fn numbers_are_those_of_a_cache_on_the_device() {
     }
 }
 
+/// Layers whose keys and values are of several sizes.
+#[test]
+fn layers_with_heads_of_their_own() {
+    tells_the_same(by_layer);
+}
+
 /// What recurrent layers carry stays where kernels are, wherever keys and values and weights are.
 #[test]
 fn recurrent_layers_carry_on() {
@@ -271,7 +291,8 @@ fn tells_the_same(model: Describe) {
     }
     for seed in if on_card() { 0..0 } else { 0..4 } {
         let device = SimDevice::new(SimDeviceConfig { seed, ..SimDeviceConfig::default() });
-        let simulated = Place { model, ..Place::simulated(Tier::Host, device, seed) };
+        let kv = if seed % 2 == 0 { Tier::Host } else { Tier::Disk };
+        let simulated = Place { model, ..Place::simulated(kv, device, seed) };
         assert!(told(simulated) == expected, "seed {seed}");
     }
 }

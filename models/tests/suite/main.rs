@@ -14,6 +14,7 @@ mod demand;
 mod engine;
 mod export;
 mod fixture;
+mod gemma4;
 mod gpt_oss;
 mod keys;
 mod latent;

@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 70] = [
+    let ignored: [(&'static str, Change); 81] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -59,6 +59,17 @@ fn logits_notice_every_option() {
         ("gemma3", |config| config.window_rope = None),
         ("gemma3", |config| config.multipliers.attention = None),
         ("gemma3", |config| config.windows = vec![None; config.layers]),
+        ("gemma4", |config| config.norm_plus_one = true),
+        ("gemma4", |config| config.windows[0] = Some(64)),
+        ("gemma4", |config| config.window_rope.as_mut().unwrap().theta = 100.0),
+        ("gemma4", |config| config.rope.scaling = RopeScaling::Default),
+        ("gemma4", |config| config.rope.scaling = RopeScaling::Proportional { pairs: 4, factor: 1.0 }),
+        ("gemma4", |config| config.multipliers.attention = None),
+        ("gemma4", |config| config.multipliers.embedding = 1.0),
+        ("gemma4", |config| config.has_layer_scales = false),
+        ("gemma4", |config| config.logit_cap = None),
+        ("gemma4_vision", |config| config.value_norm = false),
+        ("gemma4_vision", |config| config.has_layer_scales = false),
         ("mixtral", |config| config.windows = vec![None; config.layers]),
         ("mixtral", |config| mixture(config).normalize = false),
         ("mixtral", |config| mixture(config).chosen = 1),

@@ -13,6 +13,7 @@ fn layers_beyond_one_tile() {
         "Olmo2ForCausalLM",
         "GraniteForCausalLM",
         "Gemma3ForCausalLM",
+        "Gemma4ForCausalLM",
         "OlmoeForCausalLM",
     ] {
         compare(config(architecture, 16, 4, 8, TILE_ROWS), 4, TILE_ROWS / 3);
@@ -22,7 +23,9 @@ fn layers_beyond_one_tile() {
 #[test]
 fn logits_beyond_one_tile() {
     // At this vocabulary a tile has the minimum of 128 rows.
-    compare(config("Qwen3ForCausalLM", 70_000, 4, 8, 128), 3, 60);
+    for architecture in ["Qwen3ForCausalLM", "Gemma4ForCausalLM"] {
+        compare(config(architecture, 70_000, 4, 8, 128), 3, 60);
+    }
 }
 
 fn config(
@@ -32,8 +35,10 @@ fn config(
     feed_forward: usize,
     positions: usize,
 ) -> ModelConfig {
+    let of_gemma4 = r#""hidden_size_per_layer_input": 0, "global_head_dim": 4, "attention_k_eq_v": true, "final_logit_softcapping": 2.0,"#;
+    let more = if architecture == "Gemma4ForCausalLM" { of_gemma4 } else { "" };
     ModelConfig::parse(&format!(
-        r#"{{"architectures": ["{architecture}"], "vocab_size": {vocab}, "hidden_size": {hidden},
+        r#"{{{more} "architectures": ["{architecture}"], "vocab_size": {vocab}, "hidden_size": {hidden},
             "intermediate_size": {feed_forward}, "num_hidden_layers": 1, "num_attention_heads": 1,
             "num_key_value_heads": 1, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 2, "attention_bias": true, "initializer_range": 0.5,
             "max_position_embeddings": {positions}}}"#
@@ -42,9 +47,9 @@ fn config(
 }
 
 fn compare(config: ModelConfig, sequences: usize, length: usize) {
-    let batches = TokenBatch::new(&config);
     let vocab = config.vocab;
     let mut source = RandomSource::for_config(&config, 3);
+    let batches = TokenBatch::for_source(&config, &mut source).unwrap();
     let mut runner = Runner::new(Model::new(config), reference::kernel_set(), DType::F32, &mut source);
     runner.scratch_bytes = 64 << 20;
     let ids: Vec<u32> = (0..sequences * length).map(|i| (i * 7919 % vocab) as u32).collect();

@@ -78,7 +78,7 @@ fn fused_projections_are_taken_apart() {
         SafetensorsSource::for_model(folder.path(), &model)
     };
     let part = |name: &str| format!("model.layers.1.self_attn.{name}_proj.weight");
-    let (q, kv) = (model.config.query_width(), model.config.kv_width());
+    let (q, kv) = (model.config.query_width(1), model.config.kv_width(1));
     let parts =
         vec![(part("q"), of_rows(0, q)), (part("k"), of_rows(q, q + kv)), (part("v"), of_rows(q + kv, rows))];
     let mut apart = with(parts).unwrap();
