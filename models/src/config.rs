@@ -71,7 +71,15 @@ impl Multipliers {
     pub const NONE: Self =
         Self { embedding: 1.0, embedding_is_rounded: false, residual: 1.0, attention: None, logits: 1.0 };
 
-    fn parse(entries: &Entries<'_>, family: Family, hidden: usize) -> Result<Self> {
+    fn parse(
+        entries: &Entries<'_>,
+        family: Family,
+        hidden: usize,
+        latent: Option<&LatentAttention>,
+    ) -> Result<Self> {
+        if let Some(latent) = latent {
+            return Ok(Self { attention: Some(latent.scale(entries)?), ..Self::NONE });
+        }
         let positive = |key: &str, default: f64| entries.positive_or(key, default);
         let of_gemma = Self { embedding: (hidden as f32).sqrt(), embedding_is_rounded: true, ..Self::NONE };
         Ok(match family {
@@ -100,6 +108,18 @@ pub enum QkNorm {
     PerHead,
     /// All heads of a token together, `H·K` and `G·K` weights.
     AllHeads,
+}
+
+impl QkNorm {
+    fn parse(entries: &Entries<'_>, family: Family) -> Result<Option<Self>> {
+        Ok(match family {
+            Family::Qwen3 | Family::Gemma3 | Family::Gemma4 | Family::Qwen3Moe => Some(Self::PerHead),
+            Family::Olmo2 | Family::Olmo3 | Family::Olmoe | Family::MiniMaxM2 => Some(Self::AllHeads),
+            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => Some(Self::PerHead),
+            Family::Glm4Moe if entries.flag("use_qk_norm", false)? => Some(Self::PerHead),
+            _ => None,
+        })
+    }
 }
 
 /// Layers with the gated delta rule in the place of attention.
@@ -357,13 +377,7 @@ impl ModelConfig {
             output_bias: biases.output,
             mlp_bias: biases.mlp,
             gate_function: gate_function(&entries, family)?,
-            qk_norm: match family {
-                Family::Qwen3 | Family::Gemma3 | Family::Gemma4 | Family::Qwen3Moe => Some(QkNorm::PerHead),
-                Family::Olmo2 | Family::Olmo3 | Family::Olmoe | Family::MiniMaxM2 => Some(QkNorm::AllHeads),
-                Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => Some(QkNorm::PerHead),
-                Family::Glm4Moe if entries.flag("use_qk_norm", false)? => Some(QkNorm::PerHead),
-                _ => None,
-            },
+            qk_norm: QkNorm::parse(&entries, family)?,
             value_norm: family == Family::Gemma4,
             keys_are_values,
             has_sinks: family == Family::GptOss,
@@ -371,10 +385,7 @@ impl ModelConfig {
             delta: if family.has_delta() { Some(DeltaNet::parse(&entries, layers)?) } else { None },
             norms: family.norms(),
             norm_plus_one: family.norm_plus_one(),
-            multipliers: match latent {
-                Some(latent) => Multipliers { attention: Some(latent.scale(&entries)?), ..Multipliers::NONE },
-                None => Multipliers::parse(&entries, family, hidden)?,
-            },
+            multipliers: Multipliers::parse(&entries, family, hidden, latent.as_ref())?,
             latent,
             has_layer_scales: family == Family::Gemma4,
             logit_cap: match family {

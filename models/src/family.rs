@@ -114,6 +114,19 @@ pub(crate) struct Defaults {
     pub(crate) dropout: f64,
 }
 
+/// Those of a Llama.
+const LLAMA: Defaults = Defaults {
+    kv_heads: None,
+    head_size: None,
+    positions: 2048,
+    norm_eps: 1e-6,
+    theta: 10_000.0,
+    tied: false,
+    pad: None,
+    eos: Some(2),
+    dropout: 0.0,
+};
+
 /// Which layers have biases.
 pub(crate) struct Biases {
     pub(crate) qkv: bool,
@@ -123,20 +136,9 @@ pub(crate) struct Biases {
 
 impl Family {
     pub(crate) fn defaults(self) -> Defaults {
-        let llama = Defaults {
-            kv_heads: None,
-            head_size: None,
-            positions: 2048,
-            norm_eps: 1e-6,
-            theta: 10_000.0,
-            tied: false,
-            pad: None,
-            eos: Some(2),
-            dropout: 0.0,
-        };
         match self {
-            Self::Llama => llama,
-            Self::Mistral => Defaults { kv_heads: Some(8), positions: 131_072, ..llama },
+            Self::Llama => LLAMA,
+            Self::Mistral => Defaults { kv_heads: Some(8), positions: 131_072, ..LLAMA },
             Self::Ministral3 => Defaults {
                 kv_heads: Some(8),
                 head_size: Some(128),
@@ -144,12 +146,12 @@ impl Family {
                 norm_eps: 1e-5,
                 theta: 1_000_000.0,
                 pad: Some(11),
-                ..llama
+                ..LLAMA
             },
-            Self::Qwen2 => Defaults { positions: 32_768, eos: None, ..llama },
-            Self::Qwen3 => Defaults { head_size: Some(128), positions: 32_768, eos: None, ..llama },
+            Self::Qwen2 => Defaults { positions: 32_768, eos: None, ..LLAMA },
+            Self::Qwen3 => Defaults { head_size: Some(128), positions: 32_768, eos: None, ..LLAMA },
             Self::Phi3 => {
-                Defaults { positions: 4096, norm_eps: 1e-5, pad: Some(32_000), eos: Some(32_000), ..llama }
+                Defaults { positions: 4096, norm_eps: 1e-5, pad: Some(32_000), eos: Some(32_000), ..LLAMA }
             }
             Self::SeedOss => Defaults {
                 kv_heads: Some(8),
@@ -157,7 +159,7 @@ impl Family {
                 positions: 524_288,
                 pad: Some(1),
                 dropout: 0.1,
-                ..llama
+                ..LLAMA
             },
             Self::SmolLm3 => Defaults {
                 kv_heads: Some(4),
@@ -166,10 +168,10 @@ impl Family {
                 tied: true,
                 pad: Some(128_004),
                 eos: Some(128_001),
-                ..llama
+                ..LLAMA
             },
-            Self::Olmo2 => Defaults { norm_eps: 1e-5, pad: Some(1), eos: Some(50_279), ..llama },
-            Self::Granite => llama,
+            Self::Olmo2 => Defaults { norm_eps: 1e-5, pad: Some(1), eos: Some(50_279), ..LLAMA },
+            Self::Granite => LLAMA,
             Self::Gemma => Defaults {
                 kv_heads: Some(16),
                 head_size: Some(256),
@@ -177,7 +179,7 @@ impl Family {
                 tied: true,
                 pad: Some(0),
                 eos: Some(1),
-                ..llama
+                ..LLAMA
             },
             Self::Gemma3 => Defaults {
                 kv_heads: Some(4),
@@ -192,28 +194,28 @@ impl Family {
                 positions: 131_072,
                 norm_eps: 1e-5,
                 theta: 1_000_000.0,
-                ..llama
+                ..LLAMA
             },
-            Self::Qwen2Moe => Defaults { kv_heads: Some(16), positions: 32_768, eos: None, ..llama },
-            Self::Qwen3Moe => Defaults { kv_heads: Some(4), positions: 32_768, eos: None, ..llama },
+            Self::Qwen2Moe => Defaults { kv_heads: Some(16), positions: 32_768, eos: None, ..LLAMA },
+            Self::Qwen3Moe => Defaults { kv_heads: Some(4), positions: 32_768, eos: None, ..LLAMA },
             Self::Olmoe => Defaults { positions: 4096, ..Self::Olmo2.defaults() },
             Self::Glm4Moe => {
-                Defaults { kv_heads: Some(8), positions: 131_072, norm_eps: 1e-5, eos: None, ..llama }
+                Defaults { kv_heads: Some(8), positions: 131_072, norm_eps: 1e-5, eos: None, ..LLAMA }
             }
             Self::Qwen35 => {
-                Defaults { kv_heads: Some(4), head_size: Some(256), positions: 32_768, eos: None, ..llama }
+                Defaults { kv_heads: Some(4), head_size: Some(256), positions: 32_768, eos: None, ..LLAMA }
             }
             Self::Qwen3Next | Self::Qwen35Moe => Defaults { kv_heads: Some(2), ..Self::Qwen35.defaults() },
-            Self::Glm4MoeLite => Defaults { positions: 202_752, norm_eps: 1e-5, eos: Some(1), ..llama },
-            Self::DeepseekV2 => llama,
-            Self::DeepseekV3 => Defaults { positions: 4096, eos: Some(1), ..llama },
+            Self::Glm4MoeLite => Defaults { positions: 202_752, norm_eps: 1e-5, eos: Some(1), ..LLAMA },
+            Self::DeepseekV2 => LLAMA,
+            Self::DeepseekV3 => Defaults { positions: 4096, eos: Some(1), ..LLAMA },
             Self::MiniMaxM2 => Defaults {
                 kv_heads: Some(8),
                 head_size: Some(128),
                 positions: 196_608,
                 theta: 5_000_000.0,
                 eos: Some(200_020),
-                ..llama
+                ..LLAMA
             },
             Self::GptOss => Defaults {
                 kv_heads: Some(8),
@@ -222,7 +224,7 @@ impl Family {
                 norm_eps: 1e-5,
                 theta: 150_000.0,
                 eos: None,
-                ..llama
+                ..LLAMA
             },
         }
     }

@@ -222,7 +222,8 @@ impl Latent {
         let c_TL = self.normed(cx, weights, kv_a.view())?;
         cx.kernels.columns.copy(c_TL.view(), 0, kv_a.view_mut(), 0, self.shape.rank)?;
         drop(c_TL);
-        let q_BSHC = self.absorbed(cx, weights, q)?;
+        let q_BSHC = self.absorbed(cx, weights, &q)?;
+        drop(q);
         let mut out_BSHC = cx.tensor(q_BSHC.shape().dims())?;
         let mut lse_BHS = cx.tensor_of(DType::F32, &[cx.sequences, self.heads, cx.length])?;
         let (kernel, starts) = (&cx.kernels.attention, &cx.inputs[STARTS]);
@@ -238,7 +239,7 @@ impl Latent {
     }
 
     /// Queries as the cache wants them, `[B, S, H, L + P]`: of each head `q·k_h` in the place of what is not rotated.
-    fn absorbed(&self, cx: &Context<'_>, weights: &Weights<'_>, q_THK: Tensor) -> Result<Tensor> {
+    fn absorbed(&self, cx: &Context<'_>, weights: &Weights<'_>, q_THK: &Tensor) -> Result<Tensor> {
         let LatentAttention { rank, plain, rotated, .. } = self.shape;
         let (tokens, heads, size) = (cx.tokens(), self.heads, self.shape.head_size());
         let columns = &cx.kernels.columns;
