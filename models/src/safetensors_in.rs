@@ -93,6 +93,31 @@ struct Stored {
     /// Of its first byte, from the start of the file.
     offset: u64,
     form: Form,
+    /// Of what is [`fp8`].
+    scales: Option<Scales>,
+}
+
+/// The scales of a matrix of codes.
+#[derive(Debug, Clone, Copy)]
+struct Scales {
+    /// Rows and columns that have one.
+    block: [usize; 2],
+    /// Of the matrix.
+    columns: usize,
+    /// Elements of the matrix before those of the tensor.
+    before: usize,
+    shard: usize,
+    dtype: Dtype,
+    offset: u64,
+}
+
+/// Where elements begin that follow one another.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    shard: usize,
+    dtype: Dtype,
+    offset: u64,
+    scales: Option<Scales>,
 }
 
 /// How the elements of a tensor lie.
@@ -110,8 +135,6 @@ enum Form {
     Turns { strips: [Strip; STRIPS_MAX], turn: usize },
     /// Rows of [`mxfp4`] blocks with rows of other layers between them; the scales lie elsewhere.
     Mxfp4 { layers: usize, scales_shard: usize, scales: u64 },
-    /// Rows of [`fp8`] codes, of which each block has a scale.
-    Fp8 { block: [usize; 2], scales_shard: usize, scales: u64, scales_dtype: Dtype },
 }
 
 /// Elements of a tensor that take turns with others. One without elements is none.
@@ -174,11 +197,14 @@ impl SafetensorsSource {
         if model.config.is_part {
             self.take_part();
         }
-        self.take_apart(model)?;
         if let Some(fp8) = model.config.fp8 {
             let params = model.blocks.iter().flat_map(|block| block.params());
-            params.into_iter().try_for_each(|param| self.take_scales(param, fp8))?;
+            for tensor in file_tensors(params, &Layout::of(&model.config)) {
+                self.take_scales(&ParamSpec::new(&tensor.name, &tensor.dims), fp8)?;
+                tensor.parts.iter().try_for_each(|part| self.take_scales(part, fp8))?;
+            }
         }
+        self.take_apart(model)?;
         let mut params = model.blocks.iter().flat_map(|block| block.params());
         if let Some(embedding) = params.find(|param| param.name == EMBEDDING_NAME && model.config.tied) {
             self.settle_head(embedding)?;
@@ -199,8 +225,9 @@ impl SafetensorsSource {
             .chain(&constants)
             .map(|param| &*param.name)
             .chain(fused.iter().map(|tensor| &*tensor.name));
-        let of_fp8 = params().filter(|_| model.config.fp8.is_some());
-        let scales: Vec<String> = of_fp8.flat_map(|param| fp8::beside(&param.name)).collect();
+        let weights = params().map(|param| &param.name).chain(fused.iter().map(|tensor| &tensor.name));
+        let of_fp8 = weights.filter(|_| model.config.fp8.is_some());
+        let scales: Vec<String> = of_fp8.flat_map(|name| fp8::beside(name)).collect();
         let names = names.chain(packed.iter().chain(&scales).map(String::as_str));
         let names = names.flat_map(|name| [Some(name), name.strip_prefix(BASE_PREFIX)]);
         let used: HashSet<&str> = names.flatten().collect();
@@ -287,9 +314,12 @@ impl SafetensorsSource {
                     self.tensors.insert(part.name.clone(), entry);
                     continue;
                 }
-                let entry = Stored { shape: part.dims.clone(), offset, ..stored.clone() };
+                let size = stored.dtype.bitsize() / 8;
+                let before = (offset - stored.offset) as usize / size;
+                let scales = stored.scales.map(|scales| Scales { before, ..scales });
+                let entry = Stored { shape: part.dims.clone(), offset, scales, ..stored.clone() };
                 self.tensors.insert(part.name.clone(), entry);
-                offset += (part.elements() * stored.dtype.bitsize() / 8) as u64;
+                offset += (part.elements() * size) as u64;
             }
         }
         Ok(())
@@ -330,9 +360,7 @@ impl SafetensorsSource {
     /// Enters the scales of a weight, if it is FP8.
     fn take_scales(&mut self, param: &ParamSpec, fp8: Fp8) -> Result {
         let Ok(stored) = self.there(param) else { return Ok(()) };
-        let (Dtype::F8_E4M3, Form::Rows, &[rows, columns]) = (stored.dtype, stored.form, &*param.dims) else {
-            return Ok(());
-        };
+        let (Dtype::F8_E4M3, &[rows, columns]) = (stored.dtype, &*param.dims) else { return Ok(()) };
         let name = fp8::scales_of(&param.name);
         let block = fp8.block.unwrap_or([rows, columns]);
         let dims = [rows.div_ceil(block[0]), columns.div_ceil(block[1])];
@@ -341,8 +369,8 @@ impl SafetensorsSource {
         let alone = alone.iter().filter(|_| fp8.block.is_none()).find(|alone| self.find(alone).is_ok());
         let Stored { shard, dtype, offset, .. } =
             *self.find(alone.unwrap_or(&ParamSpec::new(&name, &dims)))?;
-        let form = Form::Fp8 { block, scales_shard: shard, scales: offset, scales_dtype: dtype };
-        let entry = Stored { form, ..self.there(param)?.clone() };
+        let scales = Some(Scales { block, columns, before: 0, shard, dtype, offset });
+        let entry = Stored { scales, ..self.there(param)?.clone() };
         self.tensors.insert(param.name.clone(), entry);
         Ok(())
     }
@@ -403,10 +431,11 @@ impl SafetensorsSource {
 
     /// Elements of a parameter from `start` on.
     pub(crate) fn read_into(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> Result {
-        let Stored { shard, dtype, offset, form, .. } = *self.find(param)?;
+        let Stored { shard, dtype, offset, form, scales, .. } = *self.find(param)?;
+        let place = Place { shard, dtype, offset, scales };
         assert!(start + out.len() <= param.elements(), "the range lies within `{}`", param.name);
         match form {
-            Form::Rows => self.read_rows(shard, dtype, offset, start, out),
+            Form::Rows => self.read_rows(place, start, out),
             Form::Turns { strips, turn } => {
                 let (mut at, mut left) = (start, out);
                 while !left.is_empty() {
@@ -415,7 +444,7 @@ impl SafetensorsSource {
                     let (index, within) =
                         ((at - strip.first) / strip.elements, (at - strip.first) % strip.elements);
                     let (now, later) = left.split_at_mut((strip.elements - within).min(left.len()));
-                    self.read_rows(shard, dtype, offset, index * turn + strip.offset + within, now)?;
+                    self.read_rows(place, index * turn + strip.offset + within, now)?;
                     at += now.len();
                     left = later;
                 }
@@ -432,22 +461,15 @@ impl SafetensorsSource {
                 let rows = [(shard, offset), (scales_shard, scales)];
                 self.read_mxfp4(rows, layers, &param.dims, start, out)
             }
-            Form::Fp8 { block, scales_shard, scales, scales_dtype } => {
-                let scales = (scales_shard, scales, scales_dtype);
-                self.read_fp8((shard, offset), scales, block, param.dims[1], start, out)
-            }
         }
     }
 
     /// Elements that follow one another, from `start` on behind `offset`.
-    fn read_rows(
-        &mut self,
-        shard: usize,
-        dtype: Dtype,
-        offset: u64,
-        start: usize,
-        out: &mut [f32],
-    ) -> Result {
+    fn read_rows(&mut self, place: Place, start: usize, out: &mut [f32]) -> Result {
+        let Place { shard, dtype, offset, scales } = place;
+        if let Some(scales) = scales {
+            return self.read_fp8((shard, offset), scales, start, out);
+        }
         let size = dtype.bitsize() / 8;
         self.band = None;
         self.buffer.resize(BUFFER_BYTES, 0);
@@ -557,27 +579,20 @@ impl SafetensorsSource {
         Ok(())
     }
 
-    /// Elements of a matrix of `columns` from `start` on, whose codes and scales begin where the first two say.
-    fn read_fp8(
-        &mut self,
-        codes: (usize, u64),
-        (scales_shard, first_scale, dtype): (usize, u64, Dtype),
-        block: [usize; 2],
-        columns: usize,
-        start: usize,
-        out: &mut [f32],
-    ) -> Result {
+    /// Elements from `start` on of a tensor whose codes begin at an offset of a shard.
+    fn read_fp8(&mut self, codes: (usize, u64), of: Scales, start: usize, out: &mut [f32]) -> Result {
+        let Scales { block, columns, before, dtype, .. } = of;
         let (per_row, size) = (columns.div_ceil(block[1]), dtype.bitsize() / 8);
         let (mut scale_bytes, mut scales) = (vec![0; per_row * size], vec![0.0; per_row]);
         self.band = None;
         self.buffer.resize(BUFFER_BYTES, 0);
         let (mut at, mut left, mut of_rows) = (start, out, None);
         while !left.is_empty() {
-            let (row, column) = (at / columns, at % columns);
+            let (row, column) = ((before + at) / columns, (before + at) % columns);
             let (now, later) = left.split_at_mut((columns - column).min(left.len()).min(BUFFER_BYTES));
             if of_rows.replace(row / block[0]) != Some(row / block[0]) {
-                let Shard { path, file } = &self.shards[scales_shard];
-                let offset = first_scale + (row / block[0] * scale_bytes.len()) as u64;
+                let Shard { path, file } = &self.shards[of.shard];
+                let offset = of.offset + (row / block[0] * scale_bytes.len()) as u64;
                 file.read_exact_at(&mut scale_bytes, offset).map_err(ModelError::file("reading", path))?;
                 widen(dtype, &scale_bytes, &mut scales);
             }
@@ -600,7 +615,7 @@ impl SafetensorsSource {
         for (name, info) in metadata.tensors() {
             let offset = data_start + info.data_offsets.0 as u64;
             let (dtype, shape) = (info.dtype, info.shape.clone());
-            self.tensors.insert(name, Stored { shard, dtype, shape, offset, form: Form::Rows });
+            self.tensors.insert(name, Stored { shard, dtype, shape, offset, form: Form::Rows, scales: None });
         }
         self.shards.push(Shard { path, file });
         Ok(())
@@ -608,7 +623,7 @@ impl SafetensorsSource {
 
     fn find(&self, param: &ParamSpec) -> Result<&Stored> {
         let stored = self.there(param)?;
-        let is_packed = matches!(stored.form, Form::Mxfp4 { .. } | Form::Fp8 { .. });
+        let is_packed = matches!(stored.form, Form::Mxfp4 { .. }) || stored.scales.is_some();
         if !is_packed && !matches!(stored.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
             return Err(self.wrong_dtype(param, stored));
         }

@@ -186,11 +186,15 @@ fn fp8() -> (Tensors, Tensors) {
 }
 
 fn write(folder: &Path, tensors: &Tensors, quantization: Value) -> String {
+    write_of(&fixture(), folder, tensors, quantization)
+}
+
+fn write_of(fixture: &Fixture, folder: &Path, tensors: &Tensors, quantization: Value) -> String {
     let views = tensors
         .iter()
         .map(|(name, (dtype, shape, bytes))| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
     safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
-    let mut config = fixture().json("config.json");
+    let mut config = fixture.json("config.json");
     config["quantization_config"] = quantization;
     let text = config.to_string();
     std::fs::write(folder.join("config.json"), &text).unwrap();
@@ -261,6 +265,63 @@ fn weights_with_one_scale() {
         assert_eq!(values, [4.5; 70]);
         let model = Model::from_folder(folder.path()).unwrap();
         assert_eq!(open(folder.path()).unwrap().unused(&model), [""; 0]);
+    }
+}
+
+/// What a code stands for, as the format defines it.
+fn number(code: u8) -> f32 {
+    let (sign, exponent, mantissa) = (code >> 7, i32::from(code >> 3 & 15), f32::from(code & 7) / 8.0);
+    let magnitude = if exponent == 0 { mantissa / 64.0 } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
+    if sign == 1 { -magnitude } else { magnitude }
+}
+
+/// Files that hold several parameters as one matrix, one after the other or in turns, which no block of scales cares for.
+#[test]
+fn fused_weights_with_scales() {
+    for (name, fused) in
+        [("phi3", ["qkv_proj", "gate_up_proj"]), ("qwen3_5", ["self_attn.q_proj", "mlp.up_proj"])]
+    {
+        let fixture = Fixture::new(name);
+        let (codes_dir, numbers_dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (mut codes, mut numbers) = (tensors(&fixture.folder), tensors(&fixture.folder));
+        let is_fused = |key: &&String| fused.iter().any(|part| key.ends_with(&format!("{part}.weight")));
+        let names: Vec<String> = numbers.keys().filter(is_fused).cloned().collect();
+        assert!(names.len() >= 3, "{names:?}");
+        for key in names {
+            let shape = numbers[&key].1.clone();
+            let [rows, columns] = [shape[0], shape[1]];
+            // All codes but those that are no numbers, and block by block another scale.
+            let code = |at: usize| (at * 37 % 127) as u8 | u8::from(at.is_multiple_of(3)) << 7;
+            let grid = [rows.div_ceil(12), columns.div_ceil(7)];
+            let scale = |block: usize| 1.0 + block as f32 / 8.0;
+            let value = |at: usize| number(code(at)) * scale(at / columns / 12 * grid[1] + at % columns / 7);
+            let bytes = |values: &mut dyn Iterator<Item = f32>| {
+                values.flat_map(f32::to_le_bytes).collect::<Vec<u8>>()
+            };
+            let of_values = bytes(&mut (0..rows * columns).map(value));
+            numbers.insert(key.clone(), (Dtype::F32, shape.clone(), of_values));
+            codes.insert(key.clone(), (Dtype::F8_E4M3, shape, (0..rows * columns).map(code).collect()));
+            let of_scales = bytes(&mut (0..grid[0] * grid[1]).map(scale));
+            codes.insert(format!("{key}_scale_inv"), (Dtype::F32, grid.to_vec(), of_scales));
+        }
+        write_of(
+            &fixture,
+            codes_dir.path(),
+            &codes,
+            json!({"quant_method": "fp8", "weight_block_size": [12, 7]}),
+        );
+        write_of(&fixture, numbers_dir.path(), &numbers, Value::Null);
+        let (mut expected, mut found) = (open(numbers_dir.path()).unwrap(), open(codes_dir.path()).unwrap());
+        let model = Model::from_folder(codes_dir.path()).unwrap();
+        assert_eq!(found.unused(&model), [""; 0]);
+        for param in model.blocks.iter().flat_map(|block| block.params()) {
+            for (start, end) in [(0, param.elements()), (param.elements() / 3, param.elements() - 1)] {
+                let mut ranges = [vec![0.0; end - start], vec![0.0; end - start]];
+                expected.read(param, start, &mut ranges[0]).unwrap();
+                found.read(param, start, &mut ranges[1]).unwrap();
+                assert!(ranges[0] == ranges[1], "{name}: {} from {start}", param.name);
+            }
+        }
     }
 }
 
