@@ -304,7 +304,7 @@ fn elements() {
             elementwise.add_assign(acc.view_mut(), y.view()).unwrap();
             elementwise.add_bias(biased.view_mut(), bias.view()).unwrap();
             elementwise.affine(affine.view_mut(), 0.3, 0.2).unwrap();
-            elementwise.scale(scaled.view_mut(), inv_freq.view().reshape(&[21, 1]).rows(3, 4)).unwrap();
+            elementwise.scale(scaled.view_mut(), inv_freq.view().reshape(&[20, 1]).rows(3, 4)).unwrap();
             elementwise.cap(capped.view_mut(), 0.8).unwrap();
             elementwise.cast(x.view(), wide.view_mut()).unwrap();
             elementwise.cast(x.view(), narrow.view_mut()).unwrap();
