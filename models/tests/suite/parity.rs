@@ -20,7 +20,7 @@ fn logits_of_every_position() {
 #[test]
 fn logits_notice_every_option() {
     type Change = fn(&mut ModelConfig);
-    let ignored: [(&'static str, Change); 66] = [
+    let ignored: [(&'static str, Change); 68] = [
         ("llama2", |config| config.norm_eps = 1e-1),
         ("llama31", |config| config.rope.scaling = RopeScaling::Default),
         ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -68,6 +68,8 @@ fn logits_notice_every_option() {
         ("gemma4", |config| config.multipliers.embedding = 1.0),
         ("gemma4", |config| config.has_layer_scales = false),
         ("gemma4", |config| config.logit_cap = None),
+        ("gemma4_moe", |config| mixture(config).chosen = 1),
+        ("gemma4_moe", |config| config.norm_eps = 1e-1),
         ("gemma4_vision", |config| config.value_norm = false),
         ("gemma4_vision", |config| config.has_layer_scales = false),
         ("mixtral", |config| config.windows = vec![None; config.layers]),
