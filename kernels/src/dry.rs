@@ -424,6 +424,13 @@ impl Elementwise for Dry {
         Ok(())
     }
 
+    fn multiply(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>) -> Result {
+        let operands = [check::read("a", a), check::read("b", b), check::write("out", &out)];
+        self.counter.other(check::elementwise("multiply", &operands));
+        self.counter.bytes(&[a, b], &[&out]);
+        Ok(())
+    }
+
     fn scale(&self, x: ViewMut<'_>, factor: View<'_>) -> Result {
         self.counter.other(check::scale(&x, factor));
         self.counter.bytes(&[x.view(), factor], &[&x]);

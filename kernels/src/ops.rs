@@ -516,6 +516,12 @@ pub trait Elementwise: Send + Sync {
     /// The backend failed.
     fn affine(&self, x: ViewMut<'_>, factor: f32, offset: f32) -> Result;
 
+    /// `out = a·b`, in f32.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn multiply(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>) -> Result;
+
     /// `x = factor·x` with a factor of one element, in f32.
     ///
     /// # Errors

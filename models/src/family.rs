@@ -66,8 +66,8 @@ pub enum Family {
     Gemma,
     /// Gemma 3 for text alone: a Gemma with norms on both sides, normalized queries and keys, and windows in five layers of six.
     Gemma3,
-    /// Gemma 4 (31B): norms multiply by their weights, values have norms, what a layer gives is multiplied by a number of the files; layers
-    /// without a window have other heads and no projection of values.
+    /// Gemma 4 (31B, 26B-A4B): norms multiply by their weights, values have norms, what a layer gives is multiplied by a number of the files;
+    /// layers without a window have other heads and no projection of values; some have experts beside the feed-forward of all tokens.
     Gemma4,
     /// Mixtral: a Mistral with experts, of which each token goes through two.
     Mixtral,
@@ -270,6 +270,7 @@ impl Family {
             Self::Qwen35 => Packing::Gates,
             Self::Qwen35Moe => Packing::GatesAndExperts,
             Self::Qwen3Next => Packing::GatesAndDelta,
+            Self::Gemma4 => Packing::ExpertsInOrder,
             _ => Packing::Apart,
         }
     }

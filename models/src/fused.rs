@@ -19,6 +19,8 @@ pub(crate) enum Packing {
     Projections,
     /// The experts of a layer, as gpt-oss has them.
     Experts,
+    /// The experts of a layer, one after the other.
+    ExpertsInOrder,
     /// Queries and their gates.
     Gates,
     /// The same, and the experts of a layer, one after the other.
@@ -136,6 +138,7 @@ pub(crate) fn file_tensors<'a>(
             .collect(),
         Packing::Projections => of_projections(params),
         Packing::Experts => of_experts(params, true),
+        Packing::ExpertsInOrder => of_experts(params, false),
         Packing::Gates => with_turns(params, &[gates()]),
         Packing::GatesAndExperts => {
             let (of_layers, others): (Vec<_>, Vec<_>) =

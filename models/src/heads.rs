@@ -102,15 +102,11 @@ pub(crate) fn refuse_of_gemma4(entries: &Entries<'_>) -> Result {
             return refuse(key, found.to_string(), none);
         }
     }
-    for (key, none) in [
-        ("use_double_wide_mlp", "false (feed-forwards of all layers have one size)"),
-        ("enable_moe_block", "false (all tokens go through one feed-forward)"),
-    ] {
-        if entries.flag(key, false)? {
-            return refuse(key, "true".into(), none);
-        }
+    let key = "use_double_wide_mlp";
+    match entries.flag(key, false)? {
+        true => refuse(key, "true".into(), "false (feed-forwards of all layers have one size)"),
+        false => Ok(()),
     }
-    Ok(())
 }
 
 /// What heads and their rotary embeddings must fulfil.

@@ -28,6 +28,9 @@ pub struct Mixture {
     pub biased: bool,
     /// What all tokens go through beside their experts.
     pub shared: Option<SharedExpert>,
+    /// All tokens go through the feed-forward of the other layers too, as in Gemma 4: what it gives and what experts give is normalized by
+    /// itself, and the router has a norm of its own and a number for each expert.
+    pub is_beside_dense: bool,
     /// Layers that have one feed-forward for all tokens instead.
     pub dense_layers: Vec<usize>,
 }
@@ -43,7 +46,9 @@ pub struct SharedExpert {
 
 /// What parameters of experts are called within a layer.
 pub(crate) struct ExpertNames {
-    pub(crate) module: &'static str,
+    /// The norm of what they read.
+    pub(crate) norm: &'static str,
+    pub(crate) experts: &'static str,
     pub(crate) router: &'static str,
     pub(crate) score_biases: &'static str,
     pub(crate) shared: &'static str,
@@ -75,6 +80,7 @@ impl Mixture {
             scale: 1.0,
             biased: false,
             shared: None,
+            is_beside_dense: false,
             dense_layers: Vec::new(),
         };
         let inner = || entries.size("intermediate_size");
@@ -123,6 +129,11 @@ impl Mixture {
                 has_score_biases: true,
                 ..usual(experts(of_num_local_experts, 256)?, chosen(8)?, inner()?)
             }),
+            Family::Gemma4 if entries.flag("enable_moe_block", false)? => {
+                let size = |key| entries.size(key);
+                let (experts, chosen) = (size("num_experts")?, size("top_k_experts")?);
+                Some(Self { is_beside_dense: true, ..usual(experts, chosen, size("moe_intermediate_size")?) })
+            }
             Family::GptOss => Some(Self {
                 biased: true,
                 ..usual(experts(of_num_local_experts, 128)?, chosen(4)?, inner()?)
@@ -177,6 +188,7 @@ impl Mixture {
             scale: entries.positive_or("routed_scaling_factor", scale)? as f32,
             biased: false,
             shared: (shared > 0).then_some(SharedExpert { feed_forward: of_shared, is_gated: false }),
+            is_beside_dense: false,
             dense_layers: first_dense_layers(entries, family, layers)?,
         })
     }
@@ -289,7 +301,8 @@ impl Family {
     /// Of a family with experts.
     pub(crate) fn expert_names(self) -> ExpertNames {
         let usual = ExpertNames {
-            module: "mlp",
+            norm: "post_attention_layernorm",
+            experts: "mlp.experts",
             router: "mlp.gate",
             score_biases: "mlp.gate",
             shared: "mlp.shared_expert",
@@ -299,12 +312,19 @@ impl Family {
         };
         match self {
             Self::Mixtral | Self::MiniMaxM2 => ExpertNames {
-                module: "block_sparse_moe",
+                experts: "block_sparse_moe.experts",
                 router: "block_sparse_moe.gate",
                 score_biases: "block_sparse_moe",
                 gate: "w1",
                 up: "w3",
                 down: "w2",
+                ..usual
+            },
+            Self::Gemma4 => ExpertNames {
+                norm: "pre_feedforward_layernorm_2",
+                experts: "experts",
+                router: "router.proj",
+                shared: "mlp",
                 ..usual
             },
             Self::Glm4Moe | Self::Glm4MoeLite | Self::DeepseekV2 | Self::DeepseekV3 => {

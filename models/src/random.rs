@@ -41,12 +41,11 @@ impl RandomSource {
 
 impl WeightSource for RandomSource {
     fn read(&mut self, param: &ParamSpec, start: usize, out: &mut [f32]) -> Result {
-        if param.name.ends_with("linear_attn.norm.weight") {
+        let is = |ends: &[&str]| ends.iter().any(|end| param.name.ends_with(end));
+        if is(&["linear_attn.norm.weight", "router.scale", "per_expert_scale", "layer_scalar"]) {
             out.fill(1.0);
-        } else if param.name.ends_with("norm.weight") {
+        } else if is(&["norm.weight", "layernorm_1.weight", "layernorm_2.weight"]) {
             out.fill(self.norm);
-        } else if param.name.ends_with("layer_scalar") {
-            out.fill(1.0);
         } else if param.name.ends_with(".bias") {
             out.fill(0.0);
         } else {

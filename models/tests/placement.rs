@@ -371,6 +371,15 @@ fn heads_by_layer() -> ModelConfig {
     )
 }
 
+/// The same with experts beside the feed-forward of all tokens.
+fn beside_dense() -> ModelConfig {
+    model(
+        "Gemma4ForCausalLM",
+        r#""num_key_value_heads":2,"head_dim":16,"global_head_dim":24,"sliding_window":5,"hidden_size_per_layer_input":0,
+        "enable_moe_block":true,"num_experts":6,"top_k_experts":2,"moe_intermediate_size":24"#,
+    )
+}
+
 /// Two layers of the gated delta rule before one of attention with a gate.
 fn recurrent() -> ModelConfig {
     model(
@@ -426,6 +435,13 @@ fn heads_that_differ_by_layer() {
 }
 
 #[test]
+fn experts_beside_what_is_dense() {
+    check(&Setup { model: beside_dense(), ..Setup::new(true) });
+    let (dtype, state) = (DType::F32, StateFormat::Fp32);
+    check_horizontal(&Setup { model: beside_dense(), dtype, state, ..Setup::new(true) });
+}
+
+#[test]
 fn shared_experts() {
     for model in with_shared() {
         check(&Setup { model: model.clone(), ..Setup::new(true) });
@@ -474,6 +490,7 @@ fn every_family_keeps() {
             r#""num_key_value_heads":2,"head_dim":16,"sliding_window":5,"sliding_window_pattern":2"#,
         ),
         heads_by_layer(),
+        beside_dense(),
         model("MixtralForCausalLM", r#""num_key_value_heads":2,"sliding_window":5,"num_local_experts":4"#),
         model("OlmoeForCausalLM", r#""num_key_value_heads":2,"num_experts":6,"num_experts_per_tok":2"#),
         with_experts(),

@@ -92,6 +92,19 @@ impl Elementwise for Cpu {
         Ok(())
     }
 
+    fn multiply(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>) -> Result {
+        let operands = [check::read("a", a), check::read("b", b), check::write("out", &out)];
+        let elements = check::elementwise("multiply", &operands);
+        let (a, b, out, isa) = (Floats::new(a), Floats::new(b), FloatsMut::new(out), self.threads.isa());
+        blocks(&self.threads, elements, |at, len, [of_a, of_b, product]| {
+            let (a, b) = (a.read(isa, at, len, of_a), b.read(isa, at, len, of_b));
+            vector::multiply(isa, a, b, &mut product[..len]);
+            // SAFETY: blocks are disjoint.
+            unsafe { out.write(isa, at, &product[..len]) };
+        });
+        Ok(())
+    }
+
     fn scale(&self, x: ViewMut<'_>, factor: View<'_>) -> Result {
         let elements = check::scale(&x, factor);
         let (x, isa) = (FloatsMut::new(x), self.threads.isa());

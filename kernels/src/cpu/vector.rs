@@ -74,6 +74,15 @@ multiversion! {
 }
 
 multiversion! {
+    /// `out = a·b`.
+    pub fn multiply(a: &[f32], b: &[f32], out: &mut [f32]) {
+        for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
+            *out = a * b;
+        }
+    }
+}
+
+multiversion! {
     /// `a *= factor`.
     pub fn scale(a: &mut [f32], factor: f32) {
         for a in a {

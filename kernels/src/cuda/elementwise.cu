@@ -3,6 +3,7 @@
 //   elementwise_add       out[i] = a[i] + b[i]; out may be a             n elements      1 FLOP an element
 //   elementwise_add_bias  x[r, c] += bias[c]                            rows × width    1 FLOP an element
 //   elementwise_affine    x[i] = factor * x[i] + offset                 n elements      2 FLOP an element
+//   elementwise_multiply  out[i] = a[i] * b[i]                          n elements      1 FLOP an element
 //   elementwise_scale     x[i] *= factor[0]                             n elements      1 FLOP an element
 //   elementwise_cap       x[i] = cap * tanh(x[i] / cap)                 n elements      a tanh and 2 FLOP an element
 //   elementwise_cast      out[i] = x[i] rounded to nearest even; equal dtypes copy bits
@@ -65,6 +66,13 @@ template <typename F> __device__ __forceinline__ void in_place(void *x, int x_dt
 extern "C" __global__ void __launch_bounds__(256)
 elementwise_affine(void *x, int x_dtype, float factor, float offset, i64 n) {
     in_place(x, x_dtype, n, [=](float x) { return x * factor + offset; });
+}
+
+// Of weights of choices, which are few: an element at a time.
+extern "C" __global__ void __launch_bounds__(256)
+elementwise_multiply(const void *a, int a_dtype, const void *b, int b_dtype, void *out, int out_dtype, i64 n) {
+    i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, threads = (i64)gridDim.x * blockDim.x;
+    for (i64 i = thread; i < n; i += threads) store(out, out_dtype, i, load(a, a_dtype, i) * load(b, b_dtype, i));
 }
 
 extern "C" __global__ void __launch_bounds__(256)

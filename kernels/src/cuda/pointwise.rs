@@ -84,6 +84,16 @@ impl Elementwise for Cuda {
         self.launch_flat("affine", "elementwise_affine", n.div_ceil(VECTOR), &mut arguments)
     }
 
+    fn multiply(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>) -> Result {
+        let operands = [check::read("a", a), check::read("b", b), check::write("out", &out)];
+        let n = check::elementwise("multiply", &operands);
+        if n == 0 {
+            return Ok(());
+        }
+        let mut arguments = self.arguments().read(a).read(b).write(&out).long(n);
+        self.launch_flat("multiply", "elementwise_multiply", n, &mut arguments)
+    }
+
     fn scale(&self, x: ViewMut<'_>, factor: View<'_>) -> Result {
         let n = check::scale(&x, factor);
         if n == 0 {

@@ -51,6 +51,7 @@ pub(super) static SOURCES: [KernelSource; 19] = [
         "elementwise_add",
         "elementwise_add_bias",
         "elementwise_affine",
+        "elementwise_multiply",
         "elementwise_scale",
         "elementwise_cap",
         "elementwise_cast",

@@ -85,6 +85,14 @@ impl Elementwise for Reference {
         Ok(())
     }
 
+    fn multiply(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>) -> Result {
+        let operands = [check::read("a", a), check::read("b", b), check::write("out", &out)];
+        check::elementwise("multiply", &operands);
+        let (a, b) = (values::read(a), values::read(b));
+        values::write(out, &a.iter().zip(&b).map(|(a, b)| a * b).collect::<Vec<_>>());
+        Ok(())
+    }
+
     fn scale(&self, x: ViewMut<'_>, factor: View<'_>) -> Result {
         check::scale(&x, factor);
         let factor = values::read(factor)[0];

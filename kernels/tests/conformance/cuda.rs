@@ -454,6 +454,10 @@ impl Elementwise for OnDevice {
         on_device!(self, [], [x], self.set.elementwise.affine(x, factor, offset))
     }
 
+    fn multiply(&self, a: View<'_>, b: View<'_>, out: ViewMut<'_>) -> Result {
+        on_device!(self, [a, b], [out], self.set.elementwise.multiply(a, b, out))
+    }
+
     fn scale(&self, x: ViewMut<'_>, factor: View<'_>) -> Result {
         on_device!(self, [factor], [x], self.set.elementwise.scale(x, factor))
     }

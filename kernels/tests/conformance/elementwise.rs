@@ -27,7 +27,9 @@ fn check_sums_and_casts(elements: usize, (dtype, out_dtype): (DType, DType)) {
         let factor = a.view().reshape(&[elements, 1]).rows(0, 1);
         set.elementwise.scale(scaled.view_mut(), factor).unwrap();
         set.elementwise.cap(capped.view_mut(), 0.6).unwrap();
-        [sum, acc, cast, affine, scaled, capped]
+        let mut product = Host::zeros(dtype, &[elements]);
+        set.elementwise.multiply(a.view(), b.view(), product.view_mut()).unwrap();
+        [sum, acc, cast, affine, scaled, capped, product]
     };
     let expected = run(&reference::kernel_set(), DType::F32);
     for (name, set) in backends() {

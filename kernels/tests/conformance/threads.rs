@@ -296,7 +296,8 @@ fn elements() {
         same_for_every_thread_count(&format!("elements of {dtype}"), |set| {
             let (elementwise, activation) = (&set.elementwise, &set.activation);
             let (mut sum, mut acc, mut biased, mut affine) = (x.clone(), x.clone(), x.clone(), x.clone());
-            let (mut scaled, mut capped) = (x.clone(), x.clone());
+            let (mut scaled, mut capped, mut product) = (x.clone(), x.clone(), x.clone());
+            elementwise.multiply(x.view(), y.view(), product.view_mut()).unwrap();
             let (mut wide, mut narrow) =
                 (Host::zeros(DType::F32, &[rows, width]), Host::zeros(DType::F16, &[rows, width]));
             let mut cleared = x.clone();
@@ -309,7 +310,7 @@ fn elements() {
             elementwise.cast(x.view(), wide.view_mut()).unwrap();
             elementwise.cast(x.view(), narrow.view_mut()).unwrap();
             elementwise.zero(cleared.view_mut()).unwrap();
-            let mut results = vec![sum, acc, biased, affine, scaled, capped, wide, narrow, cleared];
+            let mut results = vec![sum, acc, biased, affine, scaled, capped, product, wide, narrow, cleared];
             for f in GateFunction::ALL {
                 let (mut out, mut dgate, mut dup) = (x.clone(), x.clone(), x.clone());
                 activation.gated(f, x.view(), y.view(), out.view_mut()).unwrap();

@@ -2,12 +2,14 @@
 
 use super::layers::Params;
 use super::mixer::{Mixed, Mixer};
-use super::mixture::{MixtureMlp, Routed, Routing, chosen_experts};
+use super::mixture::MixtureMlp;
 use super::mlp::{Inner, Mlp};
+use super::parallel::{Both, ParallelMlp};
+use super::routing::{Routed, Routing, chosen_experts};
 use crate::ModelConfig;
 use crate::batch::constants_input;
 use std::ops::Range;
-use terrace_kernels::{DType, QuantFormat, Tensor, View, ViewMut};
+use terrace_kernels::{DType, QuantFormat, Residual, Tensor, View, ViewMut};
 use terrace_zero::{
     Begun, Block, CarrySpec, Context, Gradients, KvSpec, Mode, OutputSpec, ParamSpec, Result, Weights,
 };
@@ -38,6 +40,19 @@ enum FeedForward {
     Dense(Mlp),
     /// Some of many for each.
     Mixture(MixtureMlp),
+    /// Both.
+    Parallel(Box<ParallelMlp>),
+}
+
+impl FeedForward {
+    /// Experts, of layers that have any.
+    fn experts(&self) -> Option<&MixtureMlp> {
+        match self {
+            Self::Dense(_) => None,
+            Self::Mixture(mlp) => Some(mlp),
+            Self::Parallel(mlp) => Some(&mlp.experts),
+        }
+    }
 }
 
 /// What backward needs of the forward.
@@ -64,6 +79,9 @@ impl DecoderBlock {
         let mixer = Mixer::new(config, layer, &mut params);
         let feed_forward = match config.mixture_of(layer) {
             None => FeedForward::Dense(Mlp::new(config, &mut params)),
+            Some(mixture) if mixture.is_beside_dense => {
+                FeedForward::Parallel(Box::new(ParallelMlp::new(config, layer, mixture, &mut params)))
+            }
             Some(mixture) => FeedForward::Mixture(MixtureMlp::new(config, layer, mixture, &mut params)),
         };
         let name = format!("layers.{layer}");
@@ -123,24 +141,15 @@ impl Block for DecoderBlock {
     }
 
     fn parts(&self) -> Vec<Range<usize>> {
-        match &self.feed_forward {
-            FeedForward::Dense(_) => Vec::new(),
-            FeedForward::Mixture(mlp) => mlp.parts(),
-        }
+        self.feed_forward.experts().map(MixtureMlp::parts).unwrap_or_default()
     }
 
     fn export_elements(&self) -> usize {
-        match &self.feed_forward {
-            FeedForward::Dense(_) => 0,
-            FeedForward::Mixture(mlp) => mlp.export_elements(),
-        }
+        self.feed_forward.experts().map_or(0, MixtureMlp::export_elements)
     }
 
     fn parts_used(&self, rows: usize) -> f64 {
-        match &self.feed_forward {
-            FeedForward::Dense(_) => 1.0,
-            FeedForward::Mixture(mlp) => mlp.parts_used(rows),
-        }
+        self.feed_forward.experts().map_or(1.0, |experts| experts.parts_used(rows))
     }
 
     fn begin(
@@ -152,11 +161,9 @@ impl Block for DecoderBlock {
     ) -> Result<Begun> {
         let x = x.expect("a decoder layer is never the first block");
         self.mixer.forward(cx, weights, x, y.reborrow())?;
-        let FeedForward::Mixture(mlp) = &self.feed_forward else {
-            unreachable!("only experts are on demand")
-        };
-        let (h_TD, routing) = mlp.begin(cx, weights, y.view())?;
-        let starts = mlp.starts(cx, &routing)?;
+        let experts = self.feed_forward.experts().expect("only experts are on demand");
+        let (h_TD, routing) = experts.begin(cx, weights, y.view())?;
+        let starts = experts.starts(cx, &routing)?;
         let tensors = routing.into_tensors().into_iter().chain([h_TD]);
         Ok(Begun { wanted: chosen_experts(&starts), tensors: tensors.collect(), numbers: starts })
     }
@@ -168,13 +175,17 @@ impl Block for DecoderBlock {
         begun: Begun,
         mut y: ViewMut<'_>,
     ) -> Result {
-        let FeedForward::Mixture(mlp) = &self.feed_forward else {
-            unreachable!("only experts are on demand")
-        };
         let tensors = begun.tensors.try_into();
         let [logits, weights_TX, chosen, rows, starts, h_TD] = tensors.expect("what the first half left");
         let routing = Routing::from_tensors([logits, weights_TX, chosen, rows, starts]);
-        mlp.finish(cx, weights, h_TD, &routing, begun.numbers, y.reborrow())?;
+        let (starts, to) = (begun.numbers, y.reborrow());
+        match &self.feed_forward {
+            FeedForward::Dense(_) => unreachable!("only experts are on demand"),
+            FeedForward::Mixture(mlp) => {
+                mlp.finish(cx, weights, h_TD, &routing, starts, Residual::InPlace, to)?;
+            }
+            FeedForward::Parallel(mlp) => mlp.finish(cx, weights, h_TD, &routing, starts, to)?,
+        }
         self.multiply(cx, y)
     }
 
@@ -191,7 +202,10 @@ impl Block for DecoderBlock {
             let (y1_TD, to) = (half.y1_TD.view(), y.reborrow());
             half.inner = match &self.feed_forward {
                 FeedForward::Dense(mlp) => mlp.forward_keeping(cx, weights, y1_TD, to)?.into_tensors(),
-                FeedForward::Mixture(mlp) => mlp.forward_keeping(cx, weights, y1_TD, to)?.into_tensors(),
+                FeedForward::Mixture(mlp) => {
+                    mlp.forward_keeping(cx, weights, y1_TD, true, to)?.into_tensors()
+                }
+                FeedForward::Parallel(mlp) => mlp.forward_keeping(cx, weights, y1_TD, to)?.into_tensors(),
             };
             cx.keep(half.into_tensors());
             return self.multiply(cx, y);
@@ -200,6 +214,7 @@ impl Block for DecoderBlock {
         match &self.feed_forward {
             FeedForward::Dense(mlp) => mlp.forward(cx, weights, y.reborrow())?,
             FeedForward::Mixture(mlp) => mlp.forward(cx, weights, y.reborrow())?,
+            FeedForward::Parallel(mlp) => mlp.forward(cx, weights, y.reborrow())?,
         }
         self.multiply(cx, y)
     }
@@ -232,6 +247,10 @@ impl Block for DecoderBlock {
             FeedForward::Mixture(mlp) => {
                 let routed = is_kept.then(|| Routed::from_tensors(inner));
                 mlp.backward(cx, weights, y1, routed.as_ref(), dy, to, gradients)?;
+            }
+            FeedForward::Parallel(mlp) => {
+                let both = is_kept.then(|| Both::from_tensors(inner));
+                mlp.backward(cx, weights, y1, both.as_ref(), dy, to, gradients)?;
             }
         }
         drop((y1_TD, dsum_TD));

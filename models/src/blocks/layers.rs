@@ -70,6 +70,11 @@ impl Params {
         Norm { weight: Some(self.push(&format!("{name}.weight"), &[width])), eps, plus_one: false }
     }
 
+    /// The same, with a weight that has no name but this.
+    pub(crate) fn bare_norm(&mut self, name: &str, width: usize, eps: f32) -> Norm {
+        Norm { weight: Some(self.push(name, &[width])), eps, plus_one: false }
+    }
+
     /// One that multiplies by nothing.
     pub(crate) fn norm_without_weight(eps: f32) -> Norm {
         Norm { weight: None, eps, plus_one: false }

@@ -6,7 +6,9 @@
 //! numbers that backward has anyway. Where `down` has a bias it multiplies what `down` gives, and the bias adds its share to that gradient.
 
 use super::TILE_ROWS;
-use super::layers::{Linear, Norm, Normed, Params, activate, forward_each, tiles};
+use super::layers::{Linear, Norm, Normed, Params, activate, forward_each};
+use super::router::{OfNorm, Router};
+use super::routing::{Experts, Routed, Routes, Routing, Tile};
 use super::shared::Shared;
 use crate::batch::constants_input;
 use crate::fused::Packing;
@@ -23,7 +25,7 @@ use terrace_zero::{Context, Gradients, Result, Weights};
 #[derive(Debug)]
 pub(crate) struct MixtureMlp {
     before: Norm,
-    router: Linear,
+    router: Router,
     shared: Option<Shared>,
     experts: Vec<Expert>,
     f: GateFunction,
@@ -50,106 +52,18 @@ struct Expert {
 /// One of an expert's layers.
 type LayerOf = fn(&Expert) -> Linear;
 
-/// What the router gives for all rows, kept for backward.
-#[derive(Debug)]
-pub(crate) struct Routing {
-    /// f32 `[T, E]`.
-    logits: Tensor,
-    /// f32 `[T, X]`.
-    weights: Tensor,
-    /// i32 `[T, X]`.
-    chosen: Tensor,
-    /// i32 `[T, X]`, of the routed rows of their tile.
-    rows: Tensor,
-    /// i32 `[tiles, E + 1]`.
-    starts: Tensor,
-}
-
-/// What forward leaves for backward.
-#[derive(Debug)]
-pub(crate) struct Routed {
-    routing: Routing,
-    /// `[T·X, F]`.
-    gate: Tensor,
-    /// `[T·X, F]`.
-    up: Tensor,
-    /// Gate and up of what is beside the experts.
-    shared: Option<[Tensor; 2]>,
-}
-
-/// A tile of rows.
-#[derive(Clone, Copy)]
-struct Tile {
-    index: usize,
-    start: usize,
-    end: usize,
-}
-
-impl Tile {
-    /// Those of so many rows.
-    fn all(rows: usize) -> impl Iterator<Item = Self> {
-        tiles(rows, TILE_ROWS).enumerate().map(|(index, (start, end))| Self { index, start, end })
-    }
-
-    /// The only one of so many rows.
-    fn alone(rows: usize) -> Self {
-        Self { index: 0, start: 0, end: rows }
-    }
-
-    fn rows(self) -> usize {
-        self.end - self.start
-    }
-}
-
-/// The rows of a tile of [`Routing`], and which routed rows are those of each expert.
-struct Routes<'a> {
-    logits_RE: View<'a>,
-    weights_RX: View<'a>,
-    chosen_RX: View<'a>,
-    rows_RX: View<'a>,
-    /// `[E + 1]`.
-    starts: Vec<usize>,
-}
-
-impl<'a> Routes<'a> {
-    fn of(routing: &'a Routing, Tile { start, end, .. }: Tile, starts: Vec<usize>) -> Self {
-        Self {
-            logits_RE: routing.logits.view().rows(start, end),
-            weights_RX: routing.weights.view().rows(start, end),
-            chosen_RX: routing.chosen.view().rows(start, end),
-            rows_RX: routing.rows.view().rows(start, end),
-            starts,
-        }
-    }
-
-    fn busy(&self) -> impl Iterator<Item = (usize, usize, usize)> {
-        busy(&self.starts)
-    }
-}
-
-/// The experts that have routed rows, and the first and the last but one of them.
-fn busy(starts: &[usize]) -> impl Iterator<Item = (usize, usize, usize)> {
-    let spans = starts.iter().zip(&starts[1..]).enumerate();
-    spans.map(|(expert, (&from, &to))| (expert, from, to)).filter(|(_, from, to)| from < to)
-}
-
-/// The experts that any row of a tile chose.
-pub(crate) fn chosen_experts(starts: &[usize]) -> Vec<usize> {
-    busy(starts).map(|(expert, ..)| expert).collect()
-}
-
 impl MixtureMlp {
     /// Takes its parameters from the layer's list.
     pub(crate) fn new(config: &ModelConfig, layer: usize, mixture: &Mixture, params: &mut Params) -> Self {
         let (hidden, feed_forward) = (config.hidden, mixture.feed_forward);
         let names = config.family.expert_names();
-        let before = params.norm("post_attention_layernorm", hidden, config.norm_eps);
+        let before = params.norm(names.norm, hidden, config.norm_eps);
         let biased = mixture.biased;
-        let router = params.plain_linear(names.router, mixture.experts, hidden, biased);
+        let router = Router::new(config, mixture, params);
         let shared = mixture.shared.map(|expert| Shared::new(config, expert, params));
         let expert = |index| {
             let mut linear = |name, outputs, inputs| {
-                params.of_expert(&format!("{}.experts.{index}.{name}", names.module), outputs, inputs, biased)
+                params.of_expert(&format!("{}.{index}.{name}", names.experts), outputs, inputs, biased)
             };
             Expert {
                 gate: linear(names.gate, feed_forward, hidden),
@@ -185,7 +99,7 @@ impl MixtureMlp {
             let y_RD = y_TD.reborrow().rows(start, end);
             let (h_RD, routing) = self.begin(cx, weights, y_RD.view())?;
             let starts = self.starts(cx, &routing)?;
-            self.finish(cx, weights, h_RD, &routing, starts, y_RD)?;
+            self.finish(cx, weights, h_RD, &routing, starts, Residual::InPlace, y_RD)?;
         }
         Ok(())
     }
@@ -215,7 +129,7 @@ impl MixtureMlp {
         y_RD: View<'_>,
     ) -> Result<(Tensor, Routing)> {
         let h_RD = self.normed(cx, weights, y_RD)?;
-        let routing = self.choose(cx, weights, h_RD.view())?;
+        let routing = self.choose(cx, weights, y_RD, h_RD.view())?;
         Ok((h_RD, routing))
     }
 
@@ -230,7 +144,8 @@ impl MixtureMlp {
         Ok(cx.kernels.experts.starts(starts, tile.rows() * self.chosen)?)
     }
 
-    /// Adds to the rows of a tile what the experts make of them.
+    /// Writes what the experts make of the rows of a tile, added to the residual.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     pub(crate) fn finish(
         &self,
         cx: &Context<'_>,
@@ -238,28 +153,31 @@ impl MixtureMlp {
         h_RD: Tensor,
         routing: &Routing,
         starts: Vec<usize>,
+        mut residual: Residual<'_>,
         mut y_RD: ViewMut<'_>,
     ) -> Result {
         let rows = y_RD.shape().rows();
         if let Some(shared) = &self.shared {
-            shared.forward(cx, weights, h_RD.view(), Residual::InPlace, y_RD.reborrow())?;
+            shared.forward(cx, weights, h_RD.view(), residual, y_RD.reborrow())?;
+            residual = Residual::InPlace;
         }
-        let routes = Routes::of(routing, Tile::alone(rows), starts);
+        let routes = self.routes_from(cx, weights, routing, Tile::alone(rows), starts)?;
         let dims_PF = [rows * self.chosen, self.feed_forward];
         let (mut gate_PF, mut up_PF) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
         self.widen(cx, weights, h_RD, &routes, [gate_PF.view_mut(), up_PF.view_mut()])?;
         let act_PF = activate(cx, self.f, gate_PF.view(), up_PF.view())?;
         drop((gate_PF, up_PF));
-        self.narrow(cx, weights, act_PF, &routes, Residual::InPlace, y_RD)
+        self.narrow(cx, weights, act_PF, &routes, residual, y_RD)
     }
 
-    /// As [`forward`](Self::forward), with the same bits, but `y1_TD` stays and `y = y1 + feed-forward(y1)`; gives what
-    /// [`backward`](Self::backward) would recompute.
+    /// As [`forward`](Self::forward), with the same bits, but `y1_TD` stays and `y = y1 + feed-forward(y1)`, or the feed-forward alone unless it
+    /// `adds`; gives what [`backward`](Self::backward) would recompute.
     pub(crate) fn forward_keeping(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
         y1_TD: View<'_>,
+        adds: bool,
         mut y_TD: ViewMut<'_>,
     ) -> Result<Routed> {
         let rows = y1_TD.shape().rows();
@@ -274,15 +192,16 @@ impl MixtureMlp {
         for tile in Tile::all(rows) {
             let y1_RD = y1_TD.rows(tile.start, tile.end);
             let h_RD = self.normed(cx, weights, y1_RD)?;
-            let (mut y_RD, mut residual) = (y_TD.reborrow().rows(tile.start, tile.end), Residual::Of(y1_RD));
+            let mut y_RD = y_TD.reborrow().rows(tile.start, tile.end);
+            let mut residual = if adds { Residual::Of(y1_RD) } else { Residual::None };
             if let (Some(shared), Some(wide)) = (&self.shared, &mut of_shared) {
                 let wide = wide.each_mut().map(|wide| wide.view_mut().rows(tile.start, tile.end));
                 let h_RD = h_RD.view();
                 shared.forward_keeping(cx, weights, h_RD, wide, residual, y_RD.reborrow())?;
                 residual = Residual::InPlace;
             }
-            self.route(cx, weights, h_RD.view(), &mut routing, tile)?;
-            let routes = self.routes(cx, &routing, tile)?;
+            self.route(cx, weights, [y1_RD, h_RD.view()], &mut routing, tile)?;
+            let routes = self.routes(cx, weights, &routing, tile)?;
             let (start, end) = (tile.start * self.chosen, tile.end * self.chosen);
             let wide = [gate.view_mut().rows(start, end), up.view_mut().rows(start, end)];
             self.widen(cx, weights, h_RD, &routes, wide)?;
@@ -316,27 +235,95 @@ impl MixtureMlp {
             let shared = self.shared.as_ref();
             let dh_RD = shared.map(|it| it.backward(cx, weights, h_RD, of_shared, dy_RD, gradients));
             let dh_RD = dh_RD.transpose()?;
-            let dh_RD = match kept {
-                Some(Routed { routing, gate, up, .. }) => {
-                    let (start, end) = (tile.start * self.chosen, tile.end * self.chosen);
-                    let wide = [gate.view().rows(start, end), up.view().rows(start, end)];
-                    let routes = self.routes(cx, routing, tile)?;
-                    self.backward_tile(cx, weights, h_RD, &routes, wide, dy_RD, dh_RD, gradients)?
-                }
-                None => {
-                    let (routing, [gate, up]) = self.again(cx, weights, h_RD)?;
-                    let routes = self.routes(cx, &routing, Tile::alone(tile.rows()))?;
-                    let wide = [gate.view(), up.view()];
-                    self.backward_tile(cx, weights, h_RD, &routes, wide, dy_RD, dh_RD, gradients)?
-                }
-            };
-            let Normed { out, rstd } = normed;
-            drop(out);
+            let experts = self.made_of(cx, weights, y1_RD, normed, kept, tile)?;
             cx.kernels.elementwise.cast(dy_RD, dx_RD.reborrow())?;
-            let (dh_RD, rstd) = (dh_RD.view(), rstd.view());
-            self.before.backward(cx, weights, dh_RD, y1_RD, rstd, dx_RD, true, gradients)?;
+            self.add_gradient(cx, weights, y1_RD, experts, dy_RD, dh_RD, dx_RD, gradients)?;
         }
         Ok(())
+    }
+
+    /// What [`output_of_tile`](Self::output_of_tile) and [`backward_of_tile`](Self::backward_of_tile) need, from what is kept or computed again.
+    pub(crate) fn of_tile<'k>(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y1_RD: View<'_>,
+        kept: Option<&'k Routed>,
+        tile: Tile,
+    ) -> Result<Experts<'k>> {
+        let normed = self.before.forward(cx, weights, y1_RD)?;
+        self.made_of(cx, weights, y1_RD, normed, kept, tile)
+    }
+
+    fn made_of<'k>(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y1_RD: View<'_>,
+        normed: Normed,
+        kept: Option<&'k Routed>,
+        tile: Tile,
+    ) -> Result<Experts<'k>> {
+        let again = match kept {
+            Some(_) => None,
+            None => Some(self.again(cx, weights, y1_RD, normed.out.view())?),
+        };
+        Ok(Experts { normed, kept: kept.map(|kept| (kept, tile)), again })
+    }
+
+    /// Writes what the experts give for the rows of a tile.
+    pub(crate) fn output_of_tile(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        experts: &Experts<'_>,
+        out_RD: ViewMut<'_>,
+    ) -> Result {
+        let (routing, [gate_PF, up_PF], tile) = experts.parts(self.chosen);
+        let routes = self.routes(cx, weights, routing, tile)?;
+        let act_PF = activate(cx, self.f, gate_PF, up_PF)?;
+        self.narrow(cx, weights, act_PF, &routes, Residual::None, out_RD)
+    }
+
+    /// Adds to `dx_RD` the gradient of `y1_RD`, from that of what the experts give.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    pub(crate) fn backward_of_tile(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y1_RD: View<'_>,
+        experts: Experts<'_>,
+        dout_RD: View<'_>,
+        dx_RD: ViewMut<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        self.add_gradient(cx, weights, y1_RD, experts, dout_RD, None, dx_RD, gradients)
+    }
+
+    /// The same, with what `h` has of a gradient from elsewhere.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    fn add_gradient(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y1_RD: View<'_>,
+        experts: Experts<'_>,
+        dout_RD: View<'_>,
+        so_far_RD: Option<Tensor>,
+        mut dx_RD: ViewMut<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        let (routing, wide, tile) = experts.parts(self.chosen);
+        let routes = self.routes(cx, weights, routing, tile)?;
+        let inputs = [y1_RD, experts.normed.out.view()];
+        let (dh_RD, of_norm) =
+            self.backward_tile(cx, weights, inputs, &routes, wide, dout_RD, so_far_RD, gradients)?;
+        drop(routes);
+        let Experts { normed: Normed { out, rstd }, again, .. } = experts;
+        drop((out, again));
+        let (dh_RD, to) = (dh_RD.view(), dx_RD.reborrow());
+        self.before.backward(cx, weights, dh_RD, y1_RD, rstd.view(), to, true, gradients)?;
+        self.router.norm_backward(cx, weights, y1_RD, of_norm, dx_RD, gradients)
     }
 
     /// The gradient of `h_RD`, f32, added to what it has from elsewhere. Holds, beside gate and up, at most three `[P, F]` tensors and a `[P, D]` one at a time, or
@@ -346,16 +333,16 @@ impl MixtureMlp {
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
-        h_RD: View<'_>,
+        [y1_RD, h_RD]: [View<'_>; 2],
         routes: &Routes<'_>,
         [gate_PF, up_PF]: [View<'_>; 2],
         dy_RD: View<'_>,
         so_far_RD: Option<Tensor>,
         gradients: &mut Gradients<'_>,
-    ) -> Result<Tensor> {
+    ) -> Result<(Tensor, Option<OfNorm>)> {
         let experts = &cx.kernels.experts;
         let (routed, dims_PF) = (gate_PF.shape().rows(), gate_PF.shape());
-        let Routes { rows_RX, weights_RX, .. } = *routes;
+        let (rows_RX, weights_RX) = (routes.rows_RX, routes.final_RX());
         let act_PF = activate(cx, self.f, gate_PF, up_PF)?;
         let mut dact_PF = cx.tensor(dims_PF.dims())?;
         let mut weighed_PF = cx.tensor(dims_PF.dims())?;
@@ -387,38 +374,37 @@ impl MixtureMlp {
         let mut dh_RD = so_far_RD.map_or_else(fresh, Ok)?;
         experts.collect(dh_PD.view(), rows_RX, residual, dh_RD.view_mut())?;
         drop(dh_PD);
-        self.backward_router(cx, weights, h_RD, routes, dweights_RX.view(), dh_RD.view_mut(), gradients)?;
-        Ok(dh_RD)
+        let inputs = [y1_RD, h_RD];
+        let of_norm =
+            self.backward_router(cx, weights, inputs, routes, dweights_RX, dh_RD.view_mut(), gradients)?;
+        Ok((dh_RD, of_norm))
     }
 
-    /// Adds to `dh_RD` what comes through the router.
+    /// Adds to `dh_RD` what comes through the router, unless that reads something else.
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     fn backward_router(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
-        h_RD: View<'_>,
+        [y1_RD, h_RD]: [View<'_>; 2],
         routes: &Routes<'_>,
-        dweights_RX: View<'_>,
+        dweights_RX: Tensor,
         dh_RD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
-    ) -> Result {
+    ) -> Result<Option<OfNorm>> {
         let Routes { logits_RE, weights_RX, chosen_RX, .. } = *routes;
+        let dweights_RX =
+            self.router.scaled_backward(cx, weights, weights_RX, chosen_RX, dweights_RX, gradients)?;
         let mut dlogits_RE = cx.tensor_of(DType::F32, logits_RE.shape().dims())?;
         cx.kernels.experts.route_backward(
             logits_RE,
             self.gating(cx),
             weights_RX,
             chosen_RX,
-            dweights_RX,
+            dweights_RX.view(),
             dlogits_RE.view_mut(),
         )?;
-        gradients.add_product(self.router.weight, dlogits_RE.view(), h_RD)?;
-        if let Some(bias) = self.router.bias {
-            cx.kernels.reduce.sum_rows(dlogits_RE.view(), gradients.get(bias)?)?;
-        }
-        let spec = MatmulSpec { accumulate: true, ..MatmulSpec::NN };
-        Ok(cx.kernels.matmul.matmul(dlogits_RE.view(), weights.get(self.router.weight), dh_RD, spec)?)
+        self.router.backward(cx, weights, y1_RD, h_RD, dlogits_RE, dh_RD, gradients)
     }
 
     /// How experts are chosen.
@@ -456,10 +442,16 @@ impl MixtureMlp {
     }
 
     /// What the rows of a tile choose, by itself.
-    fn choose(&self, cx: &Context<'_>, weights: &Weights<'_>, h_RD: View<'_>) -> Result<Routing> {
+    fn choose(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y_RD: View<'_>,
+        h_RD: View<'_>,
+    ) -> Result<Routing> {
         let rows = h_RD.shape().rows();
         let mut routing = self.routing(rows, 1, &|dtype, dims| cx.tensor_of(dtype, dims))?;
-        self.route(cx, weights, h_RD, &mut routing, Tile::alone(rows))?;
+        self.route(cx, weights, [y_RD, h_RD], &mut routing, Tile::alone(rows))?;
         Ok(routing)
     }
 
@@ -468,13 +460,13 @@ impl MixtureMlp {
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
-        h_RD: View<'_>,
+        [y_RD, h_RD]: [View<'_>; 2],
         routing: &mut Routing,
         Tile { index, start, end }: Tile,
     ) -> Result {
         let Routing { logits, weights: shares, chosen, rows, starts } = routing;
         let logits_RE = logits.view_mut().rows(start, end);
-        self.router.forward_into(cx, weights, h_RD, logits_RE)?;
+        self.router.logits(cx, weights, y_RD, h_RD, logits_RE)?;
         Ok(cx.kernels.experts.route(
             logits.view().rows(start, end),
             self.gating(cx),
@@ -485,8 +477,27 @@ impl MixtureMlp {
         )?)
     }
 
-    fn routes<'r>(&self, cx: &Context<'_>, routing: &'r Routing, tile: Tile) -> Result<Routes<'r>> {
-        Ok(Routes::of(routing, tile, self.starts_of(cx, routing, tile)?))
+    fn routes<'r>(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        routing: &'r Routing,
+        tile: Tile,
+    ) -> Result<Routes<'r>> {
+        self.routes_from(cx, weights, routing, tile, self.starts_of(cx, routing, tile)?)
+    }
+
+    fn routes_from<'r>(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        routing: &'r Routing,
+        tile: Tile,
+        starts: Vec<usize>,
+    ) -> Result<Routes<'r>> {
+        let routes = Routes::of(routing, tile, starts);
+        let scaled_RX = self.router.scaled(cx, weights, routes.weights_RX, routes.chosen_RX)?;
+        Ok(Routes { scaled_RX, ..routes })
     }
 
     /// What [`forward_keeping`](Self::forward_keeping) leaves of a tile's experts, computed again: choices, gate and up.
@@ -494,15 +505,17 @@ impl MixtureMlp {
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
+        y1_RD: View<'_>,
         h_RD: View<'_>,
     ) -> Result<(Routing, [Tensor; 2])> {
         let rows = h_RD.shape().rows();
-        let routing = self.choose(cx, weights, h_RD)?;
-        let routes = self.routes(cx, &routing, Tile::alone(rows))?;
+        let routing = self.choose(cx, weights, y1_RD, h_RD)?;
+        let routes = self.routes(cx, weights, &routing, Tile::alone(rows))?;
         let dims_PF = [rows * self.chosen, self.feed_forward];
         let (mut gate, mut up) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
         let h_PD = self.spread(cx, h_RD, &routes)?;
         self.widen_spread(cx, weights, h_PD.view(), &routes, [gate.view_mut(), up.view_mut()])?;
+        drop(routes);
         Ok((routing, [gate, up]))
     }
 
@@ -571,7 +584,7 @@ impl MixtureMlp {
     /// Routed rows times their weights.
     fn weighed(&self, cx: &Context<'_>, routes: &Routes<'_>, x: View<'_>) -> Result<Tensor> {
         let mut out = cx.tensor(x.shape().dims())?;
-        cx.kernels.experts.weigh(x, routes.rows_RX, routes.weights_RX, out.view_mut())?;
+        cx.kernels.experts.weigh(x, routes.rows_RX, routes.final_RX(), out.view_mut())?;
         Ok(out)
     }
 
@@ -657,7 +670,7 @@ impl MixtureMlp {
         if !self.biased {
             return Ok(());
         }
-        let Routes { rows_RX, weights_RX, .. } = *routes;
+        let (rows_RX, weights_RX) = (routes.rows_RX, routes.final_RX());
         let (elementwise, layer): (_, LayerOf) = (&cx.kernels.elementwise, |expert| expert.down);
         let mut bias_PD = cx.tensor(dy_PD.shape().dims())?;
         elementwise.zero(bias_PD.view_mut())?;
@@ -671,36 +684,5 @@ impl MixtureMlp {
         drop(bias_PD);
         elementwise.add_assign(dweights_RX, share_RX.view())?;
         self.backward_biases(cx, routes, &[(layer, dy_PD.view())], gradients)
-    }
-}
-
-impl Routing {
-    /// In the order of [`from_tensors`](Self::from_tensors).
-    pub(crate) fn into_tensors(self) -> [Tensor; 5] {
-        let Self { logits, weights, chosen, rows, starts } = self;
-        [logits, weights, chosen, rows, starts]
-    }
-
-    pub(crate) fn from_tensors([logits, weights, chosen, rows, starts]: [Tensor; 5]) -> Self {
-        Self { logits, weights, chosen, rows, starts }
-    }
-}
-
-impl Routed {
-    /// In the order of [`from_tensors`](Self::from_tensors).
-    pub(crate) fn into_tensors(self) -> Vec<Tensor> {
-        let Self { routing, gate, up, shared } = self;
-        routing.into_tensors().into_iter().chain([gate, up]).chain(shared.into_iter().flatten()).collect()
-    }
-
-    /// # Panics
-    /// If they are not what a feed-forward with experts left.
-    pub(crate) fn from_tensors(kept: Vec<Tensor>) -> Self {
-        let mut kept = kept.into_iter();
-        let mut next = || kept.next().expect("a layer gets what its own forward kept");
-        let routing = Routing::from_tensors(array::from_fn(|_| next()));
-        let (gate, up) = (next(), next());
-        let shared: Vec<Tensor> = kept.collect();
-        Self { routing, gate, up, shared: shared.try_into().ok() }
     }
 }

@@ -17,6 +17,9 @@ mod layers;
 mod mixer;
 mod mixture;
 mod mlp;
+mod parallel;
+mod router;
+mod routing;
 mod shared;
 
 pub use decoder::DecoderBlock;

@@ -227,6 +227,7 @@ fn released_models_with_experts() {
         scale: 1.0,
         biased: false,
         shared: None,
+        is_beside_dense: false,
         dense_layers: Vec::new(),
     };
     assert_eq!(qwen.mixture, Some(expected));

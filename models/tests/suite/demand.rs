@@ -49,6 +49,17 @@ fn shared() -> ModelConfig {
     .unwrap()
 }
 
+/// Beside a feed-forward that all tokens go through, each with norms of its own; what the layer gives is multiplied.
+fn parallel() -> ModelConfig {
+    ModelConfig::parse(
+        r#"{"architectures":["Gemma4ForCausalLM"],"vocab_size":101,"hidden_size":64,"intermediate_size":96,
+        "num_hidden_layers":6,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":16,"max_position_embeddings":64,
+        "global_head_dim":32,"hidden_size_per_layer_input":0,"sliding_window":9,"enable_moe_block":true,
+        "num_experts":64,"top_k_experts":2,"moe_intermediate_size":128,"initializer_range":0.2}"#,
+    )
+    .unwrap()
+}
+
 type Describe = fn() -> ModelConfig;
 
 #[derive(Clone, Copy)]
@@ -124,8 +135,13 @@ impl Setup {
 
 #[test]
 fn experts_that_no_token_chooses_are_not_read() {
-    let cases: [(Describe, Option<QuantFormat>); 4] =
-        [(model, None), (model, Some(QuantFormat::Int8)), (biased, None), (shared, Some(QuantFormat::Int4))];
+    let cases: [(Describe, Option<QuantFormat>); 5] = [
+        (model, None),
+        (model, Some(QuantFormat::Int8)),
+        (biased, None),
+        (shared, Some(QuantFormat::Int4)),
+        (parallel, None),
+    ];
     for (model, format) in cases {
         let memory =
             Setup { model, placement: Placement::None, discrete: false, weight_slots: 1, format, copies: 0 };

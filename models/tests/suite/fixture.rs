@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 40] = [
+pub const NAMES: [&str; 41] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -28,6 +28,7 @@ pub const NAMES: [&str; 40] = [
     "gemma",
     "gemma3",
     "gemma4",
+    "gemma4_moe",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",

@@ -96,6 +96,24 @@ fn the_dense_model_has_its_size() {
     assert_eq!(composite(&text).unwrap(), gemma);
 }
 
+/// With the sizes of the 26B-A4B 25,233,141,760 parameters, as transformers counts them.
+#[test]
+fn the_model_with_experts_has_its_size() {
+    let mut text = dense();
+    let changes = json!({
+        "hidden_size": 2816, "intermediate_size": 2112, "num_attention_heads": 16, "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30, "num_key_value_heads": 8, "enable_moe_block": true, "num_experts": 128, "top_k_experts": 8,
+        "moe_intermediate_size": 704
+    });
+    let Value::Object(changes) = changes else { unreachable!() };
+    text.as_object_mut().unwrap().extend(changes);
+    let gemma = composite(&text).unwrap();
+    assert_eq!(param_count(&gemma), 25_233_141_760);
+    let mixture = gemma.mixture.as_ref().unwrap();
+    assert_eq!((mixture.experts, mixture.chosen, mixture.feed_forward), (128, 8, 704));
+    assert!(mixture.is_beside_dense && mixture.normalize && gemma.feed_forward == 2112);
+}
+
 /// transformers saves what it made of the entries for all layers.
 #[test]
 fn heads_are_said_of_kinds_of_layers_or_layer_by_layer() {
@@ -155,7 +173,7 @@ fn what_is_not_computed_is_refused_by_name() {
         ),
         (json!({"num_kv_shared_layers": 1}), vec!["num_kv_shared_layers", "1", "keys and values of its own"]),
         (json!({"use_double_wide_mlp": true}), vec!["use_double_wide_mlp", "true"]),
-        (json!({"enable_moe_block": true}), vec!["enable_moe_block", "true"]),
+        (json!({"enable_moe_block": true}), vec!["`num_experts` is missing"]),
         (
             json!({"use_bidirectional_attention": "all"}),
             vec!["use_bidirectional_attention", "\"all\"", "\"vision\""],

@@ -18,6 +18,9 @@ fn layers_beyond_one_tile() {
     ] {
         compare(config(architecture, 16, 4, 8, TILE_ROWS), 4, TILE_ROWS / 3);
     }
+    let experts = r#""enable_moe_block": true, "top_k_experts": 2, "moe_intermediate_size": 8,"#;
+    let more = format!("{OF_GEMMA4} {experts}");
+    compare(config_with("Gemma4ForCausalLM", &more, 16, 4, 8, TILE_ROWS), 4, TILE_ROWS / 3);
 }
 
 #[test]
@@ -28,6 +31,8 @@ fn logits_beyond_one_tile() {
     }
 }
 
+const OF_GEMMA4: &str = r#""hidden_size_per_layer_input": 0, "global_head_dim": 4, "attention_k_eq_v": true, "final_logit_softcapping": 2.0,"#;
+
 fn config(
     architecture: &str,
     vocab: usize,
@@ -35,8 +40,18 @@ fn config(
     feed_forward: usize,
     positions: usize,
 ) -> ModelConfig {
-    let of_gemma4 = r#""hidden_size_per_layer_input": 0, "global_head_dim": 4, "attention_k_eq_v": true, "final_logit_softcapping": 2.0,"#;
-    let more = if architecture == "Gemma4ForCausalLM" { of_gemma4 } else { "" };
+    let more = if architecture == "Gemma4ForCausalLM" { OF_GEMMA4 } else { "" };
+    config_with(architecture, more, vocab, hidden, feed_forward, positions)
+}
+
+fn config_with(
+    architecture: &str,
+    more: &str,
+    vocab: usize,
+    hidden: usize,
+    feed_forward: usize,
+    positions: usize,
+) -> ModelConfig {
     ModelConfig::parse(&format!(
         r#"{{{more} "architectures": ["{architecture}"], "vocab_size": {vocab}, "hidden_size": {hidden},
             "intermediate_size": {feed_forward}, "num_hidden_layers": 1, "num_attention_heads": 1,
