@@ -260,10 +260,18 @@ fn a_damaged_manifest_is_named() {
         let slot = slots.iter().find(|slot| slot["offset"] == offset).unwrap();
         slot["state"] == "damaged"
     };
-    // In the magic number, the step, the table of checksums.
-    for within in [0, 16, 60] {
+    let len = slots[0]["bytes"].as_u64().unwrap() as usize;
+    // In the magic number, the step, the table of checksums; and all of it, as a sector that was lost reads.
+    for within in [Some(0), Some(16), Some(60), None] {
+        let spoil = |at: u64| match within {
+            Some(within) => flip(&manifest, at + within),
+            None => {
+                let file = fs::File::options().write(true).open(&manifest).unwrap();
+                file.write_all_at(&vec![0; len], at).unwrap();
+            }
+        };
         let dirs = run.state();
-        flip(&manifest, newer + within);
+        spoil(newer);
         let said = ["manifest.bin is not whole", &at(newer), "that of step 3, which is whole"];
         let found = damaged(&dirs, &[], &said);
         assert!(is_damaged(&found, newer) && !is_damaged(&found, older));
@@ -271,10 +279,16 @@ fn a_damaged_manifest_is_named() {
         let plain = inspect(&dirs, &[]).run();
         assert_eq!(plain.code(), Some(1), "without --verify too");
         text(&plain, &["DAMAGED", &at(newer)]);
+        if within.is_none() {
+            let note = format!("note: one of the two commits in {}", dirs[0].display());
+            let resumed = finetune(&run.bench, "out", &run.memory, &dirs, DONE).args(&["--resume"]).ok();
+            assert!(resumed.stderr.contains(&note), "{}", resumed.stderr);
+            continue;
+        }
         assert_eq!(run.resumes_the_same(&dirs), DONE - 1);
 
         let dirs = run.state();
-        flip(&manifest, older + within);
+        spoil(older);
         let found = damaged(
             &dirs,
             &["--restore-previous"],
@@ -284,8 +298,8 @@ fn a_damaged_manifest_is_named() {
         assert_eq!(run.resumes_the_same(&dirs), DONE);
 
         let dirs = run.state();
-        flip(&manifest, older + within);
-        flip(&manifest, newer + within);
+        spoil(older);
+        spoil(newer);
         let before = bytes(&dirs);
         let found = damaged(
             &dirs,

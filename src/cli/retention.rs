@@ -55,7 +55,7 @@ pub fn sweep(output: &Path) -> Result<(), CliError> {
 }
 
 fn failed(doing: &str, path: &Path, error: &std::io::Error) -> CliError {
-    CliError::Failed(format!("{doing} {}: {error}; the training itself is saved", path.display()))
+    CliError::Failed(format!("{doing} {}: {error}", path.display()))
 }
 
 /// What is in a folder and has a name in UTF-8.
@@ -88,11 +88,16 @@ pub fn set_aside(output: &Path, aside: &mut Vec<(PathBuf, PathBuf)>) -> Result<(
 }
 
 /// Removes the oldest `checkpoint-N` folders of `output` until `limit` are left, and gives their paths. Folders with other
-/// names, of steps after `step`, or without a model in them are not this run's, and stay.
+/// names, of steps after `step`, or without a model in them are not this run's, and stay. Step `step` is saved.
 ///
 /// # Errors
 /// A folder cannot be looked at or removed.
 pub fn prune(output: &Path, step: u64, limit: usize) -> Result<Vec<PathBuf>, CliError> {
+    let is_saved = |error| CliError::Failed(format!("{error}; the training itself is saved"));
+    remove_oldest(output, step, limit).map_err(is_saved)
+}
+
+fn remove_oldest(output: &Path, step: u64, limit: usize) -> Result<Vec<PathBuf>, CliError> {
     let saved: Vec<_> = saves(output)?.into_iter().filter(|(number, _)| *number <= step).collect();
     let surplus = saved.len().saturating_sub(limit);
     let old: Vec<(u64, PathBuf)> = saved.into_iter().take(surplus).collect();
@@ -153,7 +158,14 @@ mod tests {
         assert_eq!(partials.each_ref().map(|path| path.exists()), [false, false, true]);
         assert!(!cut_off.exists() && theirs.iter().all(|path| path.exists()));
         assert!(output.join("checkpoint-10").exists() && output.join("checkpoint-90").exists());
-        assert!(prune(&output.join("none"), 1, 1).unwrap_err().to_string().contains("reading"));
+        let none = output.join("none");
+        let error = prune(&none, 1, 1).unwrap_err().to_string();
+        assert!(error.contains("reading") && error.ends_with("; the training itself is saved"), "{error}");
+        // Of what is done before a run has saved anything.
+        for error in [super::set_aside(&none, &mut Vec::new()), sweep(&none), saves(&none).map(drop)] {
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("none: ") && !error.contains("saved"), "{error}");
+        }
     }
 
     #[test]

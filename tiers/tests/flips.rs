@@ -112,6 +112,15 @@ impl Behind {
         let mut page = IoBuf::zeroed(PAGE);
         page.copy_from_slice(&self.page(start));
         page[at - start] ^= 0x10;
+        self.put(start, page);
+    }
+
+    /// Makes the page at `at` zeros.
+    fn zero(&self, at: usize) {
+        self.put(at, IoBuf::zeroed(PAGE));
+    }
+
+    fn put(&self, start: usize, page: IoBuf) {
         let file = self.engine.open(&self.path, OpenMode::ReadWrite).unwrap();
         self.engine.submit(Request::write(file, start as u64, page)).wait().unwrap();
         self.engine.sync(file).wait().unwrap();
@@ -411,6 +420,58 @@ fn restored(disk: &Arc<dyn IoEngine>, nth: u64, step: u64) {
     drop(view);
     let again = DiskStore::open(disk, &dirs()).unwrap();
     assert!(is_whole(&again) && again.committed().step == step && again.recoveries().is_empty());
+    drop(again);
+    // Earlier builds left zeros there.
+    let manifest = Behind::new(disk, "/disk0/manifest.bin");
+    let given_up =
+        Places::of(&manifest).slots.into_iter().find(|&at| manifest.page(at)[0..8] == *b"TRCVOID1");
+    manifest.zero(given_up.expect("what a place was given up for is said there"));
+    let again = DiskStore::open(disk, &dirs()).unwrap();
+    let [Recovery::Commit { step: found, lost: None, .. }] = again.recoveries() else {
+        panic!("{:?}", again.recoveries())
+    };
+    assert!(is_whole(&again) && *found == step);
+}
+
+/// A sector that was lost reads as zeros: as much damage as any other bytes.
+#[test]
+fn zeros_in_the_place_of_a_commit_are_damage() {
+    for generations in [1, 2] {
+        for last in 0..4 {
+            for slot in 0..2 {
+                let engine: Arc<dyn IoEngine> = disk(6);
+                made(&engine, generations, last);
+                let manifest = Behind::new(&engine, "/disk0/manifest.bin");
+                let at = Places::of(&manifest).slots[slot];
+                let (holds, sequence) = {
+                    let page = manifest.page(at);
+                    (page[0..8].to_vec(), u64::from_le_bytes(page[8..16].try_into().unwrap()))
+                };
+                manifest.zero(at);
+                let opened = DiskStore::open(&engine, &dirs());
+                let what = format!("{generations} generations, step {last}, slot {slot}");
+                match (&holds[..], sequence, last) {
+                    // What was never written; the only commit there ever was.
+                    ([0, ..], ..) => assert!(opened.unwrap().recoveries().is_empty(), "{what}"),
+                    (_, 1, 0) => assert!(matches!(opened, Err(TierError::NoState { .. })), "{what}"),
+                    // The newest slot of state that is kept once, beside the mark.
+                    (b"TRCSLOT1", ..) if generations == 1 => {
+                        assert!(matches!(opened, Err(TierError::Changing { .. })), "{what}");
+                    }
+                    // The second commit, which leaves what the first alone would.
+                    (b"TRCSLOT1", 2, 1) => assert!(opened.unwrap().recoveries().is_empty(), "{what}"),
+                    _ => {
+                        let store = opened.unwrap();
+                        let recoveries = store.recoveries();
+                        assert!(
+                            matches!(recoveries, [Recovery::Commit { lost: None, .. }]),
+                            "{what}: {recoveries:?}"
+                        );
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// The exceptions: what the format does not keep twice.

@@ -19,7 +19,14 @@
 //!
 //! A commit writes the slot that is *not* the newest one and then syncs: a torn write leaves the other slot valid. The
 //! valid slot with the higher sequence number is the state. Sequence numbers begin at 1, so slot 0 is first written when
-//! slot 1 is durable.
+//! slot 1 is durable, and zeros beside a later slot are not what was written: a sector that was lost.
+//!
+//! What a slot held may be given up for the other. Its place then says so, of the sequence number that the next commit has:
+//!
+//! ```text
+//! | magic 8 | sequence 8 | checksum 8 |
+//! ```
+//! Earlier builds gave a place up with zeros, and read this as a slot that is not whole.
 //!
 //! Slots are found by the header and read by the layout, so that both of these are there twice ([`crate::copies`]). Any of the
 //! four may be damaged: the second header is the last page of the file, and a layout is known by its checksum. Version 2 had
@@ -40,6 +47,7 @@ const PAGE: usize = 4096;
 pub(super) const MAGIC: [u8; 8] = *b"TRCMANIF";
 const SLOT_MAGIC: [u8; 8] = *b"TRCSLOT1";
 const MARK_MAGIC: [u8; 8] = *b"TRCMARK1";
+const GIVEN_UP_MAGIC: [u8; 8] = *b"TRCVOID1";
 pub(super) const VERSION: u32 = 3;
 /// The first version with two headers and layouts.
 const TWICE_SINCE: u32 = 3;
@@ -65,6 +73,8 @@ pub(super) struct Slot {
 pub(super) enum Found {
     /// Zeros: nothing was ever written there.
     Blank,
+    /// What says that the place waits for the commit of this sequence number, and that nothing is missing before it.
+    GivenUp(u64),
     /// No whole slot: damaged, or a commit that was cut off.
     Torn(Option<Claim>),
     /// What the drive cannot read.
@@ -310,7 +320,8 @@ impl Manifest {
     pub(super) fn newest(&self, spec: &StoreSpec) -> Result<Option<(Slot, Option<PassedOver>)>, TierError> {
         let (found, unreadable) = self.slots(spec)?;
         // A torn first commit leaves slot 0 blank; anything in it means that there was a whole one.
-        let is_lost = found[0] != Found::Blank;
+        let is_later = |found: &Found| matches!(found, Found::Torn(Some(claim)) if claim.sequence > 1);
+        let is_lost = found[0] != Found::Blank || is_later(&found[1]);
         let Some(newest) = newest_of(&found).cloned() else {
             if is_lost {
                 let detail = "neither of the two slots of its manifest is whole".into();
@@ -334,11 +345,15 @@ impl Manifest {
             match decode(page, table_len).filter(is_sound) {
                 Some(slot) => Found::Whole(slot),
                 None if page.iter().all(|&byte| byte == 0) => Found::Blank,
-                None => Found::Torn(claim(page).filter(|claim| claim.sequence % 2 == index)),
+                None => match decode_given_up(page) {
+                    Some(sequence) => Found::GivenUp(sequence),
+                    None => Found::Torn(claim(page).filter(|claim| claim.sequence % 2 == index)),
+                },
             }
         };
         let pages = [self.slot_page(0)?, self.slot_page(1)?];
         let both = [0, 1].map(|i| pages[i].as_ref().map_or(Found::Unreadable, |page| found(i as u64, page)));
+        let both = lost_are_torn(both);
         match pages.into_iter().find_map(Result::err) {
             Some(error) if newest_of(&both).is_none() || spec.generations == 1 => Err(error.into()),
             unreadable => Ok((both, unreadable)),
@@ -361,9 +376,9 @@ impl Manifest {
         Ok(self.engine.remove(&self.path)?)
     }
 
-    /// Makes the place of a sequence number one that was never written, and that durable.
-    pub(super) fn erase(&self, sequence: u64) -> Result<(), TierError> {
-        self.put(sequence, IoBuf::zeroed(self.slot_bytes))
+    /// Says in the place of a sequence number, which the next commit has, that what was there counts no more, and makes that durable.
+    pub(super) fn give_up(&self, sequence: u64) -> Result<(), TierError> {
+        self.put(sequence, encode_given_up(sequence, self.slot_bytes))
     }
 
     /// Writes a slot to the place of its sequence number, over the older one in a commit, and makes it durable.
@@ -443,9 +458,26 @@ fn padded(text: &[u8]) -> IoBuf {
 pub(super) fn newest_of(found: &[Found; 2]) -> Option<&Slot> {
     let whole = found.iter().filter_map(|found| match found {
         Found::Whole(slot) => Some(slot),
-        Found::Blank | Found::Torn(_) | Found::Unreadable => None,
+        Found::Blank | Found::GivenUp(_) | Found::Torn(_) | Found::Unreadable => None,
     });
     whole.max_by_key(|slot| slot.sequence)
+}
+
+/// What is empty beside a whole slot, torn if it should not be: the first commit alone has nothing beside it, and a place is given up
+/// for the number that follows.
+fn lost_are_torn(mut found: [Found; 2]) -> [Found; 2] {
+    let Some(newest) = newest_of(&found).map(|slot| slot.sequence) else { return found };
+    for place in &mut found {
+        let is_lost = match place {
+            Found::Blank => newest > 1,
+            Found::GivenUp(sequence) => newest.checked_add(1) != Some(*sequence),
+            Found::Torn(_) | Found::Unreadable | Found::Whole(_) => false,
+        };
+        if is_lost {
+            *place = Found::Torn(None);
+        }
+    }
+    found
 }
 
 fn claim(page: &[u8]) -> Option<Claim> {
@@ -497,9 +529,66 @@ pub(super) fn decode(page: &[u8], table_len: usize) -> Option<Slot> {
     })
 }
 
+fn encode_given_up(sequence: u64, slot_bytes: usize) -> IoBuf {
+    let mut page = IoBuf::zeroed(slot_bytes);
+    page[0..8].copy_from_slice(&GIVEN_UP_MAGIC);
+    page[8..16].copy_from_slice(&sequence.to_le_bytes());
+    let sum = checksum(&page[..16]);
+    page[16..24].copy_from_slice(&sum.to_le_bytes());
+    page
+}
+
+/// The sequence number that a place was given up for.
+fn decode_given_up(page: &[u8]) -> Option<u64> {
+    let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
+    let is_whole = page.len() >= 24 && page[0..8] == GIVEN_UP_MAGIC && word(16) == checksum(&page[..16]);
+    is_whole.then(|| word(8))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_empty_beside_a_slot_is_damage_but_for_what_is_known_of() {
+        let whole = |sequence| {
+            let (table, trainer) = (Vec::new(), Vec::new());
+            Found::Whole(Slot { is_mark: false, sequence, step: 0, live: 0, table, trainer })
+        };
+        for first_is_whole in [true, false] {
+            for (sequence, place, is_lost) in [
+                (1, Found::Blank, false),
+                (2, Found::Blank, true),
+                (9, Found::Blank, true),
+                (9, Found::GivenUp(10), false),
+                (9, Found::GivenUp(8), true),
+                (9, Found::GivenUp(12), true),
+            ] {
+                let mut both = [whole(sequence), place.clone()];
+                let mut expected = both.clone();
+                if is_lost {
+                    expected[1] = Found::Torn(None);
+                }
+                if !first_is_whole {
+                    both.reverse();
+                    expected.reverse();
+                }
+                assert_eq!(lost_are_torn(both), expected, "{sequence}, {place:?}");
+            }
+        }
+        assert_eq!(lost_are_torn([Found::Blank, Found::Torn(None)]), [Found::Blank, Found::Torn(None)]);
+    }
+
+    #[test]
+    fn no_flipped_bit_gives_a_place_up() {
+        let mut page = encode_given_up(12, PAGE);
+        assert_eq!((decode_given_up(&page), decode(&page, 0)), (Some(12), None));
+        for bit in 0..24 * 8 {
+            page[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(decode_given_up(&page), None, "bit {bit}");
+            page[bit / 8] ^= 1 << (bit % 8);
+        }
+    }
 
     #[test]
     fn a_slot_survives_encoding_and_no_flipped_bit_does() {

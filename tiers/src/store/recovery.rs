@@ -56,7 +56,7 @@ impl PassedOver {
         let claim = found.iter().find_map(|found| match found {
             Found::Torn(claim) => Some(*claim),
             Found::Unreadable => Some(None),
-            Found::Blank | Found::Whole(_) => None,
+            Found::Blank | Found::GivenUp(_) | Found::Whole(_) => None,
         })?;
         let Some(claim) = claim else { return Some(Self::Either) };
         if claim.sequence.checked_add(1) == Some(newest.sequence) {

@@ -87,7 +87,7 @@ pub struct SlotFacts {
 /// What a slot holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SlotState {
-    /// It was never written.
+    /// It was never written, or what it held was given up for the other.
     Blank,
     /// A commit.
     Whole(CommitFacts),
@@ -184,7 +184,7 @@ impl StoreView {
         [0, 1].map(|index| {
             let (offset, len) = self.manifest.slot_extent(index);
             let state = match &self.slots[index as usize] {
-                Found::Blank => SlotState::Blank,
+                Found::Blank | Found::GivenUp(_) => SlotState::Blank,
                 Found::Whole(slot) if slot.is_mark => SlotState::Changing { since_step: slot.step },
                 Found::Whole(slot) => SlotState::Whole(slot.facts()),
                 Found::Torn(claim) => SlotState::Torn { claimed_step: claim.map(|claim| claim.step) },
@@ -236,7 +236,7 @@ impl StoreView {
     }
 
     /// Makes the previous commit the last one, durably; gives its step. Of a state that has it already nothing is written. Where the drive
-    /// cannot read a slot, which may be that of the newest commit, it is the only one that can be read, and the other place is erased.
+    /// cannot read a slot, which may be that of the newest commit, it is the only one that can be read, and the other place is given up.
     ///
     /// # Errors
     /// There is no such commit, the only generation is being overwritten, it was not found whole by [`verify`](Self::verify), or the manifest cannot be written; the
@@ -253,9 +253,9 @@ impl StoreView {
         if let Some(place) = self.slots.iter().position(|found| *found == Found::Unreadable) {
             return match (self.slot(Commit::Last), self.damaged[Commit::Last as usize]) {
                 (Some(readable), Some(0)) => {
-                    let (step, sequence) = (readable.step, readable.sequence);
-                    self.manifest.erase(sequence.wrapping_add(1))?;
-                    self.slots[place] = Found::Blank;
+                    let (step, next) = (readable.step, readable.sequence.wrapping_add(1));
+                    self.manifest.give_up(next)?;
+                    self.slots[place] = Found::GivenUp(next);
                     Ok(step)
                 }
                 (_, None) => refused("the step that can be read was not verified"),
@@ -296,7 +296,7 @@ impl StoreView {
             .iter()
             .filter_map(|found| match found {
                 Found::Whole(slot) => Some(slot),
-                Found::Blank | Found::Torn(_) | Found::Unreadable => None,
+                Found::Blank | Found::GivenUp(_) | Found::Torn(_) | Found::Unreadable => None,
             })
             .collect();
         whole.sort_by_key(|slot| std::cmp::Reverse(slot.sequence));

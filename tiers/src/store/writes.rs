@@ -98,7 +98,7 @@ impl DiskStore {
         let marked = self.manifest.write(&Slot { is_mark: true, sequence, step, live, table, trainer });
         if let Err(error) = marked {
             // Nothing was overwritten, so the last commit is not to be refused for a mark that is there in spite of the error.
-            versions.is_uncertain = self.manifest.erase(sequence).is_err();
+            versions.is_uncertain = self.manifest.give_up(sequence).is_err();
             return Err(error);
         }
         (versions.is_uncertain, versions.is_changing, versions.sequence) = (false, true, sequence);
