@@ -4,12 +4,12 @@
 #[path = "engine_support/mod.rs"]
 mod support;
 
-use support::{Setup, weights_hash};
+use support::{Setup, small_llama, weights_hash};
 use terrace_aio::engine::EngineChoice;
 use terrace_kernels::DType;
-use terrace_models::ModelConfig;
+use terrace_models::{Model, ModelConfig, RandomSource, Row, TILE_ROWS, TokenBatch};
 use terrace_optimizer::{Algorithm, GroupLr, GroupRule, LossScaleConfig, StateFormat};
-use terrace_zero::{Accumulation, Durability, Placement, WindowOverrides};
+use terrace_zero::{Accumulation, BatchLimits, Durability, Engine, EngineConfig, Placement, WindowOverrides};
 
 const STEPS: u64 = 4;
 
@@ -520,6 +520,31 @@ fn every_family_keeps() {
                 );
             }
         }
+    }
+}
+
+/// What is kept of rows that make more than one tile.
+#[test]
+fn every_tile_keeps() {
+    let length = TILE_ROWS + 60;
+    for model in [small_llama(true), with_experts(), with_shared()[0].clone(), beside_dense()] {
+        let model = ModelConfig { positions_max: length, ..model };
+        let run = |blocks| {
+            let base = Setup { overrides: keeping(blocks), model: model.clone(), ..Setup::new(true) };
+            let limits = BatchLimits { sequences: 1, length, micro_batches: 1, ..base.config().limits };
+            let config = EngineConfig { limits, ..base.config() };
+            let batches = TokenBatch::for_source(&model, &mut RandomSource::new(7)).unwrap();
+            let mut source = RandomSource::for_config(&model, 7);
+            let blocks = Model::new(model.clone()).blocks;
+            let sample = batches.blank(1, length);
+            let mut engine = Engine::create(config, base.backend(), blocks, &sample, &mut source).unwrap();
+            let ids: Vec<u32> = (0..length as u32).map(|i| i * 31 % 97).collect();
+            let labels: Vec<i32> = ids.iter().map(|id| *id as i32).collect();
+            let batch = batches.train(&[Row { ids: &ids, labels: &labels }], 1, length).unwrap();
+            let report = engine.train_step(&[batch], 1e-3).unwrap();
+            (report.loss, weights_hash(&mut engine))
+        };
+        assert_eq!(run(3), run(0), "{:?}", model.family);
     }
 }
 

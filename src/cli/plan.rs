@@ -358,8 +358,10 @@ impl<'a> Planning<'a> {
     pub(super) fn shape(&self, parameters: u64) -> String {
         let m = &self.model;
         let feed_forward = match &m.mixture {
-            Some(Mixture { experts, chosen, feed_forward, shared, .. }) => {
-                let beside = shared.map(|shared| format!(" and one of {} for all", shared.feed_forward));
+            Some(Mixture { experts, chosen, feed_forward, shared, is_beside_dense, .. }) => {
+                let dense = is_beside_dense.then_some(m.feed_forward);
+                let beside = shared.map(|shared| shared.feed_forward).or(dense);
+                let beside = beside.map(|beside| format!(" and one of {beside} for all"));
                 format!("{chosen} of {experts} experts of {feed_forward}{}", beside.unwrap_or_default())
             }
             None => format!("feed-forward {}", m.feed_forward),
@@ -367,8 +369,10 @@ impl<'a> Planning<'a> {
         let delta =
             m.delta.as_ref().map(|delta| format!("{} with the gated delta rule; ", delta.layers.len()));
         let delta = delta.unwrap_or_default();
+        let others = m.full_heads.filter(|heads| heads.count != m.kv_heads);
+        let others = others.map(|heads| format!(" or {}", heads.count)).unwrap_or_default();
         format!(
-            "{} parameters: {} layers of {} ({delta}{feed_forward}), {} heads, {} key/value heads, vocabulary {}",
+            "{} parameters: {} layers of {} ({delta}{feed_forward}), {} heads, {}{others} key/value heads, vocabulary {}",
             count(parameters as f64),
             m.layers,
             m.hidden,
