@@ -2,12 +2,15 @@
 //!
 //! Lines are written whole and flushed, so that a run that is killed leaves at most one broken line at the end; resuming drops
 //! it together with the lines of steps that were never committed. The line of a step is also committed with its state: a run
-//! that is killed after the commit and before the line gets it back on resuming.
+//! that is killed after the commit and before the line gets it back on resuming. Lines are not synced: what a power cut leaves in
+//! the place of some is dropped, and counted, and the others move up. They do so within the file, each over bytes that have been
+//! read, so that a process that ends meanwhile leaves some of them twice, which the next one drops.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 /// What one step did. Sizes are bytes, times are seconds.
@@ -73,18 +76,19 @@ pub struct MetricsWriter {
     disk_written_bytes: u64,
     /// The last line and where it begins.
     last: Option<(u64, StepMetrics)>,
+    damaged: usize,
 }
 
 impl MetricsWriter {
     /// Opens the file at `path` for the steps after `committed`, the last committed step, 0 at the start of a run. Lines of
-    /// later steps are dropped. `noted` is the line that was committed with that step, if any: it is appended where the
+    /// later steps are dropped, and damaged ones. `noted` is the line that was committed with that step, if any: it is appended where the
     /// file lacks it.
     ///
     /// # Errors
     /// The file cannot be read or written.
     pub fn open(path: &Path, committed: u64, noted: &[u8]) -> io::Result<Self> {
-        let mut file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
-        let kept = if committed == 0 { Kept::default() } else { committed_lines(&mut file, committed)? };
+        let file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
+        let kept = if committed == 0 { Kept::default() } else { committed_lines(&file, committed)? };
         file.set_len(kept.bytes)?;
         let last_step = kept.last.as_ref().map_or(0, |(_, metrics)| metrics.step);
         let mut writer = Self {
@@ -93,6 +97,7 @@ impl MetricsWriter {
             unwritten: Vec::new(),
             disk_written_bytes: kept.disk_written_bytes,
             last: kept.last,
+            damaged: kept.damaged,
         };
         if last_step < committed
             && let Ok(metrics) = serde_json::from_slice(noted)
@@ -101,6 +106,11 @@ impl MetricsWriter {
             let _ = writer.append(&metrics);
         }
         Ok(writer)
+    }
+
+    /// How many damaged lines were dropped.
+    pub fn damaged(&self) -> usize {
+        self.damaged
     }
 
     /// Appends one step, after those that could not be written before.
@@ -175,7 +185,7 @@ impl MetricsWriter {
     }
 }
 
-/// The leading lines of a file that belong to committed steps.
+/// The lines of a file that belong to committed steps, at its start.
 #[derive(Debug, Default)]
 struct Kept {
     /// Their length.
@@ -184,25 +194,36 @@ struct Kept {
     last: Option<(u64, StepMetrics)>,
     /// What had been written to disk after it.
     disk_written_bytes: u64,
+    /// Whole lines that are no step's, or of one that another has been kept of.
+    damaged: usize,
 }
 
-fn committed_lines(file: &mut File, committed: u64) -> io::Result<Kept> {
+/// Moves lines to where those before them end.
+fn committed_lines(file: &File, committed: u64) -> io::Result<Kept> {
     let mut reader = BufReader::new(file);
-    let (mut kept, mut line) = (Kept::default(), Vec::new());
+    let (mut kept, mut line, mut at) = (Kept::default(), Vec::new(), 0);
     loop {
         line.clear();
         let read = reader.read_until(b'\n', &mut line)?;
-        let whole = line.ends_with(b"\n");
+        if !line.ends_with(b"\n") {
+            return Ok(kept);
+        }
+        let next = kept.last.as_ref().map_or(1, |(_, last)| last.step + 1);
         match serde_json::from_slice::<StepMetrics>(&line) {
-            Ok(found) if whole && (1..=committed).contains(&found.step) => {
+            Ok(found) if (next..=committed).contains(&found.step) => {
+                if kept.bytes < at {
+                    file.write_all_at(&line, kept.bytes)?;
+                }
                 // Lines that earlier versions wrote have no sum.
                 let sum = kept.disk_written_bytes + found.disk_write_bytes;
                 kept.disk_written_bytes = found.disk_written_bytes.max(sum);
                 kept.last = Some((kept.bytes, found));
                 kept.bytes += read as u64;
             }
-            _ => return Ok(kept),
+            Ok(found) if found.step > committed => {}
+            _ => kept.damaged += 1,
         }
+        at += read as u64;
     }
 }
 
@@ -245,6 +266,35 @@ mod tests {
         assert_eq!(steps(&path), [1, 2, 3, 4, 5, 6]);
         MetricsWriter::open(&path, 0, &[]).unwrap();
         assert_eq!(steps(&path), [0u64; 0]);
+    }
+
+    #[test]
+    fn a_damaged_line_costs_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let lines: Vec<String> = (1..=7).map(|s| serde_json::to_string(&step(s)).unwrap() + "\n").collect();
+        let zeros = "\0".repeat(40);
+        // Of nothing, of a step that is gone, of one that is there, and of no step.
+        for damage in
+            ["xxx\n", "\n", &format!("{zeros}\n"), &format!("{zeros}{}", lines[1]), &lines[0], "{}\n"]
+        {
+            std::fs::write(&path, format!("{}{damage}{}{{\"step\": 8", lines[0], lines[2..].concat()))
+                .unwrap();
+            let mut writer = MetricsWriter::open(&path, 6, &[]).unwrap();
+            assert_eq!((writer.damaged(), writer.disk_written_bytes()), (1, 500), "{damage:?}");
+            writer.append(&step(7)).unwrap();
+            assert_eq!(steps(&path), [1, 3, 4, 5, 6, 7], "{damage:?}");
+            assert_eq!(MetricsWriter::open(&path, 7, &[]).unwrap().damaged(), 0);
+        }
+        // What a process leaves that ended after it had moved a line.
+        let moved = lines[2].clone() + &lines[1][lines[2].len().min(lines[1].len())..];
+        std::fs::write(&path, format!("{}{moved}{}", lines[0], lines[2..6].concat())).unwrap();
+        let writer = MetricsWriter::open(&path, 6, &[]).unwrap();
+        assert_eq!((writer.damaged(), steps(&path)), (1, vec![1, 3, 4, 5, 6]));
+        let noted = serde_json::to_vec(&step(2)).unwrap();
+        std::fs::write(&path, format!("{}xxx\n", lines[0])).unwrap();
+        assert_eq!(MetricsWriter::open(&path, 2, &noted).unwrap().damaged(), 1);
+        assert_eq!(steps(&path), [1, 2], "the newest line is in the state as well");
     }
 
     #[test]

@@ -1,6 +1,8 @@
-//! The shape of a Llama-like model of about so many parameters, for plans of models that do not exist.
+//! The shape of a Llama-like model of about so many parameters, for plans of models that do not exist; those of all models, in words.
 
+use crate::progress::count;
 use serde_json::{Value, json};
+use terrace_models::{Mixture, ModelConfig};
 
 /// Size of a head, as in all larger models of the family.
 const HEAD: u64 = 128;
@@ -67,6 +69,32 @@ fn feed_forward(hidden: u64) -> u64 {
 fn layer(hidden: u64) -> u64 {
     let kv = kv_heads(hidden / HEAD) * HEAD;
     2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * feed_forward(hidden) + 2 * hidden
+}
+
+/// The shape of a model, in words.
+pub fn words(m: &ModelConfig, parameters: u64) -> String {
+    let feed_forward = match &m.mixture {
+        Some(Mixture { experts, chosen, feed_forward, shared, is_beside_dense, .. }) => {
+            let dense = is_beside_dense.then_some(m.feed_forward);
+            let beside = shared.map(|shared| shared.feed_forward).or(dense);
+            let beside = beside.map(|beside| format!(" and one of {beside} for all"));
+            format!("{chosen} of {experts} experts of {feed_forward}{}", beside.unwrap_or_default())
+        }
+        None => format!("feed-forward {}", m.feed_forward),
+    };
+    let delta = m.delta.as_ref().map(|delta| format!("{} with the gated delta rule; ", delta.layers.len()));
+    let delta = delta.unwrap_or_default();
+    let others = m.full_heads.filter(|heads| heads.count != m.kv_heads);
+    let others = others.map(|heads| format!(" or {}", heads.count)).unwrap_or_default();
+    format!(
+        "{} parameters: {} layers of {} ({delta}{feed_forward}), {} heads, {}{others} key/value heads, vocabulary {}",
+        count(parameters as f64),
+        m.layers,
+        m.hidden,
+        m.heads,
+        m.kv_heads,
+        m.vocab
+    )
 }
 
 #[cfg(test)]

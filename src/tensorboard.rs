@@ -19,6 +19,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub struct EventWriter {
     file: BufWriter<File>,
     path: PathBuf,
+    /// Whether its folder was made for it.
+    made_folder: bool,
 }
 
 impl EventWriter {
@@ -27,10 +29,11 @@ impl EventWriter {
     /// # Errors
     /// The folder or the file cannot be made.
     pub fn create(folder: &Path) -> io::Result<Self> {
+        let made_folder = !folder.exists();
         std::fs::create_dir_all(folder)?;
         let (seconds, process) = (wall_time() as u64, std::process::id());
         let path = folder.join(format!("events.out.tfevents.{seconds:010}.terrace.{process}"));
-        let mut writer = Self { file: BufWriter::new(File::create_new(&path)?), path };
+        let mut writer = Self { file: BufWriter::new(File::create_new(&path)?), path, made_folder };
         let mut event = Message::default();
         event.double(1, wall_time());
         event.bytes(3, b"brain.Event:2");
@@ -42,6 +45,15 @@ impl EventWriter {
     /// The file.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Removes the file, of a run that did not begin.
+    pub fn discard(self) {
+        // What stays there says nothing.
+        let _ = std::fs::remove_file(&self.path);
+        if let Some(folder) = self.path.parent().filter(|_| self.made_folder) {
+            let _ = std::fs::remove_dir(folder);
+        }
     }
 
     /// Writes what a step did; what it has no number for is left out.

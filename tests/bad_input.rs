@@ -331,6 +331,39 @@ fn files_beside_the_weights_that_are_broken() {
     generate().fails(1, &["config.json: `num_hidden_layers` is 4000000000"]);
 }
 
+/// What did not begin leaves nothing, and what was there before stays.
+#[test]
+fn a_run_that_does_not_begin_leaves_nothing() {
+    let bench = Bench::tiny();
+    let run = |output: &str| bench.finetune(output).args(&["--steps", "2", "--scheduler", "constant"]);
+    let no_data = || run("new/out").without("--data").path("--data", &bench.path("none.jsonl"));
+    let data = format!("--data {}: No such file", bench.path("none.jsonl").display());
+    no_data().fails(1, &[&data, "check the path"]);
+    run("new/out").path("--config", &bench.path("none.json")).fails(2, &["none.json"]);
+    assert!(!bench.path("new").exists());
+    fs::create_dir(bench.path("new")).unwrap();
+    no_data().fails(1, &[&data]);
+    assert!(bench.path("new").exists() && !bench.path("new/out").exists());
+    let folder = run("new/out").without("--data").path("--data", &bench.path("new"));
+    folder.fails(1, &[&format!("--data {}", bench.path("new").display())]);
+
+    let durability = |run: support::Cmd| run.args(&["--durability", "checkpoint"]);
+    assert!(durability(run("out")).ok().stderr.contains("that is killed has to start over"));
+    // Of another learning rate.
+    let events = bench.path("events");
+    let resumed = run("out").args(&["--resume"]).path("--tensorboard", &events);
+    let other = resumed.without("--learning-rate").args(&["--learning-rate", "7e-3"]);
+    other.fails(2, &["learning"]);
+    assert!(!events.exists());
+    // The state says whose model that is.
+    fs::remove_file(bench.path("out/metrics.jsonl")).unwrap();
+    let said = durability(run("out").without("--steps").args(&["--steps", "3", "--resume"])).ok().stderr;
+    assert!(said.contains("goes on from the step that it was resumed at"), "{said}");
+    fs::remove_file(bench.path("out/metrics.jsonl")).unwrap();
+    fs::remove_file(bench.path("out/.terrace/manifest.bin")).unwrap();
+    run("out").fails(2, &["holds a model that no run of finetune wrote"]);
+}
+
 #[test]
 fn the_model_is_not_overwritten() {
     let bench = Bench::tiny();

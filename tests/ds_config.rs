@@ -335,6 +335,22 @@ fn what_would_change_the_training_is_refused_where_it_is_on() {
         read(&format!("{{{key}: {{enabled: false}}}}"));
         read(&format!("{{{key}: {{}}}}"));
     }
+    // What it does is said in parts of its parts.
+    let compression = |text: &str| format!("{{compression_training: {text}}}");
+    for enabled in [
+        "{enabled: true}",
+        "{weight_quantization: {shared_parameters: {enabled: false}}, sparse_pruning: {shared_parameters: {enabled: \"on\"}}}",
+        "{layer_reduction: {enabled: true, keep_number_layer: 5}}",
+    ] {
+        refused(&[(&compression(enabled), "compression_training: something in it is enabled")]);
+    }
+    for harmless in [
+        "{}",
+        "{enabled: false}",
+        "{weight_quantization: {shared_parameters: {enabled: false}, different_groups: {}}}",
+    ] {
+        assert_eq!(read(&compression(harmless)).warnings, ["without effect here: compression_training"]);
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::fs;
 use std::hash::{DefaultHasher, Hasher};
 use std::io::{Read, Write};
 use std::path::Path;
+use std::process::Command;
 use support::{Bench, Cmd, Ended, Shape, cmd, write_rows};
 
 /// What a process has resident beside its plan: the binary's own pages (some 6 MiB of them are touched), stacks, rings, rows
@@ -51,6 +52,46 @@ fn a_batch_that_is_far_too_large_is_refused_within_little() {
     few(&run("2000000").fails(2, &["--host-memory of 16.0 MiB is too small", "lower --batch-size"]));
     run("2").ok();
     few(&run("2000000").args(&["--resume"]).fails(2, &["--host-memory of 16.0 MiB is too small"]));
+}
+
+/// What is planned beyond what there is would be given, and the process killed when it is used. Here the kernel's word for it is another's.
+#[test]
+fn more_than_there_is_is_said_before() {
+    let bench = Bench::tiny();
+    let told = bench.path("meminfo");
+    fs::write(&told, "MemTotal: 20000 kB\nMemAvailable: 100 kB\n").unwrap();
+    let says = |command: Cmd, warning: Option<&str>| {
+        let command = command.args(&["--host-memory", "64MiB"]);
+        let script = "mount --bind \"$0\" /proc/meminfo || exit 99; exec \"$@\"";
+        let mut whole = Command::new("unshare");
+        whole.args(["-m", "sh", "-c", script]).arg(&told).arg(env!("CARGO_BIN_EXE_terrace"));
+        let Ok(ended) = whole.args(command.words()).output() else { return };
+        let stderr = String::from_utf8(ended.stderr).unwrap();
+        if ended.status.code() == Some(99) || stderr.starts_with("unshare: ") {
+            println!("skipped: this process may not mount files");
+            return;
+        }
+        assert!(ended.status.success(), "{stderr}");
+        let said: Vec<&str> =
+            stderr.lines().filter(|line| line.contains(" of host memory are planned")).collect();
+        match warning {
+            None => assert!(said.is_empty(), "{stderr}"),
+            Some(warning) => {
+                let [line] = said[..] else { panic!("it is said once in: {stderr}") };
+                let is_whole =
+                    line.starts_with(warning) && line.ends_with("may be killed: lower --host-memory");
+                assert!(is_whole && line.contains(" 100 KiB are available of the "), "{line}");
+            }
+        }
+    };
+    let run = || bench.finetune("out").args(&["--steps", "2"]);
+    says(run(), Some("warning: "));
+    says(run().args(&["--resume"]), Some("warning: "));
+    says(bench.generate("model").args(&["--prompt-ids", "1,2", "--max-new-tokens", "2"]), Some("warning: "));
+    let plan =
+        || cmd(&["plan", "--offload", "host", "--seq-len", "24"]).path("--model", &bench.path("model"));
+    says(plan().args(&["--device", "cpu"]), Some("warning: for a run on this machine: "));
+    says(plan().args(&["--gpu-memory", "1GiB"]), None);
 }
 
 /// A text without line breaks is read and tokenised in pieces, too.

@@ -199,6 +199,21 @@ fn kept_files_are_reused_only_on_demand_and_when_large_enough() {
 }
 
 #[test]
+fn files_that_were_kept_together_are_reused_apart() {
+    let (first, second) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+    let also = |dir: &TempDir| dir.path().to_str().unwrap().to_owned();
+    assert!(short(first.path(), &["--read", "--keep", "--dir", &also(&second)]).status.success());
+    let kept = || [&first, &second].map(|dir| names(dir.path()));
+    let one_each = [["aio-bench-0.dat"], ["aio-bench-0.dat"]];
+    assert_eq!(kept(), one_each);
+    assert!(short(second.path(), &["--read", "--reuse", "--validate"]).status.success());
+    assert!(
+        short(second.path(), &["--read", "--reuse", "--validate", "--dir", &also(&first)]).status.success()
+    );
+    assert_eq!(kept(), one_each, "none was made anew");
+}
+
+#[test]
 fn a_file_of_which_a_part_was_used_says_no_more_than_what_is_known_of_it() {
     let dir = TempDir::new().unwrap();
     let sized = |size: &str, arguments: &[&str]| {

@@ -2,6 +2,7 @@
 //! tokenise a data set first.
 
 use super::retention;
+use crate::config::run;
 use crate::error::{CliError, advice};
 use std::fs::{File, TryLockError};
 use std::num::NonZeroU64;
@@ -64,7 +65,7 @@ fn has_no_weights(folder: &Path) -> bool {
 
 /// As [`output`], of a run, which writes folders of its own there before the trained model, if it `saves` after every so many steps, and
 /// else gives those of an earlier run other names, if it `begins`. Makes the folder, and gives what keeps other runs out of it as long as
-/// it lives. Where there are no locks, nobody is kept out.
+/// it lives, and removes it afterwards if nothing came to be there. Where there are no locks, nobody is kept out.
 ///
 /// # Errors
 /// The output holds models of somebody else, another run writes there, or `model` or a file is where saves go to; or as [`output`].
@@ -73,7 +74,7 @@ pub fn run_output(
     model: &Path,
     saves: Option<NonZeroU64>,
     begins: bool,
-) -> Result<File, CliError> {
+) -> Result<Claim, CliError> {
     let changes_saves = saves.is_some() || begins;
     let inside = match (output.canonicalize(), model.canonicalize()) {
         (Ok(output), Ok(model)) => model.strip_prefix(output).map(Path::to_owned).ok(),
@@ -88,9 +89,10 @@ pub fn run_output(
             model.display()
         )));
     }
-    // A run writes its metrics there before anything else.
+    // A run writes its metrics there before anything else. Where they are gone, its state is proof of it.
     let is_input = inside.is_some_and(|inside| inside.as_os_str().is_empty());
-    let is_new = !output.join("metrics.jsonl").exists();
+    let is_new =
+        !output.join("metrics.jsonl").exists() && !run::default_disk(output).join("manifest.bin").exists();
     if holds_weights(output) && !is_input && is_new {
         return Err(CliError::Usage(format!(
             "--output {shown} holds a model that no run of finetune wrote there: the trained weights would replace it; give another folder"
@@ -117,14 +119,40 @@ pub fn run_output(
     let failed = |doing: &str, e: std::io::Error| {
         CliError::Failed(format!("--output {shown}: {doing} the folder: {e}; {}", advice(&e)))
     };
+    let mut claim = Claim { made: missing(output), folder: None };
     create_dir_durably(output).map_err(|e| failed("creating", e))?;
     let folder = File::open(output).map_err(|e| failed("opening", e))?;
     if matches!(folder.try_lock(), Err(TryLockError::WouldBlock)) {
+        claim.made.clear();
         return Err(CliError::Failed(format!(
             "--output {shown}: another run writes there; give an --output of its own to each"
         )));
     }
-    Ok(folder)
+    claim.folder = Some(folder);
+    Ok(claim)
+}
+
+/// A run's hold on the folder that it writes to.
+#[derive(Debug)]
+pub struct Claim {
+    /// The folders that it made, the innermost first.
+    made: Vec<PathBuf>,
+    /// Locked.
+    folder: Option<File>,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        // What is not empty is not removed, and neither is what is around it.
+        let _ = self.made.iter().try_for_each(std::fs::remove_dir);
+        self.folder = None;
+    }
+}
+
+/// The folders of a path that are not there, the innermost first.
+fn missing(path: &Path) -> Vec<PathBuf> {
+    let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+    path.ancestors().take_while(is_missing).map(Path::to_owned).collect()
 }
 
 /// As [`output`], for the model that a step of a run had: it takes the place of such a model, and of no other.

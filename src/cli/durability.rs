@@ -23,8 +23,11 @@ impl DurabilityFlag {
     }
 
     /// What a run with state on disk risks, if it is worth a word.
-    pub fn note(self, saves: bool) -> Option<&'static str> {
+    pub fn note(self, saves: bool, resumes: bool) -> Option<&'static str> {
         match (self, saves) {
+            (Self::Checkpoint, false) if resumes => Some(
+                "--durability checkpoint without --save-every: a run that is killed goes on from the step that it was resumed at",
+            ),
             (Self::Checkpoint, false) => {
                 Some("--durability checkpoint without --save-every: a run that is killed has to start over")
             }

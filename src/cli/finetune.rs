@@ -77,9 +77,7 @@ pub fn train(
     })?;
     let session = session.expect("opened when the run was resolved");
     let FinetuneInputs { run, data, sampler, steps, metrics } = inputs;
-    run.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
-    say_what(&data);
-    let events = run.tensorboard.as_deref().map(event_writer).transpose()?;
+    say_what(&run, &data);
     let config_text = read_config(&run.model)?;
     let identity = identity::of_run(&run, &config_text, data.fingerprint(), steps);
     let mut config = engine_config(&run, &args.placement, &session, identity)?;
@@ -96,6 +94,7 @@ pub fn train(
     keep_what_pays(&mut config, &can, &session, &model.config, &sample, run.resume)?;
 
     let earlier = if run.resume { Earlier::default() } else { Earlier::set_aside(&metrics, &run.output)? };
+    let mut events = event_writer(run.tensorboard.as_deref()).inspect_err(|_| earlier.put_back())?;
     let loading = Instant::now();
     let fresh = if run.resume { None } else { Some(source) };
     let opened = open_engine(config, &session, model, &sample, fresh).and_then(|engine| {
@@ -103,7 +102,10 @@ pub fn train(
         finetune_checks::room_for_saves(&engine, &run)?;
         Ok(engine)
     });
-    let engine = opened.inspect_err(|_| earlier.put_back())?;
+    let engine = opened.inspect_err(|_| {
+        earlier.put_back();
+        events.take().into_iter().for_each(EventWriter::discard);
+    })?;
     earlier.say();
     let windows = say_plan(&engine, &run, loading);
     // The cut into chunks is a property of state that is resumed.
@@ -113,9 +115,7 @@ pub fn train(
         plan_of(&run, shape, windows, &engine, &session, &floor).write("--save-plan", path)?;
     }
     let last = session.stats.snapshot();
-    let mut metrics_file = MetricsWriter::open(&metrics, engine.step(), &engine.noted())
-        .map_err(|e| CliError::Failed(format!("opening {}: {e}", metrics.display())))?;
-    metrics_file.count(last.write.bytes);
+    let metrics_file = open_metrics(&metrics, &engine, last.write.bytes)?;
     let mut trainer = Trainer {
         floor,
         summary: floor::Summary::default(),
@@ -190,6 +190,7 @@ fn open_engine(
     source: Option<&mut dyn WeightSource>,
 ) -> Result<Engine, CliError> {
     let (wanted, backend, resumes) = (config.clone(), session.backend.clone(), source.is_none());
+    session.warn_of_host_memory(&config, || terrace_models::build(&model.config), sample);
     let engine = match source {
         None => {
             eprintln!("reading and verifying the training state");
@@ -215,6 +216,19 @@ pub(super) fn advise(
 ) -> EngineError {
     let (backend, runs) = (&session.backend, PlanningRuns::default());
     Knobs { config, backend, model, runs: &runs, disk_space: None, resumes }.advise(error)
+}
+
+/// The file of metrics, ready for the next step of an engine that has written so many bytes.
+fn open_metrics(path: &Path, engine: &Engine, written: u64) -> Result<MetricsWriter, CliError> {
+    let opened = MetricsWriter::open(path, engine.step(), &engine.noted());
+    let mut metrics = opened.map_err(|e| CliError::Failed(format!("opening {}: {e}", path.display())))?;
+    match metrics.damaged() {
+        0 => {}
+        1 => eprintln!("note: a damaged line of {} was dropped", path.display()),
+        lines => eprintln!("note: {lines} damaged lines of {} were dropped", path.display()),
+    }
+    metrics.count(written);
+    Ok(metrics)
 }
 
 /// How the state that is continued is cut into chunks, which a plan has to go by; what is wrong with it is said when it is opened.
@@ -245,7 +259,8 @@ fn say_plan(engine: &Engine, run: &TrainConfig, loading: Instant) -> Windows {
         "{keeping} of {blocks} blocks keep their activations for backward{elsewhere}, the rest recomputes them"
     );
     eprintln!("{}", engine.plan_summary());
-    let note = run.durability.note(run.save_every.is_some()).filter(|_| run.offload == Offload::Disk);
+    let note =
+        run.durability.note(run.save_every.is_some(), run.resume).filter(|_| run.offload == Offload::Disk);
     if let Some(note) = note {
         eprintln!("note: {note}");
     }
@@ -288,8 +303,9 @@ fn plan_of(
     }
 }
 
-/// Says what there is to train on.
-fn say_what(data: &Dataset) {
+/// Says what the run's settings are warned of, and what there is to train on.
+fn say_what(run: &TrainConfig, data: &Dataset) {
+    run.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
     let summary = data.summary();
     eprintln!(
         "data: {} samples, {} tokens, {} of them carry loss{}",
@@ -584,12 +600,11 @@ fn step_metrics(
     }
 }
 
-fn event_writer(folder: &Path) -> Result<EventWriter, CliError> {
-    EventWriter::create(folder).map_err(|e| {
-        CliError::Failed(format!(
-            "--tensorboard {}: {e}; choose a folder that can be written",
-            folder.display()
-        ))
+fn event_writer(folder: Option<&Path>) -> Result<Option<EventWriter>, CliError> {
+    let Some(folder) = folder else { return Ok(None) };
+    let shown = folder.display();
+    EventWriter::create(folder).map(Some).map_err(|e| {
+        CliError::Failed(format!("--tensorboard {shown}: {e}; choose a folder that can be written"))
     })
 }
 

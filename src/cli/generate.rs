@@ -545,6 +545,8 @@ impl Frozen {
             let source = SafetensorsSource::for_model(folder, &model)?;
             warned.get_or_init(|| checks::warn_of_unused(&source, &model, folder));
             let mut source = Interruptible::new(source, interrupt.clone());
+            let blocks = || Model::stored_as(model.config.clone(), weights).blocks;
+            session.warn_of_host_memory(&config, blocks, sample);
             let engine = Engine::create(config, session.backend.clone(), model.blocks, sample, &mut source)?;
             session.warn_of_slow_copies();
             Ok(engine)

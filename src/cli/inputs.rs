@@ -3,7 +3,7 @@
 use super::checks;
 use crate::config::{TrainConfig, run};
 use crate::data::{DataConfig, DataError, Dataset, Sampler, TextTokenizer};
-use crate::error::CliError;
+use crate::error::{CliError, advice};
 use std::path::{Path, PathBuf};
 use terrace_models::{ModelConfig, parse_json};
 
@@ -75,7 +75,7 @@ pub fn trains_as_it_says(path: &Path, model: &ModelConfig) -> Result<(), CliErro
     )))
 }
 
-/// Reads `data` for a model into `work_dir`.
+/// Reads `data`, which `--data` names, for a model into `work_dir`.
 ///
 /// # Errors
 /// As [`Dataset::build`] and [`TextTokenizer::find`].
@@ -86,7 +86,13 @@ pub fn open_data(
     seq_len: usize,
     pack: bool,
     work_dir: &Path,
-) -> Result<Dataset, DataError> {
+) -> Result<Dataset, CliError> {
+    DataError::check_file(data).map_err(|error| match error {
+        DataError::File { source, .. } => {
+            CliError::Failed(format!("--data {}: {source}; {}", data.display(), advice(&source)))
+        }
+        other => CliError::Failed(format!("--data {other}")),
+    })?;
     let tokenizer = TextTokenizer::find(model)?;
     let tokenizer_path = TextTokenizer::file_of(model);
     let config = DataConfig { seq_len, pack, vocab_size: facts.vocab_size, tokenizer_path };

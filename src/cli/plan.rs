@@ -27,7 +27,7 @@ use std::sync::Arc;
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{QuantFormat, dry};
-use terrace_models::{Mixture, ModelConfig, TokenBatch};
+use terrace_models::{ModelConfig, TokenBatch};
 use terrace_optimizer::{LossScaleConfig, StateFormat};
 use terrace_tiers::{ByteSize, MemoryPlan, Tier};
 use terrace_zero::{
@@ -109,6 +109,7 @@ pub fn plan(args: &PlanArgs, threads: Option<NonZeroUsize>) -> Result<(), CliErr
         Ok(planned) => planned,
         Err(error) => return Err(planning.refusal(error, chosen, &choices)),
     };
+    planning.warn_of_host_memory(&planned.outlook);
     if let Some(path) = &args.save {
         planning.file(&planned, state).write("--save", path)?;
     }
@@ -203,6 +204,13 @@ impl<'a> Planning<'a> {
             runs: PlanningRuns::of(ranks),
             ranks,
         })
+    }
+
+    /// Says so if a plan for this machine takes more host memory than there is.
+    pub(super) fn warn_of_host_memory(&self, outlook: &Outlook) {
+        if !self.described && !self.ranks.are_several() {
+            session::warn_of_plan(&outlook.memory);
+        }
     }
 
     /// Plans one choice.
@@ -354,34 +362,6 @@ impl<'a> Planning<'a> {
         }
     }
 
-    /// The shape of the model, in words.
-    pub(super) fn shape(&self, parameters: u64) -> String {
-        let m = &self.model;
-        let feed_forward = match &m.mixture {
-            Some(Mixture { experts, chosen, feed_forward, shared, is_beside_dense, .. }) => {
-                let dense = is_beside_dense.then_some(m.feed_forward);
-                let beside = shared.map(|shared| shared.feed_forward).or(dense);
-                let beside = beside.map(|beside| format!(" and one of {beside} for all"));
-                format!("{chosen} of {experts} experts of {feed_forward}{}", beside.unwrap_or_default())
-            }
-            None => format!("feed-forward {}", m.feed_forward),
-        };
-        let delta =
-            m.delta.as_ref().map(|delta| format!("{} with the gated delta rule; ", delta.layers.len()));
-        let delta = delta.unwrap_or_default();
-        let others = m.full_heads.filter(|heads| heads.count != m.kv_heads);
-        let others = others.map(|heads| format!(" or {}", heads.count)).unwrap_or_default();
-        format!(
-            "{} parameters: {} layers of {} ({delta}{feed_forward}), {} heads, {}{others} key/value heads, vocabulary {}",
-            count(parameters as f64),
-            m.layers,
-            m.hidden,
-            m.heads,
-            m.kv_heads,
-            m.vocab
-        )
-    }
-
     /// The profile's figures, and over them what was given by hand.
     pub(super) fn capabilities(
         &self,
@@ -487,7 +467,7 @@ impl<'a> Planning<'a> {
     fn text(&self, planned: &Planned, choices: &[(Choice, Result<Planned, EngineError>)]) -> String {
         let (mut text, outlook, several) = (String::new(), &planned.outlook, self.ranks.are_several());
         let mut line = |words: String| text += &format!("{words}\n");
-        line(self.shape(outlook.parameters));
+        line(shape::words(&self.model, outlook.parameters));
         line(format!(
             "{}{}{}; {} tokens a step ({}{} × {} × {}{})",
             match self.args.optimizer {

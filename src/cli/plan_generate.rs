@@ -13,6 +13,7 @@ use super::{placement, print_json, print_text};
 use crate::error::CliError;
 use crate::floor::Floor;
 use crate::progress::count;
+use crate::shape;
 use serde_json::{Value, json};
 use terrace_models::{Model, TokenBatch};
 use terrace_tiers::{ByteSize, Tier};
@@ -82,6 +83,7 @@ pub(super) fn plan(planning: &Planning<'_>) -> Result<(), CliError> {
         let error = advise(error, || alternatives(planning, wanted(chosen)));
         with_alternatives(error, &choices)
     })?;
+    planning.warn_of_host_memory(&planned.outlook);
     if args.json {
         return print_json(&document(planning, &planned, &choices));
     }
@@ -186,7 +188,7 @@ fn fastest(choices: &Choices) -> Option<usize> {
 fn text(planning: &Planning<'_>, planned: &Planned, choices: &Choices) -> String {
     let (mut text, outlook, work) = (String::new(), &planned.outlook, &planned.token.work);
     let mut line = |words: String| text += &format!("{words}\n");
-    line(planning.shape(outlook.parameters));
+    line(shape::words(&planning.model, outlook.parameters));
     let Choice { weights, offload, batch } = planned.choice;
     line(format!(
         "weights {} on {}, key/value cache on {}; {batch} prompts of {} tokens, {} new tokens each",

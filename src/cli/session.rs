@@ -17,8 +17,13 @@ use terrace_device::cuda::CudaDevice;
 use terrace_device::host::HostDevice;
 use terrace_kernels::cpu::CpuConfig;
 use terrace_kernels::{DType, QuantFormat};
-use terrace_tiers::{MemoryPlan, Tier, allocated_bytes, existing_dir, free_space, same_file_system};
-use terrace_zero::{Accumulation, Backend, EngineConfig, EngineError, Placement, Timeline};
+use terrace_tiers::{
+    ByteSize, MemoryPlan, Tier, allocated_bytes, existing_dir, free_space, same_file_system,
+};
+use terrace_zero::{
+    Accumulation, Backend, Block, Engine, EngineConfig, EngineError, MicroBatch, Placement, PlanningRuns,
+    Timeline,
+};
 
 /// Disk operations that `--trace` remembers at most, and as many spans of the engine; later ones replace the earliest. With their names they
 /// take some 200 MB each at the end of a run.
@@ -92,8 +97,30 @@ impl Session {
             eprintln!(
                 "warning: the driver could not pin {} of host memory, so copies from and to it are slower; lower --host-memory, or \
                  raise the limit of locked memory (ulimit -l)",
-                terrace_tiers::ByteSize(bytes)
+                ByteSize(bytes)
             );
+        }
+    }
+
+    /// Warns if the plan of an engine that is about to be made takes more host memory than this process may.
+    pub fn warn_of_host_memory(
+        &self,
+        config: &EngineConfig,
+        blocks: impl FnOnce() -> Vec<Box<dyn Block>>,
+        sample: &MicroBatch,
+    ) {
+        let memory = HostMemory::now();
+        // No plan takes more than its budget.
+        if memory.available.is_none_or(|available| config.host_budget <= available) {
+            return;
+        }
+        let runs = PlanningRuns::default();
+        // What does not fit is refused when the engine is made.
+        let Ok(outlook) = Engine::outlook(config.clone(), &self.backend, blocks(), sample, &runs) else {
+            return;
+        };
+        if let Some(warning) = more_than_there_is(outlook.memory.total(Tier::Host), memory) {
+            eprintln!("warning: {warning}");
         }
     }
 
@@ -215,6 +242,29 @@ pub fn host_budget(placement: &PlacementArgs) -> u64 {
     )
 }
 
+/// Warns if a plan takes more host memory than there is on this machine.
+pub fn warn_of_plan(plan: &MemoryPlan) {
+    if let Some(warning) = more_than_there_is(plan.total(Tier::Host), HostMemory::now()) {
+        eprintln!("warning: for a run on this machine: {warning}");
+    }
+}
+
+/// What to say of a plan that takes more host memory than this process may. The system gives it all the same, and ends the process without a
+/// word when it is used.
+pub fn more_than_there_is(planned: u64, memory: HostMemory) -> Option<String> {
+    let available = memory.available.filter(|available| planned > *available)?;
+    let of = match (memory.limit, memory.total) {
+        (Some(limit), _) => format!(" of the {} that are this container's limit", ByteSize(limit)),
+        (None, Some(total)) => format!(" of the {} that this machine has", ByteSize(total)),
+        (None, None) => String::new(),
+    };
+    Some(format!(
+        "{} of host memory are planned and {} are available{of}; without enough swap the run may be killed: lower --host-memory",
+        ByteSize(planned),
+        ByteSize(available)
+    ))
+}
+
 /// The engine's element type.
 pub fn dtype(dtype: Dtype) -> DType {
     match dtype {
@@ -327,8 +377,25 @@ pub fn describe_plan(plan: &MemoryPlan) -> String {
     for (tier, name) in [(Tier::Device, "device"), (Tier::Host, "host memory"), (Tier::Disk, "disk")] {
         let total = plan.total(tier);
         if total > 0 {
-            text += &format!("{name}: {} planned\n{}", terrace_tiers::ByteSize(total), plan.breakdown(tier));
+            text += &format!("{name}: {} planned\n{}", ByteSize(total), plan.breakdown(tier));
         }
     }
     text.trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_planned_beyond_what_there_is_is_said() {
+        const GIB: u64 = 1 << 30;
+        let of = |limit| HostMemory { total: Some(8 * GIB), available: Some(2 * GIB), limit };
+        assert_eq!(more_than_there_is(2 * GIB, of(None)), None);
+        assert_eq!(more_than_there_is(9 * GIB, HostMemory::default()), None, "nothing is known");
+        let said = |limit| more_than_there_is(3 * GIB, of(limit)).unwrap();
+        let machine = "3.00 GiB of host memory are planned and 2.00 GiB are available of the 8.00 GiB that this machine has; ";
+        assert!(said(None).starts_with(machine), "{}", said(None));
+        assert!(said(Some(4 * GIB)).contains(" of the 4.00 GiB that are this container's limit; "));
+    }
 }

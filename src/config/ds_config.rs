@@ -113,6 +113,8 @@ pub enum DsConfigError {
 /// Sections that change what is trained, or on what, where they are enabled.
 const ALTERING: [&str; 5] =
     ["curriculum_learning", "data_efficiency", "elasticity", "progressive_layer_drop", "quantize_training"];
+/// The section whose parts, and parts of those, change what is trained where they are enabled.
+const COMPRESSION: &str = "compression_training";
 /// DeepSpeed's keys that are about DeepSpeed's own machinery.
 const TOP_UNUSED: &[&str] = &[
     "activation_checkpointing",
@@ -121,7 +123,7 @@ const TOP_UNUSED: &[&str] = &[
     "comms_logger",
     "communication_data_type",
     "compile",
-    "compression_training",
+    COMPRESSION,
     "csv_monitor",
     "curriculum_learning",
     "data_efficiency",
@@ -336,6 +338,10 @@ fn read(value: &hjson::Value) -> Result<DsConfig> {
         if root.section(key)?.map_or(Ok(None), |section| section.boolean("enabled"))? == Some(true) {
             return Err(root.error(key, "not available, and it would change what is trained; take it out"));
         }
+    }
+    if root.section(COMPRESSION)?.is_some_and(|section| section.is_enabled_within()) {
+        let message = "something in it is enabled that is not available, and it would change what is trained; take it out";
+        return Err(root.error(COMPRESSION, message));
     }
     notes.unused.extend(root.unused(TOP_UNUSED));
     notes.unknown.extend(root.unknown());

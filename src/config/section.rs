@@ -203,6 +203,15 @@ impl<'a> Section<'a> {
         }
     }
 
+    /// Whether an `enabled` of the section, or of a section in it at any depth, is not plainly false.
+    pub fn is_enabled_within(&self) -> bool {
+        self.members.iter().any(|member| match &member.value.kind {
+            Kind::Object(members) => Section::new(self.name(&member.key), members).is_enabled_within(),
+            _ if member.key == "enabled" => !matches!(self.boolean("enabled"), Ok(None | Some(false))),
+            _ => false,
+        })
+    }
+
     /// A string.
     ///
     /// # Errors

@@ -74,17 +74,25 @@ impl FilePlan {
         self.dirs.iter().try_for_each(|dir| check_dir(dir))?;
         self.dirs.iter().for_each(|dir| left_over::remove(dir, PREFIX));
         let missing: Vec<PathBuf> = (self.dirs.iter().enumerate())
-            .filter(|(index, dir)| !self.reuse || !kept_path(dir, *index).exists())
+            .filter(|(index, dir)| !self.reuse || !self.kept_path(dir, *index).exists())
             .map(|(_, dir)| dir.clone())
             .collect();
         space::check(&missing, (self.data_bytes + LABEL_BYTES) * self.copies, self.reserve)?;
         self.dirs.iter().enumerate().map(|(index, dir)| self.open_one(index, dir)).collect()
     }
 
+    /// The name of the file that stays in `dir`: its number among those there, whatever other directories are given.
+    fn kept_path(&self, dir: &Path, index: usize) -> PathBuf {
+        let is_same = |other: &&PathBuf| {
+            *other == dir || matches!((other.canonicalize(), dir.canonicalize()), (Ok(a), Ok(b)) if a == b)
+        };
+        kept_path(dir, self.dirs[..index].iter().filter(is_same).count())
+    }
+
     fn open_one(&self, index: usize, dir: &Path) -> Result<DataFile, Failure> {
         let is_kept = self.keep || self.reuse;
         let path = if is_kept {
-            kept_path(dir, index)
+            self.kept_path(dir, index)
         } else {
             dir.join(format!("{PREFIX}{}-{index}.dat", std::process::id()))
         };
