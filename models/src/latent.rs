@@ -2,6 +2,7 @@
 
 use crate::entries::Entries;
 use crate::family::Family;
+use crate::rope::yarn_scale;
 use crate::{ModelConfig, ModelError, Result};
 use terrace_kernels::RopePairs;
 use terrace_kernels::cpu::HEAD_MAX;
@@ -54,14 +55,12 @@ impl LatentAttention {
         let plain = (self.head_size() as f64).sqrt().recip();
         for key in ["rope_parameters", "rope_scaling"] {
             let Some(nested) = entries.object(key)?.filter(|nested| !nested.is_empty()) else { continue };
-            let kind = ["rope_type", "type"].map(|key| nested.string(key));
-            let [kind, older] = kind;
+            let (kind, older) = (nested.string("rope_type")?, nested.string("type")?);
             let weight = nested.number_or("mscale_all_dim", 0.0)?;
-            if matches!(kind?.or(older?), None | Some("default")) || weight == 0.0 {
+            if matches!(kind.or(older), None | Some("default")) || weight == 0.0 {
                 return Ok(plain as f32);
             }
-            let factor = nested.positive("factor")?;
-            let more = if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+            let more = yarn_scale(nested.positive("factor")?, weight);
             return Ok((plain * more * more) as f32);
         }
         Ok(plain as f32)

@@ -483,6 +483,11 @@ fn long(
     Ok(RopeScaling::Long { short, long, attention_factor, original_positions })
 }
 
+/// What YaRN multiplies scores or rotated elements by, for contexts that are `factor` times as long.
+pub(crate) fn yarn_scale(factor: f64, weight: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 }
+}
+
 /// `_compute_yarn_parameters` of transformers. It does not read `attn_factor`.
 fn yarn(nested: &Entries<'_>, original_positions: f64, positions_max: usize) -> Result<RopeScaling> {
     let is_null = |key: &str| nested.has(key) && !nested.has_value(key);
@@ -491,7 +496,7 @@ fn yarn(nested: &Entries<'_>, original_positions: f64, positions_max: usize) -> 
         false => nested.positive("factor")?,
     };
     let some = |key: &str| nested.number(key).map(|found| found.filter(|found| *found != 0.0));
-    let scale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+    let scale = |weight: f64| yarn_scale(factor, weight);
     let attention_factor = match (some("mscale")?, some("mscale_all_dim")?) {
         _ if nested.has_value("attention_factor") => nested.positive("attention_factor")?,
         (Some(above), Some(below)) => scale(above) / scale(below),

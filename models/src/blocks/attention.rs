@@ -126,10 +126,7 @@ impl Attention {
                     None => (INV_FREQ, config.rope.attention_factor()),
                 }
             }),
-            spec: AttentionSpec {
-                scale: config.multipliers.attention.unwrap_or_else(|| (head_size as f32).sqrt().recip()),
-                window: config.windows[layer],
-            },
+            spec: spec(config, layer, head_size),
             heads: config.heads,
             kv_heads,
             head_size,
@@ -238,7 +235,7 @@ impl Attention {
         y_TD: ViewMut<'_>,
         stays: bool,
     ) -> Result<Option<Tensor>> {
-        let out_TQ = self.flat(&attended.out_BSHK);
+        let out_TQ = flat(&attended.out_BSHK);
         let gated_TQ = self.gated(cx, out_TQ, gate_TQ)?;
         let input_TQ = gated_TQ.as_ref().map_or(out_TQ, Tensor::view);
         add_branch(cx, weights, (self.output, self.after), input_TQ, x_TD, y_TD, stays)
@@ -262,7 +259,7 @@ impl Attention {
         drop(branch_TD);
         let dy_TD = dbranch_TD.as_ref().map_or(dx_TD.view(), Tensor::view);
         let mut dout_BSHK = cx.tensor(&self.dims_q(cx))?;
-        let out_TQ = self.flat(&attended.out_BSHK);
+        let out_TQ = flat(&attended.out_BSHK);
         let dims_TQ = out_TQ.shape();
         let gated_TQ = self.gated(cx, out_TQ, projected.gate())?;
         let input_TQ = gated_TQ.as_ref().map_or(out_TQ, Tensor::view);
@@ -273,15 +270,15 @@ impl Attention {
         if let Some(gate_TQ) = projected.gate() {
             // The gradient of what was gated becomes that of what attention gave.
             let (mut dgate, mut dout) = (cx.tensor(dims_TQ.dims())?, cx.tensor(&self.dims_q(cx))?);
-            let (dgated, to_out) = (self.flat(&dout_BSHK), dout.view_mut().reshape(dims_TQ.dims()));
+            let (dgated, to_out) = (flat(&dout_BSHK), dout.view_mut().reshape(dims_TQ.dims()));
             let (f, to_gate) = (GateFunction::Sigmoid, dgate.view_mut());
             cx.kernels.activation.gated_backward(f, gate_TQ, out_TQ, dgated, to_gate, to_out)?;
             dout_BSHK = dout;
             dgate_TQ = Some(dgate);
         }
         let projected = self.attend_backward(cx, weights, projected, attended, dout_BSHK, gradients)?;
-        let branches = [(self.query, self.flat(&projected.dq)), (self.key, self.flat(&projected.dk))];
-        let value = self.value.zip(projected.dv.as_ref().map(|dv| self.flat(dv)));
+        let branches = [(self.query, flat(&projected.dq)), (self.key, flat(&projected.dk))];
+        let value = self.value.zip(projected.dv.as_ref().map(|dv| flat(dv)));
         let gate = self.gate.zip(dgate_TQ.as_ref().map(Tensor::view));
         let branches: Vec<_> = branches.into_iter().chain(value).chain(gate).collect();
         input_backward(cx, weights, self.before, &branches, x_TD, dx_TD, gradients)
@@ -404,20 +401,29 @@ impl Attention {
         Ok(dx)
     }
 
-    /// `[B, S, heads, K]` as `[T, heads·K]`.
-    fn flat<'a>(&self, x: &'a Tensor) -> View<'a> {
-        let dims = x.shape();
-        let [sequences, length, heads, head_size] =
-            dims.dims().try_into().expect("attention tensors have four dimensions");
-        x.view().reshape(&[sequences * length, heads * head_size])
-    }
-
     fn dims_q(&self, cx: &Context<'_>) -> [usize; 4] {
         [cx.sequences, cx.length, self.heads, self.head_size]
     }
 
     fn dims_k(&self, cx: &Context<'_>) -> [usize; 4] {
         [cx.sequences, cx.length, self.kv_heads, self.head_size]
+    }
+}
+
+/// How a layer with heads of that size attends.
+pub(super) fn spec(config: &ModelConfig, layer: usize, head_size: usize) -> AttentionSpec {
+    AttentionSpec {
+        scale: config.multipliers.attention.unwrap_or_else(|| (head_size as f32).sqrt().recip()),
+        window: config.windows[layer],
+    }
+}
+
+/// `[B, S, heads, K]` as `[T, heads·K]`; what has two dimensions stays.
+pub(super) fn flat(x: &Tensor) -> View<'_> {
+    let dims = x.shape();
+    match *dims.dims() {
+        [sequences, length, heads, size] => x.view().reshape(&[sequences * length, heads * size]),
+        _ => x.view(),
     }
 }
 

@@ -10,7 +10,7 @@
 //! attention sums up are latents, of which `v_h` makes the head's result (section 2.1.2 there).
 
 use super::TILE_ROWS;
-use super::attention::Attended;
+use super::attention::{Attended, flat, spec};
 use super::layers::{
     After, Linear, Norm, Params, add_branch, backward_together, forward_together, input_backward, tiles,
 };
@@ -118,13 +118,7 @@ impl Latent {
             kv_b: params.plain_linear("self_attn.kv_b_proj", inner, shape.rank, false),
             output: params.linear("self_attn.o_proj", hidden, heads * shape.values, config.output_bias),
             rotary_scale: config.rope.attention_factor(),
-            spec: AttentionSpec {
-                scale: config
-                    .multipliers
-                    .attention
-                    .unwrap_or_else(|| (shape.head_size() as f32).sqrt().recip()),
-                window: config.windows[layer],
-            },
+            spec: spec(config, layer, shape.head_size()),
             heads,
             shape: *shape,
         }
@@ -239,77 +233,68 @@ impl Latent {
     }
 
     /// Queries as the cache wants them, `[B, S, H, L + P]`: of each head `q·k_h` in the place of what is not rotated.
-    fn absorbed(&self, cx: &Context<'_>, weights: &Weights<'_>, q_THK: &Tensor) -> Result<Tensor> {
+    fn absorbed(&self, cx: &Context<'_>, weights: &Weights<'_>, q_TQ: &Tensor) -> Result<Tensor> {
         let LatentAttention { rank, plain, rotated, .. } = self.shape;
-        let (tokens, heads, size) = (cx.tokens(), self.heads, self.shape.head_size());
-        let columns = &cx.kernels.columns;
+        let (tokens, heads) = (cx.tokens(), self.heads);
         let mut wide = cx.tensor(&[cx.sequences, cx.length, heads, self.cached()])?;
-        let of_heads = [tokens * heads, self.cached()];
-        columns.copy(self.heads(q_THK.view()), plain, wide.view_mut().reshape(&of_heads), rank, rotated)?;
-        let mut plain_HTN = cx.tensor(&[heads * tokens, plain])?;
-        for head in 0..heads {
-            let to = plain_HTN.view_mut().rows(head * tokens, (head + 1) * tokens);
-            columns.copy(q_THK.view(), head * size, to, 0, plain)?;
-        }
-        let mut latent_HTL = cx.tensor(&[heads * tokens, rank])?;
-        self.of_heads(cx, weights, plain_HTN.view(), latent_HTL.view_mut(), MatmulSpec::NN)?;
-        for head in 0..heads {
-            let from = latent_HTL.view().rows(head * tokens, (head + 1) * tokens);
-            let to = wide.view_mut().reshape(&[tokens, heads * self.cached()]);
-            columns.copy(from, 0, to, head * self.cached(), rank)?;
-        }
+        let of_heads = wide.view_mut().reshape(&[tokens * heads, self.cached()]);
+        cx.kernels.columns.copy(self.heads(q_TQ.view()), plain, of_heads, rank, rotated)?;
+        let to = wide.view_mut().reshape(&[tokens, heads * self.cached()]);
+        self.of_heads(cx, weights, q_TQ.view(), plain, to, rank, MatmulSpec::NN)?;
         Ok(wide)
     }
 
     /// What each head makes of the latents that attention summed up, `[T, H·U]`.
     fn values_of(&self, cx: &Context<'_>, weights: &Weights<'_>, out_BSHC: &Tensor) -> Result<Tensor> {
         let LatentAttention { rank, values, .. } = self.shape;
-        let (tokens, heads) = (cx.tokens(), self.heads);
-        let columns = &cx.kernels.columns;
-        let mut latent_HTL = cx.tensor(&[heads * tokens, rank])?;
-        for head in 0..heads {
-            let from = out_BSHC.view().reshape(&[tokens, heads * self.cached()]);
-            let to = latent_HTL.view_mut().rows(head * tokens, (head + 1) * tokens);
-            columns.copy(from, head * self.cached(), to, 0, rank)?;
-        }
-        let mut values_HTU = cx.tensor(&[heads * tokens, values])?;
-        self.of_heads(cx, weights, latent_HTL.view(), values_HTU.view_mut(), MatmulSpec::NT)?;
-        let mut out_TU = cx.tensor(&[tokens, heads * values])?;
-        for head in 0..heads {
-            let from = values_HTU.view().rows(head * tokens, (head + 1) * tokens);
-            columns.copy(from, 0, out_TU.view_mut(), head * values, values)?;
-        }
+        let mut out_TU = cx.tensor(&[cx.tokens(), self.heads * values])?;
+        self.of_heads(cx, weights, flat(out_BSHC), rank, out_TU.view_mut(), values, MatmulSpec::NT)?;
         Ok(out_TU)
     }
 
-    /// The product of each head's rows `[H·T, …]` with its rows of `kv_b`: those of keys as they are, or those of values transposed.
+    /// Each head's first `inputs` elements of `x`, which has rows of all heads, times its rows of `kv_b`, those of keys as they are or those
+    /// of values transposed, to its first `outputs` elements of `out`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     fn of_heads(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
         x: View<'_>,
-        out: ViewMut<'_>,
+        inputs: usize,
+        mut out: ViewMut<'_>,
+        outputs: usize,
         spec: MatmulSpec,
     ) -> Result {
-        let (tokens, inner) = (cx.tokens(), self.shape.plain + self.shape.values);
+        let (tokens, heads, columns) = (cx.tokens(), self.heads, &cx.kernels.columns);
+        let (x_width, out_width) = (x.shape().last() / heads, out.shape().last() / heads);
+        let rows = |head: usize| (head * tokens, (head + 1) * tokens);
+        let (mut x_HTI, mut out_HTO) =
+            (cx.tensor(&[heads * tokens, inputs])?, cx.tensor(&[heads * tokens, outputs])?);
+        for head in 0..heads {
+            let (from, end) = rows(head);
+            columns.copy(x, head * x_width, x_HTI.view_mut().rows(from, end), 0, inputs)?;
+        }
+        let (plain, inner) = (self.shape.plain, self.shape.plain + self.shape.values);
+        let (first, last) = if spec == MatmulSpec::NN { (0, plain) } else { (plain, inner) };
         let weight = weights.get(self.kv_b.weight);
-        let (first, end) =
-            if spec == MatmulSpec::NN { (0, self.shape.plain) } else { (self.shape.plain, inner) };
         let term = |head: usize| {
-            [(
-                x.rows(head * tokens, (head + 1) * tokens),
-                weight.rows(head * inner + first, head * inner + end),
-            )]
+            let (from, end) = rows(head);
+            [(x_HTI.view().rows(from, end), weight.rows(head * inner + first, head * inner + last))]
         };
-        let terms: Vec<_> = (0..self.heads).map(term).collect();
-        let mut left = out;
-        let mut products = Vec::with_capacity(self.heads);
+        let terms: Vec<_> = (0..heads).map(term).collect();
+        let mut left = out_HTO.view_mut();
+        let mut products = Vec::with_capacity(heads);
         for terms in &terms {
             let (out, rest) = left.split_rows(tokens);
             left = rest;
             products.push(Product { terms, out, spec, epilogue: Epilogue::NONE });
         }
-        Ok(cx.kernels.matmul.together(&mut products)?)
+        cx.kernels.matmul.together(&mut products)?;
+        for head in 0..heads {
+            let (from, end) = rows(head);
+            columns.copy(out_HTO.view().rows(from, end), 0, out.reborrow(), head * out_width, outputs)?;
+        }
+        Ok(())
     }
 
     /// Whether [`residual`](Self::residual) gives something that backward needs.
@@ -527,13 +512,4 @@ fn latent_backward(
     cx.kernels.elementwise.zero(dlatent.view_mut())?;
     input_backward(cx, weights, Some(norm), layers, latent, dlatent.view_mut(), gradients)?;
     Ok(dlatent)
-}
-
-/// `[B, S, H, K]` as `[T, H·K]`; what has two dimensions stays.
-fn flat(x: &Tensor) -> View<'_> {
-    let dims = x.shape();
-    match *dims.dims() {
-        [sequences, length, heads, size] => x.view().reshape(&[sequences * length, heads * size]),
-        _ => x.view(),
-    }
 }

@@ -87,7 +87,8 @@ fn what_is_not_computed_is_refused_by_name() {
     assert!(message.contains("quantization_config") && message.contains("mxfp4"), "{message}");
 }
 
-fn write(folder: &Path, tensors: &Tensors) {
+/// Tensors as the weights of a folder.
+pub fn write(folder: &Path, tensors: &Tensors) {
     let views = tensors.iter().map(|(name, (dtype, shape, data))| {
         (name.clone(), TensorView::new(*dtype, shape.clone(), data).unwrap())
     });

@@ -3,6 +3,7 @@
 use crate::composite::{Tensors, tensors};
 use crate::export::Copying;
 use crate::fixture::Fixture;
+use crate::gpt_oss;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
@@ -190,10 +191,7 @@ fn write(folder: &Path, tensors: &Tensors, quantization: Value) -> String {
 }
 
 fn write_of(fixture: &Fixture, folder: &Path, tensors: &Tensors, quantization: Value) -> String {
-    let views = tensors
-        .iter()
-        .map(|(name, (dtype, shape, bytes))| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
-    safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
+    gpt_oss::write(folder, tensors);
     let mut config = fixture.json("config.json");
     config["quantization_config"] = quantization;
     let text = config.to_string();

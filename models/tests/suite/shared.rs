@@ -3,8 +3,8 @@
 use crate::composite::{Tensors, tensors};
 use crate::export::Copying;
 use crate::fixture::Fixture;
+use crate::gpt_oss;
 use safetensors::Dtype;
-use safetensors::tensor::TensorView;
 use std::path::Path;
 use terrace_kernels::DType;
 use terrace_models::{Model, ModelConfig, RandomSource, Row, SafetensorsSource, TokenBatch, export_folder};
@@ -19,10 +19,7 @@ fn fixture() -> Fixture {
 fn with(tensors: &Tensors) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     std::fs::copy(fixture().folder.join("config.json"), folder.path().join("config.json")).unwrap();
-    let views = tensors
-        .iter()
-        .map(|(name, (dtype, shape, bytes))| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
-    safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors")).unwrap();
+    gpt_oss::write(folder.path(), tensors);
     folder
 }
 
