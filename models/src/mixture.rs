@@ -3,6 +3,7 @@
 use crate::entries::Entries;
 use crate::family::Family;
 use crate::{ModelError, Result};
+use std::ops::Range;
 use terrace_kernels::{ExpertGroups, GroupScore, Scores};
 
 /// Experts, of which each token goes through a few.
@@ -33,7 +34,13 @@ pub struct Mixture {
     pub is_beside_dense: bool,
     /// Layers that have one feed-forward for all tokens instead.
     pub dense_layers: Vec<usize>,
+    /// Of how many experts the gradients are there at once, at most, in training with one micro-batch a step; `None` for those that have
+    /// 2^28 numbers, a GiB. It changes the order of parameters of a layer, and of sums of gradients.
+    pub experts_at_once: Option<usize>,
 }
+
+/// Numbers of experts whose gradients are there at once.
+const AT_ONCE: usize = 1 << 28;
 
 /// A feed-forward beside the experts of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,6 +65,18 @@ pub(crate) struct ExpertNames {
 }
 
 impl Mixture {
+    /// The experts of a layer whose gradients are there at once, where rows have `hidden` numbers: about as many each time.
+    pub fn stages(&self, hidden: usize) -> Vec<Range<usize>> {
+        let each = 3usize.saturating_mul(hidden).saturating_mul(self.feed_forward).max(1);
+        let most = self.experts_at_once.unwrap_or(AT_ONCE / each).clamp(1, self.experts.max(1));
+        // What is beside another feed-forward has its backward in several pieces, between which sums go on.
+        if self.is_beside_dense || most >= self.experts {
+            return std::iter::once(0..self.experts).collect();
+        }
+        let stages = self.experts.div_ceil(most);
+        (0..stages).map(|at| at * self.experts / stages..(at + 1) * self.experts / stages).collect()
+    }
+
     /// `None` if the family has no experts.
     pub(crate) fn parse(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Option<Self>> {
         // Newer folders may use the other name.
@@ -82,6 +101,7 @@ impl Mixture {
             shared: None,
             is_beside_dense: false,
             dense_layers: Vec::new(),
+            experts_at_once: None,
         };
         let inner = || entries.size("intermediate_size");
         let inner_of_experts = |default: usize| entries.size_or("moe_intermediate_size", default);
@@ -190,6 +210,7 @@ impl Mixture {
             shared: (shared > 0).then_some(SharedExpert { feed_forward: of_shared, is_gated: false }),
             is_beside_dense: false,
             dense_layers: first_dense_layers(entries, family, layers)?,
+            experts_at_once: None,
         })
     }
 

@@ -7,7 +7,7 @@ mod support;
 use support::{Setup, small_llama, weights_hash};
 use terrace_aio::engine::EngineChoice;
 use terrace_kernels::DType;
-use terrace_models::{Model, ModelConfig, RandomSource, Row, TILE_ROWS, TokenBatch};
+use terrace_models::{Mixture, Model, ModelConfig, RandomSource, Row, TILE_ROWS, TokenBatch};
 use terrace_optimizer::{Algorithm, GroupLr, GroupRule, LossScaleConfig, StateFormat};
 use terrace_zero::{Accumulation, BatchLimits, Durability, Engine, EngineConfig, Placement, WindowOverrides};
 
@@ -460,6 +460,35 @@ fn experts() {
     check(&Setup { model: with_experts(), clip: None, ..Setup::new(true) });
 }
 
+/// So many experts' gradients are complete before those of the next begin.
+fn staged(model: ModelConfig, experts_at_once: usize) -> ModelConfig {
+    let mixture = model.mixture.map(|mixture| Mixture { experts_at_once: Some(experts_at_once), ..mixture });
+    ModelConfig { mixture, ..model }
+}
+
+/// With one micro-batch their gradients leave the block before it ends: in chunks that two stages share, whole, or to state that is where they
+/// are. With several they stay.
+#[test]
+fn experts_in_stages() {
+    for (model, at_once, dtype, clip) in [
+        (with_experts(), 7, DType::BF16, Some(1.0)),
+        (with_experts(), 7, DType::F32, None),
+        (gpt_oss(), 5, DType::BF16, None),
+        (with_shared()[0].clone(), 2, DType::BF16, Some(1.0)),
+        (with_shared()[1].clone(), 1, DType::F32, Some(1.0)),
+        (with_latents(), 3, DType::BF16, Some(1.0)),
+    ] {
+        let model = staged(model, at_once);
+        let state = if dtype == DType::F32 { StateFormat::Fp32 } else { StateFormat::Split };
+        let base = Setup { model, dtype, state, clip, ..Setup::new(true) };
+        check(&Setup { micro_batches: 1, ..base.clone() });
+        if dtype == DType::F32 {
+            check(&base);
+            check_horizontal(&base);
+        }
+    }
+}
+
 #[test]
 fn experts_in_other_types() {
     let model = with_experts();
@@ -527,7 +556,9 @@ fn every_family_keeps() {
 #[test]
 fn every_tile_keeps() {
     let length = TILE_ROWS + 60;
-    for model in [small_llama(true), with_experts(), with_shared()[0].clone(), beside_dense()] {
+    let shared = with_shared()[0].clone();
+    let in_stages = [staged(with_experts(), 9), staged(shared.clone(), 4), staged(gpt_oss(), 5)];
+    for model in [small_llama(true), with_experts(), shared, beside_dense()].into_iter().chain(in_stages) {
         let model = ModelConfig { positions_max: length, ..model };
         let run = |blocks| {
             let base = Setup { overrides: keeping(blocks), model: model.clone(), ..Setup::new(true) };

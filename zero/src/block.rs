@@ -11,6 +11,7 @@
 //! must take the same memory for the same batch shape every time, and never read tensor contents on the host, but for
 //! [what rows are those of an expert](terrace_kernels::Experts::starts).
 
+use crate::gradient_parts::Accumulator;
 use crate::{Kept, Result};
 use std::fmt::Debug;
 use std::ops::Range;
@@ -271,6 +272,21 @@ impl<'a> Weights<'a> {
 pub struct Gradients<'a> {
     kernels: &'a KernelSet,
     slots: Vec<GradientSlot<'a>>,
+    /// The first parameter that has one; those before it are in [parts](Block::gradient_parts).
+    first: usize,
+    parts: Option<&'a mut dyn Parts>,
+}
+
+/// Who takes the gradients of a block's [parts](Block::gradient_parts), each when it is complete.
+pub(crate) trait Parts: Debug {
+    /// Memory for the next part's.
+    fn begin(&mut self) -> Result<Accumulator>;
+
+    /// The slots of its parameters, and the first of them.
+    fn slots<'s>(&self, part: &'s mut Accumulator) -> (usize, Vec<GradientSlot<'s>>);
+
+    /// Takes what it adds up to.
+    fn complete(&mut self, part: Accumulator) -> Result;
 }
 
 /// An accumulator.
@@ -293,11 +309,39 @@ impl<'a> Gradients<'a> {
     /// Collects accumulators, zeros or sums so far, and their dimensions in order.
     pub fn new(kernels: &'a KernelSet, slots: Vec<(BytesMut<'a>, Vec<usize>)>) -> Self {
         let slot = |(bytes, dims)| GradientSlot { bytes, dims, has_sum: None };
-        Self::of(kernels, slots.into_iter().map(slot).collect())
+        Self::of(kernels, 0, slots.into_iter().map(slot).collect(), None)
     }
 
-    pub(crate) fn of(kernels: &'a KernelSet, slots: Vec<GradientSlot<'a>>) -> Self {
-        Self { kernels, slots }
+    /// Of the parameters from `first` on; those before it are in `parts`.
+    pub(crate) fn of(
+        kernels: &'a KernelSet,
+        first: usize,
+        slots: Vec<GradientSlot<'a>>,
+        parts: Option<&'a mut dyn Parts>,
+    ) -> Self {
+        Self { kernels, slots, first, parts }
+    }
+
+    /// Adds to the gradients of the next of the block's [parts](Block::gradient_parts), and to no others. They are complete
+    /// when `add` returns, and may be taken away.
+    ///
+    /// # Errors
+    /// That of `add`, or what takes them away failed.
+    ///
+    /// # Panics
+    /// If the block has no more parts than it has completed.
+    pub fn part(&mut self, add: impl FnOnce(&mut Gradients<'_>) -> Result) -> Result {
+        let kernels = self.kernels;
+        let Some(parts) = &mut self.parts else { return add(self) };
+        let mut part = parts.begin()?;
+        let (first, slots) = parts.slots(&mut part);
+        add(&mut Gradients::of(kernels, first, slots, None))?;
+        parts.complete(part)
+    }
+
+    fn slot(&mut self, index: usize) -> &mut GradientSlot<'a> {
+        let slot = index.checked_sub(self.first).and_then(|at| self.slots.get_mut(at));
+        slot.unwrap_or_else(|| panic!("parameter {index} has no gradient here: it is not of this part"))
     }
 
     /// The accumulator of parameter `index`.
@@ -308,11 +352,12 @@ impl<'a> Gradients<'a> {
     /// # Panics
     /// If there is no such parameter.
     pub fn get(&mut self, index: usize) -> Result<ViewMut<'_>> {
-        let slot = &mut self.slots[index];
+        let kernels = self.kernels;
+        let slot = self.slot(index);
         let has_sum = slot.begin();
         let mut view = ViewMut::new(slot.bytes.reborrow(), DType::F32, &slot.dims);
         if !has_sum {
-            self.kernels.elementwise.zero(view.reborrow())?;
+            kernels.elementwise.zero(view.reborrow())?;
         }
         Ok(view)
     }
@@ -326,10 +371,11 @@ impl<'a> Gradients<'a> {
     /// # Panics
     /// If there is no such parameter, or the shapes do not go together.
     pub fn add_product(&mut self, index: usize, dout: View<'_>, x: View<'_>) -> Result {
-        let slot = &mut self.slots[index];
+        let kernels = self.kernels;
+        let slot = self.slot(index);
         let spec = MatmulSpec { accumulate: slot.begin(), ..MatmulSpec::TN_ACCUMULATE };
         let out = ViewMut::new(slot.bytes.reborrow(), DType::F32, &slot.dims);
-        Ok(self.kernels.matmul.matmul(dout, x, out, spec)?)
+        Ok(kernels.matmul.matmul(dout, x, out, spec)?)
     }
 
     /// [`add_product`](Self::add_product) of each of `products`, an index with its `dout_RN` and `x_RL`, and `beside`: all
@@ -349,7 +395,7 @@ impl<'a> Gradients<'a> {
         let mut all = beside;
         let expected = all.len() + products.len();
         let mut places: Vec<Option<usize>> = vec![None; self.slots.len()];
-        products.iter().enumerate().for_each(|(at, product)| places[product.0] = Some(at));
+        products.iter().enumerate().for_each(|(at, product)| places[product.0 - self.first] = Some(at));
         for (slot, at) in self.slots.iter_mut().zip(places) {
             let Some(at) = at else { continue };
             let spec = MatmulSpec { accumulate: slot.begin(), ..MatmulSpec::TN_ACCUMULATE };
@@ -407,6 +453,13 @@ pub trait Block: Send + Sync + Debug {
     /// Parts of its own parameters, as ranges of their indices that follow one another, of which a forward uses some, and knows only on the way
     /// which. None by default.
     fn parts(&self) -> Vec<Range<usize>> {
+        Vec::new()
+    }
+
+    /// Parts of its own parameters, as ranges of their indices that follow one another from the first on, of which a backward completes one after the
+    /// other: it adds to their gradients within [`Gradients::part`], which it calls once for each, and before it adds to those of
+    /// the parameters behind them. None by default. The engine may then hold the gradients of one part at a time.
+    fn gradient_parts(&self) -> Vec<Range<usize>> {
         Vec::new()
     }
 

@@ -4,10 +4,13 @@
 //! take each other's places again and again a few are enough, and of micro-batches and rounds that find the arena as the one before
 //! them found it, one: they would do what that did. Of others a block asks what it asked for the first ([`Script`]).
 
+mod leaving;
 mod script;
 
 use crate::activations::Activations;
+use crate::block::{GradientSlot, Parts};
 use crate::carry::Carried;
+use crate::gradient_parts::{Accumulator, parts_of};
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors, Shapes};
 use crate::kv::{KvLayout, KvPlan, KvTensors};
@@ -17,6 +20,7 @@ use crate::turns::Turns;
 use crate::{
     BatchLimits, Context, EngineError, Gradients, Kept, KvSlot, MicroBatch, Mode, OutputSpec, Result, Weights,
 };
+use leaving::LeavingParts;
 use script::Script;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::iter::repeat_n;
@@ -51,6 +55,7 @@ pub(crate) struct BlockCost {
     pub(crate) kept_tensors: Vec<usize>,
 }
 
+#[derive(Debug)]
 pub(crate) struct DryRun<'a> {
     pub(crate) network: &'a Network,
     /// As a rank has it: of which gradients come down.
@@ -111,7 +116,7 @@ struct Tools<'a> {
 }
 
 /// Gradients on a device with memory of its own.
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Parking {
     /// Groups of which something is parked.
     known: HashSet<usize>,
@@ -134,8 +139,13 @@ impl Parking {
         if bytes > 0 {
             self.coming.push_back((group, arena.alloc(bytes)?));
         }
-        self.coming.drain(..self.coming.len().saturating_sub(1));
+        self.drain();
         Ok(())
+    }
+
+    /// Gives back what others than the last have.
+    fn drain(&mut self) {
+        self.coming.drain(..self.coming.len().saturating_sub(1));
     }
 
     /// What later chunks depend on, beside the holes of the arena.
@@ -209,7 +219,7 @@ impl DryRun<'_> {
         let pages = generates.then(|| self.page_table(&arena)).transpose()?;
         let slots = carried.iter().flatten().next().map(|_| self.slots(&arena)).transpose()?;
         let turns = if self.in_turns && trains {
-            Turns::planned(self.network, self.keeping)
+            Turns::planned(self.network, self.keeping, &self.rounds)
         } else {
             Turns::default()
         };
@@ -363,7 +373,7 @@ impl DryRun<'_> {
                 let before = operations(&counter)?;
                 let mut cx = self.context(&kernels, &arena, Mode::Train, &inputs, &mut loss);
                 cx.kept = kept;
-                self.block_backward(block, &mut cx)?;
+                self.block_backward(block, &mut cx, None)?;
                 Ok(operations(&counter)? - before)
             };
             let backward_of_kept = if let Kept::Left(_) = kept { Some(backward(kept)?) } else { None };
@@ -414,9 +424,16 @@ impl DryRun<'_> {
         let network = self.network;
         let (gradient, f32) = (self.dtype.size(), DType::F32.size());
         let groups = network.groups_of(block);
-        let accumulators: std::result::Result<Vec<Region>, _> =
-            groups.iter().map(|&g| arena.alloc(network.groups[g].elements * 4)).collect();
-        let _accumulators = accumulators?;
+        let parts = if self.has_state(block) { Vec::new() } else { parts_of(network, block, &self.rounds) };
+        let behind_parts = parts.last().map_or(0, |part| part.end);
+        let mut rest = 0;
+        let mut accumulators = Vec::with_capacity(groups.len());
+        for &group in &groups {
+            let first = if group == block { behind_parts } else { 0 };
+            let bytes = Accumulator::bytes(network, group, &(first..network.groups[group].params.len()));
+            rest = if group == block { bytes / f32 } else { rest };
+            accumulators.push(arena.alloc(bytes)?);
+        }
         for &group in &groups {
             if self.rounds.are_several() && !self.rounds.waits(block) {
                 self.begin_gradient(arena, group, &mut state.sums, f32)?;
@@ -424,13 +441,27 @@ impl DryRun<'_> {
                 self.begin_gradient(arena, group, &mut state.parking, gradient)?;
             }
         }
-        self.backward_of_all(block, tools, self.rounds.backward_of(block, round), state)?;
+        let mut leaving = (!parts.is_empty()).then(|| LeavingParts {
+            run: self,
+            arena,
+            block,
+            parts: parts.into_iter(),
+            parking: std::mem::take(&mut state.parking),
+            filled: 0,
+        });
+        let micro_batches = self.rounds.backward_of(block, round);
+        self.backward_of_all(block, tools, micro_batches, leaving.as_mut(), state)?;
         let State { parking, sums, .. } = state;
         if !self.rounds.is_last(round) {
             return groups.iter().try_for_each(|&group| self.park_gradient(arena, group, sums, f32));
         }
-        let mut come_down = groups.iter().filter(|&&group| !self.has_state(group));
-        come_down.try_for_each(|&group| self.park_gradient(arena, group, parking, gradient))?;
+        for &group in groups.iter().filter(|&&group| !self.has_state(group)) {
+            match leaving.take_if(|_| group == block) {
+                Some(leaving) => *parking = leaving.end(rest)?,
+                None => self.park_gradient(arena, group, parking, gradient)?,
+            }
+        }
+        drop(accumulators);
         if self.update_follows && groups.contains(&block) && !self.has_state(block) {
             parking.coming.clear();
         }
@@ -443,6 +474,7 @@ impl DryRun<'_> {
         block: usize,
         tools: &Tools<'_>,
         micro_batches: Range<usize>,
+        mut leaving: Option<&mut LeavingParts<'_>>,
         state: &mut State,
     ) -> Result {
         let (network, arena) = (self.network, tools.arena);
@@ -464,9 +496,10 @@ impl DryRun<'_> {
             cx.kept = kept;
             if self.are_played() {
                 let (scripts, count) = (&mut state.backwards, (tools.counter, &mut state.repeated));
-                Script::perform(scripts, block, count, &mut cx, |cx| self.block_backward(block, cx))?;
+                Script::perform(scripts, block, count, &mut cx, |cx| self.block_backward(block, cx, None))?;
             } else {
-                self.block_backward(block, &mut cx)?;
+                let parts = leaving.as_mut().map(|leaving| &mut **leaving as &mut dyn Parts);
+                self.block_backward(block, &mut cx, parts)?;
             }
             let stays = self.staying != Staying::None && !(block == 1 && self.rounds.waits(0));
             state.staying.extend(dx_region.filter(|_| stays).map(|region| (m, region)));
@@ -516,15 +549,20 @@ impl DryRun<'_> {
     }
 
     /// The backward of a block alone.
-    fn block_backward(&self, block: usize, cx: &mut Context<'_>) -> Result {
+    fn block_backward(&self, block: usize, cx: &mut Context<'_>, parts: Option<&mut dyn Parts>) -> Result {
         let kernels = cx.kernels;
         let x = block.checked_sub(1).map(|b| self.signal(b, Mode::Train));
         let dy = (block < self.network.last()).then(|| self.signal(block, Mode::Train));
-        let slots = param_dims(self.network, block).into_iter().map(|dims| {
-            let bytes = dims.iter().product::<usize>() * 4;
-            (BytesMut::virtual_range(bytes), dims)
+        let behind_parts =
+            if parts.is_some() { self.network.blocks[block].gradient_parts() } else { Vec::new() };
+        let first = behind_parts.last().map_or(0, |part| part.end);
+        let slots = param_dims(self.network, block).into_iter().skip(first).map(|dims| {
+            let bytes = BytesMut::virtual_range(dims.iter().product::<usize>() * DType::F32.size());
+            GradientSlot { bytes, dims, has_sum: None }
         });
-        let mut gradients = Gradients::new(kernels, slots.collect());
+        // For no longer than the kernels are borrowed.
+        let parts = parts.map(|parts| &mut *parts as &mut dyn Parts);
+        let mut gradients = Gradients::of(kernels, first, slots.collect(), parts);
         let dx = x.as_ref().map(|x| ViewMut::new(BytesMut::virtual_range(x.bytes()), x.dtype, &x.dims));
         let (x, dy) = (x.as_ref().map(virtual_view), dy.as_ref().map(virtual_view));
         self.network.blocks[block].backward(cx, &self.weights(block), x, dy, dx, &mut gradients)

@@ -13,14 +13,13 @@
 //! the device waits for the rest. They land in the order in which they were started, and are summed and parked then, so that nothing depends
 //! on when that is. An update that runs beside backward may wait for their memory: they land before it is waited for.
 
-use crate::block::GradientSlot;
 use crate::copies::Cargo;
 use crate::device_state::DeviceGradients;
-use crate::lane::{Lane, flat, flat_mut};
-use crate::network::Network;
+use crate::gradient_parts::{Destination, Filling, Open};
+use crate::lane::{Lane, flat};
 use crate::turns::{ChunkMemory, Turns};
 use crate::update::ChunkAt;
-use crate::{Backend, Gradients, Result};
+use crate::{Backend, Result};
 use bytemuck::cast_slice;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -28,7 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use terrace_aio::{FileId, IoEngine, Urgency};
 use terrace_device::{Device, Download, Region};
-use terrace_kernels::{DType, KernelSet, View, ViewMut};
+use terrace_kernels::{DType, View, ViewMut};
 use terrace_optimizer::{Gradient, SumOfSquares};
 use terrace_tiers::{Arrived, Lease, PendingRead, Pool, Scratch, ScratchChunk, StoreSpec, Striping};
 
@@ -243,75 +242,76 @@ impl GradientPark {
         if let Some(gradients) = self.stays(group) {
             return gradients.park(backend, group, acc, last_use);
         }
-        let chunks = self.spec.chunks(group);
-        if lane.unified {
-            return self.park_here(backend, group, acc, last_use, pool);
-        }
-        if self.come_whole {
-            if chunks > 0 {
-                self.send(backend, lane, group, 0..chunks, acc, last_use)?;
-            }
-            while self.books().coming.len() > 1 {
-                self.land(pool)?;
-            }
-            return Ok(());
-        }
-        for chunk in 0..chunks {
-            if self.books().coming.len() == DOWNLOAD_WINDOW {
-                self.land(pool)?;
-            }
-            self.send(backend, lane, group, chunk..chunk + 1, acc, last_use)?;
-        }
-        Ok(())
+        let to = Destination { backend, lane, last_use, pool };
+        self.fill(&mut Filling::of(group), acc, &to)
     }
 
-    /// Parks a gradient that is in host memory.
-    fn park_here(
-        &self,
-        backend: &Backend,
-        group: usize,
-        acc: &Region,
-        last_use: bool,
-        pool: &rayon::ThreadPool,
-    ) -> Result {
-        for chunk in 0..self.spec.chunks(group) {
-            let (start, len) = self.range(group, chunk);
-            let bytes = len * self.dtype.size();
-            let mut memory = match self.turns.of(group) {
-                Some(arena) => ChunkMemory::Turn(arena.alloc(bytes)?),
-                None => self.room(bytes).into(),
+    /// Parks elements of an accumulated gradient that follow those which `filling` has so far: chunks that they make full, or all of
+    /// a group that comes whole.
+    pub(crate) fn fill(&self, filling: &mut Filling, acc: &Region, to: &Destination<'_>) -> Result {
+        let end = filling.at + acc.len() / DType::F32.size();
+        let begin = filling.at;
+        while filling.at < end {
+            let (chunks, start, len) = self.unit(filling.group, filling.chunk);
+            let mut open = match filling.open.take() {
+                Some(open) => open,
+                None => self.open(filling.group, len, to)?,
             };
-            let from = View::new(acc.bytes().slice(start * 4, (start + len) * 4), DType::F32, &[len]);
-            backend.kernels.elementwise.cast(from, flat_mut(&mut memory, self.dtype))?;
-            self.keep(group, chunk, last_use, vec![memory], pool)?;
+            let (from, until) = (filling.at, end.min(start + len));
+            let source = acc.bytes().slice((from - begin) * 4, (until - begin) * 4);
+            let source = View::new(source, DType::F32, &[until - from]);
+            open.cast(to.backend, source, self.dtype, from - start)?;
+            filling.at = until;
+            if until < start + len {
+                filling.open = Some(open);
+                return Ok(());
+            }
+            match open {
+                Open::Here(memory) => {
+                    self.keep(filling.group, chunks.start, to.last_use, vec![memory], to.pool)?;
+                }
+                Open::There(region) => self.send(filling.group, chunks.clone(), region, to)?,
+            }
+            filling.chunk = chunks.end;
         }
         Ok(())
     }
 
-    /// Starts to bring chunks of an accumulated gradient down.
-    fn send(
-        &self,
-        backend: &Backend,
-        lane: &Lane,
-        group: usize,
-        chunks: Range<usize>,
-        acc: &Region,
-        last_use: bool,
-    ) -> Result {
-        let start = self.range(group, chunks.start).0;
-        let lens = chunks.clone().map(|chunk| self.range(group, chunk).1);
-        let elements: usize = lens.clone().sum();
-        let mut region = lane.arena.alloc(elements * self.dtype.size())?;
-        let from = acc.bytes().slice(start * 4, (start + elements) * 4);
-        backend.kernels.elementwise.cast(
-            View::new(from, DType::F32, &[elements]),
-            ViewMut::new(region.bytes_mut(), self.dtype, &[elements]),
-        )?;
+    /// The chunks from number `chunk` on that are parked together: their numbers, first element and length.
+    fn unit(&self, group: usize, chunk: usize) -> (Range<usize>, usize, usize) {
+        let chunks = chunk..if self.come_whole { self.spec.chunks(group) } else { chunk + 1 };
+        let (last, last_len) = self.range(group, chunks.end - 1);
+        let start = self.range(group, chunk).0;
+        (chunks, start, last + last_len - start)
+    }
+
+    /// Memory in which so many elements are made ready.
+    fn open(&self, group: usize, len: usize, to: &Destination<'_>) -> Result<Open> {
+        let bytes = len * self.dtype.size();
+        if !to.lane.unified {
+            if !self.come_whole && self.books().coming.len() == DOWNLOAD_WINDOW {
+                self.land(to.pool)?;
+            }
+            return Ok(Open::There(to.lane.arena.alloc(bytes)?));
+        }
+        Ok(Open::Here(match self.turns.of(group) {
+            Some(arena) => ChunkMemory::Turn(arena.alloc(bytes)?),
+            None => self.room(bytes).into(),
+        }))
+    }
+
+    /// Starts to bring chunks down.
+    fn send(&self, group: usize, chunks: Range<usize>, region: Region, to: &Destination<'_>) -> Result {
         // Waits only for what the update, or a write, gives back by itself: a group's chunks have a slot each. Landing one
         // before its turn instead would give device memory back in another order than a planning run does.
+        let lens = chunks.clone().map(|chunk| self.range(group, chunk).1);
         let leases = lens.map(|len| self.room(len * self.dtype.size())).collect();
-        let download = lane.download_pieces(Cargo::Gradient(group), region, leases)?;
-        self.books().coming.push_back(Coming { group, first: chunks.start, last_use, download });
+        let download = to.lane.download_pieces(Cargo::Gradient(group), region, leases)?;
+        let (first, last_use) = (chunks.start, to.last_use);
+        self.books().coming.push_back(Coming { group, first, last_use, download });
+        while self.come_whole && self.books().coming.len() > 1 {
+            self.land(to.pool)?;
+        }
         Ok(())
     }
 
@@ -511,77 +511,6 @@ impl Books {
     fn brings(&self, group: usize) -> bool {
         self.coming.iter().any(|coming| coming.group == group)
     }
-}
-
-/// A group's accumulator in f32.
-#[derive(Debug)]
-pub(crate) struct Accumulator {
-    pub(crate) region: Region,
-    /// Of every parameter whether there is a sum of its gradient, or nothing that means anything.
-    has_sum: Vec<bool>,
-}
-
-impl Accumulator {
-    /// `is_sum` if it holds what an earlier use of the group parked.
-    pub(crate) fn new(network: &Network, group: usize, region: Region, is_sum: bool) -> Self {
-        Self { region, has_sum: vec![is_sum; network.groups[group].params.len()] }
-    }
-
-    /// Fills with zeros what no block has added to, and what lies between parameters.
-    pub(crate) fn complete(&mut self, backend: &Backend, network: &Network, group: usize) -> Result {
-        let end_of_group = self.region.len() / 4;
-        let params = network.groups[group].params.iter().zip(&self.has_sum);
-        let sums = params.filter(|(_, has_sum)| **has_sum).map(|(param, _)| {
-            let end = param.offset + param.spec.elements();
-            (param.offset, end)
-        });
-        let (mut end, mut gaps) = (0, Vec::new());
-        for (start, next_end) in sums.chain([(end_of_group, end_of_group)]) {
-            if end < start {
-                gaps.push(end..start);
-            }
-            end = next_end;
-        }
-        gaps.into_iter().try_for_each(|gap| self.clear(backend, gap))
-    }
-
-    /// Fills elements with zeros.
-    pub(crate) fn clear(&mut self, backend: &Backend, Range { start, end }: Range<usize>) -> Result {
-        let bytes = self.region.bytes_mut().slice(start * 4, end * 4);
-        Ok(backend.kernels.elementwise.zero(ViewMut::new(bytes, DType::F32, &[end - start]))?)
-    }
-}
-
-/// A block's gradient accumulators: pieces of its groups' accumulators, in the order of its parameters.
-pub(crate) fn gradient_slots<'r>(
-    kernels: &'r KernelSet,
-    network: &Network,
-    block: usize,
-    groups: &[usize],
-    accumulators: &'r mut [Accumulator],
-) -> Gradients<'r> {
-    let own = (0..network.groups[block].params.len()).map(|param| (block, param));
-    let borrowed = network.borrows[block].iter().map(|b| (b.group, b.param));
-    let order: Vec<(usize, usize)> = own.chain(borrowed).collect();
-    let mut slots: Vec<Option<GradientSlot<'r>>> = order.iter().map(|_| None).collect();
-    for (&group, accumulator) in groups.iter().zip(accumulators) {
-        let Accumulator { region, has_sum } = accumulator;
-        let mut has_sum: Vec<Option<&mut bool>> = has_sum.iter_mut().map(Some).collect();
-        let mut wanted: Vec<(usize, usize)> =
-            order.iter().enumerate().filter(|(_, o)| o.0 == group).map(|(slot, o)| (o.1, slot)).collect();
-        wanted.sort_unstable();
-        let (mut rest, mut at) = (region.bytes_mut(), 0);
-        for (param, slot) in wanted {
-            let placed = &network.groups[group].params[param];
-            let (start, len) = (placed.offset * 4, placed.spec.elements() * 4);
-            let (mine, tail) = rest.split_at(start - at).1.split_at(len);
-            let (dims, has_sum) = (placed.spec.dims.clone(), has_sum[param].take());
-            slots[slot] = Some(GradientSlot { bytes: mine, dims, has_sum });
-            (rest, at) = (tail, start + len);
-        }
-    }
-    let filled = slots.into_iter().map(|s| s.expect("every parameter lies in one of the block's groups"));
-    Gradients::of(kernels, filled.collect())
 }
 
 fn as_gradient(bytes: &[u8], dtype: DType) -> Gradient<'_> {

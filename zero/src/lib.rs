@@ -25,6 +25,7 @@ mod error;
 mod export;
 mod failure;
 mod fetch;
+mod gradient_parts;
 mod gradients;
 mod infer;
 mod kept;

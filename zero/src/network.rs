@@ -135,10 +135,14 @@ impl Network {
 
     /// The [parts](Block::parts) of a block as ranges of its group's elements, one after the other.
     pub(crate) fn parts(&self, block: usize) -> Vec<Range<usize>> {
-        let group = &self.groups[block];
+        self.blocks[block].parts().iter().map(|part| self.elements_of(block, part)).collect()
+    }
+
+    /// The elements of a group that parameters take, with what lies between them and behind them.
+    pub(crate) fn elements_of(&self, group: usize, params: &Range<usize>) -> Range<usize> {
+        let group = &self.groups[group];
         let start = |param: usize| group.params.get(param).map_or(group.elements, |placed| placed.offset);
-        let parts = self.blocks[block].parts().into_iter();
-        parts.map(|part| start(part.start)..start(part.end)).collect()
+        if params.start == 0 { 0..start(params.end) } else { start(params.start)..start(params.end) }
     }
 
     /// Group and index of a block's parameters, own ones first, then borrowed.

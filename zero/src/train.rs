@@ -4,11 +4,13 @@
 //! before the next block's weights are needed, so weights travel twice a step whatever the number of micro-batches. Horizontal
 //! accumulation does the same in several rounds (`rounds.rs`).
 
+use crate::block::Parts;
 use crate::device_weights::DeviceWeights;
 use crate::engine::{Engine, Signals, Unsaved};
 use crate::failure::not_finite;
 use crate::fetch::{Fetcher, Order, Ready};
-use crate::gradients::{Accumulator, GradientPark, gradient_slots};
+use crate::gradient_parts::{Accumulator, Destination, Filling, Leaving, gradients_of, parts_of};
+use crate::gradients::GradientPark;
 use crate::kept::KeptInStep;
 use crate::lane::Signal;
 use crate::overlap::{Bench, Follower, Gate, Pending, defer, follow, join};
@@ -563,19 +565,26 @@ impl<'a> Training<'a> {
             let ready = self.pass.fetch(fetcher, block)?;
             let began = Instant::now();
             let groups = network.groups_of(block);
+            let mut leaving = self.leaving(block);
+            let behind_parts = leaving.as_ref().map_or(0, Leaving::params);
+            let params = |group: usize| {
+                let first = if group == block { behind_parts } else { 0 };
+                first..network.groups[group].params.len()
+            };
             let mut accumulators = Vec::with_capacity(groups.len());
             for &group in &groups {
-                accumulators.push(self.pass.lane.arena.alloc(network.groups[group].elements * 4)?);
+                let bytes = Accumulator::bytes(network, group, &params(group));
+                accumulators.push(self.pass.lane.arena.alloc(bytes)?);
             }
             // Goes on from what the rounds before added, or an earlier use of the group.
             let before = self.sums.filter(|_| !self.rounds.waits(block)).unwrap_or(self.park);
             let begin = |(&group, mut acc): (&usize, Region)| {
                 let is_sum = before.begin(self.pass.backend, self.pass.lane, group, &mut acc, self.pool)?;
-                Ok(Accumulator::new(network, group, acc, is_sum))
+                Ok(Accumulator::new(network, group, params(group), acc, is_sum))
             };
             let accumulators: Result<Vec<_>> = groups.iter().zip(accumulators).map(begin).collect();
             let mut accumulators = accumulators?;
-            self.block_backward(block, &ready, &groups, &mut accumulators, &mut loss, round)?;
+            self.block_backward(block, &ready, (&groups, &mut accumulators), &mut leaving, &mut loss, round)?;
             for (&group, acc) in groups.iter().zip(&mut accumulators) {
                 acc.complete(self.pass.backend, network, group)?;
             }
@@ -585,7 +594,7 @@ impl<'a> Training<'a> {
                 mean = self.read_loss(loss)?;
                 loss = self.pass.lane.tensor(&zero_loss())?;
             }
-            self.park_all(block, &groups, &mut accumulators, (!is_last).then_some(before))?;
+            self.park_all(block, (&groups, &mut accumulators), leaving, (!is_last).then_some(before))?;
             drop(accumulators);
             self.pass.computed(began, "backward", block)?;
             // The update of what stays on the device waits for the end of backward.
@@ -610,12 +619,27 @@ impl<'a> Training<'a> {
         Ok((mean, loss))
     }
 
+    /// The parts of a block whose gradients leave before its backward ends.
+    fn leaving(&self, block: usize) -> Option<Leaving<'a>> {
+        let Pass { network, backend, lane, .. } = self.pass;
+        let parts = parts_of(network, block, &self.rounds);
+        // Those of state on the device stay there.
+        (!parts.is_empty() && block < self.park.groups_of_host()).then(|| Leaving {
+            park: self.park,
+            network,
+            to: Destination { backend, lane, last_use: true, pool: self.pool },
+            filling: Filling::of(block),
+            frozen: self.runs.frozen(block).collect(),
+            parts: parts.into_iter(),
+        })
+    }
+
     fn block_backward(
         &mut self,
         block: usize,
         ready: &[Ready],
-        groups: &[usize],
-        accumulators: &mut [Accumulator],
+        (groups, accumulators): (&[usize], &mut [Accumulator]),
+        leaving: &mut Option<Leaving<'_>>,
         loss: &mut Tensor,
         round: &Range<usize>,
     ) -> Result {
@@ -638,7 +662,8 @@ impl<'a> Training<'a> {
             };
             let kept = self.kept.take(block, m, &self.pass)?;
             let kernels = &self.pass.backend.kernels;
-            let mut gradients = gradient_slots(kernels, network, block, groups, accumulators);
+            let parts = leaving.as_mut().map(|leaving| leaving as &mut dyn Parts);
+            let mut gradients = gradients_of(kernels, network, block, groups, accumulators, parts);
             let mut cx = self.pass.context(&self.inputs[m], loss);
             cx.kept = kept;
             network.blocks[block].backward(
@@ -663,19 +688,21 @@ impl<'a> Training<'a> {
     fn park_all(
         &self,
         block: usize,
-        groups: &[usize],
-        accumulators: &mut [Accumulator],
+        (groups, accumulators): (&[usize], &mut [Accumulator]),
+        mut leaving: Option<Leaving<'_>>,
         sums: Option<&GradientPark>,
     ) -> Result {
         let (began, waited) = (Instant::now(), self.waited_for_room());
         let Pass { backend, lane, .. } = self.pass;
         for (&group, acc) in groups.iter().zip(accumulators) {
-            match sums {
-                Some(sums) => sums.park(backend, lane, group, &acc.region, false, self.pool)?,
-                None => {
-                    self.forget_frozen(group, acc)?;
-                    self.park.park(backend, lane, group, &acc.region, group == block, self.pool)?;
-                }
+            if let Some(sums) = sums {
+                sums.park(backend, lane, group, &acc.region, false, self.pool)?;
+                continue;
+            }
+            self.forget_frozen(group, acc)?;
+            match leaving.take_if(|_| group == block) {
+                Some(leaving) => leaving.end(acc)?,
+                None => self.park.park(backend, lane, group, &acc.region, group == block, self.pool)?,
             }
         }
         self.pass.note_wait(began, self.waited_for_room() - waited, "room for gradients of", block);
@@ -699,7 +726,7 @@ impl<'a> Training<'a> {
 
     /// Frozen parameters have no gradient, so that the norm is that of what is trained.
     fn forget_frozen(&self, group: usize, acc: &mut Accumulator) -> Result {
-        self.runs.frozen(group).try_for_each(|frozen| acc.clear(self.pass.backend, frozen))
+        self.runs.frozen(group).try_for_each(|frozen| acc.clear(self.pass.backend, &frozen))
     }
 
     fn read_loss(&self, loss: Tensor) -> Result<f64> {

@@ -6,11 +6,13 @@
 //! parked, and the other way around; whoever came too early would find the arena exhausted.
 //!
 //! Only on a device whose memory is the host's, for blocks that keep, and for parameters that no other block uses: a shared group's
-//! gradient is there before its first user's backward.
+//! gradient is there before its first user's backward. Nor for blocks whose gradients leave in parts, beside what they kept.
 
 use crate::Result;
+use crate::gradient_parts::parts_of;
 use crate::kept::Keeping;
 use crate::network::Network;
+use crate::rounds::Rounds;
 use std::ops::{Deref, DerefMut};
 use terrace_device::{Arena, Device, Region};
 use terrace_tiers::{Lease, StoreSpec};
@@ -29,10 +31,16 @@ impl Turns {
     }
 
     /// For a planning run, of the blocks that take part.
-    pub(crate) fn planned(network: &Network, keeping: Keeping) -> Self {
-        let takes_part = |block: usize| keeping.has(block) && !network.is_shared(block);
+    pub(crate) fn planned(network: &Network, keeping: Keeping, rounds: &Rounds) -> Self {
+        let takes_part = |block: usize| keeping.has(block) && Self::can(network, block, rounds);
         let arena = |block| takes_part(block).then(Arena::virtual_memory);
         Self { arenas: (0..network.groups.len()).map(arena).collect() }
+    }
+
+    /// Whether a block that keeps has such memory: no other one uses its parameters, and no part of its gradient is parked while it still
+    /// needs what it kept.
+    pub(crate) fn can(network: &Network, block: usize, rounds: &Rounds) -> bool {
+        !network.is_shared(block) && parts_of(network, block, rounds).is_empty()
     }
 
     pub(crate) fn of(&self, block: usize) -> Option<&Arena> {

@@ -76,13 +76,20 @@ impl DecoderBlock {
     /// The same with the weights of its linear layers in `format`.
     pub(crate) fn stored_as(config: &ModelConfig, layer: usize, format: Option<QuantFormat>) -> Self {
         let mut params = Params::new(&format!("model.layers.{layer}."), config, format);
+        let mixture = config.mixture_of(layer);
+        // Gradients that leave before the others are those of the first parameters.
+        let is_staged = mixture.is_some_and(|mixture| mixture.stages(config.hidden).len() > 1);
+        let staged = mixture.filter(|_| is_staged);
+        let experts = staged.map(|mixture| MixtureMlp::experts(config, mixture, &mut params));
         let mixer = Mixer::new(config, layer, &mut params);
-        let feed_forward = match config.mixture_of(layer) {
+        let feed_forward = match mixture {
             None => FeedForward::Dense(Mlp::new(config, &mut params)),
             Some(mixture) if mixture.is_beside_dense => {
                 FeedForward::Parallel(Box::new(ParallelMlp::new(config, layer, mixture, &mut params)))
             }
-            Some(mixture) => FeedForward::Mixture(MixtureMlp::new(config, layer, mixture, &mut params)),
+            Some(mixture) => {
+                FeedForward::Mixture(MixtureMlp::new(config, layer, mixture, experts, &mut params))
+            }
         };
         let name = format!("layers.{layer}");
         let scale = config.has_layer_scales.then(|| (constants_input(config), layer));
@@ -142,6 +149,10 @@ impl Block for DecoderBlock {
 
     fn parts(&self) -> Vec<Range<usize>> {
         self.feed_forward.experts().map(MixtureMlp::parts).unwrap_or_default()
+    }
+
+    fn gradient_parts(&self) -> Vec<Range<usize>> {
+        self.feed_forward.experts().map(MixtureMlp::gradient_parts).unwrap_or_default()
     }
 
     fn export_elements(&self) -> usize {

@@ -26,12 +26,14 @@ use terrace_zero::{Context, Gradients, Result, Weights};
 pub(crate) struct MixtureMlp {
     before: Norm,
     router: Router,
-    shared: Option<Shared>,
-    experts: Vec<Expert>,
+    pub(super) shared: Option<Shared>,
+    pub(super) experts: Vec<Expert>,
+    /// Those whose gradients are complete one after the other; all at once, if there is one.
+    pub(super) stages: Vec<Range<usize>>,
     f: GateFunction,
-    hidden: usize,
-    feed_forward: usize,
-    chosen: usize,
+    pub(super) hidden: usize,
+    pub(super) feed_forward: usize,
+    pub(super) chosen: usize,
     scores: Scores,
     groups: Option<ExpertGroups>,
     /// The input with what is added to scores, and the row of this layer in it.
@@ -42,8 +44,9 @@ pub(crate) struct MixtureMlp {
     woven: bool,
 }
 
+/// One of them.
 #[derive(Debug, Clone, Copy)]
-struct Expert {
+pub(crate) struct Expert {
     gate: Linear,
     up: Linear,
     down: Linear,
@@ -53,29 +56,25 @@ struct Expert {
 type LayerOf = fn(&Expert) -> Linear;
 
 impl MixtureMlp {
-    /// Takes its parameters from the layer's list.
-    pub(crate) fn new(config: &ModelConfig, layer: usize, mixture: &Mixture, params: &mut Params) -> Self {
+    /// Takes its parameters from the layer's list, unless `experts` have theirs already.
+    pub(crate) fn new(
+        config: &ModelConfig,
+        layer: usize,
+        mixture: &Mixture,
+        experts: Option<Vec<Expert>>,
+        params: &mut Params,
+    ) -> Self {
         let (hidden, feed_forward) = (config.hidden, mixture.feed_forward);
-        let names = config.family.expert_names();
-        let before = params.norm(names.norm, hidden, config.norm_eps);
+        let before = params.norm(config.family.expert_names().norm, hidden, config.norm_eps);
         let biased = mixture.biased;
         let router = Router::new(config, mixture, params);
         let shared = mixture.shared.map(|expert| Shared::new(config, expert, params));
-        let expert = |index| {
-            let mut linear = |name, outputs, inputs| {
-                params.of_expert(&format!("{}.{index}.{name}", names.experts), outputs, inputs, biased)
-            };
-            Expert {
-                gate: linear(names.gate, feed_forward, hidden),
-                up: linear(names.up, feed_forward, hidden),
-                down: linear(names.down, hidden, feed_forward),
-            }
-        };
         Self {
             before,
             router,
             shared,
-            experts: (0..mixture.experts).map(expert).collect(),
+            experts: experts.unwrap_or_else(|| Self::experts(config, mixture, params)),
+            stages: mixture.stages(hidden),
             f: config.gate_function,
             hidden,
             feed_forward,
@@ -91,6 +90,24 @@ impl MixtureMlp {
             biased,
             woven: config.family.packing() == Packing::Experts,
         }
+    }
+
+    /// The experts of a layer, which take their parameters from its list.
+    pub(crate) fn experts(config: &ModelConfig, mixture: &Mixture, params: &mut Params) -> Vec<Expert> {
+        let (hidden, feed_forward) = (config.hidden, mixture.feed_forward);
+        let names = config.family.expert_names();
+        let expert = |index| {
+            let mut linear = |name, outputs, inputs| {
+                let name = format!("{}.{index}.{name}", names.experts);
+                params.of_expert(&name, outputs, inputs, mixture.biased)
+            };
+            Expert {
+                gate: linear(names.gate, feed_forward, hidden),
+                up: linear(names.up, feed_forward, hidden),
+                down: linear(names.down, hidden, feed_forward),
+            }
+        };
+        (0..mixture.experts).map(expert).collect()
     }
 
     /// Adds the feed-forward of `y_TD` to it.
@@ -224,6 +241,9 @@ impl MixtureMlp {
         mut dx_TD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result {
+        if self.stages.len() > 1 {
+            return self.backward_in_stages(cx, weights, y1_TD, kept, dy_TD, dx_TD, gradients);
+        }
         for tile in Tile::all(y1_TD.shape().rows()) {
             let mut dx_RD = dx_TD.reborrow().rows(tile.start, tile.end);
             let (y1_RD, dy_RD) = (y1_TD.rows(tile.start, tile.end), dy_TD.rows(tile.start, tile.end));
@@ -310,7 +330,7 @@ impl MixtureMlp {
         experts: Experts<'_>,
         dout_RD: View<'_>,
         so_far_RD: Option<Tensor>,
-        mut dx_RD: ViewMut<'_>,
+        dx_RD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let (routing, wide, tile) = experts.parts(self.chosen);
@@ -321,9 +341,7 @@ impl MixtureMlp {
         drop(routes);
         let Experts { normed: Normed { out, rstd }, again, .. } = experts;
         drop((out, again));
-        let (dh_RD, to) = (dh_RD.view(), dx_RD.reborrow());
-        self.before.backward(cx, weights, dh_RD, y1_RD, rstd.view(), to, true, gradients)?;
-        self.router.norm_backward(cx, weights, y1_RD, of_norm, dx_RD, gradients)
+        self.backward_of_norms(cx, weights, y1_RD, &rstd, (dh_RD, of_norm), dx_RD, gradients)
     }
 
     /// The gradient of `h_RD`, f32, added to what it has from elsewhere. Holds, beside gate and up, at most three `[P, F]` tensors and a `[P, D]` one at a time, or
@@ -340,11 +358,42 @@ impl MixtureMlp {
         so_far_RD: Option<Tensor>,
         gradients: &mut Gradients<'_>,
     ) -> Result<(Tensor, Option<OfNorm>)> {
+        let (dh_PD, dweights_RX) =
+            self.backward_routed(cx, weights, h_RD, routes, [gate_PF, up_PF], dy_RD, gradients)?;
+        let residual = if so_far_RD.is_some() { Residual::InPlace } else { Residual::None };
+        let fresh = || cx.tensor_of(DType::F32, h_RD.shape().dims());
+        let mut dh_RD = so_far_RD.map_or_else(fresh, Ok)?;
+        cx.kernels.experts.collect(dh_PD.view(), routes.rows_RX, residual, dh_RD.view_mut())?;
+        drop(dh_PD);
+        let inputs = [y1_RD, h_RD];
+        let of_norm =
+            self.backward_router(cx, weights, inputs, routes, dweights_RX, dh_RD.view_mut(), gradients)?;
+        Ok((dh_RD, of_norm))
+    }
+
+    /// From the gradient of what the experts of `routes` give, that of what each routed row is given, f32 `[P, D]`, and of what it weighs; of
+    /// rows of other experts both are zeros. Of their gate and up no number may be infinite or none.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    pub(super) fn backward_routed(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        h_RD: View<'_>,
+        routes: &Routes<'_>,
+        [gate_PF, up_PF]: [View<'_>; 2],
+        dy_RD: View<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<(Tensor, Tensor)> {
         let experts = &cx.kernels.experts;
         let (routed, dims_PF) = (gate_PF.shape().rows(), gate_PF.shape());
         let (rows_RX, weights_RX) = (routes.rows_RX, routes.final_RX());
+        let zero_others = |all: &mut Tensor| match self.stages.len() {
+            1 => Ok(()),
+            _ => cx.kernels.elementwise.zero(all.view_mut()),
+        };
         let act_PF = activate(cx, self.f, gate_PF, up_PF)?;
         let mut dact_PF = cx.tensor(dims_PF.dims())?;
+        zero_others(&mut dact_PF)?;
         let mut weighed_PF = cx.tensor(dims_PF.dims())?;
         experts.weigh(act_PF.view(), rows_RX, weights_RX, weighed_PF.view_mut())?;
         let dy_PD = self.spread(cx, dy_RD, routes)?;
@@ -364,25 +413,17 @@ impl MixtureMlp {
         drop(dact_PF);
         let h_PD = self.spread(cx, h_RD, routes)?;
         let mut dh_PD = cx.tensor_of(DType::F32, &[routed, self.hidden])?;
+        zero_others(&mut dh_PD)?;
         let wide: [(LayerOf, View<'_>); 2] =
             [(|expert| expert.gate, dgate_PF.view()), (|expert| expert.up, dup_PF.view())];
         self.backward_experts(weights, routes, &wide, h_PD.view(), dh_PD.view_mut(), gradients)?;
         self.backward_biases(cx, routes, &wide, gradients)?;
-        drop((dgate_PF, dup_PF, h_PD));
-        let residual = if so_far_RD.is_some() { Residual::InPlace } else { Residual::None };
-        let fresh = || cx.tensor_of(DType::F32, h_RD.shape().dims());
-        let mut dh_RD = so_far_RD.map_or_else(fresh, Ok)?;
-        experts.collect(dh_PD.view(), rows_RX, residual, dh_RD.view_mut())?;
-        drop(dh_PD);
-        let inputs = [y1_RD, h_RD];
-        let of_norm =
-            self.backward_router(cx, weights, inputs, routes, dweights_RX, dh_RD.view_mut(), gradients)?;
-        Ok((dh_RD, of_norm))
+        Ok((dh_PD, dweights_RX))
     }
 
     /// Adds to `dh_RD` what comes through the router, unless that reads something else.
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
-    fn backward_router(
+    pub(super) fn backward_router(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -420,6 +461,33 @@ impl MixtureMlp {
         }
     }
 
+    /// What experts read.
+    pub(super) fn normed_of(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y_RD: View<'_>,
+    ) -> Result<Normed> {
+        self.before.forward(cx, weights, y_RD)
+    }
+
+    /// Adds the gradient of what experts read to that of `y_RD`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    pub(super) fn backward_of_norms(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y_RD: View<'_>,
+        rstd: &Tensor,
+        (dh_RD, of_norm): (Tensor, Option<OfNorm>),
+        mut dx_RD: ViewMut<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        let (dh, to) = (dh_RD.view(), dx_RD.reborrow());
+        self.before.backward(cx, weights, dh, y_RD, rstd.view(), to, true, gradients)?;
+        self.router.norm_backward(cx, weights, y_RD, of_norm, dx_RD, gradients)
+    }
+
     fn normed(&self, cx: &Context<'_>, weights: &Weights<'_>, y_RD: View<'_>) -> Result<Tensor> {
         Ok(self.before.forward(cx, weights, y_RD)?.out)
     }
@@ -442,7 +510,7 @@ impl MixtureMlp {
     }
 
     /// What the rows of a tile choose, by itself.
-    fn choose(
+    pub(super) fn choose(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -477,7 +545,7 @@ impl MixtureMlp {
         )?)
     }
 
-    fn routes<'r>(
+    pub(super) fn routes<'r>(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -520,7 +588,7 @@ impl MixtureMlp {
     }
 
     /// A row for each routed one.
-    fn spread(&self, cx: &Context<'_>, x_RD: View<'_>, routes: &Routes<'_>) -> Result<Tensor> {
+    pub(super) fn spread(&self, cx: &Context<'_>, x_RD: View<'_>, routes: &Routes<'_>) -> Result<Tensor> {
         let mut x_PD = cx.tensor(&[x_RD.shape().rows() * self.chosen, self.hidden])?;
         cx.kernels.experts.spread(x_RD, routes.rows_RX, x_PD.view_mut())?;
         Ok(x_PD)
@@ -540,7 +608,7 @@ impl MixtureMlp {
         self.widen_spread(cx, weights, h_PD.view(), routes, wide)
     }
 
-    fn widen_spread(
+    pub(super) fn widen_spread(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -596,11 +664,11 @@ impl MixtureMlp {
         x: View<'v>,
         out: ViewMut<'v>,
     ) -> Vec<(Linear, View<'v>, ViewMut<'v>)> {
-        let mut left = Some(out);
+        let (mut left, mut at) = (Some(out), 0);
         let share = |(expert, from, to): (usize, usize, usize)| {
-            let (mine, others) =
-                left.take().expect("what the experts before have left").split_rows(to - from);
-            left = Some(others);
+            let rest = left.take().expect("what the experts before have left");
+            let (mine, others) = rest.split_rows(from - at).1.split_rows(to - from);
+            (left, at) = (Some(others), to);
             (layer(&self.experts[expert]), x.rows(from, to), mine)
         };
         routes.busy().map(share).collect()

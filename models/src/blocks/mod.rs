@@ -21,6 +21,7 @@ mod parallel;
 mod router;
 mod routing;
 mod shared;
+mod stages;
 
 pub use decoder::DecoderBlock;
 pub use embedding::EmbeddingBlock;

@@ -41,7 +41,7 @@ impl ParallelMlp {
             after_dense: norm(params, "post_feedforward_layernorm_1"),
             after_experts: norm(params, "post_feedforward_layernorm_2"),
             after: norm(params, "post_feedforward_layernorm"),
-            experts: MixtureMlp::new(config, layer, mixture, params),
+            experts: MixtureMlp::new(config, layer, mixture, None, params),
         }
     }
 

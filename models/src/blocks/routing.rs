@@ -3,6 +3,7 @@
 use super::TILE_ROWS;
 use super::layers::{Normed, tiles};
 use std::array;
+use std::ops::Range;
 use terrace_kernels::{Tensor, View};
 
 /// What the router gives for all rows, kept for backward.
@@ -63,6 +64,11 @@ impl Tile {
     }
 
     /// Its rows of all.
+    pub(super) fn of_view(self, all: View<'_>) -> View<'_> {
+        all.rows(self.start, self.end)
+    }
+
+    /// Its rows of all.
     pub(crate) fn of(self, all: &Tensor) -> View<'_> {
         all.view().rows(self.start, self.end)
     }
@@ -111,6 +117,13 @@ impl<'a> Routes<'a> {
     /// What choices weigh.
     pub(super) fn final_RX(&self) -> View<'_> {
         self.scaled_RX.as_ref().map_or(self.weights_RX, Tensor::view)
+    }
+
+    /// The same with experts of a stage alone, whatever the others have.
+    pub(super) fn of_stage(mut self, stage: &Range<usize>) -> Self {
+        let (first, last) = (self.starts[stage.start], self.starts[stage.end]);
+        self.starts.iter_mut().for_each(|start| *start = (*start).clamp(first, last));
+        self
     }
 
     pub(super) fn busy(&self) -> impl Iterator<Item = (usize, usize, usize)> {

@@ -228,6 +228,7 @@ fn released_models_with_experts() {
         biased: false,
         shared: None,
         is_beside_dense: false,
+        experts_at_once: None,
         dense_layers: Vec::new(),
     };
     assert_eq!(qwen.mixture, Some(expected));

@@ -4,7 +4,7 @@ use crate::parity::furthest;
 use crate::runner::Runner;
 use std::collections::HashMap;
 use terrace_kernels::{DType, reference};
-use terrace_models::{Model, ModelConfig, RandomSource, Row, TILE_ROWS, TokenBatch};
+use terrace_models::{Mixture, Model, ModelConfig, RandomSource, Row, TILE_ROWS, TokenBatch};
 
 #[test]
 fn layers_beyond_one_tile() {
@@ -21,6 +21,40 @@ fn layers_beyond_one_tile() {
     let experts = r#""enable_moe_block": true, "top_k_experts": 2, "moe_intermediate_size": 8,"#;
     let more = format!("{OF_GEMMA4} {experts}");
     compare(config_with("Gemma4ForCausalLM", &more, 16, 4, 8, TILE_ROWS), 4, TILE_ROWS / 3);
+}
+
+/// Experts whose gradients are complete one after the other give what all of them give at once but for the order of sums; so do their tiles.
+#[test]
+fn experts_in_stages() {
+    let base = config("OlmoeForCausalLM", 16, 4, 8, TILE_ROWS);
+    let staged = |at_once| {
+        let mixture = base.mixture.clone().map(|mixture| Mixture { experts_at_once: at_once, ..mixture });
+        ModelConfig { mixture, ..base.clone() }
+    };
+    compare(staged(Some(2)), 4, TILE_ROWS / 3);
+    compare(staged(Some(1)), 1, 30);
+    let gradients = |model: ModelConfig| {
+        let mut source = RandomSource::for_config(&model, 3);
+        let batches = TokenBatch::for_source(&model, &mut source).unwrap();
+        let ids: Vec<u32> = (0..3000).map(|i| (i * 7919 % model.vocab) as u32).collect();
+        let labels: Vec<i32> = ids.iter().map(|id| *id as i32).collect();
+        let batch = batches.train(&[Row { ids: &ids, labels: &labels }], 1, ids.len()).unwrap();
+        let mut runner = Runner::new(Model::new(model), reference::kernel_set(), DType::F32, &mut source);
+        runner.scratch_bytes = 64 << 20;
+        let mut gradients = HashMap::new();
+        runner.train(&batch, 1.0 / batch.loss_terms as f32, &mut gradients);
+        gradients
+    };
+    let base = ModelConfig { positions_max: 3000, ..base.clone() };
+    let expected = gradients(base.clone());
+    for at_once in [1, 2] {
+        let mixture =
+            base.mixture.clone().map(|mixture| Mixture { experts_at_once: Some(at_once), ..mixture });
+        for (name, gradient) in gradients(ModelConfig { mixture, ..base.clone() }) {
+            let off = furthest(&gradient, &expected[&name]);
+            assert!(off <= 1e-6, "gradient of {name} is off by {off}");
+        }
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::{Choice, EnginePlan, LEAVING_MAX, Planner};
 use crate::Result;
 use crate::dry::DryCost;
 use crate::state::store_spec;
-use crate::turns::gradient_bytes;
+use crate::turns::{Turns, gradient_bytes};
 
 impl Planner<'_> {
     /// Whether blocks that keep have such memory: all gradients wait in host memory, where compute is, too.
@@ -48,7 +48,8 @@ impl Planner<'_> {
         if self.config.training.is_none() {
             return 0;
         }
-        let in_turns = |block: usize| self.is_in_turns(choice) && !self.network.is_shared(block);
+        let rounds = self.rounds();
+        let in_turns = |block: usize| self.is_in_turns(choice) && Turns::can(self.network, block, &rounds);
         let moves = |block| !self.backend.device.unified() && choice.keeping.sends(block);
         let stays = |block| choice.keeping.has(block) && !in_turns(block);
         let kept = keepers.iter().filter(|&&(block, _)| stays(block) || moves(block)).count();
