@@ -7,9 +7,9 @@ mod support;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use support::Setup;
+use support::{Setup, small_llama};
 use terrace_device::sim::{SimDevice, SimDeviceConfig};
-use terrace_models::Model;
+use terrace_models::{Model, ModelConfig};
 use terrace_optimizer::StateFormat;
 use terrace_tiers::{MemoryPlan, Tier};
 use terrace_zero::{Accumulation, Durability, Engine, Placement, WindowOverrides};
@@ -46,6 +46,8 @@ struct Case {
     on_card: (usize, usize),
     clipped: bool,
     copied: usize,
+    /// Of twelve experts so many have gradients at once; others leave before their block's backward ends.
+    experts_at_once: Option<usize>,
 }
 
 impl Case {
@@ -61,7 +63,20 @@ impl Case {
             on_card: (0, 0),
             clipped: true,
             copied: 0,
+            experts_at_once: None,
         }
+    }
+
+    fn model(self) -> ModelConfig {
+        let Some(experts_at_once) = self.experts_at_once else { return small_llama(false) };
+        let mut model = ModelConfig::parse(
+            r#"{"architectures":["Qwen3MoeForCausalLM"],"vocab_size":97,"hidden_size":64,"intermediate_size":160,
+            "num_hidden_layers":3,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":16,"max_position_embeddings":64,
+            "num_experts":12,"num_experts_per_tok":2,"moe_intermediate_size":48,"initializer_range":0.2}"#,
+        )
+        .unwrap();
+        model.mixture.as_mut().expect("there are experts").experts_at_once = Some(experts_at_once);
+        model
     }
 
     fn setup(self, dir: &Path) -> Setup {
@@ -87,7 +102,8 @@ impl Case {
             durability: self.durability,
             accumulation: self.accumulation,
             clip: self.clipped.then_some(0.5),
-            micro_batches: 3,
+            micro_batches: if self.experts_at_once.is_some() { 1 } else { 3 },
+            model: self.model(),
             cache_bytes: if copied > 0 { u64::MAX } else { 0 },
             overrides,
             ..Setup::new(false)
@@ -122,6 +138,16 @@ fn cases() -> Vec<Case> {
     }
     cases.push(Case { kept: Some((1, 2, 0)), ..Case::new(Placement::Host) });
     cases.push(Case { copied: 4, ..disk });
+    for placement in [Placement::None, Placement::Host, Placement::Disk] {
+        for (experts_at_once, clipped, on_card) in [(5, true, (0, 0)), (1, false, (0, 0)), (4, true, (9, 2))]
+        {
+            let experts_at_once = Some(experts_at_once);
+            cases.push(Case { experts_at_once, clipped, on_card, ..Case::new(placement) });
+        }
+    }
+    let experts_at_once = Some(3);
+    cases.push(Case { experts_at_once, gradients_on_disk: true, ..disk });
+    cases.push(Case { experts_at_once, kept: Some((1, 1, 1)), ..disk });
     cases.push(Case { copied: 2, clipped: false, durability: Durability::Checkpoint, ..disk });
     cases
 }
@@ -174,6 +200,29 @@ fn a_card_its_copies_and_the_disks_hold_what_is_planned() {
         assert_eq!(on_disk(&setup.disks), plan.total(Tier::Disk), "{case:?}: {plan:#?}");
         drop(engine);
         assert_eq!(card.pinned_bytes(), 0, "{case:?}");
+    }
+}
+
+/// Of experts in stages the accumulators of one stage are there at a time, of all of them if micro-batches add to them.
+#[test]
+fn stages_of_experts_take_less() {
+    let dir = tempfile::tempdir().unwrap();
+    let of = |experts_at_once, micro_batches, discrete| {
+        let case = Case { experts_at_once: Some(experts_at_once), ..Case::new(Placement::Disk) };
+        let setup = Setup { micro_batches, discrete, ..case.setup(dir.path()) };
+        let blocks = Model::new(setup.model.clone()).blocks;
+        let plan = Engine::plan_only(setup.config(), &setup.backend(), blocks, &setup.sample()).unwrap();
+        let tier = if discrete { Tier::Device } else { Tier::Host };
+        terms(&plan, tier, |what| what == "block workspaces and gradient accumulators")
+    };
+    let experts = 12 * 3 * 64 * 48 * 4;
+    for discrete in [false, true] {
+        let [all, few, accumulating] = [(12, 1), (3, 1), (3, 2)].map(|(at_once, m)| of(at_once, m, discrete));
+        assert!(
+            few + experts / 2 < all,
+            "{few} and {all} bytes, of which {experts} are gradients of experts"
+        );
+        assert!(accumulating >= all, "{accumulating} and {all} bytes");
     }
 }
 
