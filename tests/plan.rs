@@ -554,6 +554,7 @@ fn every_window_of_a_plan_is_that_of_its_run() {
         untested,
         [
             "signals_stay",
+            "uploads_ahead",
             "gradients_whole",
             "device_groups",
             "state_groups",

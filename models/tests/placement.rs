@@ -32,11 +32,18 @@ fn keeping(blocks: usize) -> WindowOverrides {
 /// Some groups stay on the device, or none; where it is not said, all do.
 fn staying(base: &Setup, dir: &std::path::Path) -> Vec<(String, Setup)> {
     let mut all = Vec::new();
-    for device_groups in [Some(0), Some(2), None] {
-        let overrides = WindowOverrides { device_groups, ..WindowOverrides::default() };
+    for (device_groups, uploads_ahead) in [
+        (Some(0), None),
+        (Some(0), Some(0)),
+        (Some(0), Some(1)),
+        (Some(2), None),
+        (Some(2), Some(0)),
+        (None, None),
+    ] {
+        let overrides = WindowOverrides { device_groups, uploads_ahead, ..WindowOverrides::default() };
         let here = Setup { overrides, discrete: true, ..base.clone() };
-        let words = format!("discrete, {device_groups:?} groups stay");
-        let disks = vec![dir.join(format!("stay-{device_groups:?}"))];
+        let words = format!("discrete, {device_groups:?} groups stay, {uploads_ahead:?} come ahead");
+        let disks = vec![dir.join(format!("stay-{device_groups:?}-{uploads_ahead:?}"))];
         let overrides = WindowOverrides { weight_slots: Some(1), ..overrides };
         let there = Setup { placement: Placement::Disk, disks, overrides, ..here.clone() };
         all.push((format!("host, {words}"), Setup { placement: Placement::Host, ..here }));

@@ -48,6 +48,7 @@ struct Case {
     copied: usize,
     /// Of twelve experts so many have gradients at once; others leave before their block's backward ends.
     experts_at_once: Option<usize>,
+    uploads_ahead: Option<usize>,
 }
 
 impl Case {
@@ -64,6 +65,7 @@ impl Case {
             clipped: true,
             copied: 0,
             experts_at_once: None,
+            uploads_ahead: None,
         }
     }
 
@@ -88,6 +90,7 @@ impl Case {
             kept_blocks: self.kept.map(|(here, ..)| here),
             kept_on_host: self.kept.map(|(_, on_host, _)| on_host),
             kept_on_disk: self.kept.map(|(.., on_disk)| on_disk),
+            uploads_ahead: self.uploads_ahead,
             device_groups: Some(on_card.0.max(on_card.1)),
             state_groups: Some(on_card.1),
             copied_weights: Some(copied),
@@ -145,6 +148,7 @@ fn cases() -> Vec<Case> {
             cases.push(Case { experts_at_once, clipped, on_card, ..Case::new(placement) });
         }
     }
+    cases.extend([0, 1].map(|ahead| Case { uploads_ahead: Some(ahead), ..disk }));
     let experts_at_once = Some(3);
     cases.push(Case { experts_at_once, gradients_on_disk: true, ..disk });
     cases.push(Case { experts_at_once, kept: Some((1, 1, 1)), ..disk });

@@ -146,6 +146,9 @@ pub struct Windows {
     pub gradients_on_disk: bool,
     pub activations_on_disk: bool,
     pub signals_stay: bool,
+    /// Two, where a plan says nothing.
+    #[serde(default = "uploads_ahead")]
+    pub uploads_ahead: usize,
     #[serde(default)]
     pub gradients_whole: bool,
     pub copied_weights: usize,
@@ -271,6 +274,10 @@ impl Budget {
     }
 }
 
+fn uploads_ahead() -> usize {
+    2
+}
+
 impl Windows {
     /// Of a finished plan, in which none is open.
     pub fn new(chosen: WindowOverrides, kept_blocks_max: usize) -> Self {
@@ -282,6 +289,7 @@ impl Windows {
             gradients_on_disk: Some(gradients_on_disk),
             activations_on_disk: Some(activations_on_disk),
             signals_stay: Some(signals_stay),
+            uploads_ahead: Some(uploads_ahead),
             gradients_whole: Some(gradients_whole),
             kept_blocks: Some(kept_blocks),
             kept_on_host: Some(kept_on_host),
@@ -310,6 +318,7 @@ impl Windows {
             gradients_on_disk,
             activations_on_disk,
             signals_stay,
+            uploads_ahead,
             gradients_whole,
             copied_weights,
             copied_groups,
@@ -335,6 +344,7 @@ impl Windows {
             gradients_on_disk: Some(self.gradients_on_disk),
             activations_on_disk: Some(self.activations_on_disk),
             signals_stay: Some(self.signals_stay),
+            uploads_ahead: Some(self.uploads_ahead),
             gradients_whole: Some(self.gradients_whole),
             kept_blocks: Some(self.kept_blocks),
             kept_on_host: Some(self.kept_on_host),
@@ -711,6 +721,7 @@ mod tests {
             gradients_on_disk: Some(true),
             activations_on_disk: Some(false),
             signals_stay: Some(true),
+            uploads_ahead: Some(1),
             gradients_whole: Some(true),
             kept_blocks: Some(7),
             kept_on_host: Some(2),

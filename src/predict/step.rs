@@ -69,6 +69,9 @@ struct Fetch<'a> {
     /// Uploads, and gathers after them, in flight or waiting for their use, and how many may be.
     ahead: usize,
     ahead_max: usize,
+    /// Places for them and for those in use, and how many are.
+    places: usize,
+    in_use: usize,
     ready: usize,
     /// Uses of the passes that have begun.
     taken: usize,
@@ -118,7 +121,7 @@ impl<'a> Run<'a> {
             machine: Machine::new(can, unified),
             unified,
             compute: Compute::default(),
-            fetch: Fetch::new(uses, schedule.uploads_ahead.max(together), &schedule.weight_slots),
+            fetch: Fetch::new(uses, schedule.uploads_ahead, together, &schedule.weight_slots),
             update: Update::new(slots.max(1)),
             left: Vec::new(),
         }
@@ -145,7 +148,9 @@ impl<'a> Run<'a> {
 
     fn begin(&mut self) {
         let uses = std::mem::take(&mut self.fetch.uses);
-        self.fetch = Fetch::new(uses, self.fetch.ahead_max, &self.schedule.weight_slots);
+        let (ahead, together) =
+            (self.schedule.uploads_ahead, self.fetch.places - self.schedule.uploads_ahead);
+        self.fetch = Fetch::new(uses, ahead, together, &self.schedule.weight_slots);
         self.compute = Compute::default();
         let update = &mut self.update;
         if let Some(first) = self.left.first() {
@@ -226,6 +231,7 @@ impl<'a> Run<'a> {
                 if let Some(group) = pass.completes.filter(|group| follows && !is_late(group)) {
                     self.update.queue.extend(self.pieces(group));
                 }
+                self.fetch.in_use = 0;
                 self.compute.pass += 1;
                 self.compute.stage = Stage::Weights;
                 if self.compute.pass == self.schedule.passes.len() {
@@ -269,7 +275,8 @@ impl<'a> Run<'a> {
             }
         }
         self.fetch.taken += pass.weights.len();
-        self.fetch.ahead -= pass.weights.iter().filter(|weights| weights.comes()).count();
+        self.fetch.in_use = pass.weights.iter().filter(|weights| weights.comes()).count();
+        self.fetch.ahead -= self.fetch.in_use;
         let job = self.machine.submit(Lane::ReadScratch, pass.gradient_read_bytes as f64);
         self.compute.stage = Stage::Gradients(job);
         true
@@ -343,7 +350,8 @@ impl<'a> Run<'a> {
         while fetch.ready + fetch.gathering.len() + fetch.uploading.len() < fetch.staged {
             let at = fetch.ready + fetch.gathering.len() + fetch.uploading.len();
             let weights = fetch.uses[at];
-            if weights.comes() && fetch.ahead == fetch.ahead_max {
+            let is_full = fetch.ahead == fetch.ahead_max || fetch.ahead + fetch.in_use == fetch.places;
+            if weights.comes() && is_full {
                 break;
             }
             fetch.ahead += usize::from(weights.comes());
@@ -485,7 +493,8 @@ impl Default for Compute {
 }
 
 impl<'a> Fetch<'a> {
-    fn new(uses: Vec<&'a WeightUse>, ahead_max: usize, slots: &[usize]) -> Self {
+    /// Of passes of which each uses at most `together`.
+    fn new(uses: Vec<&'a WeightUse>, ahead: usize, together: usize, slots: &[usize]) -> Self {
         Self {
             uses,
             requested: 0,
@@ -495,7 +504,9 @@ impl<'a> Fetch<'a> {
             uploading: VecDeque::new(),
             gathering: VecDeque::new(),
             ahead: 0,
-            ahead_max,
+            ahead_max: ahead.max(together),
+            places: ahead + together,
+            in_use: 0,
             ready: 0,
             taken: 0,
             slots: slots.to_vec(),

@@ -18,6 +18,7 @@ impl EnginePlan {
             gradients_on_disk: Some(w.gradients_on_disk),
             activations_on_disk: Some(w.activations_on_disk),
             signals_stay: Some(w.signals_stay),
+            uploads_ahead: Some(w.uploads_ahead),
             gradients_whole: Some(w.gradients_whole),
             kept_blocks: Some(w.keeping.counts.here),
             kept_on_host: Some(w.keeping.counts.on_host),

@@ -132,6 +132,9 @@ pub struct WindowOverrides {
     pub activations_on_disk: Option<bool>,
     /// Leave signals on a device with its own memory from one block to the next.
     pub signals_stay: Option<bool>,
+    /// Groups whose weights are on their way to a device with its own memory, or wait there, beside those in use. Where it is not fixed, two;
+    /// where the device has no room for that, one, or none, so that compute waits for every group.
+    pub uploads_ahead: Option<usize>,
     /// Bring a group's gradient down whole from a device with its own memory, while the next block computes. Where it is not fixed, where the
     /// device has room for the gradients of two groups; never where gradients are parked on disk, or the update follows backward.
     pub gradients_whole: Option<bool>,

@@ -40,7 +40,7 @@ use crate::activations::{Activations, SPILL_SLOTS};
 use crate::cache::Caching;
 use crate::device_weights::DeviceRoom;
 use crate::dry::{BlockCost, DryCost, DryRun, Staying};
-use crate::fetch::{SlotClass, plan_classes};
+use crate::fetch::{SlotClass, UPLOAD_WINDOW, plan_classes};
 use crate::gradients::STAGING_SLOTS;
 use crate::kept::{Keeping, KeptSlots};
 use crate::kv::KvRoom;
@@ -88,6 +88,7 @@ pub(crate) struct Windows {
     pub(crate) gradients_on_disk: bool,
     pub(crate) activations_on_disk: bool,
     pub(crate) signals_stay: bool,
+    pub(crate) uploads_ahead: usize,
     pub(crate) gradients_whole: bool,
     pub(crate) signal_bytes: usize,
     pub(crate) arena_bytes: usize,
@@ -127,6 +128,8 @@ struct Choice {
     activations_on_disk: bool,
     /// On a device with its own memory: signals stay there from one block to the next.
     signals_stay: bool,
+    /// On a device with its own memory: weights on their way there or waiting, beside those in use.
+    uploads_ahead: usize,
     /// On a device with its own memory: a group's gradient comes down whole.
     gradients_whole: bool,
     /// See [`WindowOverrides::gradient_groups`](crate::WindowOverrides).
@@ -401,6 +404,7 @@ impl Planner<'_> {
                                             gradients_on_disk,
                                             activations_on_disk,
                                             signals_stay,
+                                            uploads_ahead: o.uploads_ahead.unwrap_or(UPLOAD_WINDOW),
                                             gradients_whole,
                                             gradient_groups: groups(tight),
                                             keeping,
@@ -421,6 +425,7 @@ impl Planner<'_> {
                 }
             }
         }
+        self.add_fewer_uploads(&mut choices);
         Ok(choices)
     }
 
@@ -623,6 +628,7 @@ impl Planner<'_> {
             gradients_on_disk: choice.gradients_on_disk,
             activations_on_disk: choice.activations_on_disk,
             signals_stay: choice.signals_stay,
+            uploads_ahead: choice.uploads_ahead,
             gradients_whole: choice.gradients_whole,
             signal_bytes: (0..network.last()).map(signal).max().unwrap_or(0),
             arena_bytes: cost.arena_bytes.max(256),

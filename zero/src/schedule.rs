@@ -5,7 +5,6 @@
 //! all ranks of the node.
 
 use crate::activations::{Activations, SPILL_SLOTS};
-use crate::fetch::UPLOAD_WINDOW;
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::ranks::Traffic;
 use crate::speculation::may_speculate;
@@ -173,7 +172,7 @@ impl Schedule {
             weight_slots: windows.classes.iter().map(|class| class.slots).collect(),
             update_slots: windows.update_slots,
             gradient_chunks: bounded.then(|| windows.gradient_chunks.saturating_sub(shared)),
-            uploads_ahead: UPLOAD_WINDOW,
+            uploads_ahead: windows.uploads_ahead,
             spills_ahead: spilled_at_once.max(1),
             speculates: may_speculate(count.config, &count.plan.spec, &windows.caching),
         }

@@ -187,6 +187,7 @@ fn some_steps_in_f16_overflow_and_some_do_not() {
         freezes: false,
         is_deep: false,
         has_schedule: false,
+        has_experts: false,
         rule: Rule::AdamW,
     };
     let expected = Expected::of(training);

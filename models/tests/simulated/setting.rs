@@ -37,6 +37,8 @@ pub struct Training {
     /// Rates and betas are other ones in every step.
     pub has_schedule: bool,
     pub rule: Rule,
+    /// In stages.
+    pub has_experts: bool,
 }
 
 /// The optimizer.
@@ -156,6 +158,7 @@ impl Training {
             freezes: dice.one_in(4),
             is_deep: false,
             has_schedule: false,
+            has_experts: false,
             rule: Rule::AdamW,
         }
     }
@@ -176,7 +179,7 @@ impl Training {
         setup.device = Some(Arc::new(HostDevice::unified()));
         let overrides =
             WindowOverrides { kept_blocks: Some(0), overlap: Some(false), ..WindowOverrides::default() };
-        setup.model = tiny_llama(self.tied, self.is_deep);
+        setup.model = tiny_model(self);
         setup.micro_batches = self.micro_batches;
         setup.clip = match self.clips {
             Clips::None => None,
@@ -347,6 +350,7 @@ impl Life {
             gradients_on_disk: dice.perhaps(&[true, false]).filter(|_| on_disk),
             activations_on_disk: dice.perhaps(&[true, false]).filter(|_| on_disk),
             signals_stay: dice.perhaps(&[true, false]),
+            uploads_ahead: None,
             gradients_whole: None,
             kept_blocks: dice.perhaps(&[0, 1, LAYERS]),
             gradient_groups: dice.perhaps(&[1, 2, 3, 8]),
@@ -425,6 +429,7 @@ impl Life {
             self.disk_weights = Some((0..disks).map(|_| dice.pick(&[1.0, 1.0, 2.0, 5.0])).collect());
         }
         self.overrides.gradients_whole = dice.perhaps(&[true, false]);
+        self.overrides.uploads_ahead = dice.perhaps(&[0, 1, 2]);
     }
 }
 
@@ -438,6 +443,11 @@ impl Training {
         }
         if dice.one_in(8) {
             self.rule = Rule::Lion;
+        }
+        // Gradients of experts leave before their block's backward ends where there is one micro-batch.
+        if dice.one_in(6) {
+            self.has_experts = true;
+            self.micro_batches = dice.pick(&[1, 1, self.micro_batches]);
         }
     }
 }
@@ -469,13 +479,22 @@ fn early(dice: &mut Dice, bound: u64) -> u64 {
 }
 
 /// A Llama that costs next to nothing, but for embeddings of more than one chunk.
-fn tiny_llama(tied: bool, is_deep: bool) -> ModelConfig {
+fn tiny_model(training: Training) -> ModelConfig {
+    let Training { tied, is_deep, has_experts, .. } = training;
     let (layers, intermediate) = if is_deep { (DEEP_LAYERS, 400) } else { (LAYERS, 48) };
-    ModelConfig::parse(&format!(
-        r#"{{"architectures":["LlamaForCausalLM"],"model_type":"llama","vocab_size":533,"hidden_size":32,
+    let (class, of_experts) = match has_experts {
+        false => ("LlamaForCausalLM", intermediate),
+        true => ("Qwen3MoeForCausalLM", intermediate / 4),
+    };
+    let mut model = ModelConfig::parse(&format!(
+        r#"{{"architectures":["{class}"],"vocab_size":533,"hidden_size":32,
         "intermediate_size":{intermediate},"num_hidden_layers":{layers},"num_attention_heads":2,"num_key_value_heads":1,
         "max_position_embeddings":64,"rms_norm_eps":1e-5,"rope_theta":10000.0,"hidden_act":"silu",
-        "tie_word_embeddings":{tied}}}"#
+        "num_experts":5,"num_experts_per_tok":2,"moe_intermediate_size":{of_experts},"tie_word_embeddings":{tied}}}"#
     ))
-    .expect("a valid configuration")
+    .expect("a valid configuration");
+    if let Some(mixture) = &mut model.mixture {
+        mixture.experts_at_once = Some(2);
+    }
+    model
 }

@@ -136,11 +136,22 @@ impl Planner<'_> {
         Ok((choice, plan))
     }
 
+    /// The last resort: compute waits for weights that could have come while it was busy.
+    pub(super) fn add_fewer_uploads(&self, choices: &mut Vec<Choice>) {
+        if self.backend.device.unified() || self.config.overrides.uploads_ahead.is_some() {
+            return;
+        }
+        let smallest: Vec<Choice> = choices.iter().filter(|choice| !choice.signals_stay).copied().collect();
+        for uploads_ahead in (0..UPLOAD_WINDOW).rev() {
+            choices.extend(smallest.iter().map(|&choice| Choice { uploads_ahead, ..choice }));
+        }
+    }
+
     /// Memory of the device for weights and state.
     pub(super) fn device_room(&self, choice: Choice) -> DeviceRoom {
         let network = self.network;
         let together = (0..network.blocks.len()).map(|b| network.groups_of(b).len()).max().unwrap_or(1);
-        let (slots, state) = (UPLOAD_WINDOW + together, choice.state_groups);
+        let (slots, state) = (choice.uploads_ahead + together, choice.state_groups);
         if self.ranks().are_several() {
             return DeviceRoom::of_shards(network, slots, choice.device_groups, state);
         }
