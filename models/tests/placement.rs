@@ -479,11 +479,9 @@ fn staged(model: ModelConfig, experts_at_once: usize) -> ModelConfig {
 fn experts_in_stages() {
     for (model, at_once, dtype, clip) in [
         (with_experts(), 7, DType::BF16, Some(1.0)),
-        (with_experts(), 7, DType::F32, None),
         (gpt_oss(), 5, DType::BF16, None),
         (with_shared()[0].clone(), 2, DType::BF16, Some(1.0)),
         (with_shared()[1].clone(), 1, DType::F32, Some(1.0)),
-        (with_latents(), 3, DType::BF16, Some(1.0)),
     ] {
         let model = staged(model, at_once);
         let state = if dtype == DType::F32 { StateFormat::Fp32 } else { StateFormat::Split };

@@ -29,6 +29,7 @@ pub fn export(args: &ExportArgs) -> Result<(), CliError> {
     let recoveries = view.recoveries().to_vec();
     let weights = StoredWeights::open(view, commit, model.blocks, dtype)?;
     identity.check_config(&args.model.join("config.json"), &config_text)?;
+    identity.check_order(&model.config)?;
     checks::export_output(&args.output, &args.model)?;
 
     stored::say(&recoveries);

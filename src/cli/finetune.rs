@@ -79,7 +79,7 @@ pub fn train(
     let FinetuneInputs { run, data, sampler, steps, metrics } = inputs;
     say_what(&run, &data);
     let config_text = read_config(&run.model)?;
-    let identity = identity::of_run(&run, &config_text, data.fingerprint(), steps);
+    let identity = identity::of_run(&run, (&model.config, &config_text), data.fingerprint(), steps);
     let mut config = engine_config(&run, &args.placement, &session, identity)?;
     let disk_profile = profile.as_ref().and_then(|found| found.disk.as_ref());
     config.disk_weights = session::disk_weights(disk_profile, &config.disks);

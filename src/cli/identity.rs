@@ -7,17 +7,24 @@ use crate::config::TrainConfig;
 use crate::error::CliError;
 use serde_json::{Map, Value, json};
 use terrace_kernels::DType;
+use terrace_models::ModelConfig;
 use terrace_tiers::{BlobKind, StoreSpec, checksum};
 use terrace_zero::{EngineError, identity_differences};
 
 const CONFIG: &str = "the model's config.json";
 const DTYPE: &str = "--dtype";
 const STATE: &str = "--state";
+const EXPERTS: &str = "experts of a layer";
 
-/// Everything that the numbers of a run depend on.
-pub fn of_run(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> String {
+/// Everything that the numbers of a run depend on, and the order in which its state has them.
+pub fn of_run(
+    run: &TrainConfig,
+    (model, config_text): (&ModelConfig, &str),
+    data: u64,
+    steps: u64,
+) -> String {
     let groups: Vec<String> = run.groups.iter().map(ToString::to_string).collect();
-    json!({
+    let mut identity = json!({
         CONFIG: config_checksum(config_text),
         "the rows of --data": format!("checksum {data:016x}"),
         "--seq-len": run.seq_len,
@@ -34,8 +41,18 @@ pub fn of_run(run: &TrainConfig, config_text: &str, data: u64, steps: u64) -> St
         "--param-group and --no-decay": groups,
         "--scheduler": format!("{:?}", run.schedule),
         "steps": run.schedule.depends_on_length().then_some(steps),
-    })
-    .to_string()
+    });
+    // States of other models are older than this entry.
+    if let Some(order) = order_of_experts(model) {
+        identity[EXPERTS] = order.into();
+    }
+    identity.to_string()
+}
+
+/// Says that they come before a layer's other parameters, as those do whose gradients are complete before the others.
+fn order_of_experts(model: &ModelConfig) -> Option<String> {
+    let stages = model.mixture.as_ref()?.stages(model.hidden).len();
+    (stages > 1).then(|| format!("first, in {stages} stages"))
 }
 
 fn config_checksum(text: &str) -> String {
@@ -108,6 +125,22 @@ impl Identity {
             _ => Ok(()),
         }
     }
+
+    /// Compares the order of parameters with that which this build gives them.
+    ///
+    /// # Errors
+    /// They differ.
+    pub fn check_order(&self, model: &ModelConfig) -> Result<(), CliError> {
+        let stored = self.entries.get(EXPERTS).and_then(Value::as_str);
+        if self.entries.is_empty() || stored == order_of_experts(model).as_deref() {
+            return Ok(());
+        }
+        Err(CliError::Failed(
+            "the training state was written by another build of terrace, which gives the experts of a layer another order: export it \
+             with that one"
+                .into(),
+        ))
+    }
 }
 
 /// The error of a run that would resume another, with what differs as a user would say it.
@@ -135,5 +168,38 @@ fn in_words(value: &Value) -> String {
         Value::Array(values) if values.is_empty() => "none".into(),
         Value::Array(values) => values.iter().map(in_words).collect::<Vec<_>>().join(" "),
         other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of large experts alone it is another than it was.
+    #[test]
+    fn the_order_of_experts_is_that_of_the_state() {
+        let config = |architecture: &str, hidden: usize| {
+            let text = format!(
+                r#"{{"architectures": ["{architecture}"], "vocab_size": 97, "hidden_size": {hidden}, "intermediate_size": {hidden},
+                    "num_hidden_layers": 2, "num_attention_heads": 8}}"#
+            );
+            ModelConfig::parse(&text).unwrap()
+        };
+        let (small, large) = (config("MixtralForCausalLM", 64), config("MixtralForCausalLM", 4096));
+        let state = |model: Option<&ModelConfig>| {
+            let mut entries = Map::new();
+            entries.insert(CONFIG.into(), "checksum 0".into());
+            let order = model.and_then(order_of_experts);
+            entries.extend(order.map(|order| (EXPERTS.to_owned(), order.into())));
+            Identity { entries, text: String::new() }
+        };
+        assert!(order_of_experts(&large).is_some());
+        for model in [&small, &config("LlamaForCausalLM", 4096)] {
+            state(None).check_order(model).unwrap();
+            assert!(state(Some(&large)).check_order(model).is_err());
+        }
+        state(Some(&large)).check_order(&large).unwrap();
+        let error = state(None).check_order(&large).unwrap_err().to_string();
+        assert!(error.contains("another build of terrace"), "{error}");
     }
 }
