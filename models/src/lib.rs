@@ -39,6 +39,7 @@ mod rope;
 mod safetensors_files;
 mod safetensors_in;
 mod safetensors_out;
+mod windows;
 
 pub use batch::{Row, TokenBatch};
 pub use blocks::{
