@@ -13,11 +13,11 @@ use crate::json::parse_json;
 use crate::latent::LatentAttention;
 use crate::mixture::Mixture;
 use crate::rope::{Rope, RopeScaling};
-use crate::windows::{unrotated, windows};
+use crate::windows::windows;
 use crate::{ModelError, Result};
 use serde_json::Value;
 use std::path::Path;
-use terrace_kernels::{DeltaSpec, GateFunction};
+use terrace_kernels::{DeltaSpec, GateFunction, RopePairs};
 use terrace_zero::ParamSpec;
 
 /// How weights may be stored that are read in spite of a `quantization_config`.
@@ -116,7 +116,7 @@ impl QkNorm {
         Ok(match family {
             Family::Qwen3 | Family::Gemma3 | Family::Gemma4 | Family::Qwen3Moe => Some(Self::PerHead),
             Family::Olmo2 | Family::Olmo3 | Family::Olmoe | Family::MiniMaxM2 => Some(Self::AllHeads),
-            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => Some(Self::PerHead),
+            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe | Family::Exaone4 => Some(Self::PerHead),
             Family::Glm4Moe if entries.flag("use_qk_norm", false)? => Some(Self::PerHead),
             _ => None,
         })
@@ -201,6 +201,8 @@ pub struct ModelConfig {
     pub logit_cap: Option<f32>,
     /// Rotary position embedding.
     pub rope: Rope,
+    /// How the elements of a head that are rotated are paired, of attention without a latent.
+    pub rope_pairs: RopePairs,
     /// That of layers with a window, if it is another; one that does not change with the length of sequences.
     pub window_rope: Option<Rope>,
     /// Positions the model was trained for, or those that the scaling of its rotary embedding stretches them to: the largest that
@@ -333,8 +335,7 @@ impl ModelConfig {
         let positions_max = entries.size_or("max_position_embeddings", defaults.positions)?;
         let vocab = entries.size("vocab_size")?;
         let biases = family.biases(&entries)?;
-        let unrotated = unrotated(&entries, family, layers)?;
-        let mut windows = windows(&entries, family, layers, &unrotated)?;
+        let (mut windows, unrotated) = windows(&entries, family, layers)?;
         let keys_are_values = family == Family::Gemma4 && entries.flag("attention_k_eq_v", false)?;
         let of_all = kv_heads(&entries, family, hidden, heads, latent.as_ref())?;
         let mut heads_by_kind = (of_all, None);
@@ -397,11 +398,17 @@ impl ModelConfig {
             unrotated,
             positions_max: rope.positions(family, positions_max, other_positions(&entries)?),
             rope,
+            rope_pairs: family.rotated_pairs(),
             window_rope,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
-            eos_ids: match defaults.eos.filter(|_| !entries.has("eos_token_id")) {
-                Some(id) => vec![id],
-                None => entries.ids("eos_token_id")?,
+            eos_ids: match entries.has("eos_token_id") {
+                // Whose classes mean the default by it, too.
+                true if entries.has_value("eos_token_id")
+                    || !matches!(family, Family::Glm | Family::Glm4) =>
+                {
+                    entries.ids("eos_token_id")?
+                }
+                _ => defaults.eos.to_vec(),
             },
             pad_id: pad_id(&entries, vocab, defaults.pad)?,
             fp8: fp8(&entries)?,
@@ -443,7 +450,10 @@ impl ModelConfig {
         let of_layer = |layer: usize| {
             let mixture = self.mixture_of(layer).filter(|mixture| mixture.has_score_biases)?;
             let name = format!("model.layers.{layer}.{}.e_score_correction_bias", names.score_biases);
-            Some(ParamSpec::new(name, &[mixture.experts]))
+            match self.family {
+                Family::Ernie45Moe => Some(ParamSpec::new(name, &[1, mixture.experts])),
+                _ => Some(ParamSpec::new(name, &[mixture.experts])),
+            }
         };
         (0..self.layers).filter_map(of_layer).collect()
     }
@@ -525,7 +535,7 @@ fn kv_heads(
         // What transformers calls so is the part that is rotated.
         _ if latent.is_some() => latent.map_or(0, LatentAttention::head_size),
         (Some(size), _) => size,
-        (None, Family::SeedOss) if entries.has("head_dim") => divided(hidden, heads)?,
+        (None, Family::SeedOss | Family::Ernie45) if entries.has("head_dim") => divided(hidden, heads)?,
         (None, _) => defaults.head_size.map_or_else(|| divided(hidden, heads), Ok)?,
     };
     Ok(KvHeads { count, size })
@@ -609,12 +619,16 @@ fn refuse_unsupported(entries: &Entries<'_>, family: Family) -> Result {
             });
         }
     }
-    if family == Family::DeepseekV2 && entries.flag("mlp_bias", false)? {
-        return Err(ModelError::Unsupported {
-            what: "mlp_bias".into(),
-            found: "true".into(),
-            supported: "false (in a DeepSeek V2)".into(),
-        });
+    for (key, families) in
+        [("mlp_bias", &[Family::DeepseekV2][..]), ("use_bias", &[Family::Ernie45, Family::Ernie45Moe])]
+    {
+        if families.contains(&family) && entries.flag(key, false)? {
+            return Err(ModelError::Unsupported {
+                what: key.into(),
+                found: "true".into(),
+                supported: format!("false (in a {family:?})"),
+            });
+        }
     }
     if let Some(most) = entries.number("clip_qkv")? {
         return Err(ModelError::Unsupported {

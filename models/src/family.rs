@@ -5,9 +5,10 @@ use crate::config::Norms;
 use crate::entries::Entries;
 use crate::fused::Packing;
 use crate::{ModelError, Result};
+use terrace_kernels::RopePairs;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 27] = [
+const FAMILIES: [(Family, &str, &str); 32] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Ministral3, "Ministral3ForCausalLM", "ministral3"),
@@ -22,6 +23,10 @@ const FAMILIES: [(Family, &str, &str); 27] = [
     (Family::Gemma, "GemmaForCausalLM", "gemma"),
     (Family::Gemma3, "Gemma3ForCausalLM", "gemma3_text"),
     (Family::Gemma4, "Gemma4ForCausalLM", "gemma4_text"),
+    (Family::Exaone4, "Exaone4ForCausalLM", "exaone4"),
+    (Family::Glm, "GlmForCausalLM", "glm"),
+    (Family::Glm4, "Glm4ForCausalLM", "glm4"),
+    (Family::Ernie45, "Ernie4_5ForCausalLM", "ernie4_5"),
     (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
     (Family::Qwen2Moe, "Qwen2MoeForCausalLM", "qwen2_moe"),
     (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
@@ -33,6 +38,7 @@ const FAMILIES: [(Family, &str, &str); 27] = [
     (Family::Glm4MoeLite, "Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
     (Family::DeepseekV2, "DeepseekV2ForCausalLM", "deepseek_v2"),
     (Family::DeepseekV3, "DeepseekV3ForCausalLM", "deepseek_v3"),
+    (Family::Ernie45Moe, "Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
     (Family::MiniMaxM2, "MiniMaxM2ForCausalLM", "minimax_m2"),
     (Family::GptOss, "GptOssForCausalLM", "gpt_oss"),
 ];
@@ -69,6 +75,15 @@ pub enum Family {
     /// Gemma 4 (31B, 26B-A4B): norms multiply by their weights, values have norms, what a layer gives is multiplied by a number of the files;
     /// layers without a window have other heads and no projection of values; some have experts beside the feed-forward of all tokens.
     Gemma4,
+    /// EXAONE 4: an OLMo 2 that normalizes each head of queries and keys, and whose larger model has windows in three layers of four and no
+    /// positions in the others.
+    Exaone4,
+    /// GLM 4 of 2024: half of each head is rotated, in pairs of neighbours; files hold gate and up projections as one tensor.
+    Glm,
+    /// GLM 4 of 2025 (0414) and Z1: the same with norms on both sides of attention and feed-forward.
+    Glm4,
+    /// ERNIE 4.5 without experts (0.3B): a Llama that rotates pairs of neighbours.
+    Ernie45,
     /// Mixtral: a Mistral with experts, of which each token goes through two.
     Mixtral,
     /// Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B), and a feed-forward beside them of which each token has a part.
@@ -93,6 +108,8 @@ pub enum Family {
     DeepseekV2,
     /// DeepSeek V3 and R1, Kimi K2, Moonlight: the same attention, experts chosen by sigmoids and a bias.
     DeepseekV3,
+    /// ERNIE 4.5 with experts (21B-A3B, 300B-A47B): chosen by a softmax and a bias, behind layers without, with a feed-forward beside them.
+    Ernie45Moe,
     /// MiniMax M2: experts chosen by sigmoids and a bias, queries and keys normalized with all heads together, half of each head rotated.
     MiniMaxM2,
     /// gpt-oss: experts with biases, attention sinks, windows in every other layer; files hold the experts of a layer together, often as MXFP4.
@@ -110,7 +127,7 @@ pub(crate) struct Defaults {
     pub(crate) theta: f64,
     pub(crate) tied: bool,
     pub(crate) pad: Option<usize>,
-    pub(crate) eos: Option<u32>,
+    pub(crate) eos: &'static [u32],
     pub(crate) dropout: f64,
 }
 
@@ -123,7 +140,7 @@ const LLAMA: Defaults = Defaults {
     theta: 10_000.0,
     tied: false,
     pad: None,
-    eos: Some(2),
+    eos: &[2],
     dropout: 0.0,
 };
 
@@ -148,10 +165,10 @@ impl Family {
                 pad: Some(11),
                 ..LLAMA
             },
-            Self::Qwen2 => Defaults { positions: 32_768, eos: None, ..LLAMA },
-            Self::Qwen3 => Defaults { head_size: Some(128), positions: 32_768, eos: None, ..LLAMA },
+            Self::Qwen2 => Defaults { positions: 32_768, eos: &[], ..LLAMA },
+            Self::Qwen3 => Defaults { head_size: Some(128), positions: 32_768, eos: &[], ..LLAMA },
             Self::Phi3 => {
-                Defaults { positions: 4096, norm_eps: 1e-5, pad: Some(32_000), eos: Some(32_000), ..LLAMA }
+                Defaults { positions: 4096, norm_eps: 1e-5, pad: Some(32_000), eos: &[32_000], ..LLAMA }
             }
             Self::SeedOss => Defaults {
                 kv_heads: Some(8),
@@ -167,10 +184,10 @@ impl Family {
                 theta: 2_000_000.0,
                 tied: true,
                 pad: Some(128_004),
-                eos: Some(128_001),
+                eos: &[128_001],
                 ..LLAMA
             },
-            Self::Olmo2 => Defaults { norm_eps: 1e-5, pad: Some(1), eos: Some(50_279), ..LLAMA },
+            Self::Olmo2 => Defaults { norm_eps: 1e-5, pad: Some(1), eos: &[50_279], ..LLAMA },
             Self::Granite => LLAMA,
             Self::Gemma => Defaults {
                 kv_heads: Some(16),
@@ -178,7 +195,7 @@ impl Family {
                 positions: 8192,
                 tied: true,
                 pad: Some(0),
-                eos: Some(1),
+                eos: &[1],
                 ..LLAMA
             },
             Self::Gemma3 => Defaults {
@@ -189,6 +206,27 @@ impl Family {
             },
             Self::Gemma4 => Self::Gemma3.defaults(),
             Self::Olmo3 => Defaults { theta: 500_000.0, ..Self::Olmo2.defaults() },
+            Self::Exaone4 => Defaults { kv_heads: Some(32), norm_eps: 1e-5, ..LLAMA },
+            Self::Glm | Self::Glm4 => Defaults {
+                kv_heads: Some(2),
+                head_size: Some(128),
+                positions: 131_072,
+                norm_eps: 1.562_5e-7,
+                pad: Some(151_329),
+                eos: &[151_329, 151_336, 151_338],
+                ..LLAMA
+            },
+            Self::Ernie45 => Defaults {
+                kv_heads: Some(2),
+                head_size: Some(128),
+                positions: 131_072,
+                norm_eps: 1e-5,
+                theta: 500_000.0,
+                tied: true,
+                pad: Some(0),
+                ..LLAMA
+            },
+            Self::Ernie45Moe => Defaults { kv_heads: Some(4), head_size: None, ..Self::Ernie45.defaults() },
             Self::Mixtral => Defaults {
                 kv_heads: Some(8),
                 positions: 131_072,
@@ -196,25 +234,25 @@ impl Family {
                 theta: 1_000_000.0,
                 ..LLAMA
             },
-            Self::Qwen2Moe => Defaults { kv_heads: Some(16), positions: 32_768, eos: None, ..LLAMA },
-            Self::Qwen3Moe => Defaults { kv_heads: Some(4), positions: 32_768, eos: None, ..LLAMA },
+            Self::Qwen2Moe => Defaults { kv_heads: Some(16), positions: 32_768, eos: &[], ..LLAMA },
+            Self::Qwen3Moe => Defaults { kv_heads: Some(4), positions: 32_768, eos: &[], ..LLAMA },
             Self::Olmoe => Defaults { positions: 4096, ..Self::Olmo2.defaults() },
             Self::Glm4Moe => {
-                Defaults { kv_heads: Some(8), positions: 131_072, norm_eps: 1e-5, eos: None, ..LLAMA }
+                Defaults { kv_heads: Some(8), positions: 131_072, norm_eps: 1e-5, eos: &[], ..LLAMA }
             }
             Self::Qwen35 => {
-                Defaults { kv_heads: Some(4), head_size: Some(256), positions: 32_768, eos: None, ..LLAMA }
+                Defaults { kv_heads: Some(4), head_size: Some(256), positions: 32_768, eos: &[], ..LLAMA }
             }
             Self::Qwen3Next | Self::Qwen35Moe => Defaults { kv_heads: Some(2), ..Self::Qwen35.defaults() },
-            Self::Glm4MoeLite => Defaults { positions: 202_752, norm_eps: 1e-5, eos: Some(1), ..LLAMA },
+            Self::Glm4MoeLite => Defaults { positions: 202_752, norm_eps: 1e-5, eos: &[1], ..LLAMA },
             Self::DeepseekV2 => LLAMA,
-            Self::DeepseekV3 => Defaults { positions: 4096, eos: Some(1), ..LLAMA },
+            Self::DeepseekV3 => Defaults { positions: 4096, eos: &[1], ..LLAMA },
             Self::MiniMaxM2 => Defaults {
                 kv_heads: Some(8),
                 head_size: Some(128),
                 positions: 196_608,
                 theta: 5_000_000.0,
-                eos: Some(200_020),
+                eos: &[200_020],
                 ..LLAMA
             },
             Self::GptOss => Defaults {
@@ -223,7 +261,7 @@ impl Family {
                 positions: 131_072,
                 norm_eps: 1e-5,
                 theta: 150_000.0,
-                eos: None,
+                eos: &[],
                 ..LLAMA
             },
         }
@@ -240,11 +278,13 @@ impl Family {
     }
 
     pub(crate) fn biases(self, entries: &Entries<'_>) -> Result<Biases> {
-        let attention = entries.flag("attention_bias", matches!(self, Self::SeedOss | Self::GptOss))?;
+        let attention = entries
+            .flag("attention_bias", matches!(self, Self::SeedOss | Self::GptOss | Self::Glm | Self::Glm4))?;
         let qkv = match self {
             Self::Qwen2 => true,
             Self::Qwen2Moe => entries.flag("qkv_bias", true)?,
             Self::Mistral | Self::Ministral3 | Self::Phi3 | Self::Mixtral | Self::MiniMaxM2 => false,
+            Self::Exaone4 | Self::Ernie45 | Self::Ernie45Moe => false,
             _ => attention,
         };
         let output = match self {
@@ -252,7 +292,8 @@ impl Family {
             Self::Mistral | Self::Qwen2 | Self::Phi3 | Self::Mixtral | Self::Qwen2Moe | Self::Glm4Moe => {
                 false
             }
-            Self::Ministral3 | Self::MiniMaxM2 => false,
+            Self::Ministral3 | Self::MiniMaxM2 | Self::Glm | Self::Glm4 => false,
+            Self::Exaone4 | Self::Ernie45 | Self::Ernie45Moe => false,
             _ => attention,
         };
         let mlp = match self {
@@ -266,6 +307,7 @@ impl Family {
     pub(crate) fn packing(self) -> Packing {
         match self {
             Self::Phi3 => Packing::Projections,
+            Self::Glm | Self::Glm4 => Packing::GateAndUp,
             Self::GptOss => Packing::Experts,
             Self::Qwen35 => Packing::Gates,
             Self::Qwen35Moe => Packing::GatesAndExperts,
@@ -292,17 +334,42 @@ impl Family {
     /// The part of each head that is rotated where configurations do not say.
     pub(crate) fn rotated_part(self) -> f64 {
         match self {
-            Self::Glm4Moe => 0.5,
+            Self::Glm4Moe | Self::Glm | Self::Glm4 => 0.5,
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => 0.25,
             _ => 1.0,
         }
     }
 
+    /// How the elements of a head that are rotated are paired.
+    pub(crate) fn rotated_pairs(self) -> RopePairs {
+        match self {
+            Self::Glm | Self::Glm4 | Self::Ernie45 | Self::Ernie45Moe => RopePairs::Neighbours,
+            _ => RopePairs::Halves,
+        }
+    }
+
     pub(crate) fn norms(self) -> Norms {
         match self {
-            Self::Olmo2 | Self::Olmo3 => Norms::After,
-            Self::Gemma3 | Self::Gemma4 => Norms::Both,
+            Self::Olmo2 | Self::Olmo3 | Self::Exaone4 => Norms::After,
+            Self::Gemma3 | Self::Gemma4 | Self::Glm4 => Norms::Both,
             _ => Norms::Before,
+        }
+    }
+
+    /// What norms before and behind attention are called.
+    pub(crate) fn norms_of_attention(self) -> [&'static str; 2] {
+        match self {
+            Self::Glm4 => ["input_layernorm", "post_self_attn_layernorm"],
+            _ => ["input_layernorm", "post_attention_layernorm"],
+        }
+    }
+
+    /// What those before and behind the feed-forward are called.
+    pub(crate) fn norms_of_feed_forward(self) -> [&'static str; 2] {
+        match self {
+            Self::Gemma3 | Self::Gemma4 => ["pre_feedforward_layernorm", "post_feedforward_layernorm"],
+            Self::Glm4 => ["post_attention_layernorm", "post_mlp_layernorm"],
+            _ => ["post_attention_layernorm", "post_feedforward_layernorm"],
         }
     }
 }

@@ -149,6 +149,22 @@ impl Mixture {
                 has_score_biases: true,
                 ..usual(experts(of_num_local_experts, 256)?, chosen(8)?, inner()?)
             }),
+            Family::Ernie45Moe => {
+                let named = |keys: [&str; 2], default| experts(keys, default);
+                let feed_forward = inner_of_experts(1536)?;
+                let shared = of_several(entries, "moe_num_shared_experts", feed_forward, 2)?;
+                refuse_least_sum(entries)?;
+                Some(Self {
+                    has_score_biases: true,
+                    shared,
+                    dense_layers: layers_between(entries, layers)?,
+                    ..usual(
+                        named(["moe_num_experts", "num_experts"], 64)?,
+                        named(["moe_k", "num_experts_per_tok"], 6)?,
+                        feed_forward,
+                    )
+                })
+            }
             Family::Gemma4 if entries.flag("enable_moe_block", false)? => {
                 let size = |key| entries.size(key);
                 let (experts, chosen) = (size("num_experts")?, size("top_k_experts")?);
@@ -172,12 +188,7 @@ impl Mixture {
             _ => (128, Some(8), 1408, 1, 1, 1, 1.0),
         };
         let feed_forward = entries.size_or("moe_intermediate_size", inner)?;
-        let shared = entries.size_or_zero("n_shared_experts", shared)?;
-        let of_shared = feed_forward.checked_mul(shared).filter(|inner| u32::try_from(*inner).is_ok());
-        let of_shared = of_shared.ok_or_else(|| {
-            entries
-                .error("n_shared_experts", format!("is {shared}, of {feed_forward} each; that is too many"))
-        })?;
+        let shared = of_several(entries, "n_shared_experts", feed_forward, shared)?;
         let is_v2 = family == Family::DeepseekV2;
         let (count, kept) = (entries.size_or("n_group", groups)?, entries.size_or("topk_group", kept)?);
         let groups = match is_v2 {
@@ -207,7 +218,7 @@ impl Mixture {
             normalize: !is_v2 && entries.flag("norm_topk_prob", true)?,
             scale: entries.positive_or("routed_scaling_factor", scale)? as f32,
             biased: false,
-            shared: (shared > 0).then_some(SharedExpert { feed_forward: of_shared, is_gated: false }),
+            shared,
             is_beside_dense: false,
             dense_layers: first_dense_layers(entries, family, layers)?,
             experts_at_once: None,
@@ -260,6 +271,45 @@ impl Mixture {
 /// Far more than any model has; a broken number must not become an allocation.
 const EXPERTS_MAX: usize = 1 << 12;
 const ALL_EXPERTS_MAX: usize = 1 << 18;
+
+/// A feed-forward for all tokens, as large as several experts, of which `key` says how many.
+fn of_several(
+    entries: &Entries<'_>,
+    key: &str,
+    feed_forward: usize,
+    default: usize,
+) -> Result<Option<SharedExpert>> {
+    let count = entries.size_or_zero(key, default)?;
+    let all = feed_forward.checked_mul(count).filter(|inner| u32::try_from(*inner).is_ok());
+    let all = all
+        .ok_or_else(|| entries.error(key, format!("is {count}, of {feed_forward} each; that is too many")))?;
+    Ok((count > 0).then_some(SharedExpert { feed_forward: all, is_gated: false }))
+}
+
+/// What ERNIE divides by at least. Scores that experts are chosen by are far larger.
+fn refuse_least_sum(entries: &Entries<'_>) -> Result {
+    let least = entries.number_or("moe_norm_min", 1e-12)?;
+    if least <= 1e-9 {
+        return Ok(());
+    }
+    Err(ModelError::Unsupported {
+        what: "moe_norm_min".into(),
+        found: least.to_string(),
+        supported: "at most 1e-9 (weights of experts are divided by their sum)".into(),
+    })
+}
+
+/// All but the last of every `moe_layer_interval` between the first and the last layer that may have experts.
+fn layers_between(entries: &Entries<'_>, layers: usize) -> Result<Vec<usize>> {
+    let interval = entries.size_or("moe_layer_interval", 1)?;
+    let first = entries.size_or_zero("moe_layer_start_index", 1)?;
+    let last = match entries.number("moe_layer_end_index")? {
+        None | Some(-1.0) => layers,
+        Some(_) => entries.size_or_zero("moe_layer_end_index", layers)?,
+    };
+    let is_dense = |layer: &usize| !(layer + 1).is_multiple_of(interval) || !(first..=last).contains(layer);
+    Ok((0..layers).filter(is_dense).collect())
+}
 
 /// Those that a list names, and all but the last of every `decoder_sparse_step`.
 fn dense_layers(entries: &Entries<'_>, layers: usize) -> Result<Vec<usize>> {
@@ -350,6 +400,9 @@ impl Family {
             },
             Self::Glm4Moe | Self::Glm4MoeLite | Self::DeepseekV2 | Self::DeepseekV3 => {
                 ExpertNames { shared: "mlp.shared_experts", ..usual }
+            }
+            Self::Ernie45Moe => {
+                ExpertNames { score_biases: "mlp.moe_statics", shared: "mlp.shared_experts", ..usual }
             }
             Self::GptOss => ExpertNames { router: "mlp.router", ..usual },
             _ => usual,

@@ -4,9 +4,30 @@ use crate::entries::Entries;
 use crate::family::Family;
 use crate::{ModelError, Result};
 
-/// Which layers do not rotate queries and keys: none, but in SmolLM 3 those that a list has a 0 for, or the last of every
+/// The sliding window of each layer, and which layers do not rotate queries and keys.
+pub(crate) fn windows(
+    entries: &Entries<'_>,
+    family: Family,
+    layers: usize,
+) -> Result<(Vec<Option<usize>>, Vec<usize>)> {
+    let listed = unrotated(entries, family, layers)?;
+    let windows = by_layer(entries, family, layers, &listed)?;
+    // What sees everything has no positions, if others have windows.
+    let sees_all = |layer: &usize| windows.get(*layer).is_some_and(Option::is_none);
+    let unrotated = match family {
+        Family::Exaone4 if entries.has_value(SIZE) || !entries.has(SIZE) => {
+            (0..layers).filter(sees_all).collect()
+        }
+        _ => listed,
+    };
+    Ok((windows, unrotated))
+}
+
+const SIZE: &str = "sliding_window";
+
+/// Layers that a configuration names: none, but in SmolLM 3 those that a list has a 0 for, or the last of every
 /// `no_rope_layer_interval`.
-pub(crate) fn unrotated(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<usize>> {
+fn unrotated(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<usize>> {
     if family != Family::SmolLm3 {
         return Ok(Vec::new());
     }
@@ -22,8 +43,8 @@ pub(crate) fn unrotated(entries: &Entries<'_>, family: Family, layers: usize) ->
     Ok((0..layers).filter(|layer| listed[*layer] == 0.0).collect())
 }
 
-/// The sliding window of each layer, as the family's class in transformers derives it.
-pub(crate) fn windows(
+/// The window of each layer, as the family's class in transformers derives it.
+fn by_layer(
     entries: &Entries<'_>,
     family: Family,
     layers: usize,
@@ -39,20 +60,22 @@ pub(crate) fn windows(
         Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 | Family::MiniMaxM2 => {
             return Ok(vec![None; layers]);
         }
+        Family::Glm | Family::Glm4 | Family::Ernie45 | Family::Ernie45Moe => return Ok(vec![None; layers]),
         Family::GptOss => (false, Some(128)),
         Family::Phi3 | Family::Mixtral | Family::Ministral3 => {
-            return Ok(vec![entries.optional_size("sliding_window")?; layers]);
+            return Ok(vec![entries.optional_size(SIZE)?; layers]);
         }
         Family::Mistral => (true, Some(4096)),
         Family::Qwen2 | Family::Qwen2Moe | Family::Qwen3 | Family::Olmo3 | Family::Gemma3 => {
             (false, Some(4096))
         }
+        Family::Exaone4 => (false, Some(4096)),
         Family::Gemma4 => (false, Some(512)),
         Family::Qwen3Moe => (entries.flag("use_sliding_window", false)?, Some(4096)),
         Family::SmolLm3 => (false, None),
     };
-    let window = match entries.optional_size("sliding_window")? {
-        None if !entries.has("sliding_window") => default,
+    let window = match entries.optional_size(SIZE)? {
+        None if !entries.has(SIZE) => default,
         window => window,
     };
     // Every so many layers one sees everything.
@@ -61,6 +84,8 @@ pub(crate) fn windows(
         Family::GptOss => Some(2),
         Family::Gemma3 => Some(entries.size_or("sliding_window_pattern", 6)?),
         Family::Gemma4 => Some(6),
+        Family::Exaone4 if entries.has_value("layer_types") => Some(4),
+        Family::Exaone4 => Some(entries.size_or("sliding_window_pattern", 4)?),
         _ => None,
     };
     let uses_it = is_for_all || every.is_some() || entries.flag("use_sliding_window", false)?;

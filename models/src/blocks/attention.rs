@@ -12,7 +12,8 @@ use super::layers::{
 use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ};
 use crate::{KvHeads, ModelConfig, QkNorm};
 use terrace_kernels::{
-    AttentionSpec, DType, GateFunction, KeyValues, RopeDirection, RopeLayout, Tensor, View, ViewMut,
+    AttentionSpec, DType, GateFunction, KeyValues, RopeDirection, RopeLayout, RopePairs, Tensor, View,
+    ViewMut,
 };
 use terrace_zero::{Context, Gradients, KvSpec, Result, Weights};
 
@@ -37,6 +38,7 @@ pub(crate) struct Attention {
     sinks: Option<usize>,
     /// The input with the frequencies, and what multiplies rotated queries and keys; `None` where they are not rotated.
     rotary: Option<(usize, f32)>,
+    pairs: RopePairs,
     spec: AttentionSpec,
     heads: usize,
     kv_heads: usize,
@@ -97,7 +99,7 @@ impl Attention {
         let KvHeads { count: kv_heads, size: head_size } = config.heads_of(layer);
         let (hidden, eps) = (config.hidden, config.norm_eps);
         let (queries, keys) = (config.query_width(layer), config.kv_width(layer));
-        let (before, after) = After::around(config, params, ["input_layernorm", "post_attention_layernorm"]);
+        let (before, after) = After::around(config, params, config.family.norms_of_attention());
         Self {
             before,
             after,
@@ -126,6 +128,7 @@ impl Attention {
                     None => (INV_FREQ, config.rope.attention_factor()),
                 }
             }),
+            pairs: config.rope_pairs,
             spec: spec(config, layer, head_size),
             heads: config.heads,
             kv_heads,
@@ -375,7 +378,8 @@ impl Attention {
         let Some((frequencies, scale)) = self.rotary else { return Ok(()) };
         let x = x.reshape(&[cx.tokens(), heads, self.head_size]);
         let (positions, inv_freq) = (cx.input(POSITIONS), cx.input(frequencies));
-        Ok(cx.kernels.rope.rotate(x, positions, inv_freq, RopeLayout::HALVES, scale, direction)?)
+        let layout = RopeLayout { first: 0, pairs: self.pairs };
+        Ok(cx.kernels.rope.rotate(x, positions, inv_freq, layout, scale, direction)?)
     }
 
     /// The gradient of what was normalized, added to what it has from elsewhere.

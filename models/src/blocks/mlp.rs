@@ -6,7 +6,7 @@ use super::layers::{
     After, Linear, Norm, Normed, Params, activate, add_branch_rows, backward_together, forward_together,
     tiles,
 };
-use crate::{ModelConfig, Norms};
+use crate::ModelConfig;
 use terrace_kernels::{DType, GateFunction, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
 
@@ -45,11 +45,7 @@ impl Mlp {
     /// Takes its parameters from the layer's list.
     pub(crate) fn new(config: &ModelConfig, params: &mut Params) -> Self {
         let (hidden, feed_forward, bias) = (config.hidden, config.feed_forward, config.mlp_bias);
-        let name = match config.norms {
-            Norms::Before | Norms::After => "post_attention_layernorm",
-            Norms::Both => "pre_feedforward_layernorm",
-        };
-        let (before, after) = After::around(config, params, [name, "post_feedforward_layernorm"]);
+        let (before, after) = After::around(config, params, config.family.norms_of_feed_forward());
         Self {
             before,
             after,
