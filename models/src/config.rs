@@ -102,11 +102,13 @@ impl Multipliers {
     }
 }
 
-/// How the queries and the keys are normalized, before they are rotated.
+/// How the queries and the keys are normalized, before they are rotated unless it is said.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QkNorm {
     /// Each head by itself, `K` weights.
     PerHead,
+    /// The same when they have been rotated.
+    PerRotatedHead,
     /// All heads of a token together, `H·K` and `G·K` weights.
     AllHeads,
 }
@@ -117,6 +119,7 @@ impl QkNorm {
             Family::Qwen3 | Family::Gemma3 | Family::Gemma4 | Family::Qwen3Moe => Some(Self::PerHead),
             Family::Olmo2 | Family::Olmo3 | Family::Olmoe | Family::MiniMaxM2 => Some(Self::AllHeads),
             Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe | Family::Exaone4 => Some(Self::PerHead),
+            Family::HunYuan | Family::HunYuanMoe => Some(Self::PerRotatedHead),
             Family::Glm4Moe if entries.flag("use_qk_norm", false)? => Some(Self::PerHead),
             _ => None,
         })

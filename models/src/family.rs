@@ -8,7 +8,7 @@ use crate::{ModelError, Result};
 use terrace_kernels::RopePairs;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 32] = [
+const FAMILIES: [(Family, &str, &str); 34] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Ministral3, "Ministral3ForCausalLM", "ministral3"),
@@ -27,6 +27,7 @@ const FAMILIES: [(Family, &str, &str); 32] = [
     (Family::Glm, "GlmForCausalLM", "glm"),
     (Family::Glm4, "Glm4ForCausalLM", "glm4"),
     (Family::Ernie45, "Ernie4_5ForCausalLM", "ernie4_5"),
+    (Family::HunYuan, "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
     (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
     (Family::Qwen2Moe, "Qwen2MoeForCausalLM", "qwen2_moe"),
     (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
@@ -39,6 +40,7 @@ const FAMILIES: [(Family, &str, &str); 32] = [
     (Family::DeepseekV2, "DeepseekV2ForCausalLM", "deepseek_v2"),
     (Family::DeepseekV3, "DeepseekV3ForCausalLM", "deepseek_v3"),
     (Family::Ernie45Moe, "Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+    (Family::HunYuanMoe, "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
     (Family::MiniMaxM2, "MiniMaxM2ForCausalLM", "minimax_m2"),
     (Family::GptOss, "GptOssForCausalLM", "gpt_oss"),
 ];
@@ -84,6 +86,8 @@ pub enum Family {
     Glm4,
     /// ERNIE 4.5 without experts (0.3B): a Llama that rotates pairs of neighbours.
     Ernie45,
+    /// Hunyuan (0.5B to 7B): queries and keys are normalized per head when they have been rotated.
+    HunYuan,
     /// Mixtral: a Mistral with experts, of which each token goes through two.
     Mixtral,
     /// Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B), and a feed-forward beside them of which each token has a part.
@@ -110,6 +114,8 @@ pub enum Family {
     DeepseekV3,
     /// ERNIE 4.5 with experts (21B-A3B, 300B-A47B): chosen by a softmax and a bias, behind layers without, with a feed-forward beside them.
     Ernie45Moe,
+    /// Hunyuan A13B: the same with experts in all layers, and a feed-forward beside them.
+    HunYuanMoe,
     /// MiniMax M2: experts chosen by sigmoids and a bias, queries and keys normalized with all heads together, half of each head rotated.
     MiniMaxM2,
     /// gpt-oss: experts with biases, attention sinks, windows in every other layer; files hold the experts of a layer together, often as MXFP4.
@@ -227,6 +233,7 @@ impl Family {
                 ..LLAMA
             },
             Self::Ernie45Moe => Defaults { kv_heads: Some(4), head_size: None, ..Self::Ernie45.defaults() },
+            Self::HunYuan | Self::HunYuanMoe => Defaults { norm_eps: 1e-5, pad: Some(0), ..LLAMA },
             Self::Mixtral => Defaults {
                 kv_heads: Some(8),
                 positions: 131_072,
@@ -353,6 +360,14 @@ impl Family {
             Self::Olmo2 | Self::Olmo3 | Self::Exaone4 => Norms::After,
             Self::Gemma3 | Self::Gemma4 | Self::Glm4 => Norms::Both,
             _ => Norms::Before,
+        }
+    }
+
+    /// What norms of queries and keys are called.
+    pub(crate) fn norms_of_heads(self) -> [&'static str; 2] {
+        match self {
+            Self::HunYuan | Self::HunYuanMoe => ["self_attn.query_layernorm", "self_attn.key_layernorm"],
+            _ => ["self_attn.q_norm", "self_attn.k_norm"],
         }
     }
 

@@ -149,6 +149,10 @@ impl Mixture {
                 has_score_biases: true,
                 ..usual(experts(of_num_local_experts, 256)?, chosen(8)?, inner()?)
             }),
+            Family::HunYuanMoe => Some(Self {
+                shared: Some(SharedExpert { feed_forward: inner()?, is_gated: false }),
+                ..usual(experts(of_num_experts, 1)?, the_same_in_all(entries, "moe_topk", 1)?, inner()?)
+            }),
             Family::Ernie45Moe => {
                 let named = |keys: [&str; 2], default| experts(keys, default);
                 let feed_forward = inner_of_experts(1536)?;
@@ -286,6 +290,26 @@ fn of_several(
     Ok((count > 0).then_some(SharedExpert { feed_forward: all, is_gated: false }))
 }
 
+/// A number, or a list of one for each layer, which have to be equal.
+fn the_same_in_all(entries: &Entries<'_>, key: &str, default: usize) -> Result<usize> {
+    let listed = match entries.is_array(key) {
+        true => entries.numbers(key)?.unwrap_or_default(),
+        false => return entries.size_or(key, default),
+    };
+    let first = listed.first().copied().unwrap_or_default();
+    if listed.iter().any(|of_layer| *of_layer != first) {
+        return Err(ModelError::Unsupported {
+            what: key.into(),
+            found: "a list of different numbers".into(),
+            supported: "a number, or the same for each layer".into(),
+        });
+    }
+    if first < 1.0 || first.fract() != 0.0 {
+        return Err(entries.error(key, format!("holds {first}; it must be a positive integer")));
+    }
+    Ok(first as usize)
+}
+
 /// What ERNIE divides by at least. Scores that experts are chosen by are far larger.
 fn refuse_least_sum(entries: &Entries<'_>) -> Result {
     let least = entries.number_or("moe_norm_min", 1e-12)?;
@@ -401,6 +425,7 @@ impl Family {
             Self::Glm4Moe | Self::Glm4MoeLite | Self::DeepseekV2 | Self::DeepseekV3 => {
                 ExpertNames { shared: "mlp.shared_experts", ..usual }
             }
+            Self::HunYuanMoe => ExpertNames { router: "mlp.gate.wg", shared: "mlp.shared_mlp", ..usual },
             Self::Ernie45Moe => {
                 ExpertNames { score_biases: "mlp.moe_statics", shared: "mlp.shared_experts", ..usual }
             }

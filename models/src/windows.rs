@@ -60,6 +60,7 @@ fn by_layer(
         Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 | Family::MiniMaxM2 => {
             return Ok(vec![None; layers]);
         }
+        Family::HunYuan | Family::HunYuanMoe => return Ok(vec![None; layers]),
         Family::Glm | Family::Glm4 | Family::Ernie45 | Family::Ernie45Moe => return Ok(vec![None; layers]),
         Family::GptOss => (false, Some(128)),
         Family::Phi3 | Family::Mixtral | Family::Ministral3 => {

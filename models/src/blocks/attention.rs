@@ -45,10 +45,11 @@ pub(crate) struct Attention {
     head_size: usize,
 }
 
-/// What the projections give, before norms and rotation: `[T, H·K]`, twice `[T, G·K]`, or once where keys are values, too, and a gate
+/// What the projections give: `[T, H·K]`, twice `[T, G·K]`, or once where keys are values, too, and a gate
 /// `[T, H·K]` of some.
 ///
-/// Without norms queries and keys are rotated in place, so that after [`Attention::attend`] they hold the rotated ones.
+/// Without norms, or with those of rotated heads, queries and keys are rotated in place, so that after [`Attention::attend`] they hold the
+/// rotated ones.
 #[derive(Debug)]
 pub(crate) struct Projected {
     pub(crate) q: Tensor,
@@ -114,11 +115,12 @@ impl Attention {
             output: params.linear("self_attn.o_proj", hidden, queries, config.output_bias),
             qk_norms: config.qk_norm.map(|kind| {
                 let [of_query, of_key] = match kind {
-                    QkNorm::PerHead => [head_size; 2],
+                    QkNorm::PerHead | QkNorm::PerRotatedHead => [head_size; 2],
                     QkNorm::AllHeads => [queries, keys],
                 };
-                let query = params.norm("self_attn.q_norm", of_query, eps);
-                (kind, query, params.norm("self_attn.k_norm", of_key, eps))
+                let [query, key] = config.family.norms_of_heads();
+                let query = params.norm(query, of_query, eps);
+                (kind, query, params.norm(key, of_key, eps))
             }),
             value_norm: config.value_norm.then(|| Params::norm_without_weight(eps)),
             sinks: config.has_sinks.then(|| params.numbers("self_attn.sinks", &[config.heads])),
@@ -176,7 +178,10 @@ impl Attention {
         weights: &Weights<'_>,
         projected: &mut Projected,
     ) -> Result<Attended> {
-        let heads = self.rotated(cx, weights, projected)?;
+        if self.turns_projected() {
+            self.turn(cx, projected)?;
+        }
+        let heads = self.normed(cx, weights, projected)?;
         let v = values(heads.as_ref(), projected);
         let Projected { q, k, .. } = &*projected;
         let (q, k) = heads.as_ref().map_or((q, k), |heads| (&heads.q_BSHK, &heads.k_BSGK));
@@ -292,16 +297,13 @@ impl Attention {
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
-        mut projected: Projected,
+        projected: Projected,
         attended: Attended,
         dout_BSHK: Tensor,
         gradients: &mut Gradients<'_>,
     ) -> Result<ProjectedGradients> {
-        // Without norms the projections were rotated in place by `attend`; they must not be turned twice.
-        let heads = match self.qk_norms {
-            Some(_) => self.rotated(cx, weights, &mut projected)?,
-            None => None,
-        };
+        // What `attend` rotated in place must not be turned twice.
+        let heads = self.normed(cx, weights, &projected)?;
         if let Some(sinks) = self.sinks {
             let Attended { out_BSHK: out, lse_BHS: lse } = &attended;
             let (out, lse, dsinks) = (out.view(), lse.view(), gradients.get(sinks)?);
@@ -326,8 +328,9 @@ impl Attention {
             self.spec,
         )?;
         drop((attended, dout_BSHK));
-        self.rotate(cx, dq.view_mut(), self.heads, RopeDirection::Backward)?;
-        self.rotate(cx, dk.view_mut(), self.kv_heads, RopeDirection::Backward)?;
+        if !self.norms_rotated() {
+            self.turn_back(cx, &mut dq, &mut dk)?;
+        }
         if let (Some((_, q_norm, k_norm)), Some(heads)) = (self.qk_norms, heads) {
             let Heads { q_BSHK, q_rstd, k_BSGK, k_rstd, v: normed } = heads;
             drop((q_BSHK, k_BSGK));
@@ -346,30 +349,55 @@ impl Attention {
             }
             dk = self.head_norm_backward(cx, weights, k_norm, &dk, k, &k_rstd, None, gradients)?;
         }
+        if self.norms_rotated() {
+            self.turn_back(cx, &mut dq, &mut dk)?;
+        }
         Ok(ProjectedGradients { dq, dk, dv: Some(dv) })
     }
 
-    /// Rotates queries and keys: in place without norms (`None`), into new tensors with them. Normalizes values that have a norm.
-    fn rotated<'p>(
+    /// Whether queries and keys are normalized when they have been rotated.
+    fn norms_rotated(&self) -> bool {
+        matches!(self.qk_norms, Some((QkNorm::PerRotatedHead, ..)))
+    }
+
+    /// Whether what projections give is rotated itself.
+    fn turns_projected(&self) -> bool {
+        self.qk_norms.is_none() || self.norms_rotated()
+    }
+
+    /// Rotates what projections give, in place.
+    fn turn(&self, cx: &Context<'_>, projected: &mut Projected) -> Result {
+        self.rotate(cx, projected.q.view_mut(), self.heads, RopeDirection::Forward)?;
+        self.rotate(cx, projected.k.view_mut(), self.kv_heads, RopeDirection::Forward)
+    }
+
+    fn turn_back(&self, cx: &Context<'_>, dq: &mut Tensor, dk: &mut Tensor) -> Result {
+        self.rotate(cx, dq.view_mut(), self.heads, RopeDirection::Backward)?;
+        self.rotate(cx, dk.view_mut(), self.kv_heads, RopeDirection::Backward)
+    }
+
+    /// Queries and keys with norms in new tensors, rotated there unless that was done before, and values that have a norm; `None` without norms.
+    fn normed(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
-        projected: &'p mut Projected,
+        projected: &Projected,
     ) -> Result<Option<Heads>> {
-        let Some((kind, q_norm, k_norm)) = self.qk_norms else {
-            self.rotate(cx, projected.q.view_mut(), self.heads, RopeDirection::Forward)?;
-            self.rotate(cx, projected.k.view_mut(), self.kv_heads, RopeDirection::Forward)?;
-            return Ok(None);
+        let Some((kind, q_norm, k_norm)) = self.qk_norms else { return Ok(None) };
+        let (dims_q, dims_k) = (self.dims_q(cx), self.dims_k(cx));
+        let (q, k) = match kind {
+            QkNorm::PerHead | QkNorm::PerRotatedHead => {
+                (projected.q.view().reshape(&dims_q), projected.k.view().reshape(&dims_k))
+            }
+            QkNorm::AllHeads => (projected.q.view(), projected.k.view()),
         };
-        let of = |projection: &'p Tensor, dims: [usize; 4]| match kind {
-            QkNorm::PerHead => projection.view().reshape(&dims),
-            QkNorm::AllHeads => projection.view(),
-        };
-        let mut q = q_norm.forward(cx, weights, of(&projected.q, self.dims_q(cx)))?;
-        let mut k = k_norm.forward(cx, weights, of(&projected.k, self.dims_k(cx)))?;
-        self.rotate(cx, q.out.view_mut(), self.heads, RopeDirection::Forward)?;
-        self.rotate(cx, k.out.view_mut(), self.kv_heads, RopeDirection::Forward)?;
-        let of_values = projected.v.as_ref().unwrap_or(&projected.k).view().reshape(&self.dims_k(cx));
+        let mut q = q_norm.forward(cx, weights, q)?;
+        let mut k = k_norm.forward(cx, weights, k)?;
+        if !self.turns_projected() {
+            self.rotate(cx, q.out.view_mut(), self.heads, RopeDirection::Forward)?;
+            self.rotate(cx, k.out.view_mut(), self.kv_heads, RopeDirection::Forward)?;
+        }
+        let of_values = projected.v.as_ref().unwrap_or(&projected.k).view().reshape(&dims_k);
         let v = self.value_norm.map(|norm| norm.forward(cx, weights, of_values)).transpose()?;
         Ok(Some(Heads { q_BSHK: q.out, q_rstd: q.rstd, k_BSGK: k.out, k_rstd: k.rstd, v }))
     }

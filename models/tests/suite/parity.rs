@@ -5,7 +5,7 @@ use crate::fixture::{Fixture, backends, numbers, steps};
 use crate::runner::Runner;
 use std::collections::HashMap;
 use terrace_kernels::{DType, GateFunction, GroupScore, KernelSet, RopePairs, Scores, reference};
-use terrace_models::{Mixture, Model, ModelConfig, Norms, RopeScaling};
+use terrace_models::{Mixture, Model, ModelConfig, Norms, QkNorm, RopeScaling};
 use terrace_zero::MicroBatch;
 
 #[test]
@@ -19,7 +19,7 @@ fn logits_of_every_position() {
 /// A fixture, and what makes its model one without an option that it is there for.
 type Change = (&'static str, fn(&mut ModelConfig));
 
-const IGNORED: [Change; 96] = [
+const IGNORED: [Change; 100] = [
     ("llama2", |config| config.norm_eps = 1e-1),
     ("llama31", |config| config.rope.scaling = RopeScaling::Default),
     ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -84,6 +84,10 @@ const IGNORED: [Change; 96] = [
     ("ernie4_5_moe", |config| mixture(config).has_score_biases = false),
     ("ernie4_5_moe", |config| mixture(config).normalize = false),
     ("ernie4_5_moe", |config| mixture(config).shared = None),
+    ("hunyuan", |config| config.rope.scaling = RopeScaling::Default),
+    ("hunyuan", |config| config.qk_norm = Some(QkNorm::PerHead)),
+    ("hunyuan_moe", |config| mixture(config).shared = None),
+    ("hunyuan_moe", |config| mixture(config).normalize = false),
     ("mixtral", |config| config.windows = vec![None; config.layers]),
     ("mixtral", |config| mixture(config).normalize = false),
     ("mixtral", |config| mixture(config).chosen = 1),
