@@ -12,7 +12,7 @@ use crate::heads::{self, KvHeads, refuse_of_gemma4};
 use crate::json::parse_json;
 use crate::latent::LatentAttention;
 use crate::mixture::Mixture;
-use crate::rope::{Rope, RopeScaling};
+use crate::rope::{QueryFactor, Rope, RopeScaling};
 use crate::windows::windows;
 use crate::{ModelError, Result};
 use serde_json::Value;
@@ -204,10 +204,12 @@ pub struct ModelConfig {
     pub logit_cap: Option<f32>,
     /// Rotary position embedding.
     pub rope: Rope,
-    /// How the elements of a head that are rotated are paired, of attention without a latent.
-    pub rope_pairs: RopePairs,
     /// That of layers with a window, if it is another; one that does not change with the length of sequences.
     pub window_rope: Option<Rope>,
+    /// How the elements of a head that are rotated are paired, of attention without a latent.
+    pub rope_pairs: RopePairs,
+    /// What multiplies queries by their positions.
+    pub query_factor: Option<QueryFactor>,
     /// Positions the model was trained for, or those that the scaling of its rotary embedding stretches them to: the largest that
     /// `max_position_embeddings`, other names for it and the scaling say.
     pub positions_max: usize,
@@ -401,8 +403,9 @@ impl ModelConfig {
             unrotated,
             positions_max: rope.positions(family, positions_max, other_positions(&entries)?),
             rope,
-            rope_pairs: family.rotated_pairs(),
             window_rope,
+            rope_pairs: family.rotated_pairs(),
+            query_factor: QueryFactor::parse(&entries, family)?,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
             eos_ids: match entries.has("eos_token_id") {
                 // Whose classes mean the default by it, too.
@@ -482,6 +485,9 @@ impl ModelConfig {
         heads::check(self)?;
         if self.logit_cap.is_some_and(|cap| !(cap.is_normal() && cap > 0.0)) {
             return refuse(LOGIT_CAP, "must be positive, and neither tiny nor huge".into());
+        }
+        if self.query_factor.is_some() && (self.latent.is_some() || self.delta.is_some()) {
+            return refuse("llama_4_scaling_beta", "is computed in attention without a latent alone".into());
         }
         if self.has_layer_scales && self.mixture.iter().any(|mixture| mixture.has_score_biases) {
             return refuse("layer_scalar", "and biases of scores are not computed together".into());

@@ -54,6 +54,6 @@ pub use json::parse_json;
 pub use latent::LatentAttention;
 pub use mixture::{Mixture, SharedExpert};
 pub use random::RandomSource;
-pub use rope::{Rope, RopeScaling};
+pub use rope::{QueryFactor, Rope, RopeScaling};
 pub use safetensors_in::SafetensorsSource;
 pub use safetensors_out::{export_folder, holds_weights, remove_partials, remove_weights};

@@ -277,10 +277,6 @@ impl Rope {
     ) -> usize {
         let stretched = match self.scaling {
             RopeScaling::Dynamic => return positions_max,
-            // What its queries are multiplied by is 1 up to there.
-            RopeScaling::Yarn { original_positions, .. } if family == Family::Ministral3 => {
-                return positions_max.min(original_positions as usize);
-            }
             RopeScaling::Yarn { factor, original_positions, .. } => (factor * original_positions) as usize,
             // Whose positions are stretched already.
             RopeScaling::Linear { .. } if family.is_gemma() => positions_max,
@@ -315,6 +311,48 @@ impl Rope {
         // The upper limit is that of transformers, which counts elements here and pairs everywhere else.
         let (low, high) = (low.max(0.0), high.min(self.size as f64 - 1.0));
         Some((low, if low == high { high + 0.001 } else { high }, factor))
+    }
+}
+
+/// What multiplies rotated queries, more the further behind the context of the first training they are, as in Llama 4:
+/// `1 + beta·ln(1 + ⌊position / original_positions⌋)`. It is not rounded to the type of activations, as transformers does.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryFactor {
+    /// How much more.
+    pub beta: f64,
+    /// Up to there it is 1.
+    pub original_positions: usize,
+}
+
+impl QueryFactor {
+    /// What the configuration class of Ministral 3 fills in.
+    const OF_MINISTRAL: Self = Self { beta: 0.1, original_positions: 16_384 };
+
+    /// `None` of families that have none.
+    pub(crate) fn parse(config: &Entries<'_>, family: Family) -> Result<Option<Self>> {
+        if family != Family::Ministral3 {
+            return Ok(None);
+        }
+        let filled = |key: &str| config.object(key).map(|found| found.filter(|found| !found.is_empty()));
+        let nested = match filled("rope_parameters")? {
+            Some(nested) => Some(nested),
+            None => filled("rope_scaling")?,
+        };
+        let Some(nested) = nested else { return Ok(Some(Self::OF_MINISTRAL)) };
+        if nested.number_or("llama_4_scaling_beta", 0.0)? == 0.0 {
+            return Ok(None);
+        }
+        let key = "original_max_position_embeddings";
+        let original_positions = match config.optional_size(key)? {
+            Some(outer) => outer,
+            None => nested.size(key)?,
+        };
+        Ok(Some(Self { beta: nested.positive("llama_4_scaling_beta")?, original_positions }))
+    }
+
+    /// The factor of a position.
+    pub fn at(&self, position: usize) -> f32 {
+        (1.0 + self.beta * ((position / self.original_positions.max(1)) as f64).ln_1p()) as f32
     }
 }
 

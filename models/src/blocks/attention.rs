@@ -9,7 +9,7 @@ use super::layers::{
     After, Linear, Norm, Normed, Params, activate, add_branch, backward_together, forward_together,
     input_backward, tiles,
 };
-use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ};
+use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ, factor_inputs};
 use crate::{KvHeads, ModelConfig, QkNorm};
 use terrace_kernels::{
     AttentionSpec, DType, GateFunction, KeyValues, RopeDirection, RopeLayout, RopePairs, Tensor, View,
@@ -39,6 +39,8 @@ pub(crate) struct Attention {
     /// The input with the frequencies, and what multiplies rotated queries and keys; `None` where they are not rotated.
     rotary: Option<(usize, f32)>,
     pairs: RopePairs,
+    /// The inputs with what multiplies queries behind that, and the numbers of their rows.
+    factors: Option<[usize; 2]>,
     spec: AttentionSpec,
     heads: usize,
     kv_heads: usize,
@@ -131,6 +133,7 @@ impl Attention {
                 }
             }),
             pairs: config.rope_pairs,
+            factors: factor_inputs(config),
             spec: spec(config, layer, head_size),
             heads: config.heads,
             kv_heads,
@@ -180,6 +183,9 @@ impl Attention {
     ) -> Result<Attended> {
         if self.turns_projected() {
             self.turn(cx, projected)?;
+        }
+        if self.qk_norms.is_none() {
+            self.multiply(cx, &mut projected.q)?;
         }
         let heads = self.normed(cx, weights, projected)?;
         let v = values(heads.as_ref(), projected);
@@ -328,6 +334,7 @@ impl Attention {
             self.spec,
         )?;
         drop((attended, dout_BSHK));
+        self.multiply(cx, &mut dq)?;
         if !self.norms_rotated() {
             self.turn_back(cx, &mut dq, &mut dk)?;
         }
@@ -376,6 +383,16 @@ impl Attention {
         self.rotate(cx, dk.view_mut(), self.kv_heads, RopeDirection::Backward)
     }
 
+    /// Multiplies queries by what belongs to their positions, or their gradient.
+    fn multiply(&self, cx: &Context<'_>, q: &mut Tensor) -> Result {
+        let Some([factors, rows]) = self.factors else { return Ok(()) };
+        let dims_TQ = [cx.tokens(), self.heads * self.head_size];
+        let mut out_TQ = cx.tensor(&dims_TQ)?;
+        let (rows, factors) = (cx.input(rows), cx.input(factors));
+        cx.kernels.experts.weigh(q.view().reshape(&dims_TQ), rows, factors, out_TQ.view_mut())?;
+        Ok(cx.kernels.elementwise.cast(out_TQ.view(), q.view_mut().reshape(&dims_TQ))?)
+    }
+
     /// Queries and keys with norms in new tensors, rotated there unless that was done before, and values that have a norm; `None` without norms.
     fn normed(
         &self,
@@ -397,6 +414,7 @@ impl Attention {
             self.rotate(cx, q.out.view_mut(), self.heads, RopeDirection::Forward)?;
             self.rotate(cx, k.out.view_mut(), self.kv_heads, RopeDirection::Forward)?;
         }
+        self.multiply(cx, &mut q.out)?;
         let of_values = projected.v.as_ref().unwrap_or(&projected.k).view().reshape(&dims_k);
         let v = self.value_norm.map(|norm| norm.forward(cx, weights, of_values)).transpose()?;
         Ok(Some(Heads { q_BSHK: q.out, q_rstd: q.rstd, k_BSGK: k.out, k_rstd: k.rstd, v }))
