@@ -90,6 +90,9 @@ impl Multipliers {
                 Self { attention: Some(width.sqrt().recip() as f32), ..of_gemma }
             }
             Family::Gemma4 => Self { attention: Some(1.0), ..of_gemma },
+            Family::Cohere | Family::Cohere2 => {
+                Self { logits: positive("logit_scale", 0.0625)? as f32, ..Self::NONE }
+            }
             Family::Granite => Self {
                 embedding: positive("embedding_multiplier", 1.0)? as f32,
                 residual: positive("residual_multiplier", 1.0)? as f32,
@@ -192,6 +195,10 @@ pub struct ModelConfig {
     pub norms: Norms,
     /// Norms multiply by one more than their weights.
     pub norm_plus_one: bool,
+    /// Norms take the mean from what they normalize, as those of Ba et al., arXiv 1607.06450, do.
+    pub norm_centers: bool,
+    /// Attention and feed-forward read the same norm of what a layer is given, to which both are added.
+    pub is_beside: bool,
     /// Sliding window of each layer; `None` sees everything before it.
     pub windows: Vec<Option<usize>>,
     /// Layers that do not rotate their queries and keys by their positions.
@@ -378,7 +385,7 @@ impl ModelConfig {
             kv_heads,
             head_size,
             full_heads,
-            norm_eps: entries.number_or("rms_norm_eps", defaults.norm_eps)? as f32,
+            norm_eps: entries.number_or(family.norm_eps(), defaults.norm_eps)? as f32,
             tied: entries.flag("tie_word_embeddings", defaults.tied)?,
             qkv_bias: biases.qkv,
             output_bias: biases.output,
@@ -392,6 +399,8 @@ impl ModelConfig {
             delta: if family.has_delta() { Some(DeltaNet::parse(&entries, layers)?) } else { None },
             norms: family.norms(),
             norm_plus_one: family.norm_plus_one(),
+            norm_centers: family.is_cohere(),
+            is_beside: family.is_cohere(),
             multipliers: Multipliers::parse(&entries, family, hidden, latent.as_ref())?,
             latent,
             has_layer_scales: family == Family::Gemma4,
@@ -486,6 +495,12 @@ impl ModelConfig {
         if self.logit_cap.is_some_and(|cap| !(cap.is_normal() && cap > 0.0)) {
             return refuse(LOGIT_CAP, "must be positive, and neither tiny nor huge".into());
         }
+        let is_more = self.mixture.is_some() || self.latent.is_some() || self.delta.is_some();
+        let is_plain = self.norms == Norms::Before && self.multipliers.residual == 1.0;
+        if self.is_beside && (is_more || !is_plain || self.has_layer_scales) {
+            let detail = "of attention and feed-forward side by side is computed without experts, latents and norms behind them alone";
+            return refuse("architectures", detail.into());
+        }
         if self.query_factor.is_some() && (self.latent.is_some() || self.delta.is_some()) {
             return refuse("llama_4_scaling_beta", "is computed in attention without a latent alone".into());
         }
@@ -506,7 +521,7 @@ impl ModelConfig {
             ("embedding_multiplier", embedding),
             ("residual_multiplier", residual),
             ("attention_multiplier", attention.unwrap_or(1.0)),
-            ("logits_scaling", logits.recip()),
+            (self.family.logits_key(), logits.recip()),
         ];
         if let Some((key, factor)) =
             multipliers.into_iter().find(|(_, factor)| !(factor.is_normal() && *factor > 0.0))
@@ -514,7 +529,7 @@ impl ModelConfig {
             return refuse(key, format!("is {factor}; it must be positive, and neither tiny nor huge"));
         }
         if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
-            return refuse("rms_norm_eps", format!("is {}; it must be positive", self.norm_eps));
+            return refuse(self.family.norm_eps(), format!("is {}; it must be positive", self.norm_eps));
         }
         self.delta.iter().try_for_each(DeltaNet::check)?;
         self.mixture.iter().try_for_each(|mixture| mixture.check(self.layers))?;
@@ -628,9 +643,11 @@ fn refuse_unsupported(entries: &Entries<'_>, family: Family) -> Result {
             });
         }
     }
-    for (key, families) in
-        [("mlp_bias", &[Family::DeepseekV2][..]), ("use_bias", &[Family::Ernie45, Family::Ernie45Moe])]
-    {
+    for (key, families) in [
+        ("mlp_bias", &[Family::DeepseekV2][..]),
+        ("use_bias", &[Family::Ernie45, Family::Ernie45Moe]),
+        ("use_qk_norm", &[Family::Cohere]),
+    ] {
         if families.contains(&family) && entries.flag(key, false)? {
             return Err(ModelError::Unsupported {
                 what: key.into(),

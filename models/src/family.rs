@@ -8,7 +8,7 @@ use crate::{ModelError, Result};
 use terrace_kernels::RopePairs;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 34] = [
+const FAMILIES: [(Family, &str, &str); 36] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Ministral3, "Ministral3ForCausalLM", "ministral3"),
@@ -27,6 +27,8 @@ const FAMILIES: [(Family, &str, &str); 34] = [
     (Family::Glm, "GlmForCausalLM", "glm"),
     (Family::Glm4, "Glm4ForCausalLM", "glm4"),
     (Family::Ernie45, "Ernie4_5ForCausalLM", "ernie4_5"),
+    (Family::Cohere, "CohereForCausalLM", "cohere"),
+    (Family::Cohere2, "Cohere2ForCausalLM", "cohere2"),
     (Family::HunYuan, "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
     (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
     (Family::Qwen2Moe, "Qwen2MoeForCausalLM", "qwen2_moe"),
@@ -86,6 +88,10 @@ pub enum Family {
     Glm4,
     /// ERNIE 4.5 without experts (0.3B): a Llama that rotates pairs of neighbours.
     Ernie45,
+    /// Command R of 2024, Aya: attention and feed-forward side by side behind one norm, which takes the mean away; logits are multiplied.
+    Cohere,
+    /// Command R7B, Command A: the same with windows in three layers of four and no positions in the others.
+    Cohere2,
     /// Hunyuan (0.5B to 7B): queries and keys are normalized per head when they have been rotated.
     HunYuan,
     /// Mixtral: a Mistral with experts, of which each token goes through two.
@@ -233,6 +239,15 @@ impl Family {
                 ..LLAMA
             },
             Self::Ernie45Moe => Defaults { kv_heads: Some(4), head_size: None, ..Self::Ernie45.defaults() },
+            Self::Cohere => Defaults { theta: 500_000.0, ..Self::Cohere2.defaults() },
+            Self::Cohere2 => Defaults {
+                positions: 8192,
+                norm_eps: 1e-5,
+                tied: true,
+                pad: Some(0),
+                eos: &[255_001],
+                ..LLAMA
+            },
             Self::HunYuan | Self::HunYuanMoe => Defaults { norm_eps: 1e-5, pad: Some(0), ..LLAMA },
             Self::Mixtral => Defaults {
                 kv_heads: Some(8),
@@ -328,6 +343,20 @@ impl Family {
         matches!(self, Self::Gemma | Self::Gemma3 | Self::Gemma4)
     }
 
+    pub(crate) fn is_cohere(self) -> bool {
+        matches!(self, Self::Cohere | Self::Cohere2)
+    }
+
+    /// What is added to mean squares, as config.json spells it.
+    pub(crate) fn norm_eps(self) -> &'static str {
+        if self.is_cohere() { "layer_norm_eps" } else { "rms_norm_eps" }
+    }
+
+    /// What logits are multiplied or divided by, as config.json spells it.
+    pub(crate) fn logits_key(self) -> &'static str {
+        if self.is_cohere() { "logit_scale" } else { "logits_scaling" }
+    }
+
     /// The weights of norms are added to 1.
     pub(crate) fn norm_plus_one(self) -> bool {
         matches!(self, Self::Gemma | Self::Gemma3) || self.has_delta()
@@ -351,6 +380,7 @@ impl Family {
     pub(crate) fn rotated_pairs(self) -> RopePairs {
         match self {
             Self::Glm | Self::Glm4 | Self::Ernie45 | Self::Ernie45Moe => RopePairs::Neighbours,
+            Self::Cohere | Self::Cohere2 => RopePairs::Neighbours,
             _ => RopePairs::Halves,
         }
     }

@@ -15,6 +15,7 @@ pub(crate) fn windows(
     // What sees everything has no positions, if others have windows.
     let sees_all = |layer: &usize| windows.get(*layer).is_some_and(Option::is_none);
     let unrotated = match family {
+        Family::Cohere2 => (0..layers).filter(sees_all).collect(),
         Family::Exaone4 if entries.has_value(SIZE) || !entries.has(SIZE) => {
             (0..layers).filter(sees_all).collect()
         }
@@ -60,7 +61,7 @@ fn by_layer(
         Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 | Family::MiniMaxM2 => {
             return Ok(vec![None; layers]);
         }
-        Family::HunYuan | Family::HunYuanMoe => return Ok(vec![None; layers]),
+        Family::HunYuan | Family::HunYuanMoe | Family::Cohere => return Ok(vec![None; layers]),
         Family::Glm | Family::Glm4 | Family::Ernie45 | Family::Ernie45Moe => return Ok(vec![None; layers]),
         Family::GptOss => (false, Some(128)),
         Family::Phi3 | Family::Mixtral | Family::Ministral3 => {
@@ -70,7 +71,7 @@ fn by_layer(
         Family::Qwen2 | Family::Qwen2Moe | Family::Qwen3 | Family::Olmo3 | Family::Gemma3 => {
             (false, Some(4096))
         }
-        Family::Exaone4 => (false, Some(4096)),
+        Family::Exaone4 | Family::Cohere2 => (false, Some(4096)),
         Family::Gemma4 => (false, Some(512)),
         Family::Qwen3Moe => (entries.flag("use_sliding_window", false)?, Some(4096)),
         Family::SmolLm3 => (false, None),
@@ -85,8 +86,8 @@ fn by_layer(
         Family::GptOss => Some(2),
         Family::Gemma3 => Some(entries.size_or("sliding_window_pattern", 6)?),
         Family::Gemma4 => Some(6),
-        Family::Exaone4 if entries.has_value("layer_types") => Some(4),
-        Family::Exaone4 => Some(entries.size_or("sliding_window_pattern", 4)?),
+        Family::Exaone4 | Family::Cohere2 if entries.has_value("layer_types") => Some(4),
+        Family::Exaone4 | Family::Cohere2 => Some(entries.size_or("sliding_window_pattern", 4)?),
         _ => None,
     };
     let uses_it = is_for_all || every.is_some() || entries.flag("use_sliding_window", false)?;

@@ -141,6 +141,11 @@ impl Attention {
         }
     }
 
+    /// What normalizes the input.
+    pub(crate) fn norm(&self) -> Option<Norm> {
+        self.before
+    }
+
     /// The cache it appends to in generation.
     pub(crate) fn kv(&self) -> KvSpec {
         KvSpec { heads: self.kv_heads, head_size: self.head_size, has_values: true }

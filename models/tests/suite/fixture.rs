@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 48] = [
+pub const NAMES: [&str; 50] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -34,6 +34,8 @@ pub const NAMES: [&str; 48] = [
     "glm4",
     "ernie4_5",
     "ernie4_5_moe",
+    "cohere",
+    "cohere2",
     "hunyuan",
     "hunyuan_moe",
     "mixtral",

@@ -19,7 +19,7 @@ fn logits_of_every_position() {
 /// A fixture, and what makes its model one without an option that it is there for.
 type Change = (&'static str, fn(&mut ModelConfig));
 
-const IGNORED: [Change; 101] = [
+const IGNORED: [Change; 109] = [
     ("llama2", |config| config.norm_eps = 1e-1),
     ("llama31", |config| config.rope.scaling = RopeScaling::Default),
     ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -84,6 +84,14 @@ const IGNORED: [Change; 101] = [
     ("ernie4_5_moe", |config| mixture(config).has_score_biases = false),
     ("ernie4_5_moe", |config| mixture(config).normalize = false),
     ("ernie4_5_moe", |config| mixture(config).shared = None),
+    ("cohere", |config| config.norm_centers = false),
+    ("cohere", |config| config.norm_eps = 1e-5),
+    ("cohere", |config| config.multipliers.logits = 1.0),
+    ("cohere", |config| config.rope_pairs = RopePairs::Halves),
+    ("cohere2", |config| config.norm_centers = false),
+    ("cohere2", |config| config.multipliers.logits = 1.0),
+    ("cohere2", |config| config.windows = vec![None; config.layers]),
+    ("cohere2", |config| config.unrotated.clear()),
     ("hunyuan", |config| config.rope.scaling = RopeScaling::Default),
     ("hunyuan", |config| config.qk_norm = Some(QkNorm::PerHead)),
     ("hunyuan_moe", |config| mixture(config).shared = None),
