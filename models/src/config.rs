@@ -652,7 +652,7 @@ fn refuse_unsupported(entries: &Entries<'_>, family: Family) -> Result {
             return Err(ModelError::Unsupported {
                 what: key.into(),
                 found: "true".into(),
-                supported: format!("false (in a {family:?})"),
+                supported: format!("false (in {})", family.architecture()),
             });
         }
     }

@@ -289,6 +289,11 @@ impl Family {
         }
     }
 
+    /// The class of transformers.
+    pub(crate) fn architecture(self) -> &'static str {
+        FAMILIES.iter().find(|known| known.0 == self).map_or("", |known| known.1)
+    }
+
     /// What training drops or disturbs, as config.json spells it.
     pub(crate) fn dropouts(self) -> &'static [&'static str] {
         match self {
