@@ -416,15 +416,7 @@ impl ModelConfig {
             rope_pairs: family.rotated_pairs(),
             query_factor: QueryFactor::parse(&entries, family)?,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
-            eos_ids: match entries.has("eos_token_id") {
-                // Whose classes mean the default by it, too.
-                true if entries.has_value("eos_token_id")
-                    || !matches!(family, Family::Glm | Family::Glm4) =>
-                {
-                    entries.ids("eos_token_id")?
-                }
-                _ => defaults.eos.to_vec(),
-            },
+            eos_ids: eos_ids(&entries, family)?,
             pad_id: pad_id(&entries, vocab, defaults.pad)?,
             fp8: fp8(&entries)?,
         };
@@ -563,6 +555,15 @@ fn kv_heads(
         (None, _) => defaults.head_size.map_or_else(|| divided(hidden, heads), Ok)?,
     };
     Ok(KvHeads { count, size })
+}
+
+/// Of some families null means the default, too.
+fn eos_ids(entries: &Entries<'_>, family: Family) -> Result<Vec<u32>> {
+    let is_said = match family {
+        Family::Glm | Family::Glm4 => entries.has_value("eos_token_id"),
+        _ => entries.has("eos_token_id"),
+    };
+    if is_said { entries.ids("eos_token_id") } else { Ok(family.defaults().eos.to_vec()) }
 }
 
 /// What is said about positions under names that only some folders use.

@@ -24,6 +24,7 @@ pub mod batch;
 mod blocks;
 mod composite;
 mod config;
+mod defaults;
 mod entries;
 mod error;
 mod family;

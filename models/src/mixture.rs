@@ -88,7 +88,76 @@ impl Mixture {
         let normalize = || entries.flag("norm_topk_prob", false);
         let of_num_experts = ["num_experts", "num_local_experts"];
         let of_num_local_experts = ["num_local_experts", "num_experts"];
-        let usual = |experts, chosen, feed_forward| Self {
+        let inner = || entries.size("intermediate_size");
+        let inner_of_experts = |default: usize| entries.size_or("moe_intermediate_size", default);
+        Ok(match family {
+            Family::Mixtral => Some(Self::usual(experts(of_num_local_experts, 8)?, chosen(2)?, inner()?)),
+            Family::Olmoe => Some(Self {
+                normalize: normalize()?,
+                ..Self::usual(experts(of_num_experts, 64)?, chosen(8)?, inner()?)
+            }),
+            Family::Qwen3Moe => Some(Self {
+                normalize: normalize()?,
+                dense_layers: dense_layers(entries, layers)?,
+                ..Self::usual(experts(of_num_experts, 128)?, chosen(8)?, inner_of_experts(768)?)
+            }),
+            Family::Qwen2Moe => Some(Self {
+                normalize: normalize()?,
+                shared: Some(SharedExpert {
+                    feed_forward: entries.size_or("shared_expert_intermediate_size", 5632)?,
+                    is_gated: true,
+                }),
+                dense_layers: dense_layers(entries, layers)?,
+                ..Self::usual(experts(of_num_experts, 60)?, chosen(4)?, inner_of_experts(1408)?)
+            }),
+            Family::Qwen3Next => Some(Self {
+                normalize: entries.flag("norm_topk_prob", true)?,
+                shared: Some(SharedExpert {
+                    feed_forward: entries.size_or("shared_expert_intermediate_size", 512)?,
+                    is_gated: true,
+                }),
+                dense_layers: dense_layers(entries, layers)?,
+                ..Self::usual(experts(of_num_experts, 512)?, chosen(10)?, inner_of_experts(512)?)
+            }),
+            Family::Qwen35Moe => Some(Self {
+                shared: Some(SharedExpert {
+                    feed_forward: entries.size_or("shared_expert_intermediate_size", 512)?,
+                    is_gated: true,
+                }),
+                ..Self::usual(experts(of_num_experts, 256)?, chosen(8)?, inner_of_experts(512)?)
+            }),
+            Family::Glm4Moe | Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 => {
+                Some(Self::of_deepseek(entries, family, layers)?)
+            }
+            Family::MiniMaxM2 => Some(Self {
+                scores: Scores::Sigmoid,
+                has_score_biases: true,
+                ..Self::usual(experts(of_num_local_experts, 256)?, chosen(8)?, inner()?)
+            }),
+            Family::HunYuanMoe => Some(Self {
+                shared: Some(SharedExpert { feed_forward: inner()?, is_gated: false }),
+                ..Self::usual(experts(of_num_experts, 1)?, the_same_in_all(entries, "moe_topk", 1)?, inner()?)
+            }),
+            Family::Ernie45Moe => Some(Self::of_ernie(entries, layers)?),
+            Family::Gemma4 if entries.flag("enable_moe_block", false)? => {
+                let size = |key| entries.size(key);
+                let (experts, chosen) = (size("num_experts")?, size("top_k_experts")?);
+                Some(Self {
+                    is_beside_dense: true,
+                    ..Self::usual(experts, chosen, size("moe_intermediate_size")?)
+                })
+            }
+            Family::GptOss => Some(Self {
+                biased: true,
+                ..Self::usual(experts(of_num_local_experts, 128)?, chosen(4)?, inner()?)
+            }),
+            _ => None,
+        })
+    }
+
+    /// Each token's weights are divided by their sum, and nothing else is there.
+    fn usual(experts: usize, chosen: usize, feed_forward: usize) -> Self {
+        Self {
             experts,
             chosen,
             feed_forward,
@@ -102,83 +171,24 @@ impl Mixture {
             is_beside_dense: false,
             dense_layers: Vec::new(),
             experts_at_once: None,
+        }
+    }
+
+    fn of_ernie(entries: &Entries<'_>, layers: usize) -> Result<Self> {
+        // What is saved goes by other names than those of transformers.
+        let size = |keys: [&str; 2], default| {
+            let key = if entries.has_value(keys[0]) { keys[0] } else { keys[1] };
+            entries.size_or(key, default)
         };
-        let inner = || entries.size("intermediate_size");
-        let inner_of_experts = |default: usize| entries.size_or("moe_intermediate_size", default);
-        Ok(match family {
-            Family::Mixtral => Some(usual(experts(of_num_local_experts, 8)?, chosen(2)?, inner()?)),
-            Family::Olmoe => Some(Self {
-                normalize: normalize()?,
-                ..usual(experts(of_num_experts, 64)?, chosen(8)?, inner()?)
-            }),
-            Family::Qwen3Moe => Some(Self {
-                normalize: normalize()?,
-                dense_layers: dense_layers(entries, layers)?,
-                ..usual(experts(of_num_experts, 128)?, chosen(8)?, inner_of_experts(768)?)
-            }),
-            Family::Qwen2Moe => Some(Self {
-                normalize: normalize()?,
-                shared: Some(SharedExpert {
-                    feed_forward: entries.size_or("shared_expert_intermediate_size", 5632)?,
-                    is_gated: true,
-                }),
-                dense_layers: dense_layers(entries, layers)?,
-                ..usual(experts(of_num_experts, 60)?, chosen(4)?, inner_of_experts(1408)?)
-            }),
-            Family::Qwen3Next => Some(Self {
-                normalize: entries.flag("norm_topk_prob", true)?,
-                shared: Some(SharedExpert {
-                    feed_forward: entries.size_or("shared_expert_intermediate_size", 512)?,
-                    is_gated: true,
-                }),
-                dense_layers: dense_layers(entries, layers)?,
-                ..usual(experts(of_num_experts, 512)?, chosen(10)?, inner_of_experts(512)?)
-            }),
-            Family::Qwen35Moe => Some(Self {
-                shared: Some(SharedExpert {
-                    feed_forward: entries.size_or("shared_expert_intermediate_size", 512)?,
-                    is_gated: true,
-                }),
-                ..usual(experts(of_num_experts, 256)?, chosen(8)?, inner_of_experts(512)?)
-            }),
-            Family::Glm4Moe | Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 => {
-                Some(Self::of_deepseek(entries, family, layers)?)
-            }
-            Family::MiniMaxM2 => Some(Self {
-                scores: Scores::Sigmoid,
-                has_score_biases: true,
-                ..usual(experts(of_num_local_experts, 256)?, chosen(8)?, inner()?)
-            }),
-            Family::HunYuanMoe => Some(Self {
-                shared: Some(SharedExpert { feed_forward: inner()?, is_gated: false }),
-                ..usual(experts(of_num_experts, 1)?, the_same_in_all(entries, "moe_topk", 1)?, inner()?)
-            }),
-            Family::Ernie45Moe => {
-                let named = |keys: [&str; 2], default| experts(keys, default);
-                let feed_forward = inner_of_experts(1536)?;
-                let shared = of_several(entries, "moe_num_shared_experts", feed_forward, 2)?;
-                refuse_least_sum(entries)?;
-                Some(Self {
-                    has_score_biases: true,
-                    shared,
-                    dense_layers: layers_between(entries, layers)?,
-                    ..usual(
-                        named(["moe_num_experts", "num_experts"], 64)?,
-                        named(["moe_k", "num_experts_per_tok"], 6)?,
-                        feed_forward,
-                    )
-                })
-            }
-            Family::Gemma4 if entries.flag("enable_moe_block", false)? => {
-                let size = |key| entries.size(key);
-                let (experts, chosen) = (size("num_experts")?, size("top_k_experts")?);
-                Some(Self { is_beside_dense: true, ..usual(experts, chosen, size("moe_intermediate_size")?) })
-            }
-            Family::GptOss => Some(Self {
-                biased: true,
-                ..usual(experts(of_num_local_experts, 128)?, chosen(4)?, inner()?)
-            }),
-            _ => None,
+        let feed_forward = entries.size_or("moe_intermediate_size", 1536)?;
+        refuse_least_sum(entries)?;
+        let experts = size(["moe_num_experts", "num_experts"], 64)?;
+        let chosen = size(["moe_k", "num_experts_per_tok"], 6)?;
+        Ok(Self {
+            has_score_biases: true,
+            shared: of_several(entries, "moe_num_shared_experts", feed_forward, 2)?,
+            dense_layers: layers_between(entries, layers)?,
+            ..Self::usual(experts, chosen, feed_forward)
         })
     }
 
