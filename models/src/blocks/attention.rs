@@ -295,9 +295,10 @@ impl Attention {
             dout_BSHK = dout;
             dgate_TQ = Some(dgate);
         }
-        let projected = self.attend_backward(cx, weights, projected, attended, dout_BSHK, gradients)?;
-        let branches = [(self.query, flat(&projected.dq)), (self.key, flat(&projected.dk))];
-        let value = self.value.zip(projected.dv.as_ref().map(|dv| flat(dv)));
+        let of_projected = self.attend_backward(cx, weights, &projected, attended, dout_BSHK, gradients)?;
+        drop(projected);
+        let branches = [(self.query, flat(&of_projected.dq)), (self.key, flat(&of_projected.dk))];
+        let value = self.value.zip(of_projected.dv.as_ref().map(|dv| flat(dv)));
         let gate = self.gate.zip(dgate_TQ.as_ref().map(Tensor::view));
         let branches: Vec<_> = branches.into_iter().chain(value).chain(gate).collect();
         input_backward(cx, weights, self.before, &branches, x_TD, dx_TD, gradients)
@@ -308,13 +309,13 @@ impl Attention {
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
-        projected: Projected,
+        projected: &Projected,
         attended: Attended,
         dout_BSHK: Tensor,
         gradients: &mut Gradients<'_>,
     ) -> Result<ProjectedGradients> {
         // What `attend` rotated in place must not be turned twice.
-        let heads = self.normed(cx, weights, &projected)?;
+        let heads = self.normed(cx, weights, projected)?;
         if let Some(sinks) = self.sinks {
             let Attended { out_BSHK: out, lse_BHS: lse } = &attended;
             let (out, lse, dsinks) = (out.view(), lse.view(), gradients.get(sinks)?);
@@ -329,7 +330,7 @@ impl Attention {
         cx.kernels.attention.backward(
             q.view().reshape(&dims_q),
             k.view().reshape(&dims_k),
-            values(heads.as_ref(), &projected).view().reshape(&dims_k),
+            values(heads.as_ref(), projected).view().reshape(&dims_k),
             attended.out_BSHK.view(),
             attended.lse_BHS.view(),
             dout_BSHK.view(),

@@ -9,7 +9,8 @@ use terrace_zero::ParamSpec;
 
 /// A configuration with `more` in it.
 fn with(mut config: Value, more: Value) -> Result<ModelConfig, String> {
-    config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let Value::Object(more) = more else { panic!("{more} is no object") };
+    config.as_object_mut().unwrap().extend(more);
     ModelConfig::parse(&config.to_string()).map_err(|e| e.to_string())
 }
 
