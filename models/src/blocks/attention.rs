@@ -389,7 +389,7 @@ impl Attention {
         self.rotate(cx, dk.view_mut(), self.kv_heads, RopeDirection::Backward)
     }
 
-    /// Multiplies queries by what belongs to their positions, or their gradient.
+    /// Multiplies queries by what belongs to their positions, or their gradient. Holds as much again for the while.
     fn multiply(&self, cx: &Context<'_>, q: &mut Tensor) -> Result {
         let Some([factors, rows]) = self.factors else { return Ok(()) };
         let dims_TQ = [cx.tokens(), self.heads * self.head_size];

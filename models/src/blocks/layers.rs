@@ -228,7 +228,7 @@ impl Norm {
         Ok(Normed { out, rstd })
     }
 
-    /// What is normalized, in f32, if it is not x.
+    /// What is normalized, in f32, if it is not x: as many elements, and in backward twice as many.
     fn centered(&self, cx: &Context<'_>, x: View<'_>) -> Result<Option<Tensor>> {
         if !self.centers {
             return Ok(None);
