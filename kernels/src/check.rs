@@ -250,6 +250,13 @@ pub fn norm_forward(x: View<'_>, weight: View<'_>, out: &ViewMut<'_>, rstd: &Vie
     dims
 }
 
+pub fn center(x: View<'_>, out: &ViewMut<'_>) -> RowDims {
+    let dims = rows("center", x);
+    same("center", "out", x.shape().elements(), out.shape().elements());
+    float("center", "out", out.dtype());
+    dims
+}
+
 pub fn norm_backward(
     dout: View<'_>,
     x: View<'_>,

@@ -196,6 +196,16 @@ impl RmsNorm for Dry {
         }
         Ok(())
     }
+
+    fn center(&self, x: View<'_>, out: ViewMut<'_>, accumulate: bool) -> Result {
+        let dims = check::center(x, &out);
+        self.counter.other(2 * dims.rows * dims.width);
+        self.counter.bytes(&[x], &[&out]);
+        if accumulate {
+            self.counter.bytes(&[out.view()], &[]);
+        }
+        Ok(())
+    }
 }
 
 impl Rope for Dry {

@@ -210,6 +210,13 @@ pub trait RmsNorm: Send + Sync {
         accumulate_dx: bool,
         dweight: ViewMut<'_>,
     ) -> Result;
+
+    /// `out[r] (+)= x[r] − mean(x[r])`, adding when `accumulate`: what makes of this norm that of Ba et al., arXiv 1607.06450, and of a
+    /// gradient behind it the gradient in front of it. x and out `[R, D]`.
+    ///
+    /// # Errors
+    /// The backend failed.
+    fn center(&self, x: View<'_>, out: ViewMut<'_>, accumulate: bool) -> Result;
 }
 
 /// Which way to rotate.

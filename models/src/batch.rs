@@ -13,9 +13,11 @@
 //!  5 INV_FREQ   f32 [P]     angle per position of the rotary embedding
 //!  6 WINDOW_INV_FREQ  f32 [P]  that of layers with a window, of models where it is another
 //!  then CONSTANTS  f32 [N, C]  numbers of the model's files that are not trained, of models that have such: C of each of N layers
+//!  then FACTORS    f32 [T, 1]  what multiplies each token's queries, of models that have such, and behind it
+//!       ROWS       i32 [T, 1]  the number of each token
 //! ```
 
-use crate::{ModelConfig, ModelError, Result, SafetensorsSource};
+use crate::{ModelConfig, ModelError, QueryFactor, Result, SafetensorsSource};
 use std::path::Path;
 use terrace_kernels::DType;
 use terrace_zero::{HostTensor, MicroBatch, ParamSpec, WeightSource};
@@ -38,6 +40,13 @@ pub const WINDOW_INV_FREQ: usize = 6;
 /// Input with the [constants](ModelConfig::constants) of a model that has any: behind all frequencies.
 pub(crate) fn constants_input(config: &ModelConfig) -> usize {
     if config.window_rope.is_some() { WINDOW_INV_FREQ + 1 } else { INV_FREQ + 1 }
+}
+
+/// Inputs with what [multiplies queries](ModelConfig::query_factor) and with their numbers, of a model that has that: behind all others.
+pub(crate) fn factor_inputs(config: &ModelConfig) -> Option<[usize; 2]> {
+    config.query_factor?;
+    let first = constants_input(config) + usize::from(!config.constants().is_empty());
+    Some([first, first + 1])
 }
 
 /// The label that carries no loss. Any negative label is treated like it.
@@ -66,6 +75,7 @@ pub struct TokenBatch {
     reach: Option<usize>,
     /// Of models whose files have them.
     constants: Option<Constants>,
+    query_factor: Option<QueryFactor>,
 }
 
 /// Numbers of the files that are not trained, `[N, C]`.
@@ -90,7 +100,8 @@ impl TokenBatch {
             let dims = [constants.len(), first.elements()];
             Constants { dims, numbers: vec![0.0; dims.iter().product()], are_read: false }
         });
-        Self { vocab: config.vocab, inv_freq, window_inv_freq, beyond, reach: None, constants }
+        let query_factor = config.query_factor;
+        Self { vocab: config.vocab, inv_freq, window_inv_freq, beyond, reach: None, constants, query_factor }
     }
 
     /// A builder for the model in a folder, with what is constant in its files.
@@ -147,6 +158,18 @@ impl TokenBatch {
         frequencies.chain(constants).collect()
     }
 
+    /// The batch whose longest sequence has `positions`.
+    fn finish(&self, columns: Columns, positions: usize) -> MicroBatch {
+        let tokens = columns.ids.len();
+        let of_tokens = self.query_factor.map(|factor| {
+            let factors: Vec<f32> = columns.positions.iter().map(|at| factor.at(*at as usize)).collect();
+            let rows: Vec<i32> = (0..tokens as i32).collect();
+            [HostTensor::from_f32(&[tokens, 1], &factors), HostTensor::from_i32(&[tokens, 1], &rows)]
+        });
+        let shared = self.shared(positions).into_iter();
+        columns.finish(shared.chain(of_tokens.into_iter().flatten()).collect())
+    }
+
     /// Refuses to compute with zeros in the place of what is in the model's files.
     fn have_constants(&self) -> Result {
         if self.constants.as_ref().is_none_or(|constants| constants.are_read) {
@@ -181,7 +204,7 @@ impl TokenBatch {
         }
         let longest = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
         self.have_constants()?;
-        Ok(columns.finish(self.shared(longest)))
+        Ok(self.finish(columns, longest))
     }
 
     /// A batch for generation: `rows[b]` continues sequence b, of which `starts[b]` positions are in the cache. Rows are padded
@@ -204,7 +227,7 @@ impl TokenBatch {
         }
         let longest = rows.iter().zip(starts).map(|(ids, start)| start + ids.len()).max().unwrap_or(0);
         self.have_constants()?;
-        Ok(columns.finish(self.shared(longest)))
+        Ok(self.finish(columns, longest))
     }
 
     /// The first batch of a generation: whole prompts, padded on the right to `length`.
@@ -226,21 +249,22 @@ impl TokenBatch {
 
     /// A batch of padding, which can be computed with.
     pub fn blank(&self, sequences: usize, length: usize) -> MicroBatch {
-        Columns::new(sequences, length).finish(self.shared(0))
+        self.finish(Columns::new(sequences, length), 0)
     }
 
     /// The shapes alone, which is all that a plan and an engine ask for: zeros that no memory is touched for, however many.
     pub fn shape(&self, sequences: usize, length: usize) -> MicroBatch {
         let tokens = sequences * length;
-        let zeros = |dtype: DType, elements: usize| HostTensor {
+        let zeros = |dtype: DType, dims: &[usize]| HostTensor {
             dtype,
-            dims: vec![elements],
-            bytes: vec![0; elements * dtype.size()],
+            dims: dims.to_vec(),
+            bytes: vec![0; dims.iter().product::<usize>() * dtype.size()],
         };
-        let of_tokens = (0..3).map(|_| zeros(DType::I32, tokens));
-        let of_sequences = (0..2).map(|_| zeros(DType::I32, sequences));
-        let constants = self.shared(0);
-        let inputs = of_tokens.chain(of_sequences).chain(constants).collect();
+        let of_tokens = (0..3).map(|_| zeros(DType::I32, &[tokens]));
+        let of_sequences = (0..2).map(|_| zeros(DType::I32, &[sequences]));
+        let factors = self.query_factor.map(|_| [DType::F32, DType::I32].map(|of| zeros(of, &[tokens, 1])));
+        let last = self.shared(0).into_iter().chain(factors.into_iter().flatten());
+        let inputs = of_tokens.chain(of_sequences).chain(last).collect();
         MicroBatch { sequences, length, inputs, loss_terms: 0 }
     }
 
@@ -334,12 +358,17 @@ mod tests {
     fn a_shape_is_that_of_a_batch() {
         let text = r#"{"architectures": ["LlamaForCausalLM"], "vocab_size": 9, "hidden_size": 32, "intermediate_size": 64,
             "num_hidden_layers": 1, "num_attention_heads": 4}"#;
-        let batches = TokenBatch::new(&ModelConfig::parse(text).unwrap());
+        let config = ModelConfig::parse(text).unwrap();
+        let batches = TokenBatch::new(&config);
+        let query_factor = Some(QueryFactor { beta: 0.5, original_positions: 2 });
+        let with_factors = TokenBatch::new(&ModelConfig { query_factor, ..config });
         let of = |batch: MicroBatch| {
             let tensors = batch.inputs.into_iter().map(|t| (t.dtype, t.dims, t.bytes.len()));
             (batch.sequences, batch.length, tensors.collect::<Vec<_>>())
         };
         assert_eq!(of(batches.shape(3, 5)), of(batches.blank(3, 5)));
+        assert_eq!(of(with_factors.shape(3, 5)), of(with_factors.blank(3, 5)));
+        assert_eq!(with_factors.shape(3, 5).inputs.len(), batches.shape(3, 5).inputs.len() + 2);
         // As many tokens as there can be take no time and no memory.
         assert_eq!(batches.shape(1, i32::MAX as usize).length, i32::MAX as usize);
     }

@@ -12,11 +12,12 @@ use crate::heads::{self, KvHeads, refuse_of_gemma4};
 use crate::json::parse_json;
 use crate::latent::LatentAttention;
 use crate::mixture::Mixture;
-use crate::rope::{Rope, RopeScaling};
+use crate::rope::{QueryFactor, Rope, RopeScaling};
+use crate::windows::windows;
 use crate::{ModelError, Result};
 use serde_json::Value;
 use std::path::Path;
-use terrace_kernels::{DeltaSpec, GateFunction};
+use terrace_kernels::{DeltaSpec, GateFunction, RopePairs};
 use terrace_zero::ParamSpec;
 
 /// How weights may be stored that are read in spite of a `quantization_config`.
@@ -89,6 +90,9 @@ impl Multipliers {
                 Self { attention: Some(width.sqrt().recip() as f32), ..of_gemma }
             }
             Family::Gemma4 => Self { attention: Some(1.0), ..of_gemma },
+            Family::Cohere | Family::Cohere2 => {
+                Self { logits: positive("logit_scale", 0.0625)? as f32, ..Self::NONE }
+            }
             Family::Granite => Self {
                 embedding: positive("embedding_multiplier", 1.0)? as f32,
                 residual: positive("residual_multiplier", 1.0)? as f32,
@@ -101,11 +105,13 @@ impl Multipliers {
     }
 }
 
-/// How the queries and the keys are normalized, before they are rotated.
+/// How the queries and the keys are normalized, before they are rotated unless it is said.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QkNorm {
     /// Each head by itself, `K` weights.
     PerHead,
+    /// The same when they have been rotated.
+    PerRotatedHead,
     /// All heads of a token together, `H·K` and `G·K` weights.
     AllHeads,
 }
@@ -115,7 +121,8 @@ impl QkNorm {
         Ok(match family {
             Family::Qwen3 | Family::Gemma3 | Family::Gemma4 | Family::Qwen3Moe => Some(Self::PerHead),
             Family::Olmo2 | Family::Olmo3 | Family::Olmoe | Family::MiniMaxM2 => Some(Self::AllHeads),
-            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => Some(Self::PerHead),
+            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe | Family::Exaone4 => Some(Self::PerHead),
+            Family::HunYuan | Family::HunYuanMoe => Some(Self::PerRotatedHead),
             Family::Glm4Moe if entries.flag("use_qk_norm", false)? => Some(Self::PerHead),
             _ => None,
         })
@@ -188,6 +195,10 @@ pub struct ModelConfig {
     pub norms: Norms,
     /// Norms multiply by one more than their weights.
     pub norm_plus_one: bool,
+    /// Norms take the mean from what they normalize, as those of Ba et al., arXiv 1607.06450, do.
+    pub norm_centers: bool,
+    /// Attention and feed-forward read the same norm of what a layer is given, to which both are added.
+    pub is_beside: bool,
     /// Sliding window of each layer; `None` sees everything before it.
     pub windows: Vec<Option<usize>>,
     /// Layers that do not rotate their queries and keys by their positions.
@@ -202,6 +213,10 @@ pub struct ModelConfig {
     pub rope: Rope,
     /// That of layers with a window, if it is another; one that does not change with the length of sequences.
     pub window_rope: Option<Rope>,
+    /// How the elements of a head that are rotated are paired, of attention without a latent.
+    pub rope_pairs: RopePairs,
+    /// What multiplies queries by their positions.
+    pub query_factor: Option<QueryFactor>,
     /// Positions the model was trained for, or those that the scaling of its rotary embedding stretches them to: the largest that
     /// `max_position_embeddings`, other names for it and the scaling say.
     pub positions_max: usize,
@@ -332,8 +347,7 @@ impl ModelConfig {
         let positions_max = entries.size_or("max_position_embeddings", defaults.positions)?;
         let vocab = entries.size("vocab_size")?;
         let biases = family.biases(&entries)?;
-        let unrotated = unrotated(&entries, family, layers)?;
-        let mut windows = windows(&entries, family, layers, &unrotated)?;
+        let (mut windows, unrotated) = windows(&entries, family, layers)?;
         let keys_are_values = family == Family::Gemma4 && entries.flag("attention_k_eq_v", false)?;
         let of_all = kv_heads(&entries, family, hidden, heads, latent.as_ref())?;
         let mut heads_by_kind = (of_all, None);
@@ -371,7 +385,7 @@ impl ModelConfig {
             kv_heads,
             head_size,
             full_heads,
-            norm_eps: entries.number_or("rms_norm_eps", defaults.norm_eps)? as f32,
+            norm_eps: entries.number_or(family.norm_eps(), defaults.norm_eps)? as f32,
             tied: entries.flag("tie_word_embeddings", defaults.tied)?,
             qkv_bias: biases.qkv,
             output_bias: biases.output,
@@ -385,6 +399,8 @@ impl ModelConfig {
             delta: if family.has_delta() { Some(DeltaNet::parse(&entries, layers)?) } else { None },
             norms: family.norms(),
             norm_plus_one: family.norm_plus_one(),
+            norm_centers: family.is_cohere(),
+            is_beside: family.is_cohere(),
             multipliers: Multipliers::parse(&entries, family, hidden, latent.as_ref())?,
             latent,
             has_layer_scales: family == Family::Gemma4,
@@ -397,11 +413,10 @@ impl ModelConfig {
             positions_max: rope.positions(family, positions_max, other_positions(&entries)?),
             rope,
             window_rope,
+            rope_pairs: family.rotated_pairs(),
+            query_factor: QueryFactor::parse(&entries, family)?,
             initializer_std: entries.number_or("initializer_range", 0.02)? as f32,
-            eos_ids: match defaults.eos.filter(|_| !entries.has("eos_token_id")) {
-                Some(id) => vec![id],
-                None => entries.ids("eos_token_id")?,
-            },
+            eos_ids: eos_ids(&entries, family)?,
             pad_id: pad_id(&entries, vocab, defaults.pad)?,
             fp8: fp8(&entries)?,
         };
@@ -442,7 +457,10 @@ impl ModelConfig {
         let of_layer = |layer: usize| {
             let mixture = self.mixture_of(layer).filter(|mixture| mixture.has_score_biases)?;
             let name = format!("model.layers.{layer}.{}.e_score_correction_bias", names.score_biases);
-            Some(ParamSpec::new(name, &[mixture.experts]))
+            match self.family {
+                Family::Ernie45Moe => Some(ParamSpec::new(name, &[1, mixture.experts])),
+                _ => Some(ParamSpec::new(name, &[mixture.experts])),
+            }
         };
         (0..self.layers).filter_map(of_layer).collect()
     }
@@ -469,6 +487,15 @@ impl ModelConfig {
         if self.logit_cap.is_some_and(|cap| !(cap.is_normal() && cap > 0.0)) {
             return refuse(LOGIT_CAP, "must be positive, and neither tiny nor huge".into());
         }
+        let is_more = self.mixture.is_some() || self.latent.is_some() || self.delta.is_some();
+        let is_plain = self.norms == Norms::Before && self.multipliers.residual == 1.0;
+        if self.is_beside && (is_more || !is_plain || self.has_layer_scales) {
+            let detail = "of attention and feed-forward side by side is computed without experts, latents and norms behind them alone";
+            return refuse("architectures", detail.into());
+        }
+        if self.query_factor.is_some() && (self.latent.is_some() || self.delta.is_some()) {
+            return refuse("llama_4_scaling_beta", "is computed in attention without a latent alone".into());
+        }
         if self.has_layer_scales && self.mixture.iter().any(|mixture| mixture.has_score_biases) {
             return refuse("layer_scalar", "and biases of scores are not computed together".into());
         }
@@ -486,7 +513,7 @@ impl ModelConfig {
             ("embedding_multiplier", embedding),
             ("residual_multiplier", residual),
             ("attention_multiplier", attention.unwrap_or(1.0)),
-            ("logits_scaling", logits.recip()),
+            (self.family.logits_key(), logits.recip()),
         ];
         if let Some((key, factor)) =
             multipliers.into_iter().find(|(_, factor)| !(factor.is_normal() && *factor > 0.0))
@@ -494,7 +521,7 @@ impl ModelConfig {
             return refuse(key, format!("is {factor}; it must be positive, and neither tiny nor huge"));
         }
         if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
-            return refuse("rms_norm_eps", format!("is {}; it must be positive", self.norm_eps));
+            return refuse(self.family.norm_eps(), format!("is {}; it must be positive", self.norm_eps));
         }
         self.delta.iter().try_for_each(DeltaNet::check)?;
         self.mixture.iter().try_for_each(|mixture| mixture.check(self.layers))?;
@@ -524,10 +551,19 @@ fn kv_heads(
         // What transformers calls so is the part that is rotated.
         _ if latent.is_some() => latent.map_or(0, LatentAttention::head_size),
         (Some(size), _) => size,
-        (None, Family::SeedOss) if entries.has("head_dim") => divided(hidden, heads)?,
+        (None, Family::SeedOss | Family::Ernie45) if entries.has("head_dim") => divided(hidden, heads)?,
         (None, _) => defaults.head_size.map_or_else(|| divided(hidden, heads), Ok)?,
     };
     Ok(KvHeads { count, size })
+}
+
+/// Of some families null means the default, too.
+fn eos_ids(entries: &Entries<'_>, family: Family) -> Result<Vec<u32>> {
+    let is_said = match family {
+        Family::Glm | Family::Glm4 => entries.has_value("eos_token_id"),
+        _ => entries.has("eos_token_id"),
+    };
+    if is_said { entries.ids("eos_token_id") } else { Ok(family.defaults().eos.to_vec()) }
 }
 
 /// What is said about positions under names that only some folders use.
@@ -608,12 +644,18 @@ fn refuse_unsupported(entries: &Entries<'_>, family: Family) -> Result {
             });
         }
     }
-    if family == Family::DeepseekV2 && entries.flag("mlp_bias", false)? {
-        return Err(ModelError::Unsupported {
-            what: "mlp_bias".into(),
-            found: "true".into(),
-            supported: "false (in a DeepSeek V2)".into(),
-        });
+    for (key, families) in [
+        ("mlp_bias", &[Family::DeepseekV2][..]),
+        ("use_bias", &[Family::Ernie45, Family::Ernie45Moe]),
+        ("use_qk_norm", &[Family::Cohere]),
+    ] {
+        if families.contains(&family) && entries.flag(key, false)? {
+            return Err(ModelError::Unsupported {
+                what: key.into(),
+                found: "true".into(),
+                supported: format!("false (in {})", family.architecture()),
+            });
+        }
     }
     if let Some(most) = entries.number("clip_qkv")? {
         return Err(ModelError::Unsupported {
@@ -666,106 +708,6 @@ fn only_in_training(
         all.push(("router_aux_loss_coef", entries.number_or("router_aux_loss_coef", default)?));
     }
     Ok(all.into_iter().filter(|(_, part)| *part != 0.0).collect())
-}
-
-/// Which layers do not rotate queries and keys: none, but in SmolLM 3 those that a list has a 0 for, or the last of every
-/// `no_rope_layer_interval`.
-fn unrotated(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<usize>> {
-    if family != Family::SmolLm3 {
-        return Ok(Vec::new());
-    }
-    let Some(listed) = entries.numbers("no_rope_layers")? else {
-        let interval = entries.size_or("no_rope_layer_interval", 4)?;
-        return Ok((0..layers).filter(|layer| (layer + 1).is_multiple_of(interval)).collect());
-    };
-    if listed.len() < layers {
-        let detail = format!("has {} entries for {layers} layers", listed.len());
-        return Err(entries.error("no_rope_layers", detail));
-    }
-    // Of a longer list the classes of transformers take what they need.
-    Ok((0..layers).filter(|layer| listed[*layer] == 0.0).collect())
-}
-
-/// The sliding window of each layer, as the family's class in transformers derives it.
-fn windows(
-    entries: &Entries<'_>,
-    family: Family,
-    layers: usize,
-    unrotated: &[usize],
-) -> Result<Vec<Option<usize>>> {
-    let (is_for_all, default) = match family {
-        Family::Llama | Family::SeedOss | Family::Olmo2 | Family::Granite | Family::Gemma => {
-            return Ok(vec![None; layers]);
-        }
-        Family::Olmoe | Family::Glm4Moe | Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => {
-            return Ok(vec![None; layers]);
-        }
-        Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 | Family::MiniMaxM2 => {
-            return Ok(vec![None; layers]);
-        }
-        Family::GptOss => (false, Some(128)),
-        Family::Phi3 | Family::Mixtral | Family::Ministral3 => {
-            return Ok(vec![entries.optional_size("sliding_window")?; layers]);
-        }
-        Family::Mistral => (true, Some(4096)),
-        Family::Qwen2 | Family::Qwen2Moe | Family::Qwen3 | Family::Olmo3 | Family::Gemma3 => {
-            (false, Some(4096))
-        }
-        Family::Gemma4 => (false, Some(512)),
-        Family::Qwen3Moe => (entries.flag("use_sliding_window", false)?, Some(4096)),
-        Family::SmolLm3 => (false, None),
-    };
-    let window = match entries.optional_size("sliding_window")? {
-        None if !entries.has("sliding_window") => default,
-        window => window,
-    };
-    // Every so many layers one sees everything.
-    let every = match family {
-        Family::Olmo3 => Some(4),
-        Family::GptOss => Some(2),
-        Family::Gemma3 => Some(entries.size_or("sliding_window_pattern", 6)?),
-        Family::Gemma4 => Some(6),
-        _ => None,
-    };
-    let uses_it = is_for_all || every.is_some() || entries.flag("use_sliding_window", false)?;
-    let window = if uses_it { window } else { None };
-    // A Mistral with kinds of layers is what transformers calls Ministral.
-    if let Some(kinds) = entries.strings("layer_types")? {
-        return kinds.iter().map(|kind| layer_window(kind, window)).collect();
-    }
-    if is_for_all {
-        return Ok(vec![window; layers]);
-    }
-    if family == Family::SmolLm3 {
-        // What is not rotated by positions sees only some of them.
-        return Ok((0..layers).map(|layer| window.filter(|_| unrotated.contains(&layer))).collect());
-    }
-    if let Some(every) = every {
-        return Ok((0..layers).map(|layer| window.filter(|_| !(layer + 1).is_multiple_of(every))).collect());
-    }
-    let full_layers = entries.size_or_zero("max_window_layers", 28)?;
-    if family == Family::Qwen2Moe {
-        // Its class means every other one of the layers before that.
-        let has_window = |layer: &usize| layer.is_multiple_of(2) && *layer < full_layers;
-        return Ok((0..layers).map(|layer| window.filter(|_| has_window(&layer))).collect());
-    }
-    Ok((0..layers).map(|layer| window.filter(|_| layer >= full_layers)).collect())
-}
-
-fn layer_window(kind: &str, window: Option<usize>) -> Result<Option<usize>> {
-    match kind {
-        "full_attention" => Ok(None),
-        "sliding_attention" => window.map(Some).ok_or_else(|| ModelError::Config {
-            key: "layer_types".into(),
-            detail: "names sliding_attention layers, but use_sliding_window and sliding_window set no window"
-                .into(),
-        }),
-        other => Err(ModelError::Unsupported {
-            what: "layer_types entry".into(),
-            found: format!("\"{other}\""),
-            supported: "\"full_attention\", \"sliding_attention\"".into(),
-        }),
-    }
 }
 
 fn divided(hidden: usize, heads: usize) -> Result<usize> {

@@ -153,6 +153,11 @@ impl<'a> Entries<'a> {
         self.value(key)?.get(inner)?.as_str()
     }
 
+    /// Whether the entry is an array.
+    pub(crate) fn is_array(&self, key: &str) -> bool {
+        self.value(key).is_some_and(Value::is_array)
+    }
+
     /// An array of strings; `None` when absent or null.
     pub(crate) fn strings(&self, key: &str) -> Result<Option<Vec<&'a str>>> {
         self.array(key, "an array of strings", Value::as_str)

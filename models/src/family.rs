@@ -5,9 +5,10 @@ use crate::config::Norms;
 use crate::entries::Entries;
 use crate::fused::Packing;
 use crate::{ModelError, Result};
+use terrace_kernels::RopePairs;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 27] = [
+const FAMILIES: [(Family, &str, &str); 36] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Ministral3, "Ministral3ForCausalLM", "ministral3"),
@@ -22,6 +23,13 @@ const FAMILIES: [(Family, &str, &str); 27] = [
     (Family::Gemma, "GemmaForCausalLM", "gemma"),
     (Family::Gemma3, "Gemma3ForCausalLM", "gemma3_text"),
     (Family::Gemma4, "Gemma4ForCausalLM", "gemma4_text"),
+    (Family::Exaone4, "Exaone4ForCausalLM", "exaone4"),
+    (Family::Glm, "GlmForCausalLM", "glm"),
+    (Family::Glm4, "Glm4ForCausalLM", "glm4"),
+    (Family::Ernie45, "Ernie4_5ForCausalLM", "ernie4_5"),
+    (Family::Cohere, "CohereForCausalLM", "cohere"),
+    (Family::Cohere2, "Cohere2ForCausalLM", "cohere2"),
+    (Family::HunYuan, "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
     (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
     (Family::Qwen2Moe, "Qwen2MoeForCausalLM", "qwen2_moe"),
     (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
@@ -33,6 +41,8 @@ const FAMILIES: [(Family, &str, &str); 27] = [
     (Family::Glm4MoeLite, "Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
     (Family::DeepseekV2, "DeepseekV2ForCausalLM", "deepseek_v2"),
     (Family::DeepseekV3, "DeepseekV3ForCausalLM", "deepseek_v3"),
+    (Family::Ernie45Moe, "Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+    (Family::HunYuanMoe, "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
     (Family::MiniMaxM2, "MiniMaxM2ForCausalLM", "minimax_m2"),
     (Family::GptOss, "GptOssForCausalLM", "gpt_oss"),
 ];
@@ -69,6 +79,21 @@ pub enum Family {
     /// Gemma 4 (31B, 26B-A4B): norms multiply by their weights, values have norms, what a layer gives is multiplied by a number of the files;
     /// layers without a window have other heads and no projection of values; some have experts beside the feed-forward of all tokens.
     Gemma4,
+    /// EXAONE 4: an OLMo 2 that normalizes each head of queries and keys, and whose larger model has windows in three layers of four and no
+    /// positions in the others.
+    Exaone4,
+    /// GLM 4 of 2024: half of each head is rotated, in pairs of neighbours; files hold gate and up projections as one tensor.
+    Glm,
+    /// GLM 4 of 2025 (0414) and Z1: the same with norms on both sides of attention and feed-forward.
+    Glm4,
+    /// ERNIE 4.5 without experts (0.3B): a Llama that rotates pairs of neighbours.
+    Ernie45,
+    /// Command R, Aya: attention and feed-forward side by side behind one norm, which takes the mean away; logits are multiplied.
+    Cohere,
+    /// Command R7B, Command A: the same with windows in three layers of four and no positions in the others.
+    Cohere2,
+    /// Hunyuan (0.5B to 7B): queries and keys are normalized per head when they have been rotated.
+    HunYuan,
     /// Mixtral: a Mistral with experts, of which each token goes through two.
     Mixtral,
     /// Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B), and a feed-forward beside them of which each token has a part.
@@ -93,39 +118,15 @@ pub enum Family {
     DeepseekV2,
     /// DeepSeek V3 and R1, Kimi K2, Moonlight: the same attention, experts chosen by sigmoids and a bias.
     DeepseekV3,
+    /// ERNIE 4.5 with experts (21B-A3B, 300B-A47B): chosen by a softmax and a bias, behind layers without, with a feed-forward beside them.
+    Ernie45Moe,
+    /// Hunyuan A13B: the same with experts in all layers, and a feed-forward beside them.
+    HunYuanMoe,
     /// MiniMax M2: experts chosen by sigmoids and a bias, queries and keys normalized with all heads together, half of each head rotated.
     MiniMaxM2,
     /// gpt-oss: experts with biases, attention sinks, windows in every other layer; files hold the experts of a layer together, often as MXFP4.
     GptOss,
 }
-
-/// What an absent entry means where the classes of transformers differ.
-pub(crate) struct Defaults {
-    /// As many as query heads, if `None`.
-    pub(crate) kv_heads: Option<usize>,
-    /// Hidden size by query heads, if `None`.
-    pub(crate) head_size: Option<usize>,
-    pub(crate) positions: usize,
-    pub(crate) norm_eps: f64,
-    pub(crate) theta: f64,
-    pub(crate) tied: bool,
-    pub(crate) pad: Option<usize>,
-    pub(crate) eos: Option<u32>,
-    pub(crate) dropout: f64,
-}
-
-/// Those of a Llama.
-const LLAMA: Defaults = Defaults {
-    kv_heads: None,
-    head_size: None,
-    positions: 2048,
-    norm_eps: 1e-6,
-    theta: 10_000.0,
-    tied: false,
-    pad: None,
-    eos: Some(2),
-    dropout: 0.0,
-};
 
 /// Which layers have biases.
 pub(crate) struct Biases {
@@ -135,98 +136,9 @@ pub(crate) struct Biases {
 }
 
 impl Family {
-    pub(crate) fn defaults(self) -> Defaults {
-        match self {
-            Self::Llama => LLAMA,
-            Self::Mistral => Defaults { kv_heads: Some(8), positions: 131_072, ..LLAMA },
-            Self::Ministral3 => Defaults {
-                kv_heads: Some(8),
-                head_size: Some(128),
-                positions: 262_144,
-                norm_eps: 1e-5,
-                theta: 1_000_000.0,
-                pad: Some(11),
-                ..LLAMA
-            },
-            Self::Qwen2 => Defaults { positions: 32_768, eos: None, ..LLAMA },
-            Self::Qwen3 => Defaults { head_size: Some(128), positions: 32_768, eos: None, ..LLAMA },
-            Self::Phi3 => {
-                Defaults { positions: 4096, norm_eps: 1e-5, pad: Some(32_000), eos: Some(32_000), ..LLAMA }
-            }
-            Self::SeedOss => Defaults {
-                kv_heads: Some(8),
-                head_size: Some(128),
-                positions: 524_288,
-                pad: Some(1),
-                dropout: 0.1,
-                ..LLAMA
-            },
-            Self::SmolLm3 => Defaults {
-                kv_heads: Some(4),
-                positions: 32_768,
-                theta: 2_000_000.0,
-                tied: true,
-                pad: Some(128_004),
-                eos: Some(128_001),
-                ..LLAMA
-            },
-            Self::Olmo2 => Defaults { norm_eps: 1e-5, pad: Some(1), eos: Some(50_279), ..LLAMA },
-            Self::Granite => LLAMA,
-            Self::Gemma => Defaults {
-                kv_heads: Some(16),
-                head_size: Some(256),
-                positions: 8192,
-                tied: true,
-                pad: Some(0),
-                eos: Some(1),
-                ..LLAMA
-            },
-            Self::Gemma3 => Defaults {
-                kv_heads: Some(4),
-                positions: 131_072,
-                theta: 1_000_000.0,
-                ..Self::Gemma.defaults()
-            },
-            Self::Gemma4 => Self::Gemma3.defaults(),
-            Self::Olmo3 => Defaults { theta: 500_000.0, ..Self::Olmo2.defaults() },
-            Self::Mixtral => Defaults {
-                kv_heads: Some(8),
-                positions: 131_072,
-                norm_eps: 1e-5,
-                theta: 1_000_000.0,
-                ..LLAMA
-            },
-            Self::Qwen2Moe => Defaults { kv_heads: Some(16), positions: 32_768, eos: None, ..LLAMA },
-            Self::Qwen3Moe => Defaults { kv_heads: Some(4), positions: 32_768, eos: None, ..LLAMA },
-            Self::Olmoe => Defaults { positions: 4096, ..Self::Olmo2.defaults() },
-            Self::Glm4Moe => {
-                Defaults { kv_heads: Some(8), positions: 131_072, norm_eps: 1e-5, eos: None, ..LLAMA }
-            }
-            Self::Qwen35 => {
-                Defaults { kv_heads: Some(4), head_size: Some(256), positions: 32_768, eos: None, ..LLAMA }
-            }
-            Self::Qwen3Next | Self::Qwen35Moe => Defaults { kv_heads: Some(2), ..Self::Qwen35.defaults() },
-            Self::Glm4MoeLite => Defaults { positions: 202_752, norm_eps: 1e-5, eos: Some(1), ..LLAMA },
-            Self::DeepseekV2 => LLAMA,
-            Self::DeepseekV3 => Defaults { positions: 4096, eos: Some(1), ..LLAMA },
-            Self::MiniMaxM2 => Defaults {
-                kv_heads: Some(8),
-                head_size: Some(128),
-                positions: 196_608,
-                theta: 5_000_000.0,
-                eos: Some(200_020),
-                ..LLAMA
-            },
-            Self::GptOss => Defaults {
-                kv_heads: Some(8),
-                head_size: Some(64),
-                positions: 131_072,
-                norm_eps: 1e-5,
-                theta: 150_000.0,
-                eos: None,
-                ..LLAMA
-            },
-        }
+    /// The class of transformers.
+    pub(crate) fn architecture(self) -> &'static str {
+        FAMILIES.iter().find(|known| known.0 == self).map_or("", |known| known.1)
     }
 
     /// What training drops or disturbs, as config.json spells it.
@@ -240,11 +152,13 @@ impl Family {
     }
 
     pub(crate) fn biases(self, entries: &Entries<'_>) -> Result<Biases> {
-        let attention = entries.flag("attention_bias", matches!(self, Self::SeedOss | Self::GptOss))?;
+        let attention = entries
+            .flag("attention_bias", matches!(self, Self::SeedOss | Self::GptOss | Self::Glm | Self::Glm4))?;
         let qkv = match self {
             Self::Qwen2 => true,
             Self::Qwen2Moe => entries.flag("qkv_bias", true)?,
             Self::Mistral | Self::Ministral3 | Self::Phi3 | Self::Mixtral | Self::MiniMaxM2 => false,
+            Self::Exaone4 | Self::Ernie45 | Self::Ernie45Moe => false,
             _ => attention,
         };
         let output = match self {
@@ -252,7 +166,8 @@ impl Family {
             Self::Mistral | Self::Qwen2 | Self::Phi3 | Self::Mixtral | Self::Qwen2Moe | Self::Glm4Moe => {
                 false
             }
-            Self::Ministral3 | Self::MiniMaxM2 => false,
+            Self::Ministral3 | Self::MiniMaxM2 | Self::Glm | Self::Glm4 => false,
+            Self::Exaone4 | Self::Ernie45 | Self::Ernie45Moe => false,
             _ => attention,
         };
         let mlp = match self {
@@ -266,6 +181,7 @@ impl Family {
     pub(crate) fn packing(self) -> Packing {
         match self {
             Self::Phi3 => Packing::Projections,
+            Self::Glm | Self::Glm4 => Packing::GateAndUp,
             Self::GptOss => Packing::Experts,
             Self::Qwen35 => Packing::Gates,
             Self::Qwen35Moe => Packing::GatesAndExperts,
@@ -277,6 +193,20 @@ impl Family {
 
     pub(crate) fn is_gemma(self) -> bool {
         matches!(self, Self::Gemma | Self::Gemma3 | Self::Gemma4)
+    }
+
+    pub(crate) fn is_cohere(self) -> bool {
+        matches!(self, Self::Cohere | Self::Cohere2)
+    }
+
+    /// What is added to mean squares, as config.json spells it.
+    pub(crate) fn norm_eps(self) -> &'static str {
+        if self.is_cohere() { "layer_norm_eps" } else { "rms_norm_eps" }
+    }
+
+    /// What logits are multiplied or divided by, as config.json spells it.
+    pub(crate) fn logits_key(self) -> &'static str {
+        if self.is_cohere() { "logit_scale" } else { "logits_scaling" }
     }
 
     /// The weights of norms are added to 1.
@@ -292,17 +222,51 @@ impl Family {
     /// The part of each head that is rotated where configurations do not say.
     pub(crate) fn rotated_part(self) -> f64 {
         match self {
-            Self::Glm4Moe => 0.5,
+            Self::Glm4Moe | Self::Glm | Self::Glm4 => 0.5,
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => 0.25,
             _ => 1.0,
         }
     }
 
+    /// How the elements of a head that are rotated are paired.
+    pub(crate) fn rotated_pairs(self) -> RopePairs {
+        match self {
+            Self::Glm | Self::Glm4 | Self::Ernie45 | Self::Ernie45Moe => RopePairs::Neighbours,
+            Self::Cohere | Self::Cohere2 => RopePairs::Neighbours,
+            _ => RopePairs::Halves,
+        }
+    }
+
     pub(crate) fn norms(self) -> Norms {
         match self {
-            Self::Olmo2 | Self::Olmo3 => Norms::After,
-            Self::Gemma3 | Self::Gemma4 => Norms::Both,
+            Self::Olmo2 | Self::Olmo3 | Self::Exaone4 => Norms::After,
+            Self::Gemma3 | Self::Gemma4 | Self::Glm4 => Norms::Both,
             _ => Norms::Before,
+        }
+    }
+
+    /// What norms of queries and keys are called.
+    pub(crate) fn norms_of_heads(self) -> [&'static str; 2] {
+        match self {
+            Self::HunYuan | Self::HunYuanMoe => ["self_attn.query_layernorm", "self_attn.key_layernorm"],
+            _ => ["self_attn.q_norm", "self_attn.k_norm"],
+        }
+    }
+
+    /// What norms before and behind attention are called.
+    pub(crate) fn norms_of_attention(self) -> [&'static str; 2] {
+        match self {
+            Self::Glm4 => ["input_layernorm", "post_self_attn_layernorm"],
+            _ => ["input_layernorm", "post_attention_layernorm"],
+        }
+    }
+
+    /// What those before and behind the feed-forward are called.
+    pub(crate) fn norms_of_feed_forward(self) -> [&'static str; 2] {
+        match self {
+            Self::Gemma3 | Self::Gemma4 => ["pre_feedforward_layernorm", "post_feedforward_layernorm"],
+            Self::Glm4 => ["post_attention_layernorm", "post_mlp_layernorm"],
+            _ => ["post_attention_layernorm", "post_feedforward_layernorm"],
         }
     }
 }

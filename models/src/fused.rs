@@ -17,6 +17,8 @@ pub(crate) enum Packing {
     Apart,
     /// Projections of the same input.
     Projections,
+    /// Those of the feed-forward alone.
+    GateAndUp,
     /// The experts of a layer, as gpt-oss has them.
     Experts,
     /// The experts of a layer, one after the other.
@@ -78,7 +80,9 @@ pub(crate) struct Strip {
 pub(crate) const STRIPS_MAX: usize = 3;
 
 /// A fused layer and its parts, in the order of their rows.
-const PROJECTIONS: [(&str, &[&str]); 2] = [
+type Fused = (&'static str, &'static [&'static str]);
+
+const PROJECTIONS: [Fused; 2] = [
     (".self_attn.qkv_proj.", &[".self_attn.q_proj.", ".self_attn.k_proj.", ".self_attn.v_proj."]),
     (".mlp.gate_up_proj.", &[".mlp.gate_proj.", ".mlp.up_proj."]),
 ];
@@ -136,7 +140,8 @@ pub(crate) fn file_tensors<'a>(
             .into_iter()
             .map(|param| FileTensor::of(param.name.clone(), param, Order::Following))
             .collect(),
-        Packing::Projections => of_projections(params),
+        Packing::Projections => of_projections(params, &PROJECTIONS),
+        Packing::GateAndUp => of_projections(params, &PROJECTIONS[1..]),
         Packing::Experts => of_experts(params, true),
         Packing::ExpertsInOrder => of_experts(params, false),
         Packing::Gates => with_turns(params, &[gates()]),
@@ -210,9 +215,12 @@ fn with_turns<'a>(params: impl IntoIterator<Item = &'a ParamSpec>, all: &[Turns]
     tensors
 }
 
-fn of_projections<'a>(params: impl IntoIterator<Item = &'a ParamSpec>) -> Vec<FileTensor> {
+fn of_projections<'a>(
+    params: impl IntoIterator<Item = &'a ParamSpec>,
+    projections: &[Fused],
+) -> Vec<FileTensor> {
     let fused_name = |name: &str| {
-        PROJECTIONS.iter().find_map(|(fused, parts)| {
+        projections.iter().find_map(|(fused, parts)| {
             let part = parts.iter().find(|part| name.contains(**part))?;
             Some(name.replacen(part, fused, 1))
         })
@@ -307,6 +315,16 @@ mod tests {
         assert_eq!(
             names(file_tensors(&params, &layout(Packing::Projections))),
             expected.map(|(n, rows, parts)| (name(n), vec![rows, 8], parts))
+        );
+        let of_queries =
+            [("self_attn.q_proj", 16, 1), ("self_attn.k_proj", 4, 1), ("self_attn.v_proj", 4, 1)];
+        assert_eq!(
+            names(file_tensors(&params, &layout(Packing::GateAndUp))),
+            [&of_queries[..], &expected[1..]]
+                .concat()
+                .into_iter()
+                .map(|(n, rows, parts)| (name(n), vec![rows, 8], parts))
+                .collect::<Vec<_>>()
         );
         assert_eq!(file_tensors(&params, &Layout::APART).len(), params.len());
     }

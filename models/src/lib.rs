@@ -24,6 +24,7 @@ pub mod batch;
 mod blocks;
 mod composite;
 mod config;
+mod defaults;
 mod entries;
 mod error;
 mod family;
@@ -39,6 +40,7 @@ mod rope;
 mod safetensors_files;
 mod safetensors_in;
 mod safetensors_out;
+mod windows;
 
 pub use batch::{Row, TokenBatch};
 pub use blocks::{
@@ -53,6 +55,6 @@ pub use json::parse_json;
 pub use latent::LatentAttention;
 pub use mixture::{Mixture, SharedExpert};
 pub use random::RandomSource;
-pub use rope::{Rope, RopeScaling};
+pub use rope::{QueryFactor, Rope, RopeScaling};
 pub use safetensors_in::SafetensorsSource;
 pub use safetensors_out::{export_folder, holds_weights, remove_partials, remove_weights};

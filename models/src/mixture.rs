@@ -88,7 +88,76 @@ impl Mixture {
         let normalize = || entries.flag("norm_topk_prob", false);
         let of_num_experts = ["num_experts", "num_local_experts"];
         let of_num_local_experts = ["num_local_experts", "num_experts"];
-        let usual = |experts, chosen, feed_forward| Self {
+        let inner = || entries.size("intermediate_size");
+        let inner_of_experts = |default: usize| entries.size_or("moe_intermediate_size", default);
+        Ok(match family {
+            Family::Mixtral => Some(Self::usual(experts(of_num_local_experts, 8)?, chosen(2)?, inner()?)),
+            Family::Olmoe => Some(Self {
+                normalize: normalize()?,
+                ..Self::usual(experts(of_num_experts, 64)?, chosen(8)?, inner()?)
+            }),
+            Family::Qwen3Moe => Some(Self {
+                normalize: normalize()?,
+                dense_layers: dense_layers(entries, layers)?,
+                ..Self::usual(experts(of_num_experts, 128)?, chosen(8)?, inner_of_experts(768)?)
+            }),
+            Family::Qwen2Moe => Some(Self {
+                normalize: normalize()?,
+                shared: Some(SharedExpert {
+                    feed_forward: entries.size_or("shared_expert_intermediate_size", 5632)?,
+                    is_gated: true,
+                }),
+                dense_layers: dense_layers(entries, layers)?,
+                ..Self::usual(experts(of_num_experts, 60)?, chosen(4)?, inner_of_experts(1408)?)
+            }),
+            Family::Qwen3Next => Some(Self {
+                normalize: entries.flag("norm_topk_prob", true)?,
+                shared: Some(SharedExpert {
+                    feed_forward: entries.size_or("shared_expert_intermediate_size", 512)?,
+                    is_gated: true,
+                }),
+                dense_layers: dense_layers(entries, layers)?,
+                ..Self::usual(experts(of_num_experts, 512)?, chosen(10)?, inner_of_experts(512)?)
+            }),
+            Family::Qwen35Moe => Some(Self {
+                shared: Some(SharedExpert {
+                    feed_forward: entries.size_or("shared_expert_intermediate_size", 512)?,
+                    is_gated: true,
+                }),
+                ..Self::usual(experts(of_num_experts, 256)?, chosen(8)?, inner_of_experts(512)?)
+            }),
+            Family::Glm4Moe | Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 => {
+                Some(Self::of_deepseek(entries, family, layers)?)
+            }
+            Family::MiniMaxM2 => Some(Self {
+                scores: Scores::Sigmoid,
+                has_score_biases: true,
+                ..Self::usual(experts(of_num_local_experts, 256)?, chosen(8)?, inner()?)
+            }),
+            Family::HunYuanMoe => Some(Self {
+                shared: Some(SharedExpert { feed_forward: inner()?, is_gated: false }),
+                ..Self::usual(experts(of_num_experts, 1)?, the_same_in_all(entries, "moe_topk", 1)?, inner()?)
+            }),
+            Family::Ernie45Moe => Some(Self::of_ernie(entries, layers)?),
+            Family::Gemma4 if entries.flag("enable_moe_block", false)? => {
+                let size = |key| entries.size(key);
+                let (experts, chosen) = (size("num_experts")?, size("top_k_experts")?);
+                Some(Self {
+                    is_beside_dense: true,
+                    ..Self::usual(experts, chosen, size("moe_intermediate_size")?)
+                })
+            }
+            Family::GptOss => Some(Self {
+                biased: true,
+                ..Self::usual(experts(of_num_local_experts, 128)?, chosen(4)?, inner()?)
+            }),
+            _ => None,
+        })
+    }
+
+    /// Each token's weights are divided by their sum, and nothing else is there.
+    fn usual(experts: usize, chosen: usize, feed_forward: usize) -> Self {
+        Self {
             experts,
             chosen,
             feed_forward,
@@ -102,63 +171,24 @@ impl Mixture {
             is_beside_dense: false,
             dense_layers: Vec::new(),
             experts_at_once: None,
+        }
+    }
+
+    fn of_ernie(entries: &Entries<'_>, layers: usize) -> Result<Self> {
+        // What is saved goes by other names than those of transformers.
+        let size = |keys: [&str; 2], default| {
+            let key = if entries.has_value(keys[0]) { keys[0] } else { keys[1] };
+            entries.size_or(key, default)
         };
-        let inner = || entries.size("intermediate_size");
-        let inner_of_experts = |default: usize| entries.size_or("moe_intermediate_size", default);
-        Ok(match family {
-            Family::Mixtral => Some(usual(experts(of_num_local_experts, 8)?, chosen(2)?, inner()?)),
-            Family::Olmoe => Some(Self {
-                normalize: normalize()?,
-                ..usual(experts(of_num_experts, 64)?, chosen(8)?, inner()?)
-            }),
-            Family::Qwen3Moe => Some(Self {
-                normalize: normalize()?,
-                dense_layers: dense_layers(entries, layers)?,
-                ..usual(experts(of_num_experts, 128)?, chosen(8)?, inner_of_experts(768)?)
-            }),
-            Family::Qwen2Moe => Some(Self {
-                normalize: normalize()?,
-                shared: Some(SharedExpert {
-                    feed_forward: entries.size_or("shared_expert_intermediate_size", 5632)?,
-                    is_gated: true,
-                }),
-                dense_layers: dense_layers(entries, layers)?,
-                ..usual(experts(of_num_experts, 60)?, chosen(4)?, inner_of_experts(1408)?)
-            }),
-            Family::Qwen3Next => Some(Self {
-                normalize: entries.flag("norm_topk_prob", true)?,
-                shared: Some(SharedExpert {
-                    feed_forward: entries.size_or("shared_expert_intermediate_size", 512)?,
-                    is_gated: true,
-                }),
-                dense_layers: dense_layers(entries, layers)?,
-                ..usual(experts(of_num_experts, 512)?, chosen(10)?, inner_of_experts(512)?)
-            }),
-            Family::Qwen35Moe => Some(Self {
-                shared: Some(SharedExpert {
-                    feed_forward: entries.size_or("shared_expert_intermediate_size", 512)?,
-                    is_gated: true,
-                }),
-                ..usual(experts(of_num_experts, 256)?, chosen(8)?, inner_of_experts(512)?)
-            }),
-            Family::Glm4Moe | Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 => {
-                Some(Self::of_deepseek(entries, family, layers)?)
-            }
-            Family::MiniMaxM2 => Some(Self {
-                scores: Scores::Sigmoid,
-                has_score_biases: true,
-                ..usual(experts(of_num_local_experts, 256)?, chosen(8)?, inner()?)
-            }),
-            Family::Gemma4 if entries.flag("enable_moe_block", false)? => {
-                let size = |key| entries.size(key);
-                let (experts, chosen) = (size("num_experts")?, size("top_k_experts")?);
-                Some(Self { is_beside_dense: true, ..usual(experts, chosen, size("moe_intermediate_size")?) })
-            }
-            Family::GptOss => Some(Self {
-                biased: true,
-                ..usual(experts(of_num_local_experts, 128)?, chosen(4)?, inner()?)
-            }),
-            _ => None,
+        let feed_forward = entries.size_or("moe_intermediate_size", 1536)?;
+        refuse_least_sum(entries)?;
+        let experts = size(["moe_num_experts", "num_experts"], 64)?;
+        let chosen = size(["moe_k", "num_experts_per_tok"], 6)?;
+        Ok(Self {
+            has_score_biases: true,
+            shared: of_several(entries, "moe_num_shared_experts", feed_forward, 2)?,
+            dense_layers: layers_between(entries, layers)?,
+            ..Self::usual(experts, chosen, feed_forward)
         })
     }
 
@@ -172,12 +202,7 @@ impl Mixture {
             _ => (128, Some(8), 1408, 1, 1, 1, 1.0),
         };
         let feed_forward = entries.size_or("moe_intermediate_size", inner)?;
-        let shared = entries.size_or_zero("n_shared_experts", shared)?;
-        let of_shared = feed_forward.checked_mul(shared).filter(|inner| u32::try_from(*inner).is_ok());
-        let of_shared = of_shared.ok_or_else(|| {
-            entries
-                .error("n_shared_experts", format!("is {shared}, of {feed_forward} each; that is too many"))
-        })?;
+        let shared = of_several(entries, "n_shared_experts", feed_forward, shared)?;
         let is_v2 = family == Family::DeepseekV2;
         let (count, kept) = (entries.size_or("n_group", groups)?, entries.size_or("topk_group", kept)?);
         let groups = match is_v2 {
@@ -207,7 +232,7 @@ impl Mixture {
             normalize: !is_v2 && entries.flag("norm_topk_prob", true)?,
             scale: entries.positive_or("routed_scaling_factor", scale)? as f32,
             biased: false,
-            shared: (shared > 0).then_some(SharedExpert { feed_forward: of_shared, is_gated: false }),
+            shared,
             is_beside_dense: false,
             dense_layers: first_dense_layers(entries, family, layers)?,
             experts_at_once: None,
@@ -260,6 +285,65 @@ impl Mixture {
 /// Far more than any model has; a broken number must not become an allocation.
 const EXPERTS_MAX: usize = 1 << 12;
 const ALL_EXPERTS_MAX: usize = 1 << 18;
+
+/// A feed-forward for all tokens, as large as several experts, of which `key` says how many.
+fn of_several(
+    entries: &Entries<'_>,
+    key: &str,
+    feed_forward: usize,
+    default: usize,
+) -> Result<Option<SharedExpert>> {
+    let count = entries.size_or_zero(key, default)?;
+    let all = feed_forward.checked_mul(count).filter(|inner| u32::try_from(*inner).is_ok());
+    let all = all
+        .ok_or_else(|| entries.error(key, format!("is {count}, of {feed_forward} each; that is too many")))?;
+    Ok((count > 0).then_some(SharedExpert { feed_forward: all, is_gated: false }))
+}
+
+/// A number, or a list of one for each layer, which have to be equal.
+fn the_same_in_all(entries: &Entries<'_>, key: &str, default: usize) -> Result<usize> {
+    let listed = match entries.is_array(key) {
+        true => entries.numbers(key)?.unwrap_or_default(),
+        false => return entries.size_or(key, default),
+    };
+    let first = listed.first().copied().unwrap_or_default();
+    if listed.iter().any(|of_layer| *of_layer != first) {
+        return Err(ModelError::Unsupported {
+            what: key.into(),
+            found: "a list of different numbers".into(),
+            supported: "a number, or the same for each layer".into(),
+        });
+    }
+    if first < 1.0 || first.fract() != 0.0 {
+        return Err(entries.error(key, format!("holds {first}; it must be a positive integer")));
+    }
+    Ok(first as usize)
+}
+
+/// What ERNIE divides by at least. Scores that experts are chosen by are far larger.
+fn refuse_least_sum(entries: &Entries<'_>) -> Result {
+    let least = entries.number_or("moe_norm_min", 1e-12)?;
+    if least <= 1e-9 {
+        return Ok(());
+    }
+    Err(ModelError::Unsupported {
+        what: "moe_norm_min".into(),
+        found: least.to_string(),
+        supported: "at most 1e-9 (weights of experts are divided by their sum)".into(),
+    })
+}
+
+/// All but the last of every `moe_layer_interval` between the first and the last layer that may have experts.
+fn layers_between(entries: &Entries<'_>, layers: usize) -> Result<Vec<usize>> {
+    let interval = entries.size_or("moe_layer_interval", 1)?;
+    let first = entries.size_or_zero("moe_layer_start_index", 1)?;
+    let last = match entries.number("moe_layer_end_index")? {
+        None | Some(-1.0) => layers,
+        Some(_) => entries.size_or_zero("moe_layer_end_index", layers)?,
+    };
+    let is_dense = |layer: &usize| !(layer + 1).is_multiple_of(interval) || !(first..=last).contains(layer);
+    Ok((0..layers).filter(is_dense).collect())
+}
 
 /// Those that a list names, and all but the last of every `decoder_sparse_step`.
 fn dense_layers(entries: &Entries<'_>, layers: usize) -> Result<Vec<usize>> {
@@ -350,6 +434,10 @@ impl Family {
             },
             Self::Glm4Moe | Self::Glm4MoeLite | Self::DeepseekV2 | Self::DeepseekV3 => {
                 ExpertNames { shared: "mlp.shared_experts", ..usual }
+            }
+            Self::HunYuanMoe => ExpertNames { router: "mlp.gate.wg", shared: "mlp.shared_mlp", ..usual },
+            Self::Ernie45Moe => {
+                ExpertNames { score_biases: "mlp.moe_statics", shared: "mlp.shared_experts", ..usual }
             }
             Self::GptOss => ExpertNames { router: "mlp.router", ..usual },
             _ => usual,

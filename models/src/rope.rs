@@ -59,6 +59,11 @@ pub enum RopeScaling {
         /// The ends of the ramp are rounded to whole pairs, outwards.
         truncate: bool,
     },
+    /// That of Hunyuan, whose folders call it dynamic: the base of the series multiplied by `alpha^(2P/(2P - 2))`, whatever the length.
+    Stretched {
+        /// How many times as long contexts are, about.
+        alpha: f64,
+    },
     /// That of Gemma 4: the series of all pairs of a head, divided by `factor`, of which the first `pairs` turn and the others do not.
     Proportional {
         /// How many turn.
@@ -228,9 +233,15 @@ impl Rope {
     /// rounded once.
     pub fn inverse_frequencies(&self, positions: usize) -> Vec<f32> {
         let ramp = self.ramp();
+        let base = match self.scaling {
+            RopeScaling::Stretched { alpha } => {
+                self.theta * alpha.powf(self.size as f64 / (self.size as f64 - 2.0))
+            }
+            _ => self.theta,
+        };
         (0..self.size / 2)
             .map(|i| {
-                let frequency = self.theta.powf(-((2 * i) as f64) / self.size as f64);
+                let frequency = base.powf(-((2 * i) as f64) / self.size as f64);
                 match (ramp, &self.scaling) {
                     (Some((low, high, factor)), _) => {
                         let divided = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
@@ -266,10 +277,6 @@ impl Rope {
     ) -> usize {
         let stretched = match self.scaling {
             RopeScaling::Dynamic => return positions_max,
-            // What its queries are multiplied by is 1 up to there.
-            RopeScaling::Yarn { original_positions, .. } if family == Family::Ministral3 => {
-                return positions_max.min(original_positions as usize);
-            }
             RopeScaling::Yarn { factor, original_positions, .. } => (factor * original_positions) as usize,
             // Whose positions are stretched already.
             RopeScaling::Linear { .. } if family.is_gemma() => positions_max,
@@ -307,6 +314,48 @@ impl Rope {
     }
 }
 
+/// What multiplies rotated queries, more the further behind the context of the first training they are, as in Llama 4:
+/// `1 + beta·ln(1 + ⌊position / original_positions⌋)`. It is not rounded to the type of activations, as transformers does.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryFactor {
+    /// How much more.
+    pub beta: f64,
+    /// Up to there it is 1.
+    pub original_positions: usize,
+}
+
+impl QueryFactor {
+    /// What the configuration class of Ministral 3 fills in.
+    const OF_MINISTRAL: Self = Self { beta: 0.1, original_positions: 16_384 };
+
+    /// `None` of families that have none.
+    pub(crate) fn parse(config: &Entries<'_>, family: Family) -> Result<Option<Self>> {
+        if family != Family::Ministral3 {
+            return Ok(None);
+        }
+        let filled = |key: &str| config.object(key).map(|found| found.filter(|found| !found.is_empty()));
+        let nested = match filled("rope_parameters")? {
+            Some(nested) => Some(nested),
+            None => filled("rope_scaling")?,
+        };
+        let Some(nested) = nested else { return Ok(Some(Self::OF_MINISTRAL)) };
+        if nested.number_or("llama_4_scaling_beta", 0.0)? == 0.0 {
+            return Ok(None);
+        }
+        let key = "original_max_position_embeddings";
+        let original_positions = match config.optional_size(key)? {
+            Some(outer) => outer,
+            None => nested.size(key)?,
+        };
+        Ok(Some(Self { beta: nested.positive("llama_4_scaling_beta")?, original_positions }))
+    }
+
+    /// The factor of a position.
+    pub fn at(&self, position: usize) -> f32 {
+        (1.0 + self.beta * ((position / self.original_positions.max(1)) as f64).ln_1p()) as f32
+    }
+}
+
 impl RopeScaling {
     /// What its class in transformers fills in.
     const OF_GPT_OSS: Self = Self::Yarn {
@@ -331,8 +380,12 @@ impl RopeScaling {
 
     fn apply(&self, frequency: f64) -> f64 {
         match *self {
-            // The latter two go by the pair, not by its frequency.
-            Self::Default | Self::Dynamic | Self::Yarn { .. } | Self::Long { .. } => frequency,
+            // The latter three go by the pair, not by its frequency, or by the base.
+            Self::Default
+            | Self::Dynamic
+            | Self::Yarn { .. }
+            | Self::Long { .. }
+            | Self::Stretched { .. } => frequency,
             Self::Linear { factor } | Self::Proportional { factor, .. } => frequency / factor,
             Self::Llama3 { factor, low_frequency, high_frequency, original_positions } => {
                 let wavelength = TAU / frequency;
@@ -423,6 +476,9 @@ fn scaling(
             found: format!("\"{other}\""),
             supported: "\"default\", \"longrope\"".into(),
         }),
+        "dynamic" if has_alpha(nested, family)? => {
+            Ok(RopeScaling::Stretched { alpha: nested.positive("alpha")? })
+        }
         "dynamic" if config.has_value("max_position_embeddings") => Ok(RopeScaling::Dynamic),
         "dynamic" => {
             let detail = "is missing; \"dynamic\" scaling of the rotary embedding begins there";
@@ -447,6 +503,12 @@ fn scaling(
             supported: "\"default\", \"linear\", \"dynamic\", \"llama3\", \"yarn\", \"longrope\"".into(),
         }),
     }
+}
+
+/// Whether a Hunyuan stretches the base of its frequencies once and for all.
+fn has_alpha(nested: &Entries<'_>, family: Family) -> Result<bool> {
+    let is_one = matches!(family, Family::HunYuan | Family::HunYuanMoe);
+    Ok(is_one && nested.number("alpha")?.is_some_and(|alpha| alpha != 0.0))
 }
 
 /// `_compute_longrope_parameters` of transformers, of heads of which `size` elements are rotated.

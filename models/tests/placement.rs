@@ -427,6 +427,36 @@ fn with_latents() -> ModelConfig {
     )
 }
 
+/// Attention and feed-forward side by side, in a layer with a window and two without positions.
+fn side_by_side() -> ModelConfig {
+    model(
+        "Cohere2ForCausalLM",
+        r#""num_key_value_heads":2,"sliding_window":5,"logit_scale":0.5,
+        "layer_types":["sliding_attention","full_attention","full_attention"]"#,
+    )
+}
+
+/// Queries are multiplied by a number that grows with each fourth position.
+fn with_query_factors() -> ModelConfig {
+    model(
+        "Ministral3ForCausalLM",
+        r#""num_key_value_heads":2,"head_dim":16,"rope_parameters":{"rope_type":"yarn","factor":16.0,
+        "original_max_position_embeddings":4,"llama_4_scaling_beta":0.5}"#,
+    )
+}
+
+#[test]
+fn halves_side_by_side() {
+    check(&Setup { model: side_by_side(), ..Setup::new(true) });
+    let (dtype, state) = (DType::F32, StateFormat::Fp32);
+    check_horizontal(&Setup { model: side_by_side(), dtype, state, ..Setup::new(true) });
+}
+
+#[test]
+fn queries_multiplied_by_their_positions() {
+    check(&Setup { model: with_query_factors(), ..Setup::new(true) });
+}
+
 #[test]
 fn latents() {
     let model = with_latents();
@@ -533,6 +563,16 @@ fn every_family_keeps() {
         with_shared()[1].clone(),
         recurrent(),
         with_latents(),
+        side_by_side(),
+        with_query_factors(),
+        model(
+            "Glm4ForCausalLM",
+            r#""num_key_value_heads":2,"head_dim":16,"attention_bias":true,"partial_rotary_factor":0.5"#,
+        ),
+        model(
+            "HunYuanMoEV1ForCausalLM",
+            r#""num_key_value_heads":2,"head_dim":16,"num_experts":6,"moe_topk":[2,2,2]"#,
+        ),
         model(
             "LlamaForCausalLM",
             r#""num_key_value_heads":2,"attention_bias":true,"mlp_bias":true,"tie_word_embeddings":true"#,

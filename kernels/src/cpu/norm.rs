@@ -93,6 +93,37 @@ impl RmsNorm for Cpu {
         });
         Ok(())
     }
+
+    fn center(&self, x: View<'_>, out: ViewMut<'_>, accumulate: bool) -> Result {
+        let dims = check::center(x, &out);
+        let (x, out, isa) = (Floats::new(x), FloatsMut::new(out), self.threads.isa());
+        self.threads.run_ranges(dims.rows, rows_per_task(dims), |rows, scratch| {
+            let [of_x, _, _, result] = buffers(scratch);
+            for r in rows {
+                let blocks = (0..dims.width).step_by(BLOCK).map(|col| {
+                    let len = BLOCK.min(dims.width - col);
+                    (r * dims.width + col, len)
+                });
+                let sum: f64 = blocks
+                    .clone()
+                    .map(|(at, len)| f64::from(vector::sum(isa, x.read(isa, at, len, of_x))))
+                    .sum();
+                let mean = (sum / dims.width as f64) as f32;
+                for (at, len) in blocks {
+                    let result = &mut result[..len];
+                    result.fill(0.0);
+                    if accumulate {
+                        // SAFETY: row r belongs to this task.
+                        unsafe { out.read(isa, at, result) };
+                    }
+                    vector::add_shifted(isa, result, x.read(isa, at, len, of_x), mean);
+                    // SAFETY: as above.
+                    unsafe { out.write(isa, at, result) };
+                }
+            }
+        });
+        Ok(())
+    }
 }
 
 /// 2⁻¹⁰⁰: below it, squares that f32 rounds to multiples of 2⁻¹⁴⁹ may count.

@@ -160,6 +160,22 @@ multiversion! {
 }
 
 multiversion! {
+    /// `Σ x`.
+    pub fn sum(x: &[f32]) -> f32 {
+        reduce2(x, x, |acc, x, _| acc + x)
+    }
+}
+
+multiversion! {
+    /// `out += x − shift`.
+    pub fn add_shifted(out: &mut [f32], x: &[f32], shift: f32) {
+        for (out, x) in out.iter_mut().zip(x) {
+            *out += x - shift;
+        }
+    }
+}
+
+multiversion! {
     /// `Σ exp(x − shift)`.
     pub fn sum_exp(x: &[f32], shift: f32) -> f32 {
         reduce2(x, x, |acc, x, _| acc + exp::<FMA>(x - shift))

@@ -3,6 +3,7 @@
 //   rms_norm_forward   rstd[r] = 1/√(Σx²/width + eps),  out = x·rstd·weight
 //   rms_norm_dx        g = dout·weight, x̂ = x·rstd:  dx (+)= rstd·(g − x̂·Σ(g·x̂)/width)
 //   rms_norm_dweight   dweight[c] += Σ_r dout·x̂
+//   center_rows        out (+)= x − Σx/width
 //
 // A block takes a row, or several one after the other. Of what it has, a thread keeps the first eight columns in registers between
 // the sum and what is made with it, which is all of a row up to 8192 columns; the rest it reads again. Bytes: forward x and out once (what
@@ -135,6 +136,47 @@ rms_norm_dx(const void *dout, int dout_dtype, const void *x, int x_dtype, const 
         FOR_EIGHTS(second, c, width) {
             load_eight(more, dout, dout_dtype, x, x_dtype, weight, weight_dtype, scale, at, c, width, vector);
             store_dx(dx, dx_dtype, accumulate, more, scale, mean, at, c, width, vector);
+        }
+    }
+}
+
+__device__ __forceinline__ float sum_of(const float v[8], float sum) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum += v[j];
+    return sum;
+}
+
+__device__ __forceinline__ void store_centered(void *out, int out_dtype, int accumulate, const float x[8], float mean, i64 row, i64 c,
+                                               i64 width, bool vector) {
+    float v[8], old[8];
+    if (accumulate) eight_of(out, out_dtype, row, c, width, vector, old);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        v[j] = x[j] - mean;
+        if (accumulate) v[j] += old[j];
+    }
+    store8_or_less(out, out_dtype, row + c, (int)min(width - c, (i64)8), vector, v);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+center_rows(const void *x, int x_dtype, void *out, int out_dtype, int accumulate, i64 rows, i64 width) {
+    __shared__ float warps[33];
+    bool vector = width % 8 == 0 && aligned16(x) && aligned16(out);
+    i64 first = 8 * threadIdx.x, second = first + 8 * blockDim.x;
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        i64 at = row * width;
+        float v[8], more[8];
+        eight_of(x, x_dtype, at, first, width, vector, v);
+        float sum = sum_of(v, 0.0f);
+        FOR_EIGHTS(second, c, width) {
+            eight_of(x, x_dtype, at, c, width, vector, more);
+            sum = sum_of(more, sum);
+        }
+        float mean = block_sum(sum, warps) / (float)width;
+        if (first < width) store_centered(out, out_dtype, accumulate, v, mean, at, first, width, vector);
+        FOR_EIGHTS(second, c, width) {
+            eight_of(x, x_dtype, at, c, width, vector, more);
+            store_centered(out, out_dtype, accumulate, more, mean, at, c, width, vector);
         }
     }
 }

@@ -57,6 +57,17 @@ impl RmsNorm for Cuda {
         let grid = [self.blocks(dims.rows), 1, 1];
         self.launch(OP, "rms_norm_dx", grid, row_threads(dims.width), 0, &mut arguments)
     }
+
+    fn center(&self, x: View<'_>, out: ViewMut<'_>, accumulate: bool) -> Result {
+        let dims = check::center(x, &out);
+        if dims.rows * dims.width == 0 {
+            return Ok(());
+        }
+        let mut arguments = self.arguments().read(x).write(&out).flag(accumulate);
+        arguments = arguments.long(dims.rows).long(dims.width);
+        let grid = [self.blocks(dims.rows), 1, 1];
+        self.launch("center", "center_rows", grid, row_threads(dims.width), 0, &mut arguments)
+    }
 }
 
 impl Rope for Cuda {

@@ -58,7 +58,7 @@ pub(super) static SOURCES: [KernelSource; 19] = [
         "elementwise_zero"
     ),
     source!("gated.cu", "gated_forward", "gated_backward"),
-    source!("rms_norm.cu", "rms_norm_forward", "rms_norm_dx", "rms_norm_dweight"),
+    source!("rms_norm.cu", "rms_norm_forward", "rms_norm_dx", "rms_norm_dweight", "center_rows"),
     source!("reduce.cu", "reduce_sum_rows"),
     source!("rope.cu", "rope_rotate"),
     source!("columns.cu", "columns_copy", "columns_clear", "columns_fold"),

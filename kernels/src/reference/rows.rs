@@ -61,6 +61,19 @@ impl RmsNorm for Reference {
         values::write(dweight, &dweight_d);
         Ok(())
     }
+
+    fn center(&self, x: View<'_>, out: ViewMut<'_>, accumulate: bool) -> Result {
+        let dims = check::center(x, &out);
+        let x_rd = values::read(x);
+        let mut out_rd = if accumulate { values::read(out.view()) } else { vec![0.0; x_rd.len()] };
+        let width = dims.width.max(1);
+        for (row, out) in x_rd.chunks(width).zip(out_rd.chunks_mut(width)) {
+            let mean = row.iter().sum::<f64>() / dims.width as f64;
+            out.iter_mut().zip(row).for_each(|(out, x)| *out += x - mean);
+        }
+        values::write(out, &out_rd);
+        Ok(())
+    }
 }
 
 impl Rope for Reference {

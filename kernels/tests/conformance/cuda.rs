@@ -248,6 +248,10 @@ impl RmsNorm for OnDevice {
             self.set.rms_norm.backward(dout, x, weight, rstd, dx, accumulate_dx, dweight)
         )
     }
+
+    fn center(&self, x: View<'_>, out: ViewMut<'_>, accumulate: bool) -> Result {
+        on_device!(self, [x], [out], self.set.rms_norm.center(x, out, accumulate))
+    }
 }
 
 impl Rope for OnDevice {

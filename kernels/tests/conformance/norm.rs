@@ -81,6 +81,35 @@ fn check_backward(rows: usize, width: usize, (dtype, out_dtype): (DType, DType),
     }
 }
 
+#[test]
+fn center() {
+    for (rows, width) in SIZES {
+        for (mix, accumulate) in MIXES.into_iter().zip([false, true, true, false]) {
+            check_center(rows, width, mix, accumulate);
+        }
+    }
+}
+
+/// Tolerance: a few f32 roundings of elements around a mean of 4.
+fn check_center(rows: usize, width: usize, (dtype, out_dtype): (DType, DType), accumulate: bool) {
+    let around = Host::random(dtype, &[rows, width], 1.0, 1);
+    let x = Host::of(dtype, &[rows, width], around.values().into_iter().map(|x| x + 4.0));
+    let old = Host::random(out_dtype, &[rows, width], 1.0, 2);
+    let mut expected = old.cast(DType::F32);
+    let reference = reference::kernel_set();
+    reference.rms_norm.center(x.view(), expected.view_mut(), accumulate).unwrap();
+    for (row, old) in expected.values().chunks(width).zip(old.values().chunks(width)) {
+        let sum = row.iter().sum::<f64>() - if accumulate { old.iter().sum::<f64>() } else { 0.0 };
+        assert!(sum.abs() <= 1e-6 * width as f64, "the reference: a row sums to {sum}");
+    }
+    for (name, set) in backends() {
+        let mut out = old.clone();
+        set.rms_norm.center(x.view(), out.view_mut(), accumulate).unwrap();
+        let what = format!("{name}: [{rows}, {width}] {dtype} {out_dtype} {accumulate}");
+        assert_close(&what, &expected, &out, 1e-5);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
@@ -89,6 +118,7 @@ proptest! {
     ) {
         check_forward(rows, width, MIXES[mix]);
         check_backward(rows, width, MIXES[mix], accumulate);
+        check_center(rows, width, MIXES[mix], accumulate);
     }
 }
 

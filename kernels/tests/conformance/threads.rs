@@ -351,6 +351,8 @@ fn rows_and_elements() {
         set.rms_norm
             .backward(y.view(), x.view(), weight.view(), rstd.view(), dx.view_mut(), true, dweight.view_mut())
             .unwrap();
+        let mut centered = y.clone();
+        set.rms_norm.center(x.view(), centered.view_mut(), true).unwrap();
         set.embedding.gather(ids.view(), x.view(), gathered.view_mut()).unwrap();
         set.embedding.scatter_add(ids.view(), y.view(), dtable.view_mut()).unwrap();
         let heads = rotated.view_mut().reshape(&[rows, 2, width / 2]);
@@ -372,6 +374,6 @@ fn rows_and_elements() {
         set.cross_entropy
             .loss_and_gradient(logits.view_mut(), ids.view(), 0.1, Some(2.0), loss.view_mut())
             .unwrap();
-        vec![out, rstd, dx, dweight, gathered, dtable, rotated, dgate, dup, sums, logits, loss]
+        vec![out, rstd, dx, dweight, centered, gathered, dtable, rotated, dgate, dup, sums, logits, loss]
     });
 }

@@ -9,10 +9,11 @@ use super::layers::{
     After, Linear, Norm, Normed, Params, activate, add_branch, backward_together, forward_together,
     input_backward, tiles,
 };
-use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ};
+use crate::batch::{INV_FREQ, POSITIONS, STARTS, WINDOW_INV_FREQ, factor_inputs};
 use crate::{KvHeads, ModelConfig, QkNorm};
 use terrace_kernels::{
-    AttentionSpec, DType, GateFunction, KeyValues, RopeDirection, RopeLayout, Tensor, View, ViewMut,
+    AttentionSpec, DType, GateFunction, KeyValues, RopeDirection, RopeLayout, RopePairs, Tensor, View,
+    ViewMut,
 };
 use terrace_zero::{Context, Gradients, KvSpec, Result, Weights};
 
@@ -37,16 +38,20 @@ pub(crate) struct Attention {
     sinks: Option<usize>,
     /// The input with the frequencies, and what multiplies rotated queries and keys; `None` where they are not rotated.
     rotary: Option<(usize, f32)>,
+    pairs: RopePairs,
+    /// The inputs with what multiplies queries behind that, and the numbers of their rows.
+    factors: Option<[usize; 2]>,
     spec: AttentionSpec,
     heads: usize,
     kv_heads: usize,
     head_size: usize,
 }
 
-/// What the projections give, before norms and rotation: `[T, H·K]`, twice `[T, G·K]`, or once where keys are values, too, and a gate
+/// What the projections give: `[T, H·K]`, twice `[T, G·K]`, or once where keys are values, too, and a gate
 /// `[T, H·K]` of some.
 ///
-/// Without norms queries and keys are rotated in place, so that after [`Attention::attend`] they hold the rotated ones.
+/// Without norms, or with those of rotated heads, queries and keys are rotated in place, so that after [`Attention::attend`] they hold the
+/// rotated ones.
 #[derive(Debug)]
 pub(crate) struct Projected {
     pub(crate) q: Tensor,
@@ -97,7 +102,7 @@ impl Attention {
         let KvHeads { count: kv_heads, size: head_size } = config.heads_of(layer);
         let (hidden, eps) = (config.hidden, config.norm_eps);
         let (queries, keys) = (config.query_width(layer), config.kv_width(layer));
-        let (before, after) = After::around(config, params, ["input_layernorm", "post_attention_layernorm"]);
+        let (before, after) = After::around(config, params, config.family.norms_of_attention());
         Self {
             before,
             after,
@@ -112,11 +117,12 @@ impl Attention {
             output: params.linear("self_attn.o_proj", hidden, queries, config.output_bias),
             qk_norms: config.qk_norm.map(|kind| {
                 let [of_query, of_key] = match kind {
-                    QkNorm::PerHead => [head_size; 2],
+                    QkNorm::PerHead | QkNorm::PerRotatedHead => [head_size; 2],
                     QkNorm::AllHeads => [queries, keys],
                 };
-                let query = params.norm("self_attn.q_norm", of_query, eps);
-                (kind, query, params.norm("self_attn.k_norm", of_key, eps))
+                let [query, key] = config.family.norms_of_heads();
+                let query = params.norm(query, of_query, eps);
+                (kind, query, params.norm(key, of_key, eps))
             }),
             value_norm: config.value_norm.then(|| Params::norm_without_weight(eps)),
             sinks: config.has_sinks.then(|| params.numbers("self_attn.sinks", &[config.heads])),
@@ -126,11 +132,18 @@ impl Attention {
                     None => (INV_FREQ, config.rope.attention_factor()),
                 }
             }),
+            pairs: config.rope_pairs,
+            factors: factor_inputs(config),
             spec: spec(config, layer, head_size),
             heads: config.heads,
             kv_heads,
             head_size,
         }
+    }
+
+    /// What normalizes the input.
+    pub(crate) fn norm(&self) -> Option<Norm> {
+        self.before
     }
 
     /// The cache it appends to in generation.
@@ -173,7 +186,13 @@ impl Attention {
         weights: &Weights<'_>,
         projected: &mut Projected,
     ) -> Result<Attended> {
-        let heads = self.rotated(cx, weights, projected)?;
+        if self.turns_projected() {
+            self.turn(cx, projected)?;
+        }
+        if self.qk_norms.is_none() {
+            self.multiply(cx, &mut projected.q)?;
+        }
+        let heads = self.normed(cx, weights, projected)?;
         let v = values(heads.as_ref(), projected);
         let Projected { q, k, .. } = &*projected;
         let (q, k) = heads.as_ref().map_or((q, k), |heads| (&heads.q_BSHK, &heads.k_BSGK));
@@ -276,9 +295,10 @@ impl Attention {
             dout_BSHK = dout;
             dgate_TQ = Some(dgate);
         }
-        let projected = self.attend_backward(cx, weights, projected, attended, dout_BSHK, gradients)?;
-        let branches = [(self.query, flat(&projected.dq)), (self.key, flat(&projected.dk))];
-        let value = self.value.zip(projected.dv.as_ref().map(|dv| flat(dv)));
+        let of_projected = self.attend_backward(cx, weights, &projected, attended, dout_BSHK, gradients)?;
+        drop(projected);
+        let branches = [(self.query, flat(&of_projected.dq)), (self.key, flat(&of_projected.dk))];
+        let value = self.value.zip(of_projected.dv.as_ref().map(|dv| flat(dv)));
         let gate = self.gate.zip(dgate_TQ.as_ref().map(Tensor::view));
         let branches: Vec<_> = branches.into_iter().chain(value).chain(gate).collect();
         input_backward(cx, weights, self.before, &branches, x_TD, dx_TD, gradients)
@@ -289,16 +309,13 @@ impl Attention {
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
-        mut projected: Projected,
+        projected: &Projected,
         attended: Attended,
         dout_BSHK: Tensor,
         gradients: &mut Gradients<'_>,
     ) -> Result<ProjectedGradients> {
-        // Without norms the projections were rotated in place by `attend`; they must not be turned twice.
-        let heads = match self.qk_norms {
-            Some(_) => self.rotated(cx, weights, &mut projected)?,
-            None => None,
-        };
+        // What `attend` rotated in place must not be turned twice.
+        let heads = self.normed(cx, weights, projected)?;
         if let Some(sinks) = self.sinks {
             let Attended { out_BSHK: out, lse_BHS: lse } = &attended;
             let (out, lse, dsinks) = (out.view(), lse.view(), gradients.get(sinks)?);
@@ -313,7 +330,7 @@ impl Attention {
         cx.kernels.attention.backward(
             q.view().reshape(&dims_q),
             k.view().reshape(&dims_k),
-            values(heads.as_ref(), &projected).view().reshape(&dims_k),
+            values(heads.as_ref(), projected).view().reshape(&dims_k),
             attended.out_BSHK.view(),
             attended.lse_BHS.view(),
             dout_BSHK.view(),
@@ -323,8 +340,10 @@ impl Attention {
             self.spec,
         )?;
         drop((attended, dout_BSHK));
-        self.rotate(cx, dq.view_mut(), self.heads, RopeDirection::Backward)?;
-        self.rotate(cx, dk.view_mut(), self.kv_heads, RopeDirection::Backward)?;
+        self.multiply(cx, &mut dq)?;
+        if !self.norms_rotated() {
+            self.turn_back(cx, &mut dq, &mut dk)?;
+        }
         if let (Some((_, q_norm, k_norm)), Some(heads)) = (self.qk_norms, heads) {
             let Heads { q_BSHK, q_rstd, k_BSGK, k_rstd, v: normed } = heads;
             drop((q_BSHK, k_BSGK));
@@ -343,30 +362,66 @@ impl Attention {
             }
             dk = self.head_norm_backward(cx, weights, k_norm, &dk, k, &k_rstd, None, gradients)?;
         }
+        if self.norms_rotated() {
+            self.turn_back(cx, &mut dq, &mut dk)?;
+        }
         Ok(ProjectedGradients { dq, dk, dv: Some(dv) })
     }
 
-    /// Rotates queries and keys: in place without norms (`None`), into new tensors with them. Normalizes values that have a norm.
-    fn rotated<'p>(
+    /// Whether queries and keys are normalized when they have been rotated.
+    fn norms_rotated(&self) -> bool {
+        matches!(self.qk_norms, Some((QkNorm::PerRotatedHead, ..)))
+    }
+
+    /// Whether what projections give is rotated itself.
+    fn turns_projected(&self) -> bool {
+        self.qk_norms.is_none() || self.norms_rotated()
+    }
+
+    /// Rotates what projections give, in place.
+    fn turn(&self, cx: &Context<'_>, projected: &mut Projected) -> Result {
+        self.rotate(cx, projected.q.view_mut(), self.heads, RopeDirection::Forward)?;
+        self.rotate(cx, projected.k.view_mut(), self.kv_heads, RopeDirection::Forward)
+    }
+
+    fn turn_back(&self, cx: &Context<'_>, dq: &mut Tensor, dk: &mut Tensor) -> Result {
+        self.rotate(cx, dq.view_mut(), self.heads, RopeDirection::Backward)?;
+        self.rotate(cx, dk.view_mut(), self.kv_heads, RopeDirection::Backward)
+    }
+
+    /// Multiplies queries by what belongs to their positions, or their gradient. Holds as much again for the while.
+    fn multiply(&self, cx: &Context<'_>, q: &mut Tensor) -> Result {
+        let Some([factors, rows]) = self.factors else { return Ok(()) };
+        let dims_TQ = [cx.tokens(), self.heads * self.head_size];
+        let mut out_TQ = cx.tensor(&dims_TQ)?;
+        let (rows, factors) = (cx.input(rows), cx.input(factors));
+        cx.kernels.experts.weigh(q.view().reshape(&dims_TQ), rows, factors, out_TQ.view_mut())?;
+        Ok(cx.kernels.elementwise.cast(out_TQ.view(), q.view_mut().reshape(&dims_TQ))?)
+    }
+
+    /// Queries and keys with norms in new tensors, rotated there unless that was done before, and values that have a norm; `None` without norms.
+    fn normed(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
-        projected: &'p mut Projected,
+        projected: &Projected,
     ) -> Result<Option<Heads>> {
-        let Some((kind, q_norm, k_norm)) = self.qk_norms else {
-            self.rotate(cx, projected.q.view_mut(), self.heads, RopeDirection::Forward)?;
-            self.rotate(cx, projected.k.view_mut(), self.kv_heads, RopeDirection::Forward)?;
-            return Ok(None);
+        let Some((kind, q_norm, k_norm)) = self.qk_norms else { return Ok(None) };
+        let (dims_q, dims_k) = (self.dims_q(cx), self.dims_k(cx));
+        let (q, k) = match kind {
+            QkNorm::PerHead | QkNorm::PerRotatedHead => {
+                (projected.q.view().reshape(&dims_q), projected.k.view().reshape(&dims_k))
+            }
+            QkNorm::AllHeads => (projected.q.view(), projected.k.view()),
         };
-        let of = |projection: &'p Tensor, dims: [usize; 4]| match kind {
-            QkNorm::PerHead => projection.view().reshape(&dims),
-            QkNorm::AllHeads => projection.view(),
-        };
-        let mut q = q_norm.forward(cx, weights, of(&projected.q, self.dims_q(cx)))?;
-        let mut k = k_norm.forward(cx, weights, of(&projected.k, self.dims_k(cx)))?;
-        self.rotate(cx, q.out.view_mut(), self.heads, RopeDirection::Forward)?;
-        self.rotate(cx, k.out.view_mut(), self.kv_heads, RopeDirection::Forward)?;
-        let of_values = projected.v.as_ref().unwrap_or(&projected.k).view().reshape(&self.dims_k(cx));
+        let mut q = q_norm.forward(cx, weights, q)?;
+        let mut k = k_norm.forward(cx, weights, k)?;
+        if !self.turns_projected() {
+            self.rotate(cx, q.out.view_mut(), self.heads, RopeDirection::Forward)?;
+            self.rotate(cx, k.out.view_mut(), self.kv_heads, RopeDirection::Forward)?;
+        }
+        self.multiply(cx, &mut q.out)?;
+        let of_values = projected.v.as_ref().unwrap_or(&projected.k).view().reshape(&dims_k);
         let v = self.value_norm.map(|norm| norm.forward(cx, weights, of_values)).transpose()?;
         Ok(Some(Heads { q_BSHK: q.out, q_rstd: q.rstd, k_BSGK: k.out, k_rstd: k.rstd, v }))
     }
@@ -375,7 +430,8 @@ impl Attention {
         let Some((frequencies, scale)) = self.rotary else { return Ok(()) };
         let x = x.reshape(&[cx.tokens(), heads, self.head_size]);
         let (positions, inv_freq) = (cx.input(POSITIONS), cx.input(frequencies));
-        Ok(cx.kernels.rope.rotate(x, positions, inv_freq, RopeLayout::HALVES, scale, direction)?)
+        let layout = RopeLayout { first: 0, pairs: self.pairs };
+        Ok(cx.kernels.rope.rotate(x, positions, inv_freq, layout, scale, direction)?)
     }
 
     /// The gradient of what was normalized, added to what it has from elsewhere.

@@ -18,6 +18,8 @@ pub(crate) struct Params {
     expert_format: Option<QuantFormat>,
     /// See [`ModelConfig::norm_plus_one`].
     norm_plus_one: bool,
+    /// See [`ModelConfig::norm_centers`].
+    norm_centers: bool,
 }
 
 impl Params {
@@ -31,6 +33,7 @@ impl Params {
             format: format.filter(|_| !of_experts_alone),
             expert_format: format,
             norm_plus_one: config.norm_plus_one,
+            norm_centers: config.norm_centers,
         }
     }
 
@@ -60,24 +63,25 @@ impl Params {
         self.push(name, dims)
     }
 
-    /// A root-mean-square norm over rows of `width`.
+    /// A norm over rows of `width`, as the model has them.
     pub(crate) fn norm(&mut self, name: &str, width: usize, eps: f32) -> Norm {
-        Norm { plus_one: self.norm_plus_one, ..self.plain_norm(name, width, eps) }
+        let (plus_one, centers) = (self.norm_plus_one, self.norm_centers);
+        Norm { plus_one, centers, ..self.plain_norm(name, width, eps) }
     }
 
-    /// One whose scale is its weight, whatever those of the others are.
+    /// A root-mean-square norm whose scale is its weight, whatever those of the others are.
     pub(crate) fn plain_norm(&mut self, name: &str, width: usize, eps: f32) -> Norm {
-        Norm { weight: Some(self.push(&format!("{name}.weight"), &[width])), eps, plus_one: false }
+        self.bare_norm(&format!("{name}.weight"), width, eps)
     }
 
     /// The same, with a weight that has no name but this.
     pub(crate) fn bare_norm(&mut self, name: &str, width: usize, eps: f32) -> Norm {
-        Norm { weight: Some(self.push(name, &[width])), eps, plus_one: false }
+        Norm { weight: Some(self.push(name, &[width])), ..Self::norm_without_weight(eps) }
     }
 
     /// One that multiplies by nothing.
     pub(crate) fn norm_without_weight(eps: f32) -> Norm {
-        Norm { weight: None, eps, plus_one: false }
+        Norm { weight: None, eps, plus_one: false, centers: false }
     }
 
     fn push(&mut self, name: &str, dims: &[usize]) -> usize {
@@ -189,13 +193,15 @@ pub(crate) fn product(
     Ok(())
 }
 
-/// Root-mean-square norm with a learned scale, or none.
+/// Root-mean-square norm with a learned scale, or none, of rows themselves or of what is left of them without their mean.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Norm {
     weight: Option<usize>,
     eps: f32,
     /// The scale is one more than the weight.
     plus_one: bool,
+    /// The mean of a row is taken from it first.
+    centers: bool,
 }
 
 /// A norm's output and what its backward needs.
@@ -216,8 +222,20 @@ impl Norm {
         let weight = self.weight.map(|weight| weights.get(weight));
         let own = self.own_scale(cx, weight, x)?;
         let scale = scale_of(&own, weight);
+        let centered = self.centered(cx, x)?;
+        let x = centered.as_ref().map_or(x, Tensor::view);
         cx.kernels.rms_norm.forward(x, scale, self.eps, out.view_mut(), rstd.view_mut())?;
         Ok(Normed { out, rstd })
+    }
+
+    /// What is normalized, in f32, if it is not x: as many elements, and in backward twice as many.
+    fn centered(&self, cx: &Context<'_>, x: View<'_>) -> Result<Option<Tensor>> {
+        if !self.centers {
+            return Ok(None);
+        }
+        let mut centered = cx.tensor_of(DType::F32, x.shape().dims())?;
+        cx.kernels.rms_norm.center(x, centered.view_mut(), false)?;
+        Ok(Some(centered))
     }
 
     /// The scale in f32, if it is not the weight.
@@ -252,6 +270,13 @@ impl Norm {
         let own = self.own_scale(cx, weight, x)?;
         let scale = scale_of(&own, weight);
         let kernel = &cx.kernels.rms_norm;
+        if let Some((centered, weight)) = self.centered(cx, x)?.zip(self.weight) {
+            let dweight = gradients.get(weight)?;
+            let mut dcentered = cx.tensor_of(DType::F32, x.shape().dims())?;
+            let (x, to) = (centered.view(), dcentered.view_mut());
+            kernel.backward(dout, x, scale, rstd, to, false, dweight)?;
+            return Ok(kernel.center(dcentered.view(), dx, accumulate_dx)?);
+        }
         if let Some(weight) = self.weight {
             let dweight = gradients.get(weight)?;
             return Ok(kernel.backward(dout, x, scale, rstd, dx, accumulate_dx, dweight)?);

@@ -6,7 +6,7 @@ use super::layers::{
     After, Linear, Norm, Normed, Params, activate, add_branch_rows, backward_together, forward_together,
     tiles,
 };
-use crate::{ModelConfig, Norms};
+use crate::ModelConfig;
 use terrace_kernels::{DType, GateFunction, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
 
@@ -44,12 +44,17 @@ pub(crate) struct Mlp {
 impl Mlp {
     /// Takes its parameters from the layer's list.
     pub(crate) fn new(config: &ModelConfig, params: &mut Params) -> Self {
+        let (before, after) = After::around(config, params, config.family.norms_of_feed_forward());
+        Self::between(config, before, after, params)
+    }
+
+    /// One that reads through a norm of something else, and gives what it gives.
+    pub(crate) fn behind(config: &ModelConfig, norm: Option<Norm>, params: &mut Params) -> Self {
+        Self::between(config, norm, After::Nothing, params)
+    }
+
+    fn between(config: &ModelConfig, before: Option<Norm>, after: After, params: &mut Params) -> Self {
         let (hidden, feed_forward, bias) = (config.hidden, config.feed_forward, config.mlp_bias);
-        let name = match config.norms {
-            Norms::Before | Norms::After => "post_attention_layernorm",
-            Norms::Both => "pre_feedforward_layernorm",
-        };
-        let (before, after) = After::around(config, params, [name, "post_feedforward_layernorm"]);
         Self {
             before,
             after,
@@ -63,11 +68,23 @@ impl Mlp {
     }
 
     /// Adds the feed-forward of `y_TD` to it.
-    pub(crate) fn forward(&self, cx: &Context<'_>, weights: &Weights<'_>, mut y_TD: ViewMut<'_>) -> Result {
+    pub(crate) fn forward(&self, cx: &Context<'_>, weights: &Weights<'_>, y_TD: ViewMut<'_>) -> Result {
+        self.add(cx, weights, None, y_TD)
+    }
+
+    /// Adds the feed-forward of `x_TD`, or of `y_TD` itself, to that.
+    pub(crate) fn add(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        x_TD: Option<View<'_>>,
+        mut y_TD: ViewMut<'_>,
+    ) -> Result {
         for (start, end) in tiles(y_TD.shape().rows(), TILE_ROWS) {
             let y_RD = y_TD.reborrow().rows(start, end);
-            let normed = self.normed_input(cx, weights, y_RD.view())?;
-            let h_RD = normed.as_ref().map_or(y_RD.view(), Tensor::view);
+            let x_RD = x_TD.map_or(y_RD.view(), |x_TD| x_TD.rows(start, end));
+            let normed = self.normed_input(cx, weights, x_RD)?;
+            let h_RD = normed.as_ref().map_or(x_RD, Tensor::view);
             let (gate_RF, up_RF) = self.widen(cx, weights, h_RD)?;
             drop(normed);
             let act_RF = activate(cx, self.f, gate_RF.view(), up_RF.view())?;
@@ -85,6 +102,29 @@ impl Mlp {
         cx: &Context<'_>,
         weights: &Weights<'_>,
         y1_TD: View<'_>,
+        y_TD: ViewMut<'_>,
+    ) -> Result<Inner> {
+        self.keeping(cx, weights, y1_TD, Some(y1_TD), y_TD)
+    }
+
+    /// As [`add`](Self::add) of `x_TD`, with the same bits; gives what [`add_gradient`](Self::add_gradient) would recompute.
+    pub(crate) fn add_keeping(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        x_TD: View<'_>,
+        y_TD: ViewMut<'_>,
+    ) -> Result<Inner> {
+        self.keeping(cx, weights, x_TD, None, y_TD)
+    }
+
+    /// What is added to is `y_TD` itself without a residual.
+    fn keeping(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y1_TD: View<'_>,
+        residual_TD: Option<View<'_>>,
         mut y_TD: ViewMut<'_>,
     ) -> Result<Inner> {
         let dims_TF = [y1_TD.shape().rows(), self.feed_forward];
@@ -106,7 +146,8 @@ impl Mlp {
             let y_RD = y_TD.reborrow().rows(start, end);
             let down = (self.down, self.after);
             let to = branch_TD.as_mut().map(|branch| branch.view_mut().rows(start, end));
-            add_branch_rows(cx, weights, down, act_RF.view(), Some(y1_RD), y_RD, to)?;
+            let residual_RD = residual_TD.map(|residual| residual.rows(start, end));
+            add_branch_rows(cx, weights, down, act_RF.view(), residual_RD, y_RD, to)?;
         }
         Ok(Inner { gate_TF, up_TF, branch_TD })
     }
@@ -115,6 +156,22 @@ impl Mlp {
     /// [`forward_keeping`](Self::forward_keeping) gave it is recomputed, tile by tile.
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     pub(crate) fn backward(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        y1_TD: View<'_>,
+        inner: Option<&Inner>,
+        dy_TD: View<'_>,
+        mut dx_TD: ViewMut<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result {
+        cx.kernels.elementwise.cast(dy_TD, dx_TD.reborrow())?;
+        self.add_gradient(cx, weights, y1_TD, inner, dy_TD, dx_TD, gradients)
+    }
+
+    /// The same without dy: `dx += ∂(feed-forward)/∂y1 · dy`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
+    pub(crate) fn add_gradient(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -147,7 +204,7 @@ impl Mlp {
         y1_RD: View<'_>,
         inner: Option<InnerRows<'_>>,
         dy_RD: View<'_>,
-        mut dx_RD: ViewMut<'_>,
+        dx_RD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let before = self.before.map(|norm| norm.forward(cx, weights, y1_RD)).transpose()?;
@@ -188,10 +245,9 @@ impl Mlp {
         backward_together(cx, weights, &layers, h_RD, dh_RD.view_mut(), gradients)?;
         drop((dgate_RF, dup_RF));
         let Some((norm, Normed { out, rstd })) = self.before.zip(before) else {
-            return Ok(cx.kernels.elementwise.add(dy_RD, dh_RD.view(), dx_RD)?);
+            return Ok(cx.kernels.elementwise.add_assign(dx_RD, dh_RD.view())?);
         };
         drop(out);
-        cx.kernels.elementwise.cast(dy_RD, dx_RD.reborrow())?;
         norm.backward(cx, weights, dh_RD.view(), y1_RD, rstd.view(), dx_RD, true, gradients)
     }
 

@@ -8,6 +8,7 @@
 //! however long the sequences are; tile limits depend on the batch shape only, hence results do not depend on placement.
 
 mod attention;
+mod beside;
 mod decoder;
 mod delta;
 mod embedding;
@@ -23,6 +24,7 @@ mod routing;
 mod shared;
 mod stages;
 
+use beside::BesideBlock;
 pub use decoder::DecoderBlock;
 pub use embedding::EmbeddingBlock;
 pub use head::HeadBlock;
@@ -95,10 +97,17 @@ fn blocks_of(config: &ModelConfig, format: Option<QuantFormat>) -> Vec<Box<dyn B
     }
     let mut blocks: Vec<Box<dyn Block>> = vec![Box::new(EmbeddingBlock::new(config))];
     for layer in 0..config.layers {
-        blocks.push(Box::new(DecoderBlock::stored_as(config, layer, format)));
+        blocks.push(layer_of(config, layer, format));
     }
     blocks.push(Box::new(HeadBlock::stored_as(config, format)));
     blocks
+}
+
+fn layer_of(config: &ModelConfig, layer: usize, format: Option<QuantFormat>) -> Box<dyn Block> {
+    match config.is_beside {
+        true => Box::new(BesideBlock::stored_as(config, layer, format)),
+        false => Box::new(DecoderBlock::stored_as(config, layer, format)),
+    }
 }
 
 /// Number of parameters of a configuration; a tied table counts once.
@@ -111,7 +120,7 @@ pub fn param_count(config: &ModelConfig) -> u64 {
     };
     let mut of_kinds: HashMap<_, u64> = HashMap::new();
     let of_layer =
-        |layer| *of_kinds.entry(kind(layer)).or_insert_with(|| count(&DecoderBlock::new(config, layer)));
+        |layer| *of_kinds.entry(kind(layer)).or_insert_with(|| count(&*layer_of(config, layer, None)));
     let layers: u64 = (0..config.layers).map(of_layer).sum();
     count(&EmbeddingBlock::new(config)) + layers + count(&HeadBlock::new(config))
 }

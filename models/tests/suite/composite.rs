@@ -145,13 +145,16 @@ fn released_models_have_the_published_sizes() {
     }));
     assert_eq!(param_count(&mistral), 23_572_403_200);
     assert_eq!((mistral.tied, mistral.windows[0], mistral.rope.theta), (false, None, 1e9));
-    // Ministral 3 8B, of which the class fills in the sizes; its queries change behind the context of its training.
+    // Ministral 3 8B, of which the class fills in the sizes; its queries are multiplied behind the context of its training.
     let ministral = parse(&json!({
         "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
         "text_config": {"hidden_size": 4096, "model_type": "ministral3", "tie_word_embeddings": false}
     }));
     assert_eq!(param_count(&ministral), 8_489_553_920);
-    assert_eq!((ministral.positions_max, ministral.rope.theta, ministral.windows[0]), (16_384, 1e6, None));
+    assert_eq!((ministral.positions_max, ministral.rope.theta, ministral.windows[0]), (262_144, 1e6, None));
+    let factor = ministral.query_factor.unwrap();
+    assert_eq!((factor.beta, factor.original_positions), (0.1, 16_384));
+    assert_eq!([0, 16_383, 16_384].map(|position| factor.at(position)), [1.0, 1.0, 1.069_314_7]);
     let spelled = parse(&json!({
         "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
         "text_config": {
@@ -161,7 +164,7 @@ fn released_models_have_the_published_sizes() {
             }
         }
     }));
-    assert_eq!(spelled.rope, ministral.rope);
+    assert_eq!((spelled.rope, spelled.query_factor), (ministral.rope, ministral.query_factor));
     // Qwen 2.5 VL says it among the rest.
     let qwen = json!({
         "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,

@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 41] = [
+pub const NAMES: [&str; 50] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -29,6 +29,15 @@ pub const NAMES: [&str; 41] = [
     "gemma3",
     "gemma4",
     "gemma4_moe",
+    "exaone4",
+    "glm",
+    "glm4",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "cohere",
+    "cohere2",
+    "hunyuan",
+    "hunyuan_moe",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",

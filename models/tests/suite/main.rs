@@ -13,6 +13,7 @@ mod delta;
 mod demand;
 mod engine;
 mod export;
+mod families;
 mod fixture;
 mod gemma4;
 mod gpt_oss;

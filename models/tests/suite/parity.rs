@@ -5,7 +5,7 @@ use crate::fixture::{Fixture, backends, numbers, steps};
 use crate::runner::Runner;
 use std::collections::HashMap;
 use terrace_kernels::{DType, GateFunction, GroupScore, KernelSet, RopePairs, Scores, reference};
-use terrace_models::{Mixture, Model, ModelConfig, RopeScaling};
+use terrace_models::{Mixture, Model, ModelConfig, Norms, QkNorm, RopeScaling};
 use terrace_zero::MicroBatch;
 
 #[test]
@@ -19,7 +19,7 @@ fn logits_of_every_position() {
 /// A fixture, and what makes its model one without an option that it is there for.
 type Change = (&'static str, fn(&mut ModelConfig));
 
-const IGNORED: [Change; 83] = [
+const IGNORED: [Change; 109] = [
     ("llama2", |config| config.norm_eps = 1e-1),
     ("llama31", |config| config.rope.scaling = RopeScaling::Default),
     ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -71,6 +71,31 @@ const IGNORED: [Change; 83] = [
     ("gemma4_moe", |config| config.norm_eps = 1e-1),
     ("gemma4_vision", |config| config.value_norm = false),
     ("gemma4_vision", |config| config.has_layer_scales = false),
+    ("exaone4", |config| config.windows = vec![None; config.layers]),
+    ("exaone4", |config| config.unrotated.clear()),
+    ("exaone4", |config| config.qk_norm = None),
+    ("glm", |config| config.rope_pairs = RopePairs::Halves),
+    ("glm", |config| config.qkv_bias = false),
+    ("glm4", |config| config.rope.size = config.head_size),
+    ("glm4", |config| config.rope_pairs = RopePairs::Halves),
+    ("glm4", |config| config.norms = Norms::Before),
+    ("ernie4_5", |config| config.rope_pairs = RopePairs::Halves),
+    ("ernie4_5", |config| config.rope.theta = 100.0),
+    ("ernie4_5_moe", |config| mixture(config).has_score_biases = false),
+    ("ernie4_5_moe", |config| mixture(config).normalize = false),
+    ("ernie4_5_moe", |config| mixture(config).shared = None),
+    ("cohere", |config| config.norm_centers = false),
+    ("cohere", |config| config.norm_eps = 1e-5),
+    ("cohere", |config| config.multipliers.logits = 1.0),
+    ("cohere", |config| config.rope_pairs = RopePairs::Halves),
+    ("cohere2", |config| config.norm_centers = false),
+    ("cohere2", |config| config.multipliers.logits = 1.0),
+    ("cohere2", |config| config.windows = vec![None; config.layers]),
+    ("cohere2", |config| config.unrotated.clear()),
+    ("hunyuan", |config| config.rope.scaling = RopeScaling::Default),
+    ("hunyuan", |config| config.qk_norm = Some(QkNorm::PerHead)),
+    ("hunyuan_moe", |config| mixture(config).shared = None),
+    ("hunyuan_moe", |config| mixture(config).normalize = false),
     ("mixtral", |config| config.windows = vec![None; config.layers]),
     ("mixtral", |config| mixture(config).normalize = false),
     ("mixtral", |config| mixture(config).chosen = 1),
@@ -111,6 +136,7 @@ const IGNORED: [Change; 83] = [
     ("gpt_oss", |config| config.rope.scaling = RopeScaling::Default),
     ("gpt_oss", |config| mixture(config).biased = false),
     ("ministral3", |config| config.rope.scaling = RopeScaling::Default),
+    ("ministral3", |config| config.query_factor = None),
     ("qwen2_5_vl", |config| config.rope.theta = 10_000.0),
 ];
 
