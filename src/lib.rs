@@ -58,6 +58,11 @@ macro_rules! eprintln {
     }};
 }
 
+/// The snippets of the page are compiled and run with the tests.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/embedding.md")]
+struct Embedding;
+
 pub mod calibrate;
 pub mod cli;
 pub mod config;

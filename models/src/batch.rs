@@ -185,11 +185,12 @@ impl TokenBatch {
     /// carries no loss.
     ///
     /// # Errors
-    /// More or longer rows than that, labels that do not match ids, or an id outside the vocabulary.
+    /// More or longer rows than that, 2^31 positions or more, labels that do not match ids, or an id outside the vocabulary.
     pub fn train(&self, rows: &[Row<'_>], sequences: usize, length: usize) -> Result<MicroBatch> {
         if rows.len() > sequences {
             return refuse(format!("{} rows for a batch of {sequences}", rows.len()));
         }
+        require_countable(sequences, length)?;
         let mut columns = Columns::new(sequences, length);
         for (index, row) in rows.iter().enumerate() {
             if row.labels.len() != row.ids.len() {
@@ -216,6 +217,7 @@ impl TokenBatch {
         if rows.len() != starts.len() {
             return refuse(format!("{} rows, {} starts", rows.len(), starts.len()));
         }
+        require_countable(rows.len(), length)?;
         let mut columns = Columns::new(rows.len(), length);
         for (index, (ids, &start)) in rows.iter().zip(starts).enumerate() {
             if ids.is_empty() {
@@ -248,6 +250,9 @@ impl TokenBatch {
     }
 
     /// A batch of padding, which can be computed with.
+    ///
+    /// # Panics
+    /// If there are 2^31 positions or more.
     pub fn blank(&self, sequences: usize, length: usize) -> MicroBatch {
         self.finish(Columns::new(sequences, length), 0)
     }
@@ -274,8 +279,7 @@ impl TokenBatch {
         if ids.len() > length {
             return refuse(format!("row {index} has {} tokens for a length of {length}", ids.len()));
         }
-        let position = |offset: usize| i32::try_from(start + offset);
-        if position(length).is_err() {
+        if start.checked_add(length).is_none_or(|end| i32::try_from(end).is_err()) {
             return refuse(format!(
                 "row {index} starts at position {start}, beyond what positions can count"
             ));
@@ -318,8 +322,8 @@ struct Columns {
 
 impl Columns {
     fn new(sequences: usize, length: usize) -> Self {
+        require_countable(sequences, length).unwrap_or_else(|refusal| panic!("{refusal}"));
         let tokens = sequences * length;
-        assert!(i32::try_from(tokens).is_ok(), "{tokens} tokens in a micro-batch fit 32-bit rows");
         Self {
             sequences,
             length,
@@ -344,6 +348,14 @@ impl Columns {
         inputs.extend(constants);
         MicroBatch { sequences, length, inputs, loss_terms }
     }
+}
+
+/// Refuses more positions than rows are counted with.
+fn require_countable(sequences: usize, length: usize) -> Result {
+    if sequences.checked_mul(length).is_some_and(|tokens| i32::try_from(tokens).is_ok()) {
+        return Ok(());
+    }
+    refuse(format!("a micro-batch of {sequences} × {length} positions is too large: it has below 2^31"))
 }
 
 fn refuse<T>(detail: String) -> Result<T> {

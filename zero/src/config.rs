@@ -97,6 +97,9 @@ pub struct BatchLimits {
     pub cache_pages: usize,
 }
 
+/// Positions in all micro-batches of a step, at most.
+const STEP_TOKENS_MAX: usize = 1 << 40;
+
 /// Positions of a page of the key/value cache.
 pub const CACHE_PAGE: usize = KeyValues::PAGE_MIN;
 
@@ -104,6 +107,31 @@ impl BatchLimits {
     /// Pages of the longest sequence, M.
     pub(crate) fn pages_per_sequence(&self) -> usize {
         self.cache_length.div_ceil(CACHE_PAGE)
+    }
+
+    /// Refuses what no memory holds, before its bytes wrap and seem to fit. Rows and pages are counted in 32 bits.
+    fn check_sizes(&self) -> Result {
+        let Self { sequences, length, micro_batches, cache_length, cache_pages } = *self;
+        let tokens = sequences.checked_mul(length).filter(|tokens| i32::try_from(*tokens).is_ok());
+        if tokens.and_then(|tokens| tokens.checked_mul(micro_batches)).is_none_or(|all| all > STEP_TOKENS_MAX)
+        {
+            return Err(EngineError::Config(format!(
+                "BatchLimits of {micro_batches} micro-batches of {sequences} × {length} positions are too large: a micro-batch has below \
+                 2^31 positions, a step up to {STEP_TOKENS_MAX}"
+            )));
+        }
+        let cached = sequences.checked_mul(cache_length.div_ceil(CACHE_PAGE));
+        let fits = |pages: usize| pages.checked_mul(CACHE_PAGE).is_some_and(|all| i32::try_from(all).is_ok());
+        if fits(cache_length.div_ceil(CACHE_PAGE))
+            && cached.is_some_and(|pages| i32::try_from(pages).is_ok())
+            && i32::try_from(cache_pages).is_ok()
+        {
+            return Ok(());
+        }
+        Err(EngineError::Config(format!(
+            "BatchLimits::cache_length of {cache_length} for {sequences} sequences, in {cache_pages} pages, is too large: sequences have below \
+             2^31 positions, caches below 2^31 pages"
+        )))
     }
 
     /// Pages in all, N.
@@ -336,6 +364,7 @@ impl EngineConfig {
                 return Err(EngineError::Config(format!("BatchLimits::{name} is 0 and must be at least 1")));
             }
         }
+        self.limits.check_sizes()?;
         let clip = self.training.as_ref().and_then(|training| training.clip);
         if let Some(clip) = clip.filter(|clip| !(clip.is_finite() && *clip > 0.0)) {
             return Err(EngineError::Config(format!(

@@ -74,11 +74,9 @@ impl Engine {
     /// what the cache has of `sequences[b]`, each of which comes once; `added[b]` positions of it are valid and stay in the cache.
     ///
     /// # Errors
-    /// The cache is full, a shape was not planned, or a tier failed. The cache then knows of no position more than before; if keys and values
-    /// are not all on the device, or blocks are recurrent, and a tier failed, it is of no more use.
-    ///
-    /// # Panics
-    /// If `sequences` or `added` do not match the batch, or there is no such sequence.
+    /// `sequences` or `added` do not match the batch or the cache, which is another engine's, or full; a shape was not planned, or a tier
+    /// failed. The cache then knows of no position more than before; if keys and values are not all on the device, or blocks are recurrent,
+    /// and a tier failed, it is of no more use.
     pub fn logits(
         &mut self,
         batch: &MicroBatch,
@@ -86,7 +84,7 @@ impl Engine {
         sequences: &[usize],
         added: &[usize],
     ) -> Result<Vec<f32>> {
-        assert_eq!((sequences.len(), added.len()), (batch.sequences, batch.sequences), "one entry a row");
+        cache.check(batch, sequences, added, &self.cache_alive)?;
         let longest =
             sequences.iter().map(|&sequence| cache.lengths()[sequence]).max().unwrap_or(0) + batch.length;
         if longest > cache.capacity() {

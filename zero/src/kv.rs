@@ -9,7 +9,7 @@ pub(crate) use plan::{KvPlan, KvRoom};
 
 use crate::carry::{Carried, slots};
 use crate::lane::Lane;
-use crate::{BatchLimits, CACHE_PAGE, EngineError, HostTensor, KvSlot, Result};
+use crate::{BatchLimits, CACHE_PAGE, EngineError, HostTensor, KvSlot, MicroBatch, Result};
 use away::{Away, AwayPass};
 use std::iter::repeat;
 use std::ops::Range;
@@ -95,9 +95,50 @@ impl KvCache {
     }
 
     /// Forgets a sequence: its pages are free for others.
+    ///
+    /// # Panics
+    /// If there is no such sequence.
     pub fn clear(&mut self, sequence: usize) {
         self.lengths[sequence] = 0;
         self.free.extend(self.pages[sequence].drain(..).rev());
+    }
+
+    /// Refuses a pass that would write keys and values of one sequence over those of another, or count positions that it does not write.
+    /// `alive` is that of the engine which computes.
+    pub(crate) fn check(
+        &self,
+        batch: &MicroBatch,
+        sequences: &[usize],
+        added: &[usize],
+        alive: &Arc<()>,
+    ) -> Result {
+        let refuse = |detail: String| Err(EngineError::Batch(detail));
+        if !Arc::ptr_eq(alive, &self._alive) {
+            return refuse("the key/value cache is another engine's: make one with Engine::new_cache".into());
+        }
+        if (sequences.len(), added.len()) != (batch.sequences, batch.sequences) {
+            return refuse(format!(
+                "a batch of {} rows needs one sequence and one number of added positions a row, not {} and {}",
+                batch.sequences,
+                sequences.len(),
+                added.len()
+            ));
+        }
+        let mut is_taken = vec![false; self.lengths.len()];
+        for (row, (&sequence, &added)) in sequences.iter().zip(added).enumerate() {
+            match is_taken.get_mut(sequence) {
+                None => {
+                    let there = self.lengths.len();
+                    return refuse(format!("row {row} continues sequence {sequence} of a cache of {there}"));
+                }
+                Some(true) => return refuse(format!("sequence {sequence} comes twice, again in row {row}")),
+                Some(taken) => *taken = true,
+            }
+            if added > batch.length {
+                return refuse(format!("row {row} of {} positions cannot add {added}", batch.length));
+            }
+        }
+        Ok(())
     }
 
     /// The block whose keys and values are at `offset` of a file.

@@ -192,7 +192,7 @@ impl DiskStore {
     /// they did when it was made.
     ///
     /// # Errors
-    /// There is none, it is in use, it is damaged, it was being overwritten, or it cannot be written.
+    /// There is none or no directory was given, it is in use, it is damaged, it was being overwritten, or it cannot be written.
     pub fn open(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<Self, TierError> {
         // None is made for its lock.
         let missing = dirs.iter().find(|dir| !dir.is_dir());
@@ -623,8 +623,16 @@ fn require_room(spec: &StoreSpec, striping: &Striping) -> Result<(), TierError> 
     })
 }
 
+/// A store has at least one directory.
+fn require_dirs(dirs: &[PathBuf]) -> Result<(), TierError> {
+    if !dirs.is_empty() {
+        return Ok(());
+    }
+    Err(TierError::Striping { detail: "there are none; give at least one directory".into() })
+}
+
 fn lock_all(world: World, dirs: &[PathBuf]) -> Result<Vec<DirLock>, TierError> {
-    assert!(!dirs.is_empty(), "a store has at least one directory");
+    require_dirs(dirs)?;
     match world {
         World::Real => dirs.iter().map(|dir| DirLock::acquire(dir)).collect(),
         World::Simulated => Ok(Vec::new()),

@@ -111,7 +111,7 @@ impl StoreView {
     /// # Errors
     /// There is none, it is being changed by another process, or its layout or a file's header cannot be read.
     pub fn open(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], access: Access) -> Result<Self, TierError> {
-        assert!(!dirs.is_empty(), "a store has at least one directory");
+        super::require_dirs(dirs)?;
         let world = World::of(&**engine);
         let is_missing = |dir: &&PathBuf| world == World::Real && !dir.is_dir();
         if let Some(dir) = dirs.iter().find(is_missing) {
