@@ -185,7 +185,7 @@ mod tests {
             );
             ModelConfig::parse(&text).unwrap()
         };
-        let (small, large) = (config("MixtralForCausalLM", 64), config("MixtralForCausalLM", 4096));
+        let (small, large) = (config("MixtralForCausalLM", 64), config("MixtralForCausalLM", 8192));
         let state = |model: Option<&ModelConfig>| {
             let mut entries = Map::new();
             entries.insert(CONFIG.into(), "checksum 0".into());

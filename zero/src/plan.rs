@@ -31,6 +31,7 @@ mod kept;
 mod keys;
 pub(crate) mod packed;
 mod placement;
+mod size;
 mod turns;
 
 pub(crate) use placement::Placer;
@@ -210,13 +211,6 @@ pub(crate) struct Planner<'a> {
     pub(crate) device_updates: bool,
 }
 
-impl EnginePlan {
-    /// Of host and device memory.
-    fn bytes(&self) -> u64 {
-        self.memory.total(Tier::Host) + self.memory.total(Tier::Device)
-    }
-}
-
 impl Planner<'_> {
     /// The first choice that fits every budget.
     pub(crate) fn plan(&self) -> Result<EnginePlan> {
@@ -262,7 +256,7 @@ impl Planner<'_> {
                 let (choice, plan) = self.pack_what_fits(choice, plan)?;
                 return self.hold_what_fits(choice, plan);
             }
-            if smallest.as_ref().is_none_or(|s| plan.bytes() < s.bytes()) {
+            if smallest.as_ref().is_none_or(|s| self.size(&plan) < self.size(s)) {
                 smallest = Some(plan);
             }
         }
@@ -280,20 +274,6 @@ impl Planner<'_> {
             1 => self.network,
             ranks => self.runs.shard.get_or_init(|| self.network.shard(ranks)),
         }
-    }
-
-    /// What a rank can have beside `plan`. Ranks of a node share its host memory.
-    fn room(&self, tier: Tier, plan: &EnginePlan) -> u64 {
-        let left = |budget: u64| budget.saturating_sub(plan.memory.total(tier));
-        match tier {
-            Tier::Device => left(self.config.device_budget),
-            _ => self.ranks().share(left(self.config.host_budget)),
-        }
-    }
-
-    fn fits(&self, plan: &EnginePlan) -> bool {
-        plan.memory.total(Tier::Host) <= self.config.host_budget
-            && plan.memory.total(Tier::Device) <= self.config.device_budget
     }
 
     /// Raises the number of groups whose gradients can wait for an update that follows backward. `plan` is that of `choice`.
