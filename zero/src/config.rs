@@ -98,7 +98,7 @@ pub struct BatchLimits {
 }
 
 /// Positions in all micro-batches of a step, at most.
-const STEP_TOKENS_MAX: usize = 1 << 40;
+const STEP_TOKENS_MAX: usize = 1 << 44;
 
 /// Positions of a page of the key/value cache.
 pub const CACHE_PAGE: usize = KeyValues::PAGE_MIN;
