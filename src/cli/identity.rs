@@ -181,7 +181,7 @@ mod tests {
         let config = |architecture: &str, hidden: usize| {
             let text = format!(
                 r#"{{"architectures": ["{architecture}"], "vocab_size": 97, "hidden_size": {hidden}, "intermediate_size": {hidden},
-                    "num_hidden_layers": 2, "num_attention_heads": 8}}"#
+                    "num_hidden_layers": 2, "num_attention_heads": 16}}"#
             );
             ModelConfig::parse(&text).unwrap()
         };

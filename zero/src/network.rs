@@ -142,7 +142,7 @@ impl Network {
     pub(crate) fn elements_of(&self, group: usize, params: &Range<usize>) -> Range<usize> {
         let group = &self.groups[group];
         let start = |param: usize| group.params.get(param).map_or(group.elements, |placed| placed.offset);
-        if params.start == 0 { 0..start(params.end) } else { start(params.start)..start(params.end) }
+        start(params.start)..start(params.end)
     }
 
     /// Group and index of a block's parameters, own ones first, then borrowed.
