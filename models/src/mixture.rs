@@ -84,10 +84,7 @@ impl Mixture {
     /// `None` if the family has no experts.
     pub(crate) fn parse(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Option<Self>> {
         // Newer folders may use the other name.
-        let experts = |keys: [&str; 2], default: usize| {
-            let key = if entries.has_value(keys[0]) { keys[0] } else { keys[1] };
-            entries.size_or(key, default)
-        };
+        let experts = |keys, default| size_of_either(entries, keys, default);
         let chosen = |default: usize| entries.size_or("num_experts_per_tok", default);
         let normalize = || entries.flag("norm_topk_prob", false);
         let of_num_experts = ["num_experts", "num_local_experts"];
@@ -179,15 +176,11 @@ impl Mixture {
     }
 
     fn of_ernie(entries: &Entries<'_>, layers: usize) -> Result<Self> {
-        // What is saved goes by other names than those of transformers.
-        let size = |keys: [&str; 2], default| {
-            let key = if entries.has_value(keys[0]) { keys[0] } else { keys[1] };
-            entries.size_or(key, default)
-        };
         let feed_forward = entries.size_or("moe_intermediate_size", 1536)?;
         refuse_least_sum(entries)?;
-        let experts = size(["moe_num_experts", "num_experts"], 64)?;
-        let chosen = size(["moe_k", "num_experts_per_tok"], 6)?;
+        // What is saved goes by other names than those of transformers.
+        let experts = size_of_either(entries, ["moe_num_experts", "num_experts"], 64)?;
+        let chosen = size_of_either(entries, ["moe_k", "num_experts_per_tok"], 6)?;
         Ok(Self {
             has_score_biases: true,
             shared: of_several(entries, "moe_num_shared_experts", feed_forward, 2)?,
@@ -289,6 +282,12 @@ impl Mixture {
 /// Far more than any model has; a broken number must not become an allocation.
 const EXPERTS_MAX: usize = 1 << 12;
 const ALL_EXPERTS_MAX: usize = 1 << 18;
+
+/// What is under the first key, or else under the second.
+fn size_of_either(entries: &Entries<'_>, keys: [&str; 2], default: usize) -> Result<usize> {
+    let key = if entries.has_value(keys[0]) { keys[0] } else { keys[1] };
+    entries.size_or(key, default)
+}
 
 /// A feed-forward for all tokens, as large as several experts, of which `key` says how many.
 fn of_several(

@@ -111,8 +111,6 @@ struct Piece {
 
 impl<'a> Run<'a> {
     pub(super) fn new(schedule: &'a Schedule, unified: bool, can: &'a Capabilities) -> Self {
-        let uses: Vec<&WeightUse> = schedule.passes.iter().flat_map(|pass| &pass.weights).collect();
-        let together = schedule.passes.iter().map(|pass| pass.weights.len()).max().unwrap_or(0);
         let is_coarse = schedule.groups.iter().any(|group| pieces(schedule, group) < group.chunks);
         let slots = if is_coarse { schedule.update_slots.min(PIECE_SLOTS) } else { schedule.update_slots };
         Self {
@@ -121,7 +119,7 @@ impl<'a> Run<'a> {
             machine: Machine::new(can, unified),
             unified,
             compute: Compute::default(),
-            fetch: Fetch::new(uses, schedule.uploads_ahead, together, &schedule.weight_slots),
+            fetch: Fetch::new(schedule),
             update: Update::new(slots.max(1)),
             left: Vec::new(),
         }
@@ -147,10 +145,7 @@ impl<'a> Run<'a> {
     }
 
     fn begin(&mut self) {
-        let uses = std::mem::take(&mut self.fetch.uses);
-        let (ahead, together) =
-            (self.schedule.uploads_ahead, self.fetch.places - self.schedule.uploads_ahead);
-        self.fetch = Fetch::new(uses, ahead, together, &self.schedule.weight_slots);
+        self.fetch = Fetch::new(self.schedule);
         self.compute = Compute::default();
         let update = &mut self.update;
         if let Some(first) = self.left.first() {
@@ -493,10 +488,11 @@ impl Default for Compute {
 }
 
 impl<'a> Fetch<'a> {
-    /// Of passes of which each uses at most `together`.
-    fn new(uses: Vec<&'a WeightUse>, ahead: usize, together: usize, slots: &[usize]) -> Self {
+    fn new(schedule: &'a Schedule) -> Self {
+        let ahead = schedule.uploads_ahead;
+        let together = schedule.passes.iter().map(|pass| pass.weights.len()).max().unwrap_or(0);
         Self {
-            uses,
+            uses: schedule.passes.iter().flat_map(|pass| &pass.weights).collect(),
             requested: 0,
             reading: VecDeque::new(),
             verifying: VecDeque::new(),
@@ -509,7 +505,7 @@ impl<'a> Fetch<'a> {
             in_use: 0,
             ready: 0,
             taken: 0,
-            slots: slots.to_vec(),
+            slots: schedule.weight_slots.clone(),
         }
     }
 

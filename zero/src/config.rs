@@ -120,11 +120,11 @@ impl BatchLimits {
                  2^31 positions, a step up to {STEP_TOKENS_MAX}"
             )));
         }
-        let cached = sequences.checked_mul(cache_length.div_ceil(CACHE_PAGE));
-        let fits = |pages: usize| pages.checked_mul(CACHE_PAGE).is_some_and(|all| i32::try_from(all).is_ok());
-        if fits(cache_length.div_ceil(CACHE_PAGE))
-            && cached.is_some_and(|pages| i32::try_from(pages).is_ok())
-            && i32::try_from(cache_pages).is_ok()
+        let is_counted = |product: Option<usize>| product.is_some_and(|all| i32::try_from(all).is_ok());
+        let pages = self.pages_per_sequence();
+        if is_counted(pages.checked_mul(CACHE_PAGE))
+            && is_counted(sequences.checked_mul(pages))
+            && is_counted(Some(cache_pages))
         {
             return Ok(());
         }

@@ -10,7 +10,7 @@ mod script;
 use crate::activations::Activations;
 use crate::block::{GradientSlot, Parts};
 use crate::carry::Carried;
-use crate::gradient_parts::{Accumulator, parts_of};
+use crate::gradient_parts::{Accumulator, params_behind, parts_of};
 use crate::gradients::DOWNLOAD_WINDOW;
 use crate::kept::{Keeping, KeptTensors, Shapes};
 use crate::kv::{KvLayout, KvPlan, KvTensors};
@@ -425,15 +425,11 @@ impl DryRun<'_> {
         let (gradient, f32) = (self.dtype.size(), DType::F32.size());
         let groups = network.groups_of(block);
         let parts = if self.has_state(block) { Vec::new() } else { parts_of(network, block, &self.rounds) };
-        let behind_parts = parts.last().map_or(0, |part| part.end);
-        let mut rest = 0;
-        let mut accumulators = Vec::with_capacity(groups.len());
-        for &group in &groups {
-            let first = if group == block { behind_parts } else { 0 };
-            let bytes = Accumulator::bytes(network, group, &(first..network.groups[group].params.len()));
-            rest = if group == block { bytes / f32 } else { rest };
-            accumulators.push(arena.alloc(bytes)?);
-        }
+        let accumulator = |&group: &usize| {
+            let params = params_behind(network, block, &parts, group);
+            Accumulator::take(network, arena, group, params)
+        };
+        let _accumulators = groups.iter().map(accumulator).collect::<Result<Vec<_>>>()?;
         for &group in &groups {
             if self.rounds.are_several() && !self.rounds.waits(block) {
                 self.begin_gradient(arena, group, &mut state.sums, f32)?;
@@ -457,11 +453,10 @@ impl DryRun<'_> {
         }
         for &group in groups.iter().filter(|&&group| !self.has_state(group)) {
             match leaving.take_if(|_| group == block) {
-                Some(leaving) => *parking = leaving.end(rest)?,
+                Some(leaving) => *parking = leaving.end()?,
                 None => self.park_gradient(arena, group, parking, gradient)?,
             }
         }
-        drop(accumulators);
         if self.update_follows && groups.contains(&block) && !self.has_state(block) {
             parking.coming.clear();
         }
@@ -555,7 +550,7 @@ impl DryRun<'_> {
         let dy = (block < self.network.last()).then(|| self.signal(block, Mode::Train));
         let behind_parts =
             if parts.is_some() { self.network.blocks[block].gradient_parts() } else { Vec::new() };
-        let first = behind_parts.last().map_or(0, |part| part.end);
+        let first = params_behind(self.network, block, &behind_parts, block).start;
         let slots = param_dims(self.network, block).into_iter().skip(first).map(|dims| {
             let bytes = BytesMut::virtual_range(dims.iter().product::<usize>() * DType::F32.size());
             GradientSlot { bytes, dims, has_sum: None }

@@ -13,7 +13,7 @@ use crate::rounds::Rounds;
 use crate::turns::ChunkMemory;
 use crate::{Backend, Gradients, Result};
 use std::ops::Range;
-use terrace_device::Region;
+use terrace_device::{Arena, Region};
 use terrace_kernels::{DType, KernelSet, View, ViewMut};
 
 /// An accumulator in f32 of parameters of a group that follow one another.
@@ -40,9 +40,10 @@ impl Accumulator {
         Self { region, has_sum: vec![is_sum; params.len()], params, elements }
     }
 
-    /// The first of its parameters.
-    pub(crate) fn first(&self) -> usize {
-        self.params.start
+    /// Takes memory for the gradients of `params`, which are nothing yet.
+    pub(crate) fn take(network: &Network, arena: &Arena, group: usize, params: Range<usize>) -> Result<Self> {
+        let region = arena.alloc(Self::bytes(network, group, &params))?;
+        Ok(Self::new(network, group, params, region, false))
     }
 
     /// Bytes for the gradients of `params`.
@@ -79,8 +80,8 @@ impl Accumulator {
         Ok(backend.kernels.elementwise.zero(ViewMut::new(bytes, DType::F32, &[end - start]))?)
     }
 
-    /// The slots of all its parameters, in their order.
-    pub(crate) fn slots(&mut self, network: &Network, group: usize) -> Vec<GradientSlot<'_>> {
+    /// The first of its parameters, and the slots of all in their order.
+    pub(crate) fn slots(&mut self, network: &Network, group: usize) -> (usize, Vec<GradientSlot<'_>>) {
         let Self { region, params, elements, has_sum } = self;
         let (mut rest, mut at) = (region.bytes_mut(), elements.start * 4);
         let mut slots = Vec::with_capacity(params.len());
@@ -91,7 +92,7 @@ impl Accumulator {
             slots.push(GradientSlot { bytes, dims: placed.spec.dims.clone(), has_sum: Some(has_sum) });
             (rest, at) = (tail, start + len);
         }
-        slots
+        (params.start, slots)
     }
 }
 
@@ -108,8 +109,9 @@ pub(crate) fn gradients_of<'r>(
     let mut slots: Vec<Vec<Option<GradientSlot<'r>>>> = Vec::with_capacity(groups.len());
     let mut first_of = Vec::with_capacity(groups.len());
     for (&group, accumulator) in groups.iter().zip(accumulators) {
-        first_of.push(accumulator.params.start);
-        slots.push(accumulator.slots(network, group).into_iter().map(Some).collect());
+        let (first, of_group) = accumulator.slots(network, group);
+        first_of.push(first);
+        slots.push(of_group.into_iter().map(Some).collect());
     }
     let first = groups.iter().position(|&group| group == block).map_or(0, |at| first_of[at]);
     let wanted = network.params_of(block).skip(first).map(|(group, param)| {
@@ -131,6 +133,17 @@ pub(crate) fn parts_of(network: &Network, block: usize, rounds: &Rounds) -> Vec<
     let follow = parts.iter().scan(0, |end, part| Some(part.start == std::mem::replace(end, part.end)));
     assert!(follow.into_iter().all(|follows| follows), "the parts of a block follow one another: {parts:?}");
     parts
+}
+
+/// The parameters of a group that have an accumulator from the beginning to the end of a block's backward: those behind its `parts`.
+pub(crate) fn params_behind(
+    network: &Network,
+    block: usize,
+    parts: &[Range<usize>],
+    group: usize,
+) -> Range<usize> {
+    let first = parts.last().filter(|_| group == block).map_or(0, |part| part.end);
+    first..network.groups[group].params.len()
 }
 
 /// Elements of a group's gradient on their way into its chunks, in their order.
@@ -203,11 +216,6 @@ impl std::fmt::Debug for Leaving<'_> {
 }
 
 impl Leaving<'_> {
-    /// How many parameters are in parts.
-    pub(crate) fn params(&self) -> usize {
-        self.parts.as_slice().last().map_or(0, |part| part.end)
-    }
-
     /// Takes what the block has summed of the parameters behind its parts.
     pub(crate) fn end(mut self, rest: &Accumulator) -> Result {
         assert!(self.parts.next().is_none(), "a block completes all of its parts");
@@ -218,13 +226,11 @@ impl Leaving<'_> {
 impl Parts for Leaving<'_> {
     fn begin(&mut self) -> Result<Accumulator> {
         let params = self.parts.next().expect("a block completes each of its parts once");
-        let group = self.filling.group;
-        let region = self.to.lane.arena.alloc(Accumulator::bytes(self.network, group, &params))?;
-        Ok(Accumulator::new(self.network, group, params, region, false))
+        Accumulator::take(self.network, &self.to.lane.arena, self.filling.group, params)
     }
 
     fn slots<'s>(&self, part: &'s mut Accumulator) -> (usize, Vec<GradientSlot<'s>>) {
-        (part.params.start, part.slots(self.network, self.filling.group))
+        part.slots(self.network, self.filling.group)
     }
 
     fn complete(&mut self, mut part: Accumulator) -> Result {

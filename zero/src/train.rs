@@ -9,7 +9,9 @@ use crate::device_weights::DeviceWeights;
 use crate::engine::{Engine, Signals, Unsaved};
 use crate::failure::not_finite;
 use crate::fetch::{Fetcher, Order, Ready};
-use crate::gradient_parts::{Accumulator, Destination, Filling, Leaving, gradients_of, parts_of};
+use crate::gradient_parts::{
+    Accumulator, Destination, Filling, Leaving, gradients_of, params_behind, parts_of,
+};
 use crate::gradients::GradientPark;
 use crate::kept::KeptInStep;
 use crate::lane::Signal;
@@ -565,12 +567,8 @@ impl<'a> Training<'a> {
             let ready = self.pass.fetch(fetcher, block)?;
             let began = Instant::now();
             let groups = network.groups_of(block);
-            let mut leaving = self.leaving(block);
-            let behind_parts = leaving.as_ref().map_or(0, Leaving::params);
-            let params = |group: usize| {
-                let first = if group == block { behind_parts } else { 0 };
-                first..network.groups[group].params.len()
-            };
+            let parts = self.leaving_parts(block);
+            let params = |group: usize| params_behind(network, block, &parts, group);
             let mut accumulators = Vec::with_capacity(groups.len());
             for &group in &groups {
                 let bytes = Accumulator::bytes(network, group, &params(group));
@@ -584,6 +582,7 @@ impl<'a> Training<'a> {
             };
             let accumulators: Result<Vec<_>> = groups.iter().zip(accumulators).map(begin).collect();
             let mut accumulators = accumulators?;
+            let mut leaving = self.leaving(block, parts);
             self.block_backward(block, &ready, (&groups, &mut accumulators), &mut leaving, &mut loss, round)?;
             for (&group, acc) in groups.iter().zip(&mut accumulators) {
                 acc.complete(self.pass.backend, network, group)?;
@@ -620,11 +619,16 @@ impl<'a> Training<'a> {
     }
 
     /// The parts of a block whose gradients leave before its backward ends.
-    fn leaving(&self, block: usize) -> Option<Leaving<'a>> {
-        let Pass { network, backend, lane, .. } = self.pass;
-        let parts = parts_of(network, block, &self.rounds);
+    fn leaving_parts(&self, block: usize) -> Vec<Range<usize>> {
         // Those of state on the device stay there.
-        (!parts.is_empty() && block < self.park.groups_of_host()).then(|| Leaving {
+        let comes = block < self.park.groups_of_host();
+        if comes { parts_of(self.pass.network, block, &self.rounds) } else { Vec::new() }
+    }
+
+    /// Who takes them.
+    fn leaving(&self, block: usize, parts: Vec<Range<usize>>) -> Option<Leaving<'a>> {
+        let Pass { network, backend, lane, .. } = self.pass;
+        (!parts.is_empty()).then(|| Leaving {
             park: self.park,
             network,
             to: Destination { backend, lane, last_use: true, pool: self.pool },

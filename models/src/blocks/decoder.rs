@@ -78,8 +78,7 @@ impl DecoderBlock {
         let mut params = Params::new(&format!("model.layers.{layer}."), config, format);
         let mixture = config.mixture_of(layer);
         // Gradients that leave before the others are those of the first parameters.
-        let is_staged = mixture.is_some_and(|mixture| mixture.stages(config.hidden).len() > 1);
-        let staged = mixture.filter(|_| is_staged);
+        let staged = mixture.filter(|mixture| mixture.stages(config.hidden).len() > 1);
         let experts = staged.map(|mixture| MixtureMlp::experts(config, mixture, &mut params));
         let mixer = Mixer::new(config, layer, &mut params);
         let feed_forward = match mixture {

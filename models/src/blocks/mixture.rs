@@ -24,15 +24,15 @@ use terrace_zero::{Context, Gradients, Result, Weights};
 /// Parameters of the feed-forward half.
 #[derive(Debug)]
 pub(crate) struct MixtureMlp {
-    before: Norm,
+    pub(super) before: Norm,
     router: Router,
     pub(super) shared: Option<Shared>,
-    pub(super) experts: Vec<Expert>,
+    experts: Vec<Expert>,
     /// Those whose gradients are complete one after the other; all at once, if there is one.
     pub(super) stages: Vec<Range<usize>>,
     f: GateFunction,
     pub(super) hidden: usize,
-    pub(super) feed_forward: usize,
+    feed_forward: usize,
     pub(super) chosen: usize,
     scores: Scores,
     groups: Option<ExpertGroups>,
@@ -155,7 +155,7 @@ impl MixtureMlp {
         self.starts_of(cx, routing, Tile::alone(routing.rows.shape().rows()))
     }
 
-    fn starts_of(&self, cx: &Context<'_>, routing: &Routing, tile: Tile) -> Result<Vec<usize>> {
+    pub(super) fn starts_of(&self, cx: &Context<'_>, routing: &Routing, tile: Tile) -> Result<Vec<usize>> {
         let starts = routing.starts.view().rows(tile.index, tile.index + 1);
         let starts = starts.reshape(&[self.experts.len() + 1]);
         Ok(cx.kernels.experts.starts(starts, tile.rows() * self.chosen)?)
@@ -341,7 +341,7 @@ impl MixtureMlp {
         drop(routes);
         let Experts { normed: Normed { out, rstd }, again, .. } = experts;
         drop((out, again));
-        self.backward_of_norms(cx, weights, y1_RD, &rstd, (dh_RD, of_norm), dx_RD, gradients)
+        self.backward_of_norms(cx, weights, y1_RD, &rstd, (dh_RD.view(), of_norm), dx_RD, gradients)
     }
 
     /// The gradient of `h_RD`, f32, added to what it has from elsewhere. Holds, beside gate and up, at most three `[P, F]` tensors and a `[P, D]` one at a time, or
@@ -387,13 +387,9 @@ impl MixtureMlp {
         let experts = &cx.kernels.experts;
         let (routed, dims_PF) = (gate_PF.shape().rows(), gate_PF.shape());
         let (rows_RX, weights_RX) = (routes.rows_RX, routes.final_RX());
-        let zero_others = |all: &mut Tensor| match self.stages.len() {
-            1 => Ok(()),
-            _ => cx.kernels.elementwise.zero(all.view_mut()),
-        };
         let act_PF = activate(cx, self.f, gate_PF, up_PF)?;
         let mut dact_PF = cx.tensor(dims_PF.dims())?;
-        zero_others(&mut dact_PF)?;
+        self.zero_others(cx, &mut dact_PF)?;
         let mut weighed_PF = cx.tensor(dims_PF.dims())?;
         experts.weigh(act_PF.view(), rows_RX, weights_RX, weighed_PF.view_mut())?;
         let dy_PD = self.spread(cx, dy_RD, routes)?;
@@ -413,7 +409,7 @@ impl MixtureMlp {
         drop(dact_PF);
         let h_PD = self.spread(cx, h_RD, routes)?;
         let mut dh_PD = cx.tensor_of(DType::F32, &[routed, self.hidden])?;
-        zero_others(&mut dh_PD)?;
+        self.zero_others(cx, &mut dh_PD)?;
         let wide: [(LayerOf, View<'_>); 2] =
             [(|expert| expert.gate, dgate_PF.view()), (|expert| expert.up, dup_PF.view())];
         self.backward_experts(weights, routes, &wide, h_PD.view(), dh_PD.view_mut(), gradients)?;
@@ -461,16 +457,6 @@ impl MixtureMlp {
         }
     }
 
-    /// What experts read.
-    pub(super) fn normed_of(
-        &self,
-        cx: &Context<'_>,
-        weights: &Weights<'_>,
-        y_RD: View<'_>,
-    ) -> Result<Normed> {
-        self.before.forward(cx, weights, y_RD)
-    }
-
     /// Adds the gradient of what experts read to that of `y_RD`.
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     pub(super) fn backward_of_norms(
@@ -479,21 +465,21 @@ impl MixtureMlp {
         weights: &Weights<'_>,
         y_RD: View<'_>,
         rstd: &Tensor,
-        (dh_RD, of_norm): (Tensor, Option<OfNorm>),
+        (dh_RD, of_norm): (View<'_>, Option<OfNorm>),
         mut dx_RD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result {
-        let (dh, to) = (dh_RD.view(), dx_RD.reborrow());
-        self.before.backward(cx, weights, dh, y_RD, rstd.view(), to, true, gradients)?;
+        let to = dx_RD.reborrow();
+        self.before.backward(cx, weights, dh_RD, y_RD, rstd.view(), to, true, gradients)?;
         self.router.norm_backward(cx, weights, y_RD, of_norm, dx_RD, gradients)
     }
 
-    fn normed(&self, cx: &Context<'_>, weights: &Weights<'_>, y_RD: View<'_>) -> Result<Tensor> {
+    pub(super) fn normed(&self, cx: &Context<'_>, weights: &Weights<'_>, y_RD: View<'_>) -> Result<Tensor> {
         Ok(self.before.forward(cx, weights, y_RD)?.out)
     }
 
     /// Memory for the choices of so many rows, in tiles.
-    fn routing(
+    pub(super) fn routing(
         &self,
         rows: usize,
         tiles: usize,
@@ -510,7 +496,7 @@ impl MixtureMlp {
     }
 
     /// What the rows of a tile choose, by itself.
-    pub(super) fn choose(
+    fn choose(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -524,7 +510,7 @@ impl MixtureMlp {
     }
 
     /// What the rows of a tile choose. Logits are not rounded to the type of activations.
-    fn route(
+    pub(super) fn route(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -545,7 +531,7 @@ impl MixtureMlp {
         )?)
     }
 
-    pub(super) fn routes<'r>(
+    fn routes<'r>(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -555,7 +541,7 @@ impl MixtureMlp {
         self.routes_from(cx, weights, routing, tile, self.starts_of(cx, routing, tile)?)
     }
 
-    fn routes_from<'r>(
+    pub(super) fn routes_from<'r>(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
@@ -579,16 +565,37 @@ impl MixtureMlp {
         let rows = h_RD.shape().rows();
         let routing = self.choose(cx, weights, y1_RD, h_RD)?;
         let routes = self.routes(cx, weights, &routing, Tile::alone(rows))?;
-        let dims_PF = [rows * self.chosen, self.feed_forward];
-        let (mut gate, mut up) = (cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?);
-        let h_PD = self.spread(cx, h_RD, &routes)?;
-        self.widen_spread(cx, weights, h_PD.view(), &routes, [gate.view_mut(), up.view_mut()])?;
+        let wide = self.wide(cx, weights, h_RD, &routes)?;
         drop(routes);
-        Ok((routing, [gate, up]))
+        Ok((routing, wide))
+    }
+
+    /// Gate and up of the experts of `routes`; zeros of rows of other experts.
+    pub(super) fn wide(
+        &self,
+        cx: &Context<'_>,
+        weights: &Weights<'_>,
+        h_RD: View<'_>,
+        routes: &Routes<'_>,
+    ) -> Result<[Tensor; 2]> {
+        let dims_PF = [h_RD.shape().rows() * self.chosen, self.feed_forward];
+        let mut wide = [cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?];
+        wide.iter_mut().try_for_each(|wide| self.zero_others(cx, wide))?;
+        let h_PD = self.spread(cx, h_RD, routes)?;
+        self.widen_spread(cx, weights, h_PD.view(), routes, wide.each_mut().map(Tensor::view_mut))?;
+        Ok(wide)
+    }
+
+    /// Fills with zeros what experts of one stage of several leave of routed rows; that of all is theirs.
+    fn zero_others(&self, cx: &Context<'_>, routed: &mut Tensor) -> Result {
+        match self.stages.len() {
+            1 => Ok(()),
+            _ => Ok(cx.kernels.elementwise.zero(routed.view_mut())?),
+        }
     }
 
     /// A row for each routed one.
-    pub(super) fn spread(&self, cx: &Context<'_>, x_RD: View<'_>, routes: &Routes<'_>) -> Result<Tensor> {
+    fn spread(&self, cx: &Context<'_>, x_RD: View<'_>, routes: &Routes<'_>) -> Result<Tensor> {
         let mut x_PD = cx.tensor(&[x_RD.shape().rows() * self.chosen, self.hidden])?;
         cx.kernels.experts.spread(x_RD, routes.rows_RX, x_PD.view_mut())?;
         Ok(x_PD)
@@ -608,7 +615,7 @@ impl MixtureMlp {
         self.widen_spread(cx, weights, h_PD.view(), routes, wide)
     }
 
-    pub(super) fn widen_spread(
+    fn widen_spread(
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,

@@ -64,11 +64,6 @@ impl Tile {
     }
 
     /// Its rows of all.
-    pub(super) fn of_view(self, all: View<'_>) -> View<'_> {
-        all.rows(self.start, self.end)
-    }
-
-    /// Its rows of all.
     pub(crate) fn of(self, all: &Tensor) -> View<'_> {
         all.view().rows(self.start, self.end)
     }
@@ -78,10 +73,7 @@ impl Experts<'_> {
     /// What they chose, gate and up, and which tile of them it is.
     pub(super) fn parts(&self, chosen: usize) -> (&Routing, [View<'_>; 2], Tile) {
         match (&self.kept, &self.again) {
-            (Some((Routed { routing, gate, up, .. }, tile)), _) => {
-                let (start, end) = (tile.start * chosen, tile.end * chosen);
-                (routing, [gate.view().rows(start, end), up.view().rows(start, end)], *tile)
-            }
+            (Some((kept, tile)), _) => (&kept.routing, kept.wide_of(*tile, chosen), *tile),
             (None, Some((routing, [gate, up]))) => {
                 (routing, [gate.view(), up.view()], Tile::alone(routing.rows.shape().rows()))
             }
@@ -155,6 +147,12 @@ impl Routing {
 }
 
 impl Routed {
+    /// Gate and up of a tile.
+    pub(super) fn wide_of(&self, tile: Tile, chosen: usize) -> [View<'_>; 2] {
+        let (start, end) = (tile.start * chosen, tile.end * chosen);
+        [&self.gate, &self.up].map(|wide| wide.view().rows(start, end))
+    }
+
     /// In the order of [`from_tensors`](Self::from_tensors).
     pub(crate) fn into_tensors(self) -> Vec<Tensor> {
         let Self { routing, gate, up, shared } = self;

@@ -1,14 +1,22 @@
 //! The backward of experts in stages, so that the gradients of a stage are complete before those of the next begin.
 //!
 //! Experts of a layer may have more numbers than a card has room for in f32. So a backward goes over all rows for some of the experts, then for
-//! the next: what rows are given, and what they choose, is computed again each time, which is little beside products with experts; what they have
-//! of gradients is summed from stage to stage.
+//! the next. What rows choose is known from the beginning, what they are given is computed again each time, which is little beside products with
+//! experts, and what they have of gradients is summed from stage to stage.
 
 use super::mixture::MixtureMlp;
-use super::routing::{Routed, Tile};
+use super::routing::{Routed, Routing, Tile};
 use std::ops::Range;
 use terrace_kernels::{DType, Residual, Tensor, View, ViewMut};
 use terrace_zero::{Context, Gradients, Result, Weights};
+
+/// What is known of the forward of all rows.
+struct Forward<'k> {
+    routing: &'k Routing,
+    /// Of each tile, where the routed rows of each expert begin.
+    starts: Vec<Vec<usize>>,
+    kept: Option<&'k Routed>,
+}
 
 /// Of all rows.
 struct Sums {
@@ -28,7 +36,7 @@ impl MixtureMlp {
         self.stages.iter().map(|stage| parts[stage.start].start..parts[stage.end - 1].end).collect()
     }
 
-    /// As [`backward`](Self::backward). Holds `[T, D]` and `[T, X]` in f32 beside what that does.
+    /// As [`backward`](Self::backward). Holds what all rows choose, unless that is kept, and `[T, D]` and `[T, X]` in f32 beside what that does.
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     pub(super) fn backward_in_stages(
         &self,
@@ -41,6 +49,11 @@ impl MixtureMlp {
         gradients: &mut Gradients<'_>,
     ) -> Result {
         let rows = y1_TD.shape().rows();
+        let chosen = if kept.is_some() { None } else { Some(self.choose_all(cx, weights, y1_TD)?) };
+        let routing =
+            kept.map(|kept| &kept.routing).or(chosen.as_ref()).expect("what is not kept is chosen again");
+        let starts: Result<_> = Tile::all(rows).map(|tile| self.starts_of(cx, routing, tile)).collect();
+        let forward = Forward { routing, starts: starts?, kept };
         let zeros = |columns: usize| -> Result<Tensor> {
             let mut zeros = cx.tensor_of(DType::F32, &[rows, columns])?;
             cx.kernels.elementwise.zero(zeros.view_mut())?;
@@ -50,17 +63,31 @@ impl MixtureMlp {
         for stage in &self.stages {
             gradients.part(|gradients| {
                 Tile::all(rows).try_for_each(|tile| {
-                    self.add_stage(cx, weights, y1_TD, kept, dy_TD, (stage, tile), &mut sums, gradients)
+                    let [y1_RD, dy_RD] = [y1_TD, dy_TD].map(|all| all.rows(tile.start, tile.end));
+                    self.add_stage(cx, weights, y1_RD, &forward, dy_RD, (stage, tile), &mut sums, gradients)
                 })
             })?;
         }
         for tile in Tile::all(rows) {
-            let (y1_RD, dy_RD) = (tile.of_view(y1_TD), tile.of_view(dy_TD));
+            let [y1_RD, dy_RD] = [y1_TD, dy_TD].map(|all| all.rows(tile.start, tile.end));
             let mut dx_RD = dx_TD.reborrow().rows(tile.start, tile.end);
             cx.kernels.elementwise.cast(dy_RD, dx_RD.reborrow())?;
-            self.add_of_sums(cx, weights, y1_RD, kept, dy_RD, (tile, &sums), dx_RD, gradients)?;
+            self.add_of_sums(cx, weights, y1_RD, &forward, dy_RD, (tile, &mut sums), dx_RD, gradients)?;
         }
         Ok(())
+    }
+
+    /// What all rows choose.
+    fn choose_all(&self, cx: &Context<'_>, weights: &Weights<'_>, y1_TD: View<'_>) -> Result<Routing> {
+        let rows = y1_TD.shape().rows();
+        let tensor = |dtype, dims: &[usize]| cx.tensor_of(dtype, dims);
+        let mut routing = self.routing(rows, Tile::all(rows).count(), &tensor)?;
+        for tile in Tile::all(rows) {
+            let y1_RD = y1_TD.rows(tile.start, tile.end);
+            let h_RD = self.normed(cx, weights, y1_RD)?;
+            self.route(cx, weights, [y1_RD, h_RD.view()], &mut routing, tile)?;
+        }
+        Ok(routing)
     }
 
     /// Adds what experts of a stage have of the gradients of a tile.
@@ -69,42 +96,25 @@ impl MixtureMlp {
         &self,
         cx: &Context<'_>,
         weights: &Weights<'_>,
-        y1_TD: View<'_>,
-        kept: Option<&Routed>,
-        dy_TD: View<'_>,
+        y1_RD: View<'_>,
+        forward: &Forward<'_>,
+        dy_RD: View<'_>,
         (stage, tile): (&Range<usize>, Tile),
         sums: &mut Sums,
         gradients: &mut Gradients<'_>,
     ) -> Result {
-        let (y1_RD, dy_RD) = (tile.of_view(y1_TD), tile.of_view(dy_TD));
-        let h_RD = self.normed_of(cx, weights, y1_RD)?.out;
-        let again = match kept {
+        let h_RD = self.normed(cx, weights, y1_RD)?;
+        let starts = forward.starts[tile.index].clone();
+        let routes = self.routes_from(cx, weights, forward.routing, tile, starts)?.of_stage(stage);
+        let made = match forward.kept {
             Some(_) => None,
-            None => Some(self.choose(cx, weights, y1_RD, h_RD.view())?),
+            None => Some(self.wide(cx, weights, h_RD.view(), &routes)?),
         };
-        let (routing, of) = match (kept, &again) {
-            (Some(kept), _) => (&kept.routing, tile),
-            (None, Some(again)) => (again, Tile::alone(tile.rows())),
+        let wide = match (forward.kept, &made) {
+            (Some(kept), _) => kept.wide_of(tile, self.chosen),
+            (None, Some(made)) => made.each_ref().map(Tensor::view),
             (None, None) => unreachable!("what is not kept is computed again"),
         };
-        let routes = self.routes(cx, weights, routing, of)?.of_stage(stage);
-        let made = match kept {
-            Some(_) => None,
-            None => {
-                let dims_PF = [tile.rows() * self.chosen, self.feed_forward];
-                let mut wide = [cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?];
-                for wide in &mut wide {
-                    cx.kernels.elementwise.zero(wide.view_mut())?;
-                }
-                let h_PD = self.spread(cx, h_RD.view(), &routes)?;
-                self.widen_spread(cx, weights, h_PD.view(), &routes, wide.each_mut().map(Tensor::view_mut))?;
-                Some(wide)
-            }
-        };
-        let (start, end) = (tile.start * self.chosen, tile.end * self.chosen);
-        let of_kept = kept.map(|kept| [&kept.gate, &kept.up].map(|wide| wide.view().rows(start, end)));
-        let of_made = made.as_ref().map(|wide| wide.each_ref().map(Tensor::view));
-        let wide = of_kept.or(of_made).expect("what is not kept is computed again");
         let (dh_PD, dweights_RX) =
             self.backward_routed(cx, weights, h_RD.view(), &routes, wide, dy_RD, gradients)?;
         let Sums { dh_TD, dweights_TX } = sums;
@@ -121,42 +131,30 @@ impl MixtureMlp {
         cx: &Context<'_>,
         weights: &Weights<'_>,
         y1_RD: View<'_>,
-        kept: Option<&Routed>,
+        forward: &Forward<'_>,
         dy_RD: View<'_>,
-        (tile, sums): (Tile, &Sums),
+        (tile, sums): (Tile, &mut Sums),
         dx_RD: ViewMut<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result {
-        let normed = self.normed_of(cx, weights, y1_RD)?;
+        let elementwise = &cx.kernels.elementwise;
+        let normed = self.before.forward(cx, weights, y1_RD)?;
         let h_RD = normed.out.view();
-        let of_shared = kept.and_then(|kept| kept.shared.as_ref());
-        let of_shared = of_shared.map(|wide| wide.each_ref().map(|wide| tile.of(wide)));
-        let shared = self.shared.as_ref();
-        let shared = shared.map(|it| it.backward(cx, weights, h_RD, of_shared, dy_RD, gradients));
-        let mut dh_RD = match shared.transpose()? {
-            Some(dh_RD) => dh_RD,
-            None => {
-                let mut dh_RD = cx.tensor_of(DType::F32, h_RD.shape().dims())?;
-                cx.kernels.elementwise.zero(dh_RD.view_mut())?;
-                dh_RD
-            }
-        };
-        cx.kernels.elementwise.add_assign(dh_RD.view_mut(), tile.of(&sums.dh_TD))?;
-        let again = match kept {
-            Some(_) => None,
-            None => Some(self.choose(cx, weights, y1_RD, h_RD)?),
-        };
-        let (routing, of) = match (kept, &again) {
-            (Some(kept), _) => (&kept.routing, tile),
-            (None, Some(again)) => (again, Tile::alone(tile.rows())),
-            (None, None) => unreachable!("what is not kept is computed again"),
-        };
-        let routes = self.routes(cx, weights, routing, of)?;
+        let mut dh_RD = sums.dh_TD.view_mut().rows(tile.start, tile.end);
+        if let Some(shared) = &self.shared {
+            let of_shared = forward.kept.and_then(|kept| kept.shared.as_ref());
+            let of_shared = of_shared.map(|wide| wide.each_ref().map(|wide| tile.of(wide)));
+            let more_RD = shared.backward(cx, weights, h_RD, of_shared, dy_RD, gradients)?;
+            elementwise.add_assign(dh_RD.reborrow(), more_RD.view())?;
+        }
+        let starts = forward.starts[tile.index].clone();
+        let routes = self.routes_from(cx, weights, forward.routing, tile, starts)?;
         let mut dweights_RX = cx.tensor_of(DType::F32, &[tile.rows(), self.chosen])?;
-        cx.kernels.elementwise.cast(tile.of(&sums.dweights_TX), dweights_RX.view_mut())?;
+        elementwise.cast(tile.of(&sums.dweights_TX), dweights_RX.view_mut())?;
         let inputs = [y1_RD, h_RD];
         let of_norm =
-            self.backward_router(cx, weights, inputs, &routes, dweights_RX, dh_RD.view_mut(), gradients)?;
-        self.backward_of_norms(cx, weights, y1_RD, &normed.rstd, (dh_RD, of_norm), dx_RD, gradients)
+            self.backward_router(cx, weights, inputs, &routes, dweights_RX, dh_RD.reborrow(), gradients)?;
+        let dh_RD = (dh_RD.view(), of_norm);
+        self.backward_of_norms(cx, weights, y1_RD, &normed.rstd, dh_RD, dx_RD, gradients)
     }
 }

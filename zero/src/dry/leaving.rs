@@ -45,9 +45,9 @@ impl LeavingParts<'_> {
             .try_for_each(|len| self.parking.park(arena, block, len * run.dtype.size()))
     }
 
-    /// Takes room for so many elements behind the parts.
-    pub(super) fn end(mut self, rest: usize) -> Result<Parking> {
-        self.fill(rest)?;
+    /// Takes room for the elements behind the parts.
+    pub(super) fn end(mut self) -> Result<Parking> {
+        self.fill(self.run.network.groups[self.block].elements - self.filled)?;
         if self.run.come_whole && !self.run.unified {
             self.parking.drain();
         }
@@ -58,12 +58,11 @@ impl LeavingParts<'_> {
 impl Parts for LeavingParts<'_> {
     fn begin(&mut self) -> Result<Accumulator> {
         let params = self.parts.next().expect("a block completes each of its parts once");
-        let region = self.arena.alloc(Accumulator::bytes(self.run.network, self.block, &params))?;
-        Ok(Accumulator::new(self.run.network, self.block, params, region, false))
+        Accumulator::take(self.run.network, self.arena, self.block, params)
     }
 
     fn slots<'s>(&self, part: &'s mut Accumulator) -> (usize, Vec<GradientSlot<'s>>) {
-        (part.first(), part.slots(self.run.network, self.block))
+        part.slots(self.run.network, self.block)
     }
 
     fn complete(&mut self, part: Accumulator) -> Result {
